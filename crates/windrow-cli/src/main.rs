@@ -1,0 +1,3 @@
+//! The `windrow` command.
+
+fn main() {}

@@ -1,0 +1,111 @@
+//! The one place where an instruction set is chosen.
+
+use super::Simd;
+use super::lanes::Lanes;
+#[cfg(target_arch = "x86_64")]
+use super::x86::{Avx2, Avx512};
+use std::sync::LazyLock;
+
+/// An instruction set that this machine has: values come from [`Isa::best`] and
+/// [`Isa::available`] only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Isa(Kind);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    #[cfg(target_arch = "x86_64")]
+    Avx512(Avx512),
+    #[cfg(target_arch = "x86_64")]
+    Avx2(Avx2),
+    Lanes(Lanes),
+}
+
+impl Isa {
+    /// The widest instruction set of this machine, or the one that the environment variable
+    /// `WINDROW_ISA` names (`avx512`, `avx2`, `neon` or `portable`), if this machine has it.
+    pub fn best() -> Self {
+        static BEST: LazyLock<Isa> = LazyLock::new(|| {
+            let available = Isa::available();
+            let wanted = std::env::var("WINDROW_ISA").unwrap_or_default();
+            let named = available.iter().find(|isa| isa.name() == wanted);
+            if named.is_none() && !wanted.is_empty() {
+                tracing::warn!(
+                    "WINDROW_ISA={wanted} is not one of {:?} that this machine has; ignored",
+                    available.iter().map(|isa| isa.name()).collect::<Vec<_>>()
+                );
+            }
+            *named.unwrap_or(&available[0])
+        });
+        *BEST
+    }
+
+    /// Every instruction set of this machine, widest first.
+    pub fn available() -> Vec<Self> {
+        let mut all = Vec::new();
+        #[cfg(target_arch = "x86_64")]
+        {
+            all.extend(Avx512::detect().map(|t| Isa(Kind::Avx512(t))));
+            all.extend(Avx2::detect().map(|t| Isa(Kind::Avx2(t))));
+        }
+        all.push(Isa(Kind::Lanes(Lanes)));
+        all
+    }
+
+    /// `avx512`, `avx2`, `neon` or `portable`.
+    pub fn name(self) -> &'static str {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(_) => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(_) => "avx2",
+            Kind::Lanes(_) if cfg!(target_arch = "aarch64") => "neon",
+            Kind::Lanes(_) => "portable",
+        }
+    }
+}
+
+/// A computation written once for all instruction sets.
+pub(crate) trait Kernel {
+    type Output;
+    /// Must be `#[inline(always)]`, and so must every generic function it calls: code is compiled
+    /// for an instruction set by being inlined into a function that enables it.
+    fn run<S: Simd>(self, simd: S) -> Self::Output;
+}
+
+/// Runs a kernel with the instructions of `isa`.
+#[inline]
+pub(crate) fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
+    match isa.0 {
+        // SAFETY: the token exists, so the machine has these instructions.
+        #[cfg(target_arch = "x86_64")]
+        Kind::Avx512(t) => unsafe { with_avx512(t, kernel) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        Kind::Avx2(t) => unsafe { with_avx2(t, kernel) },
+        Kind::Lanes(t) => kernel.run(t),
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx2,fma,f16c,bmi1,bmi2")]
+fn with_avx512<K: Kernel>(t: Avx512, kernel: K) -> K::Output {
+    kernel.run(t)
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2")]
+fn with_avx2<K: Kernel>(t: Avx2, kernel: K) -> K::Output {
+    kernel.run(t)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn best_is_available_and_portable_always_is() {
+        let all = Isa::available();
+        assert!(all.contains(&Isa::best()));
+        assert!(["portable", "neon"].contains(&all.last().unwrap().name()));
+    }
+}

@@ -1,0 +1,206 @@
+//! Vectors as arrays, which the compiler maps to what the target has: NEON with fused
+//! multiply-add on aarch64, SSE2 on x86-64.
+
+use super::Simd;
+use half::{bf16, f16};
+
+const N: usize = 8;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Lanes;
+
+#[inline(always)]
+fn map(a: [f32; N], f: impl Fn(f32) -> f32) -> [f32; N] {
+    std::array::from_fn(|i| f(a[i]))
+}
+
+#[inline(always)]
+fn zip(a: [f32; N], b: [f32; N], f: impl Fn(f32, f32) -> f32) -> [f32; N] {
+    std::array::from_fn(|i| f(a[i], b[i]))
+}
+
+#[inline(always)]
+fn zip_i(a: [i32; N], b: [i32; N], f: impl Fn(i32, i32) -> i32) -> [i32; N] {
+    std::array::from_fn(|i| f(a[i], b[i]))
+}
+
+#[inline(always)]
+fn fused(a: f32, b: f32, c: f32) -> f32 {
+    // Without the instruction, `f32::mul_add` is a slow library call.
+    if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
+        a.mul_add(b, c)
+    } else {
+        a * b + c
+    }
+}
+
+impl Simd for Lanes {
+    const LANES: usize = N;
+    // Half of the registers hold one array on a 4-wide machine with 32 of them.
+    const REGISTERS: usize = if cfg!(target_arch = "aarch64") { 16 } else { 8 };
+    type F32 = [f32; N];
+    type I32 = [i32; N];
+    type Mask = [bool; N];
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Self::F32 {
+        [x; N]
+    }
+    #[inline(always)]
+    unsafe fn load(self, p: *const f32) -> Self::F32 {
+        // SAFETY: N elements are readable.
+        unsafe { p.cast::<[f32; N]>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32, v: Self::F32) {
+        // SAFETY: N elements are writable.
+        unsafe { p.cast::<[f32; N]>().write_unaligned(v) }
+    }
+    #[inline(always)]
+    unsafe fn load_first(self, p: *const f32, n: usize) -> Self::F32 {
+        let mut v = [0.0; N];
+        // SAFETY: n <= N elements are readable.
+        unsafe { std::ptr::copy_nonoverlapping(p, v.as_mut_ptr(), n) };
+        v
+    }
+    #[inline(always)]
+    unsafe fn store_first(self, p: *mut f32, v: Self::F32, n: usize) {
+        // SAFETY: n <= N elements are writable.
+        unsafe { std::ptr::copy_nonoverlapping(v.as_ptr(), p, n) }
+    }
+    #[inline(always)]
+    unsafe fn stream(self, p: *mut f32, v: Self::F32) {
+        // SAFETY: passed on.
+        unsafe { self.store(p, v) }
+    }
+    #[inline(always)]
+    fn stream_fence(self) {}
+
+    #[inline(always)]
+    unsafe fn load_f16(self, p: *const f16) -> Self::F32 {
+        // SAFETY: N elements are readable.
+        let h = unsafe { p.cast::<[f16; N]>().read_unaligned() };
+        std::array::from_fn(|i| h[i].to_f32())
+    }
+    #[inline(always)]
+    unsafe fn store_f16(self, p: *mut f16, v: Self::F32) {
+        // SAFETY: N elements are writable.
+        unsafe { p.cast::<[f16; N]>().write_unaligned(v.map(f16::from_f32)) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(self, p: *const bf16) -> Self::F32 {
+        // SAFETY: N elements are readable.
+        let h = unsafe { p.cast::<[bf16; N]>().read_unaligned() };
+        std::array::from_fn(|i| h[i].to_f32())
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, p: *mut bf16, v: Self::F32) {
+        // SAFETY: N elements are writable.
+        unsafe { p.cast::<[bf16; N]>().write_unaligned(v.map(bf16::from_f32)) }
+    }
+
+    #[inline(always)]
+    fn add(self, a: Self::F32, b: Self::F32) -> Self::F32 {
+        zip(a, b, |a, b| a + b)
+    }
+    #[inline(always)]
+    fn sub(self, a: Self::F32, b: Self::F32) -> Self::F32 {
+        zip(a, b, |a, b| a - b)
+    }
+    #[inline(always)]
+    fn mul(self, a: Self::F32, b: Self::F32) -> Self::F32 {
+        zip(a, b, |a, b| a * b)
+    }
+    #[inline(always)]
+    fn div(self, a: Self::F32, b: Self::F32) -> Self::F32 {
+        zip(a, b, |a, b| a / b)
+    }
+    #[inline(always)]
+    fn mul_add(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32 {
+        std::array::from_fn(|i| fused(a[i], b[i], c[i]))
+    }
+    #[inline(always)]
+    fn neg_mul_add(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32 {
+        std::array::from_fn(|i| fused(-a[i], b[i], c[i]))
+    }
+    #[inline(always)]
+    fn min(self, a: Self::F32, b: Self::F32) -> Self::F32 {
+        zip(a, b, |a, b| if a < b { a } else { b })
+    }
+    #[inline(always)]
+    fn max(self, a: Self::F32, b: Self::F32) -> Self::F32 {
+        zip(a, b, |a, b| if a > b { a } else { b })
+    }
+    #[inline(always)]
+    fn abs(self, a: Self::F32) -> Self::F32 {
+        map(a, f32::abs)
+    }
+    #[inline(always)]
+    fn neg(self, a: Self::F32) -> Self::F32 {
+        map(a, |a| -a)
+    }
+    #[inline(always)]
+    fn round(self, a: Self::F32) -> Self::F32 {
+        // Adding and subtracting 2^23 rounds what is smaller; the rest is integral already.
+        map(a, |a| {
+            let magic = f32::copysign(8388608.0, a);
+            if a.abs() < 8388608.0 { f32::copysign((a + magic) - magic, a) } else { a }
+        })
+    }
+    #[inline(always)]
+    fn ldexp(self, a: Self::F32, n: Self::F32) -> Self::F32 {
+        std::array::from_fn(|i| {
+            // Exact in f64, so the conversion is the only rounding.
+            let n = n[i] as i32;
+            let wide = f64::from(a[i]) * f64::from_bits(((n + 1023) as u64) << 52);
+            wide as f32
+        })
+    }
+
+    #[inline(always)]
+    fn lt(self, a: Self::F32, b: Self::F32) -> Self::Mask {
+        std::array::from_fn(|i| a[i] < b[i])
+    }
+    #[inline(always)]
+    fn is_nan(self, a: Self::F32) -> Self::Mask {
+        a.map(f32::is_nan)
+    }
+    #[inline(always)]
+    fn select(self, mask: Self::Mask, a: Self::F32, b: Self::F32) -> Self::F32 {
+        std::array::from_fn(|i| if mask[i] { a[i] } else { b[i] })
+    }
+
+    #[inline(always)]
+    fn to_bits(self, a: Self::F32) -> Self::I32 {
+        a.map(|a| a.to_bits() as i32)
+    }
+    #[inline(always)]
+    fn from_bits(self, a: Self::I32) -> Self::F32 {
+        a.map(|a| f32::from_bits(a as u32))
+    }
+    #[inline(always)]
+    fn splat_i32(self, x: i32) -> Self::I32 {
+        [x; N]
+    }
+    #[inline(always)]
+    fn add_i32(self, a: Self::I32, b: Self::I32) -> Self::I32 {
+        zip_i(a, b, i32::wrapping_add)
+    }
+    #[inline(always)]
+    fn and_i32(self, a: Self::I32, b: Self::I32) -> Self::I32 {
+        zip_i(a, b, |a, b| a & b)
+    }
+    #[inline(always)]
+    fn or_i32(self, a: Self::I32, b: Self::I32) -> Self::I32 {
+        zip_i(a, b, |a, b| a | b)
+    }
+    #[inline(always)]
+    fn shl_i32<const K: u32>(self, a: Self::I32) -> Self::I32 {
+        a.map(|a| a << K)
+    }
+
+    #[inline(always)]
+    fn reduce_add(self, a: Self::F32) -> f32 {
+        ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]))
+    }
+}

@@ -1,0 +1,18 @@
+//! The CPU wing: which instructions this machine has, vectors over them, threads.
+//!
+//! A kernel is written once, generic over [`Simd`], as a type that implements [`Kernel`];
+//! [`dispatch`] compiles it for every instruction set and calls the one asked for. Instruction
+//! sets are tokens that exist only if the machine has them, so calling a kernel is safe.
+
+mod isa;
+mod lanes;
+mod simd;
+mod threads;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+pub use isa::Isa;
+pub(crate) use isa::{Kernel, dispatch};
+pub(crate) use simd::{Simd, SimdElement};
+pub use threads::num_threads;
+pub(crate) use threads::{SendPtr, parallel_for, resolve_threads};

@@ -1,0 +1,302 @@
+//! Vectors of f32: the operations that kernels are written in.
+
+use crate::Element;
+use half::{bf16, f16};
+
+/// An instruction set as a token: having a value means that the machine has the instructions.
+///
+/// Arithmetic is IEEE single precision, round to nearest even. `mul_add` is fused where the
+/// hardware fuses (all but the portable set on x86). Comparisons with NaN are false.
+pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
+    /// Elements in a vector.
+    const LANES: usize;
+    /// Vector registers of the machine, for choosing block sizes.
+    const REGISTERS: usize;
+    /// A vector of `LANES` f32.
+    type F32: Copy;
+    /// A vector of `LANES` i32.
+    type I32: Copy;
+    /// One truth value for each lane.
+    type Mask: Copy;
+
+    fn splat(self, x: f32) -> Self::F32;
+    #[inline(always)]
+    fn zero(self) -> Self::F32 {
+        self.splat(0.0)
+    }
+
+    /// # Safety
+    /// `LANES` f32 are readable at `p` (any alignment).
+    unsafe fn load(self, p: *const f32) -> Self::F32;
+    /// # Safety
+    /// `LANES` f32 are writable at `p` (any alignment).
+    unsafe fn store(self, p: *mut f32, v: Self::F32);
+    /// The first `n <= LANES` elements, zero beyond. # Safety: `n` f32 are readable at `p`.
+    unsafe fn load_first(self, p: *const f32, n: usize) -> Self::F32;
+    /// The first `n <= LANES` elements. # Safety: `n` f32 are writable at `p`.
+    unsafe fn store_first(self, p: *mut f32, v: Self::F32, n: usize);
+    /// Store around the cache; follow a series with [`Simd::stream_fence`].
+    /// # Safety: `LANES` f32 are writable at `p`, aligned to the vector's size.
+    unsafe fn stream(self, p: *mut f32, v: Self::F32);
+    fn stream_fence(self);
+
+    /// # Safety
+    /// `LANES` f16 are readable at `p`.
+    unsafe fn load_f16(self, p: *const f16) -> Self::F32;
+    /// Rounds to nearest even. # Safety: `LANES` f16 are writable at `p`.
+    unsafe fn store_f16(self, p: *mut f16, v: Self::F32);
+    /// # Safety
+    /// `LANES` bf16 are readable at `p`.
+    unsafe fn load_bf16(self, p: *const bf16) -> Self::F32;
+    /// Rounds to nearest even, NaN stays NaN. # Safety: `LANES` bf16 are writable at `p`.
+    unsafe fn store_bf16(self, p: *mut bf16, v: Self::F32);
+
+    fn add(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    fn sub(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    fn mul(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    fn div(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    /// `a * b + c`
+    fn mul_add(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
+    /// `c - a * b`
+    fn neg_mul_add(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
+    /// The smaller; `b` if either is NaN.
+    fn min(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    /// The larger; `b` if either is NaN.
+    fn max(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    fn abs(self, a: Self::F32) -> Self::F32;
+    fn neg(self, a: Self::F32) -> Self::F32;
+    /// To the nearest integer, ties to even.
+    fn round(self, a: Self::F32) -> Self::F32;
+    /// `a * 2^n` for integer-valued `n` in -252..=252, correctly rounded where the result is subnormal or overflows.
+    fn ldexp(self, a: Self::F32, n: Self::F32) -> Self::F32;
+
+    fn lt(self, a: Self::F32, b: Self::F32) -> Self::Mask;
+    fn is_nan(self, a: Self::F32) -> Self::Mask;
+    /// `a` where the mask is set, else `b`.
+    fn select(self, mask: Self::Mask, a: Self::F32, b: Self::F32) -> Self::F32;
+
+    fn to_bits(self, a: Self::F32) -> Self::I32;
+    fn from_bits(self, a: Self::I32) -> Self::F32;
+    fn splat_i32(self, x: i32) -> Self::I32;
+    fn add_i32(self, a: Self::I32, b: Self::I32) -> Self::I32;
+    fn and_i32(self, a: Self::I32, b: Self::I32) -> Self::I32;
+    fn or_i32(self, a: Self::I32, b: Self::I32) -> Self::I32;
+    fn shl_i32<const N: u32>(self, a: Self::I32) -> Self::I32;
+
+    /// Sum of the lanes, in a fixed order.
+    fn reduce_add(self, a: Self::F32) -> f32;
+}
+
+/// Elements that kernels load as f32 vectors and store rounded.
+pub(crate) trait SimdElement: Element {
+    /// # Safety
+    /// `LANES` elements are readable at `p`.
+    unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F32;
+    /// # Safety
+    /// `LANES` elements are writable at `p`.
+    unsafe fn store<S: Simd>(s: S, p: *mut Self, v: S::F32);
+    /// The first `n <= LANES` elements, zero beyond.
+    /// # Safety: `n` elements are readable at `p`.
+    unsafe fn load_first<S: Simd>(s: S, p: *const Self, n: usize) -> S::F32;
+    /// The first `n <= LANES` elements.
+    /// # Safety: `n` elements are writable at `p`.
+    unsafe fn store_first<S: Simd>(s: S, p: *mut Self, v: S::F32, n: usize);
+    fn to_f32(self) -> f32;
+    fn from_f32(x: f32) -> Self;
+}
+
+impl SimdElement for f32 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F32 {
+        // SAFETY: passed on.
+        unsafe { s.load(p) }
+    }
+    #[inline(always)]
+    unsafe fn store<S: Simd>(s: S, p: *mut Self, v: S::F32) {
+        // SAFETY: passed on.
+        unsafe { s.store(p, v) }
+    }
+    #[inline(always)]
+    unsafe fn load_first<S: Simd>(s: S, p: *const Self, n: usize) -> S::F32 {
+        // SAFETY: passed on.
+        unsafe { s.load_first(p, n) }
+    }
+    #[inline(always)]
+    unsafe fn store_first<S: Simd>(s: S, p: *mut Self, v: S::F32, n: usize) {
+        // SAFETY: passed on.
+        unsafe { s.store_first(p, v, n) }
+    }
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn from_f32(x: f32) -> Self {
+        x
+    }
+}
+
+macro_rules! half_element {
+    ($t:ident, $load:ident, $store:ident) => {
+        impl SimdElement for $t {
+            #[inline(always)]
+            unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F32 {
+                // SAFETY: passed on.
+                unsafe { s.$load(p) }
+            }
+            #[inline(always)]
+            unsafe fn store<S: Simd>(s: S, p: *mut Self, v: S::F32) {
+                // SAFETY: passed on.
+                unsafe { s.$store(p, v) }
+            }
+            #[inline(always)]
+            unsafe fn load_first<S: Simd>(s: S, p: *const Self, n: usize) -> S::F32 {
+                let mut lanes = [$t::ZERO; MAX_LANES];
+                // SAFETY: n <= LANES <= MAX_LANES elements are readable at p.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(p, lanes.as_mut_ptr(), n);
+                    s.$load(lanes.as_ptr())
+                }
+            }
+            #[inline(always)]
+            unsafe fn store_first<S: Simd>(s: S, p: *mut Self, v: S::F32, n: usize) {
+                let mut lanes = [$t::ZERO; MAX_LANES];
+                // SAFETY: n <= LANES <= MAX_LANES elements are writable at p.
+                unsafe {
+                    s.$store(lanes.as_mut_ptr(), v);
+                    std::ptr::copy_nonoverlapping(lanes.as_ptr(), p, n);
+                }
+            }
+            #[inline(always)]
+            fn to_f32(self) -> f32 {
+                $t::to_f32(self)
+            }
+            #[inline(always)]
+            fn from_f32(x: f32) -> Self {
+                $t::from_f32(x)
+            }
+        }
+    };
+}
+
+/// The widest vector of any instruction set.
+pub(crate) const MAX_LANES: usize = 16;
+
+half_element!(f16, load_f16, store_f16);
+half_element!(bf16, load_bf16, store_bf16);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::{Isa, Kernel, dispatch};
+
+    const INPUTS: [f32; 24] = [
+        0.0,
+        -0.0,
+        1.0,
+        -1.5,
+        2.5,
+        3.5,
+        -2.5,
+        0.1,
+        65504.0,
+        65520.0,
+        1e-8,
+        6e-8,
+        1e30,
+        -1e30,
+        1e-40,
+        f32::INFINITY,
+        f32::NEG_INFINITY,
+        f32::NAN,
+        3.39e38,
+        1.00390625,
+        1.0117188,
+        2049.0,
+        2051.0,
+        -7e-5,
+    ];
+
+    struct Ops;
+    impl Kernel for Ops {
+        type Output = ();
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) {
+            for pair in INPUTS.iter().flat_map(|&a| INPUTS.iter().map(move |&b| (a, b))) {
+                check(s, pair.0, pair.1);
+            }
+            partial(s);
+        }
+    }
+
+    fn lane0<S: Simd>(s: S, v: S::F32) -> f32 {
+        let mut out = [0f32; MAX_LANES];
+        // SAFETY: MAX_LANES elements are writable.
+        unsafe { s.store(out.as_mut_ptr(), v) };
+        assert!(out[..S::LANES].iter().all(|x| x.to_bits() == out[0].to_bits()));
+        out[0]
+    }
+
+    fn same(what: &str, got: f32, want: f32) {
+        assert!(
+            got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan()),
+            "{what}: {got:e} instead of {want:e}"
+        );
+    }
+
+    fn check<S: Simd>(s: S, a: f32, b: f32) {
+        let (va, vb) = (s.splat(a), s.splat(b));
+        same("add", lane0(s, s.add(va, vb)), a + b);
+        same("sub", lane0(s, s.sub(va, vb)), a - b);
+        same("mul", lane0(s, s.mul(va, vb)), a * b);
+        same("div", lane0(s, s.div(va, vb)), a / b);
+        same("min", lane0(s, s.min(va, vb)), if a < b { a } else { b });
+        same("max", lane0(s, s.max(va, vb)), if a > b { a } else { b });
+        same("abs", lane0(s, s.abs(va)), a.abs());
+        same("neg", lane0(s, s.neg(va)), -a);
+        same("round", lane0(s, s.round(va)), a.round_ties_even());
+        same("select", lane0(s, s.select(s.lt(va, vb), va, vb)), if a < b { a } else { b });
+        let one = s.splat(1.0);
+        same("nan", lane0(s, s.select(s.is_nan(va), one, vb)), if a.is_nan() { 1.0 } else { b });
+        same("bits", lane0(s, s.from_bits(s.to_bits(va))), a);
+        for n in [-252, -150, -24, -1, 0, 1, 100, 127, 252] {
+            let want = (f64::from(a) * 2f64.powi(n)) as f32;
+            same(&format!("ldexp {a:e} {n}"), lane0(s, s.ldexp(va, s.splat(n as f32))), want);
+        }
+        let mut h = [f16::ZERO; MAX_LANES];
+        let mut g = [bf16::ZERO; MAX_LANES];
+        // SAFETY: MAX_LANES elements are readable and writable.
+        unsafe {
+            s.store_f16(h.as_mut_ptr(), va);
+            s.store_bf16(g.as_mut_ptr(), va);
+            same("f16", lane0(s, s.load_f16(h.as_ptr())), f16::from_f32(a).to_f32());
+            same("bf16", lane0(s, s.load_bf16(g.as_ptr())), bf16::from_f32(a).to_f32());
+        }
+    }
+
+    fn partial<S: Simd>(s: S) {
+        let x: Vec<f32> = (1..=MAX_LANES).map(|i| i as f32).collect();
+        for n in 0..=S::LANES {
+            let mut out = [0f32; MAX_LANES];
+            let mut guarded = [-1f32; MAX_LANES];
+            // SAFETY: all slices hold MAX_LANES >= n elements.
+            unsafe {
+                let v = s.load_first(x.as_ptr(), n);
+                s.store(out.as_mut_ptr(), v);
+                s.store_first(guarded.as_mut_ptr(), v, n);
+                assert_eq!(s.reduce_add(v), x[..n].iter().sum::<f32>());
+            }
+            assert_eq!(out[..n], x[..n]);
+            assert!(out[n..].iter().all(|&v| v == 0.0));
+            assert_eq!(guarded[..n], x[..n]);
+            assert!(guarded[n..].iter().all(|&v| v == -1.0));
+        }
+    }
+
+    #[test]
+    fn every_instruction_set_agrees_with_scalar_arithmetic() {
+        for isa in Isa::available() {
+            dispatch(isa, Ops);
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! Splitting work over threads.
+
+use std::num::NonZeroUsize;
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// How many threads a plan uses unless told otherwise: the environment variable
+/// `WINDROW_NUM_THREADS`, else the size of the rayon pool that the caller is in, else the number
+/// of cores.
+pub fn num_threads() -> usize {
+    static FROM_ENV: LazyLock<Option<usize>> = LazyLock::new(|| {
+        let value = std::env::var("WINDROW_NUM_THREADS").ok()?;
+        match value.parse() {
+            Ok(n) if n > 0 => Some(n),
+            _ => {
+                tracing::warn!("WINDROW_NUM_THREADS={value} is not a positive number; ignored");
+                None
+            }
+        }
+    });
+    FROM_ENV.unwrap_or_else(rayon::current_num_threads)
+}
+
+/// The number of threads that a plan's option means.
+pub(crate) fn resolve_threads(option: Option<NonZeroUsize>) -> usize {
+    option.map_or_else(num_threads, NonZeroUsize::get)
+}
+
+/// Calls `task(i)` for every `i` in `0..tasks`, on at most `threads` threads of which the caller
+/// is one. Tasks are handed out one at a time in order, so a late thread costs nothing but its
+/// share. With one thread or one task nothing but the caller runs.
+///
+/// Other threads come from the rayon pool that the caller is in, or from rayon's global one.
+pub(crate) fn parallel_for(threads: usize, tasks: usize, task: impl Fn(usize) + Sync) {
+    let helpers = threads.min(tasks).saturating_sub(1);
+    if helpers == 0 {
+        (0..tasks).for_each(task);
+        return;
+    }
+    let next = AtomicUsize::new(0);
+    let work = || {
+        loop {
+            let i = next.fetch_add(1, Ordering::Relaxed);
+            if i >= tasks {
+                break;
+            }
+            task(i);
+        }
+    };
+    rayon::in_place_scope(|scope| {
+        for _ in 0..helpers {
+            scope.spawn(|_| work());
+        }
+        work();
+    });
+}
+
+/// A pointer that tasks on several threads write through, each to its own part.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SendPtr<T>(pub *mut T);
+
+// SAFETY: whoever dereferences it promises that no two threads touch the same element.
+unsafe impl<T> Send for SendPtr<T> {}
+// SAFETY: as above.
+unsafe impl<T> Sync for SendPtr<T> {}
+
+impl<T> SendPtr<T> {
+    /// The pointer; a method, so that closures capture the whole `SendPtr`.
+    #[inline(always)]
+    pub(crate) fn get(self) -> *mut T {
+        self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_task_runs_once() {
+        for (threads, tasks) in [(1, 5), (2, 0), (2, 1), (2, 1000), (8, 3), (64, 1000)] {
+            let counts: Vec<AtomicUsize> = (0..tasks).map(|_| AtomicUsize::new(0)).collect();
+            parallel_for(threads, tasks, |i| {
+                counts[i].fetch_add(1, Ordering::Relaxed);
+            });
+            assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 1));
+        }
+    }
+
+    #[test]
+    fn one_thread_stays_with_the_caller() {
+        let caller = std::thread::current().id();
+        parallel_for(1, 10, |_| assert_eq!(std::thread::current().id(), caller));
+    }
+
+    #[test]
+    fn nested_in_a_users_pool() {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
+        let sum = AtomicUsize::new(0);
+        pool.install(|| {
+            parallel_for(3, 10, |i| {
+                parallel_for(2, 10, |j| {
+                    sum.fetch_add(i * j, Ordering::Relaxed);
+                });
+            });
+        });
+        assert_eq!(sum.into_inner(), 45 * 45);
+    }
+}

@@ -1,0 +1,402 @@
+//! AVX-512 and AVX2 with FMA and F16C.
+
+use super::Simd;
+use half::{bf16, f16};
+use std::arch::x86_64::*;
+
+/// AVX-512 F, BW, DQ, VL, CD with FMA and F16C, as every AVX-512 server core has since 2017.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Avx512(());
+
+/// AVX2 with FMA and F16C, as every x86-64 core has since about 2013.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Avx2(());
+
+impl Avx2 {
+    pub(crate) fn detect() -> Option<Self> {
+        let has = is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c")
+            && is_x86_feature_detected!("bmi1")
+            && is_x86_feature_detected!("bmi2");
+        has.then_some(Avx2(()))
+    }
+}
+
+impl Avx512 {
+    pub(crate) fn detect() -> Option<Self> {
+        let has = Avx2::detect().is_some()
+            && is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512cd");
+        has.then_some(Avx512(()))
+    }
+}
+
+/// `$body` with intrinsics of an instruction set that the token proves.
+macro_rules! isa {
+    ($body:expr) => {
+        // SAFETY: `self` exists, so the machine has the instructions; for memory access the
+        // caller's promise is passed on.
+        unsafe { $body }
+    };
+}
+
+impl Simd for Avx512 {
+    const LANES: usize = 16;
+    const REGISTERS: usize = 32;
+    type F32 = __m512;
+    type I32 = __m512i;
+    type Mask = __mmask16;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m512 {
+        isa!(_mm512_set1_ps(x))
+    }
+    #[inline(always)]
+    unsafe fn load(self, p: *const f32) -> __m512 {
+        isa!(_mm512_loadu_ps(p))
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32, v: __m512) {
+        isa!(_mm512_storeu_ps(p, v))
+    }
+    #[inline(always)]
+    unsafe fn load_first(self, p: *const f32, n: usize) -> __m512 {
+        isa!(_mm512_maskz_loadu_ps(((1u32 << n) - 1) as u16, p))
+    }
+    #[inline(always)]
+    unsafe fn store_first(self, p: *mut f32, v: __m512, n: usize) {
+        isa!(_mm512_mask_storeu_ps(p, ((1u32 << n) - 1) as u16, v))
+    }
+    #[inline(always)]
+    unsafe fn stream(self, p: *mut f32, v: __m512) {
+        isa!(_mm512_stream_ps(p, v))
+    }
+    #[inline(always)]
+    fn stream_fence(self) {
+        isa!(_mm_sfence())
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(self, p: *const f16) -> __m512 {
+        isa!(_mm512_cvtph_ps(_mm256_loadu_si256(p.cast())))
+    }
+    #[inline(always)]
+    unsafe fn store_f16(self, p: *mut f16, v: __m512) {
+        isa!(_mm256_storeu_si256(
+            p.cast(),
+            _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(v)
+        ))
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(self, p: *const bf16) -> __m512 {
+        isa!({
+            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+        })
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, p: *mut bf16, v: __m512) {
+        isa!({
+            // Round to nearest even by adding half a unit, less one where the result is even;
+            // a NaN keeps its upper bits and is made quiet.
+            let bits = _mm512_castps_si512(v);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let round = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+            let rounded = _mm512_add_epi32(bits, round);
+            let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x40_0000));
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
+            let out = _mm512_srli_epi32::<16>(_mm512_mask_mov_epi32(rounded, nan, quiet));
+            _mm256_storeu_si256(p.cast(), _mm512_cvtepi32_epi16(out))
+        })
+    }
+
+    #[inline(always)]
+    fn add(self, a: __m512, b: __m512) -> __m512 {
+        isa!(_mm512_add_ps(a, b))
+    }
+    #[inline(always)]
+    fn sub(self, a: __m512, b: __m512) -> __m512 {
+        isa!(_mm512_sub_ps(a, b))
+    }
+    #[inline(always)]
+    fn mul(self, a: __m512, b: __m512) -> __m512 {
+        isa!(_mm512_mul_ps(a, b))
+    }
+    #[inline(always)]
+    fn div(self, a: __m512, b: __m512) -> __m512 {
+        isa!(_mm512_div_ps(a, b))
+    }
+    #[inline(always)]
+    fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        isa!(_mm512_fmadd_ps(a, b, c))
+    }
+    #[inline(always)]
+    fn neg_mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        isa!(_mm512_fnmadd_ps(a, b, c))
+    }
+    #[inline(always)]
+    fn min(self, a: __m512, b: __m512) -> __m512 {
+        isa!(_mm512_min_ps(a, b))
+    }
+    #[inline(always)]
+    fn max(self, a: __m512, b: __m512) -> __m512 {
+        isa!(_mm512_max_ps(a, b))
+    }
+    #[inline(always)]
+    fn abs(self, a: __m512) -> __m512 {
+        isa!(_mm512_abs_ps(a))
+    }
+    #[inline(always)]
+    fn neg(self, a: __m512) -> __m512 {
+        isa!(_mm512_xor_ps(a, _mm512_set1_ps(-0.0)))
+    }
+    #[inline(always)]
+    fn round(self, a: __m512) -> __m512 {
+        isa!(_mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a))
+    }
+    #[inline(always)]
+    fn ldexp(self, a: __m512, n: __m512) -> __m512 {
+        isa!(_mm512_scalef_ps(a, n))
+    }
+
+    #[inline(always)]
+    fn lt(self, a: __m512, b: __m512) -> __mmask16 {
+        isa!(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b))
+    }
+    #[inline(always)]
+    fn is_nan(self, a: __m512) -> __mmask16 {
+        isa!(_mm512_cmp_ps_mask::<_CMP_UNORD_Q>(a, a))
+    }
+    #[inline(always)]
+    fn select(self, mask: __mmask16, a: __m512, b: __m512) -> __m512 {
+        isa!(_mm512_mask_blend_ps(mask, b, a))
+    }
+
+    #[inline(always)]
+    fn to_bits(self, a: __m512) -> __m512i {
+        isa!(_mm512_castps_si512(a))
+    }
+    #[inline(always)]
+    fn from_bits(self, a: __m512i) -> __m512 {
+        isa!(_mm512_castsi512_ps(a))
+    }
+    #[inline(always)]
+    fn splat_i32(self, x: i32) -> __m512i {
+        isa!(_mm512_set1_epi32(x))
+    }
+    #[inline(always)]
+    fn add_i32(self, a: __m512i, b: __m512i) -> __m512i {
+        isa!(_mm512_add_epi32(a, b))
+    }
+    #[inline(always)]
+    fn and_i32(self, a: __m512i, b: __m512i) -> __m512i {
+        isa!(_mm512_and_si512(a, b))
+    }
+    #[inline(always)]
+    fn or_i32(self, a: __m512i, b: __m512i) -> __m512i {
+        isa!(_mm512_or_si512(a, b))
+    }
+    #[inline(always)]
+    fn shl_i32<const K: u32>(self, a: __m512i) -> __m512i {
+        isa!(_mm512_slli_epi32::<K>(a))
+    }
+
+    #[inline(always)]
+    fn reduce_add(self, a: __m512) -> f32 {
+        isa!(_mm512_reduce_add_ps(a))
+    }
+}
+
+/// The first `n` of 8 lanes as a mask for masked loads and stores.
+#[inline(always)]
+unsafe fn first_of_8(n: usize) -> __m256i {
+    // SAFETY: called by Avx2 only; the table has 16 entries and n <= 8.
+    unsafe {
+        const TABLE: [i32; 16] = [-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0];
+        _mm256_loadu_si256(TABLE.as_ptr().add(8 - n).cast())
+    }
+}
+
+impl Simd for Avx2 {
+    const LANES: usize = 8;
+    const REGISTERS: usize = 16;
+    type F32 = __m256;
+    type I32 = __m256i;
+    type Mask = __m256;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m256 {
+        isa!(_mm256_set1_ps(x))
+    }
+    #[inline(always)]
+    unsafe fn load(self, p: *const f32) -> __m256 {
+        isa!(_mm256_loadu_ps(p))
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32, v: __m256) {
+        isa!(_mm256_storeu_ps(p, v))
+    }
+    #[inline(always)]
+    unsafe fn load_first(self, p: *const f32, n: usize) -> __m256 {
+        isa!(_mm256_maskload_ps(p, first_of_8(n)))
+    }
+    #[inline(always)]
+    unsafe fn store_first(self, p: *mut f32, v: __m256, n: usize) {
+        isa!(_mm256_maskstore_ps(p, first_of_8(n), v))
+    }
+    #[inline(always)]
+    unsafe fn stream(self, p: *mut f32, v: __m256) {
+        isa!(_mm256_stream_ps(p, v))
+    }
+    #[inline(always)]
+    fn stream_fence(self) {
+        isa!(_mm_sfence())
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(self, p: *const f16) -> __m256 {
+        isa!(_mm256_cvtph_ps(_mm_loadu_si128(p.cast())))
+    }
+    #[inline(always)]
+    unsafe fn store_f16(self, p: *mut f16, v: __m256) {
+        isa!(_mm_storeu_si128(p.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v)))
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(self, p: *const bf16) -> __m256 {
+        isa!({
+            let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
+        })
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, p: *mut bf16, v: __m256) {
+        isa!({
+            // As for AVX-512.
+            let bits = _mm256_castps_si256(v);
+            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+            let round = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+            let rounded = _mm256_add_epi32(bits, round);
+            let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x40_0000));
+            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(v, v));
+            let out = _mm256_srli_epi32::<16>(_mm256_blendv_epi8(rounded, quiet, nan));
+            let packed = _mm256_packus_epi32(out, out);
+            let packed = _mm256_permute4x64_epi64::<0b1000>(packed);
+            _mm_storeu_si128(p.cast(), _mm256_castsi256_si128(packed))
+        })
+    }
+
+    #[inline(always)]
+    fn add(self, a: __m256, b: __m256) -> __m256 {
+        isa!(_mm256_add_ps(a, b))
+    }
+    #[inline(always)]
+    fn sub(self, a: __m256, b: __m256) -> __m256 {
+        isa!(_mm256_sub_ps(a, b))
+    }
+    #[inline(always)]
+    fn mul(self, a: __m256, b: __m256) -> __m256 {
+        isa!(_mm256_mul_ps(a, b))
+    }
+    #[inline(always)]
+    fn div(self, a: __m256, b: __m256) -> __m256 {
+        isa!(_mm256_div_ps(a, b))
+    }
+    #[inline(always)]
+    fn mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 {
+        isa!(_mm256_fmadd_ps(a, b, c))
+    }
+    #[inline(always)]
+    fn neg_mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 {
+        isa!(_mm256_fnmadd_ps(a, b, c))
+    }
+    #[inline(always)]
+    fn min(self, a: __m256, b: __m256) -> __m256 {
+        isa!(_mm256_min_ps(a, b))
+    }
+    #[inline(always)]
+    fn max(self, a: __m256, b: __m256) -> __m256 {
+        isa!(_mm256_max_ps(a, b))
+    }
+    #[inline(always)]
+    fn abs(self, a: __m256) -> __m256 {
+        isa!(_mm256_andnot_ps(_mm256_set1_ps(-0.0), a))
+    }
+    #[inline(always)]
+    fn neg(self, a: __m256) -> __m256 {
+        isa!(_mm256_xor_ps(a, _mm256_set1_ps(-0.0)))
+    }
+    #[inline(always)]
+    fn round(self, a: __m256) -> __m256 {
+        isa!(_mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a))
+    }
+    #[inline(always)]
+    fn ldexp(self, a: __m256, n: __m256) -> __m256 {
+        isa!({
+            // Each half in f64, where the product is exact, so that rounding happens once.
+            let n = _mm256_cvtps_epi32(n);
+            let half = |a: __m128, n: __m128i| {
+                let biased = _mm256_add_epi64(_mm256_cvtepi32_epi64(n), _mm256_set1_epi64x(1023));
+                let scale = _mm256_castsi256_pd(_mm256_slli_epi64::<52>(biased));
+                _mm256_cvtpd_ps(_mm256_mul_pd(_mm256_cvtps_pd(a), scale))
+            };
+            let low = half(_mm256_castps256_ps128(a), _mm256_castsi256_si128(n));
+            let high = half(_mm256_extractf128_ps::<1>(a), _mm256_extracti128_si256::<1>(n));
+            _mm256_set_m128(high, low)
+        })
+    }
+
+    #[inline(always)]
+    fn lt(self, a: __m256, b: __m256) -> __m256 {
+        isa!(_mm256_cmp_ps::<_CMP_LT_OQ>(a, b))
+    }
+    #[inline(always)]
+    fn is_nan(self, a: __m256) -> __m256 {
+        isa!(_mm256_cmp_ps::<_CMP_UNORD_Q>(a, a))
+    }
+    #[inline(always)]
+    fn select(self, mask: __m256, a: __m256, b: __m256) -> __m256 {
+        isa!(_mm256_blendv_ps(b, a, mask))
+    }
+
+    #[inline(always)]
+    fn to_bits(self, a: __m256) -> __m256i {
+        isa!(_mm256_castps_si256(a))
+    }
+    #[inline(always)]
+    fn from_bits(self, a: __m256i) -> __m256 {
+        isa!(_mm256_castsi256_ps(a))
+    }
+    #[inline(always)]
+    fn splat_i32(self, x: i32) -> __m256i {
+        isa!(_mm256_set1_epi32(x))
+    }
+    #[inline(always)]
+    fn add_i32(self, a: __m256i, b: __m256i) -> __m256i {
+        isa!(_mm256_add_epi32(a, b))
+    }
+    #[inline(always)]
+    fn and_i32(self, a: __m256i, b: __m256i) -> __m256i {
+        isa!(_mm256_and_si256(a, b))
+    }
+    #[inline(always)]
+    fn or_i32(self, a: __m256i, b: __m256i) -> __m256i {
+        isa!(_mm256_or_si256(a, b))
+    }
+    #[inline(always)]
+    fn shl_i32<const K: u32>(self, a: __m256i) -> __m256i {
+        isa!(_mm256_sll_epi32(a, _mm_cvtsi32_si128(K as i32)))
+    }
+
+    #[inline(always)]
+    fn reduce_add(self, a: __m256) -> f32 {
+        isa!({
+            let sum = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+            let sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+            _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)))
+        })
+    }
+}

@@ -1,0 +1,148 @@
+//! Element types.
+
+use half::{bf16, f16};
+use std::fmt;
+
+/// The type of a tensor's elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum DType {
+    /// IEEE 754 binary32.
+    F32,
+    /// IEEE 754 binary16.
+    F16,
+    /// bfloat16: the upper half of a binary32.
+    BF16,
+    /// IEEE 754 binary64; operators take it in their oracles only.
+    F64,
+    /// 32-bit signed integer, for indices and sequence lengths.
+    I32,
+    /// 64-bit signed integer, for indices and sequence lengths.
+    I64,
+}
+
+impl DType {
+    /// Size of one element in bytes.
+    pub const fn size(self) -> usize {
+        match self {
+            DType::F16 | DType::BF16 => 2,
+            DType::F32 | DType::I32 => 4,
+            DType::F64 | DType::I64 => 8,
+        }
+    }
+
+    /// The name used on the command line, in JSON and in messages: `f32`, `f16`, `bf16`, ...
+    pub const fn name(self) -> &'static str {
+        match self {
+            DType::F32 => "f32",
+            DType::F16 => "f16",
+            DType::BF16 => "bf16",
+            DType::F64 => "f64",
+            DType::I32 => "i32",
+            DType::I64 => "i64",
+        }
+    }
+
+    /// True for the types that operators compute on: f32, f16, bf16.
+    pub const fn is_compute(self) -> bool {
+        matches!(self, DType::F32 | DType::F16 | DType::BF16)
+    }
+
+    /// True for f16 and bf16.
+    pub const fn is_half(self) -> bool {
+        matches!(self, DType::F16 | DType::BF16)
+    }
+
+    /// Relative spacing of the type: half the distance between 1 and the next larger number, so
+    /// that a correctly rounded result has a relative error of at most this. Zero for integers.
+    pub const fn unit_roundoff(self) -> f64 {
+        match self {
+            DType::F32 => 5.960464477539063e-8,
+            DType::F16 => 4.8828125e-4,
+            DType::BF16 => 3.90625e-3,
+            DType::F64 => 1.1102230246251565e-16,
+            DType::I32 | DType::I64 => 0.0,
+        }
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for DType {
+    type Err = crate::Error;
+
+    fn from_str(s: &str) -> Result<Self, Self::Err> {
+        [DType::F32, DType::F16, DType::BF16, DType::F64, DType::I32, DType::I64]
+            .into_iter()
+            .find(|d| d.name() == s)
+            .ok_or_else(|| crate::Error::parameter("dtype", s, "f32, f16, bf16, f64, i32 or i64"))
+    }
+}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+/// A Rust type that is the element of a tensor.
+///
+/// Sealed: implemented for `f32`, `f16`, `bf16`, `f64`, `i32` and `i64`.
+pub trait Element:
+    Copy + Send + Sync + fmt::Debug + PartialEq + Default + sealed::Sealed + 'static
+{
+    /// The corresponding [`DType`].
+    const DTYPE: DType;
+    /// The value as f64, exact for every type but `i64` beyond 2^53.
+    fn to_f64(self) -> f64;
+    /// The nearest value of this type (ties to even; integers truncate).
+    fn from_f64(x: f64) -> Self;
+}
+
+macro_rules! element {
+    ($t:ty, $d:expr, $to:expr, $from:expr) => {
+        impl sealed::Sealed for $t {}
+        impl Element for $t {
+            const DTYPE: DType = $d;
+            #[inline(always)]
+            fn to_f64(self) -> f64 {
+                $to(self)
+            }
+            #[inline(always)]
+            fn from_f64(x: f64) -> Self {
+                $from(x)
+            }
+        }
+    };
+}
+
+element!(f32, DType::F32, f64::from, |x| x as f32);
+element!(f16, DType::F16, f16::to_f64, f16::from_f64);
+element!(bf16, DType::BF16, bf16::to_f64, bf16::from_f64);
+element!(f64, DType::F64, |x| x, |x| x);
+element!(i32, DType::I32, f64::from, |x| x as i32);
+element!(i64, DType::I64, |x| x as f64, |x| x as i64);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_parse_back() {
+        for d in [DType::F32, DType::F16, DType::BF16, DType::F64, DType::I32, DType::I64] {
+            assert_eq!(d.name().parse::<DType>().unwrap(), d);
+        }
+        let message = "fp8".parse::<DType>().unwrap_err().to_string();
+        assert!(message.contains("dtype") && message.contains("fp8"), "{message}");
+    }
+
+    #[test]
+    fn unit_roundoff_is_half_the_spacing_at_one() {
+        assert_eq!(DType::F32.unit_roundoff(), f64::from(f32::EPSILON) / 2.0);
+        assert_eq!(DType::F16.unit_roundoff(), f16::EPSILON.to_f64() / 2.0);
+        assert_eq!(DType::BF16.unit_roundoff(), bf16::EPSILON.to_f64() / 2.0);
+        assert_eq!(DType::F64.unit_roundoff(), f64::EPSILON / 2.0);
+    }
+}

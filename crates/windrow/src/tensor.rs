@@ -1,0 +1,499 @@
+//! Borrowed strided views, and the owned tensor that one-call helpers return.
+
+use crate::buffer::Buffer;
+use crate::{DType, Device, Element, Error, Layout, Result};
+use std::ffi::c_void;
+use std::marker::PhantomData;
+
+/// What a tensor is without its memory: element type, shape, strides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct TensorDesc {
+    /// Element type.
+    pub dtype: DType,
+    /// Shape and strides.
+    pub layout: Layout,
+}
+
+impl TensorDesc {
+    /// A row-major tensor.
+    ///
+    /// # Errors
+    /// As [`Layout::contiguous`].
+    pub fn contiguous(dtype: DType, shape: &[usize]) -> Result<Self> {
+        Ok(TensorDesc { dtype, layout: Layout::contiguous(shape)? })
+    }
+
+    /// Size of each dimension.
+    pub fn shape(&self) -> &[usize] {
+        self.layout.shape()
+    }
+
+    /// Strides in elements.
+    pub fn strides(&self) -> &[isize] {
+        self.layout.strides()
+    }
+
+    /// Bytes of the elements, without gaps between them.
+    pub fn bytes(&self) -> usize {
+        self.layout.len() * self.dtype.size()
+    }
+}
+
+/// A read-only view of a tensor in memory that somebody else owns.
+#[derive(Clone, Copy, Debug)]
+pub struct TensorRef<'a> {
+    ptr: *const u8,
+    desc: TensorDesc,
+    device: Device,
+    memory: PhantomData<&'a [u8]>,
+}
+
+/// A writable view of a tensor in memory that somebody else owns. Its elements do not share
+/// memory with each other.
+#[derive(Debug)]
+pub struct TensorMut<'a> {
+    ptr: *mut u8,
+    desc: TensorDesc,
+    device: Device,
+    memory: PhantomData<&'a mut [u8]>,
+}
+
+// SAFETY: a TensorRef is a shared borrow of plain numbers.
+unsafe impl Send for TensorRef<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for TensorRef<'_> {}
+// SAFETY: a TensorMut is an exclusive borrow of plain numbers.
+unsafe impl Send for TensorMut<'_> {}
+// SAFETY: `&TensorMut` gives read access only.
+unsafe impl Sync for TensorMut<'_> {}
+
+impl<'a> TensorRef<'a> {
+    /// A row-major view of the whole slice.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`] if the slice is shorter than the shape, and as
+    /// [`Layout::contiguous`].
+    ///
+    /// ```
+    /// let data = [1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0];
+    /// let x = windrow::TensorRef::new(&data, &[2, 3])?;
+    /// assert_eq!(x.shape(), [2, 3]);
+    /// # Ok::<(), windrow::Error>(())
+    /// ```
+    pub fn new<T: Element>(data: &'a [T], shape: &[usize]) -> Result<Self> {
+        Self::strided(data, 0, Layout::contiguous(shape)?)
+    }
+
+    /// A strided view; `offset` is the index in `data` of the element at index zero.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`] if the view reaches outside `data`.
+    pub fn strided<T: Element>(data: &'a [T], offset: usize, layout: Layout) -> Result<Self> {
+        check_bounds("tensor", data.len(), offset, &layout)?;
+        let ptr = data.as_ptr().wrapping_add(offset).cast();
+        let desc = TensorDesc { dtype: T::DTYPE, layout };
+        Ok(TensorRef { ptr, desc, device: Device::Cpu, memory: PhantomData })
+    }
+
+    /// A view of memory by address.
+    ///
+    /// # Safety
+    /// Every element that `desc` reaches from `ptr` must be readable on `device`, initialised, and
+    /// unchanged by others for `'a`. `ptr` must be aligned to the element size on the CPU.
+    pub unsafe fn from_raw(ptr: *const c_void, desc: TensorDesc, device: Device) -> Self {
+        TensorRef { ptr: ptr.cast(), desc, device, memory: PhantomData }
+    }
+
+    /// Address of the element at index zero.
+    pub fn as_ptr(&self) -> *const u8 {
+        self.ptr
+    }
+
+    /// The same memory seen through another layout of the same elements or fewer.
+    ///
+    /// # Safety
+    /// `layout` must reach only elements that this view reaches.
+    pub unsafe fn with_layout(&self, layout: Layout) -> TensorRef<'a> {
+        TensorRef { desc: TensorDesc { layout, ..self.desc }, ..*self }
+    }
+
+    /// All elements in row-major order, as f64. CPU only; for oracles and tests.
+    ///
+    /// # Errors
+    /// [`Error::WrongDevice`] for device memory.
+    pub fn to_f64_vec(&self) -> Result<Vec<f64>> {
+        check_device("tensor", self.device, Device::Cpu)?;
+        Ok(match self.desc.dtype {
+            DType::F32 => self.gather::<f32>(),
+            DType::F16 => self.gather::<half::f16>(),
+            DType::BF16 => self.gather::<half::bf16>(),
+            DType::F64 => self.gather::<f64>(),
+            DType::I32 => self.gather::<i32>(),
+            DType::I64 => self.gather::<i64>(),
+        })
+    }
+
+    /// All elements in row-major order.
+    ///
+    /// # Errors
+    /// [`Error::DType`] if `T` is another type than the tensor's, [`Error::WrongDevice`].
+    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
+        check_device("tensor", self.device, Device::Cpu)?;
+        check_dtype("tensor", self.desc.dtype, T::DTYPE)?;
+        let mut out = Vec::with_capacity(self.desc.layout.len());
+        // SAFETY: offsets of the layout are readable by this view's contract and T is its type.
+        for_each_offset(&self.desc.layout, |o| {
+            out.push(unsafe { self.ptr.cast::<T>().offset(o).read() });
+        });
+        Ok(out)
+    }
+
+    fn gather<T: Element>(&self) -> Vec<f64> {
+        let mut out = Vec::with_capacity(self.desc.layout.len());
+        // SAFETY: offsets of the layout are readable by this view's contract; callers match T to
+        // the element type.
+        for_each_offset(&self.desc.layout, |o| {
+            out.push(unsafe { self.ptr.cast::<T>().offset(o).read() }.to_f64());
+        });
+        out
+    }
+}
+
+impl<'a> TensorMut<'a> {
+    /// A row-major view of the whole slice.
+    ///
+    /// # Errors
+    /// As [`TensorRef::new`].
+    pub fn new<T: Element>(data: &'a mut [T], shape: &[usize]) -> Result<Self> {
+        Self::strided(data, 0, Layout::contiguous(shape)?)
+    }
+
+    /// A strided view; `offset` is the index in `data` of the element at index zero.
+    ///
+    /// # Errors
+    /// As [`TensorRef::strided`], and [`Error::OverlappingOutput`] if elements share memory.
+    pub fn strided<T: Element>(data: &'a mut [T], offset: usize, layout: Layout) -> Result<Self> {
+        check_bounds("tensor", data.len(), offset, &layout)?;
+        check_unique("tensor", &layout)?;
+        let ptr = data.as_mut_ptr().wrapping_add(offset).cast();
+        let desc = TensorDesc { dtype: T::DTYPE, layout };
+        Ok(TensorMut { ptr, desc, device: Device::Cpu, memory: PhantomData })
+    }
+
+    /// A view of memory by address.
+    ///
+    /// # Errors
+    /// [`Error::OverlappingOutput`] if elements share memory.
+    ///
+    /// # Safety
+    /// Every element that `desc` reaches from `ptr` must be readable and writable on `device` and
+    /// touched by nobody else for `'a`. `ptr` must be aligned to the element size on the CPU.
+    pub unsafe fn from_raw(ptr: *mut c_void, desc: TensorDesc, device: Device) -> Result<Self> {
+        check_unique("tensor", &desc.layout)?;
+        Ok(TensorMut { ptr: ptr.cast(), desc, device, memory: PhantomData })
+    }
+
+    /// Address of the element at index zero.
+    pub fn as_mut_ptr(&mut self) -> *mut u8 {
+        self.ptr
+    }
+
+    /// Address of the element at index zero.
+    pub fn as_ptr(&self) -> *const u8 {
+        self.ptr
+    }
+
+    /// A shorter borrow of the same view.
+    pub fn reborrow(&mut self) -> TensorMut<'_> {
+        TensorMut { ptr: self.ptr, desc: self.desc, device: self.device, memory: PhantomData }
+    }
+
+    /// The view as an input.
+    pub fn as_ref(&self) -> TensorRef<'_> {
+        TensorRef { ptr: self.ptr, desc: self.desc, device: self.device, memory: PhantomData }
+    }
+}
+
+macro_rules! accessors {
+    ($t:ident) => {
+        impl $t<'_> {
+            /// Element type, shape and strides.
+            pub fn desc(&self) -> &TensorDesc {
+                &self.desc
+            }
+            /// Shape and strides.
+            pub fn layout(&self) -> &Layout {
+                &self.desc.layout
+            }
+            /// Size of each dimension.
+            pub fn shape(&self) -> &[usize] {
+                self.desc.layout.shape()
+            }
+            /// Strides in elements.
+            pub fn strides(&self) -> &[isize] {
+                self.desc.layout.strides()
+            }
+            /// Element type.
+            pub fn dtype(&self) -> DType {
+                self.desc.dtype
+            }
+            /// Where the memory is.
+            pub fn device(&self) -> Device {
+                self.device
+            }
+            /// Lowest and one past the highest address; `None` without elements.
+            pub fn address_range(&self) -> Option<(usize, usize)> {
+                let size = self.desc.dtype.size() as isize;
+                self.desc.layout.extent().map(|(low, high)| {
+                    let base = self.ptr as isize;
+                    ((base + low * size) as usize, (base + (high + 1) * size) as usize)
+                })
+            }
+        }
+    };
+}
+
+accessors!(TensorRef);
+accessors!(TensorMut);
+
+/// A tensor that owns its memory on the CPU. What one-call helpers return.
+///
+/// Large tensors take their memory from a cache that freed tensors and workspaces feed, so that a
+/// loop which allocates its outputs does not pay page faults on every turn.
+#[derive(Debug)]
+pub struct Tensor {
+    buffer: Buffer,
+    desc: TensorDesc,
+}
+
+impl Tensor {
+    /// A tensor of zeros.
+    ///
+    /// # Errors
+    /// As [`Layout::contiguous`], and [`Error::OutOfMemory`].
+    pub fn zeros(dtype: DType, shape: &[usize]) -> Result<Self> {
+        let mut t = Self::uninitialised(TensorDesc::contiguous(dtype, shape)?)?;
+        t.buffer.as_mut_slice().fill(0);
+        Ok(t)
+    }
+
+    /// A tensor with the values of a slice, row-major.
+    ///
+    /// # Errors
+    /// As [`Tensor::zeros`], and [`Error::Shape`] if the slice has another length.
+    pub fn from_slice<T: Element>(data: &[T], shape: &[usize]) -> Result<Self> {
+        let mut t = Self::uninitialised(TensorDesc::contiguous(T::DTYPE, shape)?)?;
+        if data.len() != t.desc.layout.len() {
+            return Err(Error::shape("shape", shape, format!("{} elements", data.len())));
+        }
+        // SAFETY: the buffer holds exactly this many elements of T and is aligned for any element.
+        unsafe {
+            std::ptr::copy_nonoverlapping(data.as_ptr(), t.buffer.as_mut_ptr().cast(), data.len());
+        }
+        Ok(t)
+    }
+
+    /// A tensor whose elements hold whatever the memory held: for outputs about to be written.
+    /// The memory is initialised (zeros or an earlier tensor's bytes), so reading it is no
+    /// undefined behaviour.
+    ///
+    /// # Errors
+    /// [`Error::OverlappingOutput`] unless the layout is dense with non-negative strides,
+    /// [`Error::OutOfMemory`].
+    pub fn uninitialised(desc: TensorDesc) -> Result<Self> {
+        let len = desc.layout.len();
+        let dense = desc.layout.is_unique()
+            && desc.layout.extent().is_none_or(|(low, high)| low == 0 && high as usize + 1 == len);
+        if !dense {
+            return Err(Error::OverlappingOutput {
+                arg: "tensor",
+                shape: desc.shape().to_vec(),
+                strides: desc.strides().to_vec(),
+            });
+        }
+        Ok(Tensor { buffer: Buffer::new(desc.bytes())?, desc })
+    }
+
+    /// View for reading.
+    pub fn as_ref(&self) -> TensorRef<'_> {
+        // SAFETY: the buffer is initialised, covers the dense layout, and is borrowed by the view.
+        unsafe { TensorRef::from_raw(self.buffer.as_ptr().cast(), self.desc, Device::Cpu) }
+    }
+
+    /// View for writing.
+    pub fn as_mut(&mut self) -> TensorMut<'_> {
+        TensorMut {
+            ptr: self.buffer.as_mut_ptr(),
+            desc: self.desc,
+            device: Device::Cpu,
+            memory: PhantomData,
+        }
+    }
+
+    /// Element type, shape and strides.
+    pub fn desc(&self) -> &TensorDesc {
+        &self.desc
+    }
+
+    /// Size of each dimension.
+    pub fn shape(&self) -> &[usize] {
+        self.desc.shape()
+    }
+
+    /// All elements in row-major order.
+    ///
+    /// # Errors
+    /// [`Error::DType`] if `T` is another type than the tensor's.
+    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
+        self.as_ref().to_vec()
+    }
+}
+
+/// Calls `f` with the offset of every element, in row-major order.
+pub(crate) fn for_each_offset(layout: &Layout, mut f: impl FnMut(isize)) {
+    let mut index = [0usize; crate::MAX_RANK];
+    let shape = layout.shape();
+    let mut offset = 0;
+    for _ in 0..layout.len() {
+        f(offset);
+        for d in (0..shape.len()).rev() {
+            index[d] += 1;
+            offset += layout.strides()[d];
+            if index[d] < shape[d] {
+                break;
+            }
+            offset -= layout.strides()[d] * shape[d] as isize;
+            index[d] = 0;
+        }
+    }
+}
+
+fn check_bounds(arg: &'static str, len: usize, offset: usize, layout: &Layout) -> Result<()> {
+    let Some((low, high)) = layout.extent() else { return Ok(()) };
+    let (first, last) = (offset as i128 + low as i128, offset as i128 + high as i128);
+    if first < 0 || last >= len as i128 {
+        return Err(Error::OutOfBounds { arg, first, last, len });
+    }
+    Ok(())
+}
+
+/// [`Error::OverlappingOutput`] unless every element has its own memory.
+pub(crate) fn check_unique(arg: &'static str, layout: &Layout) -> Result<()> {
+    if layout.is_unique() {
+        return Ok(());
+    }
+    Err(Error::OverlappingOutput {
+        arg,
+        shape: layout.shape().to_vec(),
+        strides: layout.strides().to_vec(),
+    })
+}
+
+/// [`Error::WrongDevice`] unless the two are the same.
+pub(crate) fn check_device(arg: &'static str, given: Device, expected: Device) -> Result<()> {
+    if given == expected { Ok(()) } else { Err(Error::WrongDevice { arg, given, expected }) }
+}
+
+/// [`Error::DType`] unless the two are the same.
+pub(crate) fn check_dtype(arg: &'static str, given: DType, expected: DType) -> Result<()> {
+    if given == expected { Ok(()) } else { Err(Error::dtype(arg, given, expected.name())) }
+}
+
+/// [`Error::Rank`], [`Error::Shape`] or [`Error::DType`] unless type and shape are the expected
+/// ones. Strides are not compared.
+pub(crate) fn check_tensor(
+    arg: &'static str,
+    given: &TensorDesc,
+    dtype: DType,
+    shape: &[usize],
+) -> Result<()> {
+    if given.shape() != shape {
+        return Err(Error::shape(arg, given.shape(), format!("{shape:?}")));
+    }
+    check_dtype(arg, given.dtype, dtype)
+}
+
+/// [`Error::Aliasing`] if the address ranges of the two intersect.
+pub(crate) fn check_disjoint(
+    output: &'static str,
+    y: &TensorMut<'_>,
+    input: &'static str,
+    x: &TensorRef<'_>,
+) -> Result<()> {
+    let intersect = y.device() == x.device()
+        && match (y.address_range(), x.address_range()) {
+            (Some((y0, y1)), Some((x0, x1))) => y0 < x1 && x0 < y1,
+            _ => false,
+        };
+    if intersect {
+        return Err(Error::Aliasing { output, input, expected: "separate memory" });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn views_are_checked() {
+        let mut data = [0f32; 6];
+        assert!(matches!(
+            TensorRef::new(&data, &[7]),
+            Err(Error::OutOfBounds { last: 6, len: 6, .. })
+        ));
+        let back = Layout::strided(&[3], &[-1]).unwrap();
+        assert!(matches!(
+            TensorRef::strided(&data, 1, back),
+            Err(Error::OutOfBounds { first: -1, .. })
+        ));
+        assert!(TensorRef::strided(&data, 2, back).is_ok());
+        let broadcast = Layout::strided(&[4, 2], &[0, 1]).unwrap();
+        assert!(TensorRef::strided(&data, 0, broadcast).is_ok());
+        assert!(matches!(
+            TensorMut::strided(&mut data, 0, broadcast),
+            Err(Error::OverlappingOutput { .. })
+        ));
+        assert!(TensorRef::new::<f32>(&[], &[0, 5]).unwrap().address_range().is_none());
+    }
+
+    #[test]
+    fn elements_come_in_row_major_order() {
+        let data = [0f32, 1.0, 2.0, 3.0, 4.0, 5.0];
+        let t = TensorRef::strided(&data, 0, Layout::strided(&[3, 2], &[1, 3]).unwrap()).unwrap();
+        assert_eq!(t.to_vec::<f32>().unwrap(), [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
+        assert_eq!(t.to_f64_vec().unwrap(), [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
+        assert!(matches!(t.to_vec::<f64>(), Err(Error::DType { .. })));
+    }
+
+    #[test]
+    fn owned_tensors_must_be_dense() {
+        let t = Tensor::from_slice(&[1i32, 2, 3, 4], &[2, 2]).unwrap();
+        assert_eq!(t.to_vec::<i32>().unwrap(), [1, 2, 3, 4]);
+        assert!(matches!(Tensor::from_slice(&[1i32], &[2]), Err(Error::Shape { .. })));
+        let gaps = Layout::strided(&[2, 2], &[4, 1]).unwrap();
+        assert!(Tensor::uninitialised(TensorDesc { dtype: DType::F32, layout: gaps }).is_err());
+        assert!(matches!(
+            Tensor::zeros(DType::F32, &[1 << 50]),
+            Err(Error::OutOfMemory { device: Device::Cpu, .. })
+        ));
+    }
+
+    #[test]
+    fn aliasing_is_seen() {
+        let mut data = [0f32; 8];
+        let layout = Layout::contiguous(&[4]).unwrap();
+        let desc = TensorDesc { dtype: DType::F32, layout };
+        let ptr = data.as_mut_ptr();
+        // SAFETY: all within `data`, which nobody else touches.
+        let (y, a, b) = unsafe {
+            (
+                TensorMut::from_raw(ptr.cast(), desc, Device::Cpu).unwrap(),
+                TensorRef::from_raw(ptr.add(3).cast(), desc, Device::Cpu),
+                TensorRef::from_raw(ptr.add(4).cast(), desc, Device::Cpu),
+            )
+        };
+        assert!(matches!(check_disjoint("y", &y, "x", &a), Err(Error::Aliasing { .. })));
+        assert!(check_disjoint("y", &y, "x", &b).is_ok());
+    }
+}
