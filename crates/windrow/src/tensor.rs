@@ -141,8 +141,8 @@ impl<'a> TensorRef<'a> {
         check_device("tensor", self.device, Device::Cpu)?;
         check_dtype("tensor", self.desc.dtype, T::DTYPE)?;
         let mut out = Vec::with_capacity(self.desc.layout.len());
-        // SAFETY: offsets of the layout are readable by this view's contract and T is its type.
         for_each_offset(&self.desc.layout, |o| {
+            // SAFETY: offsets of the layout are readable by this view's contract; T is its type.
             out.push(unsafe { self.ptr.cast::<T>().offset(o).read() });
         });
         Ok(out)
@@ -150,9 +150,9 @@ impl<'a> TensorRef<'a> {
 
     fn gather<T: Element>(&self) -> Vec<f64> {
         let mut out = Vec::with_capacity(self.desc.layout.len());
-        // SAFETY: offsets of the layout are readable by this view's contract; callers match T to
-        // the element type.
         for_each_offset(&self.desc.layout, |o| {
+            // SAFETY: offsets of the layout are readable by this view's contract; callers match T
+            // to the element type.
             out.push(unsafe { self.ptr.cast::<T>().offset(o).read() }.to_f64());
         });
         out

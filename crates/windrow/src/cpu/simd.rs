@@ -76,6 +76,7 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     fn select(self, mask: Self::Mask, a: Self::F32, b: Self::F32) -> Self::F32;
 
     fn to_bits(self, a: Self::F32) -> Self::I32;
+    #[allow(clippy::wrong_self_convention)] // `self` is the instruction set, not the value
     fn from_bits(self, a: Self::I32) -> Self::F32;
     fn splat_i32(self, x: i32) -> Self::I32;
     fn add_i32(self, a: Self::I32, b: Self::I32) -> Self::I32;
@@ -210,7 +211,7 @@ mod tests {
         f32::NEG_INFINITY,
         f32::NAN,
         3.39e38,
-        1.00390625,
+        1.0 + 1.0 / 256.0,
         1.0117188,
         2049.0,
         2051.0,

@@ -1,0 +1,133 @@
+//! The sizes of a convolution, checked once.
+
+use crate::tensor::check_dtype;
+use crate::{Error, Result, TensorDesc};
+
+/// Sizes of a convolution in the field's names. All products of sizes that kernels form (elements
+/// of a tensor, positions in the padded input) fit in `isize`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Problem {
+    pub n: usize,
+    /// Input channels of all groups.
+    pub c: usize,
+    pub h: usize,
+    pub w: usize,
+    /// Output channels of all groups.
+    pub k: usize,
+    pub r: usize,
+    pub s: usize,
+    pub oh: usize,
+    pub ow: usize,
+    pub stride: [usize; 2],
+    pub padding: [usize; 2],
+    pub dilation: [usize; 2],
+    pub groups: usize,
+}
+
+impl Problem {
+    pub(crate) fn new(
+        x: &TensorDesc,
+        w: &TensorDesc,
+        stride: [usize; 2],
+        padding: [usize; 2],
+        dilation: [usize; 2],
+        groups: usize,
+    ) -> Result<Self> {
+        let &[n, c, h, width] = x.shape() else { return Err(rank("x", x)) };
+        let &[k, c_group, r, s] = w.shape() else { return Err(rank("w", w)) };
+        if !x.dtype.is_compute() {
+            return Err(Error::dtype("x", x.dtype, "f32, f16 or bf16"));
+        }
+        check_dtype("w", w.dtype, x.dtype)?;
+        for (name, value) in [("stride", stride), ("dilation", dilation)] {
+            if value.contains(&0) {
+                return Err(Error::parameter(name, format!("{value:?}"), "at least 1"));
+            }
+        }
+        if groups == 0 || c % groups != 0 || k % groups != 0 {
+            let expected = format!("a divisor of {c} input and {k} output channels");
+            return Err(Error::parameter("groups", groups, expected));
+        }
+        if c_group != c / groups {
+            let expected =
+                format!("[k, {}, r, s]: x has {c} channels in {groups} groups", c / groups);
+            return Err(Error::shape("w", w.shape(), expected));
+        }
+        if r == 0 || s == 0 {
+            return Err(Error::shape("w", w.shape(), "a filter of at least 1 x 1"));
+        }
+        let size = |input: usize, taps: usize, d: usize| {
+            output_size(w, input, taps, stride[d], padding[d], dilation[d])
+        };
+        let (oh, ow) = (size(h, r, 0)?, size(width, s, 1)?);
+        Ok(Problem { n, c, h, w: width, k, r, s, oh, ow, stride, padding, dilation, groups })
+    }
+
+    /// [n, k, oh, ow]
+    pub(crate) fn y_shape(&self) -> [usize; 4] {
+        [self.n, self.k, self.oh, self.ow]
+    }
+
+    /// Input channels of one group.
+    pub(crate) fn c_group(&self) -> usize {
+        self.c / self.groups
+    }
+
+    /// Output channels of one group.
+    pub(crate) fn k_group(&self) -> usize {
+        self.k / self.groups
+    }
+
+    /// Terms of the sum for one output element: `c/groups * r * s`.
+    pub(crate) fn taps(&self) -> usize {
+        self.c_group() * self.r * self.s
+    }
+
+    /// Multiplications and additions of the direct algorithm.
+    pub(crate) fn flops(&self) -> f64 {
+        2.0 * self.taps() as f64 * self.y_shape().iter().map(|&d| d as f64).product::<f64>()
+    }
+
+    /// True if a Winograd algorithm for 3x3 filters can compute it.
+    pub(crate) fn is_winograd(&self) -> bool {
+        self.r == 3
+            && self.s == 3
+            && self.stride == [1, 1]
+            && self.dilation == [1, 1]
+            && self.groups == 1
+    }
+}
+
+fn rank(arg: &'static str, desc: &TensorDesc) -> Error {
+    Error::Rank { arg, given: desc.layout.rank(), expected: "4" }
+}
+
+fn output_size(
+    w: &TensorDesc,
+    input: usize,
+    taps: usize,
+    stride: usize,
+    padding: usize,
+    dilation: usize,
+) -> Result<usize> {
+    // Signed positions in the padded input and sums of two of them must fit.
+    const LIMIT: usize = isize::MAX as usize / 4;
+    let overflow = || Error::SizeOverflow {
+        what: "padded input",
+        detail: format!("input {input}, padding {padding}, {taps} taps with dilation {dilation}"),
+    };
+    let padded = padding.checked_mul(2).and_then(|p| p.checked_add(input)).ok_or_else(overflow)?;
+    let reach = (taps - 1).checked_mul(dilation).ok_or_else(overflow)?;
+    if padded > LIMIT || reach > LIMIT || stride > LIMIT {
+        return Err(overflow());
+    }
+    if reach >= padded {
+        let expected = format!(
+            "a filter that covers at most {padded} positions (input {input} and padding {padding} \
+             on both sides); with dilation {dilation} its {taps} taps cover {}",
+            reach + 1
+        );
+        return Err(Error::shape("w", w.shape(), expected));
+    }
+    Ok((padded - reach - 1) / stride + 1)
+}

@@ -1,0 +1,86 @@
+//! The f64 oracle: plain loops over the definition.
+
+use super::Problem;
+/// Values and, beside each, the sum of the absolute terms that formed it before the activation.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Expected {
+    pub values: Vec<f64>,
+    pub scale: Vec<f64>,
+}
+
+impl Expected {
+    fn zeros(len: usize) -> Self {
+        Expected { values: vec![0.0; len], scale: vec![0.0; len] }
+    }
+
+    fn add(&mut self, i: usize, term: f64) {
+        self.values[i] += term;
+        self.scale[i] += term.abs();
+    }
+}
+
+/// `y` [n, k, oh, ow] of `x` [n, c, h, w], `w` [k, c/groups, r, s] and `bias` [k], all row-major.
+pub(crate) fn forward(p: &Problem, x: &[f64], w: &[f64], bias: Option<&[f64]>) -> Expected {
+    let mut y = Expected::zeros(p.y_shape().iter().product());
+    for_each_term(p, |ix, iw, iy| y.add(iy, x[ix] * w[iw]));
+    if let Some(bias) = bias {
+        let pixels = p.oh * p.ow;
+        for i in 0..y.values.len() {
+            y.add(i, bias[i / pixels % p.k]);
+        }
+    }
+    y
+}
+
+/// `dx` [n, c, h, w] of `w` and `dy` [n, k, oh, ow].
+pub(crate) fn backward_data(p: &Problem, w: &[f64], dy: &[f64]) -> Expected {
+    let mut dx = Expected::zeros(p.n * p.c * p.h * p.w);
+    for_each_term(p, |ix, iw, iy| dx.add(ix, w[iw] * dy[iy]));
+    dx
+}
+
+/// `dw` [k, c/groups, r, s] of `x` and `dy`.
+pub(crate) fn backward_weight(p: &Problem, x: &[f64], dy: &[f64]) -> Expected {
+    let mut dw = Expected::zeros(p.k * p.taps());
+    for_each_term(p, |ix, iw, iy| dw.add(iw, x[ix] * dy[iy]));
+    dw
+}
+
+/// `db` [k] of `dy`.
+pub(crate) fn backward_bias(p: &Problem, dy: &[f64]) -> Expected {
+    let mut db = Expected::zeros(p.k);
+    for (i, &v) in dy.iter().enumerate() {
+        db.add(i / (p.oh * p.ow) % p.k, v);
+    }
+    db
+}
+
+/// Calls `f` with the row-major indices in x, w and y of every product that the convolution sums.
+fn for_each_term(p: &Problem, mut f: impl FnMut(usize, usize, usize)) {
+    let (c_group, k_group) = (p.c_group(), p.k_group());
+    for n in 0..p.n {
+        for k in 0..p.k {
+            for oh in 0..p.oh {
+                for ow in 0..p.ow {
+                    let iy = ((n * p.k + k) * p.oh + oh) * p.ow + ow;
+                    for c in 0..c_group {
+                        let channel = k / k_group * c_group + c;
+                        for r in 0..p.r {
+                            let Some(ih) = position(oh, r, p.h, p, 0) else { continue };
+                            for s in 0..p.s {
+                                let Some(iw) = position(ow, s, p.w, p, 1) else { continue };
+                                let ix = ((n * p.c + channel) * p.h + ih) * p.w + iw;
+                                f(ix, ((k * c_group + c) * p.r + r) * p.s + s, iy);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Where tap `tap` of output position `o` lies in the input; `None` in the padding.
+fn position(o: usize, tap: usize, size: usize, p: &Problem, d: usize) -> Option<usize> {
+    (o * p.stride[d] + tap * p.dilation[d]).checked_sub(p.padding[d]).filter(|&i| i < size)
+}

@@ -1,0 +1,230 @@
+//! What a convolution computes: descriptors, options, and the checks that need no data.
+
+use super::Problem;
+use crate::tensor::{check_dtype, check_tensor, check_unique};
+use crate::{Accuracy, Activation, DType, Error, Layout, Result, TensorDesc};
+
+/// A two-dimensional convolution (cross-correlation, as deep learning has it):
+///
+/// `y[n,k,oh,ow] = act(bias[k] + sum_{c,r,s} w[k,c,r,s] * x[n, g*(C/groups)+c, oh*stride-padding+r*dilation, ...])`
+///
+/// with zeros outside of `x` and `g` the group of output channel `k`.
+///
+/// ```
+/// use windrow::{Conv2dParams, Conv2dSpec, DType, TensorDesc};
+/// let x = TensorDesc::contiguous(DType::F32, &[8, 64, 56, 56])?;
+/// let w = TensorDesc::contiguous(DType::F32, &[128, 64, 3, 3])?;
+/// let spec = Conv2dSpec::new(x, w, &Conv2dParams { padding: [1, 1], ..Default::default() })?;
+/// assert_eq!(spec.y.shape(), [8, 128, 56, 56]);
+/// # Ok::<(), windrow::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Conv2dSpec {
+    /// Input [n, c, h, w], f32, f16 or bf16; any strides (channels-last is a stride pattern).
+    pub x: TensorDesc,
+    /// Filter [k, c/groups, r, s] of x's type; any strides.
+    pub w: TensorDesc,
+    /// Output [n, k, oh, ow] of x's type; strides such that every element has its own memory.
+    pub y: TensorDesc,
+    /// Bias [k], f32 or x's type.
+    pub bias: Option<TensorDesc>,
+    /// Step of the filter over rows and columns; at least 1.
+    pub stride: [usize; 2],
+    /// Zeros added above and below, left and right.
+    pub padding: [usize; 2],
+    /// Distance of neighbouring filter taps; at least 1.
+    pub dilation: [usize; 2],
+    /// Groups of channels that do not see each other; divides c and k.
+    pub groups: usize,
+    /// Applied to the sum and bias.
+    pub activation: Activation,
+    /// Which algorithms the planner may take.
+    pub accuracy: Accuracy,
+}
+
+/// The options of a convolution, for [`Conv2dSpec::new`] and the one-call helper. The default is stride
+/// 1, no padding, dilation 1, one group, no activation, [`Accuracy::Fp32`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Conv2dParams {
+    /// Step of the filter over rows and columns.
+    pub stride: [usize; 2],
+    /// Zeros added above and below, left and right.
+    pub padding: [usize; 2],
+    /// Distance of neighbouring filter taps.
+    pub dilation: [usize; 2],
+    /// Groups of channels that do not see each other.
+    pub groups: usize,
+    /// Applied to the sum and bias.
+    pub activation: Activation,
+    /// Which algorithms the planner may take.
+    pub accuracy: Accuracy,
+}
+
+impl Default for Conv2dParams {
+    fn default() -> Self {
+        Conv2dParams {
+            stride: [1, 1],
+            padding: [0, 0],
+            dilation: [1, 1],
+            groups: 1,
+            activation: Activation::Identity,
+            accuracy: Accuracy::default(),
+        }
+    }
+}
+
+impl Conv2dSpec {
+    /// A convolution of `x` [n, c, h, w] by `w` [k, c/groups, r, s], without bias. `y` gets the
+    /// shape that follows and a dense layout: channels-last if x is, else NCHW.
+    ///
+    /// # Errors
+    /// [`Error::Rank`], [`Error::DType`], [`Error::Shape`] if channels do not match or the filter
+    /// is larger than the padded input, [`Error::Parameter`] for stride, dilation or groups of 0
+    /// or groups that do not divide the channels, [`Error::SizeOverflow`].
+    pub fn new(x: TensorDesc, w: TensorDesc, params: &Conv2dParams) -> Result<Self> {
+        let &Conv2dParams { stride, padding, dilation, groups, activation, accuracy } = params;
+        let geometry = Problem::new(&x, &w, stride, padding, dilation, groups)?;
+        let shape = geometry.y_shape();
+        let order = if is_channels_last(&x.layout) { [0, 2, 3, 1] } else { [0, 1, 2, 3] };
+        let y = TensorDesc { dtype: x.dtype, layout: Layout::with_order(&shape, &order)? };
+        let bias = None;
+        Ok(Self { x, w, y, bias, stride, padding, dilation, groups, activation, accuracy })
+    }
+
+    /// With a bias [k].
+    #[must_use]
+    pub fn with_bias(self, bias: TensorDesc) -> Self {
+        Self { bias: Some(bias), ..self }
+    }
+
+    /// With another layout of the output than the default.
+    #[must_use]
+    pub fn with_output(self, y: TensorDesc) -> Self {
+        Self { y, ..self }
+    }
+
+    /// The options alone.
+    pub fn params(&self) -> Conv2dParams {
+        let &Self { stride, padding, dilation, groups, activation, accuracy, .. } = self;
+        Conv2dParams { stride, padding, dilation, groups, activation, accuracy }
+    }
+
+    /// Multiplications and additions of the direct algorithm: `2 n k oh ow (c/groups) r s`.
+    ///
+    /// # Errors
+    /// As [`Conv2dSpec::new`], since fields can have been changed since.
+    pub fn flops(&self) -> Result<f64> {
+        Ok(self.problem()?.flops())
+    }
+
+    /// Every check that needs no data, and the sizes.
+    pub(crate) fn problem(&self) -> Result<Problem> {
+        let problem =
+            Problem::new(&self.x, &self.w, self.stride, self.padding, self.dilation, self.groups)?;
+        check_tensor("y", &self.y, self.x.dtype, &problem.y_shape())?;
+        check_unique("y", &self.y.layout)?;
+        if let Some(bias) = &self.bias {
+            if bias.dtype != DType::F32 {
+                check_dtype("bias", bias.dtype, self.x.dtype)?;
+            }
+            check_tensor("bias", bias, bias.dtype, &[problem.k])?;
+        }
+        Ok(problem)
+    }
+}
+
+/// True if channels are closer together than pixels.
+pub(crate) fn is_channels_last(layout: &Layout) -> bool {
+    let (shape, strides) = (layout.shape(), layout.strides());
+    shape[1] > 1 && strides[1].unsigned_abs() < strides[3].unsigned_abs()
+}
+
+/// Output tile of a Winograd algorithm with 3x3 filters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Tile {
+    /// F(2x2, 3x3): 4 x 4 transforms, 2.25 times fewer multiplications.
+    F2,
+    /// F(4x4, 3x3): 6 x 6 transforms, 4 times fewer multiplications.
+    F4,
+    /// F(6x6, 3x3): 8 x 8 transforms, 5.06 times fewer multiplications.
+    F6,
+}
+
+impl Tile {
+    /// Every tile size.
+    pub const ALL: [Tile; 3] = [Tile::F2, Tile::F4, Tile::F6];
+
+    /// Side of the output tile, m.
+    pub const fn m(self) -> usize {
+        match self {
+            Tile::F2 => 2,
+            Tile::F4 => 4,
+            Tile::F6 => 6,
+        }
+    }
+
+    /// Side of the transform tile, alpha = m + 2.
+    pub const fn alpha(self) -> usize {
+        self.m() + 2
+    }
+}
+
+/// How a convolution is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Conv2dAlgorithm {
+    /// Sums over the filter's taps, any spec. The planner's choice for depthwise filters.
+    Direct,
+    /// Matrix product of the filter and blocks of the im2col matrix, any spec.
+    Im2colGemm,
+    /// Winograd in stages: filter transform, input transform, a matrix product for each position
+    /// of the transform tile, output transform. 3x3, stride 1, dilation 1, one group.
+    WinogradGemm(Tile),
+    /// Winograd in one kernel, for few input channels. Same filters.
+    WinogradFused(Tile),
+}
+
+impl Conv2dAlgorithm {
+    /// Every algorithm, of whatever device.
+    pub const ALL: [Conv2dAlgorithm; 8] = [
+        Conv2dAlgorithm::Direct,
+        Conv2dAlgorithm::Im2colGemm,
+        Conv2dAlgorithm::WinogradGemm(Tile::F2),
+        Conv2dAlgorithm::WinogradGemm(Tile::F4),
+        Conv2dAlgorithm::WinogradGemm(Tile::F6),
+        Conv2dAlgorithm::WinogradFused(Tile::F2),
+        Conv2dAlgorithm::WinogradFused(Tile::F4),
+        Conv2dAlgorithm::WinogradFused(Tile::F6),
+    ];
+
+    /// `direct`, `im2col_gemm`, `winograd_gemm_f4`, `winograd_fused_f4` and so on.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Conv2dAlgorithm::Direct => "direct",
+            Conv2dAlgorithm::Im2colGemm => "im2col_gemm",
+            Conv2dAlgorithm::WinogradGemm(Tile::F2) => "winograd_gemm_f2",
+            Conv2dAlgorithm::WinogradGemm(Tile::F4) => "winograd_gemm_f4",
+            Conv2dAlgorithm::WinogradGemm(Tile::F6) => "winograd_gemm_f6",
+            Conv2dAlgorithm::WinogradFused(Tile::F2) => "winograd_fused_f2",
+            Conv2dAlgorithm::WinogradFused(Tile::F4) => "winograd_fused_f4",
+            Conv2dAlgorithm::WinogradFused(Tile::F6) => "winograd_fused_f6",
+        }
+    }
+}
+
+impl std::fmt::Display for Conv2dAlgorithm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for Conv2dAlgorithm {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self> {
+        Conv2dAlgorithm::ALL.into_iter().find(|a| a.name() == s).ok_or_else(|| {
+            let names: Vec<_> = Conv2dAlgorithm::ALL.iter().map(|a| a.name()).collect();
+            Error::parameter("algorithm", s, names.join(", "))
+        })
+    }
+}
