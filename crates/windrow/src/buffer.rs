@@ -59,6 +59,11 @@ impl Buffer {
         self.ptr.as_ptr()
     }
 
+    pub(crate) fn as_slice(&self) -> &[u8] {
+        // SAFETY: `len` initialised bytes are owned by self and borrowed.
+        unsafe { std::slice::from_raw_parts(self.ptr.as_ptr(), self.len) }
+    }
+
     pub(crate) fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: `len` initialised bytes are owned by self and borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len) }

@@ -117,6 +117,36 @@ impl<'a> TensorRef<'a> {
         TensorRef { desc: TensorDesc { layout, ..self.desc }, ..*self }
     }
 
+    /// The part of the tensor whose index in `dim` lies in `range`, in the same memory.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] if the tensor has no such dimension or the range leaves it.
+    ///
+    /// ```
+    /// let data = [0.0f32, 1.0, 2.0, 3.0, 4.0, 5.0];
+    /// let x = windrow::TensorRef::new(&data, &[2, 3])?;
+    /// assert_eq!(x.narrow(1, 1..3)?.to_vec::<f32>()?, [1.0, 2.0, 4.0, 5.0]);
+    /// # Ok::<(), windrow::Error>(())
+    /// ```
+    pub fn narrow(&self, dim: usize, range: std::ops::Range<usize>) -> Result<TensorRef<'a>> {
+        let mut shape = [0; crate::MAX_RANK];
+        let shape = &mut shape[..self.layout().rank()];
+        shape.copy_from_slice(self.shape());
+        if dim >= shape.len() || range.start > range.end || range.end > shape[dim] {
+            return Err(Error::parameter(
+                "range",
+                format!("{range:?} of dimension {dim}"),
+                format!("a part of {shape:?}"),
+            ));
+        }
+        shape[dim] = range.len();
+        let layout = Layout::strided(shape, self.strides())?;
+        // The address of an empty part may lie outside the memory: it is never read.
+        let bytes = range.start as isize * self.strides()[dim] * self.dtype().size() as isize;
+        let desc = TensorDesc { layout, ..self.desc };
+        Ok(TensorRef { ptr: self.ptr.wrapping_offset(bytes), desc, ..*self })
+    }
+
     /// All elements in row-major order, as f64. CPU only; for oracles and tests.
     ///
     /// # Errors
@@ -314,6 +344,16 @@ impl Tensor {
         Ok(Tensor { buffer: Buffer::new(desc.bytes())?, desc })
     }
 
+    /// The elements' bytes in the order of memory and of this machine.
+    pub fn as_bytes(&self) -> &[u8] {
+        self.buffer.as_slice()
+    }
+
+    /// The elements' bytes, for filling a tensor from a file. Every bit pattern is an element.
+    pub fn as_bytes_mut(&mut self) -> &mut [u8] {
+        self.buffer.as_mut_slice()
+    }
+
     /// View for reading.
     pub fn as_ref(&self) -> TensorRef<'_> {
         // SAFETY: the buffer is initialised, covers the dense layout, and is borrowed by the view.
@@ -464,6 +504,27 @@ mod tests {
         assert_eq!(t.to_vec::<f32>().unwrap(), [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
         assert_eq!(t.to_f64_vec().unwrap(), [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
         assert!(matches!(t.to_vec::<f64>(), Err(Error::DType { .. })));
+    }
+
+    #[test]
+    fn parts_share_memory() {
+        let data = [0f32, 1.0, 2.0, 3.0, 4.0, 5.0];
+        let t = TensorRef::strided(&data, 5, Layout::strided(&[2, 3], &[-3, -1]).unwrap()).unwrap();
+        let part = t.narrow(1, 1..3).unwrap();
+        assert_eq!(part.to_vec::<f32>().unwrap(), [4.0, 3.0, 1.0, 0.0]);
+        assert_eq!(part.narrow(0, 2..2).unwrap().to_vec::<f32>().unwrap(), []);
+        for (dim, range) in [(2, 0..1), (1, 2..4), (0, std::ops::Range { start: 2, end: 1 })] {
+            assert!(matches!(t.narrow(dim, range), Err(Error::Parameter { .. })));
+        }
+    }
+
+    #[test]
+    fn bytes_are_those_of_the_elements() {
+        let mut t = Tensor::from_slice(&[1i32, 2], &[2]).unwrap();
+        assert_eq!(t.as_bytes()[..4], 1i32.to_ne_bytes());
+        t.as_bytes_mut()[4..].copy_from_slice(&7i32.to_ne_bytes());
+        assert_eq!(t.to_vec::<i32>().unwrap(), [1, 7]);
+        assert_eq!(Tensor::zeros(DType::F32, &[0]).unwrap().as_bytes(), []);
     }
 
     #[test]

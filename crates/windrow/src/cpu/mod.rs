@@ -6,6 +6,7 @@
 
 mod isa;
 mod lanes;
+mod peak;
 mod simd;
 mod threads;
 #[cfg(target_arch = "x86_64")]
@@ -13,6 +14,7 @@ mod x86;
 
 pub use isa::Isa;
 pub(crate) use isa::{Kernel, dispatch};
+pub use peak::{copy, peak_gflops};
 pub(crate) use simd::{Simd, SimdElement};
 pub use threads::num_threads;
 pub(crate) use threads::{SendPtr, parallel_for, resolve_threads};

@@ -1,0 +1,241 @@
+//! NumPy's `.npy` format, versions 1 to 3.
+//!
+//! <https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html>
+
+use super::Reason;
+use std::io::{Read, Write};
+use std::path::Path;
+use windrow::{DType, Layout, Tensor, TensorDesc};
+
+const MAGIC: &[u8] = b"\x93NUMPY";
+const TYPES: [(&str, DType); 5] = [
+    ("f4", DType::F32),
+    ("f2", DType::F16),
+    ("f8", DType::F64),
+    ("i4", DType::I32),
+    ("i8", DType::I64),
+];
+
+pub(super) fn read_file(path: &Path) -> Result<Tensor, Reason> {
+    let file = std::fs::File::open(path)?;
+    let len = file.metadata()?.len();
+    read(std::io::BufReader::new(file), len)
+}
+
+/// Reads an array from `reader`, which holds `len` bytes.
+pub(super) fn read(mut reader: impl Read, len: u64) -> Result<Tensor, Reason> {
+    let mut start = [0; 8];
+    read_header(&mut reader, &mut start)?;
+    if !start.starts_with(MAGIC) {
+        return Err(format_error("it does not begin with \\x93NUMPY"));
+    }
+    let (length_bytes, version) = match start[6] {
+        1 => (2, 1),
+        v @ 2..=3 => (4, v),
+        v => return Err(format_error(format!("format version {v}, expected 1, 2 or 3"))),
+    };
+    let mut size = [0; 4];
+    read_header(&mut reader, &mut size[..length_bytes])?;
+    let size = u32::from_le_bytes(size);
+    let before = 8 + length_bytes as u64;
+    if u64::from(size) > len.saturating_sub(before) {
+        return Err(format_error(format!("a header of {size} bytes in a file of {len}")));
+    }
+    let mut text = vec![0; size as usize];
+    read_header(&mut reader, &mut text)?;
+    let text = String::from_utf8(text)
+        .map_err(|_| format_error(format!("the version {version} header is not text")))?;
+    let header = Header::parse(&text)?;
+
+    let desc = header.desc()?;
+    let given = len.saturating_sub(before + u64::from(size));
+    let truncated = || Reason::Truncated {
+        shape: desc.shape().to_vec(),
+        dtype: desc.dtype,
+        expected: desc.bytes(),
+        given,
+    };
+    // Before any memory is asked for: a damaged shape may be huge.
+    if given < desc.bytes() as u64 {
+        return Err(truncated());
+    }
+    let mut tensor = Tensor::uninitialised(desc)?;
+    reader.read_exact(tensor.as_bytes_mut()).map_err(|e| match e.kind() {
+        std::io::ErrorKind::UnexpectedEof => truncated(),
+        _ => e.into(),
+    })?;
+    if header.big_endian != cfg!(target_endian = "big") {
+        tensor.as_bytes_mut().chunks_exact_mut(desc.dtype.size()).for_each(<[u8]>::reverse);
+    }
+    Ok(tensor)
+}
+
+pub(super) fn write(file: &mut dyn Write, tensor: &Tensor) -> Result<(), Reason> {
+    let TensorDesc { dtype, .. } = tensor.desc();
+    let name = TYPES.iter().find(|(_, d)| d == dtype).map(|(n, _)| n).ok_or_else(|| {
+        Reason::ElementType { given: dtype.name().into(), expected: "a type that NumPy has" }
+    })?;
+    let order = if cfg!(target_endian = "big") { '>' } else { '<' };
+    let shape = match tensor.shape() {
+        [n] => format!("({n},)"),
+        sizes => format!("({})", sizes.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")),
+    };
+    let mut header =
+        format!("{{'descr': '{order}{name}', 'fortran_order': False, 'shape': {shape}, }}");
+    // Data begin at a multiple of 64, after 10 bytes, the header and a line feed.
+    let padding = (10 + header.len() + 1).next_multiple_of(64) - (10 + header.len() + 1);
+    header.extend(std::iter::repeat_n(' ', padding));
+    header.push('\n');
+    file.write_all(MAGIC)?;
+    file.write_all(&[1, 0])?;
+    file.write_all(&(header.len() as u16).to_le_bytes())?;
+    file.write_all(header.as_bytes())?;
+    file.write_all(tensor.as_bytes())?;
+    Ok(())
+}
+
+struct Header {
+    dtype: DType,
+    big_endian: bool,
+    fortran_order: bool,
+    shape: Vec<usize>,
+}
+
+impl Header {
+    /// Reads `{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }`.
+    fn parse(text: &str) -> Result<Self, Reason> {
+        let value = |key: &str| {
+            let (_, rest) = text.split_once(&format!("'{key}':"))?;
+            Some(rest.trim_start())
+        };
+        let missing = |key: &str| format_error(format!("no `{key}` in the header"));
+
+        let descr = value("descr").ok_or_else(|| missing("descr"))?;
+        let descr = descr.strip_prefix('\'').and_then(|d| d.split('\'').next());
+        let (dtype, big_endian) = element_type(descr.unwrap_or("a structure"))?;
+
+        let order = value("fortran_order").ok_or_else(|| missing("fortran_order"))?;
+        let fortran_order = order.starts_with("True");
+
+        let shape = value("shape").ok_or_else(|| missing("shape"))?;
+        let shape = shape.strip_prefix('(').and_then(|s| s.split(')').next());
+        let shape = shape
+            .and_then(|s| {
+                let sizes = s.split(',').map(str::trim).filter(|s| !s.is_empty());
+                sizes.map(|s| s.parse().ok()).collect::<Option<Vec<usize>>>()
+            })
+            .ok_or_else(|| format_error("`shape` is no tuple of sizes"))?;
+        Ok(Header { dtype, big_endian, fortran_order, shape })
+    }
+
+    fn desc(&self) -> Result<TensorDesc, windrow::Error> {
+        let mut order: Vec<usize> = (0..self.shape.len()).collect();
+        if self.fortran_order {
+            order.reverse();
+        }
+        Ok(TensorDesc { dtype: self.dtype, layout: Layout::with_order(&self.shape, &order)? })
+    }
+}
+
+fn element_type(descr: &str) -> Result<(DType, bool), Reason> {
+    let named = |name| TYPES.iter().find(|(n, _)| *n == name).map(|(_, dtype)| *dtype);
+    let (order, name) = descr.split_at_checked(1).unwrap_or(("", descr));
+    match (order, named(name)) {
+        ("<", Some(dtype)) => Ok((dtype, false)),
+        (">", Some(dtype)) => Ok((dtype, true)),
+        _ => Err(Reason::ElementType {
+            given: descr.into(),
+            expected: "float32, float16, float64, int32 or int64 (bf16: use .safetensors)",
+        }),
+    }
+}
+
+fn read_header(reader: &mut impl Read, to: &mut [u8]) -> Result<(), Reason> {
+    reader.read_exact(to).map_err(|e| match e.kind() {
+        std::io::ErrorKind::UnexpectedEof => format_error("it ends inside the header"),
+        _ => e.into(),
+    })
+}
+
+fn format_error(detail: impl Into<String>) -> Reason {
+    Reason::Format { format: ".npy", detail: detail.into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(header: &str, data: &[u8]) -> Vec<u8> {
+        let mut bytes = b"\x93NUMPY\x01\x00".to_vec();
+        bytes.extend((header.len() as u16).to_le_bytes());
+        bytes.extend(header.as_bytes());
+        bytes.extend(data);
+        bytes
+    }
+
+    fn parse(bytes: &[u8]) -> Result<Tensor, Reason> {
+        read(bytes, bytes.len() as u64)
+    }
+
+    fn message(bytes: &[u8]) -> String {
+        parse(bytes).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn byte_order_and_fortran_order() {
+        let data: Vec<u8> = (0..6i32).flat_map(i32::to_be_bytes).collect();
+        let header = "{'descr': '>i4', 'fortran_order': True, 'shape': (2, 3), }\n";
+        let t = parse(&file(header, &data)).unwrap();
+        assert_eq!(t.desc().strides(), [1, 2]);
+        assert_eq!(t.to_vec::<i32>().unwrap(), [0, 2, 4, 1, 3, 5]);
+    }
+
+    #[test]
+    fn one_dimension_and_none() {
+        let header = "{'descr': '<f4', 'fortran_order': False, 'shape': (1,), }";
+        assert_eq!(parse(&file(header, &1f32.to_le_bytes())).unwrap().shape(), [1]);
+        let header = "{'shape': (), 'fortran_order': False, 'descr': '<f4'}";
+        let empty: [usize; 0] = [];
+        assert_eq!(parse(&file(header, &1f32.to_le_bytes())).unwrap().shape(), empty);
+    }
+
+    #[test]
+    fn version_two() {
+        let header = "{'descr': '<f4', 'fortran_order': False, 'shape': (0,), }";
+        let mut bytes = b"\x93NUMPY\x02\x00".to_vec();
+        bytes.extend((header.len() as u32).to_le_bytes());
+        bytes.extend(header.as_bytes());
+        assert_eq!(parse(&bytes).unwrap().shape(), [0]);
+    }
+
+    #[test]
+    fn damaged_files_are_named() {
+        let header = |descr: &str, shape: &str| {
+            format!("{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}")
+        };
+        let good = file(&header("'<f4'", "(2,)"), &[0; 8]);
+        assert!(parse(&good).is_ok());
+        for end in 0..good.len() {
+            assert!(parse(&good[..end]).is_err(), "cut at {end}");
+        }
+        assert!(message(b"PK\x03\x04....").contains("NUMPY"));
+        assert!(message(&good[..good.len() - 1]).contains("needs 8 bytes, the file has 7"));
+        assert!(message(b"\x93NUMPY\x09\x00").contains("version 9"));
+        assert!(message(b"\x93NUMPY\x02\x00\xff\xff\xff\xff").contains("header of 4294967295"));
+        for (descr, shape, part) in [
+            ("'<u2'", "(2,)", "element type <u2"),
+            ("'<V2'", "(2,)", "bf16"),
+            ("[('a', '<f4')]", "(2,)", "a structure"),
+            ("''", "(2,)", "element type"),
+            ("'<f4'", "(-2,)", "tuple of sizes"),
+            ("'<f4'", "5", "tuple of sizes"),
+            ("'<f4'", "(4611686018427387904, 4)", "overflows"),
+            ("'<f4'", "(1099511627776,)", "truncated"),
+            ("'<f4'", "(1, 1, 1, 1, 1, 1, 1, 1, 1)", "at most 8"),
+        ] {
+            let message = message(&file(&header(descr, shape), &[0; 8]));
+            assert!(message.contains(part), "{descr} {shape}: {message}");
+        }
+        assert!(message(&file("{}", &[])).contains("descr"));
+    }
+}

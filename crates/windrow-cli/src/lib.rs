@@ -1,0 +1,3 @@
+//! The `windrow` command, and its reader and writer of tensor files.
+
+pub mod files;
