@@ -4,6 +4,7 @@
 //! [`dispatch`] compiles it for every instruction set and calls the one asked for. Instruction
 //! sets are tokens that exist only if the machine has them, so calling a kernel is safe.
 
+pub(crate) mod gemm;
 mod isa;
 mod lanes;
 mod peak;
@@ -17,4 +18,4 @@ pub(crate) use isa::{Kernel, dispatch};
 pub use peak::{copy, peak_gflops};
 pub(crate) use simd::{Simd, SimdElement};
 pub use threads::num_threads;
-pub(crate) use threads::{SendPtr, parallel_for, resolve_threads};
+pub(crate) use threads::{SendPtr, parallel_for, parallel_for_workers, resolve_threads};

@@ -32,26 +32,37 @@ pub(crate) fn resolve_threads(option: Option<NonZeroUsize>) -> usize {
 ///
 /// Other threads come from the rayon pool that the caller is in, or from rayon's global one.
 pub(crate) fn parallel_for(threads: usize, tasks: usize, task: impl Fn(usize) + Sync) {
+    parallel_for_workers(threads, tasks, |_, i| task(i));
+}
+
+/// As [`parallel_for`], calling `task(worker, i)`: no two tasks with the same
+/// `worker < min(threads, tasks)` run at the same time, so that each worker can own scratch memory.
+pub(crate) fn parallel_for_workers(
+    threads: usize,
+    tasks: usize,
+    task: impl Fn(usize, usize) + Sync,
+) {
     let helpers = threads.min(tasks).saturating_sub(1);
     if helpers == 0 {
-        (0..tasks).for_each(task);
+        (0..tasks).for_each(|i| task(0, i));
         return;
     }
     let next = AtomicUsize::new(0);
-    let work = || {
+    let work = |worker| {
         loop {
             let i = next.fetch_add(1, Ordering::Relaxed);
             if i >= tasks {
                 break;
             }
-            task(i);
+            task(worker, i);
         }
     };
+    let work = &work;
     rayon::in_place_scope(|scope| {
-        for _ in 0..helpers {
-            scope.spawn(|_| work());
+        for worker in 1..=helpers {
+            scope.spawn(move |_| work(worker));
         }
-        work();
+        work(0);
     });
 }
 
@@ -85,6 +96,16 @@ mod tests {
             });
             assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 1));
         }
+    }
+
+    #[test]
+    fn workers_do_not_overlap() {
+        let busy: Vec<AtomicUsize> = (0..3).map(|_| AtomicUsize::new(0)).collect();
+        parallel_for_workers(3, 200, |worker, _| {
+            assert_eq!(busy[worker].fetch_add(1, Ordering::SeqCst), 0);
+            std::thread::yield_now();
+            busy[worker].fetch_sub(1, Ordering::SeqCst);
+        });
     }
 
     #[test]

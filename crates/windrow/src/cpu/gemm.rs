@@ -1,0 +1,482 @@
+//! Matrix products in f32: a register-tiled micro-kernel, a blocked driver that packs its operands
+//! as it goes, and a strided product over both.
+//!
+//! The driver asks for its operands in panels through [`Operands`], so that a convolution can hand
+//! out panels of an im2col matrix that never exists as a whole, and can apply bias and activation
+//! to a tile while it is in the first-level cache.
+
+use super::simd::Simd;
+use super::{Isa, Kernel, SendPtr, dispatch, parallel_for_workers};
+use std::ops::Range;
+
+/// Vectors in a row of a register tile.
+const VECTORS: usize = 2;
+/// Most terms of the sums in one block: a right panel of 32 columns then takes 24 KiB.
+const MAX_TERMS: usize = 192;
+
+/// Most rows of a register tile: accumulators, one row of the right operand and one broadcast
+/// element fill the registers.
+const fn max_rows<S: Simd>() -> usize {
+    (S::REGISTERS - VECTORS - 1) / VECTORS
+}
+
+/// Rows (at most) and columns of the register tile of an instruction set.
+pub(crate) fn tile_shape(isa: Isa) -> (usize, usize) {
+    struct Shape;
+    impl Kernel for Shape {
+        type Output = (usize, usize);
+        #[inline(always)]
+        fn run<S: Simd>(self, _: S) -> (usize, usize) {
+            (max_rows::<S>(), VECTORS * S::LANES)
+        }
+    }
+    dispatch(isa, Shape)
+}
+
+/// Panels of the left operand: element (i, p) of panel q, `i < mr`, is at
+/// `ptr + q * panel + i * row + p * step`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Left {
+    pub ptr: *const f32,
+    pub panel: usize,
+    pub row: usize,
+    pub step: usize,
+}
+
+/// Panels of the right operand: element (p, j) of panel q, `j < nr`, is at
+/// `ptr + q * panel + p * nr + j`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Right {
+    pub ptr: *const f32,
+    pub panel: usize,
+}
+
+/// `c[rows][nr] (+)= a[rows][terms] * b[terms][nr]`
+struct Tile {
+    rows: usize,
+    terms: usize,
+    a: Left,
+    b: *const f32,
+    c: *mut f32,
+    accumulate: bool,
+}
+
+impl Kernel for Tile {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        macro_rules! rows {
+            ($($r:literal)*) => {
+                match self.rows {
+                    // SAFETY: `Tile` is made by `run_task` only, where the panels are readable.
+                    $($r if $r <= max_rows::<S>() => unsafe { tile::<S, $r>(s, &self) },)*
+                    rows => unreachable!("a tile of {rows} rows"),
+                }
+            };
+        }
+        rows!(1 2 3 4 5 6 7 8 9 10 11 12 13 14)
+    }
+}
+
+/// # Safety
+/// Panels `a` and `b` of `t.terms` terms are readable, `c` holds R rows of VECTORS vectors.
+#[inline(always)]
+unsafe fn tile<S: Simd, const R: usize>(s: S, t: &Tile) {
+    // SAFETY: as promised by the caller; both loops read exactly R rows and `terms` terms.
+    unsafe {
+        let mut acc = [[s.zero(); VECTORS]; R];
+        if t.a.row == 1 && t.a.step == R {
+            // Packed: offsets within a step are constants.
+            for p in 0..t.terms {
+                step(s, &mut acc, t.b.add(p * VECTORS * S::LANES), |i| *t.a.ptr.add(p * R + i));
+            }
+        } else {
+            let (row, column) = (t.a.row, t.a.step);
+            for p in 0..t.terms {
+                let a = t.a.ptr.add(p * column);
+                step(s, &mut acc, t.b.add(p * VECTORS * S::LANES), |i| *a.add(i * row));
+            }
+        }
+        for (i, row) in acc.into_iter().enumerate() {
+            for (v, sum) in row.into_iter().enumerate() {
+                let c = t.c.add((i * VECTORS + v) * S::LANES);
+                s.store(c, if t.accumulate { s.add(s.load(c), sum) } else { sum });
+            }
+        }
+    }
+}
+
+/// One term of every sum in the tile.
+///
+/// # Safety
+/// `VECTORS` vectors are readable at `b`, and `a(i)` may be called for `i < R`.
+#[inline(always)]
+unsafe fn step<S: Simd, const R: usize>(
+    s: S,
+    acc: &mut [[S::F32; VECTORS]; R],
+    b: *const f32,
+    a: impl Fn(usize) -> f32,
+) {
+    // SAFETY: VECTORS vectors are readable at b.
+    let b: [S::F32; VECTORS] = std::array::from_fn(|v| unsafe { s.load(b.add(v * S::LANES)) });
+    for (i, row) in acc.iter_mut().enumerate() {
+        let a = s.splat(a(i));
+        for (sum, b) in row.iter_mut().zip(b) {
+            *sum = s.mul_add(a, b, *sum);
+        }
+    }
+}
+
+/// What a blocked product multiplies and where the result goes.
+///
+/// Row and column ranges start at multiples of `mr` and `nr`; packed operands are zero (or anything
+/// finite) in the rows and columns beyond the matrix that fill the last panel.
+pub(crate) trait Operands: Sync {
+    /// Panels of the left operand, packed into `scratch` where needed.
+    ///
+    /// # Safety
+    /// `scratch` holds as many elements as the `left` that [`Blocking::new`] was given asks for.
+    unsafe fn left(&self, rows: Range<usize>, terms: Range<usize>, scratch: *mut f32) -> Left;
+
+    /// Panels of the right operand, packed into `scratch` where needed.
+    ///
+    /// # Safety
+    /// As for `left`.
+    unsafe fn right(&self, cols: Range<usize>, terms: Range<usize>, scratch: *mut f32) -> Right;
+
+    /// Takes a finished tile, row-major with `nr` columns.
+    ///
+    /// # Safety
+    /// `tile` is readable; no two calls at the same time have the same rows and columns.
+    unsafe fn store(&self, rows: Range<usize>, cols: Range<usize>, tile: *const f32);
+}
+
+/// Which operand the driver has to give scratch memory for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Scratch {
+    pub left: bool,
+    pub right: bool,
+}
+
+/// How a product is cut into blocks and tasks. The order in which a sum is formed depends on the
+/// number of terms only, so results do not depend on threads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Blocking {
+    pub isa: Isa,
+    pub rows: usize,
+    pub cols: usize,
+    pub terms: usize,
+    /// Rows and columns of a register tile.
+    pub mr: usize,
+    pub nr: usize,
+    /// Terms, rows and columns of a block; the last two are multiples of mr and nr.
+    pub kc: usize,
+    pub mc: usize,
+    pub nc: usize,
+    scratch: Scratch,
+}
+
+impl Blocking {
+    /// Blocks of at most about `mc` x `nc`.
+    pub(crate) fn new(
+        isa: Isa,
+        [rows, cols, terms]: [usize; 3],
+        [mc, nc]: [usize; 2],
+        scratch: Scratch,
+    ) -> Self {
+        let (max_rows, nr) = tile_shape(isa);
+        let mr = even_part(rows, max_rows);
+        let kc = even_part(terms, MAX_TERMS);
+        let mc = even_part(rows.div_ceil(mr), (mc / mr).max(1)) * mr;
+        let nc = even_part(cols.div_ceil(nr), (nc / nr).max(1)) * nr;
+        Blocking { isa, rows, cols, terms, mr, nr, kc, mc, nc, scratch }
+    }
+
+    /// Blocks, each a task.
+    pub(crate) fn tasks(&self) -> usize {
+        self.rows.div_ceil(self.mc) * self.cols.div_ceil(self.nc)
+    }
+
+    /// Elements of scratch memory for one worker.
+    pub(crate) fn scratch_len(&self) -> usize {
+        self.left_len() + self.right_len() + self.tiles_len()
+    }
+
+    fn left_len(&self) -> usize {
+        if self.scratch.left { self.mc * left_stride(self.kc) } else { 0 }
+    }
+
+    fn right_len(&self) -> usize {
+        if self.scratch.right { (self.nc * self.kc).next_multiple_of(16) } else { 0 }
+    }
+
+    /// Tiles wait for their next terms; with a single block of terms one at a time is enough.
+    fn tiles_len(&self) -> usize {
+        let tile = self.mr * self.nr;
+        if self.kc < self.terms { self.mc * self.nc } else { tile }
+    }
+
+    /// Computes the product on at most `threads` threads.
+    ///
+    /// # Safety
+    /// `scratch` holds [`Blocking::scratch_len`] elements for each thread, and the operands are
+    /// made for this blocking.
+    pub(crate) unsafe fn run(&self, operands: &impl Operands, threads: usize, scratch: *mut f32) {
+        let scratch = SendPtr(scratch);
+        let col_blocks = self.cols.div_ceil(self.nc);
+        parallel_for_workers(threads, self.tasks(), |worker, task| {
+            // Columns vary fastest: neighbouring tasks share the left operand's panels.
+            let (row, col) = (task / col_blocks * self.mc, task % col_blocks * self.nc);
+            // SAFETY: worker < threads; each worker has its own part of the scratch memory.
+            unsafe {
+                let scratch = scratch.get().add(worker * self.scratch_len());
+                self.run_task(operands, row, col, scratch);
+            }
+        });
+    }
+
+    /// One block: all terms of rows `row..row+mc`, columns `col..col+nc`.
+    unsafe fn run_task(&self, operands: &impl Operands, row: usize, col: usize, scratch: *mut f32) {
+        let rows = row..(row + self.mc).min(self.rows);
+        let cols = col..(col + self.nc).min(self.cols);
+        let (row_panels, col_panels) = (rows.len().div_ceil(self.mr), cols.len().div_ceil(self.nr));
+        // Without terms a single empty block writes zeros.
+        let blocks = self.terms.div_ceil(self.kc).max(1);
+        // SAFETY: scratch holds the three parts; operands give panels of the ranges asked for.
+        unsafe {
+            let right_scratch = scratch.add(self.left_len());
+            let tiles = right_scratch.add(self.right_len());
+            for block in 0..blocks {
+                let terms = block * self.kc..((block + 1) * self.kc).min(self.terms);
+                let left = operands.left(rows.clone(), terms.clone(), scratch);
+                let right = operands.right(cols.clone(), terms.clone(), right_scratch);
+                for j in 0..col_panels {
+                    for i in 0..row_panels {
+                        let index = if blocks > 1 { j * row_panels + i } else { 0 };
+                        let c = tiles.add(index * self.mr * self.nr);
+                        let a = Left { ptr: left.ptr.add(i * left.panel), ..left };
+                        let b = right.ptr.add(j * right.panel);
+                        let (rows_mr, terms) = (self.mr, terms.len());
+                        let accumulate = block > 0;
+                        dispatch(self.isa, Tile { rows: rows_mr, terms, a, b, c, accumulate });
+                        if block + 1 == blocks {
+                            let (row, col) = (row + i * self.mr, col + j * self.nr);
+                            operands.store(
+                                row..(row + self.mr).min(rows.end),
+                                col..(col + self.nr).min(cols.end),
+                                c,
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// `total` cut into the fewest parts of at most `max`, as even as possible: the size of a part, at
+/// least 1.
+pub(crate) fn even_part(total: usize, max: usize) -> usize {
+    total.div_ceil(total.div_ceil(max).max(1)).max(1)
+}
+
+/// Distance of rows in a row-major left operand of `kc` terms: rounded to whole vectors, and off
+/// the multiples of a page at which rows would fall into the same cache sets.
+pub(crate) fn left_stride(kc: usize) -> usize {
+    let stride = kc.next_multiple_of(16);
+    if stride.is_multiple_of(256) { stride + 16 } else { stride }
+}
+
+/// A strided f32 matrix in memory: element (i, j) at `ptr + i * row + j * col`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Matrix {
+    pub ptr: *const f32,
+    pub row: isize,
+    pub col: isize,
+}
+
+impl Matrix {
+    fn offset(&self, i: usize, j: usize) -> *const f32 {
+        self.ptr.wrapping_offset(i as isize * self.row + j as isize * self.col)
+    }
+
+    fn transposed(self) -> Self {
+        Matrix { row: self.col, col: self.row, ..self }
+    }
+}
+
+/// `c = a * b` for strided f32 matrices a [rows, terms], b [terms, cols], c [rows, cols].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Gemm(Blocking);
+
+impl Gemm {
+    pub(crate) fn new(isa: Isa, [rows, cols, terms]: [usize; 3]) -> Self {
+        let scratch = Scratch { left: true, right: true };
+        Gemm(Blocking::new(isa, [rows, cols, terms], [256, 256], scratch))
+    }
+
+    /// Elements of scratch memory for `threads` threads.
+    pub(crate) fn scratch_len(&self, threads: usize) -> usize {
+        threads.min(self.0.tasks()) * self.0.scratch_len()
+    }
+
+    /// # Safety
+    /// All elements of the three matrices are in memory, `c`'s in memory of their own that nobody
+    /// else touches; `scratch` holds [`Gemm::scratch_len`] elements.
+    pub(crate) unsafe fn run(
+        &self,
+        threads: usize,
+        a: Matrix,
+        b: Matrix,
+        (c, c_row, c_col): (*mut f32, isize, isize),
+        scratch: *mut f32,
+    ) {
+        let operands = Strided { blocking: self.0, a, b, c, c_row, c_col };
+        // SAFETY: passed on; `Strided` packs into the scratch memory that it asked for.
+        unsafe { self.0.run(&operands, threads, scratch) }
+    }
+}
+
+struct Strided {
+    blocking: Blocking,
+    a: Matrix,
+    b: Matrix,
+    c: *mut f32,
+    c_row: isize,
+    c_col: isize,
+}
+
+// SAFETY: a and b are only read; c is written by `store`, by each task in its own rows and columns.
+unsafe impl Sync for Strided {}
+
+impl Operands for Strided {
+    unsafe fn left(&self, rows: Range<usize>, terms: Range<usize>, scratch: *mut f32) -> Left {
+        let mr = self.blocking.mr;
+        let first = self.a.offset(rows.start, terms.start);
+        // SAFETY: the ranges are in the matrix; a panel holds mr elements a term, also row-major.
+        unsafe {
+            if self.a.col == 1 {
+                let row = left_stride(terms.len());
+                for i in 0..rows.len() {
+                    let a = first.offset(i as isize * self.a.row);
+                    std::ptr::copy_nonoverlapping(a, scratch.add(i * row), terms.len());
+                }
+                return Left { ptr: scratch, panel: mr * row, row, step: 1 };
+            }
+            let panel = mr * terms.len();
+            for i in (0..rows.len()).step_by(mr) {
+                let a = Matrix { ptr: first.offset(i as isize * self.a.row), ..self.a };
+                let to = scratch.add(i / mr * panel);
+                copy_panel(a.transposed(), terms.len(), mr.min(rows.len() - i), to, mr);
+            }
+            Left { ptr: scratch, panel, row: 1, step: mr }
+        }
+    }
+
+    unsafe fn right(&self, cols: Range<usize>, terms: Range<usize>, scratch: *mut f32) -> Right {
+        let nr = self.blocking.nr;
+        let panel = nr * terms.len();
+        for (q, col) in cols.clone().step_by(nr).enumerate() {
+            let b = Matrix { ptr: self.b.offset(terms.start, col), ..self.b };
+            // SAFETY: the ranges are in the matrix; a panel holds nr elements a term.
+            unsafe {
+                copy_panel(b, terms.len(), nr.min(cols.end - col), scratch.add(q * panel), nr);
+            }
+        }
+        Right { ptr: scratch, panel }
+    }
+
+    unsafe fn store(&self, rows: Range<usize>, cols: Range<usize>, tile: *const f32) {
+        for (i, row) in rows.enumerate() {
+            // SAFETY: these are elements of c, of this tile only.
+            unsafe {
+                let c = self.c.offset(row as isize * self.c_row + cols.start as isize * self.c_col);
+                let from = tile.add(i * self.blocking.nr);
+                if self.c_col == 1 {
+                    std::ptr::copy_nonoverlapping(from, c, cols.len());
+                } else {
+                    for j in 0..cols.len() {
+                        c.offset(j as isize * self.c_col).write(*from.add(j));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Copies `rows` x `cols` elements to rows of `width` elements.
+///
+/// # Safety
+/// The elements are in the matrix, and `to` holds `rows * width`, with `cols <= width`.
+unsafe fn copy_panel(m: Matrix, rows: usize, cols: usize, to: *mut f32, width: usize) {
+    for i in 0..rows {
+        // SAFETY: promised by the caller.
+        unsafe {
+            let (from, to) = (m.offset(i, 0), to.add(i * width));
+            if m.col == 1 {
+                std::ptr::copy_nonoverlapping(from, to, cols);
+            } else {
+                for j in 0..cols {
+                    to.add(j).write(*from.offset(j as isize * m.col));
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn product(isa: Isa, threads: usize, size: [usize; 3], transposed: [bool; 3]) {
+        let [m, n, k] = size;
+        let values = |len: usize, seed: usize| -> Vec<f32> {
+            (0..len).map(|i| ((i * 7 + seed) % 23) as f32 - 11.0).collect()
+        };
+        let (a, b) = (values(m * k, 1), values(k * n, 5));
+        let strides = |t: bool, rows: usize, cols: usize| {
+            if t { (1, rows as isize) } else { (cols as isize, 1) }
+        };
+        let (ar, ac) = strides(transposed[0], m, k);
+        let (br, bc) = strides(transposed[1], k, n);
+        let (cr, cc) = strides(transposed[2], m, n);
+        let mut c = vec![f32::NAN; m * n];
+        let gemm = Gemm::new(isa, size);
+        // What an earlier use left in the scratch memory must not matter.
+        let mut scratch = vec![1e30f32; gemm.scratch_len(threads)];
+        let a_mat = Matrix { ptr: a.as_ptr(), row: ar, col: ac };
+        let b_mat = Matrix { ptr: b.as_ptr(), row: br, col: bc };
+        // SAFETY: the strides stay within the three vectors.
+        unsafe { gemm.run(threads, a_mat, b_mat, (c.as_mut_ptr(), cr, cc), scratch.as_mut_ptr()) };
+        for i in 0..m {
+            for j in 0..n {
+                let want: f32 = (0..k)
+                    .map(|p| {
+                        a[(i as isize * ar + p as isize * ac) as usize]
+                            * b[(p as isize * br + j as isize * bc) as usize]
+                    })
+                    .sum();
+                // Small integers: every sum is exact.
+                assert_eq!(c[(i as isize * cr + j as isize * cc) as usize], want, "({i}, {j})");
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn exact_for_integers(m in 0usize..70, n in 0usize..90, k in 0usize..450, threads in 1usize..4, t: [bool; 3]) {
+            for isa in Isa::available() {
+                product(isa, threads, [m, n, k], t);
+            }
+        }
+    }
+
+    #[test]
+    fn several_blocks_in_each_direction() {
+        for isa in Isa::available() {
+            product(isa, 2, [530, 520, 400], [false; 3]);
+        }
+    }
+}
