@@ -7,6 +7,7 @@ mod activation;
 mod buffer;
 mod conv2d;
 pub mod cpu;
+pub mod cuda;
 mod device;
 mod dtype;
 mod error;

@@ -1,9 +1,11 @@
 //! What all plans share: where to run, how exact, whether to check.
 
 use crate::buffer::Buffer;
+use crate::cuda::{DeviceBuffer, Gpu, Stream};
 use crate::{Device, Error, Result};
 use std::ffi::c_void;
 use std::num::NonZeroUsize;
+use std::sync::Arc;
 
 /// How exact a result has to be. The planner takes only algorithms whose measured error against
 /// the f64 oracle stays inside the tier.
@@ -79,20 +81,19 @@ pub struct PlanOptions {
 ///
 /// Running a plan allocates nothing: make a workspace of [`Workspace::for_sizes`] over all plans
 /// that will use it. Plans that share a workspace run one after the other, on its stream.
+///
+/// On the CPU a run is done when it returns. On CUDA it is done when the stream has come to it:
+/// [`Workspace::synchronize`] waits for that.
 #[derive(Debug)]
 pub struct Workspace {
-    device: Device,
-    memory: Buffer,
-    stream: Option<RawStream>,
+    memory: Memory,
 }
 
-/// A borrowed `cudaStream_t` / `CUstream`.
-#[derive(Clone, Copy, Debug)]
-struct RawStream(*mut c_void);
-// SAFETY: a stream handle may be used from any thread.
-unsafe impl Send for RawStream {}
-// SAFETY: as above.
-unsafe impl Sync for RawStream {}
+#[derive(Debug)]
+enum Memory {
+    Host(Buffer),
+    Device { buffer: DeviceBuffer, stream: Arc<Stream> },
+}
 
 impl Workspace {
     /// An empty workspace on the CPU, enough for plans that need none.
@@ -100,18 +101,23 @@ impl Workspace {
         Self::new(Device::Cpu, 0).expect("an empty workspace needs no memory")
     }
 
-    /// A workspace of `bytes` bytes.
+    /// A workspace of `bytes` bytes; on CUDA with a stream of its own, which is ordered with the
+    /// legacy default stream.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], [`Error::NoDevice`].
+    /// [`Error::OutOfMemory`], [`Error::NoDevice`], [`Error::Backend`].
     pub fn new(device: Device, bytes: usize) -> Result<Self> {
-        match device {
-            Device::Cpu => Ok(Workspace { device, memory: Buffer::new(bytes)?, stream: None }),
-            Device::Cuda(_) => Err(Error::NoDevice {
-                device: device.to_string(),
-                reason: "this build has no CUDA backend".into(),
-            }),
-        }
+        let memory = match device {
+            Device::Cpu => Memory::Host(Buffer::new(bytes)?),
+            Device::Cuda(index) => {
+                let stream = Arc::new(Stream::new(index)?);
+                let buffer = DeviceBuffer::new(&stream, bytes)?;
+                // Other streams that are set later may use the memory from here on.
+                stream.synchronize()?;
+                Memory::Device { buffer, stream }
+            }
+        };
+        Ok(Workspace { memory })
     }
 
     /// One workspace for several plans: as large as the largest of their
@@ -123,22 +129,73 @@ impl Workspace {
         Self::new(device, bytes.into_iter().max().unwrap_or(0))
     }
 
-    /// Orders the work of every following run on a stream that the caller owns.
+    /// A workspace on a stream that the caller owns: `stream` is a `cudaStream_t` of CUDA device
+    /// `index`, null for the legacy default stream. Memory is allocated, used and freed in the order
+    /// of the stream, so that making and dropping one for every run is cheap and needs no waiting.
+    ///
+    /// # Errors
+    /// As [`Workspace::new`].
     ///
     /// # Safety
-    /// `stream` must be a live stream of this workspace's device for as long as runs use it.
-    pub unsafe fn set_stream(&mut self, stream: *mut c_void) {
-        self.stream = Some(RawStream(stream));
+    /// `stream` must stay alive until the workspace is dropped.
+    pub unsafe fn on_stream(index: u32, stream: *mut c_void, bytes: usize) -> Result<Self> {
+        // SAFETY: the caller's promise.
+        let stream = Arc::new(unsafe { Stream::from_raw(index, stream)? });
+        let buffer = DeviceBuffer::new(&stream, bytes)?;
+        Ok(Workspace { memory: Memory::Device { buffer, stream } })
+    }
+
+    /// Orders the work of every following run on a stream that the caller owns. Nothing happens on
+    /// the CPU.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] if work given to the stream before has failed.
+    ///
+    /// # Safety
+    /// `stream` must be a `cudaStream_t` of this workspace's device that stays alive until another
+    /// one is set or the workspace is dropped.
+    pub unsafe fn set_stream(&mut self, stream: *mut c_void) -> Result<()> {
+        // The memory may still be in use by earlier runs.
+        self.synchronize()?;
+        if let (Device::Cuda(index), Memory::Device { stream: current, .. }) =
+            (self.device(), &mut self.memory)
+        {
+            // SAFETY: the caller's promise.
+            *current = Arc::new(unsafe { Stream::from_raw(index, stream)? });
+        }
+        Ok(())
+    }
+
+    /// Waits until all runs in this workspace are done.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] if a kernel failed.
+    pub fn synchronize(&self) -> Result<()> {
+        match &self.memory {
+            Memory::Host(_) => Ok(()),
+            Memory::Device { stream, .. } => stream.synchronize(),
+        }
+    }
+
+    /// The stream of its runs; `None` on the CPU.
+    pub fn stream(&self) -> Option<&Stream> {
+        match &self.memory {
+            Memory::Host(_) => None,
+            Memory::Device { stream, .. } => Some(stream),
+        }
     }
 
     /// The device it is for.
     pub fn device(&self) -> Device {
-        self.device
+        self.stream().map_or(Device::Cpu, Stream::device)
     }
 
     /// Its size in bytes.
     pub fn len(&self) -> usize {
-        self.memory.len()
+        match &self.memory {
+            Memory::Host(buffer) => buffer.len(),
+            Memory::Device { buffer, .. } => buffer.len(),
+        }
     }
 
     /// True if it has no memory.
@@ -146,16 +203,50 @@ impl Workspace {
         self.len() == 0
     }
 
-    /// The first `bytes` bytes, aligned to 64, contents arbitrary but initialised.
+    /// The first `bytes` bytes on the CPU, aligned to 64, contents arbitrary but initialised.
     pub(crate) fn take(&mut self, bytes: usize) -> Result<&mut [u8]> {
-        let len = self.len();
-        self.memory.as_mut_slice().get_mut(..bytes).ok_or_else(|| {
-            Error::parameter(
-                "workspace",
-                format!("{len} bytes"),
-                format!("at least {bytes} bytes (see `workspace_bytes()` of the plan)"),
-            )
-        })
+        self.check_len(bytes)?;
+        match &mut self.memory {
+            Memory::Host(buffer) => Ok(&mut buffer.as_mut_slice()[..bytes]),
+            Memory::Device { stream, .. } => Err(Error::WrongDevice {
+                arg: "workspace",
+                given: stream.device(),
+                expected: Device::Cpu,
+            }),
+        }
+    }
+
+    /// The stream and the address of the first `bytes` bytes on `gpu`, aligned to 256.
+    pub(crate) fn take_on(&mut self, gpu: &Gpu, bytes: usize) -> Result<(&Stream, *mut u8)> {
+        crate::tensor::check_device("workspace", self.device(), gpu.device())?;
+        self.check_len(bytes)?;
+        match &mut self.memory {
+            Memory::Device { buffer, stream } => Ok((stream, buffer.as_mut_ptr())),
+            Memory::Host(_) => unreachable!("the device was compared above"),
+        }
+    }
+
+    fn check_len(&self, bytes: usize) -> Result<()> {
+        if bytes <= self.len() {
+            return Ok(());
+        }
+        Err(Error::parameter(
+            "workspace",
+            format!("{} bytes", self.len()),
+            format!("at least {bytes} bytes (see `workspace_bytes()` of the plan)"),
+        ))
+    }
+}
+
+impl Drop for Workspace {
+    fn drop(&mut self) {
+        // The memory goes back in the order of the stream that it was allocated on.
+        if let Memory::Device { buffer, stream } = &self.memory
+            && !buffer.is_allocated_on(stream)
+        {
+            // An error here was or will be reported by a call that can return it.
+            let _ = stream.synchronize();
+        }
     }
 }
 
@@ -171,6 +262,12 @@ mod tests {
         let message = ws.take(301).unwrap_err().to_string();
         assert!(message.contains("300 bytes") && message.contains("301"), "{message}");
         assert!(Workspace::empty().is_empty());
+        assert!(ws.stream().is_none() && ws.synchronize().is_ok());
+    }
+
+    #[test]
+    fn a_device_that_is_not_there_is_an_error() {
+        assert!(matches!(Workspace::new(Device::Cuda(4000), 1), Err(Error::NoDevice { .. })));
     }
 
     #[test]

@@ -1,0 +1,223 @@
+//! CUDA devices.
+
+use super::kernel::KernelCache;
+use super::library::Library;
+use super::{check, describe};
+use crate::{Device, Error, Result};
+use cudarc::driver::sys::{self, CUcontext, CUdevice_attribute as Attribute, CUresult};
+use std::ffi::{CStr, c_int};
+use std::fmt::Display;
+use std::sync::{LazyLock, Mutex};
+
+/// What there is to know of a CUDA device before using it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// Index, as in [`Device::Cuda`].
+    pub index: u32,
+    /// The vendor's name.
+    pub name: String,
+    /// Compute capability: `(9, 0)` is sm_90.
+    pub compute_capability: (u32, u32),
+    /// Number of streaming multiprocessors.
+    pub multiprocessors: u32,
+    /// Device memory in bytes.
+    pub memory: usize,
+    /// L2 cache in bytes.
+    pub l2_cache: usize,
+    /// CUDA version of the driver: `(13, 0)`.
+    pub driver: (u32, u32),
+}
+
+/// All CUDA devices of this machine. Empty if it has none; an error only if there is no driver or
+/// it does not answer.
+///
+/// # Errors
+/// [`Error::NoDevice`] without a driver, [`Error::Backend`].
+///
+/// ```
+/// match windrow::cuda::devices() {
+///     Ok(devices) => devices.iter().for_each(|d| println!("cuda:{} {}", d.index, d.name)),
+///     Err(reason) => println!("{reason}"),
+/// }
+/// ```
+pub fn devices() -> Result<Vec<DeviceInfo>> {
+    (0..count()?).map(|i| Ok(Gpu::get(i)?.info.clone())).collect()
+}
+
+fn count() -> Result<u32> {
+    Library::Driver.require()?;
+    let mut count = 0;
+    // SAFETY: the driver is loaded; cuInit may be called any number of times.
+    match unsafe { sys::cuInit(0) } {
+        CUresult::CUDA_SUCCESS => {}
+        CUresult::CUDA_ERROR_NO_DEVICE => return Ok(0),
+        error => {
+            let reason = format!("the driver does not start: {}", describe(error));
+            return Err(Error::NoDevice { device: "cuda".into(), reason });
+        }
+    }
+    // SAFETY: the driver is initialised and writes one integer.
+    check(unsafe { sys::cuDeviceGetCount(&mut count) }, "cuDeviceGetCount", Device::Cuda(0))?;
+    Ok(count as u32)
+}
+
+/// A device in use: its primary context, which torch and the runtime API share, and the kernels
+/// loaded into it. Lives as long as the process.
+#[derive(Debug)]
+pub(crate) struct Gpu {
+    pub(crate) info: DeviceInfo,
+    context: Context,
+    /// Whether it can allocate in stream order.
+    pub(super) memory_pools: bool,
+    pub(super) kernels: KernelCache,
+}
+
+#[derive(Debug)]
+struct Context(CUcontext);
+// SAFETY: a context handle may be used from any thread.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+impl Gpu {
+    /// The device of this index, started at first use.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`], [`Error::Backend`].
+    pub(crate) fn get(index: u32) -> Result<&'static Gpu> {
+        static GPUS: LazyLock<Mutex<Vec<&'static Gpu>>> = LazyLock::new(Mutex::default);
+        let mut gpus = GPUS.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(gpu) = gpus.iter().find(|g| g.info.index == index) {
+            return Ok(gpu);
+        }
+        let gpu = Box::leak(Box::new(Gpu::start(index)?));
+        gpus.push(gpu);
+        Ok(gpu)
+    }
+
+    fn start(index: u32) -> Result<Gpu> {
+        let count = count()?;
+        let device = Device::Cuda(index);
+        if index >= count {
+            let reason = format!("this machine has {count} CUDA devices");
+            return Err(Error::NoDevice { device: device.to_string(), reason });
+        }
+        let (mut handle, mut driver, mut memory) = (0, 0, 0);
+        let mut name = [0; 256];
+        let mut context = std::ptr::null_mut();
+        // SAFETY: the driver is initialised, the index exists, and each call writes to a local of
+        // the type and size it expects.
+        unsafe {
+            check(sys::cuDeviceGet(&mut handle, index as c_int), "cuDeviceGet", device)?;
+            check(sys::cuDriverGetVersion(&mut driver), "cuDriverGetVersion", device)?;
+            check(sys::cuDeviceTotalMem_v2(&mut memory, handle), "cuDeviceTotalMem", device)?;
+            let get_name = sys::cuDeviceGetName(name.as_mut_ptr(), 255, handle);
+            check(get_name, "cuDeviceGetName", device)?;
+            let retain = sys::cuDevicePrimaryCtxRetain(&mut context, handle);
+            check(retain, "cuDevicePrimaryCtxRetain", device)?;
+        }
+        let attribute = |which| -> Result<u32> {
+            let mut value = 0;
+            // SAFETY: as above.
+            let result = unsafe { sys::cuDeviceGetAttribute(&mut value, which, handle) };
+            check(result, "cuDeviceGetAttribute", device)?;
+            Ok(value as u32)
+        };
+        let info = DeviceInfo {
+            index,
+            // SAFETY: the driver wrote a terminated string, and the last byte stayed zero.
+            name: unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned(),
+            compute_capability: (
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            ),
+            multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            memory,
+            l2_cache: attribute(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as usize,
+            driver: (driver as u32 / 1000, driver as u32 % 1000 / 10),
+        };
+        let memory_pools = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)? != 0;
+        let gpu =
+            Gpu { info, context: Context(context), memory_pools, kernels: KernelCache::default() };
+        if memory_pools {
+            gpu.keep_freed_memory(handle)?;
+        }
+        Ok(gpu)
+    }
+
+    /// Lets the memory pool keep what is freed: by default every synchronisation gives it back to
+    /// the system, and the next allocation pays for it again.
+    fn keep_freed_memory(&self, handle: sys::CUdevice) -> Result<()> {
+        let mut pool = std::ptr::null_mut();
+        let mut threshold = u64::MAX;
+        let _current = self.enter()?;
+        // SAFETY: the device has memory pools; the attribute is a 64-bit number.
+        unsafe {
+            self.check(
+                sys::cuDeviceGetDefaultMemPool(&mut pool, handle),
+                "cuDeviceGetDefaultMemPool",
+            )?;
+            let set = sys::cuMemPoolSetAttribute(
+                pool,
+                sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
+                (&raw mut threshold).cast(),
+            );
+            self.check(set, "cuMemPoolSetAttribute")
+        }
+    }
+
+    pub(crate) fn device(&self) -> Device {
+        Device::Cuda(self.info.index)
+    }
+
+    /// `Ok`, or an error that names the call.
+    pub(super) fn check(&self, result: CUresult, what: impl Display) -> Result<()> {
+        check(result, what, self.device())
+    }
+
+    /// Makes the device current on this thread until the guard is dropped; what was current before
+    /// (torch keeps its current device there) is current again then.
+    pub(super) fn enter(&self) -> Result<Current> {
+        let mut current = std::ptr::null_mut();
+        // SAFETY: the driver is initialised.
+        self.check(unsafe { sys::cuCtxGetCurrent(&mut current) }, "cuCtxGetCurrent")?;
+        let pushed = current != self.context.0;
+        if pushed {
+            // SAFETY: the primary context is retained for the life of the process.
+            let push = unsafe { sys::cuCtxPushCurrent_v2(self.context.0) };
+            self.check(push, "cuCtxPushCurrent")?;
+        }
+        Ok(Current { pushed, thread_bound: std::marker::PhantomData })
+    }
+}
+
+/// See [`Gpu::enter`].
+pub(super) struct Current {
+    pushed: bool,
+    /// A guard must be dropped on the thread that made it.
+    thread_bound: std::marker::PhantomData<*const ()>,
+}
+
+impl Drop for Current {
+    fn drop(&mut self) {
+        if self.pushed {
+            let mut popped = std::ptr::null_mut();
+            // SAFETY: pops what `enter` pushed on this thread.
+            unsafe { sys::cuCtxPopCurrent_v2(&mut popped) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// With a driver or without: an index that does not exist is a typed error.
+    #[test]
+    fn a_device_that_does_not_exist_is_an_error() {
+        assert!(matches!(Gpu::get(4000), Err(Error::NoDevice { .. })));
+        if let Ok(found) = devices() {
+            assert!(found.iter().enumerate().all(|(i, d)| d.index as usize == i));
+        }
+    }
+}

@@ -1,0 +1,169 @@
+// The only inline assembly of the project, each piece beside a portable fallback that other
+// compilers and older architectures take.
+#pragma once
+
+#if defined(__CUDA_ARCH__)
+#define WINDROW_PTX __CUDA_ARCH__
+#else
+#define WINDROW_PTX 0
+#endif
+
+// 2^x; relative error 2^-22, results below 2^-126 become 0.
+__device__ __forceinline__ float exp2_fast(float x) {
+#if WINDROW_PTX
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return exp2f(x);
+#endif
+}
+
+// As exp2_fast, with subnormal results.
+__device__ __forceinline__ float exp2_full(float x) {
+#if WINDROW_PTX
+    float y;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return exp2f(x);
+#endif
+}
+
+// 1 / x within one unit in the last place, for 2^-126 < |x| < 2^126.
+__device__ __forceinline__ float reciprocal_fast(float x) {
+#if WINDROW_PTX
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return 1.0f / x;
+#endif
+}
+
+// The larger of two numbers, NaN if either is; +0 is larger than -0.
+__device__ __forceinline__ float max_nan(float a, float b) {
+#if WINDROW_PTX >= 800
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+#else
+    return a < b || b != b ? b : a;
+#endif
+}
+
+__device__ __forceinline__ float f16_to_float(unsigned short h) {
+#if WINDROW_PTX
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(h));
+    return y;
+#else
+    return (float)__builtin_bit_cast(_Float16, h);
+#endif
+}
+
+// Round to nearest even; `low` in the lower half of the word.
+__device__ __forceinline__ unsigned floats_to_f16x2(float low, float high) {
+#if WINDROW_PTX >= 800
+    unsigned y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+#elif WINDROW_PTX
+    unsigned short a, b;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(a) : "f"(low));
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(b) : "f"(high));
+    return a | (unsigned)b << 16;
+#else
+    return __builtin_bit_cast(unsigned short, (_Float16)low) |
+           (unsigned)__builtin_bit_cast(unsigned short, (_Float16)high) << 16;
+#endif
+}
+
+__device__ __forceinline__ unsigned short float_to_bf16_bits(float x) {
+    unsigned bits = __float_as_uint(x);
+    if (x != x) return (unsigned short)(bits >> 16 | 0x40);
+    return (unsigned short)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+__device__ __forceinline__ unsigned floats_to_bf16x2(float low, float high) {
+#if WINDROW_PTX >= 800
+    unsigned y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+#else
+    return float_to_bf16_bits(low) | (unsigned)float_to_bf16_bits(high) << 16;
+#endif
+}
+
+// a * b + c on pairs of halves, each rounded once to the half type.
+__device__ __forceinline__ unsigned f16x2_fma(unsigned a, unsigned b, unsigned c) {
+#if WINDROW_PTX
+    unsigned y;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+    return y;
+#else
+    return floats_to_f16x2(
+        fmaf(f16_to_float(a & 0xffff), f16_to_float(b & 0xffff), f16_to_float(c & 0xffff)),
+        fmaf(f16_to_float(a >> 16), f16_to_float(b >> 16), f16_to_float(c >> 16)));
+#endif
+}
+
+__device__ __forceinline__ float bf16_to_float(unsigned short h) {
+    return __uint_as_float((unsigned)h << 16);
+}
+
+__device__ __forceinline__ unsigned bf16x2_fma(unsigned a, unsigned b, unsigned c) {
+#if WINDROW_PTX >= 800
+    unsigned y;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+    return y;
+#else
+    return floats_to_bf16x2(
+        fmaf(bf16_to_float(a & 0xffff), bf16_to_float(b & 0xffff), bf16_to_float(c & 0xffff)),
+        fmaf(bf16_to_float(a >> 16), bf16_to_float(b >> 16), bf16_to_float(c >> 16)));
+#endif
+}
+
+// tanh of a pair of halves; absolute error about one unit at 1.
+__device__ __forceinline__ unsigned f16x2_tanh(unsigned a) {
+#if WINDROW_PTX
+    unsigned y;
+    asm("tanh.approx.f16x2 %0, %1;" : "=r"(y) : "r"(a));
+    return y;
+#else
+    return floats_to_f16x2(tanhf(f16_to_float(a & 0xffff)), tanhf(f16_to_float(a >> 16)));
+#endif
+}
+
+__device__ __forceinline__ unsigned bf16x2_tanh(unsigned a) {
+#if WINDROW_PTX >= 900
+    unsigned y;
+    asm("tanh.approx.bf16x2 %0, %1;" : "=r"(y) : "r"(a));
+    return y;
+#else
+    return floats_to_bf16x2(tanhf(bf16_to_float(a & 0xffff)), tanhf(bf16_to_float(a >> 16)));
+#endif
+}
+
+// The larger of each pair, NaN if either is.
+__device__ __forceinline__ unsigned f16x2_max_nan(unsigned a, unsigned b) {
+#if WINDROW_PTX >= 800
+    unsigned y;
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+#else
+    return floats_to_f16x2(max_nan(f16_to_float(a & 0xffff), f16_to_float(b & 0xffff)),
+                           max_nan(f16_to_float(a >> 16), f16_to_float(b >> 16)));
+#endif
+}
+
+__device__ __forceinline__ unsigned bf16x2_max_nan(unsigned a, unsigned b) {
+#if WINDROW_PTX >= 800
+    unsigned y;
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+#else
+    return floats_to_bf16x2(max_nan(bf16_to_float(a & 0xffff), bf16_to_float(b & 0xffff)),
+                            max_nan(bf16_to_float(a >> 16), bf16_to_float(b >> 16)));
+#endif
+}

@@ -1,0 +1,198 @@
+//! Finding CUDA's shared libraries at run time.
+
+use crate::{Device, Error, Result};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+/// A library that is loaded at first use.
+///
+/// Each is looked for in the directories of `WINDROW_CUDA_PATH`, then where the dynamic loader
+/// looks (a library that the process has loaded already, as torch's, counts), then in the toolkit
+/// (`CUDA_HOME`, `CUDA_PATH`, `/usr/local/cuda`), then in the pip packages `nvidia/*/lib` of the
+/// Python environments in sight: that of this process, `VIRTUAL_ENV`, `CONDA_PREFIX`, and those of
+/// the programs on `PATH`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Library {
+    /// `libcuda`: part of the driver, so only the loader can find it.
+    Driver,
+    /// `libnvrtc`: the run-time compiler.
+    Nvrtc,
+    /// `libcublasLt`: matrix products.
+    CublasLt,
+}
+
+impl Library {
+    /// Loads the library, once in a process.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] without a driver, [`Error::Backend`] without another library: the
+    /// message says how to get it.
+    pub(crate) fn require(self) -> Result<()> {
+        static FOUND: [OnceLock<bool>; 3] = [OnceLock::new(), OnceLock::new(), OnceLock::new()];
+        match *FOUND[self as usize].get_or_init(|| self.load()) {
+            true => Ok(()),
+            false => Err(self.missing()),
+        }
+    }
+
+    fn load(self) -> bool {
+        if self == Library::Driver {
+            return self.loader_finds();
+        }
+        let find = |dirs: Vec<PathBuf>| dirs.iter().any(|d| load_from(d, self.stem()));
+        find(explicit_directories()) && self.loader_finds()
+            || self.loader_finds()
+            || find(toolkit_directories().chain(python_directories()).collect())
+                && self.loader_finds()
+    }
+
+    /// True if the bindings will find the library. They look for it by name, which also matches a
+    /// library that is loaded already, whatever directory it came from.
+    fn loader_finds(self) -> bool {
+        // SAFETY: loading these libraries runs only their own initialisation.
+        unsafe {
+            match self {
+                Library::Driver => cudarc::driver::sys::is_culib_present(),
+                Library::Nvrtc => cudarc::nvrtc::sys::is_culib_present(),
+                Library::CublasLt => cudarc::cublaslt::sys::is_culib_present(),
+            }
+        }
+    }
+
+    const fn stem(self) -> &'static str {
+        match self {
+            Library::Driver => "libcuda.so",
+            Library::Nvrtc => "libnvrtc.so",
+            Library::CublasLt => "libcublasLt.so",
+        }
+    }
+
+    fn missing(self) -> Error {
+        let (what, package) = match self {
+            Library::Driver => {
+                return Error::NoDevice {
+                    device: "cuda".into(),
+                    reason: "the NVIDIA driver (libcuda.so.1) was not found".into(),
+                };
+            }
+            Library::Nvrtc => ("loading libnvrtc", "nvidia-cuda-nvrtc"),
+            Library::CublasLt => ("loading libcublasLt", "nvidia-cublas"),
+        };
+        Error::Backend {
+            what: what.into(),
+            device: Device::Cuda(0),
+            detail: format!(
+                "not found on the loader's path, in a CUDA toolkit or in a Python environment; \
+                 install a toolkit or `pip install {package}`, or name its directory in \
+                 WINDROW_CUDA_PATH"
+            ),
+        }
+    }
+}
+
+/// Loads the newest `stem*` in `dir` for the life of the process; false if there is none.
+fn load_from(dir: &Path, stem: &str) -> bool {
+    // NVRTC opens a companion by bare name, which its own directory must provide.
+    if stem == "libnvrtc.so" {
+        load_newest(dir, "libnvrtc-builtins.so");
+    }
+    load_newest(dir, stem)
+}
+
+fn load_newest(dir: &Path, stem: &str) -> bool {
+    let Ok(entries) = std::fs::read_dir(dir) else { return false };
+    let mut files: Vec<_> = entries
+        .flatten()
+        .map(|e| e.path())
+        .filter(|p| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with(stem)))
+        .collect();
+    files.sort();
+    files.iter().rev().any(|file| {
+        // SAFETY: a CUDA library; loading it runs only its own initialisation.
+        match unsafe { libloading::Library::new(file) } {
+            Ok(library) => {
+                tracing::debug!(file = %file.display(), "loaded");
+                // Stays loaded: the bindings hold pointers into it.
+                std::mem::forget(library);
+                true
+            }
+            Err(error) => {
+                tracing::debug!(file = %file.display(), %error, "not loadable");
+                false
+            }
+        }
+    })
+}
+
+fn env_paths(name: &str) -> Vec<PathBuf> {
+    std::env::var_os(name).map(|v| std::env::split_paths(&v).collect()).unwrap_or_default()
+}
+
+fn explicit_directories() -> Vec<PathBuf> {
+    env_paths("WINDROW_CUDA_PATH")
+}
+
+fn toolkit_directories() -> impl Iterator<Item = PathBuf> {
+    ["CUDA_HOME", "CUDA_PATH"]
+        .into_iter()
+        .flat_map(env_paths)
+        .chain([PathBuf::from("/usr/local/cuda")])
+        .flat_map(|root| [root.join("lib64"), root.join("targets/x86_64-linux/lib")])
+}
+
+/// `nvidia/*/lib` of every Python environment in sight.
+fn python_directories() -> impl Iterator<Item = PathBuf> {
+    let environments = ["VIRTUAL_ENV", "CONDA_PREFIX"]
+        .into_iter()
+        .flat_map(env_paths)
+        .chain(env_paths("PATH").into_iter().filter_map(|bin| Some(bin.parent()?.to_path_buf())))
+        .flat_map(|prefix| subdirectories(&prefix.join("lib"), "python3"))
+        .map(|python| python.join("site-packages"));
+    own_site_packages().into_iter().chain(environments).flat_map(|site| {
+        subdirectories(&site.join("nvidia"), "").into_iter().map(|package| package.join("lib"))
+    })
+}
+
+/// The `site-packages` that this process has loaded extensions from: inside Python, its own.
+fn own_site_packages() -> Option<PathBuf> {
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    let (line, end) = maps.lines().find_map(|l| Some((l, l.find("/site-packages/")?)))?;
+    Some(PathBuf::from(&line[line.find('/')?..end]).join("site-packages"))
+}
+
+fn subdirectories(dir: &Path, prefix: &str) -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(dir) else { return Vec::new() };
+    let mut found: Vec<_> = entries
+        .flatten()
+        .filter(|e| e.file_name().to_string_lossy().starts_with(prefix))
+        .map(|e| e.path())
+        .collect();
+    found.sort();
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_directory_without_the_library_is_passed_over() {
+        let dir = std::env::temp_dir().join(format!("windrow-library-{}", std::process::id()));
+        assert!(!load_from(&dir, "libnvrtc.so"), "no directory");
+        std::fs::create_dir_all(&dir).unwrap();
+        assert!(!load_from(&dir, "libnvrtc.so"), "empty directory");
+        std::fs::write(dir.join("libnvrtc.so.13"), b"not a library").unwrap();
+        assert!(!load_from(&dir, "libnvrtc.so"), "not a library");
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn what_is_missing_says_how_to_get_it() {
+        assert!(matches!(Library::Driver.missing(), Error::NoDevice { .. }));
+        for (library, package) in
+            [(Library::Nvrtc, "nvidia-cuda-nvrtc"), (Library::CublasLt, "nvidia-cublas")]
+        {
+            assert!(library.missing().to_string().contains(package));
+        }
+    }
+}

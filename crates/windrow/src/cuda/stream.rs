@@ -1,0 +1,230 @@
+//! Streams, events and graphs.
+
+use super::Gpu;
+use crate::{Device, Error, Result};
+use cudarc::driver::sys::{self, CUevent, CUgraphExec, CUresult, CUstream};
+use std::ffi::c_void;
+
+/// An ordered queue of work on a device: made here, or borrowed from the caller.
+#[derive(Debug)]
+pub struct Stream {
+    raw: CUstream,
+    gpu: &'static Gpu,
+    owned: bool,
+}
+
+// SAFETY: a stream handle may be used from any thread.
+unsafe impl Send for Stream {}
+// SAFETY: as above.
+unsafe impl Sync for Stream {}
+
+impl Stream {
+    /// A new stream on CUDA device `index`. It is ordered with the legacy default stream.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`], [`Error::Backend`].
+    pub fn new(index: u32) -> Result<Self> {
+        let gpu = Gpu::get(index)?;
+        let _current = gpu.enter()?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the device is current; 0 is the default flag.
+        gpu.check(unsafe { sys::cuStreamCreate(&mut raw, 0) }, "cuStreamCreate")?;
+        Ok(Stream { raw, gpu, owned: true })
+    }
+
+    /// A `cudaStream_t` / `CUstream` that somebody else owns; null is the legacy default stream.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`], [`Error::Backend`].
+    ///
+    /// # Safety
+    /// `raw` must be a stream of CUDA device `index` that stays alive as long as this value.
+    pub unsafe fn from_raw(index: u32, raw: *mut c_void) -> Result<Self> {
+        Ok(Stream { raw: raw.cast(), gpu: Gpu::get(index)?, owned: false })
+    }
+
+    /// The handle, as a `cudaStream_t`.
+    pub fn as_raw(&self) -> *mut c_void {
+        self.raw.cast()
+    }
+
+    /// The device it belongs to.
+    pub fn device(&self) -> Device {
+        self.gpu.device()
+    }
+
+    pub(super) fn handle(&self) -> CUstream {
+        self.raw
+    }
+
+    pub(crate) fn gpu(&self) -> &'static Gpu {
+        self.gpu
+    }
+
+    /// Waits until all work given to the stream so far is done.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] if a kernel failed since the last check: it names the last kernel
+    /// launched on the device.
+    pub fn synchronize(&self) -> Result<()> {
+        let _current = self.gpu.enter()?;
+        // SAFETY: the stream is alive.
+        match unsafe { sys::cuStreamSynchronize(self.raw) } {
+            CUresult::CUDA_SUCCESS => Ok(()),
+            error => Err(self.gpu.launch_error(error)),
+        }
+    }
+
+    /// Work given to the stream from here on starts when the event has happened.
+    ///
+    /// # Errors
+    /// [`Error::Backend`].
+    pub fn wait(&self, event: &Event) -> Result<()> {
+        let _current = self.gpu.enter()?;
+        // SAFETY: both are alive.
+        self.gpu
+            .check(unsafe { sys::cuStreamWaitEvent(self.raw, event.raw, 0) }, "cuStreamWaitEvent")
+    }
+
+    /// True while the stream's work is captured into a graph.
+    pub(super) fn is_capturing(&self) -> Result<bool> {
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the stream is alive.
+        let result = unsafe { sys::cuStreamIsCapturing(self.raw, &mut status) };
+        self.gpu.check(result, "cuStreamIsCapturing")?;
+        Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
+    /// Records what `work` gives to this stream into a graph, without running it.
+    ///
+    /// # Errors
+    /// What `work` returns, and [`Error::Backend`]: the default stream cannot be captured.
+    pub fn capture(&self, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
+        let gpu = self.gpu;
+        let _current = gpu.enter()?;
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream is alive; the capture is ended below whatever `work` returns.
+        gpu.check(unsafe { sys::cuStreamBeginCapture_v2(self.raw, mode) }, "cuStreamBeginCapture")?;
+        let outcome = work();
+        let (mut graph, mut exec) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: ends the capture begun above.
+        let ended = unsafe { sys::cuStreamEndCapture(self.raw, &mut graph) };
+        outcome?;
+        gpu.check(ended, "cuStreamEndCapture")?;
+        // SAFETY: `graph` was made above and is not used after.
+        let made = unsafe {
+            let made = sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0);
+            sys::cuGraphDestroy(graph);
+            made
+        };
+        gpu.check(made, "cuGraphInstantiate")?;
+        Ok(Graph { exec, gpu })
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if self.owned && self.gpu.enter().is_ok() {
+            // SAFETY: made in `new`; the driver finishes the work given to it first.
+            unsafe { sys::cuStreamDestroy_v2(self.raw) };
+        }
+    }
+}
+
+/// A point in a stream, with the time it was reached.
+#[derive(Debug)]
+pub struct Event {
+    raw: CUevent,
+    gpu: &'static Gpu,
+}
+
+// SAFETY: an event handle may be used from any thread.
+unsafe impl Send for Event {}
+// SAFETY: as above.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// The point that the stream has reached when all work given to it so far is done.
+    ///
+    /// # Errors
+    /// [`Error::Backend`].
+    pub fn record(stream: &Stream) -> Result<Self> {
+        let gpu = stream.gpu;
+        let _current = gpu.enter()?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the device is current; 0 is the default flag.
+        gpu.check(unsafe { sys::cuEventCreate(&mut raw, 0) }, "cuEventCreate")?;
+        let event = Event { raw, gpu };
+        // SAFETY: both are alive.
+        gpu.check(unsafe { sys::cuEventRecord(raw, stream.raw) }, "cuEventRecord")?;
+        Ok(event)
+    }
+
+    /// Milliseconds from `start` to this event; waits for this event.
+    ///
+    /// # Errors
+    /// [`Error::Backend`].
+    pub fn milliseconds_since(&self, start: &Event) -> Result<f32> {
+        type ElapsedTime = unsafe extern "C" fn(*mut f32, CUevent, CUevent) -> CUresult;
+        let _current = self.gpu.enter()?;
+        // SAFETY: the event is alive.
+        self.gpu.check(unsafe { sys::cuEventSynchronize(self.raw) }, "cuEventSynchronize")?;
+        let mut milliseconds = 0.0;
+        // The bindings know only the symbol of CUDA 12.8 and later; this one is in every driver.
+        // SAFETY: the driver is loaded and the type is the documented one.
+        let elapsed = unsafe { sys::culib().get::<ElapsedTime>(&b"cuEventElapsedTime\0"[..]) };
+        let elapsed = elapsed.map_err(|e| Error::Backend {
+            what: "cuEventElapsedTime".into(),
+            device: self.gpu.device(),
+            detail: e.to_string(),
+        })?;
+        // SAFETY: both events are alive and recorded.
+        let result = unsafe { elapsed(&mut milliseconds, start.raw, self.raw) };
+        self.gpu.check(result, "cuEventElapsedTime")?;
+        Ok(milliseconds)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if self.gpu.enter().is_ok() {
+            // SAFETY: made in `record`.
+            unsafe { sys::cuEventDestroy_v2(self.raw) };
+        }
+    }
+}
+
+/// Work recorded by [`Stream::capture`], to be run any number of times.
+#[derive(Debug)]
+pub struct Graph {
+    exec: CUgraphExec,
+    gpu: &'static Gpu,
+}
+
+// SAFETY: a graph handle may be used from any thread, one at a time.
+unsafe impl Send for Graph {}
+
+impl Graph {
+    /// Runs the recorded work on a stream.
+    ///
+    /// # Errors
+    /// [`Error::Backend`].
+    ///
+    /// # Safety
+    /// The memory that the recorded work uses must still be there, and be borrowed by nobody else
+    /// until the work is done.
+    pub unsafe fn launch(&self, stream: &Stream) -> Result<()> {
+        let _current = self.gpu.enter()?;
+        // SAFETY: both are alive; the memory is the caller's promise.
+        self.gpu.check(unsafe { sys::cuGraphLaunch(self.exec, stream.raw) }, "cuGraphLaunch")
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        if self.gpu.enter().is_ok() {
+            // SAFETY: made in `capture`.
+            unsafe { sys::cuGraphExecDestroy(self.exec) };
+        }
+    }
+}
