@@ -1,5 +1,7 @@
 //! Activations that operators fuse into their epilogue.
 
+use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
+
 /// Which form of GELU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Approximate {
@@ -58,6 +60,45 @@ impl Activation {
         }
     }
 
+    /// The activation of `x` in f64: what every kernel is measured against.
+    ///
+    /// Both forms of GELU and SiLU are written as `x` times a probability without cancellation, so
+    /// that the negative tail is exact to a few units in the last place of f64.
+    pub fn apply_f64(self, x: f64) -> f64 {
+        if x == f64::NEG_INFINITY && self != Activation::Identity && self != Activation::Relu {
+            return -0.0; // the limit; x times a probability of 0 would be NaN
+        }
+        match self {
+            Activation::Identity => x,
+            Activation::Relu if x < 0.0 => 0.0,
+            Activation::Relu => x,
+            Activation::Silu => x * sigmoid(x),
+            Activation::Gelu(Approximate::None) => x * normal_cdf(x),
+            Activation::Gelu(Approximate::Tanh) => x * sigmoid(tanh_argument(x)),
+        }
+    }
+
+    /// The derivative of the activation at `x` in f64. That of ReLU at 0 is 0.
+    pub fn derivative_f64(self, x: f64) -> f64 {
+        // Beyond this the derivatives are exactly 0 or 1 in f64, and powers of x could overflow.
+        let x = x.clamp(-1e3, 1e3);
+        match self {
+            Activation::Identity => 1.0,
+            Activation::Relu if x.is_nan() => x,
+            Activation::Relu => f64::from(u8::from(x > 0.0)),
+            Activation::Silu => sigmoid(x) * (1.0 + x * sigmoid(-x)),
+            Activation::Gelu(Approximate::None) => {
+                let density = (-0.5 * x * x).exp() * 0.5 * FRAC_2_SQRT_PI * FRAC_1_SQRT_2;
+                normal_cdf(x) + x * density
+            }
+            Activation::Gelu(Approximate::Tanh) => {
+                let z = tanh_argument(x);
+                let slope = 2.0 * SQRT_2_OVER_PI * (1.0 + 3.0 * CUBIC * x * x);
+                sigmoid(z) * (1.0 + x * slope * sigmoid(-z))
+            }
+        }
+    }
+
     /// Every activation, for tests and `verify`.
     pub const ALL: [Activation; 5] = [
         Activation::Identity,
@@ -66,6 +107,25 @@ impl Activation {
         Activation::Gelu(Approximate::None),
         Activation::Gelu(Approximate::Tanh),
     ];
+}
+
+/// `sqrt(2 / pi)`.
+pub(crate) const SQRT_2_OVER_PI: f64 = FRAC_2_SQRT_PI * FRAC_1_SQRT_2;
+/// The cubic coefficient of GELU's tanh form.
+pub(crate) const CUBIC: f64 = 0.044715;
+
+fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+/// `z` such that `0.5 (1 + tanh(z / 2)) = sigmoid(z)` is the factor of GELU's tanh form.
+fn tanh_argument(x: f64) -> f64 {
+    2.0 * SQRT_2_OVER_PI * (x + CUBIC * x * x * x)
+}
+
+/// The standard normal distribution function.
+fn normal_cdf(x: f64) -> f64 {
+    0.5 * libm::erfc(-x * FRAC_1_SQRT_2)
 }
 
 impl std::str::FromStr for Activation {
@@ -99,5 +159,44 @@ mod tests {
         assert_eq!("exact".parse::<Approximate>().unwrap(), Approximate::None);
         assert!("mish".parse::<Activation>().is_err());
         assert!("erf".parse::<Approximate>().is_err());
+    }
+
+    #[test]
+    fn known_values_and_limits() {
+        let gelu = Activation::Gelu(Approximate::None);
+        let tanh = Activation::Gelu(Approximate::Tanh);
+        let close = |got: f64, want: f64| assert!((got / want - 1.0).abs() < 1e-13, "{got} {want}");
+        // From mpmath with 40 digits.
+        close(gelu.apply_f64(1.0), 0.8413447460685429);
+        close(gelu.apply_f64(-5.5), -1.0444259356238245e-07);
+        close(gelu.apply_f64(-13.0), -7.952313719414843e-38);
+        close(tanh.apply_f64(1.0), 0.8411919906082767);
+        close(tanh.apply_f64(-5.5), -5.9276402638802624e-09);
+        close(Activation::Silu.apply_f64(-50.0), -9.643749239819589e-21);
+        for a in [Activation::Silu, gelu, tanh] {
+            assert_eq!(a.apply_f64(f64::INFINITY), f64::INFINITY);
+            assert_eq!(a.apply_f64(f64::NEG_INFINITY).to_bits(), (-0.0f64).to_bits());
+            assert_eq!(a.apply_f64(-0.0).to_bits(), (-0.0f64).to_bits());
+            assert_eq!(a.apply_f64(-1e300), 0.0);
+            assert_eq!(
+                (a.derivative_f64(f64::INFINITY), a.derivative_f64(f64::NEG_INFINITY)),
+                (1.0, 0.0)
+            );
+        }
+        for a in Activation::ALL {
+            assert!(a.apply_f64(f64::NAN).is_nan());
+            assert_eq!(a.derivative_f64(f64::NAN).is_nan(), a != Activation::Identity);
+        }
+    }
+
+    #[test]
+    fn derivatives_are_slopes() {
+        for a in Activation::ALL {
+            for i in -80..=80 {
+                let x = f64::from(i) / 8.0 + 0.01;
+                let slope = (a.apply_f64(x + 1e-5) - a.apply_f64(x - 1e-5)) / 2e-5;
+                assert!((a.derivative_f64(x) - slope).abs() < 1e-8, "{} at {x}", a.name());
+            }
+        }
     }
 }

@@ -14,6 +14,7 @@ mod error;
 mod layout;
 mod plan;
 mod tensor;
+pub mod verify;
 
 pub use activation::{Activation, Approximate};
 pub use conv2d::{Conv2dAlgorithm, Conv2dParams, Conv2dSpec, Tile};

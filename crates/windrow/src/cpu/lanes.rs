@@ -120,6 +120,15 @@ impl Simd for Lanes {
         std::array::from_fn(|i| fused(a[i], b[i], c[i]))
     }
     #[inline(always)]
+    fn mul_add_exact(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32 {
+        if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
+            self.mul_add(a, b, c)
+        } else {
+            // The product of two f32 is exact in f64.
+            std::array::from_fn(|i| (f64::from(a[i]) * f64::from(b[i]) + f64::from(c[i])) as f32)
+        }
+    }
+    #[inline(always)]
     fn neg_mul_add(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32 {
         std::array::from_fn(|i| fused(-a[i], b[i], c[i]))
     }

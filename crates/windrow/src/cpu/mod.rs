@@ -7,6 +7,7 @@
 pub(crate) mod gemm;
 mod isa;
 mod lanes;
+pub(crate) mod math;
 mod peak;
 mod simd;
 mod threads;

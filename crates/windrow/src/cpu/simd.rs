@@ -57,6 +57,12 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     fn div(self, a: Self::F32, b: Self::F32) -> Self::F32;
     /// `a * b + c`
     fn mul_add(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
+    /// `a * b + c` where the product is not rounded on any instruction set, for the error terms of
+    /// products. The sum may be rounded twice.
+    #[inline(always)]
+    fn mul_add_exact(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32 {
+        self.mul_add(a, b, c)
+    }
     /// `c - a * b`
     fn neg_mul_add(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
     /// The smaller; `b` if either is NaN.

@@ -1,0 +1,335 @@
+//! Comparison of results with the f64 oracles.
+
+use crate::tensor::for_each_offset;
+use crate::{DType, Device, Element, Error, Result, Tensor, TensorDesc, TensorRef, bf16, f16};
+use std::fmt;
+
+/// How a result differs from its f64 oracle, element by element.
+///
+/// An element is an error if `|got - want| > tolerance * scale + half a unit in the last place` of the
+/// output type at `want`, where `scale` is the sum of the absolute values of the products that the
+/// oracle forms for this element. So cancellation does not fail a good kernel, and one wrong element
+/// cannot hide in an average. NaN must meet NaN; an infinity must meet a value that the output type
+/// cannot hold.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Comparison {
+    dtype: DType,
+    tolerance: f64,
+    count: usize,
+    errors: usize,
+    max_abs: f64,
+    max_rel: f64,
+    square_error: f64,
+    square_want: f64,
+    first_error: Option<(usize, f64, f64)>,
+}
+
+impl Comparison {
+    /// An empty comparison of values of type `dtype`. `tolerance` is relative to each element's
+    /// scale; a kernel that computes in f32 with up to `k` roundings in a row is given
+    /// `k * DType::F32.unit_roundoff()`.
+    pub fn new(dtype: DType, tolerance: f64) -> Self {
+        Comparison {
+            dtype,
+            tolerance,
+            count: 0,
+            errors: 0,
+            max_abs: 0.0,
+            max_rel: 0.0,
+            square_error: 0.0,
+            square_want: 0.0,
+            first_error: None,
+        }
+    }
+
+    /// Compares a tensor with the oracle's values, and their scales, in row-major order.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the slices are not as long as the tensor, [`Error::WrongDevice`] for device
+    /// memory.
+    pub fn of(got: &TensorRef<'_>, want: &[f64], scale: &[f64], tolerance: f64) -> Result<Self> {
+        let len = got.layout().len();
+        if want.len() != len || scale.len() != len {
+            let expected = format!("{} wanted values and {} scales", want.len(), scale.len());
+            return Err(Error::shape("got", got.shape(), expected));
+        }
+        let mut comparison = Comparison::new(got.dtype(), tolerance);
+        for ((got, &want), &scale) in got.to_f64_vec()?.into_iter().zip(want).zip(scale) {
+            comparison.add(got, want, scale);
+        }
+        Ok(comparison)
+    }
+
+    /// Compares one more element.
+    pub fn add(&mut self, got: f64, want: f64, scale: f64) {
+        let error = (got - want).abs();
+        let ok = if want.is_nan() || got.is_nan() {
+            want.is_nan() && got.is_nan()
+        } else {
+            let slack = self.tolerance * scale;
+            got == want
+                || error <= slack + 0.5 * ulp(self.dtype, want)
+                || got.is_infinite() && round(self.dtype, want + slack.copysign(got)) == got
+        };
+        if !ok {
+            self.errors += 1;
+            self.first_error.get_or_insert((self.count, got, want));
+        }
+        self.count += 1;
+        if error.is_finite() {
+            self.max_abs = self.max_abs.max(error);
+            if want != 0.0 {
+                self.max_rel = self.max_rel.max(error / want.abs());
+            }
+            self.square_error += error * error;
+            self.square_want += want * want;
+        }
+    }
+
+    /// Elements compared.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Elements outside the tolerance.
+    pub fn errors(&self) -> usize {
+        self.errors
+    }
+
+    /// Largest `|got - want|` among finite values.
+    pub fn max_abs(&self) -> f64 {
+        self.max_abs
+    }
+
+    /// Largest `|got - want| / |want|` among finite values where `want` is not zero.
+    pub fn max_rel(&self) -> f64 {
+        self.max_rel
+    }
+
+    /// Root mean square of the error relative to that of the wanted values; 0 if both vanish.
+    pub fn rms_rel(&self) -> f64 {
+        if self.square_error == 0.0 { 0.0 } else { (self.square_error / self.square_want).sqrt() }
+    }
+
+    /// True if no element is outside the tolerance.
+    pub fn passed(&self) -> bool {
+        self.errors == 0
+    }
+
+    /// [`Error::Verification`] unless [`passed`](Self::passed); `op` names operator and algorithm.
+    ///
+    /// # Errors
+    /// That one.
+    pub fn into_result(self, op: &str) -> Result<()> {
+        if self.passed() {
+            return Ok(());
+        }
+        Err(Error::Verification { op: op.into(), detail: self.to_string() })
+    }
+}
+
+impl fmt::Display for Comparison {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} of {} elements differ; max abs {:.3e}, max rel {:.3e}, rms {:.3e}",
+            self.errors,
+            self.count,
+            self.max_abs,
+            self.max_rel,
+            self.rms_rel()
+        )?;
+        if let Some((index, got, want)) = self.first_error {
+            write!(f, "; first at element {index}: {got:e} instead of {want:e}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Distance from `|x|`, rounded to a float type, to the next larger number of that type; beyond its
+/// range that of the largest number. 0 for integers.
+pub fn ulp(dtype: DType, x: f64) -> f64 {
+    let (mantissa_bits, max_exponent) = match dtype {
+        DType::F32 => (23, 127),
+        DType::F16 => (10, 15),
+        DType::BF16 => (7, 127),
+        DType::F64 => (52, 1023),
+        DType::I32 | DType::I64 => return 0.0,
+    };
+    let biased = (round(dtype, x).abs().to_bits() >> 52) as i32;
+    2f64.powi((biased - 1023).clamp(1 - max_exponent, max_exponent) - mantissa_bits)
+}
+
+/// `x` rounded to the nearest value of a type.
+fn round(dtype: DType, x: f64) -> f64 {
+    match dtype {
+        DType::F32 => f32::from_f64(x).to_f64(),
+        DType::F16 => <f16 as Element>::to_f64(<f16 as Element>::from_f64(x)),
+        DType::BF16 => <bf16 as Element>::to_f64(<bf16 as Element>::from_f64(x)),
+        DType::F64 => x,
+        DType::I32 => i32::from_f64(x).to_f64(),
+        DType::I64 => i64::from_f64(x).to_f64(),
+    }
+}
+
+/// The comparison of a result, or of an intermediate stage, with the oracle's.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Check {
+    /// `y`, `dx`, ... or the stage: `im2col`, `U`, `V`, `M`.
+    pub what: &'static str,
+    /// How it compares.
+    pub comparison: Comparison,
+}
+
+/// One thing that `windrow verify` runs.
+pub struct Case {
+    /// `gelu`, `causal_conv1d`, `conv2d`.
+    pub op: &'static str,
+    /// The algorithm's name.
+    pub algorithm: String,
+    /// Element type of the main input.
+    pub dtype: DType,
+    /// `contiguous`, `channels_last`, ...
+    pub layout: String,
+    /// What distinguishes the case: shape and options.
+    pub name: String,
+    /// Makes the inputs, runs the operator and compares with the oracle.
+    pub run: Box<dyn Fn() -> Result<Vec<Check>> + Send + Sync>,
+}
+
+impl fmt::Debug for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {} {} {} {}", self.op, self.algorithm, self.dtype, self.layout, self.name)
+    }
+}
+
+/// Every case of every operator that `device` can run.
+pub fn cases(device: Device) -> Vec<Case> {
+    let _ = device;
+    Vec::new()
+}
+
+/// `len` numbers spread evenly over `low..high`, the same for the same seed on every machine.
+pub fn random(seed: u64, len: usize, low: f64, high: f64) -> Vec<f64> {
+    let mut state = seed;
+    (0..len)
+        .map(|_| {
+            // SplitMix64 (Steele, Lea, Flood 2014).
+            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let z = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            let unit = ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64;
+            low + unit * (high - low)
+        })
+        .collect()
+}
+
+/// A tensor of [`random`] numbers rounded to its type, in row-major order of the elements.
+///
+/// # Errors
+/// As [`Tensor::uninitialised`]: the layout must be dense.
+pub fn random_tensor(seed: u64, desc: TensorDesc, low: f64, high: f64) -> Result<Tensor> {
+    let mut tensor = Tensor::uninitialised(desc)?;
+    let values = random(seed, desc.layout.len(), low, high);
+    match desc.dtype {
+        DType::F32 => fill::<f32>(&mut tensor, &values),
+        DType::F16 => fill::<f16>(&mut tensor, &values),
+        DType::BF16 => fill::<bf16>(&mut tensor, &values),
+        DType::F64 => fill::<f64>(&mut tensor, &values),
+        DType::I32 => fill::<i32>(&mut tensor, &values),
+        DType::I64 => fill::<i64>(&mut tensor, &values),
+    }
+    Ok(tensor)
+}
+
+fn fill<T: Element>(tensor: &mut Tensor, values: &[f64]) {
+    let layout = tensor.desc().layout;
+    let base = tensor.as_mut().as_mut_ptr().cast::<T>();
+    let mut values = values.iter();
+    for_each_offset(&layout, |offset| {
+        if let Some(&value) = values.next() {
+            // SAFETY: offsets of the tensor's own layout lie in its memory, whose type is T.
+            unsafe { base.offset(offset).write(T::from_f64(value)) };
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Layout;
+
+    fn compare(dtype: DType, tolerance: f64, got: f64, want: f64, scale: f64) -> bool {
+        let mut c = Comparison::new(dtype, tolerance);
+        c.add(got, want, scale);
+        assert_eq!((c.count(), c.errors() == 0), (1, c.passed()));
+        c.passed()
+    }
+
+    #[test]
+    fn half_a_unit_is_free_and_more_is_not() {
+        assert!(compare(DType::F16, 0.0, 1.0, 1.0 + 0.49 / 1024.0, 0.0));
+        assert!(!compare(DType::F16, 0.0, 1.0, 1.0 + 0.51 / 1024.0, 0.0));
+        assert!(compare(DType::F16, 1e-3, 1.0, 1.0 + 1.4 / 1024.0, 1.0));
+        assert!(compare(DType::F16, 0.0, 0.0, 2.9e-8, 0.0));
+        assert!(!compare(DType::F16, 0.0, 0.0, 3.1e-8, 0.0));
+        assert!(compare(DType::F32, 0.0, 1e-45, 0.8e-45, 0.0));
+        assert!(compare(DType::F32, 1e-7, 1e-9, 0.0, 1.0));
+        assert!(!compare(DType::F32, 1e-7, 1e-6, 0.0, 1.0));
+        assert!(compare(DType::I32, 0.0, 7.0, 7.0, 0.0));
+        assert!(!compare(DType::I32, 0.0, 7.0, 8.0, 0.0));
+    }
+
+    #[test]
+    fn specials_meet_their_like() {
+        let (inf, nan) = (f64::INFINITY, f64::NAN);
+        assert!(compare(DType::F32, 0.0, nan, nan, 1.0));
+        assert!(!compare(DType::F32, 1.0, nan, 1.0, 1.0));
+        assert!(!compare(DType::F32, 1.0, 1.0, nan, 1.0));
+        assert!(compare(DType::F32, 0.0, inf, inf, inf));
+        assert!(!compare(DType::F32, 0.0, -inf, inf, 1.0));
+        assert!(!compare(DType::F32, 0.0, inf, 1.0, 1.0));
+        assert!(compare(DType::F16, 0.0, inf, 70000.0, 1.0));
+        assert!(!compare(DType::F16, 0.0, 65504.0, 70000.0, 1.0));
+        assert!(compare(DType::F16, 1e-3, inf, 65510.0, 65510.0));
+    }
+
+    #[test]
+    fn one_wrong_element_is_found_and_named() {
+        let got = [1.0f32, 2.0, 3.5, 4.0];
+        let want = [1.0, 2.0, 3.0, 4.0];
+        let t = TensorRef::new(&got, &[2, 2]).unwrap();
+        let c = Comparison::of(&t, &want, &want, 1e-6).unwrap();
+        assert_eq!((c.errors(), c.count(), c.max_abs()), (1, 4, 0.5));
+        assert!((c.max_rel() - 0.5 / 3.0).abs() < 1e-15);
+        assert!((c.rms_rel() - (0.25f64 / 30.0).sqrt()).abs() < 1e-15);
+        let message = c.into_result("add cpu").unwrap_err().to_string();
+        for part in ["add cpu", "1 of 4", "element 2", "3.5e0 instead of 3e0"] {
+            assert!(message.contains(part), "{message}");
+        }
+        assert!(matches!(Comparison::of(&t, &want[1..], &want, 0.0), Err(Error::Shape { .. })));
+    }
+
+    #[test]
+    fn units_in_the_last_place() {
+        assert_eq!(ulp(DType::F32, 1.0), f64::from(f32::EPSILON));
+        assert_eq!(ulp(DType::F32, -3.0), 2.0 * f64::from(f32::EPSILON));
+        assert_eq!(ulp(DType::F16, 0.0), 2f64.powi(-24));
+        assert_eq!(ulp(DType::BF16, 1e-45), 2f64.powi(-133));
+        assert_eq!(ulp(DType::I64, 5.0), 0.0);
+    }
+
+    #[test]
+    fn random_numbers_are_reproducible_and_in_range() {
+        let a = random(1, 1000, -2.0, 3.0);
+        assert_eq!(a, random(1, 1000, -2.0, 3.0));
+        assert_ne!(a, random(2, 1000, -2.0, 3.0));
+        assert!(a.iter().all(|x| (-2.0..3.0).contains(x)));
+        let mean = a.iter().sum::<f64>() / 1000.0;
+        assert!((mean - 0.5).abs() < 0.15, "{mean}");
+        let layout = Layout::with_order(&[10, 100], &[1, 0]).unwrap();
+        let desc = TensorDesc { dtype: DType::F64, layout };
+        let t = random_tensor(1, desc, -2.0, 3.0).unwrap();
+        assert_eq!(t.as_ref().to_f64_vec().unwrap(), a);
+    }
+}
