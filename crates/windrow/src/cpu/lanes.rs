@@ -41,6 +41,7 @@ impl Simd for Lanes {
     type F32 = [f32; N];
     type I32 = [i32; N];
     type Mask = [bool; N];
+    type Square = [[f32; N]; N];
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::F32 {
@@ -211,5 +212,14 @@ impl Simd for Lanes {
     #[inline(always)]
     fn reduce_add(self, a: Self::F32) -> f32 {
         ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]))
+    }
+
+    #[inline(always)]
+    fn zeros(self) -> Self::Square {
+        [[0.0; N]; N]
+    }
+    #[inline(always)]
+    fn transpose(self, rows: Self::Square) -> Self::Square {
+        std::array::from_fn(|i| std::array::from_fn(|j| rows[j][i]))
     }
 }

@@ -17,6 +17,6 @@ mod x86;
 pub use isa::Isa;
 pub(crate) use isa::{Kernel, dispatch};
 pub use peak::{copy, peak_gflops};
-pub(crate) use simd::{Simd, SimdElement};
+pub(crate) use simd::{MAX_LANES, Simd, SimdElement};
 pub use threads::num_threads;
 pub(crate) use threads::{SendPtr, parallel_for, parallel_for_workers, resolve_threads};

@@ -18,6 +18,8 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     type I32: Copy;
     /// One truth value for each lane.
     type Mask: Copy;
+    /// `LANES` vectors.
+    type Square: Copy + AsRef<[Self::F32]> + AsMut<[Self::F32]>;
 
     fn splat(self, x: f32) -> Self::F32;
     #[inline(always)]
@@ -92,6 +94,11 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
 
     /// Sum of the lanes, in a fixed order.
     fn reduce_add(self, a: Self::F32) -> f32;
+
+    /// A square of zeros.
+    fn zeros(self) -> Self::Square;
+    /// Lane `i` of vector `j` becomes lane `j` of vector `i`.
+    fn transpose(self, rows: Self::Square) -> Self::Square;
 }
 
 /// Elements that kernels load as f32 vectors and store rounded.
@@ -233,6 +240,7 @@ mod tests {
                 check(s, pair.0, pair.1);
             }
             partial(s);
+            transpose(s);
         }
     }
 
@@ -297,6 +305,23 @@ mod tests {
             assert!(out[n..].iter().all(|&v| v == 0.0));
             assert_eq!(guarded[..n], x[..n]);
             assert!(guarded[n..].iter().all(|&v| v == -1.0));
+        }
+    }
+
+    fn transpose<S: Simd>(s: S) {
+        let x: Vec<f32> = (0..S::LANES * S::LANES).map(|i| i as f32).collect();
+        let mut square = s.zeros();
+        for (row, x) in square.as_mut().iter_mut().zip(x.chunks(S::LANES)) {
+            // SAFETY: a chunk holds LANES elements.
+            *row = unsafe { s.load(x.as_ptr()) };
+        }
+        for (j, column) in s.transpose(square).as_ref().iter().enumerate() {
+            let mut out = [0f32; MAX_LANES];
+            // SAFETY: MAX_LANES elements are writable.
+            unsafe { s.store(out.as_mut_ptr(), *column) };
+            for i in 0..S::LANES {
+                assert_eq!(out[i], x[i * S::LANES + j]);
+            }
         }
     }
 

@@ -50,6 +50,7 @@ impl Simd for Avx512 {
     type F32 = __m512;
     type I32 = __m512i;
     type Mask = __mmask16;
+    type Square = [__m512; 16];
 
     #[inline(always)]
     fn splat(self, x: f32) -> __m512 {
@@ -209,6 +210,46 @@ impl Simd for Avx512 {
     fn reduce_add(self, a: __m512) -> f32 {
         isa!(_mm512_reduce_add_ps(a))
     }
+
+    #[inline(always)]
+    fn zeros(self) -> [__m512; 16] {
+        [self.zero(); 16]
+    }
+    #[inline(always)]
+    fn transpose(self, mut a: [__m512; 16]) -> [__m512; 16] {
+        // 4x4 blocks inside of the four 128-bit parts, then the parts themselves.
+        for i in [0, 4, 8, 12] {
+            isa!({
+                let ab = [_mm512_unpacklo_ps(a[i], a[i + 1]), _mm512_unpackhi_ps(a[i], a[i + 1])];
+                let cd = [
+                    _mm512_unpacklo_ps(a[i + 2], a[i + 3]),
+                    _mm512_unpackhi_ps(a[i + 2], a[i + 3]),
+                ];
+                for j in [0, 1] {
+                    let (low, high) = (_mm512_castps_pd(ab[j]), _mm512_castps_pd(cd[j]));
+                    a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+                    a[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+                }
+            });
+        }
+        for i in 0..4 {
+            isa!({
+                let even = [
+                    _mm512_shuffle_f32x4::<0x88>(a[i], a[i + 4]),
+                    _mm512_shuffle_f32x4::<0x88>(a[i + 8], a[i + 12]),
+                ];
+                let odd = [
+                    _mm512_shuffle_f32x4::<0xdd>(a[i], a[i + 4]),
+                    _mm512_shuffle_f32x4::<0xdd>(a[i + 8], a[i + 12]),
+                ];
+                a[i] = _mm512_shuffle_f32x4::<0x88>(even[0], even[1]);
+                a[i + 4] = _mm512_shuffle_f32x4::<0x88>(odd[0], odd[1]);
+                a[i + 8] = _mm512_shuffle_f32x4::<0xdd>(even[0], even[1]);
+                a[i + 12] = _mm512_shuffle_f32x4::<0xdd>(odd[0], odd[1]);
+            });
+        }
+        a
+    }
 }
 
 /// The first `n` of 8 lanes as a mask for masked loads and stores.
@@ -227,6 +268,7 @@ impl Simd for Avx2 {
     type F32 = __m256;
     type I32 = __m256i;
     type Mask = __m256;
+    type Square = [__m256; 8];
 
     #[inline(always)]
     fn splat(self, x: f32) -> __m256 {
@@ -398,5 +440,35 @@ impl Simd for Avx2 {
             let sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
             _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)))
         })
+    }
+
+    #[inline(always)]
+    fn zeros(self) -> [__m256; 8] {
+        [self.zero(); 8]
+    }
+    #[inline(always)]
+    fn transpose(self, mut a: [__m256; 8]) -> [__m256; 8] {
+        for i in [0, 4] {
+            isa!({
+                let ab = [_mm256_unpacklo_ps(a[i], a[i + 1]), _mm256_unpackhi_ps(a[i], a[i + 1])];
+                let cd = [
+                    _mm256_unpacklo_ps(a[i + 2], a[i + 3]),
+                    _mm256_unpackhi_ps(a[i + 2], a[i + 3]),
+                ];
+                for j in [0, 1] {
+                    let (low, high) = (_mm256_castps_pd(ab[j]), _mm256_castps_pd(cd[j]));
+                    a[i + 2 * j] = _mm256_castpd_ps(_mm256_unpacklo_pd(low, high));
+                    a[i + 2 * j + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(low, high));
+                }
+            });
+        }
+        for i in 0..4 {
+            isa!({
+                let (low, high) = (a[i], a[i + 4]);
+                a[i] = _mm256_permute2f128_ps::<0x20>(low, high);
+                a[i + 4] = _mm256_permute2f128_ps::<0x31>(low, high);
+            });
+        }
+        a
     }
 }

@@ -1,0 +1,3 @@
+//! Convolution kernels for the CPU.
+
+pub(crate) mod winograd;

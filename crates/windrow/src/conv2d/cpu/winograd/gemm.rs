@@ -1,0 +1,148 @@
+//! The product `M = U V` of each position: `m[k, tile] = sum_c u[k, c] v[c, tile]`.
+//!
+//! Vectors run over output channels. The micro-kernel keeps a block of [`PANEL`] vectors of output
+//! channels times up to [`max_group`] tiles in registers over all input channels, so each vector
+//! of U serves a group of tiles and each broadcast element of V serves a panel.
+
+use crate::cpu::{Kernel, Simd};
+
+/// Vectors of output channels in a panel of U.
+pub(super) const PANEL: usize = 2;
+
+/// The most tiles of one micro-kernel call: the registers hold `PANEL` sums for each, the panel of
+/// U and two broadcasts.
+pub(super) const fn max_group(registers: usize) -> usize {
+    (registers - PANEL - 2) / PANEL
+}
+
+/// Products of a block of tiles with a range of panels, for all positions.
+pub(super) struct Gemm {
+    /// Input channels.
+    pub c: usize,
+    /// Positions of the transform tile.
+    pub positions: usize,
+    /// Tiles in the block.
+    pub tiles: usize,
+    /// Vectors of output channels.
+    pub vectors: usize,
+    /// U [position, panel, c, PANEL * LANES] from the first panel wanted; the last panel can hold
+    /// one vector instead.
+    pub u: *const f32,
+    /// Distance between positions of U.
+    pub u_position: usize,
+    /// V [position, c / LANES, tile, LANES]
+    pub v: *const f32,
+    /// Distances between positions and between channel vectors of V.
+    pub v_strides: [usize; 2],
+    /// M [position, k / LANES, tile, LANES]
+    pub m: *mut f32,
+    /// Distances between positions and between channel vectors of M.
+    pub m_strides: [usize; 2],
+}
+
+impl Kernel for Gemm {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let group = max_group(S::REGISTERS);
+        let groups = self.tiles.div_ceil(group);
+        for position in 0..self.positions {
+            for vector in (0..self.vectors).step_by(PANEL) {
+                // Groups as even as possible: 13 tiles are 7 and 6, not 12 and 1.
+                for g in 0..groups {
+                    let tile = g * self.tiles / groups;
+                    let count = (g + 1) * self.tiles / groups - tile;
+                    // SAFETY: inside of U, V and M by their documented shapes.
+                    unsafe {
+                        let u = self.u.add(position * self.u_position + vector * S::LANES * self.c);
+                        let v = self.v.add(position * self.v_strides[0] + tile * S::LANES);
+                        let m = self.m.add(
+                            position * self.m_strides[0]
+                                + vector * self.m_strides[1]
+                                + tile * S::LANES,
+                        );
+                        let operands = Operands {
+                            c: self.c,
+                            u,
+                            v,
+                            v_vector: self.v_strides[1],
+                            m,
+                            m_vector: self.m_strides[1],
+                        };
+                        if self.vectors - vector >= PANEL {
+                            operands.run_group::<S, PANEL>(s, count);
+                        } else {
+                            operands.run_group::<S, 1>(s, count);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// One micro-kernel call.
+struct Operands {
+    c: usize,
+    u: *const f32,
+    v: *const f32,
+    v_vector: usize,
+    m: *mut f32,
+    m_vector: usize,
+}
+
+impl Operands {
+    /// # Safety
+    /// The operands must reach `c` channels, `N` vectors of outputs and `tiles` tiles, of which there
+    /// are at most `max_group`.
+    #[inline(always)]
+    unsafe fn run_group<S: Simd, const N: usize>(self, s: S, tiles: usize) {
+        macro_rules! sizes {
+            ($($t:literal)*) => {
+                match tiles {
+                    // SAFETY: passed on.
+                    $($t if $t <= max_group(S::REGISTERS) => unsafe { self.micro::<S, N, $t>(s) },)*
+                    _ => unreachable!("a group of {tiles} tiles"),
+                }
+            };
+        }
+        sizes!(1 2 3 4 5 6 7 8 9 10 11 12 13 14)
+    }
+
+    /// # Safety
+    /// As [`Operands::run_group`] with `T` tiles.
+    #[inline(always)]
+    unsafe fn micro<S: Simd, const N: usize, const T: usize>(self, s: S) {
+        let mut sums = [[s.zero(); N]; T];
+        let (mut u, mut v) = (self.u, self.v);
+        let mut left = self.c;
+        // SAFETY: `c` rows of U and `c` channels of V in vectors of LANES are readable, and the
+        // sums' places in M are writable, by the caller's promise.
+        unsafe {
+            while left > 0 {
+                let lanes = left.min(S::LANES);
+                for lane in 0..lanes {
+                    let mut row = [s.zero(); N];
+                    for (i, r) in row.iter_mut().enumerate() {
+                        *r = s.load(u.add(i * S::LANES));
+                    }
+                    for (t, sum) in sums.iter_mut().enumerate() {
+                        let x = s.splat(*v.add(t * S::LANES + lane));
+                        for (r, sum) in row.iter().zip(sum) {
+                            *sum = s.mul_add(*r, x, *sum);
+                        }
+                    }
+                    u = u.add(N * S::LANES);
+                }
+                v = v.wrapping_add(self.v_vector);
+                left -= lanes;
+            }
+            for (t, sum) in sums.iter().enumerate() {
+                for (i, sum) in sum.iter().enumerate() {
+                    s.store(self.m.add(i * self.m_vector + t * S::LANES), *sum);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,339 @@
+//! Winograd convolution on the CPU as one blocked pipeline.
+//!
+//! The tiles of the whole batch are cut into blocks. For each block a thread transforms the input
+//! (V), multiplies with the transformed filter (U) position by position (M) and transforms the
+//! output into y, so V and M are as large as a block, not as the problem. U streams through once
+//! for each block.
+
+mod filter;
+mod gemm;
+mod geometry;
+mod input;
+mod output;
+mod transform;
+
+use super::super::{Problem, Tile};
+use crate::cpu::{
+    Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, parallel_for,
+    parallel_for_workers,
+};
+use crate::{Activation, DType, TensorMut, TensorRef};
+use filter::FilterTransform;
+use gemm::Gemm;
+use geometry::Geometry;
+use half::{bf16, f16};
+use input::InputTransform;
+use output::OutputTransform;
+use std::ops::Range;
+
+/// A 3x3 convolution of stride and dilation 1 with one group, by Winograd's algorithm.
+#[derive(Clone, Debug)]
+pub(crate) struct WinogradCpu {
+    geometry: Geometry,
+    tile: Tile,
+    threads: usize,
+    isa: Isa,
+    lanes: usize,
+    blocking: Blocking,
+}
+
+/// How the work is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Blocking {
+    /// Tiles of a block.
+    tiles: usize,
+    /// Parts of the output channels that are separate tasks.
+    parts: usize,
+    /// Vectors of output channels between two output transforms.
+    vectors: usize,
+}
+
+/// Operands of a run that do not depend on the block.
+struct Operands<'a> {
+    packed: &'a [f32],
+    x: &'a TensorRef<'a>,
+    bias: *const f32,
+    activation: Activation,
+    y: SendPtr<u8>,
+    y_strides: [isize; 4],
+}
+
+// SAFETY: threads read `bias` and write separate elements of y.
+unsafe impl Sync for Operands<'_> {}
+
+impl WinogradCpu {
+    /// For a problem that [`Problem::is_winograd`].
+    pub(crate) fn new(problem: &Problem, tile: Tile, threads: usize) -> Self {
+        Self::with_isa(problem, tile, threads, Isa::best())
+    }
+
+    pub(crate) fn with_isa(problem: &Problem, tile: Tile, threads: usize, isa: Isa) -> Self {
+        debug_assert!(problem.is_winograd());
+        let geometry = Geometry::new(problem, tile.m());
+        let lanes = dispatch(isa, Lanes);
+        let blocking = Blocking::choose(&geometry, lanes, threads);
+        WinogradCpu { geometry, tile, threads, isa, lanes, blocking }
+    }
+
+    /// Elements of a packed filter.
+    pub(crate) fn packed_len(&self) -> usize {
+        self.positions() * self.u_position()
+    }
+
+    /// Bytes that [`WinogradCpu::run`] needs.
+    pub(crate) fn workspace_bytes(&self) -> usize {
+        (self.bias_len() + self.threads.min(self.tasks()) * self.slot_len()) * size_of::<f32>()
+    }
+
+    /// Transforms and packs the filter `w` [k, c, 3, 3] into `packed`, of
+    /// [`WinogradCpu::packed_len`] elements.
+    pub(crate) fn pack(&self, w: &TensorRef<'_>, packed: &mut [f32]) {
+        match w.dtype() {
+            DType::F32 => self.pack_from::<f32>(w, packed),
+            DType::F16 => self.pack_from::<f16>(w, packed),
+            DType::BF16 => self.pack_from::<bf16>(w, packed),
+            other => unreachable!("a filter of {other}"),
+        }
+    }
+
+    /// `y = act(conv(x, w) + bias)` with a filter packed by [`WinogradCpu::pack`]. `x` [n, c, h, w]
+    /// and `y` [n, k, oh, ow] have one type, `bias` [k] that or f32; `workspace` is aligned to 64.
+    pub(crate) fn run(
+        &self,
+        packed: &[f32],
+        x: &TensorRef<'_>,
+        bias: Option<&TensorRef<'_>>,
+        activation: Activation,
+        y: &mut TensorMut<'_>,
+        workspace: &mut [u8],
+    ) {
+        assert!(packed.len() >= self.packed_len(), "packed filter");
+        assert!(workspace.len() >= self.workspace_bytes(), "workspace");
+        assert_eq!(workspace.as_ptr().align_offset(64), 0, "workspace");
+        let workspace = workspace.as_mut_ptr().cast::<f32>();
+        // SAFETY: the workspace begins with the bias.
+        let padded_bias = unsafe { std::slice::from_raw_parts_mut(workspace, self.bias_len()) };
+        fill_bias(bias, self.geometry.problem.k, padded_bias);
+        let operands = Operands {
+            packed,
+            x,
+            bias: padded_bias.as_ptr(),
+            activation,
+            y_strides: strides4(y.strides()),
+            y: SendPtr(y.as_mut_ptr()),
+        };
+        // SAFETY: the slots follow the bias.
+        let slots = SendPtr(unsafe { workspace.add(self.bias_len()) });
+        parallel_for_workers(self.threads, self.tasks(), |worker, task| {
+            // SAFETY: each worker has a slot of its own.
+            let slot = unsafe { slots.get().add(worker * self.slot_len()) };
+            match x.dtype() {
+                DType::F32 => self.run_task::<f32>(&operands, task, slot),
+                DType::F16 => self.run_task::<f16>(&operands, task, slot),
+                DType::BF16 => self.run_task::<bf16>(&operands, task, slot),
+                other => unreachable!("an input of {other}"),
+            }
+        });
+    }
+
+    fn run_task<X: SimdElement>(&self, operands: &Operands<'_>, task: usize, slot: *mut f32) {
+        match self.tile {
+            Tile::F2 => self.run_block::<X, 4>(operands, task, slot),
+            Tile::F4 => self.run_block::<X, 6>(operands, task, slot),
+            Tile::F6 => self.run_block::<X, 8>(operands, task, slot),
+        }
+    }
+
+    /// One block of tiles and one part of the output channels.
+    fn run_block<X: SimdElement, const A: usize>(
+        &self,
+        operands: &Operands<'_>,
+        task: usize,
+        slot: *mut f32,
+    ) {
+        let p = &self.geometry.problem;
+        let block = task / self.blocking.parts;
+        let start = block * self.blocking.tiles;
+        let tiles = start..(start + self.blocking.tiles).min(self.geometry.tiles());
+        let part = self.part(task % self.blocking.parts);
+        // SAFETY: `slot_len` is the sum of these.
+        let [staging_in, staging_out, v, m] = unsafe {
+            let out = slot.add(input::STAGING);
+            let v = out.add(output::STAGING);
+            [slot, out, v, v.add(self.positions() * self.v_strides()[0])]
+        };
+        dispatch(
+            self.isa,
+            InputTransform::<X, A> {
+                geometry: &self.geometry,
+                x: operands.x.as_ptr().cast(),
+                strides: strides4(operands.x.strides()),
+                tiles: tiles.clone(),
+                staging: staging_in,
+                v,
+                v_strides: self.v_strides(),
+            },
+        );
+        for first in part.clone().step_by(self.blocking.vectors) {
+            let vectors = self.blocking.vectors.min(part.end - first);
+            dispatch(
+                self.isa,
+                Gemm {
+                    c: p.c,
+                    positions: self.positions(),
+                    tiles: tiles.len(),
+                    vectors,
+                    u: operands.packed[first * self.lanes * p.c..].as_ptr(),
+                    u_position: self.u_position(),
+                    v,
+                    v_strides: self.v_strides(),
+                    m,
+                    m_strides: self.m_strides(),
+                },
+            );
+            dispatch(
+                self.isa,
+                OutputTransform::<X, A> {
+                    geometry: &self.geometry,
+                    m,
+                    m_strides: self.m_strides(),
+                    tiles: tiles.clone(),
+                    channels: first * self.lanes..p.k.min((first + vectors) * self.lanes),
+                    bias: operands.bias,
+                    activation: operands.activation,
+                    staging: staging_out,
+                    y: operands.y.get().cast(),
+                    strides: operands.y_strides,
+                },
+            );
+        }
+    }
+
+    fn pack_from<W: SimdElement>(&self, w: &TensorRef<'_>, packed: &mut [f32]) {
+        assert!(packed.len() >= self.packed_len(), "packed filter");
+        let p = &self.geometry.problem;
+        let transforms = self.tile.transforms();
+        let u = SendPtr(packed.as_mut_ptr());
+        let w_ptr = SendPtr(w.as_ptr().cast_mut());
+        parallel_for(self.threads, self.vectors(), |vector| {
+            dispatch(
+                self.isa,
+                FilterTransform::<W> {
+                    transforms: &transforms,
+                    c: p.c,
+                    w: w_ptr.get().cast_const().cast(),
+                    strides: strides4(w.strides()),
+                    channels: vector * self.lanes..p.k.min((vector + 1) * self.lanes),
+                    u: u.get(),
+                    u_position: self.u_position(),
+                    vectors: self.vectors(),
+                    vector,
+                },
+            );
+        });
+    }
+
+    fn positions(&self) -> usize {
+        self.tile.alpha() * self.tile.alpha()
+    }
+
+    /// Vectors of output channels.
+    fn vectors(&self) -> usize {
+        self.geometry.problem.k.div_ceil(self.lanes)
+    }
+
+    fn u_position(&self) -> usize {
+        self.vectors() * self.lanes * self.geometry.problem.c
+    }
+
+    fn v_strides(&self) -> [usize; 2] {
+        let vectors = self.geometry.problem.c.div_ceil(self.lanes);
+        block_strides(self.blocking.tiles, vectors, self.lanes)
+    }
+
+    fn m_strides(&self) -> [usize; 2] {
+        block_strides(self.blocking.tiles, self.blocking.vectors, self.lanes)
+    }
+
+    fn slot_len(&self) -> usize {
+        let v_and_m = self.positions() * (self.v_strides()[0] + self.m_strides()[0]);
+        (input::STAGING + output::STAGING + v_and_m).next_multiple_of(MAX_LANES)
+    }
+
+    fn bias_len(&self) -> usize {
+        (self.vectors() * self.lanes).next_multiple_of(MAX_LANES)
+    }
+
+    fn tasks(&self) -> usize {
+        self.geometry.tiles().div_ceil(self.blocking.tiles) * self.blocking.parts
+    }
+
+    /// Vectors of output channels of a part, whole panels.
+    fn part(&self, part: usize) -> Range<usize> {
+        let panels = self.vectors().div_ceil(gemm::PANEL);
+        let at =
+            |part: usize| (panels * part / self.blocking.parts * gemm::PANEL).min(self.vectors());
+        at(part)..at(part + 1)
+    }
+}
+
+impl Blocking {
+    fn choose(geometry: &Geometry, lanes: usize, threads: usize) -> Self {
+        let env = |name: &str, default: usize| {
+            std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(default)
+        };
+        let vectors = geometry.problem.k.div_ceil(lanes).max(1);
+        let _ = threads;
+        Blocking {
+            tiles: env("WT", 24).min(geometry.tiles().max(1)),
+            parts: env("WP", 1),
+            vectors: env("WV", 4).min(vectors),
+        }
+    }
+}
+
+/// Strides of a block's matrices [position, vector, tile, LANES]: from position to position an odd
+/// number of cache lines, so that the positions of a tile lie in different cache sets.
+fn block_strides(tiles: usize, vectors: usize, lanes: usize) -> [usize; 2] {
+    let vector = tiles * lanes;
+    let lines = (vectors * vector).div_ceil(MAX_LANES);
+    [(lines | 1) * MAX_LANES, vector]
+}
+
+fn strides4(strides: &[isize]) -> [isize; 4] {
+    strides.try_into().expect("four dimensions")
+}
+
+/// The bias in f32 with zeros beyond `k`.
+fn fill_bias(bias: Option<&TensorRef<'_>>, k: usize, out: &mut [f32]) {
+    out.fill(0.0);
+    let Some(bias) = bias else { return };
+    let stride = bias.strides()[0];
+    for (i, out) in out[..k].iter_mut().enumerate() {
+        let i = i as isize * stride;
+        // SAFETY: the bias has k elements of this stride.
+        *out = unsafe {
+            match bias.dtype() {
+                DType::F32 => *bias.as_ptr().cast::<f32>().offset(i),
+                DType::F16 => (*bias.as_ptr().cast::<f16>().offset(i)).to_f32(),
+                DType::BF16 => (*bias.as_ptr().cast::<bf16>().offset(i)).to_f32(),
+                other => unreachable!("a bias of {other}"),
+            }
+        };
+    }
+}
+
+/// Asks an instruction set for its vector length.
+struct Lanes;
+
+impl Kernel for Lanes {
+    type Output = usize;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) -> usize {
+        S::LANES
+    }
+}
+
+#[cfg(test)]
+mod tests;

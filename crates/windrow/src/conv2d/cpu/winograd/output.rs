@@ -1,0 +1,230 @@
+//! The output transform: `Y = A^T M A` for a block of tiles, with bias and activation, into y.
+//!
+//! Vectors run over output channels. The pixels of a strip of tiles are staged as [row, column,
+//! channel] and leave from there: channels-last as vectors, row-major transposed in registers.
+
+use super::geometry::{COLUMNS, Geometry, Segment};
+use super::transform;
+use crate::Activation;
+use crate::conv2d::winograd::MAX_ALPHA;
+use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement};
+use std::ops::Range;
+
+/// Columns of a staged row: a transposed square can start at any column of the strip.
+const ROW: usize = COLUMNS + MAX_LANES;
+
+/// Elements of the staging buffer: a tile between its two passes, then a strip.
+pub(super) const STAGING: usize = (MAX_ALPHA * MAX_ALPHA + (MAX_ALPHA - 2) * ROW) * MAX_LANES;
+
+/// The output transform of a block of tiles, `A` = alpha.
+pub(super) struct OutputTransform<'a, Y, const A: usize> {
+    pub geometry: &'a Geometry,
+    /// M [position, k / LANES, tile, LANES] from the first vector of outputs wanted
+    pub m: *const f32,
+    /// Distances between positions and between channel vectors of M.
+    pub m_strides: [usize; 2],
+    /// The block.
+    pub tiles: Range<usize>,
+    /// Output channels.
+    pub channels: Range<usize>,
+    /// Bias of every output channel, with zeros up to a whole vector.
+    pub bias: *const f32,
+    pub activation: Activation,
+    /// [`STAGING`] elements.
+    pub staging: *mut f32,
+    pub y: *mut Y,
+    /// Strides of y [n, k, oh, ow]
+    pub strides: [isize; 4],
+}
+
+impl<Y: SimdElement, const A: usize> Kernel for OutputTransform<'_, Y, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let mut tile = self.tiles.start;
+        while tile < self.tiles.end {
+            let segment = self.geometry.segment(tile, self.tiles.end);
+            for (vector, channel) in self.channels.clone().step_by(S::LANES).enumerate() {
+                let offset = vector * self.m_strides[1] + (tile - self.tiles.start) * S::LANES;
+                for t in 0..segment.count {
+                    // SAFETY: M holds the block's tiles, bias a vector from each channel on.
+                    unsafe {
+                        let m = self.m.add(offset + t * S::LANES);
+                        self.transform_tile(s, m, s.load(self.bias.add(channel)), t);
+                    }
+                }
+                // SAFETY: the strip is staged; the segment is inside of the problem, whose
+                // elements y reaches.
+                unsafe { self.unstage(s, &segment, channel) };
+            }
+            tile += segment.count;
+        }
+    }
+}
+
+impl<Y: SimdElement, const A: usize> OutputTransform<'_, Y, A> {
+    /// Transforms one tile into the strip.
+    ///
+    /// # Safety
+    /// `m` must reach a tile of A * A positions, `staging` be as documented.
+    #[inline(always)]
+    unsafe fn transform_tile<S: Simd>(&self, s: S, m: *const f32, bias: S::F32, tile: usize) {
+        // SAFETY: staging holds A * A vectors for the tile and then A - 2 rows of ROW columns.
+        unsafe {
+            let strip = self.staging.add(A * A * S::LANES);
+            for j in 0..A {
+                let mut x = [s.zero(); A];
+                for (i, x) in x.iter_mut().enumerate() {
+                    *x = s.load(m.add((i * A + j) * self.m_strides[0]));
+                }
+                for (i, y) in transform::output(s, x)[..A - 2].iter().enumerate() {
+                    s.store(self.staging.add((i * A + j) * S::LANES), *y);
+                }
+            }
+            for i in 0..A - 2 {
+                let mut x = [s.zero(); A];
+                for (j, x) in x.iter_mut().enumerate() {
+                    *x = s.load(self.staging.add((i * A + j) * S::LANES));
+                }
+                for (j, y) in transform::output(s, x)[..A - 2].iter().enumerate() {
+                    let y = activate(s, self.activation, s.add(*y, bias));
+                    s.store(strip.add((i * ROW + tile * (A - 2) + j) * S::LANES), y);
+                }
+            }
+        }
+    }
+
+    /// Writes the staged strip's pixels that are inside of the image.
+    ///
+    /// # Safety
+    /// The strip must be staged and y reach the problem's elements.
+    #[inline(always)]
+    unsafe fn unstage<S: Simd>(&self, s: S, segment: &Segment, channel: usize) {
+        let p = &self.geometry.problem;
+        let (top, left) = (segment.row * (A - 2), segment.column * (A - 2));
+        let rows = (A - 2).min(p.oh - top);
+        let columns = (segment.count * (A - 2)).min(p.ow - left);
+        let channels = S::LANES.min(self.channels.end - channel);
+        let [stride_n, stride_k, stride_h, stride_w] = self.strides;
+        for row in 0..rows {
+            // SAFETY: rows and columns of the strip that are in y.
+            unsafe {
+                let strip = self.staging.add((A * A + row * ROW) * S::LANES);
+                let y = self.y.offset(
+                    segment.n as isize * stride_n
+                        + channel as isize * stride_k
+                        + (top + row) as isize * stride_h
+                        + left as isize * stride_w,
+                );
+                if stride_k == 1 {
+                    copy_pixels(s, strip, columns, channels, y, stride_w);
+                } else if stride_w == 1 {
+                    transpose_rows(s, strip, columns, channels, y, stride_k);
+                } else {
+                    scatter(strip, S::LANES, columns, channels, y, [stride_k, stride_w]);
+                }
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn activate<S: Simd>(s: S, activation: Activation, x: S::F32) -> S::F32 {
+    match activation {
+        Activation::Identity => x,
+        Activation::Relu => s.select(s.lt(x, s.zero()), s.zero(), x),
+        _ => x,
+    }
+}
+
+/// Pixels whose channels are neighbours.
+///
+/// # Safety
+/// `strip` must hold `pixels` vectors, y reach `channels <= LANES` channels of as many pixels.
+#[inline(always)]
+unsafe fn copy_pixels<S: Simd, Y: SimdElement>(
+    s: S,
+    strip: *const f32,
+    pixels: usize,
+    channels: usize,
+    y: *mut Y,
+    stride_w: isize,
+) {
+    for i in 0..pixels {
+        // SAFETY: passed on.
+        unsafe {
+            let v = s.load(strip.add(i * S::LANES));
+            let y = y.offset(i as isize * stride_w);
+            if channels == S::LANES {
+                Y::store(s, y, v);
+            } else {
+                Y::store_first(s, y, v, channels);
+            }
+        }
+    }
+}
+
+/// Channels whose pixels are neighbours, a square of vectors at a time.
+///
+/// # Safety
+/// `strip` must hold `pixels` vectors and `LANES - 1` readable ones more, y reach
+/// `channels <= LANES` channels of as many pixels.
+#[inline(always)]
+unsafe fn transpose_rows<S: Simd, Y: SimdElement>(
+    s: S,
+    strip: *const f32,
+    pixels: usize,
+    channels: usize,
+    y: *mut Y,
+    stride_k: isize,
+) {
+    for first in (0..pixels).step_by(S::LANES) {
+        let count = S::LANES.min(pixels - first);
+        let mut square = s.zeros();
+        // SAFETY: passed on; only `count` pixels of channels that exist are written.
+        unsafe {
+            for (i, v) in square.as_mut().iter_mut().enumerate() {
+                *v = s.load(strip.add((first + i) * S::LANES));
+            }
+            let rows = s.transpose(square);
+            let y = y.add(first);
+            if count == S::LANES && channels == S::LANES {
+                for (c, v) in rows.as_ref().iter().enumerate() {
+                    Y::store(s, y.offset(c as isize * stride_k), *v);
+                }
+            } else {
+                for (c, v) in rows.as_ref().iter().enumerate() {
+                    if c < channels {
+                        Y::store_first(s, y.offset(c as isize * stride_k), *v, count);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Any strides.
+///
+/// # Safety
+/// `strip` must hold `pixels` vectors of `lanes`, y reach `channels <= lanes` channels of as many
+/// pixels by its strides of channel and pixel.
+#[inline(always)]
+unsafe fn scatter<Y: SimdElement>(
+    strip: *const f32,
+    lanes: usize,
+    pixels: usize,
+    channels: usize,
+    y: *mut Y,
+    strides: [isize; 2],
+) {
+    for i in 0..pixels {
+        for c in 0..channels {
+            // SAFETY: passed on.
+            unsafe {
+                let y = y.offset(c as isize * strides[0] + i as isize * strides[1]);
+                *y = Y::from_f32(*strip.add(i * lanes + c));
+            }
+        }
+    }
+}

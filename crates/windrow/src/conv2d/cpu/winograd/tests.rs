@@ -1,0 +1,235 @@
+use super::*;
+use crate::conv2d::reference;
+use crate::{Element, Layout, Tensor, TensorDesc};
+use proptest::prelude::*;
+
+/// Order of the dimensions in memory, outermost first.
+const NCHW: [usize; 4] = [0, 1, 2, 3];
+const NHWC: [usize; 4] = [0, 2, 3, 1];
+/// Neither channels nor columns are neighbours.
+const NWCH: [usize; 4] = [0, 3, 1, 2];
+
+#[derive(Clone, Debug)]
+struct Case {
+    n: usize,
+    c: usize,
+    k: usize,
+    /// Sizes of the output.
+    size: [usize; 2],
+    padding: [usize; 2],
+    order: [usize; 4],
+    dtype: DType,
+    tile: Tile,
+    threads: usize,
+    activation: Activation,
+    bias: bool,
+    blocking: Option<Blocking>,
+}
+
+impl Default for Case {
+    fn default() -> Self {
+        Case {
+            n: 1,
+            c: 3,
+            k: 5,
+            size: [7, 9],
+            padding: [1, 1],
+            order: NCHW,
+            dtype: DType::F32,
+            tile: Tile::F4,
+            threads: 1,
+            activation: Activation::Identity,
+            bias: true,
+            blocking: None,
+        }
+    }
+}
+
+/// Numbers in -1..1 from a seed, uniform.
+fn noise(seed: u64, len: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e3779b97f4a7c15) | 1;
+    let mut next = move || {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+/// A tensor of the values, laid out in `order`, with the values that its type can hold.
+fn tensor(values: &[f32], shape: &[usize; 4], order: [usize; 4], dtype: DType) -> Tensor {
+    let layout = Layout::with_order(shape, &order).unwrap();
+    let mut t = Tensor::uninitialised(TensorDesc { dtype, layout }).unwrap();
+    let strides: [isize; 4] = layout.strides().try_into().unwrap();
+    let base = t.as_mut().as_mut_ptr();
+    for (i, &v) in values.iter().enumerate() {
+        let mut rest = i;
+        let mut offset = 0;
+        for d in (0..4).rev() {
+            offset += (rest % shape[d]) as isize * strides[d];
+            rest /= shape[d];
+        }
+        // SAFETY: the index is inside of the tensor's shape.
+        unsafe {
+            match dtype {
+                DType::F32 => *base.cast::<f32>().offset(offset) = v,
+                DType::F16 => *base.cast::<f16>().offset(offset) = f16::from_f32(v),
+                DType::BF16 => *base.cast::<bf16>().offset(offset) = bf16::from_f32(v),
+                _ => unreachable!(),
+            }
+        }
+    }
+    t
+}
+
+/// The result of the pipeline and of the oracle.
+fn compute(case: &Case, isa: Isa) -> (Vec<f64>, reference::Expected) {
+    let [oh, ow] = case.size;
+    let [h, w] = [oh + 2 - 2 * case.padding[0], ow + 2 - 2 * case.padding[1]];
+    let x =
+        tensor(&noise(1, case.n * case.c * h * w), &[case.n, case.c, h, w], case.order, case.dtype);
+    let filter = tensor(&noise(2, case.k * case.c * 9), &[case.k, case.c, 3, 3], NCHW, case.dtype);
+    let bias = Tensor::from_slice(&noise(3, case.k), &[case.k]).unwrap();
+    let bias = case.bias.then_some(bias);
+    let problem = Problem::new(x.desc(), filter.desc(), [1, 1], case.padding, [1, 1], 1).unwrap();
+    let mut conv = WinogradCpu::with_isa(&problem, case.tile, case.threads, isa);
+    if let Some(blocking) = case.blocking {
+        conv.blocking = blocking;
+    }
+    let mut packed = vec![f32::NAN; conv.packed_len()];
+    conv.pack(&filter.as_ref(), &mut packed);
+    assert!(packed.iter().all(|u| u.is_finite()), "the packed filter has holes");
+    let mut workspace = vec![u64::MAX; conv.workspace_bytes() / 8 + 16];
+    let skip = workspace.as_ptr().align_offset(64);
+    let len = workspace.len();
+    // SAFETY: the bytes of a slice of integers.
+    let bytes = unsafe {
+        std::slice::from_raw_parts_mut(
+            workspace[skip..].as_mut_ptr().cast::<u8>(),
+            (len - skip) * 8,
+        )
+    };
+    let nan = vec![f32::NAN; problem.y_shape().iter().product()];
+    let mut y = tensor(&nan, &problem.y_shape(), case.order, case.dtype);
+    let bias_ref = bias.as_ref().map(Tensor::as_ref);
+    let (x_ref, mut y_mut) = (x.as_ref(), y.as_mut());
+    conv.run(&packed, &x_ref, bias_ref.as_ref(), case.activation, &mut y_mut, bytes);
+    let f64s = |t: &Tensor| t.as_ref().to_f64_vec().unwrap();
+    let bias = bias.as_ref().map(f64s);
+    let mut expected = reference::forward(&problem, &f64s(&x), &f64s(&filter), bias.as_deref());
+    for v in &mut expected.values {
+        if case.activation == Activation::Relu {
+            *v = v.max(0.0);
+        }
+    }
+    (f64s(&y), expected)
+}
+
+/// Error of one output element relative to the sum of absolute products, in f32. Each pass of a
+/// transform amplifies rounding by the largest ratio of absolute sums to the result: for F(6,3) by
+/// about 20 in each of two dimensions.
+fn tolerance(tile: Tile) -> f64 {
+    match tile {
+        Tile::F2 => 1e-6,
+        Tile::F4 => 4e-6,
+        Tile::F6 => 3e-5,
+    }
+}
+
+fn check(case: &Case) {
+    for isa in Isa::available() {
+        let (got, expected) = compute(case, isa);
+        for (i, (got, (want, scale))) in
+            got.iter().zip(expected.values.iter().zip(&expected.scale)).enumerate()
+        {
+            let rounding = case.dtype.unit_roundoff() * (want.abs() + 1e-7);
+            let bound = tolerance(case.tile) * scale * 1.2 + rounding * 1.01;
+            assert!(
+                (got - want).abs() <= bound,
+                "{} {i}: {got} instead of {want} (bound {bound:e}) in {case:?}",
+                isa.name()
+            );
+        }
+    }
+}
+
+#[test]
+fn every_tile_layout_and_type() {
+    for tile in Tile::ALL {
+        for order in [NCHW, NHWC, NWCH] {
+            for dtype in [DType::F32, DType::F16, DType::BF16] {
+                check(&Case { tile, order, dtype, c: 19, k: 37, ..Case::default() });
+            }
+        }
+    }
+}
+
+#[test]
+fn wide_images_and_many_threads() {
+    for tile in Tile::ALL {
+        for order in [NCHW, NHWC] {
+            check(&Case {
+                tile,
+                order,
+                n: 2,
+                size: [13, 75],
+                c: 17,
+                k: 16,
+                threads: 3,
+                ..Case::default()
+            });
+        }
+    }
+}
+
+#[test]
+fn tiny_and_empty() {
+    for size in [[1, 1], [1, 8], [5, 1]] {
+        for padding in [[0, 0], [1, 0], [1, 1]] {
+            for (n, c, k) in [(1, 1, 1), (0, 2, 2), (2, 0, 3), (1, 3, 0)] {
+                if size[0] + 2 > 2 * padding[0] && size[1] + 2 > 2 * padding[1] {
+                    for tile in Tile::ALL {
+                        check(&Case { n, c, k, size, padding, tile, ..Case::default() });
+                    }
+                }
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+    #[test]
+    fn agrees_with_the_oracle(
+        (n, c, k) in (1usize..4, 1usize..40, 1usize..80),
+        (oh, ow) in (1usize..20, 1usize..40),
+        padding in (0usize..3, 0usize..3),
+        order in prop::sample::select(vec![NCHW, NHWC, NWCH]),
+        dtype in prop::sample::select(vec![DType::F32, DType::F16, DType::BF16]),
+        tile in prop::sample::select(Tile::ALL.to_vec()),
+        (threads, tiles, parts, pairs) in (1usize..4, 1usize..40, 1usize..4, 1usize..4),
+        bias: bool,
+        activation in prop::sample::select(vec![Activation::Identity, Activation::Relu]),
+    ) {
+        let padding = [padding.0, padding.1];
+        let size = [oh.max(2 * padding[0]), ow.max(2 * padding[1])];
+        let blocking = Some(Blocking { tiles, parts, vectors: 2 * pairs });
+        check(&Case { n, c, k, size, padding, order, dtype, tile, threads, activation, bias, blocking });
+    }
+}
+
+/// Relative RMS error at 256 input channels with data as behind a ReLU.
+#[test]
+fn errors_at_256_channels() {
+    for (tile, bound) in [(Tile::F2, 1e-6), (Tile::F4, 1e-6), (Tile::F6, 5e-6)] {
+        for isa in Isa::available() {
+            let case = Case { c: 256, k: 32, size: [12, 12], tile, bias: false, ..Case::default() };
+            let (got, expected) = compute(&case, isa);
+            let square = |x: f64| x * x;
+            let error: f64 = got.iter().zip(&expected.values).map(|(a, b)| square(a - b)).sum();
+            let norm: f64 = expected.values.iter().map(|x| square(*x)).sum();
+            let rms = (error / norm).sqrt();
+            println!("{tile:?} {}: {rms:.2e}", isa.name());
+            assert!(rms <= bound, "{tile:?} {}: {rms:e}", isa.name());
+        }
+    }
+}
