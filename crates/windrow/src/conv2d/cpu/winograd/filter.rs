@@ -77,14 +77,13 @@ impl<W: SimdElement> FilterTransform<'_, W> {
     unsafe fn store<S: Simd>(&self, s: S, g: &[[Row; TAPS]; TAPS], u: *mut f32) {
         let alpha = self.transforms.alpha;
         let mut columns = [[[0.0; MAX_LANES]; TAPS]; MAX_ALPHA];
-        for i in 0..alpha {
-            for tap in 0..TAPS {
-                columns[i][tap] =
+        for (i, column) in columns.iter_mut().enumerate().take(alpha) {
+            for (tap, column) in column.iter_mut().enumerate() {
+                *column =
                     combine(&self.coefficients(i), [&g[0][tap], &g[1][tap], &g[2][tap]]);
             }
         }
-        for i in 0..alpha {
-            let [a, b, c] = &columns[i];
+        for (i, [a, b, c]) in columns.iter().enumerate().take(alpha) {
             for j in 0..alpha {
                 let row = combine(&self.coefficients(j), [a, b, c]).map(|x| x as f32);
                 // SAFETY: passed on; a row has at least LANES elements.

@@ -9,6 +9,10 @@ use crate::cpu::{Kernel, Simd};
 /// Vectors of output channels in a panel of U.
 pub(super) const PANEL: usize = 2;
 
+/// Input channels that are summed in registers before they are added to M. Two levels of sums keep
+/// the rounding error of many channels down, and a panel's part of U in the first-level cache.
+const BLOCK: usize = 128;
+
 /// The most tiles of one micro-kernel call: the registers hold `PANEL` sums for each, the panel of
 /// U and two broadcasts.
 pub(super) const fn max_group(registers: usize) -> usize {
@@ -49,34 +53,62 @@ impl Kernel for Gemm {
         let groups = self.tiles.div_ceil(group);
         for position in 0..self.positions {
             for vector in (0..self.vectors).step_by(PANEL) {
-                // Groups as even as possible: 13 tiles are 7 and 6, not 12 and 1.
-                for g in 0..groups {
-                    let tile = g * self.tiles / groups;
-                    let count = (g + 1) * self.tiles / groups - tile;
-                    // SAFETY: inside of U, V and M by their documented shapes.
-                    unsafe {
-                        let u = self.u.add(position * self.u_position + vector * S::LANES * self.c);
-                        let v = self.v.add(position * self.v_strides[0] + tile * S::LANES);
-                        let m = self.m.add(
-                            position * self.m_strides[0]
-                                + vector * self.m_strides[1]
-                                + tile * S::LANES,
-                        );
-                        let operands = Operands {
-                            c: self.c,
-                            u,
-                            v,
-                            v_vector: self.v_strides[1],
-                            m,
-                            m_vector: self.m_strides[1],
-                        };
-                        if self.vectors - vector >= PANEL {
-                            operands.run_group::<S, PANEL>(s, count);
-                        } else {
-                            operands.run_group::<S, 1>(s, count);
-                        }
+                for channel in (0..self.c.max(1)).step_by(BLOCK) {
+                    // Groups as even as possible: 13 tiles are 7 and 6, not 12 and 1.
+                    for g in 0..groups {
+                        let tile = g * self.tiles / groups;
+                        let count = (g + 1) * self.tiles / groups - tile;
+                        // SAFETY: inside of U, V and M by their documented shapes.
+                        unsafe { self.product(s, position, vector, channel, tile, count) };
                     }
                 }
+            }
+        }
+    }
+}
+
+impl Gemm {
+    /// Adds the products of a block of channels (the first: stores them) for a panel and a group.
+    ///
+    /// # Safety
+    /// All indices must be inside of U, V and M.
+    #[inline(always)]
+    unsafe fn product<S: Simd>(
+        &self,
+        s: S,
+        position: usize,
+        vector: usize,
+        channel: usize,
+        tile: usize,
+        tiles: usize,
+    ) {
+        let panel = PANEL.min(self.vectors - vector);
+        // SAFETY: by the caller's promise.
+        let operands = unsafe {
+            Operands {
+                c: BLOCK.min(self.c - channel),
+                u: self.u.add(
+                    position * self.u_position + (vector * self.c + panel * channel) * S::LANES,
+                ),
+                v: self.v.add(
+                    position * self.v_strides[0]
+                        + channel / S::LANES * self.v_strides[1]
+                        + tile * S::LANES,
+                ),
+                v_vector: self.v_strides[1],
+                m: self.m.add(
+                    position * self.m_strides[0] + vector * self.m_strides[1] + tile * S::LANES,
+                ),
+                m_vector: self.m_strides[1],
+                accumulate: channel > 0,
+            }
+        };
+        // SAFETY: as above.
+        unsafe {
+            if panel == PANEL {
+                operands.run_group::<S, PANEL>(s, tiles);
+            } else {
+                operands.run_group::<S, 1>(s, tiles);
             }
         }
     }
@@ -90,6 +122,7 @@ struct Operands {
     v_vector: usize,
     m: *mut f32,
     m_vector: usize,
+    accumulate: bool,
 }
 
 impl Operands {
@@ -140,7 +173,8 @@ impl Operands {
             }
             for (t, sum) in sums.iter().enumerate() {
                 for (i, sum) in sum.iter().enumerate() {
-                    s.store(self.m.add(i * self.m_vector + t * S::LANES), *sum);
+                    let m = self.m.add(i * self.m_vector + t * S::LANES);
+                    s.store(m, if self.accumulate { s.add(s.load(m), *sum) } else { *sum });
                 }
             }
         }

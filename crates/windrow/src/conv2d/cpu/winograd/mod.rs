@@ -279,16 +279,10 @@ impl WinogradCpu {
 
 impl Blocking {
     fn choose(geometry: &Geometry, lanes: usize, threads: usize) -> Self {
-        let env = |name: &str, default: usize| {
-            std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(default)
-        };
         let vectors = geometry.problem.k.div_ceil(lanes).max(1);
-        let _ = threads;
-        Blocking {
-            tiles: env("WT", 24).min(geometry.tiles().max(1)),
-            parts: env("WP", 1),
-            vectors: env("WV", 4).min(vectors),
-        }
+        let tiles = geometry.tiles().max(1);
+        let even = tiles.div_ceil(tiles.div_ceil(24).next_multiple_of(threads));
+        Blocking { tiles: even, parts: 1, vectors: vectors.min(4) }
     }
 }
 

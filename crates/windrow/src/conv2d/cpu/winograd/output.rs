@@ -7,6 +7,7 @@ use super::geometry::{COLUMNS, Geometry, Segment};
 use super::transform;
 use crate::Activation;
 use crate::conv2d::winograd::MAX_ALPHA;
+use crate::cpu::math::activate;
 use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement};
 use std::ops::Range;
 
@@ -126,15 +127,6 @@ impl<Y: SimdElement, const A: usize> OutputTransform<'_, Y, A> {
                 }
             }
         }
-    }
-}
-
-#[inline(always)]
-fn activate<S: Simd>(s: S, activation: Activation, x: S::F32) -> S::F32 {
-    match activation {
-        Activation::Identity => x,
-        Activation::Relu => s.select(s.lt(x, s.zero()), s.zero(), x),
-        _ => x,
     }
 }
 

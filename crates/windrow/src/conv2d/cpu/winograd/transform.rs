@@ -4,6 +4,9 @@
 //! the odd powers only, and so do the columns of `A^T`; computing even and odd parts once halves
 //! the operations.
 
+// Indices are those of the formulas.
+#![allow(clippy::needless_range_loop)]
+
 use crate::conv2d::Tile;
 use crate::conv2d::winograd::MAX_ALPHA;
 use crate::cpu::Simd;
