@@ -79,8 +79,7 @@ impl<W: SimdElement> FilterTransform<'_, W> {
         let mut columns = [[[0.0; MAX_LANES]; TAPS]; MAX_ALPHA];
         for (i, column) in columns.iter_mut().enumerate().take(alpha) {
             for (tap, column) in column.iter_mut().enumerate() {
-                *column =
-                    combine(&self.coefficients(i), [&g[0][tap], &g[1][tap], &g[2][tap]]);
+                *column = combine(&self.coefficients(i), [&g[0][tap], &g[1][tap], &g[2][tap]]);
             }
         }
         for (i, [a, b, c]) in columns.iter().enumerate().take(alpha) {
