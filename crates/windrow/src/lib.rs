@@ -5,7 +5,7 @@
 
 mod activation;
 mod buffer;
-mod conv2d;
+pub mod conv2d;
 pub mod cpu;
 pub mod cuda;
 mod device;
@@ -17,7 +17,10 @@ mod tensor;
 pub mod verify;
 
 pub use activation::{Activation, Approximate};
-pub use conv2d::{Conv2dAlgorithm, Conv2dParams, Conv2dSpec, Tile};
+pub use conv2d::{
+    Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, PackedWeights, Tile,
+    Weights, conv2d,
+};
 pub use device::Device;
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};

@@ -1,11 +1,49 @@
 //! Two-dimensional convolution.
 
-pub(crate) mod cpu;
+mod cpu;
+mod plan;
 mod problem;
 mod reference;
 mod spec;
-#[allow(dead_code, reason = "the plan does not call it yet")]
+#[cfg(test)]
+mod tests;
 pub(crate) mod winograd;
 
+pub use plan::{Conv2dArgs, Conv2dPlan, PackedWeights, Weights};
 pub(crate) use problem::Problem;
 pub use spec::{Conv2dAlgorithm, Conv2dParams, Conv2dSpec, Tile};
+
+use crate::{Device, PlanOptions, Result, Tensor, TensorRef, Workspace};
+
+/// `y = act(conv2d(x, w) + bias)` in one call, with the algorithm that the planner chooses.
+///
+/// `x` [n, c, h, w] and `w` [k, c/groups, r, s] are f32, f16 or bf16 of one type, `bias` [k] is f32
+/// or of that type; any strides. The result is dense, channels-last if x is. A [`Conv2dPlan`] does
+/// the same without allocating, with the filter packed once.
+///
+/// # Errors
+/// As [`Conv2dSpec::new`] and [`Conv2dPlan::run`].
+///
+/// ```
+/// use windrow::{Conv2dParams, Tensor, conv2d};
+/// let x = Tensor::from_slice(&[1f32, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0], &[1, 1, 3, 3])?;
+/// let w = Tensor::from_slice(&[1f32, 0.0, 0.0, -1.0], &[1, 1, 2, 2])?;
+/// let y = conv2d(&x.as_ref(), &w.as_ref(), None, &Conv2dParams::default())?;
+/// assert_eq!(y.to_vec::<f32>()?, [-4.0; 4]);
+/// # Ok::<(), windrow::Error>(())
+/// ```
+pub fn conv2d(
+    x: &TensorRef<'_>,
+    w: &TensorRef<'_>,
+    bias: Option<&TensorRef<'_>>,
+    params: &Conv2dParams,
+) -> Result<Tensor> {
+    let mut spec = Conv2dSpec::new(*x.desc(), *w.desc(), params)?;
+    spec.bias = bias.map(|bias| *bias.desc());
+    let plan = Conv2dPlan::new(&spec, &PlanOptions::default())?;
+    let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes())?;
+    let mut y = Tensor::uninitialised(spec.y)?;
+    let args = Conv2dArgs { x: *x, w: Weights::Raw(*w), bias: bias.copied() };
+    plan.run(&args, y.as_mut(), &mut workspace)?;
+    Ok(y)
+}

@@ -1,6 +1,7 @@
 //! The f64 oracle: plain loops over the definition.
 
 use super::Problem;
+use crate::Activation;
 /// Values and, beside each, the sum of the absolute terms that formed it before the activation.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Expected {
@@ -20,7 +21,13 @@ impl Expected {
 }
 
 /// `y` [n, k, oh, ow] of `x` [n, c, h, w], `w` [k, c/groups, r, s] and `bias` [k], all row-major.
-pub(crate) fn forward(p: &Problem, x: &[f64], w: &[f64], bias: Option<&[f64]>) -> Expected {
+pub(crate) fn forward(
+    p: &Problem,
+    x: &[f64],
+    w: &[f64],
+    bias: Option<&[f64]>,
+    activation: Activation,
+) -> Expected {
     let mut y = Expected::zeros(p.y_shape().iter().product());
     for_each_term(p, |ix, iw, iy| y.add(iy, x[ix] * w[iw]));
     if let Some(bias) = bias {
@@ -29,7 +36,37 @@ pub(crate) fn forward(p: &Problem, x: &[f64], w: &[f64], bias: Option<&[f64]>) -
             y.add(i, bias[i / pixels % p.k]);
         }
     }
+    for v in &mut y.values {
+        *v = activation.apply_f64(*v);
+    }
     y
+}
+
+/// What the error of Winograd's algorithm is relative to: an output tile of m x m pixels is mixed
+/// from all pixels that the tile reads, so each of its elements gets the sum over channels of the
+/// largest of those times all taps.
+pub(crate) fn winograd_scale(p: &Problem, m: usize, x: &[f64], w: &[f64]) -> Vec<f64> {
+    let mut scale = vec![0.0; p.y_shape().iter().product()];
+    let taps: Vec<f64> = w.chunks(p.r * p.s).map(|t| t.iter().map(|t| t.abs()).sum()).collect();
+    for (i, scale) in scale.iter_mut().enumerate() {
+        let (ow, oh) = (i % p.ow, i / p.ow % p.oh);
+        let (k, n) = (i / (p.ow * p.oh) % p.k, i / (p.ow * p.oh * p.k));
+        let reads = |o: usize, taps: usize, size: usize, d: usize| {
+            let first = o / m * m;
+            let end = (first + m + taps - 1).saturating_sub(p.padding[d]).min(size);
+            first.saturating_sub(p.padding[d])..end
+        };
+        for c in 0..p.c {
+            let mut largest = 0.0f64;
+            for ih in reads(oh, p.r, p.h, 0) {
+                for iw in reads(ow, p.s, p.w, 1) {
+                    largest = largest.max(x[((n * p.c + c) * p.h + ih) * p.w + iw].abs());
+                }
+            }
+            *scale += largest * taps[k * p.c + c];
+        }
+    }
+    scale
 }
 
 /// `dx` [n, c, h, w] of `w` and `dy` [n, k, oh, ow].

@@ -42,7 +42,7 @@ pub struct Conv2dSpec {
     pub accuracy: Accuracy,
 }
 
-/// The options of a convolution, for [`Conv2dSpec::new`] and the one-call helper. The default is stride
+/// The options of a convolution, for [`Conv2dSpec::new`] and [`conv2d`](crate::conv2d::conv2d). The default is stride
 /// 1, no padding, dilation 1, one group, no activation, [`Accuracy::Fp32`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Conv2dParams {

@@ -137,19 +137,31 @@ pub(crate) trait Operands: Sync {
     ///
     /// # Safety
     /// `scratch` holds as many elements as the `left` that [`Blocking::new`] was given asks for.
-    unsafe fn left(&self, rows: Range<usize>, terms: Range<usize>, scratch: *mut f32) -> Left;
+    unsafe fn left(
+        &self,
+        batch: usize,
+        rows: Range<usize>,
+        terms: Range<usize>,
+        scratch: *mut f32,
+    ) -> Left;
 
     /// Panels of the right operand, packed into `scratch` where needed.
     ///
     /// # Safety
     /// As for `left`.
-    unsafe fn right(&self, cols: Range<usize>, terms: Range<usize>, scratch: *mut f32) -> Right;
+    unsafe fn right(
+        &self,
+        batch: usize,
+        cols: Range<usize>,
+        terms: Range<usize>,
+        scratch: *mut f32,
+    ) -> Right;
 
     /// Takes a finished tile, row-major with `nr` columns.
     ///
     /// # Safety
-    /// `tile` is readable; no two calls at the same time have the same rows and columns.
-    unsafe fn store(&self, rows: Range<usize>, cols: Range<usize>, tile: *const f32);
+    /// `tile` is readable; each element is stored once.
+    unsafe fn store(&self, batch: usize, rows: Range<usize>, cols: Range<usize>, tile: *const f32);
 }
 
 /// Which operand the driver has to give scratch memory for.
@@ -198,6 +210,11 @@ impl Blocking {
         self.rows.div_ceil(self.mc) * self.cols.div_ceil(self.nc)
     }
 
+    /// Most additions in a row that form an element: a block's sum, then the blocks'.
+    pub(crate) fn additions(&self) -> usize {
+        self.kc + self.terms.div_ceil(self.kc)
+    }
+
     /// Elements of scratch memory for one worker.
     pub(crate) fn scratch_len(&self) -> usize {
         self.left_len() + self.right_len() + self.tiles_len()
@@ -217,27 +234,40 @@ impl Blocking {
         if self.kc < self.terms { self.mc * self.nc } else { tile }
     }
 
-    /// Computes the product on at most `threads` threads.
+    /// Computes `batch` products of this size on at most `threads` threads.
     ///
     /// # Safety
     /// `scratch` holds [`Blocking::scratch_len`] elements for each thread, and the operands are
     /// made for this blocking.
-    pub(crate) unsafe fn run(&self, operands: &impl Operands, threads: usize, scratch: *mut f32) {
+    pub(crate) unsafe fn run(
+        &self,
+        operands: &impl Operands,
+        batch: usize,
+        threads: usize,
+        scratch: *mut f32,
+    ) {
         let scratch = SendPtr(scratch);
-        let col_blocks = self.cols.div_ceil(self.nc);
-        parallel_for_workers(threads, self.tasks(), |worker, task| {
-            // Columns vary fastest: neighbouring tasks share the left operand's panels.
-            let (row, col) = (task / col_blocks * self.mc, task % col_blocks * self.nc);
+        let tasks = self.tasks();
+        parallel_for_workers(threads, batch * tasks, |worker, task| {
             // SAFETY: worker < threads; each worker has its own part of the scratch memory.
             unsafe {
                 let scratch = scratch.get().add(worker * self.scratch_len());
-                self.run_task(operands, row, col, scratch);
+                self.run_task(operands, task / tasks, task % tasks, scratch);
             }
         });
     }
 
-    /// One block: all terms of rows `row..row+mc`, columns `col..col+nc`.
-    unsafe fn run_task(&self, operands: &impl Operands, row: usize, col: usize, scratch: *mut f32) {
+    /// All terms of one block.
+    unsafe fn run_task(
+        &self,
+        operands: &impl Operands,
+        batch: usize,
+        task: usize,
+        scratch: *mut f32,
+    ) {
+        // Columns vary fastest: neighbouring tasks share the left operand's panels.
+        let col_blocks = self.cols.div_ceil(self.nc);
+        let (row, col) = (task / col_blocks * self.mc, task % col_blocks * self.nc);
         let rows = row..(row + self.mc).min(self.rows);
         let cols = col..(col + self.nc).min(self.cols);
         let (row_panels, col_panels) = (rows.len().div_ceil(self.mr), cols.len().div_ceil(self.nr));
@@ -249,25 +279,24 @@ impl Blocking {
             let tiles = right_scratch.add(self.right_len());
             for block in 0..blocks {
                 let terms = block * self.kc..((block + 1) * self.kc).min(self.terms);
-                let left = operands.left(rows.clone(), terms.clone(), scratch);
-                let right = operands.right(cols.clone(), terms.clone(), right_scratch);
-                for j in 0..col_panels {
-                    for i in 0..row_panels {
-                        let index = if blocks > 1 { j * row_panels + i } else { 0 };
-                        let c = tiles.add(index * self.mr * self.nr);
-                        let a = Left { ptr: left.ptr.add(i * left.panel), ..left };
-                        let b = right.ptr.add(j * right.panel);
-                        let (rows_mr, terms) = (self.mr, terms.len());
-                        let accumulate = block > 0;
-                        dispatch(self.isa, Tile { rows: rows_mr, terms, a, b, c, accumulate });
-                        if block + 1 == blocks {
-                            let (row, col) = (row + i * self.mr, col + j * self.nr);
-                            operands.store(
-                                row..(row + self.mr).min(rows.end),
-                                col..(col + self.nr).min(cols.end),
-                                c,
-                            );
-                        }
+                let left = operands.left(batch, rows.clone(), terms.clone(), scratch);
+                let right = operands.right(batch, cols.clone(), terms.clone(), right_scratch);
+                for (j, i) in (0..col_panels).flat_map(|j| (0..row_panels).map(move |i| (j, i))) {
+                    let index = if blocks > 1 { j * row_panels + i } else { 0 };
+                    let tile = Tile {
+                        rows: self.mr,
+                        terms: terms.len(),
+                        a: Left { ptr: left.ptr.add(i * left.panel), ..left },
+                        b: right.ptr.add(j * right.panel),
+                        c: tiles.add(index * self.mr * self.nr),
+                        accumulate: block > 0,
+                    };
+                    let c = tile.c;
+                    dispatch(self.isa, tile);
+                    if block + 1 == blocks {
+                        let (row, col) = (row + i * self.mr, col + j * self.nr);
+                        let rows = row..(row + self.mr).min(rows.end);
+                        operands.store(batch, rows, col..(col + self.nr).min(cols.end), c);
                     }
                 }
             }
@@ -334,7 +363,7 @@ impl Gemm {
     ) {
         let operands = Strided { blocking: self.0, a, b, c, c_row, c_col };
         // SAFETY: passed on; `Strided` packs into the scratch memory that it asked for.
-        unsafe { self.0.run(&operands, threads, scratch) }
+        unsafe { self.0.run(&operands, 1, threads, scratch) }
     }
 }
 
@@ -351,7 +380,13 @@ struct Strided {
 unsafe impl Sync for Strided {}
 
 impl Operands for Strided {
-    unsafe fn left(&self, rows: Range<usize>, terms: Range<usize>, scratch: *mut f32) -> Left {
+    unsafe fn left(
+        &self,
+        _: usize,
+        rows: Range<usize>,
+        terms: Range<usize>,
+        scratch: *mut f32,
+    ) -> Left {
         let mr = self.blocking.mr;
         let first = self.a.offset(rows.start, terms.start);
         // SAFETY: the ranges are in the matrix; a panel holds mr elements a term, also row-major.
@@ -374,7 +409,13 @@ impl Operands for Strided {
         }
     }
 
-    unsafe fn right(&self, cols: Range<usize>, terms: Range<usize>, scratch: *mut f32) -> Right {
+    unsafe fn right(
+        &self,
+        _: usize,
+        cols: Range<usize>,
+        terms: Range<usize>,
+        scratch: *mut f32,
+    ) -> Right {
         let nr = self.blocking.nr;
         let panel = nr * terms.len();
         for (q, col) in cols.clone().step_by(nr).enumerate() {
@@ -387,7 +428,7 @@ impl Operands for Strided {
         Right { ptr: scratch, panel }
     }
 
-    unsafe fn store(&self, rows: Range<usize>, cols: Range<usize>, tile: *const f32) {
+    unsafe fn store(&self, _: usize, rows: Range<usize>, cols: Range<usize>, tile: *const f32) {
         for (i, row) in rows.enumerate() {
             // SAFETY: these are elements of c, of this tile only.
             unsafe {

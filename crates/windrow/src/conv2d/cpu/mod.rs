@@ -1,4 +1,244 @@
-//! Convolution kernels for the CPU.
+//! Convolution on the CPU.
 
-#[allow(dead_code, reason = "the plan does not call it yet")]
+mod direct;
+mod epilogue;
+mod im2col;
+mod rows;
+mod stencil;
 pub(crate) mod winograd;
+
+use super::{Conv2dAlgorithm, Conv2dSpec, Problem};
+use crate::cpu::{Isa, SimdElement};
+use crate::{Activation, DType, TensorMut, TensorRef, bf16, f16};
+use direct::Direct;
+use epilogue::Epilogue;
+use im2col::Im2colGemm;
+use stencil::Stencil;
+use winograd::WinogradCpu;
+
+/// Evaluates an expression with `$t` as the element type that `$dtype` names.
+macro_rules! with_element {
+    ($dtype:expr, $t:ident => $value:expr) => {
+        match $dtype {
+            DType::F32 => {
+                type $t = f32;
+                $value
+            }
+            DType::F16 => {
+                type $t = f16;
+                $value
+            }
+            DType::BF16 => {
+                type $t = bf16;
+                $value
+            }
+            other => unreachable!("conv2d checked its element types; {other} is none of them"),
+        }
+    };
+}
+
+/// A [`Stencil`] by one algorithm. Sizes are in f32 elements.
+#[derive(Clone, Debug)]
+pub(crate) enum Gather {
+    Direct(Direct),
+    Im2colGemm(Im2colGemm),
+}
+
+impl Gather {
+    fn packed_len(&self) -> usize {
+        match self {
+            Gather::Direct(g) => g.packed_len(),
+            Gather::Im2colGemm(g) => g.packed_len(),
+        }
+    }
+
+    fn scratch_len(&self) -> usize {
+        match self {
+            Gather::Direct(g) => g.scratch_len(),
+            Gather::Im2colGemm(g) => g.scratch_len(),
+        }
+    }
+
+    /// # Safety
+    /// The stencil's filter elements are readable from `filter`, and of type T.
+    unsafe fn pack<T: SimdElement>(&self, filter: *const u8, packed: &mut [f32]) {
+        // SAFETY: passed on.
+        unsafe {
+            match self {
+                Gather::Direct(g) => g.pack::<T>(filter.cast(), packed),
+                Gather::Im2colGemm(g) => g.pack::<T>(filter.cast(), packed),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As for [`Im2colGemm::run`], with elements of type T.
+    unsafe fn run<T: SimdElement>(
+        &self,
+        packed: &[f32],
+        src: *const u8,
+        dst: *mut u8,
+        epilogue: Epilogue,
+        scratch: *mut f32,
+    ) {
+        // SAFETY: passed on.
+        unsafe {
+            match self {
+                Gather::Direct(g) => g.run::<T>(packed, src.cast(), dst.cast(), epilogue, scratch),
+                Gather::Im2colGemm(g) => {
+                    g.run::<T>(packed, src.cast(), dst.cast(), epilogue, scratch);
+                }
+            }
+        }
+    }
+}
+
+/// A convolution by one algorithm with the instructions of one set.
+#[derive(Clone, Debug)]
+#[allow(clippy::large_enum_variant)] // a plan has one
+pub(crate) enum Engine {
+    Gather(Gather),
+    Winograd(WinogradCpu),
+}
+
+impl Engine {
+    /// For an algorithm that can compute the spec.
+    pub(crate) fn new(
+        spec: &Conv2dSpec,
+        p: &Problem,
+        algorithm: Conv2dAlgorithm,
+        isa: Isa,
+        threads: usize,
+    ) -> Self {
+        let stencil = || Stencil::forward(spec, p);
+        match algorithm {
+            Conv2dAlgorithm::Direct => {
+                Engine::Gather(Gather::Direct(Direct::new(stencil(), isa, threads)))
+            }
+            Conv2dAlgorithm::Im2colGemm => {
+                Engine::Gather(Gather::Im2colGemm(Im2colGemm::new(stencil(), isa, threads)))
+            }
+            Conv2dAlgorithm::WinogradGemm(tile) | Conv2dAlgorithm::WinogradFused(tile) => {
+                Engine::Winograd(WinogradCpu::with_isa(p, tile, threads, isa))
+            }
+        }
+    }
+
+    /// Blocking in words.
+    pub(crate) fn explain(&self) -> String {
+        match self {
+            Engine::Gather(Gather::Direct(g)) => g.explain(),
+            Engine::Gather(Gather::Im2colGemm(g)) => g.explain(),
+            Engine::Winograd(w) => w.explain(),
+        }
+    }
+
+    /// Elements of the packed filter.
+    pub(crate) fn packed_len(&self) -> usize {
+        match self {
+            Engine::Gather(g) => g.packed_len(),
+            Engine::Winograd(w) => w.packed_len(),
+        }
+    }
+
+    /// Channels that lie next to each other in the packed filter: with algorithm and filter shape,
+    /// what its form depends on.
+    pub(crate) fn packed_width(&self) -> usize {
+        match self {
+            Engine::Gather(Gather::Direct(g)) => g.packed_width(),
+            Engine::Gather(Gather::Im2colGemm(g)) => g.packed_width(),
+            Engine::Winograd(w) => w.packed_width(),
+        }
+    }
+
+    /// Most additions in a row that form an element; `None` for an algorithm that sums transforms.
+    pub(crate) fn additions(&self) -> Option<usize> {
+        match self {
+            Engine::Gather(Gather::Direct(g)) => Some(g.additions()),
+            Engine::Gather(Gather::Im2colGemm(g)) => Some(g.additions()),
+            Engine::Winograd(_) => None,
+        }
+    }
+
+    /// Bytes of scratch memory for a run with a packed filter.
+    pub(crate) fn workspace_bytes(&self, k: usize) -> usize {
+        match self {
+            Engine::Gather(g) => (bias_len(k) + g.scratch_len()) * size_of::<f32>(),
+            Engine::Winograd(w) => w.workspace_bytes(),
+        }
+    }
+
+    /// Packs a filter that agrees with the spec.
+    pub(crate) fn pack(&self, w: &TensorRef<'_>, packed: &mut [f32]) {
+        match self {
+            // SAFETY: the stencil was made for this filter's layout.
+            Engine::Gather(g) => unsafe {
+                with_element!(w.dtype(), T => g.pack::<T>(w.as_ptr(), packed))
+            },
+            Engine::Winograd(engine) => engine.pack(w, packed),
+        }
+    }
+
+    /// Runs on views that agree with the spec.
+    pub(crate) fn run(
+        &self,
+        packed: &[f32],
+        x: &TensorRef<'_>,
+        bias: Option<&TensorRef<'_>>,
+        activation: Activation,
+        y: &mut TensorMut<'_>,
+        workspace: &mut [u8],
+    ) {
+        match self {
+            Engine::Winograd(w) => w.run(packed, x, bias, activation, y, workspace),
+            Engine::Gather(g) => {
+                let (bias_f32, scratch) =
+                    floats_mut(workspace).split_at_mut(bias_len(y.shape()[1]));
+                fill_bias(bias, bias_f32);
+                let bias = if bias.is_some() { bias_f32.as_ptr() } else { std::ptr::null() };
+                assert!(scratch.len() >= g.scratch_len(), "workspace");
+                let epilogue = Epilogue { bias, activation };
+                let (src, dst) = (x.as_ptr(), y.as_mut_ptr());
+                // SAFETY: the stencil was made for these layouts; `y` is borrowed mutably.
+                unsafe {
+                    let scratch = scratch.as_mut_ptr();
+                    with_element!(x.dtype(), T => g.run::<T>(packed, src, dst, epilogue, scratch));
+                }
+            }
+        }
+    }
+}
+
+/// Elements of the workspace for the bias in f32, in whole cache lines.
+fn bias_len(k: usize) -> usize {
+    k.next_multiple_of(16)
+}
+
+/// The bias as f32, zeros beyond it.
+pub(crate) fn fill_bias(bias: Option<&TensorRef<'_>>, out: &mut [f32]) {
+    out.fill(0.0);
+    let Some(bias) = bias else { return };
+    for (k, out) in out[..bias.shape()[0]].iter_mut().enumerate() {
+        let offset = k as isize * bias.strides()[0];
+        // SAFETY: element k of the bias.
+        *out = with_element!(bias.dtype(), T => unsafe {
+            bias.as_ptr().cast::<T>().offset(offset).read().to_f32()
+        });
+    }
+}
+
+/// Aligned memory as f32.
+pub(crate) fn floats(bytes: &[u8]) -> &[f32] {
+    // SAFETY: every bit pattern is an f32.
+    let (before, floats, _) = unsafe { bytes.align_to::<f32>() };
+    assert!(before.is_empty(), "memory is aligned");
+    floats
+}
+
+/// Aligned memory as f32.
+pub(crate) fn floats_mut(bytes: &mut [u8]) -> &mut [f32] {
+    // SAFETY: every bit pattern is an f32.
+    let (before, floats, _) = unsafe { bytes.align_to_mut::<f32>() };
+    assert!(before.is_empty(), "memory is aligned");
+    floats
+}

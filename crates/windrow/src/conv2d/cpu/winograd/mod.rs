@@ -13,6 +13,7 @@ mod output;
 mod transform;
 
 use super::super::{Problem, Tile};
+use super::fill_bias;
 use crate::cpu::{
     Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, parallel_for,
     parallel_for_workers,
@@ -75,6 +76,17 @@ impl WinogradCpu {
         WinogradCpu { geometry, tile, threads, isa, lanes, blocking }
     }
 
+    /// Blocking in words.
+    pub(crate) fn explain(&self) -> String {
+        let Blocking { tiles, parts, vectors } = self.blocking;
+        format!("blocks of {tiles} tiles, {parts} parts of the channels, {vectors} vectors at once")
+    }
+
+    /// Output channels that lie next to each other in a packed filter.
+    pub(crate) fn packed_width(&self) -> usize {
+        self.lanes
+    }
+
     /// Elements of a packed filter.
     pub(crate) fn packed_len(&self) -> usize {
         self.positions() * self.u_position()
@@ -113,7 +125,7 @@ impl WinogradCpu {
         let workspace = workspace.as_mut_ptr().cast::<f32>();
         // SAFETY: the workspace begins with the bias.
         let padded_bias = unsafe { std::slice::from_raw_parts_mut(workspace, self.bias_len()) };
-        fill_bias(bias, self.geometry.problem.k, padded_bias);
+        fill_bias(bias, padded_bias);
         let operands = Operands {
             packed,
             x,
@@ -296,25 +308,6 @@ fn block_strides(tiles: usize, vectors: usize, lanes: usize) -> [usize; 2] {
 
 fn strides4(strides: &[isize]) -> [isize; 4] {
     strides.try_into().expect("four dimensions")
-}
-
-/// The bias in f32 with zeros beyond `k`.
-fn fill_bias(bias: Option<&TensorRef<'_>>, k: usize, out: &mut [f32]) {
-    out.fill(0.0);
-    let Some(bias) = bias else { return };
-    let stride = bias.strides()[0];
-    for (i, out) in out[..k].iter_mut().enumerate() {
-        let i = i as isize * stride;
-        // SAFETY: the bias has k elements of this stride.
-        *out = unsafe {
-            match bias.dtype() {
-                DType::F32 => *bias.as_ptr().cast::<f32>().offset(i),
-                DType::F16 => (*bias.as_ptr().cast::<f16>().offset(i)).to_f32(),
-                DType::BF16 => (*bias.as_ptr().cast::<bf16>().offset(i)).to_f32(),
-                other => unreachable!("a bias of {other}"),
-            }
-        };
-    }
 }
 
 /// Asks an instruction set for its vector length.

@@ -1,0 +1,173 @@
+//! Convolution as sums over the filter's taps, without an im2col matrix.
+
+mod depthwise;
+mod planar;
+
+use super::epilogue::Epilogue;
+use super::stencil::Stencil;
+use crate::cpu::{Isa, SendPtr, SimdElement, parallel_for_workers};
+use depthwise::Depthwise;
+use planar::Planar;
+
+/// A [`Stencil`] by direct summation, for one instruction set.
+#[derive(Clone, Debug)]
+pub(crate) struct Direct {
+    stencil: Stencil,
+    form: Form,
+    isa: Isa,
+    threads: usize,
+}
+
+#[derive(Clone, Debug)]
+enum Form {
+    /// Vectors over pixels.
+    Planar(Planar),
+    /// Vectors over channels, each of which is a group of its own.
+    Depthwise(Depthwise),
+}
+
+/// Tasks for each thread, so that a late one does not keep the others waiting.
+const TASKS_PER_THREAD: usize = 8;
+
+impl Direct {
+    pub(crate) fn new(stencil: Stencil, isa: Isa, threads: usize) -> Self {
+        let form = if Depthwise::fits(&stencil) {
+            Form::Depthwise(Depthwise)
+        } else {
+            Form::Planar(Planar::new(&stencil, isa, threads))
+        };
+        Direct { stencil, form, isa, threads }
+    }
+
+    /// Blocking in words.
+    pub(crate) fn explain(&self) -> String {
+        match &self.form {
+            Form::Planar(form) => form.explain(),
+            Form::Depthwise(_) => "lanes over channels, each its own group".into(),
+        }
+    }
+
+    /// Most additions in a row that form an element.
+    pub(crate) fn additions(&self) -> usize {
+        self.stencil.terms()
+    }
+
+    /// Elements of scratch memory.
+    pub(crate) fn scratch_len(&self) -> usize {
+        match &self.form {
+            Form::Planar(form) => self.threads.min(form.units(&self.stencil)) * form.scratch_len(),
+            Form::Depthwise(_) => 0,
+        }
+    }
+
+    /// Elements of the packed filter.
+    pub(crate) fn packed_len(&self) -> usize {
+        let Stencil { groups, k, .. } = self.stencil;
+        groups * k.next_multiple_of(self.panel()) * self.stencil.terms()
+    }
+
+    /// Channels that lie next to each other in the packed filter.
+    pub(crate) fn packed_width(&self) -> usize {
+        match &self.form {
+            Form::Planar(form) => form.rows,
+            Form::Depthwise(_) => self.stencil.groups,
+        }
+    }
+
+    /// Channels of a group in a panel of the packed filter.
+    fn panel(&self) -> usize {
+        match &self.form {
+            Form::Planar(form) => form.rows,
+            Form::Depthwise(_) => 1,
+        }
+    }
+
+    /// Packs the filter: [group, panel, c, filter row, filter column, channel of the panel] with
+    /// zeros beyond k, or [filter row, filter column, group].
+    ///
+    /// # Safety
+    /// The stencil's filter elements are readable from `filter`.
+    pub(crate) unsafe fn pack<T: SimdElement>(&self, filter: *const T, packed: &mut [f32]) {
+        let stencil = &self.stencil;
+        let read = |group, k, c, row, col| {
+            if k >= stencil.k {
+                return 0.0;
+            }
+            // SAFETY: the offset of one of the filter's elements.
+            unsafe { filter.offset(stencil.filter_offset(group, k, c, row, col)).read().to_f32() }
+        };
+        let mut packed = packed.iter_mut();
+        let mut put = |value| *packed.next().expect("packed filter: too little memory") = value;
+        match &self.form {
+            Form::Depthwise(_) => {
+                for &row in &stencil.rows {
+                    for &col in &stencil.cols {
+                        (0..stencil.groups).for_each(|group| put(read(group, 0, 0, row, col)));
+                    }
+                }
+            }
+            Form::Planar(form) => {
+                for group in 0..stencil.groups {
+                    for first in (0..stencil.k).step_by(form.rows) {
+                        for c in 0..stencil.c {
+                            for &row in &stencil.rows {
+                                for &col in &stencil.cols {
+                                    (first..first + form.rows)
+                                        .for_each(|k| put(read(group, k, c, row, col)));
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// # Safety
+    /// Source and destination elements of the stencil are in memory, the destination's touched by
+    /// nobody else; `packed` was written by [`Direct::pack`] of an equal plan; `scratch` holds
+    /// [`Direct::scratch_len`] elements.
+    pub(crate) unsafe fn run<T: SimdElement>(
+        &self,
+        packed: &[f32],
+        src: *const T,
+        dst: *mut T,
+        epilogue: Epilogue,
+        scratch: *mut f32,
+    ) {
+        let (stencil, isa) = (&self.stencil, self.isa);
+        let units = match &self.form {
+            Form::Planar(form) => form.units(stencil),
+            Form::Depthwise(form) => form.units(stencil),
+        };
+        let operands = Operands { packed, src, dst, epilogue };
+        let operands = &operands;
+        let scratch = SendPtr(scratch);
+        let chunk = units.div_ceil(self.threads * TASKS_PER_THREAD).max(1);
+        parallel_for_workers(self.threads, units.div_ceil(chunk), |worker, task| {
+            for unit in task * chunk..((task + 1) * chunk).min(units) {
+                // SAFETY: units write separate elements; each worker has its own scratch memory.
+                unsafe {
+                    match &self.form {
+                        Form::Planar(form) => {
+                            let scratch = scratch.get().add(worker * form.scratch_len());
+                            form.run(isa, stencil, unit, operands, scratch);
+                        }
+                        Form::Depthwise(form) => form.run(isa, stencil, unit, operands),
+                    }
+                }
+            }
+        });
+    }
+}
+
+/// What a run reads and writes.
+struct Operands<'a, T> {
+    packed: &'a [f32],
+    src: *const T,
+    dst: *mut T,
+    epilogue: Epilogue,
+}
+
+// SAFETY: filter, source and bias are only read; each destination element is written by one unit.
+unsafe impl<T> Sync for Operands<'_, T> {}

@@ -1,0 +1,377 @@
+//! Convolution as a matrix product with the im2col matrix, of which only the panels that a task
+//! works on are ever in memory.
+//!
+//! Terms of the sums are ordered [filter row, filter column, channel]. Where pixels of the output lie
+//! next to each other, the filter is the left operand and vectors run over pixels; where channels
+//! do, pixels are rows and vectors run over output channels.
+
+use super::epilogue::{Epilogue, Lanes, Store, StoreTile};
+use super::rows::{Rows, zero};
+use super::stencil::{Segment, Stencil};
+use crate::cpu::gemm::{Blocking, Left, Operands, Right, Scratch, left_stride, tile_shape};
+use crate::cpu::{Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, parallel_for};
+use std::ops::Range;
+
+/// Largest block of rows and of columns: panels of both operands and the tiles between them stay in
+/// a second-level cache of 1 MiB.
+const BLOCK: [usize; 2] = [512, 128];
+/// Columns of the widest tile.
+const MAX_COLS: usize = 2 * MAX_LANES;
+
+/// A [`Stencil`] as a product, for one instruction set.
+#[derive(Clone, Debug)]
+pub(crate) struct Im2colGemm {
+    stencil: Stencil,
+    lanes: Lanes,
+    blocking: Blocking,
+    threads: usize,
+}
+
+impl Im2colGemm {
+    pub(crate) fn new(stencil: Stencil, isa: Isa, threads: usize) -> Self {
+        let (k, pixels, terms) = (stencil.k, stencil.pixels(), stencil.terms());
+        let (_, nr) = tile_shape(isa);
+        // Few channels would leave most of a vector idle.
+        let lanes =
+            if stencil.dst[1] == 1 && k >= nr / 2 { Lanes::Channels } else { Lanes::Pixels };
+        let make = |block: [usize; 2]| match lanes {
+            Lanes::Pixels => {
+                let scratch = Scratch { left: false, right: true };
+                Blocking::new(isa, [k, pixels, terms], block, scratch)
+            }
+            Lanes::Channels => {
+                let scratch = Scratch { left: true, right: false };
+                Blocking::new(isa, [pixels, k, terms], [block[1], block[0]], scratch)
+            }
+        };
+        // Smaller blocks of channels where threads would be idle; pixels are packed once more for
+        // each.
+        let mut block = BLOCK;
+        let mut blocking = make(block);
+        while blocking.tasks() * stencil.groups < 2 * threads && threads > 1 && block[0] > 2 * nr {
+            block[0] /= 2;
+            blocking = make(block);
+        }
+        Im2colGemm { stencil, lanes, blocking, threads }
+    }
+
+    /// Blocking in words.
+    pub(crate) fn explain(&self) -> String {
+        let b = &self.blocking;
+        format!(
+            "lanes over {:?}, tiles of {} x {}, blocks of {} x {} x {}, {} tasks",
+            self.lanes,
+            b.mr,
+            b.nr,
+            b.mc,
+            b.nc,
+            b.kc,
+            b.tasks() * self.stencil.groups
+        )
+    }
+
+    /// Most additions in a row that form an element.
+    pub(crate) fn additions(&self) -> usize {
+        self.blocking.additions()
+    }
+
+    /// Elements of scratch memory.
+    pub(crate) fn scratch_len(&self) -> usize {
+        self.threads.min(self.blocking.tasks() * self.stencil.groups) * self.blocking.scratch_len()
+    }
+
+    /// Channels that lie next to each other in the packed filter.
+    pub(crate) fn packed_width(&self) -> usize {
+        match self.lanes {
+            Lanes::Pixels => self.blocking.mr,
+            Lanes::Channels => self.blocking.nr,
+        }
+    }
+
+    fn packed_group_len(&self) -> usize {
+        self.stencil.k.next_multiple_of(self.packed_width()) * self.stencil.terms()
+    }
+
+    /// Elements of the packed filter.
+    pub(crate) fn packed_len(&self) -> usize {
+        self.packed_group_len() * self.stencil.groups
+    }
+
+    /// Packs the filter in panels [group, panel, term, channel of the panel], zeros beyond k.
+    ///
+    /// # Safety
+    /// The stencil's filter elements are readable from `filter`.
+    pub(crate) unsafe fn pack<T: SimdElement>(&self, filter: *const T, packed: &mut [f32]) {
+        let (stencil, width) = (&self.stencil, self.packed_width());
+        let panels = stencil.k.div_ceil(width);
+        let panel_len = width * stencil.terms();
+        assert!(packed.len() >= self.packed_len(), "packed filter: too little memory");
+        let (filter, packed) = (SendPtr(filter.cast_mut()), SendPtr(packed.as_mut_ptr()));
+        parallel_for(self.threads, stencil.groups * panels, |task| {
+            let (group, panel) = (task / panels, task % panels);
+            // SAFETY: each task writes its own panel; the offsets are the filter's elements.
+            unsafe {
+                let to = packed.get().add(task * panel_len);
+                for i in 0..width {
+                    let k = panel * width + i;
+                    for c in 0..stencil.c {
+                        let mut term = c;
+                        for &row in &stencil.rows {
+                            for &col in &stencil.cols {
+                                let value = if k < stencil.k {
+                                    let at = stencil.filter_offset(group, k, c, row, col);
+                                    filter.get().offset(at).read().to_f32()
+                                } else {
+                                    0.0
+                                };
+                                to.add(term * width + i).write(value);
+                                term += stencil.c;
+                            }
+                        }
+                    }
+                }
+            }
+        });
+    }
+
+    /// # Safety
+    /// Source and destination elements of the stencil are in memory, the destination's touched by
+    /// nobody else; `packed` was written by [`Im2colGemm::pack`] of an equal plan; `scratch` holds
+    /// [`Im2colGemm::scratch_len`] elements.
+    pub(crate) unsafe fn run<T: SimdElement>(
+        &self,
+        packed: &[f32],
+        src: *const T,
+        dst: *mut T,
+        epilogue: Epilogue,
+        scratch: *mut f32,
+    ) {
+        let product = Product { plan: self, packed: packed.as_ptr(), src, dst, epilogue };
+        // SAFETY: passed on; `Product` packs what the blocking gives it scratch memory for.
+        unsafe { self.blocking.run(&product, self.stencil.groups, self.threads, scratch) }
+    }
+}
+
+struct Product<'a, T> {
+    plan: &'a Im2colGemm,
+    packed: *const f32,
+    src: *const T,
+    dst: *mut T,
+    epilogue: Epilogue,
+}
+
+// SAFETY: filter and source are only read; each destination element is written by one task.
+unsafe impl<T> Sync for Product<'_, T> {}
+
+impl<T: SimdElement> Product<'_, T> {
+    fn src(&self, group: usize) -> *const T {
+        self.src.wrapping_offset(self.plan.stencil.src_group(group))
+    }
+
+    /// Start of the panel of packed filter channels that begins at `k`, at its first term, and the
+    /// distance of panels.
+    fn filter(&self, group: usize, k: usize, term: usize) -> (*const f32, usize) {
+        let (plan, terms) = (self.plan, self.plan.stencil.terms());
+        let at = group * plan.packed_group_len() + k * terms + term * plan.packed_width();
+        (self.packed.wrapping_add(at), terms * plan.packed_width())
+    }
+}
+
+impl<T: SimdElement> Operands for Product<'_, T> {
+    unsafe fn left(
+        &self,
+        group: usize,
+        rows: Range<usize>,
+        terms: Range<usize>,
+        scratch: *mut f32,
+    ) -> Left {
+        let Blocking { isa, mr, .. } = self.plan.blocking;
+        match self.plan.lanes {
+            Lanes::Pixels => {
+                let (ptr, panel) = self.filter(group, rows.start, terms.start);
+                Left { ptr, panel, row: 1, step: mr }
+            }
+            Lanes::Channels => {
+                let row = left_stride(terms.len());
+                let stencil = &self.plan.stencil;
+                let src = self.src(group);
+                dispatch(isa, PackRows { stencil, src, pixels: rows, terms, to: scratch, row });
+                Left { ptr: scratch, panel: mr * row, row, step: 1 }
+            }
+        }
+    }
+
+    unsafe fn right(
+        &self,
+        group: usize,
+        cols: Range<usize>,
+        terms: Range<usize>,
+        scratch: *mut f32,
+    ) -> Right {
+        let Blocking { isa, nr, .. } = self.plan.blocking;
+        match self.plan.lanes {
+            Lanes::Pixels => {
+                let panel = nr * terms.len();
+                let stencil = &self.plan.stencil;
+                let src = self.src(group);
+                dispatch(isa, PackPanels { stencil, src, pixels: cols, terms, to: scratch, nr });
+                Right { ptr: scratch, panel }
+            }
+            Lanes::Channels => {
+                let (ptr, panel) = self.filter(group, cols.start, terms.start);
+                Right { ptr, panel }
+            }
+        }
+    }
+
+    unsafe fn store(&self, group: usize, rows: Range<usize>, cols: Range<usize>, tile: *const f32) {
+        let Blocking { isa, nr, .. } = self.plan.blocking;
+        let stencil = &self.plan.stencil;
+        let (channels, pixels) = match self.plan.lanes {
+            Lanes::Pixels => (rows, cols),
+            Lanes::Channels => (cols, rows),
+        };
+        let store = Store {
+            stencil,
+            lanes: self.plan.lanes,
+            dst: self.dst.wrapping_offset(stencil.dst_group(group)),
+            epilogue: self.epilogue.for_group(group, stencil.k),
+            channels,
+            tile,
+            row: nr,
+        };
+        dispatch(isa, StoreTile { store, pixels });
+    }
+}
+
+/// The channels `c` and the filter row and column of each part of a range of terms; also where the
+/// part starts in the range.
+fn parts(
+    stencil: &Stencil,
+    terms: Range<usize>,
+) -> impl Iterator<Item = (usize, Range<usize>, usize, usize)> {
+    let (c, cols) = (stencil.c, stencil.cols.len());
+    let mut at = terms.start;
+    std::iter::from_fn(move || {
+        if at >= terms.end {
+            return None;
+        }
+        let (tap, first) = (at / c, at % c);
+        let channels = first..c.min(first + terms.end - at);
+        let part = (at - terms.start, channels.clone(), tap / cols, tap % cols);
+        at += channels.len();
+        Some(part)
+    })
+}
+
+/// Panels [panel, term, pixel of the panel] of the im2col matrix, with vectors over pixels.
+struct PackPanels<'a, T> {
+    stencil: &'a Stencil,
+    src: *const T,
+    pixels: Range<usize>,
+    terms: Range<usize>,
+    to: *mut f32,
+    nr: usize,
+}
+
+impl<T: SimdElement> Kernel for PackPanels<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let (stencil, nr) = (self.stencil, self.nr);
+        let mut segments = [Segment::default(); MAX_COLS];
+        for (q, first) in self.pixels.clone().step_by(nr).enumerate() {
+            let pixels = first..(first + nr).min(self.pixels.end);
+            let mut count = 0;
+            for segment in stencil.segments(pixels.clone()) {
+                segments[count] = segment;
+                count += 1;
+            }
+            let segments = &segments[..count];
+            let panel = self.to.wrapping_add(q * nr * self.terms.len());
+            for (at, channels, row, col) in parts(stencil, self.terms.clone()) {
+                let (row, col) = (stencil.rows[row], stencil.cols[col]);
+                let inside = |segment: &Segment| match stencil.src_row(segment.i, row) {
+                    Some(_) => stencil.inside(segment.j, segment.len, col),
+                    None => 0..0,
+                };
+                let to = panel.wrapping_add(at * nr);
+                if pixels.len() < nr || segments.iter().any(|g| inside(g).len() < g.len) {
+                    // SAFETY: the panel has nr elements, whole vectors, for each term.
+                    unsafe { zero(s, to, channels.len() * nr) };
+                }
+                for segment in segments {
+                    let inside = inside(segment);
+                    if inside.is_empty() {
+                        continue;
+                    }
+                    let i = (segment.i * stencil.step[0]) as isize + row.offset;
+                    let j = ((segment.j + inside.start) * stencil.step[1]) as isize + col.offset;
+                    let offset = segment.n as isize * stencil.src[0]
+                        + channels.start as isize * stencil.src[1]
+                        + i * stencil.src[2]
+                        + j * stencil.src[3];
+                    let from = Rows {
+                        ptr: self.src.wrapping_offset(offset),
+                        row: stencil.src[1],
+                        col: stencil.src[3] * stencil.step[1] as isize,
+                    };
+                    let to = to.wrapping_add(segment.lane + inside.start);
+                    // SAFETY: the run of pixels is in the source and in the rows of the panel.
+                    unsafe { from.copy(s, channels.len(), inside.len(), to, nr) };
+                }
+            }
+        }
+    }
+}
+
+/// Rows [pixel, term] of the im2col matrix.
+struct PackRows<'a, T> {
+    stencil: &'a Stencil,
+    src: *const T,
+    pixels: Range<usize>,
+    terms: Range<usize>,
+    to: *mut f32,
+    row: usize,
+}
+
+impl<T: SimdElement> Kernel for PackRows<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let stencil = self.stencil;
+        for segment in stencil.segments(self.pixels.clone()) {
+            for (at, channels, row, col) in parts(stencil, self.terms.clone()) {
+                let (row, col) = (stencil.rows[row], stencil.cols[col]);
+                let to = self.to.wrapping_add(segment.lane * self.row + at);
+                let inside = match stencil.src_row(segment.i, row) {
+                    Some(_) => stencil.inside(segment.j, segment.len, col),
+                    None => 0..0,
+                };
+                for pixel in (0..inside.start).chain(inside.end..segment.len) {
+                    // SAFETY: a row has space for every term.
+                    unsafe { zero(s, to.add(pixel * self.row), channels.len()) };
+                }
+                if inside.is_empty() {
+                    continue;
+                }
+                let i = (segment.i * stencil.step[0]) as isize + row.offset;
+                let j = ((segment.j + inside.start) * stencil.step[1]) as isize + col.offset;
+                let offset = segment.n as isize * stencil.src[0]
+                    + channels.start as isize * stencil.src[1]
+                    + i * stencil.src[2]
+                    + j * stencil.src[3];
+                let from = Rows {
+                    ptr: self.src.wrapping_offset(offset),
+                    row: stencil.src[3] * stencil.step[1] as isize,
+                    col: stencil.src[1],
+                };
+                let to = to.wrapping_add(inside.start * self.row);
+                // SAFETY: pixels and channels are in the source and in the rows.
+                unsafe { from.copy(s, inside.len(), channels.len(), to, self.row) };
+            }
+        }
+    }
+}

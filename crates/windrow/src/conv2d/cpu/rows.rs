@@ -1,0 +1,78 @@
+//! Copies into packed f32 memory.
+
+use crate::cpu::{Simd, SimdElement};
+
+/// Rows of elements in memory: element (i, j) at `ptr + i * row + j * col`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rows<T> {
+    pub ptr: *const T,
+    pub row: isize,
+    pub col: isize,
+}
+
+impl<T: SimdElement> Rows<T> {
+    /// Copies `rows` rows of `len` elements to rows `to_row` apart.
+    ///
+    /// # Safety
+    /// The elements are readable, the rows at `to` writable.
+    #[inline(always)]
+    pub(super) unsafe fn copy<S: Simd>(
+        self,
+        s: S,
+        rows: usize,
+        len: usize,
+        to: *mut f32,
+        to_row: usize,
+    ) {
+        // SAFETY: promised by the caller; a vector is copied only where all of its lanes are asked
+        // for.
+        unsafe {
+            for i in 0..rows {
+                let (from, to) = (self.ptr.offset(i as isize * self.row), to.add(i * to_row));
+                if self.col == 1 {
+                    copy_row(s, from, to, len);
+                } else {
+                    for j in 0..len {
+                        to.add(j).write(from.offset(j as isize * self.col).read().to_f32());
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// # Safety
+/// `len` elements are readable at `from` and writable at `to`.
+#[inline(always)]
+unsafe fn copy_row<S: Simd, T: SimdElement>(s: S, from: *const T, to: *mut f32, len: usize) {
+    let mut j = 0;
+    // SAFETY: promised by the caller.
+    unsafe {
+        while j + S::LANES <= len {
+            s.store(to.add(j), T::load(s, from.add(j)));
+            j += S::LANES;
+        }
+        if j < len {
+            s.store_first(to.add(j), T::load_first(s, from.add(j), len - j), len - j);
+        }
+    }
+}
+
+/// Writes `len` zeros.
+///
+/// # Safety
+/// `len` elements are writable at `to`.
+#[inline(always)]
+pub(super) unsafe fn zero<S: Simd>(s: S, to: *mut f32, len: usize) {
+    let mut j = 0;
+    // SAFETY: promised by the caller.
+    unsafe {
+        while j + S::LANES <= len {
+            s.store(to.add(j), s.zero());
+            j += S::LANES;
+        }
+        if j < len {
+            s.store_first(to.add(j), s.zero(), len - j);
+        }
+    }
+}

@@ -1,0 +1,221 @@
+//! A convolution as a gather, which both directions are: forward reads the input at its taps, and
+//! the data gradient reads the output's gradient at taps of the other sign.
+
+use super::super::{Conv2dSpec, Problem};
+use crate::Layout;
+use std::ops::Range;
+
+/// One row or column of the filter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Tap {
+    /// Its index in the filter.
+    pub index: usize,
+    /// Where it reads, relative to `step * (output position)`.
+    pub offset: isize,
+}
+
+/// `dst[n, k, i, j] = sum_{row, col, c} filter[k, c, row, col] * src[n, c, i*step + row, j*step + col]`
+/// for each group, with zeros outside of the source. Strides are in elements.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Stencil {
+    pub n: usize,
+    pub groups: usize,
+    /// Source and destination channels of one group.
+    pub c: usize,
+    pub k: usize,
+    pub src_size: [usize; 2],
+    pub dst_size: [usize; 2],
+    pub step: [usize; 2],
+    pub rows: Vec<Tap>,
+    pub cols: Vec<Tap>,
+    /// Strides of n, c, row, column.
+    pub src: [isize; 4],
+    /// Strides of n, k, row, column, and the offset of the first element.
+    pub dst: [isize; 4],
+    pub dst_offset: isize,
+    /// Strides of k, c, row, column within a group, and of groups.
+    pub filter: [isize; 4],
+    pub filter_group: isize,
+}
+
+fn strides(layout: &Layout) -> [isize; 4] {
+    layout.strides().try_into().expect("conv2d's tensors were checked to have four dimensions")
+}
+
+impl Stencil {
+    /// The convolution itself.
+    pub(crate) fn forward(spec: &Conv2dSpec, p: &Problem) -> Self {
+        let taps = |count: usize, d: usize| {
+            (0..count)
+                .map(|index| Tap {
+                    index,
+                    offset: (index * p.dilation[d]) as isize - p.padding[d] as isize,
+                })
+                .collect()
+        };
+        let filter = strides(&spec.w.layout);
+        Stencil {
+            n: p.n,
+            groups: p.groups,
+            c: p.c_group(),
+            k: p.k_group(),
+            src_size: [p.h, p.w],
+            dst_size: [p.oh, p.ow],
+            step: p.stride,
+            rows: taps(p.r, 0),
+            cols: taps(p.s, 1),
+            src: strides(&spec.x.layout),
+            dst: strides(&spec.y.layout),
+            dst_offset: 0,
+            filter,
+            filter_group: filter[0] * p.k_group() as isize,
+        }
+    }
+
+    /// The data gradient: from `dy`, laid out as y, to `dx`, laid out as x. Input positions of the
+    /// same residue modulo the stride see the same taps, so each residue is a stencil of step 1.
+    /// Residues without taps are left out: where there are some, `dx` is zeroed first.
+    pub(crate) fn backward_data(spec: &Conv2dSpec, p: &Problem) -> Vec<Self> {
+        let (src, x) = (strides(&spec.y.layout), strides(&spec.x.layout));
+        let w = strides(&spec.w.layout);
+        let mut all = Vec::new();
+        for (first, rows) in &residues(p, 0) {
+            for (second, cols) in &residues(p, 1) {
+                all.push(Stencil {
+                    n: p.n,
+                    groups: p.groups,
+                    c: p.k_group(),
+                    k: p.c_group(),
+                    src_size: [p.oh, p.ow],
+                    dst_size: [
+                        (p.h - first).div_ceil(p.stride[0]),
+                        (p.w - second).div_ceil(p.stride[1]),
+                    ],
+                    step: [1, 1],
+                    rows: rows.clone(),
+                    cols: cols.clone(),
+                    src,
+                    dst: [x[0], x[1], x[2] * p.stride[0] as isize, x[3] * p.stride[1] as isize],
+                    dst_offset: *first as isize * x[2] + *second as isize * x[3],
+                    filter: [w[1], w[0], w[2], w[3]],
+                    filter_group: w[0] * p.k_group() as isize,
+                });
+            }
+        }
+        all
+    }
+
+    /// Terms of the sum for one element.
+    pub(crate) fn terms(&self) -> usize {
+        self.c * self.rows.len() * self.cols.len()
+    }
+
+    /// Destination elements of one channel.
+    pub(crate) fn pixels(&self) -> usize {
+        self.n * self.dst_size[0] * self.dst_size[1]
+    }
+
+    /// Offset of source channel 0 of a group.
+    pub(crate) fn src_group(&self, group: usize) -> isize {
+        (group * self.c) as isize * self.src[1]
+    }
+
+    /// Offset of destination channel 0 of a group.
+    pub(crate) fn dst_group(&self, group: usize) -> isize {
+        self.dst_offset + (group * self.k) as isize * self.dst[1]
+    }
+
+    /// Offset in the filter of its element for destination channel `k` and source channel `c` of a
+    /// group.
+    pub(crate) fn filter_offset(
+        &self,
+        group: usize,
+        k: usize,
+        c: usize,
+        row: Tap,
+        col: Tap,
+    ) -> isize {
+        group as isize * self.filter_group
+            + k as isize * self.filter[0]
+            + c as isize * self.filter[1]
+            + row.index as isize * self.filter[2]
+            + col.index as isize * self.filter[3]
+    }
+}
+
+/// The residues modulo the stride that see taps, each with the taps through which input positions
+/// `residue + i * stride` act on output positions `i + offset`.
+fn residues(p: &Problem, d: usize) -> Vec<(usize, Vec<Tap>)> {
+    let (size, count) = ([p.h, p.w][d], [p.r, p.s][d]);
+    let stride = p.stride[d] as isize;
+    let taps = |first: usize| {
+        (0..count)
+            .filter_map(|index| {
+                let distance = (first + p.padding[d]) as isize - (index * p.dilation[d]) as isize;
+                (distance % stride == 0).then(|| Tap { index, offset: distance / stride })
+            })
+            .collect::<Vec<_>>()
+    };
+    // A tap belongs to one residue, so there are few however large the stride.
+    let mut firsts: Vec<usize> = (0..count)
+        .map(|index| (index * p.dilation[d]) as isize - p.padding[d] as isize)
+        .map(|position| position.rem_euclid(stride) as usize)
+        .filter(|&first| first < size)
+        .collect();
+    firsts.sort_unstable();
+    firsts.dedup();
+    firsts.into_iter().map(|first| (first, taps(first))).collect()
+}
+
+/// Output positions that lie next to each other in a row.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Segment {
+    /// Position of the first in the range that was asked for.
+    pub lane: usize,
+    pub len: usize,
+    pub n: usize,
+    pub i: usize,
+    pub j: usize,
+}
+
+impl Stencil {
+    /// The destination pixels of a range, numbered over [n, rows, columns], row by row.
+    #[inline(always)]
+    pub(crate) fn segments(&self, pixels: Range<usize>) -> impl Iterator<Item = Segment> {
+        let [height, width] = self.dst_size;
+        let mut lane = 0;
+        std::iter::from_fn(move || {
+            let pixel = pixels.start + lane;
+            if pixel >= pixels.end {
+                return None;
+            }
+            let (row, j) = (pixel / width, pixel % width);
+            let len = (width - j).min(pixels.end - pixel);
+            let segment = Segment { lane, len, n: row / height, i: row % height, j };
+            lane += len;
+            Some(segment)
+        })
+    }
+
+    /// Source row that `tap` reads for destination row `i`; `None` in the padding.
+    #[inline(always)]
+    pub(crate) fn src_row(&self, i: usize, tap: Tap) -> Option<usize> {
+        let row = (i * self.step[0]) as isize + tap.offset;
+        (row >= 0 && row < self.src_size[0] as isize).then_some(row as usize)
+    }
+
+    /// Which of the destination columns `j..j + len` read inside of the source through `tap`.
+    #[inline(always)]
+    pub(crate) fn inside(&self, j: usize, len: usize, tap: Tap) -> Range<usize> {
+        let (step, width) = (self.step[1] as isize, self.src_size[1] as isize);
+        let first = j as isize * step + tap.offset;
+        let below = |bound: isize| match bound {
+            ..=0 => 0,
+            // Most have step 1: spare them the division.
+            _ if step == 1 => (bound as usize).min(len),
+            _ => ((bound + step - 1) / step).min(len as isize) as usize,
+        };
+        let start = below(-first);
+        start..below(width - first).max(start)
+    }
+}

@@ -1,0 +1,383 @@
+//! A convolution bound to a device and an algorithm.
+
+use super::cpu::{Engine, floats, floats_mut};
+use super::reference::Expected;
+use super::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile, reference};
+use crate::buffer::Buffer;
+use crate::cpu::{Isa, resolve_threads};
+use crate::tensor::{check_device, check_disjoint, check_tensor};
+use crate::verify::Comparison;
+use crate::{
+    Accuracy, Activation, DType, Device, Error, PlanOptions, Result, TensorDesc, TensorMut,
+    TensorRef, Verify, Workspace,
+};
+
+/// The inputs of a run.
+#[derive(Clone, Copy, Debug)]
+pub struct Conv2dArgs<'a> {
+    /// Input [n, c, h, w], with the spec's type, shape and strides.
+    pub x: TensorRef<'a>,
+    /// Filter.
+    pub w: Weights<'a>,
+    /// Bias [k], if the spec has one.
+    pub bias: Option<TensorRef<'a>>,
+}
+
+/// The filter of a run.
+#[derive(Clone, Copy, Debug)]
+pub enum Weights<'a> {
+    /// [k, c/groups, r, s] with the spec's type and strides; packed into the workspace on every run.
+    Raw(TensorRef<'a>),
+    /// Packed once by [`Conv2dPlan::pack_weights`].
+    Packed(&'a PackedWeights),
+}
+
+/// What the form of a packed filter depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Packing {
+    algorithm: Conv2dAlgorithm,
+    /// k, c/groups, r, s
+    filter: [usize; 4],
+    groups: usize,
+    /// Channels that lie next to each other.
+    width: usize,
+}
+
+/// A filter in the form that an algorithm reads: made once by [`Conv2dPlan::pack_weights`], used by
+/// any number of runs, also of other plans whose algorithm, filter shape and packing are the same
+/// (batch, image size, padding and element type may differ).
+#[derive(Debug)]
+pub struct PackedWeights {
+    packing: Packing,
+    data: Buffer,
+    /// The filter itself, kept by plans that verify.
+    source: Option<Vec<f64>>,
+}
+
+impl PackedWeights {
+    /// Size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.data.len()
+    }
+
+    /// The algorithm it is packed for.
+    pub fn algorithm(&self) -> Conv2dAlgorithm {
+        self.packing.algorithm
+    }
+}
+
+/// A [`Conv2dSpec`] that was checked and bound to a device and an algorithm.
+///
+/// ```
+/// use windrow::*;
+/// let x = Tensor::from_slice(&[1f32; 16], &[1, 1, 4, 4])?;
+/// let w = Tensor::from_slice(&[1f32; 9], &[1, 1, 3, 3])?;
+/// let spec = Conv2dSpec::new(*x.desc(), *w.desc(), &Conv2dParams::default())?;
+/// let plan = Conv2dPlan::new(&spec, &PlanOptions::default())?;
+/// let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes())?;
+/// let packed = plan.pack_weights(&w.as_ref(), &mut workspace)?;
+/// let mut y = Tensor::uninitialised(spec.y)?;
+/// let args = Conv2dArgs { x: x.as_ref(), w: Weights::Packed(&packed), bias: None };
+/// plan.run(&args, y.as_mut(), &mut workspace)?;
+/// assert_eq!(y.to_vec::<f32>()?, [9.0; 4]);
+/// # Ok::<(), windrow::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Conv2dPlan {
+    spec: Conv2dSpec,
+    problem: Problem,
+    algorithm: Conv2dAlgorithm,
+    engine: Engine,
+    threads: usize,
+    verify: Verify,
+}
+
+impl Conv2dPlan {
+    /// A plan with the algorithm that should be fastest among those that the spec's
+    /// [`Accuracy`] allows.
+    ///
+    /// # Errors
+    /// As [`Conv2dSpec::new`], for fields that were changed since and for y and bias:
+    /// [`Error::OverlappingOutput`] if elements of y share memory. [`Error::NoDevice`] for a device
+    /// that this build cannot use.
+    pub fn new(spec: &Conv2dSpec, options: &PlanOptions) -> Result<Self> {
+        let problem = spec.problem()?;
+        check_backend(options.device)?;
+        Ok(Self::build(spec, problem, choose(spec, &problem), Isa::best(), options))
+    }
+
+    /// A plan with an algorithm of the caller's choice, whatever the spec's accuracy.
+    ///
+    /// # Errors
+    /// As [`Conv2dPlan::new`], and [`Error::Unsupported`] if the algorithm is not one of
+    /// [`Conv2dPlan::algorithms`].
+    pub fn with_algorithm(
+        spec: &Conv2dSpec,
+        algorithm: Conv2dAlgorithm,
+        options: &PlanOptions,
+    ) -> Result<Self> {
+        let problem = spec.problem()?;
+        check_backend(options.device)?;
+        if !supported(&problem).contains(&algorithm) {
+            return Err(Error::unsupported(
+                format!("conv2d by {algorithm} on {}", options.device),
+                "Winograd computes 3x3 filters of stride and dilation 1 in one group; direct and \
+                 im2col_gemm compute everything",
+            ));
+        }
+        Ok(Self::build(spec, problem, algorithm, Isa::best(), options))
+    }
+
+    /// Every algorithm that can compute the spec on a device, whatever its accuracy; none if the
+    /// spec is invalid.
+    pub fn algorithms(spec: &Conv2dSpec, device: Device) -> Vec<Conv2dAlgorithm> {
+        match (spec.problem(), check_backend(device)) {
+            (Ok(problem), Ok(())) => supported(&problem),
+            _ => Vec::new(),
+        }
+    }
+
+    /// For tests, which try every instruction set.
+    pub(crate) fn build(
+        spec: &Conv2dSpec,
+        problem: Problem,
+        algorithm: Conv2dAlgorithm,
+        isa: Isa,
+        options: &PlanOptions,
+    ) -> Self {
+        let threads = resolve_threads(options.threads);
+        let engine = Engine::new(spec, &problem, algorithm, isa, threads);
+        let verify = options.verify;
+        Conv2dPlan { spec: spec.clone(), problem, algorithm, engine, threads, verify }
+    }
+
+    /// The algorithm.
+    pub fn algorithm(&self) -> Conv2dAlgorithm {
+        self.algorithm
+    }
+
+    /// What it computes.
+    pub fn spec(&self) -> &Conv2dSpec {
+        &self.spec
+    }
+
+    /// Bytes of workspace that [`Conv2dPlan::run`] needs with [`Weights::Raw`].
+    pub fn workspace_bytes(&self) -> usize {
+        self.packed_bytes() + self.engine.workspace_bytes(self.problem.k)
+    }
+
+    /// Bytes of workspace that [`Conv2dPlan::run`] needs with [`Weights::Packed`].
+    pub fn packed_workspace_bytes(&self) -> usize {
+        self.engine.workspace_bytes(self.problem.k)
+    }
+
+    /// Algorithm, blocking and threads in one line.
+    pub fn explain(&self) -> String {
+        format!(
+            "conv2d by {} on {} threads at accuracy {}: {}; workspace {} bytes",
+            self.algorithm,
+            self.threads,
+            self.spec.accuracy.name(),
+            self.engine.explain(),
+            self.workspace_bytes()
+        )
+    }
+
+    /// Packs a filter [k, c/groups, r, s] of the spec's type and strides for any number of runs.
+    /// The memory comes from the cache that [`Tensor`](crate::Tensor) uses, not from the workspace.
+    ///
+    /// # Errors
+    /// [`Error::Shape`], [`Error::DType`], [`Error::Strides`] if `w` is not as in the spec,
+    /// [`Error::WrongDevice`], [`Error::OutOfMemory`].
+    pub fn pack_weights(
+        &self,
+        w: &TensorRef<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<PackedWeights> {
+        check_device("workspace", workspace.device(), Device::Cpu)?;
+        check_view("w", w.desc(), w.device(), &self.spec.w)?;
+        let mut data = Buffer::new(self.packed_bytes())?;
+        self.engine.pack(w, floats_mut(data.as_mut_slice()));
+        let source = (self.verify == Verify::On).then(|| w.to_f64_vec()).transpose()?;
+        Ok(PackedWeights { packing: self.packing(), data, source })
+    }
+
+    /// Computes y.
+    ///
+    /// # Errors
+    /// [`Error::Shape`], [`Error::DType`], [`Error::Strides`] if a view is not as in the spec;
+    /// [`Error::WrongDevice`]; [`Error::Aliasing`] if y shares memory with an input;
+    /// [`Error::Parameter`] if the bias is missing or one too many, if the filter was packed for
+    /// another plan, or if the workspace is too small; [`Error::Verification`] under
+    /// [`Verify::On`] only.
+    pub fn run(
+        &self,
+        args: &Conv2dArgs<'_>,
+        mut y: TensorMut<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        check_device("workspace", workspace.device(), Device::Cpu)?;
+        self.check(args, &y)?;
+        let bytes = match args.w {
+            Weights::Raw(_) => self.workspace_bytes(),
+            Weights::Packed(_) => self.packed_workspace_bytes(),
+        };
+        let memory = workspace.take(bytes)?;
+        if y.layout().is_empty() {
+            return Ok(());
+        }
+        let (packed, scratch) = match args.w {
+            Weights::Raw(w) => {
+                let (packed, scratch) = memory.split_at_mut(self.packed_bytes());
+                self.engine.pack(&w, floats_mut(packed));
+                (floats(packed), scratch)
+            }
+            Weights::Packed(packed) => (floats(packed.data.as_slice()), memory),
+        };
+        let activation = self.spec.activation;
+        self.engine.run(packed, &args.x, args.bias.as_ref(), activation, &mut y, scratch);
+        if self.verify == Verify::Off {
+            return Ok(());
+        }
+        let w = match args.w {
+            Weights::Raw(w) => w.to_f64_vec()?,
+            Weights::Packed(PackedWeights { source: Some(w), .. }) => w.clone(),
+            // Packed by a plan that did not verify: the filter itself is not known.
+            Weights::Packed(_) => return Ok(()),
+        };
+        let want = self.expected(&args.x, &w, args.bias.as_ref())?;
+        let comparison = Comparison::of(&y.as_ref(), &want.values, &want.scale, self.tolerance())?;
+        comparison.into_result(&format!("conv2d by {}", self.algorithm))
+    }
+
+    /// What [`Conv2dPlan::run`] should give, with the scale that the plan's tolerance refers to.
+    pub(crate) fn expected(
+        &self,
+        x: &TensorRef<'_>,
+        w: &[f64],
+        bias: Option<&TensorRef<'_>>,
+    ) -> Result<Expected> {
+        let bias = bias.map(TensorRef::to_f64_vec).transpose()?;
+        let (x, activation) = (x.to_f64_vec()?, self.spec.activation);
+        let mut want = reference::forward(&self.problem, &x, w, bias.as_deref(), activation);
+        if let Conv2dAlgorithm::WinogradGemm(tile) | Conv2dAlgorithm::WinogradFused(tile) =
+            self.algorithm
+        {
+            let tiles = reference::winograd_scale(&self.problem, tile.m(), &x, w);
+            want.scale.iter_mut().zip(tiles).for_each(|(scale, tile)| *scale += tile);
+        }
+        Ok(want)
+    }
+
+    fn check(&self, args: &Conv2dArgs<'_>, y: &TensorMut<'_>) -> Result<()> {
+        let Conv2dArgs { x, w, bias } = args;
+        check_view("x", x.desc(), x.device(), &self.spec.x)?;
+        check_view("y", y.desc(), y.device(), &self.spec.y)?;
+        check_disjoint("y", y, "x", x)?;
+        match w {
+            Weights::Raw(w) => {
+                check_view("w", w.desc(), w.device(), &self.spec.w)?;
+                check_disjoint("y", y, "w", w)?;
+            }
+            Weights::Packed(packed) if packed.packing != self.packing() => {
+                return Err(Error::parameter(
+                    "w",
+                    format!("{:?}", packed.packing),
+                    format!("a filter packed for a plan with {:?}", self.packing()),
+                ));
+            }
+            Weights::Packed(_) => {}
+        }
+        match (bias, &self.spec.bias) {
+            (None, None) => Ok(()),
+            (Some(bias), Some(desc)) => {
+                check_view("bias", bias.desc(), bias.device(), desc)?;
+                check_disjoint("y", y, "bias", bias)
+            }
+            (Some(_), None) => Err(Error::parameter("bias", "given", "none, as in the spec")),
+            (None, Some(_)) => Err(Error::parameter("bias", "missing", "a bias, as in the spec")),
+        }
+    }
+
+    /// How far an element may be off, relative to its scale: a rounding for each addition in a row,
+    /// in f32, as they pass through the activation. For Winograd a few times what was measured.
+    pub(crate) fn tolerance(&self) -> f64 {
+        let unit = DType::F32.unit_roundoff();
+        let sums = match (self.engine.additions(), self.algorithm) {
+            (Some(additions), _) => (additions + 2) as f64 * unit,
+            (None, Conv2dAlgorithm::WinogradGemm(Tile::F2)) => 1e-6,
+            (None, Conv2dAlgorithm::WinogradGemm(Tile::F4)) => 4e-6,
+            (None, _) => 2e-5,
+        };
+        match self.spec.activation {
+            Activation::Identity | Activation::Relu => sums,
+            // Slopes reach 1.13; the functions themselves are within 4 units in the last place.
+            _ => 1.13 * sums + 8.0 * unit,
+        }
+    }
+
+    fn packing(&self) -> Packing {
+        let p = &self.problem;
+        Packing {
+            algorithm: self.algorithm,
+            filter: [p.k, p.c_group(), p.r, p.s],
+            groups: p.groups,
+            width: self.engine.packed_width(),
+        }
+    }
+
+    fn packed_bytes(&self) -> usize {
+        (self.engine.packed_len() * size_of::<f32>()).next_multiple_of(64)
+    }
+}
+
+/// The algorithms that can compute a problem.
+fn supported(p: &Problem) -> Vec<Conv2dAlgorithm> {
+    let mut all = vec![Conv2dAlgorithm::Direct, Conv2dAlgorithm::Im2colGemm];
+    if p.is_winograd() {
+        all.extend(Tile::ALL.map(Conv2dAlgorithm::WinogradGemm));
+    }
+    all
+}
+
+/// The algorithm that should be fastest within the accuracy asked for.
+fn choose(spec: &Conv2dSpec, p: &Problem) -> Conv2dAlgorithm {
+    // With few channels on both sides the im2col matrix costs more than the sums.
+    if p.groups > 1 && p.c_group() * p.k_group() <= 16 {
+        return Conv2dAlgorithm::Direct;
+    }
+    if p.is_winograd() && spec.accuracy != Accuracy::Exact {
+        return Conv2dAlgorithm::WinogradGemm(Tile::F4);
+    }
+    Conv2dAlgorithm::Im2colGemm
+}
+
+/// [`Error::NoDevice`] unless there are kernels for the device.
+fn check_backend(device: Device) -> Result<()> {
+    match device {
+        Device::Cpu => Ok(()),
+        Device::Cuda(_) => Err(Error::NoDevice {
+            device: device.to_string(),
+            reason: "conv2d has no kernels for it in this build".into(),
+        }),
+    }
+}
+
+/// Checks a view against what the spec says of it.
+fn check_view(
+    arg: &'static str,
+    given: &TensorDesc,
+    device: Device,
+    expected: &TensorDesc,
+) -> Result<()> {
+    check_device(arg, device, Device::Cpu)?;
+    check_tensor(arg, given, expected.dtype, expected.shape())?;
+    if given.layout != expected.layout {
+        return Err(Error::Strides {
+            arg,
+            given: given.strides().to_vec(),
+            expected: format!("{:?}, as in the spec", expected.strides()),
+        });
+    }
+    Ok(())
+}

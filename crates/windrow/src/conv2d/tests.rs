@@ -1,0 +1,261 @@
+//! Every algorithm on every instruction set against the oracle.
+
+use super::*;
+use crate::cpu::Isa;
+use crate::verify::{Comparison, random};
+use crate::{Activation, DType, Element, Error, Layout, TensorDesc, TensorMut, Verify, bf16, f16};
+use proptest::prelude::*;
+
+/// Memory of one element type, larger than the tensor in it, which may have any strides.
+pub(super) struct Strided {
+    desc: TensorDesc,
+    offset: usize,
+    data: Data,
+}
+
+enum Data {
+    F32(Vec<f32>),
+    F16(Vec<f16>),
+    BF16(Vec<bf16>),
+}
+
+/// How a tensor lies in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Form {
+    Nchw,
+    ChannelsLast,
+    /// Gaps between elements, rows, and so on.
+    Gaps,
+    /// Channels-last with gaps between pixels, images in reverse order.
+    Reversed,
+}
+
+pub(super) const FORMS: [Form; 4] = [Form::Nchw, Form::ChannelsLast, Form::Gaps, Form::Reversed];
+
+pub(super) fn layout(shape: &[usize; 4], form: Form) -> Layout {
+    let dense = |order: &[usize]| Layout::with_order(shape, order).unwrap();
+    match form {
+        Form::Nchw => dense(&[0, 1, 2, 3]),
+        Form::ChannelsLast => dense(&[0, 2, 3, 1]),
+        Form::Gaps => {
+            let padded = [shape[0], shape[1] + 1, shape[2] + 2, shape[3] * 2 + 1];
+            let s = Layout::contiguous(&padded).unwrap();
+            let s = s.strides();
+            Layout::strided(shape, &[s[0], s[1], s[2], 2]).unwrap()
+        }
+        Form::Reversed => {
+            let padded = [shape[0], shape[1] + 3, shape[2], shape[3]];
+            let s = Layout::with_order(&padded, &[0, 2, 3, 1]).unwrap();
+            let s = s.strides();
+            Layout::strided(shape, &[-s[0], s[1], s[2], s[3]]).unwrap()
+        }
+    }
+}
+
+impl Strided {
+    pub(super) fn new(dtype: DType, layout: Layout, seed: u64) -> Self {
+        let (low, high) = layout.extent().unwrap_or((0, -1));
+        let len = (high - low + 1) as usize;
+        // Values in the gaps that would be seen.
+        let values = random(seed, len, -1.0, 1.0);
+        let data = match dtype {
+            DType::F32 => Data::F32(values.iter().map(|&v| v as f32).collect()),
+            DType::F16 => Data::F16(values.iter().map(|&v| f16::from_f64(v)).collect()),
+            DType::BF16 => Data::BF16(values.iter().map(|&v| bf16::from_f64(v)).collect()),
+            other => panic!("{other}"),
+        };
+        Strided { desc: TensorDesc { dtype, layout }, offset: -low as usize, data }
+    }
+
+    pub(super) fn view(&self) -> TensorRef<'_> {
+        let (offset, layout) = (self.offset, self.desc.layout);
+        match &self.data {
+            Data::F32(d) => TensorRef::strided(d, offset, layout),
+            Data::F16(d) => TensorRef::strided(d, offset, layout),
+            Data::BF16(d) => TensorRef::strided(d, offset, layout),
+        }
+        .unwrap()
+    }
+
+    pub(super) fn view_mut(&mut self) -> TensorMut<'_> {
+        let (offset, layout) = (self.offset, self.desc.layout);
+        match &mut self.data {
+            Data::F32(d) => TensorMut::strided(d, offset, layout),
+            Data::F16(d) => TensorMut::strided(d, offset, layout),
+            Data::BF16(d) => TensorMut::strided(d, offset, layout),
+        }
+        .unwrap()
+    }
+
+    /// The bits of every element in memory, gaps included.
+    fn bits(&self) -> Vec<u32> {
+        match &self.data {
+            Data::F32(d) => d.iter().map(|v| v.to_bits()).collect(),
+            Data::F16(d) => d.iter().map(|v| v.to_bits().into()).collect(),
+            Data::BF16(d) => d.iter().map(|v| v.to_bits().into()).collect(),
+        }
+    }
+
+    /// The bits of the elements of the tensor only, set to zero elsewhere, and the other way round.
+    fn split(&self) -> (Vec<u32>, Vec<u32>) {
+        let (mut inside, mut outside) = (vec![0; self.bits().len()], self.bits());
+        crate::tensor::for_each_offset(&self.desc.layout, |o| {
+            let i = (o + self.offset as isize) as usize;
+            inside[i] = std::mem::take(&mut outside[i]);
+        });
+        (inside, outside)
+    }
+}
+
+/// A convolution that tests run.
+#[derive(Clone, Debug)]
+pub(super) struct Case {
+    pub x: [usize; 4],
+    /// k, r, s
+    pub filter: [usize; 3],
+    pub params: Conv2dParams,
+    pub dtype: DType,
+    pub bias: Option<DType>,
+    pub forms: [Form; 3],
+}
+
+impl Case {
+    pub(super) fn spec(&self) -> Result<Conv2dSpec> {
+        let [k, r, s] = self.filter;
+        let desc = |shape, form| TensorDesc { dtype: self.dtype, layout: layout(&shape, form) };
+        let x = desc(self.x, self.forms[0]);
+        let w = desc([k, self.x[1] / self.params.groups.max(1), r, s], self.forms[1]);
+        let mut spec = Conv2dSpec::new(x, w, &self.params)?;
+        spec.y = desc(spec.y.shape().try_into().unwrap(), self.forms[2]);
+        if let Some(dtype) = self.bias {
+            spec.bias = Some(TensorDesc::contiguous(dtype, &[k])?);
+        }
+        Ok(spec)
+    }
+
+    /// x, w, bias
+    pub(super) fn inputs(&self, spec: &Conv2dSpec) -> [Option<Strided>; 3] {
+        let make = |desc: &TensorDesc, seed| Strided::new(desc.dtype, desc.layout, seed);
+        [Some(make(&spec.x, 1)), Some(make(&spec.w, 2)), spec.bias.as_ref().map(|b| make(b, 3))]
+    }
+
+    /// Runs every algorithm on every instruction set.
+    pub(super) fn check(&self) {
+        let Ok(spec) = self.spec() else { return };
+        let problem = spec.problem().unwrap();
+        let [x, w, bias] = self.inputs(&spec);
+        let (x, w) = (x.unwrap(), w.unwrap());
+        for algorithm in Conv2dPlan::algorithms(&spec, Device::Cpu) {
+            let mut want = None;
+            for isa in Isa::available() {
+                let mut results = Vec::new();
+                for threads in [1, 3] {
+                    let options =
+                        PlanOptions { threads: threads.try_into().ok(), ..Default::default() };
+                    let plan = Conv2dPlan::build(&spec, problem, algorithm, isa, &options);
+                    let mut ws = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+                    // What an earlier use left in the workspace must not matter.
+                    ws.take(plan.workspace_bytes()).unwrap().fill(0xff);
+                    let mut y = Strided::new(self.dtype, spec.y.layout, 4);
+                    let before = y.split().1;
+                    let bias = bias.as_ref().map(Strided::view);
+                    let args = Conv2dArgs { x: x.view(), w: Weights::Raw(w.view()), bias };
+                    plan.run(&args, y.view_mut(), &mut ws).unwrap();
+                    let (result, outside) = y.split();
+                    assert!(before == outside, "{algorithm} on {isa:?} wrote beside y: {self:?}");
+                    if threads > 1 {
+                        results.push(result);
+                        continue;
+                    }
+                    let want = want.get_or_insert_with(|| {
+                        let w = w.view().to_f64_vec().unwrap();
+                        plan.expected(&x.view(), &w, bias.as_ref()).unwrap()
+                    });
+                    let (values, scale) = (&want.values, &want.scale);
+                    let c = Comparison::of(&y.view(), values, scale, plan.tolerance()).unwrap();
+                    assert!(
+                        c.passed(),
+                        "{algorithm} on {isa:?}: {c}\n{self:?}\n{}",
+                        plan.explain()
+                    );
+                    results.push(result);
+                }
+                assert!(results[0] == results[1], "threads change {algorithm}: {self:?}");
+            }
+        }
+    }
+}
+
+fn activation() -> impl Strategy<Value = Activation> {
+    prop::sample::select(Activation::ALL.to_vec())
+}
+
+fn form() -> impl Strategy<Value = Form> {
+    prop::sample::select(FORMS.to_vec())
+}
+
+prop_compose! {
+    /// Small convolutions of every kind.
+    pub(super) fn any_case()(
+        (n, groups, c_group, k_group) in (0usize..3, 1usize..4, 0usize..6, 0usize..9),
+        many in prop::option::weighted(0.2, 20usize..60),
+        (h, w) in (0usize..12, 0usize..40),
+        (r, s) in (1usize..5, 1usize..5),
+        stride in [1usize..4, 1usize..4],
+        padding in [0usize..5, 0usize..5],
+        dilation in [1usize..4, 1usize..4],
+        dtype in prop::sample::select(vec![DType::F32, DType::F16, DType::BF16]),
+        bias in 0usize..3,
+        activation in activation(),
+        forms in [form(), form(), form()],
+    ) -> Case {
+        // Now and then enough channels for several panels.
+        let (c_group, k_group) = many.map_or((c_group, k_group), |m| (m, 61 - m));
+        Case {
+            x: [n, groups * c_group, h, w],
+            filter: [groups * k_group, r, s],
+            params: Conv2dParams { stride, padding, dilation, groups, activation, ..Default::default() },
+            dtype,
+            bias: [None, Some(dtype), Some(DType::F32)][bias],
+            forms,
+        }
+    }
+}
+
+prop_compose! {
+    /// Convolutions in which every channel is a group of its own.
+    fn depthwise()(case in any_case(), c in 1usize..70, multiplier in 1usize..3) -> Case {
+        let [n, _, h, w] = case.x;
+        let [_, r, s] = case.filter;
+        let params = Conv2dParams { groups: c, ..case.params };
+        Case { x: [n, c, h, w], filter: [c * multiplier, r, s], params, ..case }
+    }
+}
+
+prop_compose! {
+    /// What Winograd can compute.
+    pub(super) fn three_by_three()(case in any_case(), c in 0usize..24, k in 0usize..40) -> Case {
+        let [n, _, h, w] = case.x;
+        let params = Conv2dParams { padding: case.params.padding, activation: case.params.activation, ..Default::default() };
+        Case { x: [n, c, h, w], filter: [k, 3, 3], params, ..case }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn every_algorithm_agrees_with_the_oracle(case in any_case()) {
+        case.check();
+    }
+
+    #[test]
+    fn three_by_three_agrees_with_the_oracle(case in three_by_three()) {
+        case.check();
+    }
+
+    #[test]
+    fn depthwise_agrees_with_the_oracle(case in depthwise()) {
+        case.check();
+    }
+}
