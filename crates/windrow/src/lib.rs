@@ -11,6 +11,7 @@ pub mod cuda;
 mod device;
 mod dtype;
 mod error;
+mod gelu;
 mod layout;
 mod plan;
 mod tensor;
@@ -24,6 +25,7 @@ pub use conv2d::{
 pub use device::Device;
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
+pub use gelu::{GeluAlgorithm, GeluArgs, GeluGrads, GeluPlan, GeluSpec, geglu, gelu};
 pub use half::{bf16, f16};
 pub use layout::{Layout, MAX_RANK};
 pub use plan::{Accuracy, PlanOptions, Verify, Workspace};

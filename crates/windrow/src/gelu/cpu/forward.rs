@@ -1,0 +1,160 @@
+//! `y = gelu(x + bias) * gate`
+
+use super::nest::Nest;
+use super::{BLOCK, Bias, Block, PARALLEL_FROM, bias_strides, gather, gelu, load, scatter, store};
+use crate::cpu::{Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, parallel_for};
+use crate::gelu::{GeluArgs, GeluSpec};
+use crate::{Approximate, DType, MAX_RANK, TensorMut, bf16, f16};
+
+/// Elements in a task at least: a whole number of pages.
+const TASK: usize = 16 << 10;
+
+/// Runs a checked plan. `args` fit `spec`.
+pub(in crate::gelu) fn forward(
+    isa: Isa,
+    threads: usize,
+    spec: &GeluSpec,
+    args: &GeluArgs<'_>,
+    y: TensorMut<'_>,
+) {
+    let zero = [0; MAX_RANK];
+    let shape = spec.x.shape();
+    let zero = &zero[..shape.len()];
+    let bias = bias_strides(shape.len(), spec.bias.as_ref().map(|b| b.strides()[0]));
+    let nest = Nest::new(
+        shape,
+        [
+            spec.y.strides(),
+            spec.x.strides(),
+            spec.gate.as_ref().map_or(zero, |g| g.strides()),
+            &bias[..shape.len()],
+        ],
+    );
+    match (spec.x.dtype, spec.approximate) {
+        (DType::F32, Approximate::None) => run::<f32, false>(isa, threads, &nest, args, y),
+        (DType::F32, Approximate::Tanh) => run::<f32, true>(isa, threads, &nest, args, y),
+        (DType::F16, Approximate::None) => run::<f16, false>(isa, threads, &nest, args, y),
+        (DType::F16, Approximate::Tanh) => run::<f16, true>(isa, threads, &nest, args, y),
+        (DType::BF16, Approximate::None) => run::<bf16, false>(isa, threads, &nest, args, y),
+        (DType::BF16, Approximate::Tanh) => run::<bf16, true>(isa, threads, &nest, args, y),
+        (other, _) => unreachable!("the spec refuses {other}"),
+    }
+}
+
+fn run<T: SimdElement, const TANH: bool>(
+    isa: Isa,
+    threads: usize,
+    nest: &Nest<4>,
+    args: &GeluArgs<'_>,
+    mut y: TensorMut<'_>,
+) {
+    let y = SendPtr(y.as_mut_ptr().cast::<T>());
+    let len = nest.len();
+    let threads = if len * size_of::<T>() < PARALLEL_FROM { 1 } else { threads };
+    // A few tasks for each thread, so that a late one does not hold up the others.
+    let task = if threads == 1 { len } else { (len / (4 * threads)).next_multiple_of(TASK) };
+    parallel_for(threads, len.div_ceil(task.max(1)), |i| {
+        let kernel = Forward::<T, TANH> {
+            nest,
+            x: args.x.as_ptr().cast(),
+            bias: Bias::of(args.bias.as_ref()),
+            gate: args.gate.map_or(std::ptr::null(), |g| g.as_ptr().cast()),
+            y: y.get(),
+            begin: i * task,
+            end: ((i + 1) * task).min(len),
+        };
+        dispatch(isa, kernel);
+    });
+}
+
+/// The elements `begin..end` of a nest over (y, x, gate, bias).
+struct Forward<'a, T, const TANH: bool> {
+    nest: &'a Nest<4>,
+    x: *const T,
+    bias: Bias<T>,
+    /// Null if there is none.
+    gate: *const T,
+    y: *mut T,
+    begin: usize,
+    end: usize,
+}
+
+impl<T: SimdElement, const TANH: bool> Kernel for Forward<'_, T, TANH> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let [y_stride, x_stride, gate_stride, bias_stride] = self.nest.inner_strides();
+        let contiguous = y_stride == 1
+            && x_stride == 1
+            && (self.gate.is_null() || gate_stride == 1)
+            && (matches!(self.bias, Bias::None) || bias_stride == 1);
+        let (mut xs, mut biases, mut gates, mut ys) =
+            (Block::new(), Block::new(), Block::new(), Block::new());
+        for ([y, x, gate, bias], run) in self.nest.runs(self.begin, self.end) {
+            let block = if contiguous { run } else { BLOCK };
+            for begin in (0..run).step_by(block) {
+                let n = block.min(run - begin);
+                let at = |offset: isize, stride: isize| offset + begin as isize * stride;
+                // SAFETY: the nest visits elements of the operands, whose strides it was made from;
+                // y's elements belong to this task alone. Null pointers are not read.
+                unsafe {
+                    let to = self.y.offset(at(y, y_stride));
+                    let gate = if self.gate.is_null() {
+                        self.gate
+                    } else {
+                        gather(self.gate.offset(at(gate, gate_stride)), gate_stride, n, &mut gates)
+                    };
+                    let row = Row::<T, TANH> {
+                        x: gather(self.x.offset(at(x, x_stride)), x_stride, n, &mut xs),
+                        bias: self.bias.block(at(bias, bias_stride), bias_stride, n, &mut biases),
+                        gate,
+                        y: if y_stride == 1 { to } else { ys.as_mut_ptr() },
+                    };
+                    row.run(s, n);
+                    scatter(to, y_stride, n, &mut ys);
+                }
+            }
+        }
+    }
+}
+
+/// Contiguous elements.
+struct Row<T, const TANH: bool> {
+    x: *const T,
+    bias: Bias<T>,
+    gate: *const T,
+    y: *mut T,
+}
+
+impl<T: SimdElement, const TANH: bool> Row<T, TANH> {
+    /// # Safety
+    /// `n` elements of each operand are readable, those of `y` writable.
+    #[inline(always)]
+    unsafe fn run<S: Simd>(&self, s: S, n: usize) {
+        let whole = n - n % S::LANES;
+        // SAFETY: passed on.
+        unsafe {
+            for i in (0..whole).step_by(S::LANES) {
+                self.vector(s, i, S::LANES);
+            }
+            if whole < n {
+                self.vector(s, whole, n - whole);
+            }
+        }
+    }
+
+    /// Elements `i..i + n`.
+    #[inline(always)]
+    unsafe fn vector<S: Simd>(&self, s: S, i: usize, n: usize) {
+        // SAFETY: passed on.
+        unsafe {
+            let x = self.bias.add(s, load(s, self.x.add(i), n), i, n);
+            let mut y = gelu::<S, T, TANH>(s, x);
+            if !self.gate.is_null() {
+                y = s.mul(y, load(s, self.gate.add(i), n));
+            }
+            store(s, self.y.add(i), y, n);
+        }
+    }
+}

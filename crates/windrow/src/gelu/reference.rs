@@ -1,0 +1,93 @@
+//! The oracle: GELU and its gradients in f64, in plain loops over row-major elements.
+
+use crate::{Activation, Approximate};
+
+/// Values, and for each the size that its error is measured against: the value itself and, where a
+/// rounded sum goes into the activation, what that rounding changes.
+pub(crate) struct Expected {
+    pub(crate) want: Vec<f64>,
+    pub(crate) scale: Vec<f64>,
+}
+
+impl Expected {
+    fn zeros(len: usize) -> Self {
+        Expected { want: vec![0.0; len], scale: vec![0.0; len] }
+    }
+}
+
+/// The inputs, row-major. `bias` belongs to the last dimension.
+pub(crate) struct Inputs {
+    pub(crate) x: Vec<f64>,
+    pub(crate) bias: Option<Vec<f64>>,
+    pub(crate) gate: Option<Vec<f64>>,
+    pub(crate) approximate: Approximate,
+}
+
+impl Inputs {
+    fn activation(&self) -> Activation {
+        Activation::Gelu(self.approximate)
+    }
+
+    fn pre_activation(&self, i: usize) -> f64 {
+        self.x[i] + self.bias.as_ref().map_or(0.0, |b| b[i % b.len()])
+    }
+
+    fn gate(&self, i: usize) -> f64 {
+        self.gate.as_ref().map_or(1.0, |g| g[i])
+    }
+
+    /// How far `f` moves when its argument moves by a relative 1, as far as a rounded bias sum does
+    /// that.
+    fn condition(&self, f: impl Fn(f64) -> f64, x: f64) -> f64 {
+        const STEP: f64 = 1e-6;
+        if self.bias.is_none() || !x.is_finite() {
+            return 0.0;
+        }
+        ((f(x * (1.0 + STEP)) - f(x * (1.0 - STEP))) / (2.0 * STEP)).abs()
+    }
+}
+
+/// `gelu(x + bias) * gate`
+pub(crate) fn forward(inputs: &Inputs) -> Expected {
+    let mut y = Expected::zeros(inputs.x.len());
+    let f = |x| inputs.activation().apply_f64(x);
+    for i in 0..inputs.x.len() {
+        let pre = inputs.pre_activation(i);
+        let gate = inputs.gate(i);
+        y.want[i] = f(pre) * gate;
+        y.scale[i] = (f(pre).abs() + inputs.condition(f, pre)) * gate.abs();
+    }
+    y
+}
+
+/// The gradients of `x`, `gate` and `bias` for the gradient `dy` of the output.
+pub(crate) struct ExpectedGrads {
+    pub(crate) dx: Expected,
+    pub(crate) dgate: Expected,
+    pub(crate) dbias: Expected,
+}
+
+/// The gradients; `last` is the length of the last dimension.
+pub(crate) fn backward(inputs: &Inputs, dy: &[f64], last: usize) -> ExpectedGrads {
+    let f = |x| inputs.activation().apply_f64(x);
+    let slope = |x| inputs.activation().derivative_f64(x);
+    let mut grads = ExpectedGrads {
+        dx: Expected::zeros(dy.len()),
+        dgate: Expected::zeros(dy.len()),
+        dbias: Expected::zeros(last),
+    };
+    for (i, &dy) in dy.iter().enumerate() {
+        let pre = inputs.pre_activation(i);
+        let out = dy * inputs.gate(i);
+        // The derivative is p(x) + x p'(x) with p = gelu(x) / x; the two terms can cancel.
+        let probability = if pre == 0.0 { 0.5 } else { (f(pre) / pre).abs() };
+        let terms = slope(pre).abs() + 2.0 * probability + inputs.condition(slope, pre);
+        grads.dx.want[i] = out * slope(pre);
+        grads.dx.scale[i] = out.abs() * terms;
+        grads.dgate.want[i] = dy * f(pre);
+        grads.dgate.scale[i] = dy.abs() * (f(pre).abs() + inputs.condition(f, pre));
+        grads.dbias.want[i % last] += grads.dx.want[i];
+        grads.dbias.scale[i % last] += grads.dx.scale[i];
+    }
+    grads
+}

@@ -1,0 +1,136 @@
+//! What to compute: types, shapes, options and the checks that need no data.
+
+use crate::tensor::{check_dtype, check_tensor, check_unique};
+use crate::{Activation, Approximate, DType, Error, Result, TensorDesc};
+
+/// `y = gelu(x + bias) * gate`, element by element.
+///
+/// | tensor | shape | type | strides |
+/// |---|---|---|---|
+/// | `x`, `gate` | one shape of any rank | f32, f16 or bf16 | any, also 0 and negative |
+/// | `y` | `x`'s | `x`'s | any without overlap |
+/// | `bias` | `[last dimension of x]` | f32 or `x`'s | any |
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct GeluSpec {
+    /// The input.
+    pub x: TensorDesc,
+    /// The output.
+    pub y: TensorDesc,
+    /// Added to `x` along its last dimension.
+    pub bias: Option<TensorDesc>,
+    /// Multiplies the activation.
+    pub gate: Option<TensorDesc>,
+    /// Exact or tanh form.
+    pub approximate: Approximate,
+}
+
+impl GeluSpec {
+    /// GELU of `x` into an output of the same layout, or a row-major one if elements of `x` share
+    /// memory.
+    ///
+    /// # Errors
+    /// As [`Layout::contiguous`](crate::Layout::contiguous).
+    pub fn new(x: TensorDesc, approximate: Approximate) -> Result<Self> {
+        let y = if is_dense(&x) { x } else { TensorDesc::contiguous(x.dtype, x.shape())? };
+        Ok(GeluSpec { x, y, bias: None, gate: None, approximate })
+    }
+
+    /// With this output.
+    #[must_use]
+    pub fn y(self, y: TensorDesc) -> Self {
+        GeluSpec { y, ..self }
+    }
+
+    /// With a bias along the last dimension.
+    #[must_use]
+    pub fn bias(self, bias: TensorDesc) -> Self {
+        GeluSpec { bias: Some(bias), ..self }
+    }
+
+    /// With a gate.
+    #[must_use]
+    pub fn gate(self, gate: TensorDesc) -> Self {
+        GeluSpec { gate: Some(gate), ..self }
+    }
+
+    /// The activation as the other operators know it.
+    pub fn activation(&self) -> Activation {
+        Activation::Gelu(self.approximate)
+    }
+
+    /// Every check that needs no data.
+    pub(crate) fn check(&self) -> Result<()> {
+        let dtype = self.x.dtype;
+        if !dtype.is_compute() {
+            return Err(Error::dtype("x", dtype, "f32, f16 or bf16"));
+        }
+        check_tensor("y", &self.y, dtype, self.x.shape())?;
+        check_unique("y", &self.y.layout)?;
+        if let Some(gate) = &self.gate {
+            check_tensor("gate", gate, dtype, self.x.shape())?;
+        }
+        if let Some(bias) = &self.bias {
+            let Some(&last) = self.x.shape().last() else {
+                return Err(Error::Rank {
+                    arg: "x",
+                    given: 0,
+                    expected: "at least 1 where a bias is added along the last",
+                });
+            };
+            check_bias("bias", bias, dtype, last)?;
+        }
+        Ok(())
+    }
+}
+
+/// `[last]`, in f32 or the type of `x`.
+pub(super) fn check_bias(
+    arg: &'static str,
+    bias: &TensorDesc,
+    dtype: DType,
+    last: usize,
+) -> Result<()> {
+    if bias.dtype != DType::F32 {
+        check_dtype(arg, bias.dtype, dtype)
+            .map_err(|_| Error::dtype(arg, bias.dtype, format!("f32 or {dtype}")))?;
+    }
+    check_tensor(arg, bias, bias.dtype, &[last])
+}
+
+/// True if the elements fill their memory without gaps from the lowest address on.
+fn is_dense(x: &TensorDesc) -> bool {
+    x.layout.is_unique()
+        && x.layout
+            .extent()
+            .is_none_or(|(low, high)| low == 0 && high as usize + 1 == x.layout.len())
+}
+
+/// How GELU is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum GeluAlgorithm {
+    /// Vectors of the CPU's widest instruction set, in f32.
+    Cpu,
+}
+
+impl GeluAlgorithm {
+    const ALL: [GeluAlgorithm; 1] = [GeluAlgorithm::Cpu];
+
+    /// `cpu`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            GeluAlgorithm::Cpu => "cpu",
+        }
+    }
+}
+
+impl std::str::FromStr for GeluAlgorithm {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|a| a.name() == s).ok_or_else(|| {
+            let names: Vec<_> = Self::ALL.iter().map(|a| a.name()).collect();
+            Error::parameter("algorithm", s, names.join(", "))
+        })
+    }
+}
