@@ -1,3 +1,35 @@
-//! Project tasks: `cargo xtask test`.
+//! Project tasks, run as `cargo xtask TASK`.
 
-fn main() {}
+mod date;
+mod readme;
+mod record;
+mod steps;
+mod test;
+
+use std::process::ExitCode;
+
+const USAGE: &str = "usage: cargo xtask TASK
+
+  test             everything that has to pass before a change is merged
+  record           measure this machine into benchmarks/record/DATE-MACHINE
+  readme           write the README's tables from the record that it names
+  readme --check   fail if the README's tables are not those of the record";
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let result = match args[..] {
+        ["test"] => test::run(),
+        ["record"] => record::run(),
+        ["readme"] => readme::write(),
+        ["readme", "--check"] => readme::check(),
+        _ => Err(USAGE.into()),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(message) => {
+            eprintln!("xtask: {message}");
+            ExitCode::FAILURE
+        }
+    }
+}

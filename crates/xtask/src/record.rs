@@ -1,0 +1,69 @@
+//! `cargo xtask record`: this machine's speed and accuracy as files.
+
+use crate::date::today;
+use crate::steps::{Result, cargo, root};
+use serde_json::Value;
+use std::path::Path;
+
+/// Where records are, below the root.
+pub(crate) const RECORDS: &str = "benchmarks/record";
+
+pub(crate) fn run() -> Result {
+    let verify = windrow(&["verify", "--json"])?;
+    let plot = std::env::temp_dir().join(format!("windrow-record-{}.svg", std::process::id()));
+    let plot_arg = plot.to_str().ok_or("the temporary folder's name is not UTF-8")?;
+    let bench = windrow(&["bench", "--json", "--plot", plot_arg])?;
+
+    let name = format!("{}-{}", today(), machine_name(&bench)?);
+    let folder = root().join(RECORDS).join(&name);
+    let io = |e: std::io::Error| format!("{}: {e}", folder.display());
+    std::fs::create_dir_all(&folder).map_err(io)?;
+    write(&folder.join("verify.json"), &verify)?;
+    write(&folder.join("bench.json"), &bench)?;
+    std::fs::copy(&plot, folder.join("bench.svg")).map_err(io)?;
+    std::fs::remove_file(&plot).map_err(io)?;
+    println!("{RECORDS}/{name}");
+    Ok(())
+}
+
+/// Runs the command in release mode and reads the JSON that it prints.
+fn windrow(args: &[&str]) -> Result<Value> {
+    let command = ["run", "--release", "--quiet", "--package", "windrow-cli", "--"];
+    let output = cargo(&[&command, args].concat())
+        .stderr(std::process::Stdio::inherit())
+        .output()
+        .map_err(|e| format!("windrow {args:?}: {e}"))?;
+    if !output.status.success() {
+        return Err(format!("windrow {args:?}: {}", output.status).into());
+    }
+    serde_json::from_slice(&output.stdout).map_err(|e| format!("windrow {args:?}: {e}").into())
+}
+
+/// The CPU's name and the number of threads, fit for a folder: `amd-epyc-9354-2-threads`.
+fn machine_name(bench: &Value) -> Result<String> {
+    let machine = &bench["machine"];
+    let (Some(cpu), Some(threads)) = (machine["cpu"].as_str(), machine["threads"].as_u64()) else {
+        return Err("the benchmark names no machine".into());
+    };
+    let words = cpu.split(|c: char| !c.is_ascii_alphanumeric()).filter(|w| !w.is_empty());
+    let cpu = words.collect::<Vec<_>>().join("-").to_lowercase();
+    Ok(format!("{cpu}-{threads}-threads"))
+}
+
+fn write(path: &Path, value: &Value) -> Result {
+    let text = serde_json::to_string_pretty(value)? + "\n";
+    std::fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()).into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn machines_become_folder_names() {
+        let bench = json!({"machine": {"cpu": "AMD EPYC 9354 (32-Core)", "threads": 2}});
+        assert_eq!(machine_name(&bench).unwrap(), "amd-epyc-9354-32-core-2-threads");
+        assert!(machine_name(&json!({})).is_err());
+    }
+}

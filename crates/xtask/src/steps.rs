@@ -1,0 +1,49 @@
+//! Running programs one after the other, with a heading and the time each took.
+
+use std::error::Error;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+pub(crate) type Result<T = ()> = std::result::Result<T, Box<dyn Error>>;
+
+/// The root of the workspace, where all programs run.
+pub(crate) fn root() -> &'static Path {
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent();
+    crates.and_then(Path::parent).expect("this crate lies two folders below the root")
+}
+
+/// `cargo` with arguments, the same one that runs this task.
+pub(crate) fn cargo(args: &[&str]) -> Command {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(cargo);
+    command.args(args).current_dir(root());
+    command
+}
+
+/// The steps of a task.
+#[derive(Default)]
+pub(crate) struct Steps {
+    done: Vec<(&'static str, Duration)>,
+}
+
+impl Steps {
+    /// Runs a program; its output goes to the terminal.
+    pub(crate) fn run(&mut self, name: &'static str, command: &mut Command) -> Result {
+        // The times of earlier steps stand here, so that the last line of a task is a test
+        // runner's own summary.
+        let done: Vec<_> =
+            self.done.iter().map(|(n, t)| format!("{n} {:.0} s", t.as_secs_f64())).collect();
+        let so_far =
+            if done.is_empty() { String::new() } else { format!(" (done: {})", done.join(", ")) };
+        eprintln!("\n== {name}{so_far}");
+        let start = Instant::now();
+        let status = command.status().map_err(|e| format!("{name}: {command:?}: {e}"))?;
+        self.done.push((name, start.elapsed()));
+        if status.success() {
+            Ok(())
+        } else {
+            Err(format!("{name} failed: {command:?}: {status}").into())
+        }
+    }
+}
