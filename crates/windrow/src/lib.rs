@@ -25,7 +25,7 @@ pub use conv2d::{
 pub use device::Device;
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
-pub use gelu::{GeluAlgorithm, GeluArgs, GeluGrads, GeluPlan, GeluSpec, geglu, gelu};
+pub use gelu::{GeluAlgorithm, GeluArgs, GeluGrads, GeluPlan, GeluSpec, HalfMath, geglu, gelu};
 pub use half::{bf16, f16};
 pub use layout::{Layout, MAX_RANK};
 pub use plan::{Accuracy, PlanOptions, Verify, Workspace};

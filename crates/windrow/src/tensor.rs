@@ -147,12 +147,15 @@ impl<'a> TensorRef<'a> {
         Ok(TensorRef { ptr: self.ptr.wrapping_offset(bytes), desc, ..*self })
     }
 
-    /// All elements in row-major order, as f64. CPU only; for oracles and tests.
+    /// All elements in row-major order, as f64; for oracles and tests. Device memory is copied; what
+    /// writes it must be done, see [`Workspace::synchronize`](crate::Workspace::synchronize).
     ///
     /// # Errors
-    /// [`Error::WrongDevice`] for device memory.
+    /// For device memory [`Error::NoDevice`], [`Error::Backend`], [`Error::OutOfMemory`].
     pub fn to_f64_vec(&self) -> Result<Vec<f64>> {
-        check_device("tensor", self.device, Device::Cpu)?;
+        if let Device::Cuda(index) = self.device {
+            return crate::cuda::download(self, index)?.as_ref().to_f64_vec();
+        }
         Ok(match self.desc.dtype {
             DType::F32 => self.gather::<f32>(),
             DType::F16 => self.gather::<half::f16>(),
@@ -163,12 +166,16 @@ impl<'a> TensorRef<'a> {
         })
     }
 
-    /// All elements in row-major order.
+    /// All elements in row-major order. Device memory is copied, as in
+    /// [`to_f64_vec`](Self::to_f64_vec).
     ///
     /// # Errors
-    /// [`Error::DType`] if `T` is another type than the tensor's, [`Error::WrongDevice`].
+    /// [`Error::DType`] if `T` is another type than the tensor's, and as
+    /// [`to_f64_vec`](Self::to_f64_vec).
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
-        check_device("tensor", self.device, Device::Cpu)?;
+        if let Device::Cuda(index) = self.device {
+            return crate::cuda::download(self, index)?.to_vec();
+        }
         check_dtype("tensor", self.desc.dtype, T::DTYPE)?;
         let mut out = Vec::with_capacity(self.desc.layout.len());
         for_each_offset(&self.desc.layout, |o| {

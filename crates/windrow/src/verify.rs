@@ -1,7 +1,10 @@
 //! Comparison of results with the f64 oracles.
 
+use crate::cuda::DeviceTensor;
 use crate::tensor::for_each_offset;
-use crate::{DType, Device, Element, Error, Result, Tensor, TensorDesc, TensorRef, bf16, f16};
+use crate::{
+    DType, Device, Element, Error, Result, Tensor, TensorDesc, TensorMut, TensorRef, bf16, f16,
+};
 use std::fmt;
 
 /// How a result differs from its f64 oracle, element by element.
@@ -200,6 +203,44 @@ pub struct Case {
 impl fmt::Debug for Case {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {} {} {} {}", self.op, self.algorithm, self.dtype, self.layout, self.name)
+    }
+}
+
+/// A tensor on the device that a case runs on.
+pub(crate) enum Placed {
+    Cpu(Tensor),
+    Cuda(DeviceTensor),
+}
+
+impl Placed {
+    /// A copy of `tensor`, which is where it should be already on the CPU.
+    pub(crate) fn new(tensor: Tensor, device: Device) -> Result<Self> {
+        Ok(match device {
+            Device::Cpu => Placed::Cpu(tensor),
+            Device::Cuda(index) => Placed::Cuda(DeviceTensor::from_host(&tensor.as_ref(), index)?),
+        })
+    }
+
+    /// An output. On a device its bytes are those of NaN, so that an element left out is found.
+    pub(crate) fn output(desc: TensorDesc, device: Device) -> Result<Self> {
+        Ok(match device {
+            Device::Cpu => Placed::Cpu(Tensor::uninitialised(desc)?),
+            Device::Cuda(index) => Placed::Cuda(DeviceTensor::new(desc, index)?),
+        })
+    }
+
+    pub(crate) fn as_ref(&self) -> TensorRef<'_> {
+        match self {
+            Placed::Cpu(tensor) => tensor.as_ref(),
+            Placed::Cuda(tensor) => tensor.as_ref(),
+        }
+    }
+
+    pub(crate) fn as_mut(&mut self) -> TensorMut<'_> {
+        match self {
+            Placed::Cpu(tensor) => tensor.as_mut(),
+            Placed::Cuda(tensor) => tensor.as_mut().expect("layouts of outputs are unique"),
+        }
     }
 }
 

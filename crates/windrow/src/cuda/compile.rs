@@ -2,7 +2,7 @@
 
 use super::cache;
 use super::library::Library;
-use crate::{Device, Error, Result};
+use crate::{DType, Device, Error, Result};
 use cudarc::nvrtc::sys::{self, nvrtcProgram, nvrtcResult};
 use std::ffi::{CStr, CString, c_char};
 use std::path::Path;
@@ -13,13 +13,19 @@ pub(crate) struct Source {
     /// File name, for the compiler's messages.
     pub(crate) name: &'static str,
     pub(crate) text: &'static str,
+    /// Headers of its room; those of the wing may always be included.
+    pub(crate) includes: &'static [Source],
+}
+
+const fn header(name: &'static str, text: &'static str) -> Source {
+    Source { name, text, includes: &[] }
 }
 
 /// What every source may include.
 const HEADERS: &[Source] = &[
-    Source { name: "windrow.cuh", text: include_str!("kernels/windrow.cuh") },
-    Source { name: "intrinsics.cuh", text: include_str!("kernels/intrinsics.cuh") },
-    Source { name: "activation.cuh", text: include_str!("kernels/activation.cuh") },
+    header("windrow.cuh", include_str!("kernels/windrow.cuh")),
+    header("intrinsics.cuh", include_str!("kernels/intrinsics.cuh")),
+    header("activation.cuh", include_str!("kernels/activation.cuh")),
 ];
 
 /// One kernel: a source, the name that its entry point gets (the macro `KERNEL`), and constants.
@@ -65,6 +71,10 @@ impl KernelSpec {
         self
     }
 
+    fn headers(&self) -> impl Iterator<Item = &'static Source> {
+        HEADERS.iter().chain(self.source.includes)
+    }
+
     fn options(&self, target: &Target) -> Vec<String> {
         let mut options = vec![
             format!("--gpu-architecture={}", target.name),
@@ -75,6 +85,19 @@ impl KernelSpec {
         ];
         options.extend(self.defines.iter().map(|(n, v)| format!("--define-macro={n}={v}")));
         options
+    }
+}
+
+/// The name of an element type in device code.
+///
+/// # Panics
+/// For types that no kernel takes as elements.
+pub(crate) fn type_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F32 => "F32",
+        DType::F16 => "F16",
+        DType::BF16 => "Bf16",
+        _ => unreachable!("specs allow f32, f16 and bf16"),
     }
 }
 
@@ -131,7 +154,7 @@ pub(super) fn image(
     let version = version()?;
     let parts = [version.as_str(), spec.source.text]
         .into_iter()
-        .chain(HEADERS.iter().map(|h| h.text))
+        .chain(spec.headers().map(|h| h.text))
         .chain(options.iter().map(String::as_str));
     let key = cache::key(parts);
     if let Some(image) = directory.and_then(|d| cache::load(d, &key)) {
@@ -173,8 +196,8 @@ fn supported_architectures() -> Result<Vec<u32>> {
 fn compile(spec: &KernelSpec, target: &Target, options: &[String]) -> Result<Compiled> {
     let c = |text: &str| CString::new(text).expect("sources and options hold no zero byte");
     let (text, name) = (c(spec.source.text), c(spec.source.name));
-    let header_texts: Vec<_> = HEADERS.iter().map(|h| c(h.text)).collect();
-    let header_names: Vec<_> = HEADERS.iter().map(|h| c(h.name)).collect();
+    let header_texts: Vec<_> = spec.headers().map(|h| c(h.text)).collect();
+    let header_names: Vec<_> = spec.headers().map(|h| c(h.name)).collect();
     let options: Vec<_> = options.iter().map(|o| c(o)).collect();
     let pointers = |list: &[CString]| list.iter().map(|s| s.as_ptr()).collect::<Vec<_>>();
 
@@ -185,7 +208,7 @@ fn compile(spec: &KernelSpec, target: &Target, options: &[String]) -> Result<Com
             &mut program.0,
             text.as_ptr(),
             name.as_ptr(),
-            HEADERS.len() as i32,
+            header_texts.len() as i32,
             pointers(&header_texts).as_ptr(),
             pointers(&header_names).as_ptr(),
         )
@@ -259,19 +282,17 @@ fn nvrtc(result: nvrtcResult, what: &str) -> Result<()> {
 pub(crate) mod tests {
     use super::*;
 
-    /// Compiles for each architecture and fails if a kernel spills registers. Without NVRTC it
-    /// does nothing, unless `WINDROW_REQUIRE_NVRTC` is set.
-    pub(crate) fn check_compiles<'a>(
-        specs: impl IntoIterator<Item = &'a KernelSpec>,
-        capabilities: &[(u32, u32)],
-    ) {
+    /// Compiles for several generations and fails if a kernel spills registers. Without NVRTC it
+    /// does nothing, unless `WINDROW_REQUIRE_NVRTC` is set. `WINDROW_PTXAS=1` shows the assembler's report.
+    pub(crate) fn check_compiles(specs: &[KernelSpec]) {
+        let capabilities = [(8, 0), (9, 0), (10, 0)];
         if let Err(missing) = Library::Nvrtc.require() {
             assert!(std::env::var_os("WINDROW_REQUIRE_NVRTC").is_none(), "{missing}");
             eprintln!("not checked: {missing}");
             return;
         }
         for spec in specs {
-            for &capability in capabilities {
+            for capability in capabilities {
                 let target = Target::of(spec, capability, &supported_architectures().unwrap());
                 let target = target.unwrap();
                 let mut options = spec.options(&target);
@@ -293,7 +314,7 @@ pub(crate) mod tests {
 
     #[test]
     fn targets() {
-        static SOURCE: Source = Source { name: "x.cu", text: "" };
+        static SOURCE: Source = Source { name: "x.cu", text: "", includes: &[] };
         let spec = KernelSpec::new(&SOURCE, "x");
         let name = |spec: &KernelSpec, capability| {
             Target::of(spec, capability, &[75, 80, 90, 100]).map(|t| t.name)
@@ -309,7 +330,8 @@ pub(crate) mod tests {
 
     #[test]
     fn broken_source_is_reported_with_the_compilers_words() {
-        static BROKEN: Source = Source { name: "broken.cu", text: "int f() { return nothing; }" };
+        static BROKEN: Source =
+            Source { name: "broken.cu", text: "int f() { return nothing; }", includes: &[] };
         if Library::Nvrtc.require().is_err() {
             return;
         }
@@ -320,8 +342,11 @@ pub(crate) mod tests {
 
     #[test]
     fn a_damaged_cache_entry_is_rebuilt() {
-        static GOOD: Source =
-            Source { name: "good.cu", text: "extern \"C\" __global__ void KERNEL(int i) {}" };
+        static GOOD: Source = Source {
+            name: "good.cu",
+            text: "extern \"C\" __global__ void KERNEL(int i) {}",
+            includes: &[],
+        };
         if Library::Nvrtc.require().is_err() {
             return;
         }

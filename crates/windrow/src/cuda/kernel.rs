@@ -4,7 +4,7 @@ use super::{Gpu, KernelSpec, Stream, cache, compile, describe};
 use crate::{Error, Result};
 use cudarc::driver::sys::{self, CUfunction, CUresult};
 use std::collections::HashMap;
-use std::ffi::CString;
+use std::ffi::{CString, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{LazyLock, Mutex};
 
@@ -94,7 +94,7 @@ impl Gpu {
 }
 
 impl Kernel {
-    /// Launches on a stream. The kernel takes one argument, a structure.
+    /// Launches on a stream. The kernel takes one argument, a structure; `params` may be longer.
     ///
     /// With `WINDROW_CUDA_SYNC=1` in the environment every launch waits for its kernel, so that a
     /// fault is reported with the right name (not while a graph is captured).
@@ -105,7 +105,7 @@ impl Kernel {
     /// # Safety
     /// `params` must be laid out as the kernel's parameter structure, and what it points to must
     /// be valid for the kernel on this device until it is done.
-    pub(crate) unsafe fn launch<P: Copy>(
+    pub(crate) unsafe fn launch<P: ?Sized>(
         &'static self,
         stream: &Stream,
         launch: Launch,
@@ -117,7 +117,7 @@ impl Kernel {
         }
         let gpu = self.gpu;
         let _current = gpu.enter()?;
-        let mut arguments = [std::ptr::from_ref(params).cast_mut().cast()];
+        let mut arguments = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
         // SAFETY: the function is loaded into the current context; the driver copies the one
         // parameter, whose layout is the caller's promise.
         let result = unsafe {

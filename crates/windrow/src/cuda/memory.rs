@@ -83,6 +83,34 @@ fn upload(gpu: &Gpu, dst: *mut u8, src: *const u8, bytes: usize) -> Result<()> {
     )
 }
 
+/// The elements of a view of memory on CUDA device `index`, row-major on the CPU.
+pub(crate) fn download(x: &TensorRef<'_>, index: u32) -> Result<Tensor> {
+    let mut out =
+        Tensor::uninitialised(TensorDesc { layout: Layout::contiguous(x.shape())?, ..*x.desc() })?;
+    let Some((low, high)) = x.address_range() else { return Ok(out) };
+    let mut bytes = Buffer::new(high - low)?;
+    let gpu = Gpu::get(index)?;
+    let _current = gpu.enter()?;
+    // SAFETY: the view may be read on the device, and both ranges have this length.
+    match unsafe { sys::cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), low as CUdeviceptr, high - low) }
+    {
+        CUresult::CUDA_SUCCESS => {}
+        error => return Err(gpu.launch_error(error)),
+    }
+    let size = x.dtype().size();
+    let origin = x.as_ptr() as usize - low;
+    let mut to = out.as_mut().as_mut_ptr();
+    crate::tensor::for_each_offset(x.layout(), |o| {
+        let from = origin.wrapping_add_signed(o * size as isize);
+        // SAFETY: the buffer covers the view's range, and `out` has as many elements as the view.
+        unsafe {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr().add(from), to, size);
+            to = to.add(size);
+        }
+    });
+    Ok(out)
+}
+
 /// A tensor that owns device memory: to bring data to a device and back.
 ///
 /// Uploads keep the strides of the host's view and its address modulo 256, so that a kernel sees
@@ -176,34 +204,7 @@ impl DeviceTensor {
     /// # Errors
     /// [`Error::OutOfMemory`], and [`Error::Backend`] if a kernel failed before.
     pub fn to_host(&self) -> Result<Tensor> {
-        let mut out = Tensor::uninitialised(TensorDesc {
-            layout: Layout::contiguous(self.desc.shape())?,
-            ..self.desc
-        })?;
-        let mut bytes = Buffer::new(self.buffer.len)?;
-        if self.buffer.len > 0 {
-            let gpu = self.buffer.stream.gpu();
-            let _current = gpu.enter()?;
-            // SAFETY: both ranges have this length.
-            match unsafe {
-                sys::cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), self.buffer.ptr, self.buffer.len)
-            } {
-                CUresult::CUDA_SUCCESS => {}
-                error => return Err(gpu.launch_error(error)),
-            }
-        }
-        let size = self.desc.dtype.size();
-        let mut to = out.as_mut().as_mut_ptr();
-        crate::tensor::for_each_offset(&self.desc.layout, |o| {
-            let from = self.origin.wrapping_add_signed(o * size as isize);
-            // SAFETY: the buffer covers the layout's extent around `origin`, and `out` has as many
-            // elements as the layout.
-            unsafe {
-                std::ptr::copy_nonoverlapping(bytes.as_ptr().add(from), to, size);
-                to = to.add(size);
-            }
-        });
-        Ok(out)
+        download(&self.as_ref(), self.buffer.stream.gpu().info.index)
     }
 
     /// Element type, shape and strides.

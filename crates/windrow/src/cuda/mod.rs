@@ -10,6 +10,7 @@
 //! captured into a graph.
 
 mod cache;
+mod column_sum;
 mod compile;
 mod device;
 mod kernel;
@@ -21,12 +22,13 @@ pub use device::{DeviceInfo, devices};
 pub use memory::DeviceTensor;
 pub use stream::{Event, Graph, Stream};
 
+pub(crate) use column_sum::column_sum;
 #[cfg(test)]
 pub(crate) use compile::tests as compile_tests;
-pub(crate) use compile::{KernelSpec, Source};
+pub(crate) use compile::{KernelSpec, Source, type_name};
 pub(crate) use device::Gpu;
 pub(crate) use kernel::{Kernel, Launch};
-pub(crate) use memory::DeviceBuffer;
+pub(crate) use memory::{DeviceBuffer, download};
 
 use crate::{Device, Error, Result};
 use cudarc::driver::sys::{self, CUresult};

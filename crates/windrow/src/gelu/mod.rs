@@ -6,13 +6,14 @@
 //! Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", arXiv:1606.08415.
 
 mod cpu;
+mod cuda;
 mod reference;
 mod spec;
 #[cfg(test)]
 mod tests;
 pub(crate) mod verify;
 
-pub use spec::{GeluAlgorithm, GeluSpec};
+pub use spec::{GeluAlgorithm, GeluSpec, HalfMath};
 
 use crate::cpu::{Isa, resolve_threads};
 use crate::tensor::{check_device, check_disjoint};
@@ -66,6 +67,8 @@ pub struct GeluPlan {
     spec: GeluSpec,
     algorithm: GeluAlgorithm,
     options: PlanOptions,
+    /// On CUDA the compiled kernel.
+    cuda: Option<cuda::Forward>,
 }
 
 impl GeluPlan {
@@ -73,15 +76,17 @@ impl GeluPlan {
     ///
     /// # Errors
     /// What is wrong with the spec: [`Error::DType`], [`Error::Shape`], [`Error::Rank`],
-    /// [`Error::OverlappingOutput`]; [`Error::NoDevice`].
+    /// [`Error::OverlappingOutput`], [`Error::Unsupported`]; for CUDA [`Error::NoDevice`] and
+    /// [`Error::Backend`].
     pub fn new(spec: &GeluSpec, options: &PlanOptions) -> Result<Self> {
         spec.check()?;
-        let algorithm = Self::algorithms(spec, options.device).into_iter().next();
-        let algorithm = algorithm.ok_or_else(|| Error::NoDevice {
-            device: options.device.to_string(),
-            reason: "GELU has no algorithm for it".into(),
-        })?;
-        Ok(GeluPlan { spec: *spec, algorithm, options: *options })
+        match Self::algorithms(spec, options.device)[..] {
+            [fastest, ..] => Self::with_algorithm(spec, fastest, options),
+            [] => Err(Error::unsupported(
+                "gelu with half_math native",
+                "it takes f16 or bf16 on CUDA, without bias and gate",
+            )),
+        }
     }
 
     /// A plan with this algorithm.
@@ -94,7 +99,7 @@ impl GeluPlan {
         algorithm: GeluAlgorithm,
         options: &PlanOptions,
     ) -> Result<Self> {
-        let plan = Self::new(spec, options)?;
+        spec.check()?;
         let all = Self::algorithms(spec, options.device);
         if !all.contains(&algorithm) {
             let names: Vec<_> = all.iter().map(|a| a.name()).collect();
@@ -103,15 +108,20 @@ impl GeluPlan {
                 format!("this spec can be computed by {}", names.join(", ")),
             ));
         }
-        Ok(GeluPlan { algorithm, ..plan })
+        let cuda = match options.device {
+            Device::Cpu => None,
+            Device::Cuda(index) => Some(cuda::Forward::new(index, spec, algorithm)?),
+        };
+        Ok(GeluPlan { spec: *spec, algorithm, options: *options, cuda })
     }
 
     /// All algorithms that can compute this spec, the fastest first. None if the spec is wrong.
     pub fn algorithms(spec: &GeluSpec, device: Device) -> Vec<GeluAlgorithm> {
         match device {
             _ if spec.check().is_err() => Vec::new(),
+            Device::Cpu if spec.half_math == HalfMath::Native => Vec::new(),
             Device::Cpu => vec![GeluAlgorithm::Cpu],
-            Device::Cuda(_) => Vec::new(),
+            Device::Cuda(_) => cuda::algorithms(spec),
         }
     }
 
@@ -134,13 +144,17 @@ impl GeluPlan {
     /// [`GeluPlan::run`] needs none.
     pub fn workspace_bytes(&self) -> usize {
         match self.spec.bias {
+            Some(_) if self.cuda.is_some() => cuda::workspace_bytes(&self.spec),
             Some(_) => cpu::Partition::new(self.spec.x.shape()).workspace_bytes(),
             None => 0,
         }
     }
 
-    /// Algorithm, instruction set and threads, in one line.
+    /// Algorithm, and instruction set and threads or the launch, in one line.
     pub fn explain(&self) -> String {
+        if let Some(cuda) = &self.cuda {
+            return format!("gelu {}: one pass, {}", self.algorithm.name(), cuda.explain());
+        }
         format!(
             "gelu {}: one pass in {} vectors on {} threads",
             self.algorithm.name(),
@@ -175,12 +189,18 @@ impl GeluPlan {
         // Before the run, which may overwrite x.
         let expected = match self.options.verify {
             Verify::Off => None,
-            Verify::On => Some(reference::forward(&self.oracle_inputs(args)?)),
+            Verify::On => Some(self.oracle_forward(&self.oracle_inputs(args)?)),
         };
-        cpu::forward(Isa::best(), self.threads(), &self.spec, args, y.reborrow());
+        match &self.cuda {
+            Some(cuda) => cuda.run(args, &y, workspace)?,
+            None => cpu::forward(Isa::best(), self.threads(), &self.spec, args, y.reborrow()),
+        }
         match expected {
             None => Ok(()),
-            Some(expected) => self.compare("y", &y.as_ref(), &expected),
+            Some(expected) => {
+                workspace.synchronize()?;
+                self.compare("y", &y.as_ref(), &expected)
+            }
         }
     }
 
@@ -217,14 +237,19 @@ impl GeluPlan {
     ) -> Result<()> {
         self.check_args(args, workspace)?;
         self.check_grads(args, dy, &grads)?;
-        let GeluGrads { dx, dgate, dbias } = &mut grads;
-        let again = GeluGrads {
-            dx: dx.as_mut().map(TensorMut::reborrow),
-            dgate: dgate.as_mut().map(TensorMut::reborrow),
-            dbias: dbias.as_mut().map(TensorMut::reborrow),
-        };
-        cpu::backward(Isa::best(), self.threads(), &self.spec, args, dy, again, workspace)?;
+        if let Some(cuda) = &self.cuda {
+            cuda.backward(&self.spec, args, dy, &grads, workspace)?;
+        } else {
+            let GeluGrads { dx, dgate, dbias } = &mut grads;
+            let again = GeluGrads {
+                dx: dx.as_mut().map(TensorMut::reborrow),
+                dgate: dgate.as_mut().map(TensorMut::reborrow),
+                dbias: dbias.as_mut().map(TensorMut::reborrow),
+            };
+            cpu::backward(Isa::best(), self.threads(), &self.spec, args, dy, again, workspace)?;
+        }
         if self.options.verify == Verify::On {
+            workspace.synchronize()?;
             let last = self.spec.x.shape().last().copied().unwrap_or(1);
             let inputs = self.oracle_inputs(args)?;
             let expected = reference::backward(&inputs, &dy.to_f64_vec()?, last);
@@ -319,14 +344,28 @@ impl GeluPlan {
         })
     }
 
+    /// The oracle's output. Native half arithmetic has errors relative to `x`.
+    fn oracle_forward(&self, inputs: &reference::Inputs) -> reference::Expected {
+        let mut expected = reference::forward(inputs);
+        if self.spec.half_math == HalfMath::Native {
+            expected.scale = inputs.x.iter().map(|x| x.abs()).collect();
+        }
+        expected
+    }
+
     fn compare(
         &self,
         what: &str,
         got: &TensorRef<'_>,
         expected: &reference::Expected,
     ) -> Result<()> {
-        Comparison::of(got, &expected.want, &expected.scale, verify::tolerance(self.spec.x.dtype))?
-            .into_result(&format!("gelu {} {what}", self.algorithm.name()))
+        Comparison::of(
+            got,
+            &expected.want,
+            &expected.scale,
+            verify::tolerance(&self.spec, self.options.device),
+        )?
+        .into_result(&format!("gelu {} {what}", self.algorithm.name()))
     }
 }
 

@@ -22,6 +22,42 @@ pub struct GeluSpec {
     pub gate: Option<TensorDesc>,
     /// Exact or tanh form.
     pub approximate: Approximate,
+    /// How half types are computed; f32 takes no notice.
+    pub half_math: HalfMath,
+}
+
+/// How kernels compute on half types.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum HalfMath {
+    /// In f32, rounded once at the end: within one unit in the last place of the correctly rounded
+    /// result, tail included.
+    #[default]
+    Float,
+    /// In pairs of the half type itself, without bias and gate, on CUDA only. Absolute error of a
+    /// few units in the last place at 1: the tail of negative inputs is lost. No faster where memory
+    /// is the limit.
+    Native,
+}
+
+impl HalfMath {
+    /// `float` or `native`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            HalfMath::Float => "float",
+            HalfMath::Native => "native",
+        }
+    }
+}
+
+impl std::str::FromStr for HalfMath {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self> {
+        [HalfMath::Float, HalfMath::Native]
+            .into_iter()
+            .find(|h| h.name() == s)
+            .ok_or_else(|| Error::parameter("half_math", s, "float or native"))
+    }
 }
 
 impl GeluSpec {
@@ -32,7 +68,7 @@ impl GeluSpec {
     /// As [`Layout::contiguous`](crate::Layout::contiguous).
     pub fn new(x: TensorDesc, approximate: Approximate) -> Result<Self> {
         let y = if is_dense(&x) { x } else { TensorDesc::contiguous(x.dtype, x.shape())? };
-        Ok(GeluSpec { x, y, bias: None, gate: None, approximate })
+        Ok(GeluSpec { x, y, bias: None, gate: None, approximate, half_math: HalfMath::Float })
     }
 
     /// With this output.
@@ -51,6 +87,12 @@ impl GeluSpec {
     #[must_use]
     pub fn gate(self, gate: TensorDesc) -> Self {
         GeluSpec { gate: Some(gate), ..self }
+    }
+
+    /// With this arithmetic for half types.
+    #[must_use]
+    pub fn half_math(self, half_math: HalfMath) -> Self {
+        GeluSpec { half_math, ..self }
     }
 
     /// The activation as the other operators know it.
@@ -111,15 +153,55 @@ fn is_dense(x: &TensorDesc) -> bool {
 pub enum GeluAlgorithm {
     /// Vectors of the CPU's widest instruction set, in f32.
     Cpu,
+    /// CUDA, f32, one element a thread.
+    F32,
+    /// CUDA, f32, four elements a thread in one access.
+    F32x4,
+    /// CUDA, f16, one element a thread.
+    F16,
+    /// CUDA, f16, a pair a thread.
+    F16x2,
+    /// CUDA, f16, eight elements a thread in four accesses.
+    F16x8,
+    /// CUDA, f16, eight elements a thread in one access.
+    F16x8Pack,
+    /// CUDA, bf16, one element a thread.
+    Bf16,
+    /// CUDA, bf16, a pair a thread.
+    Bf16x2,
+    /// CUDA, bf16, eight elements a thread in one access.
+    Bf16x8,
 }
 
 impl GeluAlgorithm {
-    const ALL: [GeluAlgorithm; 1] = [GeluAlgorithm::Cpu];
+    /// Every algorithm, of whatever device.
+    pub const ALL: [GeluAlgorithm; 10] = [
+        GeluAlgorithm::Cpu,
+        GeluAlgorithm::F32,
+        GeluAlgorithm::F32x4,
+        GeluAlgorithm::F16,
+        GeluAlgorithm::F16x2,
+        GeluAlgorithm::F16x8,
+        GeluAlgorithm::F16x8Pack,
+        GeluAlgorithm::Bf16,
+        GeluAlgorithm::Bf16x2,
+        GeluAlgorithm::Bf16x8,
+    ];
 
-    /// `cpu`.
+    /// `cpu`; on CUDA `f32`, `f32x4`, `f16`, `f16x2`, `f16x8`, `f16x8_pack`, `bf16`, `bf16x2` or
+    /// `bf16x8`.
     pub const fn name(self) -> &'static str {
         match self {
             GeluAlgorithm::Cpu => "cpu",
+            GeluAlgorithm::F32 => "f32",
+            GeluAlgorithm::F32x4 => "f32x4",
+            GeluAlgorithm::F16 => "f16",
+            GeluAlgorithm::F16x2 => "f16x2",
+            GeluAlgorithm::F16x8 => "f16x8",
+            GeluAlgorithm::F16x8Pack => "f16x8_pack",
+            GeluAlgorithm::Bf16 => "bf16",
+            GeluAlgorithm::Bf16x2 => "bf16x2",
+            GeluAlgorithm::Bf16x8 => "bf16x8",
         }
     }
 }

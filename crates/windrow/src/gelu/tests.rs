@@ -110,6 +110,7 @@ fn check_with_bias<T: Element, B: Element>(p: &Problem) {
         bias: args.bias.map(|b| *b.desc()),
         gate: args.gate.map(|g| *g.desc()),
         approximate: p.approximate,
+        half_math: HalfMath::Float,
     };
     let plan = GeluPlan::new(&spec, &PlanOptions::default()).unwrap();
     let inputs = plan.oracle_inputs(&args).unwrap();

@@ -1,17 +1,25 @@
 //! The room's cases for `windrow verify`.
 
-use super::{GeluAlgorithm, GeluArgs, GeluGrads, GeluPlan, GeluSpec, reference};
-use crate::verify::{Case, Check, Comparison, random_tensor};
-use crate::{
-    Approximate, DType, Device, Layout, PlanOptions, Result, Tensor, TensorDesc, Workspace,
-};
+use super::{GeluAlgorithm, GeluArgs, GeluGrads, GeluPlan, GeluSpec, HalfMath, reference};
+use crate::verify::{Case, Check, Comparison, Placed, random_tensor};
+use crate::{Approximate, DType, Device, Layout, PlanOptions, Result, TensorDesc, Workspace};
 
 /// Largest relative error of a kernel before it rounds to the output type.
 ///
-/// f32: 4 units in the last place of the activation (8 roundings' worth) and one rounding each for
-/// the bias, the gate and the product with `dy`. The half types are computed in f32 as well.
-pub(crate) fn tolerance(_dtype: DType) -> f64 {
-    11.0 * DType::F32.unit_roundoff()
+/// f32, and half types on the CPU, which are computed alike: 4 units in the last place of the
+/// activation (8 roundings' worth) and one rounding each for the bias, the gate and the product with
+/// `dy`. Half types on CUDA: 2^-14.9 of the polynomial for the normal tail, and 2^-17 of an exponent
+/// near 128 rounded to f32. Native half arithmetic: about six roundings to the half type and 3e-4 of its
+/// fit, relative to `x`.
+pub(crate) fn tolerance(spec: &GeluSpec, device: Device) -> f64 {
+    let float = 11.0 * DType::F32.unit_roundoff();
+    match device {
+        Device::Cuda(_) if spec.half_math == HalfMath::Native => {
+            8.0 * spec.x.dtype.unit_roundoff() + 3e-4
+        }
+        Device::Cuda(_) if spec.x.dtype.is_half() => float + 4e-5,
+        _ => float,
+    }
 }
 
 /// Shapes with their edge cases: a scalar, nothing, one element, less than a vector, more than a
@@ -37,19 +45,25 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
                             };
                             spec = spec.bias(bias).gate(x);
                         }
-                        for algorithm in GeluPlan::algorithms(&spec, device) {
-                            cases.push(Case {
-                                op: "gelu",
-                                algorithm: algorithm.name().into(),
-                                dtype,
-                                layout: layout_name.into(),
-                                name: format!(
-                                    "{shape:?} {}{}",
-                                    approximate.name(),
-                                    if fused { " bias gate" } else { "" }
-                                ),
-                                run: Box::new(move || run(&spec, algorithm, device)),
-                            });
+                        let native = spec.half_math(HalfMath::Native);
+                        let specs = [Some(spec), dtype.is_half().then_some(native)];
+                        for spec in specs.into_iter().flatten() {
+                            for algorithm in GeluPlan::algorithms(&spec, device) {
+                                let native = spec.half_math == HalfMath::Native;
+                                cases.push(Case {
+                                    op: "gelu",
+                                    algorithm: algorithm.name().into(),
+                                    dtype,
+                                    layout: layout_name.into(),
+                                    name: format!(
+                                        "{shape:?} {}{}{}",
+                                        approximate.name(),
+                                        if fused { " bias gate" } else { "" },
+                                        if native { " native" } else { "" }
+                                    ),
+                                    run: Box::new(move || run(&spec, algorithm, device)),
+                                });
+                            }
                         }
                     }
                 }
@@ -76,30 +90,39 @@ fn run(spec: &GeluSpec, algorithm: GeluAlgorithm, device: Device) -> Result<Vec<
         &PlanOptions { device, ..PlanOptions::default() },
     )?;
     let mut workspace = Workspace::new(device, plan.workspace_bytes())?;
-    let x = random_tensor(1, spec.x, -8.0, 8.0)?;
-    let dy = random_tensor(2, spec.y, -2.0, 2.0)?;
-    let bias = spec.bias.map(|desc| random_tensor(3, desc, -1.0, 1.0)).transpose()?;
-    let gate = spec.gate.map(|desc| random_tensor(4, desc, -2.0, 2.0)).transpose()?;
+    let place = |seed, desc, low, high| Placed::new(random_tensor(seed, desc, low, high)?, device);
+    let x = place(1, spec.x, -8.0, 8.0)?;
+    let dy = place(2, spec.y, -2.0, 2.0)?;
+    let bias = spec.bias.map(|desc| place(3, desc, -1.0, 1.0)).transpose()?;
+    let gate = spec.gate.map(|desc| place(4, desc, -2.0, 2.0)).transpose()?;
     let args = GeluArgs {
         x: x.as_ref(),
-        bias: bias.as_ref().map(Tensor::as_ref),
-        gate: gate.as_ref().map(Tensor::as_ref),
+        bias: bias.as_ref().map(Placed::as_ref),
+        gate: gate.as_ref().map(Placed::as_ref),
     };
     let inputs = plan.oracle_inputs(&args)?;
+    let tolerance = tolerance(spec, device);
+    let check = |what, got: &Placed, expected: &reference::Expected| {
+        let comparison = Comparison::of(&got.as_ref(), &expected.want, &expected.scale, tolerance)?;
+        Result::Ok(Check { what, comparison })
+    };
 
-    let mut y = Tensor::uninitialised(spec.y)?;
+    let mut y = Placed::output(spec.y, device)?;
     plan.run(&args, y.as_mut(), &mut workspace)?;
-    let mut checks = vec![check("y", &y, &reference::forward(&inputs))?];
+    workspace.synchronize()?;
+    let mut checks = vec![check("y", &y, &plan.oracle_forward(&inputs))?];
 
-    let mut dx = Tensor::uninitialised(spec.x)?;
-    let mut dgate = spec.gate.map(Tensor::uninitialised).transpose()?;
-    let mut dbias = spec.bias.map(Tensor::uninitialised).transpose()?;
+    let output = |desc| Placed::output(desc, device);
+    let mut dx = output(spec.x)?;
+    let mut dgate = spec.gate.map(output).transpose()?;
+    let mut dbias = spec.bias.map(output).transpose()?;
     let grads = GeluGrads {
         dx: Some(dx.as_mut()),
-        dgate: dgate.as_mut().map(Tensor::as_mut),
-        dbias: dbias.as_mut().map(Tensor::as_mut),
+        dgate: dgate.as_mut().map(Placed::as_mut),
+        dbias: dbias.as_mut().map(Placed::as_mut),
     };
     plan.backward(&args, &dy.as_ref(), grads, &mut workspace)?;
+    workspace.synchronize()?;
     let last = spec.x.shape().last().copied().unwrap_or(1);
     let expected = reference::backward(&inputs, &dy.as_ref().to_f64_vec()?, last);
     checks.push(check("dx", &dx, &expected.dx)?);
@@ -110,10 +133,4 @@ fn run(spec: &GeluSpec, algorithm: GeluAlgorithm, device: Device) -> Result<Vec<
         checks.push(check("dbias", dbias, &expected.dbias)?);
     }
     Ok(checks)
-}
-
-fn check(what: &'static str, got: &Tensor, expected: &reference::Expected) -> Result<Check> {
-    let tolerance = tolerance(got.desc().dtype);
-    let comparison = Comparison::of(&got.as_ref(), &expected.want, &expected.scale, tolerance)?;
-    Ok(Check { what, comparison })
 }

@@ -1,118 +1,117 @@
 // Activations and their derivatives in f32.
 //
-// Every smooth one is written as max(x, 0) - |x| * tail(|x|), where the tail falls from 1/2 to 0:
-// no cancellation for negative x, +0 and -0 kept, and with |x| held below the point where the tail
-// vanishes, infinities come out right. The tail is formed with a factor 2^32 so that a subnormal
-// result is rounded once, at the end. `ACCURATE` carries the rounding errors of the exponent along:
-// within a few units in the last place of f32; without, relative error about 2^-16, for half types.
+// GELU is written as max(x, 0) - |x| * tail(|x|), where the tail falls from 1/2 to 0: no
+// cancellation for negative x, +0 and -0 kept, and with |x| held below the point where the tail
+// vanishes, infinities come out right. Two grades:
+//   ACCURATE   rounding errors of the exponent are carried along: within 4 units in the last place
+//              of f32 wherever the result is normal
+//   otherwise  relative error about 2^-15, for half types. The tail is formed with a factor 2^32, so
+//              that a subnormal result is rounded once, at the end.
 #pragma once
 #include "intrinsics.cuh"
 
 enum Activation { IDENTITY, RELU, SILU, GELU, GELU_TANH };
 
-// 2^(-(high + low) + 32)
-template <bool ACCURATE> __device__ __forceinline__ float scaled_exp2(float high, float low) {
-    if constexpr (ACCURATE) {
-        // Adding 32 is exact where it is needed, and would round smaller arguments.
-        bool large = high > 16.0f;
-        float e = exp2_fast((large ? 32.0f : 0.0f) - high);
-        e *= large ? 1.0f : 4294967296.0f;
-        return fmaf(e, -0.69314718f * low, e);
-    } else {
-        return exp2_fast(32.0f - high);
-    }
+// x / (1 + exp(-x)). Beyond -120 the result is 0 in every type.
+__device__ __forceinline__ float silu(float x) {
+    x = max_nan(x, -120.0f);
+    return x * reciprocal_fast(1.0f + exp2_fast(-1.44269504f * x));
 }
 
-// max(x, 0) - a / (1 + 2^(high + low)), where a = min(|x|, bound).
-template <bool ACCURATE>
-__device__ __forceinline__ float sigmoid_gate(float x, float a, float high, float low) {
-    float e = scaled_exp2<ACCURATE>(high, low);
-    float d = e + 4294967296.0f;
-    float w = a * e;
-    if constexpr (ACCURATE) return max_nan(x, -0.0f) - w / d;
-    return fmaf(-w, reciprocal_fast(d), max_nan(x, -0.0f));
-}
-
-// x / (1 + exp(-x))
-template <bool ACCURATE> __device__ __forceinline__ float silu(float x) {
-    float a = fminf(fabsf(x), 192.0f);
-    float high = a * 1.44269502f;
-    float low = ACCURATE ? fmaf(a, 1.44269502f, -high) + a * 1.92596303e-8f : 0.0f;
-    return sigmoid_gate<ACCURATE>(x, a, high, low);
+// 1 / x within half a unit in the last place, nearly always.
+__device__ __forceinline__ float reciprocal_refined(float x) {
+    float r = reciprocal_fast(x);
+    return fmaf(r, fmaf(-x, r, 1.0f), r);
 }
 
 // 2 sqrt(2 / pi) log2(e) and that times 0.044715, each in two parts.
 #define TANH_C1 2.30220819f
-#define TANH_C1_LOW 1.2948402e-8f
+#define TANH_C1_LOW 1.2948402e-08f
 #define TANH_C3 0.10294324f
-#define TANH_C3_LOW -2.01619844e-9f
+#define TANH_C3_LOW -2.01619844e-09f
 
 // x / (1 + 2^-(c1 x + c3 x^3))
 template <bool ACCURATE> __device__ __forceinline__ float gelu_tanh(float x) {
     float a = fminf(fabsf(x), 16.0f);
-    float s = a * a;
+    float positive = max_nan(x, -0.0f);
     if constexpr (!ACCURATE) {
-        return sigmoid_gate<false>(x, a, a * fmaf(TANH_C3, s, TANH_C1), 0.0f);
+        float e = exp2_fast(fmaf(-a, fmaf(TANH_C3, a * a, TANH_C1), 32.0f));
+        return fmaf(-(a * e), reciprocal_fast(e + 0x1p32f), positive);
     } else {
-        // c1 a + c3 a^3 with every product and the sum in two parts.
-        float s_low = fmaf(a, a, -s);
-        float q = a * s, q_low = fmaf(a, s, -q) + a * s_low;
-        float u = TANH_C1 * a, u_low = fmaf(TANH_C1, a, -u) + TANH_C1_LOW * a;
-        float v = TANH_C3 * q, v_low = fmaf(TANH_C3, q, -v) + (TANH_C3_LOW * q + TANH_C3 * q_low);
-        float high = u + v, v_part = high - u;
-        float sum_low = (u - (high - v_part)) + (v - v_part);
-        return sigmoid_gate<true>(x, a, high, sum_low + (u_low + v_low));
+        // p = c1 + c3 a^2 and z = a p, each as a rounded value and what it lacks. The intrinsics
+        // keep the compiler from fusing a product whose rounding is being measured.
+        float s = __fmul_rn(a, a), v = __fmul_rn(TANH_C3, s);
+        float p = __fadd_rn(TANH_C1, v), from_v = __fsub_rn(p, TANH_C1);
+        float p_low = __fadd_rn(__fsub_rn(TANH_C1, __fsub_rn(p, from_v)), __fsub_rn(v, from_v));
+        p_low += fmaf(TANH_C3, s, -v) + TANH_C1_LOW;
+        p_low = fmaf(TANH_C3, fmaf(a, a, -s), fmaf(TANH_C3_LOW, s, p_low));
+        float z = __fmul_rn(a, p);
+        float z_low = fmaf(a, p_low, fmaf(a, p, -z));
+        float e = exp2_full(-z);
+        e = fmaf(e, -0.69314718f * z_low, e);
+        return fmaf(-(a * e), reciprocal_refined(e + 1.0f), positive);
     }
 }
 
-// 0.5 erfcx(a / sqrt 2) / t for t = 1 / (1 + 0.3 a), as a polynomial fitted for least relative
-// error over 0 <= a <= 14.5: 2^-16.8 with six terms in t, 2^-28.1 with ten in 1 - 2 t.
-template <bool ACCURATE> __device__ __forceinline__ float normal_tail_polynomial(float t) {
-    if constexpr (!ACCURATE) {
-        float p = -0.07670069340265347f;
-        p = fmaf(p, t, 0.21484926031664028f);
-        p = fmaf(p, t, -0.01559786404709819f);
-        p = fmaf(p, t, 0.1434735217976475f);
-        p = fmaf(p, t, 0.11392279600617013f);
-        return fmaf(p, t, 0.12005742008169554f);
-    } else {
+// 0.5 erfcx(a / sqrt 2) / t, as polynomials fitted for least relative error over 0 <= a <= 14.5:
+// 2^-14.9 for t = 1 / (1 + 0.375 a), scaled by -2^-32, or 2^-24.9 for t = 1 / (1 + 0.35 a) in 1 - 2 t.
+template <bool ACCURATE> struct NormalTail;
+
+template <> struct NormalTail<false> {
+    static constexpr float SLOPE = 0.375f;
+    static __device__ __forceinline__ float polynomial(float t) {
+        float p = 0.09031786571902087f * 0x1p-32f;
+        p = fmaf(p, t, -0.1995586943443156f * 0x1p-32f);
+        p = fmaf(p, t, -0.08412311879059708f * 0x1p-32f);
+        p = fmaf(p, t, -0.157558456550039f * 0x1p-32f);
+        return fmaf(p, t, -0.14907963738768826f * 0x1p-32f);
+    }
+};
+
+template <> struct NormalTail<true> {
+    static constexpr float SLOPE = 0.35f;
+    static __device__ __forceinline__ float polynomial(float t) {
         float q = fmaf(-2.0f, t, 1.0f);
-        float p = 4.0280261660079875e-05f;
-        p = fmaf(p, q, 7.667978558223918e-05f);
-        p = fmaf(p, q, -0.0002806064921926361f);
-        p = fmaf(p, q, -0.0005696906587567611f);
-        p = fmaf(p, q, 0.00242349414865769f);
-        p = fmaf(p, q, 0.0018160317834213444f);
-        p = fmaf(p, q, -0.02776033669021899f);
-        p = fmaf(p, q, 0.08654971009035307f);
-        p = fmaf(p, q, -0.164579485418598f);
-        return fmaf(p, q, 0.22197061307888227f);
+        float p = -0.00011389811016346391f;
+        p = fmaf(p, q, -0.00021405789309620043f);
+        p = fmaf(p, q, 0.0006900627653416602f);
+        p = fmaf(p, q, 0.0017543811014829962f);
+        p = fmaf(p, q, -0.005108741027725992f);
+        p = fmaf(p, q, -0.010233857597980081f);
+        p = fmaf(p, q, 0.07109894495547524f);
+        p = fmaf(p, q, -0.17149580430581965f);
+        return fmaf(p, q, 0.2532442767855122f);
     }
-}
+};
 
-// 2^32 exp(-a^2 / 2)
-template <bool ACCURATE> __device__ __forceinline__ float scaled_gauss(float a) {
-    if constexpr (!ACCURATE) {
-        return exp2_fast(fmaf(a * -0.72134752f, a, 32.0f));
-    } else {
-        float s = a * a, high = s * 0.72134751f;
-        float low = fmaf(s, 0.72134751f, -high) + (s * 9.62981516e-9f + fmaf(a, a, -s) * 0.72134751f);
-        return scaled_exp2<true>(high, low);
-    }
+// exp(-a^2 / 2) for a <= 16, to f32's precision where it is normal.
+__device__ __forceinline__ float gauss(float a) {
+    float s = __fmul_rn(a, a), high = __fmul_rn(s, 0.72134751f);
+    float low = fmaf(s, 9.62981496e-9f, fmaf(s, 0.72134751f, -high));
+    low = fmaf(fmaf(a, a, -s), 0.72134751f, low);
+    float e = exp2_fast(-high);
+    return fmaf(e, -0.69314718f * low, e);
 }
 
 // x Phi(x) = max(x, 0) - |x| Phi(-|x|)
 template <bool ACCURATE> __device__ __forceinline__ float gelu(float x) {
+    typedef NormalTail<ACCURATE> Tail;
     float a = fminf(fabsf(x), 16.0f);
-    float d = fmaf(0.3f, a, 1.0f);
-    float t = ACCURATE ? 1.0f / d : reciprocal_fast(d);
-    float w = a * t * scaled_gauss<ACCURATE>(a) * normal_tail_polynomial<ACCURATE>(t);
-    return fmaf(w, -0x1p-32f, max_nan(x, -0.0f));
+    float positive = max_nan(x, -0.0f);
+    float d = fmaf(Tail::SLOPE, a, 1.0f);
+    if constexpr (ACCURATE) {
+        float t = reciprocal_refined(d);
+        return fmaf(-(a * t) * gauss(a), Tail::polynomial(t), positive);
+    } else {
+        float t = reciprocal_fast(d);
+        float e = exp2_fast(fmaf(a * -0.72134752f, a, 32.0f));
+        return fmaf(a * t * e, Tail::polynomial(t), positive);
+    }
 }
 
 template <int ACTIVATION, bool ACCURATE> __device__ __forceinline__ float activate(float x) {
     if constexpr (ACTIVATION == RELU) return max_nan(x, 0.0f);
-    if constexpr (ACTIVATION == SILU) return silu<ACCURATE>(x);
+    if constexpr (ACTIVATION == SILU) return silu(x);
     if constexpr (ACTIVATION == GELU) return gelu<ACCURATE>(x);
     if constexpr (ACTIVATION == GELU_TANH) return gelu_tanh<ACCURATE>(x);
     return x;
@@ -122,10 +121,10 @@ template <int ACTIVATION, bool ACCURATE> __device__ __forceinline__ float activa
 template <int ACTIVATION> __device__ __forceinline__ float activate_gradient(float x) {
     if constexpr (ACTIVATION == RELU) return x > 0.0f || x != x ? (x != x ? x : 1.0f) : 0.0f;
     if constexpr (ACTIVATION == SILU || ACTIVATION == GELU_TANH) {
-        constexpr bool TANH = ACTIVATION == GELU_TANH;
-        float a = fminf(fabsf(x), TANH ? 16.0f : 192.0f), s = a * a;
-        float high = TANH ? a * fmaf(TANH_C3, s, TANH_C1) : a * 1.44269502f;
-        float slope = TANH ? fmaf(0.2140644488f, s, 1.5957691216f) : 1.0f;
+        constexpr bool CUBIC = ACTIVATION == GELU_TANH;
+        float a = fminf(fabsf(x), CUBIC ? 16.0f : 192.0f), s = a * a;
+        float high = CUBIC ? a * fmaf(TANH_C3, s, TANH_C1) : a * 1.44269502f;
+        float slope = CUBIC ? fmaf(0.2140644488f, s, 1.5957691216f) : 1.0f;
         float e = exp2_full(-high), r = 1.0f / (1.0f + e);
         // At |x|: the falling part, so that a negative x does not cancel.
         float tail = e * r, curve = a * tail * r * slope;
@@ -133,10 +132,11 @@ template <int ACTIVATION> __device__ __forceinline__ float activate_gradient(flo
         return x != x ? x : y;
     }
     if constexpr (ACTIVATION == GELU) {
-        float a = fminf(fabsf(x), 16.0f), t = 1.0f / fmaf(0.3f, a, 1.0f);
-        float gauss = scaled_gauss<true>(a) * 0x1p-32f;
-        float tail = gauss * t * normal_tail_polynomial<true>(t);
-        float curve = a * gauss * 0.39894228f;
+        float a = fminf(fabsf(x), 16.0f);
+        float t = reciprocal_refined(fmaf(NormalTail<true>::SLOPE, a, 1.0f));
+        float density = gauss(a);
+        float tail = density * t * NormalTail<true>::polynomial(t);
+        float curve = a * density * 0.39894228f;
         float y = x < 0.0f ? tail - curve : 1.0f - (tail - curve);
         return x != x ? x : y;
     }

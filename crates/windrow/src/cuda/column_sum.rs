@@ -1,0 +1,66 @@
+//! Sums over the rows of a matrix, for gradients that are summed in several blocks.
+
+use super::{Gpu, KernelSpec, Launch, Source, Stream, type_name};
+use crate::{Result, TensorMut};
+
+static SOURCE: Source =
+    Source { name: "column_sum.cu", text: include_str!("kernels/column_sum.cu"), includes: &[] };
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Params {
+    partial: *const f32,
+    rows: usize,
+    columns: usize,
+    out: *mut u8,
+    group: usize,
+    stride: [isize; 2],
+}
+
+/// `out[i / group, i % group]` = sum over `rows` of `partial` [rows, columns], added in order with
+/// compensation: the same bits every time. `out` has one dimension, or two of which `group` is the
+/// last.
+///
+/// # Errors
+/// [`Error::Backend`](crate::Error::Backend).
+///
+/// # Safety
+/// `partial` must be that matrix on the stream's device, and `out` have `columns` elements there.
+pub(crate) unsafe fn column_sum(
+    gpu: &'static Gpu,
+    stream: &Stream,
+    partial: *const f32,
+    [rows, columns]: [usize; 2],
+    out: &TensorMut<'_>,
+) -> Result<()> {
+    const THREADS: usize = 128;
+    let (group, stride) = match *out.strides() {
+        [step] => (1, [step, 0]),
+        [outer, step] => (out.shape()[1].max(1), [outer, step]),
+        _ => unreachable!("outputs are vectors or matrices"),
+    };
+    let params = Params { partial, rows, columns, out: out.as_ptr().cast_mut(), group, stride };
+    let spec = kernel_spec(out.dtype());
+    let launch =
+        Launch { grid: [columns.div_ceil(THREADS) as u32, 1, 1], block: [THREADS as u32, 1, 1] };
+    // SAFETY: `Params` is the kernel's structure; the rest is the caller's promise.
+    unsafe { gpu.kernel(&spec)?.launch(stream, launch, &params) }
+}
+
+fn kernel_spec(out: crate::DType) -> KernelSpec {
+    KernelSpec::new(&SOURCE, format!("column_sum_{out}"))
+        .define("OUT", type_name(out))
+        .define("PARAMS_SIZE", size_of::<Params>())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::DType;
+
+    #[test]
+    fn compiles_without_spills() {
+        let specs = [DType::F32, DType::F16, DType::BF16].map(kernel_spec);
+        crate::cuda::compile_tests::check_compiles(&specs);
+    }
+}
