@@ -1,5 +1,6 @@
 //! Two-dimensional convolution.
 
+mod backward;
 mod cpu;
 mod plan;
 mod problem;

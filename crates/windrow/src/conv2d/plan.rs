@@ -1,5 +1,6 @@
 //! A convolution bound to a device and an algorithm.
 
+use super::backward::Backward;
 use super::cpu::{Engine, floats, floats_mut};
 use super::reference::Expected;
 use super::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile, reference};
@@ -11,6 +12,7 @@ use crate::{
     Accuracy, Activation, DType, Device, Error, PlanOptions, Result, TensorDesc, TensorMut,
     TensorRef, Verify, Workspace,
 };
+use std::sync::OnceLock;
 
 /// The inputs of a run.
 #[derive(Clone, Copy, Debug)]
@@ -85,11 +87,13 @@ impl PackedWeights {
 #[derive(Debug)]
 pub struct Conv2dPlan {
     spec: Conv2dSpec,
-    problem: Problem,
+    pub(super) problem: Problem,
     algorithm: Conv2dAlgorithm,
     engine: Engine,
+    isa: Isa,
     threads: usize,
-    verify: Verify,
+    pub(super) verify: Verify,
+    backward: OnceLock<Backward>,
 }
 
 impl Conv2dPlan {
@@ -148,7 +152,9 @@ impl Conv2dPlan {
         let threads = resolve_threads(options.threads);
         let engine = Engine::new(spec, &problem, algorithm, isa, threads);
         let verify = options.verify;
-        Conv2dPlan { spec: spec.clone(), problem, algorithm, engine, threads, verify }
+        let backward = OnceLock::new();
+        let spec = spec.clone();
+        Conv2dPlan { spec, problem, algorithm, engine, isa, threads, verify, backward }
     }
 
     /// The algorithm.
@@ -260,9 +266,7 @@ impl Conv2dPlan {
         let bias = bias.map(TensorRef::to_f64_vec).transpose()?;
         let (x, activation) = (x.to_f64_vec()?, self.spec.activation);
         let mut want = reference::forward(&self.problem, &x, w, bias.as_deref(), activation);
-        if let Conv2dAlgorithm::WinogradGemm(tile) | Conv2dAlgorithm::WinogradFused(tile) =
-            self.algorithm
-        {
+        if let Some(tile) = self.algorithm.tile() {
             let tiles = reference::winograd_scale(&self.problem, tile.m(), &x, w);
             want.scale.iter_mut().zip(tiles).for_each(|(scale, tile)| *scale += tile);
         }
@@ -299,21 +303,20 @@ impl Conv2dPlan {
         }
     }
 
-    /// How far an element may be off, relative to its scale: a rounding for each addition in a row,
-    /// in f32, as they pass through the activation. For Winograd a few times what was measured.
+    /// How far an element may be off, relative to its scale.
     pub(crate) fn tolerance(&self) -> f64 {
-        let unit = DType::F32.unit_roundoff();
-        let sums = match (self.engine.additions(), self.algorithm) {
-            (Some(additions), _) => (additions + 2) as f64 * unit,
-            (None, Conv2dAlgorithm::WinogradGemm(Tile::F2)) => 1e-6,
-            (None, Conv2dAlgorithm::WinogradGemm(Tile::F4)) => 4e-6,
-            (None, _) => 2e-5,
-        };
+        let sums = self.engine.tolerance();
         match self.spec.activation {
             Activation::Identity | Activation::Relu => sums,
             // Slopes reach 1.13; the functions themselves are within 4 units in the last place.
-            _ => 1.13 * sums + 8.0 * unit,
+            _ => 1.13 * sums + 8.0 * DType::F32.unit_roundoff(),
         }
+    }
+
+    /// How gradients are computed: decided when the first one is asked for.
+    pub(super) fn backward(&self) -> &Backward {
+        self.backward
+            .get_or_init(|| Backward::new(&self.spec, &self.problem, self.isa, self.threads))
     }
 
     fn packing(&self) -> Packing {
@@ -341,9 +344,8 @@ fn supported(p: &Problem) -> Vec<Conv2dAlgorithm> {
 }
 
 /// The algorithm that should be fastest within the accuracy asked for.
-fn choose(spec: &Conv2dSpec, p: &Problem) -> Conv2dAlgorithm {
-    // With few channels on both sides the im2col matrix costs more than the sums.
-    if p.groups > 1 && p.c_group() * p.k_group() <= 16 {
+pub(super) fn choose(spec: &Conv2dSpec, p: &Problem) -> Conv2dAlgorithm {
+    if p.prefers_direct() {
         return Conv2dAlgorithm::Direct;
     }
     if p.is_winograd() && spec.accuracy != Accuracy::Exact {
@@ -364,7 +366,7 @@ fn check_backend(device: Device) -> Result<()> {
 }
 
 /// Checks a view against what the spec says of it.
-fn check_view(
+pub(super) fn check_view(
     arg: &'static str,
     given: &TensorDesc,
     device: Device,

@@ -88,6 +88,12 @@ impl Problem {
         2.0 * self.taps() as f64 * self.y_shape().iter().map(|&d| d as f64).product::<f64>()
     }
 
+    /// True if sums over the taps are faster than a matrix product: with few channels on both
+    /// sides the im2col matrix costs more than the sums.
+    pub(crate) fn prefers_direct(&self) -> bool {
+        self.groups > 1 && self.c_group() * self.k_group() <= 16
+    }
+
     /// True if a Winograd algorithm for 3x3 filters can compute it.
     pub(crate) fn is_winograd(&self) -> bool {
         self.r == 3

@@ -197,6 +197,16 @@ impl Conv2dAlgorithm {
         Conv2dAlgorithm::WinogradFused(Tile::F6),
     ];
 
+    /// The output tile of a Winograd algorithm.
+    pub const fn tile(self) -> Option<Tile> {
+        match self {
+            Conv2dAlgorithm::WinogradGemm(tile) | Conv2dAlgorithm::WinogradFused(tile) => {
+                Some(tile)
+            }
+            Conv2dAlgorithm::Direct | Conv2dAlgorithm::Im2colGemm => None,
+        }
+    }
+
     /// `direct`, `im2col_gemm`, `winograd_gemm_f4`, `winograd_fused_f4` and so on.
     pub const fn name(self) -> &'static str {
         match self {

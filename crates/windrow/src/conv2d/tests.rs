@@ -186,6 +186,56 @@ impl Case {
     }
 }
 
+impl Case {
+    /// Runs the three gradients on every instruction set.
+    fn check_backward(&self) {
+        let Ok(spec) = self.spec() else { return };
+        let spec = Conv2dSpec { activation: Activation::Identity, ..spec };
+        let problem = spec.problem().unwrap();
+        let make = |desc: &TensorDesc, seed| Strided::new(desc.dtype, desc.layout, seed);
+        let (x, w, dy) = (make(&spec.x, 1), make(&spec.w, 2), make(&spec.y, 3));
+        let f64s = |t: &Strided| t.view().to_f64_vec().unwrap();
+        let half = TensorDesc { dtype: self.dtype, layout: spec.w.layout };
+        let bias = TensorDesc::contiguous(self.bias.unwrap_or(DType::F32), &[problem.k]).unwrap();
+        let mut want = None;
+        for isa in Isa::available() {
+            let mut results = Vec::new();
+            for threads in [1, 3] {
+                let options =
+                    PlanOptions { threads: threads.try_into().ok(), ..Default::default() };
+                let algorithm = Conv2dAlgorithm::Direct;
+                let plan = Conv2dPlan::build(&spec, problem, algorithm, isa, &options);
+                let bytes = plan.backward_workspace_bytes();
+                let mut ws = Workspace::new(Device::Cpu, bytes).unwrap();
+                ws.take(bytes).unwrap().fill(0xff);
+                let (mut dx, mut dw, mut db) = (make(&spec.x, 4), make(&half, 5), make(&bias, 6));
+                let before = [dx.split().1, dw.split().1];
+                plan.backward_data(&w.view(), &dy.view(), dx.view_mut(), &mut ws).unwrap();
+                plan.backward_weight(&x.view(), &dy.view(), dw.view_mut(), &mut ws).unwrap();
+                plan.backward_bias(&dy.view(), db.view_mut(), &mut ws).unwrap();
+                assert!(before == [dx.split().1, dw.split().1], "wrote outside: {self:?}");
+                let want = want.get_or_insert_with(|| {
+                    let (x, w, dy) = (f64s(&x), f64s(&w), f64s(&dy));
+                    [
+                        plan.expected_data(&w, &dy),
+                        reference::backward_weight(&problem, &x, &dy),
+                        reference::backward_bias(&problem, &dy),
+                    ]
+                });
+                let tolerances =
+                    [plan.data_tolerance(), plan.weight_tolerance(), plan.bias_tolerance()];
+                for (i, got) in [&dx, &dw, &db].into_iter().enumerate() {
+                    let (values, scale) = (&want[i].values, &want[i].scale);
+                    let c = Comparison::of(&got.view(), values, scale, tolerances[i]).unwrap();
+                    assert!(c.passed(), "{} on {isa:?}: {c}\n{self:?}", ["dx", "dw", "db"][i]);
+                }
+                results.push([dx.split().0, dw.split().0, db.split().0]);
+            }
+            assert!(results[0] == results[1], "threads change a gradient: {self:?}");
+        }
+    }
+}
+
 fn activation() -> impl Strategy<Value = Activation> {
     prop::sample::select(Activation::ALL.to_vec())
 }
@@ -247,6 +297,21 @@ proptest! {
     #[test]
     fn every_algorithm_agrees_with_the_oracle(case in any_case()) {
         case.check();
+    }
+
+    #[test]
+    fn gradients_agree_with_the_oracle(case in any_case()) {
+        case.check_backward();
+    }
+
+    #[test]
+    fn three_by_three_gradients_agree_with_the_oracle(case in three_by_three()) {
+        case.check_backward();
+    }
+
+    #[test]
+    fn depthwise_gradients_agree_with_the_oracle(case in depthwise()) {
+        case.check_backward();
     }
 
     #[test]

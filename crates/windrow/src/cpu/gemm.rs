@@ -12,7 +12,7 @@ use std::ops::Range;
 /// Vectors in a row of a register tile.
 const VECTORS: usize = 2;
 /// Most terms of the sums in one block: a right panel of 32 columns then takes 24 KiB.
-const MAX_TERMS: usize = 192;
+pub(crate) const MAX_TERMS: usize = 192;
 
 /// Most rows of a register tile: accumulators, one row of the right operand and one broadcast
 /// element fill the registers.
@@ -221,7 +221,9 @@ impl Blocking {
     }
 
     fn left_len(&self) -> usize {
-        if self.scratch.left { self.mc * left_stride(self.kc) } else { 0 }
+        // Row-major, whichever of rows and terms comes first.
+        let len = (self.mc * left_stride(self.kc)).max(self.kc * left_stride(self.mc));
+        if self.scratch.left { len } else { 0 }
     }
 
     fn right_len(&self) -> usize {

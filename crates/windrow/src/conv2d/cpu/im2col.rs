@@ -9,14 +9,14 @@ use super::epilogue::{Epilogue, Lanes, Store, StoreTile};
 use super::rows::{Rows, zero};
 use super::stencil::{Segment, Stencil};
 use crate::cpu::gemm::{Blocking, Left, Operands, Right, Scratch, left_stride, tile_shape};
-use crate::cpu::{Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, parallel_for};
+use crate::cpu::{Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, parallel_for};
 use std::ops::Range;
 
 /// Largest block of rows and of columns: panels of both operands and the tiles between them stay in
 /// a second-level cache of 1 MiB.
 const BLOCK: [usize; 2] = [512, 128];
-/// Columns of the widest tile.
-const MAX_COLS: usize = 2 * MAX_LANES;
+/// Most pixels of a panel.
+pub(super) const MAX_PANEL: usize = 192;
 
 /// A [`Stencil`] as a product, for one instruction set.
 #[derive(Clone, Debug)]
@@ -214,7 +214,8 @@ impl<T: SimdElement> Operands for Product<'_, T> {
                 let panel = nr * terms.len();
                 let stencil = &self.plan.stencil;
                 let src = self.src(group);
-                dispatch(isa, PackPanels { stencil, src, pixels: cols, terms, to: scratch, nr });
+                let (width, row, to) = (nr, nr, scratch);
+                dispatch(isa, PackPanels { stencil, src, pixels: cols, terms, to, width, row });
                 Right { ptr: scratch, panel }
             }
             Lanes::Channels => {
@@ -246,7 +247,7 @@ impl<T: SimdElement> Operands for Product<'_, T> {
 
 /// The channels `c` and the filter row and column of each part of a range of terms; also where the
 /// part starts in the range.
-fn parts(
+pub(super) fn parts(
     stencil: &Stencil,
     terms: Range<usize>,
 ) -> impl Iterator<Item = (usize, Range<usize>, usize, usize)> {
@@ -265,13 +266,17 @@ fn parts(
 }
 
 /// Panels [panel, term, pixel of the panel] of the im2col matrix, with vectors over pixels.
-struct PackPanels<'a, T> {
-    stencil: &'a Stencil,
-    src: *const T,
-    pixels: Range<usize>,
-    terms: Range<usize>,
-    to: *mut f32,
-    nr: usize,
+pub(super) struct PackPanels<'a, T> {
+    pub stencil: &'a Stencil,
+    /// Channel 0 of the group.
+    pub src: *const T,
+    pub pixels: Range<usize>,
+    pub terms: Range<usize>,
+    pub to: *mut f32,
+    /// Pixels of a panel, at most [`MAX_PANEL`]; the last panel is filled with zeros.
+    pub width: usize,
+    /// Distance of terms.
+    pub row: usize,
 }
 
 impl<T: SimdElement> Kernel for PackPanels<'_, T> {
@@ -279,27 +284,27 @@ impl<T: SimdElement> Kernel for PackPanels<'_, T> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let (stencil, nr) = (self.stencil, self.nr);
-        let mut segments = [Segment::default(); MAX_COLS];
-        for (q, first) in self.pixels.clone().step_by(nr).enumerate() {
-            let pixels = first..(first + nr).min(self.pixels.end);
+        let PackPanels { stencil, width, row: to_row, .. } = self;
+        let mut segments = [Segment::default(); MAX_PANEL];
+        for (q, first) in self.pixels.clone().step_by(width).enumerate() {
+            let pixels = first..(first + width).min(self.pixels.end);
             let mut count = 0;
             for segment in stencil.segments(pixels.clone()) {
                 segments[count] = segment;
                 count += 1;
             }
             let segments = &segments[..count];
-            let panel = self.to.wrapping_add(q * nr * self.terms.len());
+            let panel = self.to.wrapping_add(q * to_row * self.terms.len());
             for (at, channels, row, col) in parts(stencil, self.terms.clone()) {
                 let (row, col) = (stencil.rows[row], stencil.cols[col]);
                 let inside = |segment: &Segment| match stencil.src_row(segment.i, row) {
                     Some(_) => stencil.inside(segment.j, segment.len, col),
                     None => 0..0,
                 };
-                let to = panel.wrapping_add(at * nr);
-                if pixels.len() < nr || segments.iter().any(|g| inside(g).len() < g.len) {
-                    // SAFETY: the panel has nr elements, whole vectors, for each term.
-                    unsafe { zero(s, to, channels.len() * nr) };
+                let to = panel.wrapping_add(at * to_row);
+                if pixels.len() < width || segments.iter().any(|g| inside(g).len() < g.len) {
+                    // SAFETY: the panel has `to_row` elements for each term.
+                    unsafe { zero(s, to, channels.len() * to_row) };
                 }
                 for segment in segments {
                     let inside = inside(segment);
@@ -319,7 +324,7 @@ impl<T: SimdElement> Kernel for PackPanels<'_, T> {
                     };
                     let to = to.wrapping_add(segment.lane + inside.start);
                     // SAFETY: the run of pixels is in the source and in the rows of the panel.
-                    unsafe { from.copy(s, channels.len(), inside.len(), to, nr) };
+                    unsafe { from.copy(s, channels.len(), inside.len(), to, to_row) };
                 }
             }
         }
@@ -327,13 +332,15 @@ impl<T: SimdElement> Kernel for PackPanels<'_, T> {
 }
 
 /// Rows [pixel, term] of the im2col matrix.
-struct PackRows<'a, T> {
-    stencil: &'a Stencil,
-    src: *const T,
-    pixels: Range<usize>,
-    terms: Range<usize>,
-    to: *mut f32,
-    row: usize,
+pub(super) struct PackRows<'a, T> {
+    pub stencil: &'a Stencil,
+    /// Channel 0 of the group.
+    pub src: *const T,
+    pub pixels: Range<usize>,
+    pub terms: Range<usize>,
+    pub to: *mut f32,
+    /// Distance of pixels.
+    pub row: usize,
 }
 
 impl<T: SimdElement> Kernel for PackRows<'_, T> {

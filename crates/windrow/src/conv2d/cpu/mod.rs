@@ -1,17 +1,21 @@
 //! Convolution on the CPU.
 
+mod bias_grad;
 mod direct;
 mod epilogue;
+mod gradients;
 mod im2col;
 mod rows;
 mod stencil;
+mod weight_grad;
 pub(crate) mod winograd;
 
-use super::{Conv2dAlgorithm, Conv2dSpec, Problem};
+use super::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile};
 use crate::cpu::{Isa, SimdElement};
 use crate::{Activation, DType, TensorMut, TensorRef, bf16, f16};
 use direct::Direct;
 use epilogue::Epilogue;
+pub(crate) use gradients::Gradients;
 use im2col::Im2colGemm;
 use stencil::Stencil;
 use winograd::WinogradCpu;
@@ -37,6 +41,8 @@ macro_rules! with_element {
     };
 }
 
+use with_element;
+
 /// A [`Stencil`] by one algorithm. Sizes are in f32 elements.
 #[derive(Clone, Debug)]
 pub(crate) enum Gather {
@@ -45,6 +51,14 @@ pub(crate) enum Gather {
 }
 
 impl Gather {
+    /// Most additions in a row that form an element.
+    fn additions(&self) -> usize {
+        match self {
+            Gather::Direct(g) => g.additions(),
+            Gather::Im2colGemm(g) => g.additions(),
+        }
+    }
+
     fn packed_len(&self) -> usize {
         match self {
             Gather::Direct(g) => g.packed_len(),
@@ -151,12 +165,24 @@ impl Engine {
         }
     }
 
-    /// Most additions in a row that form an element; `None` for an algorithm that sums transforms.
-    pub(crate) fn additions(&self) -> Option<usize> {
+    /// The tile of a Winograd algorithm.
+    pub(crate) fn tile(&self) -> Option<Tile> {
         match self {
-            Engine::Gather(Gather::Direct(g)) => Some(g.additions()),
-            Engine::Gather(Gather::Im2colGemm(g)) => Some(g.additions()),
-            Engine::Winograd(_) => None,
+            Engine::Gather(_) => None,
+            Engine::Winograd(w) => Some(w.tile()),
+        }
+    }
+
+    /// How far an element may be off, relative to its scale: a rounding for each addition in a row;
+    /// for Winograd, which mixes a tile's pixels, a few times what was measured.
+    pub(crate) fn tolerance(&self) -> f64 {
+        match self {
+            Engine::Gather(g) => tolerance(g.additions()),
+            Engine::Winograd(w) => match w.tile() {
+                Tile::F2 => 1e-6,
+                Tile::F4 => 4e-6,
+                Tile::F6 => 2e-5,
+            },
         }
     }
 
@@ -207,6 +233,12 @@ impl Engine {
             }
         }
     }
+}
+
+/// Rounding errors of sums in f32 of which each element passes through up to `additions`, relative
+/// to the sum of absolute terms.
+fn tolerance(additions: usize) -> f64 {
+    (additions + 2) as f64 * DType::F32.unit_roundoff()
 }
 
 /// Elements of the workspace for the bias in f32, in whole cache lines.

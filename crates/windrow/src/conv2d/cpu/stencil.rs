@@ -105,6 +105,26 @@ impl Stencil {
         all
     }
 
+    /// Writes zeros over dx, laid out as x.
+    pub(crate) fn zero(spec: &Conv2dSpec, p: &Problem) -> Self {
+        Stencil {
+            n: p.n,
+            groups: p.groups,
+            c: p.k_group(),
+            k: p.c_group(),
+            src_size: [p.oh, p.ow],
+            dst_size: [p.h, p.w],
+            step: [1, 1],
+            rows: Vec::new(),
+            cols: Vec::new(),
+            src: strides(&spec.y.layout),
+            dst: strides(&spec.x.layout),
+            dst_offset: 0,
+            filter: [0; 4],
+            filter_group: 0,
+        }
+    }
+
     /// Terms of the sum for one element.
     pub(crate) fn terms(&self) -> usize {
         self.c * self.rows.len() * self.cols.len()

@@ -76,6 +76,10 @@ impl WinogradCpu {
         WinogradCpu { geometry, tile, threads, isa, lanes, blocking }
     }
 
+    pub(crate) fn tile(&self) -> Tile {
+        self.tile
+    }
+
     /// Blocking in words.
     pub(crate) fn explain(&self) -> String {
         let Blocking { tiles, parts, vectors } = self.blocking;

@@ -1,0 +1,98 @@
+//! The bias's gradient: sums of the output's gradient over pixels.
+
+use super::stencil::Stencil;
+use crate::cpu::{Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, parallel_for};
+
+/// Writes `db` [channel] with stride `stride`. Rows of pixels are summed in f32, rows in f64, in an
+/// order that does not depend on threads.
+///
+/// # Safety
+/// Elements of dy (the destination of a forward stencil) are in memory, those of db too and touched
+/// by nobody else.
+pub(crate) unsafe fn bias_grad<T: SimdElement, B: SimdElement>(
+    stencil: &Stencil,
+    isa: Isa,
+    threads: usize,
+    dy: *const T,
+    db: *mut B,
+    stride: isize,
+) {
+    let (dy, db) = (SendPtr(dy.cast_mut()), SendPtr(db));
+    let channels = stencil.groups * stencil.k;
+    parallel_for(threads, channels.div_ceil(MAX_LANES), |task| {
+        let channels = task * MAX_LANES..((task + 1) * MAX_LANES).min(channels);
+        let (first, count) = (channels.start, channels.len());
+        let sums = dispatch(isa, Sums { stencil, dy: dy.get(), first, count });
+        for (k, sum) in channels.zip(sums) {
+            // SAFETY: each channel is written by one task.
+            unsafe { db.get().offset(k as isize * stride).write(B::from_f64(sum)) };
+        }
+    });
+}
+
+/// The sums of up to MAX_LANES channels.
+struct Sums<'a, T> {
+    stencil: &'a Stencil,
+    dy: *const T,
+    first: usize,
+    count: usize,
+}
+
+impl<T: SimdElement> Kernel for Sums<'_, T> {
+    type Output = [f64; MAX_LANES];
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> [f64; MAX_LANES] {
+        let [n_stride, k_stride, row_stride, col_stride] = self.stencil.dst;
+        let mut sums = [0.0; MAX_LANES];
+        for segment in self.stencil.segments(0..self.stencil.pixels()) {
+            let row = self.dy.wrapping_offset(
+                segment.n as isize * n_stride
+                    + self.first as isize * k_stride
+                    + segment.i as isize * row_stride,
+            );
+            // SAFETY: channels and pixels of dy.
+            unsafe {
+                if k_stride == 1 {
+                    for lane in (0..self.count).step_by(S::LANES) {
+                        let count = S::LANES.min(self.count - lane);
+                        let mut sum = s.zero();
+                        for j in 0..segment.len {
+                            let p = row.offset(lane as isize + j as isize * col_stride);
+                            sum = s.add(sum, T::load_first(s, p, count));
+                        }
+                        let mut lanes = [0f32; MAX_LANES];
+                        s.store(lanes.as_mut_ptr(), sum);
+                        for (sum, &lane) in sums[lane..].iter_mut().zip(&lanes[..count]) {
+                            *sum += f64::from(lane);
+                        }
+                    }
+                } else {
+                    for (k, sum) in sums.iter_mut().enumerate().take(self.count) {
+                        let row = row.offset(k as isize * k_stride);
+                        *sum += f64::from(sum_row(s, row, col_stride, segment.len));
+                    }
+                }
+            }
+        }
+        sums
+    }
+}
+
+/// # Safety
+/// `len` elements `stride` apart are readable.
+#[inline(always)]
+unsafe fn sum_row<S: Simd, T: SimdElement>(s: S, row: *const T, stride: isize, len: usize) -> f32 {
+    // SAFETY: promised by the caller.
+    unsafe {
+        if stride != 1 {
+            return (0..len as isize).map(|j| row.offset(j * stride).read().to_f32()).sum();
+        }
+        let mut sum = s.zero();
+        for j in (0..len).step_by(S::LANES) {
+            let count = S::LANES.min(len - j);
+            sum = s.add(sum, T::load_first(s, row.add(j), count));
+        }
+        s.reduce_add(sum)
+    }
+}

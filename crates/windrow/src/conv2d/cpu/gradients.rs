@@ -1,0 +1,121 @@
+//! The gradients on the CPU, apart from data gradients by Winograd.
+
+use super::super::{Conv2dSpec, Problem};
+use super::bias_grad::bias_grad;
+use super::direct::Direct;
+use super::epilogue::Epilogue;
+use super::im2col::Im2colGemm;
+use super::stencil::Stencil;
+use super::weight_grad::WeightGrad;
+use super::{Gather, tolerance, with_element};
+use crate::cpu::Isa;
+use crate::{DType, TensorMut, TensorRef, bf16, f16};
+
+/// How the gradients of a convolution are computed.
+#[derive(Clone, Debug)]
+pub(crate) struct Gradients {
+    /// Run one after the other, each writes its part of dx; the first may write zeros over all.
+    data: Vec<Gather>,
+    weight: WeightGrad,
+    forward: Stencil,
+    isa: Isa,
+    threads: usize,
+}
+
+impl Gradients {
+    pub(crate) fn new(spec: &Conv2dSpec, p: &Problem, isa: Isa, threads: usize) -> Self {
+        let mut stencils = Stencil::backward_data(spec, p);
+        let written: usize = stencils.iter().map(Stencil::pixels).sum();
+        if written < p.n * p.h * p.w {
+            stencils.insert(0, Stencil::zero(spec, p));
+        }
+        let direct = p.prefers_direct();
+        let data = stencils
+            .into_iter()
+            .map(|stencil| match direct {
+                true => Gather::Direct(Direct::new(stencil, isa, threads)),
+                false => Gather::Im2colGemm(Im2colGemm::new(stencil, isa, threads)),
+            })
+            .collect();
+        let forward = Stencil::forward(spec, p);
+        let weight = WeightGrad::new(forward.clone(), isa, threads);
+        Gradients { data, weight, forward, isa, threads }
+    }
+
+    /// Elements of the packed filter and bytes of scratch memory for the data gradient.
+    pub(crate) fn data_sizes(&self) -> (usize, usize) {
+        let packed = self.data.iter().map(Gather::packed_len).max().unwrap_or(0);
+        let scratch = self.data.iter().map(Gather::scratch_len).max().unwrap_or(0);
+        (packed, scratch * size_of::<f32>())
+    }
+
+    pub(crate) fn data_tolerance(&self) -> f64 {
+        tolerance(self.data.iter().map(Gather::additions).max().unwrap_or(0))
+    }
+
+    /// Bytes of scratch memory for the weight gradient.
+    pub(crate) fn weight_bytes(&self) -> usize {
+        self.weight.scratch_len() * size_of::<f32>()
+    }
+
+    pub(crate) fn weight_tolerance(&self) -> f64 {
+        tolerance(self.weight.additions())
+    }
+
+    /// Views agree with the spec, memory with [`Gradients::data_sizes`].
+    pub(crate) fn data(
+        &self,
+        w: &TensorRef<'_>,
+        dy: &TensorRef<'_>,
+        dx: &mut TensorMut<'_>,
+        packed: &mut [f32],
+        scratch: &mut [f32],
+    ) {
+        let (packed_len, bytes) = self.data_sizes();
+        assert!(packed.len() >= packed_len && size_of_val(scratch) >= bytes, "workspace");
+        let (w, src, dst) = (w.as_ptr(), dy.as_ptr(), dx.as_mut_ptr());
+        for gather in &self.data {
+            // SAFETY: the stencils were made for these layouts; dx is borrowed mutably.
+            with_element!(dx.dtype(), T => unsafe {
+                gather.pack::<T>(w, packed);
+                gather.run::<T>(packed, src, dst, Epilogue::NONE, scratch.as_mut_ptr());
+            });
+        }
+    }
+
+    /// Views agree with the spec, scratch memory with [`Gradients::weight_bytes`].
+    pub(crate) fn weight(
+        &self,
+        x: &TensorRef<'_>,
+        dy: &TensorRef<'_>,
+        dw: &mut TensorMut<'_>,
+        scratch: &mut [f32],
+    ) {
+        assert!(scratch.len() >= self.weight.scratch_len(), "workspace");
+        let strides = dw.strides().try_into().expect("dw was checked to have four dimensions");
+        let (x, src, dst) = (x, dy.as_ptr(), dw.as_mut_ptr());
+        let scratch = scratch.as_mut_ptr();
+        // SAFETY: the stencil was made for these layouts; dw is borrowed mutably.
+        with_element!(x.dtype(), T => unsafe {
+            let (x, dy) = (x.as_ptr().cast::<T>(), src.cast::<T>());
+            match dw.dtype() {
+                DType::F32 => self.weight.run(x, dy, dst.cast::<f32>(), strides, scratch),
+                _ => self.weight.run(x, dy, dst.cast::<T>(), strides, scratch),
+            }
+        });
+    }
+
+    /// Views agree with the spec.
+    pub(crate) fn bias(&self, dy: &TensorRef<'_>, db: &mut TensorMut<'_>) {
+        let (stencil, isa, threads) = (&self.forward, self.isa, self.threads);
+        let (dst, stride) = (db.as_mut_ptr(), db.strides()[0]);
+        // SAFETY: the stencil was made for this layout; db is borrowed mutably.
+        with_element!(dy.dtype(), T => unsafe {
+            let dy = dy.as_ptr().cast::<T>();
+            match db.dtype() {
+                DType::F32 => bias_grad(stencil, isa, threads, dy, dst.cast::<f32>(), stride),
+                _ => bias_grad(stencil, isa, threads, dy, dst.cast::<T>(), stride),
+            }
+        });
+    }
+}
