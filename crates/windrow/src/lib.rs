@@ -5,6 +5,7 @@
 
 mod activation;
 mod buffer;
+mod causal_conv1d;
 pub mod conv2d;
 pub mod cpu;
 pub mod cuda;
@@ -18,6 +19,11 @@ mod tensor;
 pub mod verify;
 
 pub use activation::{Activation, Approximate};
+pub use causal_conv1d::{
+    CausalConv1dAlgorithm, CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs,
+    CausalConv1dPlan, CausalConv1dSpec, CausalConv1dUpdateArgs, CausalConv1dUpdatePlan,
+    CausalConv1dUpdateSpec, causal_conv1d, causal_conv1d_update,
+};
 pub use conv2d::{
     Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, PackedWeights, Tile,
     Weights, conv2d,

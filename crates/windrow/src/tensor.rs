@@ -460,6 +460,39 @@ pub(crate) fn check_tensor(
     check_dtype(arg, given.dtype, dtype)
 }
 
+/// [`Error::Rank`], [`Error::Shape`], [`Error::DType`] or [`Error::Strides`] unless a view has the type and
+/// layout that a plan was made for.
+pub(crate) fn check_view(
+    arg: &'static str,
+    given: &TensorDesc,
+    planned: &TensorDesc,
+) -> Result<()> {
+    check_tensor(arg, given, planned.dtype, planned.shape())?;
+    if given.layout == planned.layout {
+        return Ok(());
+    }
+    Err(Error::Strides {
+        arg,
+        given: given.strides().to_vec(),
+        expected: format!("{:?}, as planned", planned.strides()),
+    })
+}
+
+/// As [`check_view`] for an argument that a plan may have been made without: given exactly if
+/// planned.
+pub(crate) fn check_optional_view(
+    arg: &'static str,
+    given: Option<&TensorDesc>,
+    planned: Option<&TensorDesc>,
+) -> Result<()> {
+    match (given, planned) {
+        (Some(given), Some(planned)) => check_view(arg, given, planned),
+        (None, None) => Ok(()),
+        (None, Some(_)) => Err(Error::parameter(arg, "missing", "a tensor, as planned")),
+        (Some(_), None) => Err(Error::parameter(arg, "given", "none, as planned")),
+    }
+}
+
 /// [`Error::Aliasing`] if the address ranges of the two intersect.
 pub(crate) fn check_disjoint(
     output: &'static str,

@@ -246,7 +246,9 @@ impl Placed {
 
 /// Every case of every operator that `device` can run.
 pub fn cases(device: Device) -> Vec<Case> {
-    crate::gelu::verify::cases(device)
+    let mut cases = crate::gelu::verify::cases(device);
+    cases.extend(crate::causal_conv1d::verify::cases(device));
+    cases
 }
 
 /// `len` numbers spread evenly over `low..high`, the same for the same seed on every machine.

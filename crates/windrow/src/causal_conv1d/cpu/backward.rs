@@ -1,0 +1,385 @@
+//! Gradients of the depthwise convolution.
+//!
+//! Everything passes through channel-last tiles. The pre-activation is computed again from x. Sums
+//! over tokens are formed for pieces of fixed length, which are added up in order at the end, so
+//! that the result does not depend on threads.
+
+use super::operand::Staged;
+use super::tile::Tokens;
+use super::{GROUP, Inputs, Operand, Parameters, Tile};
+use crate::causal_conv1d::Problem;
+use crate::causal_conv1d::sequences::{Run, Source};
+use crate::cpu::math::activate_grad;
+use crate::cpu::{Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, parallel_for_workers};
+use crate::{Activation, DType, Error, Result, TensorMut, bf16, f16};
+use std::ops::Range;
+
+/// Tokens of a tile.
+const TILE: usize = 64;
+/// Taps whose weight gradients are summed at once.
+const TAPS: usize = 4;
+
+/// How the gradients of a convolution are cut into tasks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Backward {
+    problem: Problem,
+    activation: Activation,
+    threads: usize,
+    /// Tokens of a task.
+    tokens: usize,
+    /// Elements of f32 scratch memory for one thread, and for all partial sums.
+    scratch: usize,
+    partials: usize,
+}
+
+/// Gradients to read and to write, [rows, d, tokens].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Gradients<T> {
+    pub dy: Operand<T>,
+    pub dfinal_states: Option<Operand<T>>,
+    pub dx: Option<Operand<T>>,
+    pub dinitial_states: Option<Operand<T>>,
+}
+
+impl Backward {
+    pub(crate) fn new(problem: Problem, activation: Activation, threads: usize) -> Result<Self> {
+        let Problem { b, d, l, width, .. } = problem;
+        let tokens = l.clamp(1, 1024.max(width.saturating_mul(8)));
+        let groups = d.div_ceil(GROUP);
+        let parts = b * l.div_ceil(tokens);
+        let sizes = || {
+            let row_sums = width.checked_add(1)?.checked_mul(GROUP)?;
+            let partials = row_sums.checked_mul(groups)?.checked_mul(parts)?;
+            // Rows of the tiles at their widest type, and parameters.
+            let rows = width.checked_mul(4)?.checked_add(4 * TILE + TAPS)?;
+            let rows = rows.checked_mul(GROUP)?;
+            let scratch = rows.checked_add(Parameters::staged_len(width, GROUP)?)?;
+            let total = scratch.checked_mul(threads)?.checked_add(partials)?.checked_mul(4)?;
+            (total <= isize::MAX as usize).then_some((scratch, partials))
+        };
+        let (scratch, partials) = sizes().ok_or_else(|| Error::SizeOverflow {
+            what: "workspace",
+            detail: format!("width {width}, {groups} groups of channels, {parts} parts"),
+        })?;
+        Ok(Backward { problem, activation, threads, tokens, scratch, partials })
+    }
+
+    pub(crate) fn workspace_bytes(&self) -> usize {
+        (self.scratch * self.threads + self.partials) * 4
+    }
+
+    /// # Safety
+    /// Operands have the problem's sizes, `dweight` [d, width] and `dbias` [d] are f32 or T; outputs are
+    /// memory that nobody else touches; `scratch` holds [`Backward::workspace_bytes`] bytes,
+    /// aligned to 64.
+    pub(crate) unsafe fn run<T: SimdElement>(
+        &self,
+        isa: Isa,
+        inputs: &Inputs<'_, T>,
+        gradients: &Gradients<T>,
+        (dweight, dbias): (Option<TensorMut<'_>>, Option<TensorMut<'_>>),
+        scratch: *mut u8,
+    ) {
+        let Problem { b, d, l, width, .. } = self.problem;
+        let groups = d.div_ceil(GROUP);
+        let chunks = l.div_ceil(self.tokens);
+        let row_sums = (width + 1) * GROUP;
+        let scratch = SendPtr(scratch.cast::<f32>());
+        let partials = SendPtr(scratch.get().wrapping_add(self.scratch * self.threads));
+        let sum = dweight.is_some() || dbias.is_some();
+        let lanes = |group: usize| (group * GROUP, GROUP.min(d - group * GROUP));
+        if sum || gradients.dx.is_some() {
+            parallel_for_workers(self.threads, b * groups * chunks, |worker, task| {
+                let (b, group, chunk) =
+                    (task / chunks / groups, task / chunks % groups, task % chunks);
+                let first = chunk * self.tokens;
+                let part = (group * self.problem.b + b) * chunks + chunk;
+                let task = Task {
+                    plan: self,
+                    inputs,
+                    gradients,
+                    b,
+                    lanes: lanes(group),
+                    to: gradients.dx.map(|dx| (dx, b)),
+                    tokens: first..(first + self.tokens).min(l),
+                    state: None,
+                    partials: sum.then(|| partials.get().wrapping_add(part * row_sums)),
+                    scratch: scratch.get().wrapping_add(worker * self.scratch),
+                };
+                dispatch(isa, task);
+            });
+        }
+        if let Some(states) = gradients.dinitial_states {
+            let sequences = &inputs.tokens.sequences;
+            let rows = sequences.state_rows(b);
+            parallel_for_workers(self.threads, rows * groups, |worker, task| {
+                let (row, group) = (task / groups, task % groups);
+                let (b, run) = sequences.state_run(row, false);
+                let history = self.problem.history();
+                let task = Task {
+                    plan: self,
+                    inputs,
+                    gradients,
+                    b,
+                    lanes: lanes(group),
+                    to: Some((states, row)),
+                    tokens: 0..history,
+                    state: Some((run, run.start as isize - history as isize)),
+                    partials: None,
+                    scratch: scratch.get().wrapping_add(worker * self.scratch),
+                };
+                dispatch(isa, task);
+            });
+        }
+        let total = |channel: usize, k: usize| {
+            let (group, lane) = (channel / GROUP, channel % GROUP);
+            let parts = b * chunks;
+            let sums = (0..parts).map(|part| {
+                let i = (group * parts + part) * row_sums + k * GROUP + lane;
+                // SAFETY: every part has been written above.
+                f64::from(unsafe { *partials.get().add(i) })
+            });
+            sums.sum::<f64>()
+        };
+        if let Some(mut dweight) = dweight {
+            for channel in 0..d {
+                for k in 0..width {
+                    write(&mut dweight, &[channel, k], total(channel, k));
+                }
+            }
+        }
+        if let Some(mut dbias) = dbias {
+            for channel in 0..d {
+                write(&mut dbias, &[channel], total(channel, width));
+            }
+        }
+    }
+}
+
+/// Rounds `value` to the tensor's type and writes it.
+fn write(to: &mut TensorMut<'_>, index: &[usize], value: f64) {
+    let offset = to.layout().offset(index);
+    let dtype = to.dtype();
+    let at = to.as_mut_ptr();
+    // SAFETY: callers' indices are in the tensor.
+    unsafe {
+        match dtype {
+            DType::F16 => at.cast::<f16>().offset(offset).write(f16::from_f64(value)),
+            DType::BF16 => at.cast::<bf16>().offset(offset).write(bf16::from_f64(value)),
+            _ => at.cast::<f32>().offset(offset).write(value as f32),
+        }
+    }
+}
+
+/// Gradients at some positions of one row and group of channels. Made by [`Backward::run`] only, which
+/// answers for its pointers.
+struct Task<'a, T> {
+    plan: &'a Backward,
+    inputs: &'a Inputs<'a, T>,
+    gradients: &'a Gradients<T>,
+    b: usize,
+    /// First channel and how many.
+    lanes: (usize, usize),
+    /// Where the gradients go, and which tokens of it.
+    to: Option<(Operand<T>, usize)>,
+    tokens: Range<usize>,
+    /// The run of all positions, if they are those of a state, and the position of the state's
+    /// first token.
+    state: Option<(Run, isize)>,
+    /// Where the sums for dweight and dbias go.
+    partials: Option<*mut f32>,
+    scratch: *mut f32,
+}
+
+impl<T: SimdElement> Kernel for Task<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let (problem, tokens) = (&self.plan.problem, &self.inputs.tokens);
+        let (history, row_sums) = (problem.history(), (problem.width + 1) * GROUP);
+        // SAFETY: the scratch memory holds parameters and tiles; outputs have the tokens.
+        unsafe {
+            let channels = self.lanes.0..self.lanes.0 + self.lanes.1;
+            let staged = self.inputs.parameters.stage(s, problem, channels, self.scratch);
+            let tiles = Tiles::new(self.scratch.add((2 * problem.width + 1) * GROUP), history);
+            if let Some(partials) = self.partials {
+                partials.write_bytes(0, row_sums);
+            }
+            let (mut t, end) = (self.tokens.start, self.tokens.end);
+            let mut run = Run::EMPTY;
+            while t < end {
+                let (first, piece_end) = match &self.state {
+                    Some((state_run, first)) => {
+                        run = *state_run;
+                        (first + t as isize, end)
+                    }
+                    None => {
+                        if t >= run.end {
+                            run = tokens.sequences.run(self.b, t, history, end);
+                        }
+                        (t as isize, run.end)
+                    }
+                };
+                let n = TILE.min(piece_end - t);
+                self.piece(s, &run, (first, n), &staged, &tiles);
+                if let Some((to, row)) = self.to {
+                    tiles.dx.write(to.at(row, self.lanes.0, t), to.strides, n, self.lanes.1);
+                }
+                t += n;
+            }
+        }
+    }
+}
+
+/// The tiles of one thread; rows are positions.
+struct Tiles<T> {
+    /// From width - 1 before the first position to width - 1 after the last.
+    x: Tile<T>,
+    /// From the first position to width - 1 after the last: dy, and the gradient before the activation.
+    dy: Tile<T>,
+    g: Tile<f32>,
+    dx: Tile<T>,
+}
+
+impl<T: SimdElement> Tiles<T> {
+    /// # Safety
+    /// `scratch` holds `4 * (TILE + width) + TAPS` rows of f32.
+    unsafe fn new(scratch: *mut f32, history: usize) -> Self {
+        // SAFETY: promised by the caller; f32 is the widest type.
+        unsafe {
+            let x = Tile(scratch);
+            let dy = Tile(x.row(TILE + 2 * history + TAPS));
+            let g = Tile(dy.row(TILE + history));
+            let dx = g.row(TILE + history);
+            Tiles { x: Tile(x.0.cast()), dy: Tile(dy.0.cast()), g, dx: Tile(dx.cast()) }
+        }
+    }
+}
+
+impl<T: SimdElement> Task<'_, T> {
+    /// Fills `tiles.dx` with the gradients at positions `first..first + n`, and adds to the partial sums.
+    #[inline(always)]
+    unsafe fn piece<S: Simd>(
+        &self,
+        s: S,
+        run: &Run,
+        (first, n): (isize, usize),
+        staged: &Staged,
+        tiles: &Tiles<T>,
+    ) {
+        let tokens = &self.inputs.tokens;
+        let history = tokens.history;
+        // SAFETY: the tiles have the rows; parameters are those of the group.
+        unsafe {
+            let start = first - history as isize;
+            tiles.x.load(tokens, (self.b, run), (start, n + 2 * history), self.lanes);
+            let dy = Tokens { x: self.gradients.dy, states: None, ..*tokens };
+            tiles.dy.load(&dy, (self.b, run), (first, n + history), self.lanes);
+            for r in 0..n + history {
+                let p = first + r as isize;
+                // What later tokens of other sequences, padding and states hold is not this run's.
+                if run.sequence >= 0 && (run.start as isize..run.end as isize).contains(&p)
+                    || matches!(tokens.sequences.source(self.b, run, p, history), Source::Token(_))
+                {
+                    self.before_activation(s, r, staged, tiles);
+                } else {
+                    tiles.g.row(r).write_bytes(0, GROUP);
+                }
+            }
+            if let Some(partials) = self.partials {
+                self.add_sums(s, n, tiles, partials);
+            }
+            if self.to.is_some() {
+                for r in 0..n {
+                    self.input_gradient(s, run, first + r as isize, r, staged, tiles);
+                }
+            }
+        }
+    }
+
+    /// Row `r` of g: dy times the derivative of the activation.
+    #[inline(always)]
+    unsafe fn before_activation<S: Simd>(&self, s: S, r: usize, staged: &Staged, tiles: &Tiles<T>) {
+        for v in (0..GROUP).step_by(S::LANES) {
+            // SAFETY: rows r..r + width of x, and row r of dy and g, are in the tiles.
+            unsafe {
+                let mut g = T::load(s, tiles.dy.row(r).add(v));
+                if self.plan.activation != Activation::Identity {
+                    let mut sum = s.load(staged.bias.add(v));
+                    for k in 0..self.plan.problem.width {
+                        let tap = s.load(staged.weight.add(k * staged.stride + v));
+                        sum = s.mul_add(tap, T::load(s, tiles.x.row(r + k).add(v)), sum);
+                    }
+                    g = s.mul(g, activate_grad(s, self.plan.activation, sum));
+                }
+                s.store(tiles.g.row(r).add(v), g);
+            }
+        }
+    }
+
+    /// Adds the sums of `g * x` for each tap, and of g, over `n` rows.
+    #[inline(always)]
+    unsafe fn add_sums<S: Simd>(&self, s: S, n: usize, tiles: &Tiles<T>, partials: *mut f32) {
+        let width = self.plan.problem.width;
+        for v in (0..GROUP).step_by(S::LANES) {
+            // SAFETY: x has TAPS - 1 rows more than the taps need; partials has width + 1 rows.
+            unsafe {
+                for k in (0..width).step_by(TAPS) {
+                    let mut sums = [s.zero(); TAPS];
+                    for r in 0..n {
+                        let g = s.load(tiles.g.row(r).add(v));
+                        for (i, sum) in sums.iter_mut().enumerate() {
+                            let x = T::load(s, tiles.x.row(r + k + i).add(v));
+                            *sum = s.mul_add(g, x, *sum);
+                        }
+                    }
+                    for (i, sum) in sums.into_iter().take(width - k).enumerate() {
+                        let to = partials.add((k + i) * GROUP + v);
+                        s.store(to, s.add(s.load(to), sum));
+                    }
+                }
+                let mut sum = s.zero();
+                for r in 0..n {
+                    sum = s.add(sum, s.load(tiles.g.row(r).add(v)));
+                }
+                let to = partials.add(width * GROUP + v);
+                s.store(to, s.add(s.load(to), sum));
+            }
+        }
+    }
+
+    /// Row `r` of dx, position `p`.
+    #[inline(always)]
+    unsafe fn input_gradient<S: Simd>(
+        &self,
+        s: S,
+        run: &Run,
+        p: isize,
+        r: usize,
+        staged: &Staged,
+        tiles: &Tiles<T>,
+    ) {
+        let tokens = &self.inputs.tokens;
+        let mut dfinal = [0f32; GROUP];
+        if let Some(states) = self.gradients.dfinal_states
+            && let Some((row, j)) = tokens.sequences.final_entry(self.b, run, p, tokens.history)
+        {
+            for (lane, to) in dfinal.iter_mut().enumerate().take(self.lanes.1) {
+                // SAFETY: an entry of the states.
+                *to = unsafe { *states.at(row, self.lanes.0 + lane, j) }.to_f32();
+            }
+        }
+        for v in (0..GROUP).step_by(S::LANES) {
+            // SAFETY: rows r..r + width of g and row r of dx are in the tiles.
+            unsafe {
+                let mut dx = s.load(dfinal.as_ptr().add(v));
+                for k in 0..self.plan.problem.width {
+                    let tap = s.load(staged.weight.add(k * staged.stride + v));
+                    dx = s.mul_add(tap, s.load(tiles.g.row(r + tokens.history - k).add(v)), dx);
+                }
+                T::store(s, tiles.dx.row(r).add(v), dx);
+            }
+        }
+    }
+}

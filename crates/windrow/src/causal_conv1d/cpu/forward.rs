@@ -1,0 +1,272 @@
+//! The direct algorithm: a sum over the taps for each element, in registers.
+//!
+//! Where tokens are neighbours in memory, vectors lie along a channel's tokens; where channels are,
+//! along the channels of a token, with several tokens at once so that each is loaded once. Everything
+//! else (the first `width - 1` tokens of a sequence, other strides, fewer elements than a
+//! vector) goes through a [`Tile`] to the second kernel.
+
+use super::kernel::{Sum, TOKENS, along_channels, along_tokens};
+use super::tile::Tokens;
+use super::{GROUP, Operand, Parameters, Tile};
+use crate::causal_conv1d::Problem;
+use crate::causal_conv1d::sequences::Run;
+use crate::cpu::{Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, parallel_for_workers};
+use crate::{Activation, Error, Result};
+use std::ops::Range;
+
+/// Tokens that pass through a tile at once.
+const TILE: usize = 32;
+
+/// What a run reads.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Inputs<'a, T> {
+    pub tokens: Tokens<'a, T>,
+    pub parameters: Parameters<'a>,
+}
+
+/// Along which dimension vectors lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Direction {
+    Tokens,
+    Channels,
+    Staged,
+}
+
+/// How a convolution is cut into tasks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Forward {
+    problem: Problem,
+    activation: Activation,
+    direction: Direction,
+    threads: usize,
+    /// Channels and tokens of a task.
+    channels: usize,
+    tokens: usize,
+    /// Bytes of scratch memory for one thread.
+    scratch: usize,
+}
+
+impl Forward {
+    /// For the layouts of `x` and `y` as strides of [b, d, l].
+    pub(crate) fn new(
+        problem: Problem,
+        activation: Activation,
+        (x, y): (&[isize], &[isize]),
+        element: usize,
+        threads: usize,
+    ) -> Result<Self> {
+        let Problem { b, d, l, .. } = problem;
+        let direction = if x[2] == 1 && y[2] == 1 && l >= GROUP {
+            Direction::Tokens
+        } else if x[1] == 1 && y[1] == 1 && d >= GROUP {
+            Direction::Channels
+        } else {
+            Direction::Staged
+        };
+        let total = b * d * l;
+        // A task of 8192 elements takes some microseconds; less is not worth handing out.
+        let work = (total / (8 * threads)).clamp(8192, 65536);
+        let (channels, tokens) = match direction {
+            Direction::Channels => {
+                let channels = d.min(512).next_multiple_of(GROUP);
+                (channels, (work / channels).max(4 * problem.history()).max(64))
+            }
+            _ => {
+                let tokens = l.clamp(1, 2048.max(16 * problem.history()));
+                ((work / tokens).min(d).next_multiple_of(GROUP).max(GROUP), tokens)
+            }
+        };
+        let tasks = b * d.div_ceil(channels) * l.div_ceil(tokens);
+        let threads = if total <= 8192 { 1 } else { threads.min(tasks) };
+        let scratch = (|| {
+            let staged = Parameters::staged_len(problem.width, channels)?.checked_mul(4)?;
+            let rows = problem.history().checked_add(2 * TILE)?;
+            rows.checked_mul(GROUP * element)?.checked_add(staged)
+        })();
+        let overflow = || Error::SizeOverflow {
+            what: "workspace",
+            detail: format!("width {}, {channels} channels", problem.width),
+        };
+        let scratch = scratch.ok_or_else(overflow)?.next_multiple_of(64);
+        scratch.checked_mul(threads).ok_or_else(overflow)?;
+        Ok(Forward { problem, activation, direction, threads, channels, tokens, scratch })
+    }
+
+    pub(crate) fn workspace_bytes(&self) -> usize {
+        self.scratch * self.threads
+    }
+
+    /// Direction of vectors, size of tasks and threads in words.
+    pub(crate) fn explain(&self) -> String {
+        let direction = match self.direction {
+            Direction::Tokens => "vectors along tokens",
+            Direction::Channels => "vectors along channels",
+            Direction::Staged => "tokens staged in tiles",
+        };
+        let Forward { channels, tokens, threads, .. } = self;
+        format!("{direction}, {channels} channels x {tokens} tokens a task, {threads} threads")
+    }
+
+    /// Computes all of `y`.
+    ///
+    /// # Safety
+    /// Operands have the problem's sizes and the strides given to [`Forward::new`]; `y` is memory
+    /// that nobody else touches; `scratch` holds [`Forward::workspace_bytes`] bytes, aligned to
+    /// 64.
+    pub(crate) unsafe fn run<T: SimdElement>(
+        &self,
+        isa: Isa,
+        inputs: &Inputs<'_, T>,
+        y: Operand<T>,
+        scratch: *mut u8,
+    ) {
+        let Problem { b, d, l, .. } = self.problem;
+        if b * d * l == 0 {
+            return;
+        }
+        let [blocks, chunks] = [d.div_ceil(self.channels), l.div_ceil(self.tokens)];
+        let scratch = SendPtr(scratch);
+        parallel_for_workers(self.threads, b * blocks * chunks, |worker, task| {
+            // Neighbouring tasks are neighbours in memory.
+            let (b, block, chunk) = match self.direction {
+                Direction::Channels => {
+                    (task / blocks / chunks, task % blocks, task / blocks % chunks)
+                }
+                _ => (task / chunks / blocks, task / chunks % blocks, task % chunks),
+            };
+            let [channel, token] = [block * self.channels, chunk * self.tokens];
+            dispatch(
+                isa,
+                Task {
+                    plan: self,
+                    inputs,
+                    y,
+                    b,
+                    channels: channel..(channel + self.channels).min(d),
+                    tokens: token..(token + self.tokens).min(l),
+                    scratch: scratch.get().wrapping_add(worker * self.scratch),
+                },
+            );
+        });
+    }
+}
+
+/// Some tokens of some channels of one row. Made by [`Forward::run`] only, which answers for its
+/// pointers.
+struct Task<'a, T> {
+    plan: &'a Forward,
+    inputs: &'a Inputs<'a, T>,
+    y: Operand<T>,
+    b: usize,
+    channels: Range<usize>,
+    tokens: Range<usize>,
+    scratch: *mut u8,
+}
+
+impl<T: SimdElement> Kernel for Task<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        // SAFETY: `Forward::run` promises operands and scratch memory of the right sizes.
+        unsafe {
+            match self.plan.problem.width {
+                2 => self.run_width::<S, 2>(s),
+                3 => self.run_width::<S, 3>(s),
+                4 => self.run_width::<S, 4>(s),
+                _ => self.run_width::<S, 0>(s),
+            }
+        }
+    }
+}
+
+impl<T: SimdElement> Task<'_, T> {
+    /// `W` is the width, or 0 for any.
+    #[inline(always)]
+    unsafe fn run_width<S: Simd, const W: usize>(&self, s: S) {
+        let problem = &self.plan.problem;
+        let sum = Sum { width: problem.width, activation: self.plan.activation };
+        let history = problem.history();
+        let Inputs { tokens, parameters } = self.inputs;
+        // SAFETY: the scratch memory holds the parameters and two tiles.
+        unsafe {
+            let staged = parameters.stage(s, problem, self.channels.clone(), self.scratch.cast());
+            let used = self.plan.scratch - (history + 2 * TILE) * GROUP * size_of::<T>();
+            let x_tile = Tile(self.scratch.add(used / 64 * 64).cast::<T>());
+            let y_tile = Tile(x_tile.row(history + TILE));
+            let mut t = self.tokens.start;
+            let mut run = Run::EMPTY;
+            while t < self.tokens.end {
+                if t >= run.end {
+                    run = tokens.sequences.run(self.b, t, history, self.tokens.end);
+                }
+                if run.sequence < 0 {
+                    self.write_zeros(t..run.end);
+                    t = run.end;
+                    continue;
+                }
+                let (direction, end) = self.piece::<S>(t, &run);
+                let (n, first) = (end - t, self.channels.start);
+                let step = match direction {
+                    Direction::Tokens => 1,
+                    Direction::Channels => self.channels.len(),
+                    Direction::Staged => GROUP,
+                };
+                for c in (0..self.channels.len()).step_by(step) {
+                    let staged = staged.from(c);
+                    let y = self.y.at(self.b, first + c, t);
+                    if direction == Direction::Tokens {
+                        let x = tokens.x.at(self.b, first + c, t - history);
+                        along_tokens::<S, T, W>(s, sum, x, y, n, &staged);
+                        continue;
+                    }
+                    let lanes = step.min(self.channels.len() - c);
+                    let (from, to, lanes_computed) = if direction == Direction::Staged {
+                        let position = t as isize - history as isize;
+                        let rows = (position, history + n);
+                        x_tile.load(tokens, (self.b, &run), rows, (first + c, lanes));
+                        ((x_tile.0.cast_const(), GROUP as isize), (y_tile.0, GROUP as isize), GROUP)
+                    } else {
+                        let x = tokens.x.at(self.b, first + c, t - history);
+                        ((x.cast_const(), tokens.x.strides[2]), (y, self.y.strides[2]), lanes)
+                    };
+                    let shape = (n, lanes_computed);
+                    along_channels::<S, T, W, TOKENS>(s, sum, from, to, shape, &staged);
+                    if direction == Direction::Staged {
+                        y_tile.write(y, self.y.strides, n, lanes);
+                    }
+                }
+                t = end;
+            }
+        }
+    }
+
+    /// How to compute token `t` of `run`, and up to which token.
+    #[inline(always)]
+    fn piece<S: Simd>(&self, t: usize, run: &Run) -> (Direction, usize) {
+        let head = (run.start + self.plan.problem.history()).min(run.end);
+        let (end, n) = (run.end, run.end - t);
+        let enough = match self.plan.direction {
+            Direction::Tokens => n >= S::LANES,
+            Direction::Channels => n >= TOKENS && self.channels.len() >= S::LANES,
+            Direction::Staged => false,
+        };
+        if t < head {
+            (Direction::Staged, head.min(t + TILE))
+        } else if enough {
+            (self.plan.direction, end)
+        } else {
+            (Direction::Staged, end.min(t + TILE))
+        }
+    }
+
+    /// Outputs of padding.
+    unsafe fn write_zeros(&self, tokens: Range<usize>) {
+        for c in self.channels.clone() {
+            for t in tokens.clone() {
+                // SAFETY: an element of y.
+                unsafe { self.y.at(self.b, c, t).write(T::default()) };
+            }
+        }
+    }
+}

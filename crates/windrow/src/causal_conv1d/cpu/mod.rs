@@ -1,0 +1,18 @@
+//! Causal convolution on the CPU.
+
+pub(crate) mod backward;
+mod forward;
+pub(crate) mod im2col;
+mod kernel;
+
+mod operand;
+mod tile;
+pub(crate) mod update;
+
+pub(crate) use forward::{Forward, Inputs};
+pub(crate) use operand::{Operand, Parameters};
+use tile::Tile;
+pub(crate) use tile::Tokens;
+
+/// Channels are staged and their weights laid out in groups of this many: the widest vector.
+pub(crate) const GROUP: usize = crate::cpu::MAX_LANES;

@@ -1,0 +1,241 @@
+//! Decoding: a few new tokens for each entry of a batch, and the states advanced in place.
+
+use super::kernel::{Sum, TOKENS, along_channels};
+use super::{GROUP, Operand, Parameters, Tile};
+use crate::causal_conv1d::Problem;
+use crate::causal_conv1d::sequences::Indices;
+use crate::cpu::{Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, parallel_for_workers};
+use crate::{Activation, Error, Result};
+use std::ops::Range;
+
+/// Tokens that pass through a tile at once.
+const TILE: usize = 16;
+
+/// How an update is cut into tasks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Update {
+    problem: Problem,
+    activation: Activation,
+    state_len: usize,
+    threads: usize,
+    /// Channels of a task.
+    channels: usize,
+    /// Bytes of scratch memory for one thread.
+    scratch: usize,
+}
+
+/// What an update reads and writes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Operands<'a, T> {
+    pub x: Operand<T>,
+    pub y: Operand<T>,
+    pub conv_state: Operand<T>,
+    pub parameters: Parameters<'a>,
+    /// Checked: not negative.
+    pub cache_seqlens: Option<Indices<'a>>,
+    /// Checked: below the number of states, none twice.
+    pub conv_state_indices: Option<Indices<'a>>,
+}
+
+impl Update {
+    pub(crate) fn new(
+        problem: Problem,
+        activation: Activation,
+        state_len: usize,
+        threads: usize,
+    ) -> Result<Self> {
+        let Problem { b, d, l, width, .. } = problem;
+        // A task of this many elements takes some microseconds.
+        let work = b * l.max(1) * d;
+        let tasks = (work / 4096).clamp(1, 4 * threads);
+        let channels = d.div_ceil(tasks).next_multiple_of(GROUP);
+        let threads = threads.min(d.div_ceil(channels.max(1))).max(1);
+        let scratch = || {
+            let staged = Parameters::staged_len(width, channels)?;
+            let rows = width.checked_add(2 * TILE)?;
+            let scratch = rows.checked_mul(GROUP)?.checked_add(staged)?.checked_mul(4)?;
+            scratch.checked_mul(threads).map(|_| scratch)
+        };
+        let scratch = scratch().ok_or_else(|| Error::SizeOverflow {
+            what: "workspace",
+            detail: format!("width {width}, {channels} channels"),
+        })?;
+        Ok(Update { problem, activation, state_len, threads, channels, scratch })
+    }
+
+    pub(crate) fn workspace_bytes(&self) -> usize {
+        self.scratch * self.threads
+    }
+
+    /// Size of tasks and threads in words.
+    pub(crate) fn explain(&self) -> String {
+        format!("{} channels a task, {} threads", self.channels, self.threads)
+    }
+
+    /// # Safety
+    /// Operands have the problem's sizes and checked indices; y and the states are memory that nobody
+    /// else touches; `scratch` holds [`Update::workspace_bytes`] bytes, aligned to 64.
+    pub(crate) unsafe fn run<T: SimdElement>(
+        &self,
+        isa: Isa,
+        operands: &Operands<'_, T>,
+        scratch: *mut u8,
+    ) {
+        let Problem { b, d, .. } = self.problem;
+        if b * d == 0 {
+            return;
+        }
+        let scratch = SendPtr(scratch);
+        parallel_for_workers(self.threads, d.div_ceil(self.channels), |worker, task| {
+            let first = task * self.channels;
+            let channels = first..(first + self.channels).min(d);
+            let scratch = scratch.get().wrapping_add(worker * self.scratch).cast();
+            dispatch(isa, Task { plan: self, operands, channels, scratch });
+        });
+    }
+}
+
+/// All batch entries of some channels. Made by [`Update::run`] only, which answers for its pointers.
+struct Task<'a, T> {
+    plan: &'a Update,
+    operands: &'a Operands<'a, T>,
+    channels: Range<usize>,
+    scratch: *mut f32,
+}
+
+/// One batch entry and the state that it advances.
+#[derive(Clone, Copy)]
+struct Entry {
+    b: usize,
+    state: usize,
+    /// Slot of the ring buffer that the next token goes to; `None` if the state is moved instead.
+    next: Option<usize>,
+}
+
+impl<T: SimdElement> Kernel for Task<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Task { plan, operands, channels, scratch } = &self;
+        let problem = &plan.problem;
+        let sum = Sum { width: problem.width, activation: plan.activation };
+        let (history, l) = (problem.history(), problem.l);
+        // SAFETY: the scratch memory holds the parameters and two tiles; operands have the tokens.
+        unsafe {
+            let staged = operands.parameters.stage(s, problem, channels.clone(), *scratch);
+            let tile =
+                scratch.add((2 * problem.width + 1) * channels.len().next_multiple_of(GROUP));
+            let x_tile = Tile(tile.cast::<T>());
+            let y_tile = Tile(x_tile.row(history + TILE));
+            for b in 0..problem.b {
+                let entry = self.entry(b);
+                for c in (0..channels.len()).step_by(GROUP) {
+                    let lanes = (channels.start + c, GROUP.min(channels.len() - c));
+                    for t in (0..l).step_by(TILE) {
+                        let n = TILE.min(l - t);
+                        let y = operands.y.at(b, lanes.0, t);
+                        if let Some(entry) = entry {
+                            self.load(&x_tile, entry, (t, n), lanes);
+                            let x = (x_tile.0.cast_const(), GROUP as isize);
+                            let to = (y_tile.0, GROUP as isize);
+                            let staged = staged.from(c);
+                            if n == 1 {
+                                along_channels::<S, T, 0, 1>(s, sum, x, to, (1, GROUP), &staged);
+                            } else {
+                                let shape = (n, GROUP);
+                                along_channels::<S, T, 0, TOKENS>(s, sum, x, to, shape, &staged);
+                            }
+                        } else {
+                            y_tile.0.write_bytes(0, n * GROUP);
+                        }
+                        y_tile.write(y, operands.y.strides, n, lanes.1);
+                    }
+                    if let Some(entry) = entry {
+                        self.advance(entry, lanes);
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl<T: SimdElement> Task<'_, T> {
+    /// The state of a batch entry; `None` for padding.
+    #[inline(always)]
+    fn entry(&self, b: usize) -> Option<Entry> {
+        let Operands { cache_seqlens, conv_state_indices, .. } = self.operands;
+        let state = conv_state_indices.map_or(b as i64, |indices| indices.at([b]));
+        let state_len = self.plan.state_len;
+        let next = cache_seqlens.filter(|_| state_len > 0).map(|cache_seqlens| {
+            // Checked not to be negative.
+            cache_seqlens.at([b]) as usize % state_len
+        });
+        Some(Entry { b, state: usize::try_from(state).ok()?, next })
+    }
+
+    /// Fills rows with tokens `t - history..t + n`, those before the first from the state.
+    #[inline(always)]
+    unsafe fn load(
+        &self,
+        tile: &Tile<T>,
+        entry: Entry,
+        (t, n): (usize, usize),
+        (channel, lanes): (usize, usize),
+    ) {
+        let Operands { x, conv_state, .. } = self.operands;
+        let (history, state_len) = (self.plan.problem.history(), self.plan.state_len);
+        // SAFETY: tokens and slots exist, the tile has history + TILE rows.
+        unsafe {
+            if lanes < GROUP {
+                tile.0.write_bytes(0, (history + n) * GROUP);
+            }
+            let before = history.saturating_sub(t);
+            // Token `t - history + i` of the state's is this many before its end.
+            let oldest = state_len + t - history;
+            match entry.next {
+                None if before > 0 => {
+                    let at = conv_state.at(entry.state, channel, oldest);
+                    tile.read(at, conv_state.strides, (0, before), lanes);
+                }
+                None => {}
+                Some(next) => {
+                    for i in 0..before {
+                        let at =
+                            conv_state.at(entry.state, channel, (next + oldest + i) % state_len);
+                        tile.read(at, conv_state.strides, (i, 1), lanes);
+                    }
+                }
+            }
+            let at = x.at(entry.b, channel, (t + before) - history);
+            tile.read(at, x.strides, (before, history + n - before), lanes);
+        }
+    }
+
+    /// Puts the tokens of x behind those of the state.
+    #[inline(always)]
+    unsafe fn advance(&self, entry: Entry, (channel, lanes): (usize, usize)) {
+        let Operands { x, conv_state, .. } = self.operands;
+        let (l, state_len) = (self.plan.problem.l, self.plan.state_len);
+        // Older tokens are overwritten by newer ones at once.
+        let kept = l.min(state_len);
+        // SAFETY: tokens and slots exist.
+        unsafe {
+            for channel in channel..channel + lanes {
+                let slot = |i| conv_state.at(entry.state, channel, i);
+                if entry.next.is_none() {
+                    for i in 0..state_len - kept {
+                        *slot(i) = *slot(i + kept);
+                    }
+                }
+                for i in 0..kept {
+                    let i_slot = match entry.next {
+                        None => state_len - kept + i,
+                        Some(next) => (next + l - kept + i) % state_len,
+                    };
+                    *slot(i_slot) = *x.at(entry.b, channel, l - kept + i);
+                }
+            }
+        }
+    }
+}

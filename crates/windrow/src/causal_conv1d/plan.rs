@@ -1,0 +1,503 @@
+//! Plans and runs of whole sequences.
+
+use super::cpu::backward::{Backward, Gradients};
+use super::cpu::im2col::{Im2colGemm, Stages};
+use super::cpu::{Forward, Inputs, Operand, Parameters, Tokens};
+use super::reference::Reference;
+use super::sequences::Sequences;
+use super::{CausalConv1dAlgorithm, CausalConv1dSpec, Problem, verify};
+use crate::cpu::{Isa, SimdElement, resolve_threads};
+use crate::tensor::{
+    check_device, check_disjoint, check_dtype, check_optional_view, check_tensor, check_view,
+};
+use crate::{
+    Activation, DType, Device, Error, PlanOptions, Result, Tensor, TensorDesc, TensorMut,
+    TensorRef, Verify, Workspace, bf16, f16,
+};
+
+/// The inputs of a run; see [`CausalConv1dSpec`] for shapes and types.
+#[derive(Clone, Copy, Debug)]
+pub struct CausalConv1dArgs<'a> {
+    /// [b, d, l]
+    pub x: TensorRef<'a>,
+    /// [d, width] or [d_out, d, width]
+    pub weight: TensorRef<'a>,
+    /// [d_out]
+    pub bias: Option<TensorRef<'a>>,
+    /// [b, l]
+    pub seq_idx: Option<TensorRef<'a>>,
+    /// [sequences + 1]
+    pub cu_seqlens: Option<TensorRef<'a>>,
+    /// [b or sequences, d, width-1]
+    pub initial_states: Option<TensorRef<'a>>,
+}
+
+impl<'a> CausalConv1dArgs<'a> {
+    /// Input and weight alone.
+    pub fn new(x: TensorRef<'a>, weight: TensorRef<'a>) -> Self {
+        let (bias, seq_idx, cu_seqlens, initial_states) = (None, None, None, None);
+        CausalConv1dArgs { x, weight, bias, seq_idx, cu_seqlens, initial_states }
+    }
+
+    /// Every view that is given, by name.
+    fn views(&self) -> impl Iterator<Item = (&'static str, &TensorRef<'a>)> {
+        let optional = [
+            ("bias", &self.bias),
+            ("seq_idx", &self.seq_idx),
+            ("cu_seqlens", &self.cu_seqlens),
+            ("initial_states", &self.initial_states),
+        ];
+        [("x", &self.x), ("weight", &self.weight)]
+            .into_iter()
+            .chain(optional.into_iter().filter_map(|(name, view)| Some((name, view.as_ref()?))))
+    }
+}
+
+/// The outputs of a run; see [`CausalConv1dSpec`] for shapes and types.
+#[derive(Debug)]
+pub struct CausalConv1dOutputs<'a> {
+    /// [b, d_out, l]
+    pub y: TensorMut<'a>,
+    /// [b or sequences, d, width-1]; copies, bit for bit.
+    pub final_states: Option<TensorMut<'a>>,
+}
+
+/// The gradients that a backward run computes: those that are given. Strides are free, without
+/// overlap.
+#[derive(Debug, Default)]
+pub struct CausalConv1dGrads<'a> {
+    /// Gradient of `x`: its shape and type.
+    pub dx: Option<TensorMut<'a>>,
+    /// Gradient of the weight: its shape, f32 or x's type. The same bits on any number of
+    /// threads.
+    pub dweight: Option<TensorMut<'a>>,
+    /// Gradient of the bias [d], f32 or x's type. The same bits on any number of threads.
+    pub dbias: Option<TensorMut<'a>>,
+    /// Gradient of the initial states [b or sequences, d, width-1], of x's type.
+    pub dinitial_states: Option<TensorMut<'a>>,
+}
+
+/// A checked [`CausalConv1dSpec`] on a device, with an algorithm.
+///
+/// ```
+/// use windrow::{CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dPlan, CausalConv1dSpec};
+/// use windrow::{PlanOptions, TensorMut, TensorRef, Workspace};
+///
+/// let x = [1.0f32, 2.0, 3.0, 4.0];
+/// let weight = [10.0f32, 1.0]; // width 2: ten times the token before, plus the token
+/// let mut y = [0.0f32; 4];
+/// let args = CausalConv1dArgs::new(TensorRef::new(&x, &[1, 1, 4])?, TensorRef::new(&weight, &[1, 2])?);
+///
+/// let spec = CausalConv1dSpec::new(*args.x.desc(), *args.weight.desc())?;
+/// let plan = CausalConv1dPlan::new(&spec, &PlanOptions::default())?;
+/// let mut workspace = Workspace::new(plan.device(), plan.workspace_bytes())?;
+/// let outputs = CausalConv1dOutputs { y: TensorMut::new(&mut y, &[1, 1, 4])?, final_states: None };
+/// plan.run(&args, outputs, &mut workspace)?;
+/// assert_eq!(y, [1.0, 12.0, 23.0, 34.0]);
+/// # Ok::<(), windrow::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct CausalConv1dPlan {
+    spec: CausalConv1dSpec,
+    problem: Problem,
+    options: PlanOptions,
+    isa: Isa,
+    algorithm: Algorithm,
+    /// None for a dense convolution.
+    backward: Option<Backward>,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Algorithm {
+    Direct(Forward),
+    Im2colGemm(Im2colGemm),
+}
+
+impl CausalConv1dPlan {
+    /// A plan with the fastest algorithm.
+    ///
+    /// # Errors
+    /// What is wrong with the spec: [`Error::Rank`], [`Error::Shape`], [`Error::DType`],
+    /// [`Error::OverlappingOutput`], [`Error::SizeOverflow`], [`Error::Unsupported`] if it has both
+    /// `seq_idx` and `cu_seqlens`; [`Error::NoDevice`].
+    pub fn new(spec: &CausalConv1dSpec, options: &PlanOptions) -> Result<Self> {
+        let problem = spec.problem()?;
+        let algorithm = match problem.dense {
+            true => CausalConv1dAlgorithm::Im2colGemm,
+            false => CausalConv1dAlgorithm::Direct,
+        };
+        Self::with_algorithm(spec, algorithm, options)
+    }
+
+    /// A plan with this algorithm.
+    ///
+    /// # Errors
+    /// As [`CausalConv1dPlan::new`], and [`Error::Unsupported`] if the algorithm cannot compute this
+    /// spec.
+    pub fn with_algorithm(
+        spec: &CausalConv1dSpec,
+        algorithm: CausalConv1dAlgorithm,
+        options: &PlanOptions,
+    ) -> Result<Self> {
+        Self::on_isa(spec, algorithm, options, Isa::best())
+    }
+
+    /// As [`CausalConv1dPlan::with_algorithm`], with the instructions of `isa`.
+    pub(crate) fn on_isa(
+        spec: &CausalConv1dSpec,
+        algorithm: CausalConv1dAlgorithm,
+        options: &PlanOptions,
+        isa: Isa,
+    ) -> Result<Self> {
+        let problem = spec.problem()?;
+        if options.device != Device::Cpu {
+            return Err(Error::NoDevice {
+                device: options.device.to_string(),
+                reason: "causal_conv1d has no algorithm for it".into(),
+            });
+        }
+        let (threads, activation) = (resolve_threads(options.threads), spec.activation);
+        let backward = match problem.dense {
+            true => None,
+            false => Some(Backward::new(problem, activation, threads)?),
+        };
+        let algorithm = match algorithm {
+            CausalConv1dAlgorithm::Direct if problem.dense => {
+                return Err(Error::unsupported(
+                    "causal_conv1d direct with a dense weight",
+                    "it computes depthwise convolutions only; im2col_gemm computes both",
+                ));
+            }
+            CausalConv1dAlgorithm::Direct => {
+                let strides = (spec.x.strides(), spec.y.strides());
+                let element = spec.x.dtype.size();
+                let direct = Forward::new(problem, activation, strides, element, threads)?;
+                Algorithm::Direct(direct)
+            }
+            CausalConv1dAlgorithm::Im2colGemm => {
+                Algorithm::Im2colGemm(Im2colGemm::new(problem, activation, isa, threads)?)
+            }
+        };
+        let (spec, options) = (spec.clone(), *options);
+        Ok(CausalConv1dPlan { spec, problem, options, isa, algorithm, backward })
+    }
+
+    /// All algorithms that can compute this spec, the fastest first. None if the spec is wrong.
+    pub fn algorithms(spec: &CausalConv1dSpec, device: Device) -> Vec<CausalConv1dAlgorithm> {
+        match (spec.problem(), device) {
+            (Ok(problem), Device::Cpu) if problem.dense => vec![CausalConv1dAlgorithm::Im2colGemm],
+            (Ok(_), Device::Cpu) => CausalConv1dAlgorithm::ALL.to_vec(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// The algorithm chosen.
+    pub fn algorithm(&self) -> CausalConv1dAlgorithm {
+        match self.algorithm {
+            Algorithm::Direct(_) => CausalConv1dAlgorithm::Direct,
+            Algorithm::Im2colGemm(_) => CausalConv1dAlgorithm::Im2colGemm,
+        }
+    }
+
+    /// What it computes.
+    pub fn spec(&self) -> &CausalConv1dSpec {
+        &self.spec
+    }
+
+    /// Where it runs.
+    pub fn device(&self) -> Device {
+        self.options.device
+    }
+
+    /// Bytes of workspace that runs need, forward and backward.
+    pub fn workspace_bytes(&self) -> usize {
+        let forward = match &self.algorithm {
+            Algorithm::Direct(direct) => direct.workspace_bytes(),
+            Algorithm::Im2colGemm(gemm) => gemm.workspace_bytes(),
+        };
+        forward.max(self.backward.map_or(0, |backward| backward.workspace_bytes()))
+    }
+
+    /// Algorithm, instruction set, blocking and threads, in one line.
+    pub fn explain(&self) -> String {
+        let how = match &self.algorithm {
+            Algorithm::Direct(direct) => direct.explain(),
+            Algorithm::Im2colGemm(gemm) => gemm.explain(),
+        };
+        format!("causal_conv1d {} ({}): {how}", self.algorithm(), self.isa.name())
+    }
+
+    /// Computes the outputs. They share no memory with inputs or each other.
+    ///
+    /// # Errors
+    /// [`Error::Rank`], [`Error::Shape`], [`Error::DType`] or [`Error::Strides`] if a view is not as
+    /// planned, [`Error::Parameter`] if an optional one is missing or too many or the workspace is
+    /// too small, [`Error::Aliasing`], [`Error::WrongDevice`], [`Error::Index`] for bad
+    /// `cu_seqlens`: all before anything is written. With [`Verify::On`] [`Error::Verification`].
+    pub fn run(
+        &self,
+        args: &CausalConv1dArgs<'_>,
+        mut outputs: CausalConv1dOutputs<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let sequences = self.check_args(args)?;
+        self.check_output("y", &outputs.y, args)?;
+        check_view("y", outputs.y.desc(), &self.spec.y)?;
+        let final_desc = outputs.final_states.as_ref().map(TensorMut::desc);
+        check_optional_view("final_states", final_desc, self.spec.final_states.as_ref())?;
+        if let Some(final_states) = &outputs.final_states {
+            self.check_output("final_states", final_states, args)?;
+            check_disjoint("final_states", final_states, "y", &outputs.y.as_ref())?;
+        }
+        let scratch = workspace.take(self.workspace_bytes())?.as_mut_ptr();
+        match self.spec.x.dtype {
+            DType::F16 => self.run_as::<f16>(args, sequences, &mut outputs, scratch),
+            DType::BF16 => self.run_as::<bf16>(args, sequences, &mut outputs, scratch),
+            _ => self.run_as::<f32>(args, sequences, &mut outputs, scratch),
+        }
+        if self.options.verify == Verify::On {
+            let reference = self.reference(args)?;
+            for check in verify::forward_checks(&reference, &outputs)? {
+                let what = format!("causal_conv1d {} {}", self.algorithm(), check.what);
+                check.comparison.into_result(&what)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn run_as<T: SimdElement>(
+        &self,
+        args: &CausalConv1dArgs<'_>,
+        sequences: Sequences<'_>,
+        outputs: &mut CausalConv1dOutputs<'_>,
+        scratch: *mut u8,
+    ) {
+        let inputs = self.inputs::<T>(args, sequences);
+        let y = Operand::<T>::output(&mut outputs.y);
+        // SAFETY: views, aliasing, indices and the size of the workspace have been checked.
+        unsafe {
+            match &self.algorithm {
+                Algorithm::Direct(direct) => direct.run(self.isa, &inputs, y, scratch),
+                Algorithm::Im2colGemm(gemm) => {
+                    gemm.run(&inputs, y, scratch);
+                }
+            }
+            if let Some(final_states) = &mut outputs.final_states {
+                let rows = final_states.shape()[0];
+                inputs.tokens.copy_final_states(
+                    rows,
+                    self.problem.d,
+                    Operand::output(final_states),
+                );
+            }
+        }
+    }
+
+    fn inputs<'a, T: SimdElement>(
+        &self,
+        args: &CausalConv1dArgs<'a>,
+        sequences: Sequences<'a>,
+    ) -> Inputs<'a, T> {
+        let tokens = Tokens {
+            x: Operand::input(&args.x),
+            states: args.initial_states.as_ref().map(Operand::input),
+            sequences,
+            history: self.problem.history(),
+        };
+        Inputs { tokens, parameters: Parameters { weight: args.weight, bias: args.bias } }
+    }
+
+    /// Computes gradients of a depthwise convolution for `dy` [b, d, l] and, if final states were
+    /// used, `dfinal_states` [b or sequences, d, width-1], both of x's type and with any strides. The
+    /// pre-activation is computed again from `args`; `y` is not needed.
+    ///
+    /// # Errors
+    /// As [`CausalConv1dPlan::run`], and [`Error::Unsupported`] for a dense convolution.
+    pub fn backward(
+        &self,
+        args: &CausalConv1dArgs<'_>,
+        dy: TensorRef<'_>,
+        dfinal_states: Option<TensorRef<'_>>,
+        mut grads: CausalConv1dGrads<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let sequences = self.check_args(args)?;
+        let Some(backward) = &self.backward else {
+            return Err(Error::unsupported(
+                "the gradient of a dense causal_conv1d",
+                "only depthwise convolutions have one; write it with matrix products",
+            ));
+        };
+        self.check_grads(args, &dy, dfinal_states.as_ref(), &grads)?;
+        let scratch = workspace.take(self.workspace_bytes())?.as_mut_ptr();
+        let given = (&dy, dfinal_states.as_ref());
+        match self.spec.x.dtype {
+            DType::F16 => {
+                self.backward_as::<f16>(backward, args, sequences, given, &mut grads, scratch);
+            }
+            DType::BF16 => {
+                self.backward_as::<bf16>(backward, args, sequences, given, &mut grads, scratch);
+            }
+            _ => self.backward_as::<f32>(backward, args, sequences, given, &mut grads, scratch),
+        }
+        if self.options.verify == Verify::On {
+            let reference = self.reference(args)?;
+            for check in verify::backward_checks(&reference, given, &grads)? {
+                let what = format!("causal_conv1d backward {}", check.what);
+                check.comparison.into_result(&what)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn backward_as<T: SimdElement>(
+        &self,
+        backward: &Backward,
+        args: &CausalConv1dArgs<'_>,
+        sequences: Sequences<'_>,
+        (dy, dfinal_states): (&TensorRef<'_>, Option<&TensorRef<'_>>),
+        grads: &mut CausalConv1dGrads<'_>,
+        scratch: *mut u8,
+    ) {
+        let gradients = Gradients::<T> {
+            dy: Operand::input(dy),
+            dfinal_states: dfinal_states.map(Operand::input),
+            dx: grads.dx.as_mut().map(Operand::output),
+            dinitial_states: grads.dinitial_states.as_mut().map(Operand::output),
+        };
+        let sums = (
+            grads.dweight.as_mut().map(TensorMut::reborrow),
+            grads.dbias.as_mut().map(TensorMut::reborrow),
+        );
+        // SAFETY: views, aliasing, indices and the size of the workspace have been checked.
+        unsafe { backward.run(self.isa, &self.inputs(args, sequences), &gradients, sums, scratch) }
+    }
+
+    /// Checks views against the spec, and index values.
+    fn check_args<'a>(&self, args: &CausalConv1dArgs<'a>) -> Result<Sequences<'a>> {
+        let spec = &self.spec;
+        for (name, view) in args.views() {
+            check_device(name, view.device(), self.options.device)?;
+        }
+        check_view("x", args.x.desc(), &spec.x)?;
+        check_view("weight", args.weight.desc(), &spec.weight)?;
+        let optional: [(_, &Option<TensorRef<'_>>, &Option<TensorDesc>); 4] = [
+            ("bias", &args.bias, &spec.bias),
+            ("seq_idx", &args.seq_idx, &spec.seq_idx),
+            ("cu_seqlens", &args.cu_seqlens, &spec.cu_seqlens),
+            ("initial_states", &args.initial_states, &spec.initial_states),
+        ];
+        for (name, given, planned) in optional {
+            check_optional_view(name, given.as_ref().map(TensorRef::desc), planned.as_ref())?;
+        }
+        Sequences::new(self.problem.l, args.seq_idx, args.cu_seqlens)
+    }
+
+    /// The device of an output, and that it shares no memory with an input.
+    fn check_output(
+        &self,
+        name: &'static str,
+        output: &TensorMut<'_>,
+        args: &CausalConv1dArgs<'_>,
+    ) -> Result<()> {
+        check_device(name, output.device(), self.options.device)?;
+        for (input, view) in args.views() {
+            check_disjoint(name, output, input, view)?;
+        }
+        Ok(())
+    }
+
+    fn check_grads(
+        &self,
+        args: &CausalConv1dArgs<'_>,
+        dy: &TensorRef<'_>,
+        dfinal_states: Option<&TensorRef<'_>>,
+        grads: &CausalConv1dGrads<'_>,
+    ) -> Result<()> {
+        let (problem, dtype) = (&self.problem, self.spec.x.dtype);
+        let states = self.spec.states_shape()?;
+        let inputs =
+            [("dy", Some(dy), &problem.y_shape()), ("dfinal_states", dfinal_states, &states)];
+        for (name, view, shape) in inputs {
+            let Some(view) = view else { continue };
+            check_device(name, view.device(), self.options.device)?;
+            check_tensor(name, view.desc(), dtype, shape)?;
+        }
+        let x = [problem.b, problem.d, problem.l];
+        let outputs: [(_, _, &[usize], bool); 4] = [
+            ("dx", &grads.dx, &x, false),
+            ("dweight", &grads.dweight, self.spec.weight.shape(), true),
+            ("dbias", &grads.dbias, &[problem.d], true),
+            ("dinitial_states", &grads.dinitial_states, &states, false),
+        ];
+        for (i, (name, output, shape, may_be_f32)) in outputs.iter().enumerate() {
+            let Some(output) = output else { continue };
+            check_tensor(name, output.desc(), output.dtype(), shape)?;
+            if !(*may_be_f32 && output.dtype() == DType::F32) {
+                check_dtype(name, output.dtype(), dtype)?;
+            }
+            self.check_output(name, output, args)?;
+            check_disjoint(name, output, "dy", dy)?;
+            if let Some(dfinal_states) = dfinal_states {
+                check_disjoint(name, output, "dfinal_states", dfinal_states)?;
+            }
+            for (other_name, other, ..) in &outputs[..i] {
+                if let Some(other) = other {
+                    check_disjoint(name, output, other_name, &other.as_ref())?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The operands of the product that [`CausalConv1dAlgorithm::Im2colGemm`] forms on the CPU: the im2col
+    /// matrices of all rows, and the weight as a matrix.
+    pub(crate) fn stages(&self, args: &CausalConv1dArgs<'_>) -> Result<Option<Stages>> {
+        let Algorithm::Im2colGemm(gemm) = &self.algorithm else { return Ok(None) };
+        let sequences = self.check_args(args)?;
+        Ok(Some(match self.spec.x.dtype {
+            DType::F16 => gemm.stages(&self.inputs::<f16>(args, sequences)),
+            DType::BF16 => gemm.stages(&self.inputs::<bf16>(args, sequences)),
+            _ => gemm.stages(&self.inputs::<f32>(args, sequences)),
+        }))
+    }
+
+    /// The same computation in f64.
+    pub(crate) fn reference(&self, args: &CausalConv1dArgs<'_>) -> Result<Reference> {
+        Reference::new(self.problem, self.spec.activation, args)
+    }
+}
+
+/// Causal convolution of `x` [b, d, l] with `weight` [d, width] or [d_out, d, width], and `bias`
+/// [d_out], on the CPU; see [`CausalConv1dSpec`].
+///
+/// # Errors
+/// As [`CausalConv1dPlan::new`] and [`CausalConv1dPlan::run`], and [`Error::OutOfMemory`].
+///
+/// ```
+/// use windrow::{Activation, TensorRef};
+/// let x = TensorRef::new(&[1.0f32, 2.0, 3.0, 4.0], &[1, 2, 2])?;
+/// let weight = TensorRef::new(&[1.0f32, 1.0, 0.0, 1.0], &[2, 2])?;
+/// let y = windrow::causal_conv1d(&x, &weight, None, Activation::Identity)?;
+/// assert_eq!(y.to_vec::<f32>()?, [1.0, 3.0, 3.0, 4.0]);
+/// # Ok::<(), windrow::Error>(())
+/// ```
+pub fn causal_conv1d(
+    x: &TensorRef<'_>,
+    weight: &TensorRef<'_>,
+    bias: Option<&TensorRef<'_>>,
+    activation: Activation,
+) -> Result<Tensor> {
+    let spec = CausalConv1dSpec {
+        bias: bias.map(|bias| *bias.desc()),
+        activation,
+        ..CausalConv1dSpec::new(*x.desc(), *weight.desc())?
+    };
+    let plan = CausalConv1dPlan::new(&spec, &PlanOptions::default())?;
+    let mut workspace = Workspace::new(plan.device(), plan.workspace_bytes())?;
+    let mut y = Tensor::uninitialised(spec.y)?;
+    let args = CausalConv1dArgs { bias: bias.copied(), ..CausalConv1dArgs::new(*x, *weight) };
+    let outputs = CausalConv1dOutputs { y: y.as_mut(), final_states: None };
+    plan.run(&args, outputs, &mut workspace)?;
+    Ok(y)
+}

@@ -1,0 +1,83 @@
+//! The sizes of a causal convolution, checked once.
+
+use crate::tensor::{check_dtype, check_tensor, check_unique};
+use crate::{DType, Error, Layout, Result, TensorDesc};
+
+/// Sizes in the field's names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Problem {
+    /// Batch.
+    pub b: usize,
+    /// Input channels.
+    pub d: usize,
+    /// Output channels; as many as input channels unless dense.
+    pub d_out: usize,
+    /// Tokens.
+    pub l: usize,
+    /// Filter taps, at least 1.
+    pub width: usize,
+    /// True if every output channel sees all input channels.
+    pub dense: bool,
+}
+
+impl Problem {
+    pub(crate) fn new(x: &TensorDesc, weight: &TensorDesc) -> Result<Self> {
+        let &[b, d, l] = x.shape() else {
+            return Err(rank("x", x, "3: [b, d, l]"));
+        };
+        if !x.dtype.is_compute() {
+            return Err(Error::dtype("x", x.dtype, "f32, f16 or bf16"));
+        }
+        let (d_out, d_weight, width, dense) = match *weight.shape() {
+            [d, width] => (d, d, width, false),
+            [d_out, d_in, width] => (d_out, d_in, width, true),
+            _ => return Err(rank("weight", weight, "2: [d, width], or 3: [d_out, d, width]")),
+        };
+        if d_weight != d {
+            let expected = format!("[{d}, width] or [d_out, {d}, width] for x {:?}", x.shape());
+            return Err(Error::shape("weight", weight.shape(), expected));
+        }
+        if width == 0 {
+            return Err(Error::shape("weight", weight.shape(), "a width of at least 1"));
+        }
+        check_parameter("weight", weight, x.dtype)?;
+        Ok(Problem { b, d, d_out, l, width, dense })
+    }
+
+    /// Tokens before a sequence that its first outputs see.
+    pub(crate) fn history(&self) -> usize {
+        self.width - 1
+    }
+
+    /// [b, d_out, l]
+    pub(crate) fn y_shape(&self) -> [usize; 3] {
+        [self.b, self.d_out, self.l]
+    }
+
+    /// A bias [d_out].
+    pub(crate) fn check_bias(&self, bias: &TensorDesc, x: DType) -> Result<()> {
+        check_tensor("bias", bias, bias.dtype, &[self.d_out])?;
+        check_parameter("bias", bias, x)
+    }
+
+    /// An output [b, d_out, l].
+    pub(crate) fn check_output(&self, y: &TensorDesc, x: DType) -> Result<()> {
+        check_tensor("y", y, x, &self.y_shape())?;
+        check_unique("y", &y.layout)
+    }
+}
+
+/// The dense layout of an output that follows its input: channel-last if `x` is.
+pub(crate) fn output_layout(x: &Layout, shape: &[usize; 3]) -> Result<Layout> {
+    let channel_last = x.shape()[1] > 1 && x.strides()[1].abs() < x.strides()[2].abs();
+    Layout::with_order(shape, if channel_last { &[0, 2, 1] } else { &[0, 1, 2] })
+}
+
+/// Weights and biases are f32 or of x's type.
+fn check_parameter(arg: &'static str, given: &TensorDesc, x: DType) -> Result<()> {
+    if given.dtype == DType::F32 { Ok(()) } else { check_dtype(arg, given.dtype, x) }
+}
+
+pub(crate) fn rank(arg: &'static str, given: &TensorDesc, expected: &'static str) -> Error {
+    Error::Rank { arg, given: given.layout.rank(), expected }
+}

@@ -1,0 +1,361 @@
+//! The f64 oracle: plain loops over the definition.
+
+use super::{CausalConv1dArgs, Problem};
+use crate::{Activation, Result, TensorRef};
+
+/// Values and, beside each, the sum of the absolute terms that formed it.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Expected {
+    pub values: Vec<f64>,
+    pub scale: Vec<f64>,
+}
+
+impl Expected {
+    fn zeros(len: usize) -> Self {
+        Expected { values: vec![0.0; len], scale: vec![0.0; len] }
+    }
+
+    fn add(&mut self, i: usize, term: f64, scale: f64) {
+        self.values[i] += term;
+        self.scale[i] += scale;
+    }
+}
+
+/// A convolution with all operands row-major in f64.
+#[derive(Clone, Debug)]
+pub(crate) struct Reference {
+    pub problem: Problem,
+    pub activation: Activation,
+    /// [b, d, l]
+    pub x: Vec<f64>,
+    /// [d, width], or [d_out, d, width] if dense.
+    pub weight: Vec<f64>,
+    /// [d_out]
+    pub bias: Option<Vec<f64>>,
+    /// [b, l]
+    pub seq_idx: Option<Vec<i64>>,
+    /// [sequences + 1]
+    pub cu_seqlens: Option<Vec<i64>>,
+    /// [b or sequences, d, width-1]
+    pub initial_states: Option<Vec<f64>>,
+}
+
+/// Gradients of a convolution; the states' also without initial states.
+#[derive(Clone, Debug)]
+pub(crate) struct Gradients {
+    pub dx: Expected,
+    pub dweight: Expected,
+    pub dbias: Expected,
+    pub dinitial_states: Expected,
+}
+
+/// What a tap of the filter lies on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Source {
+    /// A token of the row.
+    Token(usize),
+    /// Row and token of the initial states.
+    State(usize, usize),
+    Zero,
+}
+
+impl Reference {
+    /// The operands of a run in f64.
+    pub(crate) fn new(
+        problem: Problem,
+        activation: Activation,
+        args: &CausalConv1dArgs<'_>,
+    ) -> Result<Self> {
+        Ok(Reference {
+            problem,
+            activation,
+            x: args.x.to_f64_vec()?,
+            weight: args.weight.to_f64_vec()?,
+            bias: args.bias.as_ref().map(TensorRef::to_f64_vec).transpose()?,
+            seq_idx: args.seq_idx.as_ref().map(integers).transpose()?,
+            cu_seqlens: args.cu_seqlens.as_ref().map(integers).transpose()?,
+            initial_states: args.initial_states.as_ref().map(TensorRef::to_f64_vec).transpose()?,
+        })
+    }
+
+    /// What token `t` of row `b` sees at distance `back`; `None` if it is padding. `t = l` is
+    /// allowed, as a further token of the last one's sequence.
+    fn source(&self, b: usize, t: usize, back: usize) -> Option<Source> {
+        let p = &self.problem;
+        if let Some(cu_seqlens) = &self.cu_seqlens {
+            // Empty sequences have no tokens; of those that start at or before t the last has t.
+            let sequence = cu_seqlens.iter().rposition(|&start| start <= t as i64).unwrap();
+            return Some(self.in_sequence(sequence, cu_seqlens[sequence] as usize, t, back));
+        }
+        let Some(seq_idx) = &self.seq_idx else {
+            return Some(self.in_sequence(b, 0, t, back));
+        };
+        let number = |t: usize| seq_idx[b * p.l + t];
+        if p.l == 0 {
+            return Some(self.in_sequence(b, 0, t, back));
+        }
+        let own = number(t.min(p.l - 1));
+        if own < 0 {
+            return None;
+        }
+        let source = self.in_sequence(b, 0, t, back);
+        let seen = match source {
+            Source::Token(t) => number(t) == own,
+            _ => number(0) == own,
+        };
+        Some(if seen { source } else { Source::Zero })
+    }
+
+    /// As `source`, in a sequence that starts at token `start` and has states in row `row`.
+    fn in_sequence(&self, row: usize, start: usize, t: usize, back: usize) -> Source {
+        if t >= start + back {
+            return Source::Token(t - back);
+        }
+        // Without initial states these are zeros, which have gradients too.
+        Source::State(row, self.problem.history() + t - start - back)
+    }
+
+    fn value(&self, b: usize, channel: usize, source: Source) -> f64 {
+        let p = &self.problem;
+        match (source, &self.initial_states) {
+            (Source::Token(t), _) => self.x[(b * p.d + channel) * p.l + t],
+            (Source::State(row, j), Some(states)) => {
+                states[(row * p.d + channel) * p.history() + j]
+            }
+            _ => 0.0,
+        }
+    }
+
+    /// Calls `f(tap, input channel, weight index)` for every term of output channel `channel`.
+    fn for_each_tap(&self, channel: usize, mut f: impl FnMut(usize, usize, usize)) {
+        let p = &self.problem;
+        for k in 0..p.width {
+            if p.dense {
+                for c in 0..p.d {
+                    f(k, c, (channel * p.d + c) * p.width + k);
+                }
+            } else {
+                f(k, channel, channel * p.width + k);
+            }
+        }
+    }
+
+    /// Sum and bias of one output, with its scale; `None` for padding.
+    fn before_activation(&self, b: usize, channel: usize, t: usize) -> Option<(f64, f64)> {
+        self.source(b, t, 0)?;
+        let bias = self.bias.as_ref().map_or(0.0, |bias| bias[channel]);
+        let (mut sum, mut scale) = (bias, bias.abs());
+        self.for_each_tap(channel, |k, c, w| {
+            let source = self.source(b, t, self.problem.history() - k).unwrap_or(Source::Zero);
+            let term = self.weight[w] * self.value(b, c, source);
+            sum += term;
+            scale += term.abs();
+        });
+        Some((sum, scale))
+    }
+
+    /// `y` [b, d_out, l].
+    pub(crate) fn forward(&self) -> Expected {
+        let p = &self.problem;
+        let mut y = Expected::zeros(p.b * p.d_out * p.l);
+        for b in 0..p.b {
+            for channel in 0..p.d_out {
+                for t in 0..p.l {
+                    if let Some((sum, scale)) = self.before_activation(b, channel, t) {
+                        let i = (b * p.d_out + channel) * p.l + t;
+                        y.add(i, self.activation.apply_f64(sum), scale);
+                    }
+                }
+            }
+        }
+        y
+    }
+
+    /// Rows of the states, and the batch row, end and number of each.
+    fn state_rows(&self) -> Vec<(usize, usize, usize)> {
+        match &self.cu_seqlens {
+            Some(cu) => {
+                (0..cu.len() - 1).map(|s| (0, cu[s] as usize, cu[s + 1] as usize)).collect()
+            }
+            None => (0..self.problem.b).map(|b| (b, 0, self.problem.l)).collect(),
+        }
+    }
+
+    /// What entry `j` of a final state is.
+    fn final_source(&self, row: usize, (b, start, end): (usize, usize, usize), j: usize) -> Source {
+        let back = self.problem.history() - j;
+        match &self.cu_seqlens {
+            Some(_) => self.in_sequence(row, start, end, back),
+            None => self.source(b, end, back).unwrap_or(Source::Zero),
+        }
+    }
+
+    /// Final states [b or sequences, d, width-1].
+    pub(crate) fn final_states(&self) -> Vec<f64> {
+        let p = &self.problem;
+        let mut out = Vec::new();
+        for (row, range) in self.state_rows().into_iter().enumerate() {
+            for channel in 0..p.d {
+                for j in 0..p.history() {
+                    out.push(self.value(range.0, channel, self.final_source(row, range, j)));
+                }
+            }
+        }
+        out
+    }
+
+    /// Gradients for `dy` [b, d_out, l] and those of the final states.
+    pub(crate) fn backward(&self, dy: &[f64], dfinal_states: Option<&[f64]>) -> Gradients {
+        let p = &self.problem;
+        let rows = self.state_rows();
+        let mut out = Gradients {
+            dx: Expected::zeros(p.b * p.d * p.l),
+            dweight: Expected::zeros(self.weight.len()),
+            dbias: Expected::zeros(p.d_out),
+            dinitial_states: Expected::zeros(rows.len() * p.d * p.history()),
+        };
+        for b in 0..p.b {
+            for channel in 0..p.d_out {
+                for t in 0..p.l {
+                    let Some((sum, scale)) = self.before_activation(b, channel, t) else {
+                        continue;
+                    };
+                    let dy = dy[(b * p.d_out + channel) * p.l + t];
+                    let g = dy * self.activation.derivative_f64(sum);
+                    // The derivative is at most 1.2, and its own slope is at most 1.
+                    let g_scale = dy.abs() * (1.2 + scale);
+                    out.dbias.add(channel, g, g_scale);
+                    self.for_each_tap(channel, |k, c, w| {
+                        let source = self.source(b, t, p.history() - k).unwrap_or(Source::Zero);
+                        let x = self.value(b, c, source);
+                        out.dweight.add(w, g * x, g_scale * x.abs());
+                        let weight = self.weight[w];
+                        self.add_to(&mut out, b, c, source, g * weight, g_scale * weight.abs());
+                    });
+                }
+            }
+        }
+        for (row, range) in rows.into_iter().enumerate() {
+            let Some(dfinal) = dfinal_states else { break };
+            for channel in 0..p.d {
+                for j in 0..p.history() {
+                    let d = dfinal[(row * p.d + channel) * p.history() + j];
+                    let source = self.final_source(row, range, j);
+                    self.add_to(&mut out, range.0, channel, source, d, d.abs());
+                }
+            }
+        }
+        out
+    }
+
+    fn add_to(
+        &self,
+        out: &mut Gradients,
+        b: usize,
+        channel: usize,
+        source: Source,
+        term: f64,
+        scale: f64,
+    ) {
+        let p = &self.problem;
+        match source {
+            Source::Token(t) => out.dx.add((b * p.d + channel) * p.l + t, term, scale),
+            Source::State(row, j) => {
+                let i = (row * p.d + channel) * p.history() + j;
+                out.dinitial_states.add(i, term, scale);
+            }
+            Source::Zero => {}
+        }
+    }
+
+    /// The im2col matrix of batch row `b`, [l, width*d]: column `k*d + c` is what tap `k` of
+    /// channel `c` lies on.
+    pub(crate) fn im2col(&self, b: usize) -> Vec<f64> {
+        let p = &self.problem;
+        let mut out = Vec::new();
+        for t in 0..p.l {
+            for k in 0..p.width {
+                let source = self.source(b, t, p.history() - k).unwrap_or(Source::Zero);
+                out.extend((0..p.d).map(|c| self.value(b, c, source)));
+            }
+        }
+        out
+    }
+
+    /// The weight as a matrix [d_out, width*d].
+    pub(crate) fn expanded_weight(&self) -> Vec<f64> {
+        let p = &self.problem;
+        let mut out = vec![0.0; p.d_out * p.width * p.d];
+        for channel in 0..p.d_out {
+            self.for_each_tap(channel, |k, c, w| {
+                out[(channel * p.width + k) * p.d + c] = self.weight[w];
+            });
+        }
+        out
+    }
+}
+
+/// Indices and lengths are exact in f64.
+pub(crate) fn integers(view: &TensorRef<'_>) -> Result<Vec<i64>> {
+    Ok(view.to_f64_vec()?.into_iter().map(|value| value as i64).collect())
+}
+
+/// One step of decoding with all operands row-major in f64.
+#[derive(Clone, Debug)]
+pub(crate) struct UpdateReference {
+    /// Sizes; `b` and `l` are those of x.
+    pub problem: Problem,
+    pub activation: Activation,
+    /// Tokens that a state holds.
+    pub state_len: usize,
+    /// [b, d, l]
+    pub x: Vec<f64>,
+    /// [d, width]
+    pub weight: Vec<f64>,
+    /// [d]
+    pub bias: Option<Vec<f64>>,
+    /// [b]
+    pub cache_seqlens: Option<Vec<i64>>,
+    /// [b]
+    pub conv_state_indices: Option<Vec<i64>>,
+}
+
+impl UpdateReference {
+    /// `y` [b, d, l]; advances `conv_state` [pool, d, state_len].
+    pub(crate) fn run(&self, conv_state: &mut [f64]) -> Expected {
+        let p = &self.problem;
+        let mut y = Expected::zeros(p.b * p.d * p.l);
+        for b in 0..p.b {
+            let entry = self.conv_state_indices.as_ref().map_or(b as i64, |indices| indices[b]);
+            let Ok(entry) = usize::try_from(entry) else { continue };
+            for d in 0..p.d {
+                let state = (entry * p.d + d) * self.state_len;
+                let state = &mut conv_state[state..state + self.state_len];
+                let first = self.cache_seqlens.as_ref().map_or(0, |len| len[b] as usize);
+                // The ring buffer's next slot; without one the state is a ring that starts at its
+                // oldest token and is turned back afterwards.
+                let next = if self.state_len == 0 { 0 } else { first % self.state_len };
+                state.rotate_left(next);
+                let mut tokens = state.to_vec();
+                tokens.extend_from_slice(&self.x[(b * p.d + d) * p.l..][..p.l]);
+                for t in 0..p.l {
+                    let bias = self.bias.as_ref().map_or(0.0, |bias| bias[d]);
+                    let (mut sum, mut scale) = (bias, bias.abs());
+                    for k in 0..p.width {
+                        let token = tokens[self.state_len + t + k - p.history()];
+                        let term = self.weight[d * p.width + k] * token;
+                        sum += term;
+                        scale += term.abs();
+                    }
+                    y.add((b * p.d + d) * p.l + t, self.activation.apply_f64(sum), scale);
+                }
+                state.copy_from_slice(&tokens[p.l..]);
+                if self.cache_seqlens.is_some() && self.state_len > 0 {
+                    // Token i was written to slot (first + i) % state_len.
+                    state.rotate_right((next + p.l) % self.state_len);
+                }
+            }
+        }
+        y
+    }
+}

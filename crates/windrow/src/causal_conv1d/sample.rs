@@ -1,0 +1,261 @@
+//! Operands for `windrow verify` and tests: made from a spec and a seed.
+
+use super::{
+    CausalConv1dArgs, CausalConv1dGrads, CausalConv1dSpec, CausalConv1dUpdateArgs,
+    CausalConv1dUpdateSpec,
+};
+use crate::tensor::for_each_offset;
+use crate::verify::random;
+use crate::{
+    Activation, DType, Device, Element, Layout, Result, Tensor, TensorDesc, TensorMut, TensorRef,
+    bf16, f16,
+};
+
+/// A tensor of any layout, in memory of its own that may have gaps.
+#[derive(Debug)]
+pub(crate) struct Held {
+    memory: Tensor,
+    desc: TensorDesc,
+    /// Of the element at index zero, in elements.
+    offset: usize,
+}
+
+impl Held {
+    /// The memory of `desc` with `values` in row-major order of the elements, and ones in the gaps.
+    pub(crate) fn new(desc: TensorDesc, values: &[f64]) -> Result<Self> {
+        let (low, high) = desc.layout.extent().unwrap_or((0, -1));
+        let layout = Layout::contiguous(&[(high - low + 1) as usize])?;
+        let memory = Tensor::uninitialised(TensorDesc { dtype: desc.dtype, layout })?;
+        let mut held = Held { memory, desc, offset: low.unsigned_abs() };
+        match desc.dtype {
+            DType::F32 => held.fill::<f32>(values),
+            DType::F16 => held.fill::<f16>(values),
+            DType::BF16 => held.fill::<bf16>(values),
+            DType::F64 => held.fill::<f64>(values),
+            DType::I32 => held.fill::<i32>(values),
+            DType::I64 => held.fill::<i64>(values),
+        }
+        Ok(held)
+    }
+
+    fn fill<T: Element>(&mut self, values: &[f64]) {
+        let len = self.memory.desc().layout.len();
+        let base = self.memory.as_mut().as_mut_ptr().cast::<T>();
+        // SAFETY: the memory holds `len` elements, among them those of the layout.
+        unsafe {
+            (0..len).for_each(|i| base.add(i).write(T::from_f64(1.0)));
+            let mut values = values.iter();
+            for_each_offset(&self.desc.layout, |offset| {
+                let value = values.next().copied().unwrap_or_default();
+                base.add(self.offset).offset(offset).write(T::from_f64(value));
+            });
+        }
+    }
+
+    /// View for reading.
+    pub(crate) fn as_ref(&self) -> TensorRef<'_> {
+        let first = self.offset * self.desc.dtype.size();
+        let ptr = self.memory.as_ref().as_ptr().wrapping_add(first);
+        // SAFETY: the memory was made for the layout at this offset and is borrowed.
+        unsafe { TensorRef::from_raw(ptr.cast(), self.desc, Device::Cpu) }
+    }
+
+    /// View for writing.
+    pub(crate) fn as_mut(&mut self) -> Result<TensorMut<'_>> {
+        let first = self.offset * self.desc.dtype.size();
+        let ptr = self.memory.as_mut().as_mut_ptr().wrapping_add(first);
+        // SAFETY: as for `as_ref`, borrowed mutably.
+        unsafe { TensorMut::from_raw(ptr.cast(), self.desc, Device::Cpu) }
+    }
+}
+
+/// Numbers in -2..2, all different for different `what`. Multiples of 1/8 for ReLU: sums of their
+/// products are exact in f32, so that kernels and oracle agree on which side of the kink they are.
+fn numbers(seed: u64, what: u64, desc: &TensorDesc, activation: Activation) -> Vec<f64> {
+    let mut values = random(seed.wrapping_mul(31).wrapping_add(what), desc.layout.len(), -2.0, 2.0);
+    if activation == Activation::Relu {
+        values.iter_mut().for_each(|value| *value = (*value * 8.0).round() / 8.0);
+    }
+    values
+}
+
+/// Sequence numbers of rows cut into runs: mostly rising, now and then padding or a number that was
+/// there before.
+fn sequences(seed: u64, desc: &TensorDesc) -> Vec<f64> {
+    let [b, l] = [desc.shape()[0], desc.shape()[1]];
+    let random = random(seed, 2 * b * l, 0.0, 1.0);
+    let mut current: f64 = 0.0;
+    let numbers = random.chunks(2).enumerate().map(|(i, r)| {
+        if i % l.max(1) == 0 {
+            current = if r[0] < 0.1 { -1.0 } else { 0.0 };
+        } else if r[0] < 0.15 {
+            current = [current + 1.0, current + 1.0, (current - 1.0).max(0.0), -1.0]
+                [(r[1] * 4.0) as usize];
+        }
+        current
+    });
+    numbers.collect()
+}
+
+/// Boundaries of sequences of random lengths, some of them empty.
+fn boundaries(seed: u64, desc: &TensorDesc, l: usize) -> Vec<f64> {
+    let entries = desc.shape()[0];
+    let mut values = random(seed, entries, 0.0, l as f64 + 1.0);
+    values.iter_mut().for_each(|value| *value = value.floor());
+    values.sort_by(f64::total_cmp);
+    values[entries - 1] = l as f64;
+    values[0] = 0.0;
+    values
+}
+
+/// Operands of a convolution and of its gradients.
+#[derive(Debug)]
+pub(crate) struct Sample {
+    pub inputs: Inputs,
+    pub y: Held,
+    pub final_states: Option<Held>,
+    pub dy: Held,
+    pub dfinal_states: Option<Held>,
+    pub gradients: Gradients,
+}
+
+#[derive(Debug)]
+pub(crate) struct Inputs {
+    pub x: Held,
+    pub weight: Held,
+    pub bias: Option<Held>,
+    pub seq_idx: Option<Held>,
+    pub cu_seqlens: Option<Held>,
+    pub initial_states: Option<Held>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Gradients {
+    pub dx: Held,
+    pub dweight: Held,
+    pub dbias: Held,
+    pub dinitial_states: Held,
+}
+
+impl Sample {
+    /// Gradients have the layout of what they are gradients of.
+    pub(crate) fn new(spec: &CausalConv1dSpec, seed: u64) -> Result<Self> {
+        let make =
+            |what, desc: TensorDesc| Held::new(desc, &numbers(seed, what, &desc, spec.activation));
+        let maybe = |what, desc: Option<TensorDesc>| desc.map(|d| make(what, d)).transpose();
+        let states = TensorDesc::contiguous(spec.x.dtype, &spec.states_shape()?)?;
+        let dbias = TensorDesc::contiguous(spec.weight.dtype, &spec.y.shape()[1..2])?;
+        let l = spec.x.shape()[2];
+        let seq_idx = spec.seq_idx.map(|desc| Held::new(desc, &sequences(seed, &desc)));
+        let cu_seqlens = spec.cu_seqlens.map(|desc| Held::new(desc, &boundaries(seed, &desc, l)));
+        Ok(Sample {
+            inputs: Inputs {
+                x: make(1, spec.x)?,
+                weight: make(2, spec.weight)?,
+                bias: maybe(3, spec.bias)?,
+                seq_idx: seq_idx.transpose()?,
+                cu_seqlens: cu_seqlens.transpose()?,
+                initial_states: maybe(4, spec.initial_states)?,
+            },
+            y: make(7, spec.y)?,
+            final_states: maybe(8, spec.final_states)?,
+            dy: make(5, spec.y)?,
+            dfinal_states: maybe(6, spec.final_states)?,
+            gradients: Gradients {
+                dx: make(9, spec.x)?,
+                dweight: make(10, spec.weight)?,
+                dbias: make(11, spec.bias.unwrap_or(dbias))?,
+                dinitial_states: make(12, spec.initial_states.unwrap_or(states))?,
+            },
+        })
+    }
+}
+
+impl Inputs {
+    pub(crate) fn args(&self) -> CausalConv1dArgs<'_> {
+        let view = Held::as_ref;
+        CausalConv1dArgs {
+            x: self.x.as_ref(),
+            weight: self.weight.as_ref(),
+            bias: self.bias.as_ref().map(view),
+            seq_idx: self.seq_idx.as_ref().map(view),
+            cu_seqlens: self.cu_seqlens.as_ref().map(view),
+            initial_states: self.initial_states.as_ref().map(view),
+        }
+    }
+}
+
+impl Gradients {
+    pub(crate) fn views(&mut self) -> Result<CausalConv1dGrads<'_>> {
+        Ok(CausalConv1dGrads {
+            dx: Some(self.dx.as_mut()?),
+            dweight: Some(self.dweight.as_mut()?),
+            dbias: Some(self.dbias.as_mut()?),
+            dinitial_states: Some(self.dinitial_states.as_mut()?),
+        })
+    }
+}
+
+/// Operands of an update.
+#[derive(Debug)]
+pub(crate) struct UpdateSample {
+    pub inputs: UpdateInputs,
+    pub conv_state: Held,
+    pub y: Held,
+}
+
+#[derive(Debug)]
+pub(crate) struct UpdateInputs {
+    pub x: Held,
+    pub weight: Held,
+    pub bias: Option<Held>,
+    pub cache_seqlens: Option<Held>,
+    pub conv_state_indices: Option<Held>,
+}
+
+impl UpdateSample {
+    /// Indices are a permutation of the pool with every fifth entry negative.
+    pub(crate) fn new(spec: &CausalConv1dUpdateSpec, seed: u64) -> Result<Self> {
+        let make =
+            |what, desc: TensorDesc| Held::new(desc, &numbers(seed, what, &desc, spec.activation));
+        let pool = spec.conv_state.shape()[0];
+        let lengths = spec.cache_seqlens.map(|desc| {
+            let lengths = random(seed, desc.layout.len(), 0.0, 100.0);
+            Held::new(desc, &lengths.into_iter().map(f64::floor).collect::<Vec<_>>())
+        });
+        let indices = spec.conv_state_indices.map(|desc| {
+            let mut order: Vec<_> = random(seed, pool, 0.0, 1.0).into_iter().zip(0..).collect();
+            order.sort_by(|a, b| a.0.total_cmp(&b.0));
+            let mut states = order.into_iter().map(|(_, state): (_, u32)| f64::from(state));
+            let entries = (0..desc.layout.len() as u64).map(|i| match (i + seed) % 5 {
+                0 => -1.0 - i as f64,
+                _ => states.next().unwrap_or(-7.0),
+            });
+            Held::new(desc, &entries.collect::<Vec<_>>())
+        });
+        Ok(UpdateSample {
+            inputs: UpdateInputs {
+                x: make(1, spec.x)?,
+                weight: make(2, spec.weight)?,
+                bias: spec.bias.map(|desc| make(3, desc)).transpose()?,
+                cache_seqlens: lengths.transpose()?,
+                conv_state_indices: indices.transpose()?,
+            },
+            conv_state: make(4, spec.conv_state)?,
+            y: make(5, spec.y)?,
+        })
+    }
+}
+
+impl UpdateInputs {
+    pub(crate) fn args(&self) -> CausalConv1dUpdateArgs<'_> {
+        let view = Held::as_ref;
+        CausalConv1dUpdateArgs {
+            x: self.x.as_ref(),
+            weight: self.weight.as_ref(),
+            bias: self.bias.as_ref().map(view),
+            cache_seqlens: self.cache_seqlens.as_ref().map(view),
+            conv_state_indices: self.conv_state_indices.as_ref().map(view),
+        }
+    }
+}

@@ -1,0 +1,233 @@
+//! What a causal convolution computes: descriptors, options, and the checks that need no data.
+
+use super::Problem;
+use super::problem::{output_layout, rank};
+use crate::tensor::{check_tensor, check_unique};
+use crate::{Activation, DType, Error, Result, TensorDesc};
+
+/// A causal convolution over sequences of tokens:
+///
+/// `y[b,d,t] = act(bias[d] + sum_k weight[d,k] * x[b,d,t-(width-1)+k])`
+///
+/// Tokens before a sequence are the sequence's initial state, or zeros. With a weight
+/// [d_out, d, width] every output channel sees all input channels (`groups = 1`).
+///
+/// The logical shape is always [b, d, l]; channel-last data is given by strides.
+///
+/// # Packed sequences
+///
+/// Several sequences in one row are told apart in one of two ways:
+///
+/// - `seq_idx` [b, l], i32: a token sees the tokens before it that have its own number. A token with
+///   a negative number is padding: its output is 0 and nobody sees it. Initial states belong to
+///   the sequence of the row's first token, final states to that of its last token.
+/// - `cu_seqlens` [sequences + 1], i32 or i64, with `b = 1`: sequence `i` is the tokens
+///   `cu_seqlens[i]..cu_seqlens[i + 1]`. Each sequence has its own initial and final state. The
+///   first entry is 0, the last is l, and none is smaller than the one before.
+///
+/// # States
+///
+/// `initial_states` and `final_states` are [b, d, width-1] ([sequences, d, width-1] with
+/// `cu_seqlens`) of x's type: the last `width - 1` tokens before and at the end of a sequence, oldest
+/// first. Where a sequence is shorter than that, its final state begins with the tail of its initial state
+/// (zeros without one); of a row that ends in padding it is zeros.
+///
+/// ```
+/// use windrow::{Activation, CausalConv1dSpec, DType, TensorDesc};
+/// let x = TensorDesc::contiguous(DType::F32, &[2, 64, 128])?;
+/// let weight = TensorDesc::contiguous(DType::F32, &[64, 4])?;
+/// let spec = CausalConv1dSpec::new(x, weight)?.with_activation(Activation::Silu);
+/// assert_eq!(spec.y.shape(), [2, 64, 128]);
+/// # Ok::<(), windrow::Error>(())
+/// ```
+///
+/// Source: Dao, causal-conv1d (<https://github.com/Dao-AILab/causal-conv1d>), whose meaning of
+/// `seq_idx` and states this follows.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct CausalConv1dSpec {
+    /// Input [b, d, l], f32, f16 or bf16; any strides.
+    pub x: TensorDesc,
+    /// Filter [d, width], or [d_out, d, width] for a dense convolution; f32 or x's type.
+    pub weight: TensorDesc,
+    /// Output [b, d_out, l] of x's type; strides such that every element has its own memory.
+    pub y: TensorDesc,
+    /// Bias [d_out], f32 or x's type.
+    pub bias: Option<TensorDesc>,
+    /// Applied to sum and bias.
+    pub activation: Activation,
+    /// Sequence numbers [b, l], i32.
+    pub seq_idx: Option<TensorDesc>,
+    /// Sequence boundaries [sequences + 1], i32 or i64.
+    pub cu_seqlens: Option<TensorDesc>,
+    /// Tokens before each sequence [b or sequences, d, width-1], of x's type.
+    pub initial_states: Option<TensorDesc>,
+    /// Output: last tokens of each sequence [b or sequences, d, width-1], of x's type.
+    pub final_states: Option<TensorDesc>,
+}
+
+impl CausalConv1dSpec {
+    /// A convolution of `x` [b, d, l] with `weight` [d, width] or [d_out, d, width], without bias,
+    /// activation, states or packed sequences. `y` is dense: channel-last if x is, else
+    /// channel-first.
+    ///
+    /// # Errors
+    /// [`Error::Rank`], [`Error::DType`], [`Error::Shape`] if channels do not match or the width is
+    /// 0, [`Error::SizeOverflow`].
+    pub fn new(x: TensorDesc, weight: TensorDesc) -> Result<Self> {
+        let shape = Problem::new(&x, &weight)?.y_shape();
+        let y = TensorDesc { dtype: x.dtype, layout: output_layout(&x.layout, &shape)? };
+        Ok(CausalConv1dSpec {
+            x,
+            weight,
+            y,
+            bias: None,
+            activation: Activation::Identity,
+            seq_idx: None,
+            cu_seqlens: None,
+            initial_states: None,
+            final_states: None,
+        })
+    }
+
+    /// With a bias [d_out].
+    #[must_use]
+    pub fn with_bias(self, bias: TensorDesc) -> Self {
+        Self { bias: Some(bias), ..self }
+    }
+
+    /// With an activation.
+    #[must_use]
+    pub fn with_activation(self, activation: Activation) -> Self {
+        Self { activation, ..self }
+    }
+
+    /// With another layout of the output than the default.
+    #[must_use]
+    pub fn with_output(self, y: TensorDesc) -> Self {
+        Self { y, ..self }
+    }
+
+    /// With sequence numbers [b, l].
+    #[must_use]
+    pub fn with_seq_idx(self, seq_idx: TensorDesc) -> Self {
+        Self { seq_idx: Some(seq_idx), ..self }
+    }
+
+    /// With sequence boundaries [sequences + 1].
+    #[must_use]
+    pub fn with_cu_seqlens(self, cu_seqlens: TensorDesc) -> Self {
+        Self { cu_seqlens: Some(cu_seqlens), ..self }
+    }
+
+    /// With initial states [b or sequences, d, width-1].
+    #[must_use]
+    pub fn with_initial_states(self, initial_states: TensorDesc) -> Self {
+        Self { initial_states: Some(initial_states), ..self }
+    }
+
+    /// With final states [b or sequences, d, width-1].
+    #[must_use]
+    pub fn with_final_states(self, final_states: TensorDesc) -> Self {
+        Self { final_states: Some(final_states), ..self }
+    }
+
+    /// Shape of initial and final states: [b, d, width-1], or [sequences, d, width-1] with
+    /// `cu_seqlens`.
+    ///
+    /// # Errors
+    /// As [`CausalConv1dSpec::new`], since fields can have been changed since, and those of a bad
+    /// `cu_seqlens`.
+    pub fn states_shape(&self) -> Result<[usize; 3]> {
+        let problem = Problem::new(&self.x, &self.weight)?;
+        Ok([self.state_rows(&problem)?, problem.d, problem.history()])
+    }
+
+    fn state_rows(&self, problem: &Problem) -> Result<usize> {
+        let Some(cu_seqlens) = &self.cu_seqlens else { return Ok(problem.b) };
+        if self.seq_idx.is_some() {
+            return Err(Error::unsupported(
+                "`seq_idx` together with `cu_seqlens`",
+                "they are two ways to say the same; give one of them",
+            ));
+        }
+        let &[entries] = cu_seqlens.shape() else {
+            return Err(rank("cu_seqlens", cu_seqlens, "1: [sequences + 1]"));
+        };
+        if !matches!(cu_seqlens.dtype, DType::I32 | DType::I64) {
+            return Err(Error::dtype("cu_seqlens", cu_seqlens.dtype, "i32 or i64"));
+        }
+        if problem.b != 1 {
+            let expected = "b = 1 with `cu_seqlens`: [1, d, l]";
+            return Err(Error::shape("x", self.x.shape(), expected));
+        }
+        entries.checked_sub(1).ok_or_else(|| {
+            Error::shape("cu_seqlens", cu_seqlens.shape(), "[sequences + 1], at least one entry")
+        })
+    }
+
+    /// Every check that needs no data, and the sizes.
+    pub(crate) fn problem(&self) -> Result<Problem> {
+        let problem = Problem::new(&self.x, &self.weight)?;
+        let rows = self.state_rows(&problem)?;
+        let dtype = self.x.dtype;
+        problem.check_output(&self.y, dtype)?;
+        if let Some(bias) = &self.bias {
+            problem.check_bias(bias, dtype)?;
+        }
+        if let Some(seq_idx) = &self.seq_idx {
+            check_tensor("seq_idx", seq_idx, DType::I32, &[problem.b, problem.l])?;
+        }
+        let states = [rows, problem.d, problem.history()];
+        if let Some(initial_states) = &self.initial_states {
+            check_tensor("initial_states", initial_states, dtype, &states)?;
+        }
+        if let Some(final_states) = &self.final_states {
+            check_tensor("final_states", final_states, dtype, &states)?;
+            check_unique("final_states", &final_states.layout)?;
+        }
+        Ok(problem)
+    }
+}
+
+/// How a causal convolution is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum CausalConv1dAlgorithm {
+    /// Sums over the taps; depthwise only. The planner's choice there.
+    Direct,
+    /// A matrix product of the im2col matrix [l, width*d] (transposed and padded on the way) with the
+    /// weight [d_out, width*d], into which a depthwise weight is expanded. Any spec; the only
+    /// choice for a dense one.
+    Im2colGemm,
+}
+
+impl CausalConv1dAlgorithm {
+    /// Every algorithm, of whatever device.
+    pub const ALL: [CausalConv1dAlgorithm; 2] =
+        [CausalConv1dAlgorithm::Direct, CausalConv1dAlgorithm::Im2colGemm];
+
+    /// `direct` or `im2col_gemm`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            CausalConv1dAlgorithm::Direct => "direct",
+            CausalConv1dAlgorithm::Im2colGemm => "im2col_gemm",
+        }
+    }
+}
+
+impl std::fmt::Display for CausalConv1dAlgorithm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for CausalConv1dAlgorithm {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self> {
+        CausalConv1dAlgorithm::ALL
+            .into_iter()
+            .find(|a| a.name() == s)
+            .ok_or_else(|| Error::parameter("algorithm", s, "direct or im2col_gemm"))
+    }
+}

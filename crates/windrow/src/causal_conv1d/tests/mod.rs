@@ -1,0 +1,256 @@
+//! Kernels against the oracle.
+
+mod errors;
+
+use super::sample::{Held, Sample, UpdateSample};
+use super::verify::{self, run, run_update};
+use super::*;
+use crate::cpu::Isa;
+use crate::verify::Check;
+use crate::{
+    Activation, Approximate, DType, Device, Layout, PlanOptions, TensorDesc, TensorMut, TensorRef,
+    Workspace,
+};
+use proptest::prelude::*;
+use std::num::NonZeroUsize;
+
+const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+fn options(threads: usize) -> PlanOptions {
+    PlanOptions { threads: NonZeroUsize::new(threads), ..PlanOptions::default() }
+}
+
+fn pass(what: &str, checks: Vec<Check>) {
+    for check in checks {
+        assert!(check.comparison.passed(), "{what}: {}: {}", check.what, check.comparison);
+    }
+}
+
+/// Dimensions in some order in memory, with gaps between elements, some of them reversed.
+#[derive(Clone, Copy, Debug)]
+struct Pattern {
+    order: [usize; 3],
+    gap: usize,
+    reversed: [bool; 3],
+}
+
+impl Pattern {
+    fn of(&self, dtype: DType, shape: [usize; 3]) -> TensorDesc {
+        let mut strides = [0isize; 3];
+        let mut step = 1 + (self.gap / 3) as isize;
+        for d in self.order.into_iter().rev() {
+            strides[d] = if self.reversed[d] { -step } else { step };
+            step = step * shape[d].max(1) as isize + (self.gap % 3) as isize;
+        }
+        TensorDesc { dtype, layout: Layout::strided(&shape, &strides).unwrap() }
+    }
+}
+
+prop_compose! {
+    fn patterns()(
+        order in prop_oneof![
+            3 => Just([0, 1, 2]),
+            3 => Just([0, 2, 1]),
+            1 => Just(vec![0, 1, 2]).prop_shuffle().prop_map(|order| [order[0], order[1], order[2]]),
+        ],
+        gap in prop_oneof![3 => Just(0), 1 => 0usize..9],
+        reversed in prop_oneof![3 => Just([false; 3]), 1 => any::<[bool; 3]>()],
+    ) -> Pattern {
+        Pattern { order, gap, reversed }
+    }
+}
+
+prop_compose! {
+    fn specs()(
+        (b, d, l) in (1usize..3, 1usize..40, 0usize..90),
+        width in 1usize..10,
+        dtype in prop::sample::select(&DTYPES),
+        activation in prop::sample::select(&Activation::ALL),
+        (x, y, states) in (patterns(), patterns(), patterns()),
+        weight_order in prop::sample::select(vec![[0, 1], [1, 0]]),
+        [f32_weight, f32_bias, bias, initial, last, wide] in any::<[bool; 6]>(),
+        packing in 0usize..4,
+        sequences in 1usize..9,
+    ) -> CausalConv1dSpec {
+        let b = if packing == 2 { 1 } else { b };
+        let weight = Layout::with_order(&[d, width], &weight_order).unwrap();
+        let parameter = |f32| if f32 { DType::F32 } else { dtype };
+        let x = x.of(dtype, [b, d, l]);
+        let weight = TensorDesc { dtype: parameter(f32_weight), layout: weight };
+        let mut spec = CausalConv1dSpec::new(x, weight).unwrap().with_activation(activation);
+        if bias {
+            spec.bias = Some(TensorDesc::contiguous(parameter(f32_bias), &[d]).unwrap());
+        }
+        if sequences % 2 == 0 {
+            spec.y = y.of(dtype, [b, d, l]);
+        }
+        match packing {
+            1 => spec.seq_idx = Some(TensorDesc::contiguous(DType::I32, &[b, l]).unwrap()),
+            2 => {
+                let index = if wide { DType::I64 } else { DType::I32 };
+                spec.cu_seqlens = Some(TensorDesc::contiguous(index, &[sequences + 1]).unwrap());
+            }
+            _ => {}
+        }
+        let states = states.of(dtype, spec.states_shape().unwrap());
+        spec.initial_states = initial.then_some(states);
+        spec.final_states = last.then_some(states);
+        spec
+    }
+}
+
+prop_compose! {
+    fn update_specs()(
+        (b, d, l) in (1usize..4, 1usize..40, 0usize..6),
+        (width, more) in (1usize..8, 0usize..4),
+        dtype in prop::sample::select(&DTYPES),
+        activation in prop::sample::select(&Activation::ALL),
+        (x, state) in (patterns(), patterns()),
+        [f32_weight, bias, ring, pool] in any::<[bool; 4]>(),
+    ) -> CausalConv1dUpdateSpec {
+        let x = x.of(dtype, [b, d, l]);
+        let states = if pool { b + 3 } else { b };
+        let state = state.of(dtype, [states, d, width - 1 + more]);
+        let parameter = if f32_weight { DType::F32 } else { dtype };
+        let weight = TensorDesc::contiguous(parameter, &[d, width]).unwrap();
+        let spec = CausalConv1dUpdateSpec::new(x, state, weight).unwrap();
+        let indices = || TensorDesc::contiguous(DType::I32, &[b]).unwrap();
+        CausalConv1dUpdateSpec {
+            activation,
+            bias: bias.then(|| TensorDesc::contiguous(parameter, &[d]).unwrap()),
+            cache_seqlens: ring.then(indices),
+            conv_state_indices: pool.then(indices),
+            ..spec
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn every_algorithm_and_instruction_set_agrees_with_the_oracle(
+        spec in specs(), seed in 0u64..1000, threads in 1usize..4,
+    ) {
+        for algorithm in CausalConv1dPlan::algorithms(&spec, Device::Cpu) {
+            for isa in Isa::available() {
+                let plan =
+                    CausalConv1dPlan::on_isa(&spec, algorithm, &options(threads), isa).unwrap();
+                let mut sample = Sample::new(&spec, seed).unwrap();
+                pass(&plan.explain(), run(&plan, &mut sample).unwrap());
+            }
+        }
+    }
+
+    #[test]
+    fn updates_agree_with_the_oracle(
+        spec in update_specs(), seed in 0u64..1000, threads in 1usize..4,
+    ) {
+        for isa in Isa::available() {
+            let plan = CausalConv1dUpdatePlan::on_isa(&spec, &options(threads), isa).unwrap();
+            let mut sample = UpdateSample::new(&spec, seed).unwrap();
+            pass(&plan.explain(), run_update(&plan, &mut sample).unwrap());
+        }
+    }
+
+    #[test]
+    fn token_by_token_is_the_same_as_the_whole(
+        d in 1usize..40, l in 1usize..20, width in 1usize..6, ring: bool, step in 1usize..4,
+        dtype in prop::sample::select(&DTYPES), seed in 0u64..1000,
+    ) {
+        let x = TensorDesc::contiguous(dtype, &[2, d, l]).unwrap();
+        let weight = TensorDesc::contiguous(dtype, &[d, width]).unwrap();
+        let states = TensorDesc::contiguous(dtype, &[2, d, width - 1]).unwrap();
+        let spec = CausalConv1dSpec::new(x, weight).unwrap()
+            .with_activation(Activation::Silu)
+            .with_initial_states(states)
+            .with_final_states(states);
+        let mut sample = Sample::new(&spec, seed).unwrap();
+        let args = sample.inputs.args();
+        let plan = CausalConv1dPlan::new(&spec, &options(1)).unwrap();
+        let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+        let mut conv_state = Held::new(states, &args.initial_states.unwrap().to_f64_vec().unwrap()).unwrap();
+        let outputs = CausalConv1dOutputs {
+            y: sample.y.as_mut().unwrap(),
+            final_states: sample.final_states.as_mut().map(|s| s.as_mut().unwrap()),
+        };
+        plan.run(&args, outputs, &mut workspace).unwrap();
+
+        let mut y = Held::new(spec.y, &[]).unwrap();
+        for t in (0..l).step_by(step) {
+            let n = step.min(l - t);
+            let at = |desc: &TensorDesc| {
+                let layout = Layout::strided(&[2, d, n], desc.strides()).unwrap();
+                TensorDesc { layout, ..*desc }
+            };
+            let skip = t * dtype.size();
+            // SAFETY: tokens t..t + n of x and y.
+            let (x_t, y_t) = unsafe {
+                let x_at = args.x.as_ptr().add(skip).cast();
+                let y_at = y.as_mut().unwrap().as_mut_ptr().add(skip).cast();
+                (
+                    TensorRef::from_raw(x_at, at(&spec.x), Device::Cpu),
+                    TensorMut::from_raw(y_at, at(&spec.y), Device::Cpu).unwrap(),
+                )
+            };
+            let mut update = CausalConv1dUpdateSpec::new(*x_t.desc(), states, weight).unwrap()
+                .with_activation(Activation::Silu)
+                .with_output(*y_t.desc());
+            let lengths = [t as i32, t as i32];
+            let lengths = TensorRef::new(&lengths, &[2]).unwrap();
+            let mut update_args = CausalConv1dUpdateArgs::new(x_t, args.weight);
+            if ring {
+                update.cache_seqlens = Some(*lengths.desc());
+                update_args.cache_seqlens = Some(lengths);
+            }
+            let plan = CausalConv1dUpdatePlan::new(&update, &options(1)).unwrap();
+            let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+            plan.run(&update_args, conv_state.as_mut().unwrap(), y_t, &mut workspace).unwrap();
+        }
+        // The same operations in the same order: equal bit for bit.
+        let values = |held: &Held| held.as_ref().to_f64_vec().unwrap();
+        prop_assert_eq!(values(&y), values(&sample.y));
+        if !ring {
+            prop_assert_eq!(values(&conv_state), values(sample.final_states.as_ref().unwrap()));
+        }
+    }
+}
+
+/// Large enough to be cut into tasks, in both layouts, with every way to pack sequences.
+#[test]
+fn results_do_not_depend_on_threads() {
+    for order in [[0, 1, 2], [0, 2, 1]] {
+        for packing in 0..3 {
+            let (b, d, l) = if packing == 2 { (1, 40, 4000) } else { (2, 600, 150) };
+            let layout = Layout::with_order(&[b, d, l], &order).unwrap();
+            let x = TensorDesc { dtype: DType::F32, layout };
+            let weight = TensorDesc::contiguous(DType::F32, &[d, 4]).unwrap();
+            let mut spec = CausalConv1dSpec::new(x, weight)
+                .unwrap()
+                .with_activation(Activation::Gelu(Approximate::Tanh));
+            match packing {
+                1 => spec.seq_idx = Some(TensorDesc::contiguous(DType::I32, &[b, l]).unwrap()),
+                2 => spec.cu_seqlens = Some(TensorDesc::contiguous(DType::I32, &[9]).unwrap()),
+                _ => {}
+            }
+            let run = |threads| {
+                let plan = CausalConv1dPlan::new(&spec, &options(threads)).unwrap();
+                let mut sample = Sample::new(&spec, 1).unwrap();
+                pass(&plan.explain(), run(&plan, &mut sample).unwrap());
+                let gradients = &sample.gradients;
+                [&sample.y, &gradients.dx, &gradients.dweight, &gradients.dbias]
+                    .map(|held| held.as_ref().to_f64_vec().unwrap())
+            };
+            assert_eq!(run(1), run(5));
+        }
+    }
+}
+
+#[test]
+fn every_case_of_verify_passes() {
+    let cases = verify::cases(Device::Cpu);
+    assert!(cases.len() > 400, "{}", cases.len());
+    for case in cases {
+        pass(&format!("{case:?}"), (case.run)().unwrap());
+    }
+}

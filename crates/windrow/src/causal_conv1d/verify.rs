@@ -1,0 +1,307 @@
+//! Comparison with the oracle, and the room's cases for `windrow verify`.
+
+use super::reference::{Expected, Reference, UpdateReference};
+use super::sample::{Sample, UpdateSample};
+use super::{
+    CausalConv1dAlgorithm, CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dPlan,
+    CausalConv1dSpec, CausalConv1dUpdatePlan, CausalConv1dUpdateSpec, Problem,
+};
+use crate::verify::{Case, Check, Comparison};
+use crate::{
+    Activation, DType, Device, Layout, PlanOptions, Result, TensorDesc, TensorMut, TensorRef,
+    Workspace,
+};
+
+/// Roundings of a sum of products, of at most `terms` terms, in units of f32, and of the activation
+/// (4 units in the last place, 8 roundings' worth), whose slope is at most 1.2.
+fn forward_tolerance(problem: &Problem) -> f64 {
+    let terms = if problem.dense { problem.width * problem.d } else { problem.width };
+    (1.2 * (terms as f64 + 1.0) + 8.0) * DType::F32.unit_roundoff()
+}
+
+/// As [`forward_tolerance`], with the derivative's roundings (9) and a sum of `terms` products in
+/// addition.
+fn backward_tolerance(problem: &Problem, terms: usize) -> f64 {
+    ((problem.width + terms) as f64 + 12.0) * DType::F32.unit_roundoff()
+}
+
+fn check(
+    what: &'static str,
+    got: &TensorRef<'_>,
+    want: &Expected,
+    tolerance: f64,
+) -> Result<Check> {
+    Ok(Check { what, comparison: Comparison::of(got, &want.values, &want.scale, tolerance)? })
+}
+
+/// Equal bit for bit, but for the sign of a zero and the bits of a NaN.
+fn check_equal(what: &'static str, got: &TensorRef<'_>, want: &[f64]) -> Result<Check> {
+    Ok(Check { what, comparison: Comparison::of(got, want, &vec![0.0; want.len()], 0.0)? })
+}
+
+/// The outputs of a run.
+pub(crate) fn forward_checks(
+    reference: &Reference,
+    outputs: &CausalConv1dOutputs<'_>,
+) -> Result<Vec<Check>> {
+    let tolerance = forward_tolerance(&reference.problem);
+    let mut checks = vec![check("y", &outputs.y.as_ref(), &reference.forward(), tolerance)?];
+    if let Some(states) = &outputs.final_states {
+        checks.push(check_equal("final_states", &states.as_ref(), &reference.final_states())?);
+    }
+    Ok(checks)
+}
+
+/// The gradients that were asked for.
+pub(crate) fn backward_checks(
+    reference: &Reference,
+    (dy, dfinal_states): (&TensorRef<'_>, Option<&TensorRef<'_>>),
+    grads: &CausalConv1dGrads<'_>,
+) -> Result<Vec<Check>> {
+    let problem = &reference.problem;
+    let dfinal_states = dfinal_states.map(TensorRef::to_f64_vec).transpose()?;
+    let want = reference.backward(&dy.to_f64_vec()?, dfinal_states.as_deref());
+    // Sums over tokens go through tiles of 64 and pieces of 1024 tokens, or 8 widths, in f32.
+    let sums = 64 + 16 + problem.width / 8;
+    let terms = problem.width + 1;
+    let checks = [
+        ("dx", &grads.dx, want.dx, terms),
+        ("dweight", &grads.dweight, want.dweight, sums),
+        ("dbias", &grads.dbias, want.dbias, sums),
+        ("dinitial_states", &grads.dinitial_states, want.dinitial_states, terms),
+    ];
+    let given = checks.into_iter().filter_map(|(what, got, want, terms)| {
+        let got = got.as_ref()?.as_ref();
+        Some(check(what, &got, &want, backward_tolerance(problem, terms)))
+    });
+    given.collect()
+}
+
+/// The result of an update that began with the states `conv_state`.
+pub(crate) fn update_checks(
+    reference: &UpdateReference,
+    conv_state: &mut [f64],
+    got_state: &TensorMut<'_>,
+    y: &TensorMut<'_>,
+) -> Result<Vec<Check>> {
+    let want = reference.run(conv_state);
+    Ok(vec![
+        check("y", &y.as_ref(), &want, forward_tolerance(&reference.problem))?,
+        check_equal("conv_state", &got_state.as_ref(), conv_state)?,
+    ])
+}
+
+/// The stages of [`CausalConv1dAlgorithm::Im2colGemm`]: both operands of the product, which are
+/// copies.
+pub(crate) fn stage_checks(
+    reference: &Reference,
+    im2col: &[f32],
+    weight: &[f32],
+) -> Result<Vec<Check>> {
+    let Problem { b, .. } = reference.problem;
+    let want: Vec<f64> = (0..b).flat_map(|b| reference.im2col(b)).collect();
+    Ok(vec![
+        check_equal("im2col", &TensorRef::new(im2col, &[im2col.len()])?, &want)?,
+        check_equal(
+            "expanded weight",
+            &TensorRef::new(weight, &[weight.len()])?,
+            &reference.expanded_weight(),
+        )?,
+    ])
+}
+
+/// Runs forward, stages and backward of a plan on a sample of its spec.
+pub(crate) fn run(plan: &CausalConv1dPlan, sample: &mut Sample) -> Result<Vec<Check>> {
+    let mut workspace = Workspace::new(plan.device(), plan.workspace_bytes())?;
+    let args = sample.inputs.args();
+    let reference = plan.reference(&args)?;
+    let mut outputs = CausalConv1dOutputs {
+        y: sample.y.as_mut()?,
+        final_states: sample.final_states.as_mut().map(|states| states.as_mut()).transpose()?,
+    };
+    let written = CausalConv1dOutputs {
+        y: outputs.y.reborrow(),
+        final_states: outputs.final_states.as_mut().map(TensorMut::reborrow),
+    };
+    plan.run(&args, written, &mut workspace)?;
+    workspace.synchronize()?;
+    let mut checks = forward_checks(&reference, &outputs)?;
+    if let Some((im2col, weight)) = plan.stages(&args)? {
+        checks.extend(stage_checks(&reference, &im2col, &weight)?);
+    }
+    if !reference.problem.dense {
+        let (dy, dfinal) = (sample.dy.as_ref(), sample.dfinal_states.as_ref());
+        let dfinal = dfinal.map(|states| states.as_ref());
+        plan.backward(&args, dy, dfinal, sample.gradients.views()?, &mut workspace)?;
+        workspace.synchronize()?;
+        let grads = sample.gradients.views()?;
+        checks.extend(backward_checks(&reference, (&dy, dfinal.as_ref()), &grads)?);
+    }
+    Ok(checks)
+}
+
+/// Runs an update on a sample of its spec.
+pub(crate) fn run_update(
+    plan: &CausalConv1dUpdatePlan,
+    sample: &mut UpdateSample,
+) -> Result<Vec<Check>> {
+    let mut workspace = Workspace::new(plan.device(), plan.workspace_bytes())?;
+    let args = sample.inputs.args();
+    let mut conv_state = sample.conv_state.as_mut()?;
+    let mut y = sample.y.as_mut()?;
+    let (reference, mut before) = plan.reference(&args, &conv_state)?;
+    plan.run(&args, conv_state.reborrow(), y.reborrow(), &mut workspace)?;
+    workspace.synchronize()?;
+    update_checks(&reference, &mut before, &conv_state, &y)
+}
+
+const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+/// Dimensions in memory, outermost first.
+const LAYOUTS: [(&str, [usize; 3]); 2] =
+    [("channel_first", [0, 1, 2]), ("channel_last", [0, 2, 1])];
+
+/// [b, d, l] and width, with their edge cases: nothing, one element, no token, fewer tokens than
+/// taps, less than a vector, the source document's case, several tasks.
+const SHAPES: [([usize; 3], usize); 9] = [
+    ([0, 3, 5], 4),
+    ([1, 1, 1], 1),
+    ([2, 3, 0], 3),
+    ([2, 5, 2], 4),
+    ([1, 7, 33], 9),
+    ([3, 40, 70], 2),
+    ([1, 64, 2048], 4),
+    ([2, 96, 300], 3),
+    ([1, 530, 131], 4),
+];
+
+/// Every algorithm, type, layout and shape, with every option, forward and backward, and updates.
+pub(crate) fn cases(device: Device) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for dtype in DTYPES {
+        for (layout, order) in LAYOUTS {
+            for (shape, width) in SHAPES {
+                for option in
+                    ["plain", "silu bias states", "gelu seq_idx states", "relu cu_seqlens"]
+                {
+                    let Ok(spec) = spec(dtype, &order, shape, width, option) else { continue };
+                    push_forward(&mut cases, spec, layout, device, option);
+                }
+                let Ok(spec) = dense_spec(dtype, &order, shape, width) else { continue };
+                push_forward(&mut cases, spec, layout, device, "dense");
+            }
+            for (shape, width) in [([1, 1, 1], 1), ([4, 70, 1], 4), ([3, 33, 5], 3)] {
+                for option in ["state", "ring", "pool"] {
+                    let Ok(spec) = update_spec(dtype, &order, shape, width, option) else {
+                        continue;
+                    };
+                    let options = PlanOptions { device, ..PlanOptions::default() };
+                    if CausalConv1dUpdatePlan::new(&spec, &options).is_err() {
+                        continue;
+                    }
+                    cases.push(Case {
+                        op: "causal_conv1d_update",
+                        algorithm: CausalConv1dAlgorithm::Direct.name().into(),
+                        dtype,
+                        layout: layout.into(),
+                        name: format!("{shape:?} width {width} {option}"),
+                        run: Box::new(move || {
+                            let plan = CausalConv1dUpdatePlan::new(&spec, &options)?;
+                            run_update(&plan, &mut UpdateSample::new(&spec, 1)?)
+                        }),
+                    });
+                }
+            }
+        }
+    }
+    cases
+}
+
+fn push_forward(
+    cases: &mut Vec<Case>,
+    spec: CausalConv1dSpec,
+    layout: &str,
+    device: Device,
+    option: &str,
+) {
+    let width = spec.weight.shape().last().copied().unwrap_or(0);
+    for algorithm in CausalConv1dPlan::algorithms(&spec, device) {
+        let spec = spec.clone();
+        cases.push(Case {
+            op: "causal_conv1d",
+            algorithm: algorithm.name().into(),
+            dtype: spec.x.dtype,
+            layout: layout.into(),
+            name: format!("{:?} width {width} {option}", spec.x.shape()),
+            run: Box::new(move || {
+                let options = PlanOptions { device, ..PlanOptions::default() };
+                let plan = CausalConv1dPlan::with_algorithm(&spec, algorithm, &options)?;
+                run(&plan, &mut Sample::new(&spec, 1)?)
+            }),
+        });
+    }
+}
+
+fn spec(
+    dtype: DType,
+    order: &[usize; 3],
+    shape: [usize; 3],
+    width: usize,
+    option: &str,
+) -> Result<CausalConv1dSpec> {
+    let [b, d, l] = shape;
+    let x = TensorDesc { dtype, layout: Layout::with_order(&shape, order)? };
+    let spec = CausalConv1dSpec::new(x, TensorDesc::contiguous(dtype, &[d, width])?)?;
+    let bias = TensorDesc::contiguous(DType::F32, &[d])?;
+    let mut spec = match option {
+        "plain" => return Ok(spec),
+        "silu bias states" => spec.with_bias(bias).with_activation(Activation::Silu),
+        "gelu seq_idx states" => spec
+            .with_activation(Activation::Gelu(crate::Approximate::None))
+            .with_seq_idx(TensorDesc::contiguous(DType::I32, &[b, l])?),
+        _ => spec
+            .with_bias(bias)
+            .with_activation(Activation::Relu)
+            .with_cu_seqlens(TensorDesc::contiguous(DType::I64, &[6])?),
+    };
+    let layout = Layout::with_order(&spec.states_shape()?, order)?;
+    spec.initial_states = Some(TensorDesc { dtype, layout });
+    spec.final_states = spec.initial_states;
+    Ok(spec)
+}
+
+/// With five output channels.
+fn dense_spec(
+    dtype: DType,
+    order: &[usize; 3],
+    shape: [usize; 3],
+    width: usize,
+) -> Result<CausalConv1dSpec> {
+    let x = TensorDesc { dtype, layout: Layout::with_order(&shape, order)? };
+    let weight = TensorDesc::contiguous(dtype, &[5, shape[1], width])?;
+    let bias = TensorDesc::contiguous(dtype, &[5])?;
+    Ok(CausalConv1dSpec::new(x, weight)?.with_bias(bias).with_activation(Activation::Silu))
+}
+
+fn update_spec(
+    dtype: DType,
+    order: &[usize; 3],
+    shape: [usize; 3],
+    width: usize,
+    option: &str,
+) -> Result<CausalConv1dUpdateSpec> {
+    let [b, d, _] = shape;
+    let x = TensorDesc { dtype, layout: Layout::with_order(&shape, order)? };
+    let pool = if option == "pool" { 2 * b } else { b };
+    let layout = Layout::with_order(&[pool, d, width + 1], order)?;
+    let weight = TensorDesc::contiguous(DType::F32, &[d, width])?;
+    let indices = TensorDesc::contiguous(DType::I32, &[b])?;
+    let spec = CausalConv1dUpdateSpec::new(x, TensorDesc { dtype, layout }, weight)?
+        .with_bias(TensorDesc::contiguous(DType::F32, &[d])?)
+        .with_activation(Activation::Silu);
+    Ok(match option {
+        "ring" => spec.with_cache_seqlens(indices),
+        "pool" => spec.with_cache_seqlens(indices).with_conv_state_indices(indices),
+        _ => spec,
+    })
+}
