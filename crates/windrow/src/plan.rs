@@ -216,6 +216,15 @@ impl Workspace {
         }
     }
 
+    /// Memory of its own on the workspace's device, in the order of its stream.
+    pub(crate) fn allocate_on(&self, gpu: &Gpu, bytes: usize) -> Result<DeviceBuffer> {
+        crate::tensor::check_device("workspace", self.device(), gpu.device())?;
+        match &self.memory {
+            Memory::Device { stream, .. } => DeviceBuffer::new(stream, bytes),
+            Memory::Host(_) => unreachable!("the device was compared above"),
+        }
+    }
+
     /// The stream and the address of the first `bytes` bytes on `gpu`, aligned to 256.
     pub(crate) fn take_on(&mut self, gpu: &Gpu, bytes: usize) -> Result<(&Stream, *mut u8)> {
         crate::tensor::check_device("workspace", self.device(), gpu.device())?;

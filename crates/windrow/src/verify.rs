@@ -248,6 +248,7 @@ impl Placed {
 pub fn cases(device: Device) -> Vec<Case> {
     let mut cases = crate::gelu::verify::cases(device);
     cases.extend(crate::causal_conv1d::verify::cases(device));
+    cases.extend(crate::conv2d::verify::cases(device));
     cases
 }
 

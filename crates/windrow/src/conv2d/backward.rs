@@ -1,7 +1,7 @@
 //! The gradients of a convolution.
 
 use super::cpu::{Engine, Gradients, floats_mut};
-use super::plan::{check_view, choose};
+use super::plan::choose;
 use super::reference::{self, Expected};
 use super::{Conv2dPlan, Conv2dSpec, Problem};
 use crate::cpu::Isa;
@@ -89,7 +89,10 @@ fn turn<'a>(w: &TensorRef<'a>) -> Option<TensorRef<'a>> {
 impl Conv2dPlan {
     /// Bytes of workspace that the three gradients need.
     pub fn backward_workspace_bytes(&self) -> usize {
-        self.backward().workspace_bytes(&self.problem)
+        match self.device() {
+            Device::Cpu => self.backward().workspace_bytes(&self.problem),
+            Device::Cuda(_) => 0,
+        }
     }
 
     /// `dx`, the gradient of x, from the filter and `dy`, the gradient of y. Views have the spec's
@@ -107,9 +110,9 @@ impl Conv2dPlan {
         workspace: &mut Workspace,
     ) -> Result<()> {
         self.check_backward(workspace)?;
-        check_view("w", w.desc(), w.device(), &self.spec().w)?;
-        check_view("dy", dy.desc(), dy.device(), &self.spec().y)?;
-        check_view("dx", dx.desc(), dx.device(), &self.spec().x)?;
+        self.check_view("w", w.desc(), w.device(), &self.spec().w)?;
+        self.check_view("dy", dy.desc(), dy.device(), &self.spec().y)?;
+        self.check_view("dx", dx.desc(), dx.device(), &self.spec().x)?;
         check_disjoint("dx", &dx, "w", w)?;
         check_disjoint("dx", &dx, "dy", dy)?;
         let (p, backward) = (&self.problem, self.backward());
@@ -151,8 +154,8 @@ impl Conv2dPlan {
         workspace: &mut Workspace,
     ) -> Result<()> {
         self.check_backward(workspace)?;
-        check_view("x", x.desc(), x.device(), &self.spec().x)?;
-        check_view("dy", dy.desc(), dy.device(), &self.spec().y)?;
+        self.check_view("x", x.desc(), x.device(), &self.spec().x)?;
+        self.check_view("dy", dy.desc(), dy.device(), &self.spec().y)?;
         self.check_gradient("dw", &dw, self.spec().w.shape())?;
         check_disjoint("dw", &dw, "x", x)?;
         check_disjoint("dw", &dw, "dy", dy)?;
@@ -178,7 +181,7 @@ impl Conv2dPlan {
         workspace: &mut Workspace,
     ) -> Result<()> {
         self.check_backward(workspace)?;
-        check_view("dy", dy.desc(), dy.device(), &self.spec().y)?;
+        self.check_view("dy", dy.desc(), dy.device(), &self.spec().y)?;
         self.check_gradient("db", &db, &[self.problem.k])?;
         check_disjoint("db", &db, "dy", dy)?;
         self.backward().gradients.bias(dy, &mut db);
@@ -227,6 +230,12 @@ impl Conv2dPlan {
     }
 
     fn check_backward(&self, workspace: &Workspace) -> Result<()> {
+        if self.device() != Device::Cpu {
+            return Err(Error::unsupported(
+                format!("the gradient of conv2d on {}", self.device()),
+                "it is computed on the CPU only",
+            ));
+        }
         check_device("workspace", workspace.device(), Device::Cpu)?;
         match self.spec().activation {
             Activation::Identity => Ok(()),

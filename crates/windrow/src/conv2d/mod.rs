@@ -2,12 +2,14 @@
 
 mod backward;
 mod cpu;
+mod cuda;
 mod plan;
 mod problem;
 mod reference;
 mod spec;
 #[cfg(test)]
 mod tests;
+pub(crate) mod verify;
 pub(crate) mod winograd;
 
 pub use plan::{Conv2dArgs, Conv2dPlan, PackedWeights, Weights};

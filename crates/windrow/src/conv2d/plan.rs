@@ -1,11 +1,13 @@
 //! A convolution bound to a device and an algorithm.
 
 use super::backward::Backward;
-use super::cpu::{Engine, floats, floats_mut};
+use super::cpu::{self, floats, floats_mut};
+use super::cuda::{self, Operands};
 use super::reference::Expected;
 use super::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile, reference};
 use crate::buffer::Buffer;
 use crate::cpu::{Isa, resolve_threads};
+use crate::cuda::{DeviceBuffer, Gpu, download};
 use crate::tensor::{check_device, check_disjoint, check_tensor};
 use crate::verify::Comparison;
 use crate::{
@@ -41,25 +43,53 @@ struct Packing {
     /// k, c/groups, r, s
     filter: [usize; 4],
     groups: usize,
-    /// Channels that lie next to each other.
-    width: usize,
+    form: Form,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Form {
+    Cpu {
+        /// Channels that lie next to each other.
+        width: usize,
+    },
+    Cuda(cuda::PackedForm),
 }
 
 /// A filter in the form that an algorithm reads: made once by [`Conv2dPlan::pack_weights`], used by
 /// any number of runs, also of other plans whose algorithm, filter shape and packing are the same
 /// (batch, image size, padding and element type may differ).
+///
+/// On CUDA, dropping it waits until the device is idle, since runs may still read it.
 #[derive(Debug)]
 pub struct PackedWeights {
     packing: Packing,
-    data: Buffer,
+    data: PackedData,
     /// The filter itself, kept by plans that verify.
     source: Option<Vec<f64>>,
+}
+
+#[derive(Debug)]
+enum PackedData {
+    Host(Buffer),
+    Device(&'static Gpu, DeviceBuffer),
+}
+
+impl Drop for PackedData {
+    fn drop(&mut self) {
+        if let PackedData::Device(gpu, _) = self {
+            // An error here was or will be reported by a call that can return it.
+            let _ = gpu.synchronize();
+        }
+    }
 }
 
 impl PackedWeights {
     /// Size in bytes.
     pub fn bytes(&self) -> usize {
-        self.data.len()
+        match &self.data {
+            PackedData::Host(data) => data.len(),
+            PackedData::Device(_, data) => data.len(),
+        }
     }
 
     /// The algorithm it is packed for.
@@ -89,11 +119,16 @@ pub struct Conv2dPlan {
     spec: Conv2dSpec,
     pub(super) problem: Problem,
     algorithm: Conv2dAlgorithm,
-    engine: Engine,
-    isa: Isa,
-    threads: usize,
+    backend: Backend,
     pub(super) verify: Verify,
     backward: OnceLock<Backward>,
+}
+
+#[derive(Debug)]
+#[allow(clippy::large_enum_variant)] // a plan has one
+enum Backend {
+    Cpu { engine: cpu::Engine, isa: Isa, threads: usize },
+    Cuda { engine: Box<cuda::Engine>, gpu: &'static Gpu },
 }
 
 impl Conv2dPlan {
@@ -102,12 +137,21 @@ impl Conv2dPlan {
     ///
     /// # Errors
     /// As [`Conv2dSpec::new`], for fields that were changed since and for y and bias:
-    /// [`Error::OverlappingOutput`] if elements of y share memory. [`Error::NoDevice`] for a device
-    /// that this build cannot use.
+    /// [`Error::OverlappingOutput`] if elements of y share memory. On CUDA [`Error::NoDevice`],
+    /// [`Error::Backend`] if kernels cannot be compiled or loaded, [`Error::Unsupported`] for 2^30
+    /// and more images, pixels of an image or filter taps.
     pub fn new(spec: &Conv2dSpec, options: &PlanOptions) -> Result<Self> {
         let problem = spec.problem()?;
-        check_backend(options.device)?;
-        Ok(Self::build(spec, problem, choose(spec, &problem), Isa::best(), options))
+        match options.device {
+            Device::Cpu => {
+                Ok(Self::build(spec, problem, choose(spec, &problem), Isa::best(), options))
+            }
+            Device::Cuda(index) => {
+                let gpu = Gpu::get(index)?;
+                let algorithm = cuda::Engine::choose(gpu, spec, &problem)?;
+                Self::build_on(gpu, spec, problem, algorithm, options)
+            }
+        }
     }
 
     /// A plan with an algorithm of the caller's choice, whatever the spec's accuracy.
@@ -121,7 +165,9 @@ impl Conv2dPlan {
         options: &PlanOptions,
     ) -> Result<Self> {
         let problem = spec.problem()?;
-        check_backend(options.device)?;
+        if let Device::Cuda(index) = options.device {
+            return Self::build_on(Gpu::get(index)?, spec, problem, algorithm, options);
+        }
         if !supported(&problem).contains(&algorithm) {
             return Err(Error::unsupported(
                 format!("conv2d by {algorithm} on {}", options.device),
@@ -135,9 +181,12 @@ impl Conv2dPlan {
     /// Every algorithm that can compute the spec on a device, whatever its accuracy; none if the
     /// spec is invalid.
     pub fn algorithms(spec: &Conv2dSpec, device: Device) -> Vec<Conv2dAlgorithm> {
-        match (spec.problem(), check_backend(device)) {
-            (Ok(problem), Ok(())) => supported(&problem),
-            _ => Vec::new(),
+        let Ok(problem) = spec.problem() else { return Vec::new() };
+        match device {
+            Device::Cpu => supported(&problem),
+            Device::Cuda(index) => Gpu::get(index)
+                .map(|gpu| cuda::Engine::supported(gpu, &problem))
+                .unwrap_or_default(),
         }
     }
 
@@ -150,11 +199,39 @@ impl Conv2dPlan {
         options: &PlanOptions,
     ) -> Self {
         let threads = resolve_threads(options.threads);
-        let engine = Engine::new(spec, &problem, algorithm, isa, threads);
-        let verify = options.verify;
-        let backward = OnceLock::new();
-        let spec = spec.clone();
-        Conv2dPlan { spec, problem, algorithm, engine, isa, threads, verify, backward }
+        let engine = cpu::Engine::new(spec, &problem, algorithm, isa, threads);
+        Self::with_backend(spec, problem, algorithm, Backend::Cpu { engine, isa, threads }, options)
+    }
+
+    fn build_on(
+        gpu: &'static Gpu,
+        spec: &Conv2dSpec,
+        problem: Problem,
+        algorithm: Conv2dAlgorithm,
+        options: &PlanOptions,
+    ) -> Result<Self> {
+        let engine = Box::new(cuda::Engine::new(gpu, spec, &problem, algorithm)?);
+        let backend = Backend::Cuda { engine, gpu };
+        Ok(Self::with_backend(spec, problem, algorithm, backend, options))
+    }
+
+    fn with_backend(
+        spec: &Conv2dSpec,
+        problem: Problem,
+        algorithm: Conv2dAlgorithm,
+        backend: Backend,
+        options: &PlanOptions,
+    ) -> Self {
+        let (verify, backward) = (options.verify, OnceLock::new());
+        Conv2dPlan { spec: spec.clone(), problem, algorithm, backend, verify, backward }
+    }
+
+    /// Where its tensors and workspace must be.
+    pub(super) fn device(&self) -> Device {
+        match &self.backend {
+            Backend::Cpu { .. } => Device::Cpu,
+            Backend::Cuda { gpu, .. } => gpu.device(),
+        }
     }
 
     /// The algorithm.
@@ -169,28 +246,35 @@ impl Conv2dPlan {
 
     /// Bytes of workspace that [`Conv2dPlan::run`] needs with [`Weights::Raw`].
     pub fn workspace_bytes(&self) -> usize {
-        self.packed_bytes() + self.engine.workspace_bytes(self.problem.k)
+        self.packed_bytes() + self.packed_workspace_bytes()
     }
 
     /// Bytes of workspace that [`Conv2dPlan::run`] needs with [`Weights::Packed`].
     pub fn packed_workspace_bytes(&self) -> usize {
-        self.engine.workspace_bytes(self.problem.k)
+        match &self.backend {
+            Backend::Cpu { engine, .. } => engine.workspace_bytes(self.problem.k),
+            Backend::Cuda { engine, .. } => engine.scratch_bytes(),
+        }
     }
 
     /// Algorithm, blocking and threads in one line.
     pub fn explain(&self) -> String {
+        let (place, blocking) = match &self.backend {
+            Backend::Cpu { engine, threads, .. } => {
+                (format!("{threads} threads"), engine.explain())
+            }
+            Backend::Cuda { engine, gpu } => (gpu.device().to_string(), engine.explain()),
+        };
         format!(
-            "conv2d by {} on {} threads at accuracy {}: {}; workspace {} bytes",
+            "conv2d by {} on {place} at accuracy {}: {blocking}; workspace {} bytes",
             self.algorithm,
-            self.threads,
             self.spec.accuracy.name(),
-            self.engine.explain(),
             self.workspace_bytes()
         )
     }
 
     /// Packs a filter [k, c/groups, r, s] of the spec's type and strides for any number of runs.
-    /// The memory comes from the cache that [`Tensor`](crate::Tensor) uses, not from the workspace.
+    /// The memory is its own, not the workspace's. On CUDA this waits for the workspace's stream.
     ///
     /// # Errors
     /// [`Error::Shape`], [`Error::DType`], [`Error::Strides`] if `w` is not as in the spec,
@@ -200,11 +284,26 @@ impl Conv2dPlan {
         w: &TensorRef<'_>,
         workspace: &mut Workspace,
     ) -> Result<PackedWeights> {
-        check_device("workspace", workspace.device(), Device::Cpu)?;
-        check_view("w", w.desc(), w.device(), &self.spec.w)?;
-        let mut data = Buffer::new(self.packed_bytes())?;
-        self.engine.pack(w, floats_mut(data.as_mut_slice()));
-        let source = (self.verify == Verify::On).then(|| w.to_f64_vec()).transpose()?;
+        check_device("workspace", workspace.device(), self.device())?;
+        self.check_view("w", w.desc(), w.device(), &self.spec.w)?;
+        let data = match &self.backend {
+            Backend::Cpu { engine, .. } => {
+                let mut data = Buffer::new(self.packed_bytes())?;
+                engine.pack(w, floats_mut(data.as_mut_slice()));
+                PackedData::Host(data)
+            }
+            Backend::Cuda { engine, gpu } => {
+                let mut data = workspace.allocate_on(gpu, self.packed_bytes())?;
+                let (stream, _) = workspace.take_on(gpu, 0)?;
+                // SAFETY: the view was checked against the spec, the memory is as large as asked
+                // for.
+                unsafe { engine.pack(stream, w.as_ptr(), data.as_mut_ptr())? };
+                // Runs on other streams may use it from here on.
+                stream.synchronize()?;
+                PackedData::Device(gpu, data)
+            }
+        };
+        let source = (self.verify == Verify::On).then(|| values(w)).transpose()?;
         Ok(PackedWeights { packing: self.packing(), data, source })
     }
 
@@ -222,37 +321,76 @@ impl Conv2dPlan {
         mut y: TensorMut<'_>,
         workspace: &mut Workspace,
     ) -> Result<()> {
-        check_device("workspace", workspace.device(), Device::Cpu)?;
+        check_device("workspace", workspace.device(), self.device())?;
         self.check(args, &y)?;
         let bytes = match args.w {
             Weights::Raw(_) => self.workspace_bytes(),
             Weights::Packed(_) => self.packed_workspace_bytes(),
         };
-        let memory = workspace.take(bytes)?;
-        if y.layout().is_empty() {
-            return Ok(());
-        }
-        let (packed, scratch) = match args.w {
-            Weights::Raw(w) => {
-                let (packed, scratch) = memory.split_at_mut(self.packed_bytes());
-                self.engine.pack(&w, floats_mut(packed));
-                (floats(packed), scratch)
+        match &self.backend {
+            Backend::Cpu { engine, .. } => {
+                let memory = workspace.take(bytes)?;
+                if y.layout().is_empty() {
+                    return Ok(());
+                }
+                let (packed, scratch) = match args.w {
+                    Weights::Raw(w) => {
+                        let (packed, scratch) = memory.split_at_mut(self.packed_bytes());
+                        engine.pack(&w, floats_mut(packed));
+                        (floats(packed), scratch)
+                    }
+                    Weights::Packed(PackedWeights { data: PackedData::Host(data), .. }) => {
+                        (floats(data.as_slice()), memory)
+                    }
+                    Weights::Packed(packed) => return Err(self.packed_elsewhere(packed)),
+                };
+                let activation = self.spec.activation;
+                engine.run(packed, &args.x, args.bias.as_ref(), activation, &mut y, scratch);
             }
-            Weights::Packed(packed) => (floats(packed.data.as_slice()), memory),
-        };
-        let activation = self.spec.activation;
-        self.engine.run(packed, &args.x, args.bias.as_ref(), activation, &mut y, scratch);
+            Backend::Cuda { engine, gpu } => {
+                let (stream, memory) = workspace.take_on(gpu, bytes)?;
+                if y.layout().is_empty() {
+                    return Ok(());
+                }
+                let bias = args.bias.map(|b| b.as_ptr());
+                let operands = Operands { x: args.x.as_ptr(), bias, y: y.as_mut_ptr() };
+                // SAFETY: the views were checked against the spec and are on the device; the
+                // workspace holds the packed filter and the scratch memory.
+                unsafe {
+                    let (packed, scratch) = match args.w {
+                        Weights::Raw(w) => {
+                            engine.pack(stream, w.as_ptr(), memory)?;
+                            (memory.cast_const(), memory.add(self.packed_bytes()))
+                        }
+                        Weights::Packed(PackedWeights {
+                            data: PackedData::Device(packed_on, data),
+                            ..
+                        }) if std::ptr::eq(*packed_on, *gpu) => (data.as_ptr(), memory),
+                        Weights::Packed(packed) => return Err(self.packed_elsewhere(packed)),
+                    };
+                    engine.run(stream, packed, operands, scratch)?;
+                }
+            }
+        }
         if self.verify == Verify::Off {
             return Ok(());
         }
         let w = match args.w {
-            Weights::Raw(w) => w.to_f64_vec()?,
+            Weights::Raw(w) => values(&w)?,
             Weights::Packed(PackedWeights { source: Some(w), .. }) => w.clone(),
             // Packed by a plan that did not verify: the filter itself is not known.
             Weights::Packed(_) => return Ok(()),
         };
         let want = self.expected(&args.x, &w, args.bias.as_ref())?;
-        let comparison = Comparison::of(&y.as_ref(), &want.values, &want.scale, self.tolerance())?;
+        let tolerance = self.tolerance();
+        let comparison = match self.device() {
+            Device::Cpu => Comparison::of(&y.as_ref(), &want.values, &want.scale, tolerance)?,
+            Device::Cuda(index) => {
+                workspace.synchronize()?;
+                let y = download(&y.as_ref(), index)?;
+                Comparison::of(&y.as_ref(), &want.values, &want.scale, tolerance)?
+            }
+        };
         comparison.into_result(&format!("conv2d by {}", self.algorithm))
     }
 
@@ -263,11 +401,15 @@ impl Conv2dPlan {
         w: &[f64],
         bias: Option<&TensorRef<'_>>,
     ) -> Result<Expected> {
-        let bias = bias.map(TensorRef::to_f64_vec).transpose()?;
-        let (x, activation) = (x.to_f64_vec()?, self.spec.activation);
+        let bias = bias.map(values).transpose()?;
+        let (x, activation) = (values(x)?, self.spec.activation);
         let mut want = reference::forward(&self.problem, &x, w, bias.as_deref(), activation);
-        if let Some(tile) = self.algorithm.tile() {
-            let tiles = reference::winograd_scale(&self.problem, tile.m(), &x, w);
+        let tile = match self.algorithm {
+            Conv2dAlgorithm::WinogradRow => Some(cuda::ROW_TILE),
+            other => other.tile().map(Tile::m),
+        };
+        if let Some(tile) = tile {
+            let tiles = reference::winograd_scale(&self.problem, tile, &x, w);
             want.scale.iter_mut().zip(tiles).for_each(|(scale, tile)| *scale += tile);
         }
         Ok(want)
@@ -275,12 +417,12 @@ impl Conv2dPlan {
 
     fn check(&self, args: &Conv2dArgs<'_>, y: &TensorMut<'_>) -> Result<()> {
         let Conv2dArgs { x, w, bias } = args;
-        check_view("x", x.desc(), x.device(), &self.spec.x)?;
-        check_view("y", y.desc(), y.device(), &self.spec.y)?;
+        self.check_view("x", x.desc(), x.device(), &self.spec.x)?;
+        self.check_view("y", y.desc(), y.device(), &self.spec.y)?;
         check_disjoint("y", y, "x", x)?;
         match w {
             Weights::Raw(w) => {
-                check_view("w", w.desc(), w.device(), &self.spec.w)?;
+                self.check_view("w", w.desc(), w.device(), &self.spec.w)?;
                 check_disjoint("y", y, "w", w)?;
             }
             Weights::Packed(packed) if packed.packing != self.packing() => {
@@ -295,7 +437,7 @@ impl Conv2dPlan {
         match (bias, &self.spec.bias) {
             (None, None) => Ok(()),
             (Some(bias), Some(desc)) => {
-                check_view("bias", bias.desc(), bias.device(), desc)?;
+                self.check_view("bias", bias.desc(), bias.device(), desc)?;
                 check_disjoint("y", y, "bias", bias)
             }
             (Some(_), None) => Err(Error::parameter("bias", "given", "none, as in the spec")),
@@ -305,7 +447,10 @@ impl Conv2dPlan {
 
     /// How far an element may be off, relative to its scale.
     pub(crate) fn tolerance(&self) -> f64 {
-        let sums = self.engine.tolerance();
+        let sums = match &self.backend {
+            Backend::Cpu { engine, .. } => engine.tolerance(),
+            Backend::Cuda { engine, .. } => engine.tolerance(),
+        };
         match self.spec.activation {
             Activation::Identity | Activation::Relu => sums,
             // Slopes reach 1.13; the functions themselves are within 4 units in the last place.
@@ -315,8 +460,10 @@ impl Conv2dPlan {
 
     /// How gradients are computed: decided when the first one is asked for.
     pub(super) fn backward(&self) -> &Backward {
-        self.backward
-            .get_or_init(|| Backward::new(&self.spec, &self.problem, self.isa, self.threads))
+        let Backend::Cpu { isa, threads, .. } = self.backend else {
+            unreachable!("gradients on other devices are refused before");
+        };
+        self.backward.get_or_init(|| Backward::new(&self.spec, &self.problem, isa, threads))
     }
 
     fn packing(&self) -> Packing {
@@ -325,12 +472,56 @@ impl Conv2dPlan {
             algorithm: self.algorithm,
             filter: [p.k, p.c_group(), p.r, p.s],
             groups: p.groups,
-            width: self.engine.packed_width(),
+            form: match &self.backend {
+                Backend::Cpu { engine, .. } => Form::Cpu { width: engine.packed_width() },
+                Backend::Cuda { engine, .. } => Form::Cuda(engine.packed_form()),
+            },
         }
     }
 
     fn packed_bytes(&self) -> usize {
-        (self.engine.packed_len() * size_of::<f32>()).next_multiple_of(64)
+        match &self.backend {
+            Backend::Cpu { engine, .. } => {
+                (engine.packed_len() * size_of::<f32>()).next_multiple_of(64)
+            }
+            Backend::Cuda { engine, .. } => engine.packed_bytes(),
+        }
+    }
+
+    /// Checks a view against what the spec says of it.
+    pub(super) fn check_view(
+        &self,
+        arg: &'static str,
+        given: &TensorDesc,
+        device: Device,
+        expected: &TensorDesc,
+    ) -> Result<()> {
+        check_device(arg, device, self.device())?;
+        check_tensor(arg, given, expected.dtype, expected.shape())?;
+        if given.layout != expected.layout {
+            return Err(Error::Strides {
+                arg,
+                given: given.strides().to_vec(),
+                expected: format!("{:?}, as in the spec", expected.strides()),
+            });
+        }
+        Ok(())
+    }
+
+    fn packed_elsewhere(&self, packed: &PackedWeights) -> Error {
+        let given = match &packed.data {
+            PackedData::Host(_) => Device::Cpu,
+            PackedData::Device(gpu, _) => gpu.device(),
+        };
+        Error::WrongDevice { arg: "w", given, expected: self.device() }
+    }
+}
+
+/// All elements in row-major order, from whatever device.
+fn values(x: &TensorRef<'_>) -> Result<Vec<f64>> {
+    match x.device() {
+        Device::Cpu => x.to_f64_vec(),
+        Device::Cuda(index) => download(x, index)?.as_ref().to_f64_vec(),
     }
 }
 
@@ -352,34 +543,4 @@ pub(super) fn choose(spec: &Conv2dSpec, p: &Problem) -> Conv2dAlgorithm {
         return Conv2dAlgorithm::WinogradGemm(Tile::F4);
     }
     Conv2dAlgorithm::Im2colGemm
-}
-
-/// [`Error::NoDevice`] unless there are kernels for the device.
-fn check_backend(device: Device) -> Result<()> {
-    match device {
-        Device::Cpu => Ok(()),
-        Device::Cuda(_) => Err(Error::NoDevice {
-            device: device.to_string(),
-            reason: "conv2d has no kernels for it in this build".into(),
-        }),
-    }
-}
-
-/// Checks a view against what the spec says of it.
-pub(super) fn check_view(
-    arg: &'static str,
-    given: &TensorDesc,
-    device: Device,
-    expected: &TensorDesc,
-) -> Result<()> {
-    check_device(arg, device, Device::Cpu)?;
-    check_tensor(arg, given, expected.dtype, expected.shape())?;
-    if given.layout != expected.layout {
-        return Err(Error::Strides {
-            arg,
-            given: given.strides().to_vec(),
-            expected: format!("{:?}, as in the spec", expected.strides()),
-        });
-    }
-    Ok(())
 }

@@ -182,11 +182,13 @@ pub enum Conv2dAlgorithm {
     WinogradGemm(Tile),
     /// Winograd in one kernel, for few input channels. Same filters.
     WinogradFused(Tile),
+    /// Winograd F(3, 3) along rows and the direct sum along columns, in one kernel. Same filters; CUDA.
+    WinogradRow,
 }
 
 impl Conv2dAlgorithm {
     /// Every algorithm, of whatever device.
-    pub const ALL: [Conv2dAlgorithm; 8] = [
+    pub const ALL: [Conv2dAlgorithm; 9] = [
         Conv2dAlgorithm::Direct,
         Conv2dAlgorithm::Im2colGemm,
         Conv2dAlgorithm::WinogradGemm(Tile::F2),
@@ -195,6 +197,7 @@ impl Conv2dAlgorithm {
         Conv2dAlgorithm::WinogradFused(Tile::F2),
         Conv2dAlgorithm::WinogradFused(Tile::F4),
         Conv2dAlgorithm::WinogradFused(Tile::F6),
+        Conv2dAlgorithm::WinogradRow,
     ];
 
     /// The output tile of a Winograd algorithm.
@@ -203,7 +206,9 @@ impl Conv2dAlgorithm {
             Conv2dAlgorithm::WinogradGemm(tile) | Conv2dAlgorithm::WinogradFused(tile) => {
                 Some(tile)
             }
-            Conv2dAlgorithm::Direct | Conv2dAlgorithm::Im2colGemm => None,
+            Conv2dAlgorithm::Direct
+            | Conv2dAlgorithm::Im2colGemm
+            | Conv2dAlgorithm::WinogradRow => None,
         }
     }
 
@@ -218,6 +223,7 @@ impl Conv2dAlgorithm {
             Conv2dAlgorithm::WinogradFused(Tile::F2) => "winograd_fused_f2",
             Conv2dAlgorithm::WinogradFused(Tile::F4) => "winograd_fused_f4",
             Conv2dAlgorithm::WinogradFused(Tile::F6) => "winograd_fused_f6",
+            Conv2dAlgorithm::WinogradRow => "winograd_row",
         }
     }
 }

@@ -28,7 +28,7 @@ impl Rational {
     const ZERO: Self = Rational { num: 0, den: 1 };
     const ONE: Self = Rational { num: 1, den: 1 };
 
-    const fn new(num: i128, den: i128) -> Self {
+    pub(crate) const fn new(num: i128, den: i128) -> Self {
         assert!(den != 0);
         let (mut a, mut b) = (num.abs(), den.abs());
         while b != 0 {
@@ -82,8 +82,6 @@ impl Transforms {
     /// From the positive points, all distinct: the other points are their negatives, 0 and infinity.
     /// Pairs let a transform share the work of even and odd powers.
     const fn from_roots(roots: &[Rational]) -> Self {
-        let finite = 2 * roots.len() + 1;
-        let (m, alpha) = (finite - 1, finite + 1);
         let mut points = [Rational::ZERO; MAX_ALPHA];
         let mut i = 0;
         while i < roots.len() {
@@ -91,6 +89,15 @@ impl Transforms {
             points[2 + 2 * i] = roots[i].neg();
             i += 1;
         }
+        Self::from_points(points.split_at(2 * roots.len() + 1).0)
+    }
+
+    /// From the finite points, all distinct, in the order of the rows; infinity comes last.
+    pub(crate) const fn from_points(finite_points: &[Rational]) -> Self {
+        let finite = finite_points.len();
+        let (m, alpha) = (finite - 1, finite + 1);
+        let mut points = [Rational::ZERO; MAX_ALPHA];
+        points.split_at_mut(finite).0.copy_from_slice(finite_points);
         let zeros = [Rational::ZERO; MAX_ALPHA];
         let mut t = Transforms {
             m,

@@ -175,6 +175,19 @@ impl Gpu {
         check(result, what, self.device())
     }
 
+    /// Waits until all work on the device is done.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] if a kernel failed.
+    pub(crate) fn synchronize(&self) -> Result<()> {
+        let _current = self.enter()?;
+        // SAFETY: the device is current.
+        match unsafe { sys::cuCtxSynchronize() } {
+            CUresult::CUDA_SUCCESS => Ok(()),
+            error => Err(self.launch_error(error)),
+        }
+    }
+
     /// Makes the device current on this thread until the guard is dropped; what was current before
     /// (torch keeps its current device there) is current again then.
     pub(super) fn enter(&self) -> Result<Current> {

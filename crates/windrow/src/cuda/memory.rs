@@ -51,6 +51,10 @@ impl DeviceBuffer {
         Arc::ptr_eq(&self.stream, stream)
     }
 
+    pub(crate) fn as_ptr(&self) -> *const u8 {
+        self.ptr as *const u8
+    }
+
     pub(crate) fn as_mut_ptr(&mut self) -> *mut u8 {
         self.ptr as *mut u8
     }

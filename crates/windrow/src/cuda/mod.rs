@@ -17,6 +17,7 @@ mod kernel;
 mod library;
 mod memory;
 mod stream;
+mod tensor_map;
 
 pub use device::{DeviceInfo, devices};
 pub use memory::DeviceTensor;
@@ -29,6 +30,7 @@ pub(crate) use compile::{KernelSpec, Source, type_name};
 pub(crate) use device::Gpu;
 pub(crate) use kernel::{Kernel, Launch};
 pub(crate) use memory::{DeviceBuffer, download};
+pub(crate) use tensor_map::TensorMap;
 
 use crate::{Device, Error, Result};
 use cudarc::driver::sys::{self, CUresult};

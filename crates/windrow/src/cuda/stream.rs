@@ -61,6 +61,20 @@ impl Stream {
         self.gpu
     }
 
+    /// Sets memory to zero, in the order of the stream.
+    ///
+    /// # Errors
+    /// [`Error::Backend`].
+    ///
+    /// # Safety
+    /// `ptr` must be `bytes` bytes on the stream's device, alive until the work is done.
+    pub(crate) unsafe fn zero(&self, ptr: *mut u8, bytes: usize) -> Result<()> {
+        let _current = self.gpu.enter()?;
+        // SAFETY: the caller's promise.
+        let result = unsafe { sys::cuMemsetD8Async(ptr as u64, 0, bytes, self.raw) };
+        self.gpu.check(result, "cuMemsetD8Async")
+    }
+
     /// Waits until all work given to the stream so far is done.
     ///
     /// # Errors

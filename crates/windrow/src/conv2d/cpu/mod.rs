@@ -135,6 +135,7 @@ impl Engine {
             Conv2dAlgorithm::WinogradGemm(tile) | Conv2dAlgorithm::WinogradFused(tile) => {
                 Engine::Winograd(WinogradCpu::with_isa(p, tile, threads, isa))
             }
+            Conv2dAlgorithm::WinogradRow => unreachable!("plans take algorithms of their device"),
         }
     }
 

@@ -1,0 +1,318 @@
+//! Convolution on CUDA devices: the algorithms, which of them can compute a spec, and which is taken.
+
+mod general;
+mod geometry;
+mod row;
+
+use self::general::{Direct, Im2colGemm};
+use self::row::WinogradRow;
+use super::{Conv2dAlgorithm, Conv2dSpec, Problem};
+use crate::cuda::{Gpu, KernelSpec, Source, Stream};
+use crate::{Accuracy, Activation, Approximate, DType, Error, Result, TensorDesc};
+
+const HEADERS: &[Source] = &[
+    Source { name: "conv2d.cuh", text: include_str!("../kernels/conv2d.cuh"), includes: &[] },
+    Source { name: "hopper.cuh", text: include_str!("../kernels/hopper.cuh"), includes: &[] },
+];
+
+macro_rules! source {
+    ($name:literal) => {
+        Source {
+            name: $name,
+            text: include_str!(concat!("../kernels/", $name)),
+            includes: super::HEADERS,
+        }
+    };
+}
+use source;
+
+/// A convolution bound to a device and an algorithm: its kernels are compiled and loaded.
+#[derive(Debug)]
+pub(crate) enum Engine {
+    Direct(Direct),
+    Im2colGemm(Im2colGemm),
+    WinogradRow(Box<WinogradRow>),
+}
+
+/// Outputs of a tile of [`Conv2dAlgorithm::WinogradRow`].
+pub(crate) const ROW_TILE: usize = row::TILE;
+
+/// What a packed filter looks like beside its shape and algorithm.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct PackedForm {
+    dtype: DType,
+    /// Products that the split operands take part in.
+    products: usize,
+}
+
+/// Device addresses of a run; all lie on the device of the stream that the work is given to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Operands {
+    pub(crate) x: *const u8,
+    pub(crate) bias: Option<*const u8>,
+    pub(crate) y: *mut u8,
+}
+
+impl Engine {
+    /// Every algorithm that can compute the spec on `gpu`, whatever its accuracy.
+    pub(crate) fn supported(gpu: &Gpu, problem: &Problem) -> Vec<Conv2dAlgorithm> {
+        let mut found = Vec::new();
+        if fits_i32(problem) {
+            found.push(Conv2dAlgorithm::Direct);
+            found.push(Conv2dAlgorithm::Im2colGemm);
+            if WinogradRow::supports(gpu, problem) {
+                found.push(Conv2dAlgorithm::WinogradRow);
+            }
+        }
+        found
+    }
+
+    /// The algorithm that should be fastest among those that the spec's accuracy allows.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for sizes of 2^31 and more in one direction.
+    pub(crate) fn choose(
+        gpu: &Gpu,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+    ) -> Result<Conv2dAlgorithm> {
+        let supported = Self::supported(gpu, problem);
+        if supported.is_empty() {
+            return Err(too_large());
+        }
+        let rounds_to_half = match (spec.x.dtype, spec.accuracy) {
+            // Split operands keep f32 class; TF32 has the mantissa of f16.
+            (DType::F32 | DType::F16, a) => {
+                a >= if spec.x.dtype == DType::F32 { Accuracy::Fp32 } else { Accuracy::Tf32 }
+            }
+            (_, a) => a == Accuracy::Half,
+        };
+        Ok(if supported.contains(&Conv2dAlgorithm::WinogradRow) && rounds_to_half {
+            Conv2dAlgorithm::WinogradRow
+        } else if problem.k_group() < 8 || problem.taps() < 8 {
+            Conv2dAlgorithm::Direct
+        } else {
+            Conv2dAlgorithm::Im2colGemm
+        })
+    }
+
+    /// Compiles and loads the kernels.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] if that fails, [`Error::Unsupported`] if the algorithm is not among
+    /// [`Engine::supported`].
+    pub(crate) fn new(
+        gpu: &'static Gpu,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+        algorithm: Conv2dAlgorithm,
+    ) -> Result<Self> {
+        if !fits_i32(problem) {
+            return Err(too_large());
+        }
+        match algorithm {
+            Conv2dAlgorithm::Direct => Ok(Engine::Direct(Direct::new(gpu, spec, problem)?)),
+            Conv2dAlgorithm::Im2colGemm => {
+                Ok(Engine::Im2colGemm(Im2colGemm::new(gpu, spec, problem)?))
+            }
+            Conv2dAlgorithm::WinogradRow if WinogradRow::supports(gpu, problem) => {
+                Ok(Engine::WinogradRow(Box::new(WinogradRow::new(gpu, spec, problem)?)))
+            }
+            _ => Err(Error::unsupported(
+                format!("conv2d by {algorithm} on {}", gpu.device()),
+                "winograd_row computes 3x3 filters of stride and dilation 1 in one group on compute \
+                 capability 9.0; direct and im2col_gemm compute everything",
+            )),
+        }
+    }
+
+    /// Bytes of a packed filter.
+    pub(crate) fn packed_bytes(&self) -> usize {
+        match self {
+            Engine::Direct(e) => e.packed_bytes(),
+            Engine::Im2colGemm(e) => e.packed_bytes(),
+            Engine::WinogradRow(e) => e.packed_bytes(),
+        }
+    }
+
+    /// Bytes of scratch memory of a run, aligned to 256.
+    pub(crate) fn scratch_bytes(&self) -> usize {
+        match self {
+            Engine::Direct(_) | Engine::Im2colGemm(_) => 0,
+            Engine::WinogradRow(e) => e.scratch_bytes(),
+        }
+    }
+
+    /// Packs the filter at `w`, which has the spec's layout.
+    ///
+    /// # Errors
+    /// [`Error::Backend`].
+    ///
+    /// # Safety
+    /// `w` must be the filter on the stream's device, `packed` [`Engine::packed_bytes`] there.
+    pub(crate) unsafe fn pack(&self, stream: &Stream, w: *const u8, packed: *mut u8) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self {
+                Engine::Direct(e) => e.pack(stream, w, packed),
+                Engine::Im2colGemm(e) => e.pack(stream, w, packed),
+                Engine::WinogradRow(e) => e.pack(stream, w, packed),
+            }
+        }
+    }
+
+    /// Computes y.
+    ///
+    /// # Errors
+    /// [`Error::Backend`].
+    ///
+    /// # Safety
+    /// The operands must be tensors of the spec's layouts on the stream's device, `packed` what
+    /// [`Engine::pack`] made, `scratch` [`Engine::scratch_bytes`] there.
+    pub(crate) unsafe fn run(
+        &self,
+        stream: &Stream,
+        packed: *const u8,
+        operands: Operands,
+        scratch: *mut u8,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self {
+                Engine::Direct(e) => e.run(stream, packed, operands),
+                Engine::Im2colGemm(e) => e.run(stream, packed, operands),
+                Engine::WinogradRow(e) => e.run(stream, packed, operands, scratch),
+            }
+        }
+    }
+
+    pub(crate) fn packed_form(&self) -> PackedForm {
+        match self {
+            Engine::Direct(e) => PackedForm { dtype: e.dtype(), products: 1 },
+            Engine::Im2colGemm(e) => PackedForm { dtype: e.dtype(), products: 1 },
+            Engine::WinogradRow(e) => e.packed_form(),
+        }
+    }
+
+    /// How far a sum may be off before the activation, relative to its scale.
+    pub(crate) fn tolerance(&self) -> f64 {
+        match self {
+            Engine::Direct(e) => e.tolerance(),
+            Engine::Im2colGemm(e) => e.tolerance(),
+            Engine::WinogradRow(e) => e.tolerance(),
+        }
+    }
+
+    /// Blocking, in words.
+    pub(crate) fn explain(&self) -> String {
+        match self {
+            Engine::Direct(_) => "one thread for each output".into(),
+            Engine::Im2colGemm(_) => "64 x 64 outputs of a block, gathered operands".into(),
+            Engine::WinogradRow(e) => e.explain(),
+        }
+    }
+}
+
+/// Kernels count positions and channels in 32 bits, and elements in 64.
+fn fits_i32(p: &Problem) -> bool {
+    const LIMIT: usize = 1 << 30;
+    let padded = |size: usize, pad: usize| size.checked_add(2 * pad).is_some_and(|s| s < LIMIT);
+    let product = |sizes: &[usize]| {
+        sizes.iter().try_fold(1usize, |a, &b| a.checked_mul(b)).is_some_and(|s| s < LIMIT)
+    };
+    p.padding.iter().all(|&x| x < LIMIT)
+        && padded(p.h, p.padding[0])
+        && padded(p.w, p.padding[1])
+        && p.stride.iter().chain(&p.dilation).all(|&x| x < LIMIT)
+        && p.n < LIMIT
+        && product(&[p.h, p.w])
+        && product(&[p.oh, p.ow])
+        && product(&[p.c, p.r, p.s])
+        && product(&[p.k, p.r, p.s])
+}
+
+fn too_large() -> Error {
+    Error::unsupported(
+        "a convolution with 2^30 or more pixels of an image, images or filter taps on CUDA",
+        "kernels count them in 32 bits; split the batch or the image",
+    )
+}
+
+/// A kernel of this room for elements of a type.
+fn kernel(source: &'static Source, name: &str, dtype: DType) -> KernelSpec {
+    let (macro_name, suffix) = match dtype {
+        DType::F16 => ("ELEMENT_F16", "f16"),
+        DType::BF16 => ("ELEMENT_BF16", "bf16"),
+        _ => ("ELEMENT_F32", "f32"),
+    };
+    KernelSpec::new(source, format!("conv2d_{name}_{suffix}")).define(macro_name, 1)
+}
+
+/// The number of an activation in `activation.cuh`.
+fn epilogue(activation: Activation) -> u32 {
+    match activation {
+        Activation::Identity => 0,
+        Activation::Relu => 1,
+        Activation::Silu => 2,
+        Activation::Gelu(Approximate::None) => 3,
+        Activation::Gelu(Approximate::Tanh) => 4,
+    }
+}
+
+/// Strides of a tensor of rank 4, in elements.
+fn strides(desc: &TensorDesc) -> [i64; 4] {
+    std::array::from_fn(|d| desc.strides()[d] as i64)
+}
+
+/// The bias of a launch: address, stride, whether it is f32 beside half elements.
+fn bias_of(spec: &Conv2dSpec, bias: Option<*const u8>) -> (*const u8, i64, i32) {
+    match (&spec.bias, bias) {
+        (Some(desc), Some(address)) => {
+            (address, desc.strides()[0] as i64, i32::from(desc.dtype == DType::F32))
+        }
+        _ => (std::ptr::null(), 0, 0),
+    }
+}
+
+/// `Divisor` of `conv2d.cuh`: division of numbers below 2^31.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Divisor {
+    value: u32,
+    factor: u32,
+    shift: u32,
+}
+
+impl Divisor {
+    fn new(value: usize) -> Self {
+        let bits = value.next_power_of_two().trailing_zeros();
+        let factor =
+            if value == 1 { 0 } else { (1u64 << (31 + bits)).div_ceil(value as u64) as u32 };
+        Divisor { value: value as u32, factor, shift: bits.saturating_sub(1) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn divisors_divide() {
+        let divide = |d: &Divisor, n: u32| match d.value {
+            1 => n,
+            _ => ((u64::from(n) * u64::from(d.factor)) >> 32) as u32 >> d.shift,
+        };
+        for value in [1, 2, 3, 5, 6, 7, 9, 64, 641, 12_345, 1 << 20, (1 << 30) - 1] {
+            let d = Divisor::new(value);
+            for n in [0, 1, 2, 100, 12_344, 1 << 30, i32::MAX as u32] {
+                for n in [
+                    n,
+                    n / value as u32 * value as u32,
+                    (n / value as u32 * value as u32).saturating_sub(1),
+                ] {
+                    assert_eq!(divide(&d, n), n / value as u32, "{n} / {value}");
+                }
+            }
+        }
+    }
+}

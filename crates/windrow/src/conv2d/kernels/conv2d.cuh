@@ -1,0 +1,80 @@
+// What the kernels of conv2d share: the element type (ELEMENT_F16, ELEMENT_BF16 or ELEMENT_F32 is defined), packed
+// half arithmetic, vector stores, and EPILOGUE, the activation (see activation.cuh).
+
+#include "windrow.cuh"
+#include "activation.cuh"
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#if defined(ELEMENT_F32)
+typedef F32 T;
+#define MMA_TYPE "f16" // of split operands
+#elif defined(ELEMENT_F16)
+typedef F16 T;
+#define MMA_TYPE "f16"
+#else
+typedef Bf16 T;
+#define MMA_TYPE "bf16"
+#endif
+typedef T::Storage Element;
+constexpr bool IS_F32 = sizeof(Element) == 4;
+
+__device__ __forceinline__ float to_float(Element x) { return T::to_float(x); }
+__device__ __forceinline__ Element from_float(float x) { return T::from_float(x); }
+
+#ifdef EPILOGUE
+__device__ __forceinline__ float epilogue(float x) { return activate<EPILOGUE, IS_F32>(x); }
+#endif
+
+// Two neighbouring elements, aligned as one.
+__device__ __forceinline__ void store_pair(Element* to, float2 v) {
+    const float values[2] = {v.x, v.y};
+    Raw<T, 2> raw;
+    raw.pack(values);
+    raw.store<2>(to);
+}
+
+// 8 neighbouring elements in 16-byte vectors; f32 only the first 4 where no more exist.
+__device__ __forceinline__ void store_vector(Element* to, const float (&v)[8], int count) {
+    if constexpr (IS_F32) {
+        reinterpret_cast<float4*>(to)[0] = make_float4(v[0], v[1], v[2], v[3]);
+        if (count > 4) reinterpret_cast<float4*>(to)[1] = make_float4(v[4], v[5], v[6], v[7]);
+    } else {
+        Raw<T, 8> raw;
+        raw.pack(v);
+        raw.store<8>(to);
+    }
+}
+
+__device__ __forceinline__ float2 unpack_f16x2(u32 v) {
+    return make_float2(f16_to_float(v & 0xffff), f16_to_float(v >> 16));
+}
+
+#ifndef ELEMENT_F32
+// c * x + y on two packed elements.
+__device__ __forceinline__ u32 fma_x2(float c, u32 x, u32 y) { return T::fma2(T::pack(c, c), x, y); }
+#endif
+
+__device__ __forceinline__ uint2 load_shared_v2(u32 address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+    return v;
+}
+
+// The power of two that brings numbers up to |x|, given by its bits, below 2^(exponent + 1); or its inverse.
+__device__ __forceinline__ float power_of_two_scale(u32 max_bits, int exponent, bool inverse = false) {
+    if (max_bits == 0) return 1;
+    int e = exponent - (static_cast<int>(max_bits >> 23) - 127);
+    e = min(max(e, -126), 126);
+    return __int_as_float((127 + (inverse ? -e : e)) << 23);
+}
+
+// Division of numbers below 2^31 by a constant: the high word of a product.
+struct Divisor {
+    u32 value, factor, shift;
+    __device__ __forceinline__ int divide(int n) const {
+        return value == 1 ? n : static_cast<int>(__umulhi(n, factor) >> shift);
+    }
+};

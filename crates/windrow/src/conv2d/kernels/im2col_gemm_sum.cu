@@ -1,0 +1,23 @@
+// Adds the parts of a weight gradient in a fixed order and stores it with any strides.
+//
+// Constants: ELEMENT_*.
+
+#include "conv2d.cuh"
+
+struct Params {
+    const float* parts; // [parts][k, r, s, c]
+    Element* dw;
+    i64 k_stride, c_stride, r_stride, s_stride;
+    i64 elements;       // of one part
+    int parts_count;
+    int c, r, s;
+};
+
+extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
+    const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= p.elements) return;
+    float sum = 0;
+    for (int part = 0; part < p.parts_count; part++) sum += p.parts[part * p.elements + i];
+    const i64 c = i % p.c, s = i / p.c % p.s, r = i / p.c / p.s % p.r, k = i / p.c / p.s / p.r;
+    p.dw[k * p.k_stride + c * p.c_stride + r * p.r_stride + s * p.s_stride] = from_float(sum);
+}

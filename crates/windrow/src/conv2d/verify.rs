@@ -1,0 +1,164 @@
+//! The room's cases for `windrow verify`.
+
+use super::{Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, Weights};
+use crate::cuda::DeviceTensor;
+use crate::verify::{Case, Check, Comparison, random_tensor};
+use crate::{
+    Accuracy, Activation, Approximate, DType, Device, Layout, PlanOptions, Result, Tensor,
+    TensorDesc, Workspace,
+};
+
+/// [n, c, h, w], [k, r, s], stride, padding, dilation, groups
+type Shape = ([usize; 4], [usize; 3], usize, usize, usize, usize);
+
+/// 3x3 filters with few and many channels, sizes that fill no block, images smaller than a tile, and
+/// every other option.
+const SHAPES: [Shape; 17] = [
+    ([2, 16, 9, 22], [64, 3, 3], 1, 1, 1, 1),
+    ([1, 64, 10, 14], [48, 3, 3], 1, 0, 1, 1),
+    ([2, 3, 13, 9], [7, 3, 3], 1, 1, 1, 1),
+    ([3, 5, 4, 31], [8, 3, 3], 1, 2, 1, 1),
+    ([5, 40, 8, 8], [72, 3, 3], 1, 0, 1, 1),
+    ([9, 32, 3, 3], [16, 3, 3], 1, 0, 1, 1),
+    ([1, 130, 4, 20], [66, 3, 3], 1, 1, 1, 1),
+    ([1, 1, 3, 3], [1, 3, 3], 1, 0, 1, 1),
+    ([2, 8, 1, 40], [96, 3, 3], 1, 1, 1, 1),
+    ([2, 12, 11, 13], [10, 5, 2], 2, 3, 1, 2),
+    ([2, 6, 9, 10], [6, 3, 3], 1, 2, 2, 6),
+    ([2, 20, 7, 7], [33, 1, 1], 1, 0, 1, 1),
+    ([1, 4, 16, 15], [8, 7, 7], 3, 3, 2, 1),
+    ([2, 32, 6, 6], [64, 3, 3], 2, 1, 1, 1),
+    ([0, 4, 6, 6], [8, 3, 3], 1, 1, 1, 1),
+    ([2, 0, 6, 6], [8, 3, 3], 1, 1, 1, 1),
+    ([2, 4, 6, 6], [0, 3, 3], 1, 1, 1, 1),
+];
+
+/// Every algorithm, type, layout and shape; bias and activations in turn; on CUDA each accuracy.
+pub(crate) fn cases(device: Device) -> Vec<Case> {
+    let accuracies: &[Accuracy] = match device {
+        Device::Cpu => &[Accuracy::Fp32],
+        Device::Cuda(_) => &[Accuracy::Fp32, Accuracy::Half],
+    };
+    let mut cases = Vec::new();
+    for (i, shape) in SHAPES.iter().enumerate() {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for (layout, order) in [("contiguous", [0, 1, 2, 3]), ("channels_last", [0, 2, 3, 1])] {
+                for &accuracy in accuracies {
+                    let activation = [
+                        Activation::Identity,
+                        Activation::Relu,
+                        Activation::Silu,
+                        Activation::Gelu(Approximate::None),
+                        Activation::Gelu(Approximate::Tanh),
+                    ][i % 5];
+                    let Ok(spec) = spec(shape, dtype, &order, accuracy, activation) else {
+                        continue;
+                    };
+                    for algorithm in Conv2dPlan::algorithms(&spec, device) {
+                        let spec = spec.clone();
+                        cases.push(Case {
+                            op: "conv2d",
+                            algorithm: algorithm.name().into(),
+                            dtype,
+                            layout: layout.into(),
+                            name: format!("{shape:?} {} {}", accuracy.name(), activation.name()),
+                            run: Box::new(move || run(&spec, algorithm, device)),
+                        });
+                    }
+                }
+            }
+        }
+    }
+    cases
+}
+
+fn spec(
+    &(x, [k, r, s], stride, padding, dilation, groups): &Shape,
+    dtype: DType,
+    order: &[usize],
+    accuracy: Accuracy,
+    activation: Activation,
+) -> Result<Conv2dSpec> {
+    let w = TensorDesc::contiguous(dtype, &[k, x[1] / groups, r, s])?;
+    let x = TensorDesc { dtype, layout: Layout::with_order(&x, order)? };
+    let params = Conv2dParams {
+        stride: [stride; 2],
+        padding: [padding; 2],
+        dilation: [dilation; 2],
+        groups,
+        activation,
+        accuracy,
+    };
+    let spec = Conv2dSpec::new(x, w, &params)?;
+    // Every second has a bias, of either type.
+    Ok(match (k % 2, k % 3) {
+        (0, 0) => spec.with_bias(TensorDesc::contiguous(dtype, &[k])?),
+        (0, _) => spec.with_bias(TensorDesc::contiguous(DType::F32, &[k])?),
+        _ => spec,
+    })
+}
+
+fn run(spec: &Conv2dSpec, algorithm: Conv2dAlgorithm, device: Device) -> Result<Vec<Check>> {
+    let options = PlanOptions { device, ..PlanOptions::default() };
+    let plan = Conv2dPlan::with_algorithm(spec, algorithm, &options)?;
+    let mut workspace = Workspace::new(device, plan.workspace_bytes())?;
+    let x = random_tensor(1, spec.x, -1.0, 1.0)?;
+    let w = random_tensor(2, spec.w, -0.5, 0.5)?;
+    let bias = spec.bias.map(|desc| random_tensor(3, desc, -1.0, 1.0)).transpose()?;
+    let y = match device {
+        Device::Cpu => {
+            let mut y = Tensor::uninitialised(spec.y)?;
+            let bias = bias.as_ref().map(Tensor::as_ref);
+            let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias };
+            plan.run(&args, y.as_mut(), &mut workspace)?;
+            y
+        }
+        Device::Cuda(index) => {
+            let upload = |t: &Tensor| DeviceTensor::from_host(&t.as_ref(), index);
+            let (x, w) = (upload(&x)?, upload(&w)?);
+            let bias = bias.as_ref().map(upload).transpose()?;
+            let bias = bias.as_ref().map(DeviceTensor::as_ref);
+            let mut y = DeviceTensor::new(spec.y, index)?;
+            let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias };
+            plan.run(&args, y.as_mut()?, &mut workspace)?;
+            workspace.synchronize()?;
+            y.to_host()?
+        }
+    };
+    let bias = bias.as_ref().map(Tensor::as_ref);
+    let want = plan.expected(&x.as_ref(), &w.as_ref().to_f64_vec()?, bias.as_ref())?;
+    let comparison = Comparison::of(&y.as_ref(), &want.values, &want.scale, plan.tolerance())?;
+    Ok(vec![Check { what: "y", comparison }])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run_all(device: Device) {
+        let failed: Vec<_> = cases(device)
+            .iter()
+            .filter_map(|case| match (case.run)() {
+                Ok(checks) => {
+                    let bad = checks.iter().find(|c| !c.comparison.passed())?;
+                    Some(format!("{case:?}: {:?}", bad.comparison))
+                }
+                Err(error) => Some(format!("{case:?}: {error}")),
+            })
+            .collect();
+        assert!(failed.is_empty(), "{} failed:\n{}", failed.len(), failed.join("\n"));
+    }
+
+    #[test]
+    fn every_case_passes_on_the_cpu() {
+        run_all(Device::Cpu);
+    }
+
+    /// Nothing without a device.
+    #[test]
+    fn every_case_passes_on_cuda() {
+        if crate::cuda::devices().is_ok_and(|d| !d.is_empty()) {
+            run_all(Device::Cuda(0));
+        }
+    }
+}
