@@ -126,11 +126,11 @@ struct InputParams {
     h: i32,
     w: i32,
     c_out: i32,
-    fold: i32,
     rows: i32,
     pad_h: i32,
     pixel_tiles: i32,
     channel_tiles: i32,
+    w_by: Divisor,
 }
 
 impl WinogradRow {
@@ -151,6 +151,7 @@ impl WinogradRow {
         }
         let channels_inner = super::super::spec::is_channels_last(&spec.x.layout);
         let input = kernel(&PACK_INPUT, "winograd_row_input", dtype)
+            .define("FOLD", if fold { TAPS } else { 1 })
             .define("CHANNELS_FIRST", i32::from(!channels_inner));
         let plan = WinogradRow {
             gpu,
@@ -364,11 +365,11 @@ impl WinogradRow {
             h: p.h as i32,
             w: p.w as i32,
             c_out: self.staged_channels() as i32,
-            fold: if self.fold { TAPS as i32 } else { 1 },
             rows: self.staged_rows() as i32,
             pad_h: if self.fold { p.padding[0] as i32 } else { 0 },
             pixel_tiles: pixel_tiles as i32,
             channel_tiles: channel_tiles as i32,
+            w_by: Divisor::new(p.w),
         };
         let blocks = (n * pixel_tiles * channel_tiles) as u32;
         let launch = Launch { grid: [blocks, 1, 1], block: [256, 1, 1] };
@@ -381,21 +382,26 @@ impl Fused {
     fn new(plan: &WinogradRow, vectors: bool) -> Result<Self> {
         let p = &plan.problem;
         let dtype = plan.spec.x.dtype;
-        let input_stages = if dtype == DType::F32 { 2 } else { 3 };
         let geometry = Geometry::choose(p.n.max(1), p.oh, p.ow, plan.taps_h(), !vectors)
             .ok_or_else(|| Error::unsupported("winograd_row", "no tiling fits shared memory"))?;
         // As the kernel lays it out: input stages, filter stages, barriers, constants, staging.
         let per_warp = 2 * BLOCK_K * 4 + if vectors { 0 } else { 8 * 52 * 4 };
-        let fixed = 2 * input_stages * (geometry.stage_bytes + 16) + CONSUMER_WARPS * per_warp + 16;
+        let fixed = |input_stages| {
+            2 * input_stages * (geometry.stage_bytes + 16) + CONSUMER_WARPS * per_warp + 16
+        };
         let per_stage = plan.filter_step_bytes() + 16;
-        let room = (SHARED_BYTES - fixed) / per_stage;
+        let room = |input_stages| (SHARED_BYTES - fixed(input_stages)) / per_stage;
         let all = plan.steps() * plan.taps_h();
-        let resident = all <= room;
-        let filter_stages = if resident { all } else { room.min(MAX_FILTER_STAGES) };
+        // A filter that stays is worth more than a third stage of input.
+        let input_stages =
+            if dtype == DType::F32 || (all > room(3) && all <= room(2)) { 2 } else { 3 };
+        let resident = all <= room(input_stages);
+        let filter_stages = if resident { all } else { room(input_stages).min(MAX_FILTER_STAGES) };
+        let shared = fixed(input_stages) + filter_stages * per_stage;
         let spec =
             fused_kernel(dtype, plan.products, plan.taps_h(), vectors, &geometry, input_stages)
                 .define("EPILOGUE", epilogue(plan.spec.activation))
-                .shared_bytes((fixed + filter_stages * per_stage) as u32);
+                .shared_bytes(shared as u32);
         let kernel = plan.gpu.kernel(&spec)?;
         Ok(Fused { kernel, geometry, filter_stages, resident })
     }

@@ -44,7 +44,9 @@ __device__ __forceinline__ void store_vector(Element* to, const float (&v)[8], i
     } else {
         Raw<T, 8> raw;
         raw.pack(v);
-        raw.store<8>(to);
+        // As assembly: the compiler takes stores of a structure apart.
+        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(raw.words[0]), "r"(raw.words[1]),
+                     "r"(raw.words[2]), "r"(raw.words[3]) : "memory");
     }
 }
 

@@ -427,11 +427,10 @@ __device__ __forceinline__ void consume(const Params& p, int consumer, int warp,
     const int q = lane & 3, pair = pair_of(warp, lane >> 2);
     float acc[ALPHA][32];
     Ring x_ring, u_ring;
-    int previous = -1;  // filter slot of the product in flight
+    int previous = -1;  // filter slot of the last product
     int k_loaded = -1;  // block whose `channels` are there
-    // The product in flight is done: its slot may be filled again.
-    const auto finish = [&] {
-        wgmma_wait();
+    // Once the product that read it is done, its slot may be filled again.
+    const auto release = [&] {
         if (previous >= 0 && !p.u_resident && lane == 0) barrier_arrive(u_empty + 8 * previous);
     };
 
@@ -457,9 +456,12 @@ __device__ __forceinline__ void consume(const Params& p, int consumer, int warp,
                 const bool last_step = s == STAGE_STEPS - 1 || step + s + 1 == p.steps;
 #pragma unroll
                 for (int tap = 0; tap < TAPS_H; tap++) {
+                    // All that can be done while the last product runs comes before the wait for it.
+                    const u64 u = matrix_descriptor(u_stages + u_ring.slot * U_BYTES, PART_BYTES / 2, 128);
+                    barrier_wait(u_full + 8 * u_ring.slot, p.u_resident ? 0 : u_ring.parity);
                     u32 a[PARTS][ALPHA][4];
 #ifdef ELEMENT_F32
-                    finish();
+                    wgmma_wait();
                     load_operands(a, address, 0, tap, x_scale);
 #else
                     uint2 raw[PAIR_PIXELS];
@@ -468,22 +470,16 @@ __device__ __forceinline__ void consume(const Params& p, int consumer, int warp,
                         const int at = tap * PIXEL_PITCH + i;
                         raw[i] = load_shared_v2((address[at & 7] ^ s * 32) + (at >> 3) * 512);
                     }
-                    finish();
+                    wgmma_wait();
                     load_operands(a, raw);
 #endif
-                    if (last_step && tap == TAPS_H - 1) {
-                        __syncwarp();
-                        if (lane == 0) barrier_arrive(x_empty + 8 * x_ring.slot);
-                    }
-                    barrier_wait(u_full + 8 * u_ring.slot, p.u_resident ? 0 : u_ring.parity);
-                    const u32 u = u_stages + u_ring.slot * U_BYTES;
                     const int accumulate = step + s + tap != 0;
                     wgmma_fence();
 #pragma unroll
                     for (int i = 0; i < ALPHA; i++) {
-                        const u64 high = matrix_descriptor(u + i * PARTS * PART_BYTES, PART_BYTES / 2, 128);
+                        const u64 high = u + (i * PARTS * PART_BYTES >> 4);
                         if (PRODUCTS == 3) { // low-order terms first
-                            const u64 low = matrix_descriptor(u + (i * PARTS + 1) * PART_BYTES, PART_BYTES / 2, 128);
+                            const u64 low = high + (PART_BYTES >> 4);
                             wgmma_m64n64k16(acc[i], a[PARTS - 1][i], high, accumulate);
                             wgmma_m64n64k16(acc[i], a[0][i], low, 1);
                             wgmma_m64n64k16(acc[i], a[0][i], high, 1);
@@ -492,13 +488,19 @@ __device__ __forceinline__ void consume(const Params& p, int consumer, int warp,
                         }
                     }
                     wgmma_commit();
+                    release();
                     previous = u_ring.slot;
                     u_ring.advance(p.u_stages);
+                    if (last_step && tap == TAPS_H - 1) {
+                        __syncwarp();
+                        if (lane == 0) barrier_arrive(x_empty + 8 * x_ring.slot);
+                    }
                 }
             }
             x_ring.advance(INPUT_STAGES);
         }
-        finish();
+        wgmma_wait();
+        release();
         previous = -1;
 #pragma unroll
         for (int i = 0; i < ALPHA; i++) {
