@@ -1,0 +1,99 @@
+//! Times conv2d on a CUDA device over a file of layers, in every mode: for `benchmarks/h200_conv2d.py`.
+//!
+//! `cargo run --release --example conv2d_layers -- benchmarks/layers/cnn18.csv` prints a line of
+//! CSV for each layer and mode. A time is the median of replays of a graph of several runs with the filter packed once,
+//! which take turns between two sets of tensors.
+
+use std::error::Error;
+use windrow::cuda::{DeviceTensor, Event, Stream};
+use windrow::{
+    Accuracy, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, DType, Device, Layout, PlanOptions,
+    TensorDesc, TensorRef, Weights, Workspace, bf16, f16, verify,
+};
+
+const NCHW: [usize; 4] = [0, 1, 2, 3];
+const CHANNELS_LAST: [usize; 4] = [0, 2, 3, 1];
+const MODES: [(&str, DType, Accuracy, [usize; 4]); 8] = [
+    ("f32 NCHW", DType::F32, Accuracy::Fp32, NCHW),
+    ("f32 channels-last", DType::F32, Accuracy::Fp32, CHANNELS_LAST),
+    ("TF32 NCHW", DType::F32, Accuracy::Tf32, NCHW),
+    ("TF32 channels-last", DType::F32, Accuracy::Tf32, CHANNELS_LAST),
+    ("f16 NCHW", DType::F16, Accuracy::Half, NCHW),
+    ("f16 channels-last", DType::F16, Accuracy::Half, CHANNELS_LAST),
+    ("bf16 NCHW", DType::BF16, Accuracy::Half, NCHW),
+    ("bf16 channels-last", DType::BF16, Accuracy::Half, CHANNELS_LAST),
+];
+const REPLAYS: usize = 11;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let path = std::env::args().nth(1).ok_or("usage: conv2d_layers LAYERS.csv")?;
+    println!("layer,mode,ms,tflops,plan");
+    for line in std::fs::read_to_string(path)?.lines().filter(|l| !l.starts_with('#')) {
+        let fields: Vec<_> = line.split(',').collect();
+        let &[name, ref sizes @ ..] = fields.as_slice() else { continue };
+        let sizes: Vec<usize> = sizes.iter().map(|s| s.parse()).collect::<Result<_, _>>()?;
+        let &[n, c, h, w, k] = sizes.as_slice() else { return Err("name,n,c,h,w,k".into()) };
+        for (mode, dtype, accuracy, order) in MODES {
+            let x = TensorDesc { dtype, layout: Layout::with_order(&[n, c, h, w], &order)? };
+            let filter = TensorDesc::contiguous(dtype, &[k, c, 3, 3])?;
+            let params = Conv2dParams { accuracy, ..Conv2dParams::default() };
+            let spec = Conv2dSpec::new(x, filter, &params)?;
+            let (milliseconds, plan) = time(&spec)?;
+            let tflops = spec.flops()? / f64::from(milliseconds) * 1e-9;
+            println!("{name},{mode},{milliseconds:.5},{tflops:.1},\"{plan}\"");
+        }
+    }
+    Ok(())
+}
+
+/// Milliseconds of a run, and what the plan says of itself.
+fn time(spec: &Conv2dSpec) -> Result<(f32, String), Box<dyn Error>> {
+    let options = PlanOptions { device: Device::Cuda(0), ..PlanOptions::default() };
+    let plan = Conv2dPlan::new(spec, &options)?;
+    let stream = Stream::new(0)?;
+    // SAFETY: the stream lives until the end of this function, as the workspace does.
+    let mut workspace =
+        unsafe { Workspace::on_stream(0, stream.as_raw(), plan.workspace_bytes())? };
+    let xs = [upload(1, &spec.x)?, upload(2, &spec.x)?];
+    let mut ys = [DeviceTensor::new(spec.y, 0)?, DeviceTensor::new(spec.y, 0)?];
+    let packed = plan.pack_weights(&upload(3, &spec.w)?.as_ref(), &mut workspace)?;
+    let mut run = |i: usize| {
+        let args = Conv2dArgs { x: xs[i % 2].as_ref(), w: Weights::Packed(&packed), bias: None };
+        plan.run(&args, ys[i % 2].as_mut()?, &mut workspace)
+    };
+    let start = Event::record(&stream)?;
+    (0..4).try_for_each(&mut run)?;
+    let estimate = Event::record(&stream)?.milliseconds_since(&start)? / 4.0;
+    let runs = ((4.0 / estimate) as usize).clamp(2, 40);
+    let graph = stream.capture(|| (0..runs).try_for_each(&mut run))?;
+    let mut times = Vec::new();
+    for _ in 0..REPLAYS {
+        let start = Event::record(&stream)?;
+        // SAFETY: all tensors and the workspace are alive, and used by nothing else.
+        unsafe { graph.launch(&stream)? };
+        times.push(Event::record(&stream)?.milliseconds_since(&start)? / runs as f32);
+    }
+    times.sort_by(f32::total_cmp);
+    Ok((times[REPLAYS / 2], plan.explain()))
+}
+
+/// A tensor of random numbers between -1 and 1, which repeat after a prime number of elements.
+fn upload(seed: u64, desc: &TensorDesc) -> windrow::Result<DeviceTensor> {
+    let values = verify::random(seed, 1_000_003, -1.0, 1.0);
+    let numbers = values.iter().cycle().take(desc.layout.len());
+    let layout = desc.layout;
+    match desc.dtype {
+        DType::F16 => {
+            let data: Vec<f16> = numbers.map(|&v| f16::from_f64(v)).collect();
+            DeviceTensor::from_host(&TensorRef::strided(&data, 0, layout)?, 0)
+        }
+        DType::BF16 => {
+            let data: Vec<bf16> = numbers.map(|&v| bf16::from_f64(v)).collect();
+            DeviceTensor::from_host(&TensorRef::strided(&data, 0, layout)?, 0)
+        }
+        _ => {
+            let data: Vec<f32> = numbers.map(|&v| v as f32).collect();
+            DeviceTensor::from_host(&TensorRef::strided(&data, 0, layout)?, 0)
+        }
+    }
+}
