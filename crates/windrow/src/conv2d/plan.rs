@@ -96,6 +96,12 @@ impl PackedWeights {
     pub fn algorithm(&self) -> Conv2dAlgorithm {
         self.packing.algorithm
     }
+
+    /// Changes the sign of the first element, to see whether anybody notices.
+    #[cfg(test)]
+    pub(super) fn spoil(&mut self) {
+        self.data.as_mut_slice()[3] ^= 0x80;
+    }
 }
 
 /// A [`Conv2dSpec`] that was checked and bound to a device and an algorithm.

@@ -210,6 +210,10 @@ impl Simd for Lanes {
     }
 
     #[inline(always)]
+    fn even(self, a: Self::F32, b: Self::F32) -> Self::F32 {
+        std::array::from_fn(|i| if 2 * i < N { a[2 * i] } else { b[2 * i - N] })
+    }
+    #[inline(always)]
     fn reduce_add(self, a: Self::F32) -> f32 {
         ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]))
     }

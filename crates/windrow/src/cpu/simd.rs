@@ -95,6 +95,9 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     /// Sum of the lanes, in a fixed order.
     fn reduce_add(self, a: Self::F32) -> f32;
 
+    /// Lanes 0, 2, 4 ... of `a`, then those of `b`.
+    fn even(self, a: Self::F32, b: Self::F32) -> Self::F32;
+
     /// A square of zeros.
     fn zeros(self) -> Self::Square;
     /// Lane `i` of vector `j` becomes lane `j` of vector `i`.
@@ -241,6 +244,20 @@ mod tests {
             }
             partial(s);
             transpose(s);
+            even(s);
+        }
+    }
+
+    fn even<S: Simd>(s: S) {
+        let x: Vec<f32> = (0..2 * MAX_LANES).map(|i| i as f32).collect();
+        let mut out = [0f32; MAX_LANES];
+        // SAFETY: two vectors are readable, one is writable.
+        unsafe {
+            let (a, b) = (s.load(x.as_ptr()), s.load(x.as_ptr().add(S::LANES)));
+            s.store(out.as_mut_ptr(), s.even(a, b));
+        }
+        for (i, &lane) in out.iter().enumerate().take(S::LANES) {
+            assert_eq!(lane, x[2 * i]);
         }
     }
 

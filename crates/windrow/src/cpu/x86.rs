@@ -207,6 +207,14 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    fn even(self, a: __m512, b: __m512) -> __m512 {
+        isa!({
+            let lanes =
+                _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+            _mm512_permutex2var_ps(a, lanes, b)
+        })
+    }
+    #[inline(always)]
     fn reduce_add(self, a: __m512) -> f32 {
         isa!(_mm512_reduce_add_ps(a))
     }
@@ -433,6 +441,13 @@ impl Simd for Avx2 {
         isa!(_mm256_sll_epi32(a, _mm_cvtsi32_si128(K as i32)))
     }
 
+    #[inline(always)]
+    fn even(self, a: __m256, b: __m256) -> __m256 {
+        isa!({
+            let pairs = _mm256_castps_pd(_mm256_shuffle_ps::<0b10_00_10_00>(a, b));
+            _mm256_castpd_ps(_mm256_permute4x64_pd::<0b11_01_10_00>(pairs))
+        })
+    }
     #[inline(always)]
     fn reduce_add(self, a: __m256) -> f32 {
         isa!({

@@ -6,17 +6,15 @@
 //! do, pixels are rows and vectors run over output channels.
 
 use super::epilogue::{Epilogue, Lanes, Store, StoreTile};
-use super::rows::{Rows, zero};
-use super::stencil::{Segment, Stencil};
+use super::pack::{PackPanels, PackRows};
+use super::stencil::Stencil;
 use crate::cpu::gemm::{Blocking, Left, Operands, Right, Scratch, left_stride, tile_shape};
-use crate::cpu::{Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, parallel_for};
+use crate::cpu::{Isa, SendPtr, SimdElement, dispatch, parallel_for};
 use std::ops::Range;
 
 /// Largest block of rows and of columns: panels of both operands and the tiles between them stay in
 /// a second-level cache of 1 MiB.
 const BLOCK: [usize; 2] = [512, 128];
-/// Most pixels of a panel.
-pub(super) const MAX_PANEL: usize = 192;
 
 /// A [`Stencil`] as a product, for one instruction set.
 #[derive(Clone, Debug)]
@@ -242,143 +240,5 @@ impl<T: SimdElement> Operands for Product<'_, T> {
             row: nr,
         };
         dispatch(isa, StoreTile { store, pixels });
-    }
-}
-
-/// The channels `c` and the filter row and column of each part of a range of terms; also where the
-/// part starts in the range.
-pub(super) fn parts(
-    stencil: &Stencil,
-    terms: Range<usize>,
-) -> impl Iterator<Item = (usize, Range<usize>, usize, usize)> {
-    let (c, cols) = (stencil.c, stencil.cols.len());
-    let mut at = terms.start;
-    std::iter::from_fn(move || {
-        if at >= terms.end {
-            return None;
-        }
-        let (tap, first) = (at / c, at % c);
-        let channels = first..c.min(first + terms.end - at);
-        let part = (at - terms.start, channels.clone(), tap / cols, tap % cols);
-        at += channels.len();
-        Some(part)
-    })
-}
-
-/// Panels [panel, term, pixel of the panel] of the im2col matrix, with vectors over pixels.
-pub(super) struct PackPanels<'a, T> {
-    pub stencil: &'a Stencil,
-    /// Channel 0 of the group.
-    pub src: *const T,
-    pub pixels: Range<usize>,
-    pub terms: Range<usize>,
-    pub to: *mut f32,
-    /// Pixels of a panel, at most [`MAX_PANEL`]; the last panel is filled with zeros.
-    pub width: usize,
-    /// Distance of terms.
-    pub row: usize,
-}
-
-impl<T: SimdElement> Kernel for PackPanels<'_, T> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let PackPanels { stencil, width, row: to_row, .. } = self;
-        let mut segments = [Segment::default(); MAX_PANEL];
-        for (q, first) in self.pixels.clone().step_by(width).enumerate() {
-            let pixels = first..(first + width).min(self.pixels.end);
-            let mut count = 0;
-            for segment in stencil.segments(pixels.clone()) {
-                segments[count] = segment;
-                count += 1;
-            }
-            let segments = &segments[..count];
-            let panel = self.to.wrapping_add(q * to_row * self.terms.len());
-            for (at, channels, row, col) in parts(stencil, self.terms.clone()) {
-                let (row, col) = (stencil.rows[row], stencil.cols[col]);
-                let inside = |segment: &Segment| match stencil.src_row(segment.i, row) {
-                    Some(_) => stencil.inside(segment.j, segment.len, col),
-                    None => 0..0,
-                };
-                let to = panel.wrapping_add(at * to_row);
-                if pixels.len() < width || segments.iter().any(|g| inside(g).len() < g.len) {
-                    // SAFETY: the panel has `to_row` elements for each term.
-                    unsafe { zero(s, to, channels.len() * to_row) };
-                }
-                for segment in segments {
-                    let inside = inside(segment);
-                    if inside.is_empty() {
-                        continue;
-                    }
-                    let i = (segment.i * stencil.step[0]) as isize + row.offset;
-                    let j = ((segment.j + inside.start) * stencil.step[1]) as isize + col.offset;
-                    let offset = segment.n as isize * stencil.src[0]
-                        + channels.start as isize * stencil.src[1]
-                        + i * stencil.src[2]
-                        + j * stencil.src[3];
-                    let from = Rows {
-                        ptr: self.src.wrapping_offset(offset),
-                        row: stencil.src[1],
-                        col: stencil.src[3] * stencil.step[1] as isize,
-                    };
-                    let to = to.wrapping_add(segment.lane + inside.start);
-                    // SAFETY: the run of pixels is in the source and in the rows of the panel.
-                    unsafe { from.copy(s, channels.len(), inside.len(), to, to_row) };
-                }
-            }
-        }
-    }
-}
-
-/// Rows [pixel, term] of the im2col matrix.
-pub(super) struct PackRows<'a, T> {
-    pub stencil: &'a Stencil,
-    /// Channel 0 of the group.
-    pub src: *const T,
-    pub pixels: Range<usize>,
-    pub terms: Range<usize>,
-    pub to: *mut f32,
-    /// Distance of pixels.
-    pub row: usize,
-}
-
-impl<T: SimdElement> Kernel for PackRows<'_, T> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let stencil = self.stencil;
-        for segment in stencil.segments(self.pixels.clone()) {
-            for (at, channels, row, col) in parts(stencil, self.terms.clone()) {
-                let (row, col) = (stencil.rows[row], stencil.cols[col]);
-                let to = self.to.wrapping_add(segment.lane * self.row + at);
-                let inside = match stencil.src_row(segment.i, row) {
-                    Some(_) => stencil.inside(segment.j, segment.len, col),
-                    None => 0..0,
-                };
-                for pixel in (0..inside.start).chain(inside.end..segment.len) {
-                    // SAFETY: a row has space for every term.
-                    unsafe { zero(s, to.add(pixel * self.row), channels.len()) };
-                }
-                if inside.is_empty() {
-                    continue;
-                }
-                let i = (segment.i * stencil.step[0]) as isize + row.offset;
-                let j = ((segment.j + inside.start) * stencil.step[1]) as isize + col.offset;
-                let offset = segment.n as isize * stencil.src[0]
-                    + channels.start as isize * stencil.src[1]
-                    + i * stencil.src[2]
-                    + j * stencil.src[3];
-                let from = Rows {
-                    ptr: self.src.wrapping_offset(offset),
-                    row: stencil.src[3] * stencil.step[1] as isize,
-                    col: stencil.src[1],
-                };
-                let to = to.wrapping_add(inside.start * self.row);
-                // SAFETY: pixels and channels are in the source and in the rows.
-                unsafe { from.copy(s, inside.len(), channels.len(), to, self.row) };
-            }
-        }
     }
 }

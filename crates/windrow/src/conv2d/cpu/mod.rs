@@ -5,6 +5,7 @@ mod direct;
 mod epilogue;
 mod gradients;
 mod im2col;
+mod pack;
 mod rows;
 mod stencil;
 mod weight_grad;

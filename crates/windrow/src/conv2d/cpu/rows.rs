@@ -31,6 +31,8 @@ impl<T: SimdElement> Rows<T> {
                 let (from, to) = (self.ptr.offset(i as isize * self.row), to.add(i * to_row));
                 if self.col == 1 {
                     copy_row(s, from, to, len);
+                } else if self.col == 2 {
+                    copy_even(s, from, to, len);
                 } else {
                     for j in 0..len {
                         to.add(j).write(from.offset(j as isize * self.col).read().to_f32());
@@ -54,6 +56,33 @@ unsafe fn copy_row<S: Simd, T: SimdElement>(s: S, from: *const T, to: *mut f32, 
         }
         if j < len {
             s.store_first(to.add(j), T::load_first(s, from.add(j), len - j), len - j);
+        }
+    }
+}
+
+/// Copies every second element.
+///
+/// # Safety
+/// `2 * len - 1` elements are readable at `from`, `len` writable at `to`.
+#[inline(always)]
+unsafe fn copy_even<S: Simd, T: SimdElement>(s: S, from: *const T, to: *mut f32, len: usize) {
+    let mut j = 0;
+    // SAFETY: promised by the caller; the element after the last is never read.
+    unsafe {
+        while j + S::LANES < len {
+            let from = from.add(2 * j);
+            let pair = s.even(T::load(s, from), T::load(s, from.add(S::LANES)));
+            s.store(to.add(j), pair);
+            j += S::LANES;
+        }
+        if j < len {
+            let (from, left) = (from.add(2 * j), 2 * (len - j) - 1);
+            let first = T::load_first(s, from, left.min(S::LANES));
+            let second = match left.saturating_sub(S::LANES) {
+                0 => s.zero(),
+                left => T::load_first(s, from.add(S::LANES), left),
+            };
+            s.store_first(to.add(j), s.even(first, second), len - j);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The filter's gradient as a matrix product: the im2col matrix transposed by the output's gradient,
 //! summed over pixels in an order that does not depend on threads.
 
-use super::im2col::{MAX_PANEL, PackPanels, PackRows, parts};
+use super::pack::{MAX_PANEL, PackPanels, PackRows, parts};
 use super::rows::Rows;
 use super::stencil::Stencil;
 use crate::cpu::gemm::{Blocking, Left, MAX_TERMS, Operands, Right, Scratch, left_stride};
@@ -118,7 +118,7 @@ impl<T: SimdElement, W: SimdElement> Operands for Product<'_, T, W> {
     unsafe fn store(&self, group: usize, rows: Range<usize>, cols: Range<usize>, tile: *const f32) {
         let (stencil, nr) = (&self.plan.stencil, self.plan.blocking.nr);
         let [k_stride, c_stride, row_stride, col_stride] = self.strides;
-        for (at, channels, row, col) in parts(stencil, rows) {
+        for (at, channels, row, col) in parts(stencil.c, stencil.cols.len(), rows) {
             for (i, c) in channels.enumerate() {
                 for (j, k) in cols.clone().enumerate() {
                     let offset = (group * stencil.k + k) as isize * k_stride

@@ -46,23 +46,41 @@ impl<T: SimdElement> Kernel for Row<'_, T> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let Stencil { groups, dst_size, .. } = *self.stencil;
-        for channel in (0..groups).step_by(S::LANES) {
-            let count = S::LANES.min(groups - channel);
-            for j in (0..dst_size[1]).step_by(PIXELS) {
+        for j in (0..dst_size[1]).step_by(PIXELS) {
+            let pixels = PIXELS.min(dst_size[1] - j);
+            let inside = |tap: &Tap| self.stencil.inside(j, pixels, *tap).len() == pixels;
+            // A stencil may have no taps, so the number of pixels is compared as well.
+            let interior = pixels == PIXELS && self.stencil.cols.iter().all(inside);
+            for channel in (0..groups).step_by(S::LANES) {
+                let count = S::LANES.min(groups - channel);
                 // SAFETY: channels and pixels of the stencil, each once.
-                unsafe { self.pixels(s, channel, count, j) };
+                unsafe {
+                    if interior && count == S::LANES {
+                        self.pixels::<S, true>(s, channel, count, j, pixels);
+                    } else {
+                        self.pixels::<S, false>(s, channel, count, j, pixels);
+                    }
+                }
             }
         }
     }
 }
 
 impl<T: SimdElement> Row<'_, T> {
-    /// `count` channels of up to [`PIXELS`] pixels.
+    /// `count` channels of `pixels` pixels; a whole vector of [`PIXELS`] pixels, all of whose taps
+    /// are inside of the source's rows, if `FULL`.
     #[inline(always)]
-    unsafe fn pixels<S: Simd>(&self, s: S, channel: usize, count: usize, j: usize) {
+    unsafe fn pixels<S: Simd, const FULL: bool>(
+        &self,
+        s: S,
+        channel: usize,
+        count: usize,
+        j: usize,
+        pixels: usize,
+    ) {
         let (stencil, operands) = (self.stencil, self.operands);
         let (n, i) = (self.unit / stencil.dst_size[0], self.unit % stencil.dst_size[0]);
-        let pixels = PIXELS.min(stencil.dst_size[1] - j);
+        let pixels = if FULL { PIXELS } else { pixels };
         let image = operands.src.wrapping_offset(n as isize * stencil.src[0] + channel as isize);
         let mut acc = [s.zero(); PIXELS];
         let mut filter = operands.packed.as_ptr().wrapping_add(channel);
@@ -70,10 +88,10 @@ impl<T: SimdElement> Row<'_, T> {
         // are the stencil's own elements.
         unsafe {
             let load = |p: *const T| {
-                if count == S::LANES { T::load(s, p) } else { T::load_first(s, p, count) }
+                if FULL || count == S::LANES { T::load(s, p) } else { T::load_first(s, p, count) }
             };
             let load_f32 = |p: *const f32| {
-                if count == S::LANES { s.load(p) } else { s.load_first(p, count) }
+                if FULL || count == S::LANES { s.load(p) } else { s.load_first(p, count) }
             };
             for &row_tap in &stencil.rows {
                 let Some(row) = stencil.src_row(i, row_tap) else {
@@ -86,7 +104,7 @@ impl<T: SimdElement> Row<'_, T> {
                     filter = filter.wrapping_add(stencil.groups);
                     for (p, sum) in acc.iter_mut().enumerate().take(pixels) {
                         let col = ((j + p) * stencil.step[1]) as isize + offset;
-                        if col >= 0 && col < stencil.src_size[1] as isize {
+                        if FULL || col >= 0 && col < stencil.src_size[1] as isize {
                             *sum = s.mul_add(w, load(row.offset(col * stencil.src[3])), *sum);
                         }
                     }
@@ -104,7 +122,11 @@ impl<T: SimdElement> Row<'_, T> {
             for (p, sum) in acc.into_iter().enumerate().take(pixels) {
                 let y = activate(s, operands.epilogue.activation, s.add(sum, bias));
                 let to = dst.offset((j + p) as isize * col_stride);
-                if count == S::LANES { T::store(s, to, y) } else { T::store_first(s, to, y, count) }
+                if FULL || count == S::LANES {
+                    T::store(s, to, y)
+                } else {
+                    T::store_first(s, to, y, count)
+                }
             }
         }
     }

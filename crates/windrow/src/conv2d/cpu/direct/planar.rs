@@ -303,6 +303,14 @@ impl Sums<'_> {
                 self.vectors::<S, R, V>(s, lane);
                 lane += V * S::LANES;
             }
+            if V > 4 && lane + 4 * S::LANES <= lanes {
+                self.vectors::<S, R, 4>(s, lane);
+                lane += 4 * S::LANES;
+            }
+            if V > 2 && lane + 2 * S::LANES <= lanes {
+                self.vectors::<S, R, 2>(s, lane);
+                lane += 2 * S::LANES;
+            }
             while lane < lanes {
                 self.vectors::<S, R, 1>(s, lane);
                 lane += S::LANES;

@@ -1,5 +1,8 @@
 //! Every algorithm on every instruction set against the oracle.
 
+mod errors;
+mod plans;
+
 use super::*;
 use crate::cpu::Isa;
 use crate::verify::{Comparison, random};

@@ -1,0 +1,184 @@
+//! Plans at work: packed filters, shared workspaces, checked runs, extreme sizes.
+
+use super::*;
+use crate::verify::random_tensor;
+
+fn desc(shape: &[usize]) -> TensorDesc {
+    TensorDesc::contiguous(DType::F32, shape).unwrap()
+}
+
+/// A VGG-like stack: 3x3 convolutions, some of stride 2, with bias and ReLU, and a 1x1 head.
+#[test]
+fn a_network_shares_one_workspace() {
+    let layers = [
+        (3, 16, 3, 1),
+        (16, 16, 3, 2),
+        (16, 32, 3, 1),
+        (32, 32, 3, 1),
+        (32, 64, 3, 2),
+        (64, 64, 3, 1),
+        (64, 10, 1, 1),
+    ];
+    let options = PlanOptions { verify: Verify::On, ..Default::default() };
+    let mut x = random_tensor(1, desc(&[2, 3, 24, 20]), 0.0, 1.0).unwrap();
+    let mut plans = Vec::new();
+    let mut shape = *x.desc();
+    for (i, &(c, k, r, stride)) in layers.iter().enumerate() {
+        let w = random_tensor(i as u64, desc(&[k, c, r, r]), -0.2, 0.2).unwrap();
+        let params = Conv2dParams {
+            stride: [stride; 2],
+            padding: [r / 2; 2],
+            activation: Activation::Relu,
+            ..Default::default()
+        };
+        let spec = Conv2dSpec::new(shape, *w.desc(), &params).unwrap().with_bias(desc(&[k]));
+        shape = spec.y;
+        plans.push((Conv2dPlan::new(&spec, &options).unwrap(), w));
+    }
+    let sizes = plans.iter().map(|(plan, _)| plan.packed_workspace_bytes());
+    let mut workspace = Workspace::for_sizes(Device::Cpu, sizes).unwrap();
+    let packed: Vec<_> = plans
+        .iter()
+        .map(|(plan, w)| plan.pack_weights(&w.as_ref(), &mut workspace).unwrap())
+        .collect();
+    for ((plan, _), packed) in plans.iter().zip(&packed) {
+        let bias = random_tensor(9, plan.spec().bias.unwrap(), -0.1, 0.1).unwrap();
+        let mut y = Tensor::uninitialised(plan.spec().y).unwrap();
+        let bias = Some(bias.as_ref());
+        let args = Conv2dArgs { x: x.as_ref(), w: Weights::Packed(packed), bias };
+        // Verify::On compares each layer with the oracle.
+        plan.run(&args, y.as_mut(), &mut workspace).unwrap();
+        x = y;
+    }
+    assert_eq!(x.shape(), [2, 10, 6, 5]);
+    assert!(x.to_vec::<f32>().unwrap().iter().any(|&y| y > 0.0));
+}
+
+/// A filter packed once serves plans for other batches, image sizes and types of layout.
+#[test]
+fn packed_filters_serve_similar_plans() {
+    let w = random_tensor(1, desc(&[20, 6, 3, 3]), -1.0, 1.0).unwrap();
+    for algorithm in [Conv2dAlgorithm::Im2colGemm, Conv2dAlgorithm::WinogradGemm(Tile::F4)] {
+        let plan = |shape: &[usize]| {
+            let spec = Conv2dSpec::new(desc(shape), *w.desc(), &Conv2dParams::default()).unwrap();
+            Conv2dPlan::with_algorithm(&spec, algorithm, &PlanOptions::default()).unwrap()
+        };
+        let first = plan(&[1, 6, 9, 9]);
+        let mut workspace = Workspace::new(Device::Cpu, first.workspace_bytes()).unwrap();
+        let packed = first.pack_weights(&w.as_ref(), &mut workspace).unwrap();
+        assert!(packed.bytes() >= 20 * 6 * 9 * 4);
+        let second = plan(&[3, 6, 12, 31]);
+        let x = random_tensor(2, second.spec().x, -1.0, 1.0).unwrap();
+        let run = |w: Weights<'_>| {
+            let mut ws = Workspace::new(Device::Cpu, second.workspace_bytes()).unwrap();
+            let mut y = Tensor::uninitialised(second.spec().y).unwrap();
+            let args = Conv2dArgs { x: x.as_ref(), w, bias: None };
+            second.run(&args, y.as_mut(), &mut ws).unwrap();
+            y.to_vec::<f32>().unwrap()
+        };
+        assert_eq!(run(Weights::Packed(&packed)), run(Weights::Raw(w.as_ref())));
+    }
+}
+
+#[test]
+fn one_call_takes_any_layout() {
+    let layout = Layout::with_order(&[1, 8, 7, 7], &[0, 2, 3, 1]).unwrap();
+    let x = random_tensor(1, TensorDesc { dtype: DType::BF16, layout }, -1.0, 1.0).unwrap();
+    let filter = TensorDesc::contiguous(DType::BF16, &[4, 8, 3, 3]).unwrap();
+    let w = random_tensor(2, filter, -1.0, 1.0).unwrap();
+    let y = conv2d(&x.as_ref(), &w.as_ref(), None, &Conv2dParams::default()).unwrap();
+    assert_eq!(y.shape(), [1, 4, 5, 5]);
+    assert_eq!(y.desc().strides()[1], 1, "channels-last in, channels-last out");
+}
+
+/// Whatever the batch, the workspace with packed filters stays below 64 MiB.
+#[test]
+fn workspaces_do_not_grow_with_the_batch() {
+    for (c, k, r, stride) in [(3, 64, 7, 2), (512, 512, 3, 1), (512, 2048, 3, 1), (256, 64, 1, 1)] {
+        for order in [[0, 1, 2, 3], [0, 2, 3, 1]] {
+            let layout = Layout::with_order(&[4096, c, 112, 112], &order).unwrap();
+            let x = TensorDesc { dtype: DType::F32, layout };
+            let params = Conv2dParams { stride: [stride; 2], ..Default::default() };
+            let spec = Conv2dSpec::new(x, desc(&[k, c, r, r]), &params).unwrap();
+            for algorithm in Conv2dPlan::algorithms(&spec, Device::Cpu) {
+                let options = PlanOptions { threads: 2.try_into().ok(), ..Default::default() };
+                let plan = Conv2dPlan::with_algorithm(&spec, algorithm, &options).unwrap();
+                let bytes = plan.packed_workspace_bytes();
+                assert!(bytes <= 64 << 20, "{bytes} bytes: {}", plan.explain());
+            }
+        }
+    }
+}
+
+/// Far padding, dilation and stride, which reach only zeros or few pixels.
+#[test]
+fn extreme_options() {
+    let case = |x, filter, params| Case {
+        x,
+        filter,
+        params,
+        dtype: DType::F32,
+        bias: Some(DType::F32),
+        forms: [Form::Nchw; 3],
+    };
+    let base = Conv2dParams::default();
+    for case in [
+        // Padding larger than the input: most outputs see only the bias.
+        case([1, 2, 3, 4], [5, 3, 3], Conv2dParams { padding: [40, 9], ..base }),
+        case([1, 2, 0, 4], [5, 2, 2], Conv2dParams { padding: [1, 0], ..base }),
+        case([1, 3, 9, 70], [4, 3, 3], Conv2dParams { dilation: [4, 30], ..base }),
+        case([2, 3, 9, 70], [4, 3, 3], Conv2dParams { stride: [1000, 1000], ..base }),
+        case([2, 3, 1, 300], [4, 1, 200], Conv2dParams { padding: [0, 7], ..base }),
+        case([1, 0, 4, 4], [4, 3, 3], base),
+        case([1, 4, 4, 4], [0, 3, 3], base),
+        case([0, 4, 4, 4], [4, 3, 3], base),
+    ] {
+        assert!(case.spec().is_ok(), "{case:?}");
+        case.check();
+        case.check_backward();
+    }
+}
+
+/// NaN and infinity reach exactly the outputs whose taps see them, in algorithms without
+/// transforms.
+#[test]
+fn nan_stays_where_it_is() {
+    let mut values = vec![1f32; 49];
+    values[3 * 7 + 3] = f32::NAN;
+    let x = Tensor::from_slice(&values, &[1, 1, 7, 7]).unwrap();
+    let w = Tensor::from_slice(&[1f32; 9], &[1, 1, 3, 3]).unwrap();
+    let params = Conv2dParams { padding: [1, 1], ..Default::default() };
+    let spec = Conv2dSpec::new(*x.desc(), *w.desc(), &params).unwrap();
+    for algorithm in [Conv2dAlgorithm::Direct, Conv2dAlgorithm::Im2colGemm] {
+        let plan = Conv2dPlan::with_algorithm(&spec, algorithm, &PlanOptions::default()).unwrap();
+        let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+        let mut y = Tensor::uninitialised(spec.y).unwrap();
+        let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias: None };
+        plan.run(&args, y.as_mut(), &mut workspace).unwrap();
+        for (i, y) in y.to_vec::<f32>().unwrap().into_iter().enumerate() {
+            let near = (2..=4).contains(&(i / 7)) && (2..=4).contains(&(i % 7));
+            assert_eq!(y.is_nan(), near, "{algorithm} at {i}");
+        }
+    }
+}
+
+/// `Verify::On` finds a wrong result.
+#[test]
+fn verification_finds_a_wrong_filter() {
+    let spec = Conv2dSpec::new(desc(&[1, 4, 8, 8]), desc(&[4, 4, 3, 3]), &Conv2dParams::default());
+    let spec = spec.unwrap();
+    let options = PlanOptions { verify: Verify::On, ..Default::default() };
+    let plan = Conv2dPlan::new(&spec, &options).unwrap();
+    let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+    let x = random_tensor(1, spec.x, -1.0, 1.0).unwrap();
+    let w = random_tensor(2, spec.w, -1.0, 1.0).unwrap();
+    let mut packed = plan.pack_weights(&w.as_ref(), &mut workspace).unwrap();
+    let mut y = Tensor::uninitialised(spec.y).unwrap();
+    let mut run = |packed: &PackedWeights| {
+        let args = Conv2dArgs { x: x.as_ref(), w: Weights::Packed(packed), bias: None };
+        plan.run(&args, y.as_mut(), &mut workspace)
+    };
+    run(&packed).unwrap();
+    packed.spoil();
+    assert!(matches!(run(&packed), Err(Error::Verification { .. })));
+}
