@@ -4,6 +4,7 @@ use super::backward::Backward;
 use super::cpu::{self, floats, floats_mut};
 use super::cuda::{self, Operands};
 use super::reference::Expected;
+use super::spec::is_channels_last;
 use super::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile, reference};
 use crate::buffer::Buffer;
 use crate::cpu::{Isa, resolve_threads};
@@ -100,7 +101,9 @@ impl PackedWeights {
     /// Changes the sign of the first element, to see whether anybody notices.
     #[cfg(test)]
     pub(super) fn spoil(&mut self) {
-        self.data.as_mut_slice()[3] ^= 0x80;
+        if let PackedData::Host(data) = &mut self.data {
+            data.as_mut_slice()[3] ^= 0x80;
+        }
     }
 }
 
@@ -464,6 +467,14 @@ impl Conv2dPlan {
         }
     }
 
+    /// The im2col matrix [group, term, pixel] that the algorithm multiplies, and the oracle's; `None`
+    /// for one that has none.
+    pub(crate) fn im2col(&self, x: &TensorRef<'_>) -> Result<Option<(Vec<f32>, Vec<f64>)>> {
+        let Backend::Cpu { engine, .. } = &self.backend else { return Ok(None) };
+        let Some(matrix) = engine.im2col(x) else { return Ok(None) };
+        Ok(Some((matrix, reference::im2col(&self.problem, &x.to_f64_vec()?))))
+    }
+
     /// How gradients are computed: decided when the first one is asked for.
     pub(super) fn backward(&self) -> &Backward {
         let Backend::Cpu { isa, threads, .. } = self.backend else {
@@ -547,6 +558,10 @@ pub(super) fn choose(spec: &Conv2dSpec, p: &Problem) -> Conv2dAlgorithm {
     }
     if p.is_winograd() && spec.accuracy != Accuracy::Exact {
         return Conv2dAlgorithm::WinogradGemm(Tile::F4);
+    }
+    // With few input channels the im2col matrix is many times the input.
+    if p.c_group() <= 8 && p.r * p.s > 1 && !is_channels_last(&spec.y.layout) {
+        return Conv2dAlgorithm::Direct;
     }
     Conv2dAlgorithm::Im2colGemm
 }

@@ -91,7 +91,7 @@ impl Problem {
     /// True if sums over the taps are faster than a matrix product: with few channels on both
     /// sides the im2col matrix costs more than the sums.
     pub(crate) fn prefers_direct(&self) -> bool {
-        self.groups > 1 && self.c_group() * self.k_group() <= 16
+        self.groups > 1 && self.c_group() * self.k_group() <= 256
     }
 
     /// True if a Winograd algorithm for 3x3 filters can compute it.

@@ -69,6 +69,28 @@ pub(crate) fn winograd_scale(p: &Problem, m: usize, x: &[f64], w: &[f64]) -> Vec
     scale
 }
 
+/// The im2col matrix [group, term, pixel] of `x`, with terms ordered [r, s, c/groups] and pixels
+/// [n, oh, ow]; zeros in the padding.
+pub(crate) fn im2col(p: &Problem, x: &[f64]) -> Vec<f64> {
+    let mut matrix = Vec::new();
+    for group in 0..p.groups {
+        for (r, s, c) in (0..p.r)
+            .flat_map(|r| (0..p.s).flat_map(move |s| (0..p.c_group()).map(move |c| (r, s, c))))
+        {
+            let channel = group * p.c_group() + c;
+            for n in 0..p.n {
+                for (oh, ow) in (0..p.oh).flat_map(|oh| (0..p.ow).map(move |ow| (oh, ow))) {
+                    let at = position(oh, r, p.h, p, 0).zip(position(ow, s, p.w, p, 1));
+                    matrix.push(
+                        at.map_or(0.0, |(ih, iw)| x[((n * p.c + channel) * p.h + ih) * p.w + iw]),
+                    );
+                }
+            }
+        }
+    }
+    matrix
+}
+
 /// `dx` [n, c, h, w] of `w` and `dy` [n, k, oh, ow].
 pub(crate) fn backward_data(p: &Problem, w: &[f64], dy: &[f64]) -> Expected {
     let mut dx = Expected::zeros(p.n * p.c * p.h * p.w);

@@ -1,11 +1,13 @@
 //! The room's cases for `windrow verify`.
 
-use super::{Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, Weights};
+use super::{
+    Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, Weights, reference,
+};
 use crate::cuda::DeviceTensor;
 use crate::verify::{Case, Check, Comparison, random_tensor};
 use crate::{
     Accuracy, Activation, Approximate, DType, Device, Layout, PlanOptions, Result, Tensor,
-    TensorDesc, Workspace,
+    TensorDesc, TensorRef, Workspace,
 };
 
 /// [n, c, h, w], [k, r, s], stride, padding, dilation, groups
@@ -128,7 +130,55 @@ fn run(spec: &Conv2dSpec, algorithm: Conv2dAlgorithm, device: Device) -> Result<
     let bias = bias.as_ref().map(Tensor::as_ref);
     let want = plan.expected(&x.as_ref(), &w.as_ref().to_f64_vec()?, bias.as_ref())?;
     let comparison = Comparison::of(&y.as_ref(), &want.values, &want.scale, plan.tolerance())?;
-    Ok(vec![Check { what: "y", comparison }])
+    let mut checks = vec![Check { what: "y", comparison }];
+    if device == Device::Cpu {
+        if let Some((got, want)) = plan.im2col(&x.as_ref())? {
+            // Copies: nothing may differ.
+            let got = TensorRef::new(&got, &[got.len()])?;
+            let scale = vec![0.0; want.len()];
+            let comparison = Comparison::of(&got, &want, &scale, 0.0)?;
+            checks.push(Check { what: "im2col", comparison });
+        }
+        // Gradients do not depend on the algorithm.
+        if algorithm == Conv2dAlgorithm::Direct {
+            checks.extend(gradients(spec, &options, &x, &w)?);
+        }
+    }
+    Ok(checks)
+}
+
+fn gradients(
+    spec: &Conv2dSpec,
+    options: &PlanOptions,
+    x: &Tensor,
+    w: &Tensor,
+) -> Result<Vec<Check>> {
+    let spec = Conv2dSpec { activation: Activation::Identity, ..spec.clone() };
+    let plan = Conv2dPlan::new(&spec, options)?;
+    let problem = spec.problem()?;
+    let mut workspace = Workspace::new(options.device, plan.backward_workspace_bytes())?;
+    let dy = random_tensor(4, spec.y, -1.0, 1.0)?;
+    let mut dx = Tensor::uninitialised(spec.x)?;
+    let mut dw = Tensor::uninitialised(spec.w)?;
+    let mut db = Tensor::zeros(DType::F32, &[problem.k])?;
+    plan.backward_data(&w.as_ref(), &dy.as_ref(), dx.as_mut(), &mut workspace)?;
+    plan.backward_weight(&x.as_ref(), &dy.as_ref(), dw.as_mut(), &mut workspace)?;
+    plan.backward_bias(&dy.as_ref(), db.as_mut(), &mut workspace)?;
+    let f64s = |t: &Tensor| t.as_ref().to_f64_vec();
+    let (x, w, dy) = (f64s(x)?, f64s(w)?, f64s(&dy)?);
+    let dw_want = reference::backward_weight(&problem, &x, &dy);
+    let db_want = reference::backward_bias(&problem, &dy);
+    [
+        ("dx", dx, plan.expected_data(&w, &dy), plan.data_tolerance()),
+        ("dw", dw, dw_want, plan.weight_tolerance()),
+        ("db", db, db_want, plan.bias_tolerance()),
+    ]
+    .into_iter()
+    .map(|(what, got, want, tolerance)| {
+        let comparison = Comparison::of(&got.as_ref(), &want.values, &want.scale, tolerance)?;
+        Ok(Check { what, comparison })
+    })
+    .collect()
 }
 
 #[cfg(test)]

@@ -150,6 +150,55 @@ impl Im2colGemm {
     }
 }
 
+impl Im2colGemm {
+    /// The im2col matrix [group, term, pixel] as the product is given it, for checks.
+    ///
+    /// # Safety
+    /// Source elements of the stencil are in memory.
+    pub(crate) unsafe fn matrix<T: SimdElement>(&self, src: *const T) -> Vec<f32> {
+        let (stencil, b) = (&self.stencil, &self.blocking);
+        let (pixels, terms) = (stencil.pixels(), stencil.terms());
+        let (dst, packed) = (std::ptr::null_mut(), std::ptr::null());
+        let product = Product { plan: self, packed, src, dst, epilogue: Epilogue::NONE };
+        let mut scratch = vec![0.0; b.scratch_len()];
+        let mut matrix = vec![0.0; stencil.groups * terms * pixels];
+        let (step, panel_width) = match self.lanes {
+            Lanes::Pixels => (b.nc, b.nr),
+            Lanes::Channels => (b.mc, b.mr),
+        };
+        for group in 0..stencil.groups {
+            for pixel in (0..pixels).step_by(step) {
+                for term in (0..terms).step_by(b.kc) {
+                    let to = scratch.as_mut_ptr();
+                    let block = pixel..(pixel + step).min(pixels);
+                    let run = term..(term + b.kc).min(terms);
+                    // SAFETY: source elements are readable and the blocking's scratch memory is large enough for a
+                    // block; panels hold every pixel and term that was asked for.
+                    unsafe {
+                        let (ptr, panel, row, step) = match self.lanes {
+                            Lanes::Pixels => {
+                                let r = product.right(group, block.clone(), run.clone(), to);
+                                (r.ptr, r.panel, 1, b.nr)
+                            }
+                            Lanes::Channels => {
+                                let l = product.left(group, block.clone(), run.clone(), to);
+                                (l.ptr, l.panel, l.row, l.step)
+                            }
+                        };
+                        for (i, pixel) in block.enumerate() {
+                            for (p, term) in run.clone().enumerate() {
+                                let at = i / panel_width * panel + i % panel_width * row + p * step;
+                                matrix[(group * terms + term) * pixels + pixel] = *ptr.add(at);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        matrix
+    }
+}
+
 struct Product<'a, T> {
     plan: &'a Im2colGemm,
     packed: *const f32,

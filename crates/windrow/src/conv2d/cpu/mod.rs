@@ -207,6 +207,14 @@ impl Engine {
         }
     }
 
+    /// The im2col matrix [group, term, pixel] of an input that agrees with the spec; `None` for an
+    /// algorithm that has none.
+    pub(crate) fn im2col(&self, x: &TensorRef<'_>) -> Option<Vec<f32>> {
+        let Engine::Gather(Gather::Im2colGemm(g)) = self else { return None };
+        // SAFETY: the stencil was made for this layout.
+        Some(with_element!(x.dtype(), T => unsafe { g.matrix(x.as_ptr().cast::<T>()) }))
+    }
+
     /// Runs on views that agree with the spec.
     pub(crate) fn run(
         &self,

@@ -105,3 +105,16 @@ pub(super) unsafe fn zero<S: Simd>(s: S, to: *mut f32, len: usize) {
         }
     }
 }
+
+/// Writes at least `len` zeros in whole vectors: up to a vector more, where what follows is yet to
+/// be written.
+///
+/// # Safety
+/// `len` elements and a vector are writable at `to`.
+#[inline(always)]
+pub(super) unsafe fn zero_ahead<S: Simd>(s: S, to: *mut f32, len: usize) {
+    for j in (0..len).step_by(S::LANES) {
+        // SAFETY: promised by the caller.
+        unsafe { s.store(to.add(j), s.zero()) };
+    }
+}

@@ -3,7 +3,7 @@
 //! constant distance from the destination pixel, also across rows.
 
 use super::super::epilogue::{Lanes, Store};
-use super::super::rows::{Rows, zero};
+use super::super::rows::{Rows, zero_ahead};
 use super::super::stencil::{Segment, Stencil, Tap};
 use super::Operands;
 use crate::cpu::gemm::{even_part, tile_shape};
@@ -243,11 +243,12 @@ impl<T: SimdElement> Kernel for Copy<'_, T> {
                         let used = i < size[0] + plan.axes[0].span;
                         let exists = row >= 0 && row < stencil.src_size[0] as isize;
                         let inside = if used && exists { inside.clone() } else { 0..0 };
-                        // SAFETY: a row of the copy holds `pitch >= cols` elements; `inside` are
-                        // columns of the source.
+                        // SAFETY: a row of the copy holds `pitch >= cols` elements, and the copy a
+                        // vector more; rows are written in order. `inside` are columns of the
+                        // source.
                         unsafe {
-                            zero(s, to, inside.start);
-                            zero(s, to.add(inside.end), cols - inside.end);
+                            zero_ahead(s, to, inside.start);
+                            zero_ahead(s, to.add(inside.end), cols - inside.end);
                             if !inside.is_empty() {
                                 let offset = c as isize * stencil.src[1]
                                     + row * stencil.src[2]
