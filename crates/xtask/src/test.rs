@@ -1,9 +1,10 @@
 //! `cargo xtask test`: everything that has to pass before a change is merged.
 
-use crate::readme;
 use crate::steps::{Result, Steps, cargo};
+use crate::{python, readme};
 
-pub(crate) fn run() -> Result {
+/// `torch` adds what needs PyTorch.
+pub(crate) fn run(torch: bool) -> Result {
     let mut steps = Steps::default();
     steps.run("format", &mut cargo(&["fmt", "--all", "--check"]))?;
     readme::check()?;
@@ -14,11 +15,12 @@ pub(crate) fn run() -> Result {
     steps.run("doc tests", &mut cargo(&["test", "--workspace", "--doc"]))?;
     if has_nextest() {
         let tests = ["nextest", "run", "--workspace", "--no-fail-fast", "--status-level", "fail"];
-        steps.run("tests", &mut cargo(&tests))
+        steps.run("tests", &mut cargo(&tests))?;
     } else {
         let tests = ["test", "--workspace", "--lib", "--bins", "--tests", "--examples"];
-        steps.run("tests", cargo(&tests).arg("--no-fail-fast"))
+        steps.run("tests", cargo(&tests).arg("--no-fail-fast"))?;
     }
+    python::test(&mut steps, torch)
 }
 
 fn has_nextest() -> bool {

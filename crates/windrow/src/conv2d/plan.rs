@@ -316,6 +316,11 @@ impl Conv2dPlan {
         Ok(PackedWeights { packing: self.packing(), data, source })
     }
 
+    /// True if `packed` was packed for this plan or one with the same packing.
+    pub fn accepts(&self, packed: &PackedWeights) -> bool {
+        packed.packing == self.packing()
+    }
+
     /// Computes y.
     ///
     /// # Errors
@@ -434,7 +439,7 @@ impl Conv2dPlan {
                 self.check_view("w", w.desc(), w.device(), &self.spec.w)?;
                 check_disjoint("y", y, "w", w)?;
             }
-            Weights::Packed(packed) if packed.packing != self.packing() => {
+            Weights::Packed(packed) if !self.accepts(packed) => {
                 return Err(Error::parameter(
                     "w",
                     format!("{:?}", packed.packing),

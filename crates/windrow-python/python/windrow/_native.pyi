@@ -1,0 +1,225 @@
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final, overload
+
+class Array(Protocol):
+    """Any array with DLPack, in main memory or on a CUDA device."""
+
+    def __dlpack__(self, **kwargs: Any) -> Any: ...
+    def __dlpack_device__(self) -> tuple[Any, Any]: ...
+
+A = TypeVar("A", bound=Array)
+Activation: TypeAlias = Literal[
+    "identity", "none", "relu", "silu", "swish", "gelu", "gelu_tanh"
+]
+Accuracy: TypeAlias = Literal["exact", "fp32", "tf32", "half"]
+Pair: TypeAlias = int | tuple[int, int]
+
+__version__: str
+
+class NotInPlace(ValueError):
+    """An array whose memory cannot be used where and as it is."""
+
+def gelu(
+    x: A,
+    bias: Array | None = None,
+    gate: Array | None = None,
+    *,
+    approximate: Literal["none", "tanh"] = "none",
+    out: A | None = None,
+) -> A:
+    """`gelu(x + bias) * gate`.
+
+    x, gate: one shape, f32, f16 or bf16, any strides. bias: [last dimension of x], f32 or x's type.
+    `approximate`: "none" is `0.5 x erfc(-x / sqrt 2)`, "tanh" the usual approximation by tanh.
+    `out` may be `x`: then the work is done in place.
+
+    Raises ValueError for shapes that do not match or an `out` that overlaps an input otherwise,
+    TypeError for other element types.
+    """
+
+@overload
+def causal_conv1d(
+    x: A,
+    weight: Array,
+    bias: Array | None = None,
+    *,
+    activation: Activation | None = None,
+    seq_idx: Array | None = None,
+    cu_seqlens: Array | None = None,
+    initial_states: Array | None = None,
+    return_final_states: Literal[False] = False,
+    out: A | None = None,
+) -> A:
+    """`y[b,d,t] = act(bias[d] + sum_k weight[d,k] x[b,d,t-(width-1)+k])`.
+
+    x: [b, d, l], f32, f16 or bf16, any strides (channel-last is a stride pattern).
+    weight: [d, width], or [d_out, d_in, width] for a dense convolution; bias: [d]; each f32 or x's
+    type. Sequences packed into one row are told apart by `seq_idx` [b, l] i32 (negative: padding,
+    gives zeros) or by `cu_seqlens` [sequences + 1] i32 or i64 with b = 1.
+    initial_states: [b or sequences, d, width - 1], what comes before each sequence; else zeros.
+    With `return_final_states` the result is `(y, final_states)`, final_states like
+    initial_states.
+
+    Raises ValueError, TypeError (element types), IndexError (`cu_seqlens` that does not fit).
+    """
+
+@overload
+def causal_conv1d(
+    x: A,
+    weight: Array,
+    bias: Array | None = None,
+    *,
+    activation: Activation | None = None,
+    seq_idx: Array | None = None,
+    cu_seqlens: Array | None = None,
+    initial_states: Array | None = None,
+    return_final_states: Literal[True],
+    out: A | None = None,
+) -> tuple[A, A]: ...
+def causal_conv1d_backward(
+    dy: A,
+    dfinal_states: Array | None,
+    x: A,
+    weight: Array,
+    bias: Array | None,
+    activation: str | None,
+    seq_idx: Array | None,
+    cu_seqlens: Array | None,
+    initial_states: Array | None,
+    needs: tuple[bool, bool, bool, bool],
+) -> list[A | None]: ...
+def causal_conv1d_update(
+    x: A,
+    conv_state: Array,
+    weight: Array,
+    bias: Array | None = None,
+    activation: Activation | None = None,
+    cache_seqlens: Array | None = None,
+    conv_state_indices: Array | None = None,
+    *,
+    out: A | None = None,
+) -> A:
+    """The next step, or steps, of a causal convolution; `conv_state` is updated in place.
+
+    x: [b, d] or [b, d, l]. conv_state: [b, d, state_len >= width - 1] of x's type, the latest inputs,
+    oldest first; with `cache_seqlens` [b] i32 a ring buffer whose next position is
+    `cache_seqlens % state_len`. With `conv_state_indices` [b] i32 conv_state is a pool
+    [entries, d, state_len] and row i works on entry `conv_state_indices[i]`; negative: the row is
+    padding, its result is zero.
+
+    Raises ValueError, TypeError (element types), IndexError (an entry that is not in the pool).
+    """
+
+def conv2d(
+    x: A,
+    weight: Array,
+    bias: Array | None = None,
+    *,
+    stride: Pair = 1,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+    activation: Activation | None = None,
+    accuracy: Accuracy | None = None,
+    algorithm: str | None = None,
+    out: A | None = None,
+    filters: tuple[FilterCache, int] | None = None,
+) -> A:
+    """Two-dimensional convolution, by Winograd where filter and stride allow and the error stays
+    inside `accuracy` (default "fp32").
+
+    x: [n, c, h, w], f32, f16 or bf16, any strides; the result [n, k, oh, ow] is channels-last if x
+    is. weight: [k, c / groups, r, s] of x's type; bias: [k], f32 or x's type. `algorithm` names one
+    of `Conv2dPlan.algorithms`. `filters` is for `windrow.torch`.
+
+    Raises ValueError, TypeError (element types), NotImplementedError (an algorithm that cannot do
+    it).
+    """
+
+def conv2d_backward(
+    dy: A,
+    x: A,
+    weight: Array,
+    bias: Array | None,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    accuracy: str | None,
+    needs: tuple[bool, bool, bool],
+) -> list[A | None]: ...
+def gelu_backward(
+    dy: A,
+    x: A,
+    bias: Array | None,
+    gate: Array | None,
+    approximate: str,
+    needs: tuple[bool, bool, bool],
+) -> list[A | None]: ...
+def is_plain(*tensors: object) -> bool: ...
+
+@final
+class Conv2dPlan:
+    """A convolution with its algorithm chosen, for arrays like those it was made from."""
+
+    def __init__(
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array | None = None,
+        *,
+        stride: Pair = 1,
+        padding: Pair = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+        activation: Activation | None = None,
+        accuracy: Accuracy | None = None,
+        algorithm: str | None = None,
+    ) -> None: ...
+    @property
+    def algorithm(self) -> str:
+        """The algorithm chosen, by name."""
+    @property
+    def algorithms(self) -> list[str]:
+        """Names of all algorithms that can compute this convolution on the plan's device."""
+    @property
+    def workspace_bytes(self) -> int:
+        """Scratch memory of one run."""
+    def explain(self) -> str:
+        """One line: algorithm, blocking, threads, why."""
+    def pack(self, weight: Array) -> PackedWeights:
+        """Packs a filter once, for any number of runs."""
+    def __call__(
+        self,
+        x: A,
+        weight: Array | PackedWeights,
+        bias: Array | None = None,
+        *,
+        out: A | None = None,
+    ) -> A:
+        """Runs the convolution."""
+
+@final
+class PackedWeights:
+    """A filter packed by `Conv2dPlan.pack`."""
+
+@final
+class FilterCache:
+    """The packed forms of one filter, until it changes."""
+
+@final
+class Tensor:
+    """A result for callers whose own kind of array is unknown; it offers DLPack only."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...

@@ -1,0 +1,1 @@
+"""Stand-ins for packages whose place Windrow can take."""

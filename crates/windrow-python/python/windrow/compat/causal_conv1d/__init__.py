@@ -1,0 +1,37 @@
+"""Stands in for Dao-AILab's `causal_conv1d` 1.7 on any device.
+
+Call `install()` before the first `import causal_conv1d`, yours or that of a library which uses it:
+
+    import windrow.compat.causal_conv1d
+    windrow.compat.causal_conv1d.install()
+"""
+
+import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+
+from windrow.compat.causal_conv1d.causal_conv1d_interface import (
+    causal_conv1d_fn,
+    causal_conv1d_update,
+)
+
+__all__ = ["causal_conv1d_fn", "causal_conv1d_update", "install"]
+
+# The version whose interface this is.
+__version__ = "1.7.0"
+
+_SUBMODULES = ("causal_conv1d_interface", "causal_conv1d_varlen", "cpp_functions")
+
+
+def install() -> None:
+    """Makes `import causal_conv1d` and its submodules mean this package.
+
+    Raises RuntimeError if another `causal_conv1d` is imported already.
+    """
+    present = sys.modules.setdefault("causal_conv1d", sys.modules[__name__])
+    if present is not sys.modules[__name__]:
+        raise RuntimeError("another causal_conv1d is imported already")
+    for name in _SUBMODULES:
+        sys.modules[f"causal_conv1d.{name}"] = import_module(f"{__name__}.{name}")
+    # importlib.util.find_spec, by which libraries look for optional packages, wants the own name.
+    present.__spec__ = ModuleSpec("causal_conv1d", None, is_package=True)

@@ -1,0 +1,25 @@
+"""Windrow's operators for PyTorch: gradients, autocast, torch.compile, modules.
+
+Nothing of PyTorch is linked, so one build works with every version from 2.4 on.
+"""
+
+from windrow.torch._causal_conv1d import (
+    causal_conv1d_fn,
+    causal_conv1d_update,
+    causal_conv1d_varlen_states,
+)
+from windrow.torch._conv2d import Conv2d, conv2d
+from windrow.torch._gelu import GELU, gelu
+from windrow.torch._patch import PatchReport, patch
+
+__all__ = [
+    "GELU",
+    "Conv2d",
+    "PatchReport",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "causal_conv1d_varlen_states",
+    "conv2d",
+    "gelu",
+    "patch",
+]

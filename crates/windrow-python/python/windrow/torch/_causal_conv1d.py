@@ -1,0 +1,229 @@
+"""Causal conv1d with the signatures of Dao-AILab's causal-conv1d."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windrow import _native
+from windrow.torch._library import (
+    autocast,
+    call,
+    define,
+    differentiable,
+    fake_gradients,
+    or_empty,
+    or_none,
+)
+
+
+def _kernel(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_states: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    activation: str | None,
+    return_final_states: bool,
+) -> tuple[Tensor, ...]:
+    y = _native.causal_conv1d(
+        x,
+        weight,
+        bias,
+        activation=activation,
+        seq_idx=seq_idx,
+        cu_seqlens=cu_seqlens,
+        initial_states=initial_states,
+        return_final_states=return_final_states,
+    )
+    return y if return_final_states else or_empty(x, (y, None))
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_states: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    activation: str | None,
+    return_final_states: bool,
+) -> tuple[Tensor, Tensor]:
+    b, d, l = x.shape
+    if d > 1 and x.stride(1) < x.stride(2):
+        y = x.new_empty(b, l, weight.shape[0]).transpose(1, 2)
+    else:
+        y = x.new_empty(b, weight.shape[0], l)
+    if not return_final_states:
+        return y, x.new_empty(0)
+    sequences = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    states = x.new_empty(sequences, weight.shape[-1] - 1, d)
+    return y, states.transpose(1, 2)
+
+
+def _backward_kernel(
+    dy: Tensor,
+    dfinal_states: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_states: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    activation: str | None,
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
+    grads = _native.causal_conv1d_backward(
+        dy,
+        dfinal_states,
+        x,
+        weight,
+        bias,
+        activation,
+        seq_idx,
+        cu_seqlens,
+        initial_states,
+        tuple(needs),
+    )
+    return or_empty(dy, grads)
+
+
+_causal_conv1d = define(
+    "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_states, Tensor? seq_idx,"
+    " Tensor? cu_seqlens, str? activation, bool return_final_states) -> (Tensor, Tensor)",
+    _kernel,
+    _fake,
+)
+_causal_conv1d_backward = define(
+    "causal_conv1d_backward(Tensor dy, Tensor? dfinal_states, Tensor x, Tensor weight, Tensor? bias,"
+    " Tensor? initial_states, Tensor? seq_idx, Tensor? cu_seqlens, str? activation, bool[] needs)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward_kernel,
+    lambda dy, dfinal_states, x, weight, bias, initial_states, seq_idx, cu_seqlens, activation, needs: (
+        fake_gradients([x, weight, bias, initial_states], needs, dy)
+    ),
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.activation, ctx.return_final_states = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, dy: Tensor, dfinal_states: Tensor) -> tuple[Tensor | None, ...]:
+    needs = ctx.needs_input_grad[:4]
+    grads = _causal_conv1d_backward(
+        dy,
+        dfinal_states if ctx.return_final_states else None,
+        *ctx.saved_tensors,
+        ctx.activation,
+        needs,
+    )
+    return *or_none(grads, needs), None, None, None, None
+
+
+differentiable("causal_conv1d", _setup_context, _backward)
+autocast(_causal_conv1d, lower_precision=[0, 1, 2, 3])
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal convolution of whole sequences; a drop-in for causal-conv1d's function of this name.
+
+    x: [batch, dim, seqlen], any strides. weight: [dim, width], any width, or [dim_out, dim, width];
+    bias: [dim]; each f32 or x's type. seq_idx: [batch, seqlen] i32, tells packed sequences apart,
+    negative for padding; or cu_seqlens: [sequences + 1] i32 or i64 with batch 1.
+    initial_states, final_states_out: [batch or sequences, dim, width - 1].
+    activation: None, "silu", "swish", "gelu", "gelu_tanh" or "relu".
+
+    Returns y, or (y, final_states) with `return_final_states`.
+    """
+    tensors = (x, weight, bias, initial_states, seq_idx, cu_seqlens)
+    y, final_states = call(_causal_conv1d, _kernel, tensors, activation, return_final_states)
+    if not return_final_states:
+        return y
+    if final_states_out is not None:
+        final_states = final_states_out.copy_(final_states)
+    return y, final_states
+
+
+def _update_kernel(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    cache_seqlens: Tensor | None,
+    conv_state_indices: Tensor | None,
+) -> Tensor:
+    return _native.causal_conv1d_update(
+        x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices
+    )
+
+
+_causal_conv1d_update = define(
+    "causal_conv1d_update(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias,"
+    " str? activation, Tensor? cache_seqlens, Tensor? conv_state_indices) -> Tensor",
+    _update_kernel,
+    lambda x, *rest: torch.empty_like(x),
+)
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+) -> Tensor:
+    """The next step, or steps, of a causal convolution; a drop-in for causal-conv1d's function.
+
+    x: [batch, dim] or [batch, dim, seqlen]. conv_state: [batch, dim, state_len >= width - 1],
+    updated in place; with cache_seqlens [batch] i32 it is a ring buffer. With conv_state_indices
+    [batch] i32 it is a pool of states and each row works on its own entry (negative: padding, gives
+    zeros).
+
+    For inference: no gradient flows through it.
+    """
+    # As `call` does it, without its cost: this is the call of which a decoder makes the most.
+    if not torch.compiler.is_dynamo_compiling() and _native.is_plain(
+        x, conv_state, weight, bias, cache_seqlens, conv_state_indices
+    ):
+        try:
+            return _native.causal_conv1d_update(
+                x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices
+            )
+        except _native.NotInPlace:
+            pass
+    return _causal_conv1d_update(
+        x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices
+    )
+
+
+def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
+    """The last `state_len` inputs of each of the packed sequences, zeros before a short one.
+
+    x: [total tokens, dim]; cu_seqlens: [sequences + 1]. Returns [sequences, dim, state_len]. No
+    gradient flows through it.
+    """
+    with torch.no_grad():
+        end = cu_seqlens[1:, None].long()
+        rows = end + torch.arange(-state_len, 0, device=x.device)
+        valid = rows >= cu_seqlens[:-1, None]
+        if x.shape[0] == 0:
+            return x.new_zeros(end.shape[0], x.shape[1], state_len)
+        states = x[rows.clamp(min=0)].masked_fill(~valid[..., None], 0)
+        return states.transpose(1, 2)

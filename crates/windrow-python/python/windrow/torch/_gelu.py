@@ -1,0 +1,74 @@
+"""GELU."""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from windrow import _native
+from windrow.torch._library import call, define, differentiable, fake_gradients, or_empty, or_none
+
+
+def _kernel(x: Tensor, bias: Tensor | None, gate: Tensor | None, approximate: str) -> Tensor:
+    return _native.gelu(x, bias, gate, approximate=approximate)
+
+
+def _backward_kernel(
+    dy: Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    approximate: str,
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
+    grads = _native.gelu_backward(dy, x, bias, gate, approximate, tuple(needs))
+    return or_empty(dy, grads)
+
+
+_gelu = define(
+    "gelu(Tensor x, Tensor? bias, Tensor? gate, str approximate) -> Tensor",
+    _kernel,
+    lambda x, bias, gate, approximate: torch.empty_like(x),
+)
+_gelu_backward = define(
+    "gelu_backward(Tensor dy, Tensor x, Tensor? bias, Tensor? gate, str approximate, bool[] needs)"
+    " -> (Tensor, Tensor, Tensor)",
+    _backward_kernel,
+    lambda dy, x, bias, gate, approximate, needs: fake_gradients([x, bias, gate], needs, dy),
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, bias, gate, ctx.approximate = inputs
+    ctx.save_for_backward(x, bias, gate)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    needs = ctx.needs_input_grad[:3]
+    grads = _gelu_backward(dy, *ctx.saved_tensors, ctx.approximate, needs)
+    return *or_none(grads, needs), None
+
+
+differentiable("gelu", _setup_context, _backward)
+
+
+def gelu(
+    input: Tensor,
+    approximate: Literal["none", "tanh"] = "none",
+    *,
+    bias: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """`gelu(input + bias) * gate`, as `torch.nn.functional.gelu` where both are None.
+
+    input, gate: one shape, f32, f16 or bf16, any strides; bias: [last dimension], f32 or input's
+    type.
+    """
+    return call(_gelu, _kernel, (input, bias, gate), approximate)
+
+
+class GELU(nn.GELU):
+    """`torch.nn.GELU`, computed by Windrow."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return gelu(input, self.approximate)

@@ -1,0 +1,77 @@
+//! What every operator call shares: plans kept for later calls, scratch memory, the interpreter
+//! lock.
+
+use crate::array::Array;
+use crate::error::{IntoPy, exception};
+use pyo3::prelude::*;
+use std::sync::{Arc, Mutex};
+use windrow::{Device, PlanOptions, Workspace};
+
+/// Plans of earlier calls by what they compute. Making a plan costs more than running it on a
+/// small tensor; a program calls with a few specs again and again.
+pub(crate) struct PlanCache<S, P>(Mutex<Vec<((S, PlanOptions), Arc<P>)>>);
+
+/// A network has a few dozen different layers.
+const CAPACITY: usize = 64;
+
+impl<S: PartialEq, P> PlanCache<S, P> {
+    pub(crate) const fn new() -> Self {
+        PlanCache(Mutex::new(Vec::new()))
+    }
+
+    /// The plan for `spec` on `device`.
+    pub(crate) fn get(
+        &self,
+        spec: S,
+        device: Device,
+        make: impl FnOnce(&S, &PlanOptions) -> windrow::Result<P>,
+    ) -> PyResult<Arc<P>> {
+        let key = (spec, PlanOptions { device, ..PlanOptions::default() });
+        let mut plans = self.0.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(i) = plans.iter().position(|(k, _)| *k == key) {
+            let plan = plans[i].1.clone();
+            // Plans in use move to the front, unused ones to the end, where they are dropped.
+            plans.swap(i, i.saturating_sub(1));
+            return Ok(plan);
+        }
+        let plan = Arc::new(make(&key.0, &key.1).py()?);
+        plans.truncate(CAPACITY - 1);
+        plans.push((key, plan.clone()));
+        Ok(plan)
+    }
+}
+
+/// Below this many elements a call keeps the interpreter lock: handing it over and taking it back
+/// costs as much as the work.
+const RELEASE_FROM: usize = 16 << 10;
+
+/// Runs `work` on the device and stream of `like`, with a workspace of `bytes` bytes, the
+/// interpreter lock released unless `elements` are few.
+pub(crate) fn run<T: Send>(
+    py: Python<'_>,
+    like: &Array<'_>,
+    bytes: usize,
+    elements: usize,
+    work: impl FnOnce(&mut Workspace) -> windrow::Result<T> + Send,
+) -> PyResult<T> {
+    let mut workspace = Workspace::new(like.device, bytes).py()?;
+    let result = if elements < RELEASE_FROM {
+        work(&mut workspace)
+    } else {
+        py.detach(|| work(&mut workspace))
+    };
+    result.map_err(exception)
+}
+
+/// Parses an option that is a word.
+pub(crate) fn word<T: std::str::FromStr<Err = windrow::Error>>(s: &str) -> PyResult<T> {
+    s.parse().py()
+}
+
+/// [`word`] where `None` stands for the default.
+pub(crate) fn word_or_default<T>(s: Option<&str>) -> PyResult<T>
+where
+    T: std::str::FromStr<Err = windrow::Error> + Default,
+{
+    s.map_or_else(|| Ok(T::default()), word)
+}

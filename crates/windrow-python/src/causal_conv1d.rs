@@ -1,0 +1,231 @@
+//! `windrow.causal_conv1d` and `windrow.causal_conv1d_update`.
+
+use crate::array::{Array, desc, view};
+use crate::call::{PlanCache, run, word_or_default};
+use crate::error::IntoPy;
+use crate::output::{Output, like};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use windrow::{
+    Activation, CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dPlan,
+    CausalConv1dSpec, CausalConv1dUpdateArgs, CausalConv1dUpdatePlan, CausalConv1dUpdateSpec,
+    Layout, TensorDesc, TensorMut,
+};
+
+static PLANS: PlanCache<CausalConv1dSpec, CausalConv1dPlan> = PlanCache::new();
+static UPDATE_PLANS: PlanCache<CausalConv1dUpdateSpec, CausalConv1dUpdatePlan> = PlanCache::new();
+
+/// The inputs of a prefill call, forward or backward.
+struct Inputs<'py> {
+    x: Array<'py>,
+    weight: Array<'py>,
+    bias: Option<Array<'py>>,
+    seq_idx: Option<Array<'py>>,
+    cu_seqlens: Option<Array<'py>>,
+    initial_states: Option<Array<'py>>,
+    activation: Activation,
+}
+
+impl<'py> Inputs<'py> {
+    fn import(
+        [x, weight]: [&Bound<'py, PyAny>; 2],
+        [bias, seq_idx, cu_seqlens, initial_states]: [Option<&Bound<'py, PyAny>>; 4],
+        activation: Option<&str>,
+    ) -> PyResult<Self> {
+        Ok(Inputs {
+            x: Array::import("x", x)?,
+            weight: Array::import("weight", weight)?,
+            bias: Array::import_option("bias", bias)?,
+            seq_idx: Array::import_option("seq_idx", seq_idx)?,
+            cu_seqlens: Array::import_option("cu_seqlens", cu_seqlens)?,
+            initial_states: Array::import_option("initial_states", initial_states)?,
+            activation: word_or_default(activation)?,
+        })
+    }
+
+    /// Without final states, and with the default output.
+    fn spec(&self) -> PyResult<CausalConv1dSpec> {
+        Ok(CausalConv1dSpec {
+            bias: desc(&self.bias),
+            activation: self.activation,
+            seq_idx: desc(&self.seq_idx),
+            cu_seqlens: desc(&self.cu_seqlens),
+            initial_states: desc(&self.initial_states),
+            ..CausalConv1dSpec::new(self.x.desc, self.weight.desc).py()?
+        })
+    }
+
+    fn args(&self) -> CausalConv1dArgs<'_> {
+        CausalConv1dArgs {
+            x: self.x.view(),
+            weight: self.weight.view(),
+            bias: view(&self.bias),
+            seq_idx: view(&self.seq_idx),
+            cu_seqlens: view(&self.cu_seqlens),
+            initial_states: view(&self.initial_states),
+        }
+    }
+}
+
+/// causal_conv1d(x, weight, bias=None, *, activation=None, seq_idx=None, cu_seqlens=None, initial_states=None, return_final_states=False, out=None)
+///
+/// Causal convolution along the last dimension; see the type stub.
+#[pyfunction]
+#[pyo3(signature = (x, weight, bias=None, *, activation=None, seq_idx=None, cu_seqlens=None,
+                    initial_states=None, return_final_states=false, out=None))]
+#[expect(clippy::too_many_arguments, reason = "a Python signature")]
+pub(crate) fn causal_conv1d<'py>(
+    py: Python<'py>,
+    x: &Bound<'py, PyAny>,
+    weight: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+    activation: Option<&str>,
+    seq_idx: Option<&Bound<'py, PyAny>>,
+    cu_seqlens: Option<&Bound<'py, PyAny>>,
+    initial_states: Option<&Bound<'py, PyAny>>,
+    return_final_states: bool,
+    out: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let inputs =
+        Inputs::import([x, weight], [bias, seq_idx, cu_seqlens, initial_states], activation)?;
+    let mut spec = inputs.spec()?;
+    let mut y = Output::new(out, &inputs.x, || Ok(spec.y))?;
+    spec.y = y.desc();
+    let mut states = None;
+    if return_final_states {
+        // Channels innermost, as decoding reads them.
+        let layout = Layout::with_order(&spec.states_shape().py()?, &[0, 2, 1]).py()?;
+        let given = Output::new(None, &inputs.x, || Ok(TensorDesc { layout, ..inputs.x.desc }))?;
+        spec.final_states = Some(given.desc());
+        states = Some(given);
+    }
+    let plan = PLANS.get(spec, inputs.x.device, CausalConv1dPlan::new)?;
+    let outputs = CausalConv1dOutputs {
+        y: y.view_mut()?,
+        final_states: Output::view_mut_option(&mut states)?,
+    };
+    let (args, elements) = (inputs.args(), inputs.x.desc.layout.len());
+    run(py, &inputs.x, plan.workspace_bytes(), elements, |ws| plan.run(&args, outputs, ws))?;
+    let y = y.finish(&inputs.x.family)?;
+    match states {
+        None => Ok(y),
+        Some(states) => Ok((y, states.finish(&inputs.x.family)?).into_pyobject(py)?.into_any()),
+    }
+}
+
+/// Gradients of [`causal_conv1d`] with respect to those of `x`, `weight`, `bias` and
+/// `initial_states` that `needs` names.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "a Python signature")]
+pub(crate) fn causal_conv1d_backward<'py>(
+    py: Python<'py>,
+    dy: &Bound<'py, PyAny>,
+    dfinal_states: Option<&Bound<'py, PyAny>>,
+    x: &Bound<'py, PyAny>,
+    weight: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+    activation: Option<&str>,
+    seq_idx: Option<&Bound<'py, PyAny>>,
+    cu_seqlens: Option<&Bound<'py, PyAny>>,
+    initial_states: Option<&Bound<'py, PyAny>>,
+    needs: (bool, bool, bool, bool),
+) -> PyResult<[Option<Bound<'py, PyAny>>; 4]> {
+    let dy = Array::import("dy", dy)?;
+    let dfinal_states = Array::import_option("dfinal_states", dfinal_states)?;
+    let inputs =
+        Inputs::import([x, weight], [bias, seq_idx, cu_seqlens, initial_states], activation)?;
+    // Gradients that come in may have any strides, like those of a sum; outputs may not.
+    let final_states = dfinal_states.as_ref().map(like).transpose()?;
+    let spec = CausalConv1dSpec { final_states, ..inputs.spec()? };
+    let plan = PLANS.get(spec, inputs.x.device, CausalConv1dPlan::new)?;
+    let mut dx = Output::gradient(Some(&inputs.x), needs.0)?;
+    let mut dweight = Output::gradient(Some(&inputs.weight), needs.1)?;
+    let mut dbias = Output::gradient(inputs.bias.as_ref(), needs.2)?;
+    let mut dinitial = Output::gradient(inputs.initial_states.as_ref(), needs.3)?;
+    let grads = CausalConv1dGrads {
+        dx: Output::view_mut_option(&mut dx)?,
+        dweight: Output::view_mut_option(&mut dweight)?,
+        dbias: Output::view_mut_option(&mut dbias)?,
+        dinitial_states: Output::view_mut_option(&mut dinitial)?,
+    };
+    let (args, elements) = (inputs.args(), inputs.x.desc.layout.len());
+    let (dy, dfinal_states) = (dy.view(), view(&dfinal_states));
+    run(py, &inputs.x, plan.workspace_bytes(), elements, |ws| {
+        plan.backward(&args, dy, dfinal_states, grads, ws)
+    })?;
+    let family = &inputs.x.family;
+    Ok([
+        Output::finish_option(dx, family)?,
+        Output::finish_option(dweight, family)?,
+        Output::finish_option(dbias, family)?,
+        Output::finish_option(dinitial, family)?,
+    ])
+}
+
+/// causal_conv1d_update(x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None, *, out=None)
+///
+/// One or more steps of a causal convolution whose past is in `conv_state`; see the type stub.
+#[pyfunction]
+#[pyo3(signature = (x, conv_state, weight, bias=None, activation=None, cache_seqlens=None,
+                    conv_state_indices=None, *, out=None))]
+#[expect(clippy::too_many_arguments, reason = "a Python signature")]
+pub(crate) fn causal_conv1d_update<'py>(
+    py: Python<'py>,
+    x: &Bound<'py, PyAny>,
+    conv_state: &Bound<'py, PyAny>,
+    weight: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+    activation: Option<&str>,
+    cache_seqlens: Option<&Bound<'py, PyAny>>,
+    conv_state_indices: Option<&Bound<'py, PyAny>>,
+    out: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let mut x = Array::import("x", x)?;
+    let conv_state = Array::import("conv_state", conv_state)?;
+    let weight = Array::import("weight", weight)?;
+    let bias = Array::import_option("bias", bias)?;
+    let activation = word_or_default(activation)?;
+    let cache_seqlens = Array::import_option("cache_seqlens", cache_seqlens)?;
+    let conv_state_indices = Array::import_option("conv_state_indices", conv_state_indices)?;
+    let mut y = Output::new(out, &x, || like(&x))?;
+    let mut y_desc = y.desc();
+    if let [_, _] = x.desc.shape() {
+        x.desc = unsqueeze(&x.desc)?;
+    }
+    if let [_, _] = y_desc.shape() {
+        y_desc = unsqueeze(&y_desc)?;
+    }
+    let spec = CausalConv1dUpdateSpec {
+        x: x.desc,
+        conv_state: conv_state.desc,
+        weight: weight.desc,
+        bias: desc(&bias),
+        y: y_desc,
+        activation,
+        cache_seqlens: desc(&cache_seqlens),
+        conv_state_indices: desc(&conv_state_indices),
+    };
+    let plan = UPDATE_PLANS.get(spec, x.device, CausalConv1dUpdatePlan::new)?;
+    let args = CausalConv1dUpdateArgs {
+        x: x.view(),
+        weight: weight.view(),
+        bias: view(&bias),
+        cache_seqlens: view(&cache_seqlens),
+        conv_state_indices: view(&conv_state_indices),
+    };
+    let state = conv_state.view_mut()?;
+    let mut target = y.view_mut()?;
+    // SAFETY: the same elements of an exclusive view, with a dimension of size 1 more.
+    let target =
+        unsafe { TensorMut::from_raw(target.as_mut_ptr().cast(), y_desc, x.device) }.py()?;
+    let elements = conv_state.desc.layout.len().min(x.desc.layout.len() * 8);
+    run(py, &x, plan.workspace_bytes(), elements, |ws| plan.run(&args, state, target, ws))?;
+    y.finish(&x.family)
+}
+
+/// Appends a dimension of size 1.
+fn unsqueeze(desc: &TensorDesc) -> PyResult<TensorDesc> {
+    let layout =
+        Layout::strided(&[desc.shape(), &[1]].concat(), &[desc.strides(), &[1]].concat()).py()?;
+    Ok(TensorDesc { layout, ..*desc })
+}

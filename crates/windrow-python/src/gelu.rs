@@ -1,0 +1,86 @@
+//! `windrow.gelu`.
+
+use crate::array::{Array, desc, view};
+use crate::call::{PlanCache, run, word};
+use crate::error::IntoPy;
+use crate::output::{Output, like};
+use pyo3::prelude::*;
+use windrow::{Approximate, GeluArgs, GeluGrads, GeluPlan, GeluSpec, TensorDesc};
+
+static PLANS: PlanCache<GeluSpec, GeluPlan> = PlanCache::new();
+
+fn spec(
+    x: &Array<'_>,
+    y: TensorDesc,
+    bias: &Option<Array<'_>>,
+    gate: &Option<Array<'_>>,
+    approximate: Approximate,
+) -> windrow::Result<GeluSpec> {
+    let spec = GeluSpec::new(x.desc, approximate)?;
+    Ok(GeluSpec { y, bias: desc(bias), gate: desc(gate), ..spec })
+}
+
+/// gelu(x, bias=None, gate=None, *, approximate="none", out=None)
+///
+/// `gelu(x + bias) * gate`; see the type stub.
+#[pyfunction]
+#[pyo3(signature = (x, bias=None, gate=None, *, approximate="none", out=None))]
+pub(crate) fn gelu<'py>(
+    py: Python<'py>,
+    x: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+    gate: Option<&Bound<'py, PyAny>>,
+    approximate: &str,
+    out: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let x = Array::import("x", x)?;
+    let bias = Array::import_option("bias", bias)?;
+    let gate = Array::import_option("gate", gate)?;
+    let approximate = word(approximate)?;
+    let mut y = Output::new(out, &x, || like(&x))?;
+    let spec = spec(&x, y.desc(), &bias, &gate, approximate).py()?;
+    let plan = PLANS.get(spec, x.device, GeluPlan::new)?;
+    let args = GeluArgs { x: x.view(), bias: view(&bias), gate: view(&gate) };
+    let target = y.view_mut()?;
+    run(py, &x, plan.workspace_bytes(), x.desc.layout.len(), |ws| plan.run(&args, target, ws))?;
+    y.finish(&x.family)
+}
+
+/// Gradients of [`gelu`] with respect to those of `x`, `bias` and `gate` that `needs` names.
+#[pyfunction]
+pub(crate) fn gelu_backward<'py>(
+    py: Python<'py>,
+    dy: &Bound<'py, PyAny>,
+    x: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+    gate: Option<&Bound<'py, PyAny>>,
+    approximate: &str,
+    needs: (bool, bool, bool),
+) -> PyResult<[Option<Bound<'py, PyAny>>; 3]> {
+    let dy = Array::import("dy", dy)?;
+    let x = Array::import("x", x)?;
+    let bias = Array::import_option("bias", bias)?;
+    let gate = Array::import_option("gate", gate)?;
+    let approximate = word(approximate)?;
+    let spec = spec(&x, like(&x)?, &bias, &gate, approximate).py()?;
+    let plan = PLANS.get(spec, x.device, GeluPlan::new)?;
+    let mut dx = Output::gradient(Some(&x), needs.0)?;
+    let mut dbias = Output::gradient(bias.as_ref(), needs.1)?;
+    let mut dgate = Output::gradient(gate.as_ref(), needs.2)?;
+    let grads = GeluGrads {
+        dx: Output::view_mut_option(&mut dx)?,
+        dbias: Output::view_mut_option(&mut dbias)?,
+        dgate: Output::view_mut_option(&mut dgate)?,
+    };
+    let args = GeluArgs { x: x.view(), bias: view(&bias), gate: view(&gate) };
+    let dy = dy.view();
+    run(py, &x, plan.workspace_bytes(), x.desc.layout.len(), |ws| {
+        plan.backward(&args, &dy, grads, ws)
+    })?;
+    let family = &x.family;
+    Ok([
+        Output::finish_option(dx, family)?,
+        Output::finish_option(dbias, family)?,
+        Output::finish_option(dgate, family)?,
+    ])
+}

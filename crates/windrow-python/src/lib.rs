@@ -1,0 +1,34 @@
+//! The extension module of the `windrow` Python package: arrays in and out, everything else is in the
+//! `windrow` crate.
+
+mod array;
+mod call;
+mod causal_conv1d;
+mod conv2d;
+mod dlpack;
+mod error;
+mod gelu;
+mod output;
+mod torch;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+mod _native {
+    #[pymodule_export]
+    use super::causal_conv1d::{causal_conv1d, causal_conv1d_backward, causal_conv1d_update};
+    #[pymodule_export]
+    use super::conv2d::{Conv2dPlan, FilterCache, PackedWeights, conv2d, conv2d_backward};
+    #[pymodule_export]
+    use super::error::NotInPlace;
+    #[pymodule_export]
+    use super::gelu::{gelu, gelu_backward};
+    #[pymodule_export]
+    use super::output::Tensor;
+    #[pymodule_export]
+    use super::torch::is_plain;
+
+    #[pymodule_export]
+    #[expect(non_upper_case_globals, reason = "Python's name")]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
+}

@@ -1,0 +1,276 @@
+//! Results: written into `out=`, or allocated here and handed over as the caller's kind of array.
+
+use crate::array::{Array, Family};
+use crate::dlpack::{self, DLDataType, Export};
+use crate::error::IntoPy;
+use pyo3::exceptions::{PyBufferError, PyNotImplementedError};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyCapsule, PyDict, PyTuple};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use windrow::{Device, Layout, MAX_RANK, TensorDesc, TensorMut};
+
+/// Where a function writes a result.
+pub(crate) enum Output<'py> {
+    /// The caller's array.
+    Given(Array<'py>, Bound<'py, PyAny>),
+    /// Memory from the library's cache of freed blocks: a fresh block of the system would cost a
+    /// page fault for every 4 KiB on each call.
+    Own(windrow::Tensor),
+}
+
+impl<'py> Output<'py> {
+    /// `out` if given, else an array of this description beside `like`.
+    pub(crate) fn new(
+        out: Option<&Bound<'py, PyAny>>,
+        like: &Array<'py>,
+        desc: impl FnOnce() -> PyResult<TensorDesc>,
+    ) -> PyResult<Self> {
+        if let Some(out) = out {
+            return Ok(Output::Given(Array::import("out", out)?, out.clone()));
+        }
+        let desc = desc()?;
+        match like.device {
+            Device::Cpu => Ok(Output::Own(windrow::Tensor::uninitialised(desc).py()?)),
+            Device::Cuda(_) => {
+                let out = empty_beside(like, &desc)?;
+                Ok(Output::Given(Array::import("out", &out)?, out))
+            }
+        }
+    }
+
+    pub(crate) fn desc(&self) -> TensorDesc {
+        match self {
+            Output::Given(array, _) => array.desc,
+            Output::Own(tensor) => *tensor.desc(),
+        }
+    }
+
+    pub(crate) fn view_mut(&mut self) -> PyResult<TensorMut<'_>> {
+        match self {
+            Output::Given(array, _) => array.view_mut(),
+            Output::Own(tensor) => Ok(tensor.as_mut()),
+        }
+    }
+
+    /// A gradient of the shape and type of `of`, unless nobody needs it.
+    pub(crate) fn gradient(of: Option<&Array<'py>>, needed: bool) -> PyResult<Option<Self>> {
+        of.filter(|_| needed).map(|a| Output::new(None, a, || like(a))).transpose()
+    }
+
+    /// [`Output::view_mut`] of an optional result.
+    pub(crate) fn view_mut_option(output: &mut Option<Self>) -> PyResult<Option<TensorMut<'_>>> {
+        output.as_mut().map(Output::view_mut).transpose()
+    }
+
+    /// [`Output::finish`] of an optional result.
+    pub(crate) fn finish_option(
+        output: Option<Self>,
+        family: &Family<'py>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        output.map(|o| o.finish(family)).transpose()
+    }
+
+    /// The object to return.
+    pub(crate) fn finish(self, family: &Family<'py>) -> PyResult<Bound<'py, PyAny>> {
+        match self {
+            Output::Given(_, object) => Ok(object),
+            Output::Own(tensor) => family.take(tensor),
+        }
+    }
+}
+
+impl<'py> Family<'py> {
+    /// Hands a tensor over as an array of this library.
+    fn take(&self, tensor: windrow::Tensor) -> PyResult<Bound<'py, PyAny>> {
+        match self {
+            Family::Exchange(api, like) => {
+                let managed = export(Arc::new(tensor), None).versioned();
+                let mut object = std::ptr::null_mut();
+                // SAFETY: the function takes the managed tensor over and returns a new object or
+                // sets an exception.
+                unsafe {
+                    (api.to_object)(managed, &mut object);
+                    Bound::from_owned_ptr_or_err(like.py(), object)
+                }
+            }
+            Family::NumPyBf16(like) => {
+                let py = like.py();
+                let bits = Tensor { tensor: Arc::new(tensor), bits_of_bf16: true };
+                let array = numpy(py)?.call_method1(intern!(py, "from_dlpack"), (bits,))?;
+                array.call_method1(intern!(py, "view"), (like.getattr(intern!(py, "dtype"))?,))
+            }
+            Family::Other(like) => {
+                let py = like.py();
+                let tensor = Bound::new(py, Tensor::new(tensor))?;
+                match namespace(like)? {
+                    Some(library) => library.call_method1(intern!(py, "from_dlpack"), (tensor,)),
+                    None => Ok(tensor.into_any()),
+                }
+            }
+        }
+    }
+}
+
+/// The module whose `from_dlpack` makes arrays of the object's kind.
+fn namespace<'py>(like: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let py = like.py();
+    if let Some(method) = like.getattr_opt(intern!(py, "__array_namespace__"))? {
+        return Ok(Some(method.call0()?));
+    }
+    let module = like.get_type().module()?;
+    // PyTorch before 2.10 and CuPy.
+    match module.to_str()?.split('.').next() {
+        Some(root @ ("torch" | "cupy")) => Ok(Some(py.import(root)?.into_any())),
+        _ => Ok(None),
+    }
+}
+
+fn numpy(py: Python<'_>) -> PyResult<Bound<'_, PyModule>> {
+    py.import(intern!(py, "numpy"))
+}
+
+/// Device memory comes from the library that the input comes from: its allocator knows the
+/// stream.
+fn empty_beside<'py>(like: &Array<'py>, desc: &TensorDesc) -> PyResult<Bound<'py, PyAny>> {
+    let (Family::Exchange(_, object) | Family::Other(object) | Family::NumPyBf16(object)) =
+        &like.family;
+    let py = object.py();
+    let module = object.get_type().module()?;
+    if module.to_str()?.split('.').next() != Some("torch") {
+        return Err(PyNotImplementedError::new_err(
+            "allocating results on a GPU is not supported for this kind of array: pass `out`",
+        ));
+    }
+    let kwargs = PyDict::new(py);
+    kwargs.set_item("device", object.getattr(intern!(py, "device"))?)?;
+    let torch = py.import("torch")?;
+    kwargs.set_item("dtype", torch.getattr(dlpack::torch_name(desc.dtype))?)?;
+    let (shape, strides) = (PyTuple::new(py, desc.shape())?, PyTuple::new(py, desc.strides())?);
+    torch.call_method("empty_strided", (shape, strides), Some(&kwargs))
+}
+
+/// Type, shape and order of dimensions of an array, dense.
+pub(crate) fn like(array: &Array<'_>) -> PyResult<TensorDesc> {
+    Ok(TensorDesc { layout: dense_like(&array.desc.layout)?, ..array.desc })
+}
+
+/// A dense layout whose dimensions lie in memory in the order of those of `layout`: the same
+/// strides where it is dense already, what `torch.empty_like` gives elsewhere.
+pub(crate) fn dense_like(layout: &Layout) -> PyResult<Layout> {
+    let (shape, strides) = (layout.shape(), layout.strides());
+    let spans = |l: &Layout| {
+        l.is_unique()
+            && l.extent().is_none_or(|(low, high)| low == 0 && high as usize + 1 == l.len())
+    };
+    if strides.iter().all(|&s| s >= 0) && spans(layout) && !layout.is_empty() {
+        return Ok(*layout);
+    }
+    // Insertion sort, innermost first, that leaves dimensions in place whose order the strides do
+    // not tell (broadcast ones).
+    let mut order = [0usize; MAX_RANK];
+    let order = &mut order[..shape.len()];
+    for (o, d) in order.iter_mut().zip((0..shape.len()).rev()) {
+        *o = d;
+    }
+    let compare = |a: usize, b: usize| match (strides[a].abs(), strides[b].abs()) {
+        (0, _) | (_, 0) => std::cmp::Ordering::Equal,
+        (x, y) => x.cmp(&y).then(shape[a].cmp(&shape[b])),
+    };
+    for i in 1..order.len() {
+        let mut moving = i;
+        for earlier in (0..i).rev() {
+            match compare(order[earlier], order[moving]) {
+                std::cmp::Ordering::Greater => {
+                    order.swap(earlier, moving);
+                    moving = earlier;
+                }
+                std::cmp::Ordering::Less => break,
+                std::cmp::Ordering::Equal => {}
+            }
+        }
+    }
+    order.reverse();
+    Layout::with_order(shape, order).py()
+}
+
+/// An array that the library owns, for callers whose own kind of array is unknown. It offers
+/// `__dlpack__`, nothing else.
+#[pyclass(module = "windrow", frozen)]
+pub(crate) struct Tensor {
+    tensor: Arc<windrow::Tensor>,
+    /// For NumPy, which knows no bf16.
+    bits_of_bf16: bool,
+}
+
+impl Tensor {
+    fn new(tensor: windrow::Tensor) -> Self {
+        Tensor { tensor: Arc::new(tensor), bits_of_bf16: false }
+    }
+}
+
+#[pymethods]
+impl Tensor {
+    /// Size of each dimension.
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.tensor.shape())
+    }
+
+    /// `f32`, `f16`, `bf16`, ...
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.tensor.desc().dtype.name()
+    }
+
+    #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<Bound<'py, PyAny>>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyCapsule>> {
+        if stream.is_some() {
+            return Err(PyBufferError::new_err("a tensor in main memory has no stream"));
+        }
+        if dl_device.is_some_and(|d| d != (dlpack::CPU, 0)) || copy == Some(true) {
+            return Err(PyBufferError::new_err("a tensor is exported in place only, without copy"));
+        }
+        let dtype = self.bits_of_bf16.then_some(DLDataType::UINT16);
+        let export = export(self.tensor.clone(), dtype);
+        let (managed, name) = if max_version.is_some_and(|(major, _)| major >= 1) {
+            (NonNull::new(export.versioned().cast()), dlpack::VERSIONED_NAME)
+        } else {
+            (NonNull::new(export.unversioned().cast()), dlpack::UNVERSIONED_NAME)
+        };
+        let managed = managed.expect("a box has an address");
+        // SAFETY: the destructor frees what the capsule still holds when it goes.
+        unsafe {
+            PyCapsule::new_with_pointer_and_destructor(
+                py,
+                managed,
+                name,
+                Some(dlpack::drop_capsule),
+            )
+        }
+    }
+
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        (dlpack::CPU, 0)
+    }
+}
+
+/// Shares a tensor with a consumer, which may write to it: whoever makes a [`Tensor`] gives its
+/// memory away.
+fn export(tensor: Arc<windrow::Tensor>, dtype: Option<DLDataType>) -> Export<Arc<windrow::Tensor>> {
+    let desc = *tensor.desc();
+    Export {
+        data: tensor.as_ref().as_ref().as_ptr().cast_mut().cast(),
+        desc,
+        dtype: dtype.unwrap_or(DLDataType::new(desc.dtype)),
+        owner: tensor,
+    }
+}

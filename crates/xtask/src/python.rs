@@ -1,0 +1,119 @@
+//! The Python package: build the wheel, run its tests.
+//!
+//! Tests run in virtual environments under a cache folder, one for each set of requirements, made
+//! when first needed. The wheel goes into a folder beside them, so that an environment is never
+//! changed once it is made and can also be one that exists already (`WINDROW_TORCH_ENV`).
+
+use crate::steps::{Result, Steps, root};
+use std::collections::hash_map::DefaultHasher;
+use std::hash::{Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::{env, fs};
+
+/// Names an environment that has what requirements-test.txt and requirements-torch.txt ask for.
+const TORCH_ENV: &str = "WINDROW_TORCH_ENV";
+
+/// Builds the wheel and runs the tests on NumPy, and with `torch` those on PyTorch and the
+/// examples.
+pub(crate) fn test(steps: &mut Steps, torch: bool) -> Result {
+    let package = root().join("crates/windrow-python");
+    let requirements = [package.join("requirements-test.txt")];
+    let numpy = environment(steps, "numpy", &requirements)?;
+    let site = build(steps, &package, &numpy)?;
+    let pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider"];
+    let mut tests = python(&numpy, &site);
+    tests.args(pytest).args(["tests", "--ignore=tests/pytorch"]).current_dir(&package);
+    steps.run("python tests", &mut tests)?;
+    if !torch {
+        return Ok(());
+    }
+    let environment = match env::var_os(TORCH_ENV) {
+        Some(existing) => PathBuf::from(existing),
+        None => {
+            let [numpy] = requirements;
+            environment(steps, "torch", &[numpy, package.join("requirements-torch.txt")])?
+        }
+    };
+    let mut tests = python(&environment, &site);
+    tests.args(pytest).arg("tests/pytorch").current_dir(&package);
+    steps.run("torch tests", &mut tests)?;
+    for example in ["mamba_block", "train_digits"] {
+        let file = root().join("examples").join(example).with_extension("py");
+        steps.run(example, python(&environment, &site).arg(file))?;
+    }
+    Ok(())
+}
+
+/// Builds the wheel with the environment's maturin and unpacks it into a folder for `PYTHONPATH`.
+fn build(steps: &mut Steps, package: &Path, environment: &Path) -> Result<PathBuf> {
+    let target = root().join("target/xtask");
+    let (wheels, site) = (target.join("wheels"), target.join("site"));
+    for old in [&wheels, &site] {
+        if old.exists() {
+            fs::remove_dir_all(old)?;
+        }
+    }
+    let mut maturin = Command::new(environment.join("bin/maturin"));
+    maturin
+        .args(["build", "--quiet", "--locked", "--profile", "dev", "--interpreter"])
+        .arg(environment.join("bin/python"))
+        .arg("--out")
+        .arg(&wheels)
+        .arg("--manifest-path")
+        .arg(package.join("Cargo.toml"));
+    steps.run("wheel", &mut maturin)?;
+    let wheel = fs::read_dir(&wheels)?.next().ok_or("maturin built no wheel")??.path();
+    let mut install = Command::new(environment.join("bin/python"));
+    install
+        .args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"])
+        .args(["--no-deps", "--no-index", "--target"])
+        .arg(&site)
+        .arg(wheel);
+    steps.run("install", &mut install)?;
+    Ok(site)
+}
+
+/// The environment for these requirements; made if there is none yet.
+fn environment(steps: &mut Steps, name: &str, requirements: &[PathBuf]) -> Result<PathBuf> {
+    let interpreter = env::var("PYTHON").unwrap_or_else(|_| "python3".into());
+    let version = Command::new(&interpreter).arg("--version").output()?.stdout;
+    let mut hasher = DefaultHasher::new();
+    version.hash(&mut hasher);
+    for file in requirements {
+        fs::read(file)?.hash(&mut hasher);
+    }
+    let folder = cache()?.join(format!("python-{name}-{:016x}", hasher.finish()));
+    let complete = folder.join("complete");
+    if complete.exists() {
+        return Ok(folder);
+    }
+    if folder.exists() {
+        fs::remove_dir_all(&folder)?;
+    }
+    steps.run("venv", Command::new(interpreter).args(["-m", "venv"]).arg(&folder))?;
+    let mut install = Command::new(folder.join("bin/python"));
+    install.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+    for file in requirements {
+        install.arg("-r").arg(file);
+    }
+    steps.run("pip", &mut install)?;
+    fs::write(complete, "")?;
+    Ok(folder)
+}
+
+fn cache() -> Result<PathBuf> {
+    let base = match (env::var_os("XDG_CACHE_HOME"), env::var_os("HOME")) {
+        (Some(cache), _) => PathBuf::from(cache),
+        (None, Some(home)) => PathBuf::from(home).join(".cache"),
+        (None, None) => return Err("neither XDG_CACHE_HOME nor HOME is set".into()),
+    };
+    Ok(base.join("windrow-xtask"))
+}
+
+/// The environment's interpreter with the package from `site`.
+fn python(environment: &Path, site: &Path) -> Command {
+    let mut command = Command::new(environment.join("bin/python"));
+    command.env("PYTHONPATH", site).env("PYTHONDONTWRITEBYTECODE", "1");
+    command
+}
