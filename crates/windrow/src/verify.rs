@@ -309,6 +309,36 @@ mod tests {
         c.passed()
     }
 
+    /// On a machine without CUDA there is nothing to do.
+    #[test]
+    fn every_case_passes_on_the_first_cuda_device() {
+        if crate::cuda::devices().map_or(0, |d| d.len()) == 0 {
+            return;
+        }
+        let mut failures = Vec::new();
+        let cases = cases(Device::Cuda(0));
+        for case in &cases {
+            match (case.run)() {
+                Ok(checks) => {
+                    failures.extend(
+                        checks
+                            .into_iter()
+                            .filter(|c| !c.comparison.passed())
+                            .map(|c| format!("{case:?} {}: {}", c.what, c.comparison)),
+                    );
+                }
+                Err(error) => failures.push(format!("{case:?}: {error}")),
+            }
+        }
+        assert!(
+            failures.is_empty(),
+            "{} of {}:\n{}",
+            failures.len(),
+            cases.len(),
+            failures.join("\n")
+        );
+    }
+
     #[test]
     fn half_a_unit_is_free_and_more_is_not() {
         assert!(compare(DType::F16, 0.0, 1.0, 1.0 + 0.49 / 1024.0, 0.0));

@@ -1,6 +1,7 @@
 //! Causal convolution over sequences: prefill, decoding, training.
 
 mod cpu;
+mod cuda;
 mod plan;
 mod problem;
 mod reference;

@@ -3,6 +3,7 @@
 use super::cpu::backward::{Backward, Gradients};
 use super::cpu::im2col::{Im2colGemm, Stages};
 use super::cpu::{Forward, Inputs, Operand, Parameters, Tokens};
+use super::cuda;
 use super::reference::Reference;
 use super::sequences::Sequences;
 use super::{CausalConv1dAlgorithm, CausalConv1dSpec, Problem, verify};
@@ -107,10 +108,11 @@ pub struct CausalConv1dPlan {
     backward: Option<Backward>,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 enum Algorithm {
     Direct(Forward),
     Im2colGemm(Im2colGemm),
+    Cuda(Box<cuda::Direct>),
 }
 
 impl CausalConv1dPlan {
@@ -119,7 +121,7 @@ impl CausalConv1dPlan {
     /// # Errors
     /// What is wrong with the spec: [`Error::Rank`], [`Error::Shape`], [`Error::DType`],
     /// [`Error::OverlappingOutput`], [`Error::SizeOverflow`], [`Error::Unsupported`] if it has both
-    /// `seq_idx` and `cu_seqlens`; [`Error::NoDevice`].
+    /// `seq_idx` and `cu_seqlens`; for CUDA [`Error::NoDevice`] and [`Error::Backend`].
     pub fn new(spec: &CausalConv1dSpec, options: &PlanOptions) -> Result<Self> {
         let problem = spec.problem()?;
         let algorithm = match problem.dense {
@@ -150,10 +152,20 @@ impl CausalConv1dPlan {
         isa: Isa,
     ) -> Result<Self> {
         let problem = spec.problem()?;
-        if options.device != Device::Cpu {
-            return Err(Error::NoDevice {
-                device: options.device.to_string(),
-                reason: "causal_conv1d has no algorithm for it".into(),
+        if let Device::Cuda(index) = options.device {
+            if !Self::algorithms(spec, options.device).contains(&algorithm) {
+                return Err(Error::unsupported(
+                    format!("causal_conv1d {algorithm} of this spec on {}", options.device),
+                    "on CUDA there is direct, for depthwise convolutions",
+                ));
+            }
+            return Ok(CausalConv1dPlan {
+                spec: spec.clone(),
+                problem,
+                options: *options,
+                isa,
+                algorithm: Algorithm::Cuda(Box::new(cuda::Direct::new(index, spec, &problem)?)),
+                backward: None,
             });
         }
         let (threads, activation) = (resolve_threads(options.threads), spec.activation);
@@ -187,6 +199,7 @@ impl CausalConv1dPlan {
         match (spec.problem(), device) {
             (Ok(problem), Device::Cpu) if problem.dense => vec![CausalConv1dAlgorithm::Im2colGemm],
             (Ok(_), Device::Cpu) => CausalConv1dAlgorithm::ALL.to_vec(),
+            (Ok(problem), Device::Cuda(_)) if !problem.dense => vec![CausalConv1dAlgorithm::Direct],
             _ => Vec::new(),
         }
     }
@@ -194,7 +207,7 @@ impl CausalConv1dPlan {
     /// The algorithm chosen.
     pub fn algorithm(&self) -> CausalConv1dAlgorithm {
         match self.algorithm {
-            Algorithm::Direct(_) => CausalConv1dAlgorithm::Direct,
+            Algorithm::Direct(_) | Algorithm::Cuda(_) => CausalConv1dAlgorithm::Direct,
             Algorithm::Im2colGemm(_) => CausalConv1dAlgorithm::Im2colGemm,
         }
     }
@@ -214,6 +227,7 @@ impl CausalConv1dPlan {
         let forward = match &self.algorithm {
             Algorithm::Direct(direct) => direct.workspace_bytes(),
             Algorithm::Im2colGemm(gemm) => gemm.workspace_bytes(),
+            Algorithm::Cuda(direct) => direct.workspace_bytes(),
         };
         forward.max(self.backward.map_or(0, |backward| backward.workspace_bytes()))
     }
@@ -223,6 +237,10 @@ impl CausalConv1dPlan {
         let how = match &self.algorithm {
             Algorithm::Direct(direct) => direct.explain(),
             Algorithm::Im2colGemm(gemm) => gemm.explain(),
+            Algorithm::Cuda(direct) => {
+                let device = self.options.device;
+                return format!("causal_conv1d direct ({device}): {}", direct.explain());
+            }
         };
         format!("causal_conv1d {} ({}): {how}", self.algorithm(), self.isa.name())
     }
@@ -240,7 +258,7 @@ impl CausalConv1dPlan {
         mut outputs: CausalConv1dOutputs<'_>,
         workspace: &mut Workspace,
     ) -> Result<()> {
-        let sequences = self.check_args(args)?;
+        self.check_args(args)?;
         self.check_output("y", &outputs.y, args)?;
         check_view("y", outputs.y.desc(), &self.spec.y)?;
         let final_desc = outputs.final_states.as_ref().map(TensorMut::desc);
@@ -249,13 +267,19 @@ impl CausalConv1dPlan {
             self.check_output("final_states", final_states, args)?;
             check_disjoint("final_states", final_states, "y", &outputs.y.as_ref())?;
         }
-        let scratch = workspace.take(self.workspace_bytes())?.as_mut_ptr();
-        match self.spec.x.dtype {
-            DType::F16 => self.run_as::<f16>(args, sequences, &mut outputs, scratch),
-            DType::BF16 => self.run_as::<bf16>(args, sequences, &mut outputs, scratch),
-            _ => self.run_as::<f32>(args, sequences, &mut outputs, scratch),
+        if let Algorithm::Cuda(direct) = &self.algorithm {
+            direct.run(args, &outputs, workspace)?;
+        } else {
+            let sequences = self.sequences(args)?;
+            let scratch = workspace.take(self.workspace_bytes())?.as_mut_ptr();
+            match self.spec.x.dtype {
+                DType::F16 => self.run_as::<f16>(args, sequences, &mut outputs, scratch),
+                DType::BF16 => self.run_as::<bf16>(args, sequences, &mut outputs, scratch),
+                _ => self.run_as::<f32>(args, sequences, &mut outputs, scratch),
+            }
         }
         if self.options.verify == Verify::On {
+            workspace.synchronize()?;
             let reference = self.reference(args)?;
             for check in verify::forward_checks(&reference, &outputs)? {
                 let what = format!("causal_conv1d {} {}", self.algorithm(), check.what);
@@ -281,6 +305,7 @@ impl CausalConv1dPlan {
                 Algorithm::Im2colGemm(gemm) => {
                     gemm.run(&inputs, y, scratch);
                 }
+                Algorithm::Cuda(_) => unreachable!("runs on a device go another way"),
             }
             if let Some(final_states) = &mut outputs.final_states {
                 let rows = final_states.shape()[0];
@@ -321,26 +346,32 @@ impl CausalConv1dPlan {
         mut grads: CausalConv1dGrads<'_>,
         workspace: &mut Workspace,
     ) -> Result<()> {
-        let sequences = self.check_args(args)?;
-        let Some(backward) = &self.backward else {
+        self.check_args(args)?;
+        if self.problem.dense {
             return Err(Error::unsupported(
                 "the gradient of a dense causal_conv1d",
                 "only depthwise convolutions have one; write it with matrix products",
             ));
-        };
+        }
         self.check_grads(args, &dy, dfinal_states.as_ref(), &grads)?;
-        let scratch = workspace.take(self.workspace_bytes())?.as_mut_ptr();
         let given = (&dy, dfinal_states.as_ref());
-        match self.spec.x.dtype {
-            DType::F16 => {
-                self.backward_as::<f16>(backward, args, sequences, given, &mut grads, scratch);
+        if let Algorithm::Cuda(direct) = &self.algorithm {
+            direct.backward(&self.spec, args, given, &grads, workspace)?;
+        } else if let Some(backward) = &self.backward {
+            let sequences = self.sequences(args)?;
+            let scratch = workspace.take(self.workspace_bytes())?.as_mut_ptr();
+            match self.spec.x.dtype {
+                DType::F16 => {
+                    self.backward_as::<f16>(backward, args, sequences, given, &mut grads, scratch);
+                }
+                DType::BF16 => {
+                    self.backward_as::<bf16>(backward, args, sequences, given, &mut grads, scratch);
+                }
+                _ => self.backward_as::<f32>(backward, args, sequences, given, &mut grads, scratch),
             }
-            DType::BF16 => {
-                self.backward_as::<bf16>(backward, args, sequences, given, &mut grads, scratch);
-            }
-            _ => self.backward_as::<f32>(backward, args, sequences, given, &mut grads, scratch),
         }
         if self.options.verify == Verify::On {
+            workspace.synchronize()?;
             let reference = self.reference(args)?;
             for check in verify::backward_checks(&reference, given, &grads)? {
                 let what = format!("causal_conv1d backward {}", check.what);
@@ -373,8 +404,13 @@ impl CausalConv1dPlan {
         unsafe { backward.run(self.isa, &self.inputs(args, sequences), &gradients, sums, scratch) }
     }
 
-    /// Checks views against the spec, and index values.
-    fn check_args<'a>(&self, args: &CausalConv1dArgs<'a>) -> Result<Sequences<'a>> {
+    /// How the tokens divide into sequences, with index values checked: on the CPU.
+    fn sequences<'a>(&self, args: &CausalConv1dArgs<'a>) -> Result<Sequences<'a>> {
+        Sequences::new(self.problem.l, args.seq_idx, args.cu_seqlens)
+    }
+
+    /// Checks views against the spec.
+    fn check_args(&self, args: &CausalConv1dArgs<'_>) -> Result<()> {
         let spec = &self.spec;
         for (name, view) in args.views() {
             check_device(name, view.device(), self.options.device)?;
@@ -390,7 +426,7 @@ impl CausalConv1dPlan {
         for (name, given, planned) in optional {
             check_optional_view(name, given.as_ref().map(TensorRef::desc), planned.as_ref())?;
         }
-        Sequences::new(self.problem.l, args.seq_idx, args.cu_seqlens)
+        Ok(())
     }
 
     /// The device of an output, and that it shares no memory with an input.
@@ -454,7 +490,7 @@ impl CausalConv1dPlan {
     /// matrices of all rows, and the weight as a matrix.
     pub(crate) fn stages(&self, args: &CausalConv1dArgs<'_>) -> Result<Option<Stages>> {
         let Algorithm::Im2colGemm(gemm) = &self.algorithm else { return Ok(None) };
-        let sequences = self.check_args(args)?;
+        let sequences = self.sequences(args)?;
         Ok(Some(match self.spec.x.dtype {
             DType::F16 => gemm.stages(&self.inputs::<f16>(args, sequences)),
             DType::BF16 => gemm.stages(&self.inputs::<bf16>(args, sequences)),

@@ -5,67 +5,68 @@ use super::{
     CausalConv1dUpdateSpec,
 };
 use crate::tensor::for_each_offset;
-use crate::verify::random;
+use crate::verify::{Placed, random};
 use crate::{
-    Activation, DType, Device, Element, Layout, Result, Tensor, TensorDesc, TensorMut, TensorRef,
-    bf16, f16,
+    Activation, DType, Device, Element, Result, Tensor, TensorDesc, TensorMut, TensorRef, bf16, f16,
 };
 
-/// A tensor of any layout, in memory of its own that may have gaps.
-#[derive(Debug)]
+/// A tensor of any layout on a device, in memory of its own that may have gaps.
 pub(crate) struct Held {
-    memory: Tensor,
+    memory: Placed,
     desc: TensorDesc,
-    /// Of the element at index zero, in elements.
+    /// Of the element at index zero, in bytes.
     offset: usize,
 }
 
 impl Held {
-    /// The memory of `desc` with `values` in row-major order of the elements, and ones in the gaps.
+    /// On the CPU.
+    #[cfg(test)]
     pub(crate) fn new(desc: TensorDesc, values: &[f64]) -> Result<Self> {
-        let (low, high) = desc.layout.extent().unwrap_or((0, -1));
-        let layout = Layout::contiguous(&[(high - low + 1) as usize])?;
-        let memory = Tensor::uninitialised(TensorDesc { dtype: desc.dtype, layout })?;
-        let mut held = Held { memory, desc, offset: low.unsigned_abs() };
-        match desc.dtype {
-            DType::F32 => held.fill::<f32>(values),
-            DType::F16 => held.fill::<f16>(values),
-            DType::BF16 => held.fill::<bf16>(values),
-            DType::F64 => held.fill::<f64>(values),
-            DType::I32 => held.fill::<i32>(values),
-            DType::I64 => held.fill::<i64>(values),
-        }
-        Ok(held)
+        Self::on(desc, values, Device::Cpu)
     }
 
-    fn fill<T: Element>(&mut self, values: &[f64]) {
-        let len = self.memory.desc().layout.len();
-        let base = self.memory.as_mut().as_mut_ptr().cast::<T>();
-        // SAFETY: the memory holds `len` elements, among them those of the layout.
-        unsafe {
-            (0..len).for_each(|i| base.add(i).write(T::from_f64(1.0)));
-            let mut values = values.iter();
-            for_each_offset(&self.desc.layout, |offset| {
-                let value = values.next().copied().unwrap_or_default();
-                base.add(self.offset).offset(offset).write(T::from_f64(value));
-            });
-        }
+    /// The memory of `desc` with `values` in row-major order of the elements, and ones in the gaps.
+    pub(crate) fn on(desc: TensorDesc, values: &[f64], device: Device) -> Result<Self> {
+        let (low, high) = desc.layout.extent().unwrap_or((0, -1));
+        let mut all = vec![1.0; (high - low + 1) as usize];
+        let mut values = values.iter().copied();
+        for_each_offset(&desc.layout, |offset| {
+            all[(offset - low) as usize] = values.next().unwrap_or_default();
+        });
+        let memory = Placed::new(from_f64(desc.dtype, &all)?, device)?;
+        Ok(Held { memory, desc, offset: low.unsigned_abs() * desc.dtype.size() })
     }
 
     /// View for reading.
     pub(crate) fn as_ref(&self) -> TensorRef<'_> {
-        let first = self.offset * self.desc.dtype.size();
-        let ptr = self.memory.as_ref().as_ptr().wrapping_add(first);
+        let memory = self.memory.as_ref();
+        let ptr = memory.as_ptr().wrapping_add(self.offset);
         // SAFETY: the memory was made for the layout at this offset and is borrowed.
-        unsafe { TensorRef::from_raw(ptr.cast(), self.desc, Device::Cpu) }
+        unsafe { TensorRef::from_raw(ptr.cast(), self.desc, memory.device()) }
     }
 
     /// View for writing.
     pub(crate) fn as_mut(&mut self) -> Result<TensorMut<'_>> {
-        let first = self.offset * self.desc.dtype.size();
-        let ptr = self.memory.as_mut().as_mut_ptr().wrapping_add(first);
+        let mut memory = self.memory.as_mut();
+        let ptr = memory.as_mut_ptr().wrapping_add(self.offset);
         // SAFETY: as for `as_ref`, borrowed mutably.
-        unsafe { TensorMut::from_raw(ptr.cast(), self.desc, Device::Cpu) }
+        unsafe { TensorMut::from_raw(ptr.cast(), self.desc, memory.device()) }
+    }
+}
+
+/// A vector of these numbers, rounded to the type.
+fn from_f64(dtype: DType, values: &[f64]) -> Result<Tensor> {
+    fn cast<T: Element>(values: &[f64]) -> Result<Tensor> {
+        let values: Vec<T> = values.iter().map(|&v| T::from_f64(v)).collect();
+        Tensor::from_slice(&values, &[values.len()])
+    }
+    match dtype {
+        DType::F32 => cast::<f32>(values),
+        DType::F16 => cast::<f16>(values),
+        DType::BF16 => cast::<bf16>(values),
+        DType::F64 => cast::<f64>(values),
+        DType::I32 => cast::<i32>(values),
+        DType::I64 => cast::<i64>(values),
     }
 }
 
@@ -109,7 +110,6 @@ fn boundaries(seed: u64, desc: &TensorDesc, l: usize) -> Vec<f64> {
 }
 
 /// Operands of a convolution and of its gradients.
-#[derive(Debug)]
 pub(crate) struct Sample {
     pub inputs: Inputs,
     pub y: Held,
@@ -119,7 +119,6 @@ pub(crate) struct Sample {
     pub gradients: Gradients,
 }
 
-#[derive(Debug)]
 pub(crate) struct Inputs {
     pub x: Held,
     pub weight: Held,
@@ -129,7 +128,6 @@ pub(crate) struct Inputs {
     pub initial_states: Option<Held>,
 }
 
-#[derive(Debug)]
 pub(crate) struct Gradients {
     pub dx: Held,
     pub dweight: Held,
@@ -138,16 +136,22 @@ pub(crate) struct Gradients {
 }
 
 impl Sample {
-    /// Gradients have the layout of what they are gradients of.
+    /// On the CPU.
+    #[cfg(test)]
     pub(crate) fn new(spec: &CausalConv1dSpec, seed: u64) -> Result<Self> {
-        let make =
-            |what, desc: TensorDesc| Held::new(desc, &numbers(seed, what, &desc, spec.activation));
+        Self::on(spec, seed, Device::Cpu)
+    }
+
+    /// Gradients have the layout of what they are gradients of.
+    pub(crate) fn on(spec: &CausalConv1dSpec, seed: u64, device: Device) -> Result<Self> {
+        let hold = |desc, values: Vec<f64>| Held::on(desc, &values, device);
+        let make = |what, desc: TensorDesc| hold(desc, numbers(seed, what, &desc, spec.activation));
         let maybe = |what, desc: Option<TensorDesc>| desc.map(|d| make(what, d)).transpose();
         let states = TensorDesc::contiguous(spec.x.dtype, &spec.states_shape()?)?;
         let dbias = TensorDesc::contiguous(spec.weight.dtype, &spec.y.shape()[1..2])?;
         let l = spec.x.shape()[2];
-        let seq_idx = spec.seq_idx.map(|desc| Held::new(desc, &sequences(seed, &desc)));
-        let cu_seqlens = spec.cu_seqlens.map(|desc| Held::new(desc, &boundaries(seed, &desc, l)));
+        let seq_idx = spec.seq_idx.map(|desc| hold(desc, sequences(seed, &desc)));
+        let cu_seqlens = spec.cu_seqlens.map(|desc| hold(desc, boundaries(seed, &desc, l)));
         Ok(Sample {
             inputs: Inputs {
                 x: make(1, spec.x)?,
@@ -197,14 +201,12 @@ impl Gradients {
 }
 
 /// Operands of an update.
-#[derive(Debug)]
 pub(crate) struct UpdateSample {
     pub inputs: UpdateInputs,
     pub conv_state: Held,
     pub y: Held,
 }
 
-#[derive(Debug)]
 pub(crate) struct UpdateInputs {
     pub x: Held,
     pub weight: Held,
@@ -214,14 +216,20 @@ pub(crate) struct UpdateInputs {
 }
 
 impl UpdateSample {
-    /// Indices are a permutation of the pool with every fifth entry negative.
+    /// On the CPU.
+    #[cfg(test)]
     pub(crate) fn new(spec: &CausalConv1dUpdateSpec, seed: u64) -> Result<Self> {
-        let make =
-            |what, desc: TensorDesc| Held::new(desc, &numbers(seed, what, &desc, spec.activation));
+        Self::on(spec, seed, Device::Cpu)
+    }
+
+    /// Indices are a permutation of the pool with every fifth entry negative.
+    pub(crate) fn on(spec: &CausalConv1dUpdateSpec, seed: u64, device: Device) -> Result<Self> {
+        let hold = |desc, values: Vec<f64>| Held::on(desc, &values, device);
+        let make = |what, desc: TensorDesc| hold(desc, numbers(seed, what, &desc, spec.activation));
         let pool = spec.conv_state.shape()[0];
         let lengths = spec.cache_seqlens.map(|desc| {
             let lengths = random(seed, desc.layout.len(), 0.0, 100.0);
-            Held::new(desc, &lengths.into_iter().map(f64::floor).collect::<Vec<_>>())
+            hold(desc, lengths.into_iter().map(f64::floor).collect())
         });
         let indices = spec.conv_state_indices.map(|desc| {
             let mut order: Vec<_> = random(seed, pool, 0.0, 1.0).into_iter().zip(0..).collect();
@@ -231,7 +239,7 @@ impl UpdateSample {
                 0 => -1.0 - i as f64,
                 _ => states.next().unwrap_or(-7.0),
             });
-            Held::new(desc, &entries.collect::<Vec<_>>())
+            hold(desc, entries.collect())
         });
         Ok(UpdateSample {
             inputs: UpdateInputs {

@@ -3,6 +3,7 @@
 use super::Problem;
 use super::cpu::update::{Operands, Update};
 use super::cpu::{Operand, Parameters};
+use super::cuda;
 use super::problem::{output_layout, rank};
 use super::reference::{UpdateReference, integers};
 use super::sequences::Indices;
@@ -200,6 +201,8 @@ pub struct CausalConv1dUpdatePlan {
     options: PlanOptions,
     isa: Isa,
     update: Update,
+    /// On CUDA the compiled kernel.
+    cuda: Option<cuda::update::Update>,
 }
 
 impl CausalConv1dUpdatePlan {
@@ -219,16 +222,14 @@ impl CausalConv1dUpdatePlan {
         isa: Isa,
     ) -> Result<Self> {
         let problem = spec.problem()?;
-        if options.device != Device::Cpu {
-            return Err(Error::NoDevice {
-                device: options.device.to_string(),
-                reason: "causal_conv1d_update has no algorithm for it".into(),
-            });
-        }
+        let cuda = match options.device {
+            Device::Cpu => None,
+            Device::Cuda(index) => Some(cuda::update::Update::new(index, spec, &problem)?),
+        };
         let (threads, state_len) = (resolve_threads(options.threads), spec.conv_state.shape()[2]);
         let update = Update::new(problem, spec.activation, state_len, threads)?;
         let (spec, options) = (spec.clone(), *options);
-        Ok(CausalConv1dUpdatePlan { spec, problem, options, isa, update })
+        Ok(CausalConv1dUpdatePlan { spec, problem, options, isa, update, cuda })
     }
 
     /// What it computes.
@@ -243,6 +244,9 @@ impl CausalConv1dUpdatePlan {
 
     /// Bytes of workspace that a run needs.
     pub fn workspace_bytes(&self) -> usize {
+        if self.cuda.is_some() {
+            return 0;
+        }
         self.update.workspace_bytes() + self.seen_bytes()
     }
 
@@ -256,6 +260,9 @@ impl CausalConv1dUpdatePlan {
 
     /// Instruction set, blocking and threads, in one line.
     pub fn explain(&self) -> String {
+        if let Some(cuda) = &self.cuda {
+            return format!("causal_conv1d_update ({}): {}", self.options.device, cuda.explain());
+        }
         format!("causal_conv1d_update ({}): {}", self.isa.name(), self.update.explain())
     }
 
@@ -274,22 +281,27 @@ impl CausalConv1dUpdatePlan {
         workspace: &mut Workspace,
     ) -> Result<()> {
         self.check(args, &conv_state, &y)?;
-        let scratch = workspace.take(self.workspace_bytes())?;
-        let (scratch, seen) = scratch.split_at_mut(self.update.workspace_bytes());
-        let cache_seqlens = args.cache_seqlens.map(Indices::new);
-        let conv_state_indices = args.conv_state_indices.map(Indices::new);
-        self.check_indices(cache_seqlens, conv_state_indices, seen)?;
         let expected = match self.options.verify {
             Verify::Off => None,
             Verify::On => Some(self.reference(args, &conv_state)?),
         };
-        let indices = (cache_seqlens, conv_state_indices);
-        match self.spec.x.dtype {
-            DType::F16 => self.run_as::<f16>(args, indices, &mut conv_state, &mut y, scratch),
-            DType::BF16 => self.run_as::<bf16>(args, indices, &mut conv_state, &mut y, scratch),
-            _ => self.run_as::<f32>(args, indices, &mut conv_state, &mut y, scratch),
+        if let Some(cuda) = &self.cuda {
+            cuda.run(args, &conv_state, &y, workspace)?;
+        } else {
+            let scratch = workspace.take(self.workspace_bytes())?;
+            let (scratch, seen) = scratch.split_at_mut(self.update.workspace_bytes());
+            let cache_seqlens = args.cache_seqlens.map(Indices::new);
+            let conv_state_indices = args.conv_state_indices.map(Indices::new);
+            self.check_indices(cache_seqlens, conv_state_indices, seen)?;
+            let indices = (cache_seqlens, conv_state_indices);
+            match self.spec.x.dtype {
+                DType::F16 => self.run_as::<f16>(args, indices, &mut conv_state, &mut y, scratch),
+                DType::BF16 => self.run_as::<bf16>(args, indices, &mut conv_state, &mut y, scratch),
+                _ => self.run_as::<f32>(args, indices, &mut conv_state, &mut y, scratch),
+            }
         }
         if let Some((reference, mut state)) = expected {
+            workspace.synchronize()?;
             for check in verify::update_checks(&reference, &mut state, &conv_state, &y)? {
                 let what = format!("causal_conv1d_update {}", check.what);
                 check.comparison.into_result(&what)?;

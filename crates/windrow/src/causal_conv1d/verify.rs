@@ -207,7 +207,7 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
                         name: format!("{shape:?} width {width} {option}"),
                         run: Box::new(move || {
                             let plan = CausalConv1dUpdatePlan::new(&spec, &options)?;
-                            run_update(&plan, &mut UpdateSample::new(&spec, 1)?)
+                            run_update(&plan, &mut UpdateSample::on(&spec, 1, device)?)
                         }),
                     });
                 }
@@ -236,7 +236,7 @@ fn push_forward(
             run: Box::new(move || {
                 let options = PlanOptions { device, ..PlanOptions::default() };
                 let plan = CausalConv1dPlan::with_algorithm(&spec, algorithm, &options)?;
-                run(&plan, &mut Sample::new(&spec, 1)?)
+                run(&plan, &mut Sample::on(&spec, 1, device)?)
             }),
         });
     }

@@ -12,14 +12,15 @@ struct Params {
     partial: *const f32,
     rows: usize,
     columns: usize,
+    row_stride: usize,
     out: *mut u8,
     group: usize,
     stride: [isize; 2],
 }
 
-/// `out[i / group, i % group]` = sum over `rows` of `partial` [rows, columns], added in order with
-/// compensation: the same bits every time. `out` has one dimension, or two of which `group` is the
-/// last.
+/// `out` = sum over `rows` of `partial`, added in order with compensation: the same bits every time.
+/// Rows have `columns` elements and begin `row_stride` elements apart. `out` has as many elements in
+/// one dimension, or in two, row-major.
 ///
 /// # Errors
 /// [`Error::Backend`](crate::Error::Backend).
@@ -30,7 +31,7 @@ pub(crate) unsafe fn column_sum(
     gpu: &'static Gpu,
     stream: &Stream,
     partial: *const f32,
-    [rows, columns]: [usize; 2],
+    [rows, columns, row_stride]: [usize; 3],
     out: &TensorMut<'_>,
 ) -> Result<()> {
     const THREADS: usize = 128;
@@ -39,7 +40,8 @@ pub(crate) unsafe fn column_sum(
         [outer, step] => (out.shape()[1].max(1), [outer, step]),
         _ => unreachable!("outputs are vectors or matrices"),
     };
-    let params = Params { partial, rows, columns, out: out.as_ptr().cast_mut(), group, stride };
+    let params =
+        Params { partial, rows, columns, row_stride, out: out.as_ptr().cast_mut(), group, stride };
     let spec = kernel_spec(out.dtype());
     let launch =
         Launch { grid: [columns.div_ceil(THREADS) as u32, 1, 1], block: [THREADS as u32, 1, 1] };

@@ -12,6 +12,7 @@
 mod cache;
 mod column_sum;
 mod compile;
+mod copy;
 mod device;
 mod kernel;
 mod library;
@@ -19,6 +20,7 @@ mod memory;
 mod stream;
 mod tensor_map;
 
+pub use copy::copy;
 pub use device::{DeviceInfo, devices};
 pub use memory::DeviceTensor;
 pub use stream::{Event, Graph, Stream};

@@ -413,7 +413,7 @@ fn bias_gradient(
     // SAFETY: as in `Forward::run`; the workspace holds `chunks` rows of partial sums.
     unsafe {
         gpu.kernel(&kernel)?.launch(stream, launch, words.as_slice())?;
-        column_sum(gpu, stream, partial.cast(), [chunks, columns], dbias)
+        column_sum(gpu, stream, partial.cast(), [chunks, columns, columns], dbias)
     }
 }
 

@@ -30,6 +30,28 @@ __device__ __forceinline__ float reciprocal_refined(float x) {
 #define TANH_C3 0.10294324f
 #define TANH_C3_LOW -2.01619844e-09f
 
+struct Split {
+    float high, low;
+};
+
+// c1 a + c3 a^3 as a rounded value and what it lacks. The intrinsics keep the compiler from fusing a
+// product whose rounding is being measured.
+__device__ __forceinline__ Split tanh_exponent(float a) {
+    float s = __fmul_rn(a, a), v = __fmul_rn(TANH_C3, s);
+    float p = __fadd_rn(TANH_C1, v), from_v = __fsub_rn(p, TANH_C1);
+    float p_low = __fadd_rn(__fsub_rn(TANH_C1, __fsub_rn(p, from_v)), __fsub_rn(v, from_v));
+    p_low += fmaf(TANH_C3, s, -v) + TANH_C1_LOW;
+    p_low = fmaf(TANH_C3, fmaf(a, a, -s), fmaf(TANH_C3_LOW, s, p_low));
+    float z = __fmul_rn(a, p);
+    return {z, fmaf(a, p_low, fmaf(a, p, -z))};
+}
+
+// 2^-(high + low)
+__device__ __forceinline__ float exp2_negative(Split z) {
+    float e = exp2_full(-z.high);
+    return fmaf(e, -0.69314718f * z.low, e);
+}
+
 // x / (1 + 2^-(c1 x + c3 x^3))
 template <bool ACCURATE> __device__ __forceinline__ float gelu_tanh(float x) {
     float a = fminf(fabsf(x), 16.0f);
@@ -38,17 +60,7 @@ template <bool ACCURATE> __device__ __forceinline__ float gelu_tanh(float x) {
         float e = exp2_fast(fmaf(-a, fmaf(TANH_C3, a * a, TANH_C1), 32.0f));
         return fmaf(-(a * e), reciprocal_fast(e + 0x1p32f), positive);
     } else {
-        // p = c1 + c3 a^2 and z = a p, each as a rounded value and what it lacks. The intrinsics
-        // keep the compiler from fusing a product whose rounding is being measured.
-        float s = __fmul_rn(a, a), v = __fmul_rn(TANH_C3, s);
-        float p = __fadd_rn(TANH_C1, v), from_v = __fsub_rn(p, TANH_C1);
-        float p_low = __fadd_rn(__fsub_rn(TANH_C1, __fsub_rn(p, from_v)), __fsub_rn(v, from_v));
-        p_low += fmaf(TANH_C3, s, -v) + TANH_C1_LOW;
-        p_low = fmaf(TANH_C3, fmaf(a, a, -s), fmaf(TANH_C3_LOW, s, p_low));
-        float z = __fmul_rn(a, p);
-        float z_low = fmaf(a, p_low, fmaf(a, p, -z));
-        float e = exp2_full(-z);
-        e = fmaf(e, -0.69314718f * z_low, e);
+        float e = exp2_negative(tanh_exponent(a));
         return fmaf(-(a * e), reciprocal_refined(e + 1.0f), positive);
     }
 }
@@ -123,9 +135,10 @@ template <int ACTIVATION> __device__ __forceinline__ float activate_gradient(flo
     if constexpr (ACTIVATION == SILU || ACTIVATION == GELU_TANH) {
         constexpr bool CUBIC = ACTIVATION == GELU_TANH;
         float a = fminf(fabsf(x), CUBIC ? 16.0f : 192.0f), s = a * a;
-        float high = CUBIC ? a * fmaf(TANH_C3, s, TANH_C1) : a * 1.44269502f;
         float slope = CUBIC ? fmaf(0.2140644488f, s, 1.5957691216f) : 1.0f;
-        float e = exp2_full(-high), r = 1.0f / (1.0f + e);
+        float z = __fmul_rn(a, 1.44269502f);
+        Split linear = {z, fmaf(a, 1.44269502f, -z) + a * 1.92596299e-08f};
+        float e = exp2_negative(CUBIC ? tanh_exponent(a) : linear), r = 1.0f / (1.0f + e);
         // At |x|: the falling part, so that a negative x does not cancel.
         float tail = e * r, curve = a * tail * r * slope;
         float y = x < 0.0f ? tail - curve : r + curve;

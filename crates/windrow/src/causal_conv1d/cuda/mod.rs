@@ -1,0 +1,591 @@
+//! Causal convolution on CUDA: launches of `kernels/*.cu`.
+
+pub(super) mod update;
+
+use super::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dSpec, Problem};
+use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, column_sum, type_name};
+use crate::{Activation, Approximate, DType, Result, TensorDesc, TensorMut, TensorRef, Workspace};
+
+static INCLUDES: &[Source] = &[Source {
+    name: "causal_conv1d.cuh",
+    text: include_str!("../kernels/causal_conv1d.cuh"),
+    includes: &[],
+}];
+
+macro_rules! source {
+    ($name:ident, $file:literal) => {
+        static $name: Source = Source {
+            name: $file,
+            text: include_str!(concat!("../kernels/", $file)),
+            includes: INCLUDES,
+        };
+    };
+}
+
+source!(CHANNEL_FIRST, "channel_first.cu");
+source!(CHANNEL_LAST, "channel_last.cu");
+source!(PLAIN, "plain.cu");
+source!(MASK, "mask.cu");
+source!(STATES, "states.cu");
+source!(BACKWARD_INPUT, "backward_input.cu");
+source!(BACKWARD_WEIGHT, "backward_weight.cu");
+
+const THREADS: usize = 128;
+/// Largest grid along y and z.
+const GRID: usize = 65535;
+
+/// `Params` of causal_conv1d.cuh.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct Params {
+    y: usize,
+    x: usize,
+    weight: usize,
+    bias: usize,
+    seq_idx: usize,
+    cu_seqlens: usize,
+    initial_states: usize,
+    final_states: usize,
+    mask: usize,
+    dy: usize,
+    dfinal_states: usize,
+    dx: usize,
+    dinitial_states: usize,
+    dpre: usize,
+    partial: usize,
+    batch: usize,
+    channels: usize,
+    length: usize,
+    width: usize,
+    sequences: usize,
+    x_stride: [isize; 3],
+    y_stride: [isize; 3],
+    weight_stride: [isize; 2],
+    bias_stride: isize,
+    seq_idx_stride: [isize; 2],
+    cu_stride: isize,
+    initial_stride: [isize; 3],
+    final_stride: [isize; 3],
+    dy_stride: [isize; 3],
+    dfinal_stride: [isize; 3],
+    dx_stride: [isize; 3],
+    dinitial_stride: [isize; 3],
+    dpre_stride: [isize; 3],
+    chunk: usize,
+    chunks: usize,
+}
+
+fn strides<const N: usize>(desc: Option<&TensorDesc>) -> [isize; N] {
+    desc.map_or([0; N], |desc| std::array::from_fn(|i| desc.strides()[i]))
+}
+
+fn address(view: Option<&TensorRef<'_>>) -> usize {
+    view.map_or(0, |view| view.as_ptr() as usize)
+}
+
+fn output_address(view: Option<&TensorMut<'_>>) -> usize {
+    view.map_or(0, |view| view.as_ptr() as usize)
+}
+
+/// How device code calls an activation.
+pub(super) fn activation_name(activation: Activation) -> &'static str {
+    match activation {
+        Activation::Identity => "IDENTITY",
+        Activation::Relu => "RELU",
+        Activation::Silu => "SILU",
+        Activation::Gelu(Approximate::None) => "GELU",
+        Activation::Gelu(Approximate::Tanh) => "GELU_TANH",
+    }
+}
+
+/// Constants that every kernel of the room takes for types and options.
+pub(super) fn define_operands(
+    kernel: KernelSpec,
+    x: &TensorDesc,
+    weight: &TensorDesc,
+    bias: Option<&TensorDesc>,
+    activation: Activation,
+) -> KernelSpec {
+    let width = weight.shape()[1];
+    let kernel = kernel
+        .define("T", type_name(x.dtype))
+        .define("W", type_name(weight.dtype))
+        .define("ACT", activation_name(activation))
+        // Loops over more taps are not unrolled.
+        .define("WIDTH", if width <= 9 { width } else { 0 });
+    match bias {
+        Some(bias) => kernel.define("BIAS", type_name(bias.dtype)),
+        None => kernel,
+    }
+}
+
+/// The kernel that computes all outputs but those that see an initial state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Form {
+    /// Vectors along l; `steps` of them a thread, `across` warps of a block along a row.
+    ChannelFirst { steps: usize, across: usize },
+    /// Vectors along d, walking along l.
+    ChannelLast { vector: usize, chunk: usize },
+    /// One output a thread.
+    Plain,
+}
+
+/// Loads of the channel-last kernel that are on their way.
+const AHEAD: usize = 8;
+
+impl Form {
+    fn of(spec: &CausalConv1dSpec, problem: &Problem) -> Self {
+        let Problem { b, d, l, width, .. } = *problem;
+        let (x, y) = (spec.x.strides(), spec.y.strides());
+        let vector = 16 / spec.x.dtype.size();
+        if x[2] == 1 && y[2] == 1 && (2..=vector + 1).contains(&width) && l < 1 << 30 {
+            let rows_fit = b <= GRID && d <= GRID;
+            // Measured on an H200: long rows gain from more loads in flight, few rows from more
+            // threads.
+            let steps = match l {
+                _ if b * d * l.div_ceil(32 * vector) < 4096 => 1,
+                4096.. => 4,
+                _ => 2,
+            };
+            let segments = l.div_ceil(32 * vector * steps);
+            let across = if steps == 4 { 1 } else { segments.next_power_of_two().clamp(1, 4) };
+            return if rows_fit { Form::ChannelFirst { steps, across } } else { Form::Plain };
+        }
+        if x[1] == 1 && y[1] == 1 && (2..=5).contains(&width) && l < 1 << 30 {
+            // As wide as every row allows; wider than 8 bytes costs more registers than it gains.
+            let mut vector = 8 / spec.x.dtype.size();
+            let fits = |n: isize| [d as isize, x[0], x[2], y[0], y[2]].iter().all(|s| s % n == 0);
+            while !fits(vector as isize) {
+                vector /= 2;
+            }
+            let chunk = if spec.x.dtype.is_half() { 32 } else { 16 };
+            return Form::ChannelLast { vector, chunk: chunk.max(l.div_ceil(GRID)) };
+        }
+        Form::Plain
+    }
+}
+
+/// Whether neighbouring threads follow d rather than l.
+fn along_channels(strides: &[isize]) -> bool {
+    strides[1].unsigned_abs() < strides[2].unsigned_abs()
+}
+
+/// A depthwise plan on a device, with its kernels compiled and loaded.
+#[derive(Clone, Debug)]
+pub(super) struct Direct {
+    gpu: &'static Gpu,
+    form: Form,
+    /// Bytes of an element of x.
+    element: usize,
+    params: Params,
+    main: Option<&'static Kernel>,
+    /// For addresses that the main kernel cannot take.
+    plain: &'static Kernel,
+    mask: Option<&'static Kernel>,
+    states: Option<&'static Kernel>,
+}
+
+/// A kernel of the room.
+fn kernel_spec(source: &'static Source, name: &str, spec: &CausalConv1dSpec) -> KernelSpec {
+    let entry = format!("causal_conv1d_{name}_{}", spec.x.dtype);
+    let kernel = define_operands(
+        KernelSpec::new(source, entry),
+        &spec.x,
+        &spec.weight,
+        spec.bias.as_ref(),
+        spec.activation,
+    )
+    .define("ALONG_CHANNELS", u8::from(along_channels(spec.y.strides())))
+    .define("PARAMS_SIZE", size_of::<Params>());
+    match spec.cu_seqlens.map(|desc| desc.dtype) {
+        Some(DType::I64) => kernel.define("INDEX", "i64"),
+        Some(_) => kernel.define("INDEX", "int"),
+        None => kernel,
+    }
+}
+
+/// The main kernel; none if that is the plain one.
+fn main_kernel(spec: &CausalConv1dSpec, form: Form) -> Option<KernelSpec> {
+    let mask = u8::from(spec.seq_idx.is_some() || spec.cu_seqlens.is_some());
+    match form {
+        Form::ChannelFirst { steps, .. } => Some(
+            kernel_spec(&CHANNEL_FIRST, "channel_first", spec)
+                .define("STEPS", steps)
+                .define("MASK", mask),
+        ),
+        Form::ChannelLast { vector, .. } => Some(
+            kernel_spec(&CHANNEL_LAST, "channel_last", spec)
+                .define("STEPS", AHEAD)
+                .define("VECTOR", vector)
+                .define("MASK", mask),
+        ),
+        Form::Plain => None,
+    }
+}
+
+fn states_kernel(spec: &CausalConv1dSpec, form: Form) -> Option<KernelSpec> {
+    // The plain kernel looks into initial states itself, but the main one may be chosen as well.
+    let initial = spec.initial_states.is_some() && form != Form::Plain;
+    (initial || spec.final_states.is_some()).then(|| {
+        kernel_spec(&STATES, "states", spec)
+            .define("INITIAL", u8::from(initial))
+            .define("FINAL", u8::from(spec.final_states.is_some()))
+    })
+}
+
+fn mask_kernel(spec: &CausalConv1dSpec, form: Form) -> Option<KernelSpec> {
+    let packed = spec.seq_idx.is_some() || spec.cu_seqlens.is_some();
+    (packed && form != Form::Plain).then(|| kernel_spec(&MASK, "mask", spec))
+}
+
+impl Direct {
+    pub(super) fn new(index: u32, spec: &CausalConv1dSpec, problem: &Problem) -> Result<Self> {
+        let gpu = Gpu::get(index)?;
+        let form = Form::of(spec, problem);
+        let load = |kernel: Option<KernelSpec>| kernel.map(|k| gpu.kernel(&k)).transpose();
+        let states_shape = spec.states_shape()?;
+        let params = Params {
+            batch: problem.b,
+            channels: problem.d,
+            length: problem.l,
+            width: problem.width,
+            sequences: states_shape[0],
+            x_stride: strides(Some(&spec.x)),
+            y_stride: strides(Some(&spec.y)),
+            weight_stride: strides(Some(&spec.weight)),
+            bias_stride: strides::<1>(spec.bias.as_ref())[0],
+            seq_idx_stride: strides(spec.seq_idx.as_ref()),
+            cu_stride: strides::<1>(spec.cu_seqlens.as_ref())[0],
+            initial_stride: strides(spec.initial_states.as_ref()),
+            final_stride: strides(spec.final_states.as_ref()),
+            ..Params::default()
+        };
+        Ok(Direct {
+            gpu,
+            form,
+            element: spec.x.dtype.size(),
+            params,
+            main: load(main_kernel(spec, form))?,
+            plain: gpu.kernel(&kernel_spec(&PLAIN, "plain", spec))?,
+            mask: load(mask_kernel(spec, form))?,
+            states: load(states_kernel(spec, form))?,
+        })
+    }
+
+    /// Blocks of the kernel, in one line.
+    pub(super) fn explain(&self) -> String {
+        match self.form {
+            Form::ChannelFirst { steps, .. } => {
+                format!("vectors along l, {steps} a thread, in one pass")
+            }
+            Form::ChannelLast { vector, chunk } => {
+                format!("{vector} channels a thread, walking {chunk} positions, in one pass")
+            }
+            Form::Plain => "one output a thread".into(),
+        }
+    }
+
+    fn mask_bytes(&self) -> usize {
+        let positions = self.params.batch * self.params.length;
+        if self.mask.is_some() { positions * size_of::<u16>() } else { 0 }
+    }
+
+    /// Bytes for a run, or for a backward run: the gradient before the activation and partial sums.
+    pub(super) fn workspace_bytes(&self) -> usize {
+        self.mask_bytes().max(self.dpre_bytes() + self.partial_bytes())
+    }
+
+    fn dpre_bytes(&self) -> usize {
+        let Params { batch, channels, length, .. } = self.params;
+        (batch * channels * length * size_of::<f32>()).next_multiple_of(256)
+    }
+
+    /// Positions that a partial sum covers: at least 1024, so that partial sums are few beside x.
+    fn chunk(&self) -> usize {
+        let Params { batch, length, .. } = self.params;
+        (batch * length).div_ceil(256).clamp(256, 4096)
+    }
+
+    fn parts(&self) -> usize {
+        self.params.batch * self.params.length.div_ceil(self.chunk())
+    }
+
+    fn partial_bytes(&self) -> usize {
+        self.parts() * self.params.channels * (self.params.width + 1) * size_of::<f32>()
+    }
+
+    fn with_inputs(&self, args: &CausalConv1dArgs<'_>) -> Params {
+        Params {
+            x: address(Some(&args.x)),
+            weight: address(Some(&args.weight)),
+            bias: address(args.bias.as_ref()),
+            seq_idx: address(args.seq_idx.as_ref()),
+            cu_seqlens: address(args.cu_seqlens.as_ref()),
+            initial_states: address(args.initial_states.as_ref()),
+            ..self.params
+        }
+    }
+
+    /// Views have been checked. Index values cannot be without waiting for the device: boundaries
+    /// outside 0..=l are held there, so that wrong ones give wrong results and touch nothing else.
+    pub(super) fn run(
+        &self,
+        args: &CausalConv1dArgs<'_>,
+        outputs: &CausalConv1dOutputs<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let (stream, scratch) = workspace.take_on(self.gpu, self.mask_bytes())?;
+        let mut params = Params {
+            y: output_address(Some(&outputs.y)),
+            final_states: output_address(outputs.final_states.as_ref()),
+            mask: scratch as usize,
+            ..self.with_inputs(args)
+        };
+        let Params { batch, channels, length, sequences, .. } = params;
+        // SAFETY: `Params` is the kernels' structure (they compare its size); views are valid on this
+        // device for the strides in it, and the mask has one word for every position.
+        unsafe {
+            if batch * channels * length > 0 {
+                if let Some(mask) = self.mask {
+                    mask.launch(stream, rows_launch(length, batch), &params)?;
+                }
+                match (self.main, self.main_launch(&mut params)) {
+                    (Some(main), Some(launch)) => main.launch(stream, launch, &params)?,
+                    _ => self.plain.launch(stream, self.plain_launch(), &params)?,
+                }
+            }
+            if let Some(states) = self.states {
+                states.launch(stream, rows_launch(channels, sequences), &params)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The launch of the main kernel; none if the addresses are not for it.
+    fn main_launch(&self, params: &mut Params) -> Option<Launch> {
+        let Params { batch, channels, length, .. } = *params;
+        let element = self.element;
+        match self.form {
+            Form::ChannelFirst { steps, across } => {
+                let vector = 16 / element;
+                // Rows that begin between vectors have one more.
+                let [b_stride, d_stride, _] = params.y_stride;
+                let in_bytes = |elements: isize| elements * element as isize;
+                let cut = [params.y as isize, in_bytes(b_stride), in_bytes(d_stride)]
+                    .into_iter()
+                    .any(|bytes| bytes % 16 != 0);
+                let reach = length + if cut { vector - 1 } else { 0 };
+                let segments = reach.div_ceil(32 * vector * steps);
+                let down = THREADS / 32 / across;
+                Some(Launch {
+                    grid: [
+                        segments.div_ceil(across) as u32,
+                        channels.div_ceil(down) as u32,
+                        batch as u32,
+                    ],
+                    block: [32 * across as u32, down as u32, 1],
+                })
+            }
+            Form::ChannelLast { vector, chunk } => {
+                params.chunk = chunk;
+                let aligned = (params.x | params.y).is_multiple_of(vector * element);
+                let threads = channels.div_ceil(vector);
+                aligned.then(|| Launch {
+                    grid: [
+                        threads.div_ceil(THREADS) as u32,
+                        length.div_ceil(chunk) as u32,
+                        batch.min(GRID) as u32,
+                    ],
+                    block: [THREADS as u32, 1, 1],
+                })
+            }
+            Form::Plain => None,
+        }
+    }
+
+    fn plain_launch(&self) -> Launch {
+        let Params { batch, channels, length, y_stride, .. } = self.params;
+        let (inner, outer) = match along_channels(&y_stride) {
+            true => (channels, length),
+            false => (length, channels),
+        };
+        let Launch { grid: [x, y, _], block } = rows_launch(inner, outer);
+        Launch { grid: [x, y, batch.min(GRID) as u32], block }
+    }
+
+    /// Gradients; their kernels are compiled at the first call. Views have been checked.
+    pub(super) fn backward(
+        &self,
+        spec: &CausalConv1dSpec,
+        args: &CausalConv1dArgs<'_>,
+        (dy, dfinal_states): (&TensorRef<'_>, Option<&TensorRef<'_>>),
+        grads: &CausalConv1dGrads<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let (stream, scratch) = workspace.take_on(self.gpu, self.workspace_bytes())?;
+        let Params { batch, channels, length, sequences, .. } = self.params;
+        let (channels_i, length_i) = (channels as isize, length as isize);
+        let dpre_stride = match along_channels(&self.params.y_stride) {
+            true => [channels_i * length_i, 1, channels_i],
+            false => [channels_i * length_i, length_i, 1],
+        };
+        let params = Params {
+            dy: address(Some(dy)),
+            dfinal_states: address(dfinal_states),
+            dx: output_address(grads.dx.as_ref()),
+            dinitial_states: output_address(grads.dinitial_states.as_ref()),
+            dpre: scratch as usize,
+            partial: scratch as usize + self.dpre_bytes(),
+            dy_stride: strides(Some(dy.desc())),
+            dfinal_stride: strides(dfinal_states.map(TensorRef::desc)),
+            dx_stride: strides(grads.dx.as_ref().map(TensorMut::desc)),
+            dinitial_stride: strides(grads.dinitial_states.as_ref().map(TensorMut::desc)),
+            dpre_stride,
+            chunk: self.chunk(),
+            chunks: self.params.length.div_ceil(self.chunk()),
+            ..self.with_inputs(args)
+        };
+        let step = |step| self.gpu.kernel(&backward_input_kernel(spec, step));
+        // SAFETY: as in `run`; the workspace holds dpre and the partial sums.
+        unsafe {
+            if batch * channels * length > 0 {
+                step(0)?.launch(stream, self.plain_launch(), &params)?;
+                if grads.dx.is_some() {
+                    step(1)?.launch(stream, self.plain_launch(), &params)?;
+                }
+            }
+            if grads.dinitial_states.is_some() && params.width > 1 {
+                step(2)?.launch(stream, rows_launch(channels, sequences), &params)?;
+            }
+            self.weight_gradients(spec, &params, grads, stream)
+        }
+    }
+
+    /// # Safety
+    /// `params` must be those of a backward run whose dpre is being computed on `stream`.
+    unsafe fn weight_gradients(
+        &self,
+        spec: &CausalConv1dSpec,
+        params: &Params,
+        grads: &CausalConv1dGrads<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let Params { batch, channels, width, .. } = *params;
+        if channels == 0 || (grads.dweight.is_none() && grads.dbias.is_none()) {
+            return Ok(());
+        }
+        let parts = self.parts();
+        let (kernel, taps) = backward_weight_kernel(spec, width);
+        let across = if along_channels(spec.y.strides()) { THREADS } else { 1 };
+        let launch = Launch {
+            grid: [
+                channels.div_ceil(across) as u32,
+                params.chunks.min(GRID) as u32,
+                (batch * (width + 1).div_ceil(taps)) as u32,
+            ],
+            block: [THREADS as u32, 1, 1],
+        };
+        let stride = channels * (width + 1);
+        let partial = params.partial as *const f32;
+        // SAFETY: as in `run`; the partial sums are `parts` rows of weights and then biases.
+        unsafe {
+            self.gpu.kernel(&kernel)?.launch(stream, launch, params)?;
+            if let Some(dweight) = &grads.dweight {
+                column_sum(self.gpu, stream, partial, [parts, channels * width, stride], dweight)?;
+            }
+            if let Some(dbias) = &grads.dbias {
+                let partial = partial.wrapping_add(channels * width);
+                column_sum(self.gpu, stream, partial, [parts, channels, stride], dbias)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn backward_input_kernel(spec: &CausalConv1dSpec, step: usize) -> KernelSpec {
+    let name = ["dpre", "dx", "dinitial_states"][step];
+    kernel_spec(&BACKWARD_INPUT, name, spec).define("STEP", step)
+}
+
+/// The kernel and the taps that a thread of it takes.
+fn backward_weight_kernel(spec: &CausalConv1dSpec, width: usize) -> (KernelSpec, usize) {
+    let taps = if width <= 4 { width + 1 } else { 1 };
+    (kernel_spec(&BACKWARD_WEIGHT, "dweight", spec).define("TAPS", taps), taps)
+}
+
+/// A thread for each element of rows, blocks of several rows along y.
+pub(super) fn rows_launch(row: usize, rows: usize) -> Launch {
+    Launch {
+        grid: [row.div_ceil(THREADS) as u32, rows.min(GRID) as u32, 1],
+        block: [THREADS as u32, 1, 1],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Layout;
+
+    const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+    fn spec(dtype: DType, shape: [usize; 3], width: usize, order: [usize; 3]) -> CausalConv1dSpec {
+        let x = TensorDesc { dtype, layout: Layout::with_order(&shape, &order).unwrap() };
+        let weight = TensorDesc::contiguous(dtype, &[shape[1], width]).unwrap();
+        CausalConv1dSpec::new(x, weight).unwrap()
+    }
+
+    fn form(shape: [usize; 3], width: usize, order: [usize; 3]) -> Form {
+        let spec = spec(DType::F16, shape, width, order);
+        Form::of(&spec, &spec.problem().unwrap())
+    }
+
+    #[test]
+    fn forms_follow_layout_and_width() {
+        let (first, last) = ([0, 1, 2], [0, 2, 1]);
+        let long = Form::ChannelFirst { steps: 4, across: 1 };
+        assert_eq!(form([2, 8192, 8192], 4, first), long);
+        assert_eq!(form([8, 4096, 2048], 4, first), Form::ChannelFirst { steps: 2, across: 4 });
+        assert_eq!(form([1, 64, 2048], 4, first), Form::ChannelFirst { steps: 1, across: 4 });
+        assert_eq!(form([8, 4096, 2048], 10, first), Form::Plain);
+        assert_eq!(form([8, 4096, 2048], 1, first), Form::Plain);
+        assert!(matches!(form([8, 4096, 2048], 4, last), Form::ChannelLast { vector: 4, .. }));
+        assert!(matches!(form([8, 4098, 2048], 4, last), Form::ChannelLast { vector: 2, .. }));
+        assert!(matches!(form([8, 4095, 2048], 4, last), Form::ChannelLast { vector: 1, .. }));
+    }
+
+    #[test]
+    fn kernels_compile_without_spills() {
+        let mut kernels = Vec::new();
+        let mut push = |spec: &CausalConv1dSpec| {
+            let form = Form::of(spec, &spec.problem().unwrap());
+            kernels.extend(main_kernel(spec, form));
+            kernels.extend(states_kernel(spec, form));
+            kernels.extend(mask_kernel(spec, form));
+            kernels.push(kernel_spec(&PLAIN, "plain", spec));
+            kernels.extend((0..3).map(|step| backward_input_kernel(spec, step)));
+            kernels.push(backward_weight_kernel(spec, spec.weight.shape()[1]).0);
+        };
+        for dtype in TYPES {
+            for order in [[0, 1, 2], [0, 2, 1]] {
+                let bias = TensorDesc::contiguous(DType::F32, &[64]).unwrap();
+                let spec = spec(dtype, [1, 64, 2048], 4, order)
+                    .with_bias(bias)
+                    .with_activation(Activation::Silu);
+                push(&spec);
+                let states = TensorDesc::contiguous(dtype, &[1, 64, 3]).unwrap();
+                let seq_idx = TensorDesc::contiguous(DType::I32, &[1, 2048]).unwrap();
+                let cu_seqlens = TensorDesc::contiguous(DType::I64, &[2]).unwrap();
+                let spec = spec.with_initial_states(states).with_final_states(states);
+                push(&spec.clone().with_seq_idx(seq_idx));
+                push(&spec.with_cu_seqlens(cu_seqlens));
+            }
+        }
+        for width in [1, 2, 3, 5, 20] {
+            push(&spec(DType::F16, [1, 64, 2048], width, [0, 1, 2]));
+        }
+        for activation in Activation::ALL {
+            push(&spec(DType::F32, [1, 64, 2048], 4, [0, 1, 2]).with_activation(activation));
+        }
+        crate::cuda::compile_tests::check_compiles(&kernels);
+    }
+}

@@ -1,0 +1,60 @@
+// Partial sums of the gradients of weight and bias over `chunk` positions of a row, which the wing's
+// column_sum adds in order: deterministic. A block takes a chunk of 128 channels (ALONG_CHANNELS, one
+// thread each) or of one channel (threads along l, added as a tree).
+//
+// TAPS   taps of a thread, the bias as one more after the last: WIDTH + 1, or 1 with `groups` of them
+//        in the grid, beside the rows
+#include "causal_conv1d.cuh"
+
+extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
+    i64 width = width_of(p);
+    unsigned groups = TAPS == 1 ? (unsigned)width + 1 : 1;
+    i64 first = blockIdx.z % groups;
+    i64 d = ALONG_CHANNELS ? (i64)blockIdx.x * blockDim.x + threadIdx.x : (i64)blockIdx.x;
+    i64 step = ALONG_CHANNELS ? 1 : blockDim.x, begin = ALONG_CHANNELS ? 0 : threadIdx.x;
+    i64 chunks = p.chunks;
+    bool active = d < p.channels;
+    i64 row = blockIdx.z / groups;
+    for (i64 c = blockIdx.y; c < chunks; c += gridDim.y) {
+        i64 part = row * chunks + c, start = c * p.chunk;
+        i64 end = start + p.chunk < p.length ? start + p.chunk : p.length;
+        float sum[TAPS] = {};
+        for (i64 t = start + begin; active && t < end; t += step) {
+            Sequence s = sequence_at(p, row, t);
+            int own = own_number(p, s, t);
+            float g = p.dpre[row * p.dpre_stride[0] + d * p.dpre_stride[1] + t * p.dpre_stride[2]];
+#pragma unroll
+            for (int k = 0; k < TAPS; k++) {
+                i64 tap = first + k;
+                float in = tap == width ? 1.0f : input_at(p, s, d, t - (width - 1 - tap), own);
+                sum[k] = own < 0 ? sum[k] : fmaf(g, in, sum[k]);
+            }
+        }
+#if !ALONG_CHANNELS
+        __shared__ float shared[TAPS][4];
+#pragma unroll
+        for (int k = 0; k < TAPS; k++) {
+            for (int distance = 16; distance > 0; distance /= 2) {
+                sum[k] += __shfl_xor_sync(0xffffffff, sum[k], distance);
+            }
+            if (threadIdx.x % 32 == 0) shared[k][threadIdx.x / 32] = sum[k];
+        }
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < TAPS; k++) {
+            sum[k] = (shared[k][0] + shared[k][1]) + (shared[k][2] + shared[k][3]);
+        }
+        __syncthreads();
+        active = active && threadIdx.x == 0;
+#endif
+        if (active) {
+#pragma unroll
+            for (int k = 0; k < TAPS; k++) {
+                // Weights first, biases after them.
+                i64 tap = first + k;
+                i64 column = tap == width ? p.channels * width + d : d * width + tap;
+                p.partial[part * p.channels * (width + 1) + column] = sum[k];
+            }
+        }
+    }
+}

@@ -1,0 +1,184 @@
+// What the kernels of causal conv1d share: parameters, and one output computed in plain steps.
+//
+// T        element type of x and y: F32, F16 or Bf16
+// W        element type of weight
+// BIAS     element type of bias, if there is one
+// WIDTH    number of taps; 0 takes it from the parameters
+// ACT      activation, an enumerator of `Activation`
+// INDEX    element type of cu_seqlens: int or i64, if there is one
+// ALONG_CHANNELS   the dimension that neighbouring threads follow is d instead of l
+#pragma once
+#include "activation.cuh"
+#include "windrow.cuh"
+
+typedef T::Storage S;
+
+struct Params {
+    S *y;
+    const S *x;
+    const W::Storage *weight;
+    const void *bias;
+    const int *seq_idx;
+    const void *cu_seqlens;
+    const S *initial_states;
+    S *final_states;
+    // One word a position of x, made from seq_idx or cu_seqlens: see `mask_word`.
+    unsigned short *mask;
+    const S *dy, *dfinal_states;
+    S *dx, *dinitial_states;
+    // dy times the derivative of the activation, dense in the order of x's dimensions.
+    float *dpre;
+    // Partial sums of the gradients of weight and bias: [parts, channels, width + 1].
+    float *partial;
+    i64 batch, channels, length, width, sequences;
+    // Strides in elements; [b, d, l] and [sequence, d, width - 1].
+    i64 x_stride[3], y_stride[3], weight_stride[2], bias_stride, seq_idx_stride[2];
+    i64 cu_stride, initial_stride[3], final_stride[3];
+    i64 dy_stride[3], dfinal_stride[3], dx_stride[3], dinitial_stride[3], dpre_stride[3];
+    // Positions that a thread of the channel-last kernel walks along, or that a partial sum covers;
+    // and how many of them a row has.
+    i64 chunk, chunks;
+};
+static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
+
+__device__ __forceinline__ i64 width_of(const Params &p) { return WIDTH ? WIDTH : p.width; }
+
+__device__ __forceinline__ float weight_at(const Params &p, i64 d, i64 k) {
+    return W::to_float(p.weight[d * p.weight_stride[0] + k * p.weight_stride[1]]);
+}
+
+#if WIDTH
+// The weights of N channels from d on.
+template <int N>
+__device__ __forceinline__ void weights_at(const Params &p, i64 d, float (&out)[WIDTH][N]) {
+    constexpr int STEP = 16 / (int)sizeof(W::Storage);
+    const W::Storage *row = p.weight + d * p.weight_stride[0];
+    if constexpr (N * WIDTH % STEP == 0) {
+        if (p.weight_stride[0] == WIDTH && p.weight_stride[1] == 1 && is_aligned<STEP>(row)) {
+            Raw<W, N * WIDTH> raw;
+            raw.template load<STEP>(row);
+#pragma unroll
+            for (int i = 0; i < N * WIDTH; i++) out[i % WIDTH][i / WIDTH] = raw.get(i);
+            return;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < N * WIDTH; i++) out[i % WIDTH][i / WIDTH] = weight_at(p, d + i / WIDTH, i % WIDTH);
+}
+#endif
+
+__device__ __forceinline__ float bias_at(const Params &p, i64 d) {
+#ifdef BIAS
+    return BIAS::to_float(((const BIAS::Storage *)p.bias)[d * p.bias_stride]);
+#else
+    return 0.0f;
+#endif
+}
+
+__device__ __forceinline__ float finish(float sum) {
+    return activate<ACT, true>(sum);
+}
+
+// Sequences: rows of the batch, or parts of the one row that cu_seqlens marks. Values of
+// cu_seqlens are held within 0 and `length`, so that wrong ones cannot reach outside.
+struct Sequence {
+    i64 row, index, start, end;
+};
+
+__device__ __forceinline__ i64 boundary(const Params &p, i64 i) {
+#ifdef INDEX
+    i64 v = ((const INDEX *)p.cu_seqlens)[i * p.cu_stride];
+    return v < 0 ? 0 : v > p.length ? p.length : v;
+#else
+    return 0;
+#endif
+}
+
+__device__ __forceinline__ Sequence sequence_of_index(const Params &p, i64 index) {
+#ifdef INDEX
+    return {0, index, boundary(p, index), boundary(p, index + 1)};
+#else
+    return {index, index, 0, p.length};
+#endif
+}
+
+// The sequence that position t of a row belongs to; empty ones are passed over.
+__device__ __forceinline__ Sequence sequence_at(const Params &p, i64 row, i64 t) {
+#ifdef INDEX
+    i64 low = 0, high = p.sequences; // boundary(low) <= t < boundary(high)
+    while (high - low > 1) {
+        i64 middle = (low + high) / 2;
+        if (boundary(p, middle) <= t) low = middle;
+        else high = middle;
+    }
+    return sequence_of_index(p, low);
+#else
+    return sequence_of_index(p, row);
+#endif
+}
+
+__device__ __forceinline__ int seq_idx_at(const Params &p, i64 row, i64 t) {
+    return p.seq_idx[row * p.seq_idx_stride[0] + t * p.seq_idx_stride[1]];
+}
+
+// Bit j - 1: the input j positions back belongs to the same sequence. Bit 15: padding, gives 0.
+__device__ __forceinline__ unsigned mask_word(const Params &p, i64 row, i64 t) {
+    i64 start = sequence_at(p, row, t).start;
+    int own = p.seq_idx ? seq_idx_at(p, row, t) : 0;
+    unsigned mask = own < 0 ? 0x8000 : 0;
+    for (i64 j = 1; j < width_of(p) && t - j >= start; j++) {
+        if (!p.seq_idx || seq_idx_at(p, row, t - j) == own) mask |= 1u << (j - 1);
+    }
+    return mask;
+}
+
+// The number that positions of a row must have to be seen from t.
+__device__ __forceinline__ int own_number(const Params &p, const Sequence &s, i64 t) {
+    return p.seq_idx && s.end > s.start ? seq_idx_at(p, s.row, t) : 0;
+}
+
+// The input at position t of a sequence, from the initial state where t lies before it; 0 if it has
+// another number than `own`.
+__device__ __forceinline__ float input_at(const Params &p, const Sequence &s, i64 d, i64 t, int own) {
+    bool numbered = p.seq_idx && s.end > s.start;
+    if (t >= s.start) {
+        if (numbered && seq_idx_at(p, s.row, t) != own) return 0.0f;
+        return T::to_float(p.x[s.row * p.x_stride[0] + d * p.x_stride[1] + t * p.x_stride[2]]);
+    }
+    // The state belongs to the sequence of the first token.
+    if (!p.initial_states || (numbered && seq_idx_at(p, s.row, s.start) != own)) return 0.0f;
+    i64 k = width_of(p) - 1 + (t - s.start);
+    return T::to_float(p.initial_states[s.index * p.initial_stride[0] + d * p.initial_stride[1] +
+                                        k * p.initial_stride[2]]);
+}
+
+// Sum and bias of y[row, d, t], with every option.
+__device__ __forceinline__ float before_activation(const Params &p, const Sequence &s, i64 d, i64 t,
+                                                   int own) {
+    float sum = bias_at(p, d);
+    i64 width = width_of(p);
+    for (i64 k = 0; k < width; k++) {
+        sum = fmaf(weight_at(p, d, k), input_at(p, s, d, t - (width - 1 - k), own), sum);
+    }
+    return sum;
+}
+
+__device__ __forceinline__ void plain_output(const Params &p, const Sequence &s, i64 d, i64 t) {
+    int own = own_number(p, s, t);
+    float y = own < 0 ? 0.0f : finish(before_activation(p, s, d, t, own));
+    p.y[s.row * p.y_stride[0] + d * p.y_stride[1] + t * p.y_stride[2]] = T::from_float(y);
+}
+
+// Every output of a grid of blocks: along x the inner dimension, along y the outer one, along z the
+// rows. Calls f(row, d, t). Neighbouring threads follow d if ALONG_CHANNELS, else l.
+template <class F> __device__ __forceinline__ void for_each_output(const Params &p, F f) {
+    i64 inner = ALONG_CHANNELS ? p.channels : p.length;
+    i64 outer = ALONG_CHANNELS ? p.length : p.channels;
+    i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= inner) return;
+    for (i64 row = blockIdx.z; row < p.batch; row += gridDim.z) {
+        for (i64 j = blockIdx.y; j < outer; j += gridDim.y) {
+            f(row, ALONG_CHANNELS ? i : j, ALONG_CHANNELS ? j : i);
+        }
+    }
+}

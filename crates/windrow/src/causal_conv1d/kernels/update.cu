@@ -1,0 +1,99 @@
+// Decoding: y for new positions, from the inputs kept in conv_state, which takes the new ones.
+// One thread a channel of a sequence. A block's rows of conv_state lie together in memory, so that
+// its scattered accesses meet in the same cache lines.
+//
+// T, W, BIAS, ACT   as in causal_conv1d.cuh
+// WIDTH             taps, or 0 for any
+#include "activation.cuh"
+#include "windrow.cuh"
+
+typedef T::Storage S;
+
+struct Params {
+    S *y;
+    const S *x;
+    S *state;
+    const W::Storage *weight;
+    const void *bias;
+    const int *cache_seqlens;
+    const int *state_indices;
+    i64 batch, channels, length, width, state_length, pool;
+    // [b, d, l], [pool, d, state_length], [d, width]
+    i64 x_stride[3], y_stride[3], state_stride[3], weight_stride[2];
+    i64 bias_stride, cache_seqlens_stride, state_indices_stride;
+};
+static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
+
+struct Channel {
+    const S *x;
+    S *state;
+    i64 x_step, state_step, state_length;
+    // Slot of the first new input in a ring; 0 if the state is no ring.
+    i64 head;
+
+    // Input at position t of this call; negative ones are in the state, which holds at least
+    // width - 1.
+    __device__ __forceinline__ float input(i64 t) const {
+        if (t >= 0) return T::to_float(x[t * x_step]);
+        i64 k = head + t;
+        return T::to_float(state[(k < 0 ? k + state_length : k) * state_step]);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
+    i64 d = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (d >= p.channels) return;
+    const i64 width = WIDTH ? WIDTH : p.width, history = width - 1;
+    float bias = 0.0f;
+#ifdef BIAS
+    bias = BIAS::to_float(((const BIAS::Storage *)p.bias)[d * p.bias_stride]);
+#endif
+    const W::Storage *weight = p.weight + d * p.weight_stride[0];
+
+    for (i64 b = blockIdx.y; b < p.batch; b += gridDim.y) {
+        S *y = p.y + b * p.y_stride[0] + d * p.y_stride[1];
+        i64 slot = p.state_indices ? p.state_indices[b * p.state_indices_stride] : b;
+        if (slot < 0 || slot >= p.pool) {
+            // Padding: nothing is computed and no state changes.
+            for (i64 t = 0; t < p.length; t++) y[t * p.y_stride[2]] = T::from_float(0.0f);
+            continue;
+        }
+        Channel c;
+        c.x = p.x + b * p.x_stride[0] + d * p.x_stride[1];
+        c.state = p.state + slot * p.state_stride[0] + d * p.state_stride[1];
+        c.x_step = p.x_stride[2], c.state_step = p.state_stride[2];
+        c.state_length = p.state_length;
+        c.head = 0;
+        bool ring = p.cache_seqlens != nullptr && p.state_length > 0;
+        if (ring) {
+            unsigned before = p.cache_seqlens[b * p.cache_seqlens_stride];
+            c.head = p.state_length >> 32 ? before : before % (unsigned)p.state_length;
+        }
+
+        for (i64 t = 0; t < p.length; t++) {
+            float sum = bias;
+#pragma unroll
+            for (i64 k = 0; k < width; k++) {
+                float w = W::to_float(weight[k * p.weight_stride[1]]);
+                sum = fmaf(w, c.input(t + k - history), sum);
+            }
+            y[t * p.y_stride[2]] = T::from_float(activate<ACT, sizeof(S) == 4>(sum));
+        }
+
+        // The state takes the last new inputs: a ring in their slots, else it moves up.
+        i64 kept = p.length < p.state_length ? p.length : p.state_length;
+        if (ring) {
+            i64 k = c.head + (p.length - kept);
+            for (i64 t = p.length - kept; t < p.length; t++, k++) {
+                while (k >= p.state_length) k -= p.state_length;
+                c.state[k * c.state_step] = c.x[t * c.x_step];
+            }
+        } else {
+            for (i64 k = 0; k < p.state_length; k++) {
+                i64 t = k - (p.state_length - p.length);
+                c.state[k * c.state_step] =
+                    t < 0 ? c.state[(k + p.length) * c.state_step] : c.x[t * c.x_step];
+            }
+        }
+    }
+}
