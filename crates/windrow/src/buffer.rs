@@ -44,6 +44,7 @@ impl Buffer {
         let layout = Layout::from_size_align(len, ALIGN).map_err(|_| oom())?;
         // SAFETY: the layout has a non-zero size.
         let ptr = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(oom)?;
+        prefer_huge_pages(ptr, len);
         Ok(Buffer { ptr, len, capacity: len })
     }
 
@@ -68,6 +69,23 @@ impl Buffer {
         // SAFETY: `len` initialised bytes are owned by self and borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len) }
     }
+}
+
+/// Asks for pages of 2 MiB where the block holds such: packed filters and workspaces are read in
+/// strides that else miss the translation buffers. A request, so a refusal does not matter.
+fn prefer_huge_pages(ptr: NonNull<u8>, len: usize) {
+    #[cfg(target_os = "linux")]
+    {
+        const HUGE: usize = 2 << 20;
+        let start = (ptr.as_ptr() as usize).next_multiple_of(HUGE);
+        let end = (ptr.as_ptr() as usize + len) / HUGE * HUGE;
+        if start < end {
+            // SAFETY: whole pages inside of the block; the advice leaves their contents alone.
+            unsafe { libc::madvise(start as *mut libc::c_void, end - start, libc::MADV_HUGEPAGE) };
+        }
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = (ptr, len);
 }
 
 impl Drop for Buffer {

@@ -1,6 +1,7 @@
 //! A convolution bound to a device and an algorithm.
 
 use super::backward::Backward;
+use super::cpu::winograd::best_tile;
 use super::cpu::{self, floats, floats_mut};
 use super::cuda::{self, Operands};
 use super::reference::Expected;
@@ -562,7 +563,7 @@ pub(super) fn choose(spec: &Conv2dSpec, p: &Problem) -> Conv2dAlgorithm {
         return Conv2dAlgorithm::Direct;
     }
     if p.is_winograd() && spec.accuracy != Accuracy::Exact {
-        return Conv2dAlgorithm::WinogradGemm(Tile::F4);
+        return Conv2dAlgorithm::WinogradGemm(best_tile(p));
     }
     // With few input channels the im2col matrix is many times the input.
     if p.c_group() <= 8 && p.r * p.s > 1 && !is_channels_last(&spec.y.layout) {

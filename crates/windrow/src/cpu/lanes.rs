@@ -76,6 +76,10 @@ impl Simd for Lanes {
     }
     #[inline(always)]
     fn stream_fence(self) {}
+    #[inline(always)]
+    fn prefetch<T>(self, _: *const T) {}
+    #[inline(always)]
+    fn prefetch_write<T>(self, _: *const T) {}
 
     #[inline(always)]
     unsafe fn load_f16(self, p: *const f16) -> Self::F32 {

@@ -41,6 +41,10 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     /// # Safety: `LANES` f32 are writable at `p`, aligned to the vector's size.
     unsafe fn stream(self, p: *mut f32, v: Self::F32);
     fn stream_fence(self);
+    /// Asks for the cache line at `p`, any address, to be in the second-level cache for reading.
+    fn prefetch<T>(self, p: *const T);
+    /// Asks for the cache line at `p`, any address, to be in the cache for writing.
+    fn prefetch_write<T>(self, p: *const T);
 
     /// # Safety
     /// `LANES` f16 are readable at `p`.

@@ -80,6 +80,14 @@ impl Simd for Avx512 {
     fn stream_fence(self) {
         isa!(_mm_sfence())
     }
+    #[inline(always)]
+    fn prefetch<T>(self, p: *const T) {
+        isa!(_mm_prefetch::<_MM_HINT_T1>(p.cast()))
+    }
+    #[inline(always)]
+    fn prefetch_write<T>(self, p: *const T) {
+        isa!(_mm_prefetch::<_MM_HINT_ET0>(p.cast()))
+    }
 
     #[inline(always)]
     unsafe fn load_f16(self, p: *const f16) -> __m512 {
@@ -305,6 +313,14 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn stream_fence(self) {
         isa!(_mm_sfence())
+    }
+    #[inline(always)]
+    fn prefetch<T>(self, p: *const T) {
+        isa!(_mm_prefetch::<_MM_HINT_T1>(p.cast()))
+    }
+    #[inline(always)]
+    fn prefetch_write<T>(self, p: *const T) {
+        isa!(_mm_prefetch::<_MM_HINT_ET0>(p.cast()))
     }
 
     #[inline(always)]

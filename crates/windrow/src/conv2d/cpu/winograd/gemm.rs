@@ -4,7 +4,9 @@
 //! channels times up to [`max_group`] tiles in registers over all input channels, so each vector
 //! of U serves a group of tiles and each broadcast element of V serves a panel.
 
+use super::prefetch::Ahead;
 use crate::cpu::{Kernel, Simd};
+use std::ops::Range;
 
 /// Vectors of output channels in a panel of U.
 pub(super) const PANEL: usize = 2;
@@ -20,7 +22,7 @@ pub(super) const fn max_group(registers: usize) -> usize {
 }
 
 /// Products of a block of tiles with a range of panels, for all positions.
-pub(super) struct Gemm {
+pub(super) struct Gemm<'a, 'b> {
     /// Input channels.
     pub c: usize,
     /// Positions of the transform tile.
@@ -42,13 +44,29 @@ pub(super) struct Gemm {
     pub m: *mut f32,
     /// Distances between positions and between channel vectors of M.
     pub m_strides: [usize; 2],
+    /// Asked for meanwhile.
+    pub ahead: Ahead<'a, 'b>,
 }
 
-impl Kernel for Gemm {
+/// Micro-kernel calls for the products of a block.
+pub(super) fn calls(
+    positions: usize,
+    c: usize,
+    vectors: usize,
+    tiles: usize,
+    registers: usize,
+) -> usize {
+    positions
+        * vectors.div_ceil(PANEL)
+        * c.div_ceil(BLOCK).max(1)
+        * tiles.div_ceil(max_group(registers))
+}
+
+impl Kernel for Gemm<'_, '_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
+    fn run<S: Simd>(mut self, s: S) {
         let group = max_group(S::REGISTERS);
         let groups = self.tiles.div_ceil(group);
         for position in 0..self.positions {
@@ -59,7 +77,10 @@ impl Kernel for Gemm {
                         let tile = g * self.tiles / groups;
                         let count = (g + 1) * self.tiles / groups - tile;
                         // SAFETY: inside of U, V and M by their documented shapes.
-                        unsafe { self.product(s, position, vector, channel, tile, count) };
+                        unsafe {
+                            self.product(s, position, vector, channel, tile..tile + count, g)
+                        };
+                        self.ahead.some(s);
                     }
                 }
             }
@@ -67,7 +88,7 @@ impl Kernel for Gemm {
     }
 }
 
-impl Gemm {
+impl Gemm<'_, '_> {
     /// Adds the products of a block of channels (the first: stores them) for a panel and a group.
     ///
     /// # Safety
@@ -79,36 +100,40 @@ impl Gemm {
         position: usize,
         vector: usize,
         channel: usize,
-        tile: usize,
-        tiles: usize,
+        tiles: Range<usize>,
+        group: usize,
     ) {
         let panel = PANEL.min(self.vectors - vector);
+        let c = BLOCK.min(self.c - channel);
         // SAFETY: by the caller's promise.
         let operands = unsafe {
             Operands {
-                c: BLOCK.min(self.c - channel),
+                c,
                 u: self.u.add(
                     position * self.u_position + (vector * self.c + panel * channel) * S::LANES,
                 ),
                 v: self.v.add(
                     position * self.v_strides[0]
                         + channel / S::LANES * self.v_strides[1]
-                        + tile * S::LANES,
+                        + tiles.start * S::LANES,
                 ),
                 v_vector: self.v_strides[1],
                 m: self.m.add(
-                    position * self.m_strides[0] + vector * self.m_strides[1] + tile * S::LANES,
+                    position * self.m_strides[0]
+                        + vector * self.m_strides[1]
+                        + tiles.start * S::LANES,
                 ),
                 m_vector: self.m_strides[1],
                 accumulate: channel > 0,
+                ahead: c * panel * S::LANES + group % panel * c * S::LANES,
             }
         };
         // SAFETY: as above.
         unsafe {
             if panel == PANEL {
-                operands.run_group::<S, PANEL>(s, tiles);
+                operands.run_group::<S, PANEL>(s, tiles.len());
             } else {
-                operands.run_group::<S, 1>(s, tiles);
+                operands.run_group::<S, 1>(s, tiles.len());
             }
         }
     }
@@ -123,6 +148,9 @@ struct Operands {
     m: *mut f32,
     m_vector: usize,
     accumulate: bool,
+    /// Distance in U of what is asked for meanwhile: of the next block of channels, a vector of each
+    /// row, so that two groups of tiles ask for all of it.
+    ahead: usize,
 }
 
 impl Operands {
@@ -153,6 +181,7 @@ impl Operands {
         // SAFETY: `c` rows of U and `c` channels of V in vectors of LANES are readable, and the
         // sums' places in M are writable, by the caller's promise.
         unsafe {
+            let mut next = u.wrapping_add(self.ahead);
             while left > 0 {
                 let lanes = left.min(S::LANES);
                 for lane in 0..lanes {
@@ -166,6 +195,8 @@ impl Operands {
                             *sum = s.mul_add(*r, x, *sum);
                         }
                     }
+                    s.prefetch(next);
+                    next = next.wrapping_add(S::LANES);
                     u = u.add(N * S::LANES);
                 }
                 v = v.wrapping_add(self.v_vector);

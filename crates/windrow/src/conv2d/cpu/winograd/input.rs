@@ -128,8 +128,9 @@ impl<X: SimdElement, const A: usize> InputTransform<'_, X, A> {
     /// `staging` must hold `tiles` tiles, `v` reach as many from where it points.
     #[inline(always)]
     unsafe fn transform_rows<S: Simd>(&self, s: S, tiles: usize, v: *mut f32) {
-        for tile in 0..tiles {
-            for row in 0..A {
+        // Tiles inside of rows: only A places of V are written at a time, each in turn.
+        for row in 0..A {
+            for tile in 0..tiles {
                 // SAFETY: the tile's A columns are staged; V has A * A positions.
                 unsafe {
                     let at = self.staging.add((row * ROW + tile * (A - 2)) * S::LANES);

@@ -5,11 +5,13 @@
 //! output into y, so V and M are as large as a block, not as the problem. U streams through once
 //! for each block.
 
+mod blocking;
 mod filter;
 mod gemm;
 mod geometry;
 mod input;
 mod output;
+mod prefetch;
 mod transform;
 
 use super::super::{Problem, Tile};
@@ -19,12 +21,15 @@ use crate::cpu::{
     parallel_for_workers,
 };
 use crate::{Activation, DType, TensorMut, TensorRef};
+use blocking::Blocking;
+pub(crate) use blocking::best_tile;
 use filter::FilterTransform;
 use gemm::Gemm;
 use geometry::Geometry;
 use half::{bf16, f16};
 use input::InputTransform;
 use output::OutputTransform;
+use prefetch::{Ahead, Image, Prefetch};
 use std::ops::Range;
 
 /// A 3x3 convolution of stride and dilation 1 with one group, by Winograd's algorithm.
@@ -35,18 +40,8 @@ pub(crate) struct WinogradCpu {
     threads: usize,
     isa: Isa,
     lanes: usize,
+    registers: usize,
     blocking: Blocking,
-}
-
-/// How the work is cut.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Blocking {
-    /// Tiles of a block.
-    tiles: usize,
-    /// Parts of the output channels that are separate tasks.
-    parts: usize,
-    /// Vectors of output channels between two output transforms.
-    vectors: usize,
 }
 
 /// Operands of a run that do not depend on the block.
@@ -57,6 +52,8 @@ struct Operands<'a> {
     activation: Activation,
     y: SendPtr<u8>,
     y_strides: [isize; 4],
+    /// Whether x and y together are beyond the caches.
+    far: bool,
 }
 
 // SAFETY: threads read `bias` and write separate elements of y.
@@ -71,9 +68,9 @@ impl WinogradCpu {
     pub(crate) fn with_isa(problem: &Problem, tile: Tile, threads: usize, isa: Isa) -> Self {
         debug_assert!(problem.is_winograd());
         let geometry = Geometry::new(problem, tile.m());
-        let lanes = dispatch(isa, Lanes);
+        let (lanes, registers) = dispatch(isa, Vectors);
         let blocking = Blocking::choose(&geometry, lanes, threads);
-        WinogradCpu { geometry, tile, threads, isa, lanes, blocking }
+        WinogradCpu { geometry, tile, threads, isa, lanes, registers, blocking }
     }
 
     pub(crate) fn tile(&self) -> Tile {
@@ -136,6 +133,7 @@ impl WinogradCpu {
             bias: padded_bias.as_ptr(),
             activation,
             y_strides: strides4(y.strides()),
+            far: x.desc().bytes() + y.desc().bytes() > prefetch::FAR,
             y: SendPtr(y.as_mut_ptr()),
         };
         // SAFETY: the slots follow the bias.
@@ -169,8 +167,7 @@ impl WinogradCpu {
     ) {
         let p = &self.geometry.problem;
         let block = task / self.blocking.parts;
-        let start = block * self.blocking.tiles;
-        let tiles = start..(start + self.blocking.tiles).min(self.geometry.tiles());
+        let tiles = self.tiles(block);
         let part = self.part(task % self.blocking.parts);
         // SAFETY: `slot_len` is the sum of these.
         let [staging_in, staging_out, v, m] = unsafe {
@@ -190,8 +187,21 @@ impl WinogradCpu {
                 v_strides: self.v_strides(),
             },
         );
+        let mut read = self.prefetch_input::<X>(operands, task, part.len());
         for first in part.clone().step_by(self.blocking.vectors) {
             let vectors = self.blocking.vectors.min(part.end - first);
+            let channels = first * self.lanes..p.k.min((first + vectors) * self.lanes);
+            let image = Image {
+                start: operands.y.get(),
+                element: size_of::<X>(),
+                strides: operands.y_strides,
+                size: [p.oh, p.ow],
+                before: [0, 0],
+                side: A - 2,
+            };
+            let calls = self.calls(tiles.len(), vectors);
+            let write =
+                Prefetch::new(&self.geometry, image, tiles.clone(), channels.clone(), calls);
             dispatch(
                 self.isa,
                 Gemm {
@@ -205,6 +215,7 @@ impl WinogradCpu {
                     v_strides: self.v_strides(),
                     m,
                     m_strides: self.m_strides(),
+                    ahead: Ahead { read: &mut read, write },
                 },
             );
             dispatch(
@@ -214,7 +225,7 @@ impl WinogradCpu {
                     m,
                     m_strides: self.m_strides(),
                     tiles: tiles.clone(),
-                    channels: first * self.lanes..p.k.min((first + vectors) * self.lanes),
+                    channels,
                     bias: operands.bias,
                     activation: operands.activation,
                     staging: staging_out,
@@ -223,6 +234,40 @@ impl WinogradCpu {
                 },
             );
         }
+    }
+
+    /// The input of the task that this thread will do next if all take equally long.
+    fn prefetch_input<X>(
+        &self,
+        operands: &Operands<'_>,
+        task: usize,
+        vectors: usize,
+    ) -> Prefetch<'_> {
+        let p = &self.geometry.problem;
+        let image = Image {
+            start: operands.x.as_ptr(),
+            element: size_of::<X>(),
+            strides: strides4(operands.x.strides()),
+            size: [p.h, p.w],
+            before: p.padding,
+            side: self.tile.alpha(),
+        };
+        let block = task / self.blocking.parts;
+        let next = (task + self.threads) / self.blocking.parts;
+        let tiles = if next == block || !operands.far { 0..0 } else { self.tiles(next) };
+        let calls = self.calls(self.blocking.tiles, vectors);
+        Prefetch::new(&self.geometry, image, tiles, 0..p.c, calls)
+    }
+
+    /// Micro-kernel calls for the products of a block with vectors of output channels.
+    fn calls(&self, tiles: usize, vectors: usize) -> usize {
+        gemm::calls(self.positions(), self.geometry.problem.c, vectors, tiles, self.registers)
+    }
+
+    /// Tiles of a block; none beyond the last one.
+    fn tiles(&self, block: usize) -> Range<usize> {
+        let start = (block * self.blocking.tiles).min(self.geometry.tiles());
+        start..(start + self.blocking.tiles).min(self.geometry.tiles())
     }
 
     fn pack_from<W: SimdElement>(&self, w: &TensorRef<'_>, packed: &mut [f32]) {
@@ -293,15 +338,6 @@ impl WinogradCpu {
     }
 }
 
-impl Blocking {
-    fn choose(geometry: &Geometry, lanes: usize, threads: usize) -> Self {
-        let vectors = geometry.problem.k.div_ceil(lanes).max(1);
-        let tiles = geometry.tiles().max(1);
-        let even = tiles.div_ceil(tiles.div_ceil(24).next_multiple_of(threads));
-        Blocking { tiles: even, parts: 1, vectors: vectors.min(4) }
-    }
-}
-
 /// Strides of a block's matrices [position, vector, tile, LANES]: from position to position an odd
 /// number of cache lines, so that the positions of a tile lie in different cache sets.
 fn block_strides(tiles: usize, vectors: usize, lanes: usize) -> [usize; 2] {
@@ -314,15 +350,15 @@ fn strides4(strides: &[isize]) -> [isize; 4] {
     strides.try_into().expect("four dimensions")
 }
 
-/// Asks an instruction set for its vector length.
-struct Lanes;
+/// Asks an instruction set for the length and number of its vectors.
+struct Vectors;
 
-impl Kernel for Lanes {
-    type Output = usize;
+impl Kernel for Vectors {
+    type Output = (usize, usize);
 
     #[inline(always)]
-    fn run<S: Simd>(self, _: S) -> usize {
-        S::LANES
+    fn run<S: Simd>(self, _: S) -> (usize, usize) {
+        (S::LANES, S::REGISTERS)
     }
 }
 

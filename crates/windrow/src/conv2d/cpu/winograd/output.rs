@@ -14,8 +14,11 @@ use std::ops::Range;
 /// Columns of a staged row: a transposed square can start at any column of the strip.
 const ROW: usize = COLUMNS + MAX_LANES;
 
-/// Elements of the staging buffer: a tile between its two passes, then a strip.
-pub(super) const STAGING: usize = (MAX_ALPHA * MAX_ALPHA + (MAX_ALPHA - 2) * ROW) * MAX_LANES;
+/// Columns of a row between the two passes: alpha for each tile of a segment.
+const HALF_DONE_ROW: usize = 2 * COLUMNS;
+
+/// Elements of the staging buffer: the tiles of a segment between the two passes, then the strip.
+pub(super) const STAGING: usize = (MAX_ALPHA - 2) * (HALF_DONE_ROW + ROW) * MAX_LANES;
 
 /// The output transform of a block of tiles, `A` = alpha.
 pub(super) struct OutputTransform<'a, Y, const A: usize> {
@@ -48,12 +51,10 @@ impl<Y: SimdElement, const A: usize> Kernel for OutputTransform<'_, Y, A> {
             let segment = self.geometry.segment(tile, self.tiles.end);
             for (vector, channel) in self.channels.clone().step_by(S::LANES).enumerate() {
                 let offset = vector * self.m_strides[1] + (tile - self.tiles.start) * S::LANES;
-                for t in 0..segment.count {
-                    // SAFETY: M holds the block's tiles, bias a vector from each channel on.
-                    unsafe {
-                        let m = self.m.add(offset + t * S::LANES);
-                        self.transform_tile(s, m, s.load(self.bias.add(channel)), t);
-                    }
+                // SAFETY: M holds the block's tiles, bias a vector from each channel on.
+                unsafe {
+                    self.transform_columns(s, segment.count, self.m.add(offset));
+                    self.transform_rows(s, segment.count, s.load(self.bias.add(channel)));
                 }
                 // SAFETY: the strip is staged; the segment is inside of the problem, whose
                 // elements y reaches.
@@ -65,35 +66,63 @@ impl<Y: SimdElement, const A: usize> Kernel for OutputTransform<'_, Y, A> {
 }
 
 impl<Y: SimdElement, const A: usize> OutputTransform<'_, Y, A> {
-    /// Transforms one tile into the strip.
+    /// `A^T` over the columns of each tile's positions, into the staging buffer.
     ///
     /// # Safety
-    /// `m` must reach a tile of A * A positions, `staging` be as documented.
+    /// `m` must reach `tiles` tiles of A * A positions.
     #[inline(always)]
-    unsafe fn transform_tile<S: Simd>(&self, s: S, m: *const f32, bias: S::F32, tile: usize) {
-        // SAFETY: staging holds A * A vectors for the tile and then A - 2 rows of ROW columns.
-        unsafe {
-            let strip = self.staging.add(A * A * S::LANES);
-            for j in 0..A {
-                let mut x = [s.zero(); A];
-                for (i, x) in x.iter_mut().enumerate() {
-                    *x = s.load(m.add((i * A + j) * self.m_strides[0]));
-                }
-                for (i, y) in transform::output(s, x)[..A - 2].iter().enumerate() {
-                    s.store(self.staging.add((i * A + j) * S::LANES), *y);
-                }
-            }
-            for i in 0..A - 2 {
-                let mut x = [s.zero(); A];
-                for (j, x) in x.iter_mut().enumerate() {
-                    *x = s.load(self.staging.add((i * A + j) * S::LANES));
-                }
-                for (j, y) in transform::output(s, x)[..A - 2].iter().enumerate() {
-                    let y = activate(s, self.activation, s.add(*y, bias));
-                    s.store(strip.add((i * ROW + tile * (A - 2) + j) * S::LANES), y);
+    unsafe fn transform_columns<S: Simd>(&self, s: S, tiles: usize, m: *const f32) {
+        // Tiles inside of columns: only A places of M are read at a time, each in turn.
+        for j in 0..A {
+            for tile in 0..tiles {
+                // SAFETY: staging holds A - 2 rows of A columns of each tile.
+                unsafe {
+                    let mut x = [s.zero(); A];
+                    for (i, x) in x.iter_mut().enumerate() {
+                        *x = s.load(m.add((i * A + j) * self.m_strides[0] + tile * S::LANES));
+                    }
+                    for (i, y) in transform::output(s, x)[..A - 2].iter().enumerate() {
+                        s.store(self.half_done(i, tile * A + j, S::LANES), *y);
+                    }
                 }
             }
         }
+    }
+
+    /// `A^T` over the rows of what [`Self::transform_columns`] staged, and bias and activation,
+    /// into the strip.
+    ///
+    /// # Safety
+    /// `tiles` tiles must be staged.
+    #[inline(always)]
+    unsafe fn transform_rows<S: Simd>(&self, s: S, tiles: usize, bias: S::F32) {
+        for i in 0..A - 2 {
+            for tile in 0..tiles {
+                // SAFETY: as above; the strip holds A - 2 rows of ROW columns.
+                unsafe {
+                    let mut x = [s.zero(); A];
+                    for (j, x) in x.iter_mut().enumerate() {
+                        *x = s.load(self.half_done(i, tile * A + j, S::LANES));
+                    }
+                    for (j, y) in transform::output(s, x)[..A - 2].iter().enumerate() {
+                        let y = activate(s, self.activation, s.add(*y, bias));
+                        s.store(self.strip(i, tile * (A - 2) + j, S::LANES), y);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Where a vector is between the two passes.
+    #[inline(always)]
+    fn half_done(&self, row: usize, column: usize, lanes: usize) -> *mut f32 {
+        self.staging.wrapping_add((row * HALF_DONE_ROW + column) * lanes)
+    }
+
+    /// Where a vector of the strip is.
+    #[inline(always)]
+    fn strip(&self, row: usize, column: usize, lanes: usize) -> *mut f32 {
+        self.half_done(MAX_ALPHA - 2, 0, lanes).wrapping_add((row * ROW + column) * lanes)
     }
 
     /// Writes the staged strip's pixels that are inside of the image.
@@ -111,7 +140,7 @@ impl<Y: SimdElement, const A: usize> OutputTransform<'_, Y, A> {
         for row in 0..rows {
             // SAFETY: rows and columns of the strip that are in y.
             unsafe {
-                let strip = self.staging.add((A * A + row * ROW) * S::LANES);
+                let strip = self.strip(row, 0, S::LANES);
                 let y = self.y.offset(
                     segment.n as isize * stride_n
                         + channel as isize * stride_k

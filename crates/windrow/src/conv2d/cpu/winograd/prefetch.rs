@@ -1,0 +1,141 @@
+//! Asking for pixels ahead of time.
+//!
+//! A strip of tiles touches short pieces of many rows of many channels. The hardware does not
+//! foresee them, and waiting for memory took up to five times as long as the transforms themselves.
+//! So the products, which leave the memory idle, ask for the pixels of the next input transform and
+//! of the output transform that follows, a few cache lines with each micro-kernel call.
+
+use super::geometry::Geometry;
+use crate::cpu::Simd;
+use std::ops::Range;
+
+/// Images of more bytes than this are not found in the caches when a pass begins.
+pub(super) const FAR: usize = 12 << 20;
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+/// Pixels of a block of tiles, as the cache lines to ask for.
+#[derive(Clone, Debug)]
+pub(super) struct Prefetch<'a> {
+    geometry: &'a Geometry,
+    image: Image,
+    tiles: Range<usize>,
+    channels: Range<usize>,
+    /// Lines to ask for at each call of [`Prefetch::some`].
+    share: usize,
+    run: Run,
+}
+
+/// An image tensor to read or write.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Image {
+    /// The element at index 0.
+    pub start: *const u8,
+    pub element: usize,
+    /// [n, channel, row, column], in elements.
+    pub strides: [isize; 4],
+    pub size: [usize; 2],
+    /// Rows and columns of a tile's pixels before its first output, and in all.
+    pub before: [usize; 2],
+    pub side: usize,
+}
+
+/// What is left of the neighbouring tiles of one row of tiles: `rows` rows of `pieces` pieces of
+/// `bytes` contiguous bytes.
+#[derive(Clone, Copy, Debug, Default)]
+struct Run {
+    row: isize,
+    rows: usize,
+    pieces: usize,
+    piece_stride: isize,
+    bytes: usize,
+    /// Next row, piece and byte.
+    next: [usize; 3],
+}
+
+impl<'a> Prefetch<'a> {
+    /// For some channels of a block, to be asked for in `calls` calls.
+    pub(super) fn new(
+        geometry: &'a Geometry,
+        image: Image,
+        tiles: Range<usize>,
+        channels: Range<usize>,
+        calls: usize,
+    ) -> Self {
+        // A third more than the pixels for the edges of tiles and of cache lines.
+        let pixels = tiles.len() * image.side * geometry.m;
+        let lines = pixels * channels.len() * image.element * 4 / (3 * LINE);
+        let share = lines.div_ceil(calls.max(1)) + 1;
+        Prefetch { geometry, image, tiles, channels, share, run: Run::default() }
+    }
+
+    /// Calls `ask` for the next few lines.
+    #[inline(always)]
+    pub(super) fn some(&mut self, ask: impl Fn(*const u8)) {
+        for _ in 0..self.share {
+            while self.run.next[0] == self.run.rows {
+                if self.tiles.is_empty() {
+                    return;
+                }
+                self.run = self.next_run();
+            }
+            let run = &mut self.run;
+            let [row, piece, byte] = run.next;
+            let stride = self.image.strides[2] * self.image.element as isize;
+            let offset = run.row + row as isize * stride + piece as isize * run.piece_stride;
+            ask(self.image.start.wrapping_offset(offset).wrapping_add(byte));
+            run.next[2] += LINE;
+            if run.next[2] >= run.bytes {
+                run.next =
+                    if piece + 1 < run.pieces { [row, piece + 1, 0] } else { [row + 1, 0, 0] };
+            }
+        }
+    }
+
+    /// The next tiles of the block that are neighbours.
+    fn next_run(&mut self) -> Run {
+        let image = &self.image;
+        let (columns, m) = (self.geometry.grid[1], self.geometry.m);
+        let first = self.tiles.start;
+        let count = self.tiles.len().min(columns - first % columns);
+        self.tiles.start += count;
+        let inside = |tile: usize, count: usize, d: usize| {
+            let start = (tile * m).saturating_sub(image.before[d]);
+            let end = (tile * m + (count - 1) * m + image.side).saturating_sub(image.before[d]);
+            start..end.min(image.size[d]).max(start)
+        };
+        let grid_row = first / columns;
+        let y = inside(grid_row % self.geometry.grid[0], 1, 0);
+        let x = inside(first % columns, count, 1);
+        let [stride_n, stride_c, stride_h, stride_w] =
+            image.strides.map(|s| s * image.element as isize);
+        let row = (grid_row / self.geometry.grid[0]) as isize * stride_n
+            + self.channels.start as isize * stride_c
+            + y.start as isize * stride_h
+            + x.start as isize * stride_w;
+        let (pieces, piece_stride, elements) = if image.strides[1] == 1 {
+            (x.len(), stride_w, self.channels.len())
+        } else {
+            (self.channels.len(), stride_c, x.len())
+        };
+        let empty = pieces == 0 || elements == 0;
+        let rows = if empty { 0 } else { y.len() };
+        Run { row, rows, pieces, piece_stride, bytes: elements * image.element, next: [0; 3] }
+    }
+}
+
+/// What to ask for during products: pixels to be read, and pixels to be written.
+pub(super) struct Ahead<'a, 'b> {
+    pub read: &'b mut Prefetch<'a>,
+    pub write: Prefetch<'a>,
+}
+
+impl Ahead<'_, '_> {
+    /// Asks for the next few of both.
+    #[inline(always)]
+    pub(super) fn some<S: Simd>(&mut self, s: S) {
+        self.read.some(|p| s.prefetch(p));
+        self.write.some(|p| s.prefetch_write(p));
+    }
+}
