@@ -41,6 +41,8 @@ impl Simd for Lanes {
     type F32 = [f32; N];
     type I32 = [i32; N];
     type Mask = [bool; N];
+    type Table = &'static [f32; 32];
+    const FAST_LOOKUP: bool = false;
     type Square = [[f32; N]; N];
 
     #[inline(always)]
@@ -182,6 +184,24 @@ impl Simd for Lanes {
     #[inline(always)]
     fn select(self, mask: Self::Mask, a: Self::F32, b: Self::F32) -> Self::F32 {
         std::array::from_fn(|i| if mask[i] { a[i] } else { b[i] })
+    }
+
+    #[inline(always)]
+    fn or_mask(self, a: Self::Mask, b: Self::Mask) -> Self::Mask {
+        std::array::from_fn(|i| a[i] | b[i])
+    }
+    #[inline(always)]
+    fn any(self, mask: Self::Mask) -> bool {
+        mask.contains(&true)
+    }
+
+    #[inline(always)]
+    fn table(self, numbers: &'static [f32; 32]) -> Self::Table {
+        numbers
+    }
+    #[inline(always)]
+    fn lookup(self, table: Self::Table, index: Self::I32) -> Self::F32 {
+        index.map(|i| table[(i & 31) as usize])
     }
 
     #[inline(always)]

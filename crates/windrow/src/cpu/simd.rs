@@ -18,6 +18,10 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     type I32: Copy;
     /// One truth value for each lane.
     type Mask: Copy;
+    /// A table of 32 numbers, in registers where they can be looked up there.
+    type Table: Copy;
+    /// True if a lookup is as cheap as arithmetic.
+    const FAST_LOOKUP: bool;
     /// `LANES` vectors.
     type Square: Copy + AsRef<[Self::F32]> + AsMut<[Self::F32]>;
 
@@ -57,6 +61,39 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     /// Rounds to nearest even, NaN stays NaN. # Safety: `LANES` bf16 are writable at `p`.
     unsafe fn store_bf16(self, p: *mut bf16, v: Self::F32);
 
+    /// `2 LANES` f16 as two vectors, in an order that [`Simd::store2_f16`] undoes.
+    /// # Safety: as many are readable at `p`.
+    #[inline(always)]
+    unsafe fn load2_f16(self, p: *const f16) -> [Self::F32; 2] {
+        // SAFETY: passed on.
+        unsafe { [self.load_f16(p), self.load_f16(p.add(Self::LANES))] }
+    }
+    /// With `STREAM` around the cache if the instruction set can, as [`Simd::stream`].
+    /// # Safety: `2 LANES` f16 are writable at `p`, aligned to their size with `STREAM`.
+    #[inline(always)]
+    unsafe fn store2_f16<const STREAM: bool>(self, p: *mut f16, v: [Self::F32; 2]) {
+        // SAFETY: passed on.
+        unsafe {
+            self.store_f16(p, v[0]);
+            self.store_f16(p.add(Self::LANES), v[1]);
+        }
+    }
+    /// As [`Simd::load2_f16`]. # Safety: as there.
+    #[inline(always)]
+    unsafe fn load2_bf16(self, p: *const bf16) -> [Self::F32; 2] {
+        // SAFETY: passed on.
+        unsafe { [self.load_bf16(p), self.load_bf16(p.add(Self::LANES))] }
+    }
+    /// As [`Simd::store2_f16`]. # Safety: as there.
+    #[inline(always)]
+    unsafe fn store2_bf16<const STREAM: bool>(self, p: *mut bf16, v: [Self::F32; 2]) {
+        // SAFETY: passed on.
+        unsafe {
+            self.store_bf16(p, v[0]);
+            self.store_bf16(p.add(Self::LANES), v[1]);
+        }
+    }
+
     fn add(self, a: Self::F32, b: Self::F32) -> Self::F32;
     fn sub(self, a: Self::F32, b: Self::F32) -> Self::F32;
     fn mul(self, a: Self::F32, b: Self::F32) -> Self::F32;
@@ -87,6 +124,13 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     /// `a` where the mask is set, else `b`.
     fn select(self, mask: Self::Mask, a: Self::F32, b: Self::F32) -> Self::F32;
 
+    fn or_mask(self, a: Self::Mask, b: Self::Mask) -> Self::Mask;
+    fn any(self, mask: Self::Mask) -> bool;
+
+    fn table(self, numbers: &'static [f32; 32]) -> Self::Table;
+    /// In each lane the number at the index's low five bits.
+    fn lookup(self, table: Self::Table, index: Self::I32) -> Self::F32;
+
     fn to_bits(self, a: Self::F32) -> Self::I32;
     #[allow(clippy::wrong_self_convention)] // `self` is the instruction set, not the value
     fn from_bits(self, a: Self::I32) -> Self::F32;
@@ -116,6 +160,12 @@ pub(crate) trait SimdElement: Element {
     /// # Safety
     /// `LANES` elements are writable at `p`.
     unsafe fn store<S: Simd>(s: S, p: *mut Self, v: S::F32);
+    /// Two vectors, in an order that [`SimdElement::store2`] undoes.
+    /// # Safety: `2 LANES` elements are readable at `p`.
+    unsafe fn load2<S: Simd>(s: S, p: *const Self) -> [S::F32; 2];
+    /// With `STREAM` around the cache, as [`Simd::stream`].
+    /// # Safety: `2 LANES` elements are writable at `p`, aligned to their size with `STREAM`.
+    unsafe fn store2<S: Simd, const STREAM: bool>(s: S, p: *mut Self, v: [S::F32; 2]);
     /// The first `n <= LANES` elements, zero beyond.
     /// # Safety: `n` elements are readable at `p`.
     unsafe fn load_first<S: Simd>(s: S, p: *const Self, n: usize) -> S::F32;
@@ -138,6 +188,21 @@ impl SimdElement for f32 {
         unsafe { s.store(p, v) }
     }
     #[inline(always)]
+    unsafe fn load2<S: Simd>(s: S, p: *const Self) -> [S::F32; 2] {
+        // SAFETY: passed on.
+        unsafe { [s.load(p), s.load(p.add(S::LANES))] }
+    }
+    #[inline(always)]
+    unsafe fn store2<S: Simd, const STREAM: bool>(s: S, p: *mut Self, v: [S::F32; 2]) {
+        for (i, v) in v.into_iter().enumerate() {
+            // SAFETY: passed on.
+            unsafe {
+                let p = p.add(i * S::LANES);
+                if STREAM { s.stream(p, v) } else { s.store(p, v) }
+            }
+        }
+    }
+    #[inline(always)]
     unsafe fn load_first<S: Simd>(s: S, p: *const Self, n: usize) -> S::F32 {
         // SAFETY: passed on.
         unsafe { s.load_first(p, n) }
@@ -158,7 +223,7 @@ impl SimdElement for f32 {
 }
 
 macro_rules! half_element {
-    ($t:ident, $load:ident, $store:ident) => {
+    ($t:ident, $load:ident, $store:ident, $load2:ident, $store2:ident) => {
         impl SimdElement for $t {
             #[inline(always)]
             unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F32 {
@@ -169,6 +234,16 @@ macro_rules! half_element {
             unsafe fn store<S: Simd>(s: S, p: *mut Self, v: S::F32) {
                 // SAFETY: passed on.
                 unsafe { s.$store(p, v) }
+            }
+            #[inline(always)]
+            unsafe fn load2<S: Simd>(s: S, p: *const Self) -> [S::F32; 2] {
+                // SAFETY: passed on.
+                unsafe { s.$load2(p) }
+            }
+            #[inline(always)]
+            unsafe fn store2<S: Simd, const STREAM: bool>(s: S, p: *mut Self, v: [S::F32; 2]) {
+                // SAFETY: passed on.
+                unsafe { s.$store2::<STREAM>(p, v) }
             }
             #[inline(always)]
             unsafe fn load_first<S: Simd>(s: S, p: *const Self, n: usize) -> S::F32 {
@@ -203,8 +278,8 @@ macro_rules! half_element {
 /// The widest vector of any instruction set.
 pub(crate) const MAX_LANES: usize = 16;
 
-half_element!(f16, load_f16, store_f16);
-half_element!(bf16, load_bf16, store_bf16);
+half_element!(f16, load_f16, store_f16, load2_f16, store2_f16);
+half_element!(bf16, load_bf16, store_bf16, load2_bf16, store2_bf16);
 
 #[cfg(test)]
 mod tests {
@@ -237,6 +312,16 @@ mod tests {
         2051.0,
         -7e-5,
     ];
+
+    static SQUARES: [f32; 32] = {
+        let mut squares = [0.0; 32];
+        let mut i = 0;
+        while i < 32 {
+            squares[i] = (i * i) as f32;
+            i += 1;
+        }
+        squares
+    };
 
     struct Ops;
     impl Kernel for Ops {
@@ -299,6 +384,10 @@ mod tests {
             let want = (f64::from(a) * 2f64.powi(n)) as f32;
             same(&format!("ldexp {a:e} {n}"), lane0(s, s.ldexp(va, s.splat(n as f32))), want);
         }
+        assert_eq!(s.any(s.lt(va, vb)), a < b);
+        let index = s.add_i32(s.to_bits(va), s.splat_i32(5));
+        let want = SQUARES[(a.to_bits() as usize + 5) & 31];
+        same("lookup", lane0(s, s.lookup(s.table(&SQUARES), index)), want);
         let mut h = [f16::ZERO; MAX_LANES];
         let mut g = [bf16::ZERO; MAX_LANES];
         // SAFETY: MAX_LANES elements are readable and writable.

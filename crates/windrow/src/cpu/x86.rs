@@ -44,12 +44,37 @@ macro_rules! isa {
     };
 }
 
+/// The bits of a bf16 in the upper half of each lane: rounded to nearest even by adding half a unit,
+/// less one where the result is even; a NaN keeps its upper bits and is made quiet.
+#[inline(always)]
+unsafe fn round_to_bf16(v: __m512) -> __m512i {
+    // SAFETY: called by Avx512 only.
+    unsafe {
+        let bits = _mm512_castps_si512(v);
+        let odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x1_0000));
+        let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
+        let rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+        let rounded = _mm512_mask_add_epi32(rounded, odd, bits, _mm512_set1_epi32(0x8000));
+        _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x40_0000))
+    }
+}
+
+/// # Safety
+/// 64 bytes are writable at `p`, which is aligned to as many with `STREAM`. Called by Avx512 only.
+#[inline(always)]
+unsafe fn store_512<const STREAM: bool>(p: *mut __m512i, v: __m512i) {
+    // SAFETY: passed on.
+    unsafe { if STREAM { _mm512_stream_si512(p, v) } else { _mm512_storeu_si512(p, v) } }
+}
+
 impl Simd for Avx512 {
     const LANES: usize = 16;
     const REGISTERS: usize = 32;
     type F32 = __m512;
     type I32 = __m512i;
     type Mask = __mmask16;
+    type Table = [__m512; 2];
+    const FAST_LOOKUP: bool = true;
     type Square = [__m512; 16];
 
     #[inline(always)]
@@ -110,16 +135,35 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn store_bf16(self, p: *mut bf16, v: __m512) {
         isa!({
-            // Round to nearest even by adding half a unit, less one where the result is even;
-            // a NaN keeps its upper bits and is made quiet.
-            let bits = _mm512_castps_si512(v);
-            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-            let round = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
-            let rounded = _mm512_add_epi32(bits, round);
-            let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x40_0000));
-            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
-            let out = _mm512_srli_epi32::<16>(_mm512_mask_mov_epi32(rounded, nan, quiet));
+            let out = _mm512_srli_epi32::<16>(round_to_bf16(v));
             _mm256_storeu_si256(p.cast(), _mm512_cvtepi32_epi16(out))
+        })
+    }
+    #[inline(always)]
+    unsafe fn store2_f16<const STREAM: bool>(self, p: *mut f16, v: [__m512; 2]) {
+        isa!({
+            const ROUND: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+            let low = _mm512_castsi256_si512(_mm512_cvtps_ph::<ROUND>(v[0]));
+            let both = _mm512_inserti64x4::<1>(low, _mm512_cvtps_ph::<ROUND>(v[1]));
+            store_512::<STREAM>(p.cast(), both)
+        })
+    }
+    // One vector takes the elements of even index, which are the lower halves of 32-bit words, the
+    // other those of odd index.
+    #[inline(always)]
+    unsafe fn load2_bf16(self, p: *const bf16) -> [__m512; 2] {
+        isa!({
+            let words = _mm512_loadu_si512(p.cast());
+            let upper = _mm512_and_si512(words, _mm512_set1_epi32(0xffff_0000_u32 as i32));
+            [_mm512_castsi512_ps(_mm512_slli_epi32::<16>(words)), _mm512_castsi512_ps(upper)]
+        })
+    }
+    #[inline(always)]
+    unsafe fn store2_bf16<const STREAM: bool>(self, p: *mut bf16, v: [__m512; 2]) {
+        isa!({
+            let even = _mm512_srli_epi32::<16>(round_to_bf16(v[0]));
+            let both = _mm512_mask_blend_epi16(0xaaaa_aaaa, even, round_to_bf16(v[1]));
+            store_512::<STREAM>(p.cast(), both)
         })
     }
 
@@ -183,6 +227,24 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn select(self, mask: __mmask16, a: __m512, b: __m512) -> __m512 {
         isa!(_mm512_mask_blend_ps(mask, b, a))
+    }
+
+    #[inline(always)]
+    fn or_mask(self, a: __mmask16, b: __mmask16) -> __mmask16 {
+        a | b
+    }
+    #[inline(always)]
+    fn any(self, mask: __mmask16) -> bool {
+        mask != 0
+    }
+
+    #[inline(always)]
+    fn table(self, numbers: &'static [f32; 32]) -> [__m512; 2] {
+        isa!([_mm512_loadu_ps(numbers.as_ptr()), _mm512_loadu_ps(numbers[16..].as_ptr())])
+    }
+    #[inline(always)]
+    fn lookup(self, [low, high]: [__m512; 2], index: __m512i) -> __m512 {
+        isa!(_mm512_permutex2var_ps(low, index, high))
     }
 
     #[inline(always)]
@@ -284,6 +346,9 @@ impl Simd for Avx2 {
     type F32 = __m256;
     type I32 = __m256i;
     type Mask = __m256;
+    type Table = &'static [f32; 32];
+    // Gathers cost several cycles for each lane on many cores.
+    const FAST_LOOKUP: bool = false;
     type Square = [__m256; 8];
 
     #[inline(always)]
@@ -341,7 +406,7 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn store_bf16(self, p: *mut bf16, v: __m256) {
         isa!({
-            // As for AVX-512.
+            // As `round_to_bf16`.
             let bits = _mm256_castps_si256(v);
             let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
             let round = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
@@ -426,6 +491,27 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn select(self, mask: __m256, a: __m256, b: __m256) -> __m256 {
         isa!(_mm256_blendv_ps(b, a, mask))
+    }
+
+    #[inline(always)]
+    fn or_mask(self, a: __m256, b: __m256) -> __m256 {
+        isa!(_mm256_or_ps(a, b))
+    }
+    #[inline(always)]
+    fn any(self, mask: __m256) -> bool {
+        isa!(_mm256_movemask_ps(mask) != 0)
+    }
+
+    #[inline(always)]
+    fn table(self, numbers: &'static [f32; 32]) -> &'static [f32; 32] {
+        numbers
+    }
+    #[inline(always)]
+    fn lookup(self, table: &'static [f32; 32], index: __m256i) -> __m256 {
+        isa!(_mm256_i32gather_ps::<4>(
+            table.as_ptr(),
+            _mm256_and_si256(index, _mm256_set1_epi32(31))
+        ))
     }
 
     #[inline(always)]

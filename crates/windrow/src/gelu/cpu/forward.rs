@@ -1,13 +1,18 @@
 //! `y = gelu(x + bias) * gate`
 
 use super::nest::Nest;
-use super::{BLOCK, Bias, Block, PARALLEL_FROM, bias_strides, gather, gelu, load, scatter, store};
+use super::table::{self, Tail};
+use super::{BLOCK, Bias, Block, PARALLEL_FROM, bias_strides, gather, load, scatter, store};
 use crate::cpu::{Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, parallel_for};
 use crate::gelu::{GeluArgs, GeluSpec};
 use crate::{Approximate, DType, MAX_RANK, TensorMut, bf16, f16};
 
 /// Elements in a task at least: a whole number of pages.
 const TASK: usize = 16 << 10;
+
+/// Outputs of at least this many bytes are stored around the cache, which could not hold them
+/// until they are read again; this saves reading each line before it is written.
+const STREAM_FROM: usize = 24 << 20;
 
 /// Runs a checked plan. `args` fit `spec`.
 pub(in crate::gelu) fn forward(
@@ -48,6 +53,8 @@ fn run<T: SimdElement, const TANH: bool>(
     args: &GeluArgs<'_>,
     mut y: TensorMut<'_>,
 ) {
+    // In place the line is in the cache anyway.
+    let stream = y.layout().len() * size_of::<T>() >= STREAM_FROM && y.as_ptr() != args.x.as_ptr();
     let y = SendPtr(y.as_mut_ptr().cast::<T>());
     let len = nest.len();
     let threads = if len * size_of::<T>() < PARALLEL_FROM { 1 } else { threads };
@@ -56,12 +63,14 @@ fn run<T: SimdElement, const TANH: bool>(
     parallel_for(threads, len.div_ceil(task.max(1)), |i| {
         let kernel = Forward::<T, TANH> {
             nest,
+            tail: Tail::of::<T>(if TANH { Approximate::Tanh } else { Approximate::None }),
             x: args.x.as_ptr().cast(),
             bias: Bias::of(args.bias.as_ref()),
             gate: args.gate.map_or(std::ptr::null(), |g| g.as_ptr().cast()),
             y: y.get(),
             begin: i * task,
             end: ((i + 1) * task).min(len),
+            stream,
         };
         dispatch(isa, kernel);
     });
@@ -70,6 +79,7 @@ fn run<T: SimdElement, const TANH: bool>(
 /// The elements `begin..end` of a nest over (y, x, gate, bias).
 struct Forward<'a, T, const TANH: bool> {
     nest: &'a Nest<4>,
+    tail: &'static Tail,
     x: *const T,
     bias: Bias<T>,
     /// Null if there is none.
@@ -77,6 +87,8 @@ struct Forward<'a, T, const TANH: bool> {
     y: *mut T,
     begin: usize,
     end: usize,
+    /// Store around the cache.
+    stream: bool,
 }
 
 impl<T: SimdElement, const TANH: bool> Kernel for Forward<'_, T, TANH> {
@@ -84,6 +96,7 @@ impl<T: SimdElement, const TANH: bool> Kernel for Forward<'_, T, TANH> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
+        let table = self.tail.load(s);
         let [y_stride, x_stride, gate_stride, bias_stride] = self.nest.inner_strides();
         let contiguous = y_stride == 1
             && x_stride == 1
@@ -111,10 +124,17 @@ impl<T: SimdElement, const TANH: bool> Kernel for Forward<'_, T, TANH> {
                         gate,
                         y: if y_stride == 1 { to } else { ys.as_mut_ptr() },
                     };
-                    row.run(s, n);
+                    if self.stream && y_stride == 1 {
+                        row.run::<S, true>(s, &table, n);
+                    } else {
+                        row.run::<S, false>(s, &table, n);
+                    }
                     scatter(to, y_stride, n, &mut ys);
                 }
             }
+        }
+        if self.stream {
+            s.stream_fence();
         }
     }
 }
@@ -131,26 +151,65 @@ impl<T: SimdElement, const TANH: bool> Row<T, TANH> {
     /// # Safety
     /// `n` elements of each operand are readable, those of `y` writable.
     #[inline(always)]
-    unsafe fn run<S: Simd>(&self, s: S, n: usize) {
-        let whole = n - n % S::LANES;
+    unsafe fn run<S: Simd, const STREAM: bool>(
+        &self,
+        s: S,
+        table: &[S::Table; table::TERMS],
+        n: usize,
+    ) {
+        let pair = 2 * S::LANES;
+        let mut i = 0;
+        // SAFETY: passed on; streaming begins where y is aligned.
+        unsafe {
+            if !matches!(self.bias, Bias::F32(_)) {
+                if STREAM {
+                    let ahead = self.y.align_offset(pair * size_of::<T>()).min(n);
+                    while i < ahead {
+                        let n = S::LANES.min(ahead - i);
+                        self.vector(s, table, i, n);
+                        i += n;
+                    }
+                }
+                while i + pair <= n {
+                    self.pair::<S, STREAM>(s, table, i);
+                    i += pair;
+                }
+            }
+            while i < n {
+                let n = S::LANES.min(n - i);
+                self.vector(s, table, i, n);
+                i += n;
+            }
+        }
+    }
+
+    /// Elements `i..i + 2 LANES`.
+    #[inline(always)]
+    unsafe fn pair<S: Simd, const STREAM: bool>(
+        &self,
+        s: S,
+        table: &[S::Table; table::TERMS],
+        i: usize,
+    ) {
         // SAFETY: passed on.
         unsafe {
-            for i in (0..whole).step_by(S::LANES) {
-                self.vector(s, i, S::LANES);
+            let x = self.bias.add2(s, T::load2(s, self.x.add(i)), i);
+            let mut y = table::gelu::<S, T, TANH, 2>(s, table, x);
+            if !self.gate.is_null() {
+                let gate = T::load2(s, self.gate.add(i));
+                y = [s.mul(y[0], gate[0]), s.mul(y[1], gate[1])];
             }
-            if whole < n {
-                self.vector(s, whole, n - whole);
-            }
+            T::store2::<S, STREAM>(s, self.y.add(i), y);
         }
     }
 
     /// Elements `i..i + n`.
     #[inline(always)]
-    unsafe fn vector<S: Simd>(&self, s: S, i: usize, n: usize) {
+    unsafe fn vector<S: Simd>(&self, s: S, table: &[S::Table; table::TERMS], i: usize, n: usize) {
         // SAFETY: passed on.
         unsafe {
             let x = self.bias.add(s, load(s, self.x.add(i), n), i, n);
-            let mut y = gelu::<S, T, TANH>(s, x);
+            let [mut y] = table::gelu::<S, T, TANH, 1>(s, table, [x]);
             if !self.gate.is_null() {
                 y = s.mul(y, load(s, self.gate.add(i), n));
             }

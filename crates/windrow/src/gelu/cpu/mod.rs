@@ -3,6 +3,7 @@
 mod backward;
 mod forward;
 mod nest;
+mod table;
 
 pub(super) use backward::{Partition, backward};
 pub(super) use forward::forward;
@@ -16,7 +17,7 @@ const BLOCK: usize = 256;
 /// Below this many bytes of input, waking another thread costs more than it saves.
 const PARALLEL_FROM: usize = 32 << 10;
 
-/// The bias as kernels see it: null where there is none, f32 or of the input's type.
+/// The bias as kernels see it: of the input's type, or f32 beside half inputs.
 #[derive(Clone, Copy)]
 enum Bias<T> {
     None,
@@ -28,7 +29,7 @@ impl<T: SimdElement> Bias<T> {
     fn of(bias: Option<&TensorRef<'_>>) -> Self {
         match bias {
             None => Bias::None,
-            Some(b) if b.dtype() == DType::F32 => Bias::F32(b.as_ptr().cast()),
+            Some(b) if b.dtype() != T::DTYPE => Bias::F32(b.as_ptr().cast()),
             Some(b) => Bias::Same(b.as_ptr().cast()),
         }
     }
@@ -43,6 +44,21 @@ impl<T: SimdElement> Bias<T> {
                 Bias::None => Bias::None,
                 Bias::F32(p) => Bias::F32(gather(p.offset(offset), stride, n, gathered)),
                 Bias::Same(p) => Bias::Same(gather(p.offset(offset), stride, n, gathered)),
+            }
+        }
+    }
+
+    /// `x`, loaded by `load2`, plus the bias of elements `i..i + 2 LANES`; it must not be f32 beside
+    /// half inputs, whose pairs can have another order. # Safety: the elements are readable.
+    #[inline(always)]
+    unsafe fn add2<S: Simd>(self, s: S, x: [S::F32; 2], i: usize) -> [S::F32; 2] {
+        match self {
+            Bias::None => x,
+            Bias::F32(_) => unreachable!("pairs are in the order of their type"),
+            Bias::Same(p) => {
+                // SAFETY: passed on.
+                let [b0, b1] = unsafe { T::load2(s, p.add(i)) };
+                [s.add(x[0], b0), s.add(x[1], b1)]
             }
         }
     }
@@ -136,11 +152,4 @@ fn bias_strides(rank: usize, stride: Option<isize>) -> [isize; crate::MAX_RANK] 
         strides[last] = stride;
     }
     strides
-}
-
-/// GELU of a vector in the form asked for.
-#[inline(always)]
-fn gelu<S: Simd, T: SimdElement, const TANH: bool>(s: S, x: S::F32) -> S::F32 {
-    use crate::cpu::math;
-    if TANH { math::gelu_tanh(s, x) } else { math::gelu(s, x) }
 }
