@@ -36,3 +36,8 @@ pub use half::{bf16, f16};
 pub use layout::{Layout, MAX_RANK};
 pub use plan::{Accuracy, PlanOptions, Verify, Workspace};
 pub use tensor::{Tensor, TensorDesc, TensorMut, TensorRef};
+
+/// The README's program, as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

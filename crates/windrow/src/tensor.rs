@@ -361,6 +361,17 @@ impl Tensor {
         self.buffer.as_mut_slice()
     }
 
+    /// The same elements with the dimensions in another order, without moving them: dimension `i` of
+    /// the result is dimension `order[i]` of this.
+    ///
+    /// # Panics
+    /// If `order` is no permutation of the dimensions.
+    #[must_use]
+    pub fn permute(self, order: &[usize]) -> Self {
+        let desc = TensorDesc { layout: self.desc.layout.permute(order), ..self.desc };
+        Tensor { desc, ..self }
+    }
+
     /// View for reading.
     pub fn as_ref(&self) -> TensorRef<'_> {
         // SAFETY: the buffer is initialised, covers the dense layout, and is borrowed by the view.
@@ -571,6 +582,7 @@ mod tests {
     fn owned_tensors_must_be_dense() {
         let t = Tensor::from_slice(&[1i32, 2, 3, 4], &[2, 2]).unwrap();
         assert_eq!(t.to_vec::<i32>().unwrap(), [1, 2, 3, 4]);
+        assert_eq!(t.permute(&[1, 0]).to_vec::<i32>().unwrap(), [1, 3, 2, 4]);
         assert!(matches!(Tensor::from_slice(&[1i32], &[2]), Err(Error::Shape { .. })));
         let gaps = Layout::strided(&[2, 2], &[4, 1]).unwrap();
         assert!(Tensor::uninitialised(TensorDesc { dtype: DType::F32, layout: gaps }).is_err());

@@ -89,6 +89,19 @@ impl Comparison {
         }
     }
 
+    /// Adds the elements of another comparison of the same kind.
+    pub fn merge(&mut self, other: &Comparison) {
+        let after = self.count;
+        let first = other.first_error.map(|(index, got, want)| (after + index, got, want));
+        self.first_error = self.first_error.or(first);
+        self.count += other.count;
+        self.errors += other.errors;
+        self.max_abs = self.max_abs.max(other.max_abs);
+        self.max_rel = self.max_rel.max(other.max_rel);
+        self.square_error += other.square_error;
+        self.square_want += other.square_want;
+    }
+
     /// Elements compared.
     pub fn count(&self) -> usize {
         self.count
@@ -381,6 +394,21 @@ mod tests {
             assert!(message.contains(part), "{message}");
         }
         assert!(matches!(Comparison::of(&t, &want[1..], &want, 0.0), Err(Error::Shape { .. })));
+    }
+
+    #[test]
+    fn merged_comparisons_count_as_one() {
+        let values = [(1.0, 1.0), (2.5, 2.0), (3.0, 3.0), (4.0, 5.0)];
+        let of = |values: &[(f64, f64)]| {
+            let mut c = Comparison::new(DType::F32, 1e-6);
+            values.iter().for_each(|&(got, want)| c.add(got, want, want));
+            c
+        };
+        for split in 0..=values.len() {
+            let mut merged = of(&values[..split]);
+            merged.merge(&of(&values[split..]));
+            assert_eq!(merged, of(&values));
+        }
     }
 
     #[test]

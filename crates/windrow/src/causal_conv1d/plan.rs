@@ -11,6 +11,7 @@ use crate::cpu::{Isa, SimdElement, resolve_threads};
 use crate::tensor::{
     check_device, check_disjoint, check_dtype, check_optional_view, check_tensor, check_view,
 };
+use crate::verify::Comparison;
 use crate::{
     Activation, DType, Device, Error, PlanOptions, Result, Tensor, TensorDesc, TensorMut,
     TensorRef, Verify, Workspace, bf16, f16,
@@ -287,6 +288,16 @@ impl CausalConv1dPlan {
             }
         }
         Ok(())
+    }
+
+    /// Compares `y` of a run with the f64 oracle.
+    ///
+    /// # Errors
+    /// As [`CausalConv1dPlan::run`] for inputs and `y` that are not as planned.
+    pub fn compare(&self, args: &CausalConv1dArgs<'_>, y: &TensorRef<'_>) -> Result<Comparison> {
+        self.check_args(args)?;
+        check_view("y", y.desc(), &self.spec.y)?;
+        verify::compare_output(&self.reference(args)?, y)
     }
 
     fn run_as<T: SimdElement>(

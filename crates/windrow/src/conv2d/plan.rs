@@ -390,23 +390,44 @@ impl Conv2dPlan {
         if self.verify == Verify::Off {
             return Ok(());
         }
-        let w = match args.w {
-            Weights::Raw(w) => values(&w)?,
-            Weights::Packed(PackedWeights { source: Some(w), .. }) => w.clone(),
-            // Packed by a plan that did not verify: the filter itself is not known.
-            Weights::Packed(_) => return Ok(()),
-        };
-        let want = self.expected(&args.x, &w, args.bias.as_ref())?;
-        let tolerance = self.tolerance();
-        let comparison = match self.device() {
-            Device::Cpu => Comparison::of(&y.as_ref(), &want.values, &want.scale, tolerance)?,
-            Device::Cuda(index) => {
-                workspace.synchronize()?;
-                let y = download(&y.as_ref(), index)?;
-                Comparison::of(&y.as_ref(), &want.values, &want.scale, tolerance)?
-            }
-        };
+        // Of a filter packed by a plan that did not verify only the packed form is known.
+        let Some(w) = filter(&args.w)? else { return Ok(()) };
+        if self.device() != Device::Cpu {
+            workspace.synchronize()?;
+        }
+        let comparison = self.comparison(args, &w, &y.as_ref())?;
         comparison.into_result(&format!("conv2d by {}", self.algorithm))
+    }
+
+    /// Compares a result of [`Conv2dPlan::run`] with the f64 oracle.
+    ///
+    /// # Errors
+    /// As [`Conv2dPlan::run`] for inputs and `y` that do not fit the spec, [`Error::WrongDevice`],
+    /// [`Error::Unsupported`] for a filter packed by a plan without [`Verify::On`].
+    pub fn compare(&self, args: &Conv2dArgs<'_>, y: &TensorRef<'_>) -> Result<Comparison> {
+        self.check_inputs(args)?;
+        self.check_view("y", y.desc(), y.device(), &self.spec.y)?;
+        let w = filter(&args.w)?.ok_or_else(|| {
+            let reason = "it was packed by a plan that does not verify; give the filter itself";
+            Error::unsupported("comparing the result of a packed filter", reason)
+        })?;
+        self.comparison(args, &w, y)
+    }
+
+    fn comparison(
+        &self,
+        args: &Conv2dArgs<'_>,
+        w: &[f64],
+        y: &TensorRef<'_>,
+    ) -> Result<Comparison> {
+        let want = self.expected(&args.x, w, args.bias.as_ref())?;
+        let compare = |y: &TensorRef<'_>| {
+            Comparison::of(y, &want.values, &want.scale, self.tolerance())
+        };
+        match y.device() {
+            Device::Cpu => compare(y),
+            Device::Cuda(index) => compare(&download(y, index)?.as_ref()),
+        }
     }
 
     /// What [`Conv2dPlan::run`] should give, with the scale that the plan's tolerance refers to.
@@ -431,15 +452,20 @@ impl Conv2dPlan {
     }
 
     fn check(&self, args: &Conv2dArgs<'_>, y: &TensorMut<'_>) -> Result<()> {
+        self.check_inputs(args)?;
+        self.check_view("y", y.desc(), y.device(), &self.spec.y)?;
+        check_disjoint("y", y, "x", &args.x)?;
+        if let Weights::Raw(w) = &args.w {
+            check_disjoint("y", y, "w", w)?;
+        }
+        args.bias.iter().try_for_each(|bias| check_disjoint("y", y, "bias", bias))
+    }
+
+    fn check_inputs(&self, args: &Conv2dArgs<'_>) -> Result<()> {
         let Conv2dArgs { x, w, bias } = args;
         self.check_view("x", x.desc(), x.device(), &self.spec.x)?;
-        self.check_view("y", y.desc(), y.device(), &self.spec.y)?;
-        check_disjoint("y", y, "x", x)?;
         match w {
-            Weights::Raw(w) => {
-                self.check_view("w", w.desc(), w.device(), &self.spec.w)?;
-                check_disjoint("y", y, "w", w)?;
-            }
+            Weights::Raw(w) => self.check_view("w", w.desc(), w.device(), &self.spec.w)?,
             Weights::Packed(packed) if !self.accepts(packed) => {
                 return Err(Error::parameter(
                     "w",
@@ -451,10 +477,7 @@ impl Conv2dPlan {
         }
         match (bias, &self.spec.bias) {
             (None, None) => Ok(()),
-            (Some(bias), Some(desc)) => {
-                self.check_view("bias", bias.desc(), bias.device(), desc)?;
-                check_disjoint("y", y, "bias", bias)
-            }
+            (Some(bias), Some(desc)) => self.check_view("bias", bias.desc(), bias.device(), desc),
             (Some(_), None) => Err(Error::parameter("bias", "given", "none, as in the spec")),
             (None, Some(_)) => Err(Error::parameter("bias", "missing", "a bias, as in the spec")),
         }
@@ -545,6 +568,14 @@ fn values(x: &TensorRef<'_>) -> Result<Vec<f64>> {
     match x.device() {
         Device::Cpu => x.to_f64_vec(),
         Device::Cuda(index) => download(x, index)?.as_ref().to_f64_vec(),
+    }
+}
+
+/// The filter's elements, if they are known.
+fn filter(w: &Weights<'_>) -> Result<Option<Vec<f64>>> {
+    match w {
+        Weights::Raw(w) => values(w).map(Some),
+        Weights::Packed(packed) => Ok(packed.source.clone()),
     }
 }
 

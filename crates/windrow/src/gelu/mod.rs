@@ -199,7 +199,7 @@ impl GeluPlan {
             None => Ok(()),
             Some(expected) => {
                 workspace.synchronize()?;
-                self.compare("y", &y.as_ref(), &expected)
+                self.expect("y", &y.as_ref(), &expected)
             }
         }
     }
@@ -259,11 +259,22 @@ impl GeluPlan {
                 ("dbias", &grads.dbias, &expected.dbias),
             ] {
                 if let Some(got) = got {
-                    self.compare(what, &got.as_ref(), want)?;
+                    self.expect(what, &got.as_ref(), want)?;
                 }
             }
         }
         Ok(())
+    }
+
+    /// Compares a result of [`GeluPlan::run`] with the f64 oracle. The inputs must not have been
+    /// overwritten by it.
+    ///
+    /// # Errors
+    /// As [`GeluPlan::run`] for inputs and `y` that do not fit the spec, [`Error::WrongDevice`].
+    pub fn compare(&self, args: &GeluArgs<'_>, y: &TensorRef<'_>) -> Result<Comparison> {
+        self.check_inputs(args)?;
+        check_view("y", y.desc(), &self.spec.y)?;
+        self.comparison(y, &self.oracle_forward(&self.oracle_inputs(args)?))
     }
 
     fn threads(&self) -> usize {
@@ -272,6 +283,10 @@ impl GeluPlan {
 
     fn check_args(&self, args: &GeluArgs<'_>, workspace: &Workspace) -> Result<()> {
         check_device("workspace", workspace.device(), self.options.device)?;
+        self.check_inputs(args)
+    }
+
+    fn check_inputs(&self, args: &GeluArgs<'_>) -> Result<()> {
         check_view("x", args.x.desc(), &self.spec.x)?;
         check_device("x", args.x.device(), self.options.device)?;
         for (name, given, expected) in
@@ -353,19 +368,23 @@ impl GeluPlan {
         expected
     }
 
-    fn compare(
+    fn comparison(
+        &self,
+        got: &TensorRef<'_>,
+        expected: &reference::Expected,
+    ) -> Result<Comparison> {
+        let tolerance = verify::tolerance(&self.spec, self.options.device);
+        Comparison::of(got, &expected.want, &expected.scale, tolerance)
+    }
+
+    fn expect(
         &self,
         what: &str,
         got: &TensorRef<'_>,
         expected: &reference::Expected,
     ) -> Result<()> {
-        Comparison::of(
-            got,
-            &expected.want,
-            &expected.scale,
-            verify::tolerance(&self.spec, self.options.device),
-        )?
-        .into_result(&format!("gelu {} {what}", self.algorithm.name()))
+        self.comparison(got, expected)?
+            .into_result(&format!("gelu {} {what}", self.algorithm.name()))
     }
 }
 

@@ -121,7 +121,7 @@ fn check_with_bias<T: Element, B: Element>(p: &Problem) {
     for isa in Isa::available() {
         let around = y.data.clone();
         cpu::forward(isa, p.threads, &spec, &args, y.as_mut());
-        plan.compare("y", &y.as_ref(), &expected).unwrap();
+        plan.expect("y", &y.as_ref(), &expected).unwrap();
         unchanged_between(&around, &y);
 
         let mut dbias = last.map(|n| vec![B::default(); n]);
@@ -134,13 +134,13 @@ fn check_with_bias<T: Element, B: Element>(p: &Problem) {
                 .map(|d| TensorMut::new(d, &[last.unwrap()]).unwrap()),
         };
         cpu::backward(isa, p.threads, &spec, &args, &dy.as_ref(), grads, &mut workspace).unwrap();
-        plan.compare("dx", &dx.as_ref(), &expected_grads.dx).unwrap();
+        plan.expect("dx", &dx.as_ref(), &expected_grads.dx).unwrap();
         if gate.is_some() {
-            plan.compare("dgate", &dgate.as_ref(), &expected_grads.dgate).unwrap();
+            plan.expect("dgate", &dgate.as_ref(), &expected_grads.dgate).unwrap();
         }
         if let (Some(_), Some(dbias)) = (&bias, &dbias) {
             let got = TensorRef::new(dbias, &[last.unwrap()]).unwrap();
-            plan.compare("dbias", &got, &expected_grads.dbias).unwrap();
+            plan.expect("dbias", &got, &expected_grads.dbias).unwrap();
         }
     }
 }
