@@ -1,3 +1,5 @@
 //! The `windrow` command.
 
-fn main() {}
+fn main() -> std::process::ExitCode {
+    windrow_cli::main()
+}

@@ -421,9 +421,8 @@ impl Conv2dPlan {
         y: &TensorRef<'_>,
     ) -> Result<Comparison> {
         let want = self.expected(&args.x, w, args.bias.as_ref())?;
-        let compare = |y: &TensorRef<'_>| {
-            Comparison::of(y, &want.values, &want.scale, self.tolerance())
-        };
+        let compare =
+            |y: &TensorRef<'_>| Comparison::of(y, &want.values, &want.scale, self.tolerance());
         match y.device() {
             Device::Cpu => compare(y),
             Device::Cuda(index) => compare(&download(y, index)?.as_ref()),

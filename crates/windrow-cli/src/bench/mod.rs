@@ -1,0 +1,240 @@
+//! `windrow bench`: speed beside the machine's own ceiling and the direct algorithm, error beside
+//! the oracle.
+
+mod causal_conv1d;
+mod conv2d;
+mod gelu;
+mod layers;
+mod measure;
+mod plot;
+mod report;
+mod row;
+mod stats;
+
+use crate::failure::Failure;
+use crate::files;
+use crate::machine::{Machine, check_device};
+use crate::operator::Operator;
+use indicatif::{ProgressBar, ProgressStyle};
+use measure::Limits;
+use row::Row;
+use std::num::NonZeroUsize;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::time::Duration;
+use windrow::verify::Comparison;
+use windrow::{DType, Device, PlanOptions};
+
+/// Measure speed and error; without arguments all operators, in about a minute.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Bench {
+    /// Operators to run [default: all]
+    operators: Vec<Operator>,
+    /// Layer file for conv2d, lines of name,n,c,h,w,k [default: the 18 layers that ship with it]
+    #[arg(long, value_name = "FILE")]
+    layers: Option<PathBuf>,
+    /// The real batch of the 18 layers (a sixteenth otherwise) and longer causal convolutions
+    #[arg(long)]
+    full: bool,
+    /// Element types, f32, f16 or bf16 [default: chosen for each case]
+    #[arg(long, value_delimiter = ',')]
+    dtype: Vec<DType>,
+    /// Algorithm by name; cases that it cannot compute are left out [default: the planner's choice]
+    #[arg(long, value_name = "NAME")]
+    algorithm: Option<String>,
+    /// CPU threads [default: all cores]
+    #[arg(long)]
+    threads: Option<NonZeroUsize>,
+    /// Measure each case so often [default: until its time is used up]
+    #[arg(long, value_name = "N")]
+    iterations: Option<NonZeroUsize>,
+    /// cpu or cuda:INDEX
+    #[arg(long, default_value = "cpu")]
+    device: Device,
+    /// Print JSON instead of tables
+    #[arg(long)]
+    json: bool,
+    /// Also write the rows to a CSV file
+    #[arg(long, value_name = "FILE")]
+    csv: Option<PathBuf>,
+    /// Also draw the rates to FILE.svg or FILE.png
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
+}
+
+/// What the arguments say to all operators.
+struct Selection<'a> {
+    dtypes: &'a [DType],
+    algorithm: Option<&'a str>,
+    full: bool,
+    options: PlanOptions,
+}
+
+impl Selection<'_> {
+    /// The element types asked for, else those of the case.
+    fn dtypes<'a>(&'a self, default: &'a [DType]) -> &'a [DType] {
+        if self.dtypes.is_empty() { default } else { self.dtypes }
+    }
+}
+
+/// A case to be measured, made when its turn comes and dropped after it.
+type Entry = Box<dyn Fn() -> windrow::Result<Box<dyn Case>>>;
+
+/// One operator on one set of inputs.
+trait Case {
+    fn describe(&self) -> Description;
+    /// The plan under test, once.
+    fn run(&mut self) -> windrow::Result<()>;
+    /// What the speed-up refers to, once.
+    fn run_direct(&mut self) -> windrow::Result<()>;
+    /// A copy of as many bytes as the operator moves, for [`Work::Bytes`].
+    fn copy(&mut self) {}
+    /// The latest output of [`run`](Case::run), or a sample of it, against the oracle.
+    fn compare(&mut self) -> windrow::Result<Comparison>;
+    /// Elements of the output.
+    fn elements(&self) -> usize;
+}
+
+/// What a case is.
+struct Description {
+    op: &'static str,
+    name: String,
+    device: Device,
+    dtype: DType,
+    algorithm: String,
+    shape: String,
+    plan: String,
+    work: Work,
+    /// What [`Case::run_direct`] is.
+    direct: &'static str,
+}
+
+/// What an operator's time is spent on, and so what its ceiling is.
+#[derive(Clone, Copy)]
+enum Work {
+    /// Operations of the direct algorithm.
+    Flops(f64),
+    /// Bytes that must be read and written, once each.
+    Bytes(f64),
+}
+
+/// Time for measuring, over all cases of a run.
+const BUDGET: Duration = Duration::from_secs(40);
+/// Time for measuring with `--full`, over all cases of a run.
+const FULL_BUDGET: Duration = Duration::from_secs(400);
+
+pub(crate) fn run(args: &Bench) -> Result<(), Failure> {
+    if let Some(plot) = &args.plot {
+        plot::check_name(plot)?;
+    }
+    if let Some(bad) = args.dtype.iter().find(|d| !d.is_compute()) {
+        return Err(Failure::Input(format!("--dtype {bad}: expected f32, f16 or bf16")));
+    }
+    check_device(args.device)?;
+    let mut options = PlanOptions { device: args.device, ..Default::default() };
+    options.threads = args.threads;
+    let selection = Selection {
+        dtypes: &args.dtype,
+        algorithm: args.algorithm.as_deref(),
+        full: args.full,
+        options,
+    };
+    let entries = entries(args, &selection)?;
+    if entries.is_empty() {
+        let name = args.algorithm.as_deref().unwrap_or("the planner's choice");
+        return Err(Failure::Input(format!("no case on {} for algorithm {name}", args.device)));
+    }
+    let threads = args.threads.map_or_else(windrow::cpu::num_threads, NonZeroUsize::get);
+    let machine = Machine::measure(threads);
+    let limits = limits(args, entries.len());
+
+    let bar = progress(entries.len() as u64);
+    let mut rows = Vec::with_capacity(entries.len());
+    for entry in entries {
+        let mut case = entry()?;
+        let Description { op, name, dtype, .. } = case.describe();
+        bar.set_message(format!("{op} {name} {dtype}"));
+        rows.push(Row::measure(case.as_mut(), &machine, &limits)?);
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+
+    if args.json {
+        println!("{}", report::json(&machine, &rows));
+    } else {
+        print!("{}", report::tables(&machine, &rows));
+    }
+    if let Some(path) = &args.csv {
+        files::write_bytes(path, &report::csv(&rows))?;
+    }
+    if let Some(path) = &args.plot {
+        plot::draw(path, &machine, &rows)?;
+    }
+    match rows.iter().filter(|r| !r.verified).count() {
+        0 => Ok(()),
+        n => Err(Failure::Verification(format!(
+            "{n} of {} cases differ from the oracle",
+            rows.len()
+        ))),
+    }
+}
+
+fn entries(args: &Bench, selection: &Selection<'_>) -> Result<Vec<Entry>, Failure> {
+    let mut entries = Vec::new();
+    for operator in Operator::chosen(&args.operators) {
+        entries.extend(match operator {
+            Operator::Gelu => gelu::entries(selection)?,
+            Operator::CausalConv1d => causal_conv1d::entries(selection)?,
+            Operator::Conv2d => {
+                let layers = match &args.layers {
+                    Some(path) => layers::read(path)?,
+                    None if args.full => layers::cnn18(),
+                    None => layers::cnn18().into_iter().map(layers::Layer::reduced).collect(),
+                };
+                conv2d::entries(selection, layers)?
+            }
+        });
+    }
+    Ok(entries)
+}
+
+/// The first and last `count` of `0..n`; the second range is what the first leaves of it.
+fn ends(n: usize, count: usize) -> [Range<usize>; 2] {
+    let first = count.min(n);
+    [0..first, n.saturating_sub(count).max(first)..n]
+}
+
+/// `[4, 64, 112, 112]` as `4x64x112x112`.
+fn by_x(sizes: &[usize]) -> String {
+    sizes.iter().map(usize::to_string).collect::<Vec<_>>().join("x")
+}
+
+fn limits(args: &Bench, cases: usize) -> Limits {
+    if let Some(n) = args.iterations {
+        return Limits { budget: Duration::ZERO, min: n.get(), max: n.get() };
+    }
+    let total = if args.full { FULL_BUDGET } else { BUDGET };
+    // A case has two or three contestants with the same budget each.
+    let budget = (total / cases as u32 / 3).min(Duration::from_secs(1));
+    Limits { budget, min: 3, max: 2000 }
+}
+
+/// A bar on stderr if that is a terminal, else nothing.
+pub(crate) fn progress(len: u64) -> ProgressBar {
+    let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {wide_msg}")
+        .expect("the template is valid");
+    ProgressBar::new(len).with_style(style)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ends_do_not_overlap() {
+        assert_eq!(ends(10, 2), [0..2, 8..10]);
+        assert_eq!(ends(3, 2), [0..2, 2..3]);
+        assert_eq!(ends(2, 2), [0..2, 2..2]);
+        assert_eq!(ends(0, 2), [0..0, 0..0]);
+    }
+}

@@ -1,0 +1,104 @@
+//! `windrow run causal-conv1d`.
+
+use super::{Common, finish, read_optional, read_ordered, view};
+use crate::failure::Failure;
+use crate::files;
+use std::path::{Path, PathBuf};
+use windrow::{
+    Activation, CausalConv1dAlgorithm, CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dPlan,
+    CausalConv1dSpec, Tensor, TensorDesc, Workspace,
+};
+
+/// Causal 1-D convolution: y[b,d,t] = act(bias[d] + sum over k of w[d,k] * x[b,d,t-(width-1)+k])
+#[derive(Debug, clap::Args)]
+pub(crate) struct CausalConv1d {
+    /// x [b, d, l]
+    #[arg(long, value_name = "FILE")]
+    input: String,
+    /// w [d, width], or dense [d_out, d_in, width]
+    #[arg(long, value_name = "FILE")]
+    weight: String,
+    /// Bias [d]
+    #[arg(long, value_name = "FILE")]
+    bias: Option<String>,
+    /// identity, relu, silu, gelu or gelu_tanh
+    #[arg(long, default_value = "identity")]
+    activation: Activation,
+    /// Sequence that each token belongs to, i32 [b, l]; negative is padding
+    #[arg(long, value_name = "FILE")]
+    seq_idx: Option<String>,
+    /// Beginnings of packed sequences and the end, i32 or i64 [sequences + 1]
+    #[arg(long, value_name = "FILE")]
+    cu_seqlens: Option<String>,
+    /// What came before x: [b or sequences, d, width - 1]
+    #[arg(long, value_name = "FILE")]
+    initial_states: Option<String>,
+    /// File for the states after x, for the next call's --initial-states
+    #[arg(long, value_name = "FILE")]
+    final_states: Option<PathBuf>,
+    /// x and y are [b, l, d] in their files
+    #[arg(long)]
+    channel_last: bool,
+    /// direct or im2col_gemm [default: the planner's choice]
+    #[arg(long, value_name = "NAME")]
+    algorithm: Option<CausalConv1dAlgorithm>,
+    #[command(flatten)]
+    common: Common,
+}
+
+impl CausalConv1d {
+    pub(super) fn run(&self) -> Result<(), Failure> {
+        let x = read_ordered(&self.input, "x", self.channel_last.then_some(&[0, 2, 1]))?;
+        let weight = files::read(&self.weight)?;
+        let bias = read_optional(self.bias.as_ref())?;
+        let seq_idx = read_optional(self.seq_idx.as_ref())?;
+        let cu_seqlens = read_optional(self.cu_seqlens.as_ref())?;
+        let initial_states = read_optional(self.initial_states.as_ref())?;
+
+        let desc = |t: &Option<Tensor>| t.as_ref().map(|t| *t.desc());
+        let mut spec = CausalConv1dSpec::new(*x.desc(), *weight.desc())?;
+        spec.bias = desc(&bias);
+        spec.activation = self.activation;
+        spec.seq_idx = desc(&seq_idx);
+        spec.cu_seqlens = desc(&cu_seqlens);
+        spec.initial_states = desc(&initial_states);
+        if self.final_states.is_some() {
+            let shape = spec.states_shape()?;
+            spec.final_states = Some(TensorDesc::contiguous(spec.x.dtype, &shape)?);
+        }
+        let options = self.common.options();
+        let plan = match self.algorithm {
+            Some(algorithm) => CausalConv1dPlan::with_algorithm(&spec, algorithm, &options)?,
+            None => CausalConv1dPlan::new(&spec, &options)?,
+        };
+        files::check_output(&self.common.output, spec.y.dtype)?;
+        if let (Some(path), Some(desc)) = (&self.final_states, &spec.final_states) {
+            files::check_output(path, desc.dtype)?;
+        }
+
+        let mut y = Tensor::uninitialised(spec.y)?;
+        let mut final_states = spec.final_states.map(Tensor::uninitialised).transpose()?;
+        let mut workspace = Workspace::new(options.device, plan.workspace_bytes())?;
+        let args = CausalConv1dArgs {
+            x: x.as_ref(),
+            weight: weight.as_ref(),
+            bias: view(&bias),
+            seq_idx: view(&seq_idx),
+            cu_seqlens: view(&cu_seqlens),
+            initial_states: view(&initial_states),
+        };
+        let outputs = CausalConv1dOutputs {
+            y: y.as_mut(),
+            final_states: final_states.as_mut().map(Tensor::as_mut),
+        };
+        plan.run(&args, outputs, &mut workspace)?;
+        if self.channel_last {
+            y = y.permute(&[0, 2, 1]);
+        }
+        let mut results: Vec<(&Path, &str, &Tensor)> = vec![(&self.common.output, "y", &y)];
+        if let (Some(path), Some(states)) = (&self.final_states, &final_states) {
+            results.push((path, "final_states", states));
+        }
+        finish(&results, &plan.explain())
+    }
+}

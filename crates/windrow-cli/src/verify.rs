@@ -1,0 +1,250 @@
+//! `windrow verify`: every operator, algorithm, element type and layout against the f64 oracle.
+
+use crate::bench::progress;
+use crate::failure::Failure;
+use crate::machine::check_device;
+use crate::operator::Operator;
+use crate::table::{Columns, scientific};
+use serde::Serialize;
+use windrow::Device;
+use windrow::verify::{self, Case, Check};
+
+/// Compare every operator with its f64 oracle; exit status 1 if one differs.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Verify {
+    /// Operators to check [default: all]
+    operators: Vec<Operator>,
+    /// cpu or cuda:INDEX
+    #[arg(long, default_value = "cpu")]
+    device: Device,
+    /// Only two cases for each algorithm, element type and layout
+    #[arg(long)]
+    quick: bool,
+    /// Print JSON instead of tables
+    #[arg(long)]
+    json: bool,
+}
+
+/// The same comparison over all cases of an algorithm, element type and layout.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct Row {
+    op: &'static str,
+    device: String,
+    algorithm: String,
+    dtype: &'static str,
+    layout: String,
+    /// What was compared: the result, or an intermediate stage.
+    check: &'static str,
+    cases: usize,
+    elements: usize,
+    error_count: usize,
+    max_abs_err: f64,
+    max_rel_err: f64,
+    rms_rel_err: f64,
+    verified: bool,
+}
+
+/// A case that failed, and how.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct FailedCase {
+    case: String,
+    detail: String,
+}
+
+#[derive(Debug, Default, PartialEq, Serialize)]
+struct Report {
+    rows: Vec<Row>,
+    failures: Vec<FailedCase>,
+}
+
+const CASES_IF_QUICK: usize = 2;
+/// So many failed cases are listed below the tables; JSON has all.
+const LISTED_FAILURES: usize = 20;
+
+pub(crate) fn run(args: &Verify) -> Result<(), Failure> {
+    check_device(args.device)?;
+    let chosen: Vec<_> = Operator::chosen(&args.operators).iter().map(|o| o.name()).collect();
+    let mut cases = verify::cases(args.device);
+    cases.retain(|case| chosen.contains(&case.op));
+    if args.quick {
+        keep_few(&mut cases);
+    }
+    if cases.is_empty() {
+        return Err(Failure::Input(format!("nothing to verify on {}", args.device)));
+    }
+    let total = cases.len();
+    let bar = progress(total as u64);
+    let mut report = Report::default();
+    for case in cases {
+        bar.set_message(format!("{case:?}"));
+        report.add(args.device, &case, (case.run)());
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&report).expect("a report is plain data"));
+    } else {
+        print!("{}", report.tables(total));
+    }
+    match report.failures.len() {
+        0 => Ok(()),
+        n => Err(Failure::Verification(format!("{n} of {total} cases differ from the oracle"))),
+    }
+}
+
+/// The first cases of each algorithm, element type and layout.
+fn keep_few(cases: &mut Vec<Case>) {
+    let mut seen = std::collections::HashMap::new();
+    cases.retain(|c| {
+        let count = seen.entry((c.op, c.algorithm.clone(), c.dtype, c.layout.clone())).or_insert(0);
+        *count += 1;
+        *count <= CASES_IF_QUICK
+    });
+}
+
+impl Report {
+    fn add(&mut self, device: Device, case: &Case, result: windrow::Result<Vec<Check>>) {
+        let fail = |detail: String| FailedCase { case: format!("{case:?}"), detail };
+        let checks = match result {
+            Ok(checks) => checks,
+            Err(e) => return self.failures.push(fail(e.to_string())),
+        };
+        for Check { what, comparison: c } in checks {
+            if !c.passed() {
+                self.failures.push(fail(format!("{what}: {c}")));
+            }
+            let row = self.row(device, case, what);
+            row.cases += 1;
+            row.elements += c.count();
+            row.error_count += c.errors();
+            row.max_abs_err = row.max_abs_err.max(c.max_abs());
+            row.max_rel_err = row.max_rel_err.max(c.max_rel());
+            row.rms_rel_err = row.rms_rel_err.max(c.rms_rel());
+            row.verified &= c.passed();
+        }
+    }
+
+    fn row(&mut self, device: Device, case: &Case, check: &'static str) -> &mut Row {
+        let same = |r: &Row| {
+            (r.op, &r.algorithm, r.dtype, &r.layout, r.check)
+                == (case.op, &case.algorithm, case.dtype.name(), &case.layout, check)
+        };
+        let i = self.rows.iter().position(same).unwrap_or_else(|| {
+            self.rows.push(Row {
+                op: case.op,
+                device: device.to_string(),
+                algorithm: case.algorithm.clone(),
+                dtype: case.dtype.name(),
+                layout: case.layout.clone(),
+                check,
+                cases: 0,
+                elements: 0,
+                error_count: 0,
+                max_abs_err: 0.0,
+                max_rel_err: 0.0,
+                rms_rel_err: 0.0,
+                verified: true,
+            });
+            self.rows.len() - 1
+        });
+        &mut self.rows[i]
+    }
+
+    fn tables(&self, total: usize) -> String {
+        let mut text = String::new();
+        for rows in self.rows.chunk_by(|a, b| a.op == b.op) {
+            let mut table = Columns::new(&[
+                "algorithm",
+                "dtype",
+                "layout",
+                "check",
+                ">cases",
+                ">errors",
+                ">elements",
+                ">max abs",
+                ">max rel",
+                ">rms rel",
+                "",
+            ]);
+            for r in rows {
+                table.row(vec![
+                    r.algorithm.clone(),
+                    r.dtype.into(),
+                    r.layout.clone(),
+                    r.check.into(),
+                    r.cases.to_string(),
+                    r.error_count.to_string(),
+                    r.elements.to_string(),
+                    scientific(r.max_abs_err),
+                    scientific(r.max_rel_err),
+                    scientific(r.rms_rel_err),
+                    if r.verified { "ok".into() } else { "FAIL".into() },
+                ]);
+            }
+            text += &format!("{} on {}\n\n{table}\n", rows[0].op, rows[0].device);
+        }
+        for FailedCase { case, detail } in self.failures.iter().take(LISTED_FAILURES) {
+            text += &format!("FAIL {case}\n     {detail}\n");
+        }
+        let failed = self.failures.len();
+        let elements: usize = self.rows.iter().map(|r| r.elements).sum();
+        let errors: usize = self.rows.iter().map(|r| r.error_count).sum();
+        text + &format!(
+            "{total} cases, {failed} failures; {elements} elements, {errors} outside the tolerance\n"
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use windrow::DType;
+    use windrow::verify::Comparison;
+
+    fn case(name: &str) -> Case {
+        Case {
+            op: "gelu",
+            algorithm: "cpu".into(),
+            dtype: DType::F32,
+            layout: "contiguous".into(),
+            name: name.into(),
+            run: Box::new(|| Ok(Vec::new())),
+        }
+    }
+
+    fn check(got: f64) -> Check {
+        let mut comparison = Comparison::new(DType::F32, 1e-6);
+        comparison.add(got, 1.0, 1.0);
+        Check { what: "y", comparison }
+    }
+
+    #[test]
+    fn cases_of_a_kind_share_a_row() {
+        let mut report = Report::default();
+        report.add(Device::Cpu, &case("a"), Ok(vec![check(1.0)]));
+        report.add(Device::Cpu, &case("b"), Ok(vec![check(1.5)]));
+        let [row] = &report.rows[..] else { panic!("{report:?}") };
+        assert_eq!((row.cases, row.elements, row.error_count), (2, 2, 1));
+        assert_eq!((row.max_abs_err, row.verified), (0.5, false));
+        let text = report.tables(2);
+        assert!(text.contains("FAIL gelu cpu f32 contiguous b"), "{text}");
+        assert!(text.contains("2 cases, 1 failures; 2 elements, 1 outside"), "{text}");
+    }
+
+    #[test]
+    fn a_case_that_cannot_run_has_failed() {
+        let mut report = Report::default();
+        let error = windrow::Error::unsupported("this", "of that");
+        report.add(Device::Cpu, &case("a"), Err(error));
+        assert_eq!(report.failures.len(), 1);
+    }
+
+    #[test]
+    fn quick_keeps_two_of_a_kind() {
+        let mut cases: Vec<_> = ["a", "b", "c"].into_iter().map(case).collect();
+        cases.push(Case { layout: "strided".into(), ..case("d") });
+        keep_few(&mut cases);
+        assert_eq!(cases.iter().map(|c| c.name.as_str()).collect::<String>(), "abd");
+    }
+}

@@ -1,0 +1,5 @@
+//! The command as its users run it.
+
+mod bad_input;
+mod folder;
+mod good_input;
