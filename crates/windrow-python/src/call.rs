@@ -4,6 +4,7 @@
 use crate::array::Array;
 use crate::error::{IntoPy, exception};
 use pyo3::prelude::*;
+use std::ptr::null_mut;
 use std::sync::{Arc, Mutex};
 use windrow::{Device, PlanOptions, Workspace};
 
@@ -54,12 +55,27 @@ pub(crate) fn run<T: Send>(
     elements: usize,
     work: impl FnOnce(&mut Workspace) -> windrow::Result<T> + Send,
 ) -> PyResult<T> {
-    let mut workspace = Workspace::new(like.device, bytes).py()?;
-    let result = if elements < RELEASE_FROM {
-        work(&mut workspace)
-    } else {
-        py.detach(|| work(&mut workspace))
+    let mut wait = false;
+    let mut workspace = match like.device {
+        Device::Cpu => Workspace::new(Device::Cpu, bytes).py()?,
+        Device::Cuda(index) => {
+            let stream = like.family.current_stream(index)?;
+            // What a library does on its own streams is ordered neither before nor after ours,
+            // unless it tells its stream: `__dlpack__` was asked to order the legacy default stream
+            // after it, and the end is waited for.
+            wait = stream.is_none();
+            // SAFETY: the current stream lives, as does the default one, for the whole call.
+            unsafe { Workspace::on_stream(index, stream.unwrap_or(null_mut()), bytes) }.py()?
+        }
     };
+    let work = || {
+        let result = work(&mut workspace)?;
+        if wait {
+            workspace.synchronize()?;
+        }
+        Ok(result)
+    };
+    let result = if elements < RELEASE_FROM { work() } else { py.detach(work) };
     result.map_err(exception)
 }
 

@@ -7,7 +7,8 @@ use pyo3::exceptions::{PyBufferError, PyNotImplementedError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict, PyTuple};
-use std::ptr::NonNull;
+use std::ffi::c_void;
+use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 use windrow::{Device, Layout, MAX_RANK, TensorDesc, TensorMut};
 
@@ -82,6 +83,17 @@ impl<'py> Output<'py> {
 }
 
 impl<'py> Family<'py> {
+    /// The stream of a CUDA device that the library gives its work to, if it says so.
+    pub(crate) fn current_stream(&self, index: u32) -> PyResult<Option<*mut c_void>> {
+        let Family::Exchange(api, like) = self else { return Ok(None) };
+        let mut stream = null_mut();
+        // SAFETY: a function of the library's table; it fills the stream or sets an exception.
+        match unsafe { (api.current_stream)(dlpack::CUDA, index as i32, &mut stream) } {
+            0 => Ok(Some(stream)),
+            _ => Err(PyErr::fetch(like.py())),
+        }
+    }
+
     /// Hands a tensor over as an array of this library.
     fn take(&self, tensor: windrow::Tensor) -> PyResult<Bound<'py, PyAny>> {
         match self {
