@@ -10,7 +10,9 @@ use windrow::{Device, PlanOptions, Workspace};
 
 /// Plans of earlier calls by what they compute. Making a plan costs more than running it on a
 /// small tensor; a program calls with a few specs again and again.
-pub(crate) struct PlanCache<S, P>(Mutex<Vec<((S, PlanOptions), Arc<P>)>>);
+pub(crate) struct PlanCache<S, P>(Mutex<Vec<Entry<S, P>>>);
+
+type Entry<S, P> = ((S, PlanOptions), Arc<P>);
 
 /// A network has a few dozen different layers.
 const CAPACITY: usize = 64;

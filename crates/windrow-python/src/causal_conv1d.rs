@@ -4,7 +4,6 @@ use crate::array::{Array, desc, view};
 use crate::call::{PlanCache, run, word_or_default};
 use crate::error::IntoPy;
 use crate::output::{Output, like};
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use windrow::{
     Activation, CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dPlan,

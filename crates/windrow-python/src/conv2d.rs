@@ -28,7 +28,7 @@ fn make_plan(
 
 /// A number for both directions, or one for each.
 #[derive(FromPyObject)]
-enum Pair {
+pub(crate) enum Pair {
     Both(usize),
     Each([usize; 2]),
 }

@@ -159,16 +159,16 @@ impl DLTensor {
         }
         let mut shape = [0usize; MAX_RANK];
         let mut strides = [0isize; MAX_RANK];
-        for d in 0..rank {
+        for (d, size) in shape[..rank].iter_mut().enumerate() {
             // SAFETY: d < ndim.
-            shape[d] = unsafe { *self.shape.add(d) } as usize;
+            *size = unsafe { *self.shape.add(d) } as usize;
         }
         if self.strides.is_null() {
             return Layout::contiguous(&shape[..rank]);
         }
-        for d in 0..rank {
+        for (d, stride) in strides[..rank].iter_mut().enumerate() {
             // SAFETY: d < ndim, and strides are given.
-            strides[d] = unsafe { *self.strides.add(d) } as isize;
+            *stride = unsafe { *self.strides.add(d) } as isize;
         }
         Layout::strided(&shape[..rank], &strides[..rank])
     }
