@@ -158,7 +158,7 @@ impl Form {
             while !fits(vector as isize) {
                 vector /= 2;
             }
-            let chunk = if spec.x.dtype.is_half() { 32 } else { 16 };
+            let chunk = if spec.x.dtype.is_half() { 32 } else { 8 };
             return Form::ChannelLast { vector, chunk: chunk.max(l.div_ceil(GRID)) };
         }
         Form::Plain

@@ -43,7 +43,11 @@ pub(in crate::causal_conv1d) struct Update {
 
 fn kernel_spec(spec: &CausalConv1dUpdateSpec) -> KernelSpec {
     let entry = format!("causal_conv1d_update_{}", spec.x.dtype);
-    let kernel = KernelSpec::new(&SOURCE, entry).define("PARAMS_SIZE", size_of::<Params>());
+    let (width, state_length) = (spec.weight.shape()[1], spec.conv_state.shape()[2]);
+    let few = width <= 9 && state_length <= 8;
+    let kernel = KernelSpec::new(&SOURCE, entry)
+        .define("STATE_LENGTH", if few { state_length } else { 0 })
+        .define("PARAMS_SIZE", size_of::<Params>());
     define_operands(kernel, &spec.x, &spec.weight, spec.bias.as_ref(), spec.activation)
 }
 

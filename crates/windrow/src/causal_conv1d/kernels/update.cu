@@ -4,6 +4,7 @@
 //
 // T, W, BIAS, ACT   as in causal_conv1d.cuh
 // WIDTH             taps, or 0 for any
+// STATE_LENGTH      inputs that a state holds, where they and the taps are few; else 0
 #include "activation.cuh"
 #include "windrow.cuh"
 
@@ -70,6 +71,25 @@ extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
             c.head = p.state_length >> 32 ? before : before % (unsigned)p.state_length;
         }
 
+#if STATE_LENGTH
+        if (!ring && p.length == 1) {
+            // One step: all loads before the first store, which may go to the same cache line.
+            S tokens[STATE_LENGTH + 1];
+#pragma unroll
+            for (int k = 0; k < STATE_LENGTH; k++) tokens[k] = c.state[k * c.state_step];
+            tokens[STATE_LENGTH] = *c.x;
+            float sum = bias;
+#pragma unroll
+            for (int k = 0; k < WIDTH; k++) {
+                float w = W::to_float(weight[k * p.weight_stride[1]]);
+                sum = fmaf(w, T::to_float(tokens[STATE_LENGTH + 1 - WIDTH + k]), sum);
+            }
+            *y = T::from_float(activate<ACT, sizeof(S) == 4>(sum));
+#pragma unroll
+            for (int k = 0; k < STATE_LENGTH; k++) c.state[k * c.state_step] = tokens[k + 1];
+            continue;
+        }
+#endif
         for (i64 t = 0; t < p.length; t++) {
             float sum = bias;
 #pragma unroll
