@@ -593,7 +593,11 @@ pub(super) fn choose(spec: &Conv2dSpec, p: &Problem) -> Conv2dAlgorithm {
         return Conv2dAlgorithm::Direct;
     }
     if p.is_winograd() && spec.accuracy != Accuracy::Exact {
-        return Conv2dAlgorithm::WinogradGemm(best_tile(p));
+        return Conv2dAlgorithm::WinogradGemm(match best_tile(p) {
+            // In half precision F6 is for those who ask for it by name.
+            Tile::F6 if spec.x.dtype.is_half() => Tile::F4,
+            tile => tile,
+        });
     }
     // With few input channels the im2col matrix is many times the input.
     if p.c_group() <= 8 && p.r * p.s > 1 && !is_channels_last(&spec.y.layout) {
