@@ -95,6 +95,11 @@ impl Simd for Lanes {
         unsafe { p.cast::<[f16; N]>().write_unaligned(v.map(f16::from_f32)) }
     }
     #[inline(always)]
+    unsafe fn stream_f16(self, p: *mut f16, v: Self::F32) {
+        // SAFETY: passed on.
+        unsafe { self.store_f16(p, v) }
+    }
+    #[inline(always)]
     unsafe fn load_bf16(self, p: *const bf16) -> Self::F32 {
         // SAFETY: N elements are readable.
         let h = unsafe { p.cast::<[bf16; N]>().read_unaligned() };
@@ -104,6 +109,11 @@ impl Simd for Lanes {
     unsafe fn store_bf16(self, p: *mut bf16, v: Self::F32) {
         // SAFETY: N elements are writable.
         unsafe { p.cast::<[bf16; N]>().write_unaligned(v.map(bf16::from_f32)) }
+    }
+    #[inline(always)]
+    unsafe fn stream_bf16(self, p: *mut bf16, v: Self::F32) {
+        // SAFETY: passed on.
+        unsafe { self.store_bf16(p, v) }
     }
 
     #[inline(always)]
@@ -121,6 +131,10 @@ impl Simd for Lanes {
     #[inline(always)]
     fn div(self, a: Self::F32, b: Self::F32) -> Self::F32 {
         zip(a, b, |a, b| a / b)
+    }
+    #[inline(always)]
+    fn recip14(self, a: Self::F32) -> Self::F32 {
+        map(a, |a| 1.0 / a)
     }
     #[inline(always)]
     fn mul_add(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32 {

@@ -4,6 +4,7 @@
 //! [`dispatch`] compiles it for every instruction set and calls the one asked for. Instruction
 //! sets are tokens that exist only if the machine has them, so calling a kernel is safe.
 
+mod cache;
 pub(crate) mod gemm;
 mod isa;
 mod lanes;
@@ -14,6 +15,7 @@ mod threads;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+pub(crate) use cache::last_level_cache;
 pub use isa::Isa;
 pub(crate) use isa::{Kernel, dispatch};
 pub use peak::{copy, peak_gflops};

@@ -55,11 +55,15 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     unsafe fn load_f16(self, p: *const f16) -> Self::F32;
     /// Rounds to nearest even. # Safety: `LANES` f16 are writable at `p`.
     unsafe fn store_f16(self, p: *mut f16, v: Self::F32);
+    /// As [`Simd::store_f16`] and [`Simd::stream`]. # Safety: as theirs.
+    unsafe fn stream_f16(self, p: *mut f16, v: Self::F32);
     /// # Safety
     /// `LANES` bf16 are readable at `p`.
     unsafe fn load_bf16(self, p: *const bf16) -> Self::F32;
     /// Rounds to nearest even, NaN stays NaN. # Safety: `LANES` bf16 are writable at `p`.
     unsafe fn store_bf16(self, p: *mut bf16, v: Self::F32);
+    /// As [`Simd::store_bf16`] and [`Simd::stream`]. # Safety: as theirs.
+    unsafe fn stream_bf16(self, p: *mut bf16, v: Self::F32);
 
     /// `2 LANES` f16 as two vectors, in an order that [`Simd::store2_f16`] undoes.
     /// # Safety: as many are readable at `p`.
@@ -98,6 +102,8 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     fn sub(self, a: Self::F32, b: Self::F32) -> Self::F32;
     fn mul(self, a: Self::F32, b: Self::F32) -> Self::F32;
     fn div(self, a: Self::F32, b: Self::F32) -> Self::F32;
+    /// `1 / a` with a relative error of at most 2^-14, for normal `a` up to 2^126.
+    fn recip14(self, a: Self::F32) -> Self::F32;
     /// `a * b + c`
     fn mul_add(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
     /// `a * b + c` where the product is not rounded on any instruction set, for the error terms of
@@ -166,6 +172,10 @@ pub(crate) trait SimdElement: Element {
     /// With `STREAM` around the cache, as [`Simd::stream`].
     /// # Safety: `2 LANES` elements are writable at `p`, aligned to their size with `STREAM`.
     unsafe fn store2<S: Simd, const STREAM: bool>(s: S, p: *mut Self, v: [S::F32; 2]);
+    /// Store around the cache; follow a series with [`Simd::stream_fence`].
+    /// # Safety
+    /// `LANES` elements are writable at `p`, aligned to their size together.
+    unsafe fn stream<S: Simd>(s: S, p: *mut Self, v: S::F32);
     /// The first `n <= LANES` elements, zero beyond.
     /// # Safety: `n` elements are readable at `p`.
     unsafe fn load_first<S: Simd>(s: S, p: *const Self, n: usize) -> S::F32;
@@ -203,6 +213,11 @@ impl SimdElement for f32 {
         }
     }
     #[inline(always)]
+    unsafe fn stream<S: Simd>(s: S, p: *mut Self, v: S::F32) {
+        // SAFETY: passed on.
+        unsafe { s.stream(p, v) }
+    }
+    #[inline(always)]
     unsafe fn load_first<S: Simd>(s: S, p: *const Self, n: usize) -> S::F32 {
         // SAFETY: passed on.
         unsafe { s.load_first(p, n) }
@@ -223,7 +238,7 @@ impl SimdElement for f32 {
 }
 
 macro_rules! half_element {
-    ($t:ident, $load:ident, $store:ident, $load2:ident, $store2:ident) => {
+    ($t:ident, $load:ident, $store:ident, $stream:ident, $load2:ident, $store2:ident) => {
         impl SimdElement for $t {
             #[inline(always)]
             unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F32 {
@@ -244,6 +259,11 @@ macro_rules! half_element {
             unsafe fn store2<S: Simd, const STREAM: bool>(s: S, p: *mut Self, v: [S::F32; 2]) {
                 // SAFETY: passed on.
                 unsafe { s.$store2::<STREAM>(p, v) }
+            }
+            #[inline(always)]
+            unsafe fn stream<S: Simd>(s: S, p: *mut Self, v: S::F32) {
+                // SAFETY: passed on.
+                unsafe { s.$stream(p, v) }
             }
             #[inline(always)]
             unsafe fn load_first<S: Simd>(s: S, p: *const Self, n: usize) -> S::F32 {
@@ -278,8 +298,8 @@ macro_rules! half_element {
 /// The widest vector of any instruction set.
 pub(crate) const MAX_LANES: usize = 16;
 
-half_element!(f16, load_f16, store_f16, load2_f16, store2_f16);
-half_element!(bf16, load_bf16, store_bf16, load2_bf16, store2_bf16);
+half_element!(f16, load_f16, store_f16, stream_f16, load2_f16, store2_f16);
+half_element!(bf16, load_bf16, store_bf16, stream_bf16, load2_bf16, store2_bf16);
 
 #[cfg(test)]
 mod tests {
@@ -332,6 +352,9 @@ mod tests {
                 check(s, pair.0, pair.1);
             }
             partial(s);
+            stream::<S, f32>(s);
+            stream::<S, f16>(s);
+            stream::<S, bf16>(s);
             transpose(s);
             even(s);
         }
@@ -371,6 +394,13 @@ mod tests {
         same("sub", lane0(s, s.sub(va, vb)), a - b);
         same("mul", lane0(s, s.mul(va, vb)), a * b);
         same("div", lane0(s, s.div(va, vb)), a / b);
+        let (recip, exact) = (lane0(s, s.recip14(vb)), 1.0 / f64::from(b));
+        if b.is_normal() && b.abs() < 8e37 {
+            assert!(
+                (f64::from(recip) / exact - 1.0).abs() <= 2f64.powi(-14),
+                "recip14 {b:e}: {recip:e}"
+            );
+        }
         same("min", lane0(s, s.min(va, vb)), if a < b { a } else { b });
         same("max", lane0(s, s.max(va, vb)), if a > b { a } else { b });
         same("abs", lane0(s, s.abs(va)), a.abs());
@@ -433,6 +463,24 @@ mod tests {
                 assert_eq!(out[i], x[i * S::LANES + j]);
             }
         }
+    }
+
+    #[repr(align(64))]
+    #[derive(Clone, Copy, PartialEq, Debug)]
+    struct Aligned<T>([T; MAX_LANES]);
+
+    fn stream<S: Simd, T: SimdElement>(s: S) {
+        let x: Vec<f32> = (1..=MAX_LANES).map(|i| i as f32 / 3.0).collect();
+        let (mut stored, mut streamed) =
+            (Aligned([T::default(); MAX_LANES]), Aligned([T::default(); MAX_LANES]));
+        // SAFETY: MAX_LANES elements are readable, writable and aligned to 64 bytes.
+        unsafe {
+            let v = s.load(x.as_ptr());
+            T::store(s, stored.0.as_mut_ptr(), v);
+            T::stream(s, streamed.0.as_mut_ptr(), v);
+        }
+        s.stream_fence();
+        assert_eq!(streamed, stored);
     }
 
     #[test]

@@ -67,6 +67,18 @@ unsafe fn store_512<const STREAM: bool>(p: *mut __m512i, v: __m512i) {
     unsafe { if STREAM { _mm512_stream_si512(p, v) } else { _mm512_storeu_si512(p, v) } }
 }
 
+impl Avx512 {
+    #[inline(always)]
+    fn to_f16(self, v: __m512) -> __m256i {
+        isa!(_mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(v))
+    }
+
+    #[inline(always)]
+    fn to_bf16(self, v: __m512) -> __m256i {
+        isa!(_mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(round_to_bf16(v))))
+    }
+}
+
 impl Simd for Avx512 {
     const LANES: usize = 16;
     const REGISTERS: usize = 32;
@@ -120,10 +132,11 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn store_f16(self, p: *mut f16, v: __m512) {
-        isa!(_mm256_storeu_si256(
-            p.cast(),
-            _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(v)
-        ))
+        isa!(_mm256_storeu_si256(p.cast(), self.to_f16(v)))
+    }
+    #[inline(always)]
+    unsafe fn stream_f16(self, p: *mut f16, v: __m512) {
+        isa!(_mm256_stream_si256(p.cast(), self.to_f16(v)))
     }
     #[inline(always)]
     unsafe fn load_bf16(self, p: *const bf16) -> __m512 {
@@ -134,10 +147,11 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn store_bf16(self, p: *mut bf16, v: __m512) {
-        isa!({
-            let out = _mm512_srli_epi32::<16>(round_to_bf16(v));
-            _mm256_storeu_si256(p.cast(), _mm512_cvtepi32_epi16(out))
-        })
+        isa!(_mm256_storeu_si256(p.cast(), self.to_bf16(v)))
+    }
+    #[inline(always)]
+    unsafe fn stream_bf16(self, p: *mut bf16, v: __m512) {
+        isa!(_mm256_stream_si256(p.cast(), self.to_bf16(v)))
     }
     #[inline(always)]
     unsafe fn store2_f16<const STREAM: bool>(self, p: *mut f16, v: [__m512; 2]) {
@@ -182,6 +196,10 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn div(self, a: __m512, b: __m512) -> __m512 {
         isa!(_mm512_div_ps(a, b))
+    }
+    #[inline(always)]
+    fn recip14(self, a: __m512) -> __m512 {
+        isa!(_mm512_rcp14_ps(a))
     }
     #[inline(always)]
     fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
@@ -340,6 +358,30 @@ unsafe fn first_of_8(n: usize) -> __m256i {
     }
 }
 
+impl Avx2 {
+    #[inline(always)]
+    fn to_f16(self, v: __m256) -> __m128i {
+        isa!(_mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v))
+    }
+
+    #[inline(always)]
+    fn to_bf16(self, v: __m256) -> __m128i {
+        isa!({
+            // As `round_to_bf16`.
+            let bits = _mm256_castps_si256(v);
+            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+            let round = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+            let rounded = _mm256_add_epi32(bits, round);
+            let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x40_0000));
+            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(v, v));
+            let out = _mm256_srli_epi32::<16>(_mm256_blendv_epi8(rounded, quiet, nan));
+            let packed = _mm256_packus_epi32(out, out);
+            let packed = _mm256_permute4x64_epi64::<0b1000>(packed);
+            _mm256_castsi256_si128(packed)
+        })
+    }
+}
+
 impl Simd for Avx2 {
     const LANES: usize = 8;
     const REGISTERS: usize = 16;
@@ -394,7 +436,11 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn store_f16(self, p: *mut f16, v: __m256) {
-        isa!(_mm_storeu_si128(p.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v)))
+        isa!(_mm_storeu_si128(p.cast(), self.to_f16(v)))
+    }
+    #[inline(always)]
+    unsafe fn stream_f16(self, p: *mut f16, v: __m256) {
+        isa!(_mm_stream_si128(p.cast(), self.to_f16(v)))
     }
     #[inline(always)]
     unsafe fn load_bf16(self, p: *const bf16) -> __m256 {
@@ -405,19 +451,11 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn store_bf16(self, p: *mut bf16, v: __m256) {
-        isa!({
-            // As `round_to_bf16`.
-            let bits = _mm256_castps_si256(v);
-            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
-            let round = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
-            let rounded = _mm256_add_epi32(bits, round);
-            let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x40_0000));
-            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(v, v));
-            let out = _mm256_srli_epi32::<16>(_mm256_blendv_epi8(rounded, quiet, nan));
-            let packed = _mm256_packus_epi32(out, out);
-            let packed = _mm256_permute4x64_epi64::<0b1000>(packed);
-            _mm_storeu_si128(p.cast(), _mm256_castsi256_si128(packed))
-        })
+        isa!(_mm_storeu_si128(p.cast(), self.to_bf16(v)))
+    }
+    #[inline(always)]
+    unsafe fn stream_bf16(self, p: *mut bf16, v: __m256) {
+        isa!(_mm_stream_si128(p.cast(), self.to_bf16(v)))
     }
 
     #[inline(always)]
@@ -435,6 +473,13 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn div(self, a: __m256, b: __m256) -> __m256 {
         isa!(_mm256_div_ps(a, b))
+    }
+    #[inline(always)]
+    fn recip14(self, a: __m256) -> __m256 {
+        // The estimate has 11 bits; a step of Newton's method doubles them.
+        let estimate = isa!(_mm256_rcp_ps(a));
+        let error = self.neg_mul_add(a, estimate, self.splat(1.0));
+        self.mul_add(estimate, error, estimate)
     }
     #[inline(always)]
     fn mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 {

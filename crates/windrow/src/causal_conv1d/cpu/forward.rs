@@ -10,7 +10,9 @@ use super::tile::Tokens;
 use super::{GROUP, Operand, Parameters, Tile};
 use crate::causal_conv1d::Problem;
 use crate::causal_conv1d::sequences::Run;
-use crate::cpu::{Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, parallel_for_workers};
+use crate::cpu::{
+    Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, last_level_cache, parallel_for_workers,
+};
 use crate::{Activation, Error, Result};
 use std::ops::Range;
 
@@ -38,6 +40,8 @@ pub(crate) struct Forward {
     problem: Problem,
     activation: Activation,
     direction: Direction,
+    /// Write around the cache: x and y do not fit in it.
+    stream: bool,
     threads: usize,
     /// Channels and tokens of a task.
     channels: usize,
@@ -89,7 +93,8 @@ impl Forward {
         };
         let scratch = scratch.ok_or_else(overflow)?.next_multiple_of(64);
         scratch.checked_mul(threads).ok_or_else(overflow)?;
-        Ok(Forward { problem, activation, direction, threads, channels, tokens, scratch })
+        let stream = 2 * total * element > last_level_cache();
+        Ok(Forward { problem, activation, direction, stream, threads, channels, tokens, scratch })
     }
 
     pub(crate) fn workspace_bytes(&self) -> usize {
@@ -177,6 +182,9 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
                 _ => self.run_width::<S, 0>(s),
             }
         }
+        if self.plan.stream {
+            s.stream_fence();
+        }
     }
 }
 
@@ -185,7 +193,11 @@ impl<T: SimdElement> Task<'_, T> {
     #[inline(always)]
     unsafe fn run_width<S: Simd, const W: usize>(&self, s: S) {
         let problem = &self.plan.problem;
-        let sum = Sum { width: problem.width, activation: self.plan.activation };
+        let sum = Sum {
+            width: problem.width,
+            activation: self.plan.activation,
+            stream: self.plan.stream,
+        };
         let history = problem.history();
         let Inputs { tokens, parameters } = self.inputs;
         // SAFETY: the scratch memory holds the parameters and two tiles.

@@ -1,12 +1,12 @@
 //! The convolution as a matrix product: the im2col matrix of a row (transposed and padded while it is
 //! gathered) times the weight as a matrix, then bias and activation. Serves dense convolutions too.
 
+use super::epilogue::epilogue;
 use super::operand::{gather, gather_as};
 use super::{Inputs, Operand, Parameters, Tokens};
 use crate::causal_conv1d::Problem;
 use crate::causal_conv1d::sequences::{Run, Source};
 use crate::cpu::gemm::{Gemm, Matrix};
-use crate::cpu::math::activate;
 use crate::cpu::{Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, parallel_for};
 use crate::{Activation, Error, Result, TensorRef};
 use std::ops::Range;
@@ -299,7 +299,7 @@ impl<T: SimdElement> Kernel for Epilogue<'_, T> {
                     let n = S::LANES.min(d_out - c);
                     let sum = s.load_first(product.add(c), n);
                     let sum = s.add(sum, s.load_first(self.bias.add(c), n));
-                    let y = activate(s, self.plan.activation, sum);
+                    let y = epilogue::<S, T>(s, self.plan.activation, sum);
                     let y = if padding { s.zero() } else { y };
                     let at = self.y.at(self.b, c, t);
                     if self.y.strides[1] == 1 {

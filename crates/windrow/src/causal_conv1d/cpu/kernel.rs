@@ -1,8 +1,8 @@
 //! The two inner loops, compiled for each instruction set, element type and width.
 
+use super::epilogue::epilogue;
 use super::operand::Staged;
 use crate::Activation;
-use crate::cpu::math::activate;
 use crate::cpu::{Simd, SimdElement};
 
 /// Tokens that [`along_channels`] computes at once where there are several, so that each is loaded
@@ -14,6 +14,24 @@ pub(crate) const TOKENS: usize = 4;
 pub(crate) struct Sum {
     pub width: usize,
     pub activation: Activation,
+    /// Write around the cache.
+    pub stream: bool,
+}
+
+/// Stores `v`, around the cache if `stream` and the address allow it.
+///
+/// # Safety
+/// `LANES` elements are writable at `y`.
+#[inline(always)]
+unsafe fn store<S: Simd, T: SimdElement>(s: S, stream: bool, y: *mut T, v: S::F32) {
+    // SAFETY: promised by the caller; a vector that is streamed is aligned.
+    unsafe {
+        if stream && y.addr().is_multiple_of(S::LANES * size_of::<T>()) {
+            T::stream(s, y, v);
+        } else {
+            T::store(s, y, v);
+        }
+    }
 }
 
 /// `n >= LANES` tokens of the first channel of `staged`, neighbours in memory. `x` is at the history
@@ -48,12 +66,14 @@ pub(crate) unsafe fn along_tokens<S: Simd, T: SimdElement, const W: usize>(
                 };
                 y_i = s.mul_add(tap, T::load(s, x.add(i + k)), y_i);
             }
-            T::store(s, y.add(i), activate(s, sum.activation, y_i));
+            store(s, sum.stream, y.add(i), epilogue::<S, T>(s, sum.activation, y_i));
             if i + S::LANES >= n {
                 break;
             }
-            // The last vector overlaps the one before and writes the same values again.
-            i = (i + S::LANES).min(n - S::LANES);
+            // Vectors after the first are aligned, the first and the last overlap their neighbours
+            // and write the same values again.
+            let misaligned = y.add(i).addr() / size_of::<T>() % S::LANES;
+            i = (i + S::LANES - misaligned).min(n - S::LANES);
         }
     }
 }
@@ -93,7 +113,7 @@ pub(crate) unsafe fn along_channels<S: Simd, T: SimdElement, const W: usize, con
                 }
                 for (i, y_i) in sums.into_iter().enumerate() {
                     let y = y.offset(i as isize * y_token).add(c);
-                    T::store(s, y, activate(s, sum.activation, y_i));
+                    store(s, sum.stream, y, epilogue::<S, T>(s, sum.activation, y_i));
                 }
                 if c + S::LANES >= channels {
                     break;

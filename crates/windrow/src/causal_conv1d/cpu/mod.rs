@@ -1,6 +1,7 @@
 //! Causal convolution on the CPU.
 
 pub(crate) mod backward;
+pub(crate) mod epilogue;
 mod forward;
 pub(crate) mod im2col;
 mod kernel;

@@ -5,6 +5,9 @@ use super::{GROUP, Operand};
 use crate::causal_conv1d::sequences::{Run, Sequences, Source};
 use crate::cpu::SimdElement;
 
+/// Channels at most this many elements apart, as in states, are copied one token at a time.
+const NEAR: usize = 16;
+
 /// [tokens, GROUP] elements.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tile<T>(pub *mut T);
@@ -126,6 +129,14 @@ impl<T: SimdElement> Tile<T> {
                     let from = at.offset(r as isize * token);
                     std::ptr::copy_nonoverlapping(from, self.row(i + r), lanes);
                 }
+            } else if lanes == GROUP && channel.unsigned_abs() <= NEAR {
+                // The loop over lanes has a fixed length and is unrolled.
+                for r in 0..rows {
+                    let (from, to) = (at.offset(r as isize * token), self.row(i + r));
+                    for lane in 0..GROUP {
+                        *to.add(lane) = *from.offset(lane as isize * channel);
+                    }
+                }
             } else {
                 // Token by token along each channel: rows a power of two apart share cache sets.
                 for lane in 0..lanes {
@@ -156,6 +167,13 @@ impl<T: SimdElement> Tile<T> {
                 for r in 0..rows {
                     let to = at.offset(r as isize * token);
                     std::ptr::copy_nonoverlapping(self.row(r), to, lanes);
+                }
+            } else if lanes == GROUP && channel.unsigned_abs() <= NEAR {
+                for r in 0..rows {
+                    let (from, to) = (self.row(r), at.offset(r as isize * token));
+                    for lane in 0..GROUP {
+                        *to.offset(lane as isize * channel) = *from.add(lane);
+                    }
                 }
             } else {
                 for lane in 0..lanes {

@@ -119,7 +119,7 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
     fn run<S: Simd>(self, s: S) {
         let Task { plan, operands, channels, scratch } = &self;
         let problem = &plan.problem;
-        let sum = Sum { width: problem.width, activation: plan.activation };
+        let sum = Sum { width: problem.width, activation: plan.activation, stream: false };
         let (history, l) = (problem.history(), problem.l);
         // SAFETY: the scratch memory holds the parameters and two tiles; operands have the tokens.
         unsafe {
@@ -151,8 +151,8 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
                         }
                         y_tile.write(y, operands.y.strides, n, lanes.1);
                     }
-                    if let Some(entry) = entry {
-                        self.advance(entry, lanes);
+                    if let Some(entry) = entry.filter(|_| l > 0) {
+                        self.advance(&x_tile, entry, lanes);
                     }
                 }
             }
@@ -212,15 +212,35 @@ impl<T: SimdElement> Task<'_, T> {
         }
     }
 
-    /// Puts the tokens of x behind those of the state.
+    /// Puts the tokens of x behind those of the state. `tile` is what [`Task::load`] has filled last.
     #[inline(always)]
-    unsafe fn advance(&self, entry: Entry, (channel, lanes): (usize, usize)) {
+    unsafe fn advance(&self, tile: &Tile<T>, entry: Entry, (channel, lanes): (usize, usize)) {
         let Operands { x, conv_state, .. } = self.operands;
-        let (l, state_len) = (self.plan.problem.l, self.plan.state_len);
+        let Update { problem, state_len, .. } = *self.plan;
+        let (l, history) = (problem.l, problem.history());
         // Older tokens are overwritten by newer ones at once.
         let kept = l.min(state_len);
-        // SAFETY: tokens and slots exist.
+        let end = history + l;
+        // SAFETY: tokens, slots and rows of the tile exist.
         unsafe {
+            let slots = |i| conv_state.at(entry.state, channel, i);
+            // With few tokens the tile holds them all, and the newest of the state.
+            match entry.next {
+                None if l <= TILE && (1..=end).contains(&state_len) => {
+                    let newest = Tile(tile.row(end - state_len));
+                    newest.write(slots(0), conv_state.strides, state_len, lanes);
+                    return;
+                }
+                Some(next) if l <= TILE => {
+                    for i in 0..kept {
+                        let slot = slots((next + l - kept + i) % state_len);
+                        let token = Tile(tile.row(end - kept + i));
+                        token.write(slot, conv_state.strides, 1, lanes);
+                    }
+                    return;
+                }
+                _ => {}
+            }
             for channel in channel..channel + lanes {
                 let slot = |i| conv_state.at(entry.state, channel, i);
                 if entry.next.is_none() {
