@@ -1,8 +1,5 @@
 //! Causal conv1d, Winograd conv2d and GELU: fast on CPU and GPU, with known accuracy.
 
-// The core is ahead of the rooms that use it; this goes when they are in.
-#![allow(dead_code, unused_imports)]
-
 mod activation;
 mod buffer;
 mod causal_conv1d;

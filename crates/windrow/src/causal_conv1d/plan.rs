@@ -24,7 +24,7 @@ pub struct CausalConv1dArgs<'a> {
     pub x: TensorRef<'a>,
     /// [d, width] or [d_out, d, width]
     pub weight: TensorRef<'a>,
-    /// [d_out]
+    /// `[d_out]`
     pub bias: Option<TensorRef<'a>>,
     /// [b, l]
     pub seq_idx: Option<TensorRef<'a>>,
@@ -73,7 +73,7 @@ pub struct CausalConv1dGrads<'a> {
     /// Gradient of the weight: its shape, f32 or x's type. The same bits on any number of
     /// threads.
     pub dweight: Option<TensorMut<'a>>,
-    /// Gradient of the bias [d], f32 or x's type. The same bits on any number of threads.
+    /// Gradient of the bias `[d]`, f32 or x's type. The same bits on any number of threads.
     pub dbias: Option<TensorMut<'a>>,
     /// Gradient of the initial states [b or sequences, d, width-1], of x's type.
     pub dinitial_states: Option<TensorMut<'a>>,
@@ -516,7 +516,7 @@ impl CausalConv1dPlan {
 }
 
 /// Causal convolution of `x` [b, d, l] with `weight` [d, width] or [d_out, d, width], and `bias`
-/// [d_out], on the CPU; see [`CausalConv1dSpec`].
+/// `[d_out]`, on the CPU; see [`CausalConv1dSpec`].
 ///
 /// # Errors
 /// As [`CausalConv1dPlan::new`] and [`CausalConv1dPlan::run`], and [`Error::OutOfMemory`].

@@ -54,7 +54,7 @@ impl Problem {
         [self.b, self.d_out, self.l]
     }
 
-    /// A bias [d_out].
+    /// A bias `[d_out]`.
     pub(crate) fn check_bias(&self, bias: &TensorDesc, x: DType) -> Result<()> {
         check_tensor("bias", bias, bias.dtype, &[self.d_out])?;
         check_parameter("bias", bias, x)

@@ -30,7 +30,7 @@ pub(crate) struct Reference {
     pub x: Vec<f64>,
     /// [d, width], or [d_out, d, width] if dense.
     pub weight: Vec<f64>,
-    /// [d_out]
+    /// `[d_out]`
     pub bias: Option<Vec<f64>>,
     /// [b, l]
     pub seq_idx: Option<Vec<i64>>,
@@ -312,11 +312,11 @@ pub(crate) struct UpdateReference {
     pub x: Vec<f64>,
     /// [d, width]
     pub weight: Vec<f64>,
-    /// [d]
+    /// `[d]`
     pub bias: Option<Vec<f64>>,
-    /// [b]
+    /// `[b]`
     pub cache_seqlens: Option<Vec<i64>>,
-    /// [b]
+    /// `[b]`
     pub conv_state_indices: Option<Vec<i64>>,
 }
 

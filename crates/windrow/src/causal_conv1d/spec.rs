@@ -51,7 +51,7 @@ pub struct CausalConv1dSpec {
     pub weight: TensorDesc,
     /// Output [b, d_out, l] of x's type; strides such that every element has its own memory.
     pub y: TensorDesc,
-    /// Bias [d_out], f32 or x's type.
+    /// Bias `[d_out]`, f32 or x's type.
     pub bias: Option<TensorDesc>,
     /// Applied to sum and bias.
     pub activation: Activation,
@@ -89,7 +89,7 @@ impl CausalConv1dSpec {
         })
     }
 
-    /// With a bias [d_out].
+    /// With a bias `[d_out]`.
     #[must_use]
     pub fn with_bias(self, bias: TensorDesc) -> Self {
         Self { bias: Some(bias), ..self }

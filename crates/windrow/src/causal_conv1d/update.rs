@@ -37,15 +37,15 @@ pub struct CausalConv1dUpdateSpec {
     pub conv_state: TensorDesc,
     /// Filter [d, width], f32 or x's type.
     pub weight: TensorDesc,
-    /// Bias [d], f32 or x's type.
+    /// Bias `[d]`, f32 or x's type.
     pub bias: Option<TensorDesc>,
     /// Output [b, d, l] of x's type; strides such that every element has its own memory.
     pub y: TensorDesc,
     /// Applied to sum and bias.
     pub activation: Activation,
-    /// Tokens before, [b], i32.
+    /// Tokens before, `[b]`, i32.
     pub cache_seqlens: Option<TensorDesc>,
-    /// State of each entry, [b], i32.
+    /// State of each entry, `[b]`, i32.
     pub conv_state_indices: Option<TensorDesc>,
 }
 
@@ -76,7 +76,7 @@ impl CausalConv1dUpdateSpec {
         Ok(spec)
     }
 
-    /// With a bias [d].
+    /// With a bias `[d]`.
     #[must_use]
     pub fn with_bias(self, bias: TensorDesc) -> Self {
         Self { bias: Some(bias), ..self }
@@ -94,13 +94,13 @@ impl CausalConv1dUpdateSpec {
         Self { y, ..self }
     }
 
-    /// With states as ring buffers, and the number of tokens before [b].
+    /// With states as ring buffers, and the number of tokens before `[b]`.
     #[must_use]
     pub fn with_cache_seqlens(self, cache_seqlens: TensorDesc) -> Self {
         Self { cache_seqlens: Some(cache_seqlens), ..self }
     }
 
-    /// With states chosen from a pool by index [b].
+    /// With states chosen from a pool by index `[b]`.
     #[must_use]
     pub fn with_conv_state_indices(self, conv_state_indices: TensorDesc) -> Self {
         Self { conv_state_indices: Some(conv_state_indices), ..self }
@@ -159,11 +159,11 @@ pub struct CausalConv1dUpdateArgs<'a> {
     pub x: TensorRef<'a>,
     /// [d, width]
     pub weight: TensorRef<'a>,
-    /// [d]
+    /// `[d]`
     pub bias: Option<TensorRef<'a>>,
-    /// [b]
+    /// `[b]`
     pub cache_seqlens: Option<TensorRef<'a>>,
-    /// [b]
+    /// `[b]`
     pub conv_state_indices: Option<TensorRef<'a>>,
 }
 

@@ -170,7 +170,7 @@ impl Conv2dPlan {
             .into_result("conv2d's weight gradient")
     }
 
-    /// `db`, the gradient of the bias, [k], in f32 or x's type: sums of `dy`.
+    /// `db`, the gradient of the bias, `[k]`, in f32 or x's type: sums of `dy`.
     ///
     /// # Errors
     /// As [`Conv2dPlan::backward_data`].

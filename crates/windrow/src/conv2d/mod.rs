@@ -20,7 +20,7 @@ use crate::{Device, PlanOptions, Result, Tensor, TensorRef, Workspace};
 
 /// `y = act(conv2d(x, w) + bias)` in one call, with the algorithm that the planner chooses.
 ///
-/// `x` [n, c, h, w] and `w` [k, c/groups, r, s] are f32, f16 or bf16 of one type, `bias` [k] is f32
+/// `x` [n, c, h, w] and `w` [k, c/groups, r, s] are f32, f16 or bf16 of one type, `bias` `[k]` is f32
 /// or of that type; any strides. The result is dense, channels-last if x is. A [`Conv2dPlan`] does
 /// the same without allocating, with the filter packed once.
 ///

@@ -25,7 +25,7 @@ pub struct Conv2dArgs<'a> {
     pub x: TensorRef<'a>,
     /// Filter.
     pub w: Weights<'a>,
-    /// Bias [k], if the spec has one.
+    /// Bias `[k]`, if the spec has one.
     pub bias: Option<TensorRef<'a>>,
 }
 

@@ -20,7 +20,7 @@ impl Expected {
     }
 }
 
-/// `y` [n, k, oh, ow] of `x` [n, c, h, w], `w` [k, c/groups, r, s] and `bias` [k], all row-major.
+/// `y` [n, k, oh, ow] of `x` [n, c, h, w], `w` [k, c/groups, r, s] and `bias` `[k]`, all row-major.
 pub(crate) fn forward(
     p: &Problem,
     x: &[f64],
@@ -105,7 +105,7 @@ pub(crate) fn backward_weight(p: &Problem, x: &[f64], dy: &[f64]) -> Expected {
     dw
 }
 
-/// `db` [k] of `dy`.
+/// `db` `[k]` of `dy`.
 pub(crate) fn backward_bias(p: &Problem, dy: &[f64]) -> Expected {
     let mut db = Expected::zeros(p.k);
     for (i, &v) in dy.iter().enumerate() {

@@ -26,7 +26,7 @@ pub struct Conv2dSpec {
     pub w: TensorDesc,
     /// Output [n, k, oh, ow] of x's type; strides such that every element has its own memory.
     pub y: TensorDesc,
-    /// Bias [k], f32 or x's type.
+    /// Bias `[k]`, f32 or x's type.
     pub bias: Option<TensorDesc>,
     /// Step of the filter over rows and columns; at least 1.
     pub stride: [usize; 2],
@@ -91,7 +91,7 @@ impl Conv2dSpec {
         Ok(Self { x, w, y, bias, stride, padding, dilation, groups, activation, accuracy })
     }
 
-    /// With a bias [k].
+    /// With a bias `[k]`.
     #[must_use]
     pub fn with_bias(self, bias: TensorDesc) -> Self {
         Self { bias: Some(bias), ..self }

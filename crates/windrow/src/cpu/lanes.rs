@@ -169,23 +169,6 @@ impl Simd for Lanes {
     fn neg(self, a: Self::F32) -> Self::F32 {
         map(a, |a| -a)
     }
-    #[inline(always)]
-    fn round(self, a: Self::F32) -> Self::F32 {
-        // Adding and subtracting 2^23 rounds what is smaller; the rest is integral already.
-        map(a, |a| {
-            let magic = f32::copysign(8388608.0, a);
-            if a.abs() < 8388608.0 { f32::copysign((a + magic) - magic, a) } else { a }
-        })
-    }
-    #[inline(always)]
-    fn ldexp(self, a: Self::F32, n: Self::F32) -> Self::F32 {
-        std::array::from_fn(|i| {
-            // Exact in f64, so the conversion is the only rounding.
-            let n = n[i] as i32;
-            let wide = f64::from(a[i]) * f64::from_bits(((n + 1023) as u64) << 52);
-            wide as f32
-        })
-    }
 
     #[inline(always)]
     fn lt(self, a: Self::F32, b: Self::F32) -> Self::Mask {
@@ -227,20 +210,8 @@ impl Simd for Lanes {
         a.map(|a| f32::from_bits(a as u32))
     }
     #[inline(always)]
-    fn splat_i32(self, x: i32) -> Self::I32 {
-        [x; N]
-    }
-    #[inline(always)]
     fn add_i32(self, a: Self::I32, b: Self::I32) -> Self::I32 {
         zip_i(a, b, i32::wrapping_add)
-    }
-    #[inline(always)]
-    fn and_i32(self, a: Self::I32, b: Self::I32) -> Self::I32 {
-        zip_i(a, b, |a, b| a & b)
-    }
-    #[inline(always)]
-    fn or_i32(self, a: Self::I32, b: Self::I32) -> Self::I32 {
-        zip_i(a, b, |a, b| a | b)
     }
     #[inline(always)]
     fn shl_i32<const K: u32>(self, a: Self::I32) -> Self::I32 {

@@ -1,7 +1,7 @@
 //! The CPU wing: which instructions this machine has, vectors over them, threads.
 //!
-//! A kernel is written once, generic over [`Simd`], as a type that implements [`Kernel`];
-//! [`dispatch`] compiles it for every instruction set and calls the one asked for. Instruction
+//! A kernel is written once, generic over `Simd`, as a type that implements `Kernel`;
+//! `dispatch` compiles it for every instruction set and calls the one asked for. Instruction
 //! sets are tokens that exist only if the machine has them, so calling a kernel is safe.
 
 mod cache;

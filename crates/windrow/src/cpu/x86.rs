@@ -225,14 +225,6 @@ impl Simd for Avx512 {
     fn neg(self, a: __m512) -> __m512 {
         isa!(_mm512_xor_ps(a, _mm512_set1_ps(-0.0)))
     }
-    #[inline(always)]
-    fn round(self, a: __m512) -> __m512 {
-        isa!(_mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a))
-    }
-    #[inline(always)]
-    fn ldexp(self, a: __m512, n: __m512) -> __m512 {
-        isa!(_mm512_scalef_ps(a, n))
-    }
 
     #[inline(always)]
     fn lt(self, a: __m512, b: __m512) -> __mmask16 {
@@ -274,20 +266,8 @@ impl Simd for Avx512 {
         isa!(_mm512_castsi512_ps(a))
     }
     #[inline(always)]
-    fn splat_i32(self, x: i32) -> __m512i {
-        isa!(_mm512_set1_epi32(x))
-    }
-    #[inline(always)]
     fn add_i32(self, a: __m512i, b: __m512i) -> __m512i {
         isa!(_mm512_add_epi32(a, b))
-    }
-    #[inline(always)]
-    fn and_i32(self, a: __m512i, b: __m512i) -> __m512i {
-        isa!(_mm512_and_si512(a, b))
-    }
-    #[inline(always)]
-    fn or_i32(self, a: __m512i, b: __m512i) -> __m512i {
-        isa!(_mm512_or_si512(a, b))
     }
     #[inline(always)]
     fn shl_i32<const K: u32>(self, a: __m512i) -> __m512i {
@@ -505,25 +485,6 @@ impl Simd for Avx2 {
     fn neg(self, a: __m256) -> __m256 {
         isa!(_mm256_xor_ps(a, _mm256_set1_ps(-0.0)))
     }
-    #[inline(always)]
-    fn round(self, a: __m256) -> __m256 {
-        isa!(_mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a))
-    }
-    #[inline(always)]
-    fn ldexp(self, a: __m256, n: __m256) -> __m256 {
-        isa!({
-            // Each half in f64, where the product is exact, so that rounding happens once.
-            let n = _mm256_cvtps_epi32(n);
-            let half = |a: __m128, n: __m128i| {
-                let biased = _mm256_add_epi64(_mm256_cvtepi32_epi64(n), _mm256_set1_epi64x(1023));
-                let scale = _mm256_castsi256_pd(_mm256_slli_epi64::<52>(biased));
-                _mm256_cvtpd_ps(_mm256_mul_pd(_mm256_cvtps_pd(a), scale))
-            };
-            let low = half(_mm256_castps256_ps128(a), _mm256_castsi256_si128(n));
-            let high = half(_mm256_extractf128_ps::<1>(a), _mm256_extracti128_si256::<1>(n));
-            _mm256_set_m128(high, low)
-        })
-    }
 
     #[inline(always)]
     fn lt(self, a: __m256, b: __m256) -> __m256 {
@@ -568,20 +529,8 @@ impl Simd for Avx2 {
         isa!(_mm256_castsi256_ps(a))
     }
     #[inline(always)]
-    fn splat_i32(self, x: i32) -> __m256i {
-        isa!(_mm256_set1_epi32(x))
-    }
-    #[inline(always)]
     fn add_i32(self, a: __m256i, b: __m256i) -> __m256i {
         isa!(_mm256_add_epi32(a, b))
-    }
-    #[inline(always)]
-    fn and_i32(self, a: __m256i, b: __m256i) -> __m256i {
-        isa!(_mm256_and_si256(a, b))
-    }
-    #[inline(always)]
-    fn or_i32(self, a: __m256i, b: __m256i) -> __m256i {
-        isa!(_mm256_or_si256(a, b))
     }
     #[inline(always)]
     fn shl_i32<const K: u32>(self, a: __m256i) -> __m256i {

@@ -17,8 +17,6 @@ pub(crate) enum Library {
     Driver,
     /// `libnvrtc`: the run-time compiler.
     Nvrtc,
-    /// `libcublasLt`: matrix products.
-    CublasLt,
 }
 
 impl Library {
@@ -28,7 +26,7 @@ impl Library {
     /// [`Error::NoDevice`] without a driver, [`Error::Backend`] without another library: the
     /// message says how to get it.
     pub(crate) fn require(self) -> Result<()> {
-        static FOUND: [OnceLock<bool>; 3] = [OnceLock::new(), OnceLock::new(), OnceLock::new()];
+        static FOUND: [OnceLock<bool>; 2] = [OnceLock::new(), OnceLock::new()];
         match *FOUND[self as usize].get_or_init(|| self.load()) {
             true => Ok(()),
             false => Err(self.missing()),
@@ -54,7 +52,6 @@ impl Library {
             match self {
                 Library::Driver => cudarc::driver::sys::is_culib_present(),
                 Library::Nvrtc => cudarc::nvrtc::sys::is_culib_present(),
-                Library::CublasLt => cudarc::cublaslt::sys::is_culib_present(),
             }
         }
     }
@@ -63,7 +60,6 @@ impl Library {
         match self {
             Library::Driver => "libcuda.so",
             Library::Nvrtc => "libnvrtc.so",
-            Library::CublasLt => "libcublasLt.so",
         }
     }
 
@@ -76,7 +72,6 @@ impl Library {
                 };
             }
             Library::Nvrtc => ("loading libnvrtc", "nvidia-cuda-nvrtc"),
-            Library::CublasLt => ("loading libcublasLt", "nvidia-cublas"),
         };
         Error::Backend {
             what: what.into(),
@@ -189,10 +184,6 @@ mod tests {
     #[test]
     fn what_is_missing_says_how_to_get_it() {
         assert!(matches!(Library::Driver.missing(), Error::NoDevice { .. }));
-        for (library, package) in
-            [(Library::Nvrtc, "nvidia-cuda-nvrtc"), (Library::CublasLt, "nvidia-cublas")]
-        {
-            assert!(library.missing().to_string().contains(package));
-        }
+        assert!(Library::Nvrtc.missing().to_string().contains("nvidia-cuda-nvrtc"));
     }
 }

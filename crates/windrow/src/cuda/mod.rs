@@ -1,10 +1,10 @@
 //! The CUDA wing: devices, streams, memory, and kernels compiled for the device at hand.
 //!
 //! Nothing of CUDA is needed to build. The driver, NVRTC and cuBLASLt are looked for at run time
-//! (see [`Library`]); a machine without them gets [`Error::NoDevice`] or [`Error::Backend`].
+//! (see `Library`); a machine without them gets [`Error::NoDevice`] or [`Error::Backend`].
 //!
-//! Kernels are CUDA C++ in `kernels/*.cu` of each room, embedded in the binary. A [`KernelSpec`]
-//! names a source, an entry point and constants; [`Gpu::kernel`] compiles it with NVRTC for the
+//! Kernels are CUDA C++ in `kernels/*.cu` of each room, embedded in the binary. A `KernelSpec`
+//! names a source, an entry point and constants; `Gpu::kernel` compiles it with NVRTC for the
 //! device's architecture, or takes it from the cache on disk, and keeps it loaded. This happens
 //! when a plan is made, so that running it allocates nothing, does not synchronise and can be
 //! captured into a graph.

@@ -2,9 +2,7 @@
 
 use super::{GeluAlgorithm, GeluArgs, GeluGrads, GeluSpec, HalfMath};
 use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, column_sum, type_name};
-use crate::{
-    Approximate, DType, Layout, MAX_RANK, Result, TensorDesc, TensorMut, TensorRef, Workspace,
-};
+use crate::{Approximate, DType, MAX_RANK, Result, TensorDesc, TensorMut, TensorRef, Workspace};
 
 static INCLUDES: &[Source] =
     &[Source { name: "gelu.cuh", text: include_str!("kernels/gelu.cuh"), includes: &[] }];
@@ -455,7 +453,7 @@ fn bias_gradient_kernel(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Device, Tensor};
+    use crate::{Device, Layout, Tensor};
 
     fn spec(dtype: DType, shape: &[usize], order: &[usize], approximate: Approximate) -> GeluSpec {
         let layout = Layout::with_order(shape, order).unwrap();

@@ -35,7 +35,9 @@ pub(crate) fn epilogue<S: Simd, T: SimdElement>(s: S, activation: Activation, x:
 pub(crate) const HALF_ERROR: f64 = 6.2e-5 + 2.6e-6;
 
 /// Coefficients of `2^r` for `|r| <= 1/2`, lowest first: minimax, relative error 7.5e-8 and 2.6e-6.
+#[allow(clippy::excessive_precision)] // as fitted; the nearest f32 is meant
 const EXP2: [f32; 6] = [1.0000001, 0.69314694, 0.24022119, 0.055507135, 0.0096755415, 0.0013276472];
+#[allow(clippy::excessive_precision)] // as above
 const EXP2_HALF: [f32; 5] = [0.99999926, 0.6931218, 0.24024744, 0.05591786, 0.009570102];
 
 /// `x`, not below -87, and `1 + exp(-x)`, which is finite: SiLU is 0 beyond.

@@ -8,8 +8,8 @@ mod table;
 pub(super) use backward::{Partition, backward};
 pub(super) use forward::forward;
 
+use crate::TensorRef;
 use crate::cpu::{Simd, SimdElement};
-use crate::{DType, TensorRef};
 
 /// Elements that are gathered at a time where an operand's innermost stride is not 1.
 const BLOCK: usize = 256;

@@ -61,10 +61,6 @@ unsafe impl Sync for Operands<'_> {}
 
 impl WinogradCpu {
     /// For a problem that [`Problem::is_winograd`].
-    pub(crate) fn new(problem: &Problem, tile: Tile, threads: usize) -> Self {
-        Self::with_isa(problem, tile, threads, Isa::best())
-    }
-
     pub(crate) fn with_isa(problem: &Problem, tile: Tile, threads: usize, isa: Isa) -> Self {
         debug_assert!(problem.is_winograd());
         let geometry = Geometry::new(problem, tile.m());

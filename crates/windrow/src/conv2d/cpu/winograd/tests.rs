@@ -1,6 +1,6 @@
 use super::*;
 use crate::conv2d::reference;
-use crate::{Element, Layout, Tensor, TensorDesc};
+use crate::{Layout, Tensor, TensorDesc};
 use proptest::prelude::*;
 
 /// Order of the dimensions in memory, outermost first.
