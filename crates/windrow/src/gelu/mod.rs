@@ -16,11 +16,11 @@ pub(crate) mod verify;
 pub use spec::{GeluAlgorithm, GeluSpec, HalfMath};
 
 use crate::cpu::{Isa, resolve_threads};
-use crate::tensor::{check_device, check_disjoint};
+use crate::tensor::{check_device, check_disjoint, check_view};
 use crate::verify::Comparison;
 use crate::{
-    Approximate, Device, Error, PlanOptions, Result, Tensor, TensorDesc, TensorMut, TensorRef,
-    Verify, Workspace,
+    Approximate, Device, Error, PlanOptions, Result, Tensor, TensorMut, TensorRef, Verify,
+    Workspace,
 };
 
 /// The inputs of a run; see [`GeluSpec`] for shapes and types.
@@ -386,19 +386,6 @@ impl GeluPlan {
         self.comparison(got, expected)?
             .into_result(&format!("gelu {} {what}", self.algorithm.name()))
     }
-}
-
-/// The view that a plan was made for.
-fn check_view(arg: &'static str, given: &TensorDesc, expected: &TensorDesc) -> Result<()> {
-    crate::tensor::check_tensor(arg, given, expected.dtype, expected.shape())?;
-    if given.layout != expected.layout {
-        return Err(Error::Strides {
-            arg,
-            given: given.strides().to_vec(),
-            expected: format!("{:?}, as planned", expected.strides()),
-        });
-    }
-    Ok(())
 }
 
 /// `gelu(x)` of any shape and strides, in f32, f16 or bf16, on the CPU.

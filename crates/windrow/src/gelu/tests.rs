@@ -1,6 +1,7 @@
 //! Every instruction set against the oracle, and every refusal.
 
 use super::*;
+use crate::TensorDesc;
 use crate::{DType, Element, Layout, MAX_RANK, bf16, f16};
 use proptest::prelude::*;
 
