@@ -17,6 +17,8 @@ pub(crate) enum Library {
     Driver,
     /// `libnvrtc`: the run-time compiler.
     Nvrtc,
+    /// `libcublasLt`: matrix products.
+    CublasLt,
 }
 
 impl Library {
@@ -26,7 +28,7 @@ impl Library {
     /// [`Error::NoDevice`] without a driver, [`Error::Backend`] without another library: the
     /// message says how to get it.
     pub(crate) fn require(self) -> Result<()> {
-        static FOUND: [OnceLock<bool>; 2] = [OnceLock::new(), OnceLock::new()];
+        static FOUND: [OnceLock<bool>; 3] = [OnceLock::new(), OnceLock::new(), OnceLock::new()];
         match *FOUND[self as usize].get_or_init(|| self.load()) {
             true => Ok(()),
             false => Err(self.missing()),
@@ -52,6 +54,7 @@ impl Library {
             match self {
                 Library::Driver => cudarc::driver::sys::is_culib_present(),
                 Library::Nvrtc => cudarc::nvrtc::sys::is_culib_present(),
+                Library::CublasLt => cudarc::cublaslt::sys::is_culib_present(),
             }
         }
     }
@@ -60,6 +63,7 @@ impl Library {
         match self {
             Library::Driver => "libcuda.so",
             Library::Nvrtc => "libnvrtc.so",
+            Library::CublasLt => "libcublasLt.so",
         }
     }
 
@@ -72,6 +76,7 @@ impl Library {
                 };
             }
             Library::Nvrtc => ("loading libnvrtc", "nvidia-cuda-nvrtc"),
+            Library::CublasLt => ("loading libcublasLt", "nvidia-cublas"),
         };
         Error::Backend {
             what: what.into(),
@@ -184,6 +189,12 @@ mod tests {
     #[test]
     fn what_is_missing_says_how_to_get_it() {
         assert!(matches!(Library::Driver.missing(), Error::NoDevice { .. }));
-        assert!(Library::Nvrtc.missing().to_string().contains("nvidia-cuda-nvrtc"));
+        for (library, package) in
+            [(Library::Nvrtc, "nvidia-cuda-nvrtc"), (Library::CublasLt, "nvidia-cublas")]
+        {
+            let error = library.missing();
+            assert!(matches!(error, Error::Backend { .. }));
+            assert!(error.to_string().contains(package));
+        }
     }
 }
