@@ -160,6 +160,19 @@ pub enum Error {
         /// The library's own words.
         detail: String,
     },
+    /// The ranks of a job could not work together: one failed, hangs or never came. Outputs of the
+    /// collective operations under way are undefined, and the group is of no more use.
+    #[error("rank {rank} of {world}: {what} failed: {detail}")]
+    Parallel {
+        /// Who says so.
+        rank: usize,
+        /// Number of ranks.
+        world: usize,
+        /// The operation.
+        what: String,
+        /// What happened.
+        detail: String,
+    },
     /// `Verify::On`: a result differs from the oracle by more than the tolerance. The output has
     /// been written and is wrong.
     #[error("{op} differs from its f64 oracle: {detail}")]

@@ -11,6 +11,7 @@ mod dtype;
 mod error;
 mod gelu;
 mod layout;
+pub mod parallel;
 mod plan;
 mod tensor;
 pub mod verify;

@@ -145,6 +145,12 @@ impl Workspace {
         Ok(Workspace { memory: Memory::Device { buffer, stream } })
     }
 
+    /// A workspace on a stream that others use as well.
+    pub(crate) fn on_shared(stream: &Arc<Stream>, bytes: usize) -> Result<Self> {
+        let buffer = DeviceBuffer::new(stream, bytes)?;
+        Ok(Workspace { memory: Memory::Device { buffer, stream: stream.clone() } })
+    }
+
     /// Orders the work of every following run on a stream that the caller owns. Nothing happens on
     /// the CPU.
     ///

@@ -190,7 +190,7 @@ impl Gpu {
 
     /// Makes the device current on this thread until the guard is dropped; what was current before
     /// (torch keeps its current device there) is current again then.
-    pub(super) fn enter(&self) -> Result<Current> {
+    pub(crate) fn enter(&self) -> Result<Current> {
         let mut current = std::ptr::null_mut();
         // SAFETY: the driver is initialised.
         self.check(unsafe { sys::cuCtxGetCurrent(&mut current) }, "cuCtxGetCurrent")?;
@@ -205,7 +205,7 @@ impl Gpu {
 }
 
 /// See [`Gpu::enter`].
-pub(super) struct Current {
+pub(crate) struct Current {
     pushed: bool,
     /// A guard must be dropped on the thread that made it.
     thread_bound: std::marker::PhantomData<*const ()>,

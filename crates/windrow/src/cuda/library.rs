@@ -4,6 +4,9 @@ use crate::{Device, Error, Result};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
+/// The name that every build of NCCL 2 has, and gives itself.
+pub(crate) const NCCL: &str = "libnccl.so.2";
+
 /// A library that is loaded at first use.
 ///
 /// Each is looked for in the directories of `WINDROW_CUDA_PATH`, then where the dynamic loader
@@ -19,6 +22,8 @@ pub(crate) enum Library {
     Nvrtc,
     /// `libcublasLt`: matrix products.
     CublasLt,
+    /// `libnccl`: communication between devices.
+    Nccl,
 }
 
 impl Library {
@@ -28,7 +33,7 @@ impl Library {
     /// [`Error::NoDevice`] without a driver, [`Error::Backend`] without another library: the
     /// message says how to get it.
     pub(crate) fn require(self) -> Result<()> {
-        static FOUND: [OnceLock<bool>; 3] = [OnceLock::new(), OnceLock::new(), OnceLock::new()];
+        static FOUND: [OnceLock<bool>; 4] = [const { OnceLock::new() }; 4];
         match *FOUND[self as usize].get_or_init(|| self.load()) {
             true => Ok(()),
             false => Err(self.missing()),
@@ -55,6 +60,7 @@ impl Library {
                 Library::Driver => cudarc::driver::sys::is_culib_present(),
                 Library::Nvrtc => cudarc::nvrtc::sys::is_culib_present(),
                 Library::CublasLt => cudarc::cublaslt::sys::is_culib_present(),
+                Library::Nccl => libloading::Library::new(NCCL).map(std::mem::forget).is_ok(),
             }
         }
     }
@@ -64,6 +70,7 @@ impl Library {
             Library::Driver => "libcuda.so",
             Library::Nvrtc => "libnvrtc.so",
             Library::CublasLt => "libcublasLt.so",
+            Library::Nccl => NCCL,
         }
     }
 
@@ -77,6 +84,7 @@ impl Library {
             }
             Library::Nvrtc => ("loading libnvrtc", "nvidia-cuda-nvrtc"),
             Library::CublasLt => ("loading libcublasLt", "nvidia-cublas"),
+            Library::Nccl => ("loading libnccl", "nvidia-nccl-cu13"),
         };
         Error::Backend {
             what: what.into(),
@@ -189,9 +197,11 @@ mod tests {
     #[test]
     fn what_is_missing_says_how_to_get_it() {
         assert!(matches!(Library::Driver.missing(), Error::NoDevice { .. }));
-        for (library, package) in
-            [(Library::Nvrtc, "nvidia-cuda-nvrtc"), (Library::CublasLt, "nvidia-cublas")]
-        {
+        for (library, package) in [
+            (Library::Nvrtc, "nvidia-cuda-nvrtc"),
+            (Library::CublasLt, "nvidia-cublas"),
+            (Library::Nccl, "nvidia-nccl"),
+        ] {
             let error = library.missing();
             assert!(matches!(error, Error::Backend { .. }));
             assert!(error.to_string().contains(package));

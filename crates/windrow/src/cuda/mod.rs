@@ -19,6 +19,7 @@ mod gemm;
 mod kernel;
 mod library;
 mod memory;
+mod pinned;
 mod stream;
 mod tensor_map;
 
@@ -35,7 +36,9 @@ pub(crate) use device::Gpu;
 #[allow(unused_imports, reason = "as above")]
 pub(crate) use gemm::{Gemm, GemmCompute, GemmSpec, Matrix};
 pub(crate) use kernel::{Kernel, Launch};
+pub(crate) use library::{Library, NCCL};
 pub(crate) use memory::{DeviceBuffer, download};
+pub(crate) use pinned::PinnedBuffer;
 pub(crate) use tensor_map::TensorMap;
 
 use crate::{Device, Error, Result};

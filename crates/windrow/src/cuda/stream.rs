@@ -32,6 +32,23 @@ impl Stream {
         Ok(Stream { raw, gpu, owned: true })
     }
 
+    /// As [`Stream::new`], with the highest priority: blocks of its kernels start before waiting
+    /// blocks of other streams.
+    pub(crate) fn with_priority(index: u32) -> Result<Self> {
+        let gpu = Gpu::get(index)?;
+        let _current = gpu.enter()?;
+        let (mut lowest, mut highest) = (0, 0);
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the device is current, each call writes to a local, and 0 is the default flag.
+        unsafe {
+            let range = sys::cuCtxGetStreamPriorityRange(&mut lowest, &mut highest);
+            gpu.check(range, "cuCtxGetStreamPriorityRange")?;
+            let made = sys::cuStreamCreateWithPriority(&mut raw, 0, highest);
+            gpu.check(made, "cuStreamCreateWithPriority")?;
+        }
+        Ok(Stream { raw, gpu, owned: true })
+    }
+
     /// A `cudaStream_t` / `CUstream` that somebody else owns; null is the legacy default stream.
     ///
     /// # Errors
@@ -172,6 +189,33 @@ impl Event {
         // SAFETY: both are alive.
         gpu.check(unsafe { sys::cuEventRecord(raw, stream.raw) }, "cuEventRecord")?;
         Ok(event)
+    }
+
+    /// True once the point has been reached.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] if a kernel failed before it.
+    pub fn is_reached(&self) -> Result<bool> {
+        let _current = self.gpu.enter()?;
+        // SAFETY: the event is alive.
+        match unsafe { sys::cuEventQuery(self.raw) } {
+            CUresult::CUDA_SUCCESS => Ok(true),
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            error => Err(self.gpu.launch_error(error)),
+        }
+    }
+
+    /// Waits until the point has been reached.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] if a kernel failed before it.
+    pub fn synchronize(&self) -> Result<()> {
+        let _current = self.gpu.enter()?;
+        // SAFETY: the event is alive.
+        match unsafe { sys::cuEventSynchronize(self.raw) } {
+            CUresult::CUDA_SUCCESS => Ok(()),
+            error => Err(self.gpu.launch_error(error)),
+        }
     }
 
     /// Milliseconds from `start` to this event; waits for this event.

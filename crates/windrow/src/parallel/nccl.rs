@@ -1,0 +1,298 @@
+//! NCCL, loaded at run time: the few calls that are needed, none of which blocks.
+
+use super::link::Engine;
+use super::rendezvous::Id;
+use crate::cuda::{Event, Gpu, Library, NCCL, Stream};
+use crate::{DType, Device, Error, Result};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ops::Range;
+use std::sync::OnceLock;
+
+type Comm = *mut c_void;
+type Status = c_int;
+
+const SUCCESS: Status = 0;
+const IN_PROGRESS: Status = 7;
+const BYTES: c_int = 1;
+const SUM: c_int = 0;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct UniqueId([c_char; 128]);
+
+/// `ncclConfig_t` of 2.17, which every later version takes; `MIN` leaves a choice to NCCL.
+#[repr(C)]
+struct Config {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
+    net_name: *const c_char,
+    split_share: c_int,
+}
+
+macro_rules! api {
+    ($($name:ident: $symbol:literal fn($($arg:ty),*) -> $ret:ty;)*) => {
+        /// The functions of the library, which stays loaded for the life of the process.
+        struct Api { $($name: unsafe extern "C" fn($($arg),*) -> $ret,)* }
+
+        impl Api {
+            fn load() -> Result<Self, String> {
+                // SAFETY: NCCL; loading it runs only its own initialisation.
+                let library = unsafe { libloading::Library::new(NCCL) }.map_err(|e| e.to_string())?;
+                // It must outlive the functions.
+                let library: &'static libloading::Library = Box::leak(Box::new(library));
+                // SAFETY: the types are those of `nccl.h`, unchanged since 2.18.
+                Ok(unsafe { Api { $($name: *library.get($symbol).map_err(|e| e.to_string())?,)* } })
+            }
+        }
+    };
+}
+
+api! {
+    get_version: b"ncclGetVersion\0" fn(*mut c_int) -> Status;
+    get_unique_id: b"ncclGetUniqueId\0" fn(*mut UniqueId) -> Status;
+    init: b"ncclCommInitRankConfig\0" fn(*mut Comm, c_int, UniqueId, c_int, *mut Config) -> Status;
+    async_error: b"ncclCommGetAsyncError\0" fn(Comm, *mut Status) -> Status;
+    finalize: b"ncclCommFinalize\0" fn(Comm) -> Status;
+    destroy: b"ncclCommDestroy\0" fn(Comm) -> Status;
+    abort: b"ncclCommAbort\0" fn(Comm) -> Status;
+    group_start: b"ncclGroupStart\0" fn() -> Status;
+    group_end: b"ncclGroupEnd\0" fn() -> Status;
+    all_gather: b"ncclAllGather\0" fn(*const c_void, *mut c_void, usize, c_int, Comm, *mut c_void) -> Status;
+    broadcast: b"ncclBroadcast\0" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> Status;
+    all_reduce: b"ncclAllReduce\0" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> Status;
+    error_string: b"ncclGetErrorString\0" fn(Status) -> *const c_char;
+    last_error: b"ncclGetLastError\0" fn(Comm) -> *const c_char;
+}
+
+impl Api {
+    fn get() -> Result<&'static Api> {
+        static API: OnceLock<Result<Api, String>> = OnceLock::new();
+        Library::Nccl.require()?;
+        API.get_or_init(Api::load).as_ref().map_err(|detail| Error::Backend {
+            what: "loading libnccl".into(),
+            device: Device::Cuda(0),
+            detail: format!("{detail}; NCCL 2.18 or later is needed"),
+        })
+    }
+
+    /// Words for a status that is neither success nor "in progress".
+    fn check(&self, status: Status) -> Result<(), String> {
+        if status == SUCCESS || status == IN_PROGRESS {
+            return Ok(());
+        }
+        let text = |words: *const c_char| {
+            // SAFETY: null or a string of the library's own.
+            (!words.is_null()).then(|| unsafe { CStr::from_ptr(words) }.to_string_lossy())
+        };
+        // SAFETY: both calls take any status and write nothing; the last error needs no communicator.
+        let (name, last) = unsafe {
+            (text((self.error_string)(status)), text((self.last_error)(std::ptr::null_mut())))
+        };
+        let name = name.unwrap_or_else(|| format!("error {status}").into());
+        Err(match last.map(|l| l.trim().to_owned()) {
+            Some(last) if !last.is_empty() => format!("NCCL: {name} ({last})"),
+            _ => format!("NCCL: {name}"),
+        })
+    }
+}
+
+/// The version of the library, as `2.28.9`.
+///
+/// # Errors
+/// [`Error::Backend`] without NCCL: the message says how to get it.
+pub fn nccl_version() -> Result<String> {
+    let api = Api::get()?;
+    let mut code = 0;
+    // SAFETY: the call writes one integer.
+    let status = unsafe { (api.get_version)(&mut code) };
+    api.check(status).map_err(|detail| Error::Backend {
+        what: "ncclGetVersion".into(),
+        device: Device::Cuda(0),
+        detail,
+    })?;
+    Ok(format!("{}.{}.{}", code / 10_000, code % 10_000 / 100, code % 100))
+}
+
+/// What the ranks of a new group have to know in common.
+pub(super) fn unique_id() -> Result<Id> {
+    let api = Api::get()?;
+    let mut id = UniqueId([0; 128]);
+    // SAFETY: the call writes the structure.
+    let status = unsafe { (api.get_unique_id)(&mut id) };
+    let error =
+        |detail| Error::Backend { what: "ncclGetUniqueId".into(), device: Device::Cuda(0), detail };
+    api.check(status).map_err(error)?;
+    Ok(id.0.map(|c| c as u8))
+}
+
+/// A rank's communicator. It is not for use by two threads at once.
+pub(super) struct Communicator {
+    api: &'static Api,
+    gpu: &'static Gpu,
+    /// Null once it was released.
+    comm: Comm,
+    rank: usize,
+}
+
+// SAFETY: a communicator may be used from any thread, one at a time.
+unsafe impl Send for Communicator {}
+
+impl Communicator {
+    /// Begins to connect; done when ready.
+    pub(super) fn new(gpu: &'static Gpu, id: &Id, rank: usize, world: usize) -> Result<Self> {
+        let api = Api::get()?;
+        let _current = gpu.enter()?;
+        let mut comm = std::ptr::null_mut();
+        let mut config = Config {
+            size: size_of::<Config>(),
+            magic: 0xcafe_beef,
+            version: 21_700,
+            blocking: 0,
+            cga_cluster_size: c_int::MIN,
+            min_ctas: c_int::MIN,
+            max_ctas: c_int::MIN,
+            net_name: std::ptr::null(),
+            split_share: c_int::MIN,
+        };
+        let id = UniqueId(id.map(|b| b as c_char));
+        // SAFETY: the device is current; the configuration is read during the call.
+        let status =
+            unsafe { (api.init)(&mut comm, world as c_int, id, rank as c_int, &mut config) };
+        let communicator = Communicator { api, gpu, comm, rank };
+        communicator.api.check(status).map_err(|detail| Error::Parallel {
+            rank,
+            world,
+            what: "connecting".into(),
+            detail,
+        })?;
+        Ok(communicator)
+    }
+
+    /// Runs a call of NCCL with the device current.
+    fn call(&self, f: impl FnOnce(&Api, Comm) -> Status) -> Result<(), String> {
+        if self.comm.is_null() {
+            return Err("the communicator was released".into());
+        }
+        let _current = self.gpu.enter().map_err(|e| e.to_string())?;
+        self.api.check(f(self.api, self.comm))
+    }
+
+    /// Brings every rank's block to all ranks, in place: `blocks` are bytes from `base`, in the
+    /// order of the ranks and without gaps.
+    ///
+    /// # Safety
+    /// `base` must be memory of the blocks' size on the device, used by nobody else until the
+    /// stream has come past the call.
+    pub(super) unsafe fn gather(
+        &mut self,
+        base: *mut u8,
+        blocks: &[Range<usize>],
+        stream: &Stream,
+    ) -> Result<(), String> {
+        let at = |start: usize| base.wrapping_add(start).cast::<c_void>();
+        let stream = stream.as_raw();
+        let first = blocks[0].len();
+        if blocks.iter().all(|b| b.len() == first) {
+            let own = at(blocks[self.rank].start);
+            // SAFETY: the caller's promise; own block and whole are placed as NCCL's in-place form
+            // asks.
+            return self.call(|api, comm| unsafe {
+                (api.all_gather)(own, at(0), first, BYTES, comm, stream)
+            });
+        }
+        // SAFETY: as above; a group that was begun is ended.
+        self.call(|api, comm| unsafe {
+            (api.group_start)();
+            let mut status = SUCCESS;
+            for (root, block) in blocks.iter().enumerate().filter(|(_, b)| !b.is_empty()) {
+                let (ptr, root) = (at(block.start), root as c_int);
+                let one = (api.broadcast)(ptr, ptr, block.len(), BYTES, root, comm, stream);
+                if one != SUCCESS && one != IN_PROGRESS {
+                    status = one;
+                }
+            }
+            let end = (api.group_end)();
+            if status == SUCCESS { end } else { status }
+        })
+    }
+
+    /// Brings `root`'s bytes to all ranks.
+    ///
+    /// # Safety
+    /// As [`Communicator::gather`], for `bytes` bytes.
+    pub(super) unsafe fn broadcast(
+        &mut self,
+        ptr: *mut u8,
+        bytes: usize,
+        root: usize,
+        stream: &Stream,
+    ) -> Result<(), String> {
+        let (ptr, stream) = (ptr.cast::<c_void>(), stream.as_raw());
+        // SAFETY: the caller's promise.
+        self.call(|api, comm| unsafe {
+            (api.broadcast)(ptr, ptr, bytes, BYTES, root as c_int, comm, stream)
+        })
+    }
+
+    /// Sums `len` elements over the ranks, to all of them.
+    ///
+    /// # Safety
+    /// As [`Communicator::gather`], for `len` elements.
+    pub(super) unsafe fn all_reduce(
+        &mut self,
+        ptr: *mut u8,
+        len: usize,
+        dtype: DType,
+        stream: &Stream,
+    ) -> Result<(), String> {
+        let dtype = match dtype {
+            DType::I32 => 2,
+            DType::I64 => 4,
+            DType::F16 => 6,
+            DType::F32 => 7,
+            DType::F64 => 8,
+            DType::BF16 => 9,
+        };
+        let (ptr, stream) = (ptr.cast::<c_void>(), stream.as_raw());
+        // SAFETY: the caller's promise.
+        self.call(|api, comm| unsafe { (api.all_reduce)(ptr, ptr, len, dtype, SUM, comm, stream) })
+    }
+}
+
+impl Engine for Communicator {
+    type Work = Event;
+
+    fn is_ready(&mut self) -> Result<bool, String> {
+        let mut status = SUCCESS;
+        // SAFETY: the call writes one status.
+        self.call(|api, comm| unsafe { (api.async_error)(comm, &mut status) })?;
+        self.api.check(status)?;
+        Ok(status != IN_PROGRESS)
+    }
+
+    fn is_done(work: &Event) -> Result<bool, String> {
+        work.is_reached().map_err(|e| e.to_string())
+    }
+
+    fn finalize(&mut self) -> Result<(), String> {
+        // SAFETY: the communicator is alive.
+        self.call(|api, comm| unsafe { (api.finalize)(comm) })
+    }
+
+    fn destroy(&mut self) {
+        // SAFETY: it was finalized, and is not used after. Nobody can be told of an error.
+        let _ = self.call(|api, comm| unsafe { (api.destroy)(comm) });
+        self.comm = std::ptr::null_mut();
+    }
+
+    fn abort(&mut self) {
+        // SAFETY: may be called at any time; the communicator is not used after.
+        let _ = self.call(|api, comm| unsafe { (api.abort)(comm) });
+        self.comm = std::ptr::null_mut();
+    }
+}
