@@ -11,6 +11,7 @@ mod table;
 mod verify;
 
 use clap::Parser;
+use std::ffi::OsString;
 use std::process::ExitCode;
 
 /// Causal conv1d, Winograd conv2d and GELU: fast on CPU and GPU, with known accuracy.
@@ -35,23 +36,38 @@ enum Action {
 
 /// Runs the command with the process's arguments.
 pub fn main() -> ExitCode {
-    tracing_subscriber::fmt()
+    ExitCode::from(run(std::env::args_os()))
+}
+
+/// Runs the command with these arguments, of which the first names the program; returns the exit
+/// status.
+pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
+    // A second call finds the subscriber of the first.
+    let _ = tracing_subscriber::fmt()
         .with_max_level(tracing_subscriber::filter::LevelFilter::WARN)
         .with_writer(std::io::stderr)
         .without_time()
         .with_target(false)
-        .init();
-    let result = match &Command::parse().action {
+        .try_init();
+    let command = match Command::try_parse_from(args) {
+        Ok(command) => command,
+        Err(help_or_error) => {
+            // Nothing can be said where printing fails.
+            let _ = help_or_error.print();
+            return help_or_error.exit_code() as u8;
+        }
+    };
+    let result = match &command.action {
         Action::Bench(args) => bench::run(args),
         Action::Verify(args) => verify::run(args),
         Action::Devices(args) => devices::run(args),
         Action::Run(args) => run::run(args),
     };
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => 0,
         Err(failure) => {
             eprintln!("windrow: {failure}");
-            ExitCode::from(failure.status())
+            failure.status()
         }
     }
 }

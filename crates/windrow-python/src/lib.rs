@@ -4,6 +4,7 @@
 mod array;
 mod call;
 mod causal_conv1d;
+mod command;
 mod conv2d;
 mod dlpack;
 mod error;
@@ -17,6 +18,8 @@ use pyo3::prelude::*;
 mod _native {
     #[pymodule_export]
     use super::causal_conv1d::{causal_conv1d, causal_conv1d_backward, causal_conv1d_update};
+    #[pymodule_export]
+    use super::command::command;
     #[pymodule_export]
     use super::conv2d::{Conv2dPlan, FilterCache, PackedWeights, conv2d, conv2d_backward};
     #[pymodule_export]

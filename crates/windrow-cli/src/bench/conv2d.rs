@@ -47,7 +47,7 @@ pub(super) fn entries(s: &Selection<'_>, layers: Vec<Layer>) -> Result<Vec<Entry
     Ok(entries)
 }
 
-fn spec(layer: &Layer, dtype: DType) -> windrow::Result<Conv2dSpec> {
+pub(super) fn spec(layer: &Layer, dtype: DType) -> windrow::Result<Conv2dSpec> {
     let x = TensorDesc::contiguous(dtype, &[layer.n, layer.c, layer.h, layer.w])?;
     let w = TensorDesc::contiguous(dtype, &[layer.k, layer.c, 3, 3])?;
     Conv2dSpec::new(x, w, &Conv2dParams::default())

@@ -6,6 +6,7 @@ mod conv2d;
 mod gelu;
 mod layers;
 mod measure;
+mod parallel;
 mod plot;
 mod report;
 mod row;
@@ -51,6 +52,15 @@ pub(crate) struct Bench {
     /// cpu or cuda:INDEX
     #[arg(long, default_value = "cpu")]
     device: Device,
+    /// CUDA devices to split conv2d's batch over; also as a job, by torchrun's variables
+    #[arg(long, value_name = "INDEX", value_delimiter = ',', conflicts_with_all = ["device", "threads", "csv", "plot"])]
+    devices: Vec<u32>,
+    /// With several devices: also bring the whole output to each of them
+    #[arg(long)]
+    gather: bool,
+    /// With several devices: give up when one does not answer for so long
+    #[arg(long, value_name = "SECONDS", default_value = "60")]
+    timeout: u64,
     /// Print JSON instead of tables
     #[arg(long)]
     json: bool,
@@ -130,6 +140,10 @@ pub(crate) fn run(args: &Bench) -> Result<(), Failure> {
     if let Some(bad) = args.dtype.iter().find(|d| !d.is_compute()) {
         return Err(Failure::Input(format!("--dtype {bad}: expected f32, f16 or bf16")));
     }
+    if let Some(ranks) = parallel::Ranks::of(args)? {
+        let timeout = Duration::from_secs(args.timeout);
+        return parallel::run(args, ranks, &layers(args)?, timeout);
+    }
     check_device(args.device)?;
     let mut options = PlanOptions { device: args.device, ..Default::default() };
     options.threads = args.threads;
@@ -185,17 +199,18 @@ fn entries(args: &Bench, selection: &Selection<'_>) -> Result<Vec<Entry>, Failur
         entries.extend(match operator {
             Operator::Gelu => gelu::entries(selection)?,
             Operator::CausalConv1d => causal_conv1d::entries(selection)?,
-            Operator::Conv2d => {
-                let layers = match &args.layers {
-                    Some(path) => layers::read(path)?,
-                    None if args.full => layers::cnn18(),
-                    None => layers::cnn18().into_iter().map(layers::Layer::reduced).collect(),
-                };
-                conv2d::entries(selection, layers)?
-            }
+            Operator::Conv2d => conv2d::entries(selection, layers(args)?)?,
         });
     }
     Ok(entries)
+}
+
+fn layers(args: &Bench) -> Result<Vec<layers::Layer>, Failure> {
+    match &args.layers {
+        Some(path) => layers::read(path),
+        None if args.full => Ok(layers::cnn18()),
+        None => Ok(layers::cnn18().into_iter().map(layers::Layer::reduced).collect()),
+    }
 }
 
 /// The first and last `count` of `0..n`; the second range is what the first leaves of it.

@@ -223,3 +223,6 @@ class Tensor:
         copy: bool | None = None,
     ) -> Any: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
+
+def command(args: list[str]) -> int:
+    """Runs the command `windrow ARGS` of this process; returns its exit status."""
