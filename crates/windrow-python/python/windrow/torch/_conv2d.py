@@ -1,5 +1,6 @@
 """Two-dimensional convolution."""
 
+import sys
 from typing import Any
 
 import torch
@@ -27,13 +28,21 @@ _filters = WeakIdKeyDictionary()
 def _cached_filters(weight: Tensor) -> tuple[_native.FilterCache, int] | None:
     """Where filters packed from `weight` are kept, and its version; None if it is no long-lived
     tensor or does not count its changes."""
-    if not isinstance(weight, nn.Parameter) or weight.is_inference():
+    if not isinstance(weight, nn.Parameter) or weight.is_inference() or _some_model_is_sharded():
         return None
     cache = _filters.get(weight)
     if cache is None:
         cache = _filters[weight] = _native.FilterCache()
     # In-place changes count in `_version`; assigning to `.data` changes the address instead.
     return cache, hash((weight._version, weight.data_ptr()))
+
+
+def _some_model_is_sharded() -> bool:
+    """True once `fully_shard` was used in this process. It gathers weights into parameters without
+    counting that as a change, often to the address that they had before."""
+    # It makes a subclass for every class of modules that it shards.
+    module = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return module is not None and bool(module.__subclasses__())
 
 
 def _kernel(
