@@ -11,6 +11,7 @@ mod spec;
 mod tests;
 pub(crate) mod verify;
 pub(crate) mod winograd;
+pub(crate) mod winograd_reference;
 
 pub use plan::{Conv2dArgs, Conv2dPlan, PackedWeights, Weights};
 pub(crate) use problem::Problem;

@@ -6,6 +6,7 @@ use super::cpu::{self, floats, floats_mut};
 use super::cuda::{self, Operands};
 use super::reference::Expected;
 use super::spec::is_channels_last;
+use super::winograd_reference::Stages;
 use super::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile, reference};
 use crate::buffer::Buffer;
 use crate::cpu::{Isa, resolve_threads};
@@ -501,6 +502,16 @@ impl Conv2dPlan {
         let Backend::Cpu { engine, .. } = &self.backend else { return Ok(None) };
         let Some(matrix) = engine.im2col(x) else { return Ok(None) };
         Ok(Some((matrix, reference::im2col(&self.problem, &x.to_f64_vec()?))))
+    }
+
+    /// What the stages of Winograd's algorithm form; `None` for other algorithms.
+    pub(crate) fn winograd_stages(
+        &self,
+        w: &TensorRef<'_>,
+        x: &TensorRef<'_>,
+    ) -> Result<Option<Stages<Vec<f32>>>> {
+        let Backend::Cpu { engine, .. } = &self.backend else { return Ok(None) };
+        engine.winograd_stages(w, x)
     }
 
     /// How gradients are computed: decided when the first one is asked for.

@@ -10,11 +10,11 @@ pub(crate) struct Expected {
 }
 
 impl Expected {
-    fn zeros(len: usize) -> Self {
+    pub(super) fn zeros(len: usize) -> Self {
         Expected { values: vec![0.0; len], scale: vec![0.0; len] }
     }
 
-    fn add(&mut self, i: usize, term: f64) {
+    pub(super) fn add(&mut self, i: usize, term: f64) {
         self.values[i] += term;
         self.scale[i] += term.abs();
     }

@@ -1,5 +1,6 @@
 //! The room's cases for `windrow verify`.
 
+use super::winograd_reference::stages;
 use super::{
     Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, Weights, reference,
 };
@@ -139,12 +140,39 @@ fn run(spec: &Conv2dSpec, algorithm: Conv2dAlgorithm, device: Device) -> Result<
             let comparison = Comparison::of(&got, &want, &scale, 0.0)?;
             checks.push(Check { what: "im2col", comparison });
         }
+        if !spec.y.layout.is_empty() {
+            checks.extend(winograd_stages(&plan, &w.as_ref(), &x.as_ref())?);
+        }
         // Gradients do not depend on the algorithm.
         if algorithm == Conv2dAlgorithm::Direct {
             checks.extend(gradients(spec, &options, &x, &w)?);
         }
     }
     Ok(checks)
+}
+
+/// U, V and M as the algorithm forms them; nothing for one that has no such stages.
+fn winograd_stages(plan: &Conv2dPlan, w: &TensorRef<'_>, x: &TensorRef<'_>) -> Result<Vec<Check>> {
+    let Some(tile) = plan.algorithm().tile() else { return Ok(Vec::new()) };
+    let Some(got) = plan.winograd_stages(w, x)? else { return Ok(Vec::new()) };
+    let problem = plan.spec().problem()?;
+    let want = stages(&problem, tile, &x.to_f64_vec()?, &w.to_f64_vec()?);
+    // Two transforms in a row, each of up to alpha products with a rounded coefficient, and sums.
+    let transforms = (4 * tile.alpha()) as f64 * DType::F32.unit_roundoff();
+    let products = problem.c as f64 * DType::F32.unit_roundoff() + transforms;
+    [
+        // Formed in f64, so that only the last rounding is left.
+        ("U", got.u, want.u, 1e-12),
+        ("V", got.v, want.v, transforms),
+        ("M", got.m, want.m, products),
+    ]
+    .into_iter()
+    .map(|(what, got, want, tolerance)| {
+        let got = TensorRef::new(&got, &[got.len()])?;
+        let comparison = Comparison::of(&got, &want.values, &want.scale, tolerance)?;
+        Ok(Check { what, comparison })
+    })
+    .collect()
 }
 
 fn gradients(

@@ -11,9 +11,10 @@ mod stencil;
 mod weight_grad;
 pub(crate) mod winograd;
 
+use super::winograd_reference::Stages;
 use super::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile};
 use crate::cpu::{Isa, SimdElement};
-use crate::{Activation, DType, TensorMut, TensorRef, bf16, f16};
+use crate::{Activation, DType, Result, TensorMut, TensorRef, bf16, f16};
 use direct::Direct;
 use epilogue::Epilogue;
 pub(crate) use gradients::Gradients;
@@ -213,6 +214,17 @@ impl Engine {
         let Engine::Gather(Gather::Im2colGemm(g)) = self else { return None };
         // SAFETY: the stencil was made for this layout.
         Some(with_element!(x.dtype(), T => unsafe { g.matrix(x.as_ptr().cast::<T>()) }))
+    }
+
+    /// What the stages of Winograd's algorithm form of views that agree with the spec; `None` for
+    /// other algorithms.
+    pub(crate) fn winograd_stages(
+        &self,
+        w: &TensorRef<'_>,
+        x: &TensorRef<'_>,
+    ) -> Result<Option<Stages<Vec<f32>>>> {
+        let Engine::Winograd(engine) = self else { return Ok(None) };
+        engine.stages(w, x).map(Some)
     }
 
     /// Runs on views that agree with the spec.

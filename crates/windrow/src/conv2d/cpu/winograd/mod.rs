@@ -12,6 +12,7 @@ mod geometry;
 mod input;
 mod output;
 mod prefetch;
+mod stages;
 mod transform;
 
 use super::super::{Problem, Tile};
@@ -30,6 +31,7 @@ use half::{bf16, f16};
 use input::InputTransform;
 use output::OutputTransform;
 use prefetch::{Ahead, Image, Prefetch};
+use stages::Block;
 use std::ops::Range;
 
 /// A 3x3 convolution of stride and dilation 1 with one group, by Winograd's algorithm.
@@ -54,6 +56,8 @@ struct Operands<'a> {
     y_strides: [isize; 4],
     /// Whether x and y together are beyond the caches.
     far: bool,
+    /// Sees every block between the products and the output transform.
+    inspect: &'a (dyn Fn(&Block) + Sync),
 }
 
 // SAFETY: threads read `bias` and write separate elements of y.
@@ -116,6 +120,20 @@ impl WinogradCpu {
         y: &mut TensorMut<'_>,
         workspace: &mut [u8],
     ) {
+        self.run_inspected(packed, x, bias, activation, y, workspace, &|_| ());
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "those of `run` and one more")]
+    fn run_inspected(
+        &self,
+        packed: &[f32],
+        x: &TensorRef<'_>,
+        bias: Option<&TensorRef<'_>>,
+        activation: Activation,
+        y: &mut TensorMut<'_>,
+        workspace: &mut [u8],
+        inspect: &(dyn Fn(&Block) + Sync),
+    ) {
         assert!(packed.len() >= self.packed_len(), "packed filter");
         assert!(workspace.len() >= self.workspace_bytes(), "workspace");
         assert_eq!(workspace.as_ptr().align_offset(64), 0, "workspace");
@@ -131,6 +149,7 @@ impl WinogradCpu {
             y_strides: strides4(y.strides()),
             far: x.desc().bytes() + y.desc().bytes() > prefetch::FAR,
             y: SendPtr(y.as_mut_ptr()),
+            inspect,
         };
         // SAFETY: the slots follow the bias.
         let slots = SendPtr(unsafe { workspace.add(self.bias_len()) });
@@ -214,6 +233,7 @@ impl WinogradCpu {
                     ahead: Ahead { read: &mut read, write },
                 },
             );
+            (operands.inspect)(&Block { tiles: tiles.clone(), v, channels: channels.clone(), m });
             dispatch(
                 self.isa,
                 OutputTransform::<X, A> {
