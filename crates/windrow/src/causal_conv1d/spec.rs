@@ -65,6 +65,8 @@ pub struct CausalConv1dSpec {
     pub final_states: Option<TensorDesc>,
 }
 
+common_options!(CausalConv1dSpec);
+
 impl CausalConv1dSpec {
     /// A convolution of `x` [b, d, l] with `weight` [d, width] or [d_out, d, width], without bias,
     /// activation, states or packed sequences. `y` is dense: channel-last if x is, else
@@ -87,24 +89,6 @@ impl CausalConv1dSpec {
             initial_states: None,
             final_states: None,
         })
-    }
-
-    /// With a bias `[d_out]`.
-    #[must_use]
-    pub fn with_bias(self, bias: TensorDesc) -> Self {
-        Self { bias: Some(bias), ..self }
-    }
-
-    /// With an activation.
-    #[must_use]
-    pub fn with_activation(self, activation: Activation) -> Self {
-        Self { activation, ..self }
-    }
-
-    /// With another layout of the output than the default.
-    #[must_use]
-    pub fn with_output(self, y: TensorDesc) -> Self {
-        Self { y, ..self }
     }
 
     /// With sequence numbers [b, l].

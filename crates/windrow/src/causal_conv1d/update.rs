@@ -49,6 +49,8 @@ pub struct CausalConv1dUpdateSpec {
     pub conv_state_indices: Option<TensorDesc>,
 }
 
+common_options!(CausalConv1dUpdateSpec);
+
 impl CausalConv1dUpdateSpec {
     /// A step of `x` [b, d, l] with `conv_state` [b or pool, d, state_len] and `weight` [d, width],
     /// without bias, activation, ring buffer or indices. `y` is dense: channel-last if x is, else
@@ -74,24 +76,6 @@ impl CausalConv1dUpdateSpec {
         };
         spec.check_state(&spec.problem_of_x()?)?;
         Ok(spec)
-    }
-
-    /// With a bias `[d]`.
-    #[must_use]
-    pub fn with_bias(self, bias: TensorDesc) -> Self {
-        Self { bias: Some(bias), ..self }
-    }
-
-    /// With an activation.
-    #[must_use]
-    pub fn with_activation(self, activation: Activation) -> Self {
-        Self { activation, ..self }
-    }
-
-    /// With another layout of the output than the default.
-    #[must_use]
-    pub fn with_output(self, y: TensorDesc) -> Self {
-        Self { y, ..self }
     }
 
     /// With states as ring buffers, and the number of tokens before `[b]`.
@@ -302,10 +286,8 @@ impl CausalConv1dUpdatePlan {
         }
         if let Some((reference, mut state)) = expected {
             workspace.synchronize()?;
-            for check in verify::update_checks(&reference, &mut state, &conv_state, &y)? {
-                let what = format!("causal_conv1d_update {}", check.what);
-                check.comparison.into_result(&what)?;
-            }
+            let checks = verify::update_checks(&reference, &mut state, &conv_state, &y)?;
+            verify::require("causal_conv1d_update", checks)?;
         }
         Ok(())
     }

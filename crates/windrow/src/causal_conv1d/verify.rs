@@ -1,5 +1,6 @@
 //! Comparison with the oracle, and the room's cases for `windrow verify`.
 
+use super::cpu::dense_backward::most_tokens;
 use super::cpu::epilogue::HALF_ERROR;
 use super::reference::{Expected, Reference, UpdateReference};
 use super::sample::{Sample, UpdateSample};
@@ -7,28 +8,40 @@ use super::{
     CausalConv1dAlgorithm, CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dPlan,
     CausalConv1dSpec, CausalConv1dUpdatePlan, CausalConv1dUpdateSpec, Problem,
 };
+use crate::cpu::gemm::MAX_TERMS;
 use crate::verify::{Case, Check, Comparison};
 use crate::{
     Activation, DType, Device, Layout, PlanOptions, Result, TensorDesc, TensorMut, TensorRef,
     Workspace,
 };
 
-/// Roundings of a sum of products, of at most `terms` terms, in units of f32, and of the activation
-/// (4 units in the last place, 8 roundings' worth), whose slope is at most 1.2. For half types SiLU is
-/// only computed to the few bits more that they need.
+/// Most additions in a row that form an element of a sum of `terms` products: of a matrix product's
+/// block, then of the blocks.
+fn additions(terms: usize) -> usize {
+    terms.min(MAX_TERMS + terms.div_ceil(MAX_TERMS))
+}
+
+/// Additions of the sum before the activation.
+fn forward_additions(problem: &Problem) -> usize {
+    additions(if problem.dense { problem.width * problem.d } else { problem.width })
+}
+
+/// Roundings of a sum of products and a bias, in units of f32, and of the activation (4 units in the
+/// last place, 8 roundings' worth), whose slope is at most 1.2. For half types SiLU is only
+/// computed to the few bits more that they need.
 fn forward_tolerance(problem: &Problem, activation: Activation, y: DType) -> f64 {
-    let terms = if problem.dense { problem.width * problem.d } else { problem.width };
-    let f32_error = (1.2 * (terms as f64 + 1.0) + 8.0) * DType::F32.unit_roundoff();
+    let sum = forward_additions(problem) as f64 + 1.0;
+    let f32_error = (1.2 * sum + 8.0) * DType::F32.unit_roundoff();
     match activation {
         Activation::Silu if y.is_half() => f32_error + HALF_ERROR,
         _ => f32_error,
     }
 }
 
-/// As [`forward_tolerance`], with the derivative's roundings (9) and a sum of `terms` products in
+/// As [`forward_tolerance`], with the derivative's roundings (9) and a sum of `additions` products in
 /// addition.
-fn backward_tolerance(problem: &Problem, terms: usize) -> f64 {
-    ((problem.width + terms) as f64 + 12.0) * DType::F32.unit_roundoff()
+fn backward_tolerance(problem: &Problem, additions: usize) -> f64 {
+    ((forward_additions(problem) + additions) as f64 + 12.0) * DType::F32.unit_roundoff()
 }
 
 fn check(
@@ -74,18 +87,21 @@ pub(crate) fn backward_checks(
     let problem = &reference.problem;
     let dfinal_states = dfinal_states.map(TensorRef::to_f64_vec).transpose()?;
     let want = reference.backward(&dy.to_f64_vec()?, dfinal_states.as_deref());
-    // Sums over tokens go through tiles of 64 and pieces of 1024 tokens, or 8 widths, in f32.
-    let sums = 64 + 16 + problem.width / 8;
-    let terms = problem.width + 1;
+    // Sums over taps, and over tokens: these go through tiles of 64 and pieces of 1024 tokens, or 8
+    // widths, in f32, or through matrix products.
+    let (taps, tokens) = match problem.dense {
+        true => (additions(problem.d_out) + problem.width, additions(most_tokens(problem.width))),
+        false => (problem.width + 1, 64 + 16 + problem.width / 8),
+    };
     let checks = [
-        ("dx", &grads.dx, want.dx, terms),
-        ("dweight", &grads.dweight, want.dweight, sums),
-        ("dbias", &grads.dbias, want.dbias, sums),
-        ("dinitial_states", &grads.dinitial_states, want.dinitial_states, terms),
+        ("dx", &grads.dx, want.dx, taps),
+        ("dweight", &grads.dweight, want.dweight, tokens),
+        ("dbias", &grads.dbias, want.dbias, tokens),
+        ("dinitial_states", &grads.dinitial_states, want.dinitial_states, taps),
     ];
-    let given = checks.into_iter().filter_map(|(what, got, want, terms)| {
+    let given = checks.into_iter().filter_map(|(what, got, want, additions)| {
         let got = got.as_ref()?.as_ref();
-        Some(check(what, &got, &want, backward_tolerance(problem, terms)))
+        Some(check(what, &got, &want, backward_tolerance(problem, additions)))
     });
     given.collect()
 }
@@ -103,6 +119,14 @@ pub(crate) fn update_checks(
         check("y", &y.as_ref(), &want, tolerance)?,
         check_equal("conv_state", &got_state.as_ref(), conv_state)?,
     ])
+}
+
+/// [`Error::Verification`](crate::Error::Verification) for the first check that fails, named after
+/// `op`.
+pub(crate) fn require(op: &str, checks: Vec<Check>) -> Result<()> {
+    checks
+        .into_iter()
+        .try_for_each(|check| check.comparison.into_result(&format!("{op} {}", check.what)))
 }
 
 /// The stages of [`CausalConv1dAlgorithm::Im2colGemm`]: both operands of the product, which are
@@ -143,14 +167,12 @@ pub(crate) fn run(plan: &CausalConv1dPlan, sample: &mut Sample) -> Result<Vec<Ch
     if let Some((im2col, weight)) = plan.stages(&args)? {
         checks.extend(stage_checks(&reference, &im2col, &weight)?);
     }
-    if !reference.problem.dense {
-        let (dy, dfinal) = (sample.dy.as_ref(), sample.dfinal_states.as_ref());
-        let dfinal = dfinal.map(|states| states.as_ref());
-        plan.backward(&args, dy, dfinal, sample.gradients.views()?, &mut workspace)?;
-        workspace.synchronize()?;
-        let grads = sample.gradients.views()?;
-        checks.extend(backward_checks(&reference, (&dy, dfinal.as_ref()), &grads)?);
-    }
+    let (dy, dfinal) = (sample.dy.as_ref(), sample.dfinal_states.as_ref());
+    let dfinal = dfinal.map(|states| states.as_ref());
+    plan.backward(&args, dy, dfinal, sample.gradients.views()?, &mut workspace)?;
+    workspace.synchronize()?;
+    let grads = sample.gradients.views()?;
+    checks.extend(backward_checks(&reference, (&dy, dfinal.as_ref()), &grads)?);
     Ok(checks)
 }
 
@@ -189,20 +211,22 @@ const SHAPES: [([usize; 3], usize); 9] = [
     ([1, 530, 131], 4),
 ];
 
-/// Every algorithm, type, layout and shape, with every option, forward and backward, and updates.
+const OPTIONS: [&str; 4] = ["plain", "silu bias states", "gelu seq_idx states", "relu cu_seqlens"];
+const DENSE_OPTIONS: [&str; 3] = ["silu bias states", "gelu seq_idx states", "relu cu_seqlens"];
+
+/// Every algorithm, type, layout and shape, depthwise and with three output channels, with every option, forward and backward, and updates.
 pub(crate) fn cases(device: Device) -> Vec<Case> {
     let mut cases = Vec::new();
     for dtype in DTYPES {
         for (layout, order) in LAYOUTS {
             for (shape, width) in SHAPES {
-                for option in
-                    ["plain", "silu bias states", "gelu seq_idx states", "relu cu_seqlens"]
-                {
-                    let Ok(spec) = spec(dtype, &order, shape, width, option) else { continue };
-                    push_forward(&mut cases, spec, layout, device, option);
+                let [_, d, _] = shape;
+                let depthwise = OPTIONS.map(|option| (option, "", vec![d, width]));
+                let dense = DENSE_OPTIONS.map(|option| (option, "dense ", vec![3, d, width]));
+                for (option, kind, weight) in depthwise.into_iter().chain(dense) {
+                    let Ok(spec) = spec(dtype, &order, shape, &weight, option) else { continue };
+                    push_forward(&mut cases, spec, layout, device, &format!("{kind}{option}"));
                 }
-                let Ok(spec) = dense_spec(dtype, &order, shape, width) else { continue };
-                push_forward(&mut cases, spec, layout, device, "dense");
             }
             for (shape, width) in [([1, 1, 1], 1), ([4, 70, 1], 4), ([3, 33, 5], 3)] {
                 for option in ["state", "ring", "pool"] {
@@ -260,13 +284,13 @@ fn spec(
     dtype: DType,
     order: &[usize; 3],
     shape: [usize; 3],
-    width: usize,
+    weight: &[usize],
     option: &str,
 ) -> Result<CausalConv1dSpec> {
-    let [b, d, l] = shape;
+    let [b, _, l] = shape;
     let x = TensorDesc { dtype, layout: Layout::with_order(&shape, order)? };
-    let spec = CausalConv1dSpec::new(x, TensorDesc::contiguous(dtype, &[d, width])?)?;
-    let bias = TensorDesc::contiguous(DType::F32, &[d])?;
+    let spec = CausalConv1dSpec::new(x, TensorDesc::contiguous(dtype, weight)?)?;
+    let bias = TensorDesc::contiguous(DType::F32, &weight[..1])?;
     let mut spec = match option {
         "plain" => return Ok(spec),
         "silu bias states" => spec.with_bias(bias).with_activation(Activation::Silu),
@@ -282,19 +306,6 @@ fn spec(
     spec.initial_states = Some(TensorDesc { dtype, layout });
     spec.final_states = spec.initial_states;
     Ok(spec)
-}
-
-/// With five output channels.
-fn dense_spec(
-    dtype: DType,
-    order: &[usize; 3],
-    shape: [usize; 3],
-    width: usize,
-) -> Result<CausalConv1dSpec> {
-    let x = TensorDesc { dtype, layout: Layout::with_order(&shape, order)? };
-    let weight = TensorDesc::contiguous(dtype, &[5, shape[1], width])?;
-    let bias = TensorDesc::contiguous(dtype, &[5])?;
-    Ok(CausalConv1dSpec::new(x, weight)?.with_bias(bias).with_activation(Activation::Silu))
 }
 
 fn update_spec(

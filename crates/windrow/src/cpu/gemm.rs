@@ -342,14 +342,25 @@ impl Matrix {
 pub(crate) struct Gemm(Blocking);
 
 impl Gemm {
+    /// Most rows and columns of a block.
+    const BLOCK: usize = 256;
+
     pub(crate) fn new(isa: Isa, [rows, cols, terms]: [usize; 3]) -> Self {
         let scratch = Scratch { left: true, right: true };
-        Gemm(Blocking::new(isa, [rows, cols, terms], [256, 256], scratch))
+        Gemm(Blocking::new(isa, [rows, cols, terms], [Self::BLOCK; 2], scratch))
     }
 
     /// Elements of scratch memory for `threads` threads.
     pub(crate) fn scratch_len(&self, threads: usize) -> usize {
         threads.min(self.0.tasks()) * self.0.scratch_len()
+    }
+
+    /// Elements of scratch memory that are enough for any product on `threads` threads.
+    pub(crate) fn max_scratch_len(isa: Isa, threads: usize) -> usize {
+        let (mr, nr) = tile_shape(isa);
+        let [mc, nc] = [Self::BLOCK.max(mr), Self::BLOCK.max(nr)];
+        let left = (mc * left_stride(MAX_TERMS)).max(MAX_TERMS * left_stride(mc));
+        threads * (left + (nc * MAX_TERMS).next_multiple_of(16) + mc * nc)
     }
 
     /// # Safety

@@ -157,7 +157,7 @@ impl Backward {
 }
 
 /// Rounds `value` to the tensor's type and writes it.
-fn write(to: &mut TensorMut<'_>, index: &[usize], value: f64) {
+pub(super) fn write(to: &mut TensorMut<'_>, index: &[usize], value: f64) {
     let offset = to.layout().offset(index);
     let dtype = to.dtype();
     let at = to.as_mut_ptr();

@@ -7,14 +7,14 @@ use super::{Inputs, Operand, Parameters, Tokens};
 use crate::causal_conv1d::Problem;
 use crate::causal_conv1d::sequences::{Run, Source};
 use crate::cpu::gemm::{Gemm, Matrix};
-use crate::cpu::{Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, parallel_for};
+use crate::cpu::{Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, parallel_for};
 use crate::{Activation, Error, Result, TensorRef};
 use std::ops::Range;
 
 /// Most elements of the im2col matrix at a time, unless one token has more: 4 MiB.
-const BLOCK: usize = 1 << 20;
+pub(super) const BLOCK: usize = 1 << 20;
 /// Tokens of a task outside the product.
-const ROWS: usize = 16;
+pub(super) const ROWS: usize = 16;
 
 /// The im2col matrices of all rows, [b, l, width*d], and the weight as a matrix [d_out, width*d].
 pub(crate) type Stages = (Vec<f32>, Vec<f32>);
@@ -22,10 +22,10 @@ pub(crate) type Stages = (Vec<f32>, Vec<f32>);
 /// How a convolution is cut into products.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Im2colGemm {
-    problem: Problem,
-    activation: Activation,
-    isa: Isa,
-    threads: usize,
+    pub(super) problem: Problem,
+    pub(super) activation: Activation,
+    pub(super) isa: Isa,
+    pub(super) threads: usize,
     /// Tokens of a product.
     tokens: usize,
     /// Elements of the weight matrix, the im2col matrix, the product and the bias, and scratch
@@ -88,7 +88,7 @@ impl Im2colGemm {
         y: Operand<T>,
         scratch: *mut u8,
     ) {
-        let Inputs { tokens, parameters: Parameters { weight, bias } } = inputs;
+        let Inputs { tokens, parameters } = inputs;
         let Problem { b, d, d_out, l, width, .. } = self.problem;
         if b * d_out * l == 0 {
             return;
@@ -102,13 +102,7 @@ impl Im2colGemm {
         });
         // SAFETY: each part of the scratch memory is as long as what is written there.
         unsafe {
-            self.expand_weight(weight, expanded);
-            staged_bias.write_bytes(0, d_out);
-            if let Some(bias) = bias {
-                let step = bias.strides()[0];
-                let bias = Strided { view: bias, first: 0, shape: [1, d_out], strides: [0, step] };
-                dispatch(self.isa, Copy { from: bias, to: staged_bias });
-            }
+            self.stage_parameters(parameters, expanded, staged_bias);
             for b in 0..b {
                 for first in (0..l).step_by(self.tokens) {
                     let n = self.tokens.min(l - first);
@@ -148,6 +142,29 @@ impl Im2colGemm {
         (im2col, weight)
     }
 
+    /// Writes the weight as a matrix and the bias, zero if there is none.
+    ///
+    /// # Safety
+    /// The parameters have the problem's sizes, `weight` and `bias` hold them.
+    pub(super) unsafe fn stage_parameters(
+        &self,
+        parameters: &Parameters<'_>,
+        weight: *mut f32,
+        bias: *mut f32,
+    ) {
+        let d_out = self.problem.d_out;
+        // SAFETY: promised by the caller.
+        unsafe {
+            self.expand_weight(&parameters.weight, weight);
+            bias.write_bytes(0, d_out);
+            if let Some(view) = &parameters.bias {
+                let strides = [0, view.strides()[0]];
+                let from = Strided { view, first: 0, shape: [1, d_out], strides };
+                dispatch(self.isa, Copy { from, to: bias });
+            }
+        }
+    }
+
     /// Writes the weight as a matrix [d_out, width*d]: column `k*d + c` is tap `k` of input channel
     /// `c`, zero where a depthwise filter does not see it.
     ///
@@ -181,7 +198,7 @@ impl Im2colGemm {
     ///
     /// # Safety
     /// `to` holds the rows.
-    unsafe fn im2col<T: SimdElement>(
+    pub(super) unsafe fn im2col<T: SimdElement>(
         &self,
         tokens: &Tokens<'_, T>,
         b: usize,
@@ -301,18 +318,35 @@ impl<T: SimdElement> Kernel for Epilogue<'_, T> {
                     let sum = s.add(sum, s.load_first(self.bias.add(c), n));
                     let y = epilogue::<S, T>(s, self.plan.activation, sum);
                     let y = if padding { s.zero() } else { y };
-                    let at = self.y.at(self.b, c, t);
-                    if self.y.strides[1] == 1 {
-                        T::store_first(s, at, y, n);
-                    } else {
-                        s.store_first(product.add(c), y, n);
-                        for i in 0..n {
-                            let value = T::from_f32(*product.add(c + i));
-                            at.offset(i as isize * self.y.strides[1]).write(value);
-                        }
-                    }
+                    store_channels(s, (self.y.at(self.b, 0, t), self.y.strides[1]), c, y, n);
                 }
             }
+        }
+    }
+}
+
+/// Writes channels `c..c + n` of the token at `to.0`, whose channels are `to.1` apart.
+///
+/// # Safety
+/// They exist, and `n <= LANES`.
+#[inline(always)]
+pub(super) unsafe fn store_channels<S: Simd, T: SimdElement>(
+    s: S,
+    (to, stride): (*mut T, isize),
+    c: usize,
+    v: S::F32,
+    n: usize,
+) {
+    let to = to.wrapping_offset(c as isize * stride);
+    // SAFETY: promised by the caller.
+    unsafe {
+        if stride == 1 {
+            return T::store_first(s, to, v, n);
+        }
+        let mut lanes = [0f32; MAX_LANES];
+        s.store(lanes.as_mut_ptr(), v);
+        for (i, &lane) in lanes.iter().enumerate().take(n) {
+            to.offset(i as isize * stride).write(T::from_f32(lane));
         }
     }
 }

@@ -1,11 +1,11 @@
 //! Causal convolution on the CPU.
 
 pub(crate) mod backward;
+pub(crate) mod dense_backward;
 pub(crate) mod epilogue;
 mod forward;
 pub(crate) mod im2col;
 mod kernel;
-
 mod operand;
 mod tile;
 pub(crate) mod update;

@@ -8,8 +8,8 @@ use super::*;
 use crate::cpu::Isa;
 use crate::verify::Check;
 use crate::{
-    Activation, Approximate, DType, Device, Layout, PlanOptions, TensorDesc, TensorMut, TensorRef,
-    Workspace,
+    Activation, Approximate, DType, Device, Error, Layout, PlanOptions, TensorDesc, TensorMut,
+    TensorRef, Verify, Workspace,
 };
 use proptest::prelude::*;
 use std::num::NonZeroUsize;
@@ -67,22 +67,28 @@ prop_compose! {
         dtype in prop::sample::select(&DTYPES),
         activation in prop::sample::select(&Activation::ALL),
         (x, y, states) in (patterns(), patterns(), patterns()),
-        weight_order in prop::sample::select(vec![[0, 1], [1, 0]]),
+        weight_order in prop::sample::select(vec![[0, 1, 2], [2, 0, 1]]),
+        d_out in prop::option::weighted(0.3, 1usize..40),
         [f32_weight, f32_bias, bias, initial, last, wide] in any::<[bool; 6]>(),
         packing in 0usize..4,
         sequences in 1usize..9,
     ) -> CausalConv1dSpec {
         let b = if packing == 2 { 1 } else { b };
-        let weight = Layout::with_order(&[d, width], &weight_order).unwrap();
+        let weight = match d_out {
+            Some(d_out) => Layout::with_order(&[d_out, d, width], &weight_order),
+            None => Layout::with_order(&[d, width], &if weight_order[0] == 0 { [0, 1] } else { [1, 0] }),
+        };
+        let weight = weight.unwrap();
+        let d_out = d_out.unwrap_or(d);
         let parameter = |f32| if f32 { DType::F32 } else { dtype };
         let x = x.of(dtype, [b, d, l]);
         let weight = TensorDesc { dtype: parameter(f32_weight), layout: weight };
         let mut spec = CausalConv1dSpec::new(x, weight).unwrap().with_activation(activation);
         if bias {
-            spec.bias = Some(TensorDesc::contiguous(parameter(f32_bias), &[d]).unwrap());
+            spec.bias = Some(TensorDesc::contiguous(parameter(f32_bias), &[d_out]).unwrap());
         }
         if sequences % 2 == 0 {
-            spec.y = y.of(dtype, [b, d, l]);
+            spec.y = y.of(dtype, [b, d_out, l]);
         }
         match packing {
             1 => spec.seq_idx = Some(TensorDesc::contiguous(DType::I32, &[b, l]).unwrap()),
@@ -243,6 +249,77 @@ fn results_do_not_depend_on_threads() {
             };
             assert_eq!(run(1), run(5));
         }
+    }
+}
+
+/// `Verify::On` lets right results pass and finds one wrong element of each output.
+#[test]
+fn wrong_elements_are_found() {
+    let options = PlanOptions { verify: Verify::On, ..options(2) };
+    let desc = |shape: &[usize]| TensorDesc::contiguous(DType::F32, shape).unwrap();
+    let states = desc(&[2, 20, 3]);
+    for weight in [desc(&[20, 4]), desc(&[7, 20, 4])] {
+        let spec = CausalConv1dSpec::new(desc(&[2, 20, 33]), weight)
+            .unwrap()
+            .with_bias(desc(&weight.shape()[..1]))
+            .with_initial_states(states)
+            .with_final_states(states);
+        let plan = CausalConv1dPlan::new(&spec, &options).unwrap();
+        let mut sample = Sample::new(&spec, 3).unwrap();
+        pass(&plan.explain(), run(&plan, &mut sample).unwrap());
+        let args = sample.inputs.args();
+        let reference = plan.reference(&args).unwrap();
+        let mut check = |spoil: fn(&mut Sample) -> &mut Held, what: &str| {
+            spoil_last(spoil(&mut sample));
+            let outputs = CausalConv1dOutputs {
+                y: sample.y.as_mut().unwrap(),
+                final_states: sample.final_states.as_mut().map(|s| s.as_mut().unwrap()),
+            };
+            let (dy, dfinal) =
+                (sample.dy.as_ref(), sample.dfinal_states.as_ref().map(Held::as_ref));
+            let grads = sample.gradients.views().unwrap();
+            let mut checks = verify::forward_checks(&reference, &outputs).unwrap();
+            checks.extend(
+                verify::backward_checks(&reference, (&dy, dfinal.as_ref()), &grads).unwrap(),
+            );
+            let error = verify::require("op", checks).unwrap_err();
+            assert!(
+                matches!(&error, Error::Verification { op, .. } if op == &format!("op {what}"))
+            );
+            spoil_last(spoil(&mut sample));
+        };
+        check(|s| &mut s.y, "y");
+        check(|s| s.final_states.as_mut().unwrap(), "final_states");
+        check(|s| &mut s.gradients.dx, "dx");
+        check(|s| &mut s.gradients.dweight, "dweight");
+        check(|s| &mut s.gradients.dbias, "dbias");
+        check(|s| &mut s.gradients.dinitial_states, "dinitial_states");
+    }
+    let spec = CausalConv1dUpdateSpec::new(desc(&[2, 20, 1]), states, desc(&[20, 4])).unwrap();
+    let plan = CausalConv1dUpdatePlan::new(&spec, &options).unwrap();
+    for (spoil, what) in [(0, "y"), (1, "conv_state")] {
+        let mut sample = UpdateSample::new(&spec, 3).unwrap();
+        let args = sample.inputs.args();
+        let (reference, mut before) =
+            plan.reference(&args, &sample.conv_state.as_mut().unwrap()).unwrap();
+        pass(&plan.explain(), run_update(&plan, &mut sample).unwrap());
+        spoil_last(if spoil == 0 { &mut sample.y } else { &mut sample.conv_state });
+        let (state, y) = (sample.conv_state.as_mut().unwrap(), sample.y.as_mut().unwrap());
+        let checks = verify::update_checks(&reference, &mut before, &state, &y).unwrap();
+        let error = verify::require("op", checks).unwrap_err();
+        assert!(matches!(&error, Error::Verification { op, .. } if op == &format!("op {what}")));
+    }
+}
+
+/// Changes the sign of the last element.
+fn spoil_last(held: &mut Held) {
+    let mut view = held.as_mut().unwrap();
+    let last: Vec<usize> = view.shape().iter().map(|n| n - 1).collect();
+    let offset = view.layout().offset(&last);
+    // SAFETY: an element of the tensor, of type f32.
+    unsafe {
+        let at = view.as_mut_ptr().cast::<f32>().offset(offset);
+        at.write(-at.read());
     }
 }
 

@@ -1,6 +1,9 @@
 //! Plans and runs of whole sequences.
 
-use super::cpu::backward::{Backward, Gradients};
+mod backward;
+
+use super::cpu::backward::Backward;
+use super::cpu::dense_backward::DenseBackward;
 use super::cpu::im2col::{Im2colGemm, Stages};
 use super::cpu::{Forward, Inputs, Operand, Parameters, Tokens};
 use super::cuda;
@@ -8,14 +11,14 @@ use super::reference::Reference;
 use super::sequences::Sequences;
 use super::{CausalConv1dAlgorithm, CausalConv1dSpec, Problem, verify};
 use crate::cpu::{Isa, SimdElement, resolve_threads};
-use crate::tensor::{
-    check_device, check_disjoint, check_dtype, check_optional_view, check_tensor, check_view,
-};
+use crate::tensor::{check_device, check_disjoint, check_optional_view, check_view};
 use crate::verify::Comparison;
 use crate::{
     Activation, DType, Device, Error, PlanOptions, Result, Tensor, TensorDesc, TensorMut,
     TensorRef, Verify, Workspace, bf16, f16,
 };
+
+pub use backward::CausalConv1dGrads;
 
 /// The inputs of a run; see [`CausalConv1dSpec`] for shapes and types.
 #[derive(Clone, Copy, Debug)]
@@ -64,21 +67,6 @@ pub struct CausalConv1dOutputs<'a> {
     pub final_states: Option<TensorMut<'a>>,
 }
 
-/// The gradients that a backward run computes: those that are given. Strides are free, without
-/// overlap.
-#[derive(Debug, Default)]
-pub struct CausalConv1dGrads<'a> {
-    /// Gradient of `x`: its shape and type.
-    pub dx: Option<TensorMut<'a>>,
-    /// Gradient of the weight: its shape, f32 or x's type. The same bits on any number of
-    /// threads.
-    pub dweight: Option<TensorMut<'a>>,
-    /// Gradient of the bias `[d]`, f32 or x's type. The same bits on any number of threads.
-    pub dbias: Option<TensorMut<'a>>,
-    /// Gradient of the initial states [b or sequences, d, width-1], of x's type.
-    pub dinitial_states: Option<TensorMut<'a>>,
-}
-
 /// A checked [`CausalConv1dSpec`] on a device, with an algorithm.
 ///
 /// ```
@@ -105,8 +93,7 @@ pub struct CausalConv1dPlan {
     options: PlanOptions,
     isa: Isa,
     algorithm: Algorithm,
-    /// None for a dense convolution.
-    backward: Option<Backward>,
+    backward: Gradient,
 }
 
 #[derive(Clone, Debug)]
@@ -114,6 +101,15 @@ enum Algorithm {
     Direct(Forward),
     Im2colGemm(Im2colGemm),
     Cuda(Box<cuda::Direct>),
+}
+
+/// How gradients are computed.
+#[derive(Clone, Debug)]
+enum Gradient {
+    Depthwise(Backward),
+    Dense(DenseBackward),
+    /// By the forward algorithm's own kernels.
+    Cuda,
 }
 
 impl CausalConv1dPlan {
@@ -166,13 +162,14 @@ impl CausalConv1dPlan {
                 options: *options,
                 isa,
                 algorithm: Algorithm::Cuda(Box::new(cuda::Direct::new(index, spec, &problem)?)),
-                backward: None,
+                backward: Gradient::Cuda,
             });
         }
         let (threads, activation) = (resolve_threads(options.threads), spec.activation);
+        let gemm = || Im2colGemm::new(problem, activation, isa, threads);
         let backward = match problem.dense {
-            true => None,
-            false => Some(Backward::new(problem, activation, threads)?),
+            true => Gradient::Dense(DenseBackward::new(gemm()?)?),
+            false => Gradient::Depthwise(Backward::new(problem, activation, threads)?),
         };
         let algorithm = match algorithm {
             CausalConv1dAlgorithm::Direct if problem.dense => {
@@ -187,9 +184,7 @@ impl CausalConv1dPlan {
                 let direct = Forward::new(problem, activation, strides, element, threads)?;
                 Algorithm::Direct(direct)
             }
-            CausalConv1dAlgorithm::Im2colGemm => {
-                Algorithm::Im2colGemm(Im2colGemm::new(problem, activation, isa, threads)?)
-            }
+            CausalConv1dAlgorithm::Im2colGemm => Algorithm::Im2colGemm(gemm()?),
         };
         let (spec, options) = (spec.clone(), *options);
         Ok(CausalConv1dPlan { spec, problem, options, isa, algorithm, backward })
@@ -230,7 +225,11 @@ impl CausalConv1dPlan {
             Algorithm::Im2colGemm(gemm) => gemm.workspace_bytes(),
             Algorithm::Cuda(direct) => direct.workspace_bytes(),
         };
-        forward.max(self.backward.map_or(0, |backward| backward.workspace_bytes()))
+        forward.max(match &self.backward {
+            Gradient::Depthwise(backward) => backward.workspace_bytes(),
+            Gradient::Dense(backward) => backward.workspace_bytes(),
+            Gradient::Cuda => 0,
+        })
     }
 
     /// Algorithm, instruction set, blocking and threads, in one line.
@@ -281,11 +280,8 @@ impl CausalConv1dPlan {
         }
         if self.options.verify == Verify::On {
             workspace.synchronize()?;
-            let reference = self.reference(args)?;
-            for check in verify::forward_checks(&reference, &outputs)? {
-                let what = format!("causal_conv1d {} {}", self.algorithm(), check.what);
-                check.comparison.into_result(&what)?;
-            }
+            let checks = verify::forward_checks(&self.reference(args)?, &outputs)?;
+            verify::require(&format!("causal_conv1d {}", self.algorithm()), checks)?;
         }
         Ok(())
     }
@@ -343,78 +339,6 @@ impl CausalConv1dPlan {
         Inputs { tokens, parameters: Parameters { weight: args.weight, bias: args.bias } }
     }
 
-    /// Computes gradients of a depthwise convolution for `dy` [b, d, l] and, if final states were
-    /// used, `dfinal_states` [b or sequences, d, width-1], both of x's type and with any strides. The
-    /// pre-activation is computed again from `args`; `y` is not needed.
-    ///
-    /// # Errors
-    /// As [`CausalConv1dPlan::run`], and [`Error::Unsupported`] for a dense convolution.
-    pub fn backward(
-        &self,
-        args: &CausalConv1dArgs<'_>,
-        dy: TensorRef<'_>,
-        dfinal_states: Option<TensorRef<'_>>,
-        mut grads: CausalConv1dGrads<'_>,
-        workspace: &mut Workspace,
-    ) -> Result<()> {
-        self.check_args(args)?;
-        if self.problem.dense {
-            return Err(Error::unsupported(
-                "the gradient of a dense causal_conv1d",
-                "only depthwise convolutions have one; write it with matrix products",
-            ));
-        }
-        self.check_grads(args, &dy, dfinal_states.as_ref(), &grads)?;
-        let given = (&dy, dfinal_states.as_ref());
-        if let Algorithm::Cuda(direct) = &self.algorithm {
-            direct.backward(&self.spec, args, given, &grads, workspace)?;
-        } else if let Some(backward) = &self.backward {
-            let sequences = self.sequences(args)?;
-            let scratch = workspace.take(self.workspace_bytes())?.as_mut_ptr();
-            match self.spec.x.dtype {
-                DType::F16 => {
-                    self.backward_as::<f16>(backward, args, sequences, given, &mut grads, scratch);
-                }
-                DType::BF16 => {
-                    self.backward_as::<bf16>(backward, args, sequences, given, &mut grads, scratch);
-                }
-                _ => self.backward_as::<f32>(backward, args, sequences, given, &mut grads, scratch),
-            }
-        }
-        if self.options.verify == Verify::On {
-            workspace.synchronize()?;
-            let reference = self.reference(args)?;
-            for check in verify::backward_checks(&reference, given, &grads)? {
-                let what = format!("causal_conv1d backward {}", check.what);
-                check.comparison.into_result(&what)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn backward_as<T: SimdElement>(
-        &self,
-        backward: &Backward,
-        args: &CausalConv1dArgs<'_>,
-        sequences: Sequences<'_>,
-        (dy, dfinal_states): (&TensorRef<'_>, Option<&TensorRef<'_>>),
-        grads: &mut CausalConv1dGrads<'_>,
-        scratch: *mut u8,
-    ) {
-        let gradients = Gradients::<T> {
-            dy: Operand::input(dy),
-            dfinal_states: dfinal_states.map(Operand::input),
-            dx: grads.dx.as_mut().map(Operand::output),
-            dinitial_states: grads.dinitial_states.as_mut().map(Operand::output),
-        };
-        let sums = (
-            grads.dweight.as_mut().map(TensorMut::reborrow),
-            grads.dbias.as_mut().map(TensorMut::reborrow),
-        );
-        // SAFETY: views, aliasing, indices and the size of the workspace have been checked.
-        unsafe { backward.run(self.isa, &self.inputs(args, sequences), &gradients, sums, scratch) }
-    }
-
     /// How the tokens divide into sequences, with index values checked: on the CPU.
     fn sequences<'a>(&self, args: &CausalConv1dArgs<'a>) -> Result<Sequences<'a>> {
         Sequences::new(self.problem.l, args.seq_idx, args.cu_seqlens)
@@ -450,49 +374,6 @@ impl CausalConv1dPlan {
         check_device(name, output.device(), self.options.device)?;
         for (input, view) in args.views() {
             check_disjoint(name, output, input, view)?;
-        }
-        Ok(())
-    }
-
-    fn check_grads(
-        &self,
-        args: &CausalConv1dArgs<'_>,
-        dy: &TensorRef<'_>,
-        dfinal_states: Option<&TensorRef<'_>>,
-        grads: &CausalConv1dGrads<'_>,
-    ) -> Result<()> {
-        let (problem, dtype) = (&self.problem, self.spec.x.dtype);
-        let states = self.spec.states_shape()?;
-        let inputs =
-            [("dy", Some(dy), &problem.y_shape()), ("dfinal_states", dfinal_states, &states)];
-        for (name, view, shape) in inputs {
-            let Some(view) = view else { continue };
-            check_device(name, view.device(), self.options.device)?;
-            check_tensor(name, view.desc(), dtype, shape)?;
-        }
-        let x = [problem.b, problem.d, problem.l];
-        let outputs: [(_, _, &[usize], bool); 4] = [
-            ("dx", &grads.dx, &x, false),
-            ("dweight", &grads.dweight, self.spec.weight.shape(), true),
-            ("dbias", &grads.dbias, &[problem.d], true),
-            ("dinitial_states", &grads.dinitial_states, &states, false),
-        ];
-        for (i, (name, output, shape, may_be_f32)) in outputs.iter().enumerate() {
-            let Some(output) = output else { continue };
-            check_tensor(name, output.desc(), output.dtype(), shape)?;
-            if !(*may_be_f32 && output.dtype() == DType::F32) {
-                check_dtype(name, output.dtype(), dtype)?;
-            }
-            self.check_output(name, output, args)?;
-            check_disjoint(name, output, "dy", dy)?;
-            if let Some(dfinal_states) = dfinal_states {
-                check_disjoint(name, output, "dfinal_states", dfinal_states)?;
-            }
-            for (other_name, other, ..) in &outputs[..i] {
-                if let Some(other) = other {
-                    check_disjoint(name, output, other_name, &other.as_ref())?;
-                }
-            }
         }
         Ok(())
     }
