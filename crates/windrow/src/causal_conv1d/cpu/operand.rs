@@ -110,15 +110,73 @@ impl Parameters<'_> {
 /// `to[k * stride + c] = from[c * width + k]`, zero beyond the last channel.
 #[inline(always)]
 unsafe fn transpose(from: *const f32, channels: usize, width: usize, to: *mut f32, stride: usize) {
+    /// The widths that are compiled with the width known.
+    #[inline(always)]
+    unsafe fn fixed<const W: usize>(
+        from: *const f32,
+        channels: usize,
+        to: *mut f32,
+        stride: usize,
+    ) {
+        // SAFETY: promised by the caller.
+        unsafe { split(from, std::array::from_fn::<_, W, _>(|k| to.add(k * stride)), channels) }
+    }
     // SAFETY: promised by the caller.
     unsafe {
-        for c in 0..channels {
-            for k in 0..width {
-                to.add(k * stride + c).write(*from.add(c * width + k));
+        match width {
+            2 => fixed::<2>(from, channels, to, stride),
+            3 => fixed::<3>(from, channels, to, stride),
+            4 => fixed::<4>(from, channels, to, stride),
+            _ => {
+                for c in 0..channels {
+                    for k in 0..width {
+                        to.add(k * stride + c).write(*from.add(c * width + k));
+                    }
+                }
             }
         }
         for k in 0..width {
             to.add(k * stride + channels).write_bytes(0, stride - channels);
+        }
+    }
+}
+
+/// `to[i][c] = from[c * N + i]` for `n` values of c: a loop that the compiler turns into shuffles.
+///
+/// # Safety
+/// `n * N` elements are readable at `from` and `n` writable at each of `to`, none of them shared.
+#[inline(always)]
+pub(crate) unsafe fn split<T: SimdElement, const N: usize>(
+    from: *const T,
+    to: [*mut T; N],
+    n: usize,
+) {
+    // SAFETY: promised by the caller.
+    unsafe {
+        for c in 0..n {
+            for (i, to) in to.iter().enumerate() {
+                to.add(c).write(*from.add(c * N + i));
+            }
+        }
+    }
+}
+
+/// The reverse of [`split`].
+///
+/// # Safety
+/// `n` elements are readable at each of `from` and `n * N` writable at `to`, which are not shared.
+#[inline(always)]
+pub(crate) unsafe fn join<T: SimdElement, const N: usize>(
+    from: [*const T; N],
+    to: *mut T,
+    n: usize,
+) {
+    // SAFETY: promised by the caller.
+    unsafe {
+        for c in 0..n {
+            for (i, from) in from.iter().enumerate() {
+                to.add(c * N + i).write(*from.add(c));
+            }
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Decoding: a few new tokens for each entry of a batch, and the states advanced in place.
 
 use super::kernel::{Sum, TOKENS, along_channels};
+use super::operand::{Staged, join, split};
 use super::{GROUP, Operand, Parameters, Tile};
 use crate::causal_conv1d::Problem;
 use crate::causal_conv1d::sequences::Indices;
@@ -10,6 +11,11 @@ use std::ops::Range;
 
 /// Tokens that pass through a tile at once.
 const TILE: usize = 16;
+
+/// Channels that a step of one token takes at once.
+const STEP: usize = 256;
+/// Most slots of a state that a step of one token handles channel by channel.
+const SLOTS: usize = 4;
 
 /// How an update is cut into tasks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,8 +58,9 @@ impl Update {
         let threads = threads.min(d.div_ceil(channels.max(1))).max(1);
         let scratch = || {
             let staged = Parameters::staged_len(width, channels)?;
-            let rows = width.checked_add(2 * TILE)?;
-            let scratch = rows.checked_mul(GROUP)?.checked_add(staged)?.checked_mul(4)?;
+            let tiles = width.checked_add(2 * TILE)?.checked_mul(GROUP)?;
+            let tiles = tiles.max((SLOTS + 2) * STEP);
+            let scratch = tiles.checked_add(staged)?.checked_mul(4)?;
             scratch.checked_mul(threads).map(|_| scratch)
         };
         let scratch = scratch().ok_or_else(|| Error::SizeOverflow {
@@ -126,6 +133,9 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
             let staged = operands.parameters.stage(s, problem, channels.clone(), *scratch);
             let tile =
                 scratch.add((2 * problem.width + 1) * channels.len().next_multiple_of(GROUP));
+            if let Some(slots) = self.step_slots() {
+                return self.step(s, sum, &staged, tile.cast(), slots);
+            }
             let x_tile = Tile(tile.cast::<T>());
             let y_tile = Tile(x_tile.row(history + TILE));
             for b in 0..problem.b {
@@ -153,6 +163,154 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
                     }
                     if let Some(entry) = entry.filter(|_| l > 0) {
                         self.advance(&x_tile, entry, lanes);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// How the slots of a state lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Slots {
+    /// Those of a channel together, channel after channel.
+    Together,
+    /// The channels of a slot together.
+    Apart,
+}
+
+/// Rows of [`STEP`] channels: the tokens of the state, oldest first, the new one, and its output.
+#[derive(Clone, Copy)]
+struct Rows<T>(*mut T);
+
+impl<T> Rows<T> {
+    fn row(&self, i: usize) -> *mut T {
+        self.0.wrapping_add(i * STEP)
+    }
+}
+
+/// One new token for each entry: blocks of channels at a time, where channels are neighbours.
+impl<T: SimdElement> Task<'_, T> {
+    /// Whether [`Task::step`] can compute the task.
+    #[inline(always)]
+    fn step_slots(&self) -> Option<Slots> {
+        let Operands { x, y, conv_state, .. } = self.operands;
+        let Update { problem, state_len, .. } = *self.plan;
+        let neighbours = x.strides[1] == 1 && y.strides[1] == 1;
+        if problem.l != 1 || !neighbours || !(1..=SLOTS).contains(&state_len) {
+            return None;
+        }
+        match conv_state.strides {
+            [_, 1, _] => Some(Slots::Apart),
+            [_, channel, 1] if channel == state_len as isize => Some(Slots::Together),
+            _ => None,
+        }
+    }
+
+    /// # Safety
+    /// `step_slots` gave `slots`, and `tile` holds `SLOTS + 2` rows.
+    #[inline(always)]
+    unsafe fn step<S: Simd>(&self, s: S, sum: Sum, staged: &Staged, tile: *mut T, slots: Slots) {
+        let Operands { x, y, .. } = self.operands;
+        let Update { problem, state_len, .. } = *self.plan;
+        let rows = Rows(tile);
+        for b in 0..problem.b {
+            let entry = self.entry(b);
+            for c in (0..self.channels.len()).step_by(STEP) {
+                let channel = self.channels.start + c;
+                let n = STEP.min(self.channels.len() - c);
+                let y = y.at(b, channel, 0);
+                // SAFETY: n channels of x, y and the state exist; a block that is narrower than a vector
+                // is computed in the rows, which are wide enough.
+                unsafe {
+                    let Some(entry) = entry else {
+                        y.write_bytes(0, n);
+                        continue;
+                    };
+                    self.load_slots(&rows, slots, entry, channel, n);
+                    std::ptr::copy_nonoverlapping(x.at(b, channel, 0), rows.row(state_len), n);
+                    let from = rows.row(state_len - problem.history()).cast_const();
+                    let (from, staged) = ((from, STEP as isize), staged.from(c));
+                    let output = rows.row(SLOTS + 1);
+                    let (to, lanes) = if n < GROUP { (output, GROUP) } else { (y, n) };
+                    let (to, shape) = ((to, 0), (1, lanes));
+                    match problem.width {
+                        2 => along_channels::<S, T, 2, 1>(s, sum, from, to, shape, &staged),
+                        3 => along_channels::<S, T, 3, 1>(s, sum, from, to, shape, &staged),
+                        4 => along_channels::<S, T, 4, 1>(s, sum, from, to, shape, &staged),
+                        _ => along_channels::<S, T, 0, 1>(s, sum, from, to, shape, &staged),
+                    }
+                    if n < GROUP {
+                        std::ptr::copy_nonoverlapping(output, y, n);
+                    }
+                    self.store_slots(&rows, slots, entry, channel, n);
+                }
+            }
+        }
+    }
+
+    /// Copies the slots of `n` channels into rows, oldest token first.
+    #[inline(always)]
+    unsafe fn load_slots(
+        &self,
+        rows: &Rows<T>,
+        slots: Slots,
+        entry: Entry,
+        channel: usize,
+        n: usize,
+    ) {
+        let (state, state_len) = (&self.operands.conv_state, self.plan.state_len);
+        // The next token's slot holds the oldest one.
+        let oldest = entry.next.unwrap_or(0);
+        let row = |slot: usize| rows.row((slot + state_len - oldest) % state_len);
+        let from = state.at(entry.state, channel, 0);
+        // SAFETY: the slots exist, and as many rows.
+        unsafe {
+            match (slots, state_len) {
+                (Slots::Together, 2) => split::<T, 2>(from, std::array::from_fn(row), n),
+                (Slots::Together, 3) => split::<T, 3>(from, std::array::from_fn(row), n),
+                (Slots::Together, 4) => split::<T, 4>(from, std::array::from_fn(row), n),
+                _ => {
+                    for slot in 0..state_len {
+                        let from = state.at(entry.state, channel, slot);
+                        std::ptr::copy_nonoverlapping(from, row(slot), n);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Advances the slots of `n` channels by the new token.
+    #[inline(always)]
+    unsafe fn store_slots(
+        &self,
+        rows: &Rows<T>,
+        slots: Slots,
+        entry: Entry,
+        channel: usize,
+        n: usize,
+    ) {
+        let (state, state_len) = (&self.operands.conv_state, self.plan.state_len);
+        let to = state.at(entry.state, channel, 0);
+        // A state that is no ring moves by one token.
+        let row = |slot: usize| rows.row(slot + 1).cast_const();
+        // SAFETY: as for `load_slots`.
+        unsafe {
+            match (slots, state_len, entry.next) {
+                (Slots::Together, 2, None) => join::<T, 2>(std::array::from_fn(row), to, n),
+                (Slots::Together, 3, None) => join::<T, 3>(std::array::from_fn(row), to, n),
+                (Slots::Together, 4, None) => join::<T, 4>(std::array::from_fn(row), to, n),
+                (Slots::Together, _, Some(next)) => {
+                    for c in 0..n {
+                        to.add(c * state_len + next).write(*rows.row(state_len).add(c));
+                    }
+                }
+                (_, _, next) => {
+                    for slot in next.map_or(0..state_len, |next| next..next + 1) {
+                        let from =
+                            if next.is_some() { rows.row(state_len) } else { rows.row(slot + 1) };
+                        let to = state.at(entry.state, channel, slot);
+                        std::ptr::copy_nonoverlapping(from, to, n);
                     }
                 }
             }
