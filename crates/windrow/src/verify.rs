@@ -285,15 +285,19 @@ pub fn random(seed: u64, len: usize, low: f64, high: f64) -> Vec<f64> {
 /// # Errors
 /// As [`Tensor::uninitialised`]: the layout must be dense.
 pub fn random_tensor(seed: u64, desc: TensorDesc, low: f64, high: f64) -> Result<Tensor> {
+    tensor_of(desc, &random(seed, desc.layout.len(), low, high))
+}
+
+/// A tensor of `values`, in row-major order, rounded to its type.
+pub(crate) fn tensor_of(desc: TensorDesc, values: &[f64]) -> Result<Tensor> {
     let mut tensor = Tensor::uninitialised(desc)?;
-    let values = random(seed, desc.layout.len(), low, high);
     match desc.dtype {
-        DType::F32 => fill::<f32>(&mut tensor, &values),
-        DType::F16 => fill::<f16>(&mut tensor, &values),
-        DType::BF16 => fill::<bf16>(&mut tensor, &values),
-        DType::F64 => fill::<f64>(&mut tensor, &values),
-        DType::I32 => fill::<i32>(&mut tensor, &values),
-        DType::I64 => fill::<i64>(&mut tensor, &values),
+        DType::F32 => fill::<f32>(&mut tensor, values),
+        DType::F16 => fill::<f16>(&mut tensor, values),
+        DType::BF16 => fill::<bf16>(&mut tensor, values),
+        DType::F64 => fill::<f64>(&mut tensor, values),
+        DType::I32 => fill::<i32>(&mut tensor, values),
+        DType::I64 => fill::<i64>(&mut tensor, values),
     }
     Ok(tensor)
 }

@@ -1,10 +1,12 @@
 //! The gradients of a convolution.
 
 use super::cpu::{Engine, Gradients, floats_mut};
-use super::plan::choose;
+use super::cuda;
+use super::plan::{choose, values};
 use super::reference::{self, Expected};
-use super::{Conv2dPlan, Conv2dSpec, Problem};
+use super::{Conv2dPlan, Conv2dSpec, Problem, Tile};
 use crate::cpu::Isa;
+use crate::cuda::{Gpu, download};
 use crate::tensor::{check_device, check_disjoint, check_dtype, check_tensor};
 use crate::verify::Comparison;
 use crate::{
@@ -14,22 +16,46 @@ use crate::{
 
 /// How the gradients are computed.
 #[derive(Debug)]
-pub(crate) struct Backward {
+pub(crate) enum Backward {
+    Cpu(CpuBackward),
+    Cuda(&'static Gpu, Box<cuda::Gradients>),
+}
+
+#[derive(Debug)]
+pub(crate) struct CpuBackward {
     /// The data gradient as a convolution, where its algorithm is Winograd.
     data: Option<Engine>,
     gradients: Gradients,
 }
 
 impl Backward {
-    pub(crate) fn new(spec: &Conv2dSpec, p: &Problem, isa: Isa, threads: usize) -> Self {
+    pub(crate) fn on_cpu(spec: &Conv2dSpec, p: &Problem, isa: Isa, threads: usize) -> Self {
         let data = mirrored(spec, p).and_then(|spec| {
             let p = spec.problem().ok()?;
             let algorithm = choose(&spec, &p);
             algorithm.tile().map(|_| Engine::new(&spec, &p, algorithm, isa, threads))
         });
-        Backward { data, gradients: Gradients::new(spec, p, isa, threads) }
+        Backward::Cpu(CpuBackward { data, gradients: Gradients::new(spec, p, isa, threads) })
     }
 
+    /// Bytes of workspace for any of the gradients.
+    fn workspace_bytes(&self, p: &Problem) -> usize {
+        match self {
+            Backward::Cpu(b) => b.data_bytes(p).max(b.gradients.weight_bytes()),
+            Backward::Cuda(_, g) => g.data_bytes().max(g.weight_bytes()).max(g.bias_bytes()),
+        }
+    }
+
+    /// Outputs of a tile, where the data gradient is one of Winograd's.
+    fn data_tile(&self) -> Option<usize> {
+        match self {
+            Backward::Cpu(b) => b.data.as_ref().and_then(Engine::tile).map(Tile::m),
+            Backward::Cuda(_, g) => g.data_tile(),
+        }
+    }
+}
+
+impl CpuBackward {
     /// Elements of the packed filter and bytes of scratch memory for the data gradient.
     fn data_sizes(&self, p: &Problem) -> (usize, usize) {
         match &self.data {
@@ -43,15 +69,32 @@ impl Backward {
         (packed * size_of::<f32>()).next_multiple_of(64) + scratch
     }
 
-    /// Bytes of workspace for any of the gradients.
-    pub(crate) fn workspace_bytes(&self, p: &Problem) -> usize {
-        self.data_bytes(p).max(self.gradients.weight_bytes())
+    /// The data gradient into `dx`, which has elements, with [`CpuBackward::data_bytes`] of memory.
+    fn data(
+        &self,
+        p: &Problem,
+        w: &TensorRef<'_>,
+        dy: &TensorRef<'_>,
+        dx: &mut TensorMut<'_>,
+        memory: &mut [u8],
+    ) {
+        let (packed_len, _) = self.data_sizes(p);
+        let bytes = (packed_len * size_of::<f32>()).next_multiple_of(64);
+        let (packed, scratch) = memory.split_at_mut(bytes);
+        let packed = floats_mut(packed);
+        match (&self.data, turn(w)) {
+            (Some(engine), Some(w)) => {
+                engine.pack(&w, packed);
+                engine.run(packed, dy, None, Activation::Identity, dx, scratch);
+            }
+            _ => self.gradients.data(w, dy, dx, packed, floats_mut(scratch)),
+        }
     }
 }
 
 /// The data gradient of a convolution of stride 1 as a convolution of dy: by the filter turned
 /// around, with input and output channels swapped. `None` where it is not one.
-fn mirrored(spec: &Conv2dSpec, p: &Problem) -> Option<Conv2dSpec> {
+pub(super) fn mirrored(spec: &Conv2dSpec, p: &Problem) -> Option<Conv2dSpec> {
     let padding = |d: usize| ([p.r, p.s][d] - 1).checked_sub(p.padding[d]);
     if p.stride != [1, 1] || p.dilation != [1, 1] || p.groups != 1 {
         return None;
@@ -87,12 +130,10 @@ fn turn<'a>(w: &TensorRef<'a>) -> Option<TensorRef<'a>> {
 }
 
 impl Conv2dPlan {
-    /// Bytes of workspace that the three gradients need.
+    /// Bytes of workspace that the three gradients need; 0 if their kernels cannot be had on a device:
+    /// then asking for a gradient says why.
     pub fn backward_workspace_bytes(&self) -> usize {
-        match self.device() {
-            Device::Cpu => self.backward().workspace_bytes(&self.problem),
-            Device::Cuda(_) => 0,
-        }
+        self.backward().map_or(0, |backward| backward.workspace_bytes(&self.problem))
     }
 
     /// `dx`, the gradient of x, from the filter and `dy`, the gradient of y. Views have the spec's
@@ -115,30 +156,33 @@ impl Conv2dPlan {
         self.check_view("dx", dx.desc(), dx.device(), &self.spec().x)?;
         check_disjoint("dx", &dx, "w", w)?;
         check_disjoint("dx", &dx, "dy", dy)?;
-        let (p, backward) = (&self.problem, self.backward());
-        let memory = workspace.take(backward.data_bytes(p))?;
-        if dx.layout().is_empty() {
-            return Ok(());
-        }
-        let (packed_len, _) = backward.data_sizes(p);
-        let bytes = (packed_len * size_of::<f32>()).next_multiple_of(64);
-        let (packed, scratch) = memory.split_at_mut(bytes);
-        let packed = floats_mut(packed);
-        match (&backward.data, turn(w)) {
-            (Some(engine), Some(w)) => {
-                engine.pack(&w, packed);
-                engine.run(packed, dy, None, Activation::Identity, &mut dx, scratch);
+        match self.backward()? {
+            Backward::Cpu(backward) => {
+                let memory = workspace.take(backward.data_bytes(&self.problem))?;
+                if dx.layout().is_empty() {
+                    return Ok(());
+                }
+                backward.data(&self.problem, w, dy, &mut dx, memory);
             }
-            _ => backward.gradients.data(w, dy, &mut dx, packed, floats_mut(scratch)),
+            Backward::Cuda(gpu, gradients) => {
+                let (stream, memory) = workspace.take_on(gpu, gradients.data_bytes())?;
+                if dx.layout().is_empty() {
+                    return Ok(());
+                }
+                let filter = match turn(w) {
+                    Some(w) if gradients.data_is_mirrored() => w.as_ptr(),
+                    _ => w.as_ptr(),
+                };
+                // SAFETY: the views were checked against the spec and are on the device.
+                unsafe { gradients.data(stream, filter, dy.as_ptr(), dx.as_mut_ptr(), memory)? };
+            }
         }
         if self.verify == Verify::Off {
             return Ok(());
         }
-        let (w, dy) = (w.to_f64_vec()?, dy.to_f64_vec()?);
-        let want = self.expected_data(&w, &dy);
-        let tolerance = self.data_tolerance();
-        Comparison::of(&dx.as_ref(), &want.values, &want.scale, tolerance)?
-            .into_result("conv2d's data gradient")
+        workspace.synchronize()?;
+        let want = self.expected_data(&values(w)?, &values(dy)?)?;
+        compare(&dx.as_ref(), &want, self.data_tolerance()?)?.into_result("conv2d's data gradient")
     }
 
     /// `dw`, the gradient of the filter, [k, c/groups, r, s] with any strides, in f32 or the
@@ -159,14 +203,24 @@ impl Conv2dPlan {
         self.check_gradient("dw", &dw, self.spec().w.shape())?;
         check_disjoint("dw", &dw, "x", x)?;
         check_disjoint("dw", &dw, "dy", dy)?;
-        let gradients = &self.backward().gradients;
-        let scratch = workspace.take(gradients.weight_bytes())?;
-        gradients.weight(x, dy, &mut dw, floats_mut(scratch));
+        match self.backward()? {
+            Backward::Cpu(CpuBackward { gradients, .. }) => {
+                let scratch = workspace.take(gradients.weight_bytes())?;
+                gradients.weight(x, dy, &mut dw, floats_mut(scratch));
+            }
+            Backward::Cuda(gpu, gradients) => {
+                let (stream, scratch) = workspace.take_on(gpu, gradients.weight_bytes())?;
+                let out = (dw.as_mut_ptr(), &dw.desc().clone());
+                // SAFETY: the views were checked against the spec and are on the device.
+                unsafe { gradients.weight(stream, x.as_ptr(), dy.as_ptr(), out, scratch)? };
+            }
+        }
         if self.verify == Verify::Off {
             return Ok(());
         }
-        let want = reference::backward_weight(&self.problem, &x.to_f64_vec()?, &dy.to_f64_vec()?);
-        Comparison::of(&dw.as_ref(), &want.values, &want.scale, self.weight_tolerance())?
+        workspace.synchronize()?;
+        let want = self.expected_weight(&values(x)?, &values(dy)?)?;
+        compare(&dw.as_ref(), &want, self.weight_tolerance()?)?
             .into_result("conv2d's weight gradient")
     }
 
@@ -184,21 +238,29 @@ impl Conv2dPlan {
         self.check_view("dy", dy.desc(), dy.device(), &self.spec().y)?;
         self.check_gradient("db", &db, &[self.problem.k])?;
         check_disjoint("db", &db, "dy", dy)?;
-        self.backward().gradients.bias(dy, &mut db);
+        match self.backward()? {
+            Backward::Cpu(CpuBackward { gradients, .. }) => gradients.bias(dy, &mut db),
+            Backward::Cuda(gpu, gradients) => {
+                let (stream, scratch) = workspace.take_on(gpu, gradients.bias_bytes())?;
+                let out = (db.as_mut_ptr(), &db.desc().clone());
+                // SAFETY: the views were checked against the spec and are on the device.
+                unsafe { gradients.bias(stream, dy.as_ptr(), out, scratch)? };
+            }
+        }
         if self.verify == Verify::Off {
             return Ok(());
         }
-        let want = reference::backward_bias(&self.problem, &dy.to_f64_vec()?);
-        Comparison::of(&db.as_ref(), &want.values, &want.scale, self.bias_tolerance())?
-            .into_result("conv2d's bias gradient")
+        workspace.synchronize()?;
+        let want = reference::backward_bias(&self.problem, &values(dy)?);
+        compare(&db.as_ref(), &want, self.bias_tolerance()?)?.into_result("conv2d's bias gradient")
     }
 
     /// The data gradient that the oracle gives, with the scale that [`Self::data_tolerance`] refers
     /// to.
-    pub(crate) fn expected_data(&self, w: &[f64], dy: &[f64]) -> Expected {
+    pub(crate) fn expected_data(&self, w: &[f64], dy: &[f64]) -> Result<Expected> {
         let mut want = reference::backward_data(&self.problem, w, dy);
-        let engine = self.backward().data.as_ref().and_then(Engine::tile);
-        if let (Some(tile), Some(spec)) = (engine, mirrored(self.spec(), &self.problem))
+        if let (Some(tile), Some(spec)) =
+            (self.backward()?.data_tile(), mirrored(self.spec(), &self.problem))
             && let Ok(p) = spec.problem()
         {
             // As in the forward direction, with the channels of the filter swapped; how its taps are
@@ -207,36 +269,50 @@ impl Conv2dPlan {
             let swapped: Vec<f64> = (0..p.k * p.c * taps)
                 .map(|i| w[((i / taps % p.c) * p.k + i / taps / p.c) * taps + i % taps])
                 .collect();
-            let tiles = reference::winograd_scale(&p, tile.m(), dy, &swapped);
+            let tiles = reference::winograd_scale(&p, tile, dy, &swapped);
             want.scale.iter_mut().zip(tiles).for_each(|(scale, tile)| *scale += tile);
         }
-        want
+        Ok(want)
     }
 
-    pub(crate) fn data_tolerance(&self) -> f64 {
-        match &self.backward().data {
-            Some(engine) => engine.tolerance(),
-            None => self.backward().gradients.data_tolerance(),
+    /// The weight gradient that the oracle gives, with the scale that [`Self::weight_tolerance`] refers
+    /// to.
+    pub(crate) fn expected_weight(&self, x: &[f64], dy: &[f64]) -> Result<Expected> {
+        let mut want = reference::backward_weight(&self.problem, x, dy);
+        if let Backward::Cuda(_, gradients) = self.backward()?
+            && let Some(tile) = gradients.weight_tile()
+        {
+            let tiles = reference::winograd_weight_scale(&self.problem, tile, x, dy);
+            want.scale.iter_mut().zip(tiles).for_each(|(scale, tile)| *scale += tile);
         }
+        Ok(want)
     }
 
-    pub(crate) fn weight_tolerance(&self) -> f64 {
-        self.backward().gradients.weight_tolerance()
+    pub(crate) fn data_tolerance(&self) -> Result<f64> {
+        Ok(match self.backward()? {
+            Backward::Cpu(CpuBackward { data: Some(engine), .. }) => engine.tolerance(),
+            Backward::Cpu(CpuBackward { gradients, .. }) => gradients.data_tolerance(),
+            Backward::Cuda(_, gradients) => gradients.data_tolerance(),
+        })
     }
 
-    /// A row is summed in f32, the rest in f64.
-    pub(crate) fn bias_tolerance(&self) -> f64 {
-        (self.problem.ow + 2) as f64 * DType::F32.unit_roundoff()
+    pub(crate) fn weight_tolerance(&self) -> Result<f64> {
+        Ok(match self.backward()? {
+            Backward::Cpu(CpuBackward { gradients, .. }) => gradients.weight_tolerance(),
+            Backward::Cuda(_, gradients) => gradients.weight_tolerance(),
+        })
+    }
+
+    pub(crate) fn bias_tolerance(&self) -> Result<f64> {
+        Ok(match self.backward()? {
+            // A row is summed in f32, the rest in f64.
+            Backward::Cpu(_) => (self.problem.ow + 2) as f64 * DType::F32.unit_roundoff(),
+            Backward::Cuda(_, gradients) => gradients.bias_tolerance(),
+        })
     }
 
     fn check_backward(&self, workspace: &Workspace) -> Result<()> {
-        if self.device() != Device::Cpu {
-            return Err(Error::unsupported(
-                format!("the gradient of conv2d on {}", self.device()),
-                "it is computed on the CPU only",
-            ));
-        }
-        check_device("workspace", workspace.device(), Device::Cpu)?;
+        check_device("workspace", workspace.device(), self.device())?;
         match self.spec().activation {
             Activation::Identity => Ok(()),
             other => Err(Error::unsupported(
@@ -253,10 +329,19 @@ impl Conv2dPlan {
         given: &TensorMut<'_>,
         shape: &[usize],
     ) -> Result<()> {
-        check_device(arg, given.device(), Device::Cpu)?;
+        check_device(arg, given.device(), self.device())?;
         if given.dtype() != DType::F32 {
             check_dtype(arg, given.dtype(), self.spec().x.dtype)?;
         }
         check_tensor(arg, given.desc(), given.dtype(), shape)
+    }
+}
+
+/// Compares a gradient, on whatever device, with what the oracle says.
+pub(super) fn compare(got: &TensorRef<'_>, want: &Expected, tolerance: f64) -> Result<Comparison> {
+    let of = |got: &TensorRef<'_>| Comparison::of(got, &want.values, &want.scale, tolerance);
+    match got.device() {
+        Device::Cpu => of(got),
+        Device::Cuda(index) => of(&download(got, index)?.as_ref()),
     }
 }

@@ -3,6 +3,7 @@
 mod backward;
 mod cpu;
 mod cuda;
+mod networks;
 mod plan;
 mod problem;
 mod reference;

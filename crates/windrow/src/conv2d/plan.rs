@@ -1,6 +1,6 @@
 //! A convolution bound to a device and an algorithm.
 
-use super::backward::Backward;
+use super::backward::{Backward, compare};
 use super::cpu::winograd::best_tile;
 use super::cpu::{self, floats, floats_mut};
 use super::cuda::{self, Operands};
@@ -422,12 +422,7 @@ impl Conv2dPlan {
         y: &TensorRef<'_>,
     ) -> Result<Comparison> {
         let want = self.expected(&args.x, w, args.bias.as_ref())?;
-        let compare =
-            |y: &TensorRef<'_>| Comparison::of(y, &want.values, &want.scale, self.tolerance());
-        match y.device() {
-            Device::Cpu => compare(y),
-            Device::Cuda(index) => compare(&download(y, index)?.as_ref()),
-        }
+        compare(y, &want, self.tolerance())
     }
 
     /// What [`Conv2dPlan::run`] should give, with the scale that the plan's tolerance refers to.
@@ -440,9 +435,9 @@ impl Conv2dPlan {
         let bias = bias.map(values).transpose()?;
         let (x, activation) = (values(x)?, self.spec.activation);
         let mut want = reference::forward(&self.problem, &x, w, bias.as_deref(), activation);
-        let tile = match self.algorithm {
-            Conv2dAlgorithm::WinogradRow => Some(cuda::ROW_TILE),
-            other => other.tile().map(Tile::m),
+        let tile = match &self.backend {
+            Backend::Cpu { engine, .. } => engine.tile().map(Tile::m),
+            Backend::Cuda { engine, .. } => engine.tile(),
         };
         if let Some(tile) = tile {
             let tiles = reference::winograd_scale(&self.problem, tile, &x, w);
@@ -510,16 +505,44 @@ impl Conv2dPlan {
         w: &TensorRef<'_>,
         x: &TensorRef<'_>,
     ) -> Result<Option<Stages<Vec<f32>>>> {
-        let Backend::Cpu { engine, .. } = &self.backend else { return Ok(None) };
-        engine.winograd_stages(w, x)
+        match &self.backend {
+            Backend::Cpu { engine, .. } => engine.winograd_stages(w, x),
+            Backend::Cuda { engine, gpu } => engine.winograd_stages(gpu, w, x),
+        }
+    }
+
+    /// How far elements of U, V and M may be off, relative to their scale.
+    pub(crate) fn stage_tolerances(&self, tile: Tile) -> [f64; 3] {
+        // Two transforms in a row, each of up to alpha products with a rounded coefficient, and sums.
+        let transforms = (4 * tile.alpha()) as f64 * DType::F32.unit_roundoff();
+        let sums = self.problem.c as f64 * DType::F32.unit_roundoff();
+        match &self.backend {
+            // U is formed in f64, so that only the last rounding is left.
+            Backend::Cpu { .. } => [1e-12, transforms, sums + transforms],
+            Backend::Cuda { engine, .. } => {
+                let (stored, multiplied) = engine.operand_roundings();
+                let m = 2.0 * (sums + transforms + multiplied);
+                [transforms + stored, transforms + stored, m]
+            }
+        }
     }
 
     /// How gradients are computed: decided when the first one is asked for.
-    pub(super) fn backward(&self) -> &Backward {
-        let Backend::Cpu { isa, threads, .. } = self.backend else {
-            unreachable!("gradients on other devices are refused before");
+    ///
+    /// # Errors
+    /// On CUDA as [`Conv2dPlan::new`].
+    pub(super) fn backward(&self) -> Result<&Backward> {
+        if let Some(backward) = self.backward.get() {
+            return Ok(backward);
+        }
+        let (spec, problem) = (&self.spec, &self.problem);
+        let backward = match self.backend {
+            Backend::Cpu { isa, threads, .. } => Backward::on_cpu(spec, problem, isa, threads),
+            Backend::Cuda { gpu, .. } => {
+                Backward::Cuda(gpu, Box::new(cuda::Gradients::new(gpu, spec, problem)?))
+            }
         };
-        self.backward.get_or_init(|| Backward::new(&self.spec, &self.problem, isa, threads))
+        Ok(self.backward.get_or_init(|| backward))
     }
 
     fn packing(&self) -> Packing {
@@ -574,7 +597,7 @@ impl Conv2dPlan {
 }
 
 /// All elements in row-major order, from whatever device.
-fn values(x: &TensorRef<'_>) -> Result<Vec<f64>> {
+pub(super) fn values(x: &TensorRef<'_>) -> Result<Vec<f64>> {
     match x.device() {
         Device::Cpu => x.to_f64_vec(),
         Device::Cuda(index) => download(x, index)?.as_ref().to_f64_vec(),

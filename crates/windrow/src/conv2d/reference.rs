@@ -69,6 +69,44 @@ pub(crate) fn winograd_scale(p: &Problem, m: usize, x: &[f64], w: &[f64]) -> Vec
     scale
 }
 
+/// The same for the weight gradient in Winograd's domain: for each filter and channel the sum over
+/// tiles of the largest input that a tile reads times the sum of its dy, repeated for all taps.
+pub(crate) fn winograd_weight_scale(p: &Problem, m: usize, x: &[f64], dy: &[f64]) -> Vec<f64> {
+    let largest = |n: usize, c: usize, i: usize, j: usize| {
+        let reads = |first: usize, taps: usize, size: usize, d: usize| {
+            let end = (first + m + taps - 1).saturating_sub(p.padding[d]).min(size);
+            first.saturating_sub(p.padding[d])..end
+        };
+        let mut largest = 0.0f64;
+        for ih in reads(i, p.r, p.h, 0) {
+            for iw in reads(j, p.s, p.w, 1) {
+                largest = largest.max(x[((n * p.c + c) * p.h + ih) * p.w + iw].abs());
+            }
+        }
+        largest
+    };
+    let mut scale = vec![0.0; p.k * p.taps()];
+    for (n, i, j) in (0..p.n).flat_map(|n| {
+        let columns = move |i| (0..p.ow).step_by(m).map(move |j| (n, i, j));
+        (0..p.oh).step_by(m).flat_map(columns)
+    }) {
+        let inputs: Vec<f64> = (0..p.c).map(|c| largest(n, c, i, j)).collect();
+        for k in 0..p.k {
+            let mut sum = 0.0;
+            for oh in i..(i + m).min(p.oh) {
+                for ow in j..(j + m).min(p.ow) {
+                    sum += dy[((n * p.k + k) * p.oh + oh) * p.ow + ow].abs();
+                }
+            }
+            for (c, input) in inputs.iter().enumerate() {
+                let at = (k * p.c + c) * p.r * p.s;
+                scale[at..at + p.r * p.s].iter_mut().for_each(|s| *s += sum * input);
+            }
+        }
+    }
+    scale
+}
+
 /// The im2col matrix [group, term, pixel] of `x`, with terms ordered [r, s, c/groups] and pixels
 /// [n, oh, ow]; zeros in the padding.
 pub(crate) fn im2col(p: &Problem, x: &[f64]) -> Vec<f64> {

@@ -212,6 +212,11 @@ impl Conv2dAlgorithm {
         }
     }
 
+    /// True for Winograd's algorithms.
+    pub(crate) fn is_winograd(self) -> bool {
+        self.tile().is_some() || self == Conv2dAlgorithm::WinogradRow
+    }
+
     /// `direct`, `im2col_gemm`, `winograd_gemm_f4`, `winograd_fused_f4` and so on.
     pub const fn name(self) -> &'static str {
         match self {

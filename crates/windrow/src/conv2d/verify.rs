@@ -1,14 +1,15 @@
 //! The room's cases for `windrow verify`.
 
+use super::backward::compare;
+use super::plan::values;
 use super::winograd_reference::stages;
 use super::{
-    Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, Weights, reference,
+    Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, Weights, networks, reference,
 };
-use crate::cuda::DeviceTensor;
-use crate::verify::{Case, Check, Comparison, random_tensor};
+use crate::verify::{Case, Check, Comparison, Placed, random_tensor};
 use crate::{
-    Accuracy, Activation, Approximate, DType, Device, Layout, PlanOptions, Result, Tensor,
-    TensorDesc, TensorRef, Workspace,
+    Accuracy, Activation, Approximate, DType, Device, Layout, PlanOptions, Result, TensorDesc,
+    TensorRef, Workspace,
 };
 
 /// [n, c, h, w], [k, r, s], stride, padding, dilation, groups
@@ -42,7 +43,7 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
         Device::Cpu => &[Accuracy::Fp32],
         Device::Cuda(_) => &[Accuracy::Fp32, Accuracy::Half],
     };
-    let mut cases = Vec::new();
+    let mut cases = networks::cases(device);
     for (i, shape) in SHAPES.iter().enumerate() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             for (layout, order) in [("contiguous", [0, 1, 2, 3]), ("channels_last", [0, 2, 3, 1])] {
@@ -105,33 +106,16 @@ fn run(spec: &Conv2dSpec, algorithm: Conv2dAlgorithm, device: Device) -> Result<
     let options = PlanOptions { device, ..PlanOptions::default() };
     let plan = Conv2dPlan::with_algorithm(spec, algorithm, &options)?;
     let mut workspace = Workspace::new(device, plan.workspace_bytes())?;
-    let x = random_tensor(1, spec.x, -1.0, 1.0)?;
-    let w = random_tensor(2, spec.w, -0.5, 0.5)?;
-    let bias = spec.bias.map(|desc| random_tensor(3, desc, -1.0, 1.0)).transpose()?;
-    let y = match device {
-        Device::Cpu => {
-            let mut y = Tensor::uninitialised(spec.y)?;
-            let bias = bias.as_ref().map(Tensor::as_ref);
-            let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias };
-            plan.run(&args, y.as_mut(), &mut workspace)?;
-            y
-        }
-        Device::Cuda(index) => {
-            let upload = |t: &Tensor| DeviceTensor::from_host(&t.as_ref(), index);
-            let (x, w) = (upload(&x)?, upload(&w)?);
-            let bias = bias.as_ref().map(upload).transpose()?;
-            let bias = bias.as_ref().map(DeviceTensor::as_ref);
-            let mut y = DeviceTensor::new(spec.y, index)?;
-            let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias };
-            plan.run(&args, y.as_mut()?, &mut workspace)?;
-            workspace.synchronize()?;
-            y.to_host()?
-        }
-    };
-    let bias = bias.as_ref().map(Tensor::as_ref);
-    let want = plan.expected(&x.as_ref(), &w.as_ref().to_f64_vec()?, bias.as_ref())?;
-    let comparison = Comparison::of(&y.as_ref(), &want.values, &want.scale, plan.tolerance())?;
-    let mut checks = vec![Check { what: "y", comparison }];
+    let place =
+        |seed, desc, range: f64| Placed::new(random_tensor(seed, desc, -range, range)?, device);
+    let (x, w) = (place(1, spec.x, 1.0)?, place(2, spec.w, 0.5)?);
+    let bias = spec.bias.map(|desc| place(3, desc, 1.0)).transpose()?;
+    let mut y = Placed::output(spec.y, device)?;
+    let bias = bias.as_ref().map(Placed::as_ref);
+    let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias };
+    plan.run(&args, y.as_mut(), &mut workspace)?;
+    workspace.synchronize()?;
+    let mut checks = vec![Check { what: "y", comparison: plan.compare(&args, &y.as_ref())? }];
     if device == Device::Cpu {
         if let Some((got, want)) = plan.im2col(&x.as_ref())? {
             // Copies: nothing may differ.
@@ -140,13 +124,13 @@ fn run(spec: &Conv2dSpec, algorithm: Conv2dAlgorithm, device: Device) -> Result<
             let comparison = Comparison::of(&got, &want, &scale, 0.0)?;
             checks.push(Check { what: "im2col", comparison });
         }
-        if !spec.y.layout.is_empty() {
-            checks.extend(winograd_stages(&plan, &w.as_ref(), &x.as_ref())?);
-        }
-        // Gradients do not depend on the algorithm.
-        if algorithm == Conv2dAlgorithm::Direct {
-            checks.extend(gradients(spec, &options, &x, &w)?);
-        }
+    }
+    if !spec.y.layout.is_empty() {
+        checks.extend(winograd_stages(&plan, &w.as_ref(), &x.as_ref())?);
+    }
+    // Gradients do not depend on the algorithm.
+    if algorithm == Conv2dAlgorithm::Direct {
+        checks.extend(gradients(spec, &options, &x, &w)?);
     }
     Ok(checks)
 }
@@ -156,55 +140,47 @@ fn winograd_stages(plan: &Conv2dPlan, w: &TensorRef<'_>, x: &TensorRef<'_>) -> R
     let Some(tile) = plan.algorithm().tile() else { return Ok(Vec::new()) };
     let Some(got) = plan.winograd_stages(w, x)? else { return Ok(Vec::new()) };
     let problem = plan.spec().problem()?;
-    let want = stages(&problem, tile, &x.to_f64_vec()?, &w.to_f64_vec()?);
-    // Two transforms in a row, each of up to alpha products with a rounded coefficient, and sums.
-    let transforms = (4 * tile.alpha()) as f64 * DType::F32.unit_roundoff();
-    let products = problem.c as f64 * DType::F32.unit_roundoff() + transforms;
-    [
-        // Formed in f64, so that only the last rounding is left.
-        ("U", got.u, want.u, 1e-12),
-        ("V", got.v, want.v, transforms),
-        ("M", got.m, want.m, products),
-    ]
-    .into_iter()
-    .map(|(what, got, want, tolerance)| {
-        let got = TensorRef::new(&got, &[got.len()])?;
-        let comparison = Comparison::of(&got, &want.values, &want.scale, tolerance)?;
-        Ok(Check { what, comparison })
-    })
-    .collect()
+    let want = stages(&problem, tile, &values(x)?, &values(w)?);
+    let [u, v, m] = plan.stage_tolerances(tile);
+    [("U", got.u, want.u, u), ("V", got.v, want.v, v), ("M", got.m, want.m, m)]
+        .into_iter()
+        .map(|(what, got, want, tolerance)| {
+            let got = TensorRef::new(&got, &[got.len()])?;
+            let comparison = Comparison::of(&got, &want.values, &want.scale, tolerance)?;
+            Ok(Check { what, comparison })
+        })
+        .collect()
 }
 
 fn gradients(
     spec: &Conv2dSpec,
     options: &PlanOptions,
-    x: &Tensor,
-    w: &Tensor,
+    x: &Placed,
+    w: &Placed,
 ) -> Result<Vec<Check>> {
     let spec = Conv2dSpec { activation: Activation::Identity, ..spec.clone() };
     let plan = Conv2dPlan::new(&spec, options)?;
     let problem = spec.problem()?;
-    let mut workspace = Workspace::new(options.device, plan.backward_workspace_bytes())?;
-    let dy = random_tensor(4, spec.y, -1.0, 1.0)?;
-    let mut dx = Tensor::uninitialised(spec.x)?;
-    let mut dw = Tensor::uninitialised(spec.w)?;
-    let mut db = Tensor::zeros(DType::F32, &[problem.k])?;
-    plan.backward_data(&w.as_ref(), &dy.as_ref(), dx.as_mut(), &mut workspace)?;
-    plan.backward_weight(&x.as_ref(), &dy.as_ref(), dw.as_mut(), &mut workspace)?;
-    plan.backward_bias(&dy.as_ref(), db.as_mut(), &mut workspace)?;
-    let f64s = |t: &Tensor| t.as_ref().to_f64_vec();
-    let (x, w, dy) = (f64s(x)?, f64s(w)?, f64s(&dy)?);
-    let dw_want = reference::backward_weight(&problem, &x, &dy);
+    let device = options.device;
+    let mut workspace = Workspace::new(device, plan.backward_workspace_bytes())?;
+    let dy = Placed::new(random_tensor(4, spec.y, -1.0, 1.0)?, device)?;
+    let (mut dx, mut dw) = (Placed::output(spec.x, device)?, Placed::output(spec.w, device)?);
+    let mut db = Placed::output(TensorDesc::contiguous(DType::F32, &[problem.k])?, device)?;
+    let (x, w, dy) = (x.as_ref(), w.as_ref(), dy.as_ref());
+    plan.backward_data(&w, &dy, dx.as_mut(), &mut workspace)?;
+    plan.backward_weight(&x, &dy, dw.as_mut(), &mut workspace)?;
+    plan.backward_bias(&dy, db.as_mut(), &mut workspace)?;
+    workspace.synchronize()?;
+    let (x, w, dy) = (values(&x)?, values(&w)?, values(&dy)?);
     let db_want = reference::backward_bias(&problem, &dy);
     [
-        ("dx", dx, plan.expected_data(&w, &dy), plan.data_tolerance()),
-        ("dw", dw, dw_want, plan.weight_tolerance()),
-        ("db", db, db_want, plan.bias_tolerance()),
+        ("dx", dx, plan.expected_data(&w, &dy)?, plan.data_tolerance()?),
+        ("dw", dw, plan.expected_weight(&x, &dy)?, plan.weight_tolerance()?),
+        ("db", db, db_want, plan.bias_tolerance()?),
     ]
     .into_iter()
     .map(|(what, got, want, tolerance)| {
-        let comparison = Comparison::of(&got.as_ref(), &want.values, &want.scale, tolerance)?;
-        Ok(Check { what, comparison })
+        Ok(Check { what, comparison: compare(&got.as_ref(), &want, tolerance)? })
     })
     .collect()
 }

@@ -75,6 +75,14 @@ impl Gemm {
     /// The most workspace that an algorithm may ask for: what cuBLAS itself takes on Hopper.
     const MAX_WORKSPACE: usize = 32 << 20;
 
+    /// `Ok` if cuBLASLt was found.
+    ///
+    /// # Errors
+    /// [`Error::Backend`], which says what to install.
+    pub(crate) fn available() -> Result<()> {
+        Library::CublasLt.require()
+    }
+
     /// Chooses the algorithm.
     ///
     /// # Errors
@@ -155,9 +163,29 @@ impl Gemm {
         workspace: *mut u8,
         stream: &Stream,
     ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.run_adding(a, b, c, workspace, stream, false) }
+    }
+
+    /// As [`Gemm::run`]; if `add`, the products are added to what C holds.
+    ///
+    /// # Errors
+    /// [`Error::Backend`].
+    ///
+    /// # Safety
+    /// As [`Gemm::run`].
+    pub(crate) unsafe fn run_adding(
+        &self,
+        a: *const u8,
+        b: *const u8,
+        c: *mut u8,
+        workspace: *mut u8,
+        stream: &Stream,
+        add: bool,
+    ) -> Result<()> {
         let Some(call) = &self.call else { return Ok(()) };
         let _current = self.gpu.enter()?;
-        let (one, zero) = (1f32, 0f32);
+        let (one, beta) = (1f32, if add { 1f32 } else { 0f32 });
         let [first, second, result] = [0, 1, 2].map(|i| call.layouts[i].0);
         // SAFETY: the descriptors are alive, the scalars are f32 as the operation says and are read
         // before the call returns; the rest is the caller's promise.
@@ -170,7 +198,7 @@ impl Gemm {
                 first,
                 a.cast(),
                 second,
-                (&raw const zero).cast(),
+                (&raw const beta).cast(),
                 c.cast(),
                 result,
                 c.cast(),

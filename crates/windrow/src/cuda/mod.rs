@@ -14,7 +14,6 @@ mod column_sum;
 mod compile;
 mod copy;
 mod device;
-#[allow(dead_code, reason = "the rooms take it up one by one")]
 mod gemm;
 mod kernel;
 mod library;
@@ -33,7 +32,6 @@ pub(crate) use column_sum::column_sum;
 pub(crate) use compile::tests as compile_tests;
 pub(crate) use compile::{KernelSpec, Source, type_name};
 pub(crate) use device::Gpu;
-#[allow(unused_imports, reason = "as above")]
 pub(crate) use gemm::{Gemm, GemmCompute, GemmSpec, Matrix};
 pub(crate) use kernel::{Kernel, Launch};
 pub(crate) use library::{Library, NCCL};

@@ -1,22 +1,336 @@
-//! The algorithms that compute every convolution: a product of gathered matrices, and plain sums
-//! (`kernels/im2col_gemm.cu`, `kernels/direct.cu`).
+//! The algorithms that compute every convolution and its data gradient: a product of gathered
+//! matrices, and plain sums (`kernels/im2col_gemm.cu`, `kernels/direct.cu`).
 
 use super::{Divisor, Operands, bias_of, epilogue, kernel, source, strides};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dSpec, Problem};
-use crate::cuda::{Gpu, Kernel, Launch, Source, Stream};
-use crate::{DType, Result};
+use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, Stream};
+use crate::{DType, Result, TensorDesc};
 
-static IM2COL_GEMM: Source = source!("im2col_gemm.cu");
+pub(super) static IM2COL_GEMM: Source = source!("im2col_gemm.cu");
 static DIRECT: Source = source!("direct.cu");
 static PACK_FILTER: Source = source!("pack_filter.cu");
 
-const THREADS: u32 = 256;
+pub(super) const THREADS: u32 = 256;
 /// Rows and columns of a block of the product.
-const BLOCK: usize = 64;
+pub(super) const BLOCK: usize = 64;
 /// Blocks of a launch in z.
-const MAX_GRID_Z: usize = 65_535;
+pub(super) const MAX_GRID_Z: usize = 65_535;
 const ALIGNMENT: usize = 256;
+
+/// How the sums are formed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Method {
+    /// One thread for each output.
+    Direct,
+    /// A product of the filter and of blocks of the im2col matrix, gathered on the fly.
+    Im2colGemm,
+}
+
+/// What is computed from what; the discriminant is `PROBLEM` of `im2col_gemm.cu`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Direction {
+    /// y of x.
+    Forward = 0,
+    /// dx of dy.
+    BackwardData = 1,
+}
+
+/// A convolution or its data gradient by one of these algorithms.
+#[derive(Debug)]
+pub(crate) struct General {
+    method: Method,
+    direction: Direction,
+    kernel: &'static Kernel,
+    filter: DenseFilter,
+    spec: Conv2dSpec,
+    problem: Problem,
+}
+
+impl General {
+    pub(super) fn new(
+        gpu: &'static Gpu,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+        method: Method,
+        direction: Direction,
+    ) -> Result<Self> {
+        Ok(General {
+            method,
+            direction,
+            kernel: gpu.kernel(&kernel_spec(spec, method, direction))?,
+            filter: DenseFilter::new(gpu, spec, problem)?,
+            spec: spec.clone(),
+            problem: *problem,
+        })
+    }
+
+    pub(super) fn packed_bytes(&self) -> usize {
+        self.filter.bytes()
+    }
+
+    pub(super) fn dtype(&self) -> DType {
+        self.spec.x.dtype
+    }
+
+    /// A rounding for each addition in a row; tensor cores cut off instead, which is up to twice that.
+    pub(super) fn tolerance(&self) -> f64 {
+        let p = &self.problem;
+        let terms = match self.direction {
+            Direction::Forward => p.taps(),
+            Direction::BackwardData => p.k_group() * p.r * p.s,
+        };
+        (2 * terms + 2) as f64 * DType::F32.unit_roundoff()
+    }
+
+    pub(super) fn explain(&self) -> String {
+        match self.method {
+            Method::Direct => "one thread for each output".into(),
+            Method::Im2colGemm => "64 x 64 outputs of a block, gathered operands".into(),
+        }
+    }
+
+    /// # Safety
+    /// As [`super::Engine::pack`].
+    pub(super) unsafe fn pack(&self, stream: &Stream, w: *const u8, packed: *mut u8) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.filter.pack(stream, w, packed) }
+    }
+
+    /// For the data gradient x is dy, and y is dx.
+    ///
+    /// # Safety
+    /// As [`super::Engine::run`].
+    pub(super) unsafe fn run(
+        &self,
+        stream: &Stream,
+        packed: *const u8,
+        operands: Operands,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self.method {
+                Method::Direct => self.run_direct(stream, packed, operands),
+                Method::Im2colGemm => self.run_im2col_gemm(stream, packed, operands),
+            }
+        }
+    }
+
+    /// The tensor that is read, the one that is written, and their channels in a group.
+    fn sides(&self) -> [(&TensorDesc, usize); 2] {
+        let (x, y) =
+            ((&self.spec.x, self.problem.c_group()), (&self.spec.y, self.problem.k_group()));
+        match self.direction {
+            Direction::Forward => [x, y],
+            Direction::BackwardData => [y, x],
+        }
+    }
+
+    /// # Safety
+    /// As [`super::Engine::run`].
+    unsafe fn run_im2col_gemm(
+        &self,
+        stream: &Stream,
+        packed: *const u8,
+        operands: Operands,
+    ) -> Result<()> {
+        let p = &self.problem;
+        let [(image, channels), (out, columns)] = self.sides();
+        let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
+        let rows = p.n * out.shape()[2] * out.shape()[3];
+        let mut params = Im2colParams {
+            image: operands.x,
+            other: packed,
+            out: operands.y,
+            bias,
+            image_strides: strides(image),
+            other_strides: self.filter.packed_strides(),
+            out_strides: strides(out),
+            bias_stride,
+            rows: rows as i64,
+            bias_is_float,
+            columns: columns as i32,
+            depth: (channels * p.r * p.s) as i32,
+            other_channels: columns as i32,
+            images_per_part: p.n as i32,
+            ..Im2colParams::new(p, image, out, channels)
+        };
+        let grid = [rows.div_ceil(BLOCK) as u32, columns.div_ceil(BLOCK) as u32];
+        for first in (0..p.groups).step_by(MAX_GRID_Z) {
+            let groups = MAX_GRID_Z.min(p.groups - first) as u32;
+            params.first_group = first as i32;
+            let launch = Launch { grid: [grid[0], grid[1], groups], block: [THREADS, 1, 1] };
+            // SAFETY: the structure is the kernel's, and the caller's promise covers what it
+            // points to.
+            unsafe { self.kernel.launch(stream, launch, &params)? };
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As [`super::Engine::run`].
+    unsafe fn run_direct(
+        &self,
+        stream: &Stream,
+        packed: *const u8,
+        operands: Operands,
+    ) -> Result<()> {
+        let p = &self.problem;
+        let [(image, in_group), (out, out_group)] = self.sides();
+        let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
+        let [k, c, r, s] = self.filter.packed_strides();
+        let filter_strides = match self.direction {
+            Direction::Forward => [k, c, r, s],
+            Direction::BackwardData => [c, k, r, s],
+        };
+        let elements = out.shape().iter().product::<usize>();
+        let params = DirectParams {
+            image: operands.x,
+            filter: packed,
+            out: operands.y,
+            bias,
+            image_strides: strides(image),
+            filter_strides,
+            out_strides: strides(out),
+            bias_stride,
+            elements: elements as i64,
+            bias_is_float,
+            in_group: in_group as i32,
+            out_group: out_group as i32,
+            channels: out.shape()[1] as i32,
+            h: image.shape()[2] as i32,
+            w: image.shape()[3] as i32,
+            out_height: out.shape()[2] as i32,
+            out_width: out.shape()[3] as i32,
+            r: p.r as i32,
+            s: p.s as i32,
+            stride: p.stride.map(|v| v as i32),
+            pad: p.padding.map(|v| v as i32),
+            dilation: p.dilation.map(|v| v as i32),
+        };
+        // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
+        unsafe { self.kernel.launch(stream, one_thread_each(elements), &params) }
+    }
+}
+
+fn kernel_spec(spec: &Conv2dSpec, method: Method, direction: Direction) -> KernelSpec {
+    let (image, out) = match direction {
+        Direction::Forward => (&spec.x, &spec.y),
+        Direction::BackwardData => (&spec.y, &spec.x),
+    };
+    let named = match method {
+        Method::Im2colGemm => kernel(&IM2COL_GEMM, "im2col_gemm", spec.x.dtype)
+            .define("PROBLEM", direction as u32)
+            .define("ALONG_ROWS", i32::from(!is_channels_last(&image.layout))),
+        Method::Direct => kernel(&DIRECT, "direct", spec.x.dtype)
+            .define("TRANSPOSED", direction as u32)
+            .define("CHANNELS_INNER", i32::from(is_channels_last(&out.layout))),
+    };
+    named.define("EPILOGUE", epilogue(spec.activation))
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct Im2colParams {
+    pub(super) image: *const u8,
+    pub(super) other: *const u8,
+    pub(super) out: *mut u8,
+    bias: *const u8,
+    pub(super) image_strides: [i64; 4],
+    pub(super) other_strides: [i64; 4],
+    out_strides: [i64; 4],
+    bias_stride: i64,
+    pub(super) rows: i64,
+    pub(super) part: i64,
+    bias_is_float: i32,
+    pub(super) columns: i32,
+    pub(super) depth: i32,
+    channels: i32,
+    pub(super) other_channels: i32,
+    n: i32,
+    h: i32,
+    w: i32,
+    out_height: i32,
+    out_width: i32,
+    r: i32,
+    s: i32,
+    stride: [i32; 2],
+    pad: [i32; 2],
+    dilation: [i32; 2],
+    pub(super) images_per_part: i32,
+    pub(super) first_group: i32,
+    channels_by: Divisor,
+    s_by: Divisor,
+    out_width_by: Divisor,
+}
+
+impl Im2colParams {
+    /// The sizes: of the gathered `image`, `channels` of it in a group, and of `out`, over whose
+    /// pixels rows or depth run. No addresses, nothing to compute.
+    pub(super) fn new(p: &Problem, image: &TensorDesc, out: &TensorDesc, channels: usize) -> Self {
+        let null = std::ptr::null_mut();
+        Im2colParams {
+            image: null,
+            other: null,
+            out: null,
+            bias: null,
+            image_strides: [0; 4],
+            other_strides: [0; 4],
+            out_strides: [0; 4],
+            bias_stride: 0,
+            rows: 0,
+            part: 0,
+            bias_is_float: 0,
+            columns: 0,
+            depth: 0,
+            channels: channels as i32,
+            other_channels: 0,
+            n: p.n as i32,
+            h: image.shape()[2] as i32,
+            w: image.shape()[3] as i32,
+            out_height: out.shape()[2] as i32,
+            out_width: out.shape()[3] as i32,
+            r: p.r as i32,
+            s: p.s as i32,
+            stride: p.stride.map(|v| v as i32),
+            pad: p.padding.map(|v| v as i32),
+            dilation: p.dilation.map(|v| v as i32),
+            images_per_part: 1,
+            first_group: 0,
+            channels_by: Divisor::new(channels.max(1)),
+            s_by: Divisor::new(p.s),
+            out_width_by: Divisor::new(out.shape()[3].max(1)),
+        }
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct DirectParams {
+    image: *const u8,
+    filter: *const u8,
+    out: *mut u8,
+    bias: *const u8,
+    image_strides: [i64; 4],
+    /// Along the channels of `out` and of `image`, r, s.
+    filter_strides: [i64; 4],
+    out_strides: [i64; 4],
+    bias_stride: i64,
+    elements: i64,
+    bias_is_float: i32,
+    in_group: i32,
+    out_group: i32,
+    channels: i32,
+    h: i32,
+    w: i32,
+    out_height: i32,
+    out_width: i32,
+    r: i32,
+    s: i32,
+    stride: [i32; 2],
+    pad: [i32; 2],
+    dilation: [i32; 2],
+}
 
 /// A filter copied to [k, r, s, c], which both algorithms read.
 #[derive(Debug)]
@@ -81,252 +395,34 @@ impl DenseFilter {
     }
 }
 
-fn one_thread_each(elements: usize) -> Launch {
+pub(super) fn one_thread_each(elements: usize) -> Launch {
     let blocks = elements.div_ceil(THREADS as usize) as u32;
     Launch { grid: [blocks, 1, 1], block: [THREADS, 1, 1] }
 }
 
-/// A product of the filter and of blocks of the im2col matrix, gathered on the fly.
-#[derive(Debug)]
-pub(crate) struct Im2colGemm {
-    kernel: &'static Kernel,
-    filter: DenseFilter,
-    spec: Conv2dSpec,
-    problem: Problem,
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::conv2d::cuda::test_specs;
+    use crate::{Activation, Approximate};
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Im2colParams {
-    image: *const u8,
-    other: *const u8,
-    out: *mut u8,
-    bias: *const u8,
-    image_strides: [i64; 4],
-    other_strides: [i64; 4],
-    out_strides: [i64; 4],
-    bias_stride: i64,
-    rows: i64,
-    part: i64,
-    bias_is_float: i32,
-    columns: i32,
-    depth: i32,
-    channels: i32,
-    other_channels: i32,
-    n: i32,
-    h: i32,
-    w: i32,
-    out_height: i32,
-    out_width: i32,
-    r: i32,
-    s: i32,
-    stride: [i32; 2],
-    pad: [i32; 2],
-    dilation: [i32; 2],
-    images_per_part: i32,
-    first_group: i32,
-    channels_by: Divisor,
-    s_by: Divisor,
-    out_width_by: Divisor,
-}
-
-impl Im2colGemm {
-    pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, problem: &Problem) -> Result<Self> {
-        let spec_of_kernel = kernel(&IM2COL_GEMM, "im2col_gemm", spec.x.dtype)
-            .define("PROBLEM", 0)
-            .define("ALONG_ROWS", i32::from(!is_channels_last(&spec.x.layout)))
-            .define("EPILOGUE", epilogue(spec.activation));
-        Ok(Im2colGemm {
-            kernel: gpu.kernel(&spec_of_kernel)?,
-            filter: DenseFilter::new(gpu, spec, problem)?,
-            spec: spec.clone(),
-            problem: *problem,
-        })
-    }
-
-    pub(super) fn packed_bytes(&self) -> usize {
-        self.filter.bytes()
-    }
-
-    pub(super) fn dtype(&self) -> DType {
-        self.spec.x.dtype
-    }
-
-    /// A rounding for each addition in a row; tensor cores cut off instead, which is up to twice that.
-    pub(super) fn tolerance(&self) -> f64 {
-        (2 * self.problem.taps() + 2) as f64 * DType::F32.unit_roundoff()
-    }
-
-    /// # Safety
-    /// As [`super::Engine::pack`].
-    pub(super) unsafe fn pack(&self, stream: &Stream, w: *const u8, packed: *mut u8) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.filter.pack(stream, w, packed) }
-    }
-
-    /// # Safety
-    /// As [`super::Engine::run`].
-    pub(super) unsafe fn run(
-        &self,
-        stream: &Stream,
-        packed: *const u8,
-        operands: Operands,
-    ) -> Result<()> {
-        let p = &self.problem;
-        let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
-        let rows = p.n * p.oh * p.ow;
-        let mut params = Im2colParams {
-            image: operands.x,
-            other: packed,
-            out: operands.y,
-            bias,
-            image_strides: strides(&self.spec.x),
-            other_strides: self.filter.packed_strides(),
-            out_strides: strides(&self.spec.y),
-            bias_stride,
-            rows: rows as i64,
-            part: 0,
-            bias_is_float,
-            columns: p.k_group() as i32,
-            depth: p.taps() as i32,
-            channels: p.c_group() as i32,
-            other_channels: p.k_group() as i32,
-            n: p.n as i32,
-            h: p.h as i32,
-            w: p.w as i32,
-            out_height: p.oh as i32,
-            out_width: p.ow as i32,
-            r: p.r as i32,
-            s: p.s as i32,
-            stride: p.stride.map(|v| v as i32),
-            pad: p.padding.map(|v| v as i32),
-            dilation: p.dilation.map(|v| v as i32),
-            images_per_part: p.n as i32,
-            first_group: 0,
-            channels_by: Divisor::new(p.c_group().max(1)),
-            s_by: Divisor::new(p.s),
-            out_width_by: Divisor::new(p.ow),
-        };
-        let grid = [rows.div_ceil(BLOCK) as u32, p.k_group().div_ceil(BLOCK) as u32];
-        for first in (0..p.groups).step_by(MAX_GRID_Z) {
-            let groups = MAX_GRID_Z.min(p.groups - first) as u32;
-            params.first_group = first as i32;
-            let launch = Launch { grid: [grid[0], grid[1], groups], block: [THREADS, 1, 1] };
-            // SAFETY: the structure is the kernel's, and the caller's promise covers what it
-            // points to.
-            unsafe { self.kernel.launch(stream, launch, &params)? };
+    #[test]
+    fn kernels_compile_without_spills() {
+        let mut kernels = Vec::new();
+        for (i, spec) in test_specs().into_iter().enumerate() {
+            for method in [Method::Direct, Method::Im2colGemm] {
+                for direction in [Direction::Forward, Direction::BackwardData] {
+                    kernels.push(kernel_spec(&spec, method, direction));
+                }
+                // The largest epilogue, in f32 and in halves.
+                if i % 3 == 0 {
+                    let activation = Activation::Gelu(Approximate::None);
+                    let spec = Conv2dSpec { activation, ..spec.clone() };
+                    kernels.push(kernel_spec(&spec, method, Direction::Forward));
+                }
+            }
+            kernels.push(kernel(&PACK_FILTER, "pack_filter", spec.x.dtype));
         }
-        Ok(())
-    }
-}
-
-/// One thread for each output.
-#[derive(Debug)]
-pub(crate) struct Direct {
-    kernel: &'static Kernel,
-    filter: DenseFilter,
-    spec: Conv2dSpec,
-    problem: Problem,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct DirectParams {
-    image: *const u8,
-    filter: *const u8,
-    out: *mut u8,
-    bias: *const u8,
-    image_strides: [i64; 4],
-    /// Along k, c, r, s: the channels of y and of x.
-    filter_strides: [i64; 4],
-    out_strides: [i64; 4],
-    bias_stride: i64,
-    elements: i64,
-    bias_is_float: i32,
-    in_group: i32,
-    out_group: i32,
-    channels: i32,
-    h: i32,
-    w: i32,
-    out_height: i32,
-    out_width: i32,
-    r: i32,
-    s: i32,
-    stride: [i32; 2],
-    pad: [i32; 2],
-    dilation: [i32; 2],
-}
-
-impl Direct {
-    pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, problem: &Problem) -> Result<Self> {
-        let spec_of_kernel = kernel(&DIRECT, "direct", spec.x.dtype)
-            .define("TRANSPOSED", 0)
-            .define("CHANNELS_INNER", i32::from(is_channels_last(&spec.y.layout)))
-            .define("EPILOGUE", epilogue(spec.activation));
-        Ok(Direct {
-            kernel: gpu.kernel(&spec_of_kernel)?,
-            filter: DenseFilter::new(gpu, spec, problem)?,
-            spec: spec.clone(),
-            problem: *problem,
-        })
-    }
-
-    pub(super) fn packed_bytes(&self) -> usize {
-        self.filter.bytes()
-    }
-
-    pub(super) fn dtype(&self) -> DType {
-        self.spec.x.dtype
-    }
-
-    /// A rounding for each addition in a row; tensor cores cut off instead, which is up to twice that.
-    pub(super) fn tolerance(&self) -> f64 {
-        (2 * self.problem.taps() + 2) as f64 * DType::F32.unit_roundoff()
-    }
-
-    /// # Safety
-    /// As [`super::Engine::pack`].
-    pub(super) unsafe fn pack(&self, stream: &Stream, w: *const u8, packed: *mut u8) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.filter.pack(stream, w, packed) }
-    }
-
-    /// # Safety
-    /// As [`super::Engine::run`].
-    pub(super) unsafe fn run(
-        &self,
-        stream: &Stream,
-        packed: *const u8,
-        operands: Operands,
-    ) -> Result<()> {
-        let p = &self.problem;
-        let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
-        let elements = p.y_shape().iter().product::<usize>();
-        let params = DirectParams {
-            image: operands.x,
-            filter: packed,
-            out: operands.y,
-            bias,
-            image_strides: strides(&self.spec.x),
-            filter_strides: self.filter.packed_strides(),
-            out_strides: strides(&self.spec.y),
-            bias_stride,
-            elements: elements as i64,
-            bias_is_float,
-            in_group: p.c_group() as i32,
-            out_group: p.k_group() as i32,
-            channels: p.k as i32,
-            h: p.h as i32,
-            w: p.w as i32,
-            out_height: p.oh as i32,
-            out_width: p.ow as i32,
-            r: p.r as i32,
-            s: p.s as i32,
-            stride: p.stride.map(|v| v as i32),
-            pad: p.padding.map(|v| v as i32),
-            dilation: p.dilation.map(|v| v as i32),
-        };
-        // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
-        unsafe { self.kernel.launch(stream, one_thread_each(elements), &params) }
+        crate::cuda::compile_tests::check_compiles(&kernels);
     }
 }

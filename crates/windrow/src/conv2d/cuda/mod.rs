@@ -2,16 +2,24 @@
 
 mod general;
 mod geometry;
+mod gradients;
 mod row;
+mod stages;
+mod winograd_gemm;
+mod winograd_weight;
 
-use self::general::{Direct, Im2colGemm};
+use self::general::{Direction, General, Method};
+pub(crate) use self::gradients::Gradients;
 use self::row::WinogradRow;
-use super::{Conv2dAlgorithm, Conv2dSpec, Problem};
+use self::winograd_gemm::WinogradGemm;
+use super::winograd_reference::Stages;
+use super::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile};
 use crate::cuda::{Gpu, KernelSpec, Source, Stream};
-use crate::{Accuracy, Activation, Approximate, DType, Error, Result, TensorDesc};
+use crate::{Accuracy, Activation, Approximate, DType, Error, Result, TensorDesc, TensorRef};
 
 const HEADERS: &[Source] = &[
     Source { name: "conv2d.cuh", text: include_str!("../kernels/conv2d.cuh"), includes: &[] },
+    Source { name: "winograd.cuh", text: include_str!("../kernels/winograd.cuh"), includes: &[] },
     Source { name: "hopper.cuh", text: include_str!("../kernels/hopper.cuh"), includes: &[] },
 ];
 
@@ -29,13 +37,10 @@ use source;
 /// A convolution bound to a device and an algorithm: its kernels are compiled and loaded.
 #[derive(Debug)]
 pub(crate) enum Engine {
-    Direct(Direct),
-    Im2colGemm(Im2colGemm),
+    General(General),
+    WinogradGemm(Box<WinogradGemm>),
     WinogradRow(Box<WinogradRow>),
 }
-
-/// Outputs of a tile of [`Conv2dAlgorithm::WinogradRow`].
-pub(crate) const ROW_TILE: usize = row::TILE;
 
 /// What a packed filter looks like beside its shape and algorithm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -60,6 +65,9 @@ impl Engine {
         if fits_i32(problem) {
             found.push(Conv2dAlgorithm::Direct);
             found.push(Conv2dAlgorithm::Im2colGemm);
+            if WinogradGemm::supports(problem) {
+                found.extend(Tile::ALL.map(Conv2dAlgorithm::WinogradGemm));
+            }
             if WinogradRow::supports(gpu, problem) {
                 found.push(Conv2dAlgorithm::WinogradRow);
             }
@@ -80,15 +88,24 @@ impl Engine {
         if supported.is_empty() {
             return Err(too_large());
         }
-        let rounds_to_half = match (spec.x.dtype, spec.accuracy) {
-            // Split operands keep f32 class; TF32 has the mantissa of f16.
-            (DType::F32 | DType::F16, a) => {
-                a >= if spec.x.dtype == DType::F32 { Accuracy::Fp32 } else { Accuracy::Tf32 }
-            }
-            (_, a) => a == Accuracy::Half,
+        let (dtype, accuracy) = (spec.x.dtype, spec.accuracy);
+        let may_transform = match dtype {
+            // f32 stays of f32 class, by split operands too; TF32 has the mantissa of f16.
+            DType::F32 => accuracy >= Accuracy::Fp32,
+            DType::F16 => accuracy >= Accuracy::Tf32,
+            _ => accuracy == Accuracy::Half,
         };
-        Ok(if supported.contains(&Conv2dAlgorithm::WinogradRow) && rounds_to_half {
+        // F4 raises errors more, which f32 can afford, and halves if they are asked for.
+        let tile = match (dtype, accuracy) {
+            (DType::F32, _) | (DType::F16, Accuracy::Half) => Tile::F4,
+            _ => Tile::F2,
+        };
+        let staged = Conv2dAlgorithm::WinogradGemm(tile);
+        let is_wide = problem.c.min(problem.k) >= 16;
+        Ok(if may_transform && supported.contains(&Conv2dAlgorithm::WinogradRow) {
             Conv2dAlgorithm::WinogradRow
+        } else if may_transform && is_wide && supported.contains(&staged) {
+            staged
         } else if problem.k_group() < 8 || problem.taps() < 8 {
             Conv2dAlgorithm::Direct
         } else {
@@ -110,18 +127,23 @@ impl Engine {
         if !fits_i32(problem) {
             return Err(too_large());
         }
+        let general = |method| {
+            General::new(gpu, spec, problem, method, Direction::Forward).map(Engine::General)
+        };
         match algorithm {
-            Conv2dAlgorithm::Direct => Ok(Engine::Direct(Direct::new(gpu, spec, problem)?)),
-            Conv2dAlgorithm::Im2colGemm => {
-                Ok(Engine::Im2colGemm(Im2colGemm::new(gpu, spec, problem)?))
+            Conv2dAlgorithm::Direct => general(Method::Direct),
+            Conv2dAlgorithm::Im2colGemm => general(Method::Im2colGemm),
+            Conv2dAlgorithm::WinogradGemm(tile) if problem.is_winograd() && problem.c > 0 => {
+                Ok(Engine::WinogradGemm(Box::new(WinogradGemm::new(gpu, spec, problem, tile)?)))
             }
             Conv2dAlgorithm::WinogradRow if WinogradRow::supports(gpu, problem) => {
                 Ok(Engine::WinogradRow(Box::new(WinogradRow::new(gpu, spec, problem)?)))
             }
             _ => Err(Error::unsupported(
                 format!("conv2d by {algorithm} on {}", gpu.device()),
-                "winograd_row computes 3x3 filters of stride and dilation 1 in one group on compute \
-                 capability 9.0; direct and im2col_gemm compute everything",
+                "winograd_gemm computes 3x3 filters of stride and dilation 1 in one group, \
+                 winograd_row the same on compute capability 9.0; direct and im2col_gemm compute \
+                 everything",
             )),
         }
     }
@@ -129,8 +151,8 @@ impl Engine {
     /// Bytes of a packed filter.
     pub(crate) fn packed_bytes(&self) -> usize {
         match self {
-            Engine::Direct(e) => e.packed_bytes(),
-            Engine::Im2colGemm(e) => e.packed_bytes(),
+            Engine::General(e) => e.packed_bytes(),
+            Engine::WinogradGemm(e) => e.packed_bytes(),
             Engine::WinogradRow(e) => e.packed_bytes(),
         }
     }
@@ -138,7 +160,8 @@ impl Engine {
     /// Bytes of scratch memory of a run, aligned to 256.
     pub(crate) fn scratch_bytes(&self) -> usize {
         match self {
-            Engine::Direct(_) | Engine::Im2colGemm(_) => 0,
+            Engine::General(_) => 0,
+            Engine::WinogradGemm(e) => e.scratch_bytes(),
             Engine::WinogradRow(e) => e.scratch_bytes(),
         }
     }
@@ -154,8 +177,8 @@ impl Engine {
         // SAFETY: the caller's promise.
         unsafe {
             match self {
-                Engine::Direct(e) => e.pack(stream, w, packed),
-                Engine::Im2colGemm(e) => e.pack(stream, w, packed),
+                Engine::General(e) => e.pack(stream, w, packed),
+                Engine::WinogradGemm(e) => e.pack(stream, w, packed),
                 Engine::WinogradRow(e) => e.pack(stream, w, packed),
             }
         }
@@ -179,8 +202,8 @@ impl Engine {
         // SAFETY: the caller's promise.
         unsafe {
             match self {
-                Engine::Direct(e) => e.run(stream, packed, operands),
-                Engine::Im2colGemm(e) => e.run(stream, packed, operands),
+                Engine::General(e) => e.run(stream, packed, operands),
+                Engine::WinogradGemm(e) => e.run(stream, packed, operands, scratch),
                 Engine::WinogradRow(e) => e.run(stream, packed, operands, scratch),
             }
         }
@@ -188,8 +211,8 @@ impl Engine {
 
     pub(crate) fn packed_form(&self) -> PackedForm {
         match self {
-            Engine::Direct(e) => PackedForm { dtype: e.dtype(), products: 1 },
-            Engine::Im2colGemm(e) => PackedForm { dtype: e.dtype(), products: 1 },
+            Engine::General(e) => PackedForm { dtype: e.dtype(), products: 1 },
+            Engine::WinogradGemm(e) => e.packed_form(),
             Engine::WinogradRow(e) => e.packed_form(),
         }
     }
@@ -197,17 +220,50 @@ impl Engine {
     /// How far a sum may be off before the activation, relative to its scale.
     pub(crate) fn tolerance(&self) -> f64 {
         match self {
-            Engine::Direct(e) => e.tolerance(),
-            Engine::Im2colGemm(e) => e.tolerance(),
+            Engine::General(e) => e.tolerance(),
+            Engine::WinogradGemm(e) => e.tolerance(),
             Engine::WinogradRow(e) => e.tolerance(),
+        }
+    }
+
+    /// Outputs of a tile in each direction, where it is one of Winograd's algorithms.
+    pub(crate) fn tile(&self) -> Option<usize> {
+        match self {
+            Engine::General(_) => None,
+            Engine::WinogradGemm(e) => Some(e.tile()),
+            Engine::WinogradRow(_) => Some(row::TILE),
+        }
+    }
+
+    /// What the stages of [`Conv2dAlgorithm::WinogradGemm`] form of views that agree with the spec, if
+    /// they fit one chunk; `None` for other algorithms.
+    ///
+    /// # Errors
+    /// [`Error::Backend`], [`Error::OutOfMemory`].
+    pub(crate) fn winograd_stages(
+        &self,
+        gpu: &'static Gpu,
+        w: &TensorRef<'_>,
+        x: &TensorRef<'_>,
+    ) -> Result<Option<Stages<Vec<f32>>>> {
+        let Engine::WinogradGemm(engine) = self else { return Ok(None) };
+        engine.stages(gpu, w, x)
+    }
+
+    /// Relative errors of operands of the products of [`Conv2dAlgorithm::WinogradGemm`]: as stored, and
+    /// as multiplied.
+    pub(crate) fn operand_roundings(&self) -> (f64, f64) {
+        match self {
+            Engine::WinogradGemm(e) => e.operand_roundings(),
+            _ => (0.0, 0.0),
         }
     }
 
     /// Blocking, in words.
     pub(crate) fn explain(&self) -> String {
         match self {
-            Engine::Direct(_) => "one thread for each output".into(),
-            Engine::Im2colGemm(_) => "64 x 64 outputs of a block, gathered operands".into(),
+            Engine::General(e) => e.explain(),
+            Engine::WinogradGemm(e) => e.explain(),
             Engine::WinogradRow(e) => e.explain(),
         }
     }
@@ -290,6 +346,22 @@ impl Divisor {
             if value == 1 { 0 } else { (1u64 << (31 + bits)).div_ceil(value as u64) as u32 };
         Divisor { value: value as u32, factor, shift: bits.saturating_sub(1) }
     }
+}
+
+/// Specs whose kernels are compiled in tests: each type and layout.
+#[cfg(test)]
+fn test_specs() -> Vec<Conv2dSpec> {
+    use crate::conv2d::Conv2dParams;
+    let mut specs = Vec::new();
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for order in [[0, 1, 2, 3], [0, 2, 3, 1]] {
+            let layout = crate::Layout::with_order(&[2, 32, 20, 20], &order).unwrap();
+            let w = TensorDesc::contiguous(dtype, &[64, 32, 3, 3]).unwrap();
+            let x = TensorDesc { dtype, layout };
+            specs.push(Conv2dSpec::new(x, w, &Conv2dParams::default()).unwrap());
+        }
+    }
+    specs
 }
 
 #[cfg(test)]

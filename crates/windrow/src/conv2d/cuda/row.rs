@@ -534,7 +534,12 @@ fn row(values: &[Rational], columns: usize) -> String {
     format!("{{{}}}", values.join(","))
 }
 
-fn matrix<const N: usize>(rows: &[[Rational; N]], count: usize, columns: usize) -> String {
+/// The first rows and columns of a transform, as an array of C.
+pub(super) fn matrix<const N: usize>(
+    rows: &[[Rational; N]],
+    count: usize,
+    columns: usize,
+) -> String {
     let rows: Vec<_> = rows[..count].iter().map(|r| row(r, columns)).collect();
     format!("{{{}}}", rows.join(","))
 }

@@ -1,4 +1,4 @@
-// Adds the parts of a weight gradient in a fixed order and stores it with any strides.
+// Adds the parts of a weight or bias gradient in a fixed order, with compensation, and stores it with any strides.
 //
 // Constants: ELEMENT_*.
 
@@ -6,7 +6,7 @@
 
 struct Params {
     const float* parts; // [parts][k, r, s, c]
-    Element* dw;
+    Element* out;
     i64 k_stride, c_stride, r_stride, s_stride;
     i64 elements;       // of one part
     int parts_count;
@@ -16,8 +16,14 @@ struct Params {
 extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
     const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= p.elements) return;
-    float sum = 0;
-    for (int part = 0; part < p.parts_count; part++) sum += p.parts[part * p.elements + i];
+    float sum = 0, lost = 0;
+    for (int part = 0; part < p.parts_count; part++) {
+        const float term = p.parts[part * p.elements + i], next = sum + term, kept = next - sum;
+        lost += (sum - (next - kept)) + (term - kept);
+        sum = next;
+    }
+    // Infinite sums have no error worth adding.
+    if (isfinite(lost)) sum += lost;
     const i64 c = i % p.c, s = i / p.c % p.s, r = i / p.c / p.s % p.r, k = i / p.c / p.s / p.r;
-    p.dw[k * p.k_stride + c * p.c_stride + r * p.r_stride + s * p.s_stride] = from_float(sum);
+    p.out[k * p.k_stride + c * p.c_stride + r * p.r_stride + s * p.s_stride] = from_float(sum);
 }

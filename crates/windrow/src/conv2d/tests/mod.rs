@@ -220,13 +220,14 @@ impl Case {
                 let want = want.get_or_insert_with(|| {
                     let (x, w, dy) = (f64s(&x), f64s(&w), f64s(&dy));
                     [
-                        plan.expected_data(&w, &dy),
+                        plan.expected_data(&w, &dy).unwrap(),
                         reference::backward_weight(&problem, &x, &dy),
                         reference::backward_bias(&problem, &dy),
                     ]
                 });
                 let tolerances =
-                    [plan.data_tolerance(), plan.weight_tolerance(), plan.bias_tolerance()];
+                    [plan.data_tolerance(), plan.weight_tolerance(), plan.bias_tolerance()]
+                        .map(Result::unwrap);
                 for (i, got) in [&dx, &dw, &db].into_iter().enumerate() {
                     let (values, scale) = (&want[i].values, &want[i].scale);
                     let c = Comparison::of(&got.view(), values, scale, tolerances[i]).unwrap();

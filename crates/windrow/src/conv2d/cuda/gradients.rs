@@ -1,0 +1,392 @@
+//! The gradients on a device. All sums are formed in an order that does not depend on timing.
+
+use super::general::{
+    BLOCK, Direction, General, IM2COL_GEMM, Im2colParams, MAX_GRID_Z, Method, THREADS,
+    one_thread_each,
+};
+use super::winograd_weight::{self, WinogradWeight};
+use super::{Engine, Operands, kernel, source, strides};
+use crate::conv2d::backward::mirrored;
+use crate::conv2d::spec::is_channels_last;
+use crate::conv2d::{Conv2dSpec, Problem};
+use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, Stream};
+use crate::{DType, Result, TensorDesc};
+
+static ADD_PARTS: Source = source!("im2col_gemm_sum.cu");
+static BIAS: Source = source!("bias_grad.cu");
+
+/// Blocks of a weight gradient that keep a device busy, for each multiprocessor.
+const BLOCKS_PER_PROCESSOR: usize = 4;
+/// The most memory for parts of a weight gradient.
+const MAX_PARTS_BYTES: usize = 64 << 20;
+/// Warps and lanes of a block of the bias's gradient, and rows that a warp adds.
+const WARPS: usize = 8;
+const LANES: usize = 32;
+const ROWS_PER_WARP: usize = 8;
+
+/// How the gradients of a convolution are computed.
+#[derive(Debug)]
+pub(crate) struct Gradients {
+    data: Data,
+    gpu: &'static Gpu,
+    spec: Conv2dSpec,
+    problem: Problem,
+    weight: Weight,
+    bias: &'static Kernel,
+}
+
+/// The weight gradient.
+#[derive(Debug)]
+enum Weight {
+    /// A product of dy and the gathered x, in parts.
+    Im2colGemm(&'static Kernel),
+    Winograd(Box<WinogradWeight>),
+}
+
+/// The data gradient.
+#[derive(Debug)]
+enum Data {
+    /// A convolution by the filter turned around.
+    Mirrored(Engine),
+    Transposed(General),
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct PartsParams {
+    parts: *const u8,
+    out: *mut u8,
+    strides: [i64; 4],
+    elements: i64,
+    count: i32,
+    c: i32,
+    r: i32,
+    s: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct BiasParams {
+    dy: *const u8,
+    parts: *mut u8,
+    strides: [i64; 4],
+    rows: i64,
+    rows_per_part: i64,
+    channels: i32,
+    height: i32,
+    width: i32,
+}
+
+impl Gradients {
+    /// Compiles and loads the kernels.
+    ///
+    /// # Errors
+    /// As [`Engine::new`].
+    pub(crate) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, problem: &Problem) -> Result<Self> {
+        let mut data = None;
+        if let Some(mirror) = mirrored(spec, problem)
+            && let Ok(p) = mirror.problem()
+        {
+            let algorithm = Engine::choose(gpu, &mirror, &p)?;
+            if algorithm.is_winograd() {
+                data = Some(Data::Mirrored(Engine::new(gpu, &mirror, &p, algorithm)?));
+            }
+        }
+        let data = match data {
+            Some(data) => data,
+            None => {
+                let direct = problem.c_group() < 8 || problem.k_group() * problem.r * problem.s < 8;
+                let method = if direct { Method::Direct } else { Method::Im2colGemm };
+                let direction = Direction::BackwardData;
+                Data::Transposed(General::new(gpu, spec, problem, method, direction)?)
+            }
+        };
+        for dtype in [DType::F32, spec.x.dtype] {
+            gpu.kernel(&parts_kernel(dtype))?;
+        }
+        Ok(Gradients {
+            data,
+            gpu,
+            spec: spec.clone(),
+            problem: *problem,
+            weight: if WinogradWeight::suits(spec, problem) {
+                Weight::Winograd(Box::new(WinogradWeight::new(gpu, spec, problem)?))
+            } else {
+                Weight::Im2colGemm(gpu.kernel(&weight_kernel(spec))?)
+            },
+            bias: gpu.kernel(&bias_kernel(spec))?,
+        })
+    }
+
+    /// True if the filter of [`Gradients::data`] is the turned one.
+    pub(crate) fn data_is_mirrored(&self) -> bool {
+        matches!(self.data, Data::Mirrored(_))
+    }
+
+    /// Outputs of a tile, where the data gradient is one of Winograd's.
+    pub(crate) fn data_tile(&self) -> Option<usize> {
+        match &self.data {
+            Data::Mirrored(engine) => engine.tile(),
+            Data::Transposed(_) => None,
+        }
+    }
+
+    /// The same of the weight gradient.
+    pub(crate) fn weight_tile(&self) -> Option<usize> {
+        match &self.weight {
+            Weight::Im2colGemm(_) => None,
+            Weight::Winograd(_) => Some(winograd_weight::tile()),
+        }
+    }
+
+    fn packed_bytes(&self) -> usize {
+        match &self.data {
+            Data::Mirrored(engine) => engine.packed_bytes(),
+            Data::Transposed(general) => general.packed_bytes(),
+        }
+    }
+
+    /// Bytes of workspace of [`Gradients::data`].
+    pub(crate) fn data_bytes(&self) -> usize {
+        let scratch = match &self.data {
+            Data::Mirrored(engine) => engine.scratch_bytes(),
+            Data::Transposed(_) => 0,
+        };
+        self.packed_bytes() + scratch
+    }
+
+    /// Bytes of workspace of [`Gradients::weight`].
+    pub(crate) fn weight_bytes(&self) -> usize {
+        let p = &self.problem;
+        match &self.weight {
+            Weight::Im2colGemm(_) => self.weight_parts() * p.k * p.taps() * size_of::<f32>(),
+            Weight::Winograd(winograd) => winograd.scratch_bytes(),
+        }
+    }
+
+    /// Bytes of workspace of [`Gradients::bias`].
+    pub(crate) fn bias_bytes(&self) -> usize {
+        self.bias_parts() * self.problem.k * size_of::<f32>()
+    }
+
+    pub(crate) fn data_tolerance(&self) -> f64 {
+        match &self.data {
+            Data::Mirrored(engine) => engine.tolerance(),
+            Data::Transposed(general) => general.tolerance(),
+        }
+    }
+
+    /// Roundings as in [`General::tolerance`]; the parts are added with compensation.
+    pub(crate) fn weight_tolerance(&self) -> f64 {
+        if let Weight::Winograd(winograd) = &self.weight {
+            return winograd.tolerance();
+        }
+        let terms = self.images_per_part() * self.problem.oh * self.problem.ow;
+        (2 * terms + 6) as f64 * DType::F32.unit_roundoff()
+    }
+
+    /// A lane adds its columns of some rows, then come the lanes and warps of a block.
+    pub(crate) fn bias_tolerance(&self) -> f64 {
+        let columns =
+            if self.channels_inner() { self.problem.ow } else { self.problem.ow.div_ceil(LANES) };
+        (ROWS_PER_WARP * columns + 16) as f64 * DType::F32.unit_roundoff()
+    }
+
+    /// `dx` of `dy`. `w` is the filter, or the last row and column of it if
+    /// [`Gradients::data_is_mirrored`].
+    ///
+    /// # Errors
+    /// [`crate::Error::Backend`].
+    ///
+    /// # Safety
+    /// The tensors must have the spec's layouts and be on the stream's device, with
+    /// [`Gradients::data_bytes`] of scratch memory.
+    pub(crate) unsafe fn data(
+        &self,
+        stream: &Stream,
+        w: *const u8,
+        dy: *const u8,
+        dx: *mut u8,
+        scratch: *mut u8,
+    ) -> Result<()> {
+        let operands = Operands { x: dy, bias: None, y: dx };
+        // SAFETY: the caller's promise.
+        unsafe {
+            match &self.data {
+                Data::Mirrored(engine) => {
+                    engine.pack(stream, w, scratch)?;
+                    let rest = scratch.add(engine.packed_bytes());
+                    engine.run(stream, scratch, operands, rest)
+                }
+                Data::Transposed(general) => {
+                    general.pack(stream, w, scratch)?;
+                    general.run(stream, scratch, operands)
+                }
+            }
+        }
+    }
+
+    /// Images that a block of the weight gradient sums.
+    fn images_per_part(&self) -> usize {
+        let p = &self.problem;
+        let blocks = p.k_group().div_ceil(BLOCK) * p.taps().div_ceil(BLOCK) * p.groups;
+        let wanted = BLOCKS_PER_PROCESSOR * self.gpu.info.multiprocessors as usize;
+        let most = MAX_PARTS_BYTES / (p.k * p.taps() * size_of::<f32>()).max(1);
+        let parts = (wanted / blocks.max(1)).min(most).min(MAX_GRID_Z).max(1);
+        p.n.div_ceil(parts).max(1)
+    }
+
+    fn weight_parts(&self) -> usize {
+        self.problem.n.div_ceil(self.images_per_part())
+    }
+
+    /// `dw`, with strides and a type of its own, of `x` and `dy`.
+    ///
+    /// # Errors
+    /// [`crate::Error::Backend`].
+    ///
+    /// # Safety
+    /// As [`Gradients::data`], with [`Gradients::weight_bytes`].
+    pub(crate) unsafe fn weight(
+        &self,
+        stream: &Stream,
+        x: *const u8,
+        dy: *const u8,
+        (dw, desc): (*mut u8, &TensorDesc),
+        scratch: *mut u8,
+    ) -> Result<()> {
+        let kernel = match &self.weight {
+            Weight::Im2colGemm(kernel) => *kernel,
+            // SAFETY: the caller's promise.
+            Weight::Winograd(winograd) => unsafe {
+                return winograd.run(stream, x, dy, (dw, desc), scratch);
+            },
+        };
+        let (p, parts) = (&self.problem, self.weight_parts());
+        let elements = p.k * p.taps();
+        let mut params = Im2colParams::new(p, &self.spec.x, &self.spec.y, p.c_group());
+        (params.image, params.other, params.out) = (x, dy, scratch);
+        params.image_strides = strides(&self.spec.x);
+        params.other_strides = strides(&self.spec.y);
+        params.rows = p.k_group() as i64;
+        params.columns = p.taps() as i32;
+        params.depth = (p.oh * p.ow) as i32;
+        params.part = elements as i64;
+        params.other_channels = p.k_group() as i32;
+        params.images_per_part = self.images_per_part() as i32;
+        let grid = [p.k_group().div_ceil(BLOCK), p.taps().div_ceil(BLOCK)].map(|b| b as u32);
+        let at_once = MAX_GRID_Z / parts.max(1);
+        for first in (0..p.groups).step_by(at_once) {
+            let groups = at_once.min(p.groups - first);
+            params.first_group = first as i32;
+            let z = (groups * parts) as u32;
+            let launch = Launch { grid: [grid[0], grid[1], z], block: [THREADS, 1, 1] };
+            // SAFETY: the structure is the kernel's, and the caller's promise covers what it
+            // points to.
+            unsafe { kernel.launch(stream, launch, &params)? };
+        }
+        let params = PartsParams {
+            parts: scratch,
+            out: dw,
+            strides: strides(desc),
+            elements: elements as i64,
+            count: parts as i32,
+            c: p.c_group() as i32,
+            r: p.r as i32,
+            s: p.s as i32,
+        };
+        // SAFETY: as above.
+        unsafe { self.add_parts(stream, desc.dtype, &params) }
+    }
+
+    fn channels_inner(&self) -> bool {
+        is_channels_last(&self.spec.y.layout)
+    }
+
+    fn bias_parts(&self) -> usize {
+        (self.problem.n * self.problem.oh).div_ceil(WARPS * ROWS_PER_WARP)
+    }
+
+    /// `db`, with a stride and a type of its own, of `dy`.
+    ///
+    /// # Errors
+    /// [`crate::Error::Backend`].
+    ///
+    /// # Safety
+    /// As [`Gradients::data`], with [`Gradients::bias_bytes`].
+    pub(crate) unsafe fn bias(
+        &self,
+        stream: &Stream,
+        dy: *const u8,
+        (db, desc): (*mut u8, &TensorDesc),
+        scratch: *mut u8,
+    ) -> Result<()> {
+        let (p, parts) = (&self.problem, self.bias_parts());
+        let params = BiasParams {
+            dy,
+            parts: scratch,
+            strides: strides(&self.spec.y),
+            rows: (p.n * p.oh) as i64,
+            rows_per_part: (WARPS * ROWS_PER_WARP) as i64,
+            channels: p.k as i32,
+            height: p.oh as i32,
+            width: p.ow as i32,
+        };
+        let channels = if self.channels_inner() { p.k.div_ceil(LANES) } else { p.k };
+        let blocks = (parts * channels) as u32;
+        let launch = Launch { grid: [blocks, 1, 1], block: [(WARPS * LANES) as u32, 1, 1] };
+        // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
+        unsafe { self.bias.launch(stream, launch, &params)? };
+        let params = PartsParams {
+            parts: scratch,
+            out: db,
+            strides: [desc.strides()[0] as i64, 0, 0, 0],
+            elements: p.k as i64,
+            count: parts as i32,
+            c: 1,
+            r: 1,
+            s: 1,
+        };
+        // SAFETY: as above.
+        unsafe { self.add_parts(stream, desc.dtype, &params) }
+    }
+
+    /// # Safety
+    /// What the parameters point to must be on the stream's device.
+    unsafe fn add_parts(&self, stream: &Stream, out: DType, params: &PartsParams) -> Result<()> {
+        let kernel = self.gpu.kernel(&parts_kernel(out))?;
+        // SAFETY: the structure is the kernel's, the rest is the caller's promise.
+        unsafe { kernel.launch(stream, one_thread_each(params.elements as usize), params) }
+    }
+}
+
+fn weight_kernel(spec: &Conv2dSpec) -> KernelSpec {
+    kernel(&IM2COL_GEMM, "weight_grad", spec.x.dtype)
+        .define("PROBLEM", 2)
+        .define("ALONG_ROWS", i32::from(is_channels_last(&spec.y.layout)))
+        .define("EPILOGUE", 0)
+}
+
+fn bias_kernel(spec: &Conv2dSpec) -> KernelSpec {
+    kernel(&BIAS, "bias_grad", spec.x.dtype)
+        .define("CHANNELS_INNER", i32::from(is_channels_last(&spec.y.layout)))
+        .define("WARPS", WARPS)
+}
+
+fn parts_kernel(out: DType) -> KernelSpec {
+    kernel(&ADD_PARTS, "add_parts", out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_compile_without_spills() {
+        let kernels: Vec<_> = super::super::test_specs()
+            .iter()
+            .flat_map(|spec| [weight_kernel(spec), bias_kernel(spec), parts_kernel(spec.x.dtype)])
+            .collect();
+        crate::cuda::compile_tests::check_compiles(&kernels);
+    }
+}

@@ -1,0 +1,252 @@
+//! What the algorithms in Winograd's stages share: how tiles are cut into chunks, how a stage lies in
+//! memory, and the transform that reads images.
+
+use super::row::matrix;
+use super::{Divisor, kernel, source, strides};
+use crate::conv2d::spec::is_channels_last;
+use crate::conv2d::winograd::Rational;
+use crate::conv2d::{Problem, Tile};
+use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Matrix, Source, Stream};
+use crate::{DType, Result, TensorDesc};
+
+static INPUT: Source = source!("winograd_input.cu");
+
+const THREADS: usize = 128;
+pub(super) const ALIGNMENT: usize = 256;
+/// Tiles of a chunk are a multiple of this, and padded channels fill such vectors: then every row of
+/// a matrix starts at a vector.
+const VECTOR_BYTES: usize = 16;
+const TILE_MULTIPLE: usize = 8;
+/// Chunks of fewer tiles leave a device idle.
+const MIN_CHUNK_TILES: usize = 2048;
+/// The most memory for the stages of a chunk.
+const MAX_STAGE_BYTES: usize = 1 << 30;
+/// Threads of a launch are counted in 32 bits.
+const MAX_THREADS: usize = 1 << 30;
+
+/// One matrix for each position of the transform tile, tiles of a chunk by channels:
+/// `[p][channel][tile]` or `[p][tile][channel]`, as pixels and channels of the image lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Stage {
+    pub(super) dtype: DType,
+    pub(super) channels: usize,
+    /// Channels with those that fill the last vector.
+    pub(super) padded: usize,
+    pub(super) channels_inner: bool,
+}
+
+impl Stage {
+    /// A stage of a tensor's channels.
+    pub(super) fn of(image: &TensorDesc, dtype: DType) -> Self {
+        let channels = image.shape()[1];
+        let channels_inner = is_channels_last(&image.layout);
+        let padded = channels.next_multiple_of(VECTOR_BYTES / dtype.size());
+        Stage { dtype, channels, padded, channels_inner }
+    }
+
+    /// Along positions, tiles and channels, in elements.
+    pub(super) fn strides(&self, tiles: usize) -> [usize; 3] {
+        let [tile, channel] = if self.channels_inner { [self.padded, 1] } else { [1, tiles] };
+        [tiles * self.padded, tile, channel]
+    }
+
+    fn tile_bytes(&self, positions: usize) -> usize {
+        positions * self.padded * self.dtype.size()
+    }
+
+    pub(super) fn bytes(&self, b: &Blocking) -> usize {
+        (b.tiles * self.tile_bytes(b.positions)).next_multiple_of(ALIGNMENT)
+    }
+
+    /// As an operand: of tiles by channels if `tiles_first`, else of channels by tiles.
+    pub(super) fn matrix(&self, b: &Blocking, tiles_first: bool) -> Matrix {
+        Matrix {
+            dtype: self.dtype,
+            transposed: self.channels_inner != tiles_first,
+            row_stride: if self.channels_inner { self.padded.max(1) } else { b.tiles },
+            batch_stride: b.tiles * self.padded,
+            alignment: ALIGNMENT,
+        }
+    }
+
+    /// What neighbouring threads share.
+    pub(super) fn inner(&self, b: &Blocking, channels: usize) -> Divisor {
+        Divisor::new(if self.channels_inner { channels.max(1) } else { b.tiles })
+    }
+}
+
+/// The tiles of a batch, in chunks of which a stage is formed at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Blocking {
+    pub(super) positions: usize,
+    pub(super) chunks: usize,
+    /// Of a chunk.
+    pub(super) tiles: usize,
+    tiles_in_row: usize,
+    pub(super) tiles_in_image: usize,
+}
+
+impl Blocking {
+    pub(super) fn new(tile: Tile, p: &Problem, stages: &[Stage], l2_cache: usize) -> Self {
+        let positions = tile.alpha() * tile.alpha();
+        let tiles_in_row = p.ow.div_ceil(tile.m());
+        let tiles_in_image = p.oh.div_ceil(tile.m()) * tiles_in_row;
+        let all = (p.n * tiles_in_image).max(1);
+        let tile_bytes = stages.iter().map(|s| s.tile_bytes(positions)).sum::<usize>().max(1);
+        let channels = stages.iter().map(|s| s.padded).max().unwrap_or(0).max(1);
+        // What one stage writes, the next finds in half of the cache.
+        let most = (l2_cache / 2 / tile_bytes)
+            .max(MIN_CHUNK_TILES)
+            .min(MAX_STAGE_BYTES / tile_bytes)
+            .min(MAX_THREADS / channels)
+            .max(TILE_MULTIPLE);
+        let tiles = all.div_ceil(all.div_ceil(most)).next_multiple_of(TILE_MULTIPLE);
+        let chunks = all.div_ceil(tiles);
+        Blocking { positions, chunks, tiles, tiles_in_row, tiles_in_image }
+    }
+
+    /// Where the tiles of a chunk lie among `n` images.
+    pub(super) fn tiling(&self, n: usize, chunk: usize) -> Tiling {
+        let first = chunk * self.tiles;
+        let first_image = first / self.tiles_in_image;
+        Tiling {
+            images: n as i64 - first_image as i64,
+            first_image: first_image as i64,
+            first: (first % self.tiles_in_image) as i32,
+            per_image: Divisor::new(self.tiles_in_image),
+            per_row: Divisor::new(self.tiles_in_row),
+        }
+    }
+}
+
+/// `Tiling` of `winograd.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct Tiling {
+    images: i64,
+    first_image: i64,
+    first: i32,
+    per_image: Divisor,
+    per_row: Divisor,
+}
+
+/// The transform of all tiles of an image tensor into a stage: `T d T^t` for patches `d` that begin
+/// `padding` before each tile.
+#[derive(Debug)]
+pub(super) struct InputTransform {
+    kernel: &'static Kernel,
+    strides: [i64; 4],
+    stage: Stage,
+    size: [usize; 2],
+    padding: [usize; 2],
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct InputParams {
+    x: *const u8,
+    v: *mut u8,
+    strides: [i64; 4],
+    v_strides: [i64; 3],
+    tiling: Tiling,
+    inner: Divisor,
+    elements: i32,
+    c: i32,
+    size: [i32; 2],
+    pad: [i32; 2],
+}
+
+impl InputTransform {
+    pub(super) fn new(
+        gpu: &'static Gpu,
+        spec: &KernelSpec,
+        image: &TensorDesc,
+        stage: Stage,
+        padding: [usize; 2],
+    ) -> Result<Self> {
+        let size = [image.shape()[2], image.shape()[3]];
+        let (kernel, strides) = (gpu.kernel(spec)?, strides(image));
+        Ok(InputTransform { kernel, strides, stage, size, padding })
+    }
+
+    /// # Safety
+    /// `x` must be `n` images of the tensor, `out` [`Stage::bytes`], on the stream's device.
+    pub(super) unsafe fn run(
+        &self,
+        stream: &Stream,
+        x: *const u8,
+        out: *mut u8,
+        b: &Blocking,
+        tiling: Tiling,
+    ) -> Result<()> {
+        let elements = b.tiles * self.stage.padded;
+        let params = InputParams {
+            x,
+            v: out,
+            strides: self.strides,
+            v_strides: self.stage.strides(b.tiles).map(|s| s as i64),
+            tiling,
+            inner: self.stage.inner(b, self.stage.padded),
+            elements: elements as i32,
+            c: self.stage.channels as i32,
+            size: self.size.map(|s| s as i32),
+            pad: self.padding.map(|s| s as i32),
+        };
+        // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
+        unsafe { self.kernel.launch(stream, one_thread_each(elements), &params) }
+    }
+}
+
+pub(super) fn one_thread_each(elements: usize) -> Launch {
+    let blocks = elements.div_ceil(THREADS) as u32;
+    Launch { grid: [blocks, 1, 1], block: [THREADS as u32, 1, 1] }
+}
+
+/// The kernel of [`InputTransform`] for a transform of alpha rows and `size` columns.
+pub(super) fn input_kernel<const N: usize>(
+    name: &str,
+    tile: Tile,
+    image: &TensorDesc,
+    transform: &[[Rational; N]],
+    size: usize,
+) -> KernelSpec {
+    staged_kernel(&INPUT, name, tile, image.dtype)
+        .define("SIZE", size)
+        .define("INPUT", matrix(transform, tile.alpha(), size))
+        .define("CHANNELS_INNER", i32::from(is_channels_last(&image.layout)))
+}
+
+/// A kernel that includes `winograd.cuh`, as `winograd_input_f4_f32`.
+pub(super) fn staged_kernel(
+    source: &'static Source,
+    name: &str,
+    tile: Tile,
+    dtype: DType,
+) -> KernelSpec {
+    let m = tile.m();
+    kernel(source, &format!("winograd_{name}_f{m}"), dtype).define("TILE", m)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::conv2d::cuda::test_specs;
+
+    #[test]
+    fn chunks_cover_all_tiles() {
+        for spec in test_specs() {
+            let stages = [Stage::of(&spec.x, spec.x.dtype), Stage::of(&spec.y, DType::F32)];
+            for (tile, l2) in [(Tile::F2, 1 << 20), (Tile::F4, 50 << 20), (Tile::F6, 0)] {
+                let mut p = spec.problem().unwrap();
+                for n in [0, 1, 7, 64, 3000] {
+                    p.n = n;
+                    let b = Blocking::new(tile, &p, &stages, l2);
+                    assert!(b.tiles * b.chunks >= n * b.tiles_in_image, "{b:?}");
+                    assert!(b.tiles * (b.chunks - 1) <= n * b.tiles_in_image, "{b:?}");
+                    let bytes: usize = stages.iter().map(|s| s.bytes(&b)).sum();
+                    assert!(bytes <= MAX_STAGE_BYTES + 1024, "{b:?}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,78 @@
+// What the stages of Winograd's algorithm share: F(TILE x TILE, 3 x 3) with transform tiles of ALPHA x ALPHA.
+//
+// Stages lie in memory as matrices, one for each position p of the transform tile:
+//
+//     U [p][k][c]    V [p][c][tile] or [p][tile][c]    M [p][k][tile] or [p][tile][k]
+//
+// with tiles innermost where the image has columns side by side, and channels where it has those. Both may be padded.
+#pragma once
+#include "conv2d.cuh"
+
+constexpr int ALPHA = TILE + 2, POSITIONS = ALPHA * ALPHA;
+
+// The product of a row of a transform with a vector, without the terms that are zero. All is known at compile time
+// but the vector.
+template <int COLUMNS>
+__device__ __forceinline__ float dot(const float (&row)[COLUMNS], const float (&v)[COLUMNS]) {
+    float sum = 0;
+    bool first = true;
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++) {
+        if (row[i] == 0) continue;
+        sum = first ? row[i] * v[i] : fmaf(row[i], v[i], sum);
+        first = false;
+    }
+    return sum;
+}
+
+// T x T^t for a transform T.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void transform(const float (&t)[ROWS][COLUMNS], const float (&x)[COLUMNS][COLUMNS],
+                                          float (&out)[ROWS][ROWS]) {
+    float half[ROWS][COLUMNS];
+#pragma unroll
+    for (int j = 0; j < COLUMNS; j++) {
+        float column[COLUMNS];
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i++) column[i] = x[i][j];
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) half[i][j] = dot(t[i], column);
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+#pragma unroll
+        for (int j = 0; j < ROWS; j++) out[i][j] = dot(t[j], half[i]);
+}
+
+// A tile of a chunk, and the channel of a thread: which of them neighbouring threads share is the image's layout.
+struct Place {
+    int tile, channel;
+    __device__ __forceinline__ Place(const Divisor& inner, bool channels_inner) {
+        const int index = blockIdx.x * blockDim.x + threadIdx.x;
+        const int outer = inner.divide(index), rest = index - outer * static_cast<int>(inner.value);
+        tile = channels_inner ? outer : rest;
+        channel = channels_inner ? rest : outer;
+    }
+};
+
+// Where tiles lie: image, and first row and column of the output.
+struct Tiling {
+    i64 images;       // existing ones, counted from that of the chunk's first tile
+    i64 first_image;
+    int first;        // of the chunk, in its image
+    Divisor per_image, per_row;
+};
+
+struct TileAt {
+    i64 n;
+    int i, j;
+    bool exists;
+    __device__ __forceinline__ TileAt(const Tiling& t, int tile) {
+        const int at = t.first + tile, image = t.per_image.divide(at);
+        const int rest = at - image * static_cast<int>(t.per_image.value), row = t.per_row.divide(rest);
+        exists = image < t.images;
+        n = t.first_image + image;
+        i = row * TILE;
+        j = (rest - row * static_cast<int>(t.per_row.value)) * TILE;
+    }
+};

@@ -1,0 +1,54 @@
+// y = act(A^t m A + bias) for every tile of a chunk and every output channel, a thread each.
+//
+// Constants: ELEMENT_*, TILE, OUTPUT (the transform A^t), CHANNELS_INNER, EPILOGUE.
+
+#include "winograd.cuh"
+
+constexpr float AT[TILE][ALPHA] = OUTPUT;
+
+struct Params {
+    const float* m;
+    Element* y;
+    const void* bias;
+    i64 y_n, y_c, y_h, y_w; // strides in elements
+    i64 bias_stride;
+    i64 plane, m_tile, m_channel;
+    Tiling tiling;
+    Divisor inner;          // tiles of a chunk or output channels, whichever neighbouring threads share
+    int elements;
+    int oh, ow;
+    int bias_is_float;
+    int pairs;              // two columns of y may be stored as one
+};
+
+extern "C" __global__ __launch_bounds__(128) void KERNEL(const __grid_constant__ Params p) {
+    const Place place(p.inner, CHANNELS_INNER);
+    if (static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) >= p.elements) return;
+    const TileAt at(p.tiling, place.tile);
+    if (!at.exists) return;
+    const float* in = p.m + place.tile * p.m_tile + place.channel * p.m_channel;
+    float m[ALPHA][ALPHA], out[TILE][TILE];
+#pragma unroll
+    for (int i = 0; i < POSITIONS; i++) m[i / ALPHA][i % ALPHA] = in[i * p.plane];
+    transform(AT, m, out);
+    float bias = 0;
+    if (p.bias != nullptr)
+        bias = p.bias_is_float ? static_cast<const float*>(p.bias)[place.channel * p.bias_stride]
+                               : to_float(static_cast<const Element*>(p.bias)[place.channel * p.bias_stride]);
+    Element* y = p.y + at.n * p.y_n + place.channel * p.y_c + at.i * p.y_h + at.j * p.y_w;
+#pragma unroll
+    for (int i = 0; i < TILE; i++) {
+        if (at.i + i >= p.oh) break;
+#pragma unroll
+        for (int j = 0; j < TILE; j += 2) {
+            const float2 v = make_float2(epilogue(out[i][j] + bias), epilogue(out[i][j + 1] + bias));
+            Element* to = y + i * p.y_h + j * p.y_w;
+            if (p.pairs && at.j + j + 1 < p.ow) {
+                store_pair(to, v);
+            } else {
+                if (at.j + j < p.ow) to[0] = from_float(v.x);
+                if (at.j + j + 1 < p.ow) to[p.y_w] = from_float(v.y);
+            }
+        }
+    }
+}
