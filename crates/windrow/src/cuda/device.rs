@@ -166,6 +166,38 @@ impl Gpu {
         }
     }
 
+    /// Lets kernels on `peer` reach what is allocated from this device's pool, if the two are linked:
+    /// between devices of one process, NCCL reads and writes the tensors themselves.
+    pub(crate) fn allow_access_by(&self, peer: &Gpu) -> Result<()> {
+        if !self.memory_pools {
+            return Ok(());
+        }
+        let (mut own, mut other, mut linked) = (0, 0, 0);
+        let mut pool = std::ptr::null_mut();
+        let _current = self.enter()?;
+        // SAFETY: both devices exist, and each call writes to a local of the type it expects.
+        unsafe {
+            self.check(sys::cuDeviceGet(&mut own, self.info.index as c_int), "cuDeviceGet")?;
+            self.check(sys::cuDeviceGet(&mut other, peer.info.index as c_int), "cuDeviceGet")?;
+            let linked = sys::cuDeviceCanAccessPeer(&mut linked, other, own);
+            self.check(linked, "cuDeviceCanAccessPeer")?;
+            let get_pool = sys::cuDeviceGetDefaultMemPool(&mut pool, own);
+            self.check(get_pool, "cuDeviceGetDefaultMemPool")?;
+        }
+        if linked == 0 {
+            return Ok(());
+        }
+        let access = sys::CUmemAccessDesc {
+            location: sys::CUmemLocation {
+                type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
+                id: other,
+            },
+            flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+        };
+        // SAFETY: the pool lives as long as the device; one description is given.
+        self.check(unsafe { sys::cuMemPoolSetAccess(pool, &access, 1) }, "cuMemPoolSetAccess")
+    }
+
     pub(crate) fn device(&self) -> Device {
         Device::Cuda(self.info.index)
     }

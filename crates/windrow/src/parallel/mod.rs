@@ -120,6 +120,11 @@ impl DataParallel {
         }
         let gpus = devices.iter().map(|&d| Gpu::get(d)).collect::<Result<Vec<_>>>()?;
         let world = gpus.len();
+        for (gpu, peer) in gpus.iter().flat_map(|g| gpus.iter().map(move |p| (g, p))) {
+            if !std::ptr::eq(*gpu, *peer) {
+                gpu.allow_access_by(peer)?;
+            }
+        }
         let id = if world > 1 { nccl::unique_id()? } else { [0; 128] };
         // Connecting is collective: all ranks at the same time.
         let ranks = std::thread::scope(|s| {
