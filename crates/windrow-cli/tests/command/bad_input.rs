@@ -187,6 +187,10 @@ fn devices_that_do_not_exist() {
     conv1d().refuse(&format!("{GELU} --device cuda:99"), &["no device cuda"]);
     conv1d().refuse("verify --device cuda:99", &["no device cuda"]);
     conv1d().refuse("bench --device cuda:99", &["no device cuda"]);
+    conv1d().refuse("bench conv2d --devices 99", &["no device cuda"]);
+    conv1d().refuse("bench conv2d --devices 0,x", &["--devices"]);
+    conv1d().refuse("bench gelu --devices 0,1", &["conv2d"]);
+    conv1d().refuse("bench conv2d --gather", &["--devices"]);
 }
 
 #[test]
