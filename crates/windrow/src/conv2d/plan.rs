@@ -621,12 +621,18 @@ fn supported(p: &Problem) -> Vec<Conv2dAlgorithm> {
     all
 }
 
+/// Input channels up to which direct summation is faster than Winograd's algorithm.
+const FEW_CHANNELS: usize = 4;
+
 /// The algorithm that should be fastest within the accuracy asked for.
 pub(super) fn choose(spec: &Conv2dSpec, p: &Problem) -> Conv2dAlgorithm {
     if p.prefers_direct() {
         return Conv2dAlgorithm::Direct;
     }
-    if p.is_winograd() && spec.accuracy != Accuracy::Exact {
+    let row_major = !is_channels_last(&spec.y.layout);
+    // Of so few channels the sums themselves take less time than the transform of the output.
+    let few = p.c <= FEW_CHANNELS && row_major;
+    if p.is_winograd() && !few && spec.accuracy != Accuracy::Exact {
         return Conv2dAlgorithm::WinogradGemm(match best_tile(p) {
             // In half precision F6 is for those who ask for it by name.
             Tile::F6 if spec.x.dtype.is_half() => Tile::F4,
@@ -634,7 +640,7 @@ pub(super) fn choose(spec: &Conv2dSpec, p: &Problem) -> Conv2dAlgorithm {
         });
     }
     // With few input channels the im2col matrix is many times the input.
-    if p.c_group() <= 8 && p.r * p.s > 1 && !is_channels_last(&spec.y.layout) {
+    if p.c_group() <= 8 && p.r * p.s > 1 && row_major {
         return Conv2dAlgorithm::Direct;
     }
     Conv2dAlgorithm::Im2colGemm

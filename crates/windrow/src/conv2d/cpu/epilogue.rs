@@ -1,9 +1,9 @@
 //! Bias, activation and rounding of finished sums on their way to the destination.
 
 use super::stencil::{Segment, Stencil};
-use crate::Activation;
 use crate::cpu::math::activate;
 use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement};
+use crate::{Activation, DType};
 use std::ops::Range;
 
 /// What lies next to each other in the destination, and so fills a vector.
@@ -26,6 +26,16 @@ impl Epilogue {
     pub(crate) const NONE: Epilogue =
         Epilogue { bias: std::ptr::null(), activation: Activation::Identity };
 
+    /// The activation as a lower bound, which the usual ones are.
+    #[inline(always)]
+    pub(crate) fn bound(&self) -> Option<f32> {
+        match self.activation {
+            Activation::Identity => Some(f32::NEG_INFINITY),
+            Activation::Relu => Some(0.0),
+            _ => None,
+        }
+    }
+
     /// The same for the channels of a group of `k` channels.
     pub(crate) fn for_group(self, group: usize, k: usize) -> Self {
         let bias = if self.bias.is_null() { self.bias } else { self.bias.wrapping_add(group * k) };
@@ -45,6 +55,33 @@ pub(crate) struct Store<'a, T> {
     /// The first channel's sum for the first pixel.
     pub tile: *const f32,
     pub row: usize,
+}
+
+/// Memory that is about to be written: for each channel `bytes` from `at` on, `stride` bytes apart.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Lines {
+    at: *const u8,
+    stride: isize,
+    channels: usize,
+    bytes: usize,
+    /// Next byte of the first channel.
+    byte: usize,
+}
+
+impl Lines {
+    /// Asks for the next cache line.
+    #[inline(always)]
+    pub(crate) fn ask<S: Simd>(&mut self, s: S) {
+        if self.channels > 0 {
+            s.prefetch_write(self.at.wrapping_add(self.byte));
+            self.byte += 64;
+            if self.byte >= self.bytes {
+                self.byte = 0;
+                self.at = self.at.wrapping_offset(self.stride);
+                self.channels -= 1;
+            }
+        }
+    }
 }
 
 /// Stores a tile of all the pixels in a range.
@@ -67,6 +104,38 @@ impl<T: SimdElement> Kernel for StoreTile<'_, T> {
 }
 
 impl<T: SimdElement> Store<'_, T> {
+    /// Where the first channel of a segment's first pixel goes.
+    #[inline(always)]
+    fn at(&self, segment: &Segment) -> *mut T {
+        let [n_stride, k_stride, row_stride, col_stride] = self.stencil.dst;
+        self.dst.wrapping_offset(
+            segment.n as isize * n_stride
+                + segment.i as isize * row_stride
+                + segment.j as isize * col_stride
+                + self.channels.start as isize * k_stride,
+        )
+    }
+
+    /// The memory of all channels of pixels that lie next to each other.
+    #[inline(always)]
+    pub(crate) fn lines(&self, segment: &Segment) -> Lines {
+        Lines {
+            at: self.at(segment).cast(),
+            stride: self.stencil.dst[1] * size_of::<T>() as isize,
+            channels: self.channels.len(),
+            bytes: segment.len * size_of::<T>(),
+            byte: 0,
+        }
+    }
+
+    /// The place of neighbouring pixels, if sums above a bound are what belongs there.
+    #[inline(always)]
+    pub(crate) fn plain(&self, segment: &Segment) -> Option<(*mut f32, f32)> {
+        let plain = T::DTYPE == DType::F32 && self.stencil.dst[3] == 1;
+        let bound = self.epilogue.bound().filter(|_| plain)?;
+        Some((self.at(segment).cast(), bound))
+    }
+
     /// Stores all channels of neighbouring pixels.
     ///
     /// # Safety
@@ -74,11 +143,8 @@ impl<T: SimdElement> Store<'_, T> {
     /// the destination.
     #[inline(always)]
     pub(crate) unsafe fn segment<S: Simd>(&self, s: S, segment: &Segment) {
-        let [n_stride, k_stride, row_stride, col_stride] = self.stencil.dst;
-        let at = segment.n as isize * n_stride
-            + segment.i as isize * row_stride
-            + segment.j as isize * col_stride
-            + self.channels.start as isize * k_stride;
+        let [_, k_stride, _, col_stride] = self.stencil.dst;
+        let at = self.at(segment);
         let bias = self.epilogue.bias.wrapping_add(self.channels.start);
         let has_bias = !self.epilogue.bias.is_null();
         // SAFETY: promised by the caller.
@@ -87,7 +153,7 @@ impl<T: SimdElement> Store<'_, T> {
                 Lanes::Pixels => {
                     for i in 0..self.channels.len() {
                         let bias = if has_bias { s.splat(*bias.add(i)) } else { s.zero() };
-                        let dst = self.dst.offset(at + i as isize * k_stride);
+                        let dst = at.offset(i as isize * k_stride);
                         let sums = self.tile.add(i * self.row + segment.lane);
                         self.store_run(s, sums, |_, _| bias, dst, col_stride, segment.len);
                     }
@@ -97,7 +163,7 @@ impl<T: SimdElement> Store<'_, T> {
                         if has_bias { s.load_first(bias.add(at), len) } else { s.zero() }
                     };
                     for j in 0..segment.len {
-                        let dst = self.dst.offset(at + j as isize * col_stride);
+                        let dst = at.offset(j as isize * col_stride);
                         let sums = self.tile.add((segment.lane + j) * self.row);
                         self.store_run(s, sums, bias, dst, k_stride, self.channels.len());
                     }
@@ -120,7 +186,19 @@ impl<T: SimdElement> Store<'_, T> {
         stride: isize,
         len: usize,
     ) {
-        for at in (0..len).step_by(S::LANES) {
+        let mut start = 0;
+        if let (Some(bound), 1) = (self.epilogue.bound(), stride) {
+            let bound = s.splat(bound);
+            while start + S::LANES <= len {
+                // SAFETY: promised by the caller.
+                unsafe {
+                    let sum = s.add(s.load(sums.add(start)), bias(start, S::LANES));
+                    T::store(s, dst.add(start), s.max(bound, sum));
+                }
+                start += S::LANES;
+            }
+        }
+        for at in (start..len).step_by(S::LANES) {
             let count = S::LANES.min(len - at);
             // SAFETY: promised by the caller.
             unsafe {

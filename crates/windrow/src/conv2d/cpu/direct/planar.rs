@@ -1,31 +1,47 @@
-//! Vectors over pixels. The source rows that a block of destination pixels reads are copied once,
-//! with their padding and split by the residue of the step; then every tap reads vectors at a
-//! constant distance from the destination pixel, also across rows.
+//! Vectors over pixels. The source rows that a block of destination pixels reads are copied, with
+//! their padding, once for each column tap and as wide as the destination's rows. Every tap then
+//! reads at a constant distance from the destination pixel, vectors run on from row to row without a
+//! gap, and sums leave the registers for memory that lies in one piece.
 
-use super::super::epilogue::{Lanes, Store};
+use super::super::epilogue::{Epilogue, Lanes, Lines, Store};
 use super::super::rows::{Rows, zero_ahead};
 use super::super::stencil::{Segment, Stencil, Tap};
 use super::Operands;
-use crate::cpu::gemm::{even_part, tile_shape};
+use crate::cpu::gemm::even_part;
 use crate::cpu::{Isa, Kernel, MAX_LANES, Simd, SimdElement, dispatch};
+use std::ops::Range;
 
 /// Elements of the copied source that a block may take: they stay in the second-level cache.
 const SOURCE_LEN: usize = 64 << 10;
-/// Pixels that a block need not exceed.
-const PIXELS: usize = 512;
+/// Pixels that a block of whole rows need not exceed.
+const PIXELS: usize = 1024;
+/// What a copied pixel costs, in pixels that are summed in one channel.
+const COPY: usize = 2;
+/// Channels that may be summed at once.
+const ROWS: [usize; 6] = [8, 6, 4, 3, 2, 1];
+
+/// Vectors of pixels that are summed at once for as many channels: the registers hold the sums, the
+/// vectors and a broadcast.
+const fn vectors(rows: usize, registers: usize) -> usize {
+    let vectors = (registers - 1) / (rows + 1);
+    if vectors < 8 { vectors } else { 8 }
+}
 
 /// How blocks are copied and summed.
 #[derive(Clone, Debug)]
 pub(super) struct Planar {
     /// Destination channels that are summed at once.
     pub rows: usize,
+    /// Pixels that are summed at once.
+    group: usize,
     /// Channels of a group that a unit computes; a multiple of `rows`.
     channels: usize,
-    /// Destination rows and columns of a block.
+    /// Destination rows and columns of a block; several rows only as wide as the destination.
     block: [usize; 2],
-    axes: [Axis; 2],
-    /// Distance of rows in the copy.
-    pitch: usize,
+    /// How row taps read the copy.
+    axis: Axis,
+    /// Position in the source of what each column tap reads for column 0.
+    cols: Vec<isize>,
     /// Elements of one source channel in the copy.
     channel_len: usize,
     /// Source channels of a group.
@@ -34,7 +50,7 @@ pub(super) struct Planar {
     offsets: Vec<usize>,
 }
 
-/// How the taps along rows or columns read the copy.
+/// How the taps along rows read the copy.
 #[derive(Clone, Debug)]
 struct Axis {
     /// Position in the source, relative to `step * block start`, of the first element of each part.
@@ -80,49 +96,52 @@ impl Axis {
 
 impl Planar {
     pub(super) fn new(stencil: &Stencil, isa: Isa, threads: usize) -> Self {
-        let (max_rows, cols) = tile_shape(isa);
-        let rows = even_part(stencil.k, max_rows);
-        let axes = |block: [usize; 2]| {
-            [
-                Axis::new(&stencil.rows, stencil.step[0], block[0]),
-                Axis::new(&stencil.cols, stencil.step[1], block[1]),
-            ]
-        };
-        let channel_len = |axes: &[Axis; 2], block: [usize; 2]| {
-            let len = |d: usize| axes[d].parts.len() * (block[d] + axes[d].span);
-            len(0) * len(1)
+        let (lanes, registers) = dispatch(isa, Vectors);
+        // A vector is loaded for each `rows` products: few rows cost more than a few idle ones.
+        let rows = ROWS
+            .into_iter()
+            .filter(|&rows| vectors(rows, registers) > 1)
+            .min_by_key(|&rows| stencil.k.max(1).next_multiple_of(rows) * (rows + 1) * 24 / rows)
+            .unwrap_or(1);
+        let group = vectors(rows, registers) * lanes;
+        let axis = |rows: usize| Axis::new(&stencil.rows, stencil.step[0], rows);
+        let channel_len = |axis: &Axis, block: [usize; 2]| {
+            axis.parts.len() * stencil.cols.len() * (block[0] + axis.span) * block[1]
         };
         let fits = |block: [usize; 2]| {
-            stencil.c.saturating_mul(channel_len(&axes(block), block)) <= SOURCE_LEN
+            stencil.c.saturating_mul(channel_len(&axis(block[0]), block)) <= SOURCE_LEN
         };
         // Whole rows, as many as are worth it; parts of a row where not even one fits.
-        let [height, width] = stencil.dst_size;
-        let mut block = [height.min(PIXELS.div_ceil(width.max(1))).max(1), width.max(1)];
-        while block[0] > 1 && !fits(block) {
-            block[0] = block[0].div_ceil(2);
-        }
-        while block[1] > cols && !fits(block) {
+        let [height, width] = stencil.dst_size.map(|size| size.max(1));
+        let waste = |rows: usize| {
+            let sums = (rows * width).next_multiple_of(group);
+            let copies = (rows + axis(rows).span) * width;
+            (sums * stencil.k + copies * COPY) as f64 / rows as f64
+        };
+        let mut block = (1..=even_part(height, PIXELS.div_ceil(width)))
+            .filter(|&rows| rows == 1 || fits([rows, width]))
+            .min_by(|&a, &b| waste(a).total_cmp(&waste(b)))
+            .map_or([1, width], |rows| [rows, width]);
+        while block[1] > group && !fits(block) {
             block[1] = block[1].div_ceil(2);
         }
-        let block = [even_part(height, block[0]), even_part(width, block[1])];
-        let axes = axes(block);
-        let pitch = block[1] + axes[1].span;
-        let plane = (block[0] + axes[0].span) * pitch;
+        block[1] = even_part(width, block[1]);
+        let axis = axis(block[0]);
+        let plane = (block[0] + axis.span) * block[1];
         let mut offsets = Vec::with_capacity(stencil.rows.len() * stencil.cols.len());
-        for &(row_part, row) in &axes[0].taps {
-            for &(col_part, col) in &axes[1].taps {
-                let part = row_part * axes[1].parts.len() + col_part;
-                offsets.push(part * plane + row * pitch + col);
+        for &(part, row) in &axis.taps {
+            for col in 0..stencil.cols.len() {
+                offsets.push((part * stencil.cols.len() + col) * plane + row * block[1]);
             }
         }
-        let channel_len = plane * axes[0].parts.len() * axes[1].parts.len();
         let mut plan = Planar {
             rows,
+            group,
             channels: stencil.k.max(1),
             block,
-            axes,
-            pitch,
-            channel_len,
+            channel_len: channel_len(&axis, block),
+            axis,
+            cols: stencil.cols.iter().map(|tap| tap.offset).collect(),
             source_channels: stencil.c,
             offsets,
         };
@@ -138,8 +157,9 @@ impl Planar {
 
     pub(super) fn explain(&self) -> String {
         format!(
-            "lanes over pixels, blocks of {} x {} pixels and {} channels, {} at once",
-            self.block[0], self.block[1], self.channels, self.rows
+            "lanes over pixels, blocks of {} x {} pixels and {} channels, {} channels of {} pixels at \
+             once",
+            self.block[0], self.block[1], self.channels, self.rows, self.group
         )
     }
 
@@ -150,18 +170,27 @@ impl Planar {
         stencil.n * stencil.groups * stencil.k.div_ceil(self.channels) * blocks
     }
 
-    /// Pixels of a block in the copy, which has gaps between rows, in whole vectors.
-    fn lanes(&self) -> usize {
-        ((self.block[0] - 1) * self.pitch + self.block[1]).next_multiple_of(MAX_LANES)
+    /// Elements of scratch memory of one worker: the copy, which the last vectors read beyond, and
+    /// the sums of a group of pixels.
+    pub(super) fn scratch_len(&self) -> usize {
+        self.source_len() + self.rows * self.group
     }
 
-    /// Elements of scratch memory of one worker: the copy, which the last vectors read beyond, and sums.
-    pub(super) fn scratch_len(&self) -> usize {
-        self.source_len() + self.rows * self.lanes()
+    /// The bias of a panel's channels, if any.
+    fn bias(&self, bias: *const f32, channels: Range<usize>) -> [f32; ROWS[0]] {
+        let mut panel = [0.0; ROWS[0]];
+        if !bias.is_null() {
+            // SAFETY: the epilogue has a bias for each of the group's channels.
+            let all =
+                unsafe { std::slice::from_raw_parts(bias.add(channels.start), channels.len()) };
+            panel[..all.len()].copy_from_slice(all);
+        }
+        panel
     }
 
     fn source_len(&self) -> usize {
-        (self.channel_len * self.source_channels + MAX_LANES).next_multiple_of(MAX_LANES)
+        (self.channel_len * self.source_channels + self.group + MAX_LANES)
+            .next_multiple_of(MAX_LANES)
     }
 
     /// One block of one image, group and part of the channels.
@@ -192,26 +221,30 @@ impl Planar {
         let panels = stencil.k.div_ceil(self.rows);
         let panel_len = self.rows * stencil.terms();
         let first = part * self.channels;
-        let sums = scratch.wrapping_add(self.source_len());
+        let dst = operands.dst.wrapping_offset(stencil.dst_group(group));
         for k in (first..(first + self.channels).min(stencil.k)).step_by(self.rows) {
             let filter =
                 &operands.packed[(group * panels + k / self.rows) * panel_len..][..panel_len];
-            dispatch(isa, Sums { plan: self, source: scratch, filter, sums });
+            let tile = scratch.wrapping_add(self.source_len());
             let store = Store {
                 stencil,
                 lanes: Lanes::Pixels,
-                dst: operands.dst.wrapping_offset(stencil.dst_group(group)),
-                epilogue: operands.epilogue.for_group(group, stencil.k),
+                dst,
+                // The sums begin with the bias.
+                epilogue: Epilogue { bias: std::ptr::null(), ..operands.epilogue },
                 channels: k..(k + self.rows).min(stencil.k),
-                tile: sums,
-                row: self.lanes(),
+                tile,
+                row: self.group,
             };
-            dispatch(isa, StoreBlock { store, n, at, size, pitch: self.pitch });
+            let bias = operands.epilogue.for_group(group, stencil.k).bias;
+            let sums = Sums { plan: self, filter, bias: self.bias(bias, store.channels.clone()) };
+            let first = Segment { lane: 0, len: 0, n, i: at[0], j: at[1] };
+            dispatch(isa, Panel { sums, source: scratch, tile, store, first, size });
         }
     }
 }
 
-/// Copies what a block reads of the source: [c, row part, column part, row, column], with zeros
+/// Copies what a block reads of the source: [c, row part, column tap, row, column], with zeros
 /// for the padding.
 struct Copy<'a, T> {
     plan: &'a Planar,
@@ -230,20 +263,19 @@ impl<T: SimdElement> Kernel for Copy<'_, T> {
     fn run<S: Simd>(self, s: S) {
         let Copy { plan, stencil, at, size, .. } = self;
         let [step_rows, step_cols] = stencil.step;
-        let cols = size[1] + plan.axes[1].span;
+        let cols = size[1];
         let mut to = self.to;
         for c in 0..stencil.c {
-            for &row_part in &plan.axes[0].parts {
-                for &col_part in &plan.axes[1].parts {
-                    let part = Tap { index: 0, offset: col_part };
-                    let inside = stencil.inside(at[1], cols, part);
-                    let first = ((at[1] + inside.start) * step_cols) as isize + col_part;
-                    for i in 0..plan.block[0] + plan.axes[0].span {
+            for &row_part in &plan.axis.parts {
+                for &col in &plan.cols {
+                    let inside = stencil.inside(at[1], cols, Tap { index: 0, offset: col });
+                    let first = ((at[1] + inside.start) * step_cols) as isize + col;
+                    for i in 0..plan.block[0] + plan.axis.span {
                         let row = ((at[0] + i) * step_rows) as isize + row_part;
-                        let used = i < size[0] + plan.axes[0].span;
+                        let used = i < size[0] + plan.axis.span;
                         let exists = row >= 0 && row < stencil.src_size[0] as isize;
                         let inside = if used && exists { inside.clone() } else { 0..0 };
-                        // SAFETY: a row of the copy holds `pitch >= cols` elements, and the copy a
+                        // SAFETY: a row of the copy holds `block[1] >= cols` elements, and the copy a
                         // vector more; rows are written in order. `inside` are columns of the
                         // source.
                         unsafe {
@@ -257,7 +289,7 @@ impl<T: SimdElement> Kernel for Copy<'_, T> {
                                 let from = Rows { ptr: self.src.offset(offset), row: 0, col };
                                 from.copy(s, 1, inside.len(), to.add(inside.start), 0);
                             }
-                            to = to.add(plan.pitch);
+                            to = to.add(plan.block[1]);
                         }
                     }
                 }
@@ -266,71 +298,122 @@ impl<T: SimdElement> Kernel for Copy<'_, T> {
     }
 }
 
-/// Sums [channel of the panel, lane] over all taps and source channels.
-struct Sums<'a> {
-    plan: &'a Planar,
+/// The sums of a panel of channels for all pixels of a block, and their way to the destination.
+struct Panel<'a, T> {
+    sums: Sums<'a>,
     source: *const f32,
-    filter: &'a [f32],
-    sums: *mut f32,
+    /// [channel of the panel, pixel of the group]
+    tile: *mut f32,
+    store: Store<'a, T>,
+    /// The block's first pixel.
+    first: Segment,
+    size: [usize; 2],
 }
 
-impl Kernel for Sums<'_> {
+impl<T: SimdElement> Kernel for Panel<'_, T> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        macro_rules! rows {
+        let Sums { plan, .. } = self.sums;
+        let [_, k_stride, row_stride, col_stride] = self.store.stencil.dst;
+        let [rows, width] = self.size;
+        let in_one_piece = rows == 1 || row_stride == width as isize * col_stride;
+        for lane in (0..rows * width).step_by(plan.group) {
+            let len = plan.group.min(rows * width - lane);
+            let (i, j) = (self.first.i + lane / width, self.first.j + lane % width);
+            let mut segment = Segment { i, j, len, ..self.first };
+            // Asking for memory and waiting for it took longer than the sums of few channels.
+            let ahead = self.store.lines(&segment);
+            let whole = in_one_piece && len == plan.group && self.store.channels.len() == plan.rows;
+            let plain = self.store.plain(&segment).filter(|_| whole);
+            let sink = match plain {
+                Some((to, bound)) => Sink { to, row: k_stride, bound },
+                None => Sink { to: self.tile, row: plan.group as isize, bound: f32::NEG_INFINITY },
+            };
+            // SAFETY: pixels of the stencil; their sums are where they belong or in the tile.
+            unsafe {
+                self.sums.of(s, self.source.add(lane), sink, ahead);
+                if plain.is_some() {
+                    continue;
+                }
+                if in_one_piece {
+                    self.store.segment(s, &segment);
+                    continue;
+                }
+                while segment.lane < len {
+                    segment.len = (len - segment.lane).min(width - segment.j);
+                    self.store.segment(s, &segment);
+                    segment.lane += segment.len;
+                    (segment.i, segment.j) = (segment.i + 1, 0);
+                }
+            }
+        }
+    }
+}
+
+/// The sums of a panel of channels over all taps and source channels.
+struct Sums<'a> {
+    plan: &'a Planar,
+    filter: &'a [f32],
+    bias: [f32; ROWS[0]],
+}
+
+/// Where sums go: rows of a group of pixels, `row` elements apart.
+#[derive(Clone, Copy)]
+struct Sink {
+    to: *mut f32,
+    row: isize,
+    bound: f32,
+}
+
+impl Sums<'_> {
+    /// Those of the group of pixels that reads from `source` on.
+    ///
+    /// # Safety
+    /// `source` is in a copy, and the sink holds a group for each channel of the panel.
+    #[inline(always)]
+    unsafe fn of<S: Simd>(&self, s: S, source: *const f32, sink: Sink, ahead: Lines) {
+        macro_rules! shapes {
             ($($rows:literal $vectors:literal,)*) => {
                 match self.plan.rows {
-                    $($rows if $rows <= S::REGISTERS / 2 => self.rows::<S, $rows, $vectors>(s),)*
+                    // SAFETY: passed on.
+                    $($rows if $vectors == vectors($rows, S::REGISTERS) => unsafe {
+                        self.register_tile::<S, $rows, $vectors>(s, source, sink, ahead)
+                    },)*
                     rows => unreachable!("{rows} channels at once"),
                 }
             };
         }
-        // Enough sums to hide the latency of an addition.
-        rows!(1 8, 2 4, 3 4, 4 2, 5 2, 6 2, 7 2, 8 2, 9 2, 10 2, 11 2, 12 2, 13 2, 14 2,)
-    }
-}
-
-impl Sums<'_> {
-    #[inline(always)]
-    fn rows<S: Simd, const R: usize, const V: usize>(&self, s: S) {
-        let lanes = self.plan.lanes();
-        let mut lane = 0;
-        // SAFETY: `lanes` is a multiple of every vector length; the copy holds a vector beyond what
-        // the last tap reads for the last pixel.
-        unsafe {
-            while lane + V * S::LANES <= lanes {
-                self.vectors::<S, R, V>(s, lane);
-                lane += V * S::LANES;
-            }
-            if V > 4 && lane + 4 * S::LANES <= lanes {
-                self.vectors::<S, R, 4>(s, lane);
-                lane += 4 * S::LANES;
-            }
-            if V > 2 && lane + 2 * S::LANES <= lanes {
-                self.vectors::<S, R, 2>(s, lane);
-                lane += 2 * S::LANES;
-            }
-            while lane < lanes {
-                self.vectors::<S, R, 1>(s, lane);
-                lane += S::LANES;
-            }
-        }
+        // With 32 registers, 16 and 8.
+        shapes!(8 3, 6 4, 4 6, 3 7, 2 8, 1 8, 6 2, 4 3, 3 3, 2 5, 1 7, 2 2, 1 3,)
     }
 
+    /// # Safety
+    /// As for [`Sums::of`].
     #[inline(always)]
-    unsafe fn vectors<S: Simd, const R: usize, const V: usize>(&self, s: S, lane: usize) {
+    unsafe fn register_tile<S: Simd, const R: usize, const V: usize>(
+        &self,
+        s: S,
+        mut source: *const f32,
+        sink: Sink,
+        mut ahead: Lines,
+    ) {
         let mut acc = [[s.zero(); V]; R];
-        let offsets = &self.plan.offsets;
-        let mut source = self.source.wrapping_add(lane);
+        for (sums, bias) in acc.iter_mut().zip(self.bias) {
+            *sums = [s.splat(bias); V];
+        }
         let mut filter = self.filter.as_ptr();
-        // SAFETY: promised by the caller; the filter has R elements for each tap and channel.
+        // SAFETY: promised by the caller; the filter has R elements for each tap and channel, and
+        // the copy a group beyond what the last tap reads for the last pixel.
         unsafe {
             for _ in 0..self.plan.source_channels {
-                for &offset in offsets {
-                    let x: [S::F32; V] =
-                        std::array::from_fn(|v| s.load(source.add(offset + v * S::LANES)));
+                for &offset in &self.plan.offsets {
+                    ahead.ask(s);
+                    let mut x = [s.zero(); V];
+                    for (v, x) in x.iter_mut().enumerate() {
+                        *x = s.load(source.add(offset + v * S::LANES));
+                    }
                     for (i, sums) in acc.iter_mut().enumerate() {
                         let w = s.splat(*filter.add(i));
                         for (sum, x) in sums.iter_mut().zip(x) {
@@ -339,36 +422,27 @@ impl Sums<'_> {
                     }
                     filter = filter.add(R);
                 }
-                source = source.wrapping_add(self.plan.channel_len);
+                source = source.add(self.plan.channel_len);
             }
+            let bound = s.splat(sink.bound);
             for (i, sums) in acc.into_iter().enumerate() {
+                let to = sink.to.offset(i as isize * sink.row);
                 for (v, sum) in sums.into_iter().enumerate() {
-                    s.store(self.sums.add(i * self.plan.lanes() + lane + v * S::LANES), sum);
+                    s.store(to.add(v * S::LANES), s.max(bound, sum));
                 }
             }
         }
     }
 }
 
-/// Stores the rows of a block.
-struct StoreBlock<'a, T> {
-    store: Store<'a, T>,
-    n: usize,
-    at: [usize; 2],
-    size: [usize; 2],
-    pitch: usize,
-}
+/// Asks an instruction set for the length and number of its vectors.
+struct Vectors;
 
-impl<T: SimdElement> Kernel for StoreBlock<'_, T> {
-    type Output = ();
+impl Kernel for Vectors {
+    type Output = (usize, usize);
 
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        for i in 0..self.size[0] {
-            let (lane, len) = (i * self.pitch, self.size[1]);
-            let segment = Segment { lane, len, n: self.n, i: self.at[0] + i, j: self.at[1] };
-            // SAFETY: pixels of the stencil; their sums are in the tile.
-            unsafe { self.store.segment(s, &segment) };
-        }
+    fn run<S: Simd>(self, _: S) -> (usize, usize) {
+        (S::LANES, S::REGISTERS)
     }
 }
