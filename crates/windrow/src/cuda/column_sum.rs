@@ -18,7 +18,7 @@ struct Params {
     stride: [isize; 2],
 }
 
-/// `out` = sum over `rows` of `partial`, added in order with compensation: the same bits every time.
+/// `out` = sum over `rows` of `partial`, added in a fixed order with compensation: the same bits every time.
 /// Rows have `columns` elements and begin `row_stride` elements apart. `out` has as many elements in
 /// one dimension, or in two, row-major.
 ///
@@ -34,7 +34,6 @@ pub(crate) unsafe fn column_sum(
     [rows, columns, row_stride]: [usize; 3],
     out: &TensorMut<'_>,
 ) -> Result<()> {
-    const THREADS: usize = 128;
     let (group, stride) = match *out.strides() {
         [step] => (1, [step, 0]),
         [outer, step] => (out.shape()[1].max(1), [outer, step]),
@@ -43,8 +42,8 @@ pub(crate) unsafe fn column_sum(
     let params =
         Params { partial, rows, columns, row_stride, out: out.as_ptr().cast_mut(), group, stride };
     let spec = kernel_spec(out.dtype());
-    let launch =
-        Launch { grid: [columns.div_ceil(THREADS) as u32, 1, 1], block: [THREADS as u32, 1, 1] };
+    // See column_sum.cu.
+    let launch = Launch { grid: [columns.div_ceil(32) as u32, 1, 1], block: [256, 1, 1] };
     // SAFETY: `Params` is the kernel's structure; the rest is the caller's promise.
     unsafe { gpu.kernel(&spec)?.launch(stream, launch, &params) }
 }
@@ -53,6 +52,7 @@ fn kernel_spec(out: crate::DType) -> KernelSpec {
     KernelSpec::new(&SOURCE, format!("column_sum_{out}"))
         .define("OUT", type_name(out))
         .define("PARAMS_SIZE", size_of::<Params>())
+        .overlapped(true)
 }
 
 #[cfg(test)]

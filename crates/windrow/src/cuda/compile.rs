@@ -35,6 +35,8 @@ pub(crate) struct KernelSpec {
     pub(super) entry: String,
     /// Bytes of dynamic shared memory that launches will ask for.
     pub(super) shared_bytes: u32,
+    /// Whether launches overlap the end of the kernel before.
+    pub(super) overlapped: bool,
     /// Compile for exactly this architecture (`sm_90a`), whose own instructions the source uses.
     only_for: Option<&'static str>,
     defines: Vec<(&'static str, String)>,
@@ -47,6 +49,7 @@ impl KernelSpec {
             source,
             entry: entry.into(),
             shared_bytes: 0,
+            overlapped: false,
             only_for: None,
             defines: Vec::new(),
         }
@@ -56,6 +59,14 @@ impl KernelSpec {
     pub(crate) fn define(mut self, name: &'static str, value: impl ToString) -> Self {
         self.defines.push((name, value.to_string()));
         self
+    }
+
+    /// From sm_90 on, blocks may start while the kernel launched before still runs: the source calls
+    /// `wait_for_previous` before anything else. With `early` they also make way for the next
+    /// kernel's from their start on, not only at their end: for launches of a wave or two.
+    pub(crate) fn overlapped(mut self, early: bool) -> Self {
+        self.overlapped = true;
+        self.define("EARLY", u8::from(early))
     }
 
     /// The source compiles to one architecture only, as `sm_90a`: for files that use instructions

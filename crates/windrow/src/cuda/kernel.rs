@@ -14,6 +14,7 @@ pub(crate) struct Kernel {
     name: String,
     function: CUfunction,
     shared_bytes: u32,
+    overlapped: bool,
     gpu: &'static Gpu,
 }
 
@@ -77,6 +78,7 @@ impl Gpu {
             name: spec.entry.clone(),
             function,
             shared_bytes: spec.shared_bytes,
+            overlapped: spec.overlapped && self.info.compute_capability.0 >= 9,
             gpu: self,
         })
     }
@@ -118,22 +120,28 @@ impl Kernel {
         let gpu = self.gpu;
         let _current = gpu.enter()?;
         let mut arguments = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
-        // SAFETY: the function is loaded into the current context; the driver copies the one
-        // parameter, whose layout is the caller's promise.
+        let mut attribute = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid[0],
+            gridDimY: grid[1],
+            gridDimZ: grid[2],
+            blockDimX: block[0],
+            blockDimY: block[1],
+            blockDimZ: block[2],
+            sharedMemBytes: self.shared_bytes,
+            hStream: stream.handle(),
+            attrs: &mut attribute,
+            numAttrs: u32::from(self.overlapped),
+        };
+        // SAFETY: the function is loaded into the current context; the driver copies the attribute and
+        // the one parameter, whose layout is the caller's promise.
         let result = unsafe {
-            sys::cuLaunchKernel(
-                self.function,
-                grid[0],
-                grid[1],
-                grid[2],
-                block[0],
-                block[1],
-                block[2],
-                self.shared_bytes,
-                stream.handle(),
-                arguments.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
+            let nothing = std::ptr::null_mut();
+            sys::cuLaunchKernelEx(&config, self.function, arguments.as_mut_ptr(), nothing)
         };
         gpu.check(result, format_args!("kernel `{}`", self.name))?;
         gpu.kernels.last.store(std::ptr::from_ref(self).cast_mut(), Ordering::Relaxed);

@@ -54,14 +54,19 @@ __device__ __forceinline__ float exp2_negative(Split z) {
 
 // x / (1 + 2^-(c1 x + c3 x^3))
 template <bool ACCURATE> __device__ __forceinline__ float gelu_tanh(float x) {
-    float a = fminf(fabsf(x), 16.0f);
+    float a = fminf(fabsf(x), ACCURATE ? 11.0f : 16.0f);
     float positive = max_nan(x, -0.0f);
     if constexpr (!ACCURATE) {
         float e = exp2_fast(fmaf(-a, fmaf(TANH_C3, a * a, TANH_C1), 32.0f));
         return fmaf(-(a * e), reciprocal_fast(e + 0x1p32f), positive);
     } else {
-        float e = exp2_negative(tanh_exponent(a));
-        return fmaf(-(a * e), reciprocal_refined(e + 1.0f), positive);
+        // Far out the exponential is formed with a factor 2^64, and the sum is 1.
+        Split z = tanh_exponent(a);
+        bool far = z.high > 64.0f;
+        float e = exp2_fast((far ? 64.0f : 0.0f) - z.high);
+        e = fmaf(e, -0.69314718f * z.low, e);
+        float r = far ? 0x1p-64f : reciprocal_refined(e + 1.0f);
+        return fmaf(-(a * e), r, positive);
     }
 }
 
@@ -132,13 +137,17 @@ template <int ACTIVATION, bool ACCURATE> __device__ __forceinline__ float activa
 // The derivative at x. With s the logistic function of z: d/dx x s(z(x)) = s + x s (1 - s) z'(x).
 template <int ACTIVATION> __device__ __forceinline__ float activate_gradient(float x) {
     if constexpr (ACTIVATION == RELU) return x > 0.0f || x != x ? (x != x ? x : 1.0f) : 0.0f;
-    if constexpr (ACTIVATION == SILU || ACTIVATION == GELU_TANH) {
-        constexpr bool CUBIC = ACTIVATION == GELU_TANH;
-        float a = fminf(fabsf(x), CUBIC ? 16.0f : 192.0f), s = a * a;
-        float slope = CUBIC ? fmaf(0.2140644488f, s, 1.5957691216f) : 1.0f;
-        float z = __fmul_rn(a, 1.44269502f);
-        Split linear = {z, fmaf(a, 1.44269502f, -z) + a * 1.92596299e-08f};
-        float e = exp2_negative(CUBIC ? tanh_exponent(a) : linear), r = 1.0f / (1.0f + e);
+    if constexpr (ACTIVATION == SILU) {
+        // s (1 + x (1 - s)); an absolute error of some units in the last place of 1 is small beside that
+        // of the sum before it.
+        x = min_nan(max_nan(x, -120.0f), 120.0f);
+        float s = reciprocal_fast(1.0f + exp2_fast(-1.44269504f * x));
+        return fmaf(s, fmaf(-x, s, x), s);
+    }
+    if constexpr (ACTIVATION == GELU_TANH) {
+        float a = fminf(fabsf(x), 16.0f), s = a * a;
+        float slope = fmaf(0.2140644488f, s, 1.5957691216f);
+        float e = exp2_negative(tanh_exponent(a)), r = 1.0f / (1.0f + e);
         // At |x|: the falling part, so that a negative x does not cancel.
         float tail = e * r, curve = a * tail * r * slope;
         float y = x < 0.0f ? tail - curve : r + curve;

@@ -1,4 +1,4 @@
-// out[i] = sum over rows of partial[row, i], in order, for gradients summed in several blocks.
+// out[i] = sum over rows of partial[row, i], in one fixed order, for gradients summed in several blocks.
 #include "windrow.cuh"
 
 struct Params {
@@ -10,15 +10,32 @@ struct Params {
 };
 static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
 
-extern "C" __global__ void __launch_bounds__(128) KERNEL(const Params p) {
-    i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= p.columns) return;
+// A sum and what its last addition rounded away.
+struct Sum {
     float sum = 0.0f, carry = 0.0f;
-    for (i64 row = 0; row < p.rows; row++) {
-        float term = __fsub_rn(p.partial[row * p.row_stride + i], carry);
-        float next = __fadd_rn(sum, term);
+
+    __device__ __forceinline__ void add(float value) {
+        float term = __fsub_rn(value, carry), next = __fadd_rn(sum, term);
         carry = __fsub_rn(__fsub_rn(next, sum), term);
         sum = next;
     }
-    p.out[i / p.group * p.stride[0] + i % p.group * p.stride[1]] = OUT::from_float(sum);
+};
+
+// A block takes 32 columns; each of its warps every eighth row.
+extern "C" __global__ void __launch_bounds__(256) KERNEL(const Params p) {
+    wait_for_previous();
+    __shared__ float shared[8][32];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    i64 i = (i64)blockIdx.x * 32 + lane;
+    Sum sum;
+    if (i < p.columns) {
+#pragma unroll 4
+        for (i64 row = warp; row < p.rows; row += 8) sum.add(p.partial[row * p.row_stride + i]);
+    }
+    shared[warp][lane] = sum.sum;
+    __syncthreads();
+    if (warp > 0 || i >= p.columns) return;
+#pragma unroll
+    for (int w = 1; w < 8; w++) sum.add(shared[w][lane]);
+    p.out[i / p.group * p.stride[0] + i % p.group * p.stride[1]] = OUT::from_float(sum.sum);
 }

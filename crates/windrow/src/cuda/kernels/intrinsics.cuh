@@ -8,6 +8,20 @@
 #define WINDROW_PTX 0
 #endif
 
+// Waits until the kernels launched before this one are done and what they wrote can be seen. For kernels
+// that the host launches as `overlapped`: their blocks may start while those still run. Every such kernel
+// calls it first, in every thread.
+//
+// EARLY   let the next kernel's blocks start as soon as there is room for them
+__device__ __forceinline__ void wait_for_previous() {
+#if WINDROW_PTX >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#if EARLY
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+#endif
+}
+
 // 2^x; relative error 2^-22, results below 2^-126 become 0.
 __device__ __forceinline__ float exp2_fast(float x) {
 #if WINDROW_PTX
@@ -50,6 +64,11 @@ __device__ __forceinline__ float max_nan(float a, float b) {
 #else
     return a < b || b != b ? b : a;
 #endif
+}
+
+// The smaller of two numbers, NaN if either is.
+__device__ __forceinline__ float min_nan(float a, float b) {
+    return -max_nan(-a, -b);
 }
 
 __device__ __forceinline__ float f16_to_float(unsigned short h) {

@@ -70,6 +70,24 @@ template <class T, int N> struct Raw {
         }
     }
 
+    // An element as it is stored.
+    __device__ __forceinline__ typename T::Storage stored(int i) const {
+        if constexpr (sizeof(typename T::Storage) == 4) {
+            return __uint_as_float(words[i]);
+        } else {
+            return (unsigned short)(words[i / 2] >> (i % 2 * 16));
+        }
+    }
+
+    __device__ __forceinline__ void set_stored(int i, typename T::Storage value) {
+        if constexpr (sizeof(typename T::Storage) == 4) {
+            words[i] = __float_as_uint(value);
+        } else {
+            unsigned kept = i % 2 ? words[i / 2] & 0xffff : 0;
+            words[i / 2] = kept | (unsigned)value << (i % 2 * 16);
+        }
+    }
+
     __device__ __forceinline__ void unpack(float (&out)[N]) const {
 #pragma unroll
         for (int i = 0; i < N; i++) out[i] = get(i);
