@@ -17,6 +17,8 @@ static BIAS_GRADIENT: Source = Source {
 };
 
 const THREADS: usize = 128;
+/// Blocks that a large device runs at once.
+const WAVE: usize = 2048;
 
 /// All algorithms for a spec, the fastest first: wide accesses where elements lie next to each
 /// other, else one element a thread.
@@ -144,14 +146,24 @@ impl<const N: usize> Loops<N> {
         at
     }
 
-    /// One thread for every `vector` elements of a row, whose first `access` may be cut short.
-    fn launch(&self, vector: usize, access: usize) -> Launch {
-        let items = (self.inner.size + if self.unit { access - 1 } else { 0 }).div_ceil(vector);
+    /// One thread for every `vector` elements of a row, whose first `access` may be cut short; in one
+    /// row for `unroll` times as many.
+    fn launch(&self, vector: usize, access: usize, unroll: usize) -> Launch {
+        let items = self.items(vector, access).div_ceil(unroll);
         let x = if self.rank() == 0 { THREADS } else { items.next_power_of_two().min(THREADS) };
         let y = THREADS / x;
         let rows = self.rows().div_ceil(y).min(65535);
         Launch { grid: [items.div_ceil(x) as u32, rows as u32, 1], block: [x as u32, y as u32, 1] }
     }
+
+    fn items(&self, vector: usize, access: usize) -> usize {
+        (self.inner.size + if self.unit { access - 1 } else { 0 }).div_ceil(vector)
+    }
+}
+
+/// Whether a launch is of a wave or so, whose end the next kernel had better overlap.
+fn is_small(launch: &Launch) -> bool {
+    launch.grid.iter().map(|&n| n as usize).product::<usize>() <= WAVE
 }
 
 impl Loops<4> {
@@ -229,6 +241,22 @@ pub(super) struct Forward {
     is_empty: bool,
 }
 
+/// Accesses of a thread, and whether the next kernel's blocks may start early. Measured on an H200:
+/// below a wave of blocks threads count most; above it twice the work in half the blocks, which may
+/// then make way early (that costs a block about a nanosecond). Large tensors gain from neither, but
+/// for the longest arithmetic.
+fn unroll(spec: &GeluSpec, loops: &Loops<4>, (vector, access): (usize, usize)) -> (usize, bool) {
+    let items = loops.items(vector, access);
+    let wide = loops.rank() == 0 && loops.unit && access * spec.x.dtype.size() == 16;
+    let long = spec.x.dtype == DType::F32 && spec.approximate == Approximate::Tanh;
+    match items {
+        _ if !wide => (1, false),
+        _ if items <= WAVE * THREADS => (1, true),
+        _ if items < 8 * WAVE * THREADS || long => (2, true),
+        _ => (1, false),
+    }
+}
+
 /// The forward kernel of a spec, its launch and its parameters.
 fn forward(spec: &GeluSpec, algorithm: GeluAlgorithm) -> (KernelSpec, Launch, Words, [usize; 4]) {
     let loops = Loops::of(spec);
@@ -237,9 +265,13 @@ fn forward(spec: &GeluSpec, algorithm: GeluAlgorithm) -> (KernelSpec, Launch, Wo
     let pointers = [0, 1, 2, 3].map(|i| loops.push_operand(&mut words, i, std::ptr::null()));
     let widths = widths(algorithm);
     let entry = format!("gelu_{}", algorithm.name());
+    let (unroll, early) = unroll(spec, &loops, widths);
+    let launch = loops.launch(widths.0, widths.1, unroll);
     let kernel = kernel_spec(&FORWARD, entry, spec, &loops, widths, &words)
-        .define("NATIVE", u8::from(is_native(spec)));
-    (kernel, loops.launch(widths.0, widths.1), words, pointers)
+        .define("NATIVE", u8::from(is_native(spec)))
+        .define("UNROLL", unroll)
+        .overlapped(early || is_small(&launch));
+    (kernel, launch, words, pointers)
 }
 
 impl Forward {
@@ -341,7 +373,8 @@ fn elementwise(
     if loops.is_empty() {
         return Ok(());
     }
-    let launch = loops.launch(vector_of(spec, loops.unit), vector_of(spec, loops.unit));
+    let vector = vector_of(spec, loops.unit);
+    let launch = loops.launch(vector, vector, 1);
     // SAFETY: as in `Forward::run`.
     unsafe { gpu.kernel(&kernel)?.launch(stream, launch, words.as_slice()) }
 }
@@ -385,7 +418,8 @@ fn backward_kernel(
     let entry = format!("gelu_backward_{}", spec.x.dtype);
     let kernel = kernel_spec(&BACKWARD, entry, spec, &loops, (vector, vector), &words)
         .define("DX", u8::from(dx.is_some()))
-        .define("DGATE", u8::from(dgate.is_some()));
+        .define("DGATE", u8::from(dgate.is_some()))
+        .overlapped(false);
     (loops, kernel, words)
 }
 
@@ -447,7 +481,7 @@ fn bias_gradient_kernel(
     words.push(partial as usize);
     words.push(bias_chunk(rows, columns));
     let entry = format!("gelu_bias_gradient_{}", spec.x.dtype);
-    (kernel_spec(&BIAS_GRADIENT, entry, spec, &loops, (1, 1), &words), words)
+    (kernel_spec(&BIAS_GRADIENT, entry, spec, &loops, (1, 1), &words).overlapped(false), words)
 }
 
 #[cfg(test)]

@@ -67,6 +67,7 @@ __device__ __forceinline__ void item(const Params &p, i64 row, i64 index) {
 }
 
 extern "C" __global__ void __launch_bounds__(128) KERNEL(const Params p) {
+    wait_for_previous();
     i64 index = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     for (i64 row = (i64)blockIdx.y * blockDim.y + threadIdx.y; row < p.shape.rows;
          row += (i64)gridDim.y * blockDim.y) {

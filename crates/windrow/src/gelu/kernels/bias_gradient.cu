@@ -14,6 +14,7 @@ struct Params {
 static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's words");
 
 extern "C" __global__ void __launch_bounds__(128) KERNEL(const Params p) {
+    wait_for_previous();
     i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= p.shape.inner) return;
     float bias = bias_at(p.bias.p, p.bias.step, i);

@@ -4,6 +4,7 @@
 // 32 KiB in flight on every multiprocessor; arithmetic is about 13 (tanh) and 16 (exact) issue slots
 // an element in half types, of the 32 that an H200 has per 4 bytes moved.
 //
+// UNROLL   accesses of a thread where all elements lie in one row
 // NATIVE   arithmetic in pairs of the half type itself; without bias and gate
 #include "gelu.cuh"
 
@@ -33,6 +34,21 @@ __device__ __forceinline__ float element(float x, float bias, float gate) {
     return activate<ACT, ACCURATE>(x + bias) * gate;
 }
 
+typedef Raw<T, VECTOR> Elements;
+
+// x becomes y.
+__device__ __forceinline__ void vector(Elements &x, const Elements &gate, const float (&bias)[VECTOR]) {
+#if NATIVE
+#pragma unroll
+    for (int i = 0; i < Elements::WORDS; i++) x.words[i] = native_pair(x.words[i]);
+#else
+    float v[VECTOR];
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++) v[i] = element(x.get(i), bias[i], GATE ? gate.get(i) : 1.0f);
+    x.pack(v);
+#endif
+}
+
 __device__ __forceinline__ void item(const Params &p, i64 row, i64 index) {
     RowIndex at(p.shape, row);
     S *y = at.of(p.y);
@@ -45,21 +61,12 @@ __device__ __forceinline__ void item(const Params &p, i64 row, i64 index) {
                  is_aligned<ACCESS>(x + start);
     if (GATE) whole = whole && is_aligned<ACCESS>(gate + start);
     if (whole) {
-        Raw<T, VECTOR> xs, gates;
+        Elements xs, gates;
         xs.template load<ACCESS>(x + start);
         if (GATE) gates.template load<ACCESS>(gate + start);
-#if NATIVE
-#pragma unroll
-        for (int i = 0; i < Raw<T, VECTOR>::WORDS; i++) xs.words[i] = native_pair(xs.words[i]);
-#else
-        float v[VECTOR];
-        bias_vector(bias, p.bias.step, start, v);
-#pragma unroll
-        for (int i = 0; i < VECTOR; i++) {
-            v[i] = element(xs.get(i), v[i], GATE ? gates.get(i) : 1.0f);
-        }
-        xs.pack(v);
-#endif
+        float b[VECTOR];
+        bias_vector(bias, p.bias.step, start, b);
+        vector(xs, gates, b);
         xs.template store<ACCESS>(y + start);
         return;
     }
@@ -77,14 +84,47 @@ __device__ __forceinline__ void item(const Params &p, i64 row, i64 index) {
     }
 }
 
+// One row of neighbours without bias, all of it aligned: nothing but the accesses.
+__device__ __forceinline__ void flat(const Params &p) {
+    i64 first = (i64)blockIdx.x * blockDim.x * UNROLL + threadIdx.x;
+    const float none[VECTOR] = {};
+    Elements xs[UNROLL], gates[UNROLL];
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+        i64 start = (first + u * blockDim.x) * VECTOR;
+        if (start + VECTOR > p.shape.inner) continue;
+        xs[u].template load<ACCESS>(p.x.p + start);
+        if (GATE) gates[u].template load<ACCESS>(p.gate.p + start);
+    }
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+        i64 start = (first + u * blockDim.x) * VECTOR;
+        if (start + VECTOR <= p.shape.inner) {
+            vector(xs[u], gates[u], none);
+            xs[u].template store<ACCESS>(p.y.p + start);
+        } else if (start < p.shape.inner) {
+            item(p, 0, first + u * blockDim.x);
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(128) KERNEL(const Params p) {
-    i64 index = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-    if (RANK == 0) {
-        item(p, 0, index);
+    wait_for_previous();
+#if RANK == 0
+    bool aligned = is_aligned<ACCESS>(p.x.p) && is_aligned<ACCESS>(p.y.p);
+    if (GATE) aligned = aligned && is_aligned<ACCESS>(p.gate.p);
+    if (NO_BIAS && p.shape.unit && aligned) {
+        flat(p);
         return;
     }
+    i64 first = (i64)blockIdx.x * blockDim.x * UNROLL + threadIdx.x;
+#pragma unroll 1
+    for (int u = 0; u < UNROLL; u++) item(p, 0, first + u * blockDim.x);
+#else
+    i64 index = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     for (i64 row = (i64)blockIdx.y * blockDim.y + threadIdx.y; row < p.shape.rows;
          row += (i64)gridDim.y * blockDim.y) {
         item(p, row, index);
     }
+#endif
 }
