@@ -282,6 +282,22 @@ impl Reference {
         out
     }
 
+    /// Sums without bias and activation, [b, l, d_out]: the product of those two matrices.
+    pub(crate) fn product(&self) -> Expected {
+        let p = &self.problem;
+        let mut out = Expected::zeros(p.b * p.l * p.d_out);
+        for b in 0..p.b {
+            for t in 0..p.l {
+                for channel in 0..p.d_out {
+                    let Some((sum, scale)) = self.before_activation(b, channel, t) else { continue };
+                    let bias = self.bias.as_ref().map_or(0.0, |bias| bias[channel]);
+                    out.add((b * p.l + t) * p.d_out + channel, sum - bias, scale);
+                }
+            }
+        }
+        out
+    }
+
     /// The weight as a matrix [d_out, width*d].
     pub(crate) fn expanded_weight(&self) -> Vec<f64> {
         let p = &self.problem;

@@ -167,6 +167,15 @@ pub(crate) fn run(plan: &CausalConv1dPlan, sample: &mut Sample) -> Result<Vec<Ch
     if let Some((im2col, weight)) = plan.stages(&args)? {
         checks.extend(stage_checks(&reference, &im2col, &weight)?);
     }
+    if let Some(product) = plan.product(&args)? {
+        let got = TensorRef::new(&product, &[product.len()])?;
+        // Sums of f32, whatever y's type.
+        let tolerance = forward_tolerance(&reference.problem, Activation::Identity, DType::F32);
+        checks.push(check("product", &got, &reference.product(), tolerance)?);
+    }
+    if reference.problem.dense && plan.device() != Device::Cpu {
+        return Ok(checks);
+    }
     let (dy, dfinal) = (sample.dy.as_ref(), sample.dfinal_states.as_ref());
     let dfinal = dfinal.map(|states| states.as_ref());
     plan.backward(&args, dy, dfinal, sample.gradients.views()?, &mut workspace)?;

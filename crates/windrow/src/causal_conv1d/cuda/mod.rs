@@ -1,16 +1,22 @@
 //! Causal convolution on CUDA: launches of `kernels/*.cu`.
 
-pub(super) mod update;
-
-use super::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dSpec, Problem};
-use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, column_sum, type_name};
+use super::{CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dSpec, Problem};
+use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, type_name};
 use crate::{Activation, Approximate, DType, Result, TensorDesc, TensorMut, TensorRef, Workspace};
 
-static INCLUDES: &[Source] = &[Source {
-    name: "causal_conv1d.cuh",
-    text: include_str!("../kernels/causal_conv1d.cuh"),
-    includes: &[],
-}];
+macro_rules! header {
+    ($file:literal) => {
+        Source { name: $file, text: include_str!(concat!("../kernels/", $file)), includes: &[] }
+    };
+}
+
+static INCLUDES: &[Source] = &[
+    header!("parameters.cuh"),
+    header!("causal_conv1d.cuh"),
+    header!("row.cuh"),
+    header!("im2col.cuh"),
+    header!("update.cuh"),
+];
 
 macro_rules! source {
     ($name:ident, $file:literal) => {
@@ -22,15 +28,20 @@ macro_rules! source {
     };
 }
 
+mod backward;
+pub(super) mod im2col;
+pub(super) mod update;
+
 source!(CHANNEL_FIRST, "channel_first.cu");
 source!(CHANNEL_LAST, "channel_last.cu");
+source!(CHANNEL_LAST_TILE, "channel_last_tile.cu");
 source!(PLAIN, "plain.cu");
 source!(MASK, "mask.cu");
 source!(STATES, "states.cu");
-source!(BACKWARD_INPUT, "backward_input.cu");
-source!(BACKWARD_WEIGHT, "backward_weight.cu");
 
 const THREADS: usize = 128;
+/// Bytes of x up to which the next kernel had better start early: a wave of blocks or so.
+const SMALL: usize = 4 << 20;
 /// Largest grid along y and z.
 const GRID: usize = 65535;
 
@@ -51,7 +62,6 @@ struct Params {
     dfinal_states: usize,
     dx: usize,
     dinitial_states: usize,
-    dpre: usize,
     partial: usize,
     batch: usize,
     channels: usize,
@@ -70,7 +80,6 @@ struct Params {
     dfinal_stride: [isize; 3],
     dx_stride: [isize; 3],
     dinitial_stride: [isize; 3],
-    dpre_stride: [isize; 3],
     chunk: usize,
     chunks: usize,
 }
@@ -85,6 +94,42 @@ fn address(view: Option<&TensorRef<'_>>) -> usize {
 
 fn output_address(view: Option<&TensorMut<'_>>) -> usize {
     view.map_or(0, |view| view.as_ptr() as usize)
+}
+
+impl Params {
+    /// Sizes and strides of a spec.
+    fn of(spec: &CausalConv1dSpec, problem: &Problem) -> Result<Self> {
+        let states_shape = spec.states_shape()?;
+        Ok(Params {
+            batch: problem.b,
+            channels: problem.d,
+            length: problem.l,
+            width: problem.width,
+            sequences: states_shape[0],
+            x_stride: strides(Some(&spec.x)),
+            y_stride: strides(Some(&spec.y)),
+            weight_stride: strides(Some(&spec.weight)),
+            bias_stride: strides::<1>(spec.bias.as_ref())[0],
+            seq_idx_stride: strides(spec.seq_idx.as_ref()),
+            cu_stride: strides::<1>(spec.cu_seqlens.as_ref())[0],
+            initial_stride: strides(spec.initial_states.as_ref()),
+            final_stride: strides(spec.final_states.as_ref()),
+            ..Params::default()
+        })
+    }
+
+    /// With the addresses of inputs.
+    fn with_inputs(&self, args: &CausalConv1dArgs<'_>) -> Self {
+        Params {
+            x: address(Some(&args.x)),
+            weight: address(Some(&args.weight)),
+            bias: address(args.bias.as_ref()),
+            seq_idx: address(args.seq_idx.as_ref()),
+            cu_seqlens: address(args.cu_seqlens.as_ref()),
+            initial_states: address(args.initial_states.as_ref()),
+            ..*self
+        }
+    }
 }
 
 /// How device code calls an activation.
@@ -106,7 +151,7 @@ pub(super) fn define_operands(
     bias: Option<&TensorDesc>,
     activation: Activation,
 ) -> KernelSpec {
-    let width = weight.shape()[1];
+    let width = weight.shape().last().copied().unwrap_or(0);
     let kernel = kernel
         .define("T", type_name(x.dtype))
         .define("W", type_name(weight.dtype))
@@ -126,12 +171,16 @@ enum Form {
     ChannelFirst { steps: usize, across: usize },
     /// Vectors along d, walking along l.
     ChannelLast { vector: usize, chunk: usize },
+    /// Vectors along d, a few positions of each in a thread.
+    ChannelLastTile { vector: usize },
     /// One output a thread.
     Plain,
 }
 
-/// Loads of the channel-last kernel that are on their way.
-const AHEAD: usize = 8;
+/// Loads of the walking kernel that are on their way.
+const AHEAD: usize = 4;
+/// Positions of a block of the kernel of channel-last tiles.
+const TILE_ROWS: usize = 16;
 
 impl Form {
     fn of(spec: &CausalConv1dSpec, problem: &Problem) -> Self {
@@ -152,14 +201,22 @@ impl Form {
             return if rows_fit { Form::ChannelFirst { steps, across } } else { Form::Plain };
         }
         if x[1] == 1 && y[1] == 1 && (2..=5).contains(&width) && l < 1 << 30 {
-            // As wide as every row allows; wider than 8 bytes costs more registers than it gains.
-            let mut vector = 8 / spec.x.dtype.size();
+            // Measured on an H200: large half tensors, whose arithmetic weighs more, gain from
+            // walking; others from many short threads.
+            let half = spec.x.dtype.is_half();
+            let walk = half && spec.x.bytes() > 16 << 20;
+            // As wide as every row allows; for halves more than 8 bytes cost more registers than
+            // they gain.
+            let mut vector = 4;
             let fits = |n: isize| [d as isize, x[0], x[2], y[0], y[2]].iter().all(|s| s % n == 0);
             while !fits(vector as isize) {
                 vector /= 2;
             }
-            let chunk = if spec.x.dtype.is_half() { 32 } else { 8 };
-            return Form::ChannelLast { vector, chunk: chunk.max(l.div_ceil(GRID)) };
+            let rows_fit = b <= GRID && l <= GRID * TILE_ROWS;
+            return match walk || !rows_fit {
+                true => Form::ChannelLast { vector, chunk: l.div_ceil(GRID).max(16) },
+                false => Form::ChannelLastTile { vector },
+            };
         }
         Form::Plain
     }
@@ -170,6 +227,11 @@ fn along_channels(strides: &[isize]) -> bool {
     strides[1].unsigned_abs() < strides[2].unsigned_abs()
 }
 
+/// Whether an activation and its derivative take few registers.
+fn is_simple(activation: Activation) -> bool {
+    !matches!(activation, Activation::Gelu(_))
+}
+
 /// A depthwise plan on a device, with its kernels compiled and loaded.
 #[derive(Clone, Debug)]
 pub(super) struct Direct {
@@ -177,7 +239,11 @@ pub(super) struct Direct {
     form: Form,
     /// Bytes of an element of x.
     element: usize,
+    /// Whether rows hold several sequences, which the vector kernels learn from a mask.
+    packed: bool,
     params: Params,
+    /// Of the partial sums of a backward run.
+    partial_bytes: usize,
     main: Option<&'static Kernel>,
     /// For addresses that the main kernel cannot take.
     plain: &'static Kernel,
@@ -196,7 +262,8 @@ fn kernel_spec(source: &'static Source, name: &str, spec: &CausalConv1dSpec) -> 
         spec.activation,
     )
     .define("ALONG_CHANNELS", u8::from(along_channels(spec.y.strides())))
-    .define("PARAMS_SIZE", size_of::<Params>());
+    .define("PARAMS_SIZE", size_of::<Params>())
+    .overlapped(spec.x.bytes() <= SMALL);
     match spec.cu_seqlens.map(|desc| desc.dtype) {
         Some(DType::I64) => kernel.define("INDEX", "i64"),
         Some(_) => kernel.define("INDEX", "int"),
@@ -207,6 +274,7 @@ fn kernel_spec(source: &'static Source, name: &str, spec: &CausalConv1dSpec) -> 
 /// The main kernel; none if that is the plain one.
 fn main_kernel(spec: &CausalConv1dSpec, form: Form) -> Option<KernelSpec> {
     let mask = u8::from(spec.seq_idx.is_some() || spec.cu_seqlens.is_some());
+    let simple = mask == 0 && is_simple(spec.activation) && spec.weight.shape()[1] <= 4;
     match form {
         Form::ChannelFirst { steps, .. } => Some(
             kernel_spec(&CHANNEL_FIRST, "channel_first", spec)
@@ -216,6 +284,14 @@ fn main_kernel(spec: &CausalConv1dSpec, form: Form) -> Option<KernelSpec> {
         Form::ChannelLast { vector, .. } => Some(
             kernel_spec(&CHANNEL_LAST, "channel_last", spec)
                 .define("STEPS", AHEAD)
+                .define("VECTOR", vector)
+                // More blocks of a multiprocessor hide more, where registers suffice.
+                .define("MIN_BLOCKS", if simple { 7 } else { 1 })
+                .define("MASK", mask),
+        ),
+        Form::ChannelLastTile { vector } => Some(
+            kernel_spec(&CHANNEL_LAST_TILE, "channel_last_tile", spec)
+                .define("ROWS", TILE_ROWS * 32 / THREADS)
                 .define("VECTOR", vector)
                 .define("MASK", mask),
         ),
@@ -243,28 +319,14 @@ impl Direct {
         let gpu = Gpu::get(index)?;
         let form = Form::of(spec, problem);
         let load = |kernel: Option<KernelSpec>| kernel.map(|k| gpu.kernel(&k)).transpose();
-        let states_shape = spec.states_shape()?;
-        let params = Params {
-            batch: problem.b,
-            channels: problem.d,
-            length: problem.l,
-            width: problem.width,
-            sequences: states_shape[0],
-            x_stride: strides(Some(&spec.x)),
-            y_stride: strides(Some(&spec.y)),
-            weight_stride: strides(Some(&spec.weight)),
-            bias_stride: strides::<1>(spec.bias.as_ref())[0],
-            seq_idx_stride: strides(spec.seq_idx.as_ref()),
-            cu_stride: strides::<1>(spec.cu_seqlens.as_ref())[0],
-            initial_stride: strides(spec.initial_states.as_ref()),
-            final_stride: strides(spec.final_states.as_ref()),
-            ..Params::default()
-        };
+        let params = Params::of(spec, problem)?;
         Ok(Direct {
             gpu,
             form,
             element: spec.x.dtype.size(),
+            packed: spec.seq_idx.is_some() || spec.cu_seqlens.is_some(),
             params,
+            partial_bytes: backward::partial_bytes(spec, &params),
             main: load(main_kernel(spec, form))?,
             plain: gpu.kernel(&kernel_spec(&PLAIN, "plain", spec))?,
             mask: load(mask_kernel(spec, form))?,
@@ -281,49 +343,22 @@ impl Direct {
             Form::ChannelLast { vector, chunk } => {
                 format!("{vector} channels a thread, walking {chunk} positions, in one pass")
             }
+            Form::ChannelLastTile { vector } => {
+                let rows = TILE_ROWS * 32 / THREADS;
+                format!("{vector} channels of {rows} positions a thread, in one pass")
+            }
             Form::Plain => "one output a thread".into(),
         }
     }
 
     fn mask_bytes(&self) -> usize {
         let positions = self.params.batch * self.params.length;
-        if self.mask.is_some() { positions * size_of::<u16>() } else { 0 }
+        if self.packed { (positions * size_of::<u16>()).next_multiple_of(256) } else { 0 }
     }
 
-    /// Bytes for a run, or for a backward run: the gradient before the activation and partial sums.
+    /// Bytes for a run or a backward run.
     pub(super) fn workspace_bytes(&self) -> usize {
-        self.mask_bytes().max(self.dpre_bytes() + self.partial_bytes())
-    }
-
-    fn dpre_bytes(&self) -> usize {
-        let Params { batch, channels, length, .. } = self.params;
-        (batch * channels * length * size_of::<f32>()).next_multiple_of(256)
-    }
-
-    /// Positions that a partial sum covers: at least 1024, so that partial sums are few beside x.
-    fn chunk(&self) -> usize {
-        let Params { batch, length, .. } = self.params;
-        (batch * length).div_ceil(256).clamp(256, 4096)
-    }
-
-    fn parts(&self) -> usize {
-        self.params.batch * self.params.length.div_ceil(self.chunk())
-    }
-
-    fn partial_bytes(&self) -> usize {
-        self.parts() * self.params.channels * (self.params.width + 1) * size_of::<f32>()
-    }
-
-    fn with_inputs(&self, args: &CausalConv1dArgs<'_>) -> Params {
-        Params {
-            x: address(Some(&args.x)),
-            weight: address(Some(&args.weight)),
-            bias: address(args.bias.as_ref()),
-            seq_idx: address(args.seq_idx.as_ref()),
-            cu_seqlens: address(args.cu_seqlens.as_ref()),
-            initial_states: address(args.initial_states.as_ref()),
-            ..self.params
-        }
+        self.mask_bytes() + self.partial_bytes
     }
 
     /// Views have been checked. Index values cannot be without waiting for the device: boundaries
@@ -339,7 +374,7 @@ impl Direct {
             y: output_address(Some(&outputs.y)),
             final_states: output_address(outputs.final_states.as_ref()),
             mask: scratch as usize,
-            ..self.with_inputs(args)
+            ..self.params.with_inputs(args)
         };
         let Params { batch, channels, length, sequences, .. } = params;
         // SAFETY: `Params` is the kernels' structure (they compare its size); views are valid on this
@@ -399,6 +434,17 @@ impl Direct {
                     block: [THREADS as u32, 1, 1],
                 })
             }
+            Form::ChannelLastTile { vector } => {
+                let aligned = (params.x | params.y).is_multiple_of(vector * element);
+                aligned.then(|| Launch {
+                    grid: [
+                        channels.div_ceil(32 * vector) as u32,
+                        length.div_ceil(TILE_ROWS) as u32,
+                        batch as u32,
+                    ],
+                    block: [THREADS as u32, 1, 1],
+                })
+            }
             Form::Plain => None,
         }
     }
@@ -412,105 +458,6 @@ impl Direct {
         let Launch { grid: [x, y, _], block } = rows_launch(inner, outer);
         Launch { grid: [x, y, batch.min(GRID) as u32], block }
     }
-
-    /// Gradients; their kernels are compiled at the first call. Views have been checked.
-    pub(super) fn backward(
-        &self,
-        spec: &CausalConv1dSpec,
-        args: &CausalConv1dArgs<'_>,
-        (dy, dfinal_states): (&TensorRef<'_>, Option<&TensorRef<'_>>),
-        grads: &CausalConv1dGrads<'_>,
-        workspace: &mut Workspace,
-    ) -> Result<()> {
-        let (stream, scratch) = workspace.take_on(self.gpu, self.workspace_bytes())?;
-        let Params { batch, channels, length, sequences, .. } = self.params;
-        let (channels_i, length_i) = (channels as isize, length as isize);
-        let dpre_stride = match along_channels(&self.params.y_stride) {
-            true => [channels_i * length_i, 1, channels_i],
-            false => [channels_i * length_i, length_i, 1],
-        };
-        let params = Params {
-            dy: address(Some(dy)),
-            dfinal_states: address(dfinal_states),
-            dx: output_address(grads.dx.as_ref()),
-            dinitial_states: output_address(grads.dinitial_states.as_ref()),
-            dpre: scratch as usize,
-            partial: scratch as usize + self.dpre_bytes(),
-            dy_stride: strides(Some(dy.desc())),
-            dfinal_stride: strides(dfinal_states.map(TensorRef::desc)),
-            dx_stride: strides(grads.dx.as_ref().map(TensorMut::desc)),
-            dinitial_stride: strides(grads.dinitial_states.as_ref().map(TensorMut::desc)),
-            dpre_stride,
-            chunk: self.chunk(),
-            chunks: self.params.length.div_ceil(self.chunk()),
-            ..self.with_inputs(args)
-        };
-        let step = |step| self.gpu.kernel(&backward_input_kernel(spec, step));
-        // SAFETY: as in `run`; the workspace holds dpre and the partial sums.
-        unsafe {
-            if batch * channels * length > 0 {
-                step(0)?.launch(stream, self.plain_launch(), &params)?;
-                if grads.dx.is_some() {
-                    step(1)?.launch(stream, self.plain_launch(), &params)?;
-                }
-            }
-            if grads.dinitial_states.is_some() && params.width > 1 {
-                step(2)?.launch(stream, rows_launch(channels, sequences), &params)?;
-            }
-            self.weight_gradients(spec, &params, grads, stream)
-        }
-    }
-
-    /// # Safety
-    /// `params` must be those of a backward run whose dpre is being computed on `stream`.
-    unsafe fn weight_gradients(
-        &self,
-        spec: &CausalConv1dSpec,
-        params: &Params,
-        grads: &CausalConv1dGrads<'_>,
-        stream: &Stream,
-    ) -> Result<()> {
-        let Params { batch, channels, width, .. } = *params;
-        if channels == 0 || (grads.dweight.is_none() && grads.dbias.is_none()) {
-            return Ok(());
-        }
-        let parts = self.parts();
-        let (kernel, taps) = backward_weight_kernel(spec, width);
-        let across = if along_channels(spec.y.strides()) { THREADS } else { 1 };
-        let launch = Launch {
-            grid: [
-                channels.div_ceil(across) as u32,
-                params.chunks.min(GRID) as u32,
-                (batch * (width + 1).div_ceil(taps)) as u32,
-            ],
-            block: [THREADS as u32, 1, 1],
-        };
-        let stride = channels * (width + 1);
-        let partial = params.partial as *const f32;
-        // SAFETY: as in `run`; the partial sums are `parts` rows of weights and then biases.
-        unsafe {
-            self.gpu.kernel(&kernel)?.launch(stream, launch, params)?;
-            if let Some(dweight) = &grads.dweight {
-                column_sum(self.gpu, stream, partial, [parts, channels * width, stride], dweight)?;
-            }
-            if let Some(dbias) = &grads.dbias {
-                let partial = partial.wrapping_add(channels * width);
-                column_sum(self.gpu, stream, partial, [parts, channels, stride], dbias)?;
-            }
-        }
-        Ok(())
-    }
-}
-
-fn backward_input_kernel(spec: &CausalConv1dSpec, step: usize) -> KernelSpec {
-    let name = ["dpre", "dx", "dinitial_states"][step];
-    kernel_spec(&BACKWARD_INPUT, name, spec).define("STEP", step)
-}
-
-/// The kernel and the taps that a thread of it takes.
-fn backward_weight_kernel(spec: &CausalConv1dSpec, width: usize) -> (KernelSpec, usize) {
-    let taps = if width <= 4 { width + 1 } else { 1 };
-    (kernel_spec(&BACKWARD_WEIGHT, "dweight", spec).define("TAPS", taps), taps)
 }
 
 /// A thread for each element of rows, blocks of several rows along y.
@@ -551,6 +498,7 @@ mod tests {
         assert!(matches!(form([8, 4096, 2048], 4, last), Form::ChannelLast { vector: 4, .. }));
         assert!(matches!(form([8, 4098, 2048], 4, last), Form::ChannelLast { vector: 2, .. }));
         assert!(matches!(form([8, 4095, 2048], 4, last), Form::ChannelLast { vector: 1, .. }));
+        assert_eq!(form([1, 64, 2048], 4, last), Form::ChannelLastTile { vector: 4 });
     }
 
     #[test]
@@ -562,8 +510,7 @@ mod tests {
             kernels.extend(states_kernel(spec, form));
             kernels.extend(mask_kernel(spec, form));
             kernels.push(kernel_spec(&PLAIN, "plain", spec));
-            kernels.extend((0..3).map(|step| backward_input_kernel(spec, step)));
-            kernels.push(backward_weight_kernel(spec, spec.weight.shape()[1]).0);
+            kernels.extend(backward::all_kernels(spec));
         };
         for dtype in TYPES {
             for order in [[0, 1, 2], [0, 2, 1]] {

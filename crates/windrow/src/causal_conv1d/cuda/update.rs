@@ -1,12 +1,14 @@
 //! Decoding on CUDA.
 
-use super::{INCLUDES, THREADS, address, define_operands, output_address, rows_launch, strides};
+use super::{
+    INCLUDES, SMALL, THREADS, address, define_operands, output_address, rows_launch, strides,
+};
 use crate::causal_conv1d::{CausalConv1dUpdateArgs, CausalConv1dUpdateSpec, Problem};
-use crate::cuda::{Gpu, Kernel, KernelSpec, Source};
+use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source};
 use crate::{Result, TensorMut, Workspace};
 
-static SOURCE: Source =
-    Source { name: "update.cu", text: include_str!("../kernels/update.cu"), includes: INCLUDES };
+source!(ANY, "update.cu");
+source!(STEP, "update_step.cu");
 
 /// `Params` of update.cu.
 #[repr(C)]
@@ -34,21 +36,68 @@ struct Params {
     state_indices_stride: isize,
 }
 
-/// A decoding plan on a device, with its kernel compiled and loaded.
+/// A decoding plan on a device, with its kernels compiled and loaded.
 #[derive(Clone, Debug)]
 pub(in crate::causal_conv1d) struct Update {
-    kernel: &'static Kernel,
+    any: &'static Kernel,
+    /// For one new position, and the addresses that it takes.
+    step: Option<(&'static Kernel, Step)>,
     params: Params,
 }
 
-fn kernel_spec(spec: &CausalConv1dUpdateSpec) -> KernelSpec {
+/// How the kernel for one new position goes about a spec.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Step {
+    /// Channels of a thread.
+    vector: usize,
+    /// Whether channels lie next to each other in the states; else the inputs of a channel do.
+    along_channels: bool,
+    /// What addresses must be multiples of.
+    bytes: usize,
+}
+
+impl Step {
+    fn of(spec: &CausalConv1dUpdateSpec) -> Option<Self> {
+        let (x, y, state) = (spec.x.strides(), spec.y.strides(), spec.conv_state.strides());
+        let (width, state_length) = (spec.weight.shape()[1], spec.conv_state.shape()[2]);
+        let dense = state[2] == 1 && state[1] == state_length as isize;
+        let along_channels = state[1] == 1;
+        let takes = spec.x.shape()[2] == 1
+            && spec.cache_seqlens.is_none()
+            && (1..=9).contains(&width)
+            && (1..=8).contains(&state_length)
+            && x[1] == 1
+            && y[1] == 1
+            && (dense || along_channels);
+        // 8 bytes of x: more channels a thread leave too few threads for a step.
+        let vector = 8 / spec.x.dtype.size();
+        let between = [x[0], y[0], state[0], if along_channels { state[2] } else { 0 }];
+        let fits = spec.x.shape()[1] % vector == 0
+            && between.iter().all(|stride| stride % vector as isize == 0);
+        (takes && fits).then_some(Step { vector, along_channels, bytes: 8 })
+    }
+
+    fn launch(&self, params: &Params) -> Option<Launch> {
+        let aligned = (params.x | params.y | params.state).is_multiple_of(self.bytes);
+        aligned.then(|| rows_launch(params.channels / self.vector, params.batch))
+    }
+}
+
+fn kernel_spec(source: &'static Source, spec: &CausalConv1dUpdateSpec) -> KernelSpec {
     let entry = format!("causal_conv1d_update_{}", spec.x.dtype);
     let (width, state_length) = (spec.weight.shape()[1], spec.conv_state.shape()[2]);
     let few = width <= 9 && state_length <= 8;
-    let kernel = KernelSpec::new(&SOURCE, entry)
+    let kernel = KernelSpec::new(source, entry)
         .define("STATE_LENGTH", if few { state_length } else { 0 })
-        .define("PARAMS_SIZE", size_of::<Params>());
+        .define("PARAMS_SIZE", size_of::<Params>())
+        .overlapped(spec.x.bytes() <= SMALL);
     define_operands(kernel, &spec.x, &spec.weight, spec.bias.as_ref(), spec.activation)
+}
+
+fn step_kernel(spec: &CausalConv1dUpdateSpec, step: Step) -> KernelSpec {
+    kernel_spec(&STEP, spec)
+        .define("VECTOR", step.vector)
+        .define("ALONG_CHANNELS", u8::from(step.along_channels))
 }
 
 impl Update {
@@ -57,7 +106,11 @@ impl Update {
         spec: &CausalConv1dUpdateSpec,
         problem: &Problem,
     ) -> Result<Self> {
-        let kernel = Gpu::get(index)?.kernel(&kernel_spec(spec))?;
+        let gpu = Gpu::get(index)?;
+        let step = match Step::of(spec) {
+            Some(step) => Some((gpu.kernel(&step_kernel(spec, step))?, step)),
+            None => None,
+        };
         let &[pool, _, state_length] = spec.conv_state.shape() else {
             unreachable!("the spec has been checked")
         };
@@ -77,12 +130,13 @@ impl Update {
             state_indices_stride: strides::<1>(spec.conv_state_indices.as_ref())[0],
             ..Params::default()
         };
-        Ok(Update { kernel, params })
+        Ok(Update { any: gpu.kernel(&kernel_spec(&ANY, spec))?, step, params })
     }
 
     /// Threads of a block, in one line.
     pub(in crate::causal_conv1d) fn explain(&self) -> String {
-        format!("one channel a thread, blocks of {THREADS}")
+        let channels = self.step.map_or(1, |(_, step)| step.vector);
+        format!("{channels} channels a thread, blocks of {THREADS}")
     }
 
     /// Views have been checked. Index values cannot be without waiting for the device: one of no
@@ -94,7 +148,7 @@ impl Update {
         y: &TensorMut<'_>,
         workspace: &mut Workspace,
     ) -> Result<()> {
-        let (stream, _) = workspace.take_on(self.kernel.gpu(), 0)?;
+        let (stream, _) = workspace.take_on(self.any.gpu(), 0)?;
         let params = Params {
             y: output_address(Some(y)),
             x: address(Some(&args.x)),
@@ -105,10 +159,12 @@ impl Update {
             state_indices: address(args.conv_state_indices.as_ref()),
             ..self.params
         };
-        let launch = rows_launch(params.channels, params.batch);
+        let step = self.step.and_then(|(kernel, step)| Some((kernel, step.launch(&params)?)));
+        let any = || (self.any, rows_launch(params.channels, params.batch));
+        let (kernel, launch) = step.unwrap_or_else(any);
         // SAFETY: `Params` is the kernel's structure (it compares its size), and views are valid on
         // this device for the strides in it.
-        unsafe { self.kernel.launch(stream, launch, &params) }
+        unsafe { kernel.launch(stream, launch, &params) }
     }
 }
 
@@ -125,10 +181,11 @@ mod tests {
                 let desc = |shape: &[usize]| TensorDesc::contiguous(dtype, shape).unwrap();
                 let (x, weight) = (desc(&[2, 64, 1]), desc(&[64, width]));
                 let spec = CausalConv1dUpdateSpec::new(x, desc(&[2, 64, width]), weight).unwrap();
-                kernels.push(kernel_spec(&spec));
+                kernels.push(kernel_spec(&ANY, &spec));
                 let bias = TensorDesc::contiguous(DType::F32, &[64]).unwrap();
                 let spec = spec.with_bias(bias).with_activation(Activation::Silu);
-                kernels.push(kernel_spec(&spec));
+                kernels.push(kernel_spec(&ANY, &spec));
+                kernels.extend(Step::of(&spec).map(|step| step_kernel(&spec, step)));
             }
         }
         crate::cuda::compile_tests::check_compiles(&kernels);

@@ -1,5 +1,5 @@
 // Partial sums of the gradients of weight and bias over `chunk` positions of a row, which the wing's
-// column_sum adds in order: deterministic. A block takes a chunk of 128 channels (ALONG_CHANNELS, one
+// column_sum adds in order: deterministic. For any strides, width and options. A block takes a chunk of 128 channels (ALONG_CHANNELS, one
 // thread each) or of one channel (threads along l, added as a tree).
 //
 // TAPS   taps of a thread, the bias as one more after the last: WIDTH + 1, or 1 with `groups` of them
@@ -7,6 +7,7 @@
 #include "causal_conv1d.cuh"
 
 extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
+    wait_for_previous();
     i64 width = width_of(p);
     unsigned groups = TAPS == 1 ? (unsigned)width + 1 : 1;
     i64 first = blockIdx.z % groups;
@@ -22,12 +23,13 @@ extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
         for (i64 t = start + begin; active && t < end; t += step) {
             Sequence s = sequence_at(p, row, t);
             int own = own_number(p, s, t);
-            float g = p.dpre[row * p.dpre_stride[0] + d * p.dpre_stride[1] + t * p.dpre_stride[2]];
+            if (own < 0) continue;
+            float g = gradient_before_activation(p, s, d, t, own);
 #pragma unroll
             for (int k = 0; k < TAPS; k++) {
                 i64 tap = first + k;
                 float in = tap == width ? 1.0f : input_at(p, s, d, t - (width - 1 - tap), own);
-                sum[k] = own < 0 ? sum[k] : fmaf(g, in, sum[k]);
+                sum[k] = fmaf(g, in, sum[k]);
             }
         }
 #if !ALONG_CHANNELS

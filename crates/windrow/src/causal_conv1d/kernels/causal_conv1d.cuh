@@ -1,17 +1,9 @@
 // What the kernels of causal conv1d share: parameters, and one output computed in plain steps.
 //
-// T        element type of x and y: F32, F16 or Bf16
-// W        element type of weight
-// BIAS     element type of bias, if there is one
-// WIDTH    number of taps; 0 takes it from the parameters
-// ACT      activation, an enumerator of `Activation`
 // INDEX    element type of cu_seqlens: int or i64, if there is one
 // ALONG_CHANNELS   the dimension that neighbouring threads follow is d instead of l
 #pragma once
-#include "activation.cuh"
-#include "windrow.cuh"
-
-typedef T::Storage S;
+#include "parameters.cuh"
 
 struct Params {
     S *y;
@@ -26,54 +18,19 @@ struct Params {
     unsigned short *mask;
     const S *dy, *dfinal_states;
     S *dx, *dinitial_states;
-    // dy times the derivative of the activation, dense in the order of x's dimensions.
-    float *dpre;
     // Partial sums of the gradients of weight and bias: [parts, channels, width + 1].
     float *partial;
     i64 batch, channels, length, width, sequences;
     // Strides in elements; [b, d, l] and [sequence, d, width - 1].
     i64 x_stride[3], y_stride[3], weight_stride[2], bias_stride, seq_idx_stride[2];
     i64 cu_stride, initial_stride[3], final_stride[3];
-    i64 dy_stride[3], dfinal_stride[3], dx_stride[3], dinitial_stride[3], dpre_stride[3];
-    // Positions that a thread of the channel-last kernel walks along, or that a partial sum covers;
-    // and how many of them a row has.
+    i64 dy_stride[3], dfinal_stride[3], dx_stride[3], dinitial_stride[3];
+    // Positions that a thread or warp walks along; and the partial sums of a row.
     i64 chunk, chunks;
 };
 static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
 
 __device__ __forceinline__ i64 width_of(const Params &p) { return WIDTH ? WIDTH : p.width; }
-
-__device__ __forceinline__ float weight_at(const Params &p, i64 d, i64 k) {
-    return W::to_float(p.weight[d * p.weight_stride[0] + k * p.weight_stride[1]]);
-}
-
-#if WIDTH
-// The weights of N channels from d on.
-template <int N>
-__device__ __forceinline__ void weights_at(const Params &p, i64 d, float (&out)[WIDTH][N]) {
-    constexpr int STEP = 16 / (int)sizeof(W::Storage);
-    const W::Storage *row = p.weight + d * p.weight_stride[0];
-    if constexpr (N * WIDTH % STEP == 0) {
-        if (p.weight_stride[0] == WIDTH && p.weight_stride[1] == 1 && is_aligned<STEP>(row)) {
-            Raw<W, N * WIDTH> raw;
-            raw.template load<STEP>(row);
-#pragma unroll
-            for (int i = 0; i < N * WIDTH; i++) out[i % WIDTH][i / WIDTH] = raw.get(i);
-            return;
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < N * WIDTH; i++) out[i % WIDTH][i / WIDTH] = weight_at(p, d + i / WIDTH, i % WIDTH);
-}
-#endif
-
-__device__ __forceinline__ float bias_at(const Params &p, i64 d) {
-#ifdef BIAS
-    return BIAS::to_float(((const BIAS::Storage *)p.bias)[d * p.bias_stride]);
-#else
-    return 0.0f;
-#endif
-}
 
 __device__ __forceinline__ float finish(float sum) {
     return activate<ACT, true>(sum);
@@ -152,6 +109,13 @@ __device__ __forceinline__ float input_at(const Params &p, const Sequence &s, i6
                                         k * p.initial_stride[2]]);
 }
 
+// What entry k of a sequence's final state hands back.
+__device__ __forceinline__ float final_gradient(const Params &p, const Sequence &s, i64 d, i64 k) {
+    if (!p.dfinal_states || k < 0) return 0.0f;
+    return T::to_float(p.dfinal_states[s.index * p.dfinal_stride[0] + d * p.dfinal_stride[1] +
+                                       k * p.dfinal_stride[2]]);
+}
+
 // Sum and bias of y[row, d, t], with every option.
 __device__ __forceinline__ float before_activation(const Params &p, const Sequence &s, i64 d, i64 t,
                                                    int own) {
@@ -161,6 +125,13 @@ __device__ __forceinline__ float before_activation(const Params &p, const Sequen
         sum = fmaf(weight_at(p, d, k), input_at(p, s, d, t - (width - 1 - k), own), sum);
     }
     return sum;
+}
+
+// dy times the derivative of the activation, with every option.
+__device__ __forceinline__ float gradient_before_activation(const Params &p, const Sequence &s, i64 d,
+                                                            i64 t, int own) {
+    float dy = T::to_float(p.dy[s.row * p.dy_stride[0] + d * p.dy_stride[1] + t * p.dy_stride[2]]);
+    return dy * activate_gradient<ACT>(before_activation(p, s, d, t, own));
 }
 
 __device__ __forceinline__ void plain_output(const Params &p, const Sequence &s, i64 d, i64 t) {

@@ -39,15 +39,8 @@ struct Walk {
     }
 };
 
-// Without a number of blocks the assembler aims at more of them, which hides more latency; with a mask
-// it would spill for that.
-#if MASK
-#define BOUNDS __launch_bounds__(128, 1)
-#else
-#define BOUNDS __launch_bounds__(128)
-#endif
-
-extern "C" __global__ void BOUNDS KERNEL(const Params p) {
+extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) KERNEL(const Params p) {
+    wait_for_previous();
     i64 d = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * VECTOR;
     if (d >= p.channels) return;
     Walk walk;

@@ -6,6 +6,7 @@
 #include "causal_conv1d.cuh"
 
 extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
+    wait_for_previous();
     i64 d = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (d >= p.channels) return;
     i64 history = width_of(p) - 1;

@@ -2,28 +2,7 @@
 // One thread a channel of a sequence. A block's rows of conv_state lie together in memory, so that
 // its scattered accesses meet in the same cache lines.
 //
-// T, W, BIAS, ACT   as in causal_conv1d.cuh
-// WIDTH             taps, or 0 for any
-// STATE_LENGTH      inputs that a state holds, where they and the taps are few; else 0
-#include "activation.cuh"
-#include "windrow.cuh"
-
-typedef T::Storage S;
-
-struct Params {
-    S *y;
-    const S *x;
-    S *state;
-    const W::Storage *weight;
-    const void *bias;
-    const int *cache_seqlens;
-    const int *state_indices;
-    i64 batch, channels, length, width, state_length, pool;
-    // [b, d, l], [pool, d, state_length], [d, width]
-    i64 x_stride[3], y_stride[3], state_stride[3], weight_stride[2];
-    i64 bias_stride, cache_seqlens_stride, state_indices_stride;
-};
-static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
+#include "update.cuh"
 
 struct Channel {
     const S *x;
@@ -42,13 +21,11 @@ struct Channel {
 };
 
 extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
+    wait_for_previous();
     i64 d = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (d >= p.channels) return;
     const i64 width = WIDTH ? WIDTH : p.width, history = width - 1;
-    float bias = 0.0f;
-#ifdef BIAS
-    bias = BIAS::to_float(((const BIAS::Storage *)p.bias)[d * p.bias_stride]);
-#endif
+    float bias = bias_at(p, d);
     const W::Storage *weight = p.weight + d * p.weight_stride[0];
 
     for (i64 b = blockIdx.y; b < p.batch; b += gridDim.y) {

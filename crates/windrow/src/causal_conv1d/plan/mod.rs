@@ -101,6 +101,8 @@ enum Algorithm {
     Direct(Forward),
     Im2colGemm(Im2colGemm),
     Cuda(Box<cuda::Direct>),
+    /// With what computes the gradients of a depthwise convolution.
+    CudaIm2colGemm(Box<cuda::im2col::Im2colGemm>, Option<Box<cuda::Direct>>),
 }
 
 /// How gradients are computed.
@@ -153,15 +155,24 @@ impl CausalConv1dPlan {
             if !Self::algorithms(spec, options.device).contains(&algorithm) {
                 return Err(Error::unsupported(
                     format!("causal_conv1d {algorithm} of this spec on {}", options.device),
-                    "on CUDA there is direct, for depthwise convolutions",
+                    "on CUDA direct computes depthwise convolutions only; im2col_gemm computes both",
                 ));
             }
+            let direct = || Ok(Box::new(cuda::Direct::new(index, spec, &problem)?));
+            let algorithm = match algorithm {
+                CausalConv1dAlgorithm::Direct => Algorithm::Cuda(direct()?),
+                CausalConv1dAlgorithm::Im2colGemm => {
+                    let gemm = cuda::im2col::Im2colGemm::new(index, spec, &problem)?;
+                    let gradients = if problem.dense { None } else { Some(direct()?) };
+                    Algorithm::CudaIm2colGemm(Box::new(gemm), gradients)
+                }
+            };
             return Ok(CausalConv1dPlan {
                 spec: spec.clone(),
                 problem,
                 options: *options,
                 isa,
-                algorithm: Algorithm::Cuda(Box::new(cuda::Direct::new(index, spec, &problem)?)),
+                algorithm,
                 backward: Gradient::Cuda,
             });
         }
@@ -191,12 +202,11 @@ impl CausalConv1dPlan {
     }
 
     /// All algorithms that can compute this spec, the fastest first. None if the spec is wrong.
-    pub fn algorithms(spec: &CausalConv1dSpec, device: Device) -> Vec<CausalConv1dAlgorithm> {
-        match (spec.problem(), device) {
-            (Ok(problem), Device::Cpu) if problem.dense => vec![CausalConv1dAlgorithm::Im2colGemm],
-            (Ok(_), Device::Cpu) => CausalConv1dAlgorithm::ALL.to_vec(),
-            (Ok(problem), Device::Cuda(_)) if !problem.dense => vec![CausalConv1dAlgorithm::Direct],
-            _ => Vec::new(),
+    pub fn algorithms(spec: &CausalConv1dSpec, _device: Device) -> Vec<CausalConv1dAlgorithm> {
+        match spec.problem() {
+            Ok(problem) if problem.dense => vec![CausalConv1dAlgorithm::Im2colGemm],
+            Ok(_) => CausalConv1dAlgorithm::ALL.to_vec(),
+            Err(_) => Vec::new(),
         }
     }
 
@@ -204,7 +214,9 @@ impl CausalConv1dPlan {
     pub fn algorithm(&self) -> CausalConv1dAlgorithm {
         match self.algorithm {
             Algorithm::Direct(_) | Algorithm::Cuda(_) => CausalConv1dAlgorithm::Direct,
-            Algorithm::Im2colGemm(_) => CausalConv1dAlgorithm::Im2colGemm,
+            Algorithm::Im2colGemm(_) | Algorithm::CudaIm2colGemm(..) => {
+                CausalConv1dAlgorithm::Im2colGemm
+            }
         }
     }
 
@@ -224,6 +236,9 @@ impl CausalConv1dPlan {
             Algorithm::Direct(direct) => direct.workspace_bytes(),
             Algorithm::Im2colGemm(gemm) => gemm.workspace_bytes(),
             Algorithm::Cuda(direct) => direct.workspace_bytes(),
+            Algorithm::CudaIm2colGemm(gemm, gradients) => gemm
+                .workspace_bytes()
+                .max(gradients.as_ref().map_or(0, |direct| direct.workspace_bytes())),
         };
         forward.max(match &self.backward {
             Gradient::Depthwise(backward) => backward.workspace_bytes(),
@@ -240,6 +255,10 @@ impl CausalConv1dPlan {
             Algorithm::Cuda(direct) => {
                 let device = self.options.device;
                 return format!("causal_conv1d direct ({device}): {}", direct.explain());
+            }
+            Algorithm::CudaIm2colGemm(gemm, _) => {
+                let device = self.options.device;
+                return format!("causal_conv1d im2col_gemm ({device}): {}", gemm.explain());
             }
         };
         format!("causal_conv1d {} ({}): {how}", self.algorithm(), self.isa.name())
@@ -269,6 +288,8 @@ impl CausalConv1dPlan {
         }
         if let Algorithm::Cuda(direct) = &self.algorithm {
             direct.run(args, &outputs, workspace)?;
+        } else if let Algorithm::CudaIm2colGemm(gemm, _) = &self.algorithm {
+            gemm.run(args, &outputs, workspace)?;
         } else {
             let sequences = self.sequences(args)?;
             let scratch = workspace.take(self.workspace_bytes())?.as_mut_ptr();
@@ -312,7 +333,9 @@ impl CausalConv1dPlan {
                 Algorithm::Im2colGemm(gemm) => {
                     gemm.run(&inputs, y, scratch);
                 }
-                Algorithm::Cuda(_) => unreachable!("runs on a device go another way"),
+                Algorithm::Cuda(_) | Algorithm::CudaIm2colGemm(..) => {
+                    unreachable!("runs on a device go another way")
+                }
             }
             if let Some(final_states) = &mut outputs.final_states {
                 let rows = final_states.shape()[0];
@@ -381,6 +404,10 @@ impl CausalConv1dPlan {
     /// The operands of the product that [`CausalConv1dAlgorithm::Im2colGemm`] forms on the CPU: the im2col
     /// matrices of all rows, and the weight as a matrix.
     pub(crate) fn stages(&self, args: &CausalConv1dArgs<'_>) -> Result<Option<Stages>> {
+        if let Algorithm::CudaIm2colGemm(gemm, _) = &self.algorithm {
+            let [im2col, weight, _] = gemm.stages(args, self.options.device)?;
+            return Ok(Some((im2col, weight)));
+        }
         let Algorithm::Im2colGemm(gemm) = &self.algorithm else { return Ok(None) };
         let sequences = self.sequences(args)?;
         Ok(Some(match self.spec.x.dtype {
@@ -388,6 +415,13 @@ impl CausalConv1dPlan {
             DType::BF16 => gemm.stages(&self.inputs::<bf16>(args, sequences)),
             _ => gemm.stages(&self.inputs::<f32>(args, sequences)),
         }))
+    }
+
+    /// The product of those stages, [b, l, d_out], where it is kept whole.
+    pub(crate) fn product(&self, args: &CausalConv1dArgs<'_>) -> Result<Option<Vec<f32>>> {
+        let Algorithm::CudaIm2colGemm(gemm, _) = &self.algorithm else { return Ok(None) };
+        let [_, _, product] = gemm.stages(args, self.options.device)?;
+        Ok(Some(product))
     }
 
     /// The same computation in f64.

@@ -1,0 +1,281 @@
+//! Gradients on CUDA.
+
+use super::{
+    Direct, GRID, INCLUDES, MASK, Params, THREADS, address, along_channels, is_simple,
+    kernel_spec, output_address, rows_launch, strides,
+};
+use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dSpec};
+use crate::cuda::{KernelSpec, Launch, Source, Stream, column_sum};
+use crate::{Result, TensorMut, TensorRef, Workspace};
+
+source!(CHANNEL_FIRST, "backward_channel_first.cu");
+source!(CHANNEL_LAST, "backward_channel_last.cu");
+source!(INPUT, "backward_input.cu");
+source!(WEIGHT, "backward_weight.cu");
+
+/// Warps of a block of the channel-last kernel, which walk along neighbouring chunks.
+const WARPS: usize = 4;
+/// Blocks of that kernel that an H200 runs at once.
+const WAVE: usize = 396;
+
+/// The kernels that compute dx and partial sums of the other gradients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Form {
+    /// Vectors along l in one pass.
+    ChannelFirst,
+    /// So many channels a thread, walking along l, in one pass.
+    ChannelLast { vector: usize },
+    /// One pass for dx, one thread an element, and one for the sums.
+    Plain,
+}
+
+impl Form {
+    /// What the strides and addresses in `params` allow.
+    fn of(spec: &CausalConv1dSpec, params: &Params) -> Self {
+        let Params { batch, channels, length, width, .. } = *params;
+        let packed = spec.seq_idx.is_some() || spec.cu_seqlens.is_some();
+        let states = params.initial_states != 0 || params.dfinal_states != 0;
+        if packed && states || length >= 1 << 30 || batch > GRID {
+            return Form::Plain;
+        }
+        let element = spec.x.dtype.size();
+        let wanted = params.dx != 0;
+        let dx = if wanted { params.dx_stride } else { params.x_stride };
+        let all = [params.x_stride, params.dy_stride, dx];
+        // The first vector of a row that begins between vectors reaches before it, where the inputs of
+        // an initial state would lie.
+        let guide = if wanted { params.dx } else { params.x };
+        let cut = [guide as isize, dx[0] * element as isize, dx[1] * element as isize]
+            .into_iter()
+            .any(|bytes| bytes % 16 != 0);
+        if all.iter().all(|s| s[2] == 1)
+            && (2..=16 / element + 1).contains(&width)
+            && channels <= GRID
+            && !(cut && params.initial_states != 0)
+        {
+            return Form::ChannelFirst;
+        }
+        if all.iter().all(|s| s[1] == 1) && (2..=5).contains(&width) {
+            let mut vector = 8 / element;
+            let fits = |vector: usize| {
+                let multiple = |s: isize| s % vector as isize == 0;
+                all.iter().all(|s| multiple(s[0]) && multiple(s[2]))
+                    && channels % vector == 0
+                    && (params.x | params.dy | params.dx) % (vector * element) == 0
+            };
+            while !fits(vector) {
+                vector /= 2;
+            }
+            return Form::ChannelLast { vector };
+        }
+        Form::Plain
+    }
+
+    /// Positions that a warp, or for the last form a block, walks along. They depend on sizes alone,
+    /// so that results do not depend on the device.
+    fn chunk(self, spec: &CausalConv1dSpec, params: &Params) -> usize {
+        let Params { batch, channels, length, .. } = *params;
+        match self {
+            Form::ChannelFirst => {
+                let block = 32 * 16 / spec.x.dtype.size();
+                // Long chunks repeat least; short ones keep the device filled.
+                let mut chunk = 16 * block;
+                while chunk > block && batch * channels * length.div_ceil(chunk) < 4096 {
+                    chunk /= 2;
+                }
+                chunk
+            }
+            Form::ChannelLast { .. } => {
+                // As many blocks as fill up to three waves of a large device best.
+                let columns = (batch * channels.div_ceil(32 * 8 / spec.x.dtype.size())).max(1);
+                let filled = |waves: usize| {
+                    let blocks = (waves * WAVE / columns).max(1) * columns;
+                    blocks * 1000 / blocks.next_multiple_of(WAVE)
+                };
+                let waves = (1..=3).rev().max_by_key(|&waves| filled(waves)).unwrap_or(1);
+                let chunk = length.div_ceil((waves * WAVE / columns).max(1) * WARPS);
+                // Steps go in groups of eight, and chunks need WIDTH - 1 more.
+                chunk.max(8).next_multiple_of(8) + 5
+            }
+            Form::Plain => (batch * length).div_ceil(256).clamp(256, 4096),
+        }
+    }
+
+    /// Partial sums of a row. A row that begins between vectors may have one more.
+    fn parts(self, spec: &CausalConv1dSpec, params: &Params) -> usize {
+        let chunk = self.chunk(spec, params);
+        match self {
+            Form::ChannelFirst => (params.length + 7).div_ceil(chunk),
+            Form::ChannelLast { .. } => params.length.div_ceil(chunk * WARPS),
+            Form::Plain => params.length.div_ceil(chunk),
+        }
+    }
+}
+
+/// Bytes of partial sums, whatever the strides of the gradients will be.
+pub(super) fn partial_bytes(spec: &CausalConv1dSpec, params: &Params) -> usize {
+    let forms = [Form::ChannelFirst, Form::ChannelLast { vector: 1 }, Form::Plain];
+    let parts = forms.map(|form| form.parts(spec, params)).into_iter().max().unwrap_or(0);
+    parts * params.batch * params.channels * (params.width + 1) * size_of::<f32>()
+}
+
+impl Direct {
+    /// Gradients; their kernels are compiled at the first call. Views have been checked.
+    pub(in crate::causal_conv1d) fn backward(
+        &self,
+        spec: &CausalConv1dSpec,
+        args: &CausalConv1dArgs<'_>,
+        (dy, dfinal_states): (&TensorRef<'_>, Option<&TensorRef<'_>>),
+        grads: &CausalConv1dGrads<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let (stream, scratch) = workspace.take_on(self.gpu, self.workspace_bytes())?;
+        let mut params = Params {
+            dy: address(Some(dy)),
+            dfinal_states: address(dfinal_states),
+            dx: output_address(grads.dx.as_ref()),
+            dinitial_states: output_address(grads.dinitial_states.as_ref()),
+            mask: scratch as usize,
+            partial: scratch as usize + self.mask_bytes(),
+            dy_stride: strides(Some(dy.desc())),
+            dfinal_stride: strides(dfinal_states.map(TensorRef::desc)),
+            dx_stride: strides(grads.dx.as_ref().map(TensorMut::desc)),
+            dinitial_stride: strides(grads.dinitial_states.as_ref().map(TensorMut::desc)),
+            ..self.params.with_inputs(args)
+        };
+        let form = Form::of(spec, &params);
+        params.chunk = form.chunk(spec, &params);
+        params.chunks = form.parts(spec, &params);
+        let Params { batch, channels, length, width, sequences, .. } = params;
+        let sums = grads.dweight.is_some() || grads.dbias.is_some();
+        // SAFETY: as in `run`; the workspace holds the mask and the partial sums.
+        unsafe {
+            if grads.dinitial_states.is_some() && width > 1 {
+                let kernel = self.gpu.kernel(&input_kernel(spec, true))?;
+                kernel.launch(stream, rows_launch(channels, sequences), &params)?;
+            }
+            if channels == 0 || !(sums || grads.dx.is_some()) {
+                return Ok(());
+            }
+            if form == Form::Plain {
+                self.plain_gradients(spec, &params, sums, stream)?;
+            } else {
+                let kernel = vector_kernel(spec, form, params.dx != 0);
+                if spec.seq_idx.is_some() || spec.cu_seqlens.is_some() {
+                    let mask = self.gpu.kernel(&kernel_spec(&MASK, "mask", spec))?;
+                    mask.launch(stream, rows_launch(length, batch), &params)?;
+                }
+                let launch = vector_launch(form, &params);
+                self.gpu.kernel(&kernel)?.launch(stream, launch, &params)?;
+            }
+            let parts = batch * params.chunks;
+            let stride = channels * (width + 1);
+            let partial = params.partial as *const f32;
+            if let Some(dweight) = &grads.dweight {
+                column_sum(self.gpu, stream, partial, [parts, channels * width, stride], dweight)?;
+            }
+            if let Some(dbias) = &grads.dbias {
+                let partial = partial.wrapping_add(channels * width);
+                column_sum(self.gpu, stream, partial, [parts, channels, stride], dbias)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// `params` must be those of a backward run on `stream`.
+    unsafe fn plain_gradients(
+        &self,
+        spec: &CausalConv1dSpec,
+        params: &Params,
+        sums: bool,
+        stream: &Stream,
+    ) -> Result<()> {
+        let Params { batch, channels, length, width, chunks, .. } = *params;
+        // SAFETY: the caller's promise.
+        unsafe {
+            if params.dx != 0 && batch * length > 0 {
+                let kernel = self.gpu.kernel(&input_kernel(spec, false))?;
+                kernel.launch(stream, self.plain_launch(), params)?;
+            }
+            if !sums {
+                return Ok(());
+            }
+            let (kernel, taps) = weight_kernel(spec, width);
+            let across = if along_channels(spec.y.strides()) { THREADS } else { 1 };
+            let rows = batch * (width + 1).div_ceil(taps);
+            let launch = Launch {
+                grid: [channels.div_ceil(across) as u32, chunks.min(GRID) as u32, rows as u32],
+                block: [THREADS as u32, 1, 1],
+            };
+            self.gpu.kernel(&kernel)?.launch(stream, launch, params)
+        }
+    }
+}
+
+fn vector_kernel(spec: &CausalConv1dSpec, form: Form, dx: bool) -> KernelSpec {
+    let packed = spec.seq_idx.is_some() || spec.cu_seqlens.is_some();
+    // More blocks of a multiprocessor hide more, where registers suffice: measured on an H200.
+    let simple = !packed && is_simple(spec.activation) && spec.weight.shape()[1] <= 4;
+    let ahead = match spec.x.dtype.is_half() {
+        true if simple => 8,
+        true => 4,
+        false => 6,
+    };
+    let kernel = match form {
+        Form::ChannelLast { vector } => kernel_spec(&CHANNEL_LAST, "backward_channel_last", spec)
+            .define("VECTOR", vector)
+            .define("AHEAD", ahead)
+            .define("MIN_BLOCKS", if simple { 3 } else { 1 }),
+        _ => kernel_spec(&CHANNEL_FIRST, "backward_channel_first", spec)
+            .define("AHEAD", 1)
+            .define("MIN_BLOCKS", if simple { 7 } else { 1 }),
+    };
+    kernel.define("DX", u8::from(dx)).define("MASK", u8::from(packed))
+}
+
+fn vector_launch(form: Form, params: &Params) -> Launch {
+    let Params { batch, channels, chunks, .. } = *params;
+    match form {
+        Form::ChannelLast { vector } => Launch {
+            grid: [channels.div_ceil(32 * vector) as u32, chunks as u32, batch as u32],
+            block: [32 * WARPS as u32, 1, 1],
+        },
+        _ => {
+            let across = chunks.next_power_of_two().min(THREADS / 32);
+            let down = THREADS / 32 / across;
+            Launch {
+                grid: [chunks.div_ceil(across) as u32, channels.div_ceil(down) as u32, batch as u32],
+                block: [32 * across as u32, down as u32, 1],
+            }
+        }
+    }
+}
+
+/// The kernel of dx, or of the initial states' gradient.
+fn input_kernel(spec: &CausalConv1dSpec, states: bool) -> KernelSpec {
+    let name = if states { "dinitial_states" } else { "dx" };
+    kernel_spec(&INPUT, name, spec).define("STATES", u8::from(states))
+}
+
+/// The kernel and the taps that a thread of it takes.
+fn weight_kernel(spec: &CausalConv1dSpec, width: usize) -> (KernelSpec, usize) {
+    let taps = if width <= 4 { width + 1 } else { 1 };
+    (kernel_spec(&WEIGHT, "dweight", spec).define("TAPS", taps), taps)
+}
+
+/// All that a spec of this kind may need.
+#[cfg(test)]
+pub(super) fn all_kernels(spec: &CausalConv1dSpec) -> Vec<KernelSpec> {
+    let width = spec.weight.shape()[1];
+    let mut kernels = vec![input_kernel(spec, false), input_kernel(spec, true)];
+    kernels.push(weight_kernel(spec, width).0);
+    let element = spec.x.dtype.size();
+    let last = Form::ChannelLast { vector: 8 / element };
+    if along_channels(spec.y.strides()) {
+        kernels.extend((2..=5).contains(&width).then(|| vector_kernel(spec, last, true)));
+    } else if (2..=16 / element + 1).contains(&width) {
+        kernels.push(vector_kernel(spec, Form::ChannelFirst, true));
+    }
+    kernels
+}

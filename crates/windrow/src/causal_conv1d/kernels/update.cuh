@@ -1,0 +1,20 @@
+// Parameters of decoding.
+//
+// STATE_LENGTH   inputs that a state holds, where they and the taps are few; else 0
+#pragma once
+#include "parameters.cuh"
+
+struct Params {
+    S *y;
+    const S *x;
+    S *state;
+    const W::Storage *weight;
+    const void *bias;
+    const int *cache_seqlens;
+    const int *state_indices;
+    i64 batch, channels, length, width, state_length, pool;
+    // [b, d, l], [pool, d, state_length], [d, width]
+    i64 x_stride[3], y_stride[3], state_stride[3], weight_stride[2];
+    i64 bias_stride, cache_seqlens_stride, state_indices_stride;
+};
+static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
