@@ -13,16 +13,53 @@ pub(crate) struct Devices {
 }
 
 #[derive(Serialize)]
-struct Listed {
-    device: &'static str,
-    #[serde(flatten)]
-    machine: Machine,
+#[serde(untagged)]
+enum Listed {
+    Cpu {
+        device: &'static str,
+        #[serde(flatten)]
+        machine: Machine,
+    },
+    Cuda(Gpu),
+}
+
+/// A CUDA device, as its driver describes it.
+#[derive(Serialize)]
+struct Gpu {
+    /// As `--device` takes it.
+    device: String,
+    name: String,
+    compute_capability: String,
+    multiprocessors: u32,
+    memory_bytes: usize,
+    l2_cache_bytes: usize,
+    driver_cuda: String,
+}
+
+impl Gpu {
+    /// All of this machine: none without a driver.
+    fn all() -> Vec<Self> {
+        let found = windrow::cuda::devices().unwrap_or_default();
+        let version = |(major, minor): (u32, u32)| format!("{major}.{minor}");
+        let gpu = |d: windrow::cuda::DeviceInfo| Gpu {
+            device: format!("cuda:{}", d.index),
+            name: d.name.clone(),
+            compute_capability: version(d.compute_capability),
+            multiprocessors: d.multiprocessors,
+            memory_bytes: d.memory,
+            l2_cache_bytes: d.l2_cache,
+            driver_cuda: version(d.driver),
+        };
+        found.into_iter().map(gpu).collect()
+    }
 }
 
 pub(crate) fn run(args: &Devices) -> Result<(), Failure> {
     let machine = Machine::measure(windrow::cpu::num_threads());
     if args.json {
-        let devices = [Listed { device: "cpu", machine }];
+        let cpu = [Listed::Cpu { device: "cpu", machine }];
+        let gpus = Gpu::all().into_iter().map(Listed::Cuda);
+        let devices: Vec<_> = cpu.into_iter().chain(gpus).collect();
         let json = serde_json::to_string_pretty(&devices).expect("devices are plain data");
         println!("{json}");
         return Ok(());
@@ -33,5 +70,13 @@ pub(crate) fn run(args: &Devices) -> Result<(), Failure> {
     println!("  kernels  {isa}, of {} (WINDROW_ISA)", isa_available.join(", "));
     println!("  f32 FMA  {peak_gflops:.0} GFLOP/s");
     println!("  memory   {copy_gbps:.1} GB/s, copying: bytes read and bytes written");
+    for gpu in Gpu::all() {
+        println!("{:<10} {}", gpu.device, gpu.name);
+        let (capability, processors) = (gpu.compute_capability, gpu.multiprocessors);
+        println!("  kernels  compute capability {capability}, {processors} multiprocessors");
+        let (memory, l2) = (gpu.memory_bytes as f64 / 1e9, gpu.l2_cache_bytes as f64 / 1e6);
+        println!("  memory   {memory:.0} GB, L2 cache {l2:.0} MB");
+        println!("  driver   CUDA {}", gpu.driver_cuda);
+    }
     Ok(())
 }

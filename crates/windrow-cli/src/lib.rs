@@ -6,6 +6,7 @@ mod failure;
 pub mod files;
 mod machine;
 mod operator;
+mod placed;
 mod run;
 mod table;
 mod verify;

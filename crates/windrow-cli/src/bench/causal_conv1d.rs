@@ -2,11 +2,12 @@
 
 use super::{Case, Description, Entry, Selection, Work, by_x, ends};
 use crate::failure::Failure;
+use crate::placed::Placed;
 use std::ops::Range;
 use windrow::verify::{Comparison, random_tensor};
 use windrow::{
     Activation, CausalConv1dAlgorithm, CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dPlan,
-    CausalConv1dSpec, DType, Layout, PlanOptions, Tensor, TensorDesc, Workspace, cpu,
+    CausalConv1dSpec, DType, Layout, PlanOptions, TensorDesc, Workspace, cpu,
 };
 
 const WIDTH: usize = 4;
@@ -30,12 +31,12 @@ struct CausalConv1d {
     direct: CausalConv1dPlan,
     options: PlanOptions,
     threads: usize,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    y: Tensor,
-    y_direct: Tensor,
-    copied: Tensor,
+    x: Placed,
+    weight: Placed,
+    bias: Placed,
+    y: Placed,
+    y_direct: Placed,
+    copied: Placed,
     workspace: Workspace,
 }
 
@@ -93,7 +94,10 @@ impl CausalConv1d {
         let weight = random_tensor(2, spec.weight, -1.0, 1.0)?;
         let bias = TensorDesc::contiguous(spec.x.dtype, &[spec.x.shape()[1]])?;
         let bias = random_tensor(3, bias, -1.0, 1.0)?;
-        let output = || Tensor::uninitialised(spec.y);
+        let device = options.device;
+        let (x, weight) = (Placed::new(x, device)?, Placed::new(weight, device)?);
+        let bias = Placed::new(bias, device)?;
+        let output = || Placed::output(spec.y, device);
         let (y, y_direct, copied) = (output()?, output()?, output()?);
         Ok(CausalConv1d {
             plan,
@@ -135,7 +139,7 @@ impl CausalConv1d {
     }
 }
 
-fn arguments<'a>(x: &'a Tensor, weight: &'a Tensor, bias: &'a Tensor) -> CausalConv1dArgs<'a> {
+fn arguments<'a>(x: &'a Placed, weight: &'a Placed, bias: &'a Placed) -> CausalConv1dArgs<'a> {
     CausalConv1dArgs {
         x: x.as_ref(),
         weight: weight.as_ref(),
@@ -165,22 +169,25 @@ impl Case for CausalConv1d {
 
     fn run(&mut self) -> windrow::Result<()> {
         let args = arguments(&self.x, &self.weight, &self.bias);
-        let outputs = CausalConv1dOutputs { y: self.y.as_mut(), final_states: None };
-        self.plan.run(&args, outputs, &mut self.workspace)
+        let outputs = CausalConv1dOutputs { y: self.y.as_mut()?, final_states: None };
+        self.plan.run(&args, outputs, &mut self.workspace)?;
+        self.workspace.synchronize()
     }
 
     fn run_direct(&mut self) -> windrow::Result<()> {
         let args = arguments(&self.x, &self.weight, &self.bias);
-        let outputs = CausalConv1dOutputs { y: self.y_direct.as_mut(), final_states: None };
-        self.direct.run(&args, outputs, &mut self.workspace)
+        let outputs = CausalConv1dOutputs { y: self.y_direct.as_mut()?, final_states: None };
+        self.direct.run(&args, outputs, &mut self.workspace)?;
+        self.workspace.synchronize()
     }
 
-    fn copy(&mut self) {
-        cpu::copy(self.threads, self.x.as_bytes(), self.copied.as_bytes_mut());
+    fn copy(&mut self) -> windrow::Result<()> {
+        self.copied.copy_from(&self.x, self.threads, &self.workspace)?;
+        self.workspace.synchronize()
     }
 
     fn compare(&mut self) -> windrow::Result<Comparison> {
-        let [first, last] = ends(self.x.shape()[1], SAMPLED_CHANNELS);
+        let [first, last] = ends(self.x.desc().shape()[1], SAMPLED_CHANNELS);
         let mut comparison = self.compare_part(first)?;
         comparison.merge(&self.compare_part(last)?);
         Ok(comparison)

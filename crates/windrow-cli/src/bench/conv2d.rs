@@ -3,11 +3,12 @@
 use super::layers::Layer;
 use super::{Case, Description, Entry, Selection, Work, ends};
 use crate::failure::Failure;
+use crate::placed::Placed;
 use std::ops::Range;
 use windrow::verify::{Comparison, random_tensor};
 use windrow::{
     Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, DType, PackedWeights,
-    PlanOptions, Tensor, TensorDesc, Weights, Workspace,
+    PlanOptions, TensorDesc, Weights, Workspace,
 };
 
 /// Output channels of an image that are compared with the oracle at each end.
@@ -18,11 +19,11 @@ struct Conv2d {
     plan: Conv2dPlan,
     direct: Conv2dPlan,
     options: PlanOptions,
-    x: Tensor,
-    w: Tensor,
+    x: Placed,
+    w: Placed,
     packed: PackedWeights,
-    y: Tensor,
-    y_direct: Tensor,
+    y: Placed,
+    y_direct: Placed,
     workspace: Workspace,
 }
 
@@ -70,8 +71,10 @@ impl Conv2d {
         // Activations behind a ReLU, and weights of mean zero.
         let x = random_tensor(1, spec.x, 0.0, 1.0)?;
         let w = random_tensor(2, spec.w, -1.0, 1.0)?;
+        let device = options.device;
+        let (x, w) = (Placed::new(x, device)?, Placed::new(w, device)?);
         let packed = plan.pack_weights(&w.as_ref(), &mut workspace)?;
-        let (y, y_direct) = (Tensor::uninitialised(spec.y)?, Tensor::uninitialised(spec.y)?);
+        let (y, y_direct) = (Placed::output(spec.y, device)?, Placed::output(spec.y, device)?);
         Ok(Conv2d { name, plan, direct, options, x, w, packed, y, y_direct, workspace })
     }
 
@@ -109,16 +112,18 @@ impl Case for Conv2d {
 
     fn run(&mut self) -> windrow::Result<()> {
         let args = Conv2dArgs { x: self.x.as_ref(), w: Weights::Packed(&self.packed), bias: None };
-        self.plan.run(&args, self.y.as_mut(), &mut self.workspace)
+        self.plan.run(&args, self.y.as_mut()?, &mut self.workspace)?;
+        self.workspace.synchronize()
     }
 
     fn run_direct(&mut self) -> windrow::Result<()> {
         let args = Conv2dArgs { x: self.x.as_ref(), w: Weights::Raw(self.w.as_ref()), bias: None };
-        self.direct.run(&args, self.y_direct.as_mut(), &mut self.workspace)
+        self.direct.run(&args, self.y_direct.as_mut()?, &mut self.workspace)?;
+        self.workspace.synchronize()
     }
 
     fn compare(&mut self) -> windrow::Result<Comparison> {
-        let [n, k] = [self.y.shape()[0], self.y.shape()[1]];
+        let [n, k] = [self.y.desc().shape()[0], self.y.desc().shape()[1]];
         let [first, last] = ends(k, SAMPLED_CHANNELS);
         let mut comparison = self.compare_part(0..1, first)?;
         if !last.is_empty() {

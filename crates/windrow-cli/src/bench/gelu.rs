@@ -2,6 +2,7 @@
 
 use super::{Case, Description, Entry, Selection, Work, by_x, ends};
 use crate::failure::Failure;
+use crate::placed::Placed;
 use rayon::prelude::*;
 use windrow::verify::{Comparison, random_tensor};
 use windrow::{
@@ -18,10 +19,10 @@ struct Gelu {
     plan: GeluPlan,
     options: PlanOptions,
     threads: usize,
-    x: Tensor,
-    y: Tensor,
+    x: Placed,
+    y: Placed,
     scalar: Box<dyn FnMut()>,
-    copied: Tensor,
+    copied: Placed,
     workspace: Workspace,
 }
 
@@ -67,7 +68,9 @@ impl Gelu {
             DType::BF16 => scalar_loop::<bf16>(&x, spec.approximate, threads)?,
             _ => scalar_loop::<f32>(&x, spec.approximate, threads)?,
         };
-        let (y, copied) = (Tensor::uninitialised(spec.y)?, Tensor::uninitialised(spec.y)?);
+        let device = options.device;
+        let x = Placed::new(x, device)?;
+        let (y, copied) = (Placed::output(spec.y, device)?, Placed::output(spec.y, device)?);
         Ok(Gelu { plan, options, threads, x, y, scalar, copied, workspace })
     }
 }
@@ -109,7 +112,8 @@ impl Case for Gelu {
 
     fn run(&mut self) -> windrow::Result<()> {
         let args = GeluArgs { x: self.x.as_ref(), bias: None, gate: None };
-        self.plan.run(&args, self.y.as_mut(), &mut self.workspace)
+        self.plan.run(&args, self.y.as_mut()?, &mut self.workspace)?;
+        self.workspace.synchronize()
     }
 
     fn run_direct(&mut self) -> windrow::Result<()> {
@@ -117,12 +121,13 @@ impl Case for Gelu {
         Ok(())
     }
 
-    fn copy(&mut self) {
-        cpu::copy(self.threads, self.x.as_bytes(), self.copied.as_bytes_mut());
+    fn copy(&mut self) -> windrow::Result<()> {
+        self.copied.copy_from(&self.x, self.threads, &self.workspace)?;
+        self.workspace.synchronize()
     }
 
     fn compare(&mut self) -> windrow::Result<Comparison> {
-        let parts = ends(self.x.shape()[0], SAMPLED_ROWS).map(|rows| {
+        let parts = ends(self.x.desc().shape()[0], SAMPLED_ROWS).map(|rows| {
             let x = self.x.as_ref().narrow(0, rows.clone())?;
             let y = self.y.as_ref().narrow(0, rows)?;
             let spec = GeluSpec::new(*x.desc(), self.plan.spec().approximate)?.y(*y.desc());

@@ -93,12 +93,14 @@ type Entry = Box<dyn Fn() -> windrow::Result<Box<dyn Case>>>;
 /// One operator on one set of inputs.
 trait Case {
     fn describe(&self) -> Description;
-    /// The plan under test, once.
+    /// The plan under test, once; on a device until the result is there.
     fn run(&mut self) -> windrow::Result<()>;
     /// What the speed-up refers to, once.
     fn run_direct(&mut self) -> windrow::Result<()>;
     /// A copy of as many bytes as the operator moves, for [`Work::Bytes`].
-    fn copy(&mut self) {}
+    fn copy(&mut self) -> windrow::Result<()> {
+        Ok(())
+    }
     /// The latest output of [`run`](Case::run), or a sample of it, against the oracle.
     fn compare(&mut self) -> windrow::Result<Comparison>;
     /// Elements of the output.

@@ -77,10 +77,7 @@ impl Row {
         let samples = measure::interleave(contestants, limits, |i| match i {
             RUN => case.run(),
             DIRECT => case.run_direct(),
-            COPY.. => {
-                case.copy();
-                Ok(())
-            }
+            COPY.. => case.copy(),
         })?;
         let comparison = case.compare()?;
 

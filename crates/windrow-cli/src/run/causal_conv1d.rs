@@ -1,6 +1,6 @@
 //! `windrow run causal-conv1d`.
 
-use super::{Common, finish, read_optional, read_ordered, view};
+use super::{Common, Placed, finish, place, read_optional, read_ordered, view};
 use crate::failure::Failure;
 use crate::files;
 use std::path::{Path, PathBuf};
@@ -76,9 +76,15 @@ impl CausalConv1d {
             files::check_output(path, desc.dtype)?;
         }
 
-        let mut y = Tensor::uninitialised(spec.y)?;
-        let mut final_states = spec.final_states.map(Tensor::uninitialised).transpose()?;
-        let mut workspace = Workspace::new(options.device, plan.workspace_bytes())?;
+        let device = options.device;
+        let (x, weight) = (Placed::new(x, device)?, Placed::new(weight, device)?);
+        let (bias, seq_idx) = (place(bias, device)?, place(seq_idx, device)?);
+        let cu_seqlens = place(cu_seqlens, device)?;
+        let initial_states = place(initial_states, device)?;
+        let mut y = Placed::output(spec.y, device)?;
+        let output = |desc| Placed::output(desc, device);
+        let mut final_states = spec.final_states.map(output).transpose()?;
+        let mut workspace = Workspace::new(device, plan.workspace_bytes())?;
         let args = CausalConv1dArgs {
             x: x.as_ref(),
             weight: weight.as_ref(),
@@ -88,10 +94,13 @@ impl CausalConv1d {
             initial_states: view(&initial_states),
         };
         let outputs = CausalConv1dOutputs {
-            y: y.as_mut(),
-            final_states: final_states.as_mut().map(Tensor::as_mut),
+            y: y.as_mut()?,
+            final_states: final_states.as_mut().map(Placed::as_mut).transpose()?,
         };
         plan.run(&args, outputs, &mut workspace)?;
+        workspace.synchronize()?;
+        let mut y = y.into_host()?;
+        let final_states = final_states.map(Placed::into_host).transpose()?;
         if self.channel_last {
             y = y.permute(&[0, 2, 1]);
         }

@@ -1,11 +1,11 @@
 //! `windrow run conv2d`.
 
-use super::{Common, finish, read_optional, read_ordered, view};
+use super::{Common, Placed, finish, place, read_optional, read_ordered, view};
 use crate::failure::Failure;
 use crate::files;
 use windrow::{
     Accuracy, Activation, Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec,
-    Tensor, Weights, Workspace,
+    Weights, Workspace,
 };
 
 /// 2-D convolution: y[n,k] = act(bias[k] + sum over c of w[k,c] * x[n,c])
@@ -69,10 +69,14 @@ impl Conv2d {
             None => Conv2dPlan::new(&spec, &options)?,
         };
         files::check_output(&self.common.output, spec.y.dtype)?;
-        let mut y = Tensor::uninitialised(spec.y)?;
-        let mut workspace = Workspace::new(options.device, plan.workspace_bytes())?;
+        let device = options.device;
+        let (x, w, bias) = (Placed::new(x, device)?, Placed::new(w, device)?, place(bias, device)?);
+        let mut y = Placed::output(spec.y, device)?;
+        let mut workspace = Workspace::new(device, plan.workspace_bytes())?;
         let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias: view(&bias) };
-        plan.run(&args, y.as_mut(), &mut workspace)?;
+        plan.run(&args, y.as_mut()?, &mut workspace)?;
+        workspace.synchronize()?;
+        let mut y = y.into_host()?;
         if self.channels_last {
             y = y.permute(&[0, 2, 3, 1]);
         }

@@ -1,9 +1,9 @@
 //! `windrow run gelu`.
 
-use super::{Common, finish, read_optional, view};
+use super::{Common, Placed, finish, place, read_optional, view};
 use crate::failure::Failure;
 use crate::files;
-use windrow::{Approximate, GeluArgs, GeluPlan, GeluSpec, Tensor, Workspace};
+use windrow::{Approximate, GeluArgs, GeluPlan, GeluSpec, Workspace};
 
 /// y = gelu(x + bias) * gate
 #[derive(Debug, clap::Args)]
@@ -40,10 +40,15 @@ impl Gelu {
             None => GeluPlan::new(&spec, &options)?,
         };
         files::check_output(&self.common.output, spec.y.dtype)?;
-        let mut y = Tensor::uninitialised(spec.y)?;
-        let mut workspace = Workspace::new(options.device, plan.workspace_bytes())?;
+        let device = options.device;
+        let (x, bias, gate) =
+            (Placed::new(x, device)?, place(bias, device)?, place(gate, device)?);
+        let mut y = Placed::output(spec.y, device)?;
+        let mut workspace = Workspace::new(device, plan.workspace_bytes())?;
         let args = GeluArgs { x: x.as_ref(), bias: view(&bias), gate: view(&gate) };
-        plan.run(&args, y.as_mut(), &mut workspace)?;
+        plan.run(&args, y.as_mut()?, &mut workspace)?;
+        workspace.synchronize()?;
+        let y = y.into_host()?;
         finish(&[(&self.common.output, "y", &y)], &plan.explain())
     }
 }

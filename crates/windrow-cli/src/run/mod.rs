@@ -6,6 +6,7 @@ mod gelu;
 
 use crate::failure::Failure;
 use crate::files;
+use crate::placed::Placed;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use windrow::{Device, Error, PlanOptions, Tensor, TensorRef};
@@ -62,8 +63,13 @@ fn read_optional(source: Option<&String>) -> files::Result<Option<Tensor>> {
     source.map(|s| files::read(s)).transpose()
 }
 
-fn view(tensor: &Option<Tensor>) -> Option<TensorRef<'_>> {
-    tensor.as_ref().map(Tensor::as_ref)
+/// An optional tensor in the memory of `device`.
+fn place(tensor: Option<Tensor>, device: Device) -> windrow::Result<Option<Placed>> {
+    tensor.map(|tensor| Placed::new(tensor, device)).transpose()
+}
+
+fn view(tensor: &Option<Placed>) -> Option<TensorRef<'_>> {
+    tensor.as_ref().map(Placed::as_ref)
 }
 
 /// Reads a tensor and reorders its dimensions if `order` is given: dimension `i` of the result is
