@@ -65,7 +65,8 @@ pub(crate) fn run(args: &Verify) -> Result<(), Failure> {
     check_device(args.device)?;
     let chosen: Vec<_> = Operator::chosen(&args.operators).iter().map(|o| o.name()).collect();
     let mut cases = verify::cases(args.device);
-    cases.retain(|case| chosen.contains(&case.op));
+    // An operator's cases may name its part: causal_conv1d_update.
+    cases.retain(|case| chosen.iter().any(|name| case.op.starts_with(name)));
     if args.quick {
         keep_few(&mut cases);
     }
