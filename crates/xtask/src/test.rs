@@ -1,6 +1,6 @@
 //! `cargo xtask test`: everything that has to pass before a change is merged.
 
-use crate::steps::{Result, Steps, cargo};
+use crate::steps::{Result, Steps, cargo, root};
 use crate::{python, readme};
 
 /// `torch` adds what needs PyTorch.
@@ -13,13 +13,19 @@ pub(crate) fn run(torch: bool) -> Result {
     let docs = ["doc", "--workspace", "--no-deps"];
     steps.run("docs", cargo(&docs).env("RUSTDOCFLAGS", "-D warnings"))?;
     steps.run("doc tests", &mut cargo(&["test", "--workspace", "--doc"]))?;
-    if has_nextest() {
-        let tests = ["nextest", "run", "--workspace", "--no-fail-fast", "--status-level", "fail"];
-        steps.run("tests", &mut cargo(&tests))?;
+    let mut tests = if has_nextest() {
+        cargo(&["nextest", "run", "--workspace", "--no-fail-fast", "--status-level", "fail"])
     } else {
         let tests = ["test", "--workspace", "--lib", "--bins", "--tests", "--examples"];
-        steps.run("tests", cargo(&tests).arg("--no-fail-fast"))?;
+        cargo(&[&tests[..], &["--no-fail-fast"]].concat())
+    };
+    // macOS has no NVRTC, and so no CUDA kernels to compile.
+    if !cfg!(target_os = "macos") {
+        let requirements = root().join("crates/xtask/requirements-nvrtc.txt");
+        let nvrtc = python::environment(&mut steps, "nvrtc", &[requirements])?;
+        tests.env("VIRTUAL_ENV", nvrtc).env("WINDROW_REQUIRE_NVRTC", "1");
     }
+    steps.run("tests", &mut tests)?;
     python::test(&mut steps, torch)
 }
 
