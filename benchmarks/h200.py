@@ -89,7 +89,23 @@ def torch_conv(row, backward):
     return eager_us(lambda: torch.autograd.grad(y, inputs, dy, retain_graph=True))
 
 
-def peer_conv(row):
+def torch_im2col(row):
+    """Separate kernels and a matrix product: transposed im2col, product with the expanded weight, bias, SiLU."""
+    b, d, l = row["shape"]
+    xs = rotating(row["shape"], torch.float16, 4 * b * d * l)
+    weight, bias = torch.randn(d, 4, device="cuda").half(), torch.randn(d, device="cuda").half()
+    expanded = torch.zeros(4, d, d, device="cuda", dtype=torch.float16)
+    expanded[:, torch.arange(d), torch.arange(d)] = weight.T
+    expanded = expanded.reshape(4 * d, d)
+
+    def run(i):
+        matrix = F.pad(xs[i], (3, 0)).unfold(2, 4, 1).permute(0, 2, 3, 1).reshape(b * l, 4 * d)
+        return F.silu(torch.addmm(bias, matrix, expanded)).reshape(b, l, d).transpose(1, 2).contiguous()
+
+    return median_us(run, len(xs))
+
+
+def peer_conv(row, backward):
     """causal-conv1d on the same case, if it is installed."""
     try:
         from causal_conv1d import causal_conv1d_fn
@@ -101,33 +117,60 @@ def peer_conv(row):
     if row["layout"] == "channel_last":
         xs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in xs]
     weight, bias = (torch.randn(s, device="cuda").to(dtype) for s in ((d, 4), (d,)))
-    return median_us(lambda i: causal_conv1d_fn(xs[i], weight, bias, activation="silu"), len(xs))
+    if not backward:
+        return median_us(lambda i: causal_conv1d_fn(xs[i], weight, bias, activation="silu"), len(xs))
+    from causal_conv1d.cpp_functions import causal_conv1d_bwd_function
+
+    dxs = [torch.empty_like(x) for x in xs]
+    none = (None, None, None)
+    return median_us(
+        lambda i: causal_conv1d_bwd_function(xs[i], weight, bias, xs[(i + 1) % len(xs)], *none, dxs[i], False, True),
+        len(xs),
+    )
+
+
+def peer_update(row):
+    """causal-conv1d's decoding step, if it is installed."""
+    try:
+        from causal_conv1d import causal_conv1d_update
+    except ImportError:
+        return None
+    dtype = DTYPES[row["dtype"]]
+    b, d, _ = row["shape"]
+    states = rotating((b, d, 3), dtype, 8 * dtype.itemsize * b * d)
+    xs = [torch.randn(b, d, device="cuda").to(dtype) for _ in states]
+    weight, bias = (torch.randn(s, device="cuda").to(dtype) for s in ((d, 4), (d,)))
+    return median_us(lambda i: causal_conv1d_update(xs[i], states[i], weight, bias, activation="silu"), len(xs))
 
 
 def add_peers(row):
     if row["op"] == "gelu":
         row["torch_us"] = torch_gelu(row)
+    elif row["op"] == "causal_conv1d_update":
+        row["causal_conv1d_us"] = peer_update(row)
+    elif row["variant"].startswith("im2col_gemm"):
+        row["torch_us"] = torch_im2col(row)
     elif row["op"] == "causal_conv1d":
         backward = row["variant"].startswith("backward")
         row["torch_us"] = torch_conv(row, backward)
-        if not backward:
-            row["causal_conv1d_us"] = peer_conv(row)
+        row["causal_conv1d_us"] = peer_conv(row, backward)
     torch.cuda.empty_cache()
 
 
 def table(rows):
     copies = {(tuple(r["shape"]), r["dtype"]): r["gbps"] for r in rows if r["op"] == "copy"}
-    lines = ["| op | shape | type | layout, form | us | GB/s | of copy | torch us | speed-up |", "|---|---|---|---|---|---|---|---|---|"]
+    lines = ["| op | shape | type | layout, form | us | GB/s | of copy | torch us | speed-up | causal-conv1d us | speed-up |", "|" + "---|" * 11]
     for r in rows:
         if r["op"] == "copy":
             continue
-        copy = copies.get((tuple(r["shape"]), r["dtype"]))
+        copy = None if r["variant"].startswith("backward") else copies.get((tuple(r["shape"]), r["dtype"]))
         share = f"{r['gbps'] / copy:.1%}" if copy else ""
-        peer = r.get("torch_us")
-        peer_us, ratio = (f"{peer:.2f}", f"{peer / r['us']:.2f}") if peer else ("", "")
+        peers = ""
+        for peer in (r.get("torch_us"), r.get("causal_conv1d_us")):
+            peers += f" {peer:.2f} | {peer / r['us']:.2f} |" if peer else " | |"
         lines.append(
             f"| {r['op']} | {' x '.join(map(str, r['shape']))} | {r['dtype']} | {r['layout']}, {r['variant']} | {r['us']:.2f} "
-            f"| {r['gbps']:.0f} | {share} | {peer_us} | {ratio} |"
+            f"| {r['gbps']:.0f} | {share} |{peers}"
         )
     return "\n".join(lines) + "\n"
 

@@ -41,6 +41,9 @@ fn main() -> Result<()> {
             }
         }
     }
+    for channels in [16, 64, 256, 1024] {
+        im2col_gemm(&stream, [1, channels, 2048])?;
+    }
     DTYPES.into_iter().try_for_each(|dtype| update(&stream, dtype))
 }
 
@@ -124,6 +127,10 @@ fn causal_conv1d(
     let spec = CausalConv1dSpec::new(x, weight)?.with_bias(bias).with_activation(Activation::Silu);
     let xs = sets(x, bytes, -2.0, 2.0)?;
     let mut ys = xs.iter().map(|_| DeviceTensor::new(x, 0)).collect::<Result<Vec<_>>>()?;
+    if x.layout.is_contiguous() {
+        let copy = |i: usize| cuda::copy(&xs[i].as_ref(), &mut ys[i].as_mut()?, stream);
+        report("copy", "16 bytes", dtype, layout, &shape, time(stream, xs.len(), copy)?, bytes);
+    }
     let (weight, bias) = (sets(weight, ROTATE, -1.0, 1.0)?, sets(bias, ROTATE, -1.0, 1.0)?);
     let plan = CausalConv1dPlan::new(&spec, &OPTIONS)?;
     // SAFETY: the stream outlives the workspace.
@@ -144,20 +151,50 @@ fn causal_conv1d(
     report("causal_conv1d", "bias silu", dtype, layout, &shape, us, bytes);
 
     let [x0, weight0, bias0] = args(&xs[0]);
-    let mut dx = DeviceTensor::new(x, 0)?;
     let mut dweight = DeviceTensor::new(spec.weight, 0)?;
     let mut dbias = DeviceTensor::new(*bias0.desc(), 0)?;
     let args = CausalConv1dArgs { bias: Some(bias0), ..CausalConv1dArgs::new(x0, weight0) };
-    let us = time(stream, 1, |_| {
+    let us = time(stream, xs.len(), |i| {
+        let args = CausalConv1dArgs { x: xs[i].as_ref(), ..args };
+        let dy = xs[(i + 1) % xs.len()].as_ref();
         let grads = CausalConv1dGrads {
-            dx: Some(dx.as_mut()?),
+            dx: Some(ys[i].as_mut()?),
             dweight: Some(dweight.as_mut()?),
             dbias: Some(dbias.as_mut()?),
             dinitial_states: None,
         };
-        plan.backward(&args, xs[1].as_ref(), None, grads, &mut workspace)
+        plan.backward(&args, dy, None, grads, &mut workspace)
     })?;
     report("causal_conv1d", "backward bias silu", dtype, layout, &shape, us, bytes / 2 * 3);
+    Ok(())
+}
+
+/// A depthwise convolution as a matrix product: 2048 x 64 by 256 is the case of channels = 64.
+fn im2col_gemm(stream: &Stream, shape: [usize; 3]) -> Result<()> {
+    let dtype = DType::F16;
+    let x = TensorDesc::contiguous(dtype, &shape)?;
+    let weight = TensorDesc::contiguous(dtype, &[shape[1], 4])?;
+    let bias = TensorDesc::contiguous(dtype, &[shape[1]])?;
+    let spec = CausalConv1dSpec::new(x, weight)?.with_bias(bias).with_activation(Activation::Silu);
+    let xs = sets(x, 2 * x.bytes(), -2.0, 2.0)?;
+    let mut ys = xs.iter().map(|_| DeviceTensor::new(x, 0)).collect::<Result<Vec<_>>>()?;
+    let (weight, bias) = (sets(weight, ROTATE, -1.0, 1.0)?, sets(bias, ROTATE, -1.0, 1.0)?);
+    for algorithm in CausalConv1dPlan::algorithms(&spec, OPTIONS.device) {
+        let plan = CausalConv1dPlan::with_algorithm(&spec, algorithm, &OPTIONS)?;
+        // SAFETY: the stream outlives the workspace.
+        let mut workspace =
+            unsafe { Workspace::on_stream(0, stream.as_raw(), plan.workspace_bytes())? };
+        let us = time(stream, xs.len(), |i| {
+            let args = CausalConv1dArgs {
+                bias: Some(bias[0].as_ref()),
+                ..CausalConv1dArgs::new(xs[i].as_ref(), weight[0].as_ref())
+            };
+            let outputs = CausalConv1dOutputs { y: ys[i].as_mut()?, final_states: None };
+            plan.run(&args, outputs, &mut workspace)
+        })?;
+        let what = format!("{algorithm} bias silu");
+        report("causal_conv1d", &what, dtype, "channel_first", &shape, us, 2 * x.bytes());
+    }
     Ok(())
 }
 
