@@ -75,7 +75,11 @@ fn build(steps: &mut Steps, package: &Path, environment: &Path) -> Result<PathBu
 }
 
 /// The environment for these requirements; made if there is none yet.
-pub(crate) fn environment(steps: &mut Steps, name: &str, requirements: &[PathBuf]) -> Result<PathBuf> {
+pub(crate) fn environment(
+    steps: &mut Steps,
+    name: &str,
+    requirements: &[PathBuf],
+) -> Result<PathBuf> {
     let interpreter = env::var("PYTHON").unwrap_or_else(|_| "python3".into());
     let version = Command::new(&interpreter).arg("--version").output()?.stdout;
     let mut hasher = DefaultHasher::new();

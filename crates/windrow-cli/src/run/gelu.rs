@@ -41,8 +41,7 @@ impl Gelu {
         };
         files::check_output(&self.common.output, spec.y.dtype)?;
         let device = options.device;
-        let (x, bias, gate) =
-            (Placed::new(x, device)?, place(bias, device)?, place(gate, device)?);
+        let (x, bias, gate) = (Placed::new(x, device)?, place(bias, device)?, place(gate, device)?);
         let mut y = Placed::output(spec.y, device)?;
         let mut workspace = Workspace::new(device, plan.workspace_bytes())?;
         let args = GeluArgs { x: x.as_ref(), bias: view(&bias), gate: view(&gate) };

@@ -289,7 +289,9 @@ impl Reference {
         for b in 0..p.b {
             for t in 0..p.l {
                 for channel in 0..p.d_out {
-                    let Some((sum, scale)) = self.before_activation(b, channel, t) else { continue };
+                    let Some((sum, scale)) = self.before_activation(b, channel, t) else {
+                        continue;
+                    };
                     let bias = self.bias.as_ref().map_or(0.0, |bias| bias[channel]);
                     out.add((b * p.l + t) * p.d_out + channel, sum - bias, scale);
                 }

@@ -1,8 +1,8 @@
 //! Gradients on CUDA.
 
 use super::{
-    Direct, GRID, INCLUDES, MASK, Params, THREADS, address, along_channels, is_simple,
-    kernel_spec, output_address, rows_launch, strides,
+    Direct, GRID, INCLUDES, MASK, Params, THREADS, address, along_channels, is_simple, kernel_spec,
+    output_address, rows_launch, strides,
 };
 use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dSpec};
 use crate::cuda::{KernelSpec, Launch, Source, Stream, column_sum};
@@ -245,7 +245,11 @@ fn vector_launch(form: Form, params: &Params) -> Launch {
             let across = chunks.next_power_of_two().min(THREADS / 32);
             let down = THREADS / 32 / across;
             Launch {
-                grid: [chunks.div_ceil(across) as u32, channels.div_ceil(down) as u32, batch as u32],
+                grid: [
+                    chunks.div_ceil(across) as u32,
+                    channels.div_ceil(down) as u32,
+                    batch as u32,
+                ],
                 block: [32 * across as u32, down as u32, 1],
             }
         }

@@ -1,8 +1,6 @@
 //! The convolution as one matrix product by cuBLASLt, on CUDA: serves dense convolutions too.
 
-use super::{
-    Form, GRID, INCLUDES, Params, output_address, rows_launch, states_kernel, strides,
-};
+use super::{Form, GRID, INCLUDES, Params, output_address, rows_launch, states_kernel, strides};
 use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dSpec, Problem};
 use crate::cuda::{
     Gemm, GemmCompute, GemmSpec, Gpu, Kernel, KernelSpec, Launch, Matrix, Source, Stream, type_name,
@@ -154,7 +152,10 @@ impl Im2colGemm {
     pub(in crate::causal_conv1d) fn explain(&self) -> String {
         let Params { batch, channels, length, width, .. } = self.params.base;
         let (rows, terms) = (batch * length, width * channels);
-        format!("one product of {rows} x {terms} by {terms} x {} in {}", self.params.outputs, self.dtype)
+        format!(
+            "one product of {rows} x {terms} by {terms} x {} in {}",
+            self.params.outputs, self.dtype
+        )
     }
 
     /// Views have been checked.
