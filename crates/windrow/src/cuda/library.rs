@@ -51,18 +51,21 @@ impl Library {
                 && self.loader_finds()
     }
 
-    /// True if the bindings will find the library. They look for it by name, which also matches a
-    /// library that is loaded already, whatever directory it came from.
+    /// True if the bindings will find the library.
     fn loader_finds(self) -> bool {
-        // SAFETY: loading these libraries runs only their own initialisation.
-        unsafe {
-            match self {
-                Library::Driver => cudarc::driver::sys::is_culib_present(),
-                Library::Nvrtc => cudarc::nvrtc::sys::is_culib_present(),
-                Library::CublasLt => cudarc::cublaslt::sys::is_culib_present(),
-                Library::Nccl => libloading::Library::new(NCCL).map(std::mem::forget).is_ok(),
-            }
-        }
+        self.open().is_some()
+    }
+
+    /// The library by name, as the bindings open it: a library that is loaded already matches,
+    /// whatever directory it came from.
+    ///
+    /// The bindings can be asked themselves only where they load libraries at run time, and not in a program
+    /// with a crate that makes them link, as candle's CUDA backend does.
+    pub(super) fn open(self) -> Option<libloading::Library> {
+        ["", ".13", ".12", ".1"].iter().find_map(|version| {
+            // SAFETY: a CUDA library; loading it runs only its own initialisation.
+            unsafe { libloading::Library::new(format!("{}{version}", self.stem())) }.ok()
+        })
     }
 
     const fn stem(self) -> &'static str {

@@ -1,6 +1,7 @@
 //! Streams, events and graphs.
 
 use super::Gpu;
+use super::library::Library;
 use crate::{Device, Error, Result};
 use cudarc::driver::sys::{self, CUevent, CUgraphExec, CUresult, CUstream};
 use std::ffi::c_void;
@@ -228,14 +229,16 @@ impl Event {
         // SAFETY: the event is alive.
         self.gpu.check(unsafe { sys::cuEventSynchronize(self.raw) }, "cuEventSynchronize")?;
         let mut milliseconds = 0.0;
-        // The bindings know only the symbol of CUDA 12.8 and later; this one is in every driver.
-        // SAFETY: the driver is loaded and the type is the documented one.
-        let elapsed = unsafe { sys::culib().get::<ElapsedTime>(&b"cuEventElapsedTime\0"[..]) };
-        let elapsed = elapsed.map_err(|e| Error::Backend {
+        let failed = |detail: String| Error::Backend {
             what: "cuEventElapsedTime".into(),
             device: self.gpu.device(),
-            detail: e.to_string(),
-        })?;
+            detail,
+        };
+        let driver = Library::Driver.open().ok_or_else(|| failed("no driver".into()))?;
+        // The bindings know only the symbol of CUDA 12.8 and later; this one is in every driver.
+        // SAFETY: the type is the documented one.
+        let elapsed = unsafe { driver.get::<ElapsedTime>(&b"cuEventElapsedTime\0"[..]) };
+        let elapsed = elapsed.map_err(|e| failed(e.to_string()))?;
         // SAFETY: both events are alive and recorded.
         let result = unsafe { elapsed(&mut milliseconds, start.raw, self.raw) };
         self.gpu.check(result, "cuEventElapsedTime")?;
