@@ -1,0 +1,187 @@
+//! Windrow's operators for [candle](https://github.com/huggingface/candle) tensors: causal conv1d, conv2d and GELU on
+//! candle's own memory, without copies, with gradients.
+//!
+//! [`TensorExt`] adds the operators to [`Tensor`]; [`nn`] has layers that take the place of
+//! `candle_nn`'s.
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use windrow_candle::{Activation, CausalConv1dOptions, TensorExt};
+//!
+//! let x = Tensor::new(&[[[1f32, 2., 3., 4.]]], &Device::Cpu)?; // [b, d, l]
+//! let weight = Tensor::new(&[[10f32, 1.]], &Device::Cpu)?; // [d, width]
+//! let y = x.causal_conv1d(&weight, &CausalConv1dOptions::default())?;
+//! assert_eq!(y.flatten_all()?.to_vec1::<f32>()?, [1., 12., 23., 34.]);
+//! # Ok::<(), candle_core::Error>(())
+//! ```
+//!
+//! # What holds for all operators
+//!
+//! - Types f32, f16 and bf16; any strides of inputs. Tensors on the CPU, and with the feature `cuda` on CUDA
+//!   devices, where work is ordered on the stream of candle's device.
+//! - A result is a tensor of its own. It is row-major, or channels-last where the input of a
+//!   convolution is.
+//! - Options and accuracy are those of the [`windrow`] crate, whose pages say more.
+//! - A wrong argument is an error that names it, what was given and what was expected. What a
+//!   device reports is [`candle_core::Error::Cuda`] with a [`windrow::Error`] in it.
+//! - With the environment variable `WINDROW_VERIFY=1` each run is compared with an f64 oracle.
+
+mod causal_conv1d;
+mod conv2d;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod gelu;
+mod in_place;
+pub mod nn;
+mod op;
+mod storage;
+
+pub use causal_conv1d::{CausalConv1dOptions, CausalConv1dUpdateOptions};
+pub use windrow::{Accuracy, Activation, Approximate, Conv2dParams};
+
+use candle_core::{Result, Tensor};
+
+/// Windrow's operators on candle's tensors. Those that candle has too bear `windrow_` in their names.
+pub trait TensorExt {
+    /// GELU of each element, exact or in its tanh form; see [`windrow::GeluSpec`].
+    ///
+    /// # Errors
+    /// A type that is not f32, f16 or bf16, more than 8 dimensions.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use windrow_candle::{Approximate, TensorExt};
+    /// let x = Tensor::new(&[-5.5f32, 0., 1.], &Device::Cpu)?;
+    /// let y = x.windrow_gelu(Approximate::None)?.to_vec1::<f32>()?;
+    /// assert!((y[0] / -1.0444259e-7 - 1.0).abs() < 1e-6); // exact in the tail
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    fn windrow_gelu(&self, approximate: Approximate) -> Result<Tensor>;
+
+    /// `gelu(x + bias) * gate`: bias `[last dimension of x]`, f32 or x's type, gate like x. With a gate
+    /// this is GEGLU.
+    ///
+    /// # Errors
+    /// As [`windrow_gelu`](Self::windrow_gelu), and shapes and types that do not fit.
+    fn windrow_gelu_with(
+        &self,
+        bias: Option<&Tensor>,
+        gate: Option<&Tensor>,
+        approximate: Approximate,
+    ) -> Result<Tensor>;
+
+    /// [`windrow_gelu_with`](Self::windrow_gelu_with) into the tensor itself.
+    ///
+    /// # Errors
+    /// As there, and for a tensor that takes part in a gradient, has elements that share memory, or
+    /// shares storage with bias or gate.
+    fn windrow_gelu_in_place(
+        &self,
+        bias: Option<&Tensor>,
+        gate: Option<&Tensor>,
+        approximate: Approximate,
+    ) -> Result<()>;
+
+    /// Causal convolution of x [b, d, l] with `weight` [d, width] (each channel by itself), or
+    /// [d_out, d, width]; see [`windrow::CausalConv1dSpec`]. The result is [b, d_out, l].
+    ///
+    /// Gradients flow to x, weight, bias and initial states. If both bias and initial states need one, both are of
+    /// x's type.
+    ///
+    /// # Errors
+    /// Types, shapes and devices that do not fit; both `seq_idx` and `cu_seqlens`; bad
+    /// `cu_seqlens`.
+    fn causal_conv1d(&self, weight: &Tensor, options: &CausalConv1dOptions<'_>) -> Result<Tensor>;
+
+    /// [`causal_conv1d`](Self::causal_conv1d), and the last `width - 1` tokens of each sequence
+    /// [b or sequences, d, width-1], which its continuation begins with. No gradient flows through
+    /// these.
+    ///
+    /// # Errors
+    /// As [`causal_conv1d`](Self::causal_conv1d).
+    fn causal_conv1d_with_states(
+        &self,
+        weight: &Tensor,
+        options: &CausalConv1dOptions<'_>,
+    ) -> Result<(Tensor, Tensor)>;
+
+    /// One step of decoding: the convolution of new tokens x [b, d, l] that follow those in
+    /// `conv_state` [b, d, width-1 or more], which is advanced in place; see
+    /// [`windrow::CausalConv1dUpdateSpec`]. No gradient.
+    ///
+    /// # Errors
+    /// Types, shapes and devices that do not fit, indices out of range, a state that takes part in a
+    /// gradient or shares storage with another argument.
+    fn causal_conv1d_update(
+        &self,
+        conv_state: &Tensor,
+        weight: &Tensor,
+        options: &CausalConv1dUpdateOptions<'_>,
+    ) -> Result<Tensor>;
+
+    /// Convolution of x [n, c, h, w] with `weight` [k, c/groups, r, s] and bias `[k]` (f32 or x's
+    /// type); see [`windrow::Conv2dSpec`]. [`nn::Conv2d`] packs the filter once instead of on every call.
+    ///
+    /// # Errors
+    /// Types, shapes and options that do not fit.
+    fn windrow_conv2d(
+        &self,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        params: &Conv2dParams,
+    ) -> Result<Tensor>;
+}
+
+impl TensorExt for Tensor {
+    fn windrow_gelu(&self, approximate: Approximate) -> Result<Tensor> {
+        gelu::gelu(self, None, None, approximate)
+    }
+
+    fn windrow_gelu_with(
+        &self,
+        bias: Option<&Tensor>,
+        gate: Option<&Tensor>,
+        approximate: Approximate,
+    ) -> Result<Tensor> {
+        gelu::gelu(self, bias, gate, approximate)
+    }
+
+    fn windrow_gelu_in_place(
+        &self,
+        bias: Option<&Tensor>,
+        gate: Option<&Tensor>,
+        approximate: Approximate,
+    ) -> Result<()> {
+        gelu::gelu_in_place(self, bias, gate, approximate)
+    }
+
+    fn causal_conv1d(&self, weight: &Tensor, options: &CausalConv1dOptions<'_>) -> Result<Tensor> {
+        causal_conv1d::causal_conv1d(self, weight, options)
+    }
+
+    fn causal_conv1d_with_states(
+        &self,
+        weight: &Tensor,
+        options: &CausalConv1dOptions<'_>,
+    ) -> Result<(Tensor, Tensor)> {
+        causal_conv1d::causal_conv1d_with_states(self, weight, options)
+    }
+
+    fn causal_conv1d_update(
+        &self,
+        conv_state: &Tensor,
+        weight: &Tensor,
+        options: &CausalConv1dUpdateOptions<'_>,
+    ) -> Result<Tensor> {
+        causal_conv1d::causal_conv1d_update(self, conv_state, weight, options)
+    }
+
+    fn windrow_conv2d(
+        &self,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        params: &Conv2dParams,
+    ) -> Result<Tensor> {
+        conv2d::conv2d(self, weight, bias, params)
+    }
+}
