@@ -9,6 +9,7 @@ mod conv2d;
 mod dlpack;
 mod error;
 mod gelu;
+mod openmp;
 mod output;
 mod torch;
 
@@ -17,7 +18,9 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _native {
     #[pymodule_export]
-    use super::causal_conv1d::{causal_conv1d, causal_conv1d_backward, causal_conv1d_update};
+    use super::causal_conv1d::{
+        causal_conv1d, causal_conv1d_backward, causal_conv1d_update, causal_conv1d_update_if_plain,
+    };
     #[pymodule_export]
     use super::command::command;
     #[pymodule_export]
@@ -26,6 +29,8 @@ mod _native {
     use super::error::NotInPlace;
     #[pymodule_export]
     use super::gelu::{gelu, gelu_backward};
+    #[pymodule_export]
+    use super::openmp::use_openmp;
     #[pymodule_export]
     use super::output::Tensor;
     #[pymodule_export]

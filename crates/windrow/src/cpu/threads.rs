@@ -1,8 +1,8 @@
 //! Splitting work over threads.
 
 use std::num::NonZeroUsize;
-use std::sync::LazyLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{LazyLock, OnceLock};
 
 /// How many threads a plan uses unless told otherwise: the environment variable
 /// `WINDROW_NUM_THREADS`, else the size of the rayon pool that the caller is in, else the number
@@ -26,11 +26,28 @@ pub(crate) fn resolve_threads(option: Option<NonZeroUsize>) -> usize {
     option.map_or_else(num_threads, NonZeroUsize::get)
 }
 
+/// Calls the closure once on each thread of a group of which the caller is one, and returns when
+/// all calls have. The group may be of any size, and of another at each time.
+pub type Team = fn(&(dyn Fn() + Sync));
+
+static TEAM: OnceLock<Team> = OnceLock::new();
+
+/// Takes threads from another library for all work of this process that is split from now on,
+/// instead of from rayon; the first call counts.
+///
+/// For a library which keeps its threads waiting in a loop, as OpenMP's runtimes do: ours would have to
+/// share the cores with those.
+pub fn use_team(team: Team) {
+    // A second team would be no better than the first.
+    let _ = TEAM.set(team);
+}
+
 /// Calls `task(i)` for every `i` in `0..tasks`, on at most `threads` threads of which the caller
 /// is one. Tasks are handed out one at a time in order, so a late thread costs nothing but its
 /// share. With one thread or one task nothing but the caller runs.
 ///
-/// Other threads come from the rayon pool that the caller is in, or from rayon's global one.
+/// Other threads come from [`use_team`], else from the rayon pool that the caller is in, or from
+/// rayon's global one.
 pub(crate) fn parallel_for(threads: usize, tasks: usize, task: impl Fn(usize) + Sync) {
     parallel_for_workers(threads, tasks, |_, i| task(i));
 }
@@ -58,11 +75,26 @@ pub(crate) fn parallel_for_workers(
         }
     };
     let work = &work;
+    if let Some(team) = TEAM.get() {
+        on_team(*team, helpers + 1, work);
+        return;
+    }
     rayon::in_place_scope(|scope| {
         for worker in 1..=helpers {
             scope.spawn(move |_| work(worker));
         }
         work(0);
+    });
+}
+
+/// Calls `work` with each of `0..workers` on another thread of the team, as far as it has threads.
+fn on_team(team: Team, workers: usize, work: &(dyn Fn(usize) + Sync)) {
+    let arrived = AtomicUsize::new(0);
+    team(&|| {
+        let worker = arrived.fetch_add(1, Ordering::Relaxed);
+        if worker < workers {
+            work(worker);
+        }
     });
 }
 
@@ -106,6 +138,27 @@ mod tests {
             std::thread::yield_now();
             busy[worker].fetch_sub(1, Ordering::SeqCst);
         });
+    }
+
+    #[test]
+    fn team_of_any_size() {
+        fn three(work: &(dyn Fn() + Sync)) {
+            std::thread::scope(|scope| {
+                scope.spawn(work);
+                scope.spawn(work);
+                work();
+            });
+        }
+        for (team, workers, called) in
+            [(three as Team, 2, 2), (three, 3, 3), (three, 8, 3), ((|work| work()) as Team, 8, 1)]
+        {
+            let counts: Vec<AtomicUsize> = (0..workers).map(|_| AtomicUsize::new(0)).collect();
+            on_team(team, workers, &|worker| {
+                counts[worker].fetch_add(1, Ordering::Relaxed);
+            });
+            let counts: Vec<usize> = counts.into_iter().map(AtomicUsize::into_inner).collect();
+            assert!(counts.iter().enumerate().all(|(i, &c)| c == usize::from(i < called)));
+        }
     }
 
     #[test]
