@@ -5,10 +5,14 @@ use crate::error::{IntoPy, NotInPlace, exception};
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyCapsule, PyDict, PyType};
+use pyo3::ffi::{PyObject, PyObject_CallMethodObjArgs, PyTypeObject};
+use pyo3::types::{PyCapsule, PyDict, PyString, PyType};
+use std::cell::Cell;
 use std::ffi::c_void;
+use std::ptr::null_mut;
 use std::sync::Mutex;
-use windrow::{DType, Device, TensorDesc, TensorMut, TensorRef};
+use windrow::cuda::DeviceTensor;
+use windrow::{DType, Device, Layout, MAX_RANK, TensorDesc, TensorMut, TensorRef};
 
 /// The memory of an array that belongs to a Python object.
 ///
@@ -23,6 +27,13 @@ pub(crate) struct Array<'py> {
     read_only: bool,
     /// Keeps what `data`, shape and strides were read from.
     _capsule: Option<Bound<'py, PyCapsule>>,
+    staged: Option<Staged>,
+}
+
+/// A copy on a GPU that the call works with, and the element at index zero of its origin.
+struct Staged {
+    tensor: DeviceTensor,
+    host: *mut u8,
 }
 
 /// The library that an array comes from, which decides what a result is returned as.
@@ -30,6 +41,9 @@ pub(crate) struct Array<'py> {
 pub(crate) enum Family<'py> {
     /// A type with the C exchange functions, like PyTorch's.
     Exchange(&'static ExchangeApi, Bound<'py, PyAny>),
+    /// A tensor of PyTorch before 2.10, which has none. Its `__dlpack__` refuses tensors that require
+    /// a gradient and changes strides, so it is asked for its parts instead.
+    Torch(Bound<'py, PyAny>),
     /// A NumPy array of `ml_dtypes.bfloat16`, which NumPy itself cannot export: it travels as
     /// 16-bit integers.
     NumPyBf16(Bound<'py, PyAny>),
@@ -40,40 +54,120 @@ pub(crate) enum Family<'py> {
 impl<'py> Array<'py> {
     /// Borrows the memory of an object that offers `__dlpack__`.
     pub(crate) fn import(arg: &'static str, object: &Bound<'py, PyAny>) -> PyResult<Self> {
-        match exchange(object)? {
-            Some(exchange) => Self::borrow(arg, object, exchange),
-            None => Self::from_capsule(arg, object, None),
+        match access(object)? {
+            Access::Exchange(exchange) => Self::borrow(arg, object, exchange),
+            Access::Torch => Self::from_torch(arg, object),
+            Access::Capsule => Self::from_capsule(arg, object, None),
         }
     }
 
-    /// [`Array::import`] where `None` means that the argument was not given.
+    /// [`Array::import`] for work on `device`, if one is named: an array in main memory is copied
+    /// there.
+    pub(crate) fn import_on(
+        arg: &'static str,
+        object: &Bound<'py, PyAny>,
+        device: Option<Device>,
+    ) -> PyResult<Self> {
+        let array = Self::import(arg, object)?;
+        match device {
+            Some(Device::Cuda(index)) if array.device == Device::Cpu => array.stage(index),
+            Some(device) if device != array.device => Err(PyValueError::new_err(format!(
+                "`{arg}` is on {}, expected {device}",
+                array.device
+            ))),
+            _ => Ok(array),
+        }
+    }
+
+    /// [`Array::import_on`] where `None` means that the argument was not given.
     pub(crate) fn import_option(
         arg: &'static str,
         object: Option<&Bound<'py, PyAny>>,
+        device: Option<Device>,
     ) -> PyResult<Option<Self>> {
-        object.map(|o| Self::import(arg, o)).transpose()
+        object.map(|o| Self::import_on(arg, o, device)).transpose()
+    }
+
+    fn stage(mut self, index: u32) -> PyResult<Self> {
+        let tensor = DeviceTensor::from_host(&self.view(), index).py()?;
+        let host = self.data.cast();
+        self.data = tensor.as_ref().as_ptr().cast_mut().cast();
+        self.device = tensor.device();
+        self.staged = Some(Staged { tensor, host });
+        Ok(self)
+    }
+
+    /// True if the array is a copy of one in main memory.
+    pub(crate) fn is_staged(&self) -> bool {
+        self.staged.is_some()
+    }
+
+    /// Brings what was written on a GPU into the caller's memory, if that is elsewhere.
+    pub(crate) fn fetch(&self) -> PyResult<()> {
+        match &self.staged {
+            Some(staged) => fetch(&staged.tensor, staged.host).py(),
+            None => Ok(()),
+        }
     }
 
     fn borrow(arg: &'static str, object: &Bound<'py, PyAny>, exchange: Exchange) -> PyResult<Self> {
         let py = object.py();
-        if exchange.can_be_negative && object.call_method0(intern!(py, "is_neg"))?.is_truthy()? {
-            return Err(NotInPlace::new_err(format!(
-                "the elements of `{arg}` are negated lazily: call resolve_neg()"
-            )));
-        }
         let mut tensor = std::mem::MaybeUninit::<DLTensor>::uninit();
         let borrow =
-            exchange.api.borrow.expect("find_exchange returns only tables that can borrow");
+            exchange.api.borrow.expect("find_access returns only tables that can borrow");
         // SAFETY: the table was found on the object's type; it fills the tensor or fails.
         if unsafe { borrow(object.as_ptr(), tensor.as_mut_ptr()) } != 0 {
             let cause = PyErr::fetch(py);
-            return Err(not_in_place(arg, object, &cause));
+            return Err(not_in_place(arg, object, cause));
         }
         // SAFETY: filled, and shape and strides live as long as the object.
         unsafe {
             let family = Family::Exchange(exchange.api, object.clone());
-            Self::from_tensor(arg, &tensor.assume_init(), false, family, None)
+            let array = Self::from_tensor(arg, &tensor.assume_init(), false, family, None)?;
+            if exchange.can_be_negative && may_be_negative(&array.desc.layout) {
+                refuse_negative(arg, object)?;
+            }
+            Ok(array)
         }
+    }
+
+    fn from_torch(arg: &'static str, object: &Bound<'py, PyAny>) -> PyResult<Self> {
+        let py = object.py();
+        let parts = || -> PyResult<_> {
+            let device = object.getattr(intern!(py, "device"))?;
+            let device_type = match device.getattr(intern!(py, "type"))?.extract::<&str>()? {
+                "cpu" => dlpack::CPU,
+                "cuda" => dlpack::CUDA,
+                other => {
+                    return Err(PyBufferError::new_err(format!("its device is {other}")));
+                }
+            };
+            let device_id: Option<i32> = device.getattr(intern!(py, "index"))?.extract()?;
+            let dtype = object.getattr(intern!(py, "dtype"))?.str()?;
+            let dtype = dtype.to_str()?.trim_start_matches("torch.");
+            let dtype = DLDataType::from_name(dtype)
+                .ok_or_else(|| PyTypeError::new_err(format!("`{arg}` is {dtype}")))?;
+            let data: usize = object.call_method0(intern!(py, "data_ptr"))?.extract()?;
+            let shape: Vec<i64> = object.getattr(intern!(py, "shape"))?.extract()?;
+            let strides: Vec<i64> = object.call_method0(intern!(py, "stride"))?.extract()?;
+            let device = dlpack::DLDevice { device_type, device_id: device_id.unwrap_or(0) };
+            Ok((data, device, dtype, shape, strides))
+        };
+        let (data, device, dtype, mut shape, mut strides) =
+            parts().map_err(|e| not_in_place(arg, object, e))?;
+        refuse_negative(arg, object)?;
+        let tensor = DLTensor {
+            data: std::ptr::with_exposed_provenance_mut(data),
+            device,
+            ndim: shape.len() as i32,
+            dtype,
+            shape: shape.as_mut_ptr(),
+            strides: strides.as_mut_ptr(),
+            byte_offset: 0,
+        };
+        // SAFETY: shape and strides have one number for each dimension, and the memory is the
+        // object's.
+        unsafe { Self::from_tensor(arg, &tensor, false, Family::Torch(object.clone()), None) }
     }
 
     fn from_capsule(
@@ -113,11 +207,13 @@ impl<'py> Array<'py> {
                     array.family = Family::NumPyBf16(object.clone());
                     return Ok(array);
                 }
-                return Err(not_in_place(arg, object, &e));
+                return Err(not_in_place(arg, object, e));
             }
             Err(e) => return Err(e),
         };
         let family = Family::Other(object.clone());
+        // JAX says of its arrays that they cannot be changed, but not through DLPack.
+        let immutable = is_jax(object);
         // SAFETY: the capsule's name says which structure it holds. The capsule is kept and not
         // taken over, so the structure lives as long as the array and is freed with the capsule.
         unsafe {
@@ -132,7 +228,7 @@ impl<'py> Array<'py> {
                         managed.version.major
                     )));
                 }
-                let read_only = managed.flags & dlpack::FLAG_READ_ONLY != 0;
+                let read_only = immutable || managed.flags & dlpack::FLAG_READ_ONLY != 0;
                 let mut tensor = std::ptr::read(&raw const managed.dl_tensor);
                 relabel(&mut tensor, bf16);
                 Self::from_tensor(arg, &tensor, read_only, family, Some(capsule))
@@ -142,7 +238,7 @@ impl<'py> Array<'py> {
                     .cast::<dlpack::DLManagedTensor>();
                 let mut tensor = std::ptr::read(&raw const managed.as_ref().dl_tensor);
                 relabel(&mut tensor, bf16);
-                Self::from_tensor(arg, &tensor, false, family, Some(capsule))
+                Self::from_tensor(arg, &tensor, immutable, family, Some(capsule))
             }
         }
     }
@@ -183,7 +279,7 @@ impl<'py> Array<'py> {
             )));
         }
         let desc = TensorDesc { dtype, layout };
-        Ok(Array { arg, data, desc, device, family, read_only, _capsule: capsule })
+        Ok(Array { arg, data, desc, device, family, read_only, _capsule: capsule, staged: None })
     }
 
     /// The array as an input.
@@ -219,7 +315,44 @@ fn relabel(tensor: &mut DLTensor, bf16: Option<DLDataType>) {
     }
 }
 
-fn not_in_place(arg: &str, object: &Bound<'_, PyAny>, cause: &PyErr) -> PyErr {
+/// Copies the elements of `tensor` to where `to` is the element at index zero and strides are the
+/// same.
+pub(crate) fn fetch(tensor: &DeviceTensor, to: *mut u8) -> windrow::Result<()> {
+    let elements = tensor.to_host()?;
+    let layout = &tensor.desc().layout;
+    let (shape, size) = (layout.shape(), tensor.desc().dtype.size());
+    let mut index = [0; MAX_RANK];
+    for element in elements.as_bytes().chunks_exact(size) {
+        let offset = layout.offset(&index[..shape.len()]) * size as isize;
+        // SAFETY: `to` is the origin of memory with this layout, which may be written.
+        unsafe { to.offset(offset).copy_from_nonoverlapping(element.as_ptr(), size) };
+        for d in (0..shape.len()).rev() {
+            index[d] += 1;
+            if index[d] < shape[d] {
+                break;
+            }
+            index[d] = 0;
+        }
+    }
+    Ok(())
+}
+
+/// False where asking would be a waste of time, which counts in a small call: PyTorch negates lazily
+/// only the imaginary part of a conjugated tensor, and in such a view every stride is even.
+fn may_be_negative(layout: &Layout) -> bool {
+    layout.shape().iter().zip(layout.strides()).all(|(&n, &s)| n < 2 || s % 2 == 0)
+}
+
+fn refuse_negative(arg: &str, object: &Bound<'_, PyAny>) -> PyResult<()> {
+    if call_method0(object, intern!(object.py(), "is_neg"))?.is_truthy()? {
+        return Err(NotInPlace::new_err(format!(
+            "the elements of `{arg}` are negated lazily: call resolve_neg()"
+        )));
+    }
+    Ok(())
+}
+
+fn not_in_place(arg: &str, object: &Bound<'_, PyAny>, cause: PyErr) -> PyErr {
     let py = object.py();
     let kind = object.get_type().name().map(|n| n.to_string()).unwrap_or_default();
     // PyTorch appends a stack trace.
@@ -228,7 +361,17 @@ fn not_in_place(arg: &str, object: &Bound<'_, PyAny>, cause: &PyErr) -> PyErr {
     NotInPlace::new_err(format!("`{arg}` ({kind}) cannot be used in place: {cause}"))
 }
 
-/// What a type offers beside `__dlpack__`.
+/// How to get at the memory of a type's objects.
+#[derive(Clone, Copy)]
+enum Access {
+    /// The C functions that the type offers.
+    Exchange(Exchange),
+    /// PyTorch's attributes.
+    Torch,
+    /// `__dlpack__`.
+    Capsule,
+}
+
 #[derive(Clone, Copy)]
 struct Exchange {
     api: &'static ExchangeApi,
@@ -236,43 +379,82 @@ struct Exchange {
     can_be_negative: bool,
 }
 
-/// The C functions of the object's type, if it has any. Answers are kept: looking them up takes
-/// longer than using them.
-fn exchange(object: &Bound<'_, PyAny>) -> PyResult<Option<Exchange>> {
-    static KNOWN: Mutex<Vec<(Py<PyType>, Option<Exchange>)>> = Mutex::new(Vec::new());
-    /// More types than this only a program has that makes them as it runs.
-    const CAPACITY: usize = 16;
-    let kind = object.get_type_ptr();
-    {
-        let known = KNOWN.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some((_, exchange)) = known.iter().find(|(t, _)| t.as_ptr() == kind.cast()) {
-            return Ok(*exchange);
-        }
+/// `object.name()` without making the bound method, which PyO3 does where the stable ABI of old
+/// Python versions is asked for.
+fn call_method0<'py>(
+    object: &Bound<'py, PyAny>,
+    name: &Bound<'py, PyString>,
+) -> PyResult<Bound<'py, PyAny>> {
+    // SAFETY: valid objects, arguments ended by null; the result is a new reference or null with
+    // an exception set.
+    unsafe {
+        let end = null_mut::<PyObject>();
+        let result = PyObject_CallMethodObjArgs(object.as_ptr(), name.as_ptr(), end);
+        Bound::from_owned_ptr_or_err(object.py(), result)
     }
-    let exchange = find_exchange(&object.get_type())?;
-    let mut known = KNOWN.lock().unwrap_or_else(|e| e.into_inner());
-    if known.len() < CAPACITY {
-        known.push((object.get_type().unbind(), exchange));
-    }
-    Ok(exchange)
 }
 
-fn find_exchange(kind: &Bound<'_, PyType>) -> PyResult<Option<Exchange>> {
+/// How to get at the object's memory. Answers are kept: looking them up takes longer than using
+/// them.
+fn access(object: &Bound<'_, PyAny>) -> PyResult<Access> {
+    /// Types that are held for good, so that their addresses stay theirs.
+    static KNOWN: Mutex<Vec<(Py<PyType>, Access)>> = Mutex::new(Vec::new());
+    /// More types than this only a program has that makes them as it runs.
+    const CAPACITY: usize = 16;
+    thread_local! {
+        /// The one of `KNOWN` asked for last.
+        static LAST: Cell<Option<(*mut PyTypeObject, Access)>> = const { Cell::new(None) };
+    }
+    let kind = object.get_type_ptr();
+    if let Some((last, access)) = LAST.get()
+        && last == kind
+    {
+        return Ok(access);
+    }
+    let found = {
+        let known = KNOWN.lock().unwrap_or_else(|e| e.into_inner());
+        known.iter().find(|(t, _)| t.as_ptr() == kind.cast()).map(|(_, access)| *access)
+    };
+    if let Some(access) = found {
+        LAST.set(Some((kind, access)));
+        return Ok(access);
+    }
+    let access = find_access(&object.get_type())?;
+    let mut known = KNOWN.lock().unwrap_or_else(|e| e.into_inner());
+    if known.len() < CAPACITY {
+        known.push((object.get_type().unbind(), access));
+    }
+    Ok(access)
+}
+
+fn find_access(kind: &Bound<'_, PyType>) -> PyResult<Access> {
     let py = kind.py();
-    let name = intern!(py, "__dlpack_c_exchange_api__");
-    let Some(capsule) = kind.getattr_opt(name)? else { return Ok(None) };
-    let Ok(capsule) = capsule.cast_into::<PyCapsule>() else { return Ok(None) };
+    let Some(capsule) = kind.getattr_opt(intern!(py, "__dlpack_c_exchange_api__"))? else {
+        let modules = py.import("sys")?.getattr("modules")?;
+        let torch = modules.call_method1("get", ("torch",))?;
+        let is_torch = !torch.is_none() && kind.is_subclass(&torch.getattr("Tensor")?)?;
+        return Ok(if is_torch { Access::Torch } else { Access::Capsule });
+    };
+    let Ok(capsule) = capsule.cast_into::<PyCapsule>() else { return Ok(Access::Capsule) };
     let table = capsule.pointer_checked(Some(dlpack::EXCHANGE_NAME))?.cast::<ExchangeApi>();
     // SAFETY: the name says what the capsule holds, and the protocol that it lives as long as the
     // process. Of another major version only the version is read.
     let api = unsafe {
         if (*table.as_ptr()).version.major != dlpack::VERSION.major {
-            return Ok(None);
+            return Ok(Access::Capsule);
         }
         &*table.as_ptr()
     };
+    if api.borrow.is_none() {
+        return Ok(Access::Capsule);
+    }
     let can_be_negative = kind.hasattr(intern!(py, "is_neg"))?;
-    Ok(api.borrow.is_some().then_some(Exchange { api, can_be_negative }))
+    Ok(Access::Exchange(Exchange { api, can_be_negative }))
+}
+
+fn is_jax(object: &Bound<'_, PyAny>) -> bool {
+    let module = object.get_type().module();
+    module.is_ok_and(|m| m.to_str().is_ok_and(|m| m.starts_with("jax")))
 }
 
 fn is_numpy_bf16(object: &Bound<'_, PyAny>) -> bool {

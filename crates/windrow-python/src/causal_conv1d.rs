@@ -1,9 +1,10 @@
 //! `windrow.causal_conv1d` and `windrow.causal_conv1d_update`.
 
 use crate::array::{Array, desc, view};
-use crate::call::{PlanCache, run, word_or_default};
-use crate::error::IntoPy;
+use crate::call::{PlanCache, run, word, word_or_default};
+use crate::error::{IntoPy, NotInPlace};
 use crate::output::{Output, like};
+use crate::torch::nothing_to_dispatch;
 use pyo3::prelude::*;
 use windrow::{
     Activation, CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dPlan,
@@ -30,14 +31,17 @@ impl<'py> Inputs<'py> {
         [x, weight]: [&Bound<'py, PyAny>; 2],
         [bias, seq_idx, cu_seqlens, initial_states]: [Option<&Bound<'py, PyAny>>; 4],
         activation: Option<&str>,
+        device: Option<&str>,
     ) -> PyResult<Self> {
+        let device = device.map(word).transpose()?;
+        let option = |arg, array| Array::import_option(arg, array, device);
         Ok(Inputs {
-            x: Array::import("x", x)?,
-            weight: Array::import("weight", weight)?,
-            bias: Array::import_option("bias", bias)?,
-            seq_idx: Array::import_option("seq_idx", seq_idx)?,
-            cu_seqlens: Array::import_option("cu_seqlens", cu_seqlens)?,
-            initial_states: Array::import_option("initial_states", initial_states)?,
+            x: Array::import_on("x", x, device)?,
+            weight: Array::import_on("weight", weight, device)?,
+            bias: option("bias", bias)?,
+            seq_idx: option("seq_idx", seq_idx)?,
+            cu_seqlens: option("cu_seqlens", cu_seqlens)?,
+            initial_states: option("initial_states", initial_states)?,
             activation: word_or_default(activation)?,
         })
     }
@@ -66,12 +70,13 @@ impl<'py> Inputs<'py> {
     }
 }
 
-/// causal_conv1d(x, weight, bias=None, *, activation=None, seq_idx=None, cu_seqlens=None, initial_states=None, return_final_states=False, out=None)
+/// causal_conv1d(x, weight, bias=None, *, activation=None, seq_idx=None, cu_seqlens=None, initial_states=None, return_final_states=False, out=None, device=None)
 ///
 /// Causal convolution along the last dimension; see the type stub.
 #[pyfunction]
 #[pyo3(signature = (x, weight, bias=None, *, activation=None, seq_idx=None, cu_seqlens=None,
-                    initial_states=None, return_final_states=false, out=None))]
+                    initial_states=None, return_final_states=false, out=None,
+                    device=None))]
 #[expect(clippy::too_many_arguments, reason = "a Python signature")]
 pub(crate) fn causal_conv1d<'py>(
     py: Python<'py>,
@@ -84,9 +89,10 @@ pub(crate) fn causal_conv1d<'py>(
     initial_states: Option<&Bound<'py, PyAny>>,
     return_final_states: bool,
     out: Option<&Bound<'py, PyAny>>,
+    device: Option<&str>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let inputs =
-        Inputs::import([x, weight], [bias, seq_idx, cu_seqlens, initial_states], activation)?;
+    let options = [bias, seq_idx, cu_seqlens, initial_states];
+    let inputs = Inputs::import([x, weight], options, activation, device)?;
     let mut spec = inputs.spec()?;
     let mut y = Output::new(out, &inputs.x, || Ok(spec.y))?;
     spec.y = y.desc();
@@ -98,7 +104,7 @@ pub(crate) fn causal_conv1d<'py>(
         spec.final_states = Some(given.desc());
         states = Some(given);
     }
-    let plan = PLANS.get(spec, inputs.x.device, CausalConv1dPlan::new)?;
+    let plan = PLANS.get(&spec, inputs.x.device, CausalConv1dPlan::new)?;
     let outputs = CausalConv1dOutputs {
         y: y.view_mut()?,
         final_states: Output::view_mut_option(&mut states)?,
@@ -130,13 +136,13 @@ pub(crate) fn causal_conv1d_backward<'py>(
     needs: (bool, bool, bool, bool),
 ) -> PyResult<[Option<Bound<'py, PyAny>>; 4]> {
     let dy = Array::import("dy", dy)?;
-    let dfinal_states = Array::import_option("dfinal_states", dfinal_states)?;
-    let inputs =
-        Inputs::import([x, weight], [bias, seq_idx, cu_seqlens, initial_states], activation)?;
+    let dfinal_states = Array::import_option("dfinal_states", dfinal_states, None)?;
+    let options = [bias, seq_idx, cu_seqlens, initial_states];
+    let inputs = Inputs::import([x, weight], options, activation, None)?;
     // Gradients that come in may have any strides, like those of a sum; outputs may not.
     let final_states = dfinal_states.as_ref().map(like).transpose()?;
     let spec = CausalConv1dSpec { final_states, ..inputs.spec()? };
-    let plan = PLANS.get(spec, inputs.x.device, CausalConv1dPlan::new)?;
+    let plan = PLANS.get(&spec, inputs.x.device, CausalConv1dPlan::new)?;
     let mut dx = Output::gradient(Some(&inputs.x), needs.0)?;
     let mut dweight = Output::gradient(Some(&inputs.weight), needs.1)?;
     let mut dbias = Output::gradient(inputs.bias.as_ref(), needs.2)?;
@@ -161,12 +167,12 @@ pub(crate) fn causal_conv1d_backward<'py>(
     ])
 }
 
-/// causal_conv1d_update(x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None, *, out=None)
+/// causal_conv1d_update(x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None, *, out=None, device=None)
 ///
 /// One or more steps of a causal convolution whose past is in `conv_state`; see the type stub.
 #[pyfunction]
 #[pyo3(signature = (x, conv_state, weight, bias=None, activation=None, cache_seqlens=None,
-                    conv_state_indices=None, *, out=None))]
+                    conv_state_indices=None, *, out=None, device=None))]
 #[expect(clippy::too_many_arguments, reason = "a Python signature")]
 pub(crate) fn causal_conv1d_update<'py>(
     py: Python<'py>,
@@ -178,21 +184,23 @@ pub(crate) fn causal_conv1d_update<'py>(
     cache_seqlens: Option<&Bound<'py, PyAny>>,
     conv_state_indices: Option<&Bound<'py, PyAny>>,
     out: Option<&Bound<'py, PyAny>>,
+    device: Option<&str>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let mut x = Array::import("x", x)?;
-    let conv_state = Array::import("conv_state", conv_state)?;
-    let weight = Array::import("weight", weight)?;
-    let bias = Array::import_option("bias", bias)?;
+    let device = device.map(word).transpose()?;
+    let option = |arg, array| Array::import_option(arg, array, device);
+    let mut x = Array::import_on("x", x, device)?;
+    let conv_state = Array::import_on("conv_state", conv_state, device)?;
+    let weight = Array::import_on("weight", weight, device)?;
+    let bias = option("bias", bias)?;
     let activation = word_or_default(activation)?;
-    let cache_seqlens = Array::import_option("cache_seqlens", cache_seqlens)?;
-    let conv_state_indices = Array::import_option("conv_state_indices", conv_state_indices)?;
+    let cache_seqlens = option("cache_seqlens", cache_seqlens)?;
+    let conv_state_indices = option("conv_state_indices", conv_state_indices)?;
     let mut y = Output::new(out, &x, || like(&x))?;
     let mut y_desc = y.desc();
-    if let [_, _] = x.desc.shape() {
-        x.desc = unsqueeze(&x.desc)?;
-    }
-    if let [_, _] = y_desc.shape() {
-        y_desc = unsqueeze(&y_desc)?;
+    for desc in [&mut x.desc, &mut y_desc] {
+        if let (&[b, d], &[b_stride, d_stride]) = (desc.shape(), desc.strides()) {
+            desc.layout = Layout::strided(&[b, d, 1], &[b_stride, d_stride, 1]).py()?;
+        }
     }
     let spec = CausalConv1dUpdateSpec {
         x: x.desc,
@@ -204,7 +212,7 @@ pub(crate) fn causal_conv1d_update<'py>(
         cache_seqlens: desc(&cache_seqlens),
         conv_state_indices: desc(&conv_state_indices),
     };
-    let plan = UPDATE_PLANS.get(spec, x.device, CausalConv1dUpdatePlan::new)?;
+    let plan = UPDATE_PLANS.get(&spec, x.device, CausalConv1dUpdatePlan::new)?;
     let args = CausalConv1dUpdateArgs {
         x: x.view(),
         weight: weight.view(),
@@ -219,12 +227,42 @@ pub(crate) fn causal_conv1d_update<'py>(
         unsafe { TensorMut::from_raw(target.as_mut_ptr().cast(), y_desc, x.device) }.py()?;
     let elements = conv_state.desc.layout.len().min(x.desc.layout.len() * 8);
     run(py, &x, plan.workspace_bytes(), elements, |ws| plan.run(&args, state, target, ws))?;
+    conv_state.fetch()?;
     y.finish(&x.family)
 }
 
-/// Appends a dimension of size 1.
-fn unsqueeze(desc: &TensorDesc) -> PyResult<TensorDesc> {
-    let layout =
-        Layout::strided(&[desc.shape(), &[1]].concat(), &[desc.strides(), &[1]].concat()).py()?;
-    Ok(TensorDesc { layout, ..*desc })
+/// [`causal_conv1d_update`] of PyTorch tensors if nothing is lost by going past its dispatcher,
+/// else None, and nothing has been done: what `is_plain` and the function do in two calls.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "a Python signature")]
+pub(crate) fn causal_conv1d_update_if_plain<'py>(
+    py: Python<'py>,
+    x: &Bound<'py, PyAny>,
+    conv_state: &Bound<'py, PyAny>,
+    weight: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+    activation: Option<&str>,
+    cache_seqlens: Option<&Bound<'py, PyAny>>,
+    conv_state_indices: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let given = [Some(x), Some(conv_state), Some(weight), bias, cache_seqlens, conv_state_indices];
+    if !nothing_to_dispatch(py, false, given.into_iter().flatten())? {
+        return Ok(None);
+    }
+    let y = causal_conv1d_update(
+        py,
+        x,
+        conv_state,
+        weight,
+        bias,
+        activation,
+        cache_seqlens,
+        conv_state_indices,
+        None,
+        None,
+    );
+    match y {
+        Err(e) if e.is_instance_of::<NotInPlace>(py) => Ok(None),
+        y => y.map(Some),
+    }
 }

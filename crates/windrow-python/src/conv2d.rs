@@ -120,13 +120,13 @@ fn work(spec: &Conv2dSpec) -> usize {
     [&spec.x, &spec.w, &spec.y].map(|t| t.layout.len()).into_iter().max().unwrap_or(0)
 }
 
-/// conv2d(x, weight, bias=None, *, stride=1, padding=0, dilation=1, groups=1, activation=None, accuracy=None, algorithm=None, out=None)
+/// conv2d(x, weight, bias=None, *, stride=1, padding=0, dilation=1, groups=1, activation=None, accuracy=None, algorithm=None, out=None, device=None)
 ///
 /// Two-dimensional convolution; see the type stub.
 #[pyfunction]
 #[pyo3(signature = (x, weight, bias=None, *, stride=Pair::Both(1), padding=Pair::Both(0),
                     dilation=Pair::Both(1), groups=1, activation=None, accuracy=None,
-                    algorithm=None, out=None, filters=None))]
+                    algorithm=None, out=None, device=None, filters=None))]
 #[expect(clippy::too_many_arguments, reason = "a Python signature")]
 pub(crate) fn conv2d<'py>(
     py: Python<'py>,
@@ -141,19 +141,21 @@ pub(crate) fn conv2d<'py>(
     accuracy: Option<&str>,
     algorithm: Option<&str>,
     out: Option<&Bound<'py, PyAny>>,
+    device: Option<&str>,
     filters: Option<(PyRef<'py, FilterCache>, i64)>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let params = params([stride, padding, dilation], groups, activation, accuracy)?;
     let algorithm = algorithm.map(word).transpose()?;
-    let x = Array::import("x", x)?;
-    let weight = Array::import("weight", weight)?;
-    let bias = Array::import_option("bias", bias)?;
+    let device = device.map(word).transpose()?;
+    let x = Array::import_on("x", x, device)?;
+    let weight = Array::import_on("weight", weight, device)?;
+    let bias = Array::import_option("bias", bias, device)?;
     let mut spec = Conv2dSpec::new(x.desc, weight.desc, &params).py()?;
     spec.bias = desc(&bias);
     let mut y = Output::new(out, &x, || Ok(spec.y))?;
     spec.y = y.desc();
     let elements = work(&spec);
-    let plan = PLANS.get((spec, algorithm), x.device, make_plan)?;
+    let plan = PLANS.get(&(spec, algorithm), x.device, make_plan)?;
     let packed = match &filters {
         Some((cache, version)) => Some(cache.get(py, &plan, &weight, *version)?),
         None => None,
@@ -190,12 +192,12 @@ pub(crate) fn conv2d_backward<'py>(
     let dy = Array::import("dy", dy)?;
     let x = Array::import("x", x)?;
     let weight = Array::import("weight", weight)?;
-    let bias = Array::import_option("bias", bias)?;
+    let bias = Array::import_option("bias", bias, None)?;
     // The gradient of x is dense, which x need not be: then its plan is another one.
     let plan = |x: TensorDesc| {
         let spec = Conv2dSpec::new(x, weight.desc, &params).py()?;
         let spec = Conv2dSpec { y: dy.desc, ..spec };
-        PLANS.get((spec, None), dy.device, make_plan)
+        PLANS.get(&(spec, None), dy.device, make_plan)
     };
     let (data, rest) = (plan(like(&x)?)?, plan(x.desc)?);
     let bytes = data.backward_workspace_bytes().max(rest.backward_workspace_bytes());
@@ -226,7 +228,7 @@ pub(crate) fn conv2d_backward<'py>(
     ])
 }
 
-/// Conv2dPlan(x, weight, bias=None, *, stride=1, padding=0, dilation=1, groups=1, activation=None, accuracy=None, algorithm=None)
+/// Conv2dPlan(x, weight, bias=None, *, stride=1, padding=0, dilation=1, groups=1, activation=None, accuracy=None, algorithm=None, device=None)
 ///
 /// A convolution with its algorithm chosen; see the type stub.
 #[pyclass(module = "windrow", frozen)]
@@ -240,7 +242,7 @@ impl Conv2dPlan {
     #[new]
     #[pyo3(signature = (x, weight, bias=None, *, stride=Pair::Both(1), padding=Pair::Both(0),
                         dilation=Pair::Both(1), groups=1, activation=None, accuracy=None,
-                        algorithm=None))]
+                        algorithm=None, device=None))]
     #[expect(clippy::too_many_arguments, reason = "a Python signature")]
     fn new(
         x: &Bound<'_, PyAny>,
@@ -253,16 +255,18 @@ impl Conv2dPlan {
         activation: Option<&str>,
         accuracy: Option<&str>,
         algorithm: Option<&str>,
+        device: Option<&str>,
     ) -> PyResult<Self> {
         let params = params([stride, padding, dilation], groups, activation, accuracy)?;
         let algorithm = algorithm.map(word).transpose()?;
         let x = Array::import("x", x)?;
         let weight = Array::import("weight", weight)?;
         let mut spec = Conv2dSpec::new(x.desc, weight.desc, &params).py()?;
-        spec.bias = desc(&Array::import_option("bias", bias)?);
-        let options = PlanOptions { device: x.device, ..PlanOptions::default() };
+        spec.bias = desc(&Array::import_option("bias", bias, None)?);
+        let device = device.map(word).transpose()?.unwrap_or(x.device);
+        let options = PlanOptions { device, ..PlanOptions::default() };
         let plan = make_plan(&(spec, algorithm), &options).py()?;
-        Ok(Conv2dPlan { plan, device: x.device })
+        Ok(Conv2dPlan { plan, device })
     }
 
     /// The algorithm chosen, by name.
@@ -291,7 +295,7 @@ impl Conv2dPlan {
 
     /// Packs a filter once, for any number of runs.
     fn pack(&self, py: Python<'_>, weight: &Bound<'_, PyAny>) -> PyResult<PackedWeights> {
-        let weight = Array::import("weight", weight)?;
+        let weight = Array::import_on("weight", weight, Some(self.device))?;
         Ok(PackedWeights(pack(py, &self.plan, &weight)?))
     }
 
@@ -305,14 +309,15 @@ impl Conv2dPlan {
         bias: Option<&Bound<'py, PyAny>>,
         out: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let x = Array::import("x", x)?;
-        let bias = Array::import_option("bias", bias)?;
+        let device = Some(self.device);
+        let x = Array::import_on("x", x, device)?;
+        let bias = Array::import_option("bias", bias, device)?;
         let spec = self.plan.spec();
         let mut y = Output::new(out, &x, || Ok::<TensorDesc, PyErr>(spec.y))?;
         let packed = weight.cast::<PackedWeights>().ok();
         let raw = match packed {
             Some(_) => None,
-            None => Some(Array::import("weight", weight)?),
+            None => Some(Array::import_on("weight", weight, device)?),
         };
         let w = match (packed, &raw) {
             (Some(packed), _) => Weights::Packed(&packed.get().0),

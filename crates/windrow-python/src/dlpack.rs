@@ -113,6 +113,23 @@ impl DLDataType {
             .map(|(d, ..)| *d)
     }
 
+    /// The inverse of [`name`](Self::name).
+    pub(crate) fn from_name(name: &str) -> Option<Self> {
+        if name == "bool" {
+            return Some(DLDataType { code: 6, bits: 8, lanes: 1 });
+        }
+        let (kind, bits) = name.split_at(name.find(|c: char| c.is_ascii_digit())?);
+        let code = match kind {
+            "int" => 0,
+            "uint" => 1,
+            "float" => 2,
+            "bfloat" => 4,
+            "complex" => 5,
+            _ => return None,
+        };
+        Some(DLDataType { code, bits: bits.parse().ok()?, lanes: 1 })
+    }
+
     /// As NumPy writes it: `float32`, `uint8`, ...
     pub(crate) fn name(self) -> String {
         let kind = match self.code {
@@ -179,74 +196,81 @@ pub(crate) struct Export<O> {
     pub(crate) owner: O,
     pub(crate) data: *mut c_void,
     pub(crate) desc: TensorDesc,
+    pub(crate) device: Device,
     pub(crate) dtype: DLDataType,
 }
 
-/// What `manager_ctx` points at.
-struct Context<O> {
+/// A managed tensor with all that it points at. `manager_ctx` is its own address.
+struct Context<M, O> {
+    managed: M,
     shape: [i64; MAX_RANK],
     strides: [i64; MAX_RANK],
     _owner: O,
 }
 
 impl<O: Send> Export<O> {
-    fn split(self) -> (DLTensor, *mut c_void) {
+    /// The address of a managed tensor which `manage` makes from the tensor and the context.
+    fn manage<M>(self, manage: impl FnOnce(DLTensor, *mut c_void) -> M) -> *mut M {
         let rank = self.desc.layout.rank();
-        let mut context =
-            Box::new(Context { shape: [0; MAX_RANK], strides: [0; MAX_RANK], _owner: self.owner });
+        let mut context = Box::<Context<M, O>>::new_uninit();
+        let at = context.as_mut_ptr();
+        let (mut shape, mut strides) = ([0; MAX_RANK], [0; MAX_RANK]);
         for d in 0..rank {
-            context.shape[d] = self.desc.shape()[d] as i64;
-            context.strides[d] = self.desc.strides()[d] as i64;
+            shape[d] = self.desc.shape()[d] as i64;
+            strides[d] = self.desc.strides()[d] as i64;
         }
-        let context = Box::into_raw(context);
-        // SAFETY: just made from a box; only field addresses are taken.
-        let (shape, strides) =
-            unsafe { ((&raw mut (*context).shape).cast(), (&raw mut (*context).strides).cast()) };
-        let tensor = DLTensor {
-            data: self.data,
-            device: DLDevice::new(Device::Cpu),
-            ndim: rank as i32,
-            dtype: self.dtype,
-            shape,
-            strides,
-            byte_offset: 0,
-        };
-        (tensor, context.cast())
+        // SAFETY: `at` is memory for a context; it is initialised before it counts as one, and only
+        // addresses of its fields are taken before.
+        unsafe {
+            let tensor = DLTensor {
+                data: self.data,
+                device: DLDevice::new(self.device),
+                ndim: rank as i32,
+                dtype: self.dtype,
+                shape: (&raw mut (*at).shape).cast(),
+                strides: (&raw mut (*at).strides).cast(),
+                byte_offset: 0,
+            };
+            let managed = manage(tensor, at.cast());
+            at.write(Context { managed, shape, strides, _owner: self.owner });
+            &raw mut (*Box::into_raw(context.assume_init())).managed
+        }
     }
 
     /// The consumer must call the deleter, from any thread.
     pub(crate) fn versioned(self) -> *mut DLManagedTensorVersioned {
-        let (dl_tensor, manager_ctx) = self.split();
-        Box::into_raw(Box::new(DLManagedTensorVersioned {
+        self.manage(|dl_tensor, manager_ctx| DLManagedTensorVersioned {
             version: VERSION,
             manager_ctx,
             deleter: Some(delete_versioned::<O>),
             flags: 0,
             dl_tensor,
-        }))
+        })
     }
 
     /// As [`Export::versioned`], before DLPack 1.0.
     pub(crate) fn unversioned(self) -> *mut DLManagedTensor {
-        let (dl_tensor, manager_ctx) = self.split();
-        let deleter = Some(delete_unversioned::<O> as unsafe extern "C" fn(_));
-        Box::into_raw(Box::new(DLManagedTensor { dl_tensor, manager_ctx, deleter }))
+        self.manage(|dl_tensor, manager_ctx| DLManagedTensor {
+            dl_tensor,
+            manager_ctx,
+            deleter: Some(delete_unversioned::<O>),
+        })
     }
 }
 
 unsafe extern "C" fn delete_versioned<O>(managed: *mut DLManagedTensorVersioned) {
-    // SAFETY: made in `Export::versioned`; a consumer calls the deleter once.
+    // SAFETY: made in `Export::manage`; a consumer calls the deleter once.
     unsafe {
-        let managed = Box::from_raw(managed);
-        drop(Box::from_raw(managed.manager_ctx.cast::<Context<O>>()));
+        let context = (*managed).manager_ctx.cast::<Context<DLManagedTensorVersioned, O>>();
+        drop(Box::from_raw(context));
     }
 }
 
 unsafe extern "C" fn delete_unversioned<O>(managed: *mut DLManagedTensor) {
-    // SAFETY: made in `Export::unversioned`; a consumer calls the deleter once.
+    // SAFETY: as above.
     unsafe {
-        let managed = Box::from_raw(managed);
-        drop(Box::from_raw(managed.manager_ctx.cast::<Context<O>>()));
+        let context = (*managed).manager_ctx.cast::<Context<DLManagedTensor, O>>();
+        drop(Box::from_raw(context));
     }
 }
 

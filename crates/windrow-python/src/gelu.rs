@@ -20,11 +20,13 @@ fn spec(
     Ok(GeluSpec { y, bias: desc(bias), gate: desc(gate), ..spec })
 }
 
-/// gelu(x, bias=None, gate=None, *, approximate="none", out=None)
+/// gelu(x, bias=None, gate=None, *, approximate="none", out=None, device=None)
 ///
 /// `gelu(x + bias) * gate`; see the type stub.
 #[pyfunction]
-#[pyo3(signature = (x, bias=None, gate=None, *, approximate="none", out=None))]
+#[pyo3(signature = (x, bias=None, gate=None, *, approximate="none", out=None,
+                    device=None))]
+#[expect(clippy::too_many_arguments, reason = "a Python signature")]
 pub(crate) fn gelu<'py>(
     py: Python<'py>,
     x: &Bound<'py, PyAny>,
@@ -32,14 +34,16 @@ pub(crate) fn gelu<'py>(
     gate: Option<&Bound<'py, PyAny>>,
     approximate: &str,
     out: Option<&Bound<'py, PyAny>>,
+    device: Option<&str>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let x = Array::import("x", x)?;
-    let bias = Array::import_option("bias", bias)?;
-    let gate = Array::import_option("gate", gate)?;
+    let device = device.map(word).transpose()?;
+    let x = Array::import_on("x", x, device)?;
+    let bias = Array::import_option("bias", bias, device)?;
+    let gate = Array::import_option("gate", gate, device)?;
     let approximate = word(approximate)?;
     let mut y = Output::new(out, &x, || like(&x))?;
     let spec = spec(&x, y.desc(), &bias, &gate, approximate).py()?;
-    let plan = PLANS.get(spec, x.device, GeluPlan::new)?;
+    let plan = PLANS.get(&spec, x.device, GeluPlan::new)?;
     let args = GeluArgs { x: x.view(), bias: view(&bias), gate: view(&gate) };
     let target = y.view_mut()?;
     run(py, &x, plan.workspace_bytes(), x.desc.layout.len(), |ws| plan.run(&args, target, ws))?;
@@ -59,11 +63,11 @@ pub(crate) fn gelu_backward<'py>(
 ) -> PyResult<[Option<Bound<'py, PyAny>>; 3]> {
     let dy = Array::import("dy", dy)?;
     let x = Array::import("x", x)?;
-    let bias = Array::import_option("bias", bias)?;
-    let gate = Array::import_option("gate", gate)?;
+    let bias = Array::import_option("bias", bias, None)?;
+    let gate = Array::import_option("gate", gate, None)?;
     let approximate = word(approximate)?;
     let spec = spec(&x, like(&x)?, &bias, &gate, approximate).py()?;
-    let plan = PLANS.get(spec, x.device, GeluPlan::new)?;
+    let plan = PLANS.get(&spec, x.device, GeluPlan::new)?;
     let mut dx = Output::gradient(Some(&x), needs.0)?;
     let mut dbias = Output::gradient(bias.as_ref(), needs.1)?;
     let mut dgate = Output::gradient(gate.as_ref(), needs.2)?;

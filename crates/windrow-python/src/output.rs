@@ -1,16 +1,17 @@
 //! Results: written into `out=`, or allocated here and handed over as the caller's kind of array.
 
-use crate::array::{Array, Family};
+use crate::array::{Array, Family, fetch};
 use crate::dlpack::{self, DLDataType, Export};
 use crate::error::IntoPy;
-use pyo3::exceptions::{PyBufferError, PyNotImplementedError};
+use pyo3::exceptions::PyBufferError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict, PyTuple};
 use std::ffi::c_void;
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
-use windrow::{Device, Layout, MAX_RANK, TensorDesc, TensorMut};
+use windrow::cuda::DeviceTensor;
+use windrow::{Device, Layout, MAX_RANK, TensorDesc, TensorMut, TensorRef};
 
 /// Where a function writes a result.
 pub(crate) enum Output<'py> {
@@ -18,7 +19,24 @@ pub(crate) enum Output<'py> {
     Given(Array<'py>, Bound<'py, PyAny>),
     /// Memory from the library's cache of freed blocks: a fresh block of the system would cost a
     /// page fault for every 4 KiB on each call.
-    Own(windrow::Tensor),
+    Own(Owned),
+    /// The same on a GPU, of which the caller gets a copy in main memory.
+    Staged(DeviceTensor),
+}
+
+/// Memory of the library, in which a result is handed over.
+pub(crate) enum Owned {
+    Host(windrow::Tensor),
+    Device(DeviceTensor),
+}
+
+impl Owned {
+    fn view(&self) -> TensorRef<'_> {
+        match self {
+            Owned::Host(tensor) => tensor.as_ref(),
+            Owned::Device(tensor) => tensor.as_ref(),
+        }
+    }
 }
 
 impl<'py> Output<'py> {
@@ -29,29 +47,38 @@ impl<'py> Output<'py> {
         desc: impl FnOnce() -> PyResult<TensorDesc>,
     ) -> PyResult<Self> {
         if let Some(out) = out {
-            return Ok(Output::Given(Array::import("out", out)?, out.clone()));
+            let device = like.is_staged().then_some(like.device);
+            return Ok(Output::Given(Array::import_on("out", out, device)?, out.clone()));
         }
         let desc = desc()?;
-        match like.device {
-            Device::Cpu => Ok(Output::Own(windrow::Tensor::uninitialised(desc).py()?)),
-            Device::Cuda(_) => {
-                let out = empty_beside(like, &desc)?;
-                Ok(Output::Given(Array::import("out", &out)?, out))
+        Ok(match like.device {
+            Device::Cpu => Output::Own(Owned::Host(windrow::Tensor::uninitialised(desc).py()?)),
+            Device::Cuda(index) if like.is_staged() => {
+                Output::Staged(DeviceTensor::new(desc, index).py()?)
             }
-        }
+            Device::Cuda(index) => match &like.family {
+                Family::Exchange(_, object) | Family::Torch(object) => {
+                    let out = empty_beside(object, &desc)?;
+                    Output::Given(Array::import("out", &out)?, out)
+                }
+                _ => Output::Own(Owned::Device(DeviceTensor::new(desc, index).py()?)),
+            },
+        })
     }
 
     pub(crate) fn desc(&self) -> TensorDesc {
         match self {
             Output::Given(array, _) => array.desc,
-            Output::Own(tensor) => *tensor.desc(),
+            Output::Own(owned) => *owned.view().desc(),
+            Output::Staged(tensor) => *tensor.desc(),
         }
     }
 
     pub(crate) fn view_mut(&mut self) -> PyResult<TensorMut<'_>> {
         match self {
             Output::Given(array, _) => array.view_mut(),
-            Output::Own(tensor) => Ok(tensor.as_mut()),
+            Output::Own(Owned::Host(tensor)) => Ok(tensor.as_mut()),
+            Output::Own(Owned::Device(tensor)) | Output::Staged(tensor) => tensor.as_mut().py(),
         }
     }
 
@@ -76,8 +103,16 @@ impl<'py> Output<'py> {
     /// The object to return.
     pub(crate) fn finish(self, family: &Family<'py>) -> PyResult<Bound<'py, PyAny>> {
         match self {
-            Output::Given(_, object) => Ok(object),
-            Output::Own(tensor) => family.take(tensor),
+            Output::Given(array, object) => {
+                array.fetch()?;
+                Ok(object)
+            }
+            Output::Own(owned) => family.take(owned),
+            Output::Staged(tensor) => {
+                let mut host = windrow::Tensor::uninitialised(*tensor.desc()).py()?;
+                fetch(&tensor, host.as_mut().as_mut_ptr()).py()?;
+                family.take(Owned::Host(host))
+            }
         }
     }
 }
@@ -85,20 +120,30 @@ impl<'py> Output<'py> {
 impl<'py> Family<'py> {
     /// The stream of a CUDA device that the library gives its work to, if it says so.
     pub(crate) fn current_stream(&self, index: u32) -> PyResult<Option<*mut c_void>> {
-        let Family::Exchange(api, like) = self else { return Ok(None) };
-        let mut stream = null_mut();
-        // SAFETY: a function of the library's table; it fills the stream or sets an exception.
-        match unsafe { (api.current_stream)(dlpack::CUDA, index as i32, &mut stream) } {
-            0 => Ok(Some(stream)),
-            _ => Err(PyErr::fetch(like.py())),
+        match self {
+            Family::Exchange(api, like) => {
+                let mut stream = null_mut();
+                // SAFETY: a function of the library's table; it fills the stream or sets an
+                // exception.
+                match unsafe { (api.current_stream)(dlpack::CUDA, index as i32, &mut stream) } {
+                    0 => Ok(Some(stream)),
+                    _ => Err(PyErr::fetch(like.py())),
+                }
+            }
+            Family::Torch(like) => {
+                let c = like.py().import("torch")?.getattr("_C")?;
+                let stream = c.call_method1("_cuda_getCurrentRawStream", (index,))?;
+                Ok(Some(std::ptr::with_exposed_provenance_mut(stream.extract()?)))
+            }
+            _ => Ok(None),
         }
     }
 
     /// Hands a tensor over as an array of this library.
-    fn take(&self, tensor: windrow::Tensor) -> PyResult<Bound<'py, PyAny>> {
+    fn take(&self, tensor: Owned) -> PyResult<Bound<'py, PyAny>> {
         match self {
             Family::Exchange(api, like) => {
-                let managed = export(Arc::new(tensor), None).versioned();
+                let managed = export(tensor, Owned::view, None).versioned();
                 let mut object = std::ptr::null_mut();
                 // SAFETY: the function takes the managed tensor over and returns a new object or
                 // sets an exception.
@@ -112,6 +157,10 @@ impl<'py> Family<'py> {
                 let bits = Tensor { tensor: Arc::new(tensor), bits_of_bf16: true };
                 let array = numpy(py)?.call_method1(intern!(py, "from_dlpack"), (bits,))?;
                 array.call_method1(intern!(py, "view"), (like.getattr(intern!(py, "dtype"))?,))
+            }
+            Family::Torch(like) => {
+                let py = like.py();
+                py.import("torch")?.call_method1(intern!(py, "from_dlpack"), (Tensor::new(tensor),))
             }
             Family::Other(like) => {
                 let py = like.py();
@@ -132,9 +181,9 @@ fn namespace<'py>(like: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>
         return Ok(Some(method.call0()?));
     }
     let module = like.get_type().module()?;
-    // PyTorch before 2.10 and CuPy.
+    // CuPy has no `__array_namespace__` before version 14.
     match module.to_str()?.split('.').next() {
-        Some(root @ ("torch" | "cupy")) => Ok(Some(py.import(root)?.into_any())),
+        Some("cupy") => Ok(Some(py.import("cupy")?.into_any())),
         _ => Ok(None),
     }
 }
@@ -143,20 +192,14 @@ fn numpy(py: Python<'_>) -> PyResult<Bound<'_, PyModule>> {
     py.import(intern!(py, "numpy"))
 }
 
-/// Device memory comes from the library that the input comes from: its allocator knows the
-/// stream.
-fn empty_beside<'py>(like: &Array<'py>, desc: &TensorDesc) -> PyResult<Bound<'py, PyAny>> {
-    let (Family::Exchange(_, object) | Family::Other(object) | Family::NumPyBf16(object)) =
-        &like.family;
-    let py = object.py();
-    let module = object.get_type().module()?;
-    if module.to_str()?.split('.').next() != Some("torch") {
-        return Err(PyNotImplementedError::new_err(
-            "allocating results on a GPU is not supported for this kind of array: pass `out`",
-        ));
-    }
+/// A tensor of PyTorch on the device of `like`: its allocator knows the stream.
+fn empty_beside<'py>(
+    like: &Bound<'py, PyAny>,
+    desc: &TensorDesc,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = like.py();
     let kwargs = PyDict::new(py);
-    kwargs.set_item("device", object.getattr(intern!(py, "device"))?)?;
+    kwargs.set_item("device", like.getattr(intern!(py, "device"))?)?;
     let torch = py.import("torch")?;
     kwargs.set_item("dtype", torch.getattr(dlpack::torch_name(desc.dtype))?)?;
     let (shape, strides) = (PyTuple::new(py, desc.shape())?, PyTuple::new(py, desc.strides())?);
@@ -176,7 +219,8 @@ pub(crate) fn dense_like(layout: &Layout) -> PyResult<Layout> {
         l.is_unique()
             && l.extent().is_none_or(|(low, high)| low == 0 && high as usize + 1 == l.len())
     };
-    if strides.iter().all(|&s| s >= 0) && spans(layout) && !layout.is_empty() {
+    let dense = layout.is_contiguous() || spans(layout);
+    if strides.iter().all(|&s| s >= 0) && dense && !layout.is_empty() {
         return Ok(*layout);
     }
     // Insertion sort, innermost first, that leaves dimensions in place whose order the strides do
@@ -211,13 +255,13 @@ pub(crate) fn dense_like(layout: &Layout) -> PyResult<Layout> {
 /// `__dlpack__`, nothing else.
 #[pyclass(module = "windrow", frozen)]
 pub(crate) struct Tensor {
-    tensor: Arc<windrow::Tensor>,
+    tensor: Arc<Owned>,
     /// For NumPy, which knows no bf16.
     bits_of_bf16: bool,
 }
 
 impl Tensor {
-    fn new(tensor: windrow::Tensor) -> Self {
+    fn new(tensor: Owned) -> Self {
         Tensor { tensor: Arc::new(tensor), bits_of_bf16: false }
     }
 }
@@ -227,13 +271,13 @@ impl Tensor {
     /// Size of each dimension.
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.tensor.shape())
+        PyTuple::new(py, self.tensor.view().shape())
     }
 
     /// `f32`, `f16`, `bf16`, ...
     #[getter]
     fn dtype(&self) -> &'static str {
-        self.tensor.desc().dtype.name()
+        self.tensor.view().dtype().name()
     }
 
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
@@ -245,14 +289,16 @@ impl Tensor {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyCapsule>> {
-        if stream.is_some() {
+        let device = self.__dlpack_device__();
+        // On a GPU the call that made the tensor has waited for it: there is nothing to order.
+        if stream.is_some() && device.0 == dlpack::CPU {
             return Err(PyBufferError::new_err("a tensor in main memory has no stream"));
         }
-        if dl_device.is_some_and(|d| d != (dlpack::CPU, 0)) || copy == Some(true) {
+        if dl_device.is_some_and(|d| d != device) || copy == Some(true) {
             return Err(PyBufferError::new_err("a tensor is exported in place only, without copy"));
         }
         let dtype = self.bits_of_bf16.then_some(DLDataType::UINT16);
-        let export = export(self.tensor.clone(), dtype);
+        let export = export(self.tensor.clone(), |t| t.view(), dtype);
         let (managed, name) = if max_version.is_some_and(|(major, _)| major >= 1) {
             (NonNull::new(export.versioned().cast()), dlpack::VERSIONED_NAME)
         } else {
@@ -271,18 +317,20 @@ impl Tensor {
     }
 
     fn __dlpack_device__(&self) -> (i32, i32) {
-        (dlpack::CPU, 0)
+        let device = dlpack::DLDevice::new(self.tensor.view().device());
+        (device.device_type, device.device_id)
     }
 }
 
 /// Shares a tensor with a consumer, which may write to it: whoever makes a [`Tensor`] gives its
 /// memory away.
-fn export(tensor: Arc<windrow::Tensor>, dtype: Option<DLDataType>) -> Export<Arc<windrow::Tensor>> {
-    let desc = *tensor.desc();
-    Export {
-        data: tensor.as_ref().as_ref().as_ptr().cast_mut().cast(),
-        desc,
-        dtype: dtype.unwrap_or(DLDataType::new(desc.dtype)),
-        owner: tensor,
-    }
+fn export<O: Send>(
+    owner: O,
+    view: impl for<'a> Fn(&'a O) -> TensorRef<'a>,
+    dtype: Option<DLDataType>,
+) -> Export<O> {
+    let view = view(&owner);
+    let (data, desc, device) = (view.as_ptr().cast_mut().cast(), *view.desc(), view.device());
+    let dtype = dtype.unwrap_or(DLDataType::new(desc.dtype));
+    Export { owner, data, desc, device, dtype }
 }

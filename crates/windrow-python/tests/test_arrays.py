@@ -156,3 +156,12 @@ def test_other_threads_run_meanwhile():
     for t in threads:
         t.join()
     assert all((r == want).all() for r in results)
+
+
+def test_device_by_name():
+    x = normal((2, 3))
+    assert (windrow.gelu(x, device="cpu") == windrow.gelu(x)).all()
+    with pytest.raises(ValueError, match="`device` is mars"):
+        windrow.gelu(x, device="mars")
+    with pytest.raises(RuntimeError, match="no device cuda"):
+        windrow.gelu(x, device="cuda:4000")

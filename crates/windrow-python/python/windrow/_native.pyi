@@ -25,6 +25,7 @@ def gelu(
     *,
     approximate: Literal["none", "tanh"] = "none",
     out: A | None = None,
+    device: str | None = None,
 ) -> A:
     """`gelu(x + bias) * gate`.
 
@@ -48,6 +49,7 @@ def causal_conv1d(
     initial_states: Array | None = None,
     return_final_states: Literal[False] = False,
     out: A | None = None,
+    device: str | None = None,
 ) -> A:
     """`y[b,d,t] = act(bias[d] + sum_k weight[d,k] x[b,d,t-(width-1)+k])`.
 
@@ -74,6 +76,7 @@ def causal_conv1d(
     initial_states: Array | None = None,
     return_final_states: Literal[True],
     out: A | None = None,
+    device: str | None = None,
 ) -> tuple[A, A]: ...
 def causal_conv1d_backward(
     dy: A,
@@ -97,6 +100,7 @@ def causal_conv1d_update(
     conv_state_indices: Array | None = None,
     *,
     out: A | None = None,
+    device: str | None = None,
 ) -> A:
     """The next step, or steps, of a causal convolution; `conv_state` is updated in place.
 
@@ -109,6 +113,15 @@ def causal_conv1d_update(
     Raises ValueError, TypeError (element types), IndexError (an entry that is not in the pool).
     """
 
+def causal_conv1d_update_if_plain(
+    x: A,
+    conv_state: Array,
+    weight: Array,
+    bias: Array | None,
+    activation: str | None,
+    cache_seqlens: Array | None,
+    conv_state_indices: Array | None,
+) -> A | None: ...
 def conv2d(
     x: A,
     weight: Array,
@@ -122,6 +135,7 @@ def conv2d(
     accuracy: Accuracy | None = None,
     algorithm: str | None = None,
     out: A | None = None,
+    device: str | None = None,
     filters: tuple[FilterCache, int] | None = None,
 ) -> A:
     """Two-dimensional convolution, by Winograd where filter and stride allow and the error stays
@@ -156,6 +170,7 @@ def gelu_backward(
     needs: tuple[bool, bool, bool],
 ) -> list[A | None]: ...
 def is_plain(*tensors: object) -> bool: ...
+def use_openmp(gomp_parallel: int) -> None: ...
 
 @final
 class Conv2dPlan:
@@ -174,6 +189,7 @@ class Conv2dPlan:
         activation: Activation | None = None,
         accuracy: Accuracy | None = None,
         algorithm: str | None = None,
+        device: str | None = None,
     ) -> None: ...
     @property
     def algorithm(self) -> str:

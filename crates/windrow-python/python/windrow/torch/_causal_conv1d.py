@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from windrow import _native
 from windrow.torch._library import (
@@ -198,16 +199,13 @@ def causal_conv1d_update(
 
     For inference: no gradient flows through it.
     """
-    # As `call` does it, without its cost: this is the call of which a decoder makes the most.
-    if not torch.compiler.is_dynamo_compiling() and _native.is_plain(
-        x, conv_state, weight, bias, cache_seqlens, conv_state_indices
-    ):
-        try:
-            return _native.causal_conv1d_update(
-                x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices
-            )
-        except _native.NotInPlace:
-            pass
+    # As `call` does it, in one native call: this is the function that a decoder calls most.
+    if not is_dynamo_compiling():
+        y = _native.causal_conv1d_update_if_plain(
+            x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices
+        )
+        if y is not None:
+            return y
     return _causal_conv1d_update(
         x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices
     )
