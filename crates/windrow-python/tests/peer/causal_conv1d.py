@@ -1,11 +1,11 @@
-"""Runs Dao-AILab causal-conv1d's own tests against Windrow's stand-in for it, on the CPU.
+"""Runs Dao-AILab causal-conv1d's own tests against Windrow's stand-in for it.
 
-    python causal_conv1d.py [--every N] [pytest options]
+    python causal_conv1d.py [--device cuda] [--every N [--first K]] [--source FOLDER] [pytest options]
 
-Fetches the package's source with pip into a temporary folder, changes nothing in its test file but the
-device, and takes the plain reference functions that the tests compare with from that source too. All
-cases take more than an hour on two cores; `--every N` takes each N-th. Needs what
-requirements-torch.txt names.
+Fetches the package's source with pip into a temporary folder, or takes it from FOLDER where it is unpacked,
+changes nothing in its test file but the device, and takes the plain reference functions that the tests
+compare with from that source too. All cases take more than an hour on two cores; `--every N` takes
+each N-th, from the K-th on. Needs what requirements-torch.txt names.
 """
 
 import argparse
@@ -67,29 +67,32 @@ def take_references(source: Path) -> None:
 class Every:
     """A pytest plugin that keeps each n-th case."""
 
-    def __init__(self, n: int) -> None:
-        self.n = n
+    def __init__(self, first: int, n: int) -> None:
+        self.cases = slice(first, None, n)
 
     def pytest_collection_modifyitems(self, items: list) -> None:
-        items[:] = items[:: self.n]
+        items[:] = items[self.cases]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--source", type=Path)
     options, rest = parser.parse_known_args()
     windrow.compat.causal_conv1d.install()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        source = fetch(folder)
+        source = options.source or fetch(folder)
         take_references(source)
         text = (source / "tests" / "test_causal_conv1d.py").read_text()
-        text, lines = re.subn(r'device = "cuda"', 'device = "cpu"', text)
-        print(f"{PEER}: {lines} device lines changed")
+        text, lines = re.subn(r'device = "cuda"', f'device = "{options.device}"', text)
+        print(f"{PEER}: {lines} device lines changed to {options.device}")
         test = folder / "test_peer.py"
         test.write_text(text)
         cases = ["-p", "no:cacheprovider", f"--rootdir={folder}", str(test), *rest]
-        return pytest.main(cases, plugins=[Every(options.every)])
+        return pytest.main(cases, plugins=[Every(options.first, options.every)])
 
 
 if __name__ == "__main__":

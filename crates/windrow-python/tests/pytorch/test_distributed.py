@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 from windrow.torch import GELU, Conv2d, causal_conv1d_fn
 
@@ -38,16 +38,18 @@ def distributed_data_parallel(model, device):
 
 
 def fully_sharded_data_parallel(model, device):
-    return FullyShardedDataParallel(model, device_id=device, use_orig_params=True)
+    return fsdp.FullyShardedDataParallel(model, device_id=device, use_orig_params=True)
 
 
 def fully_sharded_by_module(model, _device):
     mesh = dist.device_mesh.init_device_mesh(_device.type, (WORLD,))
-    fully_shard(model.features, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fsdp.fully_shard(model.features, mesh=mesh)
+    return fsdp.fully_shard(model, mesh=mesh)
 
 
-WRAPPERS = {f.__name__: f for f in [distributed_data_parallel, fully_sharded_data_parallel, fully_sharded_by_module]}
+WRAPPERS = {f.__name__: f for f in [distributed_data_parallel, fully_sharded_data_parallel]}
+if hasattr(fsdp, "fully_shard"):  # From PyTorch 2.6 on.
+    WRAPPERS[fully_sharded_by_module.__name__] = fully_sharded_by_module
 
 
 def train(model, batches):
