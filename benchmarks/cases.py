@@ -77,7 +77,7 @@ class CausalConv1d:
     channel_last: bool = False
 
     def __str__(self) -> str:
-        layout = " channel-last" if self.channel_last else ""
+        layout = " NLC" if self.channel_last else ""
         return f"causal_conv1d {self.dtype} {self.b}x{self.d}x{self.l}{layout}"
 
     @property
@@ -150,6 +150,6 @@ def suites() -> dict[str, list]:
         for s in prefill
         for last in (False, True)
     ]
-    found["causal_conv1d"] += [Decode(t, 8, 4096) for t in DTYPES]
+    found["causal_conv1d_update"] = [Decode(t, 8, 4096) for t in DTYPES]
     found["overhead"] = [Overhead()]
     return found

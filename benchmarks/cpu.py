@@ -1,105 +1,120 @@
-"""Measures Windrow beside PyTorch, ONNX Runtime and ncnn on the CPU, interleaved in one run.
+"""Measures Windrow beside PyTorch, ONNX Runtime, ncnn and candle on the CPU.
 
-    python benchmarks/cpu.py [--threads N] [--suite NAME ...] [--rounds N] [--record]
+    python benchmarks/cpu.py [--threads N ...] [--suite NAME ...] [--rounds N] [--candle PATH] [--record]
 
-Installs nothing: it needs `windrow` and torch, and takes onnxruntime (with onnx) and ncnn where they
-can be imported. Prints for each case what each call reaches and the ratio of Windrow's best form to the
-fastest peer. With --record the figures go to benchmarks/record/DATE-MACHINE/cpu.json, suites of a
-later run beside those of earlier ones.
+Installs nothing: it needs `windrow` and torch, and takes onnxruntime (with onnx) and ncnn where they can
+be imported. candle has no Python package: PATH is its benchmark, `cargo build --release -p windrow-candle
+--example beside_candle`. Each number of threads has a process of its own, in which all Python libraries take
+turns. Prints milliseconds a call (medians) and how many times faster Windrow is than the fastest peer,
+for both of its forms: results written into `out=`, and allocated by the call. With --record the figures
+go to benchmarks/record/DATE-MACHINE/, cpu.json and cpu.md.
 """
 
 import argparse
 import datetime
-import importlib
 import json
 import math
 import os
 import platform
 import re
-import statistics
+import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
-RECORDS = Path(__file__).parent / "record"
-# A sample repeats a short call for about this long.
-SAMPLE_SECONDS = 4e-3
+HERE = Path(__file__).parent
+Times = dict[str, dict[str, float]]
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="default: all cores")
-    parser.add_argument("--suite", action="append", help="default: all; may be repeated")
-    parser.add_argument("--rounds", type=int, default=9, help="samples of each call, default 9")
-    parser.add_argument("--record", action="store_true", help="write the record")
+    add = parser.add_argument
+    add("--threads", type=int, nargs="+", default=sorted({1, os.cpu_count() or 1}))
+    add("--suite", nargs="+", default=[], help="default: all")
+    add("--rounds", type=int, default=5, help="samples of each call, default 5")
+    add("--candle", type=Path, help="the program beside_candle of windrow-candle")
+    add("--record", action="store_true", help="write the record")
     return parser.parse_args()
 
 
-def load_engines() -> tuple[list, dict[str, str], dict[str, str]]:
-    """Engines that can be imported, their versions, and why others cannot."""
-    engines, versions, missing = [], {}, {}
-    for name in ["windrow", "torch", "onnxruntime", "ncnn"]:
-        try:
-            engine = importlib.import_module(f"engines.{name}_engine")
-        except ImportError as e:
-            missing[name] = str(e)
-            continue
-        engines.append(engine)
-        versions |= engine.versions()
-    missing["candle"] = "has no Python package"
-    return engines, versions, missing
+def run(options: argparse.Namespace, threads: int) -> dict[str, Any]:
+    """What `interleave.py` measured with this many threads."""
+    command = [sys.executable, str(HERE / "interleave.py"), "--rounds", str(options.rounds)]
+    command += ["--threads", str(threads), "--suite", *options.suite]
+    if options.candle:
+        command += ["--candle", str(options.candle)]
+    # The libraries read them when they are loaded.
+    names = ["WINDROW_NUM_THREADS", "OMP_NUM_THREADS", "RAYON_NUM_THREADS"]
+    environment = os.environ | dict.fromkeys(names, str(threads))
+    output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout
+    return json.loads(output)
 
 
-def check(results: dict) -> None:
-    """Stops if two tensors that should be equal are not, to the accuracy of half precision."""
-    import torch
-
-    tensors = {n: r.float() for n, r in results.items() if isinstance(r, torch.Tensor)}
-    if tensors:
-        first, *others = tensors.items()
-        for name, tensor in others:
-            scale = first[1].abs().max()
-            if not ((tensor - first[1]).abs().max() <= 0.03 * scale):
-                raise SystemExit(f"{name} and {first[0]} computed different things")
+def peers(times: Times) -> Times:
+    return {name: t for name, t in times.items() if not name.startswith("windrow")}
 
 
-def measure(calls: dict, rounds: int) -> dict[str, dict[str, float]]:
-    """Seconds a call: every round takes a sample of each, in an order that rotates."""
-    repeats = {}
-    for name, call in calls.items():
-        call()
-        start = time.perf_counter()
-        call()
-        repeats[name] = max(1, math.ceil(SAMPLE_SECONDS / (time.perf_counter() - start)))
-    samples = {name: [] for name in calls}
-    names = list(calls)
-    for i in range(rounds):
-        turn = i % len(names)
-        for name in names[turn:] + names[:turn]:
-            call, n = calls[name], repeats[name]
-            start = time.perf_counter()
-            for _ in range(n):
-                call()
-            samples[name].append((time.perf_counter() - start) / n)
-    return {
-        name: {"median": statistics.median(s), "min": min(s), "max": max(s)}
-        for name, s in samples.items()
-    }
+def ratios(times: Times) -> dict[str, float]:
+    """How many times faster each form of Windrow is than the fastest peer."""
+    fastest = min(t["median"] for t in peers(times).values())
+    ours = {name: t for name, t in times.items() if name.startswith("windrow")}
+    return {name: fastest / t["median"] for name, t in ours.items()}
 
 
-def ratio(times: dict[str, dict[str, float]]) -> tuple[float, str]:
-    """How many times faster Windrow's best form is than the fastest peer, and which that is."""
-    ours = min(t["median"] for name, t in times.items() if name.startswith("windrow"))
-    peers = {n: t["median"] for n, t in times.items() if not n.startswith("windrow")}
-    fastest = min(peers, key=peers.get)
-    return peers[fastest] / ours, fastest
+def mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def report(case, times: dict[str, dict[str, float]]) -> None:
-    work, unit = case.work
-    reached = ", ".join(f"{name} {work / t['median']:.3g}" for name, t in times.items())
-    factor, fastest = ratio(times)
-    print(f"{case!s:42} {factor:5.2f}x {fastest:20} {unit}: {reached}", flush=True)
+def number(value: float | None) -> str:
+    """At most seven characters."""
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if value < 1 else f"{value:.2f}" if value < 1000 else f"{value:.0f}"
+
+
+ROW = "| {:<36} | {:>7} | {:>7} | {:>7} {:<12} | {:>5} | {:>5} |"
+
+
+def table(cases: dict[str, Times]) -> list[str]:
+    """A Markdown table of one suite."""
+    lines = [
+        ROW.format("case, ms", "out=", "new", "peer", "", "out=", "new"),
+        "|---|--:|--:|---|--:|--:|",
+    ]
+    for case, times in cases.items():
+        fastest = min(peers(times), key=lambda name: times[name]["median"])
+        milliseconds = [
+            number(times[name]["median"] * 1e3) if name in times else "-"
+            for name in ["windrow out=", "windrow", fastest]
+        ]
+        factors = ratios(times)
+        cells = [f"{factors[n]:.2f}" if n in factors else "-" for n in ["windrow out=", "windrow"]]
+        name = fastest.replace("channels_last", "nhwc")
+        lines.append(ROW.format(case, *milliseconds, name, *cells))
+    return lines
+
+
+def summary(cases: dict[str, Times]) -> list[str]:
+    """Geometric means over a suite, beside the fastest peer and beside each library."""
+    best = [max(ratios(times).values()) for times in cases.values()]
+    worst = min(cases, key=lambda case: max(ratios(cases[case]).values()))
+    lines = [
+        f"Beside the fastest peer of each case: {mean(best):.2f}x in geometric mean, at least"
+        f" {min(best):.2f}x ({worst})."
+    ]
+    for library in ["torch", "onnxruntime", "ncnn", "candle"]:
+        factors = []
+        for times in cases.values():
+            theirs = [t["median"] for n, t in times.items() if n.split()[0] == library]
+            ours = [t["median"] for n, t in times.items() if n.split()[0] == "windrow"]
+            if theirs:
+                factors.append(min(theirs) / min(ours))
+        if factors:
+            lines.append(
+                f"Beside {library}: {mean(factors):.2f}x in geometric mean over {len(factors)} cases, at"
+                f" least {min(factors):.2f}x."
+            )
+    return lines
 
 
 def machine() -> str:
@@ -113,47 +128,34 @@ def machine() -> str:
     return f"{'-'.join(words)}-{os.cpu_count()}-threads"
 
 
-def write_record(threads: int, suites: dict, versions: dict, missing: dict) -> Path:
-    folder = RECORDS / f"{datetime.date.today()}-{machine()}"
+def write_record(record: dict[str, Any], report: list[str]) -> Path:
+    folder = HERE / "record" / f"{datetime.date.today()}-{machine()}"
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "cpu.json"
-    record = json.loads(path.read_text()) if path.exists() else {"suites": {}}
-    record |= {"machine": machine(), "versions": versions, "not_measured": missing}
-    for name, results in suites.items():
-        record["suites"].setdefault(name, {})[f"{threads} threads"] = results
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    return path
+    (folder / "cpu.json").write_text(json.dumps(record, indent=1) + "\n")
+    versions = ", ".join(f"{n} {v}" for n, v in record["versions"].items())
+    missing = "".join(f"Not measured: {n} ({why}).\n" for n, why in record["not_measured"].items())
+    title = f"# CPU: {machine()}\n\n{versions}.\n{missing}\n"
+    (folder / "cpu.md").write_text(title + "\n".join(report) + "\n")
+    return folder
 
 
 def main() -> None:
     options = arguments()
-    # Before the libraries are loaded, which read it then.
-    os.environ["WINDROW_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    sys.path.insert(0, str(Path(__file__).parent))
-    import cases
-    import torch
-
-    torch.set_num_threads(options.threads)
-    torch.set_grad_enabled(False)
-    engines, versions, missing = load_engines()
-    for name, why in missing.items():
+    record: dict[str, Any] = {"machine": machine(), "rounds": options.rounds, "threads": {}}
+    report = []
+    for threads in options.threads:
+        measured = run(options, threads)
+        record |= {key: measured[key] for key in ["versions", "not_measured"]}
+        record["threads"][threads] = measured["suites"]
+        for suite, cases in measured["suites"].items():
+            title = f"## {suite}, {threads} thread{'s' * (threads > 1)}"
+            lines = [title, "", *table(cases), "", *summary(cases), ""]
+            print("\n".join(lines), flush=True)
+            report += lines
+    for name, why in record["not_measured"].items():
         print(f"not measured: {name} ({why})")
-    results = {}
-    suites = cases.suites()
-    for suite in options.suite or suites:
-        print(f"{suite}, {options.threads} threads")
-        factors, results[suite] = [], {}
-        for case in suites[suite]:
-            calls = {n: c for engine in engines for n, c in engine.calls(case).items()}
-            if suite != "overhead":
-                check({name: call() for name, call in calls.items()})
-            times = measure(calls, options.rounds)
-            report(case, times)
-            factors.append(ratio(times)[0])
-            results[suite][str(case)] = times
-        print(f"{'geometric mean':42} {statistics.geometric_mean(factors):5.2f}x")
     if options.record:
-        print(f"written to {write_record(options.threads, results, versions, missing)}")
+        print(f"written to {write_record(record, report)}")
 
 
 if __name__ == "__main__":

@@ -43,5 +43,5 @@ def calls(case) -> dict:
             x, state = torch.randn(1, 8), torch.zeros(1, 8, 3)
             weight = torch.randn(8, 4)
             update = windrow.torch.causal_conv1d_update
-            return {"windrow causal_conv1d_update": lambda: update(x, state, weight, None, "silu")}
+            return {"windrow": lambda: update(x, state, weight, None, "silu")}
     return {}
