@@ -3,9 +3,9 @@
 use crate::dlpack::{self, DLDataType, DLTensor, ExchangeApi};
 use crate::error::{IntoPy, NotInPlace, exception};
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
+use pyo3::ffi::{PyObject, PyObject_CallMethodObjArgs, PyTypeObject};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::ffi::{PyObject, PyObject_CallMethodObjArgs, PyTypeObject};
 use pyo3::types::{PyCapsule, PyDict, PyString, PyType};
 use std::cell::Cell;
 use std::ffi::c_void;
@@ -113,8 +113,7 @@ impl<'py> Array<'py> {
     fn borrow(arg: &'static str, object: &Bound<'py, PyAny>, exchange: Exchange) -> PyResult<Self> {
         let py = object.py();
         let mut tensor = std::mem::MaybeUninit::<DLTensor>::uninit();
-        let borrow =
-            exchange.api.borrow.expect("find_access returns only tables that can borrow");
+        let borrow = exchange.api.borrow.expect("find_access returns only tables that can borrow");
         // SAFETY: the table was found on the object's type; it fills the tensor or fails.
         if unsafe { borrow(object.as_ptr(), tensor.as_mut_ptr()) } != 0 {
             let cause = PyErr::fetch(py);

@@ -193,10 +193,7 @@ fn numpy(py: Python<'_>) -> PyResult<Bound<'_, PyModule>> {
 }
 
 /// A tensor of PyTorch on the device of `like`: its allocator knows the stream.
-fn empty_beside<'py>(
-    like: &Bound<'py, PyAny>,
-    desc: &TensorDesc,
-) -> PyResult<Bound<'py, PyAny>> {
+fn empty_beside<'py>(like: &Bound<'py, PyAny>, desc: &TensorDesc) -> PyResult<Bound<'py, PyAny>> {
     let py = like.py();
     let kwargs = PyDict::new(py);
     kwargs.set_item("device", like.getattr(intern!(py, "device"))?)?;

@@ -20,5 +20,5 @@ pub use isa::Isa;
 pub(crate) use isa::{Kernel, dispatch};
 pub use peak::{copy, peak_gflops};
 pub(crate) use simd::{MAX_LANES, Simd, SimdElement};
-pub use threads::{Team, num_threads, use_team};
 pub(crate) use threads::{SendPtr, parallel_for, parallel_for_workers, resolve_threads};
+pub use threads::{Team, num_threads, use_team};
