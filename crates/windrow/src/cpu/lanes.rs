@@ -175,6 +175,10 @@ impl Simd for Lanes {
         std::array::from_fn(|i| a[i] < b[i])
     }
     #[inline(always)]
+    fn not_le(self, a: Self::F32, b: Self::F32) -> Self::Mask {
+        std::array::from_fn(|i| a[i] > b[i] || a[i].is_nan() || b[i].is_nan())
+    }
+    #[inline(always)]
     fn is_nan(self, a: Self::F32) -> Self::Mask {
         a.map(f32::is_nan)
     }

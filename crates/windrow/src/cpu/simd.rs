@@ -97,6 +97,18 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
             self.store_bf16(p.add(Self::LANES), v[1]);
         }
     }
+    /// As [`Simd::store2_bf16`] of numbers, not NaN; halves may be rounded away from zero.
+    /// # Safety: as there.
+    #[inline(always)]
+    unsafe fn store2_numbers_bf16<const STREAM: bool>(self, p: *mut bf16, v: [Self::F32; 2]) {
+        // SAFETY: passed on.
+        unsafe { self.store2_bf16::<STREAM>(p, v) }
+    }
+    /// Two vectors in the order of memory, in that of [`Simd::load2_bf16`].
+    #[inline(always)]
+    fn order2_bf16(self, v: [Self::F32; 2]) -> [Self::F32; 2] {
+        v
+    }
 
     fn add(self, a: Self::F32, b: Self::F32) -> Self::F32;
     fn sub(self, a: Self::F32, b: Self::F32) -> Self::F32;
@@ -122,6 +134,8 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     fn neg(self, a: Self::F32) -> Self::F32;
 
     fn lt(self, a: Self::F32, b: Self::F32) -> Self::Mask;
+    /// `!(a <= b)`: also where one is NaN.
+    fn not_le(self, a: Self::F32, b: Self::F32) -> Self::Mask;
     fn is_nan(self, a: Self::F32) -> Self::Mask;
     /// `a` where the mask is set, else `b`.
     fn select(self, mask: Self::Mask, a: Self::F32, b: Self::F32) -> Self::F32;
@@ -165,6 +179,18 @@ pub(crate) trait SimdElement: Element {
     /// With `STREAM` around the cache, as [`Simd::stream`].
     /// # Safety: `2 LANES` elements are writable at `p`, aligned to their size with `STREAM`.
     unsafe fn store2<S: Simd, const STREAM: bool>(s: S, p: *mut Self, v: [S::F32; 2]);
+    /// As [`SimdElement::store2`] of numbers, not NaN; halves may be rounded away from zero.
+    /// # Safety: as there.
+    #[inline(always)]
+    unsafe fn store2_numbers<S: Simd, const STREAM: bool>(s: S, p: *mut Self, v: [S::F32; 2]) {
+        // SAFETY: passed on.
+        unsafe { Self::store2::<S, STREAM>(s, p, v) }
+    }
+    /// Two vectors in the order of memory, in that of [`SimdElement::load2`].
+    #[inline(always)]
+    fn order2<S: Simd>(_: S, v: [S::F32; 2]) -> [S::F32; 2] {
+        v
+    }
     /// Store around the cache; follow a series with [`Simd::stream_fence`].
     /// # Safety
     /// `LANES` elements are writable at `p`, aligned to their size together.
@@ -231,8 +257,9 @@ impl SimdElement for f32 {
 }
 
 macro_rules! half_element {
-    ($t:ident, $load:ident, $store:ident, $stream:ident, $load2:ident, $store2:ident) => {
+    ($t:ident, $load:ident, $store:ident, $stream:ident, $load2:ident, $store2:ident, {$($more:item)*}) => {
         impl SimdElement for $t {
+            $($more)*
             #[inline(always)]
             unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F32 {
                 // SAFETY: passed on.
@@ -291,8 +318,18 @@ macro_rules! half_element {
 /// The widest vector of any instruction set.
 pub(crate) const MAX_LANES: usize = 16;
 
-half_element!(f16, load_f16, store_f16, stream_f16, load2_f16, store2_f16);
-half_element!(bf16, load_bf16, store_bf16, stream_bf16, load2_bf16, store2_bf16);
+half_element!(f16, load_f16, store_f16, stream_f16, load2_f16, store2_f16, {});
+half_element!(bf16, load_bf16, store_bf16, stream_bf16, load2_bf16, store2_bf16, {
+    #[inline(always)]
+    unsafe fn store2_numbers<S: Simd, const STREAM: bool>(s: S, p: *mut Self, v: [S::F32; 2]) {
+        // SAFETY: passed on.
+        unsafe { s.store2_numbers_bf16::<STREAM>(p, v) }
+    }
+    #[inline(always)]
+    fn order2<S: Simd>(s: S, v: [S::F32; 2]) -> [S::F32; 2] {
+        s.order2_bf16(v)
+    }
+});
 
 #[cfg(test)]
 mod tests {
@@ -350,6 +387,35 @@ mod tests {
             stream::<S, bf16>(s);
             transpose(s);
             even(s);
+            pairs(s);
+        }
+    }
+
+    fn pairs<S: Simd>(s: S) {
+        // No halves, which may be rounded either way.
+        let x: Vec<f32> = (0..2 * MAX_LANES).map(|i| (i as f32 - 7.3) / 3.0).collect();
+        let mut stored = [[bf16::ZERO; 2 * MAX_LANES]; 2];
+        // SAFETY: all slices hold 2 MAX_LANES elements.
+        unsafe {
+            let v = [s.load(x.as_ptr()), s.load(x.as_ptr().add(S::LANES))];
+            let v = bf16::order2(s, v);
+            bf16::store2::<S, false>(s, stored[0].as_mut_ptr(), v);
+            bf16::store2_numbers::<S, false>(s, stored[1].as_mut_ptr(), v);
+        }
+        for (i, &x) in x.iter().enumerate().take(2 * S::LANES) {
+            assert_eq!([stored[0][i], stored[1][i]], [bf16::from_f32(x); 2]);
+        }
+        for nan in 0..2 * S::LANES {
+            let mut x = [1.0; 2 * MAX_LANES];
+            x[nan] = f32::NAN;
+            // SAFETY: as above.
+            unsafe {
+                let v = [s.load(x.as_ptr()), s.load(x.as_ptr().add(S::LANES))];
+                bf16::store2::<S, false>(s, stored[0].as_mut_ptr(), bf16::order2(s, v));
+            }
+            for (i, x) in x.iter().enumerate().take(2 * S::LANES) {
+                assert_eq!(stored[0][i].is_nan(), x.is_nan());
+            }
         }
     }
 
@@ -403,6 +469,7 @@ mod tests {
         same("nan", lane0(s, s.select(s.is_nan(va), one, vb)), if a.is_nan() { 1.0 } else { b });
         same("bits", lane0(s, s.from_bits(s.to_bits(va))), a);
         assert_eq!(s.any(s.lt(va, vb)), a < b);
+        assert_eq!(s.any(s.not_le(va, vb)), a > b || a.is_nan() || b.is_nan());
         let index = s.add_i32(s.to_bits(va), s.to_bits(s.splat(f32::from_bits(5))));
         let want = SQUARES[(a.to_bits() as usize + 5) & 31];
         same("lookup", lane0(s, s.lookup(s.table(&SQUARES), index)), want);

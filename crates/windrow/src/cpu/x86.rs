@@ -44,19 +44,35 @@ macro_rules! isa {
     };
 }
 
-/// The bits of a bf16 in the upper half of each lane: rounded to nearest even by adding half a unit,
-/// less one where the result is even; a NaN keeps its upper bits and is made quiet.
+/// The bits of a bf16 in the upper half of each lane, of numbers: rounded to nearest even by adding
+/// half a unit, less one where the result is even.
 #[inline(always)]
-unsafe fn round_to_bf16(v: __m512) -> __m512i {
+unsafe fn round_number_to_bf16(v: __m512) -> __m512i {
     // SAFETY: called by Avx512 only.
     unsafe {
         let bits = _mm512_castps_si512(v);
         let odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x1_0000));
-        let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
         let rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
-        let rounded = _mm512_mask_add_epi32(rounded, odd, bits, _mm512_set1_epi32(0x8000));
-        _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x40_0000))
+        _mm512_mask_add_epi32(rounded, odd, bits, _mm512_set1_epi32(0x8000))
     }
+}
+
+/// As [`round_number_to_bf16`]; a NaN keeps its upper bits and is made quiet.
+#[inline(always)]
+unsafe fn round_to_bf16(v: __m512) -> __m512i {
+    // SAFETY: called by Avx512 only.
+    unsafe {
+        let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
+        let quiet = _mm512_set1_epi32(0x40_0000);
+        _mm512_mask_or_epi32(round_number_to_bf16(v), nan, _mm512_castps_si512(v), quiet)
+    }
+}
+
+/// Upper halves of the lanes of two vectors, alternating.
+#[inline(always)]
+unsafe fn upper_halves([even, odd]: [__m512i; 2]) -> __m512i {
+    // SAFETY: called by Avx512 only.
+    unsafe { _mm512_mask_blend_epi16(0xaaaa_aaaa, _mm512_srli_epi32::<16>(even), odd) }
 }
 
 /// # Safety
@@ -175,9 +191,29 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn store2_bf16<const STREAM: bool>(self, p: *mut bf16, v: [__m512; 2]) {
         isa!({
-            let even = _mm512_srli_epi32::<16>(round_to_bf16(v[0]));
-            let both = _mm512_mask_blend_epi16(0xaaaa_aaaa, even, round_to_bf16(v[1]));
-            store_512::<STREAM>(p.cast(), both)
+            let rounded = if _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v[0], v[1]) != 0 {
+                std::hint::cold_path();
+                [round_to_bf16(v[0]), round_to_bf16(v[1])]
+            } else {
+                [round_number_to_bf16(v[0]), round_number_to_bf16(v[1])]
+            };
+            store_512::<STREAM>(p.cast(), upper_halves(rounded))
+        })
+    }
+    #[inline(always)]
+    unsafe fn store2_numbers_bf16<const STREAM: bool>(self, p: *mut bf16, v: [__m512; 2]) {
+        isa!({
+            let half = _mm512_set1_epi32(0x8000);
+            let even = _mm512_add_epi32(_mm512_castps_si512(v[0]), half);
+            let odd = _mm512_add_epi32(_mm512_castps_si512(v[1]), half);
+            store_512::<STREAM>(p.cast(), upper_halves([even, odd]))
+        })
+    }
+    #[inline(always)]
+    fn order2_bf16(self, [a, b]: [__m512; 2]) -> [__m512; 2] {
+        isa!({
+            let odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+            [self.even(a, b), _mm512_permutex2var_ps(a, odd, b)]
         })
     }
 
@@ -229,6 +265,10 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn lt(self, a: __m512, b: __m512) -> __mmask16 {
         isa!(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b))
+    }
+    #[inline(always)]
+    fn not_le(self, a: __m512, b: __m512) -> __mmask16 {
+        isa!(_mm512_cmp_ps_mask::<_CMP_NLE_UQ>(a, b))
     }
     #[inline(always)]
     fn is_nan(self, a: __m512) -> __mmask16 {
@@ -489,6 +529,10 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn lt(self, a: __m256, b: __m256) -> __m256 {
         isa!(_mm256_cmp_ps::<_CMP_LT_OQ>(a, b))
+    }
+    #[inline(always)]
+    fn not_le(self, a: __m256, b: __m256) -> __m256 {
+        isa!(_mm256_cmp_ps::<_CMP_NLE_UQ>(a, b))
     }
     #[inline(always)]
     fn is_nan(self, a: __m256) -> __m256 {

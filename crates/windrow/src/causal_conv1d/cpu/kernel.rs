@@ -18,18 +18,75 @@ pub(crate) struct Sum {
     pub stream: bool,
 }
 
-/// Stores `v`, around the cache if `stream` and the address allow it.
+/// Vectors that the loops take at once. A pair of bf16 vectors is taken apart and put together with
+/// fewer shuffles than two vectors, and a pair of either half type fills a line of the cache.
+const fn vectors<S: Simd, T: SimdElement>(elements: usize) -> usize {
+    if size_of::<T>() == 2 && S::REGISTERS >= 32 && elements >= 2 * S::LANES { 2 } else { 1 }
+}
+
+/// `V` vectors from `x`, in the order of [`store`].
 ///
 /// # Safety
-/// `LANES` elements are writable at `y`.
+/// `V * LANES` elements are readable at `x`.
 #[inline(always)]
-unsafe fn store<S: Simd, T: SimdElement>(s: S, stream: bool, y: *mut T, v: S::F32) {
-    // SAFETY: promised by the caller; a vector that is streamed is aligned.
+unsafe fn load<S: Simd, T: SimdElement, const V: usize>(s: S, x: *const T) -> [S::F32; V] {
+    // SAFETY: promised by the caller.
     unsafe {
-        if stream && y.addr().is_multiple_of(S::LANES * size_of::<T>()) {
-            T::stream(s, y, v);
+        if V == 2 {
+            let [first, second] = T::load2(s, x);
+            let mut v = [first; V];
+            v[V - 1] = second;
+            v
         } else {
-            T::store(s, y, v);
+            [T::load(s, x); V]
+        }
+    }
+}
+
+/// `V` vectors of parameters from `p`, in the order of elements of type T.
+///
+/// # Safety
+/// As [`load`].
+#[inline(always)]
+unsafe fn load_parameters<S: Simd, T: SimdElement, const V: usize>(
+    s: S,
+    p: *const f32,
+) -> [S::F32; V] {
+    // SAFETY: promised by the caller.
+    unsafe {
+        if V == 2 {
+            let [first, second] = T::order2(s, [s.load(p), s.load(p.add(S::LANES))]);
+            let mut v = [first; V];
+            v[V - 1] = second;
+            v
+        } else {
+            [s.load(p); V]
+        }
+    }
+}
+
+/// Stores the activation of `v`, around the cache if asked to and the address allows it.
+///
+/// # Safety
+/// `V * LANES` elements are writable at `y`.
+#[inline(always)]
+unsafe fn store<S: Simd, T: SimdElement, const V: usize>(
+    s: S,
+    sum: Sum,
+    y: *mut T,
+    mut v: [S::F32; V],
+) {
+    for v in &mut v {
+        *v = epilogue::<S, T>(s, sum.activation, *v);
+    }
+    let stream = sum.stream && y.addr().is_multiple_of(V * S::LANES * size_of::<T>());
+    // SAFETY: promised by the caller; what is streamed is aligned.
+    unsafe {
+        match (V, stream) {
+            (2, true) => T::store2::<S, true>(s, y, [v[0], v[V - 1]]),
+            (2, false) => T::store2::<S, false>(s, y, [v[0], v[V - 1]]),
+            (_, true) => T::stream(s, y, v[0]),
+            (_, false) => T::store(s, y, v[0]),
         }
     }
 }
@@ -48,8 +105,28 @@ pub(crate) unsafe fn along_tokens<S: Simd, T: SimdElement, const W: usize>(
     n: usize,
     staged: &Staged,
 ) {
+    // SAFETY: passed on; `n` is at least that many vectors.
+    unsafe {
+        match vectors::<S, T>(n) {
+            2 => along_tokens_by::<S, T, W, 2>(s, sum, x, y, n, staged),
+            _ => along_tokens_by::<S, T, W, 1>(s, sum, x, y, n, staged),
+        }
+    }
+}
+
+/// [`along_tokens`], `V` vectors at once.
+#[inline(always)]
+unsafe fn along_tokens_by<S: Simd, T: SimdElement, const W: usize, const V: usize>(
+    s: S,
+    sum: Sum,
+    x: *const T,
+    y: *mut T,
+    n: usize,
+    staged: &Staged,
+) {
     let width = if W > 0 { W } else { sum.width };
-    // SAFETY: promised by the caller; `i` stays at most n - LANES.
+    let step = V * S::LANES;
+    // SAFETY: promised by the caller; `i` stays at most n - step.
     unsafe {
         let bias = s.splat(*staged.bias);
         let mut taps = [s.zero(); W];
@@ -58,22 +135,25 @@ pub(crate) unsafe fn along_tokens<S: Simd, T: SimdElement, const W: usize>(
         }
         let mut i = 0;
         loop {
-            let mut y_i = bias;
+            let mut sums = [bias; V];
             for k in 0..width {
                 let tap = match taps.get(k) {
                     Some(tap) => *tap,
                     None => s.splat(*staged.weight.add(k * staged.stride)),
                 };
-                y_i = s.mul_add(tap, T::load(s, x.add(i + k)), y_i);
+                let x = load::<S, T, V>(s, x.add(i + k));
+                for (sum, x) in sums.iter_mut().zip(x) {
+                    *sum = s.mul_add(tap, x, *sum);
+                }
             }
-            store(s, sum.stream, y.add(i), epilogue::<S, T>(s, sum.activation, y_i));
-            if i + S::LANES >= n {
+            store(s, sum, y.add(i), sums);
+            if i + step >= n {
                 break;
             }
             // Vectors after the first are aligned, the first and the last overlap their neighbours
             // and write the same values again.
-            let misaligned = y.add(i).addr() / size_of::<T>() % S::LANES;
-            i = (i + S::LANES - misaligned).min(n - S::LANES);
+            let misaligned = y.add(i).addr() / size_of::<T>() % step;
+            i = (i + step - misaligned).min(n - step);
         }
     }
 }
@@ -88,14 +168,40 @@ pub(crate) unsafe fn along_tokens<S: Simd, T: SimdElement, const W: usize>(
 pub(crate) unsafe fn along_channels<S: Simd, T: SimdElement, const W: usize, const N: usize>(
     s: S,
     sum: Sum,
+    x: (*const T, isize),
+    y: (*mut T, isize),
+    (n, channels): (usize, usize),
+    staged: &Staged,
+) {
+    // SAFETY: passed on; `channels` is at least that many vectors.
+    unsafe {
+        match vectors::<S, T>(channels) {
+            2 => along_channels_by::<S, T, W, N, 2>(s, sum, x, y, (n, channels), staged),
+            _ => along_channels_by::<S, T, W, N, 1>(s, sum, x, y, (n, channels), staged),
+        }
+    }
+}
+
+/// [`along_channels`], `V` vectors at once.
+#[inline(always)]
+unsafe fn along_channels_by<
+    S: Simd,
+    T: SimdElement,
+    const W: usize,
+    const N: usize,
+    const V: usize,
+>(
+    s: S,
+    sum: Sum,
     (x, x_token): (*const T, isize),
     (y, y_token): (*mut T, isize),
     (n, channels): (usize, usize),
     staged: &Staged,
 ) {
     let width = if W > 0 { W } else { sum.width };
+    let step = V * S::LANES;
     // SAFETY: promised by the caller; `t` stays at most max(n, N) - N and `c` at most
-    // channels - LANES.
+    // channels - step.
     unsafe {
         let mut t = 0;
         loop {
@@ -103,23 +209,25 @@ pub(crate) unsafe fn along_channels<S: Simd, T: SimdElement, const W: usize, con
             let y = y.offset(t as isize * y_token);
             let mut c = 0;
             loop {
-                let mut sums = [s.load(staged.bias.add(c)); N];
+                let mut sums = [load_parameters::<S, T, V>(s, staged.bias.add(c)); N];
                 for k in 0..width {
-                    let tap = s.load(staged.weight.add(k * staged.stride + c));
-                    for (i, sum) in sums.iter_mut().enumerate() {
-                        let x = x.offset((i + k) as isize * x_token).add(c);
-                        *sum = s.mul_add(tap, T::load(s, x), *sum);
+                    let taps = staged.weight.add(k * staged.stride + c);
+                    let taps = load_parameters::<S, T, V>(s, taps);
+                    for (i, sums) in sums.iter_mut().enumerate() {
+                        let x = load::<S, T, V>(s, x.offset((i + k) as isize * x_token).add(c));
+                        for ((sum, tap), x) in sums.iter_mut().zip(taps).zip(x) {
+                            *sum = s.mul_add(tap, x, *sum);
+                        }
                     }
                 }
-                for (i, y_i) in sums.into_iter().enumerate() {
-                    let y = y.offset(i as isize * y_token).add(c);
-                    store(s, sum.stream, y, epilogue::<S, T>(s, sum.activation, y_i));
+                for (i, sums) in sums.into_iter().enumerate() {
+                    store(s, sum, y.offset(i as isize * y_token).add(c), sums);
                 }
-                if c + S::LANES >= channels {
+                if c + step >= channels {
                     break;
                 }
                 // Overlapping as along tokens.
-                c = (c + S::LANES).min(channels - S::LANES);
+                c = (c + step).min(channels - step);
             }
             if t + N >= n {
                 break;

@@ -194,10 +194,38 @@ impl<T: SimdElement, const TANH: bool> Row<T, TANH> {
         // SAFETY: passed on.
         unsafe {
             let x = self.bias.add2(s, T::load2(s, self.x.add(i)), i);
-            let mut y = table::gelu::<S, T, TANH, 2>(s, table, x);
+            let mut y = x;
+            if table::beyond(s, x) {
+                // Else its needs of registers push the tables out of them.
+                std::hint::cold_path();
+                for y in &mut y {
+                    *y = table::exponentials::<S, TANH>(s, *y);
+                }
+                self.store_pair::<S, STREAM, false>(s, i, y);
+            } else {
+                for y in &mut y {
+                    *y = table::within::<S, T>(s, table, *y);
+                }
+                self.store_pair::<S, STREAM, true>(s, i, y);
+            }
+        }
+    }
+
+    /// `NUMBERS`: no element of `y` is NaN, and none is a half of the type.
+    #[inline(always)]
+    unsafe fn store_pair<S: Simd, const STREAM: bool, const NUMBERS: bool>(
+        &self,
+        s: S,
+        i: usize,
+        mut y: [S::F32; 2],
+    ) {
+        // SAFETY: passed on.
+        unsafe {
             if !self.gate.is_null() {
                 let gate = T::load2(s, self.gate.add(i));
                 y = [s.mul(y[0], gate[0]), s.mul(y[1], gate[1])];
+            } else if NUMBERS {
+                return T::store2_numbers::<S, STREAM>(s, self.y.add(i), y);
             }
             T::store2::<S, STREAM>(s, self.y.add(i), y);
         }
@@ -209,7 +237,12 @@ impl<T: SimdElement, const TANH: bool> Row<T, TANH> {
         // SAFETY: passed on.
         unsafe {
             let x = self.bias.add(s, load(s, self.x.add(i), n), i, n);
-            let [mut y] = table::gelu::<S, T, TANH, 1>(s, table, [x]);
+            let mut y = if table::beyond(s, [x]) {
+                std::hint::cold_path();
+                table::exponentials::<S, TANH>(s, x)
+            } else {
+                table::within::<S, T>(s, table, x)
+            };
             if !self.gate.is_null() {
                 y = s.mul(y, load(s, self.gate.add(i), n));
             }

@@ -77,35 +77,29 @@ fn interpolate(f: impl Fn(f64) -> f64, terms: usize) -> Vec<f64> {
     coefficients
 }
 
-/// GELU of vectors of elements that were of type `T`.
+/// Whether an element is NaN or needs the exponentials, or all need them for want of lookups.
 #[inline(always)]
-pub(super) fn gelu<S: Simd, T: SimdElement, const TANH: bool, const N: usize>(
-    s: S,
-    table: &[S::Table; TERMS],
-    x: [S::F32; N],
-) -> [S::F32; N] {
-    let mut beyond = s.lt(s.splat(LIMIT), s.abs(x[0]));
+pub(super) fn beyond<S: Simd, const N: usize>(s: S, x: [S::F32; N]) -> bool {
+    let mut beyond = s.not_le(s.abs(x[0]), s.splat(LIMIT));
     for &x in &x[1..] {
-        beyond = s.or_mask(beyond, s.lt(s.splat(LIMIT), s.abs(x)));
+        beyond = s.or_mask(beyond, s.not_le(s.abs(x), s.splat(LIMIT)));
     }
-    let mut y = x;
-    if !S::FAST_LOOKUP || s.any(beyond) {
-        // Else its needs of registers push the tables out of them.
-        std::hint::cold_path();
-        for y in &mut y {
-            *y = if TANH { math::gelu_tanh(s, *y) } else { math::gelu(s, *y) };
-        }
-    } else {
-        for y in &mut y {
-            *y = within::<S, T>(s, table, *y);
-        }
-    }
-    y
+    !S::FAST_LOOKUP || s.any(beyond)
 }
 
-/// GELU where `|x| <= LIMIT` or NaN.
+/// GELU by exponentials.
 #[inline(always)]
-fn within<S: Simd, T: SimdElement>(s: S, table: &[S::Table; TERMS], x: S::F32) -> S::F32 {
+pub(super) fn exponentials<S: Simd, const TANH: bool>(s: S, x: S::F32) -> S::F32 {
+    if TANH { math::gelu_tanh(s, x) } else { math::gelu(s, x) }
+}
+
+/// GELU where `|x| <= LIMIT`.
+#[inline(always)]
+pub(super) fn within<S: Simd, T: SimdElement>(
+    s: S,
+    table: &[S::Table; TERMS],
+    x: S::F32,
+) -> S::F32 {
     let a = s.abs(x);
     let shifted = s.add(a, s.splat(MAGIC));
     let piece = s.to_bits(shifted);
