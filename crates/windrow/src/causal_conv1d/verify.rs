@@ -327,7 +327,8 @@ fn update_spec(
     let [b, d, _] = shape;
     let x = TensorDesc { dtype, layout: Layout::with_order(&shape, order)? };
     let pool = if option == "pool" { 2 * b } else { b };
-    let layout = Layout::with_order(&[pool, d, width + 1], order)?;
+    let state_len = if option == "state" { width - 1 } else { width };
+    let layout = Layout::with_order(&[pool, d, state_len], order)?;
     let weight = TensorDesc::contiguous(DType::F32, &[d, width])?;
     let indices = TensorDesc::contiguous(DType::I32, &[b])?;
     let spec = CausalConv1dUpdateSpec::new(x, TensorDesc { dtype, layout }, weight)?
