@@ -59,7 +59,7 @@ impl CpuBackward {
     /// Elements of the packed filter and bytes of scratch memory for the data gradient.
     fn data_sizes(&self, p: &Problem) -> (usize, usize) {
         match &self.data {
-            Some(engine) => (engine.packed_len(), engine.workspace_bytes(p.c)),
+            Some(engine) => (engine.raw_len(), engine.workspace_bytes(p.c)),
             None => self.gradients.data_sizes(),
         }
     }
@@ -84,8 +84,7 @@ impl CpuBackward {
         let packed = floats_mut(packed);
         match (&self.data, turn(w)) {
             (Some(engine), Some(w)) => {
-                engine.pack(&w, packed);
-                engine.run(packed, dy, None, Activation::Identity, dx, scratch);
+                engine.run_raw(&w, packed, dy, None, Activation::Identity, dx, scratch);
             }
             _ => self.gradients.data(w, dy, dx, packed, floats_mut(scratch)),
         }

@@ -257,7 +257,7 @@ impl Conv2dPlan {
 
     /// Bytes of workspace that [`Conv2dPlan::run`] needs with [`Weights::Raw`].
     pub fn workspace_bytes(&self) -> usize {
-        self.packed_bytes() + self.packed_workspace_bytes()
+        self.raw_bytes() + self.packed_workspace_bytes()
     }
 
     /// Bytes of workspace that [`Conv2dPlan::run`] needs with [`Weights::Packed`].
@@ -349,19 +349,19 @@ impl Conv2dPlan {
                 if y.layout().is_empty() {
                     return Ok(());
                 }
-                let (packed, scratch) = match args.w {
+                let (x, bias, activation) = (&args.x, args.bias.as_ref(), self.spec.activation);
+                match args.w {
                     Weights::Raw(w) => {
-                        let (packed, scratch) = memory.split_at_mut(self.packed_bytes());
-                        engine.pack(&w, floats_mut(packed));
-                        (floats(packed), scratch)
+                        let (packed, scratch) = memory.split_at_mut(self.raw_bytes());
+                        let packed = floats_mut(packed);
+                        engine.run_raw(&w, packed, x, bias, activation, &mut y, scratch);
                     }
                     Weights::Packed(PackedWeights { data: PackedData::Host(data), .. }) => {
-                        (floats(data.as_slice()), memory)
+                        let packed = floats(data.as_slice());
+                        engine.run(packed, x, bias, activation, &mut y, memory);
                     }
                     Weights::Packed(packed) => return Err(self.packed_elsewhere(packed)),
-                };
-                let activation = self.spec.activation;
-                engine.run(packed, &args.x, args.bias.as_ref(), activation, &mut y, scratch);
+                }
             }
             Backend::Cuda { engine, gpu } => {
                 let (stream, memory) = workspace.take_on(gpu, bytes)?;
@@ -376,7 +376,7 @@ impl Conv2dPlan {
                     let (packed, scratch) = match args.w {
                         Weights::Raw(w) => {
                             engine.pack(stream, w.as_ptr(), memory)?;
-                            (memory.cast_const(), memory.add(self.packed_bytes()))
+                            (memory.cast_const(), memory.add(self.raw_bytes()))
                         }
                         Weights::Packed(PackedWeights {
                             data: PackedData::Device(packed_on, data),
@@ -558,6 +558,16 @@ impl Conv2dPlan {
         }
     }
 
+    /// Bytes of the packed filter that a run with [`Weights::Raw`] has in the workspace.
+    fn raw_bytes(&self) -> usize {
+        match &self.backend {
+            Backend::Cpu { engine, .. } => {
+                (engine.raw_len() * size_of::<f32>()).next_multiple_of(64)
+            }
+            Backend::Cuda { engine, .. } => engine.packed_bytes(),
+        }
+    }
+
     fn packed_bytes(&self) -> usize {
         match &self.backend {
             Backend::Cpu { engine, .. } => {
@@ -633,11 +643,7 @@ pub(super) fn choose(spec: &Conv2dSpec, p: &Problem) -> Conv2dAlgorithm {
     // Of so few channels the sums themselves take less time than the transform of the output.
     let few = p.c <= FEW_CHANNELS && row_major;
     if p.is_winograd() && !few && spec.accuracy != Accuracy::Exact {
-        return Conv2dAlgorithm::WinogradGemm(match best_tile(p) {
-            // In half precision F6 is for those who ask for it by name.
-            Tile::F6 if spec.x.dtype.is_half() => Tile::F4,
-            tile => tile,
-        });
+        return Conv2dAlgorithm::WinogradGemm(best_tile(p));
     }
     // With few input channels the im2col matrix is many times the input.
     if p.c_group() <= 8 && p.r * p.s > 1 && row_major {

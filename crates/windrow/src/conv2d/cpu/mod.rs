@@ -158,6 +158,14 @@ impl Engine {
         }
     }
 
+    /// Elements of the packed filter that a run with the filter itself has in memory.
+    pub(crate) fn raw_len(&self) -> usize {
+        match self {
+            Engine::Gather(g) => g.packed_len(),
+            Engine::Winograd(w) => w.raw_len(),
+        }
+    }
+
     /// Channels that lie next to each other in the packed filter: with algorithm and filter shape,
     /// what its form depends on.
     pub(crate) fn packed_width(&self) -> usize {
@@ -225,6 +233,27 @@ impl Engine {
     ) -> Result<Option<Stages<Vec<f32>>>> {
         let Engine::Winograd(engine) = self else { return Ok(None) };
         engine.stages(w, x).map(Some)
+    }
+
+    /// [`Engine::run`] with the filter itself, packed into `packed` of [`Engine::raw_len`] elements.
+    #[expect(clippy::too_many_arguments, reason = "those of `run` and one more")]
+    pub(crate) fn run_raw(
+        &self,
+        w: &TensorRef<'_>,
+        packed: &mut [f32],
+        x: &TensorRef<'_>,
+        bias: Option<&TensorRef<'_>>,
+        activation: Activation,
+        y: &mut TensorMut<'_>,
+        workspace: &mut [u8],
+    ) {
+        match self {
+            Engine::Winograd(e) => e.run_raw(w, packed, x, bias, activation, y, workspace),
+            Engine::Gather(_) => {
+                self.pack(w, packed);
+                self.run(packed, x, bias, activation, y, workspace);
+            }
+        }
     }
 
     /// Runs on views that agree with the spec.

@@ -139,6 +139,29 @@ fn extreme_options() {
     }
 }
 
+/// A filter whose packed form is larger than a workspace may be is packed in parts, with the same
+/// result.
+#[test]
+fn large_filters_are_packed_in_parts() {
+    let x = random_tensor(1, desc(&[1, 1024, 6, 5]), -1.0, 1.0).unwrap();
+    let w = random_tensor(2, desc(&[180, 1024, 3, 3]), -1.0, 1.0).unwrap();
+    let bias = random_tensor(3, desc(&[180]), -1.0, 1.0).unwrap();
+    let mut spec = Conv2dSpec::new(*x.desc(), *w.desc(), &Conv2dParams::default()).unwrap();
+    spec.bias = Some(*bias.desc());
+    let algorithm = Conv2dAlgorithm::WinogradGemm(Tile::F6);
+    let plan = Conv2dPlan::with_algorithm(&spec, algorithm, &PlanOptions::default()).unwrap();
+    let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+    let packed = plan.pack_weights(&w.as_ref(), &mut workspace).unwrap();
+    assert!(plan.workspace_bytes() - plan.packed_workspace_bytes() < packed.bytes());
+    let mut run = |w: Weights<'_>| {
+        let mut y = Tensor::uninitialised(plan.spec().y).unwrap();
+        let args = Conv2dArgs { x: x.as_ref(), w, bias: Some(bias.as_ref()) };
+        plan.run(&args, y.as_mut(), &mut workspace).unwrap();
+        y.to_vec::<f32>().unwrap()
+    };
+    assert_eq!(run(Weights::Raw(w.as_ref())), run(Weights::Packed(&packed)));
+}
+
 /// NaN and infinity reach exactly the outputs whose taps see them, in algorithms without
 /// transforms.
 #[test]

@@ -46,6 +46,9 @@ pub(crate) struct WinogradCpu {
     blocking: Blocking,
 }
 
+/// Elements of a packed filter that a run packs at once when it is given the filter itself.
+const RAW_LEN: usize = 8 << 20;
+
 /// Operands of a run that do not depend on the block.
 struct Operands<'a> {
     packed: &'a [f32],
@@ -93,6 +96,17 @@ impl WinogradCpu {
         self.positions() * self.u_position()
     }
 
+    /// Elements of a packed filter that [`WinogradCpu::run_raw`] has in memory.
+    pub(crate) fn raw_len(&self) -> usize {
+        self.positions() * self.raw_vectors() * self.lanes * self.geometry.problem.c
+    }
+
+    /// Vectors of output channels whose filters are packed at once, in whole panels.
+    fn raw_vectors(&self) -> usize {
+        let panel = gemm::PANEL * self.positions() * self.lanes * self.geometry.problem.c;
+        (RAW_LEN / panel.max(1)).max(1).saturating_mul(gemm::PANEL).min(self.vectors())
+    }
+
     /// Bytes that [`WinogradCpu::run`] needs.
     pub(crate) fn workspace_bytes(&self) -> usize {
         (self.bias_len() + self.threads.min(self.tasks()) * self.slot_len()) * size_of::<f32>()
@@ -121,6 +135,39 @@ impl WinogradCpu {
         workspace: &mut [u8],
     ) {
         self.run_inspected(packed, x, bias, activation, y, workspace, &|_| ());
+    }
+
+    /// [`WinogradCpu::run`] with the filter itself, of which [`WinogradCpu::raw_len`] elements at a
+    /// time are packed into `packed`. The result is the same, bit by bit.
+    #[expect(clippy::too_many_arguments, reason = "those of `run` and one more")]
+    pub(crate) fn run_raw(
+        &self,
+        w: &TensorRef<'_>,
+        packed: &mut [f32],
+        x: &TensorRef<'_>,
+        bias: Option<&TensorRef<'_>>,
+        activation: Activation,
+        y: &mut TensorMut<'_>,
+        workspace: &mut [u8],
+    ) {
+        let Problem { k, .. } = self.geometry.problem;
+        let channels_at_once = self.raw_vectors().max(1) * self.lanes;
+        for first in (0..k).step_by(channels_at_once) {
+            let channels = first..k.min(first + channels_at_once);
+            let exist = "the channels exist";
+            let w = w.narrow(0, channels.clone()).expect(exist);
+            let bias = bias.map(|bias| bias.narrow(0, channels.clone()).expect(exist));
+            let desc = *y.as_ref().narrow(1, channels.clone()).expect(exist).desc();
+            let bytes = first as isize * y.strides()[1] * y.dtype().size() as isize;
+            let start = y.as_mut_ptr().wrapping_offset(bytes);
+            // SAFETY: a part of y, which is borrowed mutably, on the same device.
+            let part = unsafe { TensorMut::from_raw(start.cast(), desc, y.device()) };
+            let mut y = part.expect("elements of y have their own memory");
+            let problem = Problem { k: channels.len(), ..self.geometry.problem };
+            let engine = Self::with_isa(&problem, self.tile, self.threads, self.isa);
+            engine.pack(&w, packed);
+            engine.run(packed, x, bias.as_ref(), activation, &mut y, workspace);
+        }
     }
 
     #[expect(clippy::too_many_arguments, reason = "those of `run` and one more")]
