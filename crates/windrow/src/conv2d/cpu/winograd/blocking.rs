@@ -44,7 +44,7 @@ pub(crate) fn best_tile(p: &Problem) -> Tile {
     const TRANSFORM: f64 = 8.0;
     // Multiplications in the time that memory takes for an element of U. One pass over U counts: the
     // others are hidden behind the products of their blocks.
-    const READ: f64 = 16.0;
+    const READ: f64 = 10.0;
     let cost = |tile: Tile| {
         let geometry = Geometry::new(p, tile.m());
         let positions = (tile.alpha() * tile.alpha()) as f64;
