@@ -63,9 +63,11 @@ impl DeviceBuffer {
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
         let gpu = self.stream.gpu();
-        if self.ptr == 0 || gpu.enter().is_err() {
+        if self.ptr == 0 {
             return;
         }
+        // Held to the end: without a current device the driver refuses to free.
+        let Ok(_current) = gpu.enter() else { return };
         // SAFETY: allocated in `new` in the same way.
         unsafe {
             if gpu.memory_pools {

@@ -85,7 +85,7 @@ impl PinnedBuffer {
 
 impl Drop for PinnedBuffer {
     fn drop(&mut self) {
-        if self.gpu.enter().is_ok() {
+        if let Ok(_current) = self.gpu.enter() {
             // SAFETY: allocated in `new`.
             unsafe { sys::cuMemFreeHost(self.ptr.cast()) };
         }

@@ -156,7 +156,9 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        if self.owned && self.gpu.enter().is_ok() {
+        if self.owned
+            && let Ok(_current) = self.gpu.enter()
+        {
             // SAFETY: made in `new`; the driver finishes the work given to it first.
             unsafe { sys::cuStreamDestroy_v2(self.raw) };
         }
@@ -248,7 +250,7 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        if self.gpu.enter().is_ok() {
+        if let Ok(_current) = self.gpu.enter() {
             // SAFETY: made in `record`.
             unsafe { sys::cuEventDestroy_v2(self.raw) };
         }
@@ -283,7 +285,7 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        if self.gpu.enter().is_ok() {
+        if let Ok(_current) = self.gpu.enter() {
             // SAFETY: made in `capture`.
             unsafe { sys::cuGraphExecDestroy(self.exec) };
         }
