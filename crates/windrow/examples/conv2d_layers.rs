@@ -1,14 +1,15 @@
 //! Times conv2d on a CUDA device over a file of layers, in every mode: for `benchmarks/h200_conv2d.py`.
 //!
 //! `cargo run --release --example conv2d_layers -- benchmarks/layers/cnn18.csv` prints a line of
-//! CSV for each layer and mode. A time is the median of replays of a graph of several runs with the filter packed once,
+//! CSV for each layer and mode, by the algorithm that the planner chooses or, for each one named after
+//! the file (`winograd_row winograd_gemm_f4 cudnn`), by that. A time is the median of replays of a graph of several runs with the filter packed once,
 //! which take turns between two sets of tensors.
 
 use std::error::Error;
 use windrow::cuda::{DeviceTensor, Event, Stream};
 use windrow::{
-    Accuracy, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, DType, Device, Layout, PlanOptions,
-    TensorDesc, TensorRef, Weights, Workspace, bf16, f16, verify,
+    Accuracy, Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, DType, Device,
+    Layout, PlanOptions, TensorDesc, TensorRef, Weights, Workspace, bf16, f16, verify,
 };
 
 const NCHW: [usize; 4] = [0, 1, 2, 3];
@@ -26,7 +27,10 @@ const MODES: [(&str, DType, Accuracy, [usize; 4]); 8] = [
 const REPLAYS: usize = 11;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let path = std::env::args().nth(1).ok_or("usage: conv2d_layers LAYERS.csv")?;
+    let path = std::env::args().nth(1).ok_or("usage: conv2d_layers LAYERS.csv [ALGORITHM ...]")?;
+    let named: Vec<_> =
+        std::env::args().skip(2).map(|a| a.parse().map(Some)).collect::<Result<_, _>>()?;
+    let algorithms = if named.is_empty() { vec![None] } else { named };
     println!("layer,mode,ms,tflops,plan");
     for line in std::fs::read_to_string(path)?.lines().filter(|l| !l.starts_with('#')) {
         let fields: Vec<_> = line.split(',').collect();
@@ -38,18 +42,26 @@ fn main() -> Result<(), Box<dyn Error>> {
             let filter = TensorDesc::contiguous(dtype, &[k, c, 3, 3])?;
             let params = Conv2dParams { accuracy, ..Conv2dParams::default() };
             let spec = Conv2dSpec::new(x, filter, &params)?;
-            let (milliseconds, plan) = time(&spec)?;
-            let tflops = spec.flops()? / f64::from(milliseconds) * 1e-9;
-            println!("{name},{mode},{milliseconds:.5},{tflops:.1},\"{plan}\"");
+            for &algorithm in &algorithms {
+                let (milliseconds, plan) = time(&spec, algorithm)?;
+                let tflops = spec.flops()? / f64::from(milliseconds) * 1e-9;
+                println!("{name},{mode},{milliseconds:.5},{tflops:.1},\"{plan}\"");
+            }
         }
     }
     Ok(())
 }
 
 /// Milliseconds of a run, and what the plan says of itself.
-fn time(spec: &Conv2dSpec) -> Result<(f32, String), Box<dyn Error>> {
+fn time(
+    spec: &Conv2dSpec,
+    algorithm: Option<Conv2dAlgorithm>,
+) -> Result<(f32, String), Box<dyn Error>> {
     let options = PlanOptions { device: Device::Cuda(0), ..PlanOptions::default() };
-    let plan = Conv2dPlan::new(spec, &options)?;
+    let plan = match algorithm {
+        Some(algorithm) => Conv2dPlan::with_algorithm(spec, algorithm, &options)?,
+        None => Conv2dPlan::new(spec, &options)?,
+    };
     let stream = Stream::new(0)?;
     // SAFETY: the stream lives until the end of this function, as the workspace does.
     let mut workspace =

@@ -16,6 +16,7 @@ use crate::{
 
 /// How the gradients are computed.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant)] // a plan has one
 pub(crate) enum Backward {
     Cpu(CpuBackward),
     Cuda(&'static Gpu, Box<cuda::Gradients>),

@@ -159,8 +159,9 @@ impl Conv2dPlan {
             }
             Device::Cuda(index) => {
                 let gpu = Gpu::get(index)?;
-                let algorithm = cuda::Engine::choose(gpu, spec, &problem)?;
-                Self::build_on(gpu, spec, problem, algorithm, options)
+                let (algorithm, engine) = cuda::Engine::best(gpu, spec, &problem)?;
+                let backend = Backend::Cuda { engine: Box::new(engine), gpu };
+                Ok(Self::with_backend(spec, problem, algorithm, backend, options))
             }
         }
     }
@@ -196,7 +197,7 @@ impl Conv2dPlan {
         match device {
             Device::Cpu => supported(&problem),
             Device::Cuda(index) => Gpu::get(index)
-                .map(|gpu| cuda::Engine::supported(gpu, &problem))
+                .map(|gpu| cuda::Engine::supported(gpu, spec, &problem))
                 .unwrap_or_default(),
         }
     }

@@ -184,11 +184,13 @@ pub enum Conv2dAlgorithm {
     WinogradFused(Tile),
     /// Winograd F(3, 3) along rows and the direct sum along columns, in one kernel. Same filters; CUDA.
     WinogradRow,
+    /// cuDNN's sums of products, any spec with dense tensors of one layout; CUDA with cuDNN installed.
+    Cudnn,
 }
 
 impl Conv2dAlgorithm {
     /// Every algorithm, of whatever device.
-    pub const ALL: [Conv2dAlgorithm; 9] = [
+    pub const ALL: [Conv2dAlgorithm; 10] = [
         Conv2dAlgorithm::Direct,
         Conv2dAlgorithm::Im2colGemm,
         Conv2dAlgorithm::WinogradGemm(Tile::F2),
@@ -198,6 +200,7 @@ impl Conv2dAlgorithm {
         Conv2dAlgorithm::WinogradFused(Tile::F4),
         Conv2dAlgorithm::WinogradFused(Tile::F6),
         Conv2dAlgorithm::WinogradRow,
+        Conv2dAlgorithm::Cudnn,
     ];
 
     /// The output tile of a Winograd algorithm.
@@ -208,7 +211,8 @@ impl Conv2dAlgorithm {
             }
             Conv2dAlgorithm::Direct
             | Conv2dAlgorithm::Im2colGemm
-            | Conv2dAlgorithm::WinogradRow => None,
+            | Conv2dAlgorithm::WinogradRow
+            | Conv2dAlgorithm::Cudnn => None,
         }
     }
 
@@ -229,6 +233,7 @@ impl Conv2dAlgorithm {
             Conv2dAlgorithm::WinogradFused(Tile::F4) => "winograd_fused_f4",
             Conv2dAlgorithm::WinogradFused(Tile::F6) => "winograd_fused_f6",
             Conv2dAlgorithm::WinogradRow => "winograd_row",
+            Conv2dAlgorithm::Cudnn => "cudnn",
         }
     }
 }

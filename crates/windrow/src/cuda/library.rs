@@ -24,6 +24,8 @@ pub(crate) enum Library {
     CublasLt,
     /// `libnccl`: communication between devices.
     Nccl,
+    /// `libcudnn`: convolutions.
+    Cudnn,
 }
 
 impl Library {
@@ -33,7 +35,7 @@ impl Library {
     /// [`Error::NoDevice`] without a driver, [`Error::Backend`] without another library: the
     /// message says how to get it.
     pub(crate) fn require(self) -> Result<()> {
-        static FOUND: [OnceLock<bool>; 4] = [const { OnceLock::new() }; 4];
+        static FOUND: [OnceLock<bool>; 5] = [const { OnceLock::new() }; 5];
         match *FOUND[self as usize].get_or_init(|| self.load()) {
             true => Ok(()),
             false => Err(self.missing()),
@@ -62,7 +64,7 @@ impl Library {
     /// The bindings can be asked themselves only where they load libraries at run time, and not in a program
     /// with a crate that makes them link, as candle's CUDA backend does.
     pub(super) fn open(self) -> Option<libloading::Library> {
-        ["", ".13", ".12", ".1"].iter().find_map(|version| {
+        ["", ".13", ".12", ".9", ".1"].iter().find_map(|version| {
             // SAFETY: a CUDA library; loading it runs only its own initialisation.
             unsafe { libloading::Library::new(format!("{}{version}", self.stem())) }.ok()
         })
@@ -74,6 +76,7 @@ impl Library {
             Library::Nvrtc => "libnvrtc.so",
             Library::CublasLt => "libcublasLt.so",
             Library::Nccl => NCCL,
+            Library::Cudnn => "libcudnn.so",
         }
     }
 
@@ -88,6 +91,7 @@ impl Library {
             Library::Nvrtc => ("loading libnvrtc", "nvidia-cuda-nvrtc"),
             Library::CublasLt => ("loading libcublasLt", "nvidia-cublas"),
             Library::Nccl => ("loading libnccl", "nvidia-nccl-cu13"),
+            Library::Cudnn => ("loading libcudnn", "nvidia-cudnn-cu13"),
         };
         Error::Backend {
             what: what.into(),
@@ -204,6 +208,7 @@ mod tests {
             (Library::Nvrtc, "nvidia-cuda-nvrtc"),
             (Library::CublasLt, "nvidia-cublas"),
             (Library::Nccl, "nvidia-nccl"),
+            (Library::Cudnn, "nvidia-cudnn"),
         ] {
             let error = library.missing();
             assert!(matches!(error, Error::Backend { .. }));

@@ -137,7 +137,9 @@ impl Engine {
             Conv2dAlgorithm::WinogradGemm(tile) | Conv2dAlgorithm::WinogradFused(tile) => {
                 Engine::Winograd(WinogradCpu::with_isa(p, tile, threads, isa))
             }
-            Conv2dAlgorithm::WinogradRow => unreachable!("plans take algorithms of their device"),
+            Conv2dAlgorithm::WinogradRow | Conv2dAlgorithm::Cudnn => {
+                unreachable!("plans take algorithms of their device")
+            }
         }
     }
 

@@ -1,14 +1,15 @@
 //! The gradients on a device. All sums are formed in an order that does not depend on timing.
 
+use super::cudnn::CudnnWeight;
 use super::general::{
     BLOCK, Direction, General, IM2COL_GEMM, Im2colParams, MAX_GRID_Z, Method, THREADS,
     one_thread_each,
 };
-use super::winograd_weight::{self, WinogradWeight};
+use super::winograd_weight::WinogradWeight;
 use super::{Engine, Operands, kernel, source, strides};
 use crate::conv2d::backward::mirrored;
 use crate::conv2d::spec::is_channels_last;
-use crate::conv2d::{Conv2dSpec, Problem};
+use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
 use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, Stream};
 use crate::{DType, Result, TensorDesc};
 
@@ -31,6 +32,8 @@ pub(crate) struct Gradients {
     gpu: &'static Gpu,
     spec: Conv2dSpec,
     problem: Problem,
+    /// Taken for every dw that it can write.
+    cudnn_weight: Option<CudnnWeight>,
     weight: Weight,
     bias: &'static Kernel,
 }
@@ -87,9 +90,9 @@ impl Gradients {
         if let Some(mirror) = mirrored(spec, problem)
             && let Ok(p) = mirror.problem()
         {
-            let algorithm = Engine::choose(gpu, &mirror, &p)?;
-            if algorithm.is_winograd() {
-                data = Some(Data::Mirrored(Engine::new(gpu, &mirror, &p, algorithm)?));
+            let (algorithm, engine) = Engine::best(gpu, &mirror, &p)?;
+            if algorithm.is_winograd() || algorithm == Conv2dAlgorithm::Cudnn {
+                data = Some(Data::Mirrored(engine));
             }
         }
         let data = match data {
@@ -104,12 +107,17 @@ impl Gradients {
         for dtype in [DType::F32, spec.x.dtype] {
             gpu.kernel(&parts_kernel(dtype))?;
         }
+        let winograd_weight = WinogradWeight::suits(spec, problem);
         Ok(Gradients {
             data,
             gpu,
             spec: spec.clone(),
             problem: *problem,
-            weight: if WinogradWeight::suits(spec, problem) {
+            // In f32 products in Winograd's domain are ahead.
+            cudnn_weight: (spec.x.dtype != DType::F32 || !winograd_weight)
+                .then(|| CudnnWeight::new(gpu, spec, problem))
+                .flatten(),
+            weight: if winograd_weight {
                 Weight::Winograd(Box::new(WinogradWeight::new(gpu, spec, problem)?))
             } else {
                 Weight::Im2colGemm(gpu.kernel(&weight_kernel(spec))?)
@@ -135,7 +143,7 @@ impl Gradients {
     pub(crate) fn weight_tile(&self) -> Option<usize> {
         match &self.weight {
             Weight::Im2colGemm(_) => None,
-            Weight::Winograd(_) => Some(winograd_weight::tile()),
+            Weight::Winograd(winograd) => Some(winograd.tile()),
         }
     }
 
@@ -158,10 +166,11 @@ impl Gradients {
     /// Bytes of workspace of [`Gradients::weight`].
     pub(crate) fn weight_bytes(&self) -> usize {
         let p = &self.problem;
-        match &self.weight {
+        let cudnn = self.cudnn_weight.as_ref().map_or(0, |c| c.gradient.workspace_bytes());
+        cudnn.max(match &self.weight {
             Weight::Im2colGemm(_) => self.weight_parts() * p.k * p.taps() * size_of::<f32>(),
             Weight::Winograd(winograd) => winograd.scratch_bytes(),
-        }
+        })
     }
 
     /// Bytes of workspace of [`Gradients::bias`].
@@ -178,11 +187,18 @@ impl Gradients {
 
     /// Roundings as in [`General::tolerance`]; the parts are added with compensation.
     pub(crate) fn weight_tolerance(&self) -> f64 {
-        if let Weight::Winograd(winograd) = &self.weight {
-            return winograd.tolerance();
+        let summed = |images: usize| {
+            let terms = images * self.problem.oh * self.problem.ow;
+            (2 * terms + 6) as f64 * DType::F32.unit_roundoff()
+        };
+        let own = match &self.weight {
+            Weight::Winograd(winograd) => winograd.tolerance(),
+            Weight::Im2colGemm(_) => summed(self.images_per_part()),
+        };
+        match &self.cudnn_weight {
+            Some(cudnn) => own.max(summed(self.problem.n) + cudnn.operand_roundings()),
+            None => own,
         }
-        let terms = self.images_per_part() * self.problem.oh * self.problem.ow;
-        (2 * terms + 6) as f64 * DType::F32.unit_roundoff()
     }
 
     /// A lane adds its columns of some rows, then come the lanes and warps of a block.
@@ -232,7 +248,7 @@ impl Gradients {
         let blocks = p.k_group().div_ceil(BLOCK) * p.taps().div_ceil(BLOCK) * p.groups;
         let wanted = BLOCKS_PER_PROCESSOR * self.gpu.info.multiprocessors as usize;
         let most = MAX_PARTS_BYTES / (p.k * p.taps() * size_of::<f32>()).max(1);
-        let parts = (wanted / blocks.max(1)).min(most).min(MAX_GRID_Z).max(1);
+        let parts = (wanted / blocks.max(1)).min(most).clamp(1, MAX_GRID_Z);
         p.n.div_ceil(parts).max(1)
     }
 
@@ -255,6 +271,12 @@ impl Gradients {
         (dw, desc): (*mut u8, &TensorDesc),
         scratch: *mut u8,
     ) -> Result<()> {
+        if let Some(cudnn) = &self.cudnn_weight
+            && cudnn.writes(desc)
+        {
+            // SAFETY: the caller's promise.
+            return unsafe { cudnn.gradient.run(x, dy, dw, scratch, stream) };
+        }
         let kernel = match &self.weight {
             Weight::Im2colGemm(kernel) => *kernel,
             // SAFETY: the caller's promise.

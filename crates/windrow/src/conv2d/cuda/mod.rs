@@ -1,5 +1,7 @@
 //! Convolution on CUDA devices: the algorithms, which of them can compute a spec, and which is taken.
 
+mod choice;
+mod cudnn;
 mod general;
 mod geometry;
 mod gradients;
@@ -8,6 +10,7 @@ mod stages;
 mod winograd_gemm;
 mod winograd_weight;
 
+use self::cudnn::Cudnn;
 use self::general::{Direction, General, Method};
 pub(crate) use self::gradients::Gradients;
 use self::row::WinogradRow;
@@ -15,7 +18,7 @@ use self::winograd_gemm::WinogradGemm;
 use super::winograd_reference::Stages;
 use super::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile};
 use crate::cuda::{Gpu, KernelSpec, Source, Stream};
-use crate::{Accuracy, Activation, Approximate, DType, Error, Result, TensorDesc, TensorRef};
+use crate::{Activation, Approximate, DType, Error, Result, TensorDesc, TensorRef};
 
 const HEADERS: &[Source] = &[
     Source { name: "conv2d.cuh", text: include_str!("../kernels/conv2d.cuh"), includes: &[] },
@@ -36,8 +39,10 @@ use source;
 
 /// A convolution bound to a device and an algorithm: its kernels are compiled and loaded.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant)] // a plan has one
 pub(crate) enum Engine {
     General(General),
+    Cudnn(Box<Cudnn>),
     WinogradGemm(Box<WinogradGemm>),
     WinogradRow(Box<WinogradRow>),
 }
@@ -60,7 +65,11 @@ pub(crate) struct Operands {
 
 impl Engine {
     /// Every algorithm that can compute the spec on `gpu`, whatever its accuracy.
-    pub(crate) fn supported(gpu: &Gpu, problem: &Problem) -> Vec<Conv2dAlgorithm> {
+    pub(crate) fn supported(
+        gpu: &Gpu,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+    ) -> Vec<Conv2dAlgorithm> {
         let mut found = Vec::new();
         if fits_i32(problem) {
             found.push(Conv2dAlgorithm::Direct);
@@ -71,46 +80,37 @@ impl Engine {
             if WinogradRow::supports(gpu, problem) {
                 found.push(Conv2dAlgorithm::WinogradRow);
             }
+            if Cudnn::supports(spec, problem) {
+                found.push(Conv2dAlgorithm::Cudnn);
+            }
         }
         found
     }
 
-    /// The algorithm that should be fastest among those that the spec's accuracy allows.
+    /// With the algorithm that should be fastest among those that the spec's accuracy allows.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for sizes of 2^31 and more in one direction.
-    pub(crate) fn choose(
-        gpu: &Gpu,
+    /// As [`Engine::new`], [`Error::Unsupported`] for sizes of 2^30 and more in one direction.
+    pub(crate) fn best(
+        gpu: &'static Gpu,
         spec: &Conv2dSpec,
         problem: &Problem,
-    ) -> Result<Conv2dAlgorithm> {
-        let supported = Self::supported(gpu, problem);
+    ) -> Result<(Conv2dAlgorithm, Self)> {
+        let mut supported = Self::supported(gpu, spec, problem);
         if supported.is_empty() {
             return Err(too_large());
         }
-        let (dtype, accuracy) = (spec.x.dtype, spec.accuracy);
-        let may_transform = match dtype {
-            // f32 stays of f32 class, by split operands too; TF32 has the mantissa of f16.
-            DType::F32 => accuracy >= Accuracy::Fp32,
-            DType::F16 => accuracy >= Accuracy::Tf32,
-            _ => accuracy == Accuracy::Half,
-        };
-        // F4 raises errors more, which f32 can afford, and halves if they are asked for.
-        let tile = match (dtype, accuracy) {
-            (DType::F32, _) | (DType::F16, Accuracy::Half) => Tile::F4,
-            _ => Tile::F2,
-        };
-        let staged = Conv2dAlgorithm::WinogradGemm(tile);
-        let is_wide = problem.c.min(problem.k) >= 16;
-        Ok(if may_transform && supported.contains(&Conv2dAlgorithm::WinogradRow) {
-            Conv2dAlgorithm::WinogradRow
-        } else if may_transform && is_wide && supported.contains(&staged) {
-            staged
-        } else if problem.k_group() < 8 || problem.taps() < 8 {
-            Conv2dAlgorithm::Direct
-        } else {
-            Conv2dAlgorithm::Im2colGemm
-        })
+        let mut algorithm = choice::choose(spec, problem, &supported);
+        let mut engine = Self::new(gpu, spec, problem, algorithm);
+        if algorithm == Conv2dAlgorithm::Cudnn
+            && let Err(error) = &engine
+        {
+            tracing::debug!(%error, "conv2d without cuDNN");
+            supported.retain(|&other| other != algorithm);
+            algorithm = choice::choose(spec, problem, &supported);
+            engine = Self::new(gpu, spec, problem, algorithm);
+        }
+        Ok((algorithm, engine?))
     }
 
     /// Compiles and loads the kernels.
@@ -133,6 +133,9 @@ impl Engine {
         match algorithm {
             Conv2dAlgorithm::Direct => general(Method::Direct),
             Conv2dAlgorithm::Im2colGemm => general(Method::Im2colGemm),
+            Conv2dAlgorithm::Cudnn if Cudnn::supports(spec, problem) => {
+                Ok(Engine::Cudnn(Box::new(Cudnn::new(gpu, spec, problem)?)))
+            }
             Conv2dAlgorithm::WinogradGemm(tile) if problem.is_winograd() && problem.c > 0 => {
                 Ok(Engine::WinogradGemm(Box::new(WinogradGemm::new(gpu, spec, problem, tile)?)))
             }
@@ -142,8 +145,8 @@ impl Engine {
             _ => Err(Error::unsupported(
                 format!("conv2d by {algorithm} on {}", gpu.device()),
                 "winograd_gemm computes 3x3 filters of stride and dilation 1 in one group, \
-                 winograd_row the same on compute capability 9.0; direct and im2col_gemm compute \
-                 everything",
+                 winograd_row the same on compute capability 9.0, cudnn dense tensors of one layout \
+                 where it is installed; direct and im2col_gemm compute everything",
             )),
         }
     }
@@ -152,6 +155,7 @@ impl Engine {
     pub(crate) fn packed_bytes(&self) -> usize {
         match self {
             Engine::General(e) => e.packed_bytes(),
+            Engine::Cudnn(e) => e.packed_bytes(),
             Engine::WinogradGemm(e) => e.packed_bytes(),
             Engine::WinogradRow(e) => e.packed_bytes(),
         }
@@ -161,6 +165,7 @@ impl Engine {
     pub(crate) fn scratch_bytes(&self) -> usize {
         match self {
             Engine::General(_) => 0,
+            Engine::Cudnn(e) => e.scratch_bytes(),
             Engine::WinogradGemm(e) => e.scratch_bytes(),
             Engine::WinogradRow(e) => e.scratch_bytes(),
         }
@@ -178,6 +183,7 @@ impl Engine {
         unsafe {
             match self {
                 Engine::General(e) => e.pack(stream, w, packed),
+                Engine::Cudnn(e) => e.pack(stream, w, packed),
                 Engine::WinogradGemm(e) => e.pack(stream, w, packed),
                 Engine::WinogradRow(e) => e.pack(stream, w, packed),
             }
@@ -203,6 +209,7 @@ impl Engine {
         unsafe {
             match self {
                 Engine::General(e) => e.run(stream, packed, operands),
+                Engine::Cudnn(e) => e.run(stream, packed, operands, scratch),
                 Engine::WinogradGemm(e) => e.run(stream, packed, operands, scratch),
                 Engine::WinogradRow(e) => e.run(stream, packed, operands, scratch),
             }
@@ -212,6 +219,7 @@ impl Engine {
     pub(crate) fn packed_form(&self) -> PackedForm {
         match self {
             Engine::General(e) => PackedForm { dtype: e.dtype(), products: 1 },
+            Engine::Cudnn(e) => e.packed_form(),
             Engine::WinogradGemm(e) => e.packed_form(),
             Engine::WinogradRow(e) => e.packed_form(),
         }
@@ -221,6 +229,7 @@ impl Engine {
     pub(crate) fn tolerance(&self) -> f64 {
         match self {
             Engine::General(e) => e.tolerance(),
+            Engine::Cudnn(e) => e.tolerance(),
             Engine::WinogradGemm(e) => e.tolerance(),
             Engine::WinogradRow(e) => e.tolerance(),
         }
@@ -229,7 +238,7 @@ impl Engine {
     /// Outputs of a tile in each direction, where it is one of Winograd's algorithms.
     pub(crate) fn tile(&self) -> Option<usize> {
         match self {
-            Engine::General(_) => None,
+            Engine::General(_) | Engine::Cudnn(_) => None,
             Engine::WinogradGemm(e) => Some(e.tile()),
             Engine::WinogradRow(_) => Some(row::TILE),
         }
@@ -263,6 +272,7 @@ impl Engine {
     pub(crate) fn explain(&self) -> String {
         match self {
             Engine::General(e) => e.explain(),
+            Engine::Cudnn(_) => "implicit matrix product, chosen by its heuristic".into(),
             Engine::WinogradGemm(e) => e.explain(),
             Engine::WinogradRow(e) => e.explain(),
         }

@@ -14,14 +14,21 @@ use crate::{Accuracy, DType, Result, TensorDesc};
 
 static FILTER_GRAD: Source = source!("winograd_filter_grad.cu");
 
-/// The tile of f32, whose error stays of f32 class. Halves could overflow in the transform of dy.
-const TILE: Tile = Tile::F4;
+/// F4 stays of f32 class in f32. Halves take F2, which raises neither errors nor numbers much.
+const fn tile_of(dtype: DType) -> Tile {
+    match dtype {
+        DType::F32 => Tile::F4,
+        _ => Tile::F2,
+    }
+}
+
 /// Few channels are summed faster as they are.
 const MIN_CHANNELS: usize = 16;
 
 #[derive(Debug)]
 pub(super) struct WinogradWeight {
     gpu: &'static Gpu,
+    tile: Tile,
     spec: Conv2dSpec,
     problem: Problem,
     blocking: Blocking,
@@ -48,15 +55,16 @@ impl WinogradWeight {
     pub(super) fn suits(spec: &Conv2dSpec, p: &Problem) -> bool {
         p.is_winograd()
             && p.c.min(p.k) >= MIN_CHANNELS
-            && spec.x.dtype == DType::F32
-            && spec.accuracy >= Accuracy::Fp32
+            && spec.accuracy
+                >= if spec.x.dtype == DType::F32 { Accuracy::Fp32 } else { Accuracy::Half }
             && Gemm::available().is_ok()
     }
 
     pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Self> {
         let v = Stage::of(&spec.x, spec.x.dtype);
         let dm = Stage::of(&spec.y, spec.y.dtype);
-        let blocking = Blocking::new(TILE, p, &[v, dm], gpu.info.l2_cache);
+        let tile = tile_of(spec.x.dtype);
+        let blocking = Blocking::new(tile, p, &[v, dm], gpu.info.l2_cache);
         let du = Matrix {
             dtype: DType::F32,
             transposed: false,
@@ -75,9 +83,12 @@ impl WinogradWeight {
             compute: compute(spec),
         };
         let [x_kernel, dy_kernel] = kernels(spec);
-        gpu.kernel(&filter_grad_kernel(DType::F32))?;
+        for dw in [DType::F32, spec.w.dtype] {
+            gpu.kernel(&filter_grad_kernel(tile, dw))?;
+        }
         Ok(WinogradWeight {
             gpu,
+            tile,
             spec: spec.clone(),
             problem: *p,
             blocking,
@@ -87,6 +98,11 @@ impl WinogradWeight {
             dy_transform: InputTransform::new(gpu, &dy_kernel, &spec.y, dm, [0, 0])?,
             gemm: Gemm::new(gpu, &product)?,
         })
+    }
+
+    /// Outputs of a tile in each direction.
+    pub(super) fn tile(&self) -> usize {
+        self.tile.m()
     }
 
     fn du_bytes(&self) -> usize {
@@ -102,7 +118,7 @@ impl WinogradWeight {
     /// Relative to `reference::winograd_weight_scale`, as the forward direction's tolerance.
     pub(super) fn tolerance(&self) -> f64 {
         let tiles = self.blocking.tiles + self.blocking.chunks;
-        growth(&TILE.transforms()) * roundings(&self.spec, tiles)
+        growth(&self.tile.transforms()) * roundings(&self.spec, tiles)
     }
 
     /// # Safety
@@ -139,15 +155,10 @@ impl WinogradWeight {
             c: p.c as i32,
             c_padded: self.v.padded as i32,
         };
-        let kernel = self.gpu.kernel(&filter_grad_kernel(desc.dtype))?;
+        let kernel = self.gpu.kernel(&filter_grad_kernel(self.tile, desc.dtype))?;
         // SAFETY: the structure is the kernel's, the rest is as above.
         unsafe { kernel.launch(stream, one_thread_each(elements), &params) }
     }
-}
-
-/// Outputs of a tile in each direction.
-pub(super) const fn tile() -> usize {
-    TILE.m()
 }
 
 fn growth(t: &Transforms) -> f64 {
@@ -162,22 +173,23 @@ fn growth(t: &Transforms) -> f64 {
 
 /// Of the transforms of x and dy.
 fn kernels(spec: &Conv2dSpec) -> [KernelSpec; 2] {
-    let t = TILE.transforms();
+    let tile = tile_of(spec.x.dtype);
+    let t = tile.transforms();
     let mut a = [t.at[0]; MAX_ALPHA];
     for (j, row) in a.iter_mut().enumerate() {
         *row = std::array::from_fn(|i| t.at[i][j]);
     }
     [
-        input_kernel("input", TILE, &spec.x, &t.bt, t.alpha),
-        input_kernel("output_grad", TILE, &spec.y, &a, t.m),
+        input_kernel("input", tile, &spec.x, &t.bt, t.alpha),
+        input_kernel("output_grad", tile, &spec.y, &a, t.m),
     ]
 }
 
-fn filter_grad_kernel(dw: DType) -> KernelSpec {
-    let t = TILE.transforms();
+fn filter_grad_kernel(tile: Tile, dw: DType) -> KernelSpec {
+    let t = tile.transforms();
     let gt: [[Rational; MAX_ALPHA]; TAPS] =
         std::array::from_fn(|r| std::array::from_fn(|j| t.g[j][r]));
-    staged_kernel(&FILTER_GRAD, "filter_grad", TILE, dw)
+    staged_kernel(&FILTER_GRAD, "filter_grad", tile, dw)
         .define("FILTER", matrix(&gt, TAPS, t.alpha))
 }
 
@@ -188,14 +200,14 @@ mod tests {
     #[test]
     fn kernels_compile_without_spills() {
         let mut all: Vec<_> = crate::conv2d::cuda::test_specs().iter().flat_map(kernels).collect();
-        all.push(filter_grad_kernel(DType::F32));
+        all.extend(Tile::ALL.map(|tile| filter_grad_kernel(tile, DType::F32)));
         crate::cuda::compile_tests::check_compiles(&all);
     }
 
     /// The identity that the algorithm rests on, in one dimension.
     #[test]
     fn the_transforms_give_the_gradient() {
-        let t = TILE.transforms();
+        let t = Tile::F4.transforms();
         let f = |x: Rational| x.to_f64();
         for (tap, i, position) in
             (0..TAPS).flat_map(|r| (0..t.m).flat_map(move |i| (0..t.alpha).map(move |d| (r, i, d))))

@@ -1,4 +1,4 @@
-// Copies a filter [k, c, r, s] of any strides to [k, r, s, c].
+// Copies a filter [k, c, r, s] of any strides to [k, r, s, c]; with dimensions renamed, to [k, c, r, s].
 //
 // Constants: ELEMENT_*.
 

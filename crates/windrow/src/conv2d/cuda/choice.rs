@@ -1,0 +1,158 @@
+//! Which algorithm the planner takes on CUDA.
+
+use crate::conv2d::spec::is_channels_last;
+use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile};
+use crate::{Accuracy, DType};
+
+/// The algorithm that should be fastest among those that are supported and that the spec's accuracy
+/// allows. The rules follow times of layers on an H200 (`benchmarks/record/2026-11-21-h200`).
+pub(super) fn choose(
+    spec: &Conv2dSpec,
+    p: &Problem,
+    supported: &[Conv2dAlgorithm],
+) -> Conv2dAlgorithm {
+    let has = |algorithm| supported.contains(&algorithm);
+    let few = p.k_group() < 8 || p.taps() < 8;
+    let sums = if few && p.groups > 1 {
+        Conv2dAlgorithm::Direct
+    } else if has(Conv2dAlgorithm::Cudnn) {
+        Conv2dAlgorithm::Cudnn
+    } else if few {
+        Conv2dAlgorithm::Direct
+    } else {
+        Conv2dAlgorithm::Im2colGemm
+    };
+    if !p.is_winograd() || !may_transform(spec) {
+        return sums;
+    }
+    let staged = Conv2dAlgorithm::WinogradGemm(tile(spec));
+    let wins = |algorithm| match sums {
+        Conv2dAlgorithm::Cudnn => beats_cudnn(spec, p, algorithm),
+        _ => p.c.min(p.k) >= 16 || algorithm == Conv2dAlgorithm::WinogradRow,
+    };
+    let candidates = if stages_pay(spec, p) {
+        [staged, Conv2dAlgorithm::WinogradRow]
+    } else {
+        [Conv2dAlgorithm::WinogradRow, staged]
+    };
+    candidates.into_iter().find(|&a| has(a) && wins(a)).unwrap_or(sums)
+}
+
+fn may_transform(spec: &Conv2dSpec) -> bool {
+    match spec.x.dtype {
+        // f32 stays of f32 class, by split operands too; TF32 has the mantissa of f16.
+        DType::F32 => spec.accuracy >= Accuracy::Fp32,
+        DType::F16 => spec.accuracy >= Accuracy::Tf32,
+        _ => spec.accuracy == Accuracy::Half,
+    }
+}
+
+/// F4 raises errors more than F2, which f32 can afford, and f16 if it is asked for.
+fn tile(spec: &Conv2dSpec) -> Tile {
+    match (spec.x.dtype, spec.accuracy) {
+        (DType::F32, _) | (DType::F16, Accuracy::Half) => Tile::F4,
+        _ => Tile::F2,
+    }
+}
+
+fn is_strict(spec: &Conv2dSpec) -> bool {
+    spec.x.dtype == DType::F32 && spec.accuracy <= Accuracy::Fp32
+}
+
+/// True if the stages are ahead of the fused kernel and of cuDNN: where products outweigh passes over
+/// V and M.
+fn stages_pay(spec: &Conv2dSpec, p: &Problem) -> bool {
+    let (c, k) = match (spec.x.dtype, is_channels_last(&spec.y.layout)) {
+        (DType::F32, true) => (256, 256),
+        (_, true) => (512, 1024),
+        (_, false) => (512, 512),
+    };
+    let m = tile(spec).m();
+    let tiles = p.n * p.oh.div_ceil(m) * p.ow.div_ceil(m);
+    !is_strict(spec) && p.c >= c && p.k >= k && tiles >= 1024
+}
+
+/// True if an algorithm of Winograd is ahead of cuDNN.
+fn beats_cudnn(spec: &Conv2dSpec, p: &Problem, algorithm: Conv2dAlgorithm) -> bool {
+    // In f32 every multiplication saved counts.
+    if is_strict(spec) {
+        return p.c >= 16;
+    }
+    if algorithm != Conv2dAlgorithm::WinogradRow {
+        return stages_pay(spec, p);
+    }
+    let is_f32 = spec.x.dtype == DType::F32;
+    let small = p.oh * p.ow < 1024;
+    match is_channels_last(&spec.y.layout) {
+        // f32 has to be copied first.
+        true if is_f32 => false,
+        _ if p.c < 16 => !is_f32 && p.k >= 64,
+        true => !small || p.c <= 128,
+        false if is_f32 => !small || p.c <= 128,
+        // It computes blocks of 64 channels and pairs of tiles of 6 columns.
+        false if small => {
+            let share = |size: usize, block| size as f64 / size.next_multiple_of(block) as f64;
+            let used = share(p.k, 64) * share(p.ow, 6);
+            used > 0.95 || (used > 0.8 && p.c <= 128)
+        }
+        false => p.c < 128 || p.k > 128,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::conv2d::Conv2dParams;
+    use crate::{Layout, TensorDesc};
+    use Conv2dAlgorithm::{Cudnn, Direct, Im2colGemm, WinogradGemm, WinogradRow};
+
+    const OWN: [Conv2dAlgorithm; 4] =
+        [Direct, Im2colGemm, WinogradGemm(Tile::F2), WinogradGemm(Tile::F4)];
+
+    /// What is taken for 64 images of 50x50 with `more` beside the algorithms of every device.
+    fn taken(
+        dtype: DType,
+        accuracy: Accuracy,
+        [c, k, taps, groups]: [usize; 4],
+        more: &[Conv2dAlgorithm],
+    ) -> Conv2dAlgorithm {
+        let x = Layout::with_order(&[64, c, 50, 50], &[0, 1, 2, 3]).unwrap();
+        let w = TensorDesc::contiguous(dtype, &[k, c / groups, taps, taps]).unwrap();
+        let params = Conv2dParams { accuracy, groups, ..Default::default() };
+        let spec = Conv2dSpec::new(TensorDesc { dtype, layout: x }, w, &params).unwrap();
+        choose(&spec, &spec.problem().unwrap(), &[&OWN, more].concat())
+    }
+
+    #[test]
+    fn accuracy_decides_what_is_allowed() {
+        use Accuracy::{Exact, Fp32, Half, Tf32};
+        for more in [&[][..], &[WinogradRow], &[Cudnn], &[Cudnn, WinogradRow]] {
+            for (dtype, accuracy, allowed) in [
+                (DType::F32, Exact, false),
+                (DType::F32, Fp32, true),
+                (DType::F16, Fp32, false),
+                (DType::F16, Tf32, true),
+                (DType::BF16, Tf32, false),
+                (DType::BF16, Half, true),
+            ] {
+                let algorithm = taken(dtype, accuracy, [64, 64, 3, 1], more);
+                assert!(allowed || !algorithm.is_winograd(), "{dtype} {accuracy:?} {more:?}");
+                assert!(allowed <= (algorithm.is_winograd() || more.contains(&Cudnn)));
+            }
+        }
+    }
+
+    #[test]
+    fn every_device_has_an_algorithm() {
+        let f32 = |sizes, more: &[_]| taken(DType::F32, Accuracy::Fp32, sizes, more);
+        assert_eq!(f32([64, 64, 3, 1], &[]), WinogradGemm(Tile::F4));
+        assert_eq!(f32([64, 64, 3, 1], &[WinogradRow, Cudnn]), WinogradRow);
+        assert_eq!(f32([3, 64, 3, 1], &[]), Im2colGemm);
+        assert_eq!(f32([3, 64, 3, 1], &[WinogradRow, Cudnn]), Cudnn);
+        assert_eq!(f32([64, 64, 5, 1], &[WinogradRow]), Im2colGemm);
+        assert_eq!(f32([64, 64, 5, 1], &[WinogradRow, Cudnn]), Cudnn);
+        assert_eq!(f32([64, 64, 3, 64], &[WinogradRow, Cudnn]), Direct);
+        let half = |sizes| taken(DType::F16, Accuracy::Half, sizes, &[WinogradRow, Cudnn]);
+        assert_eq!(half([512, 2048, 3, 1]), WinogradGemm(Tile::F4));
+    }
+}

@@ -1,0 +1,209 @@
+//! cuDNN's convolution, where it is installed and faster than what is here.
+
+use super::general::{DenseFilter, one_thread_each};
+use super::{Operands, PackedForm, bias_of, epilogue, kernel, source};
+use crate::conv2d::{Conv2dSpec, Problem};
+use crate::cuda::{
+    CudnnConv2d, CudnnConv2dSpec, CudnnWeightGrad, Gpu, Kernel, KernelSpec, Source, Stream,
+};
+use crate::{Accuracy, Activation, DType, Layout, Result, TensorDesc};
+
+static EPILOGUE: Source = source!("epilogue.cu");
+
+#[derive(Debug)]
+pub(crate) struct Cudnn {
+    convolution: CudnnConv2d,
+    filter: DenseFilter,
+    /// Adds the bias and applies the activation, if there is one of them.
+    epilogue: Option<&'static Kernel>,
+    spec: Conv2dSpec,
+    problem: Problem,
+    channels_last: bool,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct EpilogueParams {
+    y: *mut u8,
+    bias: *const u8,
+    bias_stride: i64,
+    elements: i64,
+    run: i64,
+    channels: i32,
+    bias_is_float: i32,
+}
+
+/// Whether x and y are dense and both channels-last (`true`) or both NCHW (`false`); `None` for other
+/// layouts.
+fn channels_last(spec: &Conv2dSpec) -> Option<bool> {
+    let dense = |t: &TensorDesc, order: &[usize]| {
+        Layout::with_order(t.shape(), order).is_ok_and(|layout| layout == t.layout)
+    };
+    let both = |order: &[usize]| dense(&spec.x, order) && dense(&spec.y, order);
+    if both(&[0, 1, 2, 3]) { Some(false) } else { both(&[0, 2, 3, 1]).then_some(true) }
+}
+
+/// Relative error of a product: that of two operands rounded to TF32, whose mantissa is that of f16.
+fn operand_roundings(spec: &Conv2dSpec) -> f64 {
+    let tf32 = spec.x.dtype == DType::F32 && spec.accuracy >= Accuracy::Tf32;
+    if tf32 { 2.0 * DType::F16.unit_roundoff() } else { 0.0 }
+}
+
+fn in_its_words(spec: &Conv2dSpec, p: &Problem, channels_last: bool) -> CudnnConv2dSpec {
+    CudnnConv2dSpec {
+        dtype: spec.x.dtype,
+        channels_last,
+        x: [p.n, p.c, p.h, p.w],
+        w: [p.k, p.c_group(), p.r, p.s],
+        y: p.y_shape(),
+        stride: p.stride,
+        padding: p.padding,
+        dilation: p.dilation,
+        groups: p.groups,
+        tf32: spec.accuracy >= Accuracy::Tf32,
+    }
+}
+
+/// cuDNN's weight gradient, where it can write dw as it lies.
+#[derive(Debug)]
+pub(super) struct CudnnWeight {
+    pub(super) gradient: CudnnWeightGrad,
+    dw: TensorDesc,
+    operand_roundings: f64,
+}
+
+impl CudnnWeight {
+    /// `None` where cuDNN has no algorithm for it.
+    pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Option<Self> {
+        if !Cudnn::supports(spec, p) {
+            return None;
+        }
+        let channels_last = channels_last(spec)?;
+        let order = if channels_last { [0, 2, 3, 1] } else { [0, 1, 2, 3] };
+        let layout = Layout::with_order(&[p.k, p.c_group(), p.r, p.s], &order).ok()?;
+        let dw = TensorDesc { dtype: spec.x.dtype, layout };
+        let gradient = CudnnWeightGrad::new(gpu, &in_its_words(spec, p, channels_last));
+        gradient
+            .inspect_err(|error| tracing::debug!(%error, "weight gradient without cuDNN"))
+            .ok()
+            .map(|gradient| CudnnWeight {
+                gradient,
+                dw,
+                operand_roundings: operand_roundings(spec),
+            })
+    }
+
+    /// Relative errors of the products.
+    pub(super) fn operand_roundings(&self) -> f64 {
+        self.operand_roundings
+    }
+
+    pub(super) fn writes(&self, dw: &TensorDesc) -> bool {
+        self.dw == *dw
+    }
+}
+
+impl Cudnn {
+    pub(super) fn supports(spec: &Conv2dSpec, p: &Problem) -> bool {
+        let sizes = [p.n * p.c * p.h * p.w, p.n * p.k * p.oh * p.ow, p.k * p.taps()];
+        channels_last(spec).is_some()
+            && sizes.iter().all(|&size| size > 0 && size < 1 << 31)
+            && CudnnConv2d::available().is_ok()
+    }
+
+    pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Self> {
+        let channels_last = channels_last(spec).unwrap_or(false);
+        let convolution = CudnnConv2d::new(gpu, &in_its_words(spec, p, channels_last))?;
+        let needed = spec.bias.is_some() || spec.activation != Activation::Identity;
+        let epilogue = needed.then(|| gpu.kernel(&epilogue_kernel(spec))).transpose()?;
+        let filter = DenseFilter::new(gpu, spec, p, channels_last)?;
+        let (spec, problem) = (spec.clone(), *p);
+        Ok(Cudnn { convolution, filter, epilogue, spec, problem, channels_last })
+    }
+
+    pub(super) fn packed_bytes(&self) -> usize {
+        self.filter.bytes()
+    }
+
+    pub(super) fn scratch_bytes(&self) -> usize {
+        self.convolution.workspace_bytes()
+    }
+
+    pub(super) fn packed_form(&self) -> PackedForm {
+        // The order of the filter is another one for each layout.
+        PackedForm { dtype: self.spec.x.dtype, products: usize::from(self.channels_last) }
+    }
+
+    /// As of a sum of products; halves are rounded once more before bias and activation.
+    pub(super) fn tolerance(&self) -> f64 {
+        let sums = (2 * self.problem.taps() + 2) as f64 * DType::F32.unit_roundoff();
+        let dtype = self.spec.x.dtype;
+        let stored_twice = dtype != DType::F32 && self.epilogue.is_some();
+        let stored = if stored_twice { dtype.unit_roundoff() } else { 0.0 };
+        sums + operand_roundings(&self.spec) + stored
+    }
+
+    /// # Safety
+    /// As [`super::Engine::pack`].
+    pub(super) unsafe fn pack(&self, stream: &Stream, w: *const u8, packed: *mut u8) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.filter.pack(stream, w, packed) }
+    }
+
+    /// # Safety
+    /// As [`super::Engine::run`].
+    pub(super) unsafe fn run(
+        &self,
+        stream: &Stream,
+        packed: *const u8,
+        operands: Operands,
+        scratch: *mut u8,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.convolution.run(operands.x, packed, operands.y, scratch, stream)? };
+        let Some(kernel) = self.epilogue else { return Ok(()) };
+        let p = &self.problem;
+        let elements = p.y_shape().iter().product::<usize>();
+        let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
+        let params = EpilogueParams {
+            y: operands.y,
+            bias,
+            bias_stride,
+            elements: elements as i64,
+            run: if self.channels_last { 1 } else { (p.oh * p.ow) as i64 },
+            channels: p.k as i32,
+            bias_is_float,
+        };
+        // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
+        unsafe { kernel.launch(stream, one_thread_each(elements), &params) }
+    }
+}
+
+fn epilogue_kernel(spec: &Conv2dSpec) -> KernelSpec {
+    kernel(&EPILOGUE, "epilogue", spec.x.dtype).define("EPILOGUE", epilogue(spec.activation))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Approximate;
+
+    #[test]
+    fn kernels_compile_without_spills() {
+        let mut kernels = Vec::new();
+        for spec in super::super::test_specs() {
+            let activation = Activation::Gelu(Approximate::None);
+            kernels.push(epilogue_kernel(&Conv2dSpec { activation, ..spec }));
+        }
+        crate::cuda::compile_tests::check_compiles(&kernels);
+    }
+
+    #[test]
+    fn layouts_that_cudnn_has_a_name_for() {
+        let found: Vec<_> = super::super::test_specs().iter().map(channels_last).collect();
+        assert_eq!(found[..2], [Some(false), Some(true)]);
+        let mut spec = super::super::test_specs().remove(0);
+        spec.x.layout = Layout::strided(&[2, 32, 20, 20], &[25600, 800, 40, 2]).unwrap();
+        assert_eq!(channels_last(&spec), None);
+    }
+}
