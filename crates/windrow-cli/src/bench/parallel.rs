@@ -403,29 +403,26 @@ fn geometric_mean(values: impl Iterator<Item = f64>) -> Option<f64> {
 impl std::fmt::Display for Report {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let nccl = self.nccl.as_ref().map_or("no NCCL".to_owned(), |v| format!("NCCL {v}"));
-        writeln!(f, "{} x {}, {nccl}", self.ranks, self.gpu)?;
+        writeln!(
+            f,
+            "{} x {}, {nccl}; times in ms, efficiency of the shards",
+            self.ranks, self.gpu
+        )?;
         let gathers = self.rows.iter().any(|r| r.gather.is_some());
-        let mut headings =
-            vec!["layer", "type", "shape", "algorithm", ">1 GPU ms", ">all ms", ">speedup"];
-        headings.push(">efficiency");
+        let mut headings = vec!["layer", "shape", ">1 GPU", ">sharded", ">eff"];
         if gathers {
-            headings.extend([">gathered ms", ">speedup", ">gather ms", ">GB/s", ">hidden"]);
+            headings.extend([">gathered", ">gather", ">GB/s", ">hidden"]);
         }
         headings.push("bits");
         let mut table = Columns::new(&headings);
         for r in &self.rows {
-            let mut cells = vec![
-                r.case.clone(),
-                r.dtype.into(),
-                r.shape.clone(),
-                r.algorithm.clone(),
-                digits(r.one_ms),
-                digits(r.sharded_ms),
-                digits(r.speedup),
-                percent(r.efficiency),
-            ];
+            let name = format!("{} {}", r.case, r.dtype);
+            let times = [r.one_ms, r.sharded_ms].map(digits);
+            let mut cells = vec![name, r.shape.clone()];
+            cells.extend(times);
+            cells.push(percent(r.efficiency));
             if let Some(g) = &r.gather {
-                cells.extend([g.gathered_ms, g.speedup, g.ms, g.gbps].map(digits));
+                cells.extend([g.gathered_ms, g.ms, g.gbps].map(digits));
                 cells.push(percent(g.hidden));
             }
             cells.push(if r.identical { "equal" } else { "DIFFER" }.into());
