@@ -122,10 +122,10 @@ mod tests {
 
     #[test]
     fn variables_that_do_not_fit_are_named() {
-        for i in 1..5 {
-            let without: Vec<_> = TORCHRUN.into_iter().filter(|v| v.0 != TORCHRUN[i].0).collect();
+        for (name, _) in &TORCHRUN[1..] {
+            let without: Vec<_> = TORCHRUN.into_iter().filter(|v| v.0 != *name).collect();
             let message = job(&without).unwrap_err().to_string();
-            assert!(message.contains(TORCHRUN[i].0) && message.contains("not set"), "{message}");
+            assert!(message.contains(name) && message.contains("not set"), "{message}");
         }
         for (i, bad) in [
             (0, "4"),

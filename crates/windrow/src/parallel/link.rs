@@ -31,6 +31,9 @@ pub(super) trait Engine: Send + 'static {
 const WATCH: Duration = Duration::from_millis(20);
 /// How often a waiting caller looks.
 const POLL: Duration = Duration::from_micros(20);
+/// How long a call may be in progress before its caller sleeps: one that needs no new connection is
+/// accepted within this time, and a sleep lasts several times as long.
+const PROMPT: Duration = Duration::from_micros(200);
 
 pub(super) struct Link<E: Engine> {
     shared: Arc<Shared<E>>,
@@ -199,12 +202,13 @@ impl<E: Engine> Shared<E> {
     }
 
     fn until_ready(&self, state: &mut State<E>, what: &'static str) -> Result<()> {
-        let deadline = Instant::now() + self.timeout;
+        let start = Instant::now();
         loop {
             self.check(state)?;
             match state.engine.is_ready() {
                 Ok(true) => return Ok(()),
-                Ok(false) if Instant::now() < deadline => std::thread::sleep(POLL),
+                Ok(false) if start.elapsed() < PROMPT => std::thread::yield_now(),
+                Ok(false) if start.elapsed() < self.timeout => std::thread::sleep(POLL),
                 Ok(false) => return Err(self.fail(state, what, self.late())),
                 Err(e) => return Err(self.fail(state, what, e)),
             }

