@@ -24,7 +24,8 @@ class Network(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.features = nn.Sequential(Conv2d(3, 16, 3, padding=1), GELU(), Conv2d(16, 8, 3), GELU("tanh"))
+        convolutions = Conv2d(3, 16, 3, padding=1), Conv2d(16, 8, 3)
+        self.features = nn.Sequential(convolutions[0], GELU(), convolutions[1], GELU("tanh"))
         self.taps = nn.Parameter(torch.randn(8, 4) / 2)
         self.head = nn.Linear(8, 5)
 
@@ -41,8 +42,8 @@ def fully_sharded_data_parallel(model, device):
     return fsdp.FullyShardedDataParallel(model, device_id=device, use_orig_params=True)
 
 
-def fully_sharded_by_module(model, _device):
-    mesh = dist.device_mesh.init_device_mesh(_device.type, (WORLD,))
+def fully_sharded_by_module(model, device):
+    mesh = dist.device_mesh.init_device_mesh(device.type, (WORLD,))
     fsdp.fully_shard(model.features, mesh=mesh)
     return fsdp.fully_shard(model, mesh=mesh)
 
@@ -75,7 +76,8 @@ def process(wrapper, backend, rank, store):
     torch.manual_seed(0)
     alone, shared = Network().to(device), Network().to(device)
     shared.load_state_dict(alone.state_dict())
-    batches = [(torch.randn(4 * WORLD, 3, 12, 12, device=device), torch.randn(4 * WORLD, 5, device=device)) for _ in range(STEPS)]
+    x, target = torch.randn(STEPS, 4 * WORLD, 3, 12, 12), torch.randn(STEPS, 4 * WORLD, 5)
+    batches = list(zip(x.to(device), target.to(device), strict=True))
     mine = [(x.chunk(WORLD)[rank], target.chunk(WORLD)[rank]) for x, target in batches]
 
     want_losses, want = train(alone, batches)
@@ -94,7 +96,9 @@ def test_training_equals_one_process(wrapper, backend, tmp_path):
         pytest.skip("fewer than two GPUs")
     command = [sys.executable, Path(__file__), wrapper, backend]
     ranks = [
-        subprocess.Popen([*command, str(rank), tmp_path / "store"], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank), tmp_path / "store"], stderr=subprocess.PIPE, text=True
+        )
         for rank in range(WORLD)
     ]
     try:
