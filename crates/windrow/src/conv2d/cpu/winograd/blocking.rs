@@ -9,9 +9,11 @@ use crate::conv2d::{Problem, Tile};
 const TILES: usize = 36;
 /// With fewer tiles than this for each thread, threads share the tiles and divide the channels.
 const FEW_TILES: usize = 12;
-/// Vectors of output channels between two output transforms, so that M stays in the second-level
-/// cache.
-const VECTORS: usize = 4;
+/// Vectors of output channels between two output transforms, by input channels: few, so that M stays
+/// in the second-level cache; more where V does not fit in it and is read again for each of them.
+fn vectors_at_once(c: usize) -> usize {
+    (c / 64).clamp(4, 8)
+}
 
 /// How the work is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,7 +35,11 @@ impl Blocking {
         let parts = if few { threads.min(vectors.div_ceil(PANEL)) } else { 1 };
         let blocks = tiles.div_ceil(TILES);
         let blocks = if few { blocks } else { blocks.next_multiple_of(threads) };
-        Blocking { tiles: tiles.div_ceil(blocks), parts, vectors: vectors.min(VECTORS) }
+        Blocking {
+            tiles: tiles.div_ceil(blocks),
+            parts,
+            vectors: vectors.min(vectors_at_once(geometry.problem.c)),
+        }
     }
 }
 
