@@ -26,7 +26,6 @@ fn spec(
 #[pyfunction]
 #[pyo3(signature = (x, bias=None, gate=None, *, approximate="none", out=None,
                     device=None))]
-#[expect(clippy::too_many_arguments, reason = "a Python signature")]
 pub(crate) fn gelu<'py>(
     py: Python<'py>,
     x: &Bound<'py, PyAny>,

@@ -14,6 +14,7 @@ use windrow::cuda::DeviceTensor;
 use windrow::{Device, Layout, MAX_RANK, TensorDesc, TensorMut, TensorRef};
 
 /// Where a function writes a result.
+#[expect(clippy::large_enum_variant, reason = "few, and never moved in bulk")]
 pub(crate) enum Output<'py> {
     /// The caller's array.
     Given(Array<'py>, Bound<'py, PyAny>),

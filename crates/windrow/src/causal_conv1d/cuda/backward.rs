@@ -61,7 +61,7 @@ impl Form {
                 let multiple = |s: isize| s % vector as isize == 0;
                 all.iter().all(|s| multiple(s[0]) && multiple(s[2]))
                     && channels % vector == 0
-                    && (params.x | params.dy | params.dx) % (vector * element) == 0
+                    && (params.x | params.dy | params.dx).is_multiple_of(vector * element)
             };
             while !fits(vector) {
                 vector /= 2;

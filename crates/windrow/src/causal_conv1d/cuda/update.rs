@@ -72,7 +72,7 @@ impl Step {
         // 8 bytes of x: more channels a thread leave too few threads for a step.
         let vector = 8 / spec.x.dtype.size();
         let between = [x[0], y[0], state[0], if along_channels { state[2] } else { 0 }];
-        let fits = spec.x.shape()[1] % vector == 0
+        let fits = spec.x.shape()[1].is_multiple_of(vector)
             && between.iter().all(|stride| stride % vector as isize == 0);
         (takes && fits).then_some(Step { vector, along_channels, bytes: 8 })
     }
