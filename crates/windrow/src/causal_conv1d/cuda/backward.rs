@@ -15,14 +15,15 @@ source!(WEIGHT, "backward_weight.cu");
 
 /// Warps of a block of the channel-last kernel, which walk along neighbouring chunks.
 const WARPS: usize = 4;
-/// Blocks of that kernel that an H200 runs at once.
-const WAVE: usize = 396;
+/// Blocks of that kernel that an H200 runs at once: three or four a multiprocessor.
+const WAVE_HALF: usize = 396;
+const WAVE_F32: usize = 528;
 
 /// The kernels that compute dx and partial sums of the other gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Form {
-    /// Vectors along l in one pass.
-    ChannelFirst,
+    /// Vectors along l in one pass; `cut` if rows begin between vectors.
+    ChannelFirst { cut: bool },
     /// So many channels a thread, walking along l, in one pass.
     ChannelLast { vector: usize },
     /// One pass for dx, one thread an element, and one for the sums.
@@ -53,14 +54,14 @@ impl Form {
             && channels <= GRID
             && !(cut && params.initial_states != 0)
         {
-            return Form::ChannelFirst;
+            return Form::ChannelFirst { cut };
         }
         if all.iter().all(|s| s[1] == 1) && (2..=5).contains(&width) {
             let mut vector = 8 / element;
             let fits = |vector: usize| {
                 let multiple = |s: isize| s % vector as isize == 0;
                 all.iter().all(|s| multiple(s[0]) && multiple(s[2]))
-                    && channels % vector == 0
+                    && channels.is_multiple_of(vector)
                     && (params.x | params.dy | params.dx).is_multiple_of(vector * element)
             };
             while !fits(vector) {
@@ -76,7 +77,7 @@ impl Form {
     fn chunk(self, spec: &CausalConv1dSpec, params: &Params) -> usize {
         let Params { batch, channels, length, .. } = *params;
         match self {
-            Form::ChannelFirst => {
+            Form::ChannelFirst { .. } => {
                 let block = 32 * 16 / spec.x.dtype.size();
                 // Long chunks repeat least; short ones keep the device filled.
                 let mut chunk = 16 * block;
@@ -87,13 +88,14 @@ impl Form {
             }
             Form::ChannelLast { .. } => {
                 // As many blocks as fill up to three waves of a large device best.
+                let wave = if spec.x.dtype.is_half() { WAVE_HALF } else { WAVE_F32 };
                 let columns = (batch * channels.div_ceil(32 * 8 / spec.x.dtype.size())).max(1);
                 let filled = |waves: usize| {
-                    let blocks = (waves * WAVE / columns).max(1) * columns;
-                    blocks * 1000 / blocks.next_multiple_of(WAVE)
+                    let blocks = (waves * wave / columns).max(1) * columns;
+                    blocks * 1000 / blocks.next_multiple_of(wave)
                 };
                 let waves = (1..=3).rev().max_by_key(|&waves| filled(waves)).unwrap_or(1);
-                let chunk = length.div_ceil((waves * WAVE / columns).max(1) * WARPS);
+                let chunk = length.div_ceil((waves * wave / columns).max(1) * WARPS);
                 // Steps go in groups of eight, and chunks need WIDTH - 1 more.
                 chunk.max(8).next_multiple_of(8) + 5
             }
@@ -101,11 +103,14 @@ impl Form {
         }
     }
 
-    /// Partial sums of a row. A row that begins between vectors may have one more.
+    /// Partial sums of a row. A row that begins between vectors reaches before its start.
     fn parts(self, spec: &CausalConv1dSpec, params: &Params) -> usize {
         let chunk = self.chunk(spec, params);
         match self {
-            Form::ChannelFirst => (params.length + 7).div_ceil(chunk),
+            Form::ChannelFirst { cut } => {
+                let before = if cut { 16 / spec.x.dtype.size() - 1 } else { 0 };
+                (params.length + before).div_ceil(chunk)
+            }
             Form::ChannelLast { .. } => params.length.div_ceil(chunk * WARPS),
             Form::Plain => params.length.div_ceil(chunk),
         }
@@ -114,7 +119,7 @@ impl Form {
 
 /// Bytes of partial sums, whatever the strides of the gradients will be.
 pub(super) fn partial_bytes(spec: &CausalConv1dSpec, params: &Params) -> usize {
-    let forms = [Form::ChannelFirst, Form::ChannelLast { vector: 1 }, Form::Plain];
+    let forms = [Form::ChannelFirst { cut: true }, Form::ChannelLast { vector: 1 }, Form::Plain];
     let parts = forms.map(|form| form.parts(spec, params)).into_iter().max().unwrap_or(0);
     parts * params.batch * params.channels * (params.width + 1) * size_of::<f32>()
 }
@@ -279,7 +284,7 @@ pub(super) fn all_kernels(spec: &CausalConv1dSpec) -> Vec<KernelSpec> {
     if along_channels(spec.y.strides()) {
         kernels.extend((2..=5).contains(&width).then(|| vector_kernel(spec, last, true)));
     } else if (2..=16 / element + 1).contains(&width) {
-        kernels.push(vector_kernel(spec, Form::ChannelFirst, true));
+        kernels.push(vector_kernel(spec, Form::ChannelFirst { cut: true }, true));
     }
     kernels
 }

@@ -178,7 +178,7 @@ enum Form {
 }
 
 /// Loads of the walking kernel that are on their way.
-const AHEAD: usize = 4;
+const AHEAD: usize = 8;
 /// Positions of a block of the kernel of channel-last tiles.
 const TILE_ROWS: usize = 16;
 
@@ -214,7 +214,7 @@ impl Form {
             }
             let rows_fit = b <= GRID && l <= GRID * TILE_ROWS;
             return match walk || !rows_fit {
-                true => Form::ChannelLast { vector, chunk: l.div_ceil(GRID).max(16) },
+                true => Form::ChannelLast { vector, chunk: l.div_ceil(GRID).max(32) },
                 false => Form::ChannelLastTile { vector },
             };
         }
@@ -286,7 +286,7 @@ fn main_kernel(spec: &CausalConv1dSpec, form: Form) -> Option<KernelSpec> {
                 .define("STEPS", AHEAD)
                 .define("VECTOR", vector)
                 // More blocks of a multiprocessor hide more, where registers suffice.
-                .define("MIN_BLOCKS", if simple { 7 } else { 1 })
+                .define("MIN_BLOCKS", if simple { 5 } else { 1 })
                 .define("MASK", mask),
         ),
         Form::ChannelLastTile { vector } => Some(
