@@ -92,20 +92,19 @@ fn time(
 /// A tensor of random numbers between -1 and 1, which repeat after a prime number of elements.
 fn upload(seed: u64, desc: &TensorDesc) -> windrow::Result<DeviceTensor> {
     let values = verify::random(seed, 1_000_003, -1.0, 1.0);
-    let numbers = values.iter().cycle().take(desc.layout.len());
-    let layout = desc.layout;
     match desc.dtype {
-        DType::F16 => {
-            let data: Vec<f16> = numbers.map(|&v| f16::from_f64(v)).collect();
-            DeviceTensor::from_host(&TensorRef::strided(&data, 0, layout)?, 0)
-        }
-        DType::BF16 => {
-            let data: Vec<bf16> = numbers.map(|&v| bf16::from_f64(v)).collect();
-            DeviceTensor::from_host(&TensorRef::strided(&data, 0, layout)?, 0)
-        }
-        _ => {
-            let data: Vec<f32> = numbers.map(|&v| v as f32).collect();
-            DeviceTensor::from_host(&TensorRef::strided(&data, 0, layout)?, 0)
-        }
+        DType::F16 => repeated(&values, f16::from_f64, desc),
+        DType::BF16 => repeated(&values, bf16::from_f64, desc),
+        _ => repeated(&values, |v| v as f32, desc),
     }
+}
+
+fn repeated<T: windrow::Element>(
+    values: &[f64],
+    convert: impl Fn(f64) -> T,
+    desc: &TensorDesc,
+) -> windrow::Result<DeviceTensor> {
+    let period: Vec<T> = values.iter().map(|&v| convert(v)).collect();
+    let data: Vec<T> = period.iter().cycle().take(desc.layout.len()).copied().collect();
+    DeviceTensor::from_host(&TensorRef::strided(&data, 0, desc.layout)?, 0)
 }

@@ -131,7 +131,11 @@ impl Cudnn {
 
     pub(super) fn packed_form(&self) -> PackedForm {
         // The order of the filter is another one for each layout.
-        PackedForm { dtype: self.spec.x.dtype, products: usize::from(self.channels_last) }
+        PackedForm {
+            dtype: self.spec.x.dtype,
+            products: usize::from(self.channels_last),
+            few_taps: false,
+        }
     }
 
     /// As of a sum of products; halves are rounded once more before bias and activation.

@@ -10,7 +10,7 @@ use std::ops::Range;
 pub(super) const PAIRS: usize = 32;
 /// Output columns of a pair.
 pub(super) const PAIR_COLUMNS: usize = 6;
-/// Inputs beyond the outputs of a row of tiles.
+/// Inputs beyond the outputs of a row of tiles, in both directions.
 const HALO: usize = 2;
 /// Bytes of one pixel in a stage, and after which the swizzle repeats.
 const PIXEL_BYTES: usize = 64;
@@ -37,19 +37,19 @@ pub(super) struct Geometry {
 }
 
 impl Geometry {
-    /// For `n` images of `oh` x `ow` outputs, whose tiles sum `taps` input rows. `wide` prefers
+    /// For `n` images of `oh` x `ow` outputs. `wide` prefers
     /// strips whose rows are long runs of memory in an NCHW output.
-    pub(super) fn choose(n: usize, oh: usize, ow: usize, taps: usize, wide: bool) -> Option<Self> {
+    pub(super) fn choose(n: usize, oh: usize, ow: usize, wide: bool) -> Option<Self> {
         let candidates = [1, 2, 3, 4, 8].into_iter().flat_map(|pairs_x| {
             let unit_rows = PAIRS / pairs_x;
             let whole = PAIRS
                 .is_multiple_of(pairs_x)
-                .then(|| (oh.next_multiple_of(unit_rows), unit_rows + taps - 1));
+                .then(|| (oh.next_multiple_of(unit_rows), unit_rows + HALO));
             let shared = (whole.is_none() || !oh.is_multiple_of(unit_rows)).then_some((oh, 2));
             let columns = pairs_x * PAIR_COLUMNS + HALO;
             [whole, shared].into_iter().flatten().flat_map(move |(image_rows, box_rows)| {
                 (columns..columns + 4).filter_map(move |pitch| {
-                    Self::new(n, oh, ow, taps, pairs_x, pitch, image_rows, box_rows)
+                    Self::new(n, oh, ow, pairs_x, pitch, image_rows, box_rows)
                 })
             })
         });
@@ -60,23 +60,21 @@ impl Geometry {
                 * if wide { (0.45 + 0.55 * run).min(1.0) } else { 1.0 }
                 * if g.box_rows == 2 { 0.96 } else { 1.0 }
                 * (1.0 - 0.00025 * *conflicts as f64)
-                * (1.0 - 0.5e-6 * g.stage_bytes as f64)
+                * (1.0 - 4e-6 * g.stage_bytes as f64)
         };
         candidates.max_by(|a, b| score(a).total_cmp(&score(b))).map(|(geometry, _)| geometry)
     }
 
-    #[expect(clippy::too_many_arguments, reason = "called above only")]
     fn new(
         n: usize,
         oh: usize,
         ow: usize,
-        taps: usize,
         pairs_x: usize,
         pitch: usize,
         image_rows: usize,
         box_rows: usize,
     ) -> Option<(Self, usize)> {
-        let rows = stage_rows(image_rows, pairs_x, taps, box_rows);
+        let rows = stage_rows(image_rows, pairs_x, box_rows);
         let stage_bytes = (rows * pitch * PIXEL_BYTES).next_multiple_of(SWIZZLE_BYTES);
         if stage_bytes > MAX_STAGE_BYTES {
             return None;
@@ -108,13 +106,13 @@ impl Geometry {
 }
 
 /// The most input rows that a unit has in shared memory, over all places where units start.
-fn stage_rows(image_rows: usize, pairs_x: usize, taps: usize, box_rows: usize) -> usize {
+fn stage_rows(image_rows: usize, pairs_x: usize, box_rows: usize) -> usize {
     if box_rows > 2 {
         return box_rows; // units do not run over the end of an image
     }
     if image_rows > 64 {
         // At most two images, each rounded up to two rows.
-        return PAIRS.div_ceil(pairs_x) + 1 + 2 * taps;
+        return PAIRS.div_ceil(pairs_x) + 1 + 2 * (1 + HALO);
     }
     // Starts repeat after `image_rows * pairs_x` units at the latest.
     (0..image_rows * pairs_x)
@@ -126,7 +124,7 @@ fn stage_rows(image_rows: usize, pairs_x: usize, taps: usize, box_rows: usize) -
             let mut total = 0;
             while !rows.is_empty() {
                 let here = rows.len().min(image_rows - rows.start);
-                total += (here + taps - 1).next_multiple_of(box_rows);
+                total += (here + HALO).next_multiple_of(box_rows);
                 rows = 0..rows.len() - here;
             }
             total
@@ -183,7 +181,7 @@ mod tests {
     fn wide_images_load_without_conflicts_and_waste_little() {
         for (n, oh, ow) in [(64, 110, 110), (64, 48, 48), (128, 98, 98), (128, 6, 6), (128, 18, 24)]
         {
-            let g = Geometry::choose(n, oh, ow, 3, false).unwrap();
+            let g = Geometry::choose(n, oh, ow, false).unwrap();
             assert_eq!(fewest_conflicts(g.pairs_x, g.pitch).0, 0, "{g:?}");
             assert!(g.efficiency >= 0.9, "{g:?}");
         }
@@ -193,16 +191,14 @@ mod tests {
     fn every_size_has_a_geometry_that_fits() {
         for oh in [1, 2, 3, 5, 13, 31, 200] {
             for ow in [1, 2, 6, 7, 25, 300] {
-                for (taps, wide) in [(1, false), (3, false), (3, true)] {
-                    let g = Geometry::choose(3, oh, ow, taps, wide).unwrap();
+                for wide in [false, true] {
+                    let g = Geometry::choose(3, oh, ow, wide).unwrap();
                     assert!(g.stage_bytes <= MAX_STAGE_BYTES && g.image_rows >= oh, "{g:?}");
                     assert!(g.strips(ow) * g.pairs_x * PAIR_COLUMNS >= ow, "{g:?}");
                     assert!(g.units(3, ow) * PAIRS * PAIR_COLUMNS >= 3 * oh * ow, "{g:?}");
                     // Rows of a stage start at 128 bytes, as the copy engine wants.
                     assert!(
-                        g.box_rows.is_multiple_of(2)
-                            || (g.box_rows * g.pitch).is_multiple_of(2)
-                            || taps == 1,
+                        g.box_rows.is_multiple_of(2) || (g.box_rows * g.pitch).is_multiple_of(2),
                         "{g:?}"
                     );
                 }

@@ -2,6 +2,7 @@
 
 mod choice;
 mod cudnn;
+mod few_taps;
 mod general;
 mod geometry;
 mod gradients;
@@ -11,6 +12,7 @@ mod winograd_gemm;
 mod winograd_weight;
 
 use self::cudnn::Cudnn;
+use self::few_taps::FewTaps;
 use self::general::{Direction, General, Method};
 pub(crate) use self::gradients::Gradients;
 use self::row::WinogradRow;
@@ -30,8 +32,8 @@ macro_rules! source {
     ($name:literal) => {
         Source {
             name: $name,
-            text: include_str!(concat!("../kernels/", $name)),
-            includes: super::HEADERS,
+            text: include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/src/conv2d/kernels/", $name)),
+            includes: crate::conv2d::cuda::HEADERS,
         }
     };
 }
@@ -43,6 +45,8 @@ use source;
 pub(crate) enum Engine {
     General(General),
     Cudnn(Box<Cudnn>),
+    /// [`Conv2dAlgorithm::Im2colGemm`] where outputs sum few taps.
+    FewTaps(Box<FewTaps>),
     WinogradGemm(Box<WinogradGemm>),
     WinogradRow(Box<WinogradRow>),
 }
@@ -53,6 +57,8 @@ pub(crate) struct PackedForm {
     dtype: DType,
     /// Products that the split operands take part in.
     products: usize,
+    /// In the order of [`FewTaps`].
+    few_taps: bool,
 }
 
 /// Device addresses of a run; all lie on the device of the stream that the work is given to.
@@ -100,7 +106,11 @@ impl Engine {
         if supported.is_empty() {
             return Err(too_large());
         }
-        let mut algorithm = choice::choose(spec, problem, &supported);
+        let mut algorithm = if FewTaps::supports(gpu, spec, problem) && problem.k >= 8 {
+            Conv2dAlgorithm::Im2colGemm
+        } else {
+            choice::choose(spec, problem, &supported)
+        };
         let mut engine = Self::new(gpu, spec, problem, algorithm);
         if algorithm == Conv2dAlgorithm::Cudnn
             && let Err(error) = &engine
@@ -132,6 +142,9 @@ impl Engine {
         };
         match algorithm {
             Conv2dAlgorithm::Direct => general(Method::Direct),
+            Conv2dAlgorithm::Im2colGemm if FewTaps::supports(gpu, spec, problem) => {
+                Ok(Engine::FewTaps(Box::new(FewTaps::new(gpu, spec, problem)?)))
+            }
             Conv2dAlgorithm::Im2colGemm => general(Method::Im2colGemm),
             Conv2dAlgorithm::Cudnn if Cudnn::supports(spec, problem) => {
                 Ok(Engine::Cudnn(Box::new(Cudnn::new(gpu, spec, problem)?)))
@@ -157,6 +170,7 @@ impl Engine {
             Engine::General(e) => e.packed_bytes(),
             Engine::Cudnn(e) => e.packed_bytes(),
             Engine::WinogradGemm(e) => e.packed_bytes(),
+            Engine::FewTaps(e) => e.packed_bytes(),
             Engine::WinogradRow(e) => e.packed_bytes(),
         }
     }
@@ -164,7 +178,7 @@ impl Engine {
     /// Bytes of scratch memory of a run, aligned to 256.
     pub(crate) fn scratch_bytes(&self) -> usize {
         match self {
-            Engine::General(_) => 0,
+            Engine::General(_) | Engine::FewTaps(_) => 0,
             Engine::Cudnn(e) => e.scratch_bytes(),
             Engine::WinogradGemm(e) => e.scratch_bytes(),
             Engine::WinogradRow(e) => e.scratch_bytes(),
@@ -185,6 +199,7 @@ impl Engine {
                 Engine::General(e) => e.pack(stream, w, packed),
                 Engine::Cudnn(e) => e.pack(stream, w, packed),
                 Engine::WinogradGemm(e) => e.pack(stream, w, packed),
+                Engine::FewTaps(e) => e.pack(stream, w, packed),
                 Engine::WinogradRow(e) => e.pack(stream, w, packed),
             }
         }
@@ -211,6 +226,7 @@ impl Engine {
                 Engine::General(e) => e.run(stream, packed, operands),
                 Engine::Cudnn(e) => e.run(stream, packed, operands, scratch),
                 Engine::WinogradGemm(e) => e.run(stream, packed, operands, scratch),
+                Engine::FewTaps(e) => e.run(stream, packed, operands),
                 Engine::WinogradRow(e) => e.run(stream, packed, operands, scratch),
             }
         }
@@ -218,9 +234,10 @@ impl Engine {
 
     pub(crate) fn packed_form(&self) -> PackedForm {
         match self {
-            Engine::General(e) => PackedForm { dtype: e.dtype(), products: 1 },
+            Engine::General(e) => PackedForm { dtype: e.dtype(), products: 1, few_taps: false },
             Engine::Cudnn(e) => e.packed_form(),
             Engine::WinogradGemm(e) => e.packed_form(),
+            Engine::FewTaps(e) => e.packed_form(),
             Engine::WinogradRow(e) => e.packed_form(),
         }
     }
@@ -231,6 +248,7 @@ impl Engine {
             Engine::General(e) => e.tolerance(),
             Engine::Cudnn(e) => e.tolerance(),
             Engine::WinogradGemm(e) => e.tolerance(),
+            Engine::FewTaps(e) => e.tolerance(),
             Engine::WinogradRow(e) => e.tolerance(),
         }
     }
@@ -238,7 +256,7 @@ impl Engine {
     /// Outputs of a tile in each direction, where it is one of Winograd's algorithms.
     pub(crate) fn tile(&self) -> Option<usize> {
         match self {
-            Engine::General(_) | Engine::Cudnn(_) => None,
+            Engine::General(_) | Engine::FewTaps(_) | Engine::Cudnn(_) => None,
             Engine::WinogradGemm(e) => Some(e.tile()),
             Engine::WinogradRow(_) => Some(row::TILE),
         }
@@ -274,6 +292,7 @@ impl Engine {
             Engine::General(e) => e.explain(),
             Engine::Cudnn(_) => "implicit matrix product, chosen by its heuristic".into(),
             Engine::WinogradGemm(e) => e.explain(),
+            Engine::FewTaps(_) => "filter in registers, tensor cores".into(),
             Engine::WinogradRow(e) => e.explain(),
         }
     }

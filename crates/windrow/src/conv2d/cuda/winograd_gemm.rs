@@ -137,7 +137,7 @@ impl WinogradGemm {
     }
 
     pub(super) fn packed_form(&self) -> PackedForm {
-        PackedForm { dtype: self.spec.x.dtype, products: 1 }
+        PackedForm { dtype: self.spec.x.dtype, products: 1, few_taps: false }
     }
 
     /// U and V are rounded once each, sums of channels once for each channel, and a transform a few

@@ -28,6 +28,15 @@ __device__ __forceinline__ Element from_float(float x) { return T::from_float(x)
 __device__ __forceinline__ float epilogue(float x) { return activate<EPILOGUE, IS_F32>(x); }
 #endif
 
+// A 16-byte vector of neighbouring elements.
+template <int N> __device__ __forceinline__ void store_vector(Element* to, const float (&v)[N]) {
+    Raw<T, N> raw;
+    raw.pack(v);
+    // As assembly: the compiler takes stores of a structure apart.
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(raw.words[0]), "r"(raw.words[1]),
+                 "r"(raw.words[2]), "r"(raw.words[3]) : "memory");
+}
+
 // Two neighbouring elements, aligned as one.
 __device__ __forceinline__ void store_pair(Element* to, float2 v) {
     const float values[2] = {v.x, v.y};
@@ -36,22 +45,18 @@ __device__ __forceinline__ void store_pair(Element* to, float2 v) {
     raw.store<2>(to);
 }
 
-// 8 neighbouring elements in 16-byte vectors; f32 only the first 4 where no more exist.
-__device__ __forceinline__ void store_vector(Element* to, const float (&v)[8], int count) {
-    if constexpr (IS_F32) {
-        reinterpret_cast<float4*>(to)[0] = make_float4(v[0], v[1], v[2], v[3]);
-        if (count > 4) reinterpret_cast<float4*>(to)[1] = make_float4(v[4], v[5], v[6], v[7]);
-    } else {
-        Raw<T, 8> raw;
-        raw.pack(v);
-        // As assembly: the compiler takes stores of a structure apart.
-        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(raw.words[0]), "r"(raw.words[1]),
-                     "r"(raw.words[2]), "r"(raw.words[3]) : "memory");
-    }
-}
+// Keeps the compiler from remembering what it computed from `p`, which would take registers.
+template <class P> __device__ __forceinline__ void forget(P*& p) { asm volatile("" : "+l"(p)); }
 
 __device__ __forceinline__ float2 unpack_f16x2(u32 v) {
     return make_float2(f16_to_float(v & 0xffff), f16_to_float(v >> 16));
+}
+
+// The nearest number with TF32's mantissa, as bits.
+__device__ __forceinline__ u32 float_to_tf32(float x) {
+    u32 y;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+    return y;
 }
 
 #ifndef ELEMENT_F32
@@ -63,6 +68,23 @@ __device__ __forceinline__ uint2 load_shared_v2(u32 address) {
     uint2 v;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
     return v;
+}
+
+// The bits of |x|, 0 for infinities and NaN. Bits of magnitudes compare as the magnitudes do.
+__device__ __forceinline__ u32 finite_magnitude(float x) {
+    const u32 bits = __float_as_uint(x) & 0x7fffffff;
+    return bits < 0x7f800000 ? bits : 0;
+}
+
+// Raises `to` to the largest of all threads of a block. Every thread must come here.
+__device__ __forceinline__ void store_largest(u32* to, u32 mine) {
+    __shared__ u32 largest;
+    if (threadIdx.x == 0) largest = 0;
+    __syncthreads();
+    mine = __reduce_max_sync(~0u, mine);
+    if (threadIdx.x % 32 == 0) atomicMax(&largest, mine);
+    __syncthreads();
+    if (threadIdx.x == 0) atomicMax(to, largest);
 }
 
 // The power of two that brings numbers up to |x|, given by its bits, below 2^(exponent + 1); or its inverse.

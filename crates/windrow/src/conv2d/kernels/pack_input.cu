@@ -1,76 +1,93 @@
 // Copies images of any strides into a channels-last buffer [n, h, w, c_out] whose channels are a whole number of
-// 16-byte vectors, zeros beyond c: what the copy engine of winograd_fused.cu can read. With FOLD 3, the three input rows of
-// an output row become channels: buffer [n, oh, w, c_out], channel c * 3 + r is row oh + r - pad_h.
+// 16-byte vectors, zeros beyond c: what the copy engine of winograd_fused.cu can read.
 //
 // f32: also finds the largest finite magnitude of each image, for the scale of split operands.
 //
-// Constants: ELEMENT_*, FOLD 3 or 1 (rows per channel), CHANNELS_FIRST 1 if neighbouring lanes should read neighbouring columns, else channels.
+// Constants: ELEMENT_*, VECTOR: 4 if the pixels of a channel follow each other and can be read in aligned fours, else 1.
 
 #include "conv2d.cuh"
 
-constexpr int TILE_C = 32, TILE_P = 64, THREADS = 256;
+constexpr int CHANNELS = 16 / sizeof(Element); // of one vector of the buffer
+constexpr int PIXELS = 4;                      // of a thread: its block of CHANNELS x PIXELS is turned in registers
+constexpr int CHUNKS = 4, LANES = 32;          // a block copies 4 x CHANNELS channels of 32 x PIXELS pixels
+constexpr int TILE_P = LANES * PIXELS;
 
 struct Params {
     const Element* x;
     Element* out;
-    u32* x_max;            // [n], zeroed before (f32)
+    u32* x_max;             // [n], zeroed before (f32)
     i64 x_n, x_c, x_h, x_w; // strides in elements
     int n, c, h, w;
-    int c_out;             // channels of the buffer
-    int rows, pad_h;       // rows of the buffer, padding above
+    int c_out;              // channels of the buffer
     int pixel_tiles, channel_tiles;
     Divisor w_by;
 };
 
-extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_constant__ Params p) {
-    __shared__ Element tile[TILE_C][TILE_P + 2];
-    const int pixels = p.rows * p.w;
-    const int channel0 = blockIdx.x % p.channel_tiles * TILE_C;
+// Pixels `pixel` and following of a channel, zero where there are none.
+__device__ __forceinline__ void load(Element (&v)[PIXELS], const Params& p, const Element* image, int c, int pixel) {
+    const int pixels = p.h * p.w;
+    if (VECTOR == PIXELS) {
+        Raw<T, PIXELS> raw = {};
+        if (c < p.c && pixel < pixels) raw.template load<PIXELS>(image + c * p.x_c + pixel);
+#pragma unroll
+        for (int i = 0; i < PIXELS; i++) v[i] = raw.stored(i);
+    } else {
+#pragma unroll
+        for (int i = 0; i < PIXELS; i++) {
+            const int row = p.w_by.divide(pixel + i), column = pixel + i - row * p.w;
+            v[i] = c < p.c && pixel + i < pixels ? image[c * p.x_c + row * p.x_h + column * p.x_w] : from_float(0);
+        }
+    }
+}
+
+// Where vector `chunk` of a pixel lies: the exchange of the last three bits spreads a warp over all banks, whether
+// neighbouring lanes have every fourth pixel or neighbouring vectors.
+__device__ __forceinline__ int place(int pixel, int chunk) {
+    const int i = pixel * CHUNKS + chunk;
+    return i ^ (i >> 4 & 7);
+}
+
+extern "C" __global__ __launch_bounds__(CHUNKS * LANES) void KERNEL(const __grid_constant__ Params p) {
+    __shared__ uint4 tile[TILE_P * CHUNKS];
+    const int channel0 = blockIdx.x % p.channel_tiles * (CHUNKS * CHANNELS);
     const int pixel0 = blockIdx.x / p.channel_tiles % p.pixel_tiles * TILE_P;
     const int image = blockIdx.x / p.channel_tiles / p.pixel_tiles;
-#ifdef ELEMENT_F32
-    u32 largest = 0;
-#endif
-
-    // A thread keeps its pixel or its channel; the other one advances.
-    constexpr int STEP = THREADS / (CHANNELS_FIRST ? TILE_P : TILE_C);
+    {
+        const int chunk = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+        Element v[CHANNELS][PIXELS];
 #pragma unroll
-    for (int i = 0; i < TILE_C * TILE_P / THREADS; i++) {
-        const int j = CHANNELS_FIRST ? threadIdx.x / TILE_P + i * STEP : threadIdx.x % TILE_C;
-        const int l = CHANNELS_FIRST ? threadIdx.x % TILE_P : threadIdx.x / TILE_C + i * STEP;
-        const int channel = channel0 + j, pixel = pixel0 + l;
-        if (channel >= p.c_out) break;
-        const int c = FOLD == 1 ? channel : channel / FOLD, r = FOLD == 1 ? 0 : channel % FOLD - p.pad_h;
-        const int row = p.w_by.divide(pixel), y = row + r, x = pixel - row * p.w;
-        Element v = from_float(0);
-        if (c < p.c && pixel < pixels && y >= 0 && y < p.h)
-            v = p.x[image * p.x_n + c * p.x_c + y * p.x_h + x * p.x_w];
+        for (int c = 0; c < CHANNELS; c++)
+            load(v[c], p, p.x + image * p.x_n, channel0 + chunk * CHANNELS + c, pixel0 + lane * PIXELS);
+#pragma unroll
+        for (int i = 0; i < PIXELS; i++) {
+            u32 words[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
 #ifdef ELEMENT_F32
-        const u32 bits = __float_as_uint(v) & 0x7fffffff;
-        if (bits < 0x7f800000) largest = max(largest, bits);
+                words[j] = __float_as_uint(v[j][i]);
+#else
+                words[j] = static_cast<u32>(v[2 * j][i]) | static_cast<u32>(v[2 * j + 1][i]) << 16;
 #endif
-        tile[j][l] = v;
+            }
+            tile[place(lane * PIXELS + i, chunk)] = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+#ifdef ELEMENT_F32
+        u32 largest = 0;
+#pragma unroll
+        for (int c = 0; c < CHANNELS; c++)
+#pragma unroll
+            for (int i = 0; i < PIXELS; i++) largest = max(largest, finite_magnitude(v[c][i]));
+        store_largest(p.x_max + image, largest);
+#endif
     }
     __syncthreads();
-
-    constexpr int VECTOR = 8 / sizeof(Element), LANES = TILE_C / VECTOR; // 8 bytes a thread
-    for (int i = threadIdx.x; i < TILE_P * LANES; i += THREADS) {
-        const int l = i / LANES, j = i % LANES * VECTOR, pixel = pixel0 + l, channel = channel0 + j;
-        if (pixel >= pixels || channel >= p.c_out) continue;
-        alignas(8) Element v[VECTOR];
+    Element* const out = p.out + static_cast<i64>(image) * p.h * p.w * p.c_out;
 #pragma unroll
-        for (int e = 0; e < VECTOR; e++) v[e] = tile[j + e][l];
-        *reinterpret_cast<uint2*>(p.out + (static_cast<i64>(image) * pixels + pixel) * p.c_out + channel) =
-            *reinterpret_cast<const uint2*>(v);
+    for (int i = 0; i < PIXELS; i++) {
+        const int index = i * (CHUNKS * LANES) + threadIdx.x, chunk = index % CHUNKS;
+        const int pixel = pixel0 + index / CHUNKS, channel = channel0 + chunk * CHANNELS;
+        if (pixel < p.h * p.w && channel < p.c_out)
+            *reinterpret_cast<uint4*>(out + static_cast<i64>(pixel) * p.c_out + channel) =
+                tile[place(index / CHUNKS, chunk)];
     }
-
-#ifdef ELEMENT_F32
-    __shared__ u32 block_largest;
-    if (threadIdx.x == 0) block_largest = 0;
-    __syncthreads();
-    largest = __reduce_max_sync(~0u, largest);
-    if (threadIdx.x % 32 == 0) atomicMax(&block_largest, largest);
-    __syncthreads();
-    if (threadIdx.x == 0) atomicMax(p.x_max + image, block_largest);
-#endif
 }

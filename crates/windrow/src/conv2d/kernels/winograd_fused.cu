@@ -2,7 +2,7 @@
 // transformed tensors never reach device memory.
 //
 // F(3, 3) runs along the width, the filter's rows are summed directly. One Winograd tile is 1 x 3 outputs: 5
-// positions, 5 * TAPS_H products per input channel where the direct sum takes 9 * TAPS_H / 3. For each position
+// positions, 15 products per input channel where the direct sum takes 27. For each position
 //
 //     M[tile, k] = sum over rows r and channels c of V_r[tile, c] U_r[c, k],
 //
@@ -14,13 +14,14 @@
 // that keeps two rings full: input boxes (per consumer) and transformed filter steps (shared by both).
 //
 // Constants: ELEMENT_F16, ELEMENT_BF16 or ELEMENT_F32; PRODUCTS 1 or 3 (operands split in two halves);
-// TAPS_H 3 or 1; EPILOGUE; CHANNELS_LAST_OUT 0 or 1; PAIRS_X, PIXEL_PITCH, PAIR_BITS (see `Lanes`); the transforms
+// EPILOGUE; CHANNELS_LAST_OUT 0 or 1; PAIRS_X, PIXEL_PITCH, PAIR_BITS (see `Lanes`); the transforms
 // INPUT_INNER, INPUT_POINT, INPUT_ROW, OUTPUT; INPUT_STAGES, and INPUT_EXPONENT for f32.
 
 #include "conv2d.cuh"
 #include "hopper.cuh"
 
 constexpr int TILE = 3, ALPHA = 5;       // outputs and positions of a tile
+constexpr int TAPS_H = 3;                // rows of the filter
 constexpr int PAIR_PIXELS = 2 * TILE + 2; // inputs of two neighbouring tiles
 constexpr int PAIRS = 32;                // pairs of tiles of a warpgroup
 constexpr int BLOCK_K = 64;              // output channels of a block
@@ -31,7 +32,9 @@ constexpr int PART_BYTES = STEP_C * BLOCK_K * 2; // one position of U, one step:
 constexpr int PARTS = PRODUCTS == 1 ? 1 : 2;     // high and low half
 constexpr int U_BYTES = ALPHA * PARTS * PART_BYTES;
 constexpr int CONSUMER_WARPS = 8;
-constexpr int STAGING_PITCH = PAIRS / 4 * 2 * TILE + 4; // floats of one channel of a warp's outputs
+// Together 504 for each lane of a warp of the three groups. One product of f32 asks the producer for input most often.
+constexpr int PRODUCER_REGISTERS = IS_F32 && PRODUCTS == 1 && CHANNELS_LAST_OUT ? 40 : 24;
+constexpr int CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
 
 constexpr float INNER[ALPHA - 1][ALPHA - 1] = INPUT_INNER;
 constexpr float LAST[ALPHA] = INPUT_ROW;
@@ -44,6 +47,7 @@ struct Params {
     const float* u_inverse;     // [k]: undoes the scale of U (f32)
     const u32* x_max;           // [n]: bits of the largest finite |x| of an image (f32)
     const void* bias;           // [k] or null
+    float2* sums;               // [block, FLUSHED, consumer thread] (with FLUSHES)
     Element* y;
     i64 y_n, y_k, y_h, y_w;     // strides of y in elements
     i64 bias_stride;
@@ -58,8 +62,9 @@ struct Params {
     int box_rows;
     int stage_bytes;            // of one input stage
     int u_stages;
+    int chunk_steps;            // after which sums are flushed
     int u_resident;             // all steps of a k block fit the ring: loaded once
-    int paired_out;             // y_w == 1 and two neighbouring outputs are aligned as one vector
+    int paired_out;             // y_w == 1, ow is even and two neighbouring outputs are aligned as one vector
 };
 
 // ---- which tiles a unit holds ----
@@ -141,22 +146,24 @@ struct Item {
     __device__ __forceinline__ static int count(const Params& p) { return (p.units + 1) / 2 * p.k_blocks.value; }
 };
 
-__device__ __forceinline__ void produce_input(const Params& p, int consumer, u32 stages, u32 full,
-                                              u32 empty) {
-    const u32 box_bytes = p.box_rows * PIXEL_PITCH * PIXEL_BYTES;
+// A ring's `empty` barriers lie this far behind the `full` ones.
+constexpr int X_EMPTY = 2 * 8 * INPUT_STAGES;
+
+__device__ __forceinline__ void produce_input(const Params& p, int consumer, u32 stages, u32 full) {
     Ring ring;
     for (int item = blockIdx.x; item < Item::count(p); item += gridDim.x) {
         const Unit unit(p, Item(p, item, consumer).unit);
-        const int boxes = unit.boxes(p);
+        const u32 box_bytes = p.box_rows * PIXEL_PITCH * PIXEL_BYTES, bytes = unit.boxes(p) * box_bytes;
 #pragma unroll 1
         for (int step = 0; step < p.steps; step += STAGE_STEPS) {
-            barrier_wait(empty + 8 * ring.slot, ring.parity ^ 1);
             const u32 barrier = full + 8 * ring.slot;
-            barrier_expect(barrier, boxes * box_bytes);
+            barrier_wait(barrier + X_EMPTY, ring.parity ^ 1);
+            barrier_expect(barrier, bytes);
             u32 to = stages + ring.slot * p.stage_bytes;
+            const u32 end = to + bytes;
             int image = unit.image, row = unit.row;
 #pragma unroll 1
-            for (int i = 0; i < boxes; i++) {
+            do {
                 copy_box(to, &p.x, barrier, step * STEP_C, unit.x0 - p.pad_w, row - p.pad_h, image);
                 to += box_bytes;
                 row += p.box_rows;
@@ -164,7 +171,7 @@ __device__ __forceinline__ void produce_input(const Params& p, int consumer, u32
                     row = 0;
                     image++;
                 }
-            }
+            } while (to != end);
             ring.advance(INPUT_STAGES);
         }
     }
@@ -314,17 +321,66 @@ struct Channels {
     }
 };
 
-// The three outputs of a tile from its five sums.
-__device__ __forceinline__ void transform_output(float (&y)[TILE], const float (&acc)[ALPHA][32], int i,
-                                                 float scale, float bias) {
+// Tensor cores cut off when they add, so that the error of a sum grows with its length. Split operands are worth more:
+// after some steps their sums go to memory of the thread and start again.
+constexpr bool FLUSHES = PRODUCTS == 3;
+constexpr int FLUSHED = 8 * 2 * TILE; // pairs of sums of a thread: accumulator columns j, tiles t, outputs
+
+struct Flush {
+    float2* sums; // of this thread
+    bool first, last;
+
+    __device__ __forceinline__ Flush(const Params& p, bool first, bool last)
+        : sums(p.sums + static_cast<i64>(blockIdx.x) * (FLUSHED * 256) + threadIdx.x), first(first), last(last) {}
+
+    // Earlier sums of column j and tile t: channels e = 0, 1 of each output.
+    __device__ __forceinline__ void load(float2 (&v)[TILE], int j, int t) const {
+#pragma unroll
+        for (int o = 0; o < TILE; o++) v[o] = first ? make_float2(0, 0) : sums[((2 * j + t) * TILE + o) * 256];
+    }
+};
+
+// The three outputs of a tile from its five sums, before scale, bias and activation.
+__device__ __forceinline__ void transform_output(float (&y)[TILE], const float (&acc)[ALPHA][32], int i) {
     // Positions 1 and 2 belong to points a and -a: sum and difference serve all rows.
     const float sum = acc[1][i] + acc[2][i], difference = acc[1][i] - acc[2][i];
 #pragma unroll
     for (int o = 0; o < TILE; o++) {
-        float m = fmaf(AT[o][3], acc[3][i], AT[o][1] * (o % 2 ? difference : sum));
-        if (AT[o][0] != 0) m += acc[0][i];
-        if (AT[o][4] != 0) m += acc[4][i];
-        y[o] = epilogue(fmaf(m, scale, bias));
+        y[o] = fmaf(AT[o][3], acc[3][i], AT[o][1] * (o % 2 ? difference : sum));
+        if (AT[o][0] != 0) y[o] += acc[0][i];
+        if (AT[o][4] != 0) y[o] += acc[4][i];
+    }
+}
+
+// As above for channel e of column j and tile t, with what was flushed.
+__device__ __forceinline__ void transform_output(float (&y)[TILE], const float (&acc)[ALPHA][32], int j, int t, int e,
+                                                 const float2 (&before)[TILE]) {
+    transform_output(y, acc, 4 * j + 2 * t + e);
+    if (FLUSHES) {
+#pragma unroll
+        for (int o = 0; o < TILE; o++) y[o] += e ? before[o].y : before[o].x;
+    }
+}
+
+// The loads of column j + 1 are under way while column j is stored.
+__device__ __forceinline__ void flush(const float (&acc)[ALPHA][32], const Flush& flush) {
+    float2 before[2][2][TILE];
+    flush.load(before[0][0], 0, 0);
+    flush.load(before[0][1], 0, 1);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        if (j < 7) {
+            flush.load(before[(j + 1) % 2][0], j + 1, 0);
+            flush.load(before[(j + 1) % 2][1], j + 1, 1);
+        }
+#pragma unroll
+        for (int t = 0; t < 2; t++) {
+            float y[2][TILE];
+            transform_output(y[0], acc, j, t, 0, before[j % 2][t]);
+            transform_output(y[1], acc, j, t, 1, before[j % 2][t]);
+#pragma unroll
+            for (int o = 0; o < TILE; o++) flush.sums[((2 * j + t) * TILE + o) * 256] = make_float2(y[0][o], y[1][o]);
+        }
     }
 }
 
@@ -342,75 +398,123 @@ struct Place { // of a thread's pair of tiles
 
 // A thread has 8 neighbouring channels of 6 outputs: whole vectors.
 __device__ __forceinline__ void store_channels_last(const Params& p, const float (&acc)[ALPHA][32], const Place& place,
-                                                    int k0, int q, float x_scale, const Channels& channels) {
+                                                    int k0, int q, float x_scale, const Channels& channels,
+                                                    const Flush& flush) {
+    constexpr int VECTOR = 16 / sizeof(Element), COLUMNS_J = VECTOR / 2, ROUNDS = 32 / VECTOR;
+    // Round i: channels from `first(i)` on (less k0 + 8 q), columns from `column(i)` on, tile i % 2.
+    const auto first = [](int i) { return i / 2 * VECTOR / 8 * 32 + i / 2 * VECTOR % 8; };
+    const auto column = [&](int i) { return first(i) / 32 * 4 + first(i) % 8 / 2; };
+    float2 before[COLUMNS_J][TILE];
+    const auto load = [&](int i) {
 #pragma unroll
-    for (int block = 0; block < 2; block++) {
-        const int first = 32 * block + 8 * q, k = k0 + first;
+        for (int j = 0; j < COLUMNS_J; j++)
+            if (FLUSHES) flush.load(before[j], column(i) + j, i % 2);
+    };
+    Element* to = p.y + place.offset + k0 + 8 * q;
 #pragma unroll
-        for (int t = 0; t < 2; t++) {
-            float y[8][TILE];
+    for (int i = 0; i < ROUNDS; i++) {
+        load(i);
+        forget(to); // that addresses of other vectors were computed from it
+        float y[VECTOR][TILE];
 #pragma unroll
-            for (int c = 0; c < 8; c++) {
-                transform_output(y[c], acc, 4 * (4 * block + c / 2) + 2 * t + c % 2, channels.scale[first + c] * x_scale,
-                                 channels.bias[first + c]);
-            }
+        for (int c = 0; c < VECTOR; c++) {
+            const int channel = 8 * q + first(i) + c;
+            transform_output(y[c], acc, column(i) + c / 2, i % 2, c % 2, before[c / 2]);
+            const float scale = channels.scale[channel] * x_scale, bias = channels.bias[channel];
 #pragma unroll
-            for (int o = 0; o < TILE; o++) {
-                const float row[8] = {y[0][o], y[1][o], y[2][o], y[3][o], y[4][o], y[5][o], y[6][o], y[7][o]};
-                const int column = TILE * t + o;
-                if (place.live && place.x + column < p.ow && k < p.k)
-                    store_vector(p.y + place.offset + column * p.y_w + k, row, p.k - k);
-            }
+            for (int o = 0; o < TILE; o++) y[c][o] = epilogue(fmaf(y[c][o], scale, bias));
+        }
+        const int x = TILE * (i % 2), count = place.live && k0 + 8 * q + first(i) < p.k ? p.ow - place.x - x : 0;
+#pragma unroll
+        for (int o = 0; o < TILE; o++) {
+            float vector[VECTOR];
+#pragma unroll
+            for (int c = 0; c < VECTOR; c++) vector[c] = y[c][o];
+            if (o < count) store_vector(to + first(i) + (x + o) * p.y_w, vector);
         }
     }
 }
 
-// Any strides: 8 channels at a time of a warp's 48 outputs go through shared memory, so that neighbouring lanes store
-// neighbouring columns.
+// Any strides: channels of a warp's 48 outputs go through shared memory, some at a time, so that neighbouring lanes store
+// neighbouring columns, in pairs.
+constexpr int COLUMN_PAIRS = 8 * TILE;         // of one channel
+constexpr int STAGED_J = IS_F32 ? 1 : 2;       // of the 8 accumulator columns: 8 channels each
+constexpr int STAGING_PITCH = IS_F32 ? 28 : 24; // pairs of one channel: a warp's accesses fall into different banks
+typedef typename Access<2 * sizeof(Element)>::Type ElementPair;
+constexpr int STAGING_BYTES = STAGED_J * 8 * STAGING_PITCH * sizeof(ElementPair);
+
+__device__ __forceinline__ ElementPair pack_pair(float a, float b) {
+#ifdef ELEMENT_F32
+    return make_uint2(__float_as_uint(a), __float_as_uint(b));
+#else
+    return T::pack(a, b);
+#endif
+}
+
 __device__ __forceinline__ void store_strided(const Params& p, const float (&acc)[ALPHA][32], const Place& place,
                                               int k0, int lane, float x_scale, const Channels& channels,
-                                              float* staging) {
-    constexpr int VECTORS = 8 * TILE; // pairs of outputs of one channel
+                                              ElementPair* staging, const Flush& flush) {
     const int g = lane >> 2, q = lane & 3;
-    // Lane l stores vectors l, l + 32, l + 64, ... of the 8 channels: every third has the same place.
-    i64 offset[3];
-    int count[3];
+    // A lane stores pairs lane, lane + 32, lane + 64, ... of four channels that belong to different q, and so on for the
+    // next four: there are three different places.
+    Element* to[3];
+    int from[3], channels_left[3], columns[3];
 #pragma unroll
     for (int i = 0; i < 3; i++) {
-        const int vector = (32 * i + lane) % VECTORS, source = vector / TILE * 4;
-        const int column = __shfl_sync(~0u, place.x, source) + vector % TILE * 2;
+        const int pair = (32 * i + lane) % COLUMN_PAIRS, row = (32 * i + lane) / COLUMN_PAIRS;
+        const int source = pair / TILE * 4, column = pair % TILE * 2;
+        const i64 offset = __shfl_sync(~0u, place.offset, source);
+        const int x = __shfl_sync(~0u, place.x, source) + column;
         const bool live = __shfl_sync(~0u, static_cast<int>(place.live), source);
-        offset[i] = __shfl_sync(~0u, place.offset, source) + vector % TILE * 2 * p.y_w;
-        count[i] = live ? p.ow - column : 0;
+        const int k = k0 + channel_of(row, 0, 0);
+        to[i] = p.y + offset + column * p.y_w + k * p.y_k;
+        from[i] = row * STAGING_PITCH + pair;
+        columns[i] = p.ow - x;
+        channels_left[i] = live && columns[i] > 0 ? p.k - k : 0;
     }
+    float2 before[2][TILE];
+    const auto load = [&](int j) {
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
+        for (int t = 0; t < 2; t++)
+            if (FLUSHES) flush.load(before[t], j, t);
+    };
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const int channel = channel_of(q, j, e);
-            const float scale = channels.scale[channel] * x_scale, bias = channels.bias[channel];
+    for (int j0 = 0; j0 < 8; j0 += STAGED_J) {
 #pragma unroll
-            for (int t = 0; t < 2; t++) {
-                float y[TILE];
-                transform_output(y, acc, 4 * j + 2 * t + e, scale, bias);
+        for (int j = j0; j < j0 + STAGED_J; j++) {
+            load(j);
 #pragma unroll
-                for (int o = 0; o < TILE; o++)
-                    staging[(2 * q + e) * STAGING_PITCH + g * 2 * TILE + t * TILE + o] = y[o];
+            for (int e = 0; e < 2; e++) {
+                const int channel = channel_of(q, j, e);
+                const float scale = channels.scale[channel] * x_scale, bias = channels.bias[channel];
+                float y[2][TILE], of_pair[2 * TILE];
+                transform_output(y[0], acc, j, 0, e, before[0]);
+                transform_output(y[1], acc, j, 1, e, before[1]);
+#pragma unroll
+                for (int i = 0; i < 2 * TILE; i++) of_pair[i] = epilogue(fmaf(y[i / TILE][i % TILE], scale, bias));
+                ElementPair* const row = staging + (4 * (2 * (j - j0) + e) + q) * STAGING_PITCH + TILE * g;
+#pragma unroll
+                for (int i = 0; i < TILE; i++) row[i] = pack_pair(of_pair[2 * i], of_pair[2 * i + 1]);
             }
         }
         __syncwarp();
+        constexpr int COUNT = 6 * STAGED_J;
 #pragma unroll
-        for (int i = 0; i < 8 * VECTORS / 32; i++) {
-            const int index = 32 * i + lane, c = index / VECTORS, vector = index % VECTORS;
-            const int k = k0 + channel_of(c / 2, j, c % 2);
-            const float2 y = *reinterpret_cast<const float2*>(staging + c * STAGING_PITCH + 2 * vector);
-            Element* to = p.y + offset[i % 3] + k * p.y_k;
-            if (k >= p.k) continue;
-            if (count[i % 3] >= 2 && p.paired_out) {
-                store_pair(to, y);
-            } else {
-                if (count[i % 3] >= 1) *to = from_float(y.x);
-                if (count[i % 3] >= 2) to[p.y_w] = from_float(y.y);
+        for (int i = 0; i < 3; i++) forget(to[i]);
+        const auto at = [&](int n) { return to[n % 3] + channel_of(0, j0 + n / 6, n / 3 % 2) * p.y_k; };
+        const auto exists = [&](int n) { return channel_of(0, j0 + n / 6, n / 3 % 2) < channels_left[n % 3]; };
+        const auto staged = [&](int n) { return staging + n / 3 * 4 * STAGING_PITCH + from[n % 3]; };
+        if (p.paired_out) {
+#pragma unroll
+            for (int n = 0; n < COUNT; n++)
+                if (exists(n)) *reinterpret_cast<ElementPair*>(at(n)) = *staged(n);
+        } else {
+#pragma unroll
+            for (int n = 0; n < COUNT; n++) {
+                if (!exists(n)) continue;
+                const Element* const both = reinterpret_cast<const Element*>(staged(n));
+                at(n)[0] = both[0];
+                if (columns[n % 3] > 1) at(n)[p.y_w] = both[1];
             }
         }
         __syncwarp();
@@ -423,7 +527,7 @@ __device__ __forceinline__ u32 x_max_of(const Params& p, int image) { return p.x
 
 __device__ __forceinline__ void consume(const Params& p, int consumer, int warp, int lane, u32 stages, u32 x_full,
                                         u32 x_empty, u32 u_stages, u32 u_full, u32 u_empty, Channels& channels,
-                                        float* staging) {
+                                        ElementPair* staging) {
     const int q = lane & 3, pair = pair_of(warp, lane >> 2);
     float acc[ALPHA][32];
     Ring x_ring, u_ring;
@@ -446,7 +550,9 @@ __device__ __forceinline__ void consume(const Params& p, int consumer, int warp,
         const float x_scale = power_of_two_scale(x_max_of(p, tiles.image), INPUT_EXPONENT);
 #endif
 
-        for (int step = 0; step < p.steps; step += STAGE_STEPS) {
+        for (int chunk0 = 0; chunk0 < p.steps; chunk0 += p.chunk_steps) {
+        const int chunk_end = FLUSHES ? min(chunk0 + p.chunk_steps, p.steps) : p.steps;
+        for (int step = chunk0; step < chunk_end; step += STAGE_STEPS) {
             barrier_wait(x_full + 8 * x_ring.slot, x_ring.parity);
             u32 address[8];
             pixel_addresses(address, stages + x_ring.slot * p.stage_bytes, pixel, q);
@@ -473,7 +579,7 @@ __device__ __forceinline__ void consume(const Params& p, int consumer, int warp,
                     wgmma_wait();
                     load_operands(a, raw);
 #endif
-                    const int accumulate = step + s + tap != 0;
+                    const int accumulate = step + s + tap != chunk0;
                     wgmma_fence();
 #pragma unroll
                     for (int i = 0; i < ALPHA; i++) {
@@ -508,6 +614,12 @@ __device__ __forceinline__ void consume(const Params& p, int consumer, int warp,
             for (int j = 0; j < 32; j++) asm volatile("" : "+f"(acc[i][j])::"memory");
         }
 
+        const Flush chunk(p, chunk0 == 0, chunk_end == p.steps);
+        if (FLUSHES && !chunk.last) {
+            flush(acc, chunk);
+            continue;
+        }
+
         // Where the tiles are is computed again rather than kept in registers.
         int same_item = item;
         asm volatile("" : "+r"(same_item));
@@ -523,9 +635,10 @@ __device__ __forceinline__ void consume(const Params& p, int consumer, int warp,
         const float inverse = 1;
 #endif
         if (CHANNELS_LAST_OUT)
-            store_channels_last(p, acc, place, k0, q, inverse, channels);
+            store_channels_last(p, acc, place, k0, q, inverse, channels, chunk);
         else
-            store_strided(p, acc, place, k0, lane, inverse, channels, staging);
+            store_strided(p, acc, place, k0, lane, inverse, channels, staging, chunk);
+        }
     }
 }
 
@@ -534,7 +647,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void KERNEL(const __grid_constan
     // Input stages of both consumers first: the swizzle wants them aligned to 512 bytes.
     const u32 x_stages = shared_address(shared);
     const u32 u_stages = x_stages + 2 * INPUT_STAGES * p.stage_bytes;
-    const u32 x_full = u_stages + p.u_stages * U_BYTES, x_empty = x_full + 16 * INPUT_STAGES;
+    const u32 x_full = u_stages + p.u_stages * U_BYTES, x_empty = x_full + X_EMPTY;
     const u32 u_full = x_empty + 16 * INPUT_STAGES, u_empty = u_full + 8 * p.u_stages;
     // Then, for each consumer warp, its output channels and (strided output) its staging buffer.
     unsigned char* const scratch = shared + ((u_empty + 8 * p.u_stages - x_stages + 15) & ~15);
@@ -554,19 +667,19 @@ extern "C" __global__ __launch_bounds__(384, 1) void KERNEL(const __grid_constan
 
     const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     if (group == 2) {
-        give_registers<24>();
+        give_registers<PRODUCER_REGISTERS>();
         if (lane == 0 && warp < 2) {
             const u32 offset = 8 * warp * INPUT_STAGES;
-            produce_input(p, warp, x_stages + warp * INPUT_STAGES * p.stage_bytes, x_full + offset, x_empty + offset);
+            produce_input(p, warp, x_stages + warp * INPUT_STAGES * p.stage_bytes, x_full + offset);
         } else if (lane == 0 && warp == 2) {
             produce_filter(p, u_stages, u_full, u_empty);
         }
     } else {
-        take_registers<240>();
+        take_registers<CONSUMER_REGISTERS>();
         const u32 offset = 8 * group * INPUT_STAGES;
         Channels* channels = reinterpret_cast<Channels*>(scratch) + group * 4 + warp;
-        float* staging = reinterpret_cast<float*>(scratch + CONSUMER_WARPS * sizeof(Channels)) +
-                         (group * 4 + warp) * 8 * STAGING_PITCH;
+        ElementPair* staging = reinterpret_cast<ElementPair*>(scratch + CONSUMER_WARPS * sizeof(Channels) +
+                                                             (group * 4 + warp) * STAGING_BYTES);
         consume(p, group, warp, lane, x_stages + group * INPUT_STAGES * p.stage_bytes, x_full + offset,
                 x_empty + offset, u_stages, u_full, u_empty, *channels, staging);
     }

@@ -1,15 +1,14 @@
 // Transforms a filter into the order in which winograd_fused.cu multiplies it: [k block, step of 16 channels, row,
 // position, part, 64 output x 16 input channels], the last two as 8 x 8 blocks of 128 bytes, zeros where k or c end.
 //
-// f32: each output channel is scaled by a power of two, so that halves hold it, and split in a high and (PRODUCTS 3)
-// a low half. With FOLD, the filter's rows are channels: c and row become channel c * taps_h + row of a filter with one
-// row (for few channels).
+// f32: each output channel is scaled by a power of two, so that halves hold it, and split in a high and (PRODUCTS 3) a low
+// half.
 //
 // Constants: ELEMENT_*, PRODUCTS, FILTER (the transform), FILTER_EXPONENT for f32.
 
 #include "conv2d.cuh"
 
-constexpr int ALPHA = 5, BLOCK_K = 64, STEP_C = 16;
+constexpr int ALPHA = 5, BLOCK_K = 64, STEP_C = 16, TAPS_H = 3;
 constexpr int PARTS = PRODUCTS == 1 ? 1 : 2;
 constexpr float G[ALPHA][3] = FILTER;
 
@@ -18,10 +17,7 @@ struct Params {
     u16* u;
     float* inverse; // [k] (f32)
     i64 w_k, w_c, w_r, w_s; // strides in elements; negative-stepped for a rotated filter
-    int k, c;       // of this filter
-    int taps_h;     // rows of the product: 3, or 1 when they are folded into channels
-    int fold;       // rows per channel: 1, or 3 when folded
-    int steps;
+    int k, c, steps;
 };
 
 // One block per output channel, padded to 64.
@@ -29,10 +25,8 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
     const int k = blockIdx.x, block = k / BLOCK_K, column = k % BLOCK_K;
     // Where the product wants this channel: see `channel_of` in winograd_fused.cu.
     const int n = 32 * (column / 32) + 8 * (column % 8 / 2) + 2 * (column % 32 / 8) + column % 2;
-    const int channels = p.c * p.fold;
-    const auto tap = [&](int channel, int row, int s) -> float {
-        if (k >= p.k || channel >= channels) return 0;
-        const int c = channel / p.fold, r = p.fold > 1 ? channel % p.fold : row;
+    const auto tap = [&](int c, int r, int s) -> float {
+        if (k >= p.k || c >= p.c) return 0;
         return to_float(p.w[k * p.w_k + c * p.w_c + r * p.w_r + s * p.w_s]);
     };
 
@@ -42,9 +36,8 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
     if (threadIdx.x == 0) max_bits = 0;
     __syncthreads();
     u32 mine = 0;
-    for (int i = threadIdx.x; i < channels * p.taps_h * 3; i += blockDim.x) {
-        const u32 bits = __float_as_uint(tap(i / 3 / p.taps_h, i / 3 % p.taps_h, i % 3)) & 0x7fffffff;
-        if (bits < 0x7f800000) mine = max(mine, bits); // finite
+    for (int i = threadIdx.x; i < p.c * TAPS_H * 3; i += blockDim.x) {
+        mine = max(mine, finite_magnitude(tap(i / 3 / TAPS_H, i / 3 % TAPS_H, i % 3)));
     }
     atomicMax(&max_bits, mine);
     __syncthreads();
@@ -52,8 +45,8 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
     if (threadIdx.x == 0 && k < p.k) p.inverse[k] = power_of_two_scale(max_bits, FILTER_EXPONENT, true);
 #endif
 
-    for (int i = threadIdx.x; i < p.steps * p.taps_h * STEP_C; i += blockDim.x) {
-        const int kk = i % STEP_C, row = i / STEP_C % p.taps_h, step = i / STEP_C / p.taps_h;
+    for (int i = threadIdx.x; i < p.steps * TAPS_H * STEP_C; i += blockDim.x) {
+        const int kk = i % STEP_C, row = i / STEP_C % TAPS_H, step = i / STEP_C / TAPS_H;
 #ifdef ELEMENT_F32
         const int channel = step * STEP_C + kk;
 #else
@@ -62,7 +55,7 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
         const int channel = step * STEP_C + (kk % 8) / 2 * 4 + kk / 8 * 2 + kk % 2;
 #endif
         const float g[3] = {tap(channel, row, 0), tap(channel, row, 1), tap(channel, row, 2)};
-        const i64 at = (static_cast<i64>(block * p.steps + step) * p.taps_h + row) * ALPHA * PARTS * STEP_C * BLOCK_K +
+        const i64 at = (static_cast<i64>(block * p.steps + step) * TAPS_H + row) * ALPHA * PARTS * STEP_C * BLOCK_K +
                        kk / 8 * (8 * BLOCK_K) + n / 8 * 64 + n % 8 * 8 + kk % 8;
 #pragma unroll
         for (int a = 0; a < ALPHA; a++) {

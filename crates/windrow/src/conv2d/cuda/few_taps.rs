@@ -1,0 +1,302 @@
+//! The product of [`super::Im2colGemm`] where an output sums few taps: the filter stays in registers, and the tensor
+//! cores take f32 as well (`kernels/few_taps.cu`).
+
+use super::{Divisor, Operands, PackedForm, bias_of, epilogue, kernel, source, strides};
+use crate::conv2d::{Conv2dSpec, Problem};
+use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, Stream};
+use crate::{Accuracy, DType, Result, TensorDesc};
+
+static FEW_TAPS: Source = source!("few_taps.cu");
+static FILTER: Source = source!("few_taps_filter.cu");
+
+/// More do not fit the registers.
+const MAX_TAPS: usize = 48;
+/// Taps may lie so far apart, in rows or columns.
+const MAX_REACH: usize = 1 << 15;
+/// Pixels of a warp, threads of a block, and blocks given to a multiprocessor, which holds two or three at a time.
+const GROUP: usize = 32;
+const THREADS: usize = 128;
+const BLOCKS: usize = 6;
+const ALIGNMENT: usize = 256;
+
+#[derive(Debug)]
+pub(crate) struct FewTaps {
+    gpu: &'static Gpu,
+    spec: Conv2dSpec,
+    problem: Problem,
+    pack_filter: &'static Kernel,
+    /// Kernels for y at an address aligned to 16 bytes, and at any address.
+    kernels: [&'static Kernel; 2],
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Params {
+    x: *const u8,
+    filter: *const u8,
+    bias: *const u8,
+    y: *mut u8,
+    x_strides: [i64; 4],
+    y_strides: [i64; 4],
+    bias_stride: i64,
+    bias_is_float: i32,
+    k: i32,
+    h: i32,
+    w: i32,
+    pixels: i32,
+    groups: i32,
+    stride: [i32; 2],
+    pad: [i32; 2],
+    dilation: [i32; 2],
+    image_groups: Divisor,
+    ow: Divisor,
+    filter_area: Divisor,
+    filter_width: Divisor,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct FilterParams {
+    w: *const u8,
+    out: *mut u8,
+    strides: [i64; 4],
+    k: i32,
+    words: i32,
+    filter_area: Divisor,
+    filter_width: Divisor,
+}
+
+/// Which outputs a thread stores together, as in the kernel.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Store {
+    Any = 0,
+    Channels = 1,
+    Pixels = 2,
+}
+
+impl FewTaps {
+    pub(super) fn supports(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
+        let reach = |d: usize, taps: usize| (taps - 1).checked_mul(p.dilation[d]);
+        let near = |d, taps| reach(d, taps).is_some_and(|r| r < MAX_REACH);
+        let extent: usize = spec.x.shape()[1..]
+            .iter()
+            .zip(&spec.x.strides()[1..])
+            .map(|(&size, stride)| size.saturating_sub(1).saturating_mul(stride.unsigned_abs()))
+            .fold(0, usize::saturating_add);
+        gpu.info.compute_capability >= (8, 0)
+            && p.groups == 1
+            && (1..=MAX_TAPS).contains(&p.taps())
+            && near(0, p.r)
+            && near(1, p.s)
+            && extent < 1 << 31
+            && (p.n * (p.oh * p.ow).div_ceil(GROUP)) < 1 << 30
+            && (spec.x.dtype != DType::F32 || spec.accuracy >= Accuracy::Fp32)
+    }
+
+    pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, problem: &Problem) -> Result<Self> {
+        let pack_filter =
+            of_filter(kernel(&FILTER, "few_taps_filter", spec.w.dtype), spec, problem);
+        let compile = |address| gpu.kernel(&product(spec, problem, address));
+        Ok(FewTaps {
+            gpu,
+            spec: spec.clone(),
+            problem: *problem,
+            pack_filter: gpu.kernel(&pack_filter)?,
+            kernels: [compile(16)?, compile(spec.y.dtype.size())?],
+        })
+    }
+
+    fn filter_words(&self) -> usize {
+        let taps_of_step = if self.spec.x.dtype == DType::F32 { 8 } else { 16 };
+        let parts = if products(&self.spec) == 1 { 1 } else { 2 };
+        let row_tiles = row_tiles(&self.spec, &self.problem);
+        let tiles = self.problem.k.div_ceil(16 * row_tiles) * row_tiles;
+        tiles * self.problem.taps().div_ceil(taps_of_step) * parts * 128
+    }
+
+    pub(super) fn packed_bytes(&self) -> usize {
+        (self.filter_words() * 4).next_multiple_of(ALIGNMENT)
+    }
+
+    pub(super) fn packed_form(&self) -> PackedForm {
+        PackedForm { dtype: self.spec.w.dtype, products: products(&self.spec), few_taps: true }
+    }
+
+    /// Halves: a rounding for each addition, which tensor cores cut off instead, up to twice that. Parts of f32 carry
+    /// 22 bits, one part 11.
+    pub(super) fn tolerance(&self) -> f64 {
+        let unit = |dtype: DType| dtype.unit_roundoff();
+        let sums = (2 * self.problem.taps() * products(&self.spec) + 2) as f64;
+        let operands = match (self.spec.x.dtype, products(&self.spec)) {
+            (DType::F32, 1) => 2.0 * unit(DType::F16),
+            (DType::F32, _) => 4.0 * unit(DType::F16) * unit(DType::F16),
+            _ => 0.0,
+        };
+        operands + sums * unit(DType::F32)
+    }
+
+    /// # Safety
+    /// As [`super::Engine::pack`].
+    pub(super) unsafe fn pack(&self, stream: &Stream, w: *const u8, packed: *mut u8) -> Result<()> {
+        let words = self.filter_words();
+        let params = FilterParams {
+            w,
+            out: packed,
+            strides: strides(&self.spec.w),
+            k: self.problem.k as i32,
+            words: words as i32,
+            filter_area: Divisor::new(self.problem.r * self.problem.s),
+            filter_width: Divisor::new(self.problem.s),
+        };
+        let launch = Launch { grid: [words.div_ceil(256) as u32, 1, 1], block: [256, 1, 1] };
+        // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
+        unsafe { self.pack_filter.launch(stream, launch, &params) }
+    }
+
+    /// # Safety
+    /// As [`super::Engine::run`].
+    pub(super) unsafe fn run(
+        &self,
+        stream: &Stream,
+        packed: *const u8,
+        operands: Operands,
+    ) -> Result<()> {
+        let p = &self.problem;
+        let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
+        let pixels = p.oh * p.ow;
+        let groups = p.n * pixels.div_ceil(GROUP);
+        let params = Params {
+            x: operands.x,
+            filter: packed,
+            bias,
+            y: operands.y,
+            x_strides: strides(&self.spec.x),
+            y_strides: strides(&self.spec.y),
+            bias_stride,
+            bias_is_float,
+            k: p.k as i32,
+            h: p.h as i32,
+            w: p.w as i32,
+            pixels: pixels as i32,
+            groups: groups as i32,
+            stride: p.stride.map(|v| v as i32),
+            pad: p.padding.map(|v| v as i32),
+            dilation: p.dilation.map(|v| v as i32),
+            image_groups: Divisor::new(pixels.div_ceil(GROUP).max(1)),
+            ow: Divisor::new(p.ow.max(1)),
+            filter_area: Divisor::new(p.r * p.s),
+            filter_width: Divisor::new(p.s),
+        };
+        let k_blocks = p.k.div_ceil(16 * row_tiles(&self.spec, p));
+        // As many warps as fit: each keeps its part of the filter.
+        let resident = (self.gpu.info.multiprocessors as usize * BLOCKS).div_ceil(k_blocks.max(1));
+        let blocks = groups.div_ceil(THREADS / 32).min(resident);
+        let grid = [blocks as u32, k_blocks as u32, 1];
+        let aligned = (operands.y as usize).is_multiple_of(16);
+        let launch = Launch { grid, block: [THREADS as u32, 1, 1] };
+        // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
+        unsafe { self.kernels[usize::from(!aligned)].launch(stream, launch, &params) }
+    }
+}
+
+/// Products that an operand of f32 takes part in.
+fn products(spec: &Conv2dSpec) -> usize {
+    if spec.x.dtype == DType::F32 && spec.accuracy <= Accuracy::Fp32 { 3 } else { 1 }
+}
+
+/// Tiles of 16 output channels that a warp computes: the more, the less often it gathers the same input, as far as
+/// there are registers.
+fn row_tiles(spec: &Conv2dSpec, p: &Problem) -> usize {
+    if spec.x.dtype == DType::F32 || p.k <= 32 { 2 } else { 4 }
+}
+
+/// What both kernels know of the filter.
+fn of_filter(kernel: KernelSpec, spec: &Conv2dSpec, p: &Problem) -> KernelSpec {
+    kernel
+        .define("TAPS", p.taps())
+        .define("PRODUCTS", products(spec))
+        .define("ROW_TILES", row_tiles(spec, p))
+}
+
+/// The product for a y whose address is a multiple of `address` bytes.
+fn product(spec: &Conv2dSpec, p: &Problem, address: usize) -> KernelSpec {
+    let (store, vector) = store_of(&spec.y, 2 * row_tiles(spec, p), address);
+    of_filter(kernel(&FEW_TAPS, "few_taps", spec.x.dtype), spec, p)
+        .define("EPILOGUE", epilogue(spec.activation))
+        .define("PADDED", i32::from(p.padding != [0, 0]))
+        .define("STORE", store as i32)
+        .define("VECTOR", vector)
+}
+
+/// How y is stored: the longest vectors of its channels or pixels.
+fn store_of(y: &TensorDesc, channels_of_thread: usize, address: usize) -> (Store, usize) {
+    let (shape, s) = (y.shape(), y.strides());
+    let (store, neighbours, others, most) = if s[1] == 1 && shape[1] > 1 {
+        (Store::Channels, shape[1], [s[0], s[2], s[3]], channels_of_thread)
+    } else if s[3] == 1 && s[2] == shape[3] as isize {
+        (Store::Pixels, shape[2] * shape[3], [s[0], s[1], 0], 8)
+    } else {
+        return (Store::Any, 1);
+    };
+    let whole = |vector: usize| {
+        neighbours.is_multiple_of(vector)
+            && others.iter().all(|s| s.unsigned_abs().is_multiple_of(vector))
+            && address.is_multiple_of(vector * y.dtype.size())
+    };
+    let fits = |v: &usize| v * y.dtype.size() <= 16 && *v <= most && whole(*v);
+    (store, [8, 4, 2].into_iter().find(fits).unwrap_or(1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::conv2d::Conv2dParams;
+    use crate::cuda::compile_tests::check_compiles;
+    use crate::{Activation, Layout};
+
+    #[test]
+    fn kernels_compile_without_spills() {
+        let mut specs = Vec::new();
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for order in [[0, 1, 2, 3], [0, 2, 3, 1]] {
+                for (c, padding, accuracy) in
+                    [(3, 0, Accuracy::Fp32), (5, 1, Accuracy::Fp32), (4, 1, Accuracy::Half)]
+                {
+                    let x = Layout::with_order(&[2, c, 12, 14], &order).unwrap();
+                    let w = TensorDesc::contiguous(dtype, &[64, c, 3, 3]).unwrap();
+                    let params = Conv2dParams {
+                        accuracy,
+                        padding: [padding; 2],
+                        activation: Activation::Silu,
+                        ..Conv2dParams::default()
+                    };
+                    let x = TensorDesc { dtype, layout: x };
+                    let spec = Conv2dSpec::new(x, w, &params).unwrap();
+                    let problem = spec.problem().unwrap();
+                    specs.push(of_filter(
+                        kernel(&FILTER, "few_taps_filter", dtype),
+                        &spec,
+                        &problem,
+                    ));
+                    specs.extend([16, 1].map(|address| product(&spec, &problem, address)));
+                }
+            }
+        }
+        check_compiles(&specs);
+    }
+
+    #[test]
+    fn neighbours_are_stored_together() {
+        let y = |shape: &[usize; 4], order: [usize; 4]| TensorDesc {
+            dtype: DType::F16,
+            layout: Layout::with_order(shape, &order).unwrap(),
+        };
+        let nchw = [0, 1, 2, 3];
+        assert_eq!(store_of(&y(&[2, 64, 10, 8], nchw), 8, 16), (Store::Pixels, 8));
+        assert_eq!(store_of(&y(&[2, 64, 110, 110], nchw), 8, 16), (Store::Pixels, 4));
+        assert_eq!(store_of(&y(&[2, 64, 5, 7], nchw), 8, 16), (Store::Pixels, 1));
+        assert_eq!(store_of(&y(&[2, 64, 10, 8], nchw), 8, 4), (Store::Pixels, 2));
+        assert_eq!(store_of(&y(&[2, 64, 5, 7], [0, 2, 3, 1]), 8, 16), (Store::Channels, 8));
+        assert_eq!(store_of(&y(&[2, 36, 5, 7], [0, 2, 3, 1]), 4, 16), (Store::Channels, 4));
+    }
+}

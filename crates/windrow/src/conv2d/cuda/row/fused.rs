@@ -1,0 +1,227 @@
+//! The fused kernel: its constants, shared memory and launch (`kernels/winograd_fused.cu`).
+
+use super::super::geometry::{Geometry, PAIR_COLUMNS, PAIRS};
+use super::super::{Divisor, bias_of, epilogue, kernel, source, strides};
+use super::{
+    ALPHA, BLOCK_K, INNER, LAST_POINT, TAPS, TILE, TRANSFORMS, WinogradRow, exponent, float,
+    matrix, row,
+};
+use crate::cuda::{Kernel, KernelSpec, Launch, Source, Stream, TensorMap};
+use crate::{DType, Error, Result};
+
+static FUSED: Source = source!("winograd_fused.cu");
+
+/// Shared memory of a block on compute capability 9.0.
+const SHARED_BYTES: usize = 227 * 1024;
+const MAX_FILTER_STAGES: usize = 12;
+const CONSUMER_WARPS: usize = 8;
+/// Shared memory of a warp for the constants of its output channels, and for outputs of any strides on their way.
+const CHANNEL_BYTES: usize = 2 * BLOCK_K * 4;
+const OUTPUT_BYTES: usize = 1792;
+
+/// The fused kernel for one way of storing y.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Fused {
+    kernel: &'static Kernel,
+    geometry: Geometry,
+    filter_stages: usize,
+    resident: bool,
+}
+
+#[repr(C, align(64))]
+#[derive(Clone, Copy)]
+struct FusedParams {
+    x: TensorMap,
+    u: *const u8,
+    u_inverse: *const u8,
+    x_max: *const u8,
+    bias: *const u8,
+    sums: *mut u8,
+    y: *mut u8,
+    y_strides: [i64; 4],
+    bias_stride: i64,
+    bias_is_float: i32,
+    n: i32,
+    k: i32,
+    oh: i32,
+    ow: i32,
+    pad_h: i32,
+    pad_w: i32,
+    steps: i32,
+    image_rows: Divisor,
+    strips: Divisor,
+    units: i32,
+    k_blocks: Divisor,
+    box_rows: i32,
+    stage_bytes: i32,
+    u_stages: i32,
+    chunk_steps: i32,
+    u_resident: i32,
+    paired_out: i32,
+}
+
+impl Fused {
+    pub(super) fn new(plan: &WinogradRow, vectors: bool) -> Result<Self> {
+        let p = &plan.problem;
+        let dtype = plan.spec.x.dtype;
+        let geometry = Geometry::choose(p.n.max(1), p.oh, p.ow, !vectors)
+            .ok_or_else(|| Error::unsupported("winograd_row", "no tiling fits shared memory"))?;
+        // As the kernel lays it out: input stages, filter stages, barriers, constants, staging.
+        let per_warp = CHANNEL_BYTES + if vectors { 0 } else { OUTPUT_BYTES };
+        let fixed = |input_stages| {
+            2 * input_stages * (geometry.stage_bytes + 16) + CONSUMER_WARPS * per_warp + 16
+        };
+        let per_stage = plan.filter_step_bytes() + 16;
+        let room = |input_stages| (SHARED_BYTES - fixed(input_stages)) / per_stage;
+        let all = plan.steps() * TAPS;
+        // A filter that stays is worth more than a third stage of input.
+        let input_stages =
+            if dtype == DType::F32 || (all > room(3) && all <= room(2)) { 2 } else { 3 };
+        let resident = all <= room(input_stages);
+        let filter_stages = if resident { all } else { room(input_stages).min(MAX_FILTER_STAGES) };
+        let shared = fixed(input_stages) + filter_stages * per_stage;
+        let spec = fused_kernel(dtype, plan.products, vectors, &geometry, input_stages)
+            .define("EPILOGUE", epilogue(plan.spec.activation))
+            .shared_bytes(shared as u32);
+        let kernel = plan.gpu.kernel(&spec)?;
+        Ok(Fused { kernel, geometry, filter_stages, resident })
+    }
+
+    /// Products of sizes that the kernel counts in 32 bits stay below 2^30 for so many images.
+    pub(super) fn most_images(&self, plan: &WinogradRow) -> usize {
+        let per_image = self.geometry.units(1, plan.problem.ow) * plan.k_blocks().max(PAIRS);
+        ((1 << 30) / per_image.max(1)).max(1)
+    }
+
+    pub(super) fn explain(&self) -> String {
+        format!(
+            "strips of {} columns, {:.0} % of the tiles in use, filter {}",
+            self.geometry.pairs_x * PAIR_COLUMNS,
+            100.0 * self.geometry.efficiency,
+            if self.resident { "resident" } else { "streamed" },
+        )
+    }
+
+    pub(super) fn map_of_x(&self, plan: &WinogradRow, x: *const u8, n: usize) -> Result<TensorMap> {
+        let p = &plan.problem;
+        let s = plan.spec.x.strides();
+        self.map(plan, x, [p.c, p.w, p.h, n], [s[3], s[2], s[0]].map(|s| s as usize))
+    }
+
+    pub(super) fn map_of_copy(
+        &self,
+        plan: &WinogradRow,
+        copy: *const u8,
+        n: usize,
+    ) -> Result<TensorMap> {
+        let (c, w, rows) = (plan.input.channels(), plan.problem.w, plan.problem.h);
+        self.map(plan, copy, [c, w, rows, n], [c, c * w, c * w * rows])
+    }
+
+    fn map(
+        &self,
+        plan: &WinogradRow,
+        at: *const u8,
+        dims: [usize; 4],
+        strides: [usize; 3],
+    ) -> Result<TensorMap> {
+        let dtype = plan.spec.x.dtype;
+        let pixel = 64 / dtype.size();
+        let boxes = [pixel, self.geometry.pitch, self.geometry.box_rows, 1];
+        TensorMap::new(plan.gpu, dtype, at, dims, strides, boxes)
+    }
+
+    /// # Safety
+    /// As [`WinogradRow::run`], for `n` images.
+    #[expect(clippy::too_many_arguments, reason = "one launch, called once")]
+    pub(super) unsafe fn launch(
+        &self,
+        plan: &WinogradRow,
+        stream: &Stream,
+        x: TensorMap,
+        packed: *const u8,
+        bias: Option<*const u8>,
+        x_max: *const u8,
+        sums: *mut u8,
+        y: *mut u8,
+        n: usize,
+    ) -> Result<()> {
+        let (p, g) = (&plan.problem, &self.geometry);
+        let units = g.units(n, p.ow);
+        let (bias, bias_stride, bias_is_float) = bias_of(&plan.spec, bias);
+        let y_strides = strides(&plan.spec.y);
+        let size = plan.spec.x.dtype.size();
+        let even = [y_strides[0], y_strides[1], y_strides[2]].iter().all(|s| s % 2 == 0);
+        let params = FusedParams {
+            x,
+            u: packed,
+            u_inverse: if size == 4 {
+                packed.wrapping_add(plan.u_bytes())
+            } else {
+                std::ptr::null()
+            },
+            x_max,
+            bias,
+            sums,
+            y,
+            y_strides,
+            bias_stride,
+            bias_is_float,
+            n: n as i32,
+            k: p.k as i32,
+            oh: p.oh as i32,
+            ow: p.ow as i32,
+            pad_h: p.padding[0] as i32,
+            pad_w: p.padding[1] as i32,
+            steps: plan.steps() as i32,
+            image_rows: Divisor::new(g.image_rows),
+            strips: Divisor::new(g.strips(p.ow)),
+            units: units as i32,
+            k_blocks: Divisor::new(plan.k_blocks()),
+            box_rows: g.box_rows as i32,
+            stage_bytes: g.stage_bytes as i32,
+            u_stages: self.filter_stages as i32,
+            chunk_steps: plan.chunk_steps() as i32,
+            u_resident: i32::from(self.resident),
+            paired_out: i32::from(
+                y_strides[3] == 1 && p.ow % 2 == 0 && even && (y as usize).is_multiple_of(2 * size),
+            ),
+        };
+        let items = units.div_ceil(2) * plan.k_blocks();
+        let mut blocks = items.min(plan.gpu.info.multiprocessors as usize);
+        if self.resident && blocks < items {
+            // A block keeps its output channels: its items are a whole number of rounds apart.
+            blocks = (blocks / plan.k_blocks()).max(1) * plan.k_blocks();
+        }
+        let launch = Launch { grid: [blocks as u32, 1, 1], block: [384, 1, 1] };
+        // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
+        unsafe { self.kernel.launch(stream, launch, &params) }
+    }
+}
+
+/// The fused kernel without its epilogue and shared memory.
+fn fused_kernel(
+    dtype: DType,
+    products: usize,
+    vectors: bool,
+    g: &Geometry,
+    input_stages: usize,
+) -> KernelSpec {
+    let bits: Vec<_> = g.pair_bits.iter().map(usize::to_string).collect();
+    let mut spec = kernel(&FUSED, "winograd_row", dtype)
+        .only_for("sm_90a")
+        .define("PRODUCTS", products)
+        .define("CHANNELS_LAST_OUT", i32::from(vectors))
+        .define("PAIRS_X", g.pairs_x)
+        .define("PIXEL_PITCH", g.pitch)
+        .define("PAIR_BITS", format!("{{{}}}", bits.join(",")))
+        .define("INPUT_STAGES", input_stages)
+        .define("INPUT_INNER", matrix(&INNER.bt, ALPHA - 1, ALPHA - 1))
+        .define("INPUT_POINT", float(TRANSFORMS.at[1][LAST_POINT]))
+        .define("INPUT_ROW", row(&TRANSFORMS.bt[LAST_POINT], ALPHA))
+        .define("OUTPUT", matrix(&TRANSFORMS.at, TILE, ALPHA));
+    if dtype == DType::F32 {
+        spec = spec.define("INPUT_EXPONENT", exponent(&TRANSFORMS.bt));
+    }
+    spec
+}

@@ -1,0 +1,301 @@
+//! Winograd F(3, 3) along rows in one kernel, for compute capability 9.0 (`kernels/winograd_fused.cu`).
+
+mod fused;
+mod input;
+
+use self::fused::Fused;
+use self::input::Input;
+use super::{Operands, PackedForm, kernel, source, strides};
+use crate::conv2d::winograd::{Rational, Transforms};
+use crate::conv2d::{Conv2dSpec, Problem};
+use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, Stream};
+use crate::{Accuracy, DType, Result};
+use std::sync::OnceLock;
+
+static PACK_FILTER: Source = source!("winograd_pack_filter.cu");
+
+/// The points 0, 3/4, -3/4, 2 and infinity: of those tried, the least error with operands rounded to half precision.
+const TRANSFORMS: Transforms = Transforms::from_points(&[
+    Rational::new(0, 1),
+    Rational::new(3, 4),
+    Rational::new(-3, 4),
+    Rational::new(2, 1),
+]);
+/// Without the last finite point: see `transform_pair` in the kernel.
+const INNER: Transforms =
+    Transforms::from_points(&[Rational::new(0, 1), Rational::new(3, 4), Rational::new(-3, 4)]);
+const LAST_POINT: usize = 3;
+
+/// Outputs and positions of a tile, filter taps.
+pub(super) const TILE: usize = 3;
+const TAPS: usize = 3;
+const ALPHA: usize = 5;
+/// Output channels of a block, input channels of a step.
+const BLOCK_K: usize = 64;
+const STEP_C: usize = 16;
+/// Bytes of one position, step and part of the packed filter.
+const PART_BYTES: usize = STEP_C * BLOCK_K * 2;
+const ALIGNMENT: usize = 256;
+
+/// A convolution by this algorithm.
+#[derive(Debug)]
+pub(crate) struct WinogradRow {
+    gpu: &'static Gpu,
+    spec: Conv2dSpec,
+    problem: Problem,
+    /// Three products of halves for f32 class, else one.
+    products: usize,
+    input: Input,
+    /// The layout of y lets whole vectors be stored if its address is aligned.
+    vectors: bool,
+    pack_filter: &'static Kernel,
+    /// Kernels for vector stores and for any y, compiled when first needed.
+    fused: [OnceLock<Fused>; 2],
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct FilterParams {
+    w: *const u8,
+    u: *mut u8,
+    inverse: *mut u8,
+    strides: [i64; 4],
+    k: i32,
+    c: i32,
+    steps: i32,
+}
+
+impl WinogradRow {
+    pub(crate) fn supports(gpu: &Gpu, problem: &Problem) -> bool {
+        gpu.info.compute_capability == (9, 0) && problem.is_winograd() && problem.c > 0
+    }
+
+    pub(crate) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, problem: &Problem) -> Result<Self> {
+        let dtype = spec.x.dtype;
+        let split = dtype == DType::F32 && spec.accuracy <= Accuracy::Fp32;
+        let products = if split { 3 } else { 1 };
+        let plan = WinogradRow {
+            gpu,
+            spec: spec.clone(),
+            problem: *problem,
+            products,
+            input: Input::new(gpu, spec, problem)?,
+            vectors: stores_vectors(spec, problem),
+            pack_filter: gpu.kernel(&filter_kernel(dtype, products))?,
+            fused: [OnceLock::new(), OnceLock::new()],
+        };
+        plan.fused(plan.vectors)?;
+        Ok(plan)
+    }
+
+    /// The kernel for vector stores, or for any y.
+    fn fused(&self, vectors: bool) -> Result<Fused> {
+        let slot = &self.fused[usize::from(vectors)];
+        if let Some(fused) = slot.get() {
+            return Ok(*fused);
+        }
+        let fused = Fused::new(self, vectors)?;
+        Ok(*slot.get_or_init(|| fused))
+    }
+
+    fn steps(&self) -> usize {
+        self.problem.c.div_ceil(STEP_C)
+    }
+
+    fn k_blocks(&self) -> usize {
+        self.problem.k.div_ceil(BLOCK_K)
+    }
+
+    fn filter_step_bytes(&self) -> usize {
+        ALPHA * PART_BYTES * if self.products == 1 { 1 } else { 2 }
+    }
+
+    fn u_bytes(&self) -> usize {
+        self.k_blocks() * self.steps() * TAPS * self.filter_step_bytes()
+    }
+
+    pub(crate) fn packed_bytes(&self) -> usize {
+        (self.u_bytes() + self.problem.k * size_of::<f32>()).next_multiple_of(ALIGNMENT)
+    }
+
+    pub(crate) fn scratch_bytes(&self) -> usize {
+        self.input.max_bytes() + self.sums_bytes() + self.input.copy_bytes()
+    }
+
+    /// Steps of the product after which sums of split operands are flushed: the tensor cores' error grows with the
+    /// length of a sum, that of f32 sums with its root, of which it should stay below twice. Flushing a sum of 128 or
+    /// fewer channels would cost more than it is worth.
+    fn chunk_steps(&self) -> usize {
+        const UNFLUSHED: usize = 8;
+        let steps = self.steps();
+        if self.products == 1 || steps <= UNFLUSHED {
+            return steps.max(1);
+        }
+        let most = (9.4 * (self.problem.c as f64).sqrt() / STEP_C as f64) as usize;
+        steps.div_ceil(steps.div_ceil(most.max(UNFLUSHED)))
+    }
+
+    /// Bytes of flushed sums: those of the 256 consumer threads of each block.
+    fn sums_bytes(&self) -> usize {
+        if self.chunk_steps() >= self.steps() {
+            return 0;
+        }
+        let of_thread = TILE * 2 * BLOCK_K / 4 * size_of::<f32>();
+        self.gpu.info.multiprocessors as usize * 256 * of_thread
+    }
+
+    pub(crate) fn packed_form(&self) -> PackedForm {
+        PackedForm { dtype: self.spec.x.dtype, products: self.products, few_taps: false }
+    }
+
+    /// An operand is rounded to the half type up to three times (twice in the input transform, once
+    /// in the filter's), and the transforms may grow what they sum by about 4. Split operands carry
+    /// 22 bits; there the tensor cores' truncated sums count, one for each product of 16 channels.
+    pub(crate) fn tolerance(&self) -> f64 {
+        const GROWTH: f64 = 4.0;
+        let unit = |dtype: DType| dtype.unit_roundoff();
+        let sums = self.steps() * TAPS * self.products;
+        let operands = match self.spec.x.dtype {
+            DType::F32 if self.products == 3 => unit(DType::F16) * unit(DType::F16),
+            DType::BF16 => 3.0 * unit(DType::BF16),
+            _ => 3.0 * unit(DType::F16),
+        };
+        GROWTH * (operands + 2.0 * sums as f64 * unit(DType::F32))
+    }
+
+    pub(crate) fn explain(&self) -> String {
+        let Some(fused) = self.fused[usize::from(self.vectors)].get() else {
+            return String::new();
+        };
+        format!(
+            "F(3,3) along rows, {} product{} of half precision, {}, input {}",
+            self.products,
+            if self.products == 1 { "" } else { "s" },
+            fused.explain(),
+            if self.input.in_place { "read in place" } else { "copied to channels-last" }
+        )
+    }
+
+    /// # Safety
+    /// As [`super::Engine::pack`].
+    pub(crate) unsafe fn pack(&self, stream: &Stream, w: *const u8, packed: *mut u8) -> Result<()> {
+        let params = FilterParams {
+            w,
+            u: packed,
+            inverse: packed.wrapping_add(self.u_bytes()),
+            strides: strides(&self.spec.w),
+            k: self.problem.k as i32,
+            c: self.problem.c as i32,
+            steps: self.steps() as i32,
+        };
+        let launch =
+            Launch { grid: [(self.k_blocks() * BLOCK_K) as u32, 1, 1], block: [256, 1, 1] };
+        // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
+        unsafe { self.pack_filter.launch(stream, launch, &params) }
+    }
+
+    /// # Safety
+    /// As [`super::Engine::run`].
+    pub(crate) unsafe fn run(
+        &self,
+        stream: &Stream,
+        packed: *const u8,
+        operands: Operands,
+        scratch: *mut u8,
+    ) -> Result<()> {
+        let (p, input) = (&self.problem, &self.input);
+        let size = self.spec.x.dtype.size();
+        let x_max = scratch;
+        let sums = scratch.wrapping_add(input.max_bytes());
+        let copy = sums.wrapping_add(self.sums_bytes());
+        if input.max_bytes() > 0 {
+            // SAFETY: part of the scratch memory.
+            unsafe { stream.zero(x_max, input.max_bytes())? };
+        }
+        let in_place = input.in_place && (operands.x as usize).is_multiple_of(16);
+        let fused = self.fused(self.vectors && (operands.y as usize).is_multiple_of(16))?;
+        let images =
+            if in_place { p.n } else { input.copied_images() }.min(fused.most_images(self));
+        for first in (0..p.n).step_by(images) {
+            let n = images.min(p.n - first);
+            let byte_offset = |stride: isize| first as isize * stride * size as isize;
+            let x = operands.x.wrapping_offset(byte_offset(self.spec.x.strides()[0]));
+            let y = operands.y.wrapping_offset(byte_offset(self.spec.y.strides()[0]));
+            let x_max = x_max.wrapping_add(first * size_of::<u32>());
+            let map = if in_place {
+                // SAFETY: the caller's promise; the address is aligned.
+                unsafe { input.find_max(stream, x, n, x_max)? };
+                fused.map_of_x(self, x, n)?
+            } else {
+                // SAFETY: the caller's promise; `n` images fit the copy.
+                unsafe { input.copy(stream, x, n, copy, x_max)? };
+                fused.map_of_copy(self, copy, n)?
+            };
+            // SAFETY: as above.
+            unsafe { fused.launch(self, stream, map, packed, operands.bias, x_max, sums, y, n)? };
+        }
+        Ok(())
+    }
+}
+
+/// Transforms the filter.
+fn filter_kernel(dtype: DType, products: usize) -> KernelSpec {
+    let filter = kernel(&PACK_FILTER, "winograd_row_filter", dtype)
+        .define("PRODUCTS", products)
+        .define("FILTER", matrix(&TRANSFORMS.g, ALPHA, TAPS));
+    if dtype == DType::F32 {
+        filter.define("FILTER_EXPONENT", exponent(&TRANSFORMS.g))
+    } else {
+        filter
+    }
+}
+
+fn float(x: Rational) -> String {
+    format!("{:?}f", x.to_f64() as f32)
+}
+
+fn row(values: &[Rational], columns: usize) -> String {
+    let values: Vec<_> = values[..columns].iter().map(|&x| float(x)).collect();
+    format!("{{{}}}", values.join(","))
+}
+
+/// The first rows and columns of a transform, as an array of C.
+pub(super) fn matrix<const N: usize>(
+    rows: &[[Rational; N]],
+    count: usize,
+    columns: usize,
+) -> String {
+    let rows: Vec<_> = rows[..count].iter().map(|r| row(r, columns)).collect();
+    format!("{{{}}}", rows.join(","))
+}
+
+/// The exponent to which operands are scaled, so that their transform by this matrix stays finite in half precision.
+fn exponent<const N: usize>(rows: &[[Rational; N]]) -> i32 {
+    let growth =
+        rows.iter().map(|r| r.iter().map(|x| x.to_f64().abs()).sum::<f64>()).fold(0.0, f64::max);
+    // Numbers below 2^(exponent + 1) grow by at most `growth`.
+    (65_000.0 / growth).log2().floor() as i32 - 1
+}
+
+/// True if 8 neighbouring channels of y are whole 16-byte vectors.
+fn stores_vectors(spec: &Conv2dSpec, problem: &Problem) -> bool {
+    let s = spec.y.strides();
+    let vector = 16 / spec.y.dtype.size();
+    problem.k.is_multiple_of(vector)
+        && s[1] == 1
+        && [s[0], s[2], s[3]].into_iter().all(|s| s % vector as isize == 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_of_the_operands_compile_without_spills() {
+        let filters = [(DType::F32, 1), (DType::F32, 3), (DType::F16, 1), (DType::BF16, 1)];
+        let mut specs: Vec<_> =
+            filters.map(|(dtype, products)| filter_kernel(dtype, products)).into();
+        specs.extend([DType::F32, DType::F16, DType::BF16].into_iter().flat_map(input::kernels));
+        crate::cuda::compile_tests::check_compiles(&specs);
+    }
+}
