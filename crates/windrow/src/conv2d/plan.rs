@@ -539,9 +539,10 @@ impl Conv2dPlan {
         let (spec, problem) = (&self.spec, &self.problem);
         let backward = match self.backend {
             Backend::Cpu { isa, threads, .. } => Backward::on_cpu(spec, problem, isa, threads),
-            Backend::Cuda { gpu, .. } => {
-                Backward::Cuda(gpu, Box::new(cuda::Gradients::new(gpu, spec, problem)?))
-            }
+            Backend::Cuda { gpu, .. } => Backward::Cuda(
+                gpu,
+                Box::new(cuda::Gradients::new(gpu, spec, problem, self.algorithm)?),
+            ),
         };
         Ok(self.backward.get_or_init(|| backward))
     }

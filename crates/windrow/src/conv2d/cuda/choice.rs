@@ -5,7 +5,7 @@ use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile};
 use crate::{Accuracy, DType};
 
 /// The algorithm that should be fastest among those that are supported and that the spec's accuracy
-/// allows. The rules follow times of layers on an H200 (`benchmarks/record/2026-11-21-h200`).
+/// allows. `cudnn` runs only where it is asked for by name. The rules follow times of layers on an H200 (`benchmarks/record/2026-11-21-h200`).
 pub(super) fn choose(
     spec: &Conv2dSpec,
     p: &Problem,
@@ -13,23 +13,12 @@ pub(super) fn choose(
 ) -> Conv2dAlgorithm {
     let has = |algorithm| supported.contains(&algorithm);
     let few = p.k_group() < 8 || p.taps() < 8;
-    let sums = if few && p.groups > 1 {
-        Conv2dAlgorithm::Direct
-    } else if has(Conv2dAlgorithm::Cudnn) {
-        Conv2dAlgorithm::Cudnn
-    } else if few {
-        Conv2dAlgorithm::Direct
-    } else {
-        Conv2dAlgorithm::Im2colGemm
-    };
+    let sums = if few { Conv2dAlgorithm::Direct } else { Conv2dAlgorithm::Im2colGemm };
     if !p.is_winograd() || !may_transform(spec) {
         return sums;
     }
     let staged = Conv2dAlgorithm::WinogradGemm(tile(spec));
-    let wins = |algorithm| match sums {
-        Conv2dAlgorithm::Cudnn => beats_cudnn(spec, p, algorithm),
-        _ => p.c.min(p.k) >= 16 || algorithm == Conv2dAlgorithm::WinogradRow,
-    };
+    let wins = |algorithm| p.c.min(p.k) >= 16 || algorithm == Conv2dAlgorithm::WinogradRow;
     let candidates = if stages_pay(spec, p) {
         [staged, Conv2dAlgorithm::WinogradRow]
     } else {
@@ -59,7 +48,7 @@ fn is_strict(spec: &Conv2dSpec) -> bool {
     spec.x.dtype == DType::F32 && spec.accuracy <= Accuracy::Fp32
 }
 
-/// True if the stages are ahead of the fused kernel and of cuDNN: where products outweigh passes over
+/// True if the stages are ahead of the fused kernel: where products outweigh passes over
 /// V and M.
 fn stages_pay(spec: &Conv2dSpec, p: &Problem) -> bool {
     let (c, k) = match (spec.x.dtype, is_channels_last(&spec.y.layout)) {
@@ -70,33 +59,6 @@ fn stages_pay(spec: &Conv2dSpec, p: &Problem) -> bool {
     let m = tile(spec).m();
     let tiles = p.n * p.oh.div_ceil(m) * p.ow.div_ceil(m);
     !is_strict(spec) && p.c >= c && p.k >= k && tiles >= 1024
-}
-
-/// True if an algorithm of Winograd is ahead of cuDNN.
-fn beats_cudnn(spec: &Conv2dSpec, p: &Problem, algorithm: Conv2dAlgorithm) -> bool {
-    // In f32 every multiplication saved counts.
-    if is_strict(spec) {
-        return p.c >= 16;
-    }
-    if algorithm != Conv2dAlgorithm::WinogradRow {
-        return stages_pay(spec, p);
-    }
-    let is_f32 = spec.x.dtype == DType::F32;
-    let small = p.oh * p.ow < 1024;
-    match is_channels_last(&spec.y.layout) {
-        // f32 has to be copied first.
-        true if is_f32 => false,
-        _ if p.c < 16 => !is_f32 && p.k >= 64,
-        true => !small || p.c <= 128,
-        false if is_f32 => !small || p.c <= 128,
-        // It computes blocks of 64 channels and pairs of tiles of 6 columns.
-        false if small => {
-            let share = |size: usize, block| size as f64 / size.next_multiple_of(block) as f64;
-            let used = share(p.k, 64) * share(p.ow, 6);
-            used > 0.95 || (used > 0.8 && p.c <= 128)
-        }
-        false => p.c < 128 || p.k > 128,
-    }
 }
 
 #[cfg(test)]
@@ -126,7 +88,7 @@ mod tests {
     #[test]
     fn accuracy_decides_what_is_allowed() {
         use Accuracy::{Exact, Fp32, Half, Tf32};
-        for more in [&[][..], &[WinogradRow], &[Cudnn], &[Cudnn, WinogradRow]] {
+        for more in [&[][..], &[WinogradRow], &[Cudnn, WinogradRow]] {
             for (dtype, accuracy, allowed) in [
                 (DType::F32, Exact, false),
                 (DType::F32, Fp32, true),
@@ -137,7 +99,7 @@ mod tests {
             ] {
                 let algorithm = taken(dtype, accuracy, [64, 64, 3, 1], more);
                 assert!(allowed || !algorithm.is_winograd(), "{dtype} {accuracy:?} {more:?}");
-                assert!(allowed <= (algorithm.is_winograd() || more.contains(&Cudnn)));
+                assert!(allowed <= algorithm.is_winograd(), "{dtype} {accuracy:?} {more:?}");
             }
         }
     }
@@ -148,9 +110,7 @@ mod tests {
         assert_eq!(f32([64, 64, 3, 1], &[]), WinogradGemm(Tile::F4));
         assert_eq!(f32([64, 64, 3, 1], &[WinogradRow, Cudnn]), WinogradRow);
         assert_eq!(f32([3, 64, 3, 1], &[]), Im2colGemm);
-        assert_eq!(f32([3, 64, 3, 1], &[WinogradRow, Cudnn]), Cudnn);
-        assert_eq!(f32([64, 64, 5, 1], &[WinogradRow]), Im2colGemm);
-        assert_eq!(f32([64, 64, 5, 1], &[WinogradRow, Cudnn]), Cudnn);
+        assert_eq!(f32([64, 64, 5, 1], &[WinogradRow, Cudnn]), Im2colGemm);
         assert_eq!(f32([64, 64, 3, 64], &[WinogradRow, Cudnn]), Direct);
         let half = |sizes| taken(DType::F16, Accuracy::Half, sizes, &[WinogradRow, Cudnn]);
         assert_eq!(half([512, 2048, 3, 1]), WinogradGemm(Tile::F4));

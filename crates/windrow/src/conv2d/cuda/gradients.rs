@@ -81,17 +81,23 @@ struct BiasParams {
 }
 
 impl Gradients {
-    /// Compiles and loads the kernels.
+    /// Compiles and loads the kernels of a plan with this algorithm: with `cudnn` the weight gradient
+    /// is cuDNN's too.
     ///
     /// # Errors
     /// As [`Engine::new`].
-    pub(crate) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, problem: &Problem) -> Result<Self> {
+    pub(crate) fn new(
+        gpu: &'static Gpu,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+        algorithm: Conv2dAlgorithm,
+    ) -> Result<Self> {
         let mut data = None;
         if let Some(mirror) = mirrored(spec, problem)
             && let Ok(p) = mirror.problem()
         {
             let (algorithm, engine) = Engine::best(gpu, &mirror, &p)?;
-            if algorithm.is_winograd() || algorithm == Conv2dAlgorithm::Cudnn {
+            if algorithm.is_winograd() {
                 data = Some(Data::Mirrored(engine));
             }
         }
@@ -113,8 +119,7 @@ impl Gradients {
             gpu,
             spec: spec.clone(),
             problem: *problem,
-            // In f32 products in Winograd's domain are ahead.
-            cudnn_weight: (spec.x.dtype != DType::F32 || !winograd_weight)
+            cudnn_weight: (algorithm == Conv2dAlgorithm::Cudnn)
                 .then(|| CudnnWeight::new(gpu, spec, problem))
                 .flatten(),
             weight: if winograd_weight {

@@ -102,25 +102,16 @@ impl Engine {
         spec: &Conv2dSpec,
         problem: &Problem,
     ) -> Result<(Conv2dAlgorithm, Self)> {
-        let mut supported = Self::supported(gpu, spec, problem);
+        let supported = Self::supported(gpu, spec, problem);
         if supported.is_empty() {
             return Err(too_large());
         }
-        let mut algorithm = if FewTaps::supports(gpu, spec, problem) && problem.k >= 8 {
+        let algorithm = if FewTaps::supports(gpu, spec, problem) && problem.k >= 8 {
             Conv2dAlgorithm::Im2colGemm
         } else {
             choice::choose(spec, problem, &supported)
         };
-        let mut engine = Self::new(gpu, spec, problem, algorithm);
-        if algorithm == Conv2dAlgorithm::Cudnn
-            && let Err(error) = &engine
-        {
-            tracing::debug!(%error, "conv2d without cuDNN");
-            supported.retain(|&other| other != algorithm);
-            algorithm = choice::choose(spec, problem, &supported);
-            engine = Self::new(gpu, spec, problem, algorithm);
-        }
-        Ok((algorithm, engine?))
+        Ok((algorithm, Self::new(gpu, spec, problem, algorithm)?))
     }
 
     /// Compiles and loads the kernels.
