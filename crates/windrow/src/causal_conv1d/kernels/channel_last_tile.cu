@@ -13,7 +13,13 @@
 constexpr int HALO = WIDTH - 1;
 typedef Raw<T, VECTOR> Vector;
 
-extern "C" __global__ void __launch_bounds__(128) KERNEL(const Params p) {
+#if MASK
+#define BOUNDS __launch_bounds__(128, 1) // masks take registers
+#else
+#define BOUNDS __launch_bounds__(128)
+#endif
+
+extern "C" __global__ void BOUNDS KERNEL(const Params p) {
     wait_for_previous();
     i64 d = ((i64)blockIdx.x * 32 + threadIdx.x % 32) * VECTOR, b = blockIdx.z;
     if (d >= p.channels) return;
