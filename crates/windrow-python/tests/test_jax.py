@@ -8,6 +8,8 @@ from arrays import normal
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
+# Beside NumPy's arrays JAX's have to be in main memory; without this they are on a GPU where there is one.
+jax.config.update("jax_default_device", jax.devices("cpu")[0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -41,3 +43,12 @@ def test_arrays_of_jax_are_never_written():
     with pytest.raises(ValueError, match="read-only"):
         windrow.gelu(x, out=x)
     assert (np.asarray(x) == before).all()
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="JAX has no GPU")
+def test_arrays_on_a_gpu_stay_there():
+    gpu = jax.devices("gpu")[0]
+    x, weight = (jax.device_put(normal(shape), gpu) for shape in [(2, 6, 9), (6, 4)])
+    y = windrow.causal_conv1d(x, weight, activation="silu")
+    assert y.devices() == {gpu}
+    reference.assert_close(np.asarray(y), *reference.causal_conv1d(x, weight, activation="silu"))
