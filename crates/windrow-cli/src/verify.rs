@@ -157,11 +157,11 @@ impl Report {
         for rows in self.rows.chunk_by(|a, b| a.op == b.op) {
             let mut table = Columns::new(&[
                 "algorithm",
-                "dtype",
+                "type",
                 "layout",
                 "check",
                 ">cases",
-                ">errors",
+                ">wrong",
                 ">elements",
                 ">max abs",
                 ">max rel",
