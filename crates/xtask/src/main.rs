@@ -5,6 +5,7 @@ mod python;
 mod readme;
 mod record;
 mod steps;
+mod tables;
 mod test;
 
 use std::process::ExitCode;
