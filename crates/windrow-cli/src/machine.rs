@@ -23,7 +23,7 @@ impl Machine {
     /// Measures the ceilings, in about half a second.
     pub(crate) fn measure(threads: usize) -> Self {
         Machine {
-            cpu: cpu_name(),
+            cpu: cpu::name(),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             threads,
             isa: cpu::Isa::best().name(),
@@ -63,23 +63,4 @@ fn copy_gbps(threads: usize) -> f64 {
         best = best.min(start.elapsed().as_secs_f64());
     }
     (2 * BYTES) as f64 / best / 1e9
-}
-
-/// The CPU's name as the operating system gives it, else the architecture.
-fn cpu_name() -> String {
-    let from_proc = || {
-        let info = std::fs::read_to_string("/proc/cpuinfo").ok()?;
-        let line = info.lines().find(|l| l.starts_with("model name"))?;
-        Some(line.split_once(':')?.1.trim().to_owned())
-    };
-    let from_sysctl = || {
-        let mut sysctl = std::process::Command::new("sysctl");
-        let output = sysctl.args(["-n", "machdep.cpu.brand_string"]).output().ok()?;
-        let name = String::from_utf8(output.stdout).ok()?.trim().to_owned();
-        (output.status.success() && !name.is_empty()).then_some(name)
-    };
-    from_proc()
-        .or_else(|| if cfg!(target_os = "macos") { from_sysctl() } else { None })
-        .or_else(|| std::env::var("PROCESSOR_IDENTIFIER").ok())
-        .unwrap_or_else(|| std::env::consts::ARCH.to_owned())
 }

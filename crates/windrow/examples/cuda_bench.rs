@@ -14,8 +14,12 @@ use windrow::{
 const REPLAYS: usize = 20;
 /// Several times the largest L2 cache.
 const ROTATE: usize = 300 << 20;
-const OPTIONS: PlanOptions =
-    PlanOptions { device: Device::Cuda(0), threads: None, verify: windrow::Verify::Off };
+const OPTIONS: PlanOptions = PlanOptions {
+    device: Device::Cuda(0),
+    threads: None,
+    verify: windrow::Verify::Off,
+    tuning: windrow::Tuning::Cached,
+};
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 fn main() -> Result<()> {

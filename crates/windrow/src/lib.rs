@@ -9,11 +9,13 @@ pub mod cuda;
 mod device;
 mod dtype;
 mod error;
+mod folder;
 mod gelu;
 mod layout;
 pub mod parallel;
 mod plan;
 mod tensor;
+pub mod tuning;
 pub mod verify;
 
 pub use activation::{Activation, Approximate};
@@ -23,8 +25,8 @@ pub use causal_conv1d::{
     CausalConv1dUpdateSpec, causal_conv1d, causal_conv1d_update,
 };
 pub use conv2d::{
-    Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, PackedWeights, Tile,
-    Weights, conv2d,
+    Conv2dAlgorithm, Conv2dArgs, Conv2dConfiguration, Conv2dParams, Conv2dPlan, Conv2dSpec,
+    PackedWeights, Tile, Weights, conv2d,
 };
 pub use device::Device;
 pub use dtype::{DType, Element};
@@ -34,6 +36,7 @@ pub use half::{bf16, f16};
 pub use layout::{Layout, MAX_RANK};
 pub use plan::{Accuracy, PlanOptions, Verify, Workspace};
 pub use tensor::{Tensor, TensorDesc, TensorMut, TensorRef};
+pub use tuning::Tuning;
 
 /// The README's program, as a test.
 #[cfg(doctest)]

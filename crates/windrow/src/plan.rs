@@ -2,7 +2,7 @@
 
 use crate::buffer::Buffer;
 use crate::cuda::{DeviceBuffer, Gpu, Stream};
-use crate::{Device, Error, Result};
+use crate::{Device, Error, Result, Tuning};
 use std::ffi::c_void;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -75,6 +75,8 @@ pub struct PlanOptions {
     pub threads: Option<NonZeroUsize>,
     /// Check every run against the oracle.
     pub verify: Verify,
+    /// How the configuration is chosen.
+    pub tuning: Tuning,
 }
 
 /// Scratch memory that plans run in, and the stream on which their work is ordered.

@@ -563,7 +563,7 @@ mod tests {
         let t = TensorRef::strided(&data, 5, Layout::strided(&[2, 3], &[-3, -1]).unwrap()).unwrap();
         let part = t.narrow(1, 1..3).unwrap();
         assert_eq!(part.to_vec::<f32>().unwrap(), [4.0, 3.0, 1.0, 0.0]);
-        assert_eq!(part.narrow(0, 2..2).unwrap().to_vec::<f32>().unwrap(), []);
+        assert!(part.narrow(0, 2..2).unwrap().to_vec::<f32>().unwrap().is_empty());
         for (dim, range) in [(2, 0..1), (1, 2..4), (0, std::ops::Range { start: 2, end: 1 })] {
             assert!(matches!(t.narrow(dim, range), Err(Error::Parameter { .. })));
         }
@@ -575,7 +575,7 @@ mod tests {
         assert_eq!(t.as_bytes()[..4], 1i32.to_ne_bytes());
         t.as_bytes_mut()[4..].copy_from_slice(&7i32.to_ne_bytes());
         assert_eq!(t.to_vec::<i32>().unwrap(), [1, 7]);
-        assert_eq!(Tensor::zeros(DType::F32, &[0]).unwrap().as_bytes(), []);
+        assert!(Tensor::zeros(DType::F32, &[0]).unwrap().as_bytes().is_empty());
     }
 
     #[test]

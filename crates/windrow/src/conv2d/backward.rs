@@ -4,7 +4,7 @@ use super::cpu::{Engine, Gradients, floats_mut};
 use super::cuda;
 use super::plan::{choose, values};
 use super::reference::{self, Expected};
-use super::{Conv2dPlan, Conv2dSpec, Problem, Tile};
+use super::{Conv2dConfiguration, Conv2dPlan, Conv2dSpec, Problem, Tile};
 use crate::cpu::Isa;
 use crate::cuda::{Gpu, download};
 use crate::tensor::{check_device, check_disjoint, check_dtype, check_tensor};
@@ -34,7 +34,8 @@ impl Backward {
         let data = mirrored(spec, p).and_then(|spec| {
             let p = spec.problem().ok()?;
             let algorithm = choose(&spec, &p);
-            algorithm.tile().map(|_| Engine::new(&spec, &p, algorithm, isa, threads))
+            let configuration = Conv2dConfiguration::new(algorithm);
+            algorithm.tile().map(|_| Engine::new(&spec, &p, &configuration, isa, threads))
         });
         Backward::Cpu(CpuBackward { data, gradients: Gradients::new(spec, p, isa, threads) })
     }

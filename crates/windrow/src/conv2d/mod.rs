@@ -10,6 +10,7 @@ mod reference;
 mod spec;
 #[cfg(test)]
 mod tests;
+mod tuning;
 pub(crate) mod verify;
 pub(crate) mod winograd;
 pub(crate) mod winograd_reference;
@@ -17,6 +18,7 @@ pub(crate) mod winograd_reference;
 pub use plan::{Conv2dArgs, Conv2dPlan, PackedWeights, Weights};
 pub(crate) use problem::Problem;
 pub use spec::{Conv2dAlgorithm, Conv2dParams, Conv2dSpec, Tile};
+pub use tuning::Conv2dConfiguration;
 
 use crate::{Device, PlanOptions, Result, Tensor, TensorRef, Workspace};
 

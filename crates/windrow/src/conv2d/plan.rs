@@ -7,11 +7,12 @@ use super::cuda::{self, Operands};
 use super::reference::Expected;
 use super::spec::is_channels_last;
 use super::winograd_reference::Stages;
-use super::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile, reference};
+use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile, reference, tuning};
 use crate::buffer::Buffer;
 use crate::cpu::{Isa, resolve_threads};
 use crate::cuda::{DeviceBuffer, Gpu, download};
 use crate::tensor::{check_device, check_disjoint, check_tensor};
+use crate::tuning::{Report, Search};
 use crate::verify::Comparison;
 use crate::{
     Accuracy, Activation, DType, Device, Error, PlanOptions, Result, TensorDesc, TensorMut,
@@ -143,30 +144,29 @@ enum Backend {
 }
 
 impl Conv2dPlan {
-    /// A plan with the algorithm that should be fastest among those that the spec's
+    /// A plan with the configuration that [`PlanOptions::tuning`] gives, among the algorithms that the spec's
     /// [`Accuracy`] allows.
     ///
     /// # Errors
     /// As [`Conv2dSpec::new`], for fields that were changed since and for y and bias:
     /// [`Error::OverlappingOutput`] if elements of y share memory. On CUDA [`Error::NoDevice`],
     /// [`Error::Backend`] if kernels cannot be compiled or loaded, [`Error::Unsupported`] for 2^30
-    /// and more images, pixels of an image or filter taps.
+    /// and more images, pixels of an image or filter taps. With [`Tuning::Search`](crate::Tuning::Search) what running
+    /// the plan can give.
     pub fn new(spec: &Conv2dSpec, options: &PlanOptions) -> Result<Self> {
         let problem = spec.problem()?;
-        match options.device {
-            Device::Cpu => {
-                Ok(Self::build(spec, problem, choose(spec, &problem), Isa::best(), options))
-            }
-            Device::Cuda(index) => {
-                let gpu = Gpu::get(index)?;
-                let (algorithm, engine) = cuda::Engine::best(gpu, spec, &problem)?;
-                let backend = Backend::Cuda { engine: Box::new(engine), gpu };
-                Ok(Self::with_backend(spec, problem, algorithm, backend, options))
-            }
+        if let Some(tuned) = tuning::decide(spec, options)? {
+            return Self::with_configuration(spec, &tuned, options);
         }
+        let algorithm = match options.device {
+            Device::Cpu => choose(spec, &problem),
+            Device::Cuda(index) => cuda::Engine::best(Gpu::get(index)?, spec, &problem)?,
+        };
+        Self::with_algorithm(spec, algorithm, options)
     }
 
-    /// A plan with an algorithm of the caller's choice, whatever the spec's accuracy.
+    /// A plan with an algorithm of the caller's choice, whatever the spec's accuracy, and the model's
+    /// parameters.
     ///
     /// # Errors
     /// As [`Conv2dPlan::new`], and [`Error::Unsupported`] if the algorithm is not one of
@@ -176,18 +176,59 @@ impl Conv2dPlan {
         algorithm: Conv2dAlgorithm,
         options: &PlanOptions,
     ) -> Result<Self> {
+        Self::with_configuration(spec, &Conv2dConfiguration::new(algorithm), options)
+    }
+
+    /// A plan with a configuration of the caller's choice, whatever the spec's accuracy.
+    ///
+    /// # Errors
+    /// As [`Conv2dPlan::with_algorithm`], and [`Error::Unsupported`] if the algorithm has not
+    /// the parameters or cannot run with them.
+    pub fn with_configuration(
+        spec: &Conv2dSpec,
+        configuration: &Conv2dConfiguration,
+        options: &PlanOptions,
+    ) -> Result<Self> {
         let problem = spec.problem()?;
-        if let Device::Cuda(index) = options.device {
-            return Self::build_on(Gpu::get(index)?, spec, problem, algorithm, options);
-        }
-        if !supported(&problem).contains(&algorithm) {
+        configuration.check(options)?;
+        let algorithm = configuration.algorithm;
+        let plan = if let Device::Cuda(index) = options.device {
+            let gpu = Gpu::get(index)?;
+            let engine = Box::new(cuda::Engine::new(gpu, spec, &problem, configuration)?);
+            let backend = Backend::Cuda { engine, gpu };
+            Self::with_backend(spec, problem, algorithm, backend, options)
+        } else if supported(&problem).contains(&algorithm) {
+            Self::build(spec, problem, configuration, Isa::best(), options)
+        } else {
             return Err(Error::unsupported(
                 format!("conv2d by {algorithm} on {}", options.device),
                 "Winograd computes 3x3 filters of stride and dilation 1 in one group; direct and \
                  im2col_gemm compute everything",
             ));
-        }
-        Ok(Self::build(spec, problem, algorithm, Isa::best(), options))
+        };
+        crate::tuning::announce("conv2d", options.device, &plan.configuration());
+        Ok(plan)
+    }
+
+    /// Every configuration that [`Conv2dPlan::tune`] measures, the model's choice first.
+    ///
+    /// # Errors
+    /// As [`Conv2dPlan::new`].
+    pub fn configurations(
+        spec: &Conv2dSpec,
+        options: &PlanOptions,
+    ) -> Result<Vec<Conv2dConfiguration>> {
+        tuning::configurations(spec, options)
+    }
+
+    /// Measures the configurations on tensors of its own, compares the fastest one's result with the oracle,
+    /// and keeps it for plans with [`Tuning::Cached`](crate::Tuning::Cached). Tensors are dense, with dimensions in the
+    /// spec's order; on the CPU a large batch is represented by some images of it.
+    ///
+    /// # Errors
+    /// As [`Conv2dPlan::new`], and what running the model's choice can give.
+    pub fn tune(spec: &Conv2dSpec, options: &PlanOptions, search: &Search) -> Result<Report> {
+        tuning::tune(spec, options, search)
     }
 
     /// Every algorithm that can compute the spec on a device, whatever its accuracy; none if the
@@ -206,25 +247,15 @@ impl Conv2dPlan {
     pub(crate) fn build(
         spec: &Conv2dSpec,
         problem: Problem,
-        algorithm: Conv2dAlgorithm,
+        configuration: &Conv2dConfiguration,
         isa: Isa,
         options: &PlanOptions,
     ) -> Self {
         let threads = resolve_threads(options.threads);
-        let engine = cpu::Engine::new(spec, &problem, algorithm, isa, threads);
-        Self::with_backend(spec, problem, algorithm, Backend::Cpu { engine, isa, threads }, options)
-    }
-
-    fn build_on(
-        gpu: &'static Gpu,
-        spec: &Conv2dSpec,
-        problem: Problem,
-        algorithm: Conv2dAlgorithm,
-        options: &PlanOptions,
-    ) -> Result<Self> {
-        let engine = Box::new(cuda::Engine::new(gpu, spec, &problem, algorithm)?);
-        let backend = Backend::Cuda { engine, gpu };
-        Ok(Self::with_backend(spec, problem, algorithm, backend, options))
+        let threads = configuration.threads.map_or(threads, |fewer| fewer.min(threads));
+        let engine = cpu::Engine::new(spec, &problem, configuration, isa, threads);
+        let backend = Backend::Cpu { engine, isa, threads };
+        Self::with_backend(spec, problem, configuration.algorithm, backend, options)
     }
 
     fn with_backend(
@@ -251,6 +282,17 @@ impl Conv2dPlan {
         self.algorithm
     }
 
+    /// The algorithm and all of its parameters.
+    pub fn configuration(&self) -> Conv2dConfiguration {
+        match &self.backend {
+            Backend::Cpu { engine, threads, .. } => {
+                let threads = Some(*threads);
+                Conv2dConfiguration { threads, ..engine.configuration(self.algorithm) }
+            }
+            Backend::Cuda { engine, .. } => engine.configuration(self.algorithm),
+        }
+    }
+
     /// What it computes.
     pub fn spec(&self) -> &Conv2dSpec {
         &self.spec
@@ -269,17 +311,15 @@ impl Conv2dPlan {
         }
     }
 
-    /// Algorithm, blocking and threads in one line.
+    /// Configuration, what follows from it, and memory in one line.
     pub fn explain(&self) -> String {
         let (place, blocking) = match &self.backend {
-            Backend::Cpu { engine, threads, .. } => {
-                (format!("{threads} threads"), engine.explain())
-            }
+            Backend::Cpu { engine, isa, .. } => (isa.name().to_owned(), engine.explain()),
             Backend::Cuda { engine, gpu } => (gpu.device().to_string(), engine.explain()),
         };
         format!(
             "conv2d by {} on {place} at accuracy {}: {blocking}; workspace {} bytes",
-            self.algorithm,
+            self.configuration(),
             self.spec.accuracy.name(),
             self.workspace_bytes()
         )

@@ -1,20 +1,16 @@
 //! Compiled kernels on disk.
 
+use crate::folder;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 const MAGIC: &[u8; 8] = b"windrow1";
 
-/// Where compiled kernels are kept: `WINDROW_CACHE_DIR`, or `windrow` in the user's cache folder.
-/// `None` if there is no such place; then every process compiles anew.
+/// Where compiled kernels are kept: `cuda` in the user's cache folder. `None` if there is no such place;
+/// then every process compiles anew.
 pub(super) fn directory() -> Option<PathBuf> {
-    let path = |name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
-    path("WINDROW_CACHE_DIR")
-        .or_else(|| path("XDG_CACHE_HOME").map(|d| d.join("windrow")))
-        .or_else(|| path("HOME").map(|d| d.join(".cache/windrow")))
-        .or_else(|| path("LOCALAPPDATA").map(|d| d.join("windrow")))
-        .map(|d| d.join("cuda"))
+    folder::cache().map(|d| d.join("cuda"))
 }
 
 /// File name for everything that a compilation depends on.

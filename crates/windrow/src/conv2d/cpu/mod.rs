@@ -12,7 +12,7 @@ mod weight_grad;
 pub(crate) mod winograd;
 
 use super::winograd_reference::Stages;
-use super::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile};
+use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::cpu::{Isa, SimdElement};
 use crate::{Activation, DType, Result, TensorMut, TensorRef, bf16, f16};
 use direct::Direct;
@@ -118,15 +118,16 @@ pub(crate) enum Engine {
 }
 
 impl Engine {
-    /// For an algorithm that can compute the spec.
+    /// For a configuration whose algorithm can compute the spec.
     pub(crate) fn new(
         spec: &Conv2dSpec,
         p: &Problem,
-        algorithm: Conv2dAlgorithm,
+        configuration: &Conv2dConfiguration,
         isa: Isa,
         threads: usize,
     ) -> Self {
         let stencil = || Stencil::forward(spec, p);
+        let Conv2dConfiguration { algorithm, tiles, parts, vectors, .. } = *configuration;
         match algorithm {
             Conv2dAlgorithm::Direct => {
                 Engine::Gather(Gather::Direct(Direct::new(stencil(), isa, threads)))
@@ -135,7 +136,8 @@ impl Engine {
                 Engine::Gather(Gather::Im2colGemm(Im2colGemm::new(stencil(), isa, threads)))
             }
             Conv2dAlgorithm::WinogradGemm(tile) | Conv2dAlgorithm::WinogradFused(tile) => {
-                Engine::Winograd(WinogradCpu::with_isa(p, tile, threads, isa))
+                let engine = WinogradCpu::with_isa(p, tile, threads, isa);
+                Engine::Winograd(engine.with_blocking([tiles, parts, vectors]))
             }
             Conv2dAlgorithm::WinogradRow | Conv2dAlgorithm::Cudnn => {
                 unreachable!("plans take algorithms of their device")
@@ -150,6 +152,16 @@ impl Engine {
             Engine::Gather(Gather::Im2colGemm(g)) => g.explain(),
             Engine::Winograd(w) => w.explain(),
         }
+    }
+
+    /// The algorithm's parameters that are not `None` of what it runs with.
+    pub(crate) fn configuration(&self, algorithm: Conv2dAlgorithm) -> Conv2dConfiguration {
+        let mut configuration = Conv2dConfiguration::new(algorithm);
+        if let Engine::Winograd(engine) = self {
+            let [tiles, parts, vectors] = engine.blocking().map(Some);
+            configuration = Conv2dConfiguration { tiles, parts, vectors, ..configuration };
+        }
+        configuration
     }
 
     /// Elements of the packed filter.
@@ -326,4 +338,13 @@ pub(crate) fn floats_mut(bytes: &mut [u8]) -> &mut [f32] {
     let (before, floats, _) = unsafe { bytes.align_to_mut::<f32>() };
     assert!(before.is_empty(), "memory is aligned");
     floats
+}
+
+/// Time that the model expects, in multiplications at the rate of Winograd's products.
+pub(crate) fn cost(p: &Problem, configuration: &Conv2dConfiguration) -> f64 {
+    let terms = p.flops() / 2.0;
+    match configuration.algorithm.tile() {
+        Some(tile) => winograd::cost(p, tile),
+        None => terms,
+    }
 }

@@ -1,7 +1,7 @@
 //! Which algorithm the planner takes on CUDA.
 
 use crate::conv2d::spec::is_channels_last;
-use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile};
+use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::{Accuracy, DType};
 
 /// The algorithm that should be fastest among those that are supported and that the spec's accuracy
@@ -25,6 +25,31 @@ pub(super) fn choose(
         [Conv2dAlgorithm::WinogradRow, staged]
     };
     candidates.into_iter().find(|&a| has(a) && wins(a)).unwrap_or(sums)
+}
+
+/// Whether the spec's accuracy allows an algorithm.
+pub(crate) fn allows(spec: &Conv2dSpec, algorithm: Conv2dAlgorithm) -> bool {
+    match algorithm {
+        // Transforms in f32 throughout: a third of the tier's limit.
+        Conv2dAlgorithm::WinogradGemm(Tile::F6) => is_strict(spec) && may_transform(spec),
+        Conv2dAlgorithm::WinogradGemm(asked) => may_transform(spec) && asked.m() <= tile(spec).m(),
+        _ => !algorithm.is_winograd() || may_transform(spec),
+    }
+}
+
+/// Time that the model expects, in multiplications of the sums: those that are left, slower where stages pass
+/// through memory.
+pub(crate) fn cost(p: &Problem, configuration: &Conv2dConfiguration) -> f64 {
+    let sums = p.flops() / 2.0;
+    match configuration.algorithm {
+        Conv2dAlgorithm::Direct => 10.0 * sums,
+        Conv2dAlgorithm::WinogradRow => sums * 5.0 / 9.0,
+        Conv2dAlgorithm::WinogradGemm(tile) => {
+            let share = tile.alpha().pow(2) as f64 / (9 * tile.m().pow(2)) as f64;
+            share * (sums + 64.0 * (p.c + p.k) as f64 * sums / (p.c * p.k).max(1) as f64)
+        }
+        _ => sums,
+    }
 }
 
 fn may_transform(spec: &Conv2dSpec) -> bool {

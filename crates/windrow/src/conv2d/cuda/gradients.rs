@@ -9,7 +9,7 @@ use super::winograd_weight::WinogradWeight;
 use super::{Engine, Operands, kernel, source, strides};
 use crate::conv2d::backward::mirrored;
 use crate::conv2d::spec::is_channels_last;
-use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
+use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, Stream};
 use crate::{DType, Result, TensorDesc};
 
@@ -96,9 +96,10 @@ impl Gradients {
         if let Some(mirror) = mirrored(spec, problem)
             && let Ok(p) = mirror.problem()
         {
-            let (algorithm, engine) = Engine::best(gpu, &mirror, &p)?;
+            let algorithm = Engine::best(gpu, &mirror, &p)?;
             if algorithm.is_winograd() {
-                data = Some(Data::Mirrored(engine));
+                let configuration = Conv2dConfiguration::new(algorithm);
+                data = Some(Data::Mirrored(Engine::new(gpu, &mirror, &p, &configuration)?));
             }
         }
         let data = match data {

@@ -11,6 +11,7 @@ mod stages;
 mod winograd_gemm;
 mod winograd_weight;
 
+pub(crate) use self::choice::{allows, cost};
 use self::cudnn::Cudnn;
 use self::few_taps::FewTaps;
 use self::general::{Direction, General, Method};
@@ -18,7 +19,7 @@ pub(crate) use self::gradients::Gradients;
 use self::row::WinogradRow;
 use self::winograd_gemm::WinogradGemm;
 use super::winograd_reference::Stages;
-use super::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile};
+use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::cuda::{Gpu, KernelSpec, Source, Stream};
 use crate::{Activation, Approximate, DType, Error, Result, TensorDesc, TensorRef};
 
@@ -93,25 +94,20 @@ impl Engine {
         found
     }
 
-    /// With the algorithm that should be fastest among those that the spec's accuracy allows.
+    /// The algorithm that should be fastest among those that the spec's accuracy allows.
     ///
     /// # Errors
-    /// As [`Engine::new`], [`Error::Unsupported`] for sizes of 2^30 and more in one direction.
-    pub(crate) fn best(
-        gpu: &'static Gpu,
-        spec: &Conv2dSpec,
-        problem: &Problem,
-    ) -> Result<(Conv2dAlgorithm, Self)> {
+    /// [`Error::Unsupported`] for sizes of 2^30 and more in one direction.
+    pub(crate) fn best(gpu: &Gpu, spec: &Conv2dSpec, problem: &Problem) -> Result<Conv2dAlgorithm> {
         let supported = Self::supported(gpu, spec, problem);
         if supported.is_empty() {
             return Err(too_large());
         }
-        let algorithm = if FewTaps::supports(gpu, spec, problem) && problem.k >= 8 {
+        Ok(if FewTaps::supports(gpu, spec, problem) && problem.k >= 8 {
             Conv2dAlgorithm::Im2colGemm
         } else {
             choice::choose(spec, problem, &supported)
-        };
-        Ok((algorithm, Self::new(gpu, spec, problem, algorithm)?))
+        })
     }
 
     /// Compiles and loads the kernels.
@@ -123,11 +119,12 @@ impl Engine {
         gpu: &'static Gpu,
         spec: &Conv2dSpec,
         problem: &Problem,
-        algorithm: Conv2dAlgorithm,
+        configuration: &Conv2dConfiguration,
     ) -> Result<Self> {
         if !fits_i32(problem) {
             return Err(too_large());
         }
+        let algorithm = configuration.algorithm;
         let general = |method| {
             General::new(gpu, spec, problem, method, Direction::Forward).map(Engine::General)
         };
@@ -141,7 +138,10 @@ impl Engine {
                 Ok(Engine::Cudnn(Box::new(Cudnn::new(gpu, spec, problem)?)))
             }
             Conv2dAlgorithm::WinogradGemm(tile) if problem.is_winograd() && problem.c > 0 => {
-                Ok(Engine::WinogradGemm(Box::new(WinogradGemm::new(gpu, spec, problem, tile)?)))
+                let cut = WinogradGemm::cut(gpu, spec, problem, tile, configuration);
+                Ok(Engine::WinogradGemm(Box::new(WinogradGemm::new(
+                    gpu, spec, problem, tile, cut,
+                )?)))
             }
             Conv2dAlgorithm::WinogradRow if WinogradRow::supports(gpu, problem) => {
                 Ok(Engine::WinogradRow(Box::new(WinogradRow::new(gpu, spec, problem)?)))
@@ -152,6 +152,14 @@ impl Engine {
                  winograd_row the same on compute capability 9.0, cudnn dense tensors of one layout \
                  where it is installed; direct and im2col_gemm compute everything",
             )),
+        }
+    }
+
+    /// An algorithm's configuration with all parameters of one that runs with it.
+    pub(crate) fn configuration(&self, algorithm: Conv2dAlgorithm) -> Conv2dConfiguration {
+        match self {
+            Engine::WinogradGemm(e) => e.configuration(algorithm),
+            _ => Conv2dConfiguration::new(algorithm),
         }
     }
 
@@ -286,6 +294,22 @@ impl Engine {
             Engine::FewTaps(_) => "filter in registers, tensor cores".into(),
             Engine::WinogradRow(e) => e.explain(),
         }
+    }
+}
+
+/// A configuration with the parameters that a plan would have; nothing is compiled.
+pub(crate) fn complete(
+    gpu: &Gpu,
+    spec: &Conv2dSpec,
+    problem: &Problem,
+    configuration: &Conv2dConfiguration,
+) -> Conv2dConfiguration {
+    match configuration.algorithm {
+        Conv2dAlgorithm::WinogradGemm(tile) => {
+            let cut = WinogradGemm::cut(gpu, spec, problem, tile, configuration);
+            cut.configuration(configuration.algorithm)
+        }
+        algorithm => Conv2dConfiguration::new(algorithm),
     }
 }
 

@@ -11,7 +11,8 @@ use crate::{DType, Result, TensorDesc};
 
 static INPUT: Source = source!("winograd_input.cu");
 
-const THREADS: usize = 128;
+/// Threads of a block, where a configuration does not say.
+pub(super) const THREADS: usize = 128;
 pub(super) const ALIGNMENT: usize = 256;
 /// Tiles of a chunk are a multiple of this, and padded channels fill such vectors: then every row of
 /// a matrix starts at a vector.
@@ -88,7 +89,14 @@ pub(super) struct Blocking {
 }
 
 impl Blocking {
-    pub(super) fn new(tile: Tile, p: &Problem, stages: &[Stage], l2_cache: usize) -> Self {
+    /// Chunks of at most `most` tiles, if that is given.
+    pub(super) fn new(
+        tile: Tile,
+        p: &Problem,
+        stages: &[Stage],
+        l2_cache: usize,
+        most: Option<usize>,
+    ) -> Self {
         let positions = tile.alpha() * tile.alpha();
         let tiles_in_row = p.ow.div_ceil(tile.m());
         let tiles_in_image = p.oh.div_ceil(tile.m()) * tiles_in_row;
@@ -96,8 +104,8 @@ impl Blocking {
         let tile_bytes = stages.iter().map(|s| s.tile_bytes(positions)).sum::<usize>().max(1);
         let channels = stages.iter().map(|s| s.padded).max().unwrap_or(0).max(1);
         // What one stage writes, the next finds in half of the cache.
-        let most = (l2_cache / 2 / tile_bytes)
-            .max(MIN_CHUNK_TILES)
+        let most = most
+            .unwrap_or((l2_cache / 2 / tile_bytes).max(MIN_CHUNK_TILES))
             .min(MAX_STAGE_BYTES / tile_bytes)
             .min(MAX_THREADS / channels)
             .max(TILE_MULTIPLE);
@@ -140,6 +148,8 @@ pub(super) struct InputTransform {
     stage: Stage,
     size: [usize; 2],
     padding: [usize; 2],
+    /// Threads of a block.
+    block: usize,
 }
 
 #[repr(C)]
@@ -164,10 +174,11 @@ impl InputTransform {
         image: &TensorDesc,
         stage: Stage,
         padding: [usize; 2],
+        block: usize,
     ) -> Result<Self> {
         let size = [image.shape()[2], image.shape()[3]];
         let (kernel, strides) = (gpu.kernel(spec)?, strides(image));
-        Ok(InputTransform { kernel, strides, stage, size, padding })
+        Ok(InputTransform { kernel, strides, stage, size, padding, block })
     }
 
     /// # Safety
@@ -194,13 +205,13 @@ impl InputTransform {
             pad: self.padding.map(|s| s as i32),
         };
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
-        unsafe { self.kernel.launch(stream, one_thread_each(elements), &params) }
+        unsafe { self.kernel.launch(stream, one_thread_each(elements, self.block), &params) }
     }
 }
 
-pub(super) fn one_thread_each(elements: usize) -> Launch {
-    let blocks = elements.div_ceil(THREADS) as u32;
-    Launch { grid: [blocks, 1, 1], block: [THREADS as u32, 1, 1] }
+/// In blocks of `block` threads.
+pub(super) fn one_thread_each(elements: usize, block: usize) -> Launch {
+    Launch { grid: [elements.div_ceil(block) as u32, 1, 1], block: [block as u32, 1, 1] }
 }
 
 /// The kernel of [`InputTransform`] for a transform of alpha rows and `size` columns.
@@ -210,8 +221,9 @@ pub(super) fn input_kernel<const N: usize>(
     image: &TensorDesc,
     transform: &[[Rational; N]],
     size: usize,
+    block: usize,
 ) -> KernelSpec {
-    staged_kernel(&INPUT, name, tile, image.dtype)
+    staged_kernel(&INPUT, name, tile, image.dtype, block)
         .define("SIZE", size)
         .define("INPUT", matrix(transform, tile.alpha(), size))
         .define("CHANNELS_INNER", i32::from(is_channels_last(&image.layout)))
@@ -223,9 +235,12 @@ pub(super) fn staged_kernel(
     name: &str,
     tile: Tile,
     dtype: DType,
+    block: usize,
 ) -> KernelSpec {
     let m = tile.m();
-    kernel(source, &format!("winograd_{name}_f{m}"), dtype).define("TILE", m)
+    kernel(source, &format!("winograd_{name}_f{m}"), dtype)
+        .define("TILE", m)
+        .define("THREADS", block)
 }
 
 #[cfg(test)]
@@ -239,9 +254,10 @@ mod tests {
             let stages = [Stage::of(&spec.x, spec.x.dtype), Stage::of(&spec.y, DType::F32)];
             for (tile, l2) in [(Tile::F2, 1 << 20), (Tile::F4, 50 << 20), (Tile::F6, 0)] {
                 let mut p = spec.problem().unwrap();
-                for n in [0, 1, 7, 64, 3000] {
+                for (n, most) in [(0, None), (1, None), (7, Some(1)), (64, Some(100)), (3000, None)]
+                {
                     p.n = n;
-                    let b = Blocking::new(tile, &p, &stages, l2);
+                    let b = Blocking::new(tile, &p, &stages, l2, most);
                     assert!(b.tiles * b.chunks >= n * b.tiles_in_image, "{b:?}");
                     assert!(b.tiles * (b.chunks - 1) <= n * b.tiles_in_image, "{b:?}");
                     let bytes: usize = stages.iter().map(|s| s.bytes(&b)).sum();

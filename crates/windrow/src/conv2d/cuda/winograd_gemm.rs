@@ -3,14 +3,14 @@
 
 use super::row::matrix;
 use super::stages::{
-    ALIGNMENT, Blocking, InputTransform, Stage, Tiling, input_kernel, one_thread_each,
+    ALIGNMENT, Blocking, InputTransform, Stage, THREADS, Tiling, input_kernel, one_thread_each,
     staged_kernel,
 };
 use super::{Divisor, Operands, PackedForm, bias_of, epilogue, source, strides};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::winograd::TAPS;
 use crate::conv2d::winograd_reference::Stages;
-use crate::conv2d::{Conv2dSpec, Problem, Tile};
+use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::cuda::{
     DeviceBuffer, DeviceTensor, Gemm, GemmCompute, GemmSpec, Gpu, Kernel, KernelSpec, Matrix,
     Source, Stream, download,
@@ -27,13 +27,33 @@ pub(crate) struct WinogradGemm {
     tile: Tile,
     spec: Conv2dSpec,
     problem: Problem,
-    blocking: Blocking,
+    cut: Cut,
     v: Stage,
     m: Stage,
     filter: &'static Kernel,
     input: InputTransform,
     output: &'static Kernel,
     gemm: Gemm,
+}
+
+/// How the work is cut: the parameters of a configuration.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Cut {
+    blocking: Blocking,
+    /// Threads of a block of the transforms.
+    block: usize,
+}
+
+impl Cut {
+    pub(super) fn configuration(&self, algorithm: Conv2dAlgorithm) -> Conv2dConfiguration {
+        let (tiles, block) = (Some(self.blocking.tiles), Some(self.block));
+        Conv2dConfiguration { tiles, block, ..Conv2dConfiguration::new(algorithm) }
+    }
+}
+
+/// V and M.
+fn stages(spec: &Conv2dSpec) -> [Stage; 2] {
+    [Stage::of(&spec.x, spec.x.dtype), Stage::of(&spec.y, DType::F32)]
 }
 
 /// `M = U V` or, with channels of M next to each other, its transpose. U is [p][k][c].
@@ -97,25 +117,38 @@ impl WinogradGemm {
         problem.is_winograd() && problem.c > 0 && Gemm::available().is_ok()
     }
 
+    /// By the configuration, where it says nothing by the model.
+    pub(super) fn cut(
+        gpu: &Gpu,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+        tile: Tile,
+        configuration: &Conv2dConfiguration,
+    ) -> Cut {
+        let most = configuration.tiles;
+        let blocking = Blocking::new(tile, problem, &stages(spec), gpu.info.l2_cache, most);
+        Cut { blocking, block: configuration.block.unwrap_or(THREADS) }
+    }
+
     pub(super) fn new(
         gpu: &'static Gpu,
         spec: &Conv2dSpec,
         problem: &Problem,
         tile: Tile,
+        cut: Cut,
     ) -> Result<Self> {
-        let v = Stage::of(&spec.x, spec.x.dtype);
-        let m = Stage::of(&spec.y, DType::F32);
-        let blocking = Blocking::new(tile, problem, &[v, m], gpu.info.l2_cache);
-        let [filter, input, output] = kernels(tile, spec);
+        let Cut { blocking, block } = cut;
+        let [v, m] = stages(spec);
+        let [filter, input, output] = kernels(tile, spec, block);
         Ok(WinogradGemm {
             tile,
             spec: spec.clone(),
             problem: *problem,
-            blocking,
+            cut,
             v,
             m,
             filter: gpu.kernel(&filter)?,
-            input: InputTransform::new(gpu, &input, &spec.x, v, problem.padding)?,
+            input: InputTransform::new(gpu, &input, &spec.x, v, problem.padding, block)?,
             output: gpu.kernel(&output)?,
             gemm: Gemm::new(gpu, &product(&blocking, &v, &m, compute(spec)))?,
         })
@@ -125,14 +158,18 @@ impl WinogradGemm {
         self.tile.m()
     }
 
+    pub(super) fn configuration(&self, algorithm: Conv2dAlgorithm) -> Conv2dConfiguration {
+        self.cut.configuration(algorithm)
+    }
+
     pub(super) fn packed_bytes(&self) -> usize {
         let element = self.v.dtype.size();
-        (self.blocking.positions * self.problem.k * self.v.padded * element)
+        (self.cut.blocking.positions * self.problem.k * self.v.padded * element)
             .next_multiple_of(ALIGNMENT)
     }
 
     pub(super) fn scratch_bytes(&self) -> usize {
-        let b = &self.blocking;
+        let b = &self.cut.blocking;
         self.v.bytes(b) + self.m.bytes(b) + self.gemm.workspace_bytes()
     }
 
@@ -151,7 +188,7 @@ impl WinogradGemm {
         let m = self.tile.m();
         format!(
             "F({m}x{m}, 3x3), {} products of cuBLASLt at a time, {} chunks of {} tiles",
-            self.blocking.positions, self.blocking.chunks, self.blocking.tiles
+            self.cut.blocking.positions, self.cut.blocking.chunks, self.cut.blocking.tiles
         )
     }
 
@@ -168,7 +205,7 @@ impl WinogradGemm {
             c_padded: self.v.padded as i32,
         };
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
-        unsafe { self.filter.launch(stream, one_thread_each(elements), &params) }
+        unsafe { self.filter.launch(stream, one_thread_each(elements, self.cut.block), &params) }
     }
 
     /// # Safety
@@ -180,7 +217,7 @@ impl WinogradGemm {
         operands: Operands,
         scratch: *mut u8,
     ) -> Result<()> {
-        let (p, b) = (&self.problem, &self.blocking);
+        let (p, b) = (&self.problem, &self.cut.blocking);
         let v = scratch;
         let m = v.wrapping_add(self.v.bytes(b));
         let gemm_workspace = m.wrapping_add(self.m.bytes(b));
@@ -194,7 +231,11 @@ impl WinogradGemm {
             unsafe {
                 self.input.run(stream, operands.x, v, b, tiling)?;
                 self.gemm.run(left, right, m, gemm_workspace, stream)?;
-                self.output.launch(stream, one_thread_each(b.tiles * p.k), &output)?;
+                self.output.launch(
+                    stream,
+                    one_thread_each(b.tiles * p.k, self.cut.block),
+                    &output,
+                )?;
             }
         }
         Ok(())
@@ -210,7 +251,7 @@ impl WinogradGemm {
         w: &TensorRef<'_>,
         x: &TensorRef<'_>,
     ) -> Result<Option<Stages<Vec<f32>>>> {
-        let (p, b) = (&self.problem, &self.blocking);
+        let (p, b) = (&self.problem, &self.cut.blocking);
         if b.chunks > 1 {
             return Ok(None);
         }
@@ -253,7 +294,7 @@ impl WinogradGemm {
     }
 
     fn output_params(&self, tiling: Tiling, m: *const u8, operands: &Operands) -> OutputParams {
-        let (p, b) = (&self.problem, &self.blocking);
+        let (p, b) = (&self.problem, &self.cut.blocking);
         let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
         let y_strides = strides(&self.spec.y);
         let even = y_strides[..3].iter().all(|s| s % 2 == 0);
@@ -310,13 +351,14 @@ fn growth(tile: Tile) -> f64 {
     (0..t.m).map(row).fold(0.0, f64::max)
 }
 
-/// Of the filter, input and output transforms.
-fn kernels(tile: Tile, spec: &Conv2dSpec) -> [KernelSpec; 3] {
+/// Of the filter, input and output transforms, in blocks of so many threads.
+fn kernels(tile: Tile, spec: &Conv2dSpec, block: usize) -> [KernelSpec; 3] {
     let (t, dtype) = (tile.transforms(), spec.x.dtype);
     [
-        staged_kernel(&FILTER, "filter", tile, dtype).define("FILTER", matrix(&t.g, t.alpha, TAPS)),
-        input_kernel("input", tile, &spec.x, &t.bt, t.alpha),
-        staged_kernel(&OUTPUT, "output", tile, dtype)
+        staged_kernel(&FILTER, "filter", tile, dtype, block)
+            .define("FILTER", matrix(&t.g, t.alpha, TAPS)),
+        input_kernel("input", tile, &spec.x, &t.bt, t.alpha, block),
+        staged_kernel(&OUTPUT, "output", tile, dtype, block)
             .define("OUTPUT", matrix(&t.at, t.m, t.alpha))
             .define("CHANNELS_INNER", i32::from(is_channels_last(&spec.y.layout)))
             .define("EPILOGUE", epilogue(spec.activation)),
@@ -334,9 +376,9 @@ mod tests {
         let mut all = Vec::new();
         for tile in Tile::ALL {
             for spec in test_specs() {
-                all.extend(kernels(tile, &spec));
+                all.extend(kernels(tile, &spec, THREADS));
                 let activation = Activation::Gelu(Approximate::None);
-                all.push(kernels(tile, &Conv2dSpec { activation, ..spec })[2].clone());
+                all.push(kernels(tile, &Conv2dSpec { activation, ..spec }, THREADS)[2].clone());
             }
         }
         crate::cuda::compile_tests::check_compiles(&all);

@@ -3,7 +3,8 @@
 
 use super::row::matrix;
 use super::stages::{
-    ALIGNMENT, Blocking, InputTransform, Stage, input_kernel, one_thread_each, staged_kernel,
+    ALIGNMENT, Blocking, InputTransform, Stage, THREADS, input_kernel, one_thread_each,
+    staged_kernel,
 };
 use super::winograd_gemm::{compute, roundings};
 use super::{source, strides};
@@ -64,7 +65,7 @@ impl WinogradWeight {
         let v = Stage::of(&spec.x, spec.x.dtype);
         let dm = Stage::of(&spec.y, spec.y.dtype);
         let tile = tile_of(spec.x.dtype);
-        let blocking = Blocking::new(tile, p, &[v, dm], gpu.info.l2_cache);
+        let blocking = Blocking::new(tile, p, &[v, dm], gpu.info.l2_cache, None);
         let du = Matrix {
             dtype: DType::F32,
             transposed: false,
@@ -94,8 +95,8 @@ impl WinogradWeight {
             blocking,
             v,
             dm,
-            x_transform: InputTransform::new(gpu, &x_kernel, &spec.x, v, p.padding)?,
-            dy_transform: InputTransform::new(gpu, &dy_kernel, &spec.y, dm, [0, 0])?,
+            x_transform: InputTransform::new(gpu, &x_kernel, &spec.x, v, p.padding, THREADS)?,
+            dy_transform: InputTransform::new(gpu, &dy_kernel, &spec.y, dm, [0, 0], THREADS)?,
             gemm: Gemm::new(gpu, &product)?,
         })
     }
@@ -157,7 +158,7 @@ impl WinogradWeight {
         };
         let kernel = self.gpu.kernel(&filter_grad_kernel(self.tile, desc.dtype))?;
         // SAFETY: the structure is the kernel's, the rest is as above.
-        unsafe { kernel.launch(stream, one_thread_each(elements), &params) }
+        unsafe { kernel.launch(stream, one_thread_each(elements, THREADS), &params) }
     }
 }
 
@@ -180,8 +181,8 @@ fn kernels(spec: &Conv2dSpec) -> [KernelSpec; 2] {
         *row = std::array::from_fn(|i| t.at[i][j]);
     }
     [
-        input_kernel("input", tile, &spec.x, &t.bt, t.alpha),
-        input_kernel("output_grad", tile, &spec.y, &a, t.m),
+        input_kernel("input", tile, &spec.x, &t.bt, t.alpha, THREADS),
+        input_kernel("output_grad", tile, &spec.y, &a, t.m, THREADS),
     ]
 }
 
@@ -189,7 +190,7 @@ fn filter_grad_kernel(tile: Tile, dw: DType) -> KernelSpec {
     let t = tile.transforms();
     let gt: [[Rational; MAX_ALPHA]; TAPS] =
         std::array::from_fn(|r| std::array::from_fn(|j| t.g[j][r]));
-    staged_kernel(&FILTER_GRAD, "filter_grad", tile, dw)
+    staged_kernel(&FILTER_GRAD, "filter_grad", tile, dw, THREADS)
         .define("FILTER", matrix(&gt, TAPS, t.alpha))
 }
 

@@ -14,7 +14,7 @@ struct Params {
     int c, c_padded;
 };
 
-extern "C" __global__ __launch_bounds__(128) void KERNEL(const __grid_constant__ Params p) {
+extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_constant__ Params p) {
     const i64 index = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (index >= p.elements) return;
     const i64 k = index / p.c_padded, c = index % p.c_padded;

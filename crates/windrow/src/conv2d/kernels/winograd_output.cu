@@ -21,7 +21,7 @@ struct Params {
     int pairs;              // two columns of y may be stored as one
 };
 
-extern "C" __global__ __launch_bounds__(128) void KERNEL(const __grid_constant__ Params p) {
+extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_constant__ Params p) {
     const Place place(p.inner, CHANNELS_INNER);
     if (static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) >= p.elements) return;
     const TileAt at(p.tiling, place.tile);

@@ -155,7 +155,13 @@ impl Case {
                 for threads in [1, 3] {
                     let options =
                         PlanOptions { threads: threads.try_into().ok(), ..Default::default() };
-                    let plan = Conv2dPlan::build(&spec, problem, algorithm, isa, &options);
+                    let plan = Conv2dPlan::build(
+                        &spec,
+                        problem,
+                        &Conv2dConfiguration::new(algorithm),
+                        isa,
+                        &options,
+                    );
                     let mut ws = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
                     // What an earlier use left in the workspace must not matter.
                     ws.take(plan.workspace_bytes()).unwrap().fill(0xff);
@@ -207,7 +213,13 @@ impl Case {
                 let options =
                     PlanOptions { threads: threads.try_into().ok(), ..Default::default() };
                 let algorithm = Conv2dAlgorithm::Direct;
-                let plan = Conv2dPlan::build(&spec, problem, algorithm, isa, &options);
+                let plan = Conv2dPlan::build(
+                    &spec,
+                    problem,
+                    &Conv2dConfiguration::new(algorithm),
+                    isa,
+                    &options,
+                );
                 let bytes = plan.backward_workspace_bytes();
                 let mut ws = Workspace::new(Device::Cpu, bytes).unwrap();
                 ws.take(bytes).unwrap().fill(0xff);

@@ -27,35 +27,75 @@ pub(super) struct Blocking {
 }
 
 impl Blocking {
-    /// Blocks of equal size, as many as occupy all threads.
+    /// What the model takes.
     pub(super) fn choose(geometry: &Geometry, lanes: usize, threads: usize) -> Self {
         let vectors = geometry.problem.k.div_ceil(lanes).max(1);
+        let few = geometry.tiles().max(1) < threads * FEW_TILES;
+        let parts = if few { threads } else { 1 };
+        let at_once = vectors_at_once(geometry.problem.c);
+        Self::cut(geometry, vectors, threads, [TILES, parts, at_once])
+    }
+
+    /// With `None` replaced by what the model takes.
+    pub(super) fn with(
+        geometry: &Geometry,
+        lanes: usize,
+        threads: usize,
+        [tiles, parts, at_once]: [Option<usize>; 3],
+    ) -> Self {
+        let vectors = geometry.problem.k.div_ceil(lanes).max(1);
+        let model = Self::choose(geometry, lanes, threads);
+        let parts = parts.unwrap_or(model.parts);
+        let at_once = at_once.unwrap_or(vectors_at_once(geometry.problem.c));
+        Self::cut(geometry, vectors, threads, [tiles.unwrap_or(TILES), parts, at_once])
+    }
+
+    /// The same blocks for some of the output channels.
+    pub(super) fn within(self, vectors: usize) -> Self {
+        Blocking {
+            parts: self.parts.min(vectors.div_ceil(PANEL)),
+            vectors: self.vectors.min(vectors),
+            ..self
+        }
+    }
+
+    /// Blocks of equal size, as many as occupy all threads if these do not share them, of at most
+    /// `most` tiles.
+    fn cut(
+        geometry: &Geometry,
+        vectors: usize,
+        threads: usize,
+        [most, parts, at_once]: [usize; 3],
+    ) -> Self {
         let tiles = geometry.tiles().max(1);
-        let few = tiles < threads * FEW_TILES;
-        let parts = if few { threads.min(vectors.div_ceil(PANEL)) } else { 1 };
-        let blocks = tiles.div_ceil(TILES);
-        let blocks = if few { blocks } else { blocks.next_multiple_of(threads) };
+        let parts = parts.min(vectors.div_ceil(PANEL));
+        let blocks = tiles.div_ceil(most);
+        let blocks = if parts > 1 { blocks } else { blocks.next_multiple_of(threads) };
         Blocking {
             tiles: tiles.div_ceil(blocks),
             parts,
-            vectors: vectors.min(vectors_at_once(geometry.problem.c)),
+            // Whole panels, but for the last.
+            vectors: vectors.min(at_once.next_multiple_of(PANEL)),
         }
     }
 }
 
-/// The tile that should take the least time: larger tiles multiply less, smaller ones waste less at
-/// the border of small images and have a smaller U to read.
+/// The tile that should take the least time.
 pub(crate) fn best_tile(p: &Problem) -> Tile {
+    let costs = Tile::ALL.map(|tile| (tile, cost(p, tile)));
+    costs.into_iter().min_by(|a, b| a.1.total_cmp(&b.1)).expect("there are tiles").0
+}
+
+/// Time of a tile in multiplications: larger tiles multiply less, smaller ones waste less at
+/// the border of small images and have a smaller U to read.
+pub(crate) fn cost(p: &Problem, tile: Tile) -> f64 {
     // Operations of a transform for each element of V and M, in multiplications.
     const TRANSFORM: f64 = 8.0;
     // Multiplications in the time that memory takes for an element of U. One pass over U counts: the
     // others are hidden behind the products of their blocks.
     const READ: f64 = 10.0;
-    let cost = |tile: Tile| {
-        let geometry = Geometry::new(p, tile.m());
-        let positions = (tile.alpha() * tile.alpha()) as f64;
-        let (tiles, c, k) = (geometry.tiles() as f64, p.c as f64, p.k as f64);
-        positions * (tiles * (c * k + TRANSFORM * (c + k)) + READ * c * k)
-    };
-    Tile::ALL.into_iter().min_by(|a, b| cost(*a).total_cmp(&cost(*b))).expect("there are tiles")
+    let geometry = Geometry::new(p, tile.m());
+    let positions = (tile.alpha() * tile.alpha()) as f64;
+    let (tiles, c, k) = (geometry.tiles() as f64, p.c as f64, p.k as f64);
+    positions * (tiles * (c * k + TRANSFORM * (c + k)) + READ * c * k)
 }

@@ -23,7 +23,7 @@ use crate::cpu::{
 };
 use crate::{Activation, DType, TensorMut, TensorRef};
 use blocking::Blocking;
-pub(crate) use blocking::best_tile;
+pub(crate) use blocking::{best_tile, cost};
 use filter::FilterTransform;
 use gemm::Gemm;
 use geometry::Geometry;
@@ -74,6 +74,19 @@ impl WinogradCpu {
         let (lanes, registers) = dispatch(isa, Vectors);
         let blocking = Blocking::choose(&geometry, lanes, threads);
         WinogradCpu { geometry, tile, threads, isa, lanes, registers, blocking }
+    }
+
+    /// With at most so many tiles in a block, so many parts of the output channels, and so many vectors of
+    /// them between two output transforms.
+    pub(crate) fn with_blocking(self, parameters: [Option<usize>; 3]) -> Self {
+        let blocking = Blocking::with(&self.geometry, self.lanes, self.threads, parameters);
+        WinogradCpu { blocking, ..self }
+    }
+
+    /// The parameters of [`WinogradCpu::with_blocking`] that it runs with.
+    pub(crate) fn blocking(&self) -> [usize; 3] {
+        let Blocking { tiles, parts, vectors } = self.blocking;
+        [tiles, parts, vectors]
     }
 
     pub(crate) fn tile(&self) -> Tile {
@@ -164,7 +177,10 @@ impl WinogradCpu {
             let part = unsafe { TensorMut::from_raw(start.cast(), desc, y.device()) };
             let mut y = part.expect("elements of y have their own memory");
             let problem = Problem { k: channels.len(), ..self.geometry.problem };
-            let engine = Self::with_isa(&problem, self.tile, self.threads, self.isa);
+            // The same blocks, so that it fits the same workspace.
+            let geometry = Geometry::new(&problem, self.tile.m());
+            let blocking = self.blocking.within(channels.len().div_ceil(self.lanes));
+            let engine = WinogradCpu { geometry, blocking, ..self.clone() };
             engine.pack(&w, packed);
             engine.run(packed, x, bias.as_ref(), activation, &mut y, workspace);
         }

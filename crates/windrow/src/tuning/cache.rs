@@ -1,0 +1,298 @@
+//! What searches have found, on disk: one JSON file for each model of a device.
+
+use super::VERSION;
+use super::device::DeviceModel;
+use crate::{Device, Result, folder};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, PoisonError, RwLock};
+
+/// The configuration that was found for a problem, and what was gained by it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Entry {
+    pub(crate) configuration: String,
+    /// Median time of a call.
+    pub(crate) ms: f64,
+    /// What the model would have chosen, and its time in the same run.
+    pub(crate) model: String,
+    pub(crate) model_ms: f64,
+}
+
+/// Entries by the name of the problem.
+pub(crate) type Entries = BTreeMap<String, Entry>;
+
+/// A file. Entries are parsed one by one, so that a damaged one costs no other.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Table {
+    windrow: String,
+    device: DeviceModel,
+    entries: BTreeMap<String, serde_json::Value>,
+}
+
+/// The text of a table.
+pub(crate) fn print(device: &DeviceModel, entries: &Entries) -> String {
+    let value = |entry| serde_json::to_value(entry).expect("an entry has nothing that JSON lacks");
+    let entries = entries.iter().map(|(key, entry)| (key.clone(), value(entry))).collect();
+    let table = Table { windrow: VERSION.into(), device: device.clone(), entries };
+    serde_json::to_string_pretty(&table).expect("a table has nothing that JSON lacks") + "\n"
+}
+
+/// The device and the entries of a table; entries that are none are left out with a warning.
+///
+/// # Errors
+/// Why the text is no table of this version, in words.
+pub(crate) fn parse(text: &str) -> Result<(DeviceModel, Entries), String> {
+    let table: Table = serde_json::from_str(text).map_err(|e| e.to_string())?;
+    if table.windrow != VERSION {
+        return Err(format!("it is for windrow {}, this is {VERSION}", table.windrow));
+    }
+    let mut entries = Entries::new();
+    for (key, value) in table.entries {
+        match serde_json::from_value::<Entry>(value) {
+            Ok(entry) => drop(entries.insert(key, entry)),
+            Err(error) => tracing::warn!(key, %error, "an entry of a tuning table is ignored"),
+        }
+    }
+    Ok((table.device, entries))
+}
+
+/// Where tables are kept: `WINDROW_TUNE_CACHE`, else `tuning` in the user's cache folder. `None` if there
+/// is no such place, and in unit tests, which must not depend on what was tuned on the machine.
+pub(crate) fn directory() -> Option<PathBuf> {
+    folder::from_env("WINDROW_TUNE_CACHE")
+        .or_else(|| folder::cache().filter(|_| !cfg!(test)).map(|d| d.join("tuning")))
+}
+
+/// The entries of a device's file; none if there is no such file. One that cannot be read or is for
+/// another device is ignored with a warning.
+pub(crate) fn load(directory: &Path, device: &DeviceModel) -> Entries {
+    let path = directory.join(device.file_name());
+    let warn = |reason: &dyn std::fmt::Display| {
+        tracing::warn!(file = %path.display(), %reason, "a tuning table is ignored");
+    };
+    let text = match std::fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(error) => {
+            if error.kind() != io::ErrorKind::NotFound {
+                warn(&error);
+            }
+            return Entries::new();
+        }
+    };
+    match parse(&text) {
+        Ok((found, entries)) if found == *device => return entries,
+        Ok((found, _)) => warn(&format!("it is for {found:?}, this is {device:?}")),
+        Err(reason) => warn(&reason),
+    }
+    Entries::new()
+}
+
+/// Adds entries to a device's file; what is there for other problems stays. Other processes see the
+/// file as it was or as it is then, and may add to it at the same time. Returns all entries.
+pub(crate) fn store(directory: &Path, device: &DeviceModel, new: &Entries) -> io::Result<Entries> {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    std::fs::create_dir_all(directory)?;
+    let path = directory.join(device.file_name());
+    // A file of its own: the table itself is replaced, and a lock goes with the file.
+    let lock = File::create(path.with_extension("lock"))?;
+    lock.lock()?;
+    let mut entries = load(directory, device);
+    entries.extend(new.iter().map(|(key, entry)| (key.clone(), entry.clone())));
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    let partial = path.with_extension(format!("{}.{count}", std::process::id()));
+    std::fs::write(&partial, print(device, &entries))
+        .and_then(|()| std::fs::rename(&partial, &path))
+        .inspect_err(|_| drop(std::fs::remove_file(&partial)))?;
+    Ok(entries)
+}
+
+/// What is known of a device in this process.
+#[derive(Debug)]
+pub(crate) struct Known {
+    pub(crate) device: DeviceModel,
+    /// Found on this machine.
+    user: RwLock<Entries>,
+    /// Ship with the library.
+    shipped: Entries,
+}
+
+/// Tables that ship with the library.
+const SHIPPED: &[&str] = &[];
+
+impl Known {
+    /// Read at the first call for a device, kept as long as the process lives.
+    ///
+    /// # Errors
+    /// [`crate::Error::NoDevice`], [`crate::Error::Backend`].
+    pub(crate) fn of(device: Device) -> Result<&'static Known> {
+        static ALL: Mutex<Vec<(Device, &'static Known)>> = Mutex::new(Vec::new());
+        let mut all = ALL.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, known)) = all.iter().find(|(d, _)| *d == device) {
+            return Ok(known);
+        }
+        let model = DeviceModel::of(device)?;
+        let user = directory().map(|directory| load(&directory, &model)).unwrap_or_default();
+        let shipped = SHIPPED
+            .iter()
+            .filter_map(|text| parse(text).ok())
+            .filter(|(shipped, _)| shipped.is_like(&model))
+            .flat_map(|(_, entries)| entries)
+            .collect();
+        let known = Known { device: model, user: RwLock::new(user), shipped };
+        let known: &'static Known = Box::leak(Box::new(known));
+        all.push((device, known));
+        Ok(known)
+    }
+
+    /// Everything that was found on this machine.
+    pub(crate) fn user(&self) -> Entries {
+        self.user.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// True if no look-up can succeed.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.shipped.is_empty()
+            && self.user.read().unwrap_or_else(PoisonError::into_inner).is_empty()
+    }
+
+    /// The configuration found on this machine.
+    pub(crate) fn found(&self, key: &str) -> Option<String> {
+        let user = self.user.read().unwrap_or_else(PoisonError::into_inner);
+        user.get(key).map(|entry| entry.configuration.clone())
+    }
+
+    /// The configuration that ships with the library.
+    pub(crate) fn shipped(&self, key: &str) -> Option<&str> {
+        self.shipped.get(key).map(|entry| entry.configuration.as_str())
+    }
+
+    /// Keeps entries for this process and, if it can, for all later ones.
+    pub(crate) fn remember(&self, new: Entries) {
+        let stored = directory().map(|directory| store(&directory, &self.device, &new));
+        let mut user = self.user.write().unwrap_or_else(PoisonError::into_inner);
+        match stored {
+            Some(Ok(all)) => *user = all,
+            Some(Err(error)) => {
+                tracing::warn!(%error, "what was found by tuning cannot be written");
+            }
+            None => {}
+        }
+        user.extend(new);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn scratch(name: &str) -> PathBuf {
+        std::env::temp_dir().join(format!("windrow-tuning-{name}-{}", std::process::id()))
+    }
+
+    fn device(name: &str) -> DeviceModel {
+        let [architecture, features, driver] = ["x86_64", "avx2", ""].map(String::from);
+        DeviceModel { name: name.into(), architecture, features, driver }
+    }
+
+    fn entry(configuration: &str) -> Entry {
+        let model = "direct".into();
+        Entry { configuration: configuration.into(), ms: 1.5, model, model_ms: 2.0 }
+    }
+
+    fn one(key: &str, configuration: &str) -> Entries {
+        Entries::from([(key.into(), entry(configuration))])
+    }
+
+    #[test]
+    fn entries_come_back_merged() {
+        let (dir, cpu) = (scratch("merge"), device("cpu"));
+        assert!(load(&dir, &cpu).is_empty());
+        store(&dir, &cpu, &one("a", "direct")).unwrap();
+        store(&dir, &cpu, &one("b", "direct tiles=3")).unwrap();
+        let all = store(&dir, &cpu, &one("a", "im2col_gemm")).unwrap();
+        assert_eq!(load(&dir, &cpu), all);
+        assert_eq!((all["a"].configuration.as_str(), all.len()), ("im2col_gemm", 2));
+        assert!(load(&dir, &device("another")).is_empty());
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn damaged_and_foreign_files_are_ignored_and_replaced() {
+        let (dir, cpu) = (scratch("damage"), device("cpu"));
+        store(&dir, &cpu, &one("a", "direct")).unwrap();
+        let path = dir.join(cpu.file_name());
+        let whole = std::fs::read_to_string(&path).unwrap();
+        let mut bad: Vec<String> = (0..whole.len() - 2).map(|n| whole[..n].into()).collect();
+        bad.push(whole.replace("\"name\": \"cpu\"", "\"name\": \"other\""));
+        bad.push(whole.replace(VERSION, "0.0.0"));
+        bad.push(whole.replace("\"features\"", "\"more\": 1, \"features\""));
+        for text in bad {
+            std::fs::write(&path, &text).unwrap();
+            assert!(load(&dir, &cpu).is_empty(), "{text}");
+        }
+        std::fs::write(&path, [0xff, 0xfe]).unwrap();
+        assert!(load(&dir, &cpu).is_empty());
+        assert_eq!(store(&dir, &cpu, &one("b", "direct")).unwrap().len(), 1);
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn a_damaged_entry_costs_no_other() {
+        let cpu = device("cpu");
+        let mut both = one("a", "direct");
+        both.extend(one("b", "direct"));
+        let text = print(&cpu, &both).replacen("\"ms\": 1.5", "\"ms\": \"fast\"", 1);
+        let (found, entries) = parse(&text).unwrap();
+        assert_eq!((found, entries.keys().next().unwrap().as_str()), (cpu, "b"));
+    }
+
+    #[test]
+    fn threads_that_store_at_once_lose_nothing() {
+        let (dir, cpu) = (scratch("threads"), device("cpu"));
+        std::thread::scope(|s| {
+            for thread in 0..4 {
+                let (dir, cpu) = (&dir, &cpu);
+                s.spawn(move || {
+                    for i in 0..10 {
+                        store(dir, cpu, &one(&format!("{thread}-{i}"), "direct")).unwrap();
+                    }
+                });
+            }
+            s.spawn(|| {
+                // Half a file would be ignored, and so look empty.
+                let mut most = 0;
+                for _ in 0..100 {
+                    let now = load(&dir, &cpu).len();
+                    assert!(now >= most);
+                    most = now;
+                }
+            });
+        });
+        assert_eq!(load(&dir, &cpu).len(), 40);
+        assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 2, "the table and its lock");
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn a_place_that_cannot_be_written_is_an_error_not_a_panic() {
+        let file = scratch("file");
+        std::fs::write(&file, b"").unwrap();
+        assert!(store(&file, &device("cpu"), &one("a", "direct")).is_err());
+        std::fs::remove_file(&file).unwrap();
+    }
+
+    #[test]
+    fn shipped_tables_are_tables() {
+        for text in SHIPPED {
+            let (device, entries) = parse(text).unwrap();
+            assert!(!device.name.is_empty() && !entries.is_empty());
+            assert_eq!(print(&device, &entries), *text);
+        }
+    }
+}

@@ -1,0 +1,244 @@
+//! Which configuration a plan takes: by a model, from what was measured earlier, or by a search.
+//!
+//! A configuration is an algorithm with its parameters, as [`Conv2dConfiguration`](crate::Conv2dConfiguration).
+//! `XPlan::tune` measures all candidates of a problem and keeps the winner in a file for the device's
+//! model; plans with [`Tuning::Cached`] find it there.
+
+pub(crate) mod cache;
+mod device;
+pub(crate) mod parameters;
+mod search;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use search::{Clock, Contest};
+pub use search::{Search, Stop};
+
+use crate::verify::random_tensor;
+use crate::{Device, Error, Result, Tensor, TensorDesc};
+use cache::{Entries, Entry, Known};
+use search::{MODEL, Spread, SystemClock, search};
+use std::fmt::Display;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+/// How a plan's configuration is chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Tuning {
+    /// By a model of the cost, whatever was measured.
+    Model,
+    /// The configuration that was found for this problem on this machine, else the one that ships with
+    /// the library for this device, else the model's. An entry serves only the device model and the library
+    /// version that it was measured with, and only if it is valid for the problem.
+    #[default]
+    Cached,
+    /// As `Cached`; where nothing was found on this machine yet, candidates are measured now, and the
+    /// winner is kept.
+    Search {
+        /// Time for measuring.
+        budget: Duration,
+    },
+}
+
+/// One problem of an operator: what a room tells the search.
+pub(crate) trait Tunable {
+    type Configuration: Copy + PartialEq + Display + FromStr<Err = Error>;
+
+    fn device(&self) -> Device;
+    /// What is computed, in words and numbers; on the CPU with the number of threads.
+    fn key(&self) -> String;
+    /// Every candidate, the model's choice first.
+    fn candidates(&self) -> Result<Vec<Candidate<Self::Configuration>>>;
+    /// Whether a configuration from a file may be used.
+    fn is_valid(&self, configuration: &Self::Configuration) -> bool;
+    /// By what a search measures.
+    fn clock(&self) -> Box<dyn Clock> {
+        Box::new(SystemClock::new())
+    }
+    /// What runs these candidates.
+    fn contest<'a>(
+        &'a self,
+        candidates: &'a [Self::Configuration],
+    ) -> Result<Box<dyn Contest + 'a>>;
+}
+
+/// A configuration that can compute a problem.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Candidate<C> {
+    pub(crate) configuration: C,
+    /// Time that the model expects, in any unit.
+    pub(crate) cost: f64,
+}
+
+/// What a search has measured.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Report {
+    /// What was computed.
+    pub problem: String,
+    /// Every candidate, the model's choice first.
+    pub candidates: Vec<Measured>,
+    /// The winner, by its place in `candidates`.
+    pub chosen: usize,
+    /// Why the search ended.
+    pub stop: Stop,
+}
+
+/// A candidate of a search.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Measured {
+    /// The configuration.
+    pub configuration: String,
+    /// Time that the model expects, relative to that of its choice.
+    pub expected: f64,
+    /// Median seconds of a call; `None` if it was not measured.
+    pub seconds: Option<f64>,
+    /// Measurements.
+    pub samples: usize,
+    /// Why it was left out, if it was.
+    pub refused: Option<String>,
+}
+
+impl Report {
+    /// The candidate that won.
+    pub fn winner(&self) -> &Measured {
+        &self.candidates[self.chosen]
+    }
+
+    /// The model's choice.
+    pub fn model(&self) -> &Measured {
+        &self.candidates[MODEL]
+    }
+
+    /// Time of the model's choice over that of the winner.
+    pub fn gain(&self) -> f64 {
+        match (self.model().seconds, self.winner().seconds) {
+            (Some(model), Some(winner)) => model / winner,
+            _ => 1.0,
+        }
+    }
+}
+
+/// The configuration that a plan should take; `None` for the model's.
+///
+/// # Errors
+/// Those of a search, and without the device.
+pub(crate) fn decide<T: Tunable>(problem: &T, tuning: Tuning) -> Result<Option<T::Configuration>> {
+    let budget = match tuning {
+        Tuning::Model => return Ok(None),
+        Tuning::Cached => None,
+        Tuning::Search { budget } => Some(budget),
+    };
+    let known = Known::of(problem.device())?;
+    if budget.is_none() && known.is_empty() {
+        return Ok(None);
+    }
+    let key = problem.key();
+    if let Some(found) = known.found(&key).and_then(|text| valid(problem, &key, &text)) {
+        return Ok(Some(found));
+    }
+    if let Some(budget) = budget {
+        return Ok(Some(tune(problem, &Search { budget, exhaustive: false })?.0));
+    }
+    Ok(known.shipped(&key).and_then(|text| valid(problem, &key, text)))
+}
+
+/// The configuration of an entry, if it can be used.
+fn valid<T: Tunable>(problem: &T, key: &str, text: &str) -> Option<T::Configuration> {
+    let configuration = text.parse().ok().filter(|c| problem.is_valid(c));
+    if configuration.is_none() {
+        tracing::warn!(problem = key, configuration = text, "a tuned configuration is ignored");
+    }
+    configuration
+}
+
+/// Measures the candidates and keeps the winner.
+///
+/// # Errors
+/// Those of making and running the model's choice.
+pub(crate) fn tune<T: Tunable>(problem: &T, how: &Search) -> Result<(T::Configuration, Report)> {
+    let candidates = problem.candidates()?;
+    let configurations: Vec<_> = candidates.iter().map(|c| c.configuration).collect();
+    let mut contest = problem.contest(&configurations)?;
+    let outcome = search(configurations.len(), how, &mut *contest, &*problem.clock())?;
+    let measured = (0..candidates.len()).map(|i| Measured {
+        configuration: configurations[i].to_string(),
+        expected: candidates[i].cost / candidates[MODEL].cost,
+        seconds: Spread::of(&outcome.samples[i]).map(|s| s.median),
+        samples: outcome.samples[i].len(),
+        refused: outcome.refused[i].clone(),
+    });
+    let report = Report {
+        problem: problem.key(),
+        candidates: measured.collect(),
+        chosen: outcome.chosen,
+        stop: outcome.stop,
+    };
+    if let (Some(seconds), Some(model_seconds)) = (report.winner().seconds, report.model().seconds)
+    {
+        let entry = Entry {
+            configuration: report.winner().configuration.clone(),
+            ms: seconds * 1e3,
+            model: report.model().configuration.clone(),
+            model_ms: model_seconds * 1e3,
+        };
+        let known = Known::of(problem.device())?;
+        known.remember(Entries::from([(report.problem.clone(), entry)]));
+    }
+    Ok((configurations[outcome.chosen], report))
+}
+
+/// A tensor of random numbers that repeat after a million, for inputs of any size in no time.
+pub(crate) fn random_input(seed: u64, desc: TensorDesc, low: f64, high: f64) -> Result<Tensor> {
+    const PERIOD: usize = 1_000_003;
+    let period = TensorDesc::contiguous(desc.dtype, &[desc.layout.len().clamp(1, PERIOD)])?;
+    let numbers = random_tensor(seed, period, low, high)?;
+    let mut tensor = Tensor::uninitialised(desc)?;
+    for part in tensor.as_bytes_mut().chunks_mut(numbers.as_bytes().len()) {
+        part.copy_from_slice(&numbers.as_bytes()[..part.len()]);
+    }
+    Ok(tensor)
+}
+
+/// Says which configuration a plan has.
+pub(crate) fn announce(operator: &str, device: Device, configuration: &dyn Display) {
+    tracing::debug!(operator, %device, %configuration, "planned");
+}
+
+/// Where the table of a device is kept; `None` if there is no place for it.
+///
+/// # Errors
+/// [`Error::NoDevice`], [`Error::Backend`].
+pub fn table_path(device: Device) -> Result<Option<PathBuf>> {
+    let name = Known::of(device)?.device.file_name();
+    Ok(cache::directory().map(|directory| directory.join(name)))
+}
+
+/// The table of what was found on this machine for a device, as text for [`import`].
+///
+/// # Errors
+/// [`Error::NoDevice`], [`Error::Backend`].
+pub fn export(device: Device) -> Result<String> {
+    let known = Known::of(device)?;
+    Ok(cache::print(&known.device, &known.user()))
+}
+
+/// Adds the entries of a table to what is known of the device model that it names; those of
+/// the same problems are replaced. Processes that have looked up a configuration for such a device already do
+/// not see them. Returns their number.
+///
+/// # Errors
+/// [`Error::Parameter`] if the text is no table of this library version, or the table cannot be written.
+pub fn import(table: &str) -> Result<usize> {
+    let expected = "a table that `windrow tune --export` of the same version wrote";
+    let (device, entries) =
+        cache::parse(table).map_err(|reason| Error::parameter("table", reason, expected))?;
+    let bad = |reason: &dyn Display| {
+        Error::parameter("WINDROW_TUNE_CACHE", reason, "a folder that can be written")
+    };
+    let directory = cache::directory().ok_or_else(|| bad(&"no folder"))?;
+    cache::store(&directory, &device, &entries).map_err(|error| bad(&error))?;
+    Ok(entries.len())
+}

@@ -1,0 +1,83 @@
+//! Configurations as text: `winograd_gemm_f4 tiles=36 vectors=4`.
+
+use crate::{Error, Result};
+use std::fmt;
+
+/// Writes an algorithm and those of its parameters that are set.
+pub(crate) fn write<const N: usize>(
+    f: &mut fmt::Formatter<'_>,
+    algorithm: &str,
+    parameters: [(&str, Option<usize>); N],
+) -> fmt::Result {
+    f.write_str(algorithm)?;
+    for (name, value) in parameters {
+        if let Some(value) = value {
+            write!(f, " {name}={value}")?;
+        }
+    }
+    Ok(())
+}
+
+/// The algorithm's name and the values of the parameters of these names.
+///
+/// # Errors
+/// [`Error::Parameter`] for another parameter, one given twice, or a value that is no positive number.
+pub(crate) fn parse<'a, const N: usize>(
+    text: &'a str,
+    names: [&str; N],
+) -> Result<(&'a str, [Option<usize>; N])> {
+    let mut words = text.split_whitespace();
+    let bad = |word: &str| {
+        let expected = format!("an algorithm and NAME=NUMBER of {}", names.join(", "));
+        Error::parameter("configuration", format!("`{text}` (at `{word}`)"), expected)
+    };
+    let algorithm = words.next().ok_or_else(|| bad(""))?;
+    let mut values = [None; N];
+    for word in words {
+        let (name, value) = word.split_once('=').ok_or_else(|| bad(word))?;
+        let at = names.iter().position(|n| *n == name).ok_or_else(|| bad(word))?;
+        let value = value.parse().ok().filter(|&v: &usize| v > 0).ok_or_else(|| bad(word))?;
+        if values[at].replace(value).is_some() {
+            return Err(bad(word));
+        }
+    }
+    Ok((algorithm, values))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Text([Option<usize>; 2]);
+
+    impl fmt::Display for Text {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            write(f, "name", [("tiles", self.0[0]), ("threads", self.0[1])])
+        }
+    }
+
+    #[test]
+    fn text_parses_back() {
+        for values in [[None, None], [Some(3), None], [None, Some(4)], [Some(1), Some(2)]] {
+            let text = Text(values).to_string();
+            assert_eq!(parse(&text, ["tiles", "threads"]).unwrap(), ("name", values), "{text}");
+        }
+        assert_eq!(Text([Some(36), Some(2)]).to_string(), "name tiles=36 threads=2");
+    }
+
+    #[test]
+    fn bad_words_are_named() {
+        for (text, word) in [
+            ("", "``"),
+            ("name tiles", "`tiles`"),
+            ("name tiles=", "`tiles=`"),
+            ("name tiles=0", "`tiles=0`"),
+            ("name tiles=-1", "`tiles=-1`"),
+            ("name blocks=1", "`blocks=1`"),
+            ("name tiles=1 tiles=1", "(at `tiles=1`)"),
+        ] {
+            let message = parse(text, ["tiles", "threads"]).unwrap_err().to_string();
+            assert!(message.contains(word) && message.contains("tiles, threads"), "{message}");
+        }
+    }
+}

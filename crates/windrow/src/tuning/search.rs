@@ -1,0 +1,313 @@
+//! Interleaved successive halving: which of several candidates is the fastest, on a machine that is
+//! never quite still.
+
+use crate::{Error, Result};
+use std::time::{Duration, Instant};
+
+/// What time it is; tests have a clock of their own.
+pub(crate) trait Clock {
+    /// Time since some moment.
+    fn now(&self) -> Duration;
+}
+
+/// The system's clock.
+pub(crate) struct SystemClock(Instant);
+
+impl SystemClock {
+    pub(crate) fn new() -> Self {
+        SystemClock(Instant::now())
+    }
+}
+
+impl Clock for SystemClock {
+    fn now(&self) -> Duration {
+        self.0.elapsed()
+    }
+}
+
+/// Candidates that can be run, by number; 0 is the model's choice.
+pub(crate) trait Contest {
+    /// Runs a candidate so many times and waits for its results.
+    fn run(&mut self, candidate: usize, times: usize) -> Result<()>;
+    /// Runs a candidate once and says whether its result agrees with the oracle.
+    fn verify(&mut self, candidate: usize) -> Result<bool>;
+}
+
+/// How long to search.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Search {
+    /// Time for measuring one problem. Preparing the candidates (on CUDA compiling their kernels) and comparing
+    /// with the oracle come on top.
+    pub budget: Duration,
+    /// Measure all candidates alike instead of dropping the slow ones, whatever the budget.
+    pub exhaustive: bool,
+}
+
+/// Why a search ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stop {
+    /// The best candidate was ahead of the rest, or the rest as good as the model's choice.
+    Decided,
+    /// The time was used up.
+    Budget,
+    /// Every candidate was measured as often as asked for.
+    Exhausted,
+}
+
+/// What a search found.
+#[derive(Debug)]
+pub(crate) struct Outcome {
+    /// Seconds of a call, for each candidate in the order measured.
+    pub(crate) samples: Vec<Vec<f64>>,
+    /// Why a candidate could not take part, or was not accepted.
+    pub(crate) refused: Vec<Option<String>>,
+    pub(crate) chosen: usize,
+    pub(crate) stop: Stop,
+}
+
+/// The model's choice.
+pub(crate) const MODEL: usize = 0;
+/// A measurement takes about so long: shorter calls are repeated.
+const TURN: f64 = 1e-3;
+const MAX_TIMES: f64 = 10_000.0;
+/// A first call this many times slower than the best ends a candidate's part.
+const HOPELESS: f64 = 4.0;
+/// Measurements of a candidate in a round, and before it can be told from another.
+const MIN_ROUND: usize = 3;
+const MAX_ROUND: usize = 30;
+const ENOUGH: usize = 7;
+/// A smaller gain over the model's choice is not worth another configuration.
+const MIN_GAIN: f64 = 0.02;
+
+/// Order statistics of a candidate.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Spread {
+    pub(crate) median: f64,
+    /// Half width of the range that holds the median with 95 % confidence (McGill, Tukey and Larsen, 1978).
+    notch: f64,
+}
+
+impl Spread {
+    /// None without samples.
+    pub(crate) fn of(samples: &[f64]) -> Option<Self> {
+        let mut sorted = samples.to_vec();
+        sorted.sort_by(f64::total_cmp);
+        let last = sorted.len().checked_sub(1)?;
+        let quantile = |q: f64| {
+            let at = q * last as f64;
+            let (low, high) = (sorted[at.floor() as usize], sorted[at.ceil() as usize]);
+            low + (high - low) * at.fract()
+        };
+        let notch = 1.58 * (quantile(0.75) - quantile(0.25)) / (sorted.len() as f64).sqrt();
+        Some(Spread { median: quantile(0.5), notch })
+    }
+
+    /// True if this is faster by more than the spread of both.
+    fn is_ahead(&self, other: &Spread) -> bool {
+        self.median + self.notch < other.median - other.notch
+    }
+}
+
+/// The fastest of `count` candidates whose result agrees with the oracle.
+///
+/// # Errors
+/// That of running the model's choice, [`Error::Verification`] if that is wrong. Other candidates that
+/// fail are left out.
+pub(crate) fn search(
+    count: usize,
+    search: &Search,
+    contest: &mut dyn Contest,
+    clock: &dyn Clock,
+) -> Result<Outcome> {
+    let mut state = State {
+        contest,
+        clock,
+        start: clock.now(),
+        budget: search.budget,
+        samples: vec![Vec::new(); count],
+        times: vec![1; count],
+        refused: vec![None; count],
+    };
+    let live = state.warm_up(search.exhaustive)?;
+    let stop = match search.exhaustive {
+        true => state.exhaust(live)?,
+        false => state.halve(live)?,
+    };
+    let chosen = state.accept()?;
+    Ok(Outcome { samples: state.samples, refused: state.refused, chosen, stop })
+}
+
+struct State<'a> {
+    contest: &'a mut dyn Contest,
+    clock: &'a dyn Clock,
+    start: Duration,
+    budget: Duration,
+    samples: Vec<Vec<f64>>,
+    /// Calls of a measurement.
+    times: Vec<usize>,
+    refused: Vec<Option<String>>,
+}
+
+impl State<'_> {
+    /// Runs every candidate, so that caches, pages and clocks are warm; those that are left.
+    fn warm_up(&mut self, whatever_the_budget: bool) -> Result<Vec<usize>> {
+        let mut live = Vec::new();
+        let mut best = f64::INFINITY;
+        for i in 0..self.samples.len() {
+            if i != MODEL && !whatever_the_budget && self.is_over() {
+                self.refused[i] = Some("not measured: the time was used up".into());
+                continue;
+            }
+            match self.first_calls(i, best) {
+                Ok(seconds) => {
+                    best = best.min(seconds);
+                    if seconds <= HOPELESS * best {
+                        live.push(i);
+                    }
+                }
+                Err(error) if i == MODEL => return Err(error),
+                Err(error) => self.refused[i] = Some(error.to_string()),
+            }
+        }
+        live.retain(|&i| i == MODEL || self.samples[i][0] <= HOPELESS * best);
+        for &i in &live {
+            // The first call was a warm-up.
+            self.samples[i].clear();
+        }
+        Ok(live)
+    }
+
+    /// Seconds of a call; sets how many make a measurement. Of a hopeless candidate the one call is kept as
+    /// its measurement.
+    fn first_calls(&mut self, i: usize, best: f64) -> Result<f64> {
+        let mut seconds = self.timed(i, 1)?;
+        if seconds <= HOPELESS * best || i == MODEL {
+            seconds = self.timed(i, 1)?;
+            self.times[i] = (TURN / seconds).ceil().clamp(1.0, MAX_TIMES) as usize;
+        }
+        self.samples[i].push(seconds);
+        Ok(seconds)
+    }
+
+    /// Seconds of a call.
+    fn timed(&mut self, i: usize, times: usize) -> Result<f64> {
+        let start = self.clock.now();
+        self.contest.run(i, times)?;
+        // A clock too coarse to see the call must not divide by zero.
+        let elapsed = (self.clock.now() - start).max(Duration::from_nanos(20));
+        Ok(elapsed.as_secs_f64() / times as f64)
+    }
+
+    fn is_over(&self) -> bool {
+        self.clock.now() - self.start >= self.budget
+    }
+
+    /// One measurement of each.
+    fn pass(&mut self, live: &mut Vec<usize>) -> Result<()> {
+        let mut failed = Vec::new();
+        for &i in live.iter() {
+            match self.timed(i, self.times[i]) {
+                Ok(seconds) => self.samples[i].push(seconds),
+                Err(error) if i == MODEL => return Err(error),
+                Err(error) => {
+                    self.refused[i] = Some(error.to_string());
+                    failed.push(i);
+                }
+            }
+        }
+        live.retain(|i| !failed.contains(i));
+        Ok(())
+    }
+
+    /// Seconds of a call; infinite without a measurement.
+    fn median(&self, i: usize) -> f64 {
+        Spread::of(&self.samples[i]).map_or(f64::INFINITY, |s| s.median)
+    }
+
+    /// Halves the candidates round by round until the model's choice and one more are left, and then
+    /// until these two can be told apart.
+    fn halve(&mut self, mut live: Vec<usize>) -> Result<Stop> {
+        while live.len() > 1 {
+            let rounds = live.len().ilog2() + 1;
+            let left = self.budget.saturating_sub(self.clock.now() - self.start);
+            let end = self.clock.now() + left / rounds;
+            for pass in 0..MAX_ROUND {
+                if pass >= MIN_ROUND && self.clock.now() >= end {
+                    break;
+                }
+                self.pass(&mut live)?;
+                if self.drop_slow(&mut live) {
+                    return Ok(Stop::Decided);
+                }
+                if self.is_over() && pass + 1 >= MIN_ROUND {
+                    return Ok(Stop::Budget);
+                }
+            }
+            let mut others: Vec<usize> = live.iter().copied().filter(|&i| i != MODEL).collect();
+            if others.len() <= 1 {
+                // As often as this, and no telling them apart: they are equal.
+                return Ok(Stop::Decided);
+            }
+            others.sort_by(|&a, &b| self.median(a).total_cmp(&self.median(b)));
+            others.truncate(others.len().div_ceil(2));
+            live.retain(|&i| i == MODEL || others.contains(&i));
+        }
+        Ok(Stop::Decided)
+    }
+
+    /// Drops candidates that are behind the best by more than the spread; true if none but the best and the
+    /// model's choice is left, and these are told apart.
+    fn drop_slow(&self, live: &mut Vec<usize>) -> bool {
+        let spread = |i: usize| {
+            (self.samples[i].len() >= ENOUGH).then(|| Spread::of(&self.samples[i])).flatten()
+        };
+        let best = live.iter().filter_map(|&i| Some((i, spread(i)?)));
+        let Some((best, ahead)) = best.min_by(|a, b| a.1.median.total_cmp(&b.1.median)) else {
+            return false;
+        };
+        let is_behind = |i: usize| spread(i).is_some_and(|s| ahead.is_ahead(&s));
+        live.retain(|&i| i == MODEL || !is_behind(i));
+        match live[..] {
+            [only] => only == best,
+            [_, _] => live.contains(&best) && best != MODEL && is_behind(MODEL),
+            _ => false,
+        }
+    }
+
+    /// Measures all alike.
+    fn exhaust(&mut self, mut live: Vec<usize>) -> Result<Stop> {
+        for pass in 0..MAX_ROUND {
+            if pass >= ENOUGH && self.is_over() {
+                break;
+            }
+            self.pass(&mut live)?;
+        }
+        Ok(Stop::Exhausted)
+    }
+
+    /// The fastest candidate that is faster than the model's choice beyond doubt and whose result is
+    /// right; else the model's choice.
+    fn accept(&mut self) -> Result<usize> {
+        let Some(model) = Spread::of(&self.samples[MODEL]) else { return Ok(MODEL) };
+        let mut faster: Vec<(usize, Spread)> = (1..self.samples.len())
+            .filter(|&i| self.refused[i].is_none() && self.samples[i].len() >= MIN_ROUND)
+            .filter_map(|i| Some((i, Spread::of(&self.samples[i])?)))
+            .filter(|(_, s)| s.is_ahead(&model) && s.median < (1.0 - MIN_GAIN) * model.median)
+            .collect();
+        faster.sort_by(|a, b| a.1.median.total_cmp(&b.1.median));
+        for (i, _) in faster {
+            match self.contest.verify(i) {
+                Ok(true) => return Ok(i),
+                Ok(false) => self.refused[i] = Some("its result differs from the oracle".into()),
+                Err(error) => self.refused[i] = Some(error.to_string()),
+            }
+        }
+        if self.contest.verify(MODEL)? {
+            return Ok(MODEL);
+        }
+        Err(Error::Verification {
+            op: "the model's choice, in a search".into(),
+            detail: "its result differs from the oracle".into(),
+        })
+    }
+}
