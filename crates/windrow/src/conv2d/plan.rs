@@ -1,7 +1,7 @@
 //! A convolution bound to a device and an algorithm.
 
 use super::backward::{Backward, compare};
-use super::cpu::winograd::best_tile;
+use super::cpu::winograd::{FUSED_TILE, best_tile};
 use super::cpu::{self, floats, floats_mut};
 use super::cuda::{self, Operands};
 use super::reference::Expected;
@@ -669,12 +669,13 @@ fn supported(p: &Problem) -> Vec<Conv2dAlgorithm> {
     let mut all = vec![Conv2dAlgorithm::Direct, Conv2dAlgorithm::Im2colGemm];
     if p.is_winograd() {
         all.extend(Tile::ALL.map(Conv2dAlgorithm::WinogradGemm));
+        all.push(Conv2dAlgorithm::WinogradFused(FUSED_TILE));
     }
     all
 }
 
-/// Input channels up to which direct summation is faster than Winograd's algorithm.
-const FEW_CHANNELS: usize = 4;
+/// Input channels up to which Winograd's algorithm in one pass is faster than in stages.
+const FEW_CHANNELS: usize = 6;
 
 /// The algorithm that should be fastest within the accuracy asked for.
 pub(super) fn choose(spec: &Conv2dSpec, p: &Problem) -> Conv2dAlgorithm {
@@ -682,9 +683,10 @@ pub(super) fn choose(spec: &Conv2dSpec, p: &Problem) -> Conv2dAlgorithm {
         return Conv2dAlgorithm::Direct;
     }
     let row_major = !is_channels_last(&spec.y.layout);
-    // Of so few channels the sums themselves take less time than the transform of the output.
-    let few = p.c <= FEW_CHANNELS && row_major;
-    if p.is_winograd() && !few && spec.accuracy != Accuracy::Exact {
+    if p.is_winograd() && spec.accuracy != Accuracy::Exact {
+        if p.c <= FEW_CHANNELS && row_major {
+            return Conv2dAlgorithm::WinogradFused(FUSED_TILE);
+        }
         return Conv2dAlgorithm::WinogradGemm(best_tile(p));
     }
     // With few input channels the im2col matrix is many times the input.

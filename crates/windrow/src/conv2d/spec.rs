@@ -180,7 +180,8 @@ pub enum Conv2dAlgorithm {
     /// Winograd in stages: filter transform, input transform, a matrix product for each position
     /// of the transform tile, output transform. 3x3, stride 1, dilation 1, one group.
     WinogradGemm(Tile),
-    /// Winograd in one kernel, for few input channels. Same filters.
+    /// Winograd along the rows of the image and direct sums along its columns, in one pass, for few
+    /// input channels. Same filters; CPU, F(4, 3) only.
     WinogradFused(Tile),
     /// Winograd F(3, 3) along rows and the direct sum along columns, in one kernel. Same filters; CUDA.
     WinogradRow,

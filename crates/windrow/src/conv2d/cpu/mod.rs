@@ -20,7 +20,7 @@ use epilogue::Epilogue;
 pub(crate) use gradients::Gradients;
 use im2col::Im2colGemm;
 use stencil::Stencil;
-use winograd::WinogradCpu;
+use winograd::{FUSED_TILE, WinogradCpu, WinogradFused};
 
 /// Evaluates an expression with `$t` as the element type that `$dtype` names.
 macro_rules! with_element {
@@ -115,6 +115,7 @@ impl Gather {
 pub(crate) enum Engine {
     Gather(Gather),
     Winograd(WinogradCpu),
+    Fused(WinogradFused),
 }
 
 impl Engine {
@@ -135,11 +136,16 @@ impl Engine {
             Conv2dAlgorithm::Im2colGemm => {
                 Engine::Gather(Gather::Im2colGemm(Im2colGemm::new(stencil(), isa, threads)))
             }
-            Conv2dAlgorithm::WinogradGemm(tile) | Conv2dAlgorithm::WinogradFused(tile) => {
+            Conv2dAlgorithm::WinogradGemm(tile) => {
                 let engine = WinogradCpu::with_isa(p, tile, threads, isa);
                 Engine::Winograd(engine.with_blocking([tiles, parts, vectors]))
             }
-            Conv2dAlgorithm::WinogradRow | Conv2dAlgorithm::Cudnn => {
+            Conv2dAlgorithm::WinogradFused(FUSED_TILE) => {
+                Engine::Fused(WinogradFused::new(p, isa, threads))
+            }
+            Conv2dAlgorithm::WinogradFused(_)
+            | Conv2dAlgorithm::WinogradRow
+            | Conv2dAlgorithm::Cudnn => {
                 unreachable!("plans take algorithms of their device")
             }
         }
@@ -151,6 +157,7 @@ impl Engine {
             Engine::Gather(Gather::Direct(g)) => g.explain(),
             Engine::Gather(Gather::Im2colGemm(g)) => g.explain(),
             Engine::Winograd(w) => w.explain(),
+            Engine::Fused(w) => w.explain(),
         }
     }
 
@@ -169,6 +176,7 @@ impl Engine {
         match self {
             Engine::Gather(g) => g.packed_len(),
             Engine::Winograd(w) => w.packed_len(),
+            Engine::Fused(w) => w.packed_len(),
         }
     }
 
@@ -177,6 +185,7 @@ impl Engine {
         match self {
             Engine::Gather(g) => g.packed_len(),
             Engine::Winograd(w) => w.raw_len(),
+            Engine::Fused(w) => w.packed_len(),
         }
     }
 
@@ -187,6 +196,7 @@ impl Engine {
             Engine::Gather(Gather::Direct(g)) => g.packed_width(),
             Engine::Gather(Gather::Im2colGemm(g)) => g.packed_width(),
             Engine::Winograd(w) => w.packed_width(),
+            Engine::Fused(w) => w.packed_width(),
         }
     }
 
@@ -195,6 +205,7 @@ impl Engine {
         match self {
             Engine::Gather(_) => None,
             Engine::Winograd(w) => Some(w.tile()),
+            Engine::Fused(_) => Some(FUSED_TILE),
         }
     }
 
@@ -203,11 +214,8 @@ impl Engine {
     pub(crate) fn tolerance(&self) -> f64 {
         match self {
             Engine::Gather(g) => tolerance(g.additions()),
-            Engine::Winograd(w) => match w.tile() {
-                Tile::F2 => 1e-6,
-                Tile::F4 => 4e-6,
-                Tile::F6 => 2e-5,
-            },
+            Engine::Winograd(w) => winograd_tolerance(w.tile()),
+            Engine::Fused(_) => winograd_tolerance(FUSED_TILE),
         }
     }
 
@@ -216,6 +224,7 @@ impl Engine {
         match self {
             Engine::Gather(g) => (bias_len(k) + g.scratch_len()) * size_of::<f32>(),
             Engine::Winograd(w) => w.workspace_bytes(),
+            Engine::Fused(w) => w.workspace_bytes(),
         }
     }
 
@@ -227,6 +236,7 @@ impl Engine {
                 with_element!(w.dtype(), T => g.pack::<T>(w.as_ptr(), packed))
             },
             Engine::Winograd(engine) => engine.pack(w, packed),
+            Engine::Fused(engine) => engine.pack(w, packed),
         }
     }
 
@@ -263,7 +273,7 @@ impl Engine {
     ) {
         match self {
             Engine::Winograd(e) => e.run_raw(w, packed, x, bias, activation, y, workspace),
-            Engine::Gather(_) => {
+            Engine::Gather(_) | Engine::Fused(_) => {
                 self.pack(w, packed);
                 self.run(packed, x, bias, activation, y, workspace);
             }
@@ -282,6 +292,7 @@ impl Engine {
     ) {
         match self {
             Engine::Winograd(w) => w.run(packed, x, bias, activation, y, workspace),
+            Engine::Fused(w) => w.run(packed, x, bias, activation, y, workspace),
             Engine::Gather(g) => {
                 let (bias_f32, scratch) =
                     floats_mut(workspace).split_at_mut(bias_len(y.shape()[1]));
@@ -297,6 +308,15 @@ impl Engine {
                 }
             }
         }
+    }
+}
+
+/// Error of Winograd's algorithm relative to its scale.
+fn winograd_tolerance(tile: Tile) -> f64 {
+    match tile {
+        Tile::F2 => 1e-6,
+        Tile::F4 => 4e-6,
+        Tile::F6 => 2e-5,
     }
 }
 

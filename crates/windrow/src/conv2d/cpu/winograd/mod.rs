@@ -7,6 +7,7 @@
 
 mod blocking;
 mod filter;
+mod fused;
 mod gemm;
 mod geometry;
 mod input;
@@ -25,6 +26,7 @@ use crate::{Activation, DType, TensorMut, TensorRef};
 use blocking::Blocking;
 pub(crate) use blocking::{best_tile, cost};
 use filter::FilterTransform;
+pub(crate) use fused::{TILE as FUSED_TILE, WinogradFused};
 use gemm::Gemm;
 use geometry::Geometry;
 use half::{bf16, f16};
