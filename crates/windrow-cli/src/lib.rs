@@ -9,6 +9,7 @@ mod operator;
 mod placed;
 mod run;
 mod table;
+mod tune;
 mod verify;
 
 use clap::Parser;
@@ -30,6 +31,7 @@ struct Command {
 enum Action {
     Bench(bench::Bench),
     Verify(verify::Verify),
+    Tune(Box<tune::Tune>),
     Devices(devices::Devices),
     #[command(subcommand)]
     Run(run::Run),
@@ -61,6 +63,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     let result = match &command.action {
         Action::Bench(args) => bench::run(args),
         Action::Verify(args) => verify::run(args),
+        Action::Tune(args) => tune::run(args),
         Action::Devices(args) => devices::run(args),
         Action::Run(args) => run::run(args),
     };

@@ -20,9 +20,9 @@ pub mod verify;
 
 pub use activation::{Activation, Approximate};
 pub use causal_conv1d::{
-    CausalConv1dAlgorithm, CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs,
-    CausalConv1dPlan, CausalConv1dSpec, CausalConv1dUpdateArgs, CausalConv1dUpdatePlan,
-    CausalConv1dUpdateSpec, causal_conv1d, causal_conv1d_update,
+    CausalConv1dAlgorithm, CausalConv1dArgs, CausalConv1dConfiguration, CausalConv1dGrads,
+    CausalConv1dOutputs, CausalConv1dPlan, CausalConv1dSpec, CausalConv1dUpdateArgs,
+    CausalConv1dUpdatePlan, CausalConv1dUpdateSpec, causal_conv1d, causal_conv1d_update,
 };
 pub use conv2d::{
     Conv2dAlgorithm, Conv2dArgs, Conv2dConfiguration, Conv2dParams, Conv2dPlan, Conv2dSpec,
@@ -31,7 +31,10 @@ pub use conv2d::{
 pub use device::Device;
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
-pub use gelu::{GeluAlgorithm, GeluArgs, GeluGrads, GeluPlan, GeluSpec, HalfMath, geglu, gelu};
+pub use gelu::{
+    GeluAlgorithm, GeluArgs, GeluConfiguration, GeluGrads, GeluPlan, GeluSpec, HalfMath, geglu,
+    gelu,
+};
 pub use half::{bf16, f16};
 pub use layout::{Layout, MAX_RANK};
 pub use plan::{Accuracy, PlanOptions, Verify, Workspace};

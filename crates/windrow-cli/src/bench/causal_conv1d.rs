@@ -75,6 +75,20 @@ fn spec(shape: [usize; 3], channel_last: bool, dtype: DType) -> windrow::Result<
     Ok(CausalConv1dSpec::new(x, weight)?.with_bias(bias).with_activation(Activation::Silu))
 }
 
+/// The specs of the cases, each once.
+pub(crate) fn specs(dtype: DType, full: bool) -> windrow::Result<Vec<CausalConv1dSpec>> {
+    let cases = CASES.into_iter().chain(if full { &FULL_CASES[..] } else { &[] }.iter().copied());
+    cases
+        .filter(|(_, _, algorithm)| algorithm.is_none())
+        .map(|(shape, channel_last, _)| spec(shape, channel_last, dtype))
+        .collect()
+}
+
+/// `channel-first` or `channel-last`.
+pub(crate) fn layout(spec: &CausalConv1dSpec) -> &'static str {
+    if spec.x.strides()[1] == 1 { "channel-last" } else { "channel-first" }
+}
+
 impl CausalConv1d {
     fn new(
         spec: &CausalConv1dSpec,
@@ -153,13 +167,13 @@ fn arguments<'a>(x: &'a Placed, weight: &'a Placed, bias: &'a Placed) -> CausalC
 impl Case for CausalConv1d {
     fn describe(&self) -> Description {
         let spec = self.plan.spec();
-        let channel_last = spec.x.strides()[1] == 1;
         Description {
             op: "causal_conv1d",
-            name: if channel_last { "channel-last" } else { "channel-first" }.into(),
+            name: layout(spec).into(),
             device: self.options.device,
             dtype: spec.x.dtype,
             algorithm: self.plan.algorithm().name().into(),
+            configuration: self.plan.configuration().to_string(),
             shape: format!("{} w{WIDTH}", by_x(spec.x.shape())),
             plan: self.plan.explain(),
             work: Work::Bytes((spec.x.bytes() + spec.y.bytes()) as f64),

@@ -48,10 +48,14 @@ pub(super) fn entries(s: &Selection<'_>, layers: Vec<Layer>) -> Result<Vec<Entry
     Ok(entries)
 }
 
-pub(super) fn spec(layer: &Layer, dtype: DType) -> windrow::Result<Conv2dSpec> {
+pub(crate) fn spec(layer: &Layer, dtype: DType) -> windrow::Result<Conv2dSpec> {
     let x = TensorDesc::contiguous(dtype, &[layer.n, layer.c, layer.h, layer.w])?;
     let w = TensorDesc::contiguous(dtype, &[layer.k, layer.c, 3, 3])?;
     Conv2dSpec::new(x, w, &Conv2dParams::default())
+}
+
+pub(crate) fn shape(spec: &Conv2dSpec) -> String {
+    format!("{} k{}", super::by_x(spec.x.shape()), spec.w.shape()[0])
 }
 
 impl Conv2d {
@@ -103,7 +107,8 @@ impl Case for Conv2d {
             device: self.options.device,
             dtype: spec.x.dtype,
             algorithm: self.plan.algorithm().name().into(),
-            shape: format!("{} k{}", super::by_x(spec.x.shape()), spec.w.shape()[0]),
+            configuration: self.plan.configuration().to_string(),
+            shape: shape(spec),
             plan: self.plan.explain(),
             work: Work::Flops(spec.flops().unwrap_or(0.0)),
             direct: "the direct algorithm",

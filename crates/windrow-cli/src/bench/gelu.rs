@@ -26,20 +26,14 @@ struct Gelu {
     workspace: Workspace,
 }
 
-/// The exact form at every S and K, and the tanh form where they are equal.
 pub(super) fn entries(s: &Selection<'_>) -> Result<Vec<Entry>, Failure> {
     let algorithm = match s.algorithm.map(str::parse::<GeluAlgorithm>) {
         Some(Err(_)) => return Ok(Vec::new()),
         named => named.and_then(Result::ok),
     };
-    let all = SIZES.into_iter().flat_map(|rows| SIZES.map(|columns| (rows, columns)));
-    let exact = all.map(|(rows, columns)| (Approximate::None, rows, columns));
-    let tanh = SIZES.into_iter().map(|size| (Approximate::Tanh, size, size));
     let mut entries: Vec<Entry> = Vec::new();
     for &dtype in s.dtypes(&DTYPES) {
-        for (approximate, rows, columns) in exact.clone().chain(tanh.clone()) {
-            let spec =
-                GeluSpec::new(TensorDesc::contiguous(dtype, &[rows, columns])?, approximate)?;
+        for spec in specs(dtype)? {
             let can = GeluPlan::algorithms(&spec, s.options.device);
             if algorithm.is_none_or(|a| can.contains(&a)) {
                 let options = s.options;
@@ -48,6 +42,19 @@ pub(super) fn entries(s: &Selection<'_>) -> Result<Vec<Entry>, Failure> {
         }
     }
     Ok(entries)
+}
+
+/// The exact form at every S and K, and the tanh form where they are equal.
+pub(crate) fn specs(dtype: DType) -> windrow::Result<Vec<GeluSpec>> {
+    let all = SIZES.into_iter().flat_map(|rows| SIZES.map(|columns| (rows, columns)));
+    let exact = all.map(|(rows, columns)| (Approximate::None, rows, columns));
+    let tanh = SIZES.into_iter().map(|size| (Approximate::Tanh, size, size));
+    exact
+        .chain(tanh)
+        .map(|(approximate, rows, columns)| {
+            GeluSpec::new(TensorDesc::contiguous(dtype, &[rows, columns])?, approximate)
+        })
+        .collect()
 }
 
 impl Gelu {
@@ -103,6 +110,7 @@ impl Case for Gelu {
             device: self.options.device,
             dtype: spec.x.dtype,
             algorithm: self.plan.algorithm().name().into(),
+            configuration: self.plan.configuration().to_string(),
             shape: by_x(spec.x.shape()),
             plan: self.plan.explain(),
             work: Work::Bytes((spec.x.bytes() + spec.y.bytes()) as f64),

@@ -1,10 +1,10 @@
 //! `windrow bench`: speed beside the machine's own ceiling and the direct algorithm, error beside
 //! the oracle.
 
-mod causal_conv1d;
-mod conv2d;
-mod gelu;
-mod layers;
+pub(crate) mod causal_conv1d;
+pub(crate) mod conv2d;
+pub(crate) mod gelu;
+pub(crate) mod layers;
 mod measure;
 mod parallel;
 mod plot;
@@ -114,6 +114,8 @@ struct Description {
     device: Device,
     dtype: DType,
     algorithm: String,
+    /// Algorithm and parameters.
+    configuration: String,
     shape: String,
     plan: String,
     work: Work,
@@ -222,7 +224,7 @@ fn ends(n: usize, count: usize) -> [Range<usize>; 2] {
 }
 
 /// `[4, 64, 112, 112]` as `4x64x112x112`.
-fn by_x(sizes: &[usize]) -> String {
+pub(crate) fn by_x(sizes: &[usize]) -> String {
     sizes.iter().map(usize::to_string).collect::<Vec<_>>().join("x")
 }
 

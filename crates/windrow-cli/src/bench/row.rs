@@ -17,6 +17,8 @@ pub(crate) struct Row {
     pub threads: usize,
     pub dtype: &'static str,
     pub algorithm: String,
+    /// Algorithm and parameters.
+    pub configuration: String,
     /// Sizes with `x` between them, and the filter's.
     pub shape: String,
     /// What the plan says about itself.
@@ -68,8 +70,18 @@ impl Row {
         machine: &Machine,
         limits: &Limits,
     ) -> windrow::Result<Self> {
-        let Description { op, name, device, dtype, algorithm, shape, plan, work, direct } =
-            case.describe();
+        let Description {
+            op,
+            name,
+            device,
+            dtype,
+            algorithm,
+            configuration,
+            shape,
+            plan,
+            work,
+            direct,
+        } = case.describe();
         let contestants = match work {
             Work::Flops(_) => 2,
             Work::Bytes(_) => 3,
@@ -97,6 +109,7 @@ impl Row {
             threads: machine.threads,
             dtype: DType::name(dtype),
             algorithm,
+            configuration,
             shape,
             plan,
             iterations: time.count,

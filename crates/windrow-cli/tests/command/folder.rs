@@ -43,6 +43,8 @@ impl Folder {
         Command::new(Path::new(env!("CARGO_BIN_EXE_windrow")))
             .args(args.split_whitespace())
             .current_dir(self.0.path())
+            // Nothing that was tuned on this machine.
+            .env("WINDROW_TUNE_CACHE", self.path("cache"))
             .output()
             .unwrap()
     }

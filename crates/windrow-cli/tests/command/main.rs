@@ -3,3 +3,4 @@
 mod bad_input;
 mod folder;
 mod good_input;
+mod tune;

@@ -33,6 +33,7 @@ mod reference;
 mod sample;
 mod sequences;
 mod spec;
+mod tuning;
 mod update;
 pub(crate) mod verify;
 
@@ -41,6 +42,7 @@ pub use plan::{
 };
 pub(crate) use problem::Problem;
 pub use spec::{CausalConv1dAlgorithm, CausalConv1dSpec};
+pub use tuning::CausalConv1dConfiguration;
 pub use update::{
     CausalConv1dUpdateArgs, CausalConv1dUpdatePlan, CausalConv1dUpdateSpec, causal_conv1d_update,
 };

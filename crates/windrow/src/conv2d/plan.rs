@@ -231,6 +231,20 @@ impl Conv2dPlan {
         tuning::tune(spec, options, search)
     }
 
+    /// Measures these configurations as [`Conv2dPlan::tune`] does, of which the first is what gains refer to. Nothing
+    /// is kept.
+    ///
+    /// # Errors
+    /// Those of making and running the first, [`Error::Parameter`] if there is none.
+    pub fn measure(
+        spec: &Conv2dSpec,
+        options: &PlanOptions,
+        configurations: &[Conv2dConfiguration],
+        search: &Search,
+    ) -> Result<Report> {
+        tuning::measure(spec, options, configurations, search)
+    }
+
     /// Every algorithm that can compute the spec on a device, whatever its accuracy; none if the
     /// spec is invalid.
     pub fn algorithms(spec: &Conv2dSpec, device: Device) -> Vec<Conv2dAlgorithm> {

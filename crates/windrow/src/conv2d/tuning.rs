@@ -6,7 +6,7 @@ use super::{
 };
 use crate::cpu::resolve_threads;
 use crate::cuda::Gpu;
-use crate::tuning::{self, Candidate, Contest, Report, Search, Tunable, parameters};
+use crate::tuning::{self, Contest, Report, Search, Tunable, parameters};
 use crate::verify::Placed;
 use crate::{
     Accuracy, Device, Error, Layout, PlanOptions, Result, TensorDesc, Tuning, Verify, Workspace,
@@ -92,6 +92,8 @@ pub(super) struct Problem {
     options: PlanOptions,
 }
 
+/// An algorithm that should take this many times as long as the best is tried with the model's parameters only.
+const HOPELESS: f64 = 2.0;
 /// Bytes of x and y beyond which more images change nothing on the CPU.
 const ENOUGH_BYTES: usize = 96 << 20;
 
@@ -184,15 +186,6 @@ impl Problem {
         }
     }
 
-    /// Time that the model expects.
-    fn cost(&self, configuration: &Conv2dConfiguration) -> Result<f64> {
-        let problem = self.spec.problem()?;
-        Ok(match self.options.device {
-            Device::Cpu => cpu::cost(&problem, configuration),
-            Device::Cuda(_) => cuda::cost(&problem, configuration),
-        })
-    }
-
     /// Whether handing out the work may cost more than a second thread gains.
     fn is_small(&self) -> bool {
         self.spec.flops().is_ok_and(|flops| flops < 5e7)
@@ -204,10 +197,10 @@ pub(super) fn decide(
     spec: &Conv2dSpec,
     options: &PlanOptions,
 ) -> Result<Option<Conv2dConfiguration>> {
-    if options.tuning == Tuning::Model || spec.y.layout.is_empty() {
+    if spec.y.layout.is_empty() {
         return Ok(None);
     }
-    tuning::decide(&Problem::new(spec, options)?, options.tuning)
+    tuning::decide(options.device, options.tuning, || Problem::new(spec, options))
 }
 
 /// Every candidate.
@@ -216,11 +209,21 @@ pub(super) fn configurations(
     options: &PlanOptions,
 ) -> Result<Vec<Conv2dConfiguration>> {
     spec.problem()?;
-    let candidates = Problem::new(spec, options)?.candidates()?;
-    Ok(candidates.into_iter().map(|c| c.configuration).collect())
+    Problem::new(spec, options)?.candidates()
 }
 
-/// Measures the candidates.
+/// Measures some configurations.
+pub(super) fn measure(
+    spec: &Conv2dSpec,
+    options: &PlanOptions,
+    configurations: &[Conv2dConfiguration],
+    how: &Search,
+) -> Result<Report> {
+    spec.problem()?;
+    tuning::measure(&Problem::new(spec, options)?, configurations, how)
+}
+
+/// Measures the candidates, and keeps the winner.
 pub(super) fn tune(spec: &Conv2dSpec, options: &PlanOptions, how: &Search) -> Result<Report> {
     spec.problem()?;
     tuning::tune(&Problem::new(spec, options)?, how).map(|(_, report)| report)
@@ -260,20 +263,34 @@ impl Tunable for Problem {
         key
     }
 
-    fn candidates(&self) -> Result<Vec<Candidate<Conv2dConfiguration>>> {
-        let model = Conv2dPlan::new(&self.spec, &self.options)?.configuration();
-        let mut all = vec![Candidate { configuration: model, cost: self.cost(&model)? }];
-        for algorithm in self.algorithms() {
-            for variant in self.variants(algorithm) {
+    fn candidates(&self) -> Result<Vec<Conv2dConfiguration>> {
+        let mut all = vec![Conv2dPlan::new(&self.spec, &self.options)?.configuration()];
+        let algorithms = self.algorithms();
+        let costs = algorithms.iter().map(|&a| self.cost(&Conv2dConfiguration::new(a)));
+        let costs: Vec<f64> = costs.collect::<Result<_>>()?;
+        let least = costs.iter().copied().fold(f64::INFINITY, f64::min);
+        for (algorithm, cost) in algorithms.into_iter().zip(costs) {
+            // Blocking does not make up for so much.
+            let worth = if cost <= HOPELESS * least { usize::MAX } else { 1 };
+            for variant in self.variants(algorithm).into_iter().take(worth) {
                 // In full, so that two ways of writing the same are one candidate.
                 let configuration = self.complete(&variant)?;
-                if all.iter().all(|c| c.configuration != configuration) {
-                    all.push(Candidate { configuration, cost: self.cost(&configuration)? });
+                if !all.contains(&configuration) {
+                    all.push(configuration);
                 }
             }
         }
-        all[1..].sort_by(|a, b| a.cost.total_cmp(&b.cost));
         Ok(all)
+    }
+
+    fn cost(&self, configuration: &Conv2dConfiguration) -> Result<f64> {
+        let problem = self.spec.problem()?;
+        Ok(match self.options.device {
+            Device::Cpu => cpu::cost(&problem, configuration),
+            Device::Cuda(index) => {
+                cuda::cost(Gpu::get(index)?, &self.spec, &problem, configuration)
+            }
+        })
     }
 
     fn is_valid(&self, configuration: &Conv2dConfiguration) -> bool {
@@ -293,7 +310,7 @@ impl Tunable for Problem {
 struct Runs<'a> {
     problem: &'a Problem,
     candidates: &'a [Conv2dConfiguration],
-    /// Made when a candidate's turn first comes, as is what it packs.
+    /// Those that were prepared, and what they pack.
     plans: Vec<Option<Conv2dPlan>>,
     packed: Vec<PackedWeights>,
     workspace: Workspace,
@@ -326,23 +343,6 @@ impl<'a> Runs<'a> {
         })
     }
 
-    /// Makes a candidate's plan and what it needs, if it is not there yet.
-    fn prepare(&mut self, candidate: usize) -> Result<()> {
-        if self.plans[candidate].is_some() {
-            return Ok(());
-        }
-        let Problem { spec, options } = self.problem;
-        let plan = Conv2dPlan::with_configuration(spec, &self.candidates[candidate], options)?;
-        if plan.workspace_bytes() > self.workspace.len() {
-            self.workspace = Workspace::new(options.device, plan.workspace_bytes())?;
-        }
-        if !self.packed.iter().any(|packed| plan.accepts(packed)) {
-            self.packed.push(plan.pack_weights(&self.w.as_ref(), &mut self.workspace)?);
-        }
-        self.plans[candidate] = Some(plan);
-        Ok(())
-    }
-
     /// Some channels of an image against the oracle: a convolution of parts of x and w.
     fn agrees(
         &self,
@@ -366,8 +366,23 @@ impl<'a> Runs<'a> {
 }
 
 impl Contest for Runs<'_> {
+    fn prepare(&mut self, candidate: usize) -> Result<()> {
+        if self.plans[candidate].is_some() {
+            return Ok(());
+        }
+        let Problem { spec, options } = self.problem;
+        let plan = Conv2dPlan::with_configuration(spec, &self.candidates[candidate], options)?;
+        if plan.workspace_bytes() > self.workspace.len() {
+            self.workspace = Workspace::new(options.device, plan.workspace_bytes())?;
+        }
+        if !self.packed.iter().any(|packed| plan.accepts(packed)) {
+            self.packed.push(plan.pack_weights(&self.w.as_ref(), &mut self.workspace)?);
+        }
+        self.plans[candidate] = Some(plan);
+        Ok(())
+    }
+
     fn run(&mut self, candidate: usize, times: usize) -> Result<()> {
-        self.prepare(candidate)?;
         let Some(plan) = &self.plans[candidate] else { return Ok(()) };
         let packed = self.packed.iter().find(|packed| plan.accepts(packed));
         let w = packed.map_or(Weights::Raw(self.w.as_ref()), Weights::Packed);

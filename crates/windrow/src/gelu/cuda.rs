@@ -1,6 +1,6 @@
 //! GELU on CUDA: launches of `kernels/*.cu`.
 
-use super::{GeluAlgorithm, GeluArgs, GeluGrads, GeluSpec, HalfMath};
+use super::{GeluAlgorithm, GeluArgs, GeluConfiguration, GeluGrads, GeluSpec, HalfMath};
 use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, column_sum, type_name};
 use crate::{Approximate, DType, MAX_RANK, Result, TensorDesc, TensorMut, TensorRef, Workspace};
 
@@ -147,11 +147,11 @@ impl<const N: usize> Loops<N> {
     }
 
     /// One thread for every `vector` elements of a row, whose first `access` may be cut short; in one
-    /// row for `unroll` times as many.
-    fn launch(&self, vector: usize, access: usize, unroll: usize) -> Launch {
+    /// row for `unroll` times as many. `block` is the threads of a block, a power of two.
+    fn launch(&self, vector: usize, access: usize, unroll: usize, block: usize) -> Launch {
         let items = self.items(vector, access).div_ceil(unroll);
-        let x = if self.rank() == 0 { THREADS } else { items.next_power_of_two().min(THREADS) };
-        let y = THREADS / x;
+        let x = if self.rank() == 0 { block } else { items.next_power_of_two().min(block) };
+        let y = block / x;
         let rows = self.rows().div_ceil(y).min(65535);
         Launch { grid: [items.div_ceil(x) as u32, rows as u32, 1], block: [x as u32, y as u32, 1] }
     }
@@ -234,6 +234,7 @@ fn kernel_spec<const N: usize>(
 #[derive(Clone, Debug)]
 pub(super) struct Forward {
     kernel: &'static Kernel,
+    configuration: GeluConfiguration,
     launch: Launch,
     words: Words,
     /// Where the addresses of y, x, gate and bias go.
@@ -245,7 +246,11 @@ pub(super) struct Forward {
 /// below a wave of blocks threads count most; above it twice the work in half the blocks, which may
 /// then make way early (that costs a block about a nanosecond). Large tensors gain from neither, but
 /// for the longest arithmetic.
-fn unroll(spec: &GeluSpec, loops: &Loops<4>, (vector, access): (usize, usize)) -> (usize, bool) {
+fn model_unroll(
+    spec: &GeluSpec,
+    loops: &Loops<4>,
+    (vector, access): (usize, usize),
+) -> (usize, bool) {
     let items = loops.items(vector, access);
     let wide = loops.rank() == 0 && loops.unit && access * spec.x.dtype.size() == 16;
     let long = spec.x.dtype == DType::F32 && spec.approximate == Approximate::Tanh;
@@ -257,16 +262,29 @@ fn unroll(spec: &GeluSpec, loops: &Loops<4>, (vector, access): (usize, usize)) -
     }
 }
 
+/// A configuration with the parameters that the model chooses where it says nothing.
+pub(super) fn complete(spec: &GeluSpec, configuration: &GeluConfiguration) -> GeluConfiguration {
+    let GeluConfiguration { algorithm, block, unroll } = *configuration;
+    let (model, _) = model_unroll(spec, &Loops::of(spec), widths(algorithm));
+    let (block, unroll) = (block.or(Some(THREADS)), unroll.or(Some(model)));
+    GeluConfiguration { algorithm, block, unroll }
+}
+
 /// The forward kernel of a spec, its launch and its parameters.
-fn forward(spec: &GeluSpec, algorithm: GeluAlgorithm) -> (KernelSpec, Launch, Words, [usize; 4]) {
+fn forward(
+    spec: &GeluSpec,
+    configuration: &GeluConfiguration,
+) -> (KernelSpec, Launch, Words, [usize; 4]) {
+    let GeluConfiguration { algorithm, block, unroll } = complete(spec, configuration);
     let loops = Loops::of(spec);
     let mut words = Words::new();
     loops.push_shape(&mut words);
     let pointers = [0, 1, 2, 3].map(|i| loops.push_operand(&mut words, i, std::ptr::null()));
     let widths = widths(algorithm);
     let entry = format!("gelu_{}", algorithm.name());
-    let (unroll, early) = unroll(spec, &loops, widths);
-    let launch = loops.launch(widths.0, widths.1, unroll);
+    let (_, early) = model_unroll(spec, &loops, widths);
+    let (unroll, block) = (unroll.unwrap_or(1), block.unwrap_or(THREADS));
+    let launch = loops.launch(widths.0, widths.1, unroll, block);
     let kernel = kernel_spec(&FORWARD, entry, spec, &loops, widths, &words)
         .define("NATIVE", u8::from(is_native(spec)))
         .define("UNROLL", unroll)
@@ -275,11 +293,20 @@ fn forward(spec: &GeluSpec, algorithm: GeluAlgorithm) -> (KernelSpec, Launch, Wo
 }
 
 impl Forward {
-    pub(super) fn new(index: u32, spec: &GeluSpec, algorithm: GeluAlgorithm) -> Result<Self> {
+    pub(super) fn new(
+        index: u32,
+        spec: &GeluSpec,
+        configuration: &GeluConfiguration,
+    ) -> Result<Self> {
         let gpu = Gpu::get(index)?;
-        let (kernel, launch, words, pointers) = forward(spec, algorithm);
+        let (kernel, launch, words, pointers) = forward(spec, configuration);
         let kernel = gpu.kernel(&kernel)?;
-        Ok(Forward { kernel, launch, words, pointers, is_empty: spec.x.layout.is_empty() })
+        let (configuration, is_empty) = (complete(spec, configuration), spec.x.layout.is_empty());
+        Ok(Forward { kernel, configuration, launch, words, pointers, is_empty })
+    }
+
+    pub(super) fn configuration(&self) -> GeluConfiguration {
+        self.configuration
     }
 
     /// The views have been compared with the plan's spec and device.
@@ -374,7 +401,7 @@ fn elementwise(
         return Ok(());
     }
     let vector = vector_of(spec, loops.unit);
-    let launch = loops.launch(vector, vector, 1);
+    let launch = loops.launch(vector, vector, 1, THREADS);
     // SAFETY: as in `Forward::run`.
     unsafe { gpu.kernel(&kernel)?.launch(stream, launch, words.as_slice()) }
 }
@@ -522,19 +549,27 @@ mod tests {
             for approximate in FORMS {
                 let flat = spec(dtype, &[64, 48], &[0, 1], approximate);
                 let bias = |d| TensorDesc::contiguous(d, &[48]).unwrap();
-                kernels.extend(algorithms(&flat).into_iter().map(|a| forward(&flat, a).0));
+                kernels.extend(
+                    algorithms(&flat)
+                        .into_iter()
+                        .map(|a| forward(&flat, &GeluConfiguration::new(a)).0),
+                );
                 let specs = [
                     flat.bias(bias(dtype)).gate(flat.x),
                     flat.bias(bias(DType::F32)),
                     flat.half_math(HalfMath::Native),
                 ];
-                kernels.extend(specs.map(|spec| forward(&spec, algorithms(&spec)[0]).0));
+                kernels.extend(
+                    specs.map(|spec| {
+                        forward(&spec, &GeluConfiguration::new(algorithms(&spec)[0])).0
+                    }),
+                );
             }
         }
         let deep = Layout::strided(&[2; 8], &[256, 1, 3, 7, 17, 37, 77, 1000]).unwrap();
         let deep = TensorDesc { dtype: DType::F32, layout: deep };
         let spec = GeluSpec::new(deep, Approximate::None).unwrap();
-        kernels.push(forward(&spec, GeluAlgorithm::F32).0);
+        kernels.push(forward(&spec, &GeluConfiguration::new(GeluAlgorithm::F32)).0);
         crate::cuda::compile_tests::check_compiles(&kernels);
     }
 
@@ -575,7 +610,7 @@ mod tests {
     fn without_a_device_a_plan_is_an_error() {
         let spec = spec(DType::F16, &[8], &[0], Approximate::None);
         assert!(matches!(
-            Forward::new(4000, &spec, GeluAlgorithm::F16x8Pack),
+            Forward::new(4000, &spec, &GeluConfiguration::new(GeluAlgorithm::F16x8Pack)),
             Err(crate::Error::NoDevice { .. })
         ));
         let options = crate::PlanOptions { device: Device::Cpu, ..Default::default() };

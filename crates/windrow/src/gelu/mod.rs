@@ -11,12 +11,15 @@ mod reference;
 mod spec;
 #[cfg(test)]
 mod tests;
+mod tuning;
 pub(crate) mod verify;
 
 pub use spec::{GeluAlgorithm, GeluSpec, HalfMath};
+pub use tuning::GeluConfiguration;
 
 use crate::cpu::{Isa, resolve_threads};
 use crate::tensor::{check_device, check_disjoint, check_view};
+use crate::tuning::{Report, Search};
 use crate::verify::Comparison;
 use crate::{
     Approximate, Device, Error, PlanOptions, Result, Tensor, TensorMut, TensorRef, Verify,
@@ -72,7 +75,7 @@ pub struct GeluPlan {
 }
 
 impl GeluPlan {
-    /// A plan with the algorithm that is fastest.
+    /// A plan with the configuration that [`PlanOptions::tuning`] gives.
     ///
     /// # Errors
     /// What is wrong with the spec: [`Error::DType`], [`Error::Shape`], [`Error::Rank`],
@@ -80,6 +83,9 @@ impl GeluPlan {
     /// [`Error::Backend`].
     pub fn new(spec: &GeluSpec, options: &PlanOptions) -> Result<Self> {
         spec.check()?;
+        if let Some(tuned) = tuning::decide(spec, options)? {
+            return Self::with_configuration(spec, &tuned, options);
+        }
         match Self::algorithms(spec, options.device)[..] {
             [fastest, ..] => Self::with_algorithm(spec, fastest, options),
             [] => Err(Error::unsupported(
@@ -89,7 +95,7 @@ impl GeluPlan {
         }
     }
 
-    /// A plan with this algorithm.
+    /// A plan with this algorithm and the model's parameters.
     ///
     /// # Errors
     /// As [`GeluPlan::new`], and [`Error::Unsupported`] if the algorithm cannot compute this spec on
@@ -99,7 +105,21 @@ impl GeluPlan {
         algorithm: GeluAlgorithm,
         options: &PlanOptions,
     ) -> Result<Self> {
+        Self::with_configuration(spec, &GeluConfiguration::new(algorithm), options)
+    }
+
+    /// A plan with this configuration.
+    ///
+    /// # Errors
+    /// As [`GeluPlan::with_algorithm`], and [`Error::Unsupported`] if the algorithm has not
+    /// the parameters or cannot run with them.
+    pub fn with_configuration(
+        spec: &GeluSpec,
+        configuration: &GeluConfiguration,
+        options: &PlanOptions,
+    ) -> Result<Self> {
         spec.check()?;
+        let algorithm = configuration.algorithm;
         let all = Self::algorithms(spec, options.device);
         if !all.contains(&algorithm) {
             let names: Vec<_> = all.iter().map(|a| a.name()).collect();
@@ -108,11 +128,48 @@ impl GeluPlan {
                 format!("this spec can be computed by {}", names.join(", ")),
             ));
         }
+        configuration.check(options)?;
         let cuda = match options.device {
             Device::Cpu => None,
-            Device::Cuda(index) => Some(cuda::Forward::new(index, spec, algorithm)?),
+            Device::Cuda(index) => Some(cuda::Forward::new(index, spec, configuration)?),
         };
-        Ok(GeluPlan { spec: *spec, algorithm, options: *options, cuda })
+        let plan = GeluPlan { spec: *spec, algorithm, options: *options, cuda };
+        crate::tuning::announce("gelu", options.device, &plan.configuration());
+        Ok(plan)
+    }
+
+    /// Every configuration that [`GeluPlan::tune`] measures, the model's choice first.
+    ///
+    /// # Errors
+    /// As [`GeluPlan::new`].
+    pub fn configurations(
+        spec: &GeluSpec,
+        options: &PlanOptions,
+    ) -> Result<Vec<GeluConfiguration>> {
+        tuning::configurations(spec, options)
+    }
+
+    /// Measures the configurations on dense tensors of its own, compares the fastest one's result with the oracle,
+    /// and keeps it for plans with [`Tuning::Cached`](crate::Tuning::Cached).
+    ///
+    /// # Errors
+    /// As [`GeluPlan::new`], and what running the model's choice can give.
+    pub fn tune(spec: &GeluSpec, options: &PlanOptions, search: &Search) -> Result<Report> {
+        tuning::tune(spec, options, search)
+    }
+
+    /// Measures these configurations as [`GeluPlan::tune`] does, of which the first is what gains refer to. Nothing
+    /// is kept.
+    ///
+    /// # Errors
+    /// Those of making and running the first, [`Error::Parameter`] if there is none.
+    pub fn measure(
+        spec: &GeluSpec,
+        options: &PlanOptions,
+        configurations: &[GeluConfiguration],
+        search: &Search,
+    ) -> Result<Report> {
+        tuning::measure(spec, options, configurations, search)
     }
 
     /// All algorithms that can compute this spec, the fastest first. None if the spec is wrong.
@@ -128,6 +185,14 @@ impl GeluPlan {
     /// The algorithm chosen.
     pub fn algorithm(&self) -> GeluAlgorithm {
         self.algorithm
+    }
+
+    /// The algorithm and all of its parameters.
+    pub fn configuration(&self) -> GeluConfiguration {
+        match &self.cuda {
+            Some(cuda) => cuda.configuration(),
+            None => GeluConfiguration::new(self.algorithm),
+        }
     }
 
     /// What it computes.
@@ -153,11 +218,11 @@ impl GeluPlan {
     /// Algorithm, and instruction set and threads or the launch, in one line.
     pub fn explain(&self) -> String {
         if let Some(cuda) = &self.cuda {
-            return format!("gelu {}: one pass, {}", self.algorithm.name(), cuda.explain());
+            return format!("gelu by {}: one pass, {}", self.configuration(), cuda.explain());
         }
         format!(
-            "gelu {}: one pass in {} vectors on {} threads",
-            self.algorithm.name(),
+            "gelu by {}: one pass in {} vectors on {} threads",
+            self.configuration(),
             Isa::best().name(),
             resolve_threads(self.options.threads)
         )

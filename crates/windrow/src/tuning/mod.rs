@@ -51,7 +51,9 @@ pub(crate) trait Tunable {
     /// What is computed, in words and numbers; on the CPU with the number of threads.
     fn key(&self) -> String;
     /// Every candidate, the model's choice first.
-    fn candidates(&self) -> Result<Vec<Candidate<Self::Configuration>>>;
+    fn candidates(&self) -> Result<Vec<Self::Configuration>>;
+    /// Time that the model expects, in any unit.
+    fn cost(&self, configuration: &Self::Configuration) -> Result<f64>;
     /// Whether a configuration from a file may be used.
     fn is_valid(&self, configuration: &Self::Configuration) -> bool;
     /// By what a search measures.
@@ -63,14 +65,6 @@ pub(crate) trait Tunable {
         &'a self,
         candidates: &'a [Self::Configuration],
     ) -> Result<Box<dyn Contest + 'a>>;
-}
-
-/// A configuration that can compute a problem.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Candidate<C> {
-    pub(crate) configuration: C,
-    /// Time that the model expects, in any unit.
-    pub(crate) cost: f64,
 }
 
 /// What a search has measured.
@@ -121,20 +115,26 @@ impl Report {
     }
 }
 
-/// The configuration that a plan should take; `None` for the model's.
+/// The configuration that a plan should take; `None` for the model's. The problem is made only if there is
+/// something to look up.
 ///
 /// # Errors
 /// Those of a search, and without the device.
-pub(crate) fn decide<T: Tunable>(problem: &T, tuning: Tuning) -> Result<Option<T::Configuration>> {
+pub(crate) fn decide<T: Tunable>(
+    device: Device,
+    tuning: Tuning,
+    problem: impl FnOnce() -> Result<T>,
+) -> Result<Option<T::Configuration>> {
     let budget = match tuning {
         Tuning::Model => return Ok(None),
         Tuning::Cached => None,
         Tuning::Search { budget } => Some(budget),
     };
-    let known = Known::of(problem.device())?;
+    let known = Known::of(device)?;
     if budget.is_none() && known.is_empty() {
         return Ok(None);
     }
+    let problem = &problem()?;
     let key = problem.key();
     if let Some(found) = known.found(&key).and_then(|text| valid(problem, &key, &text)) {
         return Ok(Some(found));
@@ -154,28 +154,45 @@ fn valid<T: Tunable>(problem: &T, key: &str, text: &str) -> Option<T::Configurat
     configuration
 }
 
-/// Measures the candidates and keeps the winner.
+/// Measures configurations, of which the first is the model's choice or what else gains refer to.
+///
+/// # Errors
+/// Those of making and running the first; [`Error::Parameter`] without any.
+pub(crate) fn measure<T: Tunable>(
+    problem: &T,
+    configurations: &[T::Configuration],
+    how: &Search,
+) -> Result<Report> {
+    let Some(first) = configurations.first() else {
+        return Err(Error::parameter("configurations", "none", "at least one"));
+    };
+    let model_cost = problem.cost(first)?;
+    let mut contest = problem.contest(configurations)?;
+    let outcome = search(configurations.len(), how, &mut *contest, &*problem.clock())?;
+    let measured = configurations.iter().enumerate().map(|(i, configuration)| {
+        Ok(Measured {
+            configuration: configuration.to_string(),
+            expected: problem.cost(configuration)? / model_cost,
+            seconds: Spread::of(&outcome.samples[i]).map(|s| s.median),
+            samples: outcome.samples[i].len(),
+            refused: outcome.refused[i].clone(),
+        })
+    });
+    Ok(Report {
+        problem: problem.key(),
+        candidates: measured.collect::<Result<_>>()?,
+        chosen: outcome.chosen,
+        stop: outcome.stop,
+    })
+}
+
+/// Measures all candidates and keeps the winner.
 ///
 /// # Errors
 /// Those of making and running the model's choice.
 pub(crate) fn tune<T: Tunable>(problem: &T, how: &Search) -> Result<(T::Configuration, Report)> {
     let candidates = problem.candidates()?;
-    let configurations: Vec<_> = candidates.iter().map(|c| c.configuration).collect();
-    let mut contest = problem.contest(&configurations)?;
-    let outcome = search(configurations.len(), how, &mut *contest, &*problem.clock())?;
-    let measured = (0..candidates.len()).map(|i| Measured {
-        configuration: configurations[i].to_string(),
-        expected: candidates[i].cost / candidates[MODEL].cost,
-        seconds: Spread::of(&outcome.samples[i]).map(|s| s.median),
-        samples: outcome.samples[i].len(),
-        refused: outcome.refused[i].clone(),
-    });
-    let report = Report {
-        problem: problem.key(),
-        candidates: measured.collect(),
-        chosen: outcome.chosen,
-        stop: outcome.stop,
-    };
+    let report = measure(problem, &candidates, how)?;
     if let (Some(seconds), Some(model_seconds)) = (report.winner().seconds, report.model().seconds)
     {
         let entry = Entry {
@@ -187,7 +204,7 @@ pub(crate) fn tune<T: Tunable>(problem: &T, how: &Search) -> Result<(T::Configur
         let known = Known::of(problem.device())?;
         known.remember(Entries::from([(report.problem.clone(), entry)]));
     }
-    Ok((configurations[outcome.chosen], report))
+    Ok((candidates[report.chosen], report))
 }
 
 /// A tensor of random numbers that repeat after a million, for inputs of any size in no time.

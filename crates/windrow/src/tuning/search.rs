@@ -27,6 +27,8 @@ impl Clock for SystemClock {
 
 /// Candidates that can be run, by number; 0 is the model's choice.
 pub(crate) trait Contest {
+    /// Makes what a candidate's runs need; counts neither as its time nor in the budget.
+    fn prepare(&mut self, candidate: usize) -> Result<()>;
     /// Runs a candidate so many times and waits for its results.
     fn run(&mut self, candidate: usize, times: usize) -> Result<()>;
     /// Runs a candidate once and says whether its result agrees with the oracle.
@@ -180,6 +182,9 @@ impl State<'_> {
     /// Seconds of a call; sets how many make a measurement. Of a hopeless candidate the one call is kept as
     /// its measurement.
     fn first_calls(&mut self, i: usize, best: f64) -> Result<f64> {
+        let before = self.clock.now();
+        self.contest.prepare(i)?;
+        self.start += self.clock.now() - before;
         let mut seconds = self.timed(i, 1)?;
         if seconds <= HOPELESS * best || i == MODEL {
             seconds = self.timed(i, 1)?;
@@ -227,6 +232,11 @@ impl State<'_> {
     /// Halves the candidates round by round until the model's choice and one more are left, and then
     /// until these two can be told apart.
     fn halve(&mut self, mut live: Vec<usize>) -> Result<Stop> {
+        if live.len() == 1 {
+            for _ in 0..ENOUGH {
+                self.pass(&mut live)?;
+            }
+        }
         while live.len() > 1 {
             let rounds = live.len().ilog2() + 1;
             let left = self.budget.saturating_sub(self.clock.now() - self.start);

@@ -1,7 +1,7 @@
 //! Searches among fake candidates, by a fake clock.
 
 use super::search::{Clock, Contest, MODEL, Outcome, Search, Stop, search};
-use super::{Candidate, Tunable, Tuning, decide, parameters, tune};
+use super::{Tunable, Tuning, measure, parameters, tune};
 use crate::{Device, Error, Result};
 use std::cell::Cell;
 use std::fmt;
@@ -10,6 +10,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 const MS: f64 = 1e-3;
+const PREPARATION: f64 = 7.0;
 
 #[derive(Clone, Default)]
 struct FakeClock(Rc<Cell<f64>>);
@@ -30,6 +31,7 @@ struct Fake {
     wrong: Vec<usize>,
     failing: Vec<usize>,
     calls: Vec<usize>,
+    prepared: usize,
     /// The order of measurements.
     order: Vec<usize>,
 }
@@ -44,8 +46,14 @@ impl Fake {
             wrong: Vec::new(),
             failing: Vec::new(),
             calls: vec![0; seconds.len()],
+            prepared: 0,
             order: Vec::new(),
         }
+    }
+
+    /// Time that was spent on measuring.
+    fn measuring(&self) -> Duration {
+        Duration::from_secs_f64(self.clock.0.get() - PREPARATION * self.prepared as f64)
     }
 
     fn search(&mut self, budget: f64, exhaustive: bool) -> Result<Outcome> {
@@ -56,6 +64,13 @@ impl Fake {
 }
 
 impl Contest for Fake {
+    /// Takes long, as a compiler does.
+    fn prepare(&mut self, _: usize) -> Result<()> {
+        self.clock.0.set(self.clock.0.get() + PREPARATION);
+        self.prepared += 1;
+        Ok(())
+    }
+
     fn run(&mut self, candidate: usize, times: usize) -> Result<()> {
         if self.failing.contains(&candidate) {
             return Err(Error::unsupported("this candidate", "it fails"));
@@ -84,7 +99,7 @@ fn the_fastest_of_many_wins_in_noise() {
         fake.seconds[17] = 1.2 * MS;
         let outcome = fake.search(2.0, false).unwrap();
         assert_eq!(outcome.chosen, 17, "noise {noise}");
-        assert!(fake.clock.now() < Duration::from_millis(2100), "{:?}", fake.clock.now());
+        assert!(fake.measuring() < Duration::from_millis(2100), "{:?}", fake.measuring());
         // Slow ones leave early, the model's choice never.
         let slowest = (1..30).max_by(|&a, &b| fake.seconds[a].total_cmp(&fake.seconds[b])).unwrap();
         assert!(fake.calls[slowest] < fake.calls[17] && fake.calls[slowest] <= fake.calls[MODEL]);
@@ -115,7 +130,7 @@ fn it_stops_when_decided() {
     let mut fake = Fake::new(&[2.0 * MS, 1.0 * MS, 3.0 * MS], 0.05);
     let outcome = fake.search(60.0, false).unwrap();
     assert_eq!((outcome.chosen, outcome.stop), (1, Stop::Decided));
-    assert!(fake.clock.now() < Duration::from_millis(200), "{:?}", fake.clock.now());
+    assert!(fake.measuring() < Duration::from_millis(200), "{:?}", fake.measuring());
     let mut alone = Fake::new(&[1.0 * MS], 0.0);
     assert_eq!(alone.search(60.0, false).unwrap().stop, Stop::Decided);
 }
@@ -128,7 +143,7 @@ fn the_budget_ends_it() {
     assert_eq!((outcome.chosen, outcome.stop), (MODEL, Stop::Budget));
     assert!(outcome.refused.iter().flatten().any(|r| r.contains("not measured")));
     // Those who were not turned away have been measured a few times.
-    assert!(fake.clock.now() < Duration::from_secs(5), "{:?}", fake.clock.now());
+    assert!(fake.measuring() < Duration::from_secs(5), "{:?}", fake.measuring());
     let mut none = Fake::new(&[1.0, 0.5], 0.0);
     assert_eq!(none.search(0.0, false).unwrap().chosen, MODEL);
 }
@@ -173,16 +188,17 @@ fn wrong_results_and_failures_are_refused() {
 }
 
 /// A problem whose configurations are numbers of blocks: the fewer, the faster.
+#[derive(Clone)]
 struct Blocks {
     name: &'static str,
     most: usize,
-    contests: Cell<usize>,
+    contests: Rc<Cell<usize>>,
     clock: FakeClock,
 }
 
 impl Blocks {
     fn new(name: &'static str, most: usize) -> Self {
-        Blocks { name, most, contests: Cell::new(0), clock: FakeClock::default() }
+        Blocks { name, most, contests: Rc::default(), clock: FakeClock::default() }
     }
 }
 
@@ -206,6 +222,10 @@ impl FromStr for Count {
     }
 }
 
+fn decide(problem: &Blocks, tuning: Tuning) -> Result<Option<Count>> {
+    super::decide(Device::Cpu, tuning, || Ok(problem.clone()))
+}
+
 impl Tunable for Blocks {
     type Configuration = Count;
 
@@ -217,9 +237,12 @@ impl Tunable for Blocks {
         self.name.into()
     }
 
-    fn candidates(&self) -> Result<Vec<Candidate<Count>>> {
-        let all = [self.most, 1].map(Count);
-        Ok(all.map(|c| Candidate { configuration: c, cost: 2.0 * c.0 as f64 }).to_vec())
+    fn candidates(&self) -> Result<Vec<Count>> {
+        Ok([self.most, 1].map(Count).to_vec())
+    }
+
+    fn cost(&self, count: &Count) -> Result<f64> {
+        Ok(2.0 * count.0 as f64)
     }
 
     fn is_valid(&self, count: &Count) -> bool {
@@ -261,4 +284,9 @@ fn reports_say_what_was_gained() {
     assert_eq!((report.problem.as_str(), report.chosen), ("reported", 1));
     assert_eq!((report.model().expected, report.winner().expected), (1.0, 0.05));
     assert!((15.0..25.0).contains(&report.gain()), "{report:?}");
+    // Others than its own candidates, and nothing is remembered.
+    let report = measure(&Blocks::new("measured", 20), &[Count(3), Count(2)], &how).unwrap();
+    assert_eq!((report.candidates.len(), report.chosen), (2, 1));
+    assert_eq!(decide(&Blocks::new("measured", 20), Tuning::Cached).unwrap(), None);
+    assert!(measure(&problem, &[], &how).is_err());
 }

@@ -51,13 +51,15 @@ pub(crate) struct Forward {
 }
 
 impl Forward {
-    /// For the layouts of `x` and `y` as strides of [b, d, l].
+    /// For the layouts of `x` and `y` as strides of [b, d, l]; channels and tokens of a task are chosen by a
+    /// model where they are `None`.
     pub(crate) fn new(
         problem: Problem,
         activation: Activation,
         (x, y): (&[isize], &[isize]),
         element: usize,
         threads: usize,
+        task: [Option<usize>; 2],
     ) -> Result<Self> {
         let Problem { b, d, l, .. } = problem;
         let direction = if x[2] == 1 && y[2] == 1 && l >= GROUP {
@@ -80,6 +82,9 @@ impl Forward {
                 ((work / tokens).min(d).next_multiple_of(GROUP).max(GROUP), tokens)
             }
         };
+        let channels =
+            task[0].map_or(channels, |most| most.min(d).next_multiple_of(GROUP).max(GROUP));
+        let tokens = task[1].map_or(tokens, |most| most.clamp(1, l.max(1)));
         let tasks = b * d.div_ceil(channels) * l.div_ceil(tokens);
         let threads = if total <= 8192 { 1 } else { threads.min(tasks) };
         let scratch = (|| {
@@ -99,6 +104,11 @@ impl Forward {
 
     pub(crate) fn workspace_bytes(&self) -> usize {
         self.scratch * self.threads
+    }
+
+    /// Channels and tokens of a task, and threads.
+    pub(crate) fn task(&self) -> [usize; 3] {
+        [self.channels, self.tokens, self.threads]
     }
 
     /// Direction of vectors, size of tasks and threads in words.

@@ -9,9 +9,12 @@ use super::cpu::{Forward, Inputs, Operand, Parameters, Tokens};
 use super::cuda;
 use super::reference::Reference;
 use super::sequences::Sequences;
-use super::{CausalConv1dAlgorithm, CausalConv1dSpec, Problem, verify};
+use super::{
+    CausalConv1dAlgorithm, CausalConv1dConfiguration, CausalConv1dSpec, Problem, tuning, verify,
+};
 use crate::cpu::{Isa, SimdElement, resolve_threads};
 use crate::tensor::{check_device, check_disjoint, check_optional_view, check_view};
+use crate::tuning::{Report, Search, announce};
 use crate::verify::Comparison;
 use crate::{
     Activation, DType, Device, Error, PlanOptions, Result, Tensor, TensorDesc, TensorMut,
@@ -115,7 +118,7 @@ enum Gradient {
 }
 
 impl CausalConv1dPlan {
-    /// A plan with the fastest algorithm.
+    /// A plan with the configuration that [`PlanOptions::tuning`] gives.
     ///
     /// # Errors
     /// What is wrong with the spec: [`Error::Rank`], [`Error::Shape`], [`Error::DType`],
@@ -123,6 +126,9 @@ impl CausalConv1dPlan {
     /// `seq_idx` and `cu_seqlens`; for CUDA [`Error::NoDevice`] and [`Error::Backend`].
     pub fn new(spec: &CausalConv1dSpec, options: &PlanOptions) -> Result<Self> {
         let problem = spec.problem()?;
+        if let Some(tuned) = tuning::decide(spec, options)? {
+            return Self::with_configuration(spec, &tuned, options);
+        }
         let algorithm = match problem.dense {
             true => CausalConv1dAlgorithm::Im2colGemm,
             false => CausalConv1dAlgorithm::Direct,
@@ -130,7 +136,7 @@ impl CausalConv1dPlan {
         Self::with_algorithm(spec, algorithm, options)
     }
 
-    /// A plan with this algorithm.
+    /// A plan with this algorithm and the model's parameters.
     ///
     /// # Errors
     /// As [`CausalConv1dPlan::new`], and [`Error::Unsupported`] if the algorithm cannot compute this
@@ -140,17 +146,67 @@ impl CausalConv1dPlan {
         algorithm: CausalConv1dAlgorithm,
         options: &PlanOptions,
     ) -> Result<Self> {
-        Self::on_isa(spec, algorithm, options, Isa::best())
+        Self::on_isa(spec, &CausalConv1dConfiguration::new(algorithm), options, Isa::best())
+    }
+
+    /// A plan with this configuration.
+    ///
+    /// # Errors
+    /// As [`CausalConv1dPlan::with_algorithm`], and [`Error::Unsupported`] if the algorithm has not
+    /// the parameters or cannot run with them.
+    pub fn with_configuration(
+        spec: &CausalConv1dSpec,
+        configuration: &CausalConv1dConfiguration,
+        options: &PlanOptions,
+    ) -> Result<Self> {
+        configuration.check(options)?;
+        Self::on_isa(spec, configuration, options, Isa::best())
+    }
+
+    /// Every configuration that [`CausalConv1dPlan::tune`] measures, the model's choice first.
+    ///
+    /// # Errors
+    /// As [`CausalConv1dPlan::new`].
+    pub fn configurations(
+        spec: &CausalConv1dSpec,
+        options: &PlanOptions,
+    ) -> Result<Vec<CausalConv1dConfiguration>> {
+        tuning::configurations(spec, options)
+    }
+
+    /// Measures the configurations on dense tensors of its own, compares the fastest one's result with the oracle,
+    /// and keeps it for plans with [`Tuning::Cached`](crate::Tuning::Cached). Specs with states or packed
+    /// sequences are measured as one sequence without.
+    ///
+    /// # Errors
+    /// As [`CausalConv1dPlan::new`], and what running the model's choice can give.
+    pub fn tune(spec: &CausalConv1dSpec, options: &PlanOptions, search: &Search) -> Result<Report> {
+        tuning::tune(spec, options, search)
+    }
+
+    /// Measures these configurations as [`CausalConv1dPlan::tune`] does, of which the first is what gains refer to.
+    /// Nothing is kept.
+    ///
+    /// # Errors
+    /// Those of making and running the first, [`Error::Parameter`] if there is none.
+    pub fn measure(
+        spec: &CausalConv1dSpec,
+        options: &PlanOptions,
+        configurations: &[CausalConv1dConfiguration],
+        search: &Search,
+    ) -> Result<Report> {
+        tuning::measure(spec, options, configurations, search)
     }
 
     /// As [`CausalConv1dPlan::with_algorithm`], with the instructions of `isa`.
     pub(crate) fn on_isa(
         spec: &CausalConv1dSpec,
-        algorithm: CausalConv1dAlgorithm,
+        configuration: &CausalConv1dConfiguration,
         options: &PlanOptions,
         isa: Isa,
     ) -> Result<Self> {
         let problem = spec.problem()?;
+        let CausalConv1dConfiguration { algorithm, channels, tokens, threads } = *configuration;
         if let Device::Cuda(index) = options.device {
             if !Self::algorithms(spec, options.device).contains(&algorithm) {
                 return Err(Error::unsupported(
@@ -167,16 +223,19 @@ impl CausalConv1dPlan {
                     Algorithm::CudaIm2colGemm(Box::new(gemm), gradients)
                 }
             };
-            return Ok(CausalConv1dPlan {
+            let plan = CausalConv1dPlan {
                 spec: spec.clone(),
                 problem,
                 options: *options,
                 isa,
                 algorithm,
                 backward: Gradient::Cuda,
-            });
+            };
+            announce("causal_conv1d", options.device, &plan.configuration());
+            return Ok(plan);
         }
-        let (threads, activation) = (resolve_threads(options.threads), spec.activation);
+        let most = resolve_threads(options.threads);
+        let (threads, activation) = (threads.map_or(most, |t| t.min(most)), spec.activation);
         let gemm = || Im2colGemm::new(problem, activation, isa, threads);
         let backward = match problem.dense {
             true => Gradient::Dense(DenseBackward::new(gemm()?)?),
@@ -192,13 +251,16 @@ impl CausalConv1dPlan {
             CausalConv1dAlgorithm::Direct => {
                 let strides = (spec.x.strides(), spec.y.strides());
                 let element = spec.x.dtype.size();
-                let direct = Forward::new(problem, activation, strides, element, threads)?;
+                let task = [channels, tokens];
+                let direct = Forward::new(problem, activation, strides, element, threads, task)?;
                 Algorithm::Direct(direct)
             }
             CausalConv1dAlgorithm::Im2colGemm => Algorithm::Im2colGemm(gemm()?),
         };
         let (spec, options) = (spec.clone(), *options);
-        Ok(CausalConv1dPlan { spec, problem, options, isa, algorithm, backward })
+        let plan = CausalConv1dPlan { spec, problem, options, isa, algorithm, backward };
+        announce("causal_conv1d", options.device, &plan.configuration());
+        Ok(plan)
     }
 
     /// All algorithms that can compute this spec, the fastest first. None if the spec is wrong.
@@ -217,6 +279,18 @@ impl CausalConv1dPlan {
             Algorithm::Im2colGemm(_) | Algorithm::CudaIm2colGemm(..) => {
                 CausalConv1dAlgorithm::Im2colGemm
             }
+        }
+    }
+
+    /// The algorithm and all of its parameters.
+    pub fn configuration(&self) -> CausalConv1dConfiguration {
+        let configuration = CausalConv1dConfiguration::new(self.algorithm());
+        match &self.algorithm {
+            Algorithm::Direct(direct) => {
+                let [channels, tokens, threads] = direct.task().map(Some);
+                CausalConv1dConfiguration { channels, tokens, threads, ..configuration }
+            }
+            _ => configuration,
         }
     }
 
@@ -254,14 +328,22 @@ impl CausalConv1dPlan {
             Algorithm::Im2colGemm(gemm) => gemm.explain(),
             Algorithm::Cuda(direct) => {
                 let device = self.options.device;
-                return format!("causal_conv1d direct ({device}): {}", direct.explain());
+                return format!(
+                    "causal_conv1d by {} on {device}: {}",
+                    self.configuration(),
+                    direct.explain()
+                );
             }
             Algorithm::CudaIm2colGemm(gemm, _) => {
                 let device = self.options.device;
-                return format!("causal_conv1d im2col_gemm ({device}): {}", gemm.explain());
+                return format!(
+                    "causal_conv1d by {} on {device}: {}",
+                    self.configuration(),
+                    gemm.explain()
+                );
             }
         };
-        format!("causal_conv1d {} ({}): {how}", self.algorithm(), self.isa.name())
+        format!("causal_conv1d by {} on {}: {how}", self.configuration(), self.isa.name())
     }
 
     /// Computes the outputs. They share no memory with inputs or each other.

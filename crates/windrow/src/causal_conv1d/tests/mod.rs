@@ -141,7 +141,13 @@ proptest! {
         for algorithm in CausalConv1dPlan::algorithms(&spec, Device::Cpu) {
             for isa in Isa::available() {
                 let plan =
-                    CausalConv1dPlan::on_isa(&spec, algorithm, &options(threads), isa).unwrap();
+                    CausalConv1dPlan::on_isa(
+                        &spec,
+                        &CausalConv1dConfiguration::new(algorithm),
+                        &options(threads),
+                        isa,
+                    )
+                    .unwrap();
                 let mut sample = Sample::new(&spec, seed).unwrap();
                 pass(&plan.explain(), run(&plan, &mut sample).unwrap());
             }

@@ -363,8 +363,10 @@ pub(crate) fn floats_mut(bytes: &mut [u8]) -> &mut [f32] {
 /// Time that the model expects, in multiplications at the rate of Winograd's products.
 pub(crate) fn cost(p: &Problem, configuration: &Conv2dConfiguration) -> f64 {
     let terms = p.flops() / 2.0;
-    match configuration.algorithm.tile() {
-        Some(tile) => winograd::cost(p, tile),
-        None => terms,
+    match configuration.algorithm {
+        Conv2dAlgorithm::WinogradGemm(tile) => winograd::cost(p, tile),
+        // Transformed along rows only.
+        Conv2dAlgorithm::WinogradFused(tile) => terms * tile.alpha() as f64 / (3 * tile.m()) as f64,
+        _ => terms,
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
+use crate::cuda::Gpu;
 use crate::{Accuracy, DType};
 
 /// The algorithm that should be fastest among those that are supported and that the spec's accuracy
@@ -10,6 +11,7 @@ pub(super) fn choose(
     spec: &Conv2dSpec,
     p: &Problem,
     supported: &[Conv2dAlgorithm],
+    multiprocessors: u32,
 ) -> Conv2dAlgorithm {
     let has = |algorithm| supported.contains(&algorithm);
     let few = p.k_group() < 8 || p.taps() < 8;
@@ -18,8 +20,9 @@ pub(super) fn choose(
         return sums;
     }
     let staged = Conv2dAlgorithm::WinogradGemm(tile(spec));
-    let wins = |algorithm| p.c.min(p.k) >= 16 || algorithm == Conv2dAlgorithm::WinogradRow;
-    let candidates = if stages_pay(spec, p) {
+    let idle = has(Conv2dAlgorithm::WinogradRow) && leaves_idle(spec, p, multiprocessors);
+    let wins = |algorithm| p.c.min(p.k) >= 16 || idle || algorithm == Conv2dAlgorithm::WinogradRow;
+    let candidates = if stages_pay(spec, p) || idle {
         [staged, Conv2dAlgorithm::WinogradRow]
     } else {
         [Conv2dAlgorithm::WinogradRow, staged]
@@ -34,21 +37,6 @@ pub(crate) fn allows(spec: &Conv2dSpec, algorithm: Conv2dAlgorithm) -> bool {
         Conv2dAlgorithm::WinogradGemm(Tile::F6) => is_strict(spec) && may_transform(spec),
         Conv2dAlgorithm::WinogradGemm(asked) => may_transform(spec) && asked.m() <= tile(spec).m(),
         _ => !algorithm.is_winograd() || may_transform(spec),
-    }
-}
-
-/// Time that the model expects, in multiplications of the sums: those that are left, slower where stages pass
-/// through memory.
-pub(crate) fn cost(p: &Problem, configuration: &Conv2dConfiguration) -> f64 {
-    let sums = p.flops() / 2.0;
-    match configuration.algorithm {
-        Conv2dAlgorithm::Direct => 10.0 * sums,
-        Conv2dAlgorithm::WinogradRow => sums * 5.0 / 9.0,
-        Conv2dAlgorithm::WinogradGemm(tile) => {
-            let share = tile.alpha().pow(2) as f64 / (9 * tile.m().pow(2)) as f64;
-            share * (sums + 64.0 * (p.c + p.k) as f64 * sums / (p.c * p.k).max(1) as f64)
-        }
-        _ => sums,
     }
 }
 
@@ -86,6 +74,52 @@ fn stages_pay(spec: &Conv2dSpec, p: &Problem) -> bool {
     !is_strict(spec) && p.c >= c && p.k >= k && tiles >= 1024
 }
 
+/// True if the fused kernel has too few blocks for the device to be ahead of the stages.
+fn leaves_idle(spec: &Conv2dSpec, p: &Problem, multiprocessors: u32) -> bool {
+    row_rounds(p, multiprocessors) <= 2.0
+        && staged_micros(spec, p, tile(spec)) < row_micros(spec, p, multiprocessors)
+}
+
+/// How often the fused kernel's blocks fill the device: a block computes two units of 192 outputs of 64
+/// channels.
+fn row_rounds(p: &Problem, multiprocessors: u32) -> f64 {
+    let blocks = (p.n * p.oh * p.ow) as f64 / 384.0 * p.k.div_ceil(64) as f64;
+    let rounds = blocks / f64::from(multiprocessors);
+    if rounds < 4.0 { rounds.ceil() } else { rounds }
+}
+
+/// Expected microseconds of the fused kernel: every round takes its steps of 16 input channels. Like the
+/// following, fitted to 38 layers on an H200 (`benchmarks/record/2026-11-22-h200`).
+fn row_micros(spec: &Conv2dSpec, p: &Problem, multiprocessors: u32) -> f64 {
+    let step = if is_strict(spec) { 3.8 } else { 1.4 };
+    10.0 + step * row_rounds(p, multiprocessors) * p.c.div_ceil(16) as f64
+}
+
+/// Expected microseconds of the stages: launches, passes over V and M, products.
+fn staged_micros(spec: &Conv2dSpec, p: &Problem, tile: Tile) -> f64 {
+    let per_gflop = if is_strict(spec) { 20.0 } else { 3.0 };
+    let tiles = p.n * p.oh.div_ceil(tile.m()) * p.ow.div_ceil(tile.m());
+    let elements = (tiles * tile.alpha() * tile.alpha()) as f64;
+    let megabytes = 2e-6 * elements * (p.c * spec.x.dtype.size() + p.k * 4) as f64;
+    11.5 + 0.32 * megabytes + per_gflop * 2e-9 * elements * (p.c * p.k) as f64
+}
+
+/// Time that the model expects, in microseconds.
+pub(crate) fn cost(
+    gpu: &Gpu,
+    spec: &Conv2dSpec,
+    p: &Problem,
+    configuration: &Conv2dConfiguration,
+) -> f64 {
+    let gflop = 1e-9 * p.flops();
+    match configuration.algorithm {
+        Conv2dAlgorithm::WinogradRow => row_micros(spec, p, gpu.info.multiprocessors),
+        Conv2dAlgorithm::WinogradGemm(tile) => staged_micros(spec, p, tile),
+        Conv2dAlgorithm::Direct => 10.0 + 300.0 * gflop,
+        _ => 10.0 + 50.0 * gflop,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -107,7 +141,7 @@ mod tests {
         let w = TensorDesc::contiguous(dtype, &[k, c / groups, taps, taps]).unwrap();
         let params = Conv2dParams { accuracy, groups, ..Default::default() };
         let spec = Conv2dSpec::new(TensorDesc { dtype, layout: x }, w, &params).unwrap();
-        choose(&spec, &spec.problem().unwrap(), &[&OWN, more].concat())
+        choose(&spec, &spec.problem().unwrap(), &[&OWN, more].concat(), 132)
     }
 
     #[test]
@@ -139,5 +173,19 @@ mod tests {
         assert_eq!(f32([64, 64, 3, 64], &[WinogradRow, Cudnn]), Direct);
         let half = |sizes| taken(DType::F16, Accuracy::Half, sizes, &[WinogradRow, Cudnn]);
         assert_eq!(half([512, 2048, 3, 1]), WinogradGemm(Tile::F4));
+    }
+
+    #[test]
+    fn stages_take_what_would_leave_the_device_idle() {
+        let taken = |n, c, k, size| {
+            let x = TensorDesc::contiguous(DType::F32, &[n, c, size, size]).unwrap();
+            let w = TensorDesc::contiguous(DType::F32, &[k, c, 3, 3]).unwrap();
+            let spec = Conv2dSpec::new(x, w, &Conv2dParams::default()).unwrap();
+            let supported = [&OWN[..], &[WinogradRow]].concat();
+            choose(&spec, &spec.problem().unwrap(), &supported, 132)
+        };
+        assert_eq!(taken(3, 496, 416, 12), WinogradGemm(Tile::F4));
+        assert_eq!(taken(128, 96, 192, 12), WinogradRow);
+        assert_eq!(taken(64, 512, 512, 50), WinogradRow);
     }
 }

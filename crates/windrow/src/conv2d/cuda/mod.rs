@@ -106,7 +106,7 @@ impl Engine {
         Ok(if FewTaps::supports(gpu, spec, problem) && problem.k >= 8 {
             Conv2dAlgorithm::Im2colGemm
         } else {
-            choice::choose(spec, problem, &supported)
+            choice::choose(spec, problem, &supported, gpu.info.multiprocessors)
         })
     }
 

@@ -129,5 +129,5 @@ fn devices_without_the_operator_are_refused() {
     let ok = GeluPlan::with_algorithm(&spec, GeluAlgorithm::Cpu, &PlanOptions::default()).unwrap();
     assert_eq!(ok.algorithm().name().parse::<GeluAlgorithm>().unwrap(), GeluAlgorithm::Cpu);
     assert!("fast".parse::<GeluAlgorithm>().is_err());
-    assert!(ok.explain().starts_with("gelu cpu"));
+    assert!(ok.explain().starts_with("gelu by cpu"));
 }

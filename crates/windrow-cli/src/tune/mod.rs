@@ -1,0 +1,141 @@
+//! `windrow tune`: measures the configurations of each problem, shows how they rank, and remembers the
+//! winners.
+
+mod blocks;
+mod problems;
+mod report;
+
+use crate::bench::layers::{self, Layer};
+use crate::bench::progress;
+use crate::failure::Failure;
+use crate::files;
+use crate::machine::check_device;
+use crate::operator::Operator;
+use problems::Problem;
+use report::Row;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::time::Duration;
+use windrow::tuning::{self, Report, Search};
+use windrow::{Accuracy, DType, Device, PlanOptions};
+
+/// Measure the configurations of every problem and remember the fastest.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Tune {
+    /// Operators to tune [default: all]
+    operators: Vec<Operator>,
+    /// Layer file for conv2d, lines of name,n,c,h,w,k [default: the 18 layers that ship with it]
+    #[arg(long, value_name = "FILE")]
+    layers: Option<PathBuf>,
+    /// The real batch of the 18 layers; otherwise a sixteenth
+    #[arg(long)]
+    full: bool,
+    /// Element types, f32, f16 or bf16
+    #[arg(long, value_delimiter = ',', default_value = "f32")]
+    dtype: Vec<DType>,
+    /// Accuracy of conv2d: exact, fp32, tf32 or half
+    #[arg(long, default_value = "fp32")]
+    accuracy: Accuracy,
+    /// CPU threads [default: all cores]
+    #[arg(long)]
+    threads: Option<NonZeroUsize>,
+    /// cpu or cuda:INDEX
+    #[arg(long, default_value = "cpu")]
+    device: Device,
+    /// Time for measuring, over all problems [default: one second each]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    budget: Option<Duration>,
+    /// Then measure every configuration alike, to see what the model and the search have missed
+    #[arg(long)]
+    exhaustive: bool,
+    /// Instead show times of conv2d or gelu on CUDA with 64 to 1024 threads per block
+    #[arg(long, conflicts_with_all = ["exhaustive", "export", "import"])]
+    threads_per_block: bool,
+    /// Print JSON instead of tables
+    #[arg(long)]
+    json: bool,
+    /// Instead write what was found on this machine for the device to a file
+    #[arg(long, value_name = "FILE", conflicts_with = "import")]
+    export: Option<PathBuf>,
+    /// Instead take over a file that was exported
+    #[arg(long, value_name = "FILE")]
+    import: Option<PathBuf>,
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds: f64 = text.parse().map_err(|e| format!("{e}"))?;
+    Duration::try_from_secs_f64(seconds).map_err(|e| e.to_string())
+}
+
+/// Time for a problem unless told otherwise.
+const BUDGET: Duration = Duration::from_secs(1);
+
+pub(crate) fn run(args: &Tune) -> Result<(), Failure> {
+    if let Some(path) = &args.import {
+        let table = std::fs::read_to_string(path)
+            .map_err(|e| Failure::Input(format!("{}: {e}", path.display())))?;
+        let count = tuning::import(&table)?;
+        println!("{}: {count} entries taken over", path.display());
+        return Ok(());
+    }
+    check_device(args.device)?;
+    if let Some(path) = &args.export {
+        files::write_bytes(path, tuning::export(args.device)?.as_bytes())?;
+        println!("{}: what was found for {}", path.display(), args.device);
+        return Ok(());
+    }
+    if args.threads_per_block {
+        return blocks::run(args);
+    }
+    let problems = problems::all(args)?;
+    if problems.is_empty() {
+        return Err(Failure::Input(format!("nothing to tune on {}", args.device)));
+    }
+    let budget = args.budget.map_or(BUDGET, |total| total / problems.len() as u32);
+    let bar = progress(problems.len() as u64);
+    let mut rows = Vec::with_capacity(problems.len());
+    for problem in &problems {
+        bar.set_message(problem.name.clone());
+        let found = (problem.tune)(&Search { budget, exhaustive: false })?;
+        let all = args
+            .exhaustive
+            .then(|| problem.measure(&found, &Search { budget, exhaustive: true }))
+            .transpose()?;
+        rows.push(Row::new(problem, &found, all.as_ref()));
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    if args.json {
+        println!("{}", report::json(args.device, &rows)?);
+    } else {
+        print!("{}", report::tables(&rows));
+        if let Some(path) = tuning::table_path(args.device)? {
+            println!("kept in {}", path.display());
+        }
+    }
+    Ok(())
+}
+
+impl Tune {
+    fn options(&self) -> PlanOptions {
+        let mut options = PlanOptions { device: self.device, ..Default::default() };
+        options.threads = self.threads;
+        options
+    }
+
+    fn layers(&self) -> Result<Vec<Layer>, Failure> {
+        match &self.layers {
+            Some(path) => layers::read(path),
+            None if self.full => Ok(layers::cnn18()),
+            None => Ok(layers::cnn18().into_iter().map(Layer::reduced).collect()),
+        }
+    }
+}
+
+impl Problem {
+    /// Every configuration measured alike. The search's winner is one of them.
+    fn measure(&self, found: &Report, how: &Search) -> windrow::Result<Report> {
+        let all: Vec<&str> = found.candidates.iter().map(|c| c.configuration.as_str()).collect();
+        (self.measure)(&all, how)
+    }
+}

@@ -1,0 +1,66 @@
+//! `windrow tune`.
+
+use crate::folder::Folder;
+use serde_json::Value;
+
+fn folder() -> Folder {
+    let folder = Folder::new();
+    std::fs::write(folder.path("layers.csv"), "small,1,8,12,12,16\n").unwrap();
+    folder
+}
+
+#[test]
+fn tune_remembers_exports_and_imports() {
+    let folder = folder();
+    let tune = "tune conv2d --layers layers.csv --threads 1 --budget 0.05";
+    let printed = folder.succeed(&format!("{tune} --exhaustive"));
+    for expected in ["conv2d small 1x8x12x12 k16", "model", "tuned", "best ms", "kept in"] {
+        assert!(printed.contains(expected), "{printed}");
+    }
+    assert!(printed.lines().all(|line| line.chars().count() <= 100 || line.starts_with("kept")));
+
+    folder.succeed("tune --export table.json");
+    let text = std::fs::read_to_string(folder.path("table.json")).unwrap();
+    let table: Value = serde_json::from_str(&text).unwrap();
+    let key = "conv2d f32 1x8x12x12 16x8x3x3 nchw-nchw fp32 1 threads";
+    let configuration = table["entries"][key]["configuration"].as_str().unwrap();
+    let bench = "bench conv2d --layers layers.csv --threads 1 --iterations 1 --json";
+    let record: Value = serde_json::from_str(&folder.succeed(bench)).unwrap();
+    assert_eq!(record["rows"][0]["configuration"], configuration);
+
+    // Another configuration from elsewhere, and back.
+    let other = text.replace(configuration, "im2col_gemm threads=1");
+    std::fs::write(folder.path("other.json"), other).unwrap();
+    assert!(folder.succeed("tune --import other.json").contains("1 entries"));
+    let record: Value = serde_json::from_str(&folder.succeed(bench)).unwrap();
+    assert_eq!(record["rows"][0]["configuration"], "im2col_gemm threads=1");
+}
+
+#[test]
+fn tune_prints_json() {
+    let folder = folder();
+    let printed = folder.succeed("tune conv2d --layers layers.csv --budget 0.02 --json");
+    let record: Value = serde_json::from_str(&printed).unwrap();
+    let row = &record["rows"][0];
+    assert!(row["model"]["ms"].as_f64().unwrap() > 0.0);
+    assert!(row["candidates"].as_array().unwrap().len() > 5);
+    assert!(row["tuned"]["configuration"].is_string() && row["best"].is_null());
+    assert!(record["device"]["name"].is_string());
+}
+
+#[test]
+fn tune_refuses_bad_input() {
+    let folder = folder();
+    std::fs::write(folder.path("bad.json"), "{\"windrow\": \"9.9.9\"}").unwrap();
+    for (arguments, expected) in [
+        ("tune --import bad.json", "table"),
+        ("tune --import none.json", "none.json"),
+        ("tune conv2d --layers none.csv", "none.csv"),
+        ("tune conv2d --threads-per-block", "cuda:INDEX"),
+        ("tune --budget=-1", "budget"),
+        ("tune --budget x", "budget"),
+        ("tune conv3d", "conv3d"),
+    ] {
+        folder.refuse(arguments, &[expected]);
+    }
+}
