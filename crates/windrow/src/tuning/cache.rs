@@ -122,8 +122,9 @@ pub(crate) struct Known {
     shipped: Entries,
 }
 
-/// Tables that ship with the library.
-const SHIPPED: &[&str] = &[];
+/// Tables that ship with the library: what `windrow tune --export` wrote, without entries that are the model's
+/// choice.
+const SHIPPED: &[&str] = &[include_str!("shipped/nvidia-h200.json")];
 
 impl Known {
     /// Read at the first call for a device, kept as long as the process lives.

@@ -195,11 +195,13 @@ pub(crate) fn tune<T: Tunable>(problem: &T, how: &Search) -> Result<(T::Configur
     let report = measure(problem, &candidates, how)?;
     if let (Some(seconds), Some(model_seconds)) = (report.winner().seconds, report.model().seconds)
     {
+        // In whole nanoseconds, for readers.
+        let ms = |seconds: f64| (seconds * 1e9).round() / 1e6;
         let entry = Entry {
             configuration: report.winner().configuration.clone(),
-            ms: seconds * 1e3,
+            ms: ms(seconds),
             model: report.model().configuration.clone(),
-            model_ms: model_seconds * 1e3,
+            model_ms: ms(model_seconds),
         };
         let known = Known::of(problem.device())?;
         known.remember(Entries::from([(report.problem.clone(), entry)]));
