@@ -3,12 +3,10 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use windrow::{
-    CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dPlan, CausalConv1dSpec, Device, Workspace,
-};
+use windrow::{CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dPlan, CausalConv1dSpec, Device};
 use windrow_fuzz::{
     Result, Unstructured, activation, compute_type, desc, f32_or, integers, judge, options, size,
-    tensor,
+    tensor, workspace,
 };
 
 fn run(u: &mut Unstructured<'_>) -> Result<()> {
@@ -70,8 +68,7 @@ fn run(u: &mut Unstructured<'_>) -> Result<()> {
             y: y.as_mut(),
             final_states: final_states.as_mut().map(|t| t.as_mut()),
         };
-        let mut workspace =
-            Workspace::new(Device::Cpu, plan.workspace_bytes()).expect("a small workspace");
+        let Some(mut workspace) = workspace(plan.workspace_bytes()) else { return Ok(()) };
         judge(plan.run(&args, outputs, &mut workspace));
     }
     Ok(())

@@ -3,12 +3,10 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use windrow::{
-    CausalConv1dUpdateArgs, CausalConv1dUpdatePlan, CausalConv1dUpdateSpec, Device, Workspace,
-};
+use windrow::{CausalConv1dUpdateArgs, CausalConv1dUpdatePlan, CausalConv1dUpdateSpec};
 use windrow_fuzz::{
     Result, Unstructured, activation, compute_type, desc, f32_or, integers, judge, options, size,
-    tensor,
+    tensor, workspace,
 };
 
 fn run(u: &mut Unstructured<'_>) -> Result<()> {
@@ -50,8 +48,7 @@ fn run(u: &mut Unstructured<'_>) -> Result<()> {
         cache_seqlens: cache_seqlens.as_ref().map(|t| t.as_ref()),
         conv_state_indices: conv_state_indices.as_ref().map(|t| t.as_ref()),
     };
-    let mut workspace =
-        Workspace::new(Device::Cpu, plan.workspace_bytes()).expect("a small workspace");
+    let Some(mut workspace) = workspace(plan.workspace_bytes()) else { return Ok(()) };
     judge(plan.run(&args, state.as_mut(), y.as_mut(), &mut workspace));
     Ok(())
 }

@@ -3,12 +3,10 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use windrow::{
-    Accuracy, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, Device, Weights, Workspace,
-};
+use windrow::{Accuracy, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, Device, Weights};
 use windrow_fuzz::{
     Result, Unstructured, activation, compute_type, desc, f32_or, judge, one_of, options, size,
-    tensor,
+    tensor, workspace,
 };
 
 fn run(u: &mut Unstructured<'_>) -> Result<()> {
@@ -49,8 +47,7 @@ fn run(u: &mut Unstructured<'_>) -> Result<()> {
         let Some(mut y) = tensor(4, spec.y) else { return Ok(()) };
         let bias = bias.as_ref().map(|t| t.as_ref());
         let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias };
-        let mut workspace =
-            Workspace::new(Device::Cpu, plan.workspace_bytes()).expect("a small workspace");
+        let Some(mut workspace) = workspace(plan.workspace_bytes()) else { return Ok(()) };
         judge(plan.run(&args, y.as_mut(), &mut workspace));
     }
     Ok(())

@@ -7,7 +7,8 @@ pub use arbitrary::{Arbitrary, Result, Unstructured};
 use std::num::NonZeroUsize;
 use windrow::verify::random_tensor;
 use windrow::{
-    Activation, Approximate, DType, Error, Layout, PlanOptions, Tensor, TensorDesc, Verify,
+    Activation, Approximate, DType, Device, Error, Layout, PlanOptions, Tensor, TensorDesc, Verify,
+    Workspace,
 };
 
 /// Most elements of a tensor: the oracle is slow.
@@ -87,6 +88,11 @@ pub fn integers(
 pub fn options(u: &mut Unstructured<'_>) -> Result<PlanOptions> {
     let threads = NonZeroUsize::new(u.int_in_range(1..=2)?);
     Ok(PlanOptions { threads, verify: Verify::On, ..PlanOptions::default() })
+}
+
+/// Scratch memory for a plan; `None` where it would be too large.
+pub fn workspace(bytes: usize) -> Option<Workspace> {
+    (bytes <= 1024 * MAX_ELEMENTS).then(|| Workspace::new(Device::Cpu, bytes).ok()).flatten()
 }
 
 /// Panics if the result was wrong.

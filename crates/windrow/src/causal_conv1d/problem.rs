@@ -21,6 +21,11 @@ pub(crate) struct Problem {
 }
 
 impl Problem {
+    /// True if there is nothing to compute; other sizes can then be larger than any memory.
+    pub(crate) fn is_empty(&self) -> bool {
+        [self.b, self.d_out, self.l].contains(&0)
+    }
+
     pub(crate) fn new(x: &TensorDesc, weight: &TensorDesc) -> Result<Self> {
         let &[b, d, l] = x.shape() else {
             return Err(rank("x", x, "3: [b, d, l]"));

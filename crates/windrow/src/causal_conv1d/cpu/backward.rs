@@ -57,10 +57,12 @@ impl Backward {
             let total = scratch.checked_mul(threads)?.checked_add(partials)?.checked_mul(4)?;
             (total <= isize::MAX as usize).then_some((scratch, partials))
         };
-        let (scratch, partials) = sizes().ok_or_else(|| Error::SizeOverflow {
+        let overflow = || Error::SizeOverflow {
             what: "workspace",
             detail: format!("width {width}, {groups} groups of channels, {parts} parts"),
-        })?;
+        };
+        // Without channels the width can be anything.
+        let (scratch, partials) = if d == 0 { (0, 0) } else { sizes().ok_or_else(overflow)? };
         Ok(Backward { problem, activation, threads, tokens, scratch, partials })
     }
 

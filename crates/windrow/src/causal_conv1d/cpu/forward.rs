@@ -96,6 +96,7 @@ impl Forward {
             what: "workspace",
             detail: format!("width {}, {channels} channels", problem.width),
         };
+        let scratch = if problem.is_empty() { Some(0) } else { scratch };
         let scratch = scratch.ok_or_else(overflow)?.next_multiple_of(64);
         scratch.checked_mul(threads).ok_or_else(overflow)?;
         let stream = 2 * total * element > last_level_cache();
@@ -136,7 +137,7 @@ impl Forward {
         scratch: *mut u8,
     ) {
         let Problem { b, d, l, .. } = self.problem;
-        if b * d * l == 0 {
+        if self.problem.is_empty() {
             return;
         }
         let [blocks, chunks] = [d.div_ceil(self.channels), l.div_ceil(self.tokens)];

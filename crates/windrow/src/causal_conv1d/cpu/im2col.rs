@@ -58,7 +58,7 @@ impl Im2colGemm {
             let total = parts.iter().try_fold(0usize, |sum, &n| sum.checked_add(n))?;
             (total <= isize::MAX as usize / 4).then_some(parts)
         };
-        let parts = sizes().ok_or_else(overflow)?;
+        let parts = if problem.is_empty() { [0; 5] } else { sizes().ok_or_else(overflow)? };
         Ok(Im2colGemm { problem, activation, isa, threads, tokens, parts })
     }
 
@@ -90,7 +90,7 @@ impl Im2colGemm {
     ) {
         let Inputs { tokens, parameters } = inputs;
         let Problem { b, d, d_out, l, width, .. } = self.problem;
-        if b * d_out * l == 0 {
+        if self.problem.is_empty() {
             return;
         }
         let terms = width * d;
@@ -172,6 +172,9 @@ impl Im2colGemm {
     /// `weight` has the problem's sizes and `to` holds the matrix.
     unsafe fn expand_weight(&self, weight: &TensorRef<'_>, to: *mut f32) {
         let Problem { d, d_out, width, dense, .. } = self.problem;
+        if d == 0 {
+            return; // The width of a filter without elements can be anything.
+        }
         let strides = weight.strides();
         // SAFETY: rows and columns are in the matrix and in the weight.
         unsafe {
@@ -206,6 +209,9 @@ impl Im2colGemm {
         to: *mut f32,
     ) {
         let terms = self.problem.width * self.problem.d;
+        if terms == 0 {
+            return;
+        }
         let (to, n) = (SendPtr(to), range.len());
         parallel_for(self.threads, n.div_ceil(ROWS), |i| {
             let rows = i * ROWS..((i + 1) * ROWS).min(n);

@@ -215,10 +215,14 @@ pub(crate) unsafe fn gather_as<S: Simd, T: SimdElement>(
     [row, col]: [isize; 2],
     to: *mut f32,
 ) {
+    let len = rows * cols;
+    if len == 0 {
+        // Strides of a tensor without elements can be anything, and so `first`.
+        return;
+    }
     // SAFETY: promised by the caller; without gaps the elements are one piece.
     unsafe {
         let base = base.offset(first);
-        let len = rows * cols;
         if (col == 1 || cols <= 1) && (row == cols as isize || rows <= 1) {
             for i in (0..len).step_by(S::LANES) {
                 let n = S::LANES.min(len - i);

@@ -63,10 +63,11 @@ impl Update {
             let scratch = tiles.checked_add(staged)?.checked_mul(4)?;
             scratch.checked_mul(threads).map(|_| scratch)
         };
-        let scratch = scratch().ok_or_else(|| Error::SizeOverflow {
+        let overflow = || Error::SizeOverflow {
             what: "workspace",
             detail: format!("width {width}, {channels} channels"),
-        })?;
+        };
+        let scratch = if problem.is_empty() { 0 } else { scratch().ok_or_else(overflow)? };
         Ok(Update { problem, activation, state_len, threads, channels, scratch })
     }
 
@@ -88,10 +89,10 @@ impl Update {
         operands: &Operands<'_, T>,
         scratch: *mut u8,
     ) {
-        let Problem { b, d, .. } = self.problem;
-        if b * d == 0 {
+        if self.problem.is_empty() {
             return;
         }
+        let d = self.problem.d;
         let scratch = SendPtr(scratch);
         parallel_for_workers(self.threads, d.div_ceil(self.channels), |worker, task| {
             let first = task * self.channels;

@@ -8,8 +8,8 @@ use super::*;
 use crate::cpu::Isa;
 use crate::verify::Check;
 use crate::{
-    Activation, Approximate, DType, Device, Error, Layout, PlanOptions, TensorDesc, TensorMut,
-    TensorRef, Verify, Workspace,
+    Activation, Approximate, DType, Device, Error, Layout, PlanOptions, Tensor, TensorDesc,
+    TensorMut, TensorRef, Verify, Workspace,
 };
 use proptest::prelude::*;
 use std::num::NonZeroUsize;
@@ -327,6 +327,57 @@ fn spoil_last(held: &mut Held) {
         let at = view.as_mut_ptr().cast::<f32>().offset(offset);
         at.write(-at.read());
     }
+}
+
+/// Where one size is zero the others may be larger than any memory.
+#[test]
+fn tensors_without_elements_take_no_memory_and_no_time() {
+    const HUGE: usize = 1 << 40;
+    let desc = |shape: &[usize]| TensorDesc::contiguous(DType::F32, shape).unwrap();
+    for (x, weight, bias) in [
+        ([2, 0, 3], vec![5, 0, HUGE], Some([5])), // dense: the bias everywhere
+        ([HUGE, 0, 3], vec![0, 4], None),
+        ([HUGE, 3, 0], vec![3, 4], None),
+        ([2, 0, 3], vec![0, HUGE], None),
+    ] {
+        let mut spec = CausalConv1dSpec::new(desc(&x), desc(&weight)).unwrap();
+        spec.bias = bias.map(|shape| desc(&shape));
+        for algorithm in CausalConv1dPlan::algorithms(&spec, Device::Cpu) {
+            let plan = CausalConv1dPlan::with_algorithm(&spec, algorithm, &options(2)).unwrap();
+            assert!(plan.workspace_bytes() < 1 << 24, "{spec:?} {algorithm:?}");
+            let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+            let bias = spec.bias.map(|_| [1.0f32, 2.0, 3.0, 4.0, 5.0]);
+            let bias = bias.as_ref().map(|b| TensorRef::new(b, &[5]).unwrap());
+            let taps = [1.0f32; 12];
+            let mut y = Tensor::uninitialised(spec.y).unwrap();
+            let args = CausalConv1dArgs {
+                x: TensorRef::new::<f32>(&[], &x).unwrap(),
+                weight: TensorRef::new(&taps[..weight.iter().product()], &weight).unwrap(),
+                bias,
+                seq_idx: None,
+                cu_seqlens: None,
+                initial_states: None,
+            };
+            let outputs = CausalConv1dOutputs { y: y.as_mut(), final_states: None };
+            plan.run(&args, outputs, &mut workspace).unwrap();
+            for (i, y) in y.to_vec::<f32>().unwrap().into_iter().enumerate() {
+                assert_eq!(y, [1.0, 2.0, 3.0, 4.0, 5.0][i / 3 % 5]);
+            }
+        }
+    }
+    let (x, weight) = (desc(&[HUGE, 3, 0]), desc(&[3, 1]));
+    let spec = CausalConv1dUpdateSpec::new(x, desc(&[HUGE, 3, 0]), weight).unwrap();
+    let plan = CausalConv1dUpdatePlan::new(&spec, &options(2)).unwrap();
+    let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+    let [mut state, mut y] = [(); 2].map(|()| Tensor::uninitialised(x).unwrap());
+    let args = CausalConv1dUpdateArgs {
+        x: TensorRef::new::<f32>(&[], &[HUGE, 3, 0]).unwrap(),
+        weight: TensorRef::new(&[1.0f32; 3], &[3, 1]).unwrap(),
+        bias: None,
+        cache_seqlens: None,
+        conv_state_indices: None,
+    };
+    plan.run(&args, state.as_mut(), y.as_mut(), &mut workspace).unwrap();
 }
 
 #[test]
