@@ -689,7 +689,7 @@ fn supported(p: &Problem) -> Vec<Conv2dAlgorithm> {
 }
 
 /// Input channels up to which Winograd's algorithm in one pass is faster than in stages.
-const FEW_CHANNELS: usize = 6;
+const FEW_CHANNELS: usize = 8;
 
 /// The algorithm that should be fastest within the accuracy asked for.
 pub(super) fn choose(spec: &Conv2dSpec, p: &Problem) -> Conv2dAlgorithm {

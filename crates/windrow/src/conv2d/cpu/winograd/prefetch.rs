@@ -24,6 +24,8 @@ pub(super) struct Prefetch<'a> {
     channels: Range<usize>,
     /// Lines to ask for at each call of [`Prefetch::some`].
     share: usize,
+    /// Lines that may be asked for before the next call; negative after a piece of more.
+    credit: isize,
     run: Run,
 }
 
@@ -41,17 +43,33 @@ pub(super) struct Image {
     pub side: usize,
 }
 
-/// What is left of the neighbouring tiles of one row of tiles: `rows` rows of `pieces` pieces of
-/// `bytes` contiguous bytes.
-#[derive(Clone, Copy, Debug, Default)]
+/// What is left of the neighbouring tiles of one row of tiles: rows of pieces of contiguous lines.
+#[derive(Clone, Copy, Debug)]
 struct Run {
-    row: isize,
-    rows: usize,
+    /// The next piece, and how many are left of this row.
+    piece: *const u8,
     pieces: usize,
     piece_stride: isize,
-    bytes: usize,
-    /// Next row, piece and byte.
-    next: [usize; 3],
+    /// Lines of a piece.
+    lines: usize,
+    /// The next row, and how many are left.
+    row: *const u8,
+    rows: usize,
+    row_stride: isize,
+    row_pieces: usize,
+}
+
+impl Run {
+    const NONE: Run = Run {
+        piece: std::ptr::null(),
+        pieces: 0,
+        piece_stride: 0,
+        lines: 0,
+        row: std::ptr::null(),
+        rows: 0,
+        row_stride: 0,
+        row_pieces: 0,
+    };
 }
 
 impl<'a> Prefetch<'a> {
@@ -67,29 +85,35 @@ impl<'a> Prefetch<'a> {
         let pixels = tiles.len() * image.side * geometry.m;
         let lines = pixels * channels.len() * image.element * 4 / (3 * LINE);
         let share = lines.div_ceil(calls.max(1)) + 1;
-        Prefetch { geometry, image, tiles, channels, share, run: Run::default() }
+        Prefetch { geometry, image, tiles, channels, share, credit: 0, run: Run::NONE }
     }
 
-    /// Calls `ask` for the next few lines.
+    /// Calls `ask` for the next few lines, in whole pieces.
     #[inline(always)]
     pub(super) fn some(&mut self, ask: impl Fn(*const u8)) {
-        for _ in 0..self.share {
-            while self.run.next[0] == self.run.rows {
-                if self.tiles.is_empty() {
-                    return;
+        self.credit += self.share as isize;
+        while self.credit > 0 {
+            if self.run.pieces == 0 {
+                if self.run.rows == 0 {
+                    if self.tiles.is_empty() {
+                        self.credit = 0;
+                        return;
+                    }
+                    self.run = self.next_run();
+                    continue;
                 }
-                self.run = self.next_run();
+                let run = &mut self.run;
+                (run.piece, run.pieces) = (run.row, run.row_pieces);
+                run.row = run.row.wrapping_offset(run.row_stride);
+                run.rows -= 1;
             }
             let run = &mut self.run;
-            let [row, piece, byte] = run.next;
-            let stride = self.image.strides[2] * self.image.element as isize;
-            let offset = run.row + row as isize * stride + piece as isize * run.piece_stride;
-            ask(self.image.start.wrapping_offset(offset).wrapping_add(byte));
-            run.next[2] += LINE;
-            if run.next[2] >= run.bytes {
-                run.next =
-                    if piece + 1 < run.pieces { [row, piece + 1, 0] } else { [row + 1, 0, 0] };
+            for line in 0..run.lines {
+                ask(run.piece.wrapping_add(line * LINE));
             }
+            run.piece = run.piece.wrapping_offset(run.piece_stride);
+            run.pieces -= 1;
+            self.credit -= run.lines as isize;
         }
     }
 
@@ -120,8 +144,15 @@ impl<'a> Prefetch<'a> {
             (self.channels.len(), stride_c, x.len())
         };
         let empty = pieces == 0 || elements == 0;
-        let rows = if empty { 0 } else { y.len() };
-        Run { row, rows, pieces, piece_stride, bytes: elements * image.element, next: [0; 3] }
+        Run {
+            piece_stride,
+            lines: (elements * image.element).div_ceil(LINE),
+            row: image.start.wrapping_offset(row),
+            rows: if empty { 0 } else { y.len() },
+            row_stride: stride_h,
+            row_pieces: pieces,
+            ..Run::NONE
+        }
     }
 }
 
