@@ -59,7 +59,6 @@ fn in_its_words(spec: &Conv2dSpec, p: &Problem, channels_last: bool) -> CudnnCon
         stride: p.stride,
         padding: p.padding,
         dilation: p.dilation,
-        groups: p.groups,
         tf32: spec.accuracy >= Accuracy::Tf32,
     }
 }
