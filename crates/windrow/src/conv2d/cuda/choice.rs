@@ -1,12 +1,13 @@
 //! Which algorithm the planner takes on CUDA.
 
+use super::row::WinogradRow;
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::cuda::Gpu;
 use crate::{Accuracy, DType};
 
 /// The algorithm that should be fastest among those that are supported and that the spec's accuracy
-/// allows. `cudnn` runs only where it is asked for by name. The rules follow times of layers on an H200 (`benchmarks/record/2026-11-21-h200`).
+/// allows. The rules follow times of layers on an H200 (`benchmarks/record/2026-11-21-h200`).
 pub(super) fn choose(
     spec: &Conv2dSpec,
     p: &Problem,
@@ -21,8 +22,12 @@ pub(super) fn choose(
     }
     let staged = Conv2dAlgorithm::WinogradGemm(tile(spec));
     let idle = has(Conv2dAlgorithm::WinogradRow) && leaves_idle(spec, p, multiprocessors);
+    let staged_pays = idle || stages_pay(spec, p);
+    if has(Conv2dAlgorithm::Cudnn) && !staged_pays && cudnn_pays(spec, p, multiprocessors) {
+        return Conv2dAlgorithm::Cudnn;
+    }
     let wins = |algorithm| p.c.min(p.k) >= 16 || idle || algorithm == Conv2dAlgorithm::WinogradRow;
-    let candidates = if stages_pay(spec, p) || idle {
+    let candidates = if staged_pays {
         [staged, Conv2dAlgorithm::WinogradRow]
     } else {
         [Conv2dAlgorithm::WinogradRow, staged]
@@ -61,17 +66,32 @@ fn is_strict(spec: &Conv2dSpec) -> bool {
     spec.x.dtype == DType::F32 && spec.accuracy <= Accuracy::Fp32
 }
 
-/// True if the stages are ahead of the fused kernel: where products outweigh passes over
-/// V and M.
+/// True if the stages are ahead of the fused kernel and of cuDNN: where products outweigh passes over
+/// V and M. The F2 of bf16 never is.
 fn stages_pay(spec: &Conv2dSpec, p: &Problem) -> bool {
     let (c, k) = match (spec.x.dtype, is_channels_last(&spec.y.layout)) {
-        (DType::F32, true) => (256, 256),
+        (DType::F32, true) => (256, 512),
         (_, true) => (512, 1024),
         (_, false) => (512, 512),
     };
-    let m = tile(spec).m();
-    let tiles = p.n * p.oh.div_ceil(m) * p.ow.div_ceil(m);
-    !is_strict(spec) && p.c >= c && p.k >= k && tiles >= 1024
+    let tile = tile(spec);
+    let tiles = p.n * p.oh.div_ceil(tile.m()) * p.ow.div_ceil(tile.m());
+    !is_strict(spec) && tile == Tile::F4 && p.c >= c && p.k >= k && tiles >= 1024
+}
+
+/// True if cuDNN is ahead of the fused kernel. That is so for channels-last tensors only: elsewhere it
+/// transposes them.
+fn cudnn_pays(spec: &Conv2dSpec, p: &Problem, multiprocessors: u32) -> bool {
+    if is_strict(spec) || !is_channels_last(&spec.y.layout) {
+        return false;
+    }
+    let share = WinogradRow::share_in_use(p, multiprocessors);
+    match spec.x.dtype {
+        // f32 is read once more, for its largest magnitude, which few channels and products do not hide.
+        DType::F32 => (p.c < 128 && p.k >= 2 * p.c) || share < 0.75,
+        // With many channels the fused kernel waits for the second-level cache.
+        _ => share < if p.c < 512 { 0.65 } else { 0.75 },
+    }
 }
 
 /// True if the fused kernel has too few blocks for the device to be ahead of the stages.
@@ -140,8 +160,43 @@ mod tests {
         let x = Layout::with_order(&[64, c, 50, 50], &[0, 1, 2, 3]).unwrap();
         let w = TensorDesc::contiguous(dtype, &[k, c / groups, taps, taps]).unwrap();
         let params = Conv2dParams { accuracy, groups, ..Default::default() };
-        let spec = Conv2dSpec::new(TensorDesc { dtype, layout: x }, w, &params).unwrap();
+        taken_for(TensorDesc { dtype, layout: x }, w, &params, more)
+    }
+
+    fn taken_for(
+        x: TensorDesc,
+        w: TensorDesc,
+        params: &Conv2dParams,
+        more: &[Conv2dAlgorithm],
+    ) -> Conv2dAlgorithm {
+        let spec = Conv2dSpec::new(x, w, params).unwrap();
         choose(&spec, &spec.problem().unwrap(), &[&OWN, more].concat(), 132)
+    }
+
+    #[test]
+    fn cudnn_computes_channels_last_layers_that_the_fused_kernel_would_lose() {
+        let all = [WinogradRow, Cudnn];
+        let taken = |dtype, accuracy, [n, c, size, k]: [usize; 4], order: &[usize], more: &[_]| {
+            let layout = Layout::with_order(&[n, c, size, size], order).unwrap();
+            let w = TensorDesc::contiguous(dtype, &[k, c, 3, 3]).unwrap();
+            let params = Conv2dParams { accuracy, ..Default::default() };
+            taken_for(TensorDesc { dtype, layout }, w, &params, more)
+        };
+        let (inner, outer) = ([0, 2, 3, 1], [0, 1, 2, 3]);
+        for (dtype, accuracy, sizes, algorithm) in [
+            (DType::F32, Accuracy::Tf32, [64, 64, 112, 128], Cudnn),
+            (DType::F32, Accuracy::Tf32, [64, 256, 50, 256], WinogradRow),
+            (DType::F32, Accuracy::Fp32, [64, 64, 112, 128], WinogradRow),
+            (DType::F16, Accuracy::Half, [128, 192, 12, 256], Cudnn),
+            (DType::F16, Accuracy::Half, [128, 256, 8, 512], WinogradRow),
+            (DType::F16, Accuracy::Half, [64, 512, 16, 2048], WinogradGemm(Tile::F4)),
+            (DType::BF16, Accuracy::Half, [64, 512, 16, 2048], Cudnn),
+            (DType::BF16, Accuracy::Half, [64, 512, 50, 512], WinogradRow),
+        ] {
+            assert_eq!(taken(dtype, accuracy, sizes, &inner, &all), algorithm, "{sizes:?}");
+            assert_ne!(taken(dtype, accuracy, sizes, &outer, &all), Cudnn, "{sizes:?}");
+            assert_ne!(taken(dtype, accuracy, sizes, &inner, &[WinogradRow]), Cudnn);
+        }
     }
 
     #[test]

@@ -98,16 +98,32 @@ impl Engine {
     ///
     /// # Errors
     /// [`Error::Unsupported`] for sizes of 2^30 and more in one direction.
-    pub(crate) fn best(gpu: &Gpu, spec: &Conv2dSpec, problem: &Problem) -> Result<Conv2dAlgorithm> {
-        let supported = Self::supported(gpu, spec, problem);
+    pub(crate) fn best(
+        gpu: &'static Gpu,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+    ) -> Result<Conv2dAlgorithm> {
+        let mut supported = Self::supported(gpu, spec, problem);
         if supported.is_empty() {
             return Err(too_large());
         }
-        Ok(if FewTaps::supports(gpu, spec, problem) && problem.k >= 8 {
-            Conv2dAlgorithm::Im2colGemm
-        } else {
-            choice::choose(spec, problem, &supported, gpu.info.multiprocessors)
-        })
+        if FewTaps::supports(gpu, spec, problem) && problem.k >= 8 {
+            return Ok(Conv2dAlgorithm::Im2colGemm);
+        }
+        let multiprocessors = gpu.info.multiprocessors;
+        let algorithm = choice::choose(spec, problem, &supported, multiprocessors);
+        if algorithm != Conv2dAlgorithm::Cudnn {
+            return Ok(algorithm);
+        }
+        // Whether it has a kernel, and whether what was found is cuDNN, it says only when asked.
+        match Cudnn::new(gpu, spec, problem) {
+            Ok(_) => Ok(algorithm),
+            Err(error) => {
+                tracing::debug!(%error, "conv2d without cuDNN");
+                supported.retain(|&other| other != algorithm);
+                Ok(choice::choose(spec, problem, &supported, multiprocessors))
+            }
+        }
     }
 
     /// Compiles and loads the kernels.
@@ -289,7 +305,7 @@ impl Engine {
     pub(crate) fn explain(&self) -> String {
         match self {
             Engine::General(e) => e.explain(),
-            Engine::Cudnn(_) => "implicit matrix product, chosen by its heuristic".into(),
+            Engine::Cudnn(_) => "implicit matrix product, the first of its heuristic".into(),
             Engine::WinogradGemm(e) => e.explain(),
             Engine::FewTaps(_) => "filter in registers, tensor cores".into(),
             Engine::WinogradRow(e) => e.explain(),

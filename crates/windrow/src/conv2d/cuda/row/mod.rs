@@ -5,6 +5,7 @@ mod input;
 
 use self::fused::Fused;
 use self::input::Input;
+use super::geometry::Geometry;
 use super::{Operands, PackedForm, kernel, source, strides};
 use crate::conv2d::winograd::{Rational, Transforms};
 use crate::conv2d::{Conv2dSpec, Problem};
@@ -68,6 +69,19 @@ struct FilterParams {
 impl WinogradRow {
     pub(crate) fn supports(gpu: &Gpu, problem: &Problem) -> bool {
         gpu.info.compute_capability == (9, 0) && problem.is_winograd() && problem.c > 0
+    }
+
+    /// Share of the products of channels-last tensors that make outputs on a device of so many multiprocessors: tiles
+    /// may lie beside the image, and the last round of blocks be short.
+    pub(super) fn share_in_use(problem: &Problem, multiprocessors: u32) -> f64 {
+        let Some(geometry) = Geometry::choose(problem.n.max(1), problem.oh, problem.ow, false)
+        else {
+            return 0.0;
+        };
+        let pairs = geometry.units(problem.n, problem.ow).div_ceil(2);
+        let items = pairs * problem.k.div_ceil(BLOCK_K);
+        let in_rounds = items.next_multiple_of(multiprocessors.max(1) as usize);
+        geometry.efficiency * items as f64 / in_rounds.max(1) as f64
     }
 
     pub(crate) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, problem: &Problem) -> Result<Self> {
