@@ -296,31 +296,44 @@ pub(crate) mod tests {
     /// Compiles for several generations and fails if a kernel spills registers. Without NVRTC it
     /// does nothing, unless `WINDROW_REQUIRE_NVRTC` is set. `WINDROW_PTXAS=1` shows the assembler's report.
     pub(crate) fn check_compiles(specs: &[KernelSpec]) {
-        let capabilities = [(8, 0), (9, 0), (10, 0)];
+        for spec in specs {
+            for capability in [(8, 0), (9, 0), (10, 0)] {
+                let Some((target, log)) = report(spec, capability) else { return };
+                assert_eq!(spilled_bytes(&log), 0, "{spec:?} {target}: {log}");
+                assert!(log.contains("0 bytes stack frame"), "{spec:?} {target}: {log}");
+            }
+        }
+    }
+
+    /// Compiles for one generation and fails if the kernel spills more than so many bytes.
+    pub(crate) fn check_spills(spec: &KernelSpec, capability: (u32, u32), most: u32) {
+        let Some((target, log)) = report(spec, capability) else { return };
+        assert!(spilled_bytes(&log) <= most, "{spec:?} {target}: {log}");
+    }
+
+    /// The target's name and the assembler's report; `None` without NVRTC.
+    fn report(spec: &KernelSpec, capability: (u32, u32)) -> Option<(String, String)> {
         if let Err(missing) = Library::Nvrtc.require() {
             assert!(std::env::var_os("WINDROW_REQUIRE_NVRTC").is_none(), "{missing}");
             eprintln!("not checked: {missing}");
-            return;
+            return None;
         }
-        for spec in specs {
-            for capability in capabilities {
-                let target = Target::of(spec, capability, &supported_architectures().unwrap());
-                let target = target.unwrap();
-                let mut options = spec.options(&target);
-                options.push("--ptxas-options=-v".into());
-                let compiled = compile(spec, &target, &options).unwrap_or_else(|e| panic!("{e}"));
-                let log = &compiled.log;
-                assert!(compiled.image.len() > 500 && log.contains(&spec.entry), "{log}");
-                assert!(
-                    log.contains("0 bytes spill stores, 0 bytes spill loads"),
-                    "{spec:?}: {log}"
-                );
-                assert!(log.contains("0 bytes stack frame"), "{spec:?}: {log}");
-                if std::env::var_os("WINDROW_PTXAS").is_some() {
-                    eprintln!("{:?} {} {log}", spec.defines, target.name);
-                }
-            }
+        let target = Target::of(spec, capability, &supported_architectures().unwrap()).unwrap();
+        let mut options = spec.options(&target);
+        options.push("--ptxas-options=-v".into());
+        let compiled = compile(spec, &target, &options).unwrap_or_else(|e| panic!("{e}"));
+        let log = compiled.log;
+        assert!(compiled.image.len() > 500 && log.contains(&spec.entry), "{log}");
+        if std::env::var_os("WINDROW_PTXAS").is_some() {
+            eprintln!("{:?} {} {log}", spec.defines, target.name);
         }
+        Some((target.name.to_string(), log))
+    }
+
+    /// Bytes of registers that a kernel stores to make room, as the assembler reports them.
+    fn spilled_bytes(log: &str) -> u32 {
+        let (before, _) = log.split_once(" bytes spill stores").expect("the assembler's report");
+        before.rsplit(' ').next().and_then(|n| n.parse().ok()).expect("a number of bytes")
     }
 
     #[test]

@@ -23,10 +23,23 @@ use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::cuda::{Gpu, KernelSpec, Source, Stream};
 use crate::{Activation, Approximate, DType, Error, Result, TensorDesc, TensorRef};
 
+macro_rules! header {
+    ($name:literal) => {
+        Source {
+            name: $name,
+            text: include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/src/conv2d/kernels/", $name)),
+            includes: &[],
+        }
+    };
+}
+
 const HEADERS: &[Source] = &[
-    Source { name: "conv2d.cuh", text: include_str!("../kernels/conv2d.cuh"), includes: &[] },
-    Source { name: "winograd.cuh", text: include_str!("../kernels/winograd.cuh"), includes: &[] },
-    Source { name: "hopper.cuh", text: include_str!("../kernels/hopper.cuh"), includes: &[] },
+    header!("conv2d.cuh"),
+    header!("winograd.cuh"),
+    header!("hopper.cuh"),
+    header!("winograd_row.cuh"),
+    header!("winograd_row_input.cuh"),
+    header!("winograd_row_output.cuh"),
 ];
 
 macro_rules! source {
