@@ -2,9 +2,6 @@
 
 use crate::conv2d::Problem;
 
-/// Columns of the transformed strip that is staged at once.
-pub(super) const COLUMNS: usize = 32;
-
 /// The tiles of a problem in the order [n, tile row, tile column].
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Geometry {
@@ -37,11 +34,12 @@ impl Geometry {
         self.problem.n * self.grid[0] * self.grid[1]
     }
 
-    /// The longest segment that starts at `tile`, ends before `end` and fits in [`COLUMNS`].
+    /// The longest segment that starts at `tile`, ends before `end` and has at most `columns` columns
+    /// of outputs.
     #[inline(always)]
-    pub(super) fn segment(&self, tile: usize, end: usize) -> Segment {
+    pub(super) fn segment(&self, tile: usize, end: usize, columns: usize) -> Segment {
         let (rows, column) = (tile / self.grid[1], tile % self.grid[1]);
-        let count = (end - tile).min(self.grid[1] - column).min((COLUMNS - 2) / self.m);
+        let count = (end - tile).min(self.grid[1] - column).min(columns / self.m);
         Segment { n: rows / self.grid[0], row: rows % self.grid[0], column, count }
     }
 }

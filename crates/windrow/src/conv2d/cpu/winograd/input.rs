@@ -5,10 +5,13 @@
 //! transform itself knows no edges. Channels-last data is copied there, row-major data transposed
 //! in registers.
 
-use super::geometry::{COLUMNS, Geometry, Segment};
+use super::geometry::{Geometry, Segment};
 use super::transform;
 use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement};
 use std::ops::Range;
+
+/// Columns of a strip of tiles that is staged at once.
+const COLUMNS: usize = 32;
 
 /// Columns of a staged row: a transposed square can start at any column of the strip.
 const ROW: usize = COLUMNS + MAX_LANES;
@@ -39,7 +42,7 @@ impl<X: SimdElement, const A: usize> Kernel for InputTransform<'_, X, A> {
     fn run<S: Simd>(self, s: S) {
         let mut tile = self.tiles.start;
         while tile < self.tiles.end {
-            let segment = self.geometry.segment(tile, self.tiles.end);
+            let segment = self.geometry.segment(tile, self.tiles.end, COLUMNS - 2);
             for vector in 0..self.geometry.problem.c.div_ceil(S::LANES) {
                 let offset = vector * self.v_strides[1] + (tile - self.tiles.start) * S::LANES;
                 // SAFETY: the segment is inside of the problem, whose elements x reaches; staging

@@ -3,7 +3,8 @@
 //! Vectors run over output channels. The pixels of a strip of tiles are staged as [row, column,
 //! channel] and leave from there: channels-last as vectors, row-major transposed in registers.
 
-use super::geometry::{COLUMNS, Geometry, Segment};
+use super::super::epilogue::Epilogue;
+use super::geometry::{Geometry, Segment};
 use super::transform;
 use crate::Activation;
 use crate::conv2d::winograd::MAX_ALPHA;
@@ -11,14 +12,19 @@ use crate::cpu::math::activate;
 use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement};
 use std::ops::Range;
 
+/// Columns of outputs of a strip of tiles: whole squares to transpose, and what lies between the two
+/// passes stays in the first-level cache.
+const COLUMNS: usize = 48;
+
 /// Columns of a staged row: a transposed square can start at any column of the strip.
 const ROW: usize = COLUMNS + MAX_LANES;
 
 /// Columns of a row between the two passes: alpha for each tile of a segment.
 const HALF_DONE_ROW: usize = 2 * COLUMNS;
 
-/// Elements of the staging buffer: the tiles of a segment between the two passes, then the strip.
-pub(super) const STAGING: usize = (MAX_ALPHA - 2) * (HALF_DONE_ROW + ROW) * MAX_LANES;
+/// Elements of the staging buffer: the tiles of a segment between the two passes, then a row of the
+/// strip.
+pub(super) const STAGING: usize = ((MAX_ALPHA - 2) * HALF_DONE_ROW + ROW) * MAX_LANES;
 
 /// The output transform of a block of tiles, `A` = alpha.
 pub(super) struct OutputTransform<'a, Y, const A: usize> {
@@ -48,17 +54,20 @@ impl<Y: SimdElement, const A: usize> Kernel for OutputTransform<'_, Y, A> {
     fn run<S: Simd>(self, s: S) {
         let mut tile = self.tiles.start;
         while tile < self.tiles.end {
-            let segment = self.geometry.segment(tile, self.tiles.end);
+            let segment = self.geometry.segment(tile, self.tiles.end, COLUMNS);
             for (vector, channel) in self.channels.clone().step_by(S::LANES).enumerate() {
                 let offset = vector * self.m_strides[1] + (tile - self.tiles.start) * S::LANES;
-                // SAFETY: M holds the block's tiles, bias a vector from each channel on.
+                // SAFETY: M holds the block's tiles, bias a vector from each channel on; the segment is
+                // inside of the problem, whose elements y reaches.
                 unsafe {
                     self.transform_columns(s, segment.count, self.m.add(offset));
-                    self.transform_rows(s, segment.count, s.load(self.bias.add(channel)));
+                    let bias = s.load(self.bias.add(channel));
+                    let rows = (A - 2).min(self.geometry.problem.oh - segment.row * (A - 2));
+                    for row in 0..rows {
+                        self.transform_row(s, row, segment.count, bias);
+                        self.unstage(s, row, &segment, channel);
+                    }
                 }
-                // SAFETY: the strip is staged; the segment is inside of the problem, whose
-                // elements y reaches.
-                unsafe { self.unstage(s, &segment, channel) };
             }
             tile += segment.count;
         }
@@ -89,24 +98,33 @@ impl<Y: SimdElement, const A: usize> OutputTransform<'_, Y, A> {
         }
     }
 
-    /// `A^T` over the rows of what [`Self::transform_columns`] staged, and bias and activation,
-    /// into the strip.
+    /// `A^T` over a row of what [`Self::transform_columns`] staged, and bias and activation, into the
+    /// strip.
     ///
     /// # Safety
     /// `tiles` tiles must be staged.
     #[inline(always)]
-    unsafe fn transform_rows<S: Simd>(&self, s: S, tiles: usize, bias: S::F32) {
-        for i in 0..A - 2 {
-            for tile in 0..tiles {
-                // SAFETY: as above; the strip holds A - 2 rows of ROW columns.
-                unsafe {
-                    let mut x = [s.zero(); A];
-                    for (j, x) in x.iter_mut().enumerate() {
-                        *x = s.load(self.half_done(i, tile * A + j, S::LANES));
+    unsafe fn transform_row<S: Simd>(&self, s: S, row: usize, tiles: usize, bias: S::F32) {
+        let epilogue = Epilogue { activation: self.activation, ..Epilogue::NONE };
+        let bound = epilogue.bound().map(|bound| s.splat(bound));
+        for tile in 0..tiles {
+            // SAFETY: as above; the strip holds ROW columns.
+            unsafe {
+                let mut x = [s.zero(); A];
+                for (j, x) in x.iter_mut().enumerate() {
+                    *x = s.load(self.half_done(row, tile * A + j, S::LANES));
+                }
+                let results = transform::output(s, x);
+                let strip = self.strip(tile * (A - 2), S::LANES);
+                // Two loops, since the compiler unrolls only short ones.
+                if let Some(bound) = bound {
+                    for (j, y) in results[..A - 2].iter().enumerate() {
+                        s.store(strip.add(j * S::LANES), s.max(bound, s.add(*y, bias)));
                     }
-                    for (j, y) in transform::output(s, x)[..A - 2].iter().enumerate() {
+                } else {
+                    for (j, y) in results[..A - 2].iter().enumerate() {
                         let y = activate(s, self.activation, s.add(*y, bias));
-                        s.store(self.strip(i, tile * (A - 2) + j, S::LANES), y);
+                        s.store(strip.add(j * S::LANES), y);
                     }
                 }
             }
@@ -121,39 +139,36 @@ impl<Y: SimdElement, const A: usize> OutputTransform<'_, Y, A> {
 
     /// Where a vector of the strip is.
     #[inline(always)]
-    fn strip(&self, row: usize, column: usize, lanes: usize) -> *mut f32 {
-        self.half_done(MAX_ALPHA - 2, 0, lanes).wrapping_add((row * ROW + column) * lanes)
+    fn strip(&self, column: usize, lanes: usize) -> *mut f32 {
+        self.half_done(MAX_ALPHA - 2, column, lanes)
     }
 
-    /// Writes the staged strip's pixels that are inside of the image.
+    /// Writes the pixels of the staged row that are inside of the image.
     ///
     /// # Safety
-    /// The strip must be staged and y reach the problem's elements.
+    /// The row must be staged and y reach the problem's elements.
     #[inline(always)]
-    unsafe fn unstage<S: Simd>(&self, s: S, segment: &Segment, channel: usize) {
+    unsafe fn unstage<S: Simd>(&self, s: S, row: usize, segment: &Segment, channel: usize) {
         let p = &self.geometry.problem;
         let (top, left) = (segment.row * (A - 2), segment.column * (A - 2));
-        let rows = (A - 2).min(p.oh - top);
         let columns = (segment.count * (A - 2)).min(p.ow - left);
         let channels = S::LANES.min(self.channels.end - channel);
         let [stride_n, stride_k, stride_h, stride_w] = self.strides;
-        for row in 0..rows {
-            // SAFETY: rows and columns of the strip that are in y.
-            unsafe {
-                let strip = self.strip(row, 0, S::LANES);
-                let y = self.y.offset(
-                    segment.n as isize * stride_n
-                        + channel as isize * stride_k
-                        + (top + row) as isize * stride_h
-                        + left as isize * stride_w,
-                );
-                if stride_k == 1 {
-                    copy_pixels(s, strip, columns, channels, y, stride_w);
-                } else if stride_w == 1 {
-                    transpose_rows(s, strip, columns, channels, y, stride_k);
-                } else {
-                    scatter(strip, S::LANES, columns, channels, y, [stride_k, stride_w]);
-                }
+        // SAFETY: the row and the columns of the strip that are in y.
+        unsafe {
+            let strip = self.strip(0, S::LANES);
+            let y = self.y.offset(
+                segment.n as isize * stride_n
+                    + channel as isize * stride_k
+                    + (top + row) as isize * stride_h
+                    + left as isize * stride_w,
+            );
+            if stride_k == 1 {
+                copy_pixels(s, strip, columns, channels, y, stride_w);
+            } else if stride_w == 1 {
+                transpose_rows(s, strip, columns, channels, y, stride_k);
+            } else {
+                scatter(strip, S::LANES, columns, channels, y, [stride_k, stride_w]);
             }
         }
     }
