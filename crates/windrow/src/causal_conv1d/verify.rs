@@ -220,6 +220,11 @@ const SHAPES: [([usize; 3], usize); 9] = [
     ([1, 530, 131], 4),
 ];
 
+/// From these sizes on devices run other kernels: many rows with more than a tile each, walks over several
+/// rows of the batch, long walks of large tensors.
+const LARGE: [([usize; 3], usize); 3] =
+    [([3, 200, 2312], 4), ([2, 2056, 72], 3), ([1, 520, 16392], 4)];
+
 const OPTIONS: [&str; 4] = ["plain", "silu bias states", "gelu seq_idx states", "relu cu_seqlens"];
 const DENSE_OPTIONS: [&str; 3] = ["silu bias states", "gelu seq_idx states", "relu cu_seqlens"];
 
@@ -234,8 +239,15 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
                 let dense = DENSE_OPTIONS.map(|option| (option, "dense ", vec![3, d, width]));
                 for (option, kind, weight) in depthwise.into_iter().chain(dense) {
                     let Ok(spec) = spec(dtype, &order, shape, &weight, option) else { continue };
-                    push_forward(&mut cases, spec, layout, device, &format!("{kind}{option}"));
+                    push_forward(&mut cases, spec, layout, device, &format!("{kind}{option}"), 2);
                 }
+            }
+            let large = if device == Device::Cpu { &[][..] } else { &LARGE };
+            for &(shape, width) in large {
+                let option = "silu bias";
+                let spec = spec(dtype, &order, shape, &[shape[1], width], option);
+                let Ok(spec) = spec else { continue };
+                push_forward(&mut cases, spec, layout, device, option, 1);
             }
             for (shape, width) in [([1, 1, 1], 1), ([4, 70, 1], 4), ([3, 33, 5], 3)] {
                 for option in ["state", "ring", "pool"] {
@@ -270,9 +282,10 @@ fn push_forward(
     layout: &str,
     device: Device,
     option: &str,
+    most: usize,
 ) {
     let width = spec.weight.shape().last().copied().unwrap_or(0);
-    for algorithm in CausalConv1dPlan::algorithms(&spec, device) {
+    for algorithm in CausalConv1dPlan::algorithms(&spec, device).into_iter().take(most) {
         let spec = spec.clone();
         cases.push(Case {
             op: "causal_conv1d",
@@ -302,6 +315,9 @@ fn spec(
     let bias = TensorDesc::contiguous(DType::F32, &weight[..1])?;
     let mut spec = match option {
         "plain" => return Ok(spec),
+        "silu bias" => {
+            return Ok(spec.with_bias(bias).with_activation(Activation::Silu));
+        }
         "silu bias states" => spec.with_bias(bias).with_activation(Activation::Silu),
         "gelu seq_idx states" => spec
             .with_activation(Activation::Gelu(crate::Approximate::None))

@@ -1,11 +1,11 @@
 //! Gradients on CUDA.
 
 use super::{
-    Direct, GRID, INCLUDES, MASK, Params, THREADS, address, along_channels, is_simple, kernel_spec,
-    output_address, rows_launch, strides,
+    Direct, GRID, INCLUDES, MASK, Params, THREADS, address, along_channels, backward_rows,
+    is_simple, kernel_spec, output_address, plain_launch, rows_launch, strides,
 };
 use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dSpec};
-use crate::cuda::{KernelSpec, Launch, Source, Stream, column_sum};
+use crate::cuda::{Gpu, KernelSpec, Launch, Source, Stream, column_sum};
 use crate::{Result, TensorMut, TensorRef, Workspace};
 
 source!(CHANNEL_FIRST, "backward_channel_first.cu");
@@ -22,6 +22,8 @@ const WAVE_F32: usize = 528;
 /// The kernels that compute dx and partial sums of the other gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Form {
+    /// Whole vectors along l on Hopper; so many rows of the batch a block.
+    Rows { rows: usize },
     /// Vectors along l in one pass; `cut` if rows begin between vectors.
     ChannelFirst { cut: bool },
     /// So many channels a thread, walking along l, in one pass.
@@ -32,7 +34,12 @@ enum Form {
 
 impl Form {
     /// What the strides and addresses in `params` allow.
-    fn of(spec: &CausalConv1dSpec, params: &Params) -> Self {
+    fn of(gpu: &Gpu, spec: &CausalConv1dSpec, params: &Params) -> Self {
+        if gpu.info.compute_capability == (9, 0)
+            && let Some(rows) = backward_rows::rows(spec, params)
+        {
+            return Form::Rows { rows };
+        }
         let Params { batch, channels, length, width, .. } = *params;
         let packed = spec.seq_idx.is_some() || spec.cu_seqlens.is_some();
         let states = params.initial_states != 0 || params.dfinal_states != 0;
@@ -99,6 +106,7 @@ impl Form {
                 // Steps go in groups of eight, and chunks need WIDTH - 1 more.
                 chunk.max(8).next_multiple_of(8) + 5
             }
+            Form::Rows { .. } => length,
             Form::Plain => (batch * length).div_ceil(256).clamp(256, 4096),
         }
     }
@@ -112,7 +120,7 @@ impl Form {
                 (params.length + before).div_ceil(chunk)
             }
             Form::ChannelLast { .. } => params.length.div_ceil(chunk * WARPS),
-            Form::Plain => params.length.div_ceil(chunk),
+            Form::Rows { .. } | Form::Plain => params.length.div_ceil(chunk),
         }
     }
 }
@@ -148,7 +156,7 @@ impl Direct {
             dinitial_stride: strides(grads.dinitial_states.as_ref().map(TensorMut::desc)),
             ..self.params.with_inputs(args)
         };
-        let form = Form::of(spec, &params);
+        let form = Form::of(self.gpu, spec, &params);
         params.chunk = form.chunk(spec, &params);
         params.chunks = form.parts(spec, &params);
         let Params { batch, channels, length, width, sequences, .. } = params;
@@ -162,18 +170,26 @@ impl Direct {
             if channels == 0 || !(sums || grads.dx.is_some()) {
                 return Ok(());
             }
-            if form == Form::Plain {
-                self.plain_gradients(spec, &params, sums, stream)?;
-            } else {
-                let kernel = vector_kernel(spec, form, params.dx != 0);
-                if spec.seq_idx.is_some() || spec.cu_seqlens.is_some() {
-                    let mask = self.gpu.kernel(&kernel_spec(&MASK, "mask", spec))?;
-                    mask.launch(stream, rows_launch(length, batch), &params)?;
+            let mut parts = batch * params.chunks;
+            match form {
+                Form::Plain => self.plain_gradients(spec, &params, sums, stream)?,
+                Form::Rows { rows } => {
+                    backward_rows::run(self.gpu, spec, &params, rows, grads, stream)?;
+                    if rows == batch {
+                        return Ok(());
+                    }
+                    parts = batch.div_ceil(rows);
                 }
-                let launch = vector_launch(form, &params);
-                self.gpu.kernel(&kernel)?.launch(stream, launch, &params)?;
+                Form::ChannelFirst { .. } | Form::ChannelLast { .. } => {
+                    let kernel = vector_kernel(spec, form, params.dx != 0);
+                    if spec.seq_idx.is_some() || spec.cu_seqlens.is_some() {
+                        let mask = self.gpu.kernel(&kernel_spec(&MASK, "mask", spec))?;
+                        mask.launch(stream, rows_launch(length, batch), &params)?;
+                    }
+                    let launch = vector_launch(form, &params);
+                    self.gpu.kernel(&kernel)?.launch(stream, launch, &params)?;
+                }
             }
-            let parts = batch * params.chunks;
             let stride = channels * (width + 1);
             let partial = params.partial as *const f32;
             if let Some(dweight) = &grads.dweight {
@@ -201,7 +217,7 @@ impl Direct {
         unsafe {
             if params.dx != 0 && batch * length > 0 {
                 let kernel = self.gpu.kernel(&input_kernel(spec, false))?;
-                kernel.launch(stream, self.plain_launch(), params)?;
+                kernel.launch(stream, plain_launch(params), params)?;
             }
             if !sums {
                 return Ok(());
@@ -264,7 +280,7 @@ fn vector_launch(form: Form, params: &Params) -> Launch {
 /// The kernel of dx, or of the initial states' gradient.
 fn input_kernel(spec: &CausalConv1dSpec, states: bool) -> KernelSpec {
     let name = if states { "dinitial_states" } else { "dx" };
-    kernel_spec(&INPUT, name, spec).define("STATES", u8::from(states))
+    kernel_spec(&INPUT, name, spec).define("STATES", u8::from(states)).define("DENSE", 0)
 }
 
 /// The kernel and the taps that a thread of it takes.
@@ -279,6 +295,7 @@ pub(super) fn all_kernels(spec: &CausalConv1dSpec) -> Vec<KernelSpec> {
     let width = spec.weight.shape()[1];
     let mut kernels = vec![input_kernel(spec, false), input_kernel(spec, true)];
     kernels.push(weight_kernel(spec, width).0);
+    kernels.extend(backward_rows::all_kernels(spec));
     let element = spec.x.dtype.size();
     let last = Form::ChannelLast { vector: 8 / element };
     if along_channels(spec.y.strides()) {

@@ -29,12 +29,14 @@ macro_rules! source {
 }
 
 mod backward;
+mod backward_rows;
 pub(super) mod im2col;
 pub(super) mod update;
 
 source!(CHANNEL_FIRST, "channel_first.cu");
 source!(CHANNEL_LAST, "channel_last.cu");
 source!(CHANNEL_LAST_TILE, "channel_last_tile.cu");
+source!(CHANNEL_LAST_SM90, "channel_last_sm90.cu");
 source!(PLAIN, "plain.cu");
 source!(MASK, "mask.cu");
 source!(STATES, "states.cu");
@@ -172,18 +174,23 @@ enum Form {
     /// Vectors along d, walking along l.
     ChannelLast { vector: usize, chunk: usize },
     /// Vectors along d, a few positions of each in a thread.
-    ChannelLastTile { vector: usize },
+    ChannelLastTile { vector: usize, rows: usize },
+    /// Tiles of d and l in shared memory, on Hopper.
+    ChannelLastSm90,
     /// One output a thread.
     Plain,
 }
 
 /// Loads of the walking kernel that are on their way.
 const AHEAD: usize = 8;
-/// Positions of a block of the kernel of channel-last tiles.
-const TILE_ROWS: usize = 16;
+/// Warps of a block of the kernel of channel-last tiles, one below the other.
+const TILE_WARPS: usize = THREADS / 32;
+/// Channels and positions of a block of the kernel with tiles in shared memory.
+const SHARED_CHANNELS: usize = 4 * THREADS;
+const SHARED_ROWS: usize = 8;
 
 impl Form {
-    fn of(spec: &CausalConv1dSpec, problem: &Problem) -> Self {
+    fn of(spec: &CausalConv1dSpec, problem: &Problem, hopper: bool) -> Self {
         let Problem { b, d, l, width, .. } = *problem;
         let (x, y) = (spec.x.strides(), spec.y.strides());
         let vector = 16 / spec.x.dtype.size();
@@ -202,20 +209,26 @@ impl Form {
         }
         if x[1] == 1 && y[1] == 1 && (2..=5).contains(&width) && l < 1 << 30 {
             // Measured on an H200: large half tensors, whose arithmetic weighs more, gain from
-            // walking; others from many short threads.
+            // walking, or more from shared memory; others from many short threads.
             let half = spec.x.dtype.is_half();
-            let walk = half && spec.x.bytes() > 16 << 20;
+            let large = spec.x.bytes() > 16 << 20;
+            let fits = |n: isize| [d as isize, x[0], x[2], y[0], y[2]].iter().all(|s| s % n == 0);
+            let packed = spec.seq_idx.is_some() || spec.cu_seqlens.is_some();
+            if hopper && half && large && !packed && fits(8) && b <= GRID && l <= GRID * SHARED_ROWS
+            {
+                return Form::ChannelLastSm90;
+            }
             // As wide as every row allows; for halves more than 8 bytes cost more registers than
             // they gain.
             let mut vector = 4;
-            let fits = |n: isize| [d as isize, x[0], x[2], y[0], y[2]].iter().all(|s| s % n == 0);
             while !fits(vector as isize) {
                 vector /= 2;
             }
-            let rows_fit = b <= GRID && l <= GRID * TILE_ROWS;
-            return match walk || !rows_fit {
+            let rows = if large { 8 } else { 4 };
+            let rows_fit = b <= GRID && l <= GRID * TILE_WARPS * rows;
+            return match half && large || !rows_fit {
                 true => Form::ChannelLast { vector, chunk: l.div_ceil(GRID).max(32) },
-                false => Form::ChannelLastTile { vector },
+                false => Form::ChannelLastTile { vector, rows },
             };
         }
         Form::Plain
@@ -289,11 +302,19 @@ fn main_kernel(spec: &CausalConv1dSpec, form: Form) -> Option<KernelSpec> {
                 .define("MIN_BLOCKS", if simple { 5 } else { 1 })
                 .define("MASK", mask),
         ),
-        Form::ChannelLastTile { vector } => Some(
+        Form::ChannelLastTile { vector, rows } => Some(
             kernel_spec(&CHANNEL_LAST_TILE, "channel_last_tile", spec)
-                .define("ROWS", TILE_ROWS * 32 / THREADS)
+                .define("ROWS", rows)
                 .define("VECTOR", vector)
                 .define("MASK", mask),
+        ),
+        Form::ChannelLastSm90 => Some(
+            kernel_spec(&CHANNEL_LAST_SM90, "channel_last_sm90", spec)
+                .only_for("sm_90")
+                .define("THREADS", THREADS)
+                .define("VECTOR", SHARED_CHANNELS / THREADS)
+                .define("ROWS", SHARED_ROWS)
+                .define("MIN_BLOCKS", if simple { 8 } else { 1 }),
         ),
         Form::Plain => None,
     }
@@ -317,7 +338,7 @@ fn mask_kernel(spec: &CausalConv1dSpec, form: Form) -> Option<KernelSpec> {
 impl Direct {
     pub(super) fn new(index: u32, spec: &CausalConv1dSpec, problem: &Problem) -> Result<Self> {
         let gpu = Gpu::get(index)?;
-        let form = Form::of(spec, problem);
+        let form = Form::of(spec, problem, gpu.info.compute_capability == (9, 0));
         let load = |kernel: Option<KernelSpec>| kernel.map(|k| gpu.kernel(&k)).transpose();
         let params = Params::of(spec, problem)?;
         Ok(Direct {
@@ -343,9 +364,13 @@ impl Direct {
             Form::ChannelLast { vector, chunk } => {
                 format!("{vector} channels a thread, walking {chunk} positions, in one pass")
             }
-            Form::ChannelLastTile { vector } => {
-                let rows = TILE_ROWS * 32 / THREADS;
+            Form::ChannelLastTile { vector, rows } => {
                 format!("{vector} channels of {rows} positions a thread, in one pass")
+            }
+            Form::ChannelLastSm90 => {
+                format!(
+                    "tiles of {SHARED_CHANNELS} channels of {SHARED_ROWS} positions in shared memory"
+                )
             }
             Form::Plain => "one output a thread".into(),
         }
@@ -386,7 +411,7 @@ impl Direct {
                 }
                 match (self.main, self.main_launch(&mut params)) {
                     (Some(main), Some(launch)) => main.launch(stream, launch, &params)?,
-                    _ => self.plain.launch(stream, self.plain_launch(), &params)?,
+                    _ => self.plain.launch(stream, plain_launch(&params), &params)?,
                 }
             }
             if let Some(states) = self.states {
@@ -434,30 +459,39 @@ impl Direct {
                     block: [THREADS as u32, 1, 1],
                 })
             }
-            Form::ChannelLastTile { vector } => {
+            Form::ChannelLastTile { vector, rows } => {
                 let aligned = (params.x | params.y).is_multiple_of(vector * element);
                 aligned.then(|| Launch {
                     grid: [
                         channels.div_ceil(32 * vector) as u32,
-                        length.div_ceil(TILE_ROWS) as u32,
+                        length.div_ceil(TILE_WARPS * rows) as u32,
                         batch as u32,
                     ],
                     block: [THREADS as u32, 1, 1],
                 })
             }
+            Form::ChannelLastSm90 => (params.x | params.y).is_multiple_of(16).then(|| Launch {
+                grid: [
+                    channels.div_ceil(SHARED_CHANNELS) as u32,
+                    length.div_ceil(SHARED_ROWS) as u32,
+                    batch as u32,
+                ],
+                block: [THREADS as u32, 1, 1],
+            }),
             Form::Plain => None,
         }
     }
+}
 
-    fn plain_launch(&self) -> Launch {
-        let Params { batch, channels, length, y_stride, .. } = self.params;
-        let (inner, outer) = match along_channels(&y_stride) {
-            true => (channels, length),
-            false => (length, channels),
-        };
-        let Launch { grid: [x, y, _], block } = rows_launch(inner, outer);
-        Launch { grid: [x, y, batch.min(GRID) as u32], block }
-    }
+/// A thread for each element of x or y.
+fn plain_launch(params: &Params) -> Launch {
+    let Params { batch, channels, length, y_stride, .. } = *params;
+    let (inner, outer) = match along_channels(&y_stride) {
+        true => (channels, length),
+        false => (length, channels),
+    };
+    let Launch { grid: [x, y, _], block } = rows_launch(inner, outer);
+    Launch { grid: [x, y, batch.min(GRID) as u32], block }
 }
 
 /// A thread for each element of rows, blocks of several rows along y.
@@ -481,31 +515,51 @@ mod tests {
         CausalConv1dSpec::new(x, weight).unwrap()
     }
 
-    fn form(shape: [usize; 3], width: usize, order: [usize; 3]) -> Form {
+    fn form(shape: [usize; 3], width: usize, order: [usize; 3], hopper: bool) -> Form {
         let spec = spec(DType::F16, shape, width, order);
-        Form::of(&spec, &spec.problem().unwrap())
+        Form::of(&spec, &spec.problem().unwrap(), hopper)
     }
 
     #[test]
     fn forms_follow_layout_and_width() {
         let (first, last) = ([0, 1, 2], [0, 2, 1]);
         let long = Form::ChannelFirst { steps: 4, across: 1 };
-        assert_eq!(form([2, 8192, 8192], 4, first), long);
-        assert_eq!(form([8, 4096, 2048], 4, first), Form::ChannelFirst { steps: 2, across: 4 });
-        assert_eq!(form([1, 64, 2048], 4, first), Form::ChannelFirst { steps: 1, across: 4 });
-        assert_eq!(form([8, 4096, 2048], 10, first), Form::Plain);
-        assert_eq!(form([8, 4096, 2048], 1, first), Form::Plain);
-        assert!(matches!(form([8, 4096, 2048], 4, last), Form::ChannelLast { vector: 4, .. }));
-        assert!(matches!(form([8, 4098, 2048], 4, last), Form::ChannelLast { vector: 2, .. }));
-        assert!(matches!(form([8, 4095, 2048], 4, last), Form::ChannelLast { vector: 1, .. }));
-        assert_eq!(form([1, 64, 2048], 4, last), Form::ChannelLastTile { vector: 4 });
+        assert_eq!(form([2, 8192, 8192], 4, first, true), long);
+        assert_eq!(
+            form([8, 4096, 2048], 4, first, true),
+            Form::ChannelFirst { steps: 2, across: 4 }
+        );
+        assert_eq!(form([1, 64, 2048], 4, first, true), Form::ChannelFirst { steps: 1, across: 4 });
+        assert_eq!(form([8, 4096, 2048], 10, first, true), Form::Plain);
+        assert_eq!(form([8, 4096, 2048], 1, first, true), Form::Plain);
+        assert!(matches!(
+            form([8, 4096, 2048], 4, last, false),
+            Form::ChannelLast { vector: 4, .. }
+        ));
+        assert!(matches!(
+            form([8, 4098, 2048], 4, last, false),
+            Form::ChannelLast { vector: 2, .. }
+        ));
+        assert!(matches!(
+            form([8, 4095, 2048], 4, last, false),
+            Form::ChannelLast { vector: 1, .. }
+        ));
+        assert_eq!(
+            form([1, 64, 2048], 4, last, true),
+            Form::ChannelLastTile { vector: 4, rows: 4 }
+        );
+        assert_eq!(form([8, 4096, 2048], 4, last, true), Form::ChannelLastSm90);
+        assert!(matches!(
+            form([8, 4100, 2048], 4, last, true),
+            Form::ChannelLast { vector: 4, .. }
+        ));
     }
 
     #[test]
     fn kernels_compile_without_spills() {
-        let mut kernels = Vec::new();
+        let (mut kernels, mut large) = (Vec::new(), Vec::new());
         let mut push = |spec: &CausalConv1dSpec| {
-            let form = Form::of(spec, &spec.problem().unwrap());
+            let form = Form::of(spec, &spec.problem().unwrap(), false);
             kernels.extend(main_kernel(spec, form));
             kernels.extend(states_kernel(spec, form));
             kernels.extend(mask_kernel(spec, form));
@@ -527,12 +581,27 @@ mod tests {
                 push(&spec.with_cu_seqlens(cu_seqlens));
             }
         }
+        for (order, dtype) in
+            [([0, 1, 2], DType::F16), ([0, 2, 1], DType::F16), ([0, 2, 1], DType::F32)]
+        {
+            // As large ones, and on Hopper.
+            for activation in [Activation::Silu, Activation::Gelu(Approximate::None)] {
+                for width in [2, 4, 5] {
+                    let spec =
+                        spec(dtype, [8, 4096, 2048], width, order).with_activation(activation);
+                    push(&spec);
+                    let form = Form::of(&spec, &spec.problem().unwrap(), true);
+                    large.extend(main_kernel(&spec, form));
+                }
+            }
+        }
         for width in [1, 2, 3, 5, 20] {
             push(&spec(DType::F16, [1, 64, 2048], width, [0, 1, 2]));
         }
         for activation in Activation::ALL {
             push(&spec(DType::F32, [1, 64, 2048], 4, [0, 1, 2]).with_activation(activation));
         }
+        kernels.extend(large);
         crate::cuda::compile_tests::check_compiles(&kernels);
     }
 }

@@ -8,7 +8,7 @@
 
 constexpr int TILE = 32;
 
-extern "C" __global__ void __launch_bounds__(256) KERNEL(const GemmParams g) {
+extern "C" __global__ void __launch_bounds__(256, 1) KERNEL(const GemmParams g) {
     wait_for_previous();
     const Params &p = g.base;
     int lane = threadIdx.x % TILE, row = threadIdx.x / TILE, rows = blockDim.x / TILE;

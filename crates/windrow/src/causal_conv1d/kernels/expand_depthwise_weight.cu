@@ -5,7 +5,7 @@
 // DENSE   [outputs, channels, width]; else [channels, width] on the diagonals
 #include "im2col.cuh"
 
-extern "C" __global__ void __launch_bounds__(256) KERNEL(const GemmParams g) {
+extern "C" __global__ void __launch_bounds__(256, 1) KERNEL(const GemmParams g) {
     wait_for_previous();
     const Params &p = g.base;
     i64 terms = width_of(p) * p.channels, column = (i64)blockIdx.x * blockDim.x + threadIdx.x;

@@ -6,7 +6,7 @@
 
 constexpr int TILE = 32;
 
-extern "C" __global__ void __launch_bounds__(256) KERNEL(const GemmParams g) {
+extern "C" __global__ void __launch_bounds__(256, 1) KERNEL(const GemmParams g) {
     wait_for_previous();
     __shared__ float tile[TILE][TILE + 1];
     const Params &p = g.base;
