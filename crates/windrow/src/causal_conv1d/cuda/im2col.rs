@@ -19,19 +19,19 @@ const TILE_THREADS: usize = 256;
 /// `GemmParams` of im2col.cuh.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-struct GemmParams {
-    base: Params,
-    a: usize,
-    b: usize,
-    c: usize,
-    outputs: usize,
+pub(super) struct GemmParams {
+    pub(super) base: Params,
+    pub(super) a: usize,
+    pub(super) b: usize,
+    pub(super) c: usize,
+    pub(super) outputs: usize,
     weight_stride: [isize; 3],
 }
 
 /// A plan on a device, with its kernels compiled and the product's algorithm chosen.
 #[derive(Clone, Debug)]
 pub(in crate::causal_conv1d) struct Im2colGemm {
-    gpu: &'static Gpu,
+    pub(super) gpu: &'static Gpu,
     gemm: Arc<Gemm>,
     params: GemmParams,
     /// Bytes of A, B, C and the product's own.
@@ -44,27 +44,38 @@ pub(in crate::causal_conv1d) struct Im2colGemm {
     states: Option<&'static Kernel>,
 }
 
+/// A matrix of the workspace.
+pub(super) fn operand(dtype: DType, transposed: bool, row_stride: usize) -> Matrix {
+    Matrix { dtype, transposed, row_stride, batch_stride: 0, alignment: 256 }
+}
+
 /// A and B are of x's type, or f32 if the weight is: a half type would round it.
 fn operand_type(spec: &CausalConv1dSpec) -> DType {
     if spec.weight.dtype == DType::F32 { DType::F32 } else { spec.x.dtype }
 }
 
-fn kernel_spec(source: &'static Source, name: &str, spec: &CausalConv1dSpec) -> KernelSpec {
+/// A kernel of the room with operands of this type.
+pub(super) fn kernel_spec(
+    source: &'static Source,
+    name: &str,
+    spec: &CausalConv1dSpec,
+    operands: DType,
+) -> KernelSpec {
     let width = spec.weight.shape().last().copied().unwrap_or(0);
     let packed = spec.seq_idx.is_some() || spec.cu_seqlens.is_some();
     super::kernel_spec(source, name, spec)
-        .define("G", type_name(operand_type(spec)))
+        .define("G", type_name(operands))
         .define("GEMM_PARAMS_SIZE", size_of::<GemmParams>())
         .define("SHARED", u8::from((1..=9).contains(&width) && !packed))
         .define("DENSE", u8::from(spec.weight.shape().len() == 3))
 }
 
 /// The kernels of a spec: of A, B and y.
-fn kernels(spec: &CausalConv1dSpec) -> [KernelSpec; 3] {
+fn kernels(spec: &CausalConv1dSpec, operands: DType) -> [KernelSpec; 3] {
     [
-        kernel_spec(&IM2COL, "im2col", spec),
-        kernel_spec(&EXPAND, "expand_weight", spec),
-        kernel_spec(&EPILOGUE, "im2col_epilogue", spec),
+        kernel_spec(&IM2COL, "im2col", spec, operands),
+        kernel_spec(&EXPAND, "expand_weight", spec, operands),
+        kernel_spec(&EPILOGUE, "im2col_epilogue", spec, operands),
     ]
 }
 
@@ -77,9 +88,18 @@ impl Im2colGemm {
         spec: &CausalConv1dSpec,
         problem: &Problem,
     ) -> Result<Self> {
+        Self::with_operands(index, spec, problem, operand_type(spec))
+    }
+
+    /// As [`Im2colGemm::new`], with A and B of this type.
+    pub(super) fn with_operands(
+        index: u32,
+        spec: &CausalConv1dSpec,
+        problem: &Problem,
+        dtype: DType,
+    ) -> Result<Self> {
         let gpu = Gpu::get(index)?;
         let Problem { b, d, d_out, l, width, .. } = *problem;
-        let dtype = operand_type(spec);
         let overflow = || Error::SizeOverflow {
             what: "im2col matrix",
             detail: format!("[{b} * {l}, {width} * {d}] with {d_out} outputs"),
@@ -99,13 +119,6 @@ impl Im2colGemm {
                 format!("it takes 1 to {} channels", GRID * TILE),
             ));
         }
-        let operand = |dtype, transposed, row_stride| Matrix {
-            dtype,
-            transposed,
-            row_stride,
-            batch_stride: 0,
-            alignment: 256,
-        };
         let gemm = GemmSpec {
             m: rows,
             n: d_out,
@@ -119,7 +132,7 @@ impl Im2colGemm {
         let gemm = Gemm::new(gpu, &gemm)?;
         let parts = [a, b_bytes, c, gemm.workspace_bytes()];
         let load = |kernel: KernelSpec| gpu.kernel(&kernel);
-        let [im2col, expand, epilogue] = kernels(spec);
+        let [im2col, expand, epilogue] = kernels(spec, dtype);
         let weight = spec.weight.strides();
         let params = GemmParams {
             base: Params::of(spec, problem)?,
@@ -184,7 +197,7 @@ impl Im2colGemm {
     }
 
     /// A, B and C in `scratch`.
-    fn product(
+    pub(super) fn product(
         &self,
         args: &CausalConv1dArgs<'_>,
         scratch: *mut u8,
@@ -218,7 +231,7 @@ impl Im2colGemm {
     }
 
     /// A block for each tile of positions and channels.
-    fn tiles(&self, channels: usize) -> Launch {
+    pub(super) fn tiles(&self, channels: usize) -> Launch {
         let Params { batch, length, .. } = self.params.base;
         Launch {
             grid: [
@@ -269,10 +282,16 @@ mod tests {
                 for weight in [dtype, DType::F32] {
                     let weight = TensorDesc::contiguous(weight, shape).unwrap();
                     let spec = CausalConv1dSpec::new(x, weight).unwrap();
-                    all.extend(kernels(&spec));
+                    all.extend(kernels(&spec, operand_type(&spec)));
+                    if shape.len() == 3 {
+                        all.extend(super::super::dense_backward::all_kernels(&spec));
+                    }
                     let seq_idx = TensorDesc::contiguous(DType::I32, &[2, 100]).unwrap();
                     let spec = spec.with_seq_idx(seq_idx).with_activation(Activation::Silu);
-                    all.extend(kernels(&spec));
+                    all.extend(kernels(&spec, operand_type(&spec)));
+                    if shape.len() == 3 {
+                        all.extend(super::super::dense_backward::all_kernels(&spec));
+                    }
                 }
             }
         }

@@ -30,6 +30,7 @@ macro_rules! source {
 
 mod backward;
 mod backward_rows;
+pub(super) mod dense_backward;
 pub(super) mod im2col;
 pub(super) mod update;
 
@@ -243,6 +244,22 @@ fn along_channels(strides: &[isize]) -> bool {
 /// Whether an activation and its derivative take few registers.
 fn is_simple(activation: Activation) -> bool {
     !matches!(activation, Activation::Gelu(_))
+}
+
+/// How a plan by matrix products computes gradients.
+#[derive(Clone, Debug)]
+pub(super) enum Gradients {
+    Depthwise(Box<Direct>),
+    Dense(Box<dense_backward::DenseBackward>),
+}
+
+impl Gradients {
+    pub(super) fn workspace_bytes(&self) -> usize {
+        match self {
+            Gradients::Depthwise(direct) => direct.workspace_bytes(),
+            Gradients::Dense(dense) => dense.workspace_bytes(),
+        }
+    }
 }
 
 /// A depthwise plan on a device, with its kernels compiled and loaded.

@@ -3,11 +3,12 @@
 use super::{Algorithm, CausalConv1dArgs, CausalConv1dPlan, Gradient};
 use crate::causal_conv1d::cpu::Operand;
 use crate::causal_conv1d::cpu::backward::Gradients;
+use crate::causal_conv1d::cuda;
 use crate::causal_conv1d::sequences::Sequences;
 use crate::causal_conv1d::verify;
 use crate::cpu::SimdElement;
 use crate::tensor::{check_device, check_disjoint, check_dtype, check_tensor};
-use crate::{DType, Error, Result, TensorMut, TensorRef, Verify, Workspace, bf16, f16};
+use crate::{DType, Result, TensorMut, TensorRef, Verify, Workspace, bf16, f16};
 
 /// The gradients that a backward run computes: those that are given. Strides are free, without
 /// overlap.
@@ -30,7 +31,7 @@ impl CausalConv1dPlan {
     /// computed again from `args`; `y` is not needed.
     ///
     /// # Errors
-    /// As [`CausalConv1dPlan::run`], and [`Error::Unsupported`] for a dense convolution on CUDA.
+    /// As [`CausalConv1dPlan::run`].
     pub fn backward(
         &self,
         args: &CausalConv1dArgs<'_>,
@@ -42,15 +43,18 @@ impl CausalConv1dPlan {
         self.check_args(args)?;
         self.check_grads(args, &dy, dfinal_states.as_ref(), &grads)?;
         let given = (&dy, dfinal_states.as_ref());
-        if let Algorithm::Cuda(direct) | Algorithm::CudaIm2colGemm(_, Some(direct)) =
-            &self.algorithm
-        {
-            direct.backward(&self.spec, args, given, &grads, workspace)?;
-        } else if let Algorithm::CudaIm2colGemm(..) = &self.algorithm {
-            return Err(Error::unsupported(
-                format!("the gradient of a dense causal_conv1d on {}", self.options.device),
-                "there depthwise convolutions have one; on the CPU both do",
-            ));
+        let spec = &self.spec;
+        if let Algorithm::Cuda(direct) = &self.algorithm {
+            direct.backward(spec, args, given, &grads, workspace)?;
+        } else if let Algorithm::CudaIm2colGemm(_, gradients) = &self.algorithm {
+            match gradients {
+                cuda::Gradients::Depthwise(direct) => {
+                    direct.backward(spec, args, given, &grads, workspace)?;
+                }
+                cuda::Gradients::Dense(dense) => {
+                    dense.run(spec, args, given, &grads, workspace)?;
+                }
+            }
         } else {
             let sequences = self.sequences(args)?;
             let scratch = workspace.take(self.workspace_bytes())?.as_mut_ptr();

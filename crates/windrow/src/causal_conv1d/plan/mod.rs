@@ -105,7 +105,7 @@ enum Algorithm {
     Im2colGemm(Im2colGemm),
     Cuda(Box<cuda::Direct>),
     /// With what computes the gradients of a depthwise convolution.
-    CudaIm2colGemm(Box<cuda::im2col::Im2colGemm>, Option<Box<cuda::Direct>>),
+    CudaIm2colGemm(Box<cuda::im2col::Im2colGemm>, cuda::Gradients),
 }
 
 /// How gradients are computed.
@@ -219,7 +219,12 @@ impl CausalConv1dPlan {
                 CausalConv1dAlgorithm::Direct => Algorithm::Cuda(direct()?),
                 CausalConv1dAlgorithm::Im2colGemm => {
                     let gemm = cuda::im2col::Im2colGemm::new(index, spec, &problem)?;
-                    let gradients = if problem.dense { None } else { Some(direct()?) };
+                    let gradients = match problem.dense {
+                        true => cuda::Gradients::Dense(Box::new(
+                            cuda::dense_backward::DenseBackward::new(index, spec, &problem)?,
+                        )),
+                        false => cuda::Gradients::Depthwise(direct()?),
+                    };
                     Algorithm::CudaIm2colGemm(Box::new(gemm), gradients)
                 }
             };
@@ -310,9 +315,9 @@ impl CausalConv1dPlan {
             Algorithm::Direct(direct) => direct.workspace_bytes(),
             Algorithm::Im2colGemm(gemm) => gemm.workspace_bytes(),
             Algorithm::Cuda(direct) => direct.workspace_bytes(),
-            Algorithm::CudaIm2colGemm(gemm, gradients) => gemm
-                .workspace_bytes()
-                .max(gradients.as_ref().map_or(0, |direct| direct.workspace_bytes())),
+            Algorithm::CudaIm2colGemm(gemm, gradients) => {
+                gemm.workspace_bytes().max(gradients.workspace_bytes())
+            }
         };
         forward.max(match &self.backward {
             Gradient::Depthwise(backward) => backward.workspace_bytes(),

@@ -1,0 +1,183 @@
+//! Gradients of a dense convolution on CUDA, as products of f32 matrices over all positions.
+//!
+//! With A the im2col matrix [n, width*d], B the weight as a matrix [d_out, width*d] and G [n, d_out] the
+//! gradient before the activation, for which C is computed again: the weight's gradient is `Gᵀ A`, the
+//! bias's the sums of G's columns, and `G B` holds the share of each tap in the gradient of its input.
+
+use super::im2col::{GemmParams, Im2colGemm, kernel_spec, operand};
+use super::{
+    GRID, INCLUDES, Params, THREADS, address, output_address, plain_launch, rows_launch, strides,
+};
+use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dSpec, Problem};
+use crate::cuda::{
+    Gemm, GemmCompute, GemmSpec, KernelSpec, Launch, Matrix, Source, column_sum, type_name,
+};
+use crate::{DType, Result, TensorMut, TensorRef, Workspace};
+use std::sync::Arc;
+
+source!(GRADIENT, "dense_gradient.cu");
+source!(WEIGHT_GRADIENT, "dense_weight_gradient.cu");
+source!(INPUT, "backward_input.cu");
+
+/// `Params` of dense_weight_gradient.cu.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct WeightParams {
+    matrix: usize,
+    out: usize,
+    outputs: usize,
+    channels: usize,
+    width: usize,
+    stride: [isize; 3],
+}
+
+/// The products of a plan; none where there is nothing to sum.
+#[derive(Clone, Debug)]
+pub(in crate::causal_conv1d) struct DenseBackward {
+    forward: Im2colGemm,
+    weight: Option<Arc<Gemm>>,
+    input: Option<Arc<Gemm>>,
+    /// Bytes of `Gᵀ A`, and of the larger product's own workspace.
+    parts: [usize; 2],
+}
+
+impl DenseBackward {
+    /// # Errors
+    /// As [`Im2colGemm::new`].
+    pub(in crate::causal_conv1d) fn new(
+        index: u32,
+        spec: &CausalConv1dSpec,
+        problem: &Problem,
+    ) -> Result<Self> {
+        let forward = Im2colGemm::with_operands(index, spec, problem, DType::F32)?;
+        let Problem { b, d, d_out, l, width, .. } = *problem;
+        // Products that `forward` has found to be in range.
+        let (rows, terms) = (b * l, width * d);
+        let gemm = |[m, n, k]: [usize; 3], a: Matrix, b: Matrix| {
+            let c = operand(DType::F32, false, n.max(1));
+            let spec = GemmSpec { m, n, k, batch: 1, a, b, c, compute: GemmCompute::F32 };
+            (k > 0).then(|| Gemm::new(forward.gpu, &spec).map(Arc::new)).transpose()
+        };
+        let matrix =
+            |transposed, row_stride: usize| operand(DType::F32, transposed, row_stride.max(1));
+        let weight = gemm([d_out, terms, rows], matrix(true, d_out), matrix(false, terms))?;
+        let input = gemm([rows, terms, d_out], matrix(false, d_out), matrix(false, terms))?;
+        let own = |gemm: &Option<Arc<Gemm>>| gemm.as_ref().map_or(0, |gemm| gemm.workspace_bytes());
+        let parts = [
+            (d_out * terms * size_of::<f32>()).next_multiple_of(256),
+            own(&weight).max(own(&input)),
+        ];
+        Ok(DenseBackward { forward, weight, input, parts })
+    }
+
+    pub(in crate::causal_conv1d) fn workspace_bytes(&self) -> usize {
+        self.forward.workspace_bytes() + self.parts.iter().sum::<usize>()
+    }
+
+    /// Gradients; their kernels are compiled at the first call. Views have been checked.
+    pub(in crate::causal_conv1d) fn run(
+        &self,
+        spec: &CausalConv1dSpec,
+        args: &CausalConv1dArgs<'_>,
+        (dy, dfinal_states): (&TensorRef<'_>, Option<&TensorRef<'_>>),
+        grads: &CausalConv1dGrads<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let gpu = self.forward.gpu;
+        let (stream, scratch) = workspace.take_on(gpu, self.workspace_bytes())?;
+        let mut params = self.forward.product(args, scratch, stream)?;
+        params.base = Params {
+            dy: address(Some(dy)),
+            dfinal_states: address(dfinal_states),
+            dx: output_address(grads.dx.as_ref()),
+            dinitial_states: output_address(grads.dinitial_states.as_ref()),
+            dy_stride: strides(Some(dy.desc())),
+            dfinal_stride: strides(dfinal_states.map(TensorRef::desc)),
+            dx_stride: strides(grads.dx.as_ref().map(TensorMut::desc)),
+            dinitial_stride: strides(grads.dinitial_states.as_ref().map(TensorMut::desc)),
+            ..params.base
+        };
+        let Params { batch, channels, length, width, sequences, .. } = params.base;
+        let GemmParams { a, b, c, outputs, .. } = params;
+        let rows = batch * length;
+        let matrix = scratch.wrapping_add(self.forward.workspace_bytes());
+        let own = matrix.wrapping_add(self.parts[0]);
+        // SAFETY: the structures are the kernels' (they compare their sizes); views are valid on this
+        // device for the strides in them, and the workspace holds the matrices.
+        unsafe {
+            if rows * outputs > 0 {
+                let kernel = gpu.kernel(&gradient_kernel(spec))?;
+                kernel.launch(stream, self.forward.tiles(outputs), &params)?;
+            }
+            if let Some(dweight) = &grads.dweight {
+                if let Some(gemm) = &self.weight {
+                    gemm.run(c as *const u8, a as *const u8, matrix, own, stream)?;
+                }
+                let weight_params = WeightParams {
+                    matrix: if self.weight.is_some() { matrix as usize } else { 0 },
+                    out: output_address(Some(dweight)),
+                    outputs,
+                    channels,
+                    width,
+                    stride: strides(Some(dweight.desc())),
+                };
+                let launch = Launch {
+                    grid: [
+                        (width * channels).div_ceil(THREADS) as u32,
+                        outputs.min(GRID) as u32,
+                        1,
+                    ],
+                    block: [THREADS as u32, 1, 1],
+                };
+                if outputs > 0 {
+                    let kernel = gpu.kernel(&weight_kernel(dweight.dtype()))?;
+                    kernel.launch(stream, launch, &weight_params)?;
+                }
+            }
+            if let Some(dbias) = grads.dbias.as_ref().filter(|_| outputs > 0) {
+                column_sum(gpu, stream, c as *const f32, [rows, outputs, outputs], dbias)?;
+            }
+            if let Some(gemm) = self
+                .input
+                .as_ref()
+                .filter(|_| params.base.dx != 0 || params.base.dinitial_states != 0)
+            {
+                // A is needed no more.
+                gemm.run(c as *const u8, b as *const u8, a as *mut u8, own, stream)?;
+            }
+            if grads.dx.is_some() && rows > 0 {
+                let kernel = gpu.kernel(&input_kernel(spec, false))?;
+                kernel.launch(stream, plain_launch(&params.base), &params)?;
+            }
+            if grads.dinitial_states.is_some() && width > 1 {
+                let kernel = gpu.kernel(&input_kernel(spec, true))?;
+                kernel.launch(stream, rows_launch(channels, sequences), &params)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn gradient_kernel(spec: &CausalConv1dSpec) -> KernelSpec {
+    kernel_spec(&GRADIENT, "dense_gradient", spec, DType::F32)
+}
+
+fn weight_kernel(out: DType) -> KernelSpec {
+    KernelSpec::new(&WEIGHT_GRADIENT, format!("causal_conv1d_dense_dweight_{out}"))
+        .define("OUT", type_name(out))
+        .define("PARAMS_SIZE", size_of::<WeightParams>())
+        .overlapped(true)
+}
+
+/// The kernel of dx, or of the initial states' gradient.
+fn input_kernel(spec: &CausalConv1dSpec, states: bool) -> KernelSpec {
+    let name = if states { "dense_dinitial_states" } else { "dense_dx" };
+    kernel_spec(&INPUT, name, spec, DType::F32).define("STATES", u8::from(states))
+}
+
+/// All that a spec of this kind may need.
+#[cfg(test)]
+pub(super) fn all_kernels(spec: &CausalConv1dSpec) -> Vec<KernelSpec> {
+    let weight = weight_kernel(spec.x.dtype);
+    vec![gradient_kernel(spec), weight, input_kernel(spec, false), input_kernel(spec, true)]
+}

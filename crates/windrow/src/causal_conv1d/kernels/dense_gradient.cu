@@ -1,0 +1,33 @@
+// G, the gradient before the activation, in the place of C: dy act'(C + bias).
+//
+// Floor: C and dy once in, G once out. A block takes a tile of dy through shared memory where positions lie
+// next to each other, so that it reads along one dimension and works along the other.
+#include "im2col.cuh"
+
+constexpr int TILE = 32;
+
+extern "C" __global__ void __launch_bounds__(256, 1) KERNEL(const GemmParams g) {
+    wait_for_previous();
+    __shared__ float tile[TILE][TILE + 1];
+    const Params &p = g.base;
+    int lane = threadIdx.x % TILE, row = threadIdx.x / TILE, rows = blockDim.x / TILE;
+    i64 o0 = (i64)blockIdx.y * TILE, t0 = (i64)blockIdx.x * TILE;
+    for (i64 b = blockIdx.z; b < p.batch; b += gridDim.z) {
+        for (int i = row; i < TILE; i += rows) {
+            int at = ALONG_CHANNELS ? i : lane, output = ALONG_CHANNELS ? lane : i;
+            i64 t = t0 + at, o = o0 + output;
+            if (o >= g.outputs || t >= p.length) continue;
+            tile[at][output] =
+                T::to_float(p.dy[b * p.dy_stride[0] + o * p.dy_stride[1] + t * p.dy_stride[2]]);
+        }
+        __syncthreads();
+        for (int i = row; i < TILE; i += rows) {
+            i64 o = o0 + lane, t = t0 + i;
+            if (o >= g.outputs || t >= p.length) continue;
+            float &c = g.c[(b * p.length + t) * g.outputs + o];
+            bool padding = p.seq_idx && seq_idx_at(p, b, t) < 0;
+            c = padding ? 0.0f : tile[i][lane] * activate_gradient<ACT>(c + bias_at(p, o));
+        }
+        __syncthreads();
+    }
+}
