@@ -38,7 +38,7 @@ pub(super) fn rows(spec: &CausalConv1dSpec, params: &Params) -> Option<usize> {
         && params.dfinal_states == 0;
     let whole = |[row, channel, step]: [isize; 3], address: usize| {
         let bytes = [row, channel].map(|stride| stride * element as isize);
-        step == 1 && address != 0 && address % 16 == 0 && bytes.iter().all(|b| b % 16 == 0)
+        step == 1 && address != 0 && address.is_multiple_of(16) && bytes.iter().all(|b| b % 16 == 0)
     };
     let vectors = length > 0
         && (length * element).is_multiple_of(16)
