@@ -688,6 +688,9 @@ fn supported(p: &Problem) -> Vec<Conv2dAlgorithm> {
     all
 }
 
+/// Input channels up to which direct summation is faster than Winograd's algorithm: the sums themselves
+/// take less time than the transform of the output.
+const DIRECT_CHANNELS: usize = 4;
 /// Input channels up to which Winograd's algorithm in one pass is faster than in stages.
 const FEW_CHANNELS: usize = 8;
 
@@ -697,7 +700,8 @@ pub(super) fn choose(spec: &Conv2dSpec, p: &Problem) -> Conv2dAlgorithm {
         return Conv2dAlgorithm::Direct;
     }
     let row_major = !is_channels_last(&spec.y.layout);
-    if p.is_winograd() && spec.accuracy != Accuracy::Exact {
+    let few = p.c <= DIRECT_CHANNELS && row_major;
+    if p.is_winograd() && !few && spec.accuracy != Accuracy::Exact {
         if p.c <= FEW_CHANNELS && row_major {
             return Conv2dAlgorithm::WinogradFused(FUSED_TILE);
         }

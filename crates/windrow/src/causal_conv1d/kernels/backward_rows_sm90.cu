@@ -29,16 +29,6 @@ struct RowsParams {
 };
 static_assert(sizeof(RowsParams) == ROWS_PARAMS_SIZE, "as the host's structure");
 
-// As activate_gradient, but NaN at infinities: two instructions fewer for each element.
-__device__ __forceinline__ float slope(float x) {
-    if constexpr (ACT == SILU) {
-        float s = reciprocal_fast(1.0f + exp2_fast(-1.44269504f * x));
-        return fmaf(s, fmaf(-x, s, x), s);
-    } else {
-        return activate_gradient<ACT>(x);
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) KERNEL(const RowsParams g) {
     wait_for_previous();
     const Params &p = g.base;
@@ -126,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) KERNEL(const R
             float pre = bias;
 #pragma unroll
             for (int k = HALO; k >= 0; k--) pre = fmaf(weight[k][0], window[i + k], pre);
-            dpre[i] = grad[i / VECTOR].get(i % VECTOR) * slope(pre);
+            dpre[i] = grad[i / VECTOR].get(i % VECTOR) * activate_gradient<ACT>(pre);
             sum[WIDTH] += dpre[i];
 #pragma unroll
             for (int k = 0; k <= HALO; k++) sum[k] = fmaf(dpre[i], window[i + k], sum[k]);
