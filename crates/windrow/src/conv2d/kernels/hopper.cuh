@@ -1,9 +1,6 @@
-// Hopper's asynchronous instructions, one thin function each: transaction barriers, the tensor copy
-// engine, warpgroup matrix products. Names and operands follow the PTX ISA.
-
-__device__ __forceinline__ u32 shared_address(const void* p) {
-    return static_cast<u32>(__cvta_generic_to_shared(p));
-}
+// Hopper's asynchronous instructions, one thin function each: barriers of several arrivals, the tensor
+// copy engine, warpgroup matrix products. Names and operands follow the PTX ISA.
+#include "copy_engine_sm90.cuh"
 
 // ---- mbarrier ----
 
@@ -15,24 +12,8 @@ __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-}
-
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Waits until the phase of this parity is complete.
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
 // A position in a ring of buffers, each guarded by a `full` and an `empty` barrier.
@@ -61,12 +42,6 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, u32 barri
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to), "l"(map), "r"(barrier), "r"(c), "r"(x),
         "r"(y), "r"(n) : "memory");
-}
-
-__device__ __forceinline__ void copy_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-        ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
 // ---- wgmma ----

@@ -62,7 +62,7 @@ __device__ __forceinline__ void produce_filter(const Params& p, u32 stages, u32 
         for (int s = 0; s < block_steps; s++) {
             barrier_wait(empty + 8 * ring.slot, ring.parity ^ 1);
             barrier_expect(full + 8 * ring.slot, U_BYTES);
-            copy_bytes(stages + ring.slot * U_BYTES, u, U_BYTES, full + 8 * ring.slot);
+            copy_in(stages + ring.slot * U_BYTES, u, U_BYTES, full + 8 * ring.slot);
             u += U_BYTES;
             ring.advance(p.u_stages);
         }
