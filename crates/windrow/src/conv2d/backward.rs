@@ -1,17 +1,15 @@
 //! The gradients of a convolution.
 
-use super::cpu::{Engine, Gradients, floats_mut};
+use super::cpu::{Engine, Gradients, choose, floats_mut};
 use super::cuda;
-use super::plan::{choose, values};
+use super::plan::{compare, values};
 use super::reference::{self, Expected};
 use super::{Conv2dConfiguration, Conv2dPlan, Conv2dSpec, Problem, Tile};
 use crate::cpu::Isa;
-use crate::cuda::{Gpu, download};
+use crate::cuda::Gpu;
 use crate::tensor::{check_device, check_disjoint, check_dtype, check_tensor};
-use crate::verify::Comparison;
 use crate::{
-    Activation, DType, Device, Error, Layout, Result, TensorDesc, TensorMut, TensorRef, Verify,
-    Workspace,
+    Activation, DType, Error, Layout, Result, TensorDesc, TensorMut, TensorRef, Verify, Workspace,
 };
 
 /// How the gradients are computed.
@@ -335,14 +333,5 @@ impl Conv2dPlan {
             check_dtype(arg, given.dtype(), self.spec().x.dtype)?;
         }
         check_tensor(arg, given.desc(), given.dtype(), shape)
-    }
-}
-
-/// Compares a gradient, on whatever device, with what the oracle says.
-pub(super) fn compare(got: &TensorRef<'_>, want: &Expected, tolerance: f64) -> Result<Comparison> {
-    let of = |got: &TensorRef<'_>| Comparison::of(got, &want.values, &want.scale, tolerance);
-    match got.device() {
-        Device::Cpu => of(got),
-        Device::Cuda(index) => of(&download(got, index)?.as_ref()),
     }
 }

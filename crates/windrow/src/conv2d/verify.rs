@@ -1,7 +1,6 @@
 //! The room's cases for `windrow verify`.
 
-use super::backward::compare;
-use super::plan::values;
+use super::plan::{compare, values};
 use super::winograd_reference::stages;
 use super::{
     Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, Weights, networks, reference,

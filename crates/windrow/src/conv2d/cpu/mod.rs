@@ -1,6 +1,7 @@
 //! Convolution on the CPU.
 
 mod bias_grad;
+mod choice;
 mod direct;
 mod epilogue;
 mod gradients;
@@ -15,6 +16,7 @@ use super::winograd_reference::Stages;
 use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::cpu::{Isa, SimdElement};
 use crate::{Activation, DType, Result, TensorMut, TensorRef, bf16, f16};
+pub(crate) use choice::{choose, supported};
 use direct::Direct;
 use epilogue::Epilogue;
 pub(crate) use gradients::Gradients;

@@ -1,24 +1,24 @@
 //! A convolution bound to a device and an algorithm.
 
-use super::backward::{Backward, compare};
-use super::cpu::winograd::{FUSED_TILE, best_tile};
-use super::cpu::{self, floats, floats_mut};
+mod comparison;
+mod packed;
+
+use super::backward::Backward;
+use super::cpu::{self, choose, floats, floats_mut, supported};
 use super::cuda::{self, Operands};
-use super::reference::Expected;
-use super::spec::is_channels_last;
-use super::winograd_reference::Stages;
-use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile, reference, tuning};
-use crate::buffer::Buffer;
+use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, tuning};
 use crate::cpu::{Isa, resolve_threads};
-use crate::cuda::{DeviceBuffer, Gpu, download};
+use crate::cuda::Gpu;
 use crate::tensor::{check_device, check_disjoint, check_tensor};
 use crate::tuning::{Report, Search};
-use crate::verify::Comparison;
 use crate::{
-    Accuracy, Activation, DType, Device, Error, PlanOptions, Result, TensorDesc, TensorMut,
-    TensorRef, Verify, Workspace,
+    Device, Error, PlanOptions, Result, TensorDesc, TensorMut, TensorRef, Verify, Workspace,
 };
+use packed::{PackedData, filter};
 use std::sync::OnceLock;
+
+pub(super) use comparison::{compare, values};
+pub use packed::{PackedWeights, Weights};
 
 /// The inputs of a run.
 #[derive(Clone, Copy, Debug)]
@@ -29,85 +29,6 @@ pub struct Conv2dArgs<'a> {
     pub w: Weights<'a>,
     /// Bias `[k]`, if the spec has one.
     pub bias: Option<TensorRef<'a>>,
-}
-
-/// The filter of a run.
-#[derive(Clone, Copy, Debug)]
-pub enum Weights<'a> {
-    /// [k, c/groups, r, s] with the spec's type and strides; packed into the workspace on every run.
-    Raw(TensorRef<'a>),
-    /// Packed once by [`Conv2dPlan::pack_weights`].
-    Packed(&'a PackedWeights),
-}
-
-/// What the form of a packed filter depends on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Packing {
-    algorithm: Conv2dAlgorithm,
-    /// k, c/groups, r, s
-    filter: [usize; 4],
-    groups: usize,
-    form: Form,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Form {
-    Cpu {
-        /// Channels that lie next to each other.
-        width: usize,
-    },
-    Cuda(cuda::PackedForm),
-}
-
-/// A filter in the form that an algorithm reads: made once by [`Conv2dPlan::pack_weights`], used by
-/// any number of runs, also of other plans whose algorithm, filter shape and packing are the same
-/// (batch, image size, padding and element type may differ).
-///
-/// On CUDA, dropping it waits until the device is idle, since runs may still read it.
-#[derive(Debug)]
-pub struct PackedWeights {
-    packing: Packing,
-    data: PackedData,
-    /// The filter itself, kept by plans that verify.
-    source: Option<Vec<f64>>,
-}
-
-#[derive(Debug)]
-enum PackedData {
-    Host(Buffer),
-    Device(&'static Gpu, DeviceBuffer),
-}
-
-impl Drop for PackedData {
-    fn drop(&mut self) {
-        if let PackedData::Device(gpu, _) = self {
-            // An error here was or will be reported by a call that can return it.
-            let _ = gpu.synchronize();
-        }
-    }
-}
-
-impl PackedWeights {
-    /// Size in bytes.
-    pub fn bytes(&self) -> usize {
-        match &self.data {
-            PackedData::Host(data) => data.len(),
-            PackedData::Device(_, data) => data.len(),
-        }
-    }
-
-    /// The algorithm it is packed for.
-    pub fn algorithm(&self) -> Conv2dAlgorithm {
-        self.packing.algorithm
-    }
-
-    /// Changes the sign of the first element, to see whether anybody notices.
-    #[cfg(test)]
-    pub(super) fn spoil(&mut self) {
-        if let PackedData::Host(data) = &mut self.data {
-            data.as_mut_slice()[3] ^= 0x80;
-        }
-    }
 }
 
 /// A [`Conv2dSpec`] that was checked and bound to a device and an algorithm.
@@ -339,45 +260,6 @@ impl Conv2dPlan {
         )
     }
 
-    /// Packs a filter [k, c/groups, r, s] of the spec's type and strides for any number of runs.
-    /// The memory is its own, not the workspace's. On CUDA this waits for the workspace's stream.
-    ///
-    /// # Errors
-    /// [`Error::Shape`], [`Error::DType`], [`Error::Strides`] if `w` is not as in the spec,
-    /// [`Error::WrongDevice`], [`Error::OutOfMemory`].
-    pub fn pack_weights(
-        &self,
-        w: &TensorRef<'_>,
-        workspace: &mut Workspace,
-    ) -> Result<PackedWeights> {
-        check_device("workspace", workspace.device(), self.device())?;
-        self.check_view("w", w.desc(), w.device(), &self.spec.w)?;
-        let data = match &self.backend {
-            Backend::Cpu { engine, .. } => {
-                let mut data = Buffer::new(self.packed_bytes())?;
-                engine.pack(w, floats_mut(data.as_mut_slice()));
-                PackedData::Host(data)
-            }
-            Backend::Cuda { engine, gpu } => {
-                let mut data = workspace.allocate_on(gpu, self.packed_bytes())?;
-                let (stream, _) = workspace.take_on(gpu, 0)?;
-                // SAFETY: the view was checked against the spec, the memory is as large as asked
-                // for.
-                unsafe { engine.pack(stream, w.as_ptr(), data.as_mut_ptr())? };
-                // Runs on other streams may use it from here on.
-                stream.synchronize()?;
-                PackedData::Device(gpu, data)
-            }
-        };
-        let source = (self.verify == Verify::On).then(|| values(w)).transpose()?;
-        Ok(PackedWeights { packing: self.packing(), data, source })
-    }
-
-    /// True if `packed` was packed for this plan or one with the same packing.
-    pub fn accepts(&self, packed: &PackedWeights) -> bool {
-        packed.packing == self.packing()
-    }
-
     /// Computes y.
     ///
     /// # Errors
@@ -455,52 +337,6 @@ impl Conv2dPlan {
         comparison.into_result(&format!("conv2d by {}", self.algorithm))
     }
 
-    /// Compares a result of [`Conv2dPlan::run`] with the f64 oracle.
-    ///
-    /// # Errors
-    /// As [`Conv2dPlan::run`] for inputs and `y` that do not fit the spec, [`Error::WrongDevice`],
-    /// [`Error::Unsupported`] for a filter packed by a plan without [`Verify::On`].
-    pub fn compare(&self, args: &Conv2dArgs<'_>, y: &TensorRef<'_>) -> Result<Comparison> {
-        self.check_inputs(args)?;
-        self.check_view("y", y.desc(), y.device(), &self.spec.y)?;
-        let w = filter(&args.w)?.ok_or_else(|| {
-            let reason = "it was packed by a plan that does not verify; give the filter itself";
-            Error::unsupported("comparing the result of a packed filter", reason)
-        })?;
-        self.comparison(args, &w, y)
-    }
-
-    fn comparison(
-        &self,
-        args: &Conv2dArgs<'_>,
-        w: &[f64],
-        y: &TensorRef<'_>,
-    ) -> Result<Comparison> {
-        let want = self.expected(&args.x, w, args.bias.as_ref())?;
-        compare(y, &want, self.tolerance())
-    }
-
-    /// What [`Conv2dPlan::run`] should give, with the scale that the plan's tolerance refers to.
-    pub(crate) fn expected(
-        &self,
-        x: &TensorRef<'_>,
-        w: &[f64],
-        bias: Option<&TensorRef<'_>>,
-    ) -> Result<Expected> {
-        let bias = bias.map(values).transpose()?;
-        let (x, activation) = (values(x)?, self.spec.activation);
-        let mut want = reference::forward(&self.problem, &x, w, bias.as_deref(), activation);
-        let tile = match &self.backend {
-            Backend::Cpu { engine, .. } => engine.tile().map(Tile::m),
-            Backend::Cuda { engine, .. } => engine.tile(),
-        };
-        if let Some(tile) = tile {
-            let tiles = reference::winograd_scale(&self.problem, tile, &x, w);
-            want.scale.iter_mut().zip(tiles).for_each(|(scale, tile)| *scale += tile);
-        }
-        Ok(want)
-    }
-
     fn check(&self, args: &Conv2dArgs<'_>, y: &TensorMut<'_>) -> Result<()> {
         self.check_inputs(args)?;
         self.check_view("y", y.desc(), y.device(), &self.spec.y)?;
@@ -533,55 +369,6 @@ impl Conv2dPlan {
         }
     }
 
-    /// How far an element may be off, relative to its scale.
-    pub(crate) fn tolerance(&self) -> f64 {
-        let sums = match &self.backend {
-            Backend::Cpu { engine, .. } => engine.tolerance(),
-            Backend::Cuda { engine, .. } => engine.tolerance(),
-        };
-        match self.spec.activation {
-            Activation::Identity | Activation::Relu => sums,
-            // Slopes reach 1.13; the functions themselves are within 4 units in the last place.
-            _ => 1.13 * sums + 8.0 * DType::F32.unit_roundoff(),
-        }
-    }
-
-    /// The im2col matrix [group, term, pixel] that the algorithm multiplies, and the oracle's; `None`
-    /// for one that has none.
-    pub(crate) fn im2col(&self, x: &TensorRef<'_>) -> Result<Option<(Vec<f32>, Vec<f64>)>> {
-        let Backend::Cpu { engine, .. } = &self.backend else { return Ok(None) };
-        let Some(matrix) = engine.im2col(x) else { return Ok(None) };
-        Ok(Some((matrix, reference::im2col(&self.problem, &x.to_f64_vec()?))))
-    }
-
-    /// What the stages of Winograd's algorithm form; `None` for other algorithms.
-    pub(crate) fn winograd_stages(
-        &self,
-        w: &TensorRef<'_>,
-        x: &TensorRef<'_>,
-    ) -> Result<Option<Stages<Vec<f32>>>> {
-        match &self.backend {
-            Backend::Cpu { engine, .. } => engine.winograd_stages(w, x),
-            Backend::Cuda { engine, gpu } => engine.winograd_stages(gpu, w, x),
-        }
-    }
-
-    /// How far elements of U, V and M may be off, relative to their scale.
-    pub(crate) fn stage_tolerances(&self, tile: Tile) -> [f64; 3] {
-        // Two transforms in a row, each of up to alpha products with a rounded coefficient, and sums.
-        let transforms = (4 * tile.alpha()) as f64 * DType::F32.unit_roundoff();
-        let sums = self.problem.c as f64 * DType::F32.unit_roundoff();
-        match &self.backend {
-            // U is formed in f64, so that only the last rounding is left.
-            Backend::Cpu { .. } => [1e-12, transforms, sums + transforms],
-            Backend::Cuda { engine, .. } => {
-                let (stored, multiplied) = engine.operand_roundings();
-                let m = 2.0 * (sums + transforms + multiplied);
-                [transforms + stored, transforms + stored, m]
-            }
-        }
-    }
-
     /// How gradients are computed: decided when the first one is asked for.
     ///
     /// # Errors
@@ -599,38 +386,6 @@ impl Conv2dPlan {
             ),
         };
         Ok(self.backward.get_or_init(|| backward))
-    }
-
-    fn packing(&self) -> Packing {
-        let p = &self.problem;
-        Packing {
-            algorithm: self.algorithm,
-            filter: [p.k, p.c_group(), p.r, p.s],
-            groups: p.groups,
-            form: match &self.backend {
-                Backend::Cpu { engine, .. } => Form::Cpu { width: engine.packed_width() },
-                Backend::Cuda { engine, .. } => Form::Cuda(engine.packed_form()),
-            },
-        }
-    }
-
-    /// Bytes of the packed filter that a run with [`Weights::Raw`] has in the workspace.
-    fn raw_bytes(&self) -> usize {
-        match &self.backend {
-            Backend::Cpu { engine, .. } => {
-                (engine.raw_len() * size_of::<f32>()).next_multiple_of(64)
-            }
-            Backend::Cuda { engine, .. } => engine.packed_bytes(),
-        }
-    }
-
-    fn packed_bytes(&self) -> usize {
-        match &self.backend {
-            Backend::Cpu { engine, .. } => {
-                (engine.packed_len() * size_of::<f32>()).next_multiple_of(64)
-            }
-            Backend::Cuda { engine, .. } => engine.packed_bytes(),
-        }
     }
 
     /// Checks a view against what the spec says of it.
@@ -652,64 +407,4 @@ impl Conv2dPlan {
         }
         Ok(())
     }
-
-    fn packed_elsewhere(&self, packed: &PackedWeights) -> Error {
-        let given = match &packed.data {
-            PackedData::Host(_) => Device::Cpu,
-            PackedData::Device(gpu, _) => gpu.device(),
-        };
-        Error::WrongDevice { arg: "w", given, expected: self.device() }
-    }
-}
-
-/// All elements in row-major order, from whatever device.
-pub(super) fn values(x: &TensorRef<'_>) -> Result<Vec<f64>> {
-    match x.device() {
-        Device::Cpu => x.to_f64_vec(),
-        Device::Cuda(index) => download(x, index)?.as_ref().to_f64_vec(),
-    }
-}
-
-/// The filter's elements, if they are known.
-fn filter(w: &Weights<'_>) -> Result<Option<Vec<f64>>> {
-    match w {
-        Weights::Raw(w) => values(w).map(Some),
-        Weights::Packed(packed) => Ok(packed.source.clone()),
-    }
-}
-
-/// The algorithms that can compute a problem.
-fn supported(p: &Problem) -> Vec<Conv2dAlgorithm> {
-    let mut all = vec![Conv2dAlgorithm::Direct, Conv2dAlgorithm::Im2colGemm];
-    if p.is_winograd() {
-        all.extend(Tile::ALL.map(Conv2dAlgorithm::WinogradGemm));
-        all.push(Conv2dAlgorithm::WinogradFused(FUSED_TILE));
-    }
-    all
-}
-
-/// Input channels up to which direct summation is faster than Winograd's algorithm: the sums themselves
-/// take less time than the transform of the output.
-const DIRECT_CHANNELS: usize = 4;
-/// Input channels up to which Winograd's algorithm in one pass is faster than in stages.
-const FEW_CHANNELS: usize = 8;
-
-/// The algorithm that should be fastest within the accuracy asked for.
-pub(super) fn choose(spec: &Conv2dSpec, p: &Problem) -> Conv2dAlgorithm {
-    if p.prefers_direct() {
-        return Conv2dAlgorithm::Direct;
-    }
-    let row_major = !is_channels_last(&spec.y.layout);
-    let few = p.c <= DIRECT_CHANNELS && row_major;
-    if p.is_winograd() && !few && spec.accuracy != Accuracy::Exact {
-        if p.c <= FEW_CHANNELS && row_major {
-            return Conv2dAlgorithm::WinogradFused(FUSED_TILE);
-        }
-        return Conv2dAlgorithm::WinogradGemm(best_tile(p));
-    }
-    // With few input channels the im2col matrix is many times the input.
-    if p.c_group() <= 8 && p.r * p.s > 1 && row_major {
-        return Conv2dAlgorithm::Direct;
-    }
-    Conv2dAlgorithm::Im2colGemm
 }

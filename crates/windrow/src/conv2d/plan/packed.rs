@@ -1,0 +1,179 @@
+//! Filters that were packed before the run.
+
+use super::comparison::values;
+use super::{Backend, Conv2dPlan};
+use crate::buffer::Buffer;
+use crate::conv2d::Conv2dAlgorithm;
+use crate::conv2d::cpu::floats_mut;
+use crate::conv2d::cuda;
+use crate::cuda::{DeviceBuffer, Gpu};
+use crate::tensor::check_device;
+use crate::{Device, Error, Result, TensorRef, Verify, Workspace};
+
+/// The filter of a run.
+#[derive(Clone, Copy, Debug)]
+pub enum Weights<'a> {
+    /// [k, c/groups, r, s] with the spec's type and strides; packed into the workspace on every run.
+    Raw(TensorRef<'a>),
+    /// Packed once by [`Conv2dPlan::pack_weights`].
+    Packed(&'a PackedWeights),
+}
+
+/// What the form of a packed filter depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Packing {
+    algorithm: Conv2dAlgorithm,
+    /// k, c/groups, r, s
+    filter: [usize; 4],
+    groups: usize,
+    form: Form,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Form {
+    Cpu {
+        /// Channels that lie next to each other.
+        width: usize,
+    },
+    Cuda(cuda::PackedForm),
+}
+
+/// A filter in the form that an algorithm reads: made once by [`Conv2dPlan::pack_weights`], used by
+/// any number of runs, also of other plans whose algorithm, filter shape and packing are the same
+/// (batch, image size, padding and element type may differ).
+///
+/// On CUDA, dropping it waits until the device is idle, since runs may still read it.
+#[derive(Debug)]
+pub struct PackedWeights {
+    pub(super) packing: Packing,
+    pub(super) data: PackedData,
+    /// The filter itself, kept by plans that verify.
+    source: Option<Vec<f64>>,
+}
+
+#[derive(Debug)]
+pub(super) enum PackedData {
+    Host(Buffer),
+    Device(&'static Gpu, DeviceBuffer),
+}
+
+impl Drop for PackedData {
+    fn drop(&mut self) {
+        if let PackedData::Device(gpu, _) = self {
+            // An error here was or will be reported by a call that can return it.
+            let _ = gpu.synchronize();
+        }
+    }
+}
+
+impl PackedWeights {
+    /// Size in bytes.
+    pub fn bytes(&self) -> usize {
+        match &self.data {
+            PackedData::Host(data) => data.len(),
+            PackedData::Device(_, data) => data.len(),
+        }
+    }
+
+    /// The algorithm it is packed for.
+    pub fn algorithm(&self) -> Conv2dAlgorithm {
+        self.packing.algorithm
+    }
+
+    /// Changes the sign of the first element, to see whether anybody notices.
+    #[cfg(test)]
+    pub(in crate::conv2d) fn spoil(&mut self) {
+        if let PackedData::Host(data) = &mut self.data {
+            data.as_mut_slice()[3] ^= 0x80;
+        }
+    }
+}
+
+impl Conv2dPlan {
+    /// Packs a filter [k, c/groups, r, s] of the spec's type and strides for any number of runs.
+    /// The memory is its own, not the workspace's. On CUDA this waits for the workspace's stream.
+    ///
+    /// # Errors
+    /// [`Error::Shape`], [`Error::DType`], [`Error::Strides`] if `w` is not as in the spec,
+    /// [`Error::WrongDevice`], [`Error::OutOfMemory`].
+    pub fn pack_weights(
+        &self,
+        w: &TensorRef<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<PackedWeights> {
+        check_device("workspace", workspace.device(), self.device())?;
+        self.check_view("w", w.desc(), w.device(), &self.spec.w)?;
+        let data = match &self.backend {
+            Backend::Cpu { engine, .. } => {
+                let mut data = Buffer::new(self.packed_bytes())?;
+                engine.pack(w, floats_mut(data.as_mut_slice()));
+                PackedData::Host(data)
+            }
+            Backend::Cuda { engine, gpu } => {
+                let mut data = workspace.allocate_on(gpu, self.packed_bytes())?;
+                let (stream, _) = workspace.take_on(gpu, 0)?;
+                // SAFETY: the view was checked against the spec, the memory is as large as asked
+                // for.
+                unsafe { engine.pack(stream, w.as_ptr(), data.as_mut_ptr())? };
+                // Runs on other streams may use it from here on.
+                stream.synchronize()?;
+                PackedData::Device(gpu, data)
+            }
+        };
+        let source = (self.verify == Verify::On).then(|| values(w)).transpose()?;
+        Ok(PackedWeights { packing: self.packing(), data, source })
+    }
+
+    /// True if `packed` was packed for this plan or one with the same packing.
+    pub fn accepts(&self, packed: &PackedWeights) -> bool {
+        packed.packing == self.packing()
+    }
+
+    pub(super) fn packing(&self) -> Packing {
+        let p = &self.problem;
+        Packing {
+            algorithm: self.algorithm,
+            filter: [p.k, p.c_group(), p.r, p.s],
+            groups: p.groups,
+            form: match &self.backend {
+                Backend::Cpu { engine, .. } => Form::Cpu { width: engine.packed_width() },
+                Backend::Cuda { engine, .. } => Form::Cuda(engine.packed_form()),
+            },
+        }
+    }
+
+    /// Bytes of the packed filter that a run with [`Weights::Raw`] has in the workspace.
+    pub(super) fn raw_bytes(&self) -> usize {
+        match &self.backend {
+            Backend::Cpu { engine, .. } => {
+                (engine.raw_len() * size_of::<f32>()).next_multiple_of(64)
+            }
+            Backend::Cuda { engine, .. } => engine.packed_bytes(),
+        }
+    }
+
+    fn packed_bytes(&self) -> usize {
+        match &self.backend {
+            Backend::Cpu { engine, .. } => {
+                (engine.packed_len() * size_of::<f32>()).next_multiple_of(64)
+            }
+            Backend::Cuda { engine, .. } => engine.packed_bytes(),
+        }
+    }
+
+    pub(super) fn packed_elsewhere(&self, packed: &PackedWeights) -> Error {
+        let given = match &packed.data {
+            PackedData::Host(_) => Device::Cpu,
+            PackedData::Device(gpu, _) => gpu.device(),
+        };
+        Error::WrongDevice { arg: "w", given, expected: self.device() }
+    }
+}
+
+/// The filter's elements, if they are known.
+pub(super) fn filter(w: &Weights<'_>) -> Result<Option<Vec<f64>>> {
+    match w {
+        Weights::Raw(w) => values(w).map(Some),
+        Weights::Packed(packed) => Ok(packed.source.clone()),
+    }
+}
