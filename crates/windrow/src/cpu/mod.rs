@@ -5,6 +5,7 @@
 //! sets are tokens that exist only if the machine has them, so calling a kernel is safe.
 
 mod cache;
+mod element;
 pub(crate) mod gemm;
 mod isa;
 mod lanes;
@@ -17,10 +18,11 @@ mod threads;
 mod x86;
 
 pub(crate) use cache::last_level_cache;
+pub(crate) use element::SimdElement;
 pub use isa::Isa;
 pub(crate) use isa::{Kernel, dispatch};
 pub use name::name;
 pub use peak::{copy, peak_gflops};
-pub(crate) use simd::{MAX_LANES, Simd, SimdElement};
+pub(crate) use simd::{MAX_LANES, Simd};
 pub(crate) use threads::{SendPtr, parallel_for, parallel_for_workers, resolve_threads};
 pub use threads::{Team, num_threads, use_team};

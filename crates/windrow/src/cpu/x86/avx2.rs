@@ -1,0 +1,280 @@
+//! AVX2 with FMA and F16C.
+
+use crate::cpu::Simd;
+use half::{bf16, f16};
+use std::arch::x86_64::*;
+
+/// AVX2 with FMA and F16C, as every x86-64 core has since about 2013.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Avx2(());
+
+impl Avx2 {
+    pub(crate) fn detect() -> Option<Self> {
+        let has = is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c")
+            && is_x86_feature_detected!("bmi1")
+            && is_x86_feature_detected!("bmi2");
+        has.then_some(Avx2(()))
+    }
+}
+
+/// The first `n` of 8 lanes as a mask for masked loads and stores.
+#[inline(always)]
+unsafe fn first_of_8(n: usize) -> __m256i {
+    // SAFETY: called by Avx2 only; the table has 16 entries and n <= 8.
+    unsafe {
+        const TABLE: [i32; 16] = [-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0];
+        _mm256_loadu_si256(TABLE.as_ptr().add(8 - n).cast())
+    }
+}
+
+impl Avx2 {
+    #[inline(always)]
+    fn to_f16(self, v: __m256) -> __m128i {
+        isa!(_mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v))
+    }
+
+    #[inline(always)]
+    fn to_bf16(self, v: __m256) -> __m128i {
+        isa!({
+            // As `round_to_bf16`.
+            let bits = _mm256_castps_si256(v);
+            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+            let round = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+            let rounded = _mm256_add_epi32(bits, round);
+            let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x40_0000));
+            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(v, v));
+            let out = _mm256_srli_epi32::<16>(_mm256_blendv_epi8(rounded, quiet, nan));
+            let packed = _mm256_packus_epi32(out, out);
+            let packed = _mm256_permute4x64_epi64::<0b1000>(packed);
+            _mm256_castsi256_si128(packed)
+        })
+    }
+}
+
+impl Simd for Avx2 {
+    const LANES: usize = 8;
+    const REGISTERS: usize = 16;
+    type F32 = __m256;
+    type I32 = __m256i;
+    type Mask = __m256;
+    type Table = &'static [f32; 32];
+    // Gathers cost several cycles for each lane on many cores.
+    const FAST_LOOKUP: bool = false;
+    type Square = [__m256; 8];
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m256 {
+        isa!(_mm256_set1_ps(x))
+    }
+    #[inline(always)]
+    unsafe fn load(self, p: *const f32) -> __m256 {
+        isa!(_mm256_loadu_ps(p))
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32, v: __m256) {
+        isa!(_mm256_storeu_ps(p, v))
+    }
+    #[inline(always)]
+    unsafe fn load_first(self, p: *const f32, n: usize) -> __m256 {
+        isa!(_mm256_maskload_ps(p, first_of_8(n)))
+    }
+    #[inline(always)]
+    unsafe fn store_first(self, p: *mut f32, v: __m256, n: usize) {
+        isa!(_mm256_maskstore_ps(p, first_of_8(n), v))
+    }
+    #[inline(always)]
+    unsafe fn stream(self, p: *mut f32, v: __m256) {
+        isa!(_mm256_stream_ps(p, v))
+    }
+    #[inline(always)]
+    fn stream_fence(self) {
+        isa!(_mm_sfence())
+    }
+    #[inline(always)]
+    fn prefetch<T>(self, p: *const T) {
+        isa!(_mm_prefetch::<_MM_HINT_T1>(p.cast()))
+    }
+    #[inline(always)]
+    fn prefetch_write<T>(self, p: *const T) {
+        isa!(_mm_prefetch::<_MM_HINT_ET0>(p.cast()))
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(self, p: *const f16) -> __m256 {
+        isa!(_mm256_cvtph_ps(_mm_loadu_si128(p.cast())))
+    }
+    #[inline(always)]
+    unsafe fn store_f16(self, p: *mut f16, v: __m256) {
+        isa!(_mm_storeu_si128(p.cast(), self.to_f16(v)))
+    }
+    #[inline(always)]
+    unsafe fn stream_f16(self, p: *mut f16, v: __m256) {
+        isa!(_mm_stream_si128(p.cast(), self.to_f16(v)))
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(self, p: *const bf16) -> __m256 {
+        isa!({
+            let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
+        })
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, p: *mut bf16, v: __m256) {
+        isa!(_mm_storeu_si128(p.cast(), self.to_bf16(v)))
+    }
+    #[inline(always)]
+    unsafe fn stream_bf16(self, p: *mut bf16, v: __m256) {
+        isa!(_mm_stream_si128(p.cast(), self.to_bf16(v)))
+    }
+
+    #[inline(always)]
+    fn add(self, a: __m256, b: __m256) -> __m256 {
+        isa!(_mm256_add_ps(a, b))
+    }
+    #[inline(always)]
+    fn sub(self, a: __m256, b: __m256) -> __m256 {
+        isa!(_mm256_sub_ps(a, b))
+    }
+    #[inline(always)]
+    fn mul(self, a: __m256, b: __m256) -> __m256 {
+        isa!(_mm256_mul_ps(a, b))
+    }
+    #[inline(always)]
+    fn div(self, a: __m256, b: __m256) -> __m256 {
+        isa!(_mm256_div_ps(a, b))
+    }
+    #[inline(always)]
+    fn recip14(self, a: __m256) -> __m256 {
+        // The estimate has 11 bits; a step of Newton's method doubles them.
+        let estimate = isa!(_mm256_rcp_ps(a));
+        let error = self.neg_mul_add(a, estimate, self.splat(1.0));
+        self.mul_add(estimate, error, estimate)
+    }
+    #[inline(always)]
+    fn mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 {
+        isa!(_mm256_fmadd_ps(a, b, c))
+    }
+    #[inline(always)]
+    fn neg_mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 {
+        isa!(_mm256_fnmadd_ps(a, b, c))
+    }
+    #[inline(always)]
+    fn min(self, a: __m256, b: __m256) -> __m256 {
+        isa!(_mm256_min_ps(a, b))
+    }
+    #[inline(always)]
+    fn max(self, a: __m256, b: __m256) -> __m256 {
+        isa!(_mm256_max_ps(a, b))
+    }
+    #[inline(always)]
+    fn abs(self, a: __m256) -> __m256 {
+        isa!(_mm256_andnot_ps(_mm256_set1_ps(-0.0), a))
+    }
+    #[inline(always)]
+    fn neg(self, a: __m256) -> __m256 {
+        isa!(_mm256_xor_ps(a, _mm256_set1_ps(-0.0)))
+    }
+
+    #[inline(always)]
+    fn lt(self, a: __m256, b: __m256) -> __m256 {
+        isa!(_mm256_cmp_ps::<_CMP_LT_OQ>(a, b))
+    }
+    #[inline(always)]
+    fn not_le(self, a: __m256, b: __m256) -> __m256 {
+        isa!(_mm256_cmp_ps::<_CMP_NLE_UQ>(a, b))
+    }
+    #[inline(always)]
+    fn is_nan(self, a: __m256) -> __m256 {
+        isa!(_mm256_cmp_ps::<_CMP_UNORD_Q>(a, a))
+    }
+    #[inline(always)]
+    fn select(self, mask: __m256, a: __m256, b: __m256) -> __m256 {
+        isa!(_mm256_blendv_ps(b, a, mask))
+    }
+
+    #[inline(always)]
+    fn or_mask(self, a: __m256, b: __m256) -> __m256 {
+        isa!(_mm256_or_ps(a, b))
+    }
+    #[inline(always)]
+    fn any(self, mask: __m256) -> bool {
+        isa!(_mm256_movemask_ps(mask) != 0)
+    }
+
+    #[inline(always)]
+    fn table(self, numbers: &'static [f32; 32]) -> &'static [f32; 32] {
+        numbers
+    }
+    #[inline(always)]
+    fn lookup(self, table: &'static [f32; 32], index: __m256i) -> __m256 {
+        isa!(_mm256_i32gather_ps::<4>(
+            table.as_ptr(),
+            _mm256_and_si256(index, _mm256_set1_epi32(31))
+        ))
+    }
+
+    #[inline(always)]
+    fn to_bits(self, a: __m256) -> __m256i {
+        isa!(_mm256_castps_si256(a))
+    }
+    #[inline(always)]
+    fn from_bits(self, a: __m256i) -> __m256 {
+        isa!(_mm256_castsi256_ps(a))
+    }
+    #[inline(always)]
+    fn add_i32(self, a: __m256i, b: __m256i) -> __m256i {
+        isa!(_mm256_add_epi32(a, b))
+    }
+    #[inline(always)]
+    fn shl_i32<const K: u32>(self, a: __m256i) -> __m256i {
+        isa!(_mm256_sll_epi32(a, _mm_cvtsi32_si128(K as i32)))
+    }
+
+    #[inline(always)]
+    fn even(self, a: __m256, b: __m256) -> __m256 {
+        isa!({
+            let pairs = _mm256_castps_pd(_mm256_shuffle_ps::<0b10_00_10_00>(a, b));
+            _mm256_castpd_ps(_mm256_permute4x64_pd::<0b11_01_10_00>(pairs))
+        })
+    }
+    #[inline(always)]
+    fn reduce_add(self, a: __m256) -> f32 {
+        isa!({
+            let sum = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+            let sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+            _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)))
+        })
+    }
+
+    #[inline(always)]
+    fn zeros(self) -> [__m256; 8] {
+        [self.zero(); 8]
+    }
+    #[inline(always)]
+    fn transpose(self, mut a: [__m256; 8]) -> [__m256; 8] {
+        for i in [0, 4] {
+            isa!({
+                let ab = [_mm256_unpacklo_ps(a[i], a[i + 1]), _mm256_unpackhi_ps(a[i], a[i + 1])];
+                let cd = [
+                    _mm256_unpacklo_ps(a[i + 2], a[i + 3]),
+                    _mm256_unpackhi_ps(a[i + 2], a[i + 3]),
+                ];
+                for j in [0, 1] {
+                    let (low, high) = (_mm256_castps_pd(ab[j]), _mm256_castps_pd(cd[j]));
+                    a[i + 2 * j] = _mm256_castpd_ps(_mm256_unpacklo_pd(low, high));
+                    a[i + 2 * j + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(low, high));
+                }
+            });
+        }
+        for i in 0..4 {
+            isa!({
+                let (low, high) = (a[i], a[i + 4]);
+                a[i] = _mm256_permute2f128_ps::<0x20>(low, high);
+                a[i + 4] = _mm256_permute2f128_ps::<0x31>(low, high);
+            });
+        }
+        a
+    }
+}
