@@ -1,9 +1,18 @@
-//! Borrowed strided views, and the owned tensor that one-call helpers return.
+//! Borrowed strided views.
 
-use crate::buffer::Buffer;
+mod check;
+mod owned;
+
 use crate::{DType, Device, Element, Error, Layout, Result};
 use std::ffi::c_void;
 use std::marker::PhantomData;
+
+use check::check_bounds;
+pub(crate) use check::{
+    check_device, check_disjoint, check_dtype, check_optional_view, check_tensor, check_unique,
+    check_view,
+};
+pub use owned::Tensor;
 
 /// What a tensor is without its memory: element type, shape, strides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -293,120 +302,6 @@ macro_rules! accessors {
 accessors!(TensorRef);
 accessors!(TensorMut);
 
-/// A tensor that owns its memory on the CPU. What one-call helpers return.
-///
-/// Large tensors take their memory from a cache that freed tensors and workspaces feed, so that a
-/// loop which allocates its outputs does not pay page faults on every turn.
-#[derive(Debug)]
-pub struct Tensor {
-    buffer: Buffer,
-    desc: TensorDesc,
-}
-
-impl Tensor {
-    /// A tensor of zeros.
-    ///
-    /// # Errors
-    /// As [`Layout::contiguous`], and [`Error::OutOfMemory`].
-    pub fn zeros(dtype: DType, shape: &[usize]) -> Result<Self> {
-        let mut t = Self::uninitialised(TensorDesc::contiguous(dtype, shape)?)?;
-        t.buffer.as_mut_slice().fill(0);
-        Ok(t)
-    }
-
-    /// A tensor with the values of a slice, row-major.
-    ///
-    /// # Errors
-    /// As [`Tensor::zeros`], and [`Error::Shape`] if the slice has another length.
-    pub fn from_slice<T: Element>(data: &[T], shape: &[usize]) -> Result<Self> {
-        let mut t = Self::uninitialised(TensorDesc::contiguous(T::DTYPE, shape)?)?;
-        if data.len() != t.desc.layout.len() {
-            return Err(Error::shape("shape", shape, format!("{} elements", data.len())));
-        }
-        // SAFETY: the buffer holds exactly this many elements of T and is aligned for any element.
-        unsafe {
-            std::ptr::copy_nonoverlapping(data.as_ptr(), t.buffer.as_mut_ptr().cast(), data.len());
-        }
-        Ok(t)
-    }
-
-    /// A tensor whose elements hold whatever the memory held: for outputs about to be written.
-    /// The memory is initialised (zeros or an earlier tensor's bytes), so reading it is no
-    /// undefined behaviour.
-    ///
-    /// # Errors
-    /// [`Error::OverlappingOutput`] unless the layout is dense with non-negative strides,
-    /// [`Error::OutOfMemory`].
-    pub fn uninitialised(desc: TensorDesc) -> Result<Self> {
-        let len = desc.layout.len();
-        let dense = desc.layout.is_unique()
-            && desc.layout.extent().is_none_or(|(low, high)| low == 0 && high as usize + 1 == len);
-        if !dense {
-            return Err(Error::OverlappingOutput {
-                arg: "tensor",
-                shape: desc.shape().to_vec(),
-                strides: desc.strides().to_vec(),
-            });
-        }
-        Ok(Tensor { buffer: Buffer::new(desc.bytes())?, desc })
-    }
-
-    /// The elements' bytes in the order of memory and of this machine.
-    pub fn as_bytes(&self) -> &[u8] {
-        self.buffer.as_slice()
-    }
-
-    /// The elements' bytes, for filling a tensor from a file. Every bit pattern is an element.
-    pub fn as_bytes_mut(&mut self) -> &mut [u8] {
-        self.buffer.as_mut_slice()
-    }
-
-    /// The same elements with the dimensions in another order, without moving them: dimension `i` of
-    /// the result is dimension `order[i]` of this.
-    ///
-    /// # Panics
-    /// If `order` is no permutation of the dimensions.
-    #[must_use]
-    pub fn permute(self, order: &[usize]) -> Self {
-        let desc = TensorDesc { layout: self.desc.layout.permute(order), ..self.desc };
-        Tensor { desc, ..self }
-    }
-
-    /// View for reading.
-    pub fn as_ref(&self) -> TensorRef<'_> {
-        // SAFETY: the buffer is initialised, covers the dense layout, and is borrowed by the view.
-        unsafe { TensorRef::from_raw(self.buffer.as_ptr().cast(), self.desc, Device::Cpu) }
-    }
-
-    /// View for writing.
-    pub fn as_mut(&mut self) -> TensorMut<'_> {
-        TensorMut {
-            ptr: self.buffer.as_mut_ptr(),
-            desc: self.desc,
-            device: Device::Cpu,
-            memory: PhantomData,
-        }
-    }
-
-    /// Element type, shape and strides.
-    pub fn desc(&self) -> &TensorDesc {
-        &self.desc
-    }
-
-    /// Size of each dimension.
-    pub fn shape(&self) -> &[usize] {
-        self.desc.shape()
-    }
-
-    /// All elements in row-major order.
-    ///
-    /// # Errors
-    /// [`Error::DType`] if `T` is another type than the tensor's.
-    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
-        self.as_ref().to_vec()
-    }
-}
-
 /// Calls `f` with the offset of every element, in row-major order.
 pub(crate) fn for_each_offset(layout: &Layout, mut f: impl FnMut(isize)) {
     let mut index = [0usize; crate::MAX_RANK];
@@ -424,102 +319,6 @@ pub(crate) fn for_each_offset(layout: &Layout, mut f: impl FnMut(isize)) {
             index[d] = 0;
         }
     }
-}
-
-fn check_bounds(arg: &'static str, len: usize, offset: usize, layout: &Layout) -> Result<()> {
-    let Some((low, high)) = layout.extent() else { return Ok(()) };
-    let (first, last) = (offset as i128 + low as i128, offset as i128 + high as i128);
-    if first < 0 || last >= len as i128 {
-        return Err(Error::OutOfBounds { arg, first, last, len });
-    }
-    Ok(())
-}
-
-/// [`Error::OverlappingOutput`] unless every element has its own memory.
-pub(crate) fn check_unique(arg: &'static str, layout: &Layout) -> Result<()> {
-    if layout.is_unique() {
-        return Ok(());
-    }
-    Err(Error::OverlappingOutput {
-        arg,
-        shape: layout.shape().to_vec(),
-        strides: layout.strides().to_vec(),
-    })
-}
-
-/// [`Error::WrongDevice`] unless the two are the same.
-pub(crate) fn check_device(arg: &'static str, given: Device, expected: Device) -> Result<()> {
-    if given == expected { Ok(()) } else { Err(Error::WrongDevice { arg, given, expected }) }
-}
-
-/// [`Error::DType`] unless the two are the same.
-pub(crate) fn check_dtype(arg: &'static str, given: DType, expected: DType) -> Result<()> {
-    if given == expected { Ok(()) } else { Err(Error::dtype(arg, given, expected.name())) }
-}
-
-/// [`Error::Rank`], [`Error::Shape`] or [`Error::DType`] unless type and shape are the expected
-/// ones. Strides are not compared.
-pub(crate) fn check_tensor(
-    arg: &'static str,
-    given: &TensorDesc,
-    dtype: DType,
-    shape: &[usize],
-) -> Result<()> {
-    if given.shape() != shape {
-        return Err(Error::shape(arg, given.shape(), format!("{shape:?}")));
-    }
-    check_dtype(arg, given.dtype, dtype)
-}
-
-/// [`Error::Rank`], [`Error::Shape`], [`Error::DType`] or [`Error::Strides`] unless a view has the type and
-/// layout that a plan was made for.
-pub(crate) fn check_view(
-    arg: &'static str,
-    given: &TensorDesc,
-    planned: &TensorDesc,
-) -> Result<()> {
-    check_tensor(arg, given, planned.dtype, planned.shape())?;
-    if given.layout == planned.layout {
-        return Ok(());
-    }
-    Err(Error::Strides {
-        arg,
-        given: given.strides().to_vec(),
-        expected: format!("{:?}, as planned", planned.strides()),
-    })
-}
-
-/// As [`check_view`] for an argument that a plan may have been made without: given exactly if
-/// planned.
-pub(crate) fn check_optional_view(
-    arg: &'static str,
-    given: Option<&TensorDesc>,
-    planned: Option<&TensorDesc>,
-) -> Result<()> {
-    match (given, planned) {
-        (Some(given), Some(planned)) => check_view(arg, given, planned),
-        (None, None) => Ok(()),
-        (None, Some(_)) => Err(Error::parameter(arg, "missing", "a tensor, as planned")),
-        (Some(_), None) => Err(Error::parameter(arg, "given", "none, as planned")),
-    }
-}
-
-/// [`Error::Aliasing`] if the address ranges of the two intersect.
-pub(crate) fn check_disjoint(
-    output: &'static str,
-    y: &TensorMut<'_>,
-    input: &'static str,
-    x: &TensorRef<'_>,
-) -> Result<()> {
-    let intersect = y.device() == x.device()
-        && match (y.address_range(), x.address_range()) {
-            (Some((y0, y1)), Some((x0, x1))) => y0 < x1 && x0 < y1,
-            _ => false,
-        };
-    if intersect {
-        return Err(Error::Aliasing { output, input, expected: "separate memory" });
-    }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -567,46 +366,5 @@ mod tests {
         for (dim, range) in [(2, 0..1), (1, 2..4), (0, std::ops::Range { start: 2, end: 1 })] {
             assert!(matches!(t.narrow(dim, range), Err(Error::Parameter { .. })));
         }
-    }
-
-    #[test]
-    fn bytes_are_those_of_the_elements() {
-        let mut t = Tensor::from_slice(&[1i32, 2], &[2]).unwrap();
-        assert_eq!(t.as_bytes()[..4], 1i32.to_ne_bytes());
-        t.as_bytes_mut()[4..].copy_from_slice(&7i32.to_ne_bytes());
-        assert_eq!(t.to_vec::<i32>().unwrap(), [1, 7]);
-        assert!(Tensor::zeros(DType::F32, &[0]).unwrap().as_bytes().is_empty());
-    }
-
-    #[test]
-    fn owned_tensors_must_be_dense() {
-        let t = Tensor::from_slice(&[1i32, 2, 3, 4], &[2, 2]).unwrap();
-        assert_eq!(t.to_vec::<i32>().unwrap(), [1, 2, 3, 4]);
-        assert_eq!(t.permute(&[1, 0]).to_vec::<i32>().unwrap(), [1, 3, 2, 4]);
-        assert!(matches!(Tensor::from_slice(&[1i32], &[2]), Err(Error::Shape { .. })));
-        let gaps = Layout::strided(&[2, 2], &[4, 1]).unwrap();
-        assert!(Tensor::uninitialised(TensorDesc { dtype: DType::F32, layout: gaps }).is_err());
-        assert!(matches!(
-            Tensor::zeros(DType::F32, &[1 << 50]),
-            Err(Error::OutOfMemory { device: Device::Cpu, .. })
-        ));
-    }
-
-    #[test]
-    fn aliasing_is_seen() {
-        let mut data = [0f32; 8];
-        let layout = Layout::contiguous(&[4]).unwrap();
-        let desc = TensorDesc { dtype: DType::F32, layout };
-        let ptr = data.as_mut_ptr();
-        // SAFETY: all within `data`, which nobody else touches.
-        let (y, a, b) = unsafe {
-            (
-                TensorMut::from_raw(ptr.cast(), desc, Device::Cpu).unwrap(),
-                TensorRef::from_raw(ptr.add(3).cast(), desc, Device::Cpu),
-                TensorRef::from_raw(ptr.add(4).cast(), desc, Device::Cpu),
-            )
-        };
-        assert!(matches!(check_disjoint("y", &y, "x", &a), Err(Error::Aliasing { .. })));
-        assert!(check_disjoint("y", &y, "x", &b).is_ok());
     }
 }

@@ -1,0 +1,129 @@
+//! Checks of the tensors that a caller gives.
+
+use super::{TensorDesc, TensorMut, TensorRef};
+use crate::{DType, Device, Error, Layout, Result};
+
+/// [`Error::OutOfBounds`] unless elements from `offset` on lie within `len`.
+pub(super) fn check_bounds(
+    arg: &'static str,
+    len: usize,
+    offset: usize,
+    layout: &Layout,
+) -> Result<()> {
+    let Some((low, high)) = layout.extent() else { return Ok(()) };
+    let (first, last) = (offset as i128 + low as i128, offset as i128 + high as i128);
+    if first < 0 || last >= len as i128 {
+        return Err(Error::OutOfBounds { arg, first, last, len });
+    }
+    Ok(())
+}
+
+/// [`Error::OverlappingOutput`] unless every element has its own memory.
+pub(crate) fn check_unique(arg: &'static str, layout: &Layout) -> Result<()> {
+    if layout.is_unique() {
+        return Ok(());
+    }
+    Err(Error::OverlappingOutput {
+        arg,
+        shape: layout.shape().to_vec(),
+        strides: layout.strides().to_vec(),
+    })
+}
+
+/// [`Error::WrongDevice`] unless the two are the same.
+pub(crate) fn check_device(arg: &'static str, given: Device, expected: Device) -> Result<()> {
+    if given == expected { Ok(()) } else { Err(Error::WrongDevice { arg, given, expected }) }
+}
+
+/// [`Error::DType`] unless the two are the same.
+pub(crate) fn check_dtype(arg: &'static str, given: DType, expected: DType) -> Result<()> {
+    if given == expected { Ok(()) } else { Err(Error::dtype(arg, given, expected.name())) }
+}
+
+/// [`Error::Rank`], [`Error::Shape`] or [`Error::DType`] unless type and shape are the expected
+/// ones. Strides are not compared.
+pub(crate) fn check_tensor(
+    arg: &'static str,
+    given: &TensorDesc,
+    dtype: DType,
+    shape: &[usize],
+) -> Result<()> {
+    if given.shape() != shape {
+        return Err(Error::shape(arg, given.shape(), format!("{shape:?}")));
+    }
+    check_dtype(arg, given.dtype, dtype)
+}
+
+/// [`Error::Rank`], [`Error::Shape`], [`Error::DType`] or [`Error::Strides`] unless a view has the type and
+/// layout that a plan was made for.
+pub(crate) fn check_view(
+    arg: &'static str,
+    given: &TensorDesc,
+    planned: &TensorDesc,
+) -> Result<()> {
+    check_tensor(arg, given, planned.dtype, planned.shape())?;
+    if given.layout == planned.layout {
+        return Ok(());
+    }
+    Err(Error::Strides {
+        arg,
+        given: given.strides().to_vec(),
+        expected: format!("{:?}, as planned", planned.strides()),
+    })
+}
+
+/// As [`check_view`] for an argument that a plan may have been made without: given exactly if
+/// planned.
+pub(crate) fn check_optional_view(
+    arg: &'static str,
+    given: Option<&TensorDesc>,
+    planned: Option<&TensorDesc>,
+) -> Result<()> {
+    match (given, planned) {
+        (Some(given), Some(planned)) => check_view(arg, given, planned),
+        (None, None) => Ok(()),
+        (None, Some(_)) => Err(Error::parameter(arg, "missing", "a tensor, as planned")),
+        (Some(_), None) => Err(Error::parameter(arg, "given", "none, as planned")),
+    }
+}
+
+/// [`Error::Aliasing`] if the address ranges of the two intersect.
+pub(crate) fn check_disjoint(
+    output: &'static str,
+    y: &TensorMut<'_>,
+    input: &'static str,
+    x: &TensorRef<'_>,
+) -> Result<()> {
+    let intersect = y.device() == x.device()
+        && match (y.address_range(), x.address_range()) {
+            (Some((y0, y1)), Some((x0, x1))) => y0 < x1 && x0 < y1,
+            _ => false,
+        };
+    if intersect {
+        return Err(Error::Aliasing { output, input, expected: "separate memory" });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn aliasing_is_seen() {
+        let mut data = [0f32; 8];
+        let layout = Layout::contiguous(&[4]).unwrap();
+        let desc = TensorDesc { dtype: DType::F32, layout };
+        let ptr = data.as_mut_ptr();
+        // SAFETY: all within `data`, which nobody else touches.
+        let (y, a, b) = unsafe {
+            (
+                TensorMut::from_raw(ptr.cast(), desc, Device::Cpu).unwrap(),
+                TensorRef::from_raw(ptr.add(3).cast(), desc, Device::Cpu),
+                TensorRef::from_raw(ptr.add(4).cast(), desc, Device::Cpu),
+            )
+        };
+        assert!(matches!(check_disjoint("y", &y, "x", &a), Err(Error::Aliasing { .. })));
+        assert!(check_disjoint("y", &y, "x", &b).is_ok());
+    }
+}
