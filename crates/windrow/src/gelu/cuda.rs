@@ -251,7 +251,8 @@ fn model_unroll(
     loops: &Loops<4>,
     (vector, access): (usize, usize),
 ) -> (usize, bool) {
-    let items = loops.items(vector, access);
+    // Of a row that begins at a vector; any other has one more.
+    let items = loops.inner.size.div_ceil(vector);
     let wide = loops.rank() == 0 && loops.unit && access * spec.x.dtype.size() == 16;
     let long = spec.x.dtype == DType::F32 && spec.approximate == Approximate::Tanh;
     match items {
@@ -288,6 +289,7 @@ fn forward(
     let kernel = kernel_spec(&FORWARD, entry, spec, &loops, widths, &words)
         .define("NATIVE", u8::from(is_native(spec)))
         .define("UNROLL", unroll)
+        .define("THREADS", block)
         .overlapped(early || is_small(&launch));
     (kernel, launch, words, pointers)
 }
@@ -543,17 +545,28 @@ mod tests {
     }
 
     #[test]
+    fn accesses_of_a_thread_follow_the_waves() {
+        let unroll = |rows: usize| {
+            let spec = spec(DType::F16, &[rows, 2048], &[0, 1], Approximate::None);
+            complete(&spec, &GeluConfiguration::new(GeluAlgorithm::F16x8Pack)).unroll
+        };
+        // One wave exactly, and more.
+        assert_eq!([512, 1024, 1025, 8191, 8192].map(unroll), [1, 1, 2, 2, 1].map(Some));
+    }
+
+    #[test]
     fn forward_kernels_compile_without_spills() {
         let mut kernels = Vec::new();
         for dtype in TYPES {
             for approximate in FORMS {
                 let flat = spec(dtype, &[64, 48], &[0, 1], approximate);
                 let bias = |d| TensorDesc::contiguous(d, &[48]).unwrap();
-                kernels.extend(
-                    algorithms(&flat)
-                        .into_iter()
-                        .map(|a| forward(&flat, &GeluConfiguration::new(a)).0),
-                );
+                for algorithm in algorithms(&flat) {
+                    let configuration = GeluConfiguration::new(algorithm);
+                    kernels.push(forward(&flat, &configuration).0);
+                    let large = GeluConfiguration { block: Some(1024), ..configuration };
+                    kernels.push(forward(&flat, &large).0);
+                }
                 let specs = [
                     flat.bias(bias(dtype)).gate(flat.x),
                     flat.bias(bias(DType::F32)),

@@ -4,6 +4,7 @@
 // 32 KiB in flight on every multiprocessor; arithmetic is about 13 (tanh) and 16 (exact) issue slots
 // an element in half types, of the 32 that an H200 has per 4 bytes moved.
 //
+// THREADS  threads of a block
 // UNROLL   accesses of a thread where all elements lie in one row
 // NATIVE   arithmetic in pairs of the half type itself; without bias and gate
 #include "gelu.cuh"
@@ -108,7 +109,7 @@ __device__ __forceinline__ void flat(const Params &p) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128) KERNEL(const Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const Params p) {
     wait_for_previous();
 #if RANK == 0
     bool aligned = is_aligned<ACCESS>(p.x.p) && is_aligned<ACCESS>(p.y.p);
