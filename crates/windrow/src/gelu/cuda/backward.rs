@@ -1,0 +1,188 @@
+//! Gradients.
+
+use super::loops::{Dim, Loops, Words, bias_strides, strides};
+use super::{Forward, INCLUDES, THREADS, kernel_spec};
+use crate::cuda::{Gpu, KernelSpec, Launch, Source, Stream, column_sum};
+use crate::gelu::{GeluArgs, GeluGrads, GeluSpec};
+use crate::{Result, TensorDesc, TensorMut, TensorRef, Workspace};
+
+static BACKWARD: Source = Source {
+    name: "backward.cu",
+    text: include_str!("../kernels/backward.cu"),
+    includes: INCLUDES,
+};
+static BIAS_GRADIENT: Source = Source {
+    name: "bias_gradient.cu",
+    text: include_str!("../kernels/bias_gradient.cu"),
+    includes: INCLUDES,
+};
+
+impl Forward {
+    /// Gradients; the kernels are compiled at the first call with such strides.
+    pub(in crate::gelu) fn backward(
+        &self,
+        spec: &GeluSpec,
+        args: &GeluArgs<'_>,
+        dy: &TensorRef<'_>,
+        grads: &GeluGrads<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let gpu = self.kernel.gpu();
+        let (stream, partial) = workspace.take_on(gpu, workspace_bytes(spec))?;
+        if grads.dx.is_some() || grads.dgate.is_some() {
+            elementwise(spec, args, dy, grads, gpu, stream)?;
+        }
+        match &grads.dbias {
+            Some(dbias) => bias_gradient(spec, args, dy, dbias, gpu, stream, partial),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Rows that one partial sum of a bias gradient covers. It depends on the shape alone, so that
+/// results do not depend on the device.
+fn bias_chunk(rows: usize, columns: usize) -> usize {
+    rows.div_ceil(((1 << 18) / columns.max(1)).max(1)).max(1)
+}
+
+/// Rows and columns of a bias gradient's sum.
+fn rows_and_columns(x: &TensorDesc) -> (usize, usize) {
+    let columns = x.shape().last().copied().unwrap_or(1);
+    (x.shape().iter().rev().skip(1).product(), columns)
+}
+
+/// Workspace of a backward run.
+pub(in crate::gelu) fn workspace_bytes(spec: &GeluSpec) -> usize {
+    let (rows, columns) = rows_and_columns(&spec.x);
+    if spec.bias.is_none() {
+        return 0;
+    }
+    rows.div_ceil(bias_chunk(rows, columns)) * columns * size_of::<f32>()
+}
+
+fn pointer(view: Option<&TensorRef<'_>>) -> *const u8 {
+    view.map_or(std::ptr::null(), TensorRef::as_ptr)
+}
+
+fn elementwise(
+    spec: &GeluSpec,
+    args: &GeluArgs<'_>,
+    dy: &TensorRef<'_>,
+    grads: &GeluGrads<'_>,
+    gpu: &'static Gpu,
+    stream: &Stream,
+) -> Result<()> {
+    let (loops, kernel, words) = backward_kernel(spec, args, dy, grads);
+    if loops.is_empty() {
+        return Ok(());
+    }
+    let vector = vector_of(spec, loops.unit);
+    let launch = loops.launch(vector, vector, 1, THREADS);
+    // SAFETY: as in `Forward::run`.
+    unsafe { gpu.kernel(&kernel)?.launch(stream, launch, words.as_slice()) }
+}
+
+/// Elements of 16 bytes where they lie next to each other.
+fn vector_of(spec: &GeluSpec, unit: bool) -> usize {
+    if unit { 16 / spec.x.dtype.size() } else { 1 }
+}
+
+pub(super) fn backward_kernel(
+    spec: &GeluSpec,
+    args: &GeluArgs<'_>,
+    dy: &TensorRef<'_>,
+    grads: &GeluGrads<'_>,
+) -> (Loops<6>, KernelSpec, Words) {
+    let rank = spec.x.layout.rank();
+    let (dx, dgate) = (grads.dx.as_ref(), grads.dgate.as_ref());
+    let desc = |t: Option<&TensorMut<'_>>| strides(t.map(TensorMut::desc));
+    // The output that is there comes first: it decides the order.
+    let first = desc(dx.or(dgate));
+    let operands = [
+        first,
+        strides(Some(args.x.desc())),
+        strides(args.gate.as_ref().map(TensorRef::desc)),
+        bias_strides(spec.bias.as_ref(), rank),
+        strides(Some(dy.desc())),
+        desc(dgate),
+    ];
+    let unit = [true, true, spec.gate.is_some(), false, true, dgate.is_some()];
+    let loops = Loops::new(spec.x.shape(), operands, unit);
+    let mut words = Words::new();
+    loops.push_shape(&mut words);
+    let address = |t: Option<&TensorMut<'_>>| t.map_or(std::ptr::null(), TensorMut::as_ptr);
+    loops.push_operand(&mut words, 1, args.x.as_ptr());
+    loops.push_operand(&mut words, 2, pointer(args.gate.as_ref()));
+    loops.push_operand(&mut words, 3, pointer(args.bias.as_ref()));
+    loops.push_operand(&mut words, 4, dy.as_ptr());
+    loops.push_operand(&mut words, 0, address(dx));
+    loops.push_operand(&mut words, 5, address(dgate));
+    let vector = vector_of(spec, loops.unit);
+    let entry = format!("gelu_backward_{}", spec.x.dtype);
+    let kernel = kernel_spec(&BACKWARD, entry, spec, &loops, (vector, vector), &words)
+        .define("DX", u8::from(dx.is_some()))
+        .define("DGATE", u8::from(dgate.is_some()))
+        .overlapped(false);
+    (loops, kernel, words)
+}
+
+fn bias_gradient(
+    spec: &GeluSpec,
+    args: &GeluArgs<'_>,
+    dy: &TensorRef<'_>,
+    dbias: &TensorMut<'_>,
+    gpu: &'static Gpu,
+    stream: &Stream,
+    partial: *mut u8,
+) -> Result<()> {
+    let (rows, columns) = rows_and_columns(&spec.x);
+    if columns == 0 {
+        return Ok(());
+    }
+    let (kernel, words) = bias_gradient_kernel(spec, args, dy, partial);
+    let chunks = rows.div_ceil(bias_chunk(rows, columns));
+    let launch = Launch {
+        grid: [columns.div_ceil(THREADS) as u32, chunks.min(65535) as u32, 1],
+        block: [THREADS as u32, 1, 1],
+    };
+    // SAFETY: as in `Forward::run`; the workspace holds `chunks` rows of partial sums.
+    unsafe {
+        gpu.kernel(&kernel)?.launch(stream, launch, words.as_slice())?;
+        column_sum(gpu, stream, partial.cast(), [chunks, columns, columns], dbias)
+    }
+}
+
+pub(super) fn bias_gradient_kernel(
+    spec: &GeluSpec,
+    args: &GeluArgs<'_>,
+    dy: &TensorRef<'_>,
+    partial: *const u8,
+) -> (KernelSpec, Words) {
+    let (rows, columns) = rows_and_columns(&spec.x);
+    let rank = spec.x.layout.rank();
+    let operands = [
+        strides(Some(args.x.desc())),
+        strides(args.gate.as_ref().map(TensorRef::desc)),
+        bias_strides(spec.bias.as_ref(), rank),
+        strides(Some(dy.desc())),
+    ];
+    // The last dimension stays apart: it is what is not summed over.
+    let last = Dim { size: columns, strides: operands.map(|s| s[rank - 1]) };
+    let rest = Loops::new(&spec.x.shape()[..rank - 1], operands, [false; 4]);
+    let mut outer = rest.outer;
+    if rank > 1 {
+        outer.insert(0, rest.inner);
+    }
+    let loops = Loops { inner: last, outer, unit: false };
+    let mut words = Words::new();
+    loops.push_shape(&mut words);
+    let pointers =
+        [args.x.as_ptr(), pointer(args.gate.as_ref()), pointer(args.bias.as_ref()), dy.as_ptr()];
+    for (i, pointer) in pointers.into_iter().enumerate() {
+        loops.push_operand(&mut words, i, pointer);
+    }
+    words.push(partial as usize);
+    words.push(bias_chunk(rows, columns));
+    let entry = format!("gelu_bias_gradient_{}", spec.x.dtype);
+    (kernel_spec(&BIAS_GRADIENT, entry, spec, &loops, (1, 1), &words).overlapped(false), words)
+}

@@ -1,0 +1,143 @@
+//! Loops over operands of one shape, and the words that describe them to a kernel.
+
+use crate::cuda::Launch;
+use crate::{MAX_RANK, TensorDesc};
+
+/// A dimension that operands share, with the stride of each.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Dim<const N: usize> {
+    pub(super) size: usize,
+    pub(super) strides: [isize; N],
+}
+
+/// Loops over operands of one shape: as few and as long as their strides allow, innermost first.
+#[derive(Clone, Debug)]
+pub(super) struct Loops<const N: usize> {
+    pub(super) inner: Dim<N>,
+    pub(super) outer: Vec<Dim<N>>,
+    /// Whether neighbours of the inner loop lie next to each other in the operands asked for.
+    pub(super) unit: bool,
+}
+
+/// Strides of a tensor of `rank` dimensions; of `None`, zeros.
+pub(super) fn strides(desc: Option<&TensorDesc>) -> [isize; MAX_RANK] {
+    let mut out = [0; MAX_RANK];
+    if let Some(desc) = desc {
+        out[..desc.strides().len()].copy_from_slice(desc.strides());
+    }
+    out
+}
+
+/// Strides of a bias along the last of `rank` dimensions.
+pub(super) fn bias_strides(bias: Option<&TensorDesc>, rank: usize) -> [isize; MAX_RANK] {
+    let mut out = [0; MAX_RANK];
+    if let Some(bias) = bias {
+        out[rank - 1] = bias.strides()[0];
+    }
+    out
+}
+
+impl<const N: usize> Loops<N> {
+    /// The first operand decides the order. `unit[i]`: operand i counts for `unit`.
+    pub(super) fn new(shape: &[usize], strides: [[isize; MAX_RANK]; N], unit: [bool; N]) -> Self {
+        let mut dims: Vec<Dim<N>> = (0..shape.len())
+            .filter(|&d| shape[d] != 1)
+            .map(|d| Dim { size: shape[d], strides: strides.map(|s| s[d]) })
+            .collect();
+        dims.sort_by_key(|d| d.strides[0].unsigned_abs());
+        let mut merged: Vec<Dim<N>> = Vec::new();
+        for dim in dims {
+            match merged.last_mut() {
+                Some(last)
+                    if (0..N).all(|i| dim.strides[i] == last.strides[i] * last.size as isize) =>
+                {
+                    last.size *= dim.size;
+                }
+                _ => merged.push(dim),
+            }
+        }
+        let inner =
+            if merged.is_empty() { Dim { size: 1, strides: [1; N] } } else { merged.remove(0) };
+        let unit = (0..N).all(|i| !unit[i] || inner.strides[i] == 1);
+        Loops { inner, outer: merged, unit }
+    }
+
+    pub(super) fn rows(&self) -> usize {
+        self.outer.iter().map(|d| d.size).product()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.inner.size == 0 || self.rows() == 0
+    }
+
+    pub(super) fn rank(&self) -> usize {
+        self.outer.len()
+    }
+
+    /// `Shape` of gelu.cuh.
+    pub(super) fn push_shape(&self, words: &mut Words) {
+        words.push(self.rows());
+        words.push(self.inner.size);
+        words.push(usize::from(self.unit));
+        for d in 0..self.rank().max(1) {
+            words.push(self.outer.get(d).map_or(1, |d| d.size));
+        }
+    }
+
+    /// `Operand` of gelu.cuh; its pointer is the word at the position returned.
+    pub(super) fn push_operand(&self, words: &mut Words, i: usize, ptr: *const u8) -> usize {
+        let at = words.len;
+        words.push(ptr as usize);
+        words.push(self.inner.strides[i] as usize);
+        for d in 0..self.rank().max(1) {
+            words.push(self.outer.get(d).map_or(0, |d| d.strides[i]) as usize);
+        }
+        at
+    }
+
+    /// One thread for every `vector` elements of a row, whose first `access` may be cut short; in one
+    /// row for `unroll` times as many. `block` is the threads of a block, a power of two.
+    pub(super) fn launch(
+        &self,
+        vector: usize,
+        access: usize,
+        unroll: usize,
+        block: usize,
+    ) -> Launch {
+        let items = self.items(vector, access).div_ceil(unroll);
+        let x = if self.rank() == 0 { block } else { items.next_power_of_two().min(block) };
+        let y = block / x;
+        let rows = self.rows().div_ceil(y).min(65535);
+        Launch { grid: [items.div_ceil(x) as u32, rows as u32, 1], block: [x as u32, y as u32, 1] }
+    }
+
+    fn items(&self, vector: usize, access: usize) -> usize {
+        (self.inner.size + if self.unit { access - 1 } else { 0 }).div_ceil(vector)
+    }
+}
+
+/// Parameters of a kernel, word by word: their number depends on the rank.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Words {
+    pub(super) words: [usize; 96],
+    len: usize,
+}
+
+impl Words {
+    pub(super) fn new() -> Self {
+        Words { words: [0; 96], len: 0 }
+    }
+
+    pub(super) fn push(&mut self, word: usize) {
+        self.words[self.len] = word;
+        self.len += 1;
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.len * size_of::<usize>()
+    }
+
+    pub(super) fn as_slice(&self) -> &[usize] {
+        &self.words[..self.len]
+    }
+}

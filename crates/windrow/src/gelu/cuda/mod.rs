@@ -1,0 +1,212 @@
+//! GELU on CUDA: launches of `kernels/*.cu`.
+
+mod backward;
+mod loops;
+#[cfg(test)]
+mod tests;
+
+use super::{GeluAlgorithm, GeluArgs, GeluConfiguration, GeluSpec, HalfMath};
+use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, type_name};
+use crate::{Approximate, DType, Result, TensorMut, TensorRef, Workspace};
+pub(super) use backward::workspace_bytes;
+use loops::{Loops, Words, bias_strides, strides};
+
+static INCLUDES: &[Source] =
+    &[Source { name: "gelu.cuh", text: include_str!("../kernels/gelu.cuh"), includes: &[] }];
+static FORWARD: Source =
+    Source { name: "gelu.cu", text: include_str!("../kernels/gelu.cu"), includes: INCLUDES };
+const THREADS: usize = 128;
+/// Blocks that a large device runs at once.
+const WAVE: usize = 2048;
+
+/// All algorithms for a spec, the fastest first: wide accesses where elements lie next to each
+/// other, else one element a thread.
+pub(super) fn algorithms(spec: &GeluSpec) -> Vec<GeluAlgorithm> {
+    use GeluAlgorithm::*;
+    if is_native(spec) && (spec.bias.is_some() || spec.gate.is_some()) {
+        return Vec::new();
+    }
+    let mut all = match spec.x.dtype {
+        DType::F16 => vec![F16x8Pack, F16x8, F16x2, F16],
+        DType::BF16 => vec![Bf16x8, Bf16x2, Bf16],
+        _ => vec![F32x4, F32],
+    };
+    if !Loops::of(spec).unit {
+        all.reverse();
+    }
+    all
+}
+
+fn is_native(spec: &GeluSpec) -> bool {
+    spec.half_math == HalfMath::Native && spec.x.dtype.is_half()
+}
+
+/// Elements of a thread, and of one memory access.
+fn widths(algorithm: GeluAlgorithm) -> (usize, usize) {
+    use GeluAlgorithm::*;
+    match algorithm {
+        Cpu | F32 | F16 | Bf16 => (1, 1),
+        F32x4 => (4, 4),
+        F16x2 | Bf16x2 => (2, 2),
+        F16x8 => (8, 2),
+        F16x8Pack | Bf16x8 => (8, 8),
+    }
+}
+
+impl Loops<4> {
+    /// y, x, gate, bias.
+    fn of(spec: &GeluSpec) -> Self {
+        let rank = spec.x.layout.rank();
+        let operands = [
+            strides(Some(&spec.y)),
+            strides(Some(&spec.x)),
+            strides(spec.gate.as_ref()),
+            bias_strides(spec.bias.as_ref(), rank),
+        ];
+        Loops::new(spec.x.shape(), operands, [true, true, spec.gate.is_some(), false])
+    }
+}
+
+/// A kernel of the room with the constants that all of them take.
+fn kernel_spec<const N: usize>(
+    source: &'static Source,
+    entry: String,
+    spec: &GeluSpec,
+    loops: &Loops<N>,
+    widths: (usize, usize),
+    words: &Words,
+) -> KernelSpec {
+    let (vector, access) = widths;
+    let kernel = KernelSpec::new(source, entry)
+        .define("T", type_name(spec.x.dtype))
+        .define("VECTOR", vector)
+        .define("ACCESS", access)
+        .define("TANH", u8::from(spec.approximate == Approximate::Tanh))
+        .define("GATE", u8::from(spec.gate.is_some()))
+        .define("RANK", loops.rank())
+        .define("PARAMS_SIZE", words.bytes());
+    match &spec.bias {
+        Some(bias) => kernel.define("BIAS", type_name(bias.dtype)),
+        None => kernel,
+    }
+}
+
+/// Whether a launch is of a wave or so, whose end the next kernel had better overlap.
+fn is_small(launch: &Launch) -> bool {
+    launch.grid.iter().map(|&n| n as usize).product::<usize>() <= WAVE
+}
+
+/// A plan's forward kernel, compiled and loaded.
+#[derive(Clone, Debug)]
+pub(super) struct Forward {
+    kernel: &'static Kernel,
+    configuration: GeluConfiguration,
+    launch: Launch,
+    words: Words,
+    /// Where the addresses of y, x, gate and bias go.
+    pointers: [usize; 4],
+    is_empty: bool,
+}
+
+/// Accesses of a thread, and whether the next kernel's blocks may start early. Measured on an H200:
+/// below a wave of blocks threads count most; above it twice the work in half the blocks, which may
+/// then make way early (that costs a block about a nanosecond). Large tensors gain from neither, but
+/// for the longest arithmetic.
+fn model_unroll(
+    spec: &GeluSpec,
+    loops: &Loops<4>,
+    (vector, access): (usize, usize),
+) -> (usize, bool) {
+    // Of a row that begins at a vector; any other has one more.
+    let items = loops.inner.size.div_ceil(vector);
+    let wide = loops.rank() == 0 && loops.unit && access * spec.x.dtype.size() == 16;
+    let long = spec.x.dtype == DType::F32 && spec.approximate == Approximate::Tanh;
+    match items {
+        _ if !wide => (1, false),
+        _ if items <= WAVE * THREADS => (1, true),
+        _ if items < 8 * WAVE * THREADS || long => (2, true),
+        _ => (1, false),
+    }
+}
+
+/// A configuration with the parameters that the model chooses where it says nothing.
+pub(super) fn complete(spec: &GeluSpec, configuration: &GeluConfiguration) -> GeluConfiguration {
+    let GeluConfiguration { algorithm, block, unroll } = *configuration;
+    let (model, _) = model_unroll(spec, &Loops::of(spec), widths(algorithm));
+    let (block, unroll) = (block.or(Some(THREADS)), unroll.or(Some(model)));
+    GeluConfiguration { algorithm, block, unroll }
+}
+
+/// The forward kernel of a spec, its launch and its parameters.
+fn forward(
+    spec: &GeluSpec,
+    configuration: &GeluConfiguration,
+) -> (KernelSpec, Launch, Words, [usize; 4]) {
+    let GeluConfiguration { algorithm, block, unroll } = complete(spec, configuration);
+    let loops = Loops::of(spec);
+    let mut words = Words::new();
+    loops.push_shape(&mut words);
+    let pointers = [0, 1, 2, 3].map(|i| loops.push_operand(&mut words, i, std::ptr::null()));
+    let widths = widths(algorithm);
+    let entry = format!("gelu_{}", algorithm.name());
+    let (_, early) = model_unroll(spec, &loops, widths);
+    let (unroll, block) = (unroll.unwrap_or(1), block.unwrap_or(THREADS));
+    let launch = loops.launch(widths.0, widths.1, unroll, block);
+    let kernel = kernel_spec(&FORWARD, entry, spec, &loops, widths, &words)
+        .define("NATIVE", u8::from(is_native(spec)))
+        .define("UNROLL", unroll)
+        .define("THREADS", block)
+        .overlapped(early || is_small(&launch));
+    (kernel, launch, words, pointers)
+}
+
+impl Forward {
+    pub(super) fn new(
+        index: u32,
+        spec: &GeluSpec,
+        configuration: &GeluConfiguration,
+    ) -> Result<Self> {
+        let gpu = Gpu::get(index)?;
+        let (kernel, launch, words, pointers) = forward(spec, configuration);
+        let kernel = gpu.kernel(&kernel)?;
+        let (configuration, is_empty) = (complete(spec, configuration), spec.x.layout.is_empty());
+        Ok(Forward { kernel, configuration, launch, words, pointers, is_empty })
+    }
+
+    pub(super) fn configuration(&self) -> GeluConfiguration {
+        self.configuration
+    }
+
+    /// The views have been compared with the plan's spec and device.
+    pub(super) fn run(
+        &self,
+        args: &GeluArgs<'_>,
+        y: &TensorMut<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        if self.is_empty {
+            return Ok(());
+        }
+        let (stream, _) = workspace.take_on(self.kernel.gpu(), 0)?;
+        let mut words = self.words;
+        let address = |t: &Option<TensorRef<'_>>| t.as_ref().map_or(0, |t| t.as_ptr() as usize);
+        let addresses = [
+            y.as_ptr() as usize,
+            args.x.as_ptr() as usize,
+            address(&args.gate),
+            address(&args.bias),
+        ];
+        for (at, address) in self.pointers.into_iter().zip(addresses) {
+            words.words[at] = address;
+        }
+        // SAFETY: the words are the kernel's parameters (it compares their size), and the views are
+        // valid on this device for the layouts that the words describe.
+        unsafe { self.kernel.launch(stream, self.launch, words.as_slice()) }
+    }
+
+    /// Blocks and threads.
+    pub(super) fn explain(&self) -> String {
+        let Launch { grid, block } = self.launch;
+        format!("{}x{} blocks of {}x{} threads", grid[0], grid[1], block[0], block[1])
+    }
+}
