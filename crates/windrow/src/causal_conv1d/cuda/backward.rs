@@ -1,12 +1,12 @@
 //! Gradients on CUDA.
 
 use super::{
-    Direct, GRID, INCLUDES, MASK, Params, THREADS, address, along_channels, backward_rows,
-    is_simple, kernel_spec, output_address, plain_launch, rows_launch, strides,
+    Direct, GRID, INCLUDES, MASK, Params, THREADS, along_channels, backward_rows, is_simple,
+    kernel_spec, plain_launch, rows_launch,
 };
 use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dSpec};
 use crate::cuda::{Gpu, KernelSpec, Launch, Source, Stream, column_sum};
-use crate::{Result, TensorMut, TensorRef, Workspace};
+use crate::{Result, TensorRef, Workspace};
 
 source!(CHANNEL_FIRST, "backward_channel_first.cu");
 source!(CHANNEL_LAST, "backward_channel_last.cu");
@@ -144,17 +144,9 @@ impl Direct {
     ) -> Result<()> {
         let (stream, scratch) = workspace.take_on(self.gpu, self.workspace_bytes())?;
         let mut params = Params {
-            dy: address(Some(dy)),
-            dfinal_states: address(dfinal_states),
-            dx: output_address(grads.dx.as_ref()),
-            dinitial_states: output_address(grads.dinitial_states.as_ref()),
             mask: scratch as usize,
             partial: scratch as usize + self.mask_bytes(),
-            dy_stride: strides(Some(dy.desc())),
-            dfinal_stride: strides(dfinal_states.map(TensorRef::desc)),
-            dx_stride: strides(grads.dx.as_ref().map(TensorMut::desc)),
-            dinitial_stride: strides(grads.dinitial_states.as_ref().map(TensorMut::desc)),
-            ..self.params.with_inputs(args)
+            ..self.params.with_inputs(args).with_gradients(dy, dfinal_states, grads)
         };
         let form = Form::of(self.gpu, spec, &params);
         params.chunk = form.chunk(spec, &params);

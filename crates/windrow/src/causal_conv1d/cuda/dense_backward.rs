@@ -5,14 +5,12 @@
 //! bias's the sums of G's columns, and `G B` holds the share of each tap in the gradient of its input.
 
 use super::im2col::{GemmParams, Im2colGemm, kernel_spec, operand};
-use super::{
-    GRID, INCLUDES, Params, THREADS, address, output_address, plain_launch, rows_launch, strides,
-};
+use super::{GRID, INCLUDES, Params, THREADS, output_address, plain_launch, rows_launch, strides};
 use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dSpec, Problem};
 use crate::cuda::{
     Gemm, GemmCompute, GemmSpec, KernelSpec, Launch, Matrix, Source, column_sum, type_name,
 };
-use crate::{DType, Result, TensorMut, TensorRef, Workspace};
+use crate::{DType, Result, TensorRef, Workspace};
 use std::sync::Arc;
 
 source!(GRADIENT, "dense_gradient.cu");
@@ -86,17 +84,7 @@ impl DenseBackward {
         let gpu = self.forward.gpu;
         let (stream, scratch) = workspace.take_on(gpu, self.workspace_bytes())?;
         let mut params = self.forward.product(args, scratch, stream)?;
-        params.base = Params {
-            dy: address(Some(dy)),
-            dfinal_states: address(dfinal_states),
-            dx: output_address(grads.dx.as_ref()),
-            dinitial_states: output_address(grads.dinitial_states.as_ref()),
-            dy_stride: strides(Some(dy.desc())),
-            dfinal_stride: strides(dfinal_states.map(TensorRef::desc)),
-            dx_stride: strides(grads.dx.as_ref().map(TensorMut::desc)),
-            dinitial_stride: strides(grads.dinitial_states.as_ref().map(TensorMut::desc)),
-            ..params.base
-        };
+        params.base = params.base.with_gradients(dy, dfinal_states, grads);
         let Params { batch, channels, length, width, sequences, .. } = params.base;
         let GemmParams { a, b, c, outputs, .. } = params;
         let rows = batch * length;

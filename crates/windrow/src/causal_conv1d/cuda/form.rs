@@ -1,0 +1,244 @@
+//! Which kernel computes the outputs, and how it is launched.
+
+use super::{GRID, INCLUDES, Params, THREADS, is_simple, kernel_spec};
+use crate::causal_conv1d::{CausalConv1dSpec, Problem};
+use crate::cuda::{KernelSpec, Launch, Source};
+
+source!(CHANNEL_FIRST, "channel_first.cu");
+source!(CHANNEL_LAST, "channel_last.cu");
+source!(CHANNEL_LAST_TILE, "channel_last_tile.cu");
+source!(CHANNEL_LAST_SM90, "channel_last_sm90.cu");
+
+/// The kernel that computes all outputs but those that see an initial state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Form {
+    /// Vectors along l; `steps` of them a thread, `across` warps of a block along a row.
+    ChannelFirst { steps: usize, across: usize },
+    /// Vectors along d, walking along l.
+    ChannelLast { vector: usize, chunk: usize },
+    /// Vectors along d, a few positions of each in a thread.
+    ChannelLastTile { vector: usize, rows: usize },
+    /// Tiles of d and l in shared memory, on Hopper.
+    ChannelLastSm90,
+    /// One output a thread.
+    Plain,
+}
+
+/// Loads of the walking kernel that are on their way.
+const AHEAD: usize = 8;
+/// Warps of a block of the kernel of channel-last tiles, one below the other.
+const TILE_WARPS: usize = THREADS / 32;
+/// Channels and positions of a block of the kernel with tiles in shared memory.
+const SHARED_CHANNELS: usize = 4 * THREADS;
+const SHARED_ROWS: usize = 8;
+
+impl Form {
+    /// The one for a spec; `hopper`: on a device of compute capability 9.0.
+    pub(super) fn of(spec: &CausalConv1dSpec, problem: &Problem, hopper: bool) -> Self {
+        let Problem { b, d, l, width, .. } = *problem;
+        let (x, y) = (spec.x.strides(), spec.y.strides());
+        let vector = 16 / spec.x.dtype.size();
+        if x[2] == 1 && y[2] == 1 && (2..=vector + 1).contains(&width) && l < 1 << 30 {
+            let rows_fit = b <= GRID && d <= GRID;
+            // Measured on an H200: long rows gain from more loads in flight, few rows from more
+            // threads.
+            let steps = match l {
+                _ if b * d * l.div_ceil(32 * vector) < 4096 => 1,
+                4096.. => 4,
+                _ => 2,
+            };
+            let segments = l.div_ceil(32 * vector * steps);
+            let across = if steps == 4 { 1 } else { segments.next_power_of_two().clamp(1, 4) };
+            return if rows_fit { Form::ChannelFirst { steps, across } } else { Form::Plain };
+        }
+        if x[1] == 1 && y[1] == 1 && (2..=5).contains(&width) && l < 1 << 30 {
+            // Measured on an H200: large half tensors, whose arithmetic weighs more, gain from
+            // walking, or more from shared memory; others from many short threads.
+            let half = spec.x.dtype.is_half();
+            let large = spec.x.bytes() > 16 << 20;
+            let fits = |n: isize| [d as isize, x[0], x[2], y[0], y[2]].iter().all(|s| s % n == 0);
+            let packed = spec.seq_idx.is_some() || spec.cu_seqlens.is_some();
+            if hopper && half && large && !packed && fits(8) && b <= GRID && l <= GRID * SHARED_ROWS
+            {
+                return Form::ChannelLastSm90;
+            }
+            // As wide as every row allows; for halves more than 8 bytes cost more registers than
+            // they gain.
+            let mut vector = 4;
+            while !fits(vector as isize) {
+                vector /= 2;
+            }
+            let rows = if large { 8 } else { 4 };
+            let rows_fit = b <= GRID && l <= GRID * TILE_WARPS * rows;
+            return match half && large || !rows_fit {
+                true => Form::ChannelLast { vector, chunk: l.div_ceil(GRID).max(32) },
+                false => Form::ChannelLastTile { vector, rows },
+            };
+        }
+        Form::Plain
+    }
+
+    /// The main kernel; none if that is the plain one.
+    pub(super) fn kernel(self, spec: &CausalConv1dSpec) -> Option<KernelSpec> {
+        let mask = u8::from(spec.seq_idx.is_some() || spec.cu_seqlens.is_some());
+        let simple = mask == 0 && is_simple(spec.activation) && spec.weight.shape()[1] <= 4;
+        match self {
+            Form::ChannelFirst { steps, .. } => Some(
+                kernel_spec(&CHANNEL_FIRST, "channel_first", spec)
+                    .define("STEPS", steps)
+                    .define("MASK", mask),
+            ),
+            Form::ChannelLast { vector, .. } => Some(
+                kernel_spec(&CHANNEL_LAST, "channel_last", spec)
+                    .define("STEPS", AHEAD)
+                    .define("VECTOR", vector)
+                    // More blocks of a multiprocessor hide more, where registers suffice.
+                    .define("MIN_BLOCKS", if simple { 5 } else { 1 })
+                    .define("MASK", mask),
+            ),
+            Form::ChannelLastTile { vector, rows } => Some(
+                kernel_spec(&CHANNEL_LAST_TILE, "channel_last_tile", spec)
+                    .define("ROWS", rows)
+                    .define("VECTOR", vector)
+                    .define("MASK", mask),
+            ),
+            Form::ChannelLastSm90 => Some(
+                kernel_spec(&CHANNEL_LAST_SM90, "channel_last_sm90", spec)
+                    .only_for("sm_90")
+                    .define("THREADS", THREADS)
+                    .define("VECTOR", SHARED_CHANNELS / THREADS)
+                    .define("ROWS", SHARED_ROWS)
+                    .define("MIN_BLOCKS", if simple { 8 } else { 1 }),
+            ),
+            Form::Plain => None,
+        }
+    }
+
+    /// The launch of the main kernel for elements of so many bytes; none if the addresses are not for it.
+    pub(super) fn launch(self, params: &mut Params, element: usize) -> Option<Launch> {
+        let Params { batch, channels, length, .. } = *params;
+        match self {
+            Form::ChannelFirst { steps, across } => {
+                let vector = 16 / element;
+                // Rows that begin between vectors have one more.
+                let [b_stride, d_stride, _] = params.y_stride;
+                let in_bytes = |elements: isize| elements * element as isize;
+                let cut = [params.y as isize, in_bytes(b_stride), in_bytes(d_stride)]
+                    .into_iter()
+                    .any(|bytes| bytes % 16 != 0);
+                let reach = length + if cut { vector - 1 } else { 0 };
+                let segments = reach.div_ceil(32 * vector * steps);
+                let down = THREADS / 32 / across;
+                Some(Launch {
+                    grid: [
+                        segments.div_ceil(across) as u32,
+                        channels.div_ceil(down) as u32,
+                        batch as u32,
+                    ],
+                    block: [32 * across as u32, down as u32, 1],
+                })
+            }
+            Form::ChannelLast { vector, chunk } => {
+                params.chunk = chunk;
+                let aligned = (params.x | params.y).is_multiple_of(vector * element);
+                let threads = channels.div_ceil(vector);
+                aligned.then(|| Launch {
+                    grid: [
+                        threads.div_ceil(THREADS) as u32,
+                        length.div_ceil(chunk) as u32,
+                        batch.min(GRID) as u32,
+                    ],
+                    block: [THREADS as u32, 1, 1],
+                })
+            }
+            Form::ChannelLastTile { vector, rows } => {
+                let aligned = (params.x | params.y).is_multiple_of(vector * element);
+                aligned.then(|| Launch {
+                    grid: [
+                        channels.div_ceil(32 * vector) as u32,
+                        length.div_ceil(TILE_WARPS * rows) as u32,
+                        batch as u32,
+                    ],
+                    block: [THREADS as u32, 1, 1],
+                })
+            }
+            Form::ChannelLastSm90 => (params.x | params.y).is_multiple_of(16).then(|| Launch {
+                grid: [
+                    channels.div_ceil(SHARED_CHANNELS) as u32,
+                    length.div_ceil(SHARED_ROWS) as u32,
+                    batch as u32,
+                ],
+                block: [THREADS as u32, 1, 1],
+            }),
+            Form::Plain => None,
+        }
+    }
+
+    /// Blocks of the kernel, in one line.
+    pub(super) fn explain(self) -> String {
+        match self {
+            Form::ChannelFirst { steps, .. } => {
+                format!("vectors along l, {steps} a thread, in one pass")
+            }
+            Form::ChannelLast { vector, chunk } => {
+                format!("{vector} channels a thread, walking {chunk} positions, in one pass")
+            }
+            Form::ChannelLastTile { vector, rows } => {
+                format!("{vector} channels of {rows} positions a thread, in one pass")
+            }
+            Form::ChannelLastSm90 => {
+                format!(
+                    "tiles of {SHARED_CHANNELS} channels of {SHARED_ROWS} positions in shared memory"
+                )
+            }
+            Form::Plain => "one output a thread".into(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::DType;
+    use crate::causal_conv1d::cuda::tests::spec;
+
+    fn form(shape: [usize; 3], width: usize, order: [usize; 3], hopper: bool) -> Form {
+        let spec = spec(DType::F16, shape, width, order);
+        Form::of(&spec, &spec.problem().unwrap(), hopper)
+    }
+
+    #[test]
+    fn forms_follow_layout_and_width() {
+        let (first, last) = ([0, 1, 2], [0, 2, 1]);
+        let long = Form::ChannelFirst { steps: 4, across: 1 };
+        assert_eq!(form([2, 8192, 8192], 4, first, true), long);
+        assert_eq!(
+            form([8, 4096, 2048], 4, first, true),
+            Form::ChannelFirst { steps: 2, across: 4 }
+        );
+        assert_eq!(form([1, 64, 2048], 4, first, true), Form::ChannelFirst { steps: 1, across: 4 });
+        assert_eq!(form([8, 4096, 2048], 10, first, true), Form::Plain);
+        assert_eq!(form([8, 4096, 2048], 1, first, true), Form::Plain);
+        assert!(matches!(
+            form([8, 4096, 2048], 4, last, false),
+            Form::ChannelLast { vector: 4, .. }
+        ));
+        assert!(matches!(
+            form([8, 4098, 2048], 4, last, false),
+            Form::ChannelLast { vector: 2, .. }
+        ));
+        assert!(matches!(
+            form([8, 4095, 2048], 4, last, false),
+            Form::ChannelLast { vector: 1, .. }
+        ));
+        assert_eq!(
+            form([1, 64, 2048], 4, last, true),
+            Form::ChannelLastTile { vector: 4, rows: 4 }
+        );
+        assert_eq!(form([8, 4096, 2048], 4, last, true), Form::ChannelLastSm90);
+        assert!(matches!(
+            form([8, 4100, 2048], 4, last, true),
+            Form::ChannelLast { vector: 4, .. }
+        ));
+    }
+}
