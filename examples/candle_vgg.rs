@@ -51,35 +51,40 @@ impl Module for Stack {
     }
 }
 
+const CONFIG: Conv2dConfig =
+    Conv2dConfig { padding: 1, stride: 1, dilation: 1, groups: 1, cudnn_fwd_algo: None };
+
+fn candles(c: usize, k: usize, vb: VarBuilder<'_>) -> Result<Box<dyn Module>> {
+    let conv = candle_nn::conv2d(c, k, 3, CONFIG, vb)?;
+    Ok(Box::new(candle_nn::func(move |x| conv.forward(x)?.relu())))
+}
+
+fn windrows(c: usize, k: usize, vb: VarBuilder<'_>) -> Result<Box<dyn Module>> {
+    Ok(Box::new(nn::conv2d(c, k, 3, CONFIG, vb)?.with_activation(Activation::Relu)))
+}
+
+/// The weights without their gradients, as from a file, so that filters are packed once.
+fn detached(weights: &VarMap, device: &Device) -> Result<VarBuilder<'static>> {
+    let weights = weights.data().lock().expect("nobody else has it");
+    let tensors = weights
+        .iter()
+        .map(|(name, var)| Ok((name.clone(), var.as_detached_tensor().to_device(device)?)))
+        .collect::<Result<_>>()?;
+    Ok(VarBuilder::from_tensors(tensors, DType::F32, device))
+}
+
 fn main() -> Result<()> {
     let device = if cfg!(feature = "cuda") { Device::new_cuda(0)? } else { Device::Cpu };
     let weights = VarMap::new();
-    let config = Conv2dConfig { padding: 1, ..Default::default() };
     // Made by the first stack that asks for them.
-    let made = VarBuilder::from_varmap(&weights, DType::F32, &device);
-    let theirs = Stack::new(
-        |c, k, vb| {
-            let conv = candle_nn::conv2d(c, k, 3, config, vb)?;
-            Ok(Box::new(candle_nn::func(move |x| conv.forward(x)?.relu())))
-        },
-        &made,
-    )?;
-    // Detached from training, as from a file, so that the filters are packed once.
-    let fixed = weights
-        .data()
-        .lock()
-        .expect("nobody else has it")
-        .iter()
-        .map(|(name, var)| (name.clone(), var.as_detached_tensor()))
-        .collect();
-    let fixed = VarBuilder::from_tensors(fixed, DType::F32, &device);
-    let ours = Stack::new(
-        |c, k, vb| Ok(Box::new(nn::conv2d(c, k, 3, config, vb)?.with_activation(Activation::Relu))),
-        &fixed,
-    )?;
+    let theirs = Stack::new(candles, &VarBuilder::from_varmap(&weights, DType::F32, &device))?;
+    let ours = Stack::new(windrows, &detached(&weights, &device)?)?;
 
     let image = Tensor::randn(0f32, 1.0, (1, 3, SIZE, SIZE), &device)?;
-    let (want, got) = (theirs.forward(&image)?, ours.forward(&image)?);
+    // On the CPU: on a GPU candle's convolutions may be cuDNN's in TF32.
+    let reference = Stack::new(candles, &detached(&weights, &Device::Cpu)?)?;
+    let want = reference.forward(&image.to_device(&Device::Cpu)?)?;
+    let got = ours.forward(&image)?.to_device(&Device::Cpu)?;
     let largest = |t: &Tensor| t.abs()?.max_all()?.to_scalar::<f32>();
     let difference = largest(&got.sub(&want)?)? / largest(&want)?;
 

@@ -137,12 +137,12 @@ impl Gemm {
             operation,
             layouts,
             algorithm: found.algo,
-            workspace_bytes: found.workspaceSize,
+            workspace_bytes: found.workspaceSize.next_multiple_of(256),
         };
         Ok(Gemm { gpu, call: Some(call) })
     }
 
-    /// Bytes of workspace that a run needs, aligned to 256.
+    /// Bytes of workspace that a run needs, aligned to 256; a multiple of 256, so that what follows is too.
     pub(crate) fn workspace_bytes(&self) -> usize {
         self.call.as_ref().map_or(0, |call| call.workspace_bytes)
     }
