@@ -159,6 +159,40 @@ fn a_rank_that_does_not_take_part_is_not_waited_for() {
     assert!(start.elapsed() < LATEST, "{:?}", start.elapsed());
 }
 
+/// The first operation connects the ranks: its call waits for the others.
+#[test]
+fn a_first_operation_without_the_others_is_given_up() {
+    let Some(devices) = devices() else { return };
+    let mut group = DataParallel::local(&devices, SHORT).unwrap();
+    let start = Instant::now();
+    let alone = group.run(|rank| match rank.index() {
+        0 => reduce(rank).map(drop),
+        _ => Ok(()),
+    });
+    assert!(matches!(alone, Err(Error::Parallel { .. })), "{alone:?}");
+    drop(group);
+    assert!(start.elapsed() < LATEST, "{:?}", start.elapsed());
+}
+
+/// Operations that wait for another rank fill the device's queue, until a call waits as well.
+#[test]
+fn a_full_queue_does_not_hide_a_missing_rank() {
+    let Some(devices) = devices() else { return };
+    let mut group = DataParallel::local(&devices, SHORT).unwrap();
+    group.run(|rank| reduce(rank).map(drop)).unwrap();
+    let start = Instant::now();
+    let late = group.run(|rank| {
+        let mut t = rank.tensor(TensorDesc::contiguous(DType::F32, &[1000])?)?;
+        match rank.index() {
+            0 => (0..1_000_000).try_for_each(|_| rank.all_reduce(&mut t.as_mut()?).map(drop)),
+            _ => Ok(()),
+        }
+    });
+    assert!(matches!(late, Err(Error::Parallel { .. })), "{late:?}");
+    drop(group);
+    assert!(start.elapsed() < LATEST, "{:?}", start.elapsed());
+}
+
 fn reduce(rank: &Rank) -> Result<DeviceTensor> {
     let mut t = DeviceTensor::from_host(&TensorRef::new(&[1f32; 1000], &[1000])?, index(rank))?;
     let there = rank.all_reduce(&mut t.as_mut()?)?;

@@ -1,9 +1,9 @@
 //! One rank's connection with the others, under a deadline.
 //!
-//! Whatever is asked of the engine happens soon or not at all: the call must be accepted and its
-//! work be done within the time-out. A thread of the link watches the work, so that a caller who
-//! waits for a stream (and not for the link) is released as well. The first failure aborts the
-//! engine, is kept, and answers every later call.
+//! Whatever is asked of the engine happens soon or not at all: the call and its work must be done
+//! within the time-out. A call may block, and work may hang, so a thread of the link watches both,
+//! and releases whoever waits: for the call, for the link, or for a stream. The first failure is
+//! kept, and answers every later call.
 
 use crate::{Error, Result};
 use std::collections::VecDeque;
@@ -15,15 +15,16 @@ use std::time::{Duration, Instant};
 pub(super) trait Engine: Send + 'static {
     /// A piece of work on the device.
     type Work: Send + Sync + 'static;
-    /// False while the latest call is in progress.
+    /// False while the engine connects, or the latest call is in progress.
     fn is_ready(&mut self) -> Result<bool, String>;
     /// True once the work is done.
     fn is_done(work: &Self::Work) -> Result<bool, String>;
-    /// Begins to leave the group in good order; done when ready.
-    fn finalize(&mut self) -> Result<(), String>;
-    /// Releases what was finalized.
-    fn destroy(&mut self);
-    /// Stops work under way, and releases everything at once.
+    /// What makes every call return and all work end soon, whatever the other ranks do. It may be
+    /// called while another thread is in a call; the engine is of no more use then.
+    fn breaker(&self) -> Box<dyn Fn() + Send + Sync>;
+    /// Leaves the group, when all work is done.
+    fn leave(&mut self) -> Result<(), String>;
+    /// Frees everything, after the breaker.
     fn abort(&mut self);
 }
 
@@ -31,9 +32,6 @@ pub(super) trait Engine: Send + 'static {
 const WATCH: Duration = Duration::from_millis(20);
 /// How often a waiting caller looks.
 const POLL: Duration = Duration::from_micros(20);
-/// How long a call may be in progress before its caller sleeps: one that needs no new connection is
-/// accepted within this time, and a sleep lasts several times as long.
-const PROMPT: Duration = Duration::from_micros(200);
 
 pub(super) struct Link<E: Engine> {
     shared: Arc<Shared<E>>,
@@ -44,47 +42,59 @@ struct Shared<E: Engine> {
     rank: usize,
     world: usize,
     timeout: Duration,
-    state: Mutex<State<E>>,
-    changed: Condvar,
-    /// Why somebody else in this process wants the link to fail; seen also while the state is held.
-    doom: OnceLock<String>,
+    /// Held during calls, which may be long: the watching thread never waits for it.
+    engine: Mutex<E>,
+    breaker: Box<dyn Fn() + Send + Sync>,
+    failure: OnceLock<Error>,
+    /// Held for moments only. Whoever holds it may not wait for the engine.
+    watched: Mutex<Watched<E>>,
+    /// Wakes the watching thread when there is nothing left to watch.
+    closing: Condvar,
 }
 
-struct State<E: Engine> {
-    engine: E,
-    pending: VecDeque<Pending<E>>,
-    failure: Option<Error>,
+struct Watched<E: Engine> {
+    call: Option<Limit>,
+    pending: VecDeque<(Arc<E::Work>, Limit)>,
     closing: bool,
 }
 
-struct Pending<E: Engine> {
-    work: Arc<E::Work>,
-    deadline: Instant,
+/// What has to be over, and when.
+#[derive(Clone, Copy)]
+struct Limit {
     what: &'static str,
+    deadline: Instant,
 }
 
 impl<E: Engine> Link<E> {
-    /// Takes an engine whose connection is being made, and waits until it is.
+    /// Takes an engine that connects, and waits until it is ready.
     ///
     /// # Errors
     /// [`Error::Parallel`].
     pub(super) fn new(engine: E, rank: usize, world: usize, timeout: Duration) -> Result<Self> {
-        let state = State { engine, pending: VecDeque::new(), failure: None, closing: false };
+        let breaker = engine.breaker();
+        let watched = Watched { call: None, pending: VecDeque::new(), closing: false };
         let shared = Arc::new(Shared {
             rank,
             world,
             timeout,
-            state: Mutex::new(state),
-            changed: Condvar::new(),
-            doom: OnceLock::new(),
+            engine: Mutex::new(engine),
+            breaker,
+            failure: OnceLock::new(),
+            watched: Mutex::new(watched),
+            closing: Condvar::new(),
         });
-        shared.until_ready(&mut shared.lock(), "connecting")?;
-        let watched = shared.clone();
+        let watching = shared.clone();
         let watch = std::thread::Builder::new()
             .name(format!("windrow rank {rank}"))
-            .spawn(move || watched.watch())
-            .map_err(|e| shared.fail(&mut shared.lock(), "starting a thread", e.to_string()))?;
-        Ok(Link { shared, watch: Some(watch) })
+            .spawn(move || watching.watch())
+            .map_err(|e| {
+                let error = shared.fail("starting a thread", e.to_string());
+                shared.engine().abort();
+                error
+            })?;
+        let link = Link { shared, watch: Some(watch) };
+        link.shared.call("connecting", &mut link.shared.engine(), |_| Ok(()))?;
+        Ok(link)
     }
 
     /// Asks the engine for something, then for the work that this put on the device.
@@ -98,15 +108,10 @@ impl<E: Engine> Link<E> {
         call: impl FnOnce(&mut E) -> Result<(), String>,
         work: impl FnOnce() -> Result<E::Work>,
     ) -> Result<Arc<E::Work>> {
-        let shared = &*self.shared;
-        let mut state = shared.lock();
-        shared.check(&mut state)?;
-        call(&mut state.engine).map_err(|e| shared.fail(&mut state, what, e))?;
-        shared.until_ready(&mut state, what)?;
+        let mut engine = self.shared.engine();
+        let limit = self.shared.call(what, &mut engine, call)?;
         let work = Arc::new(work()?);
-        let deadline = Instant::now() + shared.timeout;
-        state.pending.push_back(Pending { work: work.clone(), deadline, what });
-        shared.changed.notify_all();
+        self.shared.watched().pending.push_back((work.clone(), limit));
         Ok(work)
     }
 
@@ -115,18 +120,13 @@ impl<E: Engine> Link<E> {
     /// # Errors
     /// [`Error::Parallel`] if that fails or takes too long.
     pub(super) fn finish(&self) -> Result<()> {
-        loop {
-            let mut state = self.shared.lock();
-            self.shared.advance(&mut state)?;
-            if state.pending.is_empty() {
-                return Ok(());
-            }
-            drop(state);
+        while !self.shared.look()? {
             std::thread::sleep(POLL);
         }
+        Ok(())
     }
 
-    /// For another thread, to abort while this one waits.
+    /// For another thread, to release this one when it waits.
     pub(super) fn handle(&self) -> Handle<E> {
         Handle(self.shared.clone())
     }
@@ -134,23 +134,18 @@ impl<E: Engine> Link<E> {
     /// Leaves the group: in good order within the time-out, else by aborting. All ranks of a process
     /// have to do this at the same time.
     pub(super) fn close(&mut self) {
+        let Some(watch) = self.watch.take() else { return };
+        // What failed is kept.
         let _ = self.finish();
-        let shared = &*self.shared;
-        let mut state = shared.lock();
-        if state.failure.is_none() {
-            let finalized =
-                state.engine.finalize().map_err(|e| shared.fail(&mut state, "leaving", e));
-            if finalized.and_then(|()| shared.until_ready(&mut state, "leaving")).is_ok() {
-                state.engine.destroy();
-            }
+        let mut engine = self.shared.engine();
+        if self.shared.call("leaving", &mut engine, E::leave).is_err() {
+            engine.abort();
         }
-        state.closing = true;
-        shared.changed.notify_all();
-        drop(state);
-        if let Some(watch) = self.watch.take() {
-            // It has nothing to say.
-            let _ = watch.join();
-        }
+        drop(engine);
+        self.shared.watched().closing = true;
+        self.shared.closing.notify_all();
+        // It has nothing to say.
+        let _ = watch.join();
     }
 }
 
@@ -158,97 +153,108 @@ impl<E: Engine> Link<E> {
 pub(super) struct Handle<E: Engine>(Arc<Shared<E>>);
 
 impl<E: Engine> Handle<E> {
-    /// Aborts, because something else in this process failed.
+    /// Fails, because something else in this process did.
     pub(super) fn fail(&self, reason: &str) {
-        let _ = self.0.doom.set(reason.to_owned());
         // The error is kept for the calls that can return it.
-        let _ = self.0.check(&mut self.0.lock());
+        let _ = self.0.fail("working together", reason.to_owned());
     }
 }
 
 impl<E: Engine> Drop for Link<E> {
     fn drop(&mut self) {
-        if self.watch.is_some() {
-            self.close();
-        }
+        self.close();
     }
 }
 
 impl<E: Engine> Shared<E> {
-    fn lock(&self) -> MutexGuard<'_, State<E>> {
-        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    fn engine(&self) -> MutexGuard<'_, E> {
+        self.engine.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Aborts the engine and keeps the error, unless there is one already.
-    fn fail(&self, state: &mut State<E>, what: &str, detail: String) -> Error {
-        if state.failure.is_none() {
-            state.engine.abort();
-            state.pending.clear();
-        }
+    fn watched(&self) -> MutexGuard<'_, Watched<E>> {
+        self.watched.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Keeps the error and releases everybody, unless there was a failure before.
+    fn fail(&self, what: &str, detail: String) -> Error {
         let (rank, world) = (self.rank, self.world);
         let error = Error::Parallel { rank, world, what: what.into(), detail };
-        self.changed.notify_all();
-        state.failure.get_or_insert(error).clone()
+        if self.failure.set(error.clone()).is_ok() {
+            (self.breaker)();
+        }
+        self.failure.get().cloned().unwrap_or(error)
     }
 
-    fn check(&self, state: &mut State<E>) -> Result<()> {
-        if let Some(error) = &state.failure {
-            return Err(error.clone());
+    fn check(&self) -> Result<()> {
+        self.failure.get().map_or(Ok(()), |error| Err(error.clone()))
+    }
+
+    /// A call of the engine, to its end. Returns until when its work must be done.
+    fn call(
+        &self,
+        what: &'static str,
+        engine: &mut E,
+        call: impl FnOnce(&mut E) -> Result<(), String>,
+    ) -> Result<Limit> {
+        self.check()?;
+        let limit = Limit { what, deadline: Instant::now() + self.timeout };
+        self.watched().call = Some(limit);
+        let mut outcome = call(engine).and_then(|()| engine.is_ready());
+        // The watching thread ends this at the deadline.
+        while outcome == Ok(false) && self.failure.get().is_none() {
+            std::thread::sleep(POLL);
+            outcome = engine.is_ready();
         }
-        match self.doom.get() {
-            Some(reason) => Err(self.fail(state, "working together", reason.clone())),
-            None => Ok(()),
+        self.watched().call = None;
+        outcome.map_err(|e| self.fail(what, e))?;
+        self.check().map(|()| limit)
+    }
+
+    /// Forgets work that is done, and fails for what should be over. True if nothing is left.
+    fn look(&self) -> Result<bool> {
+        self.check()?;
+        match self.overdue() {
+            Ok(left) => Ok(!left),
+            Err((what, detail)) => Err(self.fail(what, detail)),
         }
     }
 
-    fn until_ready(&self, state: &mut State<E>, what: &'static str) -> Result<()> {
-        let start = Instant::now();
-        loop {
-            self.check(state)?;
-            match state.engine.is_ready() {
-                Ok(true) => return Ok(()),
-                Ok(false) if start.elapsed() < PROMPT => std::thread::yield_now(),
-                Ok(false) if start.elapsed() < self.timeout => std::thread::sleep(POLL),
-                Ok(false) => return Err(self.fail(state, what, self.late())),
-                Err(e) => return Err(self.fail(state, what, e)),
+    /// Whether work is left; what failed, and how.
+    fn overdue(&self) -> Result<bool, (&'static str, String)> {
+        let mut watched = self.watched();
+        let in_time = |Limit { what, deadline }| match Instant::now() < deadline {
+            true => Ok(()),
+            false => Err((what, self.late())),
+        };
+        watched.call.map_or(Ok(()), in_time)?;
+        while let Some((work, limit)) = watched.pending.front() {
+            match E::is_done(work).map_err(|e| (limit.what, e))? {
+                true => drop(watched.pending.pop_front()),
+                false => {
+                    in_time(*limit)?;
+                    break;
+                }
             }
         }
+        let Some((_, limit)) = watched.pending.front() else { return Ok(false) };
+        // An engine that is in a call speaks for itself.
+        if let Ok(mut engine) = self.engine.try_lock() {
+            engine.is_ready().map_err(|e| (limit.what, e))?;
+        }
+        Ok(true)
     }
 
     fn late(&self) -> String {
         format!("the other ranks did not take part within {} s", self.timeout.as_secs_f64())
     }
 
-    /// Forgets work that is done; fails for work that never will be.
-    fn advance(&self, state: &mut State<E>) -> Result<()> {
-        self.check(state)?;
-        while let Some(Pending { work, deadline, what }) = state.pending.front() {
-            let (what, late) = (*what, Instant::now() >= *deadline);
-            match E::is_done(work) {
-                Ok(true) => state.pending.pop_front(),
-                Ok(false) if late => return Err(self.fail(state, what, self.late())),
-                Ok(false) => {
-                    return match state.engine.is_ready() {
-                        Ok(_) => Ok(()),
-                        Err(e) => Err(self.fail(state, what, e)),
-                    };
-                }
-                Err(e) => return Err(self.fail(state, what, e)),
-            };
-        }
-        Ok(())
-    }
-
     fn watch(&self) {
-        let mut state = self.lock();
-        while !state.closing {
-            state = if state.pending.is_empty() {
-                self.changed.wait(state).unwrap_or_else(|e| e.into_inner())
-            } else {
-                self.changed.wait_timeout(state, WATCH).unwrap_or_else(|e| e.into_inner()).0
-            };
+        let mut watched = self.watched();
+        while !watched.closing {
+            drop(self.closing.wait_timeout(watched, WATCH).unwrap_or_else(|e| e.into_inner()));
             // The error is kept for the calls that can return it.
-            let _ = self.advance(&mut state);
+            let _ = self.look();
+            watched = self.watched();
         }
     }
 }
@@ -266,8 +272,15 @@ mod tests {
     struct Strings {
         busy: AtomicBool,
         broken: AtomicBool,
+        breaks: AtomicUsize,
         aborts: AtomicUsize,
-        destroyed: AtomicBool,
+        left: AtomicBool,
+    }
+
+    impl Strings {
+        fn ends(&self) -> [usize; 2] {
+            [self.breaks.load(SeqCst), self.aborts.load(SeqCst)]
+        }
     }
 
     type Work = Arc<AtomicBool>;
@@ -283,13 +296,18 @@ mod tests {
         fn is_done(work: &Work) -> Result<bool, String> {
             Ok(work.load(SeqCst))
         }
-        fn finalize(&mut self) -> Result<(), String> {
+        fn breaker(&self) -> Box<dyn Fn() + Send + Sync> {
+            let strings = self.0.clone();
+            Box::new(move || {
+                strings.breaks.fetch_add(1, SeqCst);
+            })
+        }
+        fn leave(&mut self) -> Result<(), String> {
+            self.0.left.store(true, SeqCst);
             Ok(())
         }
-        fn destroy(&mut self) {
-            self.0.destroyed.store(true, SeqCst);
-        }
         fn abort(&mut self) {
+            assert_eq!(self.0.breaks.load(SeqCst), 1, "nobody is in a call any more");
             self.0.aborts.fetch_add(1, SeqCst);
         }
     }
@@ -324,8 +342,8 @@ mod tests {
         link.finish().unwrap();
         assert!(works.iter().all(|w| w.load(SeqCst)));
         drop(link);
-        assert!(puppet.0.destroyed.load(SeqCst));
-        assert_eq!(puppet.0.aborts.load(SeqCst), 0);
+        assert!(puppet.0.left.load(SeqCst));
+        assert_eq!(puppet.0.ends(), [0, 0]);
     }
 
     #[test]
@@ -334,7 +352,7 @@ mod tests {
         puppet.0.busy.store(true, SeqCst);
         let error = Link::new(puppet.clone(), 1, 2, SHORT).err().unwrap();
         assert!(message(error).contains("connecting"));
-        assert_eq!(puppet.0.aborts.load(SeqCst), 1);
+        assert_eq!(puppet.0.ends(), [1, 1]);
     }
 
     #[test]
@@ -347,20 +365,49 @@ mod tests {
         assert!(start(&link, &Work::default()).is_err(), "a group that failed stays failed");
     }
 
-    /// Nobody calls the link while the work hangs: the thread aborts it.
+    /// A call that only ends when it is broken off.
+    fn stuck(puppet: &mut Puppet) -> Result<(), String> {
+        while puppet.0.breaks.load(SeqCst) == 0 {
+            std::thread::sleep(POLL);
+        }
+        Err("aborted".into())
+    }
+
+    #[test]
+    fn a_call_that_blocks_is_broken_off() {
+        let puppet = Puppet::default();
+        let link = link(&puppet, SHORT);
+        let refused = link.start("reducing", stuck, || Ok(Work::default()));
+        let text = message(refused.unwrap_err());
+        assert!(text.contains("reducing") && text.contains("within 0.1 s"), "{text}");
+        drop(link);
+        assert_eq!(puppet.0.ends(), [1, 1]);
+    }
+
+    /// Work that waits for ranks which do not come makes later calls wait: for room in a queue.
+    #[test]
+    fn work_that_is_late_ends_a_call_that_blocks() {
+        let link = link(&Puppet::default(), 4 * SHORT);
+        start(&link, &Work::default()).unwrap();
+        std::thread::sleep(2 * SHORT);
+        let refused = link.start("reducing", stuck, || Ok(Work::default()));
+        assert!(message(refused.unwrap_err()).contains("gathering"));
+    }
+
+    /// Nobody calls the link while the work hangs: the thread ends it.
     #[test]
     fn work_that_hangs_is_aborted_while_nobody_asks() {
         let puppet = Puppet::default();
         let link = link(&puppet, SHORT);
         start(&link, &Work::default()).unwrap();
         let patience = Instant::now() + Duration::from_secs(60);
-        while puppet.0.aborts.load(SeqCst) == 0 && Instant::now() < patience {
+        while puppet.0.breaks.load(SeqCst) == 0 && Instant::now() < patience {
             std::thread::sleep(POLL);
         }
         assert!(message(link.finish().unwrap_err()).contains("gathering"));
         drop(link);
-        assert_eq!(puppet.0.aborts.load(SeqCst), 1);
-        assert!(!puppet.0.destroyed.load(SeqCst));
+        assert_eq!(puppet.0.ends(), [1, 1]);
+        assert!(!puppet.0.left.load(SeqCst));
     }
 
     #[test]
@@ -380,16 +427,18 @@ mod tests {
         assert!(text.contains("reducing") && text.contains("bad size"), "{text}");
     }
 
-    /// Another rank of the process fails while this one's call is in progress, or its work hangs.
+    /// Another rank of the process fails while this one's call is in progress or blocks, or its work
+    /// hangs.
     #[test]
-    fn doom_reaches_a_link_that_waits() {
-        for busy in [true, false] {
+    fn a_failure_elsewhere_reaches_a_link_that_waits() {
+        for (busy, blocks) in [(true, false), (false, true), (false, false)] {
             let puppet = Puppet::default();
             let link = link(&puppet, LONG);
             puppet.0.busy.store(busy, SeqCst);
             std::thread::scope(|s| {
                 let waiting = s.spawn(|| {
-                    start(&link, &Work::default())?;
+                    let call = |p: &mut Puppet| if blocks { stuck(p) } else { Ok(()) };
+                    link.start("gathering", call, || Ok(Work::default()))?;
                     link.finish()
                 });
                 std::thread::sleep(SHORT);
@@ -397,7 +446,22 @@ mod tests {
                 let text = message(waiting.join().unwrap().unwrap_err());
                 assert!(text.contains("no memory"), "{text}");
             });
-            assert_eq!(puppet.0.aborts.load(SeqCst), 1);
+            drop(link);
+            assert_eq!(puppet.0.ends(), [1, 1]);
         }
+    }
+
+    /// The first failure is told, whoever comes later.
+    #[test]
+    fn the_first_failure_is_kept() {
+        let puppet = Puppet::default();
+        let link = link(&puppet, LONG);
+        link.handle().fail("rank 0: no memory");
+        link.handle().fail("rank 2: no memory");
+        for _ in 0..2 {
+            assert!(message(link.finish().unwrap_err()).contains("rank 0: no memory"));
+            assert!(message(start(&link, &Work::default()).unwrap_err()).contains("rank 0"));
+        }
+        assert_eq!(puppet.0.breaks.load(SeqCst), 1);
     }
 }

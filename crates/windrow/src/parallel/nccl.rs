@@ -1,4 +1,9 @@
-//! NCCL, loaded at run time: the few calls that are needed, none of which blocks.
+//! NCCL, loaded at run time: the few calls that are needed.
+//!
+//! A communicator that never blocks can be aborted at any time, but gives each call to a thread of
+//! its own, which costs tens of microseconds. One that blocks must not be aborted while a thread is
+//! in a call. So each rank has a pair that share their resources: the parent never blocks; it
+//! connects, and aborting it ends the calls and kernels of both. Its child blocks and does the work.
 
 use super::link::Engine;
 use super::rendezvous::Id;
@@ -6,7 +11,8 @@ use crate::cuda::{Event, Gpu, Library, NCCL, Stream};
 use crate::{DType, Device, Error, Result};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ops::Range;
-use std::sync::OnceLock;
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 type Comm = *mut c_void;
 type Status = c_int;
@@ -20,7 +26,7 @@ const SUM: c_int = 0;
 #[derive(Clone, Copy)]
 struct UniqueId([c_char; 128]);
 
-/// `ncclConfig_t` of 2.17, which every later version takes; `MIN` leaves a choice to NCCL.
+/// `ncclConfig_t` of 2.18, which every later version takes; `MIN` leaves a choice to NCCL.
 #[repr(C)]
 struct Config {
     size: usize,
@@ -32,6 +38,22 @@ struct Config {
     max_ctas: c_int,
     net_name: *const c_char,
     split_share: c_int,
+}
+
+impl Config {
+    fn new(blocking: bool) -> Self {
+        Config {
+            size: size_of::<Config>(),
+            magic: 0xcafe_beef,
+            version: 21_800,
+            blocking: blocking.into(),
+            cga_cluster_size: c_int::MIN,
+            min_ctas: c_int::MIN,
+            max_ctas: c_int::MIN,
+            net_name: std::ptr::null(),
+            split_share: 1,
+        }
+    }
 }
 
 macro_rules! api {
@@ -57,7 +79,7 @@ api! {
     get_unique_id: b"ncclGetUniqueId\0" fn(*mut UniqueId) -> Status;
     init: b"ncclCommInitRankConfig\0" fn(*mut Comm, c_int, UniqueId, c_int, *mut Config) -> Status;
     async_error: b"ncclCommGetAsyncError\0" fn(Comm, *mut Status) -> Status;
-    finalize: b"ncclCommFinalize\0" fn(Comm) -> Status;
+    split: b"ncclCommSplit\0" fn(Comm, c_int, c_int, *mut Comm, *mut Config) -> Status;
     destroy: b"ncclCommDestroy\0" fn(Comm) -> Status;
     abort: b"ncclCommAbort\0" fn(Comm) -> Status;
     group_start: b"ncclGroupStart\0" fn() -> Status;
@@ -130,17 +152,74 @@ pub(super) fn unique_id() -> Result<Id> {
     Ok(id.0.map(|c| c as u8))
 }
 
-/// A rank's communicator. It is not for use by two threads at once.
-pub(super) struct Communicator {
+/// The communicator that connects and aborts.
+struct Parent {
     api: &'static Api,
     gpu: &'static Gpu,
-    /// Null once it was released.
-    comm: Comm,
+    /// Null once it was freed.
+    comm: Mutex<Comm>,
+}
+
+// SAFETY: a communicator may be used from any thread, one at a time: the lock sees to that.
+unsafe impl Send for Parent {}
+// SAFETY: as above.
+unsafe impl Sync for Parent {}
+
+impl Parent {
+    fn comm(&self) -> MutexGuard<'_, Comm> {
+        self.comm.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Runs a call of NCCL with the device current.
+    fn call(&self, comm: Comm, f: impl FnOnce(&Api, Comm) -> Status) -> Result<(), String> {
+        if comm.is_null() {
+            return Err("the communicator was released".into());
+        }
+        let _current = self.gpu.enter().map_err(|e| e.to_string())?;
+        self.api.check(f(self.api, comm))
+    }
+
+    /// False while the latest call is in progress.
+    fn is_ready(&self, comm: Comm) -> Result<bool, String> {
+        let mut status = SUCCESS;
+        // SAFETY: the call writes one status.
+        self.call(comm, |api, comm| unsafe { (api.async_error)(comm, &mut status) })?;
+        self.api.check(status)?;
+        Ok(status != IN_PROGRESS)
+    }
+
+    /// Ends the calls and the work of a communicator and its family, and frees it. Nobody can be
+    /// told of an error.
+    fn abort(&self, comm: &mut Comm) {
+        let comm = std::mem::replace(comm, std::ptr::null_mut());
+        // SAFETY: may be called at any time; the communicator is not used after.
+        let _ = self.call(comm, |api, comm| unsafe { (api.abort)(comm) });
+    }
+
+    fn destroy(&self, comm: &mut Comm) -> Result<(), String> {
+        let comm = std::mem::replace(comm, std::ptr::null_mut());
+        // SAFETY: the communicator is not used after.
+        self.call(comm, |api, comm| unsafe { (api.destroy)(comm) })
+    }
+}
+
+/// A rank's communicators.
+pub(super) struct Communicator {
+    parent: Arc<Parent>,
+    /// Written by a thread of NCCL while the parent is splitting; null once it was freed.
+    child: Box<AtomicPtr<c_void>>,
+    stage: Stage,
     rank: usize,
 }
 
-// SAFETY: a communicator may be used from any thread, one at a time.
-unsafe impl Send for Communicator {}
+/// How far a rank has come.
+#[derive(PartialEq)]
+enum Stage {
+    Connecting,
+    Splitting,
+    Connected,
+    Left,
+}
 
 impl Communicator {
     /// Begins to connect; done when ready.
@@ -148,38 +227,28 @@ impl Communicator {
         let api = Api::get()?;
         let _current = gpu.enter()?;
         let mut comm = std::ptr::null_mut();
-        let mut config = Config {
-            size: size_of::<Config>(),
-            magic: 0xcafe_beef,
-            version: 21_700,
-            blocking: 0,
-            cga_cluster_size: c_int::MIN,
-            min_ctas: c_int::MIN,
-            max_ctas: c_int::MIN,
-            net_name: std::ptr::null(),
-            split_share: c_int::MIN,
-        };
         let id = UniqueId(id.map(|b| b as c_char));
         // SAFETY: the device is current; the configuration is read during the call.
-        let status =
-            unsafe { (api.init)(&mut comm, world as c_int, id, rank as c_int, &mut config) };
-        let communicator = Communicator { api, gpu, comm, rank };
-        communicator.api.check(status).map_err(|detail| Error::Parallel {
+        let status = unsafe {
+            (api.init)(&mut comm, world as c_int, id, rank as c_int, &mut Config::new(false))
+        };
+        api.check(status).map_err(|detail| Error::Parallel {
             rank,
             world,
             what: "connecting".into(),
             detail,
         })?;
-        Ok(communicator)
+        Ok(Communicator {
+            parent: Arc::new(Parent { api, gpu, comm: Mutex::new(comm) }),
+            child: Box::default(),
+            stage: Stage::Connecting,
+            rank,
+        })
     }
 
-    /// Runs a call of NCCL with the device current.
+    /// Runs a call of the child with the device current.
     fn call(&self, f: impl FnOnce(&Api, Comm) -> Status) -> Result<(), String> {
-        if self.comm.is_null() {
-            return Err("the communicator was released".into());
-        }
-        let _current = self.gpu.enter().map_err(|e| e.to_string())?;
-        self.api.check(f(self.api, self.comm))
+        self.parent.call(self.child.load(Ordering::Acquire), f)
     }
 
     /// Brings every rank's block to all ranks, in place: `blocks` are bytes from `base`, in the
@@ -269,31 +338,51 @@ impl Engine for Communicator {
     type Work = Event;
 
     fn is_ready(&mut self) -> Result<bool, String> {
-        let mut status = SUCCESS;
-        // SAFETY: the call writes one status.
-        self.call(|api, comm| unsafe { (api.async_error)(comm, &mut status) })?;
-        self.api.check(status)?;
-        Ok(status != IN_PROGRESS)
+        match self.stage {
+            Stage::Left => Ok(true),
+            Stage::Connected => self.parent.is_ready(self.child.load(Ordering::Acquire)),
+            Stage::Connecting | Stage::Splitting => {
+                let comm = self.parent.comm();
+                if !self.parent.is_ready(*comm)? {
+                    return Ok(false);
+                }
+                if self.stage == Stage::Splitting {
+                    self.stage = Stage::Connected;
+                    return Ok(true);
+                }
+                let (child, rank) = (self.child.as_ptr(), self.rank as c_int);
+                // SAFETY: the configuration is read during the call; the place of the child stays
+                // until the parent is ready, or was aborted.
+                self.parent.call(*comm, |api, comm| unsafe {
+                    (api.split)(comm, 0, rank, child, &mut Config::new(true))
+                })?;
+                self.stage = Stage::Splitting;
+                Ok(false)
+            }
+        }
     }
 
     fn is_done(work: &Event) -> Result<bool, String> {
         work.is_reached().map_err(|e| e.to_string())
     }
 
-    fn finalize(&mut self) -> Result<(), String> {
-        // SAFETY: the communicator is alive.
-        self.call(|api, comm| unsafe { (api.finalize)(comm) })
+    fn breaker(&self) -> Box<dyn Fn() + Send + Sync> {
+        let parent = self.parent.clone();
+        Box::new(move || parent.abort(&mut parent.comm()))
     }
 
-    fn destroy(&mut self) {
-        // SAFETY: it was finalized, and is not used after. Nobody can be told of an error.
-        let _ = self.call(|api, comm| unsafe { (api.destroy)(comm) });
-        self.comm = std::ptr::null_mut();
+    fn leave(&mut self) -> Result<(), String> {
+        self.stage = Stage::Left;
+        // Without the parent's lock: the breaker ends this like any call.
+        self.parent.destroy(self.child.get_mut())?;
+        self.parent.destroy(&mut self.parent.comm())
     }
 
     fn abort(&mut self) {
-        // SAFETY: may be called at any time; the communicator is not used after.
-        let _ = self.call(|api, comm| unsafe { (api.abort)(comm) });
-        self.comm = std::ptr::null_mut();
+        self.parent.abort(&mut self.parent.comm());
+        // NCCL cannot free a child whose making failed.
+        if self.stage == Stage::Connected {
+            self.parent.abort(self.child.get_mut());
+        }
     }
 }
