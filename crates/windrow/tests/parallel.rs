@@ -38,7 +38,8 @@ fn index(rank: &Rank) -> u32 {
 fn any_batch_has_the_bits_of_one_device() {
     let Some(devices) = devices() else { return };
     let mut group = DataParallel::local(&devices, TIMEOUT).unwrap();
-    for n in [64, 63, 2, 1, 0] {
+    // The last one is so large that two GPUs exchange it in another way.
+    for n in [64, 63, 2, 1, 0, 2101] {
         for order in [[0, 1, 2, 3], [0, 2, 3, 1]] {
             let layout = Layout::with_order(&[n, 16, 20, 21], &order).unwrap();
             let x = random_tensor(1, TensorDesc { dtype: DType::F32, layout }, -1.0, 1.0).unwrap();

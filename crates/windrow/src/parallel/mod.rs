@@ -77,7 +77,7 @@ pub struct DataParallel {
 /// tensors of the same size. They return at once: the work is ordered after what the rank's
 /// [`stream`](Rank::stream) has been given so far, and done at the event that is returned. Until then
 /// the tensor belongs to the operation, while the stream goes on with other work: let it
-/// [`wait`](Stream::wait) for the event before it uses the tensor.
+/// [`wait`](Stream::wait) for the event before it uses the tensor. These events hold no time.
 pub struct Rank {
     index: usize,
     world: usize,
@@ -354,8 +354,8 @@ impl Rank {
                 expected: "no gaps between the elements".into(),
             });
         }
-        self.exchange.wait(&Event::record(&self.stream)?)?;
-        let record = || Event::record(&self.exchange);
+        self.exchange.wait(&Event::mark(&self.stream)?)?;
+        let record = || Event::mark(&self.exchange);
         match (&self.link, t.address_range()) {
             (Some(link), Some((base, _))) => {
                 link.start(what, |nccl| call(nccl, base as *mut u8, &self.exchange), record)

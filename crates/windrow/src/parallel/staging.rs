@@ -55,7 +55,7 @@ impl Staging {
         after: &Stream,
     ) -> Result<Arc<Event>> {
         check_pair(("x", x), ("y", &y.as_ref()), self.gpu)?;
-        self.stream.wait(&Event::record(after)?)?;
+        self.stream.wait(&Event::mark(after)?)?;
         let (bytes, dst) = (x.desc().bytes(), lowest(&y.as_ref()));
         for (i, start) in (0..bytes).step_by(CHUNK).enumerate() {
             let len = CHUNK.min(bytes - start);
@@ -66,9 +66,9 @@ impl Staging {
             cpu::copy(THREADS, from, buffer.as_mut_slice());
             // SAFETY: y is dense and of x's size; the buffer is not touched before the event below.
             unsafe { buffer.send((dst + start) as *mut u8, len, &self.stream)? };
-            slot.done = Some(Arc::new(Event::record(&self.stream)?));
+            slot.done = Some(Arc::new(Event::mark(&self.stream)?));
         }
-        Event::record(&self.stream).map(Arc::new)
+        Event::mark(&self.stream).map(Arc::new)
     }
 
     /// Copies `x` from the device, after what `after` has been given so far; done when it returns.
@@ -79,7 +79,7 @@ impl Staging {
         after: &Stream,
     ) -> Result<()> {
         check_pair(("y", &y.as_ref()), ("x", x), self.gpu)?;
-        self.stream.wait(&Event::record(after)?)?;
+        self.stream.wait(&Event::mark(after)?)?;
         let (bytes, dst, src) = (x.desc().bytes(), lowest(&y.as_ref()), lowest(x));
         let chunks = bytes.div_ceil(CHUNK);
         // Copy i is under way while chunk i - 1 is emptied.
@@ -91,7 +91,7 @@ impl Staging {
                 let len = CHUNK.min(bytes - start);
                 // SAFETY: x is dense; the buffer is not touched before the event below.
                 unsafe { buffer.receive((src + start) as *const u8, len, &self.stream)? };
-                slot.done = Some(Arc::new(Event::record(&self.stream)?));
+                slot.done = Some(Arc::new(Event::mark(&self.stream)?));
             }
             if let Some(i) = i.checked_sub(1) {
                 let start = i * CHUNK;
