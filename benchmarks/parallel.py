@@ -4,8 +4,8 @@
     python benchmarks/parallel.py target/release/windrow benchmarks/layers/cnn18.csv OUT
 
 writes OUT/parallel.json, every time and rate, and OUT/parallel.md, the same as tables. The gather of a layer's output is
-compared with torch's all_gather_into_tensor of the same bytes, in place; for a batch that the GPUs cannot divide,
-Windrow's group of broadcasts with a gather of shards padded to one size and the copy that takes the padding out.
+compared with torch's all_gather_into_tensor of the same bytes, in place; that of a batch that the GPUs cannot divide,
+with a gather of shards padded to one size and the copy that takes the padding out.
 Times are medians of samples of about 5 ms, of the slowest rank.
 """
 
@@ -122,7 +122,7 @@ def text(even, odd):
               f"{even['gathered_speedup']:.2f} times the throughput (geometric means of layers of at least 0.2 ms). From the "
               f"host through pinned memory: {even['upload_gbps']:.1f} GB/s.", ""]
     lines += table(even, "all_gather")
-    lines += ["", "A batch that the GPUs cannot divide: broadcasts in a group, beside a padded gather and copy.", ""]
+    lines += ["", "A batch that the GPUs cannot divide, beside a padded gather and copy in torch.", ""]
     lines += table(odd, "padded")
     return "\n".join(lines) + "\n"
 
