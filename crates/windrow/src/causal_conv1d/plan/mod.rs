@@ -1,6 +1,7 @@
 //! Plans and runs of whole sequences.
 
 mod backward;
+mod views;
 
 use super::cpu::backward::Backward;
 use super::cpu::dense_backward::DenseBackward;
@@ -13,62 +14,16 @@ use super::{
     CausalConv1dAlgorithm, CausalConv1dConfiguration, CausalConv1dSpec, Problem, tuning, verify,
 };
 use crate::cpu::{Isa, SimdElement, resolve_threads};
-use crate::tensor::{check_device, check_disjoint, check_optional_view, check_view};
+use crate::tensor::check_view;
 use crate::tuning::{Report, Search, announce};
 use crate::verify::Comparison;
 use crate::{
-    Activation, DType, Device, Error, PlanOptions, Result, Tensor, TensorDesc, TensorMut,
-    TensorRef, Verify, Workspace, bf16, f16,
+    Activation, DType, Device, Error, PlanOptions, Result, Tensor, TensorRef, Verify, Workspace,
+    bf16, f16,
 };
 
 pub use backward::CausalConv1dGrads;
-
-/// The inputs of a run; see [`CausalConv1dSpec`] for shapes and types.
-#[derive(Clone, Copy, Debug)]
-pub struct CausalConv1dArgs<'a> {
-    /// [b, d, l]
-    pub x: TensorRef<'a>,
-    /// [d, width] or [d_out, d, width]
-    pub weight: TensorRef<'a>,
-    /// `[d_out]`
-    pub bias: Option<TensorRef<'a>>,
-    /// [b, l]
-    pub seq_idx: Option<TensorRef<'a>>,
-    /// [sequences + 1]
-    pub cu_seqlens: Option<TensorRef<'a>>,
-    /// [b or sequences, d, width-1]
-    pub initial_states: Option<TensorRef<'a>>,
-}
-
-impl<'a> CausalConv1dArgs<'a> {
-    /// Input and weight alone.
-    pub fn new(x: TensorRef<'a>, weight: TensorRef<'a>) -> Self {
-        let (bias, seq_idx, cu_seqlens, initial_states) = (None, None, None, None);
-        CausalConv1dArgs { x, weight, bias, seq_idx, cu_seqlens, initial_states }
-    }
-
-    /// Every view that is given, by name.
-    fn views(&self) -> impl Iterator<Item = (&'static str, &TensorRef<'a>)> {
-        let optional = [
-            ("bias", &self.bias),
-            ("seq_idx", &self.seq_idx),
-            ("cu_seqlens", &self.cu_seqlens),
-            ("initial_states", &self.initial_states),
-        ];
-        [("x", &self.x), ("weight", &self.weight)]
-            .into_iter()
-            .chain(optional.into_iter().filter_map(|(name, view)| Some((name, view.as_ref()?))))
-    }
-}
-
-/// The outputs of a run; see [`CausalConv1dSpec`] for shapes and types.
-#[derive(Debug)]
-pub struct CausalConv1dOutputs<'a> {
-    /// [b, d_out, l]
-    pub y: TensorMut<'a>,
-    /// [b or sequences, d, width-1]; copies, bit for bit.
-    pub final_states: Option<TensorMut<'a>>,
-}
+pub use views::{CausalConv1dArgs, CausalConv1dOutputs};
 
 /// A checked [`CausalConv1dSpec`] on a device, with an algorithm.
 ///
@@ -365,14 +320,7 @@ impl CausalConv1dPlan {
         workspace: &mut Workspace,
     ) -> Result<()> {
         self.check_args(args)?;
-        self.check_output("y", &outputs.y, args)?;
-        check_view("y", outputs.y.desc(), &self.spec.y)?;
-        let final_desc = outputs.final_states.as_ref().map(TensorMut::desc);
-        check_optional_view("final_states", final_desc, self.spec.final_states.as_ref())?;
-        if let Some(final_states) = &outputs.final_states {
-            self.check_output("final_states", final_states, args)?;
-            check_disjoint("final_states", final_states, "y", &outputs.y.as_ref())?;
-        }
+        self.check_outputs(args, &outputs)?;
         if let Algorithm::Cuda(direct) = &self.algorithm {
             direct.run(args, &outputs, workspace)?;
         } else if let Algorithm::CudaIm2colGemm(gemm, _) = &self.algorithm {
@@ -452,40 +400,6 @@ impl CausalConv1dPlan {
     /// How the tokens divide into sequences, with index values checked: on the CPU.
     fn sequences<'a>(&self, args: &CausalConv1dArgs<'a>) -> Result<Sequences<'a>> {
         Sequences::new(self.problem.l, args.seq_idx, args.cu_seqlens)
-    }
-
-    /// Checks views against the spec.
-    fn check_args(&self, args: &CausalConv1dArgs<'_>) -> Result<()> {
-        let spec = &self.spec;
-        for (name, view) in args.views() {
-            check_device(name, view.device(), self.options.device)?;
-        }
-        check_view("x", args.x.desc(), &spec.x)?;
-        check_view("weight", args.weight.desc(), &spec.weight)?;
-        let optional: [(_, &Option<TensorRef<'_>>, &Option<TensorDesc>); 4] = [
-            ("bias", &args.bias, &spec.bias),
-            ("seq_idx", &args.seq_idx, &spec.seq_idx),
-            ("cu_seqlens", &args.cu_seqlens, &spec.cu_seqlens),
-            ("initial_states", &args.initial_states, &spec.initial_states),
-        ];
-        for (name, given, planned) in optional {
-            check_optional_view(name, given.as_ref().map(TensorRef::desc), planned.as_ref())?;
-        }
-        Ok(())
-    }
-
-    /// The device of an output, and that it shares no memory with an input.
-    fn check_output(
-        &self,
-        name: &'static str,
-        output: &TensorMut<'_>,
-        args: &CausalConv1dArgs<'_>,
-    ) -> Result<()> {
-        check_device(name, output.device(), self.options.device)?;
-        for (input, view) in args.views() {
-            check_disjoint(name, output, input, view)?;
-        }
-        Ok(())
     }
 
     /// The operands of the product that [`CausalConv1dAlgorithm::Im2colGemm`] forms on the CPU: the im2col
