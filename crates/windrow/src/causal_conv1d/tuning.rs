@@ -5,11 +5,9 @@ use super::{
     CausalConv1dSpec,
 };
 use crate::cpu::resolve_threads;
-use crate::tuning::{self, Contest, Report, Search, Tunable, parameters};
+use crate::tuning::{self, Contest, Report, Search, Tunable, dense, joined, parameters};
 use crate::verify::Placed;
-use crate::{
-    Device, Error, Layout, PlanOptions, Result, TensorDesc, TensorRef, Tuning, Verify, Workspace,
-};
+use crate::{Device, Error, PlanOptions, Result, TensorDesc, TensorRef, Tuning, Verify, Workspace};
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
@@ -79,13 +77,6 @@ pub(super) struct Problem {
     options: PlanOptions,
 }
 
-/// Dense, with dimensions in the order of `desc`.
-fn dense(desc: &TensorDesc) -> Result<TensorDesc> {
-    let mut order: Vec<usize> = (0..desc.shape().len()).collect();
-    order.sort_by_key(|&d| std::cmp::Reverse(desc.strides()[d].unsigned_abs()));
-    Ok(TensorDesc { dtype: desc.dtype, layout: Layout::with_order(desc.shape(), &order)? })
-}
-
 impl Problem {
     fn new(spec: &CausalConv1dSpec, options: &PlanOptions) -> Result<Self> {
         spec.problem()?;
@@ -116,13 +107,10 @@ impl Tunable for Problem {
 
     fn key(&self) -> String {
         let CausalConv1dSpec { x, weight, y, activation, .. } = &self.spec;
-        let by = |desc: &TensorDesc| {
-            desc.shape().iter().map(usize::to_string).collect::<Vec<_>>().join("x")
-        };
         let (dtype, activation) = (x.dtype, activation.name());
+        let (shape, filter) = (joined(x.shape()), joined(weight.shape()));
         let (from, to) = (order(x), order(y));
-        let key =
-            format!("causal_conv1d {dtype} {} {} {from}-{to} {activation}", by(x), by(weight));
+        let key = format!("causal_conv1d {dtype} {shape} {filter} {from}-{to} {activation}");
         match self.options.device {
             Device::Cpu => format!("{key} {} threads", self.threads()),
             Device::Cuda(_) => key,
@@ -315,7 +303,7 @@ impl Contest for Runs<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Activation, DType};
+    use crate::{Activation, DType, Layout};
     use std::num::NonZeroUsize;
     use std::time::Duration;
 

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::cpu::resolve_threads;
 use crate::cuda::Gpu;
-use crate::tuning::{self, Contest, Report, Search, Tunable, parameters};
+use crate::tuning::{self, Contest, Report, Search, Tunable, dense, joined, parameters};
 use crate::verify::Placed;
 use crate::{
     Accuracy, Device, Error, Layout, PlanOptions, Result, TensorDesc, Tuning, Verify, Workspace,
@@ -97,24 +97,20 @@ const HOPELESS: f64 = 2.0;
 /// Bytes of x and y beyond which more images change nothing on the CPU.
 const ENOUGH_BYTES: usize = 96 << 20;
 
-/// A dense tensor whose dimensions are in the same order as those of `desc`, of `n` images.
-fn dense(desc: &TensorDesc, n: usize) -> Result<TensorDesc> {
-    let mut order = [0, 1, 2, 3];
-    order.sort_by_key(|&d| std::cmp::Reverse(desc.strides()[d].unsigned_abs()));
-    let mut shape = desc.shape().to_vec();
-    shape[0] = n;
-    Ok(TensorDesc { dtype: desc.dtype, layout: Layout::with_order(&shape, &order)? })
-}
-
 impl Problem {
     pub(super) fn new(spec: &Conv2dSpec, options: &PlanOptions) -> Result<Self> {
-        let n = spec.x.shape()[0];
+        let n = spec.problem()?.n;
         let image = (spec.x.layout.len() + spec.y.layout.len()) / n.max(1) * spec.x.dtype.size();
         let n = match options.device {
             Device::Cpu => n.min(ENOUGH_BYTES.div_ceil(image.max(1))),
             Device::Cuda(_) => n,
         };
-        let (x, y) = (dense(&spec.x, n)?, dense(&spec.y, n)?);
+        let images = |desc: &TensorDesc| {
+            let shape = [&[n], &desc.shape()[1..]].concat();
+            let layout = Layout::strided(&shape, desc.strides())?;
+            dense(&TensorDesc { layout, ..*desc })
+        };
+        let (x, y) = (images(&spec.x)?, images(&spec.y)?);
         let w = TensorDesc::contiguous(spec.w.dtype, spec.w.shape())?;
         let bias = spec.bias.map(|b| TensorDesc::contiguous(b.dtype, b.shape())).transpose()?;
         let options = PlanOptions { tuning: Tuning::Model, verify: Verify::Off, ..*options };
@@ -208,7 +204,6 @@ pub(super) fn configurations(
     spec: &Conv2dSpec,
     options: &PlanOptions,
 ) -> Result<Vec<Conv2dConfiguration>> {
-    spec.problem()?;
     Problem::new(spec, options)?.candidates()
 }
 
@@ -219,13 +214,11 @@ pub(super) fn measure(
     configurations: &[Conv2dConfiguration],
     how: &Search,
 ) -> Result<Report> {
-    spec.problem()?;
     tuning::measure(&Problem::new(spec, options)?, configurations, how)
 }
 
 /// Measures the candidates, and keeps the winner.
 pub(super) fn tune(spec: &Conv2dSpec, options: &PlanOptions, how: &Search) -> Result<Report> {
-    spec.problem()?;
     tuning::tune(&Problem::new(spec, options)?, how).map(|(_, report)| report)
 }
 
@@ -243,14 +236,13 @@ impl Tunable for Problem {
 
     fn key(&self) -> String {
         let Conv2dSpec { x, w, y, stride, padding, dilation, groups, .. } = &self.spec;
-        let by = |sizes: &[usize]| sizes.iter().map(usize::to_string).collect::<Vec<_>>().join("x");
         let (dtype, accuracy) = (x.dtype, self.spec.accuracy.name());
-        let mut key = format!("conv2d {dtype} {} {}", by(x.shape()), by(w.shape()));
+        let mut key = format!("conv2d {dtype} {} {}", joined(x.shape()), joined(w.shape()));
         for (name, values, default) in
             [("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)]
         {
             if *values != [default; 2] {
-                key += &format!(" {name} {}", by(values));
+                key += &format!(" {name} {}", joined(values));
             }
         }
         if *groups > 1 {

@@ -1,11 +1,9 @@
 //! Configurations of GELU, and the search among them.
 
 use super::{GeluAlgorithm, GeluArgs, GeluPlan, GeluSpec, cuda};
-use crate::tuning::{self, Contest, Report, Search, Tunable, parameters};
+use crate::tuning::{self, Contest, Report, Search, Tunable, dense, joined, parameters};
 use crate::verify::Placed;
-use crate::{
-    Device, Error, Layout, PlanOptions, Result, TensorDesc, TensorRef, Tuning, Verify, Workspace,
-};
+use crate::{Device, Error, PlanOptions, Result, TensorDesc, TensorRef, Tuning, Verify, Workspace};
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
@@ -70,18 +68,11 @@ pub(super) struct Problem {
     options: PlanOptions,
 }
 
-/// Dense, with dimensions in the order of `like`.
-fn dense(desc: &TensorDesc, like: &TensorDesc) -> Result<TensorDesc> {
-    let mut order: Vec<usize> = (0..like.shape().len()).collect();
-    order.sort_by_key(|&d| std::cmp::Reverse(like.strides()[d].unsigned_abs()));
-    Ok(TensorDesc { dtype: desc.dtype, layout: Layout::with_order(desc.shape(), &order)? })
-}
-
 impl Problem {
     fn new(spec: &GeluSpec, options: &PlanOptions) -> Result<Self> {
         spec.check()?;
-        let (x, y) = (dense(&spec.x, &spec.x)?, dense(&spec.y, &spec.y)?);
-        let gate = spec.gate.as_ref().map(|gate| dense(gate, gate)).transpose()?;
+        let (x, y) = (dense(&spec.x)?, dense(&spec.y)?);
+        let gate = spec.gate.as_ref().map(dense).transpose()?;
         let bias = spec.bias.map(|b| TensorDesc::contiguous(b.dtype, b.shape())).transpose()?;
         let options = PlanOptions { tuning: Tuning::Model, verify: Verify::Off, ..*options };
         Ok(Problem { spec: GeluSpec { x, y, bias, gate, ..*spec }, options })
@@ -97,8 +88,7 @@ impl Tunable for Problem {
 
     fn key(&self) -> String {
         let GeluSpec { x, y, bias, gate, approximate, half_math } = &self.spec;
-        let shape: Vec<String> = x.shape().iter().map(usize::to_string).collect();
-        let mut key = format!("gelu {} {} {}", approximate.name(), x.dtype, shape.join("x"));
+        let mut key = format!("gelu {} {} {}", approximate.name(), x.dtype, joined(x.shape()));
         for (is, what) in [
             (bias.is_some(), "bias"),
             (gate.is_some(), "gate"),

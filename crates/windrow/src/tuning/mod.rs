@@ -15,7 +15,7 @@ pub(crate) use search::{Clock, Contest};
 pub use search::{Search, Stop};
 
 use crate::verify::random_tensor;
-use crate::{Device, Error, Result, Tensor, TensorDesc};
+use crate::{Device, Error, Layout, Result, Tensor, TensorDesc};
 use cache::{Entries, Entry, Known};
 use search::{MODEL, Spread, SystemClock, search};
 use std::fmt::Display;
@@ -207,6 +207,18 @@ pub(crate) fn tune<T: Tunable>(problem: &T, how: &Search) -> Result<(T::Configur
         known.remember(Entries::from([(report.problem.clone(), entry)]));
     }
     Ok((candidates[report.chosen], report))
+}
+
+/// A dense tensor whose dimensions are in the same order as those of `desc`.
+pub(crate) fn dense(desc: &TensorDesc) -> Result<TensorDesc> {
+    let mut order: Vec<usize> = (0..desc.shape().len()).collect();
+    order.sort_by_key(|&d| std::cmp::Reverse(desc.strides()[d].unsigned_abs()));
+    Ok(TensorDesc { dtype: desc.dtype, layout: Layout::with_order(desc.shape(), &order)? })
+}
+
+/// Sizes as a key has them: `64x3x112x112`.
+pub(crate) fn joined(sizes: &[usize]) -> String {
+    sizes.iter().map(usize::to_string).collect::<Vec<_>>().join("x")
 }
 
 /// A tensor of random numbers that repeat after a million, for inputs of any size in no time.
