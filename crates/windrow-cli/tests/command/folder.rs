@@ -40,11 +40,17 @@ impl Folder {
 
     /// Runs `windrow` in this folder; arguments are separated by blanks.
     pub fn windrow(&self, args: &str) -> Output {
+        self.windrow_with("warn", args)
+    }
+
+    /// As [`Folder::windrow`] with what `WINDROW_LOG` says.
+    pub fn windrow_with(&self, log: &str, args: &str) -> Output {
         Command::new(Path::new(env!("CARGO_BIN_EXE_windrow")))
             .args(args.split_whitespace())
             .current_dir(self.0.path())
             // Nothing that was tuned on this machine.
             .env("WINDROW_TUNE_CACHE", self.path("cache"))
+            .env("WINDROW_LOG", log)
             .output()
             .unwrap()
     }

@@ -64,3 +64,20 @@ fn tune_refuses_bad_input() {
         folder.refuse(arguments, &[expected]);
     }
 }
+
+#[test]
+fn the_log_says_which_configuration_runs() {
+    let folder = folder();
+    let bench = "bench conv2d --layers layers.csv --threads 1 --iterations 1 --json";
+    let record: Value = serde_json::from_str(&folder.succeed(bench)).unwrap();
+    let configuration = record["rows"][0]["configuration"].as_str().unwrap();
+    for (log, said) in [("debug", true), ("info", false), ("off", false)] {
+        let output = folder.windrow_with(log, bench);
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{log}: {stderr}");
+        assert_eq!(stderr.contains(configuration), said, "{log}: {stderr}");
+    }
+    let output = folder.windrow_with("loud", "devices");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8(output.stderr).unwrap().contains("WINDROW_LOG is \"loud\""));
+}
