@@ -26,6 +26,11 @@ impl Problem {
         [self.b, self.d_out, self.l].contains(&0)
     }
 
+    /// False if gradients have nothing to sum up.
+    pub(crate) fn has_tokens(&self) -> bool {
+        self.b > 0 && self.l > 0
+    }
+
     pub(crate) fn new(x: &TensorDesc, weight: &TensorDesc) -> Result<Self> {
         let &[b, d, l] = x.shape() else {
             return Err(rank("x", x, "3: [b, d, l]"));

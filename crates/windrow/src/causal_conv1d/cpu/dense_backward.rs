@@ -36,24 +36,33 @@ pub(crate) struct DenseBackward {
     /// Tokens of a block; the products have `width - 1` more.
     tokens: usize,
     /// Elements of the weight matrix, of X (and its gradient), of G, of a block's weight gradient, of
-    /// the bias, of the product's scratch memory, and of the sums (in f64).
+    /// the bias, of the product's scratch memory, and of the sums (in f64). Without tokens at most a
+    /// row of X.
     parts: [usize; 7],
 }
 
 impl DenseBackward {
     /// For the convolution that `forward` computes.
     pub(crate) fn new(forward: Im2colGemm) -> Result<Self> {
-        let Problem { d, d_out, l, width, .. } = forward.problem;
+        let Problem { b, d, d_out, l, width, .. } = forward.problem;
         let (terms, history) = (width * d, width - 1);
         let tokens = (super::im2col::BLOCK / terms.max(1)).clamp(TOKENS.start, TOKENS.end);
         let tokens = tokens.max(history).min(l).max(1);
-        let parts = || {
-            let rows = tokens.checked_add(history)?.min(l.max(1));
+        let sizes = || {
+            let rows = tokens.checked_add(history)?.min(l);
             let weight = d_out.checked_mul(terms)?;
             let scratch = Gemm::max_scratch_len(forward.isa, forward.threads);
             let sums = weight.checked_add(d_out)?.checked_mul(2)?;
             let [x, g] = [rows.checked_mul(terms)?, rows.checked_mul(d_out)?];
-            let parts = [weight, x, g, weight, d_out, scratch, sums];
+            Some([weight, x, g, weight, d_out, scratch, sums])
+        };
+        let parts = || {
+            let parts = match (b, l) {
+                (0, _) => [0; 7],
+                // States may still have gradients.
+                (_, 0) => [0, terms, 0, 0, 0, 0, 0],
+                _ => sizes()?,
+            };
             let parts = parts.map(|n| n.next_multiple_of(16));
             let total = parts.iter().try_fold(0usize, |sum, &n| sum.checked_add(n))?;
             (total <= isize::MAX as usize / 4).then_some(parts)
@@ -92,9 +101,11 @@ impl DenseBackward {
         let wanted = (dweight.is_some(), dbias.is_some());
         let blocks = Blocks { plan: self, inputs, gradients, weight, x, g, product, bias, scratch };
         // SAFETY: each part of the scratch memory is as long as what is written there.
-        let [weight_sums, bias_sums] = unsafe {
-            self.forward.stage_parameters(&inputs.parameters, weight, bias);
-            sums.write_bytes(0, d_out * terms + d_out);
+        let sums = unsafe {
+            if self.forward.problem.has_tokens() {
+                self.forward.stage_parameters(&inputs.parameters, weight, bias);
+                sums.write_bytes(0, d_out * terms + d_out);
+            }
             for b in 0..b {
                 for first in (0..l).step_by(self.tokens) {
                     let n = self.tokens.min(l - first);
@@ -125,19 +136,21 @@ impl DenseBackward {
                     blocks.gather((states, row), (b, Some(run)), positions, run.start);
                 }
             }
-            let sums = std::slice::from_raw_parts(sums, d_out * terms + d_out);
-            let (weight_sums, bias_sums) = sums.split_at(d_out * terms);
-            [weight_sums, bias_sums]
+            match self.forward.problem.has_tokens() {
+                true => std::slice::from_raw_parts(sums, d_out * terms + d_out),
+                false => &[],
+            }
         };
+        let sum = |i: usize| sums.get(i).copied().unwrap_or(0.0);
         if let Some(mut dweight) = dweight {
-            for (i, &sum) in weight_sums.iter().enumerate() {
+            for i in 0..d_out * terms {
                 let (o, k, c) = (i / terms, i % terms / d, i % d);
-                write(&mut dweight, &[o, c, k], sum);
+                write(&mut dweight, &[o, c, k], sum(i));
             }
         }
         if let Some(mut dbias) = dbias {
-            for (o, &sum) in bias_sums.iter().enumerate() {
-                write(&mut dbias, &[o], sum);
+            for o in 0..d_out {
+                write(&mut dbias, &[o], sum(d_out * terms + o));
             }
         }
     }

@@ -380,6 +380,33 @@ fn tensors_without_elements_take_no_memory_and_no_time() {
     plan.run(&args, state.as_mut(), y.as_mut(), &mut workspace).unwrap();
 }
 
+/// Without tokens gradients of parameters are zero, and need no memory.
+#[test]
+fn gradients_without_tokens_are_zero() {
+    let desc = |shape: &[usize]| TensorDesc::contiguous(DType::F32, shape).unwrap();
+    let everywhere = Layout::strided(&[1 << 40, 4, 3], &[0, 0, 0]).unwrap();
+    let huge = TensorDesc { dtype: DType::F32, layout: everywhere };
+    let spec = CausalConv1dSpec::new(desc(&[0, 4, 8]), huge).unwrap();
+    let plan = CausalConv1dPlan::new(&spec, &options(2)).unwrap();
+    assert_eq!(plan.workspace_bytes(), 0);
+    for x in [[0, 4, 8], [2, 4, 0]] {
+        let spec = CausalConv1dSpec::new(desc(&x), desc(&[5, 4, 3])).unwrap();
+        let plan = CausalConv1dPlan::new(&spec, &options(2)).unwrap();
+        let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+        let (x, taps) = (TensorRef::new::<f32>(&[], &x).unwrap(), [1.0f32; 60]);
+        let args = CausalConv1dArgs::new(x, TensorRef::new(&taps, &[5, 4, 3]).unwrap());
+        let dy = TensorRef::new::<f32>(&[], spec.y.shape()).unwrap();
+        let (mut dweight, mut dbias) = ([1.0f32; 60], [1.0f32; 5]);
+        let grads = CausalConv1dGrads {
+            dweight: Some(TensorMut::new(&mut dweight, &[5, 4, 3]).unwrap()),
+            dbias: Some(TensorMut::new(&mut dbias, &[5]).unwrap()),
+            ..Default::default()
+        };
+        plan.backward(&args, dy, None, grads, &mut workspace).unwrap();
+        assert_eq!((dweight, dbias), ([0.0; 60], [0.0; 5]));
+    }
+}
+
 #[test]
 fn every_case_of_verify_passes() {
     let cases = verify::cases(Device::Cpu);
