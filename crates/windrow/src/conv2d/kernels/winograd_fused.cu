@@ -205,7 +205,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void KERNEL(const __grid_constan
     const u32 u_full = x_empty + 16 * INPUT_STAGES, u_empty = u_full + 8 * p.u_stages;
     // Then, for each consumer warp, its output channels and (strided output) its staging buffer.
     const u32 begun = u_empty + 8 * p.u_stages; // the first consumer has done so
-    unsigned char* const scratch = shared + ((begun + 8 - x_stages + 15) & ~15);
+    unsigned char* const scratch = shared + ((begun + (STAGGERED ? 8 : 0) - x_stages + 15) & ~15);
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * INPUT_STAGES; i++) {
@@ -216,7 +216,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void KERNEL(const __grid_constan
             barrier_init(u_full + 8 * i, 1);
             barrier_init(u_empty + 8 * i, CONSUMER_WARPS);
         }
-        barrier_init(begun, 4);
+        if (STAGGERED) barrier_init(begun, 4);
         barrier_init_fence();
     }
     __syncthreads();
