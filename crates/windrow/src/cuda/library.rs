@@ -64,7 +64,12 @@ impl Library {
     /// The bindings can be asked themselves only where they load libraries at run time, and not in a program
     /// with a crate that makes them link, as candle's CUDA backend does.
     pub(super) fn open(self) -> Option<libloading::Library> {
-        ["", ".13", ".12", ".9", ".1"].iter().find_map(|version| {
+        let versions: &[&str] = match self {
+            // A copy that is loaded, as torch's, is known by this name; the bare one may be another copy's.
+            Library::Cudnn => &[".9", ""],
+            _ => &["", ".13", ".12", ".1"],
+        };
+        versions.iter().find_map(|version| {
             // SAFETY: a CUDA library; loading it runs only its own initialisation.
             unsafe { libloading::Library::new(format!("{}{version}", self.stem())) }.ok()
         })

@@ -32,7 +32,7 @@ pub(crate) use column_sum::column_sum;
 #[cfg(test)]
 pub(crate) use compile::tests as compile_tests;
 pub(crate) use compile::{KernelSpec, Source, type_name};
-pub(crate) use cudnn::{CudnnConv2d, CudnnConv2dSpec, CudnnWeightGrad};
+pub(crate) use cudnn::{CudnnConv2d, CudnnConv2dSpec, CudnnKernel, CudnnWeightGrad};
 pub(crate) use device::Gpu;
 pub(crate) use gemm::{Gemm, GemmCompute, GemmSpec, Matrix};
 pub(crate) use kernel::{Kernel, Launch};

@@ -165,6 +165,18 @@ impl Drop for Stream {
     }
 }
 
+/// Calls `f`, which uses streams of its own and may allocate and wait even while this or another thread captures
+/// other streams in a mode that forbids it.
+pub(super) fn despite_captures<T>(f: impl FnOnce() -> T) -> T {
+    let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    // SAFETY: the call exchanges the mode of this thread, which any thread may do. It cannot fail for valid modes.
+    unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
+    let result = f();
+    // SAFETY: as above; puts back what was there.
+    unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
+    result
+}
+
 /// A point in a stream, with the time it was reached.
 #[derive(Debug)]
 pub struct Event {

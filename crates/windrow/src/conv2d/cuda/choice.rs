@@ -7,7 +7,7 @@ use crate::cuda::Gpu;
 use crate::{Accuracy, DType};
 
 /// The algorithm that should be fastest among those that are supported and that the spec's accuracy
-/// allows. The rules follow times of layers on an H200 (`benchmarks/record/2026-11-21-h200`).
+/// allows. The rules follow times of layers on an H200 (`benchmarks/record/2026-11-22-h200`).
 pub(super) fn choose(
     spec: &Conv2dSpec,
     p: &Problem,
@@ -79,18 +79,21 @@ fn stages_pay(spec: &Conv2dSpec, p: &Problem) -> bool {
     !is_strict(spec) && tile == Tile::F4 && p.c >= c && p.k >= k && tiles >= 1024
 }
 
-/// True if cuDNN is ahead of the fused kernel. That is so for channels-last tensors only: elsewhere it
-/// transposes them.
+/// True if cuDNN is ahead of the fused kernel. That is so for channels-last tensors only, of whole vectors of
+/// channels: elsewhere it copies them.
 fn cudnn_pays(spec: &Conv2dSpec, p: &Problem, multiprocessors: u32) -> bool {
-    if is_strict(spec) || !is_channels_last(&spec.y.layout) {
+    let vector = 16 / spec.x.dtype.size();
+    let whole = p.c.is_multiple_of(vector) && p.k.is_multiple_of(vector);
+    if is_strict(spec) || !is_channels_last(&spec.y.layout) || !whole {
         return false;
     }
     let share = WinogradRow::share_in_use(p, multiprocessors);
     match spec.x.dtype {
-        // f32 is read once more, for its largest magnitude, which few channels and products do not hide.
-        DType::F32 => (p.c < 128 && p.k >= 2 * p.c) || share < 0.75,
-        // With many channels the fused kernel waits for the second-level cache.
-        _ => share < if p.c < 512 { 0.65 } else { 0.75 },
+        // f32 is read once more, for its largest magnitude, which few products do not hide.
+        DType::F32 => p.c < 256 || share < 0.75,
+        // Few input channels leave the fused kernel bound by its stores, and cuDNN's blocks have 128 output channels. With
+        // many the fused kernel waits for the second-level cache.
+        _ => (p.c <= 64 && p.k >= 128) || share < if p.c < 512 { 0.65 } else { 0.75 },
     }
 }
 
@@ -136,6 +139,14 @@ pub(crate) fn cost(
         Conv2dAlgorithm::WinogradRow => row_micros(spec, p, gpu.info.multiprocessors),
         Conv2dAlgorithm::WinogradGemm(tile) => staged_micros(spec, p, tile),
         Conv2dAlgorithm::Direct => 10.0 + 300.0 * gflop,
+        Conv2dAlgorithm::Cudnn => {
+            let per_gflop = match spec.x.dtype {
+                _ if is_strict(spec) => 27.0,
+                DType::F32 => 3.0,
+                _ => 1.6,
+            };
+            10.0 + per_gflop * gflop
+        }
         _ => 10.0 + 50.0 * gflop,
     }
 }
@@ -188,6 +199,10 @@ mod tests {
             (DType::F32, Accuracy::Tf32, [64, 256, 50, 256], WinogradRow),
             (DType::F32, Accuracy::Fp32, [64, 64, 112, 128], WinogradRow),
             (DType::F16, Accuracy::Half, [128, 192, 12, 256], Cudnn),
+            (DType::F16, Accuracy::Half, [64, 64, 112, 128], Cudnn),
+            (DType::F16, Accuracy::Half, [64, 32, 112, 64], WinogradRow),
+            (DType::F16, Accuracy::Half, [64, 60, 112, 128], WinogradRow),
+            (DType::F16, Accuracy::Half, [128, 128, 20, 96], WinogradRow),
             (DType::F16, Accuracy::Half, [128, 256, 8, 512], WinogradRow),
             (DType::F16, Accuracy::Half, [64, 512, 16, 2048], WinogradGemm(Tile::F4)),
             (DType::BF16, Accuracy::Half, [64, 512, 16, 2048], Cudnn),

@@ -4,9 +4,10 @@ use super::general::{DenseFilter, one_thread_each};
 use super::{Operands, PackedForm, bias_of, epilogue, kernel, source};
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::cuda::{
-    CudnnConv2d, CudnnConv2dSpec, CudnnWeightGrad, Gpu, Kernel, KernelSpec, Source, Stream,
+    CudnnConv2d, CudnnConv2dSpec, CudnnKernel, CudnnWeightGrad, Gpu, Kernel, KernelSpec, Source,
+    Stream,
 };
-use crate::{Accuracy, Activation, DType, Layout, Result, TensorDesc};
+use crate::{Accuracy, Activation, DType, Layout, Result, TensorDesc, Tuning};
 
 static EPILOGUE: Source = source!("epilogue.cu");
 
@@ -19,6 +20,7 @@ pub(crate) struct Cudnn {
     spec: Conv2dSpec,
     problem: Problem,
     channels_last: bool,
+    kernel: CudnnKernel,
 }
 
 #[repr(C)]
@@ -110,14 +112,32 @@ impl Cudnn {
             && CudnnConv2d::available().is_ok()
     }
 
-    pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Self> {
+    pub(super) fn new(
+        gpu: &'static Gpu,
+        spec: &Conv2dSpec,
+        p: &Problem,
+        tuning: Tuning,
+    ) -> Result<Self> {
         let channels_last = channels_last(spec).unwrap_or(false);
-        let convolution = CudnnConv2d::new(gpu, &in_its_words(spec, p, channels_last))?;
+        let kernel = match tuning {
+            Tuning::Model => CudnnKernel::First,
+            Tuning::Cached | Tuning::Search { .. } => CudnnKernel::Fastest,
+        };
+        let convolution = CudnnConv2d::new(gpu, &in_its_words(spec, p, channels_last), kernel)?;
         let needed = spec.bias.is_some() || spec.activation != Activation::Identity;
         let epilogue = needed.then(|| gpu.kernel(&epilogue_kernel(spec))).transpose()?;
         let filter = DenseFilter::new(gpu, spec, p, channels_last)?;
         let (spec, problem) = (spec.clone(), *p);
-        Ok(Cudnn { convolution, filter, epilogue, spec, problem, channels_last })
+        Ok(Cudnn { convolution, filter, epilogue, spec, problem, channels_last, kernel })
+    }
+
+    pub(super) fn explain(&self) -> String {
+        let version = CudnnConv2d::version().unwrap_or_default();
+        let kernel = match self.kernel {
+            CudnnKernel::First => "its heuristic's first kernel",
+            CudnnKernel::Fastest => "the fastest of its kernels",
+        };
+        format!("cuDNN {version}, implicit matrix product, {kernel}")
     }
 
     pub(super) fn packed_bytes(&self) -> usize {

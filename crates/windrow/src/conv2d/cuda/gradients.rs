@@ -11,7 +11,7 @@ use crate::conv2d::backward::mirrored;
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, Stream};
-use crate::{DType, Result, TensorDesc};
+use crate::{DType, Result, TensorDesc, Tuning};
 
 static ADD_PARTS: Source = source!("im2col_gemm_sum.cu");
 static BIAS: Source = source!("bias_grad.cu");
@@ -97,9 +97,10 @@ impl Gradients {
             && let Ok(p) = mirror.problem()
         {
             let algorithm = Engine::best(gpu, &mirror, &p)?;
-            if algorithm.is_winograd() {
+            if algorithm.is_winograd() || algorithm == Conv2dAlgorithm::Cudnn {
                 let configuration = Conv2dConfiguration::new(algorithm);
-                data = Some(Data::Mirrored(Engine::new(gpu, &mirror, &p, &configuration)?));
+                let engine = Engine::new(gpu, &mirror, &p, &configuration, Tuning::Model)?;
+                data = Some(Data::Mirrored(engine));
             }
         }
         let data = match data {

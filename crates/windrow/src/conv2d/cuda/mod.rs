@@ -21,7 +21,7 @@ use self::winograd_gemm::WinogradGemm;
 use super::winograd_reference::Stages;
 use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::cuda::{Gpu, KernelSpec, Source, Stream};
-use crate::{Activation, Approximate, DType, Error, Result, TensorDesc, TensorRef};
+use crate::{Activation, Approximate, DType, Error, Result, TensorDesc, TensorRef, Tuning};
 
 macro_rules! header {
     ($name:literal) => {
@@ -129,7 +129,7 @@ impl Engine {
             return Ok(algorithm);
         }
         // Whether it has a kernel, and whether what was found is cuDNN, it says only when asked.
-        match Cudnn::new(gpu, spec, problem) {
+        match Cudnn::new(gpu, spec, problem, Tuning::Model) {
             Ok(_) => Ok(algorithm),
             Err(error) => {
                 tracing::debug!(%error, "conv2d without cuDNN");
@@ -139,7 +139,7 @@ impl Engine {
         }
     }
 
-    /// Compiles and loads the kernels.
+    /// Compiles and loads the kernels. Unless `tuning` is [`Tuning::Model`], cuDNN's kernel is chosen by measuring.
     ///
     /// # Errors
     /// [`Error::Backend`] if that fails, [`Error::Unsupported`] if the algorithm is not among
@@ -149,6 +149,7 @@ impl Engine {
         spec: &Conv2dSpec,
         problem: &Problem,
         configuration: &Conv2dConfiguration,
+        tuning: Tuning,
     ) -> Result<Self> {
         if !fits_i32(problem) {
             return Err(too_large());
@@ -164,7 +165,7 @@ impl Engine {
             }
             Conv2dAlgorithm::Im2colGemm => general(Method::Im2colGemm),
             Conv2dAlgorithm::Cudnn if Cudnn::supports(spec, problem) => {
-                Ok(Engine::Cudnn(Box::new(Cudnn::new(gpu, spec, problem)?)))
+                Ok(Engine::Cudnn(Box::new(Cudnn::new(gpu, spec, problem, tuning)?)))
             }
             Conv2dAlgorithm::WinogradGemm(tile) if problem.is_winograd() && problem.c > 0 => {
                 let cut = WinogradGemm::cut(gpu, spec, problem, tile, configuration);
@@ -318,7 +319,7 @@ impl Engine {
     pub(crate) fn explain(&self) -> String {
         match self {
             Engine::General(e) => e.explain(),
-            Engine::Cudnn(_) => "implicit matrix product, the first of its heuristic".into(),
+            Engine::Cudnn(e) => e.explain(),
             Engine::WinogradGemm(e) => e.explain(),
             Engine::FewTaps(_) => "filter in registers, tensor cores".into(),
             Engine::WinogradRow(e) => e.explain(),

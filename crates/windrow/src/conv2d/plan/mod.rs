@@ -115,7 +115,8 @@ impl Conv2dPlan {
         let algorithm = configuration.algorithm;
         let plan = if let Device::Cuda(index) = options.device {
             let gpu = Gpu::get(index)?;
-            let engine = Box::new(cuda::Engine::new(gpu, spec, &problem, configuration)?);
+            let engine =
+                Box::new(cuda::Engine::new(gpu, spec, &problem, configuration, options.tuning)?);
             let backend = Backend::Cuda { engine, gpu };
             Self::with_backend(spec, problem, algorithm, backend, options)
         } else if supported(&problem).contains(&algorithm) {

@@ -36,6 +36,7 @@ macro_rules! api {
 }
 
 api! {
+    version: b"cudnnGetVersion\0" fn() -> usize;
     create: b"cudnnCreate\0" fn(*mut Raw) -> Status;
     set_stream: b"cudnnSetStream\0" fn(Raw, *mut c_void) -> Status;
     error_string: b"cudnnGetErrorString\0" fn(Status) -> *const c_char;
@@ -60,6 +61,15 @@ impl Api {
             device: Device::Cuda(0),
             detail: detail.clone(),
         })
+    }
+
+    /// As in `9.19.0`.
+    pub(super) fn version(&self) -> String {
+        // SAFETY: the call reads a constant.
+        let number = unsafe { (self.version)() };
+        // Written with one digit more since version 9.
+        let major = if number < 10_000 { 1_000 } else { 10_000 };
+        format!("{}.{}.{}", number / major, number % major / 100, number % 100)
     }
 
     fn check(&self, gpu: &Gpu, status: Status, what: impl Into<String>) -> Result<()> {

@@ -1,12 +1,13 @@
 //! Convolutions by cuDNN, where it is installed, through its graph interface.
 
 mod descriptor;
+mod fastest;
 
 use self::descriptor::{Api, Descriptor, Handle, Kind, Value, with_handle};
 use super::{Gpu, Stream};
 use crate::{DType, Error, Result};
 use std::ffi::{c_int, c_void};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 /// `cudnnDataType_t`
 const FLOAT: c_int = 0;
@@ -59,7 +60,7 @@ mod attribute {
 
 /// `y = conv2d(x, w)` without bias. x, w and y have one type and are dense: [n, c, h, w] or, with
 /// `channels_last`, [n, h, w, c]; the filter [k, c/groups, r, s] in the same order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct CudnnConv2dSpec {
     /// f32, f16 or bf16; sums are f32.
     pub(crate) dtype: DType,
@@ -77,6 +78,16 @@ pub(crate) struct CudnnConv2dSpec {
     pub(crate) tf32: bool,
 }
 
+/// Which of the kernels that cuDNN's heuristic names, in its order, is taken. All sum in f32, multiply operands no less
+/// exact than the spec asks for, and give the same bits every time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CudnnKernel {
+    /// The first.
+    First,
+    /// The fastest of the first few, measured once for a spec in a process.
+    Fastest,
+}
+
 /// Which sum of products of the tensors of a [`CudnnConv2dSpec`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Operation {
@@ -91,8 +102,7 @@ const NUMBERS: [i64; 3] = [1, 2, 3];
 /// The alignment of tensors that cuDNN has its fast kernels for.
 const ALIGNMENT: usize = 16;
 
-/// An operation bound to a device, by the first of the kernels that cuDNN's heuristic
-/// names which multiplies the operands as they are, and gives the same bits every time.
+/// An operation bound to a device and a kernel.
 #[derive(Debug)]
 struct Plan {
     gpu: &'static Gpu,
@@ -103,12 +113,22 @@ struct Plan {
     unaligned: OnceLock<Execution>,
 }
 
+/// An operation by one kernel.
 #[derive(Debug)]
 struct Execution {
     plan: Descriptor,
     /// What the plan was made of, in the order in which it may be dropped.
-    _parts: Vec<Descriptor>,
+    _config: Descriptor,
+    _graph: Arc<Graph>,
     workspace_bytes: usize,
+}
+
+/// A graph of one operation.
+#[derive(Debug)]
+struct Graph {
+    graph: Descriptor,
+    /// What the graph was made of, in the order in which it may be dropped.
+    _parts: Vec<Descriptor>,
 }
 
 /// A convolution.
@@ -128,13 +148,23 @@ impl CudnnConv2d {
         Api::get().map(|_| ())
     }
 
-    /// Lets cuDNN choose its kernel.
-    ///
     /// # Errors
     /// [`Error::Unsupported`] for tensors with 2^31 elements or more and for what cuDNN has no
     /// kernel for; [`Error::Backend`] without cuDNN, or if it fails.
-    pub(crate) fn new(gpu: &'static Gpu, spec: &CudnnConv2dSpec) -> Result<Self> {
-        Plan::new(gpu, spec, Operation::Forward).map(CudnnConv2d)
+    pub(crate) fn new(
+        gpu: &'static Gpu,
+        spec: &CudnnConv2dSpec,
+        kernel: CudnnKernel,
+    ) -> Result<Self> {
+        Plan::new(gpu, spec, Operation::Forward, kernel).map(CudnnConv2d)
+    }
+
+    /// The library's version, as in `9.19.0`.
+    ///
+    /// # Errors
+    /// As [`CudnnConv2d::available`].
+    pub(crate) fn version() -> Result<String> {
+        Api::get().map(Api::version)
     }
 
     /// Bytes of workspace that a run needs, aligned to 256.
@@ -168,7 +198,7 @@ impl CudnnWeightGrad {
     /// # Errors
     /// As [`CudnnConv2d::new`].
     pub(crate) fn new(gpu: &'static Gpu, spec: &CudnnConv2dSpec) -> Result<Self> {
-        Plan::new(gpu, spec, Operation::BackwardFilter).map(CudnnWeightGrad)
+        Plan::new(gpu, spec, Operation::BackwardFilter, CudnnKernel::First).map(CudnnWeightGrad)
     }
 
     /// Bytes of workspace that a run needs, aligned to 256.
@@ -197,11 +227,20 @@ impl CudnnWeightGrad {
 }
 
 impl Plan {
-    fn new(gpu: &'static Gpu, spec: &CudnnConv2dSpec, operation: Operation) -> Result<Self> {
+    fn new(
+        gpu: &'static Gpu,
+        spec: &CudnnConv2dSpec,
+        operation: Operation,
+        kernel: CudnnKernel,
+    ) -> Result<Self> {
         spec.check(gpu)?;
-        let aligned = Execution::new(gpu, spec, operation, ALIGNMENT, Execution::MAX_WORKSPACE)?;
-        let unaligned = OnceLock::new();
-        Ok(Plan { gpu, spec: *spec, operation, aligned, unaligned })
+        let find =
+            |most| Execution::find(gpu, spec, operation, ALIGNMENT, Execution::MAX_WORKSPACE, most);
+        let aligned = match kernel {
+            CudnnKernel::First => find(1)?.swap_remove(0),
+            CudnnKernel::Fastest => fastest::of(gpu, spec, find)?,
+        };
+        Ok(Plan { gpu, spec: *spec, operation, aligned, unaligned: OnceLock::new() })
     }
 
     /// # Safety
@@ -209,19 +248,8 @@ impl Plan {
     unsafe fn run(&self, tensors: [*mut u8; 3], workspace: *mut u8, stream: &Stream) -> Result<()> {
         let is_aligned = tensors.iter().all(|&t| (t as usize).is_multiple_of(ALIGNMENT));
         let execution = if is_aligned { &self.aligned } else { self.unaligned()? };
-        let workspace =
-            if execution.workspace_bytes > 0 { workspace } else { std::ptr::null_mut() };
-        with_handle(self.gpu, |handle| {
-            let (tensors, workspace) = (tensors.map(|t| t.cast::<c_void>()), [workspace.cast()]);
-            let pack = [
-                (attribute::PACK_ADDRESSES, Value::Addresses(&tensors)),
-                (attribute::PACK_NUMBERS, Value::Integers(&NUMBERS)),
-                (attribute::PACK_WORKSPACE, Value::Addresses(&workspace)),
-            ];
-            let pack = Descriptor::new(self.gpu, Kind::VariantPack, &pack)?;
-            // SAFETY: the caller's promise.
-            unsafe { execution.plan.execute(self.gpu, handle, &pack, stream) }
-        })
+        // SAFETY: the caller's promise.
+        unsafe { execution.run(self.gpu, tensors, workspace, stream) }
     }
 
     fn unaligned(&self) -> Result<&Execution> {
@@ -229,39 +257,76 @@ impl Plan {
             return Ok(execution);
         }
         let (alignment, workspace) = (self.spec.dtype.size(), self.aligned.workspace_bytes);
-        let made = Execution::new(self.gpu, &self.spec, self.operation, alignment, workspace)?;
-        Ok(self.unaligned.get_or_init(|| made))
+        let mut found =
+            Execution::find(self.gpu, &self.spec, self.operation, alignment, workspace, 1)?;
+        Ok(self.unaligned.get_or_init(|| found.swap_remove(0)))
     }
 }
 
 impl Execution {
     const MAX_WORKSPACE: usize = 1 << 30;
 
-    fn new(
+    /// By the first `most` of the kernels that cuDNN's heuristic names and the spec allows: at least one.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if there is none, [`Error::Backend`].
+    fn find(
         gpu: &'static Gpu,
         spec: &CudnnConv2dSpec,
         operation: Operation,
         alignment: usize,
         max_workspace: usize,
-    ) -> Result<Self> {
+        most: usize,
+    ) -> Result<Vec<Self>> {
         with_handle(gpu, |handle| {
-            let (graph, mut parts) = graph(gpu, handle, spec, operation, alignment)?;
+            let graph = Arc::new(Graph::new(gpu, handle, spec, operation, alignment)?);
+            let mut found = Vec::new();
             for mode in HEURISTICS {
                 // Neither all modes nor all that they name exists for an operation.
-                let Ok(configs) = configs(gpu, &graph, mode) else { continue };
+                let Ok(configs) = configs(gpu, &graph.graph, mode) else { continue };
                 for config in configs {
                     if !spec.allows(gpu, &config)? {
                         continue;
                     }
                     let Ok(plan) = execution_plan(gpu, handle, &config) else { continue };
                     let workspace_bytes = plan.integer(gpu, attribute::PLAN_WORKSPACE)? as usize;
-                    if workspace_bytes <= max_workspace {
-                        parts.splice(0..0, [config, graph]);
-                        return Ok(Execution { plan, _parts: parts, workspace_bytes });
+                    if workspace_bytes > max_workspace {
+                        continue;
                     }
+                    let _graph = graph.clone();
+                    found.push(Execution { plan, _config: config, _graph, workspace_bytes });
+                    if found.len() == most {
+                        return Ok(found);
+                    }
+                }
+                if !found.is_empty() {
+                    return Ok(found);
                 }
             }
             Err(unsupported(gpu, "this convolution: it has no kernel"))
+        })
+    }
+
+    /// # Safety
+    /// As [`CudnnConv2d::run`], for w, x and y.
+    unsafe fn run(
+        &self,
+        gpu: &'static Gpu,
+        tensors: [*mut u8; 3],
+        workspace: *mut u8,
+        stream: &Stream,
+    ) -> Result<()> {
+        let workspace = if self.workspace_bytes > 0 { workspace } else { std::ptr::null_mut() };
+        with_handle(gpu, |handle| {
+            let (tensors, workspace) = (tensors.map(|t| t.cast::<c_void>()), [workspace.cast()]);
+            let pack = [
+                (attribute::PACK_ADDRESSES, Value::Addresses(&tensors)),
+                (attribute::PACK_NUMBERS, Value::Integers(&NUMBERS)),
+                (attribute::PACK_WORKSPACE, Value::Addresses(&workspace)),
+            ];
+            let pack = Descriptor::new(gpu, Kind::VariantPack, &pack)?;
+            // SAFETY: the caller's promise.
+            unsafe { self.plan.execute(gpu, handle, &pack, stream) }
         })
     }
 }
@@ -287,52 +352,53 @@ fn execution_plan(gpu: &'static Gpu, handle: Handle, config: &Descriptor) -> Res
     Descriptor::new(gpu, Kind::ExecutionPlan, &plan)
 }
 
-/// A graph of the operation alone, and its parts.
-fn graph(
-    gpu: &'static Gpu,
-    handle: Handle,
-    spec: &CudnnConv2dSpec,
-    operation: Operation,
-    alignment: usize,
-) -> Result<(Descriptor, Vec<Descriptor>)> {
-    let [padding, dilation, stride] =
-        [spec.padding, spec.dilation, spec.stride].map(|of| of.map(|v| v as i64));
-    let convolution = [
-        (attribute::CONVOLUTION_SPATIAL_DIMS, Value::Integers(&[2])),
-        (attribute::CONVOLUTION_COMPUTE_TYPE, Value::DataType(FLOAT)),
-        (attribute::CONVOLUTION_MODE, Value::ConvolutionMode(CROSS_CORRELATION)),
-        (attribute::CONVOLUTION_PRE_PADDINGS, Value::Integers(&padding)),
-        (attribute::CONVOLUTION_POST_PADDINGS, Value::Integers(&padding)),
-        (attribute::CONVOLUTION_DILATIONS, Value::Integers(&dilation)),
-        (attribute::CONVOLUTION_STRIDES, Value::Integers(&stride)),
-    ];
-    let convolution = Descriptor::new(gpu, Kind::Convolution, &convolution)?;
-    let tensors = [spec.w, spec.x, spec.y];
-    let mut parts = Vec::new();
-    for (number, shape) in NUMBERS.into_iter().zip(tensors) {
-        parts.push(spec.tensor(gpu, number, shape, alignment)?);
+impl Graph {
+    fn new(
+        gpu: &'static Gpu,
+        handle: Handle,
+        spec: &CudnnConv2dSpec,
+        operation: Operation,
+        alignment: usize,
+    ) -> Result<Self> {
+        let [padding, dilation, stride] =
+            [spec.padding, spec.dilation, spec.stride].map(|of| of.map(|v| v as i64));
+        let convolution = [
+            (attribute::CONVOLUTION_SPATIAL_DIMS, Value::Integers(&[2])),
+            (attribute::CONVOLUTION_COMPUTE_TYPE, Value::DataType(FLOAT)),
+            (attribute::CONVOLUTION_MODE, Value::ConvolutionMode(CROSS_CORRELATION)),
+            (attribute::CONVOLUTION_PRE_PADDINGS, Value::Integers(&padding)),
+            (attribute::CONVOLUTION_POST_PADDINGS, Value::Integers(&padding)),
+            (attribute::CONVOLUTION_DILATIONS, Value::Integers(&dilation)),
+            (attribute::CONVOLUTION_STRIDES, Value::Integers(&stride)),
+        ];
+        let convolution = Descriptor::new(gpu, Kind::Convolution, &convolution)?;
+        let tensors = [spec.w, spec.x, spec.y];
+        let mut parts = Vec::new();
+        for (number, shape) in NUMBERS.into_iter().zip(tensors) {
+            parts.push(spec.tensor(gpu, number, shape, alignment)?);
+        }
+        let (kind, names) = match operation {
+            Operation::Forward => (Kind::Forward, attribute::FORWARD),
+            Operation::BackwardFilter => (Kind::BackwardFilter, attribute::BACKWARD_FILTER),
+        };
+        let operation = [
+            (names[0], Value::Float(1.0)),
+            (names[1], Value::Float(0.0)),
+            (names[2], Value::Descriptor(&convolution)),
+            (names[3], Value::Descriptor(&parts[0])),
+            (names[4], Value::Descriptor(&parts[1])),
+            (names[5], Value::Descriptor(&parts[2])),
+        ];
+        let operation = Descriptor::new(gpu, kind, &operation)?;
+        let graph = [
+            (attribute::GRAPH_HANDLE, Value::Handle(handle)),
+            (attribute::GRAPH_OPERATIONS, Value::Descriptor(&operation)),
+        ];
+        let graph = Descriptor::new(gpu, Kind::Graph, &graph)?;
+        parts.insert(0, convolution);
+        parts.insert(0, operation);
+        Ok(Graph { graph, _parts: parts })
     }
-    let (kind, names) = match operation {
-        Operation::Forward => (Kind::Forward, attribute::FORWARD),
-        Operation::BackwardFilter => (Kind::BackwardFilter, attribute::BACKWARD_FILTER),
-    };
-    let operation = [
-        (names[0], Value::Float(1.0)),
-        (names[1], Value::Float(0.0)),
-        (names[2], Value::Descriptor(&convolution)),
-        (names[3], Value::Descriptor(&parts[0])),
-        (names[4], Value::Descriptor(&parts[1])),
-        (names[5], Value::Descriptor(&parts[2])),
-    ];
-    let operation = Descriptor::new(gpu, kind, &operation)?;
-    let graph = [
-        (attribute::GRAPH_HANDLE, Value::Handle(handle)),
-        (attribute::GRAPH_OPERATIONS, Value::Descriptor(&operation)),
-    ];
-    let graph = Descriptor::new(gpu, Kind::Graph, &graph)?;
-    parts.insert(0, convolution);
-    parts.insert(0, operation);
-    Ok((graph, parts))
 }
 
 impl CudnnConv2dSpec {

@@ -1,0 +1,94 @@
+//! Which of cuDNN's kernels for a convolution is the fastest, by measuring.
+
+use super::{CudnnConv2dSpec, Execution};
+use crate::Result;
+use crate::cuda::{DeviceBuffer, Event, Gpu, Stream, stream::despite_captures};
+use std::collections::HashMap;
+use std::sync::{Arc, LazyLock, Mutex};
+
+/// Kernels that are tried. On layers that were measured the heuristic's first takes up to 17 % longer than the best of them.
+const TRIED: usize = 8;
+/// Of as many timings of each kernel the shortest counts; they take turns.
+const ROUNDS: usize = 5;
+/// About what a timing takes.
+const MILLISECONDS: f32 = 0.5;
+/// A kernel that takes so many times as long as the best is not tried further.
+const HOPELESS: f32 = 1.2;
+
+/// The fastest of the forward kernels that `find` gives, of which it takes the most that are wanted: measured when a
+/// spec is met for the first time in the process, the same one from then on.
+///
+/// # Errors
+/// What `find` gives. What fails when it is measured does not count; without memory to measure, the first
+/// is taken.
+pub(super) fn of(
+    gpu: &'static Gpu,
+    spec: &CudnnConv2dSpec,
+    find: impl Fn(usize) -> Result<Vec<Execution>>,
+) -> Result<Execution> {
+    static FOUND: LazyLock<Mutex<HashMap<(u32, CudnnConv2dSpec), usize>>> =
+        LazyLock::new(Mutex::default);
+    // Held while measuring: threads that want the same wait, others do not disturb.
+    let mut found = FOUND.lock().unwrap_or_else(|e| e.into_inner());
+    let key = (gpu.info.index, *spec);
+    let (mut kernels, number) = match found.get(&key) {
+        Some(&number) => (find(number + 1)?, number),
+        None => {
+            let kernels = find(TRIED)?;
+            let measured = despite_captures(|| measure(gpu, spec, &kernels));
+            let number = measured.unwrap_or_else(|error| {
+                tracing::debug!(%error, "cuDNN's kernels are not measured");
+                0
+            });
+            found.insert(key, number);
+            (kernels, number)
+        }
+    };
+    let number = number.min(kernels.len() - 1);
+    Ok(kernels.swap_remove(number))
+}
+
+/// The number of the fastest.
+fn measure(gpu: &'static Gpu, spec: &CudnnConv2dSpec, kernels: &[Execution]) -> Result<usize> {
+    if kernels.len() == 1 {
+        return Ok(0);
+    }
+    let stream = Arc::new(Stream::new(gpu.info.index)?);
+    let workspace = kernels.iter().map(|kernel| kernel.workspace_bytes).max().unwrap_or(0);
+    let mut buffers = [spec.w, spec.x, spec.y]
+        .map(|shape| shape.iter().product::<usize>() * spec.dtype.size())
+        .into_iter()
+        .chain([workspace])
+        .map(|bytes| DeviceBuffer::new(&stream, bytes))
+        .collect::<Result<Vec<_>>>()?;
+    for buffer in &mut buffers {
+        // SAFETY: the buffer was allocated on this stream.
+        unsafe { stream.zero(buffer.as_mut_ptr(), buffer.len())? };
+    }
+    let addresses: Vec<_> = buffers.iter_mut().map(DeviceBuffer::as_mut_ptr).collect();
+    let tensors = [addresses[0], addresses[1], addresses[2]];
+    // Milliseconds of one of `runs` runs.
+    let time = |kernel: &Execution, runs: usize| -> Result<f32> {
+        let start = Event::record(&stream)?;
+        for _ in 0..runs {
+            // SAFETY: the buffers are those of the spec, and live until the stream is waited for.
+            unsafe { kernel.run(gpu, tensors, addresses[3], &stream)? };
+        }
+        Ok(Event::record(&stream)?.milliseconds_since(&start)? / runs as f32)
+    };
+    // The first run loads a kernel.
+    let first = |kernel| time(kernel, 1).and_then(|_| time(kernel, 2)).unwrap_or(f32::INFINITY);
+    let mut times: Vec<f32> = kernels.iter().map(first).collect();
+    for _ in 0..ROUNDS {
+        let best = times.iter().copied().fold(f32::INFINITY, f32::min);
+        for (kernel, shortest) in kernels.iter().zip(&mut times) {
+            if *shortest < HOPELESS * best {
+                let runs = (MILLISECONDS / best).clamp(2.0, 20.0) as usize;
+                *shortest = shortest.min(time(kernel, runs)?);
+            }
+        }
+    }
+    stream.synchronize()?;
+    tracing::debug!(?times, "cuDNN's kernels in milliseconds");
+    Ok((0..times.len()).min_by(|&a, &b| times[a].total_cmp(&times[b])).unwrap_or(0))
+}
