@@ -151,13 +151,15 @@ fn members(value: &Value) -> impl Iterator<Item = (&str, &Value)> {
 pub(crate) fn cuda_conv2d(record: &Value) -> Result<String> {
     let cudnn = record["machine"]["cudnn"].as_u64().ok_or("the record does not name its cuDNN")?;
     let mut out = format!(
-        "{}, cuDNN {}.{}, PyTorch {}; geometric means over the layers.\n\n",
+        "{}, cuDNN {}.{}, PyTorch {}; geometric means over the layers, and layers \
+         at no less than 0.98 of cuDNN's rate.\n\n",
         text(&record["machine"], "gpu"),
         cudnn / 10_000,
         cudnn % 10_000 / 100,
         text(&record["machine"], "torch"),
     );
-    out += "| conv2d | Windrow, TFLOP/s | cuDNN | | layers not behind |\n|---|--:|--:|--:|--:|\n";
+    out +=
+        "| conv2d | Windrow, TFLOP/s | cuDNN | | layers at least level |\n|---|--:|--:|--:|--:|\n";
     let mut modes: Vec<&str> = Vec::new();
     for mode in rows(record).map(|r| text(r, "mode")) {
         if !modes.contains(&mode) {
@@ -168,10 +170,12 @@ pub(crate) fn cuda_conv2d(record: &Value) -> Result<String> {
         let of: Vec<&Value> = rows(record).filter(|r| text(r, "mode") == mode).collect();
         let rate = |key| mean(&of.iter().map(|r| number(r, key)).collect::<Vec<_>>());
         let (ours, theirs) = (rate("windrow_tflops"), rate("cudnn_tflops"));
-        let ahead = of.iter().filter(|r| number(r, "windrow_ms") <= number(r, "cudnn_ms")).count();
+        // Where a plan takes cuDNN the same kernel runs on both sides, and timings differ by so much.
+        let level = |r: &&&Value| number(r, "cudnn_ms") >= 0.98 * number(r, "windrow_ms");
+        let level = of.iter().filter(level).count();
         let _ = writeln!(
             out,
-            "| {mode} | {ours:.0} | {theirs:.0} | {:.2}x | {ahead} of {} |",
+            "| {mode} | {ours:.0} | {theirs:.0} | {:.2}x | {level} of {} |",
             ours / theirs,
             of.len()
         );
