@@ -296,10 +296,8 @@ impl Engine {
             Engine::Winograd(w) => w.run(packed, x, bias, activation, y, workspace),
             Engine::Fused(w) => w.run(packed, x, bias, activation, y, workspace),
             Engine::Gather(g) => {
-                let (bias_f32, scratch) =
-                    floats_mut(workspace).split_at_mut(bias_len(y.shape()[1]));
-                fill_bias(bias, bias_f32);
-                let bias = if bias.is_some() { bias_f32.as_ptr() } else { std::ptr::null() };
+                let (staged, scratch) = stage_bias(bias, y.shape()[1], workspace);
+                let bias = bias.map_or(std::ptr::null(), |_| staged.as_ptr());
                 assert!(scratch.len() >= g.scratch_len(), "workspace");
                 let epilogue = Epilogue { bias, activation };
                 let (src, dst) = (x.as_ptr(), y.as_mut_ptr());
@@ -331,6 +329,18 @@ fn tolerance(additions: usize) -> f64 {
 /// Elements of the workspace for the bias in f32, in whole cache lines.
 fn bias_len(k: usize) -> usize {
     k.next_multiple_of(16)
+}
+
+/// Writes the bias of `k` channels, or zeros without one, to the beginning of a workspace, with zeros
+/// up to whole cache lines. Gives it and what follows.
+fn stage_bias<'a>(
+    bias: Option<&TensorRef<'_>>,
+    k: usize,
+    workspace: &'a mut [u8],
+) -> (&'a [f32], &'a mut [f32]) {
+    let (staged, rest) = floats_mut(workspace).split_at_mut(bias_len(k));
+    fill_bias(bias, staged);
+    (staged, rest)
 }
 
 /// The bias as f32, zeros beyond it.

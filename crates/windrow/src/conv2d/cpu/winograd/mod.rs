@@ -17,19 +17,18 @@ mod stages;
 mod transform;
 
 use super::super::{Problem, Tile};
-use super::fill_bias;
+use super::{bias_len, stage_bias, with_element};
 use crate::cpu::{
     Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, parallel_for,
     parallel_for_workers,
 };
-use crate::{Activation, DType, TensorMut, TensorRef};
+use crate::{Activation, DType, TensorMut, TensorRef, bf16, f16};
 use blocking::Blocking;
 pub(crate) use blocking::{best_tile, cost};
 use filter::FilterTransform;
 pub(crate) use fused::{TILE as FUSED_TILE, WinogradFused};
 use gemm::Gemm;
 use geometry::Geometry;
-use half::{bf16, f16};
 use input::InputTransform;
 use output::OutputTransform;
 use prefetch::{Ahead, Image, Prefetch};
@@ -124,18 +123,14 @@ impl WinogradCpu {
 
     /// Bytes that [`WinogradCpu::run`] needs.
     pub(crate) fn workspace_bytes(&self) -> usize {
-        (self.bias_len() + self.threads.min(self.tasks()) * self.slot_len()) * size_of::<f32>()
+        let slots = self.threads.min(self.tasks()) * self.slot_len();
+        (bias_len(self.geometry.problem.k) + slots) * size_of::<f32>()
     }
 
     /// Transforms and packs the filter `w` [k, c, 3, 3] into `packed`, of
     /// [`WinogradCpu::packed_len`] elements.
     pub(crate) fn pack(&self, w: &TensorRef<'_>, packed: &mut [f32]) {
-        match w.dtype() {
-            DType::F32 => self.pack_from::<f32>(w, packed),
-            DType::F16 => self.pack_from::<f16>(w, packed),
-            DType::BF16 => self.pack_from::<bf16>(w, packed),
-            other => unreachable!("a filter of {other}"),
-        }
+        with_element!(w.dtype(), T => self.pack_from::<T>(w, packed));
     }
 
     /// `y = act(conv(x, w) + bias)` with a filter packed by [`WinogradCpu::pack`]. `x` [n, c, h, w]
@@ -201,32 +196,22 @@ impl WinogradCpu {
     ) {
         assert!(packed.len() >= self.packed_len(), "packed filter");
         assert!(workspace.len() >= self.workspace_bytes(), "workspace");
-        assert_eq!(workspace.as_ptr().align_offset(64), 0, "workspace");
-        let workspace = workspace.as_mut_ptr().cast::<f32>();
-        // SAFETY: the workspace begins with the bias.
-        let padded_bias = unsafe { std::slice::from_raw_parts_mut(workspace, self.bias_len()) };
-        fill_bias(bias, padded_bias);
+        let (bias, slots) = stage_bias(bias, self.geometry.problem.k, workspace);
         let operands = Operands {
             packed,
             x,
-            bias: padded_bias.as_ptr(),
+            bias: bias.as_ptr(),
             activation,
             y_strides: strides4(y.strides()),
             far: x.desc().bytes() + y.desc().bytes() > prefetch::FAR,
             y: SendPtr(y.as_mut_ptr()),
             inspect,
         };
-        // SAFETY: the slots follow the bias.
-        let slots = SendPtr(unsafe { workspace.add(self.bias_len()) });
+        let slots = SendPtr(slots.as_mut_ptr());
         parallel_for_workers(self.threads, self.tasks(), |worker, task| {
             // SAFETY: each worker has a slot of its own.
             let slot = unsafe { slots.get().add(worker * self.slot_len()) };
-            match x.dtype() {
-                DType::F32 => self.run_task::<f32>(&operands, task, slot),
-                DType::F16 => self.run_task::<f16>(&operands, task, slot),
-                DType::BF16 => self.run_task::<bf16>(&operands, task, slot),
-                other => unreachable!("an input of {other}"),
-            }
+            with_element!(x.dtype(), X => self.run_task::<X>(&operands, task, slot));
         });
     }
 
@@ -400,10 +385,6 @@ impl WinogradCpu {
     fn slot_len(&self) -> usize {
         let v_and_m = self.positions() * (self.v_strides()[0] + self.m_strides()[0]);
         (input::STAGING + output::STAGING + v_and_m).next_multiple_of(MAX_LANES)
-    }
-
-    fn bias_len(&self) -> usize {
-        (self.vectors() * self.lanes).next_multiple_of(MAX_LANES)
     }
 
     fn tasks(&self) -> usize {
