@@ -17,7 +17,7 @@ pub(crate) fn supported(p: &Problem) -> Vec<Conv2dAlgorithm> {
 
 /// Input channels up to which direct summation is faster than Winograd's algorithm: the sums themselves
 /// take less time than the transform of the output.
-const DIRECT_CHANNELS: usize = 4;
+const DIRECT_CHANNELS: usize = 1;
 /// Input channels up to which Winograd's algorithm in one pass is faster than in stages.
 const FEW_CHANNELS: usize = 8;
 

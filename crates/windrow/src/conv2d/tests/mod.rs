@@ -307,6 +307,17 @@ prop_compose! {
     }
 }
 
+/// Rows of more pixels than some algorithms take at once.
+#[test]
+fn wide_images() {
+    for (c, w, form) in [(3, 301, Form::Nchw), (30, 75, Form::Nchw), (30, 75, Form::Gaps)] {
+        let params = Conv2dParams { padding: [1, 0], ..Default::default() };
+        let forms = [Form::Nchw, Form::Nchw, form];
+        Case { x: [2, c, 6, w], filter: [7, 3, 3], params, dtype: DType::F32, bias: None, forms }
+            .check();
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 

@@ -2,21 +2,22 @@
 //!
 //! With few input channels the transforms of two dimensions, and the transposition around them, take
 //! longer than the products. Here F(4, 3) is applied to rows of the image only, and the filter's
-//! columns are summed directly: half the multiplications of the definition, vectors over the pixels
-//! of a row in every stage, and products that go from registers through the output transform into y.
+//! columns are summed directly: half the multiplications of the definition, and vectors over the
+//! pixels of a row in every stage. Products go from registers through the output transform into rows
+//! in the first-level cache, and from there into y in whole cache lines that were asked for before.
 
 use super::super::epilogue::Epilogue;
-use super::super::fill_bias;
 use super::super::rows::{Rows, zero_ahead};
+use super::super::{bias_len, stage_bias, with_element};
 use super::{strides4, transform};
 use crate::conv2d::winograd::TAPS;
 use crate::conv2d::{Problem, Tile};
+use crate::cpu::gemm::even_part;
 use crate::cpu::math::activate;
 use crate::cpu::{
     Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, parallel_for_workers,
 };
-use crate::{Activation, DType, TensorMut, TensorRef};
-use half::{bf16, f16};
+use crate::{Activation, DType, TensorMut, TensorRef, bf16, f16};
 use std::ops::Range;
 
 /// Transformed along rows.
@@ -24,12 +25,10 @@ pub(crate) const TILE: Tile = Tile::F4;
 /// Rows of a strip of outputs, and of its inputs.
 const M: usize = TILE.m();
 const ALPHA: usize = TILE.alpha();
-/// Output channels that are summed at once.
-const PANEL: usize = 2;
-/// Columns of a block: what the products read of it stays in the first-level cache.
-const COLUMNS: usize = 32;
-/// Elements of a staged input row: a block, the filter's reach and what whole vectors write beyond.
-const ROW: usize = COLUMNS + 3 * MAX_LANES;
+/// Output channels that are finished together.
+const PANEL: usize = 4;
+/// Elements of a block's transformed input and results, which stay in the first-level cache.
+const BLOCK_LEN: usize = 9 << 10;
 /// Tasks for each thread, so that a late one does not keep the others waiting.
 const TASKS_PER_THREAD: usize = 8;
 
@@ -41,6 +40,8 @@ pub(crate) struct WinogradFused {
     isa: Isa,
     /// Parts of the output channels that are separate tasks.
     parts: usize,
+    /// Columns of a block: whole rows where they fit.
+    columns: usize,
 }
 
 /// Operands of a run.
@@ -68,14 +69,15 @@ impl WinogradFused {
             threads,
             isa,
             parts: if threads == 1 { 1 } else { parts },
+            columns: block_columns(problem),
         }
     }
 
     /// Blocking in words.
     pub(crate) fn explain(&self) -> String {
         format!(
-            "strips of {M} rows, {} parts of the channels, {PANEL} channels at once",
-            self.parts
+            "strips of {M} x {} pixels, {} parts of the channels, {PANEL} channels at once",
+            self.columns, self.parts
         )
     }
 
@@ -91,18 +93,14 @@ impl WinogradFused {
 
     /// Bytes that [`WinogradFused::run`] needs.
     pub(crate) fn workspace_bytes(&self) -> usize {
-        (self.bias_len() + self.threads.min(self.tasks()) * self.slot_len()) * size_of::<f32>()
+        let slots = self.threads.min(self.tasks()) * self.slot_len();
+        (bias_len(self.problem.k) + slots) * size_of::<f32>()
     }
 
     /// Transforms and packs the filter `w` [k, c, 3, 3] into `packed`, of
     /// [`WinogradFused::packed_len`] elements.
     pub(crate) fn pack(&self, w: &TensorRef<'_>, packed: &mut [f32]) {
-        match w.dtype() {
-            DType::F32 => self.pack_from::<f32>(w, packed),
-            DType::F16 => self.pack_from::<f16>(w, packed),
-            DType::BF16 => self.pack_from::<bf16>(w, packed),
-            other => unreachable!("a filter of {other}"),
-        }
+        with_element!(w.dtype(), T => self.pack_from::<T>(w, packed));
     }
 
     fn pack_from<W: SimdElement>(&self, w: &TensorRef<'_>, packed: &mut [f32]) {
@@ -145,40 +143,35 @@ impl WinogradFused {
     ) {
         assert!(packed.len() >= self.packed_len(), "packed filter");
         assert!(workspace.len() >= self.workspace_bytes(), "workspace");
-        assert_eq!(workspace.as_ptr().align_offset(64), 0, "workspace");
-        let workspace = workspace.as_mut_ptr().cast::<f32>();
-        // SAFETY: the workspace begins with the bias.
-        let padded_bias = unsafe { std::slice::from_raw_parts_mut(workspace, self.bias_len()) };
-        fill_bias(bias, padded_bias);
+        let (bias, slots) = stage_bias(bias, self.problem.k, workspace);
         let operands = Operands {
             packed,
             x,
-            epilogue: Epilogue { bias: padded_bias.as_ptr(), activation },
+            epilogue: Epilogue { bias: bias.as_ptr(), activation },
             y_strides: strides4(y.strides()),
             y: SendPtr(y.as_mut_ptr()),
         };
-        // SAFETY: the slots follow the bias.
-        let slots = SendPtr(unsafe { workspace.add(self.bias_len()) });
+        let slots = SendPtr(slots.as_mut_ptr());
         parallel_for_workers(self.threads, self.tasks(), |worker, task| {
             // SAFETY: each worker has a slot of its own.
             let slot = unsafe { slots.get().add(worker * self.slot_len()) };
-            match x.dtype() {
-                DType::F32 => self.run_task::<f32>(&operands, task, slot),
-                DType::F16 => self.run_task::<f16>(&operands, task, slot),
-                DType::BF16 => self.run_task::<bf16>(&operands, task, slot),
-                other => unreachable!("an input of {other}"),
+            let units = task * self.units_at_once()..(task + 1) * self.units_at_once();
+            for unit in units.start..units.end.min(self.units()) {
+                with_element!(x.dtype(), X => self.run_unit::<X>(&operands, unit, slot));
             }
         });
     }
 
     /// One strip of rows and one part of the output channels.
-    fn run_task<X: SimdElement>(&self, operands: &Operands<'_>, task: usize, slot: *mut f32) {
-        let (strip, part) = (task / self.parts, task % self.parts);
+    fn run_unit<X: SimdElement>(&self, operands: &Operands<'_>, unit: usize, slot: *mut f32) {
+        let (strip, part) = (unit / self.parts, unit % self.parts);
         let strips = self.problem.oh.div_ceil(M);
         let at = |part: usize| self.panels() * part / self.parts;
         // SAFETY: `slot_len` is the sum of these.
-        let [staged, results] =
-            unsafe { [slot.add(self.t_len()), slot.add(self.t_len() + STAGED)] };
+        let [staged, results] = unsafe {
+            let staged = slot.add(self.problem.c * ALPHA * self.row());
+            [staged, staged.add(ALPHA * self.row())]
+        };
         dispatch(
             self.isa,
             Strip::<X> {
@@ -206,29 +199,38 @@ impl WinogradFused {
         self.problem.c * TAPS * ALPHA * PANEL
     }
 
-    /// Elements of a block's transformed input.
-    fn t_len(&self) -> usize {
-        self.problem.c * TAPS * ALPHA * COLUMNS
+    /// Elements of a row of a block's input: its columns, the filter's reach, and what whole vectors
+    /// write beyond.
+    fn row(&self) -> usize {
+        self.columns.next_multiple_of(MAX_LANES) + 2 * MAX_LANES
     }
 
     fn slot_len(&self) -> usize {
-        self.t_len() + STAGED + RESULTS
+        let results = PANEL * M * self.columns.next_multiple_of(MAX_LANES);
+        (self.problem.c + 1) * ALPHA * self.row() + results
     }
 
-    fn bias_len(&self) -> usize {
-        self.problem.k.next_multiple_of(MAX_LANES)
+    /// Strips of rows and parts of the output channels.
+    fn units(&self) -> usize {
+        self.problem.n * self.problem.oh.div_ceil(M) * self.parts
+    }
+
+    /// Units of a task, which are neighbours: threads that take turns share cache lines of y.
+    fn units_at_once(&self) -> usize {
+        self.units().div_ceil(self.threads * TASKS_PER_THREAD).max(1)
     }
 
     fn tasks(&self) -> usize {
-        self.problem.n * self.problem.oh.div_ceil(M) * self.parts
+        self.units().div_ceil(self.units_at_once())
     }
 }
 
-/// Elements of the staged input rows of a channel.
-const STAGED: usize = ALPHA * ROW;
-/// Elements of results that are not neighbours in y.
-const RESULTS: usize = PANEL * M * RESULTS_ROW;
-const RESULTS_ROW: usize = 2 * MAX_LANES;
+/// Columns of a block: even parts of a row in whole vectors.
+fn block_columns(p: &Problem) -> usize {
+    let vectors = p.ow.div_ceil(MAX_LANES);
+    let most = BLOCK_LEN / (p.c * ALPHA + PANEL * M) / MAX_LANES;
+    (even_part(vectors, most.max(1)) * MAX_LANES).min(p.ow)
+}
 
 /// A strip of output rows, of some panels of output channels.
 struct Strip<'a, X> {
@@ -242,11 +244,11 @@ struct Strip<'a, X> {
     /// First row.
     row: usize,
     panels: Range<usize>,
-    /// Transformed input [c, filter column, position, COLUMNS]
+    /// Transformed input [c, position, column]
     t: *mut f32,
-    /// Input [ALPHA, ROW] of one channel.
+    /// Input [ALPHA, column] of one channel.
     staged: *mut f32,
-    /// [PANEL, M, RESULTS_ROW]
+    /// Results [channel of the panel, M, column]
     results: *mut f32,
 }
 
@@ -256,8 +258,8 @@ impl<X: SimdElement> Kernel for Strip<'_, X> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let p = &self.engine.problem;
-        for column in (0..p.ow).step_by(COLUMNS) {
-            let columns = COLUMNS.min(p.ow - column);
+        for column in (0..p.ow).step_by(self.engine.columns.max(1)) {
+            let columns = self.engine.columns.min(p.ow - column);
             // SAFETY: rows, columns, channels and panels are the problem's.
             unsafe {
                 for c in 0..p.c {
@@ -283,15 +285,15 @@ impl<X: SimdElement> Strip<'_, X> {
         let p = &self.engine.problem;
         let [stride_n, stride_c, stride_h, stride_w] = self.x_strides;
         let left = column as isize - p.padding[1] as isize;
-        let width = columns.next_multiple_of(S::LANES) + TAPS - 1;
+        let width = columns.max(S::LANES) + TAPS - 1;
         let first = (-left).clamp(0, width as isize) as usize;
         let end = (p.w as isize - left).clamp(first as isize, width as isize) as usize;
         for i in 0..ALPHA {
             let row = (self.row + i) as isize - p.padding[0] as isize;
             let end = if (0..p.h as isize).contains(&row) { end } else { first };
-            // SAFETY: rows of ROW elements, written in order; first..end are columns of the image.
+            // SAFETY: rows of `row()` elements, written in order; first..end are columns of the image.
             unsafe {
-                let to = self.staged.add(i * ROW);
+                let to = self.staged.add(i * self.engine.row());
                 zero_ahead(s, to, first);
                 if first < end {
                     let offset = self.n as isize * stride_n
@@ -306,24 +308,23 @@ impl<X: SimdElement> Strip<'_, X> {
         }
     }
 
-    /// `B^T` over the staged rows, for each column of the filter.
+    /// `B^T` over the staged rows.
     ///
     /// # Safety
     /// The channel must be staged.
     #[inline(always)]
     unsafe fn transform<S: Simd>(&self, s: S, c: usize, columns: usize) {
-        for tap in 0..TAPS {
-            for column in (0..columns).step_by(S::LANES) {
-                // SAFETY: staged columns, and those of t.
-                unsafe {
-                    let mut x = [s.zero(); ALPHA];
-                    for (i, x) in x.iter_mut().enumerate() {
-                        *x = s.load(self.staged.add(i * ROW + column + tap));
-                    }
-                    let to = self.t.add((c * TAPS + tap) * ALPHA * COLUMNS + column);
-                    for (i, x) in transform::input(s, x).iter().enumerate() {
-                        s.store(to.add(i * COLUMNS), *x);
-                    }
+        let row = self.engine.row();
+        for column in (0..columns.max(S::LANES) + TAPS - 1).step_by(S::LANES) {
+            // SAFETY: rows of `row()` elements of the staged input and of t.
+            unsafe {
+                let mut x = [s.zero(); ALPHA];
+                for (i, x) in x.iter_mut().enumerate() {
+                    *x = s.load(self.staged.add(i * row + column));
+                }
+                let to = self.t.add(c * ALPHA * row + column);
+                for (i, x) in transform::input(s, x).iter().enumerate() {
+                    s.store(to.add(i * row), *x);
                 }
             }
         }
@@ -337,47 +338,96 @@ impl<X: SimdElement> Strip<'_, X> {
     unsafe fn panel<S: Simd>(&self, s: S, panel: usize, column: usize, columns: usize) {
         let p = &self.engine.problem;
         let [stride_n, stride_k, stride_h, stride_w] = self.operands.y_strides;
-        let channels = PANEL.min(p.k - panel * PANEL);
-        let rows = M.min(p.oh - self.row);
         let offset = self.n as isize * stride_n
             + (panel * PANEL) as isize * stride_k
             + self.row as isize * stride_h
             + column as isize * stride_w;
         let y = self.y.wrapping_offset(offset);
-        let whole = channels == PANEL && rows == M && stride_w == 1;
-        let bound = self.operands.epilogue.bound().filter(|_| whole);
-        let mut at = 0;
-        while at < columns {
-            // The registers hold a sum for each position and channel.
-            let vectors = if S::REGISTERS >= 32 && columns - at > S::LANES { 2 } else { 1 };
-            let here = (vectors * S::LANES).min(columns - at);
-            let y = y.wrapping_offset(at as isize * stride_w);
-            // SAFETY: passed on; channels, rows and columns of y.
+        let channels = PANEL.min(p.k - panel * PANEL);
+        let rows = M.min(p.oh - self.row);
+        // What will be written next: asking and waiting took longer than the sums.
+        let next = if panel + 1 < self.panels.end {
+            y.wrapping_offset(PANEL as isize * stride_k)
+        } else {
+            let back = ((panel - self.panels.start) * PANEL) as isize * stride_k;
+            y.wrapping_offset(M as isize * stride_h - back)
+        };
+        let row = columns.max(S::LANES);
+        for at in (0..columns).step_by(S::LANES) {
+            // The last vector of a row may begin in the one before it.
+            let at = at.min(row - S::LANES);
+            let next = next.wrapping_offset(at as isize * stride_w);
+            for (k, i) in (0..PANEL).flat_map(|k| (0..M).map(move |i| (k, i))) {
+                let offset = k as isize * stride_k + i as isize * stride_h;
+                s.prefetch_write(next.wrapping_offset(offset));
+            }
+            // SAFETY: rows of `row` elements of the results; columns of t.
             unsafe {
-                match bound {
-                    Some(bound) => {
-                        let rows = Bounded { y, strides: [stride_k, stride_h], len: here, bound };
-                        for (k, i) in (0..PANEL).flat_map(|k| (0..M).map(move |i| (k, i))) {
-                            s.prefetch_write(rows.row(k + 2 * PANEL, i));
-                            s.prefetch_write(rows.row(k + 2 * PANEL, i).wrapping_add(S::LANES));
+                if S::REGISTERS >= 32 {
+                    self.register_tile::<S, PANEL>(s, panel, 0, at, row);
+                } else {
+                    self.register_tile::<S, 2>(s, panel, 0, at, row);
+                    self.register_tile::<S, 2>(s, panel, 2, at, row);
+                }
+            }
+        }
+        // Rows without a gap between them are one run.
+        let in_one_piece = [stride_h, stride_w] == [columns as isize, 1] && row == columns;
+        let (runs, len) = if in_one_piece { (1, rows * row) } else { (rows, columns) };
+        for (k, i) in (0..channels).flat_map(|k| (0..runs).map(move |i| (k, i))) {
+            // SAFETY: results, and channels, rows and columns of y.
+            unsafe {
+                let results = self.results.add((k * M + i) * row);
+                let y = y.offset(k as isize * stride_k + i as isize * stride_h);
+                self.store(s, results, y, stride_w, len);
+            }
+        }
+    }
+
+    /// The sums, with bias, of a vector of columns and `K` channels of a panel.
+    ///
+    /// # Safety
+    /// The block must be transformed, the columns in it, and the results must have rows of `row`.
+    #[inline(always)]
+    unsafe fn register_tile<S: Simd, const K: usize>(
+        &self,
+        s: S,
+        panel: usize,
+        first: usize,
+        at: usize,
+        row: usize,
+    ) {
+        let mut sums = [[s.zero(); K]; ALPHA];
+        let panel_start = panel * self.engine.panel_len();
+        let mut u = self.operands.packed[panel_start..].as_ptr().wrapping_add(first);
+        let t_row = self.engine.row();
+        // SAFETY: the filter has PANEL elements for each channel, filter column and position, the bias one
+        // for each channel of every panel.
+        unsafe {
+            for c in 0..self.engine.problem.c {
+                for tap in 0..TAPS {
+                    let mut t = self.t.add(c * ALPHA * t_row + at + tap).cast_const();
+                    for sums in &mut sums {
+                        let x = s.load(t);
+                        for (k, sum) in sums.iter_mut().enumerate() {
+                            *sum = s.mul_add(s.splat(*u.add(k)), x, *sum);
                         }
-                        if here == vectors * S::LANES {
-                            self.sums(s, panel, at, vectors, Whole(rows));
-                        } else {
-                            self.sums(s, panel, at, vectors, rows);
-                        }
-                    }
-                    None => {
-                        self.sums(s, panel, at, vectors, Staged(self.results));
-                        for (k, i) in (0..channels).flat_map(|k| (0..rows).map(move |i| (k, i))) {
-                            let results = self.results.add((k * M + i) * RESULTS_ROW);
-                            let y = y.offset(k as isize * stride_k + i as isize * stride_h);
-                            self.store(s, results, y, stride_w, here);
-                        }
+                        t = t.add(t_row);
+                        u = u.wrapping_add(PANEL);
                     }
                 }
             }
-            at += here;
+            for k in 0..K {
+                let mut positions = [s.zero(); ALPHA];
+                for (position, sums) in positions.iter_mut().zip(&sums) {
+                    *position = sums[k];
+                }
+                let bias = s.splat(*self.operands.epilogue.bias.add(panel * PANEL + first + k));
+                let to = self.results.add((first + k) * M * row + at);
+                for (i, &sum) in transform::output(s, positions)[..M].iter().enumerate() {
+                    s.store(to.add(i * row), s.add(sum, bias));
+                }
+            }
         }
     }
 
@@ -386,150 +436,61 @@ impl<X: SimdElement> Strip<'_, X> {
     /// # Safety
     /// `results` holds whole vectors, `y` reaches `len` elements.
     #[inline(always)]
-    unsafe fn store<S: Simd>(&self, s: S, results: *mut f32, y: *mut X, stride: isize, len: usize) {
-        for at in (0..len).step_by(S::LANES) {
-            let count = S::LANES.min(len - at);
-            // SAFETY: passed on.
-            unsafe {
-                let results = results.add(at);
-                let result = activate(s, self.operands.epilogue.activation, s.load(results));
-                if stride == 1 {
-                    X::store_first(s, y.add(at), result, count);
-                    continue;
-                }
-                s.store(results, result);
-                for i in 0..count {
-                    *y.offset((at + i) as isize * stride) = X::from_f32(*results.add(i));
-                }
-            }
-        }
-    }
-
-    /// Gives `sink` the sums, with bias, of one or two vectors of columns.
-    ///
-    /// # Safety
-    /// The block must be transformed, the columns in it, and the sink reach as many.
-    #[inline(always)]
-    unsafe fn sums<S: Simd>(&self, s: S, panel: usize, at: usize, vectors: usize, sink: impl Sink) {
-        // SAFETY: passed on.
-        unsafe {
-            if vectors == 2 {
-                self.register_tile::<S, 2>(s, panel, at, sink);
-            } else {
-                self.register_tile::<S, 1>(s, panel, at, sink);
-            }
-        }
-    }
-
-    /// # Safety
-    /// As for [`Strip::sums`].
-    #[inline(always)]
-    unsafe fn register_tile<S: Simd, const V: usize>(
+    unsafe fn store<S: Simd>(
         &self,
         s: S,
-        panel: usize,
-        at: usize,
-        sink: impl Sink,
+        results: *const f32,
+        y: *mut X,
+        stride: isize,
+        len: usize,
     ) {
-        let mut sums = [[[s.zero(); V]; PANEL]; ALPHA];
-        let mut u = self.operands.packed[panel * self.engine.panel_len()..].as_ptr();
-        // SAFETY: the filter has PANEL elements for each channel, filter column and position, t a
-        // row; bias has an element for each channel of every panel.
+        let epilogue = self.operands.epilogue;
+        // SAFETY: passed on.
         unsafe {
-            let mut t = self.t.add(at).cast_const();
-            for _ in 0..self.engine.problem.c * TAPS {
-                for sums in &mut sums {
-                    let mut x = [s.zero(); V];
-                    for (v, x) in x.iter_mut().enumerate() {
-                        *x = s.load(t.add(v * S::LANES));
-                    }
-                    for (k, sums) in sums.iter_mut().enumerate() {
-                        let u = s.splat(*u.add(k));
-                        for (sum, x) in sums.iter_mut().zip(x) {
-                            *sum = s.mul_add(u, x, *sum);
-                        }
-                    }
-                    t = t.add(COLUMNS);
-                    u = u.add(PANEL);
+            if stride == 1 && len >= S::LANES {
+                if let Some(bound) = epilogue.bound() {
+                    let bound = s.splat(bound);
+                    in_vectors(s, y, len, |at| s.max(bound, s.load(results.add(at))));
+                } else {
+                    in_vectors(s, y, len, |at| {
+                        activate(s, epilogue.activation, s.load(results.add(at)))
+                    });
                 }
+                return;
             }
-            for k in 0..PANEL {
-                let bias = s.splat(*self.operands.epilogue.bias.add(panel * PANEL + k));
-                for v in 0..V {
-                    let mut positions = [s.zero(); ALPHA];
-                    for (position, sums) in positions.iter_mut().zip(&sums) {
-                        *position = sums[k][v];
-                    }
-                    let results = transform::output(s, positions);
-                    for (i, &sum) in results[..M].iter().enumerate() {
-                        sink.put(s, k, i, v, s.add(sum, bias));
-                    }
+            for at in (0..len).step_by(S::LANES) {
+                let result = activate(s, epilogue.activation, s.load(results.add(at)));
+                let mut lanes = [0.0; MAX_LANES];
+                s.store(lanes.as_mut_ptr(), result);
+                for (i, &lane) in lanes[..S::LANES.min(len - at)].iter().enumerate() {
+                    *y.offset((at + i) as isize * stride) = X::from_f32(lane);
                 }
             }
         }
     }
 }
 
-/// Where sums go.
-trait Sink {
-    /// A vector of a channel of the panel and a row of the strip.
-    ///
-    /// # Safety
-    /// The sink must reach it.
-    unsafe fn put<S: Simd>(&self, s: S, k: usize, i: usize, v: usize, sum: S::F32);
-}
-
-/// Rows of y whose pixels are neighbours, for an activation that is a lower bound.
-struct Bounded<X> {
+/// Stores `len` elements, at least a vector of them: the first and the last vector at any address,
+/// those between, which overlap them, at whole ones.
+///
+/// # Safety
+/// `len` elements are writable at `y`; `results` may be called for every `at..at + LANES` in `0..len`.
+#[inline(always)]
+unsafe fn in_vectors<S: Simd, X: SimdElement>(
+    s: S,
     y: *mut X,
-    /// Distances of channels and rows.
-    strides: [isize; 2],
-    /// Pixels of a row.
     len: usize,
-    bound: f32,
-}
-
-impl<X> Bounded<X> {
-    #[inline(always)]
-    fn row(&self, k: usize, i: usize) -> *mut X {
-        self.y.wrapping_offset(k as isize * self.strides[0] + i as isize * self.strides[1])
-    }
-}
-
-impl<X: SimdElement> Sink for Bounded<X> {
-    #[inline(always)]
-    unsafe fn put<S: Simd>(&self, s: S, k: usize, i: usize, v: usize, sum: S::F32) {
-        // SAFETY: passed on.
-        unsafe {
-            let (y, sum) = (self.row(k, i).add(v * S::LANES), s.max(s.splat(self.bound), sum));
-            if self.len >= (v + 1) * S::LANES {
-                X::store(s, y, sum);
-            } else {
-                X::store_first(s, y, sum, self.len - v * S::LANES);
-            }
+    results: impl Fn(usize) -> S::F32,
+) {
+    let last = len - S::LANES;
+    // SAFETY: vectors that begin at `last` at most.
+    unsafe {
+        X::store(s, y, results(0));
+        let mut at = (S::LANES - y.addr() / size_of::<X>() % S::LANES).min(last);
+        while at < last {
+            X::store(s, y.add(at), results(at));
+            at += S::LANES;
         }
-    }
-}
-
-/// The same in whole vectors.
-struct Whole<X>(Bounded<X>);
-
-impl<X: SimdElement> Sink for Whole<X> {
-    #[inline(always)]
-    unsafe fn put<S: Simd>(&self, s: S, k: usize, i: usize, v: usize, sum: S::F32) {
-        let sum = s.max(s.splat(self.0.bound), sum);
-        // SAFETY: passed on.
-        unsafe { X::store(s, self.0.row(k, i).add(v * S::LANES), sum) };
-    }
-}
-
-/// Scratch memory [PANEL, M, RESULTS_ROW].
-struct Staged(*mut f32);
-
-impl Sink for Staged {
-    #[inline(always)]
-    unsafe fn put<S: Simd>(&self, s: S, k: usize, i: usize, v: usize, sum: S::F32) {
-        // SAFETY: passed on.
-        unsafe { s.store(self.0.add((k * M + i) * RESULTS_ROW + v * S::LANES), sum) };
+        X::store(s, y.add(last), results(last));
     }
 }
