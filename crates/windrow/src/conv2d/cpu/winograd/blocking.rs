@@ -4,15 +4,16 @@ use super::gemm::PANEL;
 use super::geometry::Geometry;
 use crate::conv2d::{Problem, Tile};
 
-/// Tiles of a block: U is read from memory once for each block, and a block of this many tiles
-/// multiplies it for longer than memory takes to deliver it.
-const TILES: usize = 36;
 /// With fewer tiles than this for each thread, threads share the tiles and divide the channels.
 const FEW_TILES: usize = 12;
-/// Vectors of output channels between two output transforms, by input channels: few, so that M stays
-/// in the second-level cache; more where V does not fit in it and is read again for each of them.
-fn vectors_at_once(c: usize) -> usize {
-    (c / 64).clamp(4, 8)
+
+/// Tiles of a block, and vectors of output channels between two output transforms, by input channels.
+///
+/// U is read from memory once for each block, and 36 tiles multiply it for longer than memory takes to
+/// deliver it. Few vectors keep M in the second-level cache. V of many channels does not fit there: it
+/// is read again for each group of vectors, and U less often if blocks are larger.
+fn at_once(c: usize) -> [usize; 2] {
+    if c > 256 { [64, 16] } else { [36, 4] }
 }
 
 /// How the work is cut.
@@ -29,25 +30,22 @@ pub(super) struct Blocking {
 impl Blocking {
     /// What the model takes.
     pub(super) fn choose(geometry: &Geometry, lanes: usize, threads: usize) -> Self {
-        let vectors = geometry.problem.k.div_ceil(lanes).max(1);
-        let few = geometry.tiles().max(1) < threads * FEW_TILES;
-        let parts = if few { threads } else { 1 };
-        let at_once = vectors_at_once(geometry.problem.c);
-        Self::cut(geometry, vectors, threads, [TILES, parts, at_once])
+        Self::with(geometry, lanes, threads, [None; 3])
     }
 
-    /// With `None` replaced by what the model takes.
+    /// With `None` replaced by what the model takes, of tiles, parts and vectors.
     pub(super) fn with(
         geometry: &Geometry,
         lanes: usize,
         threads: usize,
-        [tiles, parts, at_once]: [Option<usize>; 3],
+        parameters: [Option<usize>; 3],
     ) -> Self {
         let vectors = geometry.problem.k.div_ceil(lanes).max(1);
-        let model = Self::choose(geometry, lanes, threads);
-        let parts = parts.unwrap_or(model.parts);
-        let at_once = at_once.unwrap_or(vectors_at_once(geometry.problem.c));
-        Self::cut(geometry, vectors, threads, [tiles.unwrap_or(TILES), parts, at_once])
+        let few = geometry.tiles().max(1) < threads * FEW_TILES;
+        let [tiles, at_once] = at_once(geometry.problem.c);
+        let model = [tiles, if few { threads } else { 1 }, at_once];
+        let chosen = std::array::from_fn(|i| parameters[i].unwrap_or(model[i]));
+        Self::cut(geometry, vectors, threads, chosen)
     }
 
     /// The same blocks for some of the output channels.
