@@ -117,10 +117,14 @@ pub(crate) fn download(x: &TensorRef<'_>, index: u32) -> Result<Tensor> {
     Ok(out)
 }
 
+/// The widest access of a thread.
+const VECTOR_BYTES: usize = 16;
+
 /// A tensor that owns device memory: to bring data to a device and back.
 ///
-/// Uploads keep the strides of the host's view and its address modulo 256, so that a kernel sees
-/// the same alignment.
+/// Uploads keep the strides of the host's view and its address modulo 16, so that a kernel sees
+/// the same alignment of vectors; beyond that they begin where device memory does, at a multiple of
+/// 256, whatever the host's allocator does.
 ///
 /// ```no_run
 /// use windrow::{TensorRef, cuda::DeviceTensor};
@@ -146,16 +150,12 @@ impl DeviceTensor {
     }
 
     /// As [`new`](Self::new), with the lowest element `misalignment` bytes past a multiple of 256.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new).
-    pub fn with_misalignment(desc: TensorDesc, index: u32, misalignment: usize) -> Result<Self> {
+    fn with_misalignment(desc: TensorDesc, index: u32, misalignment: usize) -> Result<Self> {
         let (low, high) = desc.layout.extent().unwrap_or((0, -1));
         let size = desc.dtype.size();
         let bytes = (high - low + 1) as usize * size;
         // SAFETY: null is the legacy default stream, which always exists.
         let stream = Arc::new(unsafe { Stream::from_raw(index, std::ptr::null_mut())? });
-        let misalignment = misalignment % 256;
         let mut buffer = DeviceBuffer::new(&stream, misalignment + bytes)?;
         if buffer.len() > 0 {
             let gpu = stream.gpu();
@@ -176,10 +176,11 @@ impl DeviceTensor {
     pub fn from_host(x: &TensorRef<'_>, index: u32) -> Result<Self> {
         crate::tensor::check_device("x", x.device(), Device::Cpu)?;
         let lowest = x.address_range().map_or(0, |(low, _)| low);
-        let mut t = Self::with_misalignment(*x.desc(), index, lowest)?;
+        let misalignment = lowest % VECTOR_BYTES;
+        let mut t = Self::with_misalignment(*x.desc(), index, misalignment)?;
         if let Some((low, high)) = x.address_range() {
             let gpu = t.buffer.stream.gpu();
-            let dst = t.buffer.as_mut_ptr().wrapping_add(lowest % 256);
+            let dst = t.buffer.as_mut_ptr().wrapping_add(misalignment);
             // Gaps between the elements are the caller's memory as well, but may be in use by
             // others: elements are gathered one by one unless there are none.
             if high - low == x.desc().bytes() {
