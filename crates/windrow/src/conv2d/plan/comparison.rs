@@ -2,9 +2,9 @@
 
 use super::packed::filter;
 use super::{Backend, Conv2dArgs, Conv2dPlan};
-use crate::conv2d::Tile;
 use crate::conv2d::reference::{self, Expected};
 use crate::conv2d::winograd_reference::Stages;
+use crate::conv2d::{Problem, Tile};
 use crate::cuda::download;
 use crate::verify::Comparison;
 use crate::{Activation, DType, Device, Error, Result, TensorRef};
@@ -42,15 +42,26 @@ impl Conv2dPlan {
         w: &[f64],
         bias: Option<&TensorRef<'_>>,
     ) -> Result<Expected> {
+        self.expected_of(&self.problem, x, w, bias)
+    }
+
+    /// As [`Conv2dPlan::expected`], of some images and output channels.
+    pub(in crate::conv2d) fn expected_of(
+        &self,
+        part: &Problem,
+        x: &TensorRef<'_>,
+        w: &[f64],
+        bias: Option<&TensorRef<'_>>,
+    ) -> Result<Expected> {
         let bias = bias.map(values).transpose()?;
         let (x, activation) = (values(x)?, self.spec.activation);
-        let mut want = reference::forward(&self.problem, &x, w, bias.as_deref(), activation);
+        let mut want = reference::forward(part, &x, w, bias.as_deref(), activation);
         let tile = match &self.backend {
             Backend::Cpu { engine, .. } => engine.tile().map(Tile::m),
             Backend::Cuda { engine, .. } => engine.tile(),
         };
         if let Some(tile) = tile {
-            let tiles = reference::winograd_scale(&self.problem, tile, &x, w);
+            let tiles = reference::winograd_scale(part, tile, &x, w);
             want.scale.iter_mut().zip(tiles).for_each(|(scale, tile)| *scale += tile);
         }
         Ok(want)

@@ -49,6 +49,29 @@ fn every_configuration_computes_the_same() {
 }
 
 #[test]
+fn right_results_are_accepted_and_wrong_ones_are_not() {
+    let x = TensorDesc::contiguous(DType::F32, &[2, 6, 9, 8]).unwrap();
+    let w = TensorDesc::contiguous(DType::F32, &[4, 3, 3, 3]).unwrap();
+    let grouped = Conv2dParams { groups: 2, ..Default::default() };
+    for spec in [spec(3, 16, 24, 14), Conv2dSpec::new(x, w, &grouped).unwrap()] {
+        let problem = Problem::new(&spec, &options(2)).unwrap();
+        let candidates = problem.candidates().unwrap();
+        let mut runs = Runs::new(&problem, &candidates).unwrap();
+        for candidate in 0..candidates.len() {
+            assert!(!runs.is_right(candidate).unwrap(), "nothing has run");
+            runs.prepare(candidate).unwrap();
+            assert!(runs.verify(candidate).unwrap(), "{}", candidates[candidate]);
+            // An element of the last image's last channel.
+            let mut y = runs.y.as_mut();
+            let offset = y.desc().layout.len() - 1;
+            // SAFETY: y is contiguous and ours.
+            unsafe { *y.as_mut_ptr().cast::<f32>().add(offset) += 1.0 };
+            assert!(!runs.is_right(candidate).unwrap(), "{}", candidates[candidate]);
+        }
+    }
+}
+
+#[test]
 fn accuracy_limits_the_candidates() {
     let exact = Conv2dSpec { accuracy: Accuracy::Exact, ..spec(1, 32, 32, 12) };
     let all = Conv2dPlan::configurations(&exact, &options(1)).unwrap();
