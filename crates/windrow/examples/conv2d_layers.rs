@@ -113,12 +113,7 @@ fn repeated<T: windrow::Element>(
     convert: impl Fn(f64) -> T,
     desc: &TensorDesc,
 ) -> windrow::Result<DeviceTensor> {
-    // An upload keeps the address modulo 256: with any other than 0, kernels read up to half as much again.
-    const ALIGNMENT: usize = 256;
     let period: Vec<T> = values.iter().map(|&v| convert(v)).collect();
-    let len = desc.layout.len();
-    let mut data: Vec<T> = Vec::with_capacity(len + ALIGNMENT);
-    let gap = data.as_ptr().align_offset(ALIGNMENT);
-    data.extend(period.iter().cycle().take(gap + len));
-    DeviceTensor::from_host(&TensorRef::strided(&data[gap..], 0, desc.layout)?, 0)
+    let data: Vec<T> = period.iter().cycle().take(desc.layout.len()).copied().collect();
+    DeviceTensor::from_host(&TensorRef::strided(&data, 0, desc.layout)?, 0)
 }
