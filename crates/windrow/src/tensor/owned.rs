@@ -19,7 +19,7 @@ impl Tensor {
     /// A tensor of zeros.
     ///
     /// # Errors
-    /// As [`Layout::contiguous`], and [`Error::OutOfMemory`].
+    /// As [`Layout::contiguous`](crate::Layout::contiguous), and [`Error::OutOfMemory`].
     pub fn zeros(dtype: DType, shape: &[usize]) -> Result<Self> {
         let mut t = Self::uninitialised(TensorDesc::contiguous(dtype, shape)?)?;
         t.buffer.as_mut_slice().fill(0);

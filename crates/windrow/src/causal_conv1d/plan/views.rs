@@ -4,7 +4,7 @@ use super::CausalConv1dPlan;
 use crate::tensor::{check_device, check_disjoint, check_optional_view, check_view};
 use crate::{Result, TensorDesc, TensorMut, TensorRef};
 
-/// The inputs of a run; see [`CausalConv1dSpec`] for shapes and types.
+/// The inputs of a run; see [`CausalConv1dSpec`](crate::CausalConv1dSpec) for shapes and types.
 #[derive(Clone, Copy, Debug)]
 pub struct CausalConv1dArgs<'a> {
     /// [b, d, l]
@@ -42,7 +42,7 @@ impl<'a> CausalConv1dArgs<'a> {
     }
 }
 
-/// The outputs of a run; see [`CausalConv1dSpec`] for shapes and types.
+/// The outputs of a run; see [`CausalConv1dSpec`](crate::CausalConv1dSpec) for shapes and types.
 #[derive(Debug)]
 pub struct CausalConv1dOutputs<'a> {
     /// [b, d_out, l]

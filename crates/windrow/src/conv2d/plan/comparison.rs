@@ -14,7 +14,7 @@ impl Conv2dPlan {
     ///
     /// # Errors
     /// As [`Conv2dPlan::run`] for inputs and `y` that do not fit the spec, [`Error::WrongDevice`],
-    /// [`Error::Unsupported`] for a filter packed by a plan without [`Verify::On`].
+    /// [`Error::Unsupported`] for a filter packed by a plan without [`Verify::On`](crate::Verify::On).
     pub fn compare(&self, args: &Conv2dArgs<'_>, y: &TensorRef<'_>) -> Result<Comparison> {
         self.check_inputs(args)?;
         self.check_view("y", y.desc(), y.device(), &self.spec.y)?;

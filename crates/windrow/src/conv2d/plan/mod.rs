@@ -66,7 +66,7 @@ enum Backend {
 
 impl Conv2dPlan {
     /// A plan with the configuration that [`PlanOptions::tuning`] gives, among the algorithms that the spec's
-    /// [`Accuracy`] allows.
+    /// [`Accuracy`](crate::Accuracy) allows.
     ///
     /// # Errors
     /// As [`Conv2dSpec::new`], for fields that were changed since and for y and bias:
