@@ -9,7 +9,7 @@ use super::cuda::{self, Operands};
 use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, tuning};
 use crate::cpu::{Isa, resolve_threads};
 use crate::cuda::Gpu;
-use crate::tensor::{check_device, check_disjoint, check_tensor};
+use crate::tensor::{check_device, check_disjoint, check_optional_view, check_view};
 use crate::tuning::{Report, Search};
 use crate::{
     Device, Error, PlanOptions, Result, TensorDesc, TensorMut, TensorRef, Verify, Workspace,
@@ -362,12 +362,10 @@ impl Conv2dPlan {
             }
             Weights::Packed(_) => {}
         }
-        match (bias, &self.spec.bias) {
-            (None, None) => Ok(()),
-            (Some(bias), Some(desc)) => self.check_view("bias", bias.desc(), bias.device(), desc),
-            (Some(_), None) => Err(Error::parameter("bias", "given", "none, as in the spec")),
-            (None, Some(_)) => Err(Error::parameter("bias", "missing", "a bias, as in the spec")),
+        if let Some(bias) = bias {
+            check_device("bias", bias.device(), self.device())?;
         }
+        check_optional_view("bias", bias.as_ref().map(TensorRef::desc), self.spec.bias.as_ref())
     }
 
     /// How gradients are computed: decided when the first one is asked for.
@@ -398,14 +396,6 @@ impl Conv2dPlan {
         expected: &TensorDesc,
     ) -> Result<()> {
         check_device(arg, device, self.device())?;
-        check_tensor(arg, given, expected.dtype, expected.shape())?;
-        if given.layout != expected.layout {
-            return Err(Error::Strides {
-                arg,
-                given: given.strides().to_vec(),
-                expected: format!("{:?}, as in the spec", expected.strides()),
-            });
-        }
-        Ok(())
+        check_view(arg, given, expected)
     }
 }
