@@ -1,12 +1,15 @@
-//! Causal convolutions with packed sequences and states, right and wrong ones.
+//! Causal convolutions with packed sequences and states, right and wrong ones, and their gradients.
 
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use windrow::{CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dPlan, CausalConv1dSpec, Device};
+use windrow::{
+    CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dPlan, CausalConv1dSpec,
+    Device, Tensor,
+};
 use windrow_fuzz::{
-    Result, Unstructured, activation, compute_type, desc, f32_or, integers, judge, options, size,
-    tensor, workspace,
+    Result, Unstructured, activation, compute_type, desc, f32_or, gradient, integers, judge,
+    options, size, tensor, workspace,
 };
 
 fn run(u: &mut Unstructured<'_>) -> Result<()> {
@@ -70,6 +73,23 @@ fn run(u: &mut Unstructured<'_>) -> Result<()> {
         };
         let Some(mut workspace) = workspace(plan.workspace_bytes()) else { return Ok(()) };
         judge(plan.run(&args, outputs, &mut workspace));
+
+        let Some(dy) = desc(u, dtype, &[b, d_out, l])?.and_then(|desc| tensor(7, desc)) else {
+            continue;
+        };
+        let dfinal_states = gradient(u, dtype, &states)?;
+        let (mut dx, sum_type) = (gradient(u, dtype, &[b, d, l])?, f32_or(u, dtype)?);
+        let mut dweight = gradient(u, sum_type, &weight_shape)?;
+        let mut dbias = gradient(u, sum_type, &[d_out])?;
+        let mut dinitial_states = gradient(u, dtype, &states)?;
+        let grads = CausalConv1dGrads {
+            dx: dx.as_mut().map(Tensor::as_mut),
+            dweight: dweight.as_mut().map(Tensor::as_mut),
+            dbias: dbias.as_mut().map(Tensor::as_mut),
+            dinitial_states: dinitial_states.as_mut().map(Tensor::as_mut),
+        };
+        let dfinal_states = dfinal_states.as_ref().map(Tensor::as_ref);
+        judge(plan.backward(&args, dy.as_ref(), dfinal_states, grads, &mut workspace));
     }
     Ok(())
 }

@@ -1,12 +1,14 @@
-//! Convolutions of any shape and options by every algorithm that can compute them.
+//! Convolutions of any shape and options by every algorithm that can compute them, and their gradients.
 
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use windrow::{Accuracy, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, Device, Weights};
+use windrow::{
+    Accuracy, Activation, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, Device, Weights,
+};
 use windrow_fuzz::{
-    Result, Unstructured, activation, compute_type, desc, f32_or, judge, one_of, options, size,
-    tensor, workspace,
+    Result, Unstructured, activation, compute_type, desc, f32_or, gradient, judge, one_of, options,
+    size, tensor, workspace,
 };
 
 fn run(u: &mut Unstructured<'_>) -> Result<()> {
@@ -49,6 +51,21 @@ fn run(u: &mut Unstructured<'_>) -> Result<()> {
         let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias };
         let Some(mut workspace) = workspace(plan.workspace_bytes()) else { return Ok(()) };
         judge(plan.run(&args, y.as_mut(), &mut workspace));
+    }
+
+    // Gradients depend on no forward algorithm, and are those of the convolution alone.
+    spec.activation = Activation::Identity;
+    let Ok(plan) = Conv2dPlan::new(&spec, &options) else { return Ok(()) };
+    let Some(mut workspace) = workspace(plan.backward_workspace_bytes()) else { return Ok(()) };
+    let (Some(dy), Some(mut dx)) = (tensor(5, spec.y), tensor(6, spec.x)) else { return Ok(()) };
+    let (dy, (x, w)) = (dy.as_ref(), (x.as_ref(), w.as_ref()));
+    judge(plan.backward_data(&w, &dy, dx.as_mut(), &mut workspace));
+    let sum_type = f32_or(u, dtype)?;
+    if let Some(mut dw) = gradient(u, sum_type, &w_shape)? {
+        judge(plan.backward_weight(&x, &dy, dw.as_mut(), &mut workspace));
+    }
+    if let Some(mut db) = gradient(u, sum_type, &[k])? {
+        judge(plan.backward_bias(&dy, db.as_mut(), &mut workspace));
     }
     Ok(())
 }

@@ -1,11 +1,12 @@
-//! GELU of any shape and strides, with bias and gate.
+//! GELU of any shape and strides, with bias and gate, and its gradients.
 
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use windrow::{Approximate, GeluArgs, GeluPlan, GeluSpec, Workspace};
+use windrow::{Approximate, GeluArgs, GeluGrads, GeluPlan, GeluSpec, Tensor, Workspace};
 use windrow_fuzz::{
-    Result, Unstructured, compute_type, desc, f32_or, judge, one_of, options, size, tensor,
+    Result, Unstructured, compute_type, desc, f32_or, gradient, judge, one_of, options, size,
+    tensor, workspace,
 };
 
 fn run(u: &mut Unstructured<'_>) -> Result<()> {
@@ -37,6 +38,18 @@ fn run(u: &mut Unstructured<'_>) -> Result<()> {
         gate: gate.as_ref().map(|t| t.as_ref()),
     };
     judge(plan.run(&args, y.as_mut(), &mut Workspace::empty()));
+
+    let Some(dy) = desc(u, dtype, &shape)?.and_then(|desc| tensor(5, desc)) else { return Ok(()) };
+    let (mut dx, mut dgate) = (gradient(u, dtype, &shape)?, gradient(u, dtype, &shape)?);
+    let sum_type = f32_or(u, dtype)?;
+    let mut dbias = gradient(u, sum_type, &shape[shape.len().saturating_sub(1)..])?;
+    let grads = GeluGrads {
+        dx: dx.as_mut().map(Tensor::as_mut),
+        dgate: dgate.as_mut().map(Tensor::as_mut),
+        dbias: dbias.as_mut().map(Tensor::as_mut),
+    };
+    let Some(mut workspace) = workspace(plan.workspace_bytes()) else { return Ok(()) };
+    judge(plan.backward(&args, &dy.as_ref(), grads, &mut workspace));
     Ok(())
 }
 

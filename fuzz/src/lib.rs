@@ -67,6 +67,12 @@ pub fn tensor(seed: u64, desc: TensorDesc) -> Option<Tensor> {
     small.then(|| random_tensor(seed, desc, -2.0, 2.0).ok()).flatten()
 }
 
+/// A tensor for a gradient, or none: not every one is asked for.
+pub fn gradient(u: &mut Unstructured<'_>, dtype: DType, shape: &[usize]) -> Result<Option<Tensor>> {
+    let asked: bool = u.arbitrary()?;
+    Ok(if asked { desc(u, dtype, shape)?.and_then(|desc| tensor(9, desc)) } else { None })
+}
+
 /// i32 values in a range, as a tensor.
 pub fn integers(
     u: &mut Unstructured<'_>,

@@ -171,8 +171,12 @@ impl Reference {
         y
     }
 
-    /// Rows of the states, and the batch row, end and number of each.
+    /// Rows of the states, and the batch row, end and number of each; none if they have no elements,
+    /// as there may be more of them than memory holds.
     fn state_rows(&self) -> Vec<(usize, usize, usize)> {
+        if [self.problem.d, self.problem.history()].contains(&0) {
+            return Vec::new();
+        }
         match &self.cu_seqlens {
             Some(cu) => {
                 (0..cu.len() - 1).map(|s| (0, cu[s] as usize, cu[s + 1] as usize)).collect()
@@ -204,17 +208,24 @@ impl Reference {
         out
     }
 
-    /// Gradients for `dy` [b, d_out, l] and those of the final states.
-    pub(crate) fn backward(&self, dy: &[f64], dfinal_states: Option<&[f64]>) -> Gradients {
+    /// Gradients for `dy` [b, d_out, l] and those of the final states. Without elements that of the
+    /// bias has any only if `bias` says so: there may be no memory for it.
+    pub(crate) fn backward(
+        &self,
+        dy: &[f64],
+        dfinal_states: Option<&[f64]>,
+        bias: bool,
+    ) -> Gradients {
         let p = &self.problem;
         let rows = self.state_rows();
+        let batch = if p.is_empty() { 0 } else { p.b };
         let mut out = Gradients {
             dx: Expected::zeros(p.b * p.d * p.l),
             dweight: Expected::zeros(self.weight.len()),
-            dbias: Expected::zeros(p.d_out),
+            dbias: Expected::zeros(if bias || batch > 0 { p.d_out } else { 0 }),
             dinitial_states: Expected::zeros(rows.len() * p.d * p.history()),
         };
-        for b in 0..p.b {
+        for b in 0..batch {
             for channel in 0..p.d_out {
                 for t in 0..p.l {
                     let Some((sum, scale)) = self.before_activation(b, channel, t) else {

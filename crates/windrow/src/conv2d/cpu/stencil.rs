@@ -78,6 +78,8 @@ impl Stencil {
     pub(crate) fn backward_data(spec: &Conv2dSpec, p: &Problem) -> Vec<Self> {
         let (src, x) = (strides(&spec.y.layout), strides(&spec.x.layout));
         let w = strides(&spec.w.layout);
+        // Of one position the distance to the next may overflow, and is not used.
+        let step = |d: usize| x[2 + d].wrapping_mul(p.stride[d] as isize);
         let mut all = Vec::new();
         for (first, rows) in &residues(p, 0) {
             for (second, cols) in &residues(p, 1) {
@@ -95,7 +97,7 @@ impl Stencil {
                     rows: rows.clone(),
                     cols: cols.clone(),
                     src,
-                    dst: [x[0], x[1], x[2] * p.stride[0] as isize, x[3] * p.stride[1] as isize],
+                    dst: [x[0], x[1], step(0), step(1)],
                     dst_offset: *first as isize * x[2] + *second as isize * x[3],
                     filter: [w[1], w[0], w[2], w[3]],
                     filter_group: w[0] * p.k_group() as isize,
