@@ -26,9 +26,9 @@ impl Problem {
         [self.b, self.d_out, self.l].contains(&0)
     }
 
-    /// False if gradients have nothing to sum up.
-    pub(crate) fn has_tokens(&self) -> bool {
-        self.b > 0 && self.l > 0
+    /// False if gradients have nothing to sum up; other sizes can then be larger than any memory.
+    pub(crate) fn has_terms(&self) -> bool {
+        self.b > 0 && self.l > 0 && self.d.max(self.d_out) > 0
     }
 
     pub(crate) fn new(x: &TensorDesc, weight: &TensorDesc) -> Result<Self> {

@@ -154,11 +154,16 @@ impl Reference {
         Some((sum, scale))
     }
 
+    /// Rows of the batch; none if y is empty, as there may be more of them than can be counted through.
+    fn rows(&self) -> usize {
+        if self.problem.is_empty() { 0 } else { self.problem.b }
+    }
+
     /// `y` [b, d_out, l].
     pub(crate) fn forward(&self) -> Expected {
         let p = &self.problem;
-        let mut y = Expected::zeros(p.b * p.d_out * p.l);
-        for b in 0..p.b {
+        let mut y = Expected::zeros(self.rows() * p.d_out * p.l);
+        for b in 0..self.rows() {
             for channel in 0..p.d_out {
                 for t in 0..p.l {
                     if let Some((sum, scale)) = self.before_activation(b, channel, t) {
@@ -208,19 +213,20 @@ impl Reference {
         out
     }
 
-    /// Gradients for `dy` [b, d_out, l] and those of the final states. Without elements that of the
-    /// bias has any only if `bias` says so: there may be no memory for it.
+    /// Gradients for `dy` [b, d_out, l] and those of the final states. If y is empty those of the bias and
+    /// of the initial states have elements only if they are asked for: there may be no memory for them.
     pub(crate) fn backward(
         &self,
         dy: &[f64],
         dfinal_states: Option<&[f64]>,
-        bias: bool,
+        [bias, states]: [bool; 2],
     ) -> Gradients {
         let p = &self.problem;
-        let rows = self.state_rows();
-        let batch = if p.is_empty() { 0 } else { p.b };
+        let batch = self.rows();
+        let states = states || dfinal_states.is_some() || batch > 0;
+        let rows = if states { self.state_rows() } else { Vec::new() };
         let mut out = Gradients {
-            dx: Expected::zeros(p.b * p.d * p.l),
+            dx: Expected::zeros(self.x.len()),
             dweight: Expected::zeros(self.weight.len()),
             dbias: Expected::zeros(if bias || batch > 0 { p.d_out } else { 0 }),
             dinitial_states: Expected::zeros(rows.len() * p.d * p.history()),

@@ -86,8 +86,8 @@ pub(crate) fn backward_checks(
 ) -> Result<Vec<Check>> {
     let problem = &reference.problem;
     let dfinal_states = dfinal_states.map(TensorRef::to_f64_vec).transpose()?;
-    let bias = grads.dbias.is_some();
-    let want = reference.backward(&dy.to_f64_vec()?, dfinal_states.as_deref(), bias);
+    let asked = [grads.dbias.is_some(), grads.dinitial_states.is_some()];
+    let want = reference.backward(&dy.to_f64_vec()?, dfinal_states.as_deref(), asked);
     // Sums over taps, and over tokens: these go through tiles of 64 and pieces of 1024 tokens, or 8
     // widths, in f32, or through matrix products.
     let (taps, tokens) = match problem.dense {

@@ -83,6 +83,10 @@ impl Backward {
         scratch: *mut u8,
     ) {
         let Problem { b, d, l, width, .. } = self.problem;
+        if d == 0 {
+            // No gradient has elements, and other sizes can be larger than any memory.
+            return;
+        }
         let groups = d.div_ceil(GROUP);
         let chunks = l.div_ceil(self.tokens);
         let row_sums = (width + 1) * GROUP;
@@ -91,7 +95,7 @@ impl Backward {
         let sum = dweight.is_some() || dbias.is_some();
         let lanes = |group: usize| (group * GROUP, GROUP.min(d - group * GROUP));
         if sum || gradients.dx.is_some() {
-            parallel_for_workers(self.threads, b * groups * chunks, |worker, task| {
+            parallel_for_workers(self.threads, b * chunks * groups, |worker, task| {
                 let (b, group, chunk) =
                     (task / chunks / groups, task / chunks % groups, task % chunks);
                 let first = chunk * self.tokens;
@@ -111,13 +115,13 @@ impl Backward {
                 dispatch(isa, task);
             });
         }
-        if let Some(states) = gradients.dinitial_states {
+        let history = self.problem.history();
+        if let Some(states) = gradients.dinitial_states.filter(|_| history > 0) {
             let sequences = &inputs.tokens.sequences;
             let rows = sequences.state_rows(b);
             parallel_for_workers(self.threads, rows * groups, |worker, task| {
                 let (row, group) = (task / groups, task % groups);
                 let (b, run) = sequences.state_run(row, false);
-                let history = self.problem.history();
                 let task = Task {
                     plan: self,
                     inputs,

@@ -100,13 +100,14 @@ impl DenseBackward {
         let sums = sums.cast::<f64>();
         let wanted = (dweight.is_some(), dbias.is_some());
         let blocks = Blocks { plan: self, inputs, gradients, weight, x, g, product, bias, scratch };
+        let has_terms = self.forward.problem.has_terms();
         // SAFETY: each part of the scratch memory is as long as what is written there.
         let sums = unsafe {
-            if self.forward.problem.has_tokens() {
+            if has_terms {
                 self.forward.stage_parameters(&inputs.parameters, weight, bias);
                 sums.write_bytes(0, d_out * terms + d_out);
             }
-            for b in 0..b {
+            for b in 0..if has_terms { b } else { 0 } {
                 for first in (0..l).step_by(self.tokens) {
                     let n = self.tokens.min(l - first);
                     let seen = if gradients.dx.is_some() { history } else { 0 };
@@ -122,7 +123,7 @@ impl DenseBackward {
                     }
                 }
             }
-            if let Some(states) = gradients.dinitial_states {
+            if let Some(states) = gradients.dinitial_states.filter(|_| d * history > 0) {
                 let sequences = &inputs.tokens.sequences;
                 for row in 0..sequences.state_rows(b) {
                     let (b, run) = sequences.state_run(row, false);
@@ -136,7 +137,7 @@ impl DenseBackward {
                     blocks.gather((states, row), (b, Some(run)), positions, run.start);
                 }
             }
-            match self.forward.problem.has_tokens() {
+            match has_terms {
                 true => std::slice::from_raw_parts(sums, d_out * terms + d_out),
                 false => &[],
             }

@@ -389,6 +389,25 @@ fn gradients_without_tokens_are_zero() {
     let spec = CausalConv1dSpec::new(desc(&[0, 4, 8]), huge).unwrap();
     let plan = CausalConv1dPlan::new(&spec, &options(2)).unwrap();
     assert_eq!(plan.workspace_bytes(), 0);
+    // So many rows that none may be looked at, or have memory in the oracle.
+    for (x, weight) in [
+        ([1 << 40, 4, 0], vec![4, 3]),
+        ([1 << 40, 4, 0], vec![5, 4, 3]),
+        ([1 << 40, 0, 1 << 12], vec![0, 3]),
+        ([1 << 40, 0, 1 << 12], vec![0, 0, 3]),
+    ] {
+        let spec = CausalConv1dSpec::new(desc(&x), desc(&weight)).unwrap();
+        let options = PlanOptions { verify: Verify::On, ..options(2) };
+        let plan = CausalConv1dPlan::new(&spec, &options).unwrap();
+        let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+        let taps = vec![1.0f32; weight.iter().product()];
+        let none = TensorRef::new::<f32>(&[], &x).unwrap();
+        let args = CausalConv1dArgs::new(none, TensorRef::new(&taps, &weight).unwrap());
+        let mut dx = Tensor::uninitialised(spec.x).unwrap();
+        let grads = CausalConv1dGrads { dx: Some(dx.as_mut()), ..Default::default() };
+        let dy = TensorRef::new::<f32>(&[], spec.y.shape()).unwrap();
+        plan.backward(&args, dy, None, grads, &mut workspace).unwrap();
+    }
     for x in [[0, 4, 8], [2, 4, 0]] {
         let spec = CausalConv1dSpec::new(desc(&x), desc(&[5, 4, 3])).unwrap();
         let plan = CausalConv1dPlan::new(&spec, &options(2)).unwrap();
