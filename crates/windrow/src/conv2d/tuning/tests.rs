@@ -57,16 +57,16 @@ fn right_results_are_accepted_and_wrong_ones_are_not() {
         let problem = Problem::new(&spec, &options(2)).unwrap();
         let candidates = problem.candidates().unwrap();
         let mut runs = Runs::new(&problem, &candidates).unwrap();
-        for candidate in 0..candidates.len() {
+        for (candidate, configuration) in candidates.iter().enumerate() {
             assert!(!runs.is_right(candidate).unwrap(), "nothing has run");
             runs.prepare(candidate).unwrap();
-            assert!(runs.verify(candidate).unwrap(), "{}", candidates[candidate]);
+            assert!(runs.verify(candidate).unwrap(), "{configuration}");
             // An element of the last image's last channel.
             let mut y = runs.y.as_mut();
             let offset = y.desc().layout.len() - 1;
             // SAFETY: y is contiguous and ours.
             unsafe { *y.as_mut_ptr().cast::<f32>().add(offset) += 1.0 };
-            assert!(!runs.is_right(candidate).unwrap(), "{}", candidates[candidate]);
+            assert!(!runs.is_right(candidate).unwrap(), "{configuration}");
         }
     }
 }
