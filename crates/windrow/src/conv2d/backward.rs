@@ -1,10 +1,10 @@
 //! The gradients of a convolution.
 
-use super::cpu::{Engine, Gradients, choose, floats_mut};
+use super::cpu::{Engine, Gradients, by_bf16_products, choose, floats_mut};
 use super::cuda;
 use super::plan::{compare, values};
 use super::reference::{self, Expected};
-use super::{Conv2dConfiguration, Conv2dPlan, Conv2dSpec, Problem, Tile};
+use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dPlan, Conv2dSpec, Problem, Tile};
 use crate::cpu::Isa;
 use crate::cuda::Gpu;
 use crate::tensor::{check_device, check_disjoint, check_dtype, check_tensor};
@@ -22,7 +22,7 @@ pub(crate) enum Backward {
 
 #[derive(Debug)]
 pub(crate) struct CpuBackward {
-    /// The data gradient as a convolution, where its algorithm is Winograd.
+    /// The data gradient as a convolution, where its algorithm is Winograd or products of bf16.
     data: Option<Engine>,
     gradients: Gradients,
 }
@@ -31,9 +31,11 @@ impl Backward {
     pub(crate) fn on_cpu(spec: &Conv2dSpec, p: &Problem, isa: Isa, threads: usize) -> Self {
         let data = mirrored(spec, p).and_then(|spec| {
             let p = spec.problem().ok()?;
-            let algorithm = choose(&spec, &p);
+            let algorithm = choose(&spec, &p, isa);
+            let direct = algorithm == Conv2dAlgorithm::Direct && by_bf16_products(&spec, &p, isa);
             let configuration = Conv2dConfiguration::new(algorithm);
-            algorithm.tile().map(|_| Engine::new(&spec, &p, &configuration, isa, threads))
+            (direct || algorithm.tile().is_some())
+                .then(|| Engine::new(&spec, &p, &configuration, isa, threads))
         });
         Backward::Cpu(CpuBackward { data, gradients: Gradients::new(spec, p, isa, threads) })
     }

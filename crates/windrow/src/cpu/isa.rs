@@ -1,9 +1,12 @@
 //! The one place where an instruction set is chosen.
 
 use super::Simd;
+use super::bf16::Bf16Kernel;
+#[cfg(target_arch = "x86_64")]
+use super::bf16::Bf16Products;
 use super::lanes::Lanes;
 #[cfg(target_arch = "x86_64")]
-use super::x86::{Avx2, Avx512};
+use super::x86::{Avx2, Avx512, Avx512Bf16};
 use std::sync::LazyLock;
 
 /// An instruction set that this machine has: values come from [`Isa::best`] and
@@ -14,6 +17,8 @@ pub struct Isa(Kind);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     #[cfg(target_arch = "x86_64")]
+    Avx512Bf16(Avx512Bf16),
+    #[cfg(target_arch = "x86_64")]
     Avx512(Avx512),
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
@@ -22,7 +27,8 @@ enum Kind {
 
 impl Isa {
     /// The widest instruction set of this machine, or the one that the environment variable
-    /// `WINDROW_ISA` names (`avx512`, `avx2`, `neon` or `portable`), if this machine has it.
+    /// `WINDROW_ISA` names (`avx512bf16`, `avx512`, `avx2`, `neon` or `portable`), if this machine
+    /// has it.
     pub fn best() -> Self {
         static BEST: LazyLock<Isa> = LazyLock::new(|| {
             let available = Isa::available();
@@ -44,6 +50,7 @@ impl Isa {
         let mut all = Vec::new();
         #[cfg(target_arch = "x86_64")]
         {
+            all.extend(Avx512Bf16::detect().map(|t| Isa(Kind::Avx512Bf16(t))));
             all.extend(Avx512::detect().map(|t| Isa(Kind::Avx512(t))));
             all.extend(Avx2::detect().map(|t| Isa(Kind::Avx2(t))));
         }
@@ -51,15 +58,26 @@ impl Isa {
         all
     }
 
-    /// `avx512`, `avx2`, `neon` or `portable`.
+    /// `avx512bf16`, `avx512`, `avx2`, `neon` or `portable`.
     pub fn name(self) -> &'static str {
         match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16(_) => "avx512bf16",
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512(_) => "avx512",
             #[cfg(target_arch = "x86_64")]
             Kind::Avx2(_) => "avx2",
             Kind::Lanes(_) if cfg!(target_arch = "aarch64") => "neon",
             Kind::Lanes(_) => "portable",
+        }
+    }
+
+    /// Whether [`dispatch_bf16`] can run a kernel.
+    pub(crate) fn has_bf16_products(self) -> bool {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16(_) => true,
+            _ => false,
         }
     }
 }
@@ -72,11 +90,28 @@ pub(crate) trait Kernel {
     fn run<S: Simd>(self, simd: S) -> Self::Output;
 }
 
+/// Runs a kernel with the products of bf16 of an `isa` that has them.
+#[inline]
+pub(crate) fn dispatch_bf16<K: Bf16Kernel>(isa: Isa, kernel: K) {
+    match isa.0 {
+        // SAFETY: the token exists, so the machine has these instructions.
+        #[cfg(target_arch = "x86_64")]
+        Kind::Avx512Bf16(t) => unsafe { with_avx512bf16(t, kernel) },
+        _ => {
+            drop(kernel);
+            unreachable!("{} has no products of bf16", isa.name())
+        }
+    }
+}
+
 /// Runs a kernel with the instructions of `isa`.
 #[inline]
 pub(crate) fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
     match isa.0 {
         // SAFETY: the token exists, so the machine has these instructions.
+        #[cfg(target_arch = "x86_64")]
+        Kind::Avx512Bf16(t) => unsafe { with_avx512(t.simd(), kernel) },
+        // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         Kind::Avx512(t) => unsafe { with_avx512(t, kernel) },
         // SAFETY: as above.
@@ -84,6 +119,14 @@ pub(crate) fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
         Kind::Avx2(t) => unsafe { with_avx2(t, kernel) },
         Kind::Lanes(t) => kernel.run(t),
     }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(
+    enable = "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx2,fma,f16c,bmi1,bmi2"
+)]
+fn with_avx512bf16<K: Bf16Kernel>(t: Avx512Bf16, kernel: K) {
+    kernel.run(t);
 }
 
 #[cfg(target_arch = "x86_64")]

@@ -4,6 +4,7 @@
 //! `dispatch` compiles it for every instruction set and calls the one asked for. Instruction
 //! sets are tokens that exist only if the machine has them, so calling a kernel is safe.
 
+mod bf16;
 mod cache;
 mod element;
 pub(crate) mod gemm;
@@ -17,10 +18,11 @@ mod threads;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+pub(crate) use bf16::{Bf16Kernel, Bf16Products, Row};
 pub(crate) use cache::last_level_cache;
 pub(crate) use element::SimdElement;
 pub use isa::Isa;
-pub(crate) use isa::{Kernel, dispatch};
+pub(crate) use isa::{Kernel, dispatch, dispatch_bf16};
 pub use name::name;
 pub use peak::{copy, peak_gflops};
 pub(crate) use simd::{MAX_LANES, Simd};

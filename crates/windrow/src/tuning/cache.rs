@@ -125,7 +125,7 @@ pub(crate) struct Known {
 /// Tables that ship with the library: what `windrow tune --export` wrote, without entries that are the model's
 /// choice.
 const SHIPPED: &[&str] =
-    &[include_str!("shipped/nvidia-h200.json"), include_str!("shipped/amd-epyc-avx512.json")];
+    &[include_str!("shipped/nvidia-h200.json"), include_str!("shipped/amd-epyc-avx512bf16.json")];
 
 impl Known {
     /// Read at the first call for a device, kept as long as the process lives.

@@ -1,9 +1,10 @@
 //! Which algorithm the planner takes on the CPU.
 
 use super::winograd::{FUSED_TILE, best_tile};
-use crate::Accuracy;
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile};
+use crate::cpu::Isa;
+use crate::{Accuracy, DType};
 
 /// The algorithms that can compute a problem.
 pub(crate) fn supported(p: &Problem) -> Vec<Conv2dAlgorithm> {
@@ -28,12 +29,30 @@ fn one_pass_pays(p: &Problem) -> bool {
     (2..=FEW_CHANNELS).contains(&p.c) && p.ow >= columns
 }
 
+/// Input channels up to which direct sums by products of bf16 are faster than Winograd's algorithm.
+const BF16_CHANNELS: usize = 10;
+/// Output pixels from which on they are: they round so many at once.
+const BF16_PIXELS: usize = 32;
+
+/// Whether direct sums are formed by products of bf16. These count numbers below 2^-126 as zero, which
+/// is not `Exact`. A filter of one or two output channels leaves most of the sums idle.
+pub(crate) fn by_bf16_products(spec: &Conv2dSpec, p: &Problem, isa: Isa) -> bool {
+    let bf16 = spec.x.dtype == DType::BF16 && isa.has_bf16_products();
+    bf16 && spec.accuracy != Accuracy::Exact && p.groups == 1 && p.k > 2
+}
+
 /// The algorithm that should be fastest within the accuracy asked for.
-pub(crate) fn choose(spec: &Conv2dSpec, p: &Problem) -> Conv2dAlgorithm {
+pub(crate) fn choose(spec: &Conv2dSpec, p: &Problem, isa: Isa) -> Conv2dAlgorithm {
     if p.prefers_direct() {
         return Conv2dAlgorithm::Direct;
     }
     let row_major = !is_channels_last(&spec.y.layout);
+    if row_major && p.oh * p.ow >= BF16_PIXELS && by_bf16_products(spec, p, isa) {
+        // Twice as fast as other sums, to which Winograd's algorithm is the alternative.
+        if p.c <= BF16_CHANNELS || !p.is_winograd() {
+            return Conv2dAlgorithm::Direct;
+        }
+    }
     if p.is_winograd() && spec.accuracy != Accuracy::Exact {
         if row_major && one_pass_pays(p) {
             return Conv2dAlgorithm::WinogradFused(FUSED_TILE);
@@ -52,17 +71,46 @@ pub(crate) fn choose(spec: &Conv2dSpec, p: &Problem) -> Conv2dAlgorithm {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::TensorDesc;
     use crate::conv2d::Conv2dParams;
-    use crate::{DType, TensorDesc};
+
+    fn chosen(
+        dtype: DType,
+        x: [usize; 4],
+        isa: Isa,
+        stride: usize,
+        accuracy: Accuracy,
+    ) -> Conv2dAlgorithm {
+        let filter = TensorDesc::contiguous(dtype, &[64, x[1], 3, 3]).unwrap();
+        let x = TensorDesc::contiguous(dtype, &x).unwrap();
+        let params = Conv2dParams { stride: [stride; 2], accuracy, ..Default::default() };
+        let spec = Conv2dSpec::new(x, filter, &params).unwrap();
+        choose(&spec, &spec.problem().unwrap(), isa)
+    }
+
+    #[test]
+    fn products_of_bf16_are_taken_where_the_machine_has_them() {
+        for isa in Isa::available() {
+            let chosen = |dtype, c, side, stride, accuracy| {
+                chosen(dtype, [2, c, side, side], isa, stride, accuracy)
+            };
+            let direct = |dtype, c, side, stride, accuracy| {
+                chosen(dtype, c, side, stride, accuracy) == Conv2dAlgorithm::Direct
+            };
+            let has = isa.has_bf16_products();
+            assert_eq!(direct(DType::BF16, 3, 112, 1, Accuracy::Fp32), has);
+            assert_eq!(direct(DType::BF16, 10, 20, 1, Accuracy::Half), has);
+            assert_eq!(direct(DType::BF16, 64, 28, 2, Accuracy::Fp32), has);
+            assert!(!direct(DType::BF16, 64, 28, 2, Accuracy::Exact));
+            assert!(!direct(DType::F16, 64, 28, 2, Accuracy::Fp32));
+            assert!(!direct(DType::BF16, 64, 28, 1, Accuracy::Fp32));
+            assert!(!direct(DType::BF16, 8, 7, 1, Accuracy::Fp32));
+        }
+    }
 
     #[test]
     fn few_channels_go_in_one_pass_where_rows_fill_vectors() {
-        let chosen = |c, w| {
-            let x = TensorDesc::contiguous(DType::F32, &[2, c, 40, w]).unwrap();
-            let filter = TensorDesc::contiguous(DType::F32, &[64, c, 3, 3]).unwrap();
-            let spec = Conv2dSpec::new(x, filter, &Conv2dParams::default()).unwrap();
-            choose(&spec, &spec.problem().unwrap())
-        };
+        let chosen = |c, w| chosen(DType::F32, [2, c, 40, w], Isa::best(), 1, Accuracy::Fp32);
         let fused = Conv2dAlgorithm::WinogradFused(FUSED_TILE);
         for (c, w) in [(2, 18), (3, 114), (4, 34), (5, 66), (8, 114)] {
             assert_eq!(chosen(c, w), fused, "{c} {w}");

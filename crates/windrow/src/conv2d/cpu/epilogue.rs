@@ -1,9 +1,9 @@
 //! Bias, activation and rounding of finished sums on their way to the destination.
 
 use super::stencil::{Segment, Stencil};
+use crate::Activation;
 use crate::cpu::math::activate;
 use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement};
-use crate::{Activation, DType};
 use std::ops::Range;
 
 /// What lies next to each other in the destination, and so fills a vector.
@@ -130,10 +130,9 @@ impl<T: SimdElement> Store<'_, T> {
 
     /// The place of neighbouring pixels, if sums above a bound are what belongs there.
     #[inline(always)]
-    pub(crate) fn plain(&self, segment: &Segment) -> Option<(*mut f32, f32)> {
-        let plain = T::DTYPE == DType::F32 && self.stencil.dst[3] == 1;
-        let bound = self.epilogue.bound().filter(|_| plain)?;
-        Some((self.at(segment).cast(), bound))
+    pub(crate) fn plain(&self, segment: &Segment) -> Option<(*mut T, f32)> {
+        let bound = self.epilogue.bound().filter(|_| self.stencil.dst[3] == 1)?;
+        Some((self.at(segment), bound))
     }
 
     /// Stores all channels of neighbouring pixels.
@@ -169,6 +168,22 @@ impl<T: SimdElement> Store<'_, T> {
                     }
                 }
             }
+        }
+    }
+
+    /// Stores all channels of the pixels of a segment that runs on from row to row, of `width`.
+    ///
+    /// # Safety
+    /// As for [`Store::segment`].
+    #[inline(always)]
+    pub(crate) unsafe fn rows<S: Simd>(&self, s: S, mut segment: Segment, width: usize) {
+        let len = segment.len;
+        while segment.lane < len {
+            segment.len = (len - segment.lane).min(width - segment.j);
+            // SAFETY: passed on.
+            unsafe { self.segment(s, &segment) };
+            segment.lane += segment.len;
+            (segment.i, segment.j) = (segment.i + 1, 0);
         }
     }
 

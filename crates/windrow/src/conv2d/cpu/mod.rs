@@ -16,7 +16,7 @@ use super::winograd_reference::Stages;
 use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::cpu::{Isa, SimdElement};
 use crate::{Activation, DType, Result, TensorMut, TensorRef, bf16, f16};
-pub(crate) use choice::{choose, supported};
+pub(crate) use choice::{by_bf16_products, choose, supported};
 use direct::Direct;
 use epilogue::Epilogue;
 pub(crate) use gradients::Gradients;
@@ -133,7 +133,9 @@ impl Engine {
         let Conv2dConfiguration { algorithm, tiles, parts, vectors, .. } = *configuration;
         match algorithm {
             Conv2dAlgorithm::Direct => {
-                Engine::Gather(Gather::Direct(Direct::new(stencil(), isa, threads)))
+                let products = by_bf16_products(spec, p, isa);
+                let new = if products { Direct::by_bf16_products } else { Direct::new };
+                Engine::Gather(Gather::Direct(new(stencil(), isa, threads)))
             }
             Conv2dAlgorithm::Im2colGemm => {
                 Engine::Gather(Gather::Im2colGemm(Im2colGemm::new(stencil(), isa, threads)))

@@ -80,7 +80,7 @@ impl Conv2dPlan {
             return Self::with_configuration(spec, &tuned, options);
         }
         let algorithm = match options.device {
-            Device::Cpu => choose(spec, &problem),
+            Device::Cpu => choose(spec, &problem, Isa::best()),
             Device::Cuda(index) => cuda::Engine::best(Gpu::get(index)?, spec, &problem)?,
         };
         Self::with_algorithm(spec, algorithm, options)

@@ -259,6 +259,33 @@ fn a_filter_packed_for_another_plan() {
     assert!(matches!(refused, Err(Error::Shape { arg: "w", .. })));
 }
 
+/// A filter packed for products of bf16 holds no f32.
+#[test]
+fn a_filter_packed_for_another_type() {
+    let plan = |dtype, accuracy| {
+        let x = TensorDesc::contiguous(dtype, &[1, 3, 9, 9]).unwrap();
+        let w = TensorDesc::contiguous(dtype, &[8, 3, 3, 3]).unwrap();
+        let params = Conv2dParams { accuracy, ..Default::default() };
+        let spec = Conv2dSpec::new(x, w, &params).unwrap();
+        Conv2dPlan::with_algorithm(&spec, Conv2dAlgorithm::Direct, &PlanOptions::default()).unwrap()
+    };
+    let [half, exact] = [Accuracy::Fp32, Accuracy::Exact].map(|a| plan(DType::BF16, a));
+    let x = Tensor::zeros(DType::BF16, &[1, 3, 9, 9]).unwrap();
+    let w = Tensor::zeros(DType::BF16, &[8, 3, 3, 3]).unwrap();
+    let mut y = Tensor::zeros(DType::BF16, &[1, 8, 7, 7]).unwrap();
+    let mut workspace =
+        Workspace::new(Device::Cpu, exact.workspace_bytes().max(half.workspace_bytes())).unwrap();
+    let packed = half.pack_weights(&w.as_ref(), &mut workspace).unwrap();
+    let args = Conv2dArgs { x: x.as_ref(), w: Weights::Packed(&packed), bias: None };
+    half.run(&args, y.as_mut(), &mut workspace).unwrap();
+    let result = exact.run(&args, y.as_mut(), &mut workspace);
+    if crate::cpu::Isa::best().has_bf16_products() {
+        assert!(matches!(result, Err(Error::Parameter { name: "w", .. })));
+    } else {
+        result.unwrap();
+    }
+}
+
 #[test]
 fn gradients_unlike_the_spec() {
     let t = Tensors::new();

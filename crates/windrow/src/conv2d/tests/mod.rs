@@ -318,6 +318,34 @@ fn wide_images() {
     }
 }
 
+/// Direct sums of bf16 over blocks of more pixels than are summed at once: odd and even numbers of
+/// channels and taps, filters larger than the padding, strides, dilation, gaps, every way to y.
+#[test]
+fn images_of_bf16() {
+    let cases = [
+        ([2, 3, 21, 50], [8, 3, 3], [1, 1], [0, 0], [1, 1]),
+        ([1, 3, 33, 37], [9, 3, 3], [1, 1], [1, 1], [1, 1]),
+        ([1, 4, 40, 112], [4, 5, 4], [2, 2], [2, 1], [1, 1]),
+        ([1, 1, 30, 61], [5, 7, 7], [3, 2], [9, 3], [1, 2]),
+        ([1, 1, 700, 3], [4, 3, 2], [1, 1], [0, 1], [5, 1]),
+        ([1, 70, 14, 14], [6, 1, 1], [1, 1], [0, 0], [1, 1]),
+        ([2, 2, 3, 1100], [12, 2, 1], [1, 3], [1, 2], [1, 1]),
+    ];
+    let activations = [Activation::Identity, Activation::Relu, Activation::Silu];
+    for (i, (x, filter, stride, padding, dilation)) in cases.into_iter().enumerate() {
+        for (activation, form) in activations.into_iter().zip([Form::Nchw, Form::Nchw, Form::Gaps])
+        {
+            let params =
+                Conv2dParams { stride, padding, dilation, activation, ..Default::default() };
+            let forms = [FORMS[i % 4], Form::Nchw, form];
+            for forms in [forms, [Form::Nchw, Form::Gaps, Form::Reversed]] {
+                let bias = Some(DType::F32).filter(|_| i % 2 == 0);
+                Case { x, filter, params, dtype: DType::BF16, bias, forms }.check();
+            }
+        }
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 

@@ -1,6 +1,7 @@
 //! Plans at work: packed filters, shared workspaces, checked runs, extreme sizes.
 
 use super::*;
+use crate::Accuracy;
 use crate::verify::random_tensor;
 
 fn desc(shape: &[usize]) -> TensorDesc {
@@ -166,10 +167,16 @@ fn large_filters_are_packed_in_parts() {
 /// transforms.
 #[test]
 fn nan_stays_where_it_is() {
-    let mut values = vec![1f32; 49];
-    values[3 * 7 + 3] = f32::NAN;
+    nan_stays(1f32, f32::NAN, f32::is_nan);
+    nan_stays(bf16::ONE, bf16::NAN, bf16::is_nan);
+    nan_stays(bf16::ONE, bf16::INFINITY, |y| y == bf16::INFINITY);
+}
+
+fn nan_stays<T: crate::Element>(one: T, marker: T, is_marked: fn(T) -> bool) {
+    let mut values = vec![one; 49];
+    values[3 * 7 + 3] = marker;
     let x = Tensor::from_slice(&values, &[1, 1, 7, 7]).unwrap();
-    let w = Tensor::from_slice(&[1f32; 9], &[1, 1, 3, 3]).unwrap();
+    let w = Tensor::from_slice(&[one; 4 * 9], &[4, 1, 3, 3]).unwrap();
     let params = Conv2dParams { padding: [1, 1], ..Default::default() };
     let spec = Conv2dSpec::new(*x.desc(), *w.desc(), &params).unwrap();
     for algorithm in [Conv2dAlgorithm::Direct, Conv2dAlgorithm::Im2colGemm] {
@@ -178,10 +185,35 @@ fn nan_stays_where_it_is() {
         let mut y = Tensor::uninitialised(spec.y).unwrap();
         let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias: None };
         plan.run(&args, y.as_mut(), &mut workspace).unwrap();
-        for (i, y) in y.to_vec::<f32>().unwrap().into_iter().enumerate() {
-            let near = (2..=4).contains(&(i / 7)) && (2..=4).contains(&(i % 7));
-            assert_eq!(y.is_nan(), near, "{algorithm} at {i}");
+        for (i, y) in y.to_vec::<T>().unwrap().into_iter().enumerate() {
+            let near = (2..=4).contains(&(i / 7 % 7)) && (2..=4).contains(&(i % 7));
+            assert_eq!(is_marked(y), near, "{algorithm} at {i}");
         }
+    }
+}
+
+/// `Exact` keeps numbers below 2^-126, which products of bf16 count as zero.
+#[test]
+fn tiny_numbers_are_kept_by_exact_sums() {
+    let tiny = bf16::from_bits(1);
+    let x = Tensor::from_slice(&[tiny; 64], &[1, 1, 8, 8]).unwrap();
+    let w = Tensor::from_slice(&[bf16::ONE; 4], &[4, 1, 1, 1]).unwrap();
+    for (accuracy, isa) in [Accuracy::Exact, Accuracy::Fp32]
+        .into_iter()
+        .flat_map(|accuracy| Isa::available().into_iter().map(move |isa| (accuracy, isa)))
+    {
+        let params = Conv2dParams { accuracy, ..Default::default() };
+        let spec = Conv2dSpec::new(*x.desc(), *w.desc(), &params).unwrap();
+        let configuration = Conv2dConfiguration::new(Conv2dAlgorithm::Direct);
+        let (problem, options) = (spec.problem().unwrap(), PlanOptions::default());
+        let plan = Conv2dPlan::build(&spec, problem, &configuration, isa, &options);
+        let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+        let mut y = Tensor::uninitialised(spec.y).unwrap();
+        let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias: None };
+        plan.run(&args, y.as_mut(), &mut workspace).unwrap();
+        let zero = accuracy != Accuracy::Exact && isa.has_bf16_products();
+        let want = if zero { bf16::ZERO } else { tiny };
+        assert_eq!(y.to_vec::<bf16>().unwrap(), [want; 4 * 64], "{accuracy:?} on {isa:?}");
     }
 }
 

@@ -1,12 +1,15 @@
 //! Convolution as sums over the filter's taps, without an im2col matrix.
 
 mod depthwise;
+mod pairs;
 mod planar;
 
 use super::epilogue::Epilogue;
 use super::stencil::Stencil;
+use crate::bf16;
 use crate::cpu::{Isa, SendPtr, SimdElement, parallel_for_workers};
 use depthwise::Depthwise;
+use pairs::Pairs;
 use planar::Planar;
 
 /// A [`Stencil`] by direct summation, for one instruction set.
@@ -22,6 +25,8 @@ pub(crate) struct Direct {
 enum Form {
     /// Vectors over pixels.
     Planar(Planar),
+    /// The same by products of bf16.
+    Pairs(Pairs),
     /// Vectors over channels, each of which is a group of its own.
     Depthwise(Depthwise),
 }
@@ -39,10 +44,17 @@ impl Direct {
         Direct { stencil, form, isa, threads }
     }
 
+    /// For bf16, by an `isa` that has products of it.
+    pub(crate) fn by_bf16_products(stencil: Stencil, isa: Isa, threads: usize) -> Self {
+        let form = Form::Pairs(Pairs::new(&stencil, threads));
+        Direct { stencil, form, isa, threads }
+    }
+
     /// Blocking in words.
     pub(crate) fn explain(&self) -> String {
         match &self.form {
             Form::Planar(form) => form.explain(),
+            Form::Pairs(form) => form.explain(),
             Form::Depthwise(_) => "lanes over channels, each its own group".into(),
         }
     }
@@ -56,6 +68,9 @@ impl Direct {
     pub(crate) fn scratch_len(&self) -> usize {
         match &self.form {
             Form::Planar(form) => self.threads.min(form.units(&self.stencil)) * form.scratch_len(),
+            Form::Pairs(form) => {
+                self.threads.min(form.planar.units(&self.stencil)) * form.scratch_len()
+            }
             Form::Depthwise(_) => 0,
         }
     }
@@ -63,13 +78,18 @@ impl Direct {
     /// Elements of the packed filter.
     pub(crate) fn packed_len(&self) -> usize {
         let Stencil { groups, k, .. } = self.stencil;
-        groups * k.next_multiple_of(self.panel()) * self.stencil.terms()
+        let terms = match &self.form {
+            Form::Pairs(form) => form.terms(),
+            Form::Planar(_) | Form::Depthwise(_) => self.stencil.terms(),
+        };
+        groups * k.next_multiple_of(self.panel()) * terms
     }
 
     /// Channels that lie next to each other in the packed filter.
     pub(crate) fn packed_width(&self) -> usize {
         match &self.form {
             Form::Planar(form) => form.rows,
+            Form::Pairs(form) => form.packed_width(),
             Form::Depthwise(_) => self.stencil.groups,
         }
     }
@@ -78,6 +98,7 @@ impl Direct {
     fn panel(&self) -> usize {
         match &self.form {
             Form::Planar(form) => form.rows,
+            Form::Pairs(form) => form.planar.rows,
             Form::Depthwise(_) => 1,
         }
     }
@@ -103,6 +124,16 @@ impl Direct {
                 for &row in &stencil.rows {
                     for &col in &stencil.cols {
                         (0..stencil.groups).for_each(|group| put(read(group, 0, 0, row, col)));
+                    }
+                }
+            }
+            Form::Pairs(form) => {
+                for group in 0..stencil.groups {
+                    for first in (0..stencil.k).step_by(form.planar.rows) {
+                        let read = |k, [c, row, col]: [usize; 3]| {
+                            read(group, k, c, stencil.rows[row], stencil.cols[col])
+                        };
+                        form.pack(first, read, &mut put);
                     }
                 }
             }
@@ -138,6 +169,7 @@ impl Direct {
         let (stencil, isa) = (&self.stencil, self.isa);
         let units = match &self.form {
             Form::Planar(form) => form.units(stencil),
+            Form::Pairs(form) => form.planar.units(stencil),
             Form::Depthwise(form) => form.units(stencil),
         };
         let operands = Operands { packed, src, dst, epilogue };
@@ -152,6 +184,13 @@ impl Direct {
                         Form::Planar(form) => {
                             let scratch = scratch.get().add(worker * form.scratch_len());
                             form.run(isa, stencil, unit, operands, scratch);
+                        }
+                        Form::Pairs(form) => {
+                            let scratch = scratch.get().add(worker * form.scratch_len());
+                            let Operands { packed, src, dst, epilogue } = *operands;
+                            let (src, dst) = (src.cast::<bf16>(), dst.cast::<bf16>());
+                            let operands = Operands { packed, src, dst, epilogue };
+                            form.run(isa, stencil, unit, &operands, scratch);
                         }
                         Form::Depthwise(form) => form.run(isa, stencil, unit, operands),
                     }

@@ -7,18 +7,19 @@ use super::super::epilogue::{Epilogue, Lanes, Lines, Store};
 use super::super::rows::{Rows, zero_ahead};
 use super::super::stencil::{Segment, Stencil, Tap};
 use super::Operands;
+use crate::DType;
 use crate::cpu::gemm::even_part;
 use crate::cpu::{Isa, Kernel, MAX_LANES, Simd, SimdElement, dispatch};
 use std::ops::Range;
 
 /// Elements of the copied source that a block may take: they stay in the second-level cache.
-const SOURCE_LEN: usize = 64 << 10;
+pub(super) const SOURCE_LEN: usize = 64 << 10;
 /// Pixels that a block of whole rows need not exceed.
 const PIXELS: usize = 1024;
 /// What a copied pixel costs, in pixels that are summed in one channel.
 const COPY: usize = 2;
 /// Channels that may be summed at once.
-const ROWS: [usize; 6] = [8, 6, 4, 3, 2, 1];
+pub(super) const ROWS: [usize; 6] = [8, 6, 4, 3, 2, 1];
 
 /// Vectors of pixels that are summed at once for as many channels: the registers hold the sums, the
 /// vectors and a broadcast.
@@ -33,15 +34,15 @@ pub(super) struct Planar {
     /// Destination channels that are summed at once.
     pub rows: usize,
     /// Pixels that are summed at once.
-    group: usize,
+    pub group: usize,
     /// Channels of a group that a unit computes; a multiple of `rows`.
     channels: usize,
     /// Destination rows and columns of a block; several rows only as wide as the destination.
-    block: [usize; 2],
+    pub block: [usize; 2],
     /// How row taps read the copy.
-    axis: Axis,
+    pub axis: Axis,
     /// Position in the source of what each column tap reads for column 0.
-    cols: Vec<isize>,
+    pub cols: Vec<isize>,
     /// Elements of one source channel in the copy.
     channel_len: usize,
     /// Source channels of a group.
@@ -52,13 +53,13 @@ pub(super) struct Planar {
 
 /// How the taps along rows read the copy.
 #[derive(Clone, Debug)]
-struct Axis {
+pub(super) struct Axis {
     /// Position in the source, relative to `step * block start`, of the first element of each part.
-    parts: Vec<isize>,
+    pub parts: Vec<isize>,
     /// Part, and shift in it, that each tap reads.
-    taps: Vec<(usize, usize)>,
+    pub taps: Vec<(usize, usize)>,
     /// Largest shift.
-    span: usize,
+    pub span: usize,
 }
 
 impl Axis {
@@ -103,13 +104,22 @@ impl Planar {
             .filter(|&rows| vectors(rows, registers) > 1)
             .min_by_key(|&rows| stencil.k.max(1).next_multiple_of(rows) * (rows + 1) * 24 / rows)
             .unwrap_or(1);
-        let group = vectors(rows, registers) * lanes;
+        Self::with_shape(stencil, [rows, vectors(rows, registers) * lanes], SOURCE_LEN, threads)
+    }
+
+    /// With so many channels and pixels at once, and at most `source_len` elements of the source.
+    pub(super) fn with_shape(
+        stencil: &Stencil,
+        [rows, group]: [usize; 2],
+        source_len: usize,
+        threads: usize,
+    ) -> Self {
         let axis = |rows: usize| Axis::new(&stencil.rows, stencil.step[0], rows);
         let channel_len = |axis: &Axis, block: [usize; 2]| {
             axis.parts.len() * stencil.cols.len() * (block[0] + axis.span) * block[1]
         };
         let fits = |block: [usize; 2]| {
-            stencil.c.saturating_mul(channel_len(&axis(block[0]), block)) <= SOURCE_LEN
+            stencil.c.saturating_mul(channel_len(&axis(block[0]), block)) <= source_len
         };
         // Whole rows, as many as are worth it; parts of a row where not even one fits.
         let [height, width] = stencil.dst_size.map(|size| size.max(1));
@@ -205,6 +215,21 @@ impl Planar {
         operands: &Operands<'_, T>,
         scratch: *mut f32,
     ) {
+        let tile = scratch.wrapping_add(self.source_len());
+        let block = self.block(stencil, unit);
+        let Block { first, size, .. } = block;
+        let src = operands.src.wrapping_offset(block.source(stencil));
+        let at = [first.i, first.j];
+        dispatch(isa, Copy { plan: self, stencil, src, at, size, to: scratch });
+        let terms = stencil.terms();
+        for (filter, bias, store) in self.panels(stencil, &block, operands, terms, tile) {
+            let sums = Sums { plan: self, filter, bias };
+            dispatch(isa, Panel { sums, source: scratch, tile, store, first, size });
+        }
+    }
+
+    /// The block of a unit.
+    pub(super) fn block(&self, stencil: &Stencil, unit: usize) -> Block {
         let [height, width] = stencil.dst_size;
         let col_blocks = width.div_ceil(self.block[1]);
         let blocks = height.div_ceil(self.block[0]) * col_blocks;
@@ -214,33 +239,54 @@ impl Planar {
         let (group, n) = (rest % stencil.groups, rest / stencil.groups);
         let at = [block / col_blocks * self.block[0], block % col_blocks * self.block[1]];
         let size = [self.block[0].min(height - at[0]), self.block[1].min(width - at[1])];
+        let channels = part * self.channels..((part + 1) * self.channels).min(stencil.k);
+        Block { first: Segment { lane: 0, len: 0, n, i: at[0], j: at[1] }, size, group, channels }
+    }
 
-        let src =
-            operands.src.wrapping_offset(n as isize * stencil.src[0] + stencil.src_group(group));
-        dispatch(isa, Copy { plan: self, stencil, src, at, size, to: scratch });
-        let panels = stencil.k.div_ceil(self.rows);
-        let panel_len = self.rows * stencil.terms();
-        let first = part * self.channels;
-        let dst = operands.dst.wrapping_offset(stencil.dst_group(group));
-        for k in (first..(first + self.channels).min(stencil.k)).step_by(self.rows) {
-            let filter =
-                &operands.packed[(group * panels + k / self.rows) * panel_len..][..panel_len];
-            let tile = scratch.wrapping_add(self.source_len());
+    /// Filter of `terms` elements a channel, bias, and way to the destination by groups of sums at
+    /// `tile`, of each panel of a block's channels.
+    pub(super) fn panels<'a, T: SimdElement>(
+        &'a self,
+        stencil: &'a Stencil,
+        block: &Block,
+        operands: &'a Operands<'_, T>,
+        terms: usize,
+        tile: *const f32,
+    ) -> impl Iterator<Item = (&'a [f32], [f32; ROWS[0]], Store<'a, T>)> {
+        let panel_len = self.rows * terms;
+        let before = block.group * stencil.k.div_ceil(self.rows);
+        let bias = operands.epilogue.for_group(block.group, stencil.k).bias;
+        let dst = operands.dst.wrapping_offset(stencil.dst_group(block.group));
+        block.channels.clone().step_by(self.rows).map(move |k| {
+            let filter = &operands.packed[(before + k / self.rows) * panel_len..][..panel_len];
+            let channels = k..(k + self.rows).min(stencil.k);
             let store = Store {
                 stencil,
                 lanes: Lanes::Pixels,
                 dst,
                 // The sums begin with the bias.
                 epilogue: Epilogue { bias: std::ptr::null(), ..operands.epilogue },
-                channels: k..(k + self.rows).min(stencil.k),
+                channels: channels.clone(),
                 tile,
                 row: self.group,
             };
-            let bias = operands.epilogue.for_group(group, stencil.k).bias;
-            let sums = Sums { plan: self, filter, bias: self.bias(bias, store.channels.clone()) };
-            let first = Segment { lane: 0, len: 0, n, i: at[0], j: at[1] };
-            dispatch(isa, Panel { sums, source: scratch, tile, store, first, size });
-        }
+            (filter, self.bias(bias, channels), store)
+        })
+    }
+}
+
+/// A block of pixels and channels.
+pub(super) struct Block {
+    pub first: Segment,
+    pub size: [usize; 2],
+    group: usize,
+    channels: Range<usize>,
+}
+
+impl Block {
+    /// Offset of the image's source channel 0 of the group.
+    pub(super) fn source(&self, stencil: &Stencil) -> isize {
+        self.first.n as isize * stencil.src[0] + stencil.src_group(self.group)
     }
 }
 
@@ -322,30 +368,20 @@ impl<T: SimdElement> Kernel for Panel<'_, T> {
         for lane in (0..rows * width).step_by(plan.group) {
             let len = plan.group.min(rows * width - lane);
             let (i, j) = (self.first.i + lane / width, self.first.j + lane % width);
-            let mut segment = Segment { i, j, len, ..self.first };
+            let segment = Segment { i, j, len, ..self.first };
             // Asking for memory and waiting for it took longer than the sums of few channels.
             let ahead = self.store.lines(&segment);
             let whole = in_one_piece && len == plan.group && self.store.channels.len() == plan.rows;
-            let plain = self.store.plain(&segment).filter(|_| whole);
+            let plain = self.store.plain(&segment).filter(|_| whole && T::DTYPE == DType::F32);
             let sink = match plain {
-                Some((to, bound)) => Sink { to, row: k_stride, bound },
+                Some((to, bound)) => Sink { to: to.cast(), row: k_stride, bound },
                 None => Sink { to: self.tile, row: plan.group as isize, bound: f32::NEG_INFINITY },
             };
             // SAFETY: pixels of the stencil; their sums are where they belong or in the tile.
             unsafe {
                 self.sums.of(s, self.source.add(lane), sink, ahead);
-                if plain.is_some() {
-                    continue;
-                }
-                if in_one_piece {
-                    self.store.segment(s, &segment);
-                    continue;
-                }
-                while segment.lane < len {
-                    segment.len = (len - segment.lane).min(width - segment.j);
-                    self.store.segment(s, &segment);
-                    segment.lane += segment.len;
-                    (segment.i, segment.j) = (segment.i + 1, 0);
+                if plain.is_none() {
+                    self.store.rows(s, segment, if in_one_piece { usize::MAX } else { width });
                 }
             }
         }

@@ -1,0 +1,374 @@
+//! Sums of bf16 by instructions that multiply pairs: the blocks of [`Planar`], whose terms are taken two
+//! at a time. Of what channels and column taps read, two are interleaved, and row taps read the pairs
+//! at constant distances. Where one is left over, its row taps form the pairs.
+
+use super::super::epilogue::Store;
+use super::super::stencil::{Segment, Stencil, Tap};
+use super::Operands;
+use super::planar::{Block, Planar, ROWS, SOURCE_LEN};
+use crate::bf16;
+use crate::cpu::{Bf16Kernel, Bf16Products, Isa, MAX_LANES, Row, Simd, dispatch_bf16};
+use std::ops::Range;
+
+/// Channels that are summed at once.
+const CHANNELS: usize = 4;
+/// Vectors of pixels that are summed at once, at most.
+const VECTORS: usize = 6;
+/// Pixels that are rounded together.
+const ROUNDED: usize = 2 * MAX_LANES;
+
+#[derive(Clone, Debug)]
+pub(super) struct Pairs {
+    pub planar: Planar,
+    /// Elements of a plane.
+    plane: usize,
+    /// Planes of pairs.
+    planes: Vec<Plane>,
+    pairs: Vec<Pair>,
+}
+
+/// Pairs of two lines, for the pixels of a block's rows and `reach` more.
+#[derive(Clone, Debug)]
+struct Plane {
+    lines: [Option<Line>; 2],
+    reach: usize,
+}
+
+/// What a tap reads of a source channel.
+#[derive(Clone, Copy, Debug)]
+struct Line {
+    c: usize,
+    /// Position in the source of what it reads for row and column 0.
+    row: isize,
+    col: isize,
+}
+
+/// Two terms of the sum.
+#[derive(Clone, Debug)]
+struct Pair {
+    /// Where the pairs for the block's first pixel are among the planes of pairs.
+    offset: usize,
+    /// Channel, row tap and column tap of each.
+    terms: [Option<[usize; 3]>; 2],
+}
+
+impl Pairs {
+    pub(super) fn new(stencil: &Stencil, threads: usize) -> Self {
+        let shape = [CHANNELS, VECTORS * MAX_LANES];
+        let planar = Planar::with_shape(stencil, shape, 2 * SOURCE_LEN, threads);
+        let ([height, width], axis) = (planar.block, &planar.axis);
+        let plane = (height + axis.span) * width;
+        let (mut planes, mut pairs) = (Vec::new(), Vec::new());
+        for (part, &row) in axis.parts.iter().enumerate() {
+            // Row taps and their shifts.
+            let taps = axis.taps.iter().map(|tap| (tap.0 == part).then_some(tap.1)).enumerate();
+            let taps: Vec<_> = taps.filter_map(|(tap, shift)| Some((tap, shift?))).collect();
+            let reach = taps.iter().map(|tap| tap.1).max().unwrap_or(0);
+            let columns = || planar.cols.iter().enumerate();
+            let lines: Vec<_> = (0..stencil.c)
+                .flat_map(|c| columns().map(move |(i, &col)| (i, Line { c, row, col })))
+                .collect();
+            let (twos, rest) = lines.as_chunks();
+            for &[(first_col, first), (second_col, second)] in twos {
+                pairs.extend(taps.iter().map(|&(row, shift)| Pair {
+                    offset: planes.len() * plane + shift * width,
+                    terms: [Some([first.c, row, first_col]), Some([second.c, row, second_col])],
+                }));
+                planes.push(Plane { lines: [Some(first), Some(second)], reach });
+            }
+            for &(col, line) in rest {
+                for taps in taps.chunks(2) {
+                    let taps = [taps.first(), taps.get(1)];
+                    let shifted = |shift: usize| (shift * stencil.step[0]) as isize;
+                    pairs.push(Pair {
+                        offset: planes.len() * plane,
+                        terms: taps.map(|tap| tap.map(|&(row, _)| [line.c, row, col])),
+                    });
+                    let lines = taps.map(|tap| {
+                        tap.map(|&(_, shift)| Line { row: line.row + shifted(shift), ..line })
+                    });
+                    planes.push(Plane { lines, reach: 0 });
+                }
+            }
+        }
+        Pairs { planar, plane, planes, pairs }
+    }
+
+    pub(super) fn explain(&self) -> String {
+        format!("{}, {} pairs of terms", self.planar.explain(), self.pairs.len())
+    }
+
+    /// Elements of the packed filter for one channel.
+    pub(super) fn terms(&self) -> usize {
+        self.pairs.len()
+    }
+
+    /// A panel of the filter from channel `first` on, [pair, channel of the panel], each pair in the
+    /// bits of an f32. `read(k, [c, row tap, column tap])` is an element of the filter.
+    pub(super) fn pack(
+        &self,
+        first: usize,
+        read: impl Fn(usize, [usize; 3]) -> f32,
+        put: &mut impl FnMut(f32),
+    ) {
+        for pair in &self.pairs {
+            for k in first..first + CHANNELS {
+                let [low, high] = pair
+                    .terms
+                    .map(|term| bf16::from_f32(term.map_or(0.0, |term| read(k, term))))
+                    .map(|element| u32::from(element.to_bits()));
+                put(f32::from_bits(low | high << 16));
+            }
+        }
+    }
+
+    /// More channels than lie next to each other in the other forms of a filter.
+    pub(super) fn packed_width(&self) -> usize {
+        2 * ROWS[0]
+    }
+
+    /// Elements of scratch memory of one worker: the pairs, which the last vectors read beyond, rows of
+    /// the source, and the sums of a group of pixels.
+    pub(super) fn scratch_len(&self) -> usize {
+        self.pairs_len() + self.strided_len() + CHANNELS * self.planar.group
+    }
+
+    /// Elements for two rows of bf16 that do not lie next to each other in the source.
+    fn strided_len(&self) -> usize {
+        self.planar.block[1].next_multiple_of(MAX_LANES)
+    }
+
+    fn pairs_len(&self) -> usize {
+        (self.planes.len() * self.plane + self.planar.group + ROUNDED).next_multiple_of(MAX_LANES)
+    }
+
+    /// One block of one image, group and part of the channels.
+    ///
+    /// # Safety
+    /// As for `Direct::run`, with scratch memory for one worker and an `isa` that has the products.
+    pub(super) unsafe fn run(
+        &self,
+        isa: Isa,
+        stencil: &Stencil,
+        unit: usize,
+        operands: &Operands<'_, bf16>,
+        scratch: *mut f32,
+    ) {
+        let strided = scratch.wrapping_add(self.pairs_len());
+        let tile = strided.wrapping_add(self.strided_len());
+        let block = self.planar.block(stencil, unit);
+        let src = operands.src.wrapping_offset(block.source(stencil));
+        let strided = strided.cast();
+        dispatch_bf16(
+            isa,
+            Interleave { plan: self, stencil, block: &block, src, strided, to: scratch },
+        );
+        for (filter, bias, store) in
+            self.planar.panels(stencil, &block, operands, self.terms(), tile)
+        {
+            let Block { first, size, .. } = block;
+            let pairs = scratch;
+            dispatch_bf16(isa, Panel { plan: self, filter, bias, pairs, tile, store, first, size });
+        }
+    }
+}
+
+/// Makes planes of pairs.
+struct Interleave<'a> {
+    plan: &'a Pairs,
+    stencil: &'a Stencil,
+    block: &'a Block,
+    /// Channel 0 of the group, in the image.
+    src: *const bf16,
+    /// Room for two rows.
+    strided: *mut bf16,
+    to: *mut f32,
+}
+
+impl Bf16Kernel for Interleave<'_> {
+    #[inline(always)]
+    fn run<P: Bf16Products>(self, p: P) {
+        let Pairs { planar, planes, plane: len, .. } = self.plan;
+        let (rows, cols, width) = (self.block.size[0], self.block.size[1], planar.block[1]);
+        for (i, plane) in planes.iter().enumerate() {
+            let [first, second] = plane.lines.map(|line| line.map(|line| self.source(line)));
+            for row in 0..rows + plane.reach {
+                // SAFETY: rows of the planes, in order, and two vectors more; rows of the source.
+                unsafe {
+                    let to = self.to.add(i * len + row * width);
+                    let first = self.row(&first, row, self.strided);
+                    let second = self.row(&second, row, self.strided.add(width));
+                    p.interleave(first, second, cols, to);
+                }
+            }
+        }
+    }
+}
+
+/// What a line reads for a block.
+struct Source {
+    /// For the block's first pixel.
+    from: *const bf16,
+    /// Columns of the block that read inside of the source, and distance between what they read.
+    inside: Range<usize>,
+    step: isize,
+    /// The source row that the block's first row reads.
+    row: isize,
+}
+
+impl Interleave<'_> {
+    #[inline(always)]
+    fn source(&self, line: Line) -> Source {
+        let Stencil { step, src, .. } = self.stencil;
+        let Segment { i, j, .. } = self.block.first;
+        let row = (i * step[0]) as isize + line.row;
+        let col = (j * step[1]) as isize + line.col;
+        // Outside of the source positions may overflow, and are not used.
+        let at = [(line.c as isize, src[1]), (row, src[2]), (col, src[3])];
+        let at =
+            at.map(|(i, stride)| i.wrapping_mul(stride)).into_iter().fold(0, isize::wrapping_add);
+        Source {
+            from: self.src.wrapping_offset(at),
+            inside: self.stencil.inside(j, self.block.size[1], Tap { index: 0, offset: line.col }),
+            step: src[3].wrapping_mul(step[1] as isize),
+            row,
+        }
+    }
+
+    /// What a row of the block reads; through `room` where it does not lie in one piece.
+    ///
+    /// # Safety
+    /// The row is in the block, or within reach of it; `room` is writable as far as a row reaches.
+    #[inline(always)]
+    unsafe fn row(&self, source: &Option<Source>, row: usize, room: *mut bf16) -> Row {
+        let zeros = Row { ptr: self.src, start: 0, end: 0 };
+        let Some(Source { from, inside, step, row: first }) = source else { return zeros };
+        let Stencil { step: [step_rows, _], src, src_size, .. } = self.stencil;
+        let at = first + (row * step_rows) as isize;
+        if at < 0 || at >= src_size[0] as isize {
+            return zeros;
+        }
+        let from = from.wrapping_offset(((row * step_rows) as isize).wrapping_mul(src[2]));
+        let Range { start, end } = *inside;
+        if *step == 1 {
+            return Row { ptr: from, start, end };
+        }
+        for i in start..end {
+            // SAFETY: an element of the source, and space for it.
+            unsafe {
+                room.add(i).write(from.wrapping_offset((i as isize).wrapping_mul(*step)).read())
+            };
+        }
+        Row { ptr: room, start, end }
+    }
+}
+
+/// The sums of a panel of channels for all pixels of a block, and their way to the destination.
+struct Panel<'a> {
+    plan: &'a Pairs,
+    filter: &'a [f32],
+    bias: [f32; ROWS[0]],
+    pairs: *const f32,
+    /// [channel of the panel, pixel of the group]
+    tile: *mut f32,
+    store: Store<'a, bf16>,
+    /// The block's first pixel.
+    first: Segment,
+    size: [usize; 2],
+}
+
+impl Bf16Kernel for Panel<'_> {
+    #[inline(always)]
+    fn run<P: Bf16Products>(self, p: P) {
+        let [_, _, row_stride, col_stride] = self.store.stencil.dst;
+        let [rows, width] = self.size;
+        let pixels = rows * width;
+        let in_one_piece = rows == 1 || row_stride == width as isize * col_stride;
+        let whole = in_one_piece && self.store.channels.len() == CHANNELS;
+        let mut done = 0;
+        while done < pixels {
+            let left = pixels - done;
+            let vectors = (left.div_ceil(ROUNDED) * 2).min(VECTORS);
+            let group = vectors * P::Simd::LANES;
+            // The last group may begin in the one before it.
+            let lane = if whole && pixels >= group { done.min(pixels - group) } else { done };
+            let len = group.min(pixels - lane);
+            let segment = Segment {
+                i: self.first.i + lane / width,
+                j: self.first.j + lane % width,
+                len,
+                ..self.first
+            };
+            // SAFETY: pixels of the stencil, whose pairs are in memory.
+            unsafe {
+                match vectors {
+                    2 => self.group::<P, 2>(p, lane, segment, whole, in_one_piece),
+                    4 => self.group::<P, 4>(p, lane, segment, whole, in_one_piece),
+                    _ => self.group::<P, VECTORS>(p, lane, segment, whole, in_one_piece),
+                }
+            }
+            done = lane + len;
+        }
+    }
+}
+
+impl Panel<'_> {
+    /// A group of `V` vectors of pixels.
+    ///
+    /// # Safety
+    /// The pixels of the segment are the stencil's, and their pairs begin at `lane`.
+    #[inline(always)]
+    unsafe fn group<P: Bf16Products, const V: usize>(
+        &self,
+        p: P,
+        lane: usize,
+        segment: Segment,
+        whole: bool,
+        in_one_piece: bool,
+    ) {
+        let s = p.simd();
+        let lanes = P::Simd::LANES;
+        // Asking for memory and waiting for it took longer than the sums of few channels.
+        let mut ahead = self.store.lines(&segment);
+        let mut sums = [[s.zero(); V]; CHANNELS];
+        for (sums, bias) in sums.iter_mut().zip(self.bias) {
+            *sums = [s.splat(bias); V];
+        }
+        let mut filter = self.filter.as_ptr();
+        // SAFETY: promised by the caller; the filter has pairs for each channel of the panel.
+        unsafe {
+            let source = self.pairs.add(lane);
+            for pair in &self.plan.pairs {
+                ahead.ask(s);
+                let mut x = [s.zero(); V];
+                for (v, x) in x.iter_mut().enumerate() {
+                    *x = s.load(source.add(pair.offset + v * lanes));
+                }
+                for (i, sums) in sums.iter_mut().enumerate() {
+                    let w = s.splat(*filter.add(i));
+                    for (sum, x) in sums.iter_mut().zip(x) {
+                        *sum = p.mul_add_pairs(w, x, *sum);
+                    }
+                }
+                filter = filter.add(CHANNELS);
+            }
+            let plain = self.store.plain(&segment).filter(|_| whole && segment.len == V * lanes);
+            if let Some((to, bound)) = plain {
+                let bound = s.splat(bound);
+                for (i, sums) in sums.into_iter().enumerate() {
+                    let to = to.offset(i as isize * self.store.stencil.dst[1]);
+                    for (v, &[a, b]) in sums.as_chunks().0.iter().enumerate() {
+                        p.store2(to.add(2 * v * lanes), [s.max(bound, a), s.max(bound, b)]);
+                    }
+                }
+                return;
+            }
+            for (i, sums) in sums.into_iter().enumerate() {
+                for (v, sum) in sums.into_iter().enumerate() {
+                    s.store(self.tile.add(i * self.plan.planar.group + v * lanes), sum);
+                }
+            }
+            self.store.rows(s, segment, if in_one_piece { usize::MAX } else { self.size[1] });
+        }
+    }
+}

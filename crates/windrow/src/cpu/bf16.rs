@@ -1,0 +1,98 @@
+//! Products of bf16, which some instruction sets form in pairs.
+
+use super::Simd;
+use half::bf16;
+
+/// A computation by products of bf16.
+pub(crate) trait Bf16Kernel {
+    /// `#[inline(always)]` as [`Kernel::run`](super::Kernel::run).
+    fn run<P: Bf16Products>(self, products: P);
+}
+
+/// Elements `start..end` from `ptr` on; those outside of the row count as zeros. Reading a row takes
+/// long where the memory at `ptr` is not the program's, even if there are none.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Row {
+    pub ptr: *const bf16,
+    pub start: usize,
+    pub end: usize,
+}
+
+/// An instruction set that multiplies bf16 and adds in f32, two products at a time.
+///
+/// Products are exact, sums are rounded to nearest even; numbers below 2^-126, of operands and of
+/// results, count as zero.
+pub(crate) trait Bf16Products: Copy {
+    /// Its other instructions.
+    type Simd: Simd;
+    fn simd(self) -> Self::Simd;
+    /// Pairs of the elements `0..len` of two rows, in whole vectors, less than `2 LANES` more.
+    /// # Safety: elements inside of the rows are readable, pairs writable at `to`.
+    unsafe fn interleave(self, first: Row, second: Row, len: usize, to: *mut f32);
+    /// `c` plus both products of the pairs of bf16 in each lane of `a` and `b`.
+    fn mul_add_pairs(
+        self,
+        a: <Self::Simd as Simd>::F32,
+        b: <Self::Simd as Simd>::F32,
+        c: <Self::Simd as Simd>::F32,
+    ) -> <Self::Simd as Simd>::F32;
+    /// Rounds to nearest even, NaN stays NaN.
+    /// # Safety: twice `LANES` bf16 are writable at `p` (any alignment).
+    unsafe fn store2(self, p: *mut bf16, v: [<Self::Simd as Simd>::F32; 2]);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Isa, MAX_LANES, dispatch_bf16};
+    use super::*;
+
+    struct Sums<'a> {
+        x: [&'a [bf16]; 2],
+        w: [bf16; 2],
+        y: &'a mut [bf16],
+    }
+
+    impl Bf16Kernel for Sums<'_> {
+        #[inline(always)]
+        fn run<P: Bf16Products>(self, p: P) {
+            let Sums { x: [first, second], w: [w1, w2], y } = self;
+            let s = p.simd();
+            let lanes = P::Simd::LANES;
+            let mut pairs = [0f32; 4 * MAX_LANES];
+            let w = f32::from_bits(u32::from(w1.to_bits()) | u32::from(w2.to_bits()) << 16);
+            // The first of the second row counts as zero.
+            let first = Row { ptr: first.as_ptr(), start: 0, end: first.len() };
+            let second = Row { ptr: second.as_ptr(), start: 1, end: second.len() };
+            assert!(y.len() == 2 * lanes && 4 * MAX_LANES >= y.len());
+            // SAFETY: slices as long as two vectors; rows are no longer than they.
+            unsafe {
+                p.interleave(first, second, y.len(), pairs.as_mut_ptr());
+                let sum = |at: usize| {
+                    p.mul_add_pairs(s.load(pairs.as_ptr().add(at)), s.splat(w), s.splat(0.5))
+                };
+                p.store2(y.as_mut_ptr(), [sum(0), sum(lanes)]);
+            }
+        }
+    }
+
+    #[test]
+    fn sums_of_pairs_agree_with_scalar_arithmetic() {
+        for isa in Isa::available().into_iter().filter(|isa| isa.has_bf16_products()) {
+            let row = |start: f32, len| -> Vec<bf16> {
+                (0..len).map(|i| bf16::from_f32(start + i as f32 * 0.37)).collect()
+            };
+            // Elements beyond the second row are zero.
+            let (mut first, second) = (row(-3.0, 32), row(2.0, 27));
+            (first[5], first[6], first[7]) = (bf16::NAN, bf16::INFINITY, bf16::MAX);
+            let w = [1.25, -0.75].map(bf16::from_f32);
+            let mut y = [bf16::ZERO; 32];
+            dispatch_bf16(isa, Sums { x: [&first, &second], w, y: &mut y });
+            for (i, y) in y.into_iter().enumerate() {
+                let second = if (1..27).contains(&i) { second[i].to_f64() } else { 0.0 };
+                let sum = 0.5 + first[i].to_f64() * w[0].to_f64() + second * w[1].to_f64();
+                let sum = bf16::from_f32(sum as f32);
+                assert!(y == sum || y.is_nan() && sum.is_nan(), "{i}: {y} {sum}");
+            }
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! AVX-512 with products of bf16.
+
+use super::Avx512;
+use crate::cpu::{Bf16Products, Row, Simd};
+use half::bf16;
+use std::arch::x86_64::*;
+
+/// AVX-512 and its BF16 extension, as AMD has them since Zen 4 and Intel since Cooper Lake.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Avx512Bf16(Avx512);
+
+impl Avx512Bf16 {
+    pub(crate) fn detect() -> Option<Self> {
+        Avx512::detect().filter(|_| is_x86_feature_detected!("avx512bf16")).map(Avx512Bf16)
+    }
+}
+
+/// Where the elements of two interleaved vectors come from: the second's count from 32.
+const INTERLEAVED: [[u16; 32]; 2] = {
+    let mut order = [[0; 32]; 2];
+    let mut i = 0;
+    while i < 64 {
+        order[i / 32][i % 32] = (i / 2 + i % 2 * 32) as u16;
+        i += 1;
+    }
+    order
+};
+
+/// The elements of a row from `at` on.
+///
+/// # Safety
+/// Elements inside of the row are readable. Called by [`Avx512Bf16`] only.
+#[inline(always)]
+unsafe fn load_row(row: Row, at: usize) -> __m512i {
+    let below = |bound: usize| (1u64 << bound.saturating_sub(at).min(32)) - 1;
+    let inside = (below(row.end) & !below(row.start)) as __mmask32;
+    // SAFETY: promised by the caller.
+    unsafe { _mm512_maskz_loadu_epi16(inside, row.ptr.wrapping_add(at).cast()) }
+}
+
+impl Bf16Products for Avx512Bf16 {
+    type Simd = Avx512;
+
+    #[inline(always)]
+    fn simd(self) -> Avx512 {
+        self.0
+    }
+    #[inline(always)]
+    unsafe fn interleave(self, first: Row, second: Row, len: usize, to: *mut f32) {
+        for at in (0..len).step_by(2 * Avx512::LANES) {
+            isa!({
+                let (first, second) = (load_row(first, at), load_row(second, at));
+                for (half, order) in INTERLEAVED.iter().enumerate() {
+                    let order = _mm512_loadu_si512(order.as_ptr().cast());
+                    let pairs = _mm512_permutex2var_epi16(first, order, second);
+                    _mm512_storeu_si512(to.add(at + half * Avx512::LANES).cast(), pairs);
+                }
+            });
+        }
+    }
+    #[inline(always)]
+    fn mul_add_pairs(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: the machine has the instruction; the vectors are as long, and any bits are bf16.
+        unsafe {
+            let [a, b] = [a, b].map(|pairs| std::mem::transmute::<__m512, __m512bh>(pairs));
+            _mm512_dpbf16_ps(c, a, b)
+        }
+    }
+    #[inline(always)]
+    unsafe fn store2(self, p: *mut bf16, [first, second]: [__m512; 2]) {
+        // SAFETY: the machine has the instructions; the rest is the caller's promise.
+        unsafe {
+            let both = _mm512_cvtne2ps_pbh(second, first);
+            _mm512_storeu_si512(p.cast(), std::mem::transmute::<__m512bh, __m512i>(both));
+        }
+    }
+}
