@@ -20,13 +20,18 @@ pub(super) fn choose(
     if !p.is_winograd() || !may_transform(spec) {
         return sums;
     }
-    let staged = Conv2dAlgorithm::WinogradGemm(tile(spec));
-    let idle = has(Conv2dAlgorithm::WinogradRow) && leaves_idle(spec, p, multiprocessors);
-    let staged_pays = idle || stages_pay(spec, p);
-    if has(Conv2dAlgorithm::Cudnn) && !staged_pays && cudnn_pays(spec, p, multiprocessors) {
+    if has(Conv2dAlgorithm::Cudnn) && is_small(spec, p) {
         return Conv2dAlgorithm::Cudnn;
     }
-    let wins = |algorithm| p.c.min(p.k) >= 16 || idle || algorithm == Conv2dAlgorithm::WinogradRow;
+    let staged = Conv2dAlgorithm::WinogradGemm(tile(spec, p));
+    let cudnn = has(Conv2dAlgorithm::Cudnn) && cudnn_reads(spec, p);
+    let staged_pays =
+        has(Conv2dAlgorithm::WinogradRow) && stages_pay(spec, p, cudnn, multiprocessors);
+    if cudnn && !staged_pays && cudnn_pays(spec, p, multiprocessors) {
+        return Conv2dAlgorithm::Cudnn;
+    }
+    let wins =
+        |algorithm| p.c.min(p.k) >= 16 || staged_pays || algorithm == Conv2dAlgorithm::WinogradRow;
     let candidates = if staged_pays {
         [staged, Conv2dAlgorithm::WinogradRow]
     } else {
@@ -40,7 +45,9 @@ pub(crate) fn allows(spec: &Conv2dSpec, algorithm: Conv2dAlgorithm) -> bool {
     match algorithm {
         // Transforms in f32 throughout: a third of the tier's limit.
         Conv2dAlgorithm::WinogradGemm(Tile::F6) => is_strict(spec) && may_transform(spec),
-        Conv2dAlgorithm::WinogradGemm(asked) => may_transform(spec) && asked.m() <= tile(spec).m(),
+        Conv2dAlgorithm::WinogradGemm(asked) => {
+            may_transform(spec) && asked.m() <= largest_tile(spec).m()
+        }
         _ => !algorithm.is_winograd() || may_transform(spec),
     }
 }
@@ -55,38 +62,65 @@ fn may_transform(spec: &Conv2dSpec) -> bool {
 }
 
 /// F4 raises errors more than F2, which f32 can afford, and f16 if it is asked for.
-fn tile(spec: &Conv2dSpec) -> Tile {
+fn largest_tile(spec: &Conv2dSpec) -> Tile {
     match (spec.x.dtype, spec.accuracy) {
         (DType::F32, _) | (DType::F16, Accuracy::Half) => Tile::F4,
         _ => Tile::F2,
     }
 }
 
+/// F4 where it is allowed, unless it saves nothing because tiles lie beside the image, or its few tiles leave a device
+/// idle.
+fn tile(spec: &Conv2dSpec, p: &Problem) -> Tile {
+    const FEW: usize = 240;
+    let micros = |tile| staged_micros(spec, p, tile);
+    let pays = tiles(p, Tile::F4) >= FEW && 1.05 * micros(Tile::F4) < micros(Tile::F2);
+    if pays { largest_tile(spec) } else { Tile::F2 }
+}
+
+fn tiles(p: &Problem, tile: Tile) -> usize {
+    p.n * p.oh.div_ceil(tile.m()) * p.ow.div_ceil(tile.m())
+}
+
 fn is_strict(spec: &Conv2dSpec) -> bool {
     spec.x.dtype == DType::F32 && spec.accuracy <= Accuracy::Fp32
 }
 
-/// True if the stages are ahead of the fused kernel and of cuDNN: where products outweigh passes over
-/// V and M. The F2 of bf16 never is.
-fn stages_pay(spec: &Conv2dSpec, p: &Problem) -> bool {
-    let (c, k) = match (spec.x.dtype, is_channels_last(&spec.y.layout)) {
-        (DType::F32, true) => (256, 512),
-        (_, true) => (512, 1024),
-        (_, false) => (512, 512),
-    };
-    let tile = tile(spec);
-    let tiles = p.n * p.oh.div_ceil(tile.m()) * p.ow.div_ceil(tile.m());
-    !is_strict(spec) && tile == Tile::F4 && p.c >= c && p.k >= k && tiles >= 1024
+/// True if the stages are ahead of the fused kernel and, if the spec may take it, of cuDNN: where products outweigh passes
+/// over V and M, and where the fused kernel has too few blocks for the device.
+fn stages_pay(spec: &Conv2dSpec, p: &Problem, cudnn: bool, multiprocessors: u32) -> bool {
+    let tile = tile(spec, p);
+    let row = row_micros(spec, p, multiprocessors);
+    let ahead = staged_micros(spec, p, tile) < row;
+    if spec.x.dtype == DType::F32 {
+        return ahead && (!cudnn || staged_micros(spec, p, tile) < cudnn_micros(spec, p));
+    }
+    // The F2 of bf16 moves too much where there is much to do.
+    let least_k = if is_channels_last(&spec.y.layout) { 1024 } else { 512 };
+    let many = tile == Tile::F4 && p.c >= 512 && p.k >= least_k && tiles(p, tile) >= 1024;
+    many || ahead && row_rounds(p, multiprocessors) <= 2.0
 }
 
-/// True if cuDNN is ahead of the fused kernel. That is so for channels-last tensors only, of whole vectors of
-/// channels: elsewhere it copies them.
-fn cudnn_pays(spec: &Conv2dSpec, p: &Problem, multiprocessors: u32) -> bool {
+/// True if the launches and passes of the other algorithms take longer than sums without a transform: cuDNN was 1.5 to 2.4
+/// times as fast on layers of 7 to 24 channels in f32.
+fn is_small(spec: &Conv2dSpec, p: &Problem) -> bool {
+    is_strict(spec) && p.c <= 24 && p.flops() <= 2.5e8
+}
+
+/// True if cuDNN reads and writes the tensors as they are, with arithmetic that the fused kernel's could lose to:
+/// channels-last ones of whole vectors of channels. Elsewhere it copies them.
+fn cudnn_reads(spec: &Conv2dSpec, p: &Problem) -> bool {
+    !is_strict(spec) && is_channels_last(&spec.y.layout) && has_vectors(spec, p)
+}
+
+/// True if the channels of a pixel are whole 16-byte vectors.
+fn has_vectors(spec: &Conv2dSpec, p: &Problem) -> bool {
     let vector = 16 / spec.x.dtype.size();
-    let whole = p.c.is_multiple_of(vector) && p.k.is_multiple_of(vector);
-    if is_strict(spec) || !is_channels_last(&spec.y.layout) || !whole {
-        return false;
-    }
+    p.c.is_multiple_of(vector) && p.k.is_multiple_of(vector)
+}
+
+/// True if cuDNN is ahead of the fused kernel where [`cudnn_reads`].
+fn cudnn_pays(spec: &Conv2dSpec, p: &Problem, multiprocessors: u32) -> bool {
     let share = WinogradRow::share_in_use(p, multiprocessors);
     match spec.x.dtype {
         // f32 is read once more, for its largest magnitude, which few products do not hide.
@@ -95,12 +129,6 @@ fn cudnn_pays(spec: &Conv2dSpec, p: &Problem, multiprocessors: u32) -> bool {
         // many the fused kernel waits for the second-level cache.
         _ => (p.c <= 64 && p.k >= 128) || share < if p.c < 512 { 0.65 } else { 0.75 },
     }
-}
-
-/// True if the fused kernel has too few blocks for the device to be ahead of the stages.
-fn leaves_idle(spec: &Conv2dSpec, p: &Problem, multiprocessors: u32) -> bool {
-    row_rounds(p, multiprocessors) <= 2.0
-        && staged_micros(spec, p, tile(spec)) < row_micros(spec, p, multiprocessors)
 }
 
 /// How often the fused kernel's blocks fill the device: a block computes two units of 192 outputs of 64
@@ -112,19 +140,43 @@ fn row_rounds(p: &Problem, multiprocessors: u32) -> f64 {
 }
 
 /// Expected microseconds of the fused kernel: every round takes its steps of 16 input channels. Like the
-/// following, fitted to 38 layers on an H200 (`benchmarks/record/2026-11-22-h200`).
+/// following, fitted to 50 layers on an H200.
 fn row_micros(spec: &Conv2dSpec, p: &Problem, multiprocessors: u32) -> f64 {
-    let step = if is_strict(spec) { 3.8 } else { 1.4 };
-    10.0 + step * row_rounds(p, multiprocessors) * p.c.div_ceil(16) as f64
+    let step = match spec.x.dtype {
+        _ if is_strict(spec) => 3.8,
+        DType::F32 => 2.0,
+        _ => 1.4,
+    };
+    // Pixels that are no whole vectors are copied, and stored element by element.
+    let slower = is_channels_last(&spec.y.layout) && !has_vectors(spec, p);
+    let micros = 10.0 + step * row_rounds(p, multiprocessors) * p.c.div_ceil(16) as f64;
+    if slower { 2.0 * micros } else { micros }
 }
 
-/// Expected microseconds of the stages: launches, passes over V and M, products.
+/// Expected microseconds of the stages: launches, passes over x, V, M and y, products.
 fn staged_micros(spec: &Conv2dSpec, p: &Problem, tile: Tile) -> f64 {
-    let per_gflop = if is_strict(spec) { 20.0 } else { 3.0 };
-    let tiles = p.n * p.oh.div_ceil(tile.m()) * p.ow.div_ceil(tile.m());
-    let elements = (tiles * tile.alpha() * tile.alpha()) as f64;
-    let megabytes = 2e-6 * elements * (p.c * spec.x.dtype.size() + p.k * 4) as f64;
-    11.5 + 0.32 * megabytes + per_gflop * 2e-9 * elements * (p.c * p.k) as f64
+    // Passes over x, halves for an element of V.
+    let (reads, parts) = match spec.x.dtype {
+        DType::F32 => (2.0, if is_strict(spec) { 3 } else { 1 }),
+        _ => (1.0, 1),
+    };
+    let elements = (tiles(p, tile) * tile.alpha() * tile.alpha()) as f64;
+    let bytes = |channels: usize, pixels: usize| {
+        (p.n * spec.x.dtype.size()) as f64 * channels as f64 * pixels as f64
+    };
+    let images = reads * bytes(p.c, p.h * p.w) + bytes(p.k, p.oh * p.ow);
+    let megabytes = 1e-6 * (2.0 * elements * (2 * parts * p.c + 4 * p.k) as f64 + images);
+    13.0 + 0.26 * megabytes + 2e-9 * elements * (parts * p.c * p.k) as f64
+}
+
+/// Expected microseconds of cuDNN's kernels.
+fn cudnn_micros(spec: &Conv2dSpec, p: &Problem) -> f64 {
+    let per_gflop = match spec.x.dtype {
+        _ if is_strict(spec) => 27.0,
+        DType::F32 => 2.6,
+        _ => 1.6,
+    };
+    10.0 + per_gflop * 1e-9 * p.flops()
 }
 
 /// Time that the model expects, in microseconds.
@@ -139,14 +191,7 @@ pub(crate) fn cost(
         Conv2dAlgorithm::WinogradRow => row_micros(spec, p, gpu.info.multiprocessors),
         Conv2dAlgorithm::WinogradGemm(tile) => staged_micros(spec, p, tile),
         Conv2dAlgorithm::Direct => 10.0 + 300.0 * gflop,
-        Conv2dAlgorithm::Cudnn => {
-            let per_gflop = match spec.x.dtype {
-                _ if is_strict(spec) => 27.0,
-                DType::F32 => 3.0,
-                _ => 1.6,
-            };
-            10.0 + per_gflop * gflop
-        }
+        Conv2dAlgorithm::Cudnn => cudnn_micros(spec, p),
         _ => 10.0 + 50.0 * gflop,
     }
 }
@@ -197,7 +242,11 @@ mod tests {
         for (dtype, accuracy, sizes, algorithm) in [
             (DType::F32, Accuracy::Tf32, [64, 64, 112, 128], Cudnn),
             (DType::F32, Accuracy::Tf32, [64, 256, 50, 256], WinogradRow),
+            (DType::F32, Accuracy::Tf32, [64, 512, 50, 512], WinogradGemm(Tile::F4)),
+            (DType::F32, Accuracy::Tf32, [128, 192, 12, 256], Cudnn),
             (DType::F32, Accuracy::Fp32, [64, 64, 112, 128], WinogradRow),
+            (DType::F32, Accuracy::Fp32, [64, 256, 50, 256], WinogradGemm(Tile::F4)),
+            (DType::F32, Accuracy::Fp32, [128, 256, 8, 512], WinogradGemm(Tile::F2)),
             (DType::F16, Accuracy::Half, [128, 192, 12, 256], Cudnn),
             (DType::F16, Accuracy::Half, [64, 64, 112, 128], Cudnn),
             (DType::F16, Accuracy::Half, [64, 32, 112, 64], WinogradRow),
@@ -241,6 +290,7 @@ mod tests {
         assert_eq!(f32([3, 64, 3, 1], &[]), Im2colGemm);
         assert_eq!(f32([64, 64, 5, 1], &[WinogradRow, Cudnn]), Im2colGemm);
         assert_eq!(f32([64, 64, 3, 64], &[WinogradRow, Cudnn]), Direct);
+        assert_eq!(f32([8, 64, 3, 1], &[WinogradRow, Cudnn]), WinogradRow);
         let half = |sizes| taken(DType::F16, Accuracy::Half, sizes, &[WinogradRow, Cudnn]);
         assert_eq!(half([512, 2048, 3, 1]), WinogradGemm(Tile::F4));
     }
@@ -251,11 +301,12 @@ mod tests {
             let x = TensorDesc::contiguous(DType::F32, &[n, c, size, size]).unwrap();
             let w = TensorDesc::contiguous(DType::F32, &[k, c, 3, 3]).unwrap();
             let spec = Conv2dSpec::new(x, w, &Conv2dParams::default()).unwrap();
-            let supported = [&OWN[..], &[WinogradRow]].concat();
+            let supported = [&OWN[..], &[WinogradRow, Cudnn]].concat();
             choose(&spec, &spec.problem().unwrap(), &supported, 132)
         };
-        assert_eq!(taken(3, 496, 416, 12), WinogradGemm(Tile::F4));
+        assert_eq!(taken(3, 496, 416, 12), WinogradGemm(Tile::F2));
+        assert_eq!(taken(1, 8, 271, 30), Cudnn);
         assert_eq!(taken(128, 96, 192, 12), WinogradRow);
-        assert_eq!(taken(64, 512, 512, 50), WinogradRow);
+        assert_eq!(taken(64, 128, 128, 112), WinogradRow);
     }
 }

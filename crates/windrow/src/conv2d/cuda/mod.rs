@@ -7,6 +7,7 @@ mod general;
 mod geometry;
 mod gradients;
 mod row;
+mod split;
 mod stages;
 mod winograd_gemm;
 mod winograd_weight;
@@ -94,7 +95,7 @@ impl Engine {
         if fits_i32(problem) {
             found.push(Conv2dAlgorithm::Direct);
             found.push(Conv2dAlgorithm::Im2colGemm);
-            if WinogradGemm::supports(problem) {
+            if WinogradGemm::supports(spec, problem) {
                 found.extend(Tile::ALL.map(Conv2dAlgorithm::WinogradGemm));
             }
             if WinogradRow::supports(gpu, problem) {
@@ -167,7 +168,7 @@ impl Engine {
             Conv2dAlgorithm::Cudnn if Cudnn::supports(spec, problem) => {
                 Ok(Engine::Cudnn(Box::new(Cudnn::new(gpu, spec, problem, tuning)?)))
             }
-            Conv2dAlgorithm::WinogradGemm(tile) if problem.is_winograd() && problem.c > 0 => {
+            Conv2dAlgorithm::WinogradGemm(tile) if WinogradGemm::computes(spec, problem) => {
                 let cut = WinogradGemm::cut(gpu, spec, problem, tile, configuration);
                 Ok(Engine::WinogradGemm(Box::new(WinogradGemm::new(
                     gpu, spec, problem, tile, cut,

@@ -34,6 +34,8 @@ pub(super) struct Stage {
     pub(super) channels: usize,
     /// Channels with those that fill the last vector.
     pub(super) padded: usize,
+    /// Parts of an element, each as many channels: 1, or 3 where f32 is split in halves (`winograd.cuh`).
+    pub(super) parts: usize,
     pub(super) channels_inner: bool,
 }
 
@@ -43,17 +45,22 @@ impl Stage {
         let channels = image.shape()[1];
         let channels_inner = is_channels_last(&image.layout);
         let padded = channels.next_multiple_of(VECTOR_BYTES / dtype.size());
-        Stage { dtype, channels, padded, channels_inner }
+        Stage { dtype, channels, padded, parts: 1, channels_inner }
+    }
+
+    /// Channels of all parts.
+    pub(super) fn rows(&self) -> usize {
+        self.parts * self.padded
     }
 
     /// Along positions, tiles and channels, in elements.
     pub(super) fn strides(&self, tiles: usize) -> [usize; 3] {
-        let [tile, channel] = if self.channels_inner { [self.padded, 1] } else { [1, tiles] };
-        [tiles * self.padded, tile, channel]
+        let [tile, channel] = if self.channels_inner { [self.rows(), 1] } else { [1, tiles] };
+        [tiles * self.rows(), tile, channel]
     }
 
     fn tile_bytes(&self, positions: usize) -> usize {
-        positions * self.padded * self.dtype.size()
+        positions * self.rows() * self.dtype.size()
     }
 
     pub(super) fn bytes(&self, b: &Blocking) -> usize {
@@ -65,8 +72,8 @@ impl Stage {
         Matrix {
             dtype: self.dtype,
             transposed: self.channels_inner != tiles_first,
-            row_stride: if self.channels_inner { self.padded.max(1) } else { b.tiles },
-            batch_stride: b.tiles * self.padded,
+            row_stride: if self.channels_inner { self.rows().max(1) } else { b.tiles },
+            batch_stride: b.tiles * self.rows(),
             alignment: ALIGNMENT,
         }
     }
@@ -157,8 +164,10 @@ pub(super) struct InputTransform {
 struct InputParams {
     x: *const u8,
     v: *mut u8,
+    x_max: *const u8,
     strides: [i64; 4],
     v_strides: [i64; 3],
+    v_part: i64,
     tiling: Tiling,
     inner: Divisor,
     elements: i32,
@@ -182,21 +191,26 @@ impl InputTransform {
     }
 
     /// # Safety
-    /// `x` must be `n` images of the tensor, `out` [`Stage::bytes`], on the stream's device.
+    /// `x` must be `n` images of the tensor, `x_max` their largest magnitudes if the stage is split, `out`
+    /// [`Stage::bytes`], on the stream's device.
     pub(super) unsafe fn run(
         &self,
         stream: &Stream,
         x: *const u8,
+        x_max: *const u8,
         out: *mut u8,
         b: &Blocking,
         tiling: Tiling,
     ) -> Result<()> {
         let elements = b.tiles * self.stage.padded;
+        let v_strides = self.stage.strides(b.tiles).map(|s| s as i64);
         let params = InputParams {
             x,
             v: out,
+            x_max,
             strides: self.strides,
-            v_strides: self.stage.strides(b.tiles).map(|s| s as i64),
+            v_strides,
+            v_part: self.stage.padded as i64 * v_strides[2],
             tiling,
             inner: self.stage.inner(b, self.stage.padded),
             elements: elements as i32,

@@ -1,7 +1,10 @@
 //! Winograd in stages on any device: filter, input and output transforms (`kernels/winograd_*.cu`)
 //! around one strided-batched matrix product for all positions of the transform tile.
+//!
+//! f32 is multiplied in halves on tensor cores, by three products of split numbers for `Fp32` (`winograd.cuh`).
 
 use super::row::matrix;
+use super::split::{self, ImageMax};
 use super::stages::{
     ALIGNMENT, Blocking, InputTransform, Stage, THREADS, Tiling, input_kernel, one_thread_each,
     staged_kernel,
@@ -12,8 +15,8 @@ use crate::conv2d::winograd::TAPS;
 use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::cuda::{
-    DeviceBuffer, DeviceTensor, Gemm, GemmCompute, GemmSpec, Gpu, Kernel, KernelSpec, Matrix,
-    Source, Stream, download,
+    DeviceBuffer, DeviceTensor, Gemm, GemmCompute, GemmSpec, Gpu, Kernel, KernelSpec, Launch,
+    Matrix, Source, Stream, download,
 };
 use crate::{Accuracy, DType, Layout, Result, TensorDesc, TensorRef};
 use std::sync::Arc;
@@ -21,7 +24,7 @@ use std::sync::Arc;
 static FILTER: Source = source!("winograd_filter.cu");
 static OUTPUT: Source = source!("winograd_output.cu");
 
-/// A convolution by this algorithm. V has x's type, M is f32; both hold one chunk of tiles.
+/// A convolution by this algorithm. V is in halves or bf16, M f32; both hold one chunk of tiles.
 #[derive(Debug)]
 pub(crate) struct WinogradGemm {
     tile: Tile,
@@ -31,6 +34,8 @@ pub(crate) struct WinogradGemm {
     v: Stage,
     m: Stage,
     filter: &'static Kernel,
+    /// For f32.
+    image_max: Option<ImageMax>,
     input: InputTransform,
     output: &'static Kernel,
     gemm: Gemm,
@@ -53,12 +58,21 @@ impl Cut {
 
 /// V and M.
 fn stages(spec: &Conv2dSpec) -> [Stage; 2] {
-    [Stage::of(&spec.x, spec.x.dtype), Stage::of(&spec.y, DType::F32)]
+    let v = match spec.x.dtype {
+        DType::F32 => Stage { parts: parts(spec), ..Stage::of(&spec.x, DType::F16) },
+        dtype => Stage::of(&spec.x, dtype),
+    };
+    [v, Stage::of(&spec.y, DType::F32)]
 }
 
-/// `M = U V` or, with channels of M next to each other, its transpose. U is [p][k][c].
-fn product(b: &Blocking, v: &Stage, m: &Stage, compute: GemmCompute) -> GemmSpec {
-    let (k, c) = (m.channels, v.padded);
+/// Halves that stand for an f32 number.
+fn parts(spec: &Conv2dSpec) -> usize {
+    if spec.accuracy <= Accuracy::Fp32 { 3 } else { 1 }
+}
+
+/// `M = U V` or, with channels of M next to each other, its transpose. U is [p][k][part, c].
+fn product(b: &Blocking, v: &Stage, m: &Stage) -> GemmSpec {
+    let (k, c) = (m.channels, v.rows());
     let tiles_first = m.channels_inner;
     let u = Matrix {
         dtype: v.dtype,
@@ -79,7 +93,7 @@ fn product(b: &Blocking, v: &Stage, m: &Stage, compute: GemmCompute) -> GemmSpec
         a: left,
         b: right,
         c: m.matrix(b, tiles_first),
-        compute,
+        compute: GemmCompute::F32,
     }
 }
 
@@ -88,8 +102,9 @@ fn product(b: &Blocking, v: &Stage, m: &Stage, compute: GemmCompute) -> GemmSpec
 struct FilterParams {
     w: *const u8,
     u: *mut u8,
+    inverse: *mut u8,
     strides: [i64; 4],
-    elements: i64,
+    plane: i64,
     c: i32,
     c_padded: i32,
 }
@@ -100,6 +115,8 @@ struct OutputParams {
     m: *const u8,
     y: *mut u8,
     bias: *const u8,
+    x_max: *const u8,
+    u_inverse: *const u8,
     strides: [i64; 4],
     bias_stride: i64,
     m_strides: [i64; 3],
@@ -113,8 +130,14 @@ struct OutputParams {
 }
 
 impl WinogradGemm {
-    pub(super) fn supports(problem: &Problem) -> bool {
-        problem.is_winograd() && problem.c > 0 && Gemm::available().is_ok()
+    pub(super) fn supports(spec: &Conv2dSpec, problem: &Problem) -> bool {
+        Self::computes(spec, problem) && Gemm::available().is_ok()
+    }
+
+    /// Where cuBLASLt is found.
+    pub(super) fn computes(spec: &Conv2dSpec, problem: &Problem) -> bool {
+        let counted = spec.x.dtype != DType::F32 || ImageMax::supports(&spec.x);
+        problem.is_winograd() && problem.c > 0 && counted
     }
 
     /// By the configuration, where it says nothing by the model.
@@ -148,9 +171,12 @@ impl WinogradGemm {
             v,
             m,
             filter: gpu.kernel(&filter)?,
+            image_max: (spec.x.dtype == DType::F32)
+                .then(|| ImageMax::new(gpu, &spec.x))
+                .transpose()?,
             input: InputTransform::new(gpu, &input, &spec.x, v, problem.padding, block)?,
             output: gpu.kernel(&output)?,
-            gemm: Gemm::new(gpu, &product(&blocking, &v, &m, compute(spec)))?,
+            gemm: Gemm::new(gpu, &product(&blocking, &v, &m))?,
         })
     }
 
@@ -162,50 +188,67 @@ impl WinogradGemm {
         self.cut.configuration(algorithm)
     }
 
-    pub(super) fn packed_bytes(&self) -> usize {
+    /// U, behind which lie the inverse scales of f32 filters.
+    fn u_bytes(&self) -> usize {
         let element = self.v.dtype.size();
-        (self.cut.blocking.positions * self.problem.k * self.v.padded * element)
-            .next_multiple_of(ALIGNMENT)
+        self.cut.blocking.positions * self.problem.k * self.v.rows() * element
+    }
+
+    pub(super) fn packed_bytes(&self) -> usize {
+        let inverse = if self.image_max.is_some() { self.problem.k * size_of::<f32>() } else { 0 };
+        (self.u_bytes() + inverse).next_multiple_of(ALIGNMENT)
+    }
+
+    /// The largest magnitudes of images.
+    fn max_bytes(&self) -> usize {
+        let images = if self.image_max.is_some() { self.problem.n } else { 0 };
+        (images * size_of::<u32>()).next_multiple_of(ALIGNMENT)
     }
 
     pub(super) fn scratch_bytes(&self) -> usize {
         let b = &self.cut.blocking;
-        self.v.bytes(b) + self.m.bytes(b) + self.gemm.workspace_bytes()
+        self.max_bytes() + self.v.bytes(b) + self.m.bytes(b) + self.gemm.workspace_bytes()
     }
 
     pub(super) fn packed_form(&self) -> PackedForm {
-        PackedForm { dtype: self.spec.x.dtype, products: 1, few_taps: false }
+        PackedForm { dtype: self.spec.x.dtype, products: self.v.parts, few_taps: false }
     }
 
     /// U and V are rounded once each, sums of channels once for each channel, and a transform a few
     /// times. What that does to an output is bounded by the square of [`growth`], where all errors
     /// have the worst sign in both dimensions; they do not.
     pub(super) fn tolerance(&self) -> f64 {
-        growth(self.tile) * roundings(&self.spec, self.problem.c)
+        let (_, operand) = self.operand_roundings();
+        growth(self.tile) * roundings(operand, self.problem.c)
     }
 
     pub(super) fn explain(&self) -> String {
         let m = self.tile.m();
         format!(
-            "F({m}x{m}, 3x3), {} products of cuBLASLt at a time, {} chunks of {} tiles",
-            self.cut.blocking.positions, self.cut.blocking.chunks, self.cut.blocking.tiles
+            "F({m}x{m}, 3x3), {} products of cuBLASLt at a time{}, {} chunks of {} tiles",
+            self.cut.blocking.positions,
+            if self.v.parts > 1 { " of f32 split in halves" } else { "" },
+            self.cut.blocking.chunks,
+            self.cut.blocking.tiles
         )
     }
 
     /// # Safety
     /// As [`super::Engine::pack`].
     pub(super) unsafe fn pack(&self, stream: &Stream, w: *const u8, packed: *mut u8) -> Result<()> {
-        let elements = self.problem.k * self.v.padded;
         let params = FilterParams {
             w,
             u: packed,
+            inverse: packed.wrapping_add(self.u_bytes()),
             strides: strides(&self.spec.w),
-            elements: elements as i64,
+            plane: (self.problem.k * self.v.rows()) as i64,
             c: self.problem.c as i32,
             c_padded: self.v.padded as i32,
         };
+        let launch =
+            Launch { grid: [self.problem.k as u32, 1, 1], block: [self.cut.block as u32, 1, 1] };
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
-        unsafe { self.filter.launch(stream, one_thread_each(elements, self.cut.block), &params) }
+        unsafe { self.filter.launch(stream, launch, &params) }
     }
 
     /// # Safety
@@ -218,18 +261,23 @@ impl WinogradGemm {
         scratch: *mut u8,
     ) -> Result<()> {
         let (p, b) = (&self.problem, &self.cut.blocking);
-        let v = scratch;
+        let x_max = scratch;
+        let v = x_max.wrapping_add(self.max_bytes());
         let m = v.wrapping_add(self.v.bytes(b));
         let gemm_workspace = m.wrapping_add(self.m.bytes(b));
+        if let Some(image_max) = &self.image_max {
+            // SAFETY: part of the scratch memory; the rest is the caller's promise.
+            unsafe { image_max.run(stream, operands.x, p.n, x_max)? };
+        }
         let (u, v_in) = (packed, v.cast_const());
         let (left, right) = if self.m.channels_inner { (v_in, u) } else { (u, v_in) };
         for chunk in 0..b.chunks {
             let tiling = b.tiling(p.n, chunk);
-            let output = self.output_params(tiling, m, &operands);
+            let output = self.output_params(tiling, m, x_max, packed, &operands);
             // SAFETY: the structure is the kernel's, the scratch memory is as large as asked for,
             // and the caller's promise covers the rest.
             unsafe {
-                self.input.run(stream, operands.x, v, b, tiling)?;
+                self.input.run(stream, operands.x, x_max, v, b, tiling)?;
                 self.gemm.run(left, right, m, gemm_workspace, stream)?;
                 self.output.launch(
                     stream,
@@ -269,40 +317,83 @@ impl WinogradGemm {
             self.run(&stream, packed.as_ptr(), operands, scratch.as_mut_ptr())?;
         }
         stream.synchronize()?;
-        let read = |at: *const u8, dtype, [rows, columns]: [usize; 2], strides: [usize; 3]| {
-            let layout =
-                Layout::strided(&[b.positions, rows, columns], &strides.map(|s| s as isize))?;
-            // SAFETY: a stage, which the run above has written.
+        let read = |at: *const u8, dtype, shape: &[usize], strides: &[usize]| {
+            let strides: Vec<_> = strides.iter().map(|&s| s as isize).collect();
+            let layout = Layout::strided(shape, &strides)?;
+            // SAFETY: part of a stage or of what belongs to it, which the run above has written.
             let view = unsafe {
                 TensorRef::from_raw(at.cast(), TensorDesc { dtype, layout }, gpu.device())
             };
-            let values = download(&view, index)?.as_ref().to_f64_vec()?;
-            Ok(values.into_iter().map(|v| v as f32).collect())
+            download(&view, index)?.as_ref().to_f64_vec()
         };
-        let tiles = p.n * b.tiles_in_image;
-        let (c, v, m) = (self.v.padded, scratch.as_ptr(), self.v.bytes(b));
-        Ok(Some(Stages {
-            u: read(packed.as_ptr(), self.v.dtype, [p.k, p.c], [p.k * c, c, 1])?,
-            v: read(v, self.v.dtype, [tiles, p.c], self.v.strides(b.tiles))?,
-            m: read(v.wrapping_add(m), DType::F32, [tiles, p.k], self.m.strides(b.tiles))?,
-        }))
+        // The sum of the two parts of an operand, the first of the three that may be stored.
+        let operand = |at: *const u8, shape: [usize; 3], strides: [usize; 3]| {
+            let mut values = read(at, self.v.dtype, &shape, &strides)?;
+            if self.v.parts > 1 {
+                let part = at.wrapping_add(self.v.padded * strides[2] * self.v.dtype.size());
+                let rest = read(part, self.v.dtype, &shape, &strides)?;
+                values.iter_mut().zip(rest).for_each(|(value, rest)| *value += rest);
+            }
+            Ok(values)
+        };
+        let x_max = scratch.as_ptr();
+        let v = x_max.wrapping_add(self.max_bytes());
+        let m = v.wrapping_add(self.v.bytes(b));
+        let (tiles, c) = (p.n * b.tiles_in_image, self.v.rows());
+        let mut stages = Stages {
+            u: operand(packed.as_ptr(), [b.positions, p.k, p.c], [p.k * c, c, 1])?,
+            v: operand(v, [b.positions, tiles, p.c], self.v.strides(b.tiles))?,
+            m: read(m, DType::F32, &[b.positions, tiles, p.k], &self.m.strides(b.tiles))?,
+        };
+        if self.image_max.is_some() {
+            let exponent = split::exponent(&self.tile.transforms().bt, 2);
+            let of_image = |max: &f64| split::inverse_scale(*max as u32, exponent);
+            let x: Vec<_> = read(x_max, DType::I32, &[p.n], &[1])?.iter().map(of_image).collect();
+            let inverse = packed.as_ptr().wrapping_add(self.u_bytes());
+            let u = read(inverse, DType::F32, &[p.k], &[1])?;
+            let image = |row: usize| x[row % tiles / b.tiles_in_image];
+            stages.u.iter_mut().enumerate().for_each(|(i, value)| *value *= u[i / p.c % p.k]);
+            stages.v.iter_mut().enumerate().for_each(|(i, value)| *value *= image(i / p.c));
+            stages
+                .m
+                .iter_mut()
+                .enumerate()
+                .for_each(|(i, value)| *value *= image(i / p.k) * u[i % p.k]);
+        }
+        let f32s = |values: Vec<f64>| values.into_iter().map(|v| v as f32).collect();
+        Ok(Some(Stages { u: f32s(stages.u), v: f32s(stages.v), m: f32s(stages.m) }))
     }
 
     /// Relative errors of U and V as stored and as multiplied.
     pub(super) fn operand_roundings(&self) -> (f64, f64) {
-        (self.spec.x.dtype.unit_roundoff(), operand_rounding(&self.spec))
+        if self.v.parts > 1 {
+            // The product of two low halves is left out.
+            (split::rounding(), 1.5 * split::rounding())
+        } else {
+            let rounding = self.v.dtype.unit_roundoff();
+            (rounding, rounding)
+        }
     }
 
-    fn output_params(&self, tiling: Tiling, m: *const u8, operands: &Operands) -> OutputParams {
+    fn output_params(
+        &self,
+        tiling: Tiling,
+        m: *const u8,
+        x_max: *const u8,
+        packed: *const u8,
+        operands: &Operands,
+    ) -> OutputParams {
         let (p, b) = (&self.problem, &self.cut.blocking);
         let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
         let y_strides = strides(&self.spec.y);
         let even = y_strides[..3].iter().all(|s| s % 2 == 0);
-        let aligned = (operands.y as usize).is_multiple_of(2 * self.v.dtype.size());
+        let aligned = (operands.y as usize).is_multiple_of(2 * self.spec.y.dtype.size());
         OutputParams {
             m,
             y: operands.y,
             bias,
+            x_max,
+            u_inverse: packed.wrapping_add(self.u_bytes()),
             strides: y_strides,
             bias_stride,
             m_strides: self.m.strides(b.tiles).map(|s| s as i64),
@@ -317,26 +408,9 @@ impl WinogradGemm {
     }
 }
 
-/// How the products of a spec may be computed.
-pub(super) fn compute(spec: &Conv2dSpec) -> GemmCompute {
-    match (spec.x.dtype, spec.accuracy) {
-        (DType::F32, Accuracy::Tf32 | Accuracy::Half) => GemmCompute::Tf32,
-        _ => GemmCompute::F32,
-    }
-}
-
-/// Relative error of an operand as it is multiplied.
-fn operand_rounding(spec: &Conv2dSpec) -> f64 {
-    match compute(spec) {
-        // TF32 has the mantissa of f16.
-        GemmCompute::Tf32 => DType::F16.unit_roundoff(),
-        GemmCompute::F32 => spec.x.dtype.unit_roundoff(),
-    }
-}
-
-/// Relative error of a sum of `terms` products of transformed and rounded operands.
-pub(super) fn roundings(spec: &Conv2dSpec, terms: usize) -> f64 {
-    2.0 * operand_rounding(spec) + (2 * terms + 16) as f64 * DType::F32.unit_roundoff()
+/// Relative error of a sum of `terms` products of transformed operands with a rounding of `operand`.
+pub(super) fn roundings(operand: f64, terms: usize) -> f64 {
+    2.0 * operand + (2 * terms + 16) as f64 * DType::F32.unit_roundoff()
 }
 
 /// How much one dimension of the transforms can raise errors of U and V, relative to the largest
@@ -354,14 +428,25 @@ fn growth(tile: Tile) -> f64 {
 /// Of the filter, input and output transforms, in blocks of so many threads.
 fn kernels(tile: Tile, spec: &Conv2dSpec, block: usize) -> [KernelSpec; 3] {
     let (t, dtype) = (tile.transforms(), spec.x.dtype);
+    let v_exponent = split::exponent(&t.bt, 2);
+    let scaled = |kernel: KernelSpec, exponent: i32| match dtype {
+        DType::F32 => kernel.define("PARTS", parts(spec)).define("EXPONENT", exponent),
+        _ => kernel,
+    };
     [
-        staged_kernel(&FILTER, "filter", tile, dtype, block)
-            .define("FILTER", matrix(&t.g, t.alpha, TAPS)),
-        input_kernel("input", tile, &spec.x, &t.bt, t.alpha, block),
-        staged_kernel(&OUTPUT, "output", tile, dtype, block)
-            .define("OUTPUT", matrix(&t.at, t.m, t.alpha))
-            .define("CHANNELS_INNER", i32::from(is_channels_last(&spec.y.layout)))
-            .define("EPILOGUE", epilogue(spec.activation)),
+        scaled(
+            staged_kernel(&FILTER, "filter", tile, dtype, block)
+                .define("FILTER", matrix(&t.g, t.alpha, TAPS)),
+            split::exponent(&t.g, 2),
+        ),
+        scaled(input_kernel("input", tile, &spec.x, &t.bt, t.alpha, block), v_exponent),
+        scaled(
+            staged_kernel(&OUTPUT, "output", tile, dtype, block)
+                .define("OUTPUT", matrix(&t.at, t.m, t.alpha))
+                .define("CHANNELS_INNER", i32::from(is_channels_last(&spec.y.layout)))
+                .define("EPILOGUE", epilogue(spec.activation)),
+            v_exponent,
+        ),
     ]
 }
 
@@ -377,6 +462,10 @@ mod tests {
         for tile in Tile::ALL {
             for spec in test_specs() {
                 all.extend(kernels(tile, &spec, THREADS));
+                if spec.x.dtype == DType::F32 {
+                    let rounded = Conv2dSpec { accuracy: Accuracy::Tf32, ..spec.clone() };
+                    all.extend(kernels(tile, &rounded, THREADS));
+                }
                 let activation = Activation::Gelu(Approximate::None);
                 all.push(kernels(tile, &Conv2dSpec { activation, ..spec }, THREADS)[2].clone());
             }

@@ -6,11 +6,11 @@ use super::stages::{
     ALIGNMENT, Blocking, InputTransform, Stage, THREADS, input_kernel, one_thread_each,
     staged_kernel,
 };
-use super::winograd_gemm::{compute, roundings};
+use super::winograd_gemm::roundings;
 use super::{source, strides};
 use crate::conv2d::winograd::{MAX_ALPHA, Rational, TAPS, Transforms};
 use crate::conv2d::{Conv2dSpec, Problem, Tile};
-use crate::cuda::{Gemm, GemmSpec, Gpu, KernelSpec, Matrix, Source, Stream};
+use crate::cuda::{Gemm, GemmCompute, GemmSpec, Gpu, KernelSpec, Matrix, Source, Stream};
 use crate::{Accuracy, DType, Result, TensorDesc};
 
 static FILTER_GRAD: Source = source!("winograd_filter_grad.cu");
@@ -119,7 +119,7 @@ impl WinogradWeight {
     /// Relative to `reference::winograd_weight_scale`, as the forward direction's tolerance.
     pub(super) fn tolerance(&self) -> f64 {
         let tiles = self.blocking.tiles + self.blocking.chunks;
-        growth(&self.tile.transforms()) * roundings(&self.spec, tiles)
+        growth(&self.tile.transforms()) * roundings(operand_rounding(&self.spec), tiles)
     }
 
     /// # Safety
@@ -137,12 +137,13 @@ impl WinogradWeight {
         let dm = v.wrapping_add(self.v.bytes(b));
         let du = dm.wrapping_add(self.dm.bytes(b));
         let gemm_workspace = du.wrapping_add(self.du_bytes());
+        let no_max = std::ptr::null();
         for chunk in 0..b.chunks {
             let tiling = b.tiling(p.n, chunk);
             // SAFETY: the scratch memory is as large as asked for, the rest is the caller's promise.
             unsafe {
-                self.x_transform.run(stream, x, v, b, tiling)?;
-                self.dy_transform.run(stream, dy, dm, b, tiling)?;
+                self.x_transform.run(stream, x, no_max, v, b, tiling)?;
+                self.dy_transform.run(stream, dy, no_max, dm, b, tiling)?;
                 self.gemm.run_adding(dm, v, du, gemm_workspace, stream, chunk > 0)?;
             }
         }
@@ -159,6 +160,23 @@ impl WinogradWeight {
         let kernel = self.gpu.kernel(&filter_grad_kernel(self.tile, desc.dtype))?;
         // SAFETY: the structure is the kernel's, the rest is as above.
         unsafe { kernel.launch(stream, one_thread_each(elements, THREADS), &params) }
+    }
+}
+
+/// How the products of a spec may be computed.
+fn compute(spec: &Conv2dSpec) -> GemmCompute {
+    match (spec.x.dtype, spec.accuracy) {
+        (DType::F32, Accuracy::Tf32 | Accuracy::Half) => GemmCompute::Tf32,
+        _ => GemmCompute::F32,
+    }
+}
+
+/// Relative error of an operand as it is multiplied.
+fn operand_rounding(spec: &Conv2dSpec) -> f64 {
+    match compute(spec) {
+        // TF32 has the mantissa of f16.
+        GemmCompute::Tf32 => DType::F16.unit_roundoff(),
+        GemmCompute::F32 => spec.x.dtype.unit_roundoff(),
     }
 }
 

@@ -76,16 +76,32 @@ __device__ __forceinline__ u32 finite_magnitude(float x) {
     return bits < 0x7f800000 ? bits : 0;
 }
 
-// Raises `to` to the largest of all threads of a block. Every thread must come here.
-__device__ __forceinline__ void store_largest(u32* to, u32 mine) {
+// The largest of all threads of a block. Every thread must come here.
+__device__ __forceinline__ u32 largest_of_block(u32 mine) {
     __shared__ u32 largest;
     if (threadIdx.x == 0) largest = 0;
     __syncthreads();
-    mine = __reduce_max_sync(~0u, mine);
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) mine = max(mine, __shfl_xor_sync(~0u, mine, lanes));
     if (threadIdx.x % 32 == 0) atomicMax(&largest, mine);
     __syncthreads();
-    if (threadIdx.x == 0) atomicMax(to, largest);
+    return largest;
 }
+
+// Raises `to` to the largest of all threads of a block. Every thread must come here.
+__device__ __forceinline__ void store_largest(u32* to, u32 mine) {
+    mine = largest_of_block(mine);
+    if (threadIdx.x == 0) atomicMax(to, mine);
+}
+
+// x as the sum of two halves.
+struct Halves {
+    u16 high, low;
+    __device__ __forceinline__ explicit Halves(float x) {
+        high = static_cast<u16>(floats_to_f16x2(x, 0));
+        low = static_cast<u16>(floats_to_f16x2(x - f16_to_float(high), 0));
+    }
+};
 
 // The power of two that brings numbers up to |x|, given by its bits, below 2^(exponent + 1); or its inverse.
 __device__ __forceinline__ float power_of_two_scale(u32 max_bits, int exponent, bool inverse = false) {

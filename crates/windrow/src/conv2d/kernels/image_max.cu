@@ -1,6 +1,6 @@
-// The largest finite magnitude of each image of a channels-last f32 tensor whose pixels are whole 16-byte vectors.
+// The largest finite magnitude of each image of an f32 tensor.
 //
-// Constants: ELEMENT_F32.
+// Constants: ELEMENT_F32, VECTOR: 4 if the innermost elements are aligned 16-byte vectors, else 1.
 
 #include "conv2d.cuh"
 
@@ -8,12 +8,11 @@ constexpr int THREADS = 256, LOADS = 8; // vectors of a thread
 
 struct Params {
     const float* x;
-    u32* x_max;        // [n], zeroed before
-    i64 x_n, x_h, x_w; // strides in elements
-    int vectors;       // of an image
-    int blocks;        // for an image
-    Divisor row;       // vectors of a row
-    Divisor pixel;     // vectors of a pixel
+    u32* x_max;                    // [n], zeroed before where an image has several blocks
+    i64 x_n, outer, middle, inner; // strides of an image's three dimensions in elements, of the innermost in vectors
+    int vectors;                   // of an image
+    int blocks;                    // for an image
+    Divisor in_outer, in_middle;   // vectors of a step of the outer and of the middle dimension
 };
 
 extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_constant__ Params p) {
@@ -23,11 +22,21 @@ extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_consta
     for (int i = 0; i < LOADS; i++) {
         const int index = (block * LOADS + i) * THREADS + threadIdx.x;
         if (index >= p.vectors) break;
-        const int y = p.row.divide(index), in_row = index - y * static_cast<int>(p.row.value);
-        const int x = p.pixel.divide(in_row), c = (in_row - x * static_cast<int>(p.pixel.value)) * 4;
-        const float4 v = *reinterpret_cast<const float4*>(p.x + image * p.x_n + y * p.x_h + x * p.x_w + c);
-        largest = max(max(largest, finite_magnitude(v.x)), finite_magnitude(v.y));
-        largest = max(max(largest, finite_magnitude(v.z)), finite_magnitude(v.w));
+        const int outer = p.in_outer.divide(index), rest = index - outer * static_cast<int>(p.in_outer.value);
+        const int middle = p.in_middle.divide(rest), inner = rest - middle * static_cast<int>(p.in_middle.value);
+        const float* x = p.x + image * p.x_n + outer * p.outer + middle * p.middle + inner * p.inner;
+        if (VECTOR == 4) {
+            const float4 v = *reinterpret_cast<const float4*>(x);
+            largest = max(max(largest, finite_magnitude(v.x)), finite_magnitude(v.y));
+            largest = max(max(largest, finite_magnitude(v.z)), finite_magnitude(v.w));
+        } else {
+            largest = max(largest, finite_magnitude(*x));
+        }
     }
-    store_largest(p.x_max + image, largest);
+    if (p.blocks > 1) {
+        store_largest(p.x_max + image, largest);
+    } else {
+        largest = largest_of_block(largest);
+        if (threadIdx.x == 0) p.x_max[image] = largest;
+    }
 }

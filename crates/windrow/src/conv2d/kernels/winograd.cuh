@@ -5,10 +5,36 @@
 //     U [p][k][c]    V [p][c][tile] or [p][tile][c]    M [p][k][tile] or [p][tile][k]
 //
 // with tiles innermost where the image has columns side by side, and channels where it has those. Both may be padded.
+//
+// PARTS, for f32: how many halves stand for a number of U and V, which is scaled by a power of two so that halves hold it.
+// One is the number rounded. Three lie side by side as more channels: high, low, high of U and low, high, high of V, so
+// that one product of all parts sums the three that count, small terms first: a tensor core cuts off what it adds to a
+// large sum.
 #pragma once
 #include "conv2d.cuh"
 
 constexpr int ALPHA = TILE + 2, POSITIONS = ALPHA * ALPHA;
+#ifdef PARTS
+#define IN_HALVES 1
+typedef u16 Stored;
+#else
+#define IN_HALVES 0
+#define PARTS 1
+typedef Element Stored;
+#endif
+
+// Stores a number of U (OF_FILTER) or V: its parts are `part` elements apart.
+template <bool OF_FILTER> __device__ __forceinline__ void store_parts(Stored* to, i64 part, float value) {
+#if IN_HALVES
+    const Halves halves(value);
+    to[0] = OF_FILTER || PARTS == 1 ? halves.high : halves.low;
+    if (PARTS == 1) return;
+    to[part] = OF_FILTER ? halves.low : halves.high;
+    to[2 * part] = halves.high;
+#else
+    to[0] = from_float(value);
+#endif
+}
 
 // The product of a row of a transform with a vector, without the terms that are zero. All is known at compile time
 // but the vector.

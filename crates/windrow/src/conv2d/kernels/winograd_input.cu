@@ -1,7 +1,7 @@
 // V = T d T^t for every tile of a chunk and every channel, a thread each; zeros where V is padded with channels or tiles.
 // d is a patch of SIZE x SIZE: of x with T = B^t, or, for the weight gradient, a tile of dy with T = A.
 //
-// Constants: ELEMENT_*, TILE, SIZE, INPUT (the transform T), CHANNELS_INNER.
+// Constants: ELEMENT_*, TILE, SIZE, INPUT (the transform T), CHANNELS_INNER, PARTS (f32) and EXPONENT.
 
 #include "winograd.cuh"
 
@@ -9,9 +9,10 @@ constexpr float T_MATRIX[ALPHA][SIZE] = INPUT;
 
 struct Params {
     const Element* x;
-    Element* v;
+    Stored* v;
+    const u32* x_max;       // [n]: bits of the largest finite |x| of an image (in halves)
     i64 x_n, x_c, x_h, x_w; // strides in elements
-    i64 plane, v_tile, v_channel;
+    i64 plane, v_tile, v_channel, v_part;
     Tiling tiling;
     Divisor inner;          // tiles of a chunk or padded channels, whichever neighbouring threads share
     int elements;           // of one position
@@ -33,8 +34,14 @@ extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_consta
         for (int j = 0; j < SIZE; j++)
             d[i][j] = row && x0 + j >= 0 && x0 + j < p.w ? to_float(x[i * p.x_h + j * p.x_w]) : 0.0f;
     }
-    transform(T_MATRIX, d, v);
-    Element* out = p.v + place.tile * p.v_tile + place.channel * p.v_channel;
+#if IN_HALVES
+    const float scale = exists ? power_of_two_scale(p.x_max[at.n], EXPONENT) : 1;
 #pragma unroll
-    for (int i = 0; i < POSITIONS; i++) out[i * p.plane] = from_float(v[i / ALPHA][i % ALPHA]);
+    for (int i = 0; i < SIZE * SIZE; i++) d[i / SIZE][i % SIZE] *= scale;
+#endif
+    transform(T_MATRIX, d, v);
+    Stored* out = p.v + place.tile * p.v_tile + place.channel * p.v_channel;
+#pragma unroll
+    for (int i = 0; i < POSITIONS; i++)
+        store_parts<false>(out + i * p.plane, p.v_part, v[i / ALPHA][i % ALPHA]);
 }

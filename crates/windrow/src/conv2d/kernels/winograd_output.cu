@@ -1,6 +1,6 @@
 // y = act(A^t m A + bias) for every tile of a chunk and every output channel, a thread each.
 //
-// Constants: ELEMENT_*, TILE, OUTPUT (the transform A^t), CHANNELS_INNER, EPILOGUE.
+// Constants: ELEMENT_*, TILE, OUTPUT (the transform A^t), CHANNELS_INNER, EPILOGUE, PARTS (f32) and EXPONENT (of x).
 
 #include "winograd.cuh"
 
@@ -10,6 +10,8 @@ struct Params {
     const float* m;
     Element* y;
     const void* bias;
+    const u32* x_max;       // [n] and [k], which undo the scales of V and U (in halves)
+    const float* u_inverse;
     i64 y_n, y_c, y_h, y_w; // strides in elements
     i64 bias_stride;
     i64 plane, m_tile, m_channel;
@@ -31,6 +33,10 @@ extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_consta
 #pragma unroll
     for (int i = 0; i < POSITIONS; i++) m[i / ALPHA][i % ALPHA] = in[i * p.plane];
     transform(AT, m, out);
+    float scale = 1;
+#if IN_HALVES
+    scale = power_of_two_scale(p.x_max[at.n], EXPONENT, true) * p.u_inverse[place.channel];
+#endif
     float bias = 0;
     if (p.bias != nullptr)
         bias = p.bias_is_float ? static_cast<const float*>(p.bias)[place.channel * p.bias_stride]
@@ -41,7 +47,8 @@ extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_consta
         if (at.i + i >= p.oh) break;
 #pragma unroll
         for (int j = 0; j < TILE; j += 2) {
-            const float2 v = make_float2(epilogue(out[i][j] + bias), epilogue(out[i][j + 1] + bias));
+            const float2 v = make_float2(epilogue(fmaf(out[i][j], scale, bias)),
+                                         epilogue(fmaf(out[i][j + 1], scale, bias)));
             Element* to = y + i * p.y_h + j * p.y_w;
             if (p.pairs && at.j + j + 1 < p.ow) {
                 store_pair(to, v);

@@ -32,15 +32,11 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
 
     float scale = 1;
 #ifdef ELEMENT_F32
-    __shared__ u32 max_bits;
-    if (threadIdx.x == 0) max_bits = 0;
-    __syncthreads();
     u32 mine = 0;
     for (int i = threadIdx.x; i < p.c * TAPS_H * 3; i += blockDim.x) {
         mine = max(mine, finite_magnitude(tap(i / 3 / TAPS_H, i / 3 % TAPS_H, i % 3)));
     }
-    atomicMax(&max_bits, mine);
-    __syncthreads();
+    const u32 max_bits = largest_of_block(mine);
     scale = power_of_two_scale(max_bits, FILTER_EXPONENT);
     if (threadIdx.x == 0 && k < p.k) p.inverse[k] = power_of_two_scale(max_bits, FILTER_EXPONENT, true);
 #endif
@@ -62,9 +58,9 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
             const float u = (G[a][0] * g[0] + G[a][1] * g[1] + G[a][2] * g[2]) * scale;
             u16* to = p.u + at + a * PARTS * STEP_C * BLOCK_K;
 #ifdef ELEMENT_F32
-            const u32 high = floats_to_f16x2(u, 0);
-            to[0] = static_cast<u16>(high);
-            if (PRODUCTS == 3) to[STEP_C * BLOCK_K] = static_cast<u16>(floats_to_f16x2(u - unpack_f16x2(high).x, 0));
+            const Halves halves(u);
+            to[0] = halves.high;
+            if (PRODUCTS == 3) to[STEP_C * BLOCK_K] = halves.low;
 #else
             to[0] = from_float(u);
 #endif

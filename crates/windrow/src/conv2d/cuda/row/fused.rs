@@ -221,7 +221,7 @@ fn fused_kernel(
         .define("INPUT_ROW", row(&TRANSFORMS.bt[LAST_POINT], ALPHA))
         .define("OUTPUT", matrix(&TRANSFORMS.at, TILE, ALPHA));
     if dtype == DType::F32 {
-        spec = spec.define("INPUT_EXPONENT", exponent(&TRANSFORMS.bt));
+        spec = spec.define("INPUT_EXPONENT", exponent(&TRANSFORMS.bt, 1));
     }
     spec
 }

@@ -1,6 +1,7 @@
 //! What becomes of x before the fused kernel reads it: a copy in channels-last order unless the copy engine can read x
-//! itself, and for f32 the largest magnitude of each image (`kernels/pack_input.cu`, `kernels/image_max.cu`).
+//! itself (`kernels/pack_input.cu`), and for f32 the largest magnitude of each image.
 
+use super::super::split::ImageMax;
 use super::super::{Divisor, kernel, source, strides};
 use super::ALIGNMENT;
 use crate::conv2d::{Conv2dSpec, Problem};
@@ -8,7 +9,6 @@ use crate::cuda::{Gpu, Kernel, Launch, Source, Stream};
 use crate::{DType, Result};
 
 static PACK_INPUT: Source = source!("pack_input.cu");
-static IMAGE_MAX: Source = source!("image_max.cu");
 
 /// A copy is made of at most so much at a time.
 const STAGING_BYTES: usize = 512 << 20;
@@ -17,9 +17,6 @@ const VECTOR: usize = 4;
 const TILE_PIXELS: usize = 128;
 const TILE_BYTES: usize = 64;
 const COPY_THREADS: u32 = 128;
-/// 16-byte vectors that a block of `image_max.cu` reads.
-const MAX_VECTORS: usize = 2048;
-const MAX_THREADS: u32 = 256;
 
 #[derive(Debug)]
 pub(super) struct Input {
@@ -31,7 +28,7 @@ pub(super) struct Input {
     copy: &'static Kernel,
     copy_vectors: Option<&'static Kernel>,
     /// f32: for x in place.
-    image_max: Option<&'static Kernel>,
+    image_max: Option<ImageMax>,
 }
 
 #[repr(C)]
@@ -51,20 +48,6 @@ struct CopyParams {
     w_by: Divisor,
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct MaxParams {
-    x: *const u8,
-    x_max: *mut u8,
-    x_n: i64,
-    x_h: i64,
-    x_w: i64,
-    vectors: i32,
-    blocks: i32,
-    row: Divisor,
-    pixel: Divisor,
-}
-
 impl Input {
     pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, problem: &Problem) -> Result<Self> {
         let dtype = spec.x.dtype;
@@ -72,14 +55,15 @@ impl Input {
         let copy = |vector: usize| {
             gpu.kernel(&kernel(&PACK_INPUT, "winograd_row_input", dtype).define("VECTOR", vector))
         };
-        let max = || gpu.kernel(&kernel(&IMAGE_MAX, "winograd_row_image_max", dtype));
         Ok(Input {
             spec: spec.clone(),
             problem: *problem,
             in_place,
             copy: copy(1)?,
             copy_vectors: pixels_are_vectors(spec).then(|| copy(VECTOR)).transpose()?,
-            image_max: (in_place && dtype == DType::F32).then(max).transpose()?,
+            image_max: (in_place && dtype == DType::F32)
+                .then(|| ImageMax::new(gpu, &spec.x))
+                .transpose()?,
         })
     }
 
@@ -116,10 +100,10 @@ impl Input {
         }
     }
 
-    /// Copies `n` images to channels-last order; for f32 their largest magnitudes go to `x_max`, which holds zeros.
+    /// Copies `n` images to channels-last order; for f32 their largest magnitudes go to `x_max`.
     ///
     /// # Safety
-    /// `x` must be images of the spec's layout, `out` memory for their copy.
+    /// `x` must be images of the spec's layout, `out` memory for their copy, `x_max` `n` words for f32.
     pub(super) unsafe fn copy(
         &self,
         stream: &Stream,
@@ -130,6 +114,10 @@ impl Input {
     ) -> Result<()> {
         let p = &self.problem;
         let size = self.spec.x.dtype.size();
+        if self.spec.x.dtype == DType::F32 {
+            // SAFETY: the caller's promise.
+            unsafe { stream.zero(x_max, n * size_of::<u32>())? };
+        }
         let pixel_tiles = (p.h * p.w).div_ceil(TILE_PIXELS);
         let channel_tiles = (self.channels() * size).div_ceil(TILE_BYTES);
         let params = CopyParams {
@@ -154,10 +142,10 @@ impl Input {
         unsafe { kernel.launch(stream, launch, &params) }
     }
 
-    /// For x in place: the largest magnitudes of `n` f32 images go to `x_max`, which holds zeros.
+    /// For x in place: the largest magnitudes of `n` f32 images go to `x_max`.
     ///
     /// # Safety
-    /// `x` must be images of the spec's layout at an address aligned to 16 bytes.
+    /// As [`ImageMax::run`].
     pub(super) unsafe fn find_max(
         &self,
         stream: &Stream,
@@ -165,37 +153,20 @@ impl Input {
         n: usize,
         x_max: *mut u8,
     ) -> Result<()> {
-        let (Some(kernel), p) = (self.image_max, &self.problem) else { return Ok(()) };
-        let pixel = p.c / 4;
-        let vectors = p.h * p.w * pixel;
-        let blocks = vectors.div_ceil(MAX_VECTORS);
-        let s = strides(&self.spec.x);
-        let params = MaxParams {
-            x,
-            x_max,
-            x_n: s[0],
-            x_h: s[2],
-            x_w: s[3],
-            vectors: vectors as i32,
-            blocks: blocks as i32,
-            row: Divisor::new(p.w * pixel),
-            pixel: Divisor::new(pixel),
-        };
-        let launch = Launch { grid: [(n * blocks) as u32, 1, 1], block: [MAX_THREADS, 1, 1] };
-        // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
-        unsafe { kernel.launch(stream, launch, &params) }
+        let Some(image_max) = &self.image_max else { return Ok(()) };
+        // SAFETY: the caller's promise.
+        unsafe { image_max.run(stream, x, n, x_max) }
     }
 }
 
 /// True if the copy engine can read x in place: channels side by side, all other strides whole vectors. f32 is also read
-/// for its largest magnitude, in vectors, of which there must be fewer than 2^30 in an image.
+/// for its largest magnitude.
 fn copy_engine_reads(spec: &Conv2dSpec) -> bool {
     let (s, shape) = (spec.x.strides(), spec.x.shape());
     let vector = 16 / spec.x.dtype.size();
     let whole =
         |stride: isize| stride > 0 && (stride as usize).is_multiple_of(vector) && stride < 1 << 38;
-    let readable = spec.x.dtype != DType::F32
-        || shape[1].is_multiple_of(vector) && shape[1] / vector * shape[2] * shape[3] < 1 << 30;
+    let readable = spec.x.dtype != DType::F32 || ImageMax::supports(&spec.x);
     (s[1] == 1 || shape[1] == 1) && [s[0], s[2], s[3]].into_iter().all(whole) && readable
 }
 
@@ -213,9 +184,5 @@ fn pixels_are_vectors(spec: &Conv2dSpec) -> bool {
 #[cfg(test)]
 pub(super) fn kernels(dtype: DType) -> Vec<crate::cuda::KernelSpec> {
     let copy = |v| kernel(&PACK_INPUT, "winograd_row_input", dtype).define("VECTOR", v);
-    let mut specs = vec![copy(1), copy(VECTOR)];
-    if dtype == DType::F32 {
-        specs.push(kernel(&IMAGE_MAX, "winograd_row_image_max", dtype));
-    }
-    specs
+    vec![copy(1), copy(VECTOR)]
 }

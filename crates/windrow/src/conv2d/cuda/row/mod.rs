@@ -6,6 +6,7 @@ mod input;
 use self::fused::Fused;
 use self::input::Input;
 use super::geometry::Geometry;
+use super::split::{self, exponent};
 use super::{Operands, PackedForm, kernel, source, strides};
 use crate::conv2d::winograd::{Rational, Transforms};
 use crate::conv2d::{Conv2dSpec, Problem};
@@ -170,7 +171,7 @@ impl WinogradRow {
         let unit = |dtype: DType| dtype.unit_roundoff();
         let sums = self.steps() * TAPS * self.products;
         let operands = match self.spec.x.dtype {
-            DType::F32 if self.products == 3 => unit(DType::F16) * unit(DType::F16),
+            DType::F32 if self.products == 3 => split::rounding(),
             DType::BF16 => 3.0 * unit(DType::BF16),
             _ => 3.0 * unit(DType::F16),
         };
@@ -222,10 +223,6 @@ impl WinogradRow {
         let x_max = scratch;
         let sums = scratch.wrapping_add(input.max_bytes());
         let copy = sums.wrapping_add(self.sums_bytes());
-        if input.max_bytes() > 0 {
-            // SAFETY: part of the scratch memory.
-            unsafe { stream.zero(x_max, input.max_bytes())? };
-        }
         let in_place = input.in_place && (operands.x as usize).is_multiple_of(16);
         let fused = self.fused(self.vectors && (operands.y as usize).is_multiple_of(16))?;
         let images =
@@ -258,7 +255,7 @@ fn filter_kernel(dtype: DType, products: usize) -> KernelSpec {
         .define("PRODUCTS", products)
         .define("FILTER", matrix(&TRANSFORMS.g, ALPHA, TAPS));
     if dtype == DType::F32 {
-        filter.define("FILTER_EXPONENT", exponent(&TRANSFORMS.g))
+        filter.define("FILTER_EXPONENT", exponent(&TRANSFORMS.g, 1))
     } else {
         filter
     }
@@ -281,14 +278,6 @@ pub(super) fn matrix<const N: usize>(
 ) -> String {
     let rows: Vec<_> = rows[..count].iter().map(|r| row(r, columns)).collect();
     format!("{{{}}}", rows.join(","))
-}
-
-/// The exponent to which operands are scaled, so that their transform by this matrix stays finite in half precision.
-fn exponent<const N: usize>(rows: &[[Rational; N]]) -> i32 {
-    let growth =
-        rows.iter().map(|r| r.iter().map(|x| x.to_f64().abs()).sum::<f64>()).fold(0.0, f64::max);
-    // Numbers below 2^(exponent + 1) grow by at most `growth`.
-    (65_000.0 / growth).log2().floor() as i32 - 1
 }
 
 /// True if 8 neighbouring channels of y are whole 16-byte vectors.

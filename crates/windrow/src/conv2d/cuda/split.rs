@@ -1,0 +1,181 @@
+//! What the algorithms share that multiply f32 as sums of two halves: powers of two that bring operands into the range
+//! of halves, from the largest finite magnitude of each image (`kernels/image_max.cu`) and of each filter.
+
+use super::{Divisor, kernel, source};
+use crate::conv2d::winograd::Rational;
+use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, Stream};
+use crate::{DType, Result, TensorDesc};
+
+static IMAGE_MAX: Source = source!("image_max.cu");
+
+/// Elements of a vector.
+const VECTOR: usize = 4;
+/// Vectors that a block reads.
+const BLOCK_VECTORS: usize = 2048;
+const THREADS: u32 = 256;
+/// Vectors of an image are counted in 32 bits, blocks of a launch too.
+const MAX_VECTORS: usize = 1 << 30;
+
+/// Relative error of an operand that is split: what its low half leaves.
+pub(super) fn rounding() -> f64 {
+    DType::F16.unit_roundoff() * DType::F16.unit_roundoff()
+}
+
+/// The exponent to which operands are scaled, so that transforms by this matrix, one after the other in so many
+/// `dimensions`, stay finite in half precision.
+pub(super) fn exponent<const N: usize>(rows: &[[Rational; N]], dimensions: i32) -> i32 {
+    let growth =
+        rows.iter().map(|r| r.iter().map(|x| x.to_f64().abs()).sum::<f64>()).fold(0.0, f64::max);
+    // Numbers below 2^(exponent + 1) grow by at most `growth` in each.
+    (65_000.0 / growth.powi(dimensions)).log2().floor() as i32 - 1
+}
+
+/// The inverse of `power_of_two_scale` of `conv2d.cuh`.
+pub(super) fn inverse_scale(max_bits: u32, exponent: i32) -> f64 {
+    if max_bits == 0 {
+        return 1.0;
+    }
+    f64::from((exponent - ((max_bits >> 23) as i32 - 127)).clamp(-126, 126)).exp2().recip()
+}
+
+/// The largest finite magnitude of each image of an f32 tensor [n, c, h, w].
+#[derive(Debug)]
+pub(super) struct ImageMax {
+    image_stride: i64,
+    /// Sizes and strides of an image's dimensions, the innermost last.
+    dimensions: [(usize, isize); 3],
+    scalar: &'static Kernel,
+    /// For images of whole vectors, where they are aligned.
+    vector: Option<&'static Kernel>,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Params {
+    x: *const u8,
+    x_max: *mut u8,
+    image_stride: i64,
+    strides: [i64; 3],
+    vectors: i32,
+    blocks: i32,
+    in_outer: Divisor,
+    in_middle: Divisor,
+}
+
+impl ImageMax {
+    /// True if images are small enough to be counted in 32 bits.
+    pub(super) fn supports(x: &TensorDesc) -> bool {
+        let sizes = &x.shape()[1..];
+        let elements = sizes.iter().try_fold(1usize, |a, &b| a.checked_mul(b));
+        let blocks = |elements: usize| elements.div_ceil(BLOCK_VECTORS) * x.shape()[0];
+        elements.is_some_and(|e| e < MAX_VECTORS && blocks(e) < i32::MAX as usize)
+    }
+
+    pub(super) fn new(gpu: &'static Gpu, x: &TensorDesc) -> Result<Self> {
+        let (sizes, strides) = (x.shape(), x.strides());
+        let dimensions = merged([1, 2, 3].map(|d| (sizes[d], strides[d])));
+        let [outer, middle, (inner, step)] = dimensions;
+        let whole = |stride: isize| stride.unsigned_abs().is_multiple_of(VECTOR);
+        let vectors = step == 1
+            && inner.is_multiple_of(VECTOR)
+            && [strides[0], outer.1, middle.1].into_iter().all(whole);
+        Ok(ImageMax {
+            image_stride: strides[0] as i64,
+            dimensions,
+            scalar: gpu.kernel(&image_max_kernel(1))?,
+            vector: vectors.then(|| gpu.kernel(&image_max_kernel(VECTOR))).transpose()?,
+        })
+    }
+
+    /// Writes the bits of those of `n` images to `x_max`.
+    ///
+    /// # Safety
+    /// `x` must be images of the tensor and `x_max` `n` words, on the stream's device.
+    pub(super) unsafe fn run(
+        &self,
+        stream: &Stream,
+        x: *const u8,
+        n: usize,
+        x_max: *mut u8,
+    ) -> Result<()> {
+        if n == 0 {
+            return Ok(());
+        }
+        let [(outer, s0), (middle, s1), (inner, s2)] = self.dimensions;
+        let aligned = (x as usize).is_multiple_of(VECTOR * size_of::<f32>());
+        let (kernel, width) = match self.vector {
+            Some(kernel) if aligned => (kernel, VECTOR),
+            _ => (self.scalar, 1),
+        };
+        let inner = inner / width;
+        let vectors = outer * middle * inner;
+        let blocks = vectors.div_ceil(BLOCK_VECTORS);
+        if blocks != 1 {
+            // SAFETY: the caller's promise.
+            unsafe { stream.zero(x_max, n * size_of::<u32>())? };
+        }
+        if vectors == 0 {
+            return Ok(());
+        }
+        let params = Params {
+            x,
+            x_max,
+            image_stride: self.image_stride,
+            strides: [s0 as i64, s1 as i64, s2 as i64 * width as i64],
+            vectors: vectors as i32,
+            blocks: blocks as i32,
+            in_outer: Divisor::new(middle * inner),
+            in_middle: Divisor::new(inner),
+        };
+        let launch = Launch { grid: [(n * blocks) as u32, 1, 1], block: [THREADS, 1, 1] };
+        // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
+        unsafe { kernel.launch(stream, launch, &params) }
+    }
+}
+
+/// Dimensions of the same elements, the longest steps first, those that follow each other without a gap as one; in front
+/// of them dimensions of one element.
+fn merged(mut dimensions: [(usize, isize); 3]) -> [(usize, isize); 3] {
+    dimensions.sort_by_key(|&(_, stride)| stride.unsigned_abs());
+    let mut merged: Vec<(usize, isize)> = Vec::new();
+    for (size, stride) in dimensions.into_iter().filter(|&(size, _)| size != 1) {
+        match merged.last_mut() {
+            Some((inner, step)) if stride == *step * *inner as isize => *inner *= size,
+            _ => merged.push((size, stride)),
+        }
+    }
+    std::array::from_fn(|i| merged.get(2 - i).copied().unwrap_or((1, 0)))
+}
+
+pub(super) fn image_max_kernel(vector: usize) -> KernelSpec {
+    kernel(&IMAGE_MAX, "image_max", DType::F32).define("VECTOR", vector)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn images_without_gaps_are_one_dimension() {
+        // NCHW and channels-last of [c, h, w] = [8, 5, 6], a gap between rows, a broadcast row, a column.
+        assert_eq!(merged([(8, 30), (5, 6), (6, 1)]), [(1, 0), (1, 0), (240, 1)]);
+        assert_eq!(merged([(8, 1), (5, 48), (6, 8)]), [(1, 0), (1, 0), (240, 1)]);
+        assert_eq!(merged([(8, 40), (5, 8), (6, 1)]), [(1, 0), (40, 8), (6, 1)]);
+        assert_eq!(merged([(8, 99), (5, 8), (6, 1)]), [(8, 99), (5, 8), (6, 1)]);
+        assert_eq!(merged([(8, -30), (5, -6), (6, -1)]), [(1, 0), (1, 0), (240, -1)]);
+    }
+
+    #[test]
+    fn scales_keep_transforms_finite() {
+        let t = crate::conv2d::Tile::F4.transforms();
+        let e = exponent(&t.bt, 2);
+        assert!((30.0..60.0).contains(&(65_504.0 / f64::from(e + 1).exp2())), "{e}");
+        assert_eq!(inverse_scale(3.0f32.to_bits(), 4), 0.125);
+        assert_eq!(inverse_scale(0, 4), 1.0);
+    }
+
+    #[test]
+    fn kernels_compile_without_spills() {
+        crate::cuda::compile_tests::check_compiles(&[1, VECTOR].map(image_max_kernel));
+    }
+}
