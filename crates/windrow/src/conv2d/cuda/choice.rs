@@ -23,10 +23,11 @@ pub(super) fn choose(
     if has(Conv2dAlgorithm::Cudnn) && is_small(spec, p) {
         return Conv2dAlgorithm::Cudnn;
     }
-    let staged = Conv2dAlgorithm::WinogradGemm(tile(spec, p));
+    let tile = tile(spec, p);
+    let staged = Conv2dAlgorithm::WinogradGemm(tile);
     let cudnn = has(Conv2dAlgorithm::Cudnn) && cudnn_reads(spec, p);
     let staged_pays =
-        has(Conv2dAlgorithm::WinogradRow) && stages_pay(spec, p, cudnn, multiprocessors);
+        has(Conv2dAlgorithm::WinogradRow) && stages_pay(spec, p, tile, cudnn, multiprocessors);
     if cudnn && !staged_pays && cudnn_pays(spec, p, multiprocessors) {
         return Conv2dAlgorithm::Cudnn;
     }
@@ -88,12 +89,17 @@ fn is_strict(spec: &Conv2dSpec) -> bool {
 
 /// True if the stages are ahead of the fused kernel and, if the spec may take it, of cuDNN: where products outweigh passes
 /// over V and M, and where the fused kernel has too few blocks for the device.
-fn stages_pay(spec: &Conv2dSpec, p: &Problem, cudnn: bool, multiprocessors: u32) -> bool {
-    let tile = tile(spec, p);
-    let row = row_micros(spec, p, multiprocessors);
-    let ahead = staged_micros(spec, p, tile) < row;
+fn stages_pay(
+    spec: &Conv2dSpec,
+    p: &Problem,
+    tile: Tile,
+    cudnn: bool,
+    multiprocessors: u32,
+) -> bool {
+    let staged = staged_micros(spec, p, tile);
+    let ahead = staged < row_micros(spec, p, multiprocessors);
     if spec.x.dtype == DType::F32 {
-        return ahead && (!cudnn || staged_micros(spec, p, tile) < cudnn_micros(spec, p));
+        return ahead && (!cudnn || staged < cudnn_micros(spec, p));
     }
     // The F2 of bf16 moves too much where there is much to do.
     let least_k = if is_channels_last(&spec.y.layout) { 1024 } else { 512 };
@@ -101,7 +107,7 @@ fn stages_pay(spec: &Conv2dSpec, p: &Problem, cudnn: bool, multiprocessors: u32)
     many || ahead && row_rounds(p, multiprocessors) <= 2.0
 }
 
-/// True if the launches and passes of the other algorithms take longer than sums without a transform: cuDNN was 1.5 to 2.4
+/// True if the launches and passes of the other algorithms take longer than sums without a transform: cuDNN was 1.5 to 2.7
 /// times as fast on layers of 7 to 24 channels in f32.
 fn is_small(spec: &Conv2dSpec, p: &Problem) -> bool {
     is_strict(spec) && p.c <= 24 && p.flops() <= 2.5e8
@@ -140,7 +146,7 @@ fn row_rounds(p: &Problem, multiprocessors: u32) -> f64 {
 }
 
 /// Expected microseconds of the fused kernel: every round takes its steps of 16 input channels. Like the
-/// following, fitted to 50 layers on an H200.
+/// following, fitted to 51 layers on an H200 (`benchmarks/record/2026-11-22-h200/conv2d-algorithms-f32.csv`).
 fn row_micros(spec: &Conv2dSpec, p: &Problem, multiprocessors: u32) -> f64 {
     let step = match spec.x.dtype {
         _ if is_strict(spec) => 3.8,

@@ -147,7 +147,7 @@ fn merged(mut dimensions: [(usize, isize); 3]) -> [(usize, isize); 3] {
     std::array::from_fn(|i| merged.get(2 - i).copied().unwrap_or((1, 0)))
 }
 
-pub(super) fn image_max_kernel(vector: usize) -> KernelSpec {
+fn image_max_kernel(vector: usize) -> KernelSpec {
     kernel(&IMAGE_MAX, "image_max", DType::F32).define("VECTOR", vector)
 }
 

@@ -454,7 +454,9 @@ fn kernels(tile: Tile, spec: &Conv2dSpec, block: usize) -> [KernelSpec; 3] {
 mod tests {
     use super::*;
     use crate::conv2d::cuda::test_specs;
-    use crate::{Activation, Approximate};
+    use crate::conv2d::{Conv2dArgs, Conv2dParams, Conv2dPlan, Weights};
+    use crate::verify::random_tensor;
+    use crate::{Activation, Approximate, Device, PlanOptions, Workspace};
 
     #[test]
     fn kernels_compile_without_spills() {
@@ -471,6 +473,37 @@ mod tests {
             }
         }
         crate::cuda::compile_tests::check_compiles(&all);
+    }
+
+    /// Scales of f32 whose product is beyond its range. Nothing without a device.
+    #[test]
+    fn tiny_and_huge_numbers_are_scaled() {
+        if !crate::cuda::devices().is_ok_and(|d| !d.is_empty()) {
+            return;
+        }
+        let options = PlanOptions { device: Device::Cuda(0), ..PlanOptions::default() };
+        let desc = |shape: &[usize]| TensorDesc::contiguous(DType::F32, shape).unwrap();
+        let (x, w) = (desc(&[2, 24, 9, 9]), desc(&[16, 24, 3, 3]));
+        let spec = Conv2dSpec::new(x, w, &Conv2dParams::default()).unwrap();
+        for (tile, (x_range, w_range)) in Tile::ALL
+            .iter()
+            .flat_map(|t| [(1e-20, 1e-18), (1e32, 1e-34), (1e-34, 1e32)].map(|r| (t, r)))
+        {
+            let upload = |seed, desc, range: f64| {
+                let host = random_tensor(seed, desc, -range, range).unwrap();
+                DeviceTensor::from_host(&host.as_ref(), 0).unwrap()
+            };
+            let (x, w) = (upload(1, x, x_range), upload(2, w, w_range));
+            let algorithm = Conv2dAlgorithm::WinogradGemm(*tile);
+            let plan = Conv2dPlan::with_algorithm(&spec, algorithm, &options).unwrap();
+            let mut workspace = Workspace::new(options.device, plan.workspace_bytes()).unwrap();
+            let mut y = DeviceTensor::new(spec.y, 0).unwrap();
+            let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias: None };
+            plan.run(&args, y.as_mut().unwrap(), &mut workspace).unwrap();
+            workspace.synchronize().unwrap();
+            let comparison = plan.compare(&args, &y.as_ref()).unwrap();
+            assert!(comparison.passed(), "{tile:?} {x_range} {w_range} {comparison:?}");
+        }
     }
 
     #[test]

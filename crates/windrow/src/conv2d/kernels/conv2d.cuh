@@ -103,12 +103,16 @@ struct Halves {
     }
 };
 
+// 2^exponent for exponents of normal numbers, and back.
+__device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
+__device__ __forceinline__ int exponent_of(float power) { return (__float_as_int(power) >> 23) - 127; }
+
 // The power of two that brings numbers up to |x|, given by its bits, below 2^(exponent + 1); or its inverse.
 __device__ __forceinline__ float power_of_two_scale(u32 max_bits, int exponent, bool inverse = false) {
     if (max_bits == 0) return 1;
     int e = exponent - (static_cast<int>(max_bits >> 23) - 127);
     e = min(max(e, -126), 126);
-    return __int_as_float((127 + (inverse ? -e : e)) << 23);
+    return power_of_two(inverse ? -e : e);
 }
 
 // Division of numbers below 2^31 by a constant: the high word of a product.

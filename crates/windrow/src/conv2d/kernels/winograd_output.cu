@@ -35,7 +35,13 @@ extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_consta
     transform(AT, m, out);
     float scale = 1;
 #if IN_HALVES
-    scale = power_of_two_scale(p.x_max[at.n], EXPONENT, true) * p.u_inverse[place.channel];
+    // Both scales in two steps of half the exponent, as their product may be beyond the range of f32 where y is not.
+    const int exponent = exponent_of(power_of_two_scale(p.x_max[at.n], EXPONENT, true)) +
+                         exponent_of(p.u_inverse[place.channel]);
+    const float half = power_of_two(exponent / 2);
+    scale = power_of_two(exponent - exponent / 2);
+#pragma unroll
+    for (int i = 0; i < TILE * TILE; i++) out[i / TILE][i % TILE] *= half;
 #endif
     float bias = 0;
     if (p.bias != nullptr)
