@@ -108,10 +108,7 @@ fn pack(
 }
 
 fn workspace_bytes(plan: &windrow::Conv2dPlan, args: &Conv2dArgs<'_>) -> usize {
-    match args.w {
-        Weights::Raw(_) => plan.workspace_bytes(),
-        Weights::Packed(_) => plan.packed_workspace_bytes(),
-    }
+    plan.workspace_bytes_for(&args.w)
 }
 
 /// What tells whether it is worth to release the interpreter lock: elements, not multiplications,

@@ -19,6 +19,7 @@ const OPTIONS: PlanOptions = PlanOptions {
     threads: None,
     verify: windrow::Verify::Off,
     tuning: windrow::Tuning::Cached,
+    filter: windrow::Filter::Kept,
 };
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 

@@ -26,7 +26,7 @@ pub use causal_conv1d::{
 };
 pub use conv2d::{
     Conv2dAlgorithm, Conv2dArgs, Conv2dConfiguration, Conv2dParams, Conv2dPlan, Conv2dSpec,
-    PackedWeights, Tile, Weights, conv2d,
+    FilterCache, PackedWeights, Tile, Weights, conv2d,
 };
 pub use device::Device;
 pub use dtype::{DType, Element};
@@ -37,7 +37,7 @@ pub use gelu::{
 };
 pub use half::{bf16, f16};
 pub use layout::{Layout, MAX_RANK};
-pub use plan::{Accuracy, PlanOptions, Verify, Workspace};
+pub use plan::{Accuracy, Filter, PlanOptions, Verify, Workspace};
 pub use tensor::{Tensor, TensorDesc, TensorMut, TensorRef};
 pub use tuning::Tuning;
 

@@ -66,6 +66,17 @@ impl Default for Verify {
     }
 }
 
+/// How often the filter of a convolution changes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Filter {
+    /// Seldom: it is packed once for many runs ([`Weights::Packed`](crate::Weights::Packed),
+    /// [`Weights::Cached`](crate::Weights::Cached)).
+    #[default]
+    Kept,
+    /// With every run, as in training: what packing costs counts when an algorithm is chosen.
+    Changing,
+}
+
 /// Where and how a plan runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct PlanOptions {
@@ -77,6 +88,8 @@ pub struct PlanOptions {
     pub verify: Verify,
     /// How the configuration is chosen.
     pub tuning: Tuning,
+    /// How often the filter changes; for [`Conv2dPlan`](crate::Conv2dPlan).
+    pub filter: Filter,
 }
 
 /// Scratch memory that plans run in, and the stream on which their work is ordered.

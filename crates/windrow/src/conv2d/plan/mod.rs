@@ -1,5 +1,7 @@
 //! A convolution bound to a device and an algorithm.
 
+mod cache;
+mod checksum;
 mod comparison;
 mod packed;
 
@@ -17,6 +19,7 @@ use crate::{
 use packed::{PackedData, filter};
 use std::sync::OnceLock;
 
+pub use cache::FilterCache;
 pub(super) use comparison::{compare, values};
 pub use packed::{PackedWeights, Weights};
 
@@ -247,6 +250,19 @@ impl Conv2dPlan {
         }
     }
 
+    /// Bytes of workspace that [`Conv2dPlan::run`] needs with these weights.
+    pub fn workspace_bytes_for(&self, weights: &Weights<'_>) -> usize {
+        match (weights, &self.backend) {
+            // On the CPU the cache owns what it packs.
+            (Weights::Packed(_), _) | (Weights::Cached(..), Backend::Cpu { .. }) => {
+                self.packed_workspace_bytes()
+            }
+            (Weights::Raw(_), _) | (Weights::Cached(..), Backend::Cuda { .. }) => {
+                self.workspace_bytes()
+            }
+        }
+    }
+
     /// Configuration, what follows from it, and memory in one line.
     pub fn explain(&self) -> String {
         let (place, blocking) = match &self.backend {
@@ -265,7 +281,8 @@ impl Conv2dPlan {
     ///
     /// # Errors
     /// [`Error::Shape`], [`Error::DType`], [`Error::Strides`] if a view is not as in the spec;
-    /// [`Error::WrongDevice`]; [`Error::Aliasing`] if y shares memory with an input;
+    /// [`Error::WrongDevice`]; [`Error::Aliasing`] if y shares memory with an input; [`Error::OutOfMemory`] with
+    /// [`Weights::Cached`];
     /// [`Error::Parameter`] if the bias is missing or one too many, if the filter was packed for
     /// another plan, or if the workspace is too small; [`Error::Verification`] under
     /// [`Verify::On`] only.
@@ -277,10 +294,7 @@ impl Conv2dPlan {
     ) -> Result<()> {
         check_device("workspace", workspace.device(), self.device())?;
         self.check(args, &y)?;
-        let bytes = match args.w {
-            Weights::Raw(_) => self.workspace_bytes(),
-            Weights::Packed(_) => self.packed_workspace_bytes(),
-        };
+        let bytes = self.workspace_bytes_for(&args.w);
         match &self.backend {
             Backend::Cpu { engine, .. } => {
                 let memory = workspace.take(bytes)?;
@@ -288,7 +302,15 @@ impl Conv2dPlan {
                     return Ok(());
                 }
                 let (x, bias, activation) = (&args.x, args.bias.as_ref(), self.spec.activation);
-                match args.w {
+                let kept;
+                let weights = match args.w {
+                    Weights::Cached(w, cache) => {
+                        kept = cache.get(self, &w)?;
+                        Weights::Packed(&kept)
+                    }
+                    weights => weights,
+                };
+                match weights {
                     Weights::Raw(w) => {
                         let (packed, scratch) = memory.split_at_mut(self.raw_bytes());
                         let packed = floats_mut(packed);
@@ -299,6 +321,7 @@ impl Conv2dPlan {
                         engine.run(packed, x, bias, activation, &mut y, memory);
                     }
                     Weights::Packed(packed) => return Err(self.packed_elsewhere(packed)),
+                    Weights::Cached(..) => unreachable!("packed above"),
                 }
             }
             Backend::Cuda { engine, gpu } => {
@@ -312,7 +335,7 @@ impl Conv2dPlan {
                 // workspace holds the packed filter and the scratch memory.
                 unsafe {
                     let (packed, scratch) = match args.w {
-                        Weights::Raw(w) => {
+                        Weights::Raw(w) | Weights::Cached(w, _) => {
                             engine.pack(stream, w.as_ptr(), memory)?;
                             (memory.cast_const(), memory.add(self.raw_bytes()))
                         }
@@ -342,7 +365,7 @@ impl Conv2dPlan {
         self.check_inputs(args)?;
         self.check_view("y", y.desc(), y.device(), &self.spec.y)?;
         check_disjoint("y", y, "x", &args.x)?;
-        if let Weights::Raw(w) = &args.w {
+        if let Weights::Raw(w) | Weights::Cached(w, _) = &args.w {
             check_disjoint("y", y, "w", w)?;
         }
         args.bias.iter().try_for_each(|bias| check_disjoint("y", y, "bias", bias))
@@ -352,7 +375,9 @@ impl Conv2dPlan {
         let Conv2dArgs { x, w, bias } = args;
         self.check_view("x", x.desc(), x.device(), &self.spec.x)?;
         match w {
-            Weights::Raw(w) => self.check_view("w", w.desc(), w.device(), &self.spec.w)?,
+            Weights::Raw(w) | Weights::Cached(w, _) => {
+                self.check_view("w", w.desc(), w.device(), &self.spec.w)?;
+            }
             Weights::Packed(packed) if !self.accepts(packed) => {
                 return Err(Error::parameter(
                     "w",

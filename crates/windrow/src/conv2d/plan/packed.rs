@@ -1,7 +1,7 @@
 //! Filters that were packed before the run.
 
 use super::comparison::values;
-use super::{Backend, Conv2dPlan};
+use super::{Backend, Conv2dPlan, FilterCache};
 use crate::buffer::Buffer;
 use crate::conv2d::Conv2dAlgorithm;
 use crate::conv2d::cpu::floats_mut;
@@ -17,6 +17,8 @@ pub enum Weights<'a> {
     Raw(TensorRef<'a>),
     /// Packed once by [`Conv2dPlan::pack_weights`].
     Packed(&'a PackedWeights),
+    /// As `Raw`, with the packed form kept in the cache until the filter changes.
+    Cached(TensorRef<'a>, &'a FilterCache),
 }
 
 /// What the form of a packed filter depends on.
@@ -103,12 +105,8 @@ impl Conv2dPlan {
     ) -> Result<PackedWeights> {
         check_device("workspace", workspace.device(), self.device())?;
         self.check_view("w", w.desc(), w.device(), &self.spec.w)?;
-        let data = match &self.backend {
-            Backend::Cpu { engine, .. } => {
-                let mut data = Buffer::new(self.packed_bytes())?;
-                engine.pack(w, floats_mut(data.as_mut_slice()));
-                PackedData::Host(data)
-            }
+        match &self.backend {
+            Backend::Cpu { .. } => self.pack_on_cpu(w),
             Backend::Cuda { engine, gpu } => {
                 let mut data = workspace.allocate_on(gpu, self.packed_bytes())?;
                 let (stream, _) = workspace.take_on(gpu, 0)?;
@@ -117,9 +115,22 @@ impl Conv2dPlan {
                 unsafe { engine.pack(stream, w.as_ptr(), data.as_mut_ptr())? };
                 // Runs on other streams may use it from here on.
                 stream.synchronize()?;
-                PackedData::Device(gpu, data)
+                self.packed(w, PackedData::Device(gpu, data))
             }
+        }
+    }
+
+    /// Packs a filter that agrees with the spec, for a plan on the CPU.
+    pub(super) fn pack_on_cpu(&self, w: &TensorRef<'_>) -> Result<PackedWeights> {
+        let Backend::Cpu { engine, .. } = &self.backend else {
+            unreachable!("callers know where the plan runs")
         };
+        let mut data = Buffer::new(self.packed_bytes())?;
+        engine.pack(w, floats_mut(data.as_mut_slice()));
+        self.packed(w, PackedData::Host(data))
+    }
+
+    fn packed(&self, w: &TensorRef<'_>, data: PackedData) -> Result<PackedWeights> {
         let source = (self.verify == Verify::On).then(|| values(w)).transpose()?;
         Ok(PackedWeights { packing: self.packing(), data, source })
     }
@@ -173,7 +184,7 @@ impl Conv2dPlan {
 /// The filter's elements, if they are known.
 pub(super) fn filter(w: &Weights<'_>) -> Result<Option<Vec<f64>>> {
     match w {
-        Weights::Raw(w) => values(w).map(Some),
+        Weights::Raw(w) | Weights::Cached(w, _) => values(w).map(Some),
         Weights::Packed(packed) => Ok(packed.source.clone()),
     }
 }

@@ -1,6 +1,7 @@
 //! Every algorithm on every instruction set against the oracle.
 
 mod errors;
+mod filters;
 mod plans;
 
 use super::*;

@@ -1,0 +1,166 @@
+//! The packed forms of a filter that may change.
+
+use super::checksum::checksum;
+use super::packed::Packing;
+use super::{Backend, Conv2dPlan, PackedWeights};
+use crate::{Result, TensorDesc, TensorRef};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// Packed forms that are kept: one for each algorithm, tile and element type in use.
+const MAX_FORMS: usize = 8;
+
+/// Packed forms of a filter, kept from run to run: for [`Weights::Cached`](super::Weights::Cached).
+///
+/// It is right by content. On the CPU every run forms a checksum (128 bits, XXH3) of the filter, on the plan's threads,
+/// and packs where that is another than what was packed: it does not matter who changed the filter and how, nor at
+/// which address it is. On CUDA the filter is packed on each run.
+///
+/// One cache is for one filter: with several in turn each would be packed anew. Any number of plans and threads may
+/// use it at the same time; no lock is held while a filter is read or packed.
+///
+/// ```
+/// use windrow::*;
+/// let x = Tensor::from_slice(&[1f32; 16], &[1, 1, 4, 4])?;
+/// let mut w = Tensor::from_slice(&[1f32; 9], &[1, 1, 3, 3])?;
+/// let spec = Conv2dSpec::new(*x.desc(), *w.desc(), &Conv2dParams::default())?;
+/// let plan = Conv2dPlan::new(&spec, &PlanOptions::default())?;
+///
+/// let cache = FilterCache::default(); // lives as long as the filter
+/// let mut workspace = Workspace::empty();
+/// let mut y = Tensor::uninitialised(spec.y)?;
+/// for value in [1f32, 2.0] {
+///     w.as_bytes_mut().copy_from_slice(&value.to_ne_bytes().repeat(9));
+///     let weights = Weights::Cached(w.as_ref(), &cache);
+///     let bytes = plan.workspace_bytes_for(&weights);
+///     if workspace.len() < bytes {
+///         workspace = Workspace::new(Device::Cpu, bytes)?;
+///     }
+///     let args = Conv2dArgs { x: x.as_ref(), w: weights, bias: None };
+///     plan.run(&args, y.as_mut(), &mut workspace)?;
+///     assert_eq!(y.to_vec::<f32>()?, [9.0 * value; 4]);
+/// }
+/// # Ok::<(), windrow::Error>(())
+/// ```
+#[derive(Debug, Default)]
+pub struct FilterCache {
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    frozen: bool,
+    /// The latest used last.
+    forms: Vec<Kept>,
+}
+
+#[derive(Debug)]
+struct Kept {
+    /// Layout and type of the filter that the checksum is of.
+    source: TensorDesc,
+    sum: u128,
+    /// Whether it was compared with the filter since the cache was frozen.
+    trusted: bool,
+    packed: Arc<PackedWeights>,
+}
+
+impl FilterCache {
+    /// An empty one.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// With `true` the caller promises that the filter does not change from here on: it is compared with each packed
+    /// form once more, and not looked at in later runs. `false` takes the promise back.
+    pub fn set_frozen(&self, frozen: bool) {
+        let mut state = self.lock();
+        state.frozen = frozen;
+        state.forms.iter_mut().for_each(|kept| kept.trusted = false);
+    }
+
+    /// What [`FilterCache::set_frozen`] has set; `false` at first.
+    pub fn is_frozen(&self) -> bool {
+        self.lock().frozen
+    }
+
+    /// Bytes of the packed forms that it keeps.
+    pub fn bytes(&self) -> usize {
+        self.lock().forms.iter().map(|kept| kept.packed.bytes()).sum()
+    }
+
+    /// Drops what is packed. Runs that use it finish first.
+    pub fn clear(&self) {
+        let forms = std::mem::take(&mut self.lock().forms);
+        // After the lock: memory of a device takes its time.
+        drop(forms);
+    }
+
+    /// The filter packed for a plan on the CPU.
+    pub(super) fn get(&self, plan: &Conv2dPlan, w: &TensorRef<'_>) -> Result<Arc<PackedWeights>> {
+        let (packing, source) = (plan.packing(), *w.desc());
+        if let Some(packed) = self.lock().trusted(&packing, &source) {
+            return Ok(packed);
+        }
+        let sum = match &plan.backend {
+            Backend::Cpu { threads, .. } => checksum(w, *threads),
+            Backend::Cuda { .. } => unreachable!("filters on the CPU are compared there"),
+        };
+        if let Some(packed) = self.lock().find(&packing, &source, sum) {
+            return Ok(packed);
+        }
+        // Before packing, so that its memory serves again.
+        let stale = self.lock().take_stale(&source, sum);
+        drop(stale);
+        let packed = Arc::new(plan.pack_on_cpu(w)?);
+        let mut state = self.lock();
+        // Another thread may have been faster.
+        if let Some(packed) = state.find(&packing, &source, sum) {
+            return Ok(packed);
+        }
+        let dropped = (state.forms.len() == MAX_FORMS).then(|| state.forms.remove(0));
+        let trusted = state.frozen;
+        state.forms.push(Kept { source, sum, trusted, packed: packed.clone() });
+        drop(state);
+        drop(dropped);
+        Ok(packed)
+    }
+
+    /// Nothing that can panic happens under the lock but for running out of memory.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+impl State {
+    /// A form that needs no comparison.
+    fn trusted(&mut self, packing: &Packing, source: &TensorDesc) -> Option<Arc<PackedWeights>> {
+        let is =
+            |kept: &Kept| kept.trusted && kept.packed.packing == *packing && kept.source == *source;
+        let found = self.forms.iter().position(is)?;
+        self.latest(found)
+    }
+
+    /// A form of this content.
+    fn find(
+        &mut self,
+        packing: &Packing,
+        source: &TensorDesc,
+        sum: u128,
+    ) -> Option<Arc<PackedWeights>> {
+        let is = |kept: &Kept| {
+            kept.sum == sum && kept.packed.packing == *packing && kept.source == *source
+        };
+        let found = self.forms.iter().position(is)?;
+        self.forms[found].trusted = self.frozen;
+        self.latest(found)
+    }
+
+    fn latest(&mut self, index: usize) -> Option<Arc<PackedWeights>> {
+        self.forms[index..].rotate_left(1);
+        self.forms.last().map(|kept| kept.packed.clone())
+    }
+
+    /// The forms of other contents.
+    fn take_stale(&mut self, source: &TensorDesc, sum: u128) -> Vec<Kept> {
+        self.forms.extract_if(.., |kept| kept.source == *source && kept.sum != sum).collect()
+    }
+}
