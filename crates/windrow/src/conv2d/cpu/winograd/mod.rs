@@ -19,13 +19,13 @@ mod transform;
 use super::super::{Problem, Tile};
 use super::{bias_len, stage_bias, with_element};
 use crate::cpu::{
-    Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, parallel_for,
+    Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, last_level_cache, parallel_for,
     parallel_for_workers,
 };
 use crate::{Activation, DType, TensorMut, TensorRef, bf16, f16};
 use blocking::Blocking;
 pub(crate) use blocking::{best_tile, cost};
-use filter::FilterTransform;
+use filter::{Coefficients, FilterTransform};
 pub(crate) use fused::{TILE as FUSED_TILE, WinogradFused};
 use gemm::Gemm;
 use geometry::Geometry;
@@ -339,24 +339,27 @@ impl WinogradCpu {
     fn pack_from<W: SimdElement>(&self, w: &TensorRef<'_>, packed: &mut [f32]) {
         assert!(packed.len() >= self.packed_len(), "packed filter");
         let p = &self.geometry.problem;
-        let transforms = self.tile.transforms();
+        let coefficients = Coefficients::new(&self.tile.transforms());
         let u = SendPtr(packed.as_mut_ptr());
+        let far = 2 * size_of::<f32>() * self.packed_len() > last_level_cache()
+            && u.get().addr().is_multiple_of(MAX_LANES * size_of::<f32>());
         let w_ptr = SendPtr(w.as_ptr().cast_mut());
-        parallel_for(self.threads, self.vectors(), |vector| {
-            dispatch(
-                self.isa,
-                FilterTransform::<W> {
-                    transforms: &transforms,
-                    c: p.c,
-                    w: w_ptr.get().cast_const().cast(),
-                    strides: strides4(w.strides()),
-                    channels: vector * self.lanes..p.k.min((vector + 1) * self.lanes),
-                    u: u.get(),
-                    u_position: self.u_position(),
-                    vectors: self.vectors(),
-                    vector,
-                },
-            );
+        parallel_for(self.threads, self.vectors().div_ceil(gemm::PANEL), |panel| {
+            let first = panel * gemm::PANEL;
+            let vectors = gemm::PANEL.min(self.vectors() - first);
+            let transform = FilterTransform::<W> {
+                coefficients: &coefficients,
+                c: p.c,
+                w: w_ptr.get().cast_const().cast(),
+                strides: strides4(w.strides()),
+                channels: first * self.lanes..p.k.min((first + vectors) * self.lanes),
+                width: vectors * self.lanes,
+                // SAFETY: inside of U, whose panels before it are whole.
+                u: unsafe { u.get().add(first * self.lanes * p.c) },
+                u_position: self.u_position(),
+                far,
+            };
+            dispatch(self.isa, transform);
         });
     }
 
