@@ -1,7 +1,7 @@
 //! What all plans share: where to run, how exact, whether to check.
 
 use crate::buffer::Buffer;
-use crate::cuda::{DeviceBuffer, Gpu, Stream};
+use crate::cuda::{DeviceBuffer, Event, Gpu, Stream};
 use crate::{Device, Error, Result, Tuning};
 use std::ffi::c_void;
 use std::num::NonZeroUsize;
@@ -116,21 +116,17 @@ impl Workspace {
         Self::new(Device::Cpu, 0).expect("an empty workspace needs no memory")
     }
 
-    /// A workspace of `bytes` bytes; on CUDA with a stream of its own, which is ordered with the
-    /// legacy default stream.
+    /// A workspace of `bytes` bytes; on CUDA on the device's legacy default stream. So runs in all such
+    /// workspaces of a device, and in those of blocking streams, come one after the other: a run sees
+    /// what an earlier one has written, in whichever workspace. For work side by side, and for graphs,
+    /// which the default stream cannot be captured into, see [`Workspace::on_stream`].
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::NoDevice`], [`Error::Backend`].
     pub fn new(device: Device, bytes: usize) -> Result<Self> {
         let memory = match device {
             Device::Cpu => Memory::Host(Buffer::new(bytes)?),
-            Device::Cuda(index) => {
-                let stream = Arc::new(Stream::new(index)?);
-                let buffer = DeviceBuffer::new(&stream, bytes)?;
-                // Other streams that are set later may use the memory from here on.
-                stream.synchronize()?;
-                Memory::Device { buffer, stream }
-            }
+            Device::Cuda(index) => return Self::on_shared(&default_stream(index)?, bytes),
         };
         Ok(Workspace { memory })
     }
@@ -152,12 +148,12 @@ impl Workspace {
     /// As [`Workspace::new`].
     ///
     /// # Safety
-    /// `stream` must stay alive until the workspace is dropped.
+    /// `stream` must stay alive until the workspace is dropped. Work that touches the same memory on another
+    /// stream must be ordered with this one's by the caller; only blocking streams and the legacy default
+    /// stream are ordered by themselves.
     pub unsafe fn on_stream(index: u32, stream: *mut c_void, bytes: usize) -> Result<Self> {
         // SAFETY: the caller's promise.
-        let stream = Arc::new(unsafe { Stream::from_raw(index, stream)? });
-        let buffer = DeviceBuffer::new(&stream, bytes)?;
-        Ok(Workspace { memory: Memory::Device { buffer, stream } })
+        Self::on_shared(&Arc::new(unsafe { Stream::from_raw(index, stream)? }), bytes)
     }
 
     /// A workspace on a stream that others use as well.
@@ -174,7 +170,7 @@ impl Workspace {
     ///
     /// # Safety
     /// `stream` must be a `cudaStream_t` of this workspace's device that stays alive until another
-    /// one is set or the workspace is dropped.
+    /// one is set or the workspace is dropped. Other streams are as in [`Workspace::on_stream`].
     pub unsafe fn set_stream(&mut self, stream: *mut c_void) -> Result<()> {
         // The memory may still be in use by earlier runs.
         self.synchronize()?;
@@ -237,11 +233,17 @@ impl Workspace {
         }
     }
 
-    /// Memory of its own on the workspace's device, in the order of its stream.
-    pub(crate) fn allocate_on(&self, gpu: &Gpu, bytes: usize) -> Result<DeviceBuffer> {
+    /// Memory on the workspace's device that may outlive the workspace and its stream; work on the stream may use it
+    /// at once.
+    pub(crate) fn allocate_apart(&self, gpu: &Gpu, bytes: usize) -> Result<DeviceBuffer> {
         crate::tensor::check_device("workspace", self.device(), gpu.device())?;
         match &self.memory {
-            Memory::Device { stream, .. } => DeviceBuffer::new(stream, bytes),
+            Memory::Device { stream, .. } => {
+                let always_there = default_stream(gpu.info.index)?;
+                let buffer = DeviceBuffer::new(&always_there, bytes)?;
+                stream.wait(&Event::mark(&always_there)?)?;
+                Ok(buffer)
+            }
             Memory::Host(_) => unreachable!("the device was compared above"),
         }
     }
@@ -266,6 +268,12 @@ impl Workspace {
             format!("at least {bytes} bytes (see `workspace_bytes()` of the plan)"),
         ))
     }
+}
+
+/// The legacy default stream of CUDA device `index`.
+fn default_stream(index: u32) -> Result<Arc<Stream>> {
+    // SAFETY: null is the legacy default stream, which always exists.
+    Ok(Arc::new(unsafe { Stream::from_raw(index, std::ptr::null_mut())? }))
 }
 
 impl Drop for Workspace {

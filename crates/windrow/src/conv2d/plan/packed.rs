@@ -108,7 +108,7 @@ impl Conv2dPlan {
         match &self.backend {
             Backend::Cpu { .. } => self.pack_on_cpu(w),
             Backend::Cuda { engine, gpu } => {
-                let mut data = workspace.allocate_on(gpu, self.packed_bytes())?;
+                let mut data = workspace.allocate_apart(gpu, self.packed_bytes())?;
                 let (stream, _) = workspace.take_on(gpu, 0)?;
                 // SAFETY: the view was checked against the spec, the memory is as large as asked
                 // for.
