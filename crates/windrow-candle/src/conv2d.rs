@@ -4,10 +4,10 @@ use crate::gelu::gelu_backward;
 use crate::op::{Operator, apply};
 use crate::storage::{Held, Order, Output, View, desc, error, options, workspace};
 use candle_core::{DType, Device, Result, Shape, Storage, Tensor};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use windrow::{
-    Activation, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, PackedWeights, TensorDesc,
-    TensorRef, Weights,
+    Activation, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, Filter, FilterCache, PlanOptions,
+    TensorDesc, TensorRef, Weights,
 };
 
 const NAME: &str = "conv2d";
@@ -18,65 +18,83 @@ pub(crate) fn conv2d(
     bias: Option<&Tensor>,
     params: &Conv2dParams,
 ) -> Result<Tensor> {
-    run(x, weight, bias, Arc::new(Prepared::new(x, weight, bias, params)?))
+    run(x, weight, bias, params, &Arc::default(), Filter::Changing)
 }
 
-/// A plan for inputs of one type, shape and layout, and the filter packed for it, if it is used again.
+/// Plans that are remembered: for some layouts of the input, forward and backward.
+const REMEMBERED: usize = 8;
+
+/// What the calls of a layer share.
+#[derive(Debug, Default)]
+pub(crate) struct Kept {
+    /// The latest used last.
+    plans: Mutex<Vec<Known>>,
+    pub filter: FilterCache,
+}
+
 #[derive(Debug)]
-pub(crate) struct Prepared {
-    plan: Conv2dPlan,
-    packed: Option<PackedWeights>,
+struct Known {
+    spec: Conv2dSpec,
+    options: PlanOptions,
+    plan: Arc<Conv2dPlan>,
 }
 
-impl Prepared {
-    pub fn new(
-        x: &Tensor,
-        weight: &Tensor,
-        bias: Option<&Tensor>,
-        params: &Conv2dParams,
-    ) -> Result<Self> {
-        let spec = Conv2dSpec::new(desc(NAME, x)?, desc(NAME, weight)?, params);
-        let mut spec = spec.map_err(error(NAME))?;
-        spec.bias = bias.map(|bias| desc(NAME, bias)).transpose()?;
-        let plan = Conv2dPlan::new(&spec, &options(NAME, x.device())?).map_err(error(NAME))?;
-        Ok(Prepared { plan, packed: None })
-    }
-
-    /// The same with the filter packed now: later runs do not look at it.
-    pub fn pack(self, weight: &Tensor) -> Result<Self> {
-        let held = Held::new(weight);
-        let mut ws = workspace(NAME, weight.device(), 0)?;
-        let packed = self.plan.pack_weights(&held.view(NAME)?.tensor, &mut ws);
-        Ok(Prepared { packed: Some(packed.map_err(error(NAME))?), ..self })
-    }
-
-    /// True if it is for inputs like `x`.
-    pub fn fits(&self, x: &Tensor) -> Result<bool> {
-        Ok(self.plan.spec().x == desc(NAME, x)?)
+impl Kept {
+    /// No lock is held while a plan is made: two threads may make the same.
+    fn plan(&self, spec: &Conv2dSpec, options: &PlanOptions) -> Result<Arc<Conv2dPlan>> {
+        let lock = || self.plans.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let known = |plans: &mut Vec<Known>| {
+            let is = |known: &Known| known.spec == *spec && known.options == *options;
+            let found = plans.iter().position(is)?;
+            plans[found..].rotate_left(1);
+            plans.last().map(|known| known.plan.clone())
+        };
+        if let Some(plan) = known(&mut lock()) {
+            return Ok(plan);
+        }
+        let plan = Arc::new(Conv2dPlan::new(spec, options).map_err(error(NAME))?);
+        let mut plans = lock();
+        if let Some(plan) = known(&mut plans) {
+            return Ok(plan);
+        }
+        if plans.len() == REMEMBERED {
+            plans.remove(0);
+        }
+        plans.push(Known { spec: spec.clone(), options: *options, plan: plan.clone() });
+        Ok(plan)
     }
 }
 
-/// `prepared` must have been made for these tensors.
+/// The convolution with plans of `kept`; a filter that is not changing is packed there as well.
 pub(crate) fn run(
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
-    prepared: Arc<Prepared>,
+    params: &Conv2dParams,
+    kept: &Arc<Kept>,
+    filter: Filter,
 ) -> Result<Tensor> {
-    let order = Order::of(&prepared.plan.spec().y);
-    let operator = Conv2d { prepared, device: x.device().clone() };
+    let spec = Conv2dSpec::new(desc(NAME, x)?, desc(NAME, weight)?, params);
+    let mut spec = spec.map_err(error(NAME))?;
+    spec.bias = bias.map(|bias| desc(NAME, bias)).transpose()?;
+    let options = PlanOptions { filter, ..options(NAME, x.device())? };
+    let plan = kept.plan(&spec, &options)?;
+    let order = Order::of(&spec.y);
+    let operator = Conv2d { plan, kept: kept.clone(), options, device: x.device().clone() };
     let args: Vec<&Tensor> = [x, weight].into_iter().chain(bias).collect();
     order.logical(&apply(operator, &args)?)
 }
 
 struct Conv2d {
-    prepared: Arc<Prepared>,
+    plan: Arc<Conv2dPlan>,
+    kept: Arc<Kept>,
+    options: PlanOptions,
     device: Device,
 }
 
 impl Conv2d {
-    fn plan(&self, spec: &Conv2dSpec) -> Result<Conv2dPlan> {
-        Conv2dPlan::new(spec, &options(NAME, &self.device)?).map_err(error(NAME))
+    fn plan(&self, spec: &Conv2dSpec) -> Result<Arc<Conv2dPlan>> {
+        self.kept.plan(spec, &self.options)
     }
 
     /// The output of a plan.
@@ -88,10 +106,7 @@ impl Conv2d {
         bias: Option<TensorRef<'_>>,
     ) -> Result<Output> {
         let mut y = Output::new(NAME, &self.device, plan.spec().y)?;
-        let bytes = match w {
-            Weights::Raw(_) => plan.workspace_bytes(),
-            Weights::Packed(_) => plan.packed_workspace_bytes(),
-        };
+        let bytes = plan.workspace_bytes_for(&w);
         let mut ws = workspace(NAME, &self.device, bytes)?;
         let run = plan.run(&Conv2dArgs { x, w, bias }, y.view(NAME)?.tensor(), &mut ws);
         run.map_err(error(NAME))?;
@@ -100,7 +115,7 @@ impl Conv2d {
 
     /// The gradient of the sum that the activation is applied to.
     fn through_activation(&self, args: &[&Tensor], y: &Tensor, dy: &Tensor) -> Result<Tensor> {
-        let spec = self.prepared.plan.spec();
+        let spec = self.plan.spec();
         match spec.activation {
             Activation::Identity => return Ok(dy.clone()),
             Activation::Relu => return dy.mul(&y.gt(0f64)?.to_dtype(dy.dtype())?),
@@ -132,10 +147,10 @@ impl Operator for Conv2d {
     const NAME: &'static str = NAME;
 
     fn forward(&self, views: &[View<'_>]) -> Result<(Storage, Shape)> {
-        let Prepared { plan, packed } = &*self.prepared;
-        let w = match packed {
-            Some(packed) => Weights::Packed(packed),
-            None => Weights::Raw(views[1].tensor),
+        let (plan, w) = (&self.plan, views[1].tensor);
+        let w = match self.options.filter {
+            Filter::Kept => Weights::Cached(w, &self.kept.filter),
+            Filter::Changing => Weights::Raw(w),
         };
         let y = self.compute(plan, views[0].tensor, w, views.get(2).map(|view| view.tensor))?;
         let shape = Order::of(&plan.spec().y).shape(plan.spec().y.shape());
@@ -144,7 +159,7 @@ impl Operator for Conv2d {
     }
 
     fn backward(&self, args: &[&Tensor], y: &Tensor, dy: &Tensor) -> Result<Vec<Option<Tensor>>> {
-        let spec = self.prepared.plan.spec();
+        let spec = self.plan.spec();
         let order = Order::of(&spec.y);
         let dz = self.through_activation(args, &order.logical(y)?, &order.logical(dy)?)?;
         // A gradient that was broadcast has elements that share memory, which no plan's output has.
@@ -173,14 +188,14 @@ struct Backward<'a> {
 
 impl Backward<'_> {
     /// A plan for the gradient at hand, with this layout of x.
-    fn plan(&self, x: TensorDesc) -> Result<Conv2dPlan> {
-        let spec = self.conv2d.prepared.plan.spec().clone();
+    fn plan(&self, x: TensorDesc) -> Result<Arc<Conv2dPlan>> {
+        let spec = self.conv2d.plan.spec().clone();
         let activation = Activation::Identity;
         self.conv2d.plan(&Conv2dSpec { x, y: self.dz, activation, ..spec })
     }
 
     fn data(&self, w: &TensorRef<'_>, dz: &TensorRef<'_>) -> Result<Tensor> {
-        let x = self.conv2d.prepared.plan.spec().x;
+        let x = self.conv2d.plan.spec().x;
         // The gradient of a view with gaps or repeated elements is a dense tensor all the same.
         let x = self.order.desc(NAME, x.dtype, x.shape())?;
         let plan = self.plan(x)?;
@@ -188,13 +203,13 @@ impl Backward<'_> {
     }
 
     fn weight(&self, x: &TensorRef<'_>, dz: &TensorRef<'_>) -> Result<Tensor> {
-        let (plan, w) = (self.plan(*x.desc())?, self.conv2d.prepared.plan.spec().w);
+        let (plan, w) = (self.plan(*x.desc())?, self.conv2d.plan.spec().w);
         let dw = Order::RowMajor.desc(NAME, w.dtype, w.shape())?;
         self.compute(&plan, dw, |dw, ws| plan.backward_weight(x, dz, dw, ws))
     }
 
     fn bias(&self, dz: &TensorRef<'_>) -> Result<Tensor> {
-        let spec = self.conv2d.prepared.plan.spec();
+        let spec = self.conv2d.plan.spec();
         let bias = spec.bias.expect("its gradient is asked for");
         let db = Order::RowMajor.desc(NAME, bias.dtype, bias.shape())?;
         let plan = self.plan(spec.x)?;

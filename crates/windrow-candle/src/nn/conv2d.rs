@@ -1,17 +1,15 @@
-use crate::conv2d::{Prepared, run};
+use crate::conv2d::{Kept, run};
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{BatchNorm, Conv2dConfig, VarBuilder};
-use std::sync::{Arc, Mutex};
-use windrow::{Accuracy, Activation, Conv2dParams};
-
-/// Inputs of this many layouts are remembered.
-const REMEMBERED: usize = 4;
+use std::sync::Arc;
+use windrow::{Accuracy, Activation, Conv2dParams, Filter};
 
 /// [`candle_nn::Conv2d`] with bias and activation in one operator with the convolution, and the filter
-/// packed once.
+/// packed until it changes.
 ///
-/// A filter that is a variable may change between calls, as in training: it is packed on each one.
-/// Clones share what is packed.
+/// What is packed is right by content: on the CPU a checksum of the filter is formed on every call
+/// ([`windrow::FilterCache`]), on CUDA the filter is packed on every call. A filter that takes part in gradients is
+/// packed on every call. [`Conv2d::freeze`] is for filters that stay as they are. Clones share what is packed.
 ///
 /// ```
 /// use candle_core::{DType, Device, Module, Tensor};
@@ -29,8 +27,7 @@ pub struct Conv2d {
     bias: Option<Tensor>,
     config: Conv2dConfig,
     params: Conv2dParams,
-    /// The latest last.
-    prepared: Arc<Mutex<Vec<Arc<Prepared>>>>,
+    kept: Arc<Kept>,
 }
 
 impl Conv2d {
@@ -44,7 +41,7 @@ impl Conv2d {
             groups: config.groups,
             ..Default::default()
         };
-        Conv2d { weight, bias, config, params, prepared: Arc::default() }
+        Conv2d { weight, bias, config, params, kept: Arc::default() }
     }
 
     /// With an activation after the bias.
@@ -61,7 +58,7 @@ impl Conv2d {
 
     fn with_params(mut self, change: impl FnOnce(&mut Conv2dParams)) -> Self {
         change(&mut self.params);
-        Conv2d { prepared: Arc::default(), ..self }
+        Conv2d { kept: Arc::default(), ..self }
     }
 
     /// Stride, padding, dilation, groups.
@@ -94,26 +91,15 @@ impl Conv2d {
         Ok(absorbed.with_accuracy(self.params.accuracy))
     }
 
-    /// A plan for inputs like `x`; with the filter packed unless that may change.
-    fn prepare(&self, x: &Tensor) -> Result<Arc<Prepared>> {
-        let new = || Prepared::new(x, &self.weight, self.bias.as_ref(), &self.params);
-        if self.weight.track_op() {
-            return Ok(Arc::new(new()?));
-        }
-        let mut known = self.prepared.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        for (i, prepared) in known.iter().enumerate() {
-            if prepared.fits(x)? {
-                let prepared = known.remove(i);
-                known.push(prepared.clone());
-                return Ok(prepared);
-            }
-        }
-        let prepared = Arc::new(new()?.pack(&self.weight)?);
-        if known.len() == REMEMBERED {
-            known.remove(0);
-        }
-        known.push(prepared.clone());
-        Ok(prepared)
+    /// The promise that the filter does not change from here on, also one that is a variable: it is compared with
+    /// what is packed once more, and not looked at in later calls. Clones are frozen with it.
+    pub fn freeze(&self) {
+        self.kept.filter.set_frozen(true);
+    }
+
+    /// Takes the promise of [`Conv2d::freeze`] back, before the filter changes.
+    pub fn unfreeze(&self) {
+        self.kept.filter.set_frozen(false);
     }
 }
 
@@ -125,7 +111,10 @@ impl From<candle_nn::Conv2d> for Conv2d {
 
 impl Module for Conv2d {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        run(x, &self.weight, self.bias.as_ref(), self.prepare(x)?)
+        // With gradients come changes.
+        let changing = self.weight.track_op() && !self.kept.filter.is_frozen();
+        let filter = if changing { Filter::Changing } else { Filter::Kept };
+        run(x, &self.weight, self.bias.as_ref(), &self.params, &self.kept, filter)
     }
 }
 

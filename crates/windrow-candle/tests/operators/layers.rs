@@ -3,7 +3,7 @@ use super::*;
 use candle_core::{Module, ModuleT};
 use candle_nn::{BatchNorm, Conv2dConfig, VarBuilder, VarMap};
 use std::collections::HashMap;
-use windrow_candle::nn;
+use windrow_candle::{TensorExt, nn};
 
 const CONFIG: Conv2dConfig =
     Conv2dConfig { padding: 1, stride: 1, dilation: 1, groups: 1, cudnn_fwd_algo: None };
@@ -70,6 +70,89 @@ fn a_filter_that_is_trained_is_used_as_it_is_now() {
             var.set(&(var.as_tensor() * 2.0).unwrap()).unwrap();
         }
         assert_close(&conv.forward(&x).unwrap(), &(before * 2.0).unwrap(), 5e-6);
+    }
+}
+
+/// candle writes into the storage of a variable, which tensors that are none may share.
+#[test]
+fn a_filter_that_shares_storage_with_a_variable_is_used_as_it_is_now() {
+    for device in devices() {
+        let weight = var((8, 4, 3, 3), 1, &device);
+        let conv = nn::Conv2d::new(weight.as_detached_tensor(), None, CONFIG);
+        let x = numbers((2, 4, 9, 9), 5, &device);
+        let before = conv.forward(&x).unwrap();
+        assert_close(&conv.forward(&x).unwrap(), &before, 0.0);
+        weight.set(&(weight.as_tensor() * 2.0).unwrap()).unwrap();
+        assert_close(&conv.forward(&x).unwrap(), &(&before * 2.0).unwrap(), 5e-6);
+        // The same through another alias, by an operator that writes in place.
+        weight.as_detached_tensor().windrow_gelu_in_place(None, None, Approximate::None).unwrap();
+        let want = plain(&x, &weight.as_detached_tensor(), None, [1; 4], Activation::Identity);
+        assert_close(&conv.forward(&x).unwrap(), &want, 5e-6);
+        // A single element.
+        weight.slice_set(&numbers((1, 4, 3, 3), 9, &device), 0, 3).unwrap();
+        let want = plain(&x, &weight.as_detached_tensor(), None, [1; 4], Activation::Identity);
+        assert_close(&conv.forward(&x).unwrap(), &want, 5e-6);
+    }
+}
+
+#[test]
+fn a_frozen_filter_is_not_looked_at_until_it_is_thawed() {
+    let device = Device::Cpu;
+    for weight in [var((8, 4, 3, 3), 1, &device), var((8, 4, 3, 3), 2, &device)] {
+        let detached = nn::Conv2d::new(weight.as_detached_tensor(), None, CONFIG);
+        for conv in [detached, nn::Conv2d::new(weight.as_tensor().clone(), None, CONFIG)] {
+            let x = numbers((2, 4, 9, 9), 5, &device);
+            conv.forward(&x).unwrap();
+            weight.set(&(weight.as_tensor() * 2.0).unwrap()).unwrap();
+            // What was packed before is compared once more.
+            conv.freeze();
+            let frozen = conv.forward(&x).unwrap();
+            let want = plain(&x, &weight.as_detached_tensor(), None, [1; 4], Activation::Identity);
+            assert_close(&frozen, &want, 5e-6);
+            weight.set(&(weight.as_tensor() * 2.0).unwrap()).unwrap();
+            assert_close(&conv.clone().forward(&x).unwrap(), &frozen, 0.0);
+            conv.unfreeze();
+            assert_close(&conv.forward(&x).unwrap(), &(frozen * 2.0).unwrap(), 5e-6);
+        }
+    }
+}
+
+#[test]
+fn threads_may_make_the_first_call_together() {
+    for device in devices() {
+        let conv = nn::conv2d(4, 8, 3, CONFIG, builder(&device).pp("conv")).unwrap();
+        let x = numbers((2, 4, 9, 9), 5, &device);
+        let want = plain(&x, conv.weight(), conv.bias(), [1; 4], Activation::Identity);
+        let start = std::sync::Barrier::new(32);
+        std::thread::scope(|scope| {
+            for _ in 0..32 {
+                let (conv, x, want, start) = (&conv, &x, &want, &start);
+                scope.spawn(move || {
+                    start.wait();
+                    (0..4).for_each(|_| assert_close(&conv.forward(x).unwrap(), want, 5e-6));
+                });
+            }
+        });
+    }
+}
+
+/// Gradients through a layer that has made its plans before, and through one that is frozen.
+#[test]
+fn gradients_are_right_on_every_step() {
+    let device = Device::Cpu;
+    let (weight, x) = (var((8, 4, 3, 3), 1, &device), var((2, 4, 9, 9), 5, &device));
+    let conv = nn::Conv2d::new(weight.as_tensor().clone(), None, CONFIG);
+    for step in 0..4 {
+        if step == 3 {
+            conv.freeze();
+        }
+        let ours = conv.forward(&x).unwrap();
+        let theirs = plain(&x, &weight, None, [1; 4], Activation::Identity);
+        assert_close(&ours, &theirs, 5e-6);
+        assert_same_gradients(&[&x, &weight], &ours, &theirs, 2e-5);
+        if step < 2 {
+            weight.set(&(weight.as_tensor() * 1.5).unwrap()).unwrap();
+        }
     }
 }
 
