@@ -1,6 +1,7 @@
 //! Project tasks, run as `cargo xtask TASK`.
 
 mod date;
+mod figures;
 mod python;
 mod readme;
 mod record;
@@ -16,7 +17,8 @@ const USAGE: &str = "usage: cargo xtask TASK
   test --torch     the same with PyTorch, whose environment takes 5 GB on first use
   record           measure this machine into benchmarks/record/DATE-MACHINE
   readme           write the README's tables from the record that it names
-  readme --check   fail if the README's tables are not those of the record";
+  readme --check   fail if the README's tables are not those of the record, or if a page gives a figure
+                   without a record";
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -26,7 +28,7 @@ fn main() -> ExitCode {
         ["test", "--torch"] => test::run(true),
         ["record"] => record::run(),
         ["readme"] => readme::write(),
-        ["readme", "--check"] => readme::check(),
+        ["readme", "--check"] => readme::check().and_then(|()| figures::check()),
         _ => Err(USAGE.into()),
     };
     match result {

@@ -4,15 +4,21 @@ use crate::date::today;
 use crate::steps::{Result, cargo, root};
 use serde_json::Value;
 use std::path::Path;
+use std::process::Command;
 
 /// Where records are, below the root.
 pub(crate) const RECORDS: &str = "benchmarks/record";
 
 pub(crate) fn run() -> Result {
-    let verify = windrow(&["verify", "--json"])?;
+    let mut verify = windrow(&["verify", "--json"])?;
     let plot = std::env::temp_dir().join(format!("windrow-record-{}.svg", std::process::id()));
     let plot_arg = plot.to_str().ok_or("the temporary folder's name is not UTF-8")?;
-    let bench = windrow(&["bench", "--json", "--plot", plot_arg])?;
+    let mut bench = windrow(&["bench", "--json", "--plot", plot_arg])?;
+    let (commit, clean) = commit()?;
+    for record in [&mut verify, &mut bench] {
+        record["commit"] = commit.as_str().into();
+        record["clean"] = clean.into();
+    }
 
     let name = format!("{}-{}", today(), machine_name(&bench)?);
     let folder = root().join(RECORDS).join(&name);
@@ -24,6 +30,20 @@ pub(crate) fn run() -> Result {
     std::fs::remove_file(&plot).map_err(io)?;
     println!("{RECORDS}/{name}");
     Ok(())
+}
+
+/// The commit that is checked out, and whether nothing differs from it.
+fn commit() -> Result<(String, bool)> {
+    let git = |args: &[&str]| -> Result<String> {
+        let output = Command::new("git").args(args).current_dir(root()).output();
+        let output = output.map_err(|e| format!("git {args:?}: {e}"))?;
+        if !output.status.success() {
+            return Err(format!("git {args:?}: {}", output.status).into());
+        }
+        Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    };
+    let clean = git(&["status", "--porcelain", "--untracked-files=no"])?.is_empty();
+    Ok((git(&["rev-parse", "HEAD"])?, clean))
 }
 
 /// Runs the command in release mode and reads the JSON that it prints.

@@ -1,19 +1,23 @@
 //! `cargo xtask test`: everything that has to pass before a change is merged.
 
 use crate::steps::{Result, Steps, cargo, root};
-use crate::{python, readme};
+use crate::{figures, python, readme};
 
 /// `torch` adds what needs PyTorch.
 pub(crate) fn run(torch: bool) -> Result {
     let mut steps = Steps::default();
     steps.run("format", &mut cargo(&["fmt", "--all", "--check"]))?;
     readme::check()?;
+    figures::check()?;
     let clippy = ["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"];
     steps.run("clippy", &mut cargo(&clippy))?;
+    if has(&["deny", "--version"]) {
+        steps.run("dependencies", &mut cargo(&["deny", "check", "licenses", "bans", "sources"]))?;
+    }
     let docs = ["doc", "--workspace", "--no-deps"];
     steps.run("docs", cargo(&docs).env("RUSTDOCFLAGS", "-D warnings"))?;
     steps.run("doc tests", &mut cargo(&["test", "--workspace", "--doc"]))?;
-    let mut tests = if has_nextest() {
+    let mut tests = if has(&["nextest", "--version"]) {
         cargo(&["nextest", "run", "--workspace", "--no-fail-fast", "--status-level", "fail"])
     } else {
         let tests = ["test", "--workspace", "--lib", "--bins", "--tests", "--examples"];
@@ -29,7 +33,7 @@ pub(crate) fn run(torch: bool) -> Result {
     python::test(&mut steps, torch)
 }
 
-fn has_nextest() -> bool {
-    let version = cargo(&["nextest", "--version"]).output();
-    version.is_ok_and(|output| output.status.success())
+/// True if this machine's cargo has the command.
+fn has(command: &[&str]) -> bool {
+    cargo(command).output().is_ok_and(|output| output.status.success())
 }
