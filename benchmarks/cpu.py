@@ -15,12 +15,12 @@ import datetime
 import json
 import math
 import os
-import platform
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import provenance
 
 HERE = Path(__file__).parent
 Times = dict[str, dict[str, float]]
@@ -117,31 +117,21 @@ def summary(cases: dict[str, Times]) -> list[str]:
     return lines
 
 
-def machine() -> str:
-    """The folder of this machine, as `cargo xtask record` names it."""
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        found = re.search(r"model name\s*:\s*(.*)", cpuinfo.read_text())
-        name = found[1] if found else name
-    words = re.findall("[a-z0-9]+", name.lower())
-    return f"{'-'.join(words)}-{os.cpu_count()}-threads"
-
-
 def write_record(record: dict[str, Any], report: list[str]) -> Path:
-    folder = HERE / "record" / f"{datetime.date.today()}-{machine()}"
+    folder = HERE / "record" / f"{datetime.date.today()}-{provenance.machine()}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cpu.json").write_text(json.dumps(record, indent=1) + "\n")
     versions = ", ".join(f"{n} {v}" for n, v in record["versions"].items())
     missing = "".join(f"Not measured: {n} ({why}).\n" for n, why in record["not_measured"].items())
-    title = f"# CPU: {machine()}\n\n{versions}.\n{missing}\n"
+    title = f"# CPU: {provenance.machine()}\n\n{versions}. {provenance.sentence()}\n{missing}\n"
     (folder / "cpu.md").write_text(title + "\n".join(report) + "\n")
     return folder
 
 
 def main() -> None:
     options = arguments()
-    record: dict[str, Any] = {"machine": machine(), "rounds": options.rounds, "threads": {}}
+    record: dict[str, Any] = provenance.commit() | {"machine": provenance.machine()}
+    record |= {"rounds": options.rounds, "threads": {}}
     report = []
     for threads in options.threads:
         measured = run(options, threads)

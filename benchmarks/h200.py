@@ -13,6 +13,7 @@ import pathlib
 import statistics
 import subprocess
 
+import provenance
 import torch
 import torch.nn.functional as F
 
@@ -182,7 +183,7 @@ def main():
     args = parser.parse_args()
     lines = subprocess.run([args.binary], check=True, capture_output=True, text=True).stdout.splitlines()
     machine, *rows = map(json.loads, lines)
-    machine["torch"] = torch.__version__
+    machine |= {"torch": torch.__version__} | provenance.commit()
     peers = {}
     for row in rows:
         key = (row["op"], row["variant"].split()[0], row["dtype"], row["layout"], tuple(row["shape"]))
@@ -190,7 +191,7 @@ def main():
             add_peers(row)
             peers[key] = {k: v for k, v in row.items() if k.endswith("_us")}
         row.update(peers[key])
-    text = f"# {machine['device']}, driver CUDA {machine['driver']}, torch {machine['torch']}\n\n" + table(rows)
+    text = f"# {machine['device']}, driver CUDA {machine['driver']}, torch {machine['torch']}\n\n{provenance.sentence()}\n\n" + table(rows)
     print(text)
     if args.record:
         args.record.mkdir(parents=True, exist_ok=True)

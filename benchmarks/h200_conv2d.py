@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 
+import provenance
 import torch
 import torch.nn.functional as F
 
@@ -92,7 +93,7 @@ def main(binary, layer_file, out):
             })
     machine = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(), "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(), "cuda": torch.version.cuda, **provenance.commit(),
     }
     (out / "conv2d.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
     (out / "conv2d.md").write_text(table(machine, rows))

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 
+import provenance
 import torch
 import torch.distributed as dist
 
@@ -112,12 +113,13 @@ def main(binary, layer_file, out):
             odd_file.write(",".join(map(str, [name, n - 1, *sizes])) + "\n")
         odd_file.flush()
         odd = compare(binary, odd_file.name, world)
-    (out / "parallel.json").write_text(json.dumps({"even": even, "odd": odd}, indent=1) + "\n")
+    (out / "parallel.json").write_text(json.dumps(provenance.commit() | {"even": even, "odd": odd}, indent=1) + "\n")
     (out / "parallel.md").write_text(text(even, odd))
 
 
 def text(even, odd):
-    lines = [f"{even['ranks']} x {even['gpu']}, NCCL {even['nccl']}, torch {even['torch']}; conv2d f32, 3x3, NCHW.", ""]
+    lines = [f"{even['ranks']} x {even['gpu']}, NCCL {even['nccl']}, torch {even['torch']}; conv2d f32, 3x3, NCHW. "
+             f"{provenance.sentence()}", ""]
     lines += [f"Batch split over the GPUs, against one of them: sharded {even['sharded_speedup']:.2f} times, gathered "
               f"{even['gathered_speedup']:.2f} times the throughput (geometric means of layers of at least 0.2 ms). From the "
               f"host through pinned memory: {even['upload_gbps']:.1f} GB/s.", ""]

@@ -17,6 +17,8 @@ import pathlib
 import subprocess
 import tempfile
 
+import provenance
+
 LAYERS = pathlib.Path(__file__).parent / "layers"
 
 
@@ -63,7 +65,8 @@ def run(args):
     with tempfile.TemporaryDirectory() as cache:
         for name, layers in sets.items():
             record = windrow(args.windrow, ["conv2d", "--exhaustive", "--json", *device, *layers, *args.more], cache)
-            (args.out / f"tuning-{name}.json").write_text(record)
+            measured = provenance.commit() | json.loads(record)
+            (args.out / f"tuning-{name}.json").write_text(json.dumps(measured, indent=1) + "\n")
         windrow(args.windrow, ["--export", str(args.out / "tuning-table.json"), *device], cache)
 
 
@@ -74,7 +77,10 @@ def report(args):
         record = json.loads(path.read_text())
         if isinstance(record, dict) and "rows" in record:
             device = " ".join(v for v in record["device"].values() if v)
-            text += f"\n## {path.stem.removeprefix('tuning-')} on {device}\n\n" + table(record["rows"])
+            text += f"\n## {path.stem.removeprefix('tuning-')} on {device}\n\n"
+            if "commit" in record:
+                text += provenance.sentence(record) + "\n\n"
+            text += table(record["rows"])
     (args.out / "tuning.md").write_text(text)
     print(text)
 

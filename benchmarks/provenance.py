@@ -1,0 +1,51 @@
+"""What a record was measured on: the commit, and the machine."""
+
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+
+def commit() -> dict[str, Any]:
+    """`commit`, its hash, and `clean`: false if the tree differed from it, records aside.
+
+    In a copy of the tree without its history they come from the variable WINDROW_COMMIT: the hash,
+    with `-dirty` after it if the tree differed. Both are None where nothing says.
+    """
+    if given := os.environ.get("WINDROW_COMMIT"):
+        return {"commit": given.removesuffix("-dirty"), "clean": not given.endswith("-dirty")}
+    try:
+        status = _git("status", "--porcelain", "--", ".", ":!benchmarks/record")
+        return {"commit": _git("rev-parse", "HEAD"), "clean": not status}
+    except (OSError, subprocess.CalledProcessError):
+        return {"commit": None, "clean": None}
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def sentence(measured: dict[str, Any] | None = None) -> str:
+    """The same for a text, of now or of a record: `Commit 0123456789ab.`"""
+    measured = measured or commit()
+    if measured["commit"] is None:
+        return "Commit unknown."
+    return f"Commit {measured['commit'][:12]}{'' if measured['clean'] else ', with changes'}."
+
+
+def cpu() -> str:
+    """The CPU's name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists() and (found := re.search(r"model name\s*:\s*(.*)", cpuinfo.read_text())):
+        return found[1]
+    return platform.processor() or platform.machine()
+
+
+def machine() -> str:
+    """The folder of this machine, as `cargo xtask record` names it."""
+    return f"{'-'.join(re.findall('[a-z0-9]+', cpu().lower()))}-{os.cpu_count()}-threads"
