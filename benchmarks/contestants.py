@@ -1,0 +1,143 @@
+"""A network in one mode: what is timed, and how far its result is from that in f64."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+
+import networks
+import torch
+import torch.nn.functional as F
+import windrow.torch
+from networks import Network
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Mode:
+    dtype: torch.dtype = torch.float32
+    channels_last: bool = False
+    tf32: bool = False
+    # What a step of training computes convolutions in.
+    autocast: torch.dtype | None = None
+
+
+MODES = {
+    "f32": Mode(),
+    "f32_cl": Mode(channels_last=True),
+    "tf32_cl": Mode(channels_last=True, tf32=True),
+    "f16_cl": Mode(torch.float16, channels_last=True),
+    "bf16": Mode(torch.bfloat16),
+    "bf16_cl": Mode(torch.bfloat16, channels_last=True),
+    "amp_bf16": Mode(autocast=torch.bfloat16),
+    "amp_f16": Mode(autocast=torch.float16),
+}
+# By kind and kind of device; those that say most come first.
+MODES_OF = {
+    ("infer", "cuda"): ["f32", "bf16_cl", "f16_cl", "tf32_cl", "f32_cl", "bf16"],
+    ("infer", "cpu"): ["f32", "f32_cl", "bf16"],
+    ("train", "cuda"): ["f32", "amp_bf16", "amp_f16", "f32_cl"],
+    ("train", "cpu"): ["f32", "f32_cl", "amp_bf16"],
+}
+
+
+@lru_cache(maxsize=1)
+def original(network: Network, mode: Mode, device: torch.device) -> nn.Module:
+    """The network on its device, of which the sides get copies."""
+    model = copy.deepcopy(networks.built(network)).to(device, mode.dtype)
+    return model.to(memory_format=torch.channels_last) if mode.channels_last else model
+
+
+def sides(kind: str) -> list[str]:
+    """PyTorch's modules, the same patched with defaults, and patched and frozen where no filter changes."""
+    frozen = kind == "infer" and hasattr(windrow.torch, "freeze")
+    return ["pytorch", "windrow"] + ["frozen"] * frozen
+
+
+@dataclass(frozen=True)
+class Case:
+    network: Network
+    name: str
+    mode: Mode
+    batch: int
+    kind: str
+    device: torch.device
+    # Of the network's batches, whose memory and errors are measured.
+    first: bool = True
+
+    def set_flags(self) -> None:
+        torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.allow_tf32 = self.mode.tf32
+        torch.backends.cuda.matmul.allow_tf32 = self.mode.tf32
+
+    def model(self, side: str) -> nn.Module:
+        model = copy.deepcopy(original(self.network, self.mode, self.device))
+        if self.kind == "train":
+            model.train().requires_grad_(True)
+        if side != "pytorch":
+            windrow.torch.patch(model)
+        if side == "frozen":
+            windrow.torch.freeze(model)
+        return model
+
+    def input(self, batch: int, size: int) -> Tensor:
+        x = networks.example(self.network, batch, size).to(self.device, self.mode.dtype)
+        if self.mode.channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
+        return x
+
+    def start(self, side: str) -> Callable[[], object]:
+        """The call that is timed: the network's result, or a step of training."""
+        self.set_flags()
+        model, x = self.model(side), self.input(self.batch, self.network.size[self.device.type])
+        if self.kind == "train":
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+            def step() -> None:
+                optimizer.zero_grad()
+                self.loss(model, x).backward()
+                optimizer.step()
+
+            return step
+
+        def infer() -> Tensor:
+            with torch.inference_mode():
+                return model(x)
+
+        return infer
+
+    def loss(self, model: nn.Module, x: Tensor) -> Tensor:
+        mixed = self.mode.autocast and x.dtype != torch.float64
+        with torch.autocast(x.device.type, self.mode.autocast) if mixed else nullcontext():
+            y = model(x)
+        target = torch.arange(len(x), device=x.device)
+        return F.cross_entropy(y.double() if y.dtype == torch.float64 else y.float(), target)
+
+    def small_result(self, model: nn.Module) -> Tensor:
+        """The result for two small inputs, or the gradients of all weights, as one vector in f64."""
+        wide = next(model.parameters()).dtype == torch.float64
+        x = self.input(2, self.network.small)
+        x = x.double() if wide else x
+        if self.kind == "train":
+            loss = self.loss(model, x)
+            grads = torch.autograd.grad(loss, list(model.parameters()))
+            return torch.cat([g.double().flatten() for g in grads])
+        with torch.inference_mode():
+            return model(x).double().flatten()
+
+    def errors(self, exact: dict[tuple, Tensor]) -> dict[str, float]:
+        """Relative error of each side: root mean square of the difference from f64 over that of the
+        result. `exact` keeps the results in f64, which modes of one type share."""
+        self.set_flags()
+        # Trials of algorithms would take longer than the results.
+        torch.backends.cudnn.benchmark = False
+        key = (self.name, self.kind, self.mode.dtype)
+        if key not in exact:
+            # On the CPU: there the results of all cases may stay.
+            exact[key] = self.small_result(self.model("pytorch").double()).cpu()
+        want = exact[key].to(self.device)
+        return {
+            side: ((self.small_result(self.model(side)) - want).norm() / want.norm()).item()
+            for side in ["pytorch", "windrow"]
+        }

@@ -1,0 +1,259 @@
+"""Whole networks through `windrow.torch.patch(model)` with its defaults, beside PyTorch eager.
+
+    python benchmarks/models.py --device cuda:0|cpu [--models a,b] [--modes m,n] [--train] OUT.json
+
+Networks of torchvision, and of diffusers where it is installed, with random weights. PyTorch, Windrow and, where there is
+`windrow.torch.freeze`, Windrow with frozen filters take turns in one process; times are medians. On CUDA inference is timed
+in a graph and without; `--train` times a step with SGD instead. Memory is the peak of the weights, the input and one call;
+errors are relative, against the same network in f64, of both.
+
+Results are written after each case. Cases that OUT.json has already are replaced if they are measured again and else kept,
+so a record can be made in parts, on one machine; OUT.md is its table. Needs `windrow` on PYTHONPATH.
+"""
+
+import argparse
+import datetime
+import gc
+import importlib.metadata
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import contestants
+import memory
+import networks
+import provenance
+import torch
+from contestants import MODES, MODES_OF, Case
+
+# A sample repeats a short call for about this long.
+SAMPLE_SECONDS = {"cuda": 1e-2, "cpu": 5e-2}
+ROUNDS = range(3, 25)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda:N")
+    add("--models", help=f"of {','.join(networks.NETWORKS)}")
+    add("--modes", help="of " + "; ".join(f"{k} on {d}: {','.join(m)}" for (k, d), m in MODES_OF.items()))
+    add("--train", action="store_true", help="a step of training instead of inference")
+    add("--batches", help="instead of each network's own")
+    add("--seconds", type=float, help="timing of a case; default 0.6 on CUDA, 8 on the CPU")
+    add("--budget", type=float, default=math.inf, help="start no case after so many seconds")
+    add("out", type=Path, metavar="OUT.json")
+    options = parser.parse_args()
+    if options.device.type == "cuda":
+        torch.cuda.set_device(options.device)
+        options.device = torch.device("cuda", torch.cuda.current_device())
+    options.seconds = options.seconds or {"cuda": 0.6, "cpu": 8.0}[options.device.type]
+    return options
+
+
+def chosen(text: str | None, known: list[str]) -> list[str]:
+    names = text.split(",") if text else known
+    if unknown := [n for n in names if n not in known]:
+        raise SystemExit(f"{', '.join(unknown)}: expected of {', '.join(known)}")
+    return names
+
+
+def cases(options: argparse.Namespace, left: dict[str, str]) -> Iterator[tuple[str, Case]]:
+    """All cases with their names, large batches of all models first; fills in what is left out."""
+    kind = "train" if options.train else "infer"
+    available = networks.TRAINED if options.train else networks.NETWORKS
+    names = chosen(options.models, list(available))
+    modes = chosen(options.modes, MODES_OF[kind, options.device.type])
+    given = [int(b) for b in options.batches.split(",")] if options.batches else None
+    for name in list(names):
+        if why := networks.missing(available[name]):
+            left[name] = why
+            names.remove(name)
+    batches = {n: given or available[n].batches[options.device.type] for n in names}
+    for turn in range(max(map(len, batches.values()), default=0)):
+        for mode in modes:
+            for name in names:
+                if turn < len(batches[name]):
+                    batch = batches[name][turn]
+                    yield f"{name} {mode} {batch}", Case(
+                        available[name], name, MODES[mode], batch, kind, options.device, turn == 0
+                    )
+
+
+def captured(call: Callable[[], object]) -> Callable[[], object]:
+    """The call as a CUDA graph, run before as often as capturing needs."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    # The result keeps its memory as long as the graph is called.
+    return lambda: (graph.replay(), result)
+
+
+def in_turns(calls: dict[str, Callable], seconds: float, device: torch.device) -> dict[str, dict]:
+    """Milliseconds a call of each, sampled in turns for about so long."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def sample(call: Callable, runs: int) -> float:
+        wait()
+        start = time.perf_counter()
+        for _ in range(runs):
+            call()
+        wait()
+        return (time.perf_counter() - start) / runs
+
+    for call in calls.values():
+        call()
+    once = {name: sample(call, 1) for name, call in calls.items()}
+    runs = {n: max(1, math.ceil(SAMPLE_SECONDS[device.type] / s)) for n, s in once.items()}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    names, begin = list(calls), time.perf_counter()
+    for i in range(ROUNDS.stop):
+        turn = i % len(names)
+        for name in names[turn:] + names[:turn]:
+            samples[name].append(sample(calls[name], runs[name]) * 1e3)
+        if i + 1 >= ROUNDS.start and time.perf_counter() - begin > seconds:
+            break
+    return {
+        name: {"median": statistics.median(s), "min": min(s), "max": max(s), "samples": len(s)}
+        for name, s in samples.items()
+    }
+
+
+def timed(case: Case, seconds: float) -> dict[str, dict]:
+    """Times by kind of call."""
+    calls = {side: case.start(side) for side in contestants.sides(case.kind)}
+    if case.kind == "train":
+        return {"train": in_turns(calls, seconds, case.device)}
+    if case.device.type == "cpu":
+        return {"eager": in_turns(calls, seconds, case.device)}
+    graphs = {side: captured(call) for side, call in calls.items()}
+    return {
+        "graph": in_turns(graphs, seconds / 2, case.device),
+        "eager": in_turns(calls, seconds / 2, case.device),
+    }
+
+
+def measured(name: str, case: Case, seconds: float, exact: dict) -> dict[str, Any]:
+    """Times, and of a network's first batch memory and errors."""
+    times = timed(case, seconds)
+    gc.collect()
+    if not case.first:
+        return {"ms": times}
+    device, peaks = case.device, {}
+    for side in ["pytorch", "windrow"]:
+        if device.type == "cuda":
+            peaks[side] = memory.on_cuda(lambda side=side: case.start(side), device)
+        else:
+            model, mode, batch = name.split()
+            peaks[side] = memory.on_cpu(model, mode, batch, side, case.kind)
+    return {"ms": times, "peak_bytes": peaks, "error": case.errors(exact)}
+
+
+def header(device: torch.device) -> dict[str, Any]:
+    versions = {"torch": torch.__version__}
+    for package in ["torchvision", "diffusers", "windrow"]:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    if device.type == "cuda":
+        versions["cudnn"] = torch.backends.cudnn.version()
+        return {"device": torch.cuda.get_device_name(device), "versions": versions}
+    return {"device": provenance.machine(), "threads": torch.get_num_threads(), "versions": versions}
+
+
+def load(path: Path, head: dict[str, Any]) -> dict[str, Any]:
+    """The record so far; cases of other devices or versions do not belong into it."""
+    if not path.exists():
+        return head | {"left": {}, "cases": {}}
+    record = json.loads(path.read_text())
+    for key, value in head.items():
+        if record.get(key) != value:
+            raise SystemExit(f"{path} is a record of {key} {record.get(key)}, here it is {value}")
+    return record
+
+
+TITLES = {
+    "graph": "Inference, in CUDA graphs",
+    "eager": "Inference",
+    "train": "A step of training",
+}
+ROW = "| {:<26} | {:>7} | {:>7} | {:>6} | {:>6} | {:>6} | {:>7} | {:>6} |"
+
+
+def table(record: dict[str, Any]) -> str:
+    """Within 100 columns."""
+    versions = ", ".join(f"{n} {v}" for n, v in record["versions"].items() if v)
+    commits = {provenance.sentence(case) for case in record["cases"].values()}
+    lines = [f"# {record['device']}", "", f"{versions}.", *sorted(commits)]
+    lines += [f"Not measured: {name} ({why})." for name, why in record["left"].items()]
+    failed = {name: case["failed"] for name, case in record["cases"].items() if "failed" in case}
+    lines += [f"Failed: {name}: {why}" for name, why in failed.items()]
+    lines += ["", "Times in ms; `x`: PyTorch's time / Windrow's. `memory`, `error x`: Windrow's / PyTorch's."]
+    for kind, title in TITLES.items():
+        rows = {n: c for n, c in record["cases"].items() if kind in c.get("ms", {})}
+        if rows:
+            head = ("PyTorch", "Windrow", "x", "frozen", "memory", "error", "err. x")
+            lines += ["", f"## {title}", "", ROW.format("network, mode, batch", *head)]
+            lines += ["|---|--:|--:|--:|--:|--:|--:|--:|", *(row(n, c, kind) for n, c in rows.items())]
+    return "\n".join(lines) + "\n"
+
+
+def row(name: str, case: dict[str, Any], kind: str) -> str:
+    ms = {side: times["median"] for side, times in case["ms"][kind].items()}
+    peak, error = case.get("peak_bytes"), case.get("error")
+    digits = lambda v: f"{v:.{3 if v < 100 else 1}f}"
+    beside = lambda both: f"{both['windrow'] / both['pytorch']:.2f}" if both and both["pytorch"] else "-"
+    return ROW.format(
+        name,
+        digits(ms["pytorch"]),
+        digits(ms["windrow"]),
+        f"{ms['pytorch'] / ms['windrow']:.2f}",
+        f"{ms['pytorch'] / ms['frozen']:.2f}" if "frozen" in ms else "-",
+        beside(peak),
+        f"{error['windrow']:.1e}" if error else "-",
+        beside(error),
+    )
+
+
+def main() -> int:
+    options = arguments()
+    start, broken = time.perf_counter(), 0
+    record = load(options.out, header(options.device))
+    record["left"] = {}
+    exact: dict[tuple, torch.Tensor] = {}
+    measured_at = provenance.commit() | {"date": str(datetime.date.today())}
+    for name, case in cases(options, record["left"]):
+        elapsed = time.perf_counter() - start
+        if elapsed > options.budget:
+            print(f"{elapsed:5.0f} s: the budget is used up before {name}", file=sys.stderr)
+            break
+        key = f"{name} train" if case.kind == "train" else name
+        try:
+            result = measured(name, case, options.seconds, exact)
+            first = next(iter(result["ms"].values()))
+            said = f"{first['pytorch']['median'] / first['windrow']['median']:.2f}x"
+        except (RuntimeError, ValueError, TypeError, MemoryError, OSError) as e:
+            result = {"failed": f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"}
+            said, broken = f"failed: {result['failed']}", broken + 1
+        record["cases"][key] = result | measured_at
+        print(f"{time.perf_counter() - start:5.0f} s: {name} {said}", file=sys.stderr, flush=True)
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        options.out.with_suffix(".md").write_text(table(record))
+        gc.collect()
+    print(table(record), end="")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
