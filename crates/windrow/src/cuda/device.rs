@@ -2,12 +2,14 @@
 
 use super::kernel::KernelCache;
 use super::library::Library;
+use super::shared::Released;
 use super::{check, describe};
 use crate::{Device, Error, Result};
 use cudarc::driver::sys::{self, CUcontext, CUdevice_attribute as Attribute, CUresult};
 use std::ffi::{CStr, c_int};
 use std::fmt::Display;
-use std::sync::{LazyLock, Mutex};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{LazyLock, Mutex, Once};
 
 /// What there is to know of a CUDA device before using it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,7 +47,9 @@ pub fn devices() -> Result<Vec<DeviceInfo>> {
 }
 
 fn count() -> Result<u32> {
+    check_not_forked()?;
     Library::Driver.require()?;
+    notice_forks();
     let mut count = 0;
     // SAFETY: the driver is loaded; cuInit may be called any number of times.
     match unsafe { sys::cuInit(0) } {
@@ -61,6 +65,36 @@ fn count() -> Result<u32> {
     Ok(count as u32)
 }
 
+/// Set in a process that was forked from one that had started CUDA.
+static FORKED: AtomicBool = AtomicBool::new(false);
+
+/// CUDA does not survive a fork: in the child its calls fail or hang, and locks may be held by threads that are not there.
+fn check_not_forked() -> Result<()> {
+    if !FORKED.load(Ordering::Relaxed) {
+        return Ok(());
+    }
+    Err(Error::NoDevice {
+        device: "cuda".into(),
+        reason: "this process was forked from one that had started CUDA, which a fork does not \
+                 survive: start processes by `spawn` or `forkserver`, or fork before CUDA is used"
+            .into(),
+    })
+}
+
+fn notice_forks() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        #[cfg(target_os = "linux")]
+        {
+            extern "C" fn in_child() {
+                FORKED.store(true, Ordering::Relaxed);
+            }
+            // SAFETY: the handler only stores to a static.
+            unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+        }
+    });
+}
+
 /// A device in use: its primary context, which torch and the runtime API share, and the kernels
 /// loaded into it. Lives as long as the process.
 #[derive(Debug)]
@@ -70,6 +104,8 @@ pub(crate) struct Gpu {
     /// Whether it can allocate in stream order.
     pub(super) memory_pools: bool,
     pub(super) kernels: KernelCache,
+    /// What nobody owns any longer, until it is freed.
+    pub(super) released: Released,
 }
 
 #[derive(Debug)]
@@ -86,6 +122,7 @@ impl Gpu {
     /// [`Error::NoDevice`], [`Error::Backend`].
     pub(crate) fn get(index: u32) -> Result<&'static Gpu> {
         static GPUS: LazyLock<Mutex<Vec<&'static Gpu>>> = LazyLock::new(Mutex::default);
+        check_not_forked()?;
         let mut gpus = GPUS.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(gpu) = gpus.iter().find(|g| g.info.index == index) {
             return Ok(gpu);
@@ -137,8 +174,13 @@ impl Gpu {
             driver: (driver as u32 / 1000, driver as u32 % 1000 / 10),
         };
         let memory_pools = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)? != 0;
-        let gpu =
-            Gpu { info, context: Context(context), memory_pools, kernels: KernelCache::default() };
+        let gpu = Gpu {
+            info,
+            context: Context(context),
+            memory_pools,
+            kernels: KernelCache::default(),
+            released: Released::default(),
+        };
         if memory_pools {
             gpu.keep_freed_memory(handle)?;
         }
@@ -207,22 +249,13 @@ impl Gpu {
         check(result, what, self.device())
     }
 
-    /// Waits until all work on the device is done.
-    ///
-    /// # Errors
-    /// [`Error::Backend`] if a kernel failed.
-    pub(crate) fn synchronize(&self) -> Result<()> {
-        let _current = self.enter()?;
-        // SAFETY: the device is current.
-        match unsafe { sys::cuCtxSynchronize() } {
-            CUresult::CUDA_SUCCESS => Ok(()),
-            error => Err(self.launch_error(error)),
-        }
-    }
-
     /// Makes the device current on this thread until the guard is dropped; what was current before
     /// (torch keeps its current device there) is current again then.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] in a process that was forked since CUDA was started; [`Error::Backend`].
     pub(crate) fn enter(&self) -> Result<Current> {
+        check_not_forked()?;
         let mut current = std::ptr::null_mut();
         // SAFETY: the driver is initialised.
         self.check(unsafe { sys::cuCtxGetCurrent(&mut current) }, "cuCtxGetCurrent")?;
@@ -264,5 +297,25 @@ mod tests {
         if let Ok(found) = devices() {
             assert!(found.iter().enumerate().all(|(i, d)| d.index as usize == i));
         }
+    }
+
+    /// Nothing without a device.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_forked_process_gets_an_error() {
+        let Ok(gpu) = Gpu::get(0) else { return };
+        // SAFETY: the child only asks for the device and leaves; nothing that it does takes a lock.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let refused = |result: Result<()>| matches!(result, Err(Error::NoDevice { .. }));
+            let good = refused(gpu.enter().map(drop)) && refused(Gpu::get(0).map(drop));
+            // SAFETY: leaves without running anything of the parent's.
+            unsafe { libc::_exit(i32::from(!good)) };
+        }
+        let mut status = 0;
+        // SAFETY: waits for the child made above.
+        unsafe { libc::waitpid(child, &mut status, 0) };
+        assert_eq!(status, 0);
+        assert!(gpu.enter().is_ok(), "the parent goes on");
     }
 }

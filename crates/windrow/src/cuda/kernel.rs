@@ -1,12 +1,14 @@
 //! Loaded kernels and their launches.
 
+use super::capture::despite_captures;
 use super::{Gpu, KernelSpec, Stream, cache, compile, describe};
 use crate::{Error, Result};
 use cudarc::driver::sys::{self, CUfunction, CUresult};
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
+use std::hash::Hash;
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{LazyLock, Mutex};
+use std::sync::{Condvar, LazyLock, Mutex};
 
 /// A kernel loaded into a device's context. Lives as long as the process.
 #[derive(Debug)]
@@ -26,9 +28,64 @@ unsafe impl Sync for Kernel {}
 /// Kernels by what they were compiled from.
 #[derive(Debug, Default)]
 pub(super) struct KernelCache {
-    loaded: Mutex<HashMap<KernelSpec, &'static Kernel>>,
+    loaded: OnceEach<KernelSpec, &'static Kernel>,
     /// The kernel launched last, to name it when the device reports a fault.
     last: AtomicPtr<Kernel>,
+}
+
+/// Values made once for each key. Threads that want one that is being made wait for it; those that
+/// want others do not.
+#[derive(Debug)]
+struct OnceEach<K, V> {
+    /// `None` while a value is being made.
+    values: Mutex<HashMap<K, Option<V>>>,
+    changed: Condvar,
+}
+
+impl<K, V> Default for OnceEach<K, V> {
+    fn default() -> Self {
+        OnceEach { values: Mutex::default(), changed: Condvar::new() }
+    }
+}
+
+impl<K: Clone + Eq + Hash, V: Copy> OnceEach<K, V> {
+    /// The value of `key`, made by `make` without holding a lock. After an error or a panic the next
+    /// thread tries.
+    fn get_or_make(&self, key: &K, make: impl FnOnce() -> Result<V>) -> Result<V> {
+        let mut values = self.values.lock().unwrap_or_else(|e| e.into_inner());
+        loop {
+            match values.get(key) {
+                Some(Some(value)) => return Ok(*value),
+                Some(None) => {
+                    values = self.changed.wait(values).unwrap_or_else(|e| e.into_inner());
+                }
+                None => break,
+            }
+        }
+        values.insert(key.clone(), None);
+        drop(values);
+        let mut entry = Entry { all: self, key, value: None };
+        entry.value = Some(make()?);
+        Ok(entry.value.expect("made above"))
+    }
+}
+
+/// The place of a value that is being made: filled or vacated at the end, also by a panic.
+struct Entry<'a, K: Clone + Eq + Hash, V: Copy> {
+    all: &'a OnceEach<K, V>,
+    key: &'a K,
+    value: Option<V>,
+}
+
+impl<K: Clone + Eq + Hash, V: Copy> Drop for Entry<'_, K, V> {
+    fn drop(&mut self) {
+        let mut values = self.all.values.lock().unwrap_or_else(|e| e.into_inner());
+        match self.value {
+            Some(value) => values.insert(self.key.clone(), Some(value)),
+            None => values.remove(self.key),
+        };
+        self.all.changed.notify_all();
+    }
 }
 
 /// Size of a launch.
@@ -41,21 +98,19 @@ pub(crate) struct Launch {
 }
 
 impl Gpu {
-    /// The kernel of this description, compiled and loaded at first use.
+    /// The kernel of this description, compiled and loaded at first use, also while a stream is captured.
+    /// Different kernels are compiled at the same time, the same one once.
     ///
     /// # Errors
     /// [`Error::Backend`] without NVRTC or if it or the driver refuses, [`Error::Unsupported`] if
     /// NVRTC does not know the device.
     pub(crate) fn kernel(&'static self, spec: &KernelSpec) -> Result<&'static Kernel> {
-        let mut loaded = self.kernels.loaded.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some(kernel) = loaded.get(spec) {
-            return Ok(kernel);
-        }
-        let directory = cache::directory();
-        let image = compile::image(spec, self.info.compute_capability, directory.as_deref())?;
-        let kernel: &'static Kernel = Box::leak(Box::new(self.load(spec, &image)?));
-        loaded.insert(spec.clone(), kernel);
-        Ok(kernel)
+        self.kernels.loaded.get_or_make(spec, || {
+            let directory = cache::directory();
+            let image = compile::image(spec, self.info.compute_capability, directory.as_deref())?;
+            let kernel = despite_captures(|| self.load(spec, &image))?;
+            Ok(&*Box::leak(Box::new(kernel)))
+        })
     }
 
     fn load(&'static self, spec: &KernelSpec, image: &[u8]) -> Result<Kernel> {
@@ -159,3 +214,42 @@ impl Kernel {
 
 static SYNCHRONOUS: LazyLock<bool> =
     LazyLock::new(|| std::env::var_os("WINDROW_CUDA_SYNC").is_some_and(|v| v == "1"));
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Barrier;
+    use std::sync::atomic::AtomicU32;
+
+    #[test]
+    fn values_are_made_side_by_side_and_each_once() {
+        let (all, made) = (OnceEach::<u32, u32>::default(), AtomicU32::new(0));
+        // Each of both waits for the other to be made at the same time.
+        let both = Barrier::new(2);
+        std::thread::scope(|s| {
+            for i in 0..8 {
+                let (all, made, both) = (&all, &made, &both);
+                s.spawn(move || {
+                    let value = all.get_or_make(&(i % 2), || {
+                        both.wait();
+                        made.fetch_add(1, Ordering::Relaxed);
+                        Ok(i % 2 + 10)
+                    });
+                    assert_eq!(value.unwrap(), i % 2 + 10);
+                });
+            }
+        });
+        assert_eq!(made.into_inner(), 2);
+    }
+
+    #[test]
+    fn what_fails_or_panics_is_tried_again() {
+        let all = OnceEach::<u32, u32>::default();
+        let refused = all.get_or_make(&1, || Err(Error::unsupported("this", "not now")));
+        assert!(matches!(refused, Err(Error::Unsupported { .. })));
+        let panics = || all.get_or_make(&1, || panic!("while making"));
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(panics)).is_err());
+        assert_eq!(all.get_or_make(&1, || Ok(5)).unwrap(), 5);
+        assert_eq!(all.get_or_make(&1, || Ok(6)).unwrap(), 5);
+    }
+}

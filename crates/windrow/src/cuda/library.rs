@@ -28,17 +28,40 @@ pub(crate) enum Library {
     Cudnn,
 }
 
+/// What came of looking for a library.
+#[derive(Debug)]
+enum Found {
+    Whole,
+    /// It lacks this function.
+    Without(&'static str),
+    No,
+}
+
 impl Library {
     /// Loads the library, once in a process.
     ///
     /// # Errors
     /// [`Error::NoDevice`] without a driver, [`Error::Backend`] without another library: the
-    /// message says how to get it.
+    /// message says how to get it. The same where one is too old to have a function in use.
     pub(crate) fn require(self) -> Result<()> {
-        static FOUND: [OnceLock<bool>; 5] = [const { OnceLock::new() }; 5];
-        match *FOUND[self as usize].get_or_init(|| self.load()) {
-            true => Ok(()),
-            false => Err(self.missing()),
+        static FOUND: [OnceLock<Found>; 5] = [const { OnceLock::new() }; 5];
+        match *FOUND[self as usize].get_or_init(|| self.find()) {
+            Found::Whole => Ok(()),
+            Found::Without(function) => Err(self.too_old(function)),
+            Found::No => Err(self.missing()),
+        }
+    }
+
+    fn find(self) -> Found {
+        if !self.load() {
+            return Found::No;
+        }
+        let Some(library) = self.open() else { return Found::No };
+        // SAFETY: the function is looked up, not called.
+        let has = |name: &&&str| unsafe { library.get::<unsafe extern "C" fn()>(name.as_bytes()) };
+        match self.functions().iter().find(|name| has(name).is_err()) {
+            Some(name) => Found::Without(name),
+            None => Found::Whole,
         }
     }
 
@@ -85,6 +108,118 @@ impl Library {
         }
     }
 
+    /// What is called through the bindings, which panic where it is missing.
+    const fn functions(self) -> &'static [&'static str] {
+        match self {
+            Library::Driver => &[
+                "cuCtxGetCurrent",
+                "cuCtxGetStreamPriorityRange",
+                "cuCtxPopCurrent_v2",
+                "cuCtxPushCurrent_v2",
+                "cuCtxSynchronize",
+                "cuDeviceCanAccessPeer",
+                "cuDeviceGet",
+                "cuDeviceGetAttribute",
+                "cuDeviceGetCount",
+                "cuDeviceGetDefaultMemPool",
+                "cuDeviceGetName",
+                "cuDevicePrimaryCtxRetain",
+                "cuDeviceTotalMem_v2",
+                "cuDriverGetVersion",
+                "cuEventCreate",
+                "cuEventDestroy_v2",
+                "cuEventQuery",
+                "cuEventRecord",
+                "cuEventSynchronize",
+                "cuFuncSetAttribute",
+                "cuGetErrorName",
+                "cuGetErrorString",
+                "cuGraphDestroy",
+                "cuGraphExecDestroy",
+                "cuGraphInstantiateWithFlags",
+                "cuGraphLaunch",
+                "cuGraphRetainUserObject",
+                "cuInit",
+                "cuLaunchKernelEx",
+                "cuMemAllocAsync",
+                "cuMemAlloc_v2",
+                "cuMemFreeAsync",
+                "cuMemFreeHost",
+                "cuMemFree_v2",
+                "cuMemHostAlloc",
+                "cuMemPoolSetAccess",
+                "cuMemPoolSetAttribute",
+                "cuMemcpyDtoHAsync_v2",
+                "cuMemcpyDtoH_v2",
+                "cuMemcpyHtoDAsync_v2",
+                "cuMemcpyHtoD_v2",
+                "cuMemsetD8Async",
+                "cuMemsetD8_v2",
+                "cuModuleGetFunction",
+                "cuModuleLoadData",
+                "cuStreamBeginCapture_v2",
+                "cuStreamCreate",
+                "cuStreamCreateWithPriority",
+                "cuStreamDestroy_v2",
+                "cuStreamEndCapture",
+                "cuStreamGetId",
+                "cuStreamIsCapturing",
+                "cuStreamSynchronize",
+                "cuStreamWaitEvent",
+                "cuTensorMapEncodeTiled",
+                "cuThreadExchangeStreamCaptureMode",
+                "cuUserObjectCreate",
+                "cuUserObjectRelease",
+            ],
+            Library::Nvrtc => &[
+                "nvrtcCompileProgram",
+                "nvrtcCreateProgram",
+                "nvrtcDestroyProgram",
+                "nvrtcGetCUBIN",
+                "nvrtcGetCUBINSize",
+                "nvrtcGetErrorString",
+                "nvrtcGetNumSupportedArchs",
+                "nvrtcGetPTX",
+                "nvrtcGetPTXSize",
+                "nvrtcGetProgramLog",
+                "nvrtcGetProgramLogSize",
+                "nvrtcGetSupportedArchs",
+                "nvrtcVersion",
+            ],
+            Library::CublasLt => &[
+                "cublasLtCreate",
+                "cublasLtMatmul",
+                "cublasLtMatmulAlgoGetHeuristic",
+                "cublasLtMatmulDescCreate",
+                "cublasLtMatmulDescDestroy",
+                "cublasLtMatmulDescSetAttribute",
+                "cublasLtMatmulPreferenceCreate",
+                "cublasLtMatmulPreferenceDestroy",
+                "cublasLtMatmulPreferenceSetAttribute",
+                "cublasLtMatrixLayoutCreate",
+                "cublasLtMatrixLayoutDestroy",
+                "cublasLtMatrixLayoutSetAttribute",
+            ],
+            // Called by addresses that were looked up.
+            Library::Nccl | Library::Cudnn => &[],
+        }
+    }
+
+    fn too_old(self, function: &str) -> Error {
+        let detail = format!("it has no function `{function}`, which CUDA 12.0 and later have");
+        match self {
+            Library::Driver => Error::NoDevice {
+                device: "cuda".into(),
+                reason: format!("the NVIDIA driver is too old: {detail}"),
+            },
+            _ => Error::Backend {
+                what: format!("loading {}", self.stem().trim_end_matches(".so")),
+                device: Device::Cuda(0),
+                detail,
+            },
+        }
+    }
+
     fn missing(self) -> Error {
         let (what, package) = match self {
             Library::Driver => {
@@ -126,7 +261,7 @@ fn load_newest(dir: &Path, stem: &str) -> bool {
         .map(|e| e.path())
         .filter(|p| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with(stem)))
         .collect();
-    files.sort();
+    files.sort_by_cached_key(|file| version_of(file, stem));
     files.iter().rev().any(|file| {
         // SAFETY: a CUDA library; loading it runs only its own initialisation.
         match unsafe { libloading::Library::new(file) } {
@@ -142,6 +277,13 @@ fn load_newest(dir: &Path, stem: &str) -> bool {
             }
         }
     })
+}
+
+/// The numbers behind the stem: `libnvrtc.so.11.2` is older than `libnvrtc.so.13`, and `.so.9` than `.so.12`.
+fn version_of(file: &Path, stem: &str) -> Vec<u64> {
+    let name = file.file_name().unwrap_or_default().to_string_lossy();
+    let behind = name.strip_prefix(stem).unwrap_or_default();
+    behind.split('.').filter_map(|part| part.parse().ok()).collect()
 }
 
 fn env_paths(name: &str) -> Vec<PathBuf> {
@@ -204,6 +346,49 @@ mod tests {
         std::fs::write(dir.join("libnvrtc.so.13"), b"not a library").unwrap();
         assert!(!load_from(&dir, "libnvrtc.so"), "not a library");
         std::fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn versions_are_compared_as_numbers() {
+        let mut names = ["x.so", "x.so.12", "x.so.9", "x.so.13.0.48", "x.so.13", "x.so.12.9"];
+        names.sort_by_cached_key(|name| version_of(Path::new(name), "x.so"));
+        assert_eq!(names, ["x.so", "x.so.9", "x.so.12", "x.so.12.9", "x.so.13", "x.so.13.0.48"]);
+    }
+
+    /// The bindings panic where a function is missing, so that all that are called must be looked for before.
+    #[test]
+    fn every_function_in_use_is_looked_for() {
+        fn sources(directory: &Path, found: &mut Vec<PathBuf>) {
+            for entry in std::fs::read_dir(directory).unwrap().flatten() {
+                if entry.path().is_dir() {
+                    sources(&entry.path(), found);
+                } else if entry.path().extension().is_some_and(|e| e == "rs") {
+                    found.push(entry.path());
+                }
+            }
+        }
+        let mut files = Vec::new();
+        sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut files);
+        let listed: Vec<_> = [Library::Driver, Library::Nvrtc, Library::CublasLt]
+            .iter()
+            .flat_map(|library| library.functions())
+            .collect();
+        let mut called = 0;
+        for file in files {
+            let text = std::fs::read_to_string(&file).unwrap();
+            for part in text.split("sys::").skip(1) {
+                let end = part.find(|c: char| !c.is_alphanumeric() && c != '_');
+                let name = &part[..end.unwrap_or(part.len())];
+                let is_function = ["cu", "nvrtc", "cublasLt"].iter().any(|prefix| {
+                    name.strip_prefix(prefix).is_some_and(|n| n.starts_with(char::is_uppercase))
+                }) && !name.ends_with("_t");
+                if is_function {
+                    assert!(listed.iter().any(|l| **l == name), "{name} of {}", file.display());
+                    called += 1;
+                }
+            }
+        }
+        assert!(called > 60, "{called}");
     }
 
     #[test]

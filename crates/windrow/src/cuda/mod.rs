@@ -6,10 +6,11 @@
 //! Kernels are CUDA C++ in `kernels/*.cu` of each room, embedded in the binary. A `KernelSpec`
 //! names a source, an entry point and constants; `Gpu::kernel` compiles it with NVRTC for the
 //! device's architecture, or takes it from the cache on disk, and keeps it loaded. This happens
-//! when a plan is made, so that running it allocates nothing, does not synchronise and can be
-//! captured into a graph.
+//! when a plan is made, for gradients when it first computes one, and may happen while a stream is
+//! captured. Runs allocate nothing, do not synchronise and can be captured into a graph.
 
 mod cache;
+mod capture;
 mod column_sum;
 mod compile;
 mod copy;
@@ -20,25 +21,29 @@ mod kernel;
 mod library;
 mod memory;
 mod pinned;
+mod shared;
 mod stream;
 mod tensor_map;
 
+pub use capture::Graph;
 pub use copy::copy;
 pub use device::{DeviceInfo, devices};
 pub use memory::DeviceTensor;
-pub use stream::{Event, Graph, Stream};
+pub use stream::{Event, Stream};
 
+pub(crate) use capture::despite_captures;
 pub(crate) use column_sum::column_sum;
 #[cfg(test)]
 pub(crate) use compile::tests as compile_tests;
 pub(crate) use compile::{KernelSpec, Source, type_name};
-pub(crate) use cudnn::{CudnnConv2d, CudnnConv2dSpec, CudnnKernel, CudnnWeightGrad};
+pub(crate) use cudnn::{CudnnConv2d, CudnnConv2dSpec, CudnnDataGrad, CudnnKernel, CudnnWeightGrad};
 pub(crate) use device::Gpu;
 pub(crate) use gemm::{Gemm, GemmCompute, GemmSpec, Matrix};
 pub(crate) use kernel::{Kernel, Launch};
 pub(crate) use library::{Library, NCCL};
 pub(crate) use memory::{DeviceBuffer, download};
 pub(crate) use pinned::PinnedBuffer;
+pub(crate) use shared::SharedBuffer;
 pub(crate) use tensor_map::TensorMap;
 
 use crate::{Device, Error, Result};

@@ -1,9 +1,9 @@
-//! Streams, events and graphs.
+//! Streams and events.
 
 use super::Gpu;
 use super::library::Library;
 use crate::{Device, Error, Result};
-use cudarc::driver::sys::{self, CUevent, CUevent_flags, CUgraphExec, CUresult, CUstream};
+use cudarc::driver::sys::{self, CUevent, CUevent_flags, CUresult, CUstream};
 use std::ffi::c_void;
 
 /// An ordered queue of work on a device: made here, or borrowed from the caller.
@@ -14,7 +14,10 @@ pub struct Stream {
     owned: bool,
 }
 
-// SAFETY: a stream handle may be used from any thread.
+/// The handle that means another stream in each thread (`cudaStreamPerThread`).
+const PER_THREAD: usize = 2;
+
+// SAFETY: a stream handle may be used from any thread; the one that means another stream in each is refused.
 unsafe impl Send for Stream {}
 // SAFETY: as above.
 unsafe impl Sync for Stream {}
@@ -30,6 +33,16 @@ impl Stream {
         let mut raw = std::ptr::null_mut();
         // SAFETY: the device is current; 0 is the default flag.
         gpu.check(unsafe { sys::cuStreamCreate(&mut raw, 0) }, "cuStreamCreate")?;
+        Ok(Stream { raw, gpu, owned: true })
+    }
+
+    /// As [`Stream::new`], but not ordered with the legacy default stream either.
+    pub(crate) fn apart(gpu: &'static Gpu) -> Result<Self> {
+        let _current = gpu.enter()?;
+        let mut raw = std::ptr::null_mut();
+        let flag = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: the device is current; the call writes the handle.
+        gpu.check(unsafe { sys::cuStreamCreate(&mut raw, flag) }, "cuStreamCreate")?;
         Ok(Stream { raw, gpu, owned: true })
     }
 
@@ -52,12 +65,24 @@ impl Stream {
 
     /// A `cudaStream_t` / `CUstream` that somebody else owns; null is the legacy default stream.
     ///
+    /// A stream made with `cudaStreamNonBlocking`, as PyTorch's are, is not ordered with the legacy default
+    /// stream, nor with the streams of [`Stream::new`]: what other streams write and this one reads has to be
+    /// ordered by events or by waiting.
+    ///
     /// # Errors
-    /// [`Error::NoDevice`], [`Error::Backend`].
+    /// [`Error::NoDevice`], [`Error::Backend`]; [`Error::Parameter`] for the per-thread default stream
+    /// (2, `cudaStreamPerThread`), which is another one in each thread.
     ///
     /// # Safety
     /// `raw` must be a stream of CUDA device `index` that stays alive as long as this value.
     pub unsafe fn from_raw(index: u32, raw: *mut c_void) -> Result<Self> {
+        if raw as usize == PER_THREAD {
+            return Err(Error::parameter(
+                "stream",
+                "2, the per-thread default stream",
+                "a stream that is the same one in every thread",
+            ));
+        }
         Ok(Stream { raw: raw.cast(), gpu: Gpu::get(index)?, owned: false })
     }
 
@@ -127,30 +152,43 @@ impl Stream {
         Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
     }
 
-    /// Records what `work` gives to this stream into a graph, without running it.
-    ///
+    /// A number that no other stream of the process has had.
+    pub(crate) fn id(&self) -> Result<u64> {
+        let _current = self.gpu.enter()?;
+        let mut id = 0;
+        // SAFETY: the stream is alive; the call writes a number.
+        self.gpu.check(unsafe { sys::cuStreamGetId(self.raw, &mut id) }, "cuStreamGetId")?;
+        Ok(id)
+    }
+}
+
+/// A function of the driver that the bindings know under another name or not at all.
+pub(super) struct Symbol<F> {
+    name: &'static str,
+    found: std::sync::OnceLock<Option<F>>,
+}
+
+impl<F: Copy> Symbol<F> {
+    pub(super) const fn new(name: &'static str) -> Self {
+        Symbol { name, found: std::sync::OnceLock::new() }
+    }
+
     /// # Errors
-    /// What `work` returns, and [`Error::Backend`]: the default stream cannot be captured.
-    pub fn capture(&self, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
-        let gpu = self.gpu;
-        let _current = gpu.enter()?;
-        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        // SAFETY: the stream is alive; the capture is ended below whatever `work` returns.
-        gpu.check(unsafe { sys::cuStreamBeginCapture_v2(self.raw, mode) }, "cuStreamBeginCapture")?;
-        let outcome = work();
-        let (mut graph, mut exec) = (std::ptr::null_mut(), std::ptr::null_mut());
-        // SAFETY: ends the capture begun above.
-        let ended = unsafe { sys::cuStreamEndCapture(self.raw, &mut graph) };
-        outcome?;
-        gpu.check(ended, "cuStreamEndCapture")?;
-        // SAFETY: `graph` was made above and is not used after.
-        let made = unsafe {
-            let made = sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0);
-            sys::cuGraphDestroy(graph);
-            made
-        };
-        gpu.check(made, "cuGraphInstantiate")?;
-        Ok(Graph { exec, gpu })
+    /// [`Error::Backend`] if the driver has no such function.
+    ///
+    /// # Safety
+    /// `F` must be the function's type.
+    pub(super) unsafe fn get(&self, gpu: &Gpu) -> Result<F> {
+        let found = self.found.get_or_init(|| {
+            let driver = Library::Driver.open()?;
+            // SAFETY: the caller's promise. The driver stays loaded: the bindings hold it.
+            unsafe { driver.get::<F>(self.name.as_bytes()) }.ok().map(|function| *function)
+        });
+        found.ok_or_else(|| Error::Backend {
+            what: self.name.into(),
+            device: gpu.device(),
+            detail: "the driver has no such function".into(),
+        })
     }
 }
 
@@ -163,18 +201,6 @@ impl Drop for Stream {
             unsafe { sys::cuStreamDestroy_v2(self.raw) };
         }
     }
-}
-
-/// Calls `f`, which uses streams of its own and may allocate and wait even while this or another thread captures
-/// other streams in a mode that forbids it.
-pub(super) fn despite_captures<T>(f: impl FnOnce() -> T) -> T {
-    let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-    // SAFETY: the call exchanges the mode of this thread, which any thread may do. It cannot fail for valid modes.
-    unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
-    let result = f();
-    // SAFETY: as above; puts back what was there.
-    unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
-    result
 }
 
 /// A point in a stream, with the time it was reached.
@@ -214,9 +240,18 @@ impl Event {
         // SAFETY: the device is current; the call writes the handle.
         gpu.check(unsafe { sys::cuEventCreate(&mut raw, flags as u32) }, "cuEventCreate")?;
         let event = Event { raw, gpu };
-        // SAFETY: both are alive.
-        gpu.check(unsafe { sys::cuEventRecord(raw, stream.raw) }, "cuEventRecord")?;
+        event.mark_again(stream)?;
         Ok(event)
+    }
+
+    /// From here on the event is the point that `stream`, of the same device, has reached now.
+    ///
+    /// # Errors
+    /// As [`Event::record`].
+    pub(crate) fn mark_again(&self, stream: &Stream) -> Result<()> {
+        let _current = self.gpu.enter()?;
+        // SAFETY: both are alive.
+        self.gpu.check(unsafe { sys::cuEventRecord(self.raw, stream.raw) }, "cuEventRecord")
     }
 
     /// True once the point has been reached.
@@ -251,21 +286,15 @@ impl Event {
     /// # Errors
     /// [`Error::Backend`], also for an event of [`crate::parallel`]: they hold no time.
     pub fn milliseconds_since(&self, start: &Event) -> Result<f32> {
+        // The bindings know only the symbol of CUDA 12.8 and later; this one is in every driver.
         type ElapsedTime = unsafe extern "C" fn(*mut f32, CUevent, CUevent) -> CUresult;
+        static SYMBOL: Symbol<ElapsedTime> = Symbol::new("cuEventElapsedTime");
+        // SAFETY: the type is the documented one.
+        let elapsed = unsafe { SYMBOL.get(self.gpu)? };
         let _current = self.gpu.enter()?;
         // SAFETY: the event is alive.
         self.gpu.check(unsafe { sys::cuEventSynchronize(self.raw) }, "cuEventSynchronize")?;
         let mut milliseconds = 0.0;
-        let failed = |detail: String| Error::Backend {
-            what: "cuEventElapsedTime".into(),
-            device: self.gpu.device(),
-            detail,
-        };
-        let driver = Library::Driver.open().ok_or_else(|| failed("no driver".into()))?;
-        // The bindings know only the symbol of CUDA 12.8 and later; this one is in every driver.
-        // SAFETY: the type is the documented one.
-        let elapsed = unsafe { driver.get::<ElapsedTime>(&b"cuEventElapsedTime\0"[..]) };
-        let elapsed = elapsed.map_err(|e| failed(e.to_string()))?;
         // SAFETY: both events are alive and recorded.
         let result = unsafe { elapsed(&mut milliseconds, start.raw, self.raw) };
         self.gpu.check(result, "cuEventElapsedTime")?;
@@ -282,37 +311,15 @@ impl Drop for Event {
     }
 }
 
-/// Work recorded by [`Stream::capture`], to be run any number of times.
-#[derive(Debug)]
-pub struct Graph {
-    exec: CUgraphExec,
-    gpu: &'static Gpu,
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-// SAFETY: a graph handle may be used from any thread, one at a time.
-unsafe impl Send for Graph {}
-
-impl Graph {
-    /// Runs the recorded work on a stream.
-    ///
-    /// # Errors
-    /// [`Error::Backend`].
-    ///
-    /// # Safety
-    /// The memory that the recorded work uses must still be there, and be borrowed by nobody else
-    /// until the work is done.
-    pub unsafe fn launch(&self, stream: &Stream) -> Result<()> {
-        let _current = self.gpu.enter()?;
-        // SAFETY: both are alive; the memory is the caller's promise.
-        self.gpu.check(unsafe { sys::cuGraphLaunch(self.exec, stream.raw) }, "cuGraphLaunch")
-    }
-}
-
-impl Drop for Graph {
-    fn drop(&mut self) {
-        if let Ok(_current) = self.gpu.enter() {
-            // SAFETY: made in `capture`.
-            unsafe { sys::cuGraphExecDestroy(self.exec) };
-        }
+    /// Without a device it is refused before one is asked for.
+    #[test]
+    fn the_stream_of_each_thread_is_refused() {
+        // SAFETY: a handle that always exists.
+        let refused = unsafe { Stream::from_raw(0, PER_THREAD as *mut c_void) };
+        assert!(matches!(refused, Err(Error::Parameter { name: "stream", .. })));
     }
 }

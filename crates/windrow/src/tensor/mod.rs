@@ -109,6 +109,12 @@ impl<'a> TensorRef<'a> {
     /// # Safety
     /// Every element that `desc` reaches from `ptr` must be readable on `device`, initialised, and
     /// unchanged by others for `'a`. `ptr` must be aligned to the element size on the CPU.
+    ///
+    /// A run on a CUDA device has only been given to its [stream](crate::Workspace::stream) when it returns, and reads the
+    /// memory later, also after `'a`. So the memory must stay, unchanged by others, until the stream has come past
+    /// the run; what is given to the same stream later may change or free it. What other streams do with it has to be
+    /// ordered with the run's stream by events or by waiting, before and after: only blocking streams and the
+    /// legacy default stream are ordered by themselves, not those made with `cudaStreamNonBlocking`.
     pub unsafe fn from_raw(ptr: *const c_void, desc: TensorDesc, device: Device) -> Self {
         TensorRef { ptr: ptr.cast(), desc, device, memory: PhantomData }
     }
@@ -234,6 +240,9 @@ impl<'a> TensorMut<'a> {
     /// # Safety
     /// Every element that `desc` reaches from `ptr` must be readable and writable on `device` and
     /// touched by nobody else for `'a`. `ptr` must be aligned to the element size on the CPU.
+    ///
+    /// A run on a CUDA device writes the memory when its stream comes to it, also after `'a`: nobody else may touch it
+    /// until then, as in [`TensorRef::from_raw`].
     pub unsafe fn from_raw(ptr: *mut c_void, desc: TensorDesc, device: Device) -> Result<Self> {
         check_unique("tensor", &desc.layout)?;
         Ok(TensorMut { ptr: ptr.cast(), desc, device, memory: PhantomData })

@@ -122,6 +122,7 @@ pub(super) enum Kind {
     ExecutionPlan = 5,
     Forward = 10,
     BackwardFilter = 11,
+    BackwardData = 12,
     Graph = 15,
     VariantPack = 16,
     Tensor = 17,

@@ -2,7 +2,7 @@
 
 use super::{CudnnConv2dSpec, Execution};
 use crate::Result;
-use crate::cuda::{DeviceBuffer, Event, Gpu, Stream, stream::despite_captures};
+use crate::cuda::{DeviceBuffer, Event, Gpu, Stream, despite_captures};
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex};
 

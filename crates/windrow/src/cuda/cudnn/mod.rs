@@ -7,7 +7,7 @@ use self::descriptor::{Api, Descriptor, Handle, Kind, Value, with_handle};
 use super::{Gpu, Stream};
 use crate::{DType, Error, Result};
 use std::ffi::{c_int, c_void};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 /// `cudnnDataType_t`
 const FLOAT: c_int = 0;
@@ -43,6 +43,8 @@ mod attribute {
     pub(super) const PLAN_WORKSPACE: c_int = 402;
     /// alpha, beta, convolution, w, x, y
     pub(super) const FORWARD: [c_int; 6] = [700, 701, 702, 703, 704, 705];
+    /// alpha, beta, convolution, w, dx, dy
+    pub(super) const BACKWARD_DATA: [c_int; 6] = [706, 707, 708, 709, 710, 711];
     /// alpha, beta, convolution, dw, x, dy
     pub(super) const BACKWARD_FILTER: [c_int; 6] = [712, 713, 714, 715, 716, 717];
     pub(super) const GRAPH_HANDLE: c_int = 800;
@@ -93,6 +95,8 @@ pub(crate) enum CudnnKernel {
 enum Operation {
     /// y of x and w.
     Forward,
+    /// The gradient of x, of w and that of y.
+    BackwardData,
     /// The gradient of w, of x and that of y.
     BackwardFilter,
 }
@@ -106,11 +110,9 @@ const ALIGNMENT: usize = 16;
 #[derive(Debug)]
 struct Plan {
     gpu: &'static Gpu,
-    spec: CudnnConv2dSpec,
-    operation: Operation,
     aligned: Execution,
-    /// For tensors at other addresses, made when first needed.
-    unaligned: OnceLock<Execution>,
+    /// For tensors at other addresses, if there is a kernel for them.
+    unaligned: Result<Execution>,
 }
 
 /// An operation by one kernel.
@@ -135,11 +137,18 @@ struct Graph {
 #[derive(Debug)]
 pub(crate) struct CudnnConv2d(Plan);
 
+/// The data gradient of a [`CudnnConv2dSpec`].
+#[derive(Debug)]
+pub(crate) struct CudnnDataGrad(Plan);
+
 /// The weight gradient of a [`CudnnConv2dSpec`]: dw has x's type and the filter's order.
 #[derive(Debug)]
 pub(crate) struct CudnnWeightGrad(Plan);
 
 impl CudnnConv2d {
+    /// Bytes to whose multiples addresses are aligned where its fast kernels can be taken.
+    pub(crate) const ALIGNMENT: usize = ALIGNMENT;
+
     /// `Ok` if cuDNN was found.
     ///
     /// # Errors
@@ -172,11 +181,16 @@ impl CudnnConv2d {
         self.0.aligned.workspace_bytes
     }
 
+    /// Whether there is a kernel for tensors at these addresses: for those that are not aligned to 16 bytes there may
+    /// be none.
+    pub(crate) fn takes(&self, tensors: [*const u8; 3]) -> bool {
+        self.0.takes(tensors)
+    }
+
     /// Computes y on `stream`. Allocates nothing on the device and may be captured into a graph.
     ///
     /// # Errors
-    /// [`Error::Backend`]; [`Error::Unsupported`] for tensors at addresses of less than 16 bytes' alignment
-    /// that cuDNN has no kernel for.
+    /// [`Error::Backend`]; [`Error::Unsupported`] for addresses that it does not [take](Self::takes).
     ///
     /// # Safety
     /// The pointers must be the spec's tensors and [`CudnnConv2d::workspace_bytes`] on the device of
@@ -194,6 +208,43 @@ impl CudnnConv2d {
     }
 }
 
+impl CudnnDataGrad {
+    /// # Errors
+    /// As [`CudnnConv2d::new`].
+    pub(crate) fn new(gpu: &'static Gpu, spec: &CudnnConv2dSpec) -> Result<Self> {
+        Plan::new(gpu, spec, Operation::BackwardData, CudnnKernel::First).map(CudnnDataGrad)
+    }
+
+    /// Bytes of workspace that a run needs, aligned to 256.
+    pub(crate) fn workspace_bytes(&self) -> usize {
+        self.0.aligned.workspace_bytes
+    }
+
+    /// As [`CudnnConv2d::takes`].
+    pub(crate) fn takes(&self, tensors: [*const u8; 3]) -> bool {
+        self.0.takes(tensors)
+    }
+
+    /// Computes dx on `stream`.
+    ///
+    /// # Errors
+    /// As [`CudnnConv2d::run`].
+    ///
+    /// # Safety
+    /// As [`CudnnConv2d::run`].
+    pub(crate) unsafe fn run(
+        &self,
+        w: *const u8,
+        dy: *const u8,
+        dx: *mut u8,
+        workspace: *mut u8,
+        stream: &Stream,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.0.run([w.cast_mut(), dx, dy.cast_mut()], workspace, stream) }
+    }
+}
+
 impl CudnnWeightGrad {
     /// # Errors
     /// As [`CudnnConv2d::new`].
@@ -204,6 +255,11 @@ impl CudnnWeightGrad {
     /// Bytes of workspace that a run needs, aligned to 256.
     pub(crate) fn workspace_bytes(&self) -> usize {
         self.0.aligned.workspace_bytes
+    }
+
+    /// As [`CudnnConv2d::takes`].
+    pub(crate) fn takes(&self, tensors: [*const u8; 3]) -> bool {
+        self.0.takes(tensors)
     }
 
     /// Computes dw on `stream`.
@@ -240,27 +296,32 @@ impl Plan {
             CudnnKernel::First => find(1)?.swap_remove(0),
             CudnnKernel::Fastest => fastest::of(gpu, spec, find)?,
         };
-        Ok(Plan { gpu, spec: *spec, operation, aligned, unaligned: OnceLock::new() })
+        let workspace = aligned.workspace_bytes;
+        let unaligned = Execution::find(gpu, spec, operation, spec.dtype.size(), workspace, 1)
+            .map(|mut found| found.swap_remove(0));
+        Ok(Plan { gpu, aligned, unaligned })
+    }
+
+    fn takes(&self, tensors: [*const u8; 3]) -> bool {
+        self.unaligned.is_ok() || is_aligned(tensors)
     }
 
     /// # Safety
     /// As [`CudnnConv2d::run`], for w, x and y.
     unsafe fn run(&self, tensors: [*mut u8; 3], workspace: *mut u8, stream: &Stream) -> Result<()> {
-        let is_aligned = tensors.iter().all(|&t| (t as usize).is_multiple_of(ALIGNMENT));
-        let execution = if is_aligned { &self.aligned } else { self.unaligned()? };
+        let is_aligned = is_aligned(tensors.map(<*mut u8>::cast_const));
+        let execution = match &self.unaligned {
+            _ if is_aligned => &self.aligned,
+            Ok(unaligned) => unaligned,
+            Err(error) => return Err(error.clone()),
+        };
         // SAFETY: the caller's promise.
         unsafe { execution.run(self.gpu, tensors, workspace, stream) }
     }
+}
 
-    fn unaligned(&self) -> Result<&Execution> {
-        if let Some(execution) = self.unaligned.get() {
-            return Ok(execution);
-        }
-        let (alignment, workspace) = (self.spec.dtype.size(), self.aligned.workspace_bytes);
-        let mut found =
-            Execution::find(self.gpu, &self.spec, self.operation, alignment, workspace, 1)?;
-        Ok(self.unaligned.get_or_init(|| found.swap_remove(0)))
-    }
+fn is_aligned(tensors: [*const u8; 3]) -> bool {
+    tensors.iter().all(|&t| (t as usize).is_multiple_of(ALIGNMENT))
 }
 
 impl Execution {
@@ -379,6 +440,7 @@ impl Graph {
         }
         let (kind, names) = match operation {
             Operation::Forward => (Kind::Forward, attribute::FORWARD),
+            Operation::BackwardData => (Kind::BackwardData, attribute::BACKWARD_DATA),
             Operation::BackwardFilter => (Kind::BackwardFilter, attribute::BACKWARD_FILTER),
         };
         let operation = [

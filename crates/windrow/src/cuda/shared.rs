@@ -1,0 +1,222 @@
+//! Device memory that work on several streams and in graphs may use.
+
+use super::capture::{despite_captures, is_releasing};
+use super::{Event, Gpu, Stream};
+use crate::{Error, Result};
+use cudarc::driver::sys::{self, CUdeviceptr, CUresult};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// A block of device memory that knows where it was used last: its owner may let go of it at any time, on any thread, without
+/// waiting and without any of the streams being alive still.
+#[derive(Debug)]
+pub(crate) struct SharedBuffer {
+    ptr: CUdeviceptr,
+    len: usize,
+    gpu: &'static Gpu,
+    /// The end of the last use on each stream, by the stream's number.
+    uses: Mutex<Vec<(u64, Event)>>,
+}
+
+/// Memory that nobody owns any longer, and the stream that frees it.
+#[derive(Debug, Default)]
+pub(super) struct Released {
+    blocks: Mutex<Vec<Block>>,
+    stream: Mutex<Option<Stream>>,
+}
+
+#[derive(Debug)]
+struct Block {
+    ptr: CUdeviceptr,
+    uses: Vec<(u64, Event)>,
+}
+
+impl SharedBuffer {
+    /// `len` bytes, at least one, aligned to 256, contents arbitrary: for work on `stream` from here on, and on streams that
+    /// wait for it.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], [`Error::Backend`].
+    pub(crate) fn new(stream: &Stream, len: usize) -> Result<Self> {
+        let buffer = Self::allocate(stream, len)?;
+        // Whoever frees it waits for the allocation at least.
+        buffer.mark_use(stream)?;
+        Ok(buffer)
+    }
+
+    /// As [`SharedBuffer::new`] for work of any stream, also while this thread captures one: the memory is allocated now,
+    /// not when a graph runs, and a graph has to [retain](super::capture::Capture::retain) it. Waits for the allocation.
+    ///
+    /// # Errors
+    /// As [`SharedBuffer::new`].
+    pub(crate) fn apart(gpu: &'static Gpu, len: usize) -> Result<Self> {
+        despite_captures(|| {
+            let stream = Stream::apart(gpu)?;
+            let buffer = Self::allocate(&stream, len)?;
+            stream.synchronize()?;
+            Ok(buffer)
+        })
+    }
+
+    fn allocate(stream: &Stream, len: usize) -> Result<Self> {
+        let gpu = stream.gpu();
+        gpu.free_released();
+        let mut ptr = 0;
+        let _current = gpu.enter()?;
+        // SAFETY: the device is current and the stream alive.
+        let result = unsafe {
+            if gpu.memory_pools {
+                sys::cuMemAllocAsync(&mut ptr, len, stream.handle())
+            } else {
+                sys::cuMemAlloc_v2(&mut ptr, len)
+            }
+        };
+        if result == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+            return Err(Error::OutOfMemory { device: gpu.device(), bytes: len });
+        }
+        gpu.check(result, "cuMemAllocAsync")?;
+        Ok(SharedBuffer { ptr, len, gpu, uses: Mutex::default() })
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(crate) fn gpu(&self) -> &'static Gpu {
+        self.gpu
+    }
+
+    /// Its address. Writers and readers have to be ordered by streams and events.
+    pub(crate) fn as_mut_ptr(&self) -> *mut u8 {
+        self.ptr as *mut u8
+    }
+
+    /// Says that work given to `stream` so far uses the memory; of a stream that is captured, the graph keeps it.
+    ///
+    /// # Errors
+    /// [`Error::Backend`].
+    pub(crate) fn used_on(self: &Arc<Self>, stream: &Stream) -> Result<()> {
+        match stream.capture_under_way()? {
+            Some(capture) => capture.retain(self.clone()),
+            None => self.mark_use(stream),
+        }
+    }
+
+    /// As [`SharedBuffer::used_on`] for a stream that is not captured.
+    pub(crate) fn mark_use(&self, stream: &Stream) -> Result<()> {
+        let id = stream.id()?;
+        // Taken out while it is recorded: the driver may wait for room in the stream's queue.
+        let known = {
+            let mut uses = self.uses.lock().unwrap_or_else(PoisonError::into_inner);
+            uses.iter().position(|(of, _)| *of == id).map(|i| uses.swap_remove(i).1)
+        };
+        let event = match known {
+            Some(event) => event.mark_again(stream).map(|()| event)?,
+            None => Event::mark(stream)?,
+        };
+        self.uses.lock().unwrap_or_else(PoisonError::into_inner).push((id, event));
+        Ok(())
+    }
+}
+
+impl Drop for SharedBuffer {
+    fn drop(&mut self) {
+        let uses = std::mem::take(self.uses.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let block = Block { ptr: self.ptr, uses };
+        let released = &self.gpu.released;
+        released.blocks.lock().unwrap_or_else(PoisonError::into_inner).push(block);
+        // Where a graph lets go of it CUDA must not be called: then the next buffer that is made or dropped frees it.
+        if !is_releasing() {
+            self.gpu.free_released();
+        }
+    }
+}
+
+impl Gpu {
+    /// Frees the memory of [`SharedBuffer`]s that were dropped, behind the last use of each. Waits for nothing.
+    fn free_released(&'static self) {
+        let blocks = std::mem::take(
+            &mut *self.released.blocks.lock().unwrap_or_else(PoisonError::into_inner),
+        );
+        if blocks.is_empty() {
+            return;
+        }
+        // An error here was or will be reported by a call that can return it; the memory is lost then.
+        let Ok(_current) = self.enter() else { return };
+        let _ = despite_captures(|| blocks.into_iter().try_for_each(|block| self.free(&block)));
+    }
+
+    fn free(&'static self, block: &Block) -> Result<()> {
+        let mut own = self.released.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let stream = match &mut *own {
+            Some(stream) => stream,
+            none => none.insert(Stream::apart(self)?),
+        };
+        for (_, event) in &block.uses {
+            stream.wait(event)?;
+        }
+        let _current = self.enter()?;
+        // SAFETY: allocated in `SharedBuffer::allocate` in the same way, and the stream is behind all uses; without
+        // pools the driver waits for the device.
+        let freed = unsafe {
+            if self.memory_pools {
+                sys::cuMemFreeAsync(block.ptr, stream.handle())
+            } else {
+                sys::cuMemFree_v2(block.ptr)
+            }
+        };
+        self.check(freed, "cuMemFreeAsync")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Nothing without a device.
+    #[test]
+    fn memory_is_freed_after_the_streams_that_used_it_are_gone() {
+        let Ok(stream) = Stream::new(0) else { return };
+        let buffer = {
+            let (first, second) = (Stream::new(0).unwrap(), Stream::new(0).unwrap());
+            let buffer = SharedBuffer::new(&first, 1 << 20).unwrap();
+            second.wait(&Event::mark(&first).unwrap()).unwrap();
+            for stream in [&first, &second, &first] {
+                // SAFETY: the memory is that long, and alive until the streams are done with it.
+                unsafe { stream.zero(buffer.as_mut_ptr(), buffer.len()).unwrap() };
+                buffer.mark_use(stream).unwrap();
+            }
+            assert_eq!(buffer.uses.lock().unwrap().len(), 2);
+            buffer
+        };
+        drop(buffer);
+        let again = SharedBuffer::new(&stream, 1 << 20).unwrap();
+        // SAFETY: as above.
+        unsafe { stream.zero(again.as_mut_ptr(), again.len()).unwrap() };
+        stream.synchronize().unwrap();
+    }
+
+    /// Nothing without a device.
+    #[test]
+    fn memory_of_a_graph_is_allocated_beside_its_capture() {
+        let Ok(stream) = Gpu::get(0).and_then(Stream::apart) else { return };
+        let mut kept = None;
+        let graph = stream.capture(|| {
+            let buffer = Arc::new(SharedBuffer::apart(stream.gpu(), 4096)?);
+            kept = Some(Arc::downgrade(&buffer));
+            // SAFETY: the graph keeps the memory.
+            unsafe { stream.zero(buffer.as_mut_ptr(), buffer.len())? };
+            stream.capture_under_way()?.expect("this is one").retain(buffer)
+        });
+        let graph = graph.unwrap();
+        let kept = kept.unwrap();
+        assert_eq!(kept.strong_count(), 1);
+        for _ in 0..3 {
+            // SAFETY: the memory is the graph's own.
+            unsafe { graph.launch(&stream).unwrap() };
+        }
+        drop(graph);
+        stream.synchronize().unwrap();
+        stream.gpu().free_released();
+        assert!(stream.synchronize().is_ok());
+    }
+}
