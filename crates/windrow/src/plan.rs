@@ -1,7 +1,7 @@
 //! What all plans share: where to run, how exact, whether to check.
 
 use crate::buffer::Buffer;
-use crate::cuda::{DeviceBuffer, Event, Gpu, Stream};
+use crate::cuda::{DeviceBuffer, Gpu, Stream};
 use crate::{Device, Error, Result, Tuning};
 use std::ffi::c_void;
 use std::num::NonZeroUsize;
@@ -230,21 +230,6 @@ impl Workspace {
                 given: stream.device(),
                 expected: Device::Cpu,
             }),
-        }
-    }
-
-    /// Memory on the workspace's device that may outlive the workspace and its stream; work on the stream may use it
-    /// at once.
-    pub(crate) fn allocate_apart(&self, gpu: &Gpu, bytes: usize) -> Result<DeviceBuffer> {
-        crate::tensor::check_device("workspace", self.device(), gpu.device())?;
-        match &self.memory {
-            Memory::Device { stream, .. } => {
-                let always_there = default_stream(gpu.info.index)?;
-                let buffer = DeviceBuffer::new(&always_there, bytes)?;
-                stream.wait(&Event::mark(&always_there)?)?;
-                Ok(buffer)
-            }
-            Memory::Host(_) => unreachable!("the device was compared above"),
         }
     }
 

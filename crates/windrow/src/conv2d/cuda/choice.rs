@@ -4,19 +4,61 @@ use super::row::WinogradRow;
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::cuda::Gpu;
-use crate::{Accuracy, DType};
+use crate::{Accuracy, DType, Filter};
 
 /// The algorithm that should be fastest among those that are supported and that the spec's accuracy
-/// allows. The rules follow times of layers on an H200 (`benchmarks/record/2026-11-22-h200`).
+/// allows, with its packing if the filter changes.
 pub(super) fn choose(
+    spec: &Conv2dSpec,
+    p: &Problem,
+    supported: &[Conv2dAlgorithm],
+    multiprocessors: u32,
+    filter: Filter,
+) -> Conv2dAlgorithm {
+    let chosen = choose_packed(spec, p, supported, multiprocessors);
+    let cudnn = Conv2dAlgorithm::Cudnn;
+    if filter == Filter::Kept || !chosen.is_winograd() || !supported.contains(&cudnn) {
+        return chosen;
+    }
+    let micros = match chosen {
+        Conv2dAlgorithm::WinogradGemm(tile) => staged_micros(spec, p, tile),
+        _ => row_micros(spec, p, multiprocessors),
+    };
+    let transformed = micros + pack_micros(spec, p, chosen);
+    if transformed > cudnn_micros(spec, p) + pack_micros(spec, p, cudnn) { cudnn } else { chosen }
+}
+
+/// Expected microseconds of packing: a launch, and the filter read and written at what a copy has on an H200.
+fn pack_micros(spec: &Conv2dSpec, p: &Problem, algorithm: Conv2dAlgorithm) -> f64 {
+    let parts = match spec.x.dtype {
+        DType::F32 if is_strict(spec) => 2,
+        _ => 1,
+    };
+    let source = p.r * p.s * spec.w.dtype.size();
+    let packed = match algorithm {
+        Conv2dAlgorithm::WinogradGemm(tile) => 2 * tile.alpha() * tile.alpha() * parts,
+        Conv2dAlgorithm::WinogradRow => 2 * 15 * parts,
+        _ => source,
+    };
+    3.0 + 0.26e-6 * (p.k * p.c_group() * (source + packed)) as f64
+}
+
+/// For a filter that is packed already. The rules follow times of layers on an H200
+/// (`benchmarks/record/2026-11-22-h200`).
+fn choose_packed(
     spec: &Conv2dSpec,
     p: &Problem,
     supported: &[Conv2dAlgorithm],
     multiprocessors: u32,
 ) -> Conv2dAlgorithm {
     let has = |algorithm| supported.contains(&algorithm);
+    // cuDNN sums in f32 what is not rounded, as the other sums do.
     let few = p.k_group() < 8 || p.taps() < 8;
-    let sums = if few { Conv2dAlgorithm::Direct } else { Conv2dAlgorithm::Im2colGemm };
+    let sums = match few {
+        true => Conv2dAlgorithm::Direct,
+        false if has(Conv2dAlgorithm::Cudnn) => Conv2dAlgorithm::Cudnn,
+        false => Conv2dAlgorithm::Im2colGemm,
+    };
     if !p.is_winograd() || !may_transform(spec) {
         return sums;
     }
@@ -232,7 +274,7 @@ mod tests {
         more: &[Conv2dAlgorithm],
     ) -> Conv2dAlgorithm {
         let spec = Conv2dSpec::new(x, w, params).unwrap();
-        choose(&spec, &spec.problem().unwrap(), &[&OWN, more].concat(), 132)
+        choose(&spec, &spec.problem().unwrap(), &[&OWN, more].concat(), 132, Filter::Kept)
     }
 
     #[test]
@@ -270,6 +312,22 @@ mod tests {
     }
 
     #[test]
+    fn packing_counts_where_filters_change() {
+        let taken = |n, c, size, filter| {
+            let x = Layout::with_order(&[n, c, size, size], &[0, 2, 3, 1]).unwrap();
+            let x = TensorDesc { dtype: DType::F16, layout: x };
+            let w = TensorDesc::contiguous(DType::F16, &[c, c, 3, 3]).unwrap();
+            let params = Conv2dParams { accuracy: Accuracy::Half, ..Default::default() };
+            let spec = Conv2dSpec::new(x, w, &params).unwrap();
+            let supported = [&OWN[..], &[WinogradRow, Cudnn]].concat();
+            choose(&spec, &spec.problem().unwrap(), &supported, 132, filter)
+        };
+        assert_eq!(taken(64, 256, 50, Filter::Kept), WinogradRow);
+        assert!(taken(4, 512, 16, Filter::Kept).is_winograd());
+        assert_eq!(taken(4, 512, 16, Filter::Changing), Cudnn);
+    }
+
+    #[test]
     fn accuracy_decides_what_is_allowed() {
         use Accuracy::{Exact, Fp32, Half, Tf32};
         for more in [&[][..], &[WinogradRow], &[Cudnn, WinogradRow]] {
@@ -283,6 +341,7 @@ mod tests {
             ] {
                 let algorithm = taken(dtype, accuracy, [64, 64, 3, 1], more);
                 assert!(allowed || !algorithm.is_winograd(), "{dtype} {accuracy:?} {more:?}");
+                assert!(allowed || (algorithm == Cudnn) == more.contains(&Cudnn), "{algorithm}");
                 assert!(allowed <= algorithm.is_winograd(), "{dtype} {accuracy:?} {more:?}");
             }
         }
@@ -294,7 +353,8 @@ mod tests {
         assert_eq!(f32([64, 64, 3, 1], &[]), WinogradGemm(Tile::F4));
         assert_eq!(f32([64, 64, 3, 1], &[WinogradRow, Cudnn]), WinogradRow);
         assert_eq!(f32([3, 64, 3, 1], &[]), Im2colGemm);
-        assert_eq!(f32([64, 64, 5, 1], &[WinogradRow, Cudnn]), Im2colGemm);
+        assert_eq!(f32([64, 64, 5, 1], &[WinogradRow, Cudnn]), Cudnn);
+        assert_eq!(f32([64, 64, 5, 1], &[WinogradRow]), Im2colGemm);
         assert_eq!(f32([64, 64, 3, 64], &[WinogradRow, Cudnn]), Direct);
         assert_eq!(f32([8, 64, 3, 1], &[WinogradRow, Cudnn]), WinogradRow);
         let half = |sizes| taken(DType::F16, Accuracy::Half, sizes, &[WinogradRow, Cudnn]);
@@ -308,7 +368,7 @@ mod tests {
             let w = TensorDesc::contiguous(DType::F32, &[k, c, 3, 3]).unwrap();
             let spec = Conv2dSpec::new(x, w, &Conv2dParams::default()).unwrap();
             let supported = [&OWN[..], &[WinogradRow, Cudnn]].concat();
-            choose(&spec, &spec.problem().unwrap(), &supported, 132)
+            choose(&spec, &spec.problem().unwrap(), &supported, 132, Filter::Kept)
         };
         assert_eq!(taken(3, 496, 416, 12), WinogradGemm(Tile::F2));
         assert_eq!(taken(1, 8, 271, 30), Cudnn);

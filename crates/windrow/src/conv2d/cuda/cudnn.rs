@@ -1,19 +1,23 @@
 //! cuDNN's convolution, where it is installed and faster than what is here.
 
-use super::general::{DenseFilter, one_thread_each};
+use super::general::{DenseFilter, Direction, General, Method, one_thread_each};
 use super::{Operands, PackedForm, bias_of, epilogue, kernel, source};
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::cuda::{
-    CudnnConv2d, CudnnConv2dSpec, CudnnKernel, CudnnWeightGrad, Gpu, Kernel, KernelSpec, Source,
-    Stream,
+    CudnnConv2d, CudnnConv2dSpec, CudnnDataGrad, CudnnKernel, CudnnWeightGrad, Gpu, Kernel,
+    KernelSpec, Source, Stream,
 };
 use crate::{Accuracy, Activation, DType, Layout, Result, TensorDesc, Tuning};
+use std::sync::OnceLock;
 
 static EPILOGUE: Source = source!("epilogue.cu");
 
 #[derive(Debug)]
 pub(crate) struct Cudnn {
+    gpu: &'static Gpu,
     convolution: CudnnConv2d,
+    /// For tensors at addresses that it has no kernel for: compiled when there are such.
+    otherwise: OnceLock<General>,
     filter: DenseFilter,
     /// Adds the bias and applies the activation, if there is one of them.
     epilogue: Option<&'static Kernel>,
@@ -104,6 +108,100 @@ impl CudnnWeight {
     }
 }
 
+/// cuDNN's data gradient.
+#[derive(Debug)]
+pub(super) struct CudnnData {
+    gpu: &'static Gpu,
+    gradient: CudnnDataGrad,
+    /// As in [`Cudnn`].
+    otherwise: OnceLock<General>,
+    filter: DenseFilter,
+    spec: Conv2dSpec,
+    problem: Problem,
+    channels_last: bool,
+}
+
+impl CudnnData {
+    /// `None` where cuDNN has no algorithm for it.
+    pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Option<Self>> {
+        let Some(channels_last) = channels_last(spec).filter(|_| Cudnn::supports(spec, p)) else {
+            return Ok(None);
+        };
+        let gradient = CudnnDataGrad::new(gpu, &in_its_words(spec, p, channels_last));
+        let Ok(gradient) =
+            gradient.inspect_err(|error| tracing::debug!(%error, "data gradient without cuDNN"))
+        else {
+            return Ok(None);
+        };
+        let filter = DenseFilter::new(gpu, spec, p, channels_last)?;
+        let (spec, problem, otherwise) = (spec.clone(), *p, OnceLock::new());
+        Ok(Some(CudnnData { gpu, gradient, otherwise, filter, spec, problem, channels_last }))
+    }
+
+    pub(super) fn packed_bytes(&self) -> usize {
+        self.filter.bytes()
+    }
+
+    pub(super) fn scratch_bytes(&self) -> usize {
+        self.gradient.workspace_bytes()
+    }
+
+    /// As of a sum of products.
+    pub(super) fn tolerance(&self) -> f64 {
+        let terms = self.problem.k_group() * self.problem.r * self.problem.s;
+        (2 * terms + 2) as f64 * DType::F32.unit_roundoff() + operand_roundings(&self.spec)
+    }
+
+    /// dx of dy, with the filter at `w` as the spec has it.
+    ///
+    /// # Safety
+    /// As [`super::Gradients::data`].
+    pub(super) unsafe fn run(
+        &self,
+        stream: &Stream,
+        w: *const u8,
+        operands: Operands,
+        scratch: *mut u8,
+    ) -> Result<()> {
+        let aligned = (w as usize).is_multiple_of(CudnnConv2d::ALIGNMENT);
+        let w = if self.filter.is_packed() && aligned {
+            w
+        } else {
+            // SAFETY: the caller's promise.
+            unsafe { self.filter.pack(stream, w, scratch)? };
+            scratch.cast_const()
+        };
+        let (dy, dx) = (operands.x, operands.y);
+        if !self.gradient.takes([w, dx, dy]) {
+            let otherwise = || {
+                let (method, direction) = (Method::Im2colGemm, Direction::BackwardData);
+                General::new(
+                    self.gpu,
+                    &self.spec,
+                    &self.problem,
+                    method,
+                    direction,
+                    self.channels_last,
+                )
+            };
+            // SAFETY: the caller's promise; the filter is packed in the same order.
+            return unsafe { get_or_make(&self.otherwise, otherwise)?.run(stream, w, operands) };
+        }
+        let rest = scratch.wrapping_add(self.packed_bytes());
+        // SAFETY: the caller's promise.
+        unsafe { self.gradient.run(w, dy, dx, rest, stream) }
+    }
+}
+
+/// What is there, or is made now.
+fn get_or_make<T>(slot: &OnceLock<T>, make: impl FnOnce() -> Result<T>) -> Result<&T> {
+    if let Some(value) = slot.get() {
+        return Ok(value);
+    }
+    let value = make()?;
+    Ok(slot.get_or_init(|| value))
+}
+
 impl Cudnn {
     pub(super) fn supports(spec: &Conv2dSpec, p: &Problem) -> bool {
         let sizes = [p.n * p.c * p.h * p.w, p.n * p.k * p.oh * p.ow, p.k * p.taps()];
@@ -127,8 +225,18 @@ impl Cudnn {
         let needed = spec.bias.is_some() || spec.activation != Activation::Identity;
         let epilogue = needed.then(|| gpu.kernel(&epilogue_kernel(spec))).transpose()?;
         let filter = DenseFilter::new(gpu, spec, p, channels_last)?;
-        let (spec, problem) = (spec.clone(), *p);
-        Ok(Cudnn { convolution, filter, epilogue, spec, problem, channels_last, kernel })
+        let (spec, problem, otherwise) = (spec.clone(), *p, OnceLock::new());
+        Ok(Cudnn {
+            gpu,
+            convolution,
+            otherwise,
+            filter,
+            epilogue,
+            spec,
+            problem,
+            channels_last,
+            kernel,
+        })
     }
 
     pub(super) fn explain(&self) -> String {
@@ -142,6 +250,12 @@ impl Cudnn {
 
     pub(super) fn packed_bytes(&self) -> usize {
         self.filter.bytes()
+    }
+
+    /// True if the filter at `w` can be read as it is: it lies as its copy would, and as aligned as cuDNN's
+    /// fast kernels want it.
+    pub(super) fn reads_in_place(&self, w: *const u8) -> bool {
+        self.filter.is_packed() && (w as usize).is_multiple_of(CudnnConv2d::ALIGNMENT)
     }
 
     pub(super) fn scratch_bytes(&self) -> usize {
@@ -182,6 +296,23 @@ impl Cudnn {
         operands: Operands,
         scratch: *mut u8,
     ) -> Result<()> {
+        if !self.convolution.takes([packed, operands.x, operands.y]) {
+            let otherwise = || {
+                let (method, direction) = (Method::Im2colGemm, Direction::Forward);
+                General::new(
+                    self.gpu,
+                    &self.spec,
+                    &self.problem,
+                    method,
+                    direction,
+                    self.channels_last,
+                )
+            };
+            // SAFETY: the caller's promise; the filter is packed in the same order.
+            return unsafe {
+                get_or_make(&self.otherwise, otherwise)?.run(stream, packed, operands)
+            };
+        }
         // SAFETY: the caller's promise.
         unsafe { self.convolution.run(operands.x, packed, operands.y, scratch, stream)? };
         let Some(kernel) = self.epilogue else { return Ok(()) };
@@ -203,7 +334,9 @@ impl Cudnn {
 }
 
 fn epilogue_kernel(spec: &Conv2dSpec) -> KernelSpec {
-    kernel(&EPILOGUE, "epilogue", spec.x.dtype).define("EPILOGUE", epilogue(spec.activation))
+    kernel(&EPILOGUE, "epilogue", spec.x.dtype)
+        .define("EPILOGUE", epilogue(spec.activation))
+        .define("PARAMS_SIZE", size_of::<EpilogueParams>())
 }
 
 #[cfg(test)]

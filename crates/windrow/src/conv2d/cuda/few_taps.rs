@@ -94,8 +94,7 @@ impl FewTaps {
     }
 
     pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, problem: &Problem) -> Result<Self> {
-        let pack_filter =
-            of_filter(kernel(&FILTER, "few_taps_filter", spec.w.dtype), spec, problem);
+        let pack_filter = filter_kernel(spec, problem);
         let compile = |address| gpu.kernel(&product(spec, problem, address));
         Ok(FewTaps {
             gpu,
@@ -218,11 +217,17 @@ fn of_filter(kernel: KernelSpec, spec: &Conv2dSpec, p: &Problem) -> KernelSpec {
         .define("ROW_TILES", row_tiles(spec, p))
 }
 
+fn filter_kernel(spec: &Conv2dSpec, p: &Problem) -> KernelSpec {
+    of_filter(kernel(&FILTER, "few_taps_filter", spec.w.dtype), spec, p)
+        .define("PARAMS_SIZE", size_of::<FilterParams>())
+}
+
 /// The product for a y whose address is a multiple of `address` bytes.
 fn product(spec: &Conv2dSpec, p: &Problem, address: usize) -> KernelSpec {
     let (store, vector) = store_of(&spec.y, 2 * row_tiles(spec, p), address);
     of_filter(kernel(&FEW_TAPS, "few_taps", spec.x.dtype), spec, p)
         .define("EPILOGUE", epilogue(spec.activation))
+        .define("PARAMS_SIZE", size_of::<Params>())
         .define("PADDED", i32::from(p.padding != [0, 0]))
         .define("STORE", store as i32)
         .define("VECTOR", vector)
@@ -273,11 +278,7 @@ mod tests {
                     let x = TensorDesc { dtype, layout: x };
                     let spec = Conv2dSpec::new(x, w, &params).unwrap();
                     let problem = spec.problem().unwrap();
-                    specs.push(of_filter(
-                        kernel(&FILTER, "few_taps_filter", dtype),
-                        &spec,
-                        &problem,
-                    ));
+                    specs.push(filter_kernel(&spec, &problem));
                     specs.extend([16, 1].map(|address| product(&spec, &problem, address)));
                 }
             }

@@ -48,18 +48,20 @@ pub(crate) struct General {
 }
 
 impl General {
+    /// The packed filter is [k, r, s, c] or, without `channels_last`, [k, c, r, s].
     pub(super) fn new(
         gpu: &'static Gpu,
         spec: &Conv2dSpec,
         problem: &Problem,
         method: Method,
         direction: Direction,
+        channels_last: bool,
     ) -> Result<Self> {
         Ok(General {
             method,
             direction,
             kernel: gpu.kernel(&kernel_spec(spec, method, direction))?,
-            filter: DenseFilter::new(gpu, spec, problem, true)?,
+            filter: DenseFilter::new(gpu, spec, problem, channels_last)?,
             spec: spec.clone(),
             problem: *problem,
         })
@@ -67,6 +69,11 @@ impl General {
 
     pub(super) fn packed_bytes(&self) -> usize {
         self.filter.bytes()
+    }
+
+    /// True if the filter at `w` can be read as it is: it lies as its copy would.
+    pub(super) fn reads_in_place(&self) -> bool {
+        self.filter.is_packed()
     }
 
     pub(super) fn dtype(&self) -> DType {
@@ -221,9 +228,11 @@ fn kernel_spec(spec: &Conv2dSpec, method: Method, direction: Direction) -> Kerne
     let named = match method {
         Method::Im2colGemm => kernel(&IM2COL_GEMM, "im2col_gemm", spec.x.dtype)
             .define("PROBLEM", direction as u32)
+            .define("PARAMS_SIZE", size_of::<Im2colParams>())
             .define("ALONG_ROWS", i32::from(!is_channels_last(&image.layout))),
         Method::Direct => kernel(&DIRECT, "direct", spec.x.dtype)
             .define("TRANSPOSED", direction as u32)
+            .define("PARAMS_SIZE", size_of::<DirectParams>())
             .define("CHANNELS_INNER", i32::from(is_channels_last(&out.layout))),
     };
     named.define("EPILOGUE", epilogue(spec.activation))
@@ -363,7 +372,7 @@ impl DenseFilter {
         channels_last: bool,
     ) -> Result<Self> {
         let dtype = spec.w.dtype;
-        let kernel = gpu.kernel(&kernel(&PACK_FILTER, "pack_filter", dtype))?;
+        let kernel = gpu.kernel(&pack_kernel(dtype))?;
         let shape = [p.k, p.c_group(), p.r, p.s];
         Ok(DenseFilter { kernel, dtype, strides: strides(&spec.w), shape, channels_last })
     }
@@ -372,14 +381,20 @@ impl DenseFilter {
         self.shape.iter().product()
     }
 
+    /// True if the filter lies as its copy would.
+    pub(super) fn is_packed(&self) -> bool {
+        let dense = self.packed_strides();
+        (0..4).all(|d| self.shape[d] == 1 || self.strides[d] == dense[d])
+    }
+
     pub(super) fn bytes(&self) -> usize {
         (self.elements() * self.dtype.size()).next_multiple_of(ALIGNMENT)
     }
 
-    /// Strides along k, c, r, s of the copy to [k, r, s, c].
+    /// Strides along k, c, r, s of the copy.
     fn packed_strides(&self) -> [i64; 4] {
         let [_, c, r, s] = self.shape.map(|d| d as i64);
-        [r * s * c, 1, s * c, c]
+        if self.channels_last { [r * s * c, 1, s * c, c] } else { [c * r * s, r * s, s, 1] }
     }
 
     /// # Safety
@@ -405,6 +420,10 @@ impl DenseFilter {
     }
 }
 
+fn pack_kernel(dtype: DType) -> KernelSpec {
+    kernel(&PACK_FILTER, "pack_filter", dtype).define("PARAMS_SIZE", size_of::<FilterParams>())
+}
+
 pub(super) fn one_thread_each(elements: usize) -> Launch {
     let blocks = elements.div_ceil(THREADS as usize) as u32;
     Launch { grid: [blocks, 1, 1], block: [THREADS, 1, 1] }
@@ -427,7 +446,7 @@ mod tests {
                 kernels.push(kernel_spec(&forward, method, Direction::Forward));
                 kernels.push(kernel_spec(&spec, method, Direction::BackwardData));
             }
-            kernels.push(kernel(&PACK_FILTER, "pack_filter", spec.x.dtype));
+            kernels.push(pack_kernel(spec.x.dtype));
         }
         crate::cuda::compile_tests::check_compiles(&kernels);
     }

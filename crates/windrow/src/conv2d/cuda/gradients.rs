@@ -1,6 +1,6 @@
 //! The gradients on a device. All sums are formed in an order that does not depend on timing.
 
-use super::cudnn::CudnnWeight;
+use super::cudnn::{CudnnData, CudnnWeight};
 use super::general::{
     BLOCK, Direction, General, IM2COL_GEMM, Im2colParams, MAX_GRID_Z, Method, THREADS,
     one_thread_each,
@@ -11,7 +11,7 @@ use crate::conv2d::backward::mirrored;
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, Stream};
-use crate::{DType, Result, TensorDesc, Tuning};
+use crate::{DType, Filter, Result, TensorDesc, Tuning};
 
 static ADD_PARTS: Source = source!("im2col_gemm_sum.cu");
 static BIAS: Source = source!("bias_grad.cu");
@@ -32,10 +32,36 @@ pub(crate) struct Gradients {
     gpu: &'static Gpu,
     spec: Conv2dSpec,
     problem: Problem,
-    /// Taken for every dw that it can write.
+    /// Taken for every dw that it can write, at addresses that it has a kernel for.
     cudnn_weight: Option<CudnnWeight>,
     weight: Weight,
     bias: &'static Kernel,
+    add_parts: OutputKernels,
+}
+
+/// A kernel for each type that a gradient may have: f32, and that of x.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct OutputKernels {
+    float: &'static Kernel,
+    own: &'static Kernel,
+}
+
+impl OutputKernels {
+    pub(super) fn new(
+        gpu: &'static Gpu,
+        own: DType,
+        kernel: impl Fn(DType) -> KernelSpec,
+    ) -> Result<Self> {
+        Ok(OutputKernels {
+            float: gpu.kernel(&kernel(DType::F32))?,
+            own: gpu.kernel(&kernel(own))?,
+        })
+    }
+
+    /// Of a gradient in f32 or, else, in the type of x.
+    pub(super) fn of(&self, dtype: DType) -> &'static Kernel {
+        if dtype == DType::F32 { self.float } else { self.own }
+    }
 }
 
 /// The weight gradient.
@@ -51,6 +77,7 @@ enum Weight {
 enum Data {
     /// A convolution by the filter turned around.
     Mirrored(Engine),
+    Cudnn(Box<CudnnData>),
     Transposed(General),
 }
 
@@ -81,8 +108,8 @@ struct BiasParams {
 }
 
 impl Gradients {
-    /// Compiles and loads the kernels of a plan with this algorithm: with `cudnn` the weight gradient
-    /// is cuDNN's too.
+    /// Compiles and loads the kernels of a plan with this algorithm. Where they are no products of transforms, the gradients are
+    /// cuDNN's if it has kernels for them; with `cudnn` the weight gradient is always.
     ///
     /// # Errors
     /// As [`Engine::new`].
@@ -96,7 +123,8 @@ impl Gradients {
         if let Some(mirror) = mirrored(spec, problem)
             && let Ok(p) = mirror.problem()
         {
-            let algorithm = Engine::best(gpu, &mirror, &p)?;
+            // Gradients pack the filter on each run.
+            let algorithm = Engine::best(gpu, &mirror, &p, Filter::Changing)?;
             if algorithm.is_winograd() || algorithm == Conv2dAlgorithm::Cudnn {
                 let configuration = Conv2dConfiguration::new(algorithm);
                 let engine = Engine::new(gpu, &mirror, &p, &configuration, Tuning::Model)?;
@@ -107,21 +135,24 @@ impl Gradients {
             Some(data) => data,
             None => {
                 let direct = problem.c_group() < 8 || problem.k_group() * problem.r * problem.s < 8;
+                let cudnn = if direct { None } else { CudnnData::new(gpu, spec, problem)? };
                 let method = if direct { Method::Direct } else { Method::Im2colGemm };
                 let direction = Direction::BackwardData;
-                Data::Transposed(General::new(gpu, spec, problem, method, direction)?)
+                match cudnn {
+                    Some(cudnn) => Data::Cudnn(Box::new(cudnn)),
+                    None => {
+                        Data::Transposed(General::new(gpu, spec, problem, method, direction, true)?)
+                    }
+                }
             }
         };
-        for dtype in [DType::F32, spec.x.dtype] {
-            gpu.kernel(&parts_kernel(dtype))?;
-        }
         let winograd_weight = WinogradWeight::suits(spec, problem);
         Ok(Gradients {
             data,
             gpu,
             spec: spec.clone(),
             problem: *problem,
-            cudnn_weight: (algorithm == Conv2dAlgorithm::Cudnn)
+            cudnn_weight: (algorithm == Conv2dAlgorithm::Cudnn || !winograd_weight)
                 .then(|| CudnnWeight::new(gpu, spec, problem))
                 .flatten(),
             weight: if winograd_weight {
@@ -130,6 +161,7 @@ impl Gradients {
                 Weight::Im2colGemm(gpu.kernel(&weight_kernel(spec))?)
             },
             bias: gpu.kernel(&bias_kernel(spec))?,
+            add_parts: OutputKernels::new(gpu, spec.x.dtype, parts_kernel)?,
         })
     }
 
@@ -142,7 +174,7 @@ impl Gradients {
     pub(crate) fn data_tile(&self) -> Option<usize> {
         match &self.data {
             Data::Mirrored(engine) => engine.tile(),
-            Data::Transposed(_) => None,
+            Data::Cudnn(_) | Data::Transposed(_) => None,
         }
     }
 
@@ -157,6 +189,7 @@ impl Gradients {
     fn packed_bytes(&self) -> usize {
         match &self.data {
             Data::Mirrored(engine) => engine.packed_bytes(),
+            Data::Cudnn(cudnn) => cudnn.packed_bytes(),
             Data::Transposed(general) => general.packed_bytes(),
         }
     }
@@ -165,6 +198,7 @@ impl Gradients {
     pub(crate) fn data_bytes(&self) -> usize {
         let scratch = match &self.data {
             Data::Mirrored(engine) => engine.scratch_bytes(),
+            Data::Cudnn(cudnn) => cudnn.scratch_bytes(),
             Data::Transposed(_) => 0,
         };
         self.packed_bytes() + scratch
@@ -188,6 +222,7 @@ impl Gradients {
     pub(crate) fn data_tolerance(&self) -> f64 {
         match &self.data {
             Data::Mirrored(engine) => engine.tolerance(),
+            Data::Cudnn(cudnn) => cudnn.tolerance(),
             Data::Transposed(general) => general.tolerance(),
         }
     }
@@ -237,9 +272,13 @@ impl Gradients {
         unsafe {
             match &self.data {
                 Data::Mirrored(engine) => {
-                    engine.pack(stream, w, scratch)?;
+                    let packed = engine.packed(stream, w, scratch)?;
                     let rest = scratch.add(engine.packed_bytes());
-                    engine.run(stream, scratch, operands, rest)
+                    engine.run(stream, packed, operands, rest)
+                }
+                Data::Cudnn(cudnn) => cudnn.run(stream, w, operands, scratch),
+                Data::Transposed(general) if general.reads_in_place() => {
+                    general.run(stream, w, operands)
                 }
                 Data::Transposed(general) => {
                     general.pack(stream, w, scratch)?;
@@ -280,6 +319,7 @@ impl Gradients {
     ) -> Result<()> {
         if let Some(cudnn) = &self.cudnn_weight
             && cudnn.writes(desc)
+            && cudnn.gradient.takes([dw, x, dy])
         {
             // SAFETY: the caller's promise.
             return unsafe { cudnn.gradient.run(x, dy, dw, scratch, stream) };
@@ -383,15 +423,17 @@ impl Gradients {
     /// # Safety
     /// What the parameters point to must be on the stream's device.
     unsafe fn add_parts(&self, stream: &Stream, out: DType, params: &PartsParams) -> Result<()> {
-        let kernel = self.gpu.kernel(&parts_kernel(out))?;
         // SAFETY: the structure is the kernel's, the rest is the caller's promise.
-        unsafe { kernel.launch(stream, one_thread_each(params.elements as usize), params) }
+        unsafe {
+            self.add_parts.of(out).launch(stream, one_thread_each(params.elements as usize), params)
+        }
     }
 }
 
 fn weight_kernel(spec: &Conv2dSpec) -> KernelSpec {
     kernel(&IM2COL_GEMM, "weight_grad", spec.x.dtype)
         .define("PROBLEM", 2)
+        .define("PARAMS_SIZE", size_of::<Im2colParams>())
         .define("ALONG_ROWS", i32::from(is_channels_last(&spec.y.layout)))
         .define("EPILOGUE", 0)
 }
@@ -400,10 +442,11 @@ fn bias_kernel(spec: &Conv2dSpec) -> KernelSpec {
     kernel(&BIAS, "bias_grad", spec.x.dtype)
         .define("CHANNELS_INNER", i32::from(is_channels_last(&spec.y.layout)))
         .define("WARPS", WARPS)
+        .define("PARAMS_SIZE", size_of::<BiasParams>())
 }
 
 fn parts_kernel(out: DType) -> KernelSpec {
-    kernel(&ADD_PARTS, "add_parts", out)
+    kernel(&ADD_PARTS, "add_parts", out).define("PARAMS_SIZE", size_of::<PartsParams>())
 }
 
 #[cfg(test)]

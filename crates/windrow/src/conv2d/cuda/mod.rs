@@ -6,6 +6,7 @@ mod few_taps;
 mod general;
 mod geometry;
 mod gradients;
+mod packs;
 mod row;
 mod split;
 mod stages;
@@ -17,12 +18,13 @@ use self::cudnn::Cudnn;
 use self::few_taps::FewTaps;
 use self::general::{Direction, General, Method};
 pub(crate) use self::gradients::Gradients;
+pub(crate) use self::packs::Packs;
 use self::row::WinogradRow;
 use self::winograd_gemm::WinogradGemm;
 use super::winograd_reference::Stages;
 use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::cuda::{Gpu, KernelSpec, Source, Stream};
-use crate::{Activation, Approximate, DType, Error, Result, TensorDesc, TensorRef, Tuning};
+use crate::{Activation, Approximate, DType, Error, Filter, Result, TensorDesc, TensorRef, Tuning};
 
 macro_rules! header {
     ($name:literal) => {
@@ -116,6 +118,7 @@ impl Engine {
         gpu: &'static Gpu,
         spec: &Conv2dSpec,
         problem: &Problem,
+        filter: Filter,
     ) -> Result<Conv2dAlgorithm> {
         let mut supported = Self::supported(gpu, spec, problem);
         if supported.is_empty() {
@@ -125,7 +128,7 @@ impl Engine {
             return Ok(Conv2dAlgorithm::Im2colGemm);
         }
         let multiprocessors = gpu.info.multiprocessors;
-        let algorithm = choice::choose(spec, problem, &supported, multiprocessors);
+        let algorithm = choice::choose(spec, problem, &supported, multiprocessors, filter);
         if algorithm != Conv2dAlgorithm::Cudnn {
             return Ok(algorithm);
         }
@@ -135,7 +138,7 @@ impl Engine {
             Err(error) => {
                 tracing::debug!(%error, "conv2d without cuDNN");
                 supported.retain(|&other| other != algorithm);
-                Ok(choice::choose(spec, problem, &supported, multiprocessors))
+                Ok(choice::choose(spec, problem, &supported, multiprocessors, filter))
             }
         }
     }
@@ -157,7 +160,7 @@ impl Engine {
         }
         let algorithm = configuration.algorithm;
         let general = |method| {
-            General::new(gpu, spec, problem, method, Direction::Forward).map(Engine::General)
+            General::new(gpu, spec, problem, method, Direction::Forward, true).map(Engine::General)
         };
         match algorithm {
             Conv2dAlgorithm::Direct => general(Method::Direct),
@@ -215,6 +218,25 @@ impl Engine {
         }
     }
 
+    /// Bytes behind a pack that is kept, by which [`Engine::pack_kept`] sees whether it is still that of the filter.
+    pub(crate) fn seen_bytes(&self) -> usize {
+        match self {
+            // A copy takes as long as a comparison.
+            Engine::General(_) | Engine::Cudnn(_) | Engine::FewTaps(_) => 0,
+            Engine::WinogradGemm(e) => e.seen_bytes(),
+            Engine::WinogradRow(e) => e.seen_bytes(),
+        }
+    }
+
+    /// True if [`Engine::run`] can read the filter at `w` as it is, without a pack.
+    pub(crate) fn reads_in_place(&self, w: *const u8) -> bool {
+        match self {
+            Engine::General(e) => e.reads_in_place(),
+            Engine::Cudnn(e) => e.reads_in_place(w),
+            Engine::WinogradGemm(_) | Engine::FewTaps(_) | Engine::WinogradRow(_) => false,
+        }
+    }
+
     /// Packs the filter at `w`, which has the spec's layout.
     ///
     /// # Errors
@@ -224,13 +246,64 @@ impl Engine {
     /// `w` must be the filter on the stream's device, `packed` [`Engine::packed_bytes`] there.
     pub(crate) unsafe fn pack(&self, stream: &Stream, w: *const u8, packed: *mut u8) -> Result<()> {
         // SAFETY: the caller's promise.
+        unsafe { self.pack_or_leave(stream, w, packed, None) }
+    }
+
+    /// As [`Engine::pack`] into memory that keeps the pack, in the order of one stream: what is as it was packed before is
+    /// left as it is, by its content and without waiting. `ticket` is a number of this memory and no other.
+    ///
+    /// # Errors
+    /// [`Error::Backend`].
+    ///
+    /// # Safety
+    /// As [`Engine::pack`], with [`Engine::seen_bytes`] more behind the pack.
+    pub(crate) unsafe fn pack_kept(
+        &self,
+        stream: &Stream,
+        w: *const u8,
+        packed: *mut u8,
+        ticket: u64,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.pack_or_leave(stream, w, packed, Some(ticket)) }
+    }
+
+    /// The filter at `w` in the form that [`Engine::run`] takes: as it is, or packed to `memory`.
+    ///
+    /// # Errors
+    /// [`Error::Backend`].
+    ///
+    /// # Safety
+    /// As [`Engine::pack`].
+    pub(crate) unsafe fn packed(
+        &self,
+        stream: &Stream,
+        w: *const u8,
+        memory: *mut u8,
+    ) -> Result<*const u8> {
+        if self.reads_in_place(w) {
+            return Ok(w);
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.pack(stream, w, memory)? };
+        Ok(memory)
+    }
+
+    unsafe fn pack_or_leave(
+        &self,
+        stream: &Stream,
+        w: *const u8,
+        packed: *mut u8,
+        ticket: Option<u64>,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
         unsafe {
             match self {
                 Engine::General(e) => e.pack(stream, w, packed),
                 Engine::Cudnn(e) => e.pack(stream, w, packed),
-                Engine::WinogradGemm(e) => e.pack(stream, w, packed),
+                Engine::WinogradGemm(e) => e.pack(stream, w, packed, ticket),
                 Engine::FewTaps(e) => e.pack(stream, w, packed),
-                Engine::WinogradRow(e) => e.pack(stream, w, packed),
+                Engine::WinogradRow(e) => e.pack(stream, w, packed, ticket),
             }
         }
     }
@@ -402,6 +475,27 @@ fn bias_of(spec: &Conv2dSpec, bias: Option<*const u8>) -> (*const u8, i64, i32) 
             (address, desc.strides()[0] as i64, i32::from(desc.dtype == DType::F32))
         }
         _ => (std::ptr::null(), 0, 0),
+    }
+}
+
+/// `Seen` of `conv2d.cuh`: by what a packing kernel sees that a pack which is kept is still that of the filter.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Seen {
+    digests: *mut u8,
+    ticket: u64,
+}
+
+impl Seen {
+    /// Bytes for each block of a packing kernel.
+    const DIGEST: usize = 16;
+
+    /// Behind a pack of so many bytes if it is kept in memory of this ticket, else nothing.
+    fn behind(packed: *mut u8, packed_bytes: usize, ticket: Option<u64>) -> Self {
+        match ticket {
+            Some(ticket) => Seen { digests: packed.wrapping_add(packed_bytes), ticket },
+            None => Seen { digests: std::ptr::null_mut(), ticket: 0 },
+        }
     }
 }
 

@@ -148,12 +148,18 @@ fn merged(mut dimensions: [(usize, isize); 3]) -> [(usize, isize); 3] {
 }
 
 fn image_max_kernel(vector: usize) -> KernelSpec {
-    kernel(&IMAGE_MAX, "image_max", DType::F32).define("VECTOR", vector)
+    kernel(&IMAGE_MAX, "image_max", DType::F32)
+        .define("VECTOR", vector)
+        .define("PARAMS_SIZE", size_of::<Params>())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::conv2d::{Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, Weights};
+    use crate::cuda::DeviceTensor;
+    use crate::verify::random_tensor;
+    use crate::{Device, PlanOptions, Workspace};
 
     #[test]
     fn images_without_gaps_are_one_dimension() {
@@ -172,6 +178,39 @@ mod tests {
         assert!((30.0..60.0).contains(&(65_504.0 / f64::from(e + 1).exp2())), "{e}");
         assert_eq!(inverse_scale(3.0f32.to_bits(), 4), 0.125);
         assert_eq!(inverse_scale(0, 4), 1.0);
+    }
+
+    /// Scales of f32 whose product is beyond its range. Nothing without a device.
+    #[test]
+    fn tiny_and_huge_numbers_are_scaled() {
+        if !crate::cuda::devices().is_ok_and(|d| !d.is_empty()) {
+            return;
+        }
+        let options = PlanOptions { device: Device::Cuda(0), ..PlanOptions::default() };
+        let desc = |shape: &[usize]| TensorDesc::contiguous(DType::F32, shape).unwrap();
+        let (x, w) = (desc(&[2, 24, 9, 9]), desc(&[16, 24, 3, 3]));
+        let spec = Conv2dSpec::new(x, w, &Conv2dParams::default()).unwrap();
+        let ranges = [(1e-20, 1e-18), (1e-3, 1e-35), (1e32, 1e-34), (1e-34, 1e32)];
+        let algorithms = Conv2dPlan::algorithms(&spec, options.device);
+        for (algorithm, (x_range, w_range)) in algorithms
+            .into_iter()
+            .filter(|algorithm| algorithm.is_winograd())
+            .flat_map(|algorithm| ranges.map(|range| (algorithm, range)))
+        {
+            let upload = |seed, desc, range: f64| {
+                let host = random_tensor(seed, desc, -range, range).unwrap();
+                DeviceTensor::from_host(&host.as_ref(), 0).unwrap()
+            };
+            let (x, w) = (upload(1, x, x_range), upload(2, w, w_range));
+            let plan = Conv2dPlan::with_algorithm(&spec, algorithm, &options).unwrap();
+            let mut workspace = Workspace::new(options.device, plan.workspace_bytes()).unwrap();
+            let mut y = DeviceTensor::new(spec.y, 0).unwrap();
+            let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias: None };
+            plan.run(&args, y.as_mut().unwrap(), &mut workspace).unwrap();
+            workspace.synchronize().unwrap();
+            let comparison = plan.compare(&args, &y.as_ref()).unwrap();
+            assert!(comparison.passed(), "{algorithm} {x_range} {w_range} {comparison:?}");
+        }
     }
 
     #[test]

@@ -239,6 +239,7 @@ pub(super) fn input_kernel<const N: usize>(
 ) -> KernelSpec {
     staged_kernel(&INPUT, name, tile, image.dtype, block)
         .define("SIZE", size)
+        .define("PARAMS_SIZE", size_of::<InputParams>())
         .define("INPUT", matrix(transform, tile.alpha(), size))
         .define("CHANNELS_INNER", i32::from(is_channels_last(&image.layout)))
 }

@@ -1,6 +1,7 @@
 //! The weight gradient in Winograd's domain: `dw = G^T [sum over tiles of (A dy A^T) (B^T x B)] G`,
 //! with the sum as one strided-batched matrix product for all positions of the transform tile.
 
+use super::gradients::OutputKernels;
 use super::row::matrix;
 use super::stages::{
     ALIGNMENT, Blocking, InputTransform, Stage, THREADS, input_kernel, one_thread_each,
@@ -28,7 +29,6 @@ const MIN_CHANNELS: usize = 16;
 
 #[derive(Debug)]
 pub(super) struct WinogradWeight {
-    gpu: &'static Gpu,
     tile: Tile,
     spec: Conv2dSpec,
     problem: Problem,
@@ -38,6 +38,7 @@ pub(super) struct WinogradWeight {
     x_transform: InputTransform,
     dy_transform: InputTransform,
     gemm: Gemm,
+    filter_grad: OutputKernels,
 }
 
 #[repr(C)]
@@ -84,11 +85,7 @@ impl WinogradWeight {
             compute: compute(spec),
         };
         let [x_kernel, dy_kernel] = kernels(spec);
-        for dw in [DType::F32, spec.w.dtype] {
-            gpu.kernel(&filter_grad_kernel(tile, dw))?;
-        }
         Ok(WinogradWeight {
-            gpu,
             tile,
             spec: spec.clone(),
             problem: *p,
@@ -98,6 +95,7 @@ impl WinogradWeight {
             x_transform: InputTransform::new(gpu, &x_kernel, &spec.x, v, p.padding, THREADS)?,
             dy_transform: InputTransform::new(gpu, &dy_kernel, &spec.y, dm, [0, 0], THREADS)?,
             gemm: Gemm::new(gpu, &product)?,
+            filter_grad: OutputKernels::new(gpu, spec.w.dtype, |dw| filter_grad_kernel(tile, dw))?,
         })
     }
 
@@ -157,9 +155,14 @@ impl WinogradWeight {
             c: p.c as i32,
             c_padded: self.v.padded as i32,
         };
-        let kernel = self.gpu.kernel(&filter_grad_kernel(self.tile, desc.dtype))?;
         // SAFETY: the structure is the kernel's, the rest is as above.
-        unsafe { kernel.launch(stream, one_thread_each(elements, THREADS), &params) }
+        unsafe {
+            self.filter_grad.of(desc.dtype).launch(
+                stream,
+                one_thread_each(elements, THREADS),
+                &params,
+            )
+        }
     }
 }
 
@@ -210,6 +213,7 @@ fn filter_grad_kernel(tile: Tile, dw: DType) -> KernelSpec {
         std::array::from_fn(|r| std::array::from_fn(|j| t.g[j][r]));
     staged_kernel(&FILTER_GRAD, "filter_grad", tile, dw, THREADS)
         .define("FILTER", matrix(&gt, TAPS, t.alpha))
+        .define("PARAMS_SIZE", size_of::<FilterGradParams>())
 }
 
 #[cfg(test)]

@@ -94,6 +94,77 @@ __device__ __forceinline__ void store_largest(u32* to, u32 mine) {
     if (threadIdx.x == 0) atomicMax(to, mine);
 }
 
+// What is kept of a filter beside its pack, so that the next packing kernel sees whether the pack is still that of the
+// filter.
+struct Seen {
+    ulonglong2* digests; // of what each block packed; null where nothing is kept
+    u64 ticket;          // of this memory alone: what lies in it before the first pack is no digest of it
+};
+
+// A checksum of 128 bits of what a block packs: a sum over channels of words in which all bits of the channel's taps are
+// mixed. Nothing is trusted but the content, and what is the same by content is left as it is.
+struct Digest {
+    u64 a = 0, b = 0;
+
+    static __device__ __forceinline__ u64 rotate(u64 x, int bits) { return x << bits | x >> (64 - bits); }
+    static __device__ __forceinline__ u64 mixed(u64 x) {
+        x = (x ^ x >> 33) * 0xff51afd7ed558ccd;
+        x = (x ^ x >> 33) * 0xc4ceb9fe1a85ec53;
+        return x ^ x >> 33;
+    }
+    static __device__ __forceinline__ u64 bits(float x) { return __float_as_uint(x); }
+    static __device__ __forceinline__ u64 bits(u16 x) { return x; }
+
+    template <int N> __device__ __forceinline__ void add(const Seen& seen, int channel, const Element (&taps)[N]) {
+        constexpr int IN_WORD = 8 / sizeof(Element), BITS = 8 * sizeof(Element);
+        u64 x = seen.ticket + channel, y = seen.ticket ^ static_cast<u64>(channel) << 32;
+#pragma unroll
+        for (int i = 0; i < N; i += IN_WORD) {
+            u64 word = 0;
+#pragma unroll
+            for (int j = 0; j < IN_WORD && i + j < N; j++) word |= bits(taps[i + j]) << (j * BITS);
+            x = rotate((x ^ word) * 0x9e3779b97f4a7c15, 31);
+            y = rotate((y + word) * 0xc2b2ae3d27d4eb4f, 27);
+        }
+        a += mixed(x);
+        b += mixed(y);
+    }
+
+    // Adds what the threads of a block have. True in all of them if block `part` has packed the same before: they come here
+    // together.
+    __device__ __forceinline__ bool is_known(const Seen& seen, i64 part) {
+        if (seen.digests == nullptr) return false;
+        __shared__ u64 total[2];
+        if (threadIdx.x == 0) {
+            total[0] = mixed(seen.ticket);
+            total[1] = mixed(~seen.ticket);
+        }
+        __syncthreads();
+#pragma unroll
+        for (int lanes = 16; lanes > 0; lanes /= 2) {
+            a += __shfl_xor_sync(~0u, a, lanes);
+            b += __shfl_xor_sync(~0u, b, lanes);
+        }
+        if (threadIdx.x % 32 == 0) {
+            atomicAdd(&total[0], a);
+            atomicAdd(&total[1], b);
+        }
+        __syncthreads();
+        a = total[0];
+        b = total[1];
+        const ulonglong2 before = seen.digests[part];
+        return before.x == a && before.y == b;
+    }
+
+    // Once the block has packed.
+    __device__ __forceinline__ void keep(const Seen& seen, i64 part) const {
+        if (seen.digests == nullptr) return;
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) seen.digests[part] = make_ulonglong2(a, b);
+    }
+};
+
 // x as the sum of two halves.
 struct Halves {
     u16 high, low;

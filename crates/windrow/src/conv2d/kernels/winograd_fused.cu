@@ -15,7 +15,7 @@
 //
 // Constants: ELEMENT_F16, ELEMENT_BF16 or ELEMENT_F32; PRODUCTS 1 or 3 (operands split in two halves);
 // EPILOGUE; CHANNELS_LAST_OUT 0 or 1; PAIRS_X, PIXEL_PITCH, PAIR_BITS (see `pair_of`); the transforms
-// INPUT_INNER, INPUT_POINT, INPUT_ROW, OUTPUT; INPUT_STAGES, and INPUT_EXPONENT for f32.
+// INPUT_INNER, INPUT_POINT, INPUT_ROW, OUTPUT; INPUT_STAGES; for f32 INPUT_EXPONENT and FILTER_EXPONENT.
 
 #include "winograd_row_input.cuh"
 #include "winograd_row_output.cuh"
@@ -184,7 +184,8 @@ __device__ __forceinline__ void consume(const Params& p, int consumer, int warp,
         const Place place = {tiles.image * p.y_n + tiles.row * p.y_h + x0 * p.y_w, x0,
                              same.number < p.units && tiles.image < p.n && tiles.row < p.oh};
 #ifdef ELEMENT_F32
-        const float inverse = power_of_two_scale(x_max_of(p, tiles.image), INPUT_EXPONENT, true);
+        const float inverse =
+            power_of_two_scale(x_max_of(p, tiles.image), INPUT_EXPONENT, true) * power_of_two(INPUT_EXPONENT);
 #else
         const float inverse = 1;
 #endif

@@ -4,6 +4,8 @@
 // f32: each output channel is scaled by a power of two, so that halves hold it, and split in a high and (PRODUCTS 3) a low
 // half.
 //
+// An output channel that is the same as in the pack that is kept is left as it is.
+//
 // Constants: ELEMENT_*, PRODUCTS, FILTER (the transform), FILTER_EXPONENT for f32.
 
 #include "conv2d.cuh"
@@ -17,11 +19,14 @@ struct Params {
     u16* u;
     float* inverse; // [k] (f32)
     i64 w_k, w_c, w_r, w_s; // strides in elements; negative-stepped for a rotated filter
+    Seen seen;
     int k, c, steps;
 };
+static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
 
 // One block per output channel, padded to 64.
 extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
+    wait_for_previous();
     const int k = blockIdx.x, block = k / BLOCK_K, column = k % BLOCK_K;
     // Where the product wants this channel: see `channel_of` in winograd_fused.cu.
     const int n = 32 * (column / 32) + 8 * (column % 8 / 2) + 2 * (column % 32 / 8) + column % 2;
@@ -30,15 +35,28 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
         return to_float(p.w[k * p.w_k + c * p.w_c + r * p.w_r + s * p.w_s]);
     };
 
+    const bool kept = p.seen.digests != nullptr;
+    u32 mine = 0;
+    Digest digest;
+    if (k < p.k && (IS_F32 || kept)) {
+        for (int c = threadIdx.x; c < p.c; c += blockDim.x) {
+            const Element* w = p.w + k * p.w_k + c * p.w_c;
+            Element g[9];
+#pragma unroll
+            for (int i = 0; i < 9; i++) g[i] = w[i / 3 * p.w_r + i % 3 * p.w_s];
+            if (kept) digest.add(p.seen, c, g);
+#pragma unroll
+            for (int i = 0; i < 9; i++) mine = max(mine, finite_magnitude(to_float(g[i])));
+        }
+    }
+    if (digest.is_known(p.seen, k)) return;
     float scale = 1;
 #ifdef ELEMENT_F32
-    u32 mine = 0;
-    for (int i = threadIdx.x; i < p.c * TAPS_H * 3; i += blockDim.x) {
-        mine = max(mine, finite_magnitude(tap(i / 3 / TAPS_H, i / 3 % TAPS_H, i % 3)));
-    }
     const u32 max_bits = largest_of_block(mine);
     scale = power_of_two_scale(max_bits, FILTER_EXPONENT);
-    if (threadIdx.x == 0 && k < p.k) p.inverse[k] = power_of_two_scale(max_bits, FILTER_EXPONENT, true);
+    // Without 2^FILTER_EXPONENT, which the output transform undoes.
+    if (threadIdx.x == 0 && k < p.k)
+        p.inverse[k] = power_of_two_scale(max_bits, FILTER_EXPONENT, true) * power_of_two(FILTER_EXPONENT);
 #endif
 
     for (int i = threadIdx.x; i < p.steps * TAPS_H * STEP_C; i += blockDim.x) {
@@ -66,4 +84,5 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
 #endif
         }
     }
+    digest.keep(p.seen, k);
 }

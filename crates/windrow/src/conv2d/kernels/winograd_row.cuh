@@ -30,7 +30,7 @@ constexpr float AT[TILE][ALPHA] = OUTPUT;
 struct Params {
     TensorMap x;                // channels-last, boxes of [1, box_rows, PIXEL_PITCH, PIXEL_BYTES]
     const unsigned char* u;     // [k block, step, row, U_BYTES]
-    const float* u_inverse;     // [k]: undoes the scale of U (f32)
+    const float* u_inverse;     // [k]: undoes the scale of U but for 2^FILTER_EXPONENT (f32)
     const u32* x_max;           // [n]: bits of the largest finite |x| of an image (f32)
     const void* bias;           // [k] or null
     float2* sums;               // [block, FLUSHED, consumer thread] (with FLUSHES)
@@ -52,6 +52,7 @@ struct Params {
     int u_resident;             // all steps of a k block fit the ring: loaded once
     int paired_out;             // y_w == 1, ow is even and two neighbouring outputs are aligned as one vector
 };
+static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
 
 // ---- which tiles a unit holds ----
 

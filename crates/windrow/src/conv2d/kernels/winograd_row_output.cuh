@@ -42,15 +42,24 @@ struct Flush {
     }
 };
 
+// The product of both scales of f32 could be beyond its range where an output is not. So the exponents that operands were
+// scaled to are undone with the transform, and what is left of the scales are powers of two next to the largest input and the
+// largest tap: their product is as large as outputs are.
+#ifdef ELEMENT_F32
+constexpr float SHRINK = 1.0f / (1u << (INPUT_EXPONENT + FILTER_EXPONENT));
+#else
+constexpr float SHRINK = 1;
+#endif
+
 // The three outputs of a tile from its five sums, before scale, bias and activation.
 __device__ __forceinline__ void transform_output(float (&y)[TILE], const float (&acc)[ALPHA][32], int i) {
     // Positions 1 and 2 belong to points a and -a: sum and difference serve all rows.
     const float sum = acc[1][i] + acc[2][i], difference = acc[1][i] - acc[2][i];
 #pragma unroll
     for (int o = 0; o < TILE; o++) {
-        y[o] = fmaf(AT[o][3], acc[3][i], AT[o][1] * (o % 2 ? difference : sum));
-        if (AT[o][0] != 0) y[o] += acc[0][i];
-        if (AT[o][4] != 0) y[o] += acc[4][i];
+        y[o] = fmaf(SHRINK * AT[o][3], acc[3][i], SHRINK * AT[o][1] * (o % 2 ? difference : sum));
+        if (AT[o][0] != 0) y[o] = fmaf(SHRINK, acc[0][i], y[o]);
+        if (AT[o][4] != 0) y[o] = fmaf(SHRINK, acc[4][i], y[o]);
     }
 }
 

@@ -3,6 +3,7 @@
 use super::checksum::checksum;
 use super::packed::Packing;
 use super::{Backend, Conv2dPlan, PackedWeights};
+use crate::conv2d::cuda;
 use crate::{Result, TensorDesc, TensorRef};
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -13,7 +14,11 @@ const MAX_FORMS: usize = 8;
 ///
 /// It is right by content. On the CPU every run forms a checksum (128 bits, XXH3) of the filter, on the plan's threads,
 /// and packs where that is another than what was packed: it does not matter who changed the filter and how, nor at
-/// which address it is. On CUDA the filter is packed on each run.
+/// which address it is. On CUDA the packing kernel does this on the device, without waiting: each of its blocks
+/// forms a checksum (128 bits) of what it reads and leaves where that was packed before; filters that are only copied are copied
+/// each time, and those that can be read as they are are. Each stream has a pack of its own. A graph owns what is captured into it,
+/// looks at the filter on each replay, and outlives the cache; a filter that was frozen, and packed by a run before the
+/// capture, is not looked at.
 ///
 /// One cache is for one filter: with several in turn each would be packed anew. Any number of plans and threads may
 /// use it at the same time; no lock is held while a filter is read or packed.
@@ -44,6 +49,8 @@ const MAX_FORMS: usize = 8;
 #[derive(Debug, Default)]
 pub struct FilterCache {
     state: Mutex<State>,
+    /// Those on devices.
+    packs: cuda::Packs<Packing>,
 }
 
 #[derive(Debug, Default)]
@@ -72,6 +79,7 @@ impl FilterCache {
     /// With `true` the caller promises that the filter does not change from here on: it is compared with each packed
     /// form once more, and not looked at in later runs. `false` takes the promise back.
     pub fn set_frozen(&self, frozen: bool) {
+        self.packs.set_frozen(frozen);
         let mut state = self.lock();
         state.frozen = frozen;
         state.forms.iter_mut().for_each(|kept| kept.trusted = false);
@@ -84,14 +92,21 @@ impl FilterCache {
 
     /// Bytes of the packed forms that it keeps.
     pub fn bytes(&self) -> usize {
-        self.lock().forms.iter().map(|kept| kept.packed.bytes()).sum()
+        let on_cpu: usize = self.lock().forms.iter().map(|kept| kept.packed.bytes()).sum();
+        on_cpu + self.packs.bytes()
     }
 
     /// Drops what is packed. Runs that use it finish first.
     pub fn clear(&self) {
         let forms = std::mem::take(&mut self.lock().forms);
-        // After the lock: memory of a device takes its time.
+        // After the lock.
         drop(forms);
+        self.packs.clear();
+    }
+
+    /// What plans on devices keep.
+    pub(super) fn packs(&self) -> &cuda::Packs<Packing> {
+        &self.packs
     }
 
     /// The filter packed for a plan on the CPU.
@@ -122,6 +137,12 @@ impl FilterCache {
         drop(state);
         drop(dropped);
         Ok(packed)
+    }
+
+    /// See [`cuda::Packs::spoil`].
+    #[cfg(test)]
+    pub(in crate::conv2d) fn spoil(&self, stream: &crate::cuda::Stream) {
+        self.packs.spoil(stream);
     }
 
     /// Nothing that can panic happens under the lock but for running out of memory.

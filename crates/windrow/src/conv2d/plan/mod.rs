@@ -84,7 +84,9 @@ impl Conv2dPlan {
         }
         let algorithm = match options.device {
             Device::Cpu => choose(spec, &problem, Isa::best()),
-            Device::Cuda(index) => cuda::Engine::best(Gpu::get(index)?, spec, &problem)?,
+            Device::Cuda(index) => {
+                cuda::Engine::best(Gpu::get(index)?, spec, &problem, options.filter)?
+            }
         };
         Self::with_algorithm(spec, algorithm, options)
     }
@@ -252,14 +254,9 @@ impl Conv2dPlan {
 
     /// Bytes of workspace that [`Conv2dPlan::run`] needs with these weights.
     pub fn workspace_bytes_for(&self, weights: &Weights<'_>) -> usize {
-        match (weights, &self.backend) {
-            // On the CPU the cache owns what it packs.
-            (Weights::Packed(_), _) | (Weights::Cached(..), Backend::Cpu { .. }) => {
-                self.packed_workspace_bytes()
-            }
-            (Weights::Raw(_), _) | (Weights::Cached(..), Backend::Cuda { .. }) => {
-                self.workspace_bytes()
-            }
+        match weights {
+            Weights::Packed(_) | Weights::Cached(..) => self.packed_workspace_bytes(),
+            Weights::Raw(_) => self.workspace_bytes(),
         }
     }
 
@@ -334,18 +331,29 @@ impl Conv2dPlan {
                 // SAFETY: the views were checked against the spec and are on the device; the
                 // workspace holds the packed filter and the scratch memory.
                 unsafe {
-                    let (packed, scratch) = match args.w {
-                        Weights::Raw(w) | Weights::Cached(w, _) => {
-                            engine.pack(stream, w.as_ptr(), memory)?;
-                            (memory.cast_const(), memory.add(self.raw_bytes()))
+                    let run = |packed, scratch| engine.run(stream, packed, operands, scratch);
+                    match args.w {
+                        Weights::Raw(w) => {
+                            let packed = engine.packed(stream, w.as_ptr(), memory)?;
+                            run(packed, memory.add(self.raw_bytes()))?;
+                        }
+                        Weights::Cached(w, _) if engine.reads_in_place(w.as_ptr()) => {
+                            run(w.as_ptr(), memory)?;
+                        }
+                        Weights::Cached(w, cache) => {
+                            let packs = cache.packs();
+                            let pack = packs.lease(engine, self.packing(), stream, w.as_ptr())?;
+                            run(pack.as_ptr(), memory)?;
                         }
                         Weights::Packed(PackedWeights {
-                            data: PackedData::Device(packed_on, data),
-                            ..
-                        }) if std::ptr::eq(*packed_on, *gpu) => (data.as_ptr(), memory),
+                            data: PackedData::Device(data), ..
+                        }) if std::ptr::eq(data.gpu(), *gpu) => {
+                            let outcome = run(data.as_mut_ptr().cast_const(), memory);
+                            data.used_on(stream)?;
+                            outcome?;
+                        }
                         Weights::Packed(packed) => return Err(self.packed_elsewhere(packed)),
-                    };
-                    engine.run(stream, packed, operands, scratch)?;
+                    }
                 }
             }
         }
@@ -404,10 +412,11 @@ impl Conv2dPlan {
         let (spec, problem) = (&self.spec, &self.problem);
         let backward = match self.backend {
             Backend::Cpu { isa, threads, .. } => Backward::on_cpu(spec, problem, isa, threads),
-            Backend::Cuda { gpu, .. } => Backward::Cuda(
-                gpu,
-                Box::new(cuda::Gradients::new(gpu, spec, problem, self.algorithm)?),
-            ),
+            Backend::Cuda { gpu, .. } => {
+                // Also while a stream is captured.
+                let make = || cuda::Gradients::new(gpu, spec, problem, self.algorithm);
+                Backward::Cuda(gpu, Box::new(crate::cuda::despite_captures(make)?))
+            }
         };
         Ok(self.backward.get_or_init(|| backward))
     }

@@ -6,9 +6,10 @@ use crate::buffer::Buffer;
 use crate::conv2d::Conv2dAlgorithm;
 use crate::conv2d::cpu::floats_mut;
 use crate::conv2d::cuda;
-use crate::cuda::{DeviceBuffer, Gpu};
+use crate::cuda::SharedBuffer;
 use crate::tensor::check_device;
 use crate::{Device, Error, Result, TensorRef, Verify, Workspace};
+use std::sync::Arc;
 
 /// The filter of a run.
 #[derive(Clone, Copy, Debug)]
@@ -44,7 +45,8 @@ pub(super) enum Form {
 /// any number of runs, also of other plans whose algorithm, filter shape and packing are the same
 /// (batch, image size, padding and element type may differ).
 ///
-/// On CUDA, dropping it waits until the device is idle, since runs may still read it.
+/// On CUDA, dropping it waits for nothing: its memory is freed behind the runs that were given to streams so far, and
+/// stays with graphs that such runs were captured into.
 #[derive(Debug)]
 pub struct PackedWeights {
     pub(super) packing: Packing,
@@ -56,16 +58,7 @@ pub struct PackedWeights {
 #[derive(Debug)]
 pub(super) enum PackedData {
     Host(Buffer),
-    Device(&'static Gpu, DeviceBuffer),
-}
-
-impl Drop for PackedData {
-    fn drop(&mut self) {
-        if let PackedData::Device(gpu, _) = self {
-            // An error here was or will be reported by a call that can return it.
-            let _ = gpu.synchronize();
-        }
-    }
+    Device(Arc<SharedBuffer>),
 }
 
 impl PackedWeights {
@@ -73,7 +66,7 @@ impl PackedWeights {
     pub fn bytes(&self) -> usize {
         match &self.data {
             PackedData::Host(data) => data.len(),
-            PackedData::Device(_, data) => data.len(),
+            PackedData::Device(data) => data.len(),
         }
     }
 
@@ -108,14 +101,14 @@ impl Conv2dPlan {
         match &self.backend {
             Backend::Cpu { .. } => self.pack_on_cpu(w),
             Backend::Cuda { engine, gpu } => {
-                let mut data = workspace.allocate_apart(gpu, self.packed_bytes())?;
                 let (stream, _) = workspace.take_on(gpu, 0)?;
+                let data = SharedBuffer::new(stream, self.packed_bytes().max(1))?;
                 // SAFETY: the view was checked against the spec, the memory is as large as asked
                 // for.
                 unsafe { engine.pack(stream, w.as_ptr(), data.as_mut_ptr())? };
                 // Runs on other streams may use it from here on.
                 stream.synchronize()?;
-                self.packed(w, PackedData::Device(gpu, data))
+                self.packed(w, PackedData::Device(Arc::new(data)))
             }
         }
     }
@@ -175,7 +168,7 @@ impl Conv2dPlan {
     pub(super) fn packed_elsewhere(&self, packed: &PackedWeights) -> Error {
         let given = match &packed.data {
             PackedData::Host(_) => Device::Cpu,
-            PackedData::Device(gpu, _) => gpu.device(),
+            PackedData::Device(data) => data.gpu().device(),
         };
         Error::WrongDevice { arg: "w", given, expected: self.device() }
     }

@@ -211,6 +211,7 @@ fn fused_kernel(
     let mut spec = kernel(&FUSED, "winograd_row", dtype)
         .only_for("sm_90a")
         .define("PRODUCTS", products)
+        .define("PARAMS_SIZE", size_of::<FusedParams>())
         .define("CHANNELS_LAST_OUT", i32::from(vectors))
         .define("PAIRS_X", g.pairs_x)
         .define("PIXEL_PITCH", g.pitch)
@@ -221,7 +222,9 @@ fn fused_kernel(
         .define("INPUT_ROW", row(&TRANSFORMS.bt[LAST_POINT], ALPHA))
         .define("OUTPUT", matrix(&TRANSFORMS.at, TILE, ALPHA));
     if dtype == DType::F32 {
-        spec = spec.define("INPUT_EXPONENT", exponent(&TRANSFORMS.bt, 1));
+        spec = spec
+            .define("INPUT_EXPONENT", exponent(&TRANSFORMS.bt, 1))
+            .define("FILTER_EXPONENT", exponent(&TRANSFORMS.g, 1));
     }
     spec
 }

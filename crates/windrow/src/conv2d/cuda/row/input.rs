@@ -5,7 +5,7 @@ use super::super::split::ImageMax;
 use super::super::{Divisor, kernel, source, strides};
 use super::ALIGNMENT;
 use crate::conv2d::{Conv2dSpec, Problem};
-use crate::cuda::{Gpu, Kernel, Launch, Source, Stream};
+use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, Stream};
 use crate::{DType, Result};
 
 static PACK_INPUT: Source = source!("pack_input.cu");
@@ -52,9 +52,7 @@ impl Input {
     pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, problem: &Problem) -> Result<Self> {
         let dtype = spec.x.dtype;
         let in_place = copy_engine_reads(spec);
-        let copy = |vector: usize| {
-            gpu.kernel(&kernel(&PACK_INPUT, "winograd_row_input", dtype).define("VECTOR", vector))
-        };
+        let copy = |vector: usize| gpu.kernel(&copy_kernel(dtype, vector));
         Ok(Input {
             spec: spec.clone(),
             problem: *problem,
@@ -181,8 +179,13 @@ fn pixels_are_vectors(spec: &Conv2dSpec) -> bool {
         && whole(s[1])
 }
 
+fn copy_kernel(dtype: DType, vector: usize) -> KernelSpec {
+    kernel(&PACK_INPUT, "winograd_row_input", dtype)
+        .define("VECTOR", vector)
+        .define("PARAMS_SIZE", size_of::<CopyParams>())
+}
+
 #[cfg(test)]
-pub(super) fn kernels(dtype: DType) -> Vec<crate::cuda::KernelSpec> {
-    let copy = |v| kernel(&PACK_INPUT, "winograd_row_input", dtype).define("VECTOR", v);
-    vec![copy(1), copy(VECTOR)]
+pub(super) fn kernels(dtype: DType) -> Vec<KernelSpec> {
+    vec![copy_kernel(dtype, 1), copy_kernel(dtype, VECTOR)]
 }

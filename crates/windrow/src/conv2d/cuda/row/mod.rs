@@ -7,7 +7,7 @@ use self::fused::Fused;
 use self::input::Input;
 use super::geometry::Geometry;
 use super::split::{self, exponent};
-use super::{Operands, PackedForm, kernel, source, strides};
+use super::{Operands, PackedForm, Seen, kernel, source, strides};
 use crate::conv2d::winograd::{Rational, Transforms};
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, Stream};
@@ -51,7 +51,8 @@ pub(crate) struct WinogradRow {
     /// The layout of y lets whole vectors be stored if its address is aligned.
     vectors: bool,
     pack_filter: &'static Kernel,
-    /// Kernels for vector stores and for any y, compiled when first needed.
+    /// Kernels for any y and for vector stores: what the layout of y allows is compiled with the plan, the other
+    /// when an address of y is not aligned, also while a stream is captured.
     fused: [OnceLock<Fused>; 2],
 }
 
@@ -62,6 +63,7 @@ struct FilterParams {
     u: *mut u8,
     inverse: *mut u8,
     strides: [i64; 4],
+    seen: Seen,
     k: i32,
     c: i32,
     steps: i32,
@@ -133,6 +135,11 @@ impl WinogradRow {
         (self.u_bytes() + self.problem.k * size_of::<f32>()).next_multiple_of(ALIGNMENT)
     }
 
+    /// Bytes of what is kept behind a pack: see [`Seen`].
+    pub(crate) fn seen_bytes(&self) -> usize {
+        self.k_blocks() * BLOCK_K * Seen::DIGEST
+    }
+
     pub(crate) fn scratch_bytes(&self) -> usize {
         self.input.max_bytes() + self.sums_bytes() + self.input.copy_bytes()
     }
@@ -193,12 +200,19 @@ impl WinogradRow {
 
     /// # Safety
     /// As [`super::Engine::pack`].
-    pub(crate) unsafe fn pack(&self, stream: &Stream, w: *const u8, packed: *mut u8) -> Result<()> {
+    pub(crate) unsafe fn pack(
+        &self,
+        stream: &Stream,
+        w: *const u8,
+        packed: *mut u8,
+        ticket: Option<u64>,
+    ) -> Result<()> {
         let params = FilterParams {
             w,
             u: packed,
             inverse: packed.wrapping_add(self.u_bytes()),
             strides: strides(&self.spec.w),
+            seen: Seen::behind(packed, self.packed_bytes(), ticket),
             k: self.problem.k as i32,
             c: self.problem.c as i32,
             steps: self.steps() as i32,
@@ -253,7 +267,9 @@ impl WinogradRow {
 fn filter_kernel(dtype: DType, products: usize) -> KernelSpec {
     let filter = kernel(&PACK_FILTER, "winograd_row_filter", dtype)
         .define("PRODUCTS", products)
-        .define("FILTER", matrix(&TRANSFORMS.g, ALPHA, TAPS));
+        .define("FILTER", matrix(&TRANSFORMS.g, ALPHA, TAPS))
+        .define("PARAMS_SIZE", size_of::<FilterParams>())
+        .overlapped(false);
     if dtype == DType::F32 {
         filter.define("FILTER_EXPONENT", exponent(&TRANSFORMS.g, 1))
     } else {

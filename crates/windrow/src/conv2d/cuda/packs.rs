@@ -1,0 +1,306 @@
+//! Packs of one filter that are kept from run to run.
+//!
+//! A pack belongs to the stream that it is checked and read on, or to the graph that does so: work on different streams and in
+//! different graphs shares nothing. A frozen filter's pack is shared by all streams.
+
+use super::Engine;
+use crate::Result;
+use crate::cuda::{Event, Gpu, SharedBuffer, Stream, despite_captures};
+use std::hash::{BuildHasher, RandomState};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+/// Packs that streams keep, at most: those that were not used for the longest time are let go.
+const MOST: usize = 8;
+
+/// The packs of a filter on devices, for plans with the packings `K`.
+#[derive(Debug)]
+pub(crate) struct Packs<K> {
+    kept: Mutex<Vec<Kept<K>>>,
+    /// Goes up when the filter is frozen or released again: odd while it is frozen.
+    changes: AtomicU64,
+}
+
+impl<K> Default for Packs<K> {
+    fn default() -> Self {
+        Packs { kept: Mutex::default(), changes: AtomicU64::default() }
+    }
+}
+
+#[derive(Debug)]
+struct Kept<K> {
+    packing: K,
+    place: Place,
+    pack: Owner,
+}
+
+/// Device memory that holds a pack, and what tells it from other memory.
+#[derive(Debug)]
+struct Pack {
+    memory: SharedBuffer,
+    ticket: u64,
+}
+
+#[derive(Debug)]
+enum Owner {
+    Cache(Arc<Pack>),
+    /// The graph of a capture.
+    Graph(Weak<Pack>),
+}
+
+/// What a pack is read by.
+#[derive(Clone, Debug)]
+enum Place {
+    /// The stream of this number.
+    Stream(u64),
+    /// The stream of this number in the capture of this one.
+    Capture(u64, u64),
+    /// Any stream that comes after the pack was made.
+    Frozen(Arc<Frozen>),
+}
+
+#[derive(Debug)]
+struct Frozen {
+    /// [`Packs::changes`] when it was packed: it is of no use at any other number.
+    change: u64,
+    made: Event,
+    is_made: AtomicBool,
+    /// The last capture whose graph was given a share of the pack.
+    retained_by: AtomicU64,
+}
+
+/// A pack that a run may read. Nobody else has it meanwhile, or it is frozen.
+pub(crate) struct Lease<'a, K: Copy + PartialEq> {
+    packs: &'a Packs<K>,
+    packing: K,
+    place: Place,
+    stream: &'a Stream,
+    pack: Arc<Pack>,
+    /// Whether the work of the run is captured.
+    captured: bool,
+}
+
+impl Pack {
+    fn new(memory: SharedBuffer) -> Self {
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        let ticket = RandomState::new().hash_one(COUNT.fetch_add(1, Ordering::Relaxed));
+        Pack { memory, ticket }
+    }
+}
+
+impl<K: Copy + PartialEq> Packs<K> {
+    /// Whether the caller promises that the filter stays as it is. Then its content is looked at once more for each packing,
+    /// and in a graph only where no run outside of captures came first.
+    pub(crate) fn set_frozen(&self, frozen: bool) {
+        let change = |n: u64| Some(if frozen { n + 1 + n % 2 } else { n + n % 2 });
+        let _ = self.changes.fetch_update(Ordering::AcqRel, Ordering::Acquire, change);
+    }
+
+    /// The pack of the filter at `w` for a run on `stream`, up to date in the stream's order without waiting.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`], [`crate::Error::Backend`].
+    ///
+    /// # Safety
+    /// `w` must be the filter of the engine's spec on the stream's device, and `packing` say how the engine packs it.
+    pub(crate) unsafe fn lease<'a>(
+        &'a self,
+        engine: &Engine,
+        packing: K,
+        stream: &'a Stream,
+        w: *const u8,
+    ) -> Result<Lease<'a, K>> {
+        let (id, capture) = (stream.id()?, stream.capture_under_way()?);
+        let captured = capture.is_some();
+        let change = self.changes.load(Ordering::Acquire);
+        let frozen = change % 2 == 1;
+        if frozen
+            && let Some((pack, frozen)) = self.frozen(packing, stream.gpu(), change)
+            && frozen.is_ready_for(stream, captured)?
+        {
+            if let Some(capture) = &capture
+                && frozen.retained_by.swap(capture.id, Ordering::Relaxed) != capture.id
+            {
+                capture.retain(pack.clone())?;
+            }
+            let place = Place::Frozen(frozen);
+            return Ok(Lease { packs: self, packing, place, stream, pack, captured });
+        }
+        let place = match &capture {
+            None => Place::Stream(id),
+            Some(capture) => Place::Capture(id, capture.id),
+        };
+        let pack = match self.take(packing, &place) {
+            Some(pack) => pack,
+            None => {
+                let bytes = (engine.packed_bytes() + engine.seen_bytes()).max(1);
+                match &capture {
+                    None => Arc::new(Pack::new(SharedBuffer::new(stream, bytes)?)),
+                    Some(capture) => {
+                        let memory = SharedBuffer::apart(stream.gpu(), bytes)?;
+                        let pack = Arc::new(Pack::new(memory));
+                        capture.retain(pack.clone())?;
+                        pack
+                    }
+                }
+            }
+        };
+        let mut lease = Lease { packs: self, packing, place, stream, pack, captured };
+        let (to, ticket) = (lease.pack.memory.as_mut_ptr(), lease.pack.ticket);
+        // SAFETY: the caller's promise; the memory is as large as asked for, and nobody else has it.
+        unsafe { engine.pack_kept(stream, w, to, ticket)? };
+        if frozen && !captured {
+            let made = Event::mark(stream)?;
+            let (is_made, retained_by) = (AtomicBool::new(false), AtomicU64::new(0));
+            lease.place = Place::Frozen(Arc::new(Frozen { change, made, is_made, retained_by }));
+        }
+        Ok(lease)
+    }
+
+    /// Bytes of all packs.
+    pub(crate) fn bytes(&self) -> usize {
+        let kept = self.lock();
+        kept.iter().filter_map(Kept::pack).map(|pack| pack.memory.len()).sum()
+    }
+
+    /// Lets go of all packs; those that graphs read stay with them.
+    pub(crate) fn clear(&self) {
+        let kept = std::mem::take(&mut *self.lock());
+        // After the lock.
+        drop(kept);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Kept<K>>> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn frozen(&self, packing: K, gpu: &Gpu, change: u64) -> Option<(Arc<Pack>, Arc<Frozen>)> {
+        self.lock().iter().find_map(|kept| match &kept.place {
+            Place::Frozen(frozen) if kept.packing == packing && frozen.change == change => {
+                let pack = kept.pack().filter(|pack| std::ptr::eq(pack.memory.gpu(), gpu))?;
+                Some((pack, frozen.clone()))
+            }
+            _ => None,
+        })
+    }
+
+    /// Takes a pack out, so that nobody else has it.
+    fn take(&self, packing: K, place: &Place) -> Option<Arc<Pack>> {
+        let mut kept = self.lock();
+        let found = kept.iter().position(|kept| kept.packing == packing && kept.place.is(place))?;
+        kept.remove(found).pack()
+    }
+
+    /// Puts one in that was used last, and lets go of what is of no use any longer.
+    fn put(&self, new: Kept<K>) {
+        let change = self.changes.load(Ordering::Acquire);
+        let mut kept = self.lock();
+        // A frozen pack replaces those of streams; of two that were made at the same time the first stays.
+        let mut froze = false;
+        if let Place::Frozen(frozen) = &new.place {
+            let is_same = |k: &Kept<K>| matches!(&k.place, Place::Frozen(f) if f.change == change);
+            if frozen.change != change || kept.iter().any(|k| k.is_like(&new) && is_same(k)) {
+                return;
+            }
+            froze = true;
+        }
+        let mut streams = kept.iter().filter(|k| matches!(k.place, Place::Stream(_))).count();
+        let (stay, gone): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut *kept).into_iter().partition(|old| match &old.place {
+                Place::Capture(..) => old.pack().is_some(),
+                Place::Frozen(frozen) => frozen.change == change,
+                Place::Stream(_) => {
+                    let stays = streams < MOST && !(froze && old.is_like(&new));
+                    streams -= usize::from(!stays);
+                    stays
+                }
+            });
+        *kept = stay;
+        kept.push(new);
+        drop(kept);
+        // After the lock.
+        drop(gone);
+    }
+
+    /// Overwrites the beginning of each pack, to see whether anybody notices.
+    #[cfg(test)]
+    pub(crate) fn spoil(&self, stream: &Stream) {
+        for pack in self.lock().iter().filter_map(Kept::pack) {
+            // SAFETY: every pack has so many bytes; the test waits for whoever uses them.
+            unsafe { stream.zero(pack.memory.as_mut_ptr(), 256).unwrap() };
+        }
+    }
+}
+
+impl<K> Kept<K> {
+    fn pack(&self) -> Option<Arc<Pack>> {
+        match &self.pack {
+            Owner::Cache(pack) => Some(pack.clone()),
+            Owner::Graph(pack) => pack.upgrade(),
+        }
+    }
+
+    fn gpu(&self) -> Option<&'static Gpu> {
+        self.pack().map(|pack| pack.memory.gpu())
+    }
+}
+
+impl<K: PartialEq> Kept<K> {
+    /// True if both are of one packing and device.
+    fn is_like(&self, other: &Self) -> bool {
+        let index = |kept: &Self| kept.gpu().map(|gpu| gpu.info.index);
+        self.packing == other.packing && index(self) == index(other)
+    }
+}
+
+impl Frozen {
+    /// Orders work given to `stream` from here on behind the packing. False where that is not possible: a captured
+    /// stream cannot wait for what is outside of its capture.
+    fn is_ready_for(&self, stream: &Stream, captured: bool) -> Result<bool> {
+        if self.is_made.load(Ordering::Acquire) {
+            return Ok(true);
+        }
+        if despite_captures(|| self.made.is_reached())? {
+            self.is_made.store(true, Ordering::Release);
+            return Ok(true);
+        }
+        if !captured {
+            stream.wait(&self.made)?;
+        }
+        Ok(!captured)
+    }
+}
+
+impl Place {
+    fn is(&self, other: &Place) -> bool {
+        match (self, other) {
+            (Place::Stream(a), Place::Stream(b)) => a == b,
+            (Place::Capture(a, of_a), Place::Capture(b, of_b)) => (a, of_a) == (b, of_b),
+            _ => false,
+        }
+    }
+}
+
+impl<K: Copy + PartialEq> Lease<'_, K> {
+    /// What [`Engine::run`] takes.
+    pub(crate) fn as_ptr(&self) -> *const u8 {
+        self.pack.memory.as_mut_ptr()
+    }
+}
+
+impl<K: Copy + PartialEq> Drop for Lease<'_, K> {
+    fn drop(&mut self) {
+        // A stream that cannot say what it has done was reported by the run, or will be by the next.
+        if !self.captured && self.pack.memory.mark_use(self.stream).is_err() {
+            return;
+        }
+        let pack = match self.place {
+            Place::Capture(..) => Owner::Graph(Arc::downgrade(&self.pack)),
+            _ => Owner::Cache(self.pack.clone()),
+        };
+        self.packs.put(Kept { packing: self.packing, place: self.place.clone(), pack });
+    }
+}
+
+#[cfg(test)]
+mod tests;
