@@ -70,7 +70,9 @@ impl<'py> Array<'py> {
     ) -> PyResult<Self> {
         let array = Self::import(arg, object)?;
         match device {
-            Some(Device::Cuda(index)) if array.device == Device::Cpu => array.stage(index),
+            Some(Device::Cuda(index)) if array.device == Device::Cpu => {
+                array.stage(object.py(), index)
+            }
             Some(device) if device != array.device => Err(PyValueError::new_err(format!(
                 "`{arg}` is on {}, expected {device}",
                 array.device
@@ -88,8 +90,9 @@ impl<'py> Array<'py> {
         object.map(|o| Self::import_on(arg, o, device)).transpose()
     }
 
-    fn stage(mut self, index: u32) -> PyResult<Self> {
-        let tensor = DeviceTensor::from_host(&self.view(), index).py()?;
+    fn stage(mut self, py: Python<'_>, index: u32) -> PyResult<Self> {
+        let view = self.view();
+        let tensor = py.detach(|| DeviceTensor::from_host(&view, index)).py()?;
         let host = self.data.cast();
         self.data = tensor.as_ref().as_ptr().cast_mut().cast();
         self.device = tensor.device();
@@ -103,9 +106,9 @@ impl<'py> Array<'py> {
     }
 
     /// Brings what was written on a GPU into the caller's memory, if that is elsewhere.
-    pub(crate) fn fetch(&self) -> PyResult<()> {
+    pub(crate) fn fetch(&self, py: Python<'_>) -> PyResult<()> {
         match &self.staged {
-            Some(staged) => fetch(&staged.tensor, staged.host).py(),
+            Some(staged) => fetch(py, &staged.tensor, staged.host).py(),
             None => Ok(()),
         }
     }
@@ -316,8 +319,8 @@ fn relabel(tensor: &mut DLTensor, bf16: Option<DLDataType>) {
 
 /// Copies the elements of `tensor` to where `to` is the element at index zero and strides are the
 /// same.
-pub(crate) fn fetch(tensor: &DeviceTensor, to: *mut u8) -> windrow::Result<()> {
-    let elements = tensor.to_host()?;
+pub(crate) fn fetch(py: Python<'_>, tensor: &DeviceTensor, to: *mut u8) -> windrow::Result<()> {
+    let elements = py.detach(|| tensor.to_host())?;
     let layout = &tensor.desc().layout;
     let (shape, size) = (layout.shape(), tensor.desc().dtype.size());
     let mut index = [0; MAX_RANK];

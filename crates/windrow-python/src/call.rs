@@ -6,12 +6,18 @@ use crate::error::{IntoPy, exception};
 use pyo3::prelude::*;
 use std::cell::Cell;
 use std::ptr::null_mut;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use windrow::{Device, PlanOptions, Workspace};
 
 /// Plans of earlier calls by what they compute. Making a plan costs more than running it on a
 /// small tensor; a program calls with a few specs again and again.
-pub(crate) struct PlanCache<S, P>(Mutex<Vec<Entry<S, P>>>);
+///
+/// The mutex is held for looking only: a plan is made with it and the interpreter lock released.
+/// Two threads that miss the same plan at once make two, of which the first one stays.
+pub(crate) struct PlanCache<S, P>(Mutex<Entries<S, P>>);
+
+/// The one used last comes first.
+type Entries<S, P> = Vec<Box<Entry<S, P>>>;
 
 struct Entry<S, P> {
     spec: S,
@@ -19,10 +25,10 @@ struct Entry<S, P> {
     plan: Arc<P>,
 }
 
-/// A network has a few dozen different layers.
-const CAPACITY: usize = 64;
+/// A network has a few dozen different layers, and three plans for each of them in training.
+const CAPACITY: usize = 256;
 
-impl<S: PartialEq + Clone, P> PlanCache<S, P> {
+impl<S: PartialEq + Clone + Send + Sync, P: Send + Sync> PlanCache<S, P> {
     pub(crate) const fn new() -> Self {
         PlanCache(Mutex::new(Vec::new()))
     }
@@ -30,25 +36,45 @@ impl<S: PartialEq + Clone, P> PlanCache<S, P> {
     /// The plan for `spec` on `device`.
     pub(crate) fn get(
         &self,
+        py: Python<'_>,
         spec: &S,
         device: Device,
-        make: impl FnOnce(&S, &PlanOptions) -> windrow::Result<P>,
+        make: impl FnOnce(&S, &PlanOptions) -> windrow::Result<P> + Send,
     ) -> PyResult<Arc<P>> {
-        let mut plans = self.0.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some(i) = plans.iter().position(|e| e.device == device && e.spec == *spec) {
-            let plan = plans[i].plan.clone();
-            if i > 0 {
-                // Plans in use move to the front, unused ones to the end, where they are dropped.
-                plans.swap(i, i - 1);
-            }
+        if let Some(plan) = find(&mut self.entries(), spec, device) {
             return Ok(plan);
         }
         let options = PlanOptions { device, ..PlanOptions::default() };
-        let plan = Arc::new(make(spec, &options).py()?);
-        plans.truncate(CAPACITY - 1);
-        plans.push(Entry { spec: spec.clone(), device, plan: plan.clone() });
+        let plan = py.detach(|| make(spec, &options)).py()?;
+        let mut entries = self.entries();
+        if let Some(first) = find(&mut entries, spec, device) {
+            return Ok(first);
+        }
+        let oldest = if entries.len() == CAPACITY { entries.pop() } else { None };
+        let entry = Entry { spec: spec.clone(), device, plan: Arc::new(plan) };
+        let plan = entry.plan.clone();
+        entries.insert(0, Box::new(entry));
+        // What a plan frees may take its time: not under the mutex.
+        drop(entries);
+        py.detach(|| drop(oldest));
         Ok(plan)
     }
+
+    /// All plans, the one used last first.
+    pub(crate) fn plans(&self) -> Vec<Arc<P>> {
+        self.entries().iter().map(|entry| entry.plan.clone()).collect()
+    }
+
+    fn entries(&self) -> MutexGuard<'_, Entries<S, P>> {
+        // The list is whole between any two statements that change it.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn find<S: PartialEq, P>(entries: &mut Entries<S, P>, spec: &S, device: Device) -> Option<Arc<P>> {
+    let i = entries.iter().position(|e| e.device == device && e.spec == *spec)?;
+    entries[..=i].rotate_right(1);
+    Some(entries[0].plan.clone())
 }
 
 /// Scratch memory up to this size is kept by each thread: on a tiny tensor allocating it would
@@ -64,8 +90,12 @@ thread_local! {
 /// costs as much as the work.
 const RELEASE_FROM: usize = 16 << 10;
 
+/// In place of a number of elements: the work may compile kernels, so the interpreter lock is
+/// released however few they are.
+pub(crate) const RELEASE: usize = usize::MAX;
+
 /// Runs `work` on the device and stream of `like`, with a workspace of `bytes` bytes, the
-/// interpreter lock released unless `elements` are few.
+/// interpreter lock released unless `elements` are few and nothing is waited for.
 pub(crate) fn run<T: Send>(
     py: Python<'_>,
     like: &Array<'_>,
@@ -98,7 +128,7 @@ pub(crate) fn run<T: Send>(
         }
         Ok(result)
     };
-    let result = if elements < RELEASE_FROM { work() } else { py.detach(work) };
+    let result = if elements < RELEASE_FROM && !wait { work() } else { py.detach(work) };
     if keep {
         KEPT.set(Some(workspace));
     }

@@ -1,7 +1,7 @@
 //! `windrow.causal_conv1d` and `windrow.causal_conv1d_update`.
 
 use crate::array::{Array, desc, view};
-use crate::call::{PlanCache, run, word, word_or_default};
+use crate::call::{PlanCache, RELEASE, run, word, word_or_default};
 use crate::error::{IntoPy, NotInPlace};
 use crate::output::{Output, like};
 use crate::torch::nothing_to_dispatch;
@@ -94,27 +94,28 @@ pub(crate) fn causal_conv1d<'py>(
     let options = [bias, seq_idx, cu_seqlens, initial_states];
     let inputs = Inputs::import([x, weight], options, activation, device)?;
     let mut spec = inputs.spec()?;
-    let mut y = Output::new(out, &inputs.x, || Ok(spec.y))?;
+    let mut y = Output::new(py, out, &inputs.x, || Ok(spec.y))?;
     spec.y = y.desc();
     let mut states = None;
     if return_final_states {
         // Channels innermost, as decoding reads them.
         let layout = Layout::with_order(&spec.states_shape().py()?, &[0, 2, 1]).py()?;
-        let given = Output::new(None, &inputs.x, || Ok(TensorDesc { layout, ..inputs.x.desc }))?;
+        let given =
+            Output::new(py, None, &inputs.x, || Ok(TensorDesc { layout, ..inputs.x.desc }))?;
         spec.final_states = Some(given.desc());
         states = Some(given);
     }
-    let plan = PLANS.get(&spec, inputs.x.device, CausalConv1dPlan::new)?;
+    let plan = PLANS.get(py, &spec, inputs.x.device, CausalConv1dPlan::new)?;
     let outputs = CausalConv1dOutputs {
         y: y.view_mut()?,
         final_states: Output::view_mut_option(&mut states)?,
     };
     let (args, elements) = (inputs.args(), inputs.x.desc.layout.len());
     run(py, &inputs.x, plan.workspace_bytes(), elements, |ws| plan.run(&args, outputs, ws))?;
-    let y = y.finish(&inputs.x.family)?;
+    let y = y.finish(py, &inputs.x.family)?;
     match states {
         None => Ok(y),
-        Some(states) => Ok((y, states.finish(&inputs.x.family)?).into_pyobject(py)?.into_any()),
+        Some(states) => Ok((y, states.finish(py, &inputs.x.family)?).into_pyobject(py)?.into_any()),
     }
 }
 
@@ -142,28 +143,28 @@ pub(crate) fn causal_conv1d_backward<'py>(
     // Gradients that come in may have any strides, like those of a sum; outputs may not.
     let final_states = dfinal_states.as_ref().map(like).transpose()?;
     let spec = CausalConv1dSpec { final_states, ..inputs.spec()? };
-    let plan = PLANS.get(&spec, inputs.x.device, CausalConv1dPlan::new)?;
-    let mut dx = Output::gradient(Some(&inputs.x), needs.0)?;
-    let mut dweight = Output::gradient(Some(&inputs.weight), needs.1)?;
-    let mut dbias = Output::gradient(inputs.bias.as_ref(), needs.2)?;
-    let mut dinitial = Output::gradient(inputs.initial_states.as_ref(), needs.3)?;
+    let plan = PLANS.get(py, &spec, inputs.x.device, CausalConv1dPlan::new)?;
+    let mut dx = Output::gradient(py, Some(&inputs.x), needs.0)?;
+    let mut dweight = Output::gradient(py, Some(&inputs.weight), needs.1)?;
+    let mut dbias = Output::gradient(py, inputs.bias.as_ref(), needs.2)?;
+    let mut dinitial = Output::gradient(py, inputs.initial_states.as_ref(), needs.3)?;
     let grads = CausalConv1dGrads {
         dx: Output::view_mut_option(&mut dx)?,
         dweight: Output::view_mut_option(&mut dweight)?,
         dbias: Output::view_mut_option(&mut dbias)?,
         dinitial_states: Output::view_mut_option(&mut dinitial)?,
     };
-    let (args, elements) = (inputs.args(), inputs.x.desc.layout.len());
+    let args = inputs.args();
     let (dy, dfinal_states) = (dy.view(), view(&dfinal_states));
-    run(py, &inputs.x, plan.workspace_bytes(), elements, |ws| {
+    run(py, &inputs.x, plan.workspace_bytes(), RELEASE, |ws| {
         plan.backward(&args, dy, dfinal_states, grads, ws)
     })?;
     let family = &inputs.x.family;
     Ok([
-        Output::finish_option(dx, family)?,
-        Output::finish_option(dweight, family)?,
-        Output::finish_option(dbias, family)?,
-        Output::finish_option(dinitial, family)?,
+        Output::finish_option(py, dx, family)?,
+        Output::finish_option(py, dweight, family)?,
+        Output::finish_option(py, dbias, family)?,
+        Output::finish_option(py, dinitial, family)?,
     ])
 }
 
@@ -195,7 +196,7 @@ pub(crate) fn causal_conv1d_update<'py>(
     let activation = word_or_default(activation)?;
     let cache_seqlens = option("cache_seqlens", cache_seqlens)?;
     let conv_state_indices = option("conv_state_indices", conv_state_indices)?;
-    let mut y = Output::new(out, &x, || like(&x))?;
+    let mut y = Output::new(py, out, &x, || like(&x))?;
     let mut y_desc = y.desc();
     for desc in [&mut x.desc, &mut y_desc] {
         if let (&[b, d], &[b_stride, d_stride]) = (desc.shape(), desc.strides()) {
@@ -212,7 +213,7 @@ pub(crate) fn causal_conv1d_update<'py>(
         cache_seqlens: desc(&cache_seqlens),
         conv_state_indices: desc(&conv_state_indices),
     };
-    let plan = UPDATE_PLANS.get(&spec, x.device, CausalConv1dUpdatePlan::new)?;
+    let plan = UPDATE_PLANS.get(py, &spec, x.device, CausalConv1dUpdatePlan::new)?;
     let args = CausalConv1dUpdateArgs {
         x: x.view(),
         weight: weight.view(),
@@ -227,8 +228,8 @@ pub(crate) fn causal_conv1d_update<'py>(
         unsafe { TensorMut::from_raw(target.as_mut_ptr().cast(), y_desc, x.device) }.py()?;
     let elements = conv_state.desc.layout.len().min(x.desc.layout.len() * 8);
     run(py, &x, plan.workspace_bytes(), elements, |ws| plan.run(&args, state, target, ws))?;
-    conv_state.fetch()?;
-    y.finish(&x.family)
+    conv_state.fetch(py)?;
+    y.finish(py, &x.family)
 }
 
 /// [`causal_conv1d_update`] of PyTorch tensors if nothing is lost by going past its dispatcher,

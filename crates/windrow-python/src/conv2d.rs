@@ -1,7 +1,7 @@
 //! `windrow.conv2d` and `windrow.Conv2dPlan`.
 
 use crate::array::{Array, desc, view};
-use crate::call::{PlanCache, run, word, word_or_default};
+use crate::call::{PlanCache, RELEASE, run, word, word_or_default};
 use crate::error::IntoPy;
 use crate::output::{Output, like};
 use pyo3::exceptions::PyTypeError;
@@ -68,6 +68,17 @@ pub(crate) struct PackedWeights(windrow::PackedWeights);
 #[derive(Default)]
 pub(crate) struct FilterCache(Mutex<(i64, Vec<Arc<windrow::PackedWeights>>)>);
 
+/// The plans kept for later calls, the one used last first: shapes of image and filter, and what the
+/// plan does.
+#[pyfunction]
+pub(crate) fn conv2d_plans() -> Vec<(Vec<usize>, Vec<usize>, String)> {
+    let describe = |plan: &windrow::Conv2dPlan| {
+        let spec = plan.spec();
+        (spec.x.shape().to_vec(), spec.w.shape().to_vec(), plan.explain())
+    };
+    PLANS.plans().iter().map(|plan| describe(plan)).collect()
+}
+
 #[pymethods]
 impl FilterCache {
     #[new]
@@ -85,15 +96,23 @@ impl FilterCache {
         weight: &Array<'_>,
         version: i64,
     ) -> PyResult<Arc<windrow::PackedWeights>> {
-        let mut state = self.0.lock().unwrap_or_else(|e| e.into_inner());
-        if state.0 != version {
-            *state = (version, Vec::new());
+        let state = || self.0.lock().unwrap_or_else(|e| e.into_inner());
+        let mut stale = None;
+        {
+            let mut state = state();
+            if state.0 != version {
+                stale = Some(std::mem::replace(&mut *state, (version, Vec::new())));
+            } else if let Some(packed) = state.1.iter().find(|p| plan.accepts(p)) {
+                return Ok(packed.clone());
+            }
         }
-        if let Some(packed) = state.1.iter().find(|p| plan.accepts(p)) {
-            return Ok(packed.clone());
-        }
+        // Packing, and freeing what was packed, may wait for the device: not under the mutex.
+        py.detach(|| drop(stale));
         let packed = Arc::new(pack(py, plan, weight)?);
-        state.1.push(packed.clone());
+        let mut state = state();
+        if state.0 == version {
+            state.1.push(packed.clone());
+        }
         Ok(packed)
     }
 }
@@ -104,7 +123,7 @@ fn pack(
     weight: &Array<'_>,
 ) -> PyResult<windrow::PackedWeights> {
     let view = weight.view();
-    run(py, weight, 0, weight.desc.layout.len(), |ws| plan.pack_weights(&view, ws))
+    run(py, weight, 0, RELEASE, |ws| plan.pack_weights(&view, ws))
 }
 
 fn workspace_bytes(plan: &windrow::Conv2dPlan, args: &Conv2dArgs<'_>) -> usize {
@@ -149,10 +168,10 @@ pub(crate) fn conv2d<'py>(
     let bias = Array::import_option("bias", bias, device)?;
     let mut spec = Conv2dSpec::new(x.desc, weight.desc, &params).py()?;
     spec.bias = desc(&bias);
-    let mut y = Output::new(out, &x, || Ok(spec.y))?;
+    let mut y = Output::new(py, out, &x, || Ok(spec.y))?;
     spec.y = y.desc();
     let elements = work(&spec);
-    let plan = PLANS.get(&(spec, algorithm), x.device, make_plan)?;
+    let plan = PLANS.get(py, &(spec, algorithm), x.device, make_plan)?;
     let packed = match &filters {
         Some((cache, version)) => Some(cache.get(py, &plan, &weight, *version)?),
         None => None,
@@ -165,7 +184,7 @@ pub(crate) fn conv2d<'py>(
     let target = y.view_mut()?;
     let bytes = workspace_bytes(&plan, &args);
     run(py, &x, bytes, elements, |ws| plan.run(&args, target, ws))?;
-    y.finish(&x.family)
+    y.finish(py, &x.family)
 }
 
 /// Gradients of [`conv2d`] without activation, with respect to those of `x`, `weight` and `bias`
@@ -194,18 +213,18 @@ pub(crate) fn conv2d_backward<'py>(
     let plan = |x: TensorDesc| {
         let spec = Conv2dSpec::new(x, weight.desc, &params).py()?;
         let spec = Conv2dSpec { y: dy.desc, ..spec };
-        PLANS.get(&(spec, None), dy.device, make_plan)
+        PLANS.get(py, &(spec, None), dy.device, make_plan)
     };
     let (data, rest) = (plan(like(&x)?)?, plan(x.desc)?);
     let bytes = data.backward_workspace_bytes().max(rest.backward_workspace_bytes());
-    let mut dx = Output::gradient(Some(&x), needs.0)?;
-    let mut dweight = Output::gradient(Some(&weight), needs.1)?;
-    let mut dbias = Output::gradient(bias.as_ref(), needs.2)?;
+    let mut dx = Output::gradient(py, Some(&x), needs.0)?;
+    let mut dweight = Output::gradient(py, Some(&weight), needs.1)?;
+    let mut dbias = Output::gradient(py, bias.as_ref(), needs.2)?;
     let dx_view = Output::view_mut_option(&mut dx)?;
     let dweight_view = Output::view_mut_option(&mut dweight)?;
     let dbias_view = Output::view_mut_option(&mut dbias)?;
     let (x_view, weight_view, dy_view) = (x.view(), weight.view(), dy.view());
-    run(py, &x, bytes, work(rest.spec()), |ws| {
+    run(py, &x, bytes, RELEASE, |ws| {
         if let Some(dx) = dx_view {
             data.backward_data(&weight_view, &dy_view, dx, ws)?;
         }
@@ -219,9 +238,9 @@ pub(crate) fn conv2d_backward<'py>(
     })?;
     let family = &x.family;
     Ok([
-        Output::finish_option(dx, family)?,
-        Output::finish_option(dweight, family)?,
-        Output::finish_option(dbias, family)?,
+        Output::finish_option(py, dx, family)?,
+        Output::finish_option(py, dweight, family)?,
+        Output::finish_option(py, dbias, family)?,
     ])
 }
 
@@ -242,6 +261,7 @@ impl Conv2dPlan {
                         algorithm=None, device=None))]
     #[expect(clippy::too_many_arguments, reason = "a Python signature")]
     fn new(
+        py: Python<'_>,
         x: &Bound<'_, PyAny>,
         weight: &Bound<'_, PyAny>,
         bias: Option<&Bound<'_, PyAny>>,
@@ -262,7 +282,7 @@ impl Conv2dPlan {
         spec.bias = desc(&Array::import_option("bias", bias, None)?);
         let device = device.map(word).transpose()?.unwrap_or(x.device);
         let options = PlanOptions { device, ..PlanOptions::default() };
-        let plan = make_plan(&(spec, algorithm), &options).py()?;
+        let plan = py.detach(|| make_plan(&(spec, algorithm), &options)).py()?;
         Ok(Conv2dPlan { plan, device })
     }
 
@@ -310,7 +330,7 @@ impl Conv2dPlan {
         let x = Array::import_on("x", x, device)?;
         let bias = Array::import_option("bias", bias, device)?;
         let spec = self.plan.spec();
-        let mut y = Output::new(out, &x, || Ok::<TensorDesc, PyErr>(spec.y))?;
+        let mut y = Output::new(py, out, &x, || Ok::<TensorDesc, PyErr>(spec.y))?;
         let packed = weight.cast::<PackedWeights>().ok();
         let raw = match packed {
             Some(_) => None,
@@ -325,6 +345,6 @@ impl Conv2dPlan {
         let target = y.view_mut()?;
         let bytes = workspace_bytes(&self.plan, &args);
         run(py, &x, bytes, work(spec), |ws| self.plan.run(&args, target, ws))?;
-        y.finish(&x.family)
+        y.finish(py, &x.family)
     }
 }

@@ -1,7 +1,7 @@
 //! `windrow.gelu`.
 
 use crate::array::{Array, desc, view};
-use crate::call::{PlanCache, run, word};
+use crate::call::{PlanCache, RELEASE, run, word};
 use crate::error::IntoPy;
 use crate::output::{Output, like};
 use pyo3::prelude::*;
@@ -40,13 +40,13 @@ pub(crate) fn gelu<'py>(
     let bias = Array::import_option("bias", bias, device)?;
     let gate = Array::import_option("gate", gate, device)?;
     let approximate = word(approximate)?;
-    let mut y = Output::new(out, &x, || like(&x))?;
+    let mut y = Output::new(py, out, &x, || like(&x))?;
     let spec = spec(&x, y.desc(), &bias, &gate, approximate).py()?;
-    let plan = PLANS.get(&spec, x.device, GeluPlan::new)?;
+    let plan = PLANS.get(py, &spec, x.device, GeluPlan::new)?;
     let args = GeluArgs { x: x.view(), bias: view(&bias), gate: view(&gate) };
     let target = y.view_mut()?;
     run(py, &x, plan.workspace_bytes(), x.desc.layout.len(), |ws| plan.run(&args, target, ws))?;
-    y.finish(&x.family)
+    y.finish(py, &x.family)
 }
 
 /// Gradients of [`gelu`] with respect to those of `x`, `bias` and `gate` that `needs` names.
@@ -66,10 +66,10 @@ pub(crate) fn gelu_backward<'py>(
     let gate = Array::import_option("gate", gate, None)?;
     let approximate = word(approximate)?;
     let spec = spec(&x, like(&x)?, &bias, &gate, approximate).py()?;
-    let plan = PLANS.get(&spec, x.device, GeluPlan::new)?;
-    let mut dx = Output::gradient(Some(&x), needs.0)?;
-    let mut dbias = Output::gradient(bias.as_ref(), needs.1)?;
-    let mut dgate = Output::gradient(gate.as_ref(), needs.2)?;
+    let plan = PLANS.get(py, &spec, x.device, GeluPlan::new)?;
+    let mut dx = Output::gradient(py, Some(&x), needs.0)?;
+    let mut dbias = Output::gradient(py, bias.as_ref(), needs.1)?;
+    let mut dgate = Output::gradient(py, gate.as_ref(), needs.2)?;
     let grads = GeluGrads {
         dx: Output::view_mut_option(&mut dx)?,
         dbias: Output::view_mut_option(&mut dbias)?,
@@ -77,13 +77,11 @@ pub(crate) fn gelu_backward<'py>(
     };
     let args = GeluArgs { x: x.view(), bias: view(&bias), gate: view(&gate) };
     let dy = dy.view();
-    run(py, &x, plan.workspace_bytes(), x.desc.layout.len(), |ws| {
-        plan.backward(&args, &dy, grads, ws)
-    })?;
+    run(py, &x, plan.workspace_bytes(), RELEASE, |ws| plan.backward(&args, &dy, grads, ws))?;
     let family = &x.family;
     Ok([
-        Output::finish_option(dx, family)?,
-        Output::finish_option(dbias, family)?,
-        Output::finish_option(dgate, family)?,
+        Output::finish_option(py, dx, family)?,
+        Output::finish_option(py, dbias, family)?,
+        Output::finish_option(py, dgate, family)?,
     ])
 }

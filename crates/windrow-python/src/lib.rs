@@ -24,7 +24,9 @@ mod _native {
     #[pymodule_export]
     use super::command::command;
     #[pymodule_export]
-    use super::conv2d::{Conv2dPlan, FilterCache, PackedWeights, conv2d, conv2d_backward};
+    use super::conv2d::{
+        Conv2dPlan, FilterCache, PackedWeights, conv2d, conv2d_backward, conv2d_plans,
+    };
     #[pymodule_export]
     use super::error::NotInPlace;
     #[pymodule_export]

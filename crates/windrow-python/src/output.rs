@@ -14,7 +14,6 @@ use windrow::cuda::DeviceTensor;
 use windrow::{Device, Layout, MAX_RANK, TensorDesc, TensorMut, TensorRef};
 
 /// Where a function writes a result.
-#[expect(clippy::large_enum_variant, reason = "few, and never moved in bulk")]
 pub(crate) enum Output<'py> {
     /// The caller's array.
     Given(Array<'py>, Bound<'py, PyAny>),
@@ -43,6 +42,7 @@ impl Owned {
 impl<'py> Output<'py> {
     /// `out` if given, else an array of this description beside `like`.
     pub(crate) fn new(
+        py: Python<'py>,
         out: Option<&Bound<'py, PyAny>>,
         like: &Array<'py>,
         desc: impl FnOnce() -> PyResult<TensorDesc>,
@@ -55,14 +55,17 @@ impl<'py> Output<'py> {
         Ok(match like.device {
             Device::Cpu => Output::Own(Owned::Host(windrow::Tensor::uninitialised(desc).py()?)),
             Device::Cuda(index) if like.is_staged() => {
-                Output::Staged(DeviceTensor::new(desc, index).py()?)
+                Output::Staged(py.detach(|| DeviceTensor::new(desc, index)).py()?)
             }
             Device::Cuda(index) => match &like.family {
                 Family::Exchange(_, object) | Family::Torch(object) => {
                     let out = empty_beside(object, &desc)?;
                     Output::Given(Array::import("out", &out)?, out)
                 }
-                _ => Output::Own(Owned::Device(DeviceTensor::new(desc, index).py()?)),
+                _ => {
+                    let tensor = py.detach(|| DeviceTensor::new(desc, index)).py()?;
+                    Output::Own(Owned::Device(tensor))
+                }
             },
         })
     }
@@ -84,8 +87,12 @@ impl<'py> Output<'py> {
     }
 
     /// A gradient of the shape and type of `of`, unless nobody needs it.
-    pub(crate) fn gradient(of: Option<&Array<'py>>, needed: bool) -> PyResult<Option<Self>> {
-        of.filter(|_| needed).map(|a| Output::new(None, a, || like(a))).transpose()
+    pub(crate) fn gradient(
+        py: Python<'py>,
+        of: Option<&Array<'py>>,
+        needed: bool,
+    ) -> PyResult<Option<Self>> {
+        of.filter(|_| needed).map(|a| Output::new(py, None, a, || like(a))).transpose()
     }
 
     /// [`Output::view_mut`] of an optional result.
@@ -95,23 +102,28 @@ impl<'py> Output<'py> {
 
     /// [`Output::finish`] of an optional result.
     pub(crate) fn finish_option(
+        py: Python<'py>,
         output: Option<Self>,
         family: &Family<'py>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        output.map(|o| o.finish(family)).transpose()
+        output.map(|o| o.finish(py, family)).transpose()
     }
 
     /// The object to return.
-    pub(crate) fn finish(self, family: &Family<'py>) -> PyResult<Bound<'py, PyAny>> {
+    pub(crate) fn finish(
+        self,
+        py: Python<'py>,
+        family: &Family<'py>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         match self {
             Output::Given(array, object) => {
-                array.fetch()?;
+                array.fetch(py)?;
                 Ok(object)
             }
             Output::Own(owned) => family.take(owned),
             Output::Staged(tensor) => {
                 let mut host = windrow::Tensor::uninitialised(*tensor.desc()).py()?;
-                fetch(&tensor, host.as_mut().as_mut_ptr()).py()?;
+                fetch(py, &tensor, host.as_mut().as_mut_ptr()).py()?;
                 family.take(Owned::Host(host))
             }
         }

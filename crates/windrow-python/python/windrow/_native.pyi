@@ -161,6 +161,10 @@ def conv2d_backward(
     accuracy: str | None,
     needs: tuple[bool, bool, bool],
 ) -> list[A | None]: ...
+def conv2d_plans() -> list[tuple[list[int], list[int], str]]:
+    """The plans kept for later calls, the one used last first: shapes of image and filter, and what
+    the plan does."""
+
 def gelu_backward(
     dy: A,
     x: A,
