@@ -2,6 +2,7 @@
 
 use crate::dlpack::{self, DLDataType, DLTensor, ExchangeApi};
 use crate::error::{IntoPy, NotInPlace, exception};
+use crate::torch::count_change;
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::ffi::{PyObject, PyObject_CallMethodObjArgs, PyTypeObject};
 use pyo3::intern;
@@ -289,6 +290,16 @@ impl<'py> Array<'py> {
         // SAFETY: the memory is as described while the object lives, and Python code that wrote
         // to it during the call would be racing in any library.
         unsafe { TensorRef::from_raw(self.data, self.desc, self.device) }
+    }
+
+    /// The caller's array as an output: a change that its library is told of.
+    pub(crate) fn view_changed(&self) -> PyResult<TensorMut<'_>> {
+        let view = self.view_mut()?;
+        match &self.family {
+            Family::Exchange(_, object) | Family::Torch(object) => count_change(object)?,
+            Family::NumPyBf16(_) | Family::Other(_) => {}
+        }
+        Ok(view)
     }
 
     /// The array as an output.

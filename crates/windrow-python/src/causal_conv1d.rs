@@ -221,7 +221,7 @@ pub(crate) fn causal_conv1d_update<'py>(
         cache_seqlens: view(&cache_seqlens),
         conv_state_indices: view(&conv_state_indices),
     };
-    let state = conv_state.view_mut()?;
+    let state = conv_state.view_changed()?;
     let mut target = y.view_mut()?;
     // SAFETY: the same elements of an exclusive view, with a dimension of size 1 more.
     let target =

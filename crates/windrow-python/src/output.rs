@@ -17,6 +17,8 @@ use windrow::{Device, Layout, MAX_RANK, TensorDesc, TensorMut, TensorRef};
 pub(crate) enum Output<'py> {
     /// The caller's array.
     Given(Array<'py>, Bound<'py, PyAny>),
+    /// A new array of the caller's library.
+    New(Array<'py>, Bound<'py, PyAny>),
     /// Memory from the library's cache of freed blocks: a fresh block of the system would cost a
     /// page fault for every 4 KiB on each call.
     Own(Owned),
@@ -60,7 +62,7 @@ impl<'py> Output<'py> {
             Device::Cuda(index) => match &like.family {
                 Family::Exchange(_, object) | Family::Torch(object) => {
                     let out = empty_beside(object, &desc)?;
-                    Output::Given(Array::import("out", &out)?, out)
+                    Output::New(Array::import("out", &out)?, out)
                 }
                 _ => {
                     let tensor = py.detach(|| DeviceTensor::new(desc, index)).py()?;
@@ -72,7 +74,7 @@ impl<'py> Output<'py> {
 
     pub(crate) fn desc(&self) -> TensorDesc {
         match self {
-            Output::Given(array, _) => array.desc,
+            Output::Given(array, _) | Output::New(array, _) => array.desc,
             Output::Own(owned) => *owned.view().desc(),
             Output::Staged(tensor) => *tensor.desc(),
         }
@@ -80,7 +82,8 @@ impl<'py> Output<'py> {
 
     pub(crate) fn view_mut(&mut self) -> PyResult<TensorMut<'_>> {
         match self {
-            Output::Given(array, _) => array.view_mut(),
+            Output::Given(array, _) => array.view_changed(),
+            Output::New(array, _) => array.view_mut(),
             Output::Own(Owned::Host(tensor)) => Ok(tensor.as_mut()),
             Output::Own(Owned::Device(tensor)) | Output::Staged(tensor) => tensor.as_mut().py(),
         }
@@ -120,6 +123,7 @@ impl<'py> Output<'py> {
                 array.fetch(py)?;
                 Ok(object)
             }
+            Output::New(_, object) => Ok(object),
             Output::Own(owned) => family.take(owned),
             Output::Staged(tensor) => {
                 let mut host = windrow::Tensor::uninitialised(*tensor.desc()).py()?;

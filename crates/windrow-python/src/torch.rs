@@ -13,11 +13,23 @@ struct Torch {
     dispatch_modes: Py<PyAny>,
     is_tracing: Py<PyAny>,
     profiler: Py<PyModule>,
+    forward_ad: Py<PyModule>,
+    increment_version: Py<PyAny>,
 }
 
+static TORCH: PyOnceLock<Torch> = PyOnceLock::new();
+
 impl Torch {
+    /// None as long as nobody has imported PyTorch.
+    fn if_imported(py: Python<'_>) -> PyResult<Option<&'static Torch>> {
+        if let Some(torch) = TORCH.get(py) {
+            return Ok(Some(torch));
+        }
+        let modules = py.import("sys")?.getattr("modules")?;
+        if modules.contains("torch")? { Torch::get(py).map(Some) } else { Ok(None) }
+    }
+
     fn get(py: Python<'_>) -> PyResult<&'static Torch> {
-        static TORCH: PyOnceLock<Torch> = PyOnceLock::new();
         TORCH.get_or_try_init(py, || {
             let torch = py.import("torch")?;
             let c = torch.getattr("_C")?;
@@ -28,14 +40,20 @@ impl Torch {
                 dispatch_modes: c.getattr("_len_torch_dispatch_stack")?.unbind(),
                 is_tracing: c.getattr("_is_tracing")?.unbind(),
                 profiler: py.import("torch.autograd.profiler")?.unbind(),
+                forward_ad: py.import("torch.autograd.forward_ad")?.unbind(),
+                increment_version: py
+                    .import("torch.autograd.graph")?
+                    .getattr("increment_version")?
+                    .unbind(),
             })
         })
     }
 }
 
 /// True if PyTorch's dispatcher would do nothing for these tensors but call the kernel: plain
-/// tensors, no gradient to record, no mode, tracer or profiler that wants to see the operator.
-/// Then the kernel can be called straight away, which saves most of the cost of a small call.
+/// tensors, no gradient to record, no forward-mode derivative, no mode, tracer or profiler that
+/// wants to see the operator. Then the kernel can be called straight away, which saves most of the
+/// cost of a small call.
 /// Tensors that a transform like `vmap` has wrapped are plain by type but have no memory: the kernel
 /// raises [`NotInPlace`](crate::error::NotInPlace) before it does anything.
 ///
@@ -59,7 +77,22 @@ pub(crate) fn nothing_to_dispatch<'a, 'py: 'a>(
     }
     let profiler = torch.profiler.bind(py);
     let is_profiling = || profiler.getattr(intern!(py, "_is_profiler_enabled"))?.is_truthy();
-    Ok(!(ask(&torch.dispatch_modes)? || ask(&torch.is_tracing)? || is_profiling()?))
+    // Inside of a level, tensors may carry forward-mode derivatives.
+    let level = torch.forward_ad.bind(py).getattr(intern!(py, "_current_level"))?;
+    let no_level = level.extract::<i64>()? < 0;
+    Ok(no_level && !(ask(&torch.dispatch_modes)? || ask(&torch.is_tracing)? || is_profiling()?))
+}
+
+/// Counts a change of a tensor's memory, so that PyTorch notices where a gradient needs what was
+/// there before. Nothing happens for arrays of other libraries.
+pub(crate) fn count_change(array: &Bound<'_, PyAny>) -> PyResult<()> {
+    let py = array.py();
+    if let Some(torch) = Torch::if_imported(py)?
+        && array.is_instance(torch.tensor.bind(py))?
+    {
+        torch.increment_version.bind(py).call1((array,))?;
+    }
+    Ok(())
 }
 
 /// [`nothing_to_dispatch`] for tensors, and `None`s among them.

@@ -13,6 +13,7 @@ from windrow.torch._library import (
     define,
     differentiable,
     fake_gradients,
+    not_differentiable,
     or_empty,
     or_none,
 )
@@ -179,6 +180,7 @@ _causal_conv1d_update = define(
     _update_kernel,
     lambda x, *rest: torch.empty_like(x),
 )
+not_differentiable("causal_conv1d_update", instead="causal_conv1d_fn")
 
 
 def causal_conv1d_update(

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
+from torch.autograd import forward_ad
 
 from windrow import _native
 
@@ -29,9 +31,6 @@ def differentiable(
     name: str, setup_context: Callable[..., None], backward: Callable[..., Any]
 ) -> None:
     """Gives `windrow::name` a gradient, computed by the operator `windrow::name_backward`."""
-    torch.library.register_autograd(
-        f"windrow::{name}", backward, setup_context=setup_context, lib=_LIBRARY
-    )
 
     def twice(ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError(
@@ -39,16 +38,66 @@ def differentiable(
             "one use PyTorch's own operator"
         )
 
-    torch.library.register_autograd(
-        f"windrow::{name}_backward",
-        twice,
-        setup_context=lambda ctx, inputs, output: None,
-        lib=_LIBRARY,
+    _autograd(name, name, setup_context, backward)
+    _autograd(f"{name}_backward", name, _nothing, twice)
+
+
+def not_differentiable(name: str, instead: str) -> None:
+    """Makes a gradient through `windrow::name` an error that names what to use instead."""
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(f"windrow.torch.{name} has no gradient; {instead} has one")
+
+    _autograd(name, name, _nothing, backward)
+
+
+def _nothing(ctx: Any, inputs: Any, output: Any) -> None:
+    pass
+
+
+def _autograd(
+    operator: str,
+    name: str,
+    setup_context: Callable[..., None],
+    backward: Callable[..., Any],
+) -> None:
+    """What `torch.library.register_autograd` does, but for the silence with which it takes
+    tensors that carry forward-mode derivatives, and drops these."""
+    overload = getattr(torch.ops.windrow, operator).default
+    implementation = make_autograd_impl(overload, Info(backward, setup_context))
+
+    def checked(keyset: Any, *args: Any) -> Any:
+        if forward_ad._current_level >= 0 and any(_is_dual(arg) for arg in args):
+            raise NotImplementedError(
+                f"forward-mode derivatives (torch.func.jvp, jacfwd, dual tensors): windrow.torch."
+                f"{name} has none; use reverse mode, or PyTorch's own operator"
+            )
+        return implementation(keyset, *args)
+
+    _LIBRARY.impl(operator, checked, "Autograd", with_keyset=True)
+
+
+def _is_dual(value: Any) -> bool:
+    return isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None
+
+
+def _is_cast(value: Any, device: str, dtype: torch.dtype) -> bool:
+    """True if PyTorch's autocast casts this argument of a convolution."""
+    return (
+        isinstance(value, Tensor)
+        and value.device.type == device
+        and value.is_floating_point()
+        and value.dtype not in (dtype, torch.float64)
     )
 
 
-def autocast(operator: Any, lower_precision: Sequence[int]) -> None:
-    """Under autocast the f32 arguments at these positions are cast to the lower precision."""
+def autocast(
+    operator: Any,
+    lower_precision: Sequence[int],
+    after: Callable[[tuple[Any, ...], list[Any]], None] = lambda args, cast: None,
+) -> None:
+    """Under autocast the arguments at these positions are cast to the lower precision. `after` is
+    told the arguments, and those that take their place."""
 
     def on(device: str) -> None:
         key = getattr(torch._C.DispatchKey, f"Autocast{device}")
@@ -58,8 +107,9 @@ def autocast(operator: Any, lower_precision: Sequence[int]) -> None:
             dtype = torch.get_autocast_dtype(device.lower())
             cast_args = list(args)
             for i in lower_precision:
-                if i < len(args) and isinstance(args[i], Tensor) and args[i].dtype == torch.float32:
+                if _is_cast(args[i], device.lower(), dtype):
                     cast_args[i] = args[i].to(dtype)
+            after(args, cast_args)
             with torch._C._ExcludeDispatchKeyGuard(keys):
                 return operator(*cast_args)
 
