@@ -6,23 +6,24 @@ use crate::error::IntoPy;
 use crate::output::{Output, like};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use windrow::{
-    Accuracy, Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dSpec, Device, PlanOptions,
+    Accuracy, Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dSpec, Device, Filter, PlanOptions,
     TensorDesc, Weights,
 };
 
-/// A spec, and the algorithm where the caller names one.
-type Key = (Conv2dSpec, Option<Conv2dAlgorithm>);
+/// A spec, the algorithm where the caller names one, and whether the packed filter is kept.
+type Key = (Conv2dSpec, Option<Conv2dAlgorithm>, Filter);
 static PLANS: PlanCache<Key, windrow::Conv2dPlan> = PlanCache::new();
 
 fn make_plan(
-    (spec, algorithm): &Key,
+    (spec, algorithm, filter): &Key,
     options: &PlanOptions,
 ) -> windrow::Result<windrow::Conv2dPlan> {
+    let options = PlanOptions { filter: *filter, ..*options };
     match algorithm {
-        None => windrow::Conv2dPlan::new(spec, options),
-        Some(algorithm) => windrow::Conv2dPlan::with_algorithm(spec, *algorithm, options),
+        None => windrow::Conv2dPlan::new(spec, &options),
+        Some(algorithm) => windrow::Conv2dPlan::with_algorithm(spec, *algorithm, &options),
     }
 }
 
@@ -63,10 +64,40 @@ fn params(
 #[pyclass(module = "windrow", frozen)]
 pub(crate) struct PackedWeights(windrow::PackedWeights);
 
-/// The packed forms of one filter, for the algorithms that have used it, until the filter changes.
+/// The packed forms of one filter, by content: [`windrow::FilterCache`].
 #[pyclass(module = "windrow._native", frozen)]
 #[derive(Default)]
-pub(crate) struct FilterCache(Mutex<(i64, Vec<Arc<windrow::PackedWeights>>)>);
+pub(crate) struct FilterCache(windrow::FilterCache);
+
+#[pymethods]
+impl FilterCache {
+    #[new]
+    fn new() -> Self {
+        Self::default()
+    }
+
+    /// Memory of what is packed.
+    #[getter]
+    fn bytes(&self) -> usize {
+        self.0.bytes()
+    }
+
+    /// Drops what is packed.
+    fn clear(&self, py: Python<'_>) {
+        py.detach(|| self.0.clear());
+    }
+}
+
+impl FilterCache {
+    /// The cache, which does or does not trust the filter to stay as it is.
+    fn frozen(&self, frozen: bool) -> &windrow::FilterCache {
+        // Setting it makes the cache compare once more.
+        if self.0.is_frozen() != frozen {
+            self.0.set_frozen(frozen);
+        }
+        &self.0
+    }
+}
 
 /// The plans kept for later calls, the one used last first: shapes of image and filter, and what the
 /// plan does.
@@ -79,44 +110,6 @@ pub(crate) fn conv2d_plans() -> Vec<(Vec<usize>, Vec<usize>, String)> {
     PLANS.plans().iter().map(|plan| describe(plan)).collect()
 }
 
-#[pymethods]
-impl FilterCache {
-    #[new]
-    fn new() -> Self {
-        Self::default()
-    }
-}
-
-impl FilterCache {
-    /// The filter packed for `plan`; `version` tells whether what was packed earlier is stale.
-    fn get(
-        &self,
-        py: Python<'_>,
-        plan: &windrow::Conv2dPlan,
-        weight: &Array<'_>,
-        version: i64,
-    ) -> PyResult<Arc<windrow::PackedWeights>> {
-        let state = || self.0.lock().unwrap_or_else(|e| e.into_inner());
-        let mut stale = None;
-        {
-            let mut state = state();
-            if state.0 != version {
-                stale = Some(std::mem::replace(&mut *state, (version, Vec::new())));
-            } else if let Some(packed) = state.1.iter().find(|p| plan.accepts(p)) {
-                return Ok(packed.clone());
-            }
-        }
-        // Packing, and freeing what was packed, may wait for the device: not under the mutex.
-        py.detach(|| drop(stale));
-        let packed = Arc::new(pack(py, plan, weight)?);
-        let mut state = state();
-        if state.0 == version {
-            state.1.push(packed.clone());
-        }
-        Ok(packed)
-    }
-}
-
 fn pack(
     py: Python<'_>,
     plan: &windrow::Conv2dPlan,
@@ -124,10 +117,6 @@ fn pack(
 ) -> PyResult<windrow::PackedWeights> {
     let view = weight.view();
     run(py, weight, 0, RELEASE, |ws| plan.pack_weights(&view, ws))
-}
-
-fn workspace_bytes(plan: &windrow::Conv2dPlan, args: &Conv2dArgs<'_>) -> usize {
-    plan.workspace_bytes_for(&args.w)
 }
 
 /// What tells whether it is worth to release the interpreter lock: elements, not multiplications,
@@ -158,7 +147,7 @@ pub(crate) fn conv2d<'py>(
     algorithm: Option<&str>,
     out: Option<&Bound<'py, PyAny>>,
     device: Option<&str>,
-    filters: Option<(PyRef<'py, FilterCache>, i64)>,
+    filters: Option<(PyRef<'py, FilterCache>, bool)>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let params = params([stride, padding, dilation], groups, activation, accuracy)?;
     let algorithm = algorithm.map(word).transpose()?;
@@ -171,20 +160,46 @@ pub(crate) fn conv2d<'py>(
     let mut y = Output::new(py, out, &x, || Ok(spec.y))?;
     spec.y = y.desc();
     let elements = work(&spec);
-    let plan = PLANS.get(py, &(spec, algorithm), x.device, make_plan)?;
-    let packed = match &filters {
-        Some((cache, version)) => Some(cache.get(py, &plan, &weight, *version)?),
-        None => None,
-    };
-    let w = match &packed {
-        Some(packed) => Weights::Packed(packed),
+    let filter = if filters.is_some() { Filter::Kept } else { Filter::Changing };
+    let plan = PLANS.get(py, &(spec, algorithm, filter), x.device, make_plan)?;
+    let w = match &filters {
+        Some((cache, frozen)) => Weights::Cached(weight.view(), cache.frozen(*frozen)),
         None => Weights::Raw(weight.view()),
     };
     let args = Conv2dArgs { x: x.view(), w, bias: view(&bias) };
     let target = y.view_mut()?;
-    let bytes = workspace_bytes(&plan, &args);
+    let bytes = plan.workspace_bytes_for(&args.w);
     run(py, &x, bytes, elements, |ws| plan.run(&args, target, ws))?;
     y.finish(py, &x.family)
+}
+
+/// Memory that [`conv2d`] needs beside its tensors: for the packed filter, and for the rest.
+#[pyfunction]
+#[pyo3(signature = (x, weight, bias, *, stride, padding, dilation, groups, activation, accuracy,
+                    is_kept))]
+#[expect(clippy::too_many_arguments, reason = "a Python signature")]
+pub(crate) fn conv2d_bytes<'py>(
+    py: Python<'py>,
+    x: &Bound<'py, PyAny>,
+    weight: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: usize,
+    activation: Option<&str>,
+    accuracy: Option<&str>,
+    is_kept: bool,
+) -> PyResult<(usize, usize)> {
+    let params = params([stride, padding, dilation], groups, activation, accuracy)?;
+    let x = Array::import("x", x)?;
+    let weight = Array::import("weight", weight)?;
+    let mut spec = Conv2dSpec::new(x.desc, weight.desc, &params).py()?;
+    spec.bias = desc(&Array::import_option("bias", bias, None)?);
+    let filter = if is_kept { Filter::Kept } else { Filter::Changing };
+    let plan = PLANS.get(py, &(spec, None, filter), x.device, make_plan)?;
+    let scratch = plan.packed_workspace_bytes();
+    Ok((plan.workspace_bytes() - scratch, scratch))
 }
 
 /// Gradients of [`conv2d`] without activation, with respect to those of `x`, `weight` and `bias`
@@ -209,13 +224,7 @@ pub(crate) fn conv2d_backward<'py>(
     let x = Array::import("x", x)?;
     let weight = Array::import("weight", weight)?;
     let bias = Array::import_option("bias", bias, None)?;
-    // The gradient of x is dense, which x need not be: then its plan is another one.
-    let plan = |x: TensorDesc| {
-        let spec = Conv2dSpec::new(x, weight.desc, &params).py()?;
-        let spec = Conv2dSpec { y: dy.desc, ..spec };
-        PLANS.get(py, &(spec, None), dy.device, make_plan)
-    };
-    let (data, rest) = (plan(like(&x)?)?, plan(x.desc)?);
+    let (data, rest) = backward_plans(py, &dy, &x, &weight, &params)?;
     let bytes = data.backward_workspace_bytes().max(rest.backward_workspace_bytes());
     let mut dx = Output::gradient(py, Some(&x), needs.0)?;
     let mut dweight = Output::gradient(py, Some(&weight), needs.1)?;
@@ -242,6 +251,45 @@ pub(crate) fn conv2d_backward<'py>(
         Output::finish_option(py, dweight, family)?,
         Output::finish_option(py, dbias, family)?,
     ])
+}
+
+/// Memory that [`conv2d_backward`] needs beside its tensors.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "a Python signature")]
+pub(crate) fn conv2d_backward_bytes<'py>(
+    py: Python<'py>,
+    dy: &Bound<'py, PyAny>,
+    x: &Bound<'py, PyAny>,
+    weight: &Bound<'py, PyAny>,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: usize,
+    accuracy: Option<&str>,
+) -> PyResult<usize> {
+    let params = params([stride, padding, dilation], groups, None, accuracy)?;
+    let dy = Array::import("dy", dy)?;
+    let x = Array::import("x", x)?;
+    let weight = Array::import("weight", weight)?;
+    let (data, rest) = backward_plans(py, &dy, &x, &weight, &params)?;
+    Ok(data.backward_workspace_bytes().max(rest.backward_workspace_bytes()))
+}
+
+/// The plan for the gradient of x, and the one for the others. The gradient of x is dense, which x
+/// need not be: then the plans are two.
+fn backward_plans(
+    py: Python<'_>,
+    dy: &Array<'_>,
+    x: &Array<'_>,
+    weight: &Array<'_>,
+    params: &Conv2dParams,
+) -> PyResult<(Arc<windrow::Conv2dPlan>, Arc<windrow::Conv2dPlan>)> {
+    let plan = |x: TensorDesc| {
+        let spec = Conv2dSpec::new(x, weight.desc, params).py()?;
+        let key = (Conv2dSpec { y: dy.desc, ..spec }, None, Filter::Changing);
+        PLANS.get(py, &key, dy.device, make_plan)
+    };
+    Ok((plan(like(x)?)?, plan(x.desc)?))
 }
 
 /// Conv2dPlan(x, weight, bias=None, *, stride=1, padding=0, dilation=1, groups=1, activation=None, accuracy=None, algorithm=None, device=None)
@@ -282,7 +330,7 @@ impl Conv2dPlan {
         spec.bias = desc(&Array::import_option("bias", bias, None)?);
         let device = device.map(word).transpose()?.unwrap_or(x.device);
         let options = PlanOptions { device, ..PlanOptions::default() };
-        let plan = py.detach(|| make_plan(&(spec, algorithm), &options)).py()?;
+        let plan = py.detach(|| make_plan(&(spec, algorithm, Filter::Kept), &options)).py()?;
         Ok(Conv2dPlan { plan, device })
     }
 
@@ -343,7 +391,7 @@ impl Conv2dPlan {
         };
         let args = Conv2dArgs { x: x.view(), w, bias: view(&bias) };
         let target = y.view_mut()?;
-        let bytes = workspace_bytes(&self.plan, &args);
+        let bytes = self.plan.workspace_bytes_for(&args.w);
         run(py, &x, bytes, work(spec), |ws| self.plan.run(&args, target, ws))?;
         y.finish(py, &x.family)
     }

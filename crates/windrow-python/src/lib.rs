@@ -25,7 +25,8 @@ mod _native {
     use super::command::command;
     #[pymodule_export]
     use super::conv2d::{
-        Conv2dPlan, FilterCache, PackedWeights, conv2d, conv2d_backward, conv2d_plans,
+        Conv2dPlan, FilterCache, PackedWeights, conv2d, conv2d_backward, conv2d_backward_bytes,
+        conv2d_bytes, conv2d_plans,
     };
     #[pymodule_export]
     use super::error::NotInPlace;

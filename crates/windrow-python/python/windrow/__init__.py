@@ -5,7 +5,15 @@ place, by their strides, and return the caller's kind of array. They record no g
 modules and torch.compile see `windrow.torch`.
 """
 
-from windrow._native import (
+import sysconfig
+
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    raise ImportError(
+        "windrow is built for Python's stable ABI, which free-threaded Python does not load: use a "
+        "Python with the global interpreter lock"
+    )
+
+from windrow._native import (  # noqa: E402
     Conv2dPlan,
     PackedWeights,
     Tensor,

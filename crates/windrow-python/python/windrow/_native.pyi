@@ -136,14 +136,15 @@ def conv2d(
     algorithm: str | None = None,
     out: A | None = None,
     device: str | None = None,
-    filters: tuple[FilterCache, int] | None = None,
+    filters: tuple[FilterCache, bool] | None = None,
 ) -> A:
     """Two-dimensional convolution, by Winograd where filter and stride allow and the error stays
     inside `accuracy` (default "fp32").
 
     x: [n, c, h, w], f32, f16 or bf16, any strides; the result [n, k, oh, ow] is channels-last if x
     is. weight: [k, c / groups, r, s] of x's type; bias: [k], f32 or x's type. `algorithm` names one
-    of `Conv2dPlan.algorithms`. `filters` is for `windrow.torch`.
+    of `Conv2dPlan.algorithms`. `filters` is for `windrow.torch`: where packed forms are kept, and
+    whether the filter is trusted to stay as it is.
 
     Raises ValueError, TypeError (element types), NotImplementedError (an algorithm that cannot do
     it).
@@ -161,6 +162,33 @@ def conv2d_backward(
     accuracy: str | None,
     needs: tuple[bool, bool, bool],
 ) -> list[A | None]: ...
+def conv2d_bytes(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    *,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    activation: str | None,
+    accuracy: str | None,
+    is_kept: bool,
+) -> tuple[int, int]:
+    """Memory that `conv2d` needs beside its tensors: for the packed filter, and for the rest."""
+
+def conv2d_backward_bytes(
+    dy: Array,
+    x: Array,
+    weight: Array,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    accuracy: str | None,
+) -> int:
+    """Memory that `conv2d_backward` needs beside its tensors."""
+
 def conv2d_plans() -> list[tuple[list[int], list[int], str]]:
     """The plans kept for later calls, the one used last first: shapes of image and filter, and what
     the plan does."""
@@ -224,7 +252,14 @@ class PackedWeights:
 
 @final
 class FilterCache:
-    """The packed forms of one filter, until it changes."""
+    """The packed forms of one filter, right by its content."""
+
+    def __init__(self) -> None: ...
+    @property
+    def bytes(self) -> int:
+        """Memory of what is packed."""
+    def clear(self) -> None:
+        """Drops what is packed."""
 
 @final
 class Tensor:

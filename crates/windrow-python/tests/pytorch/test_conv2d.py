@@ -1,14 +1,11 @@
-"""`windrow.torch.conv2d`, `Conv2d` and `patch`."""
-
-import copy
-import pickle
+"""`windrow.torch.conv2d` and `Conv2d`."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from common import compare_with_f64, each_device, each_dtype, leaf
 from torch import nn
-from windrow.torch import GELU, Conv2d, conv2d, patch
+from windrow.torch import GELU, Conv2d, conv2d
 
 OPTIONS = [
     {},
@@ -103,50 +100,6 @@ def test_double_backward_is_refused():
         dx.sum().backward()
 
 
-def close(module, x):
-    with torch.no_grad():
-        want = F.conv2d(x, module.weight, module.bias, padding=1)
-        torch.testing.assert_close(module(x), want, atol=1e-4, rtol=1e-4)
-
-
-def test_packed_filter_follows_the_weight():
-    module = Conv2d(16, 24, 3, padding=1).eval()
-    x = leaf(2, 16, 20, 20, grad=False)
-    close(module, x)
-    close(module, x)
-    with torch.no_grad():
-        module.weight.mul_(2)
-    close(module, x)
-    module.weight.data = torch.randn_like(module.weight)
-    close(module, x)
-    module.weight = nn.Parameter(torch.randn_like(module.weight))
-    close(module, x)
-    module.load_state_dict({k: v + 1 for k, v in module.state_dict().items()})
-    close(module, x)
-    optimizer = torch.optim.Adam(module.parameters())
-    module(x).square().sum().backward()
-    optimizer.step()
-    close(module, x)
-    # Another image size may want another packing of the same filter.
-    close(module, leaf(1, 16, 4, 4, grad=False))
-    close(module, x)
-    with torch.inference_mode():
-        made_inside = Conv2d(16, 24, 3, padding=1)
-        y = made_inside(x)
-    assert y.shape == (2, 24, 20, 20)
-
-
-def test_module_is_copied_and_saved():
-    module = Conv2d(4, 4, 3, padding=1).eval()
-    x = leaf(1, 4, 9, 9, grad=False)
-    close(module, x)
-    for twin in [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]:
-        with torch.no_grad():
-            twin.weight.mul_(3)
-        close(twin, x)
-    close(module, x)
-
-
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 def test_padding_modes(mode):
     ours = Conv2d(3, 4, 3, padding=1, padding_mode=mode)
@@ -192,36 +145,13 @@ def test_opcheck(device, layout):
     weight, bias = leaf(4, 3, 3, 3, device=device), leaf(4, device=device)
     options = ([1, 1], [1, 1], [1, 1], 1)
     operator = torch.ops.windrow.conv2d.default
-    torch.library.opcheck(operator, (x, weight, bias, *options, None, None, None))
-    torch.library.opcheck(
-        operator, (x.detach(), weight.detach(), None, *options, "relu", "exact", "direct")
-    )
+    for algorithm in (None, "fastest"):
+        args = (x, weight, bias, *options, None, None, algorithm, "changing")
+        torch.library.opcheck(operator, args)
+    args = (x.detach(), weight.detach(), None, *options, "relu", "exact", "direct", "kept")
+    torch.library.opcheck(operator, args)
     dy = leaf(2, 4, 8, 9, device=device, layout=layout, grad=False)
-    torch.library.opcheck(
-        torch.ops.windrow.conv2d_backward.default,
-        (dy, x.detach(), weight.detach(), bias.detach(), *options, None, [True, True, True]),
-    )
-
-
-def test_patch():
-    shared = nn.Conv2d(8, 8, 3, padding=1)
-    model = nn.ModuleDict(
-        {
-            "stem": nn.Conv2d(3, 8, 7, stride=2),
-            "body": nn.Sequential(shared, nn.GELU("tanh"), shared),
-            "down": nn.Conv2d(8, 8, 3, stride=2),
-            "depthwise": nn.Conv2d(8, 8, 3, groups=8),
-        }
-    )
-    x = leaf(1, 8, 9, 9, grad=False)
-    want = model["body"](x)
-    weight = shared.weight
-    report = patch(model)
-    assert list(report.swapped) == ["body.0", "body.1"]
-    assert list(report.left) == ["stem", "down", "depthwise"]
-    assert "swapped body.0: Conv2d(8, 8" in str(report) and "left stem" in str(report)
-    assert type(shared) is Conv2d and shared.weight is weight
-    assert type(model["body"][1]) is GELU
-    torch.testing.assert_close(model["body"](x), want, atol=1e-4, rtol=1e-4)
-    assert not patch(model).swapped
-    assert "no nn.Conv2d" in str(patch(nn.Linear(2, 2)))
+    tensors = [t.detach() for t in (x, weight, bias)]
+    for algorithm in (None, "fastest"):
+        args = (dy, *tensors, *options, None, algorithm, [True, True, True])
+        torch.library.opcheck(torch.ops.windrow.conv2d_backward.default, args)

@@ -1,5 +1,8 @@
 """On a GPU: streams, graphs, compiled functions, and arrays of every library."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -151,3 +154,31 @@ def test_jax():
     y = windrow.gelu(jax.numpy.asarray(values))
     assert isinstance(y, jax.Array)
     np.testing.assert_allclose(np.asarray(y), windrow.gelu(values), atol=1e-5)
+
+
+FORK = """
+import os, sys
+import torch, windrow, windrow.torch
+
+x = torch.randn(2, 16, 12, 12, device="cuda")
+module = windrow.torch.Conv2d(16, 16, 3).cuda()
+with torch.no_grad():
+    module(x)
+torch.cuda.synchronize()
+# NumPy's array needs nothing of PyTorch, which would notice the fork by itself.
+image, weight = x.cpu().numpy(), module.weight.detach().cpu().numpy()
+child = os.fork()
+if child == 0:
+    try:
+        windrow.conv2d(image, weight, device="cuda:0")
+    except RuntimeError as error:
+        os._exit(0 if "fork" in str(error) else 2)
+    finally:
+        os._exit(1)
+_, status = os.waitpid(child, 0)
+raise SystemExit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_forked_process_gets_an_error():
+    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=120)

@@ -63,6 +63,8 @@ def train(model, batches):
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
+        with torch.no_grad():
+            model(x)  # Packs filters, which the next step changes.
     with torch.no_grad():
         return torch.stack(losses), model(batches[0][0])
 

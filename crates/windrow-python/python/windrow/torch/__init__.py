@@ -11,7 +11,7 @@ from windrow.torch._causal_conv1d import (
 )
 from windrow.torch._conv2d import Conv2d, conv2d
 from windrow.torch._gelu import GELU, gelu
-from windrow.torch._patch import PatchReport, patch
+from windrow.torch._patch import PatchReport, freeze, patch, unfreeze
 
 _threads.share()
 
@@ -23,6 +23,8 @@ __all__ = [
     "causal_conv1d_update",
     "causal_conv1d_varlen_states",
     "conv2d",
+    "freeze",
     "gelu",
     "patch",
+    "unfreeze",
 ]

@@ -1,15 +1,15 @@
 """Two-dimensional convolution."""
 
-import sys
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from windrow import _native
-from windrow.torch._gelu import gelu
+from windrow.torch import _conv2d_fastest
+from windrow.torch._conv2d_fastest import ACTIVATIONS, memory_format
+from windrow.torch._filters import adopt, filter_cache
 from windrow.torch._library import (
     autocast,
     call,
@@ -20,29 +20,12 @@ from windrow.torch._library import (
     or_none,
 )
 
-# Packed filters of parameters, for as long as these live. Keyed by the parameter and not held by a
-# module, so that they serve compiled graphs too, which call the operator without the module.
-_filters = WeakIdKeyDictionary()
+# As `algorithm`: Windrow or PyTorch's own operator, whichever is faster.
+FASTEST = "fastest"
 
-
-def _cached_filters(weight: Tensor) -> tuple[_native.FilterCache, int] | None:
-    """Where filters packed from `weight` are kept, and its version; None if it is no long-lived
-    tensor or does not count its changes."""
-    if not isinstance(weight, nn.Parameter) or weight.is_inference() or _some_model_is_sharded():
-        return None
-    cache = _filters.get(weight)
-    if cache is None:
-        cache = _filters[weight] = _native.FilterCache()
-    # In-place changes count in `_version`; assigning to `.data` changes the address instead.
-    return cache, hash((weight._version, weight.data_ptr()))
-
-
-def _some_model_is_sharded() -> bool:
-    """True once `fully_shard` was used in this process. It gathers weights into parameters without
-    counting that as a change, often to the address that they had before."""
-    # It makes a subclass for every class of modules that it shards.
-    module = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return module is not None and bool(module.__subclasses__())
+# What is done with a filter. Kept: packed forms are kept, and compared with it on each call. Frozen:
+# they are not compared. Changing: it is packed on each call, as in training.
+KEPT, FROZEN, CHANGING = "kept", "frozen", "changing"
 
 
 def _kernel(
@@ -56,7 +39,13 @@ def _kernel(
     activation: str | None,
     accuracy: str | None,
     algorithm: str | None,
+    filter: str,
 ) -> Tensor:
+    cache = None if filter == CHANGING else filter_cache(weight)
+    filters = None if cache is None else (cache, filter == FROZEN)
+    if algorithm == FASTEST:
+        options = (stride, padding, dilation, groups)
+        return _conv2d_fastest.forward(x, weight, bias, options, activation, accuracy, filters)
     return _native.conv2d(
         x,
         weight,
@@ -68,7 +57,7 @@ def _kernel(
         activation=activation,
         accuracy=accuracy,
         algorithm=algorithm,
-        filters=_cached_filters(weight),
+        filters=filters,
     )
 
 
@@ -83,6 +72,7 @@ def _fake(
     activation: str | None,
     accuracy: str | None,
     algorithm: str | None,
+    filter: str,
 ) -> Tensor:
     size = [
         (n + 2 * p - d * (r - 1) - 1) // s + 1
@@ -90,12 +80,12 @@ def _fake(
             x.shape[2:], padding, dilation, weight.shape[2:], stride, strict=True
         )
     ]
-    channels_last = x.shape[1] > 1 and x.stride(1) < x.stride(3)
+    layout = memory_format(x, weight if algorithm == FASTEST else x)
     return torch.empty(
         [x.shape[0], weight.shape[0], *size],
         dtype=x.dtype,
         device=x.device,
-        memory_format=torch.channels_last if channels_last else torch.contiguous_format,
+        memory_format=layout,
     )
 
 
@@ -109,36 +99,37 @@ def _backward_kernel(
     dilation: list[int],
     groups: int,
     accuracy: str | None,
+    algorithm: str | None,
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
     if 0 in dy.stride():
         # A broadcast gradient, as that of a sum: plans want an element of memory for each.
         dy = dy.contiguous()
-    grads = _native.conv2d_backward(
-        dy, x, weight, bias, stride, padding, dilation, groups, accuracy, tuple(needs)
-    )
+    options, wanted = (stride, padding, dilation, groups), tuple(needs)
+    if algorithm == FASTEST:
+        grads = _conv2d_fastest.gradients(dy, x, weight, bias, options, accuracy, wanted)
+    else:
+        grads = _native.conv2d_backward(dy, x, weight, bias, *options, accuracy, wanted)
     return or_empty(dy, grads)
 
 
 _conv2d = define(
     "conv2d(Tensor x, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding,"
-    " SymInt[] dilation, SymInt groups, str? activation, str? accuracy, str? algorithm) -> Tensor",
+    " SymInt[] dilation, SymInt groups, str? activation, str? accuracy, str? algorithm, str filter) -> Tensor",
     _kernel,
     _fake,
 )
 _conv2d_backward = define(
     "conv2d_backward(Tensor dy, Tensor x, Tensor weight, Tensor? bias, SymInt[] stride,"
-    " SymInt[] padding, SymInt[] dilation, SymInt groups, str? accuracy, bool[] needs)"
-    " -> (Tensor, Tensor, Tensor)",
+    " SymInt[] padding, SymInt[] dilation, SymInt groups, str? accuracy, str? algorithm,"
+    " bool[] needs) -> (Tensor, Tensor, Tensor)",
     _backward_kernel,
-    lambda dy, x, weight, bias, stride, padding, dilation, groups, accuracy, needs: fake_gradients(
-        [x, weight, bias], needs, dy
-    ),
+    lambda dy, x, weight, bias, *rest: fake_gradients([x, weight, bias], rest[-1], dy),
 )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, *ctx.options, activation, ctx.accuracy, _algorithm = inputs
+    x, weight, bias, *ctx.options, activation, ctx.accuracy, ctx.algorithm, _filter = inputs
     # PyTorch before 2.5 comes here even where nothing requires a gradient.
     if activation is not None and any(ctx.needs_input_grad):
         raise NotImplementedError(
@@ -150,22 +141,22 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad[:3]
-    grads = _conv2d_backward(dy, *ctx.saved_tensors, *ctx.options, ctx.accuracy, needs)
-    return *or_none(grads, needs), *[None] * 7
+    options = (*ctx.options, ctx.accuracy, ctx.algorithm)
+    grads = _conv2d_backward(dy, *ctx.saved_tensors, *options, needs)
+    return *or_none(grads, needs), *[None] * 8
 
 
 differentiable("conv2d", _setup_context, _backward)
-autocast(_conv2d, lower_precision=[0, 1, 2])
 
-_ACTIVATIONS = {
-    "identity": lambda y: y,
-    "none": lambda y: y,
-    "relu": F.relu,
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": gelu,
-    "gelu_tanh": lambda y: gelu(y, "tanh"),
-}
+
+def _keep_packed(args: tuple[Any, ...], cast: list[Any]) -> None:
+    """Autocast makes a new tensor of the filter on each call: what is packed stays with the filter."""
+    # Not for those without memory, like fake ones.
+    if args[-1] != CHANGING and cast[1] is not args[1] and type(cast[1]) is Tensor:
+        adopt(cast[1], args[1])
+
+
+autocast(_conv2d, lower_precision=[0, 1, 2], after=_keep_packed)
 
 
 def _pair(value: int | tuple[int, int] | list[int]) -> list[int]:
@@ -207,15 +198,32 @@ def conv2d(
     activation: None, "relu", "silu", "gelu" or "gelu_tanh", applied to the result.
     accuracy: "exact" (no Winograd), "fp32", "tf32" or "half"; None is "fp32", or "tf32" on CUDA
     where PyTorch's own convolutions may use it (`torch.backends.cudnn.allow_tf32`).
-    algorithm: one of `windrow.Conv2dPlan.algorithms`; None lets the planner choose.
+    algorithm: one of `windrow.Conv2dPlan.algorithms`; None lets the planner choose; "fastest"
+    measures PyTorch's own operator beside it, and takes the faster one from then on.
 
-    The packed form of an `nn.Parameter` is kept until the parameter changes; changes through
-    `weight.data` in place are not seen.
+    The packed form of a filter is kept as long as the filter's memory lives, but where a gradient of
+    it is wanted. Each call looks whether the filter's values are still those that were packed.
     """
+    args = (stride, padding, dilation, groups, activation, accuracy, algorithm)
+    return _conv2d_of(input, weight, bias, *args, is_frozen=False)
+
+
+def _conv2d_of(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: int | tuple[int, int],
+    padding: int | tuple[int, int] | str,
+    dilation: int | tuple[int, int],
+    groups: int,
+    activation: str | None,
+    accuracy: str | None,
+    algorithm: str | None,
+    is_frozen: bool,
+) -> Tensor:
     if input.dim() == 3:
-        options = {"activation": activation, "accuracy": accuracy, "algorithm": algorithm}
-        x = input.unsqueeze(0)
-        return conv2d(x, weight, bias, stride, padding, dilation, groups, **options).squeeze(0)
+        args = (stride, padding, dilation, groups, activation, accuracy, algorithm, is_frozen)
+        return _conv2d_of(input.unsqueeze(0), weight, bias, *args).squeeze(0)
     stride, dilation = _pair(stride), _pair(dilation)
     if isinstance(padding, str):
         input, padding = _named_padding(padding, input, weight, stride, dilation)
@@ -223,31 +231,51 @@ def conv2d(
         padding = _pair(padding)
     if accuracy is None and input.is_cuda and torch.backends.cudnn.allow_tf32:
         accuracy = "tf32"
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"`activation` is {activation!r}, expected one of {[*ACTIVATIONS]}")
+    of_filter = torch.is_grad_enabled() and weight.requires_grad
     after = None
     if activation is not None and torch.is_grad_enabled():
-        if input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad):
-            after, activation = _ACTIVATIONS.get(activation), None
-            if after is None:
-                raise ValueError(f"`activation` is {activation!r}, expected one of {[*_ACTIVATIONS]}")
-    args = (stride, padding, dilation, groups, activation, accuracy, algorithm)
-    y = call(_conv2d, _kernel, (input, weight, bias), *args)
+        if of_filter or input.requires_grad or (bias is not None and bias.requires_grad):
+            after, activation = ACTIVATIONS[activation], None
+    options = (stride, padding, dilation, groups)
+    if algorithm == FASTEST and not torch.compiler.is_dynamo_compiling():
+        if activation is None and _conv2d_fastest.is_pytorchs(
+            input, weight, bias, options, accuracy
+        ):
+            y = torch.conv2d(input, weight, bias, *options)
+            return y if after is None else after(y)
+    filter = CHANGING if of_filter else FROZEN if is_frozen else KEPT
+    rest = (*options, activation, accuracy, algorithm, filter)
+    y = call(_conv2d, _kernel, (input, weight, bias), *rest)
     return y if after is None else after(y)
 
 
 class Conv2d(nn.Conv2d):
     """`torch.nn.Conv2d`, computed by Windrow. Options of `conv2d` that are no options of
-    `torch.nn.Conv2d` are attributes: `activation`, `accuracy`, `algorithm`."""
+    `torch.nn.Conv2d` are attributes: `activation`, `accuracy`, `algorithm`. Of a `frozen` one nobody
+    looks whether the filter has changed."""
 
     activation: str | None = None
     accuracy: str | None = None
     algorithm: str | None = None
+    frozen: bool = False
+
+    def layer(self) -> tuple[Any, ...]:
+        """What decisions for the algorithm "fastest" know of this module."""
+        padding: Any = self.padding if self.padding_mode == "zeros" else (0, 0)
+        if isinstance(padding, str):
+            same = [d * (r - 1) // 2 for d, r in zip(self.dilation, self.kernel_size, strict=True)]
+            padding = same if padding == "same" else (0, 0)
+        options = (self.stride, padding, self.dilation, self.groups)
+        return _conv2d_fastest.layer(self.weight, self.bias, options)
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         padding = self.padding
         if self.padding_mode != "zeros":
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = 0
-        return conv2d(
+        return _conv2d_of(
             input,
             weight,
             bias,
@@ -255,7 +283,8 @@ class Conv2d(nn.Conv2d):
             padding,
             self.dilation,
             self.groups,
-            activation=self.activation,
-            accuracy=self.accuracy,
-            algorithm=self.algorithm,
+            self.activation,
+            self.accuracy,
+            self.algorithm,
+            self.frozen,
         )

@@ -1,0 +1,316 @@
+"""`patch`, and the algorithm "fastest" of the convolutions that it swaps: Windrow's or PyTorch's."""
+
+import copy
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import compare_with_f64, each_device, each_dtype, leaf
+from torch import nn
+from windrow.torch import GELU, Conv2d, _conv2d_fastest, _fastest, conv2d, freeze, patch
+
+
+@pytest.fixture(autouse=True)
+def _nothing_decided():
+    _fastest._decisions.clear()
+    yield
+    _fastest._decisions.clear()
+
+
+@pytest.fixture
+def times(monkeypatch):
+    """What a measurement finds, by contestant; the factor is ours."""
+    measured = []
+
+    def set_times(factor):
+        def found(device, contestants):
+            measured.append([c.name for c in contestants])
+            return {c.name: 1.0 if c.name == _fastest.PYTORCH else factor for c in contestants}
+
+        monkeypatch.setattr(_fastest, "_times", found)
+        return measured
+
+    return set_times
+
+
+OURS, THEIRS = 0.5, 2.0
+each_winner = pytest.mark.parametrize("factor", [OURS, THEIRS], ids=["ours", "theirs"])
+
+
+def test_patch():
+    shared = nn.Conv2d(8, 8, 3, padding=1)
+    model = nn.ModuleDict(
+        {
+            "stem": nn.Conv2d(3, 8, 7, stride=2),
+            "body": nn.Sequential(shared, nn.GELU("tanh"), shared),
+            "down": nn.Conv2d(8, 8, 3, stride=2),
+            "depthwise": nn.Conv2d(8, 8, 3, groups=8),
+        }
+    )
+    x = leaf(1, 8, 9, 9, grad=False)
+    want = model["body"](x)
+    weight = shared.weight
+    report = patch(model)
+    assert report.model is model
+    assert list(report.swapped) == ["body.0", "body.1"]
+    assert list(report.left) == ["stem", "down", "depthwise"]
+    assert "swapped body.0: Conv2d(8, 8" in str(report) and "left stem" in str(report)
+    assert "freeze(model)" in str(report) and "forward" not in str(report)
+    assert type(shared) is Conv2d and shared.weight is weight
+    assert type(model["body"][1]) is GELU
+    with torch.no_grad():
+        torch.testing.assert_close(model["body"](x), want, atol=1e-4, rtol=1e-4)
+    assert "    forward of float32 [1, 8, 9, 9] on cpu: " in str(report)
+    again = patch(model)
+    assert not again.swapped and "left body.0: Conv2d(8, 8" in str(again)
+    assert "Windrow's already" in str(again)
+    assert "no nn.Conv2d" in str(patch(nn.Linear(2, 2)))
+    freeze(model)
+    assert "freeze(model)" not in str(report)
+
+
+@each_device
+@each_dtype
+@each_winner
+@pytest.mark.parametrize("layout", [(0, 1, 2, 3), (0, 2, 3, 1)])
+def test_values_and_gradients(device, dtype, factor, layout, times):
+    times(factor)
+    x = leaf(2, 8, 13, 11, dtype=dtype, device=device, layout=layout)
+    weight = leaf(12, 8, 3, 3, dtype=dtype, device=device)
+    for bias in [None, leaf(12, dtype=dtype, device=device)]:
+        for _ in range(2):
+            compare_with_f64(
+                lambda x, w, b: conv2d(x, w, b, padding=1, algorithm="fastest"),
+                lambda x, w, b: F.conv2d(x, w, b, padding=1),
+                (x, weight, bias),
+            )
+    modes = {d.mode: d.choice == _fastest.PYTORCH for d in _fastest.decisions()}
+    assert len(modes) == 4 and set(modes.values()) == {factor == THEIRS}
+
+
+@each_device
+@pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1), (1, 1, 0)])
+def test_gradients_are_decided_each_for_itself(device, wanted, monkeypatch):
+    def half(device, contestants):
+        mine = contestants[1].name
+        is_first = len(_fastest.decisions()) % 2 == 0
+        return {_fastest.PYTORCH: 1.0, mine: OURS if is_first else THEIRS}
+
+    monkeypatch.setattr(_fastest, "_times", half)
+    shapes = [(2, 6, 9, 8), (7, 6, 3, 3), (7,)]
+    tensors = [leaf(*s, device=device, grad=bool(w)) for s, w in zip(shapes, wanted, strict=True)]
+    for _ in range(2):
+        compare_with_f64(
+            lambda x, w, b: conv2d(x, w, b, algorithm="fastest"),
+            lambda x, w, b: F.conv2d(x, w, b),
+            tensors,
+        )
+
+
+@each_device
+@each_winner
+@pytest.mark.parametrize("image", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("filters", [torch.contiguous_format, torch.channels_last])
+def test_layout_is_that_of_pytorch(device, factor, image, filters, times):
+    times(factor)
+    module = nn.Conv2d(4, 6, 3).to(device, memory_format=filters)
+    x = leaf(2, 4, 9, 10, device=device, grad=False).contiguous(memory_format=image)
+    with torch.no_grad():
+        want = module(x)
+        patch(module_list := nn.ModuleList([module]))
+        for call in (module, torch.compile(module_list[0], fullgraph=True)):
+            for _ in range(2):
+                y = call(x)
+                assert y.stride() == want.stride()
+                torch.testing.assert_close(y, want, atol=1e-4, rtol=1e-4)
+
+
+@each_device
+@each_winner
+def test_one_measurement_for_each_problem_and_mode(device, factor, times):
+    measured = times(factor)
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)).to(device)
+    x = leaf(2, 4, 9, 10, device=device, grad=False)
+    report = patch(model)
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+        assert len(measured) == 1  # Both layers have the same problem.
+        model(leaf(1, 4, 9, 10, device=device, grad=False))
+        assert len(measured) == 2
+    for _ in range(3):
+        model(x).sum().backward()
+    modes = sorted({d.mode for d in _fastest.decisions()})
+    assert modes == [
+        "forward",
+        "forward with a changing filter",
+        "gradient of filter and bias",
+        "gradient of the input",
+    ]
+    assert len(measured) == 5
+    assert str(report).count("gradient of the input of float32 [2, 4, 9, 10]") == 2
+    assert ("on cpu: PyTorch" in str(report) or device == "cuda") or factor == OURS
+
+
+def test_other_sizes_follow_the_nearest(times):
+    measured = times(THEIRS)
+    weight = nn.Parameter(torch.randn(4, 3, 3, 3), requires_grad=False)
+    for size in range(5, 40):
+        x = leaf(1, 3, size, size, grad=False)
+        torch.testing.assert_close(conv2d(x, weight, algorithm="fastest"), F.conv2d(x, weight))
+    assert len(measured) == _fastest._MEASURED_SIZES
+    follower = _fastest.decisions()[-1]
+    assert follower.choice == _fastest.PYTORCH and "as for [1, 3, 1" in follower.why
+
+
+def test_decisions_are_bounded(times, monkeypatch):
+    times(THEIRS)
+    monkeypatch.setattr(_fastest, "_DECISIONS", 5)
+    for channels in range(1, 9):
+        conv2d(torch.ones(1, channels, 4, 4), torch.ones(1, channels, 3, 3), algorithm="fastest")
+    assert [d.problem[2][0][1] for d in _fastest.decisions()] == [4, 5, 6, 7, 8]
+
+
+@each_winner
+def test_compiled(factor, times):
+    times(factor)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 4, 3))
+    plain = copy.deepcopy(model)
+    patch(model)
+    compiled = torch.compile(model, fullgraph=True)
+    for n in [2, 2, 5]:
+        x = leaf(n, 3, 10, 12, grad=False)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), plain(x), atol=1e-4, rtol=1e-4)
+        y, want = compiled(x), plain(x)
+        torch.testing.assert_close(y, want, atol=1e-4, rtol=1e-4)
+        ours = torch.autograd.grad(y.square().sum(), list(model.parameters()))
+        theirs = torch.autograd.grad(want.square().sum(), list(plain.parameters()))
+        torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=1e-4)
+    assert {d.choice == _fastest.PYTORCH for d in _fastest.decisions()} == {factor == THEIRS}
+
+
+@each_device
+@each_winner
+@pytest.mark.parametrize("training", [False, True])
+def test_autocast(device, factor, training, times):
+    times(factor)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 4, 3)).to(device)
+    plain = copy.deepcopy(model)
+    patch(model)
+    x = leaf(2, 4, 9, 10, device=device, grad=False)
+    for _ in range(2):
+        with torch.set_grad_enabled(training):
+            with torch.autocast(device, torch.bfloat16):
+                y, want = model(x), plain(x)
+            assert y.dtype == want.dtype == torch.bfloat16
+            torch.testing.assert_close(y, want, atol=3e-2, rtol=3e-2)
+            if training:
+                y.float().square().sum().backward()
+                assert model[0].weight.grad.dtype == torch.float32
+    decided = {d.problem[1][1] for d in _fastest.decisions()}
+    assert decided == {torch.bfloat16}
+
+
+def test_what_only_pytorch_computes():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)).double()
+    x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
+    want = model(x)
+    patch(model)
+    y = model(x)
+    assert torch.equal(y, want)
+    y.sum().backward()
+    assert torch.equal(model(x[0]), model(x)[0])
+    assert not _fastest.decisions()
+    with pytest.raises(RuntimeError, match="same dtype|type"):
+        model(x.float())
+    with pytest.raises(RuntimeError, match="channels"):
+        model(torch.randn(2, 4, 9, 9, dtype=torch.float64))
+    assert model(x[:0]).shape == (0, 4, 5, 5)
+
+
+def test_memory_that_is_not_there(times, monkeypatch):
+    measured = times(OURS)
+    monkeypatch.setattr(_fastest._memory, "is_there_room", lambda device, kept, scratch: False)
+    x, weight = leaf(1, 8, 9, 9, grad=False), leaf(8, 8, 3, 3, grad=False)
+    torch.testing.assert_close(conv2d(x, weight, algorithm="fastest"), F.conv2d(x, weight))
+    (decision,) = _fastest.decisions()
+    assert decision.choice == _fastest.PYTORCH and "MiB more" in decision.why and not measured
+
+
+def test_no_room_for_a_packed_filter(times, monkeypatch):
+    times(OURS)
+    monkeypatch.setattr(
+        _fastest._memory, "is_there_room", lambda device, kept, scratch: kept == 0
+    )
+    module = Conv2d(8, 8, 3)
+    module.algorithm = "fastest"
+    x = leaf(1, 8, 9, 9, grad=False)
+    with torch.no_grad():
+        for _ in range(2):
+            want = F.conv2d(x, module.weight, module.bias)
+            torch.testing.assert_close(module(x), want, atol=1e-4, rtol=1e-4)
+    (decision,) = _fastest.decisions()
+    assert decision.choice == _conv2d_fastest._PACKED
+
+
+def test_a_measurement_is_not_waited_for(monkeypatch):
+    """Calls that come during one take PyTorch's operator, and decide nothing."""
+    x, weight = leaf(1, 8, 9, 9, grad=False), leaf(8, 8, 3, 3, grad=False)
+    inside, leave = threading.Event(), threading.Event()
+
+    def slow(device, contestants):
+        inside.set()
+        assert leave.wait(60)
+        return {c.name: 1.0 for c in contestants}
+
+    monkeypatch.setattr(_fastest, "_times", slow)
+    thread = threading.Thread(target=conv2d, args=(x, weight), kwargs={"algorithm": "fastest"})
+    thread.start()
+    assert inside.wait(60)
+    torch.testing.assert_close(conv2d(x, weight, algorithm="fastest"), F.conv2d(x, weight))
+    assert not _fastest.decisions()
+    leave.set()
+    thread.join()
+    assert len(_fastest.decisions()) == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@each_winner
+def test_in_a_graph(factor, times):
+    measured = times(factor)
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)).cuda()
+    plain = copy.deepcopy(model)
+    patch(model)
+    x = leaf(2, 8, 12, 12, device="cuda", grad=False)
+    with torch.no_grad():
+        plain(x)
+        for is_decided in (False, True):
+            if is_decided:
+                model(x)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = model(x)
+            assert bool(measured) == is_decided
+            for _ in range(2):
+                x.normal_()
+                graph.replay()
+                torch.testing.assert_close(y, plain(x), atol=1e-3, rtol=1e-3)
+
+
+@each_device
+def test_measured(device):
+    """The real clock: whatever it finds, results are right."""
+    model = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 32, 3)).to(device)
+    plain = copy.deepcopy(model)
+    report = patch(model)
+    x = leaf(2, 16, 20, 20, device=device, grad=False)
+    for _ in range(2):
+        y, want = model(x), plain(x)
+        torch.testing.assert_close(y, want, atol=1e-4, rtol=1e-4)
+        y.sum().backward()
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), plain(x), atol=1e-4, rtol=1e-4)
+    assert len(_fastest.decisions()) == 7
+    assert " ms" in str(report)
