@@ -45,8 +45,9 @@ def test_forward_mode_is_refused(device, name, grad):
         function(forward_ad.make_dual(x, tangent))
     with torch.no_grad(), refused, forward_ad.dual_level():
         function(forward_ad.make_dual(x, tangent))
-    with refused:
-        torch.func.jvp(torch.vmap(function), (x[None],), (tangent[None],))
+    if name != "causal_conv1d_update":  # vmap refuses what writes.
+        with refused:
+            torch.func.jvp(torch.vmap(function), (x[None],), (tangent[None],))
     # Tensors without a derivative are welcome there.
     with forward_ad.dual_level():
         torch.testing.assert_close(function(x), function(x))
