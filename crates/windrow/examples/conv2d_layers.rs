@@ -3,13 +3,14 @@
 //! `cargo run --release --example conv2d_layers -- benchmarks/layers/cnn18.csv` prints a line of
 //! CSV for each layer and mode, by the algorithm that the planner chooses or, for each one named after
 //! the file (`winograd_row winograd_gemm_f4 cudnn`), by that. A time is the median of replays of a graph of several runs with the filter packed once,
-//! which take turns between two sets of tensors.
+//! which take turns between two sets of tensors; `checked_ms` is the same with a filter that each run compares with what was packed
+//! (`FilterCache`), and the replays of both take turns.
 
 use std::error::Error;
 use windrow::cuda::{DeviceTensor, Event, Stream};
 use windrow::{
     Accuracy, Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, DType, Device,
-    Layout, PlanOptions, TensorDesc, TensorRef, Weights, Workspace, bf16, f16, verify,
+    FilterCache, Layout, PlanOptions, TensorDesc, TensorRef, Weights, Workspace, bf16, f16, verify,
 };
 
 const LAYOUTS: [(&str, [usize; 4]); 2] = [("NCHW", [0, 1, 2, 3]), ("channels-last", [0, 2, 3, 1])];
@@ -25,7 +26,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let named: Vec<_> =
         std::env::args().skip(2).map(|a| a.parse().map(Some)).collect::<Result<_, _>>()?;
     let algorithms = if named.is_empty() { vec![None] } else { named };
-    println!("layer,mode,ms,tflops,plan");
+    println!("layer,mode,ms,tflops,checked_ms,plan");
     for line in std::fs::read_to_string(path)?.lines().filter(|l| !l.starts_with('#')) {
         let fields: Vec<_> = line.split(',').collect();
         let &[name, ref sizes @ ..] = fields.as_slice() else { continue };
@@ -45,9 +46,11 @@ fn main() -> Result<(), Box<dyn Error>> {
             for &(mode, accuracy) in accuracies {
                 let spec = Conv2dSpec { accuracy, ..spec.clone() };
                 for &algorithm in &algorithms {
-                    let (milliseconds, plan) = time(&spec, algorithm, &mut tensors)?;
-                    let tflops = spec.flops()? / f64::from(milliseconds) * 1e-9;
-                    println!("{name},{mode} {layout},{milliseconds:.5},{tflops:.1},\"{plan}\"");
+                    let ([packed, checked], plan) = time(&spec, algorithm, &mut tensors)?;
+                    let tflops = spec.flops()? / f64::from(packed) * 1e-9;
+                    println!(
+                        "{name},{mode} {layout},{packed:.5},{tflops:.1},{checked:.5},\"{plan}\""
+                    );
                 }
             }
         }
@@ -62,12 +65,12 @@ struct Tensors {
     ys: [DeviceTensor; 2],
 }
 
-/// Milliseconds of a run, and what the plan says of itself.
+/// Milliseconds of a run with the filter packed once and of one that compares it, and what the plan says of itself.
 fn time(
     spec: &Conv2dSpec,
     algorithm: Option<Conv2dAlgorithm>,
     Tensors { xs, w, ys }: &mut Tensors,
-) -> Result<(f32, String), Box<dyn Error>> {
+) -> Result<([f32; 2], String), Box<dyn Error>> {
     let options = PlanOptions { device: Device::Cuda(0), ..PlanOptions::default() };
     let plan = match algorithm {
         Some(algorithm) => Conv2dPlan::with_algorithm(spec, algorithm, &options)?,
@@ -78,24 +81,32 @@ fn time(
     let mut workspace =
         unsafe { Workspace::on_stream(0, stream.as_raw(), plan.workspace_bytes())? };
     let packed = plan.pack_weights(&w.as_ref(), &mut workspace)?;
-    let mut run = |i: usize| {
-        let args = Conv2dArgs { x: xs[i % 2].as_ref(), w: Weights::Packed(&packed), bias: None };
+    let cache = FilterCache::default();
+    let weights = [Weights::Packed(&packed), Weights::Cached(w.as_ref(), &cache)];
+    let mut run = |i: usize, w| {
+        let args = Conv2dArgs { x: xs[i % 2].as_ref(), w, bias: None };
         plan.run(&args, ys[i % 2].as_mut()?, &mut workspace)
     };
     let start = Event::record(&stream)?;
-    (0..4).try_for_each(&mut run)?;
+    (0..4).try_for_each(|i| run(i, weights[i % 2]))?;
     let estimate = Event::record(&stream)?.milliseconds_since(&start)? / 4.0;
     let runs = ((4.0 / estimate) as usize).clamp(2, 40);
-    let graph = stream.capture(|| (0..runs).try_for_each(&mut run))?;
-    let mut times = Vec::new();
+    let mut capture = |w| stream.capture(|| (0..runs).try_for_each(|i| run(i, w)));
+    let graphs = [capture(weights[0])?, capture(weights[1])?];
+    let mut times = [Vec::new(), Vec::new()];
     for _ in 0..REPLAYS {
-        let start = Event::record(&stream)?;
-        // SAFETY: all tensors and the workspace are alive, and used by nothing else.
-        unsafe { graph.launch(&stream)? };
-        times.push(Event::record(&stream)?.milliseconds_since(&start)? / runs as f32);
+        for (graph, times) in graphs.iter().zip(&mut times) {
+            let start = Event::record(&stream)?;
+            // SAFETY: all tensors and the workspace are alive, and used by nothing else.
+            unsafe { graph.launch(&stream)? };
+            times.push(Event::record(&stream)?.milliseconds_since(&start)? / runs as f32);
+        }
     }
-    times.sort_by(f32::total_cmp);
-    Ok((times[REPLAYS / 2], plan.explain()))
+    let median = |mut times: Vec<f32>| {
+        times.sort_by(f32::total_cmp);
+        times[REPLAYS / 2]
+    };
+    Ok((times.map(median), plan.explain()))
 }
 
 /// A tensor of random numbers between -1 and 1, which repeat after a prime number of elements.

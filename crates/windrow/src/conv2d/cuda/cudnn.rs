@@ -210,6 +210,15 @@ impl Cudnn {
             && CudnnConv2d::available().is_ok()
     }
 
+    /// Whether cuDNN has a kernel for a spec that it supports.
+    ///
+    /// # Errors
+    /// As [`Cudnn::new`], if it has none.
+    pub(super) fn check(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<()> {
+        let channels_last = channels_last(spec).unwrap_or(false);
+        CudnnConv2d::check(gpu, &in_its_words(spec, p, channels_last))
+    }
+
     pub(super) fn new(
         gpu: &'static Gpu,
         spec: &Conv2dSpec,

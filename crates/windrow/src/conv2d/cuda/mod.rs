@@ -133,8 +133,8 @@ impl Engine {
             return Ok(algorithm);
         }
         // Whether it has a kernel, and whether what was found is cuDNN, it says only when asked.
-        match Cudnn::new(gpu, spec, problem, Tuning::Model) {
-            Ok(_) => Ok(algorithm),
+        match Cudnn::check(gpu, spec, problem) {
+            Ok(()) => Ok(algorithm),
             Err(error) => {
                 tracing::debug!(%error, "conv2d without cuDNN");
                 supported.retain(|&other| other != algorithm);

@@ -168,6 +168,16 @@ impl CudnnConv2d {
         Plan::new(gpu, spec, Operation::Forward, kernel).map(CudnnConv2d)
     }
 
+    /// Whether it has a kernel for a spec, in less time than [`CudnnConv2d::new`].
+    ///
+    /// # Errors
+    /// As [`CudnnConv2d::new`].
+    pub(crate) fn check(gpu: &'static Gpu, spec: &CudnnConv2dSpec) -> Result<()> {
+        spec.check(gpu)?;
+        let (operation, most) = (Operation::Forward, Execution::MAX_WORKSPACE);
+        Execution::find(gpu, spec, operation, ALIGNMENT, most, 1).map(drop)
+    }
+
     /// The library's version, as in `9.19.0`.
     ///
     /// # Errors
