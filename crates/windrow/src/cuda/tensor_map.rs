@@ -6,7 +6,7 @@ use cudarc::driver::sys;
 
 /// Describes a channels-last tensor and the boxes that kernels copy from it: a kernel parameter.
 /// What lies outside the tensor is read as zero. Pixels of a box are 64 bytes of channels, swizzled.
-#[repr(C, align(64))]
+#[repr(C, align(128))]
 #[derive(Clone, Copy)]
 pub(crate) struct TensorMap(sys::CUtensorMap);
 

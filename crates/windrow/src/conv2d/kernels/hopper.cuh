@@ -31,7 +31,7 @@ struct Ring {
 
 // ---- tensor copy engine ----
 
-struct alignas(64) TensorMap {
+struct alignas(128) TensorMap {
     u64 opaque[16];
 };
 

@@ -28,7 +28,7 @@ pub(super) struct Fused {
     resident: bool,
 }
 
-#[repr(C, align(64))]
+#[repr(C, align(128))]
 #[derive(Clone, Copy)]
 struct FusedParams {
     x: TensorMap,
