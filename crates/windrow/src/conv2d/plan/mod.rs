@@ -17,6 +17,7 @@ use crate::{
     Device, Error, PlanOptions, Result, TensorDesc, TensorMut, TensorRef, Verify, Workspace,
 };
 use packed::{PackedData, filter};
+use std::num::NonZeroUsize;
 use std::sync::OnceLock;
 
 pub use cache::FilterCache;
@@ -192,7 +193,7 @@ impl Conv2dPlan {
         isa: Isa,
         options: &PlanOptions,
     ) -> Self {
-        let threads = resolve_threads(options.threads);
+        let threads = resolve_threads(options.threads).min(most_threads());
         let threads = configuration.threads.map_or(threads, |fewer| fewer.min(threads));
         let engine = cpu::Engine::new(spec, &problem, configuration, isa, threads);
         let backend = Backend::Cpu { engine, isa, threads };
@@ -432,4 +433,9 @@ impl Conv2dPlan {
         check_device(arg, device, self.device())?;
         check_view(arg, given, expected)
     }
+}
+
+/// Threads beyond which a plan takes no more, however many it is given: each has scratch memory of its own.
+fn most_threads() -> usize {
+    4 * std::thread::available_parallelism().map_or(1, NonZeroUsize::get).max(16)
 }

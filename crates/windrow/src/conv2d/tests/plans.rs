@@ -237,3 +237,44 @@ fn verification_finds_a_wrong_filter() {
     packed.spoil();
     assert!(matches!(run(&packed), Err(Error::Verification { .. })));
 }
+
+/// Numbers of threads and parameters beyond all reason are cut to what there is to do.
+#[test]
+fn extreme_parameters() {
+    let (x, w) = (desc(&[1, 10, 14, 14]), desc(&[40, 10, 3, 3]));
+    let spec = Conv2dSpec::new(x, w, &Conv2dParams::default()).unwrap();
+    let x = random_tensor(1, spec.x, 0.0, 1.0).unwrap();
+    let w = random_tensor(2, spec.w, -1.0, 1.0).unwrap();
+    let dy = random_tensor(3, spec.y, -1.0, 1.0).unwrap();
+    for threads in [1000, 1 << 62, usize::MAX] {
+        let threads = std::num::NonZeroUsize::new(threads);
+        let options = PlanOptions { threads, verify: Verify::On, ..Default::default() };
+        for algorithm in Conv2dPlan::algorithms(&spec, Device::Cpu) {
+            let model = Conv2dConfiguration::new(algorithm);
+            let mut configurations = vec![model];
+            if matches!(algorithm, Conv2dAlgorithm::WinogradGemm(_)) {
+                for most in [usize::MAX, usize::MAX - 1, 1 << 62, 1] {
+                    let most = Some(most);
+                    configurations.push(Conv2dConfiguration { tiles: most, ..model });
+                    configurations.push(Conv2dConfiguration { vectors: most, ..model });
+                    configurations.push(Conv2dConfiguration { parts: most, ..model });
+                    configurations.push(Conv2dConfiguration { threads: most, ..model });
+                }
+            }
+            for configuration in configurations {
+                let plan = Conv2dPlan::with_configuration(&spec, &configuration, &options).unwrap();
+                let bytes = plan.workspace_bytes().max(plan.backward_workspace_bytes());
+                assert!(bytes <= 64 << 20, "{bytes} bytes: {}", plan.explain());
+                let mut workspace = Workspace::new(Device::Cpu, bytes).unwrap();
+                let mut y = Tensor::uninitialised(spec.y).unwrap();
+                let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias: None };
+                plan.run(&args, y.as_mut(), &mut workspace).unwrap();
+                let mut dx = Tensor::uninitialised(spec.x).unwrap();
+                let (w, dy) = (w.as_ref(), dy.as_ref());
+                plan.backward_data(&w, &dy, dx.as_mut(), &mut workspace).unwrap();
+                let mut dw = Tensor::uninitialised(spec.w).unwrap();
+                plan.backward_weight(&x.as_ref(), &dy, dw.as_mut(), &mut workspace).unwrap();
+            }
+        }
+    }
+}

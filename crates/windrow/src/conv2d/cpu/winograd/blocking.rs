@@ -41,7 +41,7 @@ impl Blocking {
         parameters: [Option<usize>; 3],
     ) -> Self {
         let vectors = geometry.problem.k.div_ceil(lanes).max(1);
-        let few = geometry.tiles().max(1) < threads * FEW_TILES;
+        let few = geometry.tiles().max(1) < threads.saturating_mul(FEW_TILES);
         let [tiles, at_once] = at_once(geometry.problem.c);
         let model = [tiles, if few { threads } else { 1 }, at_once];
         let chosen = std::array::from_fn(|i| parameters[i].unwrap_or(model[i]));
@@ -68,12 +68,12 @@ impl Blocking {
         let tiles = geometry.tiles().max(1);
         let parts = parts.min(vectors.div_ceil(PANEL));
         let blocks = tiles.div_ceil(most);
-        let blocks = if parts > 1 { blocks } else { blocks.next_multiple_of(threads) };
+        let blocks = if parts > 1 { blocks } else { blocks.next_multiple_of(threads.min(tiles)) };
         Blocking {
             tiles: tiles.div_ceil(blocks),
             parts,
             // Whole panels, but for the last.
-            vectors: vectors.min(at_once.next_multiple_of(PANEL)),
+            vectors: at_once.min(vectors).next_multiple_of(PANEL).min(vectors),
         }
     }
 }
