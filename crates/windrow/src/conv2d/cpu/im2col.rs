@@ -110,12 +110,12 @@ impl Im2colGemm {
             // SAFETY: each task writes its own panel; the offsets are the filter's elements.
             unsafe {
                 let to = packed.get().add(task * panel_len);
-                for i in 0..width {
-                    let k = panel * width + i;
-                    for c in 0..stencil.c {
-                        let mut term = c;
-                        for &row in &stencil.rows {
-                            for &col in &stencil.cols {
+                for c in 0..stencil.c {
+                    let mut term = c;
+                    for &row in &stencil.rows {
+                        for &col in &stencil.cols {
+                            for i in 0..width {
+                                let k = panel * width + i;
                                 let value = if k < stencil.k {
                                     let at = stencil.filter_offset(group, k, c, row, col);
                                     filter.get().offset(at).read().to_f32()
@@ -123,8 +123,8 @@ impl Im2colGemm {
                                     0.0
                                 };
                                 to.add(term * width + i).write(value);
-                                term += stencil.c;
                             }
+                            term += stencil.c;
                         }
                     }
                 }
