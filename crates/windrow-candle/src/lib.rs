@@ -120,7 +120,7 @@ pub trait TensorExt {
     ) -> Result<Tensor>;
 
     /// Convolution of x [n, c, h, w] with `weight` [k, c/groups, r, s] and bias `[k]` (f32 or x's
-    /// type); see [`windrow::Conv2dSpec`]. [`nn::Conv2d`] packs the filter once instead of on every call.
+    /// type); see [`windrow::Conv2dSpec`]. [`nn::Conv2d`] keeps the packed filter instead of packing on every call.
     ///
     /// # Errors
     /// Types, shapes and options that do not fit.

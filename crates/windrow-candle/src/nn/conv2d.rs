@@ -7,9 +7,8 @@ use windrow::{Accuracy, Activation, Conv2dParams, Filter};
 /// [`candle_nn::Conv2d`] with bias and activation in one operator with the convolution, and the filter
 /// packed until it changes.
 ///
-/// What is packed is right by content: on the CPU a checksum of the filter is formed on every call
-/// ([`windrow::FilterCache`]), on CUDA the filter is packed on every call. A filter that takes part in gradients is
-/// packed on every call. [`Conv2d::freeze`] is for filters that stay as they are. Clones share what is packed.
+/// What is packed is right by content, by a checksum of the filter on every call ([`windrow::FilterCache`]). A filter
+/// that takes part in gradients is packed on every call. [`Conv2d::freeze`] is for filters that stay as they are. Clones share what is packed.
 ///
 /// ```
 /// use candle_core::{DType, Device, Module, Tensor};

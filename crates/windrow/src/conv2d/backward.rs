@@ -9,7 +9,8 @@ use crate::cpu::Isa;
 use crate::cuda::Gpu;
 use crate::tensor::{check_device, check_disjoint, check_dtype, check_tensor};
 use crate::{
-    Activation, DType, Error, Layout, Result, TensorDesc, TensorMut, TensorRef, Verify, Workspace,
+    Activation, DType, Error, Filter, Layout, Result, TensorDesc, TensorMut, TensorRef, Verify,
+    Workspace,
 };
 
 /// How the gradients are computed.
@@ -31,7 +32,8 @@ impl Backward {
     pub(crate) fn on_cpu(spec: &Conv2dSpec, p: &Problem, isa: Isa, threads: usize) -> Self {
         let data = mirrored(spec, p).and_then(|spec| {
             let p = spec.problem().ok()?;
-            let algorithm = choose(&spec, &p, isa);
+            // Its filter is packed on each run.
+            let algorithm = choose(&spec, &p, isa, Filter::Changing);
             let direct = algorithm == Conv2dAlgorithm::Direct && by_bf16_products(&spec, &p, isa);
             let configuration = Conv2dConfiguration::new(algorithm);
             (direct || algorithm.tile().is_some())

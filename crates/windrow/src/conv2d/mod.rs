@@ -20,7 +20,7 @@ pub(crate) use problem::Problem;
 pub use spec::{Conv2dAlgorithm, Conv2dParams, Conv2dSpec, Tile};
 pub use tuning::Conv2dConfiguration;
 
-use crate::{Device, PlanOptions, Result, Tensor, TensorRef, Workspace};
+use crate::{Device, Filter, PlanOptions, Result, Tensor, TensorRef, Workspace};
 
 /// `y = act(conv2d(x, w) + bias)` in one call, with the algorithm that the planner chooses.
 ///
@@ -47,7 +47,8 @@ pub fn conv2d(
 ) -> Result<Tensor> {
     let mut spec = Conv2dSpec::new(*x.desc(), *w.desc(), params)?;
     spec.bias = bias.map(|bias| *bias.desc());
-    let plan = Conv2dPlan::new(&spec, &PlanOptions::default())?;
+    let options = PlanOptions { filter: Filter::Changing, ..Default::default() };
+    let plan = Conv2dPlan::new(&spec, &options)?;
     let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes())?;
     let mut y = Tensor::uninitialised(spec.y)?;
     let args = Conv2dArgs { x: *x, w: Weights::Raw(*w), bias: bias.copied() };

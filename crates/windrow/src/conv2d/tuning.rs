@@ -10,7 +10,8 @@ use crate::cuda::Gpu;
 use crate::tuning::{self, Contest, Report, Search, Tunable, dense, joined, parameters};
 use crate::verify::Placed;
 use crate::{
-    Accuracy, Device, Error, Layout, PlanOptions, Result, TensorDesc, Tuning, Verify, Workspace,
+    Accuracy, Device, Error, Filter, Layout, PlanOptions, Result, TensorDesc, Tuning, Verify,
+    Workspace,
 };
 use std::fmt;
 use std::ops::Range;
@@ -252,6 +253,9 @@ impl Tunable for Problem {
         key += &format!(" {}-{} {accuracy}", order(x), order(y));
         if self.options.device == Device::Cpu {
             key += &format!(" {} threads", self.threads());
+            if self.options.filter == Filter::Changing {
+                key += " packing";
+            }
         }
         key
     }
@@ -279,7 +283,7 @@ impl Tunable for Problem {
     fn cost(&self, configuration: &Conv2dConfiguration) -> Result<f64> {
         let problem = self.spec.problem()?;
         Ok(match self.options.device {
-            Device::Cpu => cpu::cost(&problem, configuration),
+            Device::Cpu => cpu::cost(&problem, configuration.algorithm, self.options.filter),
             Device::Cuda(index) => {
                 cuda::cost(Gpu::get(index)?, &self.spec, &problem, configuration)
             }
@@ -336,6 +340,12 @@ impl<'a> Runs<'a> {
         })
     }
 
+    /// Whether the filter is packed before the runs. On CUDA packing is a small part of a run.
+    fn is_kept(&self) -> bool {
+        let PlanOptions { device, filter, .. } = self.problem.options;
+        filter == Filter::Kept || device != Device::Cpu
+    }
+
     /// Whether what a candidate has written agrees with the oracle.
     fn is_right(&self, candidate: usize) -> Result<bool> {
         let Some(plan) = &self.plans[candidate] else { return Ok(false) };
@@ -375,7 +385,7 @@ impl Contest for Runs<'_> {
         if plan.workspace_bytes() > self.workspace.len() {
             self.workspace = Workspace::new(options.device, plan.workspace_bytes())?;
         }
-        if !self.packed.iter().any(|packed| plan.accepts(packed)) {
+        if self.is_kept() && !self.packed.iter().any(|packed| plan.accepts(packed)) {
             self.packed.push(plan.pack_weights(&self.w.as_ref(), &mut self.workspace)?);
         }
         self.plans[candidate] = Some(plan);

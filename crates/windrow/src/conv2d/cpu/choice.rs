@@ -1,10 +1,11 @@
 //! Which algorithm the planner takes on the CPU.
 
+use super::cost;
 use super::winograd::{FUSED_TILE, best_tile};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile};
 use crate::cpu::Isa;
-use crate::{Accuracy, DType};
+use crate::{Accuracy, DType, Filter};
 
 /// The algorithms that can compute a problem.
 pub(crate) fn supported(p: &Problem) -> Vec<Conv2dAlgorithm> {
@@ -42,7 +43,7 @@ pub(crate) fn by_bf16_products(spec: &Conv2dSpec, p: &Problem, isa: Isa) -> bool
 }
 
 /// The algorithm that should be fastest within the accuracy asked for.
-pub(crate) fn choose(spec: &Conv2dSpec, p: &Problem, isa: Isa) -> Conv2dAlgorithm {
+pub(crate) fn choose(spec: &Conv2dSpec, p: &Problem, isa: Isa, filter: Filter) -> Conv2dAlgorithm {
     if p.prefers_direct() {
         return Conv2dAlgorithm::Direct;
     }
@@ -58,7 +59,13 @@ pub(crate) fn choose(spec: &Conv2dSpec, p: &Problem, isa: Isa) -> Conv2dAlgorith
             return Conv2dAlgorithm::WinogradFused(FUSED_TILE);
         }
         if !row_major || p.c > DIRECT_CHANNELS {
-            return Conv2dAlgorithm::WinogradGemm(best_tile(p));
+            let winograd = Conv2dAlgorithm::WinogradGemm(best_tile(p, filter));
+            // Where few pixels share the filter, transforming it takes longer than the products that this saves.
+            let [staged, sums] =
+                [winograd, Conv2dAlgorithm::Im2colGemm].map(|a| cost(p, a, filter));
+            if filter == Filter::Kept || staged <= sums {
+                return winograd;
+            }
         }
     }
     // With few input channels the im2col matrix is many times the input.
@@ -85,7 +92,7 @@ mod tests {
         let x = TensorDesc::contiguous(dtype, &x).unwrap();
         let params = Conv2dParams { stride: [stride; 2], accuracy, ..Default::default() };
         let spec = Conv2dSpec::new(x, filter, &params).unwrap();
-        choose(&spec, &spec.problem().unwrap(), isa)
+        choose(&spec, &spec.problem().unwrap(), isa, Filter::Kept)
     }
 
     #[test]
@@ -106,6 +113,25 @@ mod tests {
             assert!(!direct(DType::BF16, 64, 28, 1, Accuracy::Fp32));
             assert!(!direct(DType::BF16, 8, 7, 1, Accuracy::Fp32));
         }
+    }
+
+    #[test]
+    fn a_filter_that_changes_counts_its_packing() {
+        let chosen = |n, c, side, filter| {
+            let w = TensorDesc::contiguous(DType::F32, &[c, c, 3, 3]).unwrap();
+            let x = TensorDesc::contiguous(DType::F32, &[n, c, side, side]).unwrap();
+            let params = Conv2dParams { padding: [1, 1], ..Default::default() };
+            let spec = Conv2dSpec::new(x, w, &params).unwrap();
+            choose(&spec, &spec.problem().unwrap(), Isa::best(), filter)
+        };
+        let f6 = Conv2dAlgorithm::WinogradGemm(Tile::F6);
+        // Many pixels: the same.
+        assert_eq!(chosen(64, 128, 56, Filter::Changing), f6);
+        assert_eq!(chosen(64, 128, 56, Filter::Kept), f6);
+        // Few: a smaller tile, then none.
+        assert_ne!(chosen(4, 512, 14, Filter::Changing), f6);
+        assert_eq!(chosen(1, 512, 7, Filter::Changing), Conv2dAlgorithm::Im2colGemm);
+        assert!(chosen(1, 512, 7, Filter::Kept).is_winograd());
     }
 
     #[test]

@@ -15,7 +15,7 @@ pub(crate) mod winograd;
 use super::winograd_reference::Stages;
 use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::cpu::{Isa, SimdElement};
-use crate::{Activation, DType, Result, TensorMut, TensorRef, bf16, f16};
+use crate::{Activation, DType, Filter, Result, TensorMut, TensorRef, bf16, f16};
 pub(crate) use choice::{by_bf16_products, choose, supported};
 use direct::Direct;
 use epilogue::Epilogue;
@@ -375,12 +375,15 @@ pub(crate) fn floats_mut(bytes: &mut [u8]) -> &mut [f32] {
 }
 
 /// Time that the model expects, in multiplications at the rate of Winograd's products.
-pub(crate) fn cost(p: &Problem, configuration: &Conv2dConfiguration) -> f64 {
+pub(crate) fn cost(p: &Problem, algorithm: Conv2dAlgorithm, filter: Filter) -> f64 {
+    // Of an element of the filter.
+    const PACK: f64 = 30.0;
     let terms = p.flops() / 2.0;
-    match configuration.algorithm {
-        Conv2dAlgorithm::WinogradGemm(tile) => winograd::cost(p, tile),
+    match algorithm {
+        Conv2dAlgorithm::WinogradGemm(tile) => winograd::cost(p, tile, filter),
         // Transformed along rows only.
         Conv2dAlgorithm::WinogradFused(tile) => terms * tile.alpha() as f64 / (3 * tile.m()) as f64,
+        _ if filter == Filter::Changing => terms + PACK * (p.k * p.taps()) as f64,
         _ => terms,
     }
 }

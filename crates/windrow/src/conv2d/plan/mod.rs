@@ -84,7 +84,7 @@ impl Conv2dPlan {
             return Self::with_configuration(spec, &tuned, options);
         }
         let algorithm = match options.device {
-            Device::Cpu => choose(spec, &problem, Isa::best()),
+            Device::Cpu => choose(spec, &problem, Isa::best(), options.filter),
             Device::Cuda(index) => {
                 cuda::Engine::best(Gpu::get(index)?, spec, &problem, options.filter)?
             }

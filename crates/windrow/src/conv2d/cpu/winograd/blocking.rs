@@ -2,6 +2,7 @@
 
 use super::gemm::PANEL;
 use super::geometry::Geometry;
+use crate::Filter;
 use crate::conv2d::{Problem, Tile};
 
 /// With fewer tiles than this for each thread, threads share the tiles and divide the channels.
@@ -79,21 +80,27 @@ impl Blocking {
 }
 
 /// The tile that should take the least time.
-pub(crate) fn best_tile(p: &Problem) -> Tile {
-    let costs = Tile::ALL.map(|tile| (tile, cost(p, tile)));
+pub(crate) fn best_tile(p: &Problem, filter: Filter) -> Tile {
+    let costs = Tile::ALL.map(|tile| (tile, cost(p, tile, filter)));
     costs.into_iter().min_by(|a, b| a.1.total_cmp(&b.1)).expect("there are tiles").0
 }
 
 /// Time of a tile in multiplications: larger tiles multiply less, smaller ones waste less at
-/// the border of small images and have a smaller U to read.
-pub(crate) fn cost(p: &Problem, tile: Tile) -> f64 {
+/// the border of small images and have a smaller U to pack and to read.
+pub(crate) fn cost(p: &Problem, tile: Tile, filter: Filter) -> f64 {
     // Operations of a transform for each element of V and M, in multiplications.
     const TRANSFORM: f64 = 8.0;
     // Multiplications in the time that memory takes for an element of U. One pass over U counts: the
     // others are hidden behind the products of their blocks.
     const READ: f64 = 10.0;
+    // The same for transforming a filter to an element of U.
+    const PACK: f64 = 30.0;
+    let u = match filter {
+        Filter::Kept => READ,
+        Filter::Changing => READ + PACK,
+    };
     let geometry = Geometry::new(p, tile.m());
     let positions = (tile.alpha() * tile.alpha()) as f64;
     let (tiles, c, k) = (geometry.tiles() as f64, p.c as f64, p.k as f64);
-    positions * (tiles * (c * k + TRANSFORM * (c + k)) + READ * c * k)
+    positions * (tiles * (c * k + TRANSFORM * (c + k)) + u * c * k)
 }
