@@ -370,3 +370,65 @@ def test_frozen_filters_are_not_looked_at(device):
         for p in model.parameters():
             p -= 0.1 * p.grad
     assert_close(model(x).detach(), plain(model, x).detach())
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@needs_cuda
+def test_a_graph_follows_the_filter_and_outlives_the_module():
+    model, x = network("cuda"), image("cuda")
+    weights = [module.weight for module in model]
+    biases = [module.bias for module in model]
+    close(model, x)  # Compiles the kernels, which a capture does not allow.
+    with torch.no_grad():
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            y = model(x)
+        for _ in range(3):
+            graph.replay()
+            assert_close(y, plain(model, x))
+            for w in weights:
+                w.data.mul_(0.75)
+        # A call outside packs for itself.
+        close(model, x)
+        graph.replay()
+        assert_close(y, plain(model, x))
+        model = None
+        gc.collect()
+        other = network("cuda")
+        close(other, x)
+        x.normal_()
+        graph.replay()
+        want = x.double()
+        for w, b in zip(weights, biases, strict=True):
+            want = F.conv2d(want, w.double(), b.double(), padding=1)
+        assert_close(y, want)
+
+
+@needs_cuda
+def test_streams_that_share_a_module():
+    """Each changes the filter only after the other one has read it, as events order it."""
+    model, x = network("cuda"), image("cuda")
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    results, wanted = [], []
+    torch.cuda.synchronize()
+    with torch.no_grad():
+        for i in range(12):
+            stream, other = streams[i % 2], streams[1 - i % 2]
+            stream.wait_stream(other)
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(1_000_000)
+                for p in model.parameters():
+                    p.data.mul_(-0.9)
+                results.append(model(x))
+                wanted.append(plain(model, x))
+            # Both read the same filter at the same time.
+            other.wait_stream(stream)
+            with torch.cuda.stream(other):
+                results.append(model(x))
+                wanted.append(plain(model, x))
+    torch.cuda.synchronize()
+    for y, want in zip(results, wanted, strict=True):
+        assert_close(y, want)

@@ -68,7 +68,9 @@ def forward(
 
     mode = _FORWARD_CHANGING if filters is None else _FORWARD
     problem = _problem(x, weight, bias, options, activation, accuracy)
-    choice = decide(mode, problem, x.device, pytorch, contestants)
+    choice = chosen(mode, problem)
+    if choice is None:
+        choice = decide(mode, problem, x.device, pytorch, contestants)
     if choice == PYTORCH:
         return pytorch()
     return ours(filters if choice == _KEPT else None)
@@ -103,7 +105,10 @@ def gradients(
             scratch = _native.conv2d_backward_bytes(dy, x, weight, *options, accuracy)
             yield Contestant(_OURS, lambda: ours(*needs), scratch=scratch)
 
-        return decide(mode, problem, x.device, lambda: pytorch(*needs), contestants) == _OURS
+        choice = chosen(mode, problem)
+        if choice is None:
+            choice = decide(mode, problem, x.device, lambda: pytorch(*needs), contestants)
+        return choice == _OURS
 
     of_input, of_filter, of_bias = needs
     first = of_input and is_ours(_OF_INPUT, True, False, False)
@@ -133,13 +138,14 @@ def is_pytorchs(
         return False
     if torch._C._len_torch_dispatch_stack() > 0:
         return False
-    kind = x.device.type
+    grad, kind = torch.is_grad_enabled(), "cuda" if x.is_cuda else "cpu"
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    of_filter, of_input = grad and weight.requires_grad, grad and x.requires_grad
+    if not (of_filter or of_input or autocast):
+        return False  # The way to the kernel, which finds out, is short.
     problem = _problem(x, weight, bias, options, None, accuracy, autocast)
-    grad = torch.is_grad_enabled()
-    of_filter = grad and weight.requires_grad
     modes = [_FORWARD_CHANGING if of_filter else _FORWARD]
-    if grad and x.requires_grad:
+    if of_input:
         modes.append(_OF_INPUT)
     if of_filter:
         modes.append(_mode_of_filter(bias is not None and bias.requires_grad))

@@ -76,11 +76,8 @@ def decide(
     pytorch: Callable[[], Any],
     ours: Callable[[], Iterable[Contestant]],
 ) -> str:
-    """Who computes this, PyTorch or the name of one of `ours`: as decided before, as for a problem of
+    """Who computes what is not `chosen` yet, PyTorch or the name of one of `ours`: as for a problem of
     nearly this size, or after measuring."""
-    decision = _decisions.get((mode, problem))
-    if decision is not None:
-        return decision.choice
     decision = _like_the_nearest(mode, problem)
     if decision is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
