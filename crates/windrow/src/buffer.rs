@@ -20,6 +20,7 @@ const CACHE_LIMIT: usize = 512 << 20;
 #[derive(Debug)]
 pub(crate) struct Buffer {
     ptr: NonNull<u8>,
+    block: Block,
     len: usize,
     capacity: usize,
 }
@@ -33,19 +34,22 @@ impl Buffer {
     /// `len` bytes: zeros, or what an earlier owner left.
     pub(crate) fn new(len: usize) -> Result<Self> {
         if len == 0 {
-            return Ok(Buffer { ptr: NonNull::<Aligned>::dangling().cast(), len: 0, capacity: 0 });
+            let ptr = NonNull::<Aligned>::dangling().cast();
+            return Ok(Buffer { ptr, block: Block(ptr), len: 0, capacity: 0 });
         }
         if len >= CACHE_FROM
-            && let Some((ptr, capacity)) = CACHE.lock().unwrap_or_else(|e| e.into_inner()).take(len)
+            && let Some((block, capacity)) =
+                CACHE.lock().unwrap_or_else(|e| e.into_inner()).take(len)
         {
-            return Ok(Buffer { ptr: ptr.0, len, capacity });
+            return Ok(Buffer { ptr: block.start(), block, len, capacity });
         }
         let oom = || Error::OutOfMemory { device: Device::Cpu, bytes: len };
-        let layout = Layout::from_size_align(len, ALIGN).map_err(|_| oom())?;
+        let layout = block_layout(len).ok_or_else(oom)?;
         // SAFETY: the layout has a non-zero size.
-        let ptr = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(oom)?;
+        let block = Block(NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(oom)?);
+        let ptr = block.start();
         prefer_huge_pages(ptr, len);
-        Ok(Buffer { ptr, len, capacity: len })
+        Ok(Buffer { ptr, block, len, capacity: len })
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -95,25 +99,44 @@ impl Drop for Buffer {
         }
         if self.capacity >= CACHE_FROM {
             let mut cache = CACHE.lock().unwrap_or_else(|e| e.into_inner());
-            if cache.give(Block(self.ptr), self.capacity) {
+            if cache.give(self.block, self.capacity) {
                 return;
             }
         }
-        free(self.ptr, self.capacity);
+        free(self.block, self.capacity);
     }
 }
 
-fn free(ptr: NonNull<u8>, capacity: usize) {
-    // SAFETY: allocated in `Buffer::new` with this size and alignment.
-    unsafe { dealloc(ptr.as_ptr(), Layout::from_size_align_unchecked(capacity, ALIGN)) }
+fn free(block: Block, capacity: usize) {
+    let layout = block_layout(capacity).expect("the block was allocated with it");
+    // SAFETY: allocated in `Buffer::new` with this layout.
+    unsafe { dealloc(block.0.as_ptr(), layout) }
+}
+
+/// Room for `capacity` bytes from a multiple of [`ALIGN`] on. The allocator zeroes memory of a larger
+/// alignment than its own by hand, which touches every page; without one it comes from the system as zeros,
+/// and a page costs nothing before it is written.
+fn block_layout(capacity: usize) -> Option<Layout> {
+    Layout::from_size_align(capacity.checked_add(ALIGN)?, 1).ok()
 }
 
 #[repr(align(64))]
 struct Aligned;
 
+/// What the allocator gave.
+#[derive(Clone, Copy, Debug)]
 struct Block(NonNull<u8>);
 // SAFETY: a Block in the cache is owned by it alone.
 unsafe impl Send for Block {}
+
+impl Block {
+    /// The first byte that is used.
+    fn start(self) -> NonNull<u8> {
+        let padding = self.0.align_offset(ALIGN);
+        // SAFETY: less than the `ALIGN` bytes that the block has beside its capacity.
+        unsafe { self.0.add(padding) }
+    }
+}
 
 struct Cache {
     blocks: Vec<(usize, Block)>,
