@@ -57,12 +57,33 @@ pub enum Verify {
 }
 
 impl Default for Verify {
-    /// `On` if the environment variable `WINDROW_VERIFY` is `1`, else `Off`.
+    /// What the environment variable `WINDROW_VERIFY` says, as a [`Verify`] is parsed; `Off` without it. A
+    /// value that says nothing is warned of and taken for `On`.
     fn default() -> Self {
         use std::sync::LazyLock;
-        static ON: LazyLock<bool> =
-            LazyLock::new(|| std::env::var_os("WINDROW_VERIFY").is_some_and(|v| v == "1"));
-        if *ON { Verify::On } else { Verify::Off }
+        static FROM_ENV: LazyLock<Verify> = LazyLock::new(|| {
+            let Some(value) = std::env::var_os("WINDROW_VERIFY") else { return Verify::Off };
+            value.to_string_lossy().parse().unwrap_or_else(|error| {
+                tracing::warn!(%error, "every result is compared with the oracle");
+                Verify::On
+            })
+        });
+        *FROM_ENV
+    }
+}
+
+impl std::str::FromStr for Verify {
+    type Err = Error;
+
+    /// `1`, `true`, `yes` or `on`; `0`, `false`, `no`, `off` or nothing; in capitals or not.
+    fn from_str(s: &str) -> Result<Self> {
+        match s.to_ascii_lowercase().as_str() {
+            "1" | "true" | "yes" | "on" => Ok(Verify::On),
+            "" | "0" | "false" | "no" | "off" => Ok(Verify::Off),
+            _ => {
+                Err(Error::parameter("WINDROW_VERIFY", s, "1, true, yes, on, 0, false, no or off"))
+            }
+        }
     }
 }
 
@@ -291,6 +312,23 @@ mod tests {
     #[test]
     fn a_device_that_is_not_there_is_an_error() {
         assert!(matches!(Workspace::new(Device::Cuda(4000), 1), Err(Error::NoDevice { .. })));
+    }
+
+    #[test]
+    fn verify_has_the_usual_words() {
+        for (word, verify) in [
+            ("1", Verify::On),
+            ("true", Verify::On),
+            ("ON", Verify::On),
+            ("Yes", Verify::On),
+            ("", Verify::Off),
+            ("0", Verify::Off),
+            ("False", Verify::Off),
+            ("off", Verify::Off),
+        ] {
+            assert_eq!(word.parse::<Verify>().unwrap(), verify, "{word}");
+        }
+        assert!("maybe".parse::<Verify>().unwrap_err().to_string().contains("WINDROW_VERIFY"));
     }
 
     #[test]
