@@ -5,11 +5,15 @@ use super::device::DeviceModel;
 use crate::{Device, Result, folder};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+/// How long another process may hold the lock: it reads and writes one small file meanwhile.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The configuration that was found for a problem, and what was gained by it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -100,8 +104,8 @@ pub(crate) fn store(directory: &Path, device: &DeviceModel, new: &Entries) -> io
     std::fs::create_dir_all(directory)?;
     let path = directory.join(device.file_name());
     // A file of its own: the table itself is replaced, and a lock goes with the file.
-    let lock = File::create(path.with_extension("lock"))?;
-    lock.lock()?;
+    let lock = path.with_extension("lock");
+    let lock = take(&lock, File::create(&lock)?)?;
     let mut entries = load(directory, device);
     entries.extend(new.iter().map(|(key, entry)| (key.clone(), entry.clone())));
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
@@ -109,7 +113,26 @@ pub(crate) fn store(directory: &Path, device: &DeviceModel, new: &Entries) -> io
     std::fs::write(&partial, print(device, &entries))
         .and_then(|()| std::fs::rename(&partial, &path))
         .inspect_err(|_| drop(std::fs::remove_file(&partial)))?;
+    drop(lock);
     Ok(entries)
+}
+
+/// The file, locked.
+fn take(path: &Path, file: File) -> io::Result<File> {
+    let start = Instant::now();
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(file),
+            Err(TryLockError::Error(error)) => return Err(error),
+            Err(TryLockError::WouldBlock) if start.elapsed() < PATIENCE => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            Err(TryLockError::WouldBlock) => {
+                let held = format!("another process holds {}", path.display());
+                return Err(io::Error::new(io::ErrorKind::TimedOut, held));
+            }
+        }
+    }
 }
 
 /// What is known of a device in this process.
@@ -174,18 +197,18 @@ impl Known {
         self.shipped.get(key).map(|entry| entry.configuration.as_str())
     }
 
-    /// Keeps entries for this process and, if it can, for all later ones.
-    pub(crate) fn remember(&self, new: Entries) {
-        let stored = directory().map(|directory| store(&directory, &self.device, &new));
+    /// Keeps entries for this process and for all later ones, unless there is no folder for it.
+    ///
+    /// # Errors
+    /// If the table cannot be written; this process knows them then as well.
+    pub(crate) fn remember(&self, new: Entries) -> io::Result<()> {
+        let stored = directory().map(|directory| store(&directory, &self.device, &new)).transpose();
         let mut user = self.user.write().unwrap_or_else(PoisonError::into_inner);
-        match stored {
-            Some(Ok(all)) => *user = all,
-            Some(Err(error)) => {
-                tracing::warn!(%error, "what was found by tuning cannot be written");
-            }
-            None => {}
+        if let Ok(Some(all)) = &stored {
+            *user = all.clone();
         }
         user.extend(new);
+        stored.map(drop)
     }
 }
 

@@ -78,6 +78,8 @@ pub struct Report {
     pub chosen: usize,
     /// Why the search ended.
     pub stop: Stop,
+    /// Why the winner is known to this process only, if it should have been kept.
+    pub not_kept: Option<String>,
 }
 
 /// A candidate of a search.
@@ -140,7 +142,11 @@ pub(crate) fn decide<T: Tunable>(
         return Ok(Some(found));
     }
     if let Some(budget) = budget {
-        return Ok(Some(tune(problem, &Search { budget, exhaustive: false })?.0));
+        let (found, report) = tune(problem, &Search { budget, exhaustive: false })?;
+        if let Some(error) = report.not_kept {
+            tracing::warn!(%error, "what was found by tuning cannot be written");
+        }
+        return Ok(Some(found));
     }
     Ok(known.shipped(&key).and_then(|text| valid(problem, &key, text)))
 }
@@ -183,6 +189,7 @@ pub(crate) fn measure<T: Tunable>(
         candidates: measured.collect::<Result<_>>()?,
         chosen: outcome.chosen,
         stop: outcome.stop,
+        not_kept: None,
     })
 }
 
@@ -192,7 +199,7 @@ pub(crate) fn measure<T: Tunable>(
 /// Those of making and running the model's choice.
 pub(crate) fn tune<T: Tunable>(problem: &T, how: &Search) -> Result<(T::Configuration, Report)> {
     let candidates = problem.candidates()?;
-    let report = measure(problem, &candidates, how)?;
+    let mut report = measure(problem, &candidates, how)?;
     if let (Some(seconds), Some(model_seconds)) = (report.winner().seconds, report.model().seconds)
     {
         // In whole nanoseconds, for readers.
@@ -204,7 +211,8 @@ pub(crate) fn tune<T: Tunable>(problem: &T, how: &Search) -> Result<(T::Configur
             model_ms: ms(model_seconds),
         };
         let known = Known::of(problem.device())?;
-        known.remember(Entries::from([(report.problem.clone(), entry)]));
+        let kept = known.remember(Entries::from([(report.problem.clone(), entry)]));
+        report.not_kept = kept.err().map(|error| error.to_string());
     }
     Ok((candidates[report.chosen], report))
 }
@@ -270,6 +278,7 @@ pub fn import(table: &str) -> Result<usize> {
         Error::parameter("WINDROW_TUNE_CACHE", reason, "a folder that can be written")
     };
     let directory = cache::directory().ok_or_else(|| bad(&"no folder"))?;
-    cache::store(&directory, &device, &entries).map_err(|error| bad(&error))?;
+    cache::store(&directory, &device, &entries)
+        .map_err(|error| bad(&format!("{}: {error}", directory.display())))?;
     Ok(entries.len())
 }
