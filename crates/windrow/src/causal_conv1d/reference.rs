@@ -83,8 +83,9 @@ impl Reference {
     fn source(&self, b: usize, t: usize, back: usize) -> Option<Source> {
         let p = &self.problem;
         if let Some(cu_seqlens) = &self.cu_seqlens {
-            // Empty sequences have no tokens; of those that start at or before t the last has t.
-            let sequence = cu_seqlens.iter().rposition(|&start| start <= t as i64).unwrap();
+            // Empty sequences have no tokens; of those that start at or before t, the first at 0, the
+            // last has t. There may be as many sequences as tokens.
+            let sequence = cu_seqlens.partition_point(|&start| start <= t as i64) - 1;
             return Some(self.in_sequence(sequence, cu_seqlens[sequence] as usize, t, back));
         }
         let Some(seq_idx) = &self.seq_idx else {
