@@ -11,9 +11,10 @@ use std::fmt;
 ///
 /// An element is an error if `|got - want| > tolerance * scale + half a unit in the last place` of the
 /// output type at `want`, where `scale` is the sum of the absolute values of the products that the
-/// oracle forms for this element. So cancellation does not fail a good kernel, and one wrong element
-/// cannot hide in an average. NaN must meet NaN; an infinity must meet a value that the output type
-/// cannot hold.
+/// oracle forms for this element, and at least the smallest normal number of f32, below which roundings do not
+/// shrink any more. So cancellation does not fail a good kernel, and one wrong element cannot hide in an
+/// average. NaN must meet NaN; an infinity must meet a value that the output type cannot hold. Where the scale
+/// is finite, but beyond the range of f32, sums may overflow on the way: there NaN and infinities are right too.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Comparison {
     dtype: DType,
@@ -66,10 +67,13 @@ impl Comparison {
     /// Compares one more element.
     pub fn add(&mut self, got: f64, want: f64, scale: f64) {
         let error = (got - want).abs();
-        let ok = if want.is_nan() || got.is_nan() {
+        let overflows = scale > f64::from(f32::MAX) && scale.is_finite();
+        let ok = if overflows && !got.is_finite() {
+            true
+        } else if want.is_nan() || got.is_nan() {
             want.is_nan() && got.is_nan()
         } else {
-            let slack = self.tolerance * scale;
+            let slack = self.tolerance * (scale + f64::from(f32::MIN_POSITIVE));
             got == want
                 || error <= slack + 0.5 * ulp(self.dtype, want)
                 || got.is_infinite() && round(self.dtype, want + slack.copysign(got)) == got
@@ -382,6 +386,22 @@ mod tests {
         assert!(compare(DType::F16, 0.0, inf, 70000.0, 1.0));
         assert!(!compare(DType::F16, 0.0, 65504.0, 70000.0, 1.0));
         assert!(compare(DType::F16, 1e-3, inf, 65510.0, 65510.0));
+    }
+
+    #[test]
+    fn roundings_stop_shrinking_and_sums_overflow() {
+        let least = f64::from(f32::from_bits(1));
+        // Four roundings of at most half of the least number each.
+        let tolerance = 4.0 * DType::F32.unit_roundoff();
+        assert!(compare(DType::F32, tolerance, 2.0 * least, 0.0, 0.0));
+        assert!(!compare(DType::F32, tolerance, 3.0 * least, 0.0, 0.0));
+        let (inf, nan, beyond) = (f64::INFINITY, f64::NAN, 4e38);
+        for got in [inf, -inf, nan] {
+            assert!(compare(DType::F32, tolerance, got, 1e38, beyond));
+            assert!(!compare(DType::F32, tolerance, got, 1e38, 3e38));
+        }
+        assert!(!compare(DType::F32, tolerance, 1e37, 1e38, beyond));
+        assert!(!compare(DType::F32, tolerance, nan, inf, inf));
     }
 
     #[test]

@@ -57,10 +57,12 @@ pub(crate) fn winograd_scale(p: &Problem, m: usize, x: &[f64], w: &[f64]) -> Vec
             first.saturating_sub(p.padding[d])..end
         };
         for c in 0..p.c {
-            let mut largest = 0.0f64;
+            // Below the normal numbers roundings do not shrink any more.
+            let mut largest = f64::from(f32::MIN_POSITIVE);
             for ih in reads(oh, p.r, p.h, 0) {
                 for iw in reads(ow, p.s, p.w, 1) {
-                    largest = largest.max(x[((n * p.c + c) * p.h + ih) * p.w + iw].abs());
+                    let x = x[((n * p.c + c) * p.h + ih) * p.w + iw].abs();
+                    largest = largest.max(if x.is_nan() { f64::INFINITY } else { x });
                 }
             }
             *scale += largest * taps[k * p.c + c];

@@ -62,7 +62,9 @@ impl Conv2dPlan {
         };
         if let Some(tile) = tile {
             let tiles = reference::winograd_scale(part, tile, &x, w);
-            want.scale.iter_mut().zip(tiles).for_each(|(scale, tile)| *scale += tile);
+            // A NaN or an infinity reaches all outputs of its tile: a scale beyond the range of f32.
+            let mix = |(scale, tile): (&mut f64, f64)| *scale = (*scale + tile).min(f64::MAX);
+            want.scale.iter_mut().zip(tiles).for_each(mix);
         }
         Ok(want)
     }
