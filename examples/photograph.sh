@@ -12,7 +12,7 @@ example() { cargo run --release --quiet --example "$@"; }
 example photograph -- "$out"
 windrow run conv2d --input "$out/image.npy" --channels-last --weight "$out/laplace.npy" \
     --padding 1 --activation relu --verify --output "$out/edges.npy"
-windrow run causal-conv1d --input "$out/rows.npy" --channel-last --weight "$out/decay.npy" \
+windrow run causal-conv1d --input "$out/rows.npy" --channels-last --weight "$out/decay.npy" \
     --verify --output "$out/trails.npy"
 example to_png -- "$out/edges.npy" "$out/edges-run.png"
 example to_png -- "$out/trails.npy" "$out/trails-run.png"

@@ -11,7 +11,7 @@ fuzz_target!(|data: &[u8]| {
     let path =
         std::env::temp_dir().join(format!("windrow-fuzz-{}.{extension}", std::process::id()));
     std::fs::write(&path, bytes).expect("a temporary file");
-    if let Ok(tensor) = files::read(&path.to_string_lossy()) {
+    if let Ok(tensor) = files::read(&path) {
         assert_eq!(tensor.as_bytes().len(), tensor.desc().bytes());
     }
     let _ = std::fs::remove_file(&path);

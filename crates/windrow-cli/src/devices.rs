@@ -1,11 +1,13 @@
 //! `windrow devices`: what there is to run on.
 
 use crate::failure::Failure;
-use crate::machine::Machine;
+use crate::machine::{Machine, start_threads};
+use crate::print;
 use serde::Serialize;
 
 /// List the devices, and what this machine's cores and memory reach.
 #[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:\n  windrow devices\n  windrow devices --json")]
 pub(crate) struct Devices {
     /// Print JSON instead of lines
     #[arg(long)]
@@ -55,28 +57,31 @@ impl Gpu {
 }
 
 pub(crate) fn run(args: &Devices) -> Result<(), Failure> {
-    let machine = Machine::measure(windrow::cpu::num_threads());
+    let machine = Machine::measure(start_threads(None)?.get());
     if args.json {
         let cpu = [Listed::Cpu { device: "cpu", machine }];
         let gpus = Gpu::all().into_iter().map(Listed::Cuda);
         let devices: Vec<_> = cpu.into_iter().chain(gpus).collect();
         let json = serde_json::to_string_pretty(&devices).expect("devices are plain data");
-        println!("{json}");
-        return Ok(());
+        return print::out(format_args!("{json}\n"));
     }
     let Machine { cpu, cores, threads, isa, isa_available, peak_gflops, copy_gbps } = machine;
-    println!("cpu        {cpu}");
-    println!("  cores    {cores}, of which {threads} used by default (WINDROW_NUM_THREADS)");
-    println!("  kernels  {isa}, of {} (WINDROW_ISA)", isa_available.join(", "));
-    println!("  f32 FMA  {peak_gflops:.0} GFLOP/s");
-    println!("  memory   {copy_gbps:.1} GB/s, copying: bytes read and bytes written");
+    let mut lines = vec![
+        format!("cpu        {cpu}"),
+        format!("  cores    {cores}, of which {threads} used by default (WINDROW_NUM_THREADS)"),
+        format!("  kernels  {isa}, of {} (WINDROW_ISA)", isa_available.join(", ")),
+        format!("  f32 FMA  {peak_gflops:.0} GFLOP/s"),
+        format!("  memory   {copy_gbps:.1} GB/s, copying: bytes read and bytes written"),
+    ];
     for gpu in Gpu::all() {
-        println!("{:<10} {}", gpu.device, gpu.name);
         let (capability, processors) = (gpu.compute_capability, gpu.multiprocessors);
-        println!("  kernels  compute capability {capability}, {processors} multiprocessors");
         let (memory, l2) = (gpu.memory_bytes as f64 / 1e9, gpu.l2_cache_bytes as f64 / 1e6);
-        println!("  memory   {memory:.0} GB, L2 cache {l2:.0} MB");
-        println!("  driver   CUDA {}", gpu.driver_cuda);
+        lines.extend([
+            format!("{:<10} {}", gpu.device, gpu.name),
+            format!("  kernels  compute capability {capability}, {processors} multiprocessors"),
+            format!("  memory   {memory:.0} GB, L2 cache {l2:.0} MB"),
+            format!("  driver   CUDA {}", gpu.driver_cuda),
+        ]);
     }
-    Ok(())
+    print::out(format_args!("{}\n", lines.join("\n")))
 }

@@ -1,6 +1,6 @@
 //! Why the command ends with another status than 0.
 
-use crate::files::FileError;
+use crate::files::{FileError, Reason};
 
 /// What went wrong, by exit status.
 #[derive(Debug, thiserror::Error)]
@@ -8,6 +8,9 @@ pub(crate) enum Failure {
     /// Arguments or data that cannot be used, or a machine that lacks something: status 2.
     #[error("{0}")]
     Input(String),
+    /// Nobody reads standard output any more: status 0, without a word.
+    #[error("standard output is closed")]
+    ClosedPipe,
     /// A result that differs from the oracle: status 1.
     #[error("{0}")]
     Verification(String),
@@ -17,6 +20,7 @@ impl Failure {
     /// The exit status of the command.
     pub(crate) fn status(&self) -> u8 {
         match self {
+            Failure::ClosedPipe => 0,
             Failure::Verification(_) => 1,
             Failure::Input(_) => 2,
         }
@@ -34,7 +38,10 @@ impl From<windrow::Error> for Failure {
 
 impl From<FileError> for Failure {
     fn from(e: FileError) -> Self {
-        Failure::Input(e.to_string())
+        match e.reason {
+            Reason::ClosedPipe => Failure::ClosedPipe,
+            _ => Failure::Input(e.to_string()),
+        }
     }
 }
 

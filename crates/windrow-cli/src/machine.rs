@@ -1,6 +1,11 @@
 //! The machine that the command runs on, and what it can do at most.
 
+use crate::failure::Failure;
+use crate::print;
+use rayon::ThreadPoolBuilder;
 use serde::Serialize;
+use std::error::Error;
+use std::num::NonZeroUsize;
 use std::time::Instant;
 use windrow::{Device, Workspace, cpu};
 
@@ -44,6 +49,28 @@ impl Machine {
             plural(threads, "thread")
         )
     }
+}
+
+/// Starts the threads that plans run on, and says how many each plan may use: what `--threads` asks for, or
+/// `WINDROW_NUM_THREADS`, but no more than there are cores.
+pub(crate) fn start_threads(asked: Option<NonZeroUsize>) -> Result<NonZeroUsize, Failure> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    // As many as rayon would take, unless fewer are wanted.
+    let workers = asked.map_or(0, |n| n.get().min(cores));
+    if let Err(e) = ThreadPoolBuilder::new().num_threads(workers).build_global()
+        // Else there are threads already, as in a program that has called an operator before.
+        && e.source().is_some()
+    {
+        let message = format!("threads cannot be started: {e}; --threads 1 needs the fewest");
+        return Err(Failure::Input(message));
+    }
+    let there = rayon::current_num_threads();
+    let wanted = asked.map_or_else(cpu::num_threads, NonZeroUsize::get);
+    if wanted > there {
+        let by = if asked.is_some() { "--threads" } else { "WINDROW_NUM_THREADS" };
+        print::note(format!("{by} {wanted}: there are {cores} cores, so {there} threads run"));
+    }
+    Ok(NonZeroUsize::new(wanted.min(there)).unwrap_or(NonZeroUsize::MIN))
 }
 
 /// Fails, with the reason, unless plans can run on `device`.

@@ -1,53 +1,106 @@
 //! Tables that fit 100 columns.
 
-use comfy_table::{Cell, CellAlignment, ContentArrangement, LineStyle, Table, TableStyle};
+use comfy_table::{
+    Cell, CellAlignment, ColumnConstraint, ContentArrangement, LineStyle, Table, TableStyle,
+};
+use console::measure_text_width;
+use std::fmt;
 
 /// The widest a table gets.
 const WIDTH: u16 = 100;
+/// Columns of text are not made narrower than this.
+const NARROW: usize = 16;
+/// Blanks between columns.
+const GAP: usize = 2;
 const STYLE: TableStyle = TableStyle::new().header_separator(LineStyle::none().fill('─'));
 
-/// A table with a heading for each column; those whose heading begins with `>` are right-aligned.
+/// A table with a heading for each column; those whose heading begins with `>` are right-aligned and
+/// never broken. Where they leave no room for the others, a row becomes a paragraph.
 pub(crate) struct Columns {
-    table: Table,
+    headings: Vec<String>,
     right: Vec<bool>,
+    rows: Vec<Vec<String>>,
+    width: u16,
 }
 
 impl Columns {
     pub(crate) fn new(headings: &[&str]) -> Self {
-        let mut table = Table::new();
-        table.load_style(STYLE).set_content_arrangement(ContentArrangement::Dynamic);
-        table.set_width(width());
-        let right: Vec<bool> = headings.iter().map(|h| h.starts_with('>')).collect();
-        let mut columns = Columns { table, right };
-        let cells = headings.iter().map(|h| h.trim_start_matches('>').to_owned()).collect();
-        let header = columns.cells(cells);
-        columns.table.set_header(header);
-        for i in 0..headings.len() {
-            if let Some(column) = columns.table.column_mut(i) {
-                column.set_padding((0, if i + 1 < headings.len() { 2 } else { 0 }));
-            }
+        Columns {
+            headings: headings.iter().map(|h| h.trim_start_matches('>').to_owned()).collect(),
+            right: headings.iter().map(|h| h.starts_with('>')).collect(),
+            rows: Vec::new(),
+            width: width(),
         }
-        columns
     }
 
     pub(crate) fn row(&mut self, cells: Vec<String>) {
-        let cells = self.cells(cells);
-        self.table.add_row(cells);
+        self.rows.push(cells);
     }
 
-    fn cells(&self, cells: Vec<String>) -> Vec<Cell> {
+    /// Whether all columns have room beside each other.
+    fn fits(&self) -> bool {
+        let widest = |i: usize| {
+            let cells = self.rows.iter().map(|row| &row[i]).chain([&self.headings[i]]);
+            cells.map(|cell| measure_text_width(cell)).max().unwrap_or(0)
+        };
+        let least = |i: usize| if self.right[i] { widest(i) } else { widest(i).min(NARROW) };
+        let columns = self.headings.len();
+        let sum: usize = (0..columns).map(least).sum();
+        sum + GAP * columns.saturating_sub(1) <= usize::from(self.width)
+    }
+
+    fn table(&self) -> Table {
+        let mut table = Table::new();
+        table.load_style(STYLE).set_content_arrangement(ContentArrangement::Dynamic);
+        table.set_width(self.width);
+        table.set_header(self.cells(&self.headings));
+        for row in &self.rows {
+            table.add_row(self.cells(row));
+        }
+        for (i, &right) in self.right.iter().enumerate() {
+            let Some(column) = table.column_mut(i) else { continue };
+            column.set_padding((0, if i + 1 < self.right.len() { GAP as u16 } else { 0 }));
+            if right {
+                column.set_constraint(ColumnConstraint::ContentWidth);
+            }
+        }
+        table
+    }
+
+    fn cells(&self, cells: &[String]) -> Vec<Cell> {
         let align = |&right: &bool| if right { CellAlignment::Right } else { CellAlignment::Left };
-        cells
-            .into_iter()
-            .zip(&self.right)
-            .map(|(c, r)| Cell::new(c).set_alignment(align(r)))
-            .collect()
+        let cells = cells.iter().zip(&self.right);
+        cells.map(|(c, r)| Cell::new(c).set_alignment(align(r))).collect()
+    }
+
+    /// Each row as its first cell and, indented, the others with their headings.
+    fn paragraphs(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for row in &self.rows {
+            writeln!(f, "{}", row[0])?;
+            let pairs = self.headings.iter().zip(row).skip(1).filter(|(_, cell)| !cell.is_empty());
+            let pairs = pairs.map(|(heading, cell)| format!("{heading} {cell}").trim().to_owned());
+            let mut line = String::new();
+            for pair in pairs {
+                let needs = measure_text_width(&line) + measure_text_width(&pair) + 2 * GAP;
+                if !line.is_empty() && needs > usize::from(self.width) {
+                    writeln!(f, "{:GAP$}{line}", "")?;
+                    line.clear();
+                }
+                line += if line.is_empty() { "" } else { "  " };
+                line += &pair;
+            }
+            writeln!(f, "{:GAP$}{line}", "")?;
+        }
+        Ok(())
     }
 }
 
-impl std::fmt::Display for Columns {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        for line in self.table.lines() {
+impl fmt::Display for Columns {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if !self.fits() {
+            return self.paragraphs(f);
+        }
+        for line in self.table().lines() {
             writeln!(f, "{}", line.trim_end())?;
         }
         Ok(())
@@ -115,5 +168,22 @@ mod tests {
         assert_eq!(lines[0], "case       ms");
         assert_eq!(lines[2], "a         1.0");
         assert_eq!(lines[3], "longer  123.0");
+    }
+
+    #[test]
+    fn numbers_are_never_broken() {
+        let headings = ["case", "algorithm", ">ms", ">GFLOP/s", ">max abs", ""];
+        for width in [20, 40, 60, 80, 100] {
+            let mut t = Columns { width, ..Columns::new(&headings) };
+            let case = "causal-conv1d of a case with a long name";
+            let cells = [case, "winograd_gemm_f4", "1234.5678", "98765", "1.2e-7", "ok"];
+            t.row(cells.map(String::from).to_vec());
+            let text = t.to_string();
+            for number in ["1234.5678", "98765", "1.2e-7"] {
+                assert!(text.contains(number), "{width}: {text}");
+            }
+            let longest = text.lines().skip(1).map(|l| l.chars().count()).max().unwrap();
+            assert!(longest <= usize::from(width).max(28), "{width}: {text}");
+        }
     }
 }

@@ -4,6 +4,7 @@ use crate::bench::progress;
 use crate::failure::Failure;
 use crate::machine::check_device;
 use crate::operator::Operator;
+use crate::print;
 use crate::table::{Columns, scientific};
 use serde::Serialize;
 use windrow::Device;
@@ -11,6 +12,11 @@ use windrow::verify::{self, Case, Check};
 
 /// Compare every operator with its f64 oracle; exit status 1 if one differs.
 #[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  windrow verify
+  windrow verify conv2d --quick --device cuda:0
+  windrow verify --json > report.json")]
 pub(crate) struct Verify {
     /// Operators to check [default: all]
     operators: Vec<Operator>,
@@ -83,13 +89,13 @@ pub(crate) fn run(args: &Verify) -> Result<(), Failure> {
     }
     bar.finish_and_clear();
 
-    if args.json {
-        println!("{}", serde_json::to_string_pretty(&report).expect("a report is plain data"));
-    } else {
-        print!("{}", report.tables(total));
-    }
+    let printed = match args.json {
+        true => serde_json::to_string_pretty(&report).expect("a report is plain data") + "\n",
+        false => report.tables(total),
+    };
+    let printed = print::out(printed);
     match report.failures.len() {
-        0 => Ok(()),
+        0 => printed,
         n => Err(Failure::Verification(format!("{n} of {total} cases differ from the oracle"))),
     }
 }

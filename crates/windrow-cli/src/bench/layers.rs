@@ -1,6 +1,7 @@
 //! Layer files: one 3x3 convolution a line, `name,n,c,h,w,k`.
 
 use crate::failure::Failure;
+use crate::files;
 use serde::Deserialize;
 use std::path::Path;
 
@@ -32,10 +33,9 @@ pub(crate) fn cnn18() -> Vec<Layer> {
 
 /// The layers of a file.
 pub(crate) fn read(path: &Path) -> Result<Vec<Layer>, Failure> {
-    let input = |e: &dyn std::fmt::Display| Failure::Input(format!("{}: {e}", path.display()));
-    let text = std::fs::read_to_string(path).map_err(|e| input(&e))?;
-    let layers = parse(&text).map_err(|e| input(&e))?;
-    if layers.is_empty() { Err(input(&"no layers in it")) } else { Ok(layers) }
+    let input = |e: &str| Failure::Input(format!("{}: {e}", files::shown(path)));
+    let layers = parse(&files::read_text(path)?).map_err(|e| input(&e))?;
+    if layers.is_empty() { Err(input("no layers in it")) } else { Ok(layers) }
 }
 
 fn parse(text: &str) -> Result<Vec<Layer>, String> {
@@ -47,6 +47,10 @@ fn parse(text: &str) -> Result<Vec<Layer>, String> {
     let layers = reader.records().map(|record| {
         let record = record.map_err(|e| e.to_string())?;
         match record.len() {
+            // Names go to terminals, tables and plots.
+            6 if files::escaped(&record[0]) != record[0] => {
+                Err(format!("a name with control characters: {}", files::escaped(&record[0])))
+            }
             6 => record.deserialize(None).map_err(|e| e.to_string()),
             n => Err(format!("a line of {n}: {}", record.iter().collect::<Vec<_>>().join(","))),
         }
@@ -70,7 +74,14 @@ mod tests {
 
     #[test]
     fn bad_lines_are_named() {
-        for bad in ["a,1,2,3,4", "a,1,2,3,4,-5", "a,1,2,3,4,x", "a,1,2,3,4,5,6"] {
+        for bad in [
+            "a\u{1b}[31m,1,2,3,4,5",
+            "\"a\nb\",1,2,3,4,5",
+            "a,1,2,3,4",
+            "a,1,2,3,4,-5",
+            "a,1,2,3,4,x",
+            "a,1,2,3,4,5,6",
+        ] {
             let message = parse(&format!("# comment\n{bad}\n")).unwrap_err();
             assert!(message.contains("name,n,c,h,w,k"), "{message}");
         }

@@ -12,11 +12,14 @@ mod report;
 mod row;
 mod stats;
 
+pub(crate) use crate::print::progress;
+
 use crate::failure::Failure;
-use crate::files;
-use crate::machine::{Machine, check_device};
+use crate::files::{Contents, Outputs};
+use crate::machine::{Machine, check_device, start_threads};
+use crate::names;
 use crate::operator::Operator;
-use indicatif::{ProgressBar, ProgressStyle};
+use crate::print;
 use measure::Limits;
 use row::Row;
 use std::num::NonZeroUsize;
@@ -28,23 +31,30 @@ use windrow::{DType, Device, PlanOptions};
 
 /// Measure speed and error; without arguments all operators, in about a minute.
 #[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  windrow bench
+  windrow bench conv2d --full --threads 1 --csv rows.csv --plot rates.svg
+  windrow bench gelu causal-conv1d --device cuda:0 --dtype f16,bf16 --json > record.json
+  windrow bench conv2d --devices 0,1 --gather")]
 pub(crate) struct Bench {
     /// Operators to run [default: all]
     operators: Vec<Operator>,
-    /// Layer file for conv2d, lines of name,n,c,h,w,k [default: the 18 layers that ship with it]
+    /// Layer file for conv2d, lines of name,n,c,h,w,k; `-` is standard input [default: the 18 layers
+    /// that ship with it]
     #[arg(long, value_name = "FILE")]
     layers: Option<PathBuf>,
     /// The real batch of the 18 layers (a sixteenth otherwise) and longer causal convolutions
     #[arg(long)]
     full: bool,
-    /// Element types, f32, f16 or bf16 [default: chosen for each case]
-    #[arg(long, value_delimiter = ',')]
+    /// Element types [default: chosen for each case]
+    #[arg(long, value_name = "TYPE", value_delimiter = ',', value_parser = names::dtype())]
     dtype: Vec<DType>,
     /// Algorithm by name; cases that it cannot compute are left out [default: the planner's choice]
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = names::any_algorithm())]
     algorithm: Option<String>,
     /// CPU threads [default: all cores]
-    #[arg(long)]
+    #[arg(long, value_name = "N")]
     threads: Option<NonZeroUsize>,
     /// Measure each case so often [default: until its time is used up]
     #[arg(long, value_name = "N")]
@@ -64,7 +74,7 @@ pub(crate) struct Bench {
     /// Print JSON instead of tables
     #[arg(long)]
     json: bool,
-    /// Also write the rows to a CSV file
+    /// Also write the rows as CSV; with `-` on standard output, and tables on standard error
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
     /// Also draw the rates to FILE.svg or FILE.png
@@ -141,16 +151,15 @@ pub(crate) fn run(args: &Bench) -> Result<(), Failure> {
     if let Some(plot) = &args.plot {
         plot::check_name(plot)?;
     }
-    if let Some(bad) = args.dtype.iter().find(|d| !d.is_compute()) {
-        return Err(Failure::Input(format!("--dtype {bad}: expected f32, f16 or bf16")));
-    }
+    let files = Outputs::new([&args.csv, &args.plot].into_iter().flatten().map(|p| &**p))?;
     if let Some(ranks) = parallel::Ranks::of(args)? {
         let timeout = Duration::from_secs(args.timeout);
         return parallel::run(args, ranks, &layers(args)?, timeout);
     }
     check_device(args.device)?;
     let mut options = PlanOptions { device: args.device, ..Default::default() };
-    options.threads = args.threads;
+    let threads = start_threads(args.threads)?;
+    options.threads = Some(threads);
     let selection = Selection {
         dtypes: &args.dtype,
         algorithm: args.algorithm.as_deref(),
@@ -162,8 +171,7 @@ pub(crate) fn run(args: &Bench) -> Result<(), Failure> {
         let name = args.algorithm.as_deref().unwrap_or("the planner's choice");
         return Err(Failure::Input(format!("no case on {} for algorithm {name}", args.device)));
     }
-    let threads = args.threads.map_or_else(windrow::cpu::num_threads, NonZeroUsize::get);
-    let machine = Machine::measure(threads);
+    let machine = Machine::measure(threads.get());
     let limits = limits(args, entries.len());
 
     let bar = progress(entries.len() as u64);
@@ -177,19 +185,19 @@ pub(crate) fn run(args: &Bench) -> Result<(), Failure> {
     }
     bar.finish_and_clear();
 
-    if args.json {
-        println!("{}", report::json(&machine, &rows));
-    } else {
-        print!("{}", report::tables(&machine, &rows));
-    }
-    if let Some(path) = &args.csv {
-        files::write_bytes(path, &report::csv(&rows))?;
-    }
-    if let Some(path) = &args.plot {
-        plot::draw(path, &machine, &rows)?;
-    }
+    let csv = args.csv.as_ref().map(|_| report::csv(&rows));
+    let plot = args.plot.as_ref().map(|path| plot::draw(path, &machine, &rows)).transpose()?;
+    // Files first: they outlast whoever reads the tables.
+    let contents: Vec<_> =
+        [&csv, &plot].into_iter().flatten().map(|bytes| Contents::Bytes(bytes)).collect();
+    files.write(&contents)?;
+    let printed = match args.json {
+        true => report::json(&machine, &rows) + "\n",
+        false => report::tables(&machine, &rows),
+    };
+    let printed = print::out_beside(files.has_stdout(), printed);
     match rows.iter().filter(|r| !r.verified).count() {
-        0 => Ok(()),
+        0 => printed,
         n => Err(Failure::Verification(format!(
             "{n} of {} cases differ from the oracle",
             rows.len()
@@ -236,13 +244,6 @@ fn limits(args: &Bench, cases: usize) -> Limits {
     // A case has two or three contestants with the same budget each.
     let budget = (total / cases as u32 / 3).min(Duration::from_secs(1));
     Limits { budget, min: 3, max: 2000 }
-}
-
-/// A bar on stderr if that is a terminal, else nothing.
-pub(crate) fn progress(len: u64) -> ProgressBar {
-    let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {wide_msg}")
-        .expect("the template is valid");
-    ProgressBar::new(len).with_style(style)
 }
 
 #[cfg(test)]

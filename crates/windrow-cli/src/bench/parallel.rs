@@ -4,6 +4,7 @@ use super::layers::Layer;
 use super::{Bench, by_x};
 use crate::failure::Failure;
 use crate::operator::Operator;
+use crate::print;
 use crate::table::{Columns, digits, percent};
 use serde::Serialize;
 use std::sync::Arc;
@@ -51,7 +52,8 @@ impl Ranks {
             Ranks::Devices(devices) => {
                 let devices = match nccl_version() {
                     Err(missing) if devices.len() > 1 => {
-                        eprintln!("windrow: {missing}; measuring on cuda:{} alone", devices[0]);
+                        let alone = devices[0];
+                        print::note(format!("{missing}; measuring on cuda:{alone} alone"));
                         &devices[..1]
                     }
                     _ => &devices,
@@ -152,9 +154,10 @@ pub(super) fn run(
     let report = measured.swap_remove(0);
     if reports {
         if args.json {
-            println!("{}", serde_json::to_string_pretty(&report).expect("plain data"));
+            let json = serde_json::to_string_pretty(&report).expect("plain data");
+            print::out(format_args!("{json}\n"))?;
         } else {
-            print!("{report}");
+            print::out(&report)?;
         }
     }
     match report.rows.iter().filter(|r| !r.identical).count() {

@@ -2,7 +2,7 @@
 
 use super::row::Row;
 use crate::failure::Failure;
-use crate::files;
+use crate::files::shown;
 use crate::machine::Machine;
 use plotters::coord::Shift;
 use plotters::prelude::*;
@@ -29,23 +29,22 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 pub(super) fn check_name(path: &Path) -> std::result::Result<(), Failure> {
     match path.extension().and_then(|e| e.to_str()) {
         Some("svg" | "png") => Ok(()),
-        _ => Err(Failure::Input(format!("{}: expected a name in .svg or .png", path.display()))),
+        _ => Err(Failure::Input(format!("{}: expected a name in .svg or .png", shown(path)))),
     }
 }
 
-/// Draws the rows into a file.
+/// Draws the rows for a file of this name.
 pub(super) fn draw(
     path: &Path,
     machine: &Machine,
     rows: &[Row],
-) -> std::result::Result<(), Failure> {
+) -> std::result::Result<Vec<u8>, Failure> {
     let bytes = if path.extension().is_some_and(|e| e == "png") {
         png(machine, rows)
     } else {
         svg(machine, rows).map(String::into_bytes)
     };
-    let bytes = bytes.map_err(|e| Failure::Input(format!("{}: {e}", path.display())))?;
-    Ok(files::write_bytes(path, &bytes)?)
+    bytes.map_err(|e| Failure::Input(format!("{}: {e}", shown(path))))
 }
 
 fn svg(machine: &Machine, rows: &[Row]) -> Result<String> {

@@ -1,27 +1,44 @@
 //! Tensors in files: `.npy`, `.npz` and `.safetensors`.
 //!
-//! A file is named `PATH`, or `PATH:NAME` to choose a tensor of an archive. Errors name the file.
+//! An input is named `PATH`, or `PATH:NAME` to choose a tensor of an archive; `-` is standard input.
+//! Errors name the file.
 
+mod names;
 mod npy;
 mod npz;
+mod outputs;
+mod part;
+mod row_major;
 mod safetensors;
+mod source;
+mod target;
 
-use std::ffi::OsString;
-use std::io::{self, Write};
+pub use outputs::{Contents, Outputs, write};
+pub(crate) use part::remove_all as remove_parts;
+pub use source::{read, read_text};
+
+use std::borrow::Cow;
+use std::io;
 use std::path::{Path, PathBuf};
-use windrow::{DType, Tensor, bf16, f16};
+use windrow::DType;
 
 /// Result with [`FileError`].
 pub type Result<T, E = FileError> = std::result::Result<T, E>;
 
 /// A file that could not be read or written.
 #[derive(Debug, thiserror::Error)]
-#[error("{}: {reason}", path.display())]
+#[error("{}: {reason}", shown(path))]
 pub struct FileError {
     /// The file.
     pub path: PathBuf,
     /// What is wrong with it.
     pub reason: Reason,
+}
+
+impl FileError {
+    fn new(path: &Path, reason: impl Into<Reason>) -> Self {
+        FileError { path: path.to_owned(), reason: reason.into() }
+    }
 }
 
 /// What is wrong with a file.
@@ -31,6 +48,9 @@ pub enum Reason {
     /// The operating system refused.
     #[error("{0}")]
     Io(#[from] io::Error),
+    /// The reader of standard output has gone.
+    #[error("standard output is closed")]
+    ClosedPipe,
     /// The name does not end in a known extension.
     #[error("unknown file type, expected a name ending in {0}")]
     Extension(&'static str),
@@ -67,7 +87,7 @@ pub enum Reason {
     UnknownName {
         /// The name asked for.
         name: String,
-        /// The names that exist.
+        /// The names that exist, or the nearest of them.
         available: String,
     },
     /// An archive of several tensors, none of them chosen.
@@ -75,9 +95,36 @@ pub enum Reason {
     NoName {
         /// How to write it.
         example: String,
-        /// The names that exist.
+        /// The names that exist, or some of them.
         available: String,
     },
+    /// More text than any table or list of layers has.
+    #[error("more than {limit} bytes, expected a short text")]
+    TooLong {
+        /// The most that is read.
+        limit: u64,
+    },
+    /// Bytes that are no text.
+    #[error("not a text in UTF-8")]
+    NotText,
+    /// A folder where a file is expected.
+    #[error("is a folder, expected a file")]
+    Folder,
+    /// An output in a folder that does not exist.
+    #[error("no folder {}", shown(.0))]
+    NoFolder(PathBuf),
+    /// An output in a folder that takes no new files.
+    #[error("folder {} cannot be written", shown(.0))]
+    FolderReadOnly(PathBuf),
+    /// An output that may not be changed.
+    #[error("is read-only")]
+    ReadOnly,
+    /// Two outputs that are one file.
+    #[error("two outputs in one file, expected a file for each")]
+    Twice,
+    /// Binary data for a terminal.
+    #[error("a tensor is no text for a terminal; redirect standard output or name a file")]
+    Terminal,
     /// A size that cannot be allocated.
     #[error("{0}")]
     Tensor(#[from] windrow::Error),
@@ -91,8 +138,10 @@ enum Format {
 }
 
 impl Format {
+    /// By the name's extension, in capitals or not.
     fn of(path: &Path) -> Option<Self> {
-        match path.extension()?.to_str()? {
+        let extension = path.extension()?.to_str()?.to_ascii_lowercase();
+        match extension.as_str() {
             "npy" => Some(Format::Npy),
             "npz" => Some(Format::Npz),
             "safetensors" => Some(Format::Safetensors),
@@ -101,204 +150,47 @@ impl Format {
     }
 }
 
-/// Reads one tensor from `PATH` or `PATH:NAME`. Fortran order in a `.npy` file becomes strides.
-///
-/// # Errors
-/// [`FileError`] for everything that can be wrong with the file.
-pub fn read(source: &str) -> Result<Tensor> {
-    let (path, name) = split_name(source);
-    let result = match Format::of(path) {
-        Some(Format::Npy) => npy::read_file(path),
-        Some(Format::Npz) => npz::read(path, name),
-        Some(Format::Safetensors) => safetensors::read(path, name),
-        None => Err(Reason::Extension(".npy, .npz or .safetensors")),
-    };
-    result.map_err(|reason| FileError { path: path.to_owned(), reason })
-}
-
-/// `PATH:NAME` means a tensor of an archive: a colon after an archive's extension.
-fn split_name(source: &str) -> (&Path, Option<&str>) {
-    let archive = |path: &str| Format::of(Path::new(path)).is_some_and(|f| f != Format::Npy);
-    source
-        .match_indices(':')
-        .map(|(i, _)| (&source[..i], &source[i + 1..]))
-        .find(|(path, _)| archive(path))
-        .map_or((Path::new(source), None), |(path, name)| (Path::new(path), Some(name)))
-}
-
-/// Checks that a tensor of this type can be written to a file of this name.
-///
-/// # Errors
-/// [`Reason::Extension`], and [`Reason::ElementType`] for bf16 in `.npy`.
-pub fn check_output(path: &Path, dtype: DType) -> Result<()> {
-    let reason = match Format::of(path) {
-        Some(Format::Npy) if dtype == DType::BF16 => Reason::ElementType {
-            given: "bf16".into(),
-            expected: "a .safetensors name: NumPy has no bf16",
-        },
-        Some(Format::Npy | Format::Safetensors) => return Ok(()),
-        Some(Format::Npz) | None => Reason::Extension(".npy or .safetensors"),
-    };
-    Err(FileError { path: path.to_owned(), reason })
-}
-
-/// Writes tensors, each to its own file and in row-major order, as `.npy`, or as `.safetensors`
-/// under the name given. Either all files appear, complete, or none of them is touched: data go
-/// to temporary files beside them, which are renamed at the end.
-///
-/// # Errors
-/// As [`check_output`], and what the operating system reports.
-pub fn write(files: &[(&Path, &str, &Tensor)]) -> Result<()> {
-    let mut written = Vec::new();
-    for &(path, name, tensor) in files {
-        check_output(path, tensor.desc().dtype)?;
-        let temporary = stage(path, |file| match Format::of(path) {
-            Some(Format::Npy) => npy::write(file, &row_major(tensor)?),
-            _ => safetensors::write(file, name, &row_major(tensor)?),
-        });
-        let temporary = temporary.map_err(|reason| FileError { path: path.to_owned(), reason })?;
-        written.push((path, temporary));
+/// A text from a file or an argument as a terminal may show it: control characters, and those that
+/// change the direction of writing, as escapes.
+pub fn escaped(text: &str) -> Cow<'_, str> {
+    let bad =
+        |c: char| c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    if !text.contains(bad) {
+        return Cow::Borrowed(text);
     }
-    for (path, temporary) in written {
-        persist(path, temporary)?;
+    let mut shown = String::with_capacity(text.len() + 8);
+    for c in text.chars() {
+        if bad(c) { shown.extend(c.escape_default()) } else { shown.push(c) }
     }
-    Ok(())
+    Cow::Owned(shown)
 }
 
-/// Writes a file that is not a tensor with the same care: complete or not at all.
-///
-/// # Errors
-/// What the operating system reports.
-pub fn write_bytes(path: &Path, bytes: &[u8]) -> Result<()> {
-    let temporary = stage(path, |file| Ok(file.write_all(bytes)?))
-        .map_err(|reason| FileError { path: path.to_owned(), reason })?;
-    persist(path, temporary)
-}
-
-fn persist(path: &Path, temporary: tempfile::TempPath) -> Result<()> {
-    temporary.persist(path).map_err(|e| FileError { path: path.to_owned(), reason: e.error.into() })
-}
-
-/// A complete temporary file in the folder of `path`, removed on drop.
-fn stage(
-    path: &Path,
-    fill: impl FnOnce(&mut dyn Write) -> Result<(), Reason>,
-) -> Result<tempfile::TempPath, Reason> {
-    let folder = match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    };
-    let mut prefix = OsString::from(".");
-    prefix.push(path.file_name().unwrap_or_default());
-    let mut builder = tempfile::Builder::new();
-    builder.prefix(&prefix).suffix(".part");
-    #[cfg(unix)]
-    {
-        // A result is an ordinary file, not a secret: the user's umask decides.
-        use std::os::unix::fs::PermissionsExt;
-        builder.permissions(std::fs::Permissions::from_mode(0o666));
-    }
-    let mut file = io::BufWriter::new(builder.tempfile_in(folder)?);
-    fill(&mut file)?;
-    Ok(file.into_inner().map_err(io::IntoInnerError::into_error)?.into_temp_path())
-}
-
-/// A copy of a tensor with its elements in row-major order.
-fn row_major(t: &Tensor) -> windrow::Result<Tensor> {
-    let shape = t.shape();
-    match t.desc().dtype {
-        DType::F32 => Tensor::from_slice(&t.to_vec::<f32>()?, shape),
-        DType::F16 => Tensor::from_slice(&t.to_vec::<f16>()?, shape),
-        DType::BF16 => Tensor::from_slice(&t.to_vec::<bf16>()?, shape),
-        DType::F64 => Tensor::from_slice(&t.to_vec::<f64>()?, shape),
-        DType::I32 => Tensor::from_slice(&t.to_vec::<i32>()?, shape),
-        DType::I64 => Tensor::from_slice(&t.to_vec::<i64>()?, shape),
-        other => Err(windrow::Error::unsupported(format!("writing {other}"), "no file format")),
-    }
-}
-
-/// Picks the tensor of an archive.
-fn choose<'a>(path: &Path, names: &'a [String], name: Option<&str>) -> Result<&'a str, Reason> {
-    let available = || if names.is_empty() { "none".into() } else { names.join(", ") };
-    match (name, names) {
-        (Some(name), _) => names
-            .iter()
-            .map(String::as_str)
-            .find(|n| *n == name)
-            .ok_or_else(|| Reason::UnknownName { name: name.into(), available: available() }),
-        (None, [only]) => Ok(only),
-        (None, _) => Err(Reason::NoName {
-            example: format!("{}:NAME", path.display()),
-            available: available(),
-        }),
-    }
+/// A path as a terminal may show it.
+pub fn shown(path: &Path) -> String {
+    escaped(&path.to_string_lossy()).into_owned()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use windrow::{Layout, TensorDesc};
 
     #[test]
-    fn names_follow_an_archive_only() {
-        let split = |s| {
-            let (path, name) = split_name(s);
-            (path.to_str().unwrap().to_owned(), name.map(str::to_owned))
-        };
-        assert_eq!(split("a.npy"), ("a.npy".into(), None));
-        assert_eq!(split("a:b.npy"), ("a:b.npy".into(), None));
-        assert_eq!(split("a:b/c.npz"), ("a:b/c.npz".into(), None));
-        assert_eq!(split("c.npz:x:y"), ("c.npz".into(), Some("x:y".into())));
-        assert_eq!(split("m.safetensors:x"), ("m.safetensors".into(), Some("x".into())));
-    }
-
-    #[test]
-    fn every_type_survives_every_format() {
-        let dir = tempfile::tempdir().unwrap();
-        for dtype in [DType::F32, DType::F16, DType::BF16, DType::F64, DType::I32, DType::I64] {
-            for shape in [&[][..], &[0, 3], &[2, 3, 4]] {
-                let mut t = Tensor::zeros(dtype, shape).unwrap();
-                for (i, b) in t.as_bytes_mut().iter_mut().enumerate() {
-                    *b = i as u8;
-                }
-                for name in ["t.npy", "t.safetensors"] {
-                    let path = dir.path().join(name);
-                    if name == "t.npy" && dtype == DType::BF16 {
-                        let message = write(&[(&path, "t", &t)]).unwrap_err().to_string();
-                        assert!(message.contains("bf16") && message.contains("NumPy"), "{message}");
-                        continue;
-                    }
-                    write(&[(&path, "t", &t)]).unwrap();
-                    let back = read(path.to_str().unwrap()).unwrap();
-                    assert_eq!((back.desc(), back.as_bytes()), (t.desc(), t.as_bytes()));
-                }
-            }
+    fn extensions_in_capitals() {
+        for (name, format) in [
+            ("x.npy", Some(Format::Npy)),
+            ("x.NPY", Some(Format::Npy)),
+            ("x.Npz", Some(Format::Npz)),
+            ("x.SAFETENSORS", Some(Format::Safetensors)),
+            ("npy", None),
+            ("x.txt", None),
+        ] {
+            assert_eq!(Format::of(Path::new(name)), format, "{name}");
         }
     }
 
     #[test]
-    fn strided_tensors_are_written_row_major() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("t.npy");
-        let layout = Layout::with_order(&[2, 3], &[1, 0]).unwrap();
-        let mut t = Tensor::uninitialised(TensorDesc { dtype: DType::I32, layout }).unwrap();
-        for (i, b) in t.as_bytes_mut().chunks_exact_mut(4).enumerate() {
-            b.copy_from_slice(&(i as i32).to_ne_bytes());
-        }
-        write(&[(&path, "t", &t)]).unwrap();
-        let back = read(path.to_str().unwrap()).unwrap();
-        assert!(back.desc().layout.is_contiguous());
-        assert_eq!(back.to_vec::<i32>().unwrap(), [0, 2, 4, 1, 3, 5]);
-    }
-
-    #[test]
-    fn a_failed_write_leaves_nothing() {
-        let dir = tempfile::tempdir().unwrap();
-        let t = Tensor::zeros(DType::BF16, &[2]).unwrap();
-        let (good, bad) = (dir.path().join("a.safetensors"), dir.path().join("b.npy"));
-        assert!(write(&[(&good, "t", &t), (&bad, "t", &t)]).is_err());
-        let nowhere = dir.path().join("missing/a.safetensors");
-        assert!(write(&[(&good, "t", &t), (&nowhere, "t", &t)]).is_err());
-        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    fn control_characters_are_escaped() {
+        assert_eq!(escaped("w.ärz"), "w.ärz");
+        assert_eq!(escaped("a\u{1b}[31m\nb\u{202e}\u{9b}"), "a\\u{1b}[31m\\nb\\u{202e}\\u{9b}");
     }
 }

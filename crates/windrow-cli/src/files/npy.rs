@@ -2,9 +2,8 @@
 //!
 //! <https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html>
 
-use super::Reason;
+use super::{Reason, escaped, row_major};
 use std::io::{Read, Write};
-use std::path::Path;
 use windrow::{DType, Layout, Tensor, TensorDesc};
 
 const MAGIC: &[u8] = b"\x93NUMPY";
@@ -16,14 +15,11 @@ const TYPES: [(&str, DType); 5] = [
     ("i8", DType::I64),
 ];
 
-pub(super) fn read_file(path: &Path) -> Result<Tensor, Reason> {
-    let file = std::fs::File::open(path)?;
-    let len = file.metadata()?.len();
-    read(std::io::BufReader::new(file), len)
-}
+/// The longest header: a description of structures may be long, but those are no tensors.
+const HEADER_LIMIT: u64 = 1 << 20;
 
-/// Reads an array from `reader`, which holds `len` bytes.
-pub(super) fn read(mut reader: impl Read, len: u64) -> Result<Tensor, Reason> {
+/// Reads an array from `reader`, which holds `len` bytes; `None` if that is not known.
+pub(super) fn read(mut reader: impl Read, len: Option<u64>) -> Result<Tensor, Reason> {
     let mut start = [0; 8];
     read_header(&mut reader, &mut start)?;
     if !start.starts_with(MAGIC) {
@@ -36,10 +32,11 @@ pub(super) fn read(mut reader: impl Read, len: u64) -> Result<Tensor, Reason> {
     };
     let mut size = [0; 4];
     read_header(&mut reader, &mut size[..length_bytes])?;
-    let size = u32::from_le_bytes(size);
+    let size = u64::from(u32::from_le_bytes(size));
     let before = 8 + length_bytes as u64;
-    if u64::from(size) > len.saturating_sub(before) {
-        return Err(format_error(format!("a header of {size} bytes in a file of {len}")));
+    if size > len.unwrap_or(u64::MAX).saturating_sub(before).min(HEADER_LIMIT) {
+        let file = len.map(|len| format!(" in a file of {len}")).unwrap_or_default();
+        return Err(format_error(format!("a header of {size} bytes{file}")));
     }
     let mut text = vec![0; size as usize];
     read_header(&mut reader, &mut text)?;
@@ -48,40 +45,55 @@ pub(super) fn read(mut reader: impl Read, len: u64) -> Result<Tensor, Reason> {
     let header = Header::parse(&text)?;
 
     let desc = header.desc()?;
-    let given = len.saturating_sub(before + u64::from(size));
-    let truncated = || Reason::Truncated {
+    let truncated = |given| Reason::Truncated {
         shape: desc.shape().to_vec(),
         dtype: desc.dtype,
         expected: desc.bytes(),
         given,
     };
     // Before any memory is asked for: a damaged shape may be huge.
-    if given < desc.bytes() as u64 {
-        return Err(truncated());
+    if let Some(given) = len.map(|len| len.saturating_sub(before + size))
+        && given < desc.bytes() as u64
+    {
+        return Err(truncated(given));
     }
     let mut tensor = Tensor::uninitialised(desc)?;
-    reader.read_exact(tensor.as_bytes_mut()).map_err(|e| match e.kind() {
-        std::io::ErrorKind::UnexpectedEof => truncated(),
-        _ => e.into(),
-    })?;
+    // The memory of a tensor is the system's until it is written: what a pipe only claims costs none.
+    let given = fill(&mut reader, tensor.as_bytes_mut())?;
+    if given < desc.bytes() {
+        return Err(truncated(given as u64));
+    }
     if header.big_endian != cfg!(target_endian = "big") {
         tensor.as_bytes_mut().chunks_exact_mut(desc.dtype.size()).for_each(<[u8]>::reverse);
     }
     Ok(tensor)
 }
 
+/// Reads until `to` is full or nothing is left; returns the number of bytes.
+fn fill(reader: &mut impl Read, to: &mut [u8]) -> std::io::Result<usize> {
+    let mut len = 0;
+    while len < to.len() {
+        match reader.read(&mut to[len..]) {
+            Ok(0) => break,
+            Ok(count) => len += count,
+            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(len)
+}
+
+/// Writes a tensor in row-major order, little-endian.
 pub(super) fn write(file: &mut dyn Write, tensor: &Tensor) -> Result<(), Reason> {
     let TensorDesc { dtype, .. } = tensor.desc();
     let name = TYPES.iter().find(|(_, d)| d == dtype).map(|(n, _)| n).ok_or_else(|| {
         Reason::ElementType { given: dtype.name().into(), expected: "a type that NumPy has" }
     })?;
-    let order = if cfg!(target_endian = "big") { '>' } else { '<' };
     let shape = match tensor.shape() {
         [n] => format!("({n},)"),
         sizes => format!("({})", sizes.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")),
     };
-    let mut header =
-        format!("{{'descr': '{order}{name}', 'fortran_order': False, 'shape': {shape}, }}");
+    let mut header = format!("{{'descr': '<{name}', 'fortran_order': False, 'shape': {shape}, }}");
     // Data begin at a multiple of 64, after 10 bytes, the header and a line feed.
     let padding = (10 + header.len() + 1).next_multiple_of(64) - (10 + header.len() + 1);
     header.extend(std::iter::repeat_n(' ', padding));
@@ -90,8 +102,7 @@ pub(super) fn write(file: &mut dyn Write, tensor: &Tensor) -> Result<(), Reason>
     file.write_all(&[1, 0])?;
     file.write_all(&(header.len() as u16).to_le_bytes())?;
     file.write_all(header.as_bytes())?;
-    file.write_all(tensor.as_bytes())?;
-    Ok(())
+    Ok(row_major::write(file, tensor)?)
 }
 
 struct Header {
@@ -115,14 +126,25 @@ impl Header {
         let (dtype, big_endian) = element_type(descr.unwrap_or("a structure"))?;
 
         let order = value("fortran_order").ok_or_else(|| missing("fortran_order"))?;
-        let fortran_order = order.starts_with("True");
+        let word = order.split(|c: char| !c.is_ascii_alphanumeric()).next().unwrap_or_default();
+        let fortran_order = match word {
+            "True" => true,
+            "False" => false,
+            other => {
+                let given = escaped(other);
+                let detail = format!("`fortran_order` is `{given}`, expected True or False");
+                return Err(format_error(detail));
+            }
+        };
 
         let shape = value("shape").ok_or_else(|| missing("shape"))?;
         let shape = shape.strip_prefix('(').and_then(|s| s.split(')').next());
         let shape = shape
             .and_then(|s| {
                 let sizes = s.split(',').map(str::trim).filter(|s| !s.is_empty());
-                sizes.map(|s| s.parse().ok()).collect::<Option<Vec<usize>>>()
+                // Python 2 wrote long integers with an L.
+                let size = |s: &str| s.strip_suffix('L').unwrap_or(s).parse().ok();
+                sizes.map(size).collect::<Option<Vec<usize>>>()
             })
             .ok_or_else(|| format_error("`shape` is no tuple of sizes"))?;
         Ok(Header { dtype, big_endian, fortran_order, shape })
@@ -144,7 +166,7 @@ fn element_type(descr: &str) -> Result<(DType, bool), Reason> {
         ("<", Some(dtype)) => Ok((dtype, false)),
         (">", Some(dtype)) => Ok((dtype, true)),
         _ => Err(Reason::ElementType {
-            given: descr.into(),
+            given: escaped(descr).into(),
             expected: "float32, float16, float64, int32 or int64 (bf16: use .safetensors)",
         }),
     }
@@ -174,7 +196,7 @@ mod tests {
     }
 
     fn parse(bytes: &[u8]) -> Result<Tensor, Reason> {
-        read(bytes, bytes.len() as u64)
+        read(bytes, Some(bytes.len() as u64))
     }
 
     fn message(bytes: &[u8]) -> String {
@@ -197,6 +219,35 @@ mod tests {
         let header = "{'shape': (), 'fortran_order': False, 'descr': '<f4'}";
         let empty: [usize; 0] = [];
         assert_eq!(parse(&file(header, &1f32.to_le_bytes())).unwrap().shape(), empty);
+    }
+
+    #[test]
+    fn python_2_wrote_sizes_with_an_l() {
+        let header = "{'descr': '<i4', 'fortran_order': False, 'shape': (2L, 3L), }";
+        assert_eq!(parse(&file(header, &[0; 24])).unwrap().shape(), [2, 3]);
+        let bad = "{'descr': '<i4', 'fortran_order': False, 'shape': (L, 3), }";
+        assert!(message(&file(bad, &[0; 24])).contains("tuple of sizes"));
+    }
+
+    #[test]
+    fn fortran_order_is_true_or_false() {
+        for bad in ["banana", "Truely", "", "1"] {
+            let header = format!("{{'descr': '<f4', 'fortran_order': {bad}, 'shape': (1,), }}");
+            let message = message(&file(&header, &[0; 4]));
+            assert!(message.contains("expected True or False"), "{bad}: {message}");
+        }
+    }
+
+    #[test]
+    fn a_pipe_is_read_as_far_as_the_array_goes() {
+        let header = "{'descr': '<f4', 'fortran_order': False, 'shape': (2,), }";
+        let whole = file(header, &[0; 8]);
+        let mut endless = whole.chain(std::io::repeat(0));
+        assert_eq!(read(&mut endless, None).unwrap().shape(), [2]);
+        let cut = read(&whole[..whole.len() - 3], None).unwrap_err().to_string();
+        assert!(cut.contains("needs 8 bytes, the file has 5"), "{cut}");
+        let long = b"\x93NUMPY\x02\x00\xff\xff\xff\xff".chain(std::io::repeat(b' '));
+        assert!(read(long, None).unwrap_err().to_string().contains("header of 4294967295"));
     }
 
     #[test]

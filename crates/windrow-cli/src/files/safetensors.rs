@@ -1,8 +1,9 @@
 //! Hugging Face's `.safetensors`.
 
-use super::{Reason, choose};
-use safetensors::tensor::{Dtype, SafeTensors, TensorView};
-use std::io::Write;
+use super::source::Source;
+use super::{Reason, names::choose, row_major};
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
+use std::io::{self, Read, Write};
 use std::path::Path;
 use windrow::{DType, Tensor, TensorDesc};
 
@@ -14,28 +15,45 @@ const TYPES: [(Dtype, DType); 6] = [
     (Dtype::I32, DType::I32),
     (Dtype::I64, DType::I64),
 ];
+/// The longest header that the format allows.
+const HEADER_LIMIT: u64 = 100_000_000;
 
-pub(super) fn read(path: &Path, name: Option<&str>) -> Result<Tensor, Reason> {
-    let bytes = std::fs::read(path)?;
-    let file = SafeTensors::deserialize(&bytes).map_err(format_error)?;
-    let mut names: Vec<String> = file.names().iter().map(ToString::to_string).collect();
+/// Reads the header and the bytes of one tensor.
+pub(super) fn read(path: &Path, mut source: Source, name: Option<&str>) -> Result<Tensor, Reason> {
+    let mut size = [0; 8];
+    source.read_exact(&mut size).map_err(cut)?;
+    let size = u64::from_le_bytes(size);
+    let rest = source.len().map(|len| len.saturating_sub(8));
+    if size > rest.unwrap_or(u64::MAX).min(HEADER_LIMIT) {
+        return Err(format_error(format!("a header of {size} bytes")));
+    }
+    let mut header = Vec::new();
+    source.by_ref().take(size).read_to_end(&mut header)?;
+    let metadata: Metadata = serde_json::from_slice(&header).map_err(format_error)?;
+    drop(header);
+    let claimed = metadata.data_len() as u64;
+    if let Some(given) = rest.map(|rest| rest - size).filter(|&given| given != claimed) {
+        return Err(format_error(format!("data of {given} bytes, the header says {claimed}")));
+    }
+    let mut names = metadata.offset_keys();
     names.sort();
-    let view = file.tensor(choose(path, &names, name)?).map_err(format_error)?;
+    let info = metadata.info(choose(path, &names, name)?).ok_or_else(|| format_error("no data"))?;
     let (_, dtype) =
-        TYPES.into_iter().find(|(t, _)| *t == view.dtype()).ok_or_else(|| Reason::ElementType {
-            given: format!("{:?}", view.dtype()),
+        TYPES.into_iter().find(|(t, _)| *t == info.dtype).ok_or_else(|| Reason::ElementType {
+            given: format!("{:?}", info.dtype),
             expected: "F32, F16, BF16, F64, I32 or I64",
         })?;
-    let mut tensor = Tensor::uninitialised(TensorDesc::contiguous(dtype, view.shape())?)?;
-    tensor.as_bytes_mut().copy_from_slice(view.data());
-    swap_on_big_endian(&mut tensor);
+    let mut tensor = Tensor::uninitialised(TensorDesc::contiguous(dtype, &info.shape)?)?;
+    source.skip(info.data_offsets.0 as u64)?;
+    source.read_exact(tensor.as_bytes_mut()).map_err(cut)?;
+    if cfg!(target_endian = "big") {
+        tensor.as_bytes_mut().chunks_exact_mut(dtype.size()).for_each(<[u8]>::reverse);
+    }
     Ok(tensor)
 }
 
+/// Writes one tensor in row-major order.
 pub(super) fn write(file: &mut dyn Write, name: &str, tensor: &Tensor) -> Result<(), Reason> {
-    let mut little = Tensor::uninitialised(*tensor.desc())?;
-    little.as_bytes_mut().copy_from_slice(tensor.as_bytes());
-    swap_on_big_endian(&mut little);
     let (dtype, _) =
         TYPES.into_iter().find(|(_, d)| *d == tensor.desc().dtype).ok_or_else(|| {
             Reason::ElementType {
@@ -43,26 +61,33 @@ pub(super) fn write(file: &mut dyn Write, name: &str, tensor: &Tensor) -> Result
                 expected: "a type that .safetensors has",
             }
         })?;
-    let view = TensorView::new(dtype, tensor.shape().to_vec(), little.as_bytes());
-    let bytes = view.and_then(|v| safetensors::serialize([(name, v)], None));
-    Ok(file.write_all(&bytes.map_err(format_error)?)?)
+    let bytes = tensor.desc().bytes();
+    let info = TensorInfo { dtype, shape: tensor.shape().to_vec(), data_offsets: (0, bytes) };
+    let metadata = Metadata::new(None, vec![(name.to_owned(), info)]).map_err(format_error)?;
+    let mut header = serde_json::to_string(&metadata).map_err(format_error)?;
+    // Data begin at a multiple of 8.
+    let padding = header.len().next_multiple_of(8) - header.len();
+    header.extend(std::iter::repeat_n(' ', padding));
+    file.write_all(&(header.len() as u64).to_le_bytes())?;
+    file.write_all(header.as_bytes())?;
+    Ok(row_major::write(file, tensor)?)
 }
 
-/// The format is little-endian.
-fn swap_on_big_endian(tensor: &mut Tensor) {
-    if cfg!(target_endian = "big") {
-        let size = tensor.desc().dtype.size();
-        tensor.as_bytes_mut().chunks_exact_mut(size).for_each(<[u8]>::reverse);
+fn cut(e: io::Error) -> Reason {
+    match e.kind() {
+        io::ErrorKind::UnexpectedEof => format_error("it ends too early"),
+        _ => e.into(),
     }
 }
 
-fn format_error(e: safetensors::SafeTensorError) -> Reason {
-    Reason::Format { format: ".safetensors", detail: e.to_string() }
+fn format_error(detail: impl ToString) -> Reason {
+    Reason::Format { format: ".safetensors", detail: detail.to_string() }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use safetensors::tensor::TensorView;
 
     fn file(names: &[&str], dtype: Dtype) -> tempfile::TempPath {
         let data = [0u8; 8];
@@ -72,6 +97,10 @@ mod tests {
         let bytes = safetensors::serialize(views, None).unwrap();
         std::fs::write(file.path(), bytes).unwrap();
         file.into_temp_path()
+    }
+
+    fn read(path: &Path, name: Option<&str>) -> Result<Tensor, Reason> {
+        super::read(path, Source::open(path)?, name)
     }
 
     #[test]

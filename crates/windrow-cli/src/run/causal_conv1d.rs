@@ -1,8 +1,8 @@
 //! `windrow run causal-conv1d`.
 
-use super::{Common, Placed, finish, place, read_optional, read_ordered, view};
+use super::{Common, Files, Placed, place, view};
 use crate::failure::Failure;
-use crate::files;
+use crate::names;
 use std::path::{Path, PathBuf};
 use windrow::{
     Activation, CausalConv1dAlgorithm, CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dPlan,
@@ -11,36 +11,41 @@ use windrow::{
 
 /// Causal 1-D convolution: y[b,d,t] = act(bias[d] + sum over k of w[d,k] * x[b,d,t-(width-1)+k])
 #[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  windrow run causal-conv1d --input x.npy --weight w.npy --activation silu --output y.npy
+  windrow run causal-conv1d --input 1.npy --weight w.npy --output y1.npy --final-states s.npy
+  windrow run causal-conv1d --input 2.npy --weight w.npy --output y2.npy --initial-states s.npy")]
 pub(crate) struct CausalConv1d {
-    /// x [b, d, l]
+    /// x [b, d, l]; `-` is standard input
     #[arg(long, value_name = "FILE")]
-    input: String,
+    input: PathBuf,
     /// w [d, width], or dense [d_out, d_in, width]
     #[arg(long, value_name = "FILE")]
-    weight: String,
+    weight: PathBuf,
     /// Bias [d]
     #[arg(long, value_name = "FILE")]
-    bias: Option<String>,
-    /// identity, relu, silu, gelu or gelu_tanh
-    #[arg(long, default_value = "identity")]
+    bias: Option<PathBuf>,
+    /// Applied to the sums
+    #[arg(long, value_name = "NAME", default_value = "identity", value_parser = names::activation())]
     activation: Activation,
     /// Sequence that each token belongs to, i32 [b, l]; negative is padding
     #[arg(long, value_name = "FILE")]
-    seq_idx: Option<String>,
+    seq_idx: Option<PathBuf>,
     /// Beginnings of packed sequences and the end, i32 or i64 [sequences + 1]
     #[arg(long, value_name = "FILE")]
-    cu_seqlens: Option<String>,
+    cu_seqlens: Option<PathBuf>,
     /// What came before x: [b or sequences, d, width - 1]
     #[arg(long, value_name = "FILE")]
-    initial_states: Option<String>,
+    initial_states: Option<PathBuf>,
     /// File for the states after x, for the next call's --initial-states
     #[arg(long, value_name = "FILE")]
     final_states: Option<PathBuf>,
     /// x and y are [b, l, d] in their files
-    #[arg(long)]
-    channel_last: bool,
-    /// direct or im2col_gemm [default: the planner's choice]
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, alias = "channel-last")]
+    channels_last: bool,
+    /// Algorithm by name [default: the planner's choice]
+    #[arg(long, value_name = "NAME", value_parser = names::causal_conv1d())]
     algorithm: Option<CausalConv1dAlgorithm>,
     #[command(flatten)]
     common: Common,
@@ -48,12 +53,15 @@ pub(crate) struct CausalConv1d {
 
 impl CausalConv1d {
     pub(super) fn run(&self) -> Result<(), Failure> {
-        let x = read_ordered(&self.input, "x", self.channel_last.then_some(&[0, 2, 1]))?;
-        let weight = files::read(&self.weight)?;
-        let bias = read_optional(self.bias.as_ref())?;
-        let seq_idx = read_optional(self.seq_idx.as_ref())?;
-        let cu_seqlens = read_optional(self.cu_seqlens.as_ref())?;
-        let initial_states = read_optional(self.initial_states.as_ref())?;
+        let states = self.final_states.as_deref();
+        let files = Files::new([&*self.common.output].into_iter().chain(states))?;
+        let order = self.channels_last.then_some(&[0, 2, 1][..]);
+        let x = files.read_ordered(&self.input, "x", order)?;
+        let weight = files.read(&self.weight)?;
+        let bias = files.read_optional(self.bias.as_ref())?;
+        let seq_idx = files.read_optional(self.seq_idx.as_ref())?;
+        let cu_seqlens = files.read_optional(self.cu_seqlens.as_ref())?;
+        let initial_states = files.read_optional(self.initial_states.as_ref())?;
 
         let desc = |t: &Option<Tensor>| t.as_ref().map(|t| *t.desc());
         let mut spec = CausalConv1dSpec::new(*x.desc(), *weight.desc())?;
@@ -66,15 +74,13 @@ impl CausalConv1d {
             let shape = spec.states_shape()?;
             spec.final_states = Some(TensorDesc::contiguous(spec.x.dtype, &shape)?);
         }
-        let options = self.common.options();
+        let options = self.common.options()?;
         let plan = match self.algorithm {
             Some(algorithm) => CausalConv1dPlan::with_algorithm(&spec, algorithm, &options)?,
             None => CausalConv1dPlan::new(&spec, &options)?,
         };
-        files::check_output(&self.common.output, spec.y.dtype)?;
-        if let (Some(path), Some(desc)) = (&self.final_states, &spec.final_states) {
-            files::check_output(path, desc.dtype)?;
-        }
+        let dtypes = [Some(spec.y), spec.final_states].into_iter().flatten().map(|d| d.dtype);
+        files.start(&plan.explain(), &options, dtypes)?;
 
         let device = options.device;
         let (x, weight) = (Placed::new(x, device)?, Placed::new(weight, device)?);
@@ -101,13 +107,13 @@ impl CausalConv1d {
         workspace.synchronize()?;
         let mut y = y.into_host()?;
         let final_states = final_states.map(Placed::into_host).transpose()?;
-        if self.channel_last {
+        if self.channels_last {
             y = y.permute(&[0, 2, 1]);
         }
         let mut results: Vec<(&Path, &str, &Tensor)> = vec![(&self.common.output, "y", &y)];
         if let (Some(path), Some(states)) = (&self.final_states, &final_states) {
             results.push((path, "final_states", states));
         }
-        finish(&results, &plan.explain())
+        files.finish(&results, &plan.explain())
     }
 }

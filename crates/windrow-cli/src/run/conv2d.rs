@@ -1,48 +1,54 @@
 //! `windrow run conv2d`.
 
-use super::{Common, Placed, finish, place, read_optional, read_ordered, view};
+use super::{Common, Files, Placed, place, view};
 use crate::failure::Failure;
-use crate::files;
+use crate::names;
+use std::path::PathBuf;
 use windrow::{
     Accuracy, Activation, Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec,
-    Weights, Workspace,
+    PlanOptions, Weights, Workspace,
 };
 
 /// 2-D convolution: y[n,k] = act(bias[k] + sum over c of w[k,c] * x[n,c])
 #[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  windrow run conv2d --input x.npy --weight w.npy --padding 1 --output y.npy
+  windrow run conv2d --input image.npy --channels-last --weight net.safetensors:stem.weight \\
+      --bias net.safetensors:stem.bias --stride 2 --padding 3 --activation relu --output y.npy")]
 pub(crate) struct Conv2d {
-    /// x [n, c, h, w]
+    /// x [n, c, h, w]; `-` is standard input
     #[arg(long, value_name = "FILE")]
-    input: String,
+    input: PathBuf,
     /// w [k, c/groups, r, s]
     #[arg(long, value_name = "FILE")]
-    weight: String,
+    weight: PathBuf,
     /// Bias [k]
     #[arg(long, value_name = "FILE")]
-    bias: Option<String>,
+    bias: Option<PathBuf>,
     /// Step, one number or rows,columns
-    #[arg(long, default_value = "1", value_parser = pair, allow_negative_numbers = true)]
+    #[arg(long, default_value = "1", value_name = "N", value_parser = pair, allow_negative_numbers = true)]
     stride: [usize; 2],
     /// Zeros around x, one number or rows,columns
-    #[arg(long, default_value = "0", value_parser = pair, allow_negative_numbers = true)]
+    #[arg(long, default_value = "0", value_name = "N", value_parser = pair, allow_negative_numbers = true)]
     padding: [usize; 2],
     /// Distance of filter taps, one number or rows,columns
-    #[arg(long, default_value = "1", value_parser = pair, allow_negative_numbers = true)]
+    #[arg(long, default_value = "1", value_name = "N", value_parser = pair, allow_negative_numbers = true)]
     dilation: [usize; 2],
     /// Groups of channels
     #[arg(long, default_value_t = 1)]
     groups: usize,
-    /// identity, relu, silu, gelu or gelu_tanh
-    #[arg(long, default_value = "identity")]
+    /// Applied to the sums
+    #[arg(long, value_name = "NAME", default_value = "identity", value_parser = names::activation())]
     activation: Activation,
-    /// exact, fp32, tf32 or half: what the planner may choose from
-    #[arg(long, default_value = "fp32")]
-    accuracy: Accuracy,
+    /// The most inexact that an algorithm may be [default: fp32]
+    #[arg(long, value_name = "NAME", value_parser = names::accuracy())]
+    accuracy: Option<Accuracy>,
     /// Algorithm by name [default: the planner's choice]
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = names::conv2d())]
     algorithm: Option<Conv2dAlgorithm>,
     /// x and y are [n, h, w, c] in their files
-    #[arg(long)]
+    #[arg(long, alias = "channel-last")]
     channels_last: bool,
     #[command(flatten)]
     common: Common,
@@ -50,25 +56,34 @@ pub(crate) struct Conv2d {
 
 impl Conv2d {
     pub(super) fn run(&self) -> Result<(), Failure> {
-        let x = read_ordered(&self.input, "x", self.channels_last.then_some(&[0, 3, 1, 2]))?;
-        let w = files::read(&self.weight)?;
-        let bias = read_optional(self.bias.as_ref())?;
+        let files = Files::new([&*self.common.output])?;
+        let order = self.channels_last.then_some(&[0, 3, 1, 2][..]);
+        let x = files.read_ordered(&self.input, "x", order)?;
+        let w = files.read(&self.weight)?;
+        let bias = files.read_optional(self.bias.as_ref())?;
         let params = Conv2dParams {
             stride: self.stride,
             padding: self.padding,
             dilation: self.dilation,
             groups: self.groups,
             activation: self.activation,
-            accuracy: self.accuracy,
+            accuracy: self.accuracy.unwrap_or_default(),
         };
         let mut spec = Conv2dSpec::new(*x.desc(), *w.desc(), &params)?;
         spec.bias = bias.as_ref().map(|t| *t.desc());
-        let options = self.common.options();
+        let options = self.common.options()?;
         let plan = match self.algorithm {
+            Some(algorithm) if !self.allows(&spec, algorithm, &options)? => {
+                let accuracy = spec.accuracy.name();
+                let algorithm = algorithm.name();
+                return Err(Failure::Input(format!(
+                    "--accuracy {accuracy}: {algorithm} is less exact; leave out one of the two"
+                )));
+            }
             Some(algorithm) => Conv2dPlan::with_algorithm(&spec, algorithm, &options)?,
             None => Conv2dPlan::new(&spec, &options)?,
         };
-        files::check_output(&self.common.output, spec.y.dtype)?;
+        files.start(&plan.explain(), &options, [spec.y.dtype])?;
         let device = options.device;
         let (x, w, bias) = (Placed::new(x, device)?, Placed::new(w, device)?, place(bias, device)?);
         let mut y = Placed::output(spec.y, device)?;
@@ -80,7 +95,25 @@ impl Conv2d {
         if self.channels_last {
             y = y.permute(&[0, 2, 3, 1]);
         }
-        finish(&[(&self.common.output, "y", &y)], &plan.explain())
+        files.finish(&[(&self.common.output, "y", &y)], &plan.explain())
+    }
+}
+
+impl Conv2d {
+    /// Whether an algorithm is as exact as was asked for. One that cannot compute the spec at all is left
+    /// to its own error.
+    fn allows(
+        &self,
+        spec: &Conv2dSpec,
+        algorithm: Conv2dAlgorithm,
+        options: &PlanOptions,
+    ) -> Result<bool, Failure> {
+        let can = Conv2dPlan::algorithms(spec, options.device).contains(&algorithm);
+        if self.accuracy.is_none() || !can {
+            return Ok(true);
+        }
+        let exact_enough = Conv2dPlan::configurations(spec, options)?;
+        Ok(exact_enough.iter().any(|c| c.algorithm == algorithm))
     }
 }
 

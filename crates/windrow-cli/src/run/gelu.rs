@@ -1,27 +1,32 @@
 //! `windrow run gelu`.
 
-use super::{Common, Placed, finish, place, read_optional, view};
+use super::{Common, Files, Placed, place, view};
 use crate::failure::Failure;
-use crate::files;
+use crate::names;
+use std::path::PathBuf;
 use windrow::{Approximate, GeluArgs, GeluPlan, GeluSpec, Workspace};
 
 /// y = gelu(x + bias) * gate
 #[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  windrow run gelu --input x.npy --output y.npy --approximate tanh
+  windrow run gelu --input mlp.npz:up --gate mlp.npz:gate --output y.safetensors --verify")]
 pub(crate) struct Gelu {
-    /// x, any shape
+    /// x, any shape; `-` is standard input
     #[arg(long, value_name = "FILE")]
-    input: String,
+    input: PathBuf,
     /// Bias [last dimension of x]
     #[arg(long, value_name = "FILE")]
-    bias: Option<String>,
+    bias: Option<PathBuf>,
     /// Gate of x's shape, multiplied with the result
     #[arg(long, value_name = "FILE")]
-    gate: Option<String>,
-    /// none (exact) or tanh
-    #[arg(long, default_value = "none")]
+    gate: Option<PathBuf>,
+    /// How exact: erf, or the formula by tanh
+    #[arg(long, value_name = "NAME", default_value = "none", value_parser = names::approximate())]
     approximate: Approximate,
     /// Algorithm by name [default: the planner's choice]
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = names::gelu())]
     algorithm: Option<windrow::GeluAlgorithm>,
     #[command(flatten)]
     common: Common,
@@ -29,17 +34,19 @@ pub(crate) struct Gelu {
 
 impl Gelu {
     pub(super) fn run(&self) -> Result<(), Failure> {
-        let x = files::read(&self.input)?;
-        let (bias, gate) = (read_optional(self.bias.as_ref())?, read_optional(self.gate.as_ref())?);
+        let files = Files::new([&*self.common.output])?;
+        let x = files.read(&self.input)?;
+        let bias = files.read_optional(self.bias.as_ref())?;
+        let gate = files.read_optional(self.gate.as_ref())?;
         let mut spec = GeluSpec::new(*x.desc(), self.approximate)?;
         spec.bias = bias.as_ref().map(|t| *t.desc());
         spec.gate = gate.as_ref().map(|t| *t.desc());
-        let options = self.common.options();
+        let options = self.common.options()?;
         let plan = match self.algorithm {
             Some(algorithm) => GeluPlan::with_algorithm(&spec, algorithm, &options)?,
             None => GeluPlan::new(&spec, &options)?,
         };
-        files::check_output(&self.common.output, spec.y.dtype)?;
+        files.start(&plan.explain(), &options, [spec.y.dtype])?;
         let device = options.device;
         let (x, bias, gate) = (Placed::new(x, device)?, place(bias, device)?, place(gate, device)?);
         let mut y = Placed::output(spec.y, device)?;
@@ -48,6 +55,6 @@ impl Gelu {
         plan.run(&args, y.as_mut()?, &mut workspace)?;
         workspace.synchronize()?;
         let y = y.into_host()?;
-        finish(&[(&self.common.output, "y", &y)], &plan.explain())
+        files.finish(&[(&self.common.output, "y", &y)], &plan.explain())
     }
 }

@@ -5,22 +5,35 @@ mod conv2d;
 mod gelu;
 
 use crate::failure::Failure;
-use crate::files;
+use crate::files::{self, Contents, Outputs, shown};
+use crate::machine::start_threads;
 use crate::placed::Placed;
+use crate::print::{self, Steps};
+use std::cell::Cell;
+use std::fmt::Write;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
-use windrow::{Device, Error, PlanOptions, Tensor, TensorRef};
+use windrow::{DType, Device, Error, PlanOptions, Tensor, TensorRef};
 
 /// Run one operator on tensors from .npy, .npz or .safetensors files.
 ///
-/// A tensor of an archive is chosen by PATH:NAME. Outputs are .npy or .safetensors files.
+/// A tensor of an archive is chosen by PATH:NAME. Outputs are .npy or .safetensors files. `-` is standard
+/// input or output: .npy or .safetensors is told from the first bytes, and .npy is written (bf16 as
+/// .safetensors).
 #[derive(Debug, clap::Subcommand)]
+#[command(after_help = EXAMPLES)]
 pub(crate) enum Run {
     Gelu(gelu::Gelu),
     #[command(name = "causal-conv1d", alias = "causal_conv1d")]
     CausalConv1d(causal_conv1d::CausalConv1d),
     Conv2d(conv2d::Conv2d),
 }
+
+const EXAMPLES: &str = "\
+Examples:
+  windrow run gelu --input x.npy --output y.npy
+  windrow run conv2d --input x.npy --weight model.safetensors:conv1.weight --output y.npy
+  windrow run gelu --input - --output - < x.npy > y.npy";
 
 pub(crate) fn run(command: &Run) -> Result<(), Failure> {
     match command {
@@ -33,14 +46,14 @@ pub(crate) fn run(command: &Run) -> Result<(), Failure> {
 /// Where to run and where results go: the same for all operators.
 #[derive(Debug, clap::Args)]
 struct Common {
-    /// File for the result, .npy or .safetensors; written whole or not at all
+    /// File for the result, .npy or .safetensors, written whole or not at all; `-` is standard output
     #[arg(long, value_name = "FILE")]
     output: PathBuf,
     /// cpu or cuda:INDEX
     #[arg(long, default_value = "cpu")]
     device: Device,
     /// CPU threads [default: all cores]
-    #[arg(long)]
+    #[arg(long, value_name = "N")]
     threads: Option<NonZeroUsize>,
     /// Compare the result with the f64 oracle before it is written (exit status 1 if it differs)
     #[arg(long)]
@@ -48,19 +61,90 @@ struct Common {
 }
 
 impl Common {
-    fn options(&self) -> PlanOptions {
+    fn options(&self) -> Result<PlanOptions, Failure> {
         let mut options = PlanOptions { device: self.device, ..Default::default() };
-        options.threads = self.threads;
+        options.threads = Some(start_threads(self.threads)?);
         if self.verify {
             options.verify = windrow::Verify::On;
         }
-        options
+        Ok(options)
     }
 }
 
-/// Reads the tensor of an optional argument.
-fn read_optional(source: Option<&String>) -> files::Result<Option<Tensor>> {
-    source.map(|s| files::read(s)).transpose()
+/// The files of a run: outputs are looked at before anything is read.
+struct Files {
+    outputs: Outputs,
+    stdin_is_taken: Cell<bool>,
+    steps: Steps,
+}
+
+impl Files {
+    fn new<'a>(outputs: impl IntoIterator<Item = &'a Path>) -> Result<Self, Failure> {
+        let outputs = Outputs::of_tensors(outputs)?;
+        Ok(Files { outputs, stdin_is_taken: Cell::new(false), steps: Steps::new() })
+    }
+
+    fn read(&self, source: &Path) -> Result<Tensor, Failure> {
+        let text = source.to_string_lossy();
+        if (text == "-" || text.starts_with("-:")) && self.stdin_is_taken.replace(true) {
+            return Err(Failure::Input("-: expected one tensor from standard input".into()));
+        }
+        self.steps.now(format_args!("reading {text}"));
+        Ok(files::read(source)?)
+    }
+
+    /// Reads the tensor of an optional argument.
+    fn read_optional(&self, source: Option<&PathBuf>) -> Result<Option<Tensor>, Failure> {
+        source.map(|s| self.read(s)).transpose()
+    }
+
+    /// Reads a tensor and reorders its dimensions if `order` is given: dimension `i` of the result is
+    /// dimension `order[i]` in the file.
+    fn read_ordered(
+        &self,
+        source: &Path,
+        arg: &'static str,
+        order: Option<&[usize]>,
+    ) -> Result<Tensor, Failure> {
+        let tensor = self.read(source)?;
+        let Some(order) = order else { return Ok(tensor) };
+        if tensor.shape().len() != order.len() {
+            let expected = if order.len() == 3 { "3: [b, l, d]" } else { "4: [n, h, w, c]" };
+            return Err(Error::Rank { arg, given: tensor.shape().len(), expected }.into());
+        }
+        Ok(tensor.permute(order))
+    }
+
+    /// Says that the plan runs now, if its results can be written.
+    fn start(
+        &self,
+        plan: &str,
+        options: &PlanOptions,
+        outputs: impl IntoIterator<Item = DType>,
+    ) -> Result<(), Failure> {
+        self.outputs.check_types(outputs)?;
+        let verified = match options.verify {
+            windrow::Verify::On => ", compared with the oracle",
+            windrow::Verify::Off => "",
+        };
+        self.steps.now(format_args!("running {plan}{verified}"));
+        Ok(())
+    }
+
+    /// Writes the results, each with its default name in `.safetensors`, and says so.
+    fn finish(self, results: &[(&Path, &str, &Tensor)], plan: &str) -> Result<(), Failure> {
+        let contents: Vec<_> =
+            results.iter().map(|(_, name, tensor)| Contents::Tensor(name, tensor)).collect();
+        self.steps.now("writing");
+        self.outputs.write(&contents)?;
+        drop(self.steps);
+        let mut text = String::new();
+        for (path, name, tensor) in results {
+            let desc = tensor.desc();
+            let _ = writeln!(text, "{}: {name} {} {:?}", shown(path), desc.dtype, desc.shape());
+        }
+        print::summary(self.outputs.has_stdout(), format_args!("{text}{plan}\n"))
+    }
 }
 
 /// An optional tensor in the memory of `device`.
@@ -70,31 +154,4 @@ fn place(tensor: Option<Tensor>, device: Device) -> windrow::Result<Option<Place
 
 fn view(tensor: &Option<Placed>) -> Option<TensorRef<'_>> {
     tensor.as_ref().map(Placed::as_ref)
-}
-
-/// Reads a tensor and reorders its dimensions if `order` is given: dimension `i` of the result is
-/// dimension `order[i]` in the file.
-fn read_ordered(
-    source: &str,
-    arg: &'static str,
-    order: Option<&[usize]>,
-) -> Result<Tensor, Failure> {
-    let tensor = files::read(source)?;
-    let Some(order) = order else { return Ok(tensor) };
-    if tensor.shape().len() != order.len() {
-        let expected = if order.len() == 3 { "3: [b, l, d]" } else { "4: [n, h, w, c]" };
-        return Err(Error::Rank { arg, given: tensor.shape().len(), expected }.into());
-    }
-    Ok(tensor.permute(order))
-}
-
-/// Writes the results, each with its default name in `.safetensors`, and says so.
-fn finish(results: &[(&Path, &str, &Tensor)], plan: &str) -> Result<(), Failure> {
-    files::write(results)?;
-    for (path, name, tensor) in results {
-        let desc = tensor.desc();
-        println!("{}: {name} {} {:?}", path.display(), desc.dtype, desc.shape());
-    }
-    println!("{plan}");
-    Ok(())
 }

@@ -2,9 +2,9 @@
 
 use super::Tune;
 use super::problems::{self, GFLOPS};
-use crate::bench::progress;
 use crate::failure::Failure;
 use crate::operator::Operator;
+use crate::print::{self, progress};
 use crate::table::{Columns, digits};
 use serde::Serialize;
 use windrow::Device;
@@ -52,8 +52,8 @@ pub(super) fn run(args: &Tune) -> Result<(), Failure> {
     });
     let rows: Vec<Row> = rows.collect();
     if args.json {
-        println!("{}", serde_json::to_string_pretty(&rows).expect("rows are plain data"));
-        return Ok(());
+        let json = serde_json::to_string_pretty(&rows).expect("rows are plain data");
+        return print::out(format_args!("{json}\n"));
     }
     let rate = format!(">{unit}");
     let mut table = Columns::new(&[">threads per block", ">ms, all problems", &rate, ">speed-up"]);
@@ -64,6 +64,5 @@ pub(super) fn run(args: &Tune) -> Result<(), Failure> {
     }
     let blocked = problems.first().map_or("", |p| p.blocked);
     let what = format!("{} by {blocked}", operator.name());
-    println!("{what}, {} problems\n\n{table}", problems.len());
-    Ok(())
+    print::out(format_args!("{what}, {} problems\n\n{table}\n", problems.len()))
 }

@@ -2,15 +2,17 @@
 //! winners.
 
 mod blocks;
+mod import;
 mod problems;
 mod report;
 
 use crate::bench::layers::{self, Layer};
-use crate::bench::progress;
 use crate::failure::Failure;
-use crate::files;
-use crate::machine::check_device;
+use crate::files::{Contents, Outputs, shown};
+use crate::machine::{check_device, start_threads};
+use crate::names;
 use crate::operator::Operator;
+use crate::print::{self, progress};
 use problems::Problem;
 use report::Row;
 use std::num::NonZeroUsize;
@@ -21,23 +23,30 @@ use windrow::{Accuracy, DType, Device, PlanOptions};
 
 /// Measure the configurations of every problem and remember the fastest.
 #[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  windrow tune conv2d --budget 60
+  windrow tune --layers layers.csv --dtype f16 --device cuda:0 --exhaustive
+  windrow tune --export table.json
+  windrow tune --import table.json")]
 pub(crate) struct Tune {
     /// Operators to tune [default: all]
     operators: Vec<Operator>,
-    /// Layer file for conv2d, lines of name,n,c,h,w,k [default: the 18 layers that ship with it]
+    /// Layer file for conv2d, lines of name,n,c,h,w,k; `-` is standard input [default: the 18 layers
+    /// that ship with it]
     #[arg(long, value_name = "FILE")]
     layers: Option<PathBuf>,
     /// The real batch of the 18 layers; otherwise a sixteenth
     #[arg(long)]
     full: bool,
-    /// Element types, f32, f16 or bf16
-    #[arg(long, value_delimiter = ',', default_value = "f32")]
+    /// Element types
+    #[arg(long, value_name = "TYPE", value_delimiter = ',', default_value = "f32", value_parser = names::dtype())]
     dtype: Vec<DType>,
-    /// Accuracy of conv2d: exact, fp32, tf32 or half
-    #[arg(long, default_value = "fp32")]
+    /// The most inexact that an algorithm of conv2d may be
+    #[arg(long, value_name = "NAME", default_value = "fp32", value_parser = names::accuracy())]
     accuracy: Accuracy,
     /// CPU threads [default: all cores]
-    #[arg(long)]
+    #[arg(long, value_name = "N")]
     threads: Option<NonZeroUsize>,
     /// cpu or cuda:INDEX
     #[arg(long, default_value = "cpu")]
@@ -54,10 +63,10 @@ pub(crate) struct Tune {
     /// Print JSON instead of tables
     #[arg(long)]
     json: bool,
-    /// Instead write what was found on this machine for the device to a file
+    /// Instead write what was found on this machine for the device to a file; `-` is standard output
     #[arg(long, value_name = "FILE", conflicts_with = "import")]
     export: Option<PathBuf>,
-    /// Instead take over a file that was exported
+    /// Instead take over a file that was exported; `-` is standard input
     #[arg(long, value_name = "FILE")]
     import: Option<PathBuf>,
 }
@@ -72,17 +81,14 @@ const BUDGET: Duration = Duration::from_secs(1);
 
 pub(crate) fn run(args: &Tune) -> Result<(), Failure> {
     if let Some(path) = &args.import {
-        let table = std::fs::read_to_string(path)
-            .map_err(|e| Failure::Input(format!("{}: {e}", path.display())))?;
-        let count = tuning::import(&table)?;
-        println!("{}: {count} entries taken over", path.display());
-        return Ok(());
+        return import::run(path);
     }
     check_device(args.device)?;
     if let Some(path) = &args.export {
-        files::write_bytes(path, tuning::export(args.device)?.as_bytes())?;
-        println!("{}: what was found for {}", path.display(), args.device);
-        return Ok(());
+        let file = Outputs::new([&**path])?;
+        file.write(&[Contents::Bytes(tuning::export(args.device)?.as_bytes())])?;
+        let said = format!("{}: what was found for {}\n", shown(path), args.device);
+        return print::summary(file.has_stdout(), said);
     }
     if args.threads_per_block {
         return blocks::run(args);
@@ -91,12 +97,21 @@ pub(crate) fn run(args: &Tune) -> Result<(), Failure> {
     if problems.is_empty() {
         return Err(Failure::Input(format!("nothing to tune on {}", args.device)));
     }
+    let table = tuning::table_path(args.device)?;
+    if table.is_some() {
+        // What is known, written once more: whatever is in the way shows before the work.
+        tuning::import(&tuning::export(args.device)?)?;
+    }
     let budget = args.budget.map_or(BUDGET, |total| total / problems.len() as u32);
     let bar = progress(problems.len() as u64);
     let mut rows = Vec::with_capacity(problems.len());
     for problem in &problems {
         bar.set_message(problem.name.clone());
         let found = (problem.tune)(&Search { budget, exhaustive: false })?;
+        if let (Some(reason), Some(path)) = (&found.not_kept, &table) {
+            let path = shown(path);
+            return Err(Failure::Input(format!("{path}: what was found cannot be kept: {reason}")));
+        }
         let all = args
             .exhaustive
             .then(|| problem.measure(&found, &Search { budget, exhaustive: true }))
@@ -106,21 +121,20 @@ pub(crate) fn run(args: &Tune) -> Result<(), Failure> {
     }
     bar.finish_and_clear();
     if args.json {
-        println!("{}", report::json(args.device, &rows)?);
-    } else {
-        print!("{}", report::tables(&rows));
-        if let Some(path) = tuning::table_path(args.device)? {
-            println!("kept in {}", path.display());
-        }
+        return print::out(format_args!("{}\n", report::json(args.device, &rows)?));
     }
-    Ok(())
+    print::out(report::tables(&rows))?;
+    match table {
+        Some(path) => print::summary(false, format_args!("kept in {}\n", shown(&path))),
+        None => print::summary(false, "kept nowhere: there is no cache folder\n"),
+    }
 }
 
 impl Tune {
-    fn options(&self) -> PlanOptions {
+    fn options(&self) -> Result<PlanOptions, Failure> {
         let mut options = PlanOptions { device: self.device, ..Default::default() };
-        options.threads = self.threads;
-        options
+        options.threads = Some(start_threads(self.threads)?);
+        Ok(options)
     }
 
     fn layers(&self) -> Result<Vec<Layer>, Failure> {

@@ -43,7 +43,7 @@ macro_rules! searches {
 }
 
 pub(super) fn all(args: &Tune) -> std::result::Result<Vec<Problem>, Failure> {
-    let options = args.options();
+    let options = args.options()?;
     let mut all = Vec::new();
     for operator in Operator::chosen(&args.operators) {
         for &dtype in &args.dtype {

@@ -35,7 +35,7 @@ fn wrong_rank() {
     conv2d().ramp("w.npy", &[2, 3, 3]).refuse(CONV2D, &["`w`", "3 dimensions"]);
     let folder = conv1d();
     folder.ramp("x.npy", &[3, 8]).refuse(CONV1D, &["`x`", "2 dimensions"]);
-    folder.refuse(&format!("{CONV1D} --channel-last"), &["`x`", "2 dimensions", "[b, l, d]"]);
+    folder.refuse(&format!("{CONV1D} --channels-last"), &["`x`", "2 dimensions", "[b, l, d]"]);
     conv1d().ramp("w.npy", &[3]).refuse(CONV1D, &["`weight`", "1 dimension"]);
 }
 

@@ -45,12 +45,33 @@ impl Folder {
 
     /// As [`Folder::windrow`] with what `WINDROW_LOG` says.
     pub fn windrow_with(&self, log: &str, args: &str) -> Output {
-        Command::new(Path::new(env!("CARGO_BIN_EXE_windrow")))
+        self.command(args).env("WINDROW_LOG", log).output().unwrap()
+    }
+
+    /// `windrow` to be run in this folder.
+    pub fn command(&self, args: &str) -> Command {
+        let mut command = Command::new(Path::new(env!("CARGO_BIN_EXE_windrow")));
+        command
             .args(args.split_whitespace())
             .current_dir(self.0.path())
             // Nothing that was tuned on this machine.
             .env("WINDROW_TUNE_CACHE", self.path("cache"))
-            .env("WINDROW_LOG", log)
+            .env("WINDROW_LOG", "warn")
+            .env_remove("WINDROW_VERIFY")
+            .env_remove("WINDROW_NUM_THREADS")
+            .env_remove("COLUMNS");
+        command
+    }
+
+    /// Runs a line of the shell in this folder, in which `$W` is `windrow`.
+    #[cfg(unix)]
+    pub fn shell(&self, line: &str) -> Output {
+        Command::new("bash")
+            .args(["-c", line])
+            .current_dir(self.0.path())
+            .env("W", env!("CARGO_BIN_EXE_windrow"))
+            .env("WINDROW_TUNE_CACHE", self.path("cache"))
+            .env("WINDROW_LOG", "warn")
             .output()
             .unwrap()
     }
@@ -68,13 +89,8 @@ impl Folder {
     pub fn refuse(&self, args: &str, parts: &[&str]) {
         let before = self.names();
         let output = self.windrow(args);
-        let stderr = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(2), "windrow {args}: {stderr}");
-        assert!(!stderr.contains("panicked"), "windrow {args}: {stderr}");
-        for part in parts {
-            assert!(stderr.contains(part), "windrow {args}: no `{part}` in: {stderr}");
-        }
         assert!(output.stdout.is_empty());
+        refused(&output, args, parts);
         assert_eq!(self.names(), before, "windrow {args} left files");
     }
 
@@ -84,5 +100,15 @@ impl Folder {
             entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
         names.sort();
         names
+    }
+}
+
+/// Checks that a command has ended with status 2 and a message with these parts.
+pub fn refused(output: &Output, args: &str, parts: &[&str]) {
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{args}: {stderr}");
+    assert!(!stderr.contains("panicked"), "{args}: {stderr}");
+    for part in parts {
+        assert!(stderr.contains(part), "{args}: no `{part}` in: {stderr}");
     }
 }

@@ -83,7 +83,7 @@ fn run_causal_conv1d_on_packed_channel_last_sequences() {
     folder.ramp("x.npy", &[1, 9, 4]).ramp("w.npy", &[4, 3]);
     folder.tensor("cu.npy", &[0i64, 4, 9], &[3]);
     folder.tensor("idx.npy", &[0i32, 0, 0, 0, 1, 1, 1, 1, 1], &[1, 9]);
-    let run = "run causal-conv1d --input x.npy --weight w.npy --channel-last --verify";
+    let run = "run causal-conv1d --input x.npy --weight w.npy --channels-last --verify";
     folder.succeed(&format!("{run} --cu-seqlens cu.npy --output y.npy --final-states s.npy"));
     folder.succeed(&format!("{run} --seq-idx idx.npy --output z.npy --algorithm direct"));
     assert_eq!(

@@ -1,6 +1,6 @@
 //! `windrow tune`.
 
-use crate::folder::Folder;
+use crate::folder::{Folder, refused};
 use serde_json::Value;
 
 fn folder() -> Folder {
@@ -29,11 +29,50 @@ fn tune_remembers_exports_and_imports() {
     assert_eq!(record["rows"][0]["configuration"], configuration);
 
     // Another configuration from elsewhere, and back.
-    let other = text.replace(configuration, "im2col_gemm threads=1");
-    std::fs::write(folder.path("other.json"), other).unwrap();
+    let other = |name| std::fs::write(folder.path("other.json"), text.replace(configuration, name));
+    other("im2col_gemm threads=1").unwrap();
     assert!(folder.succeed("tune --import other.json").contains("1 entries"));
     let record: Value = serde_json::from_str(&folder.succeed(bench)).unwrap();
     assert_eq!(record["rows"][0]["configuration"], "im2col_gemm threads=1");
+
+    other("fft_of_tomorrow tiles=3").unwrap();
+    let output = folder.windrow("tune --import other.json");
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success() && said.contains("fft_of_tomorrow"), "{said}");
+}
+
+#[test]
+fn a_cache_that_cannot_be_written_is_said_before_the_work() {
+    let folder = folder();
+    let tune = "tune conv2d --layers layers.csv --threads 1 --budget 0.02";
+    let with =
+        |cache: &str| folder.command(tune).env("WINDROW_TUNE_CACHE", cache).output().unwrap();
+    // A file where a folder should be, and folders that nobody can make.
+    for cache in ["layers.csv", "layers.csv/cache", "/proc/cache"] {
+        let output = with(cache);
+        refused(&output, tune, &[cache, "folder that can be written"]);
+        assert!(output.stdout.is_empty(), "{output:?}");
+    }
+    assert!(with("cache").status.success());
+    // Somebody else holds the lock and never lets go.
+    let mut names = std::fs::read_dir(folder.path("cache")).unwrap().map(|e| e.unwrap().path());
+    let lock = names.find(|name| name.extension().is_some_and(|e| e == "lock")).unwrap();
+    let lock = std::fs::File::open(lock).unwrap();
+    lock.lock().unwrap();
+    let start = std::time::Instant::now();
+    refused(&with("cache"), tune, &["another process holds", ".lock"]);
+    assert!(start.elapsed().as_secs() < 20);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_cache_is_said() {
+    let folder = folder();
+    // Files may have no bytes: a lock fits, a table does not.
+    let line = "ulimit -f 0; $W tune conv2d --layers layers.csv --threads 1 --budget 0.02";
+    let output = folder.shell(&format!("trap '' XFSZ; {line}"));
+    refused(&output, line, &["cache", "File too large"]);
+    assert!(output.stdout.is_empty(), "{output:?}");
 }
 
 #[test]

@@ -1,0 +1,36 @@
+//! `windrow completions` and `windrow man`: the command described for shells and for `man`.
+
+use crate::Command;
+use crate::failure::Failure;
+use crate::print;
+use clap::CommandFactory;
+use clap_complete::Shell;
+
+/// Print a script that completes the command's arguments in a shell.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  windrow completions bash > ~/.local/share/bash-completion/completions/windrow
+  windrow completions zsh > ~/.zfunc/_windrow
+  windrow completions fish > ~/.config/fish/completions/windrow.fish")]
+pub(crate) struct Completions {
+    /// The shell
+    shell: Shell,
+}
+
+/// Print the manual page.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  windrow man > ~/.local/share/man/man1/windrow.1")]
+pub(crate) struct Man {}
+
+pub(crate) fn run(args: &Completions) -> Result<(), Failure> {
+    let mut script = Vec::new();
+    clap_complete::generate(args.shell, &mut Command::command(), "windrow", &mut script);
+    print::out(String::from_utf8_lossy(&script))
+}
+
+pub(crate) fn man() -> Result<(), Failure> {
+    let mut page = Vec::new();
+    clap_mangen::Man::new(Command::command().flatten_help(true)).render(&mut page)?;
+    print::out(String::from_utf8_lossy(&page))
+}
