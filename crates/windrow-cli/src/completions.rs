@@ -18,10 +18,16 @@ pub(crate) struct Completions {
     shell: Shell,
 }
 
-/// Print the manual page.
+/// Print the manual page of the command, or of one of its commands.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Example:\n  windrow man > ~/.local/share/man/man1/windrow.1")]
-pub(crate) struct Man {}
+#[command(after_help = "\
+Examples:
+  windrow man | man -l -
+  windrow man run conv2d > ~/.local/share/man/man1/windrow-run-conv2d.1")]
+pub(crate) struct Man {
+    /// The command, as it is called
+    commands: Vec<String>,
+}
 
 pub(crate) fn run(args: &Completions) -> Result<(), Failure> {
     let mut script = Vec::new();
@@ -29,8 +35,14 @@ pub(crate) fn run(args: &Completions) -> Result<(), Failure> {
     print::out(String::from_utf8_lossy(&script))
 }
 
-pub(crate) fn man() -> Result<(), Failure> {
+pub(crate) fn man(args: &Man) -> Result<(), Failure> {
+    let mut command = Command::command();
+    command.build();
+    for name in &args.commands {
+        let found = command.find_subcommand(name).cloned();
+        command = found.ok_or_else(|| Failure::Input(format!("no command `{name}`")))?;
+    }
     let mut page = Vec::new();
-    clap_mangen::Man::new(Command::command().flatten_help(true)).render(&mut page)?;
+    clap_mangen::Man::new(command).render(&mut page)?;
     print::out(String::from_utf8_lossy(&page))
 }

@@ -28,10 +28,10 @@ use windrow::Verify;
 
 /// Causal conv1d, Winograd conv2d and GELU: fast on CPU and GPU, with known accuracy.
 #[derive(Debug, Parser)]
-#[command(version, max_term_width = 100, after_help = AFTER_HELP)]
+#[command(name = "windrow", version, max_term_width = 100, after_help = AFTER_HELP)]
 struct Command {
     /// No progress, and no word about what was done; results, warnings and errors stay
-    #[arg(long, short, global = true)]
+    #[arg(long, short, global = true, display_order = 1000)]
     quiet: bool,
     #[command(subcommand)]
     action: Action,
@@ -115,7 +115,7 @@ impl Action {
             Action::Devices(args) => devices::run(args),
             Action::Run(args) => run::run(args),
             Action::Completions(args) => completions::run(args),
-            Action::Man(_) => completions::man(),
+            Action::Man(args) => completions::man(args),
         }
     }
 }

@@ -191,7 +191,11 @@ fn shells_complete_names() {
     }
     folder.refuse("completions csh", &["csh", "bash"]);
     let page = folder.succeed("man");
-    assert!(page.contains(".TH windrow 1") && page.contains("channels\\-last"), "{page}");
+    assert!(page.contains(".TH windrow 1"), "{page}");
+    let page = folder.succeed("man run conv2d");
+    assert!(page.contains("channels\\-last") && page.contains("winograd_gemm_f4"), "{page}");
+    folder.refuse("man fft", &["no command `fft`"]);
+    assert!(folder.succeed("--version").starts_with("windrow 0"));
 }
 
 #[test]
