@@ -183,7 +183,7 @@ def main():
     args = parser.parse_args()
     lines = subprocess.run([args.binary], check=True, capture_output=True, text=True).stdout.splitlines()
     machine, *rows = map(json.loads, lines)
-    machine |= {"torch": torch.__version__} | provenance.commit()
+    machine["torch"] = torch.__version__
     peers = {}
     for row in rows:
         key = (row["op"], row["variant"].split()[0], row["dtype"], row["layout"], tuple(row["shape"]))
@@ -195,7 +195,7 @@ def main():
     print(text)
     if args.record:
         args.record.mkdir(parents=True, exist_ok=True)
-        (args.record / "gelu-causal_conv1d.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+        (args.record / "gelu-causal_conv1d.json").write_text(json.dumps(provenance.commit() | {"machine": machine, "rows": rows}, indent=1) + "\n")
         (args.record / "gelu-causal_conv1d.md").write_text(text)
 
 

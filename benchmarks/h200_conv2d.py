@@ -93,14 +93,14 @@ def main(binary, layer_file, out):
             })
     machine = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(), "cuda": torch.version.cuda, **provenance.commit(),
+        "cudnn": torch.backends.cudnn.version(), "cuda": torch.version.cuda,
     }
-    (out / "conv2d.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    (out / "conv2d.json").write_text(json.dumps(provenance.commit() | {"machine": machine, "rows": rows}, indent=1) + "\n")
     (out / "conv2d.md").write_text(table(machine, rows))
 
 
 def table(machine, rows):
-    text = [", ".join(f"{k} {v}" for k, v in machine.items()), "",
+    text = [", ".join(f"{k} {v}" for k, v in machine.items()) + f". {provenance.sentence()}", "",
             f"TFLOP/s counted as direct convolution: Windrow / cuDNN. Level: at least {LEVEL} of cuDNN's rate.", "",
             "| C,H,W,K,N | " + " | ".join(MODES) + " |", "|---|" + "---|" * len(MODES)]
     by_layer = {}

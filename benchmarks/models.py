@@ -247,6 +247,8 @@ def main() -> int:
             result = {"failed": f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"}
             said, broken = f"failed: {result['failed']}", broken + 1
         record["cases"][key] = result | measured_at
+        # Of the newest part; each case names its own.
+        record |= measured_at
         print(f"{time.perf_counter() - start:5.0f} s: {name} {said}", file=sys.stderr, flush=True)
         options.out.write_text(json.dumps(record, indent=1) + "\n")
         options.out.with_suffix(".md").write_text(table(record))
