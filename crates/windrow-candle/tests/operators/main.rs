@@ -5,6 +5,7 @@ mod causal_conv1d_states;
 mod conv2d;
 mod gelu;
 mod layers;
+mod random;
 
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, Var};
 use windrow_candle::{Activation, Approximate};
