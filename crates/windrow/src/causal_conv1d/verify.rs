@@ -220,11 +220,25 @@ const SHAPES: [([usize; 3], usize); 9] = [
 
 /// From these sizes on devices run other kernels: many rows with more than a tile each, walks over several
 /// rows of the batch, long walks of large tensors.
-const LARGE: [([usize; 3], usize); 3] =
-    [([3, 200, 2312], 4), ([2, 2056, 72], 3), ([1, 520, 16392], 4)];
+const LARGE: [([usize; 3], usize, &str); 4] = [
+    ([3, 200, 2312], 4, "silu bias"),
+    ([2, 2056, 72], 3, "silu bias"),
+    ([1, 520, 16392], 4, "silu bias"),
+    ([1, 520, 16392], 4, "silu bias seq_idx"),
+];
 
-const OPTIONS: [&str; 4] = ["plain", "silu bias states", "gelu seq_idx states", "relu cu_seqlens"];
-const DENSE_OPTIONS: [&str; 3] = ["silu bias states", "gelu seq_idx states", "relu cu_seqlens"];
+/// Bias, activation, packed sequences and states, by words. Packed sequences run other kernels with states
+/// than without.
+const OPTIONS: [&str; 6] = [
+    "plain",
+    "silu bias states",
+    "gelu seq_idx states",
+    "relu bias cu_seqlens states",
+    "silu bias seq_idx",
+    "silu bias cu_seqlens",
+];
+const DENSE_OPTIONS: [&str; 3] =
+    ["silu bias states", "gelu seq_idx states", "relu bias cu_seqlens states"];
 
 /// Every algorithm, type, layout and shape, depthwise and with three output channels, with every option, forward and backward, and updates.
 pub(crate) fn cases(device: Device) -> Vec<Case> {
@@ -241,8 +255,7 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
                 }
             }
             let large = if device == Device::Cpu { &[][..] } else { &LARGE };
-            for &(shape, width) in large {
-                let option = "silu bias";
+            for &(shape, width, option) in large {
                 let spec = spec(dtype, &order, shape, &[shape[1], width], option);
                 let Ok(spec) = spec else { continue };
                 push_forward(&mut cases, spec, layout, device, option, 1);
@@ -310,24 +323,28 @@ fn spec(
     let [b, _, l] = shape;
     let x = TensorDesc { dtype, layout: Layout::with_order(&shape, order)? };
     let spec = CausalConv1dSpec::new(x, TensorDesc::contiguous(dtype, weight)?)?;
-    let bias = TensorDesc::contiguous(DType::F32, &weight[..1])?;
-    let mut spec = match option {
-        "plain" => return Ok(spec),
-        "silu bias" => {
-            return Ok(spec.with_bias(bias).with_activation(Activation::Silu));
-        }
-        "silu bias states" => spec.with_bias(bias).with_activation(Activation::Silu),
-        "gelu seq_idx states" => spec
-            .with_activation(Activation::Gelu(crate::Approximate::None))
-            .with_seq_idx(TensorDesc::contiguous(DType::I32, &[b, l])?),
-        _ => spec
-            .with_bias(bias)
-            .with_activation(Activation::Relu)
-            .with_cu_seqlens(TensorDesc::contiguous(DType::I64, &[6])?),
-    };
+    let has = |word| option.split(' ').any(|w| w == word);
+    let mut spec = spec.with_activation(match option {
+        _ if has("silu") => Activation::Silu,
+        _ if has("relu") => Activation::Relu,
+        _ if has("gelu") => Activation::Gelu(crate::Approximate::None),
+        _ => Activation::Identity,
+    });
+    if has("bias") {
+        spec.bias = Some(TensorDesc::contiguous(DType::F32, &weight[..1])?);
+    }
+    if has("seq_idx") {
+        spec.seq_idx = Some(TensorDesc::contiguous(DType::I32, &[b, l])?);
+    }
+    if has("cu_seqlens") {
+        spec.cu_seqlens = Some(TensorDesc::contiguous(DType::I64, &[6])?);
+    }
+    // Such as more rows than boundaries are for.
     let layout = Layout::with_order(&spec.states_shape()?, order)?;
-    spec.initial_states = Some(TensorDesc { dtype, layout });
-    spec.final_states = spec.initial_states;
+    if has("states") {
+        spec.initial_states = Some(TensorDesc { dtype, layout });
+        spec.final_states = spec.initial_states;
+    }
     Ok(spec)
 }
 

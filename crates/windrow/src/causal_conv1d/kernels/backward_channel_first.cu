@@ -28,6 +28,20 @@ __device__ __forceinline__ void gradients(const float (&window)[HALO + VECTOR], 
     }
 }
 
+// The share of element i of a vector in the gradients of weight and bias. Padding has none: its inputs may
+// be anything, and 0 times infinity is not 0.
+__device__ __forceinline__ void add_term(const float (&window)[HALO + VECTOR],
+                                         const unsigned (&mask)[VECTOR + HALO],
+                                         const float (&dpre)[VECTOR + HALO], float (&sum)[WIDTH + 1],
+                                         int i) {
+    if (MASK && mask[i] & 0x8000) return;
+    sum[WIDTH] += dpre[i];
+#pragma unroll
+    for (int j = 0; j <= HALO; j++) {
+        sum[HALO - j] = fmaf(dpre[i], seen(window[HALO + i - j], mask[i], j), sum[HALO - j]);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) KERNEL(const Params p) {
     wait_for_previous();
     constexpr unsigned ALL = 0xffffffff;
@@ -100,18 +114,15 @@ extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS) KERNEL(const Param
         unsigned mask[VECTOR + HALO];
         load_mask(p, b, start, mask);
         gradients<VECTOR>(window, dys[0], weight, bias, mask, dpre);
-        if (start < 0 || start + VECTOR > length) {
+        if (start >= 0 && start + VECTOR <= length) {
+#pragma unroll
+            for (int i = 0; i < VECTOR; i++) add_term(window, mask, dpre, sum, i);
+        } else {
 #pragma unroll
             for (int i = 0; i < VECTOR; i++) {
-                if (start + i < 0 || start + i >= length) dpre[i] = 0.0f;
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < VECTOR; i++) {
-            sum[WIDTH] += dpre[i];
-#pragma unroll
-            for (int j = 0; j <= HALO; j++) {
-                sum[HALO - j] = fmaf(dpre[i], seen(window[HALO + i - j], mask[i], j), sum[HALO - j]);
+                bool inside = start + i >= 0 && start + i < length;
+                dpre[i] = inside ? dpre[i] : 0.0f;
+                if (inside) add_term(window, mask, dpre, sum, i);
             }
         }
 #pragma unroll

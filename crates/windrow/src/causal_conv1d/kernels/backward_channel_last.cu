@@ -21,11 +21,13 @@ struct Walk {
     unsigned mask[HALO];
     float sum[WIDTH + 1][VECTOR];
 
-    // Takes one position; `out` is dx of the one HALO before it. Sums only what is `inside` the chunk.
+    // Takes one position; `out` is dx of the one HALO before it. Sums only what is `inside` the chunk and
+    // no padding, whose inputs may be anything: 0 times infinity is not 0.
     __device__ __forceinline__ void step(const Vector &x, const Vector &dy, unsigned m, bool inside,
                                          float (&out)[VECTOR]) {
         float now[VECTOR];
         x.unpack(now);
+        bool padding = MASK && m & 0x8000;
 #pragma unroll
         for (int i = 0; i < VECTOR; i++) {
             float in[WIDTH];
@@ -39,11 +41,13 @@ struct Walk {
 #pragma unroll
             for (int k = HALO; k >= 0; k--) pre = fmaf(weight[k][i], in[k], pre);
             float g = dy.get(i) * activate_gradient<ACT>(pre);
-            if (MASK && m & 0x8000) g = 0.0f;
+            if (padding) g = 0.0f;
             float summed = inside ? g : 0.0f;
+            if (!padding) {
 #pragma unroll
-            for (int k = 0; k < WIDTH; k++) sum[k][i] = fmaf(summed, in[k], sum[k][i]);
-            sum[WIDTH][i] += summed;
+                for (int k = 0; k < WIDTH; k++) sum[k][i] = fmaf(summed, in[k], sum[k][i]);
+                sum[WIDTH][i] += summed;
+            }
 
             // dx at the oldest position of the window, or here without one.
             float dx = !MASK || m >> (HALO - 1) & 1 ? weight[0][i] * g : 0.0f;
@@ -100,8 +104,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) KERNEL(cons
             int t = begin - HALO + j;
 #pragma unroll
             for (int i = 0; i < VECTOR; i++) {
-                bool there = t >= 0 || !MASK;
-                walk.window[j][i] = there ? input_at(p, sequence, d + i, t, 0) : 0.0f;
+                float v = 0.0f;
+                // Under a mask the inputs as they are: each position's word picks those it sees.
+                if (MASK && t >= 0) {
+                    v = T::to_float(p.x[b * p.x_stride[0] + d + i + t * p.x_stride[2]]);
+                } else if (!MASK) {
+                    v = input_at(p, sequence, d + i, t, 0);
+                }
+                walk.window[j][i] = v;
             }
         }
 #pragma unroll 1
