@@ -19,8 +19,9 @@ use crate::{Activation, DType, Error, Result, TensorDesc};
 /// Several sequences in one row are told apart in one of two ways:
 ///
 /// - `seq_idx` [b, l], i32: a token sees the tokens before it that have its own number. A token with
-///   a negative number is padding: its output is 0 and nobody sees it. Initial states belong to
-///   the sequence of the row's first token, final states to that of its last token.
+///   a negative number is padding: its output is 0 and nobody sees it; its input and the gradient of its
+///   output may be anything, NaN included. Initial states belong to the sequence of the row's first
+///   token, final states to that of its last token.
 /// - `cu_seqlens` [sequences + 1], i32 or i64, with `b = 1`: sequence `i` is the tokens
 ///   `cu_seqlens[i]..cu_seqlens[i + 1]`. Each sequence has its own initial and final state. The
 ///   first entry is 0, the last is l, and none is smaller than the one before.
@@ -144,9 +145,15 @@ impl CausalConv1dSpec {
             let expected = "b = 1 with `cu_seqlens`: [1, d, l]";
             return Err(Error::shape("x", self.x.shape(), expected));
         }
-        entries.checked_sub(1).ok_or_else(|| {
-            Error::shape("cu_seqlens", cu_seqlens.shape(), "[sequences + 1], at least one entry")
-        })
+        // Tokens need a sequence that they belong to.
+        let (least, expected) = match problem.l {
+            0 => (1, "[sequences + 1], at least one entry"),
+            _ => (2, "[sequences + 1], at least two entries where x has tokens"),
+        };
+        if entries < least {
+            return Err(Error::shape("cu_seqlens", cu_seqlens.shape(), expected));
+        }
+        Ok(entries - 1)
     }
 
     /// Every check that needs no data, and the sizes.

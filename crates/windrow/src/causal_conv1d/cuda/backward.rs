@@ -153,7 +153,8 @@ impl Direct {
         params.chunks = form.parts(spec, &params);
         let Params { batch, channels, length, width, sequences, .. } = params;
         let sums = grads.dweight.is_some() || grads.dbias.is_some();
-        // SAFETY: as in `run`; the workspace holds the mask and the partial sums.
+        // SAFETY: `Params` is the kernels' structure (they compare its size), the views are valid on this device for
+        // the strides in it, and the workspace holds the mask and the partial sums.
         unsafe {
             if grads.dinitial_states.is_some() && width > 1 {
                 let kernel = self.gpu.kernel(&input_kernel(spec, true))?;
@@ -216,9 +217,9 @@ impl Direct {
             }
             let (kernel, taps) = weight_kernel(spec, width);
             let across = if along_channels(spec.y.strides()) { THREADS } else { 1 };
-            let rows = batch * (width + 1).div_ceil(taps);
+            let tasks = batch * chunks * (width + 1).div_ceil(taps);
             let launch = Launch {
-                grid: [channels.div_ceil(across) as u32, chunks.min(GRID) as u32, rows as u32],
+                grid: [channels.div_ceil(across) as u32, tasks.min(GRID) as u32, 1],
                 block: [THREADS as u32, 1, 1],
             };
             self.gpu.kernel(&kernel)?.launch(stream, launch, params)

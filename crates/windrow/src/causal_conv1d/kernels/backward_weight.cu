@@ -1,23 +1,23 @@
 // Partial sums of the gradients of weight and bias over `chunk` positions of a row, which the wing's
-// column_sum adds in order: deterministic. For any strides, width and options. A block takes a chunk of 128 channels (ALONG_CHANNELS, one
-// thread each) or of one channel (threads along l, added as a tree).
+// column_sum adds in order: deterministic. For any strides, width and options. A block takes chunks of
+// 128 channels (ALONG_CHANNELS, one thread each) or of one channel (threads along l, added as a tree).
 //
-// TAPS   taps of a thread, the bias as one more after the last: WIDTH + 1, or 1 with `groups` of them
-//        in the grid, beside the rows
+// TAPS   taps of a thread, the bias as one more after the last: WIDTH + 1, or 1, and each chunk is
+//        taken once for each of them
 #include "causal_conv1d.cuh"
 
 extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
     wait_for_previous();
     i64 width = width_of(p);
     unsigned groups = TAPS == 1 ? (unsigned)width + 1 : 1;
-    i64 first = blockIdx.z % groups;
     i64 d = ALONG_CHANNELS ? (i64)blockIdx.x * blockDim.x + threadIdx.x : (i64)blockIdx.x;
     i64 step = ALONG_CHANNELS ? 1 : blockDim.x, begin = ALONG_CHANNELS ? 0 : threadIdx.x;
     i64 chunks = p.chunks;
     bool active = d < p.channels;
-    i64 row = blockIdx.z / groups;
-    for (i64 c = blockIdx.y; c < chunks; c += gridDim.y) {
-        i64 part = row * chunks + c, start = c * p.chunk;
+    // More rows and chunks than a grid has blocks are taken in turns.
+    for (i64 task = blockIdx.y; task < p.batch * chunks * groups; task += gridDim.y) {
+        i64 part = task / groups, first = task % groups, row = part / chunks, c = part % chunks;
+        i64 start = c * p.chunk;
         i64 end = start + p.chunk < p.length ? start + p.chunk : p.length;
         float sum[TAPS] = {};
         for (i64 t = start + begin; active && t < end; t += step) {
@@ -47,9 +47,11 @@ extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
             sum[k] = (shared[k][0] + shared[k][1]) + (shared[k][2] + shared[k][3]);
         }
         __syncthreads();
-        active = active && threadIdx.x == 0;
+        bool writes = active && threadIdx.x == 0;
+#else
+        bool writes = active;
 #endif
-        if (active) {
+        if (writes) {
 #pragma unroll
             for (int k = 0; k < TAPS; k++) {
                 // Weights first, biases after them.

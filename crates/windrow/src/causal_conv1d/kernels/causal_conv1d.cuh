@@ -37,7 +37,8 @@ __device__ __forceinline__ float finish(float sum) {
 }
 
 // Sequences: rows of the batch, or parts of the one row that cu_seqlens marks. Values of
-// cu_seqlens are held within 0 and `length`, so that wrong ones cannot reach outside.
+// cu_seqlens are held within 0 and `length`, a sequence does not end before it starts, and it holds the
+// position that it was found for, so that wrong values cannot reach outside.
 struct Sequence {
     i64 row, index, start, end;
 };
@@ -53,7 +54,8 @@ __device__ __forceinline__ i64 boundary(const Params &p, i64 i) {
 
 __device__ __forceinline__ Sequence sequence_of_index(const Params &p, i64 index) {
 #ifdef INDEX
-    return {0, index, boundary(p, index), boundary(p, index + 1)};
+    i64 start = boundary(p, index), end = boundary(p, index + 1);
+    return {0, index, start, end < start ? start : end};
 #else
     return {index, index, 0, p.length};
 #endif
@@ -68,7 +70,10 @@ __device__ __forceinline__ Sequence sequence_at(const Params &p, i64 row, i64 t)
         if (boundary(p, middle) <= t) low = middle;
         else high = middle;
     }
-    return sequence_of_index(p, low);
+    Sequence s = sequence_of_index(p, low);
+    s.start = s.start < t ? s.start : t;
+    s.end = s.end > t ? s.end : t + 1;
+    return s;
 #else
     return sequence_of_index(p, row);
 #endif
