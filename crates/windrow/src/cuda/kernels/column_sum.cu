@@ -16,7 +16,9 @@ struct Sum {
 
     __device__ __forceinline__ void add(float value) {
         float term = __fsub_rn(value, carry), next = __fadd_rn(sum, term);
-        carry = __fsub_rn(__fsub_rn(next, sum), term);
+        float lost = __fsub_rn(__fsub_rn(next, sum), term);
+        // Of an infinite sum nothing is lost that could be given back.
+        carry = lost == lost ? lost : 0.0f;
         sum = next;
     }
 };
