@@ -115,7 +115,8 @@ fn upload(seed: u64, desc: &TensorDesc) -> windrow::Result<DeviceTensor> {
     match desc.dtype {
         DType::F16 => repeated(&values, f16::from_f64, desc),
         DType::BF16 => repeated(&values, bf16::from_f64, desc),
-        _ => repeated(&values, |v| v as f32, desc),
+        DType::F32 => repeated(&values, |v| v as f32, desc),
+        other => unreachable!("layers are of f32, f16 and bf16, not {other}"),
     }
 }
 

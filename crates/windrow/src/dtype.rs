@@ -66,6 +66,32 @@ impl DType {
     }
 }
 
+/// Evaluates an expression with `$t` as the element type that `$dtype` names: one of those that operators
+/// compute on, which specs have checked.
+macro_rules! with_element {
+    ($dtype:expr, $t:ident => $value:expr) => {
+        match $dtype {
+            $crate::DType::F32 => {
+                type $t = f32;
+                $value
+            }
+            $crate::DType::F16 => {
+                type $t = $crate::f16;
+                $value
+            }
+            $crate::DType::BF16 => {
+                type $t = $crate::bf16;
+                $value
+            }
+            other @ ($crate::DType::F64 | $crate::DType::I32 | $crate::DType::I64) => {
+                unreachable!("specs allow f32, f16 and bf16, not {other}")
+            }
+        }
+    };
+}
+
+pub(crate) use with_element;
+
 impl fmt::Display for DType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())

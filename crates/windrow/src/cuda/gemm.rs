@@ -345,7 +345,10 @@ impl Layout {
         let dtype = match x.dtype {
             DType::F16 => Type::CUDA_R_16F,
             DType::BF16 => Type::CUDA_R_16BF,
-            _ => Type::CUDA_R_32F,
+            DType::F32 => Type::CUDA_R_32F,
+            DType::F64 | DType::I32 | DType::I64 => {
+                unreachable!("specs allow f32, f16 and bf16")
+            }
         };
         let mut raw = std::ptr::null_mut();
         // SAFETY: the call writes one pointer.

@@ -27,7 +27,10 @@ impl TensorMap {
         let element = match dtype {
             DType::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
             DType::BF16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            _ => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+            DType::F32 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+            DType::F64 | DType::I32 | DType::I64 => {
+                unreachable!("specs allow f32, f16 and bf16")
+            }
         };
         let dims = dims.map(|d| d as u64);
         let strides = strides.map(|s| (s * dtype.size()) as u64);

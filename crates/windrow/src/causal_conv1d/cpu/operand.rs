@@ -3,7 +3,8 @@
 use super::GROUP;
 use crate::causal_conv1d::Problem;
 use crate::cpu::{SendPtr, Simd, SimdElement};
-use crate::{DType, TensorMut, TensorRef, bf16, f16};
+use crate::dtype::with_element;
+use crate::{TensorMut, TensorRef};
 use std::ops::Range;
 
 /// A [rows, channels, tokens] tensor of `T`.
@@ -196,11 +197,9 @@ pub(crate) unsafe fn gather<S: Simd>(
 ) {
     // SAFETY: passed on; the type is the view's.
     unsafe {
-        match view.dtype() {
-            DType::F16 => gather_as::<S, f16>(s, view.as_ptr().cast(), first, shape, strides, to),
-            DType::BF16 => gather_as::<S, bf16>(s, view.as_ptr().cast(), first, shape, strides, to),
-            _ => gather_as::<S, f32>(s, view.as_ptr().cast(), first, shape, strides, to),
-        }
+        with_element!(view.dtype(), T => {
+            gather_as::<S, T>(s, view.as_ptr().cast(), first, shape, strides, to);
+        });
     }
 }
 

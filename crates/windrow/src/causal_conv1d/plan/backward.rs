@@ -7,8 +7,9 @@ use crate::causal_conv1d::cuda;
 use crate::causal_conv1d::sequences::Sequences;
 use crate::causal_conv1d::verify;
 use crate::cpu::SimdElement;
+use crate::dtype::with_element;
 use crate::tensor::{check_device, check_disjoint, check_dtype, check_tensor};
-use crate::{DType, Result, TensorMut, TensorRef, Verify, Workspace, bf16, f16};
+use crate::{DType, Result, TensorMut, TensorRef, Verify, Workspace};
 
 /// The gradients that a backward run computes: those that are given. Strides are free, without
 /// overlap.
@@ -58,13 +59,9 @@ impl CausalConv1dPlan {
         } else {
             let sequences = self.sequences(args)?;
             let scratch = workspace.take(self.workspace_bytes())?.as_mut_ptr();
-            match self.spec.x.dtype {
-                DType::F16 => self.backward_as::<f16>(args, sequences, given, &mut grads, scratch),
-                DType::BF16 => {
-                    self.backward_as::<bf16>(args, sequences, given, &mut grads, scratch);
-                }
-                _ => self.backward_as::<f32>(args, sequences, given, &mut grads, scratch),
-            }
+            with_element!(self.spec.x.dtype, T => {
+                self.backward_as::<T>(args, sequences, given, &mut grads, scratch);
+            });
         }
         if self.options.verify == Verify::On {
             workspace.synchronize()?;

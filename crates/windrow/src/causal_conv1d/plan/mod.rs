@@ -14,13 +14,11 @@ use super::{
     CausalConv1dAlgorithm, CausalConv1dConfiguration, CausalConv1dSpec, Problem, tuning, verify,
 };
 use crate::cpu::{Isa, SimdElement, resolve_threads};
+use crate::dtype::with_element;
 use crate::tensor::check_view;
 use crate::tuning::{Report, Search, announce};
 use crate::verify::Comparison;
-use crate::{
-    Activation, DType, Device, Error, PlanOptions, Result, Tensor, TensorRef, Verify, Workspace,
-    bf16, f16,
-};
+use crate::{Activation, Device, Error, PlanOptions, Result, Tensor, TensorRef, Verify, Workspace};
 
 pub use backward::CausalConv1dGrads;
 pub use views::{CausalConv1dArgs, CausalConv1dOutputs};
@@ -328,11 +326,9 @@ impl CausalConv1dPlan {
         } else {
             let sequences = self.sequences(args)?;
             let scratch = workspace.take(self.workspace_bytes())?.as_mut_ptr();
-            match self.spec.x.dtype {
-                DType::F16 => self.run_as::<f16>(args, sequences, &mut outputs, scratch),
-                DType::BF16 => self.run_as::<bf16>(args, sequences, &mut outputs, scratch),
-                _ => self.run_as::<f32>(args, sequences, &mut outputs, scratch),
-            }
+            with_element!(self.spec.x.dtype, T => {
+                self.run_as::<T>(args, sequences, &mut outputs, scratch);
+            });
         }
         if self.options.verify == Verify::On {
             workspace.synchronize()?;
@@ -411,11 +407,9 @@ impl CausalConv1dPlan {
         }
         let Algorithm::Im2colGemm(gemm) = &self.algorithm else { return Ok(None) };
         let sequences = self.sequences(args)?;
-        Ok(Some(match self.spec.x.dtype {
-            DType::F16 => gemm.stages(&self.inputs::<f16>(args, sequences)),
-            DType::BF16 => gemm.stages(&self.inputs::<bf16>(args, sequences)),
-            _ => gemm.stages(&self.inputs::<f32>(args, sequences)),
-        }))
+        Ok(Some(with_element!(self.spec.x.dtype, T => {
+            gemm.stages(&self.inputs::<T>(args, sequences))
+        })))
     }
 
     /// The product of those stages, [b, l, d_out], where it is kept whole.

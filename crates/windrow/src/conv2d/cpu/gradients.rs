@@ -9,7 +9,7 @@ use super::stencil::Stencil;
 use super::weight_grad::WeightGrad;
 use super::{Gather, tolerance, with_element};
 use crate::cpu::Isa;
-use crate::{DType, TensorMut, TensorRef, bf16, f16};
+use crate::{DType, TensorMut, TensorRef};
 
 /// How the gradients of a convolution are computed.
 #[derive(Clone, Debug)]

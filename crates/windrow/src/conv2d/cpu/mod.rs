@@ -15,7 +15,8 @@ pub(crate) mod winograd;
 use super::winograd_reference::Stages;
 use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::cpu::{Isa, SimdElement};
-use crate::{Activation, DType, Filter, Result, TensorMut, TensorRef, bf16, f16};
+use crate::dtype::with_element;
+use crate::{Activation, DType, Filter, Result, TensorMut, TensorRef};
 pub(crate) use choice::{by_bf16_products, choose, supported};
 use direct::Direct;
 use epilogue::Epilogue;
@@ -23,29 +24,6 @@ pub(crate) use gradients::Gradients;
 use im2col::Im2colGemm;
 use stencil::Stencil;
 use winograd::{FUSED_TILE, WinogradCpu, WinogradFused};
-
-/// Evaluates an expression with `$t` as the element type that `$dtype` names.
-macro_rules! with_element {
-    ($dtype:expr, $t:ident => $value:expr) => {
-        match $dtype {
-            DType::F32 => {
-                type $t = f32;
-                $value
-            }
-            DType::F16 => {
-                type $t = f16;
-                $value
-            }
-            DType::BF16 => {
-                type $t = bf16;
-                $value
-            }
-            other => unreachable!("conv2d checked its element types; {other} is none of them"),
-        }
-    };
-}
-
-use with_element;
 
 /// A [`Stencil`] by one algorithm. Sizes are in f32 elements.
 #[derive(Clone, Debug)]

@@ -447,7 +447,10 @@ fn kernel(source: &'static Source, name: &str, dtype: DType) -> KernelSpec {
     let (macro_name, suffix) = match dtype {
         DType::F16 => ("ELEMENT_F16", "f16"),
         DType::BF16 => ("ELEMENT_BF16", "bf16"),
-        _ => ("ELEMENT_F32", "f32"),
+        DType::F32 => ("ELEMENT_F32", "f32"),
+        DType::F64 | DType::I32 | DType::I64 => {
+            unreachable!("specs allow f32, f16 and bf16")
+        }
     };
     KernelSpec::new(source, format!("conv2d_{name}_{suffix}")).define(macro_name, 1)
 }

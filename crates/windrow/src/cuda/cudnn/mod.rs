@@ -495,7 +495,10 @@ impl CudnnConv2dSpec {
         let dtype = match self.dtype {
             DType::F16 => HALF,
             DType::BF16 => BFLOAT16,
-            _ => FLOAT,
+            DType::F32 => FLOAT,
+            DType::F64 | DType::I32 | DType::I64 => {
+                unreachable!("specs allow f32, f16 and bf16")
+            }
         };
         let [_, c, h, w] = shape;
         let strides =

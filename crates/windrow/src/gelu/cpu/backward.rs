@@ -10,8 +10,9 @@ use super::nest::Nest;
 use super::{BLOCK, Bias, Block, PARALLEL_FROM, bias_strides, gather, load, scatter, store};
 use crate::cpu::math::{self, activate_grad};
 use crate::cpu::{Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, parallel_for};
+use crate::dtype::with_element;
 use crate::gelu::{GeluArgs, GeluGrads, GeluSpec};
-use crate::{Activation, Approximate, DType, MAX_RANK, Result, TensorRef, Workspace, bf16, f16};
+use crate::{Activation, Approximate, DType, MAX_RANK, Result, TensorRef, Workspace};
 
 /// How the work of a backward pass is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,12 +58,7 @@ pub(in crate::gelu) fn backward(
     grads: GeluGrads<'_>,
     workspace: &mut Workspace,
 ) -> Result<()> {
-    match spec.x.dtype {
-        DType::F32 => run::<f32>(isa, threads, spec, args, dy, grads, workspace),
-        DType::F16 => run::<f16>(isa, threads, spec, args, dy, grads, workspace),
-        DType::BF16 => run::<bf16>(isa, threads, spec, args, dy, grads, workspace),
-        other => unreachable!("the spec refuses {other}"),
-    }
+    with_element!(spec.x.dtype, T => run::<T>(isa, threads, spec, args, dy, grads, workspace))
 }
 
 fn run<T: SimdElement>(
@@ -146,7 +142,7 @@ fn run<T: SimdElement>(
         for i in 0..last {
             let mut total = 0.0;
             for part in 0..parts {
-                // SAFETY: in the workspace, as above; all tasks have ended.
+                // SAFETY: the workspace holds `parts` pairs of rows; the tasks that wrote them have ended.
                 let (sum, lost) = unsafe {
                     let row = sums.get().add(part * 2 * last);
                     (*row.add(i), *row.add(last + i))

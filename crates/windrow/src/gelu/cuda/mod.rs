@@ -29,7 +29,10 @@ pub(super) fn algorithms(spec: &GeluSpec) -> Vec<GeluAlgorithm> {
     let mut all = match spec.x.dtype {
         DType::F16 => vec![F16x8Pack, F16x8, F16x2, F16],
         DType::BF16 => vec![Bf16x8, Bf16x2, Bf16],
-        _ => vec![F32x4, F32],
+        DType::F32 => vec![F32x4, F32],
+        DType::F64 | DType::I32 | DType::I64 => {
+            unreachable!("specs allow f32, f16 and bf16")
+        }
     };
     if !Loops::of(spec).unit {
         all.reverse();

@@ -17,7 +17,7 @@ use crate::cpu::math::activate;
 use crate::cpu::{
     Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, parallel_for_workers,
 };
-use crate::{Activation, DType, TensorMut, TensorRef, bf16, f16};
+use crate::{Activation, TensorMut, TensorRef};
 use std::ops::Range;
 
 /// Transformed along rows.

@@ -22,7 +22,7 @@ use crate::cpu::{
     Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, last_level_cache, parallel_for,
     parallel_for_workers,
 };
-use crate::{Activation, DType, TensorMut, TensorRef, bf16, f16};
+use crate::{Activation, TensorMut, TensorRef};
 use blocking::Blocking;
 pub(crate) use blocking::{best_tile, cost};
 use filter::{Coefficients, FilterTransform};

@@ -1,6 +1,6 @@
 use super::*;
 use crate::conv2d::reference;
-use crate::{Layout, Tensor, TensorDesc};
+use crate::{DType, Layout, Tensor, TensorDesc, bf16, f16};
 use proptest::prelude::*;
 
 /// Order of the dimensions in memory, outermost first.
