@@ -103,7 +103,8 @@ pub enum Filter {
 pub struct PlanOptions {
     /// The device; every tensor of a run must be there.
     pub device: Device,
-    /// CPU threads; `None` takes [`cpu::num_threads`](crate::cpu::num_threads).
+    /// CPU threads, of which at most 1024 are used; `None` takes
+    /// [`cpu::num_threads`](crate::cpu::num_threads).
     pub threads: Option<NonZeroUsize>,
     /// Check every run against the oracle.
     pub verify: Verify,

@@ -1,7 +1,6 @@
 //! What the machine itself can do: the ceilings that speeds are compared with.
 
-use super::{Isa, Kernel, Simd, dispatch, parallel_for};
-use rayon::prelude::*;
+use super::{Isa, Kernel, SendPtr, Simd, dispatch, parallel_for};
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
@@ -40,10 +39,13 @@ pub fn peak_gflops(threads: usize) -> f64 {
 /// If `to` is shorter than `from`.
 pub fn copy(threads: usize, from: &[u8], to: &mut [u8]) {
     let part = from.len().div_ceil(threads.max(1)).next_multiple_of(64).max(64);
-    to[..from.len()]
-        .par_chunks_mut(part)
-        .zip(from.par_chunks(part))
-        .for_each(|(to, from)| to.copy_from_slice(from));
+    let to = SendPtr(to[..from.len()].as_mut_ptr());
+    parallel_for(threads, from.len().div_ceil(part), |i| {
+        let start = i * part;
+        let from = &from[start..(start + part).min(from.len())];
+        // SAFETY: `to` is as long as all parts together, and each task writes its own.
+        unsafe { to.get().add(start).copy_from_nonoverlapping(from.as_ptr(), from.len()) };
+    });
 }
 
 struct Lanes;
