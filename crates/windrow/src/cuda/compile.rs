@@ -125,7 +125,9 @@ pub(crate) fn type_name(dtype: DType) -> &'static str {
         DType::F32 => "F32",
         DType::F16 => "F16",
         DType::BF16 => "Bf16",
-        _ => unreachable!("specs allow f32, f16 and bf16"),
+        DType::F64 | DType::I32 | DType::I64 => {
+            unreachable!("specs allow f32, f16 and bf16")
+        }
     }
 }
 
@@ -309,21 +311,46 @@ fn nvrtc(result: nvrtcResult, what: &str) -> Result<()> {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use rayon::prelude::*;
+    use std::collections::{HashMap, HashSet};
 
     /// Compiles for several generations, or the one that a spec is for, and fails if a kernel spills
     /// registers. Without NVRTC it does nothing, unless `WINDROW_REQUIRE_NVRTC` is set. `WINDROW_PTXAS=1` shows the assembler's report.
     pub(crate) fn check_compiles(specs: &[KernelSpec]) {
-        for spec in specs {
-            for capability in [(8, 0), (9, 0), (10, 0)] {
-                let name = format!("sm_{}{}", capability.0, capability.1);
-                if spec.only_for.is_some_and(|only| only.trim_end_matches('a') != name) {
-                    continue;
-                }
-                let Some((target, log)) = report(spec, capability) else { return };
-                assert_eq!(spilled_bytes(&log), 0, "{spec:?} {target}: {log}");
-                assert!(log.contains("0 bytes stack frame"), "{spec:?} {target}: {log}");
-            }
-        }
+        let all = specs.iter().flat_map(|spec| {
+            GENERATIONS.into_iter().filter(|&c| may_compile(spec, c)).map(move |c| (spec, c))
+        });
+        all.for_each(|(spec, capability)| check_compiles_for(spec, capability));
+    }
+
+    /// As [`check_compiles`], each kernel once: the distinct kernels of a file take the generations in turn, so
+    /// that every file meets all of them and many variants cost little.
+    pub(crate) fn check_compiles_in_turn(specs: &[KernelSpec]) {
+        let (mut seen, mut turns) = (HashSet::new(), HashMap::new());
+        let distinct = specs.iter().filter(|spec| seen.insert(*spec));
+        let all: Vec<_> = distinct
+            .map(|spec| {
+                let all = GENERATIONS.into_iter().filter(|&c| may_compile(spec, c));
+                let turn: &mut usize = turns.entry(spec.source.name).or_default();
+                *turn += 1;
+                let capability = all.cycle().nth(*turn).expect("kernels are for one of these");
+                (spec, capability)
+            })
+            .collect();
+        all.into_par_iter().for_each(|(spec, capability)| check_compiles_for(spec, capability));
+    }
+
+    const GENERATIONS: [(u32, u32); 3] = [(8, 0), (9, 0), (10, 0)];
+
+    fn may_compile(spec: &KernelSpec, (major, minor): (u32, u32)) -> bool {
+        let name = format!("sm_{major}{minor}");
+        spec.only_for.is_none_or(|only| only.trim_end_matches('a') == name)
+    }
+
+    fn check_compiles_for(spec: &KernelSpec, capability: (u32, u32)) {
+        let Some((target, log)) = report(spec, capability) else { return };
+        assert_eq!(spilled_bytes(&log), 0, "{spec:?} {target}: {log}");
+        assert!(log.contains("0 bytes stack frame"), "{spec:?} {target}: {log}");
     }
 
     /// Compiles for one generation and fails if the kernel spills more than so many bytes.

@@ -422,6 +422,6 @@ mod tests {
             push(&spec(DType::F32, [1, 64, 2048], 4, [0, 1, 2]).with_activation(activation));
         }
         kernels.extend(large);
-        crate::cuda::compile_tests::check_compiles(&kernels);
+        crate::cuda::compile_tests::check_compiles_in_turn(&kernels);
     }
 }
