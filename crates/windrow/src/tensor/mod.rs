@@ -166,19 +166,19 @@ impl<'a> TensorRef<'a> {
     /// writes it must be done, see [`Workspace::synchronize`](crate::Workspace::synchronize).
     ///
     /// # Errors
-    /// For device memory [`Error::NoDevice`], [`Error::Backend`], [`Error::OutOfMemory`].
+    /// [`Error::OutOfMemory`]; for device memory [`Error::NoDevice`], [`Error::Backend`].
     pub fn to_f64_vec(&self) -> Result<Vec<f64>> {
         if let Device::Cuda(index) = self.device {
             return crate::cuda::download(self, index)?.as_ref().to_f64_vec();
         }
-        Ok(match self.desc.dtype {
+        match self.desc.dtype {
             DType::F32 => self.gather::<f32>(),
             DType::F16 => self.gather::<half::f16>(),
             DType::BF16 => self.gather::<half::bf16>(),
             DType::F64 => self.gather::<f64>(),
             DType::I32 => self.gather::<i32>(),
             DType::I64 => self.gather::<i64>(),
-        })
+        }
     }
 
     /// All elements in row-major order. Device memory is copied, as in
@@ -192,7 +192,7 @@ impl<'a> TensorRef<'a> {
             return crate::cuda::download(self, index)?.to_vec();
         }
         check_dtype("tensor", self.desc.dtype, T::DTYPE)?;
-        let mut out = Vec::with_capacity(self.desc.layout.len());
+        let mut out = room_for(self.desc.layout.len())?;
         for_each_offset(&self.desc.layout, |o| {
             // SAFETY: offsets of the layout are readable by this view's contract; T is its type.
             out.push(unsafe { self.ptr.cast::<T>().offset(o).read() });
@@ -200,15 +200,23 @@ impl<'a> TensorRef<'a> {
         Ok(out)
     }
 
-    fn gather<T: Element>(&self) -> Vec<f64> {
-        let mut out = Vec::with_capacity(self.desc.layout.len());
+    fn gather<T: Element>(&self) -> Result<Vec<f64>> {
+        let mut out = room_for(self.desc.layout.len())?;
         for_each_offset(&self.desc.layout, |o| {
             // SAFETY: offsets of the layout are readable by this view's contract; callers match T
             // to the element type.
             out.push(unsafe { self.ptr.cast::<T>().offset(o).read() }.to_f64());
         });
-        out
+        Ok(out)
     }
+}
+
+/// An empty vector for `len` elements: of a broadcast tensor they can be more than memory holds.
+fn room_for<T>(len: usize) -> Result<Vec<T>> {
+    let mut out = Vec::new();
+    let bytes = len.saturating_mul(size_of::<T>());
+    out.try_reserve_exact(len).map_err(|_| Error::OutOfMemory { device: Device::Cpu, bytes })?;
+    Ok(out)
 }
 
 impl<'a> TensorMut<'a> {
