@@ -23,7 +23,10 @@ impl<'a> Indices<'a> {
         unsafe {
             match self.0.dtype() {
                 DType::I64 => self.0.as_ptr().cast::<i64>().offset(offset).read(),
-                _ => i64::from(self.0.as_ptr().cast::<i32>().offset(offset).read()),
+                DType::I32 => i64::from(self.0.as_ptr().cast::<i32>().offset(offset).read()),
+                DType::F32 | DType::F16 | DType::BF16 | DType::F64 => {
+                    unreachable!("specs allow i32 and i64")
+                }
             }
         }
     }
@@ -35,14 +38,54 @@ impl<'a> Indices<'a> {
 }
 
 /// The division of all rows into sequences, with index values already checked.
+///
+/// Another thread of the program may write to indices after that: Python lets go of its lock during a run.
+/// So every value is held in range wherever it is used: then results are wrong, and nothing outside of the
+/// tensors is touched.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Sequences<'a> {
     /// Every row is one sequence of this many tokens.
     Whole(usize),
     /// Sequence numbers [b, l] of l > 0 tokens.
     Numbers(Indices<'a>, usize),
-    /// Boundaries [sequences + 1] of one row.
-    Boundaries(Indices<'a>),
+    /// Boundaries of one row of tokens.
+    Boundaries(Boundaries<'a>),
+}
+
+/// Boundaries [sequences + 1] of `l` tokens.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Boundaries<'a> {
+    entries: Indices<'a>,
+    l: usize,
+}
+
+impl Boundaries<'_> {
+    /// Number of sequences.
+    fn sequences(&self) -> usize {
+        self.entries.len() - 1
+    }
+
+    /// Entry `i`, at most l.
+    fn at(&self, i: usize) -> usize {
+        usize::try_from(self.entries.at([i])).unwrap_or(0).min(self.l)
+    }
+
+    /// The sequence that holds token `t`.
+    fn sequence_at(&self, t: usize) -> usize {
+        // The last boundary that is at most t, found by halving.
+        let (mut low, mut high) = (0, self.sequences());
+        while low + 1 < high {
+            let middle = (low + high) / 2;
+            if self.at(middle) <= t { low = middle } else { high = middle }
+        }
+        low
+    }
+
+    /// Tokens of a sequence: where it starts, and one past its last one.
+    fn range(&self, sequence: usize) -> (usize, usize) {
+        let start = self.at(sequence);
+        (start, self.at(sequence + 1).max(start))
+    }
 }
 
 /// Neighbouring tokens that see the same tokens before them.
@@ -107,7 +150,7 @@ impl<'a> Sequences<'a> {
         if previous != l as i64 {
             return Err(error(last, format!("{l} as the last entry, the number of tokens")));
         }
-        Ok(Sequences::Boundaries(boundaries))
+        Ok(Sequences::Boundaries(Boundaries { entries: boundaries, l }))
     }
 
     /// The run that token `t` of row `b` is in. Its start is searched for among `reach` tokens
@@ -124,23 +167,12 @@ impl<'a> Sequences<'a> {
                 Run { start, end, sequence }
             }
             Sequences::Boundaries(boundaries) => {
-                let sequence = self.sequence_at(t);
-                let [start, end] = [sequence, sequence + 1].map(|i| boundaries.at([i]) as usize);
-                Run { start, end: end.min(limit), sequence: sequence as i64 }
+                let sequence = boundaries.sequence_at(t);
+                let (start, end) = boundaries.range(sequence);
+                let (start, end) = (start.min(t), end.min(limit).max(t + 1));
+                Run { start, end, sequence: sequence as i64 }
             }
         }
-    }
-
-    /// The sequence between boundaries that holds token `t`.
-    fn sequence_at(&self, t: usize) -> usize {
-        let Sequences::Boundaries(boundaries) = self else { return 0 };
-        // The last boundary that is at most t, found by halving.
-        let (mut low, mut high) = (0, boundaries.len() - 1);
-        while low + 1 < high {
-            let middle = (low + high) / 2;
-            if boundaries.at([middle]) as usize <= t { low = middle } else { high = middle }
-        }
-        low
     }
 
     /// Where position `p` of row `b` lies as the tokens of `run` see it: tokens of other sequences and
@@ -171,7 +203,7 @@ impl<'a> Sequences<'a> {
             }
             Sequences::Boundaries(boundaries) => {
                 let row = run.sequence as usize;
-                let [start, end] = [row, row + 1].map(|i| boundaries.at([i]) as usize);
+                let (start, end) = boundaries.range(row);
                 if p < start as isize {
                     state(row, start)
                 } else if p < end as isize {
@@ -186,7 +218,7 @@ impl<'a> Sequences<'a> {
 
     /// Rows of states.
     pub(crate) fn state_rows(&self, b: usize) -> usize {
-        if let Sequences::Boundaries(boundaries) = self { boundaries.len() - 1 } else { b }
+        if let Sequences::Boundaries(boundaries) = self { boundaries.sequences() } else { b }
     }
 
     /// The batch row of state row `row`, and the run of its last (`last`) or first token; the run
@@ -200,7 +232,7 @@ impl<'a> Sequences<'a> {
                 (row, Run { start: t, end: t + 1, sequence })
             }
             Sequences::Boundaries(boundaries) => {
-                let [start, end] = [row, row + 1].map(|i| boundaries.at([i]) as usize);
+                let (start, end) = boundaries.range(row);
                 (0, Run { start, end, sequence: row as i64 })
             }
         }
@@ -220,7 +252,7 @@ impl<'a> Sequences<'a> {
             Sequences::Numbers(numbers, l) => (b, *l, numbers.at([b, l - 1])),
             Sequences::Boundaries(boundaries) => {
                 let row = run.sequence as usize;
-                (row, boundaries.at([row + 1]) as usize, run.sequence)
+                (row, boundaries.at(row + 1), run.sequence)
             }
         };
         let j = usize::try_from(p - end as isize + history as isize).ok()?;

@@ -9,12 +9,13 @@ use super::reference::{UpdateReference, integers};
 use super::sequences::Indices;
 use super::verify;
 use crate::cpu::{Isa, SimdElement, resolve_threads};
+use crate::dtype::with_element;
 use crate::tensor::{
     check_device, check_disjoint, check_optional_view, check_tensor, check_unique, check_view,
 };
 use crate::{
     Activation, DType, Device, Error, PlanOptions, Result, Tensor, TensorDesc, TensorMut,
-    TensorRef, Verify, Workspace, bf16, f16,
+    TensorRef, Verify, Workspace,
 };
 
 /// One step of decoding: `y` of new tokens `x` that follow those in `conv_state`, which is advanced.
@@ -276,13 +277,13 @@ impl CausalConv1dUpdatePlan {
             let (scratch, seen) = scratch.split_at_mut(self.update.workspace_bytes());
             let cache_seqlens = args.cache_seqlens.map(Indices::new);
             let conv_state_indices = args.conv_state_indices.map(Indices::new);
-            self.check_indices(cache_seqlens, conv_state_indices, seen)?;
-            let indices = (cache_seqlens, conv_state_indices);
-            match self.spec.x.dtype {
-                DType::F16 => self.run_as::<f16>(args, indices, &mut conv_state, &mut y, scratch),
-                DType::BF16 => self.run_as::<bf16>(args, indices, &mut conv_state, &mut y, scratch),
-                _ => self.run_as::<f32>(args, indices, &mut conv_state, &mut y, scratch),
+            if !self.problem.is_empty() {
+                self.check_indices(cache_seqlens, conv_state_indices, seen)?;
             }
+            let indices = (cache_seqlens, conv_state_indices);
+            with_element!(self.spec.x.dtype, T => {
+                self.run_as::<T>(args, indices, &mut conv_state, &mut y, scratch);
+            });
         }
         if let Some((reference, mut state)) = expected {
             workspace.synchronize()?;
@@ -306,7 +307,8 @@ impl CausalConv1dUpdatePlan {
             conv_state: Operand::output(conv_state),
             parameters: Parameters { weight: args.weight, bias: args.bias },
             cache_seqlens,
-            conv_state_indices,
+            conv_state_indices: conv_state_indices
+                .map(|indices| (indices, self.spec.conv_state.shape()[0])),
         };
         // SAFETY: views, aliasing, indices and the size of the workspace have been checked.
         unsafe { self.update.run(self.isa, &operands, scratch.as_mut_ptr()) }

@@ -11,7 +11,8 @@ use crate::causal_conv1d::Problem;
 use crate::causal_conv1d::sequences::{Run, Source};
 use crate::cpu::math::activate_grad;
 use crate::cpu::{Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, parallel_for_workers};
-use crate::{Activation, DType, Error, Result, TensorMut, bf16, f16};
+use crate::dtype::with_element;
+use crate::{Activation, Element, Error, Result, TensorMut};
 use std::ops::Range;
 
 /// Tokens of a tile.
@@ -47,6 +48,8 @@ impl Backward {
         let tokens = l.clamp(1, 1024.max(width.saturating_mul(8)));
         let groups = d.div_ceil(GROUP);
         let parts = b * l.div_ceil(tokens);
+        // Each owns scratch memory. States have a task for each sequence, which may be a token long.
+        let threads = threads.min(groups.saturating_mul(b.saturating_mul(l))).max(1);
         let sizes = || {
             let row_sums = width.checked_add(1)?.checked_mul(GROUP)?;
             let partials = row_sums.checked_mul(groups)?.checked_mul(parts)?;
@@ -169,11 +172,7 @@ pub(super) fn write(to: &mut TensorMut<'_>, index: &[usize], value: f64) {
     let at = to.as_mut_ptr();
     // SAFETY: callers' indices are in the tensor.
     unsafe {
-        match dtype {
-            DType::F16 => at.cast::<f16>().offset(offset).write(f16::from_f64(value)),
-            DType::BF16 => at.cast::<bf16>().offset(offset).write(bf16::from_f64(value)),
-            _ => at.cast::<f32>().offset(offset).write(value as f32),
-        }
+        with_element!(dtype, T => at.cast::<T>().offset(offset).write(Element::from_f64(value)));
     }
 }
 

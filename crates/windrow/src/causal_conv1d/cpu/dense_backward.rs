@@ -51,7 +51,10 @@ impl DenseBackward {
         let sizes = || {
             let rows = tokens.checked_add(history)?.min(l);
             let weight = d_out.checked_mul(terms)?;
-            let scratch = Gemm::max_scratch_len(forward.isa, forward.threads);
+            let scratch = [[rows, d_out], [d_out, terms], [rows, terms]]
+                .map(|shape| Gemm::max_scratch_len(forward.isa, forward.threads, shape))
+                .into_iter()
+                .max()?;
             let sums = weight.checked_add(d_out)?.checked_mul(2)?;
             let [x, g] = [rows.checked_mul(terms)?, rows.checked_mul(d_out)?];
             Some([weight, x, g, weight, d_out, scratch, sums])

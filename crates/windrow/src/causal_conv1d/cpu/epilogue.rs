@@ -21,10 +21,9 @@ pub(crate) fn epilogue<S: Simd, T: SimdElement>(s: S, activation: Activation, x:
         Activation::Silu => {
             let (x, d) = numerator_and_denominator(s, x, EXP2);
             let recip = s.recip14(d);
-            // A step of Newton's method on the quotient.
+            // A step of Newton's method, on the reciprocal: on the quotient it would make NaN of infinity.
             let error = s.neg_mul_add(d, recip, s.splat(1.0));
-            let quotient = s.mul(x, recip);
-            s.mul_add(quotient, error, quotient)
+            s.mul(x, s.mul_add(recip, error, recip))
         }
         _ => activate(s, activation, x),
     }

@@ -39,8 +39,8 @@ pub(crate) struct Operands<'a, T> {
     pub parameters: Parameters<'a>,
     /// Checked: not negative.
     pub cache_seqlens: Option<Indices<'a>>,
-    /// Checked: below the number of states, none twice.
-    pub conv_state_indices: Option<Indices<'a>>,
+    /// Checked: below the number of states, none twice. With that number.
+    pub conv_state_indices: Option<(Indices<'a>, usize)>,
 }
 
 impl Update {
@@ -295,7 +295,7 @@ impl<T: SimdElement> Task<'_, T> {
         let to = state.at(entry.state, channel, 0);
         // A state that is no ring moves by one token.
         let row = |slot: usize| rows.row(slot + 1).cast_const();
-        // SAFETY: as for `load_slots`.
+        // SAFETY: the entry's state has these channels and slots, the rows hold STEP channels, and n is at most that.
         unsafe {
             match (slots, state_len, entry.next) {
                 (Slots::Together, 2, None) => join::<T, 2>(std::array::from_fn(row), to, n),
@@ -324,13 +324,18 @@ impl<T: SimdElement> Task<'_, T> {
     #[inline(always)]
     fn entry(&self, b: usize) -> Option<Entry> {
         let Operands { cache_seqlens, conv_state_indices, .. } = self.operands;
-        let state = conv_state_indices.map_or(b as i64, |indices| indices.at([b]));
+        let state = match conv_state_indices {
+            // Another thread of the program may have written there since they were checked.
+            Some((indices, pool)) => {
+                usize::try_from(indices.at([b])).ok().filter(|state| state < pool)?
+            }
+            None => b,
+        };
         let state_len = self.plan.state_len;
-        let next = cache_seqlens.filter(|_| state_len > 0).map(|cache_seqlens| {
-            // Checked not to be negative.
-            cache_seqlens.at([b]) as usize % state_len
-        });
-        Some(Entry { b, state: usize::try_from(state).ok()?, next })
+        let next = cache_seqlens
+            .filter(|_| state_len > 0)
+            .map(|cache_seqlens| cache_seqlens.at([b]) as usize % state_len);
+        Some(Entry { b, state, next })
     }
 
     /// Fills rows with tokens `t - history..t + n`, those before the first from the state.

@@ -61,10 +61,13 @@ impl DenseBackward {
         let weight = gemm([d_out, terms, rows], matrix(true, d_out), matrix(false, terms))?;
         let input = gemm([rows, terms, d_out], matrix(false, d_out), matrix(false, terms))?;
         let own = |gemm: &Option<Arc<Gemm>>| gemm.as_ref().map_or(0, |gemm| gemm.workspace_bytes());
-        let parts = [
-            (d_out * terms * size_of::<f32>()).next_multiple_of(256),
-            own(&weight).max(own(&input)),
-        ];
+        let parts = match rows {
+            0 => [0; 2],
+            _ => [
+                (d_out * terms * size_of::<f32>()).next_multiple_of(256),
+                own(&weight).max(own(&input)),
+            ],
+        };
         Ok(DenseBackward { forward, weight, input, parts })
     }
 
@@ -128,6 +131,7 @@ impl DenseBackward {
             if let Some(gemm) = self
                 .input
                 .as_ref()
+                .filter(|_| rows > 0)
                 .filter(|_| params.base.dx != 0 || params.base.dinitial_states != 0)
             {
                 // A is needed no more.

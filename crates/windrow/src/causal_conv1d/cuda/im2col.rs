@@ -130,7 +130,8 @@ impl Im2colGemm {
             compute: GemmCompute::F32,
         };
         let gemm = Gemm::new(gpu, &gemm)?;
-        let parts = [a, b_bytes, c, gemm.workspace_bytes()];
+        // Without a row there is no product, however large the weight is.
+        let parts = if rows == 0 { [0; 4] } else { [a, b_bytes, c, gemm.workspace_bytes()] };
         let load = |kernel: KernelSpec| gpu.kernel(&kernel);
         let [im2col, expand, epilogue] = kernels(spec, dtype);
         let weight = spec.weight.strides();
@@ -212,7 +213,10 @@ impl Im2colGemm {
             c: at[2] as usize,
             ..self.params
         };
-        let Params { channels, width, .. } = params.base;
+        let Params { batch, length, channels, width, .. } = params.base;
+        if batch * length == 0 {
+            return Ok(params);
+        }
         let expand = Launch {
             grid: [
                 (width * channels).div_ceil(TILE_THREADS) as u32,
@@ -221,7 +225,8 @@ impl Im2colGemm {
             ],
             block: [TILE_THREADS as u32, 1, 1],
         };
-        // SAFETY: as in `run`; the workspace holds the matrices and what the product needs.
+        // SAFETY: `GemmParams` is the kernels' structure (they compare its size), the views are valid on this device
+        // for the strides in it, and the workspace holds the matrices and what the product needs.
         unsafe {
             self.im2col.launch(stream, self.tiles(channels), &params)?;
             self.expand.launch(stream, expand, &params)?;

@@ -40,9 +40,13 @@ impl Gemm {
         threads.min(self.0.tasks()) * self.0.scratch_len()
     }
 
-    /// Elements of scratch memory that are enough for any product on `threads` threads.
-    pub(crate) fn max_scratch_len(isa: Isa, threads: usize) -> usize {
+    /// Elements of scratch memory that are enough for any product of at most these rows and columns on
+    /// `threads` threads.
+    pub(crate) fn max_scratch_len(isa: Isa, threads: usize, [rows, cols]: [usize; 2]) -> usize {
         let (mr, nr) = tile_shape(isa);
+        // Blocks have the size of a whole number of tiles, which are smaller than half a block.
+        let half = Self::BLOCK / 2;
+        let threads = threads.min(rows.div_ceil(half).saturating_mul(cols.div_ceil(half)));
         let [mc, nc] = [Self::BLOCK.max(mr), Self::BLOCK.max(nr)];
         let left = (mc * left_stride(MAX_TERMS)).max(MAX_TERMS * left_stride(mc));
         threads * (left + (nc * MAX_TERMS).next_multiple_of(16) + mc * nc)
