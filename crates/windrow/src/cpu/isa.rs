@@ -111,10 +111,10 @@ pub(crate) fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
         // SAFETY: the token exists, so the machine has these instructions.
         #[cfg(target_arch = "x86_64")]
         Kind::Avx512Bf16(t) => unsafe { with_avx512(t.simd(), kernel) },
-        // SAFETY: as above.
+        // SAFETY: an `Avx512` is made only where AVX-512 was detected.
         #[cfg(target_arch = "x86_64")]
         Kind::Avx512(t) => unsafe { with_avx512(t, kernel) },
-        // SAFETY: as above.
+        // SAFETY: an `Avx2` is made only where AVX2, FMA and F16C were detected.
         #[cfg(target_arch = "x86_64")]
         Kind::Avx2(t) => unsafe { with_avx2(t, kernel) },
         Kind::Lanes(t) => kernel.run(t),

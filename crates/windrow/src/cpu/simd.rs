@@ -244,7 +244,7 @@ mod tests {
         for nan in 0..2 * S::LANES {
             let mut x = [1.0; 2 * MAX_LANES];
             x[nan] = f32::NAN;
-            // SAFETY: as above.
+            // SAFETY: x and both rows of `stored` hold 2 MAX_LANES elements.
             unsafe {
                 let v = [s.load(x.as_ptr()), s.load(x.as_ptr().add(S::LANES))];
                 bf16::store2::<S, false>(s, stored[0].as_mut_ptr(), bf16::order2(s, v));

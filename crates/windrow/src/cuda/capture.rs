@@ -53,10 +53,8 @@ impl Stream {
         let _current = gpu.enter()?;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is alive; `Open` ends the capture whatever `work` does.
-        gpu.check(
-            unsafe { sys::cuStreamBeginCapture_v2(self.handle(), mode) },
-            "cuStreamBeginCapture",
-        )?;
+        let begun = unsafe { sys::cuStreamBeginCapture_v2(self.handle(), mode) };
+        gpu.check(begun, "cuStreamBeginCapture")?;
         let open = Open { stream: self };
         let outcome = work();
         let captured = open.end();

@@ -126,7 +126,7 @@ unsafe fn scatter<T: SimdElement>(p: *mut T, stride: isize, n: usize, block: &mu
     assert!(n <= BLOCK);
     let from = block.as_mut_ptr::<T>();
     for i in 0..n {
-        // SAFETY: as above.
+        // SAFETY: writable by this function's contract; the block holds n elements.
         unsafe { p.offset(i as isize * stride).write(from.add(i).read()) };
     }
 }

@@ -78,7 +78,8 @@ fn elementwise(
     }
     let vector = vector_of(spec, loops.unit);
     let launch = loops.launch(vector, vector, 1, THREADS);
-    // SAFETY: as in `Forward::run`.
+    // SAFETY: the words are the kernel's parameters (it compares their size), and the views were checked to be on this
+    // device and of the spec's shapes.
     unsafe { gpu.kernel(&kernel)?.launch(stream, launch, words.as_slice()) }
 }
 
@@ -145,7 +146,8 @@ fn bias_gradient(
         grid: [columns.div_ceil(THREADS) as u32, chunks.min(65535) as u32, 1],
         block: [THREADS as u32, 1, 1],
     };
-    // SAFETY: as in `Forward::run`; the workspace holds `chunks` rows of partial sums.
+    // SAFETY: the words are the kernel's parameters (it compares their size), the views were checked to be on this
+    // device and of the spec's shapes, and the workspace holds `chunks` rows of partial sums.
     unsafe {
         gpu.kernel(&kernel)?.launch(stream, launch, words.as_slice())?;
         column_sum(gpu, stream, partial.cast(), [chunks, columns, columns], dbias)
