@@ -2,6 +2,7 @@
 
 use crate::steps::{Result, Steps, cargo, root};
 use crate::{figures, python, readme};
+use std::time::SystemTime;
 
 /// `torch` adds what needs PyTorch.
 pub(crate) fn run(torch: bool) -> Result {
@@ -30,6 +31,12 @@ pub(crate) fn run(torch: bool) -> Result {
         tests.env("VIRTUAL_ENV", nvrtc).env("WINDROW_REQUIRE_NVRTC", "1");
     }
     steps.run("tests", &mut tests)?;
+    // Other cases on each day, the same ones for all who test on it.
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH)?;
+    let day = (now.as_secs() / 86_400).to_string();
+    let random = ["run", "--package", "windrow-cli", "--", "verify", "--random", "60", "--seed"];
+    eprintln!("\nrandom cases of seed {day}");
+    steps.run("random cases", &mut cargo(&[&random[..], &[&day]].concat()))?;
     python::test(&mut steps, torch)
 }
 

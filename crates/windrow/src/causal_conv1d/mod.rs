@@ -29,6 +29,7 @@ mod cpu;
 mod cuda;
 mod plan;
 mod problem;
+pub(crate) mod random;
 mod reference;
 mod sample;
 mod sequences;

@@ -141,14 +141,25 @@ impl Reference {
         }
     }
 
-    /// Sum and bias of one output, with its scale; `None` for padding.
-    fn before_activation(&self, b: usize, channel: usize, t: usize) -> Option<(f64, f64)> {
-        self.source(b, t, 0)?;
+    /// What the taps of every token of row `b` lie on, [l, width]; `None` for padding.
+    fn row(&self, b: usize) -> Vec<Option<Source>> {
+        let p = &self.problem;
+        let token = |t| (0..p.width).map(move |k| self.source(b, t, p.history() - k));
+        (0..p.l).flat_map(token).collect()
+    }
+
+    /// Sum and bias of one output whose taps lie on `taps`, with its scale; `None` for padding.
+    fn before_activation(
+        &self,
+        taps: &[Option<Source>],
+        b: usize,
+        channel: usize,
+    ) -> Option<(f64, f64)> {
+        taps[0]?;
         let bias = self.bias.as_ref().map_or(0.0, |bias| bias[channel]);
         let (mut sum, mut scale) = (bias, bias.abs());
         self.for_each_tap(channel, |k, c, w| {
-            let source = self.source(b, t, self.problem.history() - k).unwrap_or(Source::Zero);
-            let term = self.weight[w] * self.value(b, c, source);
+            let term = self.weight[w] * self.value(b, c, taps[k].unwrap_or(Source::Zero));
             sum += term;
             scale += term.abs();
         });
@@ -165,9 +176,10 @@ impl Reference {
         let p = &self.problem;
         let mut y = Expected::zeros(self.rows() * p.d_out * p.l);
         for b in 0..self.rows() {
+            let row = self.row(b);
             for channel in 0..p.d_out {
-                for t in 0..p.l {
-                    if let Some((sum, scale)) = self.before_activation(b, channel, t) {
+                for (t, taps) in row.chunks(p.width).enumerate() {
+                    if let Some((sum, scale)) = self.before_activation(taps, b, channel) {
                         let i = (b * p.d_out + channel) * p.l + t;
                         y.add(i, self.activation.apply_f64(sum), scale);
                     }
@@ -233,18 +245,20 @@ impl Reference {
             dinitial_states: Expected::zeros(rows.len() * p.d * p.history()),
         };
         for b in 0..batch {
+            let row = self.row(b);
             for channel in 0..p.d_out {
-                for t in 0..p.l {
-                    let Some((sum, scale)) = self.before_activation(b, channel, t) else {
+                for (t, taps) in row.chunks(p.width).enumerate() {
+                    let Some((sum, scale)) = self.before_activation(taps, b, channel) else {
                         continue;
                     };
                     let dy = dy[(b * p.d_out + channel) * p.l + t];
                     let g = dy * self.activation.derivative_f64(sum);
                     // The derivative is at most 1.2, and its own slope is at most 1.
-                    let g_scale = dy.abs() * (1.2 + scale);
+                    // Beyond all numbers it is exact.
+                    let g_scale = dy.abs() * (1.2 + if sum.is_finite() { scale } else { 0.0 });
                     out.dbias.add(channel, g, g_scale);
                     self.for_each_tap(channel, |k, c, w| {
-                        let source = self.source(b, t, p.history() - k).unwrap_or(Source::Zero);
+                        let source = taps[k].unwrap_or(Source::Zero);
                         let x = self.value(b, c, source);
                         out.dweight.add(w, g * x, g_scale * x.abs());
                         let weight = self.weight[w];
@@ -290,14 +304,8 @@ impl Reference {
     /// channel `c` lies on.
     pub(crate) fn im2col(&self, b: usize) -> Vec<f64> {
         let p = &self.problem;
-        let mut out = Vec::new();
-        for t in 0..p.l {
-            for k in 0..p.width {
-                let source = self.source(b, t, p.history() - k).unwrap_or(Source::Zero);
-                out.extend((0..p.d).map(|c| self.value(b, c, source)));
-            }
-        }
-        out
+        let value = |source: Option<Source>, c| self.value(b, c, source.unwrap_or(Source::Zero));
+        self.row(b).into_iter().flat_map(|tap| (0..p.d).map(move |c| value(tap, c))).collect()
     }
 
     /// Sums without bias and activation, [b, l, d_out]: the product of those two matrices.
@@ -305,9 +313,10 @@ impl Reference {
         let p = &self.problem;
         let mut out = Expected::zeros(p.b * p.l * p.d_out);
         for b in 0..p.b {
-            for t in 0..p.l {
+            let row = self.row(b);
+            for (t, taps) in row.chunks(p.width).enumerate() {
                 for channel in 0..p.d_out {
-                    let Some((sum, scale)) = self.before_activation(b, channel, t) else {
+                    let Some((sum, scale)) = self.before_activation(taps, b, channel) else {
                         continue;
                     };
                     let bias = self.bias.as_ref().map_or(0.0, |bias| bias[channel]);

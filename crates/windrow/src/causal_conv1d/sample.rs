@@ -4,71 +4,9 @@ use super::{
     CausalConv1dArgs, CausalConv1dGrads, CausalConv1dSpec, CausalConv1dUpdateArgs,
     CausalConv1dUpdateSpec,
 };
-use crate::tensor::for_each_offset;
-use crate::verify::{Placed, random};
-use crate::{
-    Activation, DType, Device, Element, Result, Tensor, TensorDesc, TensorMut, TensorRef, bf16, f16,
-};
-
-/// A tensor of any layout on a device, in memory of its own that may have gaps.
-pub(crate) struct Held {
-    memory: Placed,
-    desc: TensorDesc,
-    /// Of the element at index zero, in bytes.
-    offset: usize,
-}
-
-impl Held {
-    /// On the CPU.
-    #[cfg(test)]
-    pub(crate) fn new(desc: TensorDesc, values: &[f64]) -> Result<Self> {
-        Self::on(desc, values, Device::Cpu)
-    }
-
-    /// The memory of `desc` with `values` in row-major order of the elements, and ones in the gaps.
-    pub(crate) fn on(desc: TensorDesc, values: &[f64], device: Device) -> Result<Self> {
-        let (low, high) = desc.layout.extent().unwrap_or((0, -1));
-        let mut all = vec![1.0; (high - low + 1) as usize];
-        let mut values = values.iter().copied();
-        for_each_offset(&desc.layout, |offset| {
-            all[(offset - low) as usize] = values.next().unwrap_or_default();
-        });
-        let memory = Placed::new(from_f64(desc.dtype, &all)?, device)?;
-        Ok(Held { memory, desc, offset: low.unsigned_abs() * desc.dtype.size() })
-    }
-
-    /// View for reading.
-    pub(crate) fn as_ref(&self) -> TensorRef<'_> {
-        let memory = self.memory.as_ref();
-        let ptr = memory.as_ptr().wrapping_add(self.offset);
-        // SAFETY: the memory was made for the layout at this offset and is borrowed.
-        unsafe { TensorRef::from_raw(ptr.cast(), self.desc, memory.device()) }
-    }
-
-    /// View for writing.
-    pub(crate) fn as_mut(&mut self) -> Result<TensorMut<'_>> {
-        let mut memory = self.memory.as_mut();
-        let ptr = memory.as_mut_ptr().wrapping_add(self.offset);
-        // SAFETY: as for `as_ref`, borrowed mutably.
-        unsafe { TensorMut::from_raw(ptr.cast(), self.desc, memory.device()) }
-    }
-}
-
-/// A vector of these numbers, rounded to the type.
-fn from_f64(dtype: DType, values: &[f64]) -> Result<Tensor> {
-    fn cast<T: Element>(values: &[f64]) -> Result<Tensor> {
-        let values: Vec<T> = values.iter().map(|&v| T::from_f64(v)).collect();
-        Tensor::from_slice(&values, &[values.len()])
-    }
-    match dtype {
-        DType::F32 => cast::<f32>(values),
-        DType::F16 => cast::<f16>(values),
-        DType::BF16 => cast::<bf16>(values),
-        DType::F64 => cast::<f64>(values),
-        DType::I32 => cast::<i32>(values),
-        DType::I64 => cast::<i64>(values),
-    }
-}
+pub(crate) use crate::verify::data::Held;
+use crate::verify::random;
+use crate::{Activation, Device, Result, TensorDesc};
 
 /// Numbers in -2..2, all different for different `what`. Multiples of 1/8 for ReLU: sums of their
 /// products are exact in f32, so that kernels and oracle agree on which side of the kink they are.
@@ -144,7 +82,7 @@ impl Sample {
 
     /// Gradients have the layout of what they are gradients of.
     pub(crate) fn on(spec: &CausalConv1dSpec, seed: u64, device: Device) -> Result<Self> {
-        let hold = |desc, values: Vec<f64>| Held::on(desc, &values, device);
+        let hold = |desc, values: Vec<f64>| Held::at(desc, &values, 0, device);
         let make = |what, desc: TensorDesc| hold(desc, numbers(seed, what, &desc, spec.activation));
         let maybe = |what, desc: Option<TensorDesc>| desc.map(|d| make(what, d)).transpose();
         let states = TensorDesc::contiguous(spec.x.dtype, &spec.states_shape()?)?;
@@ -198,6 +136,18 @@ impl Gradients {
             dinitial_states: Some(self.dinitial_states.as_mut()?),
         })
     }
+
+    /// Views of those that are asked for, in the order of the fields.
+    pub(crate) fn some_views(&mut self, asked: [bool; 4]) -> Result<CausalConv1dGrads<'_>> {
+        let [dx, dweight, dbias, dinitial_states] = asked;
+        let all = self.views()?;
+        Ok(CausalConv1dGrads {
+            dx: all.dx.filter(|_| dx),
+            dweight: all.dweight.filter(|_| dweight),
+            dbias: all.dbias.filter(|_| dbias),
+            dinitial_states: all.dinitial_states.filter(|_| dinitial_states),
+        })
+    }
 }
 
 /// Operands of an update.
@@ -224,7 +174,7 @@ impl UpdateSample {
 
     /// Indices are a permutation of the pool with every fifth entry negative.
     pub(crate) fn on(spec: &CausalConv1dUpdateSpec, seed: u64, device: Device) -> Result<Self> {
-        let hold = |desc, values: Vec<f64>| Held::on(desc, &values, device);
+        let hold = |desc, values: Vec<f64>| Held::at(desc, &values, 0, device);
         let make = |what, desc: TensorDesc| hold(desc, numbers(seed, what, &desc, spec.activation));
         let pool = spec.conv_state.shape()[0];
         let lengths = spec.cache_seqlens.map(|desc| {

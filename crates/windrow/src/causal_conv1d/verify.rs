@@ -2,18 +2,19 @@
 
 use super::cpu::dense_backward::most_tokens;
 use super::cpu::epilogue::HALF_ERROR;
-use super::reference::{Expected, Reference, UpdateReference};
-use super::sample::{Sample, UpdateSample};
+use super::reference::{Expected, Gradients, Reference, UpdateReference};
+use super::sample::{Held, Sample, UpdateSample};
 use super::{
     CausalConv1dAlgorithm, CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dPlan,
     CausalConv1dSpec, CausalConv1dUpdatePlan, CausalConv1dUpdateSpec, Problem,
 };
 use crate::cpu::gemm::MAX_TERMS;
+use crate::verify::data::scratch;
 use crate::verify::{Case, Check, Comparison};
 use crate::{
-    Activation, DType, Device, Layout, PlanOptions, Result, TensorDesc, TensorMut, TensorRef,
-    Workspace,
+    Activation, DType, Device, Error, Layout, PlanOptions, Result, TensorDesc, TensorMut, TensorRef,
 };
+use std::sync::{Arc, OnceLock};
 
 /// Most additions in a row that form an element of a sum of `terms` products: of a matrix product's
 /// block, then of the blocks.
@@ -60,7 +61,10 @@ fn check_equal(what: &'static str, got: &TensorRef<'_>, want: &[f64]) -> Result<
 
 /// `y` of a run.
 pub(crate) fn compare_output(reference: &Reference, y: &TensorRef<'_>) -> Result<Comparison> {
-    let want = reference.forward();
+    compare_with(&reference.forward(), reference, y)
+}
+
+fn compare_with(want: &Expected, reference: &Reference, y: &TensorRef<'_>) -> Result<Comparison> {
     let tolerance = forward_tolerance(&reference.problem, reference.activation, y.dtype());
     Comparison::of(y, &want.values, &want.scale, tolerance)
 }
@@ -70,7 +74,15 @@ pub(crate) fn forward_checks(
     reference: &Reference,
     outputs: &CausalConv1dOutputs<'_>,
 ) -> Result<Vec<Check>> {
-    let comparison = compare_output(reference, &outputs.y.as_ref())?;
+    forward_checks_with(&reference.forward(), reference, outputs)
+}
+
+fn forward_checks_with(
+    want: &Expected,
+    reference: &Reference,
+    outputs: &CausalConv1dOutputs<'_>,
+) -> Result<Vec<Check>> {
+    let comparison = compare_with(want, reference, &outputs.y.as_ref())?;
     let mut checks = vec![Check { what: "y", comparison }];
     if let Some(states) = &outputs.final_states {
         checks.push(check_equal("final_states", &states.as_ref(), &reference.final_states())?);
@@ -84,10 +96,18 @@ pub(crate) fn backward_checks(
     (dy, dfinal_states): (&TensorRef<'_>, Option<&TensorRef<'_>>),
     grads: &CausalConv1dGrads<'_>,
 ) -> Result<Vec<Check>> {
-    let problem = &reference.problem;
     let dfinal_states = dfinal_states.map(TensorRef::to_f64_vec).transpose()?;
     let asked = [grads.dbias.is_some(), grads.dinitial_states.is_some()];
     let want = reference.backward(&dy.to_f64_vec()?, dfinal_states.as_deref(), asked);
+    backward_checks_with(&want, reference, grads)
+}
+
+fn backward_checks_with(
+    want: &Gradients,
+    reference: &Reference,
+    grads: &CausalConv1dGrads<'_>,
+) -> Result<Vec<Check>> {
+    let problem = &reference.problem;
     // Sums over taps, and over tokens: these go through tiles of 64 and pieces of 1024 tokens, or 8
     // widths, in f32, or through matrix products.
     let (taps, tokens) = match problem.dense {
@@ -95,14 +115,14 @@ pub(crate) fn backward_checks(
         false => (problem.width + 1, 64 + 16 + problem.width / 8),
     };
     let checks = [
-        ("dx", &grads.dx, want.dx, taps),
-        ("dweight", &grads.dweight, want.dweight, tokens),
-        ("dbias", &grads.dbias, want.dbias, tokens),
-        ("dinitial_states", &grads.dinitial_states, want.dinitial_states, taps),
+        ("dx", &grads.dx, &want.dx, taps),
+        ("dweight", &grads.dweight, &want.dweight, tokens),
+        ("dbias", &grads.dbias, &want.dbias, tokens),
+        ("dinitial_states", &grads.dinitial_states, &want.dinitial_states, taps),
     ];
     let given = checks.into_iter().filter_map(|(what, got, want, additions)| {
         let got = got.as_ref()?.as_ref();
-        Some(check(what, &got, &want, backward_tolerance(problem, additions)))
+        Some(check(what, &got, want, backward_tolerance(problem, additions)))
     });
     given.collect()
 }
@@ -149,11 +169,41 @@ pub(crate) fn stage_checks(
     ])
 }
 
+/// What the oracle says of a sample: the same for all layouts and algorithms.
+pub(crate) struct Oracle {
+    reference: Reference,
+    forward: Expected,
+    gradients: Gradients,
+}
+
+impl Oracle {
+    pub(crate) fn of(plan: &CausalConv1dPlan, sample: &Sample) -> Result<Self> {
+        let reference = plan.reference(&sample.inputs.args())?;
+        let dfinal = sample.dfinal_states.as_ref().map(Held::values).transpose()?;
+        let gradients = reference.backward(&sample.dy.values()?, dfinal.as_deref(), [true; 2]);
+        Ok(Oracle { forward: reference.forward(), reference, gradients })
+    }
+}
+
 /// Runs forward, stages and backward of a plan on a sample of its spec.
+#[cfg(test)]
 pub(crate) fn run(plan: &CausalConv1dPlan, sample: &mut Sample) -> Result<Vec<Check>> {
-    let mut workspace = Workspace::new(plan.device(), plan.workspace_bytes())?;
+    let oracle = Oracle::of(plan, sample)?;
+    run_with(&oracle, plan, sample, [true; 4], true)
+}
+
+/// As [`run`], with the gradients that are asked for, in the order of [`CausalConv1dGrads`], and the stages
+/// if `staged`.
+pub(crate) fn run_with(
+    oracle: &Oracle,
+    plan: &CausalConv1dPlan,
+    sample: &mut Sample,
+    asked: [bool; 4],
+    staged: bool,
+) -> Result<Vec<Check>> {
+    let mut workspace = scratch(plan.device(), plan.workspace_bytes())?;
     let args = sample.inputs.args();
-    let reference = plan.reference(&args)?;
+    let reference = &oracle.reference;
     let mut outputs = CausalConv1dOutputs {
         y: sample.y.as_mut()?,
         final_states: sample.final_states.as_mut().map(|states| states.as_mut()).transpose()?,
@@ -164,11 +214,11 @@ pub(crate) fn run(plan: &CausalConv1dPlan, sample: &mut Sample) -> Result<Vec<Ch
     };
     plan.run(&args, written, &mut workspace)?;
     workspace.synchronize()?;
-    let mut checks = forward_checks(&reference, &outputs)?;
-    if let Some((im2col, weight)) = plan.stages(&args)? {
-        checks.extend(stage_checks(&reference, &im2col, &weight)?);
+    let mut checks = forward_checks_with(&oracle.forward, reference, &outputs)?;
+    if staged && let Some((im2col, weight)) = plan.stages(&args)? {
+        checks.extend(stage_checks(reference, &im2col, &weight)?);
     }
-    if let Some(product) = plan.product(&args)? {
+    if staged && let Some(product) = plan.product(&args)? {
         let got = TensorRef::new(&product, &[product.len()])?;
         // Sums of f32, whatever y's type.
         let tolerance = forward_tolerance(&reference.problem, Activation::Identity, DType::F32);
@@ -176,11 +226,30 @@ pub(crate) fn run(plan: &CausalConv1dPlan, sample: &mut Sample) -> Result<Vec<Ch
     }
     let (dy, dfinal) = (sample.dy.as_ref(), sample.dfinal_states.as_ref());
     let dfinal = dfinal.map(|states| states.as_ref());
-    plan.backward(&args, dy, dfinal, sample.gradients.views()?, &mut workspace)?;
+    plan.backward(&args, dy, dfinal, sample.gradients.some_views(asked)?, &mut workspace)?;
     workspace.synchronize()?;
-    let grads = sample.gradients.views()?;
-    checks.extend(backward_checks(&reference, (&dy, dfinal.as_ref()), &grads)?);
+    let grads = sample.gradients.some_views(asked)?;
+    checks.extend(backward_checks_with(&oracle.gradients, reference, &grads)?);
     Ok(checks)
+}
+
+/// What the oracle says of an update.
+pub(crate) struct UpdateOracle {
+    y: Expected,
+    tolerance: f64,
+    conv_state: Vec<f64>,
+}
+
+pub(crate) fn update_oracle(
+    plan: &CausalConv1dUpdatePlan,
+    sample: &mut UpdateSample,
+) -> Result<UpdateOracle> {
+    let (reference, mut conv_state) =
+        plan.reference(&sample.inputs.args(), &sample.conv_state.as_mut()?)?;
+    let y = reference.run(&mut conv_state);
+    let dtype = plan.spec().x.dtype;
+    let tolerance = forward_tolerance(&reference.problem, reference.activation, dtype);
+    Ok(UpdateOracle { y, tolerance, conv_state })
 }
 
 /// Runs an update on a sample of its spec.
@@ -188,14 +257,24 @@ pub(crate) fn run_update(
     plan: &CausalConv1dUpdatePlan,
     sample: &mut UpdateSample,
 ) -> Result<Vec<Check>> {
-    let mut workspace = Workspace::new(plan.device(), plan.workspace_bytes())?;
-    let args = sample.inputs.args();
-    let mut conv_state = sample.conv_state.as_mut()?;
-    let mut y = sample.y.as_mut()?;
-    let (reference, mut before) = plan.reference(&args, &conv_state)?;
-    plan.run(&args, conv_state.reborrow(), y.reborrow(), &mut workspace)?;
+    let oracle = update_oracle(plan, sample)?;
+    run_update_with(&oracle, plan, sample)
+}
+
+/// As [`run_update`], of a sample as `oracle` saw it.
+pub(crate) fn run_update_with(
+    oracle: &UpdateOracle,
+    plan: &CausalConv1dUpdatePlan,
+    sample: &mut UpdateSample,
+) -> Result<Vec<Check>> {
+    let mut workspace = scratch(plan.device(), plan.workspace_bytes())?;
+    let (conv_state, y) = (sample.conv_state.as_mut()?, sample.y.as_mut()?);
+    plan.run(&sample.inputs.args(), conv_state, y, &mut workspace)?;
     workspace.synchronize()?;
-    update_checks(&reference, &mut before, &conv_state, &y)
+    Ok(vec![
+        check("y", &sample.y.as_ref(), &oracle.y, oracle.tolerance)?,
+        check_equal("conv_state", &sample.conv_state.as_ref(), &oracle.conv_state)?,
+    ])
 }
 
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -218,57 +297,70 @@ const SHAPES: [([usize; 3], usize); 9] = [
     ([1, 530, 131], 4),
 ];
 
+/// Elements of the largest shape that every algorithm computes.
+const LARGEST: usize = 150_000;
+
 /// From these sizes on devices run other kernels: many rows with more than a tile each, walks over several
-/// rows of the batch, long walks of large tensors.
-const LARGE: [([usize; 3], usize, &str); 4] = [
+/// rows of the batch, long walks of large tensors, more rows than a grid has blocks.
+const LARGE: [([usize; 3], usize, &str); 6] = [
     ([3, 200, 2312], 4, "silu bias"),
     ([2, 2056, 72], 3, "silu bias"),
     ([1, 520, 16392], 4, "silu bias"),
     ([1, 520, 16392], 4, "silu bias seq_idx"),
+    ([65_540, 2, 3], 3, "silu bias"),
+    ([65_540, 2, 3], 3, "silu seq_idx"),
 ];
 
-/// Bias, activation, packed sequences and states, by words. Packed sequences run other kernels with states
-/// than without.
-const OPTIONS: [&str; 6] = [
+const OPTIONS: [&str; 9] = [
     "plain",
+    "silu bias",
     "silu bias states",
+    "silu seq_idx",
     "gelu seq_idx states",
-    "relu bias cu_seqlens states",
-    "silu bias seq_idx",
-    "silu bias cu_seqlens",
+    "relu cu_seqlens",
+    "relu cu_seqlens states",
+    "initial states",
+    "final states",
 ];
-const DENSE_OPTIONS: [&str; 3] =
-    ["silu bias states", "gelu seq_idx states", "relu bias cu_seqlens states"];
+const DENSE_OPTIONS: [&str; 5] = [
+    "silu bias states",
+    "silu seq_idx",
+    "gelu seq_idx states",
+    "relu cu_seqlens",
+    "relu cu_seqlens states",
+];
 
-/// Every algorithm, type, layout and shape, depthwise and with three output channels, with every option, forward and backward, and updates.
+/// The gradients that a case asks for, in the order of [`CausalConv1dGrads`]: each option with and without that of x.
+fn asked(option: &str) -> [bool; 4] {
+    let dx = !["silu bias", "relu cu_seqlens"].contains(&option);
+    [dx, true, true, true]
+}
+
+/// Every algorithm, type, layout and shape, depthwise and with three output channels, with every option,
+/// forward and backward, and updates.
 pub(crate) fn cases(device: Device) -> Vec<Case> {
     let mut cases = Vec::new();
+    let large = if device == Device::Cpu { &[][..] } else { &LARGE };
     for dtype in DTYPES {
+        for (shape, width) in SHAPES {
+            let [_, d, _] = shape;
+            for option in OPTIONS {
+                push_forward(&mut cases, dtype, shape, &[d, width], option, device);
+            }
+            for option in DENSE_OPTIONS {
+                push_forward(&mut cases, dtype, shape, &[3, d, width], option, device);
+            }
+        }
+        for &(shape, width, option) in large {
+            push_forward(&mut cases, dtype, shape, &[shape[1], width], option, device);
+        }
         for (layout, order) in LAYOUTS {
-            for (shape, width) in SHAPES {
-                let [_, d, _] = shape;
-                let depthwise = OPTIONS.map(|option| (option, "", vec![d, width]));
-                let dense = DENSE_OPTIONS.map(|option| (option, "dense ", vec![3, d, width]));
-                for (option, kind, weight) in depthwise.into_iter().chain(dense) {
-                    let Ok(spec) = spec(dtype, &order, shape, &weight, option) else { continue };
-                    push_forward(&mut cases, spec, layout, device, &format!("{kind}{option}"), 2);
-                }
-            }
-            let large = if device == Device::Cpu { &[][..] } else { &LARGE };
-            for &(shape, width, option) in large {
-                let spec = spec(dtype, &order, shape, &[shape[1], width], option);
-                let Ok(spec) = spec else { continue };
-                push_forward(&mut cases, spec, layout, device, option, 1);
-            }
             for (shape, width) in [([1, 1, 1], 1), ([4, 70, 1], 4), ([3, 33, 5], 3)] {
                 for option in ["state", "ring", "pool"] {
                     let Ok(spec) = update_spec(dtype, &order, shape, width, option) else {
                         continue;
                     };
                     let options = PlanOptions { device, ..PlanOptions::default() };
-                    if CausalConv1dUpdatePlan::new(&spec, &options).is_err() {
-                        continue;
-                    }
                     cases.push(Case {
                         op: "causal_conv1d_update",
                         algorithm: CausalConv1dAlgorithm::Direct.name().into(),
@@ -287,29 +379,39 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
     cases
 }
 
+/// Both layouts with every algorithm, which share an oracle.
 fn push_forward(
     cases: &mut Vec<Case>,
-    spec: CausalConv1dSpec,
-    layout: &str,
+    dtype: DType,
+    shape: [usize; 3],
+    weight: &[usize],
+    option: &'static str,
     device: Device,
-    option: &str,
-    most: usize,
 ) {
-    let width = spec.weight.shape().last().copied().unwrap_or(0);
-    for algorithm in CausalConv1dPlan::algorithms(&spec, device).into_iter().take(most) {
-        let spec = spec.clone();
-        cases.push(Case {
-            op: "causal_conv1d",
-            algorithm: algorithm.name().into(),
-            dtype: spec.x.dtype,
-            layout: layout.into(),
-            name: format!("{:?} width {width} {option}", spec.x.shape()),
-            run: Box::new(move || {
-                let options = PlanOptions { device, ..PlanOptions::default() };
-                let plan = CausalConv1dPlan::with_algorithm(&spec, algorithm, &options)?;
-                run(&plan, &mut Sample::on(&spec, 1, device)?)
-            }),
-        });
+    let oracle = Arc::new(OnceLock::new());
+    let kind = if weight.len() == 3 { "dense " } else { "" };
+    for (layout, order) in LAYOUTS {
+        let Ok(spec) = spec(dtype, &order, shape, weight, option) else { continue };
+        // Large ones by the first algorithm only.
+        let most = if shape.iter().product::<usize>() > LARGEST { 1 } else { 2 };
+        for algorithm in CausalConv1dPlan::algorithms(&spec, device).into_iter().take(most) {
+            let (spec, oracle) = (spec.clone(), Arc::clone(&oracle));
+            cases.push(Case {
+                op: "causal_conv1d",
+                algorithm: algorithm.name().into(),
+                dtype,
+                layout: layout.into(),
+                name: format!("{shape:?} width {} {kind}{option}", weight[weight.len() - 1]),
+                run: Box::new(move || {
+                    let options = PlanOptions { device, ..PlanOptions::default() };
+                    let plan = CausalConv1dPlan::with_algorithm(&spec, algorithm, &options)?;
+                    let mut sample = Sample::on(&spec, 1, device)?;
+                    let oracle: &Result<Oracle> = oracle.get_or_init(|| Oracle::of(&plan, &sample));
+                    let oracle = oracle.as_ref().map_err(Error::clone)?;
+                    run_with(oracle, &plan, &mut sample, asked(option), true)
+                }),
+            });
+        }
     }
 }
 
@@ -323,28 +425,26 @@ fn spec(
     let [b, _, l] = shape;
     let x = TensorDesc { dtype, layout: Layout::with_order(&shape, order)? };
     let spec = CausalConv1dSpec::new(x, TensorDesc::contiguous(dtype, weight)?)?;
-    let has = |word| option.split(' ').any(|w| w == word);
-    let mut spec = spec.with_activation(match option {
+    let has = |word: &str| option.contains(word);
+    let activation = match () {
         _ if has("silu") => Activation::Silu,
-        _ if has("relu") => Activation::Relu,
         _ if has("gelu") => Activation::Gelu(crate::Approximate::None),
+        _ if has("relu") => Activation::Relu,
         _ => Activation::Identity,
-    });
-    if has("bias") {
+    };
+    let mut spec = spec.with_activation(activation);
+    if has("bias") || has("cu_seqlens") {
         spec.bias = Some(TensorDesc::contiguous(DType::F32, &weight[..1])?);
     }
     if has("seq_idx") {
         spec.seq_idx = Some(TensorDesc::contiguous(DType::I32, &[b, l])?);
-    }
-    if has("cu_seqlens") {
+    } else if has("cu_seqlens") {
         spec.cu_seqlens = Some(TensorDesc::contiguous(DType::I64, &[6])?);
     }
-    // Such as more rows than boundaries are for.
     let layout = Layout::with_order(&spec.states_shape()?, order)?;
-    if has("states") {
-        spec.initial_states = Some(TensorDesc { dtype, layout });
-        spec.final_states = spec.initial_states;
-    }
+    let states = Some(TensorDesc { dtype, layout });
+    spec.initial_states = states.filter(|_| has("states") && !has("final"));
+    spec.final_states = states.filter(|_| has("states") && !has("initial"));
     Ok(spec)
 }
 

@@ -261,7 +261,12 @@ impl Conv2dPlan {
     /// The data gradient that the oracle gives, with the scale that [`Self::data_tolerance`] refers
     /// to.
     pub(crate) fn expected_data(&self, w: &[f64], dy: &[f64]) -> Result<Expected> {
-        let mut want = reference::backward_data(&self.problem, w, dy);
+        self.widened_data(&reference::backward_data(&self.problem, w, dy), w, dy)
+    }
+
+    /// As [`Self::expected_data`], of what the oracle computed before.
+    pub(super) fn widened_data(&self, want: &Expected, w: &[f64], dy: &[f64]) -> Result<Expected> {
+        let mut tiles = None;
         if let (Some(tile), Some(spec)) =
             (self.backward()?.data_tile(), mirrored(self.spec(), &self.problem))
             && let Ok(p) = spec.problem()
@@ -272,23 +277,30 @@ impl Conv2dPlan {
             let swapped: Vec<f64> = (0..p.k * p.c * taps)
                 .map(|i| w[((i / taps % p.c) * p.k + i / taps / p.c) * taps + i % taps])
                 .collect();
-            let tiles = reference::winograd_scale(&p, tile, dy, &swapped);
-            want.scale.iter_mut().zip(tiles).for_each(|(scale, tile)| *scale += tile);
+            tiles = Some(reference::winograd_scale(&p, tile, dy, &swapped));
         }
-        Ok(want)
+        Ok(want.clone().widened(tiles))
     }
 
     /// The weight gradient that the oracle gives, with the scale that [`Self::weight_tolerance`] refers
     /// to.
     pub(crate) fn expected_weight(&self, x: &[f64], dy: &[f64]) -> Result<Expected> {
-        let mut want = reference::backward_weight(&self.problem, x, dy);
-        if let Backward::Cuda(_, gradients) = self.backward()?
-            && let Some(tile) = gradients.weight_tile()
-        {
-            let tiles = reference::winograd_weight_scale(&self.problem, tile, x, dy);
-            want.scale.iter_mut().zip(tiles).for_each(|(scale, tile)| *scale += tile);
-        }
-        Ok(want)
+        self.widened_weight(&reference::backward_weight(&self.problem, x, dy), x, dy)
+    }
+
+    /// As [`Self::expected_weight`], of what the oracle computed before.
+    pub(super) fn widened_weight(
+        &self,
+        want: &Expected,
+        x: &[f64],
+        dy: &[f64],
+    ) -> Result<Expected> {
+        let tile = match self.backward()? {
+            Backward::Cpu(_) => None,
+            Backward::Cuda(_, gradients) => gradients.weight_tile(),
+        };
+        let tiles = tile.map(|tile| reference::winograd_weight_scale(&self.problem, tile, x, dy));
+        Ok(want.clone().widened(tiles))
     }
 
     pub(crate) fn data_tolerance(&self) -> Result<f64> {

@@ -6,6 +6,7 @@ mod cuda;
 mod networks;
 mod plan;
 mod problem;
+pub(crate) mod random;
 mod reference;
 mod spec;
 #[cfg(test)]

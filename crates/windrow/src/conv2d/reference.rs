@@ -14,6 +14,15 @@ impl Expected {
         Expected { values: vec![0.0; len], scale: vec![0.0; len] }
     }
 
+    /// With the scales of tiles added. A NaN or an infinity reaches all outputs of its tile: that is a scale beyond
+    /// the range of f32.
+    pub(super) fn widened(mut self, more: Option<Vec<f64>>) -> Self {
+        let tiles = more.into_iter().flatten();
+        let mix = |(scale, tile): (&mut f64, f64)| *scale = (*scale + tile).min(f64::MAX);
+        self.scale.iter_mut().zip(tiles).for_each(mix);
+        self
+    }
+
     pub(super) fn add(&mut self, i: usize, term: f64) {
         self.values[i] += term;
         self.scale[i] += term.abs();
@@ -44,55 +53,27 @@ pub(crate) fn forward(
 
 /// What the error of Winograd's algorithm is relative to: an output tile of m x m pixels is mixed
 /// from all pixels that the tile reads, so each of its elements gets the sum over channels of the
-/// largest of those times all taps.
+/// largest of those times all taps. Infinite where a tile reads a NaN or an infinity.
 pub(crate) fn winograd_scale(p: &Problem, m: usize, x: &[f64], w: &[f64]) -> Vec<f64> {
     let mut scale = vec![0.0; p.y_shape().iter().product()];
     let taps: Vec<f64> = w.chunks(p.r * p.s).map(|t| t.iter().map(|t| t.abs()).sum()).collect();
-    for (i, scale) in scale.iter_mut().enumerate() {
-        let (ow, oh) = (i % p.ow, i / p.ow % p.oh);
-        let (k, n) = (i / (p.ow * p.oh) % p.k, i / (p.ow * p.oh * p.k));
-        let reads = |o: usize, taps: usize, size: usize, d: usize| {
-            let first = o / m * m;
-            let end = (first + m + taps - 1).saturating_sub(p.padding[d]).min(size);
-            first.saturating_sub(p.padding[d])..end
-        };
-        for c in 0..p.c {
-            // Below the normal numbers roundings do not shrink any more.
-            let mut largest = f64::from(f32::MIN_POSITIVE);
-            for ih in reads(oh, p.r, p.h, 0) {
-                for iw in reads(ow, p.s, p.w, 1) {
-                    let x = x[((n * p.c + c) * p.h + ih) * p.w + iw].abs();
-                    largest = largest.max(if x.is_nan() { f64::INFINITY } else { x });
-                }
+    for_each_tile(p, m, x, |n, [i, j], largest| {
+        for (k, taps) in taps.chunks(p.c.max(1)).enumerate() {
+            let sum: f64 = taps.iter().zip(largest).map(|(taps, largest)| taps * largest).sum();
+            for oh in i..(i + m).min(p.oh) {
+                let row = ((n * p.k + k) * p.oh + oh) * p.ow;
+                scale[row + j..row + (j + m).min(p.ow)].fill(sum);
             }
-            *scale += largest * taps[k * p.c + c];
         }
-    }
+    });
     scale
 }
 
 /// The same for the weight gradient in Winograd's domain: for each filter and channel the sum over
 /// tiles of the largest input that a tile reads times the sum of its dy, repeated for all taps.
 pub(crate) fn winograd_weight_scale(p: &Problem, m: usize, x: &[f64], dy: &[f64]) -> Vec<f64> {
-    let largest = |n: usize, c: usize, i: usize, j: usize| {
-        let reads = |first: usize, taps: usize, size: usize, d: usize| {
-            let end = (first + m + taps - 1).saturating_sub(p.padding[d]).min(size);
-            first.saturating_sub(p.padding[d])..end
-        };
-        let mut largest = 0.0f64;
-        for ih in reads(i, p.r, p.h, 0) {
-            for iw in reads(j, p.s, p.w, 1) {
-                largest = largest.max(x[((n * p.c + c) * p.h + ih) * p.w + iw].abs());
-            }
-        }
-        largest
-    };
     let mut scale = vec![0.0; p.k * p.taps()];
-    for (n, i, j) in (0..p.n).flat_map(|n| {
-        let columns = move |i| (0..p.ow).step_by(m).map(move |j| (n, i, j));
-        (0..p.oh).step_by(m).flat_map(columns)
-    }) {
-        let inputs: Vec<f64> = (0..p.c).map(|c| largest(n, c, i, j)).collect();
+    for_each_tile(p, m, x, |n, [i, j], largest| {
         for k in 0..p.k {
             let mut sum = 0.0;
             for oh in i..(i + m).min(p.oh) {
@@ -100,13 +81,40 @@ pub(crate) fn winograd_weight_scale(p: &Problem, m: usize, x: &[f64], dy: &[f64]
                     sum += dy[((n * p.k + k) * p.oh + oh) * p.ow + ow].abs();
                 }
             }
-            for (c, input) in inputs.iter().enumerate() {
+            for (c, input) in largest.iter().enumerate() {
                 let at = (k * p.c + c) * p.r * p.s;
                 scale[at..at + p.r * p.s].iter_mut().for_each(|s| *s += sum * input);
             }
         }
-    }
+    });
     scale
+}
+
+/// Calls `f` with the image and the first pixel of every output tile of m x m pixels, and with the largest
+/// absolute value of each channel that the tile reads, infinite if one is NaN.
+fn for_each_tile(p: &Problem, m: usize, x: &[f64], mut f: impl FnMut(usize, [usize; 2], &[f64])) {
+    let reads = |first: usize, taps: usize, size: usize, d: usize| {
+        let end = (first + m + taps - 1).saturating_sub(p.padding[d]).min(size);
+        first.saturating_sub(p.padding[d])..end
+    };
+    let mut largest = vec![0.0; p.c];
+    for n in 0..p.n {
+        for i in (0..p.oh).step_by(m) {
+            for j in (0..p.ow).step_by(m) {
+                for (c, largest) in largest.iter_mut().enumerate() {
+                    // Below the normal numbers roundings do not shrink any more.
+                    *largest = f64::from(f32::MIN_POSITIVE);
+                    for ih in reads(i, p.r, p.h, 0) {
+                        for iw in reads(j, p.s, p.w, 1) {
+                            let x = x[((n * p.c + c) * p.h + ih) * p.w + iw].abs();
+                            *largest = largest.max(if x.is_nan() { f64::INFINITY } else { x });
+                        }
+                    }
+                }
+                f(n, [i, j], &largest);
+            }
+        }
+    }
 }
 
 /// The im2col matrix [group, term, pixel] of `x`, with terms ordered [r, s, c/groups] and pixels
@@ -159,24 +167,37 @@ fn for_each_term(p: &Problem, mut f: impl FnMut(usize, usize, usize)) {
     let (c_group, k_group) = (p.c_group(), p.k_group());
     for n in 0..p.n {
         for k in 0..p.k {
-            for oh in 0..p.oh {
-                for ow in 0..p.ow {
-                    let iy = ((n * p.k + k) * p.oh + oh) * p.ow + ow;
-                    for c in 0..c_group {
-                        let channel = k / k_group * c_group + c;
-                        for r in 0..p.r {
-                            let Some(ih) = position(oh, r, p.h, p, 0) else { continue };
-                            for s in 0..p.s {
-                                let Some(iw) = position(ow, s, p.w, p, 1) else { continue };
-                                let ix = ((n * p.c + channel) * p.h + ih) * p.w + iw;
-                                f(ix, ((k * c_group + c) * p.r + r) * p.s + s, iy);
-                            }
-                        }
+            for (c, r, s) in taps(p) {
+                let channel = k / k_group * c_group + c;
+                let iw = ((k * c_group + c) * p.r + r) * p.s + s;
+                // Output columns whose tap lies in the image.
+                let columns = columns(p, s);
+                for oh in 0..p.oh {
+                    let Some(ih) = position(oh, r, p.h, p, 0) else { continue };
+                    let y_row = ((n * p.k + k) * p.oh + oh) * p.ow;
+                    let x_row = ((n * p.c + channel) * p.h + ih) * p.w;
+                    for ow in columns.clone() {
+                        let column = ow * p.stride[1] + s * p.dilation[1] - p.padding[1];
+                        f(x_row + column, iw, y_row + ow);
                     }
                 }
             }
         }
     }
+}
+
+/// Channels of a group, rows and columns of the filter.
+fn taps(p: &Problem) -> impl Iterator<Item = (usize, usize, usize)> {
+    let (r, s) = (p.r, p.s);
+    (0..p.c_group()).flat_map(move |c| (0..r).flat_map(move |r| (0..s).map(move |s| (c, r, s))))
+}
+
+/// The output columns of which tap column `s` lies in the image.
+fn columns(p: &Problem, s: usize) -> std::ops::Range<usize> {
+    let tap = s * p.dilation[1];
+    let first = p.padding[1].saturating_sub(tap).div_ceil(p.stride[1]);
+    let end = (p.w + p.padding[1]).saturating_sub(tap).div_ceil(p.stride[1]);
+    first.min(p.ow)..end.min(p.ow).max(first.min(p.ow))
 }
 
 /// Where tap `tap` of output position `o` lies in the input; `None` in the padding.

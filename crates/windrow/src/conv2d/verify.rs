@@ -1,15 +1,18 @@
 //! The room's cases for `windrow verify`.
 
 use super::plan::{compare, values};
+use super::reference::Expected;
 use super::winograd_reference::stages;
 use super::{
     Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, Weights, networks, reference,
 };
-use crate::verify::{Case, Check, Comparison, Placed, random_tensor};
+use crate::verify::data::Held;
+use crate::verify::{Case, Check, Comparison, random};
 use crate::{
-    Accuracy, Activation, Approximate, DType, Device, Layout, PlanOptions, Result, TensorDesc,
-    TensorRef, Workspace,
+    Accuracy, Activation, DType, Device, Error, Layout, PlanOptions, Result, TensorDesc, TensorRef,
+    Workspace,
 };
+use std::sync::{Arc, OnceLock};
 
 /// [n, c, h, w], [k, r, s], stride, padding, dilation, groups
 type Shape = ([usize; 4], [usize; 3], usize, usize, usize, usize);
@@ -36,6 +39,9 @@ const SHAPES: [Shape; 17] = [
     ([2, 4, 6, 6], [0, 3, 3], 1, 1, 1, 1),
 ];
 
+/// Dense ones, and some with gaps, which other libraries do not take.
+const LAYOUTS: [&str; 4] = ["contiguous", "channels_last", "gaps", "channels_last gaps"];
+
 /// Every algorithm, type, layout and shape; bias and activations in turn; on CUDA each accuracy.
 pub(crate) fn cases(device: Device) -> Vec<Case> {
     let accuracies: &[Accuracy] = match device {
@@ -45,27 +51,27 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
     let mut cases = networks::cases(device);
     for (i, shape) in SHAPES.iter().enumerate() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
-            for (layout, order) in [("contiguous", [0, 1, 2, 3]), ("channels_last", [0, 2, 3, 1])] {
+            let oracle = Arc::new(OnceLock::new());
+            let activation = Activation::ALL[i % Activation::ALL.len()];
+            for layout in LAYOUTS {
                 for &accuracy in accuracies {
-                    let activation = [
-                        Activation::Identity,
-                        Activation::Relu,
-                        Activation::Silu,
-                        Activation::Gelu(Approximate::None),
-                        Activation::Gelu(Approximate::Tanh),
-                    ][i % 5];
-                    let Ok(spec) = spec(shape, dtype, &order, accuracy, activation) else {
+                    let Ok(spec) = spec(shape, dtype, layout, accuracy, activation) else {
                         continue;
                     };
                     for algorithm in Conv2dPlan::algorithms(&spec, device) {
-                        let spec = spec.clone();
+                        let (spec, oracle) = (spec.clone(), Arc::clone(&oracle));
                         cases.push(Case {
                             op: "conv2d",
                             algorithm: algorithm.name().into(),
                             dtype,
                             layout: layout.into(),
                             name: format!("{shape:?} {} {}", accuracy.name(), activation.name()),
-                            run: Box::new(move || run(&spec, algorithm, device)),
+                            run: Box::new(move || {
+                                let oracle: &Result<Oracle> =
+                                    oracle.get_or_init(|| Oracle::of(&spec));
+                                let oracle = oracle.as_ref().map_err(Error::clone)?;
+                                run(oracle, &spec, algorithm, device)
+                            }),
                         });
                     }
                 }
@@ -75,15 +81,55 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
     cases
 }
 
+/// Inputs in f64 and what the oracle makes of them: the same for all layouts, accuracies and algorithms.
+struct Oracle {
+    x: Vec<f64>,
+    w: Vec<f64>,
+    dy: Vec<f64>,
+    y: Expected,
+    gradients: [Expected; 3],
+}
+
+/// The inputs of a case on a device: x, w, dy, and bias.
+fn inputs(spec: &Conv2dSpec, device: Device) -> Result<([Held; 3], Option<Held>)> {
+    let hold = |seed, desc: TensorDesc, range: f64| {
+        Held::at(desc, &random(seed, desc.layout.len(), -range, range), 0, device)
+    };
+    let bias = spec.bias.map(|desc| hold(3, desc, 1.0)).transpose()?;
+    Ok(([hold(1, spec.x, 1.0)?, hold(2, spec.w, 0.5)?, hold(4, spec.y, 1.0)?], bias))
+}
+
+impl Oracle {
+    fn of(spec: &Conv2dSpec) -> Result<Self> {
+        let problem = spec.problem()?;
+        let ([x, w, dy], bias) = inputs(spec, Device::Cpu)?;
+        let [x, w, dy] = [x.values()?, w.values()?, dy.values()?];
+        let bias = bias.map(|bias| bias.values()).transpose()?;
+        Ok(Oracle {
+            y: reference::forward(&problem, &x, &w, bias.as_deref(), spec.activation),
+            gradients: [
+                reference::backward_data(&problem, &w, &dy),
+                reference::backward_weight(&problem, &x, &dy),
+                reference::backward_bias(&problem, &dy),
+            ],
+            x,
+            w,
+            dy,
+        })
+    }
+}
+
 fn spec(
     &(x, [k, r, s], stride, padding, dilation, groups): &Shape,
     dtype: DType,
-    order: &[usize],
+    layout: &str,
     accuracy: Accuracy,
     activation: Activation,
 ) -> Result<Conv2dSpec> {
     let w = TensorDesc::contiguous(dtype, &[k, x[1] / groups, r, s])?;
-    let x = TensorDesc { dtype, layout: Layout::with_order(&x, order)? };
+    let last = layout.starts_with("channels_last");
+    let order = if last { [0, 2, 3, 1] } else { [0, 1, 2, 3] };
+    let x = TensorDesc { dtype, layout: Layout::with_order(&x, &order)? };
     let params = Conv2dParams {
         stride: [stride; 2],
         padding: [padding; 2],
@@ -92,7 +138,15 @@ fn spec(
         activation,
         accuracy,
     };
-    let spec = Conv2dSpec::new(x, w, &params)?;
+    let mut spec = Conv2dSpec::new(x, w, &params)?;
+    if layout.ends_with("gaps") {
+        // Space for another image after each.
+        for desc in [&mut spec.x, &mut spec.y] {
+            let mut strides = desc.strides().to_vec();
+            strides[0] *= 2;
+            desc.layout = Layout::strided(desc.shape(), &strides)?;
+        }
+    }
     // Every second has a bias, of either type.
     Ok(match (k % 2, k % 3) {
         (0, 0) => spec.with_bias(TensorDesc::contiguous(dtype, &[k])?),
@@ -101,41 +155,50 @@ fn spec(
     })
 }
 
-fn run(spec: &Conv2dSpec, algorithm: Conv2dAlgorithm, device: Device) -> Result<Vec<Check>> {
+fn run(
+    oracle: &Oracle,
+    spec: &Conv2dSpec,
+    algorithm: Conv2dAlgorithm,
+    device: Device,
+) -> Result<Vec<Check>> {
     let options = PlanOptions { device, ..PlanOptions::default() };
     let plan = Conv2dPlan::with_algorithm(spec, algorithm, &options)?;
     let mut workspace = Workspace::new(device, plan.workspace_bytes())?;
-    let place =
-        |seed, desc, range: f64| Placed::new(random_tensor(seed, desc, -range, range)?, device);
-    let (x, w) = (place(1, spec.x, 1.0)?, place(2, spec.w, 0.5)?);
-    let bias = spec.bias.map(|desc| place(3, desc, 1.0)).transpose()?;
-    let mut y = Placed::output(spec.y, device)?;
-    let bias = bias.as_ref().map(Placed::as_ref);
+    let ([x, w, dy], bias) = inputs(spec, device)?;
+    let mut y = Held::at(spec.y, &[], 0, device)?;
+    let bias = bias.as_ref().map(Held::as_ref);
     let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias };
-    plan.run(&args, y.as_mut(), &mut workspace)?;
+    plan.run(&args, y.as_mut()?, &mut workspace)?;
     workspace.synchronize()?;
-    let mut checks = vec![Check { what: "y", comparison: plan.compare(&args, &y.as_ref())? }];
-    if device == Device::Cpu
-        && let Some((got, want)) = plan.im2col(&x.as_ref())?
-    {
-        // Copies: nothing may differ.
-        let got = TensorRef::new(&got, &[got.len()])?;
-        let scale = vec![0.0; want.len()];
-        let comparison = Comparison::of(&got, &want, &scale, 0.0)?;
-        checks.push(Check { what: "im2col", comparison });
-    }
+    let want = plan.widened(&oracle.y, &spec.problem()?, &oracle.x, &oracle.w);
+    let comparison = compare(&y.as_ref(), &want, plan.tolerance())?;
+    let mut checks = vec![Check { what: "y", comparison }];
+    checks.extend(im2col_check(&plan, &x.as_ref())?);
     if !spec.y.layout.is_empty() {
-        checks.extend(winograd_stages(&plan, &w.as_ref(), &x.as_ref())?);
+        checks.extend(stage_checks(&plan, &w.as_ref(), &x.as_ref())?);
     }
     // Gradients do not depend on the algorithm.
     if algorithm == Conv2dAlgorithm::Direct {
-        checks.extend(gradients(spec, &options, &x, &w)?);
+        checks.extend(gradients(oracle, spec, &options, [&x, &w, &dy])?);
     }
     Ok(checks)
 }
 
+/// The im2col matrix, where the algorithm has one on the CPU. It is a copy: nothing may differ.
+pub(super) fn im2col_check(plan: &Conv2dPlan, x: &TensorRef<'_>) -> Result<Option<Check>> {
+    let Some((got, want)) = plan.im2col(x)? else { return Ok(None) };
+    let got = TensorRef::new(&got, &[got.len()])?;
+    let scale = vec![0.0; want.len()];
+    let comparison = Comparison::of(&got, &want, &scale, 0.0)?;
+    Ok(Some(Check { what: "im2col", comparison }))
+}
+
 /// U, V and M as the algorithm forms them; nothing for one that has no such stages.
-fn winograd_stages(plan: &Conv2dPlan, w: &TensorRef<'_>, x: &TensorRef<'_>) -> Result<Vec<Check>> {
+pub(super) fn stage_checks(
+    plan: &Conv2dPlan,
+    w: &TensorRef<'_>,
+    x: &TensorRef<'_>,
+) -> Result<Vec<Check>> {
     let Some(tile) = plan.algorithm().tile() else { return Ok(Vec::new()) };
     let Some(got) = plan.winograd_stages(w, x)? else { return Ok(Vec::new()) };
     let problem = plan.spec().problem()?;
@@ -152,30 +215,31 @@ fn winograd_stages(plan: &Conv2dPlan, w: &TensorRef<'_>, x: &TensorRef<'_>) -> R
 }
 
 fn gradients(
+    oracle: &Oracle,
     spec: &Conv2dSpec,
     options: &PlanOptions,
-    x: &Placed,
-    w: &Placed,
+    [x, w, dy]: [&Held; 3],
 ) -> Result<Vec<Check>> {
     let spec = Conv2dSpec { activation: Activation::Identity, ..spec.clone() };
     let plan = Conv2dPlan::new(&spec, options)?;
-    let problem = spec.problem()?;
     let device = options.device;
     let mut workspace = Workspace::new(device, plan.backward_workspace_bytes())?;
-    let dy = Placed::new(random_tensor(4, spec.y, -1.0, 1.0)?, device)?;
-    let (mut dx, mut dw) = (Placed::output(spec.x, device)?, Placed::output(spec.w, device)?);
-    let mut db = Placed::output(TensorDesc::contiguous(DType::F32, &[problem.k])?, device)?;
+    let db = TensorDesc::contiguous(DType::F32, &[spec.y.shape()[1]])?;
+    let [mut dx, mut dw, mut db] = [
+        Held::at(spec.x, &[], 0, device)?,
+        Held::at(spec.w, &[], 0, device)?,
+        Held::at(db, &[], 0, device)?,
+    ];
     let (x, w, dy) = (x.as_ref(), w.as_ref(), dy.as_ref());
-    plan.backward_data(&w, &dy, dx.as_mut(), &mut workspace)?;
-    plan.backward_weight(&x, &dy, dw.as_mut(), &mut workspace)?;
-    plan.backward_bias(&dy, db.as_mut(), &mut workspace)?;
+    plan.backward_data(&w, &dy, dx.as_mut()?, &mut workspace)?;
+    plan.backward_weight(&x, &dy, dw.as_mut()?, &mut workspace)?;
+    plan.backward_bias(&dy, db.as_mut()?, &mut workspace)?;
     workspace.synchronize()?;
-    let (x, w, dy) = (values(&x)?, values(&w)?, values(&dy)?);
-    let db_want = reference::backward_bias(&problem, &dy);
+    let [dx_want, dw_want, db_want] = &oracle.gradients;
     [
-        ("dx", dx, plan.expected_data(&w, &dy)?, plan.data_tolerance()?),
-        ("dw", dw, plan.expected_weight(&x, &dy)?, plan.weight_tolerance()?),
-        ("db", db, db_want, plan.bias_tolerance()?),
+        ("dx", dx, plan.widened_data(dx_want, &oracle.w, &oracle.dy)?, plan.data_tolerance()?),
+        ("dw", dw, plan.widened_weight(dw_want, &oracle.x, &oracle.dy)?, plan.weight_tolerance()?),
+        ("db", db, db_want.clone(), plan.bias_tolerance()?),
     ]
     .into_iter()
     .map(|(what, got, want, tolerance)| {

@@ -99,6 +99,17 @@ impl KernelSpec {
         self
     }
 
+    /// Its file and its entry point.
+    pub(crate) fn name(&self) -> (&'static str, &str) {
+        (self.source.name, &self.entry)
+    }
+
+    /// What a macro is defined as for it.
+    pub(crate) fn value_of(&self, name: &str) -> Option<&str> {
+        let found = self.defines.iter().find(|(defined, _)| *defined == name);
+        found.map(|(_, value)| value.as_str())
+    }
+
     fn headers(&self) -> impl Iterator<Item = &'static Source> {
         HEADERS.iter().chain(self.source.includes)
     }

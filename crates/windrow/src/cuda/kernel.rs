@@ -7,7 +7,7 @@ use cudarc::driver::sys::{self, CUfunction, CUresult};
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::hash::Hash;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Condvar, LazyLock, Mutex};
 
 /// A kernel loaded into a device's context. Lives as long as the process.
@@ -18,6 +18,9 @@ pub(crate) struct Kernel {
     shared_bytes: u32,
     overlapped: bool,
     gpu: &'static Gpu,
+    /// What it was compiled from, and how often it was launched: for `windrow verify`.
+    spec: KernelSpec,
+    launches: AtomicU64,
 }
 
 // SAFETY: a function handle may be used from any thread.
@@ -31,6 +34,8 @@ pub(super) struct KernelCache {
     loaded: OnceEach<KernelSpec, &'static Kernel>,
     /// The kernel launched last, to name it when the device reports a fault.
     last: AtomicPtr<Kernel>,
+    /// All that were launched.
+    launched: Mutex<Vec<&'static Kernel>>,
 }
 
 /// Values made once for each key. Threads that want one that is being made wait for it; those that
@@ -135,7 +140,15 @@ impl Gpu {
             shared_bytes: spec.shared_bytes,
             overlapped: spec.overlapped && self.info.compute_capability.0 >= 9,
             gpu: self,
+            spec: spec.clone(),
+            launches: AtomicU64::new(0),
         })
+    }
+
+    /// Every kernel that was launched, and how often.
+    pub(crate) fn launches(&self) -> Vec<(KernelSpec, u64)> {
+        let launched = self.kernels.launched.lock().unwrap_or_else(|e| e.into_inner());
+        launched.iter().map(|k| (k.spec.clone(), k.launches.load(Ordering::Relaxed))).collect()
     }
 
     /// The error for a fault that the device reports, with the name of the kernel launched last.
@@ -200,6 +213,9 @@ impl Kernel {
         };
         gpu.check(result, format_args!("kernel `{}`", self.name))?;
         gpu.kernels.last.store(std::ptr::from_ref(self).cast_mut(), Ordering::Relaxed);
+        if self.launches.fetch_add(1, Ordering::Relaxed) == 0 {
+            gpu.kernels.launched.lock().unwrap_or_else(|e| e.into_inner()).push(self);
+        }
         if *SYNCHRONOUS && !stream.is_capturing()? {
             stream.synchronize()?;
         }

@@ -7,6 +7,7 @@
 
 mod cpu;
 mod cuda;
+pub(crate) mod random;
 mod reference;
 mod spec;
 #[cfg(test)]
@@ -70,6 +71,7 @@ pub struct GeluPlan {
     spec: GeluSpec,
     algorithm: GeluAlgorithm,
     options: PlanOptions,
+    isa: Isa,
     /// On CUDA the compiled kernel.
     cuda: Option<cuda::Forward>,
 }
@@ -118,6 +120,16 @@ impl GeluPlan {
         configuration: &GeluConfiguration,
         options: &PlanOptions,
     ) -> Result<Self> {
+        Self::on_isa(spec, configuration, options, Isa::best())
+    }
+
+    /// As [`GeluPlan::with_configuration`], with the instructions of `isa`.
+    pub(crate) fn on_isa(
+        spec: &GeluSpec,
+        configuration: &GeluConfiguration,
+        options: &PlanOptions,
+        isa: Isa,
+    ) -> Result<Self> {
         spec.check()?;
         let algorithm = configuration.algorithm;
         let all = Self::algorithms(spec, options.device);
@@ -133,7 +145,7 @@ impl GeluPlan {
             Device::Cpu => None,
             Device::Cuda(index) => Some(cuda::Forward::new(index, spec, configuration)?),
         };
-        let plan = GeluPlan { spec: *spec, algorithm, options: *options, cuda };
+        let plan = GeluPlan { spec: *spec, algorithm, options: *options, isa, cuda };
         crate::tuning::announce("gelu", options.device, &plan.configuration());
         Ok(plan)
     }
@@ -223,7 +235,7 @@ impl GeluPlan {
         format!(
             "gelu by {}: one pass in {} vectors on {} threads",
             self.configuration(),
-            Isa::best().name(),
+            self.isa.name(),
             resolve_threads(self.options.threads)
         )
     }
@@ -258,7 +270,7 @@ impl GeluPlan {
         };
         match &self.cuda {
             Some(cuda) => cuda.run(args, &y, workspace)?,
-            None => cpu::forward(Isa::best(), self.threads(), &self.spec, args, y.reborrow()),
+            None => cpu::forward(self.isa, self.threads(), &self.spec, args, y.reborrow()),
         }
         match expected {
             None => Ok(()),
@@ -311,7 +323,7 @@ impl GeluPlan {
                 dgate: dgate.as_mut().map(TensorMut::reborrow),
                 dbias: dbias.as_mut().map(TensorMut::reborrow),
             };
-            cpu::backward(Isa::best(), self.threads(), &self.spec, args, dy, again, workspace)?;
+            cpu::backward(self.isa, self.threads(), &self.spec, args, dy, again, workspace)?;
         }
         if self.options.verify == Verify::On {
             workspace.synchronize()?;

@@ -80,7 +80,11 @@ pub(crate) fn backward(inputs: &Inputs, dy: &[f64], last: usize) -> ExpectedGrad
         let pre = inputs.pre_activation(i);
         let out = dy * inputs.gate(i);
         // The derivative is p(x) + x p'(x) with p = gelu(x) / x; the two terms can cancel.
-        let probability = if pre == 0.0 { 0.5 } else { (f(pre) / pre).abs() };
+        let probability = match pre {
+            0.0 => 0.5,
+            _ if pre.is_infinite() => f64::from(u8::from(pre > 0.0)),
+            _ => (f(pre) / pre).abs(),
+        };
         let terms = slope(pre).abs() + 2.0 * probability + inputs.condition(slope, pre);
         grads.dx.want[i] = out * slope(pre);
         grads.dx.scale[i] = out.abs() * terms;

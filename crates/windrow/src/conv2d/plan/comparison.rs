@@ -55,18 +55,23 @@ impl Conv2dPlan {
     ) -> Result<Expected> {
         let bias = bias.map(values).transpose()?;
         let (x, activation) = (values(x)?, self.spec.activation);
-        let mut want = reference::forward(part, &x, w, bias.as_deref(), activation);
+        let want = reference::forward(part, &x, w, bias.as_deref(), activation);
+        Ok(self.widened(&want, part, &x, w))
+    }
+
+    /// What the oracle computed of `part`, with the scale that the plan's tolerance refers to.
+    pub(in crate::conv2d) fn widened(
+        &self,
+        want: &Expected,
+        part: &Problem,
+        x: &[f64],
+        w: &[f64],
+    ) -> Expected {
         let tile = match &self.backend {
             Backend::Cpu { engine, .. } => engine.tile().map(Tile::m),
             Backend::Cuda { engine, .. } => engine.tile(),
         };
-        if let Some(tile) = tile {
-            let tiles = reference::winograd_scale(part, tile, &x, w);
-            // A NaN or an infinity reaches all outputs of its tile: a scale beyond the range of f32.
-            let mix = |(scale, tile): (&mut f64, f64)| *scale = (*scale + tile).min(f64::MAX);
-            want.scale.iter_mut().zip(tiles).for_each(mix);
-        }
-        Ok(want)
+        want.clone().widened(tile.map(|tile| reference::winograd_scale(part, tile, x, w)))
     }
 
     /// How far an element may be off, relative to its scale.

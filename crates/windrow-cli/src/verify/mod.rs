@@ -1,14 +1,19 @@
 //! `windrow verify`: every operator, algorithm, element type and layout against the f64 oracle.
 
+mod pool;
+mod random;
+
 use crate::bench::progress;
 use crate::failure::Failure;
 use crate::machine::check_device;
 use crate::operator::Operator;
 use crate::print;
 use crate::table::{Columns, scientific};
+use random::Random;
 use serde::Serialize;
+use std::num::NonZeroUsize;
 use windrow::Device;
-use windrow::verify::{self, Case, Check};
+use windrow::verify::{self, Case, Check, KernelLaunches};
 
 /// Compare every operator with its f64 oracle; exit status 1 if one differs.
 #[derive(Debug, clap::Args)]
@@ -16,7 +21,8 @@ use windrow::verify::{self, Case, Check};
 Examples:
   windrow verify
   windrow verify conv2d --quick --device cuda:0
-  windrow verify --json > report.json")]
+  windrow verify --json > report.json
+  windrow verify --random 60 --seed 1")]
 pub(crate) struct Verify {
     /// Operators to check [default: all]
     operators: Vec<Operator>,
@@ -26,9 +32,26 @@ pub(crate) struct Verify {
     /// Only two cases for each algorithm, element type and layout
     #[arg(long)]
     quick: bool,
+    /// Threads that run cases [default: one a core]
+    #[arg(long)]
+    threads: Option<NonZeroUsize>,
     /// Print JSON instead of tables
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    random: Random,
+}
+
+impl Verify {
+    /// The names of the operators to check.
+    fn chosen(&self) -> Vec<&'static str> {
+        Operator::chosen(&self.operators).iter().map(|o| o.name()).collect()
+    }
+
+    fn threads(&self) -> usize {
+        let threads = self.threads.map(Ok).unwrap_or_else(std::thread::available_parallelism);
+        threads.map_or(1, NonZeroUsize::get)
+    }
 }
 
 /// The same comparison over all cases of an algorithm, element type and layout.
@@ -61,6 +84,17 @@ struct FailedCase {
 struct Report {
     rows: Vec<Row>,
     failures: Vec<FailedCase>,
+    /// On CUDA: every kernel that a plan can launch.
+    kernels: Vec<Kernel>,
+}
+
+/// How often a kernel was launched by the cases.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct Kernel {
+    kernel: String,
+    launches: u64,
+    /// `launched`, `missed`, `not listed`, or `not for this device`.
+    status: &'static str,
 }
 
 const CASES_IF_QUICK: usize = 2;
@@ -69,7 +103,10 @@ const LISTED_FAILURES: usize = 20;
 
 pub(crate) fn run(args: &Verify) -> Result<(), Failure> {
     check_device(args.device)?;
-    let chosen: Vec<_> = Operator::chosen(&args.operators).iter().map(|o| o.name()).collect();
+    if args.random.is_asked_for() {
+        return random::run(args);
+    }
+    let chosen = args.chosen();
     let mut cases = verify::cases(args.device);
     // An operator's cases may name its part: causal_conv1d_update.
     cases.retain(|case| chosen.iter().any(|name| case.op.starts_with(name)));
@@ -81,22 +118,49 @@ pub(crate) fn run(args: &Verify) -> Result<(), Failure> {
     }
     let total = cases.len();
     let bar = progress(total as u64);
-    let mut report = Report::default();
-    for case in cases {
+    let done = pool::over(args.threads(), cases.into_iter(), |case| {
         bar.set_message(format!("{case:?}"));
-        report.add(args.device, &case, (case.run)());
+        let result = (case.run)();
         bar.inc(1);
+        // What its cases share is freed after the last of them.
+        (Case { run: Box::new(|| Ok(Vec::new())), ..case }, result)
+    });
+    let mut report = Report::default();
+    for (case, result) in done {
+        report.add(args.device, &case, result);
     }
     bar.finish_and_clear();
+    if let Device::Cuda(index) = args.device {
+        report.kernels = verify::kernel_launches(index)?.into_iter().map(Kernel::from).collect();
+    }
 
-    let printed = match args.json {
+    let printed = print::out(match args.json {
         true => serde_json::to_string_pretty(&report).expect("a report is plain data") + "\n",
         false => report.tables(total),
-    };
-    let printed = print::out(printed);
-    match report.failures.len() {
-        0 => printed,
-        n => Err(Failure::Verification(format!("{n} of {total} cases differ from the oracle"))),
+    });
+    let differ = report.failures.len();
+    if differ > 0 {
+        let message = format!("{differ} of {total} cases differ from the oracle");
+        return Err(Failure::Verification(message));
+    }
+    // A part of the operators or cases launches a part of the kernels.
+    match report.open_kernels().count() {
+        n if n > 0 && args.operators.is_empty() && !args.quick => {
+            Err(Failure::Verification(format!("{n} kernels were not checked or are not listed")))
+        }
+        _ => printed,
+    }
+}
+
+impl From<KernelLaunches> for Kernel {
+    fn from(k: KernelLaunches) -> Self {
+        let status = match (k.listed, k.launches, k.for_device) {
+            (false, ..) => "not listed",
+            (_, 1.., _) => "launched",
+            (.., true) => "missed",
+            (.., false) => "not for this device",
+        };
+        Kernel { kernel: k.kernel, launches: k.launches, status }
     }
 }
 
@@ -158,6 +222,11 @@ impl Report {
         &mut self.rows[i]
     }
 
+    /// Kernels that no case launched, or that the list does not have.
+    fn open_kernels(&self) -> impl Iterator<Item = &Kernel> {
+        self.kernels.iter().filter(|k| ["missed", "not listed"].contains(&k.status))
+    }
+
     fn tables(&self, total: usize) -> String {
         let mut text = String::new();
         for rows in self.rows.chunk_by(|a, b| a.op == b.op) {
@@ -193,6 +262,15 @@ impl Report {
         }
         for FailedCase { case, detail } in self.failures.iter().take(LISTED_FAILURES) {
             text += &format!("FAIL {case}\n     {detail}\n");
+        }
+        if !self.kernels.is_empty() {
+            let count = |status| self.kernels.iter().filter(|k| k.status == status).count();
+            text += &format!(
+                "{} kernels launched and checked, {} not for this device\n",
+                count("launched"),
+                count("not for this device")
+            );
+            self.open_kernels().for_each(|k| text += &format!("     {}: {}\n", k.status, k.kernel));
         }
         let failed = self.failures.len();
         let elements: usize = self.rows.iter().map(|r| r.elements).sum();
@@ -245,6 +323,25 @@ mod tests {
         let error = windrow::Error::unsupported("this", "of that");
         report.add(Device::Cpu, &case("a"), Err(error));
         assert_eq!(report.failures.len(), 1);
+    }
+
+    #[test]
+    fn kernels_that_no_case_launched_are_named() {
+        let kernel = |kernel: &str, launches, for_device, listed| {
+            Kernel::from(KernelLaunches { kernel: kernel.into(), launches, for_device, listed })
+        };
+        let kernels = vec![
+            kernel("a.cu a", 2, true, true),
+            kernel("b.cu b MASK=1", 0, true, true),
+            kernel("c.cu c", 0, false, true),
+            kernel("d.cu d", 1, true, false),
+        ];
+        let report = Report { kernels, ..Report::default() };
+        let text = report.tables(0);
+        assert!(text.contains("1 kernels launched and checked, 1 not for this device"), "{text}");
+        assert!(text.contains("missed: b.cu b MASK=1"), "{text}");
+        assert!(text.contains("not listed: d.cu d"), "{text}");
+        assert_eq!(report.open_kernels().count(), 2);
     }
 
     #[test]

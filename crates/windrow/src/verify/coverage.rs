@@ -1,0 +1,138 @@
+//! Which of the kernels that plans can launch were launched.
+
+use crate::Result;
+use crate::cuda::{Gpu, KernelSpec};
+use std::collections::BTreeMap;
+
+/// How often a kernel was launched.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KernelLaunches {
+    /// Source, entry point, and the macros that select its code.
+    pub kernel: String,
+    /// Launches by this process.
+    pub launches: u64,
+    /// False for kernels of another architecture.
+    pub for_device: bool,
+    /// False for one that was launched and is not in the list of kernels: the list has to be mended.
+    pub listed: bool,
+}
+
+/// Every kernel that a plan can launch, and how often CUDA device `index` was given it by this process.
+///
+/// # Errors
+/// [`Error::NoDevice`](crate::Error::NoDevice), [`Error::Backend`](crate::Error::Backend).
+pub fn kernel_launches(index: u32) -> Result<Vec<KernelLaunches>> {
+    let gpu = Gpu::get(index)?;
+    let (major, minor) = gpu.info.compute_capability;
+    Ok(count(&gpu.launches(), &format!("sm_{major}{minor}")))
+}
+
+fn count(launched: &[(KernelSpec, u64)], architecture: &str) -> Vec<KernelLaunches> {
+    let listed = listed();
+    let mut all: BTreeMap<String, KernelLaunches> = BTreeMap::new();
+    for Listed { kernel, only_for, .. } in &listed {
+        let for_device = only_for.is_none_or(|only| only == architecture);
+        let entry =
+            KernelLaunches { kernel: kernel.clone(), launches: 0, for_device, listed: true };
+        all.insert(kernel.clone(), entry);
+    }
+    for (spec, launches) in launched {
+        let (file, entry) = spec.name();
+        let macros = listed.iter().find(|l| l.is(file, entry)).map_or(&[][..], |l| &l.macros);
+        let mut kernel = format!("{file} {entry}");
+        for name in macros {
+            kernel += &format!(" {name}={}", spec.value_of(name).unwrap_or("0"));
+        }
+        let unlisted = || KernelLaunches {
+            kernel: kernel.clone(),
+            launches: 0,
+            for_device: true,
+            listed: false,
+        };
+        all.entry(kernel.clone()).or_insert_with(unlisted).launches += launches;
+    }
+    all.into_values().collect()
+}
+
+/// A line of the list.
+#[derive(Debug)]
+struct Listed {
+    /// Without the architecture.
+    kernel: String,
+    macros: Vec<String>,
+    only_for: Option<&'static str>,
+}
+
+impl Listed {
+    fn is(&self, file: &str, entry: &str) -> bool {
+        let mut words = self.kernel.split(' ');
+        words.next() == Some(file) && words.next() == Some(entry)
+    }
+}
+
+/// The list of all kernels, one for each variant.
+fn listed() -> Vec<Listed> {
+    let lines = include_str!("kernels.txt").lines().filter(|line| !line.starts_with('#'));
+    lines.flat_map(expand).collect()
+}
+
+fn expand(line: &'static str) -> Vec<Listed> {
+    let only_for = line.rsplit_once(' ').map(|(_, last)| last).filter(|l| l.starts_with("sm_"));
+    let line = only_for.map_or(line, |only| line[..line.len() - only.len()].trim_end());
+    let kernels = braces(line).into_iter().map(|kernel| {
+        let macros =
+            kernel.split(' ').filter_map(|word| Some(word.split_once('=')?.0.to_owned())).collect();
+        Listed { kernel, macros, only_for }
+    });
+    kernels.collect()
+}
+
+/// `a{b,c}d` as `abd` and `acd`, for each pair of braces.
+fn braces(text: &str) -> Vec<String> {
+    let Some((before, rest)) = text.split_once('{') else { return vec![text.to_owned()] };
+    let Some((choices, after)) = rest.split_once('}') else { return vec![text.to_owned()] };
+    let after = braces(after);
+    choices.split(',').flat_map(|c| after.iter().map(move |a| format!("{before}{c}{a}"))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::Source;
+
+    static SOURCE: Source = Source { name: "channel_first.cu", text: "", includes: &[] };
+
+    #[test]
+    fn launches_are_counted_by_variant() {
+        let entry = "causal_conv1d_channel_first_f32";
+        let spec = |mask: u32, width: u32| {
+            KernelSpec::new(&SOURCE, entry).define("MASK", mask).define("WIDTH", width)
+        };
+        let launched = [(spec(1, 3), 2), (spec(1, 4), 5), (KernelSpec::new(&SOURCE, "other"), 1)];
+        let counted = count(&launched, "sm_100");
+        let of = |kernel: &str| counted.iter().find(|k| k.kernel == kernel).unwrap();
+        let masked = of(&format!("channel_first.cu {entry} MASK=1"));
+        assert_eq!((masked.launches, masked.for_device, masked.listed), (7, true, true));
+        assert_eq!(of(&format!("channel_first.cu {entry} MASK=0")).launches, 0);
+        assert!(!of("channel_first.cu other").listed);
+        let hopper = of("backward_rows_sm90.cu causal_conv1d_backward_rows_f16");
+        assert!(!hopper.for_device && hopper.launches == 0);
+    }
+
+    /// A new file has to be listed.
+    #[test]
+    fn every_file_of_kernels_is_listed() {
+        let listed = listed();
+        for room in ["cuda", "gelu", "causal_conv1d", "conv2d"] {
+            let folder = format!("{}/src/{room}/kernels", env!("CARGO_MANIFEST_DIR"));
+            for entry in std::fs::read_dir(folder).unwrap() {
+                let file = entry.unwrap().file_name().into_string().unwrap();
+                // What measures the speed of memory is no kernel of a plan.
+                if file.ends_with(".cu") && file != "copy.cu" {
+                    let start = format!("{file} ");
+                    assert!(listed.iter().any(|l| l.kernel.starts_with(&start)), "{file}");
+                }
+            }
+        }
+    }
+}

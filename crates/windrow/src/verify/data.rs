@@ -1,0 +1,331 @@
+//! Tensors of known values.
+
+use super::choices::{self, Choices};
+use crate::cuda::DeviceTensor;
+use crate::tensor::for_each_offset;
+use crate::{
+    DType, Device, Element, Layout, Result, Tensor, TensorDesc, TensorMut, TensorRef, Workspace,
+    bf16, f16,
+};
+
+/// A tensor on the device that a case runs on.
+pub(crate) enum Placed {
+    Cpu(Tensor),
+    Cuda(DeviceTensor),
+}
+
+impl Placed {
+    /// A copy of `tensor`, which is where it should be already on the CPU.
+    pub(crate) fn new(tensor: Tensor, device: Device) -> Result<Self> {
+        Ok(match device {
+            Device::Cpu => Placed::Cpu(tensor),
+            Device::Cuda(index) => Placed::Cuda(DeviceTensor::from_host(&tensor.as_ref(), index)?),
+        })
+    }
+
+    /// An output. On a device its bytes are those of NaN, so that an element left out is found.
+    pub(crate) fn output(desc: TensorDesc, device: Device) -> Result<Self> {
+        Ok(match device {
+            Device::Cpu => Placed::Cpu(Tensor::uninitialised(desc)?),
+            Device::Cuda(index) => Placed::Cuda(DeviceTensor::new(desc, index)?),
+        })
+    }
+
+    pub(crate) fn as_ref(&self) -> TensorRef<'_> {
+        match self {
+            Placed::Cpu(tensor) => tensor.as_ref(),
+            Placed::Cuda(tensor) => tensor.as_ref(),
+        }
+    }
+
+    pub(crate) fn as_mut(&mut self) -> TensorMut<'_> {
+        match self {
+            Placed::Cpu(tensor) => tensor.as_mut(),
+            Placed::Cuda(tensor) => tensor.as_mut().expect("layouts of outputs are unique"),
+        }
+    }
+}
+
+/// `len` numbers spread evenly over `low..high`, the same for the same seed on every machine.
+pub fn random(seed: u64, len: usize, low: f64, high: f64) -> Vec<f64> {
+    let mut state = seed;
+    (0..len)
+        .map(|_| {
+            let unit = (choices::next(&mut state) >> 11) as f64 / (1u64 << 53) as f64;
+            low + unit * (high - low)
+        })
+        .collect()
+}
+
+/// A tensor of [`random`] numbers rounded to its type, in row-major order of the elements.
+///
+/// # Errors
+/// As [`Tensor::uninitialised`]: the layout must be dense.
+pub fn random_tensor(seed: u64, desc: TensorDesc, low: f64, high: f64) -> Result<Tensor> {
+    tensor_of(desc, &random(seed, desc.layout.len(), low, high))
+}
+
+/// A tensor of `values`, in row-major order, rounded to its type.
+pub(crate) fn tensor_of(desc: TensorDesc, values: &[f64]) -> Result<Tensor> {
+    let mut tensor = Tensor::uninitialised(desc)?;
+    fill(tensor.as_mut().as_mut_ptr(), &desc, values);
+    Ok(tensor)
+}
+
+/// Writes `values` in row-major order of the elements of a tensor whose first is at `base`, whose memory
+/// the caller has exclusively.
+fn fill(base: *mut u8, desc: &TensorDesc, values: &[f64]) {
+    fn cast<T: Element>(base: *mut u8, layout: &Layout, values: &[f64]) {
+        let mut values = values.iter();
+        for_each_offset(layout, |offset| {
+            if let Some(&value) = values.next() {
+                // SAFETY: callers pass memory of this layout, whose elements are of type T.
+                unsafe { base.cast::<T>().offset(offset).write(T::from_f64(value)) };
+            }
+        });
+    }
+    match desc.dtype {
+        DType::F32 => cast::<f32>(base, &desc.layout, values),
+        DType::F16 => cast::<f16>(base, &desc.layout, values),
+        DType::BF16 => cast::<bf16>(base, &desc.layout, values),
+        DType::F64 => cast::<f64>(base, &desc.layout, values),
+        DType::I32 => cast::<i32>(base, &desc.layout, values),
+        DType::I64 => cast::<i64>(base, &desc.layout, values),
+    }
+}
+
+/// A tensor of any layout on a device, in memory of its own. All bytes that are no element's are 0xff, NaN
+/// as an element, before and behind the tensor as well.
+pub(crate) struct Held {
+    memory: Placed,
+    desc: TensorDesc,
+    /// Elements before the lowest.
+    before: usize,
+    /// Of the element at index zero, in bytes.
+    offset: usize,
+}
+
+/// Elements behind a tensor that are watched, and before one that begins at an odd address.
+const MARGIN: usize = 3;
+
+impl Held {
+    /// On the CPU.
+    #[cfg(test)]
+    pub(crate) fn new(desc: TensorDesc, values: &[f64]) -> Result<Self> {
+        Self::at(desc, values, 0, Device::Cpu)
+    }
+
+    /// Memory of `desc` with `values` in row-major order of the elements, beginning `before` elements
+    /// behind a multiple of 64 bytes. Without values the elements are NaN too.
+    pub(crate) fn at(
+        desc: TensorDesc,
+        values: &[f64],
+        before: usize,
+        device: Device,
+    ) -> Result<Self> {
+        let (low, high) = desc.layout.extent().unwrap_or((0, -1));
+        let len = before + (high - low + 1) as usize + MARGIN;
+        let whole = TensorDesc::contiguous(desc.dtype, &[len])?;
+        let mut memory = Tensor::uninitialised(whole)?;
+        memory.as_bytes_mut().fill(0xff);
+        let offset = (before + low.unsigned_abs()) * desc.dtype.size();
+        fill(memory.as_bytes_mut()[offset..].as_mut_ptr(), &desc, values);
+        Ok(Held { memory: Placed::new(memory, device)?, desc, before, offset })
+    }
+
+    /// View for reading.
+    pub(crate) fn as_ref(&self) -> TensorRef<'_> {
+        let memory = self.memory.as_ref();
+        let ptr = memory.as_ptr().wrapping_add(self.offset);
+        // SAFETY: the memory was made for the layout at this offset and is borrowed.
+        unsafe { TensorRef::from_raw(ptr.cast(), self.desc, memory.device()) }
+    }
+
+    /// View for writing.
+    pub(crate) fn as_mut(&mut self) -> Result<TensorMut<'_>> {
+        let mut memory = self.memory.as_mut();
+        let ptr = memory.as_mut_ptr().wrapping_add(self.offset);
+        // SAFETY: as for `as_ref`, borrowed mutably.
+        unsafe { TensorMut::from_raw(ptr.cast(), self.desc, memory.device()) }
+    }
+
+    /// Makes all elements NaN.
+    pub(crate) fn forget(&mut self) -> Result<()> {
+        *self = Self::at(self.desc, &[], self.before, self.as_ref().device())?;
+        Ok(())
+    }
+
+    /// The elements in row-major order.
+    pub(crate) fn values(&self) -> Result<Vec<f64>> {
+        self.as_ref().to_f64_vec()
+    }
+
+    /// Whether all bytes between and around the elements still are as they were.
+    pub(crate) fn is_intact_around(&self) -> Result<bool> {
+        let host = match &self.memory {
+            Placed::Cpu(tensor) => tensor.as_bytes().to_vec(),
+            Placed::Cuda(tensor) => tensor.to_host()?.as_bytes().to_vec(),
+        };
+        let mut around = host;
+        let size = self.desc.dtype.size();
+        for_each_offset(&self.desc.layout, |o| {
+            let at = self.offset.wrapping_add_signed(o * size as isize);
+            around[at..at + size].fill(0xff);
+        });
+        Ok(around.iter().all(|&byte| byte == 0xff))
+    }
+}
+
+/// Which numbers a random case computes with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Numbers {
+    /// Between -2 and 2.
+    Ordinary,
+    /// With NaN, infinities and zeros among the data.
+    Special,
+    /// Data about the smallest normal number of their type.
+    Tiny,
+    /// Data far beyond 1.
+    Large,
+    /// No datum but zero.
+    Zero,
+}
+
+impl Numbers {
+    pub(crate) fn random(choices: &mut Choices<'_>) -> Self {
+        let rare =
+            [Numbers::Special, Numbers::Special, Numbers::Tiny, Numbers::Large, Numbers::Zero];
+        if choices.one_in(5) { choices.of(&rare) } else { Numbers::Ordinary }
+    }
+
+    /// Numbers for a tensor of parameters or of gradients, multiples of 1/8 if `exact`: sums of their
+    /// products are exact in f32.
+    pub(crate) fn parameters(seed: u64, desc: &TensorDesc, exact: bool) -> Vec<f64> {
+        let mut values = random(seed, desc.layout.len(), -2.0, 2.0);
+        if exact {
+            values.iter_mut().for_each(|value| *value = (*value * 8.0).round() / 8.0);
+        }
+        values
+    }
+
+    /// Numbers for a tensor of data.
+    pub(crate) fn data(self, seed: u64, desc: &TensorDesc, exact: bool) -> Vec<f64> {
+        let mut values = Self::parameters(seed, desc, exact);
+        let factor = match (self, desc.dtype) {
+            (Numbers::Tiny, DType::F16) => 2f64.powi(-15),
+            (Numbers::Tiny, _) => 2f64.powi(-127),
+            (Numbers::Large, DType::F16) => 2f64.powi(6),
+            (Numbers::Large, _) => 2f64.powi(60),
+            (Numbers::Zero, _) => 0.0,
+            (Numbers::Ordinary | Numbers::Special, _) => 1.0,
+        };
+        values.iter_mut().for_each(|value| *value *= factor);
+        if self == Numbers::Special {
+            const SPECIAL: [f64; 5] = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 0.0, -0.0];
+            // One at least, and about one in a hundred.
+            let mut state = seed;
+            for _ in 0..(values.len() / 100 + 1).min(values.len()) {
+                let at = choices::next(&mut state) as usize % values.len();
+                values[at] = SPECIAL[choices::next(&mut state) as usize % SPECIAL.len()];
+            }
+        }
+        values
+    }
+}
+
+/// A workspace in which an earlier use left NaN: it must not matter.
+pub(crate) fn scratch(device: Device, bytes: usize) -> Result<Workspace> {
+    let mut workspace = Workspace::new(device, bytes)?;
+    if device == Device::Cpu {
+        workspace.take(bytes)?.fill(0xff);
+    }
+    Ok(workspace)
+}
+
+/// How the tensors of a random case lie in memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Style {
+    /// Dense and aligned, as kernels with vectors want them.
+    tidy: bool,
+    /// The order of dimensions that all tensors of the case have, else each has its own.
+    order: Option<usize>,
+}
+
+impl Style {
+    pub(crate) fn random(choices: &mut Choices<'_>) -> Self {
+        let tidy = choices.one_in(2);
+        let order = choices.below(3);
+        Style { tidy, order: (order < 2).then_some(order) }
+    }
+
+    /// How far behind a multiple of 64 bytes a tensor begins, in elements.
+    pub(crate) fn lead(self, choices: &mut Choices<'_>) -> usize {
+        if !self.tidy && choices.one_in(3) { choices.within(1..=17) } else { 0 }
+    }
+
+    /// A layout of the shape: dense in one of `orders`, or in any order, with gaps, backwards, and strides of dimensions
+    /// of one element that mean nothing; an input's may be broadcast or overlap.
+    pub(crate) fn layout(
+        self,
+        choices: &mut Choices<'_>,
+        shape: &[usize],
+        orders: &[&[usize]],
+        input: bool,
+    ) -> Result<Layout> {
+        let order = self.order.map_or_else(|| choices.below(orders.len()), |i| i % orders.len());
+        let mut order = orders[order].to_vec();
+        if self.tidy {
+            return Layout::with_order(shape, &order);
+        }
+        if choices.one_in(6) {
+            for i in (1..order.len()).rev() {
+                order.swap(i, choices.below(i + 1));
+            }
+        }
+        let gaps = choices.one_in(3);
+        let backwards = choices.one_in(6);
+        let mut strides = vec![0isize; shape.len()];
+        let mut step = if gaps && choices.one_in(4) { choices.within(2..=4) } else { 1 };
+        for (i, &d) in order.iter().rev().enumerate() {
+            let sign = if backwards && choices.one_in(2) { -1 } else { 1 };
+            strides[d] = sign * step as isize;
+            if shape[d] == 1 && choices.one_in(4) {
+                strides[d] = choices.of(&[0, 1, 7, -3, 1 << 40]);
+            }
+            step *= shape[d].max(1);
+            if gaps && i + 1 < shape.len() {
+                // Also such that rows keep the alignment of vectors.
+                step = match choices.below(4) {
+                    0 => step,
+                    1 => step.next_multiple_of(8) + 8,
+                    _ => step + choices.within(1..=5),
+                };
+            }
+        }
+        if input && !shape.is_empty() && choices.one_in(12) {
+            let d = choices.below(shape.len());
+            strides[d] = if choices.one_in(4) { 1 } else { 0 };
+        }
+        Layout::strided(shape, &strides)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Layout;
+
+    #[test]
+    fn random_numbers_are_reproducible_and_in_range() {
+        let a = random(1, 1000, -2.0, 3.0);
+        assert_eq!(a, random(1, 1000, -2.0, 3.0));
+        assert_ne!(a, random(2, 1000, -2.0, 3.0));
+        assert!(a.iter().all(|x| (-2.0..3.0).contains(x)));
+        let mean = a.iter().sum::<f64>() / 1000.0;
+        assert!((mean - 0.5).abs() < 0.15, "{mean}");
+        let layout = Layout::with_order(&[10, 100], &[1, 0]).unwrap();
+        let desc = TensorDesc { dtype: DType::F64, layout };
+        let t = random_tensor(1, desc, -2.0, 3.0).unwrap();
+        assert_eq!(t.as_ref().to_f64_vec().unwrap(), a);
+    }
+}

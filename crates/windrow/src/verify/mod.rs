@@ -1,0 +1,91 @@
+//! Comparison of results with the f64 oracles.
+
+pub(crate) mod choices;
+mod comparison;
+mod coverage;
+pub(crate) mod data;
+pub(crate) mod random;
+
+pub use choices::Choices;
+pub use comparison::{Comparison, ulp};
+pub use coverage::{KernelLaunches, kernel_launches};
+pub(crate) use data::{Placed, tensor_of};
+pub use data::{random, random_tensor};
+pub use random::{Outcome, operator_of_case, random_case, try_choices};
+
+use crate::{DType, Device, Result};
+use std::fmt;
+
+/// The comparison of a result, or of an intermediate stage, with the oracle's.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Check {
+    /// `y`, `dx`, ... or the stage: `im2col`, `U`, `V`, `M`.
+    pub what: &'static str,
+    /// How it compares.
+    pub comparison: Comparison,
+}
+
+/// One thing that `windrow verify` runs.
+pub struct Case {
+    /// `gelu`, `causal_conv1d`, `conv2d`.
+    pub op: &'static str,
+    /// The algorithm's name.
+    pub algorithm: String,
+    /// Element type of the main input.
+    pub dtype: DType,
+    /// `contiguous`, `channels_last`, ...
+    pub layout: String,
+    /// What distinguishes the case: shape and options.
+    pub name: String,
+    /// Makes the inputs, runs the operator and compares with the oracle.
+    pub run: Box<dyn Fn() -> Result<Vec<Check>> + Send + Sync>,
+}
+
+impl fmt::Debug for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {} {} {} {}", self.op, self.algorithm, self.dtype, self.layout, self.name)
+    }
+}
+
+/// Every case of every operator that `device` can run.
+pub fn cases(device: Device) -> Vec<Case> {
+    let mut cases = crate::gelu::verify::cases(device);
+    cases.extend(crate::causal_conv1d::verify::cases(device));
+    cases.extend(crate::conv2d::verify::cases(device));
+    cases
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// On a machine without CUDA there is nothing to do.
+    #[test]
+    fn every_case_passes_on_the_first_cuda_device() {
+        if crate::cuda::devices().map_or(0, |d| d.len()) == 0 {
+            return;
+        }
+        let mut failures = Vec::new();
+        let cases = cases(Device::Cuda(0));
+        for case in &cases {
+            match (case.run)() {
+                Ok(checks) => {
+                    failures.extend(
+                        checks
+                            .into_iter()
+                            .filter(|c| !c.comparison.passed())
+                            .map(|c| format!("{case:?} {}: {}", c.what, c.comparison)),
+                    );
+                }
+                Err(error) => failures.push(format!("{case:?}: {error}")),
+            }
+        }
+        assert!(
+            failures.is_empty(),
+            "{} of {}:\n{}",
+            failures.len(),
+            cases.len(),
+            failures.join("\n")
+        );
+    }
+}

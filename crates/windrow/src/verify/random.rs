@@ -1,0 +1,227 @@
+//! Random cases: specs over the whole contract of an operator, run in every way and compared with the oracle.
+
+use super::choices::{Choices, mix};
+use super::data::Held;
+use super::{Check, Comparison};
+use crate::cpu::Isa;
+use crate::{Device, Error, Result};
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// What one of the operators does with random choices.
+type Run = fn(&mut Choices<'_>, &mut Trial) -> Result<()>;
+
+/// Operators and their random cases, in the order in which cases take turns.
+const OPERATORS: [(&str, Run); 6] = [
+    ("conv2d", crate::conv2d::random::run),
+    ("causal_conv1d", crate::causal_conv1d::random::run),
+    ("gelu", crate::gelu::random::run),
+    ("conv2d", crate::conv2d::random::run),
+    ("causal_conv1d", crate::causal_conv1d::random::run),
+    ("causal_conv1d_update", crate::causal_conv1d::random::run_update),
+];
+
+/// The operator that [`random_case`] tries with this number.
+pub fn operator_of_case(case: u64) -> &'static str {
+    OPERATORS[(case % OPERATORS.len() as u64) as usize].0
+}
+
+/// Makes case `case` of the endless row that belongs to `seed`, runs it on `device`, on the CPU with every
+/// instruction set that it has, and compares all results with the oracle. The same arguments make the same
+/// case on every machine.
+pub fn random_case(seed: u64, case: u64, device: Device) -> Outcome {
+    let mut choices = Choices::from_seed(mix(mix(seed).wrapping_add(case)));
+    let (_, run) = OPERATORS[(case % OPERATORS.len() as u64) as usize];
+    trial(run, &mut choices, device)
+}
+
+/// One case of `operator` on the CPU, with decisions from `choices`: for fuzzers.
+///
+/// # Panics
+/// If a result is wrong, and for an operator that is none.
+pub fn try_choices(operator: &str, mut choices: Choices<'_>) {
+    let found = OPERATORS.iter().find(|(name, _)| *name == operator);
+    let (_, run) = found.unwrap_or_else(|| panic!("no operator {operator}"));
+    let outcome = trial(*run, &mut choices, Device::Cpu);
+    assert!(outcome.failures.is_empty(), "{}\n{:#?}", outcome.description, outcome.failures);
+}
+
+fn trial(run: Run, choices: &mut Choices<'_>, device: Device) -> Outcome {
+    let mut trial = Trial::new(device);
+    let result = catch_unwind(AssertUnwindSafe(|| run(choices, &mut trial)));
+    let Trial { mut outcome, .. } = trial;
+    match result {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => outcome.failures.push(format!("refused: {error}")),
+        Err(panic) => outcome.failures.push(format!("panicked: {}", message(panic.as_ref()))),
+    }
+    outcome
+}
+
+fn message(panic: &(dyn Any + Send)) -> &str {
+    let owned = panic.downcast_ref::<String>().map(String::as_str);
+    owned.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("without a message")
+}
+
+/// What became of a random case.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Outcome {
+    /// Operator, spec and options.
+    pub description: String,
+    /// Elements compared with the oracle.
+    pub elements: usize,
+    /// What was wrong.
+    pub failures: Vec<String>,
+    /// For each instruction set of the CPU, or the device, a hash of the bits of all results.
+    pub digests: Vec<(String, u64)>,
+}
+
+/// A random case while it runs.
+pub(crate) struct Trial {
+    device: Device,
+    outcome: Outcome,
+}
+
+/// Where a case runs: the CPU with one of its instruction sets, or a device.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Lane {
+    index: usize,
+    pub(crate) isa: Isa,
+}
+
+impl Trial {
+    fn new(device: Device) -> Self {
+        let names = match device {
+            Device::Cpu => Isa::available().iter().map(|isa| isa.name().to_owned()).collect(),
+            Device::Cuda(_) => vec![device.to_string()],
+        };
+        let digests = names.into_iter().map(|name| (name, 0)).collect();
+        Trial { device, outcome: Outcome { digests, ..Outcome::default() } }
+    }
+
+    pub(crate) fn device(&self) -> Device {
+        self.device
+    }
+
+    /// All places where the case has to run.
+    pub(crate) fn lanes(&self) -> Vec<Lane> {
+        let isas = match self.device {
+            Device::Cpu => Isa::available(),
+            Device::Cuda(_) => vec![Isa::best()],
+        };
+        isas.into_iter().enumerate().map(|(index, isa)| Lane { index, isa }).collect()
+    }
+
+    /// Says what the case is, before anything is run.
+    pub(crate) fn describe(&mut self, description: String) {
+        self.outcome.description = description;
+    }
+
+    pub(crate) fn fail(&mut self, what: impl Into<String>) {
+        self.outcome.failures.push(what.into());
+    }
+
+    /// Takes in comparisons; `how` names what was run.
+    pub(crate) fn check(&mut self, lane: Lane, how: &str, checks: Vec<Check>) {
+        for Check { what, comparison } in checks {
+            self.compare(lane, how, what, &comparison);
+        }
+    }
+
+    pub(crate) fn compare(&mut self, lane: Lane, how: &str, what: &str, comparison: &Comparison) {
+        self.outcome.elements += comparison.count();
+        if !comparison.passed() {
+            let name = &self.outcome.digests[lane.index].0;
+            self.outcome.failures.push(format!("{what} of {how} on {name}: {comparison}"));
+        }
+    }
+
+    /// Takes the elements of a result into the digest, and looks whether anything around it was written.
+    pub(crate) fn result(&mut self, lane: Lane, what: &str, result: &Held) -> Result<Vec<u64>> {
+        let bits: Vec<u64> = result
+            .values()?
+            .into_iter()
+            .map(|value| if value.is_nan() { f64::NAN.to_bits() } else { value.to_bits() })
+            .collect();
+        let digest = &mut self.outcome.digests[lane.index].1;
+        for bits in &bits {
+            *digest = mix(digest.wrapping_add(*bits));
+        }
+        if !result.is_intact_around()? {
+            let name = &self.outcome.digests[lane.index].0;
+            self.outcome.failures.push(format!("memory beside {what} was written on {name}"));
+        }
+        Ok(bits)
+    }
+
+    /// Fails unless the result is an error of one of these kinds.
+    pub(crate) fn expect_error<T>(&mut self, what: &str, result: Result<T>, kinds: &[&str]) {
+        match result {
+            Ok(_) => self.fail(format!("{what} was accepted, expected an error {kinds:?}")),
+            Err(error) if !kinds.contains(&kind(&error)) => {
+                self.fail(format!("{what}: {error:?}, expected {kinds:?}"));
+            }
+            Err(_) => {}
+        }
+    }
+}
+
+/// The name of an error's variant.
+fn kind(error: &Error) -> &'static str {
+    match error {
+        Error::Rank { .. } => "Rank",
+        Error::Shape { .. } => "Shape",
+        Error::DType { .. } => "DType",
+        Error::Strides { .. } => "Strides",
+        Error::OverlappingOutput { .. } => "OverlappingOutput",
+        Error::Aliasing { .. } => "Aliasing",
+        Error::Parameter { .. } => "Parameter",
+        Error::Index { .. } => "Index",
+        Error::SizeOverflow { .. } => "SizeOverflow",
+        Error::Unsupported { .. } => "Unsupported",
+        Error::OutOfMemory { .. } => "OutOfMemory",
+        _ => "another",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Cases of a seed of their own, on every instruction set; `windrow verify --random` tries others.
+    #[test]
+    fn random_cases_pass() {
+        for case in 0..240 {
+            let outcome = random_case(20, case, Device::Cpu);
+            let Outcome { description, failures, .. } = &outcome;
+            assert!(failures.is_empty(), "case {case}: {description}\n{failures:#?}");
+            if case % 40 == 0 {
+                assert_eq!(outcome, random_case(20, case, Device::Cpu));
+            }
+        }
+    }
+
+    proptest! {
+        /// Bytes can be shrunk: a failure comes as the smallest case of its kind.
+        #[test]
+        fn any_choices_pass(bytes in prop::collection::vec(any::<u8>(), 0..200), operator in 0usize..6) {
+            let outcome = trial(OPERATORS[operator].1, &mut Choices::from_bytes(&bytes), Device::Cpu);
+            let Outcome { description, failures, .. } = &outcome;
+            prop_assert!(failures.is_empty(), "{description}\n{failures:#?}");
+        }
+    }
+
+    /// Nothing without a device.
+    #[test]
+    fn random_cases_pass_on_cuda() {
+        if !crate::cuda::devices().is_ok_and(|d| !d.is_empty()) {
+            return;
+        }
+        let failed: Vec<_> = (0..600)
+            .map(|case| (case, random_case(20, case, Device::Cuda(0))))
+            .filter(|(_, outcome)| !outcome.failures.is_empty())
+            .collect();
+        assert!(failed.is_empty(), "{failed:#?}");
+    }
+}
