@@ -50,7 +50,7 @@ def test_forward_mode_is_refused(device, name, grad):
             torch.func.jvp(torch.vmap(function), (x[None],), (tangent[None],))
     # Tensors without a derivative are welcome there.
     with forward_ad.dual_level():
-        torch.testing.assert_close(function(x), function(x))
+        function(x)
 
 
 @each_device
