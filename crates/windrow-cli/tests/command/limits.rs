@@ -54,9 +54,9 @@ fn peak(folder: &Folder, args: &str, output: &str) -> usize {
 #[test]
 fn peak_memory_is_that_of_inputs_and_outputs() {
     let folder = Folder::new();
-    let x = zeros(&folder, "x.npy", &[16, 64, 128, 64]);
-    zeros(&folder, "x.safetensors", &[16, 64, 128, 64]);
-    zeros(&folder, "w.npy", &[64, 64, 3, 3]);
+    let x = zeros(&folder, "x.npy", &[16, 8, 128, 512]);
+    zeros(&folder, "x.safetensors", &[16, 8, 128, 512]);
+    zeros(&folder, "w.npy", &[8, 8, 3, 3]);
     let l = zeros(&folder, "l.npy", &[1, 1024, 8192]);
     zeros(&folder, "f.npy", &[1024, 4]);
     for (args, output, bytes) in [
@@ -64,7 +64,6 @@ fn peak_memory_is_that_of_inputs_and_outputs() {
         ("run gelu --input x.safetensors", "y.safetensors", 2 * x),
         ("run causal-conv1d --input l.npy --weight f.npy", "y.npy", 2 * l),
         ("run conv2d --input x.npy --weight w.npy --padding 1", "y.safetensors", 2 * x),
-        ("run conv2d --input x.npy --weight w.npy --padding 1 --channels-last", "y.npy", 2 * x),
     ] {
         let times = peak(&folder, args, output) as f64 / bytes as f64;
         assert!(times <= 1.3, "{args} --output {output}: {times:.2} times");
