@@ -4,7 +4,7 @@
 //! when first needed. The wheel goes into a folder beside them, so that an environment is never
 //! changed once it is made and can also be one that exists already (`WINDROW_TORCH_ENV`).
 
-use crate::steps::{Result, Steps, root};
+use crate::steps::{Result, Steps, WHOLE, root};
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -61,7 +61,8 @@ fn build(steps: &mut Steps, package: &Path, environment: &Path) -> Result<PathBu
         .arg("--out")
         .arg(&wheels)
         .arg("--manifest-path")
-        .arg(package.join("Cargo.toml"));
+        .arg(package.join("Cargo.toml"))
+        .env(WHOLE.0, WHOLE.1);
     steps.run("wheel", &mut maturin)?;
     let wheel = fs::read_dir(&wheels)?.next().ok_or("maturin built no wheel")??.path();
     let mut install = Command::new(environment.join("bin/python"));
