@@ -75,7 +75,10 @@ fn writes_through_a_view_and_swapped_elements_are_seen() {
     let mut before = check(&plan, &w.as_ref(), &cache);
     let size = SHAPE.iter().product::<usize>() * 4;
     let writes: [&dyn Fn(&mut [u8]); 5] = [
-        &|w| w.swap_with_slice(&mut w.to_vec().into_iter().rev().collect::<Vec<_>>()),
+        &|w| {
+            let reversed: Vec<u8> = w.chunks_exact(4).rev().flatten().copied().collect();
+            w.copy_from_slice(&reversed);
+        },
         &|w| w.copy_within(0..size / 2, size / 2),
         &|w| w[..36].rotate_left(4),
         &|w| w.chunks_exact_mut(4).for_each(|x| x[3] ^= 0x80),
