@@ -74,7 +74,8 @@ fn writes_through_a_view_and_swapped_elements_are_seen() {
     let plan = plan(w.desc(), Conv2dAlgorithm::WinogradGemm(Tile::F4));
     let mut before = check(&plan, &w.as_ref(), &cache);
     let size = SHAPE.iter().product::<usize>() * 4;
-    let writes: [&dyn Fn(&mut [u8]); 5] = [
+    type Write<'a> = &'a dyn Fn(&mut [u8]);
+    let writes: [Write<'_>; 5] = [
         &|w| {
             let reversed: Vec<u8> = w.chunks_exact(4).rev().flatten().copied().collect();
             w.copy_from_slice(&reversed);
