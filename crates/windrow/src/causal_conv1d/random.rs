@@ -415,9 +415,11 @@ pub(crate) fn run_update(choices: &mut Choices<'_>, trial: &mut Trial) -> Result
             indices[at] = (spec.conv_state.shape()[0] + choices.below(3)) as f64;
         }
     }
-    let refused = lengths_given.iter().any(|&n| n < 0.0) && spec.cache_seqlens.is_some()
-        || indices.iter().any(|&i| i >= spec.conv_state.shape()[0] as f64)
-            && spec.conv_state_indices.is_some();
+    // Where there is nothing to compute no index is looked at.
+    let refused = !spec.x.layout.is_empty()
+        && (lengths_given.iter().any(|&n| n < 0.0) && spec.cache_seqlens.is_some()
+            || indices.iter().any(|&i| i >= spec.conv_state.shape()[0] as f64)
+                && spec.conv_state_indices.is_some());
     let x = numbers.data(seed, &spec.x, exact);
     let weight = Numbers::parameters(seed + 1, &spec.weight, exact);
     let states = numbers.data(seed + 2, &spec.conv_state, exact);

@@ -36,6 +36,14 @@ impl Inputs {
         self.gate.as_ref().map_or(1.0, |g| g[i])
     }
 
+    /// What counts beside the magnitude of gelu(x) and of its derivative: both are sums of a probability, a density
+    /// and their products with x, whose last place is that of the smallest normal number where they are less.
+    fn underflow(x: f64) -> f64 {
+        // From here on they are zero in every type.
+        const VANISHED: f64 = 64.0;
+        f64::from(f32::MIN_POSITIVE) * (1.0 + x.abs().min(VANISHED))
+    }
+
     /// How far `f` moves when its argument moves by a relative 1, as far as a rounded bias sum does
     /// that.
     fn condition(&self, f: impl Fn(f64) -> f64, x: f64) -> f64 {
@@ -55,7 +63,8 @@ pub(crate) fn forward(inputs: &Inputs) -> Expected {
         let pre = inputs.pre_activation(i);
         let gate = inputs.gate(i);
         y.want[i] = f(pre) * gate;
-        y.scale[i] = (f(pre).abs() + inputs.condition(f, pre)) * gate.abs();
+        let terms = f(pre).abs() + inputs.condition(f, pre) + Inputs::underflow(pre);
+        y.scale[i] = terms * gate.abs();
     }
     y
 }
@@ -85,11 +94,12 @@ pub(crate) fn backward(inputs: &Inputs, dy: &[f64], last: usize) -> ExpectedGrad
             _ if pre.is_infinite() => f64::from(u8::from(pre > 0.0)),
             _ => (f(pre) / pre).abs(),
         };
-        let terms = slope(pre).abs() + 2.0 * probability + inputs.condition(slope, pre);
+        let underflow = Inputs::underflow(pre);
+        let terms = slope(pre).abs() + 2.0 * probability + inputs.condition(slope, pre) + underflow;
         grads.dx.want[i] = out * slope(pre);
         grads.dx.scale[i] = out.abs() * terms;
         grads.dgate.want[i] = dy * f(pre);
-        grads.dgate.scale[i] = dy.abs() * (f(pre).abs() + inputs.condition(f, pre));
+        grads.dgate.scale[i] = dy.abs() * (f(pre).abs() + inputs.condition(f, pre) + underflow);
         grads.dbias.want[i % last] += grads.dx.want[i];
         grads.dbias.scale[i % last] += grads.dx.scale[i];
     }
