@@ -399,9 +399,12 @@ impl CausalConv1dPlan {
     }
 
     /// The operands of the product that [`CausalConv1dAlgorithm::Im2colGemm`] forms on the CPU: the im2col
-    /// matrices of all rows, and the weight as a matrix.
+    /// matrices of all rows, and the weight as a matrix. On a device none where there is no row.
     pub(crate) fn stages(&self, args: &CausalConv1dArgs<'_>) -> Result<Option<Stages>> {
         if let Algorithm::CudaIm2colGemm(gemm, _) = &self.algorithm {
+            if self.problem.is_empty() {
+                return Ok(None);
+            }
             let [im2col, weight, _] = gemm.stages(args, self.options.device)?;
             return Ok(Some((im2col, weight)));
         }
@@ -415,6 +418,9 @@ impl CausalConv1dPlan {
     /// The product of those stages, [b, l, d_out], where it is kept whole.
     pub(crate) fn product(&self, args: &CausalConv1dArgs<'_>) -> Result<Option<Vec<f32>>> {
         let Algorithm::CudaIm2colGemm(gemm, _) = &self.algorithm else { return Ok(None) };
+        if self.problem.is_empty() {
+            return Ok(None);
+        }
         let [_, _, product] = gemm.stages(args, self.options.device)?;
         Ok(Some(product))
     }

@@ -53,8 +53,8 @@ enum Owner {
 enum Place {
     /// The stream of this number.
     Stream(u64),
-    /// The stream of this number in the capture of this one.
-    Capture(u64, u64),
+    /// The stream of this handle in the capture of this number.
+    Capture(usize, u64),
     /// Any stream that comes after the pack was made.
     Frozen(Arc<Frozen>),
 }
@@ -110,7 +110,7 @@ impl<K: Copy + PartialEq> Packs<K> {
         stream: &'a Stream,
         w: *const u8,
     ) -> Result<Lease<'a, K>> {
-        let (id, capture) = (stream.id()?, stream.capture_under_way()?);
+        let capture = stream.capture_under_way()?;
         let captured = capture.is_some();
         let change = self.changes.load(Ordering::Acquire);
         let frozen = change % 2 == 1;
@@ -127,8 +127,9 @@ impl<K: Copy + PartialEq> Packs<K> {
             return Ok(Lease { packs: self, packing, place, stream, pack, captured });
         }
         let place = match &capture {
-            None => Place::Stream(id),
-            Some(capture) => Place::Capture(id, capture.id),
+            None => Place::Stream(stream.id()?),
+            // The driver tells no number of a stream that is captured; no two at a time have one handle.
+            Some(capture) => Place::Capture(stream.as_raw().addr(), capture.id),
         };
         let pack = match self.take(packing, &place) {
             Some(pack) => pack,
