@@ -104,6 +104,7 @@ impl<const N: usize> Loops<N> {
         unroll: usize,
         block: usize,
     ) -> Launch {
+        let unroll = if self.rank() == 0 { unroll } else { 1 };
         let items = self.items(vector, access).div_ceil(unroll);
         let x = if self.rank() == 0 { block } else { items.next_power_of_two().min(block) };
         let y = block / x;

@@ -71,7 +71,8 @@ struct FilterParams {
 
 impl WinogradRow {
     pub(crate) fn supports(gpu: &Gpu, problem: &Problem) -> bool {
-        gpu.info.compute_capability == (9, 0) && problem.is_winograd() && problem.c > 0
+        let has_pixels = ![problem.c, problem.h, problem.w].contains(&0);
+        gpu.info.compute_capability == (9, 0) && problem.is_winograd() && has_pixels
     }
 
     /// Share of the products of channels-last tensors that make outputs on a device of so many multiprocessors: tiles
