@@ -21,36 +21,40 @@ struct Walk {
     unsigned mask[HALO];
     float sum[WIDTH + 1][VECTOR];
 
+    // What tap k of channel i lies on, of a position with these inputs and this mask.
+    __device__ __forceinline__ float input(const float (&now)[VECTOR], unsigned m, int k, int i) const {
+        if (k == HALO) return now[i];
+        return !MASK || m >> (HALO - 1 - k) & 1 ? window[k][i] : 0.0f;
+    }
+
     // Takes one position; `out` is dx of the one HALO before it. Sums only what is `inside` the chunk and
-    // no padding, whose inputs may be anything: 0 times infinity is not 0.
+    // no padding: other inputs may be anything, and 0 times infinity is not 0.
     __device__ __forceinline__ void step(const Vector &x, const Vector &dy, unsigned m, bool inside,
                                          float (&out)[VECTOR]) {
-        float now[VECTOR];
+        float now[VECTOR], g[VECTOR];
         x.unpack(now);
         bool padding = MASK && m & 0x8000;
 #pragma unroll
         for (int i = 0; i < VECTOR; i++) {
-            float in[WIDTH];
-            in[HALO] = now[i];
-#pragma unroll
-            for (int j = 1; j <= HALO; j++) {
-                float v = window[HALO - j][i];
-                in[HALO - j] = !MASK || m >> (j - 1) & 1 ? v : 0.0f;
-            }
             float pre = bias[i];
 #pragma unroll
-            for (int k = HALO; k >= 0; k--) pre = fmaf(weight[k][i], in[k], pre);
-            float g = dy.get(i) * activate_gradient<ACT>(pre);
-            if (padding) g = 0.0f;
-            float summed = inside ? g : 0.0f;
-            if (!padding) {
+            for (int k = HALO; k >= 0; k--) pre = fmaf(weight[k][i], input(now, m, k, i), pre);
+            g[i] = padding ? 0.0f : dy.get(i) * activate_gradient<ACT>(pre);
+        }
+        if (inside && !padding) {
 #pragma unroll
-                for (int k = 0; k < WIDTH; k++) sum[k][i] = fmaf(summed, in[k], sum[k][i]);
-                sum[WIDTH][i] += summed;
+            for (int i = 0; i < VECTOR; i++) {
+#pragma unroll
+                for (int k = 0; k < WIDTH; k++) {
+                    sum[k][i] = fmaf(g[i], input(now, m, k, i), sum[k][i]);
+                }
+                sum[WIDTH][i] += g[i];
             }
-
+        }
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++) {
             // dx at the oldest position of the window, or here without one.
-            float dx = !MASK || m >> (HALO - 1) & 1 ? weight[0][i] * g : 0.0f;
+            float dx = !MASK || m >> (HALO - 1) & 1 ? weight[0][i] * g[i] : 0.0f;
 #pragma unroll
             for (int j = 0; j < HALO; j++) {
                 bool seen = !MASK || j == 0 || mask[j] >> (j - 1) & 1;
@@ -61,7 +65,7 @@ struct Walk {
             for (int j = 0; j + 1 < HALO; j++) {
                 window[j][i] = window[j + 1][i], dpre[j][i] = dpre[j + 1][i];
             }
-            window[HALO - 1][i] = now[i], dpre[HALO - 1][i] = g;
+            window[HALO - 1][i] = now[i], dpre[HALO - 1][i] = g[i];
         }
         if (MASK) {
 #pragma unroll
