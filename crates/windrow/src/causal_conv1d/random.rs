@@ -405,7 +405,9 @@ pub(crate) fn run_update(choices: &mut Choices<'_>, trial: &mut Trial) -> Result
             _ => pool.swap_remove(choices.below(pool.len())) as f64,
         })
         .collect();
-    let is_bad = device == Device::Cpu && b > 0 && choices.one_in(16);
+    // Where there is nothing to compute no index is looked at.
+    let looked_at = device == Device::Cpu && !spec.x.layout.is_empty();
+    let is_bad = looked_at && choices.one_in(16);
     let mut lengths_given = lengths;
     if is_bad {
         let at = choices.below(b);
@@ -415,11 +417,9 @@ pub(crate) fn run_update(choices: &mut Choices<'_>, trial: &mut Trial) -> Result
             indices[at] = (spec.conv_state.shape()[0] + choices.below(3)) as f64;
         }
     }
-    // Where there is nothing to compute no index is looked at.
-    let refused = !spec.x.layout.is_empty()
-        && (lengths_given.iter().any(|&n| n < 0.0) && spec.cache_seqlens.is_some()
-            || indices.iter().any(|&i| i >= spec.conv_state.shape()[0] as f64)
-                && spec.conv_state_indices.is_some());
+    let refused = lengths_given.iter().any(|&n| n < 0.0) && spec.cache_seqlens.is_some()
+        || indices.iter().any(|&i| i >= spec.conv_state.shape()[0] as f64)
+            && spec.conv_state_indices.is_some();
     let x = numbers.data(seed, &spec.x, exact);
     let weight = Numbers::parameters(seed + 1, &spec.weight, exact);
     let states = numbers.data(seed + 2, &spec.conv_state, exact);

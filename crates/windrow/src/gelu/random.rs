@@ -10,7 +10,8 @@ use crate::verify::choices::{Choices, shrink};
 use crate::verify::data::{Held, Numbers, Style, scratch};
 use crate::verify::random::{Lane, Trial};
 use crate::{
-    Approximate, DType, Device, PlanOptions, Result, TensorDesc, TensorMut, Tuning, Workspace,
+    Approximate, DType, Device, MAX_RANK, PlanOptions, Result, TensorDesc, TensorMut, Tuning,
+    Workspace,
 };
 use std::num::NonZeroUsize;
 
@@ -64,14 +65,19 @@ fn spec(choices: &mut Choices<'_>, style: Style, device: Device) -> Result<GeluS
 /// A spec with something wrong, and the errors that say so.
 fn spoil(choices: &mut Choices<'_>, spec: &GeluSpec) -> Result<Option<(GeluSpec, &'static str)>> {
     let (shape, dtype) = (spec.x.shape(), spec.x.dtype);
-    let mut longer = shape.to_vec();
-    longer.push(1);
+    let mut other = shape.to_vec();
+    // There is no shape longer than the longest.
+    if shape.len() == MAX_RANK {
+        other.pop();
+    } else {
+        other.push(1);
+    }
     let contiguous = TensorDesc::contiguous;
     Ok(Some(match choices.below(7) {
         0 => (GeluSpec { x: TensorDesc { dtype: DType::F64, ..spec.x }, ..*spec }, "DType"),
         1 => (spec.y(TensorDesc { dtype: DType::I32, ..spec.y }), "DType"),
-        2 => (spec.y(contiguous(dtype, &longer)?), "Shape"),
-        3 => (spec.gate(contiguous(dtype, &longer)?), "Shape"),
+        2 => (spec.y(contiguous(dtype, &other)?), "Shape"),
+        3 => (spec.gate(contiguous(dtype, &other)?), "Shape"),
         4 if !shape.is_empty() => {
             let bias = contiguous(DType::F32, &[shape[shape.len() - 1] + 1])?;
             (spec.bias(bias), "Shape")
