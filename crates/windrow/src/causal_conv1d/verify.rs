@@ -300,16 +300,24 @@ const SHAPES: [([usize; 3], usize); 9] = [
 /// Elements of the largest shape that every algorithm computes.
 const LARGEST: usize = 150_000;
 
-/// From these sizes on devices run other kernels: many rows with more than a tile each, walks over several
-/// rows of the batch, long walks of large tensors, more rows than a grid has blocks.
-const LARGE: [([usize; 3], usize, &str); 6] = [
+/// From these sizes on devices run other kernels: many rows with more than a tile each, with and without the
+/// gradient of x, walks over several rows of the batch, long walks of large tensors, more rows than a grid has
+/// blocks.
+const LARGE: [([usize; 3], usize, &str); 9] = [
     ([3, 200, 2312], 4, "silu bias"),
+    ([3, 200, 2312], 3, "silu bias dx"),
+    ([1, 520, 264], 4, "silu bias dx"),
+    ([5, 1032, 40], 2, "gelu dx"),
     ([2, 2056, 72], 3, "silu bias"),
     ([1, 520, 16392], 4, "silu bias"),
     ([1, 520, 16392], 4, "silu bias seq_idx"),
     ([65_540, 2, 3], 3, "silu bias"),
     ([65_540, 2, 3], 3, "silu seq_idx"),
 ];
+
+/// [b, d, l] and width of updates: channels that fill no vector, and that fill some.
+const UPDATES: [([usize; 3], usize); 4] =
+    [([1, 1, 1], 1), ([4, 70, 1], 4), ([4, 72, 1], 4), ([3, 33, 5], 3)];
 
 const OPTIONS: [&str; 9] = [
     "plain",
@@ -355,8 +363,8 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
             push_forward(&mut cases, dtype, shape, &[shape[1], width], option, device);
         }
         for (layout, order) in LAYOUTS {
-            for (shape, width) in [([1, 1, 1], 1), ([4, 70, 1], 4), ([3, 33, 5], 3)] {
-                for option in ["state", "ring", "pool"] {
+            for (shape, width) in UPDATES {
+                for option in ["state", "slots", "ring", "pool"] {
                     let Ok(spec) = update_spec(dtype, &order, shape, width, option) else {
                         continue;
                     };
@@ -457,7 +465,7 @@ fn update_spec(
 ) -> Result<CausalConv1dUpdateSpec> {
     let [b, d, _] = shape;
     let x = TensorDesc { dtype, layout: Layout::with_order(&shape, order)? };
-    let pool = if option == "pool" { 2 * b } else { b };
+    let pool = if ["slots", "pool"].contains(&option) { 2 * b } else { b };
     let state_len = if option == "state" { width - 1 } else { width };
     let layout = Layout::with_order(&[pool, d, state_len], order)?;
     let weight = TensorDesc::contiguous(DType::F32, &[d, width])?;
@@ -466,6 +474,7 @@ fn update_spec(
         .with_bias(TensorDesc::contiguous(DType::F32, &[d])?)
         .with_activation(Activation::Silu);
     Ok(match option {
+        "slots" => spec.with_conv_state_indices(indices),
         "ring" => spec.with_cache_seqlens(indices),
         "pool" => spec.with_cache_seqlens(indices).with_conv_state_indices(indices),
         _ => spec,
