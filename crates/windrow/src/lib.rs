@@ -40,8 +40,3 @@ pub use layout::{Layout, MAX_RANK};
 pub use plan::{Accuracy, Filter, PlanOptions, Verify, Workspace};
 pub use tensor::{Tensor, TensorDesc, TensorMut, TensorRef};
 pub use tuning::Tuning;
-
-/// The README's program, as a test.
-#[cfg(doctest)]
-#[doc = include_str!("../../../README.md")]
-struct Readme;

@@ -3,6 +3,7 @@
 //! A section that gives a measured figure (a number with a unit of time or rate) names a file or folder of
 //! benchmarks/record that exists, or says openly that there is none ("no record").
 
+use crate::pages::{self, Page};
 use crate::record::RECORDS;
 use crate::steps::{Result, root};
 use serde_json::Value;
@@ -31,33 +32,14 @@ const UNNAMED: &str = "benchmarks/record/unnamed.txt";
 /// Fails if a page gives a figure without a record, or a record does not name its commit.
 pub(crate) fn check() -> Result {
     let mut faults = Vec::new();
-    for page in pages()? {
-        let text = fs::read_to_string(root().join(&page)).map_err(|e| format!("{page}: {e}"))?;
+    let measured = |page: &Page| page.name == "README.md" || page.name.starts_with("docs/");
+    for Page { name, text } in pages::all()?.into_iter().filter(measured) {
         faults.extend(sections_without_record(&text).into_iter().map(|(heading, figure)| {
-            format!("{page}, \"{heading}\": {figure} without a file of {RECORDS}")
+            format!("{name}, \"{heading}\": {figure} without a file of {RECORDS}")
         }));
     }
     faults.extend(records_without_commit()?);
     if faults.is_empty() { Ok(()) } else { Err(faults.join("\n").into()) }
-}
-
-/// README.md and the pages of docs/.
-fn pages() -> Result<Vec<String>> {
-    let mut pages = vec!["README.md".to_owned()];
-    let mut folders = vec!["docs".to_owned()];
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(root().join(&folder))? {
-            let entry = entry?;
-            let name = format!("{folder}/{}", entry.file_name().to_string_lossy());
-            if entry.file_type()?.is_dir() {
-                folders.push(name);
-            } else if name.ends_with(".md") {
-                pages.push(name);
-            }
-        }
-    }
-    pages.sort();
-    Ok(pages)
 }
 
 /// Headings of the sections that give a figure and name no record, with the figure.

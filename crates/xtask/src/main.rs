@@ -1,11 +1,17 @@
 //! Project tasks, run as `cargo xtask TASK`.
 
+mod accuracy_picture;
 mod date;
+mod examples;
 mod figures;
+mod filled;
+mod form;
+mod pages;
 mod python;
-mod readme;
 mod record;
+mod speed_picture;
 mod steps;
+mod svg;
 mod tables;
 mod test;
 
@@ -16,9 +22,9 @@ const USAGE: &str = "usage: cargo xtask TASK
   test             everything that has to pass before a change is merged, but for PyTorch
   test --torch     the same with PyTorch, whose environment takes 5 GB on first use
   record           measure this machine into benchmarks/record/DATE-MACHINE
-  readme           write the README's tables from the record that it names
-  readme --check   fail if the README's tables are not those of the record, or if a page gives a figure
-                   without a record";
+  readme           write the tables and pictures of the pages from the records that they name
+  readme --check   fail if they are not those of the records, if a page gives a figure without a record,
+                   if a link or anchor leads nowhere, or if a page is too wide";
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -27,8 +33,8 @@ fn main() -> ExitCode {
         ["test"] => test::run(false),
         ["test", "--torch"] => test::run(true),
         ["record"] => record::run(),
-        ["readme"] => readme::write(),
-        ["readme", "--check"] => readme::check().and_then(|()| figures::check()),
+        ["readme"] => filled::write(),
+        ["readme", "--check"] => test::pages(),
         _ => Err(USAGE.into()),
     };
     match result {

@@ -4,6 +4,7 @@
 //! when first needed. The wheel goes into a folder beside them, so that an environment is never
 //! changed once it is made and can also be one that exists already (`WINDROW_TORCH_ENV`).
 
+use crate::examples;
 use crate::steps::{Result, Steps, WHOLE, root};
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
@@ -14,8 +15,7 @@ use std::{env, fs};
 /// Names an environment that has what requirements-test.txt and requirements-torch.txt ask for.
 const TORCH_ENV: &str = "WINDROW_TORCH_ENV";
 
-/// Builds the wheel and runs the tests on NumPy, and with `torch` those on PyTorch and the
-/// examples.
+/// Builds the wheel and runs the tests and the pages' examples on NumPy, and with `torch` those on PyTorch.
 pub(crate) fn test(steps: &mut Steps, torch: bool) -> Result {
     let package = root().join("crates/windrow-python");
     let requirements = [package.join("requirements-test.txt")];
@@ -25,6 +25,8 @@ pub(crate) fn test(steps: &mut Steps, torch: bool) -> Result {
     let mut tests = python(&numpy, &site);
     tests.args(pytest).args(["tests", "--ignore=tests/pytorch"]).current_dir(&package);
     steps.run("python tests", &mut tests)?;
+    examples::shell(&numpy)?;
+    examples::python(false, || python(&numpy, &site))?;
     if !torch {
         return Ok(());
     }
@@ -38,6 +40,7 @@ pub(crate) fn test(steps: &mut Steps, torch: bool) -> Result {
     let mut tests = python(&environment, &site);
     tests.args(pytest).arg("tests/pytorch").current_dir(&package);
     steps.run("torch tests", &mut tests)?;
+    examples::python(true, || python(&environment, &site))?;
     for example in ["mamba_block", "train_digits"] {
         let file = root().join("examples").join(example).with_extension("py");
         steps.run(example, python(&environment, &site).arg(file))?;

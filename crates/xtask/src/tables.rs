@@ -1,18 +1,18 @@
-//! Tables of the README, each from one file of a record.
+//! Tables of the pages, each from one file of a record.
 
 use crate::steps::Result;
 use serde_json::Value;
 use std::fmt::Write;
 
-fn rows(value: &Value) -> impl Iterator<Item = &Value> {
+pub(crate) fn rows(value: &Value) -> impl Iterator<Item = &Value> {
     value["rows"].as_array().into_iter().flatten()
 }
 
-fn text<'a>(row: &'a Value, key: &str) -> &'a str {
+pub(crate) fn text<'a>(row: &'a Value, key: &str) -> &'a str {
     row[key].as_str().unwrap_or("-")
 }
 
-fn number(row: &Value, key: &str) -> f64 {
+pub(crate) fn number(row: &Value, key: &str) -> f64 {
     row[key].as_f64().unwrap_or(f64::NAN)
 }
 
@@ -123,7 +123,7 @@ pub(crate) fn peers(cpu: &Value) -> Result<String> {
 }
 
 /// The time of a library, or of the fastest one, over Windrow's in one case.
-fn factor(case: &Value, library: Option<&str>) -> Option<f64> {
+pub(crate) fn factor(case: &Value, library: Option<&str>) -> Option<f64> {
     let least = |wanted: &dyn Fn(&str) -> bool| {
         members(case)
             .filter(|(call, _)| wanted(call.split(' ').next().unwrap_or_default()))
@@ -139,11 +139,11 @@ fn times(factors: &[f64]) -> String {
     if factors.is_empty() { "-".into() } else { format!("{:.2}x", mean(factors)) }
 }
 
-fn mean(values: &[f64]) -> f64 {
+pub(crate) fn mean(values: &[f64]) -> f64 {
     (values.iter().map(|v| v.ln()).sum::<f64>() / values.len() as f64).exp()
 }
 
-fn members(value: &Value) -> impl Iterator<Item = (&str, &Value)> {
+pub(crate) fn members(value: &Value) -> impl Iterator<Item = (&str, &Value)> {
     value.as_object().into_iter().flatten().map(|(k, v)| (k.as_str(), v))
 }
 
@@ -151,8 +151,8 @@ fn members(value: &Value) -> impl Iterator<Item = (&str, &Value)> {
 pub(crate) fn cuda_conv2d(record: &Value) -> Result<String> {
     let cudnn = record["machine"]["cudnn"].as_u64().ok_or("the record does not name its cuDNN")?;
     let mut out = format!(
-        "{}, cuDNN {}.{}, PyTorch {}; geometric means over the layers, and layers \
-         at no less than 0.98 of cuDNN's rate.\n\n",
+        "{}, cuDNN {}.{}, PyTorch {}; geometric means over the layers,\n\
+         and layers at no less than 0.98 of cuDNN's rate.\n\n",
         text(&record["machine"], "gpu"),
         cudnn / 10_000,
         cudnn % 10_000 / 100,
@@ -241,6 +241,60 @@ pub(crate) fn cuda_memory(record: &Value) -> Result<String> {
     Ok(out)
 }
 
+/// Whole networks beside PyTorch: times in ms, Windrow's gain, peak memory as a share of PyTorch's.
+pub(crate) fn models(record: &Value) -> Result<String> {
+    let mut out = format!("{}, {}.\n\n", text(record, "device"), versions(record));
+    out += "| network, mode, batch | how | PyTorch, ms | Windrow, ms | times as fast | peak memory |\n";
+    out += "|---|---|--:|--:|--:|--:|\n";
+    for (name, case) in members(&record["cases"]) {
+        let bytes = |library: &str| number(&case["peak_bytes"], library);
+        let memory = bytes("windrow") / bytes("pytorch");
+        // Of what needs next to nothing, or is shared with what ran before, a ratio says nothing.
+        let memory =
+            if memory > 0.0 && memory.is_finite() { format!("{memory:.2}x") } else { "-".into() };
+        for (how, times) in members(&case["ms"]) {
+            let ms = |library: &str| number(&times[library], "median");
+            let (theirs, ours) = (ms("pytorch"), ms("windrow"));
+            let name = name.trim_end_matches(" train");
+            let _ = writeln!(
+                out,
+                "| {name} | {} | {theirs:.2} | {ours:.2} | {:.2}x | {memory} |",
+                form(how),
+                theirs / ours
+            );
+        }
+    }
+    Ok(out)
+}
+
+/// Errors of whole networks against f64, Windrow's and PyTorch's.
+pub(crate) fn model_errors(record: &Value) -> Result<String> {
+    let mut out = format!("{}, {}.\n\n", text(record, "device"), versions(record));
+    out += "| network, mode, batch | PyTorch | Windrow | Windrow's of PyTorch's |\n|---|--:|--:|--:|\n";
+    for (name, case) in members(&record["cases"]) {
+        let error = |library: &str| number(&case["error"], library);
+        let (theirs, ours) = (error("pytorch"), error("windrow"));
+        let _ = writeln!(out, "| {name} | {theirs:.1e} | {ours:.1e} | {:.2}x |", ours / theirs);
+    }
+    Ok(out)
+}
+
+fn versions(record: &Value) -> String {
+    let of = |library: &str| format!("{library} {}", text(&record["versions"], library));
+    let known = ["torch", "torchvision", "diffusers"];
+    known.map(of).join(", ")
+}
+
+/// How a network ran, in words.
+fn form(how: &str) -> &str {
+    match how {
+        "graph" => "inference, CUDA graph",
+        "eager" => "inference",
+        "train" => "step of training",
+        other => other,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -269,6 +323,19 @@ mod tests {
         assert!(table.starts_with("a b.\n"), "{table}");
         let line = "| gelu | f32 | 2 | 2 | 1.73x | 1.00x | 2.00x | - | 3.00x | - |\n";
         assert!(table.ends_with(line), "{table}");
+    }
+
+    #[test]
+    fn networks_stand_beside_pytorch() {
+        let both = |p: f64, w: f64| json!({"pytorch": p, "windrow": w});
+        let ms = json!({"graph": {"pytorch": {"median": 3.0}, "windrow": {"median": 1.5}}});
+        let case = json!({"ms": ms, "peak_bytes": both(0.0, 0.0), "error": both(1e-6, 3e-6)});
+        let record = json!({"device": "G", "versions": {}, "cases": {"net f32 1": case}});
+        let table = models(&record).unwrap();
+        let line = "| net f32 1 | inference, CUDA graph | 3.00 | 1.50 | 2.00x | - |\n";
+        assert!(table.ends_with(line), "{table}");
+        let errors = model_errors(&record).unwrap();
+        assert!(errors.ends_with("| net f32 1 | 1.0e-6 | 3.0e-6 | 3.00x |\n"), "{errors}");
     }
 
     #[test]

@@ -1,15 +1,14 @@
 //! `cargo xtask test`: everything that has to pass before a change is merged.
 
 use crate::steps::{Result, Steps, cargo, root};
-use crate::{figures, python, readme};
+use crate::{figures, filled, form, python};
 use std::time::SystemTime;
 
 /// `torch` adds what needs PyTorch.
 pub(crate) fn run(torch: bool) -> Result {
     let mut steps = Steps::default();
     steps.run("format", &mut cargo(&["fmt", "--all", "--check"]))?;
-    readme::check()?;
-    figures::check()?;
+    pages()?;
     let clippy = ["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"];
     steps.run("clippy", &mut cargo(&clippy))?;
     if has(&["deny", "--version"]) {
@@ -38,6 +37,13 @@ pub(crate) fn run(torch: bool) -> Result {
     eprintln!("\nrandom cases of seed {day}");
     steps.run("random cases", &mut cargo(&[&random[..], &[&day]].concat()))?;
     python::test(&mut steps, torch)
+}
+
+/// What can be said of the pages without running anything.
+pub(crate) fn pages() -> Result {
+    filled::check()?;
+    figures::check()?;
+    form::check()
 }
 
 /// True if this machine's cargo has the command.
