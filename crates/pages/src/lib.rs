@@ -17,6 +17,8 @@ macro_rules! pages {
 pages! {
     README "README.md"
     CANDLE "docs/candle.md"
+    CAUSAL_CONV1D "docs/causal-conv1d.md"
+    GELU "docs/gelu.md"
     PARALLEL "docs/parallel.md"
     TUNING "docs/tuning.md"
 }
