@@ -18,6 +18,7 @@ pages! {
     README "README.md"
     CANDLE "docs/candle.md"
     CAUSAL_CONV1D "docs/causal-conv1d.md"
+    CONV2D "docs/conv2d.md"
     GELU "docs/gelu.md"
     PARALLEL "docs/parallel.md"
     TUNING "docs/tuning.md"

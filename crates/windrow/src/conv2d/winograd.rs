@@ -4,7 +4,7 @@
 //! `alpha` multiplications: `y = A^T [(G g) * (B^T d)]`. In two dimensions each matrix is applied
 //! to columns and rows. The matrices follow from `alpha - 1` distinct points, at which polynomials
 //! are evaluated, and the point at infinity. The points decide the rounding error; see
-//! `docs/conv2d.md` for how these were found.
+//! `docs/notes/conv2d-cpu.md` for how these were found.
 //!
 //! Sources: Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", 2015; Barabasz et
 //! al., "Error Analysis and Improving the Accuracy of Winograd Convolution", 2018.

@@ -236,7 +236,7 @@ mod tests {
     use crate::{Activation, Approximate};
 
     /// 160 accumulators leave no register free; the most is spilled where outputs are activated. Registers taken from the
-    /// producer cost more than spills do (docs/conv2d-cuda.md), so each kind has a limit, in bytes, instead of none.
+    /// producer cost more than spills do (docs/notes/conv2d-cuda.md), so each kind has a limit, in bytes, instead of none.
     #[test]
     fn kernels_spill_no_more_than_was_measured() {
         for (dtype, products, vectors, most) in [
