@@ -3,8 +3,8 @@
 // GELU is written as max(x, 0) - |x| * tail(|x|), where the tail falls from 1/2 to 0: no
 // cancellation for negative x, +0 and -0 kept, and with |x| held below the point where the tail
 // vanishes, infinities come out right. Two grades:
-//   ACCURATE   rounding errors of the exponent are carried along: within 4 units in the last place
-//              of f32 wherever the result is normal
+//   ACCURATE   rounding errors of the exponent are carried along: within a few units in the last place
+//              of f32, subnormal results included
 //   otherwise  relative error about 2^-15, for half types. The tail is formed with a factor 2^32, so
 //              that a subnormal result is rounded once, at the end.
 #pragma once
@@ -46,10 +46,16 @@ __device__ __forceinline__ Split tanh_exponent(float a) {
     return {z, fmaf(a, p_low, fmaf(a, p, -z))};
 }
 
-// 2^-(high + low)
-__device__ __forceinline__ float exp2_negative(Split z) {
-    float e = exp2_full(-z.high);
-    return fmaf(e, -0.69314718f * z.low, e);
+// 2^-(high + low) of a tail. Where it comes near the smallest normal number it is formed with a factor 2^64, so that
+// what is made of it is rounded once, at the end, when `unscale` is multiplied in.
+struct Falling {
+    float value, unscale;
+};
+
+__device__ __forceinline__ Falling exp2_negative(Split z) {
+    bool far = z.high > 64.0f;
+    float e = exp2_fast((far ? 64.0f : 0.0f) - z.high);
+    return {fmaf(e, -0.69314718f * z.low, e), far ? 0x1p-64f : 1.0f};
 }
 
 // x / (1 + 2^-(c1 x + c3 x^3))
@@ -60,13 +66,10 @@ template <bool ACCURATE> __device__ __forceinline__ float gelu_tanh(float x) {
         float e = exp2_fast(fmaf(-a, fmaf(TANH_C3, a * a, TANH_C1), 32.0f));
         return fmaf(-(a * e), reciprocal_fast(e + 0x1p32f), positive);
     } else {
-        // Far out the exponential is formed with a factor 2^64, and the sum is 1.
-        Split z = tanh_exponent(a);
-        bool far = z.high > 64.0f;
-        float e = exp2_fast((far ? 64.0f : 0.0f) - z.high);
-        e = fmaf(e, -0.69314718f * z.low, e);
-        float r = far ? 0x1p-64f : reciprocal_refined(e + 1.0f);
-        return fmaf(-(a * e), r, positive);
+        // Far out the sum is 1.
+        Falling e = exp2_negative(tanh_exponent(a));
+        float r = e.unscale < 1.0f ? e.unscale : reciprocal_refined(e.value + 1.0f);
+        return fmaf(-(a * e.value), r, positive);
     }
 }
 
@@ -101,13 +104,12 @@ template <> struct NormalTail<true> {
     }
 };
 
-// exp(-a^2 / 2) for a <= 16, to f32's precision where it is normal.
-__device__ __forceinline__ float gauss(float a) {
+// exp(-a^2 / 2) for a <= 16, to f32's precision.
+__device__ __forceinline__ Falling gauss(float a) {
     float s = __fmul_rn(a, a), high = __fmul_rn(s, 0.72134751f);
     float low = fmaf(s, 9.62981496e-9f, fmaf(s, 0.72134751f, -high));
     low = fmaf(fmaf(a, a, -s), 0.72134751f, low);
-    float e = exp2_fast(-high);
-    return fmaf(e, -0.69314718f * low, e);
+    return exp2_negative({high, low});
 }
 
 // x Phi(x) = max(x, 0) - |x| Phi(-|x|)
@@ -118,7 +120,8 @@ template <bool ACCURATE> __device__ __forceinline__ float gelu(float x) {
     float d = fmaf(Tail::SLOPE, a, 1.0f);
     if constexpr (ACCURATE) {
         float t = reciprocal_refined(d);
-        return fmaf(-(a * t) * gauss(a), Tail::polynomial(t), positive);
+        Falling e = gauss(a);
+        return fmaf(-(a * t) * e.value, e.unscale * Tail::polynomial(t), positive);
     } else {
         float t = reciprocal_fast(d);
         float e = exp2_fast(fmaf(a * -0.72134752f, a, 32.0f));
@@ -147,19 +150,21 @@ template <int ACTIVATION> __device__ __forceinline__ float activate_gradient(flo
     if constexpr (ACTIVATION == GELU_TANH) {
         float a = fminf(fabsf(x), 16.0f), s = a * a;
         float slope = fmaf(0.2140644488f, s, 1.5957691216f);
-        float e = exp2_negative(tanh_exponent(a)), r = 1.0f / (1.0f + e);
+        Falling e = exp2_negative(tanh_exponent(a));
+        float r = 1.0f / fmaf(e.value, e.unscale, 1.0f);
         // At |x|: the falling part, so that a negative x does not cancel.
-        float tail = e * r, curve = a * tail * r * slope;
-        float y = x < 0.0f ? tail - curve : r + curve;
+        float tail = e.value * r, curve = a * tail * r * slope;
+        float y = x < 0.0f ? (tail - curve) * e.unscale : fmaf(curve, e.unscale, r);
         return x != x ? x : y;
     }
     if constexpr (ACTIVATION == GELU) {
         float a = fminf(fabsf(x), 16.0f);
         float t = reciprocal_refined(fmaf(NormalTail<true>::SLOPE, a, 1.0f));
-        float density = gauss(a);
-        float tail = density * t * NormalTail<true>::polynomial(t);
-        float curve = a * density * 0.39894228f;
-        float y = x < 0.0f ? tail - curve : 1.0f - (tail - curve);
+        Falling density = gauss(a);
+        float tail = density.value * t * NormalTail<true>::polynomial(t);
+        float curve = a * density.value * 0.39894228f;
+        float falling = (tail - curve) * density.unscale;
+        float y = x < 0.0f ? falling : 1.0f - falling;
         return x != x ? x : y;
     }
     return 1.0f;

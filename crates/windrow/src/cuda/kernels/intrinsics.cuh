@@ -33,17 +33,6 @@ __device__ __forceinline__ float exp2_fast(float x) {
 #endif
 }
 
-// As exp2_fast, with subnormal results.
-__device__ __forceinline__ float exp2_full(float x) {
-#if WINDROW_PTX
-    float y;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-#else
-    return exp2f(x);
-#endif
-}
-
 // 1 / x within one unit in the last place, for 2^-126 < |x| < 2^126.
 __device__ __forceinline__ float reciprocal_fast(float x) {
 #if WINDROW_PTX
