@@ -4,17 +4,19 @@ use super::{GeluAlgorithm, GeluArgs, GeluGrads, GeluPlan, GeluSpec, HalfMath, re
 use crate::verify::{Case, Check, Comparison, Placed, random_tensor};
 use crate::{Approximate, DType, Device, Layout, PlanOptions, Result, TensorDesc, Workspace};
 
+/// What shorter polynomials for halves add on CUDA: 2^-14.9 for the normal tail, and 2^-17 of an exponent near 128
+/// rounded to f32.
+pub(crate) const CUDA_HALF_POLYNOMIALS: f64 = 4e-5;
+
 /// Largest relative error of a kernel before it rounds to the output type.
 ///
 /// f32: 4 units in the last place of the activation (8 roundings' worth) and one rounding each for the
 /// bias, the gate and the product with `dy`. Half types are computed in f32 as well, but from shorter
-/// polynomials: on CUDA 2^-14.9 of that for the normal tail, and 2^-17 of an exponent near 128 rounded to
-/// f32. Native half arithmetic: about six roundings to the half type and 3e-4 of its fit, relative
+/// polynomials. Native half arithmetic: about six roundings to the half type and 3e-4 of its fit, relative
 /// to `x`.
 pub(crate) fn tolerance(spec: &GeluSpec, device: Device) -> f64 {
     /// See `cpu/table.rs`.
     const CPU_HALF_POLYNOMIALS: f64 = 5e-5;
-    const CUDA_HALF_POLYNOMIALS: f64 = 4e-5;
     let roundings = 11.0 * DType::F32.unit_roundoff();
     match device {
         _ if !spec.x.dtype.is_half() => roundings,

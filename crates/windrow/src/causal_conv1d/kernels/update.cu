@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
                 float w = W::to_float(weight[k * p.weight_stride[1]]);
                 sum = fmaf(w, T::to_float(tokens[STATE_LENGTH + 1 - WIDTH + k]), sum);
             }
-            *y = T::from_float(activate<ACT, sizeof(S) == 4>(sum));
+            *y = T::from_float(activate<ACT, true>(sum));
 #pragma unroll
             for (int k = 0; k < STATE_LENGTH; k++) c.state[k * c.state_step] = tokens[k + 1];
             continue;
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
                 float w = W::to_float(weight[k * p.weight_stride[1]]);
                 sum = fmaf(w, c.input(t + k - history), sum);
             }
-            y[t * p.y_stride[2]] = T::from_float(activate<ACT, sizeof(S) == 4>(sum));
+            y[t * p.y_stride[2]] = T::from_float(activate<ACT, true>(sum));
         }
 
         // The state takes the last new inputs: a ring in their slots, else it moves up.

@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(128) KERNEL(const Params p) {
             for (int k = 0; k < WIDTH; k++) {
                 sum[i] = fmaf(weight[k][i], T::to_float(tokens[i][STATE_LENGTH + 1 - WIDTH + k]), sum[i]);
             }
-            sum[i] = activate<ACT, sizeof(S) == 4>(sum[i]);
+            sum[i] = activate<ACT, true>(sum[i]);
         }
         y.pack(sum);
         y.template store<VECTOR>(out);
