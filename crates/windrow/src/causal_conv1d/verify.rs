@@ -283,10 +283,11 @@ const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 const LAYOUTS: [(&str, [usize; 3]); 2] =
     [("channel_first", [0, 1, 2]), ("channel_last", [0, 2, 1])];
 
-/// [b, d, l] and width, with their edge cases: nothing, one element, no token, fewer tokens than
+/// [b, d, l] and width, with their edge cases: nothing, no channel, one element, no token, fewer tokens than
 /// taps, less than a vector, the source document's case, several tasks.
-const SHAPES: [([usize; 3], usize); 9] = [
+const SHAPES: [([usize; 3], usize); 10] = [
     ([0, 3, 5], 4),
+    ([2, 0, 9], 3),
     ([1, 1, 1], 1),
     ([2, 3, 0], 3),
     ([2, 5, 2], 4),

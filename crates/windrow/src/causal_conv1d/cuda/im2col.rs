@@ -32,7 +32,8 @@ pub(super) struct GemmParams {
 #[derive(Clone, Debug)]
 pub(in crate::causal_conv1d) struct Im2colGemm {
     pub(super) gpu: &'static Gpu,
-    gemm: Arc<Gemm>,
+    /// None without input channels: there is nothing to sum.
+    gemm: Option<Arc<Gemm>>,
     params: GemmParams,
     /// Bytes of A, B, C and the product's own.
     parts: [usize; 4],
@@ -81,8 +82,8 @@ fn kernels(spec: &CausalConv1dSpec, operands: DType) -> [KernelSpec; 3] {
 
 impl Im2colGemm {
     /// # Errors
-    /// [`Error::SizeOverflow`], [`Error::Unsupported`] without input channels or with too many, and
-    /// those of kernels and of the product.
+    /// [`Error::SizeOverflow`], [`Error::Unsupported`] with too many channels, and those of kernels and of the
+    /// product.
     pub(in crate::causal_conv1d) fn new(
         index: u32,
         spec: &CausalConv1dSpec,
@@ -113,10 +114,10 @@ impl Im2colGemm {
         let sizes = [(rows, terms, dtype), (d_out, terms, dtype), (rows, d_out, DType::F32)];
         let [a, b_bytes, c] = sizes.map(|(rows, columns, dtype)| matrix(rows, columns, dtype));
         let (Some(a), Some(b_bytes), Some(c)) = (a, b_bytes, c) else { return Err(overflow()) };
-        if d == 0 || d.max(d_out) > GRID * TILE {
+        if d.max(d_out) > GRID * TILE {
             return Err(Error::unsupported(
                 format!("causal_conv1d im2col_gemm of {d} to {d_out} channels on cuda:{index}"),
-                format!("it takes 1 to {} channels", GRID * TILE),
+                format!("it takes {} channels at most", GRID * TILE),
             ));
         }
         let gemm = GemmSpec {
@@ -129,9 +130,10 @@ impl Im2colGemm {
             c: operand(DType::F32, false, d_out.max(1)),
             compute: GemmCompute::F32,
         };
-        let gemm = Gemm::new(gpu, &gemm)?;
+        let gemm = (terms > 0).then(|| Gemm::new(gpu, &gemm).map(Arc::new)).transpose()?;
+        let own = gemm.as_ref().map_or(0, |gemm| gemm.workspace_bytes());
         // Without a row there is no product, however large the weight is.
-        let parts = if rows == 0 { [0; 4] } else { [a, b_bytes, c, gemm.workspace_bytes()] };
+        let parts = if rows == 0 { [0; 4] } else { [a, b_bytes, c, own] };
         let load = |kernel: KernelSpec| gpu.kernel(&kernel);
         let [im2col, expand, epilogue] = kernels(spec, dtype);
         let weight = spec.weight.strides();
@@ -147,7 +149,7 @@ impl Im2colGemm {
         };
         Ok(Im2colGemm {
             gpu,
-            gemm: Arc::new(gemm),
+            gemm,
             params,
             parts,
             dtype,
@@ -228,9 +230,14 @@ impl Im2colGemm {
         // SAFETY: `GemmParams` is the kernels' structure (they compare its size), the views are valid on this device
         // for the strides in it, and the workspace holds the matrices and what the product needs.
         unsafe {
-            self.im2col.launch(stream, self.tiles(channels), &params)?;
-            self.expand.launch(stream, expand, &params)?;
-            self.gemm.run(at[0], at[1], at[2], at[3], stream)?;
+            match &self.gemm {
+                Some(gemm) => {
+                    self.im2col.launch(stream, self.tiles(channels), &params)?;
+                    self.expand.launch(stream, expand, &params)?;
+                    gemm.run(at[0], at[1], at[2], at[3], stream)?;
+                }
+                None => stream.zero(at[2], c)?,
+            }
         }
         Ok(params)
     }
