@@ -223,7 +223,7 @@ impl Operator for CausalConv1d {
         // SAFETY: a run writes all of its outputs.
         let states = states.map(|states| unsafe { states.into_storage() });
         *self.final_states.lock().expect("no run panics") = states;
-        // SAFETY: as above.
+        // SAFETY: the run has written all of y.
         Ok((unsafe { y.into_storage() }, Order::of(&spec.y).shape(spec.y.shape())))
     }
 

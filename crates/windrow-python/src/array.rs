@@ -307,7 +307,8 @@ impl<'py> Array<'py> {
         if self.read_only {
             return Err(PyValueError::new_err(format!("`{}` is read-only", self.arg)));
         }
-        // SAFETY: as above; plans check that outputs do not overlap inputs.
+        // SAFETY: the memory is as described while the object lives, and may be written; plans check that
+        // outputs do not overlap inputs.
         unsafe { TensorMut::from_raw(self.data, self.desc, self.device) }.map_err(exception)
     }
 }

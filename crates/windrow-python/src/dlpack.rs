@@ -267,7 +267,7 @@ unsafe extern "C" fn delete_versioned<O>(managed: *mut DLManagedTensorVersioned)
 }
 
 unsafe extern "C" fn delete_unversioned<O>(managed: *mut DLManagedTensor) {
-    // SAFETY: as above.
+    // SAFETY: made in `Export::manage`; a consumer calls the deleter once.
     unsafe {
         let context = (*managed).manager_ctx.cast::<Context<DLManagedTensor, O>>();
         drop(Box::from_raw(context));

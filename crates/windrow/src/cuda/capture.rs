@@ -208,7 +208,7 @@ pub(crate) fn despite_captures<T>(f: impl FnOnce() -> T) -> T {
     }
 
     let mut mode = Mode(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED);
-    // SAFETY: as above; leaves what was there in `mode`.
+    // SAFETY: any thread may exchange its own mode; what was there is left in `mode`.
     unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode.0) };
     f()
 }

@@ -256,7 +256,7 @@ fn compile(spec: &KernelSpec, target: &Target, options: &[String]) -> Result<Com
     };
     nvrtc(created, "nvrtcCreateProgram")?;
     let option_pointers = pointers(&options);
-    // SAFETY: as above.
+    // SAFETY: a program that was made; the options live until the call returns.
     let result = unsafe {
         sys::nvrtcCompileProgram(program.0, options.len() as i32, option_pointers.as_ptr())
     };

@@ -112,7 +112,7 @@ pub(crate) struct Gpu {
 struct Context(CUcontext);
 // SAFETY: a context handle may be used from any thread.
 unsafe impl Send for Context {}
-// SAFETY: as above.
+// SAFETY: several threads may have one context current at once.
 unsafe impl Sync for Context {}
 
 impl Gpu {
@@ -155,7 +155,7 @@ impl Gpu {
         }
         let attribute = |which| -> Result<u32> {
             let mut value = 0;
-            // SAFETY: as above.
+            // SAFETY: writes one number about a device that exists.
             let result = unsafe { sys::cuDeviceGetAttribute(&mut value, which, handle) };
             check(result, "cuDeviceGetAttribute", device)?;
             Ok(value as u32)

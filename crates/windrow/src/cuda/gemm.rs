@@ -258,7 +258,7 @@ struct Handle(sys::cublasLtHandle_t);
 
 // SAFETY: "the cuBLASLt handle can be used from any thread", says its documentation.
 unsafe impl Send for Handle {}
-// SAFETY: as above.
+// SAFETY: by several threads at once, says the same sentence.
 unsafe impl Sync for Handle {}
 
 impl Handle {
@@ -286,7 +286,7 @@ macro_rules! descriptor {
 
         // SAFETY: plain memory that no call changes once it is made.
         unsafe impl Send for $name {}
-        // SAFETY: as above.
+        // SAFETY: threads that share it only read.
         unsafe impl Sync for $name {}
 
         impl Drop for $name {

@@ -25,7 +25,7 @@ pub(crate) struct Kernel {
 
 // SAFETY: a function handle may be used from any thread.
 unsafe impl Send for Kernel {}
-// SAFETY: as above.
+// SAFETY: launching does not change what the handle names, and the counter is atomic.
 unsafe impl Sync for Kernel {}
 
 /// Kernels by what they were compiled from.

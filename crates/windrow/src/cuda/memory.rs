@@ -239,7 +239,7 @@ impl DeviceTensor {
     /// # Errors
     /// [`Error::OverlappingOutput`] if elements share memory.
     pub fn as_mut(&mut self) -> Result<TensorMut<'_>> {
-        // SAFETY: as above, mutably.
+        // SAFETY: the buffer covers the layout and is borrowed mutably by the view.
         unsafe { TensorMut::from_raw(self.address(), self.desc, self.device()) }
     }
 }

@@ -65,7 +65,7 @@ fn describe(result: CUresult) -> String {
         let mut words = std::ptr::null();
         // SAFETY: the call writes a pointer to a static string, or null for an unknown code.
         unsafe { get(result, &mut words) };
-        // SAFETY: as above.
+        // SAFETY: a static string that ends with a zero.
         (!words.is_null()).then(|| unsafe { CStr::from_ptr(words) }.to_string_lossy())
     };
     match (text(sys::cuGetErrorName), text(sys::cuGetErrorString)) {

@@ -190,7 +190,7 @@ mod tests {
         };
         drop(buffer);
         let again = SharedBuffer::new(&stream, 1 << 20).unwrap();
-        // SAFETY: as above.
+        // SAFETY: the memory is that long, and alive until the stream was waited for.
         unsafe { stream.zero(again.as_mut_ptr(), again.len()).unwrap() };
         stream.synchronize().unwrap();
     }

@@ -19,7 +19,7 @@ const PER_THREAD: usize = 2;
 
 // SAFETY: a stream handle may be used from any thread; the one that means another stream in each is refused.
 unsafe impl Send for Stream {}
-// SAFETY: as above.
+// SAFETY: the driver orders the calls of several threads that give work to one stream.
 unsafe impl Sync for Stream {}
 
 impl Stream {
@@ -212,7 +212,7 @@ pub struct Event {
 
 // SAFETY: an event handle may be used from any thread.
 unsafe impl Send for Event {}
-// SAFETY: as above.
+// SAFETY: the driver takes calls for one event from several threads at once.
 unsafe impl Sync for Event {}
 
 impl Event {

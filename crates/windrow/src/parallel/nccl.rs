@@ -190,7 +190,7 @@ struct Parent {
 
 // SAFETY: a communicator may be used from any thread, one at a time: the lock sees to that.
 unsafe impl Send for Parent {}
-// SAFETY: as above.
+// SAFETY: what is shared is reached through the lock.
 unsafe impl Sync for Parent {}
 
 impl Parent {

@@ -69,7 +69,7 @@ pub struct TensorMut<'a> {
 
 // SAFETY: a TensorRef is a shared borrow of plain numbers.
 unsafe impl Send for TensorRef<'_> {}
-// SAFETY: as above.
+// SAFETY: it gives read access only.
 unsafe impl Sync for TensorRef<'_> {}
 // SAFETY: a TensorMut is an exclusive borrow of plain numbers.
 unsafe impl Send for TensorMut<'_> {}

@@ -364,7 +364,7 @@ impl Gradients {
             r: p.r as i32,
             s: p.s as i32,
         };
-        // SAFETY: as above.
+        // SAFETY: the parts were written into the scratch memory, dw is the caller's promise.
         unsafe { self.add_parts(stream, desc.dtype, &params) }
     }
 
@@ -416,7 +416,7 @@ impl Gradients {
             r: 1,
             s: 1,
         };
-        // SAFETY: as above.
+        // SAFETY: the parts were written into the scratch memory, db is the caller's promise.
         unsafe { self.add_parts(stream, desc.dtype, &params) }
     }
 

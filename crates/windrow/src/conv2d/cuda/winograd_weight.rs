@@ -155,7 +155,7 @@ impl WinogradWeight {
             c: p.c as i32,
             c_padded: self.v.padded as i32,
         };
-        // SAFETY: the structure is the kernel's, the rest is as above.
+        // SAFETY: the structure is the kernel's, du lies in the scratch memory, dw is the caller's promise.
         unsafe {
             self.filter_grad.of(desc.dtype).launch(
                 stream,

@@ -81,7 +81,7 @@ impl Api {
         let detail = if words.is_null() {
             format!("error {status}")
         } else {
-            // SAFETY: as above.
+            // SAFETY: a static string that ends with a zero.
             unsafe { CStr::from_ptr(words) }.to_string_lossy().into_owned()
         };
         Err(Error::Backend { what: what.into(), device: gpu.device(), detail })
@@ -168,7 +168,7 @@ pub(super) struct Descriptor {
 
 // SAFETY: no call changes a descriptor once it is finalized.
 unsafe impl Send for Descriptor {}
-// SAFETY: as above.
+// SAFETY: threads that share it only read.
 unsafe impl Sync for Descriptor {}
 
 impl std::fmt::Debug for Descriptor {

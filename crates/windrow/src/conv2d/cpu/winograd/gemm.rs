@@ -128,7 +128,7 @@ impl Gemm<'_, '_> {
                 ahead: c * panel * S::LANES + group % panel * c * S::LANES,
             }
         };
-        // SAFETY: as above.
+        // SAFETY: the operands lie inside of U, V and M, by the caller's promise.
         unsafe {
             if panel == PANEL {
                 operands.run_group::<S, PANEL>(s, tiles.len());

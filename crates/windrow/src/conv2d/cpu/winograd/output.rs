@@ -108,7 +108,7 @@ impl<Y: SimdElement, const A: usize> OutputTransform<'_, Y, A> {
         let epilogue = Epilogue { activation: self.activation, ..Epilogue::NONE };
         let bound = epilogue.bound().map(|bound| s.splat(bound));
         for tile in 0..tiles {
-            // SAFETY: as above; the strip holds ROW columns.
+            // SAFETY: staging holds A - 2 rows of A columns of each tile, the strip ROW columns.
             unsafe {
                 let mut x = [s.zero(); A];
                 for (j, x) in x.iter_mut().enumerate() {

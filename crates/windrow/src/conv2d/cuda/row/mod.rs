@@ -257,7 +257,7 @@ impl WinogradRow {
                 unsafe { input.copy(stream, x, n, copy, x_max)? };
                 fused.map_of_copy(self, copy, n)?
             };
-            // SAFETY: as above.
+            // SAFETY: the caller's promise; the map is of x or of its copy, both of which have `n` images.
             unsafe { fused.launch(self, stream, map, packed, operands.bias, x_max, sums, y, n)? };
         }
         Ok(())
