@@ -9,6 +9,9 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
 use std::sync::Mutex;
 
+#[cfg(all(test, target_os = "linux"))]
+pub(crate) mod guarded;
+
 /// Cache line, and the widest vector load.
 const ALIGN: usize = 64;
 /// Smaller blocks come from the allocator, which keeps them without page faults itself.
@@ -23,6 +26,9 @@ pub(crate) struct Buffer {
     block: Block,
     len: usize,
     capacity: usize,
+    /// What the memory is part of instead of a block of the allocator.
+    #[cfg(all(test, target_os = "linux"))]
+    _pages: Option<guarded::Pages>,
 }
 
 // SAFETY: a Buffer owns plain bytes.
@@ -34,22 +40,37 @@ impl Buffer {
     /// `len` bytes: zeros, or what an earlier owner left.
     pub(crate) fn new(len: usize) -> Result<Self> {
         if len == 0 {
-            let ptr = NonNull::<Aligned>::dangling().cast();
-            return Ok(Buffer { ptr, block: Block(ptr), len: 0, capacity: 0 });
+            return Ok(Self::of(Block(NonNull::<Aligned>::dangling().cast()), 0, 0));
+        }
+        #[cfg(all(test, target_os = "linux"))]
+        if let Some(pages) = guarded::Pages::asked_for(len) {
+            let block = Block(pages.start());
+            return Ok(Buffer { _pages: Some(pages), ..Self::of(block, len, 0) });
         }
         if len >= CACHE_FROM
             && let Some((block, capacity)) =
                 CACHE.lock().unwrap_or_else(|e| e.into_inner()).take(len)
         {
-            return Ok(Buffer { ptr: block.start(), block, len, capacity });
+            return Ok(Self::of(block, len, capacity));
         }
         let oom = || Error::OutOfMemory { device: Device::Cpu, bytes: len };
         let layout = block_layout(len).ok_or_else(oom)?;
         // SAFETY: the layout has a non-zero size.
         let block = Block(NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(oom)?);
-        let ptr = block.start();
-        prefer_huge_pages(ptr, len);
-        Ok(Buffer { ptr, block, len, capacity: len })
+        prefer_huge_pages(block.start(), len);
+        Ok(Self::of(block, len, len))
+    }
+
+    /// The first `len` bytes of a block, whose owner it becomes unless the capacity is 0.
+    fn of(block: Block, len: usize, capacity: usize) -> Self {
+        Buffer {
+            ptr: block.start(),
+            block,
+            len,
+            capacity,
+            #[cfg(all(test, target_os = "linux"))]
+            _pages: None,
+        }
     }
 
     pub(crate) fn len(&self) -> usize {

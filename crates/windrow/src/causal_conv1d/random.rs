@@ -268,6 +268,9 @@ fn sample(
     let data = |choices: &mut Choices<'_>, i, desc: TensorDesc| {
         hold(choices, desc, numbers.data(seed + i, &desc, exact))
     };
+    let gradient = |choices: &mut Choices<'_>, i, desc: TensorDesc| {
+        hold(choices, desc, numbers.gradients(device).data(seed + i, &desc, exact))
+    };
     let empty = |choices: &mut Choices<'_>, desc: TensorDesc| hold(choices, desc, Vec::new());
     let [b, d, l] = [0, 1, 2].map(|i| spec.x.shape()[i]);
     let y_shape = spec.y.shape();
@@ -306,8 +309,8 @@ fn sample(
         inputs,
         y: empty(choices, spec.y)?,
         final_states: spec.final_states.map(|desc| empty(choices, desc)).transpose()?,
-        dy: parameters(choices, 5, dy)?,
-        dfinal_states: has_dfinal.then(|| parameters(choices, 6, dfinal)).transpose()?,
+        dy: gradient(choices, 5, dy)?,
+        dfinal_states: has_dfinal.then(|| gradient(choices, 6, dfinal)).transpose()?,
         gradients: Gradients {
             dx: dx?,
             dweight: dweight?,

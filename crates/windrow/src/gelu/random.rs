@@ -141,7 +141,7 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
     let bias = spec.bias.map(|d| hold(choices, d, Numbers::parameters(seed + 1, &d, false)));
     let gate = spec.gate.map(|d| hold(choices, d, Numbers::parameters(seed + 2, &d, false)));
     let dy = desc(choices, style, spec.x.dtype, spec.x.shape(), true)?;
-    let dy = hold(choices, dy, Numbers::parameters(seed + 3, &dy, false))?;
+    let dy = hold(choices, dy, numbers.gradients(device).data(seed + 3, &dy, false))?;
     let operands = Operands { x, bias: bias.transpose()?, gate: gate.transpose()?, dy };
     forward(choices, style, trial, &spec, &options, &operands)?;
     backward(choices, style, trial, &spec, &options, &operands)

@@ -1,6 +1,8 @@
 //! Tensors of known values.
 
 use super::choices::{self, Choices};
+#[cfg(all(test, target_os = "linux"))]
+use crate::buffer::guarded::Side;
 use crate::cuda::DeviceTensor;
 use crate::tensor::for_each_offset;
 use crate::{
@@ -108,6 +110,19 @@ pub(crate) struct Held {
 /// Elements behind a tensor that are watched, and before one that begins at an odd address.
 const MARGIN: usize = 3;
 
+/// Elements before and behind a tensor of so many bytes that is asked to have `before`.
+fn margins(before: usize, bytes: usize, dtype: DType) -> (usize, usize) {
+    // Where the pages around it are forbidden it begins at the first byte between them or ends at the last.
+    #[cfg(all(test, target_os = "linux"))]
+    match crate::buffer::guarded::side() {
+        Some(Side::Start) => return (0, MARGIN),
+        Some(Side::End) => return ((bytes.next_multiple_of(64) - bytes) / dtype.size(), 0),
+        None => {}
+    }
+    let _ = (bytes, dtype);
+    (before, MARGIN)
+}
+
 impl Held {
     /// On the CPU.
     #[cfg(test)]
@@ -124,7 +139,9 @@ impl Held {
         device: Device,
     ) -> Result<Self> {
         let (low, high) = desc.layout.extent().unwrap_or((0, -1));
-        let len = before + (high - low + 1) as usize + MARGIN;
+        let elements = (high - low + 1) as usize;
+        let (before, behind) = margins(before, elements * desc.dtype.size(), desc.dtype);
+        let len = before + elements + behind;
         let whole = TensorDesc::contiguous(desc.dtype, &[len])?;
         let mut memory = Tensor::uninitialised(whole)?;
         memory.as_bytes_mut().fill(0xff);
@@ -145,7 +162,7 @@ impl Held {
     pub(crate) fn as_mut(&mut self) -> Result<TensorMut<'_>> {
         let mut memory = self.memory.as_mut();
         let ptr = memory.as_mut_ptr().wrapping_add(self.offset);
-        // SAFETY: as for `as_ref`, borrowed mutably.
+        // SAFETY: the memory was made for the layout at this offset and is borrowed mutably.
         unsafe { TensorMut::from_raw(ptr.cast(), self.desc, memory.device()) }
     }
 
@@ -187,15 +204,28 @@ pub(crate) enum Numbers {
     Tiny,
     /// Data far beyond 1.
     Large,
+    /// Data up to an eighth of the largest number of their type.
+    Largest,
     /// No datum but zero.
     Zero,
 }
 
 impl Numbers {
     pub(crate) fn random(choices: &mut Choices<'_>) -> Self {
-        let rare =
-            [Numbers::Special, Numbers::Special, Numbers::Tiny, Numbers::Large, Numbers::Zero];
+        let rare = [
+            Numbers::Special,
+            Numbers::Special,
+            Numbers::Tiny,
+            Numbers::Large,
+            Numbers::Largest,
+            Numbers::Zero,
+        ];
         if choices.one_in(5) { choices.of(&rare) } else { Numbers::Ordinary }
+    }
+
+    /// What incoming gradients are made of: on the CPU the same kind.
+    pub(crate) fn gradients(self, device: Device) -> Self {
+        if device == Device::Cpu { self } else { Numbers::Ordinary }
     }
 
     /// Numbers for a tensor of parameters or of gradients, multiples of 1/8 if `exact`: sums of their
@@ -216,6 +246,8 @@ impl Numbers {
             (Numbers::Tiny, _) => 2f64.powi(-127),
             (Numbers::Large, DType::F16) => 2f64.powi(6),
             (Numbers::Large, _) => 2f64.powi(60),
+            (Numbers::Largest, DType::F16) => 2f64.powi(12),
+            (Numbers::Largest, _) => 2f64.powi(124),
             (Numbers::Zero, _) => 0.0,
             (Numbers::Ordinary | Numbers::Special, _) => 1.0,
         };

@@ -212,6 +212,22 @@ mod tests {
         }
     }
 
+    /// All that a case holds begins, and then ends, at a page that nobody may touch: tensors, workspaces, packed
+    /// filters. A kernel that reads or writes beyond ends this process; it says which case that was.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn random_cases_stay_inside_of_their_memory() {
+        use crate::buffer::guarded::{Side, guard, report_faults};
+        for case in 0..240 {
+            for side in [Side::Start, Side::End] {
+                report_faults(case, side);
+                let outcome = guard(side, || random_case(21, case, Device::Cpu));
+                let Outcome { description, failures, .. } = &outcome;
+                assert!(failures.is_empty(), "case {case}: {description}\n{failures:#?}");
+            }
+        }
+    }
+
     /// Nothing without a device.
     #[test]
     fn random_cases_pass_on_cuda() {
