@@ -1,9 +1,11 @@
 """Calls from many threads, and the plans that they share."""
 
+import os
 import subprocess
 import sys
 
 import numpy as np
+import pytest
 import windrow
 from windrow import _native
 
@@ -44,8 +46,35 @@ for n, image in enumerate(images):
 """
 
 
+FORK = """
+import os, signal
+import numpy as np, windrow
+
+x = np.random.default_rng(0).standard_normal((2, 64, 40, 40)).astype(np.float32)
+weight = np.ones((96, 64, 3, 3), np.float32)
+want = windrow.conv2d(x, weight, padding=1)
+child = os.fork()
+if child == 0:
+    # The threads of the parent are gone.
+    signal.alarm(60)
+    same = (windrow.conv2d(x, weight, padding=1) == want).all()
+    # A plan that the parent did not make.
+    half = windrow.conv2d(x[:1], weight, padding=1)
+    os._exit(0 if same and (half == want[:1]).all() else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert (windrow.conv2d(x, weight, padding=1) == want).all()
+"""
+
+
 def test_many_plans_in_many_threads():
     subprocess.run([sys.executable, "-c", MANY_THREADS], check=True, timeout=SECONDS)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_process_computes_the_same():
+    # Python warns of forks while there are threads, which is what this is about.
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK]
+    subprocess.run(command, check=True, timeout=SECONDS)
 
 
 def test_the_plan_used_longest_ago_is_dropped():
