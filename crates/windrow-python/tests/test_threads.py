@@ -58,9 +58,9 @@ if child == 0:
     # The threads of the parent are gone.
     signal.alarm(60)
     same = (windrow.conv2d(x, weight, padding=1) == want).all()
-    # A plan that the parent did not make.
+    # A plan that the parent did not make, perhaps by another algorithm.
     half = windrow.conv2d(x[:1], weight, padding=1)
-    os._exit(0 if same and (half == want[:1]).all() else 1)
+    os._exit(0 if same and np.allclose(half, want[:1], atol=0.01) else 1)
 assert os.waitpid(child, 0)[1] == 0
 assert (windrow.conv2d(x, weight, padding=1) == want).all()
 """

@@ -52,7 +52,8 @@ pub enum Verify {
     /// No check.
     Off,
     /// Every run is compared with the oracle and returns [`Error::Verification`] where it differs
-    /// by more than the documented tolerance. Slow; runs allocate.
+    /// by more than the documented tolerance. Slow; runs allocate, and the process ends where there is no
+    /// memory for the oracle.
     On,
 }
 
