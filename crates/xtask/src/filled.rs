@@ -1,7 +1,7 @@
 //! What the pages take from records: tables and pictures, so that no figure is typed by hand.
 //!
 //! A table or a picture stands between `<!-- NAME from RECORD -->` and `<!-- end -->`, where RECORD is one or more
-//! folders of benchmarks/record, divided by commas.
+//! folders of benchmarks/record, divided by commas. `NAME of OPERATOR` is the part of a table for one operator.
 
 use crate::pages;
 use crate::record::RECORDS;
@@ -77,12 +77,13 @@ impl Filled {
 fn content(name: &str, records: &[&str]) -> Result<Filled> {
     let [record, others @ ..] = records else { return Err("a marker without a record".into()) };
     let second = others.first().copied().unwrap_or(record);
+    let (name, op) = name.split_once(" of ").unwrap_or((name, ""));
     let table = match name {
         "speed" => tables::speed(&json(record, "bench")?),
         "accuracy" => tables::accuracy(&json(record, "verify")?),
-        "peers" => tables::peers(&json(record, "cpu")?),
+        "peers" => tables::peers(&json(record, "cpu")?, op),
         "cuda-conv2d" => tables::cuda_conv2d(&json(record, "conv2d")?),
-        "cuda-memory" => tables::cuda_memory(&json(record, "gelu-causal_conv1d")?),
+        "cuda-memory" => tables::cuda_memory(&json(record, "gelu-causal_conv1d")?, op),
         "models" => tables::models(&json(record, "models")?),
         "model-errors" => tables::model_errors(&json(record, "models")?),
         "speed-picture" => {

@@ -86,14 +86,15 @@ pub(crate) fn accuracy(verify: &Value) -> Result<String> {
 }
 
 /// How many times faster than other libraries on the CPU, by suite, element type and number of
-/// threads: the fastest of each case, then each library.
-pub(crate) fn peers(cpu: &Value) -> Result<String> {
+/// threads: the fastest of each case, then each library. Only operators whose names begin with `op`.
+pub(crate) fn peers(cpu: &Value, op: &str) -> Result<String> {
     let libraries = ["torch", "onnxruntime", "ncnn", "candle"];
     let mut out = format!("{}.\n\n", text(cpu, "machine").replace('-', " "));
     out += "| operator | dtype | threads | cases | fastest of them | least | PyTorch | ONNX Runtime | ncnn | candle |\n";
     out += "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|\n";
     for (threads, suites) in members(&cpu["threads"]) {
-        for (suite, cases) in members(suites).filter(|(suite, _)| *suite != "overhead") {
+        let wanted = |suite: &str| suite != "overhead" && suite.starts_with(op);
+        for (suite, cases) in members(suites).filter(|(suite, _)| wanted(suite)) {
             let dtype = |case: &str| case.split(' ').nth(1).unwrap_or("-").to_owned();
             let mut dtypes: Vec<String> = members(cases).map(|(case, _)| dtype(case)).collect();
             dtypes.dedup();
@@ -183,12 +184,14 @@ pub(crate) fn cuda_conv2d(record: &Value) -> Result<String> {
     Ok(out)
 }
 
-/// GELU and causal conv1d of the largest shape of each kind: bytes a second, beside a copy and others.
-pub(crate) fn cuda_memory(record: &Value) -> Result<String> {
+/// GELU and causal conv1d of the largest shape of each kind: bytes a second, beside a copy and others. Only the
+/// operator whose name begins with `wanted`.
+pub(crate) fn cuda_memory(record: &Value, wanted: &str) -> Result<String> {
     let shown = |r: &&Value| {
-        let shape = r["shape"].to_string();
-        (text(r, "op") == "gelu" && shape == "[16384,8192]")
-            || (text(r, "op") == "causal_conv1d" && shape == "[8,4096,2048]")
+        let (op, shape) = (text(r, "op"), r["shape"].to_string());
+        let largest = (op == "gelu" && shape == "[16384,8192]")
+            || (op == "causal_conv1d" && shape == "[8,4096,2048]");
+        largest && op.starts_with(wanted)
     };
     let mut out = format!(
         "{}, PyTorch {}.\n\n",
@@ -319,10 +322,11 @@ mod tests {
             "gelu f32 tanh 8x8": {"windrow": t(2.0), "windrow out=": t(1.0), "torch": t(4.0), "ncnn": t(3.0)},
             "gelu f32 none 8x8": {"windrow": t(1.0), "torch": t(1.0)},
         }}}});
-        let table = peers(&cpu).unwrap();
+        let table = peers(&cpu, "").unwrap();
         assert!(table.starts_with("a b.\n"), "{table}");
         let line = "| gelu | f32 | 2 | 2 | 1.73x | 1.00x | 2.00x | - | 3.00x | - |\n";
         assert!(table.ends_with(line), "{table}");
+        assert_eq!(peers(&cpu, "conv2d").unwrap().lines().count(), 4);
     }
 
     #[test]
@@ -351,7 +355,7 @@ mod tests {
         let rows =
             [row("copy", "16 bytes", 1.0), row("gelu", "none a", 2.0), row("gelu", "none b", 1.0)];
         let record = json!({"machine": {"device": "G", "torch": "t"}, "rows": rows});
-        let table = cuda_memory(&record).unwrap();
+        let table = cuda_memory(&record, "gelu").unwrap();
         let line = "| gelu | [16384, 8192] | f16 | exact | 4.00 | 100.0% | 2.00x | - |\n";
         assert!(table.ends_with(line) && table.matches("gelu").count() == 1, "{table}");
     }
