@@ -7,7 +7,7 @@
 
 use crate::pages::{self, Block, blocks};
 use crate::steps::{Result, cargo, root};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::{env, fs};
 
@@ -23,8 +23,7 @@ pub(crate) fn shell(environment: &Path) -> Result {
     if !built.success() {
         return Err(format!("the command does not build: {built}").into());
     }
-    let target =
-        env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from);
+    let target = root().join(env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into()));
     let mut path = vec![target.join("debug"), environment.join("bin")];
     path.extend(env::var_os("PATH").iter().flat_map(env::split_paths));
     let path = env::join_paths(path)?;
