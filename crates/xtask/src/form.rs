@@ -76,10 +76,12 @@ fn inside(path: &Path) -> Option<PathBuf> {
     Some(clean)
 }
 
-/// Targets of `[text](target)`, `![text](target)`, `src="target"` and `href="target"` outside of code.
+/// Targets of `[text](target)`, `![text](target)`, `[name]: target`, `src="target"` and `href="target"` outside of code.
 fn links(text: &str) -> impl Iterator<Item = String> {
     let text = without_inline_code(&prose(text));
-    let mut found = Vec::new();
+    let named = text.lines().filter(|line| line.starts_with('['));
+    let named = named.filter_map(|line| Some(line.split_once("]: ")?.1.to_owned()));
+    let mut found: Vec<String> = named.collect();
     for (start, end) in [("](", ')'), ("src=\"", '"'), ("srcset=\"", '"'), ("href=\"", '"')] {
         for (at, _) in text.match_indices(start) {
             let target = text[at + start.len()..].split(end).next().unwrap_or_default();
@@ -137,6 +139,7 @@ mod tests {
         );
         assert_eq!(broken(&page("[a](none.md)")), ["(none.md) leads to no file"]);
         assert_eq!(broken(&page("<img src=\"none.svg\">")), ["(none.svg) leads to no file"]);
+        assert_eq!(broken(&page("[a]: none.md")), ["(none.md) leads to no file"]);
         assert_eq!(broken(&page("[a](../../etc)")).len(), 1);
         assert!(broken(&page("```\n[a](none.md)\n```\nand `[a](none.md)`")).is_empty());
     }
