@@ -1,11 +1,11 @@
-//! The examples of the pages are run as they stand there.
+//! The examples of README.md and docs/ are run as they stand there.
 //!
 //! A block of `sh` or `python` is a program of its own; those of one page share a folder that is empty at first. A
 //! block of `text` that comes next is what the program prints, where `...` stands for anything. `ignore` behind the
 //! language leaves a block out: what needs a GPU, the network or much time. Blocks of Rust are tests of the crate
 //! `pages`.
 
-use crate::pages::{self, Block, blocks};
+use crate::pages::{self, Block, Page, blocks};
 use crate::steps::{Result, cargo, root};
 use std::path::Path;
 use std::process::Command;
@@ -58,7 +58,7 @@ fn run_all(
     command: impl Fn(&Path) -> Command,
 ) -> Result {
     let mut ran = 0;
-    for page in pages::all()? {
+    for page in pages::all()?.into_iter().filter(Page::is_guide) {
         let folder = env::temp_dir().join(format!("windrow-examples-{}", std::process::id()));
         fs::create_dir_all(&folder)?;
         for example in examples(&page.text, language) {

@@ -32,8 +32,7 @@ const UNNAMED: &str = "benchmarks/record/unnamed.txt";
 /// Fails if a page gives a figure without a record, or a record does not name its commit.
 pub(crate) fn check() -> Result {
     let mut faults = Vec::new();
-    let measured = |page: &Page| page.name == "README.md" || page.name.starts_with("docs/");
-    for Page { name, text } in pages::all()?.into_iter().filter(measured) {
+    for Page { name, text } in pages::all()?.into_iter().filter(Page::is_guide) {
         faults.extend(sections_without_record(&text).into_iter().map(|(heading, figure)| {
             format!("{name}, \"{heading}\": {figure} without a file of {RECORDS}")
         }));

@@ -10,6 +10,13 @@ pub(crate) struct Page {
     pub(crate) text: String,
 }
 
+impl Page {
+    /// True for README.md and docs/: their figures have records, their examples run, their lines are cut.
+    pub(crate) fn is_guide(&self) -> bool {
+        self.name == "README.md" || self.name.starts_with("docs/")
+    }
+}
+
 /// Every Markdown file of the project but those of the records, in order of their names.
 pub(crate) fn all() -> Result<Vec<Page>> {
     let mut pages = Vec::new();
