@@ -1,9 +1,10 @@
 //! Many channels, batches, sequences and tokens, compared with the oracle.
 
-use crate::common::{Call, Causal, Packing, causal_conv1d, gelu, options, update};
+use crate::common::{Call, Causal, Conv, Packing, causal_conv1d, conv2d, gelu, options, update};
 use windrow::{
     CausalConv1dAlgorithm, CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs,
-    CausalConv1dPlan, CausalConv1dSpec, DType, Device, TensorMut, TensorRef, Verify, Workspace,
+    CausalConv1dPlan, CausalConv1dSpec, Conv2dAlgorithm, DType, Device, TensorMut, TensorRef, Tile,
+    Verify, Workspace,
 };
 
 /// More than 16 bits count.
@@ -44,6 +45,38 @@ fn many_batches_channels_and_sequences() {
         .map(causal_conv1d),
     );
     check([update(DType::F32, [MANY, 1, 1], 3), update(DType::F16, [1, MANY, 1], 3)]);
+}
+
+const CONV: Conv = Conv {
+    dtype: DType::F32,
+    algorithm: Conv2dAlgorithm::Direct,
+    x: [1, 1, 1, 1],
+    w: [1, 1, 3, 3],
+    stride: 1,
+    groups: 1,
+};
+
+#[test]
+fn many_images() {
+    use Conv2dAlgorithm::{Direct, Im2colGemm, WinogradGemm};
+    let by = |algorithm| conv2d(Conv { x: [MANY, 1, 1, 1], algorithm, ..CONV });
+    check([Direct, Im2colGemm, WinogradGemm(Tile::F2)].map(by));
+}
+
+#[test]
+fn many_channels_and_groups() {
+    let convs = [
+        Conv { x: [1, MANY, 1, 1], w: [1, MANY, 1, 1], dtype: DType::F16, ..CONV },
+        Conv { w: [MANY, 1, 1, 1], ..CONV },
+        Conv { x: [1, MANY, 1, 1], w: [MANY, 1, 1, 1], groups: MANY, ..CONV },
+    ];
+    check(convs.into_iter().flat_map(Conv::by_all_algorithms));
+}
+
+#[test]
+fn many_pixels_in_a_line() {
+    let by = |x| conv2d(Conv { x, ..CONV });
+    check([[1, 1, 1, MANY], [1, 1, MANY, 1]].map(by));
 }
 
 /// Small whole numbers, so that every sum but those over all tokens is exact: no oracle of this size is needed.
