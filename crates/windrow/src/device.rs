@@ -13,6 +13,16 @@ pub enum Device {
     Cuda(u32),
 }
 
+impl Device {
+    /// `cpu` or `cuda`, whatever the index.
+    pub(crate) const fn backend(self) -> &'static str {
+        match self {
+            Device::Cpu => "cpu",
+            Device::Cuda(_) => "cuda",
+        }
+    }
+}
+
 impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

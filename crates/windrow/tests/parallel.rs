@@ -2,6 +2,7 @@
 //! test here; splitting, rendezvous and time-outs are tested beside their code.
 
 #![cfg(target_os = "linux")]
+#![cfg(feature = "cuda")]
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};

@@ -106,16 +106,16 @@ impl Tunable for Problem {
 
     fn candidates(&self) -> Result<Vec<GeluConfiguration>> {
         let algorithms = GeluPlan::algorithms(&self.spec, self.options.device);
-        if self.options.device == Device::Cpu {
+        let Device::Cuda(index) = self.options.device else {
             return Ok(algorithms.into_iter().map(GeluConfiguration::new).collect());
-        }
+        };
         let mut all = Vec::new();
         for &algorithm in &algorithms {
             let base = GeluConfiguration::new(algorithm);
             let blocks = [64, 256, 512, 1024].map(|n| GeluConfiguration { block: Some(n), ..base });
             let unrolls = [1, 2, 4].map(|n| GeluConfiguration { unroll: Some(n), ..base });
             for variant in [base].into_iter().chain(blocks).chain(unrolls) {
-                let configuration = cuda::complete(&self.spec, &variant);
+                let configuration = cuda::complete(index, &self.spec, &variant);
                 if !all.contains(&configuration) {
                     all.push(configuration);
                 }

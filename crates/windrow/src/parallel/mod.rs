@@ -43,7 +43,7 @@ pub use job::Job;
 pub use nccl::nccl_version;
 pub use shard::shard;
 
-use crate::cuda::{DeviceTensor, Event, Gpu, Stream};
+use crate::gpu::{DeviceTensor, Event, Gpu, Stream};
 use crate::tensor::check_device;
 use crate::{Device, Error, Result, TensorDesc, TensorMut, TensorRef, Workspace};
 use link::Link;
@@ -142,7 +142,7 @@ impl DataParallel {
     /// As [`DataParallel::local`]; [`Error::Parallel`] also if not all ranks come in time.
     pub fn join(job: &Job, timeout: Duration) -> Result<Self> {
         let deadline = Instant::now() + timeout;
-        let visible = crate::cuda::devices()?.len();
+        let visible = crate::gpu::devices()?.len();
         let gpu = Gpu::get(job.device(visible)?)?;
         let id = match job.world {
             1 => [0; 128],

@@ -7,12 +7,14 @@
 
 use super::link::Engine;
 use super::rendezvous::Id;
-use crate::cuda::{Event, Gpu, Library, NCCL, Stream};
+use crate::cuda;
+use crate::gpu::library::{Library, library};
+use crate::gpu::{Event, Gpu, Stream};
 use crate::{DType, Device, Error, Result};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ops::Range;
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 type Comm = *mut c_void;
 type Status = c_int;
@@ -56,54 +58,36 @@ impl Config {
     }
 }
 
-macro_rules! api {
-    ($($name:ident: $symbol:literal fn($($arg:ty),*) -> $ret:ty;)*) => {
-        /// The functions of the library, which stays loaded for the life of the process.
-        struct Api { $($name: unsafe extern "C" fn($($arg),*) -> $ret,)* }
+static LIBNCCL: Library = Library {
+    // The name that every build of NCCL 2 has, and gives itself.
+    versions: &[""],
+    since: "NCCL 2.18",
+    ..cuda::toolkit("libnccl.so.2", "nvidia-nccl-cu13")
+};
 
-        impl Api {
-            fn load() -> Result<Self, String> {
-                // SAFETY: NCCL; loading it runs only its own initialisation.
-                let library = unsafe { libloading::Library::new(NCCL) }.map_err(|e| e.to_string())?;
-                // It must outlive the functions.
-                let library: &'static libloading::Library = Box::leak(Box::new(library));
-                // SAFETY: the types are those of `nccl.h`, unchanged since 2.18.
-                Ok(unsafe { Api { $($name: *library.get($symbol).map_err(|e| e.to_string())?,)* } })
-            }
-        }
-    };
+library! {
+    /// The functions of the library, with types as in `nccl.h`, unchanged since 2.18.
+    struct Nccl in LIBNCCL;
+
+    fn ncclGetVersion(version: *mut c_int) -> Status;
+    fn ncclGetUniqueId(id: *mut UniqueId) -> Status;
+    fn ncclCommInitRankConfig(comm: *mut Comm, world: c_int, id: UniqueId, rank: c_int, config: *mut Config) -> Status;
+    fn ncclCommGetAsyncError(comm: Comm, status: *mut Status) -> Status;
+    fn ncclCommSplit(comm: Comm, color: c_int, key: c_int, child: *mut Comm, config: *mut Config) -> Status;
+    fn ncclCommDestroy(comm: Comm) -> Status;
+    fn ncclCommAbort(comm: Comm) -> Status;
+    fn ncclGroupStart() -> Status;
+    fn ncclGroupEnd() -> Status;
+    fn ncclAllGather(from: *const c_void, to: *mut c_void, count: usize, dtype: c_int, comm: Comm, stream: *mut c_void) -> Status;
+    fn ncclBroadcast(from: *const c_void, to: *mut c_void, count: usize, dtype: c_int, root: c_int, comm: Comm, stream: *mut c_void) -> Status;
+    fn ncclAllReduce(from: *const c_void, to: *mut c_void, count: usize, dtype: c_int, operation: c_int, comm: Comm, stream: *mut c_void) -> Status;
+    fn ncclSend(from: *const c_void, count: usize, dtype: c_int, peer: c_int, comm: Comm, stream: *mut c_void) -> Status;
+    fn ncclRecv(to: *mut c_void, count: usize, dtype: c_int, peer: c_int, comm: Comm, stream: *mut c_void) -> Status;
+    fn ncclGetErrorString(status: Status) -> *const c_char;
+    fn ncclGetLastError(comm: Comm) -> *const c_char;
 }
 
-api! {
-    get_version: b"ncclGetVersion\0" fn(*mut c_int) -> Status;
-    get_unique_id: b"ncclGetUniqueId\0" fn(*mut UniqueId) -> Status;
-    init: b"ncclCommInitRankConfig\0" fn(*mut Comm, c_int, UniqueId, c_int, *mut Config) -> Status;
-    async_error: b"ncclCommGetAsyncError\0" fn(Comm, *mut Status) -> Status;
-    split: b"ncclCommSplit\0" fn(Comm, c_int, c_int, *mut Comm, *mut Config) -> Status;
-    destroy: b"ncclCommDestroy\0" fn(Comm) -> Status;
-    abort: b"ncclCommAbort\0" fn(Comm) -> Status;
-    group_start: b"ncclGroupStart\0" fn() -> Status;
-    group_end: b"ncclGroupEnd\0" fn() -> Status;
-    all_gather: b"ncclAllGather\0" fn(*const c_void, *mut c_void, usize, c_int, Comm, *mut c_void) -> Status;
-    broadcast: b"ncclBroadcast\0" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> Status;
-    all_reduce: b"ncclAllReduce\0" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> Status;
-    send: b"ncclSend\0" fn(*const c_void, usize, c_int, c_int, Comm, *mut c_void) -> Status;
-    recv: b"ncclRecv\0" fn(*mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> Status;
-    error_string: b"ncclGetErrorString\0" fn(Status) -> *const c_char;
-    last_error: b"ncclGetLastError\0" fn(Comm) -> *const c_char;
-}
-
-impl Api {
-    fn get() -> Result<&'static Api> {
-        static API: OnceLock<Result<Api, String>> = OnceLock::new();
-        Library::Nccl.require()?;
-        API.get_or_init(Api::load).as_ref().map_err(|detail| Error::Backend {
-            what: "loading libnccl".into(),
-            device: Device::Cuda(0),
-            detail: format!("{detail}; NCCL 2.18 or later is needed"),
-        })
-    }
-
+impl Nccl {
     /// Words for a status that is neither success nor "in progress".
     fn check(&self, status: Status) -> Result<(), String> {
         if status == SUCCESS || status == IN_PROGRESS {
@@ -115,7 +99,10 @@ impl Api {
         };
         // SAFETY: both calls take any status and write nothing; the last error needs no communicator.
         let (name, last) = unsafe {
-            (text((self.error_string)(status)), text((self.last_error)(std::ptr::null_mut())))
+            (
+                text(self.ncclGetErrorString(status)),
+                text(self.ncclGetLastError(std::ptr::null_mut())),
+            )
         };
         let name = name.unwrap_or_else(|| format!("error {status}").into());
         Err(match last.map(|l| l.trim().to_owned()) {
@@ -130,10 +117,10 @@ impl Api {
 /// # Errors
 /// [`Error::Backend`] without NCCL: the message says how to get it.
 pub fn nccl_version() -> Result<String> {
-    let api = Api::get()?;
+    let api = Nccl::get()?;
     let mut code = 0;
     // SAFETY: the call writes one integer.
-    let status = unsafe { (api.get_version)(&mut code) };
+    let status = unsafe { api.ncclGetVersion(&mut code) };
     api.check(status).map_err(|detail| Error::Backend {
         what: "ncclGetVersion".into(),
         device: Device::Cuda(0),
@@ -144,10 +131,10 @@ pub fn nccl_version() -> Result<String> {
 
 /// What the ranks of a new group have to know in common.
 pub(super) fn unique_id() -> Result<Id> {
-    let api = Api::get()?;
+    let api = Nccl::get()?;
     let mut id = UniqueId([0; 128]);
     // SAFETY: the call writes the structure.
-    let status = unsafe { (api.get_unique_id)(&mut id) };
+    let status = unsafe { api.ncclGetUniqueId(&mut id) };
     let error =
         |detail| Error::Backend { what: "ncclGetUniqueId".into(), device: Device::Cuda(0), detail };
     api.check(status).map_err(error)?;
@@ -182,7 +169,7 @@ impl Way {
 
 /// The communicator that connects and aborts.
 struct Parent {
-    api: &'static Api,
+    api: &'static Nccl,
     gpu: &'static Gpu,
     /// Null once it was freed.
     comm: Mutex<Comm>,
@@ -199,7 +186,7 @@ impl Parent {
     }
 
     /// Runs a call of NCCL with the device current.
-    fn call(&self, comm: Comm, f: impl FnOnce(&Api, Comm) -> Status) -> Result<(), String> {
+    fn call(&self, comm: Comm, f: impl FnOnce(&Nccl, Comm) -> Status) -> Result<(), String> {
         if comm.is_null() {
             return Err("the communicator was released".into());
         }
@@ -211,7 +198,7 @@ impl Parent {
     fn is_ready(&self, comm: Comm) -> Result<bool, String> {
         let mut status = SUCCESS;
         // SAFETY: the call writes one status.
-        self.call(comm, |api, comm| unsafe { (api.async_error)(comm, &mut status) })?;
+        self.call(comm, |api, comm| unsafe { api.ncclCommGetAsyncError(comm, &mut status) })?;
         self.api.check(status)?;
         Ok(status != IN_PROGRESS)
     }
@@ -221,13 +208,13 @@ impl Parent {
     fn abort(&self, comm: &mut Comm) {
         let comm = std::mem::replace(comm, std::ptr::null_mut());
         // SAFETY: may be called at any time; the communicator is not used after.
-        let _ = self.call(comm, |api, comm| unsafe { (api.abort)(comm) });
+        let _ = self.call(comm, |api, comm| unsafe { api.ncclCommAbort(comm) });
     }
 
     fn destroy(&self, comm: &mut Comm) -> Result<(), String> {
         let comm = std::mem::replace(comm, std::ptr::null_mut());
         // SAFETY: the communicator is not used after.
-        self.call(comm, |api, comm| unsafe { (api.destroy)(comm) })
+        self.call(comm, |api, comm| unsafe { api.ncclCommDestroy(comm) })
     }
 }
 
@@ -252,13 +239,19 @@ enum Stage {
 impl Communicator {
     /// Begins to connect; done when ready.
     pub(super) fn new(gpu: &'static Gpu, id: &Id, rank: usize, world: usize) -> Result<Self> {
-        let api = Api::get()?;
+        let api = Nccl::get()?;
         let _current = gpu.enter()?;
         let mut comm = std::ptr::null_mut();
         let id = UniqueId(id.map(|b| b as c_char));
         // SAFETY: the device is current; the configuration is read during the call.
         let status = unsafe {
-            (api.init)(&mut comm, world as c_int, id, rank as c_int, &mut Config::new(false))
+            api.ncclCommInitRankConfig(
+                &mut comm,
+                world as c_int,
+                id,
+                rank as c_int,
+                &mut Config::new(false),
+            )
         };
         api.check(status).map_err(|detail| Error::Parallel {
             rank,
@@ -275,7 +268,7 @@ impl Communicator {
     }
 
     /// Runs a call of the child with the device current.
-    fn call(&self, f: impl FnOnce(&Api, Comm) -> Status) -> Result<(), String> {
+    fn call(&self, f: impl FnOnce(&Nccl, Comm) -> Status) -> Result<(), String> {
         self.parent.call(self.child.load(Ordering::Acquire), f)
     }
 
@@ -298,25 +291,25 @@ impl Communicator {
             // SAFETY: the caller's promise; own block and whole are placed as NCCL's in-place form
             // asks.
             return self.call(|api, comm| unsafe {
-                (api.all_gather)(own, whole, len, BYTES, comm, stream)
+                api.ncclAllGather(own, whole, len, BYTES, comm, stream)
             });
         }
         // SAFETY: the caller's promise; a group that was begun is ended.
         self.call(|api, comm| unsafe {
-            (api.group_start)();
+            api.ncclGroupStart();
             let failed =
                 blocks.iter().enumerate().filter(|(_, b)| !b.is_empty()).find_map(|(i, b)| {
                     let (ptr, len, rank) = (at(b), b.len(), i as c_int);
                     let status = match way {
                         Way::Pair if i == self.rank => {
-                            (api.send)(ptr, len, BYTES, 1 - rank, comm, stream)
+                            api.ncclSend(ptr, len, BYTES, 1 - rank, comm, stream)
                         }
-                        Way::Pair => (api.recv)(ptr, len, BYTES, rank, comm, stream),
-                        _ => (api.broadcast)(ptr, ptr, len, BYTES, rank, comm, stream),
+                        Way::Pair => api.ncclRecv(ptr, len, BYTES, rank, comm, stream),
+                        _ => api.ncclBroadcast(ptr, ptr, len, BYTES, rank, comm, stream),
                     };
                     (status != SUCCESS && status != IN_PROGRESS).then_some(status)
                 });
-            let end = (api.group_end)();
+            let end = api.ncclGroupEnd();
             failed.unwrap_or(end)
         })
     }
@@ -335,7 +328,7 @@ impl Communicator {
         let (ptr, stream) = (ptr.cast::<c_void>(), stream.as_raw());
         // SAFETY: the caller's promise.
         self.call(|api, comm| unsafe {
-            (api.broadcast)(ptr, ptr, bytes, BYTES, root as c_int, comm, stream)
+            api.ncclBroadcast(ptr, ptr, bytes, BYTES, root as c_int, comm, stream)
         })
     }
 
@@ -360,7 +353,7 @@ impl Communicator {
         };
         let (ptr, stream) = (ptr.cast::<c_void>(), stream.as_raw());
         // SAFETY: the caller's promise.
-        self.call(|api, comm| unsafe { (api.all_reduce)(ptr, ptr, len, dtype, SUM, comm, stream) })
+        self.call(|api, comm| unsafe { api.ncclAllReduce(ptr, ptr, len, dtype, SUM, comm, stream) })
     }
 }
 
@@ -384,7 +377,7 @@ impl Engine for Communicator {
                 // SAFETY: the configuration is read during the call; the place of the child stays
                 // until the parent is ready, or was aborted.
                 self.parent.call(*comm, |api, comm| unsafe {
-                    (api.split)(comm, 0, rank, child, &mut Config::new(true))
+                    api.ncclCommSplit(comm, 0, rank, child, &mut Config::new(true))
                 })?;
                 self.stage = Stage::Splitting;
                 Ok(false)

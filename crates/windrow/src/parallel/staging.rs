@@ -2,7 +2,7 @@
 //! copy engine moves one, the processor fills or empties the other.
 
 use super::shard::is_dense;
-use crate::cuda::{Event, Gpu, PinnedBuffer, Stream};
+use crate::gpu::{Event, Gpu, PinnedBuffer, Stream};
 use crate::tensor::{check_device, check_tensor};
 use crate::{Device, Error, Result, TensorMut, TensorRef, cpu};
 use std::sync::Arc;

@@ -123,7 +123,7 @@ mod tests {
     #[test]
     fn every_file_of_kernels_is_listed() {
         let listed = listed();
-        for room in ["cuda", "gelu", "causal_conv1d", "conv2d"] {
+        for room in ["gpu", "gelu", "causal_conv1d", "conv2d"] {
             let folder = format!("{}/src/{room}/kernels", env!("CARGO_MANIFEST_DIR"));
             for entry in std::fs::read_dir(folder).unwrap() {
                 let file = entry.unwrap().file_name().into_string().unwrap();

@@ -5,8 +5,8 @@ use super::{
     kernel_spec, plain_launch, rows_launch,
 };
 use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dSpec};
-use crate::cuda::{Gpu, KernelSpec, Launch, Source, Stream, column_sum};
-use crate::{Result, TensorRef, Workspace};
+use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, column_sum};
+use crate::{DType, Result, TensorRef, Workspace};
 
 source!(CHANNEL_FIRST, "backward_channel_first.cu");
 source!(CHANNEL_LAST, "backward_channel_last.cu");
@@ -15,14 +15,14 @@ source!(WEIGHT, "backward_weight.cu");
 
 /// Warps of a block of the channel-last kernel, which walk along neighbouring chunks.
 const WARPS: usize = 4;
-/// Blocks of that kernel that an H200 runs at once: three or four a multiprocessor.
-const WAVE_HALF: usize = 396;
-const WAVE_F32: usize = 528;
+/// Blocks of that kernel that a multiprocessor holds, for halves and for f32.
+const BLOCKS_HALF: usize = 3;
+const BLOCKS_F32: usize = 4;
 
 /// The kernels that compute dx and partial sums of the other gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Form {
-    /// Whole vectors along l on Hopper; so many rows of the batch a block.
+pub(super) enum Form {
+    /// Whole vectors along l, copied in bulk; so many rows of the batch a block.
     Rows { rows: usize },
     /// Vectors along l in one pass; `cut` if rows begin between vectors.
     ChannelFirst { cut: bool },
@@ -35,8 +35,8 @@ enum Form {
 impl Form {
     /// What the strides and addresses in `params` allow.
     fn of(gpu: &Gpu, spec: &CausalConv1dSpec, params: &Params) -> Self {
-        if gpu.info.compute_capability == (9, 0)
-            && let Some(rows) = backward_rows::rows(spec, params)
+        if gpu.has(Feature::BulkCopies)
+            && let Some(rows) = backward_rows::rows(gpu, spec, params)
         {
             return Form::Rows { rows };
         }
@@ -79,9 +79,9 @@ impl Form {
         Form::Plain
     }
 
-    /// Positions that a warp, or for the last form a block, walks along. They depend on sizes alone,
-    /// so that results do not depend on the device.
-    fn chunk(self, spec: &CausalConv1dSpec, params: &Params) -> usize {
+    /// Positions that a warp, or for the last form a block, walks along. They depend on sizes and
+    /// on the number of multiprocessors alone: the same bits on every device of a kind.
+    fn chunk(self, gpu: &Gpu, spec: &CausalConv1dSpec, params: &Params) -> usize {
         let Params { batch, channels, length, .. } = *params;
         match self {
             Form::ChannelFirst { .. } => {
@@ -94,8 +94,9 @@ impl Form {
                 chunk
             }
             Form::ChannelLast { .. } => {
-                // As many blocks as fill up to three waves of a large device best.
-                let wave = if spec.x.dtype.is_half() { WAVE_HALF } else { WAVE_F32 };
+                // As many blocks as fill up to three waves of the device best.
+                let half = spec.x.dtype.is_half();
+                let wave = gpu.wave(if half { BLOCKS_HALF } else { BLOCKS_F32 });
                 let columns = (batch * channels.div_ceil(32 * 8 / spec.x.dtype.size())).max(1);
                 let filled = |waves: usize| {
                     let blocks = (waves * wave / columns).max(1) * columns;
@@ -112,8 +113,8 @@ impl Form {
     }
 
     /// Partial sums of a row. A row that begins between vectors reaches before its start.
-    fn parts(self, spec: &CausalConv1dSpec, params: &Params) -> usize {
-        let chunk = self.chunk(spec, params);
+    fn parts(self, gpu: &Gpu, spec: &CausalConv1dSpec, params: &Params) -> usize {
+        let chunk = self.chunk(gpu, spec, params);
         match self {
             Form::ChannelFirst { cut } => {
                 let before = if cut { 16 / spec.x.dtype.size() - 1 } else { 0 };
@@ -125,10 +126,36 @@ impl Form {
     }
 }
 
+/// The kernels of a plan's gradients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Key {
+    /// Of dx, one thread an element.
+    Input,
+    InitialStates,
+    Weight,
+    Mask,
+    Vector(Form, bool),
+    /// With gradients of weight and bias of these types.
+    Rows(DType, DType),
+}
+
+impl Key {
+    fn spec(self, spec: &CausalConv1dSpec) -> KernelSpec {
+        match self {
+            Key::Input => input_kernel(spec, false),
+            Key::InitialStates => input_kernel(spec, true),
+            Key::Weight => weight_kernel(spec),
+            Key::Mask => kernel_spec(&MASK, "mask", spec),
+            Key::Vector(form, dx) => vector_kernel(spec, form, dx),
+            Key::Rows(dweight, dbias) => backward_rows::kernel(spec, dweight, dbias),
+        }
+    }
+}
+
 /// Bytes of partial sums, whatever the strides of the gradients will be.
-pub(super) fn partial_bytes(spec: &CausalConv1dSpec, params: &Params) -> usize {
+pub(super) fn partial_bytes(gpu: &Gpu, spec: &CausalConv1dSpec, params: &Params) -> usize {
     let forms = [Form::ChannelFirst { cut: true }, Form::ChannelLast { vector: 1 }, Form::Plain];
-    let parts = forms.map(|form| form.parts(spec, params)).into_iter().max().unwrap_or(0);
+    let parts = forms.map(|form| form.parts(gpu, spec, params)).into_iter().max().unwrap_or(0);
     parts * params.batch * params.channels * (params.width + 1) * size_of::<f32>()
 }
 
@@ -149,15 +176,15 @@ impl Direct {
             ..self.params.with_inputs(args).with_gradients(dy, dfinal_states, grads)
         };
         let form = Form::of(self.gpu, spec, &params);
-        params.chunk = form.chunk(spec, &params);
-        params.chunks = form.parts(spec, &params);
+        params.chunk = form.chunk(self.gpu, spec, &params);
+        params.chunks = form.parts(self.gpu, spec, &params);
         let Params { batch, channels, length, width, sequences, .. } = params;
         let sums = grads.dweight.is_some() || grads.dbias.is_some();
         // SAFETY: `Params` is the kernels' structure (they compare its size), the views are valid on this device for
         // the strides in it, and the workspace holds the mask and the partial sums.
         unsafe {
             if grads.dinitial_states.is_some() && width > 1 {
-                let kernel = self.gpu.kernel(&input_kernel(spec, true))?;
+                let kernel = self.gradient(spec, Key::InitialStates)?;
                 kernel.launch(stream, rows_launch(channels, sequences), &params)?;
             }
             if channels == 0 || !(sums || grads.dx.is_some()) {
@@ -167,20 +194,20 @@ impl Direct {
             match form {
                 Form::Plain => self.plain_gradients(spec, &params, sums, stream)?,
                 Form::Rows { rows } => {
-                    backward_rows::run(self.gpu, spec, &params, rows, grads, stream)?;
+                    self.rows_gradients(spec, &params, rows, grads, stream)?;
                     if rows == batch {
                         return Ok(());
                     }
                     parts = batch.div_ceil(rows);
                 }
                 Form::ChannelFirst { .. } | Form::ChannelLast { .. } => {
-                    let kernel = vector_kernel(spec, form, params.dx != 0);
                     if spec.seq_idx.is_some() || spec.cu_seqlens.is_some() {
-                        let mask = self.gpu.kernel(&kernel_spec(&MASK, "mask", spec))?;
+                        let mask = self.gradient(spec, Key::Mask)?;
                         mask.launch(stream, rows_launch(length, batch), &params)?;
                     }
                     let launch = vector_launch(form, &params);
-                    self.gpu.kernel(&kernel)?.launch(stream, launch, &params)?;
+                    let kernel = self.gradient(spec, Key::Vector(form, params.dx != 0))?;
+                    kernel.launch(stream, launch, &params)?;
                 }
             }
             let stride = channels * (width + 1);
@@ -196,6 +223,10 @@ impl Direct {
         Ok(())
     }
 
+    pub(super) fn gradient(&self, spec: &CausalConv1dSpec, key: Key) -> Result<&'static Kernel> {
+        self.gradients.get(self.gpu, key, || key.spec(spec))
+    }
+
     /// # Safety
     /// `params` must be those of a backward run on `stream`.
     unsafe fn plain_gradients(
@@ -209,20 +240,19 @@ impl Direct {
         // SAFETY: the caller's promise.
         unsafe {
             if params.dx != 0 && batch * length > 0 {
-                let kernel = self.gpu.kernel(&input_kernel(spec, false))?;
+                let kernel = self.gradient(spec, Key::Input)?;
                 kernel.launch(stream, plain_launch(params), params)?;
             }
             if !sums {
                 return Ok(());
             }
-            let (kernel, taps) = weight_kernel(spec, width);
             let across = if along_channels(spec.y.strides()) { THREADS } else { 1 };
-            let tasks = batch * chunks * (width + 1).div_ceil(taps);
+            let tasks = batch * chunks * (width + 1).div_ceil(taps_of_thread(width));
             let launch = Launch {
                 grid: [channels.div_ceil(across) as u32, tasks.min(GRID) as u32, 1],
                 block: [THREADS as u32, 1, 1],
             };
-            self.gpu.kernel(&kernel)?.launch(stream, launch, params)
+            self.gradient(spec, Key::Weight)?.launch(stream, launch, params)
         }
     }
 }
@@ -276,10 +306,13 @@ fn input_kernel(spec: &CausalConv1dSpec, states: bool) -> KernelSpec {
     kernel_spec(&INPUT, name, spec).define("STATES", u8::from(states)).define("DENSE", 0)
 }
 
-/// The kernel and the taps that a thread of it takes.
-fn weight_kernel(spec: &CausalConv1dSpec, width: usize) -> (KernelSpec, usize) {
-    let taps = if width <= 4 { width + 1 } else { 1 };
-    (kernel_spec(&WEIGHT, "dweight", spec).define("TAPS", taps), taps)
+/// Taps that a thread of the weight's gradient takes.
+fn taps_of_thread(width: usize) -> usize {
+    if width <= 4 { width + 1 } else { 1 }
+}
+
+fn weight_kernel(spec: &CausalConv1dSpec) -> KernelSpec {
+    kernel_spec(&WEIGHT, "dweight", spec).define("TAPS", taps_of_thread(spec.weight.shape()[1]))
 }
 
 /// All that a spec of this kind may need.
@@ -287,7 +320,7 @@ fn weight_kernel(spec: &CausalConv1dSpec, width: usize) -> (KernelSpec, usize) {
 pub(super) fn all_kernels(spec: &CausalConv1dSpec) -> Vec<KernelSpec> {
     let width = spec.weight.shape()[1];
     let mut kernels = vec![input_kernel(spec, false), input_kernel(spec, true)];
-    kernels.push(weight_kernel(spec, width).0);
+    kernels.push(weight_kernel(spec));
     kernels.extend(backward_rows::all_kernels(spec));
     let element = spec.x.dtype.size();
     let last = Form::ChannelLast { vector: 8 / element };

@@ -1,8 +1,9 @@
-//! Gradients on Hopper of rows of whole 16-byte vectors: `kernels/backward_rows_sm90.cu`.
+//! Gradients by bulk copies of rows of whole 16-byte vectors: `kernels/backward_rows_sm90.cu`.
 
-use super::{GRID, INCLUDES, Params, kernel_spec};
+use super::backward::Key;
+use super::{Direct, GRID, INCLUDES, Params, kernel_spec};
 use crate::causal_conv1d::{CausalConv1dGrads, CausalConv1dSpec};
-use crate::cuda::{Gpu, KernelSpec, Launch, Source, Stream, type_name};
+use crate::gpu::{Feature, Gpu, KernelSpec, Launch, Source, Stream, params, type_name};
 use crate::{DType, Result, TensorMut};
 
 source!(ROWS, "backward_rows_sm90.cu");
@@ -10,26 +11,26 @@ source!(ROWS, "backward_rows_sm90.cu");
 const THREADS: usize = 128;
 /// Tiles in shared memory: one in work, one on its way in, one on its way out.
 const STAGES: usize = 3;
-/// Blocks from which on a walk of halves over more rows gains more than other blocks would: two waves of
-/// an H200. f32, bound by memory alone, gains nothing.
-const BLOCKS: usize = 2048;
-/// Blocks that the chunks of `backward_channel_first` beat: fewer than four a multiprocessor.
-const FEW_BLOCKS: usize = 512;
+/// Blocks of a multiprocessor from which on a walk of halves over more rows gains more than other blocks would: two
+/// waves. f32, bound by memory alone, gains nothing.
+const BLOCKS: usize = 16;
+/// Fewer blocks of a multiprocessor than these the chunks of `backward_channel_first` beat.
+const FEW_BLOCKS: usize = 4;
 
-/// `RowsParams` of backward_rows_sm90.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-struct RowsParams {
-    base: Params,
-    dweight: usize,
-    dbias: usize,
-    dweight_stride: [isize; 2],
-    dbias_stride: isize,
-    rows: usize,
+params! {
+    /// `RowsParams` of backward_rows_sm90.cu.
+    struct RowsParams {
+        base: Params,
+        dweight: usize,
+        dbias: usize,
+        dweight_stride: [isize; 2],
+        dbias_stride: isize,
+        rows: usize,
+    }
 }
 
 /// Rows of the batch that a block takes, if the kernel is for these strides and addresses.
-pub(super) fn rows(spec: &CausalConv1dSpec, params: &Params) -> Option<usize> {
+pub(super) fn rows(gpu: &Gpu, spec: &CausalConv1dSpec, params: &Params) -> Option<usize> {
     let Params { batch, channels, length, width, .. } = *params;
     let element = spec.x.dtype.size();
     let plain = spec.seq_idx.is_none()
@@ -49,62 +50,63 @@ pub(super) fn rows(spec: &CausalConv1dSpec, params: &Params) -> Option<usize> {
         && length < 1 << 30
         && channels < 1 << 30
         && batch <= GRID
-        && batch * channels >= FEW_BLOCKS;
-    let wanted = if spec.x.dtype.is_half() { batch * channels / BLOCKS } else { 1 };
+        && batch * channels >= gpu.round_wave(FEW_BLOCKS);
+    let wanted = if spec.x.dtype.is_half() { batch * channels / gpu.round_wave(BLOCKS) } else { 1 };
     (plain && vectors && fits).then(|| wanted.clamp(1, batch))
 }
 
-fn rows_kernel(spec: &CausalConv1dSpec, dweight: DType, dbias: DType) -> KernelSpec {
+pub(super) fn kernel(spec: &CausalConv1dSpec, dweight: DType, dbias: DType) -> KernelSpec {
     // More blocks of a multiprocessor hide more, where registers suffice: measured on an H200.
     let simple = super::is_simple(spec.activation) && spec.weight.shape()[1] <= 4;
     kernel_spec(&ROWS, "backward_rows", spec)
-        .only_for("sm_90")
+        .needs(Feature::BulkCopies)
         .define("MASK", 0)
         .define("THREADS", THREADS)
         .define("STAGES", STAGES)
         .define("MIN_BLOCKS", if simple { 7 } else { 1 })
         .define("DWEIGHT", type_name(dweight))
         .define("DBIAS", type_name(dbias))
-        .define("ROWS_PARAMS_SIZE", size_of::<RowsParams>())
+        .params_as::<RowsParams>("RowsParams", "ROWS_PARAMS_AGREE")
 }
 
-/// Runs it; the gradients of weight and bias are done if a block takes all rows, else `partial` holds a
-/// row of sums for each part of the batch.
-///
-/// # Safety
-/// `params` must be those of a backward run on `stream`, and `rows` what [`rows`] gave for them.
-pub(super) unsafe fn run(
-    gpu: &'static Gpu,
-    spec: &CausalConv1dSpec,
-    params: &Params,
-    rows: usize,
-    grads: &CausalConv1dGrads<'_>,
-    stream: &Stream,
-) -> Result<()> {
-    let (dweight, dbias) = (grads.dweight.as_ref(), grads.dbias.as_ref());
-    let dtype = |grad: Option<&TensorMut<'_>>| grad.map_or(DType::F32, TensorMut::dtype);
-    let kernel = rows_kernel(spec, dtype(dweight), dtype(dbias));
-    let rows_params = RowsParams {
-        base: *params,
-        dweight: super::output_address(dweight),
-        dbias: super::output_address(dbias),
-        dweight_stride: super::strides(dweight.map(TensorMut::desc)),
-        dbias_stride: super::strides::<1>(dbias.map(TensorMut::desc))[0],
-        rows,
-    };
-    let launch = Launch {
-        grid: [params.channels as u32, params.batch.div_ceil(rows) as u32, 1],
-        block: [THREADS as u32, 1, 1],
-    };
-    // SAFETY: `RowsParams` is the kernel's structure (it compares the size); the rest is the caller's
-    // promise.
-    unsafe { gpu.kernel(&kernel)?.launch(stream, launch, &rows_params) }
+impl Direct {
+    /// Runs it; the gradients of weight and bias are done if a block takes all rows, else `partial` holds a
+    /// row of sums for each part of the batch.
+    ///
+    /// # Safety
+    /// `params` must be those of a backward run on `stream`, and `rows` what [`rows`] gave for them.
+    pub(super) unsafe fn rows_gradients(
+        &self,
+        spec: &CausalConv1dSpec,
+        params: &Params,
+        rows: usize,
+        grads: &CausalConv1dGrads<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let (dweight, dbias) = (grads.dweight.as_ref(), grads.dbias.as_ref());
+        let dtype = |grad: Option<&TensorMut<'_>>| grad.map_or(DType::F32, TensorMut::dtype);
+        let kernel = self.gradient(spec, Key::Rows(dtype(dweight), dtype(dbias)))?;
+        let rows_params = RowsParams {
+            base: *params,
+            dweight: super::output_address(dweight),
+            dbias: super::output_address(dbias),
+            dweight_stride: super::strides(dweight.map(TensorMut::desc)),
+            dbias_stride: super::strides::<1>(dbias.map(TensorMut::desc))[0],
+            rows,
+        };
+        let launch = Launch {
+            grid: [params.channels as u32, params.batch.div_ceil(rows) as u32, 1],
+            block: [THREADS as u32, 1, 1],
+        };
+        // SAFETY: `RowsParams` is the kernel's structure; the rest is the caller's promise.
+        unsafe { kernel.launch(stream, launch, &rows_params) }
+    }
 }
 
 /// The kernel of a spec with gradients of f32 and of x's type.
 #[cfg(test)]
 pub(super) fn all_kernels(spec: &CausalConv1dSpec) -> Vec<KernelSpec> {
     let fits = (2..=16 / spec.x.dtype.size() + 1).contains(&spec.weight.shape()[1]);
-    let kernel = |dtype| rows_kernel(spec, dtype, DType::F32);
-    if fits { vec![kernel(spec.x.dtype), kernel(DType::F32)] } else { Vec::new() }
+    let of = |dtype| kernel(spec, dtype, DType::F32);
+    if fits { vec![of(spec.x.dtype), of(DType::F32)] } else { Vec::new() }
 }

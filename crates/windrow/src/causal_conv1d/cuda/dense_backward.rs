@@ -7,8 +7,9 @@
 use super::im2col::{GemmParams, Im2colGemm, kernel_spec, operand};
 use super::{GRID, INCLUDES, Params, THREADS, output_address, plain_launch, rows_launch, strides};
 use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dSpec, Problem};
-use crate::cuda::{
-    Gemm, GemmCompute, GemmSpec, KernelSpec, Launch, Matrix, Source, column_sum, type_name,
+use crate::gpu::{
+    Gemm, GemmCompute, GemmOperands, GemmSpec, KernelSpec, Kernels, Launch, Matrix, Source,
+    column_sum, params, type_name,
 };
 use crate::{DType, Result, TensorRef, Workspace};
 use std::sync::Arc;
@@ -17,16 +18,37 @@ source!(GRADIENT, "dense_gradient.cu");
 source!(WEIGHT_GRADIENT, "dense_weight_gradient.cu");
 source!(INPUT, "backward_input.cu");
 
-/// `Params` of dense_weight_gradient.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-struct WeightParams {
-    matrix: usize,
-    out: usize,
-    outputs: usize,
-    channels: usize,
-    width: usize,
-    stride: [isize; 3],
+params! {
+    /// `Params` of dense_weight_gradient.cu.
+    struct WeightParams {
+        matrix: usize,
+        out: usize,
+        outputs: usize,
+        channels: usize,
+        width: usize,
+        stride: [isize; 3],
+    }
+}
+
+/// The kernels of a plan's gradients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Key {
+    BeforeActivation,
+    /// In this type.
+    Weight(DType),
+    Input,
+    InitialStates,
+}
+
+impl Key {
+    fn spec(self, spec: &CausalConv1dSpec) -> KernelSpec {
+        match self {
+            Key::BeforeActivation => gradient_kernel(spec),
+            Key::Weight(out) => weight_kernel(out),
+            Key::Input => input_kernel(spec, false),
+            Key::InitialStates => input_kernel(spec, true),
+        }
+    }
 }
 
 /// The products of a plan; none where there is nothing to sum.
@@ -37,6 +59,7 @@ pub(in crate::causal_conv1d) struct DenseBackward {
     input: Option<Arc<Gemm>>,
     /// Bytes of `Gᵀ A`, and of the larger product's own workspace.
     parts: [usize; 2],
+    kernels: Kernels<Key>,
 }
 
 impl DenseBackward {
@@ -68,7 +91,7 @@ impl DenseBackward {
                 own(&weight).max(own(&input)),
             ],
         };
-        Ok(DenseBackward { forward, weight, input, parts })
+        Ok(DenseBackward { forward, weight, input, parts, kernels: Kernels::default() })
     }
 
     pub(in crate::causal_conv1d) fn workspace_bytes(&self) -> usize {
@@ -90,19 +113,27 @@ impl DenseBackward {
         params.base = params.base.with_gradients(dy, dfinal_states, grads);
         let Params { batch, channels, length, width, sequences, .. } = params.base;
         let GemmParams { a, b, c, outputs, .. } = params;
+        let kernel = |key: Key| self.kernels.get(gpu, key, || key.spec(spec));
         let rows = batch * length;
         let matrix = scratch.wrapping_add(self.forward.workspace_bytes());
-        let own = matrix.wrapping_add(self.parts[0]);
+        let workspace = matrix.wrapping_add(self.parts[0]);
+        // Products of G.
+        let operands = |right: usize, out: *mut u8| GemmOperands {
+            a: c as *const u8,
+            b: right as *const u8,
+            c: out,
+            workspace,
+        };
         // SAFETY: the structures are the kernels' (they compare their sizes); views are valid on this
         // device for the strides in them, and the workspace holds the matrices.
         unsafe {
             if rows * outputs > 0 {
-                let kernel = gpu.kernel(&gradient_kernel(spec))?;
+                let kernel = kernel(Key::BeforeActivation)?;
                 kernel.launch(stream, self.forward.tiles(outputs), &params)?;
             }
             if let Some(dweight) = &grads.dweight {
                 if let Some(gemm) = &self.weight {
-                    gemm.run(c as *const u8, a as *const u8, matrix, own, stream)?;
+                    gemm.run(operands(a, matrix), stream, false)?;
                 }
                 let weight_params = WeightParams {
                     matrix: if self.weight.is_some() { matrix as usize } else { 0 },
@@ -121,7 +152,7 @@ impl DenseBackward {
                     block: [THREADS as u32, 1, 1],
                 };
                 if outputs > 0 {
-                    let kernel = gpu.kernel(&weight_kernel(dweight.dtype()))?;
+                    let kernel = kernel(Key::Weight(dweight.dtype()))?;
                     kernel.launch(stream, launch, &weight_params)?;
                 }
             }
@@ -135,14 +166,14 @@ impl DenseBackward {
                 .filter(|_| params.base.dx != 0 || params.base.dinitial_states != 0)
             {
                 // A is needed no more.
-                gemm.run(c as *const u8, b as *const u8, a as *mut u8, own, stream)?;
+                gemm.run(operands(b, a as *mut u8), stream, false)?;
             }
             if grads.dx.is_some() && rows > 0 {
-                let kernel = gpu.kernel(&input_kernel(spec, false))?;
+                let kernel = kernel(Key::Input)?;
                 kernel.launch(stream, plain_launch(&params.base), &params)?;
             }
             if grads.dinitial_states.is_some() && width > 1 {
-                let kernel = gpu.kernel(&input_kernel(spec, true))?;
+                let kernel = kernel(Key::InitialStates)?;
                 kernel.launch(stream, rows_launch(channels, sequences), &params)?;
             }
         }
@@ -157,7 +188,7 @@ fn gradient_kernel(spec: &CausalConv1dSpec) -> KernelSpec {
 fn weight_kernel(out: DType) -> KernelSpec {
     KernelSpec::new(&WEIGHT_GRADIENT, format!("causal_conv1d_dense_dweight_{out}"))
         .define("OUT", type_name(out))
-        .define("PARAMS_SIZE", size_of::<WeightParams>())
+        .params::<WeightParams>()
         .overlapped(true)
 }
 

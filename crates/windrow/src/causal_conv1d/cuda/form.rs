@@ -2,7 +2,7 @@
 
 use super::{GRID, INCLUDES, Params, THREADS, is_simple, kernel_spec};
 use crate::causal_conv1d::{CausalConv1dSpec, Problem};
-use crate::cuda::{KernelSpec, Launch, Source};
+use crate::gpu::{Feature, KernelSpec, Launch, Source};
 
 source!(CHANNEL_FIRST, "channel_first.cu");
 source!(CHANNEL_LAST, "channel_last.cu");
@@ -18,8 +18,8 @@ pub(super) enum Form {
     ChannelLast { vector: usize, chunk: usize },
     /// Vectors along d, a few positions of each in a thread.
     ChannelLastTile { vector: usize, rows: usize },
-    /// Tiles of d and l in shared memory, on Hopper.
-    ChannelLastSm90,
+    /// Tiles of d and l in shared memory, copied in bulk.
+    ChannelLastShared,
     /// One output a thread.
     Plain,
 }
@@ -33,8 +33,8 @@ const SHARED_CHANNELS: usize = 4 * THREADS;
 const SHARED_ROWS: usize = 8;
 
 impl Form {
-    /// The one for a spec; `hopper`: on a device of compute capability 9.0.
-    pub(super) fn of(spec: &CausalConv1dSpec, problem: &Problem, hopper: bool) -> Self {
+    /// The one for a spec; `bulk_copies`: whether the device makes them.
+    pub(super) fn of(spec: &CausalConv1dSpec, problem: &Problem, bulk_copies: bool) -> Self {
         let Problem { b, d, l, width, .. } = *problem;
         let (x, y) = (spec.x.strides(), spec.y.strides());
         let vector = 16 / spec.x.dtype.size();
@@ -58,9 +58,15 @@ impl Form {
             let large = spec.x.bytes() > 16 << 20;
             let fits = |n: isize| [d as isize, x[0], x[2], y[0], y[2]].iter().all(|s| s % n == 0);
             let packed = spec.seq_idx.is_some() || spec.cu_seqlens.is_some();
-            if hopper && half && large && !packed && fits(8) && b <= GRID && l <= GRID * SHARED_ROWS
+            if bulk_copies
+                && half
+                && large
+                && !packed
+                && fits(8)
+                && b <= GRID
+                && l <= GRID * SHARED_ROWS
             {
-                return Form::ChannelLastSm90;
+                return Form::ChannelLastShared;
             }
             // As wide as every row allows; for halves more than 8 bytes cost more registers than
             // they gain.
@@ -102,9 +108,9 @@ impl Form {
                     .define("VECTOR", vector)
                     .define("MASK", mask),
             ),
-            Form::ChannelLastSm90 => Some(
+            Form::ChannelLastShared => Some(
                 kernel_spec(&CHANNEL_LAST_SM90, "channel_last_sm90", spec)
-                    .only_for("sm_90")
+                    .needs(Feature::BulkCopies)
                     .define("THREADS", THREADS)
                     .define("VECTOR", SHARED_CHANNELS / THREADS)
                     .define("ROWS", SHARED_ROWS)
@@ -162,7 +168,7 @@ impl Form {
                     block: [THREADS as u32, 1, 1],
                 })
             }
-            Form::ChannelLastSm90 => (params.x | params.y).is_multiple_of(16).then(|| Launch {
+            Form::ChannelLastShared => (params.x | params.y).is_multiple_of(16).then(|| Launch {
                 grid: [
                     channels.div_ceil(SHARED_CHANNELS) as u32,
                     length.div_ceil(SHARED_ROWS) as u32,
@@ -186,7 +192,7 @@ impl Form {
             Form::ChannelLastTile { vector, rows } => {
                 format!("{vector} channels of {rows} positions a thread, in one pass")
             }
-            Form::ChannelLastSm90 => {
+            Form::ChannelLastShared => {
                 format!(
                     "tiles of {SHARED_CHANNELS} channels of {SHARED_ROWS} positions in shared memory"
                 )
@@ -202,9 +208,9 @@ mod tests {
     use crate::DType;
     use crate::causal_conv1d::cuda::tests::spec;
 
-    fn form(shape: [usize; 3], width: usize, order: [usize; 3], hopper: bool) -> Form {
+    fn form(shape: [usize; 3], width: usize, order: [usize; 3], bulk_copies: bool) -> Form {
         let spec = spec(DType::F16, shape, width, order);
-        Form::of(&spec, &spec.problem().unwrap(), hopper)
+        Form::of(&spec, &spec.problem().unwrap(), bulk_copies)
     }
 
     #[test]
@@ -235,7 +241,7 @@ mod tests {
             form([1, 64, 2048], 4, last, true),
             Form::ChannelLastTile { vector: 4, rows: 4 }
         );
-        assert_eq!(form([8, 4096, 2048], 4, last, true), Form::ChannelLastSm90);
+        assert_eq!(form([8, 4096, 2048], 4, last, true), Form::ChannelLastShared);
         assert!(matches!(
             form([8, 4100, 2048], 4, last, true),
             Form::ChannelLast { vector: 4, .. }

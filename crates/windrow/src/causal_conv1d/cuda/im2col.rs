@@ -2,8 +2,9 @@
 
 use super::{Form, GRID, INCLUDES, Params, output_address, rows_launch, states_kernel, strides};
 use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dSpec, Problem};
-use crate::cuda::{
-    Gemm, GemmCompute, GemmSpec, Gpu, Kernel, KernelSpec, Launch, Matrix, Source, Stream, type_name,
+use crate::gpu::{
+    Gemm, GemmCompute, GemmOperands, GemmSpec, Gpu, Kernel, KernelSpec, Launch, Matrix, Source,
+    Stream, params, type_name,
 };
 use crate::{DType, Device, Error, Result, TensorDesc, TensorRef, Workspace};
 use std::sync::Arc;
@@ -16,16 +17,17 @@ source!(EPILOGUE, "im2col_epilogue.cu");
 const TILE: usize = 32;
 const TILE_THREADS: usize = 256;
 
-/// `GemmParams` of im2col.cuh.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct GemmParams {
-    pub(super) base: Params,
-    pub(super) a: usize,
-    pub(super) b: usize,
-    pub(super) c: usize,
-    pub(super) outputs: usize,
-    weight_stride: [isize; 3],
+params! {
+    /// `GemmParams` of im2col.cuh.
+    #[derive(Default)]
+    pub(super) struct GemmParams {
+        pub(super) base: Params,
+        pub(super) a: usize,
+        pub(super) b: usize,
+        pub(super) c: usize,
+        pub(super) outputs: usize,
+        weight_stride: [isize; 3],
+    }
 }
 
 /// A plan on a device, with its kernels compiled and the product's algorithm chosen.
@@ -66,7 +68,7 @@ pub(super) fn kernel_spec(
     let packed = spec.seq_idx.is_some() || spec.cu_seqlens.is_some();
     super::kernel_spec(source, name, spec)
         .define("G", type_name(operands))
-        .define("GEMM_PARAMS_SIZE", size_of::<GemmParams>())
+        .params_as::<GemmParams>("GemmParams", "GEMM_PARAMS_AGREE")
         .define("SHARED", u8::from((1..=9).contains(&width) && !packed))
         .define("DENSE", u8::from(spec.weight.shape().len() == 3))
 }
@@ -234,7 +236,10 @@ impl Im2colGemm {
                 Some(gemm) => {
                     self.im2col.launch(stream, self.tiles(channels), &params)?;
                     self.expand.launch(stream, expand, &params)?;
-                    gemm.run(at[0], at[1], at[2], at[3], stream)?;
+                    let [a, b, c, workspace] = at;
+                    let operands =
+                        GemmOperands { a: a.cast_const(), b: b.cast_const(), c, workspace };
+                    gemm.run(operands, stream, false)?;
                 }
                 None => stream.zero(at[2], c)?,
             }
@@ -307,6 +312,6 @@ mod tests {
                 }
             }
         }
-        crate::cuda::compile_tests::check_compiles(&all);
+        crate::gpu::compile_tests::check_compiles(&all);
     }
 }

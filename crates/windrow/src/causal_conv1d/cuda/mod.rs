@@ -1,7 +1,7 @@
 //! Causal convolution on CUDA: launches of `kernels/*.cu`.
 
 use super::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dSpec, Problem};
-use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, type_name};
+use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Kernels, Launch, Source, params, type_name};
 use crate::{Activation, Approximate, DType, Result, TensorDesc, TensorMut, TensorRef, Workspace};
 
 macro_rules! header {
@@ -47,43 +47,44 @@ const SMALL: usize = 4 << 20;
 /// Largest grid along y and z.
 const GRID: usize = 65535;
 
-/// `Params` of causal_conv1d.cuh.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-struct Params {
-    y: usize,
-    x: usize,
-    weight: usize,
-    bias: usize,
-    seq_idx: usize,
-    cu_seqlens: usize,
-    initial_states: usize,
-    final_states: usize,
-    mask: usize,
-    dy: usize,
-    dfinal_states: usize,
-    dx: usize,
-    dinitial_states: usize,
-    partial: usize,
-    batch: usize,
-    channels: usize,
-    length: usize,
-    width: usize,
-    sequences: usize,
-    x_stride: [isize; 3],
-    y_stride: [isize; 3],
-    weight_stride: [isize; 2],
-    bias_stride: isize,
-    seq_idx_stride: [isize; 2],
-    cu_stride: isize,
-    initial_stride: [isize; 3],
-    final_stride: [isize; 3],
-    dy_stride: [isize; 3],
-    dfinal_stride: [isize; 3],
-    dx_stride: [isize; 3],
-    dinitial_stride: [isize; 3],
-    chunk: usize,
-    chunks: usize,
+params! {
+    /// `Params` of causal_conv1d.cuh.
+    #[derive(Default)]
+    struct Params {
+        y: usize,
+        x: usize,
+        weight: usize,
+        bias: usize,
+        seq_idx: usize,
+        cu_seqlens: usize,
+        initial_states: usize,
+        final_states: usize,
+        mask: usize,
+        dy: usize,
+        dfinal_states: usize,
+        dx: usize,
+        dinitial_states: usize,
+        partial: usize,
+        batch: usize,
+        channels: usize,
+        length: usize,
+        width: usize,
+        sequences: usize,
+        x_stride: [isize; 3],
+        y_stride: [isize; 3],
+        weight_stride: [isize; 2],
+        bias_stride: isize,
+        seq_idx_stride: [isize; 2],
+        cu_stride: isize,
+        initial_stride: [isize; 3],
+        final_stride: [isize; 3],
+        dy_stride: [isize; 3],
+        dfinal_stride: [isize; 3],
+        dx_stride: [isize; 3],
+        dinitial_stride: [isize; 3],
+        chunk: usize,
+        chunks: usize,
+    }
 }
 
 fn strides<const N: usize>(desc: Option<&TensorDesc>) -> [isize; N] {
@@ -230,6 +231,7 @@ pub(super) struct Direct {
     plain: &'static Kernel,
     mask: Option<&'static Kernel>,
     states: Option<&'static Kernel>,
+    gradients: Kernels<backward::Key>,
 }
 
 /// A kernel of the room.
@@ -243,7 +245,7 @@ fn kernel_spec(source: &'static Source, name: &str, spec: &CausalConv1dSpec) -> 
         spec.activation,
     )
     .define("ALONG_CHANNELS", u8::from(along_channels(spec.y.strides())))
-    .define("PARAMS_SIZE", size_of::<Params>())
+    .params::<Params>()
     .overlapped(spec.x.bytes() <= SMALL);
     match spec.cu_seqlens.map(|desc| desc.dtype) {
         Some(DType::I64) => kernel.define("INDEX", "i64"),
@@ -270,7 +272,7 @@ fn mask_kernel(spec: &CausalConv1dSpec, form: Form) -> Option<KernelSpec> {
 impl Direct {
     pub(super) fn new(index: u32, spec: &CausalConv1dSpec, problem: &Problem) -> Result<Self> {
         let gpu = Gpu::get(index)?;
-        let form = Form::of(spec, problem, gpu.info.compute_capability == (9, 0));
+        let form = Form::of(spec, problem, gpu.has(Feature::BulkCopies));
         let load = |kernel: Option<KernelSpec>| kernel.map(|k| gpu.kernel(&k)).transpose();
         let params = Params::of(spec, problem)?;
         Ok(Direct {
@@ -279,11 +281,12 @@ impl Direct {
             element: spec.x.dtype.size(),
             packed: spec.seq_idx.is_some() || spec.cu_seqlens.is_some(),
             params,
-            partial_bytes: backward::partial_bytes(spec, &params),
+            partial_bytes: backward::partial_bytes(gpu, spec, &params),
             main: load(form.kernel(spec))?,
             plain: gpu.kernel(&kernel_spec(&PLAIN, "plain", spec))?,
             mask: load(mask_kernel(spec, form))?,
             states: load(states_kernel(spec, form))?,
+            gradients: Kernels::default(),
         })
     }
 
@@ -422,6 +425,6 @@ mod tests {
             push(&spec(DType::F32, [1, 64, 2048], 4, [0, 1, 2]).with_activation(activation));
         }
         kernels.extend(large);
-        crate::cuda::compile_tests::check_compiles_in_turn(&kernels);
+        crate::gpu::compile_tests::check_compiles_in_turn(&kernels);
     }
 }

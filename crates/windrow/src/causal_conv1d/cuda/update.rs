@@ -4,36 +4,37 @@ use super::{
     INCLUDES, SMALL, THREADS, address, define_operands, output_address, rows_launch, strides,
 };
 use crate::causal_conv1d::{CausalConv1dUpdateArgs, CausalConv1dUpdateSpec, Problem};
-use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source};
+use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, params};
 use crate::{Result, TensorMut, Workspace};
 
 source!(ANY, "update.cu");
 source!(STEP, "update_step.cu");
 
-/// `Params` of update.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-struct Params {
-    y: usize,
-    x: usize,
-    state: usize,
-    weight: usize,
-    bias: usize,
-    cache_seqlens: usize,
-    state_indices: usize,
-    batch: usize,
-    channels: usize,
-    length: usize,
-    width: usize,
-    state_length: usize,
-    pool: usize,
-    x_stride: [isize; 3],
-    y_stride: [isize; 3],
-    state_stride: [isize; 3],
-    weight_stride: [isize; 2],
-    bias_stride: isize,
-    cache_seqlens_stride: isize,
-    state_indices_stride: isize,
+params! {
+    /// `Params` of update.cu.
+    #[derive(Default)]
+    struct Params {
+        y: usize,
+        x: usize,
+        state: usize,
+        weight: usize,
+        bias: usize,
+        cache_seqlens: usize,
+        state_indices: usize,
+        batch: usize,
+        channels: usize,
+        length: usize,
+        width: usize,
+        state_length: usize,
+        pool: usize,
+        x_stride: [isize; 3],
+        y_stride: [isize; 3],
+        state_stride: [isize; 3],
+        weight_stride: [isize; 2],
+        bias_stride: isize,
+        cache_seqlens_stride: isize,
+        state_indices_stride: isize,
+    }
 }
 
 /// A decoding plan on a device, with its kernels compiled and loaded.
@@ -89,7 +90,7 @@ fn kernel_spec(source: &'static Source, spec: &CausalConv1dUpdateSpec) -> Kernel
     let few = width <= 9 && state_length <= 8;
     let kernel = KernelSpec::new(source, entry)
         .define("STATE_LENGTH", if few { state_length } else { 0 })
-        .define("PARAMS_SIZE", size_of::<Params>())
+        .params::<Params>()
         .overlapped(spec.x.bytes() <= SMALL);
     define_operands(kernel, &spec.x, &spec.weight, spec.bias.as_ref(), spec.activation)
 }
@@ -188,6 +189,6 @@ mod tests {
                 kernels.extend(Step::of(&spec).map(|step| step_kernel(&spec, step)));
             }
         }
-        crate::cuda::compile_tests::check_compiles(&kernels);
+        crate::gpu::compile_tests::check_compiles(&kernels);
     }
 }

@@ -27,7 +27,7 @@ struct RowsParams {
     // Rows of the batch that a block takes; sums go to `partial` unless these are all of them.
     i64 rows;
 };
-static_assert(sizeof(RowsParams) == ROWS_PARAMS_SIZE, "as the host's structure");
+static_assert(ROWS_PARAMS_AGREE, "as the host's structure");
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) KERNEL(const RowsParams g) {
     wait_for_previous();

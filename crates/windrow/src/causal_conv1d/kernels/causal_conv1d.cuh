@@ -28,7 +28,7 @@ struct Params {
     // Positions that a thread or warp walks along; and the partial sums of a row.
     i64 chunk, chunks;
 };
-static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
+static_assert(PARAMS_AGREE, "as the host's structure");
 
 __device__ __forceinline__ i64 width_of(const Params &p) { return WIDTH ? WIDTH : p.width; }
 

@@ -9,7 +9,7 @@ struct Params {
     OUT::Storage *out;
     i64 outputs, channels, width, stride[3];
 };
-static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
+static_assert(PARAMS_AGREE, "as the host's structure");
 
 extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
     wait_for_previous();

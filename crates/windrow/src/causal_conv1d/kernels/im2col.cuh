@@ -16,4 +16,4 @@ struct GemmParams {
     // [outputs, channels, width]
     i64 weight_stride[3];
 };
-static_assert(sizeof(GemmParams) == GEMM_PARAMS_SIZE, "as the host's structure");
+static_assert(GEMM_PARAMS_AGREE, "as the host's structure");

@@ -17,4 +17,4 @@ struct Params {
     i64 x_stride[3], y_stride[3], state_stride[3], weight_stride[2];
     i64 bias_stride, cache_seqlens_stride, state_indices_stride;
 };
-static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
+static_assert(PARAMS_AGREE, "as the host's structure");

@@ -3,7 +3,7 @@
 use super::row::WinogradRow;
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
-use crate::cuda::Gpu;
+use crate::gpu::Gpu;
 use crate::{Accuracy, DType, Filter};
 
 /// The algorithm that should be fastest among those that are supported and that the spec's accuracy

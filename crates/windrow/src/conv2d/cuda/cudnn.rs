@@ -3,9 +3,9 @@
 use super::general::{DenseFilter, Direction, General, Method, one_thread_each};
 use super::{Operands, PackedForm, bias_of, epilogue, kernel, source};
 use crate::conv2d::{Conv2dSpec, Problem};
-use crate::cuda::{
-    CudnnConv2d, CudnnConv2dSpec, CudnnDataGrad, CudnnKernel, CudnnWeightGrad, Gpu, Kernel,
-    KernelSpec, Source, Stream,
+use crate::gpu::{
+    Choice, ConvolutionSpec, Gpu, Kernel, KernelSpec, Operation, Source, Stream, VendorConvolution,
+    params,
 };
 use crate::{Accuracy, Activation, DType, Layout, Result, TensorDesc, Tuning};
 use std::sync::OnceLock;
@@ -15,28 +15,27 @@ static EPILOGUE: Source = source!("epilogue.cu");
 #[derive(Debug)]
 pub(crate) struct Cudnn {
     gpu: &'static Gpu,
-    convolution: CudnnConv2d,
-    /// For tensors at addresses that it has no kernel for: compiled when there are such.
-    otherwise: OnceLock<General>,
+    convolution: VendorConvolution,
+    otherwise: Otherwise,
     filter: DenseFilter,
     /// Adds the bias and applies the activation, if there is one of them.
     epilogue: Option<&'static Kernel>,
     spec: Conv2dSpec,
     problem: Problem,
     channels_last: bool,
-    kernel: CudnnKernel,
+    choice: Choice,
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct EpilogueParams {
-    y: *mut u8,
-    bias: *const u8,
-    bias_stride: i64,
-    elements: i64,
-    run: i64,
-    channels: i32,
-    bias_is_float: i32,
+params! {
+    struct EpilogueParams {
+        y: *mut u8,
+        bias: *const u8,
+        bias_stride: i64,
+        elements: i64,
+        run: i64,
+        channels: i32,
+        bias_is_float: i32,
+    }
 }
 
 /// Whether x and y are dense and both channels-last (`true`) or both NCHW (`false`); `None` for other
@@ -55,8 +54,8 @@ fn operand_roundings(spec: &Conv2dSpec) -> f64 {
     if tf32 { 2.0 * DType::F16.unit_roundoff() } else { 0.0 }
 }
 
-fn in_its_words(spec: &Conv2dSpec, p: &Problem, channels_last: bool) -> CudnnConv2dSpec {
-    CudnnConv2dSpec {
+fn in_its_words(spec: &Conv2dSpec, p: &Problem, channels_last: bool) -> ConvolutionSpec {
+    ConvolutionSpec {
         dtype: spec.x.dtype,
         channels_last,
         x: [p.n, p.c, p.h, p.w],
@@ -69,10 +68,44 @@ fn in_its_words(spec: &Conv2dSpec, p: &Problem, channels_last: bool) -> CudnnCon
     }
 }
 
+/// For tensors at addresses that cuDNN has no kernel for: compiled when there are such.
+#[derive(Debug)]
+struct Otherwise {
+    made: OnceLock<General>,
+    gpu: &'static Gpu,
+    spec: Conv2dSpec,
+    problem: Problem,
+    direction: Direction,
+    channels_last: bool,
+}
+
+impl Otherwise {
+    fn new(
+        gpu: &'static Gpu,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+        direction: Direction,
+        channels_last: bool,
+    ) -> Self {
+        let (made, spec, problem) = (OnceLock::new(), spec.clone(), *problem);
+        Otherwise { made, gpu, spec, problem, direction, channels_last }
+    }
+
+    fn get(&self) -> Result<&General> {
+        if let Some(general) = self.made.get() {
+            return Ok(general);
+        }
+        let Otherwise { gpu, spec, problem, direction, channels_last, .. } = self;
+        let method = Method::Im2colGemm;
+        let general = General::new(gpu, spec, problem, method, *direction, *channels_last)?;
+        Ok(self.made.get_or_init(|| general))
+    }
+}
+
 /// cuDNN's weight gradient, where it can write dw as it lies.
 #[derive(Debug)]
 pub(super) struct CudnnWeight {
-    pub(super) gradient: CudnnWeightGrad,
+    pub(super) gradient: VendorConvolution,
     dw: TensorDesc,
     operand_roundings: f64,
 }
@@ -80,14 +113,16 @@ pub(super) struct CudnnWeight {
 impl CudnnWeight {
     /// `None` where cuDNN has no algorithm for it.
     pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Option<Self> {
-        if !Cudnn::supports(spec, p) {
+        if !Cudnn::supports(gpu, spec, p) {
             return None;
         }
         let channels_last = channels_last(spec)?;
         let order = if channels_last { [0, 2, 3, 1] } else { [0, 1, 2, 3] };
         let layout = Layout::with_order(&[p.k, p.c_group(), p.r, p.s], &order).ok()?;
         let dw = TensorDesc { dtype: spec.x.dtype, layout };
-        let gradient = CudnnWeightGrad::new(gpu, &in_its_words(spec, p, channels_last));
+        let words = in_its_words(spec, p, channels_last);
+        let gradient =
+            VendorConvolution::new(gpu, &words, Operation::BackwardFilter, Choice::First);
         gradient
             .inspect_err(|error| tracing::debug!(%error, "weight gradient without cuDNN"))
             .ok()
@@ -111,31 +146,31 @@ impl CudnnWeight {
 /// cuDNN's data gradient.
 #[derive(Debug)]
 pub(super) struct CudnnData {
-    gpu: &'static Gpu,
-    gradient: CudnnDataGrad,
-    /// As in [`Cudnn`].
-    otherwise: OnceLock<General>,
+    gradient: VendorConvolution,
+    otherwise: Otherwise,
     filter: DenseFilter,
     spec: Conv2dSpec,
     problem: Problem,
-    channels_last: bool,
 }
 
 impl CudnnData {
     /// `None` where cuDNN has no algorithm for it.
     pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Option<Self>> {
-        let Some(channels_last) = channels_last(spec).filter(|_| Cudnn::supports(spec, p)) else {
+        let Some(channels_last) = channels_last(spec).filter(|_| Cudnn::supports(gpu, spec, p))
+        else {
             return Ok(None);
         };
-        let gradient = CudnnDataGrad::new(gpu, &in_its_words(spec, p, channels_last));
+        let words = in_its_words(spec, p, channels_last);
+        let gradient = VendorConvolution::new(gpu, &words, Operation::BackwardData, Choice::First);
         let Ok(gradient) =
             gradient.inspect_err(|error| tracing::debug!(%error, "data gradient without cuDNN"))
         else {
             return Ok(None);
         };
         let filter = DenseFilter::new(gpu, spec, p, channels_last)?;
-        let (spec, problem, otherwise) = (spec.clone(), *p, OnceLock::new());
-        Ok(Some(CudnnData { gpu, gradient, otherwise, filter, spec, problem, channels_last }))
+        let otherwise = Otherwise::new(gpu, spec, p, Direction::BackwardData, channels_last);
+        let (spec, problem) = (spec.clone(), *p);
+        Ok(Some(CudnnData { gradient, otherwise, filter, spec, problem }))
     }
 
     pub(super) fn packed_bytes(&self) -> usize {
@@ -163,7 +198,7 @@ impl CudnnData {
         operands: Operands,
         scratch: *mut u8,
     ) -> Result<()> {
-        let aligned = (w as usize).is_multiple_of(CudnnConv2d::ALIGNMENT);
+        let aligned = (w as usize).is_multiple_of(VendorConvolution::ALIGNMENT);
         let w = if self.filter.is_packed() && aligned {
             w
         } else {
@@ -173,41 +208,21 @@ impl CudnnData {
         };
         let (dy, dx) = (operands.x, operands.y);
         if !self.gradient.takes([w, dx, dy]) {
-            let otherwise = || {
-                let (method, direction) = (Method::Im2colGemm, Direction::BackwardData);
-                General::new(
-                    self.gpu,
-                    &self.spec,
-                    &self.problem,
-                    method,
-                    direction,
-                    self.channels_last,
-                )
-            };
             // SAFETY: the caller's promise; the filter is packed in the same order.
-            return unsafe { get_or_make(&self.otherwise, otherwise)?.run(stream, w, operands) };
+            return unsafe { self.otherwise.get()?.run(stream, w, operands) };
         }
         let rest = scratch.wrapping_add(self.packed_bytes());
         // SAFETY: the caller's promise.
-        unsafe { self.gradient.run(w, dy, dx, rest, stream) }
+        unsafe { self.gradient.run([w.cast_mut(), dx, dy.cast_mut()], rest, stream) }
     }
-}
-
-/// What is there, or is made now.
-fn get_or_make<T>(slot: &OnceLock<T>, make: impl FnOnce() -> Result<T>) -> Result<&T> {
-    if let Some(value) = slot.get() {
-        return Ok(value);
-    }
-    let value = make()?;
-    Ok(slot.get_or_init(|| value))
 }
 
 impl Cudnn {
-    pub(super) fn supports(spec: &Conv2dSpec, p: &Problem) -> bool {
+    pub(super) fn supports(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
         let sizes = [p.n * p.c * p.h * p.w, p.n * p.k * p.oh * p.ow, p.k * p.taps()];
         channels_last(spec).is_some()
             && sizes.iter().all(|&size| size > 0 && size < 1 << 31)
-            && CudnnConv2d::available().is_ok()
+            && gpu.convolves().is_ok()
     }
 
     /// Whether cuDNN has a kernel for a spec that it supports.
@@ -216,7 +231,7 @@ impl Cudnn {
     /// As [`Cudnn::new`], if it has none.
     pub(super) fn check(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<()> {
         let channels_last = channels_last(spec).unwrap_or(false);
-        CudnnConv2d::check(gpu, &in_its_words(spec, p, channels_last))
+        VendorConvolution::check(gpu, &in_its_words(spec, p, channels_last))
     }
 
     pub(super) fn new(
@@ -226,15 +241,17 @@ impl Cudnn {
         tuning: Tuning,
     ) -> Result<Self> {
         let channels_last = channels_last(spec).unwrap_or(false);
-        let kernel = match tuning {
-            Tuning::Model => CudnnKernel::First,
-            Tuning::Cached | Tuning::Search { .. } => CudnnKernel::Fastest,
+        let choice = match tuning {
+            Tuning::Model => Choice::First,
+            Tuning::Cached | Tuning::Search { .. } => Choice::Fastest,
         };
-        let convolution = CudnnConv2d::new(gpu, &in_its_words(spec, p, channels_last), kernel)?;
+        let words = in_its_words(spec, p, channels_last);
+        let convolution = VendorConvolution::new(gpu, &words, Operation::Forward, choice)?;
         let needed = spec.bias.is_some() || spec.activation != Activation::Identity;
         let epilogue = needed.then(|| gpu.kernel(&epilogue_kernel(spec))).transpose()?;
         let filter = DenseFilter::new(gpu, spec, p, channels_last)?;
-        let (spec, problem, otherwise) = (spec.clone(), *p, OnceLock::new());
+        let otherwise = Otherwise::new(gpu, spec, p, Direction::Forward, channels_last);
+        let (spec, problem) = (spec.clone(), *p);
         Ok(Cudnn {
             gpu,
             convolution,
@@ -244,15 +261,15 @@ impl Cudnn {
             spec,
             problem,
             channels_last,
-            kernel,
+            choice,
         })
     }
 
     pub(super) fn explain(&self) -> String {
-        let version = CudnnConv2d::version().unwrap_or_default();
-        let kernel = match self.kernel {
-            CudnnKernel::First => "its heuristic's first kernel",
-            CudnnKernel::Fastest => "the fastest of its kernels",
+        let version = self.gpu.convolves().unwrap_or_default();
+        let kernel = match self.choice {
+            Choice::First => "its heuristic's first kernel",
+            Choice::Fastest => "the fastest of its kernels",
         };
         format!("cuDNN {version}, implicit matrix product, {kernel}")
     }
@@ -264,7 +281,7 @@ impl Cudnn {
     /// True if the filter at `w` can be read as it is: it lies as its copy would, and as aligned as cuDNN's
     /// fast kernels want it.
     pub(super) fn reads_in_place(&self, w: *const u8) -> bool {
-        self.filter.is_packed() && (w as usize).is_multiple_of(CudnnConv2d::ALIGNMENT)
+        self.filter.is_packed() && (w as usize).is_multiple_of(VendorConvolution::ALIGNMENT)
     }
 
     pub(super) fn scratch_bytes(&self) -> usize {
@@ -306,24 +323,14 @@ impl Cudnn {
         scratch: *mut u8,
     ) -> Result<()> {
         if !self.convolution.takes([packed, operands.x, operands.y]) {
-            let otherwise = || {
-                let (method, direction) = (Method::Im2colGemm, Direction::Forward);
-                General::new(
-                    self.gpu,
-                    &self.spec,
-                    &self.problem,
-                    method,
-                    direction,
-                    self.channels_last,
-                )
-            };
             // SAFETY: the caller's promise; the filter is packed in the same order.
-            return unsafe {
-                get_or_make(&self.otherwise, otherwise)?.run(stream, packed, operands)
-            };
+            return unsafe { self.otherwise.get()?.run(stream, packed, operands) };
         }
         // SAFETY: the caller's promise.
-        unsafe { self.convolution.run(operands.x, packed, operands.y, scratch, stream)? };
+        unsafe {
+            let tensors = [packed.cast_mut(), operands.x.cast_mut(), operands.y];
+            self.convolution.run(tensors, scratch, stream)?;
+        }
         let Some(kernel) = self.epilogue else { return Ok(()) };
         let p = &self.problem;
         let elements = p.y_shape().iter().product::<usize>();
@@ -345,7 +352,7 @@ impl Cudnn {
 fn epilogue_kernel(spec: &Conv2dSpec) -> KernelSpec {
     kernel(&EPILOGUE, "epilogue", spec.x.dtype)
         .define("EPILOGUE", epilogue(spec.activation))
-        .define("PARAMS_SIZE", size_of::<EpilogueParams>())
+        .params::<EpilogueParams>()
 }
 
 #[cfg(test)]
@@ -360,7 +367,7 @@ mod tests {
             let activation = Activation::Gelu(Approximate::None);
             kernels.push(epilogue_kernel(&Conv2dSpec { activation, ..spec }));
         }
-        crate::cuda::compile_tests::check_compiles(&kernels);
+        crate::gpu::compile_tests::check_compiles(&kernels);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 
 use super::{Divisor, Operands, PackedForm, bias_of, epilogue, kernel, source, strides};
 use crate::conv2d::{Conv2dSpec, Problem};
-use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, Stream};
+use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::{Accuracy, DType, Result, TensorDesc};
 
 static FEW_TAPS: Source = source!("few_taps.cu");
@@ -29,41 +29,41 @@ pub(crate) struct FewTaps {
     kernels: [&'static Kernel; 2],
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Params {
-    x: *const u8,
-    filter: *const u8,
-    bias: *const u8,
-    y: *mut u8,
-    x_strides: [i64; 4],
-    y_strides: [i64; 4],
-    bias_stride: i64,
-    bias_is_float: i32,
-    k: i32,
-    h: i32,
-    w: i32,
-    pixels: i32,
-    groups: i32,
-    stride: [i32; 2],
-    pad: [i32; 2],
-    dilation: [i32; 2],
-    image_groups: Divisor,
-    ow: Divisor,
-    filter_area: Divisor,
-    filter_width: Divisor,
+params! {
+    struct Params {
+        x: *const u8,
+        filter: *const u8,
+        bias: *const u8,
+        y: *mut u8,
+        x_strides as [x_n, x_c, x_h, x_w]: [i64; 4],
+        y_strides as [y_n, y_k, y_h, y_w]: [i64; 4],
+        bias_stride: i64,
+        bias_is_float: i32,
+        k: i32,
+        h: i32,
+        w: i32,
+        pixels: i32,
+        groups: i32,
+        stride as [stride_h, stride_w]: [i32; 2],
+        pad as [pad_h, pad_w]: [i32; 2],
+        dilation as [dilation_h, dilation_w]: [i32; 2],
+        image_groups: Divisor,
+        ow: Divisor,
+        filter_area: Divisor,
+        filter_width: Divisor,
+    }
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct FilterParams {
-    w: *const u8,
-    out: *mut u8,
-    strides: [i64; 4],
-    k: i32,
-    words: i32,
-    filter_area: Divisor,
-    filter_width: Divisor,
+params! {
+    struct FilterParams {
+        w: *const u8,
+        out: *mut u8,
+        strides as [w_k, w_c, w_r, w_s]: [i64; 4],
+        k: i32,
+        words: i32,
+        filter_area: Divisor,
+        filter_width: Divisor,
+    }
 }
 
 /// Which outputs a thread stores together, as in the kernel.
@@ -83,7 +83,7 @@ impl FewTaps {
             .zip(&spec.x.strides()[1..])
             .map(|(&size, stride)| size.saturating_sub(1).saturating_mul(stride.unsigned_abs()))
             .fold(0, usize::saturating_add);
-        gpu.info.compute_capability >= (8, 0)
+        gpu.has(Feature::MatrixProducts)
             && p.groups == 1
             && (1..=MAX_TAPS).contains(&p.taps())
             && near(0, p.r)
@@ -218,8 +218,7 @@ fn of_filter(kernel: KernelSpec, spec: &Conv2dSpec, p: &Problem) -> KernelSpec {
 }
 
 fn filter_kernel(spec: &Conv2dSpec, p: &Problem) -> KernelSpec {
-    of_filter(kernel(&FILTER, "few_taps_filter", spec.w.dtype), spec, p)
-        .define("PARAMS_SIZE", size_of::<FilterParams>())
+    of_filter(kernel(&FILTER, "few_taps_filter", spec.w.dtype), spec, p).params::<FilterParams>()
 }
 
 /// The product for a y whose address is a multiple of `address` bytes.
@@ -227,7 +226,7 @@ fn product(spec: &Conv2dSpec, p: &Problem, address: usize) -> KernelSpec {
     let (store, vector) = store_of(&spec.y, 2 * row_tiles(spec, p), address);
     of_filter(kernel(&FEW_TAPS, "few_taps", spec.x.dtype), spec, p)
         .define("EPILOGUE", epilogue(spec.activation))
-        .define("PARAMS_SIZE", size_of::<Params>())
+        .params::<Params>()
         .define("PADDED", i32::from(p.padding != [0, 0]))
         .define("STORE", store as i32)
         .define("VECTOR", vector)
@@ -256,7 +255,7 @@ fn store_of(y: &TensorDesc, channels_of_thread: usize, address: usize) -> (Store
 mod tests {
     use super::*;
     use crate::conv2d::Conv2dParams;
-    use crate::cuda::compile_tests::check_compiles;
+    use crate::gpu::compile_tests::check_compiles;
     use crate::{Activation, Layout};
 
     #[test]

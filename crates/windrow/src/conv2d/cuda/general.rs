@@ -4,7 +4,7 @@
 use super::{Divisor, Operands, bias_of, epilogue, kernel, source, strides};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dSpec, Problem};
-use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, Stream};
+use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::{DType, Result, TensorDesc};
 
 pub(super) static IM2COL_GEMM: Source = source!("im2col_gemm.cu");
@@ -228,49 +228,49 @@ fn kernel_spec(spec: &Conv2dSpec, method: Method, direction: Direction) -> Kerne
     let named = match method {
         Method::Im2colGemm => kernel(&IM2COL_GEMM, "im2col_gemm", spec.x.dtype)
             .define("PROBLEM", direction as u32)
-            .define("PARAMS_SIZE", size_of::<Im2colParams>())
+            .params::<Im2colParams>()
             .define("ALONG_ROWS", i32::from(!is_channels_last(&image.layout))),
         Method::Direct => kernel(&DIRECT, "direct", spec.x.dtype)
             .define("TRANSPOSED", direction as u32)
-            .define("PARAMS_SIZE", size_of::<DirectParams>())
+            .params::<DirectParams>()
             .define("CHANNELS_INNER", i32::from(is_channels_last(&out.layout))),
     };
     named.define("EPILOGUE", epilogue(spec.activation))
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(super) struct Im2colParams {
-    pub(super) image: *const u8,
-    pub(super) other: *const u8,
-    pub(super) out: *mut u8,
-    bias: *const u8,
-    pub(super) image_strides: [i64; 4],
-    pub(super) other_strides: [i64; 4],
-    out_strides: [i64; 4],
-    bias_stride: i64,
-    pub(super) rows: i64,
-    pub(super) part: i64,
-    bias_is_float: i32,
-    pub(super) columns: i32,
-    pub(super) depth: i32,
-    channels: i32,
-    pub(super) other_channels: i32,
-    n: i32,
-    h: i32,
-    w: i32,
-    out_height: i32,
-    out_width: i32,
-    r: i32,
-    s: i32,
-    stride: [i32; 2],
-    pad: [i32; 2],
-    dilation: [i32; 2],
-    pub(super) images_per_part: i32,
-    pub(super) first_group: i32,
-    channels_by: Divisor,
-    s_by: Divisor,
-    out_width_by: Divisor,
+params! {
+    pub(super) struct Im2colParams {
+        pub(super) image: *const u8,
+        pub(super) other: *const u8,
+        pub(super) out: *mut u8,
+        bias: *const u8,
+        pub(super) image_strides as [image_n, image_c, image_h, image_w]: [i64; 4],
+        pub(super) other_strides as [other_k, other_c, other_r, other_s]: [i64; 4],
+        out_strides as [out_n, out_c, out_h, out_w]: [i64; 4],
+        bias_stride: i64,
+        pub(super) rows: i64,
+        pub(super) part: i64,
+        bias_is_float: i32,
+        pub(super) columns: i32,
+        pub(super) depth: i32,
+        channels: i32,
+        pub(super) other_channels: i32,
+        n: i32,
+        h: i32,
+        w: i32,
+        out_height: i32,
+        out_width: i32,
+        r: i32,
+        s: i32,
+        stride as [stride_h, stride_w]: [i32; 2],
+        pad as [pad_h, pad_w]: [i32; 2],
+        dilation as [dilation_h, dilation_w]: [i32; 2],
+        pub(super) images_per_part: i32,
+        pub(super) first_group: i32,
+        channels_by: Divisor,
+        s_by: Divisor,
+        out_width_by: Divisor,
+    }
 }
 
 impl Im2colParams {
@@ -313,32 +313,32 @@ impl Im2colParams {
     }
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct DirectParams {
-    image: *const u8,
-    filter: *const u8,
-    out: *mut u8,
-    bias: *const u8,
-    image_strides: [i64; 4],
-    /// Along the channels of `out` and of `image`, r, s.
-    filter_strides: [i64; 4],
-    out_strides: [i64; 4],
-    bias_stride: i64,
-    elements: i64,
-    bias_is_float: i32,
-    in_group: i32,
-    out_group: i32,
-    channels: i32,
-    h: i32,
-    w: i32,
-    out_height: i32,
-    out_width: i32,
-    r: i32,
-    s: i32,
-    stride: [i32; 2],
-    pad: [i32; 2],
-    dilation: [i32; 2],
+params! {
+    struct DirectParams {
+        image: *const u8,
+        filter: *const u8,
+        out: *mut u8,
+        bias: *const u8,
+        image_strides as [image_n, image_c, image_h, image_w]: [i64; 4],
+        /// Along the channels of `out` and of `image`, r, s.
+        filter_strides as [filter_out, filter_in, filter_r, filter_s]: [i64; 4],
+        out_strides as [out_n, out_c, out_h, out_w]: [i64; 4],
+        bias_stride: i64,
+        elements: i64,
+        bias_is_float: i32,
+        in_group: i32,
+        out_group: i32,
+        channels: i32,
+        h: i32,
+        w: i32,
+        out_height: i32,
+        out_width: i32,
+        r: i32,
+        s: i32,
+        stride as [stride_h, stride_w]: [i32; 2],
+        pad as [pad_h, pad_w]: [i32; 2],
+        dilation as [dilation_h, dilation_w]: [i32; 2],
+    }
 }
 
 /// A filter copied to [k, r, s, c], or to [k, c, r, s].
@@ -352,16 +352,16 @@ pub(super) struct DenseFilter {
     channels_last: bool,
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct FilterParams {
-    w: *const u8,
-    out: *mut u8,
-    strides: [i64; 4],
-    elements: i64,
-    c: i32,
-    r: i32,
-    s: i32,
+params! {
+    struct FilterParams {
+        w: *const u8,
+        out: *mut u8,
+        strides as [w_k, w_c, w_r, w_s]: [i64; 4],
+        elements: i64,
+        c: i32,
+        r: i32,
+        s: i32,
+    }
 }
 
 impl DenseFilter {
@@ -421,7 +421,7 @@ impl DenseFilter {
 }
 
 fn pack_kernel(dtype: DType) -> KernelSpec {
-    kernel(&PACK_FILTER, "pack_filter", dtype).define("PARAMS_SIZE", size_of::<FilterParams>())
+    kernel(&PACK_FILTER, "pack_filter", dtype).params::<FilterParams>()
 }
 
 pub(super) fn one_thread_each(elements: usize) -> Launch {
@@ -448,6 +448,6 @@ mod tests {
             }
             kernels.push(pack_kernel(spec.x.dtype));
         }
-        crate::cuda::compile_tests::check_compiles(&kernels);
+        crate::gpu::compile_tests::check_compiles(&kernels);
     }
 }

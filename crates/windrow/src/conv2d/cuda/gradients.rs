@@ -10,7 +10,7 @@ use super::{Engine, Operands, kernel, source, strides};
 use crate::conv2d::backward::mirrored;
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
-use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, Stream};
+use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::{DType, Filter, Result, TensorDesc, Tuning};
 
 static ADD_PARTS: Source = source!("im2col_gemm_sum.cu");
@@ -81,30 +81,30 @@ enum Data {
     Transposed(General),
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct PartsParams {
-    parts: *const u8,
-    out: *mut u8,
-    strides: [i64; 4],
-    elements: i64,
-    count: i32,
-    c: i32,
-    r: i32,
-    s: i32,
+params! {
+    struct PartsParams {
+        parts: *const u8,
+        out: *mut u8,
+        strides as [k_stride, c_stride, r_stride, s_stride]: [i64; 4],
+        elements: i64,
+        parts_count: i32,
+        c: i32,
+        r: i32,
+        s: i32,
+    }
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct BiasParams {
-    dy: *const u8,
-    parts: *mut u8,
-    strides: [i64; 4],
-    rows: i64,
-    rows_per_part: i64,
-    channels: i32,
-    height: i32,
-    width: i32,
+params! {
+    struct BiasParams {
+        dy: *const u8,
+        parts: *mut u8,
+        strides as [n_stride, c_stride, h_stride, w_stride]: [i64; 4],
+        rows: i64,
+        rows_per_part: i64,
+        channels: i32,
+        height: i32,
+        width: i32,
+    }
 }
 
 impl Gradients {
@@ -146,7 +146,7 @@ impl Gradients {
                 }
             }
         };
-        let winograd_weight = WinogradWeight::suits(spec, problem);
+        let winograd_weight = WinogradWeight::suits(gpu, spec, problem);
         Ok(Gradients {
             data,
             gpu,
@@ -322,7 +322,9 @@ impl Gradients {
             && cudnn.gradient.takes([dw, x, dy])
         {
             // SAFETY: the caller's promise.
-            return unsafe { cudnn.gradient.run(x, dy, dw, scratch, stream) };
+            return unsafe {
+                cudnn.gradient.run([dw, x.cast_mut(), dy.cast_mut()], scratch, stream)
+            };
         }
         let kernel = match &self.weight {
             Weight::Im2colGemm(kernel) => *kernel,
@@ -359,7 +361,7 @@ impl Gradients {
             out: dw,
             strides: strides(desc),
             elements: elements as i64,
-            count: parts as i32,
+            parts_count: parts as i32,
             c: p.c_group() as i32,
             r: p.r as i32,
             s: p.s as i32,
@@ -411,7 +413,7 @@ impl Gradients {
             out: db,
             strides: [desc.strides()[0] as i64, 0, 0, 0],
             elements: p.k as i64,
-            count: parts as i32,
+            parts_count: parts as i32,
             c: 1,
             r: 1,
             s: 1,
@@ -433,7 +435,7 @@ impl Gradients {
 fn weight_kernel(spec: &Conv2dSpec) -> KernelSpec {
     kernel(&IM2COL_GEMM, "weight_grad", spec.x.dtype)
         .define("PROBLEM", 2)
-        .define("PARAMS_SIZE", size_of::<Im2colParams>())
+        .params::<Im2colParams>()
         .define("ALONG_ROWS", i32::from(is_channels_last(&spec.y.layout)))
         .define("EPILOGUE", 0)
 }
@@ -442,11 +444,11 @@ fn bias_kernel(spec: &Conv2dSpec) -> KernelSpec {
     kernel(&BIAS, "bias_grad", spec.x.dtype)
         .define("CHANNELS_INNER", i32::from(is_channels_last(&spec.y.layout)))
         .define("WARPS", WARPS)
-        .define("PARAMS_SIZE", size_of::<BiasParams>())
+        .params::<BiasParams>()
 }
 
 fn parts_kernel(out: DType) -> KernelSpec {
-    kernel(&ADD_PARTS, "add_parts", out).define("PARAMS_SIZE", size_of::<PartsParams>())
+    kernel(&ADD_PARTS, "add_parts", out).params::<PartsParams>()
 }
 
 #[cfg(test)]
@@ -459,6 +461,6 @@ mod tests {
             .iter()
             .flat_map(|spec| [weight_kernel(spec), bias_kernel(spec), parts_kernel(spec.x.dtype)])
             .collect();
-        crate::cuda::compile_tests::check_compiles(&kernels);
+        crate::gpu::compile_tests::check_compiles(&kernels);
     }
 }

@@ -23,7 +23,7 @@ use self::row::WinogradRow;
 use self::winograd_gemm::WinogradGemm;
 use super::winograd_reference::Stages;
 use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
-use crate::cuda::{Gpu, KernelSpec, Source, Stream};
+use crate::gpu::{Gpu, KernelSpec, Source, Stream};
 use crate::{Activation, Approximate, DType, Error, Filter, Result, TensorDesc, TensorRef, Tuning};
 
 macro_rules! header {
@@ -97,13 +97,13 @@ impl Engine {
         if fits_i32(problem) {
             found.push(Conv2dAlgorithm::Direct);
             found.push(Conv2dAlgorithm::Im2colGemm);
-            if WinogradGemm::supports(spec, problem) {
+            if WinogradGemm::supports(gpu, spec, problem) {
                 found.extend(Tile::ALL.map(Conv2dAlgorithm::WinogradGemm));
             }
             if WinogradRow::supports(gpu, problem) {
                 found.push(Conv2dAlgorithm::WinogradRow);
             }
-            if Cudnn::supports(spec, problem) {
+            if Cudnn::supports(gpu, spec, problem) {
                 found.push(Conv2dAlgorithm::Cudnn);
             }
         }
@@ -168,7 +168,7 @@ impl Engine {
                 Ok(Engine::FewTaps(Box::new(FewTaps::new(gpu, spec, problem)?)))
             }
             Conv2dAlgorithm::Im2colGemm => general(Method::Im2colGemm),
-            Conv2dAlgorithm::Cudnn if Cudnn::supports(spec, problem) => {
+            Conv2dAlgorithm::Cudnn if Cudnn::supports(gpu, spec, problem) => {
                 Ok(Engine::Cudnn(Box::new(Cudnn::new(gpu, spec, problem, tuning)?)))
             }
             Conv2dAlgorithm::WinogradGemm(tile) if WinogradGemm::computes(spec, problem) => {

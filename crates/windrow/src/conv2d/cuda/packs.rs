@@ -5,7 +5,7 @@
 
 use super::Engine;
 use crate::Result;
-use crate::cuda::{Event, Gpu, SharedBuffer, Stream, despite_captures};
+use crate::gpu::{Event, Gpu, SharedBuffer, Stream};
 use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -261,7 +261,7 @@ impl Frozen {
         if self.is_made.load(Ordering::Acquire) {
             return Ok(true);
         }
-        if despite_captures(|| self.made.is_reached())? {
+        if stream.gpu().despite_captures(|| self.made.is_reached())? {
             self.is_made.store(true, Ordering::Release);
             return Ok(true);
         }

@@ -3,7 +3,7 @@
 
 use super::{Divisor, kernel, source};
 use crate::conv2d::winograd::Rational;
-use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, Stream};
+use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::{DType, Result, TensorDesc};
 
 static IMAGE_MAX: Source = source!("image_max.cu");
@@ -49,17 +49,17 @@ pub(super) struct ImageMax {
     vector: Option<&'static Kernel>,
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Params {
-    x: *const u8,
-    x_max: *mut u8,
-    image_stride: i64,
-    strides: [i64; 3],
-    vectors: i32,
-    blocks: i32,
-    in_outer: Divisor,
-    in_middle: Divisor,
+params! {
+    struct Params {
+        x: *const u8,
+        x_max: *mut u8,
+        image_stride as [x_n]: i64,
+        strides as [outer, middle, inner]: [i64; 3],
+        vectors: i32,
+        blocks: i32,
+        in_outer: Divisor,
+        in_middle: Divisor,
+    }
 }
 
 impl ImageMax {
@@ -148,16 +148,14 @@ fn merged(mut dimensions: [(usize, isize); 3]) -> [(usize, isize); 3] {
 }
 
 fn image_max_kernel(vector: usize) -> KernelSpec {
-    kernel(&IMAGE_MAX, "image_max", DType::F32)
-        .define("VECTOR", vector)
-        .define("PARAMS_SIZE", size_of::<Params>())
+    kernel(&IMAGE_MAX, "image_max", DType::F32).define("VECTOR", vector).params::<Params>()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::conv2d::{Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, Weights};
-    use crate::cuda::DeviceTensor;
+    use crate::gpu::DeviceTensor;
     use crate::verify::random_tensor;
     use crate::{Device, PlanOptions, Workspace};
 
@@ -183,7 +181,7 @@ mod tests {
     /// Scales of f32 whose product is beyond its range. Nothing without a device.
     #[test]
     fn tiny_and_huge_numbers_are_scaled() {
-        if !crate::cuda::devices().is_ok_and(|d| !d.is_empty()) {
+        if !crate::gpu::devices().is_ok_and(|d| !d.is_empty()) {
             return;
         }
         let options = PlanOptions { device: Device::Cuda(0), ..PlanOptions::default() };
@@ -215,6 +213,6 @@ mod tests {
 
     #[test]
     fn kernels_compile_without_spills() {
-        crate::cuda::compile_tests::check_compiles(&[1, VECTOR].map(image_max_kernel));
+        crate::gpu::compile_tests::check_compiles(&[1, VECTOR].map(image_max_kernel));
     }
 }

@@ -6,7 +6,7 @@ use super::{Divisor, kernel, source, strides};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::winograd::Rational;
 use crate::conv2d::{Problem, Tile};
-use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Matrix, Source, Stream};
+use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Matrix, Source, Stream, params};
 use crate::{DType, Result, TensorDesc};
 
 static INPUT: Source = source!("winograd_input.cu");
@@ -137,7 +137,7 @@ impl Blocking {
 
 /// `Tiling` of `winograd.cuh`.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Tiling {
     images: i64,
     first_image: i64,
@@ -159,21 +159,21 @@ pub(super) struct InputTransform {
     block: usize,
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct InputParams {
-    x: *const u8,
-    v: *mut u8,
-    x_max: *const u8,
-    strides: [i64; 4],
-    v_strides: [i64; 3],
-    v_part: i64,
-    tiling: Tiling,
-    inner: Divisor,
-    elements: i32,
-    c: i32,
-    size: [i32; 2],
-    pad: [i32; 2],
+params! {
+    struct InputParams {
+        x: *const u8,
+        v: *mut u8,
+        x_max: *const u8,
+        strides as [x_n, x_c, x_h, x_w]: [i64; 4],
+        v_strides as [plane, v_tile, v_channel]: [i64; 3],
+        v_part: i64,
+        tiling: Tiling,
+        inner: Divisor,
+        elements: i32,
+        c: i32,
+        size as [h, w]: [i32; 2],
+        pad as [pad_h, pad_w]: [i32; 2],
+    }
 }
 
 impl InputTransform {
@@ -239,7 +239,7 @@ pub(super) fn input_kernel<const N: usize>(
 ) -> KernelSpec {
     staged_kernel(&INPUT, name, tile, image.dtype, block)
         .define("SIZE", size)
-        .define("PARAMS_SIZE", size_of::<InputParams>())
+        .params::<InputParams>()
         .define("INPUT", matrix(transform, tile.alpha(), size))
         .define("CHANNELS_INNER", i32::from(is_channels_last(&image.layout)))
 }

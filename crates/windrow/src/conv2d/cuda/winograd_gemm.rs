@@ -14,9 +14,9 @@ use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::winograd::TAPS;
 use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
-use crate::cuda::{
-    DeviceBuffer, DeviceTensor, Gemm, GemmCompute, GemmSpec, Gpu, Kernel, KernelSpec, Launch,
-    Matrix, Source, Stream, download,
+use crate::gpu::{
+    DeviceBuffer, DeviceTensor, Gemm, GemmCompute, GemmOperands, GemmSpec, Gpu, Kernel, KernelSpec,
+    Launch, Matrix, Source, Stream, download, params,
 };
 use crate::{Accuracy, DType, Layout, Result, TensorDesc, TensorRef};
 use std::sync::Arc;
@@ -97,42 +97,42 @@ fn product(b: &Blocking, v: &Stage, m: &Stage) -> GemmSpec {
     }
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct FilterParams {
-    w: *const u8,
-    u: *mut u8,
-    inverse: *mut u8,
-    strides: [i64; 4],
-    plane: i64,
-    seen: Seen,
-    c: i32,
-    c_padded: i32,
+params! {
+    struct FilterParams {
+        w: *const u8,
+        u: *mut u8,
+        inverse: *mut u8,
+        strides as [w_k, w_c, w_r, w_s]: [i64; 4],
+        plane: i64,
+        seen: Seen,
+        c: i32,
+        c_padded: i32,
+    }
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct OutputParams {
-    m: *const u8,
-    y: *mut u8,
-    bias: *const u8,
-    x_max: *const u8,
-    u_inverse: *const u8,
-    strides: [i64; 4],
-    bias_stride: i64,
-    m_strides: [i64; 3],
-    tiling: Tiling,
-    inner: Divisor,
-    elements: i32,
-    oh: i32,
-    ow: i32,
-    bias_is_float: i32,
-    pairs: i32,
+params! {
+    struct OutputParams {
+        m: *const u8,
+        y: *mut u8,
+        bias: *const u8,
+        x_max: *const u8,
+        u_inverse: *const u8,
+        strides as [y_n, y_c, y_h, y_w]: [i64; 4],
+        bias_stride: i64,
+        m_strides as [plane, m_tile, m_channel]: [i64; 3],
+        tiling: Tiling,
+        inner: Divisor,
+        elements: i32,
+        oh: i32,
+        ow: i32,
+        bias_is_float: i32,
+        pairs: i32,
+    }
 }
 
 impl WinogradGemm {
-    pub(super) fn supports(spec: &Conv2dSpec, problem: &Problem) -> bool {
-        Self::computes(spec, problem) && Gemm::available().is_ok()
+    pub(super) fn supports(gpu: &Gpu, spec: &Conv2dSpec, problem: &Problem) -> bool {
+        Self::computes(spec, problem) && gpu.multiplies().is_ok()
     }
 
     /// Where cuBLASLt is found.
@@ -277,13 +277,14 @@ impl WinogradGemm {
         let x_max = scratch;
         let v = x_max.wrapping_add(self.max_bytes());
         let m = v.wrapping_add(self.v.bytes(b));
-        let gemm_workspace = m.wrapping_add(self.m.bytes(b));
+        let workspace = m.wrapping_add(self.m.bytes(b));
         if let Some(image_max) = &self.image_max {
             // SAFETY: part of the scratch memory; the rest is the caller's promise.
             unsafe { image_max.run(stream, operands.x, p.n, x_max)? };
         }
         let (u, v_in) = (packed, v.cast_const());
         let (left, right) = if self.m.channels_inner { (v_in, u) } else { (u, v_in) };
+        let product = GemmOperands { a: left, b: right, c: m, workspace };
         for chunk in 0..b.chunks {
             let tiling = b.tiling(p.n, chunk);
             let output = self.output_params(tiling, m, x_max, packed, &operands);
@@ -291,7 +292,7 @@ impl WinogradGemm {
             // and the caller's promise covers the rest.
             unsafe {
                 self.input.run(stream, operands.x, x_max, v, b, tiling)?;
-                self.gemm.run(left, right, m, gemm_workspace, stream)?;
+                self.gemm.run(product, stream, false)?;
                 self.output.launch(
                     stream,
                     one_thread_each(b.tiles * p.k, self.cut.block),
@@ -450,7 +451,7 @@ fn kernels(tile: Tile, spec: &Conv2dSpec, block: usize) -> [KernelSpec; 3] {
         scaled(
             staged_kernel(&FILTER, "filter", tile, dtype, block)
                 .define("FILTER", matrix(&t.g, t.alpha, TAPS))
-                .define("PARAMS_SIZE", size_of::<FilterParams>())
+                .params::<FilterParams>()
                 .overlapped(false),
             split::exponent(&t.g, 2),
         ),
@@ -458,7 +459,7 @@ fn kernels(tile: Tile, spec: &Conv2dSpec, block: usize) -> [KernelSpec; 3] {
         scaled(
             staged_kernel(&OUTPUT, "output", tile, dtype, block)
                 .define("OUTPUT", matrix(&t.at, t.m, t.alpha))
-                .define("PARAMS_SIZE", size_of::<OutputParams>())
+                .params::<OutputParams>()
                 .define("CHANNELS_INNER", i32::from(is_channels_last(&spec.y.layout)))
                 .define("EPILOGUE", epilogue(spec.activation)),
             v_exponent,
@@ -486,7 +487,7 @@ mod tests {
                 all.push(kernels(tile, &Conv2dSpec { activation, ..spec }, THREADS)[2].clone());
             }
         }
-        crate::cuda::compile_tests::check_compiles(&all);
+        crate::gpu::compile_tests::check_compiles(&all);
     }
 
     #[test]

@@ -11,7 +11,9 @@ use super::winograd_gemm::roundings;
 use super::{source, strides};
 use crate::conv2d::winograd::{MAX_ALPHA, Rational, TAPS, Transforms};
 use crate::conv2d::{Conv2dSpec, Problem, Tile};
-use crate::cuda::{Gemm, GemmCompute, GemmSpec, Gpu, KernelSpec, Matrix, Source, Stream};
+use crate::gpu::{
+    Gemm, GemmCompute, GemmOperands, GemmSpec, Gpu, KernelSpec, Matrix, Source, Stream, params,
+};
 use crate::{Accuracy, DType, Result, TensorDesc};
 
 static FILTER_GRAD: Source = source!("winograd_filter_grad.cu");
@@ -41,25 +43,25 @@ pub(super) struct WinogradWeight {
     filter_grad: OutputKernels,
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct FilterGradParams {
-    du: *const u8,
-    dw: *mut u8,
-    strides: [i64; 4],
-    plane: i64,
-    elements: i64,
-    c: i32,
-    c_padded: i32,
+params! {
+    struct FilterGradParams {
+        du: *const u8,
+        dw: *mut u8,
+        strides as [w_k, w_c, w_r, w_s]: [i64; 4],
+        plane: i64,
+        elements: i64,
+        c: i32,
+        c_padded: i32,
+    }
 }
 
 impl WinogradWeight {
-    pub(super) fn suits(spec: &Conv2dSpec, p: &Problem) -> bool {
+    pub(super) fn suits(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
         p.is_winograd()
             && p.c.min(p.k) >= MIN_CHANNELS
             && spec.accuracy
                 >= if spec.x.dtype == DType::F32 { Accuracy::Fp32 } else { Accuracy::Half }
-            && Gemm::available().is_ok()
+            && gpu.multiplies().is_ok()
     }
 
     pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Self> {
@@ -134,7 +136,8 @@ impl WinogradWeight {
         let v = scratch;
         let dm = v.wrapping_add(self.v.bytes(b));
         let du = dm.wrapping_add(self.dm.bytes(b));
-        let gemm_workspace = du.wrapping_add(self.du_bytes());
+        let workspace = du.wrapping_add(self.du_bytes());
+        let operands = GemmOperands { a: dm, b: v, c: du, workspace };
         let no_max = std::ptr::null();
         for chunk in 0..b.chunks {
             let tiling = b.tiling(p.n, chunk);
@@ -142,7 +145,7 @@ impl WinogradWeight {
             unsafe {
                 self.x_transform.run(stream, x, no_max, v, b, tiling)?;
                 self.dy_transform.run(stream, dy, no_max, dm, b, tiling)?;
-                self.gemm.run_adding(dm, v, du, gemm_workspace, stream, chunk > 0)?;
+                self.gemm.run(operands, stream, chunk > 0)?;
             }
         }
         let elements = p.k * p.c;
@@ -213,7 +216,7 @@ fn filter_grad_kernel(tile: Tile, dw: DType) -> KernelSpec {
         std::array::from_fn(|r| std::array::from_fn(|j| t.g[j][r]));
     staged_kernel(&FILTER_GRAD, "filter_grad", tile, dw, THREADS)
         .define("FILTER", matrix(&gt, TAPS, t.alpha))
-        .define("PARAMS_SIZE", size_of::<FilterGradParams>())
+        .params::<FilterGradParams>()
 }
 
 #[cfg(test)]
@@ -224,7 +227,7 @@ mod tests {
     fn kernels_compile_without_spills() {
         let mut all: Vec<_> = crate::conv2d::cuda::test_specs().iter().flat_map(kernels).collect();
         all.extend(Tile::ALL.map(|tile| filter_grad_kernel(tile, DType::F32)));
-        crate::cuda::compile_tests::check_compiles(&all);
+        crate::gpu::compile_tests::check_compiles(&all);
     }
 
     /// The identity that the algorithm rests on, in one dimension.

@@ -15,7 +15,7 @@ struct Params {
     i64 rows_per_part;
     int channels, height, width;
 };
-static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
+static_assert(PARAMS_AGREE, "as the host's structure");
 
 extern "C" __global__ __launch_bounds__(WARPS* LANES) void KERNEL(const __grid_constant__ Params p) {
     __shared__ float sums[WARPS][LANES];

@@ -23,7 +23,7 @@ struct Params {
     int out_height, out_width;
     int r, s, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
 };
-static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
+static_assert(PARAMS_AGREE, "as the host's structure");
 
 extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
     const i64 index = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;

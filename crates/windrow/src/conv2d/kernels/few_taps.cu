@@ -46,7 +46,7 @@ struct Params {
     Divisor image_groups;   // ceil(pixels / 32)
     Divisor ow, filter_area, filter_width;
 };
-static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
+static_assert(PARAMS_AGREE, "as the host's structure");
 
 __device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 #ifdef ELEMENT_F32

@@ -17,7 +17,7 @@ struct Params {
     int k, words;
     Divisor filter_area, filter_width;
 };
-static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
+static_assert(PARAMS_AGREE, "as the host's structure");
 
 // One thread for each word.
 extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {

@@ -46,7 +46,7 @@ struct Params {
     int first_group;
     Divisor channels_by, s_by, out_width_by;
 };
-static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
+static_assert(PARAMS_AGREE, "as the host's structure");
 
 // Where filter tap (r, s) of output position (i, j) reads the gathered image; false outside.
 __device__ __forceinline__ bool position(const Params& p, int i, int j, int r, int s, int& y, int& x) {

@@ -14,7 +14,7 @@ struct Params {
     int blocks;                    // for an image
     Divisor in_outer, in_middle;   // vectors of a step of the outer and of the middle dimension
 };
-static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
+static_assert(PARAMS_AGREE, "as the host's structure");
 
 extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_constant__ Params p) {
     const int image = blockIdx.x / p.blocks, block = blockIdx.x % p.blocks;

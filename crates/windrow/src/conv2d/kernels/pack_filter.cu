@@ -11,7 +11,7 @@ struct Params {
     i64 elements;
     int c, r, s;
 };
-static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
+static_assert(PARAMS_AGREE, "as the host's structure");
 
 extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
     const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;

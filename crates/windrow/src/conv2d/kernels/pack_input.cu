@@ -22,7 +22,7 @@ struct Params {
     int pixel_tiles, channel_tiles;
     Divisor w_by;
 };
-static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
+static_assert(PARAMS_AGREE, "as the host's structure");
 
 // Pixels `pixel` and following of a channel, zero where there are none.
 __device__ __forceinline__ void load(Element (&v)[PIXELS], const Params& p, const Element* image, int c, int pixel) {

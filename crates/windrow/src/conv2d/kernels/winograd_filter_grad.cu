@@ -14,7 +14,7 @@ struct Params {
     i64 elements;           // k * c
     int c, c_padded;
 };
-static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
+static_assert(PARAMS_AGREE, "as the host's structure");
 
 extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_constant__ Params p) {
     const i64 index = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;

@@ -18,7 +18,7 @@ struct Params {
     int elements;           // of one position
     int c, h, w, pad_h, pad_w;
 };
-static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
+static_assert(PARAMS_AGREE, "as the host's structure");
 
 extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_constant__ Params p) {
     const Place place(p.inner, CHANNELS_INNER);

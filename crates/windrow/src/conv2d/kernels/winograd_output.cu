@@ -22,7 +22,7 @@ struct Params {
     int bias_is_float;
     int pairs;              // two columns of y may be stored as one
 };
-static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
+static_assert(PARAMS_AGREE, "as the host's structure");
 
 extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_constant__ Params p) {
     const Place place(p.inner, CHANNELS_INNER);

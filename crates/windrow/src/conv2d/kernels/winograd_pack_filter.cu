@@ -22,7 +22,7 @@ struct Params {
     Seen seen;
     int k, c, steps;
 };
-static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
+static_assert(PARAMS_AGREE, "as the host's structure");
 
 // One block per output channel, padded to 64.
 extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {

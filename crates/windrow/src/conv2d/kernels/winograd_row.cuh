@@ -52,7 +52,7 @@ struct Params {
     int u_resident;             // all steps of a k block fit the ring: loaded once
     int paired_out;             // y_w == 1, ow is even and two neighbouring outputs are aligned as one vector
 };
-static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
+static_assert(PARAMS_AGREE, "as the host's structure");
 
 // ---- which tiles a unit holds ----
 

@@ -416,7 +416,7 @@ impl Conv2dPlan {
             Backend::Cuda { gpu, .. } => {
                 // Also while a stream is captured.
                 let make = || cuda::Gradients::new(gpu, spec, problem, self.algorithm);
-                Backward::Cuda(gpu, Box::new(crate::cuda::despite_captures(make)?))
+                Backward::Cuda(gpu, Box::new(gpu.despite_captures(make)?))
             }
         };
         Ok(self.backward.get_or_init(|| backward))

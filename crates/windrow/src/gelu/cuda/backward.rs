@@ -2,8 +2,8 @@
 
 use super::loops::{Dim, Loops, Words, bias_strides, strides};
 use super::{Forward, INCLUDES, THREADS, kernel_spec};
-use crate::cuda::{Gpu, KernelSpec, Launch, Source, Stream, column_sum};
 use crate::gelu::{GeluArgs, GeluGrads, GeluSpec};
+use crate::gpu::{KernelSpec, Launch, Source, Stream, column_sum};
 use crate::{Result, TensorDesc, TensorMut, TensorRef, Workspace};
 
 static BACKWARD: Source = Source {
@@ -17,6 +17,13 @@ static BIAS_GRADIENT: Source = Source {
     includes: INCLUDES,
 };
 
+/// What tells the kernels of a plan's gradients apart, beside its spec.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Key {
+    Elementwise { rank: usize, unit: bool, dx: bool, dgate: bool },
+    Bias { rank: usize },
+}
+
 impl Forward {
     /// Gradients; the kernels are compiled at the first call with such strides.
     pub(in crate::gelu) fn backward(
@@ -27,14 +34,67 @@ impl Forward {
         grads: &GeluGrads<'_>,
         workspace: &mut Workspace,
     ) -> Result<()> {
-        let gpu = self.kernel.gpu();
-        let (stream, partial) = workspace.take_on(gpu, workspace_bytes(spec))?;
+        let (stream, partial) = workspace.take_on(self.kernel.gpu(), workspace_bytes(spec))?;
         if grads.dx.is_some() || grads.dgate.is_some() {
-            elementwise(spec, args, dy, grads, gpu, stream)?;
+            self.elementwise(spec, args, dy, grads, stream)?;
         }
         match &grads.dbias {
-            Some(dbias) => bias_gradient(spec, args, dy, dbias, gpu, stream, partial),
+            Some(dbias) => self.bias_gradient(spec, args, dy, dbias, stream, partial),
             None => Ok(()),
+        }
+    }
+
+    fn elementwise(
+        &self,
+        spec: &GeluSpec,
+        args: &GeluArgs<'_>,
+        dy: &TensorRef<'_>,
+        grads: &GeluGrads<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let (loops, words) = backward_words(spec, args, dy, grads);
+        if loops.is_empty() {
+            return Ok(());
+        }
+        let vector = vector_of(spec, loops.unit);
+        let launch = loops.launch(vector, vector, 1, THREADS);
+        let (dx, dgate) = (grads.dx.is_some(), grads.dgate.is_some());
+        let key = Key::Elementwise { rank: loops.rank(), unit: loops.unit, dx, dgate };
+        let kernel = self
+            .gradients
+            .get(self.kernel.gpu(), key, || backward_kernel(spec, &loops, &words, dx, dgate))?;
+        // SAFETY: the words are the kernel's parameters, and the views were checked to be on this
+        // device and of the spec's shapes.
+        unsafe { kernel.launch(stream, launch, &words) }
+    }
+
+    fn bias_gradient(
+        &self,
+        spec: &GeluSpec,
+        args: &GeluArgs<'_>,
+        dy: &TensorRef<'_>,
+        dbias: &TensorMut<'_>,
+        stream: &Stream,
+        partial: *mut u8,
+    ) -> Result<()> {
+        let (rows, columns) = rows_and_columns(&spec.x);
+        if columns == 0 {
+            return Ok(());
+        }
+        let gpu = self.kernel.gpu();
+        let (loops, words) = bias_gradient_words(spec, args, dy, partial);
+        let key = Key::Bias { rank: loops.rank() };
+        let kernel = self.gradients.get(gpu, key, || bias_gradient_kernel(spec, &loops, &words))?;
+        let chunks = rows.div_ceil(bias_chunk(rows, columns));
+        let launch = Launch {
+            grid: [columns.div_ceil(THREADS) as u32, chunks.min(65535) as u32, 1],
+            block: [THREADS as u32, 1, 1],
+        };
+        // SAFETY: the words are the kernel's parameters, the views were checked to be on this
+        // device and of the spec's shapes, and the workspace holds `chunks` rows of partial sums.
+        unsafe {
+            kernel.launch(stream, launch, &words)?;
+            column_sum(gpu, stream, partial.cast(), [chunks, columns, columns], dbias)
         }
     }
 }
@@ -64,36 +124,17 @@ fn pointer(view: Option<&TensorRef<'_>>) -> *const u8 {
     view.map_or(std::ptr::null(), TensorRef::as_ptr)
 }
 
-fn elementwise(
-    spec: &GeluSpec,
-    args: &GeluArgs<'_>,
-    dy: &TensorRef<'_>,
-    grads: &GeluGrads<'_>,
-    gpu: &'static Gpu,
-    stream: &Stream,
-) -> Result<()> {
-    let (loops, kernel, words) = backward_kernel(spec, args, dy, grads);
-    if loops.is_empty() {
-        return Ok(());
-    }
-    let vector = vector_of(spec, loops.unit);
-    let launch = loops.launch(vector, vector, 1, THREADS);
-    // SAFETY: the words are the kernel's parameters (it compares their size), and the views were checked to be on this
-    // device and of the spec's shapes.
-    unsafe { gpu.kernel(&kernel)?.launch(stream, launch, words.as_slice()) }
-}
-
 /// Elements of 16 bytes where they lie next to each other.
 fn vector_of(spec: &GeluSpec, unit: bool) -> usize {
     if unit { 16 / spec.x.dtype.size() } else { 1 }
 }
 
-pub(super) fn backward_kernel(
+pub(super) fn backward_words(
     spec: &GeluSpec,
     args: &GeluArgs<'_>,
     dy: &TensorRef<'_>,
     grads: &GeluGrads<'_>,
-) -> (Loops<6>, KernelSpec, Words) {
+) -> (Loops<6>, Words) {
     let rank = spec.x.layout.rank();
     let (dx, dgate) = (grads.dx.as_ref(), grads.dgate.as_ref());
     let desc = |t: Option<&TensorMut<'_>>| strides(t.map(TensorMut::desc));
@@ -112,54 +153,36 @@ pub(super) fn backward_kernel(
     let mut words = Words::new();
     loops.push_shape(&mut words);
     let address = |t: Option<&TensorMut<'_>>| t.map_or(std::ptr::null(), TensorMut::as_ptr);
-    loops.push_operand(&mut words, 1, args.x.as_ptr());
-    loops.push_operand(&mut words, 2, pointer(args.gate.as_ref()));
-    loops.push_operand(&mut words, 3, pointer(args.bias.as_ref()));
-    loops.push_operand(&mut words, 4, dy.as_ptr());
-    loops.push_operand(&mut words, 0, address(dx));
-    loops.push_operand(&mut words, 5, address(dgate));
+    loops.push_operand(&mut words, "x", 1, args.x.as_ptr());
+    loops.push_operand(&mut words, "gate", 2, pointer(args.gate.as_ref()));
+    loops.push_operand(&mut words, "bias", 3, pointer(args.bias.as_ref()));
+    loops.push_operand(&mut words, "dy", 4, dy.as_ptr());
+    loops.push_operand(&mut words, "dx", 0, address(dx));
+    loops.push_operand(&mut words, "dgate", 5, address(dgate));
+    (loops, words)
+}
+
+pub(super) fn backward_kernel(
+    spec: &GeluSpec,
+    loops: &Loops<6>,
+    words: &Words,
+    dx: bool,
+    dgate: bool,
+) -> KernelSpec {
     let vector = vector_of(spec, loops.unit);
     let entry = format!("gelu_backward_{}", spec.x.dtype);
-    let kernel = kernel_spec(&BACKWARD, entry, spec, &loops, (vector, vector), &words)
-        .define("DX", u8::from(dx.is_some()))
-        .define("DGATE", u8::from(dgate.is_some()))
-        .overlapped(false);
-    (loops, kernel, words)
+    kernel_spec(&BACKWARD, entry, spec, loops, (vector, vector), words)
+        .define("DX", u8::from(dx))
+        .define("DGATE", u8::from(dgate))
+        .overlapped(false)
 }
 
-fn bias_gradient(
-    spec: &GeluSpec,
-    args: &GeluArgs<'_>,
-    dy: &TensorRef<'_>,
-    dbias: &TensorMut<'_>,
-    gpu: &'static Gpu,
-    stream: &Stream,
-    partial: *mut u8,
-) -> Result<()> {
-    let (rows, columns) = rows_and_columns(&spec.x);
-    if columns == 0 {
-        return Ok(());
-    }
-    let (kernel, words) = bias_gradient_kernel(spec, args, dy, partial);
-    let chunks = rows.div_ceil(bias_chunk(rows, columns));
-    let launch = Launch {
-        grid: [columns.div_ceil(THREADS) as u32, chunks.min(65535) as u32, 1],
-        block: [THREADS as u32, 1, 1],
-    };
-    // SAFETY: the words are the kernel's parameters (it compares their size), the views were checked to be on this
-    // device and of the spec's shapes, and the workspace holds `chunks` rows of partial sums.
-    unsafe {
-        gpu.kernel(&kernel)?.launch(stream, launch, words.as_slice())?;
-        column_sum(gpu, stream, partial.cast(), [chunks, columns, columns], dbias)
-    }
-}
-
-pub(super) fn bias_gradient_kernel(
+pub(super) fn bias_gradient_words(
     spec: &GeluSpec,
     args: &GeluArgs<'_>,
     dy: &TensorRef<'_>,
     partial: *const u8,
-) -> (KernelSpec, Words) {
+) -> (Loops<4>, Words) {
     let (rows, columns) = rows_and_columns(&spec.x);
     let rank = spec.x.layout.rank();
     let operands = [
@@ -178,13 +201,23 @@ pub(super) fn bias_gradient_kernel(
     let loops = Loops { inner: last, outer, unit: false };
     let mut words = Words::new();
     loops.push_shape(&mut words);
-    let pointers =
-        [args.x.as_ptr(), pointer(args.gate.as_ref()), pointer(args.bias.as_ref()), dy.as_ptr()];
-    for (i, pointer) in pointers.into_iter().enumerate() {
-        loops.push_operand(&mut words, i, pointer);
+    let pointers = [
+        ("x", args.x.as_ptr()),
+        ("gate", pointer(args.gate.as_ref())),
+        ("bias", pointer(args.bias.as_ref())),
+        ("dy", dy.as_ptr()),
+    ];
+    for (i, (name, pointer)) in pointers.into_iter().enumerate() {
+        loops.push_operand(&mut words, name, i, pointer);
     }
+    words.begin("partial");
     words.push(partial as usize);
+    words.begin("chunk");
     words.push(bias_chunk(rows, columns));
+    (loops, words)
+}
+
+pub(super) fn bias_gradient_kernel(spec: &GeluSpec, loops: &Loops<4>, words: &Words) -> KernelSpec {
     let entry = format!("gelu_bias_gradient_{}", spec.x.dtype);
-    (kernel_spec(&BIAS_GRADIENT, entry, spec, &loops, (1, 1), &words).overlapped(false), words)
+    kernel_spec(&BIAS_GRADIENT, entry, spec, loops, (1, 1), words).overlapped(false)
 }

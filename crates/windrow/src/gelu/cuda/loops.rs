@@ -1,6 +1,6 @@
 //! Loops over operands of one shape, and the words that describe them to a kernel.
 
-use crate::cuda::Launch;
+use crate::gpu::{Field, KernelSpec, Launch, Params};
 use crate::{MAX_RANK, TensorDesc};
 
 /// A dimension that operands share, with the stride of each.
@@ -76,6 +76,7 @@ impl<const N: usize> Loops<N> {
 
     /// `Shape` of gelu.cuh.
     pub(super) fn push_shape(&self, words: &mut Words) {
+        words.begin("shape");
         words.push(self.rows());
         words.push(self.inner.size);
         words.push(usize::from(self.unit));
@@ -85,8 +86,15 @@ impl<const N: usize> Loops<N> {
     }
 
     /// `Operand` of gelu.cuh; its pointer is the word at the position returned.
-    pub(super) fn push_operand(&self, words: &mut Words, i: usize, ptr: *const u8) -> usize {
+    pub(super) fn push_operand(
+        &self,
+        words: &mut Words,
+        name: &'static str,
+        i: usize,
+        ptr: *const u8,
+    ) -> usize {
         let at = words.len;
+        words.begin(name);
         words.push(ptr as usize);
         words.push(self.inner.strides[i] as usize);
         for d in 0..self.rank().max(1) {
@@ -118,15 +126,30 @@ impl<const N: usize> Loops<N> {
 }
 
 /// Parameters of a kernel, word by word: their number depends on the rank.
+#[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Words {
     pub(super) words: [usize; 96],
     len: usize,
+    /// Fields of the kernel's structure, and the words that they begin at.
+    fields: [(&'static str, usize); 8],
+    field_count: usize,
+}
+
+// SAFETY: the words come first; which fields they are is compared by `Words::agreement`.
+unsafe impl Params for Words {
+    const FIELDS: &'static [Field] = &[];
 }
 
 impl Words {
     pub(super) fn new() -> Self {
-        Words { words: [0; 96], len: 0 }
+        Words { words: [0; 96], len: 0, fields: [("", 0); 8], field_count: 0 }
+    }
+
+    /// What is pushed from here on belongs to a field of this name.
+    pub(super) fn begin(&mut self, field: &'static str) {
+        self.fields[self.field_count] = (field, self.len);
+        self.field_count += 1;
     }
 
     pub(super) fn push(&mut self, word: usize) {
@@ -134,11 +157,12 @@ impl Words {
         self.len += 1;
     }
 
-    pub(super) fn bytes(&self) -> usize {
-        self.len * size_of::<usize>()
-    }
-
-    pub(super) fn as_slice(&self) -> &[usize] {
-        &self.words[..self.len]
+    /// Says so of a kernel that takes them.
+    pub(super) fn describe(&self, kernel: KernelSpec) -> KernelSpec {
+        let word = size_of::<usize>();
+        let ends = self.fields[1..self.field_count].iter().map(|(_, at)| *at).chain([self.len]);
+        let fields = self.fields[..self.field_count].iter().zip(ends);
+        let fields = fields.map(|((name, at), end)| (*name, at * word, (end - at) * word));
+        kernel.params_of::<Words>(fields, self.len * word)
     }
 }

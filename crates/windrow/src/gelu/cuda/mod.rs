@@ -6,7 +6,7 @@ mod loops;
 mod tests;
 
 use super::{GeluAlgorithm, GeluArgs, GeluConfiguration, GeluSpec, HalfMath};
-use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, type_name};
+use crate::gpu::{Gpu, Kernel, KernelSpec, Kernels, Launch, Source, type_name};
 use crate::{Approximate, DType, Result, TensorMut, TensorRef, Workspace};
 pub(super) use backward::workspace_bytes;
 use loops::{Loops, Words, bias_strides, strides};
@@ -16,8 +16,8 @@ static INCLUDES: &[Source] =
 static FORWARD: Source =
     Source { name: "gelu.cu", text: include_str!("../kernels/gelu.cu"), includes: INCLUDES };
 const THREADS: usize = 128;
-/// Blocks that a large device runs at once.
-const WAVE: usize = 2048;
+/// Blocks of a multiprocessor.
+const BLOCKS: usize = 16;
 
 /// All algorithms for a spec, the fastest first: wide accesses where elements lie next to each
 /// other, else one element a thread.
@@ -86,8 +86,8 @@ fn kernel_spec<const N: usize>(
         .define("ACCESS", access)
         .define("TANH", u8::from(spec.approximate == Approximate::Tanh))
         .define("GATE", u8::from(spec.gate.is_some()))
-        .define("RANK", loops.rank())
-        .define("PARAMS_SIZE", words.bytes());
+        .define("RANK", loops.rank());
+    let kernel = words.describe(kernel);
     match &spec.bias {
         Some(bias) => kernel.define("BIAS", type_name(bias.dtype)),
         None => kernel,
@@ -95,14 +95,15 @@ fn kernel_spec<const N: usize>(
 }
 
 /// Whether a launch is of a wave or so, whose end the next kernel had better overlap.
-fn is_small(launch: &Launch) -> bool {
-    launch.grid.iter().map(|&n| n as usize).product::<usize>() <= WAVE
+fn is_small(launch: &Launch, wave: usize) -> bool {
+    launch.grid.iter().map(|&n| n as usize).product::<usize>() <= wave
 }
 
 /// A plan's forward kernel, compiled and loaded.
 #[derive(Clone, Debug)]
 pub(super) struct Forward {
     kernel: &'static Kernel,
+    gradients: Kernels<backward::Key>,
     configuration: GeluConfiguration,
     launch: Launch,
     words: Words,
@@ -119,6 +120,7 @@ fn model_unroll(
     spec: &GeluSpec,
     loops: &Loops<4>,
     (vector, access): (usize, usize),
+    wave: usize,
 ) -> (usize, bool) {
     // Of a row that begins at a vector; any other has one more.
     let items = loops.inner.size.div_ceil(vector);
@@ -126,40 +128,58 @@ fn model_unroll(
     let long = spec.x.dtype == DType::F32 && spec.approximate == Approximate::Tanh;
     match items {
         _ if !wide => (1, false),
-        _ if items <= WAVE * THREADS => (1, true),
-        _ if items < 8 * WAVE * THREADS || long => (2, true),
+        _ if items <= wave * THREADS => (1, true),
+        _ if items < 8 * wave * THREADS || long => (2, true),
         _ => (1, false),
     }
 }
 
 /// A configuration with the parameters that the model chooses where it says nothing.
-pub(super) fn complete(spec: &GeluSpec, configuration: &GeluConfiguration) -> GeluConfiguration {
+pub(super) fn complete(
+    index: u32,
+    spec: &GeluSpec,
+    configuration: &GeluConfiguration,
+) -> GeluConfiguration {
+    // Without the device nothing can be planned, but listed: as on a large one.
+    let wave = Gpu::get(index).map_or(2048, |gpu| gpu.round_wave(BLOCKS));
+    complete_for(wave, spec, configuration)
+}
+
+/// The same on a device that runs so many blocks at once.
+fn complete_for(
+    wave: usize,
+    spec: &GeluSpec,
+    configuration: &GeluConfiguration,
+) -> GeluConfiguration {
     let GeluConfiguration { algorithm, block, unroll } = *configuration;
-    let (model, _) = model_unroll(spec, &Loops::of(spec), widths(algorithm));
+    let (model, _) = model_unroll(spec, &Loops::of(spec), widths(algorithm), wave);
     let (block, unroll) = (block.or(Some(THREADS)), unroll.or(Some(model)));
     GeluConfiguration { algorithm, block, unroll }
 }
 
 /// The forward kernel of a spec, its launch and its parameters.
 fn forward(
+    wave: usize,
     spec: &GeluSpec,
     configuration: &GeluConfiguration,
 ) -> (KernelSpec, Launch, Words, [usize; 4]) {
-    let GeluConfiguration { algorithm, block, unroll } = complete(spec, configuration);
+    let GeluConfiguration { algorithm, block, unroll } = complete_for(wave, spec, configuration);
     let loops = Loops::of(spec);
     let mut words = Words::new();
     loops.push_shape(&mut words);
-    let pointers = [0, 1, 2, 3].map(|i| loops.push_operand(&mut words, i, std::ptr::null()));
+    let pointers = ["y", "x", "gate", "bias"];
+    let pointers =
+        std::array::from_fn(|i| loops.push_operand(&mut words, pointers[i], i, std::ptr::null()));
     let widths = widths(algorithm);
     let entry = format!("gelu_{}", algorithm.name());
-    let (_, early) = model_unroll(spec, &loops, widths);
+    let (_, early) = model_unroll(spec, &loops, widths, wave);
     let (unroll, block) = (unroll.unwrap_or(1), block.unwrap_or(THREADS));
     let launch = loops.launch(widths.0, widths.1, unroll, block);
     let kernel = kernel_spec(&FORWARD, entry, spec, &loops, widths, &words)
         .define("NATIVE", u8::from(is_native(spec)))
         .define("UNROLL", unroll)
         .define("THREADS", block)
-        .overlapped(early || is_small(&launch));
+        .overlapped(early || is_small(&launch, wave));
     (kernel, launch, words, pointers)
 }
 
@@ -170,10 +190,13 @@ impl Forward {
         configuration: &GeluConfiguration,
     ) -> Result<Self> {
         let gpu = Gpu::get(index)?;
-        let (kernel, launch, words, pointers) = forward(spec, configuration);
+        let wave = gpu.round_wave(BLOCKS);
+        let (kernel, launch, words, pointers) = forward(wave, spec, configuration);
         let kernel = gpu.kernel(&kernel)?;
-        let (configuration, is_empty) = (complete(spec, configuration), spec.x.layout.is_empty());
-        Ok(Forward { kernel, configuration, launch, words, pointers, is_empty })
+        let (configuration, is_empty) =
+            (complete_for(wave, spec, configuration), spec.x.layout.is_empty());
+        let gradients = Kernels::default();
+        Ok(Forward { kernel, gradients, configuration, launch, words, pointers, is_empty })
     }
 
     pub(super) fn configuration(&self) -> GeluConfiguration {
@@ -204,7 +227,7 @@ impl Forward {
         }
         // SAFETY: the words are the kernel's parameters (it compares their size), and the views are
         // valid on this device for the layouts that the words describe.
-        unsafe { self.kernel.launch(stream, self.launch, words.as_slice()) }
+        unsafe { self.kernel.launch(stream, self.launch, &words) }
     }
 
     /// Blocks and threads.

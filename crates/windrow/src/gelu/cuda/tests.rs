@@ -1,4 +1,4 @@
-use super::backward::{backward_kernel, bias_gradient_kernel};
+use super::backward::{backward_kernel, backward_words, bias_gradient_kernel, bias_gradient_words};
 use super::loops::Dim;
 use super::*;
 use crate::gelu::GeluGrads;
@@ -9,6 +9,8 @@ fn spec(dtype: DType, shape: &[usize], order: &[usize], approximate: Approximate
     GeluSpec::new(TensorDesc { dtype, layout }, approximate).unwrap()
 }
 
+/// Of an H200.
+const WAVE: usize = 2048;
 const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 const FORMS: [Approximate; 2] = [Approximate::None, Approximate::Tanh];
 
@@ -34,7 +36,7 @@ fn loops_are_as_few_as_strides_allow() {
 fn accesses_of_a_thread_follow_the_waves() {
     let unroll = |rows: usize| {
         let spec = spec(DType::F16, &[rows, 2048], &[0, 1], Approximate::None);
-        complete(&spec, &GeluConfiguration::new(GeluAlgorithm::F16x8Pack)).unroll
+        complete_for(WAVE, &spec, &GeluConfiguration::new(GeluAlgorithm::F16x8Pack)).unroll
     };
     // One wave exactly, and more.
     assert_eq!([512, 1024, 1025, 8191, 8192].map(unroll), [1, 1, 2, 2, 1].map(Some));
@@ -49,9 +51,9 @@ fn forward_kernels_compile_without_spills() {
             let bias = |d| TensorDesc::contiguous(d, &[48]).unwrap();
             for algorithm in algorithms(&flat) {
                 let configuration = GeluConfiguration::new(algorithm);
-                kernels.push(forward(&flat, &configuration).0);
+                kernels.push(forward(WAVE, &flat, &configuration).0);
                 let large = GeluConfiguration { block: Some(1024), ..configuration };
-                kernels.push(forward(&flat, &large).0);
+                kernels.push(forward(WAVE, &flat, &large).0);
             }
             let specs = [
                 flat.bias(bias(dtype)).gate(flat.x),
@@ -59,15 +61,17 @@ fn forward_kernels_compile_without_spills() {
                 flat.half_math(HalfMath::Native),
             ];
             kernels.extend(
-                specs.map(|spec| forward(&spec, &GeluConfiguration::new(algorithms(&spec)[0])).0),
+                specs.map(|spec| {
+                    forward(WAVE, &spec, &GeluConfiguration::new(algorithms(&spec)[0])).0
+                }),
             );
         }
     }
     let deep = Layout::strided(&[2; 8], &[256, 1, 3, 7, 17, 37, 77, 1000]).unwrap();
     let deep = TensorDesc { dtype: DType::F32, layout: deep };
     let spec = GeluSpec::new(deep, Approximate::None).unwrap();
-    kernels.push(forward(&spec, &GeluConfiguration::new(GeluAlgorithm::F32)).0);
-    crate::cuda::compile_tests::check_compiles(&kernels);
+    kernels.push(forward(WAVE, &spec, &GeluConfiguration::new(GeluAlgorithm::F32)).0);
+    crate::gpu::compile_tests::check_compiles(&kernels);
 }
 
 #[test]
@@ -92,15 +96,17 @@ fn backward_kernels_compile_without_spills() {
                     dgate: fused.then(|| dgate.as_mut()),
                     dbias: None,
                 };
-                kernels.push(backward_kernel(&spec, &args, &dy.as_ref(), &grads).1);
+                let dy = dy.as_ref();
+                let (loops, words) = backward_words(&spec, &args, &dy, &grads);
+                kernels.push(backward_kernel(&spec, &loops, &words, true, fused));
                 if fused {
-                    let dy = dy.as_ref();
-                    kernels.push(bias_gradient_kernel(&spec, &args, &dy, std::ptr::null()).0);
+                    let (loops, words) = bias_gradient_words(&spec, &args, &dy, std::ptr::null());
+                    kernels.push(bias_gradient_kernel(&spec, &loops, &words));
                 }
             }
         }
     }
-    crate::cuda::compile_tests::check_compiles(&kernels);
+    crate::gpu::compile_tests::check_compiles(&kernels);
 }
 
 #[test]

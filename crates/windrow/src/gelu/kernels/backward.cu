@@ -12,7 +12,7 @@ struct Params {
     Operand<const S> dy;
     Operand<S> dx, dgate;
 };
-static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's words");
+static_assert(PARAMS_AGREE, "as the host's structure");
 
 __device__ __forceinline__ void item(const Params &p, i64 row, i64 index) {
     RowIndex at(p.shape, row);

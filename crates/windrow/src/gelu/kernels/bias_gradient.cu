@@ -11,7 +11,7 @@ struct Params {
     float *partial;
     i64 chunk;
 };
-static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's words");
+static_assert(PARAMS_AGREE, "as the host's structure");
 
 extern "C" __global__ void __launch_bounds__(128) KERNEL(const Params p) {
     wait_for_previous();

@@ -15,7 +15,7 @@ struct Params {
     Operand<const S> x, gate;
     Operand<const B> bias;
 };
-static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's words");
+static_assert(PARAMS_AGREE, "as the host's structure");
 
 #if NATIVE
 // 0.5 x (1 + tanh(x (k0 + k1 x^2))) on a pair; the exact form has constants fitted to erf, with

@@ -1,7 +1,7 @@
 //! Filters that change, on a device; nothing without one.
 
 use crate::conv2d::{Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, FilterCache, Weights};
-use crate::cuda::{DeviceTensor, Event, Gpu, Graph, PinnedBuffer, Stream, copy};
+use crate::gpu::{DeviceTensor, Event, Gpu, Graph, PinnedBuffer, Stream, copy};
 use crate::verify::random_tensor;
 use crate::{DType, Device, Layout, PlanOptions, TensorDesc, Workspace};
 
@@ -26,7 +26,7 @@ fn stream() -> Stream {
 /// One layer for each algorithm of the device, element type and layout.
 fn layers() -> Vec<Layer> {
     let mut layers = Vec::new();
-    if !crate::cuda::devices().is_ok_and(|d| !d.is_empty()) {
+    if !crate::gpu::devices().is_ok_and(|d| !d.is_empty()) {
         return layers;
     }
     let options = PlanOptions { device: Device::Cuda(0), ..PlanOptions::default() };

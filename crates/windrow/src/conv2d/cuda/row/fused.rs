@@ -6,13 +6,13 @@ use super::{
     ALPHA, BLOCK_K, INNER, LAST_POINT, TAPS, TILE, TRANSFORMS, WinogradRow, exponent, float,
     matrix, row,
 };
-use crate::cuda::{Kernel, KernelSpec, Launch, Source, Stream, TensorMap};
+use crate::gpu::{
+    Feature, Kernel, KernelSpec, Launch, Source, Stream, TensorBoxes, TensorMap, params,
+};
 use crate::{DType, Error, Result};
 
 static FUSED: Source = source!("winograd_fused.cu");
 
-/// Shared memory of a block on compute capability 9.0.
-const SHARED_BYTES: usize = 227 * 1024;
 const MAX_FILTER_STAGES: usize = 12;
 const CONSUMER_WARPS: usize = 8;
 /// Shared memory of a warp for the constants of its output channels, and for outputs of any strides on their way.
@@ -28,36 +28,37 @@ pub(super) struct Fused {
     resident: bool,
 }
 
-#[repr(C, align(128))]
-#[derive(Clone, Copy)]
-struct FusedParams {
-    x: TensorMap,
-    u: *const u8,
-    u_inverse: *const u8,
-    x_max: *const u8,
-    bias: *const u8,
-    sums: *mut u8,
-    y: *mut u8,
-    y_strides: [i64; 4],
-    bias_stride: i64,
-    bias_is_float: i32,
-    n: i32,
-    k: i32,
-    oh: i32,
-    ow: i32,
-    pad_h: i32,
-    pad_w: i32,
-    steps: i32,
-    image_rows: Divisor,
-    strips: Divisor,
-    units: i32,
-    k_blocks: Divisor,
-    box_rows: i32,
-    stage_bytes: i32,
-    u_stages: i32,
-    chunk_steps: i32,
-    u_resident: i32,
-    paired_out: i32,
+params! {
+    #[repr(align(128))]
+    struct FusedParams {
+        x: TensorMap,
+        u: *const u8,
+        u_inverse: *const u8,
+        x_max: *const u8,
+        bias: *const u8,
+        sums: *mut u8,
+        y: *mut u8,
+        y_strides as [y_n, y_k, y_h, y_w]: [i64; 4],
+        bias_stride: i64,
+        bias_is_float: i32,
+        n: i32,
+        k: i32,
+        oh: i32,
+        ow: i32,
+        pad_h: i32,
+        pad_w: i32,
+        steps: i32,
+        image_rows: Divisor,
+        strips: Divisor,
+        units: i32,
+        k_blocks: Divisor,
+        box_rows: i32,
+        stage_bytes: i32,
+        u_stages: i32,
+        chunk_steps: i32,
+        u_resident: i32,
+        paired_out: i32,
+    }
 }
 
 impl Fused {
@@ -72,7 +73,7 @@ impl Fused {
             2 * input_stages * (geometry.stage_bytes + 16) + CONSUMER_WARPS * per_warp + 16
         };
         let per_stage = plan.filter_step_bytes() + 16;
-        let room = |input_stages| (SHARED_BYTES - fixed(input_stages)) / per_stage;
+        let room = |input_stages| (plan.gpu.shared_bytes - fixed(input_stages)) / per_stage;
         let all = plan.steps() * TAPS;
         // A filter that stays is worth more than a third stage of input.
         let input_stages =
@@ -128,7 +129,7 @@ impl Fused {
         let dtype = plan.spec.x.dtype;
         let pixel = 64 / dtype.size();
         let boxes = [pixel, self.geometry.pitch, self.geometry.box_rows, 1];
-        TensorMap::new(plan.gpu, dtype, at, dims, strides, boxes)
+        TensorMap::new(plan.gpu, &TensorBoxes { dtype, address: at, dims, strides, boxes })
     }
 
     /// # Safety
@@ -209,9 +210,9 @@ fn fused_kernel(
 ) -> KernelSpec {
     let bits: Vec<_> = g.pair_bits.iter().map(usize::to_string).collect();
     let mut spec = kernel(&FUSED, "winograd_row", dtype)
-        .only_for("sm_90a")
+        .needs(Feature::WarpgroupProducts)
         .define("PRODUCTS", products)
-        .define("PARAMS_SIZE", size_of::<FusedParams>())
+        .params::<FusedParams>()
         .define("CHANNELS_LAST_OUT", i32::from(vectors))
         .define("PAIRS_X", g.pairs_x)
         .define("PIXEL_PITCH", g.pitch)
@@ -232,7 +233,7 @@ fn fused_kernel(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::compile_tests::check_spills;
+    use crate::gpu::compile_tests::check_spills;
     use crate::{Activation, Approximate};
 
     /// 160 accumulators leave no register free; the most is spilled where outputs are activated. Registers taken from the

@@ -5,7 +5,7 @@ use super::super::split::ImageMax;
 use super::super::{Divisor, kernel, source, strides};
 use super::ALIGNMENT;
 use crate::conv2d::{Conv2dSpec, Problem};
-use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, Stream};
+use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::{DType, Result};
 
 static PACK_INPUT: Source = source!("pack_input.cu");
@@ -31,21 +31,21 @@ pub(super) struct Input {
     image_max: Option<ImageMax>,
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct CopyParams {
-    x: *const u8,
-    out: *mut u8,
-    x_max: *mut u8,
-    strides: [i64; 4],
-    n: i32,
-    c: i32,
-    h: i32,
-    w: i32,
-    c_out: i32,
-    pixel_tiles: i32,
-    channel_tiles: i32,
-    w_by: Divisor,
+params! {
+    struct CopyParams {
+        x: *const u8,
+        out: *mut u8,
+        x_max: *mut u8,
+        strides as [x_n, x_c, x_h, x_w]: [i64; 4],
+        n: i32,
+        c: i32,
+        h: i32,
+        w: i32,
+        c_out: i32,
+        pixel_tiles: i32,
+        channel_tiles: i32,
+        w_by: Divisor,
+    }
 }
 
 impl Input {
@@ -180,9 +180,7 @@ fn pixels_are_vectors(spec: &Conv2dSpec) -> bool {
 }
 
 fn copy_kernel(dtype: DType, vector: usize) -> KernelSpec {
-    kernel(&PACK_INPUT, "winograd_row_input", dtype)
-        .define("VECTOR", vector)
-        .define("PARAMS_SIZE", size_of::<CopyParams>())
+    kernel(&PACK_INPUT, "winograd_row_input", dtype).define("VECTOR", vector).params::<CopyParams>()
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Winograd F(3, 3) along rows in one kernel, for compute capability 9.0 (`kernels/winograd_fused.cu`).
+//! Winograd F(3, 3) along rows in one kernel, on devices with products of warpgroups (`kernels/winograd_fused.cu`).
 
 mod fused;
 mod input;
@@ -10,7 +10,7 @@ use super::split::{self, exponent};
 use super::{Operands, PackedForm, Seen, kernel, source, strides};
 use crate::conv2d::winograd::{Rational, Transforms};
 use crate::conv2d::{Conv2dSpec, Problem};
-use crate::cuda::{Gpu, Kernel, KernelSpec, Launch, Source, Stream};
+use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::{Accuracy, DType, Result};
 use std::sync::OnceLock;
 
@@ -56,23 +56,23 @@ pub(crate) struct WinogradRow {
     fused: [OnceLock<Fused>; 2],
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct FilterParams {
-    w: *const u8,
-    u: *mut u8,
-    inverse: *mut u8,
-    strides: [i64; 4],
-    seen: Seen,
-    k: i32,
-    c: i32,
-    steps: i32,
+params! {
+    struct FilterParams {
+        w: *const u8,
+        u: *mut u8,
+        inverse: *mut u8,
+        strides as [w_k, w_c, w_r, w_s]: [i64; 4],
+        seen: Seen,
+        k: i32,
+        c: i32,
+        steps: i32,
+    }
 }
 
 impl WinogradRow {
     pub(crate) fn supports(gpu: &Gpu, problem: &Problem) -> bool {
         let has_pixels = ![problem.c, problem.h, problem.w].contains(&0);
-        gpu.info.compute_capability == (9, 0) && problem.is_winograd() && has_pixels
+        gpu.has(Feature::WarpgroupProducts) && problem.is_winograd() && has_pixels
     }
 
     /// Share of the products of channels-last tensors that make outputs on a device of so many multiprocessors: tiles
@@ -269,7 +269,7 @@ fn filter_kernel(dtype: DType, products: usize) -> KernelSpec {
     let filter = kernel(&PACK_FILTER, "winograd_row_filter", dtype)
         .define("PRODUCTS", products)
         .define("FILTER", matrix(&TRANSFORMS.g, ALPHA, TAPS))
-        .define("PARAMS_SIZE", size_of::<FilterParams>())
+        .params::<FilterParams>()
         .overlapped(false);
     if dtype == DType::F32 {
         filter.define("FILTER_EXPONENT", exponent(&TRANSFORMS.g, 1))
@@ -316,6 +316,6 @@ mod tests {
         let mut specs: Vec<_> =
             filters.map(|(dtype, products)| filter_kernel(dtype, products)).into();
         specs.extend([DType::F32, DType::F16, DType::BF16].into_iter().flat_map(input::kernels));
-        crate::cuda::compile_tests::check_compiles(&specs);
+        crate::gpu::compile_tests::check_compiles(&specs);
     }
 }

@@ -1,8 +1,8 @@
-//! Which of cuDNN's kernels for a convolution is the fastest, by measuring.
+//! Which of the library's kernels for a convolution is the fastest, by measuring.
 
-use super::{CudnnConv2dSpec, Execution};
+use super::{Convolution, ConvolutionSpec};
 use crate::Result;
-use crate::cuda::{DeviceBuffer, Event, Gpu, Stream, despite_captures};
+use crate::gpu::{DeviceBuffer, Event, Gpu, Stream};
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex};
 
@@ -23,10 +23,10 @@ const HOPELESS: f32 = 1.2;
 /// is taken.
 pub(super) fn of(
     gpu: &'static Gpu,
-    spec: &CudnnConv2dSpec,
-    find: impl Fn(usize) -> Result<Vec<Execution>>,
-) -> Result<Execution> {
-    static FOUND: LazyLock<Mutex<HashMap<(u32, CudnnConv2dSpec), usize>>> =
+    spec: &ConvolutionSpec,
+    find: impl Fn(usize) -> Result<Vec<Box<dyn Convolution>>>,
+) -> Result<Box<dyn Convolution>> {
+    static FOUND: LazyLock<Mutex<HashMap<(u32, ConvolutionSpec), usize>>> =
         LazyLock::new(Mutex::default);
     // Held while measuring: threads that want the same wait, others do not disturb.
     let mut found = FOUND.lock().unwrap_or_else(|e| e.into_inner());
@@ -35,7 +35,7 @@ pub(super) fn of(
         Some(&number) => (find(number + 1)?, number),
         None => {
             let kernels = find(TRIED)?;
-            let measured = despite_captures(|| measure(gpu, spec, &kernels));
+            let measured = gpu.despite_captures(|| measure(gpu, spec, &kernels));
             let number = measured.unwrap_or_else(|error| {
                 tracing::debug!(%error, "cuDNN's kernels are not measured");
                 0
@@ -49,12 +49,16 @@ pub(super) fn of(
 }
 
 /// The number of the fastest.
-fn measure(gpu: &'static Gpu, spec: &CudnnConv2dSpec, kernels: &[Execution]) -> Result<usize> {
+fn measure(
+    gpu: &'static Gpu,
+    spec: &ConvolutionSpec,
+    kernels: &[Box<dyn Convolution>],
+) -> Result<usize> {
     if kernels.len() == 1 {
         return Ok(0);
     }
     let stream = Arc::new(Stream::new(gpu.info.index)?);
-    let workspace = kernels.iter().map(|kernel| kernel.workspace_bytes).max().unwrap_or(0);
+    let workspace = kernels.iter().map(|kernel| kernel.workspace_bytes()).max().unwrap_or(0);
     let mut buffers = [spec.w, spec.x, spec.y]
         .map(|shape| shape.iter().product::<usize>() * spec.dtype.size())
         .into_iter()
@@ -68,23 +72,25 @@ fn measure(gpu: &'static Gpu, spec: &CudnnConv2dSpec, kernels: &[Execution]) -> 
     let addresses: Vec<_> = buffers.iter_mut().map(DeviceBuffer::as_mut_ptr).collect();
     let tensors = [addresses[0], addresses[1], addresses[2]];
     // Milliseconds of one of `runs` runs.
-    let time = |kernel: &Execution, runs: usize| -> Result<f32> {
+    let time = |kernel: &dyn Convolution, runs: usize| -> Result<f32> {
         let start = Event::record(&stream)?;
         for _ in 0..runs {
             // SAFETY: the buffers are those of the spec, and live until the stream is waited for.
-            unsafe { kernel.run(gpu, tensors, addresses[3], &stream)? };
+            gpu.call(|_| unsafe { kernel.run(tensors, addresses[3], stream.as_raw()) })?;
         }
         Ok(Event::record(&stream)?.milliseconds_since(&start)? / runs as f32)
     };
     // The first run loads a kernel.
-    let first = |kernel| time(kernel, 1).and_then(|_| time(kernel, 2)).unwrap_or(f32::INFINITY);
+    let first = |kernel: &Box<dyn Convolution>| {
+        time(&**kernel, 1).and_then(|_| time(&**kernel, 2)).unwrap_or(f32::INFINITY)
+    };
     let mut times: Vec<f32> = kernels.iter().map(first).collect();
     for _ in 0..ROUNDS {
         let best = times.iter().copied().fold(f32::INFINITY, f32::min);
         for (kernel, shortest) in kernels.iter().zip(&mut times) {
             if *shortest < HOPELESS * best {
                 let runs = (MILLISECONDS / best).clamp(2.0, 20.0) as usize;
-                *shortest = shortest.min(time(kernel, runs)?);
+                *shortest = shortest.min(time(&**kernel, runs)?);
             }
         }
     }

@@ -1,21 +1,21 @@
 //! A plain copy: the ceiling that memory-bound kernels are measured against.
 
-use super::{KernelSpec, Launch, Source, Stream};
+use super::{KernelSpec, Launch, Source, Stream, params};
 use crate::{Error, Result, TensorMut, TensorRef};
 
 static SOURCE: Source =
     Source { name: "copy.cu", text: include_str!("kernels/copy.cu"), includes: &[] };
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Params {
-    y: *mut u8,
-    x: *const u8,
-    vectors: usize,
+params! {
+    struct Params {
+        y: *mut u8,
+        x: *const u8,
+        vectors: usize,
+    }
 }
 
 fn kernel_spec() -> KernelSpec {
-    KernelSpec::new(&SOURCE, "copy_16").define("PARAMS_SIZE", size_of::<Params>())
+    KernelSpec::new(&SOURCE, "copy_16").params::<Params>()
 }
 
 /// Copies `x` to `y`, 16 bytes a thread, when `stream` comes to it.
@@ -49,6 +49,6 @@ pub fn copy(x: &TensorRef<'_>, y: &mut TensorMut<'_>, stream: &Stream) -> Result
 mod tests {
     #[test]
     fn compiles_without_spills() {
-        crate::cuda::compile_tests::check_compiles(&[super::kernel_spec()]);
+        crate::gpu::compile_tests::check_compiles(&[super::kernel_spec()]);
     }
 }

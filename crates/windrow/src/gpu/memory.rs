@@ -3,17 +3,43 @@
 use super::{Gpu, Stream};
 use crate::buffer::Buffer;
 use crate::{Device, Error, Layout, Result, Tensor, TensorDesc, TensorMut, TensorRef};
-use cudarc::driver::sys::{self, CUdeviceptr, CUresult};
 use std::ffi::c_void;
 use std::sync::Arc;
+
+/// So many bytes, at least one, aligned to 256, contents arbitrary: for work on `stream` from here on, and on streams
+/// that wait for it. To be freed by [`free`].
+///
+/// # Errors
+/// [`Error::OutOfMemory`], [`Error::Backend`].
+pub(super) fn allocate(stream: &Stream, bytes: usize) -> Result<*mut u8> {
+    let gpu = stream.gpu();
+    // SAFETY: the stream is alive.
+    let memory = gpu.call(|runtime| unsafe { runtime.allocate(bytes, stream.as_raw()) })?;
+    memory.ok_or(Error::OutOfMemory { device: gpu.device(), bytes })
+}
+
+/// Frees memory in the order of `stream`, which must be behind its last use.
+///
+/// # Safety
+/// It must be of [`allocate`], on the stream's device, and not be used after.
+pub(super) unsafe fn free(stream: &Stream, memory: *mut u8) -> Result<()> {
+    // SAFETY: the caller's promise; the stream is alive.
+    stream.gpu().call(|runtime| unsafe { runtime.free(memory, stream.as_raw()) })
+}
 
 /// Device memory, allocated and freed in the order of a stream, from the driver's pool.
 #[derive(Debug)]
 pub(crate) struct DeviceBuffer {
-    ptr: CUdeviceptr,
+    /// Null if there are no bytes.
+    ptr: *mut u8,
     len: usize,
     stream: Arc<Stream>,
 }
+
+// SAFETY: it owns plain bytes, which only the device reads and writes.
+unsafe impl Send for DeviceBuffer {}
+// SAFETY: what may be shared gives its address only.
+unsafe impl Sync for DeviceBuffer {}
 
 impl DeviceBuffer {
     /// `len` bytes, aligned to 256, contents arbitrary. Work on `stream` may use them at once; work
@@ -22,23 +48,7 @@ impl DeviceBuffer {
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::Backend`].
     pub(crate) fn new(stream: &Arc<Stream>, len: usize) -> Result<Self> {
-        let gpu = stream.gpu();
-        let mut ptr = 0;
-        if len > 0 {
-            let _current = gpu.enter()?;
-            // SAFETY: the device is current and the stream alive.
-            let result = unsafe {
-                if gpu.memory_pools {
-                    sys::cuMemAllocAsync(&mut ptr, len, stream.handle())
-                } else {
-                    sys::cuMemAlloc_v2(&mut ptr, len)
-                }
-            };
-            if result == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
-                return Err(Error::OutOfMemory { device: gpu.device(), bytes: len });
-            }
-            gpu.check(result, "cuMemAllocAsync")?;
-        }
+        let ptr = if len > 0 { allocate(stream, len)? } else { std::ptr::null_mut() };
         Ok(DeviceBuffer { ptr, len, stream: stream.clone() })
     }
 
@@ -52,41 +62,22 @@ impl DeviceBuffer {
     }
 
     pub(crate) fn as_ptr(&self) -> *const u8 {
-        self.ptr as *const u8
+        self.ptr
     }
 
     pub(crate) fn as_mut_ptr(&mut self) -> *mut u8 {
-        self.ptr as *mut u8
+        self.ptr
     }
 }
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
-        let gpu = self.stream.gpu();
-        if self.ptr == 0 {
-            return;
-        }
-        // Held to the end: without a current device the driver refuses to free.
-        let Ok(_current) = gpu.enter() else { return };
-        // SAFETY: allocated in `new` in the same way.
-        unsafe {
-            if gpu.memory_pools {
-                sys::cuMemFreeAsync(self.ptr, self.stream.handle());
-            } else {
-                sys::cuMemFree_v2(self.ptr);
-            }
+        if !self.ptr.is_null() {
+            // An error here was or will be reported by a call that can return it; the memory is lost then.
+            // SAFETY: allocated in `new` on this stream.
+            let _ = unsafe { free(&self.stream, self.ptr) };
         }
     }
-}
-
-/// Copies host memory to the device, and waits.
-fn upload(gpu: &Gpu, dst: *mut u8, src: *const u8, bytes: usize) -> Result<()> {
-    let _current = gpu.enter()?;
-    // SAFETY: callers pass ranges of `bytes` bytes that they own or borrow.
-    gpu.check(
-        unsafe { sys::cuMemcpyHtoD_v2(dst as CUdeviceptr, src.cast::<c_void>(), bytes) },
-        "copying to the device",
-    )
 }
 
 /// The elements of a view of memory on CUDA device `index`, row-major on the CPU.
@@ -95,14 +86,10 @@ pub(crate) fn download(x: &TensorRef<'_>, index: u32) -> Result<Tensor> {
         Tensor::uninitialised(TensorDesc { layout: Layout::contiguous(x.shape())?, ..*x.desc() })?;
     let Some((low, high)) = x.address_range() else { return Ok(out) };
     let mut bytes = Buffer::new(high - low)?;
-    let gpu = Gpu::get(index)?;
-    let _current = gpu.enter()?;
+    let to = bytes.as_mut_ptr();
     // SAFETY: the view may be read on the device, and both ranges have this length.
-    match unsafe { sys::cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), low as CUdeviceptr, high - low) }
-    {
-        CUresult::CUDA_SUCCESS => {}
-        error => return Err(gpu.launch_error(error)),
-    }
+    Gpu::get(index)?
+        .wait(|runtime| unsafe { runtime.download(to, low as *const u8, high - low, None) })?;
     let size = x.dtype().size();
     let origin = x.as_ptr() as usize - low;
     let mut to = out.as_mut().as_mut_ptr();
@@ -158,11 +145,11 @@ impl DeviceTensor {
         let stream = Arc::new(unsafe { Stream::from_raw(index, std::ptr::null_mut())? });
         let mut buffer = DeviceBuffer::new(&stream, misalignment + bytes)?;
         if buffer.len() > 0 {
-            let gpu = stream.gpu();
-            let _current = gpu.enter()?;
-            let ptr = buffer.as_mut_ptr() as CUdeviceptr;
+            let (ptr, len) = (buffer.as_mut_ptr(), buffer.len());
             // SAFETY: the range was allocated above.
-            gpu.check(unsafe { sys::cuMemsetD8_v2(ptr, 0xff, buffer.len()) }, "cuMemsetD8")?;
+            stream
+                .gpu()
+                .call(|runtime| unsafe { runtime.fill(ptr, 0xff, len, stream.as_raw()) })?;
             // Other streams may use it from here on.
             stream.synchronize()?;
         }
@@ -181,11 +168,15 @@ impl DeviceTensor {
         if let Some((low, high)) = x.address_range() {
             let gpu = t.buffer.stream.gpu();
             let dst = t.buffer.as_mut_ptr().wrapping_add(misalignment);
+            // SAFETY: both ranges are owned or borrowed, and of that length.
+            let upload = |from: *const u8, bytes: usize| {
+                gpu.call(|runtime| unsafe { runtime.upload(dst, from, bytes, None) })
+            };
             // Gaps between the elements are the caller's memory as well, but may be in use by
             // others: elements are gathered one by one unless there are none.
             if high - low == x.desc().bytes() {
                 let start = x.as_ptr().wrapping_sub(x.as_ptr() as usize - low);
-                upload(gpu, dst, start, high - low)?;
+                upload(start, high - low)?;
             } else {
                 let mut bytes = vec![0u8; high - low];
                 let size = x.dtype().size();
@@ -199,7 +190,7 @@ impl DeviceTensor {
                         std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr().add(at), size);
                     }
                 });
-                upload(gpu, dst, bytes.as_ptr(), bytes.len())?;
+                upload(bytes.as_ptr(), bytes.len())?;
             }
         }
         Ok(t)
@@ -225,7 +216,7 @@ impl DeviceTensor {
     }
 
     fn address(&self) -> *mut c_void {
-        (self.buffer.ptr as usize + self.origin) as *mut c_void
+        self.buffer.ptr.wrapping_add(self.origin).cast()
     }
 
     /// View for reading.

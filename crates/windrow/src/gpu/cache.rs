@@ -1,6 +1,6 @@
 //! Compiled kernels on disk.
 
-use crate::folder;
+use crate::{Result, folder};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -23,8 +23,27 @@ pub(super) fn key<'a>(parts: impl IntoIterator<Item = &'a str>) -> String {
     format!("{hash:032x}")
 }
 
+/// The entry of this key, or what `make` gives, which is kept.
+///
+/// # Errors
+/// Those of `make`.
+pub(super) fn get_or_make(
+    directory: Option<&Path>,
+    key: &str,
+    make: impl FnOnce() -> Result<Vec<u8>>,
+) -> Result<Vec<u8>> {
+    if let Some(image) = directory.and_then(|d| load(d, key)) {
+        return Ok(image);
+    }
+    let image = make()?;
+    if let Some(Err(error)) = directory.map(|d| store(d, key, &image)) {
+        tracing::debug!(%error, "a compiled kernel was not cached");
+    }
+    Ok(image)
+}
+
 /// The entry of this key; `None` if there is none or it is damaged.
-pub(super) fn load(directory: &Path, key: &str) -> Option<Vec<u8>> {
+fn load(directory: &Path, key: &str) -> Option<Vec<u8>> {
     let mut file = std::fs::File::open(directory.join(key)).ok()?;
     let mut bytes = Vec::new();
     file.read_to_end(&mut bytes).ok()?;
@@ -37,7 +56,7 @@ pub(super) fn load(directory: &Path, key: &str) -> Option<Vec<u8>> {
 }
 
 /// Writes an entry so that other processes see it whole or not at all.
-pub(super) fn store(directory: &Path, key: &str, image: &[u8]) -> std::io::Result<()> {
+fn store(directory: &Path, key: &str, image: &[u8]) -> std::io::Result<()> {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     std::fs::create_dir_all(directory)?;
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
@@ -110,6 +129,17 @@ mod tests {
             });
         });
         assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 1, "no partial file is left");
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn a_damaged_entry_is_made_again() {
+        let dir = scratch("again");
+        let image = |value: u8| get_or_make(Some(&dir), "k", || Ok(vec![value; 100])).unwrap();
+        assert_eq!((image(1), image(2)), (vec![1; 100], vec![1; 100]));
+        let whole = std::fs::read(dir.join("k")).unwrap();
+        std::fs::write(dir.join("k"), &whole[..whole.len() / 2]).unwrap();
+        assert_eq!((image(3), image(4)), (vec![3; 100], vec![3; 100]));
         std::fs::remove_dir_all(&dir).unwrap();
     }
 

@@ -1,22 +1,20 @@
 //! Loaded kernels and their launches.
 
-use super::capture::despite_captures;
-use super::{Gpu, KernelSpec, Stream, cache, compile, describe};
-use crate::{Error, Result};
-use cudarc::driver::sys::{self, CUfunction, CUresult};
+use super::runtime::{Feature, Function, Launch};
+use super::{Gpu, KernelSpec, Params, Stream, cache};
+use crate::Result;
+use std::any::TypeId;
 use std::collections::HashMap;
-use std::ffi::{CString, c_void};
+use std::ffi::c_void;
 use std::hash::Hash;
+use std::path::Path;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
-use std::sync::{Condvar, LazyLock, Mutex};
+use std::sync::{Arc, Condvar, LazyLock, Mutex, RwLock};
 
-/// A kernel loaded into a device's context. Lives as long as the process.
+/// A kernel loaded onto a device. Lives as long as the process.
 #[derive(Debug)]
 pub(crate) struct Kernel {
-    name: String,
-    function: CUfunction,
-    shared_bytes: u32,
-    overlapped: bool,
+    function: Function,
     gpu: &'static Gpu,
     /// What it was compiled from, and how often it was launched: for `windrow verify`.
     spec: KernelSpec,
@@ -36,6 +34,18 @@ pub(super) struct KernelCache {
     last: AtomicPtr<Kernel>,
     /// All that were launched.
     launched: Mutex<Vec<&'static Kernel>>,
+}
+
+impl KernelCache {
+    /// What a fault that the device reports may have come of.
+    pub(super) fn suspect(&self) -> String {
+        let last = self.last.load(Ordering::Relaxed);
+        // SAFETY: null, or a kernel that lives as long as the process.
+        match unsafe { last.as_ref() } {
+            Some(kernel) => format!("kernel `{}` or one launched before it", kernel.spec.entry),
+            None => "work on the device".into(),
+        }
+    }
 }
 
 /// Values made once for each key. Threads that want one that is being made wait for it; those that
@@ -93,56 +103,40 @@ impl<K: Clone + Eq + Hash, V: Copy> Drop for Entry<'_, K, V> {
     }
 }
 
-/// Size of a launch.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Launch {
-    /// Blocks in x, y, z: at most 2^31 - 1, 65535, 65535.
-    pub(crate) grid: [u32; 3],
-    /// Threads of a block in x, y, z.
-    pub(crate) block: [u32; 3],
-}
-
 impl Gpu {
     /// The kernel of this description, compiled and loaded at first use, also while a stream is captured.
     /// Different kernels are compiled at the same time, the same one once.
     ///
     /// # Errors
-    /// [`Error::Backend`] without NVRTC or if it or the driver refuses, [`Error::Unsupported`] if
-    /// NVRTC does not know the device.
+    /// [`Error::Backend`](crate::Error::Backend) without a compiler or if it or the driver refuses, [`Error::Unsupported`](crate::Error::Unsupported) if
+    /// the compiler does not know the device, or the device lacks what the kernel needs.
     pub(crate) fn kernel(&'static self, spec: &KernelSpec) -> Result<&'static Kernel> {
         self.kernels.loaded.get_or_make(spec, || {
-            let directory = cache::directory();
-            let image = compile::image(spec, self.info.compute_capability, directory.as_deref())?;
-            let kernel = despite_captures(|| self.load(spec, &image))?;
+            let image = self.image(spec, cache::directory().as_deref())?;
+            let kernel = self.despite_captures(|| self.load(spec, &image))?;
             Ok(&*Box::leak(Box::new(kernel)))
+        })
+    }
+
+    /// The image of a kernel, from the cache at `directory` or compiled.
+    fn image(&self, spec: &KernelSpec, directory: Option<&Path>) -> Result<Vec<u8>> {
+        let (version, options) = self.runtime.recipe(spec)?;
+        cache::get_or_make(directory, &spec.key(&version, &options), || {
+            self.runtime.compile(spec, &options)
         })
     }
 
     fn load(&'static self, spec: &KernelSpec, image: &[u8]) -> Result<Kernel> {
         let _current = self.enter()?;
-        let what = format!("loading kernel `{}`", spec.entry);
-        let name = CString::new(spec.entry.as_str()).expect("a C identifier");
-        let (mut module, mut function) = (std::ptr::null_mut(), std::ptr::null_mut());
-        // SAFETY: the device is current; the image is a cubin, or PTX that ends in a zero byte.
-        unsafe {
-            self.check(sys::cuModuleLoadData(&mut module, image.as_ptr().cast()), &what)?;
-            self.check(sys::cuModuleGetFunction(&mut function, module, name.as_ptr()), &what)?;
-            if spec.shared_bytes > 0 {
-                let attribute =
-                    sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-                let set = sys::cuFuncSetAttribute(function, attribute, spec.shared_bytes as i32);
-                self.check(set, &what)?;
-            }
-        }
-        Ok(Kernel {
-            name: spec.entry.clone(),
-            function,
+        // SAFETY: the device is current; the image is of its own compiler, or was found to be whole.
+        let handle = unsafe { self.runtime.load(image, &spec.entry, spec.shared_bytes) };
+        let what = format_args!("loading kernel `{}`", spec.entry);
+        let function = Function {
+            handle: handle.map_err(|failure| failure.of(what, self.device()))?,
             shared_bytes: spec.shared_bytes,
-            overlapped: spec.overlapped && self.info.compute_capability.0 >= 9,
-            gpu: self,
-            spec: spec.clone(),
-            launches: AtomicU64::new(0),
-        })
+            overlapped: spec.overlapped && self.has(Feature::OverlappedLaunches),
+        };
+        Ok(Kernel { function, gpu: self, spec: spec.clone(), launches: AtomicU64::new(0) })
     }
 
     /// Every kernel that was launched, and how often.
@@ -150,73 +144,43 @@ impl Gpu {
         let launched = self.kernels.launched.lock().unwrap_or_else(|e| e.into_inner());
         launched.iter().map(|k| (k.spec.clone(), k.launches.load(Ordering::Relaxed))).collect()
     }
-
-    /// The error for a fault that the device reports, with the name of the kernel launched last.
-    pub(super) fn launch_error(&self, result: CUresult) -> Error {
-        let last = self.kernels.last.load(Ordering::Relaxed);
-        // SAFETY: null, or a kernel that lives as long as the process.
-        let what = match unsafe { last.as_ref() } {
-            Some(kernel) => format!("kernel `{}` or one launched before it", kernel.name),
-            None => "work on the device".into(),
-        };
-        Error::Backend { what, device: self.device(), detail: describe(result) }
-    }
 }
 
 impl Kernel {
-    /// Launches on a stream. The kernel takes one argument, a structure; `params` may be longer.
+    /// Launches on a stream.
     ///
     /// With `WINDROW_CUDA_SYNC=1` in the environment every launch waits for its kernel, so that a
     /// fault is reported with the right name (not while a graph is captured).
     ///
     /// # Errors
-    /// [`Error::Backend`], naming the kernel.
+    /// [`Error::Backend`](crate::Error::Backend), naming the kernel.
     ///
     /// # Safety
-    /// `params` must be laid out as the kernel's parameter structure, and what it points to must
-    /// be valid for the kernel on this device until it is done.
-    pub(crate) unsafe fn launch<P: ?Sized>(
+    /// `P` must be the structure of the kernel's description, and what it points to be valid for the kernel on this
+    /// device until it is done.
+    pub(crate) unsafe fn launch<P: Params>(
         &'static self,
         stream: &Stream,
         launch: Launch,
         params: &P,
     ) -> Result<()> {
-        let Launch { grid, block } = launch;
-        if grid.contains(&0) {
+        debug_assert_eq!(self.spec.params, Some(TypeId::of::<P>()), "{}", self.spec.entry);
+        if launch.grid.contains(&0) {
             return Ok(());
         }
         let gpu = self.gpu;
+        let params = std::ptr::from_ref(params).cast::<c_void>();
         let _current = gpu.enter()?;
-        let mut arguments = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
-        let mut attribute = sys::CUlaunchAttribute {
-            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-            pad: [0; 4],
-            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
-        };
-        let config = sys::CUlaunchConfig {
-            gridDimX: grid[0],
-            gridDimY: grid[1],
-            gridDimZ: grid[2],
-            blockDimX: block[0],
-            blockDimY: block[1],
-            blockDimZ: block[2],
-            sharedMemBytes: self.shared_bytes,
-            hStream: stream.handle(),
-            attrs: &mut attribute,
-            numAttrs: u32::from(self.overlapped),
-        };
-        // SAFETY: the function is loaded into the current context; the driver copies the attribute and
-        // the one parameter, whose layout is the caller's promise.
-        let result = unsafe {
-            let nothing = std::ptr::null_mut();
-            sys::cuLaunchKernelEx(&config, self.function, arguments.as_mut_ptr(), nothing)
-        };
-        gpu.check(result, format_args!("kernel `{}`", self.name))?;
+        // SAFETY: the function is loaded on the current device, which copies the parameters; their layout is the
+        // caller's promise.
+        unsafe { gpu.runtime.launch(self.function, launch, params, stream.as_raw()) }.map_err(
+            |failure| failure.of(format_args!("kernel `{}`", self.spec.entry), gpu.device()),
+        )?;
         gpu.kernels.last.store(std::ptr::from_ref(self).cast_mut(), Ordering::Relaxed);
         if self.launches.fetch_add(1, Ordering::Relaxed) == 0 {
             gpu.kernels.launched.lock().unwrap_or_else(|e| e.into_inner()).push(self);
         }
-        if *SYNCHRONOUS && !stream.is_capturing()? {
+        if *SYNCHRONOUS && stream.capture_under_way()?.is_none() {
             stream.synchronize()?;
         }
         Ok(())
@@ -228,12 +192,47 @@ impl Kernel {
     }
 }
 
+/// Kernels that only some runs of a plan launch, as those of gradients: looked up when one first does, by what tells
+/// them apart.
+#[derive(Clone, Debug)]
+pub(crate) struct Kernels<K>(Arc<RwLock<Vec<(K, &'static Kernel)>>>);
+
+impl<K> Default for Kernels<K> {
+    fn default() -> Self {
+        Kernels(Arc::default())
+    }
+}
+
+impl<K: Copy + PartialEq> Kernels<K> {
+    /// # Errors
+    /// As [`Gpu::kernel`].
+    pub(crate) fn get(
+        &self,
+        gpu: &'static Gpu,
+        key: K,
+        spec: impl FnOnce() -> KernelSpec,
+    ) -> Result<&'static Kernel> {
+        let found = self.0.read().unwrap_or_else(|e| e.into_inner());
+        if let Some((_, kernel)) = found.iter().find(|(of, _)| *of == key) {
+            return Ok(kernel);
+        }
+        drop(found);
+        let kernel = gpu.kernel(&spec())?;
+        let mut found = self.0.write().unwrap_or_else(|e| e.into_inner());
+        if found.iter().all(|(of, _)| *of != key) {
+            found.push((key, kernel));
+        }
+        Ok(kernel)
+    }
+}
+
 static SYNCHRONOUS: LazyLock<bool> =
     LazyLock::new(|| std::env::var_os("WINDROW_CUDA_SYNC").is_some_and(|v| v == "1"));
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Error;
     use std::sync::Barrier;
     use std::sync::atomic::AtomicU32;
 

@@ -1,16 +1,16 @@
 //! Device memory that work on several streams and in graphs may use.
 
-use super::capture::{despite_captures, is_releasing};
+use super::capture::is_releasing;
+use super::memory;
 use super::{Event, Gpu, Stream};
-use crate::{Error, Result};
-use cudarc::driver::sys::{self, CUdeviceptr, CUresult};
+use crate::Result;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A block of device memory that knows where it was used last: its owner may let go of it at any time, on any thread, without
 /// waiting and without any of the streams being alive still.
 #[derive(Debug)]
 pub(crate) struct SharedBuffer {
-    ptr: CUdeviceptr,
+    ptr: *mut u8,
     len: usize,
     gpu: &'static Gpu,
     /// The end of the last use on each stream, by the stream's number.
@@ -26,16 +26,24 @@ pub(super) struct Released {
 
 #[derive(Debug)]
 struct Block {
-    ptr: CUdeviceptr,
+    ptr: *mut u8,
     uses: Vec<(u64, Event)>,
 }
+
+// SAFETY: what it points to is plain bytes, which only the device reads and writes.
+unsafe impl Send for Block {}
+
+// SAFETY: it owns plain bytes, which only the device reads and writes.
+unsafe impl Send for SharedBuffer {}
+// SAFETY: what changes is behind a mutex.
+unsafe impl Sync for SharedBuffer {}
 
 impl SharedBuffer {
     /// `len` bytes, at least one, aligned to 256, contents arbitrary: for work on `stream` from here on, and on streams that
     /// wait for it.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], [`Error::Backend`].
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory), [`Error::Backend`](crate::Error::Backend).
     pub(crate) fn new(stream: &Stream, len: usize) -> Result<Self> {
         let buffer = Self::allocate(stream, len)?;
         // Whoever frees it waits for the allocation at least.
@@ -49,7 +57,7 @@ impl SharedBuffer {
     /// # Errors
     /// As [`SharedBuffer::new`].
     pub(crate) fn apart(gpu: &'static Gpu, len: usize) -> Result<Self> {
-        despite_captures(|| {
+        gpu.despite_captures(|| {
             let stream = Stream::apart(gpu)?;
             let buffer = Self::allocate(&stream, len)?;
             stream.synchronize()?;
@@ -60,20 +68,7 @@ impl SharedBuffer {
     fn allocate(stream: &Stream, len: usize) -> Result<Self> {
         let gpu = stream.gpu();
         gpu.free_released();
-        let mut ptr = 0;
-        let _current = gpu.enter()?;
-        // SAFETY: the device is current and the stream alive.
-        let result = unsafe {
-            if gpu.memory_pools {
-                sys::cuMemAllocAsync(&mut ptr, len, stream.handle())
-            } else {
-                sys::cuMemAlloc_v2(&mut ptr, len)
-            }
-        };
-        if result == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
-            return Err(Error::OutOfMemory { device: gpu.device(), bytes: len });
-        }
-        gpu.check(result, "cuMemAllocAsync")?;
+        let ptr = memory::allocate(stream, len)?;
         Ok(SharedBuffer { ptr, len, gpu, uses: Mutex::default() })
     }
 
@@ -87,13 +82,13 @@ impl SharedBuffer {
 
     /// Its address. Writers and readers have to be ordered by streams and events.
     pub(crate) fn as_mut_ptr(&self) -> *mut u8 {
-        self.ptr as *mut u8
+        self.ptr
     }
 
     /// Says that work given to `stream` so far uses the memory; of a stream that is captured, the graph keeps it.
     ///
     /// # Errors
-    /// [`Error::Backend`].
+    /// [`Error::Backend`](crate::Error::Backend).
     pub(crate) fn used_on(self: &Arc<Self>, stream: &Stream) -> Result<()> {
         match stream.capture_under_way()? {
             Some(capture) => capture.retain(self.clone()),
@@ -142,7 +137,8 @@ impl Gpu {
         }
         // An error here was or will be reported by a call that can return it; the memory is lost then.
         let Ok(_current) = self.enter() else { return };
-        let _ = despite_captures(|| blocks.into_iter().try_for_each(|block| self.free(&block)));
+        let _ =
+            self.despite_captures(|| blocks.into_iter().try_for_each(|block| self.free(&block)));
     }
 
     fn free(&'static self, block: &Block) -> Result<()> {
@@ -154,17 +150,8 @@ impl Gpu {
         for (_, event) in &block.uses {
             stream.wait(event)?;
         }
-        let _current = self.enter()?;
-        // SAFETY: allocated in `SharedBuffer::allocate` in the same way, and the stream is behind all uses; without
-        // pools the driver waits for the device.
-        let freed = unsafe {
-            if self.memory_pools {
-                sys::cuMemFreeAsync(block.ptr, stream.handle())
-            } else {
-                sys::cuMemFree_v2(block.ptr)
-            }
-        };
-        self.check(freed, "cuMemFreeAsync")
+        // SAFETY: of `SharedBuffer::allocate`, and the stream is behind all uses.
+        unsafe { memory::free(stream, block.ptr) }
     }
 }
 

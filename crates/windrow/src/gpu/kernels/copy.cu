@@ -6,7 +6,7 @@ struct Params {
     const uint4 *x;
     i64 vectors;
 };
-static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
+static_assert(PARAMS_AGREE, "as the host's structure");
 
 extern "C" __global__ void __launch_bounds__(256) KERNEL(const Params p) {
     i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;

@@ -8,7 +8,7 @@ struct Params {
     // Element i lies at (i / group) * stride[0] + (i % group) * stride[1].
     i64 group, stride[2];
 };
-static_assert(sizeof(Params) == PARAMS_SIZE, "as the host's structure");
+static_assert(PARAMS_AGREE, "as the host's structure");
 
 // A sum and what its last addition rounded away.
 struct Sum {

@@ -2,8 +2,6 @@
 
 use super::{Gpu, Stream};
 use crate::{Device, Error, Result};
-use cudarc::driver::sys::{self, CUdeviceptr, CUresult};
-use std::ffi::c_void;
 
 /// A block of pinned host memory.
 #[derive(Debug)]
@@ -22,15 +20,9 @@ impl PinnedBuffer {
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::Backend`].
     pub(crate) fn new(gpu: &'static Gpu, len: usize) -> Result<Self> {
-        let _current = gpu.enter()?;
-        let mut ptr: *mut c_void = std::ptr::null_mut();
-        // SAFETY: the device is current; any context of the process may use the memory.
-        let result = unsafe { sys::cuMemHostAlloc(&mut ptr, len, sys::CU_MEMHOSTALLOC_PORTABLE) };
-        if result == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
-            return Err(Error::OutOfMemory { device: Device::Cpu, bytes: len });
-        }
-        gpu.check(result, "cuMemHostAlloc")?;
-        let ptr = ptr.cast::<u8>();
+        // SAFETY: the device is current.
+        let memory = gpu.call(|runtime| unsafe { runtime.allocate_host(len) })?;
+        let ptr = memory.ok_or(Error::OutOfMemory { device: Device::Cpu, bytes: len })?;
         // SAFETY: allocated above.
         unsafe { ptr.write_bytes(0, len) };
         Ok(PinnedBuffer { ptr, len, gpu })
@@ -52,12 +44,9 @@ impl PinnedBuffer {
     /// unchanged until the stream has come past the copy.
     pub(crate) unsafe fn send(&self, dst: *mut u8, bytes: usize, stream: &Stream) -> Result<()> {
         assert!(bytes <= self.len);
-        let _current = self.gpu.enter()?;
         // SAFETY: the caller's promise.
-        let result = unsafe {
-            sys::cuMemcpyHtoDAsync_v2(dst as CUdeviceptr, self.ptr.cast(), bytes, stream.handle())
-        };
-        self.gpu.check(result, "copying to the device")
+        self.gpu
+            .call(|runtime| unsafe { runtime.upload(dst, self.ptr, bytes, Some(stream.as_raw())) })
     }
 
     /// Copies `bytes` bytes from the device in the order of the stream.
@@ -74,20 +63,16 @@ impl PinnedBuffer {
         stream: &Stream,
     ) -> Result<()> {
         assert!(bytes <= self.len);
-        let _current = self.gpu.enter()?;
         // SAFETY: the caller's promise.
-        let result = unsafe {
-            sys::cuMemcpyDtoHAsync_v2(self.ptr.cast(), src as CUdeviceptr, bytes, stream.handle())
-        };
-        self.gpu.check(result, "copying from the device")
+        self.gpu.call(|runtime| unsafe {
+            runtime.download(self.ptr, src, bytes, Some(stream.as_raw()))
+        })
     }
 }
 
 impl Drop for PinnedBuffer {
     fn drop(&mut self) {
-        if let Ok(_current) = self.gpu.enter() {
-            // SAFETY: allocated in `new`.
-            unsafe { sys::cuMemFreeHost(self.ptr.cast()) };
-        }
+        // SAFETY: allocated in `new`.
+        self.gpu.try_call(|runtime| unsafe { runtime.free_host(self.ptr) });
     }
 }

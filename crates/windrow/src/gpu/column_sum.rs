@@ -1,21 +1,21 @@
 //! Sums over the rows of a matrix, for gradients that are summed in several blocks.
 
-use super::{Gpu, KernelSpec, Launch, Source, Stream, type_name};
+use super::{Gpu, KernelSpec, Launch, Source, Stream, params, type_name};
 use crate::{Result, TensorMut};
 
 static SOURCE: Source =
     Source { name: "column_sum.cu", text: include_str!("kernels/column_sum.cu"), includes: &[] };
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Params {
-    partial: *const f32,
-    rows: usize,
-    columns: usize,
-    row_stride: usize,
-    out: *mut u8,
-    group: usize,
-    stride: [isize; 2],
+params! {
+    struct Params {
+        partial: *const f32,
+        rows: usize,
+        columns: usize,
+        row_stride: usize,
+        out: *mut u8,
+        group: usize,
+        stride: [isize; 2],
+    }
 }
 
 /// `out` = sum over `rows` of `partial`, added in a fixed order with compensation: the same bits every time.
@@ -41,17 +41,17 @@ pub(crate) unsafe fn column_sum(
     };
     let params =
         Params { partial, rows, columns, row_stride, out: out.as_ptr().cast_mut(), group, stride };
-    let spec = kernel_spec(out.dtype());
+    let kernel = gpu.column_sums.get(gpu, out.dtype(), || kernel_spec(out.dtype()))?;
     // See column_sum.cu.
     let launch = Launch { grid: [columns.div_ceil(32) as u32, 1, 1], block: [256, 1, 1] };
     // SAFETY: `Params` is the kernel's structure; the rest is the caller's promise.
-    unsafe { gpu.kernel(&spec)?.launch(stream, launch, &params) }
+    unsafe { kernel.launch(stream, launch, &params) }
 }
 
 fn kernel_spec(out: crate::DType) -> KernelSpec {
     KernelSpec::new(&SOURCE, format!("column_sum_{out}"))
         .define("OUT", type_name(out))
-        .define("PARAMS_SIZE", size_of::<Params>())
+        .params::<Params>()
         .overlapped(true)
 }
 
@@ -63,6 +63,6 @@ mod tests {
     #[test]
     fn compiles_without_spills() {
         let specs = [DType::F32, DType::F16, DType::BF16].map(kernel_spec);
-        crate::cuda::compile_tests::check_compiles(&specs);
+        crate::gpu::compile_tests::check_compiles(&specs);
     }
 }

@@ -1,0 +1,500 @@
+//! CUDA devices behind [`Runtime`].
+
+use super::cudnn;
+use super::driver::{Address, Driver, LaunchAttribute, LaunchConfig, MemoryAccess, TensorMap};
+use super::{cublaslt, nvrtc};
+use crate::gpu::{
+    Convolution, ConvolutionLimits, ConvolutionSpec, DeviceInfo, Failure, Feature, Function,
+    GemmSpec, Handle, KernelSpec, Launch, Operation, Outcome, Product, Recording, Runtime, Started,
+    StreamKind, TensorBoxes, notice_forks,
+};
+use crate::{DType, Device, Error, Result};
+use std::ffi::{CStr, CString, c_int, c_uint, c_void};
+use std::ptr::null_mut;
+
+/// `CUresult`
+const OUT_OF_MEMORY: c_int = 2;
+const NO_DEVICE: c_int = 100;
+const NOT_READY: c_int = 600;
+/// `CUstreamCaptureMode`
+const THREAD_LOCAL: c_int = 1;
+const RELAXED: c_int = 2;
+
+/// A device: its primary context, which torch and the runtime API share.
+#[derive(Debug)]
+pub(super) struct Cuda {
+    pub(super) driver: &'static Driver,
+    pub(super) index: u32,
+    pub(super) compute_capability: (u32, u32),
+    handle: c_int,
+    context: Handle,
+    /// Whether it can allocate in stream order.
+    memory_pools: bool,
+}
+
+// SAFETY: a context handle may be used from any thread.
+unsafe impl Send for Cuda {}
+// SAFETY: several threads may have one context current at once.
+unsafe impl Sync for Cuda {}
+
+/// How many devices there are.
+///
+/// # Errors
+/// [`Error::NoDevice`] without a driver, [`Error::Backend`].
+pub(crate) fn count() -> Result<u32> {
+    let driver = Driver::get()?;
+    notice_forks();
+    // SAFETY: cuInit may be called any number of times.
+    match unsafe { driver.cuInit(0) } {
+        Ok(()) => {}
+        Err(Failure { status: NO_DEVICE, .. }) => return Ok(0),
+        Err(failure) => {
+            let reason = format!("the driver does not start: {}", failure.words);
+            return Err(Error::NoDevice { device: "cuda".into(), reason });
+        }
+    }
+    let mut count = 0;
+    // SAFETY: the driver is initialised and writes one integer.
+    unsafe { driver.cuDeviceGetCount(&mut count) }
+        .map_err(|failure| failure.on(Device::Cuda(0)))?;
+    Ok(count as u32)
+}
+
+/// Starts the device of this index.
+///
+/// # Errors
+/// [`Error::NoDevice`], [`Error::Backend`].
+pub(crate) fn start(index: u32) -> Result<Started> {
+    let count = count()?;
+    if index >= count {
+        let reason = format!("this machine has {count} CUDA devices");
+        return Err(Error::NoDevice { device: Device::Cuda(index).to_string(), reason });
+    }
+    start_existing(Driver::get()?, index).map_err(|failure| failure.on(Device::Cuda(index)))
+}
+
+fn start_existing(driver: &'static Driver, index: u32) -> Outcome<Started> {
+    let (mut handle, mut version, mut memory) = (0, 0, 0);
+    let mut name = [0; 256];
+    let mut context = null_mut();
+    // SAFETY: the driver is initialised, the index exists, and each call writes to a local of
+    // the type and size it expects.
+    unsafe {
+        driver.cuDeviceGet(&mut handle, index as c_int)?;
+        driver.cuDriverGetVersion(&mut version)?;
+        driver.cuDeviceTotalMem_v2(&mut memory, handle)?;
+        driver.cuDeviceGetName(name.as_mut_ptr(), 255, handle)?;
+        driver.cuDevicePrimaryCtxRetain(&mut context, handle)?;
+    }
+    let attribute = |which: c_int| {
+        let mut value = 0;
+        // SAFETY: writes one number about a device that exists.
+        unsafe { driver.cuDeviceGetAttribute(&mut value, which, handle) }.map(|()| value as u32)
+    };
+    // `CUdevice_attribute`
+    const MULTIPROCESSOR_COUNT: c_int = 16;
+    const L2_CACHE_SIZE: c_int = 38;
+    const COMPUTE_CAPABILITY: [c_int; 2] = [75, 76];
+    const MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: c_int = 97;
+    const MEMORY_POOLS_SUPPORTED: c_int = 115;
+    let info = DeviceInfo {
+        index,
+        // SAFETY: the driver wrote a terminated string, and the last byte stayed zero.
+        name: unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned(),
+        compute_capability: (attribute(COMPUTE_CAPABILITY[0])?, attribute(COMPUTE_CAPABILITY[1])?),
+        multiprocessors: attribute(MULTIPROCESSOR_COUNT)?,
+        memory,
+        l2_cache: attribute(L2_CACHE_SIZE)? as usize,
+        driver: (version as u32 / 1000, version as u32 % 1000 / 10),
+    };
+    let memory_pools = attribute(MEMORY_POOLS_SUPPORTED)? != 0;
+    let compute_capability = info.compute_capability;
+    let cuda = Cuda { driver, index, compute_capability, handle, context, memory_pools };
+    if memory_pools {
+        cuda.keep_freed_memory()?;
+    }
+    let shared_bytes = attribute(MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
+    Ok(Started { info, shared_bytes, runtime: Box::new(cuda) })
+}
+
+impl Cuda {
+    /// Lets the memory pool keep what is freed: by default every synchronisation gives it back to
+    /// the system, and the next allocation pays for it again.
+    fn keep_freed_memory(&self) -> Outcome<()> {
+        const RELEASE_THRESHOLD: c_int = 4;
+        let mut threshold = u64::MAX;
+        // SAFETY: the device has memory pools; the attribute is a 64-bit number.
+        unsafe {
+            let value = (&raw mut threshold).cast();
+            self.driver.cuMemPoolSetAttribute(self.pool()?, RELEASE_THRESHOLD, value)
+        }
+    }
+
+    fn pool(&self) -> Outcome<Handle> {
+        // SAFETY: the device has memory pools.
+        made(|pool| unsafe { self.driver.cuDeviceGetDefaultMemPool(pool, self.handle) })
+    }
+}
+
+/// The handle that a call writes.
+pub(super) fn made(make: impl FnOnce(&mut Handle) -> Outcome<()>) -> Outcome<Handle> {
+    let mut handle = null_mut();
+    make(&mut handle).map(|()| handle)
+}
+
+/// The memory that a call allocates; `None` where there is not so much.
+fn allocated<T>(outcome: Outcome<()>, memory: T) -> Outcome<Option<T>> {
+    match outcome {
+        Ok(()) => Ok(Some(memory)),
+        Err(Failure { status: OUT_OF_MEMORY, .. }) => Ok(None),
+        Err(failure) => Err(failure),
+    }
+}
+
+// SAFETY of all blocks: the promises of `Runtime`, and locals of the types that calls write to.
+#[allow(clippy::undocumented_unsafe_blocks, reason = "one reason for all")]
+impl Runtime for Cuda {
+    fn has(&self, feature: Feature) -> bool {
+        super::has(self.compute_capability, feature)
+    }
+
+    fn enter(&self) -> Outcome<Option<Handle>> {
+        let current = made(|context| unsafe { self.driver.cuCtxGetCurrent(context) })?;
+        if current == self.context {
+            return Ok(None);
+        }
+        unsafe { self.driver.cuCtxPushCurrent_v2(self.context) }.map(|()| Some(current))
+    }
+
+    unsafe fn leave(&self, _: Handle) {
+        // The stack of contexts remembers what was current.
+        let _ = made(|context| unsafe { self.driver.cuCtxPopCurrent_v2(context) });
+    }
+
+    unsafe fn allow_access_by(&self, peer: u32) -> Outcome<()> {
+        const LOCATION_DEVICE: c_int = 1;
+        const READ_WRITE: c_int = 3;
+        if !self.memory_pools {
+            return Ok(());
+        }
+        let (mut other, mut linked) = (0, 0);
+        unsafe {
+            self.driver.cuDeviceGet(&mut other, peer as c_int)?;
+            self.driver.cuDeviceCanAccessPeer(&mut linked, other, self.handle)?;
+        }
+        if linked == 0 {
+            return Ok(());
+        }
+        let access =
+            MemoryAccess { location_type: LOCATION_DEVICE, location: other, flags: READ_WRITE };
+        unsafe { self.driver.cuMemPoolSetAccess(self.pool()?, &access, 1) }
+    }
+
+    unsafe fn allocate(&self, bytes: usize, stream: Handle) -> Outcome<Option<*mut u8>> {
+        let mut address: Address = 0;
+        let outcome = match self.memory_pools {
+            true => unsafe { self.driver.cuMemAllocAsync(&mut address, bytes, stream) },
+            false => unsafe { self.driver.cuMemAlloc_v2(&mut address, bytes) },
+        };
+        allocated(outcome, address as *mut u8)
+    }
+
+    unsafe fn free(&self, memory: *mut u8, stream: Handle) -> Outcome<()> {
+        match self.memory_pools {
+            true => unsafe { self.driver.cuMemFreeAsync(memory as Address, stream) },
+            // This waits for the device.
+            false => unsafe { self.driver.cuMemFree_v2(memory as Address) },
+        }
+    }
+
+    unsafe fn allocate_host(&self, bytes: usize) -> Outcome<Option<*mut u8>> {
+        const PORTABLE: c_uint = 1;
+        let mut memory = null_mut();
+        let outcome = unsafe { self.driver.cuMemHostAlloc(&mut memory, bytes, PORTABLE) };
+        allocated(outcome, memory.cast())
+    }
+
+    unsafe fn free_host(&self, memory: *mut u8) -> Outcome<()> {
+        unsafe { self.driver.cuMemFreeHost(memory.cast()) }
+    }
+
+    unsafe fn upload(
+        &self,
+        to: *mut u8,
+        from: *const u8,
+        bytes: usize,
+        stream: Option<Handle>,
+    ) -> Outcome<()> {
+        let (to, from) = (to as Address, from.cast::<c_void>());
+        match stream {
+            Some(stream) => unsafe { self.driver.cuMemcpyHtoDAsync_v2(to, from, bytes, stream) },
+            None => unsafe { self.driver.cuMemcpyHtoD_v2(to, from, bytes) },
+        }
+    }
+
+    unsafe fn download(
+        &self,
+        to: *mut u8,
+        from: *const u8,
+        bytes: usize,
+        stream: Option<Handle>,
+    ) -> Outcome<()> {
+        let (to, from) = (to.cast::<c_void>(), from as Address);
+        match stream {
+            Some(stream) => unsafe { self.driver.cuMemcpyDtoHAsync_v2(to, from, bytes, stream) },
+            None => unsafe { self.driver.cuMemcpyDtoH_v2(to, from, bytes) },
+        }
+    }
+
+    unsafe fn fill(&self, memory: *mut u8, value: u8, bytes: usize, stream: Handle) -> Outcome<()> {
+        unsafe { self.driver.cuMemsetD8Async(memory as Address, value, bytes, stream) }
+    }
+
+    unsafe fn create_stream(&self, kind: StreamKind) -> Outcome<Handle> {
+        const NON_BLOCKING: c_uint = 1;
+        let (mut lowest, mut highest) = (0, 0);
+        made(|stream| unsafe {
+            match kind {
+                StreamKind::Blocking => self.driver.cuStreamCreate(stream, 0),
+                StreamKind::Apart => self.driver.cuStreamCreate(stream, NON_BLOCKING),
+                StreamKind::Urgent => {
+                    self.driver.cuCtxGetStreamPriorityRange(&mut lowest, &mut highest)?;
+                    self.driver.cuStreamCreateWithPriority(stream, 0, highest)
+                }
+            }
+        })
+    }
+
+    unsafe fn destroy_stream(&self, stream: Handle) -> Outcome<()> {
+        unsafe { self.driver.cuStreamDestroy_v2(stream) }
+    }
+
+    unsafe fn synchronize_stream(&self, stream: Handle) -> Outcome<()> {
+        unsafe { self.driver.cuStreamSynchronize(stream) }
+    }
+
+    unsafe fn wait(&self, stream: Handle, event: Handle) -> Outcome<()> {
+        unsafe { self.driver.cuStreamWaitEvent(stream, event, 0) }
+    }
+
+    unsafe fn stream_id(&self, stream: Handle) -> Outcome<u64> {
+        let mut id = 0;
+        unsafe { self.driver.cuStreamGetId(stream, &mut id) }.map(|()| id)
+    }
+
+    unsafe fn create_event(&self, timed: bool) -> Outcome<Handle> {
+        const DISABLE_TIMING: c_uint = 2;
+        let flags = if timed { 0 } else { DISABLE_TIMING };
+        made(|event| unsafe { self.driver.cuEventCreate(event, flags) })
+    }
+
+    unsafe fn destroy_event(&self, event: Handle) -> Outcome<()> {
+        unsafe { self.driver.cuEventDestroy_v2(event) }
+    }
+
+    unsafe fn record(&self, event: Handle, stream: Handle) -> Outcome<()> {
+        unsafe { self.driver.cuEventRecord(event, stream) }
+    }
+
+    unsafe fn is_reached(&self, event: Handle) -> Outcome<bool> {
+        match unsafe { self.driver.cuEventQuery(event) } {
+            Ok(()) => Ok(true),
+            Err(Failure { status: NOT_READY, .. }) => Ok(false),
+            Err(failure) => Err(failure),
+        }
+    }
+
+    unsafe fn synchronize_event(&self, event: Handle) -> Outcome<()> {
+        unsafe { self.driver.cuEventSynchronize(event) }
+    }
+
+    unsafe fn milliseconds(&self, start: Handle, end: Handle) -> Outcome<f32> {
+        let mut milliseconds = 0.0;
+        unsafe { self.driver.cuEventElapsedTime(&mut milliseconds, start, end) }
+            .map(|()| milliseconds)
+    }
+
+    unsafe fn begin_capture(&self, stream: Handle) -> Outcome<()> {
+        unsafe { self.driver.cuStreamBeginCapture_v2(stream, THREAD_LOCAL) }
+    }
+
+    unsafe fn end_capture(&self, stream: Handle) -> Outcome<Handle> {
+        made(|graph| unsafe { self.driver.cuStreamEndCapture(stream, graph) })
+    }
+
+    unsafe fn recording(&self, stream: Handle) -> Outcome<Recording> {
+        // `CUstreamCaptureStatus`
+        const NONE: c_int = 0;
+        const ACTIVE: c_int = 1;
+        let (mut status, mut id) = (NONE, 0);
+        let graph = made(|graph| unsafe {
+            let (status, id) = (&mut status, &mut id);
+            self.driver.cuStreamGetCaptureInfo_v2(stream, status, id, graph, null_mut(), null_mut())
+        })?;
+        Ok(match status {
+            NONE => Recording::No,
+            ACTIVE => Recording::Into { id, graph },
+            _ => Recording::Broken,
+        })
+    }
+
+    unsafe fn retain(
+        &self,
+        graph: Handle,
+        owner: Handle,
+        release: unsafe extern "C" fn(Handle),
+    ) -> Outcome<()> {
+        const NO_DESTRUCTOR_SYNC: c_uint = 1;
+        const MOVE: c_uint = 1;
+        let driver = self.driver;
+        let object = made(|object| unsafe {
+            driver.cuUserObjectCreate(object, owner, release, 1, NO_DESTRUCTOR_SYNC)
+        })
+        .inspect_err(|_| unsafe { release(owner) })?;
+        unsafe { driver.cuGraphRetainUserObject(graph, object, 1, MOVE) }.inspect_err(|_| {
+            // This calls `release`.
+            let _ = unsafe { driver.cuUserObjectRelease(object, 1) };
+        })
+    }
+
+    unsafe fn destroy_graph(&self, graph: Handle) -> Outcome<()> {
+        unsafe { self.driver.cuGraphDestroy(graph) }
+    }
+
+    unsafe fn instantiate(&self, graph: Handle) -> Outcome<Handle> {
+        made(|instance| unsafe { self.driver.cuGraphInstantiateWithFlags(instance, graph, 0) })
+    }
+
+    unsafe fn destroy_instance(&self, instance: Handle) -> Outcome<()> {
+        unsafe { self.driver.cuGraphExecDestroy(instance) }
+    }
+
+    unsafe fn launch_graph(&self, instance: Handle, stream: Handle) -> Outcome<()> {
+        unsafe { self.driver.cuGraphLaunch(instance, stream) }
+    }
+
+    fn relax_captures(&self) -> c_int {
+        let mut mode = RELAXED;
+        // The call exchanges the mode of this thread, which any thread may do. It cannot fail for valid modes.
+        let _ = unsafe { self.driver.cuThreadExchangeStreamCaptureMode(&mut mode) };
+        mode
+    }
+
+    fn restore_captures(&self, mut mode: c_int) {
+        let _ = unsafe { self.driver.cuThreadExchangeStreamCaptureMode(&mut mode) };
+    }
+
+    fn recipe(&self, spec: &KernelSpec) -> Result<(String, Vec<String>)> {
+        nvrtc::recipe(spec, self.compute_capability)
+    }
+
+    fn compile(&self, spec: &KernelSpec, options: &[String]) -> Result<Vec<u8>> {
+        nvrtc::compile(spec, options).map(|compiled| compiled.image)
+    }
+
+    unsafe fn load(&self, image: &[u8], entry: &str, shared_bytes: u32) -> Outcome<Handle> {
+        const MAX_DYNAMIC_SHARED_SIZE_BYTES: c_int = 8;
+        let driver = self.driver;
+        let name = CString::new(entry).expect("a C identifier");
+        // A cubin, or PTX that ends in a zero byte.
+        let image = image.as_ptr().cast();
+        let module = made(|module| unsafe { driver.cuModuleLoadData(module, image) })?;
+        let function = made(|function| unsafe {
+            driver.cuModuleGetFunction(function, module, name.as_ptr())
+        })?;
+        if shared_bytes > 0 {
+            let bytes = shared_bytes as c_int;
+            unsafe { driver.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes)? };
+        }
+        Ok(function)
+    }
+
+    unsafe fn launch(
+        &self,
+        function: Function,
+        size: Launch,
+        params: *const c_void,
+        stream: Handle,
+    ) -> Outcome<()> {
+        const PROGRAMMATIC_STREAM_SERIALIZATION: c_int = 6;
+        let mut attribute = LaunchAttribute {
+            id: PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: 0,
+            value: 1,
+            rest: [0; 15],
+        };
+        let config = LaunchConfig {
+            grid: size.grid,
+            block: size.block,
+            shared_bytes: function.shared_bytes,
+            stream,
+            attributes: &mut attribute,
+            attribute_count: c_uint::from(function.overlapped),
+        };
+        let mut parameters = [params.cast_mut()];
+        // The driver copies the attribute and the one parameter.
+        unsafe {
+            let parameters = parameters.as_mut_ptr();
+            self.driver.cuLaunchKernelEx(&config, function.handle, parameters, null_mut())
+        }
+    }
+
+    fn multiplies(&self) -> Result<()> {
+        cublaslt::available()
+    }
+
+    fn product(&self, spec: &GemmSpec) -> Result<Box<dyn Product>> {
+        Ok(Box::new(cublaslt::CublasLtProduct::new(self.index, spec)?))
+    }
+
+    fn convolves(&self) -> Result<String> {
+        cudnn::version()
+    }
+
+    fn convolutions(
+        &self,
+        spec: &ConvolutionSpec,
+        operation: Operation,
+        limits: ConvolutionLimits,
+    ) -> Result<Vec<Box<dyn Convolution>>> {
+        cudnn::find(self.index, spec, operation, limits)
+    }
+
+    unsafe fn tensor_map(&self, boxes: &TensorBoxes) -> Outcome<[u64; 16]> {
+        // `CUtensorMapDataType`, `CUtensorMapInterleave` and so on.
+        let element = match boxes.dtype {
+            DType::F16 => 6,
+            DType::F32 => 7,
+            DType::BF16 => 9,
+            DType::F64 | DType::I32 | DType::I64 => {
+                unreachable!("specs allow f32, f16 and bf16")
+            }
+        };
+        const NOT_INTERLEAVED: c_int = 0;
+        const SWIZZLE_64_BYTES: c_int = 2;
+        const PROMOTE_TO_128_BYTES: c_int = 2;
+        const FILL_WITH_ZEROS: c_int = 0;
+        let sizes = boxes.dims.map(|d| d as u64);
+        let strides = boxes.strides.map(|s| (s * boxes.dtype.size()) as u64);
+        let of_box = boxes.boxes.map(|b| b as u32);
+        let mut map = TensorMap([0; 16]);
+        // The address is only stored.
+        unsafe {
+            self.driver.cuTensorMapEncodeTiled(
+                &mut map,
+                element,
+                4,
+                boxes.address.cast_mut().cast(),
+                sizes.as_ptr(),
+                strides.as_ptr(),
+                of_box.as_ptr(),
+                [1; 4].as_ptr(),
+                NOT_INTERLEAVED,
+                SWIZZLE_64_BYTES,
+                PROMOTE_TO_128_BYTES,
+                FILL_WITH_ZEROS,
+            )?;
+        }
+        Ok(map.0)
+    }
+}

@@ -1,0 +1,63 @@
+//! The wing of GPUs: devices, streams, memory, graphs, kernels. Everything that backends share.
+//!
+//! A backend is an implementation of [`Runtime`]. Kernels are CUDA C++ in `kernels/*.cu` of each room, embedded in the
+//! binary. A [`KernelSpec`] names a source, an entry point and constants; [`Gpu::kernel`] has the backend compile it
+//! for the device, or takes it from the cache on disk, and keeps it loaded. This happens when a plan is made, for
+//! gradients when it first computes one, and may happen while a stream is captured. Runs allocate nothing, do not
+//! synchronise and can be captured into a graph.
+
+mod cache;
+mod capture;
+mod column_sum;
+mod convolution;
+mod copy;
+mod device;
+mod gemm;
+mod kernel;
+#[cfg(feature = "cuda")]
+pub(crate) mod library;
+mod memory;
+mod params;
+mod pinned;
+mod runtime;
+mod shared;
+mod source;
+mod stream;
+mod tensor_map;
+
+/// What rooms' tests compile their kernels by.
+#[cfg(all(test, not(feature = "cuda")))]
+pub(crate) mod compile_tests {
+    use super::KernelSpec;
+
+    pub(crate) fn check_compiles(_: &[KernelSpec]) {}
+    pub(crate) fn check_compiles_in_turn(_: &[KernelSpec]) {}
+    pub(crate) fn check_spills(_: &KernelSpec, _: (u32, u32), _: u32) {}
+    pub(crate) fn message(_: &KernelSpec) -> Option<String> {
+        None
+    }
+}
+#[cfg(all(test, feature = "cuda"))]
+pub(crate) use crate::cuda::compile_tests;
+
+pub use capture::Graph;
+pub use copy::copy;
+pub use device::{DeviceInfo, devices};
+pub use memory::DeviceTensor;
+pub use stream::{Event, Stream};
+
+pub(crate) use column_sum::column_sum;
+pub(crate) use convolution::{Choice, Convolution, ConvolutionSpec, Operation, VendorConvolution};
+pub(crate) use device::{Gpu, Started, notice_forks};
+pub(crate) use gemm::{Gemm, GemmCompute, GemmOperands, GemmSpec, Matrix, Product};
+pub(crate) use kernel::{Kernel, Kernels};
+pub(crate) use memory::{DeviceBuffer, download};
+pub(crate) use params::{Field, Params, params};
+pub(crate) use pinned::PinnedBuffer;
+pub(crate) use runtime::{
+    ConvolutionLimits, Failure, Feature, Function, Handle, Launch, Outcome, Recording, Runtime,
+    StreamKind,
+};
+pub(crate) use shared::SharedBuffer;
+pub(crate) use source::{KernelSpec, Source, type_name};
+pub(crate) use tensor_map::{TensorBoxes, TensorMap};

@@ -1,0 +1,209 @@
+//! What a backend has to offer: the calls of its libraries, one to one.
+
+use super::convolution::{Convolution, ConvolutionSpec, Operation};
+use super::gemm::{GemmSpec, Product};
+use super::{KernelSpec, TensorBoxes};
+use crate::{Device, Error, Result};
+use std::ffi::{c_int, c_void};
+use std::fmt::{Debug, Display};
+
+/// A stream, an event, a graph and so on of the backend's library.
+pub(crate) type Handle = *mut c_void;
+
+/// A call of a library that failed.
+#[derive(Clone, Debug)]
+pub(crate) struct Failure {
+    /// The function's name.
+    pub(crate) call: &'static str,
+    pub(crate) status: c_int,
+    /// What the library says of the status.
+    pub(crate) words: String,
+}
+
+pub(crate) type Outcome<T> = Result<T, Failure>;
+
+impl Failure {
+    /// The error, which names the call.
+    pub(crate) fn on(self, device: Device) -> Error {
+        let what = self.call;
+        self.of(what, device)
+    }
+
+    /// The error, which names what failed instead of the call.
+    pub(crate) fn of(self, what: impl Display, device: Device) -> Error {
+        Error::Backend { what: what.to_string(), device, detail: self.words }
+    }
+}
+
+/// What some devices can do and others cannot. Rooms ask for these, never for a chip.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Feature {
+    /// A warp multiplies blocks of halves.
+    MatrixProducts,
+    /// Four warps multiply blocks that lie in shared memory.
+    WarpgroupProducts,
+    /// An engine copies blocks of memory and boxes of tensors to shared memory.
+    BulkCopies,
+    /// A kernel may start while the one before it ends.
+    OverlappedLaunches,
+}
+
+/// How a stream is ordered with others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StreamKind {
+    /// With the legacy default stream.
+    Blocking,
+    /// With none.
+    Apart,
+    /// As `Blocking`; blocks of its kernels start before waiting blocks of other streams.
+    Urgent,
+}
+
+/// Whether the work of a stream is recorded.
+pub(crate) enum Recording {
+    No,
+    /// Into `graph`; no other capture of the process has had the number.
+    Into {
+        id: u64,
+        graph: Handle,
+    },
+    /// An earlier call has made the capture invalid.
+    Broken,
+}
+
+/// Size of a launch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Launch {
+    /// Blocks in x, y, z: at most 2^31 - 1, 65535, 65535.
+    pub(crate) grid: [u32; 3],
+    /// Threads of a block in x, y, z.
+    pub(crate) block: [u32; 3],
+}
+
+/// How a kernel that was loaded is launched.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Function {
+    pub(crate) handle: Handle,
+    /// Bytes of dynamic shared memory.
+    pub(crate) shared_bytes: u32,
+    /// It may start while the kernel before it ends.
+    pub(crate) overlapped: bool,
+}
+
+/// A device of a backend. Nothing here checks, remembers or locks: that is written once, above.
+///
+/// # Safety
+/// Functions are called with the device current ([`Runtime::enter`]), but for `enter` itself, `has`, `recipe`
+/// and `compile`. What they are given belongs to this device and is alive; of memory, as long as the work of the
+/// stream that uses it.
+pub(crate) trait Runtime: Debug + Send + Sync {
+    fn has(&self, feature: Feature) -> bool;
+
+    /// Makes the device current on this thread; `Some` if another one was, for [`Runtime::leave`].
+    fn enter(&self) -> Outcome<Option<Handle>>;
+    unsafe fn leave(&self, previous: Handle);
+
+    /// Lets kernels on the device of this index reach what [`Runtime::allocate`] gives, if the two are linked.
+    unsafe fn allow_access_by(&self, peer: u32) -> Outcome<()>;
+
+    /// Memory aligned to 256 bytes, in the order of the stream; `None` where there is not so much.
+    unsafe fn allocate(&self, bytes: usize, stream: Handle) -> Outcome<Option<*mut u8>>;
+    unsafe fn free(&self, memory: *mut u8, stream: Handle) -> Outcome<()>;
+    /// Pinned host memory; `None` where there is not so much.
+    unsafe fn allocate_host(&self, bytes: usize) -> Outcome<Option<*mut u8>>;
+    unsafe fn free_host(&self, memory: *mut u8) -> Outcome<()>;
+    /// From the host; without a stream it is done when it returns.
+    unsafe fn upload(
+        &self,
+        to: *mut u8,
+        from: *const u8,
+        bytes: usize,
+        stream: Option<Handle>,
+    ) -> Outcome<()>;
+    /// To the host.
+    unsafe fn download(
+        &self,
+        to: *mut u8,
+        from: *const u8,
+        bytes: usize,
+        stream: Option<Handle>,
+    ) -> Outcome<()>;
+    unsafe fn fill(&self, memory: *mut u8, value: u8, bytes: usize, stream: Handle) -> Outcome<()>;
+
+    unsafe fn create_stream(&self, kind: StreamKind) -> Outcome<Handle>;
+    unsafe fn destroy_stream(&self, stream: Handle) -> Outcome<()>;
+    unsafe fn synchronize_stream(&self, stream: Handle) -> Outcome<()>;
+    /// Work given to the stream from here on waits for the event.
+    unsafe fn wait(&self, stream: Handle, event: Handle) -> Outcome<()>;
+    /// A number that no other stream of the process has had.
+    unsafe fn stream_id(&self, stream: Handle) -> Outcome<u64>;
+
+    unsafe fn create_event(&self, timed: bool) -> Outcome<Handle>;
+    unsafe fn destroy_event(&self, event: Handle) -> Outcome<()>;
+    unsafe fn record(&self, event: Handle, stream: Handle) -> Outcome<()>;
+    unsafe fn is_reached(&self, event: Handle) -> Outcome<bool>;
+    unsafe fn synchronize_event(&self, event: Handle) -> Outcome<()>;
+    unsafe fn milliseconds(&self, start: Handle, end: Handle) -> Outcome<f32>;
+
+    /// Records what this thread gives to the stream from here on.
+    unsafe fn begin_capture(&self, stream: Handle) -> Outcome<()>;
+    /// The graph.
+    unsafe fn end_capture(&self, stream: Handle) -> Outcome<Handle>;
+    unsafe fn recording(&self, stream: Handle) -> Outcome<Recording>;
+    /// Calls `release` with `owner` when the graph and all that is made of it are gone, in any thread; after an error at once.
+    unsafe fn retain(
+        &self,
+        graph: Handle,
+        owner: Handle,
+        release: unsafe extern "C" fn(Handle),
+    ) -> Outcome<()>;
+    unsafe fn destroy_graph(&self, graph: Handle) -> Outcome<()>;
+    /// What can be launched of a graph.
+    unsafe fn instantiate(&self, graph: Handle) -> Outcome<Handle>;
+    unsafe fn destroy_instance(&self, instance: Handle) -> Outcome<()>;
+    unsafe fn launch_graph(&self, instance: Handle, stream: Handle) -> Outcome<()>;
+    /// Whether this thread may allocate and wait while any thread captures a stream; returns the mode to put back.
+    fn relax_captures(&self) -> c_int;
+    fn restore_captures(&self, mode: c_int);
+
+    /// The compiler's version, and the options for a kernel: with the sources, all that an image depends on.
+    fn recipe(&self, spec: &KernelSpec) -> Result<(String, Vec<String>)>;
+    /// The image of a kernel, by the options of its recipe.
+    fn compile(&self, spec: &KernelSpec, options: &[String]) -> Result<Vec<u8>>;
+    /// The entry point of an image, allowed to use so much dynamic shared memory.
+    unsafe fn load(&self, image: &[u8], entry: &str, shared_bytes: u32) -> Outcome<Handle>;
+    /// Launches a kernel on its one argument, the structure at `params`.
+    unsafe fn launch(
+        &self,
+        function: Function,
+        size: Launch,
+        params: *const c_void,
+        stream: Handle,
+    ) -> Outcome<()>;
+
+    /// `Ok` if matrix products can be had.
+    fn multiplies(&self) -> Result<()>;
+    /// A matrix product, which has elements to compute, by the vendor's library.
+    fn product(&self, spec: &GemmSpec) -> Result<Box<dyn Product>>;
+    /// The version of the vendor's library of convolutions.
+    fn convolves(&self) -> Result<String>;
+    /// All of its kernels for a convolution, at most so many, the fastest as expected first.
+    fn convolutions(
+        &self,
+        spec: &ConvolutionSpec,
+        operation: Operation,
+        limits: ConvolutionLimits,
+    ) -> Result<Vec<Box<dyn Convolution>>>;
+    /// The descriptor by which the copy engine reads boxes of a tensor.
+    unsafe fn tensor_map(&self, boxes: &TensorBoxes) -> Outcome<[u64; 16]>;
+}
+
+/// What kernels of a convolution have to keep to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ConvolutionLimits {
+    /// Bytes that every address is a multiple of.
+    pub(crate) alignment: usize,
+    pub(crate) workspace: usize,
+    /// Kernels, at least one.
+    pub(crate) most: usize,
+}

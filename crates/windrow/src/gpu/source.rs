@@ -1,0 +1,163 @@
+//! What kernels are made of: sources and constants.
+
+use super::cache;
+use super::params::{Params, agreement, elements};
+use super::runtime::Feature;
+use crate::DType;
+use std::any::TypeId;
+use std::hash::{Hash, Hasher};
+
+/// Device code embedded in the binary. Each is a static of its own: two are the same if their
+/// addresses are.
+#[derive(Debug)]
+pub(crate) struct Source {
+    /// File name, for the compiler's messages.
+    pub(crate) name: &'static str,
+    pub(crate) text: &'static str,
+    /// Headers of its room; those of the wing may always be included.
+    pub(crate) includes: &'static [Source],
+}
+
+impl PartialEq for Source {
+    fn eq(&self, other: &Self) -> bool {
+        std::ptr::eq(self, other)
+    }
+}
+
+impl Eq for Source {}
+
+impl Hash for Source {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        std::ptr::hash(self, state);
+    }
+}
+
+const fn header(name: &'static str, text: &'static str) -> Source {
+    Source { name, text, includes: &[] }
+}
+
+/// What every source may include.
+const HEADERS: &[Source] = &[
+    header("windrow.cuh", include_str!("kernels/windrow.cuh")),
+    header("intrinsics.cuh", include_str!("kernels/intrinsics.cuh")),
+    header("activation.cuh", include_str!("kernels/activation.cuh")),
+    header("copy_engine_sm90.cuh", include_str!("kernels/copy_engine_sm90.cuh")),
+];
+
+/// One kernel: a source, the name that its entry point gets (the macro `KERNEL`), and constants.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct KernelSpec {
+    pub(crate) source: &'static Source,
+    pub(crate) entry: String,
+    /// Bytes of dynamic shared memory that launches will ask for.
+    pub(super) shared_bytes: u32,
+    /// Whether launches overlap the end of the kernel before.
+    pub(super) overlapped: bool,
+    /// The structure that launches give it.
+    pub(super) params: Option<TypeId>,
+    /// What the source uses that not every device has.
+    pub(crate) needs: Option<Feature>,
+    pub(crate) defines: Vec<(&'static str, String)>,
+}
+
+impl KernelSpec {
+    /// The source must define `extern "C" __global__ void KERNEL(...)`.
+    pub(crate) fn new(source: &'static Source, entry: impl Into<String>) -> Self {
+        KernelSpec {
+            source,
+            entry: entry.into(),
+            shared_bytes: 0,
+            overlapped: false,
+            params: None,
+            needs: None,
+            defines: Vec::new(),
+        }
+    }
+
+    /// Defines a macro for the source.
+    pub(crate) fn define(mut self, name: &'static str, value: impl ToString) -> Self {
+        self.defines.push((name, value.to_string()));
+        self
+    }
+
+    /// Launches take `P`, which the source calls `Params` and compares by `PARAMS_AGREE`.
+    pub(crate) fn params<P: Params>(self) -> Self {
+        self.params_as::<P>("Params", "PARAMS_AGREE")
+    }
+
+    /// As [`KernelSpec::params`] with names for the structure and the macro: for one that begins with another.
+    pub(crate) fn params_as<P: Params>(self, name: &str, agree: &'static str) -> Self {
+        let spec = self.define(agree, agreement(name, elements(P::FIELDS), size_of::<P>()));
+        KernelSpec { params: Some(TypeId::of::<P>()), ..spec }
+    }
+
+    /// As [`KernelSpec::params`], where only a value of `P` says which fields it has (name, offset, bytes) in all so
+    /// many bytes.
+    pub(crate) fn params_of<P: Params>(
+        self,
+        fields: impl Iterator<Item = (&'static str, usize, usize)>,
+        bytes: usize,
+    ) -> Self {
+        let spec = self.define("PARAMS_AGREE", agreement("Params", fields, bytes));
+        KernelSpec { params: Some(TypeId::of::<P>()), ..spec }
+    }
+
+    /// Where the device allows it, blocks may start while the kernel launched before still runs: the source calls
+    /// `wait_for_previous` before anything else. With `early` they also make way for the next
+    /// kernel's from their start on, not only at their end: for launches of a wave or two.
+    pub(crate) fn overlapped(mut self, early: bool) -> Self {
+        self.overlapped = true;
+        self.define("EARLY", u8::from(early))
+    }
+
+    /// The source uses this: it compiles for devices that have it.
+    pub(crate) fn needs(mut self, feature: Feature) -> Self {
+        self.needs = Some(feature);
+        self
+    }
+
+    /// Dynamic shared memory of a launch, which may exceed 48 KiB.
+    pub(crate) fn shared_bytes(mut self, bytes: u32) -> Self {
+        self.shared_bytes = bytes;
+        self
+    }
+
+    /// Its file and its entry point.
+    pub(crate) fn name(&self) -> (&'static str, &str) {
+        (self.source.name, &self.entry)
+    }
+
+    /// What a macro is defined as for it.
+    pub(crate) fn value_of(&self, name: &str) -> Option<&str> {
+        let found = self.defines.iter().find(|(defined, _)| *defined == name);
+        found.map(|(_, value)| value.as_str())
+    }
+
+    pub(crate) fn headers(&self) -> impl Iterator<Item = &'static Source> {
+        HEADERS.iter().chain(self.source.includes)
+    }
+
+    /// The name in the cache of what a compiler of this version makes of it by these options.
+    pub(super) fn key(&self, version: &str, options: &[String]) -> String {
+        let parts = [version, self.source.text]
+            .into_iter()
+            .chain(self.headers().map(|h| h.text))
+            .chain(options.iter().map(String::as_str));
+        cache::key(parts)
+    }
+}
+
+/// The name of an element type in device code.
+///
+/// # Panics
+/// For types that no kernel takes as elements.
+pub(crate) fn type_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F32 => "F32",
+        DType::F16 => "F16",
+        DType::BF16 => "Bf16",
+        DType::F64 | DType::I32 | DType::I64 => {
+            unreachable!("specs allow f32, f16 and bf16")
+        }
+    }
+}

@@ -1,0 +1,34 @@
+//! Descriptors for the tensor copy engine ([`Feature::BulkCopies`](super::Feature)).
+
+use super::Gpu;
+use crate::{DType, Result};
+
+/// Describes a channels-last tensor and the boxes that kernels copy from it: a kernel parameter.
+/// What lies outside the tensor is read as zero. Pixels of a box are 64 bytes of channels, swizzled.
+#[repr(C, align(128))]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TensorMap([u64; 16]);
+
+/// What a [`TensorMap`] describes.
+#[derive(Debug)]
+pub(crate) struct TensorBoxes {
+    /// f32, f16 or bf16.
+    pub(crate) dtype: DType,
+    /// Aligned to 16 bytes, as are all strides.
+    pub(crate) address: *const u8,
+    /// c, w, h, n
+    pub(crate) dims: [usize; 4],
+    /// Those of w, h, n in elements; c has stride 1.
+    pub(crate) strides: [usize; 3],
+    /// c, w, h, n of a box.
+    pub(crate) boxes: [usize; 4],
+}
+
+impl TensorMap {
+    /// # Errors
+    /// [`Error::Backend`](crate::Error::Backend) if the driver refuses.
+    pub(crate) fn new(gpu: &Gpu, boxes: &TensorBoxes) -> Result<Self> {
+        // SAFETY: the device is current; the address is only stored.
+        gpu.call(|runtime| unsafe { runtime.tensor_map(boxes) }).map(TensorMap)
+    }
+}
