@@ -27,8 +27,11 @@ fn fails(bytes: usize) -> bool {
 // SAFETY: the system's allocator, or no memory.
 unsafe impl GlobalAlloc for Failing {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if fails(layout.size()) {
+            return std::ptr::null_mut();
+        }
         // SAFETY: the caller's promise.
-        if fails(layout.size()) { std::ptr::null_mut() } else { unsafe { System.alloc(layout) } }
+        unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
