@@ -9,7 +9,6 @@ mod machine;
 mod memory;
 mod names;
 mod operator;
-mod placed;
 mod print;
 mod run;
 mod table;

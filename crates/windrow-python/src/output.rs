@@ -11,7 +11,7 @@ use std::ffi::c_void;
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 use windrow::cuda::DeviceTensor;
-use windrow::{Device, Layout, MAX_RANK, TensorDesc, TensorMut, TensorRef};
+use windrow::{Device, Layout, MAX_RANK, Placed, TensorDesc, TensorMut, TensorRef};
 
 /// Where a function writes a result.
 pub(crate) enum Output<'py> {
@@ -21,24 +21,9 @@ pub(crate) enum Output<'py> {
     New(Array<'py>, Bound<'py, PyAny>),
     /// Memory from the library's cache of freed blocks: a fresh block of the system would cost a
     /// page fault for every 4 KiB on each call.
-    Own(Owned),
+    Own(Placed),
     /// The same on a GPU, of which the caller gets a copy in main memory.
     Staged(DeviceTensor),
-}
-
-/// Memory of the library, in which a result is handed over.
-pub(crate) enum Owned {
-    Host(windrow::Tensor),
-    Device(DeviceTensor),
-}
-
-impl Owned {
-    fn view(&self) -> TensorRef<'_> {
-        match self {
-            Owned::Host(tensor) => tensor.as_ref(),
-            Owned::Device(tensor) => tensor.as_ref(),
-        }
-    }
 }
 
 impl<'py> Output<'py> {
@@ -55,18 +40,17 @@ impl<'py> Output<'py> {
         }
         let desc = desc()?;
         Ok(match like.device {
-            Device::Cpu => Output::Own(Owned::Host(windrow::Tensor::uninitialised(desc).py()?)),
+            Device::Cpu => Output::Own(Placed::output(desc, Device::Cpu).py()?),
             Device::Cuda(index) if like.is_staged() => {
                 Output::Staged(py.detach(|| DeviceTensor::new(desc, index)).py()?)
             }
-            Device::Cuda(index) => match &like.family {
+            device => match &like.family {
                 Family::Exchange(_, object) | Family::Torch(object) => {
                     let out = empty_beside(object, &desc)?;
                     Output::New(Array::import("out", &out)?, out)
                 }
-                _ => {
-                    let tensor = py.detach(|| DeviceTensor::new(desc, index)).py()?;
-                    Output::Own(Owned::Device(tensor))
+                Family::NumPyBf16(_) | Family::Other(_) => {
+                    Output::Own(py.detach(|| Placed::output(desc, device)).py()?)
                 }
             },
         })
@@ -75,7 +59,7 @@ impl<'py> Output<'py> {
     pub(crate) fn desc(&self) -> TensorDesc {
         match self {
             Output::Given(array, _) | Output::New(array, _) => array.desc,
-            Output::Own(owned) => *owned.view().desc(),
+            Output::Own(tensor) => *tensor.desc(),
             Output::Staged(tensor) => *tensor.desc(),
         }
     }
@@ -84,8 +68,8 @@ impl<'py> Output<'py> {
         match self {
             Output::Given(array, _) => array.view_changed(),
             Output::New(array, _) => array.view_mut(),
-            Output::Own(Owned::Host(tensor)) => Ok(tensor.as_mut()),
-            Output::Own(Owned::Device(tensor)) | Output::Staged(tensor) => tensor.as_mut().py(),
+            Output::Own(tensor) => tensor.as_mut().py(),
+            Output::Staged(tensor) => tensor.as_mut().py(),
         }
     }
 
@@ -128,7 +112,7 @@ impl<'py> Output<'py> {
             Output::Staged(tensor) => {
                 let mut host = windrow::Tensor::uninitialised(*tensor.desc()).py()?;
                 fetch(py, &tensor, host.as_mut().as_mut_ptr()).py()?;
-                family.take(Owned::Host(host))
+                family.take(Placed::new(host, Device::Cpu).py()?)
             }
         }
     }
@@ -157,10 +141,10 @@ impl<'py> Family<'py> {
     }
 
     /// Hands a tensor over as an array of this library.
-    fn take(&self, tensor: Owned) -> PyResult<Bound<'py, PyAny>> {
+    fn take(&self, tensor: Placed) -> PyResult<Bound<'py, PyAny>> {
         match self {
             Family::Exchange(api, like) => {
-                let managed = export(tensor, Owned::view, None).versioned();
+                let managed = export(tensor, Placed::as_ref, None).versioned();
                 let mut object = std::ptr::null_mut();
                 // SAFETY: the function takes the managed tensor over and returns a new object or
                 // sets an exception.
@@ -269,13 +253,13 @@ pub(crate) fn dense_like(layout: &Layout) -> PyResult<Layout> {
 /// `__dlpack__`, nothing else.
 #[pyclass(module = "windrow", frozen)]
 pub(crate) struct Tensor {
-    tensor: Arc<Owned>,
+    tensor: Arc<Placed>,
     /// For NumPy, which knows no bf16.
     bits_of_bf16: bool,
 }
 
 impl Tensor {
-    fn new(tensor: Owned) -> Self {
+    fn new(tensor: Placed) -> Self {
         Tensor { tensor: Arc::new(tensor), bits_of_bf16: false }
     }
 }
@@ -285,13 +269,13 @@ impl Tensor {
     /// Size of each dimension.
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.tensor.view().shape())
+        PyTuple::new(py, self.tensor.as_ref().as_ref().shape())
     }
 
     /// `f32`, `f16`, `bf16`, ...
     #[getter]
     fn dtype(&self) -> &'static str {
-        self.tensor.view().dtype().name()
+        self.tensor.as_ref().as_ref().dtype().name()
     }
 
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
@@ -312,7 +296,7 @@ impl Tensor {
             return Err(PyBufferError::new_err("a tensor is exported in place only, without copy"));
         }
         let dtype = self.bits_of_bf16.then_some(DLDataType::UINT16);
-        let export = export(self.tensor.clone(), |t| t.view(), dtype);
+        let export = export(self.tensor.clone(), |t| t.as_ref().as_ref(), dtype);
         let (managed, name) = if max_version.is_some_and(|(major, _)| major >= 1) {
             (NonNull::new(export.versioned().cast()), dlpack::VERSIONED_NAME)
         } else {
@@ -331,7 +315,7 @@ impl Tensor {
     }
 
     fn __dlpack_device__(&self) -> (i32, i32) {
-        let device = dlpack::DLDevice::new(self.tensor.view().device());
+        let device = dlpack::DLDevice::new(self.tensor.as_ref().as_ref().device());
         (device.device_type, device.device_id)
     }
 }

@@ -1,4 +1,19 @@
-//! What all plans share: where to run, how exact, whether to check.
+//! What all plans share: where to run, how exact, whether to check, and the plan itself.
+
+mod checks;
+mod operator;
+mod planned;
+mod search;
+
+pub(crate) use checks::{Checks, Type};
+pub use operator::{Configuration, Operator, Tuned};
+pub(crate) use operator::{Engine, Input, Setup, Views};
+pub use planned::Plan;
+pub(crate) use planned::{Backend, engine};
+pub use search::Bound;
+pub(crate) use search::decide;
+#[cfg(test)]
+pub(crate) use search::{Problem, Runs};
 
 use crate::buffer::Buffer;
 use crate::cuda::{DeviceBuffer, Gpu, Stream};

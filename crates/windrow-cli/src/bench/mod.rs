@@ -11,6 +11,7 @@ mod plot;
 mod report;
 mod row;
 mod stats;
+mod subject;
 
 pub(crate) use crate::print::progress;
 
@@ -23,7 +24,6 @@ use crate::print;
 use measure::Limits;
 use row::Row;
 use std::num::NonZeroUsize;
-use std::ops::Range;
 use std::path::PathBuf;
 use std::time::Duration;
 use windrow::verify::Comparison;
@@ -118,6 +118,7 @@ trait Case {
 }
 
 /// What a case is.
+#[derive(Clone)]
 struct Description {
     op: &'static str,
     name: String,
@@ -225,12 +226,6 @@ fn layers(args: &Bench) -> Result<Vec<layers::Layer>, Failure> {
     }
 }
 
-/// The first and last `count` of `0..n`; the second range is what the first leaves of it.
-fn ends(n: usize, count: usize) -> [Range<usize>; 2] {
-    let first = count.min(n);
-    [0..first, n.saturating_sub(count).max(first)..n]
-}
-
 /// `[4, 64, 112, 112]` as `4x64x112x112`.
 pub(crate) fn by_x(sizes: &[usize]) -> String {
     sizes.iter().map(usize::to_string).collect::<Vec<_>>().join("x")
@@ -244,17 +239,4 @@ fn limits(args: &Bench, cases: usize) -> Limits {
     // A case has two or three contestants with the same budget each.
     let budget = (total / cases as u32 / 3).min(Duration::from_secs(1));
     Limits { budget, min: 3, max: 2000 }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ends_do_not_overlap() {
-        assert_eq!(ends(10, 2), [0..2, 8..10]);
-        assert_eq!(ends(3, 2), [0..2, 2..3]);
-        assert_eq!(ends(2, 2), [0..2, 2..2]);
-        assert_eq!(ends(0, 2), [0..0, 0..0]);
-    }
 }

@@ -1,12 +1,12 @@
 //! `windrow run causal-conv1d`.
 
-use super::{Common, Files, Placed, place, view};
+use super::{Common, Files, place, plan};
 use crate::failure::Failure;
 use crate::names;
 use std::path::{Path, PathBuf};
 use windrow::{
-    Activation, CausalConv1dAlgorithm, CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dPlan,
-    CausalConv1dSpec, Tensor, TensorDesc, Workspace,
+    Activation, Bound, CausalConv1dAlgorithm, CausalConv1dOutputs, CausalConv1dPlan,
+    CausalConv1dSpec, Placed, Tensor, TensorDesc, Workspace,
 };
 
 /// Causal 1-D convolution: y[b,d,t] = act(bias[d] + sum over k of w[d,k] * x[b,d,t-(width-1)+k])
@@ -75,35 +75,22 @@ impl CausalConv1d {
             spec.final_states = Some(TensorDesc::contiguous(spec.x.dtype, &shape)?);
         }
         let options = self.common.options()?;
-        let plan = match self.algorithm {
-            Some(algorithm) => CausalConv1dPlan::with_algorithm(&spec, algorithm, &options)?,
-            None => CausalConv1dPlan::new(&spec, &options)?,
-        };
+        let plan: CausalConv1dPlan = plan(&spec, self.algorithm, &options)?;
         let dtypes = [Some(spec.y), spec.final_states].into_iter().flatten().map(|d| d.dtype);
         files.start(&plan.explain(), &options, dtypes)?;
 
         let device = options.device;
-        let (x, weight) = (Placed::new(x, device)?, Placed::new(weight, device)?);
-        let (bias, seq_idx) = (place(bias, device)?, place(seq_idx, device)?);
-        let cu_seqlens = place(cu_seqlens, device)?;
-        let initial_states = place(initial_states, device)?;
+        let tensors = [Some(x), Some(weight), bias, seq_idx, cu_seqlens, initial_states];
+        let inputs = place(tensors, device)?;
         let mut y = Placed::output(spec.y, device)?;
         let output = |desc| Placed::output(desc, device);
         let mut final_states = spec.final_states.map(output).transpose()?;
         let mut workspace = Workspace::new(device, plan.workspace_bytes())?;
-        let args = CausalConv1dArgs {
-            x: x.as_ref(),
-            weight: weight.as_ref(),
-            bias: view(&bias),
-            seq_idx: view(&seq_idx),
-            cu_seqlens: view(&cu_seqlens),
-            initial_states: view(&initial_states),
-        };
         let outputs = CausalConv1dOutputs {
             y: y.as_mut()?,
             final_states: final_states.as_mut().map(Placed::as_mut).transpose()?,
         };
-        plan.run(&args, outputs, &mut workspace)?;
+        plan.run(&Bound::new(&plan, &inputs).args(), outputs, &mut workspace)?;
         workspace.synchronize()?;
         let mut y = y.into_host()?;
         let final_states = final_states.map(Placed::into_host).transpose()?;

@@ -1,12 +1,12 @@
 //! `windrow run conv2d`.
 
-use super::{Common, Files, Placed, place, view};
+use super::{Common, Files, place, plan};
 use crate::failure::Failure;
 use crate::names;
 use std::path::PathBuf;
 use windrow::{
-    Accuracy, Activation, Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec,
-    PlanOptions, Weights, Workspace,
+    Accuracy, Activation, Bound, Conv2dAlgorithm, Conv2dParams, Conv2dPlan, Conv2dSpec, Placed,
+    PlanOptions, Workspace,
 };
 
 /// 2-D convolution: y[n,k] = act(bias[k] + sum over c of w[k,c] * x[n,c])
@@ -72,7 +72,7 @@ impl Conv2d {
         let mut spec = Conv2dSpec::new(*x.desc(), *w.desc(), &params)?;
         spec.bias = bias.as_ref().map(|t| *t.desc());
         let options = self.common.options()?;
-        let plan = match self.algorithm {
+        let plan: Conv2dPlan = match self.algorithm {
             Some(algorithm) if !self.allows(&spec, algorithm, &options)? => {
                 let accuracy = spec.accuracy.name();
                 let algorithm = algorithm.name();
@@ -80,16 +80,14 @@ impl Conv2d {
                     "--accuracy {accuracy}: {algorithm} is less exact; leave out one of the two"
                 )));
             }
-            Some(algorithm) => Conv2dPlan::with_algorithm(&spec, algorithm, &options)?,
-            None => Conv2dPlan::new(&spec, &options)?,
+            algorithm => plan(&spec, algorithm, &options)?,
         };
         files.start(&plan.explain(), &options, [spec.y.dtype])?;
         let device = options.device;
-        let (x, w, bias) = (Placed::new(x, device)?, Placed::new(w, device)?, place(bias, device)?);
+        let inputs = place([Some(x), bias, Some(w)], device)?;
         let mut y = Placed::output(spec.y, device)?;
         let mut workspace = Workspace::new(device, plan.workspace_bytes())?;
-        let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias: view(&bias) };
-        plan.run(&args, y.as_mut()?, &mut workspace)?;
+        plan.run(&Bound::new(&plan, &inputs).args(), y.as_mut()?, &mut workspace)?;
         workspace.synchronize()?;
         let mut y = y.into_host()?;
         if self.channels_last {

@@ -1,10 +1,10 @@
 //! `windrow run gelu`.
 
-use super::{Common, Files, Placed, place, view};
+use super::{Common, Files, place, plan};
 use crate::failure::Failure;
 use crate::names;
 use std::path::PathBuf;
-use windrow::{Approximate, GeluArgs, GeluPlan, GeluSpec, Workspace};
+use windrow::{Approximate, Bound, GeluPlan, GeluSpec, Placed, Workspace};
 
 /// y = gelu(x + bias) * gate
 #[derive(Debug, clap::Args)]
@@ -42,17 +42,13 @@ impl Gelu {
         spec.bias = bias.as_ref().map(|t| *t.desc());
         spec.gate = gate.as_ref().map(|t| *t.desc());
         let options = self.common.options()?;
-        let plan = match self.algorithm {
-            Some(algorithm) => GeluPlan::with_algorithm(&spec, algorithm, &options)?,
-            None => GeluPlan::new(&spec, &options)?,
-        };
+        let plan: GeluPlan = plan(&spec, self.algorithm, &options)?;
         files.start(&plan.explain(), &options, [spec.y.dtype])?;
         let device = options.device;
-        let (x, bias, gate) = (Placed::new(x, device)?, place(bias, device)?, place(gate, device)?);
+        let inputs = place([Some(x), bias, gate], device)?;
         let mut y = Placed::output(spec.y, device)?;
         let mut workspace = Workspace::new(device, plan.workspace_bytes())?;
-        let args = GeluArgs { x: x.as_ref(), bias: view(&bias), gate: view(&gate) };
-        plan.run(&args, y.as_mut()?, &mut workspace)?;
+        plan.run(&Bound::new(&plan, &inputs).args(), y.as_mut()?, &mut workspace)?;
         workspace.synchronize()?;
         let y = y.into_host()?;
         files.finish(&[(&self.common.output, "y", &y)], &plan.explain())

@@ -7,13 +7,12 @@ mod gelu;
 use crate::failure::Failure;
 use crate::files::{self, Contents, Outputs, shown};
 use crate::machine::start_threads;
-use crate::placed::Placed;
 use crate::print::{self, Steps};
 use std::cell::Cell;
 use std::fmt::Write;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
-use windrow::{DType, Device, Error, PlanOptions, Tensor, TensorRef};
+use windrow::{Configuration, DType, Device, Error, Operator, Placed, Plan, PlanOptions, Tensor};
 
 /// Run one operator on tensors from .npy, .npz or .safetensors files.
 ///
@@ -147,11 +146,23 @@ impl Files {
     }
 }
 
-/// An optional tensor in the memory of `device`.
-fn place(tensor: Option<Tensor>, device: Device) -> windrow::Result<Option<Placed>> {
-    tensor.map(|tensor| Placed::new(tensor, device)).transpose()
+/// The tensors that a run reads, in the memory of `device`.
+fn place(
+    tensors: impl IntoIterator<Item = Option<Tensor>>,
+    device: Device,
+) -> windrow::Result<Vec<Option<Placed>>> {
+    let place = |tensor: Tensor| Placed::new(tensor, device);
+    tensors.into_iter().map(|tensor| tensor.map(place).transpose()).collect()
 }
 
-fn view(tensor: &Option<Placed>) -> Option<TensorRef<'_>> {
-    tensor.as_ref().map(Placed::as_ref)
+/// A plan by the algorithm that was named, or the planner's choice.
+fn plan<O: Operator>(
+    spec: &O::Spec,
+    algorithm: Option<<O::Configuration as Configuration>::Algorithm>,
+    options: &PlanOptions,
+) -> windrow::Result<Plan<O>> {
+    match algorithm {
+        Some(algorithm) => Plan::with_algorithm(spec, algorithm, options),
+        None => Plan::new(spec, options),
+    }
 }

@@ -5,7 +5,7 @@ use crate::bench::{by_x, causal_conv1d, conv2d, gelu};
 use crate::failure::Failure;
 use crate::operator::Operator;
 use windrow::tuning::{Report, Search};
-use windrow::{CausalConv1dPlan, Conv2dPlan, GeluPlan, PlanOptions, Result};
+use windrow::{CausalConv1d, Conv2d, Gelu, GeluPlan, Plan, PlanOptions, Result, Tuned};
 
 type Tuner = Box<dyn Fn(&Search) -> Result<Report>>;
 type Measurer = Box<dyn Fn(&[&str], &Search) -> Result<Report>>;
@@ -29,17 +29,22 @@ pub(super) struct Problem {
 pub(super) const GFLOPS: &str = "GFLOP/s";
 const GBPS: &str = "GB/s";
 
-/// Makes the two closures of a problem for a plan and its spec.
-macro_rules! searches {
-    ($plan:ty, $spec:expr, $options:expr) => {{
-        let (spec, options): (_, PlanOptions) = ($spec, $options);
+impl Problem {
+    fn new<O: Tuned>(
+        spec: O::Spec,
+        options: PlanOptions,
+        (name, shape): (String, String),
+        (work, unit): (f64, &'static str),
+        blocked: &'static str,
+    ) -> Self {
         let again = spec.clone();
         let measure = move |texts: &[&str], how: &Search| {
             let parsed: Result<Vec<_>> = texts.iter().map(|text| text.parse()).collect();
-            <$plan>::measure(&again, &options, &parsed?, how)
+            Plan::<O>::measure(&again, &options, &parsed?, how)
         };
-        (Box::new(move |how: &Search| <$plan>::tune(&spec, &options, how)), Box::new(measure))
-    }};
+        let tune = Box::new(move |how: &Search| Plan::<O>::tune(&spec, &options, how));
+        Problem { op: O::NAME, name, shape, work, unit, blocked, tune, measure: Box::new(measure) }
+    }
 }
 
 pub(super) fn all(args: &Tune) -> std::result::Result<Vec<Problem>, Failure> {
@@ -52,34 +57,27 @@ pub(super) fn all(args: &Tune) -> std::result::Result<Vec<Problem>, Failure> {
                     for layer in args.layers()? {
                         let mut spec = conv2d::spec(&layer, dtype)?;
                         spec.accuracy = args.accuracy;
-                        let shape = conv2d::shape(&spec);
-                        let work = spec.flops()?;
-                        let (tune, measure) = searches!(Conv2dPlan, spec, options);
-                        let (op, name, unit) = ("conv2d", layer.name, GFLOPS);
-                        let blocked = "winograd_gemm_f2";
-                        all.push(Problem { op, name, shape, work, unit, blocked, tune, measure });
+                        let what = (layer.name, conv2d::shape(&spec));
+                        let (work, blocked) = ((spec.flops()?, GFLOPS), "winograd_gemm_f2");
+                        all.push(Problem::new::<Conv2d>(spec, options, what, work, blocked));
                     }
                 }
                 Operator::Gelu => {
                     for spec in gelu::specs(dtype)? {
-                        let (op, unit) = ("gelu", GBPS);
                         let all_algorithms = GeluPlan::algorithms(&spec, args.device);
                         let blocked = all_algorithms.first().map_or("", |a| a.name());
                         let name = format!("{} {dtype}", spec.approximate.name());
-                        let shape = by_x(spec.x.shape());
-                        let work = (spec.x.bytes() + spec.y.bytes()) as f64;
-                        let (tune, measure) = searches!(GeluPlan, spec, options);
-                        all.push(Problem { op, name, shape, work, unit, blocked, tune, measure });
+                        let what = (name, by_x(spec.x.shape()));
+                        let work = ((spec.x.bytes() + spec.y.bytes()) as f64, GBPS);
+                        all.push(Problem::new::<Gelu>(spec, options, what, work, blocked));
                     }
                 }
                 Operator::CausalConv1d => {
                     for spec in causal_conv1d::specs(dtype, args.full)? {
-                        let (op, unit, blocked) = ("causal_conv1d", GBPS, "direct");
-                        let layout = causal_conv1d::layout(&spec);
-                        let (name, shape) = (format!("{layout} {dtype}"), by_x(spec.x.shape()));
-                        let work = (spec.x.bytes() + spec.y.bytes()) as f64;
-                        let (tune, measure) = searches!(CausalConv1dPlan, spec, options);
-                        all.push(Problem { op, name, shape, work, unit, blocked, tune, measure });
+                        let name = format!("{} {dtype}", causal_conv1d::layout(&spec));
+                        let what = (name, by_x(spec.x.shape()));
+                        let work = ((spec.x.bytes() + spec.y.bytes()) as f64, GBPS);
+                        all.push(Problem::new::<CausalConv1d>(spec, options, what, work, "direct"));
                     }
                 }
             }

@@ -25,8 +25,10 @@ macro_rules! common_options {
     };
 }
 
+mod args;
 mod cpu;
 mod cuda;
+mod engine;
 mod plan;
 mod problem;
 pub(crate) mod random;
@@ -38,14 +40,14 @@ mod tuning;
 mod update;
 pub(crate) mod verify;
 
-pub use plan::{
-    CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dPlan, causal_conv1d,
-};
+pub use args::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs};
+pub use plan::{CausalConv1d, CausalConv1dPlan, causal_conv1d};
 pub(crate) use problem::Problem;
 pub use spec::{CausalConv1dAlgorithm, CausalConv1dSpec};
 pub use tuning::CausalConv1dConfiguration;
 pub use update::{
-    CausalConv1dUpdateArgs, CausalConv1dUpdatePlan, CausalConv1dUpdateSpec, causal_conv1d_update,
+    CausalConv1dUpdate, CausalConv1dUpdateArgs, CausalConv1dUpdatePlan, CausalConv1dUpdateSpec,
+    causal_conv1d_update,
 };
 
 #[cfg(test)]

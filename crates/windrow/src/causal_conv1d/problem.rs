@@ -5,7 +5,7 @@ use crate::{DType, Error, Layout, Result, TensorDesc};
 
 /// Sizes in the field's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Problem {
+pub struct Problem {
     /// Batch.
     pub b: usize,
     /// Input channels.

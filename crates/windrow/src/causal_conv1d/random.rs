@@ -452,9 +452,10 @@ pub(crate) fn run_update(choices: &mut Choices<'_>, trial: &mut Trial) -> Result
     };
     let [conv_state, y] = fresh()?;
     let mut sample = UpdateSample { inputs, conv_state, y };
+    let direct = CausalConv1dConfiguration::new(CausalConv1dAlgorithm::Direct);
     let mut oracle = None;
     for lane in trial.lanes() {
-        let plan = CausalConv1dUpdatePlan::on_isa(&spec, &options, lane.isa)?;
+        let plan = CausalConv1dUpdatePlan::on_isa(&spec, &direct, &options, lane.isa)?;
         [sample.conv_state, sample.y] = fresh()?;
         if refused {
             let mut workspace = Workspace::new(device, plan.workspace_bytes())?;

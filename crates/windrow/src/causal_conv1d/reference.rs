@@ -1,25 +1,8 @@
 //! The f64 oracle: plain loops over the definition.
 
 use super::{CausalConv1dArgs, Problem};
+use crate::verify::Expected;
 use crate::{Activation, Result, TensorRef};
-
-/// Values and, beside each, the sum of the absolute terms that formed it.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Expected {
-    pub values: Vec<f64>,
-    pub scale: Vec<f64>,
-}
-
-impl Expected {
-    fn zeros(len: usize) -> Self {
-        Expected { values: vec![0.0; len], scale: vec![0.0; len] }
-    }
-
-    fn add(&mut self, i: usize, term: f64, scale: f64) {
-        self.values[i] += term;
-        self.scale[i] += scale;
-    }
-}
 
 /// A convolution with all operands row-major in f64.
 #[derive(Clone, Debug)]
@@ -181,7 +164,7 @@ impl Reference {
                 for (t, taps) in row.chunks(p.width).enumerate() {
                     if let Some((sum, scale)) = self.before_activation(taps, b, channel) {
                         let i = (b * p.d_out + channel) * p.l + t;
-                        y.add(i, self.activation.apply_f64(sum), scale);
+                        y.add_sum(i, self.activation.apply_f64(sum), scale);
                     }
                 }
             }
@@ -256,11 +239,11 @@ impl Reference {
                     // The derivative is at most 1.2, and its own slope is at most 1.
                     // Beyond all numbers it is exact.
                     let g_scale = dy.abs() * (1.2 + if sum.is_finite() { scale } else { 0.0 });
-                    out.dbias.add(channel, g, g_scale);
+                    out.dbias.add_sum(channel, g, g_scale);
                     self.for_each_tap(channel, |k, c, w| {
                         let source = taps[k].unwrap_or(Source::Zero);
                         let x = self.value(b, c, source);
-                        out.dweight.add(w, g * x, g_scale * x.abs());
+                        out.dweight.add_sum(w, g * x, g_scale * x.abs());
                         let weight = self.weight[w];
                         self.add_to(&mut out, b, c, source, g * weight, g_scale * weight.abs());
                     });
@@ -291,10 +274,10 @@ impl Reference {
     ) {
         let p = &self.problem;
         match source {
-            Source::Token(t) => out.dx.add((b * p.d + channel) * p.l + t, term, scale),
+            Source::Token(t) => out.dx.add_sum((b * p.d + channel) * p.l + t, term, scale),
             Source::State(row, j) => {
                 let i = (row * p.d + channel) * p.history() + j;
-                out.dinitial_states.add(i, term, scale);
+                out.dinitial_states.add_sum(i, term, scale);
             }
             Source::Zero => {}
         }
@@ -320,7 +303,7 @@ impl Reference {
                         continue;
                     };
                     let bias = self.bias.as_ref().map_or(0.0, |bias| bias[channel]);
-                    out.add((b * p.l + t) * p.d_out + channel, sum - bias, scale);
+                    out.add_sum((b * p.l + t) * p.d_out + channel, sum - bias, scale);
                 }
             }
         }
@@ -392,7 +375,7 @@ impl UpdateReference {
                         sum += term;
                         scale += term.abs();
                     }
-                    y.add((b * p.d + d) * p.l + t, self.activation.apply_f64(sum), scale);
+                    y.add_sum((b * p.d + d) * p.l + t, self.activation.apply_f64(sum), scale);
                 }
                 state.copy_from_slice(&tokens[p.l..]);
                 if self.cache_seqlens.is_some() && self.state_len > 0 {

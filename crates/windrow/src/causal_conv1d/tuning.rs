@@ -1,45 +1,36 @@
 //! Configurations of a causal convolution, and the search among them.
 
+use super::reference::Reference;
 use super::{
-    CausalConv1dAlgorithm, CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dPlan,
-    CausalConv1dSpec,
+    CausalConv1d, CausalConv1dAlgorithm, CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dPlan,
+    CausalConv1dSpec, verify,
 };
 use crate::cpu::resolve_threads;
-use crate::tuning::{self, Contest, Report, Search, Tunable, dense, joined, parameters};
-use crate::verify::Placed;
-use crate::{Device, Error, PlanOptions, Result, TensorDesc, TensorRef, Tuning, Verify, Workspace};
-use std::fmt;
-use std::ops::Range;
-use std::str::FromStr;
+use crate::plan::{Bound, Tuned};
+use crate::tuning::{dense, joined, parameters::configuration};
+use crate::verify::{Comparison, compare_parts};
+use crate::{Device, Error, PlanOptions, Result, TensorDesc, TensorMut, TensorRef, Workspace};
 
-/// An algorithm and its parameters. A parameter that is `None` is chosen by the model, or is none of the
-/// algorithm's. Written and parsed as `direct channels=16 tokens=2048 threads=2`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct CausalConv1dConfiguration {
-    /// The algorithm.
-    pub algorithm: CausalConv1dAlgorithm,
-    /// `direct` on the CPU: the most channels of a task, rounded up to vectors.
-    pub channels: Option<usize>,
-    /// `direct` on the CPU: the most tokens of a task.
-    pub tokens: Option<usize>,
-    /// CPU threads, at most as many as the plan may use.
-    pub threads: Option<usize>,
+configuration! {
+    /// An algorithm and its parameters. A parameter that is `None` is chosen by the model, or is none of the
+    /// algorithm's. Written and parsed as `direct channels=16 tokens=2048 threads=2`.
+    CausalConv1dConfiguration: CausalConv1dAlgorithm {
+        /// `direct` on the CPU: the most channels of a task, rounded up to vectors.
+        channels,
+        /// `direct` on the CPU: the most tokens of a task.
+        tokens,
+        /// CPU threads, at most as many as the plan may use.
+        threads,
+    }
 }
 
-const NAMES: [&str; 3] = ["channels", "tokens", "threads"];
-
 impl CausalConv1dConfiguration {
-    /// An algorithm with the model's parameters.
-    pub const fn new(algorithm: CausalConv1dAlgorithm) -> Self {
-        CausalConv1dConfiguration { algorithm, channels: None, tokens: None, threads: None }
-    }
-
     /// Refuses parameters that the algorithm has not, on the device of the options, or cannot run with.
-    pub(super) fn check(&self, options: &PlanOptions) -> Result<()> {
+    fn check(&self, options: &PlanOptions) -> Result<()> {
         let task = self.channels.is_some() || self.tokens.is_some();
-        let foreign = match options.device {
-            Device::Cpu => task && self.algorithm != CausalConv1dAlgorithm::Direct,
-            Device::Cuda(_) => task || self.threads.is_some(),
+        let foreign = match options.device == Device::Cpu {
+            true => task && self.algorithm != CausalConv1dAlgorithm::Direct,
+            false => task || self.threads.is_some(),
         };
         if foreign || [self.channels, self.tokens, self.threads].contains(&Some(0)) {
             return Err(Error::unsupported(
@@ -52,257 +43,105 @@ impl CausalConv1dConfiguration {
     }
 }
 
-impl fmt::Display for CausalConv1dConfiguration {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [channels, tokens, threads] = NAMES;
-        let named = [(channels, self.channels), (tokens, self.tokens), (threads, self.threads)];
-        parameters::write(f, self.algorithm.name(), named)
-    }
-}
-
-impl FromStr for CausalConv1dConfiguration {
-    type Err = Error;
-
-    fn from_str(s: &str) -> Result<Self> {
-        let (algorithm, [channels, tokens, threads]) = parameters::parse(s, NAMES)?;
-        let algorithm = algorithm.parse()?;
-        Ok(CausalConv1dConfiguration { algorithm, channels, tokens, threads })
-    }
-}
-
-/// A causal convolution as the search sees it: on dense tensors in the spec's order of dimensions, each row
-/// one sequence that begins with zeros.
-pub(super) struct Problem {
-    spec: CausalConv1dSpec,
-    options: PlanOptions,
-}
-
-impl Problem {
-    fn new(spec: &CausalConv1dSpec, options: &PlanOptions) -> Result<Self> {
-        spec.problem()?;
-        let mut plain = CausalConv1dSpec::new(dense(&spec.x)?, dense(&spec.weight)?)?
-            .with_output(dense(&spec.y)?)
-            .with_activation(spec.activation);
-        plain.bias = spec.bias.as_ref().map(dense).transpose()?;
-        let options = PlanOptions { tuning: Tuning::Model, verify: Verify::Off, ..*options };
-        Ok(Problem { spec: plain, options })
-    }
-
-    fn threads(&self) -> usize {
-        resolve_threads(self.options.threads)
-    }
-}
+/// Channels of a depthwise, output channels of a dense convolution that a search compares with the oracle at
+/// each end.
+const SAMPLED_CHANNELS: usize = 4;
 
 /// `bdl`, `bld`: dimensions by falling stride.
 fn order(desc: &TensorDesc) -> &'static str {
     if desc.strides()[1] < desc.strides()[2] { "bld" } else { "bdl" }
 }
 
-impl Tunable for Problem {
-    type Configuration = CausalConv1dConfiguration;
+impl Tuned for CausalConv1d {
+    type Kept = ();
 
-    fn device(&self) -> Device {
-        self.options.device
+    fn y(spec: &CausalConv1dSpec) -> &TensorDesc {
+        &spec.y
     }
 
-    fn key(&self) -> String {
-        let CausalConv1dSpec { x, weight, y, activation, .. } = &self.spec;
+    /// On dense tensors in the spec's order of dimensions, each row one sequence that begins with zeros.
+    fn plain(spec: &CausalConv1dSpec, _: &PlanOptions) -> Result<CausalConv1dSpec> {
+        let mut plain = CausalConv1dSpec::new(dense(&spec.x)?, dense(&spec.weight)?)?
+            .with_output(dense(&spec.y)?)
+            .with_activation(spec.activation);
+        plain.bias = spec.bias.as_ref().map(dense).transpose()?;
+        Ok(plain)
+    }
+
+    fn key(spec: &CausalConv1dSpec, options: &PlanOptions) -> String {
+        let CausalConv1dSpec { x, weight, y, activation, .. } = spec;
         let (dtype, activation) = (x.dtype, activation.name());
         let (shape, filter) = (joined(x.shape()), joined(weight.shape()));
         let (from, to) = (order(x), order(y));
         let key = format!("causal_conv1d {dtype} {shape} {filter} {from}-{to} {activation}");
-        match self.options.device {
-            Device::Cpu => format!("{key} {} threads", self.threads()),
-            Device::Cuda(_) => key,
+        match options.device == Device::Cpu {
+            true => format!("{key} {} threads", resolve_threads(options.threads)),
+            false => key,
         }
     }
 
-    fn candidates(&self) -> Result<Vec<CausalConv1dConfiguration>> {
-        let (spec, options) = (&self.spec, &self.options);
-        let mut all = vec![CausalConv1dPlan::new(spec, options)?.configuration()];
-        for algorithm in CausalConv1dPlan::algorithms(spec, options.device) {
-            let base = CausalConv1dConfiguration::new(algorithm);
-            let mut variants = vec![base];
-            if options.device == Device::Cpu && algorithm == CausalConv1dAlgorithm::Direct {
-                for channels in [16, 64, 256, 1024] {
-                    for tokens in [64, 256, 1024, 4096] {
-                        let (channels, tokens) = (Some(channels), Some(tokens));
-                        variants.push(CausalConv1dConfiguration { channels, tokens, ..base });
-                    }
-                }
-                let single = (self.threads() > 1).then_some(1);
-                variants.extend(
-                    single.map(|one| CausalConv1dConfiguration { threads: Some(one), ..base }),
-                );
+    fn range(_: &'static str) -> (f64, f64) {
+        (-1.0, 1.0)
+    }
+
+    fn args<'a>(views: &[Option<TensorRef<'a>>]) -> CausalConv1dArgs<'a> {
+        let required = |i: usize| views[i].expect("every spec has x and weight");
+        CausalConv1dArgs {
+            x: required(0),
+            weight: required(1),
+            bias: views[2],
+            seq_idx: views[3],
+            cu_seqlens: views[4],
+            initial_states: views[5],
+        }
+    }
+
+    fn run(
+        bound: &Bound<'_, CausalConv1d>,
+        _: &(),
+        y: TensorMut<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let outputs = CausalConv1dOutputs { y, final_states: None };
+        bound.plan.run(&bound.args(), outputs, workspace)
+    }
+
+    fn compare(
+        plan: &CausalConv1dPlan,
+        args: &CausalConv1dArgs<'_>,
+        y: &TensorRef<'_>,
+    ) -> Result<Comparison> {
+        verify::compare_output(&plan.reference(args)?, y)
+    }
+
+    /// Output channels.
+    fn compare_ends(
+        plan: &CausalConv1dPlan,
+        args: &CausalConv1dArgs<'_>,
+        y: &TensorRef<'_>,
+        count: Option<usize>,
+    ) -> Result<Comparison> {
+        compare_parts(y.shape()[1], count.unwrap_or(SAMPLED_CHANNELS), |channels| {
+            let mut some = *args;
+            some.weight = args.weight.narrow(0, channels.clone())?;
+            some.bias = args.bias.map(|bias| bias.narrow(0, channels.clone())).transpose()?;
+            if !plan.problem.dense {
+                some.x = args.x.narrow(1, channels.clone())?;
+                let states = args.initial_states.map(|s| s.narrow(1, channels.clone()));
+                some.initial_states = states.transpose()?;
             }
-            for variant in variants {
-                // In full, so that two ways of writing the same are one candidate.
-                let configuration = match options.device {
-                    Device::Cpu => CausalConv1dPlan::with_configuration(spec, &variant, options)?
-                        .configuration(),
-                    Device::Cuda(_) => variant,
-                };
-                if !all.contains(&configuration) {
-                    all.push(configuration);
-                }
-            }
-        }
-        Ok(all)
-    }
-
-    /// Bytes: the im2col matrix is written and read besides.
-    fn cost(&self, configuration: &CausalConv1dConfiguration) -> Result<f64> {
-        let width = self.spec.problem()?.width;
-        Ok(match configuration.algorithm {
-            CausalConv1dAlgorithm::Direct => 1.0,
-            CausalConv1dAlgorithm::Im2colGemm => 1.0 + width as f64,
+            let problem = super::Problem::new(some.x.desc(), some.weight.desc())?;
+            let reference = Reference::new(problem, plan.spec.activation, &some)?;
+            verify::compare_output(&reference, &y.narrow(1, channels)?)
         })
-    }
-
-    fn is_valid(&self, configuration: &CausalConv1dConfiguration) -> bool {
-        let algorithms = CausalConv1dPlan::algorithms(&self.spec, self.options.device);
-        algorithms.contains(&configuration.algorithm)
-            && configuration.check(&self.options).is_ok()
-            && configuration.threads.is_none_or(|threads| threads <= self.threads())
-    }
-
-    fn contest<'a>(
-        &'a self,
-        candidates: &'a [CausalConv1dConfiguration],
-    ) -> Result<Box<dyn Contest + 'a>> {
-        Ok(Box::new(Runs::new(self, candidates)?))
-    }
-}
-
-/// The configuration that a plan should take; `None` for the model's.
-pub(super) fn decide(
-    spec: &CausalConv1dSpec,
-    options: &PlanOptions,
-) -> Result<Option<CausalConv1dConfiguration>> {
-    if spec.y.layout.is_empty() {
-        return Ok(None);
-    }
-    tuning::decide(options.device, options.tuning, || Problem::new(spec, options))
-}
-
-/// Every candidate.
-pub(super) fn configurations(
-    spec: &CausalConv1dSpec,
-    options: &PlanOptions,
-) -> Result<Vec<CausalConv1dConfiguration>> {
-    Problem::new(spec, options)?.candidates()
-}
-
-/// Measures some configurations.
-pub(super) fn measure(
-    spec: &CausalConv1dSpec,
-    options: &PlanOptions,
-    configurations: &[CausalConv1dConfiguration],
-    how: &Search,
-) -> Result<Report> {
-    tuning::measure(&Problem::new(spec, options)?, configurations, how)
-}
-
-/// Measures the candidates, and keeps the winner.
-pub(super) fn tune(spec: &CausalConv1dSpec, options: &PlanOptions, how: &Search) -> Result<Report> {
-    tuning::tune(&Problem::new(spec, options)?, how).map(|(_, report)| report)
-}
-
-/// Candidates on tensors of their own, which they share.
-struct Runs<'a> {
-    problem: &'a Problem,
-    candidates: &'a [CausalConv1dConfiguration],
-    /// Those that were prepared.
-    plans: Vec<Option<CausalConv1dPlan>>,
-    workspace: Workspace,
-    x: Placed,
-    weight: Placed,
-    bias: Option<Placed>,
-    y: Placed,
-}
-
-/// Channels of a depthwise, output channels of a dense convolution that are compared with the oracle at each
-/// end.
-const SAMPLED_CHANNELS: usize = 4;
-
-impl<'a> Runs<'a> {
-    fn new(problem: &'a Problem, candidates: &'a [CausalConv1dConfiguration]) -> Result<Self> {
-        let Problem { spec, options } = problem;
-        let place =
-            |seed, desc| Placed::new(tuning::random_input(seed, desc, -1.0, 1.0)?, options.device);
-        Ok(Runs {
-            problem,
-            candidates,
-            plans: candidates.iter().map(|_| None).collect(),
-            workspace: Workspace::new(options.device, 0)?,
-            x: place(1, spec.x)?,
-            weight: place(2, spec.weight)?,
-            bias: spec.bias.map(|desc| place(3, desc)).transpose()?,
-            y: Placed::output(spec.y, options.device)?,
-        })
-    }
-
-    /// Some output channels against the oracle.
-    fn agrees(&self, channels: Range<usize>) -> Result<bool> {
-        let Problem { spec, options } = self.problem;
-        let part = |t: TensorRef<'_>, dim| t.narrow(dim, channels.clone()).map(|t| *t.desc());
-        let dense = spec.problem()?.dense;
-        let x = self.x.as_ref();
-        let x = if dense { x } else { x.narrow(1, channels.clone())? };
-        let weight = self.weight.as_ref().narrow(0, channels.clone())?;
-        let bias = self.bias.as_ref();
-        let bias = bias.map(|b| b.as_ref().narrow(0, channels.clone())).transpose()?;
-        let y = self.y.as_ref().narrow(1, channels.clone())?;
-        let spec = CausalConv1dSpec {
-            x: *x.desc(),
-            weight: *weight.desc(),
-            bias: bias.map(|b| *b.desc()),
-            y: part(self.y.as_ref(), 1)?,
-            ..spec.clone()
-        };
-        let args = CausalConv1dArgs { bias, ..CausalConv1dArgs::new(x, weight) };
-        let comparison = CausalConv1dPlan::new(&spec, options)?.compare(&args, &y)?;
-        Ok(comparison.passed() && comparison.count() > 0)
-    }
-}
-
-impl Contest for Runs<'_> {
-    fn prepare(&mut self, candidate: usize) -> Result<()> {
-        let Problem { spec, options } = self.problem;
-        let configuration = &self.candidates[candidate];
-        let plan = CausalConv1dPlan::with_configuration(spec, configuration, options)?;
-        if plan.workspace_bytes() > self.workspace.len() {
-            self.workspace = Workspace::new(options.device, plan.workspace_bytes())?;
-        }
-        self.plans[candidate] = Some(plan);
-        Ok(())
-    }
-
-    fn run(&mut self, candidate: usize, times: usize) -> Result<()> {
-        let Some(plan) = &self.plans[candidate] else { return Ok(()) };
-        let bias = self.bias.as_ref().map(Placed::as_ref);
-        let args = CausalConv1dArgs {
-            bias,
-            ..CausalConv1dArgs::new(self.x.as_ref(), self.weight.as_ref())
-        };
-        for _ in 0..times {
-            let outputs = CausalConv1dOutputs { y: self.y.as_mut(), final_states: None };
-            plan.run(&args, outputs, &mut self.workspace)?;
-        }
-        self.workspace.synchronize()
-    }
-
-    fn verify(&mut self, candidate: usize) -> Result<bool> {
-        self.run(candidate, 1)?;
-        let d = self.problem.spec.y.shape()[1];
-        let first = 0..d.min(SAMPLED_CHANNELS);
-        Ok(self.agrees(first)? && self.agrees(d.saturating_sub(SAMPLED_CHANNELS)..d)?)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::{Problem, Runs};
+    use crate::tuning::{Contest, Search, Tunable};
     use crate::{Activation, DType, Layout};
     use std::num::NonZeroUsize;
     use std::time::Duration;
@@ -324,7 +163,7 @@ mod tests {
     fn every_configuration_parses_back_and_is_right() {
         for (order, dense) in [([0, 1, 2], false), ([0, 2, 1], false), ([0, 1, 2], true)] {
             let spec = spec([2, 40, 700], order, dense);
-            let problem = Problem::new(&spec, &options(2)).unwrap();
+            let problem = Problem::<CausalConv1d>::new(&spec, &options(2)).unwrap();
             let all = problem.candidates().unwrap();
             assert_eq!(all[0], CausalConv1dPlan::new(&spec, &options(2)).unwrap().configuration());
             let mut runs = Runs::new(&problem, &all).unwrap();

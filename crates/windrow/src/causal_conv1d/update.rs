@@ -1,21 +1,19 @@
 //! Decoding: new tokens one or a few at a time, and states that carry what they see.
 
-use super::Problem;
 use super::cpu::update::{Operands, Update};
 use super::cpu::{Operand, Parameters};
 use super::cuda;
 use super::problem::{output_layout, rank};
 use super::reference::{UpdateReference, integers};
 use super::sequences::Indices;
-use super::verify;
-use crate::cpu::{Isa, SimdElement, resolve_threads};
+use super::{CausalConv1dAlgorithm, CausalConv1dConfiguration, Problem, verify};
+use crate::cpu::Isa;
 use crate::dtype::with_element;
-use crate::tensor::{
-    check_device, check_disjoint, check_optional_view, check_tensor, check_unique, check_view,
-};
+use crate::plan::{Backend, Engine, Input, Operator, Plan, Setup, Views};
+use crate::tensor::{check_tensor, check_unique};
 use crate::{
-    Activation, DType, Device, Error, PlanOptions, Result, Tensor, TensorDesc, TensorMut,
-    TensorRef, Verify, Workspace,
+    Activation, DType, Error, PlanOptions, Result, Tensor, TensorDesc, TensorMut, TensorRef,
+    Workspace,
 };
 
 /// One step of decoding: `y` of new tokens `x` that follow those in `conv_state`, which is advanced.
@@ -114,7 +112,7 @@ impl CausalConv1dUpdateSpec {
     }
 
     /// Every check that needs no data, and the sizes.
-    fn problem(&self) -> Result<Problem> {
+    pub(super) fn problem(&self) -> Result<Problem> {
         let problem = self.problem_of_x()?;
         self.check_state(&problem)?;
         if self.conv_state_indices.is_none() && self.conv_state.shape()[0] != problem.b {
@@ -179,177 +177,135 @@ impl<'a> CausalConv1dUpdateArgs<'a> {
 /// assert_eq!((y, state), ([123.0], [2.0, 3.0]));
 /// # Ok::<(), windrow::Error>(())
 /// ```
-#[derive(Clone, Debug)]
-pub struct CausalConv1dUpdatePlan {
-    spec: CausalConv1dUpdateSpec,
-    problem: Problem,
-    options: PlanOptions,
-    isa: Isa,
-    update: Update,
-    /// On CUDA the compiled kernel.
-    cuda: Option<cuda::update::Update>,
+pub type CausalConv1dUpdatePlan = Plan<CausalConv1dUpdate>;
+
+/// The operator.
+#[derive(Clone, Copy, Debug)]
+pub struct CausalConv1dUpdate;
+
+impl Operator for CausalConv1dUpdate {
+    const NAME: &'static str = "causal_conv1d_update";
+    const INPUTS: &'static [Input<CausalConv1dUpdateSpec>] = &[
+        Input { name: "x", desc: |spec| Some(&spec.x) },
+        Input { name: "weight", desc: |spec| Some(&spec.weight) },
+        Input { name: "bias", desc: |spec| spec.bias.as_ref() },
+        Input { name: "cache_seqlens", desc: |spec| spec.cache_seqlens.as_ref() },
+        Input { name: "conv_state_indices", desc: |spec| spec.conv_state_indices.as_ref() },
+    ];
+    type Spec = CausalConv1dUpdateSpec;
+    type Problem = Problem;
+    type Configuration = CausalConv1dConfiguration;
+    type Args<'a> = CausalConv1dUpdateArgs<'a>;
+    type Cpu = Cpu;
+    type Gpu = Gpu;
+
+    fn problem(spec: &CausalConv1dUpdateSpec) -> Result<Problem> {
+        spec.problem()
+    }
+
+    fn views<'a>(args: &'a CausalConv1dUpdateArgs<'_>) -> Views<'a> {
+        let CausalConv1dUpdateArgs { x, weight, bias, cache_seqlens, conv_state_indices } = args;
+        let (bias, lengths) = (bias.as_ref(), cache_seqlens.as_ref());
+        [Some(x), Some(weight), bias, lengths, conv_state_indices.as_ref(), None]
+    }
 }
 
-impl CausalConv1dUpdatePlan {
-    /// Checks the spec.
-    ///
-    /// # Errors
-    /// What is wrong with it: [`Error::Rank`], [`Error::Shape`], [`Error::DType`],
-    /// [`Error::OverlappingOutput`], [`Error::SizeOverflow`]; [`Error::NoDevice`].
-    pub fn new(spec: &CausalConv1dUpdateSpec, options: &PlanOptions) -> Result<Self> {
-        Self::on_isa(spec, options, Isa::best())
-    }
-
-    /// As [`CausalConv1dUpdatePlan::new`], with the instructions of `isa`.
-    pub(crate) fn on_isa(
-        spec: &CausalConv1dUpdateSpec,
-        options: &PlanOptions,
-        isa: Isa,
-    ) -> Result<Self> {
-        let problem = spec.problem()?;
-        let cuda = match options.device {
-            Device::Cpu => None,
-            Device::Cuda(index) => Some(cuda::update::Update::new(index, spec, &problem)?),
-        };
-        let (threads, state_len) = (resolve_threads(options.threads), spec.conv_state.shape()[2]);
-        let update = Update::new(problem, spec.activation, state_len, threads)?;
-        let (spec, options) = (spec.clone(), *options);
-        Ok(CausalConv1dUpdatePlan { spec, problem, options, isa, update, cuda })
-    }
-
-    /// What it computes.
-    pub fn spec(&self) -> &CausalConv1dUpdateSpec {
-        &self.spec
-    }
-
-    /// Where it runs.
-    pub fn device(&self) -> Device {
-        self.options.device
-    }
-
-    /// Bytes of workspace that a run needs.
-    pub fn workspace_bytes(&self) -> usize {
-        if self.cuda.is_some() {
-            return 0;
-        }
-        self.update.workspace_bytes() + self.seen_bytes()
-    }
-
+/// On the CPU.
+#[derive(Clone, Debug)]
+pub struct Cpu {
+    isa: Isa,
+    update: Update,
     /// A bit for each state of a pool, to find indices that are there twice.
-    fn seen_bytes(&self) -> usize {
-        match self.spec.conv_state_indices {
-            Some(_) => self.spec.conv_state.shape()[0].div_ceil(8),
-            None => 0,
-        }
+    seen_bytes: usize,
+}
+
+/// On a CUDA device: the compiled kernel.
+#[derive(Clone, Debug)]
+pub struct Gpu(cuda::update::Update);
+
+/// [`Error::Unsupported`] but for the one way.
+fn require_direct<P: Copy>(
+    setup: &Setup<'_, CausalConv1dUpdate, P>,
+    configuration: &CausalConv1dConfiguration,
+) -> Result<()> {
+    setup.require(configuration.algorithm, &[CausalConv1dAlgorithm::Direct])?;
+    if *configuration == CausalConv1dConfiguration::new(CausalConv1dAlgorithm::Direct) {
+        return Ok(());
+    }
+    Err(Error::unsupported(
+        format!("causal_conv1d_update with {configuration}"),
+        "it has no parameters",
+    ))
+}
+
+impl Engine<CausalConv1dUpdate> for Cpu {
+    type Place = Isa;
+
+    fn algorithms(_: &Setup<'_, CausalConv1dUpdate, Isa>) -> Result<Vec<CausalConv1dAlgorithm>> {
+        Ok(vec![CausalConv1dAlgorithm::Direct])
     }
 
-    /// Instruction set, blocking and threads, in one line.
-    pub fn explain(&self) -> String {
-        if let Some(cuda) = &self.cuda {
-            return format!("causal_conv1d_update ({}): {}", self.options.device, cuda.explain());
-        }
-        format!("causal_conv1d_update ({}): {}", self.isa.name(), self.update.explain())
+    fn new(
+        setup: &Setup<'_, CausalConv1dUpdate, Isa>,
+        configuration: &CausalConv1dConfiguration,
+    ) -> Result<Self> {
+        require_direct(setup, configuration)?;
+        let CausalConv1dUpdateSpec { conv_state, conv_state_indices, activation, .. } = setup.spec;
+        let &[pool, _, state_len] = conv_state.shape() else {
+            return Err(rank("conv_state", conv_state, "3: [b or pool, d, state_len]"));
+        };
+        let update = Update::new(*setup.problem, *activation, state_len, setup.threads())?;
+        let seen_bytes = conv_state_indices.map_or(0, |_| pool.div_ceil(8));
+        Ok(Cpu { isa: setup.place, update, seen_bytes })
     }
 
-    /// Computes `y` and advances the states, in copies bit for bit. `y` and `conv_state` share no
-    /// memory with inputs or each other.
-    ///
-    /// # Errors
-    /// As [`CausalConv1dPlan::run`](crate::CausalConv1dPlan::run); [`Error::Index`] for a negative
-    /// `cache_seqlens`, and for an index of no state or of the state of another entry: all before
-    /// anything is written.
-    pub fn run(
+    fn configuration(&self) -> CausalConv1dConfiguration {
+        CausalConv1dConfiguration::new(CausalConv1dAlgorithm::Direct)
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        self.update.workspace_bytes() + self.seen_bytes
+    }
+
+    fn explain(&self, _: &CausalConv1dUpdatePlan) -> String {
+        format!(" on {}: {}", self.isa.name(), self.update.explain())
+    }
+}
+
+impl Cpu {
+    /// Views and aliasing have been checked.
+    fn run(
         &self,
+        plan: &CausalConv1dUpdatePlan,
         args: &CausalConv1dUpdateArgs<'_>,
-        mut conv_state: TensorMut<'_>,
-        mut y: TensorMut<'_>,
+        [conv_state, y]: &mut [TensorMut<'_>; 2],
         workspace: &mut Workspace,
     ) -> Result<()> {
-        self.check(args, &conv_state, &y)?;
-        let expected = match self.options.verify {
-            Verify::Off => None,
-            Verify::On => Some(self.reference(args, &conv_state)?),
-        };
-        if let Some(cuda) = &self.cuda {
-            cuda.run(args, &conv_state, &y, workspace)?;
-        } else {
-            let scratch = workspace.take(self.workspace_bytes())?;
-            let (scratch, seen) = scratch.split_at_mut(self.update.workspace_bytes());
-            let cache_seqlens = args.cache_seqlens.map(Indices::new);
-            let conv_state_indices = args.conv_state_indices.map(Indices::new);
-            if !self.problem.is_empty() {
-                self.check_indices(cache_seqlens, conv_state_indices, seen)?;
-            }
-            let indices = (cache_seqlens, conv_state_indices);
-            with_element!(self.spec.x.dtype, T => {
-                self.run_as::<T>(args, indices, &mut conv_state, &mut y, scratch);
-            });
+        let scratch = workspace.take(self.workspace_bytes())?;
+        let (scratch, seen) = scratch.split_at_mut(self.update.workspace_bytes());
+        let cache_seqlens = args.cache_seqlens.map(Indices::new);
+        let conv_state_indices = args.conv_state_indices.map(Indices::new);
+        if !plan.problem.is_empty() {
+            Self::check_indices(plan, cache_seqlens, conv_state_indices, seen)?;
         }
-        if let Some((reference, mut state)) = expected {
-            workspace.synchronize()?;
-            let checks = verify::update_checks(&reference, &mut state, &conv_state, &y)?;
-            verify::require("causal_conv1d_update", checks)?;
-        }
+        with_element!(plan.spec.x.dtype, T => {
+            let operands = Operands::<T> {
+                x: Operand::input(&args.x),
+                y: Operand::output(y),
+                conv_state: Operand::output(conv_state),
+                parameters: Parameters { weight: args.weight, bias: args.bias },
+                cache_seqlens,
+                conv_state_indices: conv_state_indices
+                    .map(|indices| (indices, plan.spec.conv_state.shape()[0])),
+            };
+            // SAFETY: views, aliasing, indices and the size of the workspace have been checked.
+            unsafe { self.update.run(self.isa, &operands, scratch.as_mut_ptr()) }
+        });
         Ok(())
     }
 
-    fn run_as<T: SimdElement>(
-        &self,
-        args: &CausalConv1dUpdateArgs<'_>,
-        (cache_seqlens, conv_state_indices): (Option<Indices<'_>>, Option<Indices<'_>>),
-        conv_state: &mut TensorMut<'_>,
-        y: &mut TensorMut<'_>,
-        scratch: &mut [u8],
-    ) {
-        let operands = Operands::<T> {
-            x: Operand::input(&args.x),
-            y: Operand::output(y),
-            conv_state: Operand::output(conv_state),
-            parameters: Parameters { weight: args.weight, bias: args.bias },
-            cache_seqlens,
-            conv_state_indices: conv_state_indices
-                .map(|indices| (indices, self.spec.conv_state.shape()[0])),
-        };
-        // SAFETY: views, aliasing, indices and the size of the workspace have been checked.
-        unsafe { self.update.run(self.isa, &operands, scratch.as_mut_ptr()) }
-    }
-
-    fn check(
-        &self,
-        args: &CausalConv1dUpdateArgs<'_>,
-        conv_state: &TensorMut<'_>,
-        y: &TensorMut<'_>,
-    ) -> Result<()> {
-        let spec = &self.spec;
-        check_view("x", args.x.desc(), &spec.x)?;
-        check_view("weight", args.weight.desc(), &spec.weight)?;
-        check_view("conv_state", conv_state.desc(), &spec.conv_state)?;
-        check_view("y", y.desc(), &spec.y)?;
-        let inputs: [(_, Option<&TensorRef<'_>>, Option<&TensorDesc>); 5] = [
-            ("x", Some(&args.x), Some(&spec.x)),
-            ("weight", Some(&args.weight), Some(&spec.weight)),
-            ("bias", args.bias.as_ref(), spec.bias.as_ref()),
-            ("cache_seqlens", args.cache_seqlens.as_ref(), spec.cache_seqlens.as_ref()),
-            (
-                "conv_state_indices",
-                args.conv_state_indices.as_ref(),
-                spec.conv_state_indices.as_ref(),
-            ),
-        ];
-        for (name, given, planned) in inputs {
-            check_optional_view(name, given.map(TensorRef::desc), planned)?;
-            let Some(given) = given else { continue };
-            check_device(name, given.device(), self.options.device)?;
-            check_disjoint("y", y, name, given)?;
-            check_disjoint("conv_state", conv_state, name, given)?;
-        }
-        check_device("conv_state", conv_state.device(), self.options.device)?;
-        check_device("y", y.device(), self.options.device)?;
-        check_disjoint("y", y, "conv_state", &conv_state.as_ref())
-    }
-
     fn check_indices(
-        &self,
+        plan: &CausalConv1dUpdatePlan,
         cache_seqlens: Option<Indices<'_>>,
         conv_state_indices: Option<Indices<'_>>,
         seen: &mut [u8],
@@ -364,7 +320,7 @@ impl CausalConv1dUpdatePlan {
             }
         }
         let Some(indices) = conv_state_indices else { return Ok(()) };
-        let pool = self.spec.conv_state.shape()[0];
+        let pool = plan.spec.conv_state.shape()[0];
         seen.fill(0);
         for i in 0..indices.len() {
             let given = indices.at([i]);
@@ -381,6 +337,68 @@ impl CausalConv1dUpdatePlan {
             seen[index / 8] |= bit;
         }
         Ok(())
+    }
+}
+
+impl Engine<CausalConv1dUpdate> for Gpu {
+    type Place = u32;
+
+    fn algorithms(_: &Setup<'_, CausalConv1dUpdate, u32>) -> Result<Vec<CausalConv1dAlgorithm>> {
+        Ok(vec![CausalConv1dAlgorithm::Direct])
+    }
+
+    fn new(
+        setup: &Setup<'_, CausalConv1dUpdate, u32>,
+        configuration: &CausalConv1dConfiguration,
+    ) -> Result<Self> {
+        require_direct(setup, configuration)?;
+        let &Setup { spec, problem, place, .. } = setup;
+        Ok(Gpu(cuda::update::Update::new(place, spec, problem)?))
+    }
+
+    fn configuration(&self) -> CausalConv1dConfiguration {
+        CausalConv1dConfiguration::new(CausalConv1dAlgorithm::Direct)
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        0
+    }
+
+    fn explain(&self, plan: &CausalConv1dUpdatePlan) -> String {
+        format!(" on {}: {}", plan.device(), self.0.explain())
+    }
+}
+
+impl CausalConv1dUpdatePlan {
+    /// Computes `y` and advances the states, in copies bit for bit. `y` and `conv_state` share no
+    /// memory with inputs or each other.
+    ///
+    /// # Errors
+    /// As [`CausalConv1dPlan::run`](crate::CausalConv1dPlan::run); [`Error::Index`] for a negative
+    /// `cache_seqlens`, and for an index of no state or of the state of another entry: all before
+    /// anything is written.
+    pub fn run(
+        &self,
+        args: &CausalConv1dUpdateArgs<'_>,
+        conv_state: TensorMut<'_>,
+        y: TensorMut<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let mut checks = self.check_run(args, workspace)?;
+        checks.write("conv_state", Some(&conv_state), Some(&self.spec.conv_state))?;
+        checks.write("y", Some(&y), Some(&self.spec.y))?;
+        self.verified(
+            &mut [conv_state, y],
+            workspace,
+            |[conv_state, _]| self.reference(args, conv_state),
+            |written, workspace| match &self.backend {
+                Backend::Cpu(cpu) => cpu.run(self, args, written, workspace),
+                Backend::Gpu(Gpu(update)) => update.run(args, &written[0], &written[1], workspace),
+            },
+            |[conv_state, y], (reference, mut state)| {
+                verify::update_checks(&reference, &mut state, conv_state, y)
+            },
+        )
     }
 
     /// The same computation in f64, and the state before it.

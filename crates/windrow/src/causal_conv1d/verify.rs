@@ -2,7 +2,7 @@
 
 use super::cpu::dense_backward::most_tokens;
 use super::cpu::epilogue::HALF_ERROR;
-use super::reference::{Expected, Gradients, Reference, UpdateReference};
+use super::reference::{Gradients, Reference, UpdateReference};
 use super::sample::{Held, Sample, UpdateSample};
 use super::{
     CausalConv1dAlgorithm, CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dPlan,
@@ -10,7 +10,7 @@ use super::{
 };
 use crate::cpu::gemm::MAX_TERMS;
 use crate::verify::data::scratch;
-use crate::verify::{Case, Check, Comparison};
+use crate::verify::{Case, Check, Comparison, Expected};
 use crate::{
     Activation, DType, Device, Error, Layout, PlanOptions, Result, TensorDesc, TensorMut, TensorRef,
 };
@@ -45,18 +45,9 @@ fn backward_tolerance(problem: &Problem, additions: usize) -> f64 {
     ((forward_additions(problem) + additions) as f64 + 12.0) * DType::F32.unit_roundoff()
 }
 
-fn check(
-    what: &'static str,
-    got: &TensorRef<'_>,
-    want: &Expected,
-    tolerance: f64,
-) -> Result<Check> {
-    Ok(Check { what, comparison: Comparison::of(got, &want.values, &want.scale, tolerance)? })
-}
-
 /// Equal bit for bit, but for the sign of a zero and the bits of a NaN.
-fn check_equal(what: &'static str, got: &TensorRef<'_>, want: &[f64]) -> Result<Check> {
-    Ok(Check { what, comparison: Comparison::of(got, want, &vec![0.0; want.len()], 0.0)? })
+fn check_equal(what: &'static str, got: &TensorRef<'_>, want: Vec<f64>) -> Result<Check> {
+    Expected::exactly(want).check(what, got, 0.0)
 }
 
 /// `y` of a run.
@@ -66,7 +57,7 @@ pub(crate) fn compare_output(reference: &Reference, y: &TensorRef<'_>) -> Result
 
 fn compare_with(want: &Expected, reference: &Reference, y: &TensorRef<'_>) -> Result<Comparison> {
     let tolerance = forward_tolerance(&reference.problem, reference.activation, y.dtype());
-    Comparison::of(y, &want.values, &want.scale, tolerance)
+    want.compare(y, tolerance)
 }
 
 /// The outputs of a run.
@@ -85,7 +76,7 @@ fn forward_checks_with(
     let comparison = compare_with(want, reference, &outputs.y.as_ref())?;
     let mut checks = vec![Check { what: "y", comparison }];
     if let Some(states) = &outputs.final_states {
-        checks.push(check_equal("final_states", &states.as_ref(), &reference.final_states())?);
+        checks.push(check_equal("final_states", &states.as_ref(), reference.final_states())?);
     }
     Ok(checks)
 }
@@ -122,7 +113,7 @@ fn backward_checks_with(
     ];
     let given = checks.into_iter().filter_map(|(what, got, want, additions)| {
         let got = got.as_ref()?.as_ref();
-        Some(check(what, &got, want, backward_tolerance(problem, additions)))
+        Some(want.check(what, &got, backward_tolerance(problem, additions)))
     });
     given.collect()
 }
@@ -130,24 +121,16 @@ fn backward_checks_with(
 /// The result of an update that began with the states `conv_state`.
 pub(crate) fn update_checks(
     reference: &UpdateReference,
-    conv_state: &mut [f64],
+    conv_state: &mut Vec<f64>,
     got_state: &TensorMut<'_>,
     y: &TensorMut<'_>,
 ) -> Result<Vec<Check>> {
     let want = reference.run(conv_state);
     let tolerance = forward_tolerance(&reference.problem, reference.activation, y.dtype());
     Ok(vec![
-        check("y", &y.as_ref(), &want, tolerance)?,
-        check_equal("conv_state", &got_state.as_ref(), conv_state)?,
+        want.check("y", &y.as_ref(), tolerance)?,
+        check_equal("conv_state", &got_state.as_ref(), std::mem::take(conv_state))?,
     ])
-}
-
-/// [`Error::Verification`](crate::Error::Verification) for the first check that fails, named after
-/// `op`.
-pub(crate) fn require(op: &str, checks: Vec<Check>) -> Result<()> {
-    checks
-        .into_iter()
-        .try_for_each(|check| check.comparison.into_result(&format!("{op} {}", check.what)))
 }
 
 /// The stages of [`CausalConv1dAlgorithm::Im2colGemm`]: both operands of the product, which are
@@ -160,11 +143,11 @@ pub(crate) fn stage_checks(
     let Problem { b, .. } = reference.problem;
     let want: Vec<f64> = (0..b).flat_map(|b| reference.im2col(b)).collect();
     Ok(vec![
-        check_equal("im2col", &TensorRef::new(im2col, &[im2col.len()])?, &want)?,
+        check_equal("im2col", &TensorRef::new(im2col, &[im2col.len()])?, want)?,
         check_equal(
             "expanded weight",
             &TensorRef::new(weight, &[weight.len()])?,
-            &reference.expanded_weight(),
+            reference.expanded_weight(),
         )?,
     ])
 }
@@ -222,7 +205,7 @@ pub(crate) fn run_with(
         let got = TensorRef::new(&product, &[product.len()])?;
         // Sums of f32, whatever y's type.
         let tolerance = forward_tolerance(&reference.problem, Activation::Identity, DType::F32);
-        checks.push(check("product", &got, &reference.product(), tolerance)?);
+        checks.push(reference.product().check("product", &got, tolerance)?);
     }
     let (dy, dfinal) = (sample.dy.as_ref(), sample.dfinal_states.as_ref());
     let dfinal = dfinal.map(|states| states.as_ref());
@@ -272,8 +255,8 @@ pub(crate) fn run_update_with(
     plan.run(&sample.inputs.args(), conv_state, y, &mut workspace)?;
     workspace.synchronize()?;
     Ok(vec![
-        check("y", &sample.y.as_ref(), &oracle.y, oracle.tolerance)?,
-        check_equal("conv_state", &sample.conv_state.as_ref(), &oracle.conv_state)?,
+        oracle.y.check("y", &sample.y.as_ref(), oracle.tolerance)?,
+        check_equal("conv_state", &sample.conv_state.as_ref(), oracle.conv_state.clone())?,
     ])
 }
 

@@ -2,11 +2,10 @@
 //! plans that share one workspace. Each layer reads what the ones before it computed and is compared
 //! with the oracle on its own.
 
-use super::plan::values;
 use super::{Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, Weights};
-use crate::verify::{Case, Check, Placed, random_tensor, tensor_of};
+use crate::verify::{Case, Check, random_tensor, tensor_of};
 use crate::{
-    Accuracy, Activation, DType, Device, Layout, PlanOptions, Result, TensorDesc, Workspace,
+    Accuracy, Activation, DType, Device, Layout, Placed, PlanOptions, Result, TensorDesc, Workspace,
 };
 
 const IMAGES: [usize; 4] = [2, 3, 32, 32];
@@ -129,7 +128,7 @@ fn run(
         let x = tensors[layer.input].as_ref();
         let args = |w| Conv2dArgs { x, w, bias: bias.as_ref().map(Placed::as_ref) };
         let mut y = Placed::output(spec.y, device)?;
-        plan.run(&args(Weights::Packed(&packed)), y.as_mut(), &mut workspace)?;
+        plan.run(&args(Weights::Packed(&packed)), y.as_mut()?, &mut workspace)?;
         workspace.synchronize()?;
         let comparison = plan.compare(&args(Weights::Raw(w.as_ref())), &y.as_ref())?;
         checks.push(Check { what: "y", comparison });
@@ -144,7 +143,7 @@ fn run(
 /// On the host: there is no operator for it.
 fn add_relu(a: &Placed, b: &Placed, device: Device) -> Result<Placed> {
     let desc = *a.as_ref().desc();
-    let pairs = values(&a.as_ref())?.into_iter().zip(values(&b.as_ref())?);
+    let pairs = a.as_ref().to_f64_vec()?.into_iter().zip(b.as_ref().to_f64_vec()?);
     let sums: Vec<f64> = pairs.map(|(a, b)| (a + b).max(0.0)).collect();
     Placed::new(tensor_of(desc, &sums)?, device)
 }

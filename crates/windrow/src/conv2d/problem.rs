@@ -6,7 +6,7 @@ use crate::{Error, Result, TensorDesc};
 /// Sizes of a convolution in the field's names. All products of sizes that kernels form (elements
 /// of a tensor, positions in the padded input) fit in `isize`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Problem {
+pub struct Problem {
     pub n: usize,
     /// Input channels of all groups.
     pub c: usize,

@@ -1,19 +1,18 @@
 //! Random cases of `windrow verify --random`.
 
-use super::plan::values;
-use super::reference::{self, Expected};
+use super::reference;
 use super::verify::{im2col_check, stage_checks};
 use super::{
     Conv2dAlgorithm, Conv2dArgs, Conv2dConfiguration, Conv2dParams, Conv2dPlan, Conv2dSpec,
     FilterCache, Problem, Weights,
 };
 use crate::tensor::check_unique;
+use crate::verify::Check;
 use crate::verify::choices::{Choices, shrink};
 use crate::verify::data::{Held, Numbers, Style, scratch};
-use crate::verify::random::{Lane, Trial};
-use crate::verify::{Check, Comparison};
+use crate::verify::random::Trial;
 use crate::{
-    Accuracy, Activation, DType, Device, Error, Layout, PlanOptions, Result, TensorDesc, Tuning,
+    Accuracy, Activation, DType, Error, Layout, PlanOptions, Result, TensorDesc, TensorRef, Tuning,
 };
 use std::num::NonZeroUsize;
 
@@ -227,7 +226,7 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
     let x = hold(choices, spec.x, numbers.data(seed, &spec.x, false))?;
     let w = hold(choices, spec.w, Numbers::parameters(seed + 1, &spec.w, false))?;
     let bias = spec.bias.map(|d| hold(choices, d, Numbers::parameters(seed + 2, &d, false)));
-    let values = [values(&x.as_ref())?, values(&w.as_ref())?];
+    let values = [x.values()?, w.values()?];
     let operands = Operands { style, numbers, problem, x, w, bias: bias.transpose()?, values };
     forward(choices, trial, &spec, &options, &operands)?;
     let dy = match numbers {
@@ -239,19 +238,6 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
     };
     let spec = Conv2dSpec { activation: Activation::Identity, ..spec };
     backward(choices, trial, &spec, &options, &operands, &dy)
-}
-
-fn plan(
-    spec: &Conv2dSpec,
-    problem: &Problem,
-    configuration: &Conv2dConfiguration,
-    options: &PlanOptions,
-    lane: Lane,
-) -> Result<Conv2dPlan> {
-    match options.device {
-        Device::Cpu => Ok(Conv2dPlan::build(spec, *problem, configuration, lane.isa, options)),
-        Device::Cuda(_) => Conv2dPlan::with_configuration(spec, configuration, options),
-    }
 }
 
 /// cuDNN says only when it is asked whether it has a kernel.
@@ -274,7 +260,7 @@ fn forward(
     }
     let args = operands.args();
     let [x, w] = &operands.values;
-    let bias = args.bias.as_ref().map(values).transpose()?;
+    let bias = args.bias.as_ref().map(TensorRef::to_f64_vec).transpose()?;
     let want = reference::forward(problem, x, w, bias.as_deref(), spec.activation);
     let algorithms = Conv2dPlan::algorithms(spec, options.device);
     let candidates = Conv2dPlan::configurations(spec, options)?;
@@ -289,7 +275,7 @@ fn forward(
         let configurations = algorithms.iter().copied().map(Conv2dConfiguration::new);
         // Candidates are those of the best instruction set.
         for configuration in configurations.chain(candidate.copied().filter(|_| i == 0)) {
-            let plan = match plan(spec, problem, &configuration, options, lane) {
+            let plan = match Conv2dPlan::on_isa(spec, &configuration, options, lane.isa) {
                 Err(error) if is_missing(configuration.algorithm, &error) => continue,
                 plan => plan?,
             };
@@ -314,7 +300,7 @@ fn forward(
             plan.run(&Conv2dArgs { w: weights, ..args }, y.as_mut()?, &mut workspace)?;
             workspace.synchronize()?;
             let want = plan.widened(&want, problem, x, w);
-            trial.compare(lane, &how, "y", &compare(&y, &want, plan.tolerance())?);
+            trial.compare(lane, &how, "y", &want.compare(&y.as_ref(), plan.tolerance())?);
             trial.result(lane, "y", &y)?;
             if staged && !spec.y.layout.is_empty() {
                 let (x, w) = (operands.x.as_ref(), operands.w.as_ref());
@@ -324,10 +310,6 @@ fn forward(
         }
     }
     Ok(())
-}
-
-fn compare(got: &Held, want: &Expected, tolerance: f64) -> Result<Comparison> {
-    Comparison::of(&got.as_ref(), &want.values, &want.scale, tolerance)
 }
 
 fn backward(
@@ -364,7 +346,7 @@ fn backward(
         trial.lanes().into_iter().flat_map(|lane| algorithms.iter().map(move |&a| (lane, a)))
     {
         let configuration = Conv2dConfiguration::new(algorithm);
-        let plan = match plan(spec, problem, &configuration, options, lane) {
+        let plan = match Conv2dPlan::on_isa(spec, &configuration, options, lane.isa) {
             Err(error) if is_missing(algorithm, &error) => continue,
             plan => plan?,
         };
@@ -389,10 +371,10 @@ fn backward(
             plan.widened_weight(&want[1], x, &dy_values)?,
             want[2].clone(),
         ];
-        let tolerances = [plan.data_tolerance()?, plan.weight_tolerance()?, plan.bias_tolerance()?];
+        let tolerances = plan.gradient_tolerances()?;
         for (i, (what, got)) in [("dx", &dx), ("dw", &dw), ("db", &db)].into_iter().enumerate() {
             let Some(got) = got else { continue };
-            let comparison = compare(got, &wanted[i], tolerances[i])?;
+            let comparison = wanted[i].compare(&got.as_ref(), tolerances[i])?;
             trial.check(lane, algorithm.name(), vec![Check { what, comparison }]);
             trial.result(lane, what, got)?;
         }

@@ -2,32 +2,7 @@
 
 use super::Problem;
 use crate::Activation;
-/// Values and, beside each, the sum of the absolute terms that formed it before the activation.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Expected {
-    pub values: Vec<f64>,
-    pub scale: Vec<f64>,
-}
-
-impl Expected {
-    pub(super) fn zeros(len: usize) -> Self {
-        Expected { values: vec![0.0; len], scale: vec![0.0; len] }
-    }
-
-    /// With the scales of tiles added. A NaN or an infinity reaches all outputs of its tile: that is a scale beyond
-    /// the range of f32.
-    pub(super) fn widened(mut self, more: Option<Vec<f64>>) -> Self {
-        let tiles = more.into_iter().flatten();
-        let mix = |(scale, tile): (&mut f64, f64)| *scale = (*scale + tile).min(f64::MAX);
-        self.scale.iter_mut().zip(tiles).for_each(mix);
-        self
-    }
-
-    pub(super) fn add(&mut self, i: usize, term: f64) {
-        self.values[i] += term;
-        self.scale[i] += term.abs();
-    }
-}
+use crate::verify::Expected;
 
 /// `y` [n, k, oh, ow] of `x` [n, c, h, w], `w` [k, c/groups, r, s] and `bias` `[k]`, all row-major.
 pub(crate) fn forward(

@@ -1,13 +1,11 @@
 //! The room's cases for `windrow verify`.
 
-use super::plan::{compare, values};
-use super::reference::Expected;
 use super::winograd_reference::stages;
 use super::{
     Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, Weights, networks, reference,
 };
 use crate::verify::data::Held;
-use crate::verify::{Case, Check, Comparison, random};
+use crate::verify::{Case, Check, Expected, random};
 use crate::{
     Accuracy, Activation, DType, Device, Error, Layout, PlanOptions, Result, TensorDesc, TensorRef,
     Workspace,
@@ -171,8 +169,7 @@ fn run(
     plan.run(&args, y.as_mut()?, &mut workspace)?;
     workspace.synchronize()?;
     let want = plan.widened(&oracle.y, &spec.problem()?, &oracle.x, &oracle.w);
-    let comparison = compare(&y.as_ref(), &want, plan.tolerance())?;
-    let mut checks = vec![Check { what: "y", comparison }];
+    let mut checks = vec![want.check("y", &y.as_ref(), plan.tolerance())?];
     checks.extend(im2col_check(&plan, &x.as_ref())?);
     if !spec.y.layout.is_empty() {
         checks.extend(stage_checks(&plan, &w.as_ref(), &x.as_ref())?);
@@ -188,9 +185,7 @@ fn run(
 pub(super) fn im2col_check(plan: &Conv2dPlan, x: &TensorRef<'_>) -> Result<Option<Check>> {
     let Some((got, want)) = plan.im2col(x)? else { return Ok(None) };
     let got = TensorRef::new(&got, &[got.len()])?;
-    let scale = vec![0.0; want.len()];
-    let comparison = Comparison::of(&got, &want, &scale, 0.0)?;
-    Ok(Some(Check { what: "im2col", comparison }))
+    Expected::exactly(want).check("im2col", &got, 0.0).map(Some)
 }
 
 /// U, V and M as the algorithm forms them; nothing for one that has no such stages.
@@ -202,14 +197,13 @@ pub(super) fn stage_checks(
     let Some(tile) = plan.algorithm().tile() else { return Ok(Vec::new()) };
     let Some(got) = plan.winograd_stages(w, x)? else { return Ok(Vec::new()) };
     let problem = plan.spec().problem()?;
-    let want = stages(&problem, tile, &values(x)?, &values(w)?);
+    let want = stages(&problem, tile, &x.to_f64_vec()?, &w.to_f64_vec()?);
     let [u, v, m] = plan.stage_tolerances(tile);
     [("U", got.u, want.u, u), ("V", got.v, want.v, v), ("M", got.m, want.m, m)]
         .into_iter()
         .map(|(what, got, want, tolerance)| {
             let got = TensorRef::new(&got, &[got.len()])?;
-            let comparison = Comparison::of(&got, &want.values, &want.scale, tolerance)?;
-            Ok(Check { what, comparison })
+            want.check(what, &got, tolerance)
         })
         .collect()
 }
@@ -237,16 +231,15 @@ fn gradients(
     workspace.synchronize()?;
     let dw_want = plan.widened_weight(&oracle.gradients[1], &oracle.x, &oracle.dy)?;
     let [dx_want, _, db_want] = &oracle.gradients;
+    let [data, weight, bias] = plan.gradient_tolerances()?;
     [
-        ("dx", dx, plan.widened_data(dx_want, &oracle.w, &oracle.dy)?, plan.data_tolerance()?),
-        ("dw", dw, dw_want.clone(), plan.weight_tolerance()?),
-        ("dw in f32", dw_f32, dw_want, plan.weight_tolerance()?),
-        ("db", db, db_want.clone(), plan.bias_tolerance()?),
+        ("dx", dx, plan.widened_data(dx_want, &oracle.w, &oracle.dy)?, data),
+        ("dw", dw, dw_want.clone(), weight),
+        ("dw in f32", dw_f32, dw_want, weight),
+        ("db", db, db_want.clone(), bias),
     ]
     .into_iter()
-    .map(|(what, got, want, tolerance)| {
-        Ok(Check { what, comparison: compare(&got.as_ref(), &want, tolerance)? })
-    })
+    .map(|(what, got, want, tolerance)| want.check(what, &got.as_ref(), tolerance))
     .collect()
 }
 

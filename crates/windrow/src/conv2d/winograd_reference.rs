@@ -1,9 +1,9 @@
 //! The f64 oracle of the stages of Winograd's algorithm: `U = G g G^T`, `V = B^T d B`, and the
 //! products `M = sum_c U V`.
 
-use super::reference::Expected;
 use super::winograd::{MAX_ALPHA, Rational, TAPS};
 use super::{Problem, Tile};
+use crate::verify::Expected;
 
 /// U [position, k, c], V [position, tile, c] and M [position, tile, k], with tiles ordered
 /// [n, tile row, tile column].

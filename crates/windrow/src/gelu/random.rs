@@ -1,11 +1,9 @@
 //! Random cases of `windrow verify --random`.
 
-use super::reference::{Expected, ExpectedGrads};
-use super::{
-    GeluArgs, GeluConfiguration, GeluGrads, GeluPlan, GeluSpec, HalfMath, reference, verify,
-};
+use super::reference::ExpectedGrads;
+use super::{GeluArgs, GeluConfiguration, GeluGrads, GeluPlan, GeluSpec, HalfMath, reference};
 use crate::tensor::check_unique;
-use crate::verify::Comparison;
+use crate::verify::Expected;
 use crate::verify::choices::{Choices, shrink};
 use crate::verify::data::{Held, Numbers, Style, scratch};
 use crate::verify::random::{Lane, Trial};
@@ -187,7 +185,7 @@ fn forward(
             let mut y = Held::at(spec.y, &[], before, options.device)?;
             plan.run(&args, y.as_mut()?, &mut workspace)?;
             workspace.synchronize()?;
-            trial.compare(lane, &how, "y", &plan.comparison(&y.as_ref(), want)?);
+            trial.compare(lane, &how, "y", &want.compare(&y.as_ref(), plan.tolerance())?);
             let bits = trial.result(lane, "y", &y)?;
             if in_place {
                 let mut y = Held::at(spec.x, &operands.x.values()?, before, options.device)?;
@@ -245,12 +243,11 @@ fn backward(
                 want.insert(reference::backward(&inputs, &operands.dy.values()?, last))
             }
         };
-        let tolerance = verify::tolerance(spec, device);
         for (what, got, want) in
             [("dx", &dx, &want.dx), ("dgate", &dgate, &want.dgate), ("dbias", &dbias, &want.dbias)]
         {
             let Some(got) = got else { continue };
-            let comparison = Comparison::of(&got.as_ref(), &want.want, &want.scale, tolerance)?;
+            let comparison = want.compare(&got.as_ref(), plan.tolerance())?;
             trial.compare(lane, "the gradients", what, &comparison);
             trial.result(lane, what, got)?;
         }

@@ -1,19 +1,7 @@
 //! The oracle: GELU and its gradients in f64, in plain loops over row-major elements.
 
+use crate::verify::Expected;
 use crate::{Activation, Approximate};
-
-/// Values, and for each the size that its error is measured against: the value itself and, where a
-/// rounded sum goes into the activation, what that rounding changes.
-pub(crate) struct Expected {
-    pub(crate) want: Vec<f64>,
-    pub(crate) scale: Vec<f64>,
-}
-
-impl Expected {
-    fn zeros(len: usize) -> Self {
-        Expected { want: vec![0.0; len], scale: vec![0.0; len] }
-    }
-}
 
 /// The inputs, row-major. `bias` belongs to the last dimension.
 pub(crate) struct Inputs {
@@ -62,7 +50,7 @@ pub(crate) fn forward(inputs: &Inputs) -> Expected {
     for i in 0..inputs.x.len() {
         let pre = inputs.pre_activation(i);
         let gate = inputs.gate(i);
-        y.want[i] = f(pre) * gate;
+        y.values[i] = f(pre) * gate;
         let terms = f(pre).abs() + inputs.condition(f, pre) + Inputs::underflow(pre);
         y.scale[i] = terms * gate.abs();
     }
@@ -96,11 +84,11 @@ pub(crate) fn backward(inputs: &Inputs, dy: &[f64], last: usize) -> ExpectedGrad
         };
         let underflow = Inputs::underflow(pre);
         let terms = slope(pre).abs() + 2.0 * probability + inputs.condition(slope, pre) + underflow;
-        grads.dx.want[i] = out * slope(pre);
+        grads.dx.values[i] = out * slope(pre);
         grads.dx.scale[i] = out.abs() * terms;
-        grads.dgate.want[i] = dy * f(pre);
+        grads.dgate.values[i] = dy * f(pre);
         grads.dgate.scale[i] = dy.abs() * (f(pre).abs() + inputs.condition(f, pre) + underflow);
-        grads.dbias.want[i % last] += grads.dx.want[i];
+        grads.dbias.values[i % last] += grads.dx.values[i];
         grads.dbias.scale[i % last] += grads.dx.scale[i];
     }
     grads

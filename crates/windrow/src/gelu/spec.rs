@@ -126,12 +126,7 @@ impl GeluSpec {
 }
 
 /// `[last]`, in f32 or the type of `x`.
-pub(super) fn check_bias(
-    arg: &'static str,
-    bias: &TensorDesc,
-    dtype: DType,
-    last: usize,
-) -> Result<()> {
+fn check_bias(arg: &'static str, bias: &TensorDesc, dtype: DType, last: usize) -> Result<()> {
     if bias.dtype != DType::F32 {
         check_dtype(arg, bias.dtype, dtype)
             .map_err(|_| Error::dtype(arg, bias.dtype, format!("f32 or {dtype}")))?;
@@ -203,6 +198,12 @@ impl GeluAlgorithm {
             GeluAlgorithm::Bf16x2 => "bf16x2",
             GeluAlgorithm::Bf16x8 => "bf16x8",
         }
+    }
+}
+
+impl std::fmt::Display for GeluAlgorithm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
     }
 }
 

@@ -1,36 +1,27 @@
 //! Configurations of GELU, and the search among them.
 
-use super::{GeluAlgorithm, GeluArgs, GeluPlan, GeluSpec, cuda};
-use crate::tuning::{self, Contest, Report, Search, Tunable, dense, joined, parameters};
-use crate::verify::Placed;
-use crate::{Device, Error, PlanOptions, Result, TensorDesc, TensorRef, Tuning, Verify, Workspace};
-use std::fmt;
-use std::ops::Range;
-use std::str::FromStr;
+use super::{Gelu, GeluAlgorithm, GeluArgs, GeluPlan, GeluSpec};
+use crate::plan::{Bound, Tuned};
+use crate::tuning::{dense, joined, parameters::configuration};
+use crate::verify::{Comparison, compare_parts};
+use crate::{Device, Error, PlanOptions, Result, TensorDesc, TensorMut, TensorRef, Workspace};
 
-/// An algorithm and its parameters. A parameter that is `None` is chosen by the model, or is none of the
-/// algorithm's. Written and parsed as `f16x8_pack block=128 unroll=2`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct GeluConfiguration {
-    /// The algorithm.
-    pub algorithm: GeluAlgorithm,
-    /// CUDA: threads of a block, a power of two from 32 to 1024.
-    pub block: Option<usize>,
-    /// CUDA: accesses of a thread where all elements lie in one row, up to 8.
-    pub unroll: Option<usize>,
+configuration! {
+    /// An algorithm and its parameters. A parameter that is `None` is chosen by the model, or is none of the
+    /// algorithm's. Written and parsed as `f16x8_pack block=128 unroll=2`.
+    GeluConfiguration: GeluAlgorithm {
+        /// CUDA: threads of a block, a power of two from 32 to 1024.
+        block,
+        /// CUDA: accesses of a thread where all elements lie in one row, up to 8.
+        unroll,
+    }
 }
 
-const NAMES: [&str; 2] = ["block", "unroll"];
 const MAX_UNROLL: usize = 8;
 
 impl GeluConfiguration {
-    /// An algorithm with the model's parameters.
-    pub const fn new(algorithm: GeluAlgorithm) -> Self {
-        GeluConfiguration { algorithm, block: None, unroll: None }
-    }
-
     /// Refuses parameters that the algorithm has not, on the device of the options, or cannot run with.
-    pub(super) fn check(&self, options: &PlanOptions) -> Result<()> {
+    fn check(&self, options: &PlanOptions) -> Result<()> {
         let GeluConfiguration { block, unroll, .. } = *self;
         let foreign = options.device == Device::Cpu && (block.is_some() || unroll.is_some());
         let bad_block = block.is_some_and(|b| !b.is_power_of_two() || !(32..=1024).contains(&b));
@@ -46,48 +37,26 @@ impl GeluConfiguration {
     }
 }
 
-impl fmt::Display for GeluConfiguration {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let named = [(NAMES[0], self.block), (NAMES[1], self.unroll)];
-        parameters::write(f, self.algorithm.name(), named)
+/// Elements that a search compares with the oracle at each end.
+const SAMPLE: usize = 1 << 16;
+
+impl Tuned for Gelu {
+    type Kept = ();
+
+    fn y(spec: &GeluSpec) -> &TensorDesc {
+        &spec.y
     }
-}
 
-impl FromStr for GeluConfiguration {
-    type Err = Error;
-
-    fn from_str(s: &str) -> Result<Self> {
-        let (algorithm, [block, unroll]) = parameters::parse(s, NAMES)?;
-        Ok(GeluConfiguration { algorithm: algorithm.parse()?, block, unroll })
-    }
-}
-
-/// GELU as the search sees it: on dense tensors in the spec's order of dimensions.
-pub(super) struct Problem {
-    spec: GeluSpec,
-    options: PlanOptions,
-}
-
-impl Problem {
-    fn new(spec: &GeluSpec, options: &PlanOptions) -> Result<Self> {
-        spec.check()?;
+    /// On dense tensors in the spec's order of dimensions.
+    fn plain(spec: &GeluSpec, _: &PlanOptions) -> Result<GeluSpec> {
         let (x, y) = (dense(&spec.x)?, dense(&spec.y)?);
         let gate = spec.gate.as_ref().map(dense).transpose()?;
         let bias = spec.bias.map(|b| TensorDesc::contiguous(b.dtype, b.shape())).transpose()?;
-        let options = PlanOptions { tuning: Tuning::Model, verify: Verify::Off, ..*options };
-        Ok(Problem { spec: GeluSpec { x, y, bias, gate, ..*spec }, options })
-    }
-}
-
-impl Tunable for Problem {
-    type Configuration = GeluConfiguration;
-
-    fn device(&self) -> Device {
-        self.options.device
+        Ok(GeluSpec { x, y, bias, gate, ..*spec })
     }
 
-    fn key(&self) -> String {
-        let GeluSpec { x, y, bias, gate, approximate, half_math } = &self.spec;
+    fn key(spec: &GeluSpec, _: &PlanOptions) -> String {
+        let GeluSpec { x, y, bias, gate, approximate, half_math } = spec;
         let mut key = format!("gelu {} {} {}", approximate.name(), x.dtype, joined(x.shape()));
         for (is, what) in [
             (bias.is_some(), "bias"),
@@ -104,174 +73,60 @@ impl Tunable for Problem {
         key
     }
 
-    fn candidates(&self) -> Result<Vec<GeluConfiguration>> {
-        let algorithms = GeluPlan::algorithms(&self.spec, self.options.device);
-        let Device::Cuda(index) = self.options.device else {
-            return Ok(algorithms.into_iter().map(GeluConfiguration::new).collect());
-        };
-        let mut all = Vec::new();
-        for &algorithm in &algorithms {
-            let base = GeluConfiguration::new(algorithm);
-            let blocks = [64, 256, 512, 1024].map(|n| GeluConfiguration { block: Some(n), ..base });
-            let unrolls = [1, 2, 4].map(|n| GeluConfiguration { unroll: Some(n), ..base });
-            for variant in [base].into_iter().chain(blocks).chain(unrolls) {
-                let configuration = cuda::complete(index, &self.spec, &variant);
-                if !all.contains(&configuration) {
-                    all.push(configuration);
-                }
-            }
-        }
-        Ok(all)
+    /// There is one way on the CPU.
+    fn has_choice(device: Device) -> bool {
+        device != Device::Cpu
     }
 
-    /// The bytes, and more of them the less a thread moves at once.
-    fn cost(&self, configuration: &GeluConfiguration) -> Result<f64> {
-        let algorithms = GeluPlan::algorithms(&self.spec, self.options.device);
-        let rank = algorithms.iter().position(|a| *a == configuration.algorithm).unwrap_or(0);
-        Ok(1.0 + 0.2 * rank as f64)
+    fn range(_: &'static str) -> (f64, f64) {
+        (-6.0, 6.0)
     }
 
-    fn is_valid(&self, configuration: &GeluConfiguration) -> bool {
-        let algorithms = GeluPlan::algorithms(&self.spec, self.options.device);
-        algorithms.contains(&configuration.algorithm) && configuration.check(&self.options).is_ok()
+    fn args<'a>(views: &[Option<TensorRef<'a>>]) -> GeluArgs<'a> {
+        GeluArgs { x: views[0].expect("every spec has x"), bias: views[1], gate: views[2] }
     }
 
-    fn contest<'a>(&'a self, candidates: &'a [GeluConfiguration]) -> Result<Box<dyn Contest + 'a>> {
-        Ok(Box::new(Runs::new(self, candidates)?))
+    fn run(
+        bound: &Bound<'_, Gelu>,
+        _: &(),
+        y: TensorMut<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        bound.plan.run(&bound.args(), y, workspace)
     }
-}
 
-/// The configuration that a plan should take; `None` for the model's. There is nothing to choose on the CPU.
-pub(super) fn decide(spec: &GeluSpec, options: &PlanOptions) -> Result<Option<GeluConfiguration>> {
-    if options.device == Device::Cpu || spec.x.layout.is_empty() {
-        return Ok(None);
+    fn compare(plan: &GeluPlan, args: &GeluArgs<'_>, y: &TensorRef<'_>) -> Result<Comparison> {
+        plan.oracle_forward(&plan.oracle_inputs(args)?).compare(y, plan.tolerance())
     }
-    tuning::decide(options.device, options.tuning, || Problem::new(spec, options))
-}
 
-/// Every candidate.
-pub(super) fn configurations(
-    spec: &GeluSpec,
-    options: &PlanOptions,
-) -> Result<Vec<GeluConfiguration>> {
-    Problem::new(spec, options)?.candidates()
-}
-
-/// Measures some configurations.
-pub(super) fn measure(
-    spec: &GeluSpec,
-    options: &PlanOptions,
-    configurations: &[GeluConfiguration],
-    how: &Search,
-) -> Result<Report> {
-    tuning::measure(&Problem::new(spec, options)?, configurations, how)
-}
-
-/// Measures the candidates, and keeps the winner.
-pub(super) fn tune(spec: &GeluSpec, options: &PlanOptions, how: &Search) -> Result<Report> {
-    tuning::tune(&Problem::new(spec, options)?, how).map(|(_, report)| report)
-}
-
-/// Candidates on tensors of their own, which they share.
-struct Runs<'a> {
-    problem: &'a Problem,
-    candidates: &'a [GeluConfiguration],
-    /// Those that were prepared.
-    plans: Vec<Option<GeluPlan>>,
-    workspace: Workspace,
-    x: Placed,
-    bias: Option<Placed>,
-    gate: Option<Placed>,
-    y: Placed,
-}
-
-/// Elements that are compared with the oracle at each end.
-const SAMPLE: usize = 1 << 16;
-
-impl<'a> Runs<'a> {
-    fn new(problem: &'a Problem, candidates: &'a [GeluConfiguration]) -> Result<Self> {
-        let Problem { spec, options } = problem;
-        let place =
-            |seed, desc| Placed::new(tuning::random_input(seed, desc, -6.0, 6.0)?, options.device);
-        Ok(Runs {
-            problem,
-            candidates,
-            plans: candidates.iter().map(|_| None).collect(),
-            workspace: Workspace::new(options.device, 0)?,
-            x: place(1, spec.x)?,
-            bias: spec.bias.map(|desc| place(2, desc)).transpose()?,
-            gate: spec.gate.map(|desc| place(3, desc)).transpose()?,
-            y: Placed::output(spec.y, options.device)?,
+    /// Rows of the first dimension.
+    fn compare_ends(
+        plan: &GeluPlan,
+        args: &GeluArgs<'_>,
+        y: &TensorRef<'_>,
+        count: Option<usize>,
+    ) -> Result<Comparison> {
+        let shape = y.shape();
+        let Some(&rows) = shape.first() else { return Self::compare(plan, args, y) };
+        let sample = SAMPLE / shape[1..].iter().product::<usize>().max(1);
+        compare_parts(rows, count.unwrap_or(sample.max(1)), |part| {
+            // The bias of a tensor of one dimension is as long as that.
+            let bias = match args.bias {
+                Some(bias) if shape.len() == 1 => Some(bias.narrow(0, part.clone())?),
+                bias => bias,
+            };
+            let gate = args.gate.map(|gate| gate.narrow(0, part.clone())).transpose()?;
+            let args = GeluArgs { x: args.x.narrow(0, part.clone())?, bias, gate };
+            Self::compare(plan, &args, &y.narrow(0, part.clone())?)
         })
-    }
-}
-
-impl Contest for Runs<'_> {
-    fn prepare(&mut self, candidate: usize) -> Result<()> {
-        let Problem { spec, options } = self.problem;
-        let plan = GeluPlan::with_configuration(spec, &self.candidates[candidate], options)?;
-        self.plans[candidate] = Some(plan);
-        Ok(())
-    }
-
-    fn run(&mut self, candidate: usize, times: usize) -> Result<()> {
-        let Some(plan) = &self.plans[candidate] else { return Ok(()) };
-        let args = GeluArgs {
-            x: self.x.as_ref(),
-            bias: self.bias.as_ref().map(Placed::as_ref),
-            gate: self.gate.as_ref().map(Placed::as_ref),
-        };
-        for _ in 0..times {
-            plan.run(&args, self.y.as_mut(), &mut self.workspace)?;
-        }
-        self.workspace.synchronize()
-    }
-
-    /// Rows at both ends.
-    fn verify(&mut self, candidate: usize) -> Result<bool> {
-        self.run(candidate, 1)?;
-        let GeluSpec { x, .. } = &self.problem.spec;
-        let Some(&rows) = x.shape().first() else { return self.agrees(None) };
-        let row = (x.layout.len() / rows.max(1)).max(1);
-        let count = (SAMPLE / row).clamp(1, rows);
-        Ok(self.agrees(Some(0..count))? && self.agrees(Some(rows - count..rows))?)
-    }
-}
-
-/// Some rows of the first dimension, or all of a tensor.
-fn part<'a>(tensor: &'a Placed, rows: &Option<Range<usize>>) -> Result<TensorRef<'a>> {
-    match rows {
-        Some(rows) => tensor.as_ref().narrow(0, rows.clone()),
-        None => Ok(tensor.as_ref()),
-    }
-}
-
-impl Runs<'_> {
-    /// Some rows of the first dimension, or everything, against the oracle.
-    fn agrees(&self, rows: Option<Range<usize>>) -> Result<bool> {
-        let Problem { spec, options } = self.problem;
-        // The bias of a tensor of one dimension is as long as that.
-        let whole_bias = spec.x.shape().len() != 1;
-        let (x, y) = (part(&self.x, &rows)?, part(&self.y, &rows)?);
-        let gate = self.gate.as_ref().map(|gate| part(gate, &rows)).transpose()?;
-        let bias_rows = rows.filter(|_| !whole_bias);
-        let bias = self.bias.as_ref().map(|bias| part(bias, &bias_rows)).transpose()?;
-        let spec = GeluSpec {
-            x: *x.desc(),
-            y: *y.desc(),
-            bias: bias.map(|b| *b.desc()),
-            gate: gate.map(|g| *g.desc()),
-            ..*spec
-        };
-        let args = GeluArgs { x, bias, gate };
-        let comparison = GeluPlan::new(&spec, options)?.compare(&args, &y)?;
-        Ok(comparison.passed() && comparison.count() > 0)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::Problem;
+    use crate::tuning::{Search, Tunable};
     use crate::{Approximate, DType};
     use std::time::Duration;
 
@@ -286,7 +141,7 @@ mod tests {
 
     #[test]
     fn configurations_parse_back_and_are_distinct() {
-        let problem = Problem::new(&spec(), &on_gpu()).unwrap();
+        let problem = Problem::<Gelu>::new(&spec(), &on_gpu()).unwrap();
         let all = problem.candidates().unwrap();
         assert_eq!(all[0].algorithm, GeluAlgorithm::F16x8Pack);
         assert!(all.len() > 20);
@@ -300,7 +155,7 @@ mod tests {
 
     #[test]
     fn bad_parameters_are_refused() {
-        let problem = Problem::new(&spec(), &on_gpu()).unwrap();
+        let problem = Problem::<Gelu>::new(&spec(), &on_gpu()).unwrap();
         for bad in ["f16x8 block=100", "f16x8 block=2048", "f16x8 unroll=9", "f32"] {
             assert!(!problem.is_valid(&bad.parse().unwrap()), "{bad}");
         }

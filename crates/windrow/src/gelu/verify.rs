@@ -1,8 +1,10 @@
 //! The room's cases for `windrow verify`.
 
 use super::{GeluAlgorithm, GeluArgs, GeluGrads, GeluPlan, GeluSpec, HalfMath, reference};
-use crate::verify::{Case, Check, Comparison, Placed, random_tensor};
-use crate::{Approximate, DType, Device, Layout, PlanOptions, Result, TensorDesc, Workspace};
+use crate::verify::{Case, Check, Expected, random_tensor};
+use crate::{
+    Approximate, DType, Device, Layout, Placed, PlanOptions, Result, TensorDesc, Workspace,
+};
 
 /// What shorter polynomials for halves add on CUDA: 2^-14.9 for the normal tail, and 2^-17 of an exponent near 128
 /// rounded to f32.
@@ -108,13 +110,11 @@ fn run(spec: &GeluSpec, algorithm: GeluAlgorithm, device: Device) -> Result<Vec<
     };
     let inputs = plan.oracle_inputs(&args)?;
     let tolerance = tolerance(spec, device);
-    let check = |what, got: &Placed, expected: &reference::Expected| {
-        let comparison = Comparison::of(&got.as_ref(), &expected.want, &expected.scale, tolerance)?;
-        Result::Ok(Check { what, comparison })
-    };
+    let check =
+        |what, got: &Placed, expected: &Expected| expected.check(what, &got.as_ref(), tolerance);
 
     let mut y = Placed::output(spec.y, device)?;
-    plan.run(&args, y.as_mut(), &mut workspace)?;
+    plan.run(&args, y.as_mut()?, &mut workspace)?;
     workspace.synchronize()?;
     let mut checks = vec![check("y", &y, &plan.oracle_forward(&inputs))?];
 
@@ -123,9 +123,9 @@ fn run(spec: &GeluSpec, algorithm: GeluAlgorithm, device: Device) -> Result<Vec<
     let mut dgate = spec.gate.map(output).transpose()?;
     let mut dbias = spec.bias.map(output).transpose()?;
     let grads = GeluGrads {
-        dx: Some(dx.as_mut()),
-        dgate: dgate.as_mut().map(Placed::as_mut),
-        dbias: dbias.as_mut().map(Placed::as_mut),
+        dx: Some(dx.as_mut()?),
+        dgate: dgate.as_mut().map(Placed::as_mut).transpose()?,
+        dbias: dbias.as_mut().map(Placed::as_mut).transpose()?,
     };
     plan.backward(&args, &dy.as_ref(), grads, &mut workspace)?;
     workspace.synchronize()?;

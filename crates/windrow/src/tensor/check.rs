@@ -1,6 +1,6 @@
 //! Checks of the tensors that a caller gives.
 
-use super::{TensorDesc, TensorMut, TensorRef};
+use super::TensorDesc;
 use crate::{DType, Device, Error, Layout, Result};
 
 /// [`Error::OutOfBounds`] unless elements from `offset` on lie within `len`.
@@ -84,46 +84,5 @@ pub(crate) fn check_optional_view(
         (None, None) => Ok(()),
         (None, Some(_)) => Err(Error::parameter(arg, "missing", "a tensor, as planned")),
         (Some(_), None) => Err(Error::parameter(arg, "given", "none, as planned")),
-    }
-}
-
-/// [`Error::Aliasing`] if the address ranges of the two intersect.
-pub(crate) fn check_disjoint(
-    output: &'static str,
-    y: &TensorMut<'_>,
-    input: &'static str,
-    x: &TensorRef<'_>,
-) -> Result<()> {
-    let intersect = y.device() == x.device()
-        && match (y.address_range(), x.address_range()) {
-            (Some((y0, y1)), Some((x0, x1))) => y0 < x1 && x0 < y1,
-            _ => false,
-        };
-    if intersect {
-        return Err(Error::Aliasing { output, input, expected: "separate memory" });
-    }
-    Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn aliasing_is_seen() {
-        let mut data = [0f32; 8];
-        let layout = Layout::contiguous(&[4]).unwrap();
-        let desc = TensorDesc { dtype: DType::F32, layout };
-        let ptr = data.as_mut_ptr();
-        // SAFETY: all within `data`, which nobody else touches.
-        let (y, a, b) = unsafe {
-            (
-                TensorMut::from_raw(ptr.cast(), desc, Device::Cpu).unwrap(),
-                TensorRef::from_raw(ptr.add(3).cast(), desc, Device::Cpu),
-                TensorRef::from_raw(ptr.add(4).cast(), desc, Device::Cpu),
-            )
-        };
-        assert!(matches!(check_disjoint("y", &y, "x", &a), Err(Error::Aliasing { .. })));
-        assert!(check_disjoint("y", &y, "x", &b).is_ok());
     }
 }

@@ -2,6 +2,7 @@
 
 mod check;
 mod owned;
+mod placed;
 
 use crate::{DType, Device, Element, Error, Layout, Result};
 use std::ffi::c_void;
@@ -9,10 +10,10 @@ use std::marker::PhantomData;
 
 use check::check_bounds;
 pub(crate) use check::{
-    check_device, check_disjoint, check_dtype, check_optional_view, check_tensor, check_unique,
-    check_view,
+    check_device, check_dtype, check_optional_view, check_tensor, check_unique, check_view,
 };
 pub use owned::Tensor;
+pub use placed::Placed;
 
 /// What a tensor is without its memory: element type, shape, strides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

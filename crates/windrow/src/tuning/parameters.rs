@@ -4,10 +4,10 @@ use crate::{Error, Result};
 use std::fmt;
 
 /// Writes an algorithm and those of its parameters that are set.
-pub(crate) fn write<const N: usize>(
+pub(crate) fn write(
     f: &mut fmt::Formatter<'_>,
     algorithm: &str,
-    parameters: [(&str, Option<usize>); N],
+    parameters: impl IntoIterator<Item = (&'static str, Option<usize>)>,
 ) -> fmt::Result {
     f.write_str(algorithm)?;
     for (name, value) in parameters {
@@ -43,6 +43,69 @@ pub(crate) fn parse<'a, const N: usize>(
     }
     Ok((algorithm, values))
 }
+
+/// Declares an operator's configuration: an algorithm, and parameters that are chosen by the model or none of
+/// the algorithm's where they are `None`. `Self::check` refuses those that it cannot run with.
+macro_rules! configuration {
+    ($(#[$doc:meta])* $name:ident: $algorithm:ident { $($(#[$what:meta])* $parameter:ident),* $(,)? }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub struct $name {
+            /// The algorithm.
+            pub algorithm: $algorithm,
+            $($(#[$what])* pub $parameter: Option<usize>,)*
+        }
+
+        impl $name {
+            /// An algorithm with the model's parameters.
+            pub const fn new(algorithm: $algorithm) -> Self {
+                $name { algorithm, $($parameter: None),* }
+            }
+
+            fn parameters(&self) -> impl Iterator<Item = (&'static str, Option<usize>)> + use<> {
+                [$((stringify!($parameter), self.$parameter)),*].into_iter()
+            }
+        }
+
+        impl std::fmt::Display for $name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                $crate::tuning::parameters::write(f, self.algorithm.name(), self.parameters())
+            }
+        }
+
+        impl std::str::FromStr for $name {
+            type Err = $crate::Error;
+
+            fn from_str(s: &str) -> $crate::Result<Self> {
+                let names = [$(stringify!($parameter)),*];
+                let (algorithm, [$($parameter),*]) = $crate::tuning::parameters::parse(s, names)?;
+                Ok($name { algorithm: algorithm.parse()?, $($parameter),* })
+            }
+        }
+
+        impl $crate::plan::Configuration for $name {
+            type Algorithm = $algorithm;
+
+            fn of(algorithm: $algorithm) -> Self {
+                Self::new(algorithm)
+            }
+
+            fn algorithm(&self) -> $algorithm {
+                self.algorithm
+            }
+
+            fn threads(&self) -> Option<usize> {
+                self.parameters().find(|(name, _)| *name == "threads")?.1
+            }
+
+            fn check(&self, options: &$crate::PlanOptions) -> $crate::Result<()> {
+                $name::check(self, options)
+            }
+        }
+    };
+}
+
+pub(crate) use configuration;
 
 #[cfg(test)]
 mod tests {

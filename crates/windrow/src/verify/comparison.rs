@@ -1,7 +1,77 @@
 //! Comparison of a result with its oracle, element by element.
 
+use super::Check;
 use crate::{DType, Element, Error, Result, TensorRef, bf16, f16};
 use std::fmt;
+use std::ops::Range;
+
+/// What an oracle says of a tensor, in row-major order: values and, beside each, what its error is measured
+/// against, mostly the sum of the absolute terms that formed it.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Expected {
+    pub(crate) values: Vec<f64>,
+    pub(crate) scale: Vec<f64>,
+}
+
+impl Expected {
+    pub(crate) fn zeros(len: usize) -> Self {
+        Expected { values: vec![0.0; len], scale: vec![0.0; len] }
+    }
+
+    /// Of values that a result has to have exactly.
+    pub(crate) fn exactly(values: Vec<f64>) -> Self {
+        Expected { scale: vec![0.0; values.len()], values }
+    }
+
+    /// Adds a term to an element.
+    pub(crate) fn add(&mut self, i: usize, term: f64) {
+        self.add_sum(i, term, term.abs());
+    }
+
+    /// Adds a sum of terms to an element, and that of their absolute values.
+    pub(crate) fn add_sum(&mut self, i: usize, sum: f64, scale: f64) {
+        self.values[i] += sum;
+        self.scale[i] += scale;
+    }
+
+    /// With other scales added. One beyond the range of f64, as of a tile that has a NaN or an infinity, is beyond
+    /// that of f32.
+    pub(crate) fn widened(mut self, more: Option<Vec<f64>>) -> Self {
+        let mix = |(scale, more): (&mut f64, f64)| *scale = (*scale + more).min(f64::MAX);
+        self.scale.iter_mut().zip(more.into_iter().flatten()).for_each(mix);
+        self
+    }
+
+    /// Compares a result with it.
+    pub(crate) fn compare(&self, got: &TensorRef<'_>, tolerance: f64) -> Result<Comparison> {
+        Comparison::of(got, &self.values, &self.scale, tolerance)
+    }
+
+    /// As [`Expected::compare`], under a name.
+    pub(crate) fn check(
+        &self,
+        what: &'static str,
+        got: &TensorRef<'_>,
+        tolerance: f64,
+    ) -> Result<Check> {
+        Ok(Check { what, comparison: self.compare(got, tolerance)? })
+    }
+}
+
+/// Compares the first and the last `count` of `n` slices of a result; each slice once.
+pub(crate) fn compare_parts(
+    n: usize,
+    count: usize,
+    compare: impl Fn(Range<usize>) -> Result<Comparison>,
+) -> Result<Comparison> {
+    let first = count.min(n);
+    let mut comparison = compare(0..first)?;
+    let last = n.saturating_sub(count).max(first)..n;
+    if !last.is_empty() {
+        comparison.merge(&compare(last)?);
+    }
+    Ok(comparison)
+}
 
 /// How a result differs from its f64 oracle, element by element.
 ///
@@ -284,5 +354,21 @@ mod tests {
         assert_eq!(ulp(DType::F16, 0.0), 2f64.powi(-24));
         assert_eq!(ulp(DType::BF16, 1e-45), 2f64.powi(-133));
         assert_eq!(ulp(DType::I64, 5.0), 0.0);
+    }
+
+    #[test]
+    fn ends_do_not_overlap() {
+        let parts = |n, count| {
+            let seen = std::cell::RefCell::new(Vec::new());
+            let none = |part| {
+                seen.borrow_mut().push(part);
+                Ok(Comparison::new(DType::F32, 0.0))
+            };
+            compare_parts(n, count, none).unwrap();
+            seen.into_inner()
+        };
+        assert_eq!(parts(10, 2), [0..2, 8..10]);
+        assert_eq!(parts(3, 2), [0..2, 2..3]);
+        assert_eq!((parts(2, 2), parts(0, 2)), (vec![0..2], vec![0..0]));
     }
 }

@@ -3,50 +3,11 @@
 use super::choices::{self, Choices};
 #[cfg(all(test, target_os = "linux"))]
 use crate::buffer::guarded::Side;
-use crate::cuda::DeviceTensor;
 use crate::tensor::for_each_offset;
 use crate::{
-    DType, Device, Element, Layout, Result, Tensor, TensorDesc, TensorMut, TensorRef, Workspace,
-    bf16, f16,
+    DType, Device, Element, Layout, Placed, Result, Tensor, TensorDesc, TensorMut, TensorRef,
+    Workspace, bf16, f16,
 };
-
-/// A tensor on the device that a case runs on.
-pub(crate) enum Placed {
-    Cpu(Tensor),
-    Cuda(DeviceTensor),
-}
-
-impl Placed {
-    /// A copy of `tensor`, which is where it should be already on the CPU.
-    pub(crate) fn new(tensor: Tensor, device: Device) -> Result<Self> {
-        Ok(match device {
-            Device::Cpu => Placed::Cpu(tensor),
-            Device::Cuda(index) => Placed::Cuda(DeviceTensor::from_host(&tensor.as_ref(), index)?),
-        })
-    }
-
-    /// An output. On a device its bytes are those of NaN, so that an element left out is found.
-    pub(crate) fn output(desc: TensorDesc, device: Device) -> Result<Self> {
-        Ok(match device {
-            Device::Cpu => Placed::Cpu(Tensor::uninitialised(desc)?),
-            Device::Cuda(index) => Placed::Cuda(DeviceTensor::new(desc, index)?),
-        })
-    }
-
-    pub(crate) fn as_ref(&self) -> TensorRef<'_> {
-        match self {
-            Placed::Cpu(tensor) => tensor.as_ref(),
-            Placed::Cuda(tensor) => tensor.as_ref(),
-        }
-    }
-
-    pub(crate) fn as_mut(&mut self) -> TensorMut<'_> {
-        match self {
-            Placed::Cpu(tensor) => tensor.as_mut(),
-            Placed::Cuda(tensor) => tensor.as_mut().expect("layouts of outputs are unique"),
-        }
-    }
-}
 
 /// `len` numbers spread evenly over `low..high`, the same for the same seed on every machine.
 pub fn random(seed: u64, len: usize, low: f64, high: f64) -> Vec<f64> {
@@ -160,7 +121,7 @@ impl Held {
 
     /// View for writing.
     pub(crate) fn as_mut(&mut self) -> Result<TensorMut<'_>> {
-        let mut memory = self.memory.as_mut();
+        let mut memory = self.memory.as_mut()?;
         let ptr = memory.as_mut_ptr().wrapping_add(self.offset);
         // SAFETY: the memory was made for the layout at this offset and is borrowed mutably.
         unsafe { TensorMut::from_raw(ptr.cast(), self.desc, memory.device()) }
@@ -179,11 +140,7 @@ impl Held {
 
     /// Whether all bytes between and around the elements still are as they were.
     pub(crate) fn is_intact_around(&self) -> Result<bool> {
-        let host = match &self.memory {
-            Placed::Cpu(tensor) => tensor.as_bytes().to_vec(),
-            Placed::Cuda(tensor) => tensor.to_host()?.as_bytes().to_vec(),
-        };
-        let mut around = host;
+        let mut around = self.memory.bytes()?;
         let size = self.desc.dtype.size();
         for_each_offset(&self.desc.layout, |o| {
             let at = self.offset.wrapping_add_signed(o * size as isize);

@@ -8,8 +8,9 @@ pub(crate) mod random;
 
 pub use choices::Choices;
 pub use comparison::{Comparison, ulp};
+pub(crate) use comparison::{Expected, compare_parts};
 pub use coverage::{KernelLaunches, kernel_launches};
-pub(crate) use data::{Placed, tensor_of};
+pub(crate) use data::tensor_of;
 pub use data::{random, random_tensor};
 pub use random::{Outcome, operator_of_case, random_case, try_choices};
 
@@ -23,6 +24,13 @@ pub struct Check {
     pub what: &'static str,
     /// How it compares.
     pub comparison: Comparison,
+}
+
+/// [`Error::Verification`](crate::Error::Verification) for the first check that fails, named after `op`.
+pub(crate) fn require(op: &str, checks: Vec<Check>) -> Result<()> {
+    checks
+        .into_iter()
+        .try_for_each(|check| check.comparison.into_result(&format!("{op} {}", check.what)))
 }
 
 /// One thing that `windrow verify` runs.

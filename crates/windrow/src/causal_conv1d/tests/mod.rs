@@ -6,7 +6,7 @@ use super::sample::{Held, Sample, UpdateSample};
 use super::verify::{self, run, run_update};
 use super::*;
 use crate::cpu::Isa;
-use crate::verify::Check;
+use crate::verify::{Check, require};
 use crate::{
     Activation, Approximate, DType, Device, Error, Layout, PlanOptions, Tensor, TensorDesc,
     TensorMut, TensorRef, Verify, Workspace,
@@ -158,8 +158,9 @@ proptest! {
     fn updates_agree_with_the_oracle(
         spec in update_specs(), seed in 0u64..1000, threads in 1usize..4,
     ) {
+        let direct = CausalConv1dConfiguration::new(CausalConv1dAlgorithm::Direct);
         for isa in Isa::available() {
-            let plan = CausalConv1dUpdatePlan::on_isa(&spec, &options(threads), isa).unwrap();
+            let plan = CausalConv1dUpdatePlan::on_isa(&spec, &direct, &options(threads), isa).unwrap();
             let mut sample = UpdateSample::new(&spec, seed).unwrap();
             pass(&plan.explain(), run_update(&plan, &mut sample).unwrap());
         }
@@ -288,7 +289,7 @@ fn wrong_elements_are_found() {
             checks.extend(
                 verify::backward_checks(&reference, (&dy, dfinal.as_ref()), &grads).unwrap(),
             );
-            let error = verify::require("op", checks).unwrap_err();
+            let error = require("op", checks).unwrap_err();
             assert!(
                 matches!(&error, Error::Verification { op, .. } if op == &format!("op {what}"))
             );
@@ -312,7 +313,7 @@ fn wrong_elements_are_found() {
         spoil_last(if spoil == 0 { &mut sample.y } else { &mut sample.conv_state });
         let (state, y) = (sample.conv_state.as_mut().unwrap(), sample.y.as_mut().unwrap());
         let checks = verify::update_checks(&reference, &mut before, &state, &y).unwrap();
-        let error = verify::require("op", checks).unwrap_err();
+        let error = require("op", checks).unwrap_err();
         assert!(matches!(&error, Error::Verification { op, .. } if op == &format!("op {what}")));
     }
 }

@@ -2,7 +2,7 @@
 
 use super::checksum::checksum;
 use super::packed::Packing;
-use super::{Backend, Conv2dPlan, PackedWeights};
+use super::{Conv2dPlan, Cpu, PackedWeights};
 use crate::conv2d::cuda;
 use crate::{Result, TensorDesc, TensorRef};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -110,22 +110,24 @@ impl FilterCache {
     }
 
     /// The filter packed for a plan on the CPU.
-    pub(super) fn get(&self, plan: &Conv2dPlan, w: &TensorRef<'_>) -> Result<Arc<PackedWeights>> {
+    pub(super) fn get(
+        &self,
+        plan: &Conv2dPlan,
+        cpu: &Cpu,
+        w: &TensorRef<'_>,
+    ) -> Result<Arc<PackedWeights>> {
         let (packing, source) = (plan.packing(), *w.desc());
         if let Some(packed) = self.lock().trusted(&packing, &source) {
             return Ok(packed);
         }
-        let sum = match &plan.backend {
-            Backend::Cpu { threads, .. } => checksum(w, *threads),
-            Backend::Cuda { .. } => unreachable!("filters on the CPU are compared there"),
-        };
+        let sum = checksum(w, cpu.threads);
         if let Some(packed) = self.lock().find(&packing, &source, sum) {
             return Ok(packed);
         }
         // Before packing, so that its memory serves again.
         let stale = self.lock().take_stale(&source, sum);
         drop(stale);
-        let packed = Arc::new(plan.pack_on_cpu(w)?);
+        let packed = Arc::new(plan.pack_on_cpu(cpu, w)?);
         let mut state = self.lock();
         // Another thread may have been faster.
         if let Some(packed) = state.find(&packing, &source, sum) {

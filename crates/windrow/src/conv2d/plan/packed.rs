@@ -1,12 +1,12 @@
 //! Filters that were packed before the run.
 
-use super::comparison::values;
-use super::{Backend, Conv2dPlan, FilterCache};
+use super::{Conv2dPlan, Cpu, FilterCache, Gpu};
 use crate::buffer::Buffer;
 use crate::conv2d::Conv2dAlgorithm;
 use crate::conv2d::cpu::floats_mut;
 use crate::conv2d::cuda;
 use crate::cuda::SharedBuffer;
+use crate::plan::{Backend, Checks, engine};
 use crate::tensor::check_device;
 use crate::{Device, Error, Result, TensorRef, Verify, Workspace};
 use std::sync::Arc;
@@ -97,10 +97,10 @@ impl Conv2dPlan {
         workspace: &mut Workspace,
     ) -> Result<PackedWeights> {
         check_device("workspace", workspace.device(), self.device())?;
-        self.check_view("w", w.desc(), w.device(), &self.spec.w)?;
+        Checks::new(self.device()).read("w", Some(w), Some(&self.spec.w))?;
         match &self.backend {
-            Backend::Cpu { .. } => self.pack_on_cpu(w),
-            Backend::Cuda { engine, gpu } => {
+            Backend::Cpu(cpu) => self.pack_on_cpu(cpu, w),
+            Backend::Gpu(Gpu { engine, gpu, .. }) => {
                 let (stream, _) = workspace.take_on(gpu, 0)?;
                 let data = SharedBuffer::new(stream, self.packed_bytes().max(1))?;
                 // SAFETY: the view was checked against the spec, the memory is as large as asked
@@ -114,17 +114,14 @@ impl Conv2dPlan {
     }
 
     /// Packs a filter that agrees with the spec, for a plan on the CPU.
-    pub(super) fn pack_on_cpu(&self, w: &TensorRef<'_>) -> Result<PackedWeights> {
-        let Backend::Cpu { engine, .. } = &self.backend else {
-            unreachable!("callers know where the plan runs")
-        };
+    pub(super) fn pack_on_cpu(&self, cpu: &Cpu, w: &TensorRef<'_>) -> Result<PackedWeights> {
         let mut data = Buffer::new(self.packed_bytes())?;
-        engine.pack(w, floats_mut(data.as_mut_slice()));
+        cpu.engine.pack(w, floats_mut(data.as_mut_slice()));
         self.packed(w, PackedData::Host(data))
     }
 
     fn packed(&self, w: &TensorRef<'_>, data: PackedData) -> Result<PackedWeights> {
-        let source = (self.verify == Verify::On).then(|| values(w)).transpose()?;
+        let source = (self.options.verify == Verify::On).then(|| w.to_f64_vec()).transpose()?;
         Ok(PackedWeights { packing: self.packing(), data, source })
     }
 
@@ -136,33 +133,15 @@ impl Conv2dPlan {
     pub(super) fn packing(&self) -> Packing {
         let p = &self.problem;
         Packing {
-            algorithm: self.algorithm,
+            algorithm: self.algorithm(),
             filter: [p.k, p.c_group(), p.r, p.s],
             groups: p.groups,
-            form: match &self.backend {
-                Backend::Cpu { engine, .. } => Form::Cpu { width: engine.packed_width() },
-                Backend::Cuda { engine, .. } => Form::Cuda(engine.packed_form()),
-            },
-        }
-    }
-
-    /// Bytes of the packed filter that a run with [`Weights::Raw`] has in the workspace.
-    pub(super) fn raw_bytes(&self) -> usize {
-        match &self.backend {
-            Backend::Cpu { engine, .. } => {
-                (engine.raw_len() * size_of::<f32>()).next_multiple_of(64)
-            }
-            Backend::Cuda { engine, .. } => engine.packed_bytes(),
+            form: engine!(self, engine => engine.form()),
         }
     }
 
     fn packed_bytes(&self) -> usize {
-        match &self.backend {
-            Backend::Cpu { engine, .. } => {
-                (engine.packed_len() * size_of::<f32>()).next_multiple_of(64)
-            }
-            Backend::Cuda { engine, .. } => engine.packed_bytes(),
-        }
+        engine!(self, engine => engine.packed_bytes())
     }
 
     pub(super) fn packed_elsewhere(&self, packed: &PackedWeights) -> Error {
@@ -175,9 +154,9 @@ impl Conv2dPlan {
 }
 
 /// The filter's elements, if they are known.
-pub(super) fn filter(w: &Weights<'_>) -> Result<Option<Vec<f64>>> {
+pub(in crate::conv2d) fn filter(w: &Weights<'_>) -> Result<Option<Vec<f64>>> {
     match w {
-        Weights::Raw(w) | Weights::Cached(w, _) => values(w).map(Some),
+        Weights::Raw(w) | Weights::Cached(w, _) => w.to_f64_vec().map(Some),
         Weights::Packed(packed) => Ok(packed.source.clone()),
     }
 }

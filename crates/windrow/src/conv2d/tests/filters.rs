@@ -257,7 +257,7 @@ fn errors_name_what_is_wrong() {
 fn verification_sees_a_filter_that_changed_though_frozen() {
     let mut w = random_tensor(1, f32_desc(&SHAPE), -1.0, 1.0).unwrap();
     let mut plan = plan(w.desc(), Conv2dAlgorithm::WinogradGemm(Tile::F4));
-    plan.verify = Verify::On;
+    plan.options.verify = Verify::On;
     let cache = FilterCache::new();
     cache.set_frozen(true);
     check(&plan, &w.as_ref(), &cache);

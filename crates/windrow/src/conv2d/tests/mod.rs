@@ -146,7 +146,6 @@ impl Case {
     /// Runs every algorithm on every instruction set.
     pub(super) fn check(&self) {
         let Ok(spec) = self.spec() else { return };
-        let problem = spec.problem().unwrap();
         let [x, w, bias] = self.inputs(&spec);
         let (x, w) = (x.unwrap(), w.unwrap());
         for algorithm in Conv2dPlan::algorithms(&spec, Device::Cpu) {
@@ -156,13 +155,13 @@ impl Case {
                 for threads in [1, 3] {
                     let options =
                         PlanOptions { threads: threads.try_into().ok(), ..Default::default() };
-                    let plan = Conv2dPlan::build(
+                    let plan = Conv2dPlan::on_isa(
                         &spec,
-                        problem,
                         &Conv2dConfiguration::new(algorithm),
-                        isa,
                         &options,
-                    );
+                        isa,
+                    )
+                    .unwrap();
                     let mut ws = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
                     // What an earlier use left in the workspace must not matter.
                     ws.take(plan.workspace_bytes()).unwrap().fill(0xff);
@@ -214,13 +213,9 @@ impl Case {
                 let options =
                     PlanOptions { threads: threads.try_into().ok(), ..Default::default() };
                 let algorithm = Conv2dAlgorithm::Direct;
-                let plan = Conv2dPlan::build(
-                    &spec,
-                    problem,
-                    &Conv2dConfiguration::new(algorithm),
-                    isa,
-                    &options,
-                );
+                let plan =
+                    Conv2dPlan::on_isa(&spec, &Conv2dConfiguration::new(algorithm), &options, isa)
+                        .unwrap();
                 let bytes = plan.backward_workspace_bytes();
                 let mut ws = Workspace::new(Device::Cpu, bytes).unwrap();
                 ws.take(bytes).unwrap().fill(0xff);
@@ -238,9 +233,7 @@ impl Case {
                         reference::backward_bias(&problem, &dy),
                     ]
                 });
-                let tolerances =
-                    [plan.data_tolerance(), plan.weight_tolerance(), plan.bias_tolerance()]
-                        .map(Result::unwrap);
+                let tolerances = plan.gradient_tolerances().unwrap();
                 for (i, got) in [&dx, &dw, &db].into_iter().enumerate() {
                     let (values, scale) = (&want[i].values, &want[i].scale);
                     let c = Comparison::of(&got.view(), values, scale, tolerances[i]).unwrap();

@@ -205,8 +205,8 @@ fn tiny_numbers_are_kept_by_exact_sums() {
         let params = Conv2dParams { accuracy, ..Default::default() };
         let spec = Conv2dSpec::new(*x.desc(), *w.desc(), &params).unwrap();
         let configuration = Conv2dConfiguration::new(Conv2dAlgorithm::Direct);
-        let (problem, options) = (spec.problem().unwrap(), PlanOptions::default());
-        let plan = Conv2dPlan::build(&spec, problem, &configuration, isa, &options);
+        let options = PlanOptions::default();
+        let plan = Conv2dPlan::on_isa(&spec, &configuration, &options, isa).unwrap();
         let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
         let mut y = Tensor::uninitialised(spec.y).unwrap();
         let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias: None };

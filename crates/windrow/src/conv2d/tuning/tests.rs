@@ -1,6 +1,8 @@
 use super::*;
 use crate::conv2d::Conv2dParams;
-use crate::{DType, Tile};
+use crate::plan::{Problem, Runs};
+use crate::tuning::{Contest, Search, Tunable, random_input};
+use crate::{Accuracy, DType, Tile, Tuning, Verify};
 use std::num::NonZeroUsize;
 use std::time::Duration;
 
@@ -37,8 +39,8 @@ fn configurations_parse_back() {
 fn every_configuration_computes_the_same() {
     let spec = spec(2, 9, 40, 17);
     let options = PlanOptions { verify: Verify::On, ..options(3) };
-    let x = tuning::random_input(1, spec.x, 0.0, 1.0).unwrap();
-    let w = tuning::random_input(2, spec.w, -1.0, 1.0).unwrap();
+    let x = random_input(1, spec.x, 0.0, 1.0).unwrap();
+    let w = random_input(2, spec.w, -1.0, 1.0).unwrap();
     let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias: None };
     for c in Conv2dPlan::configurations(&spec, &options).unwrap() {
         let plan = Conv2dPlan::with_configuration(&spec, &c, &options).unwrap();
@@ -54,7 +56,7 @@ fn right_results_are_accepted_and_wrong_ones_are_not() {
     let w = TensorDesc::contiguous(DType::F32, &[4, 3, 3, 3]).unwrap();
     let grouped = Conv2dParams { groups: 2, ..Default::default() };
     for spec in [spec(3, 16, 24, 14), Conv2dSpec::new(x, w, &grouped).unwrap()] {
-        let problem = Problem::new(&spec, &options(2)).unwrap();
+        let problem = Problem::<Conv2d>::new(&spec, &options(2)).unwrap();
         let candidates = problem.candidates().unwrap();
         let mut runs = Runs::new(&problem, &candidates).unwrap();
         for (candidate, configuration) in candidates.iter().enumerate() {
@@ -62,7 +64,7 @@ fn right_results_are_accepted_and_wrong_ones_are_not() {
             runs.prepare(candidate).unwrap();
             assert!(runs.verify(candidate).unwrap(), "{configuration}");
             // An element of the last image's last channel.
-            let mut y = runs.y.as_mut();
+            let mut y = runs.y.as_mut().unwrap();
             let offset = y.desc().layout.len() - 1;
             // SAFETY: y is contiguous and ours.
             unsafe { *y.as_mut_ptr().cast::<f32>().add(offset) += 1.0 };
@@ -76,7 +78,7 @@ fn accuracy_limits_the_candidates() {
     let exact = Conv2dSpec { accuracy: Accuracy::Exact, ..spec(1, 32, 32, 12) };
     let all = Conv2dPlan::configurations(&exact, &options(1)).unwrap();
     assert!(all.iter().all(|c| !c.algorithm.is_winograd()), "{all:?}");
-    let problem = Problem::new(&exact, &options(1)).unwrap();
+    let problem = Problem::<Conv2d>::new(&exact, &options(1)).unwrap();
     assert!(!problem.is_valid(&"winograd_gemm_f4".parse().unwrap()));
     assert!(problem.is_valid(&"direct threads=1".parse().unwrap()));
     assert!(!problem.is_valid(&"direct threads=2".parse().unwrap()), "more than the plan may use");
@@ -108,7 +110,8 @@ fn foreign_parameters_are_refused() {
 
 #[test]
 fn problems_are_told_apart_and_large_batches_are_not() {
-    let key = |spec: &Conv2dSpec, threads| Problem::new(spec, &options(threads)).unwrap().key();
+    let key =
+        |spec: &Conv2dSpec, threads| Problem::<Conv2d>::new(spec, &options(threads)).unwrap().key();
     let base = spec(2, 8, 16, 20);
     assert_eq!(key(&base, 2), "conv2d f32 2x8x20x20 16x8x3x3 nchw-nchw fp32 2 threads");
     let params = Conv2dParams { padding: [1, 1], stride: [2, 1], ..Default::default() };

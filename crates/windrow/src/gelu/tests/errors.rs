@@ -98,7 +98,7 @@ fn shared_memory_is_refused() {
     let shared = GeluArgs { gate: Some(apart), ..args };
     assert!(matches!(
         gated.backward(&shared, &dy, twice, ws),
-        Err(Error::Aliasing { output: "dx", input: "dgate", .. })
+        Err(Error::Aliasing { output: "dgate", input: "dx", .. })
     ));
 }
 

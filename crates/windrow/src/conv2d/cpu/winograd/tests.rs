@@ -1,5 +1,6 @@
 use super::*;
 use crate::conv2d::reference;
+use crate::verify::Expected;
 use crate::{DType, Layout, Tensor, TensorDesc, bf16, f16};
 use proptest::prelude::*;
 
@@ -85,7 +86,7 @@ fn tensor(values: &[f32], shape: &[usize; 4], order: [usize; 4], dtype: DType) -
 }
 
 /// The result of the pipeline and of the oracle.
-fn compute(case: &Case, isa: Isa) -> (Vec<f64>, reference::Expected) {
+fn compute(case: &Case, isa: Isa) -> (Vec<f64>, Expected) {
     let [oh, ow] = case.size;
     let [h, w] = [oh + 2 - 2 * case.padding[0], ow + 2 - 2 * case.padding[1]];
     let mut pixels = noise(1, case.n * case.c * h * w);

@@ -1,0 +1,212 @@
+//! Plans and runs of whole sequences.
+
+use super::cpu::im2col::Stages;
+use super::engine::{Cpu, Gpu};
+use super::reference::Reference;
+use super::{
+    CausalConv1dArgs, CausalConv1dConfiguration, CausalConv1dGrads, CausalConv1dOutputs,
+    CausalConv1dSpec, Problem, verify,
+};
+use crate::plan::{self, Backend, Input, Operator, Plan, Type, Views};
+use crate::{Activation, PlanOptions, Result, Tensor, TensorRef, Workspace};
+
+/// A checked [`CausalConv1dSpec`] on a device, with an algorithm.
+///
+/// ```
+/// use windrow::{CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dPlan, CausalConv1dSpec};
+/// use windrow::{PlanOptions, TensorMut, TensorRef, Workspace};
+///
+/// let x = [1.0f32, 2.0, 3.0, 4.0];
+/// let weight = [10.0f32, 1.0]; // width 2: ten times the token before, plus the token
+/// let mut y = [0.0f32; 4];
+/// let args = CausalConv1dArgs::new(TensorRef::new(&x, &[1, 1, 4])?, TensorRef::new(&weight, &[1, 2])?);
+///
+/// let spec = CausalConv1dSpec::new(*args.x.desc(), *args.weight.desc())?;
+/// let plan = CausalConv1dPlan::new(&spec, &PlanOptions::default())?;
+/// let mut workspace = Workspace::new(plan.device(), plan.workspace_bytes())?;
+/// let outputs = CausalConv1dOutputs { y: TensorMut::new(&mut y, &[1, 1, 4])?, final_states: None };
+/// plan.run(&args, outputs, &mut workspace)?;
+/// assert_eq!(y, [1.0, 12.0, 23.0, 34.0]);
+/// # Ok::<(), windrow::Error>(())
+/// ```
+pub type CausalConv1dPlan = Plan<CausalConv1d>;
+
+/// The operator.
+#[derive(Clone, Copy, Debug)]
+pub struct CausalConv1d;
+
+impl Operator for CausalConv1d {
+    const NAME: &'static str = "causal_conv1d";
+    const INPUTS: &'static [Input<CausalConv1dSpec>] = &[
+        Input { name: "x", desc: |spec| Some(&spec.x) },
+        Input { name: "weight", desc: |spec| Some(&spec.weight) },
+        Input { name: "bias", desc: |spec| spec.bias.as_ref() },
+        Input { name: "seq_idx", desc: |spec| spec.seq_idx.as_ref() },
+        Input { name: "cu_seqlens", desc: |spec| spec.cu_seqlens.as_ref() },
+        Input { name: "initial_states", desc: |spec| spec.initial_states.as_ref() },
+    ];
+    type Spec = CausalConv1dSpec;
+    type Problem = Problem;
+    type Configuration = CausalConv1dConfiguration;
+    type Args<'a> = CausalConv1dArgs<'a>;
+    type Cpu = Cpu;
+    type Gpu = Gpu;
+
+    fn problem(spec: &CausalConv1dSpec) -> Result<Problem> {
+        spec.problem()
+    }
+
+    fn views<'a>(args: &'a CausalConv1dArgs<'_>) -> Views<'a> {
+        let CausalConv1dArgs { x, weight, bias, seq_idx, cu_seqlens, initial_states } = args;
+        let (bias, seq_idx) = (bias.as_ref(), seq_idx.as_ref());
+        [Some(x), Some(weight), bias, seq_idx, cu_seqlens.as_ref(), initial_states.as_ref()]
+    }
+
+    fn tuned(
+        spec: &CausalConv1dSpec,
+        options: &PlanOptions,
+    ) -> Result<Option<CausalConv1dConfiguration>> {
+        plan::decide::<Self>(spec, options)
+    }
+}
+
+impl CausalConv1dPlan {
+    /// Computes the outputs. They share no memory with inputs or each other.
+    ///
+    /// # Errors
+    /// [`Error::Rank`](crate::Error::Rank), [`Error::Shape`](crate::Error::Shape), [`Error::DType`](crate::Error::DType) or [`Error::Strides`](crate::Error::Strides) if a view is not as
+    /// planned, [`Error::Parameter`](crate::Error::Parameter) if an optional one is missing or too many or the workspace is
+    /// too small, [`Error::Aliasing`](crate::Error::Aliasing), [`Error::WrongDevice`](crate::Error::WrongDevice), [`Error::Index`](crate::Error::Index) for bad
+    /// `cu_seqlens`: all before anything is written. With [`Verify::On`](crate::Verify::On) [`Error::Verification`](crate::Error::Verification).
+    pub fn run(
+        &self,
+        args: &CausalConv1dArgs<'_>,
+        mut outputs: CausalConv1dOutputs<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let mut checks = self.check_run(args, workspace)?;
+        let CausalConv1dOutputs { y, final_states } = &outputs;
+        checks.write("y", Some(y), Some(&self.spec.y))?;
+        let planned = self.spec.final_states.as_ref();
+        checks.write("final_states", final_states.as_ref(), planned)?;
+        self.verified(
+            &mut outputs,
+            workspace,
+            |_| Ok(()),
+            |outputs, workspace| match &self.backend {
+                Backend::Cpu(cpu) => cpu.run(self, args, outputs, workspace),
+                Backend::Gpu(gpu) => gpu.run(args, outputs, workspace),
+            },
+            |outputs, ()| verify::forward_checks(&self.reference(args)?, outputs),
+        )
+    }
+
+    /// Computes gradients for `dy` [b, d_out, l] and, if final states were used, `dfinal_states`
+    /// [b or sequences, d, width-1], both of x's type and with any strides. The pre-activation is
+    /// computed again from `args`; `y` is not needed.
+    ///
+    /// # Errors
+    /// As [`CausalConv1dPlan::run`].
+    pub fn backward(
+        &self,
+        args: &CausalConv1dArgs<'_>,
+        dy: TensorRef<'_>,
+        dfinal_states: Option<TensorRef<'_>>,
+        mut grads: CausalConv1dGrads<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let given = (&dy, dfinal_states.as_ref());
+        self.check_grads(args, given, &grads, workspace)?;
+        self.verified(
+            &mut grads,
+            workspace,
+            |_| Ok(()),
+            |grads, workspace| match &self.backend {
+                Backend::Cpu(cpu) => cpu.backward(self, args, given, grads, workspace),
+                Backend::Gpu(gpu) => gpu.backward(self, args, given, grads, workspace),
+            },
+            |grads, ()| verify::backward_checks(&self.reference(args)?, given, grads),
+        )
+    }
+
+    fn check_grads(
+        &self,
+        args: &CausalConv1dArgs<'_>,
+        (dy, dfinal_states): (&TensorRef<'_>, Option<&TensorRef<'_>>),
+        grads: &CausalConv1dGrads<'_>,
+        workspace: &Workspace,
+    ) -> Result<()> {
+        let (problem, dtype) = (&self.problem, self.spec.x.dtype);
+        let states = self.spec.states_shape()?;
+        let mut checks = self.check_run(args, workspace)?;
+        checks.read_strided("dy", dy, dtype, &problem.y_shape())?;
+        if let Some(dfinal_states) = dfinal_states {
+            checks.read_strided("dfinal_states", dfinal_states, dtype, &states)?;
+        }
+        let CausalConv1dGrads { dx, dweight, dbias, dinitial_states } = grads;
+        let (own, sum) = (Type::Exactly(dtype), Type::OrF32(dtype));
+        checks.gradient("dx", dx.as_ref(), own, self.spec.x.shape())?;
+        checks.gradient("dweight", dweight.as_ref(), sum, self.spec.weight.shape())?;
+        checks.gradient("dbias", dbias.as_ref(), sum, &[problem.d_out])?;
+        checks.gradient("dinitial_states", dinitial_states.as_ref(), own, &states)
+    }
+
+    /// The operands of the product that
+    /// [`CausalConv1dAlgorithm::Im2colGemm`](super::CausalConv1dAlgorithm::Im2colGemm) forms: the im2col
+    /// matrices of all rows, and the weight as a matrix. On a device none where there is no row.
+    pub(crate) fn stages(&self, args: &CausalConv1dArgs<'_>) -> Result<Option<Stages>> {
+        match &self.backend {
+            Backend::Cpu(cpu) => cpu.stages(self, args),
+            Backend::Gpu(gpu) => {
+                Ok(gpu.stages(self, args)?.map(|[im2col, weight, _]| (im2col, weight)))
+            }
+        }
+    }
+
+    /// The product of those stages, [b, l, d_out], where it is kept whole.
+    pub(crate) fn product(&self, args: &CausalConv1dArgs<'_>) -> Result<Option<Vec<f32>>> {
+        match &self.backend {
+            Backend::Cpu(_) => Ok(None),
+            Backend::Gpu(gpu) => Ok(gpu.stages(self, args)?.map(|[_, _, product]| product)),
+        }
+    }
+
+    /// The same computation in f64.
+    pub(crate) fn reference(&self, args: &CausalConv1dArgs<'_>) -> Result<Reference> {
+        Reference::new(self.problem, self.spec.activation, args)
+    }
+}
+
+/// Causal convolution of `x` [b, d, l] with `weight` [d, width] or [d_out, d, width], and `bias`
+/// `[d_out]`, on the CPU; see [`CausalConv1dSpec`].
+///
+/// # Errors
+/// As [`CausalConv1dPlan::new`] and [`CausalConv1dPlan::run`], and [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+///
+/// ```
+/// use windrow::{Activation, TensorRef};
+/// let x = TensorRef::new(&[1.0f32, 2.0, 3.0, 4.0], &[1, 2, 2])?;
+/// let weight = TensorRef::new(&[1.0f32, 1.0, 0.0, 1.0], &[2, 2])?;
+/// let y = windrow::causal_conv1d(&x, &weight, None, Activation::Identity)?;
+/// assert_eq!(y.to_vec::<f32>()?, [1.0, 3.0, 3.0, 4.0]);
+/// # Ok::<(), windrow::Error>(())
+/// ```
+pub fn causal_conv1d(
+    x: &TensorRef<'_>,
+    weight: &TensorRef<'_>,
+    bias: Option<&TensorRef<'_>>,
+    activation: Activation,
+) -> Result<Tensor> {
+    let spec = CausalConv1dSpec {
+        bias: bias.map(|bias| *bias.desc()),
+        activation,
+        ..CausalConv1dSpec::new(*x.desc(), *weight.desc())?
+    };
+    let plan = CausalConv1dPlan::new(&spec, &PlanOptions::default())?;
+    let mut workspace = Workspace::new(plan.device(), plan.workspace_bytes())?;
+    let mut y = Tensor::uninitialised(spec.y)?;
+    let args = CausalConv1dArgs { bias: bias.copied(), ..CausalConv1dArgs::new(*x, *weight) };
+    let outputs = CausalConv1dOutputs { y: y.as_mut(), final_states: None };
+    plan.run(&args, outputs, &mut workspace)?;
+    Ok(y)
+}

@@ -1,0 +1,260 @@
+//! What computes a convolution on CUDA devices.
+
+use super::packed::{Form, PackedData};
+use super::{Conv2d, Conv2dArgs, Conv2dPlan, PackedWeights, Weights};
+use crate::conv2d::backward::turn;
+use crate::conv2d::cuda::{self, Gradients, Operands};
+use crate::conv2d::winograd_reference::Stages;
+use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration};
+use crate::gpu as device;
+use crate::plan::{Engine, Setup};
+use crate::{Result, TensorMut, TensorRef, Workspace};
+use std::sync::OnceLock;
+
+/// On a CUDA device.
+#[derive(Debug)]
+pub struct Gpu {
+    pub(super) engine: Box<cuda::Engine>,
+    pub(super) gpu: &'static device::Gpu,
+    algorithm: Conv2dAlgorithm,
+    backward: OnceLock<Box<Gradients>>,
+}
+
+impl Engine<Conv2d> for Gpu {
+    type Place = u32;
+
+    fn algorithms(setup: &Setup<'_, Conv2d, u32>) -> Result<Vec<Conv2dAlgorithm>> {
+        let gpu = device::Gpu::get(setup.place)?;
+        Ok(cuda::Engine::supported(gpu, setup.spec, setup.problem))
+    }
+
+    fn choose(setup: &Setup<'_, Conv2d, u32>) -> Result<Conv2dAlgorithm> {
+        let gpu = device::Gpu::get(setup.place)?;
+        cuda::Engine::best(gpu, setup.spec, setup.problem, setup.options.filter)
+    }
+
+    fn new(setup: &Setup<'_, Conv2d, u32>, configuration: &Conv2dConfiguration) -> Result<Self> {
+        let &Setup { spec, problem, options, place } = setup;
+        let gpu = device::Gpu::get(place)?;
+        let engine = cuda::Engine::new(gpu, spec, problem, configuration, options.tuning)?;
+        let (engine, algorithm) = (Box::new(engine), configuration.algorithm);
+        Ok(Gpu { engine, gpu, algorithm, backward: OnceLock::new() })
+    }
+
+    fn configuration(&self) -> Conv2dConfiguration {
+        self.engine.configuration(self.algorithm)
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        self.raw_bytes() + self.scratch_bytes()
+    }
+
+    fn explain(&self, plan: &Conv2dPlan) -> String {
+        super::explained(plan, &plan.device().to_string(), &self.engine.explain())
+    }
+
+    fn candidates(setup: &Setup<'_, Conv2d, u32>) -> Result<Vec<Conv2dAlgorithm>> {
+        let mut all = Self::algorithms(setup)?;
+        all.retain(|&algorithm| cuda::allows(setup.spec, algorithm));
+        Ok(all)
+    }
+
+    fn variants(
+        _: &Setup<'_, Conv2d, u32>,
+        algorithm: Conv2dAlgorithm,
+    ) -> Vec<Conv2dConfiguration> {
+        let base = Conv2dConfiguration::new(algorithm);
+        let mut all = vec![base];
+        if let Conv2dAlgorithm::WinogradGemm(_) = algorithm {
+            let tiles = (13..19).map(|shift| Some(1 << shift));
+            all.extend(tiles.map(|tiles| Conv2dConfiguration { tiles, ..base }));
+            let blocks = [64, 256, 512].map(Some);
+            all.extend(blocks.map(|block| Conv2dConfiguration { block, ..base }));
+        }
+        all
+    }
+
+    fn complete(
+        setup: &Setup<'_, Conv2d, u32>,
+        configuration: &Conv2dConfiguration,
+    ) -> Result<Conv2dConfiguration> {
+        let gpu = device::Gpu::get(setup.place)?;
+        Ok(cuda::complete(gpu, setup.spec, setup.problem, configuration))
+    }
+
+    fn cost(setup: &Setup<'_, Conv2d, u32>, configuration: &Conv2dConfiguration) -> Result<f64> {
+        let gpu = device::Gpu::get(setup.place)?;
+        Ok(cuda::cost(gpu, setup.spec, setup.problem, configuration))
+    }
+}
+
+impl Gpu {
+    /// As [`Cpu::raw_bytes`](super::Cpu::raw_bytes).
+    pub(super) fn raw_bytes(&self) -> usize {
+        self.engine.packed_bytes()
+    }
+
+    pub(super) fn packed_bytes(&self) -> usize {
+        self.engine.packed_bytes()
+    }
+
+    /// Bytes of workspace beside a packed filter.
+    pub(super) fn scratch_bytes(&self) -> usize {
+        self.engine.scratch_bytes()
+    }
+
+    pub(super) fn form(&self) -> Form {
+        Form::Cuda(self.engine.packed_form())
+    }
+
+    /// Views and aliasing have been checked.
+    pub(super) fn run(
+        &self,
+        plan: &Conv2dPlan,
+        args: &Conv2dArgs<'_>,
+        y: &mut TensorMut<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let Gpu { engine, gpu, .. } = self;
+        let (stream, memory) = workspace.take_on(gpu, plan.workspace_bytes_for(&args.w))?;
+        if y.layout().is_empty() {
+            return Ok(());
+        }
+        let bias = args.bias.map(|b| b.as_ptr());
+        let operands = Operands { x: args.x.as_ptr(), bias, y: y.as_mut_ptr() };
+        // SAFETY: the views were checked against the spec and are on the device; the workspace holds the packed
+        // filter and the scratch memory.
+        unsafe {
+            let run = |packed, scratch| engine.run(stream, packed, operands, scratch);
+            match args.w {
+                Weights::Raw(w) => {
+                    let packed = engine.packed(stream, w.as_ptr(), memory)?;
+                    run(packed, memory.add(self.raw_bytes()))
+                }
+                Weights::Cached(w, _) if engine.reads_in_place(w.as_ptr()) => {
+                    run(w.as_ptr(), memory)
+                }
+                Weights::Cached(w, cache) => {
+                    let pack = cache.packs().lease(engine, plan.packing(), stream, w.as_ptr())?;
+                    run(pack.as_ptr(), memory)
+                }
+                Weights::Packed(PackedWeights { data: PackedData::Device(data), .. })
+                    if std::ptr::eq(data.gpu(), *gpu) =>
+                {
+                    let outcome = run(data.as_mut_ptr().cast_const(), memory);
+                    data.used_on(stream)?;
+                    outcome
+                }
+                Weights::Packed(packed) => Err(plan.packed_elsewhere(packed)),
+            }
+        }
+    }
+
+    /// Outputs of a tile of one of Winograd's algorithms.
+    pub(super) fn tile(&self) -> Option<usize> {
+        self.engine.tile()
+    }
+
+    pub(super) fn tolerance(&self) -> f64 {
+        self.engine.tolerance()
+    }
+
+    pub(super) fn winograd_stages(
+        &self,
+        w: &TensorRef<'_>,
+        x: &TensorRef<'_>,
+    ) -> Result<Option<Stages<Vec<f32>>>> {
+        self.engine.winograd_stages(self.gpu, w, x)
+    }
+
+    /// As [`Cpu::stage_tolerances`](super::Cpu::stage_tolerances).
+    pub(super) fn stage_tolerances(&self, transforms: f64, sums: f64) -> [f64; 3] {
+        let (stored, multiplied) = self.engine.operand_roundings();
+        let m = 2.0 * (sums + transforms + multiplied);
+        [transforms + stored, transforms + stored, m]
+    }
+
+    /// How gradients are computed: decided when the first one is asked for, also while a stream is captured.
+    fn backward(&self, plan: &Conv2dPlan) -> Result<&Gradients> {
+        if let Some(backward) = self.backward.get() {
+            return Ok(backward);
+        }
+        let make = || Gradients::new(self.gpu, &plan.spec, &plan.problem, self.algorithm);
+        let backward = Box::new(self.gpu.despite_captures(make)?);
+        Ok(self.backward.get_or_init(|| backward))
+    }
+
+    /// Bytes of workspace for any of the gradients.
+    pub(in crate::conv2d) fn gradient_bytes(&self, plan: &Conv2dPlan) -> Result<usize> {
+        let gradients = self.backward(plan)?;
+        let bytes = [gradients.data_bytes(), gradients.weight_bytes(), gradients.bias_bytes()];
+        Ok(bytes.into_iter().max().unwrap_or(0))
+    }
+
+    /// As [`Gpu::run`], the gradient of x.
+    pub(in crate::conv2d) fn data(
+        &self,
+        plan: &Conv2dPlan,
+        [w, dy]: [&TensorRef<'_>; 2],
+        dx: &mut TensorMut<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let gradients = self.backward(plan)?;
+        let (stream, memory) = workspace.take_on(self.gpu, gradients.data_bytes())?;
+        if dx.layout().is_empty() {
+            return Ok(());
+        }
+        let filter = match turn(w) {
+            Some(w) if gradients.data_is_mirrored() => w.as_ptr(),
+            _ => w.as_ptr(),
+        };
+        // SAFETY: the views were checked against the spec and are on the device.
+        unsafe { gradients.data(stream, filter, dy.as_ptr(), dx.as_mut_ptr(), memory) }
+    }
+
+    /// As [`Gpu::run`], the gradient of the filter.
+    pub(in crate::conv2d) fn weight(
+        &self,
+        plan: &Conv2dPlan,
+        [x, dy]: [&TensorRef<'_>; 2],
+        dw: &mut TensorMut<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let gradients = self.backward(plan)?;
+        let (stream, scratch) = workspace.take_on(self.gpu, gradients.weight_bytes())?;
+        let out = (dw.as_mut_ptr(), &*dw.desc());
+        // SAFETY: the views were checked against the spec and are on the device.
+        unsafe { gradients.weight(stream, x.as_ptr(), dy.as_ptr(), out, scratch) }
+    }
+
+    /// As [`Gpu::run`], the gradient of the bias.
+    pub(in crate::conv2d) fn bias(
+        &self,
+        plan: &Conv2dPlan,
+        dy: &TensorRef<'_>,
+        db: &mut TensorMut<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let gradients = self.backward(plan)?;
+        let (stream, scratch) = workspace.take_on(self.gpu, gradients.bias_bytes())?;
+        let out = (db.as_mut_ptr(), &*db.desc());
+        // SAFETY: the views were checked against the spec and are on the device.
+        unsafe { gradients.bias(stream, dy.as_ptr(), out, scratch) }
+    }
+
+    /// As [`Cpu::data_tile`](super::Cpu::data_tile).
+    pub(in crate::conv2d) fn data_tile(&self, plan: &Conv2dPlan) -> Result<Option<usize>> {
+        Ok(self.backward(plan)?.data_tile())
+    }
+
+    /// As [`Gpu::data_tile`], of the weight gradient.
+    pub(in crate::conv2d) fn weight_tile(&self, plan: &Conv2dPlan) -> Result<Option<usize>> {
+        Ok(self.backward(plan)?.weight_tile())
+    }
+
+    /// Of the gradients of x, the filter and the bias.
+    pub(in crate::conv2d) fn gradient_tolerances(&self, plan: &Conv2dPlan) -> Result<[f64; 3]> {
+        let g = self.backward(plan)?;
+        Ok([g.data_tolerance(), g.weight_tolerance(), g.bias_tolerance()])
+    }
+}

@@ -1,0 +1,118 @@
+//! What computes GELU, on the CPU and on CUDA devices.
+
+use super::spec::HalfMath;
+use super::{Gelu, GeluAlgorithm, GeluConfiguration, GeluPlan, cpu, cuda};
+use crate::cpu::Isa;
+use crate::plan::{Engine, Setup};
+use crate::{Error, Result};
+
+/// On the CPU.
+#[derive(Clone, Debug)]
+pub struct Cpu {
+    pub(super) isa: Isa,
+    pub(super) threads: usize,
+    workspace_bytes: usize,
+}
+
+/// On a CUDA device.
+#[derive(Clone, Debug)]
+pub struct Gpu {
+    /// The compiled kernel.
+    pub(super) forward: cuda::Forward,
+    workspace_bytes: usize,
+}
+
+/// The fastest of some algorithms.
+fn first(algorithms: Vec<GeluAlgorithm>) -> Result<GeluAlgorithm> {
+    algorithms.first().copied().ok_or_else(|| {
+        Error::unsupported(
+            "gelu with half_math native",
+            "it takes f16 or bf16 on CUDA, without bias and gate",
+        )
+    })
+}
+
+impl Engine<Gelu> for Cpu {
+    type Place = Isa;
+
+    fn algorithms(setup: &Setup<'_, Gelu, Isa>) -> Result<Vec<GeluAlgorithm>> {
+        Ok(match setup.spec.half_math {
+            HalfMath::Float => vec![GeluAlgorithm::Cpu],
+            HalfMath::Native => Vec::new(),
+        })
+    }
+
+    fn choose(setup: &Setup<'_, Gelu, Isa>) -> Result<GeluAlgorithm> {
+        first(Self::algorithms(setup)?)
+    }
+
+    fn new(setup: &Setup<'_, Gelu, Isa>, configuration: &GeluConfiguration) -> Result<Self> {
+        setup.require(configuration.algorithm, &Self::algorithms(setup)?)?;
+        let partition = setup.spec.bias.map(|_| cpu::Partition::new(setup.spec.x.shape()));
+        let workspace_bytes = partition.map_or(0, |partition| partition.workspace_bytes());
+        Ok(Cpu { isa: setup.place, threads: setup.threads(), workspace_bytes })
+    }
+
+    fn configuration(&self) -> GeluConfiguration {
+        GeluConfiguration::new(GeluAlgorithm::Cpu)
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        self.workspace_bytes
+    }
+
+    fn explain(&self, _: &GeluPlan) -> String {
+        format!(": one pass in {} vectors on {} threads", self.isa.name(), self.threads)
+    }
+}
+
+impl Engine<Gelu> for Gpu {
+    type Place = u32;
+
+    fn algorithms(setup: &Setup<'_, Gelu, u32>) -> Result<Vec<GeluAlgorithm>> {
+        Ok(cuda::algorithms(setup.spec))
+    }
+
+    fn choose(setup: &Setup<'_, Gelu, u32>) -> Result<GeluAlgorithm> {
+        first(Self::algorithms(setup)?)
+    }
+
+    fn new(setup: &Setup<'_, Gelu, u32>, configuration: &GeluConfiguration) -> Result<Self> {
+        setup.require(configuration.algorithm, &Self::algorithms(setup)?)?;
+        let forward = cuda::Forward::new(setup.place, setup.spec, configuration)?;
+        Ok(Gpu { forward, workspace_bytes: cuda::workspace_bytes(setup.spec) })
+    }
+
+    fn configuration(&self) -> GeluConfiguration {
+        self.forward.configuration()
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        self.workspace_bytes
+    }
+
+    fn explain(&self, _: &GeluPlan) -> String {
+        format!(": one pass, {}", self.forward.explain())
+    }
+
+    fn variants(_: &Setup<'_, Gelu, u32>, algorithm: GeluAlgorithm) -> Vec<GeluConfiguration> {
+        let base = GeluConfiguration::new(algorithm);
+        let blocks = [64, 256, 512, 1024].map(|n| GeluConfiguration { block: Some(n), ..base });
+        let unrolls = [1, 2, 4].map(|n| GeluConfiguration { unroll: Some(n), ..base });
+        [base].into_iter().chain(blocks).chain(unrolls).collect()
+    }
+
+    fn complete(
+        setup: &Setup<'_, Gelu, u32>,
+        configuration: &GeluConfiguration,
+    ) -> Result<GeluConfiguration> {
+        Ok(cuda::complete(setup.place, setup.spec, configuration))
+    }
+
+    /// The bytes, and more of them the less a thread moves at once.
+    fn cost(setup: &Setup<'_, Gelu, u32>, configuration: &GeluConfiguration) -> Result<f64> {
+        let all = Self::algorithms(setup)?;
+        let rank = all.iter().position(|a| *a == configuration.algorithm).unwrap_or(0);
+        Ok(1.0 + 0.2 * rank as f64)
+    }
+}

@@ -1,0 +1,229 @@
+//! What an operator says of itself. Everything around its kernels is written once, in [`Plan`](super::Plan).
+
+use crate::cpu::{Isa, resolve_threads};
+
+use crate::verify::Comparison;
+use crate::{Device, Error, PlanOptions, Result, TensorDesc, TensorMut, TensorRef, Workspace};
+use std::fmt::{Debug, Display};
+use std::str::FromStr;
+
+use super::{Bound, Plan};
+
+/// Most tensors that an operator reads.
+pub const MAX_INPUTS: usize = 6;
+
+/// Views of what a run reads, in the order of [`Operator::INPUTS`]; `None` where there is none.
+pub type Views<'a> = [Option<&'a TensorRef<'a>>; MAX_INPUTS];
+
+/// A tensor that an operator reads.
+pub struct Input<S> {
+    /// As in the specs, arguments and errors.
+    pub name: &'static str,
+    /// What a spec says of it; `None` if the spec has none.
+    pub desc: fn(&S) -> Option<&TensorDesc>,
+}
+
+/// An operator as data: what it reads, how it is configured, and what computes it.
+pub trait Operator: Copy + Debug + Send + Sync + Sized + 'static {
+    /// In reports, errors and keys.
+    const NAME: &'static str;
+    /// What a run reads.
+    const INPUTS: &'static [Input<Self::Spec>];
+    /// What to compute.
+    type Spec: Clone + Debug + Send + Sync;
+    /// The sizes of a spec that was checked.
+    type Problem: Clone + Debug + Send + Sync;
+    /// An algorithm with its parameters.
+    type Configuration: Configuration;
+    /// What a run reads, by name.
+    type Args<'a>: Copy;
+    /// What computes it on the CPU.
+    type Cpu: Engine<Self, Place = Isa>;
+    /// What computes it on CUDA devices.
+    type Gpu: Engine<Self, Place = u32>;
+
+    /// Every check of a spec that needs no data.
+    fn problem(spec: &Self::Spec) -> Result<Self::Problem>;
+
+    /// The arguments in the order of the inputs.
+    fn views<'a>(args: &'a Self::Args<'_>) -> Views<'a>;
+
+    /// Those inputs that are views in these arguments.
+    fn inputs(_: &Self::Args<'_>) -> &'static [Input<Self::Spec>] {
+        Self::INPUTS
+    }
+
+    /// The configuration that was measured for a spec; `None` for the model's.
+    fn tuned(_: &Self::Spec, _: &PlanOptions) -> Result<Option<Self::Configuration>> {
+        Ok(None)
+    }
+}
+
+/// The algorithm of a configuration.
+pub(crate) type Algorithm<O> = <<O as Operator>::Configuration as Configuration>::Algorithm;
+
+/// An algorithm with its parameters; those that are `None` are chosen by the model.
+pub trait Configuration:
+    Copy + PartialEq + Debug + Display + FromStr<Err = Error> + Send + Sync
+{
+    /// How an operator is computed.
+    type Algorithm: Copy
+        + PartialEq
+        + Debug
+        + Display
+        + FromStr<Err = Error>
+        + Send
+        + Sync
+        + 'static;
+
+    /// With the model's parameters.
+    fn of(algorithm: Self::Algorithm) -> Self;
+
+    /// The algorithm.
+    fn algorithm(&self) -> Self::Algorithm;
+
+    /// CPU threads, if they are a parameter.
+    fn threads(&self) -> Option<usize> {
+        None
+    }
+
+    /// Refuses parameters that the algorithm has not, on the device of the options, or cannot run with.
+    fn check(&self, options: &PlanOptions) -> Result<()>;
+}
+
+/// What an engine is made for.
+pub struct Setup<'a, O: Operator, P> {
+    /// What to compute.
+    pub spec: &'a O::Spec,
+    /// Its sizes.
+    pub problem: &'a O::Problem,
+    /// How.
+    pub options: &'a PlanOptions,
+    /// Where: instruction set, or number of the device.
+    pub place: P,
+}
+
+impl<O: Operator, P: Copy> Setup<'_, O, P> {
+    /// Threads that may be used.
+    pub(crate) fn threads(&self) -> usize {
+        resolve_threads(self.options.threads)
+    }
+
+    /// [`Error::Unsupported`] unless an algorithm is one of `supported`.
+    pub(crate) fn require(
+        &self,
+        algorithm: Algorithm<O>,
+        supported: &[Algorithm<O>],
+    ) -> Result<()> {
+        if supported.contains(&algorithm) {
+            return Ok(());
+        }
+        let names: Vec<_> = supported.iter().map(ToString::to_string).collect();
+        Err(Error::unsupported(
+            format!("{} {algorithm} on {}", O::NAME, self.options.device),
+            format!("this spec can be computed by {}", names.join(", ")),
+        ))
+    }
+}
+
+/// What computes an operator on one kind of device: made once for a plan, run many times.
+pub trait Engine<O: Operator>: Sized {
+    /// What tells the places of this kind apart.
+    type Place: Copy;
+
+    /// Every algorithm that can compute a spec, whatever its accuracy, the fastest first.
+    fn algorithms(setup: &Setup<'_, O, Self::Place>) -> Result<Vec<Algorithm<O>>>;
+
+    /// The one that the model chooses.
+    fn choose(setup: &Setup<'_, O, Self::Place>) -> Result<Algorithm<O>> {
+        Self::algorithms(setup)?.first().copied().ok_or_else(|| {
+            let what = format!("{} of this spec on {}", O::NAME, setup.options.device);
+            Error::unsupported(what, "no algorithm computes it there")
+        })
+    }
+
+    /// With this configuration.
+    fn new(setup: &Setup<'_, O, Self::Place>, configuration: &O::Configuration) -> Result<Self>;
+
+    /// The algorithm and all of its parameters.
+    fn configuration(&self) -> O::Configuration;
+
+    /// Scratch memory of its runs.
+    fn workspace_bytes(&self) -> usize;
+
+    /// What follows from the configuration: place, blocking, threads.
+    fn explain(&self, plan: &Plan<O>) -> String;
+
+    /// The algorithms that a search may take.
+    fn candidates(setup: &Setup<'_, O, Self::Place>) -> Result<Vec<Algorithm<O>>> {
+        Self::algorithms(setup)
+    }
+
+    /// Configurations of an algorithm that are worth a try; first the one with the model's parameters.
+    fn variants(_: &Setup<'_, O, Self::Place>, algorithm: Algorithm<O>) -> Vec<O::Configuration> {
+        vec![O::Configuration::of(algorithm)]
+    }
+
+    /// A configuration with the parameters that a plan would have.
+    fn complete(
+        setup: &Setup<'_, O, Self::Place>,
+        configuration: &O::Configuration,
+    ) -> Result<O::Configuration> {
+        Ok(Self::new(setup, configuration)?.configuration())
+    }
+
+    /// Time that the model expects, in any unit.
+    fn cost(_: &Setup<'_, O, Self::Place>, _: &O::Configuration) -> Result<f64> {
+        Ok(1.0)
+    }
+}
+
+/// An operator whose configurations are measured, and whose results can be compared in part.
+pub trait Tuned: Operator {
+    /// What the runs of a search share beside their tensors.
+    type Kept: Default;
+
+    /// The output.
+    fn y(spec: &Self::Spec) -> &TensorDesc;
+
+    /// The spec that stands for `spec` in a search: on dense tensors.
+    fn plain(spec: &Self::Spec, options: &PlanOptions) -> Result<Self::Spec>;
+
+    /// What a plain spec computes, in words and numbers; on the CPU with the number of threads.
+    fn key(spec: &Self::Spec, options: &PlanOptions) -> String;
+
+    /// Between which numbers a search fills an input.
+    fn range(input: &'static str) -> (f64, f64);
+
+    /// The arguments of views in the order of the inputs; those that every spec has are there.
+    fn args<'a>(views: &[Option<TensorRef<'a>>]) -> Self::Args<'a>;
+
+    /// What runs of a plan need that is made before.
+    fn prepare(_: &Bound<'_, Self>, _: &mut Self::Kept, _: &mut Workspace) -> Result<()> {
+        Ok(())
+    }
+
+    /// A run of a plain spec.
+    fn run(
+        bound: &Bound<'_, Self>,
+        kept: &Self::Kept,
+        y: TensorMut<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()>;
+
+    /// `y` of a run against the oracle.
+    fn compare(plan: &Plan<Self>, args: &Self::Args<'_>, y: &TensorRef<'_>) -> Result<Comparison>;
+
+    /// The first and last slices of `y` against the oracle; by default `count` is what a search looks at.
+    fn compare_ends(
+        plan: &Plan<Self>,
+        args: &Self::Args<'_>,
+        y: &TensorRef<'_>,
+        count: Option<usize>,
+    ) -> Result<Comparison>;
+
+    /// False where there is nothing to choose.
+    fn has_choice(_: Device) -> bool {
+        true
+    }
+}

@@ -1,0 +1,281 @@
+//! A spec bound to a device and an algorithm.
+
+use super::checks::Checks;
+use super::operator::{Algorithm, Configuration, Engine, Operator, Setup, Tuned};
+use super::search;
+use crate::cpu::Isa;
+use crate::tensor::{check_device, check_view};
+use crate::tuning::{Report, Search};
+use crate::verify::{Check, Comparison, require};
+use crate::{Device, PlanOptions, Result, TensorRef, Verify, Workspace};
+
+/// A spec that was checked and bound to a device, with an algorithm: made once, run many times. Running it
+/// allocates nothing.
+///
+/// [`GeluPlan`](crate::GeluPlan), [`CausalConv1dPlan`](crate::CausalConv1dPlan),
+/// [`CausalConv1dUpdatePlan`](crate::CausalConv1dUpdatePlan) and [`Conv2dPlan`](crate::Conv2dPlan) are plans.
+#[derive(Clone, Debug)]
+pub struct Plan<O: Operator> {
+    pub(crate) spec: O::Spec,
+    pub(crate) problem: O::Problem,
+    pub(crate) options: PlanOptions,
+    algorithm: Algorithm<O>,
+    pub(crate) backend: Backend<O::Cpu, O::Gpu>,
+}
+
+/// What computes a plan, on the kind of device that it is for.
+#[derive(Clone, Debug)]
+pub enum Backend<C, G> {
+    /// The CPU.
+    Cpu(C),
+    /// A CUDA device.
+    Gpu(G),
+}
+
+/// Calls a function of the engine that an operator has for the device of the options: here, and where a plan
+/// is made, is asked what kind of device that is.
+macro_rules! on_device {
+    ($operator:ident::$function:ident, $spec:expr, $problem:expr, $options:expr $(, $more:expr)*) => {
+        match $options.device {
+            Device::Cpu => {
+                let (spec, problem, options) = ($spec, $problem, $options);
+                let setup = Setup { spec, problem, options, place: Isa::best() };
+                <$operator::Cpu as Engine<$operator>>::$function(&setup $(, $more)*)
+            }
+            Device::Cuda(place) => {
+                let (spec, problem, options) = ($spec, $problem, $options);
+                let setup = Setup { spec, problem, options, place };
+                <$operator::Gpu as Engine<$operator>>::$function(&setup $(, $more)*)
+            }
+        }
+    };
+}
+
+pub(super) use on_device;
+
+/// Calls a method of a plan's engine.
+macro_rules! engine {
+    ($plan:expr, $engine:ident => $value:expr) => {
+        match &$plan.backend {
+            $crate::plan::Backend::Cpu($engine) => $value,
+            $crate::plan::Backend::Gpu($engine) => $value,
+        }
+    };
+}
+
+pub(crate) use engine;
+
+impl<O: Operator> Plan<O> {
+    /// A plan with the configuration that [`PlanOptions::tuning`] gives, among the algorithms that the spec
+    /// allows.
+    ///
+    /// # Errors
+    /// What is wrong with the spec: [`Error::Rank`](crate::Error::Rank), [`Error::Shape`](crate::Error::Shape),
+    /// [`Error::DType`](crate::Error::DType), [`Error::Parameter`](crate::Error::Parameter),
+    /// [`Error::OverlappingOutput`](crate::Error::OverlappingOutput),
+    /// [`Error::SizeOverflow`](crate::Error::SizeOverflow), [`Error::Unsupported`](crate::Error::Unsupported). On CUDA
+    /// [`Error::NoDevice`](crate::Error::NoDevice), and [`Error::Backend`](crate::Error::Backend) if kernels cannot be
+    /// compiled or loaded. With [`Tuning::Search`](crate::Tuning::Search) what running the plan can give.
+    pub fn new(spec: &O::Spec, options: &PlanOptions) -> Result<Self> {
+        let problem = O::problem(spec)?;
+        if let Some(tuned) = O::tuned(spec, options)? {
+            return Self::with_configuration(spec, &tuned, options);
+        }
+        let algorithm = on_device!(O::choose, spec, &problem, options)?;
+        Self::with_algorithm(spec, algorithm, options)
+    }
+
+    /// A plan with an algorithm of the caller's choice, whatever accuracy the spec asks for, and the model's
+    /// parameters.
+    ///
+    /// # Errors
+    /// As [`Plan::new`], and [`Error::Unsupported`](crate::Error::Unsupported) if the algorithm is not one of
+    /// [`Plan::algorithms`].
+    pub fn with_algorithm(
+        spec: &O::Spec,
+        algorithm: <O::Configuration as Configuration>::Algorithm,
+        options: &PlanOptions,
+    ) -> Result<Self> {
+        Self::with_configuration(spec, &O::Configuration::of(algorithm), options)
+    }
+
+    /// A plan with a configuration of the caller's choice, whatever accuracy the spec asks for.
+    ///
+    /// # Errors
+    /// As [`Plan::with_algorithm`], and [`Error::Unsupported`](crate::Error::Unsupported) if the algorithm has not the
+    /// parameters or cannot run with them.
+    pub fn with_configuration(
+        spec: &O::Spec,
+        configuration: &O::Configuration,
+        options: &PlanOptions,
+    ) -> Result<Self> {
+        Self::on_isa(spec, configuration, options, Isa::best())
+    }
+
+    /// As [`Plan::with_configuration`], on the CPU with the instructions of `isa`.
+    pub(crate) fn on_isa(
+        spec: &O::Spec,
+        configuration: &O::Configuration,
+        options: &PlanOptions,
+        isa: Isa,
+    ) -> Result<Self> {
+        let problem = O::problem(spec)?;
+        configuration.check(options)?;
+        let backend = match options.device {
+            Device::Cpu => {
+                let setup = Setup { spec, problem: &problem, options, place: isa };
+                Backend::Cpu(O::Cpu::new(&setup, configuration)?)
+            }
+            Device::Cuda(place) => {
+                let setup = Setup { spec, problem: &problem, options, place };
+                Backend::Gpu(O::Gpu::new(&setup, configuration)?)
+            }
+        };
+        let (spec, options, algorithm) = (spec.clone(), *options, configuration.algorithm());
+        let plan = Plan { spec, problem, options, algorithm, backend };
+        let configuration = plan.configuration();
+        crate::tuning::announce(O::NAME, options.device, &configuration);
+        Ok(plan)
+    }
+
+    /// All algorithms that can compute this spec on a device, whatever accuracy it asks for, the fastest first.
+    /// None if the spec is wrong.
+    pub fn algorithms(
+        spec: &O::Spec,
+        device: Device,
+    ) -> Vec<<O::Configuration as Configuration>::Algorithm> {
+        let Ok(problem) = O::problem(spec) else { return Vec::new() };
+        let options = PlanOptions { device, ..PlanOptions::default() };
+        on_device!(O::algorithms, spec, &problem, &options).unwrap_or_default()
+    }
+
+    /// The algorithm chosen.
+    pub fn algorithm(&self) -> <O::Configuration as Configuration>::Algorithm {
+        self.algorithm
+    }
+
+    /// The algorithm and all of its parameters.
+    pub fn configuration(&self) -> O::Configuration {
+        engine!(self, engine => engine.configuration())
+    }
+
+    /// What it computes.
+    pub fn spec(&self) -> &O::Spec {
+        &self.spec
+    }
+
+    /// Where it runs.
+    pub fn device(&self) -> Device {
+        self.options.device
+    }
+
+    /// Bytes of workspace that its runs need.
+    pub fn workspace_bytes(&self) -> usize {
+        engine!(self, engine => engine.workspace_bytes())
+    }
+
+    /// Configuration, place, blocking and threads or the launch, in one line.
+    pub fn explain(&self) -> String {
+        let how = engine!(self, engine => engine.explain(self));
+        format!("{} by {}{how}", O::NAME, self.configuration())
+    }
+
+    /// Compares what a run reads with the spec.
+    pub(crate) fn check_inputs(&self, args: &O::Args<'_>) -> Result<Checks> {
+        let mut checks = Checks::new(self.options.device);
+        for (input, view) in O::inputs(args).iter().zip(O::views(args)) {
+            checks.read(input.name, view, (input.desc)(&self.spec))?;
+        }
+        Ok(checks)
+    }
+
+    /// As [`Plan::check_inputs`], with the workspace.
+    pub(crate) fn check_run(&self, args: &O::Args<'_>, workspace: &Workspace) -> Result<Checks> {
+        check_device("workspace", workspace.device(), self.options.device)?;
+        self.check_inputs(args)
+    }
+
+    /// Runs, and where the plan verifies compares what was written: `before` is what the oracle needs of what the
+    /// run may overwrite.
+    pub(crate) fn verified<T, W>(
+        &self,
+        written: &mut W,
+        workspace: &mut Workspace,
+        before: impl FnOnce(&W) -> Result<T>,
+        run: impl FnOnce(&mut W, &mut Workspace) -> Result<()>,
+        checks: impl FnOnce(&W, T) -> Result<Vec<Check>>,
+    ) -> Result<()> {
+        if self.options.verify == Verify::Off {
+            return run(written, workspace);
+        }
+        let before = before(written)?;
+        run(written, workspace)?;
+        workspace.synchronize()?;
+        require(&format!("{} {}", O::NAME, self.algorithm), checks(written, before)?)
+    }
+}
+
+impl<O: Tuned> Plan<O> {
+    /// Every configuration that [`Plan::tune`] measures, the model's choice first.
+    ///
+    /// # Errors
+    /// As [`Plan::new`].
+    pub fn configurations(spec: &O::Spec, options: &PlanOptions) -> Result<Vec<O::Configuration>> {
+        search::configurations::<O>(spec, options)
+    }
+
+    /// Measures the configurations on tensors of its own, compares the fastest one's result with the oracle,
+    /// and keeps it for plans with [`Tuning::Cached`](crate::Tuning::Cached). Tensors are dense, with dimensions in the
+    /// spec's order.
+    ///
+    /// # Errors
+    /// As [`Plan::new`], and what running the model's choice can give.
+    pub fn tune(spec: &O::Spec, options: &PlanOptions, search: &Search) -> Result<Report> {
+        search::tune::<O>(spec, options, search)
+    }
+
+    /// Measures these configurations as [`Plan::tune`] does, of which the first is what gains refer to. Nothing
+    /// is kept.
+    ///
+    /// # Errors
+    /// Those of making and running the first, [`Error::Parameter`](crate::Error::Parameter) if there is none.
+    pub fn measure(
+        spec: &O::Spec,
+        options: &PlanOptions,
+        configurations: &[O::Configuration],
+        search: &Search,
+    ) -> Result<Report> {
+        search::measure::<O>(spec, options, configurations, search)
+    }
+
+    /// Compares the output of a run with the f64 oracle. The inputs must not have been overwritten by it.
+    ///
+    /// # Errors
+    /// Those of a run for inputs and `y` that do not fit the spec; for device memory
+    /// [`Error::Backend`](crate::Error::Backend).
+    pub fn compare(&self, args: &O::Args<'_>, y: &TensorRef<'_>) -> Result<Comparison> {
+        self.check_compared(args, y)?;
+        O::compare(self, args, y)
+    }
+
+    /// As [`Plan::compare`], of the first and the last `count` rows or channels only: for results that
+    /// are too large for the oracle.
+    ///
+    /// # Errors
+    /// As [`Plan::compare`].
+    pub fn compare_ends(
+        &self,
+        args: &O::Args<'_>,
+        y: &TensorRef<'_>,
+        count: usize,
+    ) -> Result<Comparison> {
+        self.check_compared(args, y)?;
+        O::compare_ends(self, args, y, Some(count))
+    }
+
+    fn check_compared(&self, args: &O::Args<'_>, y: &TensorRef<'_>) -> Result<()> {
+        self.check_inputs(args)?;
+        check_device("y", y.device(), self.options.device)?;
+        check_view("y", y.desc(), O::y(&self.spec))
+    }
+}

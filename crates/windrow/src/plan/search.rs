@@ -1,0 +1,227 @@
+//! The search among an operator's configurations: which there are, and how they are run and looked at.
+
+use super::operator::{Algorithm, Configuration, Engine, MAX_INPUTS, Operator, Setup, Tuned};
+use super::planned::{Plan, on_device};
+use crate::cpu::{Isa, resolve_threads};
+use crate::tuning::{self, Contest, Report, Search, Tunable, random_input};
+use crate::{Device, Placed, PlanOptions, Result, TensorRef, Tuning, Verify, Workspace};
+
+/// An algorithm that should take this many times as long as the best is tried with the model's parameters only:
+/// others do not make up for so much.
+const HOPELESS: f64 = 2.0;
+
+/// A spec as the search sees it.
+pub(crate) struct Problem<O: Operator> {
+    spec: O::Spec,
+    problem: O::Problem,
+    options: PlanOptions,
+}
+
+impl<O: Tuned> Problem<O> {
+    pub(crate) fn new(spec: &O::Spec, options: &PlanOptions) -> Result<Self> {
+        O::problem(spec)?;
+        let options = PlanOptions { tuning: Tuning::Model, verify: Verify::Off, ..*options };
+        let spec = O::plain(spec, &options)?;
+        Ok(Problem { problem: O::problem(&spec)?, spec, options })
+    }
+
+    fn candidate_algorithms(&self) -> Result<Vec<Algorithm<O>>> {
+        on_device!(O::candidates, &self.spec, &self.problem, &self.options)
+    }
+
+    /// With the parameters that a plan would have, so that two ways of writing the same are one candidate.
+    fn complete(&self, configuration: &O::Configuration) -> Result<O::Configuration> {
+        on_device!(O::complete, &self.spec, &self.problem, &self.options, configuration)
+    }
+}
+
+impl<O: Tuned> Tunable for Problem<O> {
+    type Configuration = O::Configuration;
+
+    fn device(&self) -> Device {
+        self.options.device
+    }
+
+    fn key(&self) -> String {
+        O::key(&self.spec, &self.options)
+    }
+
+    fn candidates(&self) -> Result<Vec<O::Configuration>> {
+        let Problem { spec, problem, options } = self;
+        let of = O::Configuration::of;
+        let mut all = vec![self.complete(&of(on_device!(O::choose, spec, problem, options)?))?];
+        let algorithms = self.candidate_algorithms()?;
+        let costs = algorithms.iter().map(|&algorithm| self.cost(&of(algorithm)));
+        let costs = costs.collect::<Result<Vec<f64>>>()?;
+        let least = costs.iter().copied().fold(f64::INFINITY, f64::min);
+        for (algorithm, cost) in algorithms.into_iter().zip(costs) {
+            let worth = if cost <= HOPELESS * least { usize::MAX } else { 1 };
+            let variants = on_device!(O::variants, spec, problem, options, algorithm);
+            for variant in variants.into_iter().take(worth) {
+                let configuration = self.complete(&variant)?;
+                if !all.contains(&configuration) {
+                    all.push(configuration);
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    fn cost(&self, configuration: &O::Configuration) -> Result<f64> {
+        on_device!(O::cost, &self.spec, &self.problem, &self.options, configuration)
+    }
+
+    fn is_valid(&self, configuration: &O::Configuration) -> bool {
+        let most = resolve_threads(self.options.threads);
+        self.candidate_algorithms().is_ok_and(|all| all.contains(&configuration.algorithm()))
+            && configuration.check(&self.options).is_ok()
+            && configuration.threads().is_none_or(|threads| threads <= most)
+    }
+
+    fn contest<'a>(&'a self, candidates: &'a [O::Configuration]) -> Result<Box<dyn Contest + 'a>> {
+        Ok(Box::new(Runs::new(self, candidates)?))
+    }
+}
+
+/// The configuration that a plan should take; `None` for the model's.
+pub(crate) fn decide<O: Tuned>(
+    spec: &O::Spec,
+    options: &PlanOptions,
+) -> Result<Option<O::Configuration>> {
+    if O::y(spec).layout.is_empty() || !O::has_choice(options.device) {
+        return Ok(None);
+    }
+    tuning::decide(options.device, options.tuning, || Problem::<O>::new(spec, options))
+}
+
+/// Every candidate.
+pub(super) fn configurations<O: Tuned>(
+    spec: &O::Spec,
+    options: &PlanOptions,
+) -> Result<Vec<O::Configuration>> {
+    Problem::<O>::new(spec, options)?.candidates()
+}
+
+/// Measures some configurations.
+pub(super) fn measure<O: Tuned>(
+    spec: &O::Spec,
+    options: &PlanOptions,
+    configurations: &[O::Configuration],
+    how: &Search,
+) -> Result<Report> {
+    tuning::measure(&Problem::<O>::new(spec, options)?, configurations, how)
+}
+
+/// Measures the candidates, and keeps the winner.
+pub(super) fn tune<O: Tuned>(
+    spec: &O::Spec,
+    options: &PlanOptions,
+    how: &Search,
+) -> Result<Report> {
+    tuning::tune(&Problem::<O>::new(spec, options)?, how).map(|(_, report)| report)
+}
+
+/// A candidate's plan and what its runs read.
+pub struct Bound<'a, O: Operator> {
+    /// The plan.
+    pub plan: &'a Plan<O>,
+    /// In the order of [`Operator::INPUTS`].
+    pub inputs: [Option<TensorRef<'a>>; MAX_INPUTS],
+}
+
+impl<'a, O: Tuned> Bound<'a, O> {
+    /// A plan and tensors in the order of [`Operator::INPUTS`].
+    pub fn new(plan: &'a Plan<O>, inputs: &'a [Option<Placed>]) -> Self {
+        let view = |i: usize| Some(inputs.get(i)?.as_ref()?.as_ref());
+        Bound { plan, inputs: std::array::from_fn(view) }
+    }
+
+    /// What a run reads, by name.
+    pub fn args(&self) -> O::Args<'a> {
+        O::args(&self.inputs)
+    }
+}
+
+/// Candidates on tensors of their own, which they share.
+pub(crate) struct Runs<'a, O: Tuned> {
+    problem: &'a Problem<O>,
+    candidates: &'a [O::Configuration],
+    /// Those that were prepared.
+    plans: Vec<Option<Plan<O>>>,
+    kept: O::Kept,
+    workspace: Workspace,
+    inputs: Vec<Option<Placed>>,
+    pub(crate) y: Placed,
+}
+
+/// The plan of a candidate that was prepared. Of the fields, so that the others can be borrowed mutably.
+fn bound<'a, O: Tuned>(
+    plans: &'a [Option<Plan<O>>],
+    inputs: &'a [Option<Placed>],
+    candidate: usize,
+) -> Option<Bound<'a, O>> {
+    Some(Bound::new(plans[candidate].as_ref()?, inputs))
+}
+
+impl<'a, O: Tuned> Runs<'a, O> {
+    pub(crate) fn new(problem: &'a Problem<O>, candidates: &'a [O::Configuration]) -> Result<Self> {
+        let (spec, device) = (&problem.spec, problem.options.device);
+        let inputs = (1..).zip(O::INPUTS).map(|(seed, input)| {
+            let Some(desc) = (input.desc)(spec) else { return Ok(None) };
+            let (low, high) = O::range(input.name);
+            Placed::new(random_input(seed, *desc, low, high)?, device).map(Some)
+        });
+        Ok(Runs {
+            problem,
+            candidates,
+            plans: candidates.iter().map(|_| None).collect(),
+            kept: O::Kept::default(),
+            workspace: Workspace::new(device, 0)?,
+            inputs: inputs.collect::<Result<_>>()?,
+            y: Placed::output(*O::y(spec), device)?,
+        })
+    }
+
+    /// Whether what a candidate has written agrees with the oracle.
+    pub(crate) fn is_right(&self, candidate: usize) -> Result<bool> {
+        let Some(bound) = bound(&self.plans, &self.inputs, candidate) else {
+            return Ok(false);
+        };
+        let y = self.y.as_ref();
+        let comparison = O::compare_ends(bound.plan, &bound.args(), &y, None)?;
+        Ok(comparison.passed() && comparison.count() > 0)
+    }
+}
+
+impl<O: Tuned> Contest for Runs<'_, O> {
+    fn prepare(&mut self, candidate: usize) -> Result<()> {
+        if self.plans[candidate].is_some() {
+            return Ok(());
+        }
+        let Problem { spec, options, .. } = self.problem;
+        let plan = Plan::with_configuration(spec, &self.candidates[candidate], options)?;
+        if plan.workspace_bytes() > self.workspace.len() {
+            self.workspace = Workspace::new(options.device, plan.workspace_bytes())?;
+        }
+        self.plans[candidate] = Some(plan);
+        let Some(bound) = bound(&self.plans, &self.inputs, candidate) else {
+            return Ok(());
+        };
+        O::prepare(&bound, &mut self.kept, &mut self.workspace)
+    }
+
+    fn run(&mut self, candidate: usize, times: usize) -> Result<()> {
+        let Some(bound) = bound(&self.plans, &self.inputs, candidate) else {
+            return Ok(());
+        };
+        for _ in 0..times {
+            O::run(&bound, &self.kept, self.y.as_mut()?, &mut self.workspace)?;
+        }
+        self.workspace.synchronize()
+    }
+
+    fn verify(&mut self, candidate: usize) -> Result<bool> {
+        self.run(candidate, 1)?;
+        self.is_right(candidate)
+    }
+}

@@ -1,0 +1,118 @@
+//! An owned tensor in the memory of a device.
+
+use super::{Tensor, TensorDesc, TensorMut, TensorRef};
+use crate::cuda::{self, DeviceTensor};
+use crate::{Device, Result, Workspace, cpu};
+
+/// A tensor that owns its memory, on the device that plans run on.
+///
+/// ```
+/// use windrow::{Device, Placed, Tensor};
+/// let x = Placed::new(Tensor::from_slice(&[1f32, 2.0], &[2])?, Device::Cpu)?;
+/// assert_eq!(x.as_ref().to_vec::<f32>()?, [1.0, 2.0]);
+/// # Ok::<(), windrow::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Placed(Memory);
+
+#[derive(Debug)]
+enum Memory {
+    Host(Tensor),
+    Device(DeviceTensor),
+}
+
+impl Placed {
+    /// The tensor, or a copy of it on a device.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory), [`Error::NoDevice`](crate::Error::NoDevice),
+    /// [`Error::Backend`](crate::Error::Backend).
+    pub fn new(tensor: Tensor, device: Device) -> Result<Self> {
+        Ok(Placed(match device {
+            Device::Cpu => Memory::Host(tensor),
+            Device::Cuda(index) => {
+                Memory::Device(DeviceTensor::from_host(&tensor.as_ref(), index)?)
+            }
+        }))
+    }
+
+    /// Memory for a result. On a device its bytes are those of NaN, so that an element left out is found.
+    ///
+    /// # Errors
+    /// As [`Placed::new`], and on the CPU as [`Tensor::uninitialised`].
+    pub fn output(desc: TensorDesc, device: Device) -> Result<Self> {
+        Ok(Placed(match device {
+            Device::Cpu => Memory::Host(Tensor::uninitialised(desc)?),
+            Device::Cuda(index) => Memory::Device(DeviceTensor::new(desc, index)?),
+        }))
+    }
+
+    /// Element type, shape and strides.
+    pub fn desc(&self) -> &TensorDesc {
+        match &self.0 {
+            Memory::Host(tensor) => tensor.desc(),
+            Memory::Device(tensor) => tensor.desc(),
+        }
+    }
+
+    /// View for reading.
+    pub fn as_ref(&self) -> TensorRef<'_> {
+        match &self.0 {
+            Memory::Host(tensor) => tensor.as_ref(),
+            Memory::Device(tensor) => tensor.as_ref(),
+        }
+    }
+
+    /// View for writing.
+    ///
+    /// # Errors
+    /// [`Error::OverlappingOutput`](crate::Error::OverlappingOutput) if elements share memory.
+    pub fn as_mut(&mut self) -> Result<TensorMut<'_>> {
+        match &mut self.0 {
+            Memory::Host(tensor) => Ok(tensor.as_mut()),
+            Memory::Device(tensor) => tensor.as_mut(),
+        }
+    }
+
+    /// Copies the bytes of a tensor that lies alike, on so many CPU threads or on the stream of the
+    /// workspace.
+    ///
+    /// # Errors
+    /// [`Error::Backend`](crate::Error::Backend).
+    pub fn copy_from(
+        &mut self,
+        from: &Placed,
+        threads: usize,
+        workspace: &Workspace,
+    ) -> Result<()> {
+        match (&mut self.0, &from.0) {
+            (Memory::Host(to), Memory::Host(from)) => {
+                cpu::copy(threads, from.as_bytes(), to.as_bytes_mut());
+                Ok(())
+            }
+            _ => match workspace.stream() {
+                Some(stream) => cuda::copy(&from.as_ref(), &mut self.as_mut()?, stream),
+                None => Ok(()),
+            },
+        }
+    }
+
+    /// The bytes of the elements, and those between them.
+    pub(crate) fn bytes(&self) -> Result<Vec<u8>> {
+        Ok(match &self.0 {
+            Memory::Host(tensor) => tensor.as_bytes().to_vec(),
+            Memory::Device(tensor) => tensor.to_host()?.as_bytes().to_vec(),
+        })
+    }
+
+    /// The tensor in main memory, once all work on the device is done.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory), [`Error::Backend`](crate::Error::Backend).
+    pub fn into_host(self) -> Result<Tensor> {
+        match self.0 {
+            Memory::Host(tensor) => Ok(tensor),
+            Memory::Device(tensor) => tensor.to_host(),
+        }
+    }
+}
