@@ -66,6 +66,16 @@ impl DType {
     }
 }
 
+/// In matches over element types, those that operators do not compute on. A new type belongs to these or to an arm
+/// of its own: there are no wildcards, so every match asks.
+macro_rules! not_computed {
+    () => {
+        $crate::DType::F64 | $crate::DType::I32 | $crate::DType::I64
+    };
+}
+
+pub(crate) use not_computed;
+
 /// Evaluates an expression with `$t` as the element type that `$dtype` names: one of those that operators
 /// compute on, which specs have checked.
 macro_rules! with_element {

@@ -3,6 +3,7 @@
 use super::choices::{self, Choices};
 #[cfg(all(test, target_os = "linux"))]
 use crate::buffer::guarded::Side;
+use crate::dtype::not_computed;
 use crate::tensor::for_each_offset;
 use crate::{
     DType, Device, Element, Layout, Placed, Result, Tensor, TensorDesc, TensorMut, TensorRef,
@@ -200,11 +201,11 @@ impl Numbers {
         let mut values = Self::parameters(seed, desc, exact);
         let factor = match (self, desc.dtype) {
             (Numbers::Tiny, DType::F16) => 2f64.powi(-15),
-            (Numbers::Tiny, _) => 2f64.powi(-127),
+            (Numbers::Tiny, DType::F32 | DType::BF16 | not_computed!()) => 2f64.powi(-127),
             (Numbers::Large, DType::F16) => 2f64.powi(6),
-            (Numbers::Large, _) => 2f64.powi(60),
+            (Numbers::Large, DType::F32 | DType::BF16 | not_computed!()) => 2f64.powi(60),
             (Numbers::Largest, DType::F16) => 2f64.powi(12),
-            (Numbers::Largest, _) => 2f64.powi(124),
+            (Numbers::Largest, DType::F32 | DType::BF16 | not_computed!()) => 2f64.powi(124),
             (Numbers::Zero, _) => 0.0,
             (Numbers::Ordinary | Numbers::Special, _) => 1.0,
         };

@@ -9,6 +9,7 @@ use super::stencil::Stencil;
 use super::weight_grad::WeightGrad;
 use super::{Gather, tolerance, with_element};
 use crate::cpu::Isa;
+use crate::dtype::not_computed;
 use crate::{DType, TensorMut, TensorRef};
 
 /// How the gradients of a convolution are computed.
@@ -100,7 +101,7 @@ impl Gradients {
             let (x, dy) = (x.as_ptr().cast::<T>(), src.cast::<T>());
             match dw.dtype() {
                 DType::F32 => self.weight.run(x, dy, dst.cast::<f32>(), strides, scratch),
-                _ => self.weight.run(x, dy, dst.cast::<T>(), strides, scratch),
+                DType::F16 | DType::BF16 | not_computed!() => self.weight.run(x, dy, dst.cast::<T>(), strides, scratch),
             }
         });
     }
@@ -114,7 +115,7 @@ impl Gradients {
             let dy = dy.as_ptr().cast::<T>();
             match db.dtype() {
                 DType::F32 => bias_grad(stencil, isa, threads, dy, dst.cast::<f32>(), stride),
-                _ => bias_grad(stencil, isa, threads, dy, dst.cast::<T>(), stride),
+                DType::F16 | DType::BF16 | not_computed!() => bias_grad(stencil, isa, threads, dy, dst.cast::<T>(), stride),
             }
         });
     }
