@@ -109,6 +109,38 @@ def test_gradients_are_decided_each_for_itself(device, wanted, monkeypatch):
 
 
 @each_device
+def test_what_is_remembered_hides_no_option(device, times):
+    times(THEIRS)
+    module = nn.Conv2d(3, 4, 3, padding=1).to(device)
+    patch(nn.ModuleList([module]))
+    x = leaf(1, 3, 6, 6, device=device)
+    for _ in range(3):
+        y = module(x)
+        y.sum().backward()
+    assert module._pytorchs is not None
+    module.activation = "relu"
+    torch.testing.assert_close(module(x), F.relu(y))
+    module.activation, module.padding = None, (0, 0)
+    assert module(x).shape == (1, 4, 4, 4)
+
+
+@each_device
+@pytest.mark.parametrize(("gradient", "is_pytorchs"), [(1.0, False), (100.0, True)])
+def test_a_step_that_gains_little_is_pytorchs(device, gradient, is_pytorchs, monkeypatch):
+    def found(device, contestants):
+        theirs = gradient if _fastest.decisions() else 1.0
+        return {_fastest.PYTORCH: theirs, contestants[1].name: 0.5 if theirs == 1.0 else 2 * theirs}
+
+    monkeypatch.setattr(_fastest, "_times", found)
+    x, weight = leaf(2, 4, 9, 10, device=device), leaf(6, 4, 3, 3, device=device)
+    of = (x, weight, None, ((1, 1), (0, 0), (1, 1), 1), None)
+    for _ in range(2):
+        assert not _conv2d_fastest.is_pytorchs(*of) or _fastest.decisions()
+        conv2d(x, weight, algorithm="fastest").sum().backward()
+    assert _conv2d_fastest.is_pytorchs(*of) == is_pytorchs
+
+
+@each_device
 @each_winner
 @pytest.mark.parametrize("image", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("filters", [torch.contiguous_format, torch.channels_last])

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windrow import _native
-from windrow.torch._fastest import PYTORCH, Contestant, Problem, chosen, decide
+from windrow.torch._fastest import PYTORCH, Contestant, Problem, chosen, decide, is_worth_it
 from windrow.torch._gelu import gelu
 
 ACTIVATIONS = {
@@ -132,8 +132,8 @@ def is_pytorchs(
     options: Options,
     accuracy: str | None,
 ) -> bool:
-    """True if it was decided that PyTorch computes this, and all gradients that are wanted: then the
-    whole call can be PyTorch's own."""
+    """True if PyTorch computes this and all gradients that are wanted, because it is faster at each of them
+    or because ours would gain too little in all: then the whole call can be PyTorch's own."""
     if type(x) is not Tensor or type(weight) not in (nn.Parameter, Tensor) or x.dim() != 4:
         return False
     if torch._C._len_torch_dispatch_stack() > 0:
@@ -149,7 +149,7 @@ def is_pytorchs(
         modes.append(_OF_INPUT)
     if of_filter:
         modes.append(_mode_of_filter(bias is not None and bias.requires_grad))
-    return all(chosen(mode, problem) == PYTORCH for mode in modes)
+    return not is_worth_it(modes, problem, x.device)
 
 
 def layer(

@@ -20,6 +20,10 @@ PYTORCH = "PyTorch"
 
 # Ours has to take at most this share of PyTorch's time: what is closer is decided by chance.
 _SHARE = 0.97
+# What a layer's step of training has to gain on CUDA before any part of it is ours: so long the way to our
+# operator and back through autograd keeps the interpreter beyond PyTorch's own. A step whose kernels wait
+# for the interpreter gains nothing from faster ones.
+_STEP_SECONDS = 1e-4
 
 # `sizes`, what a problem is beside them, and the layer: hashed on each call, so plain tuples.
 Problem = tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
@@ -46,10 +50,12 @@ class Decision:
     choice: str
     why: str
     is_measured: bool = True
+    # Of PyTorch, and of the best of ours; None where one of them cannot.
+    seconds: tuple[float, float] | None = None
 
 
-# By mode and problem. Of more than so many the oldest go.
-_decisions: dict[tuple[str, Problem], Decision] = {}
+# By problem, which takes its time to hash, and mode. Of more problems than so many the oldest go.
+_decisions: dict[Problem, dict[str, Decision]] = {}
 _DECISIONS = 4096
 # So many sizes of a layer are measured; others follow the nearest of these. Else a program whose
 # images have a new size each time would measure all the time.
@@ -60,13 +66,31 @@ _measuring = threading.Lock()
 
 def chosen(mode: str, problem: Problem) -> str | None:
     """Who computes this, if that was decided."""
-    decision = _decisions.get((mode, problem))
+    decision = _decisions.get(problem, {}).get(mode)
     return None if decision is None else decision.choice
+
+
+def is_worth_it(modes: list[str], problem: Problem, device: torch.device) -> bool:
+    """Whether any of the parts of a step had better be ours. True as long as one is not decided."""
+    gained = whole = 0.0
+    decided = _decisions.get(problem, {})
+    for mode in modes:
+        decision = decided.get(mode)
+        if decision is None:
+            return True
+        if decision.choice != PYTORCH and decision.seconds is None:
+            return True
+        theirs, ours = decision.seconds or (0.0, 0.0)
+        whole += theirs
+        if decision.choice != PYTORCH:
+            gained += theirs - ours
+    least = _STEP_SECONDS if device.type == "cuda" and len(modes) > 1 else 0.0
+    return gained > max(least, (1 - _SHARE) * whole)
 
 
 def decisions() -> list[Decision]:
     """All of them, the oldest first."""
-    return list(_decisions.values())
+    return [decision for of_modes in list(_decisions.values()) for decision in list(of_modes.values())]
 
 
 def decide(
@@ -88,9 +112,9 @@ def decide(
             decision = _contest(mode, problem, device, pytorch, ours)
         finally:
             _measuring.release()
-    while len(_decisions) >= _DECISIONS:
+    while len(_decisions) >= _DECISIONS and problem not in _decisions:
         _decisions.pop(next(iter(_decisions)), None)
-    _decisions[mode, problem] = decision
+    _decisions.setdefault(problem, {})[mode] = decision
     return decision.choice
 
 
@@ -104,7 +128,7 @@ def _like_the_nearest(mode: str, problem: Problem) -> Decision | None:
     elements = sizes[0].numel()
     nearest = min(others, key=lambda d: abs(d.problem[0][0].numel() - elements))
     why = f"as for {list(nearest.problem[0][0])}"
-    return Decision(mode, problem, nearest.choice, why, is_measured=False)
+    return Decision(mode, problem, nearest.choice, why, is_measured=False, seconds=nearest.seconds)
 
 
 def _contest(
@@ -130,11 +154,12 @@ def _contest(
     if failure is not None:
         return Decision(mode, problem, mine.name, f"{PYTORCH}: {failure}")
     times = _times(device, [Contestant(PYTORCH, pytorch), mine])
-    choice = mine.name if times[mine.name] <= _SHARE * times[PYTORCH] else PYTORCH
+    seconds = times[PYTORCH], times[mine.name]
+    choice = mine.name if seconds[1] <= _SHARE * seconds[0] else PYTORCH
     if choice == PYTORCH and mine.forget is not None:
         mine.forget()
     why = [f"{name} {1e3 * seconds:.3g} ms" for name, seconds in times.items()] + why
-    return Decision(mode, problem, choice, ", ".join(why))
+    return Decision(mode, problem, choice, ", ".join(why), seconds=seconds)
 
 
 def _first_that_runs(

@@ -59,7 +59,8 @@ def patch(model: nn.Module) -> PatchReport:
 
     A convolution that was swapped is computed by Windrow or by PyTorch's own operator, whichever is
     faster: each of them is run a few times when a problem (sizes, types, layouts) first comes, and so
-    is each gradient. Windrow's may need at most a tenth more memory than PyTorch alone.
+    is each gradient. Windrow's may need at most a tenth more memory than PyTorch alone. Where all that is
+    Windrow's in a step of training would gain too little, the whole step is PyTorch's.
     """
     report = PatchReport(model)
     for name, module in model.named_modules():
