@@ -41,6 +41,11 @@ pub use windrow::{Accuracy, Activation, Approximate, Conv2dParams};
 
 use candle_core::{Result, Tensor};
 
+/// The README's program, as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
 /// Windrow's operators on candle's tensors. Those that candle has too bear `windrow_` in their names.
 pub trait TensorExt {
     /// GELU of each element, exact or in its tanh form; see [`windrow::GeluSpec`].

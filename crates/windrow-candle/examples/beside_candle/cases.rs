@@ -8,7 +8,7 @@ use windrow_candle::{
     nn,
 };
 
-const LAYERS: &str = include_str!("../../../../benchmarks/layers/cnn18.csv");
+const LAYERS: &str = include_str!("../../../windrow-cli/assets/cnn18.csv");
 /// Channels of the convolution in a Mamba-2 or Qwen3-Next layer.
 const D: usize = 6144;
 const WIDTH: usize = 4;

@@ -6,7 +6,7 @@ use serde::Deserialize;
 use std::path::Path;
 
 /// The 18 layers that ship with the command.
-const CNN18: &str = include_str!("../../../../benchmarks/layers/cnn18.csv");
+const CNN18: &str = include_str!("../../assets/cnn18.csv");
 
 /// A 3x3 convolution, stride 1, no padding.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
