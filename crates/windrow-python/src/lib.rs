@@ -4,7 +4,6 @@
 mod array;
 mod call;
 mod causal_conv1d;
-mod command;
 mod conv2d;
 mod dlpack;
 mod error;
@@ -12,6 +11,7 @@ mod gelu;
 mod openmp;
 mod output;
 mod torch;
+mod verify;
 
 use pyo3::prelude::*;
 
@@ -21,8 +21,6 @@ mod _native {
     use super::causal_conv1d::{
         causal_conv1d, causal_conv1d_backward, causal_conv1d_update, causal_conv1d_update_if_plain,
     };
-    #[pymodule_export]
-    use super::command::command;
     #[pymodule_export]
     use super::conv2d::{
         Conv2dPlan, FilterCache, PackedWeights, conv2d, conv2d_backward, conv2d_backward_bytes,
@@ -38,6 +36,8 @@ mod _native {
     use super::output::Tensor;
     #[pymodule_export]
     use super::torch::is_plain;
+    #[pymodule_export]
+    use super::verify::{Case, devices, verification_cases};
 
     #[pymodule_export]
     #[expect(non_upper_case_globals, reason = "Python's name")]

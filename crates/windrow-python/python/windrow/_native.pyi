@@ -1,9 +1,11 @@
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final, overload
 
 class Array(Protocol):
     """Any array with DLPack, in main memory or on a CUDA device."""
 
-    def __dlpack__(self, **kwargs: Any) -> Any: ...
+    # Libraries differ in the keywords that they take; none is required.
+    def __dlpack__(self) -> Any: ...
     def __dlpack_device__(self) -> tuple[Any, Any]: ...
 
 A = TypeVar("A", bound=Array)
@@ -11,7 +13,7 @@ Activation: TypeAlias = Literal[
     "identity", "none", "relu", "silu", "swish", "gelu", "gelu_tanh"
 ]
 Accuracy: TypeAlias = Literal["exact", "fp32", "tf32", "half"]
-Pair: TypeAlias = int | tuple[int, int]
+Pair: TypeAlias = int | Sequence[int]
 
 __version__: str
 
@@ -30,8 +32,9 @@ def gelu(
     """`gelu(x + bias) * gate`.
 
     x, gate: one shape, f32, f16 or bf16, any strides. bias: [last dimension of x], f32 or x's type.
-    `approximate`: "none" is `0.5 x erfc(-x / sqrt 2)`, "tanh" the usual approximation by tanh.
-    `out` may be `x`: then the work is done in place.
+    approximate: "none" is `0.5 x erfc(-x / sqrt 2)`, "tanh" the usual approximation by tanh.
+    out: written in place and returned; it may be `x`. device: where arrays in main memory are worked
+    on.
 
     Raises ValueError for shapes that do not match or an `out` that overlaps an input otherwise,
     TypeError for other element types.
@@ -55,11 +58,13 @@ def causal_conv1d(
 
     x: [b, d, l], f32, f16 or bf16, any strides (channel-last is a stride pattern).
     weight: [d, width], or [d_out, d_in, width] for a dense convolution; bias: [d]; each f32 or x's
-    type. Sequences packed into one row are told apart by `seq_idx` [b, l] i32 (negative: padding,
+    type. activation: None, "relu", "silu", "gelu" or "gelu_tanh".
+    Sequences packed into one row are told apart by `seq_idx` [b, l] i32 (negative: padding,
     gives zeros) or by `cu_seqlens` [sequences + 1] i32 or i64 with b = 1.
     initial_states: [b or sequences, d, width - 1], what comes before each sequence; else zeros.
     With `return_final_states` the result is `(y, final_states)`, final_states like
     initial_states.
+    out: written in place and returned. device: where arrays in main memory are worked on.
 
     Raises ValueError, TypeError (element types), IndexError (`cu_seqlens` that does not fit).
     """
@@ -78,6 +83,20 @@ def causal_conv1d(
     out: A | None = None,
     device: str | None = None,
 ) -> tuple[A, A]: ...
+@overload
+def causal_conv1d(
+    x: A,
+    weight: Array,
+    bias: Array | None = None,
+    *,
+    activation: Activation | None = None,
+    seq_idx: Array | None = None,
+    cu_seqlens: Array | None = None,
+    initial_states: Array | None = None,
+    return_final_states: bool,
+    out: A | None = None,
+    device: str | None = None,
+) -> A | tuple[A, A]: ...
 def causal_conv1d_backward(
     dy: A,
     dfinal_states: Array | None,
@@ -108,7 +127,8 @@ def causal_conv1d_update(
     oldest first; with `cache_seqlens` [b] i32 a ring buffer whose next position is
     `cache_seqlens % state_len`. With `conv_state_indices` [b] i32 conv_state is a pool
     [entries, d, state_len] and row i works on entry `conv_state_indices[i]`; negative: the row is
-    padding, its result is zero.
+    padding, its result is zero. weight, bias, activation, out and device are those of
+    `causal_conv1d`.
 
     Raises ValueError, TypeError (element types), IndexError (an entry that is not in the pool).
     """
@@ -142,9 +162,12 @@ def conv2d(
     inside `accuracy` (default "fp32").
 
     x: [n, c, h, w], f32, f16 or bf16, any strides; the result [n, k, oh, ow] is channels-last if x
-    is. weight: [k, c / groups, r, s] of x's type; bias: [k], f32 or x's type. `algorithm` names one
-    of `Conv2dPlan.algorithms`. `filters` is for `windrow.torch`: where packed forms are kept, and
-    whether the filter is trusted to stay as it is.
+    is. weight: [k, c / groups, r, s] of x's type; bias: [k], f32 or x's type.
+    stride, padding, dilation: a number, or one for each direction.
+    activation: None, "relu", "silu", "gelu" or "gelu_tanh", applied to the result.
+    accuracy: "exact" (no Winograd), "fp32", "tf32" or "half".
+    algorithm: one of `Conv2dPlan.algorithms`; None lets the planner choose.
+    out: written in place and returned. device: where arrays in main memory are worked on.
 
     Raises ValueError, TypeError (element types), NotImplementedError (an algorithm that cannot do
     it).
@@ -206,7 +229,10 @@ def use_openmp(gomp_parallel: int) -> None: ...
 
 @final
 class Conv2dPlan:
-    """A convolution with its algorithm chosen, for arrays like those it was made from."""
+    """A convolution with its algorithm chosen, for arrays like those it was made from.
+
+    The arguments are those of `conv2d`; of the arrays only types, shapes and strides are read.
+    """
 
     def __init__(
         self,
@@ -244,7 +270,7 @@ class Conv2dPlan:
         *,
         out: A | None = None,
     ) -> A:
-        """Runs the convolution."""
+        """Runs the convolution; `weight` is an array, or what `pack` returned."""
 
 @final
 class PackedWeights:
@@ -279,5 +305,19 @@ class Tensor:
     ) -> Any: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
-def command(args: list[str]) -> int:
-    """Runs the command `windrow ARGS` of this process; returns its exit status."""
+@final
+class Case:
+    """One case of an operator, for comparison with its f64 oracle."""
+
+    @property
+    def kind(self) -> tuple[str, str, str, str]:
+        """Operator, algorithm, element type and layout."""
+    def __call__(self) -> list[tuple[str, int, int, float]]:
+        """Runs it: for each thing that is compared its name, the elements, how many are errors, and
+        the largest absolute error."""
+
+def verification_cases(device: str) -> list[Case]:
+    """Every case of every operator that a device can run."""
+
+def devices() -> list[tuple[str, str]]:
+    """The devices that can be used, by the names that `device` takes, with a description."""
