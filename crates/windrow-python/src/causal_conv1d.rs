@@ -70,9 +70,19 @@ impl<'py> Inputs<'py> {
     }
 }
 
-/// causal_conv1d(x, weight, bias=None, *, activation=None, seq_idx=None, cu_seqlens=None, initial_states=None, return_final_states=False, out=None, device=None)
+/// `y[b,d,t] = act(bias[d] + sum_k weight[d,k] x[b,d,t-(width-1)+k])`.
 ///
-/// Causal convolution along the last dimension; see the type stub.
+/// x: [b, d, l], f32, f16 or bf16, any strides (channel-last is a stride pattern).
+/// weight: [d, width], or [d_out, d_in, width] for a dense convolution; bias: [d]; each f32 or x's
+/// type. activation: None, "relu", "silu", "gelu" or "gelu_tanh".
+/// Sequences packed into one row are told apart by `seq_idx` [b, l] i32 (negative: padding,
+/// gives zeros) or by `cu_seqlens` [sequences + 1] i32 or i64 with b = 1.
+/// initial_states: [b or sequences, d, width - 1], what comes before each sequence; else zeros.
+/// With `return_final_states` the result is `(y, final_states)`, final_states like
+/// initial_states.
+/// out: written in place and returned. device: where arrays in main memory are worked on.
+///
+/// Raises ValueError, TypeError (element types), IndexError (`cu_seqlens` that does not fit).
 #[pyfunction]
 #[pyo3(signature = (x, weight, bias=None, *, activation=None, seq_idx=None, cu_seqlens=None,
                     initial_states=None, return_final_states=false, out=None,
@@ -168,9 +178,16 @@ pub(crate) fn causal_conv1d_backward<'py>(
     ])
 }
 
-/// causal_conv1d_update(x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None, *, out=None, device=None)
+/// The next step, or steps, of a causal convolution; `conv_state` is updated in place.
 ///
-/// One or more steps of a causal convolution whose past is in `conv_state`; see the type stub.
+/// x: [b, d] or [b, d, l]. conv_state: [b, d, state_len >= width - 1] of x's type, the latest inputs,
+/// oldest first; with `cache_seqlens` [b] i32 a ring buffer whose next position is
+/// `cache_seqlens % state_len`. With `conv_state_indices` [b] i32 conv_state is a pool
+/// [entries, d, state_len] and row i works on entry `conv_state_indices[i]`; negative: the row is
+/// padding, its result is zero. weight, bias, activation, out and device are those of
+/// `causal_conv1d`.
+///
+/// Raises ValueError, TypeError (element types), IndexError (an entry that is not in the pool).
 #[pyfunction]
 #[pyo3(signature = (x, conv_state, weight, bias=None, activation=None, cache_seqlens=None,
                     conv_state_indices=None, *, out=None, device=None))]

@@ -4,8 +4,9 @@ use crate::array::{Array, desc, view};
 use crate::call::{PlanCache, RELEASE, run, word, word_or_default};
 use crate::error::IntoPy;
 use crate::output::{Output, like};
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::{PyInt, PyString};
 use std::sync::Arc;
 use windrow::{
     Accuracy, Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dSpec, Device, Filter, PlanOptions,
@@ -29,42 +30,71 @@ fn make_plan(
 
 /// A number for both directions, or one for each.
 #[derive(FromPyObject)]
-pub(crate) enum Pair {
+pub(crate) enum Pair<'py> {
     Both(usize),
     Each([usize; 2]),
+    /// Not that: an error, which names the argument.
+    Other(Bound<'py, PyAny>),
 }
 
-impl From<Pair> for [usize; 2] {
-    fn from(pair: Pair) -> Self {
-        match pair {
-            Pair::Both(n) => [n, n],
-            Pair::Each(n) => n,
+impl Pair<'_> {
+    fn each(self, arg: &str) -> PyResult<[usize; 2]> {
+        match self {
+            Pair::Both(n) => Ok([n, n]),
+            Pair::Each(n) => Ok(n),
+            Pair::Other(given) => Err(no_number(arg, &given, "an int, or one for each direction")),
         }
     }
+
+    /// Where there is but one number to give.
+    fn single(self, py: Python<'_>, arg: &str) -> PyResult<usize> {
+        let given = match self {
+            Pair::Both(n) => return Ok(n),
+            Pair::Each(n) => n.into_pyobject(py)?,
+            Pair::Other(given) => return Err(no_number(arg, &given, "an int")),
+        };
+        Err(no_number(arg, &given, "an int"))
+    }
+}
+
+fn no_number(arg: &str, given: &Bound<'_, PyAny>, expected: &str) -> PyErr {
+    let shown = given.repr().map(|r| r.to_string()).unwrap_or_default();
+    let is_int = |value: &Bound<'_, PyAny>| value.is_instance_of::<PyInt>();
+    let items = given.extract::<Vec<Bound<'_, PyAny>>>().unwrap_or_default();
+    if is_int(given) || (items.len() == 2 && items.iter().all(is_int)) {
+        let expected = if shown.contains('-') { "no negative number" } else { "a smaller number" };
+        return PyValueError::new_err(format!("`{arg}` is {shown}, expected {expected}"));
+    }
+    let message = format!("`{arg}` is {shown}, expected {expected}");
+    if given.is_instance_of::<PyString>() || items.iter().all(is_int) && !items.is_empty() {
+        return PyValueError::new_err(message);
+    }
+    PyTypeError::new_err(message)
 }
 
 /// The options that all functions of this module take.
 fn params(
-    [stride, padding, dilation]: [Pair; 3],
-    groups: usize,
+    py: Python<'_>,
+    [stride, padding, dilation]: [Pair<'_>; 3],
+    groups: Pair<'_>,
     activation: Option<&str>,
     accuracy: Option<&str>,
 ) -> PyResult<Conv2dParams> {
     Ok(Conv2dParams {
-        stride: stride.into(),
-        padding: padding.into(),
-        dilation: dilation.into(),
-        groups,
+        stride: stride.each("stride")?,
+        padding: padding.each("padding")?,
+        dilation: dilation.each("dilation")?,
+        groups: groups.single(py, "groups")?,
         activation: word_or_default(activation)?,
         accuracy: word_or_default::<Accuracy>(accuracy)?,
     })
 }
 
-/// Filters packed for the algorithm of a [`Conv2dPlan`].
+/// A filter packed by `Conv2dPlan.pack`.
 #[pyclass(module = "windrow", frozen)]
 pub(crate) struct PackedWeights(windrow::PackedWeights);
 
-/// The packed forms of one filter, by content: [`windrow::FilterCache`].
+/// The packed forms of one filter, right by its content.
 #[pyclass(module = "windrow._native", frozen)]
 #[derive(Default)]
 pub(crate) struct FilterCache(windrow::FilterCache);
@@ -125,23 +155,35 @@ fn work(spec: &Conv2dSpec) -> usize {
     [&spec.x, &spec.w, &spec.y].map(|t| t.layout.len()).into_iter().max().unwrap_or(0)
 }
 
-/// conv2d(x, weight, bias=None, *, stride=1, padding=0, dilation=1, groups=1, activation=None, accuracy=None, algorithm=None, out=None, device=None)
+/// Two-dimensional convolution, by Winograd where filter and stride allow and the error stays
+/// inside `accuracy` (default "fp32").
 ///
-/// Two-dimensional convolution; see the type stub.
+/// x: [n, c, h, w], f32, f16 or bf16, any strides; the result [n, k, oh, ow] is channels-last if x
+/// is. weight: [k, c / groups, r, s] of x's type; bias: [k], f32 or x's type.
+/// stride, padding, dilation: a number, or one for each direction.
+/// activation: None, "relu", "silu", "gelu" or "gelu_tanh", applied to the result.
+/// accuracy: "exact" (no Winograd), "fp32", "tf32" or "half".
+/// algorithm: one of `Conv2dPlan.algorithms`; None lets the planner choose.
+/// out: written in place and returned. device: where arrays in main memory are worked on.
+///
+/// Raises ValueError, TypeError (element types), NotImplementedError (an algorithm that cannot do
+/// it).
 #[pyfunction]
 #[pyo3(signature = (x, weight, bias=None, *, stride=Pair::Both(1), padding=Pair::Both(0),
-                    dilation=Pair::Both(1), groups=1, activation=None, accuracy=None,
-                    algorithm=None, out=None, device=None, filters=None))]
+                    dilation=Pair::Both(1), groups=Pair::Both(1), activation=None, accuracy=None,
+                    algorithm=None, out=None, device=None, filters=None),
+       text_signature = "(x, weight, bias=None, *, stride=1, padding=0, dilation=1, groups=1, \
+                         activation=None, accuracy=None, algorithm=None, out=None, device=None)")]
 #[expect(clippy::too_many_arguments, reason = "a Python signature")]
 pub(crate) fn conv2d<'py>(
     py: Python<'py>,
     x: &Bound<'py, PyAny>,
     weight: &Bound<'py, PyAny>,
     bias: Option<&Bound<'py, PyAny>>,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
-    groups: usize,
+    stride: Pair<'_>,
+    padding: Pair<'_>,
+    dilation: Pair<'_>,
+    groups: Pair<'_>,
     activation: Option<&str>,
     accuracy: Option<&str>,
     algorithm: Option<&str>,
@@ -149,7 +191,7 @@ pub(crate) fn conv2d<'py>(
     device: Option<&str>,
     filters: Option<(PyRef<'py, FilterCache>, bool)>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let params = params([stride, padding, dilation], groups, activation, accuracy)?;
+    let params = params(py, [stride, padding, dilation], groups, activation, accuracy)?;
     let algorithm = algorithm.map(word).transpose()?;
     let device = device.map(word).transpose()?;
     let x = Array::import_on("x", x, device)?;
@@ -183,15 +225,15 @@ pub(crate) fn conv2d_bytes<'py>(
     x: &Bound<'py, PyAny>,
     weight: &Bound<'py, PyAny>,
     bias: Option<&Bound<'py, PyAny>>,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
-    groups: usize,
+    stride: Pair<'_>,
+    padding: Pair<'_>,
+    dilation: Pair<'_>,
+    groups: Pair<'_>,
     activation: Option<&str>,
     accuracy: Option<&str>,
     is_kept: bool,
 ) -> PyResult<(usize, usize)> {
-    let params = params([stride, padding, dilation], groups, activation, accuracy)?;
+    let params = params(py, [stride, padding, dilation], groups, activation, accuracy)?;
     let x = Array::import("x", x)?;
     let weight = Array::import("weight", weight)?;
     let mut spec = Conv2dSpec::new(x.desc, weight.desc, &params).py()?;
@@ -212,14 +254,14 @@ pub(crate) fn conv2d_backward<'py>(
     x: &Bound<'py, PyAny>,
     weight: &Bound<'py, PyAny>,
     bias: Option<&Bound<'py, PyAny>>,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
-    groups: usize,
+    stride: Pair<'_>,
+    padding: Pair<'_>,
+    dilation: Pair<'_>,
+    groups: Pair<'_>,
     accuracy: Option<&str>,
     needs: (bool, bool, bool),
 ) -> PyResult<[Option<Bound<'py, PyAny>>; 3]> {
-    let params = params([stride, padding, dilation], groups, None, accuracy)?;
+    let params = params(py, [stride, padding, dilation], groups, None, accuracy)?;
     let dy = Array::import("dy", dy)?;
     let x = Array::import("x", x)?;
     let weight = Array::import("weight", weight)?;
@@ -261,13 +303,13 @@ pub(crate) fn conv2d_backward_bytes<'py>(
     dy: &Bound<'py, PyAny>,
     x: &Bound<'py, PyAny>,
     weight: &Bound<'py, PyAny>,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
-    groups: usize,
+    stride: Pair<'_>,
+    padding: Pair<'_>,
+    dilation: Pair<'_>,
+    groups: Pair<'_>,
     accuracy: Option<&str>,
 ) -> PyResult<usize> {
-    let params = params([stride, padding, dilation], groups, None, accuracy)?;
+    let params = params(py, [stride, padding, dilation], groups, None, accuracy)?;
     let dy = Array::import("dy", dy)?;
     let x = Array::import("x", x)?;
     let weight = Array::import("weight", weight)?;
@@ -292,9 +334,9 @@ fn backward_plans(
     Ok((plan(like(x)?)?, plan(x.desc)?))
 }
 
-/// Conv2dPlan(x, weight, bias=None, *, stride=1, padding=0, dilation=1, groups=1, activation=None, accuracy=None, algorithm=None, device=None)
+/// A convolution with its algorithm chosen, for arrays like those it was made from.
 ///
-/// A convolution with its algorithm chosen; see the type stub.
+/// The arguments are those of `conv2d`; of the arrays only types, shapes and strides are read.
 #[pyclass(module = "windrow", frozen)]
 pub(crate) struct Conv2dPlan {
     plan: windrow::Conv2dPlan,
@@ -305,24 +347,26 @@ pub(crate) struct Conv2dPlan {
 impl Conv2dPlan {
     #[new]
     #[pyo3(signature = (x, weight, bias=None, *, stride=Pair::Both(1), padding=Pair::Both(0),
-                        dilation=Pair::Both(1), groups=1, activation=None, accuracy=None,
-                        algorithm=None, device=None))]
+                        dilation=Pair::Both(1), groups=Pair::Both(1), activation=None, accuracy=None,
+                        algorithm=None, device=None),
+           text_signature = "(x, weight, bias=None, *, stride=1, padding=0, dilation=1, groups=1, \
+                             activation=None, accuracy=None, algorithm=None, device=None)")]
     #[expect(clippy::too_many_arguments, reason = "a Python signature")]
     fn new(
         py: Python<'_>,
         x: &Bound<'_, PyAny>,
         weight: &Bound<'_, PyAny>,
         bias: Option<&Bound<'_, PyAny>>,
-        stride: Pair,
-        padding: Pair,
-        dilation: Pair,
-        groups: usize,
+        stride: Pair<'_>,
+        padding: Pair<'_>,
+        dilation: Pair<'_>,
+        groups: Pair<'_>,
         activation: Option<&str>,
         accuracy: Option<&str>,
         algorithm: Option<&str>,
         device: Option<&str>,
     ) -> PyResult<Self> {
-        let params = params([stride, padding, dilation], groups, activation, accuracy)?;
+        let params = params(py, [stride, padding, dilation], groups, activation, accuracy)?;
         let algorithm = algorithm.map(word).transpose()?;
         let x = Array::import("x", x)?;
         let weight = Array::import("weight", weight)?;
@@ -364,7 +408,7 @@ impl Conv2dPlan {
         Ok(PackedWeights(pack(py, &self.plan, &weight)?))
     }
 
-    /// Runs the convolution; `weight` is an array or what `pack` returned.
+    /// Runs the convolution; `weight` is an array, or what `pack` returned.
     #[pyo3(signature = (x, weight, bias=None, *, out=None))]
     fn __call__<'py>(
         &self,

@@ -24,7 +24,8 @@ impl<T> IntoPy<T> for windrow::Result<T> {
     }
 }
 
-pub(crate) fn exception(error: Error) -> PyErr {
+pub(crate) fn exception(mut error: Error) -> PyErr {
+    name_as_in_python(&mut error);
     let message = error.to_string();
     match error {
         Error::DType { .. } => PyTypeError::new_err(message),
@@ -40,7 +41,35 @@ pub(crate) fn exception(error: Error) -> PyErr {
         | Error::OutOfBounds { .. }
         | Error::Parameter { .. }
         | Error::SizeOverflow { .. }
+        | Error::WorkspaceTooSmall { .. }
+        | Error::ForeignPack { .. }
         | Error::WrongDevice { .. } => PyValueError::new_err(message),
         _ => PyRuntimeError::new_err(message),
+    }
+}
+
+/// Gives arguments the names that the functions here have for them.
+fn name_as_in_python(error: &mut Error) {
+    let rename = |name: &mut &'static str| match *name {
+        "y" => *name = "out",
+        "w" => *name = "weight",
+        _ => {}
+    };
+    match error {
+        Error::Rank { arg, .. }
+        | Error::Shape { arg, .. }
+        | Error::DType { arg, .. }
+        | Error::Strides { arg, .. }
+        | Error::OverlappingOutput { arg, .. }
+        | Error::OutOfBounds { arg, .. }
+        | Error::Index { arg, .. }
+        | Error::ForeignPack { arg, .. }
+        | Error::WrongDevice { arg, .. } => rename(arg),
+        Error::Parameter { name, .. } => rename(name),
+        Error::Aliasing { output, input, .. } => {
+            rename(output);
+            rename(input);
+        }
+        _ => {}
     }
 }

@@ -20,9 +20,15 @@ fn spec(
     Ok(GeluSpec { y, bias: desc(bias), gate: desc(gate), ..spec })
 }
 
-/// gelu(x, bias=None, gate=None, *, approximate="none", out=None, device=None)
+/// `gelu(x + bias) * gate`.
 ///
-/// `gelu(x + bias) * gate`; see the type stub.
+/// x, gate: one shape, f32, f16 or bf16, any strides. bias: [last dimension of x], f32 or x's type.
+/// approximate: "none" is `0.5 x erfc(-x / sqrt 2)`, "tanh" the usual approximation by tanh.
+/// out: written in place and returned; it may be `x`. device: where arrays in main memory are worked
+/// on.
+///
+/// Raises ValueError for shapes that do not match or an `out` that overlaps an input otherwise,
+/// TypeError for other element types.
 #[pyfunction]
 #[pyo3(signature = (x, bias=None, gate=None, *, approximate="none", out=None,
                     device=None))]

@@ -249,8 +249,7 @@ pub(crate) fn dense_like(layout: &Layout) -> PyResult<Layout> {
     Layout::with_order(shape, order).py()
 }
 
-/// An array that the library owns, for callers whose own kind of array is unknown. It offers
-/// `__dlpack__`, nothing else.
+/// A result for callers whose own kind of array is unknown; it offers DLPack only.
 #[pyclass(module = "windrow", frozen)]
 pub(crate) struct Tensor {
     tensor: Arc<Placed>,

@@ -155,3 +155,29 @@ def test_opcheck(device, layout):
     for algorithm in (None, "fastest"):
         args = (dy, *tensors, *options, None, algorithm, [True, True, True])
         torch.library.opcheck(torch.ops.windrow.conv2d_backward.default, args)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"padding": -1}, ValueError, "`padding` is -1, expected no negative number"),
+        ({"padding": 1.0}, TypeError, "`padding` is 1.0, expected an int, or one for each direction"),
+        ({"stride": (1, 1, 1)}, ValueError, "`stride` is (1, 1, 1), expected an int, or one for each"),
+        ({"dilation": (1, "2")}, TypeError, "`dilation` is (1, '2'), expected an int"),
+        ({"activation": "tanh"}, ValueError, "`activation` is 'tanh', expected one of"),
+    ],
+)
+def test_wrong_options(options, kind, message):
+    x, weight = leaf(1, 4, 8, 8), leaf(4, 4, 3, 3)
+    with pytest.raises(kind) as error:
+        conv2d(x, weight, **options)
+    assert str(error.value).startswith(message)
+
+
+def test_arguments_have_the_callers_names():
+    with pytest.raises(ValueError, match="`input` has 2 dimensions"):
+        conv2d(leaf(8, 8, grad=False), leaf(4, 4, 3, 3, grad=False))
+    with pytest.raises(ValueError, match="`weight` has shape"):
+        conv2d(leaf(1, 4, 8, 8), leaf(4, 3, 3, 3))
+    with pytest.raises(TypeError, match="`input` is f64"):
+        conv2d(leaf(1, 4, 8, 8, grad=False).double(), leaf(4, 4, 3, 3, grad=False).double())
