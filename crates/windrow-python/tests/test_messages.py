@@ -52,7 +52,7 @@ def test_docstrings_are_those_of_the_stub():
     stub = ast.parse(Path(_native.__file__).with_name("_native.pyi").read_text())
     compared = 0
     for node in stub.body:
-        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name == "Array":
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name not in windrow.__all__:
             continue
         # Overloads after the first have none.
         members = [(getattr(_native, node.name), node)]
@@ -64,7 +64,7 @@ def test_docstrings_are_those_of_the_stub():
             if wanted := ast.get_docstring(described):
                 assert inspect.getdoc(item) == wanted, described.name
                 compared += 1
-    assert compared > 15
+    assert compared >= 12
     public = [n for n in windrow.__all__ if n != "__version__"]
     assert all(getattr(windrow, name).__doc__ for name in public)
 

@@ -1,14 +1,27 @@
 """`patch`, and the algorithm "fastest" of the convolutions that it swaps: Windrow's or PyTorch's."""
 
 import copy
+import re
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from common import compare_with_f64, each_device, each_dtype, leaf
 from torch import nn
-from windrow.torch import GELU, Conv2d, _conv2d_fastest, _fastest, conv2d, freeze, patch
+from torch.nn.utils.parametrizations import weight_norm
+from windrow.torch import (
+    GELU,
+    Conv2d,
+    _conv2d_fastest,
+    _fastest,
+    conv2d,
+    freeze,
+    patch,
+    patched,
+    unpatch,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -65,9 +78,71 @@ def test_patch():
     again = patch(model)
     assert not again.swapped and "left body.0: Conv2d(8, 8" in str(again)
     assert "Windrow's already" in str(again)
-    assert "no nn.Conv2d" in str(patch(nn.Linear(2, 2)))
+    assert "no convolution" in str(patch(nn.Linear(2, 2)))
     freeze(model)
     assert "freeze(model)" not in str(report)
+
+
+class NewGELUActivation(nn.Module):
+    """As libraries have their own."""
+
+
+class Padded(nn.Conv2d):
+    pass
+
+
+def test_what_is_left_is_named_with_the_reason():
+    model = nn.ModuleDict(
+        {
+            "own": NewGELUActivation(),
+            "subclass": Padded(2, 2, 3),
+            "normed": weight_norm(nn.Conv2d(2, 2, 3)),
+            "lazy": nn.LazyConv2d(2, 3),
+            "line": nn.Conv1d(2, 2, 3),
+            "linear": nn.Linear(2, 2),
+        }
+    )
+    report = patch(model)
+    assert not report.swapped
+    reasons = {name: why.partition(" ")[2] for name, why in report.left.items()}
+    assert reasons == {
+        "own": "is no nn.GELU; where it computes the same, put windrow.torch.GELU in its place",
+        "subclass": "is a class of its own, whose forward may be another",
+        "normed": "is parametrized: patch the model before that",
+        "lazy": "has no weights yet: run the model, then patch it",
+        "line": "is no nn.Conv2d",
+    }
+    assert report.left["subclass"].startswith(f"{Padded.__module__}.Padded ")
+
+
+def test_unpatch():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU("tanh"), Conv2d(8, 8, 3), GELU())
+    before = [{**m.__dict__} for m in model]
+    x = leaf(1, 3, 9, 9, grad=False)
+    want = model(x)
+    patch(model)
+    freeze(model)
+    assert unpatch(model) is model
+    assert [type(m) for m in model] == [nn.Conv2d, nn.GELU, Conv2d, GELU]
+    assert all(m.__dict__ == b for m, b in zip([*model][:2], before, strict=False))
+    torch.testing.assert_close(model(x), want, atol=1e-4, rtol=1e-4)
+    copied = copy.deepcopy(patch(model).model)
+    assert type(unpatch(copied)[0]) is nn.Conv2d and type(model[0]) is Conv2d
+    model[0].activation = "relu"
+    with pytest.raises(ValueError, match="`0` has activation 'relu'"):
+        unpatch(model)
+    assert type(model[0]) is Conv2d and type(model[1]) is GELU
+
+
+def test_patched_for_a_block():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU())
+    with pytest.raises(KeyError), patched(model) as report:
+        assert [*report.swapped] == ["0", "1"] and type(model[0]) is Conv2d
+        with patched(model) as inner:
+            assert not inner.swapped
+        assert type(model[0]) is Conv2d
+        raise KeyError
+    assert [type(m) for m in model] == [nn.Conv2d, nn.GELU]
 
 
 @each_device
@@ -346,3 +421,9 @@ def test_measured(device):
             torch.testing.assert_close(model(x), plain(x), atol=1e-4, rtol=1e-4)
     assert len(_fastest.decisions()) == 7
     assert " ms" in str(report)
+
+
+def test_readme():
+    page = (Path(__file__).parents[2] / "README.md").read_text()
+    (program,) = re.findall(r"```python\n(import torch\n.*?)```", page, re.DOTALL)
+    exec(program, {})

@@ -3,7 +3,7 @@
 Nothing of PyTorch is linked, so one build works with every version from 2.4 on.
 """
 
-from windrow.torch import _threads
+from windrow.torch import _flops, _threads
 from windrow.torch._causal_conv1d import (
     causal_conv1d_fn,
     causal_conv1d_update,
@@ -11,8 +11,9 @@ from windrow.torch._causal_conv1d import (
 )
 from windrow.torch._conv2d import Conv2d, conv2d
 from windrow.torch._gelu import GELU, gelu
-from windrow.torch._patch import PatchReport, freeze, patch, unfreeze
+from windrow.torch._patch import PatchReport, freeze, patch, patched, unfreeze, unpatch
 
+_flops.register()
 _threads.share()
 
 __all__ = [
@@ -26,5 +27,7 @@ __all__ = [
     "freeze",
     "gelu",
     "patch",
+    "patched",
     "unfreeze",
+    "unpatch",
 ]

@@ -1,6 +1,6 @@
 """Causal conv1d with the signatures of Dao-AILab's causal-conv1d."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -127,6 +127,51 @@ def _backward(ctx: Any, dy: Tensor, dfinal_states: Tensor) -> tuple[Tensor | Non
 
 differentiable("causal_conv1d", _setup_context, _backward)
 autocast(_causal_conv1d, lower_precision=[0, 1, 2, 3])
+
+
+@overload
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: Literal[False] = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor: ...
+
+
+@overload
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    *,
+    return_final_states: Literal[True],
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def causal_conv1d_fn(

@@ -1,10 +1,13 @@
 """Two-dimensional convolution."""
 
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from windrow import _native
 from windrow.torch import _conv2d_fastest
@@ -18,6 +21,7 @@ from windrow.torch._library import (
     fake_gradients,
     or_empty,
     or_none,
+    with_input,
 )
 
 # As `algorithm`: Windrow or PyTorch's own operator, whichever is faster.
@@ -46,19 +50,36 @@ def _kernel(
     if algorithm == FASTEST:
         options = (stride, padding, dilation, groups)
         return _conv2d_fastest.forward(x, weight, bias, options, activation, accuracy, filters)
-    return _native.conv2d(
-        x,
-        weight,
-        bias,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        activation=activation,
-        accuracy=accuracy,
-        algorithm=algorithm,
-        filters=filters,
-    )
+    try:
+        return _native.conv2d(
+            x,
+            weight,
+            bias,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            groups=groups,
+            activation=activation,
+            accuracy=accuracy,
+            algorithm=algorithm,
+            filters=filters,
+        )
+    except (ValueError, TypeError) as error:
+        raise with_input(error) from None
+
+
+def _aten(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    activation: str | None,
+    *_: Any,
+) -> Tensor:
+    return ACTIVATIONS[activation](torch.conv2d(x, weight, bias, stride, padding, dilation, groups))
 
 
 def _fake(
@@ -159,8 +180,19 @@ def _keep_packed(args: tuple[Any, ...], cast: list[Any]) -> None:
 autocast(_conv2d, lower_precision=[0, 1, 2], after=_keep_packed)
 
 
-def _pair(value: int | tuple[int, int] | list[int]) -> list[int]:
-    return [value, value] if isinstance(value, int) else list(value)
+def _pair(name: str, value: int | Sequence[int]) -> list[int]:
+    if isinstance(value, int):
+        pair = [value, value]
+    else:
+        try:
+            pair = [operator.index(n) for n in (value if isinstance(value, Sequence) else (value,) * 2)]
+        except TypeError:
+            raise TypeError(f"`{name}` is {value!r}, expected an int, or one for each direction") from None
+        if len(pair) != 2:
+            raise ValueError(f"`{name}` is {value!r}, expected an int, or one for each direction")
+    if pair[0] < 0 or pair[1] < 0:
+        raise ValueError(f"`{name}` is {value!r}, expected no negative number")
+    return pair
 
 
 def _named_padding(
@@ -173,24 +205,34 @@ def _named_padding(
         raise ValueError(f"`padding` is {name!r}, expected numbers, 'valid' or 'same'")
     if stride != [1, 1]:
         raise ValueError("`padding` is 'same', expected stride 1")
-    total = [d * (r - 1) for d, r in zip(dilation, weight.shape[2:], strict=True)]
+    # The tracer of TorchScript has tensors here, which no list of padding can be made of.
+    filter_size = [int(n) for n in weight.shape[2:]]
+    total = [d * (r - 1) for d, r in zip(dilation, filter_size, strict=True)]
     if total[0] % 2 or total[1] % 2:
         x = F.pad(x, (0, total[1] % 2, 0, total[0] % 2))
     return x, [n // 2 for n in total]
+
+
+def _accuracy_of(accuracy: str | None, input: Tensor) -> str | None:
+    """Where none is asked for, that of PyTorch's own convolutions."""
+    if accuracy is None and input.is_cuda and torch.backends.cudnn.allow_tf32:
+        return "tf32"
+    return accuracy
 
 
 def conv2d(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: int | tuple[int, int] = 1,
-    padding: int | tuple[int, int] | str = 0,
-    dilation: int | tuple[int, int] = 1,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
     groups: int = 1,
     *,
     activation: str | None = None,
     accuracy: str | None = None,
     algorithm: str | None = None,
+    frozen: bool = False,
 ) -> Tensor:
     """`torch.nn.functional.conv2d`, by Winograd where filter and stride allow.
 
@@ -202,40 +244,24 @@ def conv2d(
     measures PyTorch's own operator beside it, and takes the faster one from then on.
 
     The packed form of a filter is kept as long as the filter's memory lives, but where a gradient of
-    it is wanted. Each call looks whether the filter's values are still those that were packed.
+    it is wanted. Each call looks whether the filter's values are still those that were packed, unless
+    `frozen` promises that they are.
     """
-    args = (stride, padding, dilation, groups, activation, accuracy, algorithm)
-    return _conv2d_of(input, weight, bias, *args, is_frozen=False)
-
-
-def _accuracy_of(accuracy: str | None, input: Tensor) -> str | None:
-    """Where none is asked for, that of PyTorch's own convolutions."""
-    if accuracy is None and input.is_cuda and torch.backends.cudnn.allow_tf32:
-        return "tf32"
-    return accuracy
-
-
-def _conv2d_of(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: int | tuple[int, int],
-    padding: int | tuple[int, int] | str,
-    dilation: int | tuple[int, int],
-    groups: int,
-    activation: str | None,
-    accuracy: str | None,
-    algorithm: str | None,
-    is_frozen: bool,
-) -> Tensor:
+    tensors = (input, weight, bias)
+    if has_torch_function(tensors):
+        # Also the tracer of torch.fx, which makes one node of the call.
+        args = (*tensors, stride, padding, dilation, groups)
+        how = {"activation": activation, "accuracy": accuracy, "algorithm": algorithm, "frozen": frozen}
+        return handle_torch_function(conv2d, tensors, *args, **how)
     if input.dim() == 3:
-        args = (stride, padding, dilation, groups, activation, accuracy, algorithm, is_frozen)
-        return _conv2d_of(input.unsqueeze(0), weight, bias, *args).squeeze(0)
-    stride, dilation = _pair(stride), _pair(dilation)
+        args = (weight, bias, stride, padding, dilation, groups)
+        how = {"activation": activation, "accuracy": accuracy, "algorithm": algorithm, "frozen": frozen}
+        return conv2d(input.unsqueeze(0), *args, **how).squeeze(0)
+    stride, dilation = _pair("stride", stride), _pair("dilation", dilation)
     if isinstance(padding, str):
         input, padding = _named_padding(padding, input, weight, stride, dilation)
     else:
-        padding = _pair(padding)
+        padding = _pair("padding", padding)
     accuracy = _accuracy_of(accuracy, input)
     if activation not in ACTIVATIONS:
         raise ValueError(f"`activation` is {activation!r}, expected one of {[*ACTIVATIONS]}")
@@ -251,17 +277,22 @@ def _conv2d_of(
         ):
             y = torch.conv2d(input, weight, bias, *options)
             return y if after is None else after(y)
-    filter = CHANGING if of_filter else FROZEN if is_frozen else KEPT
+    # A traced graph serves with and without gradients: its filters are kept, and compared.
+    changing = of_filter and torch._C._get_tracing_state() is None
+    filter = CHANGING if changing else FROZEN if frozen else KEPT
     rest = (*options, activation, accuracy, algorithm, filter)
-    y = call(_conv2d, _kernel, (input, weight, bias), *rest)
+    y = call(_conv2d, _kernel, (input, weight, bias), *rest, aten=_aten)
     return y if after is None else after(y)
 
 
 class Conv2d(nn.Conv2d):
-    """`torch.nn.Conv2d`, computed by Windrow. Options of `conv2d` that are no options of
-    `torch.nn.Conv2d` are attributes: `activation`, `accuracy`, `algorithm`. Of a `frozen` one nobody
-    looks whether the filter has changed."""
+    """`torch.nn.Conv2d`, computed by Windrow; by PyTorch in TorchScript and in ONNX.
 
+    Options of `conv2d` that are no options of `torch.nn.Conv2d` are attributes: `activation`,
+    `accuracy`, `algorithm`. Of a `frozen` one nobody looks whether the filter has changed.
+    """
+
+    __constants__ = [*nn.Conv2d.__constants__, "activation"]
     activation: str | None = None
     accuracy: str | None = None
     algorithm: str | None = None
@@ -306,13 +337,16 @@ class Conv2d(nn.Conv2d):
         return True
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self._is_pytorchs(input, weight, bias):
+        if torch.jit.is_scripting():
+            return self._scripted(input, weight, bias)
+        # A tracer's stand-ins have no shapes to compare.
+        if not has_torch_function((input, weight, bias)) and self._is_pytorchs(input, weight, bias):
             return super()._conv_forward(input, weight, bias)
         padding = self.padding
         if self.padding_mode != "zeros":
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = 0
-        return _conv2d_of(
+        return conv2d(
             input,
             weight,
             bias,
@@ -320,8 +354,26 @@ class Conv2d(nn.Conv2d):
             padding,
             self.dilation,
             self.groups,
-            self.activation,
-            self.accuracy,
-            self.algorithm,
-            self.frozen,
+            activation=self.activation,
+            accuracy=self.accuracy,
+            algorithm=self.algorithm,
+            frozen=self.frozen,
         )
+
+    def _scripted(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What TorchScript compiles, which knows no operators of ours."""
+        if self.padding_mode != "zeros":
+            input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
+            y = F.conv2d(input, weight, bias, self.stride, (0, 0), self.dilation, self.groups)
+        else:
+            y = F.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        if self.activation is not None:
+            if self.activation == "relu":
+                return F.relu(y)
+            if self.activation == "silu" or self.activation == "swish":
+                return F.silu(y)
+            if self.activation == "gelu":
+                return F.gelu(y)
+            if self.activation == "gelu_tanh":
+                return F.gelu(y, approximate="tanh")
+        return y

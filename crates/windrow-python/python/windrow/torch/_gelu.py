@@ -3,14 +3,32 @@
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from windrow import _native
-from windrow.torch._library import call, define, differentiable, fake_gradients, or_empty, or_none
+from windrow.torch._library import (
+    call,
+    define,
+    differentiable,
+    fake_gradients,
+    or_empty,
+    or_none,
+    with_input,
+)
 
 
 def _kernel(x: Tensor, bias: Tensor | None, gate: Tensor | None, approximate: str) -> Tensor:
-    return _native.gelu(x, bias, gate, approximate=approximate)
+    try:
+        return _native.gelu(x, bias, gate, approximate=approximate)
+    except (ValueError, TypeError) as error:
+        raise with_input(error) from None
+
+
+def _aten(x: Tensor, bias: Tensor | None, gate: Tensor | None, approximate: str) -> Tensor:
+    y = F.gelu(x if bias is None else x + bias, approximate=approximate)
+    return y if gate is None else y * gate
 
 
 def _backward_kernel(
@@ -64,11 +82,16 @@ def gelu(
     input, gate: one shape, f32, f16 or bf16, any strides; bias: [last dimension], f32 or input's
     type.
     """
-    return call(_gelu, _kernel, (input, bias, gate), approximate)
+    tensors = (input, bias, gate)
+    if has_torch_function(tensors):
+        return handle_torch_function(gelu, tensors, input, approximate, bias=bias, gate=gate)
+    return call(_gelu, _kernel, tensors, approximate, aten=_aten)
 
 
 class GELU(nn.GELU):
-    """`torch.nn.GELU`, computed by Windrow."""
+    """`torch.nn.GELU`, computed by Windrow; by PyTorch in TorchScript and in ONNX."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if torch.jit.is_scripting():
+            return F.gelu(input, approximate=self.approximate)
         return gelu(input, self.approximate)

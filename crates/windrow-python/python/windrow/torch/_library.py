@@ -72,6 +72,11 @@ def _autograd(
                 f"forward-mode derivatives (torch.func.jvp, jacfwd, dual tensors): windrow.torch."
                 f"{name} has none; use reverse mode, or PyTorch's own operator"
             )
+        if torch._C._get_tracing_state() is not None:
+            # A recorded gradient would stand in the graph as a Python object. Without one the graph
+            # has the operator, which finds its gradient when the graph is run.
+            with torch.no_grad():
+                return implementation(keyset, *args)
         return implementation(keyset, *args)
 
     _LIBRARY.impl(operator, checked, "Autograd", with_keyset=True)
@@ -119,8 +124,15 @@ def autocast(
     on("CUDA")
 
 
-def call(operator: Any, kernel: Callable[..., Any], tensors: tuple[Any, ...], *rest: Any) -> Any:
-    """`operator(*tensors, *rest)`, past the dispatcher where that would only call the kernel."""
+def call(
+    operator: Any,
+    kernel: Callable[..., Any],
+    tensors: tuple[Any, ...],
+    *rest: Any,
+    aten: Callable[..., Any] | None = None,
+) -> Any:
+    """`operator(*tensors, *rest)`, past the dispatcher where that would only call the kernel. `aten`
+    is the same by PyTorch's own operators, for an export to ONNX, which knows no others."""
     if (
         not torch.compiler.is_dynamo_compiling()
         and _native.is_plain(*tensors)
@@ -130,7 +142,14 @@ def call(operator: Any, kernel: Callable[..., Any], tensors: tuple[Any, ...], *r
             return kernel(*tensors, *rest)
         except _native.NotInPlace:
             pass  # The dispatcher may have a way to make it a plain tensor.
+    if aten is not None and torch.onnx.is_in_onnx_export():
+        return aten(*tensors, *rest)
     return operator(*tensors, *rest)
+
+
+def with_input(error: Exception) -> Exception:
+    """The error of a kernel whose `x` is `input` where the caller wrote it."""
+    return type(error)(str(error).replace("`x`", "`input`"))
 
 
 def or_empty(like: Tensor, results: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

@@ -1,9 +1,12 @@
 """Swapping modules of an existing model."""
 
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from windrow.torch import _memory
 from windrow.torch._conv2d import FASTEST, Conv2d
@@ -31,7 +34,7 @@ class PatchReport:
                 lines += [f"    {line}" for line in _decided(modules[name])]
         lines += [f"left {name}: {why}" for name, why in self.left.items()]
         if not lines:
-            return "no nn.Conv2d and no nn.GELU in this model"
+            return "no convolution and no GELU in this model"
         if any(isinstance(m, Conv2d) and not m.frozen for m in modules.values()):
             lines.append(
                 "each call looks whether a filter has changed since it was packed; "
@@ -49,42 +52,112 @@ def _decided(module: Conv2d) -> Iterator[str]:
             yield f"{decision.mode} of {dtype} {shape} on {device}: {decision.choice} ({decision.why})"
 
 
+# Set on the modules that were swapped, beside the options that they have beyond PyTorch's.
+_MARK = "_was_patched"
+_OPTIONS = ("activation", "accuracy", "algorithm", "frozen", "_pytorchs")
+_OWN = {nn.Conv2d: Conv2d, nn.GELU: GELU}
+
+
 def patch(model: nn.Module) -> PatchReport:
     """Makes Windrow compute the 3x3 convolutions and GELUs of a model, where that is faster.
 
     Modules of exactly the types `nn.Conv2d` and `nn.GELU` become `windrow.torch.Conv2d` and `GELU` in
     place: parameters, hooks, device and training mode stay as they are, and so do references to the
     modules. Convolutions other than 3x3 with stride 1, dilation 1 and one group are left: Winograd
-    does not apply to them.
+    does not apply to them. The report, whose `model` is the model, names every convolution and every
+    GELU that was left, with the reason. GELUs that a `forward` calls as functions are no modules, and
+    not seen.
 
     A convolution that was swapped is computed by Windrow or by PyTorch's own operator, whichever is
     faster: each of them is run a few times when a problem (sizes, types, layouts) first comes, and so
     is each gradient. Windrow's may need at most a tenth more memory than PyTorch alone. Where all that is
     Windrow's in a step of training would gain too little, the whole step is PyTorch's.
+
+    `unpatch` takes it back, and `patched` does both around a block.
     """
     report = PatchReport(model)
     for name, module in model.named_modules():
-        if type(module) is nn.GELU:
-            module.__class__ = GELU
-            report.swapped[name] = f"GELU(approximate={module.approximate!r})"
-        elif type(module) is nn.Conv2d:
-            winograd = (
-                module.kernel_size == (3, 3)
-                and module.stride == (1, 1)
-                and module.dilation == (1, 1)
-                and module.groups == 1
-            )
-            if winograd:
-                module.__class__ = Conv2d
+        why = _why_left(module)
+        if why is not None:
+            report.left[name] = why
+        elif type(module) in _OWN:
+            module.__class__ = _OWN[type(module)]
+            setattr(module, _MARK, True)
+            if isinstance(module, Conv2d):
                 module.algorithm = FASTEST
                 report.swapped[name] = f"Conv2d({module.extra_repr()})"
             else:
-                report.left[name] = f"Conv2d({module.extra_repr()}) is no 3x3 with stride 1"
-        elif isinstance(module, (Conv2d, GELU)):
-            report.left[name] = f"{type(module).__name__}({module.extra_repr()}) is Windrow's already"
+                report.swapped[name] = f"GELU({module.extra_repr()})"
     if report.swapped:
         _memory.start(model)
     return report
+
+
+def unpatch(model: nn.Module) -> nn.Module:
+    """Makes what `patch` has swapped PyTorch's again. Returns the model.
+
+    Modules that were made as `windrow.torch.Conv2d` or `GELU` stay. Raises ValueError, and changes
+    nothing, if a module that was swapped has been given an `activation`, which PyTorch's has not.
+    """
+    swapped = {name: m for name, m in model.named_modules() if getattr(m, _MARK, False)}
+    for name, module in swapped.items():
+        if getattr(module, "activation", None) is not None:
+            raise ValueError(f"`{name}` has activation {module.activation!r}, which nn.Conv2d has not")
+    for module in swapped.values():
+        _restore(module)
+    return model
+
+
+@contextmanager
+def patched(model: nn.Module) -> Iterator[PatchReport]:
+    """`patch` for the length of a block: `with windrow.torch.patched(model) as report:`. Afterwards
+    what this has swapped is PyTorch's again."""
+    report = patch(model)
+    modules = dict(model.named_modules())
+    swapped = [modules[name] for name in report.swapped]
+    try:
+        yield report
+    finally:
+        for module in swapped:
+            _restore(module)
+
+
+def _restore(module: nn.Module) -> None:
+    for theirs, ours in _OWN.items():
+        if type(module) is ours:
+            module.__class__ = theirs
+    for name in (_MARK, *_OPTIONS):
+        module.__dict__.pop(name, None)
+
+
+def _why_left(module: nn.Module) -> str | None:
+    """Why `patch` leaves a module that is a convolution or a GELU; None for all others, and for
+    those that it swaps."""
+    kind = type(module)
+    if kind is nn.Conv2d:
+        winograd = (
+            module.kernel_size == (3, 3)
+            and module.stride == (1, 1)
+            and module.dilation == (1, 1)
+            and module.groups == 1
+        )
+        return None if winograd else f"Conv2d({module.extra_repr()}) is no 3x3 with stride 1"
+    if kind is nn.GELU:
+        return None
+    if kind in (Conv2d, GELU):
+        return f"{kind.__name__}({module.extra_repr()}) is Windrow's already"
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(module, (nn.Conv2d, nn.GELU)):
+        if is_parametrized(module):
+            return f"{name} is parametrized: patch the model before that"
+        if isinstance(module, nn.modules.lazy.LazyModuleMixin):
+            return f"{name} has no weights yet: run the model, then patch it"
+        return f"{name} is a class of its own, whose forward may be another"
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return f"{name} is no nn.Conv2d"
+    if re.search("ge(l|gl)u", kind.__name__, re.IGNORECASE):
+        return f"{name} is no nn.GELU; where it computes the same, put windrow.torch.GELU in its place"
+    return None
 
 
 def freeze(model: nn.Module) -> nn.Module:

@@ -1,0 +1,50 @@
+"""What PyTorch's counter of operations (`torch.utils.flop_counter`) counts for Windrow's operators:
+as for PyTorch's own, two for each product of the plain sum, whatever the algorithm. GELU counts
+nothing there."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+Shape = Sequence[int]
+
+
+def register() -> None:
+    """Lets the counter know the operators."""
+    ops = torch.ops.windrow
+    register_flop_formula(ops.conv2d)(_conv2d)
+    register_flop_formula(ops.conv2d_backward)(_conv2d_backward)
+    register_flop_formula(ops.causal_conv1d)(_causal_conv1d)
+    register_flop_formula(ops.causal_conv1d_backward)(_causal_conv1d_backward)
+    register_flop_formula(ops.causal_conv1d_update)(_causal_conv1d_update)
+
+
+def _conv2d(x: Shape, weight: Shape, *_: Any, out_shape: Shape, **__: Any) -> int:
+    n, _k, oh, ow = out_shape
+    return 2 * n * oh * ow * prod(weight)
+
+
+def _conv2d_backward(dy: Shape, x: Shape, weight: Shape, *rest: Any, out_shape: Any, **_: Any) -> int:
+    of_input, of_filter, _of_bias = rest[-1]
+    forward = _conv2d(x, weight, out_shape=dy)
+    return forward * (bool(of_input) + bool(of_filter))
+
+
+def _causal_conv1d(x: Shape, weight: Shape, *_: Any, out_shape: Any, **__: Any) -> int:
+    b, _d, l = x
+    return 2 * b * l * prod(weight)
+
+
+def _causal_conv1d_backward(
+    dy: Shape, dfinal_states: Any, x: Shape, weight: Shape, *rest: Any, out_shape: Any, **_: Any
+) -> int:
+    of_input, of_filter, *_others = rest[-1]
+    return _causal_conv1d(x, weight, out_shape=dy) * (bool(of_input) + bool(of_filter))
+
+
+def _causal_conv1d_update(x: Shape, state: Shape, weight: Shape, *_: Any, out_shape: Any, **__: Any) -> int:
+    b, *l = x[0], *x[2:]
+    return 2 * b * prod(l) * prod(weight)

@@ -1,0 +1,39 @@
+"""What a program on PyTorch's tensors looks like: checked by mypy and pyright, and run."""
+
+import torch
+import windrow
+import windrow.torch as wt
+from torch import Tensor, nn
+
+
+def loss_of(x: Tensor) -> Tensor:
+    convolution = wt.Conv2d(3, 8, 3, padding=1)
+    model = nn.Sequential(convolution, wt.GELU("tanh"))
+    y: Tensor = wt.conv2d(x, convolution.weight, padding=[1, 1], activation="silu")
+    y = wt.gelu(y, "tanh") + wt.conv2d(x, convolution.weight, padding="same")
+    loss: Tensor = (model(x) + y).sum()
+    return loss
+
+
+def decode(x: Tensor, taps: Tensor, *, with_states: bool) -> Tensor:
+    y: Tensor = wt.causal_conv1d_fn(x, taps, activation="silu")
+    y, states = wt.causal_conv1d_fn(x, taps, return_final_states=True)
+    either = wt.causal_conv1d_fn(x, taps, return_final_states=with_states)
+    assert isinstance(either, tuple) == with_states
+    return y[:, :, 0] + wt.causal_conv1d_update(x[:, :, 0], states, taps)
+
+
+def main() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU())
+    report: wt.PatchReport = wt.patch(model)
+    restored: nn.Module = wt.unpatch(wt.freeze(report.model))
+    with wt.patched(restored) as report:
+        assert "0" in report.swapped and not report.left
+    loss_of(torch.ones(1, 3, 6, 6))
+    assert decode(torch.ones(1, 4, 8), torch.ones(4, 3), with_states=True).shape == (1, 4)
+    plain: Tensor = windrow.gelu(torch.ones(3))
+    assert plain.shape == (3,)
+
+
+if __name__ == "__main__":
+    main()
