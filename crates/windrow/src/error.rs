@@ -126,6 +126,27 @@ pub enum Error {
         /// Where it should be.
         expected: Device,
     },
+    /// The scratch memory of a run is too small: a plan says how much it needs.
+    #[error(
+        "`workspace` is {given} bytes, expected at least {needed} bytes (see `workspace_bytes()` of \
+         the plan)"
+    )]
+    WorkspaceTooSmall {
+        /// Its size in bytes.
+        given: usize,
+        /// What the run needs.
+        needed: usize,
+    },
+    /// A filter was packed for a plan that packs otherwise.
+    #[error("`{arg}` is packed for {given}, expected a filter packed for {expected}")]
+    ForeignPack {
+        /// Argument name.
+        arg: &'static str,
+        /// What it was packed for.
+        given: String,
+        /// What it must be packed for.
+        expected: String,
+    },
     /// The combination asked for is not offered.
     #[error("{what} is not supported: {reason}")]
     Unsupported {

@@ -285,11 +285,7 @@ impl Workspace {
         if bytes <= self.len() {
             return Ok(());
         }
-        Err(Error::parameter(
-            "workspace",
-            format!("{} bytes", self.len()),
-            format!("at least {bytes} bytes (see `workspace_bytes()` of the plan)"),
-        ))
+        Err(Error::WorkspaceTooSmall { given: self.len(), needed: bytes })
     }
 }
 

@@ -145,21 +145,7 @@ impl<'a> TensorRef<'a> {
     /// # Ok::<(), windrow::Error>(())
     /// ```
     pub fn narrow(&self, dim: usize, range: std::ops::Range<usize>) -> Result<TensorRef<'a>> {
-        let mut shape = [0; crate::MAX_RANK];
-        let shape = &mut shape[..self.layout().rank()];
-        shape.copy_from_slice(self.shape());
-        if dim >= shape.len() || range.start > range.end || range.end > shape[dim] {
-            return Err(Error::parameter(
-                "range",
-                format!("{range:?} of dimension {dim}"),
-                format!("a part of {shape:?}"),
-            ));
-        }
-        shape[dim] = range.len();
-        let layout = Layout::strided(shape, self.strides())?;
-        // The address of an empty part may lie outside the memory: it is never read.
-        let bytes = range.start as isize * self.strides()[dim] * self.dtype().size() as isize;
-        let desc = TensorDesc { layout, ..self.desc };
+        let (desc, bytes) = narrowed(&self.desc, dim, range)?;
         Ok(TensorRef { ptr: self.ptr.wrapping_offset(bytes), desc, ..*self })
     }
 
@@ -210,6 +196,29 @@ impl<'a> TensorRef<'a> {
         });
         Ok(out)
     }
+}
+
+/// What is left of a tensor by `narrow`, and how many bytes further on it begins. The address of an
+/// empty part may lie outside the memory: it is never read.
+fn narrowed(
+    desc: &TensorDesc,
+    dim: usize,
+    range: std::ops::Range<usize>,
+) -> Result<(TensorDesc, isize)> {
+    let mut shape = [0; crate::MAX_RANK];
+    let shape = &mut shape[..desc.layout.rank()];
+    shape.copy_from_slice(desc.shape());
+    if dim >= shape.len() || range.start > range.end || range.end > shape[dim] {
+        return Err(Error::parameter(
+            "range",
+            format!("{range:?} of dimension {dim}"),
+            format!("a part of {shape:?}"),
+        ));
+    }
+    shape[dim] = range.len();
+    let layout = Layout::strided(shape, desc.strides())?;
+    let bytes = range.start as isize * desc.strides()[dim] * desc.dtype.size() as isize;
+    Ok((TensorDesc { layout, ..*desc }, bytes))
 }
 
 /// An empty vector for `len` elements: of a broadcast tensor they can be more than memory holds.
@@ -270,6 +279,24 @@ impl<'a> TensorMut<'a> {
     /// A shorter borrow of the same view.
     pub fn reborrow(&mut self) -> TensorMut<'_> {
         TensorMut { ptr: self.ptr, desc: self.desc, device: self.device, memory: PhantomData }
+    }
+
+    /// The part of the tensor whose index in `dim` lies in `range`, in the same memory; of a
+    /// [`reborrow`](Self::reborrow) where the whole is needed again.
+    ///
+    /// # Errors
+    /// As [`TensorRef::narrow`].
+    ///
+    /// ```
+    /// let x = windrow::Tensor::from_vec(vec![-1.0f32, 0.0, 1.0], &[3])?;
+    /// let mut y = [0.0f32; 5];
+    /// let part = windrow::TensorMut::new(&mut y, &[5])?.narrow(0, 1..4)?;
+    /// assert_eq!(part.shape(), x.shape());
+    /// # Ok::<(), windrow::Error>(())
+    /// ```
+    pub fn narrow(self, dim: usize, range: std::ops::Range<usize>) -> Result<TensorMut<'a>> {
+        let (desc, bytes) = narrowed(&self.desc, dim, range)?;
+        Ok(TensorMut { ptr: self.ptr.wrapping_offset(bytes), desc, ..self })
     }
 
     /// The view as an input.
@@ -384,5 +411,10 @@ mod tests {
         for (dim, range) in [(2, 0..1), (1, 2..4), (0, std::ops::Range { start: 2, end: 1 })] {
             assert!(matches!(t.narrow(dim, range), Err(Error::Parameter { .. })));
         }
+        let mut data = data;
+        let mut whole = TensorMut::new(&mut data, &[2, 3]).unwrap();
+        let part = whole.reborrow().narrow(0, 1..2).unwrap().narrow(1, 1..3).unwrap();
+        assert_eq!(part.as_ref().to_vec::<f32>().unwrap(), [4.0, 5.0]);
+        assert!(matches!(whole.narrow(1, 0..4), Err(Error::Parameter { .. })));
     }
 }

@@ -1,6 +1,6 @@
 //! The owned tensor that one-call helpers return.
 
-use super::{TensorDesc, TensorMut, TensorRef};
+use super::{TensorDesc, TensorMut, TensorRef, check_dtype};
 use crate::buffer::Buffer;
 use crate::{DType, Device, Element, Error, Result};
 use std::marker::PhantomData;
@@ -23,6 +23,35 @@ impl Tensor {
     pub fn zeros(dtype: DType, shape: &[usize]) -> Result<Self> {
         let mut t = Self::uninitialised(TensorDesc::contiguous(dtype, shape)?)?;
         t.buffer.as_mut_slice().fill(0);
+        Ok(t)
+    }
+
+    /// A tensor with the values of a vector, row-major. They are copied into memory that suits
+    /// vectors of every instruction set.
+    ///
+    /// # Errors
+    /// As [`Tensor::from_slice`].
+    ///
+    /// ```
+    /// let t = windrow::Tensor::from_vec(vec![1.0f32, 2.0, 3.0, 4.0], &[2, 2])?;
+    /// assert_eq!(t.reshape(&[4])?.as_slice::<f32>()?, [1.0, 2.0, 3.0, 4.0]);
+    /// # Ok::<(), windrow::Error>(())
+    /// ```
+    pub fn from_vec<T: Element>(data: Vec<T>, shape: &[usize]) -> Result<Self> {
+        Self::from_slice(&data, shape)
+    }
+
+    /// A tensor of elements given as their bytes, row-major and in this machine's order: from a file
+    /// or another library.
+    ///
+    /// # Errors
+    /// As [`Tensor::zeros`], and [`Error::Shape`] if there are not exactly as many bytes.
+    pub fn from_bytes(dtype: DType, shape: &[usize], bytes: &[u8]) -> Result<Self> {
+        let mut t = Self::uninitialised(TensorDesc::contiguous(dtype, shape)?)?;
+        if bytes.len() != t.desc.bytes() {
+            return Err(Error::shape("shape", shape, format!("{} bytes of {dtype}", bytes.len())));
+        }
+        t.as_bytes_mut().copy_from_slice(bytes);
         Ok(t)
     }
 
@@ -73,6 +102,61 @@ impl Tensor {
         self.buffer.as_mut_slice()
     }
 
+    /// All elements of a row-major tensor, in place.
+    ///
+    /// # Errors
+    /// [`Error::DType`] if `T` is another type than the tensor's, [`Error::Strides`] if the elements
+    /// lie in another order; [`Tensor::to_vec`] copies those.
+    pub fn as_slice<T: Element>(&self) -> Result<&[T]> {
+        self.check_slice::<T>()?;
+        let data = self.buffer.as_ptr().cast();
+        // SAFETY: the buffer holds exactly these elements of T, initialised, aligned for any element,
+        // and borrowed as long as the slice.
+        Ok(unsafe { std::slice::from_raw_parts(data, self.desc.layout.len()) })
+    }
+
+    /// [`Tensor::as_slice`] for writing.
+    ///
+    /// # Errors
+    /// As [`Tensor::as_slice`].
+    pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T]> {
+        self.check_slice::<T>()?;
+        let data = self.buffer.as_mut_ptr().cast();
+        // SAFETY: the buffer holds exactly these elements of T, initialised, aligned for any element,
+        // and borrowed mutably as long as the slice; every bit pattern is an element.
+        Ok(unsafe { std::slice::from_raw_parts_mut(data, self.desc.layout.len()) })
+    }
+
+    fn check_slice<T: Element>(&self) -> Result<()> {
+        check_dtype("tensor", self.desc.dtype, T::DTYPE)?;
+        self.check_row_major()
+    }
+
+    fn check_row_major(&self) -> Result<()> {
+        if self.desc.layout.is_contiguous() {
+            return Ok(());
+        }
+        Err(Error::Strides {
+            arg: "tensor",
+            given: self.desc.strides().to_vec(),
+            expected: "those of a row-major tensor".into(),
+        })
+    }
+
+    /// The same elements in another shape, without moving them.
+    ///
+    /// # Errors
+    /// [`Error::Strides`] unless the tensor is row-major, [`Error::Shape`] if the shape has another
+    /// number of elements, and as [`Layout::contiguous`](crate::Layout::contiguous).
+    pub fn reshape(self, shape: &[usize]) -> Result<Self> {
+        self.check_row_major()?;
+        let desc = TensorDesc::contiguous(self.desc.dtype, shape)?;
+        if desc.layout.len() != self.desc.layout.len() {
+            return Err(Error::shape("shape", shape, format!("{} elements", self.desc.layout.len())));
+        }
+        Ok(Tensor { desc, ..self })
+    }
+
     /// The same elements with the dimensions in another order, without moving them: dimension `i` of
     /// the result is dimension `order[i]` of this.
     ///
@@ -119,10 +203,56 @@ impl Tensor {
     }
 }
 
+/// A tensor of one dimension.
+impl<T: Element> TryFrom<Vec<T>> for Tensor {
+    type Error = Error;
+
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    fn try_from(data: Vec<T>) -> Result<Self> {
+        Self::from_slice(&data, &[data.len()])
+    }
+}
+
+/// A tensor of one dimension.
+impl<T: Element> TryFrom<&[T]> for Tensor {
+    type Error = Error;
+
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    fn try_from(data: &[T]) -> Result<Self> {
+        Self::from_slice(data, &[data.len()])
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::Layout;
+
+    #[test]
+    fn tensors_come_from_and_go_to_plain_memory() {
+        let t = Tensor::from_vec(vec![1i64, 2, 3, 4, 5, 6], &[2, 3]).unwrap();
+        let bytes = t.as_bytes().to_vec();
+        let copy = Tensor::from_bytes(DType::I64, &[3, 2], &bytes).unwrap();
+        assert_eq!(copy.as_slice::<i64>().unwrap(), [1, 2, 3, 4, 5, 6]);
+        assert!(matches!(copy.as_slice::<i32>(), Err(Error::DType { .. })));
+        for (shape, bytes) in [([3, 3], &bytes[..]), ([3, 2], &bytes[1..])] {
+            let short = Tensor::from_bytes(DType::I64, &shape, bytes);
+            assert!(matches!(short, Err(Error::Shape { .. })));
+        }
+        let mut line = t.reshape(&[6]).unwrap();
+        line.as_mut_slice::<i64>().unwrap()[5] = 7;
+        assert_eq!(line.shape(), [6]);
+        assert_eq!(line.as_slice::<i64>().unwrap(), [1, 2, 3, 4, 5, 7]);
+        assert!(matches!(line.reshape(&[5]), Err(Error::Shape { .. })));
+        let turned = copy.permute(&[1, 0]);
+        assert!(matches!(turned.as_slice::<i64>(), Err(Error::Strides { .. })));
+        assert!(matches!(turned.reshape(&[6]), Err(Error::Strides { .. })));
+        let from = Tensor::try_from(vec![1.0f32, 2.0]).unwrap();
+        assert_eq!(Tensor::try_from(from.as_slice::<f32>().unwrap()).unwrap().shape(), [2]);
+        assert!(Tensor::from_vec(Vec::<f32>::new(), &[0, 2]).unwrap().as_slice::<f32>().unwrap().is_empty());
+    }
 
     #[test]
     fn bytes_are_those_of_the_elements() {

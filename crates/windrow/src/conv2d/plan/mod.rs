@@ -115,8 +115,8 @@ impl Conv2dPlan {
     /// [`Error::Shape`], [`Error::DType`], [`Error::Strides`] if a view is not as in the spec;
     /// [`Error::WrongDevice`]; [`Error::Aliasing`] if y shares memory with an input; [`Error::OutOfMemory`] with
     /// [`Weights::Cached`];
-    /// [`Error::Parameter`] if the bias is missing or one too many, if the filter was packed for
-    /// another plan, or if the workspace is too small; [`Error::Verification`] under
+    /// [`Error::Parameter`] if the bias is missing or one too many; [`Error::ForeignPack`] if the
+    /// filter was packed for another plan; [`Error::WorkspaceTooSmall`]; [`Error::Verification`] under
     /// [`Verify::On`](crate::Verify::On) only.
     pub fn run(
         &self,
@@ -143,14 +143,14 @@ impl Conv2dPlan {
         )
     }
 
-    /// [`Error::Parameter`] for a filter that was packed for another plan.
+    /// [`Error::ForeignPack`] for a filter that was packed for another plan.
     fn check_packed(&self, w: &Weights<'_>) -> Result<()> {
         match w {
-            Weights::Packed(packed) if !self.accepts(packed) => Err(Error::parameter(
-                "w",
-                format!("{:?}", packed.packing),
-                format!("a filter packed for a plan with {:?}", self.packing()),
-            )),
+            Weights::Packed(packed) if !self.accepts(packed) => Err(Error::ForeignPack {
+                arg: "w",
+                given: format!("{:?}", packed.packing),
+                expected: format!("{:?}", self.packing()),
+            }),
             Weights::Raw(_) | Weights::Cached(..) | Weights::Packed(_) => Ok(()),
         }
     }

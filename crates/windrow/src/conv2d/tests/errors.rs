@@ -218,7 +218,7 @@ fn a_workspace_too_small() {
     let args = Conv2dArgs { x: t.x.as_ref(), w: Weights::Raw(t.w.as_ref()), bias: None };
     let mut y = Tensor::zeros(DType::F32, &[2, 8, 4, 3]).unwrap();
     let refused = plan.run(&args, y.as_mut(), &mut workspace);
-    assert!(matches!(refused, Err(Error::Parameter { name: "workspace", .. })));
+    assert!(matches!(refused, Err(Error::WorkspaceTooSmall { .. })));
 }
 
 #[test]
@@ -254,7 +254,7 @@ fn a_filter_packed_for_another_plan() {
     let args = Conv2dArgs { x: t.x.as_ref(), w: Weights::Packed(&packed), bias: None };
     let mut y = Tensor::zeros(DType::F32, &[2, 8, 4, 3]).unwrap();
     let refused = gemm.run(&args, y.as_mut(), &mut workspace);
-    assert!(matches!(refused, Err(Error::Parameter { name: "w", .. })));
+    assert!(matches!(refused, Err(Error::ForeignPack { .. })));
     let refused = gemm.pack_weights(&t.x.as_ref(), &mut workspace);
     assert!(matches!(refused, Err(Error::Shape { arg: "w", .. })));
 }
@@ -280,7 +280,7 @@ fn a_filter_packed_for_another_type() {
     half.run(&args, y.as_mut(), &mut workspace).unwrap();
     let result = exact.run(&args, y.as_mut(), &mut workspace);
     if crate::cpu::Isa::best().has_bf16_products() {
-        assert!(matches!(result, Err(Error::Parameter { name: "w", .. })));
+        assert!(matches!(result, Err(Error::ForeignPack { .. })));
     } else {
         result.unwrap();
     }

@@ -248,7 +248,7 @@ fn errors_name_what_is_wrong() {
     let error = run(Weights::Cached(other.as_ref(), &cache), &mut ws);
     assert!(matches!(error, Error::Shape { arg: "w", .. }), "{error}");
     let error = run(Weights::Cached(w.as_ref(), &cache), &mut Workspace::empty());
-    assert!(matches!(error, Error::Parameter { name: "workspace", .. }), "{error}");
+    assert!(matches!(error, Error::WorkspaceTooSmall { .. }), "{error}");
     assert_eq!(cache.bytes(), 0);
 }
 

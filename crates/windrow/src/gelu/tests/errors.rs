@@ -118,7 +118,7 @@ fn gradients_of_what_is_not_there_are_refused() {
         GeluGrads { dbias: Some(TensorMut::new(&mut g, &[4]).unwrap()), ..GeluGrads::default() };
     // Nor without the workspace that the sums need.
     let error = biased.backward(&args, &view, grads, &mut Workspace::empty()).unwrap_err();
-    assert!(matches!(error, Error::Parameter { name: "workspace", .. }), "{error}");
+    assert!(matches!(error, Error::WorkspaceTooSmall { .. }), "{error}");
 }
 
 #[test]
