@@ -6,7 +6,7 @@
 //! `pages`.
 
 use crate::pages::{self, Block, Page, blocks};
-use crate::steps::{Result, cargo, root};
+use crate::steps::{Result, cargo, target};
 use std::path::Path;
 use std::process::Command;
 use std::{env, fs};
@@ -23,8 +23,7 @@ pub(crate) fn shell(environment: &Path) -> Result {
     if !built.success() {
         return Err(format!("the command does not build: {built}").into());
     }
-    let target = root().join(env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into()));
-    let mut path = vec![target.join("debug"), environment.join("bin")];
+    let mut path = vec![target().join("debug"), environment.join("bin")];
     path.extend(env::var_os("PATH").iter().flat_map(env::split_paths));
     let path = env::join_paths(path)?;
     run_all(

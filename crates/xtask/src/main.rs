@@ -1,6 +1,7 @@
 //! Project tasks, run as `cargo xtask TASK`.
 
 mod accuracy_picture;
+mod api;
 mod date;
 mod examples;
 mod figures;
@@ -14,6 +15,7 @@ mod steps;
 mod svg;
 mod tables;
 mod test;
+mod wheel;
 
 use std::process::ExitCode;
 
@@ -21,6 +23,9 @@ const USAGE: &str = "usage: cargo xtask TASK
 
   test             everything that has to pass before a change is merged, but for PyTorch
   test --torch     the same with PyTorch, whose environment takes 5 GB on first use
+  api              write docs/api.txt, the public surface of the crates
+  api --check      fail if that is not the surface of the code
+  wheel            build the Python wheel for Linux on x86-64 and the source package, and print their sizes
   record           measure this machine into benchmarks/record/DATE-MACHINE
   readme           write the tables and pictures of the pages from the records that they name
   readme --check   fail if they are not those of the records, if a page gives a figure without a record,
@@ -32,6 +37,9 @@ fn main() -> ExitCode {
     let result = match args[..] {
         ["test"] => test::run(false),
         ["test", "--torch"] => test::run(true),
+        ["api"] => api::write(),
+        ["api", "--check"] => api::check(),
+        ["wheel"] => wheel::build(),
         ["record"] => record::run(),
         ["readme"] => filled::write(),
         ["readme", "--check"] => test::pages(),

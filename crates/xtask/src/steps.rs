@@ -1,7 +1,7 @@
 //! Running programs one after the other, with a heading and the time each took.
 
 use std::error::Error;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -11,6 +11,11 @@ pub(crate) type Result<T = ()> = std::result::Result<T, Box<dyn Error>>;
 pub(crate) fn root() -> &'static Path {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent();
     crates.and_then(Path::parent).expect("this crate lies two folders below the root")
+}
+
+/// Where cargo builds.
+pub(crate) fn target() -> PathBuf {
+    root().join(std::env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into()))
 }
 
 /// Incremental builds repeat the kernels' inlined functions in many more units: compiling the library's tests

@@ -4,6 +4,9 @@ use crate::steps::{Result, Steps, cargo, root};
 use crate::{figures, filled, form, python};
 use std::time::SystemTime;
 
+/// Of `windrow`.
+const FEATURES: [&str; 2] = ["cuda", "threads"];
+
 /// `torch` adds what needs PyTorch.
 pub(crate) fn run(torch: bool) -> Result {
     let mut steps = Steps::default();
@@ -16,6 +19,8 @@ pub(crate) fn run(torch: bool) -> Result {
     }
     let docs = ["doc", "--workspace", "--no-deps"];
     steps.run("docs", cargo(&docs).env("RUSTDOCFLAGS", "-D warnings"))?;
+    packages(&mut steps)?;
+    features(&mut steps)?;
     steps.run("doc tests", &mut cargo(&["test", "--workspace", "--doc"]))?;
     let mut tests = if has(&["nextest", "--version"]) {
         cargo(&["nextest", "run", "--workspace", "--no-fail-fast", "--status-level", "fail"])
@@ -37,6 +42,26 @@ pub(crate) fn run(torch: bool) -> Result {
     eprintln!("\nrandom cases of seed {day}");
     steps.run("random cases", &mut cargo(&[&random[..], &[&day]].concat()))?;
     python::test(&mut steps, torch)
+}
+
+/// Builds every crate that is published from its package, as who takes it from the registry does.
+fn packages(steps: &mut Steps) -> Result {
+    let private = ["pages", "windrow-python", "xtask"].map(|name| ["--exclude", name]).concat();
+    let package = ["package", "--quiet", "--workspace", "--allow-dirty"];
+    steps.run("packages", &mut cargo(&[&package[..], &private].concat()))
+}
+
+/// Every feature of the library alone, and none; the rooms' tests run without any.
+fn features(steps: &mut Steps) -> Result {
+    // Compiled only, or run on little: not worth the time that optimising takes.
+    let plain = ["--config", "profile.dev.package.windrow.opt-level=0"];
+    let none = ["--package", "windrow", "--no-default-features"];
+    for feature in FEATURES {
+        let check = [&["check", "--quiet", "--features", feature], &none[..], &plain].concat();
+        steps.run(feature, &mut cargo(&check))?;
+    }
+    let test = [&["test", "--quiet", "--lib"], &none[..], &plain, &["--", "gelu::"]].concat();
+    steps.run("no features", &mut cargo(&test))
 }
 
 /// What can be said of the pages without running anything.

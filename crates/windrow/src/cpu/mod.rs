@@ -13,6 +13,8 @@ mod lanes;
 pub(crate) mod math;
 mod name;
 mod peak;
+#[cfg_attr(not(feature = "threads"), path = "no_pool.rs")]
+mod pool;
 mod simd;
 mod threads;
 #[cfg(target_arch = "x86_64")]

@@ -4,19 +4,19 @@
 //! ends early costs only speed: the caller waits for tasks that have begun, never for a thread to arrive,
 //! and runs nothing but its own tasks meanwhile.
 
+use super::pool;
 use std::any::Any;
-use std::cell::OnceCell;
 use std::num::NonZeroUsize;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, OnceLock};
+use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock};
 
 /// Most threads that a plan uses, however many it is given: each may own scratch memory.
 pub(crate) const MAX_THREADS: usize = 1024;
 
 /// How many threads a plan uses unless told otherwise: the environment variable
 /// `WINDROW_NUM_THREADS`, else the size of the rayon pool that the caller is in, else the number
-/// of cores; 1 if no threads can be started.
+/// of cores; 1 if no threads can be started, and without the feature `threads`.
 pub fn num_threads() -> usize {
     static FROM_ENV: LazyLock<Option<usize>> = LazyLock::new(|| {
         let value = std::env::var("WINDROW_NUM_THREADS").ok()?;
@@ -28,27 +28,12 @@ pub fn num_threads() -> usize {
             }
         }
     });
-    FROM_ENV.unwrap_or_else(|| if has_pool() { rayon::current_num_threads() } else { 1 })
+    FROM_ENV.or_else(pool::size).unwrap_or(1)
 }
 
 /// The number of threads that a plan's option means.
 pub(crate) fn resolve_threads(option: Option<NonZeroUsize>) -> usize {
     option.map_or_else(num_threads, NonZeroUsize::get).min(MAX_THREADS)
-}
-
-/// Whether the caller is in a rayon pool or there is a global one. Asking for one that cannot start its
-/// threads would panic.
-fn has_pool() -> bool {
-    static GLOBAL: LazyLock<bool> = LazyLock::new(|| {
-        // Refused without a source if there is one already.
-        let refused = rayon::ThreadPoolBuilder::new().build_global().err();
-        let cause = refused.as_ref().and_then(std::error::Error::source);
-        if let Some(cause) = cause {
-            tracing::warn!(%cause, "no threads can be started; work stays on the caller's");
-        }
-        cause.is_none()
-    });
-    rayon::current_thread_index().is_some() || *GLOBAL
 }
 
 /// Calls the closure once on each thread of a group of which the caller is one, and returns when
@@ -73,7 +58,7 @@ pub fn use_team(team: Team) {
 /// share. With one thread or one task nothing but the caller runs.
 ///
 /// Other threads come from [`use_team`], else from the rayon pool that the caller is in, or from
-/// rayon's global one.
+/// rayon's global one. Without the feature `threads` there is only a team.
 ///
 /// # Panics
 /// With what the first task that panicked was stopped by; tasks that had not begun then are left out.
@@ -112,8 +97,7 @@ pub(crate) fn parallel_for_workers(
     };
     match TEAM.get() {
         Some(team) => on_team(*team, helpers + 1, &work),
-        None if has_pool() => on_rayon(helpers, &work),
-        None => work(0),
+        None => pool::run(helpers, &work),
     }
     let panicked: Option<Box<dyn Any + Send>> = lock(&panicked).take();
     if let Some(payload) = panicked {
@@ -122,7 +106,7 @@ pub(crate) fn parallel_for_workers(
 }
 
 /// Nothing of ours panics while it holds one of these locks.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
@@ -138,101 +122,6 @@ fn on_team(team: Team, workers: usize, work: &(dyn Fn(usize) + Sync)) {
     });
     // All calls of the team have returned: its closure cannot outlive them.
     work(0);
-}
-
-/// Where helpers enter as long as the caller is at work.
-struct Gate {
-    state: Mutex<GateState>,
-    left: Condvar,
-}
-
-struct GateState {
-    /// `None` once the caller waits for the helpers inside to leave.
-    work: Option<Work>,
-    inside: usize,
-}
-
-/// The caller's closure, whose lifetime the gate keeps.
-#[derive(Clone, Copy)]
-struct Work(*const (dyn Fn(usize) + Sync));
-
-// SAFETY: what it points to may be called from any thread.
-unsafe impl Send for Work {}
-
-impl Gate {
-    /// Calls the work with `worker` if the gate is still open.
-    fn enter(&self, worker: usize) {
-        let work = {
-            let mut state = lock(&self.state);
-            let Some(work) = state.work else { return };
-            state.inside += 1;
-            work
-        };
-        // SAFETY: `on_rayon` does not return before `inside` is 0 again, and the closure lives as long as that
-        // call. It does not panic: it keeps the panics of tasks.
-        unsafe { (*work.0)(worker) };
-        let mut state = lock(&self.state);
-        state.inside -= 1;
-        if state.inside == 0 {
-            self.left.notify_all();
-        }
-    }
-
-    /// Lets nobody in any more and waits until nobody is inside.
-    fn close(&self) {
-        lock(&self.state).work = None;
-        // A task takes some microseconds, falling asleep and waking up more.
-        for _ in 0..SPINS {
-            if lock(&self.state).inside == 0 {
-                return;
-            }
-            (0..32).for_each(|_| std::hint::spin_loop());
-        }
-        let state = lock(&self.state);
-        drop(self.left.wait_while(state, |state| state.inside > 0));
-    }
-}
-
-/// Looks at a gate before its caller falls asleep: about 50 microseconds.
-const SPINS: usize = 64;
-
-/// Calls that one thread has asked rayon for and that no thread has taken yet, at most. Where nobody takes
-/// them (all are busy with loops of their own) they would pile up.
-const MOST_WAITING: usize = 4 * MAX_THREADS;
-
-thread_local! {
-    static WAITING: OnceCell<Arc<AtomicUsize>> = const { OnceCell::new() };
-}
-
-/// Calls `work(0)`, and `work` with each of `1..=helpers` on the threads of rayon's pool that have nothing
-/// else to do.
-///
-/// Unlike rayon's scopes this never runs a foreign job on the caller's thread while it waits: such a job
-/// could be the caller's own loop, which finds its workspace in use.
-fn on_rayon(helpers: usize, work: &(dyn Fn(usize) + Sync)) {
-    let waiting = WAITING.with(|waiting| Arc::clone(waiting.get_or_init(Arc::default)));
-    if waiting.load(Ordering::Relaxed) > MOST_WAITING {
-        return work(0);
-    }
-    // SAFETY: only the lifetime changes; `Gate::enter` says why it is kept.
-    let erased = unsafe {
-        std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), *const (dyn Fn(usize) + Sync)>(
-            work,
-        )
-    };
-    let state = GateState { work: Some(Work(erased)), inside: 0 };
-    let gate = Arc::new(Gate { state: Mutex::new(state), left: Condvar::new() });
-    waiting.fetch_add(helpers, Ordering::Relaxed);
-    for worker in 1..=helpers {
-        let (gate, waiting) = (Arc::clone(&gate), Arc::clone(&waiting));
-        rayon::spawn(move || {
-            waiting.fetch_sub(1, Ordering::Relaxed);
-            gate.enter(worker);
-        });
-    }
-    // It does not panic.
-    work(0);
-    gate.close();
 }
 
 /// A pointer that tasks on several threads write through, each to its own part.
@@ -321,50 +210,8 @@ mod tests {
     }
 
     #[test]
-    fn no_foreign_job_runs_on_the_caller() {
-        use rayon::prelude::*;
-        use std::cell::RefCell;
-        thread_local!(static BUSY: RefCell<()> = const { RefCell::new(()) });
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(4).build().unwrap();
-        pool.install(|| {
-            (0..200).into_par_iter().for_each(|_| {
-                BUSY.with(|busy| {
-                    let _busy = busy.borrow_mut();
-                    parallel_for(4, 16, |_| std::thread::yield_now());
-                });
-            });
-        });
-    }
-
-    #[test]
-    fn calls_do_not_pile_up_in_a_busy_pool() {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
-        pool.install(|| {
-            let waiting = || WAITING.with(|w| w.get().map_or(0, |w| w.load(Ordering::Relaxed)));
-            for _ in 0..2 * MOST_WAITING {
-                parallel_for(3, 2, |_| {});
-            }
-            assert!((1..=MOST_WAITING + 3).contains(&waiting()), "{}", waiting());
-        });
-    }
-
-    #[test]
     fn one_thread_stays_with_the_caller() {
         let caller = std::thread::current().id();
         parallel_for(1, 10, |_| assert_eq!(std::thread::current().id(), caller));
-    }
-
-    #[test]
-    fn nested_in_a_users_pool() {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
-        let sum = AtomicUsize::new(0);
-        pool.install(|| {
-            parallel_for(3, 10, |i| {
-                parallel_for(2, 10, |j| {
-                    sum.fetch_add(i * j, Ordering::Relaxed);
-                });
-            });
-        });
-        assert_eq!(sum.into_inner(), 45 * 45);
     }
 }

@@ -152,7 +152,11 @@ impl Tensor {
         self.check_row_major()?;
         let desc = TensorDesc::contiguous(self.desc.dtype, shape)?;
         if desc.layout.len() != self.desc.layout.len() {
-            return Err(Error::shape("shape", shape, format!("{} elements", self.desc.layout.len())));
+            return Err(Error::shape(
+                "shape",
+                shape,
+                format!("{} elements", self.desc.layout.len()),
+            ));
         }
         Ok(Tensor { desc, ..self })
     }
@@ -251,7 +255,13 @@ mod tests {
         assert!(matches!(turned.reshape(&[6]), Err(Error::Strides { .. })));
         let from = Tensor::try_from(vec![1.0f32, 2.0]).unwrap();
         assert_eq!(Tensor::try_from(from.as_slice::<f32>().unwrap()).unwrap().shape(), [2]);
-        assert!(Tensor::from_vec(Vec::<f32>::new(), &[0, 2]).unwrap().as_slice::<f32>().unwrap().is_empty());
+        assert!(
+            Tensor::from_vec(Vec::<f32>::new(), &[0, 2])
+                .unwrap()
+                .as_slice::<f32>()
+                .unwrap()
+                .is_empty()
+        );
     }
 
     #[test]

@@ -1,0 +1,61 @@
+//! `cargo xtask wheel`: what goes to the Python registry.
+
+use crate::python::environment;
+use crate::steps::{Result, Steps, root, target};
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+
+/// Builds the wheel for every Linux on x86-64 since glibc 2.28 and the source package, in release, and builds the
+/// source package once; prints their sizes.
+pub(crate) fn build() -> Result {
+    let mut steps = Steps::default();
+    let requirements = [root().join("crates/xtask/requirements-wheel.txt")];
+    let environment = environment(&mut steps, "wheel", &requirements)?;
+    let out = target().join("wheels");
+    if out.exists() {
+        fs::remove_dir_all(&out)?;
+    }
+    let path = |folders: Vec<PathBuf>| {
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        std::env::join_paths(folders.into_iter().chain(std::env::split_paths(&path)))
+    };
+    // maturin starts `python3 -m ziglang`: that of the environment.
+    let path = path(vec![environment.join("bin")])?;
+    let maturin = |arguments: &[&str]| {
+        let mut command = Command::new(environment.join("bin/maturin"));
+        command
+            .args(arguments)
+            .arg("--manifest-path")
+            .arg(root().join("crates/windrow-python/Cargo.toml"));
+        command.arg("--out").arg(&out).env("PATH", &path);
+        command
+    };
+    let wheel =
+        ["build", "--release", "--locked", "--strip", "--zig", "--compatibility", "manylinux_2_28"];
+    let target_of = ["--target", "x86_64-unknown-linux-gnu"];
+    steps.run("wheel", &mut maturin(&[&wheel[..], &target_of].concat()))?;
+    steps.run("sdist", &mut maturin(&["sdist"]))?;
+    let sdist = named(&out, ".tar.gz")?;
+    let mut from_sdist = Command::new(environment.join("bin/python"));
+    from_sdist
+        .args(["-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"])
+        .args(["--no-build-isolation", "--wheel-dir"])
+        .arg(out.join("from-sdist"))
+        .arg(&sdist)
+        // Unoptimised: whether it builds is the question.
+        .env("MATURIN_PEP517_ARGS", "--profile dev")
+        .env("PATH", &path);
+    steps.run("wheel from the sdist", &mut from_sdist)?;
+    for file in [named(&out, ".whl")?, sdist] {
+        let bytes = fs::metadata(&file)?.len();
+        println!("{:>6.2} MB  {}", bytes as f64 / 1e6, file.display());
+    }
+    Ok(())
+}
+
+fn named(folder: &std::path::Path, end: &str) -> Result<PathBuf> {
+    let files = fs::read_dir(folder)?.filter_map(|e| e.ok().map(|e| e.path()));
+    let mut found = files.filter(|path| path.to_string_lossy().ends_with(end));
+    found.next().ok_or_else(|| format!("no *{end} in {}", folder.display()).into())
+}
