@@ -1,4 +1,106 @@
 //! Causal conv1d, Winograd conv2d and GELU: fast on CPU and GPU, with known accuracy.
+//!
+//! ```
+//! use windrow::{Activation, TensorRef, causal_conv1d};
+//!
+//! let x = TensorRef::new(&[1.0f32, 2.0, 3.0, 4.0], &[1, 1, 4])?; // [b, d, l]
+//! let weight = TensorRef::new(&[10.0f32, 1.0], &[1, 2])?; // [d, width]
+//! let y = causal_conv1d(&x, &weight, None, Activation::Identity)?;
+//! assert_eq!(y.as_slice::<f32>()?, [1.0, 12.0, 23.0, 34.0]);
+//! # Ok::<(), windrow::Error>(())
+//! ```
+//!
+//! [`gelu`], [`geglu`], [`causal_conv1d`], [`causal_conv1d_update`] and [`conv2d()`] are calls of this kind. Views
+//! ([`TensorRef`], [`TensorMut`]) have any strides, f32, f16 or bf16, in memory of the caller's, which is neither
+//! copied nor made contiguous.
+//!
+//! # The life of a plan
+//!
+//! What is run often is planned once. A *spec* says what to compute; a *plan* is a checked spec on a device,
+//! with an algorithm and a workspace size; a *run* reads and writes the caller's memory and allocates nothing.
+//!
+//! ```
+//! use windrow::{Approximate, DType, GeluArgs, GeluPlan, GeluSpec, PlanOptions, Tensor, TensorDesc, Workspace};
+//!
+//! let desc = TensorDesc::contiguous(DType::F32, &[2, 3])?;
+//! let options = PlanOptions::default(); // the CPU, all its threads
+//! let plan = GeluPlan::new(&GeluSpec::new(desc, Approximate::None)?, &options)?;
+//! let mut workspace = Workspace::for_sizes(options.device, [plan.workspace_bytes()])?;
+//! let mut y = Tensor::zeros(DType::F32, &[2, 3])?;
+//! for step in 0..3 {
+//!     let x = Tensor::from_vec(vec![step as f32; 6], &[2, 3])?;
+//!     plan.run(&GeluArgs { x: x.as_ref(), bias: None, gate: None }, y.as_mut(), &mut workspace)?;
+//! }
+//! assert!((y.as_slice::<f32>()?[0] - 1.9545).abs() < 1e-4);
+//! # Ok::<(), windrow::Error>(())
+//! ```
+//!
+//! A plan may be shared by any number of threads, each with a workspace of its own; plans may share a workspace,
+//! whose size is that of the largest. The same plan on the same input gives the same bits. On a GPU a run has been
+//! given to the workspace's stream when it returns; [`Workspace::synchronize`] waits for it. `explain` says in a line
+//! what a plan does and why; [`PlanOptions::tuning`] says how an algorithm is chosen, [`Accuracy`] how exact it must be.
+//!
+//! # A prompt, then decoding
+//!
+//! A model with short convolutions (Mamba and its relatives) runs its prompt as a whole sequence, keeps the last
+//! inputs as the state, and then takes a step for each token:
+//!
+//! ```
+//! use windrow::{
+//!     CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dPlan, CausalConv1dSpec, CausalConv1dUpdateArgs,
+//!     CausalConv1dUpdatePlan, CausalConv1dUpdateSpec, DType, PlanOptions, Tensor, TensorDesc, Workspace,
+//! };
+//!
+//! let f32 = |shape: &[usize]| TensorDesc::contiguous(DType::F32, shape);
+//! let (weight, width) = (Tensor::from_vec(vec![10.0f32, 1.0], &[1, 2])?, 2);
+//! let options = PlanOptions::default();
+//!
+//! let prompt = Tensor::from_vec(vec![1.0f32, 2.0, 3.0], &[1, 1, 3])?; // [b, d, l]
+//! let spec = CausalConv1dSpec::new(*prompt.desc(), *weight.desc())?.with_final_states(f32(&[1, 1, width - 1])?);
+//! let prefill = CausalConv1dPlan::new(&spec, &options)?;
+//! let spec = CausalConv1dUpdateSpec::new(f32(&[1, 1, 1])?, f32(&[1, 1, width - 1])?, *weight.desc())?;
+//! let step = CausalConv1dUpdatePlan::new(&spec, &options)?;
+//! let sizes = [prefill.workspace_bytes(), step.workspace_bytes()];
+//! let mut workspace = Workspace::for_sizes(options.device, sizes)?;
+//!
+//! let mut y = Tensor::zeros(DType::F32, &[1, 1, 3])?;
+//! let mut state = Tensor::zeros(DType::F32, &[1, 1, width - 1])?;
+//! let outputs = CausalConv1dOutputs { y: y.as_mut(), final_states: Some(state.as_mut()) };
+//! prefill.run(&CausalConv1dArgs::new(prompt.as_ref(), weight.as_ref()), outputs, &mut workspace)?;
+//! assert_eq!(y.as_slice::<f32>()?, [1.0, 12.0, 23.0]);
+//!
+//! let mut y = Tensor::zeros(DType::F32, &[1, 1, 1])?;
+//! for (token, wanted) in [(4.0f32, 34.0f32), (5.0, 45.0)] {
+//!     let token = Tensor::from_vec(vec![token], &[1, 1, 1])?;
+//!     let args = CausalConv1dUpdateArgs::new(token.as_ref(), weight.as_ref());
+//!     step.run(&args, state.as_mut(), y.as_mut(), &mut workspace)?; // the state moves on in place
+//!     assert_eq!(y.as_slice::<f32>()?, [wanted]);
+//! }
+//! # Ok::<(), windrow::Error>(())
+//! ```
+//!
+//! # Errors
+//!
+//! A wrong argument is an [`Error`] of a variant to match on, which names the argument, what was given and what was
+//! expected. No input panics, and nothing was written where a call is refused before it starts.
+//!
+//! # Speed
+//!
+//! Kernels are as fast as the compiler makes them: in a debug build they take hundreds of times as long. With
+//!
+//! ```toml
+//! [profile.dev.package.windrow]
+//! opt-level = 3
+//! ```
+//!
+//! in the `Cargo.toml` of your workspace they are optimised there too.
+//!
+//! # Features
+//!
+//! All are on by default.
+//!
+//! - `threads`: work on the CPU is split over rayon's threads. Without it [`cpu::use_team`] is the only way to more
+//!   than the caller's thread.
 
 mod activation;
 mod buffer;
