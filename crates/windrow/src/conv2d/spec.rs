@@ -183,6 +183,10 @@ pub enum Conv2dAlgorithm {
     /// Winograd along the rows of the image and direct sums along its columns, in one pass, for few
     /// input channels. Same filters; CPU, F(4, 3) only.
     WinogradFused(Tile),
+    /// Matrix product of gathered inputs and the filter on tensor cores, f32 as three products of halves: f32 of one group,
+    /// any filter, stride, padding and dilation; CUDA of compute capability 9.0. An infinite input or weight may give NaN
+    /// where f32 sums give an infinity.
+    ImplicitGemm,
     /// Winograd F(3, 3) along rows and the direct sum along columns, in one kernel. Same filters; CUDA.
     WinogradRow,
     /// cuDNN's sums of products, any spec with dense tensors of one layout; CUDA with cuDNN installed.
@@ -191,9 +195,10 @@ pub enum Conv2dAlgorithm {
 
 impl Conv2dAlgorithm {
     /// Every algorithm, of whatever device.
-    pub const ALL: [Conv2dAlgorithm; 10] = [
+    pub const ALL: [Conv2dAlgorithm; 11] = [
         Conv2dAlgorithm::Direct,
         Conv2dAlgorithm::Im2colGemm,
+        Conv2dAlgorithm::ImplicitGemm,
         Conv2dAlgorithm::WinogradGemm(Tile::F2),
         Conv2dAlgorithm::WinogradGemm(Tile::F4),
         Conv2dAlgorithm::WinogradGemm(Tile::F6),
@@ -212,6 +217,7 @@ impl Conv2dAlgorithm {
             }
             Conv2dAlgorithm::Direct
             | Conv2dAlgorithm::Im2colGemm
+            | Conv2dAlgorithm::ImplicitGemm
             | Conv2dAlgorithm::WinogradRow
             | Conv2dAlgorithm::Cudnn => None,
         }
@@ -227,6 +233,7 @@ impl Conv2dAlgorithm {
         match self {
             Conv2dAlgorithm::Direct => "direct",
             Conv2dAlgorithm::Im2colGemm => "im2col_gemm",
+            Conv2dAlgorithm::ImplicitGemm => "implicit_gemm",
             Conv2dAlgorithm::WinogradGemm(Tile::F2) => "winograd_gemm_f2",
             Conv2dAlgorithm::WinogradGemm(Tile::F4) => "winograd_gemm_f4",
             Conv2dAlgorithm::WinogradGemm(Tile::F6) => "winograd_gemm_f6",

@@ -1,7 +1,9 @@
 //! Configurations of a convolution, and the search among them.
 
 use super::spec::is_channels_last;
-use super::{Conv2d, Conv2dAlgorithm, Conv2dArgs, Conv2dPlan, Conv2dSpec, PackedWeights, Weights};
+use super::{
+    Conv2d, Conv2dAlgorithm, Conv2dArgs, Conv2dPlan, Conv2dSpec, PackedWeights, Weights, cuda,
+};
 use crate::cpu::resolve_threads;
 use crate::plan::{Bound, Tuned};
 use crate::tuning::{dense, joined, parameters::configuration};
@@ -19,11 +21,13 @@ configuration! {
         tiles,
         /// `winograd_gemm` on the CPU: vectors of output channels between two output transforms.
         vectors,
-        /// `winograd_gemm` on the CPU: parts of the output channels that are separate tasks.
+        /// `winograd_gemm` on the CPU: parts of the output channels that are separate tasks. `implicit_gemm`: parts of the
+        /// sums, 1, 2, 4 or 8.
         parts,
         /// CPU threads, at most as many as the plan may use.
         threads,
-        /// `winograd_gemm` on CUDA: threads of a block of the transforms, a multiple of 32 up to 1024.
+        /// `winograd_gemm` on CUDA: threads of a block of the transforms, a multiple of 32 up to 1024. `implicit_gemm`:
+        /// output channels of a block, 64 or 128.
         block,
     }
 }
@@ -33,17 +37,24 @@ impl Conv2dConfiguration {
     fn check(&self, options: &PlanOptions) -> Result<()> {
         let staged = matches!(self.algorithm, Conv2dAlgorithm::WinogradGemm(_));
         let on_cpu = options.device == Device::Cpu;
-        let takes = [staged, staged && on_cpu, staged && on_cpu, on_cpu, staged && !on_cpu];
+        let implicit = self.algorithm == Conv2dAlgorithm::ImplicitGemm;
+        let parts = implicit || staged && on_cpu;
+        let block = implicit || staged && !on_cpu;
+        let takes = [staged, staged && on_cpu, parts, on_cpu, block];
         let is_foreign =
             |((_, value), takes): ((_, Option<usize>), bool)| value.is_some() && !takes;
         let foreign = self.parameters().zip(takes).any(is_foreign);
         let zero = self.parameters().any(|(_, value)| value == Some(0));
-        let odd = self.block.is_some_and(|block| block % 32 != 0 || block > 1024);
+        let odd = match implicit {
+            true => !cuda::cuts_into(self.block, self.parts),
+            false => self.block.is_some_and(|block| block % 32 != 0 || block > 1024),
+        };
         if foreign || zero || odd {
             return Err(Error::unsupported(
                 format!("conv2d with {self} on {}", options.device),
                 "winograd_gemm has tiles, on the CPU vectors and parts, on CUDA block (a multiple of 32 up to \
-                 1024); every algorithm has threads on the CPU; numbers are positive",
+                 1024); implicit_gemm has block (64, 128) and parts (1, 2, 4, 8); every algorithm has threads on \
+                 the CPU; numbers are positive",
             ));
         }
         Ok(())

@@ -2,7 +2,8 @@
 
 use super::winograd_reference::stages;
 use super::{
-    Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, Weights, networks, reference,
+    Conv2dAlgorithm, Conv2dArgs, Conv2dConfiguration, Conv2dParams, Conv2dPlan, Conv2dSpec,
+    Weights, cuda, networks, reference,
 };
 use crate::verify::data::Held;
 use crate::verify::{Case, Check, Expected, random};
@@ -17,7 +18,7 @@ type Shape = ([usize; 4], [usize; 3], usize, usize, usize, usize);
 
 /// 3x3 filters with few and many channels, sizes that fill no block, images smaller than a tile, and
 /// every other option.
-const SHAPES: [Shape; 17] = [
+const SHAPES: [Shape; 19] = [
     ([2, 16, 9, 22], [64, 3, 3], 1, 1, 1, 1),
     ([1, 64, 10, 14], [48, 3, 3], 1, 0, 1, 1),
     ([2, 3, 13, 9], [7, 3, 3], 1, 1, 1, 1),
@@ -32,6 +33,8 @@ const SHAPES: [Shape; 17] = [
     ([2, 20, 7, 7], [33, 1, 1], 1, 0, 1, 1),
     ([1, 4, 16, 15], [8, 7, 7], 3, 3, 2, 1),
     ([2, 32, 6, 6], [64, 3, 3], 2, 1, 1, 1),
+    ([2, 72, 8, 6], [132, 1, 1], 1, 0, 1, 1),
+    ([1, 36, 9, 7], [132, 3, 3], 2, 1, 1, 1),
     ([0, 4, 6, 6], [8, 3, 3], 1, 1, 1, 1),
     ([2, 0, 6, 6], [8, 3, 3], 1, 1, 1, 1),
     ([2, 4, 6, 6], [0, 3, 3], 1, 1, 1, 1),
@@ -56,19 +59,24 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
                     let Ok(spec) = spec(shape, dtype, layout, accuracy, activation) else {
                         continue;
                     };
-                    for algorithm in Conv2dPlan::algorithms(&spec, device) {
+                    for configuration in configurations(&spec, device) {
                         let (spec, oracle) = (spec.clone(), Arc::clone(&oracle));
+                        let (accuracy, activation) = (accuracy.name(), activation.name());
+                        let parameters = configuration.to_string();
+                        let parameters = parameters.split_once(' ').map_or("", |(_, all)| all);
                         cases.push(Case {
                             op: "conv2d",
-                            algorithm: algorithm.name().into(),
+                            algorithm: configuration.algorithm.name().into(),
                             dtype,
                             layout: layout.into(),
-                            name: format!("{shape:?} {} {}", accuracy.name(), activation.name()),
+                            name: format!("{shape:?} {accuracy} {activation} {parameters}")
+                                .trim_end()
+                                .into(),
                             run: Box::new(move || {
                                 let oracle: &Result<Oracle> =
                                     oracle.get_or_init(|| Oracle::of(&spec));
                                 let oracle = oracle.as_ref().map_err(Error::clone)?;
-                                run(oracle, &spec, algorithm, device)
+                                run(oracle, &spec, &configuration, device)
                             }),
                         });
                     }
@@ -77,6 +85,15 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
         }
     }
     cases
+}
+
+/// Every algorithm with the model's parameters, and those that stand for kernels of their own where they all have something
+/// to do.
+fn configurations(spec: &Conv2dSpec, device: Device) -> Vec<Conv2dConfiguration> {
+    let algorithms = Conv2dPlan::algorithms(spec, device);
+    let cuts = algorithms.contains(&Conv2dAlgorithm::ImplicitGemm) && spec.w.shape()[0] > 128;
+    let cuts = cuts.then(cuda::implicit_gemm_configurations).into_iter().flatten();
+    algorithms.into_iter().map(Conv2dConfiguration::new).chain(cuts).collect()
 }
 
 /// Inputs in f64 and what the oracle makes of them: the same for all layouts, accuracies and algorithms.
@@ -156,11 +173,11 @@ fn spec(
 fn run(
     oracle: &Oracle,
     spec: &Conv2dSpec,
-    algorithm: Conv2dAlgorithm,
+    configuration: &Conv2dConfiguration,
     device: Device,
 ) -> Result<Vec<Check>> {
     let options = PlanOptions { device, ..PlanOptions::default() };
-    let plan = Conv2dPlan::with_algorithm(spec, algorithm, &options)?;
+    let plan = Conv2dPlan::with_configuration(spec, configuration, &options)?;
     let mut workspace = Workspace::new(device, plan.workspace_bytes())?;
     let ([x, w, dy], bias) = inputs(spec, device)?;
     let mut y = Held::at(spec.y, &[], 0, device)?;
@@ -175,7 +192,7 @@ fn run(
         checks.extend(stage_checks(&plan, &w.as_ref(), &x.as_ref())?);
     }
     // Gradients do not depend on the algorithm.
-    if algorithm == Conv2dAlgorithm::Direct {
+    if configuration.algorithm == Conv2dAlgorithm::Direct {
         checks.extend(gradients(oracle, spec, &options, [&x, &w, &dy])?);
     }
     Ok(checks)

@@ -126,6 +126,7 @@ impl Engine {
                 Engine::Fused(WinogradFused::new(p, isa, threads))
             }
             Conv2dAlgorithm::WinogradFused(_)
+            | Conv2dAlgorithm::ImplicitGemm
             | Conv2dAlgorithm::WinogradRow
             | Conv2dAlgorithm::Cudnn => {
                 unreachable!("plans take algorithms of their device")

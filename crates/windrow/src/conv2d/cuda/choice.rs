@@ -1,5 +1,6 @@
 //! Which algorithm the planner takes on CUDA.
 
+use super::implicit_gemm;
 use super::row::WinogradRow;
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
@@ -16,16 +17,19 @@ pub(super) fn choose(
     filter: Filter,
 ) -> Conv2dAlgorithm {
     let chosen = choose_packed(spec, p, supported, multiprocessors);
-    let cudnn = Conv2dAlgorithm::Cudnn;
-    if filter == Filter::Kept || !chosen.is_winograd() || !supported.contains(&cudnn) {
+    let (implicit, cudnn) = (Conv2dAlgorithm::ImplicitGemm, Conv2dAlgorithm::Cudnn);
+    if filter == Filter::Kept || !(chosen.is_winograd() || chosen == implicit) {
         return chosen;
     }
-    let micros = match chosen {
-        Conv2dAlgorithm::WinogradGemm(tile) => staged_micros(spec, p, tile),
-        _ => row_micros(spec, p, multiprocessors),
+    let with_packing = |algorithm| {
+        let configuration = Conv2dConfiguration::new(algorithm);
+        micros(spec, p, &configuration, multiprocessors) + pack_micros(spec, p, algorithm)
     };
-    let transformed = micros + pack_micros(spec, p, chosen);
-    if transformed > cudnn_micros(spec, p) + pack_micros(spec, p, cudnn) { cudnn } else { chosen }
+    [chosen, implicit, cudnn]
+        .into_iter()
+        .filter(|other| supported.contains(other) && allows(spec, *other))
+        .min_by(|&a, &b| with_packing(a).total_cmp(&with_packing(b)))
+        .unwrap_or(chosen)
 }
 
 /// Expected microseconds of packing: a launch, and the filter read and written at what a copy has on an H200.
@@ -38,14 +42,32 @@ fn pack_micros(spec: &Conv2dSpec, p: &Problem, algorithm: Conv2dAlgorithm) -> f6
     let packed = match algorithm {
         Conv2dAlgorithm::WinogradGemm(tile) => 2 * tile.alpha() * tile.alpha() * parts,
         Conv2dAlgorithm::WinogradRow => 2 * 15 * parts,
+        Conv2dAlgorithm::ImplicitGemm => 2 * p.r * p.s * parts,
         _ => source,
     };
     3.0 + 0.26e-6 * (p.k * p.c_group() * (source + packed)) as f64
 }
 
-/// For a filter that is packed already. The rules follow times of layers on an H200
-/// (`benchmarks/record/2026-11-22-h200`).
+/// For a filter that is packed already.
 fn choose_packed(
+    spec: &Conv2dSpec,
+    p: &Problem,
+    supported: &[Conv2dAlgorithm],
+    multiprocessors: u32,
+) -> Conv2dAlgorithm {
+    let other = choose_beside_implicit(spec, p, supported, multiprocessors);
+    let implicit = Conv2dAlgorithm::ImplicitGemm;
+    // At lower accuracy one product is enough, of which cuDNN has kernels.
+    let may = supported.contains(&implicit) && is_strict(spec) && allows(spec, implicit);
+    if !may || other == Conv2dAlgorithm::Direct {
+        return other;
+    }
+    let micros = |algorithm| micros(spec, p, &Conv2dConfiguration::new(algorithm), multiprocessors);
+    if micros(implicit) < 0.9 * micros(other) { implicit } else { other }
+}
+
+/// The rules follow times of layers on an H200 (`benchmarks/record/2026-11-22-h200`).
+fn choose_beside_implicit(
     spec: &Conv2dSpec,
     p: &Problem,
     supported: &[Conv2dAlgorithm],
@@ -91,6 +113,7 @@ pub(crate) fn allows(spec: &Conv2dSpec, algorithm: Conv2dAlgorithm) -> bool {
         Conv2dAlgorithm::WinogradGemm(asked) => {
             may_transform(spec) && asked.m() <= largest_tile(spec).m()
         }
+        Conv2dAlgorithm::ImplicitGemm => spec.accuracy >= Accuracy::Fp32,
         _ => !algorithm.is_winograd() || may_transform(spec),
     }
 }
@@ -217,14 +240,14 @@ fn staged_micros(spec: &Conv2dSpec, p: &Problem, tile: Tile) -> f64 {
     13.0 + 0.26 * megabytes + 2e-9 * elements * (parts * p.c * p.k) as f64
 }
 
-/// Expected microseconds of cuDNN's kernels.
+/// Expected microseconds of cuDNN's kernels. In strict f32 few blocks, which sum all terms, leave the device idle.
 fn cudnn_micros(spec: &Conv2dSpec, p: &Problem) -> f64 {
-    let per_gflop = match spec.x.dtype {
-        _ if is_strict(spec) => 27.0,
-        DType::F32 => 2.6,
-        _ => 1.6,
+    let (per_gflop, per_term) = match spec.x.dtype {
+        _ if is_strict(spec) => (27.0, 0.0232),
+        DType::F32 => (2.6, 0.0),
+        _ => (1.6, 0.0),
     };
-    10.0 + per_gflop * 1e-9 * p.flops()
+    (10.0 + per_gflop * 1e-9 * p.flops()).max(3.5 + per_term * p.taps() as f64)
 }
 
 /// Time that the model expects, in microseconds.
@@ -234,9 +257,21 @@ pub(crate) fn cost(
     p: &Problem,
     configuration: &Conv2dConfiguration,
 ) -> f64 {
+    micros(spec, p, configuration, gpu.info.multiprocessors)
+}
+
+fn micros(
+    spec: &Conv2dSpec,
+    p: &Problem,
+    configuration: &Conv2dConfiguration,
+    multiprocessors: u32,
+) -> f64 {
     let gflop = 1e-9 * p.flops();
     match configuration.algorithm {
-        Conv2dAlgorithm::WinogradRow => row_micros(spec, p, gpu.info.multiprocessors),
+        Conv2dAlgorithm::ImplicitGemm => {
+            implicit_gemm::micros(multiprocessors, spec, p, configuration)
+        }
+        Conv2dAlgorithm::WinogradRow => row_micros(spec, p, multiprocessors),
         Conv2dAlgorithm::WinogradGemm(tile) => staged_micros(spec, p, tile),
         Conv2dAlgorithm::Direct => 10.0 + 300.0 * gflop,
         Conv2dAlgorithm::Cudnn => cudnn_micros(spec, p),
@@ -249,7 +284,7 @@ mod tests {
     use super::*;
     use crate::conv2d::Conv2dParams;
     use crate::{Layout, TensorDesc};
-    use Conv2dAlgorithm::{Cudnn, Direct, Im2colGemm, WinogradGemm, WinogradRow};
+    use Conv2dAlgorithm::{Cudnn, Direct, Im2colGemm, ImplicitGemm, WinogradGemm, WinogradRow};
 
     const OWN: [Conv2dAlgorithm; 4] =
         [Direct, Im2colGemm, WinogradGemm(Tile::F2), WinogradGemm(Tile::F4)];
@@ -359,6 +394,33 @@ mod tests {
         assert_eq!(f32([8, 64, 3, 1], &[WinogradRow, Cudnn]), WinogradRow);
         let half = |sizes| taken(DType::F16, Accuracy::Half, sizes, &[WinogradRow, Cudnn]);
         assert_eq!(half([512, 2048, 3, 1]), WinogradGemm(Tile::F4));
+    }
+
+    #[test]
+    fn strict_sums_are_products_of_halves() {
+        let taken = |accuracy, [n, c, size, k]: [usize; 4], taps, stride, filter| {
+            let x = TensorDesc::contiguous(DType::F32, &[n, c, size, size]).unwrap();
+            let w = TensorDesc::contiguous(DType::F32, &[k, c, taps, taps]).unwrap();
+            let [stride, padding] = [[stride; 2], [taps / 2; 2]];
+            let params = Conv2dParams { accuracy, stride, padding, ..Default::default() };
+            let spec = Conv2dSpec::new(x, w, &params).unwrap();
+            let supported = [&OWN[..], &[ImplicitGemm, WinogradRow, Cudnn]].concat();
+            choose(&spec, &spec.problem().unwrap(), &supported, 132, filter)
+        };
+        let kept =
+            |accuracy, sizes, taps, stride| taken(accuracy, sizes, taps, stride, Filter::Kept);
+        let strict = |sizes, taps, stride| kept(Accuracy::Fp32, sizes, taps, stride);
+        for n in [1, 8, 64] {
+            assert_eq!(strict([n, 256, 56, 128], 1, 1), ImplicitGemm);
+            assert_eq!(strict([n, 512, 14, 512], 3, 2), ImplicitGemm);
+            assert_eq!(kept(Accuracy::Exact, [n, 256, 56, 128], 1, 1), Cudnn);
+            assert_eq!(kept(Accuracy::Tf32, [n, 256, 56, 128], 1, 1), Cudnn);
+        }
+        assert_eq!(strict([64, 64, 56, 64], 3, 1), WinogradRow);
+        assert_eq!(strict([1, 64, 56, 64], 3, 1), ImplicitGemm, "few tiles");
+        assert_eq!(strict([64, 4, 56, 4], 1, 1), Direct);
+        let changing = Filter::Changing;
+        assert_eq!(taken(Accuracy::Fp32, [64, 256, 56, 128], 1, 1, changing), ImplicitGemm);
     }
 
     #[test]

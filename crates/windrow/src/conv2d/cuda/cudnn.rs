@@ -1,7 +1,7 @@
 //! cuDNN's convolution, where it is installed and faster than what is here.
 
 use super::general::{DenseFilter, Direction, General, Method, one_thread_each};
-use super::{Operands, PackedForm, bias_of, epilogue, kernel, source};
+use super::{FilterOrder, Operands, PackedForm, bias_of, epilogue, kernel, source};
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::{
     Choice, ConvolutionSpec, Gpu, Kernel, KernelSpec, Operation, Source, Stream, VendorConvolution,
@@ -293,7 +293,7 @@ impl Cudnn {
         PackedForm {
             dtype: self.spec.x.dtype,
             products: usize::from(self.channels_last),
-            few_taps: false,
+            order: FilterOrder::Usual,
         }
     }
 

@@ -1,7 +1,9 @@
 //! The product of [`super::Im2colGemm`] where an output sums few taps: the filter stays in registers, and the tensor
 //! cores take f32 as well (`kernels/few_taps.cu`).
 
-use super::{Divisor, Operands, PackedForm, bias_of, epilogue, kernel, source, strides};
+use super::{
+    Divisor, FilterOrder, Operands, PackedForm, bias_of, epilogue, kernel, source, strides,
+};
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::{Accuracy, DType, Result, TensorDesc};
@@ -118,7 +120,11 @@ impl FewTaps {
     }
 
     pub(super) fn packed_form(&self) -> PackedForm {
-        PackedForm { dtype: self.spec.w.dtype, products: products(&self.spec), few_taps: true }
+        PackedForm {
+            dtype: self.spec.w.dtype,
+            products: products(&self.spec),
+            order: FilterOrder::FewTaps,
+        }
     }
 
     /// Halves: a rounding for each addition, which tensor cores cut off instead, up to twice that. Parts of f32 carry

@@ -125,7 +125,9 @@ impl Gradients {
         {
             // Gradients pack the filter on each run.
             let algorithm = Engine::best(gpu, &mirror, &p, Filter::Changing)?;
-            if algorithm.is_winograd() || algorithm == Conv2dAlgorithm::Cudnn {
+            let gathers =
+                [Conv2dAlgorithm::Cudnn, Conv2dAlgorithm::ImplicitGemm].contains(&algorithm);
+            if algorithm.is_winograd() || gathers {
                 let configuration = Conv2dConfiguration::new(algorithm);
                 let engine = Engine::new(gpu, &mirror, &p, &configuration, Tuning::Model)?;
                 data = Some(Data::Mirrored(engine));

@@ -6,6 +6,7 @@ mod few_taps;
 mod general;
 mod geometry;
 mod gradients;
+mod implicit_gemm;
 mod packs;
 mod row;
 mod split;
@@ -18,6 +19,8 @@ use self::cudnn::Cudnn;
 use self::few_taps::FewTaps;
 use self::general::{Direction, General, Method};
 pub(crate) use self::gradients::Gradients;
+use self::implicit_gemm::ImplicitGemm;
+pub(crate) use self::implicit_gemm::{configurations as implicit_gemm_configurations, cuts_into};
 pub(crate) use self::packs::Packs;
 use self::row::WinogradRow;
 use self::winograd_gemm::WinogradGemm;
@@ -40,6 +43,9 @@ const HEADERS: &[Source] = &[
     header!("conv2d.cuh"),
     header!("winograd.cuh"),
     header!("hopper.cuh"),
+    header!("implicit_gemm.cuh"),
+    header!("implicit_gemm_gather.cuh"),
+    header!("implicit_gemm_output.cuh"),
     header!("winograd_row.cuh"),
     header!("winograd_row_input.cuh"),
     header!("winograd_row_output.cuh"),
@@ -64,6 +70,7 @@ pub(crate) enum Engine {
     Cudnn(Box<Cudnn>),
     /// [`Conv2dAlgorithm::Im2colGemm`] where outputs sum few taps.
     FewTaps(Box<FewTaps>),
+    ImplicitGemm(Box<ImplicitGemm>),
     WinogradGemm(Box<WinogradGemm>),
     WinogradRow(Box<WinogradRow>),
 }
@@ -74,8 +81,18 @@ pub(crate) struct PackedForm {
     dtype: DType,
     /// Products that the split operands take part in.
     products: usize,
-    /// In the order of [`FewTaps`].
-    few_taps: bool,
+    order: FilterOrder,
+}
+
+/// The order of a packed filter's elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum FilterOrder {
+    /// The only one of its algorithm.
+    Usual,
+    /// Of [`FewTaps`].
+    FewTaps,
+    /// Of [`ImplicitGemm`], in blocks of so many channels.
+    Blocks(usize),
 }
 
 /// Device addresses of a run; all lie on the device of the stream that the work is given to.
@@ -97,6 +114,9 @@ impl Engine {
         if fits_i32(problem) {
             found.push(Conv2dAlgorithm::Direct);
             found.push(Conv2dAlgorithm::Im2colGemm);
+            if ImplicitGemm::supports(gpu, spec, problem) {
+                found.push(Conv2dAlgorithm::ImplicitGemm);
+            }
             if WinogradGemm::supports(gpu, spec, problem) {
                 found.extend(Tile::ALL.map(Conv2dAlgorithm::WinogradGemm));
             }
@@ -168,6 +188,10 @@ impl Engine {
                 Ok(Engine::FewTaps(Box::new(FewTaps::new(gpu, spec, problem)?)))
             }
             Conv2dAlgorithm::Im2colGemm => general(Method::Im2colGemm),
+            Conv2dAlgorithm::ImplicitGemm if ImplicitGemm::supports(gpu, spec, problem) => {
+                let engine = ImplicitGemm::new(gpu, spec, problem, configuration)?;
+                Ok(Engine::ImplicitGemm(Box::new(engine)))
+            }
             Conv2dAlgorithm::Cudnn if Cudnn::supports(gpu, spec, problem) => {
                 Ok(Engine::Cudnn(Box::new(Cudnn::new(gpu, spec, problem, tuning)?)))
             }
@@ -183,8 +207,9 @@ impl Engine {
             _ => Err(Error::unsupported(
                 format!("conv2d by {algorithm} on {}", gpu.device()),
                 "winograd_gemm computes 3x3 filters of stride and dilation 1 in one group, \
-                 winograd_row the same on compute capability 9.0, cudnn dense tensors of one layout \
-                 where it is installed; direct and im2col_gemm compute everything",
+                 winograd_row the same and implicit_gemm f32 of one group on compute capability 9.0, \
+                 cudnn dense tensors of one layout where it is installed; direct and im2col_gemm \
+                 compute everything",
             )),
         }
     }
@@ -193,6 +218,7 @@ impl Engine {
     pub(crate) fn configuration(&self, algorithm: Conv2dAlgorithm) -> Conv2dConfiguration {
         match self {
             Engine::WinogradGemm(e) => e.configuration(algorithm),
+            Engine::ImplicitGemm(e) => e.configuration(),
             _ => Conv2dConfiguration::new(algorithm),
         }
     }
@@ -204,6 +230,7 @@ impl Engine {
             Engine::Cudnn(e) => e.packed_bytes(),
             Engine::WinogradGemm(e) => e.packed_bytes(),
             Engine::FewTaps(e) => e.packed_bytes(),
+            Engine::ImplicitGemm(e) => e.packed_bytes(),
             Engine::WinogradRow(e) => e.packed_bytes(),
         }
     }
@@ -211,7 +238,7 @@ impl Engine {
     /// Bytes of scratch memory of a run, aligned to 256.
     pub(crate) fn scratch_bytes(&self) -> usize {
         match self {
-            Engine::General(_) | Engine::FewTaps(_) => 0,
+            Engine::General(_) | Engine::FewTaps(_) | Engine::ImplicitGemm(_) => 0,
             Engine::Cudnn(e) => e.scratch_bytes(),
             Engine::WinogradGemm(e) => e.scratch_bytes(),
             Engine::WinogradRow(e) => e.scratch_bytes(),
@@ -223,6 +250,7 @@ impl Engine {
         match self {
             // A copy takes as long as a comparison.
             Engine::General(_) | Engine::Cudnn(_) | Engine::FewTaps(_) => 0,
+            Engine::ImplicitGemm(e) => e.seen_bytes(),
             Engine::WinogradGemm(e) => e.seen_bytes(),
             Engine::WinogradRow(e) => e.seen_bytes(),
         }
@@ -233,7 +261,10 @@ impl Engine {
         match self {
             Engine::General(e) => e.reads_in_place(),
             Engine::Cudnn(e) => e.reads_in_place(w),
-            Engine::WinogradGemm(_) | Engine::FewTaps(_) | Engine::WinogradRow(_) => false,
+            Engine::WinogradGemm(_)
+            | Engine::FewTaps(_)
+            | Engine::ImplicitGemm(_)
+            | Engine::WinogradRow(_) => false,
         }
     }
 
@@ -303,6 +334,7 @@ impl Engine {
                 Engine::Cudnn(e) => e.pack(stream, w, packed),
                 Engine::WinogradGemm(e) => e.pack(stream, w, packed, ticket),
                 Engine::FewTaps(e) => e.pack(stream, w, packed),
+                Engine::ImplicitGemm(e) => e.pack(stream, w, packed, ticket),
                 Engine::WinogradRow(e) => e.pack(stream, w, packed, ticket),
             }
         }
@@ -330,6 +362,7 @@ impl Engine {
                 Engine::Cudnn(e) => e.run(stream, packed, operands, scratch),
                 Engine::WinogradGemm(e) => e.run(stream, packed, operands, scratch),
                 Engine::FewTaps(e) => e.run(stream, packed, operands),
+                Engine::ImplicitGemm(e) => e.run(stream, packed, operands),
                 Engine::WinogradRow(e) => e.run(stream, packed, operands, scratch),
             }
         }
@@ -337,7 +370,10 @@ impl Engine {
 
     pub(crate) fn packed_form(&self) -> PackedForm {
         match self {
-            Engine::General(e) => PackedForm { dtype: e.dtype(), products: 1, few_taps: false },
+            Engine::General(e) => {
+                PackedForm { dtype: e.dtype(), products: 1, order: FilterOrder::Usual }
+            }
+            Engine::ImplicitGemm(e) => e.packed_form(),
             Engine::Cudnn(e) => e.packed_form(),
             Engine::WinogradGemm(e) => e.packed_form(),
             Engine::FewTaps(e) => e.packed_form(),
@@ -352,6 +388,7 @@ impl Engine {
             Engine::Cudnn(e) => e.tolerance(),
             Engine::WinogradGemm(e) => e.tolerance(),
             Engine::FewTaps(e) => e.tolerance(),
+            Engine::ImplicitGemm(e) => e.tolerance(),
             Engine::WinogradRow(e) => e.tolerance(),
         }
     }
@@ -359,7 +396,10 @@ impl Engine {
     /// Outputs of a tile in each direction, where it is one of Winograd's algorithms.
     pub(crate) fn tile(&self) -> Option<usize> {
         match self {
-            Engine::General(_) | Engine::FewTaps(_) | Engine::Cudnn(_) => None,
+            Engine::General(_)
+            | Engine::FewTaps(_)
+            | Engine::ImplicitGemm(_)
+            | Engine::Cudnn(_) => None,
             Engine::WinogradGemm(e) => Some(e.tile()),
             Engine::WinogradRow(_) => Some(row::TILE),
         }
@@ -395,6 +435,7 @@ impl Engine {
             Engine::General(e) => e.explain(),
             Engine::Cudnn(e) => e.explain(),
             Engine::WinogradGemm(e) => e.explain(),
+            Engine::ImplicitGemm(e) => e.explain(),
             Engine::FewTaps(_) => "filter in registers, tensor cores".into(),
             Engine::WinogradRow(e) => e.explain(),
         }
@@ -413,6 +454,7 @@ pub(crate) fn complete(
             let cut = WinogradGemm::cut(gpu, spec, problem, tile, configuration);
             cut.configuration(configuration.algorithm)
         }
+        Conv2dAlgorithm::ImplicitGemm => implicit_gemm::complete(gpu, spec, problem, configuration),
         algorithm => Conv2dConfiguration::new(algorithm),
     }
 }

@@ -9,7 +9,7 @@ use super::stages::{
     ALIGNMENT, Blocking, InputTransform, Stage, THREADS, Tiling, input_kernel, one_thread_each,
     staged_kernel,
 };
-use super::{Divisor, Operands, PackedForm, Seen, bias_of, epilogue, source, strides};
+use super::{Divisor, FilterOrder, Operands, PackedForm, Seen, bias_of, epilogue, source, strides};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::winograd::TAPS;
 use crate::conv2d::winograd_reference::Stages;
@@ -217,7 +217,7 @@ impl WinogradGemm {
     }
 
     pub(super) fn packed_form(&self) -> PackedForm {
-        PackedForm { dtype: self.spec.x.dtype, products: self.v.parts, few_taps: false }
+        PackedForm { dtype: self.spec.x.dtype, products: self.v.parts, order: FilterOrder::Usual }
     }
 
     /// U and V are rounded once each, sums of channels once for each channel, and a transform a few

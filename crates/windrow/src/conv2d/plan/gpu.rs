@@ -71,6 +71,9 @@ impl Engine<Conv2d> for Gpu {
             let blocks = [64, 256, 512].map(Some);
             all.extend(blocks.map(|block| Conv2dConfiguration { block, ..base }));
         }
+        if algorithm == Conv2dAlgorithm::ImplicitGemm {
+            all.extend(cuda::implicit_gemm_configurations());
+        }
         all
     }
 

@@ -7,7 +7,7 @@ use self::fused::Fused;
 use self::input::Input;
 use super::geometry::Geometry;
 use super::split::{self, exponent};
-use super::{Operands, PackedForm, Seen, kernel, source, strides};
+use super::{FilterOrder, Operands, PackedForm, Seen, kernel, source, strides};
 use crate::conv2d::winograd::{Rational, Transforms};
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
@@ -168,7 +168,7 @@ impl WinogradRow {
     }
 
     pub(crate) fn packed_form(&self) -> PackedForm {
-        PackedForm { dtype: self.spec.x.dtype, products: self.products, few_taps: false }
+        PackedForm { dtype: self.spec.x.dtype, products: self.products, order: FilterOrder::Usual }
     }
 
     /// An operand is rounded to the half type up to three times (twice in the input transform, once

@@ -1,0 +1,72 @@
+// Packs a filter in the order in which implicit_gemm.cu multiplies it: [k block, step of 64 terms, 16 terms, part, 16 terms x
+// BLOCK_K channels], the last two as 8 x 8 blocks of 128 bytes, zeros where k or the terms end. Terms are (r, s, c).
+//
+// Each output channel is scaled by a power of two, so that halves hold it, and split in a high and a low half. The low one
+// also carries by how much the tensor cores shrink sums.
+//
+// An output channel that is the same as in the pack that is kept is left as it is.
+//
+// Constants: ELEMENT_F32, BLOCK_K, FILTER_EXPONENT, SHRINKAGE.
+
+#include "conv2d.cuh"
+
+constexpr int STEP_DEPTH = 64;
+
+struct Params {
+    const Element* w;
+    u16* packed;
+    float* inverse;         // [k]
+    i64 w_k, w_c, w_r, w_s; // strides in elements
+    Seen seen;
+    int k, terms, steps;
+    Divisor c, s;
+};
+static_assert(PARAMS_AGREE, "as the host's structure");
+
+// One block per output channel, padded to BLOCK_K.
+extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
+    const int k = blockIdx.x, block = k / BLOCK_K, column = k % BLOCK_K;
+    // Where the product wants this channel: see `channel_of` in implicit_gemm_output.cuh.
+    const int n = 32 * (column / 32) + 8 * (column % 8 / 2) + 2 * (column % 32 / 8) + column % 2;
+    const auto weight = [&](int term) -> float {
+        if (k >= p.k || term >= p.terms) return 0;
+        const int tap = p.c.divide(term), c = term - tap * static_cast<int>(p.c.value);
+        const int r = p.s.divide(tap), s = tap - r * static_cast<int>(p.s.value);
+        return to_float(p.w[k * p.w_k + c * p.w_c + r * p.w_r + s * p.w_s]);
+    };
+
+    u32 mine = 0;
+    Digest digest;
+    for (int term = 4 * threadIdx.x; term < p.terms; term += 4 * blockDim.x) {
+        const float v[4] = {weight(term), weight(term + 1), weight(term + 2), weight(term + 3)};
+        if (p.seen.digests != nullptr) digest.add(p.seen, term, v);
+#pragma unroll
+        for (int i = 0; i < 4; i++) mine = max(mine, finite_magnitude(v[i]));
+    }
+    if (digest.is_known(p.seen, k)) return;
+    const u32 max_bits = largest_of_block(mine);
+    const float scale = power_of_two_scale(max_bits, FILTER_EXPONENT);
+    // Without 2^FILTER_EXPONENT, which the epilogue undoes.
+    if (threadIdx.x == 0 && k < p.k)
+        p.inverse[k] = power_of_two_scale(max_bits, FILTER_EXPONENT, true) * power_of_two(FILTER_EXPONENT);
+
+    for (int i = threadIdx.x; i < p.steps * (STEP_DEPTH / 8); i += blockDim.x) {
+        const int product = i / 2, half = i % 2; // eight of 16 terms
+        u32 high[4], low[4];
+#pragma unroll
+        for (int q = 0; q < 4; q++) {
+            // A thread of the product reads four neighbouring terms at once; the tensor core takes the first two of them as
+            // columns 2q and 2q + 1, the others as 2q + 8 and 2q + 9.
+            const int term = 16 * product + 4 * q + 2 * half;
+            const float a = weight(term) * scale, b = weight(term + 1) * scale;
+            high[q] = floats_to_f16x2(a, b);
+            const float2 rounded = unpack_f16x2(high[q]);
+            low[q] = floats_to_f16x2(fmaf(a, SHRINKAGE, a - rounded.x), fmaf(b, SHRINKAGE, b - rounded.y));
+        }
+        const i64 at = static_cast<i64>(block) * p.steps * (STEP_DEPTH / 16) + product;
+        u16* const to = p.packed + at * (2 * 16 * BLOCK_K) + half * (8 * BLOCK_K) + n / 8 * 64 + n % 8 * 8;
+        *reinterpret_cast<uint4*>(to) = make_uint4(high[0], high[1], high[2], high[3]);
+        *reinterpret_cast<uint4*>(to + 16 * BLOCK_K) = make_uint4(low[0], low[1], low[2], low[3]);
+    }
+    digest.keep(p.seen, k);
+}

@@ -1,0 +1,203 @@
+// Of implicit_gemm.cu: terms of x go to shared memory, zeros where the image or the sum ends.
+//
+// GATHER CHANNELS: a stage is [pixel][term], rows of 16 chunks of four terms; the halves of odd rows change places.
+// Else it is [term][pixel], pixel i of term t at i ^ (t / 4 % 4 * 8). So the consumers' loads meet no bank twice.
+
+#include "implicit_gemm.cuh"
+
+// Copies an element, or writes zero.
+__device__ __forceinline__ void copy_element(u32 to, const float* from, int exists) {
+    asm volatile(
+        "{\n"
+        ".reg .pred ignored;\n"
+        "setp.eq.b32 ignored, %2, 0;\n"
+        "cp.async.ca.shared.global [%0], [%1], 4, ignored;\n"
+        "}" ::"r"(to), "l"(from), "r"(exists) : "memory");
+}
+
+// As above, four elements.
+__device__ __forceinline__ void copy_vector(u32 to, const float* from, int exists) {
+    asm volatile(
+        "{\n"
+        ".reg .pred ignored;\n"
+        "setp.eq.b32 ignored, %2, 0;\n"
+        "cp.async.cg.shared.global [%0], [%1], 16, ignored;\n"
+        "}" ::"r"(to), "l"(from), "r"(exists) : "memory");
+}
+
+// The thread's arrival, once its copies have come.
+__device__ __forceinline__ void arrive_after_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void meet_producers() {
+    asm volatile("bar.sync 1, %0;" ::"n"(PRODUCERS) : "memory");
+}
+
+// Where the taps of an output begin.
+struct Origin {
+    int offset; // in x
+    int y, x;
+    bool exists;
+
+    __device__ __forceinline__ Origin(const Params& p, int pixel) {
+        exists = pixel < p.pixels;
+        const Pixel at(p, exists ? pixel : 0);
+        y = at.row * p.stride_h - p.pad_h;
+        x = at.column * p.stride_w - p.pad_w;
+        offset = static_cast<int>(at.image * p.x_n + y * p.x_h + x * p.x_w);
+    }
+    // A row that no tap brings back to the image stands for a pixel that does not exist.
+    __device__ __forceinline__ int packed() const { return exists ? y << 16 | (x & 0xffff) : NOWHERE; }
+    static constexpr int NOWHERE = -(1 << 30);
+};
+
+// True if the tap so far from an origin exists.
+__device__ __forceinline__ bool inside(const Params& p, int origin, int dy, int dx) {
+    if (!PADDED) return origin != Origin::NOWHERE;
+    const int y = (origin >> 16) + dy, x = static_cast<short>(origin) + dx;
+    return static_cast<u32>(y) < static_cast<u32>(p.h) && static_cast<u32>(x) < static_cast<u32>(p.w_in);
+}
+
+#if GATHER == CHANNELS
+
+struct Gather {
+    int2* rows; // of the tile: offset, y << 16 | x
+    int thread;
+
+    __device__ __forceinline__ Gather(int2* rows, int thread) : rows(rows), thread(thread) {}
+
+    __device__ __forceinline__ void begin(const Params& p, int pixel0) {
+        meet_producers();
+        const Origin origin(p, pixel0 + thread);
+        rows[thread] = make_int2(origin.offset, origin.packed());
+        meet_producers();
+    }
+
+    __device__ __forceinline__ void step(const Params& p, int step, u32 stage) {
+        const int chunk = thread % 16, row0 = thread / 16;
+        const Term term(p, step * STEP_DEPTH + chunk * 4);
+        const bool exists = term.exists(p);
+        const int dy = term.r * p.dilation_h, dx = term.s * p.dilation_w;
+        const int offset = static_cast<int>(dy * p.x_h + dx * p.x_w) + term.c;
+        u32 to = stage + row0 * (STEP_DEPTH * 4) + ((chunk ^ (row0 & 1) << 2) << 4);
+#pragma unroll 8
+        for (int i = 0; i < BLOCK_M / 8; i++) {
+            const int2 row = rows[row0 + 8 * i];
+            copy_vector(to, p.x + (row.x + offset), exists && inside(p, row.y, dy, dx));
+            to += 8 * STEP_DEPTH * 4;
+        }
+    }
+};
+
+#elif GATHER == PIXELS
+
+struct Gather {
+    int thread, offset;
+    bool exists;
+
+    __device__ __forceinline__ Gather(int2*, int thread) : thread(thread) {}
+
+    __device__ __forceinline__ void begin(const Params& p, int pixel0) {
+        const Origin origin(p, pixel0 + thread % 32 * 4);
+        offset = origin.offset;
+        exists = origin.exists;
+    }
+
+    __device__ __forceinline__ void step(const Params& p, int step, u32 stage) {
+        const int term0 = thread / 32 * 16, lane = thread % 32;
+        const int c = step * STEP_DEPTH + term0;
+        const float* from = p.x + (offset + c * p.x_c);
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            copy_vector(stage + (term0 + i) * (BLOCK_M * 4) + ((lane * 4 ^ i / 4 * 8) << 2), from, exists && c + i < static_cast<int>(p.c.value));
+            from += p.x_c;
+        }
+    }
+};
+
+#else
+
+struct Gather {
+    static constexpr int COUNT = BLOCK_M / 32; // pixels of a thread
+    int thread;
+    int offset[COUNT], place[COUNT]; // of their origins: y << 16 | x
+    const float* at[COUNT];          // of a tap
+    int exists[COUNT];               // 0 where the tap lies outside
+
+    __device__ __forceinline__ Gather(int2*, int thread) : thread(thread) {}
+
+    __device__ __forceinline__ void begin(const Params& p, int pixel0) {
+#pragma unroll
+        for (int j = 0; j < COUNT; j++) {
+            const Origin origin(p, pixel0 + thread % 32 + 32 * j);
+            offset[j] = origin.offset;
+            place[j] = origin.packed();
+        }
+    }
+
+    __device__ __forceinline__ void enter(const Params& p, const Term& term) {
+        const int dy = term.r * p.dilation_h, dx = term.s * p.dilation_w;
+        const int tap = static_cast<int>(dy * p.x_h + dx * p.x_w);
+#pragma unroll
+        for (int j = 0; j < COUNT; j++) {
+            at[j] = p.x + (offset[j] + tap);
+            exists[j] = term.exists(p) && inside(p, place[j], dy, dx);
+        }
+    }
+
+    __device__ __forceinline__ void step(const Params& p, int step, u32 stage) {
+        const int term0 = thread / 32 * 16, lane = thread % 32, x_c = static_cast<int>(p.x_c);
+        Term term(p, step * STEP_DEPTH + term0);
+        enter(p, term);
+        int channel = term.c * x_c;
+        u32 to = stage + term0 * (BLOCK_M * 4);
+#pragma unroll 1
+        for (int i = 0; i < 4; i++) {
+            const u32 first = to + ((lane ^ i * 8) << 2);
+#pragma unroll
+            for (int l = 0; l < 4; l++) {
+#pragma unroll
+                for (int j = 0; j < COUNT; j++) copy_element(first + (l * BLOCK_M + 32 * j) * 4, at[j] + channel, exists[j]);
+                channel += x_c;
+                if (++term.c == static_cast<int>(p.c.value)) {
+                    term.next_tap(p);
+                    enter(p, term);
+                    channel = 0;
+                }
+            }
+            to += 4 * BLOCK_M * 4;
+        }
+    }
+};
+
+#endif
+
+__device__ __forceinline__ void produce(const Params& p, int thread, int2* rows, u32 stages, u32 full, u32 empty) {
+    Gather gather(rows, thread);
+    Ring ring;
+    const int rank = rank_in_cluster(), first = first_step(p, rank), last = first_step(p, rank + 1);
+    for (int tile = blockIdx.x / SPLIT; tile < p.tiles; tile += gridDim.x / SPLIT) {
+        const int m_block = p.k_blocks.divide(tile), k_block = tile - m_block * static_cast<int>(p.k_blocks.value);
+        gather.begin(p, m_block * BLOCK_M);
+#pragma unroll 1
+        for (int step = first; step < last; step++) {
+            const u32 stage = stages + ring.slot * STAGE_BYTES, barrier = full + 8 * ring.slot;
+            barrier_wait(empty + 8 * ring.slot, ring.parity ^ 1);
+            if (thread == 0) {
+                barrier_expect(barrier, W_BYTES);
+                copy_in(stage + X_BYTES, p.w + (static_cast<i64>(k_block) * p.steps + step) * W_BYTES, W_BYTES, barrier);
+            }
+            gather.step(p, step, stage);
+            arrive_after_copies(barrier);
+            ring.advance(STAGES);
+        }
+#if SPLIT > 1
+        // A stage without terms, in which the blocks of the cluster find each other's sums.
+        barrier_wait(empty + 8 * ring.slot, ring.parity ^ 1);
+        barrier_arrive(full + 8 * ring.slot);
+        if (thread == 0) barrier_arrive(full + 8 * ring.slot);
+        ring.advance(STAGES);
+#endif
+    }
+}

@@ -1,0 +1,177 @@
+// Of implicit_gemm.cu: from the sums in a thread's registers to y.
+
+#include "implicit_gemm.cuh"
+
+constexpr int SUMS = BLOCK_K / 2;    // of a thread
+constexpr int COLUMNS_J = BLOCK_K / 8; // groups of 8 columns of the product
+
+// Output channel of sum (j, e) in lane quarter q: the filter is packed in this order, so that the channels of a thread are
+// neighbours in eights.
+__device__ __forceinline__ int channel_of(int q, int j, int e) { return 32 * (j / 4) + 8 * q + 2 * (j % 4) + e; }
+
+// What the epilogue needs of a block's output channels, one copy for each warp.
+struct Channels {
+    float scale[BLOCK_K];
+    float bias[BLOCK_K];
+
+    __device__ __forceinline__ void load(const Params& p, int k0, int lane) {
+        __syncwarp();
+#pragma unroll
+        for (int i = lane; i < BLOCK_K; i += 32) {
+            const int k = k0 + i;
+            float b = 0;
+            if (p.bias != nullptr && k < p.k)
+                b = p.bias_is_float ? static_cast<const float*>(p.bias)[k * p.bias_stride]
+                                    : to_float(static_cast<const Element*>(p.bias)[k * p.bias_stride]);
+            bias[i] = b;
+            scale[i] = k < p.k ? p.w_inverse[k] : 0;
+        }
+        __syncwarp();
+    }
+};
+
+// Undoes the exponents that operands were scaled to. What is left of the scales are powers of two next to the largest input
+// and the largest tap: their product is as large as outputs are.
+constexpr float SHRINK = 1.0f / (1u << (INPUT_EXPONENT + FILTER_EXPONENT));
+
+// A thread's rows of the product are these pixels.
+struct Rows {
+    float* y[2];
+    bool exists[2];
+
+    __device__ __forceinline__ Rows(const Params& p, int pixel) {
+#pragma unroll
+        for (int t = 0; t < 2; t++) {
+            exists[t] = pixel + 8 * t < p.pixels;
+            const Pixel at(p, exists[t] ? pixel + 8 * t : 0);
+            y[t] = p.y + at.image * p.y_n + at.row * p.y_h + at.column * p.y_w;
+        }
+    }
+};
+
+// Stores the sums of columns j0 to j0 + J: 2 J neighbouring channels of two pixels, sum[4 j + 2 t + e] (hopper.cuh).
+template <int J>
+__device__ __forceinline__ void store(const Params& p, const float* sum, int j0, const Rows& rows, int k0, int q,
+                                      float x_scale, const Channels& channels) {
+    const int first = channel_of(q, j0, 0);
+#pragma unroll
+    for (int t = 0; t < 2; t++) {
+        float v[2 * J];
+#pragma unroll
+        for (int i = 0; i < 2 * J; i++) {
+            const float scale = channels.scale[first + i] * x_scale;
+            v[i] = epilogue(fmaf(sum[4 * (i / 2) + 2 * t + i % 2] * SHRINK, scale, channels.bias[first + i]));
+        }
+        if (!rows.exists[t]) continue;
+#if CHANNELS_LAST_OUT
+        float* const to = rows.y[t] + k0 + first;
+#pragma unroll
+        for (int i = 0; i < 2 * J; i += 4) {
+            if (k0 + first + i >= p.k) continue;
+            if constexpr (J == 1)
+                *reinterpret_cast<float2*>(to) = make_float2(v[0], v[1]);
+            else
+                *reinterpret_cast<float4*>(to + i) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
+        }
+#else
+        float* to = rows.y[t] + (k0 + first) * p.y_k;
+#pragma unroll
+        for (int i = 0; i < 2 * J; i++) {
+            if (k0 + first + i < p.k) *to = v[i];
+            to += p.y_k;
+        }
+#endif
+    }
+}
+
+// ---- sums of a cluster ----
+
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ u32 address_in(u32 address, int rank) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+__device__ __forceinline__ float4 load_there(u32 address) {
+    float4 v;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
+    return v;
+}
+
+// A warp arrives at a barrier of every block of the cluster.
+__device__ __forceinline__ void arrive_everywhere(u32 barrier, int lane) {
+    __syncwarp();
+    if (lane < SPLIT)
+        asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(barrier, lane)) : "memory");
+}
+
+__device__ __forceinline__ void wait_for_cluster(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+// Adds up the sums of a cluster's blocks, in the order of the blocks, and stores them: each block a share of the columns. A
+// stage of the ring holds the sums of a block.
+struct Exchange {
+    u32 stages, scales, written, read; // addresses, also of barriers
+    int round;
+
+    // Blocks of more steps are further on in their ring.
+    static __device__ __forceinline__ u32 stage_of(const Params& p, int rank, int round) {
+        const int steps = first_step(p, rank + 1) - first_step(p, rank);
+        return (round * (steps + 1) + steps) % STAGES * STAGE_BYTES;
+    }
+
+    __device__ __forceinline__ void store(const Params& p, const float (&sum)[SUMS], const Rows& rows, int k0, int warp,
+                                          int lane, float x_scale, const Channels& channels) const {
+        constexpr int SHARE = COLUMNS_J / SPLIT, J = SHARE < 4 ? SHARE : 4;
+        const int rank = rank_in_cluster();
+        const u32 first = stages + (32 * warp + lane) * 16, mine = first + stage_of(p, rank, round);
+#pragma unroll
+        for (int j = 0; j < COLUMNS_J; j++)
+            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(mine + j * 256 * 16), "f"(sum[4 * j]),
+                         "f"(sum[4 * j + 1]), "f"(sum[4 * j + 2]), "f"(sum[4 * j + 3]) : "memory");
+        const u32 my_scale = scales + 16 * warp;
+        if (lane == 0) asm volatile("st.shared.v4.f32 [%0], {%1, %1, %1, %1};" ::"r"(my_scale), "f"(x_scale) : "memory");
+        arrive_everywhere(written, lane);
+        wait_for_cluster(written, round & 1);
+        float factor[SPLIT], largest = 0;
+#pragma unroll
+        for (int i = 0; i < SPLIT; i++) {
+            factor[i] = load_there(address_in(my_scale, i)).x;
+            largest = fmaxf(largest, factor[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < SPLIT; i++) factor[i] /= largest;
+#pragma unroll
+        for (int j0 = 0; j0 < SHARE; j0 += J) {
+            float total[4 * J] = {};
+            const int j = rank * SHARE + j0;
+#pragma unroll
+            for (int i = 0; i < SPLIT; i++) {
+                const u32 there = address_in(first + stage_of(p, i, round), i);
+#pragma unroll
+                for (int l = 0; l < J; l++) {
+                    const float4 v = load_there(there + (j + l) * 256 * 16);
+                    total[4 * l] = fmaf(v.x, factor[i], total[4 * l]);
+                    total[4 * l + 1] = fmaf(v.y, factor[i], total[4 * l + 1]);
+                    total[4 * l + 2] = fmaf(v.z, factor[i], total[4 * l + 2]);
+                    total[4 * l + 3] = fmaf(v.w, factor[i], total[4 * l + 3]);
+                }
+            }
+            ::store<J>(p, total, j, rows, k0, lane % 4, largest, channels);
+        }
+        arrive_everywhere(read, lane);
+        wait_for_cluster(read, round & 1);
+    }
+};
