@@ -165,12 +165,13 @@ struct Digest {
     }
 };
 
-// x as the sum of two halves.
+// x as the sum of two halves. Tensor cores cut off what they add, so that sums shrink by nearly the same factor, whatever
+// the data: the low half of a filter carries it, relative to x.
 struct Halves {
     u16 high, low;
-    __device__ __forceinline__ explicit Halves(float x) {
+    __device__ __forceinline__ explicit Halves(float x, float shrinkage = 0) {
         high = static_cast<u16>(floats_to_f16x2(x, 0));
-        low = static_cast<u16>(floats_to_f16x2(x - f16_to_float(high), 0));
+        low = static_cast<u16>(floats_to_f16x2(fmaf(x, shrinkage, x - f16_to_float(high)), 0));
     }
 };
 

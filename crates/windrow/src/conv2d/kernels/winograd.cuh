@@ -24,9 +24,10 @@ typedef Element Stored;
 #endif
 
 // Stores a number of U (OF_FILTER) or V: its parts are `part` elements apart.
-template <bool OF_FILTER> __device__ __forceinline__ void store_parts(Stored* to, i64 part, float value) {
+template <bool OF_FILTER>
+__device__ __forceinline__ void store_parts(Stored* to, i64 part, float value, float shrinkage = 0) {
 #if IN_HALVES
-    const Halves halves(value);
+    const Halves halves(value, shrinkage);
     to[0] = OF_FILTER || PARTS == 1 ? halves.high : halves.low;
     if (PARTS == 1) return;
     to[part] = OF_FILTER ? halves.low : halves.high;

@@ -15,6 +15,7 @@ struct Params {
     i64 plane;              // elements of one position
     Seen seen;
     int c, c_padded;
+    float shrinkage;        // of sums of split halves
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
 
@@ -55,7 +56,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_consta
         Stored* out = p.u + k * (PARTS * p.c_padded) + c;
 #pragma unroll
         for (int i = 0; i < POSITIONS; i++)
-            store_parts<true>(out + i * p.plane, p.c_padded, u[i / ALPHA][i % ALPHA]);
+            store_parts<true>(out + i * p.plane, p.c_padded, u[i / ALPHA][i % ALPHA], p.shrinkage);
     }
     digest.keep(p.seen, k);
 }

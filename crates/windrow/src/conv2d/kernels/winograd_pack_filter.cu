@@ -21,6 +21,7 @@ struct Params {
     i64 w_k, w_c, w_r, w_s; // strides in elements; negative-stepped for a rotated filter
     Seen seen;
     int k, c, steps;
+    float shrinkage; // of sums of split halves
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
 
@@ -76,7 +77,7 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
             const float u = (G[a][0] * g[0] + G[a][1] * g[1] + G[a][2] * g[2]) * scale;
             u16* to = p.u + at + a * PARTS * STEP_C * BLOCK_K;
 #ifdef ELEMENT_F32
-            const Halves halves(u);
+            const Halves halves(u, p.shrinkage);
             to[0] = halves.high;
             if (PRODUCTS == 3) to[STEP_C * BLOCK_K] = halves.low;
 #else

@@ -66,6 +66,7 @@ params! {
         k: i32,
         c: i32,
         steps: i32,
+        shrinkage: f32,
     }
 }
 
@@ -158,6 +159,12 @@ impl WinogradRow {
         steps.div_ceil(steps.div_ceil(most.max(UNFLUSHED)))
     }
 
+    /// By how much tensor cores shrink the sums that are flushed, which accumulate so often.
+    fn shrinkage(&self) -> f64 {
+        let chunks = self.steps().div_ceil(self.chunk_steps()).max(1);
+        split::SHRINKAGE * (self.products * TAPS * self.steps()) as f64 / chunks as f64
+    }
+
     /// Bytes of flushed sums: those of the 256 consumer threads of each block.
     fn sums_bytes(&self) -> usize {
         if self.chunk_steps() >= self.steps() {
@@ -217,6 +224,7 @@ impl WinogradRow {
             k: self.problem.k as i32,
             c: self.problem.c as i32,
             steps: self.steps() as i32,
+            shrinkage: self.shrinkage() as f32,
         };
         let launch =
             Launch { grid: [(self.k_blocks() * BLOCK_K) as u32, 1, 1], block: [256, 1, 1] };
