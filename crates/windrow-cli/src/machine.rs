@@ -38,16 +38,18 @@ impl Machine {
         }
     }
 
-    /// One line that names the machine.
+    /// Its name, cores and threads.
     pub(crate) fn summary(&self) -> String {
-        let Machine { cpu, cores, threads, isa, peak_gflops, copy_gbps, .. } = self;
+        let Machine { cpu, cores, threads, .. } = self;
         let plural =
             |n: &usize, what: &str| format!("{n} {what}{}", if *n == 1 { "" } else { "s" });
-        format!(
-            "{cpu}, {}, {}, {isa}: {peak_gflops:.0} GFLOP/s of f32 FMA, copies {copy_gbps:.1} GB/s",
-            plural(cores, "core"),
-            plural(threads, "thread")
-        )
+        format!("{cpu}, {}, {}", plural(cores, "core"), plural(threads, "thread"))
+    }
+
+    /// What it can do at most, by its instruction set.
+    pub(crate) fn ceilings(&self) -> String {
+        let Machine { isa, peak_gflops, copy_gbps, .. } = self;
+        format!("{isa}: {peak_gflops:.0} GFLOP/s of f32 FMA, copies {copy_gbps:.1} GB/s")
     }
 }
 

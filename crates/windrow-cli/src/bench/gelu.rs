@@ -1,6 +1,6 @@
 //! GELU over matrices of S rows and K columns.
 
-use super::subject::{self, About, Direct};
+use super::subject::{self, About, Direct, Plain};
 use super::{Entry, Selection, Work, by_x};
 use rayon::prelude::*;
 use windrow::verify::random_tensor;
@@ -55,7 +55,7 @@ pub(crate) fn specs(dtype: DType) -> windrow::Result<Vec<GeluSpec>> {
 }
 
 /// What one writes first: the formula for one element after the other, on all threads.
-fn scalar_loop<T: Element>(spec: &GeluSpec, threads: usize) -> windrow::Result<Box<dyn FnMut()>> {
+fn scalar_loop<T: Element>(spec: &GeluSpec, threads: usize) -> windrow::Result<Plain> {
     let x = random_tensor(1, spec.x, -6.0, 6.0)?.to_vec::<T>()?;
     let mut y = vec![T::default(); x.len()];
     let gelu = Activation::Gelu(spec.approximate);

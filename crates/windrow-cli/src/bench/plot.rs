@@ -83,7 +83,11 @@ where
     register_font(FONT, FontStyle::Normal, FONT_FILE).map_err(|_| "the font is damaged")?;
     area.fill(&WHITE)?;
     let (title, mut rest) = area.split_vertically(HEADING);
-    title.draw(&Text::new(machine.summary(), (12, 10), style(14)))?;
+    title.draw(&Text::new(
+        format!("{}, {}", machine.summary(), machine.ceilings()),
+        (12, 10),
+        style(14),
+    ))?;
     for group in groups(rows) {
         let (panel, below) = rest.split_vertically(panel_height(group));
         draw_panel(&panel, group)?;

@@ -29,7 +29,7 @@ pub(crate) fn csv(rows: &[Row]) -> Vec<u8> {
 
 /// For each operator a table of speed and error and a table of the spread of the timings.
 pub(crate) fn tables(machine: &Machine, rows: &[Row]) -> String {
-    let mut text = format!("{}\n", machine.summary());
+    let mut text = format!("{}\n{}\n", machine.summary(), machine.ceilings());
     for group in rows.chunk_by(|a, b| a.op == b.op) {
         write_group(&mut text, group);
     }

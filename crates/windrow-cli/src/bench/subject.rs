@@ -27,8 +27,11 @@ pub(super) enum Direct<O: Operator> {
     /// The direct algorithm, packing included.
     Algorithm(Algorithm<O>),
     /// What one writes first, for so many threads.
-    Loop(fn(&O::Spec, usize) -> windrow::Result<Box<dyn FnMut()>>),
+    Loop(fn(&O::Spec, usize) -> windrow::Result<Plain>),
 }
+
+/// What one writes first, on tensors of its own.
+pub(super) type Plain = Box<dyn FnMut()>;
 
 struct Subject<O: Tuned> {
     description: Description,
@@ -45,7 +48,7 @@ struct Subject<O: Tuned> {
 
 enum Reference<O: Operator> {
     Plan(Box<Plan<O>>, Placed),
-    Loop(Box<dyn FnMut()>),
+    Loop(Plain),
 }
 
 /// The cases that the algorithm asked for can compute.

@@ -87,9 +87,10 @@ pub(crate) fn download(x: &TensorRef<'_>, index: u32) -> Result<Tensor> {
     let Some((low, high)) = x.address_range() else { return Ok(out) };
     let mut bytes = Buffer::new(high - low)?;
     let to = bytes.as_mut_ptr();
-    // SAFETY: the view may be read on the device, and both ranges have this length.
-    Gpu::get(index)?
-        .wait(|runtime| unsafe { runtime.download(to, low as *const u8, high - low, None) })?;
+    Gpu::get(index)?.wait(|runtime| {
+        // SAFETY: the view may be read on the device, and both ranges have this length.
+        unsafe { runtime.download(to, low as *const u8, high - low, None) }
+    })?;
     let size = x.dtype().size();
     let origin = x.as_ptr() as usize - low;
     let mut to = out.as_mut().as_mut_ptr();
@@ -146,10 +147,10 @@ impl DeviceTensor {
         let mut buffer = DeviceBuffer::new(&stream, misalignment + bytes)?;
         if buffer.len() > 0 {
             let (ptr, len) = (buffer.as_mut_ptr(), buffer.len());
-            // SAFETY: the range was allocated above.
-            stream
-                .gpu()
-                .call(|runtime| unsafe { runtime.fill(ptr, 0xff, len, stream.as_raw()) })?;
+            stream.gpu().call(|runtime| {
+                // SAFETY: the range was allocated above.
+                unsafe { runtime.fill(ptr, 0xff, len, stream.as_raw()) }
+            })?;
             // Other streams may use it from here on.
             stream.synchronize()?;
         }
@@ -168,9 +169,11 @@ impl DeviceTensor {
         if let Some((low, high)) = x.address_range() {
             let gpu = t.buffer.stream.gpu();
             let dst = t.buffer.as_mut_ptr().wrapping_add(misalignment);
-            // SAFETY: both ranges are owned or borrowed, and of that length.
             let upload = |from: *const u8, bytes: usize| {
-                gpu.call(|runtime| unsafe { runtime.upload(dst, from, bytes, None) })
+                gpu.call(|runtime| {
+                    // SAFETY: both ranges are owned or borrowed, and of that length.
+                    unsafe { runtime.upload(dst, from, bytes, None) }
+                })
             };
             // Gaps between the elements are the caller's memory as well, but may be in use by
             // others: elements are gathered one by one unless there are none.

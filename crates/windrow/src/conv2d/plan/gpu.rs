@@ -225,7 +225,7 @@ impl Gpu {
     ) -> Result<()> {
         let gradients = self.backward(plan)?;
         let (stream, scratch) = workspace.take_on(self.gpu, gradients.weight_bytes())?;
-        let out = (dw.as_mut_ptr(), &*dw.desc());
+        let out = (dw.as_mut_ptr(), dw.desc());
         // SAFETY: the views were checked against the spec and are on the device.
         unsafe { gradients.weight(stream, x.as_ptr(), dy.as_ptr(), out, scratch) }
     }
@@ -240,7 +240,7 @@ impl Gpu {
     ) -> Result<()> {
         let gradients = self.backward(plan)?;
         let (stream, scratch) = workspace.take_on(self.gpu, gradients.bias_bytes())?;
-        let out = (db.as_mut_ptr(), &*db.desc());
+        let out = (db.as_mut_ptr(), db.desc());
         // SAFETY: the views were checked against the spec and are on the device.
         unsafe { gradients.bias(stream, dy.as_ptr(), out, scratch) }
     }

@@ -81,10 +81,10 @@ fn measure(
         Ok(Event::record(&stream)?.milliseconds_since(&start)? / runs as f32)
     };
     // The first run loads a kernel.
-    let first = |kernel: &Box<dyn Convolution>| {
-        time(&**kernel, 1).and_then(|_| time(&**kernel, 2)).unwrap_or(f32::INFINITY)
+    let first = |kernel: &dyn Convolution| {
+        time(kernel, 1).and_then(|_| time(kernel, 2)).unwrap_or(f32::INFINITY)
     };
-    let mut times: Vec<f32> = kernels.iter().map(first).collect();
+    let mut times: Vec<f32> = kernels.iter().map(|kernel| first(&**kernel)).collect();
     for _ in 0..ROUNDS {
         let best = times.iter().copied().fold(f32::INFINITY, f32::min);
         for (kernel, shortest) in kernels.iter().zip(&mut times) {
