@@ -8,7 +8,8 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 /// Part of the driver, so only the loader can find it.
 static LIBCUDA: Library = Library {
     stem: "libcuda.so",
-    versions: &["", ".1"],
+    // The name that programs link to; the bare one may be a toolkit's stub, which has no devices.
+    versions: &[".1", ""],
     companion: None,
     places: None,
     package: "",
@@ -47,8 +48,8 @@ pub(super) struct MemoryAccess {
     pub(super) flags: c_int,
 }
 
-/// `CUtensorMap`
-#[repr(C, align(64))]
+/// `CUtensorMap`, aligned as CUDA 13 declares it; before, 64 bytes were enough.
+#[repr(C, align(128))]
 pub(super) struct TensorMap(pub(super) [u64; 16]);
 
 library! {

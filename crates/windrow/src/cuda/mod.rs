@@ -11,15 +11,14 @@ mod cublaslt;
 #[cfg(feature = "cuda")]
 mod cudnn;
 #[cfg(feature = "cuda")]
+pub(crate) mod device;
+#[cfg(feature = "cuda")]
 mod driver;
 #[cfg(feature = "cuda")]
 mod nvrtc;
 #[cfg(feature = "cuda")]
-pub(crate) mod runtime;
+mod runtime;
 
-#[cfg(test)]
-pub(crate) use crate::gpu::Source;
-pub(crate) use crate::gpu::{DeviceBuffer, Gpu, KernelSpec, SharedBuffer, download};
 pub use crate::gpu::{DeviceInfo, DeviceTensor, Event, Graph, Stream, copy, devices};
 
 #[cfg(all(test, feature = "cuda"))]

@@ -4,17 +4,15 @@ use super::cudnn;
 use super::driver::{Address, Driver, LaunchAttribute, LaunchConfig, MemoryAccess, TensorMap};
 use super::{cublaslt, nvrtc};
 use crate::gpu::{
-    Convolution, ConvolutionLimits, ConvolutionSpec, DeviceInfo, Failure, Feature, Function,
-    GemmSpec, Handle, KernelSpec, Launch, Operation, Outcome, Product, Recording, Runtime, Started,
-    StreamKind, TensorBoxes, notice_forks,
+    Convolution, ConvolutionLimits, ConvolutionSpec, Failure, Feature, Function, GemmSpec, Handle,
+    KernelSpec, Launch, Operation, Outcome, Product, Recording, Runtime, StreamKind, TensorBoxes,
 };
-use crate::{DType, Device, Error, Result};
-use std::ffi::{CStr, CString, c_int, c_uint, c_void};
+use crate::{DType, Result};
+use std::ffi::{CString, c_int, c_uint, c_void};
 use std::ptr::null_mut;
 
 /// `CUresult`
 const OUT_OF_MEMORY: c_int = 2;
-const NO_DEVICE: c_int = 100;
 const NOT_READY: c_int = 600;
 /// `CUstreamCaptureMode`
 const THREAD_LOCAL: c_int = 1;
@@ -26,10 +24,10 @@ pub(super) struct Cuda {
     pub(super) driver: &'static Driver,
     pub(super) index: u32,
     pub(super) compute_capability: (u32, u32),
-    handle: c_int,
-    context: Handle,
+    pub(super) handle: c_int,
+    pub(super) context: Handle,
     /// Whether it can allocate in stream order.
-    memory_pools: bool,
+    pub(super) memory_pools: bool,
 }
 
 // SAFETY: a context handle may be used from any thread.
@@ -37,100 +35,9 @@ unsafe impl Send for Cuda {}
 // SAFETY: several threads may have one context current at once.
 unsafe impl Sync for Cuda {}
 
-/// How many devices there are.
-///
-/// # Errors
-/// [`Error::NoDevice`] without a driver, [`Error::Backend`].
-pub(crate) fn count() -> Result<u32> {
-    let driver = Driver::get()?;
-    notice_forks();
-    // SAFETY: cuInit may be called any number of times.
-    match unsafe { driver.cuInit(0) } {
-        Ok(()) => {}
-        Err(Failure { status: NO_DEVICE, .. }) => return Ok(0),
-        Err(failure) => {
-            let reason = format!("the driver does not start: {}", failure.words);
-            return Err(Error::NoDevice { device: "cuda".into(), reason });
-        }
-    }
-    let mut count = 0;
-    // SAFETY: the driver is initialised and writes one integer.
-    unsafe { driver.cuDeviceGetCount(&mut count) }
-        .map_err(|failure| failure.on(Device::Cuda(0)))?;
-    Ok(count as u32)
-}
-
-/// Starts the device of this index.
-///
-/// # Errors
-/// [`Error::NoDevice`], [`Error::Backend`].
-pub(crate) fn start(index: u32) -> Result<Started> {
-    let count = count()?;
-    if index >= count {
-        let reason = format!("this machine has {count} CUDA devices");
-        return Err(Error::NoDevice { device: Device::Cuda(index).to_string(), reason });
-    }
-    start_existing(Driver::get()?, index).map_err(|failure| failure.on(Device::Cuda(index)))
-}
-
-fn start_existing(driver: &'static Driver, index: u32) -> Outcome<Started> {
-    let (mut handle, mut version, mut memory) = (0, 0, 0);
-    let mut name = [0; 256];
-    let mut context = null_mut();
-    // SAFETY: the driver is initialised, the index exists, and each call writes to a local of
-    // the type and size it expects.
-    unsafe {
-        driver.cuDeviceGet(&mut handle, index as c_int)?;
-        driver.cuDriverGetVersion(&mut version)?;
-        driver.cuDeviceTotalMem_v2(&mut memory, handle)?;
-        driver.cuDeviceGetName(name.as_mut_ptr(), 255, handle)?;
-        driver.cuDevicePrimaryCtxRetain(&mut context, handle)?;
-    }
-    let attribute = |which: c_int| {
-        let mut value = 0;
-        // SAFETY: writes one number about a device that exists.
-        unsafe { driver.cuDeviceGetAttribute(&mut value, which, handle) }.map(|()| value as u32)
-    };
-    // `CUdevice_attribute`
-    const MULTIPROCESSOR_COUNT: c_int = 16;
-    const L2_CACHE_SIZE: c_int = 38;
-    const COMPUTE_CAPABILITY: [c_int; 2] = [75, 76];
-    const MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: c_int = 97;
-    const MEMORY_POOLS_SUPPORTED: c_int = 115;
-    let info = DeviceInfo {
-        index,
-        // SAFETY: the driver wrote a terminated string, and the last byte stayed zero.
-        name: unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned(),
-        compute_capability: (attribute(COMPUTE_CAPABILITY[0])?, attribute(COMPUTE_CAPABILITY[1])?),
-        multiprocessors: attribute(MULTIPROCESSOR_COUNT)?,
-        memory,
-        l2_cache: attribute(L2_CACHE_SIZE)? as usize,
-        driver: (version as u32 / 1000, version as u32 % 1000 / 10),
-    };
-    let memory_pools = attribute(MEMORY_POOLS_SUPPORTED)? != 0;
-    let compute_capability = info.compute_capability;
-    let cuda = Cuda { driver, index, compute_capability, handle, context, memory_pools };
-    if memory_pools {
-        cuda.keep_freed_memory()?;
-    }
-    let shared_bytes = attribute(MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
-    Ok(Started { info, shared_bytes, runtime: Box::new(cuda) })
-}
-
 impl Cuda {
-    /// Lets the memory pool keep what is freed: by default every synchronisation gives it back to
-    /// the system, and the next allocation pays for it again.
-    fn keep_freed_memory(&self) -> Outcome<()> {
-        const RELEASE_THRESHOLD: c_int = 4;
-        let mut threshold = u64::MAX;
-        // SAFETY: the device has memory pools; the attribute is a 64-bit number.
-        unsafe {
-            let value = (&raw mut threshold).cast();
-            self.driver.cuMemPoolSetAttribute(self.pool()?, RELEASE_THRESHOLD, value)
-        }
-    }
-
-    fn pool(&self) -> Outcome<Handle> {
+    /// The memory pool.
+    pub(super) fn pool(&self) -> Outcome<Handle> {
         // SAFETY: the device has memory pools.
         made(|pool| unsafe { self.driver.cuDeviceGetDefaultMemPool(pool, self.handle) })
     }
@@ -151,23 +58,24 @@ fn allocated<T>(outcome: Outcome<()>, memory: T) -> Outcome<Option<T>> {
     }
 }
 
-// SAFETY of all blocks: the promises of `Runtime`, and locals of the types that calls write to.
-#[allow(clippy::undocumented_unsafe_blocks, reason = "one reason for all")]
 impl Runtime for Cuda {
     fn has(&self, feature: Feature) -> bool {
         super::has(self.compute_capability, feature)
     }
 
     fn enter(&self) -> Outcome<Option<Handle>> {
+        // SAFETY: the driver is initialised; the call writes one pointer.
         let current = made(|context| unsafe { self.driver.cuCtxGetCurrent(context) })?;
         if current == self.context {
             return Ok(None);
         }
+        // SAFETY: the primary context is retained for the life of the process.
         unsafe { self.driver.cuCtxPushCurrent_v2(self.context) }.map(|()| Some(current))
     }
 
     unsafe fn leave(&self, _: Handle) {
         // The stack of contexts remembers what was current.
+        // SAFETY: pops what `enter` pushed on this thread; the call writes one pointer.
         let _ = made(|context| unsafe { self.driver.cuCtxPopCurrent_v2(context) });
     }
 
@@ -178,6 +86,7 @@ impl Runtime for Cuda {
             return Ok(());
         }
         let (mut other, mut linked) = (0, 0);
+        // SAFETY: each call writes to a local of the type it expects; the driver checks the index.
         unsafe {
             self.driver.cuDeviceGet(&mut other, peer as c_int)?;
             self.driver.cuDeviceCanAccessPeer(&mut linked, other, self.handle)?;
@@ -187,13 +96,16 @@ impl Runtime for Cuda {
         }
         let access =
             MemoryAccess { location_type: LOCATION_DEVICE, location: other, flags: READ_WRITE };
+        // SAFETY: the pool lives as long as the device; one description is given.
         unsafe { self.driver.cuMemPoolSetAccess(self.pool()?, &access, 1) }
     }
 
     unsafe fn allocate(&self, bytes: usize, stream: Handle) -> Outcome<Option<*mut u8>> {
         let mut address: Address = 0;
         let outcome = match self.memory_pools {
+            // SAFETY: the stream is alive, says the caller; the call writes one address.
             true => unsafe { self.driver.cuMemAllocAsync(&mut address, bytes, stream) },
+            // SAFETY: the device is current, says the caller; the call writes one address.
             false => unsafe { self.driver.cuMemAlloc_v2(&mut address, bytes) },
         };
         allocated(outcome, address as *mut u8)
@@ -201,8 +113,10 @@ impl Runtime for Cuda {
 
     unsafe fn free(&self, memory: *mut u8, stream: Handle) -> Outcome<()> {
         match self.memory_pools {
+            // SAFETY: of `allocate`, in the same way, and used by nothing after, says the caller.
             true => unsafe { self.driver.cuMemFreeAsync(memory as Address, stream) },
             // This waits for the device.
+            // SAFETY: as above.
             false => unsafe { self.driver.cuMemFree_v2(memory as Address) },
         }
     }
@@ -210,11 +124,13 @@ impl Runtime for Cuda {
     unsafe fn allocate_host(&self, bytes: usize) -> Outcome<Option<*mut u8>> {
         const PORTABLE: c_uint = 1;
         let mut memory = null_mut();
+        // SAFETY: the device is current, says the caller; the call writes one pointer.
         let outcome = unsafe { self.driver.cuMemHostAlloc(&mut memory, bytes, PORTABLE) };
         allocated(outcome, memory.cast())
     }
 
     unsafe fn free_host(&self, memory: *mut u8) -> Outcome<()> {
+        // SAFETY: of `allocate_host`, and used by nothing after, says the caller.
         unsafe { self.driver.cuMemFreeHost(memory.cast()) }
     }
 
@@ -227,7 +143,9 @@ impl Runtime for Cuda {
     ) -> Outcome<()> {
         let (to, from) = (to as Address, from.cast::<c_void>());
         match stream {
+            // SAFETY: both are so many bytes, alive until the stream is past the copy, says the caller.
             Some(stream) => unsafe { self.driver.cuMemcpyHtoDAsync_v2(to, from, bytes, stream) },
+            // SAFETY: both are so many bytes, says the caller.
             None => unsafe { self.driver.cuMemcpyHtoD_v2(to, from, bytes) },
         }
     }
@@ -241,18 +159,22 @@ impl Runtime for Cuda {
     ) -> Outcome<()> {
         let (to, from) = (to.cast::<c_void>(), from as Address);
         match stream {
+            // SAFETY: both are so many bytes, alive until the stream is past the copy, says the caller.
             Some(stream) => unsafe { self.driver.cuMemcpyDtoHAsync_v2(to, from, bytes, stream) },
+            // SAFETY: both are so many bytes, says the caller.
             None => unsafe { self.driver.cuMemcpyDtoH_v2(to, from, bytes) },
         }
     }
 
     unsafe fn fill(&self, memory: *mut u8, value: u8, bytes: usize, stream: Handle) -> Outcome<()> {
+        // SAFETY: so many bytes, alive until the stream is past the call, says the caller.
         unsafe { self.driver.cuMemsetD8Async(memory as Address, value, bytes, stream) }
     }
 
     unsafe fn create_stream(&self, kind: StreamKind) -> Outcome<Handle> {
         const NON_BLOCKING: c_uint = 1;
         let (mut lowest, mut highest) = (0, 0);
+        // SAFETY: the device is current, says the caller; each call writes to a local.
         made(|stream| unsafe {
             match kind {
                 StreamKind::Blocking => self.driver.cuStreamCreate(stream, 0),
@@ -266,37 +188,45 @@ impl Runtime for Cuda {
     }
 
     unsafe fn destroy_stream(&self, stream: Handle) -> Outcome<()> {
+        // SAFETY: of `create_stream`, and not used after, says the caller.
         unsafe { self.driver.cuStreamDestroy_v2(stream) }
     }
 
     unsafe fn synchronize_stream(&self, stream: Handle) -> Outcome<()> {
+        // SAFETY: the stream is alive, says the caller.
         unsafe { self.driver.cuStreamSynchronize(stream) }
     }
 
     unsafe fn wait(&self, stream: Handle, event: Handle) -> Outcome<()> {
+        // SAFETY: both are alive, says the caller.
         unsafe { self.driver.cuStreamWaitEvent(stream, event, 0) }
     }
 
     unsafe fn stream_id(&self, stream: Handle) -> Outcome<u64> {
         let mut id = 0;
+        // SAFETY: the stream is alive, says the caller; the call writes one number.
         unsafe { self.driver.cuStreamGetId(stream, &mut id) }.map(|()| id)
     }
 
     unsafe fn create_event(&self, timed: bool) -> Outcome<Handle> {
         const DISABLE_TIMING: c_uint = 2;
         let flags = if timed { 0 } else { DISABLE_TIMING };
+        // SAFETY: the device is current, says the caller; the call writes one pointer.
         made(|event| unsafe { self.driver.cuEventCreate(event, flags) })
     }
 
     unsafe fn destroy_event(&self, event: Handle) -> Outcome<()> {
+        // SAFETY: of `create_event`, and not used after, says the caller.
         unsafe { self.driver.cuEventDestroy_v2(event) }
     }
 
     unsafe fn record(&self, event: Handle, stream: Handle) -> Outcome<()> {
+        // SAFETY: both are alive, says the caller.
         unsafe { self.driver.cuEventRecord(event, stream) }
     }
 
     unsafe fn is_reached(&self, event: Handle) -> Outcome<bool> {
+        // SAFETY: the event is alive, says the caller.
         match unsafe { self.driver.cuEventQuery(event) } {
             Ok(()) => Ok(true),
             Err(Failure { status: NOT_READY, .. }) => Ok(false),
@@ -305,20 +235,24 @@ impl Runtime for Cuda {
     }
 
     unsafe fn synchronize_event(&self, event: Handle) -> Outcome<()> {
+        // SAFETY: the event is alive, says the caller.
         unsafe { self.driver.cuEventSynchronize(event) }
     }
 
     unsafe fn milliseconds(&self, start: Handle, end: Handle) -> Outcome<f32> {
         let mut milliseconds = 0.0;
+        // SAFETY: both are alive, says the caller; the call writes one number.
         unsafe { self.driver.cuEventElapsedTime(&mut milliseconds, start, end) }
             .map(|()| milliseconds)
     }
 
     unsafe fn begin_capture(&self, stream: Handle) -> Outcome<()> {
+        // SAFETY: the stream is alive, says the caller.
         unsafe { self.driver.cuStreamBeginCapture_v2(stream, THREAD_LOCAL) }
     }
 
     unsafe fn end_capture(&self, stream: Handle) -> Outcome<Handle> {
+        // SAFETY: the stream is alive, says the caller; the call writes one pointer.
         made(|graph| unsafe { self.driver.cuStreamEndCapture(stream, graph) })
     }
 
@@ -327,6 +261,7 @@ impl Runtime for Cuda {
         const NONE: c_int = 0;
         const ACTIVE: c_int = 1;
         let (mut status, mut id) = (NONE, 0);
+        // SAFETY: the stream is alive, says the caller; the call writes to locals, and nothing through null.
         let graph = made(|graph| unsafe {
             let (status, id) = (&mut status, &mut id);
             self.driver.cuStreamGetCaptureInfo_v2(stream, status, id, graph, null_mut(), null_mut())
@@ -347,40 +282,49 @@ impl Runtime for Cuda {
         const NO_DESTRUCTOR_SYNC: c_uint = 1;
         const MOVE: c_uint = 1;
         let driver = self.driver;
+        // SAFETY: `release` takes `owner` from any thread, says the caller; the call writes one pointer.
         let object = made(|object| unsafe {
             driver.cuUserObjectCreate(object, owner, release, 1, NO_DESTRUCTOR_SYNC)
         })
+        // SAFETY: the driver has not taken it.
         .inspect_err(|_| unsafe { release(owner) })?;
+        // SAFETY: the graph is alive, says the caller, and the object was made above.
         unsafe { driver.cuGraphRetainUserObject(graph, object, 1, MOVE) }.inspect_err(|_| {
-            // This calls `release`.
+            // SAFETY: the reference made above, which the graph has not taken: this calls `release`.
             let _ = unsafe { driver.cuUserObjectRelease(object, 1) };
         })
     }
 
     unsafe fn destroy_graph(&self, graph: Handle) -> Outcome<()> {
+        // SAFETY: of `end_capture`, and not used after, says the caller.
         unsafe { self.driver.cuGraphDestroy(graph) }
     }
 
     unsafe fn instantiate(&self, graph: Handle) -> Outcome<Handle> {
+        // SAFETY: the graph is alive, says the caller; the call writes one pointer.
         made(|instance| unsafe { self.driver.cuGraphInstantiateWithFlags(instance, graph, 0) })
     }
 
     unsafe fn destroy_instance(&self, instance: Handle) -> Outcome<()> {
+        // SAFETY: of `instantiate`, and not used after, says the caller.
         unsafe { self.driver.cuGraphExecDestroy(instance) }
     }
 
     unsafe fn launch_graph(&self, instance: Handle, stream: Handle) -> Outcome<()> {
+        // SAFETY: both are alive, as is the memory that the graph uses, says the caller.
         unsafe { self.driver.cuGraphLaunch(instance, stream) }
     }
 
     fn relax_captures(&self) -> c_int {
         let mut mode = RELAXED;
-        // The call exchanges the mode of this thread, which any thread may do. It cannot fail for valid modes.
+        // It cannot fail for valid modes.
+        // SAFETY: the call exchanges the mode of this thread, which any thread may do.
         let _ = unsafe { self.driver.cuThreadExchangeStreamCaptureMode(&mut mode) };
         mode
     }
 
     fn restore_captures(&self, mut mode: c_int) {
+        // SAFETY: as in `relax_captures`.
         let _ = unsafe { self.driver.cuThreadExchangeStreamCaptureMode(&mut mode) };
     }
 
@@ -396,14 +340,16 @@ impl Runtime for Cuda {
         const MAX_DYNAMIC_SHARED_SIZE_BYTES: c_int = 8;
         let driver = self.driver;
         let name = CString::new(entry).expect("a C identifier");
-        // A cubin, or PTX that ends in a zero byte.
         let image = image.as_ptr().cast();
+        // SAFETY: the image is a cubin, or PTX that ends in a zero byte; the call writes one pointer.
         let module = made(|module| unsafe { driver.cuModuleLoadData(module, image) })?;
+        // SAFETY: the module was loaded above and the name ends in a zero byte; the call writes one pointer.
         let function = made(|function| unsafe {
             driver.cuModuleGetFunction(function, module, name.as_ptr())
         })?;
         if shared_bytes > 0 {
             let bytes = shared_bytes as c_int;
+            // SAFETY: the function was found above.
             unsafe { driver.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes)? };
         }
         Ok(function)
@@ -432,7 +378,8 @@ impl Runtime for Cuda {
             attribute_count: c_uint::from(function.overlapped),
         };
         let mut parameters = [params.cast_mut()];
-        // The driver copies the attribute and the one parameter.
+        // SAFETY: the function and the stream are alive and `params` is the function's structure, says the
+        // caller; the driver copies the attribute and the one parameter.
         unsafe {
             let parameters = parameters.as_mut_ptr();
             self.driver.cuLaunchKernelEx(&config, function.handle, parameters, null_mut())
@@ -478,7 +425,7 @@ impl Runtime for Cuda {
         let strides = boxes.strides.map(|s| (s * boxes.dtype.size()) as u64);
         let of_box = boxes.boxes.map(|b| b as u32);
         let mut map = TensorMap([0; 16]);
-        // The address is only stored.
+        // SAFETY: the arrays are of the rank's length and the map is aligned; the address is only stored.
         unsafe {
             self.driver.cuTensorMapEncodeTiled(
                 &mut map,

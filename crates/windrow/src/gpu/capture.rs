@@ -96,9 +96,11 @@ impl Capture {
             drop(unsafe { Arc::from_raw(owner.cast_const().cast::<T>()) });
             RELEASING.set(false);
         }
-        let user = Arc::into_raw(owner).cast_mut().cast();
-        // SAFETY: the graph is being captured, so it exists; `release` takes what `user` is, and gets it once.
-        self.gpu.call(|runtime| unsafe { runtime.retain(self.graph, user, release::<T>) })
+        self.gpu.call(|runtime| {
+            let user = Arc::into_raw(owner).cast_mut().cast();
+            // SAFETY: the graph is being captured, so it exists; `release` takes what `user` is, and gets it once.
+            unsafe { runtime.retain(self.graph, user, release::<T>) }
+        })
     }
 }
 

@@ -52,7 +52,7 @@ pub(crate) struct Started {
 }
 
 #[cfg(feature = "cuda")]
-use crate::cuda::runtime as backend;
+use crate::cuda::device as backend;
 
 /// In the place of a backend where none is built in.
 #[cfg(not(feature = "cuda"))]
