@@ -16,7 +16,7 @@ pub(crate) use search::decide;
 pub(crate) use search::{Problem, Runs};
 
 use crate::buffer::Buffer;
-use crate::cuda::{DeviceBuffer, Gpu, Stream};
+use crate::gpu::{DeviceBuffer, Gpu, Stream};
 use crate::{Device, Error, Result, Tuning};
 use std::ffi::c_void;
 use std::num::NonZeroUsize;

@@ -1,7 +1,7 @@
 //! What a table of configurations is valid for.
 
 use crate::cpu::{self, Isa};
-use crate::cuda::Gpu;
+use crate::gpu::Gpu;
 use crate::{Device, Result};
 use serde::{Deserialize, Serialize};
 

@@ -1,7 +1,7 @@
 //! Which of the kernels that plans can launch were launched.
 
 use crate::Result;
-use crate::cuda::{Gpu, KernelSpec};
+use crate::gpu::{Gpu, KernelSpec};
 use std::collections::BTreeMap;
 
 /// How often a kernel was launched.
@@ -98,7 +98,7 @@ fn braces(text: &str) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::Source;
+    use crate::gpu::Source;
 
     static SOURCE: Source = Source { name: "channel_first.cu", text: "", includes: &[] };
 

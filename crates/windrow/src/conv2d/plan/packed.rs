@@ -5,7 +5,7 @@ use crate::buffer::Buffer;
 use crate::conv2d::Conv2dAlgorithm;
 use crate::conv2d::cpu::floats_mut;
 use crate::conv2d::cuda;
-use crate::cuda::SharedBuffer;
+use crate::gpu::SharedBuffer;
 use crate::plan::{Backend, Checks, engine};
 use crate::tensor::check_device;
 use crate::{Device, Error, Result, TensorRef, Verify, Workspace};
