@@ -30,6 +30,13 @@ pub(crate) fn check() -> Result {
 }
 
 fn listing() -> Result<String> {
+    // Pages of items that are gone would stay.
+    for name in CRATES {
+        let old = target().join("doc").join(name);
+        if old.exists() {
+            fs::remove_dir_all(old)?;
+        }
+    }
     let built = cargo(&[
         "doc",
         "--quiet",

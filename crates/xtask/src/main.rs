@@ -24,7 +24,6 @@ const USAGE: &str = "usage: cargo xtask TASK
   test             everything that has to pass before a change is merged, but for PyTorch
   test --torch     the same with PyTorch, whose environment takes 5 GB on first use
   api              write docs/api.txt, the public surface of the crates
-  api --check      fail if that is not the surface of the code
   wheel            build the Python wheel for Linux on x86-64 and the source package, and print their sizes
   record           measure this machine into benchmarks/record/DATE-MACHINE
   readme           write the tables and pictures of the pages from the records that they name
@@ -38,7 +37,6 @@ fn main() -> ExitCode {
         ["test"] => test::run(false),
         ["test", "--torch"] => test::run(true),
         ["api"] => api::write(),
-        ["api", "--check"] => api::check(),
         ["wheel"] => wheel::build(),
         ["record"] => record::run(),
         ["readme"] => filled::write(),

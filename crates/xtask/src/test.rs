@@ -1,7 +1,7 @@
 //! `cargo xtask test`: everything that has to pass before a change is merged.
 
 use crate::steps::{Result, Steps, cargo, root};
-use crate::{figures, filled, form, python};
+use crate::{api, figures, filled, form, python};
 use std::time::SystemTime;
 
 /// Of `windrow`.
@@ -19,6 +19,7 @@ pub(crate) fn run(torch: bool) -> Result {
     }
     let docs = ["doc", "--workspace", "--no-deps"];
     steps.run("docs", cargo(&docs).env("RUSTDOCFLAGS", "-D warnings"))?;
+    api::check()?;
     packages(&mut steps)?;
     features(&mut steps)?;
     steps.run("doc tests", &mut cargo(&["test", "--workspace", "--doc"]))?;
