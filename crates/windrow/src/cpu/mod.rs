@@ -30,3 +30,8 @@ pub use peak::{copy, peak_gflops};
 pub(crate) use simd::{MAX_LANES, Simd};
 pub(crate) use threads::{SendPtr, parallel_for, parallel_for_workers, resolve_threads};
 pub use threads::{Team, num_threads, use_team};
+
+/// Tells the compiler that the way through here is seldom taken.
+#[cold]
+#[inline]
+pub(crate) fn seldom() {}

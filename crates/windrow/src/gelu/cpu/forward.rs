@@ -197,7 +197,7 @@ impl<T: SimdElement, const TANH: bool> Row<T, TANH> {
             let mut y = x;
             if table::beyond(s, x) {
                 // Else its needs of registers push the tables out of them.
-                seldom();
+                crate::cpu::seldom();
                 for y in &mut y {
                     *y = table::exponentials::<S, TANH>(s, *y);
                 }
@@ -238,7 +238,7 @@ impl<T: SimdElement, const TANH: bool> Row<T, TANH> {
         unsafe {
             let x = self.bias.add(s, load(s, self.x.add(i), n), i, n);
             let mut y = if table::beyond(s, [x]) {
-                seldom();
+                crate::cpu::seldom();
                 table::exponentials::<S, TANH>(s, x)
             } else {
                 table::within::<S, T>(s, table, x)
@@ -250,7 +250,3 @@ impl<T: SimdElement, const TANH: bool> Row<T, TANH> {
         }
     }
 }
-
-/// Tells the compiler that a way is seldom taken.
-#[cold]
-fn seldom() {}
