@@ -9,11 +9,6 @@ use std::arch::x86_64::*;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Avx512(());
 
-/// Called in branches that are seldom taken, so that the compiler keeps them out of the way.
-#[cold]
-#[inline]
-fn cold_path() {}
-
 impl Avx512 {
     pub(crate) fn detect() -> Option<Self> {
         let has = Avx2::detect().is_some()
@@ -174,7 +169,7 @@ impl Simd for Avx512 {
     unsafe fn store2_bf16<const STREAM: bool>(self, p: *mut bf16, v: [__m512; 2]) {
         isa!({
             let rounded = if _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v[0], v[1]) != 0 {
-                cold_path();
+                crate::cpu::seldom();
                 [round_to_bf16(v[0]), round_to_bf16(v[1])]
             } else {
                 [round_number_to_bf16(v[0]), round_number_to_bf16(v[1])]
