@@ -181,9 +181,14 @@ impl Numbers {
         if choices.one_in(5) { choices.of(&rare) } else { Numbers::Ordinary }
     }
 
-    /// What incoming gradients are made of: on the CPU the same kind.
+    /// What incoming gradients are made of: on the CPU the same kind, but for infinities, of which a compensated
+    /// sum makes NaN.
     pub(crate) fn gradients(self, device: Device) -> Self {
-        if device == Device::Cpu { self } else { Numbers::Ordinary }
+        match self {
+            Numbers::Special | Numbers::Largest => Numbers::Ordinary,
+            finite if device == Device::Cpu => finite,
+            _ => Numbers::Ordinary,
+        }
     }
 
     /// Numbers for a tensor of parameters or of gradients, multiples of 1/8 if `exact`: sums of their
