@@ -198,7 +198,7 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
         trial.expect_error("the spec", CausalConv1dPlan::new(&spec, &options), &[kind]);
         return Ok(());
     }
-    let numbers = Numbers::random(choices);
+    let numbers = Numbers::random(choices).before(spec.activation);
     let asked = std::array::from_fn(|_| !choices.one_in(4));
     let (has_dfinal, staged) = (choices.one_in(2), choices.one_in(8));
     trial.describe(format!(
@@ -383,7 +383,7 @@ pub(crate) fn run_update(choices: &mut Choices<'_>, trial: &mut Trial) -> Result
     let style = Style::random(choices);
     let spec = update_spec(choices, style)?;
     let options = options(choices, device);
-    let numbers = Numbers::random(choices);
+    let numbers = Numbers::random(choices).before(spec.activation);
     trial.describe(format!(
         "causal_conv1d_update of {numbers:?} numbers, {:?} threads: {spec:?}",
         options.threads

@@ -204,7 +204,7 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
         return Ok(());
     }
     let problem = spec.problem()?;
-    let mut numbers = Numbers::random(choices);
+    let mut numbers = Numbers::random(choices).before(spec.activation);
     if numbers == Numbers::Tiny && spec.x.dtype == DType::BF16 {
         // Products of bf16 take such numbers for zero.
         numbers = Numbers::Ordinary;

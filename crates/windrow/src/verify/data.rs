@@ -6,8 +6,8 @@ use crate::buffer::guarded::Side;
 use crate::dtype::not_computed;
 use crate::tensor::for_each_offset;
 use crate::{
-    DType, Device, Element, Layout, Placed, Result, Tensor, TensorDesc, TensorMut, TensorRef,
-    Workspace, bf16, f16,
+    Activation, DType, Device, Element, Layout, Placed, Result, Tensor, TensorDesc, TensorMut,
+    TensorRef, Workspace, bf16, f16,
 };
 
 /// `len` numbers spread evenly over `low..high`, the same for the same seed on every machine.
@@ -179,6 +179,15 @@ impl Numbers {
             Numbers::Zero,
         ];
         if choices.one_in(5) { choices.of(&rare) } else { Numbers::Ordinary }
+    }
+
+    /// What sums before an activation are made of: one that overflows on its way may be right, but an activation
+    /// makes a number of the infinity again.
+    pub(crate) fn before(self, activation: Activation) -> Self {
+        match self {
+            Numbers::Largest if activation != Activation::Identity => Numbers::Large,
+            numbers => numbers,
+        }
     }
 
     /// What incoming gradients are made of: on the CPU the same kind, but for infinities, of which a compensated
