@@ -7,7 +7,7 @@ use super::{
 };
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
-use crate::{DType, Result, TensorDesc};
+use crate::{DType, Error, Result, TensorDesc};
 use std::sync::OnceLock;
 
 static PRODUCT: Source = source!("implicit_gemm.cu");
@@ -118,6 +118,7 @@ impl ImplicitGemm {
         let reach = (0..4)
             .map(|d| padded(d).saturating_mul(spec.x.strides()[d].unsigned_abs()))
             .fold(0, usize::saturating_add);
+        let pixels = p.n.saturating_mul(p.oh).saturating_mul(p.ow);
         gpu.has(Feature::WarpgroupProducts)
             && spec.x.dtype == DType::F32
             && p.groups == 1
@@ -125,8 +126,8 @@ impl ImplicitGemm {
             && near(p.h, 0, p.r)
             && near(p.w, 1, p.s)
             && reach < 1 << 31
-            && (p.n * p.oh * p.ow).saturating_mul(p.k.max(1)) / BLOCK_M < 1 << 30
-            && p.n * p.oh * p.ow < 1 << 30
+            && pixels < 1 << 30
+            && pixels.saturating_mul(p.k.max(1)) / BLOCK_M < 1 << 30
     }
 
     pub(super) fn new(
@@ -135,7 +136,13 @@ impl ImplicitGemm {
         problem: &Problem,
         configuration: &Conv2dConfiguration,
     ) -> Result<Self> {
-        let cut = Cut::choose(gpu.info.multiprocessors, spec, problem, configuration).0;
+        let Some((cut, _)) = Cut::choose(gpu.info.multiprocessors, spec, problem, configuration)
+        else {
+            return Err(Error::unsupported(
+                format!("conv2d with {configuration}"),
+                "implicit_gemm has block (64, 128) and parts (1, 2, 4, 8)",
+            ));
+        };
         let aligned = gpu.kernel(&product(spec, problem, cut, true))?;
         Ok(ImplicitGemm {
             gpu,
@@ -275,13 +282,14 @@ impl ImplicitGemm {
 }
 
 impl Cut {
-    /// What is not given by the least expected time, with that time in microseconds.
+    /// What is not given by the least expected time, with that time in microseconds; `None` where no kernel has what
+    /// is given.
     fn choose(
         multiprocessors: u32,
         spec: &Conv2dSpec,
         p: &Problem,
         given: &Conv2dConfiguration,
-    ) -> (Self, f64) {
+    ) -> Option<(Self, f64)> {
         let fits = |given: Option<usize>, value| given.is_none_or(|given| given == value);
         BLOCKS
             .into_iter()
@@ -289,7 +297,6 @@ impl Cut {
             .filter(|cut| fits(given.block, cut.block) && fits(given.parts, cut.parts))
             .map(|cut| (cut, cut.micros(multiprocessors, spec, p)))
             .min_by(|(_, a), (_, b)| a.total_cmp(b))
-            .expect("parameters were checked")
     }
 
     /// Expected microseconds: a launch, and rounds of tiles of so many steps. Fitted to 46 layers of ResNet-50 at batch 1, 8
@@ -343,17 +350,18 @@ pub(super) fn complete(
     p: &Problem,
     given: &Conv2dConfiguration,
 ) -> Conv2dConfiguration {
-    Cut::choose(gpu.info.multiprocessors, spec, p, given).0.configuration()
+    let cut = Cut::choose(gpu.info.multiprocessors, spec, p, given);
+    cut.map_or(*given, |(cut, _)| cut.configuration())
 }
 
-/// Expected microseconds of a configuration.
+/// Expected microseconds of a configuration, infinite for one that no kernel has.
 pub(super) fn micros(
     multiprocessors: u32,
     spec: &Conv2dSpec,
     p: &Problem,
     given: &Conv2dConfiguration,
 ) -> f64 {
-    Cut::choose(multiprocessors, spec, p, given).1
+    Cut::choose(multiprocessors, spec, p, given).map_or(f64::INFINITY, |(_, micros)| micros)
 }
 
 fn steps(p: &Problem) -> usize {
@@ -460,6 +468,18 @@ mod tests {
             let (spec, problem) = spec(&x, &order, &[8, x[1], taps, taps], padding);
             assert_eq!(gather(&spec, &problem, aligned), expected, "{x:?} {order:?} {taps}");
         }
+    }
+
+    /// They come from callers and from files.
+    #[test]
+    fn parameters_without_a_kernel_are_never_expected_to_win() {
+        let (spec, problem) = spec(&[2, 64, 8, 8], &NCHW, &[8, 64, 3, 3], 1);
+        let time = |block| {
+            let base = Conv2dConfiguration::new(Conv2dAlgorithm::ImplicitGemm);
+            micros(132, &spec, &problem, &Conv2dConfiguration { block: Some(block), ..base })
+        };
+        assert!(time(64).is_finite());
+        assert_eq!(time(100), f64::INFINITY);
     }
 
     #[test]
