@@ -508,9 +508,10 @@ fn epilogue(activation: Activation) -> u32 {
     }
 }
 
-/// Strides of a tensor of rank 4, in elements.
+/// Strides of a tensor of rank 4, in elements. That of a dimension of one element is 0 here, whatever it is there:
+/// kernels take addresses beside the image before they find that nothing is there, in 32 bits where the image allows.
 fn strides(desc: &TensorDesc) -> [i64; 4] {
-    std::array::from_fn(|d| desc.strides()[d] as i64)
+    std::array::from_fn(|d| if desc.shape()[d] > 1 { desc.strides()[d] as i64 } else { 0 })
 }
 
 /// The bias of a launch: address, stride, whether it is f32 beside half elements.
@@ -581,6 +582,14 @@ fn test_specs() -> Vec<Conv2dSpec> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Layout;
+
+    #[test]
+    fn a_single_row_has_no_stride() {
+        let layout = Layout::strided(&[3, 4, 1, 7], &[28, 7, 1 << 40, 1]).unwrap();
+        let desc = TensorDesc { dtype: DType::F16, layout };
+        assert_eq!(strides(&desc), [28, 7, 0, 1]);
+    }
 
     #[test]
     fn divisors_divide() {
