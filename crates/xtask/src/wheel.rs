@@ -47,7 +47,15 @@ pub(crate) fn build() -> Result {
         .env("MATURIN_PEP517_ARGS", "--profile dev")
         .env("PATH", &path);
     steps.run("wheel from the sdist", &mut from_sdist)?;
-    for file in [named(&out, ".whl")?, sdist] {
+    let wheel = named(&out, ".whl")?;
+    let mut package = Command::new(environment.join("bin/python"));
+    package
+        .args(["-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"])
+        .arg("--wheel-dir")
+        .arg(out.join("causal-conv1d"))
+        .arg(root().join("crates/windrow-python/causal-conv1d"));
+    steps.run("windrow-causal-conv1d", &mut package)?;
+    for file in [wheel, named(&out.join("causal-conv1d"), ".whl")?, sdist] {
         let bytes = fs::metadata(&file)?.len();
         println!("{:>6.2} MB  {}", bytes as f64 / 1e6, file.display());
     }

@@ -1,6 +1,7 @@
 """Stands in for Dao-AILab's `causal_conv1d` 1.7 on any device.
 
-Call `install()` before the first `import causal_conv1d`, yours or that of a library which uses it:
+The distribution windrow-causal-conv1d makes `import causal_conv1d` find this package. Without it, call `install()`
+before the first `import causal_conv1d`, yours or that of a library which uses it:
 
     import windrow.compat.causal_conv1d
     windrow.compat.causal_conv1d.install()
@@ -29,7 +30,7 @@ def install() -> None:
     Raises RuntimeError if another `causal_conv1d` is imported already.
     """
     present = sys.modules.setdefault("causal_conv1d", sys.modules[__name__])
-    if present is not sys.modules[__name__]:
+    if getattr(present, "__file__", None) != __file__:
         raise RuntimeError("another causal_conv1d is imported already")
     for name in _SUBMODULES:
         sys.modules[f"causal_conv1d.{name}"] = import_module(f"{__name__}.{name}")
