@@ -9,7 +9,7 @@ to fla. Its layout is [batch, time, channels], its states are [sequences, channe
 first; a residual is added after the activation.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,13 +17,15 @@ from torch import Tensor
 from windrow import _native
 from windrow.torch import causal_conv1d_update as _update
 
+_Activation = Literal["silu", "swish"] | None
+
 
 def register() -> None:
     """Adds Windrow to the backends of fla's modules, before its own kernels. Needs flash-linear-attention."""
-    from fla.modules.backends import modules_registry
-    from fla.ops.backends import BaseBackend
+    from fla.modules.backends import modules_registry  # type: ignore[import-not-found]
+    from fla.ops.backends import BaseBackend  # type: ignore[import-not-found]
 
-    class WindrowBackend(_Functions, BaseBackend):
+    class WindrowBackend(_Functions, BaseBackend):  # type: ignore[misc]
         backend_type = "windrow"
         package_name = "windrow"
         env_var = "FLA_WINDROW"
@@ -50,7 +52,7 @@ class _Functions:
         residual: Tensor | None = None,
         initial_state: Tensor | None = None,
         output_final_state: bool = False,
-        activation: str | None = None,
+        activation: _Activation = None,
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
@@ -87,7 +89,7 @@ class _Functions:
         bias: Tensor | None = None,
         residual: Tensor | None = None,
         initial_state: Tensor | None = None,
-        activation: str | None = None,
+        activation: _Activation = None,
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -106,7 +108,8 @@ class _Functions:
             _before(initial_state),
             needs,
         )
-        dx = dx.transpose(1, 2)
+        assert dx is not None
+        dx = dx.transpose(1, 2).contiguous()
         dh0 = None
         if dinitial is not None:
             # The oldest column is multiplied with nothing.
@@ -149,7 +152,7 @@ class _Functions:
         residual: Tensor | None = None,
         weight: Tensor | None = None,
         bias: Tensor | None = None,
-        activation: str | None = None,
+        activation: _Activation = None,
     ) -> tuple[Tensor, Tensor]:
         assert weight is not None
         shape = x.shape
