@@ -224,11 +224,15 @@ impl Workspace {
     /// Waits until all runs in this workspace are done.
     ///
     /// # Errors
-    /// [`Error::Backend`] if a kernel failed.
+    /// [`Error::Backend`] if a kernel failed; [`Error::Index`] if a run on its device, in this workspace or another
+    /// one, has found a wrong index since this was last said.
     pub fn synchronize(&self) -> Result<()> {
         match &self.memory {
             Memory::Host(_) => Ok(()),
-            Memory::Device { stream, .. } => stream.synchronize(),
+            Memory::Device { stream, .. } => {
+                stream.synchronize()?;
+                stream.gpu().check_indices()
+            }
         }
     }
 

@@ -182,3 +182,52 @@ raise SystemExit(os.waitstatus_to_exitcode(status))
 
 def test_a_forked_process_gets_an_error():
     subprocess.run([sys.executable, "-c", FORK], check=True, timeout=120)
+
+
+def wrong_indices():
+    """Calls with a wrong index, and what the error says of it."""
+    x, weight = leaf(1, 64, 8, device="cuda", grad=False), leaf(64, 4, device="cuda", grad=False)
+    token, state = leaf(2, 64, device="cuda", grad=False), torch.zeros(3, 64, 3, device="cuda")
+
+    def packed(*bounds):
+        indices = torch.tensor(bounds, device="cuda", dtype=torch.int32)
+        return lambda: causal_conv1d_fn(x, weight, cu_seqlens=indices)
+
+    def step(**indices):
+        given = {name: torch.tensor(v, device="cuda", dtype=torch.int32) for name, v in indices.items()}
+        return lambda: causal_conv1d_update(token, state, weight, **given)
+
+    slots = {"conv_state_indices": [2, 0]}
+    return {
+        "past the end": (packed(0, 3, 9, 8), r"cu_seqlens`\[[23]\] is [98], .* 0 to 8"),
+        "falling": (packed(0, 5, 3, 8), r"cu_seqlens`\[2\] is 3"),
+        "negative": (packed(0, -5, 8), r"cu_seqlens`\[1\] is -5"),
+        "late start": (packed(1, 5, 8), r"cu_seqlens`\[0\] is 1"),
+        "early end": (packed(0, 5, 7), r"cu_seqlens`\[2\] is 7"),
+        "no state": (step(conv_state_indices=[1, 3]), r"conv_state_indices`\[1\] is 3, .* below 3"),
+        "no length": (step(cache_seqlens=[4, -2], **slots), r"cache_seqlens`\[1\] is -2"),
+    }, [packed(0, 0, 3, 8), packed(0, 8, 8), step(conv_state_indices=[-1, 2]), step(cache_seqlens=[4, 0], **slots)]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_wrong_indices_are_reported(captured):
+    wrong, right = wrong_indices()
+    for call in right:
+        call()
+    for call, message in wrong.values():
+        run = call
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                call()
+            run = graph.replay
+        for _ in range(2):
+            run()
+            torch.cuda.synchronize()
+            # A run without indices is none of the reports' business; the next one with indices hears once.
+            gelu(torch.zeros(4, device="cuda"))
+            with pytest.raises(IndexError, match=message):
+                right[0]()
+            for call in right:
+                call()
+            torch.cuda.synchronize()

@@ -77,7 +77,7 @@ impl CausalConv1dPlan {
     /// [`Error::Rank`](crate::Error::Rank), [`Error::Shape`](crate::Error::Shape), [`Error::DType`](crate::Error::DType) or [`Error::Strides`](crate::Error::Strides) if a view is not as
     /// planned, [`Error::Parameter`](crate::Error::Parameter) if an optional one is missing or too many or the workspace is
     /// too small, [`Error::Aliasing`](crate::Error::Aliasing), [`Error::WrongDevice`](crate::Error::WrongDevice), [`Error::Index`](crate::Error::Index) for bad
-    /// `cu_seqlens`: all before anything is written. With [`Verify::On`](crate::Verify::On) [`Error::Verification`](crate::Error::Verification).
+    /// `cu_seqlens`, on CUDA for those of an earlier run on the device: all before anything is written. With [`Verify::On`](crate::Verify::On) [`Error::Verification`](crate::Error::Verification).
     pub fn run(
         &self,
         args: &CausalConv1dArgs<'_>,

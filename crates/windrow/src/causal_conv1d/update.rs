@@ -376,7 +376,7 @@ impl CausalConv1dUpdatePlan {
     /// # Errors
     /// As [`CausalConv1dPlan::run`](crate::CausalConv1dPlan::run); [`Error::Index`] for a negative
     /// `cache_seqlens`, and for an index of no state or of the state of another entry: all before
-    /// anything is written.
+    /// anything is written. On CUDA it is said of an earlier run's, and the state of another entry is not noticed.
     pub fn run(
         &self,
         args: &CausalConv1dUpdateArgs<'_>,

@@ -3,6 +3,7 @@
 use super::kernel::{KernelCache, Kernels};
 use super::runtime::{Failure, Feature, Handle, Outcome, Runtime};
 use super::shared::Released;
+use super::wrong_index::WrongIndex;
 use crate::{DType, Device, Error, Result};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{LazyLock, Mutex, Once};
@@ -115,6 +116,7 @@ pub(crate) struct Gpu {
     pub(super) column_sums: Kernels<DType>,
     /// What nobody owns any longer, until it is freed.
     pub(super) released: Released,
+    pub(super) wrong_index: WrongIndex,
 }
 
 impl Gpu {
@@ -137,6 +139,7 @@ impl Gpu {
             kernels: KernelCache::default(),
             column_sums: Kernels::default(),
             released: Released::default(),
+            wrong_index: WrongIndex::default(),
         }));
         gpus.push(gpu);
         Ok(gpu)

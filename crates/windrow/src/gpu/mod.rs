@@ -24,6 +24,7 @@ mod shared;
 mod source;
 mod stream;
 mod tensor_map;
+mod wrong_index;
 
 /// What rooms' tests compile their kernels by.
 #[cfg(all(test, not(feature = "cuda")))]

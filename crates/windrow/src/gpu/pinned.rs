@@ -28,6 +28,11 @@ impl PinnedBuffer {
         Ok(PinnedBuffer { ptr, len, gpu })
     }
 
+    /// The memory, which is never freed then.
+    pub(super) fn leak(self) -> *mut u8 {
+        std::mem::ManuallyDrop::new(self).ptr
+    }
+
     /// The bytes. No copy of the device's may be under way.
     pub(crate) fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: initialised in `new`, borrowed mutably.

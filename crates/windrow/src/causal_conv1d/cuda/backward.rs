@@ -173,7 +173,7 @@ impl Direct {
         let mut params = Params {
             mask: scratch as usize,
             partial: scratch as usize + self.mask_bytes(),
-            ..self.params.with_inputs(args).with_gradients(dy, dfinal_states, grads)
+            ..self.params.with_inputs(self.gpu, args)?.with_gradients(dy, dfinal_states, grads)
         };
         let form = Form::of(self.gpu, spec, &params);
         params.chunk = form.chunk(self.gpu, spec, &params);

@@ -211,7 +211,7 @@ impl Im2colGemm {
         let [a, b, c, _] = self.parts;
         let at = [0, a, a + b, a + b + c].map(|offset| scratch.wrapping_add(offset));
         let params = GemmParams {
-            base: self.params.base.with_inputs(args),
+            base: self.params.base.with_inputs(self.gpu, args)?,
             a: at[0] as usize,
             b: at[1] as usize,
             c: at[2] as usize,

@@ -65,6 +65,7 @@ params! {
         dx: usize,
         dinitial_states: usize,
         partial: usize,
+        wrong: usize,
         batch: usize,
         channels: usize,
         length: usize,
@@ -122,16 +123,20 @@ impl Params {
     }
 
     /// With the addresses of inputs.
-    fn with_inputs(&self, args: &CausalConv1dArgs<'_>) -> Self {
-        Params {
+    ///
+    /// # Errors
+    /// As [`Gpu::wrong_index`].
+    fn with_inputs(&self, gpu: &'static Gpu, args: &CausalConv1dArgs<'_>) -> Result<Self> {
+        Ok(Params {
             x: address(Some(&args.x)),
             weight: address(Some(&args.weight)),
             bias: address(args.bias.as_ref()),
             seq_idx: address(args.seq_idx.as_ref()),
             cu_seqlens: address(args.cu_seqlens.as_ref()),
             initial_states: address(args.initial_states.as_ref()),
+            wrong: if args.cu_seqlens.is_some() { gpu.wrong_index()? } else { 0 },
             ..*self
-        }
+        })
     }
 
     /// With the addresses and strides of the outputs' gradients, and of those of inputs.
@@ -306,7 +311,8 @@ impl Direct {
     }
 
     /// Views have been checked. Index values cannot be without waiting for the device: boundaries
-    /// outside 0..=l are held there, so that wrong ones give wrong results and touch nothing else.
+    /// outside 0..=l are held there, so that wrong ones give wrong results, touch nothing else, and are
+    /// reported later.
     pub(super) fn run(
         &self,
         args: &CausalConv1dArgs<'_>,
@@ -318,7 +324,7 @@ impl Direct {
             y: output_address(Some(&outputs.y)),
             final_states: output_address(outputs.final_states.as_ref()),
             mask: scratch as usize,
-            ..self.params.with_inputs(args)
+            ..self.params.with_inputs(self.gpu, args)?
         };
         let Params { batch, channels, length, sequences, .. } = params;
         // SAFETY: `Params` is the kernels' structure (they compare its size); views are valid on this

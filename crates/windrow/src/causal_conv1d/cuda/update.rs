@@ -21,6 +21,7 @@ params! {
         bias: usize,
         cache_seqlens: usize,
         state_indices: usize,
+        wrong: usize,
         batch: usize,
         channels: usize,
         length: usize,
@@ -141,7 +142,7 @@ impl Update {
     }
 
     /// Views have been checked. Index values cannot be without waiting for the device: one of no
-    /// state counts as padding, and of two entries with one state either may come last.
+    /// state counts as padding and is reported later, and of two entries with one state either may come last.
     pub(in crate::causal_conv1d) fn run(
         &self,
         args: &CausalConv1dUpdateArgs<'_>,
@@ -149,7 +150,9 @@ impl Update {
         y: &TensorMut<'_>,
         workspace: &mut Workspace,
     ) -> Result<()> {
-        let (stream, _) = workspace.take_on(self.any.gpu(), 0)?;
+        let gpu = self.any.gpu();
+        let (stream, _) = workspace.take_on(gpu, 0)?;
+        let indices = args.cache_seqlens.is_some() || args.conv_state_indices.is_some();
         let params = Params {
             y: output_address(Some(y)),
             x: address(Some(&args.x)),
@@ -158,6 +161,7 @@ impl Update {
             bias: address(args.bias.as_ref()),
             cache_seqlens: address(args.cache_seqlens.as_ref()),
             state_indices: address(args.conv_state_indices.as_ref()),
+            wrong: if indices { gpu.wrong_index()? } else { 0 },
             ..self.params
         };
         let step = self.step.and_then(|(kernel, step)| Some((kernel, step.launch(&params)?)));

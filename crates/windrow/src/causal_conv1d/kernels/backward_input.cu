@@ -46,6 +46,7 @@ __device__ __forceinline__ float terms(const Arguments &g, const Sequence &s, i6
 extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Arguments g) {
     wait_for_previous();
     const Params &p = base(g);
+    report_boundaries(p);
     i64 history = width_of(p) - 1;
 #if STATES
     i64 d = (i64)blockIdx.x * blockDim.x + threadIdx.x;

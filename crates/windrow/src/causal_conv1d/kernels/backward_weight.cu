@@ -8,6 +8,7 @@
 
 extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
     wait_for_previous();
+    report_boundaries(p);
     i64 width = width_of(p);
     unsigned groups = TAPS == 1 ? (unsigned)width + 1 : 1;
     i64 d = ALONG_CHANNELS ? (i64)blockIdx.x * blockDim.x + threadIdx.x : (i64)blockIdx.x;

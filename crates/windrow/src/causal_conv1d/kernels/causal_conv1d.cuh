@@ -20,6 +20,7 @@ struct Params {
     S *dx, *dinitial_states;
     // Partial sums of the gradients of weight and bias: [parts, channels, width + 1].
     float *partial;
+    WrongIndex *wrong;
     i64 batch, channels, length, width, sequences;
     // Strides in elements; [b, d, l] and [sequence, d, width - 1].
     i64 x_stride[3], y_stride[3], weight_stride[2], bias_stride, seq_idx_stride[2];
@@ -58,6 +59,21 @@ __device__ __forceinline__ Sequence sequence_of_index(const Params &p, i64 index
     return {0, index, start, end < start ? start : end};
 #else
     return {index, index, 0, p.length};
+#endif
+}
+
+// Reports the first boundary that does not rise from 0 to `length`. One kernel of each run does, by all of its
+// threads along x.
+__device__ __forceinline__ void report_boundaries(const Params &p) {
+#ifdef INDEX
+    if (blockIdx.y || blockIdx.z) return;
+    i64 threads = (i64)gridDim.x * blockDim.x;
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i <= p.sequences; i += threads) {
+        const INDEX *at = (const INDEX *)p.cu_seqlens + i * p.cu_stride;
+        i64 given = *at, least = i ? at[-p.cu_stride] : 0, most = i ? p.length : 0;
+        if (i == p.sequences) least = p.length;
+        if (given < least || given > most) report(p.wrong, CU_SEQLENS, i, given, p.length);
+    }
 #endif
 }
 

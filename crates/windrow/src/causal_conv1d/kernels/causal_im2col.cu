@@ -11,6 +11,7 @@ constexpr int TILE = 32;
 extern "C" __global__ void __launch_bounds__(256, 1) KERNEL(const GemmParams g) {
     wait_for_previous();
     const Params &p = g.base;
+    report_boundaries(p);
     int lane = threadIdx.x % TILE, row = threadIdx.x / TILE, rows = blockDim.x / TILE;
     i64 width = width_of(p), terms = width * p.channels;
     i64 c0 = (i64)blockIdx.y * TILE, t0 = (i64)blockIdx.x * TILE;

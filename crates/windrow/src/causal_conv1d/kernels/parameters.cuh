@@ -11,6 +11,25 @@
 
 typedef T::Storage S;
 
+// The first wrong index since the host last looked, in its memory: `Record` of gpu/wrong_index.rs.
+struct WrongIndex {
+    // Which rule was broken, an enumerator of `Rule`; 0 if none was.
+    unsigned rule;
+    i64 position, given, limit;
+};
+
+enum Rule { BEING_WRITTEN = 1, CU_SEQLENS, CACHE_SEQLENS, STATE_INDICES };
+
+// Nothing leaves the device but for an index that is wrong.
+__device__ __forceinline__ void report(WrongIndex *wrong, Rule rule, i64 position, i64 given, i64 limit) {
+    if (*(volatile unsigned *)&wrong->rule || atomicCAS(&wrong->rule, 0u, BEING_WRITTEN)) return;
+    wrong->position = position;
+    wrong->given = given;
+    wrong->limit = limit;
+    __threadfence_system();
+    *(volatile unsigned *)&wrong->rule = rule;
+}
+
 // `P` has weight, weight_stride, bias and bias_stride.
 template <class P> __device__ __forceinline__ float weight_at(const P &p, i64 d, i64 k) {
     return W::to_float(p.weight[d * p.weight_stride[0] + k * p.weight_stride[1]]);

@@ -33,6 +33,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
         i64 slot = p.state_indices ? p.state_indices[b * p.state_indices_stride] : b;
         if (slot < 0 || slot >= p.pool) {
             // Padding: nothing is computed and no state changes.
+            if (slot >= p.pool && d == 0) report(p.wrong, STATE_INDICES, b, slot, p.pool);
             for (i64 t = 0; t < p.length; t++) y[t * p.y_stride[2]] = T::from_float(0.0f);
             continue;
         }
@@ -45,6 +46,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
         bool ring = p.cache_seqlens != nullptr && p.state_length > 0;
         if (ring) {
             unsigned before = p.cache_seqlens[b * p.cache_seqlens_stride];
+            if ((int)before < 0 && d == 0) report(p.wrong, CACHE_SEQLENS, b, (int)before, 0);
             c.head = p.state_length >> 32 ? before : before % (unsigned)p.state_length;
         }
 

@@ -12,6 +12,7 @@ struct Params {
     const void *bias;
     const int *cache_seqlens;
     const int *state_indices;
+    WrongIndex *wrong;
     i64 batch, channels, length, width, state_length, pool;
     // [b, d, l], [pool, d, state_length], [d, width]
     i64 x_stride[3], y_stride[3], state_stride[3], weight_stride[2];

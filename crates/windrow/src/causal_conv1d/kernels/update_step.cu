@@ -19,6 +19,7 @@ extern "C" __global__ void __launch_bounds__(128) KERNEL(const Params p) {
         S *out = p.y + b * p.y_stride[0] + d;
         if (slot < 0 || slot >= p.pool) {
             // Padding: nothing is computed and no state changes.
+            if (slot >= p.pool && d == 0) report(p.wrong, STATE_INDICES, b, slot, p.pool);
             y.template store<VECTOR>(out);
             continue;
         }

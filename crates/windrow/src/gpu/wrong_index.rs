@@ -1,0 +1,119 @@
+//! Wrong values of index tensors on a device. A run cannot look at them without waiting, so kernels hold them in range
+//! and write the first one into memory of the host, which looks there when it waits and at the next run with indices.
+
+use super::Gpu;
+use super::pinned::PinnedBuffer;
+use crate::{Device, Error, Result};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
+
+/// `WrongIndex` of parameters.cuh.
+#[repr(C)]
+#[derive(Debug)]
+struct Record {
+    rule: AtomicU32,
+    position: AtomicI64,
+    given: AtomicI64,
+    limit: AtomicI64,
+}
+
+/// `Rule` of parameters.cuh.
+const CU_SEQLENS: u32 = 2;
+const CACHE_SEQLENS: u32 = 3;
+const STATE_INDICES: u32 = 4;
+
+/// A device's record, made when first needed: graphs hold its address, so it stays as long as the process.
+#[derive(Debug, Default)]
+pub(super) struct WrongIndex(OnceLock<&'static Record>);
+
+impl Record {
+    /// What a kernel has written, once.
+    fn take(&self, device: Device) -> Result<()> {
+        let rule = self.rule.load(Ordering::Acquire);
+        let limit = self.limit.load(Ordering::Relaxed);
+        let (arg, range) = match rule {
+            CU_SEQLENS => {
+                ("cu_seqlens", format!("entries that rise from 0 to {limit}, the number of tokens"))
+            }
+            CACHE_SEQLENS => ("cache_seqlens", "at least 0".into()),
+            STATE_INDICES => {
+                ("conv_state_indices", format!("below {limit}, the number of states, or negative"))
+            }
+            // Nothing, or something that is being written.
+            _ => return Ok(()),
+        };
+        let position = self.position.load(Ordering::Relaxed) as usize;
+        let given = self.given.load(Ordering::Relaxed);
+        // Of several threads one reports.
+        let first = self.rule.compare_exchange(rule, 0, Ordering::AcqRel, Ordering::Relaxed);
+        first.map_or(Ok(()), |_| {
+            let expected = format!("{range} (in an earlier run on {device})");
+            Err(Error::Index { arg, position, given, expected })
+        })
+    }
+}
+
+impl Gpu {
+    /// Where a kernel reports a wrong index.
+    ///
+    /// # Errors
+    /// [`Error::Index`] if one has been reported; [`Error::OutOfMemory`], [`Error::Backend`].
+    pub(crate) fn wrong_index(&'static self) -> Result<usize> {
+        self.check_indices()?;
+        let record = match self.wrong_index.0.get() {
+            Some(record) => *record,
+            None => {
+                let make = || PinnedBuffer::new(self, size_of::<Record>());
+                let memory = self.despite_captures(make)?.leak();
+                // SAFETY: zeros, which a record may be, aligned to a page and never freed; host and device touch it
+                // by atomic accesses alone while it says that it is free.
+                let record = unsafe { &*memory.cast::<Record>() };
+                // Of several threads that come here first, one has made what all use.
+                self.wrong_index.0.get_or_init(|| record)
+            }
+        };
+        Ok(std::ptr::from_ref(record) as usize)
+    }
+
+    /// [`Error::Index`] if a kernel has found a wrong index since this was last said.
+    pub(crate) fn check_indices(&self) -> Result<()> {
+        self.wrong_index.0.get().map_or(Ok(()), |record| record.take(self.device()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(rule: u32, position: i64, given: i64, limit: i64) -> Record {
+        let [position, given, limit] = [position, given, limit].map(AtomicI64::new);
+        Record { rule: AtomicU32::new(rule), position, given, limit }
+    }
+
+    #[test]
+    fn what_a_kernel_wrote_is_said_once() {
+        for (rule, message) in [
+            (
+                CU_SEQLENS,
+                "`cu_seqlens`[3] is 9, expected entries that rise from 0 to 8, the number of tokens",
+            ),
+            (CACHE_SEQLENS, "`cache_seqlens`[3] is 9, expected at least 0"),
+            (
+                STATE_INDICES,
+                "`conv_state_indices`[3] is 9, expected below 8, the number of states, or negative",
+            ),
+        ] {
+            let record = record(rule, 3, 9, 8);
+            let said = record.take(Device::Cuda(1)).unwrap_err().to_string();
+            assert_eq!(said, format!("{message} (in an earlier run on cuda:1)"));
+            assert_eq!(record.take(Device::Cuda(1)), Ok(()));
+        }
+    }
+
+    #[test]
+    fn what_is_being_written_is_left() {
+        let record = record(1, 3, 9, 8);
+        assert_eq!(record.take(Device::Cuda(0)), Ok(()));
+        assert_eq!(record.rule.into_inner(), 1);
+    }
+}
