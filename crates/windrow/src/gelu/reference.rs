@@ -64,6 +64,13 @@ pub(crate) struct ExpectedGrads {
     pub(crate) dbias: Expected,
 }
 
+/// The scale of `incoming * factor`. A factor below the range of f32 may be zero there, and an infinity times zero is NaN:
+/// as where sums overflow, both are right.
+fn scale_of_product(incoming: f64, factor: f64, terms: f64) -> f64 {
+    let vanishes = incoming.is_infinite() && factor.abs() < f64::from(f32::MIN_POSITIVE);
+    if vanishes { f64::MAX } else { incoming.abs() * terms }
+}
+
 /// The gradients; `last` is the length of the last dimension.
 pub(crate) fn backward(inputs: &Inputs, dy: &[f64], last: usize) -> ExpectedGrads {
     let f = |x| inputs.activation().apply_f64(x);
@@ -85,11 +92,18 @@ pub(crate) fn backward(inputs: &Inputs, dy: &[f64], last: usize) -> ExpectedGrad
         let underflow = Inputs::underflow(pre);
         let terms = slope(pre).abs() + 2.0 * probability + inputs.condition(slope, pre) + underflow;
         grads.dx.values[i] = out * slope(pre);
-        grads.dx.scale[i] = out.abs() * terms;
+        grads.dx.scale[i] = scale_of_product(out, slope(pre), terms);
         grads.dgate.values[i] = dy * f(pre);
-        grads.dgate.scale[i] = dy.abs() * (f(pre).abs() + inputs.condition(f, pre) + underflow);
+        let terms = f(pre).abs() + inputs.condition(f, pre) + underflow;
+        grads.dgate.scale[i] = scale_of_product(dy, f(pre), terms);
         grads.dbias.values[i % last] += grads.dx.values[i];
-        grads.dbias.scale[i % last] += grads.dx.scale[i];
+        // Once NaN is right as well, it stays so.
+        let scale = &mut grads.dbias.scale[i % last];
+        *scale = if [*scale, grads.dx.scale[i]].contains(&f64::MAX) {
+            f64::MAX
+        } else {
+            *scale + grads.dx.scale[i]
+        };
     }
     grads
 }

@@ -190,14 +190,9 @@ impl Numbers {
         }
     }
 
-    /// What incoming gradients are made of: on the CPU the same kind, but for infinities, of which a compensated
-    /// sum makes NaN.
+    /// What incoming gradients are made of: on the CPU the same kind.
     pub(crate) fn gradients(self, device: Device) -> Self {
-        match self {
-            Numbers::Special | Numbers::Largest => Numbers::Ordinary,
-            finite if device == Device::Cpu => finite,
-            _ => Numbers::Ordinary,
-        }
+        if device == Device::Cpu { self } else { Numbers::Ordinary }
     }
 
     /// Numbers for a tensor of parameters or of gradients, multiples of 1/8 if `exact`: sums of their

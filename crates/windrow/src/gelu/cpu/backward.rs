@@ -256,7 +256,10 @@ impl<T: SimdElement> Backward<'_, T> {
                 let sum = load(s, sum_at, n);
                 let term = s.sub(load(s, terms.add(i), n), load(s, lost_at, n));
                 let new = s.add(sum, term);
-                store(s, lost_at, s.sub(s.sub(new, sum), term), n);
+                let lost = s.sub(s.sub(new, sum), term);
+                // Of an infinite sum nothing is lost that could be given back.
+                let finite = s.lt(s.abs(lost), s.splat(f32::INFINITY));
+                store(s, lost_at, s.select(finite, lost, s.zero()), n);
                 store(s, sum_at, new, n);
             }
         }

@@ -29,7 +29,9 @@ extern "C" __global__ void __launch_bounds__(128) KERNEL(const Params p) {
             float v = T::to_float(at.of(p.x)[i * p.x.step]) + bias;
             float term = __fmul_rn(g, activate_gradient<ACT>(v)) - carry;
             float next = __fadd_rn(sum, term);
-            carry = __fsub_rn(__fsub_rn(next, sum), term);
+            float lost = __fsub_rn(__fsub_rn(next, sum), term);
+            // Of an infinite sum nothing is lost that could be given back.
+            carry = lost == lost ? lost : 0.0f;
             sum = next;
         }
         p.partial[c * p.shape.inner + i] = sum;

@@ -252,6 +252,36 @@ fn bias_gradient_is_the_same_on_any_number_of_threads() {
 }
 
 #[test]
+fn infinite_gradients_sum_to_infinities() {
+    const ROWS: usize = 70;
+    let shape = [ROWS, 3];
+    let (x, mut dy) = ([1.0f32; ROWS * 3], [0.5f32; ROWS * 3]);
+    // One infinity, two of one sign, two of both.
+    (dy[6], dy[10], dy[70], dy[11], dy[71]) =
+        (f32::INFINITY, -f32::INFINITY, -f32::INFINITY, f32::INFINITY, -f32::INFINITY);
+    let bias = [0f32; 3];
+    let args = GeluArgs {
+        x: TensorRef::new(&x, &shape).unwrap(),
+        bias: Some(TensorRef::new(&bias, &[3]).unwrap()),
+        gate: None,
+    };
+    let spec = GeluSpec::new(contiguous(&shape), Approximate::None).unwrap().bias(contiguous(&[3]));
+    let plan = GeluPlan::new(&spec, &PlanOptions::default()).unwrap();
+    let mut ws = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+    let dy = TensorRef::new(&dy, &shape).unwrap();
+    for isa in Isa::available() {
+        let mut dbias = [0f32; 3];
+        let grads = GeluGrads {
+            dbias: Some(TensorMut::new(&mut dbias, &[3]).unwrap()),
+            ..GeluGrads::default()
+        };
+        cpu::backward(isa, 2, &spec, &args, &dy, grads, &mut ws).unwrap();
+        assert_eq!(dbias[..2], [f32::INFINITY, -f32::INFINITY], "{}", isa.name());
+        assert!(dbias[2].is_nan(), "{}", isa.name());
+    }
+}
+
+#[test]
 fn gated_helper_multiplies() {
     let (a, b) = ([1.0f32, -1.0], [2.0f32, 10.0]);
     let (a, b) = (TensorRef::new(&a, &[2]).unwrap(), TensorRef::new(&b, &[2]).unwrap());
