@@ -5,7 +5,7 @@
 //! changed once it is made and can also be one that exists already (`WINDROW_TORCH_ENV`).
 
 use crate::examples;
-use crate::steps::{Result, Steps, WHOLE, root};
+use crate::steps::{Result, Steps, WHOLE, cargo, root, target};
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -50,8 +50,8 @@ pub(crate) fn test(steps: &mut Steps, torch: bool) -> Result {
 
 /// Builds the wheel with the environment's maturin and unpacks it into a folder for `PYTHONPATH`.
 fn build(steps: &mut Steps, package: &Path, environment: &Path) -> Result<PathBuf> {
-    let target = root().join("target/xtask");
-    let (wheels, site) = (target.join("wheels"), target.join("site"));
+    let folder = root().join("target/xtask");
+    let (wheels, site) = (folder.join("wheels"), folder.join("site"));
     for old in [&wheels, &site] {
         if old.exists() {
             fs::remove_dir_all(old)?;
@@ -66,6 +66,12 @@ fn build(steps: &mut Steps, package: &Path, environment: &Path) -> Result<PathBu
         .arg("--manifest-path")
         .arg(package.join("Cargo.toml"))
         .env(WHOLE.0, WHOLE.1);
+    // Built alone the extension would compile all of the library again, for what other packages ask of common
+    // dependencies. So the wheel's is not optimised, and tests run that of the whole workspace.
+    let shared = cfg!(target_os = "linux");
+    if shared {
+        maturin.args(["--config", "profile.dev.package.windrow.opt-level=0"]);
+    }
     steps.run("wheel", &mut maturin)?;
     let wheel = fs::read_dir(&wheels)?.next().ok_or("maturin built no wheel")??.path();
     let mut install = Command::new(environment.join("bin/python"));
@@ -75,6 +81,14 @@ fn build(steps: &mut Steps, package: &Path, environment: &Path) -> Result<PathBu
         .arg(&site)
         .arg(wheel);
     steps.run("install", &mut install)?;
+    if shared {
+        let mut extension = cargo(&["build", "--quiet", "--workspace", "--lib"]);
+        extension.env("PYO3_PYTHON", environment.join("bin/python"));
+        steps.run("extension", &mut extension)?;
+        let installed = site.join("windrow/_native.abi3.so");
+        fs::metadata(&installed)?;
+        fs::copy(target().join("debug/lib_native.so"), installed)?;
+    }
     Ok(site)
 }
 
