@@ -1,8 +1,9 @@
 //! What every operator call shares: plans kept for later calls, scratch memory, the interpreter
 //! lock.
 
-use crate::array::Array;
+use crate::array::{Array, Family};
 use crate::error::{IntoPy, exception};
+use crate::output::scratch_beside;
 use pyo3::prelude::*;
 use std::cell::Cell;
 use std::ptr::null_mut;
@@ -104,6 +105,7 @@ pub(crate) fn run<T: Send>(
     work: impl FnOnce(&mut Workspace) -> windrow::Result<T> + Send,
 ) -> PyResult<T> {
     let mut wait = false;
+    let mut lent = None;
     let keep = like.device == Device::Cpu && bytes <= KEPT_BYTES;
     let mut workspace = match like.device {
         Device::Cpu if keep => match KEPT.take() {
@@ -117,8 +119,20 @@ pub(crate) fn run<T: Send>(
             // unless it tells its stream: `__dlpack__` was asked to order the legacy default stream
             // after it, and the end is waited for.
             wait = stream.is_none() || like.is_staged();
-            // SAFETY: the current stream lives, as does the default one, for the whole call.
-            unsafe { Workspace::on_stream(index, stream.unwrap_or(null_mut()), bytes) }.py()?
+            let stream = stream.unwrap_or(null_mut());
+            match &like.family {
+                Family::Exchange(_, torch) | Family::Torch(torch)
+                    if bytes > 0 && !like.is_staged() =>
+                {
+                    let (tensor, memory) = scratch_beside(torch, bytes)?;
+                    lent = Some(tensor);
+                    // SAFETY: as below; the tensor lives for the whole call, and then its allocator gives the memory to
+                    // later work on this stream only.
+                    unsafe { Workspace::on_memory(index, stream, memory, bytes) }.py()?
+                }
+                // SAFETY: the current stream lives, as does the default one, for the whole call.
+                _ => unsafe { Workspace::on_stream(index, stream, bytes) }.py()?,
+            }
         }
     };
     let work = || {
@@ -132,6 +146,7 @@ pub(crate) fn run<T: Send>(
     if keep {
         KEPT.set(Some(workspace));
     }
+    drop(lent);
     result.map_err(exception)
 }
 

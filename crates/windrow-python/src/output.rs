@@ -11,7 +11,7 @@ use std::ffi::c_void;
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 use windrow::cuda::DeviceTensor;
-use windrow::{Device, Layout, MAX_RANK, Placed, TensorDesc, TensorMut, TensorRef};
+use windrow::{DType, Device, Layout, MAX_RANK, Placed, TensorDesc, TensorMut, TensorRef};
 
 /// Where a function writes a result.
 pub(crate) enum Output<'py> {
@@ -191,6 +191,18 @@ fn namespace<'py>(like: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>
 
 fn numpy(py: Python<'_>) -> PyResult<Bound<'_, PyModule>> {
     py.import(intern!(py, "numpy"))
+}
+
+/// Memory of PyTorch's allocator on the device of `like`, for work on its current stream as long as the tensor
+/// lives: a pool of our own beside it would share nothing with what PyTorch has freed.
+pub(crate) fn scratch_beside<'py>(
+    like: &Bound<'py, PyAny>,
+    bytes: usize,
+) -> PyResult<(Bound<'py, PyAny>, *mut c_void)> {
+    let words = bytes.div_ceil(DType::I64.size());
+    let memory = empty_beside(like, &TensorDesc::contiguous(DType::I64, &[words]).py()?)?;
+    let address = memory.call_method0(intern!(like.py(), "data_ptr"))?.extract()?;
+    Ok((memory, std::ptr::with_exposed_provenance_mut(address)))
 }
 
 /// A tensor of PyTorch on the device of `like`: its allocator knows the stream.

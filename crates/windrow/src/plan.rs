@@ -194,6 +194,33 @@ impl Workspace {
         Self::on_shared(&Arc::new(unsafe { Stream::from_raw(index, stream)? }), bytes)
     }
 
+    /// As [`Workspace::on_stream`], in `bytes` bytes at `memory` of an allocator that the program has already. So
+    /// what that allocator has freed serves runs too, and they need no second pool of memory.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for memory that is not aligned to 256 bytes; else as [`Workspace::new`].
+    ///
+    /// # Safety
+    /// As [`Workspace::on_stream`]. The memory must be of the device, and nothing else may use it before the workspace
+    /// is dropped and the stream has come past its runs.
+    pub unsafe fn on_memory(
+        index: u32,
+        stream: *mut c_void,
+        memory: *mut c_void,
+        bytes: usize,
+    ) -> Result<Self> {
+        const ALIGNMENT: usize = 256;
+        if !memory.addr().is_multiple_of(ALIGNMENT) {
+            let expected = format!("a multiple of {ALIGNMENT}");
+            return Err(Error::parameter("memory", format!("{memory:?}"), expected));
+        }
+        // SAFETY: the caller's promise.
+        let stream = Arc::new(unsafe { Stream::from_raw(index, stream)? });
+        // SAFETY: the caller's promise; the alignment was looked at above.
+        let buffer = unsafe { DeviceBuffer::lent(&stream, memory.cast(), bytes) };
+        Ok(Workspace { memory: Memory::Device { buffer, stream } })
+    }
+
     /// A workspace on a stream that others use as well.
     pub(crate) fn on_shared(stream: &Arc<Stream>, bytes: usize) -> Result<Self> {
         let buffer = DeviceBuffer::new(stream, bytes)?;
@@ -329,6 +356,14 @@ mod tests {
     #[test]
     fn a_device_that_is_not_there_is_an_error() {
         assert!(matches!(Workspace::new(Device::Cuda(4000), 1), Err(Error::NoDevice { .. })));
+    }
+
+    #[test]
+    fn memory_that_is_lent_is_aligned() {
+        let memory = std::ptr::without_provenance_mut(256 + 64);
+        // SAFETY: it is refused before anything is done with it.
+        let refused = unsafe { Workspace::on_memory(0, std::ptr::null_mut(), memory, 8) };
+        assert!(matches!(refused, Err(Error::Parameter { name: "memory", .. })));
     }
 
     #[test]

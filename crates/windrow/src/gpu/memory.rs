@@ -27,13 +27,15 @@ pub(super) unsafe fn free(stream: &Stream, memory: *mut u8) -> Result<()> {
     stream.gpu().call(|runtime| unsafe { runtime.free(memory, stream.as_raw()) })
 }
 
-/// Device memory, allocated and freed in the order of a stream, from the driver's pool.
+/// Device memory, used in the order of a stream: allocated and freed in it, from the driver's pool, or lent.
 #[derive(Debug)]
 pub(crate) struct DeviceBuffer {
     /// Null if there are no bytes.
     ptr: *mut u8,
     len: usize,
     stream: Arc<Stream>,
+    /// True if somebody else frees it.
+    is_lent: bool,
 }
 
 // SAFETY: it owns plain bytes, which only the device reads and writes.
@@ -49,7 +51,16 @@ impl DeviceBuffer {
     /// [`Error::OutOfMemory`], [`Error::Backend`].
     pub(crate) fn new(stream: &Arc<Stream>, len: usize) -> Result<Self> {
         let ptr = if len > 0 { allocate(stream, len)? } else { std::ptr::null_mut() };
-        Ok(DeviceBuffer { ptr, len, stream: stream.clone() })
+        Ok(DeviceBuffer { ptr, len, stream: stream.clone(), is_lent: false })
+    }
+
+    /// `len` bytes at `ptr`, aligned to 256, that somebody else frees.
+    ///
+    /// # Safety
+    /// They must be memory of the stream's device, which nobody else uses before this value is dropped and the
+    /// stream has come past the work given to it until then.
+    pub(crate) unsafe fn lent(stream: &Arc<Stream>, ptr: *mut u8, len: usize) -> Self {
+        DeviceBuffer { ptr, len, stream: stream.clone(), is_lent: true }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -72,7 +83,7 @@ impl DeviceBuffer {
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
-        if !self.ptr.is_null() {
+        if !self.ptr.is_null() && !self.is_lent {
             // An error here was or will be reported by a call that can return it; the memory is lost then.
             // SAFETY: allocated in `new` on this stream.
             let _ = unsafe { free(&self.stream, self.ptr) };
