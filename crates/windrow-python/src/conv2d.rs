@@ -215,6 +215,35 @@ pub(crate) fn conv2d<'py>(
     y.finish(py, &x.family)
 }
 
+/// Name of the algorithm that [`conv2d`] takes.
+#[pyfunction]
+#[pyo3(signature = (x, weight, bias, *, stride, padding, dilation, groups, activation, accuracy,
+                    is_kept))]
+#[expect(clippy::too_many_arguments, reason = "a Python signature")]
+pub(crate) fn conv2d_algorithm<'py>(
+    py: Python<'py>,
+    x: &Bound<'py, PyAny>,
+    weight: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+    stride: Pair<'_>,
+    padding: Pair<'_>,
+    dilation: Pair<'_>,
+    groups: Pair<'_>,
+    activation: Option<&str>,
+    accuracy: Option<&str>,
+    is_kept: bool,
+) -> PyResult<&'static str> {
+    let params = params(py, [stride, padding, dilation], groups, activation, accuracy)?;
+    let x = Array::import("x", x)?;
+    let weight = Array::import("weight", weight)?;
+    let mut spec = Conv2dSpec::new(x.desc, weight.desc, &params).py()?;
+    spec.bias = desc(&Array::import_option("bias", bias, None)?);
+    let filter = if is_kept { Filter::Kept } else { Filter::Changing };
+    let options = PlanOptions { device: x.device, filter, ..PlanOptions::default() };
+    let choice = py.detach(|| windrow::Conv2dPlan::choice(&spec, &options)).py()?;
+    Ok(choice.name())
+}
+
 /// Memory that [`conv2d`] needs beside its tensors: for the packed filter, and for the rest.
 #[pyfunction]
 #[pyo3(signature = (x, weight, bias, *, stride, padding, dilation, groups, activation, accuracy,

@@ -23,8 +23,8 @@ mod _native {
     };
     #[pymodule_export]
     use super::conv2d::{
-        Conv2dPlan, FilterCache, PackedWeights, conv2d, conv2d_backward, conv2d_backward_bytes,
-        conv2d_bytes, conv2d_plans,
+        Conv2dPlan, FilterCache, PackedWeights, conv2d, conv2d_algorithm, conv2d_backward,
+        conv2d_backward_bytes, conv2d_bytes, conv2d_plans,
     };
     #[pymodule_export]
     use super::error::NotInPlace;

@@ -185,6 +185,21 @@ def conv2d_backward(
     accuracy: str | None,
     needs: tuple[bool, bool, bool],
 ) -> list[A | None]: ...
+def conv2d_algorithm(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    *,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    activation: str | None,
+    accuracy: str | None,
+    is_kept: bool,
+) -> str:
+    """Name of the algorithm that `conv2d` takes."""
+
 def conv2d_bytes(
     x: Array,
     weight: Array,

@@ -85,6 +85,21 @@ impl<O: Operator> Plan<O> {
         Self::with_algorithm(spec, algorithm, options)
     }
 
+    /// The algorithm that [`Plan::new`] takes, found without compiling or loading its kernels.
+    ///
+    /// # Errors
+    /// As [`Plan::new`].
+    pub fn choice(
+        spec: &O::Spec,
+        options: &PlanOptions,
+    ) -> Result<<O::Configuration as Configuration>::Algorithm> {
+        let problem = O::problem(spec)?;
+        match O::tuned(spec, options)? {
+            Some(tuned) => Ok(tuned.algorithm()),
+            None => on_device!(O::choose, spec, &problem, options),
+        }
+    }
+
     /// A plan with an algorithm of the caller's choice, whatever accuracy the spec asks for, and the model's
     /// parameters.
     ///
