@@ -1,7 +1,7 @@
 """Two-dimensional convolution."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from windrow import _native
 from windrow.torch import _conv2d_fastest
-from windrow.torch._conv2d_fastest import ACTIVATIONS, memory_format
-from windrow.torch._filters import adopt, filter_cache
+from windrow.torch._conv2d_fastest import ACTIVATIONS, memory_format, output_shape
+from windrow.torch._filters import adopt, kept_with, unkept
 from windrow.torch._library import (
     autocast,
     call,
@@ -26,6 +26,9 @@ from windrow.torch._library import (
 
 # As `algorithm`: Windrow or PyTorch's own operator, whichever is faster.
 FASTEST = "fastest"
+
+# As `accuracy`; None is that of PyTorch's own convolutions.
+ACCURACIES = (None, "exact", "fp32", "tf32", "half")
 
 # What is done with a filter. Kept: packed forms are kept, and compared with it on each call. Frozen:
 # they are not compared. Changing: it is packed on each call, as in training.
@@ -45,11 +48,11 @@ def _kernel(
     algorithm: str | None,
     filter: str,
 ) -> Tensor:
-    cache = None if filter == CHANGING else filter_cache(weight)
-    filters = None if cache is None else (cache, filter == FROZEN)
+    filters = unkept if filter == CHANGING else kept_with(weight, filter == FROZEN)
     if algorithm == FASTEST:
         options = (stride, padding, dilation, groups)
-        return _conv2d_fastest.forward(x, weight, bias, options, activation, accuracy, filters)
+        run, _ = _conv2d_fastest.way(x, weight, bias, options, activation, accuracy, filters)
+        return run(x)
     try:
         return _native.conv2d(
             x,
@@ -62,7 +65,7 @@ def _kernel(
             activation=activation,
             accuracy=accuracy,
             algorithm=algorithm,
-            filters=filters,
+            filters=filters(),
         )
     except (ValueError, TypeError) as error:
         raise with_input(error) from None
@@ -95,15 +98,9 @@ def _fake(
     algorithm: str | None,
     filter: str,
 ) -> Tensor:
-    size = [
-        (n + 2 * p - d * (r - 1) - 1) // s + 1
-        for n, p, d, r, s in zip(
-            x.shape[2:], padding, dilation, weight.shape[2:], stride, strict=True
-        )
-    ]
     layout = memory_format(x, weight if algorithm == FASTEST else x)
     return torch.empty(
-        [x.shape[0], weight.shape[0], *size],
+        output_shape(x, weight, (stride, padding, dilation, groups)),
         dtype=x.dtype,
         device=x.device,
         memory_format=layout,
@@ -213,9 +210,15 @@ def _named_padding(
     return x, [n // 2 for n in total]
 
 
-def _accuracy_of(accuracy: str | None, input: Tensor) -> str | None:
-    """Where none is asked for, that of PyTorch's own convolutions."""
-    if accuracy is None and input.is_cuda and torch.backends.cudnn.allow_tf32:
+def accuracy_of(accuracy: str | None, input: Tensor) -> str | None:
+    """Where none is asked for, that of PyTorch's own convolutions, which sum halves in f32."""
+    if (
+        accuracy is None
+        and input.is_cuda
+        and input.dtype is torch.float32
+        and torch.backends.cudnn.allow_tf32
+        and not torch.is_autocast_enabled("cuda")
+    ):
         return "tf32"
     return accuracy
 
@@ -238,7 +241,7 @@ def conv2d(
 
     input: [n, c, h, w] or [c, h, w], f32, f16 or bf16, any strides; weight: [k, c / groups, r, s].
     activation: None, "relu", "silu", "gelu" or "gelu_tanh", applied to the result.
-    accuracy: "exact" (no Winograd), "fp32", "tf32" or "half"; None is "fp32", or "tf32" on CUDA
+    accuracy: "exact" (no Winograd), "fp32", "tf32" or "half"; None is "fp32", or "tf32" for f32 on CUDA
     where PyTorch's own convolutions may use it (`torch.backends.cudnn.allow_tf32`).
     algorithm: one of `windrow.Conv2dPlan.algorithms`; None lets the planner choose; "fastest"
     measures PyTorch's own operator beside it, and takes the faster one from then on.
@@ -262,7 +265,7 @@ def conv2d(
         input, padding = _named_padding(padding, input, weight, stride, dilation)
     else:
         padding = _pair("padding", padding)
-    accuracy = _accuracy_of(accuracy, input)
+    accuracy = accuracy_of(accuracy, input)
     if activation not in ACTIVATIONS:
         raise ValueError(f"`activation` is {activation!r}, expected one of {[*ACTIVATIONS]}")
     of_filter = torch.is_grad_enabled() and weight.requires_grad
@@ -272,8 +275,12 @@ def conv2d(
             after, activation = ACTIVATIONS[activation], None
     options = (stride, padding, dilation, groups)
     if algorithm == FASTEST and not torch.compiler.is_dynamo_compiling():
-        if activation is None and _conv2d_fastest.is_pytorchs(
-            input, weight, bias, options, accuracy
+        # Elsewhere the way to the kernel, which finds out, is short.
+        has_way = torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()
+        if (
+            has_way
+            and activation is None
+            and _conv2d_fastest.is_pytorchs(input, weight, bias, options, accuracy)
         ):
             y = torch.conv2d(input, weight, bias, *options)
             return y if after is None else after(y)
@@ -283,6 +290,14 @@ def conv2d(
     rest = (*options, activation, accuracy, algorithm, filter)
     y = call(_conv2d, _kernel, (input, weight, bias), *rest, aten=_aten)
     return y if after is None else after(y)
+
+
+_NOTHING = (None, None, None, None)
+
+
+def PYTORCHS(input: Tensor) -> Tensor:
+    """Stands for PyTorch's own forward of a module."""
+    raise NotImplementedError
 
 
 class Conv2d(nn.Conv2d):
@@ -297,8 +312,28 @@ class Conv2d(nn.Conv2d):
     accuracy: str | None = None
     algorithm: str | None = None
     frozen: bool = False
-    # Of the last call that was left to PyTorch: see `_is_pytorchs`.
+    # Of the last call: what it was told by, its filter and bias, and what computes it. See `_straight`.
+    _last: tuple[Any, ...] = _NOTHING
+
+    # Shape, type and whether gradients are wanted, of images that PyTorch computes.
     _pytorchs: tuple[Any, ...] | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.jit.is_scripting():
+            return self._conv_forward(input, self.weight, self.bias)
+        # As soon as without Windrow. That too little is compared here to tell problems apart does no harm: PyTorch's
+        # operator computes all of them.
+        if (
+            not torch.compiler.is_dynamo_compiling()
+            and type(input) is Tensor
+            and self._pytorchs == (input.shape, input.dtype, torch.is_grad_enabled())
+            and self.activation is None
+            and self.algorithm == FASTEST
+            and self.padding_mode == "zeros"
+        ):
+            rest = (self.stride, self.padding, self.dilation, self.groups)
+            return torch.conv2d(input, self.weight, self.bias, *rest)
+        return self._conv_forward(input, self.weight, self.bias)
 
     def layer(self) -> tuple[Any, ...]:
         """What decisions for the algorithm "fastest" know of this module."""
@@ -309,39 +344,74 @@ class Conv2d(nn.Conv2d):
         options = (self.stride, padding, self.dilation, self.groups)
         return _conv2d_fastest.layer(self.weight, self.bias, options)
 
-    def _is_pytorchs(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Found out here, the way to PyTorch's operator is nearly as short as without Windrow. What is remembered
-        of the last call may be too little to tell that problems differ: PyTorch's operator computes all of them."""
-        if self.algorithm != FASTEST or self.activation is not None:
-            return False
-        if torch.compiler.is_dynamo_compiling():
-            return False
+    def _straight(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+        """What computes this, where that is known for good: PyTorch's operator, nearly as soon as without Windrow, or
+        ours past all checks. None where the long way has to be gone."""
+        is_grad = torch.is_grad_enabled()
+        is_autocast = torch._C._is_any_autocast_enabled()
         seen = (
             input.shape,
+            input.stride(),
             input.dtype,
-            input.requires_grad,
-            weight.requires_grad,
-            torch.is_grad_enabled(),
-            torch._C._is_any_autocast_enabled(),
-            torch.backends.cudnn.allow_tf32,
+            input.device,
+            is_autocast,
+            is_grad,
+            is_grad and input.requires_grad,
+            is_grad and weight.requires_grad,
+            torch._C._get_cudnn_allow_tf32(),
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.accuracy,
+            self.frozen,
         )
-        if seen == self._pytorchs:
-            return True
+        last, its_weight, its_bias, run = self._last
+        if seen != last or its_weight is not weight or its_bias is not bias:
+            self._pytorchs = None
+            run = self._found(input, weight, bias)
+            self._last = (seen, weight, bias, run) if run is not None else _NOTHING
+        if run is None or run is PYTORCHS or _native.is_plain(input, weight, bias):
+            return run
+        return None
+
+    def _found(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
         if self.padding_mode != "zeros" or isinstance(self.padding, str):
-            return False
+            return None
         options = (self.stride, self.padding, self.dilation, self.groups)
-        accuracy = _accuracy_of(self.accuracy, input)
-        if not _conv2d_fastest.is_pytorchs(input, weight, bias, options, accuracy):
-            return False
-        self._pytorchs = seen
-        return True
+        accuracy = accuracy_of(self.accuracy, input)
+        is_pytorchs = _conv2d_fastest.is_pytorchs(input, weight, bias, options, accuracy)
+        if is_pytorchs:
+            self._pytorchs = (input.shape, input.dtype, torch.is_grad_enabled())
+            return PYTORCHS
+        is_plain = _native.is_plain(input, weight, bias) and not torch._C._is_any_autocast_enabled()
+        if is_pytorchs is None or not is_plain:
+            return None
+        of = (input, weight, bias, options, None, accuracy, kept_with(weight, self.frozen))
+        run, is_final = _conv2d_fastest.way(*of)
+        return run if is_final else None
+
+    def _apply(self, *args: Any, **how: Any) -> "Conv2d":
+        self._last, self._pytorchs = _NOTHING, None
+        return super()._apply(*args, **how)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_last", "_pytorchs")}
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if torch.jit.is_scripting():
             return self._scripted(input, weight, bias)
         # A tracer's stand-ins have no shapes to compare.
-        if not has_torch_function((input, weight, bias)) and self._is_pytorchs(input, weight, bias):
-            return super()._conv_forward(input, weight, bias)
+        if (
+            self.algorithm == FASTEST
+            and self.activation is None
+            and not torch.compiler.is_dynamo_compiling()
+            and not has_torch_function((input, weight, bias))
+        ):
+            run = self._straight(input, weight, bias)
+            if run is PYTORCHS:
+                return super()._conv_forward(input, weight, bias)
+            if run is not None:
+                return run(input)
         padding = self.padding
         if self.padding_mode != "zeros":
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)

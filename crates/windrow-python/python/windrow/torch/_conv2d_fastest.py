@@ -1,6 +1,6 @@
 """Convolutions and their gradients by Windrow or by PyTorch, whichever is faster; see `_fastest`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from windrow import _native
 from windrow.torch._fastest import PYTORCH, Contestant, Problem, chosen, decide, is_worth_it
+from windrow.torch._filters import Filters
 from windrow.torch._gelu import gelu
 
 ACTIVATIONS = {
@@ -23,57 +24,100 @@ ACTIVATIONS = {
 }
 
 # Where a filter is kept it may still turn out that there is no room for its packed form.
-_KEPT, _PACKED, _OURS = "Windrow", "Windrow, packing on each call", "Windrow"
+KEPT, PACKED, _OURS = "Windrow", "Windrow, packing on each call", "Windrow"
+NOTHING_FASTER = "Windrow has nothing faster than cuDNN"
 _FORWARD, _FORWARD_CHANGING = "forward", "forward with a changing filter"
 _OF_INPUT, _OF_FILTER = "gradient of the input", "gradient of the filter"
 _OF_BOTH = "gradient of filter and bias"
 
+# What a call has to gain on CUDA: so much longer the interpreter is busy with ours than with PyTorch's. A
+# model of many short kernels waits for the interpreter, and gains nothing from faster ones.
+_CALL_SECONDS = 2e-5
+
 # Stride, padding, dilation, groups.
 Options = tuple[Sequence[int], Sequence[int], Sequence[int], int]
-Filters = tuple[_native.FilterCache, bool]
 
 
-def forward(
+def way(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     options: Options,
     activation: str | None,
     accuracy: str | None,
-    filters: Filters | None,
-) -> Tensor:
+    filters: Callable[[], Filters],
+) -> tuple[Callable[[Tensor], Tensor], bool]:
+    """What computes this, for images like x, and whether that is decided for good."""
     layout = memory_format(x, weight)
 
-    def pytorch() -> Tensor:
+    def pytorch(x: Tensor) -> Tensor:
         y = ACTIVATIONS[activation](torch.conv2d(x, weight, bias, *options))
         return y.contiguous(memory_format=layout)
 
-    if not _can_be_ours(x, weight, bias):
-        return pytorch()
-    # As PyTorch does where the filter alone is channels-last.
-    image = x.contiguous(memory_format=layout) if layout is torch.channels_last else x
-    named = _named(options, activation=activation, accuracy=accuracy)
+    if not can_be_ours(x, weight, bias):
+        return pytorch, False
+    named = as_named(options, activation=activation, accuracy=accuracy)
 
-    def ours(filters: Filters | None) -> Tensor:
-        return _native.conv2d(image, weight, bias, **named, filters=filters)
+    def kept(x: Tensor) -> Tensor:
+        return _native.conv2d(in_layout(x, layout), weight, bias, **named, filters=filters())
 
-    def contestants() -> Iterator[Contestant]:
-        if filters is not None:
-            kept, scratch = _native.conv2d_bytes(image, weight, bias, **named, is_kept=True)
-            cache = filters[0]
-            forget = cache.clear if cache.bytes == 0 else None
-            yield Contestant(_KEPT, lambda: ours(filters), kept, scratch, forget)
-        kept, scratch = _native.conv2d_bytes(image, weight, bias, **named, is_kept=False)
-        yield Contestant(_PACKED, lambda: ours(None), 0, kept + scratch)
+    def packed(x: Tensor) -> Tensor:
+        return _native.conv2d(in_layout(x, layout), weight, bias, **named)
 
-    mode = _FORWARD_CHANGING if filters is None else _FORWARD
-    problem = _problem(x, weight, bias, options, activation, accuracy)
-    choice = chosen(mode, problem)
+    now = filters()
+    mode = _FORWARD_CHANGING if now is None else _FORWARD
+    problem = problem_of(x, weight, bias, options, activation, accuracy)
+    choice, is_final = chosen(mode, problem), True
     if choice is None:
-        choice = decide(mode, problem, x.device, pytorch, contestants)
-    if choice == PYTORCH:
-        return pytorch()
-    return ours(filters if choice == _KEPT else None)
+
+        def contestants() -> Iterable[Contestant] | str:
+            if activation is None and is_cudnns(x, weight, bias, named, layout, now is not None):
+                return NOTHING_FASTER
+            ways = (lambda: kept(x), lambda: packed(x))
+            return by_windrow(x, weight, bias, named, layout, now, ways)
+
+        least = _CALL_SECONDS if x.is_cuda else 0.0
+        choice = decide(mode, problem, x.device, lambda: pytorch(x), contestants, least=least)
+        is_final = chosen(mode, problem) is not None
+    return {PYTORCH: pytorch, KEPT: kept}.get(choice, packed), is_final
+
+
+def is_cudnns(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    named: dict[str, Any],
+    layout: torch.memory_format,
+    is_kept: bool,
+) -> bool:
+    """True if Windrow would take cuDNN too."""
+    image = in_layout(x, layout)
+    return _native.conv2d_algorithm(image, weight, bias, **named, is_kept=is_kept) == "cudnn"
+
+
+def by_windrow(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    named: dict[str, Any],
+    layout: torch.memory_format,
+    filters: Filters,
+    ways: tuple[Callable[[], Tensor], Callable[[], Tensor]],
+) -> Iterator[Contestant]:
+    """Ours, with the filter kept if it may be, and packed on each call."""
+    image = in_layout(x, layout)
+    if filters is not None:
+        kept, scratch = _native.conv2d_bytes(image, weight, bias, **named, is_kept=True)
+        cache = filters[0]
+        forget = cache.clear if cache.bytes == 0 else None
+        yield Contestant(KEPT, ways[0], kept, scratch, forget)
+    kept, scratch = _native.conv2d_bytes(image, weight, bias, **named, is_kept=False)
+    yield Contestant(PACKED, ways[1], 0, kept + scratch)
+
+
+def in_layout(x: Tensor, layout: torch.memory_format) -> Tensor:
+    """As PyTorch does where the filter alone is channels-last."""
+    return x.contiguous(memory_format=layout) if layout is torch.channels_last else x
 
 
 def gradients(
@@ -96,9 +140,9 @@ def gradients(
     def ours(*needs: bool) -> list[Tensor | None]:
         return _native.conv2d_backward(dy, x, weight, bias, *options, accuracy, needs)
 
-    if not _can_be_ours(x, weight, bias):
+    if not can_be_ours(x, weight, bias):
         return pytorch(*needs)
-    problem = _problem(x, weight, bias, options, None, accuracy)
+    problem = problem_of(x, weight, bias, options, None, accuracy)
 
     def is_ours(mode: str, *needs: bool) -> bool:
         def contestants() -> Iterator[Contestant]:
@@ -131,25 +175,25 @@ def is_pytorchs(
     bias: Tensor | None,
     options: Options,
     accuracy: str | None,
-) -> bool:
+) -> bool | None:
     """True if PyTorch computes this and all gradients that are wanted, because it is faster at each of them
-    or because ours would gain too little in all: then the whole call can be PyTorch's own."""
+    or because ours would gain too little in all: then the whole call can be PyTorch's own. None as long as
+    that is not decided."""
     if type(x) is not Tensor or type(weight) not in (nn.Parameter, Tensor) or x.dim() != 4:
-        return False
+        return None
     if torch._C._len_torch_dispatch_stack() > 0:
-        return False
+        return None
     grad, kind = torch.is_grad_enabled(), "cuda" if x.is_cuda else "cpu"
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     of_filter, of_input = grad and weight.requires_grad, grad and x.requires_grad
-    if not (of_filter or of_input or autocast):
-        return False  # The way to the kernel, which finds out, is short.
-    problem = _problem(x, weight, bias, options, None, accuracy, autocast)
+    problem = problem_of(x, weight, bias, options, None, accuracy, autocast)
     modes = [_FORWARD_CHANGING if of_filter else _FORWARD]
     if of_input:
         modes.append(_OF_INPUT)
     if of_filter:
         modes.append(_mode_of_filter(bias is not None and bias.requires_grad))
-    return not is_worth_it(modes, problem, x.device)
+    worth = is_worth_it(modes, problem, x.device)
+    return None if worth is None else not worth
 
 
 def layer(
@@ -162,6 +206,14 @@ def layer(
     return (weight.shape, bias is None, *stride, *padding, *dilation, groups)
 
 
+def output_shape(x: Tensor, weight: Tensor, options: Options) -> list[Any]:
+    """That of the convolution's result."""
+    stride, padding, dilation, _groups = options
+    sizes = zip(x.shape[2:], padding, dilation, weight.shape[2:], stride, strict=True)
+    size = [(n + 2 * p - d * (r - 1) - 1) // s + 1 for n, p, d, r, s in sizes]
+    return [x.shape[0], weight.shape[0], *size]
+
+
 def memory_format(x: Tensor, weight: Tensor) -> torch.memory_format:
     """That of the result: as PyTorch's own convolution chooses it."""
     is_last = _is_channels_last(x) or _is_channels_last(weight)
@@ -172,12 +224,12 @@ def _is_channels_last(t: Tensor) -> bool:
     return t.shape[1] > 1 and t.stride(1) < t.stride(3)
 
 
-def _problem(
+def problem_of(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     options: Options,
-    activation: str | None,
+    activation: Any,
     accuracy: str | None,
     dtype: torch.dtype | None = None,
 ) -> Problem:
@@ -196,12 +248,12 @@ def _problem(
     return (x.shape, strides), rest, layer(weight, bias, options)
 
 
-def _named(options: Options, **more: Any) -> dict[str, Any]:
+def as_named(options: Options, **more: Any) -> dict[str, Any]:
     names = ("stride", "padding", "dilation", "groups")
     return {**dict(zip(names, options, strict=True)), **more}
 
 
-def _can_be_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def can_be_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """False for what only PyTorch computes, or has the better words to refuse."""
     return (
         x.dim() == 4

@@ -1,4 +1,5 @@
-"""Windrow's operator or PyTorch's own, whichever is faster: measured when a problem first comes.
+"""Windrow's operator or PyTorch's own, whichever is faster: measured when a problem first comes, unless it
+is known already that ours has nothing better.
 
 The choice is made in the kernels of the operators, so it holds under torch.compile as well, and it is
 remembered for the process. Nobody waits for a measurement: a call that comes during one, or in a graph
@@ -8,8 +9,8 @@ capture, takes PyTorch's operator and leaves the choice to a later call.
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,8 +51,11 @@ class Decision:
     choice: str
     why: str
     is_measured: bool = True
-    # Of PyTorch, and of the best of ours; None where one of them cannot.
+    # Of PyTorch, and of the best beside it; None where one of them cannot.
     seconds: tuple[float, float] | None = None
+    # False where room was missing: how much PyTorch needs is known only after a pass of the whole model.
+    is_final: bool = True
+    tries: int = 1
 
 
 # By problem, which takes its time to hash, and mode. Of more problems than so many the oldest go.
@@ -60,24 +64,26 @@ _DECISIONS = 4096
 # So many sizes of a layer are measured; others follow the nearest of these. Else a program whose
 # images have a new size each time would measure all the time.
 _MEASURED_SIZES = 8
+# So often room is looked for.
+_TRIES = 3
 # Held during a measurement; never waited for.
 _measuring = threading.Lock()
 
 
 def chosen(mode: str, problem: Problem) -> str | None:
-    """Who computes this, if that was decided."""
+    """Who computes this, if that was decided for good."""
     decision = _decisions.get(problem, {}).get(mode)
-    return None if decision is None else decision.choice
+    return decision.choice if decision is not None and decision.is_final else None
 
 
-def is_worth_it(modes: list[str], problem: Problem, device: torch.device) -> bool:
-    """Whether any of the parts of a step had better be ours. True as long as one is not decided."""
+def is_worth_it(modes: list[str], problem: Problem, device: torch.device) -> bool | None:
+    """Whether any of the parts of a step had better be ours. None as long as one is not decided."""
     gained = whole = 0.0
     decided = _decisions.get(problem, {})
     for mode in modes:
         decision = decided.get(mode)
-        if decision is None:
-            return True
+        if decision is None or not decision.is_final:
+            return None
         if decision.choice != PYTORCH and decision.seconds is None:
             return True
         theirs, ours = decision.seconds or (0.0, 0.0)
@@ -98,20 +104,28 @@ def decide(
     problem: Problem,
     device: torch.device,
     pytorch: Callable[[], Any],
-    ours: Callable[[], Iterable[Contestant]],
+    ours: Callable[[], Iterable[Contestant] | str],
+    others: Sequence[Contestant] = (),
+    least: float = 0.0,
 ) -> str:
-    """Who computes what is not `chosen` yet, PyTorch or the name of one of `ours`: as for a problem of
-    nearly this size, or after measuring."""
-    decision = _like_the_nearest(mode, problem)
+    """Who computes what is not `chosen` yet: as for a problem of nearly this size, or after measuring. PyTorch,
+    one of `others`, which are PyTorch's as well, or the first of `ours` that can; a text instead of these
+    says why ours has nothing better. `least` is how many seconds have to be gained."""
+    before = _decisions.get(problem, {}).get(mode)
+    decision = None if before else _like_the_nearest(mode, problem)
     if decision is None:
+        otherwise = before.choice if before else PYTORCH
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return PYTORCH
+            return otherwise
         if not _measuring.acquire(blocking=False):
-            return PYTORCH
+            return otherwise
         try:
-            decision = _contest(mode, problem, device, pytorch, ours)
+            decision = _contest(mode, problem, device, pytorch, ours, others, least)
         finally:
             _measuring.release()
+        tries = before.tries + 1 if before else 1
+        is_final = decision.is_final or tries >= _TRIES
+        decision = replace(decision, tries=tries, is_final=is_final)
     while len(_decisions) >= _DECISIONS and problem not in _decisions:
         _decisions.pop(next(iter(_decisions)), None)
     _decisions.setdefault(problem, {})[mode] = decision
@@ -136,7 +150,9 @@ def _contest(
     problem: Problem,
     device: torch.device,
     pytorch: Callable[[], Any],
-    ours: Callable[[], Iterable[Contestant]],
+    ours: Callable[[], Iterable[Contestant] | str],
+    others: Sequence[Contestant],
+    least: float,
 ) -> Decision:
     failure = None
     try:
@@ -146,38 +162,55 @@ def _contest(
     except RuntimeError as error:
         failure = error
     why: list[str] = []
-    mine = _first_that_runs(device, ours(), why)
-    if mine is None:
+    mine, has_room = None, True
+    contestants = ours()
+    if isinstance(contestants, str):
+        why.append(contestants)
+    else:
+        mine, has_room = _first_that_runs(device, contestants, why)
+    beside = [other for other in others if _runs(other, why)] + ([mine] if mine else [])
+    is_measured = bool(beside) or not isinstance(contestants, str)
+    if not beside:
         if failure is not None:
             raise failure
-        return Decision(mode, problem, PYTORCH, ", ".join(why))
+        return Decision(mode, problem, PYTORCH, ", ".join(why), is_measured, is_final=has_room)
     if failure is not None:
-        return Decision(mode, problem, mine.name, f"{PYTORCH}: {failure}")
-    times = _times(device, [Contestant(PYTORCH, pytorch), mine])
-    seconds = times[PYTORCH], times[mine.name]
-    choice = mine.name if seconds[1] <= _SHARE * seconds[0] else PYTORCH
-    if choice == PYTORCH and mine.forget is not None:
+        return Decision(mode, problem, beside[-1].name, f"{PYTORCH}: {failure}")
+    times = _times(device, [Contestant(PYTORCH, pytorch), *beside])
+    best = min(beside, key=lambda c: times[c.name])
+    seconds = times[PYTORCH], times[best.name]
+    is_faster = seconds[1] <= min(_SHARE * seconds[0], seconds[0] - least)
+    choice = best.name if is_faster else PYTORCH
+    if mine is not None and choice != mine.name and mine.forget is not None:
         mine.forget()
     why = [f"{name} {1e3 * seconds:.3g} ms" for name, seconds in times.items()] + why
-    return Decision(mode, problem, choice, ", ".join(why), seconds=seconds)
+    return Decision(mode, problem, choice, ", ".join(why), seconds=seconds, is_final=has_room)
 
 
 def _first_that_runs(
     device: torch.device, contestants: Iterable[Contestant], why: list[str]
-) -> Contestant | None:
-    """After one run, which compiles and packs. Adds to `why` what is wrong with others."""
+) -> tuple[Contestant | None, bool]:
+    """After one run, which compiles and packs; and whether there was room for all that came before. Adds to `why`
+    what is wrong with others."""
+    has_room = True
     for contestant in contestants:
         if not _memory.is_there_room(device, contestant.kept, contestant.scratch):
             more = (contestant.kept + contestant.scratch) / 2**20
             why.append(f"{contestant.name} would need {more:.1f} MiB more")
-            continue
-        try:
-            contestant.run()
-        except (RuntimeError, MemoryError) as error:
-            why.append(f"{contestant.name}: {error}")
-        else:
-            return contestant
-    return None
+            has_room = False
+        elif _runs(contestant, why):
+            _memory.ran(device)
+            return contestant, has_room
+    return None, has_room
+
+
+def _runs(contestant: Contestant, why: list[str]) -> bool:
+    try:
+        contestant.run()
+    except (RuntimeError, MemoryError) as error:
+        why.append(f"{contestant.name}: {error}")
+        return False
+    return True
 
 
 def _times(device: torch.device, contestants: list[Contestant]) -> dict[str, float]:

@@ -9,6 +9,7 @@ module; and no parameter carries a reference of ours, which would show in copies
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,10 +28,37 @@ _storages: dict[int, tuple[weakref.ref[Any], _Filters]] = {}
 _FILTERS_OF_A_STORAGE = 1024
 
 
-def filter_cache(weight: Tensor) -> _native.FilterCache | None:
+def filter_cache(weight: Tensor, lasts: bool = False) -> _native.FilterCache | None:
     """Where packed forms of `weight` are kept; None where nothing says that its memory outlives the
-    call: it is no parameter, and seen for the first time."""
-    return _cache(weight, weight.dtype)
+    call: neither `lasts`, nor is it a parameter, nor was it seen before."""
+    return _cache(weight, weight.dtype, lasts)
+
+
+# Packed forms, and whether nobody looks if they are still those of the filter; None where none are kept.
+Filters = tuple[_native.FilterCache, bool] | None
+
+
+def kept_with(weight: Tensor, is_frozen: bool, lasts: bool = False) -> Callable[[], Filters]:
+    """Finds what is kept with a filter, on each call anew: its memory may be another then."""
+
+    def found() -> Filters:
+        cache = filter_cache(weight, lasts)
+        return None if cache is None else (cache, is_frozen)
+
+    return found
+
+
+def unkept() -> Filters:
+    """Of a filter that changes."""
+    return None
+
+
+def forget(weight: Tensor) -> None:
+    """Drops the packed forms of a filter that changes although it was frozen."""
+    known = _storages.get(id(weight.untyped_storage()))
+    if known is not None:
+        for cache in known[1].values():
+            cache.clear()
 
 
 def adopt(cast: Tensor, weight: Tensor) -> None:
@@ -51,12 +79,12 @@ def kept_bytes(device: torch.device) -> int:
     return sum(cache.bytes for cache in caches.values())
 
 
-def _cache(weight: Tensor, dtype: torch.dtype) -> _native.FilterCache | None:
+def _cache(weight: Tensor, dtype: torch.dtype, lasts: bool = False) -> _native.FilterCache | None:
     try:
         filters, is_new = _filters_over_memory_of(weight)
     except (NotImplementedError, RuntimeError):  # A tensor without memory.
         return None
-    if is_new and not isinstance(weight, nn.Parameter):
+    if is_new and not (lasts or isinstance(weight, nn.Parameter)):
         return None
     part = _part(weight, dtype)
     cache = filters.get(part)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from windrow.torch import _memory
-from windrow.torch._conv2d import FASTEST, Conv2d
+from windrow.torch._conv2d import ACCURACIES, FASTEST, Conv2d
 from windrow.torch._fastest import decisions
 from windrow.torch._gelu import GELU
 
@@ -54,27 +54,31 @@ def _decided(module: Conv2d) -> Iterator[str]:
 
 # Set on the modules that were swapped, beside the options that they have beyond PyTorch's.
 _MARK = "_was_patched"
-_OPTIONS = ("activation", "accuracy", "algorithm", "frozen", "_pytorchs")
+_OPTIONS = ("activation", "accuracy", "algorithm", "frozen", "_last", "_pytorchs")
 _OWN = {nn.Conv2d: Conv2d, nn.GELU: GELU}
 
 
-def patch(model: nn.Module) -> PatchReport:
-    """Makes Windrow compute the 3x3 convolutions and GELUs of a model, where that is faster.
+def patch(model: nn.Module, accuracy: str | None = None) -> PatchReport:
+    """Makes Windrow compute the convolutions and GELUs of a model, where that is faster.
 
     Modules of exactly the types `nn.Conv2d` and `nn.GELU` become `windrow.torch.Conv2d` and `GELU` in
     place: parameters, hooks, device and training mode stay as they are, and so do references to the
-    modules. Convolutions other than 3x3 with stride 1, dilation 1 and one group are left: Winograd
-    does not apply to them. The report, whose `model` is the model, names every convolution and every
-    GELU that was left, with the reason. GELUs that a `forward` calls as functions are no modules, and
-    not seen.
+    modules. The report, whose `model` is the model, names every convolution and every GELU that was left,
+    with the reason. GELUs that a `forward` calls as functions are no modules, and not seen.
 
     A convolution that was swapped is computed by Windrow or by PyTorch's own operator, whichever is
     faster: each of them is run a few times when a problem (sizes, types, layouts) first comes, and so
-    is each gradient. Windrow's may need at most a tenth more memory than PyTorch alone. Where all that is
-    Windrow's in a step of training would gain too little, the whole step is PyTorch's.
+    is each gradient. Where Windrow would take cuDNN too, nothing is measured: it is PyTorch's. On CUDA
+    Windrow's may need at most a tenth more memory than PyTorch alone. Where all that is Windrow's in a step of
+    training would gain too little, the whole step is PyTorch's.
+
+    accuracy: of the swapped convolutions, as in `conv2d`. None is that of PyTorch's own: f32 as its flags
+    say, and halves with sums in f32; "half" takes what is fastest at the precision of halves.
 
     `unpatch` takes it back, and `patched` does both around a block.
     """
+    if accuracy not in ACCURACIES:
+        raise ValueError(f"`accuracy` is {accuracy!r}, expected one of {[*ACCURACIES]}")
     report = PatchReport(model)
     for name, module in model.named_modules():
         why = _why_left(module)
@@ -84,7 +88,7 @@ def patch(model: nn.Module) -> PatchReport:
             module.__class__ = _OWN[type(module)]
             setattr(module, _MARK, True)
             if isinstance(module, Conv2d):
-                module.algorithm = FASTEST
+                module.algorithm, module.accuracy = FASTEST, accuracy
                 report.swapped[name] = f"Conv2d({module.extra_repr()})"
             else:
                 report.swapped[name] = f"GELU({module.extra_repr()})"
@@ -109,10 +113,10 @@ def unpatch(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def patched(model: nn.Module) -> Iterator[PatchReport]:
+def patched(model: nn.Module, accuracy: str | None = None) -> Iterator[PatchReport]:
     """`patch` for the length of a block: `with windrow.torch.patched(model) as report:`. Afterwards
     what this has swapped is PyTorch's again."""
-    report = patch(model)
+    report = patch(model, accuracy)
     modules = dict(model.named_modules())
     swapped = [modules[name] for name in report.swapped]
     try:
@@ -134,15 +138,7 @@ def _why_left(module: nn.Module) -> str | None:
     """Why `patch` leaves a module that is a convolution or a GELU; None for all others, and for
     those that it swaps."""
     kind = type(module)
-    if kind is nn.Conv2d:
-        winograd = (
-            module.kernel_size == (3, 3)
-            and module.stride == (1, 1)
-            and module.dilation == (1, 1)
-            and module.groups == 1
-        )
-        return None if winograd else f"Conv2d({module.extra_repr()}) is no 3x3 with stride 1"
-    if kind is nn.GELU:
+    if kind in _OWN:
         return None
     if kind in (Conv2d, GELU):
         return f"{kind.__name__}({module.extra_repr()}) is Windrow's already"
@@ -154,7 +150,7 @@ def _why_left(module: nn.Module) -> str | None:
             return f"{name} has no weights yet: run the model, then patch it"
         return f"{name} is a class of its own, whose forward may be another"
     if isinstance(module, nn.modules.conv._ConvNd):
-        return f"{name} is no nn.Conv2d"
+        return f"{name} is no nn.Conv2d: Windrow has nothing faster"
     if re.search("ge(l|gl)u", kind.__name__, re.IGNORECASE):
         return f"{name} is no nn.GELU; where it computes the same, put windrow.torch.GELU in its place"
     return None
