@@ -29,6 +29,8 @@ def main() -> None:
     restored: nn.Module = wt.unpatch(wt.freeze(report.model))
     with wt.patched(restored) as report:
         assert "0" in report.swapped and not report.left
+    fast: nn.Module = wt.optimize(restored, accuracy="fp32")
+    assert fast(torch.ones(1, 3, 6, 6)).shape == (1, 8, 4, 4)
     loss_of(torch.ones(1, 3, 6, 6))
     assert decode(torch.ones(1, 4, 8), torch.ones(4, 3), with_states=True).shape == (1, 4)
     plain: Tensor = windrow.gelu(torch.ones(3))

@@ -11,6 +11,7 @@ from windrow.torch._causal_conv1d import (
 )
 from windrow.torch._conv2d import Conv2d, conv2d
 from windrow.torch._gelu import GELU, gelu
+from windrow.torch._optimize import OptimizeReport, optimize
 from windrow.torch._patch import PatchReport, freeze, patch, patched, unfreeze, unpatch
 
 _flops.register()
@@ -19,6 +20,7 @@ _threads.share()
 __all__ = [
     "GELU",
     "Conv2d",
+    "OptimizeReport",
     "PatchReport",
     "causal_conv1d_fn",
     "causal_conv1d_update",
@@ -26,6 +28,7 @@ __all__ = [
     "conv2d",
     "freeze",
     "gelu",
+    "optimize",
     "patch",
     "patched",
     "unfreeze",

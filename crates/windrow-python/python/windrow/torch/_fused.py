@@ -1,0 +1,295 @@
+"""A convolution of an optimized model: `activation(conv2d(x, weight) + bias + residual)`.
+
+Three ways are measured when a problem first comes: PyTorch's operators one after the other, what cuDNN has in
+one, and Windrow's convolution. For inference only.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+from windrow import _native
+from windrow.torch._conv2d import FASTEST, FROZEN, accuracy_of
+from windrow.torch._conv2d import _fake as _fake_conv2d
+from windrow.torch._conv2d_fastest import (
+    ACTIVATIONS,
+    KEPT,
+    NOTHING_FASTER,
+    Options,
+    as_named,
+    by_windrow,
+    can_be_ours,
+    in_layout,
+    is_cudnns,
+    memory_format,
+    output_shape,
+    problem_of,
+)
+from windrow.torch._fastest import PYTORCH, Contestant, chosen, decide
+from windrow.torch._filters import forget, kept_with
+from windrow.torch._gelu import gelu
+from windrow.torch._library import autocast, call, define, not_differentiable
+
+_MODE = "forward of an optimized model"
+_CUDNN = "cuDNN, fused"
+
+
+def _activate_(y: Tensor, activation: str | None) -> Tensor:
+    """In place where there is an operator for that."""
+    if activation is None:
+        return y
+    if activation == "relu":
+        return F.relu(y, inplace=True)
+    if activation == "silu":
+        return F.silu(y, inplace=True)
+    if activation == "gelu_tanh":
+        return gelu(y, "tanh")
+    return gelu(y)
+
+
+def _add_(y: Tensor, residual: Tensor | None) -> Tensor:
+    """In place unless the sum has another shape or type."""
+    if residual is None:
+        return y
+    if residual.shape == y.shape and residual.dtype == y.dtype:
+        return y.add_(residual)
+    return y + residual
+
+
+def _kernel(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    activation: str | None,
+    accuracy: str | None,
+) -> Tensor:
+    options = (stride, padding, dilation, groups)
+    run, _ = _way(x, weight, bias, residual, options, activation, accuracy)
+    return run(x, residual)
+
+
+# Of an image and what is added.
+Way = Callable[[Tensor, Tensor | None], Tensor]
+
+
+def _way(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    options: Options,
+    activation: str | None,
+    accuracy: str | None,
+) -> tuple[Way, bool]:
+    """What computes this, for tensors like these, and whether that is decided for good."""
+    layout = memory_format(x, weight)
+
+    def pytorch(x: Tensor, residual: Tensor | None) -> Tensor:
+        y = torch.conv2d(x, weight, bias, *options).contiguous(memory_format=layout)
+        return _activate_(_add_(y, residual), activation)
+
+    if not can_be_ours(x, weight, bias):
+        return pytorch, False
+    inside = activation if residual is None else None
+    named = as_named(options, activation=inside, accuracy=accuracy)
+    filters = kept_with(weight, is_frozen=True, lasts=True)
+
+    def kept(x: Tensor, residual: Tensor | None) -> Tensor:
+        y = _native.conv2d(in_layout(x, layout), weight, bias, **named, filters=filters())
+        return y if residual is None else _activate_(_add_(y, residual), activation)
+
+    def packed(x: Tensor, residual: Tensor | None) -> Tensor:
+        y = _native.conv2d(in_layout(x, layout), weight, bias, **named)
+        return y if residual is None else _activate_(_add_(y, residual), activation)
+
+    def by_cudnn(x: Tensor, residual: Tensor | None) -> Tensor:
+        image = in_layout(x, layout)
+        if residual is None:
+            y = torch.cudnn_convolution_relu(image, weight, bias, *options)
+        else:
+            beside = residual.contiguous(memory_format=layout)
+            y = torch.cudnn_convolution_add_relu(image, weight, beside, 1.0, bias, *options)
+        return y.contiguous(memory_format=layout)
+
+    # What is broadcast, or of another type, is nothing that cuDNN adds.
+    fits, beside = True, None
+    if residual is not None:
+        fits = [*residual.shape] == output_shape(x, weight, options) and residual.dtype == x.dtype
+        beside = (fits, residual.dtype, residual.is_contiguous(memory_format=layout))
+    problem = problem_of(x, weight, bias, options, (activation, beside), accuracy)
+    choice, is_final = chosen(_MODE, problem), True
+    if choice is None:
+
+        def contestants() -> Iterable[Contestant] | str:
+            now = filters()
+            if is_cudnns(x, weight, bias, named, layout, now is not None):
+                return NOTHING_FASTER
+            ways = (lambda: kept(x, residual), lambda: packed(x, residual))
+            return by_windrow(x, weight, bias, named, layout, now, ways)
+
+        is_known = x.is_cuda and activation == "relu" and fits
+        others = [Contestant(_CUDNN, lambda: by_cudnn(x, residual))] if is_known else []
+        choice = decide(_MODE, problem, x.device, lambda: pytorch(x, residual), contestants, others)
+        is_final = chosen(_MODE, problem) is not None
+    return {PYTORCH: pytorch, _CUDNN: by_cudnn, KEPT: kept}.get(choice, packed), is_final
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    activation: str | None,
+    accuracy: str | None,
+) -> Tensor:
+    options = (stride, padding, dilation, groups)
+    y = _fake_conv2d(x, weight, bias, *options, activation, accuracy, FASTEST, FROZEN)
+    return _add_(y, residual)
+
+
+_conv2d_fused = define(
+    "conv2d_fused(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, SymInt[] stride, SymInt[] padding,"
+    " SymInt[] dilation, SymInt groups, str? activation, str? accuracy) -> Tensor",
+    _kernel,
+    _fake,
+)
+not_differentiable("conv2d_fused", instead="conv2d")
+autocast(_conv2d_fused, lower_precision=[0, 1, 2, 3])
+
+
+def _aten(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    activation: str | None,
+    *_: Any,
+) -> Tensor:
+    y = torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
+    return ACTIVATIONS[activation](y if residual is None else y + residual)
+
+
+def _fused(
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: Sequence[Any],
+    activation: str | None,
+    accuracy: str | None,
+) -> Tensor:
+    """By the operator, or past the dispatcher where that would only call the kernel."""
+    tensors = (input, weight, bias, residual)
+    if has_torch_function(tensors):
+        args = (input, residual, weight, bias, options, activation, accuracy)
+        return handle_torch_function(_fused, tensors, *args)
+    if input.dim() == 3:
+        beside = None if residual is None else residual.unsqueeze(0)
+        y = _fused(input.unsqueeze(0), beside, weight, bias, options, activation, accuracy)
+        return y.squeeze(0)
+    rest = (*options, activation, accuracy_of(accuracy, input))
+    return call(_conv2d_fused, _kernel, tensors, *rest, aten=_aten)
+
+
+_NOTHING = (None, None, None, None)
+
+
+class FusedConv2d(nn.Module):
+    """What `optimize` puts in the place of a convolution and what follows it. Filter and bias are buffers: they are
+    saved and moved like parameters, but nobody trains them."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: Sequence[Any],
+        activation: str | None = None,
+        accuracy: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
+        stride, padding, dilation, groups = options
+        self.options = ([*stride], [*padding], [*dilation], int(groups))
+        self.activation, self.accuracy = activation, accuracy
+        # Of the last call: what it was told by, and what computed it.
+        self._last: tuple[Any, ...] = _NOTHING
+        self.eval()
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """`residual` is added before the activation."""
+        weight, bias = self.weight, self.bias
+        if torch.compiler.is_dynamo_compiling() or has_torch_function((input, residual)):
+            return _fused(input, residual, weight, bias, self.options, self.activation, self.accuracy)
+        seen = (
+            input.shape,
+            input.stride(),
+            input.dtype,
+            input.device,
+            None if residual is None else (residual.shape, residual.stride(), residual.dtype),
+            torch._C._get_cudnn_allow_tf32(),
+        )
+        last, its_weight, its_bias, run = self._last
+        if (
+            seen == last
+            and its_weight is weight
+            and its_bias is bias
+            and _native.is_plain(input, weight, residual)
+            and not torch._C._is_any_autocast_enabled()
+        ):
+            return run(input, residual)
+        return self._found(input, residual, seen)
+
+    def _found(self, input: Tensor, residual: Tensor | None, seen: tuple[Any, ...]) -> Tensor:
+        """Remembers what computes tensors like these: the next call takes it straight."""
+        rest = (self.options, self.activation, self.accuracy)
+        is_plain = input.dim() == 4 and _native.is_plain(input, self.weight, residual)
+        if not is_plain or torch._C._is_any_autocast_enabled():
+            return _fused(input, residual, self.weight, self.bias, *rest)
+        accuracy = accuracy_of(self.accuracy, input)
+        tensors = (input, self.weight, self.bias, residual)
+        run, is_final = _way(*tensors, self.options, self.activation, accuracy)
+        if is_final:
+            self._last = (seen, self.weight, self.bias, run)
+        return run(input, residual)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_last": _NOTHING}
+
+    def _apply(self, *args: Any, **how: Any) -> "FusedConv2d":
+        self._last = _NOTHING
+        return super()._apply(*args, **how)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        forget(self.weight)
+
+    def extra_repr(self) -> str:
+        k, c, *size = self.weight.shape
+        stride, padding, dilation, groups = self.options
+        parts = [f"{c * groups}, {k}, kernel_size={tuple(size)}, stride={tuple(stride)}"]
+        parts += [f"padding={tuple(padding)}"] * (padding != [0, 0])
+        parts += [f"dilation={tuple(dilation)}"] * (dilation != [1, 1])
+        parts += [f"groups={groups}"] * (groups != 1) + ["bias=False"] * (self.bias is None)
+        parts += [f"activation={self.activation!r}"] * (self.activation is not None)
+        return ", ".join(parts)
