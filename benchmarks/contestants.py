@@ -49,10 +49,14 @@ def original(network: Network, mode: Mode, device: torch.device) -> nn.Module:
     return model.to(memory_format=torch.channels_last) if mode.channels_last else model
 
 
-def sides(kind: str) -> list[str]:
-    """PyTorch's modules, the same patched with defaults, and patched and frozen where no filter changes."""
-    frozen = kind == "infer" and hasattr(windrow.torch, "freeze")
-    return ["pytorch", "windrow"] + ["frozen"] * frozen
+# PyTorch's modules as they are and compiled by it; the same patched, and optimized, with Windrow's defaults.
+PYTORCH, COMPILED, PATCHED, OPTIMIZED = "pytorch", "compiled", "windrow", "optimized"
+
+
+def sides(kind: str, is_compiled: bool = False) -> list[str]:
+    """All that take turns; `is_compiled` adds PyTorch's compiler."""
+    optimized = [OPTIMIZED] * (kind == "infer" and hasattr(windrow.torch, "optimize"))
+    return [PYTORCH] + [COMPILED] * is_compiled + [PATCHED] + optimized
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ class Case:
     device: torch.device
     # Of the network's batches, whose memory and errors are measured.
     first: bool = True
+    # As `accuracy` of patch and optimize.
+    accuracy: str | None = None
 
     def set_flags(self) -> None:
         torch.backends.cudnn.benchmark = True
@@ -75,11 +81,17 @@ class Case:
         model = copy.deepcopy(original(self.network, self.mode, self.device))
         if self.kind == "train":
             model.train().requires_grad_(True)
-        if side != "pytorch":
-            windrow.torch.patch(model)
-        if side == "frozen":
-            windrow.torch.freeze(model)
+        if side == PATCHED:
+            windrow.torch.patch(model, **self.how)
+        if side == OPTIMIZED:
+            model = windrow.torch.optimize(model, **self.how)
+        if side == COMPILED:
+            model = torch.compile(model)
         return model
+
+    @property
+    def how(self) -> dict[str, str]:
+        return {"accuracy": self.accuracy} if self.accuracy else {}
 
     def input(self, batch: int, size: int) -> Tensor:
         x = networks.example(self.network, batch, size).to(self.device, self.mode.dtype)
@@ -135,9 +147,9 @@ class Case:
         key = (self.name, self.kind, self.mode.dtype)
         if key not in exact:
             # On the CPU: there the results of all cases may stay.
-            exact[key] = self.small_result(self.model("pytorch").double()).cpu()
+            exact[key] = self.small_result(self.model(PYTORCH).double()).cpu()
         want = exact[key].to(self.device)
         return {
             side: ((self.small_result(self.model(side)) - want).norm() / want.norm()).item()
-            for side in ["pytorch", "windrow"]
+            for side in sides(self.kind)
         }

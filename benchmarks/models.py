@@ -1,11 +1,11 @@
-"""Whole networks through `windrow.torch.patch(model)` with its defaults, beside PyTorch eager.
+"""Whole networks through `windrow.torch.patch(model)` and `optimize(model)` with their defaults, beside PyTorch.
 
     python benchmarks/models.py --device cuda:0|cpu [--models a,b] [--modes m,n] [--train] OUT.json
 
-Networks of torchvision, and of diffusers where it is installed, with random weights. PyTorch, Windrow and, where there is
-`windrow.torch.freeze`, Windrow with frozen filters take turns in one process; times are medians. On CUDA inference is timed
-in a graph and without; `--train` times a step with SGD instead. Memory is the peak of the weights, the input and one call;
-errors are relative, against the same network in f64, of both.
+Networks of torchvision, and of diffusers where it is installed, with random weights. PyTorch, the patched and the optimized
+network take turns in one process, and with `--compile` what torch.compile makes of PyTorch's; times are medians. On CUDA
+inference is timed in a graph and without; `--train` times a step with SGD instead. Memory is the peak of the weights, the
+input and one call; errors are relative, against the same network in f64. `--accuracy half` is given to patch and optimize.
 
 Results are written after each case. Cases that OUT.json has already are replaced if they are measured again and else kept,
 so a record can be made in parts, on one machine; OUT.md is its table. Needs `windrow` on PYTHONPATH.
@@ -43,6 +43,8 @@ def arguments() -> argparse.Namespace:
     add("--models", help=f"of {','.join(networks.NETWORKS)}")
     add("--modes", help="of " + "; ".join(f"{k} on {d}: {','.join(m)}" for (k, d), m in MODES_OF.items()))
     add("--train", action="store_true", help="a step of training instead of inference")
+    add("--compile", action="store_true", help="torch.compile beside PyTorch, each network's first batch")
+    add("--accuracy", help="of patch and optimize")
     add("--batches", help="instead of each network's own")
     add("--seconds", type=float, help="timing of a case; default 0.6 on CUDA, 8 on the CPU")
     add("--budget", type=float, default=math.inf, help="start no case after so many seconds")
@@ -79,8 +81,17 @@ def cases(options: argparse.Namespace, left: dict[str, str]) -> Iterator[tuple[s
             for name in names:
                 if turn < len(batches[name]):
                     batch = batches[name][turn]
-                    yield f"{name} {mode} {batch}", Case(
-                        available[name], name, MODES[mode], batch, kind, options.device, turn == 0
+                    how = [options.accuracy] if options.accuracy else []
+                    title = " ".join([name, mode, *how, str(batch)])
+                    yield title, Case(
+                        available[name],
+                        name,
+                        MODES[mode],
+                        batch,
+                        kind,
+                        options.device,
+                        turn == 0,
+                        options.accuracy,
                     )
 
 
@@ -131,9 +142,9 @@ def in_turns(calls: dict[str, Callable], seconds: float, device: torch.device) -
     }
 
 
-def timed(case: Case, seconds: float) -> dict[str, dict]:
+def timed(case: Case, seconds: float, is_compiled: bool) -> dict[str, dict]:
     """Times by kind of call."""
-    calls = {side: case.start(side) for side in contestants.sides(case.kind)}
+    calls = {side: case.start(side) for side in contestants.sides(case.kind, is_compiled)}
     if case.kind == "train":
         return {"train": in_turns(calls, seconds, case.device)}
     if case.device.type == "cpu":
@@ -145,18 +156,18 @@ def timed(case: Case, seconds: float) -> dict[str, dict]:
     }
 
 
-def measured(name: str, case: Case, seconds: float, exact: dict) -> dict[str, Any]:
+def measured(name: str, case: Case, options: argparse.Namespace, exact: dict) -> dict[str, Any]:
     """Times, and of a network's first batch memory and errors."""
-    times = timed(case, seconds)
+    times = timed(case, options.seconds, options.compile and case.first)
     gc.collect()
     if not case.first:
         return {"ms": times}
     device, peaks = case.device, {}
-    for side in ["pytorch", "windrow"]:
+    for side in contestants.sides(case.kind):
         if device.type == "cuda":
             peaks[side] = memory.on_cuda(lambda side=side: case.start(side), device)
         else:
-            model, mode, batch = name.split()
+            model, mode, *_, batch = name.split()
             peaks[side] = memory.on_cpu(model, mode, batch, side, case.kind)
     return {"ms": times, "peak_bytes": peaks, "error": case.errors(exact)}
 
@@ -190,7 +201,8 @@ TITLES = {
     "eager": "Inference",
     "train": "A step of training",
 }
-ROW = "| {:<26} | {:>7} | {:>7} | {:>6} | {:>6} | {:>6} | {:>7} | {:>6} |"
+ROW = "| {:<26} | {:>7} | {:>7} | {:>5} | {:>9} | {:>5} | {:>8} | {:>10} | {:>15} | {:>10} |"
+HEAD = ("PyTorch", "patched", "x", "optimized", "x", "compiled", "memory", "error", "err. x")
 
 
 def table(record: dict[str, Any]) -> str:
@@ -201,29 +213,38 @@ def table(record: dict[str, Any]) -> str:
     lines += [f"Not measured: {name} ({why})." for name, why in record["left"].items()]
     failed = {name: case["failed"] for name, case in record["cases"].items() if "failed" in case}
     lines += [f"Failed: {name}: {why}" for name, why in failed.items()]
-    lines += ["", "Times in ms; `x`: PyTorch's time / Windrow's. `memory`, `error x`: Windrow's / PyTorch's."]
+    lines += ["", "Times in ms; `x`: PyTorch's time beside it, as of `compiled` by torch.compile. `error`: PyTorch's and that of"]
+    lines += ["the patched network; `memory`, `err. x`: of the patched and the optimized network beside PyTorch's."]
     for kind, title in TITLES.items():
         rows = {n: c for n, c in record["cases"].items() if kind in c.get("ms", {})}
         if rows:
-            head = ("PyTorch", "Windrow", "x", "frozen", "memory", "error", "err. x")
-            lines += ["", f"## {title}", "", ROW.format("network, mode, batch", *head)]
-            lines += ["|---|--:|--:|--:|--:|--:|--:|--:|", *(row(n, c, kind) for n, c in rows.items())]
+            lines += ["", f"## {title}", "", ROW.format("network, mode, batch", *HEAD)]
+            lines += ["|---|" + "--:|" * len(HEAD), *(row(n, c, kind) for n, c in rows.items())]
     return "\n".join(lines) + "\n"
 
 
 def row(name: str, case: dict[str, Any], kind: str) -> str:
     ms = {side: times["median"] for side, times in case["ms"][kind].items()}
-    peak, error = case.get("peak_bytes"), case.get("error")
-    digits = lambda v: f"{v:.{3 if v < 100 else 1}f}"
-    beside = lambda both: f"{both['windrow'] / both['pytorch']:.2f}" if both and both["pytorch"] else "-"
+    digits = lambda side: f"{ms[side]:.{3 if ms[side] < 100 else 1}f}" if side in ms else "-"
+    times_as_fast = lambda side: f"{ms['pytorch'] / ms[side]:.2f}" if side in ms else "-"
+
+    def beside(values: dict[str, float] | None) -> str:
+        if not values or not values["pytorch"]:
+            return "-"
+        others = [side for side in ("windrow", "optimized") if side in values]
+        return ", ".join(f"{values[side] / values['pytorch']:.2f}" for side in others)
+
+    error = case.get("error")
     return ROW.format(
         name,
-        digits(ms["pytorch"]),
-        digits(ms["windrow"]),
-        f"{ms['pytorch'] / ms['windrow']:.2f}",
-        f"{ms['pytorch'] / ms['frozen']:.2f}" if "frozen" in ms else "-",
-        beside(peak),
-        f"{error['windrow']:.1e}" if error else "-",
+        digits("pytorch"),
+        digits("windrow"),
+        times_as_fast("windrow"),
+        digits("optimized"),
+        times_as_fast("optimized"),
+        times_as_fast("compiled"),
+        beside(case.get("peak_bytes")),
+        f"{error['pytorch']:.1e} {error['windrow']:.1e}" if error else "-",
         beside(error),
     )
 
@@ -242,7 +263,7 @@ def main() -> int:
             break
         key = f"{name} train" if case.kind == "train" else name
         try:
-            result = measured(name, case, options.seconds, exact)
+            result = measured(name, case, options, exact)
             first = next(iter(result["ms"].values()))
             said = f"{first['pytorch']['median'] / first['windrow']['median']:.2f}x"
         except (RuntimeError, ValueError, TypeError, MemoryError, OSError) as e:

@@ -244,11 +244,12 @@ pub(crate) fn cuda_memory(record: &Value, wanted: &str) -> Result<String> {
     Ok(out)
 }
 
-/// Whole networks beside PyTorch: times in ms, Windrow's gain, peak memory as a share of PyTorch's.
+/// Whole networks beside PyTorch, patched and optimized: times in ms, PyTorch's beside them, peak memory as a share of
+/// PyTorch's.
 pub(crate) fn models(record: &Value) -> Result<String> {
     let mut out = format!("{}, {}.\n\n", text(record, "device"), versions(record));
-    out += "| network, mode, batch | how | PyTorch, ms | Windrow, ms | times as fast | peak memory |\n";
-    out += "|---|---|--:|--:|--:|--:|\n";
+    out += "| network, mode, batch | how | PyTorch, ms | patched, ms | times as fast | optimized, ms | times as fast \
+            | peak memory |\n|---|---|--:|--:|--:|--:|--:|--:|\n";
     for (name, case) in members(&record["cases"]) {
         let bytes = |library: &str| number(&case["peak_bytes"], library);
         let memory = bytes("windrow") / bytes("pytorch");
@@ -256,14 +257,18 @@ pub(crate) fn models(record: &Value) -> Result<String> {
         let memory =
             if memory > 0.0 && memory.is_finite() { format!("{memory:.2}x") } else { "-".into() };
         for (how, times) in members(&case["ms"]) {
-            let ms = |library: &str| number(&times[library], "median");
-            let (theirs, ours) = (ms("pytorch"), ms("windrow"));
+            let theirs = number(&times["pytorch"], "median");
+            let ours = |side: &str| match number(&times[side], "median") {
+                ms if ms > 0.0 => format!("{ms:.2} | {:.2}x", theirs / ms),
+                _ => "- | -".into(),
+            };
             let name = name.trim_end_matches(" train");
             let _ = writeln!(
                 out,
-                "| {name} | {} | {theirs:.2} | {ours:.2} | {:.2}x | {memory} |",
+                "| {name} | {} | {theirs:.2} | {} | {} | {memory} |",
                 form(how),
-                theirs / ours
+                ours("windrow"),
+                ours("optimized"),
             );
         }
     }
@@ -275,6 +280,9 @@ pub(crate) fn model_errors(record: &Value) -> Result<String> {
     let mut out = format!("{}, {}.\n\n", text(record, "device"), versions(record));
     out += "| network, mode, batch | PyTorch | Windrow | Windrow's of PyTorch's |\n|---|--:|--:|--:|\n";
     for (name, case) in members(&record["cases"]) {
+        if case["error"].is_null() {
+            continue;
+        }
         let error = |library: &str| number(&case["error"], library);
         let (theirs, ours) = (error("pytorch"), error("windrow"));
         let _ = writeln!(out, "| {name} | {theirs:.1e} | {ours:.1e} | {:.2}x |", ours / theirs);
@@ -332,14 +340,22 @@ mod tests {
     #[test]
     fn networks_stand_beside_pytorch() {
         let both = |p: f64, w: f64| json!({"pytorch": p, "windrow": w});
-        let ms = json!({"graph": {"pytorch": {"median": 3.0}, "windrow": {"median": 1.5}}});
+        let ms = json!({
+            "graph": {"pytorch": {"median": 3.0}, "windrow": {"median": 1.5}, "optimized": {"median": 1.0}},
+            "train": {"pytorch": {"median": 2.0}, "windrow": {"median": 2.0}},
+        });
         let case = json!({"ms": ms, "peak_bytes": both(0.0, 0.0), "error": both(1e-6, 3e-6)});
-        let record = json!({"device": "G", "versions": {}, "cases": {"net f32 1": case}});
+        let small = json!({"ms": ms});
+        let cases = json!({"net f32 64": case, "net f32 1": small});
+        let record = json!({"device": "G", "versions": {}, "cases": cases});
         let table = models(&record).unwrap();
-        let line = "| net f32 1 | inference, CUDA graph | 3.00 | 1.50 | 2.00x | - |\n";
-        assert!(table.ends_with(line), "{table}");
+        let line =
+            "| net f32 64 | inference, CUDA graph | 3.00 | 1.50 | 2.00x | 1.00 | 3.00x | - |\n";
+        assert!(table.contains(line), "{table}");
+        let line = "| net f32 64 | step of training | 2.00 | 2.00 | 1.00x | - | - | - |\n";
+        assert!(table.contains(line), "{table}");
         let errors = model_errors(&record).unwrap();
-        assert!(errors.ends_with("| net f32 1 | 1.0e-6 | 3.0e-6 | 3.00x |\n"), "{errors}");
+        assert!(errors.ends_with("| net f32 64 | 1.0e-6 | 3.0e-6 | 3.00x |\n"), "{errors}");
     }
 
     #[test]
