@@ -1,5 +1,6 @@
 //! Which algorithm the planner takes on CUDA.
 
+use super::depthwise::Depthwise;
 use super::implicit_gemm;
 use super::row::WinogradRow;
 use crate::conv2d::spec::is_channels_last;
@@ -59,7 +60,7 @@ fn choose_packed(
     let implicit = Conv2dAlgorithm::ImplicitGemm;
     // At lower accuracy one product is enough, of which cuDNN has kernels.
     let may = supported.contains(&implicit) && is_strict(spec) && allows(spec, implicit);
-    if !may || other == Conv2dAlgorithm::Direct {
+    if !may || (other == Conv2dAlgorithm::Direct && p.groups == 1) {
         return other;
     }
     let micros = |algorithm| micros(spec, p, &Conv2dConfiguration::new(algorithm), multiprocessors);
@@ -243,6 +244,8 @@ fn staged_micros(spec: &Conv2dSpec, p: &Problem, tile: Tile) -> f64 {
 /// Expected microseconds of cuDNN's kernels. In strict f32 few blocks, which sum all terms, leave the device idle.
 fn cudnn_micros(spec: &Conv2dSpec, p: &Problem) -> f64 {
     let (per_gflop, per_term) = match spec.x.dtype {
+        // Of groups of 4 to 32 channels (ResNeXt-50).
+        _ if is_strict(spec) && p.groups > 1 => (27.0 * (1.0 + 40.0 / p.k_group() as f64), 0.0232),
         _ if is_strict(spec) => (27.0, 0.0232),
         DType::F32 => (2.6, 0.0),
         _ => (1.6, 0.0),
@@ -273,6 +276,10 @@ fn micros(
         }
         Conv2dAlgorithm::WinogradRow => row_micros(spec, p, multiprocessors),
         Conv2dAlgorithm::WinogradGemm(tile) => staged_micros(spec, p, tile),
+        Conv2dAlgorithm::Direct if Depthwise::supports(p) => {
+            let pixels = p.n * (p.c * p.h * p.w + p.k * p.oh * p.ow);
+            3.5 + 0.24e-6 * (pixels * spec.x.dtype.size()) as f64 + 33.0 * gflop
+        }
         Conv2dAlgorithm::Direct => 10.0 + 300.0 * gflop,
         Conv2dAlgorithm::Cudnn => cudnn_micros(spec, p),
         _ => 10.0 + 50.0 * gflop,

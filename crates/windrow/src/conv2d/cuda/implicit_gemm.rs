@@ -60,6 +60,15 @@ struct Cut {
     parts: usize,
 }
 
+/// Groups, with their output and input channels, and blocks that compute them.
+#[derive(Clone, Copy, Debug)]
+struct Unit {
+    groups: usize,
+    k: usize,
+    c: usize,
+    blocks: usize,
+}
+
 params! {
 struct Params {
     x: *const u8,
@@ -72,18 +81,19 @@ struct Params {
     bias_stride: i64,
     bias_is_float: i32,
     pixels: i32,
-    k: i32,
     h: i32,
     w_in: i32,
     r: i32,
     stride as [stride_h, stride_w]: [i32; 2],
     pad as [pad_h, pad_w]: [i32; 2],
     dilation as [dilation_h, dilation_w]: [i32; 2],
+    unit_k: i32,
     steps: i32,
     tiles: i32,
     image_pixels: Divisor,
     ow: Divisor,
     k_blocks: Divisor,
+    unit_blocks: Divisor,
     c: Divisor,
     s: Divisor,
 }
@@ -95,12 +105,16 @@ struct FilterParams {
     packed: *mut u8,
     inverse: *mut u8,
     strides as [w_k, w_c, w_r, w_s]: [i64; 4],
+    w_group: i64,
     seen: Seen,
-    k: i32,
+    unit_k: i32,
     terms: i32,
     steps: i32,
+    unit_blocks: Divisor,
+    group_k: Divisor,
     c: Divisor,
     s: Divisor,
+    group_c: i32,
 }
 }
 
@@ -121,13 +135,13 @@ impl ImplicitGemm {
         let pixels = p.n.saturating_mul(p.oh).saturating_mul(p.ow);
         gpu.has(Feature::WarpgroupProducts)
             && spec.x.dtype == DType::F32
-            && p.groups == 1
             && p.c > 0
+            && p.k > 0
             && near(p.h, 0, p.r)
             && near(p.w, 1, p.s)
             && reach < 1 << 31
             && pixels < 1 << 30
-            && pixels.saturating_mul(p.k.max(1)) / BLOCK_M < 1 << 30
+            && pixels.saturating_mul(p.k) / BLOCK_M < 1 << 30
     }
 
     pub(super) fn new(
@@ -161,7 +175,7 @@ impl ImplicitGemm {
 
     fn filter_bytes(&self) -> usize {
         let halves = 2 * STEP * self.cut.block * DType::F16.size();
-        self.cut.k_blocks(&self.problem) * steps(&self.problem) * halves
+        self.cut.k_blocks(&self.problem) * self.cut.steps(&self.problem) * halves
     }
 
     pub(super) fn packed_bytes(&self) -> usize {
@@ -181,13 +195,13 @@ impl ImplicitGemm {
     /// step, which cut off, and the sums of steps and parts.
     pub(super) fn tolerance(&self) -> f64 {
         let accumulations = 2 * 3 * STEP / 16;
-        let sums = accumulations + steps(&self.problem) + self.cut.parts + 2;
+        let sums = accumulations + self.cut.steps(&self.problem) + self.cut.parts + 2;
         4.0 * split::rounding() + sums as f64 * DType::F32.unit_roundoff()
     }
 
     pub(super) fn explain(&self) -> String {
         let Cut { block, parts } = self.cut;
-        let gathered = match gather(&self.spec, &self.problem, true) {
+        let gathered = match gather(&self.spec, &self.problem, self.cut, true) {
             Gather::Any => "elements",
             Gather::Channels => "vectors of channels",
             Gather::Pixels => "vectors of pixels",
@@ -206,18 +220,23 @@ impl ImplicitGemm {
         packed: *mut u8,
         ticket: Option<u64>,
     ) -> Result<()> {
-        let p = &self.problem;
+        let (p, unit) = (&self.problem, self.cut.unit(&self.problem));
+        let [k_stride, ..] = strides(&self.spec.w);
         let params = FilterParams {
             w,
             packed,
             inverse: packed.wrapping_add(self.filter_bytes()),
             strides: strides(&self.spec.w),
             seen: Seen::behind(packed, self.packed_bytes(), ticket),
-            k: p.k as i32,
-            terms: p.taps() as i32,
-            steps: steps(p) as i32,
-            c: Divisor::new(p.c),
+            w_group: p.k_group() as i64 * k_stride,
+            unit_k: unit.k as i32,
+            terms: (unit.c * p.r * p.s) as i32,
+            steps: self.cut.steps(p) as i32,
+            unit_blocks: Divisor::new(unit.blocks),
+            group_k: Divisor::new(p.k_group()),
+            c: Divisor::new(unit.c),
             s: Divisor::new(p.s),
+            group_c: p.c_group() as i32,
         };
         let channels = self.cut.k_blocks(p) * self.cut.block;
         let launch = Launch { grid: [channels as u32, 1, 1], block: [256, 1, 1] };
@@ -233,7 +252,7 @@ impl ImplicitGemm {
         packed: *const u8,
         operands: Operands,
     ) -> Result<()> {
-        let p = &self.problem;
+        let (p, unit) = (&self.problem, self.cut.unit(&self.problem));
         let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
         let k_blocks = self.cut.k_blocks(p);
         let tiles = (p.n * p.oh * p.ow).div_ceil(BLOCK_M) * k_blocks;
@@ -248,19 +267,20 @@ impl ImplicitGemm {
             bias_stride,
             bias_is_float,
             pixels: (p.n * p.oh * p.ow) as i32,
-            k: p.k as i32,
             h: p.h as i32,
             w_in: p.w as i32,
             r: p.r as i32,
             stride: p.stride.map(|v| v as i32),
             pad: p.padding.map(|v| v as i32),
             dilation: p.dilation.map(|v| v as i32),
-            steps: steps(p) as i32,
+            unit_k: unit.k as i32,
+            steps: self.cut.steps(p) as i32,
             tiles: tiles as i32,
             image_pixels: Divisor::new((p.oh * p.ow).max(1)),
             ow: Divisor::new(p.ow.max(1)),
-            k_blocks: Divisor::new(k_blocks.max(1)),
-            c: Divisor::new(p.c),
+            k_blocks: Divisor::new(k_blocks),
+            unit_blocks: Divisor::new(unit.blocks),
+            c: Divisor::new(unit.c),
             s: Divisor::new(p.s),
         };
         let clusters = tiles.min(clusters(self.gpu.info.multiprocessors, self.cut.parts));
@@ -302,7 +322,7 @@ impl Cut {
     /// Expected microseconds: a launch, and rounds of tiles of so many steps. Fitted to 46 layers of ResNet-50 at batch 1, 8
     /// and 64 on an H200.
     fn micros(&self, multiprocessors: u32, spec: &Conv2dSpec, p: &Problem) -> f64 {
-        let (step, tile) = match (gather(spec, p, true), self.block) {
+        let (step, tile) = match (gather(spec, p, *self, true), self.block) {
             (Gather::Any, _) if spec.x.strides()[3] != 1 => (5.0, 3.0),
             (Gather::Any, 64) => (1.72, 1.2),
             (Gather::Any, _) => (1.97, 2.5),
@@ -316,7 +336,7 @@ impl Cut {
         let rounds = tiles as f64 / clusters(multiprocessors, self.parts) as f64;
         // Blocks that are done early go on, so that the last of many rounds need not be whole.
         let rounds = if rounds < 4.0 { rounds.ceil() } else { rounds };
-        2.3 + rounds * (step * steps(p).div_ceil(self.parts) as f64 + tile + exchange)
+        2.3 + rounds * (step * self.steps(p).div_ceil(self.parts) as f64 + tile + exchange)
     }
 
     fn configuration(&self) -> Conv2dConfiguration {
@@ -327,8 +347,22 @@ impl Cut {
         }
     }
 
+    /// What blocks sum together: as many groups as fill a block, or one.
+    fn unit(&self, p: &Problem) -> Unit {
+        let fits =
+            |groups: &usize| p.groups.is_multiple_of(*groups) && groups * p.k_group() <= self.block;
+        let groups = (1..=p.groups.min(self.block)).rev().find(fits).unwrap_or(1);
+        let k = groups * p.k_group();
+        Unit { groups, k, c: groups * p.c_group(), blocks: k.div_ceil(self.block) }
+    }
+
     fn k_blocks(&self, p: &Problem) -> usize {
-        p.k.div_ceil(self.block)
+        let unit = self.unit(p);
+        p.groups / unit.groups * unit.blocks
+    }
+
+    fn steps(&self, p: &Problem) -> usize {
+        (self.unit(p).c * p.r * p.s).div_ceil(STEP)
     }
 }
 
@@ -364,10 +398,6 @@ pub(super) fn micros(
     Cut::choose(multiprocessors, spec, p, given).map_or(f64::INFINITY, |(_, micros)| micros)
 }
 
-fn steps(p: &Problem) -> usize {
-    p.taps().div_ceil(STEP)
-}
-
 /// Clusters of so many blocks that a device holds at a time: some of its multiprocessors are in no whole cluster.
 fn clusters(multiprocessors: u32, parts: usize) -> usize {
     let whole = multiprocessors as usize / parts;
@@ -379,11 +409,11 @@ fn clusters(multiprocessors: u32, parts: usize) -> usize {
 }
 
 /// How x is gathered if its address is aligned.
-fn gather(spec: &Conv2dSpec, p: &Problem, aligned: bool) -> Gather {
+fn gather(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> Gather {
     let s = spec.x.strides();
     let whole = |strides: &[isize]| strides.iter().all(|s| s % VECTOR as isize == 0);
     let one_tap = p.r * p.s == 1 && p.stride == [1, 1] && p.padding == [0, 0];
-    if aligned && s[1] == 1 && p.c.is_multiple_of(VECTOR) && whole(&[s[0], s[2], s[3]]) {
+    if aligned && s[1] == 1 && cut.unit(p).c.is_multiple_of(VECTOR) && whole(&[s[0], s[2], s[3]]) {
         Gather::Channels
     } else if aligned
         && one_tap
@@ -399,10 +429,10 @@ fn gather(spec: &Conv2dSpec, p: &Problem, aligned: bool) -> Gather {
 }
 
 /// Vectors of channels can be stored.
-fn stores_vectors(y: &TensorDesc) -> bool {
+fn stores_vectors(y: &TensorDesc, unit: Unit) -> bool {
     let s = y.strides();
     let whole = |s: &isize| s % VECTOR as isize == 0;
-    s[1] == 1 && y.shape()[1].is_multiple_of(VECTOR) && [s[0], s[2], s[3]].iter().all(whole)
+    s[1] == 1 && unit.k.is_multiple_of(VECTOR) && [s[0], s[2], s[3]].iter().all(whole)
 }
 
 /// The product for addresses aligned to 16 bytes, or any.
@@ -415,12 +445,12 @@ fn product(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> KernelSpe
     kernel(&PRODUCT, "implicit_gemm", DType::F32)
         .needs(Feature::WarpgroupProducts)
         .define("EPILOGUE", epilogue(spec.activation))
-        .define("GATHER", gather(spec, p, aligned) as i32)
+        .define("GATHER", gather(spec, p, cut, aligned) as i32)
         .define("PADDED", i32::from(p.padding != [0, 0]))
         .define("BLOCK_K", cut.block)
         .define("SPLIT", cut.parts)
         .define("STAGES", stages)
-        .define("CHANNELS_LAST_OUT", i32::from(aligned && stores_vectors(&spec.y)))
+        .define("CHANNELS_LAST_OUT", i32::from(aligned && stores_vectors(&spec.y, cut.unit(p))))
         .define("INPUT_EXPONENT", INPUT_EXPONENT)
         .define("FILTER_EXPONENT", FILTER_EXPONENT)
         .params::<Params>()
@@ -466,7 +496,8 @@ mod tests {
             ([2, 64, 8, 8], NCHW, 3, 1, true, Gather::Any),
         ] {
             let (spec, problem) = spec(&x, &order, &[8, x[1], taps, taps], padding);
-            assert_eq!(gather(&spec, &problem, aligned), expected, "{x:?} {order:?} {taps}");
+            let cut = Cut { block: 64, parts: 1 };
+            assert_eq!(gather(&spec, &problem, cut, aligned), expected, "{x:?} {order:?} {taps}");
         }
     }
 

@@ -2,6 +2,7 @@
 
 mod choice;
 mod cudnn;
+mod depthwise;
 mod few_taps;
 mod general;
 mod geometry;
@@ -16,6 +17,7 @@ mod winograd_weight;
 
 pub(crate) use self::choice::{allows, cost};
 use self::cudnn::Cudnn;
+use self::depthwise::Depthwise;
 use self::few_taps::FewTaps;
 use self::general::{Direction, General, Method};
 pub(crate) use self::gradients::Gradients;
@@ -41,6 +43,7 @@ macro_rules! header {
 
 const HEADERS: &[Source] = &[
     header!("conv2d.cuh"),
+    header!("depthwise.cuh"),
     header!("winograd.cuh"),
     header!("hopper.cuh"),
     header!("implicit_gemm.cuh"),
@@ -68,6 +71,8 @@ use source;
 pub(crate) enum Engine {
     General(General),
     Cudnn(Box<Cudnn>),
+    /// [`Conv2dAlgorithm::Direct`] where every group has one input channel.
+    Depthwise(Box<Depthwise>),
     /// [`Conv2dAlgorithm::Im2colGemm`] where outputs sum few taps.
     FewTaps(Box<FewTaps>),
     ImplicitGemm(Box<ImplicitGemm>),
@@ -183,6 +188,9 @@ impl Engine {
             General::new(gpu, spec, problem, method, Direction::Forward, true).map(Engine::General)
         };
         match algorithm {
+            Conv2dAlgorithm::Direct if Depthwise::supports(problem) => {
+                Ok(Engine::Depthwise(Box::new(Depthwise::new(gpu, spec, problem)?)))
+            }
             Conv2dAlgorithm::Direct => general(Method::Direct),
             Conv2dAlgorithm::Im2colGemm if FewTaps::supports(gpu, spec, problem) => {
                 Ok(Engine::FewTaps(Box::new(FewTaps::new(gpu, spec, problem)?)))
@@ -207,7 +215,7 @@ impl Engine {
             _ => Err(Error::unsupported(
                 format!("conv2d by {algorithm} on {}", gpu.device()),
                 "winograd_gemm computes 3x3 filters of stride and dilation 1 in one group, \
-                 winograd_row the same and implicit_gemm f32 of one group on compute capability 9.0, \
+                 winograd_row the same and implicit_gemm f32 on compute capability 9.0, \
                  cudnn dense tensors of one layout where it is installed; direct and im2col_gemm \
                  compute everything",
             )),
@@ -227,6 +235,7 @@ impl Engine {
     pub(crate) fn packed_bytes(&self) -> usize {
         match self {
             Engine::General(e) => e.packed_bytes(),
+            Engine::Depthwise(e) => e.packed_bytes(),
             Engine::Cudnn(e) => e.packed_bytes(),
             Engine::WinogradGemm(e) => e.packed_bytes(),
             Engine::FewTaps(e) => e.packed_bytes(),
@@ -238,7 +247,10 @@ impl Engine {
     /// Bytes of scratch memory of a run, aligned to 256.
     pub(crate) fn scratch_bytes(&self) -> usize {
         match self {
-            Engine::General(_) | Engine::FewTaps(_) | Engine::ImplicitGemm(_) => 0,
+            Engine::General(_)
+            | Engine::Depthwise(_)
+            | Engine::FewTaps(_)
+            | Engine::ImplicitGemm(_) => 0,
             Engine::Cudnn(e) => e.scratch_bytes(),
             Engine::WinogradGemm(e) => e.scratch_bytes(),
             Engine::WinogradRow(e) => e.scratch_bytes(),
@@ -249,7 +261,7 @@ impl Engine {
     pub(crate) fn seen_bytes(&self) -> usize {
         match self {
             // A copy takes as long as a comparison.
-            Engine::General(_) | Engine::Cudnn(_) | Engine::FewTaps(_) => 0,
+            Engine::General(_) | Engine::Depthwise(_) | Engine::Cudnn(_) | Engine::FewTaps(_) => 0,
             Engine::ImplicitGemm(e) => e.seen_bytes(),
             Engine::WinogradGemm(e) => e.seen_bytes(),
             Engine::WinogradRow(e) => e.seen_bytes(),
@@ -260,6 +272,7 @@ impl Engine {
     pub(crate) fn reads_in_place(&self, w: *const u8) -> bool {
         match self {
             Engine::General(e) => e.reads_in_place(),
+            Engine::Depthwise(e) => e.reads_in_place(),
             Engine::Cudnn(e) => e.reads_in_place(w),
             Engine::WinogradGemm(_)
             | Engine::FewTaps(_)
@@ -331,6 +344,7 @@ impl Engine {
         unsafe {
             match self {
                 Engine::General(e) => e.pack(stream, w, packed),
+                Engine::Depthwise(e) => e.pack(stream, w, packed),
                 Engine::Cudnn(e) => e.pack(stream, w, packed),
                 Engine::WinogradGemm(e) => e.pack(stream, w, packed, ticket),
                 Engine::FewTaps(e) => e.pack(stream, w, packed),
@@ -359,6 +373,7 @@ impl Engine {
         unsafe {
             match self {
                 Engine::General(e) => e.run(stream, packed, operands),
+                Engine::Depthwise(e) => e.run(stream, packed, operands),
                 Engine::Cudnn(e) => e.run(stream, packed, operands, scratch),
                 Engine::WinogradGemm(e) => e.run(stream, packed, operands, scratch),
                 Engine::FewTaps(e) => e.run(stream, packed, operands),
@@ -373,6 +388,9 @@ impl Engine {
             Engine::General(e) => {
                 PackedForm { dtype: e.dtype(), products: 1, order: FilterOrder::Usual }
             }
+            Engine::Depthwise(e) => {
+                PackedForm { dtype: e.dtype(), products: 1, order: FilterOrder::Usual }
+            }
             Engine::ImplicitGemm(e) => e.packed_form(),
             Engine::Cudnn(e) => e.packed_form(),
             Engine::WinogradGemm(e) => e.packed_form(),
@@ -385,6 +403,7 @@ impl Engine {
     pub(crate) fn tolerance(&self) -> f64 {
         match self {
             Engine::General(e) => e.tolerance(),
+            Engine::Depthwise(e) => e.tolerance(),
             Engine::Cudnn(e) => e.tolerance(),
             Engine::WinogradGemm(e) => e.tolerance(),
             Engine::FewTaps(e) => e.tolerance(),
@@ -397,6 +416,7 @@ impl Engine {
     pub(crate) fn tile(&self) -> Option<usize> {
         match self {
             Engine::General(_)
+            | Engine::Depthwise(_)
             | Engine::FewTaps(_)
             | Engine::ImplicitGemm(_)
             | Engine::Cudnn(_) => None,
@@ -433,6 +453,7 @@ impl Engine {
     pub(crate) fn explain(&self) -> String {
         match self {
             Engine::General(e) => e.explain(),
+            Engine::Depthwise(e) => e.explain(),
             Engine::Cudnn(e) => e.explain(),
             Engine::WinogradGemm(e) => e.explain(),
             Engine::ImplicitGemm(e) => e.explain(),

@@ -1,5 +1,5 @@
-// Convolution as a product of matrices whose left one, of gathered inputs, never is in memory, for sm_90a. One group, any
-// filter, stride, padding and dilation; f32.
+// Convolution as a product of matrices whose left one, of gathered inputs, never is in memory, for sm_90a. Any
+// filter, stride, padding, dilation and groups; f32.
 //
 //     y[pixel, k] = sum over terms t = (tap, channel) of x[pixel + tap, channel] w[t, k]
 //
@@ -173,20 +173,20 @@ __device__ __forceinline__ void consume(const Params& p, int warp, int lane, u32
     int round = 0;
     for (int tile = blockIdx.x / SPLIT; tile < p.tiles; tile += gridDim.x / SPLIT, round++) {
         const int m_block = p.k_blocks.divide(tile), k_block = tile - m_block * static_cast<int>(p.k_blocks.value);
-        if (k_block != k_loaded) channels.load(p, k_block * BLOCK_K, lane);
+        const Columns columns(p, k_block);
+        if (k_block != k_loaded) channels.load(p, columns, lane);
         k_loaded = k_block;
         consumer.sum_up(steps);
         const Rows rows(p, m_block * BLOCK_M + consumer.row);
-        const int k0 = k_block * BLOCK_K;
         const float x_scale = consumer.scale.inverse();
 #if SPLIT == 1
 #pragma unroll
-        for (int j = 0; j < COLUMNS_J; j += 4) store<4>(p, consumer.sum + 4 * j, j, rows, k0, lane % 4, x_scale, channels);
+        for (int j = 0; j < COLUMNS_J; j += 4) store<4>(p, consumer.sum + 4 * j, j, rows, columns, lane % 4, x_scale, channels);
 #else
         Ring& ring = consumer.ring;
         barrier_wait(barriers.full + 8 * ring.slot, ring.parity);
         const Exchange exchange = {stages, scales, barriers.written, barriers.read, round};
-        exchange.store(p, consumer.sum, rows, k0, warp, lane, x_scale, channels);
+        exchange.store(p, consumer.sum, rows, columns, warp, lane, x_scale, channels);
         if (lane == 0) barrier_arrive(barriers.empty + 8 * ring.slot);
         ring.advance(STAGES);
 #endif

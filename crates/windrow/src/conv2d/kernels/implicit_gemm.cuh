@@ -33,14 +33,15 @@ struct Params {
     i64 bias_stride;
     int bias_is_float;
     int pixels;                 // n * oh * ow
-    int k, h, w_in, r;
+    int h, w_in, r;
     int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+    int unit_k;                 // output channels of a unit: groups that a block computes together, or one group
     int steps;                  // ceil(c * r * s / 64)
     int tiles;                  // of BLOCK_M pixels and BLOCK_K channels
     Divisor image_pixels;       // oh * ow
     Divisor ow;
-    Divisor k_blocks;
-    Divisor c, s;               // input channels, columns of the filter
+    Divisor k_blocks, unit_blocks; // of y, of a unit
+    Divisor c, s;               // input channels of a unit, columns of the filter
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
 
@@ -72,6 +73,19 @@ struct Pixel {
         const int rest = pixel - image * static_cast<int>(p.image_pixels.value);
         row = p.ow.divide(rest);
         column = rest - row * static_cast<int>(p.ow.value);
+    }
+};
+
+// The output channels of a block. It sums over all input channels of their unit; where that has several groups, the filter
+// has zeros between them.
+struct Columns {
+    int first, end; // those behind the end are another block's, or nothing's
+    int unit;
+
+    __device__ __forceinline__ Columns(const Params& p, int k_block) {
+        unit = p.unit_blocks.divide(k_block);
+        first = unit * p.unit_k + (k_block - unit * static_cast<int>(p.unit_blocks.value)) * BLOCK_K;
+        end = (unit + 1) * p.unit_k;
     }
 };
 

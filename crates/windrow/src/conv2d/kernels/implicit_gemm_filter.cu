@@ -1,5 +1,6 @@
 // Packs a filter in the order in which implicit_gemm.cu multiplies it: [k block, step of 64 terms, 16 terms, part, 16 terms x
-// BLOCK_K channels], the last two as 8 x 8 blocks of 128 bytes, zeros where k or the terms end. Terms are (r, s, c).
+// BLOCK_K channels], the last two as 8 x 8 blocks of 128 bytes. Terms are (r, s, c) with all input channels of the unit,
+// zeros for those of other groups, and where k or the terms end.
 //
 // Each output channel is scaled by a power of two, so that halves hold it, and split in a high and a low half. The low one
 // also carries by how much the tensor cores shrink sums.
@@ -16,23 +17,32 @@ struct Params {
     const Element* w;
     u16* packed;
     float* inverse;         // [k]
-    i64 w_k, w_c, w_r, w_s; // strides in elements
+    i64 w_k, w_c, w_r, w_s; // strides in elements, k and c within a group
+    i64 w_group;
     Seen seen;
-    int k, terms, steps;
-    Divisor c, s;
+    int unit_k, terms, steps; // output channels of a unit
+    Divisor unit_blocks;
+    Divisor group_k;          // output channels of a group
+    Divisor c, s;             // input channels of a unit, columns of the filter
+    int group_c;
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
 
 // One block per output channel, padded to BLOCK_K.
 extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
-    const int k = blockIdx.x, block = k / BLOCK_K, column = k % BLOCK_K;
+    const int block = blockIdx.x / BLOCK_K, column = blockIdx.x % BLOCK_K, unit = p.unit_blocks.divide(block);
+    const int in_unit = (block - unit * static_cast<int>(p.unit_blocks.value)) * BLOCK_K + column;
+    const bool exists = in_unit < p.unit_k;
+    const int k = unit * p.unit_k + in_unit, group = p.group_k.divide(k), in_group = p.group_k.divide(in_unit);
+    const Element* const w = p.w + (group * p.w_group + (k - group * static_cast<int>(p.group_k.value)) * p.w_k);
     // Where the product wants this channel: see `channel_of` in implicit_gemm_output.cuh.
     const int n = 32 * (column / 32) + 8 * (column % 8 / 2) + 2 * (column % 32 / 8) + column % 2;
     const auto weight = [&](int term) -> float {
-        if (k >= p.k || term >= p.terms) return 0;
-        const int tap = p.c.divide(term), c = term - tap * static_cast<int>(p.c.value);
+        if (!exists || term >= p.terms) return 0;
+        const int tap = p.c.divide(term), c = term - tap * static_cast<int>(p.c.value) - in_group * p.group_c;
+        if (static_cast<u32>(c) >= static_cast<u32>(p.group_c)) return 0;
         const int r = p.s.divide(tap), s = tap - r * static_cast<int>(p.s.value);
-        return to_float(p.w[k * p.w_k + c * p.w_c + r * p.w_r + s * p.w_s]);
+        return to_float(w[c * p.w_c + r * p.w_r + s * p.w_s]);
     };
 
     u32 mine = 0;
@@ -43,11 +53,11 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
 #pragma unroll
         for (int i = 0; i < 4; i++) mine = max(mine, finite_magnitude(v[i]));
     }
-    if (digest.is_known(p.seen, k)) return;
+    if (digest.is_known(p.seen, blockIdx.x)) return;
     const u32 max_bits = largest_of_block(mine);
     const float scale = power_of_two_scale(max_bits, FILTER_EXPONENT);
     // Without 2^FILTER_EXPONENT, which the epilogue undoes.
-    if (threadIdx.x == 0 && k < p.k)
+    if (threadIdx.x == 0 && exists)
         p.inverse[k] = power_of_two_scale(max_bits, FILTER_EXPONENT, true) * power_of_two(FILTER_EXPONENT);
 
     for (int i = threadIdx.x; i < p.steps * (STEP_DEPTH / 8); i += blockDim.x) {
@@ -68,5 +78,5 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
         *reinterpret_cast<uint4*>(to) = make_uint4(high[0], high[1], high[2], high[3]);
         *reinterpret_cast<uint4*>(to + 16 * BLOCK_K) = make_uint4(low[0], low[1], low[2], low[3]);
     }
-    digest.keep(p.seen, k);
+    digest.keep(p.seen, blockIdx.x);
 }

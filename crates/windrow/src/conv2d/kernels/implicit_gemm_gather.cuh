@@ -36,16 +36,16 @@ __device__ __forceinline__ void meet_producers() {
 
 // Where the taps of an output begin.
 struct Origin {
-    int offset; // in x
+    int offset; // in x, of the first of a unit's channels, which are `channels` further on
     int y, x;
     bool exists;
 
-    __device__ __forceinline__ Origin(const Params& p, int pixel) {
+    __device__ __forceinline__ Origin(const Params& p, int pixel, int channels) {
         exists = pixel < p.pixels;
         const Pixel at(p, exists ? pixel : 0);
         y = at.row * p.stride_h - p.pad_h;
         x = at.column * p.stride_w - p.pad_w;
-        offset = static_cast<int>(at.image * p.x_n + y * p.x_h + x * p.x_w);
+        offset = channels + static_cast<int>(at.image * p.x_n + y * p.x_h + x * p.x_w);
     }
     // A row that no tap brings back to the image stands for a pixel that does not exist.
     __device__ __forceinline__ int packed() const { return exists ? y << 16 | (x & 0xffff) : NOWHERE; }
@@ -67,9 +67,9 @@ struct Gather {
 
     __device__ __forceinline__ Gather(int2* rows, int thread) : rows(rows), thread(thread) {}
 
-    __device__ __forceinline__ void begin(const Params& p, int pixel0) {
+    __device__ __forceinline__ void begin(const Params& p, int pixel0, int channels) {
         meet_producers();
-        const Origin origin(p, pixel0 + thread);
+        const Origin origin(p, pixel0 + thread, channels);
         rows[thread] = make_int2(origin.offset, origin.packed());
         meet_producers();
     }
@@ -98,8 +98,8 @@ struct Gather {
 
     __device__ __forceinline__ Gather(int2*, int thread) : thread(thread) {}
 
-    __device__ __forceinline__ void begin(const Params& p, int pixel0) {
-        const Origin origin(p, pixel0 + thread % 32 * 4);
+    __device__ __forceinline__ void begin(const Params& p, int pixel0, int channels) {
+        const Origin origin(p, pixel0 + thread % 32 * 4, channels);
         offset = origin.offset;
         exists = origin.exists;
     }
@@ -127,10 +127,10 @@ struct Gather {
 
     __device__ __forceinline__ Gather(int2*, int thread) : thread(thread) {}
 
-    __device__ __forceinline__ void begin(const Params& p, int pixel0) {
+    __device__ __forceinline__ void begin(const Params& p, int pixel0, int channels) {
 #pragma unroll
         for (int j = 0; j < COUNT; j++) {
-            const Origin origin(p, pixel0 + thread % 32 + 32 * j);
+            const Origin origin(p, pixel0 + thread % 32 + 32 * j, channels);
             offset[j] = origin.offset;
             place[j] = origin.packed();
         }
@@ -179,7 +179,8 @@ __device__ __forceinline__ void produce(const Params& p, int thread, int2* rows,
     const int rank = rank_in_cluster(), first = first_step(p, rank), last = first_step(p, rank + 1);
     for (int tile = blockIdx.x / SPLIT; tile < p.tiles; tile += gridDim.x / SPLIT) {
         const int m_block = p.k_blocks.divide(tile), k_block = tile - m_block * static_cast<int>(p.k_blocks.value);
-        gather.begin(p, m_block * BLOCK_M);
+        const Columns columns(p, k_block);
+        gather.begin(p, m_block * BLOCK_M, static_cast<int>(columns.unit * static_cast<int>(p.c.value) * p.x_c));
 #pragma unroll 1
         for (int step = first; step < last; step++) {
             const u32 stage = stages + ring.slot * STAGE_BYTES, barrier = full + 8 * ring.slot;

@@ -14,17 +14,17 @@ struct Channels {
     float scale[BLOCK_K];
     float bias[BLOCK_K];
 
-    __device__ __forceinline__ void load(const Params& p, int k0, int lane) {
+    __device__ __forceinline__ void load(const Params& p, const Columns& columns, int lane) {
         __syncwarp();
 #pragma unroll
         for (int i = lane; i < BLOCK_K; i += 32) {
-            const int k = k0 + i;
+            const int k = columns.first + i;
             float b = 0;
-            if (p.bias != nullptr && k < p.k)
+            if (p.bias != nullptr && k < columns.end)
                 b = p.bias_is_float ? static_cast<const float*>(p.bias)[k * p.bias_stride]
                                     : to_float(static_cast<const Element*>(p.bias)[k * p.bias_stride]);
             bias[i] = b;
-            scale[i] = k < p.k ? p.w_inverse[k] : 0;
+            scale[i] = k < columns.end ? p.w_inverse[k] : 0;
         }
         __syncwarp();
     }
@@ -51,9 +51,9 @@ struct Rows {
 
 // Stores the sums of columns j0 to j0 + J: 2 J neighbouring channels of two pixels, sum[4 j + 2 t + e] (hopper.cuh).
 template <int J>
-__device__ __forceinline__ void store(const Params& p, const float* sum, int j0, const Rows& rows, int k0, int q,
-                                      float x_scale, const Channels& channels) {
-    const int first = channel_of(q, j0, 0);
+__device__ __forceinline__ void store(const Params& p, const float* sum, int j0, const Rows& rows,
+                                      const Columns& columns, int q, float x_scale, const Channels& channels) {
+    const int first = channel_of(q, j0, 0), k = columns.first + first;
 #pragma unroll
     for (int t = 0; t < 2; t++) {
         float v[2 * J];
@@ -64,20 +64,20 @@ __device__ __forceinline__ void store(const Params& p, const float* sum, int j0,
         }
         if (!rows.exists[t]) continue;
 #if CHANNELS_LAST_OUT
-        float* const to = rows.y[t] + k0 + first;
+        float* const to = rows.y[t] + k;
 #pragma unroll
         for (int i = 0; i < 2 * J; i += 4) {
-            if (k0 + first + i >= p.k) continue;
+            if (k + i >= columns.end) continue;
             if constexpr (J == 1)
                 *reinterpret_cast<float2*>(to) = make_float2(v[0], v[1]);
             else
                 *reinterpret_cast<float4*>(to + i) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
         }
 #else
-        float* to = rows.y[t] + (k0 + first) * p.y_k;
+        float* to = rows.y[t] + k * p.y_k;
 #pragma unroll
         for (int i = 0; i < 2 * J; i++) {
-            if (k0 + first + i < p.k) *to = v[i];
+            if (k + i < columns.end) *to = v[i];
             to += p.y_k;
         }
 #endif
@@ -132,8 +132,8 @@ struct Exchange {
         return (round * (steps + 1) + steps) % STAGES * STAGE_BYTES;
     }
 
-    __device__ __forceinline__ void store(const Params& p, const float (&sum)[SUMS], const Rows& rows, int k0, int warp,
-                                          int lane, float x_scale, const Channels& channels) const {
+    __device__ __forceinline__ void store(const Params& p, const float (&sum)[SUMS], const Rows& rows, const Columns& columns,
+                                          int warp, int lane, float x_scale, const Channels& channels) const {
         constexpr int SHARE = COLUMNS_J / SPLIT, J = SHARE < 4 ? SHARE : 4;
         const int rank = rank_in_cluster();
         const u32 first = stages + (32 * warp + lane) * 16, mine = first + stage_of(p, rank, round);
@@ -169,7 +169,7 @@ struct Exchange {
                     total[4 * l + 3] = fmaf(v.w, factor[i], total[4 * l + 3]);
                 }
             }
-            ::store<J>(p, total, j, rows, k0, lane % 4, largest, channels);
+            ::store<J>(p, total, j, rows, columns, lane % 4, largest, channels);
         }
         arrive_everywhere(read, lane);
         wait_for_cluster(read, round & 1);

@@ -1,0 +1,377 @@
+//! [`Conv2dAlgorithm::Direct`](crate::conv2d::Conv2dAlgorithm::Direct) where every group has one input channel
+//! (`kernels/depthwise_channels.cu`, `kernels/depthwise_planes.cu`).
+
+use super::general::DenseFilter;
+use super::{Divisor, Operands, bias_of, epilogue, kernel, source, strides};
+use crate::conv2d::spec::is_channels_last;
+use crate::conv2d::{Conv2dSpec, Problem};
+use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
+use crate::{DType, Result};
+use std::sync::OnceLock;
+
+static CHANNELS: Source = source!("depthwise_channels.cu");
+static PLANES: Source = source!("depthwise_planes.cu");
+
+/// The filter of a channel, and a row of the inputs of a tile, are in registers.
+const MAX_TAPS: usize = 49;
+const MAX_READS: usize = 24;
+/// The most threads of a block, and blocks for each multiprocessor of those that take tiles in turn.
+const THREADS: usize = 256;
+const BLOCKS: usize = 4;
+/// The most planes of a block, and bytes of shared memory that their inputs take.
+const MAX_PLANES: usize = 32;
+const SHARED_BYTES: usize = 44_000;
+
+#[derive(Debug)]
+pub(crate) struct Depthwise {
+    spec: Conv2dSpec,
+    problem: Problem,
+    filter: DenseFilter,
+    gpu: &'static Gpu,
+    /// For tensors at addresses aligned to 16 bytes, and at any.
+    aligned: (Form, &'static Kernel),
+    unaligned: OnceLock<(Form, &'static Kernel)>,
+}
+
+/// How outputs are shared out.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Form {
+    /// A thread takes tiles of neighbouring channels; `lanes` of them are a row of a block.
+    Channels { tile: [usize; 2], vector: usize, lanes: usize, blocks: usize },
+    /// Threads of a block take tiles of so many planes.
+    Planes { tile: [usize; 2], block: [usize; 2], planes: usize, copied: [usize; 2] },
+}
+
+params! {
+    struct Params {
+        x: *const u8,
+        w: *const u8,
+        bias: *const u8,
+        y: *mut u8,
+        x_strides as [x_n, x_c, x_h, x_w]: [i64; 4],
+        y_strides as [y_n, y_k, y_h, y_w]: [i64; 4],
+        bias_stride: i64,
+        bias_is_float: i32,
+        k: i32,
+        h: i32,
+        w_in: i32,
+        oh: i32,
+        ow: i32,
+        pad as [pad_h, pad_w]: [i32; 2],
+        units: i32,
+        multiplier: Divisor,
+        channels: Divisor,
+        rows: Divisor,
+        columns: Divisor,
+    }
+}
+
+impl Depthwise {
+    pub(super) fn supports(p: &Problem) -> bool {
+        // The widest tile.
+        let reads = |d: usize, taps: usize| {
+            (taps - 1)
+                .saturating_mul(p.dilation[d])
+                .saturating_add(6usize.saturating_mul(p.stride[d]))
+        };
+        let outputs =
+            [p.n, p.k, p.oh, p.ow].iter().fold(1usize, |all, &size| all.saturating_mul(size));
+        p.groups > 1
+            && p.c_group() == 1
+            && p.k > 0
+            && p.r * p.s <= MAX_TAPS
+            && reads(0, p.r) < MAX_READS
+            && reads(1, p.s) < MAX_READS
+            && outputs < 1 << 30
+            && p.n * p.c < 1 << 30
+    }
+
+    pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, problem: &Problem) -> Result<Self> {
+        Ok(Depthwise {
+            spec: spec.clone(),
+            problem: *problem,
+            filter: DenseFilter::new(gpu, spec, problem, true)?,
+            gpu,
+            aligned: compiled(gpu, spec, problem, true)?,
+            unaligned: OnceLock::new(),
+        })
+    }
+
+    pub(super) fn packed_bytes(&self) -> usize {
+        self.filter.bytes()
+    }
+
+    pub(super) fn dtype(&self) -> DType {
+        self.spec.x.dtype
+    }
+
+    pub(super) fn reads_in_place(&self) -> bool {
+        self.filter.is_packed()
+    }
+
+    /// A rounding for each addition in a row.
+    pub(super) fn tolerance(&self) -> f64 {
+        (self.problem.taps() + 2) as f64 * DType::F32.unit_roundoff()
+    }
+
+    pub(super) fn explain(&self) -> String {
+        match self.aligned.0 {
+            Form::Channels { tile: [h, w], vector, .. } => {
+                format!("{h} x {w} outputs of {vector} channels in a thread")
+            }
+            Form::Planes { tile: [h, w], planes, .. } => {
+                format!("{h} x {w} outputs in a thread, {planes} images of a channel in a block")
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`super::Engine::pack`].
+    pub(super) unsafe fn pack(&self, stream: &Stream, w: *const u8, packed: *mut u8) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.filter.pack(stream, w, packed) }
+    }
+
+    /// # Safety
+    /// As [`super::Engine::run`].
+    pub(super) unsafe fn run(
+        &self,
+        stream: &Stream,
+        packed: *const u8,
+        operands: Operands,
+    ) -> Result<()> {
+        let p = &self.problem;
+        let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
+        let addresses = operands.x as usize | operands.y as usize;
+        let (form, kernel) =
+            if addresses.is_multiple_of(16) { self.aligned } else { self.unaligned()? };
+        let shape = form.shape(p);
+        let params = Params {
+            x: operands.x,
+            w: packed,
+            bias,
+            y: operands.y,
+            x_strides: strides(&self.spec.x),
+            y_strides: strides(&self.spec.y),
+            bias_stride,
+            bias_is_float,
+            k: p.k as i32,
+            h: p.h as i32,
+            w_in: p.w as i32,
+            oh: p.oh as i32,
+            ow: p.ow as i32,
+            pad: p.padding.map(|v| v as i32),
+            units: shape.units as i32,
+            multiplier: Divisor::new(p.k_group()),
+            channels: Divisor::new(shape.channels),
+            rows: Divisor::new(shape.rows.max(1)),
+            columns: Divisor::new(shape.columns.max(1)),
+        };
+        let launch =
+            Launch { grid: [shape.blocks as u32, 1, 1], block: [form.threads() as u32, 1, 1] };
+        // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
+        unsafe { kernel.launch(stream, launch, &params) }
+    }
+
+    fn unaligned(&self) -> Result<(Form, &'static Kernel)> {
+        if let Some(&unaligned) = self.unaligned.get() {
+            return Ok(unaligned);
+        }
+        let unaligned = compiled(self.gpu, &self.spec, &self.problem, false)?;
+        Ok(*self.unaligned.get_or_init(|| unaligned))
+    }
+}
+
+/// The sizes of a launch.
+struct Shape {
+    units: usize,
+    channels: usize,
+    rows: usize,
+    columns: usize,
+    blocks: usize,
+}
+
+impl Form {
+    /// The tiles follow times of the depthwise layers of MobileNetV2, EfficientNet-B0 and ConvNeXt on an H200.
+    fn choose(multiprocessors: usize, spec: &Conv2dSpec, p: &Problem, aligned: bool) -> Self {
+        let busy = |outputs: usize| {
+            (p.n * p.k * p.oh * p.ow).div_ceil(outputs) >= THREADS * multiprocessors
+        };
+        let (taps, half, one) = (p.r * p.s, spec.x.dtype.is_half(), p.stride == [1, 1]);
+        if !is_channels_last(&spec.x.layout) || !is_channels_last(&spec.y.layout) {
+            let many = one && p.oh >= 28 && busy(28);
+            let most = if many && taps <= 25 { 16_000 } else { SHARED_BYTES };
+            return Form::planes(p, if many { 7 } else { 2 }, most);
+        }
+        let pairs = aligned
+            && p.k_group() == 1
+            && [&spec.x, &spec.y].iter().all(|t| {
+                let s = t.strides();
+                s[1] == 1
+                    && t.shape()[1].is_multiple_of(2)
+                    && [s[0], s[2], s[3]].iter().all(|s| s % 2 == 0)
+            });
+        let vector = if pairs && (half || taps <= 9) { 2 } else { 1 };
+        let tile = match (one, taps) {
+            (true, ..=9) => [7, 4],
+            (true, 10..=25) if half => [2, 4],
+            (true, 10..=25) => [7, 4],
+            (true, _) if half => [7, 4],
+            (true, _) if p.oh * p.ow >= 2000 => [4, 4],
+            (true, _) => [2, 4],
+            (false, ..=9) if !half => [2, 4],
+            (false, _) if !half => [2, 7],
+            (false, _) => [1, 4],
+        };
+        let tile = match () {
+            () if busy(tile[0] * tile[1] * vector) => tile,
+            () if taps > 25 => [2, 4],
+            () => [1, 4],
+        };
+        let vectors = p.k.div_ceil(vector);
+        let padded = |lanes: usize| vectors.div_ceil(lanes) * lanes;
+        let lanes = (vectors.min(8)..=64).min_by_key(|&lanes| (padded(lanes), 64 - lanes));
+        let lanes = lanes.unwrap_or(vectors);
+        let mut form = Form::Channels { tile, vector, lanes, blocks: 0 };
+        let shape = form.shape(p);
+        let tiles = shape.units.div_ceil((THREADS / lanes).max(1));
+        let most = (BLOCKS * multiprocessors / shape.channels).max(1);
+        if let Form::Channels { blocks, .. } = &mut form {
+            *blocks = tiles.min(most);
+        }
+        form
+    }
+
+    fn planes(p: &Problem, height: usize, most_bytes: usize) -> Self {
+        let tile = [height, 4];
+        let columns = p.ow.div_ceil(tile[1]).clamp(1, 32);
+        let copied = |rows: usize| {
+            let read = |d: usize, outputs: usize, taps: usize| {
+                (outputs - 1) * p.stride[d] + (taps - 1) * p.dilation[d]
+            };
+            [read(0, rows * tile[0], p.r) + 1, (read(1, columns * tile[1], p.s) + 4) / 4 * 4]
+        };
+        let bytes = |rows: usize, planes: usize| {
+            let [h, w] = copied(rows);
+            planes * (h * w * size_of::<f32>() + 4 * MAX_TAPS + 8)
+        };
+        let mut rows = p.oh.div_ceil(tile[0]).clamp(1, (THREADS / columns).max(1));
+        let mut planes = (128 / (rows * columns)).clamp(1, MAX_PLANES);
+        while planes > 1 && bytes(rows, planes) > most_bytes {
+            planes -= 1;
+        }
+        while rows > 1 && bytes(rows, planes) > most_bytes {
+            rows -= 1;
+        }
+        Form::Planes { tile, block: [rows, columns], planes, copied: copied(rows) }
+    }
+
+    fn threads(self) -> usize {
+        match self {
+            Form::Channels { lanes, .. } => (THREADS / lanes).max(1) * lanes,
+            Form::Planes { block, planes, .. } => {
+                (planes * block[0] * block[1]).next_multiple_of(32)
+            }
+        }
+    }
+
+    fn shape(self, p: &Problem) -> Shape {
+        match self {
+            Form::Channels { tile, vector, lanes, blocks } => {
+                let (rows, columns) = (p.oh.div_ceil(tile[0]), p.ow.div_ceil(tile[1]));
+                let channels = p.k.div_ceil(vector * lanes);
+                let units = p.n * rows * columns;
+                Shape { units, channels, rows, columns, blocks: blocks * channels }
+            }
+            Form::Planes { tile, block, planes, .. } => {
+                let rows = p.oh.div_ceil(block[0] * tile[0]);
+                let columns = p.ow.div_ceil(block[1] * tile[1]);
+                let units = p.n * p.k;
+                let blocks = units.div_ceil(planes) * rows * columns;
+                Shape { units, channels: p.k, rows, columns, blocks }
+            }
+        }
+    }
+}
+
+fn compiled(
+    gpu: &'static Gpu,
+    spec: &Conv2dSpec,
+    p: &Problem,
+    aligned: bool,
+) -> Result<(Form, &'static Kernel)> {
+    let form = Form::choose(gpu.info.multiprocessors as usize, spec, p, aligned);
+    Ok((form, gpu.kernel(&kernel_spec(spec, p, form, aligned))?))
+}
+
+fn kernel_spec(spec: &Conv2dSpec, p: &Problem, form: Form, aligned: bool) -> KernelSpec {
+    let (named, [tile_h, tile_w]) = match form {
+        Form::Channels { tile, vector, lanes, .. } => {
+            let named = kernel(&CHANNELS, "depthwise_channels", spec.x.dtype)
+                .define("VECTOR", vector)
+                .define("LANES", lanes);
+            (named, tile)
+        }
+        Form::Planes { tile, block, planes, copied } => {
+            let s = spec.y.strides();
+            let whole = s[3] == 1 && s[..3].iter().all(|s| s % 4 == 0) && p.ow.is_multiple_of(4);
+            let named = kernel(&PLANES, "depthwise_planes", spec.x.dtype)
+                .define("BLOCK_H", block[0])
+                .define("BLOCK_W", block[1])
+                .define("PLANES", planes)
+                .define("LANES", copied[1].next_power_of_two().clamp(8, 32))
+                .define("VECTOR_OUT", i32::from(aligned && whole));
+            (named, tile)
+        }
+    };
+    named
+        .define("EPILOGUE", epilogue(spec.activation))
+        .define("FILTER_H", p.r)
+        .define("FILTER_W", p.s)
+        .define("STRIDE_H", p.stride[0])
+        .define("STRIDE_W", p.stride[1])
+        .define("DILATION_H", p.dilation[0])
+        .define("DILATION_W", p.dilation[1])
+        .define("TILE_H", tile_h)
+        .define("TILE_W", tile_w)
+        .define("THREADS", form.threads())
+        .params::<Params>()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::conv2d::Conv2dParams;
+    use crate::{Activation, Approximate, Layout, TensorDesc};
+
+    #[test]
+    fn kernels_compile_without_spills() {
+        let mut kernels = Vec::new();
+        for (dtype, order, taps, stride, size) in [
+            (DType::F32, [0, 2, 3, 1], 3, 1, 112),
+            (DType::F32, [0, 2, 3, 1], 7, 1, 56),
+            (DType::F32, [0, 1, 2, 3], 7, 1, 56),
+            (DType::F16, [0, 2, 3, 1], 7, 1, 56),
+            (DType::BF16, [0, 2, 3, 1], 5, 2, 56),
+            (DType::BF16, [0, 1, 2, 3], 3, 2, 7),
+        ] {
+            let layout = Layout::with_order(&[64, 96, size, size], &order).unwrap();
+            let w = TensorDesc::contiguous(dtype, &[96, 1, taps, taps]).unwrap();
+            let params = Conv2dParams {
+                stride: [stride; 2],
+                padding: [taps / 2; 2],
+                groups: 96,
+                activation: Activation::Gelu(Approximate::None),
+                ..Default::default()
+            };
+            let spec = Conv2dSpec::new(TensorDesc { dtype, layout }, w, &params).unwrap();
+            let p = spec.problem().unwrap();
+            assert!(Depthwise::supports(&p));
+            for aligned in [true, false] {
+                let form = Form::choose(132, &spec, &p, aligned);
+                kernels.push(kernel_spec(&spec, &p, form, aligned));
+            }
+        }
+        crate::gpu::compile_tests::check_compiles(&kernels);
+    }
+}

@@ -1,0 +1,69 @@
+// What depthwise_channels.cu and depthwise_planes.cu share: convolution of channels that do not see each other, one image of
+// one input channel for each output channel, at the rate of memory. A thread computes TILE_H x TILE_W neighbouring outputs
+// of a channel from inputs and a filter in registers: so each input is loaded about twice, and most loads meet a cache.
+//
+// Constants: ELEMENT_*, EPILOGUE, FILTER_H, FILTER_W, STRIDE_H, STRIDE_W, DILATION_H, DILATION_W, TILE_H, TILE_W.
+
+#pragma once
+
+#include "conv2d.cuh"
+
+constexpr int TAPS = FILTER_H * FILTER_W;
+// Inputs of a thread's tile.
+constexpr int READ_H = (TILE_H - 1) * STRIDE_H + (FILTER_H - 1) * DILATION_H + 1;
+constexpr int READ_W = (TILE_W - 1) * STRIDE_W + (FILTER_W - 1) * DILATION_W + 1;
+
+struct Params {
+    const Element* x;
+    const Element* w; // [k, FILTER_H, FILTER_W]
+    const void* bias; // [k] or null
+    Element* y;
+    i64 x_n, x_c, x_h, x_w; // strides in elements
+    i64 y_n, y_k, y_h, y_w;
+    i64 bias_stride;
+    int bias_is_float;
+    int k, h, w_in, oh, ow;
+    int pad_h, pad_w;
+    int units;             // tiles of all images, or planes
+    Divisor multiplier;    // output channels of an input channel
+    Divisor channels;      // of an image: blocks of them, or planes
+    Divisor rows, columns; // of an image: tiles of threads, or of blocks
+};
+static_assert(PARAMS_AGREE, "as the host's structure");
+
+__device__ __forceinline__ float bias_at(const Params& p, int k) {
+    if (p.bias == nullptr) return 0;
+    return p.bias_is_float ? static_cast<const float*>(p.bias)[k * p.bias_stride]
+                           : to_float(static_cast<const Element*>(p.bias)[k * p.bias_stride]);
+}
+
+// The tap at which output `i` of a tile reads input `j` of it, or one that no filter has.
+__device__ __forceinline__ constexpr int tap_of(int i, int j, int stride, int dilation, int taps) {
+    const int from = j - i * stride;
+    return from >= 0 && from % dilation == 0 && from / dilation < taps ? from / dilation : -1;
+}
+
+// Adds what row `i` of the inputs contributes to a tile.
+template <int V>
+__device__ __forceinline__ void add_row(float (&sum)[TILE_H][TILE_W][V], const float (&x)[READ_W][V],
+                                        const float (&filter)[TAPS][V], int i) {
+#pragma unroll
+    for (int t = 0; t < TILE_H; t++) {
+        const int r = tap_of(t, i, STRIDE_H, DILATION_H, FILTER_H);
+        if (r < 0) continue;
+#pragma unroll
+        for (int s = 0; s < FILTER_W; s++)
+#pragma unroll
+            for (int u = 0; u < TILE_W; u++)
+#pragma unroll
+                for (int v = 0; v < V; v++)
+                    sum[t][u][v] = fmaf(x[u * STRIDE_W + s * DILATION_W][v], filter[r * FILTER_W + s][v], sum[t][u][v]);
+    }
+}
+
+// True if some output of a tile reads row `i` of its inputs.
+__device__ __forceinline__ constexpr bool is_read(int i) {
+    for (int t = 0; t < TILE_H; t++)
+        if (tap_of(t, i, STRIDE_H, DILATION_H, FILTER_H) >= 0) return true;
+    return false;
+}
