@@ -122,6 +122,7 @@ pub mod parallel;
 mod plan;
 mod tensor;
 pub mod tuning;
+mod verification;
 pub mod verify;
 
 pub use activation::{Activation, Approximate};

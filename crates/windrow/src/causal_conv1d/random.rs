@@ -6,9 +6,9 @@ use super::{
     CausalConv1dAlgorithm, CausalConv1dConfiguration, CausalConv1dPlan, CausalConv1dSpec,
     CausalConv1dUpdatePlan, CausalConv1dUpdateSpec,
 };
-use crate::verify::choices::{Choices, shrink};
-use crate::verify::data::{Held, Numbers, Style};
-use crate::verify::random::{Lane, Trial};
+use crate::verification::choices::{Choices, shrink};
+use crate::verification::data::{Held, Numbers, Style};
+use crate::verification::random::{Lane, Trial};
 use crate::{
     Activation, DType, Device, Layout, PlanOptions, Result, TensorDesc, Tuning, Workspace,
 };

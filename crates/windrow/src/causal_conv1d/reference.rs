@@ -1,7 +1,7 @@
 //! The f64 oracle: plain loops over the definition.
 
 use super::{CausalConv1dArgs, Problem};
-use crate::verify::Expected;
+use crate::verification::Expected;
 use crate::{Activation, Result, TensorRef};
 
 /// A convolution with all operands row-major in f64.

@@ -4,8 +4,8 @@ use super::{
     CausalConv1dArgs, CausalConv1dGrads, CausalConv1dSpec, CausalConv1dUpdateArgs,
     CausalConv1dUpdateSpec,
 };
-pub(crate) use crate::verify::data::Held;
-use crate::verify::random;
+pub(crate) use crate::verification::data::Held;
+use crate::verification::random;
 use crate::{Activation, Device, Result, TensorDesc};
 
 /// Numbers in -2..2, all different for different `what`. Multiples of 1/8 for ReLU: sums of their

@@ -9,8 +9,8 @@ use super::{
     CausalConv1dSpec, CausalConv1dUpdatePlan, CausalConv1dUpdateSpec, Problem,
 };
 use crate::cpu::gemm::MAX_TERMS;
-use crate::verify::data::scratch;
-use crate::verify::{Case, Check, Comparison, Expected};
+use crate::verification::data::scratch;
+use crate::verification::{Case, Check, Comparison, Expected};
 use crate::{
     Activation, DType, Device, Error, Layout, PlanOptions, Result, TensorDesc, TensorMut, TensorRef,
 };

@@ -5,7 +5,7 @@ use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dPlan, Conv2dSpec, Proble
 use crate::cpu::Isa;
 use crate::plan::{Checks, Type, engine};
 use crate::tensor::check_device;
-use crate::verify::Expected;
+use crate::verification::Expected;
 use crate::{
     Activation, Error, Filter, Layout, Result, TensorDesc, TensorMut, TensorRef, Workspace,
 };

@@ -3,7 +3,7 @@
 //! with the oracle on its own.
 
 use super::{Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, Weights};
-use crate::verify::{Case, Check, random_tensor, tensor_of};
+use crate::verification::{Case, Check, random_tensor, tensor_of};
 use crate::{
     Accuracy, Activation, DType, Device, Layout, Placed, PlanOptions, Result, TensorDesc, Workspace,
 };

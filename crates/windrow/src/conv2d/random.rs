@@ -7,10 +7,10 @@ use super::{
     FilterCache, Problem, Weights,
 };
 use crate::tensor::check_unique;
-use crate::verify::Check;
-use crate::verify::choices::{Choices, shrink};
-use crate::verify::data::{Held, Numbers, Style, scratch};
-use crate::verify::random::Trial;
+use crate::verification::Check;
+use crate::verification::choices::{Choices, shrink};
+use crate::verification::data::{Held, Numbers, Style, scratch};
+use crate::verification::random::Trial;
 use crate::{
     Accuracy, Activation, DType, Error, Layout, PlanOptions, Result, TensorDesc, TensorRef, Tuning,
 };

@@ -2,7 +2,7 @@
 
 use super::Problem;
 use crate::Activation;
-use crate::verify::Expected;
+use crate::verification::Expected;
 
 /// `y` [n, k, oh, ow] of `x` [n, c, h, w], `w` [k, c/groups, r, s] and `bias` `[k]`, all row-major.
 pub(crate) fn forward(

@@ -7,7 +7,7 @@ use super::{
 use crate::cpu::resolve_threads;
 use crate::plan::{Bound, Tuned};
 use crate::tuning::{dense, joined, parameters::configuration};
-use crate::verify::Comparison;
+use crate::verification::Comparison;
 use crate::{
     Device, Error, Filter, Layout, PlanOptions, Result, TensorDesc, TensorMut, TensorRef, Workspace,
 };

@@ -5,8 +5,8 @@ use super::{
     Conv2dAlgorithm, Conv2dArgs, Conv2dConfiguration, Conv2dParams, Conv2dPlan, Conv2dSpec,
     Weights, cuda, networks, reference,
 };
-use crate::verify::data::Held;
-use crate::verify::{Case, Check, Expected, random};
+use crate::verification::data::Held;
+use crate::verification::{Case, Check, Expected, random};
 use crate::{
     Accuracy, Activation, DType, Device, Error, Layout, PlanOptions, Result, TensorDesc, TensorRef,
     Workspace,

@@ -3,7 +3,7 @@
 
 use super::winograd::{MAX_ALPHA, Rational, TAPS};
 use super::{Problem, Tile};
-use crate::verify::Expected;
+use crate::verification::Expected;
 
 /// U [position, k, c], V [position, tile, c] and M [position, tile, k], with tiles ordered
 /// [n, tile row, tile column].

@@ -20,7 +20,7 @@ pub use spec::{GeluAlgorithm, GeluSpec, HalfMath};
 pub use tuning::GeluConfiguration;
 
 use crate::plan::{self, Backend, Checks, Input, Operator, Plan, Type, Views};
-use crate::verify::{Check, Expected};
+use crate::verification::{Check, Expected};
 use crate::{Approximate, Error, PlanOptions, Result, Tensor, TensorMut, TensorRef, Workspace};
 use engine::Cpu;
 

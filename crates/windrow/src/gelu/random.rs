@@ -3,10 +3,10 @@
 use super::reference::ExpectedGrads;
 use super::{GeluArgs, GeluConfiguration, GeluGrads, GeluPlan, GeluSpec, HalfMath, reference};
 use crate::tensor::check_unique;
-use crate::verify::Expected;
-use crate::verify::choices::{Choices, shrink};
-use crate::verify::data::{Held, Numbers, Style, scratch};
-use crate::verify::random::{Lane, Trial};
+use crate::verification::Expected;
+use crate::verification::choices::{Choices, shrink};
+use crate::verification::data::{Held, Numbers, Style, scratch};
+use crate::verification::random::{Lane, Trial};
 use crate::{
     Approximate, DType, Device, MAX_RANK, PlanOptions, Result, TensorDesc, TensorMut, Tuning,
     Workspace,

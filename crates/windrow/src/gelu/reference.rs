@@ -1,6 +1,6 @@
 //! The oracle: GELU and its gradients in f64, in plain loops over row-major elements.
 
-use crate::verify::Expected;
+use crate::verification::Expected;
 use crate::{Activation, Approximate};
 
 /// The inputs, row-major. `bias` belongs to the last dimension.

@@ -3,7 +3,7 @@
 use super::{Gelu, GeluAlgorithm, GeluArgs, GeluPlan, GeluSpec};
 use crate::plan::{Bound, Tuned};
 use crate::tuning::{dense, joined, parameters::configuration};
-use crate::verify::{Comparison, compare_parts};
+use crate::verification::{Comparison, compare_parts};
 use crate::{Device, Error, PlanOptions, Result, TensorDesc, TensorMut, TensorRef, Workspace};
 
 configuration! {

@@ -1,14 +1,11 @@
 //! The room's cases for `windrow verify`.
 
 use super::{GeluAlgorithm, GeluArgs, GeluGrads, GeluPlan, GeluSpec, HalfMath, reference};
-use crate::verify::{Case, Check, Expected, random_tensor};
+use crate::activation::CUDA_HALF_POLYNOMIALS;
+use crate::verification::{Case, Check, Expected, random_tensor};
 use crate::{
     Approximate, DType, Device, Layout, Placed, PlanOptions, Result, TensorDesc, Workspace,
 };
-
-/// What shorter polynomials for halves add on CUDA: 2^-14.9 for the normal tail, and 2^-17 of an exponent near 128
-/// rounded to f32.
-pub(crate) const CUDA_HALF_POLYNOMIALS: f64 = 4e-5;
 
 /// Largest relative error of a kernel before it rounds to the output type.
 ///

@@ -160,7 +160,7 @@ impl GemmSpec {
 mod tests {
     use super::*;
     use crate::gpu::{DeviceBuffer, DeviceTensor};
-    use crate::verify::random_tensor;
+    use crate::verification::random_tensor;
     use crate::{Tensor, TensorDesc};
     use std::sync::Arc;
 

@@ -2,7 +2,7 @@
 
 use crate::cpu::{Isa, resolve_threads};
 
-use crate::verify::Comparison;
+use crate::verification::Comparison;
 use crate::{Device, Error, PlanOptions, Result, TensorDesc, TensorMut, TensorRef, Workspace};
 use std::fmt::{Debug, Display};
 use std::str::FromStr;

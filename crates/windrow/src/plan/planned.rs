@@ -6,7 +6,7 @@ use super::search;
 use crate::cpu::Isa;
 use crate::tensor::{check_device, check_view};
 use crate::tuning::{Report, Search};
-use crate::verify::{Check, Comparison, require};
+use crate::verification::{Check, Comparison, require};
 use crate::{Device, PlanOptions, Result, TensorRef, Verify, Workspace};
 
 /// A spec that was checked and bound to a device, with an algorithm: made once, run many times. Running it

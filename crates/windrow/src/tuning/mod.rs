@@ -14,7 +14,7 @@ mod tests;
 pub(crate) use search::{Clock, Contest};
 pub use search::{Search, Stop};
 
-use crate::verify::random_tensor;
+use crate::verification::random_tensor;
 use crate::{Device, Error, Layout, Result, Tensor, TensorDesc};
 use cache::{Entries, Entry, Known};
 use search::{MODEL, Spread, SystemClock, search};

@@ -6,7 +6,7 @@ use super::sample::{Held, Sample, UpdateSample};
 use super::verify::{self, run, run_update};
 use super::*;
 use crate::cpu::Isa;
-use crate::verify::{Check, require};
+use crate::verification::{Check, require};
 use crate::{
     Activation, Approximate, DType, Device, Error, Layout, PlanOptions, Tensor, TensorDesc,
     TensorMut, TensorRef, Verify, Workspace,

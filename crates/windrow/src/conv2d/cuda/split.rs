@@ -160,7 +160,7 @@ mod tests {
     use super::*;
     use crate::conv2d::{Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, Weights};
     use crate::gpu::DeviceTensor;
-    use crate::verify::random_tensor;
+    use crate::verification::random_tensor;
     use crate::{Device, PlanOptions, Workspace};
 
     #[test]

@@ -59,7 +59,7 @@ fn checksum_of_elements(x: &TensorRef<'_>) -> u128 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::verify::random;
+    use crate::verification::random;
     use crate::{Layout, bf16};
 
     #[test]

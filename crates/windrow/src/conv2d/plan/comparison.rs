@@ -2,11 +2,11 @@
 
 use super::packed::filter;
 use super::{Conv2dPlan, Cpu, Weights};
+use crate::activation::CUDA_HALF_POLYNOMIALS;
 use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Problem, Tile, reference};
-use crate::gelu::verify::CUDA_HALF_POLYNOMIALS;
 use crate::plan::{Backend, engine};
-use crate::verify::Expected;
+use crate::verification::Expected;
 use crate::{Activation, DType, Error, Result, TensorRef};
 
 impl Conv2dPlan {

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::FilterCache;
-use crate::verify::random_tensor;
+use crate::verification::random_tensor;
 use std::sync::Barrier;
 
 const SHAPE: [usize; 4] = [20, 6, 3, 3];

@@ -6,7 +6,7 @@ mod plans;
 
 use super::*;
 use crate::cpu::Isa;
-use crate::verify::{Comparison, random};
+use crate::verification::{Comparison, random};
 use crate::{Activation, DType, Error, Layout, TensorDesc, TensorMut, Verify, bf16, f16};
 use proptest::prelude::*;
 

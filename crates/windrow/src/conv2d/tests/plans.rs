@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::Accuracy;
-use crate::verify::random_tensor;
+use crate::verification::random_tensor;
 
 fn desc(shape: &[usize]) -> TensorDesc {
     TensorDesc::contiguous(DType::F32, shape).unwrap()

@@ -35,7 +35,7 @@ impl<T: Element> Strided<T> {
         let (low, high) = layout.extent().unwrap_or((0, -1));
         let offset = (1 - low) as usize;
         let len = offset + (high + 1).max(0) as usize + 1;
-        let values = crate::verify::random(seed, len, -range, range);
+        let values = crate::verification::random(seed, len, -range, range);
         let data = values.into_iter().map(T::from_f64).collect();
         Strided { data, offset, layout }
     }
@@ -198,7 +198,7 @@ fn plan(spec: &GeluSpec) -> GeluPlan {
 
 #[test]
 fn in_place_is_the_same_as_out_of_place() {
-    let x = crate::verify::random(7, 40_000, -6.0, 6.0);
+    let x = crate::verification::random(7, 40_000, -6.0, 6.0);
     let x: Vec<f32> = x.into_iter().map(|v| v as f32).collect();
     let bias: Vec<f32> = (0..200).map(|i| i as f32 / 100.0).collect();
     let shape = [200, 200];
@@ -219,7 +219,7 @@ fn in_place_is_the_same_as_out_of_place() {
 fn bias_gradient_is_the_same_on_any_number_of_threads() {
     for shape in [[3000, 40], [40, 3000], [20_000, 3], [2, 70_000]] {
         let n = shape[0] * shape[1];
-        let [x, dy] = [1, 2].map(|seed| crate::verify::random(seed, n, -3.0, 3.0));
+        let [x, dy] = [1, 2].map(|seed| crate::verification::random(seed, n, -3.0, 3.0));
         let [x, dy] = [x, dy].map(|v| v.into_iter().map(|v| v as f32).collect::<Vec<_>>());
         let bias = vec![0.25f32; shape[1]];
         let args = GeluArgs {
@@ -292,7 +292,7 @@ fn gated_helper_multiplies() {
 
 #[test]
 fn verify_cases_pass() {
-    for case in crate::verify::cases(Device::Cpu).iter().filter(|c| c.op == "gelu") {
+    for case in super::verify::cases(Device::Cpu) {
         for check in (case.run)().unwrap() {
             assert!(check.comparison.passed(), "{case:?} {}: {}", check.what, check.comparison);
         }

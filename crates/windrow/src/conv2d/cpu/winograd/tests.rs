@@ -1,6 +1,6 @@
 use super::*;
 use crate::conv2d::reference;
-use crate::verify::Expected;
+use crate::verification::Expected;
 use crate::{DType, Layout, Tensor, TensorDesc, bf16, f16};
 use proptest::prelude::*;
 

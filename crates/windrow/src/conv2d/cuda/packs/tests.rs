@@ -4,7 +4,7 @@ use crate::conv2d::{
     Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, FilterCache, Weights,
 };
 use crate::gpu::{DeviceTensor, Event, Gpu, Graph, PinnedBuffer, Stream, copy};
-use crate::verify::random_tensor;
+use crate::verification::random_tensor;
 use crate::{DType, Device, Layout, PlanOptions, TensorDesc, Workspace};
 
 /// A convolution with tensors of its own.

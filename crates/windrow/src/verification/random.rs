@@ -8,45 +8,11 @@ use crate::{Device, Error, Result};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// What one of the operators does with random choices.
-type Run = fn(&mut Choices<'_>, &mut Trial) -> Result<()>;
+/// What an operator does with random choices.
+pub(crate) type Run = fn(&mut Choices<'_>, &mut Trial) -> Result<()>;
 
-/// Operators and their random cases, in the order in which cases take turns.
-const OPERATORS: [(&str, Run); 6] = [
-    ("conv2d", crate::conv2d::random::run),
-    ("causal_conv1d", crate::causal_conv1d::random::run),
-    ("gelu", crate::gelu::random::run),
-    ("conv2d", crate::conv2d::random::run),
-    ("causal_conv1d", crate::causal_conv1d::random::run),
-    ("causal_conv1d_update", crate::causal_conv1d::random::run_update),
-];
-
-/// The operator that [`random_case`] tries with this number.
-pub fn operator_of_case(case: u64) -> &'static str {
-    OPERATORS[(case % OPERATORS.len() as u64) as usize].0
-}
-
-/// Makes case `case` of the endless row that belongs to `seed`, runs it on `device`, on the CPU with every
-/// instruction set that it has, and compares all results with the oracle. The same arguments make the same
-/// case on every machine.
-pub fn random_case(seed: u64, case: u64, device: Device) -> Outcome {
-    let mut choices = Choices::from_seed(mix(mix(seed).wrapping_add(case)));
-    let (_, run) = OPERATORS[(case % OPERATORS.len() as u64) as usize];
-    trial(run, &mut choices, device)
-}
-
-/// One case of `operator` on the CPU, with decisions from `choices`: for fuzzers.
-///
-/// # Panics
-/// If a result is wrong, and for an operator that is none.
-pub fn try_choices(operator: &str, mut choices: Choices<'_>) {
-    let found = OPERATORS.iter().find(|(name, _)| *name == operator);
-    let (_, run) = found.unwrap_or_else(|| panic!("no operator {operator}"));
-    let outcome = trial(*run, &mut choices, Device::Cpu);
-    assert!(outcome.failures.is_empty(), "{}\n{:#?}", outcome.description, outcome.failures);
-}
-
-fn trial(run: Run, choices: &mut Choices<'_>, device: Device) -> Outcome {
+/// Runs a case on the CPU with every instruction set, or on a device.
+pub(crate) fn trial(run: Run, choices: &mut Choices<'_>, device: Device) -> Outcome {
     let mut trial = Trial::new(device);
     let result = catch_unwind(AssertUnwindSafe(|| run(choices, &mut trial)));
     let Trial { mut outcome, .. } = trial;
@@ -181,63 +147,5 @@ fn kind(error: &Error) -> &'static str {
         Error::Unsupported { .. } => "Unsupported",
         Error::OutOfMemory { .. } => "OutOfMemory",
         _ => "another",
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    /// Cases of a seed of their own, on every instruction set; `windrow verify --random` tries others.
-    #[test]
-    fn random_cases_pass() {
-        for case in 0..240 {
-            let outcome = random_case(20, case, Device::Cpu);
-            let Outcome { description, failures, .. } = &outcome;
-            assert!(failures.is_empty(), "case {case}: {description}\n{failures:#?}");
-            if case % 40 == 0 {
-                assert_eq!(outcome, random_case(20, case, Device::Cpu));
-            }
-        }
-    }
-
-    proptest! {
-        /// Bytes can be shrunk: a failure comes as the smallest case of its kind.
-        #[test]
-        fn any_choices_pass(bytes in prop::collection::vec(any::<u8>(), 0..200), operator in 0usize..6) {
-            let outcome = trial(OPERATORS[operator].1, &mut Choices::from_bytes(&bytes), Device::Cpu);
-            let Outcome { description, failures, .. } = &outcome;
-            prop_assert!(failures.is_empty(), "{description}\n{failures:#?}");
-        }
-    }
-
-    /// All that a case holds begins, and then ends, at a page that nobody may touch: tensors, workspaces, packed
-    /// filters. A kernel that reads or writes beyond ends this process; it says which case that was.
-    #[cfg(target_os = "linux")]
-    #[test]
-    fn random_cases_stay_inside_of_their_memory() {
-        use crate::buffer::guarded::{Side, guard, report_faults};
-        for case in 0..240 {
-            for side in [Side::Start, Side::End] {
-                report_faults(case, side);
-                let outcome = guard(side, || random_case(21, case, Device::Cpu));
-                let Outcome { description, failures, .. } = &outcome;
-                assert!(failures.is_empty(), "case {case}: {description}\n{failures:#?}");
-            }
-        }
-    }
-
-    /// Nothing without a device.
-    #[test]
-    fn random_cases_pass_on_cuda() {
-        if !crate::cuda::devices().is_ok_and(|d| !d.is_empty()) {
-            return;
-        }
-        let failed: Vec<_> = (0..600)
-            .map(|case| (case, random_case(20, case, Device::Cuda(0))))
-            .filter(|(_, outcome)| !outcome.failures.is_empty())
-            .collect();
-        assert!(failed.is_empty(), "{failed:#?}");
     }
 }

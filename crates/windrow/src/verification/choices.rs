@@ -88,7 +88,7 @@ pub(super) fn next(state: &mut u64) -> u64 {
 }
 
 /// Its output function: a bijection under which all bits depend on all.
-pub(super) fn mix(z: u64) -> u64 {
+pub(crate) fn mix(z: u64) -> u64 {
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)

@@ -1,20 +1,19 @@
-//! Comparison of results with the f64 oracles.
+//! Comparison of results with the f64 oracles. [`crate::verify`] is what users see of it, with the lists of
+//! operators, which stand above it.
 
 pub(crate) mod choices;
 mod comparison;
-mod coverage;
 pub(crate) mod data;
 pub(crate) mod random;
 
 pub use choices::Choices;
 pub use comparison::{Comparison, ulp};
 pub(crate) use comparison::{Expected, compare_parts};
-pub use coverage::{KernelLaunches, kernel_launches};
 pub(crate) use data::tensor_of;
 pub use data::{random, random_tensor};
-pub use random::{Outcome, operator_of_case, random_case, try_choices};
+pub use random::Outcome;
 
-use crate::{DType, Device, Result};
+use crate::{DType, Result};
 use std::fmt;
 
 /// The comparison of a result, or of an intermediate stage, with the oracle's.
@@ -52,48 +51,5 @@ pub struct Case {
 impl fmt::Debug for Case {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {} {} {} {}", self.op, self.algorithm, self.dtype, self.layout, self.name)
-    }
-}
-
-/// Every case of every operator that `device` can run.
-pub fn cases(device: Device) -> Vec<Case> {
-    let mut cases = crate::gelu::verify::cases(device);
-    cases.extend(crate::causal_conv1d::verify::cases(device));
-    cases.extend(crate::conv2d::verify::cases(device));
-    cases
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// On a machine without CUDA there is nothing to do.
-    #[test]
-    fn every_case_passes_on_the_first_cuda_device() {
-        if crate::cuda::devices().map_or(0, |d| d.len()) == 0 {
-            return;
-        }
-        let mut failures = Vec::new();
-        let cases = cases(Device::Cuda(0));
-        for case in &cases {
-            match (case.run)() {
-                Ok(checks) => {
-                    failures.extend(
-                        checks
-                            .into_iter()
-                            .filter(|c| !c.comparison.passed())
-                            .map(|c| format!("{case:?} {}: {}", c.what, c.comparison)),
-                    );
-                }
-                Err(error) => failures.push(format!("{case:?}: {error}")),
-            }
-        }
-        assert!(
-            failures.is_empty(),
-            "{} of {}:\n{}",
-            failures.len(),
-            cases.len(),
-            failures.join("\n")
-        );
     }
 }
