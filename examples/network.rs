@@ -9,7 +9,7 @@ use std::time::Instant;
 use windrow::verify::random_tensor;
 use windrow::{
     Activation, Approximate, Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, DType, Device,
-    Layout, PackedWeights, PlanOptions, Tensor, TensorDesc, Weights, Workspace,
+    Layout, PackedWeights, PlanOptions, Tensor, TensorDesc, Workspace,
 };
 
 /// Output channels and stride of each 3x3 layer.
@@ -33,11 +33,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         let mut input = &x;
         let mut total = 0.0;
         for layer in &mut layers {
-            let args = Conv2dArgs {
-                x: input.as_ref(),
-                w: Weights::Packed(&layer.weights),
-                bias: Some(layer.bias.as_ref()),
-            };
+            let args =
+                Conv2dArgs::new(input.as_ref(), &layer.weights).with_bias(layer.bias.as_ref());
             let start = Instant::now();
             layer.plan.run(&args, layer.y.as_mut(), &mut workspace)?;
             let ms = start.elapsed().as_secs_f64() * 1e3;
@@ -66,12 +63,10 @@ fn build(x: TensorDesc) -> windrow::Result<(Vec<Layer>, Workspace)> {
     for (k, stride) in LAYERS {
         let w = TensorDesc::contiguous(x.dtype, &[k, x.shape()[1], 3, 3])?;
         let bias = TensorDesc::contiguous(DType::F32, &[k])?;
-        let params = Conv2dParams {
-            stride: [stride; 2],
-            padding: [1, 1],
-            activation: Activation::Gelu(Approximate::Tanh),
-            ..Default::default()
-        };
+        let params = Conv2dParams::default()
+            .with_stride([stride; 2])
+            .with_padding([1, 1])
+            .with_activation(Activation::Gelu(Approximate::Tanh));
         let spec = Conv2dSpec::new(x, w, &params)?.with_bias(bias);
         x = spec.y;
         plans.push(Conv2dPlan::new(&spec, &options)?);
@@ -98,7 +93,7 @@ fn photographs() -> Result<Tensor, Box<dyn Error>> {
     let image = image::open(path)?.to_rgb8();
     let shape = [IMAGES, 3, image.height() as usize, image.width() as usize];
     let layout = Layout::with_order(&shape, &[0, 2, 3, 1])?;
-    let mut x = Tensor::uninitialised(TensorDesc { dtype: DType::F32, layout })?;
+    let mut x = Tensor::uninitialised(TensorDesc::new(DType::F32, layout))?;
     let values = image.iter().cycle().map(|&v| (f32::from(v) / 255.0 - 0.5).to_ne_bytes());
     for (to, value) in x.as_bytes_mut().chunks_exact_mut(4).zip(values) {
         to.copy_from_slice(&value);

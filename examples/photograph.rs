@@ -29,8 +29,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let layout = Layout::with_order(&[1, 3, height, width], &[0, 2, 3, 1])?;
     let x = TensorRef::strided(&pixels, 0, layout)?;
     let laplace = Tensor::from_slice(&laplace(), &[3, 3, 3, 3])?;
-    let params =
-        Conv2dParams { padding: [1, 1], activation: Activation::Relu, ..Default::default() };
+    let params = Conv2dParams::default().with_padding([1, 1]).with_activation(Activation::Relu);
     let edges = conv2d(&x, &laplace.as_ref(), None, &params)?;
     save(&folder.join("edges.png"), edges.permute(&[0, 2, 3, 1]))?;
 

@@ -168,14 +168,11 @@ impl CausalConv1d {
         fn tensor<'a>(view: &Option<View<'a>>) -> Option<TensorRef<'a>> {
             view.as_ref().map(|view| view.tensor)
         }
-        let mut args = CausalConv1dArgs {
-            x: views[0].tensor,
-            weight: views[1].tensor,
-            bias: tensor(&bias),
-            seq_idx: tensor(&seq_idx),
-            cu_seqlens: tensor(&cu_seqlens),
-            initial_states: tensor(&initial_states),
-        };
+        let mut args = CausalConv1dArgs::new(views[0].tensor, views[1].tensor)
+            .with_bias(tensor(&bias))
+            .with_seq_idx(tensor(&seq_idx))
+            .with_cu_seqlens(tensor(&cu_seqlens))
+            .with_initial_states(tensor(&initial_states));
         match (self.third, views.get(2)) {
             (Third::None, _) | (_, None) => {}
             (Third::Bias, Some(view)) => args.bias = Some(view.tensor),
@@ -214,10 +211,8 @@ impl Operator for CausalConv1d {
         self.with_args(views, |args| {
             let mut y = y.view(NAME)?;
             let mut states = states.as_mut().map(|states| states.view(NAME)).transpose()?;
-            let outputs = CausalConv1dOutputs {
-                y: y.tensor(),
-                final_states: states.as_mut().map(|states| states.tensor()),
-            };
+            let outputs = CausalConv1dOutputs::new(y.tensor())
+                .with_final_states(states.as_mut().map(|states| states.tensor()));
             self.plan.run(args, outputs, &mut ws).map_err(error(NAME))
         })?;
         // SAFETY: a run writes all of its outputs.
@@ -253,12 +248,11 @@ impl Operator for CausalConv1d {
             let targets = outputs.each_mut().map(|o| o.as_mut().map(|o| o.view(NAME)).transpose());
             let [dx, dweight, dbias, dstates] = targets;
             let (mut dx, mut dweight, mut dbias, mut dstates) = (dx?, dweight?, dbias?, dstates?);
-            let grads = CausalConv1dGrads {
-                dx: dx.as_mut().map(ViewMut::tensor),
-                dweight: dweight.as_mut().map(ViewMut::tensor),
-                dbias: dbias.as_mut().map(ViewMut::tensor),
-                dinitial_states: dstates.as_mut().map(ViewMut::tensor),
-            };
+            let grads = CausalConv1dGrads::default()
+                .with_dx(dx.as_mut().map(ViewMut::tensor))
+                .with_dweight(dweight.as_mut().map(ViewMut::tensor))
+                .with_dbias(dbias.as_mut().map(ViewMut::tensor))
+                .with_dinitial_states(dstates.as_mut().map(ViewMut::tensor));
             self.plan.backward(args, dy.tensor, None, grads, &mut ws).map_err(error(NAME))
         })?;
         // SAFETY: a run writes all of its outputs.
@@ -304,13 +298,10 @@ pub(crate) fn causal_conv1d_update(
     let mut y = Output::new(UPDATE, x.device(), spec.y)?;
     in_place(UPDATE, ("conv_state", conv_state), &sources, |views, conv_state| {
         let mut rest = views[2..].iter().map(|view| view.tensor);
-        let args = CausalConv1dUpdateArgs {
-            x: views[0].tensor,
-            weight: views[1].tensor,
-            bias: spec.bias.and_then(|_| rest.next()),
-            cache_seqlens: spec.cache_seqlens.and_then(|_| rest.next()),
-            conv_state_indices: spec.conv_state_indices.and_then(|_| rest.next()),
-        };
+        let args = CausalConv1dUpdateArgs::new(views[0].tensor, views[1].tensor)
+            .with_bias(spec.bias.and_then(|_| rest.next()))
+            .with_cache_seqlens(spec.cache_seqlens.and_then(|_| rest.next()))
+            .with_conv_state_indices(spec.conv_state_indices.and_then(|_| rest.next()));
         let run = plan.run(&args, conv_state.tensor(), y.view(UPDATE)?.tensor(), &mut ws);
         run.map_err(error(UPDATE))
     })?;

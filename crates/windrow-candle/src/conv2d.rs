@@ -77,7 +77,7 @@ pub(crate) fn run(
     let spec = Conv2dSpec::new(desc(NAME, x)?, desc(NAME, weight)?, params);
     let mut spec = spec.map_err(error(NAME))?;
     spec.bias = bias.map(|bias| desc(NAME, bias)).transpose()?;
-    let options = PlanOptions { filter, ..options(NAME, x.device())? };
+    let options = options(NAME, x.device())?.with_filter(filter);
     let plan = kept.plan(&spec, &options)?;
     let order = Order::of(&spec.y);
     let operator = Conv2d { plan, kept: kept.clone(), options, device: x.device().clone() };
@@ -108,7 +108,7 @@ impl Conv2d {
         let mut y = Output::new(NAME, &self.device, plan.spec().y)?;
         let bytes = plan.workspace_bytes_for(&w);
         let mut ws = workspace(NAME, &self.device, bytes)?;
-        let run = plan.run(&Conv2dArgs { x, w, bias }, y.view(NAME)?.tensor(), &mut ws);
+        let run = plan.run(&Conv2dArgs::new(x, w).with_bias(bias), y.view(NAME)?.tensor(), &mut ws);
         run.map_err(error(NAME))?;
         Ok(y)
     }
@@ -119,18 +119,22 @@ impl Conv2d {
         match spec.activation {
             Activation::Identity => return Ok(dy.clone()),
             Activation::Relu => return dy.mul(&y.gt(0f64)?.to_dtype(dy.dtype())?),
-            Activation::Silu | Activation::Gelu(_) => {}
+            _ => {}
         }
         let held: Vec<_> = args.iter().map(|arg| Held::new(arg)).collect();
         let views = held.iter().map(|held| held.view(NAME)).collect::<Result<Vec<_>>>()?;
-        let plan = self.plan(&Conv2dSpec { activation: Activation::Identity, ..spec.clone() })?;
+        let plan = self.plan(&spec.clone().with_activation(Activation::Identity))?;
         let bias = views.get(2).map(|view| view.tensor);
         let z = self.compute(&plan, views[0].tensor, Weights::Raw(views[1].tensor), bias)?;
         // SAFETY: a run writes all of its output.
         let z = unsafe { z.into_tensor() }?;
         match spec.activation {
             Activation::Gelu(approximate) => gelu_backward(&z, dy, approximate),
-            _ => silu_backward(&z, dy),
+            Activation::Silu => silu_backward(&z, dy),
+            other => Err(error(NAME)(windrow::Error::unsupported(
+                format!("the gradient of {other}"),
+                "this crate does not know the activation",
+            ))),
         }
     }
 }
@@ -150,7 +154,7 @@ impl Operator for Conv2d {
         let (plan, w) = (&self.plan, views[1].tensor);
         let w = match self.options.filter {
             Filter::Kept => Weights::Cached(w, &self.kept.filter),
-            Filter::Changing => Weights::Raw(w),
+            _ => Weights::Raw(w),
         };
         let y = self.compute(plan, views[0].tensor, w, views.get(2).map(|view| view.tensor))?;
         let shape = Order::of(&plan.spec().y).shape(plan.spec().y.shape());
@@ -189,9 +193,10 @@ struct Backward<'a> {
 impl Backward<'_> {
     /// A plan for the gradient at hand, with this layout of x.
     fn plan(&self, x: TensorDesc) -> Result<Arc<Conv2dPlan>> {
-        let spec = self.conv2d.plan.spec().clone();
-        let activation = Activation::Identity;
-        self.conv2d.plan(&Conv2dSpec { x, y: self.dz, activation, ..spec })
+        let spec = self.conv2d.plan.spec().clone().with_activation(Activation::Identity);
+        let mut spec = spec.with_output(self.dz);
+        spec.x = x;
+        self.conv2d.plan(&spec)
     }
 
     fn data(&self, w: &TensorRef<'_>, dz: &TensorRef<'_>) -> Result<Tensor> {

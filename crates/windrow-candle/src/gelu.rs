@@ -30,7 +30,7 @@ pub(crate) fn gelu_in_place(
     gate: Option<&Tensor>,
     approximate: Approximate,
 ) -> Result<()> {
-    let spec = spec(x, bias, gate, approximate)?.y(desc(NAME, x)?);
+    let spec = spec(x, bias, gate, approximate)?.with_output(desc(NAME, x)?);
     let plan = GeluPlan::new(&spec, &options(NAME, x.device())?).map_err(error(NAME))?;
     let mut ws = workspace(NAME, x.device(), plan.workspace_bytes())?;
     let sources: Vec<_> =
@@ -57,7 +57,7 @@ fn spec(
 ) -> Result<GeluSpec> {
     let x = desc(NAME, x)?;
     let y = Order::RowMajor.desc(NAME, x.dtype, x.shape())?;
-    let mut spec = GeluSpec::new(x, approximate).map_err(error(NAME))?.y(y);
+    let mut spec = GeluSpec::new(x, approximate).map_err(error(NAME))?.with_output(y);
     spec.bias = bias.map(|bias| desc(NAME, bias)).transpose()?;
     spec.gate = gate.map(|gate| desc(NAME, gate)).transpose()?;
     Ok(spec)
@@ -87,7 +87,7 @@ impl Gelu {
 
     fn args<'a>(&self, views: &[View<'a>]) -> GeluArgs<'a> {
         let (bias, gate) = optional(self.plan.spec(), &views[1..]);
-        GeluArgs { x: views[0].tensor, bias, gate }
+        GeluArgs::new(views[0].tensor).with_bias(bias).with_gate(gate)
     }
 
     /// Gradients of the arguments that are wanted.
@@ -117,7 +117,7 @@ impl Gelu {
         let dbias = spec.bias.and_then(|_| targets_of.next().flatten());
         let dgate = spec.gate.and_then(|_| targets_of.next().flatten());
         let mut ws = workspace(NAME, &self.device, self.plan.workspace_bytes())?;
-        let grads = GeluGrads { dx, dgate, dbias };
+        let grads = GeluGrads::default().with_dx(dx).with_dgate(dgate).with_dbias(dbias);
         let dy = dy.view(NAME)?;
         self.plan.backward(&self.args(&views), &dy.tensor, grads, &mut ws).map_err(error(NAME))?;
         drop(targets);

@@ -48,7 +48,7 @@ fn layout_desc(op: &'static str, dtype: DType, layout: &Layout) -> Result<Tensor
         None => &[], // too many dimensions: an error below, by their number
     };
     let layout = windrow::Layout::strided(layout.dims(), strides).map_err(error(op))?;
-    Ok(TensorDesc { dtype, layout })
+    Ok(TensorDesc::new(dtype, layout))
 }
 
 /// The memory of a tensor, wherever it is.
@@ -323,7 +323,7 @@ impl Order {
             Order::ChannelsLast => [0].into_iter().chain(2..rank).chain([1]).collect(),
         };
         let layout = windrow::Layout::with_order(shape, &order).map_err(error(op))?;
-        Ok(TensorDesc { dtype, layout })
+        Ok(TensorDesc::new(dtype, layout))
     }
 
     /// Sizes as they lie in memory.
@@ -356,7 +356,7 @@ pub(crate) fn options(op: &'static str, device: &Device) -> Result<windrow::Plan
         Device::Cuda(device) => windrow::Device::Cuda(cuda::ordinal(device)),
         other => return Err(elsewhere(op, other)),
     };
-    Ok(windrow::PlanOptions { device, ..Default::default() })
+    Ok(windrow::PlanOptions::default().with_device(device))
 }
 
 /// Scratch memory, and on CUDA the stream of candle's own work on the device.

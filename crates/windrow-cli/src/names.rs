@@ -20,7 +20,7 @@ fn plain(name: &'static str) -> PossibleValue {
 }
 
 pub(crate) fn activation() -> impl TypedValueParser<Value = Activation> {
-    of(Activation::ALL.map(|a| match a {
+    of(Activation::ALL.iter().map(|a| match a {
         Activation::Identity => plain(a.name()).alias("none"),
         Activation::Silu => plain(a.name()).alias("swish"),
         _ => plain(a.name()),
@@ -32,24 +32,24 @@ pub(crate) fn approximate() -> impl TypedValueParser<Value = Approximate> {
 }
 
 pub(crate) fn accuracy() -> impl TypedValueParser<Value = Accuracy> {
-    of([Accuracy::Exact, Accuracy::Fp32, Accuracy::Tf32, Accuracy::Half].map(|a| plain(a.name())))
+    of(Accuracy::ALL.iter().map(|a| plain(a.name())))
 }
 
 /// The types that operators compute with.
 pub(crate) fn dtype() -> impl TypedValueParser<Value = DType> {
-    of([DType::F32, DType::F16, DType::BF16].map(|d| plain(d.name())))
+    of(DType::ALL.iter().filter(|d| d.is_compute()).map(|d| plain(d.name())))
 }
 
 pub(crate) fn gelu() -> impl TypedValueParser<Value = GeluAlgorithm> {
-    of(GeluAlgorithm::ALL.map(|a| plain(a.name())))
+    of(GeluAlgorithm::ALL.iter().map(|a| plain(a.name())))
 }
 
 pub(crate) fn causal_conv1d() -> impl TypedValueParser<Value = CausalConv1dAlgorithm> {
-    of(CausalConv1dAlgorithm::ALL.map(|a| plain(a.name())))
+    of(CausalConv1dAlgorithm::ALL.iter().map(|a| plain(a.name())))
 }
 
 pub(crate) fn conv2d() -> impl TypedValueParser<Value = Conv2dAlgorithm> {
-    of(Conv2dAlgorithm::ALL.map(|a| plain(a.name())))
+    of(Conv2dAlgorithm::ALL.iter().map(|a| plain(a.name())))
 }
 
 /// The algorithms of all operators.

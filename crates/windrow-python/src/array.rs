@@ -281,7 +281,7 @@ impl<'py> Array<'py> {
                 dtype.size()
             )));
         }
-        let desc = TensorDesc { dtype, layout };
+        let desc = TensorDesc::new(dtype, layout);
         Ok(Array { arg, data, desc, device, family, read_only, _capsule: capsule, staged: None })
     }
 

@@ -45,7 +45,7 @@ impl<S: PartialEq + Clone + Send + Sync, P: Send + Sync> PlanCache<S, P> {
         if let Some(plan) = find(&mut self.entries(), spec, device) {
             return Ok(plan);
         }
-        let options = PlanOptions { device, ..PlanOptions::default() };
+        let options = PlanOptions::default().with_device(device);
         let plan = py.detach(|| make(spec, &options)).py()?;
         let mut entries = self.entries();
         if let Some(first) = find(&mut entries, spec, device) {
@@ -112,7 +112,6 @@ pub(crate) fn run<T: Send>(
             Some(workspace) => workspace,
             None => Workspace::new(Device::Cpu, KEPT_BYTES).py()?,
         },
-        Device::Cpu => Workspace::new(Device::Cpu, bytes).py()?,
         Device::Cuda(index) => {
             let stream = like.family.current_stream(index)?;
             // What a library does on its own streams is ordered neither before nor after ours,
@@ -134,6 +133,7 @@ pub(crate) fn run<T: Send>(
                 _ => unsafe { Workspace::on_stream(index, stream, bytes) }.py()?,
             }
         }
+        device => Workspace::new(device, bytes).py()?,
     };
     let work = || {
         let result = work(&mut workspace)?;

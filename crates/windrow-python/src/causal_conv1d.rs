@@ -48,25 +48,21 @@ impl<'py> Inputs<'py> {
 
     /// Without final states, and with the default output.
     fn spec(&self) -> PyResult<CausalConv1dSpec> {
-        Ok(CausalConv1dSpec {
-            bias: desc(&self.bias),
-            activation: self.activation,
-            seq_idx: desc(&self.seq_idx),
-            cu_seqlens: desc(&self.cu_seqlens),
-            initial_states: desc(&self.initial_states),
-            ..CausalConv1dSpec::new(self.x.desc, self.weight.desc).py()?
-        })
+        Ok(CausalConv1dSpec::new(self.x.desc, self.weight.desc)
+            .py()?
+            .with_bias(desc(&self.bias))
+            .with_activation(self.activation)
+            .with_seq_idx(desc(&self.seq_idx))
+            .with_cu_seqlens(desc(&self.cu_seqlens))
+            .with_initial_states(desc(&self.initial_states)))
     }
 
     fn args(&self) -> CausalConv1dArgs<'_> {
-        CausalConv1dArgs {
-            x: self.x.view(),
-            weight: self.weight.view(),
-            bias: view(&self.bias),
-            seq_idx: view(&self.seq_idx),
-            cu_seqlens: view(&self.cu_seqlens),
-            initial_states: view(&self.initial_states),
-        }
+        CausalConv1dArgs::new(self.x.view(), self.weight.view())
+            .with_bias(view(&self.bias))
+            .with_seq_idx(view(&self.seq_idx))
+            .with_cu_seqlens(view(&self.cu_seqlens))
+            .with_initial_states(view(&self.initial_states))
     }
 }
 
@@ -111,15 +107,13 @@ pub(crate) fn causal_conv1d<'py>(
         // Channels innermost, as decoding reads them.
         let layout = Layout::with_order(&spec.states_shape().py()?, &[0, 2, 1]).py()?;
         let given =
-            Output::new(py, None, &inputs.x, || Ok(TensorDesc { layout, ..inputs.x.desc }))?;
+            Output::new(py, None, &inputs.x, || Ok(TensorDesc::new(inputs.x.desc.dtype, layout)))?;
         spec.final_states = Some(given.desc());
         states = Some(given);
     }
     let plan = PLANS.get(py, &spec, inputs.x.device, CausalConv1dPlan::new)?;
-    let outputs = CausalConv1dOutputs {
-        y: y.view_mut()?,
-        final_states: Output::view_mut_option(&mut states)?,
-    };
+    let outputs = CausalConv1dOutputs::new(y.view_mut()?)
+        .with_final_states(Output::view_mut_option(&mut states)?);
     let (args, elements) = (inputs.args(), inputs.x.desc.layout.len());
     run(py, &inputs.x, plan.workspace_bytes(), elements, |ws| plan.run(&args, outputs, ws))?;
     let y = y.finish(py, &inputs.x.family)?;
@@ -152,30 +146,23 @@ pub(crate) fn causal_conv1d_backward<'py>(
     let inputs = Inputs::import([x, weight], options, activation, None)?;
     // Gradients that come in may have any strides, like those of a sum; outputs may not.
     let final_states = dfinal_states.as_ref().map(like).transpose()?;
-    let spec = CausalConv1dSpec { final_states, ..inputs.spec()? };
+    let spec = inputs.spec()?.with_final_states(final_states);
     let plan = PLANS.get(py, &spec, inputs.x.device, CausalConv1dPlan::new)?;
     let mut dx = Output::gradient(py, Some(&inputs.x), needs.0)?;
     let mut dweight = Output::gradient(py, Some(&inputs.weight), needs.1)?;
     let mut dbias = Output::gradient(py, inputs.bias.as_ref(), needs.2)?;
     let mut dinitial = Output::gradient(py, inputs.initial_states.as_ref(), needs.3)?;
-    let grads = CausalConv1dGrads {
-        dx: Output::view_mut_option(&mut dx)?,
-        dweight: Output::view_mut_option(&mut dweight)?,
-        dbias: Output::view_mut_option(&mut dbias)?,
-        dinitial_states: Output::view_mut_option(&mut dinitial)?,
-    };
+    let grads = CausalConv1dGrads::default()
+        .with_dx(Output::view_mut_option(&mut dx)?)
+        .with_dweight(Output::view_mut_option(&mut dweight)?)
+        .with_dbias(Output::view_mut_option(&mut dbias)?)
+        .with_dinitial_states(Output::view_mut_option(&mut dinitial)?);
     let args = inputs.args();
     let (dy, dfinal_states) = (dy.view(), view(&dfinal_states));
     run(py, &inputs.x, plan.workspace_bytes(), RELEASE, |ws| {
         plan.backward(&args, dy, dfinal_states, grads, ws)
     })?;
-    let family = &inputs.x.family;
-    Ok([
-        Output::finish_option(py, dx, family)?,
-        Output::finish_option(py, dweight, family)?,
-        Output::finish_option(py, dbias, family)?,
-        Output::finish_option(py, dinitial, family)?,
-    ])
+    Output::finish_all(py, [dx, dweight, dbias, dinitial], &inputs.x.family)
 }
 
 /// The next step, or steps, of a causal convolution; `conv_state` is updated in place.
@@ -220,24 +207,18 @@ pub(crate) fn causal_conv1d_update<'py>(
             desc.layout = Layout::strided(&[b, d, 1], &[b_stride, d_stride, 1]).py()?;
         }
     }
-    let spec = CausalConv1dUpdateSpec {
-        x: x.desc,
-        conv_state: conv_state.desc,
-        weight: weight.desc,
-        bias: desc(&bias),
-        y: y_desc,
-        activation,
-        cache_seqlens: desc(&cache_seqlens),
-        conv_state_indices: desc(&conv_state_indices),
-    };
+    let spec = CausalConv1dUpdateSpec::new(x.desc, conv_state.desc, weight.desc)
+        .py()?
+        .with_output(y_desc)
+        .with_activation(activation)
+        .with_bias(desc(&bias))
+        .with_cache_seqlens(desc(&cache_seqlens))
+        .with_conv_state_indices(desc(&conv_state_indices));
     let plan = UPDATE_PLANS.get(py, &spec, x.device, CausalConv1dUpdatePlan::new)?;
-    let args = CausalConv1dUpdateArgs {
-        x: x.view(),
-        weight: weight.view(),
-        bias: view(&bias),
-        cache_seqlens: view(&cache_seqlens),
-        conv_state_indices: view(&conv_state_indices),
-    };
+    let args = CausalConv1dUpdateArgs::new(x.view(), weight.view())
+        .with_bias(view(&bias))
+        .with_cache_seqlens(view(&cache_seqlens))
+        .with_conv_state_indices(view(&conv_state_indices));
     let state = conv_state.view_changed()?;
     let mut target = y.view_mut()?;
     // SAFETY: the same elements of an exclusive view, with a dimension of size 1 more.

@@ -21,7 +21,7 @@ fn make_plan(
     (spec, algorithm, filter): &Key,
     options: &PlanOptions,
 ) -> windrow::Result<windrow::Conv2dPlan> {
-    let options = PlanOptions { filter: *filter, ..*options };
+    let options = options.with_filter(*filter);
     match algorithm {
         None => windrow::Conv2dPlan::new(spec, &options),
         Some(algorithm) => windrow::Conv2dPlan::with_algorithm(spec, *algorithm, &options),
@@ -80,14 +80,13 @@ fn params(
     activation: Option<&str>,
     accuracy: Option<&str>,
 ) -> PyResult<Conv2dParams> {
-    Ok(Conv2dParams {
-        stride: stride.each("stride")?,
-        padding: padding.each("padding")?,
-        dilation: dilation.each("dilation")?,
-        groups: groups.single(py, "groups")?,
-        activation: word_or_default(activation)?,
-        accuracy: word_or_default::<Accuracy>(accuracy)?,
-    })
+    Ok(Conv2dParams::default()
+        .with_stride(stride.each("stride")?)
+        .with_padding(padding.each("padding")?)
+        .with_dilation(dilation.each("dilation")?)
+        .with_groups(groups.single(py, "groups")?)
+        .with_activation(word_or_default(activation)?)
+        .with_accuracy(word_or_default::<Accuracy>(accuracy)?))
 }
 
 /// A filter packed by `Conv2dPlan.pack`.
@@ -208,7 +207,7 @@ pub(crate) fn conv2d<'py>(
         Some((cache, frozen)) => Weights::Cached(weight.view(), cache.frozen(*frozen)),
         None => Weights::Raw(weight.view()),
     };
-    let args = Conv2dArgs { x: x.view(), w, bias: view(&bias) };
+    let args = Conv2dArgs::new(x.view(), w).with_bias(view(&bias));
     let target = y.view_mut()?;
     let bytes = plan.workspace_bytes_for(&args.w);
     run(py, &x, bytes, elements, |ws| plan.run(&args, target, ws))?;
@@ -239,7 +238,7 @@ pub(crate) fn conv2d_algorithm<'py>(
     let mut spec = Conv2dSpec::new(x.desc, weight.desc, &params).py()?;
     spec.bias = desc(&Array::import_option("bias", bias, None)?);
     let filter = if is_kept { Filter::Kept } else { Filter::Changing };
-    let options = PlanOptions { device: x.device, filter, ..PlanOptions::default() };
+    let options = PlanOptions::default().with_device(x.device).with_filter(filter);
     let choice = py.detach(|| windrow::Conv2dPlan::choice(&spec, &options)).py()?;
     Ok(choice.name())
 }
@@ -316,12 +315,7 @@ pub(crate) fn conv2d_backward<'py>(
         }
         Ok(())
     })?;
-    let family = &x.family;
-    Ok([
-        Output::finish_option(py, dx, family)?,
-        Output::finish_option(py, dweight, family)?,
-        Output::finish_option(py, dbias, family)?,
-    ])
+    Output::finish_all(py, [dx, dweight, dbias], &x.family)
 }
 
 /// Memory that [`conv2d_backward`] needs beside its tensors.
@@ -357,7 +351,7 @@ fn backward_plans(
 ) -> PyResult<(Arc<windrow::Conv2dPlan>, Arc<windrow::Conv2dPlan>)> {
     let plan = |x: TensorDesc| {
         let spec = Conv2dSpec::new(x, weight.desc, params).py()?;
-        let key = (Conv2dSpec { y: dy.desc, ..spec }, None, Filter::Changing);
+        let key = (spec.with_output(dy.desc), None, Filter::Changing);
         PLANS.get(py, &key, dy.device, make_plan)
     };
     Ok((plan(like(x)?)?, plan(x.desc)?))
@@ -402,7 +396,7 @@ impl Conv2dPlan {
         let mut spec = Conv2dSpec::new(x.desc, weight.desc, &params).py()?;
         spec.bias = desc(&Array::import_option("bias", bias, None)?);
         let device = device.map(word).transpose()?.unwrap_or(x.device);
-        let options = PlanOptions { device, ..PlanOptions::default() };
+        let options = PlanOptions::default().with_device(device);
         let plan = py.detach(|| make_plan(&(spec, algorithm, Filter::Kept), &options)).py()?;
         Ok(Conv2dPlan { plan, device })
     }
@@ -462,7 +456,7 @@ impl Conv2dPlan {
             (None, Some(raw)) => Weights::Raw(raw.view()),
             (None, None) => return Err(PyTypeError::new_err("`weight` is missing")),
         };
-        let args = Conv2dArgs { x: x.view(), w, bias: view(&bias) };
+        let args = Conv2dArgs::new(x.view(), w).with_bias(view(&bias));
         let target = y.view_mut()?;
         let bytes = self.plan.workspace_bytes_for(&args.w);
         run(py, &x, bytes, work(spec), |ws| self.plan.run(&args, target, ws))?;

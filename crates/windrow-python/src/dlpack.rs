@@ -151,6 +151,7 @@ impl DLDevice {
         match device {
             Device::Cpu => DLDevice { device_type: CPU, device_id: 0 },
             Device::Cuda(i) => DLDevice { device_type: CUDA, device_id: i as i32 },
+            other => unreachable!("no array is taken from {other}"),
         }
     }
 

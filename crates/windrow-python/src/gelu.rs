@@ -17,7 +17,7 @@ fn spec(
     approximate: Approximate,
 ) -> windrow::Result<GeluSpec> {
     let spec = GeluSpec::new(x.desc, approximate)?;
-    Ok(GeluSpec { y, bias: desc(bias), gate: desc(gate), ..spec })
+    Ok(spec.with_output(y).with_bias(desc(bias)).with_gate(desc(gate)))
 }
 
 /// `gelu(x + bias) * gate`.
@@ -49,7 +49,7 @@ pub(crate) fn gelu<'py>(
     let mut y = Output::new(py, out, &x, || like(&x))?;
     let spec = spec(&x, y.desc(), &bias, &gate, approximate).py()?;
     let plan = PLANS.get(py, &spec, x.device, GeluPlan::new)?;
-    let args = GeluArgs { x: x.view(), bias: view(&bias), gate: view(&gate) };
+    let args = GeluArgs::new(x.view()).with_bias(view(&bias)).with_gate(view(&gate));
     let target = y.view_mut()?;
     run(py, &x, plan.workspace_bytes(), x.desc.layout.len(), |ws| plan.run(&args, target, ws))?;
     y.finish(py, &x.family)
@@ -76,18 +76,12 @@ pub(crate) fn gelu_backward<'py>(
     let mut dx = Output::gradient(py, Some(&x), needs.0)?;
     let mut dbias = Output::gradient(py, bias.as_ref(), needs.1)?;
     let mut dgate = Output::gradient(py, gate.as_ref(), needs.2)?;
-    let grads = GeluGrads {
-        dx: Output::view_mut_option(&mut dx)?,
-        dbias: Output::view_mut_option(&mut dbias)?,
-        dgate: Output::view_mut_option(&mut dgate)?,
-    };
-    let args = GeluArgs { x: x.view(), bias: view(&bias), gate: view(&gate) };
+    let grads = GeluGrads::default()
+        .with_dx(Output::view_mut_option(&mut dx)?)
+        .with_dbias(Output::view_mut_option(&mut dbias)?)
+        .with_dgate(Output::view_mut_option(&mut dgate)?);
+    let args = GeluArgs::new(x.view()).with_bias(view(&bias)).with_gate(view(&gate));
     let dy = dy.view();
     run(py, &x, plan.workspace_bytes(), RELEASE, |ws| plan.backward(&args, &dy, grads, ws))?;
-    let family = &x.family;
-    Ok([
-        Output::finish_option(py, dx, family)?,
-        Output::finish_option(py, dbias, family)?,
-        Output::finish_option(py, dgate, family)?,
-    ])
+    Output::finish_all(py, [dx, dbias, dgate], &x.family)
 }

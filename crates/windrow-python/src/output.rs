@@ -87,13 +87,17 @@ impl<'py> Output<'py> {
         output.as_mut().map(Output::view_mut).transpose()
     }
 
-    /// [`Output::finish`] of an optional result.
-    pub(crate) fn finish_option(
+    /// [`Output::finish`] of those results that there are.
+    pub(crate) fn finish_all<const N: usize>(
         py: Python<'py>,
-        output: Option<Self>,
+        outputs: [Option<Self>; N],
         family: &Family<'py>,
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        output.map(|o| o.finish(py, family)).transpose()
+    ) -> PyResult<[Option<Bound<'py, PyAny>>; N]> {
+        let mut finished = [const { None }; N];
+        for (object, output) in finished.iter_mut().zip(outputs) {
+            *object = output.map(|o| o.finish(py, family)).transpose()?;
+        }
+        Ok(finished)
     }
 
     /// The object to return.
@@ -218,7 +222,7 @@ fn empty_beside<'py>(like: &Bound<'py, PyAny>, desc: &TensorDesc) -> PyResult<Bo
 
 /// Type, shape and order of dimensions of an array, dense.
 pub(crate) fn like(array: &Array<'_>) -> PyResult<TensorDesc> {
-    Ok(TensorDesc { layout: dense_like(&array.desc.layout)?, ..array.desc })
+    Ok(TensorDesc::new(array.desc.dtype, dense_like(&array.desc.layout)?))
 }
 
 /// A dense layout whose dimensions lie in memory in the order of those of `layout`: the same

@@ -35,7 +35,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         for ((dtype, accuracies), (layout, order)) in
             MODES.into_iter().flat_map(|mode| LAYOUTS.map(|layout| (mode, layout)))
         {
-            let x = TensorDesc { dtype, layout: Layout::with_order(&[n, c, h, w], &order)? };
+            let x = TensorDesc::new(dtype, Layout::with_order(&[n, c, h, w], &order)?);
             let filter = TensorDesc::contiguous(dtype, &[k, c, 3, 3])?;
             let spec = Conv2dSpec::new(x, filter, &Conv2dParams::default())?;
             let mut tensors = Tensors {
@@ -44,7 +44,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 ys: [DeviceTensor::new(spec.y, 0)?, DeviceTensor::new(spec.y, 0)?],
             };
             for &(mode, accuracy) in accuracies {
-                let spec = Conv2dSpec { accuracy, ..spec.clone() };
+                let spec = spec.clone().with_accuracy(accuracy);
                 for &algorithm in &algorithms {
                     let ([packed, checked], plan) = time(&spec, algorithm, &mut tensors)?;
                     let tflops = spec.flops()? / f64::from(packed) * 1e-9;
@@ -71,7 +71,7 @@ fn time(
     algorithm: Option<Conv2dAlgorithm>,
     Tensors { xs, w, ys }: &mut Tensors,
 ) -> Result<([f32; 2], String), Box<dyn Error>> {
-    let options = PlanOptions { device: Device::Cuda(0), ..PlanOptions::default() };
+    let options = PlanOptions::default().with_device(Device::Cuda(0));
     let plan = match algorithm {
         Some(algorithm) => Conv2dPlan::with_algorithm(spec, algorithm, &options)?,
         None => Conv2dPlan::new(spec, &options)?,
@@ -84,7 +84,7 @@ fn time(
     let cache = FilterCache::default();
     let weights = [Weights::Packed(&packed), Weights::Cached(w.as_ref(), &cache)];
     let mut run = |i: usize, w| {
-        let args = Conv2dArgs { x: xs[i % 2].as_ref(), w, bias: None };
+        let args = Conv2dArgs::new(xs[i % 2].as_ref(), w);
         plan.run(&args, ys[i % 2].as_mut()?, &mut workspace)
     };
     let start = Event::record(&stream)?;

@@ -14,14 +14,11 @@ use windrow::{
 const REPLAYS: usize = 20;
 /// Several times the largest L2 cache.
 const ROTATE: usize = 300 << 20;
-const OPTIONS: PlanOptions = PlanOptions {
-    device: Device::Cuda(0),
-    threads: None,
-    verify: windrow::Verify::Off,
-    tuning: windrow::Tuning::Cached,
-    filter: windrow::Filter::Kept,
-};
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+fn options() -> PlanOptions {
+    PlanOptions::default().with_device(Device::Cuda(0)).with_verify(windrow::Verify::Off)
+}
 
 fn main() -> Result<()> {
     let device = &cuda::devices()?[0];
@@ -105,10 +102,10 @@ fn gelu(stream: &Stream, shape: [usize; 2], dtype: DType) -> Result<()> {
     let mut workspace = unsafe { Workspace::on_stream(0, stream.as_raw(), 0)? };
     for approximate in [Approximate::Tanh, Approximate::None] {
         let spec = GeluSpec::new(desc, approximate)?;
-        for algorithm in GeluPlan::algorithms(&spec, OPTIONS.device) {
-            let plan = GeluPlan::with_algorithm(&spec, algorithm, &OPTIONS)?;
+        for algorithm in GeluPlan::algorithms(&spec, Device::Cuda(0)) {
+            let plan = GeluPlan::with_algorithm(&spec, algorithm, &options())?;
             let us = time(stream, xs.len(), |i| {
-                let args = GeluArgs { x: xs[i].as_ref(), bias: None, gate: None };
+                let args = GeluArgs::new(xs[i].as_ref());
                 plan.run(&args, ys[i].as_mut()?, &mut workspace)
             })?;
             let what = format!("{} {}", approximate.name(), algorithm.name());
@@ -125,7 +122,7 @@ fn causal_conv1d(
     layout: &str,
     order: [usize; 3],
 ) -> Result<()> {
-    let x = TensorDesc { dtype, layout: Layout::with_order(&shape, &order)? };
+    let x = TensorDesc::new(dtype, Layout::with_order(&shape, &order)?);
     let bytes = 2 * x.bytes();
     let weight = TensorDesc::contiguous(dtype, &[shape[1], 4])?;
     let bias = TensorDesc::contiguous(dtype, &[shape[1]])?;
@@ -137,7 +134,7 @@ fn causal_conv1d(
         report("copy", "16 bytes", dtype, layout, &shape, time(stream, xs.len(), copy)?, bytes);
     }
     let (weight, bias) = (sets(weight, ROTATE, -1.0, 1.0)?, sets(bias, ROTATE, -1.0, 1.0)?);
-    let plan = CausalConv1dPlan::new(&spec, &OPTIONS)?;
+    let plan = CausalConv1dPlan::new(&spec, &options())?;
     // SAFETY: the stream outlives the workspace.
     let mut workspace =
         unsafe { Workspace::on_stream(0, stream.as_raw(), plan.workspace_bytes())? };
@@ -149,25 +146,22 @@ fn causal_conv1d(
     };
     let us = time(stream, xs.len(), |i| {
         let [x, weight, bias] = args(&xs[i]);
-        let args = CausalConv1dArgs { bias: Some(bias), ..CausalConv1dArgs::new(x, weight) };
-        let outputs = CausalConv1dOutputs { y: ys[i].as_mut()?, final_states: None };
+        let args = CausalConv1dArgs::new(x, weight).with_bias(bias);
+        let outputs = CausalConv1dOutputs::new(ys[i].as_mut()?);
         plan.run(&args, outputs, &mut workspace)
     })?;
     report("causal_conv1d", "bias silu", dtype, layout, &shape, us, bytes);
 
-    let [x0, weight0, bias0] = args(&xs[0]);
+    let [_, weight0, bias0] = args(&xs[0]);
     let mut dweight = DeviceTensor::new(spec.weight, 0)?;
     let mut dbias = DeviceTensor::new(*bias0.desc(), 0)?;
-    let args = CausalConv1dArgs { bias: Some(bias0), ..CausalConv1dArgs::new(x0, weight0) };
     let us = time(stream, xs.len(), |i| {
-        let args = CausalConv1dArgs { x: xs[i].as_ref(), ..args };
+        let args = CausalConv1dArgs::new(xs[i].as_ref(), weight0).with_bias(bias0);
         let dy = xs[(i + 1) % xs.len()].as_ref();
-        let grads = CausalConv1dGrads {
-            dx: Some(ys[i].as_mut()?),
-            dweight: Some(dweight.as_mut()?),
-            dbias: Some(dbias.as_mut()?),
-            dinitial_states: None,
-        };
+        let grads = CausalConv1dGrads::default()
+            .with_dx(ys[i].as_mut()?)
+            .with_dweight(dweight.as_mut()?)
+            .with_dbias(dbias.as_mut()?);
         plan.backward(&args, dy, None, grads, &mut workspace)
     })?;
     report("causal_conv1d", "backward bias silu", dtype, layout, &shape, us, bytes / 2 * 3);
@@ -184,17 +178,15 @@ fn im2col_gemm(stream: &Stream, shape: [usize; 3]) -> Result<()> {
     let xs = sets(x, 2 * x.bytes(), -2.0, 2.0)?;
     let mut ys = xs.iter().map(|_| DeviceTensor::new(x, 0)).collect::<Result<Vec<_>>>()?;
     let (weight, bias) = (sets(weight, ROTATE, -1.0, 1.0)?, sets(bias, ROTATE, -1.0, 1.0)?);
-    for algorithm in CausalConv1dPlan::algorithms(&spec, OPTIONS.device) {
-        let plan = CausalConv1dPlan::with_algorithm(&spec, algorithm, &OPTIONS)?;
+    for algorithm in CausalConv1dPlan::algorithms(&spec, Device::Cuda(0)) {
+        let plan = CausalConv1dPlan::with_algorithm(&spec, algorithm, &options())?;
         // SAFETY: the stream outlives the workspace.
         let mut workspace =
             unsafe { Workspace::on_stream(0, stream.as_raw(), plan.workspace_bytes())? };
         let us = time(stream, xs.len(), |i| {
-            let args = CausalConv1dArgs {
-                bias: Some(bias[0].as_ref()),
-                ..CausalConv1dArgs::new(xs[i].as_ref(), weight[0].as_ref())
-            };
-            let outputs = CausalConv1dOutputs { y: ys[i].as_mut()?, final_states: None };
+            let args = CausalConv1dArgs::new(xs[i].as_ref(), weight[0].as_ref())
+                .with_bias(bias[0].as_ref());
+            let outputs = CausalConv1dOutputs::new(ys[i].as_mut()?);
             plan.run(&args, outputs, &mut workspace)
         })?;
         let what = format!("{algorithm} bias silu");
@@ -217,14 +209,12 @@ fn update(stream: &Stream, dtype: DType) -> Result<()> {
     let xs = sets(x, bytes, -2.0, 2.0)?;
     let mut ys = xs.iter().map(|_| DeviceTensor::new(x, 0)).collect::<Result<Vec<_>>>()?;
     let (weight, bias) = (sets(weight, ROTATE, -1.0, 1.0)?, sets(bias, ROTATE, -1.0, 1.0)?);
-    let plan = CausalConv1dUpdatePlan::new(&spec, &OPTIONS)?;
+    let plan = CausalConv1dUpdatePlan::new(&spec, &options())?;
     // SAFETY: the stream outlives the workspace.
     let mut workspace = unsafe { Workspace::on_stream(0, stream.as_raw(), 0)? };
     let us = time(stream, xs.len(), |i| {
-        let args = CausalConv1dUpdateArgs {
-            bias: Some(bias[0].as_ref()),
-            ..CausalConv1dUpdateArgs::new(xs[i].as_ref(), weight[0].as_ref())
-        };
+        let args = CausalConv1dUpdateArgs::new(xs[i].as_ref(), weight[0].as_ref())
+            .with_bias(bias[0].as_ref());
         plan.run(&args, states[i].as_mut()?, ys[i].as_mut()?, &mut workspace)
     })?;
     report("causal_conv1d_update", "bias silu", dtype, "channel_first", &shape, us, bytes);

@@ -1,5 +1,6 @@
 //! Activations that operators fuse into their epilogue.
 
+use crate::forms::names;
 use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
 
 /// What shorter polynomials for activations of halves add on CUDA: 2^-14.9 for the normal tail, and 2^-17 of an exponent
@@ -8,6 +9,7 @@ pub(crate) const CUDA_HALF_POLYNOMIALS: f64 = 4e-5;
 
 /// Which form of GELU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Approximate {
     /// Exact: `0.5 x erfc(-x / sqrt 2)`.
     #[default]
@@ -16,30 +18,11 @@ pub enum Approximate {
     Tanh,
 }
 
-impl Approximate {
-    /// `none` or `tanh`, as PyTorch calls them.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Approximate::None => "none",
-            Approximate::Tanh => "tanh",
-        }
-    }
-}
-
-impl std::str::FromStr for Approximate {
-    type Err = crate::Error;
-
-    fn from_str(s: &str) -> crate::Result<Self> {
-        match s {
-            "none" | "exact" => Ok(Approximate::None),
-            "tanh" => Ok(Approximate::Tanh),
-            _ => Err(crate::Error::parameter("approximate", s, "none or tanh")),
-        }
-    }
-}
+names! { Approximate, "approximate": None = "none" | "exact", Tanh = "tanh" }
 
 /// What is applied to each element of an operator's result, after the bias.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Activation {
     /// Nothing.
     #[default]
@@ -52,18 +35,16 @@ pub enum Activation {
     Gelu(Approximate),
 }
 
-impl Activation {
-    /// `identity`, `relu`, `silu`, `gelu` (exact) or `gelu_tanh`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Activation::Identity => "identity",
-            Activation::Relu => "relu",
-            Activation::Silu => "silu",
-            Activation::Gelu(Approximate::None) => "gelu",
-            Activation::Gelu(Approximate::Tanh) => "gelu_tanh",
-        }
-    }
+names! {
+    Activation, "activation":
+    Identity = "identity" | "none",
+    Relu = "relu",
+    Silu = "silu" | "swish",
+    Gelu(Approximate::None) = "gelu",
+    Gelu(Approximate::Tanh) = "gelu_tanh",
+}
 
+impl Activation {
     /// The activation of `x` in f64: what every kernel is measured against.
     ///
     /// Both forms of GELU and SiLU are written as `x` times a probability without cancellation, so
@@ -102,15 +83,6 @@ impl Activation {
             }
         }
     }
-
-    /// Every activation, for tests and `verify`.
-    pub const ALL: [Activation; 5] = [
-        Activation::Identity,
-        Activation::Relu,
-        Activation::Silu,
-        Activation::Gelu(Approximate::None),
-        Activation::Gelu(Approximate::Tanh),
-    ];
 }
 
 /// `sqrt(2 / pi)`.
@@ -132,31 +104,13 @@ fn normal_cdf(x: f64) -> f64 {
     0.5 * libm::erfc(-x * FRAC_1_SQRT_2)
 }
 
-impl std::str::FromStr for Activation {
-    type Err = crate::Error;
-
-    fn from_str(s: &str) -> crate::Result<Self> {
-        match s {
-            "none" => Ok(Activation::Identity),
-            "swish" => Ok(Activation::Silu),
-            _ => Activation::ALL.into_iter().find(|a| a.name() == s).ok_or_else(|| {
-                crate::Error::parameter(
-                    "activation",
-                    s,
-                    "identity (none), relu, silu (swish), gelu or gelu_tanh",
-                )
-            }),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn names_parse_back() {
-        for a in Activation::ALL {
+        for &a in Activation::ALL {
             assert_eq!(a.name().parse::<Activation>().unwrap(), a);
         }
         assert_eq!("swish".parse::<Activation>().unwrap(), Activation::Silu);
@@ -187,7 +141,7 @@ mod tests {
                 (1.0, 0.0)
             );
         }
-        for a in Activation::ALL {
+        for &a in Activation::ALL {
             assert!(a.apply_f64(f64::NAN).is_nan());
             assert_eq!(a.derivative_f64(f64::NAN).is_nan(), a != Activation::Identity);
         }
@@ -195,7 +149,7 @@ mod tests {
 
     #[test]
     fn derivatives_are_slopes() {
-        for a in Activation::ALL {
+        for &a in Activation::ALL {
             for i in -80..=80 {
                 let x = f64::from(i) / 8.0 + 0.01;
                 let slope = (a.apply_f64(x + 1e-5) - a.apply_f64(x - 1e-5)) / 2e-5;

@@ -5,6 +5,7 @@ use std::fmt;
 
 /// A device: the CPU, or a CUDA GPU by index.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Device {
     /// Main memory and the processor's cores.
     #[default]

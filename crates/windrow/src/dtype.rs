@@ -1,5 +1,6 @@
 //! Element types.
 
+use crate::forms::names;
 use half::{bf16, f16};
 use std::fmt;
 
@@ -28,18 +29,6 @@ impl DType {
             DType::F16 | DType::BF16 => 2,
             DType::F32 | DType::I32 => 4,
             DType::F64 | DType::I64 => 8,
-        }
-    }
-
-    /// The name used on the command line, in JSON and in messages: `f32`, `f16`, `bf16`, ...
-    pub const fn name(self) -> &'static str {
-        match self {
-            DType::F32 => "f32",
-            DType::F16 => "f16",
-            DType::BF16 => "bf16",
-            DType::F64 => "f64",
-            DType::I32 => "i32",
-            DType::I64 => "i64",
         }
     }
 
@@ -76,6 +65,20 @@ macro_rules! not_computed {
 
 pub(crate) use not_computed;
 
+/// The value for an element type: one of those that operators compute on, which specs have checked.
+macro_rules! by_type {
+    ($dtype:expr, F32 => $f32:expr, F16 => $f16:expr, BF16 => $bf16:expr $(,)?) => {
+        match $dtype {
+            $crate::DType::F32 => $f32,
+            $crate::DType::F16 => $f16,
+            $crate::DType::BF16 => $bf16,
+            $crate::dtype::not_computed!() => unreachable!("specs allow f32, f16 and bf16"),
+        }
+    };
+}
+
+pub(crate) use by_type;
+
 /// Evaluates an expression with `$t` as the element type that `$dtype` names: one of those that operators
 /// compute on, which specs have checked.
 macro_rules! with_element {
@@ -93,30 +96,16 @@ macro_rules! with_element {
                 type $t = $crate::bf16;
                 $value
             }
-            other @ ($crate::DType::F64 | $crate::DType::I32 | $crate::DType::I64) => {
-                unreachable!("specs allow f32, f16 and bf16, not {other}")
-            }
+            $crate::dtype::not_computed!() => unreachable!("specs allow f32, f16 and bf16"),
         }
     };
 }
 
 pub(crate) use with_element;
 
-impl fmt::Display for DType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl std::str::FromStr for DType {
-    type Err = crate::Error;
-
-    fn from_str(s: &str) -> Result<Self, Self::Err> {
-        [DType::F32, DType::F16, DType::BF16, DType::F64, DType::I32, DType::I64]
-            .into_iter()
-            .find(|d| d.name() == s)
-            .ok_or_else(|| crate::Error::parameter("dtype", s, "f32, f16, bf16, f64, i32 or i64"))
-    }
+names! {
+    DType, "dtype":
+    F32 = "f32", F16 = "f16", BF16 = "bf16", F64 = "f64", I32 = "i32", I64 = "i64",
 }
 
 mod sealed {

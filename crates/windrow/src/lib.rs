@@ -29,7 +29,7 @@
 //! let mut y = Tensor::zeros(DType::F32, &[2, 3])?;
 //! for step in 0..3 {
 //!     let x = Tensor::from_vec(vec![step as f32; 6], &[2, 3])?;
-//!     plan.run(&GeluArgs { x: x.as_ref(), bias: None, gate: None }, y.as_mut(), &mut workspace)?;
+//!     plan.run(&GeluArgs::new(x.as_ref()), y.as_mut(), &mut workspace)?;
 //! }
 //! assert!((y.as_slice::<f32>()?[0] - 1.9545).abs() < 1e-4);
 //! # Ok::<(), windrow::Error>(())
@@ -65,7 +65,7 @@
 //!
 //! let mut y = Tensor::zeros(DType::F32, &[1, 1, 3])?;
 //! let mut state = Tensor::zeros(DType::F32, &[1, 1, width - 1])?;
-//! let outputs = CausalConv1dOutputs { y: y.as_mut(), final_states: Some(state.as_mut()) };
+//! let outputs = CausalConv1dOutputs::new(y.as_mut()).with_final_states(state.as_mut());
 //! prefill.run(&CausalConv1dArgs::new(prompt.as_ref(), weight.as_ref()), outputs, &mut workspace)?;
 //! assert_eq!(y.as_slice::<f32>()?, [1.0, 12.0, 23.0]);
 //!
@@ -105,13 +105,14 @@
 mod activation;
 mod buffer;
 mod causal_conv1d;
-pub mod conv2d;
+mod conv2d;
 pub mod cpu;
 pub mod cuda;
 mod device;
 mod dtype;
 mod error;
 mod folder;
+mod forms;
 mod gelu;
 // Without a backend nobody calls what only backends do.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, unused_imports))]
@@ -145,8 +146,13 @@ pub use gelu::{
 };
 pub use half::{bf16, f16};
 pub use layout::{Layout, MAX_RANK};
-pub use plan::{
-    Accuracy, Bound, Configuration, Filter, Operator, Plan, PlanOptions, Tuned, Verify, Workspace,
-};
+pub use plan::{Accuracy, Filter, Plan, PlanOptions, Verify, Workspace};
 pub use tensor::{Placed, Tensor, TensorDesc, TensorMut, TensorRef};
 pub use tuning::Tuning;
+
+/// What the command and the bindings of this repository take beside the rest, to treat every operator alike. It follows
+/// them: a release may change it in any way.
+#[doc(hidden)]
+pub mod internal {
+    pub use crate::plan::{Bound, Configuration, Operator, Tuned};
+}

@@ -16,6 +16,7 @@ pub(crate) use search::decide;
 pub(crate) use search::{Problem, Runs};
 
 use crate::buffer::Buffer;
+use crate::forms::{names, setters};
 use crate::gpu::{DeviceBuffer, Gpu, Stream};
 use crate::{Device, Error, Result, Tuning};
 use std::ffi::c_void;
@@ -25,6 +26,7 @@ use std::sync::Arc;
 /// How exact a result has to be. The planner takes only algorithms whose measured error against
 /// the f64 oracle stays inside the tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum Accuracy {
     /// The direct algorithm with f32 accumulation: no transform, no reduced operands.
     Exact,
@@ -38,28 +40,7 @@ pub enum Accuracy {
     Half,
 }
 
-impl Accuracy {
-    /// `exact`, `fp32`, `tf32` or `half`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Accuracy::Exact => "exact",
-            Accuracy::Fp32 => "fp32",
-            Accuracy::Tf32 => "tf32",
-            Accuracy::Half => "half",
-        }
-    }
-}
-
-impl std::str::FromStr for Accuracy {
-    type Err = Error;
-
-    fn from_str(s: &str) -> Result<Self> {
-        [Accuracy::Exact, Accuracy::Fp32, Accuracy::Tf32, Accuracy::Half]
-            .into_iter()
-            .find(|a| a.name() == s)
-            .ok_or_else(|| Error::parameter("accuracy", s, "exact, fp32, tf32 or half"))
-    }
-}
+names! { Accuracy, "accuracy": Exact = "exact", Fp32 = "fp32", Tf32 = "tf32", Half = "half" }
 
 /// Whether a plan checks each of its runs against the f64 oracle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -105,6 +86,7 @@ impl std::str::FromStr for Verify {
 
 /// How often the filter of a convolution changes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Filter {
     /// Seldom: it is packed once for many runs ([`Weights::Packed`](crate::Weights::Packed),
     /// [`Weights::Cached`](crate::Weights::Cached)).
@@ -116,6 +98,7 @@ pub enum Filter {
 
 /// Where and how a plan runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct PlanOptions {
     /// The device; every tensor of a run must be there.
     pub device: Device,
@@ -128,6 +111,16 @@ pub struct PlanOptions {
     pub tuning: Tuning,
     /// How often the filter changes; for [`Conv2dPlan`](crate::Conv2dPlan).
     pub filter: Filter,
+}
+
+setters! {
+    PlanOptions {
+        with_device(device: Device);
+        with_verify(verify: Verify);
+        with_tuning(tuning: Tuning);
+        with_filter(filter: Filter);
+        ? with_threads(threads: NonZeroUsize);
+    }
 }
 
 /// Scratch memory that plans run in, and the stream on which their work is ordered.

@@ -30,7 +30,7 @@ fn devices() -> Option<Vec<u32>> {
 fn index(rank: &Rank) -> u32 {
     match rank.device() {
         Device::Cuda(index) => index,
-        Device::Cpu => unreachable!("ranks are on CUDA"),
+        other => unreachable!("ranks are on CUDA, not on {other}"),
     }
 }
 
@@ -43,7 +43,7 @@ fn any_batch_has_the_bits_of_one_device() {
     for n in [64, 63, 2, 1, 0, 2101] {
         for order in [[0, 1, 2, 3], [0, 2, 3, 1]] {
             let layout = Layout::with_order(&[n, 16, 20, 21], &order).unwrap();
-            let x = random_tensor(1, TensorDesc { dtype: DType::F32, layout }, -1.0, 1.0).unwrap();
+            let x = random_tensor(1, TensorDesc::new(DType::F32, layout), -1.0, 1.0).unwrap();
             let w = TensorDesc::contiguous(DType::F32, &[24, 16, 3, 3]).unwrap();
             let w = random_tensor(2, w, -1.0, 1.0).unwrap();
             let outputs = group.run(|rank| conv2d_both_ways(rank, &x, &w)).unwrap();
@@ -56,7 +56,7 @@ fn any_batch_has_the_bits_of_one_device() {
 
 fn conv2d_both_ways(rank: &mut Rank, x: &Tensor, w: &Tensor) -> Result<[Tensor; 2]> {
     let spec = Conv2dSpec::new(*x.desc(), *w.desc(), &Conv2dParams::default())?;
-    let options = PlanOptions { device: rank.device(), ..Default::default() };
+    let options = PlanOptions::default().with_device(rank.device());
     let whole = Conv2dPlan::new(&spec, &options)?;
     let mut on_device = rank.tensor(spec.x)?;
     rank.upload(&x.as_ref(), &mut on_device.as_mut()?)?.synchronize()?;

@@ -14,7 +14,7 @@ fn tune(size: usize) {
     let x = TensorDesc::contiguous(DType::F32, &[1, 2, 4 + size, 5]).unwrap();
     let w = TensorDesc::contiguous(DType::F32, &[2, 2, 3, 3]).unwrap();
     let spec = Conv2dSpec::new(x, w, &Conv2dParams::default()).unwrap();
-    let search = Search { budget: Duration::from_millis(2), exhaustive: false };
+    let search = Search::new(Duration::from_millis(2));
     Conv2dPlan::tune(&spec, &PlanOptions::default(), &search).unwrap();
 }
 

@@ -163,6 +163,7 @@ impl Case {
                     candle: Box::new(move || match approximate {
                         Approximate::None => same.gelu_erf(),
                         Approximate::Tanh => same.gelu(),
+                        other => candle_core::bail!("candle has no {other}"),
                     }),
                     windrow: Box::new(move || x.windrow_gelu(approximate)),
                 })

@@ -33,13 +33,11 @@ impl Conv2d {
     /// A layer with `weight` [k, c/groups, r, s] and bias `[k]`. cuDNN's algorithm in the configuration
     /// is not looked at.
     pub fn new(weight: Tensor, bias: Option<Tensor>, config: Conv2dConfig) -> Self {
-        let params = Conv2dParams {
-            stride: [config.stride; 2],
-            padding: [config.padding; 2],
-            dilation: [config.dilation; 2],
-            groups: config.groups,
-            ..Default::default()
-        };
+        let params = Conv2dParams::default()
+            .with_stride([config.stride; 2])
+            .with_padding([config.padding; 2])
+            .with_dilation([config.dilation; 2])
+            .with_groups(config.groups);
         Conv2d { weight, bias, config, params, kept: Arc::default() }
     }
 

@@ -96,7 +96,7 @@ fn dense_weight_equals_a_product_for_each_tap() {
 fn gradients_equal_those_of_the_plain_formulation() {
     for device in devices() {
         let (w, bias) = (var((6, 4), 2, &device), var(6, 3, &device));
-        for activation in Activation::ALL {
+        for &activation in Activation::ALL {
             let x = var((2, 6, 9), 1, &device);
             let ours = x.causal_conv1d(&w, &options(Some(&bias), activation)).unwrap();
             let theirs = plain(&x, &w, Some(&bias), activation);

@@ -16,7 +16,12 @@ const CASES: [[usize; 10]; 8] = [
 fn params(case: &[usize; 10], activation: Activation) -> Conv2dParams {
     let [.., stride, padding, dilation, groups] = *case;
     let (stride, padding, dilation) = ([stride; 2], [padding; 2], [dilation; 2]);
-    Conv2dParams { stride, padding, dilation, groups, activation, ..Default::default() }
+    Conv2dParams::default()
+        .with_stride(stride)
+        .with_padding(padding)
+        .with_dilation(dilation)
+        .with_groups(groups)
+        .with_activation(activation)
 }
 
 fn tensors(case: &[usize; 10], device: &Device) -> (Tensor, Tensor, Tensor) {
@@ -108,7 +113,7 @@ fn gradients_of_views_and_of_sums() {
     let device = Device::Cpu;
     let (wide, weight) = (var((2, 9, 10, 8), 1, &device), var((5, 6, 3, 3), 2, &device));
     let x = wide.permute((0, 3, 1, 2)).unwrap().narrow(1, 1, 6).unwrap();
-    let params = Conv2dParams { padding: [1, 1], ..Default::default() };
+    let params = Conv2dParams::default().with_padding([1, 1]);
     let ours = x.windrow_conv2d(&weight, None, &params).unwrap();
     let x = x.contiguous().unwrap();
     let theirs = plain(&x, &weight, None, [1, 1, 1, 1], Activation::Identity);
@@ -134,7 +139,7 @@ fn errors_name_what_is_wrong() {
         assert_error(x.windrow_conv2d(&half, None, &params), &["`w` is f16"]);
         let short = bias.narrow(0, 0, 4).unwrap();
         assert_error(x.windrow_conv2d(&weight, Some(&short), &params), &["`bias`", "[4]"]);
-        let none = Conv2dParams { stride: [0, 1], ..params };
+        let none = params.with_stride([0, 1]);
         assert_error(x.windrow_conv2d(&weight, None, &none), &["stride", "at least 1"]);
         let small = x.narrow(2, 0, 2).unwrap();
         assert_error(small.windrow_conv2d(&weight, None, &params), &["conv2d", "[5, 3, 3, 3]"]);

@@ -69,6 +69,7 @@ pub(crate) fn candle_activation(x: &Tensor, activation: Activation) -> Result<Te
         Activation::Silu => x.silu(),
         Activation::Gelu(Approximate::None) => x.gelu_erf(),
         Activation::Gelu(Approximate::Tanh) => x.gelu(),
+        other => candle_core::bail!("candle has no {other}"),
     }
 }
 

@@ -289,7 +289,7 @@ fn causal_conv1d() {
         let (b, d) = (random.choose(&[1, 2, 3]), random.choose(&[1, 2, 3, 8, 16, 33, 64]));
         let l = random.choose(&[1, 2, 3, 5, 13, 16, 17, 31, 64, 65, 130]);
         let width = random.choose(&[1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 33]);
-        let activation = random.choose(&Activation::ALL);
+        let activation = random.choose(Activation::ALL);
         let d_out = if random.below(6) == 0 { Some(random.choose(&[1, 5, 16])) } else { None };
         let (with_bias, with_states) = (random.below(2) == 0, random.below(3) == 0);
         // Runs of tokens of one number each; negative ones are padding.
@@ -421,7 +421,7 @@ fn conv2d() {
         let least = reach.saturating_sub(2 * padding).max(if stride == 1 { 1 } else { stride });
         let h = least + random.choose(&[0, 1, 3, 6, 11, 17]);
         let w = if stride == 1 { least + random.choose(&[0, 1, 4, 7, 13, 18]) } else { h };
-        let activation = random.choose(&Activation::ALL);
+        let activation = random.choose(Activation::ALL);
         let accuracy = random.choose(&[Accuracy::Fp32, Accuracy::Fp32, Accuracy::Exact]);
         let with_bias = random.below(2) == 0;
         let winograd =
@@ -437,14 +437,13 @@ fn conv2d() {
             operands.push(("bias", random.operand(&[k * groups], dtype, 1.0)));
             gradient_terms.push(positions);
         }
-        let params = Conv2dParams {
-            stride: [stride; 2],
-            padding: [padding; 2],
-            dilation: [dilation; 2],
-            groups,
-            activation,
-            accuracy,
-        };
+        let params = Conv2dParams::default()
+            .with_stride([stride; 2])
+            .with_padding([padding; 2])
+            .with_dilation([dilation; 2])
+            .with_groups(groups)
+            .with_activation(activation)
+            .with_accuracy(accuracy);
         let problem = Problem {
             operands,
             activation,

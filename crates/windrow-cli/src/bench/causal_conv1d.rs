@@ -49,7 +49,7 @@ fn about(
 
 fn spec(shape: [usize; 3], channel_last: bool, dtype: DType) -> windrow::Result<CausalConv1dSpec> {
     let order = if channel_last { [0, 2, 1] } else { [0, 1, 2] };
-    let x = TensorDesc { dtype, layout: Layout::with_order(&shape, &order)? };
+    let x = TensorDesc::new(dtype, Layout::with_order(&shape, &order)?);
     let weight = TensorDesc::contiguous(dtype, &[shape[1], WIDTH])?;
     let bias = TensorDesc::contiguous(dtype, &[shape[1]])?;
     Ok(CausalConv1dSpec::new(x, weight)?.with_bias(bias).with_activation(Activation::Silu))

@@ -158,9 +158,8 @@ pub(crate) fn run(args: &Bench) -> Result<(), Failure> {
         return parallel::run(args, ranks, &layers(args)?, timeout);
     }
     check_device(args.device)?;
-    let mut options = PlanOptions { device: args.device, ..Default::default() };
     let threads = start_threads(args.threads)?;
-    options.threads = Some(threads);
+    let options = PlanOptions::default().with_device(args.device).with_threads(threads);
     let selection = Selection {
         dtypes: &args.dtype,
         algorithm: args.algorithm.as_deref(),

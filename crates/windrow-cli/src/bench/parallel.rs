@@ -190,7 +190,7 @@ impl Case {
         spec: &Conv2dSpec,
         algorithm: Option<Conv2dAlgorithm>,
     ) -> windrow::Result<Self> {
-        let options = PlanOptions { device: rank.device(), ..Default::default() };
+        let options = PlanOptions::default().with_device(rank.device());
         let whole = match algorithm {
             Some(algorithm) => Conv2dPlan::with_algorithm(spec, algorithm, &options)?,
             None => Conv2dPlan::new(spec, &options)?,
@@ -242,7 +242,7 @@ impl Case {
     fn run_whole(&mut self, i: usize) -> windrow::Result<()> {
         let y = self.ys[i % 2].as_mut()?;
         let w = Weights::Packed(&self.packed);
-        let args = Conv2dArgs { x: self.x.as_ref(), w, bias: None };
+        let args = Conv2dArgs::new(self.x.as_ref(), w);
         self.whole.run(&args, y, &mut self.workspace)
     }
 
@@ -255,7 +255,7 @@ impl Case {
         let work = |rows, y: TensorMut<'_>| match part {
             Some(plan) => {
                 let x = x.as_ref().narrow(0, rows)?;
-                plan.run(&Conv2dArgs { x, w: Weights::Packed(packed), bias: None }, y, workspace)
+                plan.run(&Conv2dArgs::new(x, &*packed), y, workspace)
             }
             None => Ok(()),
         };

@@ -1,10 +1,9 @@
 //! A plan of any operator on random tensors, as it is measured.
 
 use super::{Case, Description, Entry, Selection, Work};
+use windrow::internal::{Bound, Configuration, Operator, Tuned};
 use windrow::verify::{Comparison, random_tensor};
-use windrow::{
-    Bound, Configuration, DType, Operator, Placed, Plan, PlanOptions, Tuned, Workspace, cpu,
-};
+use windrow::{DType, Placed, Plan, PlanOptions, Workspace, cpu};
 
 type Algorithm<O> = <<O as Operator>::Configuration as Configuration>::Algorithm;
 

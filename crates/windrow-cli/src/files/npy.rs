@@ -155,7 +155,7 @@ impl Header {
         if self.fortran_order {
             order.reverse();
         }
-        Ok(TensorDesc { dtype: self.dtype, layout: Layout::with_order(&self.shape, &order)? })
+        Ok(TensorDesc::new(self.dtype, Layout::with_order(&self.shape, &order)?))
     }
 }
 

@@ -213,7 +213,7 @@ mod tests {
         // One that fits a chunk, and one that does not.
         for [rows, columns] in [[2, 3], [300, 401]] {
             let layout = Layout::with_order(&[rows, columns], &[1, 0]).unwrap();
-            let mut t = Tensor::uninitialised(TensorDesc { dtype: DType::I32, layout }).unwrap();
+            let mut t = Tensor::uninitialised(TensorDesc::new(DType::I32, layout)).unwrap();
             for (i, b) in t.as_bytes_mut().chunks_exact_mut(4).enumerate() {
                 b.copy_from_slice(&(i as i32).to_ne_bytes());
             }

@@ -4,9 +4,10 @@ use super::{Common, Files, place, plan};
 use crate::failure::Failure;
 use crate::names;
 use std::path::{Path, PathBuf};
+use windrow::internal::Bound;
 use windrow::{
-    Activation, Bound, CausalConv1dAlgorithm, CausalConv1dOutputs, CausalConv1dPlan,
-    CausalConv1dSpec, Placed, Tensor, TensorDesc, Workspace,
+    Activation, CausalConv1dAlgorithm, CausalConv1dOutputs, CausalConv1dPlan, CausalConv1dSpec,
+    Placed, Tensor, TensorDesc, Workspace,
 };
 
 /// Causal 1-D convolution: y[b,d,t] = act(bias[d] + sum over k of w[d,k] * x[b,d,t-(width-1)+k])
@@ -86,10 +87,8 @@ impl CausalConv1d {
         let output = |desc| Placed::output(desc, device);
         let mut final_states = spec.final_states.map(output).transpose()?;
         let mut workspace = Workspace::new(device, plan.workspace_bytes())?;
-        let outputs = CausalConv1dOutputs {
-            y: y.as_mut()?,
-            final_states: final_states.as_mut().map(Placed::as_mut).transpose()?,
-        };
+        let outputs = CausalConv1dOutputs::new(y.as_mut()?)
+            .with_final_states(final_states.as_mut().map(Placed::as_mut).transpose()?);
         plan.run(&Bound::new(&plan, &inputs).args(), outputs, &mut workspace)?;
         workspace.synchronize()?;
         let mut y = y.into_host()?;

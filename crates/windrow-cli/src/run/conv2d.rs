@@ -4,8 +4,9 @@ use super::{Common, Files, place, plan};
 use crate::failure::Failure;
 use crate::names;
 use std::path::PathBuf;
+use windrow::internal::Bound;
 use windrow::{
-    Accuracy, Activation, Bound, Conv2dAlgorithm, Conv2dParams, Conv2dPlan, Conv2dSpec, Placed,
+    Accuracy, Activation, Conv2dAlgorithm, Conv2dParams, Conv2dPlan, Conv2dSpec, Placed,
     PlanOptions, Workspace,
 };
 
@@ -61,14 +62,13 @@ impl Conv2d {
         let x = files.read_ordered(&self.input, "x", order)?;
         let w = files.read(&self.weight)?;
         let bias = files.read_optional(self.bias.as_ref())?;
-        let params = Conv2dParams {
-            stride: self.stride,
-            padding: self.padding,
-            dilation: self.dilation,
-            groups: self.groups,
-            activation: self.activation,
-            accuracy: self.accuracy.unwrap_or_default(),
-        };
+        let params = Conv2dParams::default()
+            .with_stride(self.stride)
+            .with_padding(self.padding)
+            .with_dilation(self.dilation)
+            .with_groups(self.groups)
+            .with_activation(self.activation)
+            .with_accuracy(self.accuracy.unwrap_or_default());
         let mut spec = Conv2dSpec::new(*x.desc(), *w.desc(), &params)?;
         spec.bias = bias.as_ref().map(|t| *t.desc());
         let options = self.common.options()?;

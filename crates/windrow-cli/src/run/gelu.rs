@@ -4,7 +4,8 @@ use super::{Common, Files, place, plan};
 use crate::failure::Failure;
 use crate::names;
 use std::path::PathBuf;
-use windrow::{Approximate, Bound, GeluPlan, GeluSpec, Placed, Workspace};
+use windrow::internal::Bound;
+use windrow::{Approximate, GeluPlan, GeluSpec, Placed, Workspace};
 
 /// y = gelu(x + bias) * gate
 #[derive(Debug, clap::Args)]

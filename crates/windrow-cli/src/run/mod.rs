@@ -12,7 +12,8 @@ use std::cell::Cell;
 use std::fmt::Write;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
-use windrow::{Configuration, DType, Device, Error, Operator, Placed, Plan, PlanOptions, Tensor};
+use windrow::internal::{Configuration, Operator};
+use windrow::{DType, Device, Error, Placed, Plan, PlanOptions, Tensor};
 
 /// Run one operator on tensors from .npy, .npz or .safetensors files.
 ///
@@ -61,7 +62,7 @@ struct Common {
 
 impl Common {
     fn options(&self) -> Result<PlanOptions, Failure> {
-        let mut options = PlanOptions { device: self.device, ..Default::default() };
+        let mut options = PlanOptions::default().with_device(self.device);
         options.threads = Some(start_threads(self.threads)?);
         if self.verify {
             options.verify = windrow::Verify::On;

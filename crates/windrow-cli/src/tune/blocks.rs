@@ -33,7 +33,7 @@ pub(super) fn run(args: &Tune) -> Result<(), Failure> {
     for problem in &problems {
         bar.set_message(problem.name.clone());
         let texts = BLOCKS.map(|block| format!("{} block={block}", problem.blocked));
-        let how = Search { budget: super::BUDGET, exhaustive: true };
+        let how = Search::new(super::BUDGET).with_exhaustive(true);
         let report = (problem.measure)(&texts.each_ref().map(String::as_str), &how)?;
         for (sum, measured) in seconds.iter_mut().zip(&report.candidates) {
             *sum += measured.seconds.unwrap_or(f64::NAN);

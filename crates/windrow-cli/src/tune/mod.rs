@@ -107,14 +107,14 @@ pub(crate) fn run(args: &Tune) -> Result<(), Failure> {
     let mut rows = Vec::with_capacity(problems.len());
     for problem in &problems {
         bar.set_message(problem.name.clone());
-        let found = (problem.tune)(&Search { budget, exhaustive: false })?;
+        let found = (problem.tune)(&Search::new(budget))?;
         if let (Some(reason), Some(path)) = (&found.not_kept, &table) {
             let path = shown(path);
             return Err(Failure::Input(format!("{path}: what was found cannot be kept: {reason}")));
         }
         let all = args
             .exhaustive
-            .then(|| problem.measure(&found, &Search { budget, exhaustive: true }))
+            .then(|| problem.measure(&found, &Search::new(budget).with_exhaustive(true)))
             .transpose()?;
         rows.push(Row::new(problem, &found, all.as_ref()));
         bar.inc(1);
@@ -132,9 +132,8 @@ pub(crate) fn run(args: &Tune) -> Result<(), Failure> {
 
 impl Tune {
     fn options(&self) -> Result<PlanOptions, Failure> {
-        let mut options = PlanOptions { device: self.device, ..Default::default() };
-        options.threads = Some(start_threads(self.threads)?);
-        Ok(options)
+        let threads = start_threads(self.threads)?;
+        Ok(PlanOptions::default().with_device(self.device).with_threads(threads))
     }
 
     fn layers(&self) -> Result<Vec<Layer>, Failure> {

@@ -4,8 +4,9 @@ use super::Tune;
 use crate::bench::{by_x, causal_conv1d, conv2d, gelu};
 use crate::failure::Failure;
 use crate::operator::Operator;
+use windrow::internal::Tuned;
 use windrow::tuning::{Report, Search};
-use windrow::{CausalConv1d, Conv2d, Gelu, GeluPlan, Plan, PlanOptions, Result, Tuned};
+use windrow::{CausalConv1d, Conv2d, Gelu, GeluPlan, Plan, PlanOptions, Result};
 
 type Tuner = Box<dyn Fn(&Search) -> Result<Report>>;
 type Measurer = Box<dyn Fn(&[&str], &Search) -> Result<Report>>;

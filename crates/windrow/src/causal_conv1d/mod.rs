@@ -1,30 +1,5 @@
 //! Causal convolution over sequences: prefill, decoding, training.
 
-/// Builder methods for what specs of whole sequences and of updates both have.
-macro_rules! common_options {
-    ($spec:ty) => {
-        impl $spec {
-            /// With a bias, one element for each output channel.
-            #[must_use]
-            pub fn with_bias(self, bias: TensorDesc) -> Self {
-                Self { bias: Some(bias), ..self }
-            }
-
-            /// With an activation.
-            #[must_use]
-            pub fn with_activation(self, activation: Activation) -> Self {
-                Self { activation, ..self }
-            }
-
-            /// With another layout of the output than the default.
-            #[must_use]
-            pub fn with_output(self, y: TensorDesc) -> Self {
-                Self { y, ..self }
-            }
-        }
-    };
-}
-
 mod args;
 mod cpu;
 mod cuda;

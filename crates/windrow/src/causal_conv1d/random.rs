@@ -68,7 +68,7 @@ fn spec(choices: &mut Choices<'_>, style: Style) -> Result<CausalConv1dSpec> {
     let weight = if dense { vec![d_out, d, width] } else { vec![d, width] };
     let x = desc(choices, style, dtype, &[b, d, l], true)?;
     let mut spec = CausalConv1dSpec::new(x, desc(choices, style, parameter, &weight, true)?)?
-        .with_activation(choices.of(&Activation::ALL));
+        .with_activation(choices.of(Activation::ALL));
     if choices.one_in(2) {
         spec.y = desc(choices, style, dtype, &[b, d_out, l], false)?;
     }
@@ -360,7 +360,7 @@ fn update_spec(choices: &mut Choices<'_>, style: Style) -> Result<CausalConv1dUp
     let parameter = choices.of(&[dtype, DType::F32]);
     let weight = desc(choices, style, parameter, &[d, width], true)?;
     let mut spec = CausalConv1dUpdateSpec::new(x, states, weight)?
-        .with_activation(choices.of(&Activation::ALL));
+        .with_activation(choices.of(Activation::ALL));
     if choices.one_in(2) {
         let parameter = choices.of(&[dtype, DType::F32]);
         spec.bias = Some(desc(choices, style, parameter, &[d], true)?);

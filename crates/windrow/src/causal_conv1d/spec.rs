@@ -2,6 +2,7 @@
 
 use super::Problem;
 use super::problem::{output_layout, rank};
+use crate::forms::{names, setters};
 use crate::tensor::{check_tensor, check_unique};
 use crate::{Activation, DType, Error, Result, TensorDesc};
 
@@ -45,6 +46,7 @@ use crate::{Activation, DType, Error, Result, TensorDesc};
 /// Source: Dao, causal-conv1d (<https://github.com/Dao-AILab/causal-conv1d>), whose meaning of
 /// `seq_idx` and states this follows.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct CausalConv1dSpec {
     /// Input [b, d, l], f32, f16 or bf16; any strides.
     pub x: TensorDesc,
@@ -66,7 +68,17 @@ pub struct CausalConv1dSpec {
     pub final_states: Option<TensorDesc>,
 }
 
-common_options!(CausalConv1dSpec);
+setters! {
+    CausalConv1dSpec {
+        with_output(y: TensorDesc);
+        with_activation(activation: Activation);
+        ? with_bias(bias: TensorDesc);
+        ? with_seq_idx(seq_idx: TensorDesc);
+        ? with_cu_seqlens(cu_seqlens: TensorDesc);
+        ? with_initial_states(initial_states: TensorDesc);
+        ? with_final_states(final_states: TensorDesc);
+    }
+}
 
 impl CausalConv1dSpec {
     /// A convolution of `x` [b, d, l] with `weight` [d, width] or [d_out, d, width], without bias,
@@ -90,30 +102,6 @@ impl CausalConv1dSpec {
             initial_states: None,
             final_states: None,
         })
-    }
-
-    /// With sequence numbers [b, l].
-    #[must_use]
-    pub fn with_seq_idx(self, seq_idx: TensorDesc) -> Self {
-        Self { seq_idx: Some(seq_idx), ..self }
-    }
-
-    /// With sequence boundaries [sequences + 1].
-    #[must_use]
-    pub fn with_cu_seqlens(self, cu_seqlens: TensorDesc) -> Self {
-        Self { cu_seqlens: Some(cu_seqlens), ..self }
-    }
-
-    /// With initial states [b or sequences, d, width-1].
-    #[must_use]
-    pub fn with_initial_states(self, initial_states: TensorDesc) -> Self {
-        Self { initial_states: Some(initial_states), ..self }
-    }
-
-    /// With final states [b or sequences, d, width-1].
-    #[must_use]
-    pub fn with_final_states(self, final_states: TensorDesc) -> Self {
-        Self { final_states: Some(final_states), ..self }
     }
 
     /// Shape of initial and final states: [b, d, width-1], or [sequences, d, width-1] with
@@ -192,33 +180,4 @@ pub enum CausalConv1dAlgorithm {
     Im2colGemm,
 }
 
-impl CausalConv1dAlgorithm {
-    /// Every algorithm, of whatever device.
-    pub const ALL: [CausalConv1dAlgorithm; 2] =
-        [CausalConv1dAlgorithm::Direct, CausalConv1dAlgorithm::Im2colGemm];
-
-    /// `direct` or `im2col_gemm`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            CausalConv1dAlgorithm::Direct => "direct",
-            CausalConv1dAlgorithm::Im2colGemm => "im2col_gemm",
-        }
-    }
-}
-
-impl std::fmt::Display for CausalConv1dAlgorithm {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl std::str::FromStr for CausalConv1dAlgorithm {
-    type Err = Error;
-
-    fn from_str(s: &str) -> Result<Self> {
-        CausalConv1dAlgorithm::ALL
-            .into_iter()
-            .find(|a| a.name() == s)
-            .ok_or_else(|| Error::parameter("algorithm", s, "direct or im2col_gemm"))
-    }
-}
+names! { CausalConv1dAlgorithm, "algorithm": Direct = "direct", Im2colGemm = "im2col_gemm" }

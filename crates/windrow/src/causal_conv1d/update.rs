@@ -9,6 +9,7 @@ use super::sequences::Indices;
 use super::{CausalConv1dAlgorithm, CausalConv1dConfiguration, Problem, verify};
 use crate::cpu::Isa;
 use crate::dtype::with_element;
+use crate::forms::setters;
 use crate::plan::{Backend, Engine, Input, Operator, Plan, Setup, Views};
 use crate::tensor::{check_tensor, check_unique};
 use crate::{
@@ -28,6 +29,7 @@ use crate::{
 ///
 /// Source: Dao, causal-conv1d (<https://github.com/Dao-AILab/causal-conv1d>), `causal_conv1d_update`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct CausalConv1dUpdateSpec {
     /// New tokens [b, d, l], f32, f16 or bf16; any strides.
     pub x: TensorDesc,
@@ -48,7 +50,15 @@ pub struct CausalConv1dUpdateSpec {
     pub conv_state_indices: Option<TensorDesc>,
 }
 
-common_options!(CausalConv1dUpdateSpec);
+setters! {
+    CausalConv1dUpdateSpec {
+        with_output(y: TensorDesc);
+        with_activation(activation: Activation);
+        ? with_bias(bias: TensorDesc);
+        ? with_cache_seqlens(cache_seqlens: TensorDesc);
+        ? with_conv_state_indices(conv_state_indices: TensorDesc);
+    }
+}
 
 impl CausalConv1dUpdateSpec {
     /// A step of `x` [b, d, l] with `conv_state` [b or pool, d, state_len] and `weight` [d, width],
@@ -75,18 +85,6 @@ impl CausalConv1dUpdateSpec {
         };
         spec.check_state(&spec.problem_of_x()?)?;
         Ok(spec)
-    }
-
-    /// With states as ring buffers, and the number of tokens before `[b]`.
-    #[must_use]
-    pub fn with_cache_seqlens(self, cache_seqlens: TensorDesc) -> Self {
-        Self { cache_seqlens: Some(cache_seqlens), ..self }
-    }
-
-    /// With states chosen from a pool by index `[b]`.
-    #[must_use]
-    pub fn with_conv_state_indices(self, conv_state_indices: TensorDesc) -> Self {
-        Self { conv_state_indices: Some(conv_state_indices), ..self }
     }
 
     fn problem_of_x(&self) -> Result<Problem> {
@@ -137,6 +135,7 @@ impl CausalConv1dUpdateSpec {
 
 /// The inputs of an update; see [`CausalConv1dUpdateSpec`] for shapes and types.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct CausalConv1dUpdateArgs<'a> {
     /// [b, d, l]
     pub x: TensorRef<'a>,
@@ -155,6 +154,14 @@ impl<'a> CausalConv1dUpdateArgs<'a> {
     pub fn new(x: TensorRef<'a>, weight: TensorRef<'a>) -> Self {
         let (bias, cache_seqlens, conv_state_indices) = (None, None, None);
         CausalConv1dUpdateArgs { x, weight, bias, cache_seqlens, conv_state_indices }
+    }
+}
+
+setters! {
+    CausalConv1dUpdateArgs<'a> {
+        ? with_bias(bias: TensorRef<'a>);
+        ? with_cache_seqlens(cache_seqlens: TensorRef<'a>);
+        ? with_conv_state_indices(conv_state_indices: TensorRef<'a>);
     }
 }
 

@@ -39,7 +39,7 @@ fn spec(choices: &mut Choices<'_>, style: Style) -> Result<Conv2dSpec> {
     let dtype = choices.of(&DTYPES);
     let pair = |choices: &mut Choices<'_>, most| [0; 2].map(|_| choices.within(0..=most));
     let mut params = Conv2dParams {
-        activation: choices.of(&Activation::ALL),
+        activation: choices.of(Activation::ALL),
         accuracy: choices.of(&[Accuracy::Fp32, Accuracy::Exact, Accuracy::Tf32, Accuracy::Half]),
         ..Conv2dParams::default()
     };

@@ -1,8 +1,9 @@
 //! What a convolution computes: descriptors, options, and the checks that need no data.
 
 use super::Problem;
+use crate::forms::{names, setters};
 use crate::tensor::{check_dtype, check_tensor, check_unique};
-use crate::{Accuracy, Activation, DType, Error, Layout, Result, TensorDesc};
+use crate::{Accuracy, Activation, DType, Layout, Result, TensorDesc};
 
 /// A two-dimensional convolution (cross-correlation, as deep learning has it):
 ///
@@ -14,11 +15,12 @@ use crate::{Accuracy, Activation, DType, Error, Layout, Result, TensorDesc};
 /// use windrow::{Conv2dParams, Conv2dSpec, DType, TensorDesc};
 /// let x = TensorDesc::contiguous(DType::F32, &[8, 64, 56, 56])?;
 /// let w = TensorDesc::contiguous(DType::F32, &[128, 64, 3, 3])?;
-/// let spec = Conv2dSpec::new(x, w, &Conv2dParams { padding: [1, 1], ..Default::default() })?;
+/// let spec = Conv2dSpec::new(x, w, &Conv2dParams::default().with_padding([1, 1]))?;
 /// assert_eq!(spec.y.shape(), [8, 128, 56, 56]);
 /// # Ok::<(), windrow::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct Conv2dSpec {
     /// Input [n, c, h, w], f32, f16 or bf16; any strides (channels-last is a stride pattern).
     pub x: TensorDesc,
@@ -45,6 +47,7 @@ pub struct Conv2dSpec {
 /// The options of a convolution, for [`Conv2dSpec::new`] and [`conv2d`](crate::conv2d::conv2d). The default is stride
 /// 1, no padding, dilation 1, one group, no activation, [`Accuracy::Fp32`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct Conv2dParams {
     /// Step of the filter over rows and columns.
     pub stride: [usize; 2],
@@ -73,14 +76,34 @@ impl Default for Conv2dParams {
     }
 }
 
+setters! {
+    Conv2dParams {
+        with_stride(stride: [usize; 2]);
+        with_padding(padding: [usize; 2]);
+        with_dilation(dilation: [usize; 2]);
+        with_groups(groups: usize);
+        with_activation(activation: Activation);
+        with_accuracy(accuracy: Accuracy);
+    }
+}
+
+setters! {
+    Conv2dSpec {
+        with_output(y: TensorDesc);
+        with_activation(activation: Activation);
+        with_accuracy(accuracy: Accuracy);
+        ? with_bias(bias: TensorDesc);
+    }
+}
+
 impl Conv2dSpec {
     /// A convolution of `x` [n, c, h, w] by `w` [k, c/groups, r, s], without bias. `y` gets the
     /// shape that follows and a dense layout: channels-last if x is, else NCHW.
     ///
     /// # Errors
-    /// [`Error::Rank`], [`Error::DType`], [`Error::Shape`] if channels do not match or the filter
-    /// is larger than the padded input, [`Error::Parameter`] for stride, dilation or groups of 0
-    /// or groups that do not divide the channels, [`Error::SizeOverflow`].
+    /// [`Error::Rank`](crate::Error::Rank), [`Error::DType`](crate::Error::DType), [`Error::Shape`](crate::Error::Shape) if channels do not match or the filter
+    /// is larger than the padded input, [`Error::Parameter`](crate::Error::Parameter) for stride, dilation or groups of 0
+    /// or groups that do not divide the channels, [`Error::SizeOverflow`](crate::Error::SizeOverflow).
     pub fn new(x: TensorDesc, w: TensorDesc, params: &Conv2dParams) -> Result<Self> {
         let &Conv2dParams { stride, padding, dilation, groups, activation, accuracy } = params;
         let geometry = Problem::new(&x, &w, stride, padding, dilation, groups)?;
@@ -89,18 +112,6 @@ impl Conv2dSpec {
         let y = TensorDesc { dtype: x.dtype, layout: Layout::with_order(&shape, &order)? };
         let bias = None;
         Ok(Self { x, w, y, bias, stride, padding, dilation, groups, activation, accuracy })
-    }
-
-    /// With a bias `[k]`.
-    #[must_use]
-    pub fn with_bias(self, bias: TensorDesc) -> Self {
-        Self { bias: Some(bias), ..self }
-    }
-
-    /// With another layout of the output than the default.
-    #[must_use]
-    pub fn with_output(self, y: TensorDesc) -> Self {
-        Self { y, ..self }
     }
 
     /// The options alone.
@@ -141,6 +152,7 @@ pub(crate) fn is_channels_last(layout: &Layout) -> bool {
 
 /// Output tile of a Winograd algorithm with 3x3 filters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Tile {
     /// F(2x2, 3x3): 4 x 4 transforms, 2.25 times fewer multiplications.
     F2,
@@ -152,7 +164,7 @@ pub enum Tile {
 
 impl Tile {
     /// Every tile size.
-    pub const ALL: [Tile; 3] = [Tile::F2, Tile::F4, Tile::F6];
+    pub(crate) const ALL: [Tile; 3] = [Tile::F2, Tile::F4, Tile::F6];
 
     /// Side of the output tile, m.
     pub const fn m(self) -> usize {
@@ -194,21 +206,6 @@ pub enum Conv2dAlgorithm {
 }
 
 impl Conv2dAlgorithm {
-    /// Every algorithm, of whatever device.
-    pub const ALL: [Conv2dAlgorithm; 11] = [
-        Conv2dAlgorithm::Direct,
-        Conv2dAlgorithm::Im2colGemm,
-        Conv2dAlgorithm::ImplicitGemm,
-        Conv2dAlgorithm::WinogradGemm(Tile::F2),
-        Conv2dAlgorithm::WinogradGemm(Tile::F4),
-        Conv2dAlgorithm::WinogradGemm(Tile::F6),
-        Conv2dAlgorithm::WinogradFused(Tile::F2),
-        Conv2dAlgorithm::WinogradFused(Tile::F4),
-        Conv2dAlgorithm::WinogradFused(Tile::F6),
-        Conv2dAlgorithm::WinogradRow,
-        Conv2dAlgorithm::Cudnn,
-    ];
-
     /// The output tile of a Winograd algorithm.
     pub const fn tile(self) -> Option<Tile> {
         match self {
@@ -227,38 +224,19 @@ impl Conv2dAlgorithm {
     pub(crate) fn is_winograd(self) -> bool {
         self.tile().is_some() || self == Conv2dAlgorithm::WinogradRow
     }
-
-    /// `direct`, `im2col_gemm`, `winograd_gemm_f4`, `winograd_fused_f4` and so on.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Conv2dAlgorithm::Direct => "direct",
-            Conv2dAlgorithm::Im2colGemm => "im2col_gemm",
-            Conv2dAlgorithm::ImplicitGemm => "implicit_gemm",
-            Conv2dAlgorithm::WinogradGemm(Tile::F2) => "winograd_gemm_f2",
-            Conv2dAlgorithm::WinogradGemm(Tile::F4) => "winograd_gemm_f4",
-            Conv2dAlgorithm::WinogradGemm(Tile::F6) => "winograd_gemm_f6",
-            Conv2dAlgorithm::WinogradFused(Tile::F2) => "winograd_fused_f2",
-            Conv2dAlgorithm::WinogradFused(Tile::F4) => "winograd_fused_f4",
-            Conv2dAlgorithm::WinogradFused(Tile::F6) => "winograd_fused_f6",
-            Conv2dAlgorithm::WinogradRow => "winograd_row",
-            Conv2dAlgorithm::Cudnn => "cudnn",
-        }
-    }
 }
 
-impl std::fmt::Display for Conv2dAlgorithm {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl std::str::FromStr for Conv2dAlgorithm {
-    type Err = Error;
-
-    fn from_str(s: &str) -> Result<Self> {
-        Conv2dAlgorithm::ALL.into_iter().find(|a| a.name() == s).ok_or_else(|| {
-            let names: Vec<_> = Conv2dAlgorithm::ALL.iter().map(|a| a.name()).collect();
-            Error::parameter("algorithm", s, names.join(", "))
-        })
-    }
+names! {
+    Conv2dAlgorithm, "algorithm":
+    Direct = "direct",
+    Im2colGemm = "im2col_gemm",
+    ImplicitGemm = "implicit_gemm",
+    WinogradGemm(Tile::F2) = "winograd_gemm_f2",
+    WinogradGemm(Tile::F4) = "winograd_gemm_f4",
+    WinogradGemm(Tile::F6) = "winograd_gemm_f6",
+    WinogradFused(Tile::F2) = "winograd_fused_f2",
+    WinogradFused(Tile::F4) = "winograd_fused_f4",
+    WinogradFused(Tile::F6) = "winograd_fused_f6",
+    WinogradRow = "winograd_row",
+    Cudnn = "cudnn",
 }

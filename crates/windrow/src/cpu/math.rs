@@ -290,7 +290,7 @@ mod tests {
     fn activations_are_within_4_ulp_of_f64() {
         let x = sample(9973);
         for isa in Isa::available() {
-            for activation in Activation::ALL {
+            for &activation in Activation::ALL {
                 let y = dispatch(isa, Map { activation, grad: false, x: &x });
                 let mut worst = (0.0, 0.0, 0.0);
                 for (&x, &y) in x.iter().zip(&y) {
@@ -315,7 +315,7 @@ mod tests {
     fn derivatives_agree_with_f64() {
         let x = sample(9973);
         for isa in Isa::available() {
-            for activation in Activation::ALL {
+            for &activation in Activation::ALL {
                 let y = dispatch(isa, Map { activation, grad: true, x: &x });
                 for (&x, &y) in x.iter().zip(&y) {
                     let want = activation.derivative_f64(f64::from(x));

@@ -19,6 +19,7 @@ pub(crate) mod verify;
 pub use spec::{GeluAlgorithm, GeluSpec, HalfMath};
 pub use tuning::GeluConfiguration;
 
+use crate::forms::setters;
 use crate::plan::{self, Backend, Checks, Input, Operator, Plan, Type, Views};
 use crate::verification::{Check, Expected};
 use crate::{Approximate, Error, PlanOptions, Result, Tensor, TensorMut, TensorRef, Workspace};
@@ -26,6 +27,7 @@ use engine::Cpu;
 
 /// The inputs of a run; see [`GeluSpec`] for shapes and types.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct GeluArgs<'a> {
     /// The input.
     pub x: TensorRef<'a>,
@@ -37,6 +39,7 @@ pub struct GeluArgs<'a> {
 
 /// The gradients that a backward run computes: those that are given.
 #[derive(Debug, Default)]
+#[non_exhaustive]
 pub struct GeluGrads<'a> {
     /// Gradient of `x`: its shape and type, any strides without overlap.
     pub dx: Option<TensorMut<'a>>,
@@ -45,6 +48,28 @@ pub struct GeluGrads<'a> {
     /// Gradient of `bias`: `[last dimension of x]`, f32 or the type of `x`. Summed in f32 with
     /// compensation and the same bits on any number of threads.
     pub dbias: Option<TensorMut<'a>>,
+}
+
+impl<'a> GeluArgs<'a> {
+    /// The input alone.
+    pub fn new(x: TensorRef<'a>) -> Self {
+        GeluArgs { x, bias: None, gate: None }
+    }
+}
+
+setters! {
+    GeluArgs<'a> {
+        ? with_bias(bias: TensorRef<'a>);
+        ? with_gate(gate: TensorRef<'a>);
+    }
+}
+
+setters! {
+    GeluGrads<'a> {
+        ? with_dx(dx: TensorMut<'a>);
+        ? with_dgate(dgate: TensorMut<'a>);
+        ? with_dbias(dbias: TensorMut<'a>);
+    }
 }
 
 /// A checked [`GeluSpec`] on a device.
@@ -58,7 +83,7 @@ pub struct GeluGrads<'a> {
 /// let mut workspace = Workspace::for_sizes(plan.device(), [plan.workspace_bytes()])?;
 ///
 /// let (x, mut y) = ([-3.0f32, -1.0, -0.0, 0.5, 1.0, 3.0], [0.0f32; 6]);
-/// let args = GeluArgs { x: TensorRef::new(&x, &[2, 3])?, bias: None, gate: None };
+/// let args = GeluArgs::new(TensorRef::new(&x, &[2, 3])?);
 /// plan.run(&args, TensorMut::new(&mut y, &[2, 3])?, &mut workspace)?;
 /// assert!((y[4] - 0.841192).abs() < 1e-6);
 /// # Ok::<(), windrow::Error>(())
@@ -263,7 +288,7 @@ impl GeluPlan {
 /// # Ok::<(), windrow::Error>(())
 /// ```
 pub fn gelu(x: &TensorRef<'_>, approximate: Approximate) -> Result<Tensor> {
-    one_call(GeluArgs { x: *x, bias: None, gate: None }, approximate)
+    one_call(GeluArgs::new(*x), approximate)
 }
 
 /// `gelu(a) * b`, the gated form of transformer feed-forward layers (Shazeer, arXiv:2002.05202).
@@ -272,12 +297,12 @@ pub fn gelu(x: &TensorRef<'_>, approximate: Approximate) -> Result<Tensor> {
 /// # Errors
 /// As [`gelu`], and [`Error::Shape`] if the shapes differ.
 pub fn geglu(a: &TensorRef<'_>, b: &TensorRef<'_>, approximate: Approximate) -> Result<Tensor> {
-    one_call(GeluArgs { x: *a, bias: None, gate: Some(*b) }, approximate)
+    one_call(GeluArgs::new(*a).with_gate(*b), approximate)
 }
 
 fn one_call(args: GeluArgs<'_>, approximate: Approximate) -> Result<Tensor> {
-    let spec = GeluSpec::new(*args.x.desc(), approximate)?;
-    let spec = GeluSpec { gate: args.gate.map(|g| *g.desc()), ..spec };
+    let gate = args.gate.map(|g| *g.desc());
+    let spec = GeluSpec::new(*args.x.desc(), approximate)?.with_gate(gate);
     let plan = GeluPlan::new(&spec, &PlanOptions::default())?;
     let mut y = Tensor::uninitialised(spec.y)?;
     plan.run(&args, y.as_mut(), &mut Workspace::empty())?;

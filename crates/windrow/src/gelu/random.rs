@@ -43,19 +43,19 @@ fn spec(choices: &mut Choices<'_>, style: Style, device: Device) -> Result<GeluS
     let mut spec = GeluSpec::new(desc(choices, style, dtype, &shape, true)?, approximate)?;
     if let (Some(&last), true) = (shape.last(), choices.one_in(2)) {
         let dtype = choices.of(&[dtype, DType::F32]);
-        spec = spec.bias(desc(choices, style, dtype, &[last], true)?);
+        spec = spec.with_bias(desc(choices, style, dtype, &[last], true)?);
     }
     if choices.one_in(2) {
-        spec = spec.gate(desc(choices, style, dtype, &shape, true)?);
+        spec = spec.with_gate(desc(choices, style, dtype, &shape, true)?);
     }
     match choices.below(3) {
         0 => {}
-        1 if check_unique("x", &spec.x.layout).is_ok() => spec = spec.y(spec.x),
-        _ => spec = spec.y(desc(choices, style, dtype, &shape, false)?),
+        1 if check_unique("x", &spec.x.layout).is_ok() => spec = spec.with_output(spec.x),
+        _ => spec = spec.with_output(desc(choices, style, dtype, &shape, false)?),
     }
     if device != Device::Cpu && dtype.is_half() && choices.one_in(4) {
         let plain = GeluSpec { bias: None, gate: None, ..spec };
-        spec = plain.half_math(HalfMath::Native);
+        spec = plain.with_half_math(HalfMath::Native);
     }
     Ok(spec)
 }
@@ -73,21 +73,21 @@ fn spoil(choices: &mut Choices<'_>, spec: &GeluSpec) -> Result<Option<(GeluSpec,
     let contiguous = TensorDesc::contiguous;
     Ok(Some(match choices.below(7) {
         0 => (GeluSpec { x: TensorDesc { dtype: DType::F64, ..spec.x }, ..*spec }, "DType"),
-        1 => (spec.y(TensorDesc { dtype: DType::I32, ..spec.y }), "DType"),
-        2 => (spec.y(contiguous(dtype, &other)?), "Shape"),
-        3 => (spec.gate(contiguous(dtype, &other)?), "Shape"),
+        1 => (spec.with_output(TensorDesc { dtype: DType::I32, ..spec.y }), "DType"),
+        2 => (spec.with_output(contiguous(dtype, &other)?), "Shape"),
+        3 => (spec.with_gate(contiguous(dtype, &other)?), "Shape"),
         4 if !shape.is_empty() => {
             let bias = contiguous(DType::F32, &[shape[shape.len() - 1] + 1])?;
-            (spec.bias(bias), "Shape")
+            (spec.with_bias(bias), "Shape")
         }
-        4 => (spec.bias(contiguous(DType::F32, &[1])?), "Rank"),
+        4 => (spec.with_bias(contiguous(DType::F32, &[1])?), "Rank"),
         5 if !shape.is_empty() => {
             let bias = contiguous(DType::I64, &shape[shape.len() - 1..])?;
-            (spec.bias(bias), "DType")
+            (spec.with_bias(bias), "DType")
         }
         _ if spec.x.layout.len() > 1 => {
             let together = crate::Layout::strided(shape, &vec![0; shape.len()])?;
-            (spec.y(TensorDesc { dtype, layout: together }), "OverlappingOutput")
+            (spec.with_output(TensorDesc { dtype, layout: together }), "OverlappingOutput")
         }
         _ => return Ok(None),
     }))

@@ -1,5 +1,6 @@
 //! What to compute: types, shapes, options and the checks that need no data.
 
+use crate::forms::{names, setters};
 use crate::tensor::{check_dtype, check_tensor, check_unique};
 use crate::{Activation, Approximate, DType, Error, Result, TensorDesc};
 
@@ -11,6 +12,7 @@ use crate::{Activation, Approximate, DType, Error, Result, TensorDesc};
 /// | `y` | `x`'s | `x`'s | any without overlap |
 /// | `bias` | `[last dimension of x]` | f32 or `x`'s | any |
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct GeluSpec {
     /// The input.
     pub x: TensorDesc,
@@ -28,6 +30,7 @@ pub struct GeluSpec {
 
 /// How kernels compute on half types.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum HalfMath {
     /// In f32, rounded once at the end: within one unit in the last place of the correctly rounded
     /// result, tail included.
@@ -39,24 +42,14 @@ pub enum HalfMath {
     Native,
 }
 
-impl HalfMath {
-    /// `float` or `native`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            HalfMath::Float => "float",
-            HalfMath::Native => "native",
-        }
-    }
-}
+names! { HalfMath, "half_math": Float = "float", Native = "native" }
 
-impl std::str::FromStr for HalfMath {
-    type Err = Error;
-
-    fn from_str(s: &str) -> Result<Self> {
-        [HalfMath::Float, HalfMath::Native]
-            .into_iter()
-            .find(|h| h.name() == s)
-            .ok_or_else(|| Error::parameter("half_math", s, "float or native"))
+setters! {
+    GeluSpec {
+        with_output(y: TensorDesc);
+        with_half_math(half_math: HalfMath);
+        ? with_bias(bias: TensorDesc);
+        ? with_gate(gate: TensorDesc);
     }
 }
 
@@ -69,30 +62,6 @@ impl GeluSpec {
     pub fn new(x: TensorDesc, approximate: Approximate) -> Result<Self> {
         let y = if is_dense(&x) { x } else { TensorDesc::contiguous(x.dtype, x.shape())? };
         Ok(GeluSpec { x, y, bias: None, gate: None, approximate, half_math: HalfMath::Float })
-    }
-
-    /// With this output.
-    #[must_use]
-    pub fn y(self, y: TensorDesc) -> Self {
-        GeluSpec { y, ..self }
-    }
-
-    /// With a bias along the last dimension.
-    #[must_use]
-    pub fn bias(self, bias: TensorDesc) -> Self {
-        GeluSpec { bias: Some(bias), ..self }
-    }
-
-    /// With a gate.
-    #[must_use]
-    pub fn gate(self, gate: TensorDesc) -> Self {
-        GeluSpec { gate: Some(gate), ..self }
-    }
-
-    /// With this arithmetic for half types.
-    #[must_use]
-    pub fn half_math(self, half_math: HalfMath) -> Self {
-        GeluSpec { half_math, ..self }
     }
 
     /// The activation as the other operators know it.
@@ -168,52 +137,16 @@ pub enum GeluAlgorithm {
     Bf16x8,
 }
 
-impl GeluAlgorithm {
-    /// Every algorithm, of whatever device.
-    pub const ALL: [GeluAlgorithm; 10] = [
-        GeluAlgorithm::Cpu,
-        GeluAlgorithm::F32,
-        GeluAlgorithm::F32x4,
-        GeluAlgorithm::F16,
-        GeluAlgorithm::F16x2,
-        GeluAlgorithm::F16x8,
-        GeluAlgorithm::F16x8Pack,
-        GeluAlgorithm::Bf16,
-        GeluAlgorithm::Bf16x2,
-        GeluAlgorithm::Bf16x8,
-    ];
-
-    /// `cpu`; on CUDA `f32`, `f32x4`, `f16`, `f16x2`, `f16x8`, `f16x8_pack`, `bf16`, `bf16x2` or
-    /// `bf16x8`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            GeluAlgorithm::Cpu => "cpu",
-            GeluAlgorithm::F32 => "f32",
-            GeluAlgorithm::F32x4 => "f32x4",
-            GeluAlgorithm::F16 => "f16",
-            GeluAlgorithm::F16x2 => "f16x2",
-            GeluAlgorithm::F16x8 => "f16x8",
-            GeluAlgorithm::F16x8Pack => "f16x8_pack",
-            GeluAlgorithm::Bf16 => "bf16",
-            GeluAlgorithm::Bf16x2 => "bf16x2",
-            GeluAlgorithm::Bf16x8 => "bf16x8",
-        }
-    }
-}
-
-impl std::fmt::Display for GeluAlgorithm {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl std::str::FromStr for GeluAlgorithm {
-    type Err = Error;
-
-    fn from_str(s: &str) -> Result<Self> {
-        Self::ALL.into_iter().find(|a| a.name() == s).ok_or_else(|| {
-            let names: Vec<_> = Self::ALL.iter().map(|a| a.name()).collect();
-            Error::parameter("algorithm", s, names.join(", "))
-        })
-    }
+names! {
+    GeluAlgorithm, "algorithm":
+    Cpu = "cpu",
+    F32 = "f32",
+    F32x4 = "f32x4",
+    F16 = "f16",
+    F16x2 = "f16x2",
+    F16x8 = "f16x8",
+    F16x8Pack = "f16x8_pack",
+    Bf16 = "bf16",
+    Bf16x2 = "bf16x2",
+    Bf16x8 = "bf16x8",
 }

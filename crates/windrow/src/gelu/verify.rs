@@ -48,9 +48,9 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
                             let Ok(bias) = TensorDesc::contiguous(DType::F32, &[last]) else {
                                 continue;
                             };
-                            spec = spec.bias(bias).gate(x);
+                            spec = spec.with_bias(bias).with_gate(x);
                         }
-                        let native = spec.half_math(HalfMath::Native);
+                        let native = spec.with_half_math(HalfMath::Native);
                         let specs = [Some(spec), dtype.is_half().then_some(native)];
                         for spec in specs.into_iter().flatten() {
                             for algorithm in GeluPlan::algorithms(&spec, device) {

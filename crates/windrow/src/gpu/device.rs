@@ -10,6 +10,7 @@ use std::sync::{LazyLock, Mutex, Once};
 
 /// What there is to know of a CUDA device before using it.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct DeviceInfo {
     /// Index, as in [`Device::Cuda`].
     pub index: u32,

@@ -4,6 +4,7 @@ use crate::{Error, Result};
 
 /// One rank of a job of several processes, as its launcher describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Job {
     /// This process, from 0.
     pub rank: usize,
@@ -23,6 +24,17 @@ const WORLD_SIZE: [&str; 3] = ["WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SI
 const LOCAL_RANK: [&str; 3] = ["LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"];
 
 impl Job {
+    /// A rank of a job that the caller knows of.
+    pub fn new(
+        rank: usize,
+        world: usize,
+        local_rank: usize,
+        address: impl Into<String>,
+        port: u16,
+    ) -> Self {
+        Job { rank, world, local_rank, address: address.into(), port }
+    }
+
     /// The job that the environment describes: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`
     /// and `MASTER_PORT`, as torchrun sets them. Slurm's and Open MPI's own names serve in place of
     /// the first three; address and port must be given there as well. `None` without a rank.

@@ -58,6 +58,7 @@ use std::time::{Duration, Instant};
 
 /// What a rank holds of an output y [n, ..] after [`Rank::split`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Output {
     /// Its own rows.
     Sharded,

@@ -17,6 +17,7 @@ pub use placed::Placed;
 
 /// What a tensor is without its memory: element type, shape, strides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct TensorDesc {
     /// Element type.
     pub dtype: DType,
@@ -25,6 +26,11 @@ pub struct TensorDesc {
 }
 
 impl TensorDesc {
+    /// A tensor of any layout.
+    pub const fn new(dtype: DType, layout: Layout) -> Self {
+        TensorDesc { dtype, layout }
+    }
+
     /// A row-major tensor.
     ///
     /// # Errors

@@ -27,6 +27,7 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 /// How a plan's configuration is chosen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Tuning {
     /// By a model of the cost, whatever was measured.
     Model,
@@ -69,6 +70,7 @@ pub(crate) trait Tunable {
 
 /// What a search has measured.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Report {
     /// What was computed.
     pub problem: String,
@@ -84,6 +86,7 @@ pub struct Report {
 
 /// A candidate of a search.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Measured {
     /// The configuration.
     pub configuration: String,

@@ -50,6 +50,7 @@ macro_rules! configuration {
     ($(#[$doc:meta])* $name:ident: $algorithm:ident { $($(#[$what:meta])* $parameter:ident),* $(,)? }) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
         pub struct $name {
             /// The algorithm.
             pub algorithm: $algorithm,

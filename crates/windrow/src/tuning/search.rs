@@ -1,6 +1,7 @@
 //! Interleaved successive halving: which of several candidates is the fastest, on a machine that is
 //! never quite still.
 
+use crate::forms::setters;
 use crate::{Error, Result};
 use std::time::{Duration, Instant};
 
@@ -37,6 +38,7 @@ pub(crate) trait Contest {
 
 /// How long to search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Search {
     /// Time for measuring one problem. Preparing the candidates (on CUDA compiling their kernels) and comparing
     /// with the oracle come on top.
@@ -45,8 +47,22 @@ pub struct Search {
     pub exhaustive: bool,
 }
 
+impl Search {
+    /// A search that takes so long at most.
+    pub const fn new(budget: Duration) -> Self {
+        Search { budget, exhaustive: false }
+    }
+}
+
+setters! {
+    Search {
+        with_exhaustive(exhaustive: bool);
+    }
+}
+
 /// Why a search ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Stop {
     /// The best candidate was ahead of the rest, or the rest as good as the model's choice.
     Decided,

@@ -18,11 +18,19 @@ use std::fmt;
 
 /// The comparison of a result, or of an intermediate stage, with the oracle's.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Check {
     /// `y`, `dx`, ... or the stage: `im2col`, `U`, `V`, `M`.
     pub what: &'static str,
     /// How it compares.
     pub comparison: Comparison,
+}
+
+impl Check {
+    /// The comparison of what is so called.
+    pub const fn new(what: &'static str, comparison: Comparison) -> Self {
+        Check { what, comparison }
+    }
 }
 
 /// [`Error::Verification`](crate::Error::Verification) for the first check that fails, named after `op`.
@@ -33,6 +41,7 @@ pub(crate) fn require(op: &str, checks: Vec<Check>) -> Result<()> {
 }
 
 /// One thing that `windrow verify` runs.
+#[non_exhaustive]
 pub struct Case {
     /// `gelu`, `causal_conv1d`, `conv2d`.
     pub op: &'static str,
@@ -46,6 +55,21 @@ pub struct Case {
     pub name: String,
     /// Makes the inputs, runs the operator and compares with the oracle.
     pub run: Box<dyn Fn() -> Result<Vec<Check>> + Send + Sync>,
+}
+
+impl Case {
+    /// A case of this operator, algorithm, type, layout and name.
+    pub fn new(
+        op: &'static str,
+        algorithm: impl Into<String>,
+        dtype: DType,
+        layout: impl Into<String>,
+        name: impl Into<String>,
+        run: impl Fn() -> Result<Vec<Check>> + Send + Sync + 'static,
+    ) -> Self {
+        let (algorithm, layout, name) = (algorithm.into(), layout.into(), name.into());
+        Case { op, algorithm, dtype, layout, name, run: Box::new(run) }
+    }
 }
 
 impl fmt::Debug for Case {

@@ -31,6 +31,7 @@ fn message(panic: &(dyn Any + Send)) -> &str {
 
 /// What became of a random case.
 #[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct Outcome {
     /// Operator, spec and options.
     pub description: String,

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 
 /// How often a kernel was launched.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct KernelLaunches {
     /// Source, entry point, and the macros that select its code.
     pub kernel: String,

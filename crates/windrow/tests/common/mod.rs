@@ -40,7 +40,7 @@ impl Call {
 
 pub fn options(verify: Verify) -> PlanOptions {
     let threads = NonZeroUsize::new(2);
-    PlanOptions { threads, verify, tuning: Tuning::Model, ..PlanOptions::default() }
+    PlanOptions::default().with_threads(threads).with_verify(verify).with_tuning(Tuning::Model)
 }
 
 fn desc(dtype: DType, shape: &[usize]) -> TensorDesc {
@@ -64,23 +64,22 @@ pub fn gelu(dtype: DType, shape: &[usize]) -> Call {
     let bias = tensor(4, DType::F32, &shape[shape.len() - 1..]);
     Call::new(format!("gelu {dtype} {shape:?}"), move |verify| {
         let spec = GeluSpec::new(*x.desc(), Approximate::Tanh)?;
-        let spec = spec.bias(*bias.desc()).gate(*gate.desc());
+        let spec = spec.with_bias(*bias.desc()).with_gate(*gate.desc());
         let plan = GeluPlan::new(&spec, &options(verify))?;
         let [x, gate, dy, bias] = [&x, &gate, &dy, &bias].map(Arc::clone);
         Ok(Box::new(move || {
             let (bias, gate) = (Some(bias.as_ref().as_ref()), Some(gate.as_ref().as_ref()));
-            let args = GeluArgs { x: x.as_ref().as_ref(), bias, gate };
+            let args = GeluArgs::new(x.as_ref().as_ref()).with_bias(bias).with_gate(gate);
             let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes())?;
             let mut y = Tensor::uninitialised(spec.y)?;
             plan.run(&args, y.as_mut(), &mut workspace)?;
             let (mut dx, mut dgate) =
                 (Tensor::uninitialised(spec.x)?, Tensor::uninitialised(spec.x)?);
             let mut dbias = Tensor::uninitialised(*args.bias.unwrap().desc())?;
-            let grads = GeluGrads {
-                dx: Some(dx.as_mut()),
-                dgate: Some(dgate.as_mut()),
-                dbias: Some(dbias.as_mut()),
-            };
+            let grads = GeluGrads::default()
+                .with_dx(dx.as_mut())
+                .with_dgate(dgate.as_mut())
+                .with_dbias(dbias.as_mut());
             plan.backward(&args, &dy.as_ref().as_ref(), grads, &mut workspace)?;
             Ok(hash([&y, &dx, &dgate, &dbias]))
         }))
@@ -162,16 +161,15 @@ pub fn causal_conv1d(problem: Causal) -> Call {
             let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes())?;
             let make = Tensor::uninitialised;
             let (mut y, mut last) = (make(spec.y)?, make(states)?);
-            let outputs = CausalConv1dOutputs { y: y.as_mut(), final_states: Some(last.as_mut()) };
+            let outputs = CausalConv1dOutputs::new(y.as_mut()).with_final_states(last.as_mut());
             plan.run(&args, outputs, &mut workspace)?;
             let (mut dx, mut dweight) = (make(spec.x)?, make(spec.weight)?);
             let (mut dbias, mut dinitial) = (make(*bias.desc())?, make(states)?);
-            let grads = CausalConv1dGrads {
-                dx: Some(dx.as_mut()),
-                dweight: Some(dweight.as_mut()),
-                dbias: Some(dbias.as_mut()),
-                dinitial_states: Some(dinitial.as_mut()),
-            };
+            let grads = CausalConv1dGrads::default()
+                .with_dx(dx.as_mut())
+                .with_dweight(dweight.as_mut())
+                .with_dbias(dbias.as_mut())
+                .with_dinitial_states(dinitial.as_mut());
             let (dy, dfinal) = (dy.as_ref().as_ref(), Some(dfinal.as_ref().as_ref()));
             plan.backward(&args, dy, dfinal, grads, &mut workspace)?;
             Ok(hash([&y, &last, &dx, &dweight, &dbias, &dinitial]))
@@ -226,12 +224,10 @@ pub struct Conv {
 
 impl Conv {
     pub fn spec(&self) -> Conv2dSpec {
-        let params = Conv2dParams {
-            stride: [self.stride; 2],
-            padding: [self.w[2] / 2, self.w[3] / 2],
-            groups: self.groups,
-            ..Conv2dParams::default()
-        };
+        let params = Conv2dParams::default()
+            .with_stride([self.stride; 2])
+            .with_padding([self.w[2] / 2, self.w[3] / 2])
+            .with_groups(self.groups);
         let (x, w) = (desc(self.dtype, &self.x), desc(self.dtype, &self.w));
         let spec = Conv2dSpec::new(x, w, &params).unwrap();
         spec.with_bias(desc(DType::F32, &self.w[..1]))
@@ -265,7 +261,7 @@ pub fn conv2d(problem: Conv) -> Call {
             let forms = [Weights::Raw(w), Weights::Packed(&packed), Weights::Cached(w, &cache)];
             for (y, w) in ys.iter_mut().zip(forms) {
                 let args =
-                    Conv2dArgs { x: x.as_ref().as_ref(), w, bias: Some(bias.as_ref().as_ref()) };
+                    Conv2dArgs::new(x.as_ref().as_ref(), w).with_bias(bias.as_ref().as_ref());
                 plan.run(&args, y.as_mut(), &mut workspace)?;
             }
             let (mut dx, mut dw) = (make(spec.x)?, make(spec.w)?);

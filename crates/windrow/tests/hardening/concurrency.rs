@@ -77,7 +77,7 @@ fn one_cache_of_filters_that_change() {
     let run = |plan: &Conv2dPlan, w: Weights<'_>| {
         let mut y = Tensor::uninitialised(spec.y).unwrap();
         let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
-        let args = Conv2dArgs { x: x.as_ref(), w, bias: None };
+        let args = Conv2dArgs::new(x.as_ref(), w);
         plan.run(&args, y.as_mut(), &mut workspace).unwrap();
         y.as_bytes().to_vec()
     };

@@ -66,7 +66,7 @@ impl Far {
                 }
             }
         }
-        Far { memory, bytes, first, desc: TensorDesc { dtype, layout } }
+        Far { memory, bytes, first, desc: TensorDesc::new(dtype, layout) }
     }
 
     fn as_ref(&self) -> TensorRef<'_> {
@@ -102,17 +102,16 @@ fn gelu() {
         let [mut y, mut dx, mut dgate] = [(); 3].map(|()| Far::of(dtype, &shape, dim + 1, &[]));
         let mut dbias = Far::of(dtype, &[7], dim, &[]);
         let spec = GeluSpec::new(x.desc, Approximate::None).unwrap();
-        let spec = spec.bias(bias.desc).gate(gate.desc).y(y.desc);
+        let spec = spec.with_bias(bias.desc).with_gate(gate.desc).with_output(y.desc);
         let plan = GeluPlan::new(&spec, &options(Verify::On)).unwrap();
         let mut workspace = workspace(plan.workspace_bytes());
         let (bias, gate) = (Some(bias.as_ref()), Some(gate.as_ref()));
-        let args = GeluArgs { x: x.as_ref(), bias, gate };
+        let args = GeluArgs::new(x.as_ref()).with_bias(bias).with_gate(gate);
         plan.run(&args, y.as_mut(), &mut workspace).unwrap();
-        let grads = GeluGrads {
-            dx: Some(dx.as_mut()),
-            dgate: Some(dgate.as_mut()),
-            dbias: Some(dbias.as_mut()),
-        };
+        let grads = GeluGrads::default()
+            .with_dx(dx.as_mut())
+            .with_dgate(dgate.as_mut())
+            .with_dbias(dbias.as_mut());
         plan.backward(&args, &dy.as_ref(), grads, &mut workspace).unwrap();
     }
 }
@@ -150,17 +149,16 @@ fn causal_conv1d() {
             args.bias = Some(bias.as_ref());
             args.seq_idx = Some(seq_idx.as_ref());
             args.initial_states = Some(initial.as_ref());
-            let outputs = CausalConv1dOutputs { y: y.as_mut(), final_states: Some(last.as_mut()) };
+            let outputs = CausalConv1dOutputs::new(y.as_mut()).with_final_states(last.as_mut());
             plan.run(&args, outputs, &mut workspace).unwrap();
             let mut dx = make(&[b, d, l], dim + 1);
             let mut dweight = make(weight, dim + 1);
             let (mut dbias, mut dinitial) = (make(&[d_out], dim), make(&states, dim));
-            let grads = CausalConv1dGrads {
-                dx: Some(dx.as_mut()),
-                dweight: Some(dweight.as_mut()),
-                dbias: Some(dbias.as_mut()),
-                dinitial_states: Some(dinitial.as_mut()),
-            };
+            let grads = CausalConv1dGrads::default()
+                .with_dx(dx.as_mut())
+                .with_dweight(dweight.as_mut())
+                .with_dbias(dbias.as_mut())
+                .with_dinitial_states(dinitial.as_mut());
             let dfinal = Some(dfinal.as_ref());
             plan.backward(&args, dy.as_ref(), dfinal, grads, &mut workspace).unwrap();
         }
@@ -194,12 +192,10 @@ fn conv2d() {
     let (x_shape, w_shape, groups) = ([2, 4, 6, 5], [6, 2, 3, 3], 2);
     for (dim, dtype) in (0..4).flat_map(|dim| DTYPES.map(|dtype| (dim, dtype))) {
         for stride in [1, 2] {
-            let params = Conv2dParams {
-                padding: [1, 1],
-                stride: [stride; 2],
-                groups,
-                ..Conv2dParams::default()
-            };
+            let params = Conv2dParams::default()
+                .with_padding([1, 1])
+                .with_stride([stride; 2])
+                .with_groups(groups);
             let x = Far::new(1, dtype, &x_shape, dim);
             let w = Far::new(2, dtype, &w_shape, dim);
             let bias = Far::new(3, dtype, &w_shape[..1], dim);
@@ -213,7 +209,7 @@ fn conv2d() {
                 let bytes = plan.workspace_bytes().max(plan.backward_workspace_bytes());
                 let mut workspace = workspace(bytes);
                 let (w_view, bias) = (w.as_ref(), Some(bias.as_ref()));
-                let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w_view), bias };
+                let args = Conv2dArgs::new(x.as_ref(), w_view).with_bias(bias);
                 plan.run(&args, y.as_mut(), &mut workspace).unwrap();
                 let mut dx = Far::of(dtype, &x_shape, dim, &[]);
                 let mut dw = Far::of(dtype, &w_shape, dim + 1, &[]);

@@ -94,14 +94,11 @@ fn ten_million_tokens() {
     let spec = CausalConv1dSpec::new(*args.x.desc(), *args.weight.desc()).unwrap();
     let plan = CausalConv1dPlan::new(&spec, &options(Verify::Off)).unwrap();
     let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
-    let outputs =
-        CausalConv1dOutputs { y: TensorMut::new(&mut y, &shape).unwrap(), final_states: None };
+    let outputs = CausalConv1dOutputs::new(TensorMut::new(&mut y, &shape).unwrap());
     plan.run(&args, outputs, &mut workspace).unwrap();
-    let grads = CausalConv1dGrads {
-        dx: Some(TensorMut::new(&mut dx, &shape).unwrap()),
-        dweight: Some(TensorMut::new(&mut dweight, &[1, 2]).unwrap()),
-        ..CausalConv1dGrads::default()
-    };
+    let grads = CausalConv1dGrads::default()
+        .with_dx(TensorMut::new(&mut dx, &shape).unwrap())
+        .with_dweight(TensorMut::new(&mut dweight, &[1, 2]).unwrap());
     let dy_view = TensorRef::new(&dy, &shape).unwrap();
     plan.backward(&args, dy_view, None, grads, &mut workspace).unwrap();
     let mut want = [0f64; 2];

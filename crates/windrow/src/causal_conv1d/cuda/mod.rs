@@ -254,7 +254,9 @@ fn kernel_spec(source: &'static Source, name: &str, spec: &CausalConv1dSpec) -> 
     .overlapped(spec.x.bytes() <= SMALL);
     match spec.cu_seqlens.map(|desc| desc.dtype) {
         Some(DType::I64) => kernel.define("INDEX", "i64"),
-        Some(_) => kernel.define("INDEX", "int"),
+        Some(DType::I32 | DType::F32 | DType::F16 | DType::BF16 | DType::F64) => {
+            kernel.define("INDEX", "int")
+        }
         None => kernel,
     }
 }
@@ -427,7 +429,7 @@ mod tests {
         for width in [1, 2, 3, 5, 20] {
             push(&spec(DType::F16, [1, 64, 2048], width, [0, 1, 2]));
         }
-        for activation in Activation::ALL {
+        for &activation in Activation::ALL {
             push(&spec(DType::F32, [1, 64, 2048], 4, [0, 1, 2]).with_activation(activation));
         }
         kernels.extend(large);

@@ -115,7 +115,7 @@ fn algorithms_are_checked() {
         CausalConv1dPlan::algorithms(&dense, Device::Cpu),
         [CausalConv1dAlgorithm::Im2colGemm]
     );
-    for algorithm in CausalConv1dAlgorithm::ALL {
+    for &algorithm in CausalConv1dAlgorithm::ALL {
         assert_eq!(algorithm.name().parse::<CausalConv1dAlgorithm>().unwrap(), algorithm);
     }
     assert!("fft".parse::<CausalConv1dAlgorithm>().is_err());

@@ -65,7 +65,7 @@ prop_compose! {
         (b, d, l) in (1usize..3, 1usize..40, 0usize..90),
         width in 1usize..10,
         dtype in prop::sample::select(&DTYPES),
-        activation in prop::sample::select(&Activation::ALL),
+        activation in prop::sample::select(Activation::ALL),
         (x, y, states) in (patterns(), patterns(), patterns()),
         weight_order in prop::sample::select(vec![[0, 1, 2], [2, 0, 1]]),
         d_out in prop::option::weighted(0.3, 1usize..40),
@@ -110,7 +110,7 @@ prop_compose! {
         (b, d, l) in (1usize..4, 1usize..40, 0usize..6),
         (width, more) in (1usize..8, 0usize..4),
         dtype in prop::sample::select(&DTYPES),
-        activation in prop::sample::select(&Activation::ALL),
+        activation in prop::sample::select(Activation::ALL),
         (x, state) in (patterns(), patterns()),
         [f32_weight, bias, ring, pool] in any::<[bool; 4]>(),
     ) -> CausalConv1dUpdateSpec {

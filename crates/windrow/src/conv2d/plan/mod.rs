@@ -8,6 +8,7 @@ mod gpu;
 mod packed;
 
 use super::{Conv2dConfiguration, Conv2dSpec, Problem};
+use crate::forms::setters;
 use crate::plan::{self, Input, Operator, Plan, Views, engine};
 use crate::{Error, PlanOptions, Result, TensorMut, TensorRef, Workspace};
 pub(super) use packed::filter;
@@ -19,6 +20,7 @@ pub use packed::{PackedWeights, Weights};
 
 /// The inputs of a run.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Conv2dArgs<'a> {
     /// Input [n, c, h, w], with the spec's type, shape and strides.
     pub x: TensorRef<'a>,
@@ -26,6 +28,19 @@ pub struct Conv2dArgs<'a> {
     pub w: Weights<'a>,
     /// Bias `[k]`, if the spec has one.
     pub bias: Option<TensorRef<'a>>,
+}
+
+impl<'a> Conv2dArgs<'a> {
+    /// Input and filter alone.
+    pub fn new(x: TensorRef<'a>, w: impl Into<Weights<'a>>) -> Self {
+        Conv2dArgs { x, w: w.into(), bias: None }
+    }
+}
+
+setters! {
+    Conv2dArgs<'a> {
+        ? with_bias(bias: TensorRef<'a>);
+    }
 }
 
 /// A [`Conv2dSpec`] that was checked and bound to a device and an algorithm.
@@ -39,7 +54,7 @@ pub struct Conv2dArgs<'a> {
 /// let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes())?;
 /// let packed = plan.pack_weights(&w.as_ref(), &mut workspace)?;
 /// let mut y = Tensor::uninitialised(spec.y)?;
-/// let args = Conv2dArgs { x: x.as_ref(), w: Weights::Packed(&packed), bias: None };
+/// let args = Conv2dArgs::new(x.as_ref(), &packed);
 /// plan.run(&args, y.as_mut(), &mut workspace)?;
 /// assert_eq!(y.to_vec::<f32>()?, [9.0; 4]);
 /// # Ok::<(), windrow::Error>(())

@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 /// The filter of a run.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub enum Weights<'a> {
     /// [k, c/groups, r, s] with the spec's type and strides; packed into the workspace on every run.
     Raw(TensorRef<'a>),
@@ -20,6 +21,18 @@ pub enum Weights<'a> {
     Packed(&'a PackedWeights),
     /// As `Raw`, with the packed form kept in the cache until the filter changes.
     Cached(TensorRef<'a>, &'a FilterCache),
+}
+
+impl<'a> From<TensorRef<'a>> for Weights<'a> {
+    fn from(w: TensorRef<'a>) -> Self {
+        Weights::Raw(w)
+    }
+}
+
+impl<'a> From<&'a PackedWeights> for Weights<'a> {
+    fn from(packed: &'a PackedWeights) -> Self {
+        Weights::Packed(packed)
+    }
 }
 
 /// What the form of a packed filter depends on.

@@ -128,7 +128,7 @@ fn algorithms_that_cannot() {
         assert!(matches!(refused, Err(Error::Unsupported { .. })));
     }
     assert!("winograd".parse::<Conv2dAlgorithm>().is_err());
-    for algorithm in Conv2dAlgorithm::ALL {
+    for &algorithm in Conv2dAlgorithm::ALL {
         assert_eq!(algorithm.name().parse::<Conv2dAlgorithm>().unwrap(), algorithm);
     }
 }

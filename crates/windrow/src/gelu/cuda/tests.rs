@@ -20,12 +20,12 @@ fn loops_are_as_few_as_strides_allow() {
     let loops = Loops::of(&dense);
     assert_eq!((loops.inner.size, loops.rank(), loops.unit), (120, 0, true));
     let bias = TensorDesc::contiguous(DType::F32, &[5]).unwrap();
-    let loops = Loops::of(&dense.bias(bias));
+    let loops = Loops::of(&dense.with_bias(bias));
     assert_eq!((loops.inner.size, loops.inner.strides), (3, [1, 1, 0, 0]));
     assert_eq!(loops.outer[0], Dim { size: 5, strides: [3, 3, 0, 1] });
     assert_eq!((loops.rows(), loops.rank(), loops.unit), (40, 2, true));
     let gate = Layout::strided(&[2, 3, 4, 5], &[0, 0, 0, 1]).unwrap();
-    let loops = Loops::of(&dense.gate(TensorDesc { dtype: DType::F16, layout: gate }));
+    let loops = Loops::of(&dense.with_gate(TensorDesc { dtype: DType::F16, layout: gate }));
     assert!(!loops.unit);
     let scalar = Loops::of(&spec(DType::F32, &[], &[], Approximate::None));
     assert_eq!((scalar.inner.size, scalar.rank(), scalar.unit), (1, 0, true));
@@ -56,9 +56,9 @@ fn forward_kernels_compile_without_spills() {
                 kernels.push(forward(WAVE, &flat, &large).0);
             }
             let specs = [
-                flat.bias(bias(dtype)).gate(flat.x),
-                flat.bias(bias(DType::F32)),
-                flat.half_math(HalfMath::Native),
+                flat.with_bias(bias(dtype)).with_gate(flat.x),
+                flat.with_bias(bias(DType::F32)),
+                flat.with_half_math(HalfMath::Native),
             ];
             kernels.extend(
                 specs.map(|spec| {
@@ -85,7 +85,7 @@ fn backward_kernels_compile_without_spills() {
             let (x, dy, mut dx, mut dgate) = (t(), t(), t(), t());
             let bias_tensor = Tensor::zeros(DType::F32, &[48]).unwrap();
             for fused in [false, true] {
-                let spec = if fused { plain.bias(bias).gate(plain.x) } else { plain };
+                let spec = if fused { plain.with_bias(bias).with_gate(plain.x) } else { plain };
                 let args = GeluArgs {
                     x: x.as_ref(),
                     bias: fused.then(|| bias_tensor.as_ref()),
@@ -117,7 +117,7 @@ fn without_a_device_a_plan_is_an_error() {
         Err(crate::Error::NoDevice { .. })
     ));
     let options = crate::PlanOptions { device: Device::Cpu, ..Default::default() };
-    let native = spec.half_math(HalfMath::Native);
+    let native = spec.with_half_math(HalfMath::Native);
     assert!(matches!(
         crate::GeluPlan::new(&native, &options),
         Err(crate::Error::Unsupported { .. })

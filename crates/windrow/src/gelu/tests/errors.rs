@@ -13,22 +13,23 @@ fn wrong_specs_are_refused() {
     let f16_bias = TensorDesc::contiguous(DType::F16, &[3]).unwrap();
     let overlap = Layout::strided(&[2, 3], &[0, 1]).unwrap();
     let f64_x = TensorDesc::contiguous(DType::F64, &[2]).unwrap();
-    for error in
-        [refused(spec.bias(f16_bias)), refused(GeluSpec::new(f64_x, Approximate::None).unwrap())]
-    {
+    for error in [
+        refused(spec.with_bias(f16_bias)),
+        refused(GeluSpec::new(f64_x, Approximate::None).unwrap()),
+    ] {
         assert!(matches!(error, Error::DType { .. }), "{error}");
     }
     for error in [
-        refused(spec.bias(contiguous(&[2]))),
-        refused(spec.gate(contiguous(&[3, 2]))),
-        refused(spec.y(contiguous(&[6]))),
+        refused(spec.with_bias(contiguous(&[2]))),
+        refused(spec.with_gate(contiguous(&[3, 2]))),
+        refused(spec.with_output(contiguous(&[6]))),
     ] {
         assert!(matches!(error, Error::Shape { .. }), "{error}");
     }
-    let error = refused(spec.y(TensorDesc { layout: overlap, ..x }));
+    let error = refused(spec.with_output(TensorDesc { layout: overlap, ..x }));
     assert!(matches!(error, Error::OverlappingOutput { arg: "y", .. }), "{error}");
     let scalar = GeluSpec::new(contiguous(&[]), Approximate::None).unwrap();
-    assert!(matches!(refused(scalar.bias(contiguous(&[1]))), Error::Rank { .. }));
+    assert!(matches!(refused(scalar.with_bias(contiguous(&[1]))), Error::Rank { .. }));
     // A broadcast input gets an output of its own layout.
     let broadcast = TensorDesc { layout: overlap, ..x };
     assert!(GeluSpec::new(broadcast, Approximate::None).unwrap().y.layout.is_contiguous());
@@ -43,7 +44,7 @@ fn wrong_views_are_refused() {
     let none = GeluArgs { x: view, bias: None, gate: None };
     let spec = GeluSpec::new(contiguous(&[2, 3]), Approximate::None).unwrap();
     let plain = plan(&spec);
-    let biased = plan(&spec.bias(contiguous(&[3])));
+    let biased = plan(&spec.with_bias(contiguous(&[3])));
     let mut run = |plan: &GeluPlan, args: GeluArgs<'_>, shape: &[usize]| {
         let n = shape.iter().product();
         plan.run(&args, TensorMut::new(&mut y[..n], shape).unwrap(), ws)
@@ -79,7 +80,7 @@ fn shared_memory_is_refused() {
     plan(&spec).run(&args, to(0), ws).unwrap();
     let shifted = plan(&spec).run(&args, to(1), ws);
     assert!(matches!(shifted, Err(Error::Aliasing { output: "y", input: "x", .. })));
-    let gated = plan(&spec.gate(desc));
+    let gated = plan(&spec.with_gate(desc));
     let shared = GeluArgs { gate: Some(at(4)), ..args };
     assert!(matches!(
         gated.run(&shared, to(4), ws),
@@ -112,7 +113,7 @@ fn gradients_of_what_is_not_there_are_refused() {
         GeluGrads { dbias: Some(TensorMut::new(&mut g, &[4]).unwrap()), ..GeluGrads::default() };
     let error = plan(&spec).backward(&args, &view, grads, &mut Workspace::empty()).unwrap_err();
     assert!(matches!(error, Error::Unsupported { .. }), "{error}");
-    let biased = plan(&spec.bias(contiguous(&[4])));
+    let biased = plan(&spec.with_bias(contiguous(&[4])));
     let args = GeluArgs { bias: Some(view), ..args };
     let grads =
         GeluGrads { dbias: Some(TensorMut::new(&mut g, &[4]).unwrap()), ..GeluGrads::default() };

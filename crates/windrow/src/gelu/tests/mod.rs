@@ -203,7 +203,8 @@ fn in_place_is_the_same_as_out_of_place() {
     let bias: Vec<f32> = (0..200).map(|i| i as f32 / 100.0).collect();
     let shape = [200, 200];
     let bias = TensorRef::new(&bias, &[200]).unwrap();
-    let spec = GeluSpec::new(contiguous(&shape), Approximate::Tanh).unwrap().bias(*bias.desc());
+    let spec =
+        GeluSpec::new(contiguous(&shape), Approximate::Tanh).unwrap().with_bias(*bias.desc());
     let options = PlanOptions { verify: Verify::On, ..PlanOptions::default() };
     let plan = GeluPlan::new(&spec, &options).unwrap();
     let mut y = vec![0f32; x.len()];
@@ -229,7 +230,7 @@ fn bias_gradient_is_the_same_on_any_number_of_threads() {
         };
         let dy = TensorRef::new(&dy, &shape).unwrap();
         let spec = GeluSpec::new(contiguous(&shape), Approximate::None).unwrap();
-        let spec = spec.bias(contiguous(&[shape[1]]));
+        let spec = spec.with_bias(contiguous(&[shape[1]]));
         let mut results = Vec::new();
         for threads in [1, 2, 5] {
             let options = PlanOptions {
@@ -265,7 +266,8 @@ fn infinite_gradients_sum_to_infinities() {
         bias: Some(TensorRef::new(&bias, &[3]).unwrap()),
         gate: None,
     };
-    let spec = GeluSpec::new(contiguous(&shape), Approximate::None).unwrap().bias(contiguous(&[3]));
+    let spec =
+        GeluSpec::new(contiguous(&shape), Approximate::None).unwrap().with_bias(contiguous(&[3]));
     let plan = GeluPlan::new(&spec, &PlanOptions::default()).unwrap();
     let mut ws = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
     let dy = TensorRef::new(&dy, &shape).unwrap();
