@@ -6,9 +6,10 @@
 
 use super::runtime::made;
 use super::toolkit;
+use crate::dtype::by_type;
 use crate::gpu::library::{Describe, Library, library};
 use crate::gpu::{Failure, GemmCompute, GemmOperands, GemmSpec, Handle, Matrix, Outcome, Product};
-use crate::{DType, Device, Error, Result};
+use crate::{Device, Error, Result};
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::{LazyLock, Mutex};
@@ -304,14 +305,7 @@ fn layout(
     count: c_int,
 ) -> Outcome<Descriptor> {
     // `cudaDataType_t`
-    let dtype = match x.dtype {
-        DType::F32 => 0,
-        DType::F16 => 2,
-        DType::BF16 => 14,
-        DType::F64 | DType::I32 | DType::I64 => {
-            unreachable!("specs allow f32, f16 and bf16")
-        }
-    };
+    let dtype = by_type!(x.dtype, F32 => 0, F16 => 2, BF16 => 14);
     // `cublasLtMatrixLayoutAttribute_t`
     const BATCH_COUNT: c_int = 5;
     const BATCH_STRIDE: c_int = 6;

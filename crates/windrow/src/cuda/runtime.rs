@@ -3,11 +3,12 @@
 use super::cudnn;
 use super::driver::{Address, Driver, LaunchAttribute, LaunchConfig, MemoryAccess, TensorMap};
 use super::{cublaslt, nvrtc};
+use crate::Result;
+use crate::dtype::by_type;
 use crate::gpu::{
     Convolution, ConvolutionLimits, ConvolutionSpec, Failure, Feature, Function, GemmSpec, Handle,
     KernelSpec, Launch, Operation, Outcome, Product, Recording, Runtime, StreamKind, TensorBoxes,
 };
-use crate::{DType, Result};
 use std::ffi::{CString, c_int, c_uint, c_void};
 use std::ptr::null_mut;
 
@@ -409,14 +410,7 @@ impl Runtime for Cuda {
 
     unsafe fn tensor_map(&self, boxes: &TensorBoxes) -> Outcome<[u64; 16]> {
         // `CUtensorMapDataType`, `CUtensorMapInterleave` and so on.
-        let element = match boxes.dtype {
-            DType::F16 => 6,
-            DType::F32 => 7,
-            DType::BF16 => 9,
-            DType::F64 | DType::I32 | DType::I64 => {
-                unreachable!("specs allow f32, f16 and bf16")
-            }
-        };
+        let element = by_type!(boxes.dtype, F32 => 7, F16 => 6, BF16 => 9);
         const NOT_INTERLEAVED: c_int = 0;
         const SWIZZLE_64_BYTES: c_int = 2;
         const PROMOTE_TO_128_BYTES: c_int = 2;

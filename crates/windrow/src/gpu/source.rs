@@ -4,6 +4,7 @@ use super::cache;
 use super::params::{Params, agreement, elements};
 use super::runtime::Feature;
 use crate::DType;
+use crate::dtype::by_type;
 use std::any::TypeId;
 use std::hash::{Hash, Hasher};
 
@@ -152,12 +153,5 @@ impl KernelSpec {
 /// # Panics
 /// For types that no kernel takes as elements.
 pub(crate) fn type_name(dtype: DType) -> &'static str {
-    match dtype {
-        DType::F32 => "F32",
-        DType::F16 => "F16",
-        DType::BF16 => "Bf16",
-        DType::F64 | DType::I32 | DType::I64 => {
-            unreachable!("specs allow f32, f16 and bf16")
-        }
-    }
+    by_type!(dtype, F32 => "F32", F16 => "F16", BF16 => "Bf16")
 }

@@ -5,6 +5,7 @@ use super::implicit_gemm;
 use super::row::WinogradRow;
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
+use crate::dtype::not_computed;
 use crate::gpu::Gpu;
 use crate::{Accuracy, DType, Filter};
 
@@ -37,7 +38,7 @@ pub(super) fn choose(
 fn pack_micros(spec: &Conv2dSpec, p: &Problem, algorithm: Conv2dAlgorithm) -> f64 {
     let parts = match spec.x.dtype {
         DType::F32 if is_strict(spec) => 2,
-        _ => 1,
+        DType::F32 | DType::F16 | DType::BF16 | not_computed!() => 1,
     };
     let source = p.r * p.s * spec.w.dtype.size();
     let packed = match algorithm {
@@ -124,7 +125,7 @@ fn may_transform(spec: &Conv2dSpec) -> bool {
         // f32 stays of f32 class, by split operands too; TF32 has the mantissa of f16.
         DType::F32 => spec.accuracy >= Accuracy::Fp32,
         DType::F16 => spec.accuracy >= Accuracy::Tf32,
-        _ => spec.accuracy == Accuracy::Half,
+        DType::BF16 | not_computed!() => spec.accuracy == Accuracy::Half,
     }
 }
 
@@ -132,7 +133,7 @@ fn may_transform(spec: &Conv2dSpec) -> bool {
 fn largest_tile(spec: &Conv2dSpec) -> Tile {
     match (spec.x.dtype, spec.accuracy) {
         (DType::F32, _) | (DType::F16, Accuracy::Half) => Tile::F4,
-        _ => Tile::F2,
+        (DType::F16 | DType::BF16 | not_computed!(), _) => Tile::F2,
     }
 }
 
@@ -199,7 +200,9 @@ fn cudnn_pays(spec: &Conv2dSpec, p: &Problem, multiprocessors: u32) -> bool {
         DType::F32 => p.c < 256 || share < 0.75,
         // Few input channels leave the fused kernel bound by its stores, and cuDNN's blocks have 128 output channels. With
         // many the fused kernel waits for the second-level cache.
-        _ => (p.c <= 64 && p.k >= 128) || share < if p.c < 512 { 0.65 } else { 0.75 },
+        DType::F16 | DType::BF16 | not_computed!() => {
+            (p.c <= 64 && p.k >= 128) || share < if p.c < 512 { 0.65 } else { 0.75 }
+        }
     }
 }
 
@@ -217,7 +220,7 @@ fn row_micros(spec: &Conv2dSpec, p: &Problem, multiprocessors: u32) -> f64 {
     let step = match spec.x.dtype {
         _ if is_strict(spec) => 3.8,
         DType::F32 => 2.0,
-        _ => 1.4,
+        DType::F16 | DType::BF16 | not_computed!() => 1.4,
     };
     // Pixels that are no whole vectors are copied, and stored element by element.
     let slower = is_channels_last(&spec.y.layout) && !has_vectors(spec, p);
@@ -230,7 +233,7 @@ fn staged_micros(spec: &Conv2dSpec, p: &Problem, tile: Tile) -> f64 {
     // Passes over x, halves for an element of V.
     let (reads, parts) = match spec.x.dtype {
         DType::F32 => (2.0, if is_strict(spec) { 3 } else { 1 }),
-        _ => (1.0, 1),
+        DType::F16 | DType::BF16 | not_computed!() => (1.0, 1),
     };
     let elements = (tiles(p, tile) * tile.alpha() * tile.alpha()) as f64;
     let bytes = |channels: usize, pixels: usize| {
@@ -248,7 +251,7 @@ fn cudnn_micros(spec: &Conv2dSpec, p: &Problem) -> f64 {
         _ if is_strict(spec) && p.groups > 1 => (27.0 * (1.0 + 40.0 / p.k_group() as f64), 0.0232),
         _ if is_strict(spec) => (27.0, 0.0232),
         DType::F32 => (2.6, 0.0),
-        _ => (1.6, 0.0),
+        DType::F16 | DType::BF16 | not_computed!() => (1.6, 0.0),
     };
     (10.0 + per_gflop * 1e-9 * p.flops()).max(3.5 + per_term * p.taps() as f64)
 }

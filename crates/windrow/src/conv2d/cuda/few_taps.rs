@@ -5,6 +5,7 @@ use super::{
     Divisor, FilterOrder, Operands, PackedForm, bias_of, epilogue, kernel, source, strides,
 };
 use crate::conv2d::{Conv2dSpec, Problem};
+use crate::dtype::not_computed;
 use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::{Accuracy, DType, Result, TensorDesc};
 
@@ -135,7 +136,7 @@ impl FewTaps {
         let operands = match (self.spec.x.dtype, products(&self.spec)) {
             (DType::F32, 1) => 2.0 * unit(DType::F16),
             (DType::F32, _) => 4.0 * unit(DType::F16) * unit(DType::F16),
-            _ => 0.0,
+            (DType::F16 | DType::BF16 | not_computed!(), _) => 0.0,
         };
         operands + sums * unit(DType::F32)
     }

@@ -28,6 +28,7 @@ use self::row::WinogradRow;
 use self::winograd_gemm::WinogradGemm;
 use super::winograd_reference::Stages;
 use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
+use crate::dtype::by_type;
 use crate::gpu::{Gpu, KernelSpec, Source, Stream};
 use crate::{Activation, Approximate, DType, Error, Filter, Result, TensorDesc, TensorRef, Tuning};
 
@@ -507,15 +508,9 @@ fn too_large() -> Error {
 
 /// A kernel of this room for elements of a type.
 fn kernel(source: &'static Source, name: &str, dtype: DType) -> KernelSpec {
-    let (macro_name, suffix) = match dtype {
-        DType::F16 => ("ELEMENT_F16", "f16"),
-        DType::BF16 => ("ELEMENT_BF16", "bf16"),
-        DType::F32 => ("ELEMENT_F32", "f32"),
-        DType::F64 | DType::I32 | DType::I64 => {
-            unreachable!("specs allow f32, f16 and bf16")
-        }
-    };
-    KernelSpec::new(source, format!("conv2d_{name}_{suffix}")).define(macro_name, 1)
+    let macro_name =
+        by_type!(dtype, F32 => "ELEMENT_F32", F16 => "ELEMENT_F16", BF16 => "ELEMENT_BF16");
+    KernelSpec::new(source, format!("conv2d_{name}_{dtype}")).define(macro_name, 1)
 }
 
 /// The number of an activation in `activation.cuh`.

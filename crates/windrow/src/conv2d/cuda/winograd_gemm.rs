@@ -14,6 +14,7 @@ use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::winograd::TAPS;
 use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
+use crate::dtype::not_computed;
 use crate::gpu::{
     DeviceBuffer, DeviceTensor, Gemm, GemmCompute, GemmOperands, GemmSpec, Gpu, Kernel, KernelSpec,
     Launch, Matrix, Source, Stream, download, params,
@@ -60,7 +61,7 @@ impl Cut {
 fn stages(spec: &Conv2dSpec) -> [Stage; 2] {
     let v = match spec.x.dtype {
         DType::F32 => Stage { parts: parts(spec), ..Stage::of(&spec.x, DType::F16) },
-        dtype => Stage::of(&spec.x, dtype),
+        dtype @ (DType::F16 | DType::BF16 | not_computed!()) => Stage::of(&spec.x, dtype),
     };
     [v, Stage::of(&spec.y, DType::F32)]
 }
@@ -448,7 +449,7 @@ fn kernels(tile: Tile, spec: &Conv2dSpec, block: usize) -> [KernelSpec; 3] {
     let v_exponent = split::exponent(&t.bt, 2);
     let scaled = |kernel: KernelSpec, exponent: i32| match dtype {
         DType::F32 => kernel.define("PARTS", parts(spec)).define("EXPONENT", exponent),
-        _ => kernel,
+        DType::F16 | DType::BF16 | not_computed!() => kernel,
     };
     [
         scaled(

@@ -11,6 +11,7 @@ use super::winograd_gemm::roundings;
 use super::{source, strides};
 use crate::conv2d::winograd::{MAX_ALPHA, Rational, TAPS, Transforms};
 use crate::conv2d::{Conv2dSpec, Problem, Tile};
+use crate::dtype::not_computed;
 use crate::gpu::{
     Gemm, GemmCompute, GemmOperands, GemmSpec, Gpu, KernelSpec, Matrix, Source, Stream, params,
 };
@@ -22,7 +23,7 @@ static FILTER_GRAD: Source = source!("winograd_filter_grad.cu");
 const fn tile_of(dtype: DType) -> Tile {
     match dtype {
         DType::F32 => Tile::F4,
-        _ => Tile::F2,
+        DType::F16 | DType::BF16 | not_computed!() => Tile::F2,
     }
 }
 
@@ -173,7 +174,8 @@ impl WinogradWeight {
 fn compute(spec: &Conv2dSpec) -> GemmCompute {
     match (spec.x.dtype, spec.accuracy) {
         (DType::F32, Accuracy::Tf32 | Accuracy::Half) => GemmCompute::Tf32,
-        _ => GemmCompute::F32,
+        (DType::F32, Accuracy::Exact | Accuracy::Fp32)
+        | (DType::F16 | DType::BF16 | not_computed!(), _) => GemmCompute::F32,
     }
 }
 

@@ -4,6 +4,7 @@ mod descriptor;
 
 use self::descriptor::{Cudnn, Descriptor, Kind, State, Value, with_state};
 use super::cublaslt;
+use crate::dtype::by_type;
 use crate::gpu::{Convolution, ConvolutionLimits, ConvolutionSpec, Handle, Operation, Outcome};
 use crate::{DType, Device, Result};
 use std::ffi::{c_int, c_void};
@@ -249,14 +250,7 @@ fn tensor(
     shape: [usize; 4],
     alignment: usize,
 ) -> Outcome<Descriptor> {
-    let dtype = match spec.dtype {
-        DType::F16 => HALF,
-        DType::BF16 => BFLOAT16,
-        DType::F32 => FLOAT,
-        DType::F64 | DType::I32 | DType::I64 => {
-            unreachable!("specs allow f32, f16 and bf16")
-        }
-    };
+    let dtype = by_type!(spec.dtype, F32 => FLOAT, F16 => HALF, BF16 => BFLOAT16);
     let [_, c, h, w] = shape;
     let strides =
         if spec.channels_last { [h * w * c, 1, w * c, c] } else { [c * h * w, h * w, w, 1] };

@@ -4,8 +4,9 @@ use super::nest::Nest;
 use super::table::{self, Tail};
 use super::{BLOCK, Bias, Block, PARALLEL_FROM, bias_strides, gather, load, scatter, store};
 use crate::cpu::{Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, parallel_for};
+use crate::dtype::with_element;
 use crate::gelu::{GeluArgs, GeluSpec};
-use crate::{Approximate, DType, MAX_RANK, TensorMut, bf16, f16};
+use crate::{Approximate, MAX_RANK, TensorMut};
 
 /// Elements in a task at least: a whole number of pages.
 const TASK: usize = 16 << 10;
@@ -35,15 +36,10 @@ pub(in crate::gelu) fn forward(
             &bias[..shape.len()],
         ],
     );
-    match (spec.x.dtype, spec.approximate) {
-        (DType::F32, Approximate::None) => run::<f32, false>(isa, threads, &nest, args, y),
-        (DType::F32, Approximate::Tanh) => run::<f32, true>(isa, threads, &nest, args, y),
-        (DType::F16, Approximate::None) => run::<f16, false>(isa, threads, &nest, args, y),
-        (DType::F16, Approximate::Tanh) => run::<f16, true>(isa, threads, &nest, args, y),
-        (DType::BF16, Approximate::None) => run::<bf16, false>(isa, threads, &nest, args, y),
-        (DType::BF16, Approximate::Tanh) => run::<bf16, true>(isa, threads, &nest, args, y),
-        (other, _) => unreachable!("the spec refuses {other}"),
-    }
+    with_element!(spec.x.dtype, T => match spec.approximate {
+        Approximate::None => run::<T, false>(isa, threads, &nest, args, y),
+        Approximate::Tanh => run::<T, true>(isa, threads, &nest, args, y),
+    })
 }
 
 fn run<T: SimdElement, const TANH: bool>(

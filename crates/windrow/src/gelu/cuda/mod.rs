@@ -6,6 +6,7 @@ mod loops;
 mod tests;
 
 use super::{GeluAlgorithm, GeluArgs, GeluConfiguration, GeluSpec, HalfMath};
+use crate::dtype::by_type;
 use crate::gpu::{Gpu, Kernel, KernelSpec, Kernels, Launch, Source, type_name};
 use crate::{Approximate, DType, Result, TensorMut, TensorRef, Workspace};
 pub(super) use backward::workspace_bytes;
@@ -26,14 +27,12 @@ pub(super) fn algorithms(spec: &GeluSpec) -> Vec<GeluAlgorithm> {
     if is_native(spec) && (spec.bias.is_some() || spec.gate.is_some()) {
         return Vec::new();
     }
-    let mut all = match spec.x.dtype {
-        DType::F16 => vec![F16x8Pack, F16x8, F16x2, F16],
-        DType::BF16 => vec![Bf16x8, Bf16x2, Bf16],
-        DType::F32 => vec![F32x4, F32],
-        DType::F64 | DType::I32 | DType::I64 => {
-            unreachable!("specs allow f32, f16 and bf16")
-        }
-    };
+    let mut all = by_type!(
+        spec.x.dtype,
+        F32 => vec![F32x4, F32],
+        F16 => vec![F16x8Pack, F16x8, F16x2, F16],
+        BF16 => vec![Bf16x8, Bf16x2, Bf16],
+    );
     if !Loops::of(spec).unit {
         all.reverse();
     }

@@ -10,6 +10,7 @@ use super::split::{self, exponent};
 use super::{FilterOrder, Operands, PackedForm, Seen, kernel, source, strides};
 use crate::conv2d::winograd::{Rational, Transforms};
 use crate::conv2d::{Conv2dSpec, Problem};
+use crate::dtype::not_computed;
 use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::{Accuracy, DType, Result};
 use std::sync::OnceLock;
@@ -188,7 +189,7 @@ impl WinogradRow {
         let operands = match self.spec.x.dtype {
             DType::F32 if self.products == 3 => split::rounding(),
             DType::BF16 => 3.0 * unit(DType::BF16),
-            _ => 3.0 * unit(DType::F16),
+            DType::F32 | DType::F16 | not_computed!() => 3.0 * unit(DType::F16),
         };
         GROWTH * (operands + 2.0 * sums as f64 * unit(DType::F32))
     }
