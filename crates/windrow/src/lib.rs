@@ -99,6 +99,9 @@
 //!
 //! All are on by default.
 //!
+//! - `cuda`: NVIDIA GPUs. Nothing of CUDA is needed to build; its libraries are looked for at run time.
+//! - `parallel`: several GPUs and machines, with `cuda`.
+//! - `tuning`: measuring configurations, and what was measured: `tuning`. Without it plans take those of the models.
 //! - `threads`: work on the CPU is split over rayon's threads. Without it [`cpu::use_team`] is the only way to more
 //!   than the caller's thread.
 
@@ -114,14 +117,15 @@ mod error;
 mod folder;
 mod forms;
 mod gelu;
-// Without a backend nobody calls what only backends do.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, unused_imports))]
+// Without a backend nobody calls what only backends do, nor without `parallel` what orders several devices.
+#[cfg_attr(not(feature = "parallel"), allow(dead_code, unused_imports))]
 mod gpu;
 mod layout;
-#[cfg(feature = "cuda")]
+#[cfg(feature = "parallel")]
 pub mod parallel;
 mod plan;
 mod tensor;
+#[cfg(feature = "tuning")]
 pub mod tuning;
 mod verification;
 pub mod verify;
@@ -144,11 +148,11 @@ pub use gelu::{
     Gelu, GeluAlgorithm, GeluArgs, GeluConfiguration, GeluGrads, GeluPlan, GeluSpec, HalfMath,
     geglu, gelu,
 };
+#[doc(no_inline)]
 pub use half::{bf16, f16};
 pub use layout::{Layout, MAX_RANK};
-pub use plan::{Accuracy, Filter, Plan, PlanOptions, Verify, Workspace};
+pub use plan::{Accuracy, Filter, Plan, PlanOptions, Tuning, Verify, Workspace};
 pub use tensor::{Placed, Tensor, TensorDesc, TensorMut, TensorRef};
-pub use tuning::Tuning;
 
 /// What the command and the bindings of this repository take beside the rest, to treat every operator alike. It follows
 /// them: a release may change it in any way.

@@ -1,27 +1,33 @@
 //! What all plans share: where to run, how exact, whether to check, and the plan itself.
 
+mod bound;
 mod checks;
+pub(crate) mod configuration;
 mod operator;
 mod planned;
+#[cfg(feature = "tuning")]
 mod search;
 
+pub use bound::Bound;
 pub(crate) use checks::{Checks, Type};
+pub(crate) use configuration::{configuration, dense, joined};
 pub use operator::{Configuration, Operator, Tuned};
 pub(crate) use operator::{Engine, Input, Setup, Views};
 pub use planned::Plan;
 pub(crate) use planned::{Backend, engine};
-pub use search::Bound;
+#[cfg(feature = "tuning")]
 pub(crate) use search::decide;
-#[cfg(test)]
+#[cfg(all(test, feature = "tuning"))]
 pub(crate) use search::{Problem, Runs};
 
 use crate::buffer::Buffer;
 use crate::forms::{names, setters};
 use crate::gpu::{DeviceBuffer, Gpu, Stream};
-use crate::{Device, Error, Result, Tuning};
+use crate::{Device, Error, Result};
 use std::ffi::c_void;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// How exact a result has to be. The planner takes only algorithms whose measured error against
 /// the f64 oracle stays inside the tier.
@@ -84,6 +90,26 @@ impl std::str::FromStr for Verify {
     }
 }
 
+/// How a plan's configuration is chosen. Without the feature `tuning` nothing was measured: `Cached` is as `Model`, and
+/// `Search` is refused with [`Error::Unsupported`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Tuning {
+    /// By a model of the cost, whatever was measured.
+    Model,
+    /// The configuration that was found for this problem on this machine, else the one that ships with
+    /// the library for this device, else the model's. An entry serves only the device model and the library
+    /// version that it was measured with, and only if it is valid for the problem.
+    #[default]
+    Cached,
+    /// As `Cached`; where nothing was found on this machine yet, candidates are measured now, and the
+    /// winner is kept.
+    Search {
+        /// Time for measuring.
+        budget: Duration,
+    },
+}
+
 /// How often the filter of a convolution changes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -120,6 +146,21 @@ setters! {
         with_tuning(tuning: Tuning);
         with_filter(filter: Filter);
         ? with_threads(threads: NonZeroUsize);
+    }
+}
+
+/// Without the feature `tuning` nothing is known, and nothing can be measured.
+#[cfg(not(feature = "tuning"))]
+pub(crate) fn decide<O: Tuned>(
+    _: &O::Spec,
+    options: &PlanOptions,
+) -> Result<Option<O::Configuration>> {
+    match options.tuning {
+        Tuning::Model | Tuning::Cached => Ok(None),
+        Tuning::Search { .. } => Err(Error::unsupported(
+            "a search",
+            "this library was built without the feature `tuning`",
+        )),
     }
 }
 

@@ -2,7 +2,7 @@
 //! test here; splitting, rendezvous and time-outs are tested beside their code.
 
 #![cfg(target_os = "linux")]
-#![cfg(feature = "cuda")]
+#![cfg(feature = "parallel")]
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -68,7 +68,7 @@ fn conv2d_both_ways(rank: &mut Rank, x: &Tensor, w: &Tensor) -> Result<[Tensor; 
     rank.stream().wait(&there)?;
     let mut workspace = rank.workspace(2 * whole.workspace_bytes())?;
     let packed = whole.pack_weights(&weights.as_ref(), &mut workspace)?;
-    let args = |x| Conv2dArgs { x, w: Weights::Packed(&packed), bias: None };
+    let args = |x| Conv2dArgs::new(x, &packed);
 
     let mut y = [rank.tensor(spec.y)?, rank.tensor(spec.y)?];
     whole.run(&args(on_device.as_ref()), y[0].as_mut()?, &mut workspace)?;

@@ -1,5 +1,7 @@
 //! Tuning from several processes at once.
 
+#![cfg(feature = "tuning")]
+
 use std::process::{Child, Command};
 use std::time::Duration;
 use windrow::tuning::Search;

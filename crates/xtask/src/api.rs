@@ -55,7 +55,8 @@ fn listing() -> Result<String> {
         let mut items = Vec::new();
         collect(&target().join("doc").join(name), name, &mut items)?;
         items.sort();
-        for (path, lines) in items {
+        // What is only a way to another page says nothing.
+        for (path, lines) in items.into_iter().filter(|(_, lines)| !lines.is_empty()) {
             let _ = writeln!(out, "{path}");
             for line in lines {
                 let _ = writeln!(out, "    {line}");

@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::SystemTime;
 
 /// Of `windrow`.
-const FEATURES: [&str; 2] = ["cuda", "threads"];
+const FEATURES: [&str; 4] = ["cuda", "parallel", "threads", "tuning"];
 
 /// `torch` adds what needs PyTorch.
 pub(crate) fn run(torch: bool) -> Result {

@@ -183,8 +183,10 @@ mod tests {
             failures: Vec::new(),
         };
         report.add(1, Outcome::default());
-        let failures = vec!["y differs".into()];
-        report.add(7, Outcome { description: "gelu".into(), failures, ..Outcome::default() });
+        let mut failed = Outcome::default();
+        failed.description = "gelu".into();
+        failed.failures.push("y differs".into());
+        report.add(7, failed);
         let text = report.text(true);
         assert!(text.contains("FAIL gelu\n     y differs\n"), "{text}");
         assert!(

@@ -6,8 +6,7 @@ use super::{
     CausalConv1dSpec, verify,
 };
 use crate::cpu::resolve_threads;
-use crate::plan::{Bound, Tuned};
-use crate::tuning::{dense, joined, parameters::configuration};
+use crate::plan::{Bound, Tuned, configuration, dense, joined};
 use crate::verification::{Comparison, compare_parts};
 use crate::{Device, Error, PlanOptions, Result, TensorDesc, TensorMut, TensorRef, Workspace};
 
@@ -137,7 +136,7 @@ impl Tuned for CausalConv1d {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "tuning"))]
 mod tests {
     use super::*;
     use crate::plan::{Problem, Runs};

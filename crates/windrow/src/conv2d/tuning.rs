@@ -5,8 +5,7 @@ use super::{
     Conv2d, Conv2dAlgorithm, Conv2dArgs, Conv2dPlan, Conv2dSpec, PackedWeights, Weights, cuda,
 };
 use crate::cpu::resolve_threads;
-use crate::plan::{Bound, Tuned};
-use crate::tuning::{dense, joined, parameters::configuration};
+use crate::plan::{Bound, Tuned, configuration, dense, joined};
 use crate::verification::Comparison;
 use crate::{
     Device, Error, Filter, Layout, PlanOptions, Result, TensorDesc, TensorMut, TensorRef, Workspace,
@@ -199,5 +198,5 @@ impl Tuned for Conv2d {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "tuning"))]
 mod tests;

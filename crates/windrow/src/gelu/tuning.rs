@@ -1,8 +1,7 @@
 //! Configurations of GELU, and the search among them.
 
 use super::{Gelu, GeluAlgorithm, GeluArgs, GeluPlan, GeluSpec};
-use crate::plan::{Bound, Tuned};
-use crate::tuning::{dense, joined, parameters::configuration};
+use crate::plan::{Bound, Tuned, configuration, dense, joined};
 use crate::verification::{Comparison, compare_parts};
 use crate::{Device, Error, PlanOptions, Result, TensorDesc, TensorMut, TensorRef, Workspace};
 
@@ -122,7 +121,7 @@ impl Tuned for Gelu {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "tuning"))]
 mod tests {
     use super::*;
     use crate::plan::Problem;

@@ -2,9 +2,11 @@
 
 use super::checks::Checks;
 use super::operator::{Algorithm, Configuration, Engine, Operator, Setup, Tuned};
+#[cfg(feature = "tuning")]
 use super::search;
 use crate::cpu::Isa;
 use crate::tensor::{check_device, check_view};
+#[cfg(feature = "tuning")]
 use crate::tuning::{Report, Search};
 use crate::verification::{Check, Comparison, require};
 use crate::{Device, PlanOptions, Result, TensorRef, Verify, Workspace};
@@ -51,6 +53,7 @@ macro_rules! on_device {
     };
 }
 
+#[cfg(feature = "tuning")]
 pub(super) use on_device;
 
 /// Calls a method of a plan's engine.
@@ -148,8 +151,8 @@ impl<O: Operator> Plan<O> {
         };
         let (spec, options, algorithm) = (spec.clone(), *options, configuration.algorithm());
         let plan = Plan { spec, problem, options, algorithm, backend };
-        let configuration = plan.configuration();
-        crate::tuning::announce(O::NAME, options.device, &configuration);
+        let (device, configuration) = (options.device, plan.configuration());
+        tracing::debug!(operator = O::NAME, %device, %configuration, "planned");
         Ok(plan)
     }
 
@@ -230,6 +233,21 @@ impl<O: Operator> Plan<O> {
     }
 }
 
+#[cfg(not(feature = "tuning"))]
+impl<O: Tuned> Plan<O> {
+    /// Every algorithm that computes the spec, with the model's parameters, the fastest first: there are others to
+    /// try only with the feature `tuning`.
+    ///
+    /// # Errors
+    /// As [`Plan::new`].
+    pub fn configurations(spec: &O::Spec, options: &PlanOptions) -> Result<Vec<O::Configuration>> {
+        O::problem(spec)?;
+        let algorithms = Self::algorithms(spec, options.device);
+        Ok(algorithms.into_iter().map(O::Configuration::of).collect())
+    }
+}
+
+#[cfg(feature = "tuning")]
 impl<O: Tuned> Plan<O> {
     /// Every configuration that [`Plan::tune`] measures, the model's choice first.
     ///
@@ -262,7 +280,9 @@ impl<O: Tuned> Plan<O> {
     ) -> Result<Report> {
         search::measure::<O>(spec, options, configurations, search)
     }
+}
 
+impl<O: Tuned> Plan<O> {
     /// Compares the output of a run with the f64 oracle. The inputs must not have been overwritten by it.
     ///
     /// # Errors

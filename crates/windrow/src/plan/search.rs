@@ -1,10 +1,11 @@
 //! The search among an operator's configurations: which there are, and how they are run and looked at.
 
-use super::operator::{Algorithm, Configuration, Engine, MAX_INPUTS, Operator, Setup, Tuned};
+use super::bound::Bound;
+use super::operator::{Algorithm, Configuration, Engine, Operator, Setup, Tuned};
 use super::planned::{Plan, on_device};
 use crate::cpu::{Isa, resolve_threads};
 use crate::tuning::{self, Contest, Report, Search, Tunable, random_input};
-use crate::{Device, Placed, PlanOptions, Result, TensorRef, Tuning, Verify, Workspace};
+use crate::{Device, Placed, PlanOptions, Result, Tuning, Verify, Workspace};
 
 /// An algorithm that should take this many times as long as the best is tried with the model's parameters only:
 /// others do not make up for so much.
@@ -119,27 +120,6 @@ pub(super) fn tune<O: Tuned>(
     how: &Search,
 ) -> Result<Report> {
     tuning::tune(&Problem::<O>::new(spec, options)?, how).map(|(_, report)| report)
-}
-
-/// A candidate's plan and what its runs read.
-pub struct Bound<'a, O: Operator> {
-    /// The plan.
-    pub plan: &'a Plan<O>,
-    /// In the order of [`Operator::INPUTS`].
-    pub inputs: [Option<TensorRef<'a>>; MAX_INPUTS],
-}
-
-impl<'a, O: Tuned> Bound<'a, O> {
-    /// A plan and tensors in the order of [`Operator::INPUTS`].
-    pub fn new(plan: &'a Plan<O>, inputs: &'a [Option<Placed>]) -> Self {
-        let view = |i: usize| Some(inputs.get(i)?.as_ref()?.as_ref());
-        Bound { plan, inputs: std::array::from_fn(view) }
-    }
-
-    /// What a run reads, by name.
-    pub fn args(&self) -> O::Args<'a> {
-        O::args(&self.inputs)
-    }
 }
 
 /// Candidates on tensors of their own, which they share.

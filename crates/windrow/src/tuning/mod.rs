@@ -6,7 +6,6 @@
 
 pub(crate) mod cache;
 mod device;
-pub(crate) mod parameters;
 mod search;
 #[cfg(test)]
 mod tests;
@@ -15,34 +14,14 @@ pub(crate) use search::{Clock, Contest};
 pub use search::{Search, Stop};
 
 use crate::verification::random_tensor;
-use crate::{Device, Error, Layout, Result, Tensor, TensorDesc};
+use crate::{Device, Error, Result, Tensor, TensorDesc, Tuning};
 use cache::{Entries, Entry, Known};
 use search::{MODEL, Spread, SystemClock, search};
 use std::fmt::Display;
 use std::path::PathBuf;
 use std::str::FromStr;
-use std::time::Duration;
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
-
-/// How a plan's configuration is chosen.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Tuning {
-    /// By a model of the cost, whatever was measured.
-    Model,
-    /// The configuration that was found for this problem on this machine, else the one that ships with
-    /// the library for this device, else the model's. An entry serves only the device model and the library
-    /// version that it was measured with, and only if it is valid for the problem.
-    #[default]
-    Cached,
-    /// As `Cached`; where nothing was found on this machine yet, candidates are measured now, and the
-    /// winner is kept.
-    Search {
-        /// Time for measuring.
-        budget: Duration,
-    },
-}
 
 /// One problem of an operator: what a room tells the search.
 pub(crate) trait Tunable {
@@ -220,18 +199,6 @@ pub(crate) fn tune<T: Tunable>(problem: &T, how: &Search) -> Result<(T::Configur
     Ok((candidates[report.chosen], report))
 }
 
-/// A dense tensor whose dimensions are in the same order as those of `desc`.
-pub(crate) fn dense(desc: &TensorDesc) -> Result<TensorDesc> {
-    let mut order: Vec<usize> = (0..desc.shape().len()).collect();
-    order.sort_by_key(|&d| std::cmp::Reverse(desc.strides()[d].unsigned_abs()));
-    Ok(TensorDesc { dtype: desc.dtype, layout: Layout::with_order(desc.shape(), &order)? })
-}
-
-/// Sizes as a key has them: `64x3x112x112`.
-pub(crate) fn joined(sizes: &[usize]) -> String {
-    sizes.iter().map(usize::to_string).collect::<Vec<_>>().join("x")
-}
-
 /// A tensor of random numbers that repeat after a million, for inputs of any size in no time.
 pub(crate) fn random_input(seed: u64, desc: TensorDesc, low: f64, high: f64) -> Result<Tensor> {
     const PERIOD: usize = 1_000_003;
@@ -242,11 +209,6 @@ pub(crate) fn random_input(seed: u64, desc: TensorDesc, low: f64, high: f64) -> 
         part.copy_from_slice(&numbers.as_bytes()[..part.len()]);
     }
     Ok(tensor)
-}
-
-/// Says which configuration a plan has.
-pub(crate) fn announce(operator: &str, device: Device, configuration: &dyn Display) {
-    tracing::debug!(operator, %device, %configuration, "planned");
 }
 
 /// Where the table of a device is kept; `None` if there is no place for it.

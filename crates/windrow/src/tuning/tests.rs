@@ -1,7 +1,8 @@
 //! Searches among fake candidates, by a fake clock.
 
 use super::search::{Clock, Contest, MODEL, Outcome, Search, Stop, search};
-use super::{Tunable, Tuning, measure, parameters, tune};
+use super::{Tunable, Tuning, measure, tune};
+use crate::plan::configuration;
 use crate::{Device, Error, Result};
 use std::cell::Cell;
 use std::fmt;
@@ -207,7 +208,7 @@ struct Count(usize);
 
 impl fmt::Display for Count {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        parameters::write(f, "blocks", [("n", Some(self.0))])
+        configuration::write(f, "blocks", [("n", Some(self.0))])
     }
 }
 
@@ -215,7 +216,7 @@ impl FromStr for Count {
     type Err = Error;
 
     fn from_str(s: &str) -> Result<Self> {
-        match parameters::parse(s, ["n"])? {
+        match configuration::parse(s, ["n"])? {
             ("blocks", [Some(n)]) => Ok(Count(n)),
             _ => Err(Error::parameter("configuration", s, "blocks n=NUMBER")),
         }

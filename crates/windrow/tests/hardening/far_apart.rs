@@ -9,7 +9,7 @@ use windrow::{
     CausalConv1dOutputs, CausalConv1dPlan, CausalConv1dSpec, CausalConv1dUpdateArgs,
     CausalConv1dUpdatePlan, CausalConv1dUpdateSpec, Conv2dArgs, Conv2dParams, Conv2dPlan,
     Conv2dSpec, DType, Device, GeluArgs, GeluGrads, GeluPlan, GeluSpec, Layout, TensorDesc,
-    TensorMut, TensorRef, Verify, Weights, Workspace, bf16, f16,
+    TensorMut, TensorRef, Verify, Workspace, bf16, f16,
 };
 
 /// A tensor one of whose dimensions has a stride with which it reaches beyond 2^31 elements.

@@ -1,6 +1,6 @@
-//! Configurations as text: `winograd_gemm_f4 tiles=36 vectors=4`.
+//! Configurations as text, `winograd_gemm_f4 tiles=36 vectors=4`, and what their problems are called by.
 
-use crate::{Error, Result};
+use crate::{Error, Layout, Result, TensorDesc};
 use std::fmt;
 
 /// Writes an algorithm and those of its parameters that are set.
@@ -70,7 +70,7 @@ macro_rules! configuration {
 
         impl std::fmt::Display for $name {
             fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                $crate::tuning::parameters::write(f, self.algorithm.name(), self.parameters())
+                $crate::plan::configuration::write(f, self.algorithm.name(), self.parameters())
             }
         }
 
@@ -79,7 +79,7 @@ macro_rules! configuration {
 
             fn from_str(s: &str) -> $crate::Result<Self> {
                 let names = [$(stringify!($parameter)),*];
-                let (algorithm, [$($parameter),*]) = $crate::tuning::parameters::parse(s, names)?;
+                let (algorithm, [$($parameter),*]) = $crate::plan::configuration::parse(s, names)?;
                 Ok($name { algorithm: algorithm.parse()?, $($parameter),* })
             }
         }
@@ -107,6 +107,18 @@ macro_rules! configuration {
 }
 
 pub(crate) use configuration;
+
+/// A dense tensor whose dimensions are in the same order as those of `desc`.
+pub(crate) fn dense(desc: &TensorDesc) -> Result<TensorDesc> {
+    let mut order: Vec<usize> = (0..desc.shape().len()).collect();
+    order.sort_by_key(|&d| std::cmp::Reverse(desc.strides()[d].unsigned_abs()));
+    Ok(TensorDesc { dtype: desc.dtype, layout: Layout::with_order(desc.shape(), &order)? })
+}
+
+/// Sizes as a key has them: `64x3x112x112`.
+pub(crate) fn joined(sizes: &[usize]) -> String {
+    sizes.iter().map(usize::to_string).collect::<Vec<_>>().join("x")
+}
 
 #[cfg(test)]
 mod tests {
