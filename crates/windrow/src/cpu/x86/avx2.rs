@@ -64,34 +64,44 @@ impl Simd for Avx2 {
     const FAST_LOOKUP: bool = false;
     type Square = [__m256; 8];
 
-    #[inline(always)]
-    fn splat(self, x: f32) -> __m256 {
-        isa!(_mm256_set1_ps(x))
+    instructions! {
+        safe {
+            fn splat(self, x: f32) -> __m256 { _mm256_set1_ps(x) }
+            fn stream_fence(self) { _mm_sfence() }
+            fn add(self, a: __m256, b: __m256) -> __m256 { _mm256_add_ps(a, b) }
+            fn sub(self, a: __m256, b: __m256) -> __m256 { _mm256_sub_ps(a, b) }
+            fn mul(self, a: __m256, b: __m256) -> __m256 { _mm256_mul_ps(a, b) }
+            fn div(self, a: __m256, b: __m256) -> __m256 { _mm256_div_ps(a, b) }
+            fn mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 { _mm256_fmadd_ps(a, b, c) }
+            fn neg_mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 { _mm256_fnmadd_ps(a, b, c) }
+            fn min(self, a: __m256, b: __m256) -> __m256 { _mm256_min_ps(a, b) }
+            fn max(self, a: __m256, b: __m256) -> __m256 { _mm256_max_ps(a, b) }
+            fn abs(self, a: __m256) -> __m256 { _mm256_andnot_ps(_mm256_set1_ps(-0.0), a) }
+            fn neg(self, a: __m256) -> __m256 { _mm256_xor_ps(a, _mm256_set1_ps(-0.0)) }
+            fn lt(self, a: __m256, b: __m256) -> __m256 { _mm256_cmp_ps::<_CMP_LT_OQ>(a, b) }
+            fn not_le(self, a: __m256, b: __m256) -> __m256 { _mm256_cmp_ps::<_CMP_NLE_UQ>(a, b) }
+            fn is_nan(self, a: __m256) -> __m256 { _mm256_cmp_ps::<_CMP_UNORD_Q>(a, a) }
+            fn select(self, mask: __m256, a: __m256, b: __m256) -> __m256 { _mm256_blendv_ps(b, a, mask) }
+            fn or_mask(self, a: __m256, b: __m256) -> __m256 { _mm256_or_ps(a, b) }
+            fn any(self, mask: __m256) -> bool { _mm256_movemask_ps(mask) != 0 }
+            fn to_bits(self, a: __m256) -> __m256i { _mm256_castps_si256(a) }
+            fn from_bits(self, a: __m256i) -> __m256 { _mm256_castsi256_ps(a) }
+            fn add_i32(self, a: __m256i, b: __m256i) -> __m256i { _mm256_add_epi32(a, b) }
+        }
+        unsafe {
+            fn load(self, p: *const f32) -> __m256 { _mm256_loadu_ps(p) }
+            fn store(self, p: *mut f32, v: __m256) { _mm256_storeu_ps(p, v) }
+            fn load_first(self, p: *const f32, n: usize) -> __m256 { _mm256_maskload_ps(p, first_of_8(n)) }
+            fn store_first(self, p: *mut f32, v: __m256, n: usize) { _mm256_maskstore_ps(p, first_of_8(n), v) }
+            fn stream(self, p: *mut f32, v: __m256) { _mm256_stream_ps(p, v) }
+            fn load_f16(self, p: *const f16) -> __m256 { _mm256_cvtph_ps(_mm_loadu_si128(p.cast())) }
+            fn store_f16(self, p: *mut f16, v: __m256) { _mm_storeu_si128(p.cast(), self.to_f16(v)) }
+            fn stream_f16(self, p: *mut f16, v: __m256) { _mm_stream_si128(p.cast(), self.to_f16(v)) }
+            fn store_bf16(self, p: *mut bf16, v: __m256) { _mm_storeu_si128(p.cast(), self.to_bf16(v)) }
+            fn stream_bf16(self, p: *mut bf16, v: __m256) { _mm_stream_si128(p.cast(), self.to_bf16(v)) }
+        }
     }
-    #[inline(always)]
-    unsafe fn load(self, p: *const f32) -> __m256 {
-        isa!(_mm256_loadu_ps(p))
-    }
-    #[inline(always)]
-    unsafe fn store(self, p: *mut f32, v: __m256) {
-        isa!(_mm256_storeu_ps(p, v))
-    }
-    #[inline(always)]
-    unsafe fn load_first(self, p: *const f32, n: usize) -> __m256 {
-        isa!(_mm256_maskload_ps(p, first_of_8(n)))
-    }
-    #[inline(always)]
-    unsafe fn store_first(self, p: *mut f32, v: __m256, n: usize) {
-        isa!(_mm256_maskstore_ps(p, first_of_8(n), v))
-    }
-    #[inline(always)]
-    unsafe fn stream(self, p: *mut f32, v: __m256) {
-        isa!(_mm256_stream_ps(p, v))
-    }
-    #[inline(always)]
-    fn stream_fence(self) {
-        isa!(_mm_sfence())
-    }
+
     #[inline(always)]
     fn prefetch<T>(self, p: *const T) {
         isa!(_mm_prefetch::<_MM_HINT_T1>(p.cast()))
@@ -102,105 +112,19 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn load_f16(self, p: *const f16) -> __m256 {
-        isa!(_mm256_cvtph_ps(_mm_loadu_si128(p.cast())))
-    }
-    #[inline(always)]
-    unsafe fn store_f16(self, p: *mut f16, v: __m256) {
-        isa!(_mm_storeu_si128(p.cast(), self.to_f16(v)))
-    }
-    #[inline(always)]
-    unsafe fn stream_f16(self, p: *mut f16, v: __m256) {
-        isa!(_mm_stream_si128(p.cast(), self.to_f16(v)))
-    }
-    #[inline(always)]
     unsafe fn load_bf16(self, p: *const bf16) -> __m256 {
         isa!({
             let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
         })
     }
-    #[inline(always)]
-    unsafe fn store_bf16(self, p: *mut bf16, v: __m256) {
-        isa!(_mm_storeu_si128(p.cast(), self.to_bf16(v)))
-    }
-    #[inline(always)]
-    unsafe fn stream_bf16(self, p: *mut bf16, v: __m256) {
-        isa!(_mm_stream_si128(p.cast(), self.to_bf16(v)))
-    }
 
-    #[inline(always)]
-    fn add(self, a: __m256, b: __m256) -> __m256 {
-        isa!(_mm256_add_ps(a, b))
-    }
-    #[inline(always)]
-    fn sub(self, a: __m256, b: __m256) -> __m256 {
-        isa!(_mm256_sub_ps(a, b))
-    }
-    #[inline(always)]
-    fn mul(self, a: __m256, b: __m256) -> __m256 {
-        isa!(_mm256_mul_ps(a, b))
-    }
-    #[inline(always)]
-    fn div(self, a: __m256, b: __m256) -> __m256 {
-        isa!(_mm256_div_ps(a, b))
-    }
     #[inline(always)]
     fn recip14(self, a: __m256) -> __m256 {
         // The estimate has 11 bits; a step of Newton's method doubles them.
         let estimate = isa!(_mm256_rcp_ps(a));
         let error = self.neg_mul_add(a, estimate, self.splat(1.0));
         self.mul_add(estimate, error, estimate)
-    }
-    #[inline(always)]
-    fn mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 {
-        isa!(_mm256_fmadd_ps(a, b, c))
-    }
-    #[inline(always)]
-    fn neg_mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 {
-        isa!(_mm256_fnmadd_ps(a, b, c))
-    }
-    #[inline(always)]
-    fn min(self, a: __m256, b: __m256) -> __m256 {
-        isa!(_mm256_min_ps(a, b))
-    }
-    #[inline(always)]
-    fn max(self, a: __m256, b: __m256) -> __m256 {
-        isa!(_mm256_max_ps(a, b))
-    }
-    #[inline(always)]
-    fn abs(self, a: __m256) -> __m256 {
-        isa!(_mm256_andnot_ps(_mm256_set1_ps(-0.0), a))
-    }
-    #[inline(always)]
-    fn neg(self, a: __m256) -> __m256 {
-        isa!(_mm256_xor_ps(a, _mm256_set1_ps(-0.0)))
-    }
-
-    #[inline(always)]
-    fn lt(self, a: __m256, b: __m256) -> __m256 {
-        isa!(_mm256_cmp_ps::<_CMP_LT_OQ>(a, b))
-    }
-    #[inline(always)]
-    fn not_le(self, a: __m256, b: __m256) -> __m256 {
-        isa!(_mm256_cmp_ps::<_CMP_NLE_UQ>(a, b))
-    }
-    #[inline(always)]
-    fn is_nan(self, a: __m256) -> __m256 {
-        isa!(_mm256_cmp_ps::<_CMP_UNORD_Q>(a, a))
-    }
-    #[inline(always)]
-    fn select(self, mask: __m256, a: __m256, b: __m256) -> __m256 {
-        isa!(_mm256_blendv_ps(b, a, mask))
-    }
-
-    #[inline(always)]
-    fn or_mask(self, a: __m256, b: __m256) -> __m256 {
-        isa!(_mm256_or_ps(a, b))
-    }
-    #[inline(always)]
-    fn any(self, mask: __m256) -> bool {
-        isa!(_mm256_movemask_ps(mask) != 0)
     }
 
     #[inline(always)]
@@ -215,18 +139,6 @@ impl Simd for Avx2 {
         ))
     }
 
-    #[inline(always)]
-    fn to_bits(self, a: __m256) -> __m256i {
-        isa!(_mm256_castps_si256(a))
-    }
-    #[inline(always)]
-    fn from_bits(self, a: __m256i) -> __m256 {
-        isa!(_mm256_castsi256_ps(a))
-    }
-    #[inline(always)]
-    fn add_i32(self, a: __m256i, b: __m256i) -> __m256i {
-        isa!(_mm256_add_epi32(a, b))
-    }
     #[inline(always)]
     fn shl_i32<const K: u32>(self, a: __m256i) -> __m256i {
         isa!(_mm256_sll_epi32(a, _mm_cvtsi32_si128(K as i32)))

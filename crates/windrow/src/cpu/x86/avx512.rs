@@ -82,18 +82,42 @@ impl Simd for Avx512 {
     const FAST_LOOKUP: bool = true;
     type Square = [__m512; 16];
 
-    #[inline(always)]
-    fn splat(self, x: f32) -> __m512 {
-        isa!(_mm512_set1_ps(x))
+    instructions! {
+        safe {
+            fn splat(self, x: f32) -> __m512 { _mm512_set1_ps(x) }
+            fn stream_fence(self) { _mm_sfence() }
+            fn add(self, a: __m512, b: __m512) -> __m512 { _mm512_add_ps(a, b) }
+            fn sub(self, a: __m512, b: __m512) -> __m512 { _mm512_sub_ps(a, b) }
+            fn mul(self, a: __m512, b: __m512) -> __m512 { _mm512_mul_ps(a, b) }
+            fn div(self, a: __m512, b: __m512) -> __m512 { _mm512_div_ps(a, b) }
+            fn recip14(self, a: __m512) -> __m512 { _mm512_rcp14_ps(a) }
+            fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 { _mm512_fmadd_ps(a, b, c) }
+            fn neg_mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 { _mm512_fnmadd_ps(a, b, c) }
+            fn min(self, a: __m512, b: __m512) -> __m512 { _mm512_min_ps(a, b) }
+            fn max(self, a: __m512, b: __m512) -> __m512 { _mm512_max_ps(a, b) }
+            fn abs(self, a: __m512) -> __m512 { _mm512_abs_ps(a) }
+            fn neg(self, a: __m512) -> __m512 { _mm512_xor_ps(a, _mm512_set1_ps(-0.0)) }
+            fn lt(self, a: __m512, b: __m512) -> __mmask16 { _mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b) }
+            fn not_le(self, a: __m512, b: __m512) -> __mmask16 { _mm512_cmp_ps_mask::<_CMP_NLE_UQ>(a, b) }
+            fn is_nan(self, a: __m512) -> __mmask16 { _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(a, a) }
+            fn select(self, mask: __mmask16, a: __m512, b: __m512) -> __m512 { _mm512_mask_blend_ps(mask, b, a) }
+            fn to_bits(self, a: __m512) -> __m512i { _mm512_castps_si512(a) }
+            fn from_bits(self, a: __m512i) -> __m512 { _mm512_castsi512_ps(a) }
+            fn add_i32(self, a: __m512i, b: __m512i) -> __m512i { _mm512_add_epi32(a, b) }
+            fn reduce_add(self, a: __m512) -> f32 { _mm512_reduce_add_ps(a) }
+        }
+        unsafe {
+            fn load(self, p: *const f32) -> __m512 { _mm512_loadu_ps(p) }
+            fn store(self, p: *mut f32, v: __m512) { _mm512_storeu_ps(p, v) }
+            fn stream(self, p: *mut f32, v: __m512) { _mm512_stream_ps(p, v) }
+            fn load_f16(self, p: *const f16) -> __m512 { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+            fn store_f16(self, p: *mut f16, v: __m512) { _mm256_storeu_si256(p.cast(), self.to_f16(v)) }
+            fn stream_f16(self, p: *mut f16, v: __m512) { _mm256_stream_si256(p.cast(), self.to_f16(v)) }
+            fn store_bf16(self, p: *mut bf16, v: __m512) { _mm256_storeu_si256(p.cast(), self.to_bf16(v)) }
+            fn stream_bf16(self, p: *mut bf16, v: __m512) { _mm256_stream_si256(p.cast(), self.to_bf16(v)) }
+        }
     }
-    #[inline(always)]
-    unsafe fn load(self, p: *const f32) -> __m512 {
-        isa!(_mm512_loadu_ps(p))
-    }
-    #[inline(always)]
-    unsafe fn store(self, p: *mut f32, v: __m512) {
-        isa!(_mm512_storeu_ps(p, v))
-    }
+
     #[inline(always)]
     unsafe fn load_first(self, p: *const f32, n: usize) -> __m512 {
         isa!(_mm512_maskz_loadu_ps(((1u32 << n) - 1) as u16, p))
@@ -101,14 +125,6 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn store_first(self, p: *mut f32, v: __m512, n: usize) {
         isa!(_mm512_mask_storeu_ps(p, ((1u32 << n) - 1) as u16, v))
-    }
-    #[inline(always)]
-    unsafe fn stream(self, p: *mut f32, v: __m512) {
-        isa!(_mm512_stream_ps(p, v))
-    }
-    #[inline(always)]
-    fn stream_fence(self) {
-        isa!(_mm_sfence())
     }
     #[inline(always)]
     fn prefetch<T>(self, p: *const T) {
@@ -120,31 +136,11 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn load_f16(self, p: *const f16) -> __m512 {
-        isa!(_mm512_cvtph_ps(_mm256_loadu_si256(p.cast())))
-    }
-    #[inline(always)]
-    unsafe fn store_f16(self, p: *mut f16, v: __m512) {
-        isa!(_mm256_storeu_si256(p.cast(), self.to_f16(v)))
-    }
-    #[inline(always)]
-    unsafe fn stream_f16(self, p: *mut f16, v: __m512) {
-        isa!(_mm256_stream_si256(p.cast(), self.to_f16(v)))
-    }
-    #[inline(always)]
     unsafe fn load_bf16(self, p: *const bf16) -> __m512 {
         isa!({
             let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
         })
-    }
-    #[inline(always)]
-    unsafe fn store_bf16(self, p: *mut bf16, v: __m512) {
-        isa!(_mm256_storeu_si256(p.cast(), self.to_bf16(v)))
-    }
-    #[inline(always)]
-    unsafe fn stream_bf16(self, p: *mut bf16, v: __m512) {
-        isa!(_mm256_stream_si256(p.cast(), self.to_bf16(v)))
     }
     #[inline(always)]
     unsafe fn store2_f16<const STREAM: bool>(self, p: *mut f16, v: [__m512; 2]) {
@@ -195,68 +191,6 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    fn add(self, a: __m512, b: __m512) -> __m512 {
-        isa!(_mm512_add_ps(a, b))
-    }
-    #[inline(always)]
-    fn sub(self, a: __m512, b: __m512) -> __m512 {
-        isa!(_mm512_sub_ps(a, b))
-    }
-    #[inline(always)]
-    fn mul(self, a: __m512, b: __m512) -> __m512 {
-        isa!(_mm512_mul_ps(a, b))
-    }
-    #[inline(always)]
-    fn div(self, a: __m512, b: __m512) -> __m512 {
-        isa!(_mm512_div_ps(a, b))
-    }
-    #[inline(always)]
-    fn recip14(self, a: __m512) -> __m512 {
-        isa!(_mm512_rcp14_ps(a))
-    }
-    #[inline(always)]
-    fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
-        isa!(_mm512_fmadd_ps(a, b, c))
-    }
-    #[inline(always)]
-    fn neg_mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
-        isa!(_mm512_fnmadd_ps(a, b, c))
-    }
-    #[inline(always)]
-    fn min(self, a: __m512, b: __m512) -> __m512 {
-        isa!(_mm512_min_ps(a, b))
-    }
-    #[inline(always)]
-    fn max(self, a: __m512, b: __m512) -> __m512 {
-        isa!(_mm512_max_ps(a, b))
-    }
-    #[inline(always)]
-    fn abs(self, a: __m512) -> __m512 {
-        isa!(_mm512_abs_ps(a))
-    }
-    #[inline(always)]
-    fn neg(self, a: __m512) -> __m512 {
-        isa!(_mm512_xor_ps(a, _mm512_set1_ps(-0.0)))
-    }
-
-    #[inline(always)]
-    fn lt(self, a: __m512, b: __m512) -> __mmask16 {
-        isa!(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b))
-    }
-    #[inline(always)]
-    fn not_le(self, a: __m512, b: __m512) -> __mmask16 {
-        isa!(_mm512_cmp_ps_mask::<_CMP_NLE_UQ>(a, b))
-    }
-    #[inline(always)]
-    fn is_nan(self, a: __m512) -> __mmask16 {
-        isa!(_mm512_cmp_ps_mask::<_CMP_UNORD_Q>(a, a))
-    }
-    #[inline(always)]
-    fn select(self, mask: __mmask16, a: __m512, b: __m512) -> __m512 {
-        isa!(_mm512_mask_blend_ps(mask, b, a))
-    }
-
-    #[inline(always)]
     fn or_mask(self, a: __mmask16, b: __mmask16) -> __mmask16 {
         a | b
     }
@@ -275,18 +209,6 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    fn to_bits(self, a: __m512) -> __m512i {
-        isa!(_mm512_castps_si512(a))
-    }
-    #[inline(always)]
-    fn from_bits(self, a: __m512i) -> __m512 {
-        isa!(_mm512_castsi512_ps(a))
-    }
-    #[inline(always)]
-    fn add_i32(self, a: __m512i, b: __m512i) -> __m512i {
-        isa!(_mm512_add_epi32(a, b))
-    }
-    #[inline(always)]
     fn shl_i32<const K: u32>(self, a: __m512i) -> __m512i {
         isa!(_mm512_slli_epi32::<K>(a))
     }
@@ -298,10 +220,6 @@ impl Simd for Avx512 {
                 _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
             _mm512_permutex2var_ps(a, lanes, b)
         })
-    }
-    #[inline(always)]
-    fn reduce_add(self, a: __m512) -> f32 {
-        isa!(_mm512_reduce_add_ps(a))
     }
 
     #[inline(always)]

@@ -9,6 +9,27 @@ macro_rules! isa {
     };
 }
 
+/// Methods that are one intrinsic, or a few, each a line; the `unsafe` ones ask their caller for memory.
+macro_rules! instructions {
+    (
+        safe { $(fn $safe:ident($this:ident $(, $a:ident: $t:ty)*) $(-> $r:ty)? { $e:expr })* }
+        unsafe { $(fn $raw:ident($raw_this:ident $(, $b:ident: $u:ty)*) $(-> $q:ty)? { $f:expr })* }
+    ) => {
+        $(
+            #[inline(always)]
+            fn $safe($this $(, $a: $t)*) $(-> $r)? {
+                isa!($e)
+            }
+        )*
+        $(
+            #[inline(always)]
+            unsafe fn $raw($raw_this $(, $b: $u)*) $(-> $q)? {
+                isa!($f)
+            }
+        )*
+    };
+}
+
 mod avx2;
 mod avx512;
 mod avx512bf16;
