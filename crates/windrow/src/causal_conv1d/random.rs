@@ -169,7 +169,7 @@ fn sequences(choices: &mut Choices<'_>, desc: &TensorDesc) -> Vec<f64> {
                 7 => -1 - choices.below(2) as i32,
                 6 => choices.below(3) as i32,
                 5 => first,
-                _ => current + 1,
+                _ => current.wrapping_add(1),
             };
         }
     }
