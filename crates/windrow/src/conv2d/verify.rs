@@ -217,8 +217,11 @@ pub(super) fn stage_checks(
     let Some(tile) = plan.algorithm().tile() else { return Ok(Vec::new()) };
     let Some(got) = plan.winograd_stages(w, x)? else { return Ok(Vec::new()) };
     let problem = plan.spec().problem()?;
-    let want = stages(&problem, tile, &x.to_f64_vec()?, &w.to_f64_vec()?);
     let [u, v, m] = plan.stage_tolerances(tile);
+    let [u_lost, v_lost] = plan.stage_underflows();
+    // As shares of scales.
+    let lost = [u_lost / u, v_lost / v];
+    let want = stages(&problem, tile, &x.to_f64_vec()?, &w.to_f64_vec()?, lost);
     [("U", got.u, want.u, u), ("V", got.v, want.v, v), ("M", got.m, want.m, m)]
         .into_iter()
         .map(|(what, got, want, tolerance)| {

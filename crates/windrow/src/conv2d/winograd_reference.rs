@@ -15,13 +15,38 @@ pub(crate) struct Stages<T> {
 }
 
 /// The stages of `x` [n, c, h, w] and `w` [k, c, 3, 3]. The scales of U and V are the sums of
-/// absolute terms of their elements; that of M is formed from theirs, since it carries their errors.
-pub(crate) fn stages(p: &Problem, tile: Tile, x: &[f64], w: &[f64]) -> Stages<Expected> {
+/// absolute terms of their elements, and the shares `lost` of the largest number of an output channel's filters and of an
+/// image; that of M is formed from theirs, since it carries their errors.
+pub(crate) fn stages(
+    p: &Problem,
+    tile: Tile,
+    x: &[f64],
+    w: &[f64],
+    lost: [f64; 2],
+) -> Stages<Expected> {
     let t = tile.transforms();
-    let u = filter(p, &t.g.map(|row| row.map(Rational::to_f64))[..t.alpha], w);
-    let v = input(p, tile, &t.bt.map(|row| row.map(Rational::to_f64)), x);
+    let mut u = filter(p, &t.g.map(|row| row.map(Rational::to_f64))[..t.alpha], w);
+    let mut v = input(p, tile, &t.bt.map(|row| row.map(Rational::to_f64)), x);
+    let (filters, images) = (largest(w, p.k), largest(x, p.n));
+    for (i, scale) in u.scale.iter_mut().enumerate() {
+        *scale += lost[0] * filters[i / p.c % p.k];
+    }
+    let tiles = tiles(p, tile);
+    for (i, scale) in v.scale.iter_mut().enumerate() {
+        *scale += lost[1] * images[i / p.c % tiles / (tiles / p.n)];
+    }
     let m = products(p, tile, &u, &v);
     Stages { u, v, m }
+}
+
+/// The largest finite magnitude of each of `parts` equal parts.
+fn largest(values: &[f64], parts: usize) -> Vec<f64> {
+    let finite =
+        |part: &[f64]| part.iter().map(|v| v.abs()).filter(|v| v.is_finite()).fold(0.0, f64::max);
+    match values.len() / parts.max(1) {
+        0 => vec![0.0; parts],
+        len => values.chunks_exact(len).map(finite).collect(),
+    }
 }
 
 fn filter(p: &Problem, g: &[[f64; TAPS]], w: &[f64]) -> Expected {

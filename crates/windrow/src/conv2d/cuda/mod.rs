@@ -450,6 +450,14 @@ impl Engine {
         }
     }
 
+    /// As [`WinogradGemm::underflows`]; of nothing else the stages are compared.
+    pub(crate) fn underflows(&self) -> [f64; 2] {
+        match self {
+            Engine::WinogradGemm(e) => e.underflows(),
+            _ => [0.0; 2],
+        }
+    }
+
     /// Blocking, in words.
     pub(crate) fn explain(&self) -> String {
         match self {

@@ -34,6 +34,12 @@ pub(super) fn exponent<const N: usize>(rows: &[[Rational; N]], dimensions: i32) 
     (65_000.0 / growth.powi(dimensions)).log2().floor() as i32 - 1
 }
 
+/// The largest error of an operand for what is smaller than the smallest half, beside the largest number of those that
+/// are scaled to `exponent` with it: half a step of 2^-24.
+pub(super) fn underflow(exponent: i32) -> f64 {
+    f64::from(-25 - exponent).exp2()
+}
+
 /// The inverse of `power_of_two_scale` of `conv2d.cuh`.
 pub(super) fn inverse_scale(max_bits: u32, exponent: i32) -> f64 {
     if max_bits == 0 {

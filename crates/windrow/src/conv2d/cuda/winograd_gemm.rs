@@ -393,6 +393,16 @@ impl WinogradGemm {
         }
     }
 
+    /// Errors of U and V beside those, relative to the largest number of an output channel's filters and of an image:
+    /// all that have one scale keep steps of one size, so that the smallest lose bits.
+    pub(super) fn underflows(&self) -> [f64; 2] {
+        if self.image_max.is_none() {
+            return [0.0; 2];
+        }
+        let t = self.tile.transforms();
+        [split::exponent(&t.g, 2), split::exponent(&t.bt, 2)].map(split::underflow)
+    }
+
     fn output_params(
         &self,
         tiling: Tiling,

@@ -88,6 +88,15 @@ impl Conv2dPlan {
         engine!(self, engine => engine.winograd_stages(w, x))
     }
 
+    /// Errors of U and V beside the tolerances, relative to the largest number of an output channel's filters and of an
+    /// image.
+    pub(crate) fn stage_underflows(&self) -> [f64; 2] {
+        match &self.backend {
+            Backend::Cpu(_) => [0.0; 2],
+            Backend::Gpu(gpu) => gpu.underflows(),
+        }
+    }
+
     /// How far elements of U, V and M may be off, relative to their scale.
     pub(crate) fn stage_tolerances(&self, tile: Tile) -> [f64; 3] {
         // Two transforms in a row, each of up to alpha products with a rounded coefficient, and sums.

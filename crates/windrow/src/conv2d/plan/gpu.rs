@@ -177,6 +177,10 @@ impl Gpu {
         [transforms + stored, transforms + stored, m]
     }
 
+    pub(super) fn underflows(&self) -> [f64; 2] {
+        self.engine.underflows()
+    }
+
     /// How gradients are computed: decided when the first one is asked for, also while a stream is captured.
     fn backward(&self, plan: &Conv2dPlan) -> Result<&Gradients> {
         if let Some(backward) = self.backward.get() {
