@@ -83,7 +83,9 @@ fn build(steps: &mut Steps, package: &Path, environment: &Path) -> Result<PathBu
     steps.run("install", &mut install)?;
     if shared {
         let mut extension = cargo(&["build", "--quiet", "--workspace", "--lib"]);
+        // As maturin has it: without linking Python's library.
         extension.env("PYO3_PYTHON", environment.join("bin/python"));
+        extension.env("PYO3_BUILD_EXTENSION_MODULE", "1");
         steps.run("extension", &mut extension)?;
         let installed = site.join("windrow/_native.abi3.so");
         fs::metadata(&installed)?;
