@@ -339,9 +339,10 @@ fn backward(
         reference::backward_weight(problem, x, &dy_values),
         reference::backward_bias(problem, &dy_values),
     ];
-    // On CUDA cuDNN's plans have gradients of their own.
+    // On CUDA these plans have gradients of their own.
+    let own = [Conv2dAlgorithm::Direct, Conv2dAlgorithm::Cudnn, Conv2dAlgorithm::ImplicitGemm];
     let mut algorithms = Conv2dPlan::algorithms(spec, device);
-    algorithms.retain(|a| [Conv2dAlgorithm::Direct, Conv2dAlgorithm::Cudnn].contains(a));
+    algorithms.retain(|a| own.contains(a));
     for (lane, algorithm) in
         trial.lanes().into_iter().flat_map(|lane| algorithms.iter().map(move |&a| (lane, a)))
     {

@@ -194,9 +194,11 @@ fn run(
     if !spec.y.layout.is_empty() {
         checks.extend(stage_checks(&plan, &w.as_ref(), &x.as_ref())?);
     }
-    // Gradients do not depend on the algorithm.
-    if configuration.algorithm == Conv2dAlgorithm::Direct {
-        checks.extend(gradients(oracle, spec, &options, [&x, &w, &dy])?);
+    // Gradients depend on the algorithm in these plans alone.
+    let asked = *configuration == Conv2dConfiguration::new(Conv2dAlgorithm::ImplicitGemm);
+    if configuration.algorithm == Conv2dAlgorithm::Direct || asked {
+        let algorithm = asked.then_some(configuration.algorithm);
+        checks.extend(gradients(oracle, spec, algorithm, &options, [&x, &w, &dy])?);
     }
     Ok(checks)
 }
@@ -234,11 +236,15 @@ pub(super) fn stage_checks(
 fn gradients(
     oracle: &Oracle,
     spec: &Conv2dSpec,
+    algorithm: Option<Conv2dAlgorithm>,
     options: &PlanOptions,
     [x, w, dy]: [&Held; 3],
 ) -> Result<Vec<Check>> {
     let spec = Conv2dSpec { activation: Activation::Identity, ..spec.clone() };
-    let plan = Conv2dPlan::new(&spec, options)?;
+    let plan = match algorithm {
+        Some(algorithm) => Conv2dPlan::with_algorithm(&spec, algorithm, options)?,
+        None => Conv2dPlan::new(&spec, options)?,
+    };
     let device = options.device;
     let mut workspace = Workspace::new(device, plan.backward_workspace_bytes())?;
     let output = |desc| Held::at(desc, &[], 0, device);

@@ -150,7 +150,7 @@ fn tiles(p: &Problem, tile: Tile) -> usize {
     p.n * p.oh.div_ceil(tile.m()) * p.ow.div_ceil(tile.m())
 }
 
-fn is_strict(spec: &Conv2dSpec) -> bool {
+pub(super) fn is_strict(spec: &Conv2dSpec) -> bool {
     spec.x.dtype == DType::F32 && spec.accuracy <= Accuracy::Fp32
 }
 
@@ -254,6 +254,14 @@ fn cudnn_micros(spec: &Conv2dSpec, p: &Problem) -> f64 {
         DType::F16 | DType::BF16 | not_computed!() => (1.6, 0.0),
     };
     (10.0 + per_gflop * 1e-9 * p.flops()).max(3.5 + per_term * p.taps() as f64)
+}
+
+/// The same of a data gradient that is no convolution of dy, by cuDNN or, for few channels, sums of one thread.
+pub(super) fn gathered_data_micros(spec: &Conv2dSpec, p: &Problem) -> f64 {
+    match p.c_group() < 8 {
+        true => 10.0 + 300e-9 * p.flops(),
+        false => cudnn_micros(spec, p),
+    }
 }
 
 /// Time that the model expects, in microseconds.

@@ -1,6 +1,9 @@
 //! The gradients on a device. All sums are formed in an order that does not depend on timing.
 
+use super::choice;
 use super::cudnn::{CudnnData, CudnnWeight};
+use super::data_gradient::ImplicitData;
+use super::depthwise::Depthwise;
 use super::general::{
     BLOCK, Direction, General, IM2COL_GEMM, Im2colParams, MAX_GRID_Z, Method, THREADS,
     one_thread_each,
@@ -11,7 +14,7 @@ use crate::conv2d::backward::mirrored;
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
-use crate::{DType, Filter, Result, TensorDesc, Tuning};
+use crate::{Activation, DType, Filter, Layout, Result, TensorDesc, Tuning};
 
 static ADD_PARTS: Source = source!("im2col_gemm_sum.cu");
 static BIAS: Source = source!("bias_grad.cu");
@@ -78,6 +81,7 @@ enum Data {
     /// A convolution by the filter turned around.
     Mirrored(Engine),
     Cudnn(Box<CudnnData>),
+    Implicit(ImplicitData),
     Transposed(General),
 }
 
@@ -109,7 +113,8 @@ params! {
 
 impl Gradients {
     /// Compiles and loads the kernels of a plan with this algorithm. Where they are no products of transforms, the gradients are
-    /// cuDNN's if it has kernels for them; with `cudnn` the weight gradient is always.
+    /// cuDNN's if it has kernels for them; with `cudnn` the weight gradient is always, and with `implicit_gemm` the data
+    /// gradient is by its kernels.
     ///
     /// # Errors
     /// As [`Engine::new`].
@@ -120,14 +125,16 @@ impl Gradients {
         algorithm: Conv2dAlgorithm,
     ) -> Result<Self> {
         let mut data = None;
-        if let Some(mirror) = mirrored(spec, problem)
+        let mirror = mirrored(spec, problem).or_else(|| mirrored_depthwise(spec, problem));
+        if let Some(mirror) = mirror
             && let Ok(p) = mirror.problem()
         {
             // Gradients pack the filter on each run.
             let algorithm = Engine::best(gpu, &mirror, &p, Filter::Changing)?;
             let gathers =
                 [Conv2dAlgorithm::Cudnn, Conv2dAlgorithm::ImplicitGemm].contains(&algorithm);
-            if algorithm.is_winograd() || gathers {
+            let depthwise = algorithm == Conv2dAlgorithm::Direct && Depthwise::supports(&p);
+            if algorithm.is_winograd() || gathers || depthwise {
                 let configuration = Conv2dConfiguration::new(algorithm);
                 let engine = Engine::new(gpu, &mirror, &p, &configuration, Tuning::Model)?;
                 data = Some(Data::Mirrored(engine));
@@ -135,6 +142,9 @@ impl Gradients {
         }
         let data = match data {
             Some(data) => data,
+            None if implicit_data_pays(gpu, spec, problem, algorithm) => {
+                Data::Implicit(ImplicitData::new(gpu, spec, problem)?)
+            }
             None => {
                 let direct = problem.c_group() < 8 || problem.k_group() * problem.r * problem.s < 8;
                 let cudnn = if direct { None } else { CudnnData::new(gpu, spec, problem)? };
@@ -176,7 +186,7 @@ impl Gradients {
     pub(crate) fn data_tile(&self) -> Option<usize> {
         match &self.data {
             Data::Mirrored(engine) => engine.tile(),
-            Data::Cudnn(_) | Data::Transposed(_) => None,
+            Data::Cudnn(_) | Data::Implicit(_) | Data::Transposed(_) => None,
         }
     }
 
@@ -192,6 +202,7 @@ impl Gradients {
         match &self.data {
             Data::Mirrored(engine) => engine.packed_bytes(),
             Data::Cudnn(cudnn) => cudnn.packed_bytes(),
+            Data::Implicit(implicit) => implicit.packed_bytes(),
             Data::Transposed(general) => general.packed_bytes(),
         }
     }
@@ -201,7 +212,7 @@ impl Gradients {
         let scratch = match &self.data {
             Data::Mirrored(engine) => engine.scratch_bytes(),
             Data::Cudnn(cudnn) => cudnn.scratch_bytes(),
-            Data::Transposed(_) => 0,
+            Data::Implicit(_) | Data::Transposed(_) => 0,
         };
         self.packed_bytes() + scratch
     }
@@ -225,6 +236,7 @@ impl Gradients {
         match &self.data {
             Data::Mirrored(engine) => engine.tolerance(),
             Data::Cudnn(cudnn) => cudnn.tolerance(),
+            Data::Implicit(implicit) => implicit.tolerance(),
             Data::Transposed(general) => general.tolerance(),
         }
     }
@@ -279,6 +291,7 @@ impl Gradients {
                     engine.run(stream, packed, operands, rest)
                 }
                 Data::Cudnn(cudnn) => cudnn.run(stream, w, operands, scratch),
+                Data::Implicit(implicit) => implicit.run(stream, w, operands, scratch),
                 Data::Transposed(general) if general.reads_in_place() => {
                     general.run(stream, w, operands)
                 }
@@ -432,6 +445,42 @@ impl Gradients {
             self.add_parts.of(out).launch(stream, one_thread_each(params.elements as usize), params)
         }
     }
+}
+
+/// As [`mirrored`], where every channel is a group: the filter keeps its place.
+fn mirrored_depthwise(spec: &Conv2dSpec, p: &Problem) -> Option<Conv2dSpec> {
+    let padding =
+        |d: usize| (([p.r, p.s][d] - 1).checked_mul(p.dilation[d])?).checked_sub(p.padding[d]);
+    let &[k, _, r, s] = spec.w.shape() else { return None };
+    let strides = spec.w.strides();
+    if p.stride != [1, 1] || p.groups == 1 || p.c_group() != 1 || p.k_group() != 1 {
+        return None;
+    }
+    let w = Layout::strided(&[k, 1, r, s], &[strides[0], strides[1], -strides[2], -strides[3]]);
+    Some(Conv2dSpec {
+        x: spec.y,
+        w: TensorDesc { layout: w.ok()?, ..spec.w },
+        y: spec.x,
+        bias: None,
+        padding: [padding(0)?, padding(1)?],
+        activation: Activation::Identity,
+        ..spec.clone()
+    })
+}
+
+/// True if the data gradient by [`ImplicitData`] is expected to be the fastest, or what the plan's algorithm asks for.
+fn implicit_data_pays(
+    gpu: &Gpu,
+    spec: &Conv2dSpec,
+    p: &Problem,
+    algorithm: Conv2dAlgorithm,
+) -> bool {
+    let asked = algorithm == Conv2dAlgorithm::ImplicitGemm;
+    if !choice::allows(spec, Conv2dAlgorithm::ImplicitGemm) || !(asked || choice::is_strict(spec)) {
+        return false;
+    }
+    let micros = ImplicitData::micros(gpu, spec, p);
+    micros.is_finite() && (asked || micros < 0.9 * choice::gathered_data_micros(spec, p))
 }
 
 fn weight_kernel(spec: &Conv2dSpec) -> KernelSpec {

@@ -47,6 +47,8 @@ pub(crate) struct ImplicitGemm {
     spec: Conv2dSpec,
     problem: Problem,
     cut: Cut,
+    /// Elements from the filter of a group to that of the next.
+    filter_group: isize,
     pack_filter: &'static Kernel,
     /// For tensors at addresses aligned to 16 bytes, and at any.
     aligned: &'static Kernel,
@@ -121,7 +123,7 @@ struct FilterParams {
 impl ImplicitGemm {
     pub(super) fn supports(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
         let near = |size: usize, d: usize, taps: usize| {
-            let reach = (taps - 1).saturating_mul(p.dilation[d]);
+            let reach = taps.saturating_sub(1).saturating_mul(p.dilation[d]);
             size.saturating_add(2 * p.padding[d]) < MAX_EXTENT && reach < MAX_EXTENT
         };
         // Offsets within x, also of taps beside it.
@@ -150,6 +152,29 @@ impl ImplicitGemm {
         problem: &Problem,
         configuration: &Conv2dConfiguration,
     ) -> Result<Self> {
+        let filter_group = problem.k_group() as isize * spec.w.strides()[0];
+        Self::with_groups(gpu, spec, problem, configuration, filter_group)
+    }
+
+    /// By a filter whose input and output channels have changed places within each group: in memory the input channels of
+    /// a group follow those of the group before.
+    pub(super) fn transposed(
+        gpu: &'static Gpu,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+        configuration: &Conv2dConfiguration,
+    ) -> Result<Self> {
+        let filter_group = problem.c_group() as isize * spec.w.strides()[1];
+        Self::with_groups(gpu, spec, problem, configuration, filter_group)
+    }
+
+    fn with_groups(
+        gpu: &'static Gpu,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+        configuration: &Conv2dConfiguration,
+        filter_group: isize,
+    ) -> Result<Self> {
         let Some((cut, _)) = Cut::choose(gpu.info.multiprocessors, spec, problem, configuration)
         else {
             return Err(Error::unsupported(
@@ -163,6 +188,7 @@ impl ImplicitGemm {
             spec: spec.clone(),
             problem: *problem,
             cut,
+            filter_group,
             pack_filter: gpu.kernel(&filter_kernel(cut.block))?,
             aligned,
             unaligned: OnceLock::new(),
@@ -221,14 +247,13 @@ impl ImplicitGemm {
         ticket: Option<u64>,
     ) -> Result<()> {
         let (p, unit) = (&self.problem, self.cut.unit(&self.problem));
-        let [k_stride, ..] = strides(&self.spec.w);
         let params = FilterParams {
             w,
             packed,
             inverse: packed.wrapping_add(self.filter_bytes()),
             strides: strides(&self.spec.w),
             seen: Seen::behind(packed, self.packed_bytes(), ticket),
-            w_group: p.k_group() as i64 * k_stride,
+            w_group: self.filter_group as i64,
             unit_k: unit.k as i32,
             terms: (unit.c * p.r * p.s) as i32,
             steps: self.cut.steps(p) as i32,
@@ -412,7 +437,8 @@ fn clusters(multiprocessors: u32, parts: usize) -> usize {
 fn gather(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> Gather {
     let s = spec.x.strides();
     let whole = |strides: &[isize]| strides.iter().all(|s| s % VECTOR as isize == 0);
-    let one_tap = p.r * p.s == 1 && p.stride == [1, 1] && p.padding == [0, 0];
+    let one_tap =
+        p.r * p.s == 1 && p.stride == [1, 1] && !is_padded(p) && [p.oh, p.ow] == [p.h, p.w];
     if aligned && s[1] == 1 && cut.unit(p).c.is_multiple_of(VECTOR) && whole(&[s[0], s[2], s[3]]) {
         Gather::Channels
     } else if aligned
@@ -426,6 +452,15 @@ fn gather(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> Gather {
     } else {
         Gather::Any
     }
+}
+
+/// Some tap lies beside the image.
+fn is_padded(p: &Problem) -> bool {
+    let ends = |d: usize, outputs: usize, taps: usize, size: usize| {
+        let last = outputs.saturating_sub(1) * p.stride[d] + taps.saturating_sub(1) * p.dilation[d];
+        p.padding[d] > 0 || last >= size
+    };
+    ends(0, p.oh, p.r, p.h) || ends(1, p.ow, p.s, p.w)
 }
 
 /// Vectors of channels can be stored.
@@ -446,7 +481,7 @@ fn product(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> KernelSpe
         .needs(Feature::WarpgroupProducts)
         .define("EPILOGUE", epilogue(spec.activation))
         .define("GATHER", gather(spec, p, cut, aligned) as i32)
-        .define("PADDED", i32::from(p.padding != [0, 0]))
+        .define("PADDED", i32::from(is_padded(p)))
         .define("BLOCK_K", cut.block)
         .define("SPLIT", cut.parts)
         .define("STAGES", stages)

@@ -2,6 +2,7 @@
 
 mod choice;
 mod cudnn;
+mod data_gradient;
 mod depthwise;
 mod few_taps;
 mod general;

@@ -1,0 +1,263 @@
+//! The data gradient as products of gathered dy and the filter, by the kernels of [`ImplicitGemm`]: rows and columns of
+//! dx that leave the same remainder when the stride divides them meet the same taps, and are a convolution of dy of
+//! stride 1 by those.
+
+use super::Operands;
+use super::implicit_gemm::{self, ImplicitGemm};
+use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
+use crate::gpu::{Gpu, Stream};
+use crate::{Activation, Layout, Result, TensorDesc};
+
+/// A data gradient in f32.
+#[derive(Debug)]
+pub(super) struct ImplicitData {
+    parts: Vec<(Part, ImplicitGemm)>,
+}
+
+/// The convolution that gives some rows and columns of dx.
+#[derive(Debug)]
+struct Part {
+    spec: Conv2dSpec,
+    problem: Problem,
+    /// Its first elements of w, dy and dx, counted from theirs.
+    first: [isize; 3],
+}
+
+/// One direction of a part.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Axis {
+    outputs: usize,
+    taps: usize,
+    /// The tap that comes first, and how many lie from it to the next, which is before it.
+    first_tap: usize,
+    step: usize,
+    /// Rows of dy that no output reads, or zeros before the first.
+    skipped: usize,
+    padding: usize,
+    dilation: usize,
+}
+
+impl Axis {
+    /// Outputs `remainder`, `remainder + stride` and so on of `size`.
+    fn new(p: &Problem, d: usize, remainder: usize) -> Self {
+        let (size, taps, stride, dilation) =
+            ([p.h, p.w][d], [p.r, p.s][d], p.stride[d], p.dilation[d]);
+        let outputs = size.saturating_sub(remainder).div_ceil(stride);
+        // Output i of the part reads row (place - tap * dilation) / stride + i of dy.
+        let place = (remainder + p.padding[d]) as i64;
+        let row = |tap: usize| place - (tap * dilation) as i64;
+        let met: Vec<usize> = (0..taps).filter(|&tap| row(tap) % stride as i64 == 0).collect();
+        let step = met.get(1).map_or(1, |second| second - met[0]);
+        let first_tap = met.last().copied().unwrap_or(0);
+        let first = if met.is_empty() { 0 } else { row(first_tap) / stride as i64 };
+        Axis {
+            outputs,
+            taps: met.len(),
+            first_tap,
+            step,
+            skipped: first.max(0) as usize,
+            padding: (-first).max(0) as usize,
+            dilation: if met.len() > 1 { step * dilation / stride } else { 1 },
+        }
+    }
+}
+
+impl Part {
+    fn new(spec: &Conv2dSpec, p: &Problem, remainders: [usize; 2]) -> Result<Self> {
+        let axes = [0, 1].map(|d| Axis::new(p, d, remainders[d]));
+        let rows = [p.oh, p.ow];
+        // Rows of dy that are read; without them, or without taps, dx is zero.
+        let read = [0, 1].map(|d| rows[d].saturating_sub(axes[d].skipped));
+        let exists = axes.iter().all(|axis| axis.taps > 0) && !read.contains(&0);
+        let [r, s] = if exists { axes.map(|axis| axis.taps) } else { [0, 1] };
+        let [w, dy, dx] = [&spec.w, &spec.y, &spec.x].map(|desc| desc.strides());
+        let desc = |shape: [usize; 4], strides: [isize; 4]| -> Result<TensorDesc> {
+            Ok(TensorDesc { layout: Layout::strided(&shape, &strides)?, dtype: spec.x.dtype })
+        };
+        let along = |d: usize| -(axes[d].step as isize) * w[2 + d];
+        let outputs = axes.map(|axis| axis.outputs);
+        let scaled = |d: usize| dx[2 + d] * p.stride[d] as isize;
+        let first = |strides: &[isize], at: [usize; 2]| {
+            at[0] as isize * strides[2] + at[1] as isize * strides[3]
+        };
+        Ok(Part {
+            spec: Conv2dSpec {
+                x: desc([p.n, p.k, read[0], read[1]], [dy[0], dy[1], dy[2], dy[3]])?,
+                w: desc([p.c, p.k_group(), r, s], [w[1], w[0], along(0), along(1)])?,
+                y: desc([p.n, p.c, outputs[0], outputs[1]], [dx[0], dx[1], scaled(0), scaled(1)])?,
+                bias: None,
+                activation: Activation::Identity,
+                ..spec.clone()
+            },
+            problem: Problem {
+                n: p.n,
+                c: p.k,
+                h: read[0],
+                w: read[1],
+                k: p.c,
+                r,
+                s,
+                oh: outputs[0],
+                ow: outputs[1],
+                stride: [1, 1],
+                padding: axes.map(|axis| axis.padding),
+                dilation: axes.map(|axis| axis.dilation),
+                groups: p.groups,
+            },
+            first: [
+                first(w, axes.map(|axis| axis.first_tap)),
+                first(dy, axes.map(|axis| axis.skipped)),
+                first(dx, remainders),
+            ],
+        })
+    }
+
+    /// All of them that have outputs; `None` where a layout is beyond what can be said.
+    fn all(spec: &Conv2dSpec, p: &Problem) -> Option<Vec<Self>> {
+        let rows = 0..p.stride[0].min(p.h);
+        rows.flat_map(|i| (0..p.stride[1].min(p.w)).map(move |j| [i, j]))
+            .map(|remainders| Part::new(spec, p, remainders).ok())
+            .collect()
+    }
+}
+
+impl ImplicitData {
+    /// Parts are launched one after the other.
+    const MAX_PARTS: usize = 16;
+
+    /// Expected microseconds, infinite where it cannot be had.
+    pub(super) fn micros(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> f64 {
+        let supported = |part: &Part| ImplicitGemm::supports(gpu, &part.spec, &part.problem);
+        let few = p.stride[0].saturating_mul(p.stride[1]) <= Self::MAX_PARTS;
+        match Part::all(spec, p).filter(|parts| few && p.n > 0 && parts.iter().all(supported)) {
+            // Each packs its taps.
+            Some(parts) => parts.iter().map(|part| 3.0 + part.micros(gpu)).sum(),
+            None => f64::INFINITY,
+        }
+    }
+
+    pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Self> {
+        let parts = Part::all(spec, p).unwrap_or_default().into_iter();
+        let parts = parts.map(|part| {
+            let engine =
+                ImplicitGemm::transposed(gpu, &part.spec, &part.problem, &configuration())?;
+            Ok((part, engine))
+        });
+        Ok(ImplicitData { parts: parts.collect::<Result<_>>()? })
+    }
+
+    pub(super) fn packed_bytes(&self) -> usize {
+        self.parts.iter().map(|(_, engine)| engine.packed_bytes()).sum()
+    }
+
+    pub(super) fn tolerance(&self) -> f64 {
+        self.parts.iter().map(|(_, engine)| engine.tolerance()).fold(0.0, f64::max)
+    }
+
+    /// dx of dy, with the filter at `w` as the spec has it.
+    ///
+    /// # Safety
+    /// As [`super::Gradients::data`], with [`ImplicitData::packed_bytes`].
+    pub(super) unsafe fn run(
+        &self,
+        stream: &Stream,
+        w: *const u8,
+        operands: Operands,
+        mut packed: *mut u8,
+    ) -> Result<()> {
+        const ELEMENT: isize = size_of::<f32>() as isize;
+        for (Part { first: [first_w, first_dy, first_dx], .. }, engine) in &self.parts {
+            let operands = Operands {
+                x: operands.x.wrapping_offset(first_dy * ELEMENT),
+                bias: None,
+                y: operands.y.wrapping_offset(first_dx * ELEMENT),
+            };
+            // SAFETY: the caller's promise: a part has elements of the tensors, and its own memory for the filter.
+            unsafe {
+                engine.pack(stream, w.wrapping_offset(first_w * ELEMENT), packed, None)?;
+                engine.run(stream, packed, operands)?;
+                packed = packed.add(engine.packed_bytes());
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Part {
+    fn micros(&self, gpu: &Gpu) -> f64 {
+        let multiprocessors = gpu.info.multiprocessors;
+        implicit_gemm::micros(multiprocessors, &self.spec, &self.problem, &configuration())
+    }
+}
+
+fn configuration() -> Conv2dConfiguration {
+    Conv2dConfiguration::new(Conv2dAlgorithm::ImplicitGemm)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::DType;
+    use crate::conv2d::{Conv2dParams, reference};
+
+    /// The parts of each problem, added up by plain loops, are the oracle's gradient.
+    #[test]
+    fn parts_make_the_whole_gradient() {
+        for (size, taps, stride, padding, dilation, groups) in [
+            (9, 3, 2, 1, 1, 1),
+            (8, 1, 2, 0, 1, 1),
+            (7, 3, 3, 2, 2, 2),
+            (10, 4, 2, 0, 2, 1),
+            (6, 2, 4, 1, 1, 1),
+            (9, 3, 1, 4, 2, 2),
+            (5, 3, 1, 1, 1, 1),
+        ] {
+            let x = TensorDesc::contiguous(DType::F32, &[2, 4, size, size + 1]).unwrap();
+            let w = TensorDesc::contiguous(DType::F32, &[6, 4 / groups, taps, taps]).unwrap();
+            let params = Conv2dParams {
+                stride: [stride; 2],
+                padding: [padding; 2],
+                dilation: [dilation; 2],
+                groups,
+                ..Default::default()
+            };
+            let spec = Conv2dSpec::new(x, w, &params).unwrap();
+            let p = spec.problem().unwrap();
+            let filter: Vec<f64> = (0..w.layout.len()).map(|i| (i as f64 * 0.7).sin()).collect();
+            let dy: Vec<f64> = (0..spec.y.layout.len()).map(|i| (i as f64 * 0.3).cos()).collect();
+            let want = reference::backward_data(&p, &filter, &dy).values;
+            let mut dx = vec![f64::NAN; want.len()];
+            for part in Part::all(&spec, &p).unwrap() {
+                let q = part.problem;
+                let at = |tensor: usize, desc: &TensorDesc, index: [usize; 4]| {
+                    (part.first[tensor] + desc.layout.offset(&index)) as usize
+                };
+                for n in 0..q.n {
+                    for (k, i, j) in (0..q.k).flat_map(|k| {
+                        (0..q.oh).flat_map(move |i| (0..q.ow).map(move |j| (k, i, j)))
+                    }) {
+                        let (group, in_group) = (k / q.k_group(), k % q.k_group());
+                        let mut sum = 0.0;
+                        for (c, r, s) in (0..q.c_group()).flat_map(|c| {
+                            (0..q.r).flat_map(move |r| (0..q.s).map(move |s| (c, r, s)))
+                        }) {
+                            let row = (i + r * q.dilation[0]).wrapping_sub(q.padding[0]);
+                            let column = (j + s * q.dilation[1]).wrapping_sub(q.padding[1]);
+                            if row < q.h && column < q.w {
+                                let c_all = group * q.c_group() + c;
+                                // The filter of a group is as far on as its terms.
+                                let w = at(0, &part.spec.w, [in_group, c, r, s])
+                                    + group * q.c_group() * spec.w.strides()[0] as usize;
+                                sum += filter[w] * dy[at(1, &part.spec.x, [n, c_all, row, column])];
+                            }
+                        }
+                        dx[at(2, &part.spec.y, [n, k, i, j])] = sum;
+                    }
+                }
+            }
+            for (got, want) in dx.iter().zip(&want) {
+                assert!((got - want).abs() < 1e-12, "{got} {want}: {size} {taps} {stride}");
+            }
+        }
+    }
+}
