@@ -196,8 +196,7 @@ pub enum Conv2dAlgorithm {
     /// input channels. Same filters; CPU, F(4, 3) only.
     WinogradFused(Tile),
     /// Matrix product of gathered inputs and the filter on tensor cores, f32 as three products of halves: f32, any filter,
-    /// stride, padding, dilation and groups; CUDA of compute capability 9.0. An infinite input or weight may give NaN
-    /// where f32 sums give an infinity.
+    /// stride, padding, dilation and groups; CUDA of compute capability 9.0.
     ImplicitGemm,
     /// Winograd F(3, 3) along rows and the direct sum along columns, in one kernel. Same filters; CUDA.
     WinogradRow,

@@ -89,6 +89,7 @@ struct Params {
     stride as [stride_h, stride_w]: [i32; 2],
     pad as [pad_h, pad_w]: [i32; 2],
     dilation as [dilation_h, dilation_w]: [i32; 2],
+    group_c: i32,
     unit_k: i32,
     steps: i32,
     tiles: i32,
@@ -96,6 +97,7 @@ struct Params {
     ow: Divisor,
     k_blocks: Divisor,
     unit_blocks: Divisor,
+    group_k: Divisor,
     c: Divisor,
     s: Divisor,
 }
@@ -298,6 +300,7 @@ impl ImplicitGemm {
             stride: p.stride.map(|v| v as i32),
             pad: p.padding.map(|v| v as i32),
             dilation: p.dilation.map(|v| v as i32),
+            group_c: p.c_group() as i32,
             unit_k: unit.k as i32,
             steps: self.cut.steps(p) as i32,
             tiles: tiles as i32,
@@ -305,6 +308,7 @@ impl ImplicitGemm {
             ow: Divisor::new(p.ow.max(1)),
             k_blocks: Divisor::new(k_blocks),
             unit_blocks: Divisor::new(unit.blocks),
+            group_k: Divisor::new(p.k_group()),
             c: Divisor::new(unit.c),
             s: Divisor::new(p.s),
         };

@@ -51,6 +51,7 @@ const HEADERS: &[Source] = &[
     header!("implicit_gemm.cuh"),
     header!("implicit_gemm_gather.cuh"),
     header!("implicit_gemm_output.cuh"),
+    header!("implicit_gemm_special.cuh"),
     header!("winograd_row.cuh"),
     header!("winograd_row_input.cuh"),
     header!("winograd_row_output.cuh"),

@@ -19,7 +19,7 @@
 // 128; SPLIT 1, 2, 4 or 8; STAGES; CHANNELS_LAST_OUT 0 or 1; INPUT_EXPONENT, FILTER_EXPONENT.
 
 #include "implicit_gemm_gather.cuh"
-#include "implicit_gemm_output.cuh"
+#include "implicit_gemm_special.cuh"
 
 // Four terms of two pixels for each product.
 __device__ __forceinline__ void load_terms(float (&v)[STEP_PRODUCTS][2][4], u32 stage, int row, int q) {
@@ -179,17 +179,21 @@ __device__ __forceinline__ void consume(const Params& p, int warp, int lane, u32
         consumer.sum_up(steps);
         const Rows rows(p, m_block * BLOCK_M + consumer.row);
         const float x_scale = consumer.scale.inverse();
+        bool is_nan = false;
 #if SPLIT == 1
 #pragma unroll
-        for (int j = 0; j < COLUMNS_J; j += 4) store<4>(p, consumer.sum + 4 * j, j, rows, columns, lane % 4, x_scale, channels);
+        for (int j = 0; j < COLUMNS_J; j += 4) is_nan |= store<4>(p, consumer.sum + 4 * j, j, rows, columns, lane % 4, x_scale, channels);
 #else
         Ring& ring = consumer.ring;
         barrier_wait(barriers.full + 8 * ring.slot, ring.parity);
         const Exchange exchange = {stages, scales, barriers.written, barriers.read, round};
-        exchange.store(p, consumer.sum, rows, columns, warp, lane, x_scale, channels);
+        is_nan = exchange.store(p, consumer.sum, rows, columns, warp, lane, x_scale, channels);
         if (lane == 0) barrier_arrive(barriers.empty + 8 * ring.slot);
         ring.advance(STAGES);
 #endif
+        if (__any_sync(~0u, is_nan))
+            store_plain_sums(p, m_block * BLOCK_M + 16 * warp, k_block, rank * (COLUMNS_J / SPLIT), COLUMNS_J / SPLIT, lane,
+                             channels);
     }
 }
 

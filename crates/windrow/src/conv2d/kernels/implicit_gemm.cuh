@@ -35,12 +35,14 @@ struct Params {
     int pixels;                 // n * oh * ow
     int h, w_in, r;
     int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+    int group_c;                // input channels of a group
     int unit_k;                 // output channels of a unit: groups that a block computes together, or one group
     int steps;                  // ceil(c * r * s / 64)
     int tiles;                  // of BLOCK_M pixels and BLOCK_K channels
     Divisor image_pixels;       // oh * ow
     Divisor ow;
     Divisor k_blocks, unit_blocks; // of y, of a unit
+    Divisor group_k;            // output channels of a group
     Divisor c, s;               // input channels of a unit, columns of the filter
 };
 static_assert(PARAMS_AGREE, "as the host's structure");

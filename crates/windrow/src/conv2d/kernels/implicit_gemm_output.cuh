@@ -49,18 +49,22 @@ struct Rows {
     }
 };
 
-// Stores the sums of columns j0 to j0 + J: 2 J neighbouring channels of two pixels, sum[4 j + 2 t + e] (hopper.cuh).
+// Stores the sums of columns j0 to j0 + J: 2 J neighbouring channels of two pixels, sum[4 j + 2 t + e] (hopper.cuh). True
+// if one is NaN.
 template <int J>
-__device__ __forceinline__ void store(const Params& p, const float* sum, int j0, const Rows& rows,
+__device__ __forceinline__ bool store(const Params& p, const float* sum, int j0, const Rows& rows,
                                       const Columns& columns, int q, float x_scale, const Channels& channels) {
     const int first = channel_of(q, j0, 0), k = columns.first + first;
+    bool is_nan = false;
 #pragma unroll
     for (int t = 0; t < 2; t++) {
         float v[2 * J];
 #pragma unroll
         for (int i = 0; i < 2 * J; i++) {
             const float scale = channels.scale[first + i] * x_scale;
-            v[i] = epilogue(fmaf(sum[4 * (i / 2) + 2 * t + i % 2] * SHRINK, scale, channels.bias[first + i]));
+            const float y = fmaf(sum[4 * (i / 2) + 2 * t + i % 2] * SHRINK, scale, channels.bias[first + i]);
+            is_nan |= y != y;
+            v[i] = epilogue(y);
         }
         if (!rows.exists[t]) continue;
 #if CHANNELS_LAST_OUT
@@ -82,6 +86,7 @@ __device__ __forceinline__ void store(const Params& p, const float* sum, int j0,
         }
 #endif
     }
+    return is_nan;
 }
 
 // ---- sums of a cluster ----
@@ -132,9 +137,11 @@ struct Exchange {
         return (round * (steps + 1) + steps) % STAGES * STAGE_BYTES;
     }
 
-    __device__ __forceinline__ void store(const Params& p, const float (&sum)[SUMS], const Rows& rows, const Columns& columns,
+    // True if a sum is NaN.
+    __device__ __forceinline__ bool store(const Params& p, const float (&sum)[SUMS], const Rows& rows, const Columns& columns,
                                           int warp, int lane, float x_scale, const Channels& channels) const {
         constexpr int SHARE = COLUMNS_J / SPLIT, J = SHARE < 4 ? SHARE : 4;
+        bool is_nan = false;
         const int rank = rank_in_cluster();
         const u32 first = stages + (32 * warp + lane) * 16, mine = first + stage_of(p, rank, round);
 #pragma unroll
@@ -169,9 +176,10 @@ struct Exchange {
                     total[4 * l + 3] = fmaf(v.w, factor[i], total[4 * l + 3]);
                 }
             }
-            ::store<J>(p, total, j, rows, columns, lane % 4, largest, channels);
+            is_nan |= ::store<J>(p, total, j, rows, columns, lane % 4, largest, channels);
         }
         arrive_everywhere(read, lane);
         wait_for_cluster(read, round & 1);
+        return is_nan;
     }
 };
