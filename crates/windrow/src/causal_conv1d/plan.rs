@@ -24,7 +24,7 @@ use crate::{Activation, PlanOptions, Result, Tensor, TensorRef, Workspace};
 /// let spec = CausalConv1dSpec::new(*args.x.desc(), *args.weight.desc())?;
 /// let plan = CausalConv1dPlan::new(&spec, &PlanOptions::default())?;
 /// let mut workspace = Workspace::new(plan.device(), plan.workspace_bytes())?;
-/// let outputs = CausalConv1dOutputs { y: TensorMut::new(&mut y, &[1, 1, 4])?, final_states: None };
+/// let outputs = CausalConv1dOutputs::new(TensorMut::new(&mut y, &[1, 1, 4])?);
 /// plan.run(&args, outputs, &mut workspace)?;
 /// assert_eq!(y, [1.0, 12.0, 23.0, 34.0]);
 /// # Ok::<(), windrow::Error>(())

@@ -14,14 +14,14 @@
 //! group.run(|rank| {
 //!     let rows = rank.shard(64);
 //!     let desc = TensorDesc::contiguous(DType::F32, &[rows.len(), 1024])?;
-//!     let options = PlanOptions { device: rank.device(), ..Default::default() };
+//!     let options = PlanOptions::default().with_device(rank.device());
 //!     let plan = GeluPlan::new(&GeluSpec::new(desc, Approximate::Tanh)?, &options)?;
 //!     let mut workspace = rank.workspace(plan.workspace_bytes())?;
 //!     let x = rank.tensor(desc)?;
 //!     let mut y = rank.tensor(TensorDesc::contiguous(DType::F32, &[64, 1024])?)?;
 //!     // Every rank computes its rows of y, and gets those of the others.
 //!     rank.split(&mut y.as_mut()?, Output::Gathered, |_, y| {
-//!         plan.run(&GeluArgs { x: x.as_ref(), bias: None, gate: None }, y, &mut workspace)
+//!         plan.run(&GeluArgs::new(x.as_ref()), y, &mut workspace)
 //!     })?;
 //!     rank.finish()
 //! })?;

@@ -40,7 +40,7 @@ const MAX_FORMS: usize = 8;
 ///     if workspace.len() < bytes {
 ///         workspace = Workspace::new(Device::Cpu, bytes)?;
 ///     }
-///     let args = Conv2dArgs { x: x.as_ref(), w: weights, bias: None };
+///     let args = Conv2dArgs::new(x.as_ref(), weights);
 ///     plan.run(&args, y.as_mut(), &mut workspace)?;
 ///     assert_eq!(y.to_vec::<f32>()?, [9.0 * value; 4]);
 /// }
