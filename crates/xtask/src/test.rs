@@ -3,13 +3,14 @@
 use crate::steps::{Result, Steps, cargo, root, target};
 use crate::{api, figures, filled, form, python};
 use std::process::Command;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 /// Of `windrow`.
 const FEATURES: [&str; 4] = ["cuda", "parallel", "threads", "tuning"];
 
 /// `torch` adds what needs PyTorch.
 pub(crate) fn run(torch: bool) -> Result {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH)?;
     let mut steps = Steps::default();
     steps.run("format", &mut cargo(&["fmt", "--all", "--check"]))?;
     pages()?;
@@ -21,7 +22,7 @@ pub(crate) fn run(torch: bool) -> Result {
     let docs = ["doc", "--workspace", "--no-deps"];
     steps.run("docs", cargo(&docs).env("RUSTDOCFLAGS", "-D warnings"))?;
     api::check()?;
-    packages(&mut steps)?;
+    packages(&mut steps, now)?;
     features(&mut steps)?;
     steps.run("doc tests", &mut cargo(&["test", "--workspace", "--doc"]))?;
     let mut tests = if has(&["nextest", "--version"]) {
@@ -38,7 +39,6 @@ pub(crate) fn run(torch: bool) -> Result {
     }
     steps.run("tests", &mut tests)?;
     // Other cases on each day, the same ones for all who test on it.
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH)?;
     let day = (now.as_secs() / 86_400).to_string();
     // The command as the tests have built it: alone, without candle's features of what both depend on, all of
     // the library would be compiled again.
@@ -50,12 +50,21 @@ pub(crate) fn run(torch: bool) -> Result {
 }
 
 /// Builds every crate that is published from its package, as who takes it from the registry does.
-fn packages(steps: &mut Steps) -> Result {
+fn packages(steps: &mut Steps, now: Duration) -> Result {
     let private = ["pages", "windrow-python", "xtask"].map(|name| ["--exclude", name]).concat();
     // Compiled only: not worth the time that optimising takes.
     let plain = ["--config", "profile.dev.opt-level=0"];
     let package = [&["package", "--quiet", "--workspace", "--allow-dirty"][..], &plain].concat();
-    steps.run("packages", &mut cargo(&[&package[..], &private].concat()))
+    // Cargo keeps the sources and the build of a package for ever, by its version and by where the folder of
+    // the packages is: in a folder of an earlier run the other crates would be built with the library of then.
+    let folder = target().join("packages");
+    if folder.exists() {
+        std::fs::remove_dir_all(&folder)?;
+    }
+    let mut package = cargo(&[&package[..], &private].concat());
+    package.env("CARGO_TARGET_DIR", folder.join(now.as_nanos().to_string()));
+    steps.run("packages", &mut package)?;
+    Ok(std::fs::remove_dir_all(folder)?)
 }
 
 /// Every feature of the library alone, and none; the rooms' tests run without any.
