@@ -97,12 +97,13 @@ pub(crate) fn backward(inputs: &Inputs, dy: &[f64], last: usize) -> ExpectedGrad
         let terms = f(pre).abs() + inputs.condition(f, pre) + underflow;
         grads.dgate.scale[i] = scale_of_product(dy, f(pre), terms);
         grads.dbias.values[i % last] += grads.dx.values[i];
-        // Once NaN is right as well, it stays so.
+        // Once NaN is right as well, it stays so. Each term has the rounding below normal numbers that an element
+        // of dx has.
         let scale = &mut grads.dbias.scale[i % last];
         *scale = if [*scale, grads.dx.scale[i]].contains(&f64::MAX) {
             f64::MAX
         } else {
-            *scale + grads.dx.scale[i]
+            *scale + grads.dx.scale[i] + f64::from(f32::MIN_POSITIVE)
         };
     }
     grads
