@@ -4,6 +4,8 @@ use crate::failure::Failure;
 use crate::machine::{Machine, start_threads};
 use crate::print;
 use serde::Serialize;
+use windrow::Device;
+use windrow::cuda::DeviceInfo;
 
 /// List the devices, and what this machine's cores and memory reach.
 #[derive(Debug, clap::Args)]
@@ -22,37 +24,53 @@ enum Listed {
         #[serde(flatten)]
         machine: Machine,
     },
-    Cuda(Gpu),
+    Gpu(Gpu),
 }
 
-/// A CUDA device, as its driver describes it.
+/// A GPU, as its driver describes it.
 #[derive(Serialize)]
 struct Gpu {
     /// As `--device` takes it.
     device: String,
     name: String,
-    compute_capability: String,
+    architecture: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    compute_capability: Option<String>,
     multiprocessors: u32,
+    warp: u32,
     memory_bytes: usize,
     l2_cache_bytes: usize,
-    driver_cuda: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    driver_cuda: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    runtime_hip: Option<String>,
 }
 
 impl Gpu {
     /// All of this machine: none without a driver.
     fn all() -> Vec<Self> {
-        let found = windrow::cuda::devices().unwrap_or_default();
         let version = |(major, minor): (u32, u32)| format!("{major}.{minor}");
-        let gpu = |d: windrow::cuda::DeviceInfo| Gpu {
-            device: format!("cuda:{}", d.index),
-            name: d.name.clone(),
-            compute_capability: version(d.compute_capability),
-            multiprocessors: d.multiprocessors,
-            memory_bytes: d.memory,
-            l2_cache_bytes: d.l2_cache,
-            driver_cuda: version(d.driver),
+        let gpu = |d: DeviceInfo, device: Device| {
+            let is_cuda = matches!(device, Device::Cuda(_));
+            let of_cuda = |value| is_cuda.then(|| version(value));
+            Gpu {
+                device: device.to_string(),
+                name: d.name.clone(),
+                architecture: d.architecture.clone(),
+                compute_capability: of_cuda(d.compute_capability),
+                multiprocessors: d.multiprocessors,
+                warp: d.warp,
+                memory_bytes: d.memory,
+                l2_cache_bytes: d.l2_cache,
+                driver_cuda: of_cuda(d.driver),
+                runtime_hip: (!is_cuda).then(|| version(d.driver)),
+            }
         };
-        found.into_iter().map(gpu).collect()
+        let cuda = windrow::cuda::devices().unwrap_or_default();
+        let hip = windrow::hip::devices().unwrap_or_default();
+        let cuda = cuda.into_iter().map(|d| (Device::Cuda(d.index), d));
+        let all = cuda.chain(hip.into_iter().map(|d| (Device::Hip(d.index), d)));
+        all.map(|(device, d)| gpu(d, device)).collect()
     }
 }
 
@@ -60,7 +78,7 @@ pub(crate) fn run(args: &Devices) -> Result<(), Failure> {
     let machine = Machine::measure(start_threads(None)?.get());
     if args.json {
         let cpu = [Listed::Cpu { device: "cpu", machine }];
-        let gpus = Gpu::all().into_iter().map(Listed::Cuda);
+        let gpus = Gpu::all().into_iter().map(Listed::Gpu);
         let devices: Vec<_> = cpu.into_iter().chain(gpus).collect();
         let json = serde_json::to_string_pretty(&devices).expect("devices are plain data");
         return print::out(format_args!("{json}\n"));
@@ -74,13 +92,26 @@ pub(crate) fn run(args: &Devices) -> Result<(), Failure> {
         format!("  memory   {copy_gbps:.1} GB/s, copying: bytes read and bytes written"),
     ];
     for gpu in Gpu::all() {
-        let (capability, processors) = (gpu.compute_capability, gpu.multiprocessors);
+        let processors = gpu.multiprocessors;
+        let kernels = match &gpu.compute_capability {
+            Some(capability) => {
+                format!("compute capability {capability}, {processors} multiprocessors")
+            }
+            None => {
+                let (chip, warp) = (&gpu.architecture, gpu.warp);
+                format!("{chip}, {processors} compute units, wavefronts of {warp}")
+            }
+        };
+        let driver = match (&gpu.driver_cuda, &gpu.runtime_hip) {
+            (Some(cuda), _) => format!("CUDA {cuda}"),
+            (_, hip) => format!("HIP {}", hip.as_deref().unwrap_or_default()),
+        };
         let (memory, l2) = (gpu.memory_bytes as f64 / 1e9, gpu.l2_cache_bytes as f64 / 1e6);
         lines.extend([
             format!("{:<10} {}", gpu.device, gpu.name),
-            format!("  kernels  compute capability {capability}, {processors} multiprocessors"),
+            format!("  kernels  {kernels}"),
             format!("  memory   {memory:.0} GB, L2 cache {l2:.0} MB"),
-            format!("  driver   CUDA {}", gpu.driver_cuda),
+            format!("  driver   {driver}"),
         ]);
     }
     print::out(format_args!("{}\n", lines.join("\n")))

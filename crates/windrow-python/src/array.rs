@@ -71,14 +71,13 @@ impl<'py> Array<'py> {
     ) -> PyResult<Self> {
         let array = Self::import(arg, object)?;
         match device {
-            Some(Device::Cuda(index)) if array.device == Device::Cpu => {
-                array.stage(object.py(), index)
-            }
-            Some(device) if device != array.device => Err(PyValueError::new_err(format!(
+            Some(device) if device == array.device => Ok(array),
+            Some(gpu) if array.device == Device::Cpu => array.stage(object.py(), gpu),
+            Some(device) => Err(PyValueError::new_err(format!(
                 "`{arg}` is on {}, expected {device}",
                 array.device
             ))),
-            _ => Ok(array),
+            None => Ok(array),
         }
     }
 
@@ -91,9 +90,9 @@ impl<'py> Array<'py> {
         object.map(|o| Self::import_on(arg, o, device)).transpose()
     }
 
-    fn stage(mut self, py: Python<'_>, index: u32) -> PyResult<Self> {
+    fn stage(mut self, py: Python<'_>, gpu: Device) -> PyResult<Self> {
         let view = self.view();
-        let tensor = py.detach(|| DeviceTensor::from_host(&view, index)).py()?;
+        let tensor = py.detach(|| DeviceTensor::from_host(&view, gpu)).py()?;
         let host = self.data.cast();
         self.data = tensor.as_ref().as_ptr().cast_mut().cast();
         self.device = tensor.device();
@@ -140,6 +139,8 @@ impl<'py> Array<'py> {
             let device = object.getattr(intern!(py, "device"))?;
             let device_type = match device.getattr(intern!(py, "type"))?.extract::<&str>()? {
                 "cpu" => dlpack::CPU,
+                // PyTorch's build for ROCm calls its devices so, too.
+                "cuda" if is_for_rocm(py)? => dlpack::ROCM,
                 "cuda" => dlpack::CUDA,
                 other => {
                     return Err(PyBufferError::new_err(format!("its device is {other}")));
@@ -188,9 +189,12 @@ impl<'py> Array<'py> {
         let kwargs = PyDict::new(py);
         let (device_type, _): (i32, i32) =
             object.call_method0(intern!(py, "__dlpack_device__"))?.extract()?;
-        if device_type == dlpack::CUDA {
-            // The legacy default stream, on which arrays of unknown libraries are worked on.
-            kwargs.set_item(intern!(py, "stream"), 1)?;
+        // The legacy default stream, on which arrays of unknown libraries are worked on: DLPack has a number for each
+        // kind of device.
+        match device_type {
+            dlpack::CUDA => kwargs.set_item(intern!(py, "stream"), 1)?,
+            dlpack::ROCM => kwargs.set_item(intern!(py, "stream"), 0)?,
+            _ => {}
         }
         kwargs.set_item(intern!(py, "max_version"), (1, 0))?;
         let capsule = dlpack.call((), Some(&kwargs)).or_else(|e| {
@@ -265,7 +269,7 @@ impl<'py> Array<'py> {
         };
         let Some(device) = tensor.device.device() else {
             return Err(PyValueError::new_err(format!(
-                "`{arg}` is on a device of DLPack type {}, expected the CPU or CUDA",
+                "`{arg}` is on a device of DLPack type {}, expected the CPU, CUDA or ROCm",
                 tensor.device.device_type
             )));
         };
@@ -469,6 +473,12 @@ fn find_access(kind: &Bound<'_, PyType>) -> PyResult<Access> {
 fn is_jax(object: &Bound<'_, PyAny>) -> bool {
     let module = object.get_type().module();
     module.is_ok_and(|m| m.to_str().is_ok_and(|m| m.starts_with("jax")))
+}
+
+/// Whether PyTorch, which is imported, is built for ROCm.
+fn is_for_rocm(py: Python<'_>) -> PyResult<bool> {
+    let version = py.import(intern!(py, "torch"))?.getattr(intern!(py, "version"))?;
+    Ok(!version.getattr(intern!(py, "hip"))?.is_none())
 }
 
 fn is_numpy_bf16(object: &Bound<'_, PyAny>) -> bool {

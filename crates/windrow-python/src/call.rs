@@ -112,8 +112,9 @@ pub(crate) fn run<T: Send>(
             Some(workspace) => workspace,
             None => Workspace::new(Device::Cpu, KEPT_BYTES).py()?,
         },
-        Device::Cuda(index) => {
-            let stream = like.family.current_stream(index)?;
+        Device::Cpu => Workspace::new(Device::Cpu, bytes).py()?,
+        gpu => {
+            let stream = like.family.current_stream(gpu)?;
             // What a library does on its own streams is ordered neither before nor after ours,
             // unless it tells its stream: `__dlpack__` was asked to order the legacy default stream
             // after it, and the end is waited for.
@@ -127,13 +128,12 @@ pub(crate) fn run<T: Send>(
                     lent = Some(tensor);
                     // SAFETY: as below; the tensor lives for the whole call, and then its allocator gives the memory to
                     // later work on this stream only.
-                    unsafe { Workspace::on_memory(index, stream, memory, bytes) }.py()?
+                    unsafe { Workspace::on_memory(gpu, stream, memory, bytes) }.py()?
                 }
                 // SAFETY: the current stream lives, as does the default one, for the whole call.
-                _ => unsafe { Workspace::on_stream(index, stream, bytes) }.py()?,
+                _ => unsafe { Workspace::on_stream(gpu, stream, bytes) }.py()?,
             }
         }
-        device => Workspace::new(device, bytes).py()?,
     };
     let work = || {
         let result = work(&mut workspace)?;

@@ -14,6 +14,8 @@ pub(crate) const FLAG_READ_ONLY: u64 = 1;
 pub(crate) const CPU: i32 = 1;
 pub(crate) const CUDA: i32 = 2;
 const CUDA_HOST: i32 = 3;
+pub(crate) const ROCM: i32 = 10;
+const ROCM_HOST: i32 = 11;
 const CUDA_MANAGED: i32 = 13;
 
 #[repr(C)]
@@ -151,6 +153,7 @@ impl DLDevice {
         match device {
             Device::Cpu => DLDevice { device_type: CPU, device_id: 0 },
             Device::Cuda(i) => DLDevice { device_type: CUDA, device_id: i as i32 },
+            Device::Hip(i) => DLDevice { device_type: ROCM, device_id: i as i32 },
             other => unreachable!("no array is taken from {other}"),
         }
     }
@@ -158,8 +161,9 @@ impl DLDevice {
     /// The device that can work on this memory; `None` if Windrow has no backend for it.
     pub(crate) fn device(self) -> Option<Device> {
         match self.device_type {
-            CPU | CUDA_HOST => Some(Device::Cpu),
+            CPU | CUDA_HOST | ROCM_HOST => Some(Device::Cpu),
             CUDA | CUDA_MANAGED => Some(Device::Cuda(self.device_id as _)),
+            ROCM => Some(Device::Hip(self.device_id as _)),
             _ => None,
         }
     }

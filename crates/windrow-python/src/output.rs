@@ -1,7 +1,7 @@
 //! Results: written into `out=`, or allocated here and handed over as the caller's kind of array.
 
 use crate::array::{Array, Family, fetch};
-use crate::dlpack::{self, DLDataType, Export};
+use crate::dlpack::{self, DLDataType, DLDevice, Export};
 use crate::error::IntoPy;
 use pyo3::exceptions::PyBufferError;
 use pyo3::intern;
@@ -41,8 +41,8 @@ impl<'py> Output<'py> {
         let desc = desc()?;
         Ok(match like.device {
             Device::Cpu => Output::Own(Placed::output(desc, Device::Cpu).py()?),
-            Device::Cuda(index) if like.is_staged() => {
-                Output::Staged(py.detach(|| DeviceTensor::new(desc, index)).py()?)
+            gpu if like.is_staged() => {
+                Output::Staged(py.detach(|| DeviceTensor::new(desc, gpu)).py()?)
             }
             device => match &like.family {
                 Family::Exchange(_, object) | Family::Torch(object) => {
@@ -123,21 +123,22 @@ impl<'py> Output<'py> {
 }
 
 impl<'py> Family<'py> {
-    /// The stream of a CUDA device that the library gives its work to, if it says so.
-    pub(crate) fn current_stream(&self, index: u32) -> PyResult<Option<*mut c_void>> {
+    /// The stream of a GPU that the library gives its work to, if it says so.
+    pub(crate) fn current_stream(&self, gpu: Device) -> PyResult<Option<*mut c_void>> {
+        let DLDevice { device_type, device_id } = DLDevice::new(gpu);
         match self {
             Family::Exchange(api, like) => {
                 let mut stream = null_mut();
                 // SAFETY: a function of the library's table; it fills the stream or sets an
                 // exception.
-                match unsafe { (api.current_stream)(dlpack::CUDA, index as i32, &mut stream) } {
+                match unsafe { (api.current_stream)(device_type, device_id, &mut stream) } {
                     0 => Ok(Some(stream)),
                     _ => Err(PyErr::fetch(like.py())),
                 }
             }
             Family::Torch(like) => {
                 let c = like.py().import("torch")?.getattr("_C")?;
-                let stream = c.call_method1("_cuda_getCurrentRawStream", (index,))?;
+                let stream = c.call_method1("_cuda_getCurrentRawStream", (device_id,))?;
                 Ok(Some(std::ptr::with_exposed_provenance_mut(stream.extract()?)))
             }
             _ => Ok(None),

@@ -11,14 +11,17 @@ use windrow::cpu::{Isa, num_threads};
 pub(crate) fn devices() -> Vec<(String, String)> {
     let isa = Isa::best().name();
     let cpu = ("cpu".to_owned(), format!("{isa} kernels, {} threads", num_threads()));
-    let gpus = windrow::cuda::devices().unwrap_or_default().into_iter().map(|gpu| {
+    let cuda = windrow::cuda::devices().unwrap_or_default().into_iter().map(|gpu| {
         let (major, minor) = gpu.compute_capability;
         (
             Device::Cuda(gpu.index).to_string(),
             format!("{}, compute capability {major}.{minor}", gpu.name),
         )
     });
-    std::iter::once(cpu).chain(gpus).collect()
+    let hip = windrow::hip::devices().unwrap_or_default().into_iter().map(|gpu| {
+        (Device::Hip(gpu.index).to_string(), format!("{}, {}", gpu.name, gpu.architecture))
+    });
+    std::iter::once(cpu).chain(cuda).chain(hip).collect()
 }
 
 /// Every case of every operator that a device can run.

@@ -3,7 +3,7 @@
 use crate::{Error, Result};
 use std::fmt;
 
-/// A device: the CPU, or a CUDA GPU by index.
+/// A device: the CPU, or a GPU by index. A number alone, where a GPU is asked for, is a CUDA device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Device {
@@ -12,14 +12,23 @@ pub enum Device {
     Cpu,
     /// CUDA device of this index, as the driver counts (after `CUDA_VISIBLE_DEVICES`).
     Cuda(u32),
+    /// HIP device of this index, as the runtime counts (after `HIP_VISIBLE_DEVICES`).
+    Hip(u32),
+}
+
+impl From<u32> for Device {
+    fn from(index: u32) -> Self {
+        Device::Cuda(index)
+    }
 }
 
 impl Device {
-    /// `cpu` or `cuda`, whatever the index.
+    /// `cpu`, `cuda` or `hip`, whatever the index.
     pub(crate) const fn backend(self) -> &'static str {
         match self {
             Device::Cpu => "cpu",
             Device::Cuda(_) => "cuda",
+            Device::Hip(_) => "hip",
         }
     }
 }
@@ -28,7 +37,7 @@ impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Device::Cpu => f.write_str("cpu"),
-            Device::Cuda(i) => write!(f, "cuda:{i}"),
+            Device::Cuda(i) | Device::Hip(i) => write!(f, "{}:{i}", self.backend()),
         }
     }
 }
@@ -36,16 +45,14 @@ impl fmt::Display for Device {
 impl std::str::FromStr for Device {
     type Err = Error;
 
-    /// `cpu`, `cuda` (the first one) or `cuda:INDEX`.
+    /// `cpu`; `cuda` or `hip` (the first one), or with `:INDEX`.
     fn from_str(s: &str) -> Result<Self> {
-        match s {
-            "cpu" => Ok(Device::Cpu),
-            "cuda" => Ok(Device::Cuda(0)),
-            _ => s
-                .strip_prefix("cuda:")
-                .and_then(|i| i.parse().ok())
-                .map(Device::Cuda)
-                .ok_or_else(|| Error::parameter("device", s, "cpu, cuda or cuda:INDEX")),
+        let (kind, index) = s.split_once(':').unwrap_or((s, "0"));
+        match (kind, index.parse()) {
+            ("cuda", Ok(index)) => Ok(Device::Cuda(index)),
+            ("hip", Ok(index)) => Ok(Device::Hip(index)),
+            _ if s == "cpu" => Ok(Device::Cpu),
+            _ => Err(Error::parameter("device", s, "cpu, cuda, cuda:INDEX, hip or hip:INDEX")),
         }
     }
 }
@@ -56,11 +63,12 @@ mod tests {
 
     #[test]
     fn names_parse_back() {
-        for d in [Device::Cpu, Device::Cuda(0), Device::Cuda(7)] {
+        for d in [Device::Cpu, Device::Cuda(0), Device::Cuda(7), Device::Hip(1)] {
             assert_eq!(d.to_string().parse::<Device>().unwrap(), d);
         }
         assert_eq!("cuda".parse::<Device>().unwrap(), Device::Cuda(0));
-        for bad in ["", "gpu", "cuda:", "cuda:-1", "cpu:0"] {
+        assert_eq!("hip".parse::<Device>().unwrap(), Device::Hip(0));
+        for bad in ["", "gpu", "cuda:", "cuda:-1", "cpu:0", "hip:x"] {
             assert!(bad.parse::<Device>().is_err(), "{bad}");
         }
     }

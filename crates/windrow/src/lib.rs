@@ -100,6 +100,7 @@
 //! All are on by default.
 //!
 //! - `cuda`: NVIDIA GPUs. Nothing of CUDA is needed to build; its libraries are looked for at run time.
+//! - `hip`: AMD GPUs, likewise. They were never run on: `docs/amd.md` says what was.
 //! - `parallel`: several GPUs and machines, with `cuda`.
 //! - `tuning`: measuring configurations, and what was measured: `tuning`. Without it plans take those of the models.
 //! - `threads`: work on the CPU is split over rayon's threads. Without it [`cpu::use_team`] is the only way to more
@@ -120,6 +121,7 @@ mod gelu;
 // Without a backend nobody calls what only backends do, nor without `parallel` what orders several devices.
 #[cfg_attr(not(feature = "parallel"), allow(dead_code, unused_imports))]
 mod gpu;
+pub mod hip;
 mod layout;
 #[cfg(feature = "parallel")]
 pub mod parallel;

@@ -188,7 +188,7 @@ impl Workspace {
         Self::new(Device::Cpu, 0).expect("an empty workspace needs no memory")
     }
 
-    /// A workspace of `bytes` bytes; on CUDA on the device's legacy default stream. So runs in all such
+    /// A workspace of `bytes` bytes; on GPUs on the device's legacy default stream. So runs in all such
     /// workspaces of a device, and in those of blocking streams, come one after the other: a run sees
     /// what an earlier one has written, in whichever workspace. For work side by side, and for graphs,
     /// which the default stream cannot be captured into, see [`Workspace::on_stream`].
@@ -198,7 +198,7 @@ impl Workspace {
     pub fn new(device: Device, bytes: usize) -> Result<Self> {
         let memory = match device {
             Device::Cpu => Memory::Host(Buffer::new(bytes)?),
-            Device::Cuda(index) => return Self::on_shared(&default_stream(index)?, bytes),
+            gpu => return Self::on_shared(&default_stream(gpu)?, bytes),
         };
         Ok(Workspace { memory })
     }
@@ -212,8 +212,8 @@ impl Workspace {
         Self::new(device, bytes.into_iter().max().unwrap_or(0))
     }
 
-    /// A workspace on a stream that the caller owns: `stream` is a `cudaStream_t` of CUDA device
-    /// `index`, null for the legacy default stream. Memory is allocated, used and freed in the order
+    /// A workspace on a stream that the caller owns: `stream` is a `cudaStream_t` or `hipStream_t` of the device (a
+    /// number is a CUDA device), null for the legacy default stream. Memory is allocated, used and freed in the order
     /// of the stream, so that making and dropping one for every run is cheap and needs no waiting.
     ///
     /// # Errors
@@ -223,9 +223,13 @@ impl Workspace {
     /// `stream` must stay alive until the workspace is dropped. Work that touches the same memory on another
     /// stream must be ordered with this one's by the caller; only blocking streams and the legacy default
     /// stream are ordered by themselves.
-    pub unsafe fn on_stream(index: u32, stream: *mut c_void, bytes: usize) -> Result<Self> {
+    pub unsafe fn on_stream(
+        device: impl Into<Device>,
+        stream: *mut c_void,
+        bytes: usize,
+    ) -> Result<Self> {
         // SAFETY: the caller's promise.
-        Self::on_shared(&Arc::new(unsafe { Stream::from_raw(index, stream)? }), bytes)
+        Self::on_shared(&Arc::new(unsafe { Stream::from_raw(device, stream)? }), bytes)
     }
 
     /// As [`Workspace::on_stream`], in `bytes` bytes at `memory` of an allocator that the program has already. So
@@ -238,7 +242,7 @@ impl Workspace {
     /// As [`Workspace::on_stream`]. The memory must be of the device, and nothing else may use it before the workspace
     /// is dropped and the stream has come past its runs.
     pub unsafe fn on_memory(
-        index: u32,
+        device: impl Into<Device>,
         stream: *mut c_void,
         memory: *mut c_void,
         bytes: usize,
@@ -249,7 +253,7 @@ impl Workspace {
             return Err(Error::parameter("memory", format!("{memory:?}"), expected));
         }
         // SAFETY: the caller's promise.
-        let stream = Arc::new(unsafe { Stream::from_raw(index, stream)? });
+        let stream = Arc::new(unsafe { Stream::from_raw(device, stream)? });
         // SAFETY: the caller's promise; the alignment was looked at above.
         let buffer = unsafe { DeviceBuffer::lent(&stream, memory.cast(), bytes) };
         Ok(Workspace { memory: Memory::Device { buffer, stream } })
@@ -268,16 +272,14 @@ impl Workspace {
     /// [`Error::Backend`] if work given to the stream before has failed.
     ///
     /// # Safety
-    /// `stream` must be a `cudaStream_t` of this workspace's device that stays alive until another
+    /// `stream` must be a `cudaStream_t` or `hipStream_t` of this workspace's device that stays alive until another
     /// one is set or the workspace is dropped. Other streams are as in [`Workspace::on_stream`].
     pub unsafe fn set_stream(&mut self, stream: *mut c_void) -> Result<()> {
         // The memory may still be in use by earlier runs.
         self.synchronize()?;
-        if let (Device::Cuda(index), Memory::Device { stream: current, .. }) =
-            (self.device(), &mut self.memory)
-        {
+        if let Memory::Device { stream: current, .. } = &mut self.memory {
             // SAFETY: the caller's promise.
-            *current = Arc::new(unsafe { Stream::from_raw(index, stream)? });
+            *current = Arc::new(unsafe { Stream::from_raw(current.device(), stream)? });
         }
         Ok(())
     }
@@ -354,10 +356,10 @@ impl Workspace {
     }
 }
 
-/// The legacy default stream of CUDA device `index`.
-fn default_stream(index: u32) -> Result<Arc<Stream>> {
+/// The legacy default stream of a GPU.
+fn default_stream(gpu: Device) -> Result<Arc<Stream>> {
     // SAFETY: null is the legacy default stream, which always exists.
-    Ok(Arc::new(unsafe { Stream::from_raw(index, std::ptr::null_mut())? }))
+    Ok(Arc::new(unsafe { Stream::from_raw(gpu, std::ptr::null_mut())? }))
 }
 
 impl Drop for Workspace {

@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::{Duration, SystemTime};
 
 /// Of `windrow`.
-const FEATURES: [&str; 4] = ["cuda", "parallel", "threads", "tuning"];
+const FEATURES: [&str; 5] = ["cuda", "hip", "parallel", "threads", "tuning"];
 
 /// `torch` adds what needs PyTorch.
 pub(crate) fn run(torch: bool) -> Result {

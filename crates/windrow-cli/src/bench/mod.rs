@@ -59,7 +59,7 @@ pub(crate) struct Bench {
     /// Measure each case so often [default: until its time is used up]
     #[arg(long, value_name = "N")]
     iterations: Option<NonZeroUsize>,
-    /// cpu or cuda:INDEX
+    /// cpu, cuda:INDEX or hip:INDEX
     #[arg(long, default_value = "cpu")]
     device: Device,
     /// CUDA devices to split conv2d's batch over; also as a job, by torchrun's variables

@@ -49,7 +49,7 @@ struct Common {
     /// File for the result, .npy or .safetensors, written whole or not at all; `-` is standard output
     #[arg(long, value_name = "FILE")]
     output: PathBuf,
-    /// cpu or cuda:INDEX
+    /// cpu, cuda:INDEX or hip:INDEX
     #[arg(long, default_value = "cpu")]
     device: Device,
     /// CPU threads [default: all cores]

@@ -48,7 +48,7 @@ pub(crate) struct Tune {
     /// CPU threads [default: all cores]
     #[arg(long, value_name = "N")]
     threads: Option<NonZeroUsize>,
-    /// cpu or cuda:INDEX
+    /// cpu, cuda:INDEX or hip:INDEX
     #[arg(long, default_value = "cpu")]
     device: Device,
     /// Time for measuring, over all problems [default: one second each]

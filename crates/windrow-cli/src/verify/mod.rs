@@ -26,7 +26,7 @@ Examples:
 pub(crate) struct Verify {
     /// Operators to check [default: all]
     operators: Vec<Operator>,
-    /// cpu or cuda:INDEX
+    /// cpu, cuda:INDEX or hip:INDEX
     #[arg(long, default_value = "cpu")]
     device: Device,
     /// Only two cases for each algorithm, element type and layout
@@ -84,7 +84,7 @@ struct FailedCase {
 struct Report {
     rows: Vec<Row>,
     failures: Vec<FailedCase>,
-    /// On CUDA: every kernel that a plan can launch.
+    /// On a GPU: every kernel that a plan can launch.
     kernels: Vec<Kernel>,
 }
 
@@ -131,8 +131,9 @@ pub(crate) fn run(args: &Verify) -> Result<(), Failure> {
         report.add(args.device, &case, result);
     }
     bar.finish_and_clear();
-    if let Device::Cuda(index) = args.device {
-        report.kernels = verify::kernel_launches(index)?.into_iter().map(Kernel::from).collect();
+    if args.device != Device::Cpu {
+        report.kernels =
+            verify::kernel_launches(args.device)?.into_iter().map(Kernel::from).collect();
     }
 
     let printed = print::out(match args.json {

@@ -13,7 +13,7 @@ use super::{
 use crate::cpu::{Isa, SimdElement};
 use crate::dtype::with_element;
 use crate::plan::{Engine, Setup};
-use crate::{Result, TensorMut, TensorRef, Workspace};
+use crate::{Device, Result, TensorMut, TensorRef, Workspace};
 
 /// On the CPU.
 #[derive(Clone, Debug)]
@@ -279,14 +279,14 @@ impl Cpu {
 }
 
 impl Engine<CausalConv1d> for Gpu {
-    type Place = u32;
+    type Place = Device;
 
-    fn algorithms(setup: &Setup<'_, CausalConv1d, u32>) -> Result<Vec<CausalConv1dAlgorithm>> {
+    fn algorithms(setup: &Setup<'_, CausalConv1d, Device>) -> Result<Vec<CausalConv1dAlgorithm>> {
         Ok(algorithms(setup.problem))
     }
 
     fn new(
-        setup: &Setup<'_, CausalConv1d, u32>,
+        setup: &Setup<'_, CausalConv1d, Device>,
         configuration: &CausalConv1dConfiguration,
     ) -> Result<Self> {
         setup.require(configuration.algorithm, &algorithms(setup.problem))?;
@@ -334,14 +334,14 @@ impl Engine<CausalConv1d> for Gpu {
 
     /// There are no parameters.
     fn complete(
-        _: &Setup<'_, CausalConv1d, u32>,
+        _: &Setup<'_, CausalConv1d, Device>,
         configuration: &CausalConv1dConfiguration,
     ) -> Result<CausalConv1dConfiguration> {
         Ok(*configuration)
     }
 
     fn cost(
-        setup: &Setup<'_, CausalConv1d, u32>,
+        setup: &Setup<'_, CausalConv1d, Device>,
         configuration: &CausalConv1dConfiguration,
     ) -> Result<f64> {
         Ok(cost(setup.problem, configuration))

@@ -13,8 +13,8 @@ use crate::forms::setters;
 use crate::plan::{Backend, Engine, Input, Operator, Plan, Setup, Views};
 use crate::tensor::{check_tensor, check_unique};
 use crate::{
-    Activation, DType, Error, PlanOptions, Result, Tensor, TensorDesc, TensorMut, TensorRef,
-    Workspace,
+    Activation, DType, Device, Error, PlanOptions, Result, Tensor, TensorDesc, TensorMut,
+    TensorRef, Workspace,
 };
 
 /// One step of decoding: `y` of new tokens `x` that follow those in `conv_state`, which is advanced.
@@ -348,14 +348,14 @@ impl Cpu {
 }
 
 impl Engine<CausalConv1dUpdate> for Gpu {
-    type Place = u32;
+    type Place = Device;
 
-    fn algorithms(_: &Setup<'_, CausalConv1dUpdate, u32>) -> Result<Vec<CausalConv1dAlgorithm>> {
+    fn algorithms(_: &Setup<'_, CausalConv1dUpdate, Device>) -> Result<Vec<CausalConv1dAlgorithm>> {
         Ok(vec![CausalConv1dAlgorithm::Direct])
     }
 
     fn new(
-        setup: &Setup<'_, CausalConv1dUpdate, u32>,
+        setup: &Setup<'_, CausalConv1dUpdate, Device>,
         configuration: &CausalConv1dConfiguration,
     ) -> Result<Self> {
         require_direct(setup, configuration)?;

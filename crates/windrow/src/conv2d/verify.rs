@@ -50,7 +50,7 @@ const LAYOUTS: [&str; 4] = ["contiguous", "channels_last", "gaps", "channels_las
 pub(crate) fn cases(device: Device) -> Vec<Case> {
     let accuracies: &[Accuracy] = match device {
         Device::Cpu => &[Accuracy::Fp32],
-        Device::Cuda(_) => &[Accuracy::Fp32, Accuracy::Half],
+        Device::Cuda(_) | Device::Hip(_) => &[Accuracy::Fp32, Accuracy::Half],
     };
     let mut cases = networks::cases(device);
     for (i, shape) in SHAPES.iter().enumerate() {

@@ -4,10 +4,10 @@
 //! Instead of transposing anything, the product is asked for as `C^T = B^T A^T`: operands swapped, `m` and `n`
 //! swapped, and a stored transpose staying one.
 
-use super::runtime::made;
 use super::toolkit;
 use crate::dtype::by_type;
 use crate::gpu::library::{Describe, Library, library};
+use crate::gpu::made;
 use crate::gpu::{Failure, GemmCompute, GemmOperands, GemmSpec, Handle, Matrix, Outcome, Product};
 use crate::{Device, Error, Result};
 use std::collections::HashMap;

@@ -70,11 +70,14 @@ fn start_existing(driver: &'static Driver, index: u32) -> Outcome<Started> {
     const COMPUTE_CAPABILITY: [c_int; 2] = [75, 76];
     const MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: c_int = 97;
     const MEMORY_POOLS_SUPPORTED: c_int = 115;
+    let capability = (attribute(COMPUTE_CAPABILITY[0])?, attribute(COMPUTE_CAPABILITY[1])?);
     let info = DeviceInfo {
         index,
         // SAFETY: the driver wrote a terminated string, and the last byte stayed zero.
         name: unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned(),
-        compute_capability: (attribute(COMPUTE_CAPABILITY[0])?, attribute(COMPUTE_CAPABILITY[1])?),
+        compute_capability: capability,
+        architecture: format!("sm_{}{}", capability.0, capability.1),
+        warp: 32,
         multiprocessors: attribute(MULTIPROCESSOR_COUNT)?,
         memory,
         l2_cache: attribute(L2_CACHE_SIZE)? as usize,

@@ -19,15 +19,33 @@ mod nvrtc;
 #[cfg(feature = "cuda")]
 mod runtime;
 
-pub use crate::gpu::{DeviceInfo, DeviceTensor, Event, Graph, Stream, copy, devices};
+pub use crate::gpu::{DeviceInfo, DeviceTensor, Event, Graph, Stream, copy};
+
+/// All CUDA devices of this machine. Empty if it has none; an error only if there is no driver or
+/// it does not answer.
+///
+/// # Errors
+/// [`Error::NoDevice`](crate::Error::NoDevice) without a driver or in a build without the feature `cuda`,
+/// [`Error::Backend`](crate::Error::Backend).
+///
+/// ```
+/// match windrow::cuda::devices() {
+///     Ok(devices) => devices.iter().for_each(|d| println!("cuda:{} {}", d.index, d.name)),
+///     Err(reason) => println!("{reason}"),
+/// }
+/// ```
+pub fn devices() -> crate::Result<Vec<DeviceInfo>> {
+    crate::gpu::devices(Device::Cuda)
+}
 
 #[cfg(all(test, feature = "cuda"))]
 pub(crate) use nvrtc::tests as compile_tests;
 
+use crate::Device;
+#[cfg(feature = "cuda")]
+use crate::gpu::Feature;
 #[cfg(feature = "cuda")]
 use crate::gpu::library::{Library, Places};
-#[cfg(feature = "cuda")]
-use crate::{Device, gpu::Feature};
 
 /// Where CUDA's libraries are: in toolkits and in the pip packages `nvidia/*/lib`.
 #[cfg(feature = "cuda")]
@@ -36,7 +54,7 @@ static PLACES: Places = Places {
     toolkits: &["CUDA_HOME", "CUDA_PATH"],
     installed: "/usr/local/cuda",
     directories: &["lib64", "targets/x86_64-linux/lib"],
-    packages: "nvidia",
+    packages: &["nvidia/*/lib"],
 };
 
 /// A library of the toolkit.

@@ -1,11 +1,10 @@
 //! Compiling kernels with NVRTC.
 
-use super::runtime::made;
 use super::toolkit;
 use crate::gpu::library::{Describe, Library, library};
-use crate::gpu::{Failure, Feature, Handle, KernelSpec, Outcome};
+use crate::gpu::{Compiled, Compiler, Failure, Feature, Handle, KernelSpec, Reading};
 use crate::{Device, Error, Result};
-use std::ffi::{CStr, CString, c_char, c_int};
+use std::ffi::{CStr, c_char, c_int};
 
 static LIBNVRTC: Library = Library {
     // It opens the companion by bare name.
@@ -38,6 +37,14 @@ library! {
     fn nvrtcGetCUBINSize(program: Handle, bytes: *mut usize);
     fn nvrtcGetCUBIN(program: Handle, cubin: *mut c_char);
 }
+
+static COMPILER: Compiler<Nvrtc> = Compiler {
+    create: Nvrtc::nvrtcCreateProgram,
+    compile: Nvrtc::nvrtcCompileProgram,
+    destroy: Nvrtc::nvrtcDestroyProgram,
+    log: (Nvrtc::nvrtcGetProgramLogSize, Nvrtc::nvrtcGetProgramLog),
+    device: Device::Cuda(0),
+};
 
 impl Describe for Nvrtc {
     fn describe(&self, status: c_int) -> String {
@@ -106,14 +113,6 @@ pub(super) fn recipe(spec: &KernelSpec, capability: (u32, u32)) -> Result<(Strin
     Ok((format!("{major}.{minor}"), options))
 }
 
-/// What the compiler made.
-pub(super) struct Compiled {
-    pub(super) image: Vec<u8>,
-    /// Its messages.
-    #[cfg_attr(not(test), allow(dead_code))] // tests read the report on registers
-    log: String,
-}
-
 fn supported_architectures(nvrtc: &Nvrtc) -> Result<Vec<u32>> {
     let mut count = 0;
     // SAFETY: the second call writes as many integers as the first says.
@@ -128,72 +127,12 @@ fn supported_architectures(nvrtc: &Nvrtc) -> Result<Vec<u32>> {
 /// # Errors
 /// [`Error::Backend`] without NVRTC, or with its messages.
 pub(super) fn compile(spec: &KernelSpec, options: &[String]) -> Result<Compiled> {
-    let nvrtc = Nvrtc::get()?;
-    let c = |text: &str| CString::new(text).expect("sources and options hold no zero byte");
-    let (text, name) = (c(spec.source.text), c(spec.source.name));
-    let header_texts: Vec<_> = spec.headers().map(|h| c(h.text)).collect();
-    let header_names: Vec<_> = spec.headers().map(|h| c(h.name)).collect();
     let is_ptx = options.iter().any(|o| o.starts_with("--gpu-architecture=compute_"));
-    let options: Vec<_> = options.iter().map(|o| c(o)).collect();
-    let pointers = |list: &[CString]| list.iter().map(|s| s.as_ptr()).collect::<Vec<_>>();
-    // SAFETY: the strings live until the call returns.
-    let raw = made(|program| unsafe {
-        nvrtc.nvrtcCreateProgram(
-            program,
-            text.as_ptr(),
-            name.as_ptr(),
-            header_texts.len() as c_int,
-            pointers(&header_texts).as_ptr(),
-            pointers(&header_names).as_ptr(),
-        )
-    });
-    let program = Program { raw: raw.map_err(error)?, nvrtc };
-    // SAFETY: a program that was made; the options live until the call returns.
-    let outcome = unsafe {
-        nvrtc.nvrtcCompileProgram(program.raw, options.len() as c_int, pointers(&options).as_ptr())
+    let code: Reading<Nvrtc> = match is_ptx {
+        true => (Nvrtc::nvrtcGetPTXSize, Nvrtc::nvrtcGetPTX),
+        false => (Nvrtc::nvrtcGetCUBINSize, Nvrtc::nvrtcGetCUBIN),
     };
-    let log = program.read(Nvrtc::nvrtcGetProgramLogSize, Nvrtc::nvrtcGetProgramLog)?;
-    let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_string();
-    if let Err(failure) = outcome {
-        let failure = Failure { words: log, ..failure };
-        let what = format_args!("compiling kernel `{}`", spec.entry);
-        return Err(failure.of(what, Device::Cuda(0)));
-    }
-    let image = match is_ptx {
-        true => program.read(Nvrtc::nvrtcGetPTXSize, Nvrtc::nvrtcGetPTX)?,
-        false => program.read(Nvrtc::nvrtcGetCUBINSize, Nvrtc::nvrtcGetCUBIN)?,
-    };
-    Ok(Compiled { image, log })
-}
-
-/// Owns an NVRTC program.
-struct Program {
-    raw: Handle,
-    nvrtc: &'static Nvrtc,
-}
-
-impl Program {
-    fn read(
-        &self,
-        size: unsafe fn(&Nvrtc, Handle, *mut usize) -> Outcome<()>,
-        get: unsafe fn(&Nvrtc, Handle, *mut c_char) -> Outcome<()>,
-    ) -> Result<Vec<u8>> {
-        let mut bytes = 0;
-        // SAFETY: the program is alive; the second call writes as many bytes as the first says.
-        unsafe {
-            size(self.nvrtc, self.raw, &mut bytes).map_err(error)?;
-            let mut out = vec![0u8; bytes];
-            get(self.nvrtc, self.raw, out.as_mut_ptr().cast()).map_err(error)?;
-            Ok(out)
-        }
-    }
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        // SAFETY: made by nvrtcCreateProgram.
-        let _ = unsafe { self.nvrtc.nvrtcDestroyProgram(&mut self.raw) };
-    }
+    COMPILER.compile(Nvrtc::get()?, spec, options, code)
 }
 
 fn error(failure: Failure) -> Error {

@@ -8,6 +8,7 @@ use crate::dtype::by_type;
 use crate::gpu::{
     Convolution, ConvolutionLimits, ConvolutionSpec, Failure, Feature, Function, GemmSpec, Handle,
     KernelSpec, Launch, Operation, Outcome, Product, Recording, Runtime, StreamKind, TensorBoxes,
+    made,
 };
 use std::ffi::{CString, c_int, c_uint, c_void};
 use std::ptr::null_mut;
@@ -42,12 +43,6 @@ impl Cuda {
         // SAFETY: the device has memory pools.
         made(|pool| unsafe { self.driver.cuDeviceGetDefaultMemPool(pool, self.handle) })
     }
-}
-
-/// The handle that a call writes.
-pub(super) fn made(make: impl FnOnce(&mut Handle) -> Outcome<()>) -> Outcome<Handle> {
-    let mut handle = null_mut();
-    make(&mut handle).map(|()| handle)
 }
 
 /// The memory that a call allocates; `None` where there is not so much.

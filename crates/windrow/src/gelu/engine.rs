@@ -4,7 +4,7 @@ use super::spec::HalfMath;
 use super::{Gelu, GeluAlgorithm, GeluConfiguration, GeluPlan, cpu, cuda};
 use crate::cpu::Isa;
 use crate::plan::{Engine, Setup};
-use crate::{Error, Result};
+use crate::{Device, Error, Result};
 
 /// On the CPU.
 #[derive(Clone, Debug)]
@@ -67,17 +67,17 @@ impl Engine<Gelu> for Cpu {
 }
 
 impl Engine<Gelu> for Gpu {
-    type Place = u32;
+    type Place = Device;
 
-    fn algorithms(setup: &Setup<'_, Gelu, u32>) -> Result<Vec<GeluAlgorithm>> {
+    fn algorithms(setup: &Setup<'_, Gelu, Device>) -> Result<Vec<GeluAlgorithm>> {
         Ok(cuda::algorithms(setup.spec))
     }
 
-    fn choose(setup: &Setup<'_, Gelu, u32>) -> Result<GeluAlgorithm> {
+    fn choose(setup: &Setup<'_, Gelu, Device>) -> Result<GeluAlgorithm> {
         first(Self::algorithms(setup)?)
     }
 
-    fn new(setup: &Setup<'_, Gelu, u32>, configuration: &GeluConfiguration) -> Result<Self> {
+    fn new(setup: &Setup<'_, Gelu, Device>, configuration: &GeluConfiguration) -> Result<Self> {
         setup.require(configuration.algorithm, &Self::algorithms(setup)?)?;
         let forward = cuda::Forward::new(setup.place, setup.spec, configuration)?;
         Ok(Gpu { forward, workspace_bytes: cuda::workspace_bytes(setup.spec) })
@@ -95,7 +95,7 @@ impl Engine<Gelu> for Gpu {
         format!(": one pass, {}", self.forward.explain())
     }
 
-    fn variants(_: &Setup<'_, Gelu, u32>, algorithm: GeluAlgorithm) -> Vec<GeluConfiguration> {
+    fn variants(_: &Setup<'_, Gelu, Device>, algorithm: GeluAlgorithm) -> Vec<GeluConfiguration> {
         let base = GeluConfiguration::new(algorithm);
         let blocks = [64, 256, 512, 1024].map(|n| GeluConfiguration { block: Some(n), ..base });
         let unrolls = [1, 2, 4].map(|n| GeluConfiguration { unroll: Some(n), ..base });
@@ -103,14 +103,14 @@ impl Engine<Gelu> for Gpu {
     }
 
     fn complete(
-        setup: &Setup<'_, Gelu, u32>,
+        setup: &Setup<'_, Gelu, Device>,
         configuration: &GeluConfiguration,
     ) -> Result<GeluConfiguration> {
         Ok(cuda::complete(setup.place, setup.spec, configuration))
     }
 
     /// The bytes, and more of them the less a thread moves at once.
-    fn cost(setup: &Setup<'_, Gelu, u32>, configuration: &GeluConfiguration) -> Result<f64> {
+    fn cost(setup: &Setup<'_, Gelu, Device>, configuration: &GeluConfiguration) -> Result<f64> {
         let all = Self::algorithms(setup)?;
         let rank = all.iter().position(|a| *a == configuration.algorithm).unwrap_or(0);
         Ok(1.0 + 0.2 * rank as f64)

@@ -20,10 +20,8 @@ pub(crate) fn tolerance(spec: &GeluSpec, device: Device) -> f64 {
     match device {
         _ if !spec.x.dtype.is_half() => roundings,
         Device::Cpu => roundings + CPU_HALF_POLYNOMIALS,
-        Device::Cuda(_) if spec.half_math == HalfMath::Native => {
-            8.0 * spec.x.dtype.unit_roundoff() + 3e-4
-        }
-        Device::Cuda(_) => roundings + CUDA_HALF_POLYNOMIALS,
+        _ if spec.half_math == HalfMath::Native => 8.0 * spec.x.dtype.unit_roundoff() + 3e-4,
+        _ => roundings + CUDA_HALF_POLYNOMIALS,
     }
 }
 

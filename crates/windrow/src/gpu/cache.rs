@@ -1,16 +1,16 @@
 //! Compiled kernels on disk.
 
-use crate::{Result, folder};
+use crate::{Device, Result, folder};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 const MAGIC: &[u8; 8] = b"windrow1";
 
-/// Where compiled kernels are kept: `cuda` in the user's cache folder. `None` if there is no such place;
+/// Where compiled kernels are kept: `cuda` or `hip` in the user's cache folder. `None` if there is no such place;
 /// then every process compiles anew.
-pub(super) fn directory() -> Option<PathBuf> {
-    folder::cache().map(|d| d.join("cuda"))
+pub(super) fn directory(device: Device) -> Option<PathBuf> {
+    folder::cache().map(|d| d.join(device.backend()))
 }
 
 /// File name for everything that a compilation depends on.

@@ -8,41 +8,39 @@ use crate::{DType, Device, Error, Result};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{LazyLock, Mutex, Once};
 
-/// What there is to know of a CUDA device before using it.
+/// What there is to know of a GPU before using it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceInfo {
-    /// Index, as in [`Device::Cuda`].
+    /// Index, as in [`Device::Cuda`] and [`Device::Hip`].
     pub index: u32,
     /// The vendor's name.
     pub name: String,
-    /// Compute capability: `(9, 0)` is sm_90.
+    /// What kernels are compiled for: `sm_90`, `gfx942`.
+    pub architecture: String,
+    /// Compute capability: `(9, 0)` is sm_90; on HIP the numbers that its runtime gives.
     pub compute_capability: (u32, u32),
-    /// Number of streaming multiprocessors.
+    /// Number of streaming multiprocessors, or compute units.
     pub multiprocessors: u32,
+    /// Threads that step together: 32, or 64 of a wavefront.
+    pub warp: u32,
     /// Device memory in bytes.
     pub memory: usize,
     /// L2 cache in bytes.
     pub l2_cache: usize,
-    /// CUDA version of the driver: `(13, 0)`.
+    /// CUDA version of the driver, or HIP version of the runtime: `(13, 0)`.
     pub driver: (u32, u32),
 }
 
-/// All CUDA devices of this machine. Empty if it has none; an error only if there is no driver or
-/// it does not answer.
+/// All devices of the backend of `device` on this machine. Empty if it has none; an error only if there is no driver
+/// or it does not answer.
 ///
 /// # Errors
-/// [`Error::NoDevice`] without a driver or in a build without the feature `cuda`, [`Error::Backend`].
-///
-/// ```
-/// match windrow::cuda::devices() {
-///     Ok(devices) => devices.iter().for_each(|d| println!("cuda:{} {}", d.index, d.name)),
-///     Err(reason) => println!("{reason}"),
-/// }
-/// ```
-pub fn devices() -> Result<Vec<DeviceInfo>> {
-    check_not_forked()?;
-    (0..backend::count()?).map(|i| Ok(Gpu::get(i)?.info.clone())).collect()
+/// [`Error::NoDevice`] without a driver or in a build without the backend's feature, [`Error::Backend`].
+pub(crate) fn devices(of: fn(u32) -> Device) -> Result<Vec<DeviceInfo>> {
+    let first = of(0);
+    check_not_forked(first)?;
+    (0..count(first)?).map(|i| Ok(Gpu::get(of(i))?.info.clone())).collect()
 }
 
 /// A device that a backend has started.
@@ -53,39 +51,49 @@ pub(crate) struct Started {
     pub(crate) runtime: Box<dyn Runtime>,
 }
 
-#[cfg(feature = "cuda")]
-use crate::cuda::device as backend;
-
-/// In the place of a backend where none is built in.
-#[cfg(not(feature = "cuda"))]
-mod backend {
-    use super::Started;
-    use crate::{Device, Error, Result};
-
-    pub(super) fn count() -> Result<u32> {
-        start(0).map(|_| 0)
+fn count(device: Device) -> Result<u32> {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => crate::cuda::device::count(),
+        #[cfg(feature = "hip")]
+        Device::Hip(_) => crate::hip::device::count(),
+        _ => Err(no_backend(device)),
     }
+}
 
-    pub(super) fn start(index: u32) -> Result<Started> {
-        Err(Error::NoDevice {
-            device: Device::Cuda(index).to_string(),
-            reason: "the library was built without the feature `cuda`".into(),
-        })
+fn start(device: Device) -> Result<Started> {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(index) => crate::cuda::device::start(index),
+        #[cfg(feature = "hip")]
+        Device::Hip(index) => crate::hip::device::start(index),
+        _ => Err(no_backend(device)),
+    }
+}
+
+/// For a device whose backend is not built in.
+fn no_backend(device: Device) -> Error {
+    match device {
+        Device::Cpu => Error::parameter("device", device, "a GPU"),
+        Device::Cuda(_) | Device::Hip(_) => Error::NoDevice {
+            device: device.to_string(),
+            reason: format!("the library was built without the feature `{}`", device.backend()),
+        },
     }
 }
 
 /// Set in a process that was forked from one that had started a GPU.
 static FORKED: AtomicBool = AtomicBool::new(false);
 
-/// CUDA does not survive a fork: in the child its calls fail or hang, and locks may be held by threads that are not there.
-fn check_not_forked() -> Result<()> {
+/// A GPU does not survive a fork: in the child calls fail or hang, and locks may be held by threads that are not there.
+fn check_not_forked(device: Device) -> Result<()> {
     if !FORKED.load(Ordering::Relaxed) {
         return Ok(());
     }
     Err(Error::NoDevice {
-        device: Device::Cuda(0).backend().into(),
-        reason: "this process was forked from one that had started CUDA, which a fork does not \
-                 survive: start processes by `spawn` or `forkserver`, or fork before CUDA is used"
+        device: device.backend().into(),
+        reason: "this process was forked from one that had started a GPU, which a fork does not \
+                 survive: start processes by `spawn` or `forkserver`, or fork before GPUs are used"
             .into(),
     })
 }
@@ -108,6 +116,7 @@ pub(crate) fn notice_forks() {
 /// A device in use, and the kernels loaded into it. Lives as long as the process.
 #[derive(Debug)]
 pub(crate) struct Gpu {
+    device: Device,
     pub(crate) info: DeviceInfo,
     /// Dynamic shared memory that a block may have, in bytes.
     pub(crate) shared_bytes: usize,
@@ -121,19 +130,20 @@ pub(crate) struct Gpu {
 }
 
 impl Gpu {
-    /// The device of this index, started at first use.
+    /// The device, started at first use.
     ///
     /// # Errors
-    /// [`Error::NoDevice`], [`Error::Backend`].
-    pub(crate) fn get(index: u32) -> Result<&'static Gpu> {
+    /// [`Error::NoDevice`], [`Error::Backend`]; [`Error::Parameter`] for the CPU.
+    pub(crate) fn get(device: Device) -> Result<&'static Gpu> {
         static GPUS: LazyLock<Mutex<Vec<&'static Gpu>>> = LazyLock::new(Mutex::default);
-        check_not_forked()?;
+        check_not_forked(device)?;
         let mut gpus = GPUS.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some(gpu) = gpus.iter().find(|g| g.info.index == index) {
+        if let Some(gpu) = gpus.iter().find(|g| g.device == device) {
             return Ok(gpu);
         }
-        let Started { info, shared_bytes, runtime } = backend::start(index)?;
+        let Started { info, shared_bytes, runtime } = start(device)?;
         let gpu = Box::leak(Box::new(Gpu {
+            device,
             info,
             shared_bytes,
             runtime,
@@ -154,7 +164,7 @@ impl Gpu {
     }
 
     pub(crate) fn device(&self) -> Device {
-        Device::Cuda(self.info.index)
+        self.device
     }
 
     pub(crate) fn has(&self, feature: Feature) -> bool {
@@ -202,7 +212,7 @@ impl Gpu {
     /// # Errors
     /// As [`Gpu::call`].
     pub(crate) fn enter(&self) -> Result<Current<'_>> {
-        check_not_forked()?;
+        check_not_forked(self.device)?;
         let previous = self.runtime.enter().map_err(|failure| failure.on(self.device()))?;
         Ok(Current { gpu: self, previous })
     }
@@ -247,9 +257,12 @@ mod tests {
     /// With a driver or without: an index that does not exist is a typed error.
     #[test]
     fn a_device_that_does_not_exist_is_an_error() {
-        assert!(matches!(Gpu::get(4000), Err(Error::NoDevice { .. })));
-        if let Ok(found) = devices() {
-            assert!(found.iter().enumerate().all(|(i, d)| d.index as usize == i));
+        assert!(matches!(Gpu::get(Device::Cpu), Err(Error::Parameter { .. })));
+        for kind in [Device::Cuda, Device::Hip] {
+            assert!(matches!(Gpu::get(kind(4000)), Err(Error::NoDevice { .. })));
+            if let Ok(found) = devices(kind) {
+                assert!(found.iter().enumerate().all(|(i, d)| d.index as usize == i));
+            }
         }
     }
 
@@ -257,12 +270,13 @@ mod tests {
     #[cfg(target_os = "linux")]
     #[test]
     fn a_forked_process_gets_an_error() {
-        let Ok(gpu) = Gpu::get(0) else { return };
+        let Ok(gpu) = Gpu::get(Device::Cuda(0)) else { return };
         // SAFETY: the child only asks for the device and leaves; nothing that it does takes a lock.
         let child = unsafe { libc::fork() };
         if child == 0 {
             let refused = |result: Result<()>| matches!(result, Err(Error::NoDevice { .. }));
-            let good = refused(gpu.enter().map(drop)) && refused(Gpu::get(0).map(drop));
+            let again = Gpu::get(Device::Cuda(0)).map(drop);
+            let good = refused(gpu.enter().map(drop)) && refused(again);
             // SAFETY: leaves without running anything of the parent's.
             unsafe { libc::_exit(i32::from(!good)) };
         }

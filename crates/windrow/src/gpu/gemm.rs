@@ -159,6 +159,7 @@ impl GemmSpec {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Device;
     use crate::gpu::{DeviceBuffer, DeviceTensor};
     use crate::verification::random_tensor;
     use crate::{Tensor, TensorDesc};
@@ -206,7 +207,7 @@ mod tests {
     /// Nothing without a device and cuBLASLt: then the error is typed.
     #[test]
     fn products_are_those_of_the_oracle() {
-        let Ok(gpu) = Gpu::get(0) else { return };
+        let Ok(gpu) = Gpu::get(Device::Cuda(0)) else { return };
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             for (ta, tb) in [(false, false), (true, false), (false, true), (true, true)] {
                 let spec = spec(dtype, ta, tb);

@@ -112,7 +112,7 @@ impl Gpu {
     /// the compiler does not know the device, or the device lacks what the kernel needs.
     pub(crate) fn kernel(&'static self, spec: &KernelSpec) -> Result<&'static Kernel> {
         self.kernels.loaded.get_or_make(spec, || {
-            let image = self.image(spec, cache::directory().as_deref())?;
+            let image = self.image(spec, cache::directory(self.device()).as_deref())?;
             let kernel = self.despite_captures(|| self.load(spec, &image))?;
             Ok(&*Box::leak(Box::new(kernel)))
         })
@@ -226,8 +226,10 @@ impl<K: Copy + PartialEq> Kernels<K> {
     }
 }
 
-static SYNCHRONOUS: LazyLock<bool> =
-    LazyLock::new(|| std::env::var_os("WINDROW_CUDA_SYNC").is_some_and(|v| v == "1"));
+static SYNCHRONOUS: LazyLock<bool> = LazyLock::new(|| {
+    let set = |name| std::env::var_os(name).is_some_and(|v| v == "1");
+    set("WINDROW_CUDA_SYNC") || set("WINDROW_HIP_SYNC")
+});
 
 #[cfg(test)]
 mod tests {

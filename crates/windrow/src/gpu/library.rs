@@ -2,7 +2,7 @@
 
 use super::runtime::Failure;
 use crate::{Device, Error, Result};
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
 use std::path::{Path, PathBuf};
 
 /// Where a vendor's libraries are. Each is looked for in the directories that `explicit` lists, then where the
@@ -19,8 +19,8 @@ pub(crate) struct Places {
     pub(crate) installed: &'static str,
     /// Directories of a toolkit that hold libraries.
     pub(crate) directories: &'static [&'static str],
-    /// A folder of `site-packages`, whose packages hold libraries in `lib`.
-    pub(crate) packages: &'static str,
+    /// Folders of `site-packages` that hold libraries; `*` stands for any name.
+    pub(crate) packages: &'static [&'static str],
 }
 
 /// A library, and how to get it.
@@ -32,9 +32,9 @@ pub(crate) struct Library {
     pub(crate) versions: &'static [&'static str],
     /// The stem of a library that this one opens by bare name, from its own directory.
     pub(crate) companion: Option<&'static str>,
-    /// `None` for a part of the driver, which only the loader can find.
+    /// `None` if only the loader can find it.
     pub(crate) places: Option<&'static Places>,
-    /// The pip package that holds it.
+    /// The pip package that holds it; empty for the driver, or what stands in its place.
     pub(crate) package: &'static str,
     /// The first version that has all functions in use.
     pub(crate) since: &'static str,
@@ -93,15 +93,26 @@ macro_rules! library {
                     std::sync::OnceLock::new();
                 let loaded = LOADED.get_or_init(|| {
                     let library = $library.open()?;
-                    // SAFETY: the types are those of the library's headers.
-                    let functions = unsafe {
-                        $name { $($function: $crate::gpu::library::symbol(&library, stringify!($function))?,)* }
-                    };
+                    // SAFETY: functions of the library.
+                    let functions = unsafe { $name::of(|name| $crate::gpu::library::symbol(&library, name)) }?;
                     // It must outlive the functions.
                     std::mem::forget(library);
                     Ok(functions)
                 });
                 loaded.as_ref().map_err(|absent| $library.error(absent))
+            }
+
+            /// The functions that `find` knows by their names.
+            ///
+            /// # Safety
+            /// They must be those of the library's headers, and stay.
+            $vis unsafe fn of(
+                find: impl Fn(&'static str) -> Option<*const std::ffi::c_void>,
+            ) -> Result<Self, $crate::gpu::library::Absent> {
+                // SAFETY: the types are those of the library's headers.
+                unsafe {
+                    Ok($name { $($function: $crate::gpu::library::function(&find, stringify!($function))?,)* })
+                }
             }
 
             $(library!(@method $vis $function ($($argument: $type),*) $(-> $result)?);)*
@@ -125,16 +136,24 @@ macro_rules! library {
 }
 pub(crate) use library;
 
-/// A function of a library.
+/// The address of a function of a library.
+pub(crate) fn symbol(library: &libloading::Library, name: &str) -> Option<*const c_void> {
+    // SAFETY: its address is taken, whatever it is.
+    unsafe { library.get::<*const c_void>(name) }.map(|address| *address).ok()
+}
+
+/// A function by its name.
 ///
 /// # Safety
-/// `F` must be its type, and the library outlive it.
-pub(crate) unsafe fn symbol<F: Copy>(
-    library: &libloading::Library,
+/// `F` must be the type of what `find` gives, and that outlive it.
+pub(crate) unsafe fn function<F: Copy>(
+    find: impl Fn(&'static str) -> Option<*const c_void>,
     name: &'static str,
 ) -> Result<F, Absent> {
-    // SAFETY: the caller's promise.
-    unsafe { library.get::<F>(name) }.map(|function| *function).map_err(|_| Absent::Without(name))
+    const { assert!(size_of::<F>() == size_of::<*const c_void>()) };
+    let address = find(name).filter(|address| !address.is_null()).ok_or(Absent::Without(name))?;
+    // SAFETY: the caller's promise; both are pointers.
+    Ok(unsafe { std::mem::transmute_copy(&address) })
 }
 
 impl Library {
@@ -172,19 +191,25 @@ impl Library {
             (Absent::Without(function), _) => {
                 format!("it has no function `{function}`, which {since} and later have")
             }
-            (Absent::NotFound, Some(Places { explicit, .. })) => format!(
-                "not found on the loader's path, in a toolkit or in a Python environment; install a toolkit or \
-                 `pip install {}`, or name its directory in {explicit}",
-                self.package
-            ),
+            (Absent::NotFound, Some(Places { explicit, .. })) => {
+                let install = match self.package {
+                    "" => String::new(),
+                    package => format!(" or `pip install {package}`"),
+                };
+                format!(
+                    "{name} was not found on the loader's path, in a toolkit or in a Python environment; \
+                     install a toolkit{install}, or name its directory in {explicit}"
+                )
+            }
             (Absent::NotFound, None) => format!("the driver ({name}) was not found"),
         };
-        match (absent, self.places) {
-            (_, Some(_)) => {
+        let is_driver = self.package.is_empty();
+        match absent {
+            _ if !is_driver => {
                 Error::Backend { what: format!("loading {name}"), device, detail: reason }
             }
-            (Absent::NotFound, None) => Error::NoDevice { device: device.backend().into(), reason },
-            (Absent::Without(_), None) => {
+            Absent::NotFound => Error::NoDevice { device: device.backend().into(), reason },
+            Absent::Without(_) => {
                 let reason = format!("the driver is too old: {reason}");
                 Error::NoDevice { device: device.backend().into(), reason }
             }
@@ -201,7 +226,7 @@ impl Places {
             .flat_map(|root| self.directories.iter().map(move |d| root.join(d)))
     }
 
-    /// `packages/*/lib` of every Python environment in sight.
+    /// Those of packages of every Python environment in sight.
     fn of_python(&self) -> impl Iterator<Item = PathBuf> {
         let environments = ["VIRTUAL_ENV", "CONDA_PREFIX"]
             .into_iter()
@@ -211,9 +236,10 @@ impl Places {
             )
             .flat_map(|prefix| subdirectories(&prefix.join("lib"), "python3"))
             .map(|python| python.join("site-packages"));
-        own_site_packages().into_iter().chain(environments).flat_map(|site| {
-            subdirectories(&site.join(self.packages), "").into_iter().map(|p| p.join("lib"))
-        })
+        own_site_packages()
+            .into_iter()
+            .chain(environments)
+            .flat_map(|site| self.packages.iter().flat_map(move |path| matching(&site, path)))
     }
 }
 
@@ -250,6 +276,14 @@ fn own_site_packages() -> Option<PathBuf> {
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
     let (line, end) = maps.lines().find_map(|l| Some((l, l.find("/site-packages/")?)))?;
     Some(PathBuf::from(&line[line.find('/')?..end]).join("site-packages"))
+}
+
+/// The directories of `path` in `dir`, where `*` stands for any name.
+fn matching(dir: &Path, path: &str) -> Vec<PathBuf> {
+    path.split('/').fold(vec![dir.to_path_buf()], |found, name| match name {
+        "*" => found.iter().flat_map(|dir| subdirectories(dir, "")).collect(),
+        _ => found.into_iter().map(|dir| dir.join(name)).collect(),
+    })
 }
 
 fn subdirectories(dir: &Path, prefix: &str) -> Vec<PathBuf> {
@@ -290,7 +324,7 @@ mod tests {
         toolkits: &[],
         installed: "/nowhere",
         directories: &["lib"],
-        packages: "nobody",
+        packages: &["nobody/*/lib"],
     };
     static LIBC: Library = Library {
         stem: "libc.so",
@@ -354,12 +388,15 @@ mod tests {
 
     #[test]
     fn what_is_missing_says_how_to_get_it() {
-        let driver = Library { places: None, ..LIBC };
+        let driver = Library { places: None, package: "", ..LIBC };
         assert!(matches!(driver.error(&Absent::NotFound), Error::NoDevice { .. }));
         assert!(matches!(driver.error(&Absent::Without("f")), Error::NoDevice { .. }));
         let error = LIBC.error(&Absent::NotFound);
         assert!(matches!(error, Error::Backend { .. }));
         let message = error.to_string();
         assert!(message.contains("pip install a-package") && message.contains("TEST_PATH"));
+        let runtime = Library { package: "", ..LIBC };
+        let error = runtime.error(&Absent::NotFound);
+        assert!(matches!(error, Error::NoDevice { .. }) && !error.to_string().contains("pip"));
     }
 }

@@ -91,14 +91,14 @@ impl Drop for DeviceBuffer {
     }
 }
 
-/// The elements of a view of memory on CUDA device `index`, row-major on the CPU.
-pub(crate) fn download(x: &TensorRef<'_>, index: u32) -> Result<Tensor> {
+/// The elements of a view of a GPU's memory, row-major on the CPU.
+pub(crate) fn download(x: &TensorRef<'_>) -> Result<Tensor> {
     let mut out =
         Tensor::uninitialised(TensorDesc { layout: Layout::contiguous(x.shape())?, ..*x.desc() })?;
     let Some((low, high)) = x.address_range() else { return Ok(out) };
     let mut bytes = Buffer::new(high - low)?;
     let to = bytes.as_mut_ptr();
-    Gpu::get(index)?.wait(|runtime| {
+    Gpu::get(x.device())?.wait(|runtime| {
         // SAFETY: the view may be read on the device, and both ranges have this length.
         unsafe { runtime.download(to, low as *const u8, high - low, None) }
     })?;
@@ -140,21 +140,21 @@ pub struct DeviceTensor {
 }
 
 impl DeviceTensor {
-    /// A tensor whose bytes are all 0xff: NaN in every float type.
+    /// A tensor on a GPU (a number is a CUDA device) whose bytes are all 0xff: NaN in every float type.
     ///
     /// # Errors
     /// [`Error::NoDevice`], [`Error::OutOfMemory`], [`Error::Backend`].
-    pub fn new(desc: TensorDesc, index: u32) -> Result<Self> {
-        Self::with_misalignment(desc, index, 0)
+    pub fn new(desc: TensorDesc, device: impl Into<Device>) -> Result<Self> {
+        Self::with_misalignment(desc, device.into(), 0)
     }
 
     /// As [`new`](Self::new), with the lowest element `misalignment` bytes past a multiple of 256.
-    fn with_misalignment(desc: TensorDesc, index: u32, misalignment: usize) -> Result<Self> {
+    fn with_misalignment(desc: TensorDesc, device: Device, misalignment: usize) -> Result<Self> {
         let (low, high) = desc.layout.extent().unwrap_or((0, -1));
         let size = desc.dtype.size();
         let bytes = (high - low + 1) as usize * size;
         // SAFETY: null is the legacy default stream, which always exists.
-        let stream = Arc::new(unsafe { Stream::from_raw(index, std::ptr::null_mut())? });
+        let stream = Arc::new(unsafe { Stream::from_raw(device, std::ptr::null_mut())? });
         let mut buffer = DeviceBuffer::new(&stream, misalignment + bytes)?;
         if buffer.len() > 0 {
             let (ptr, len) = (buffer.as_mut_ptr(), buffer.len());
@@ -168,15 +168,15 @@ impl DeviceTensor {
         Ok(DeviceTensor { buffer, origin: misalignment + low.unsigned_abs() * size, desc })
     }
 
-    /// A copy of a host tensor on CUDA device `index`.
+    /// A copy of a host tensor on a GPU.
     ///
     /// # Errors
     /// As [`new`](Self::new), and [`Error::WrongDevice`] if `x` is not on the CPU.
-    pub fn from_host(x: &TensorRef<'_>, index: u32) -> Result<Self> {
+    pub fn from_host(x: &TensorRef<'_>, device: impl Into<Device>) -> Result<Self> {
         crate::tensor::check_device("x", x.device(), Device::Cpu)?;
         let lowest = x.address_range().map_or(0, |(low, _)| low);
         let misalignment = lowest % VECTOR_BYTES;
-        let mut t = Self::with_misalignment(*x.desc(), index, misalignment)?;
+        let mut t = Self::with_misalignment(*x.desc(), device.into(), misalignment)?;
         if let Some((low, high)) = x.address_range() {
             let gpu = t.buffer.stream.gpu();
             let dst = t.buffer.as_mut_ptr().wrapping_add(misalignment);
@@ -216,7 +216,7 @@ impl DeviceTensor {
     /// # Errors
     /// [`Error::OutOfMemory`], and [`Error::Backend`] if a kernel failed before.
     pub fn to_host(&self) -> Result<Tensor> {
-        download(&self.as_ref(), self.buffer.stream.gpu().info.index)
+        download(&self.as_ref())
     }
 
     /// Element type, shape and strides.

@@ -9,12 +9,14 @@
 mod cache;
 mod capture;
 mod column_sum;
+#[cfg(feature = "gpu")]
+mod compiler;
 mod convolution;
 mod copy;
 mod device;
 mod gemm;
 mod kernel;
-#[cfg(feature = "cuda")]
+#[cfg(feature = "gpu")]
 pub(crate) mod library;
 mod memory;
 mod params;
@@ -43,18 +45,22 @@ pub(crate) use crate::cuda::compile_tests;
 
 pub use capture::Graph;
 pub use copy::copy;
-pub use device::{DeviceInfo, devices};
+pub use device::DeviceInfo;
 pub use memory::DeviceTensor;
 pub use stream::{Event, Stream};
 
 pub(crate) use column_sum::column_sum;
+#[cfg(feature = "gpu")]
+pub(crate) use compiler::{Compiled, Compiler, Reading};
 pub(crate) use convolution::{Choice, Convolution, ConvolutionSpec, Operation, VendorConvolution};
-pub(crate) use device::{Gpu, Started, notice_forks};
+pub(crate) use device::{Gpu, Started, devices, notice_forks};
 pub(crate) use gemm::{Gemm, GemmCompute, GemmOperands, GemmSpec, Matrix, Product};
 pub(crate) use kernel::{Kernel, Kernels};
 pub(crate) use memory::{DeviceBuffer, download};
 pub(crate) use params::{Field, Params, params};
 pub(crate) use pinned::PinnedBuffer;
+#[cfg(feature = "gpu")]
+pub(crate) use runtime::made;
 pub(crate) use runtime::{
     ConvolutionLimits, Failure, Feature, Function, Handle, Launch, Outcome, Recording, Runtime,
     StreamKind,

@@ -22,6 +22,13 @@ pub(crate) struct Failure {
 
 pub(crate) type Outcome<T> = Result<T, Failure>;
 
+/// The handle that a call writes.
+#[cfg(feature = "gpu")]
+pub(crate) fn made(make: impl FnOnce(&mut Handle) -> Outcome<()>) -> Outcome<Handle> {
+    let mut handle = std::ptr::null_mut();
+    make(&mut handle).map(|()| handle)
+}
+
 impl Failure {
     /// The error, which names the call.
     pub(crate) fn on(self, device: Device) -> Error {

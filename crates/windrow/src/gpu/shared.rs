@@ -158,6 +158,7 @@ impl Gpu {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Device;
 
     /// Nothing without a device.
     #[test]
@@ -185,7 +186,7 @@ mod tests {
     /// Nothing without a device.
     #[test]
     fn memory_of_a_graph_is_allocated_beside_its_capture() {
-        let Ok(stream) = Gpu::get(0).and_then(Stream::apart) else { return };
+        let Ok(stream) = Gpu::get(Device::Cuda(0)).and_then(Stream::apart) else { return };
         let mut kept = None;
         let graph = stream.capture(|| {
             let buffer = Arc::new(SharedBuffer::apart(stream.gpu(), 4096)?);

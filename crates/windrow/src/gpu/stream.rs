@@ -22,12 +22,12 @@ unsafe impl Send for Stream {}
 unsafe impl Sync for Stream {}
 
 impl Stream {
-    /// A new stream on CUDA device `index`. It is ordered with the legacy default stream.
+    /// A new stream on a GPU; a number is a CUDA device. It is ordered with the legacy default stream.
     ///
     /// # Errors
     /// [`Error::NoDevice`], [`Error::Backend`].
-    pub fn new(index: u32) -> Result<Self> {
-        Self::of_kind(Gpu::get(index)?, StreamKind::Blocking)
+    pub fn new(device: impl Into<Device>) -> Result<Self> {
+        Self::of_kind(Gpu::get(device.into())?, StreamKind::Blocking)
     }
 
     /// As [`Stream::new`], but not ordered with the legacy default stream either.
@@ -37,8 +37,8 @@ impl Stream {
 
     /// As [`Stream::new`], with the highest priority: blocks of its kernels start before waiting
     /// blocks of other streams.
-    pub(crate) fn with_priority(index: u32) -> Result<Self> {
-        Self::of_kind(Gpu::get(index)?, StreamKind::Urgent)
+    pub(crate) fn with_priority(gpu: &'static Gpu) -> Result<Self> {
+        Self::of_kind(gpu, StreamKind::Urgent)
     }
 
     fn of_kind(gpu: &'static Gpu, kind: StreamKind) -> Result<Self> {
@@ -47,7 +47,7 @@ impl Stream {
         Ok(Stream { raw, gpu, owned: true })
     }
 
-    /// A `cudaStream_t` / `CUstream` that somebody else owns; null is the legacy default stream.
+    /// A `cudaStream_t`, `CUstream` or `hipStream_t` that somebody else owns; null is the legacy default stream.
     ///
     /// A stream made with `cudaStreamNonBlocking`, as PyTorch's are, is not ordered with the legacy default
     /// stream, nor with the streams of [`Stream::new`]: what other streams write and this one reads has to be
@@ -58,8 +58,8 @@ impl Stream {
     /// (2, `cudaStreamPerThread`), which is another one in each thread.
     ///
     /// # Safety
-    /// `raw` must be a stream of CUDA device `index` that stays alive as long as this value.
-    pub unsafe fn from_raw(index: u32, raw: *mut c_void) -> Result<Self> {
+    /// `raw` must be a stream of the device (a number is a CUDA device) that stays alive as long as this value.
+    pub unsafe fn from_raw(device: impl Into<Device>, raw: *mut c_void) -> Result<Self> {
         if raw as usize == PER_THREAD {
             return Err(Error::parameter(
                 "stream",
@@ -67,10 +67,10 @@ impl Stream {
                 "a stream that is the same one in every thread",
             ));
         }
-        Ok(Stream { raw, gpu: Gpu::get(index)?, owned: false })
+        Ok(Stream { raw, gpu: Gpu::get(device.into())?, owned: false })
     }
 
-    /// The handle, as a `cudaStream_t`.
+    /// The handle, as a `cudaStream_t` or `hipStream_t`.
     pub fn as_raw(&self) -> *mut c_void {
         self.raw
     }

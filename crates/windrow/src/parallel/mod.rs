@@ -119,7 +119,8 @@ impl DataParallel {
             let given = format!("{devices:?}");
             return Err(Error::parameter("devices", given, "at least one, each once"));
         }
-        let gpus = devices.iter().map(|&d| Gpu::get(d)).collect::<Result<Vec<_>>>()?;
+        let gpus =
+            devices.iter().map(|&d| Gpu::get(Device::Cuda(d))).collect::<Result<Vec<_>>>()?;
         let world = gpus.len();
         for (gpu, peer) in gpus.iter().flat_map(|g| gpus.iter().map(move |p| (g, p))) {
             if !std::ptr::eq(*gpu, *peer) {
@@ -143,8 +144,8 @@ impl DataParallel {
     /// As [`DataParallel::local`]; [`Error::Parallel`] also if not all ranks come in time.
     pub fn join(job: &Job, timeout: Duration) -> Result<Self> {
         let deadline = Instant::now() + timeout;
-        let visible = crate::gpu::devices()?.len();
-        let gpu = Gpu::get(job.device(visible)?)?;
+        let visible = crate::cuda::devices()?.len();
+        let gpu = Gpu::get(Device::Cuda(job.device(visible)?))?;
         let id = match job.world {
             1 => [0; 128],
             _ => rendezvous::exchange(job, deadline, nccl::unique_id)?,
@@ -221,13 +222,12 @@ impl Rank {
             1 => None,
             _ => Some(Link::new(Communicator::new(gpu, id, index, world)?, index, world, timeout)?),
         };
-        let device = gpu.info.index;
         Ok(Rank {
             index,
             world,
             gpu,
-            stream: Arc::new(Stream::new(device)?),
-            exchange: Stream::with_priority(device)?,
+            stream: Arc::new(Stream::new(gpu.device())?),
+            exchange: Stream::with_priority(gpu)?,
             staging: Staging::new(gpu)?,
             link,
         })
@@ -266,7 +266,7 @@ impl Rank {
     /// # Errors
     /// As [`DeviceTensor::new`].
     pub fn tensor(&self, desc: TensorDesc) -> Result<DeviceTensor> {
-        DeviceTensor::new(desc, self.gpu.info.index)
+        DeviceTensor::new(desc, self.device())
     }
 
     /// The rows of a batch of `n` that belong to this rank: see [`shard`].

@@ -42,7 +42,7 @@ impl Slot {
 
 impl Staging {
     pub(super) fn new(gpu: &'static Gpu) -> Result<Self> {
-        let stream = Stream::new(gpu.info.index)?;
+        let stream = Stream::new(gpu.device())?;
         Ok(Staging { gpu, stream, slots: Default::default() })
     }
 

@@ -39,8 +39,8 @@ pub trait Operator: Copy + Debug + Send + Sync + Sized + 'static {
     type Args<'a>: Copy;
     /// What computes it on the CPU.
     type Cpu: Engine<Self, Place = Isa>;
-    /// What computes it on CUDA devices.
-    type Gpu: Engine<Self, Place = u32>;
+    /// What computes it on GPUs.
+    type Gpu: Engine<Self, Place = Device>;
 
     /// Every check of a spec that needs no data.
     fn problem(spec: &Self::Spec) -> Result<Self::Problem>;
@@ -99,7 +99,7 @@ pub struct Setup<'a, O: Operator, P> {
     pub problem: &'a O::Problem,
     /// How.
     pub options: &'a PlanOptions,
-    /// Where: instruction set, or number of the device.
+    /// Where: instruction set, or GPU.
     pub place: P,
 }
 

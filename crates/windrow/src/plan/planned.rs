@@ -30,7 +30,7 @@ pub struct Plan<O: Operator> {
 pub enum Backend<C, G> {
     /// The CPU.
     Cpu(C),
-    /// A CUDA device.
+    /// A GPU.
     Gpu(G),
 }
 
@@ -44,7 +44,7 @@ macro_rules! on_device {
                 let setup = Setup { spec, problem, options, place: Isa::best() };
                 <$operator::Cpu as Engine<$operator>>::$function(&setup $(, $more)*)
             }
-            Device::Cuda(place) => {
+            place @ (Device::Cuda(_) | Device::Hip(_)) => {
                 let (spec, problem, options) = ($spec, $problem, $options);
                 let setup = Setup { spec, problem, options, place };
                 <$operator::Gpu as Engine<$operator>>::$function(&setup $(, $more)*)
@@ -144,7 +144,7 @@ impl<O: Operator> Plan<O> {
                 let setup = Setup { spec, problem: &problem, options, place: isa };
                 Backend::Cpu(O::Cpu::new(&setup, configuration)?)
             }
-            Device::Cuda(place) => {
+            place @ (Device::Cuda(_) | Device::Hip(_)) => {
                 let setup = Setup { spec, problem: &problem, options, place };
                 Backend::Gpu(O::Gpu::new(&setup, configuration)?)
             }

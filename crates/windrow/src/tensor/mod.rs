@@ -161,8 +161,8 @@ impl<'a> TensorRef<'a> {
     /// # Errors
     /// [`Error::OutOfMemory`]; for device memory [`Error::NoDevice`], [`Error::Backend`].
     pub fn to_f64_vec(&self) -> Result<Vec<f64>> {
-        if let Device::Cuda(index) = self.device {
-            return crate::gpu::download(self, index)?.as_ref().to_f64_vec();
+        if self.device != Device::Cpu {
+            return crate::gpu::download(self)?.as_ref().to_f64_vec();
         }
         match self.desc.dtype {
             DType::F32 => self.gather::<f32>(),
@@ -181,8 +181,8 @@ impl<'a> TensorRef<'a> {
     /// [`Error::DType`] if `T` is another type than the tensor's, and as
     /// [`to_f64_vec`](Self::to_f64_vec).
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
-        if let Device::Cuda(index) = self.device {
-            return crate::gpu::download(self, index)?.to_vec();
+        if self.device != Device::Cpu {
+            return crate::gpu::download(self)?.to_vec();
         }
         check_dtype("tensor", self.desc.dtype, T::DTYPE)?;
         let mut out = room_for(self.desc.layout.len())?;

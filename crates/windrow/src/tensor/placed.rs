@@ -30,9 +30,7 @@ impl Placed {
     pub fn new(tensor: Tensor, device: Device) -> Result<Self> {
         Ok(Placed(match device {
             Device::Cpu => Memory::Host(tensor),
-            Device::Cuda(index) => {
-                Memory::Device(DeviceTensor::from_host(&tensor.as_ref(), index)?)
-            }
+            gpu => Memory::Device(DeviceTensor::from_host(&tensor.as_ref(), gpu)?),
         }))
     }
 
@@ -43,7 +41,7 @@ impl Placed {
     pub fn output(desc: TensorDesc, device: Device) -> Result<Self> {
         Ok(Placed(match device {
             Device::Cpu => Memory::Host(Tensor::uninitialised(desc)?),
-            Device::Cuda(index) => Memory::Device(DeviceTensor::new(desc, index)?),
+            gpu => Memory::Device(DeviceTensor::new(desc, gpu)?),
         }))
     }
 

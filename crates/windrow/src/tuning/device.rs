@@ -10,11 +10,11 @@ use serde::{Deserialize, Serialize};
 #[serde(deny_unknown_fields)]
 pub(crate) struct DeviceModel {
     pub(crate) name: String,
-    /// `x86_64`, `sm_90`
+    /// `x86_64`, `sm_90`, `gfx942`
     pub(crate) architecture: String,
     /// The instruction set that kernels use; empty for GPUs.
     pub(crate) features: String,
-    /// CUDA version of the driver; empty for CPUs.
+    /// CUDA or HIP version of the driver; empty for CPUs.
     pub(crate) driver: String,
 }
 
@@ -29,12 +29,11 @@ impl DeviceModel {
                 features: Isa::best().name().into(),
                 driver: String::new(),
             }),
-            Device::Cuda(index) => {
-                let info = &Gpu::get(index)?.info;
-                let (major, minor) = info.compute_capability;
+            Device::Cuda(_) | Device::Hip(_) => {
+                let info = &Gpu::get(device)?.info;
                 Ok(DeviceModel {
                     name: info.name.clone(),
-                    architecture: format!("sm_{major}{minor}"),
+                    architecture: info.architecture.clone(),
                     features: String::new(),
                     driver: format!("{}.{}", info.driver.0, info.driver.1),
                 })

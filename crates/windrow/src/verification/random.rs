@@ -60,7 +60,7 @@ impl Trial {
     fn new(device: Device) -> Self {
         let names = match device {
             Device::Cpu => Isa::available().iter().map(|isa| isa.name().to_owned()).collect(),
-            Device::Cuda(_) => vec![device.to_string()],
+            Device::Cuda(_) | Device::Hip(_) => vec![device.to_string()],
         };
         let digests = names.into_iter().map(|name| (name, 0)).collect();
         Trial { device, outcome: Outcome { digests, ..Outcome::default() } }
@@ -74,7 +74,7 @@ impl Trial {
     pub(crate) fn lanes(&self) -> Vec<Lane> {
         let isas = match self.device {
             Device::Cpu => Isa::available(),
-            Device::Cuda(_) => vec![Isa::best()],
+            Device::Cuda(_) | Device::Hip(_) => vec![Isa::best()],
         };
         isas.into_iter().enumerate().map(|(index, isa)| Lane { index, isa }).collect()
     }

@@ -1,7 +1,7 @@
 //! Which of the kernels that plans can launch were launched.
 
-use crate::Result;
 use crate::gpu::{Gpu, KernelSpec};
+use crate::{Device, Result};
 use std::collections::BTreeMap;
 
 /// How often a kernel was launched.
@@ -18,14 +18,13 @@ pub struct KernelLaunches {
     pub listed: bool,
 }
 
-/// Every kernel that a plan can launch, and how often CUDA device `index` was given it by this process.
+/// Every kernel that a plan can launch, and how often a GPU (a number is a CUDA device) was given it by this process.
 ///
 /// # Errors
 /// [`Error::NoDevice`](crate::Error::NoDevice), [`Error::Backend`](crate::Error::Backend).
-pub fn kernel_launches(index: u32) -> Result<Vec<KernelLaunches>> {
-    let gpu = Gpu::get(index)?;
-    let (major, minor) = gpu.info.compute_capability;
-    Ok(count(&gpu.launches(), &format!("sm_{major}{minor}")))
+pub fn kernel_launches(device: impl Into<Device>) -> Result<Vec<KernelLaunches>> {
+    let gpu = Gpu::get(device.into())?;
+    Ok(count(&gpu.launches(), &gpu.info.architecture))
 }
 
 fn count(launched: &[(KernelSpec, u64)], architecture: &str) -> Vec<KernelLaunches> {

@@ -11,7 +11,7 @@ use crate::gpu::{
     Gemm, GemmCompute, GemmOperands, GemmSpec, KernelSpec, Kernels, Launch, Matrix, Source,
     column_sum, params, type_name,
 };
-use crate::{DType, Result, TensorRef, Workspace};
+use crate::{DType, Device, Result, TensorRef, Workspace};
 use std::sync::Arc;
 
 source!(GRADIENT, "dense_gradient.cu");
@@ -66,11 +66,11 @@ impl DenseBackward {
     /// # Errors
     /// As [`Im2colGemm::new`].
     pub(in crate::causal_conv1d) fn new(
-        index: u32,
+        device: Device,
         spec: &CausalConv1dSpec,
         problem: &Problem,
     ) -> Result<Self> {
-        let forward = Im2colGemm::with_operands(index, spec, problem, DType::F32)?;
+        let forward = Im2colGemm::with_operands(device, spec, problem, DType::F32)?;
         let Problem { b, d, d_out, l, width, .. } = *problem;
         // Products that `forward` has found to be in range.
         let (rows, terms) = (b * l, width * d);

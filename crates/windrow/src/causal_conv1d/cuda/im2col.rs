@@ -87,21 +87,21 @@ impl Im2colGemm {
     /// [`Error::SizeOverflow`], [`Error::Unsupported`] with too many channels, and those of kernels and of the
     /// product.
     pub(in crate::causal_conv1d) fn new(
-        index: u32,
+        device: Device,
         spec: &CausalConv1dSpec,
         problem: &Problem,
     ) -> Result<Self> {
-        Self::with_operands(index, spec, problem, operand_type(spec))
+        Self::with_operands(device, spec, problem, operand_type(spec))
     }
 
     /// As [`Im2colGemm::new`], with A and B of this type.
     pub(super) fn with_operands(
-        index: u32,
+        device: Device,
         spec: &CausalConv1dSpec,
         problem: &Problem,
         dtype: DType,
     ) -> Result<Self> {
-        let gpu = Gpu::get(index)?;
+        let gpu = Gpu::get(device)?;
         let Problem { b, d, d_out, l, width, .. } = *problem;
         let overflow = || Error::SizeOverflow {
             what: "im2col matrix",
@@ -118,7 +118,7 @@ impl Im2colGemm {
         let (Some(a), Some(b_bytes), Some(c)) = (a, b_bytes, c) else { return Err(overflow()) };
         if d.max(d_out) > GRID * TILE {
             return Err(Error::unsupported(
-                format!("causal_conv1d im2col_gemm of {d} to {d_out} channels on cuda:{index}"),
+                format!("causal_conv1d im2col_gemm of {d} to {d_out} channels on {device}"),
                 format!("it takes {} channels at most", GRID * TILE),
             ));
         }

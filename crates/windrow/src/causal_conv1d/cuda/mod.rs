@@ -2,7 +2,9 @@
 
 use super::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dSpec, Problem};
 use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Kernels, Launch, Source, params, type_name};
-use crate::{Activation, Approximate, DType, Result, TensorDesc, TensorMut, TensorRef, Workspace};
+use crate::{
+    Activation, Approximate, DType, Device, Result, TensorDesc, TensorMut, TensorRef, Workspace,
+};
 
 macro_rules! header {
     ($file:literal) => {
@@ -277,8 +279,8 @@ fn mask_kernel(spec: &CausalConv1dSpec, form: Form) -> Option<KernelSpec> {
 }
 
 impl Direct {
-    pub(super) fn new(index: u32, spec: &CausalConv1dSpec, problem: &Problem) -> Result<Self> {
-        let gpu = Gpu::get(index)?;
+    pub(super) fn new(device: Device, spec: &CausalConv1dSpec, problem: &Problem) -> Result<Self> {
+        let gpu = Gpu::get(device)?;
         let form = Form::of(spec, problem, gpu.has(Feature::BulkCopies));
         let load = |kernel: Option<KernelSpec>| kernel.map(|k| gpu.kernel(&k)).transpose();
         let params = Params::of(spec, problem)?;

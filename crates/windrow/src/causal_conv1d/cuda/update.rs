@@ -5,7 +5,7 @@ use super::{
 };
 use crate::causal_conv1d::{CausalConv1dUpdateArgs, CausalConv1dUpdateSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, params};
-use crate::{Result, TensorMut, Workspace};
+use crate::{Device, Result, TensorMut, Workspace};
 
 source!(ANY, "update.cu");
 source!(STEP, "update_step.cu");
@@ -104,11 +104,11 @@ fn step_kernel(spec: &CausalConv1dUpdateSpec, step: Step) -> KernelSpec {
 
 impl Update {
     pub(in crate::causal_conv1d) fn new(
-        index: u32,
+        device: Device,
         spec: &CausalConv1dUpdateSpec,
         problem: &Problem,
     ) -> Result<Self> {
-        let gpu = Gpu::get(index)?;
+        let gpu = Gpu::get(device)?;
         let step = match Step::of(spec) {
             Some(step) => Some((gpu.kernel(&step_kernel(spec, step))?, step)),
             None => None,

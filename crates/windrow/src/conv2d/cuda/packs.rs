@@ -249,8 +249,8 @@ impl<K> Kept<K> {
 impl<K: PartialEq> Kept<K> {
     /// True if both are of one packing and device.
     fn is_like(&self, other: &Self) -> bool {
-        let index = |kept: &Self| kept.gpu().map(|gpu| gpu.info.index);
-        self.packing == other.packing && index(self) == index(other)
+        let device = |kept: &Self| kept.gpu().map(Gpu::device);
+        self.packing == other.packing && device(self) == device(other)
     }
 }
 

@@ -191,7 +191,7 @@ mod tests {
     /// Scales of f32 whose product is beyond its range. Nothing without a device.
     #[test]
     fn tiny_and_huge_numbers_are_scaled() {
-        if !crate::gpu::devices().is_ok_and(|d| !d.is_empty()) {
+        if !crate::cuda::devices().is_ok_and(|d| !d.is_empty()) {
             return;
         }
         let options = PlanOptions { device: Device::Cuda(0), ..PlanOptions::default() };

@@ -321,12 +321,12 @@ impl WinogradGemm {
         if b.chunks > 1 {
             return Ok(None);
         }
-        let index = gpu.info.index;
-        let stream = Arc::new(Stream::new(index)?);
+        let device = gpu.device();
+        let stream = Arc::new(Stream::new(device)?);
         let mut packed = DeviceBuffer::new(&stream, self.packed_bytes())?;
         let mut scratch = DeviceBuffer::new(&stream, self.scratch_bytes())?;
-        let mut y = DeviceTensor::new(self.spec.y, index)?;
-        let bias = self.spec.bias.map(|desc| DeviceTensor::new(desc, index)).transpose()?;
+        let mut y = DeviceTensor::new(self.spec.y, device)?;
+        let bias = self.spec.bias.map(|desc| DeviceTensor::new(desc, device)).transpose()?;
         let bias = bias.as_ref().map(|bias| bias.as_ref().as_ptr());
         let operands = Operands { x: x.as_ptr(), bias, y: y.as_mut()?.as_mut_ptr() };
         // SAFETY: the views agree with the spec, and the memory is as large as asked for.
@@ -339,10 +339,9 @@ impl WinogradGemm {
             let strides: Vec<_> = strides.iter().map(|&s| s as isize).collect();
             let layout = Layout::strided(shape, &strides)?;
             // SAFETY: part of a stage or of what belongs to it, which the run above has written.
-            let view = unsafe {
-                TensorRef::from_raw(at.cast(), TensorDesc { dtype, layout }, gpu.device())
-            };
-            download(&view, index)?.as_ref().to_f64_vec()
+            let view =
+                unsafe { TensorRef::from_raw(at.cast(), TensorDesc { dtype, layout }, device) };
+            download(&view)?.as_ref().to_f64_vec()
         };
         // The sum of the two parts of an operand, the first of the three that may be stored.
         let operand = |at: *const u8, shape: [usize; 3], strides: [usize; 3]| {

@@ -8,7 +8,7 @@ use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration};
 use crate::gpu as device;
 use crate::plan::{Engine, Setup};
-use crate::{Result, TensorMut, TensorRef, Workspace};
+use crate::{Device, Result, TensorMut, TensorRef, Workspace};
 use std::sync::OnceLock;
 
 /// On a CUDA device.
@@ -21,19 +21,19 @@ pub struct Gpu {
 }
 
 impl Engine<Conv2d> for Gpu {
-    type Place = u32;
+    type Place = Device;
 
-    fn algorithms(setup: &Setup<'_, Conv2d, u32>) -> Result<Vec<Conv2dAlgorithm>> {
+    fn algorithms(setup: &Setup<'_, Conv2d, Device>) -> Result<Vec<Conv2dAlgorithm>> {
         let gpu = device::Gpu::get(setup.place)?;
         Ok(cuda::Engine::supported(gpu, setup.spec, setup.problem))
     }
 
-    fn choose(setup: &Setup<'_, Conv2d, u32>) -> Result<Conv2dAlgorithm> {
+    fn choose(setup: &Setup<'_, Conv2d, Device>) -> Result<Conv2dAlgorithm> {
         let gpu = device::Gpu::get(setup.place)?;
         cuda::Engine::best(gpu, setup.spec, setup.problem, setup.options.filter)
     }
 
-    fn new(setup: &Setup<'_, Conv2d, u32>, configuration: &Conv2dConfiguration) -> Result<Self> {
+    fn new(setup: &Setup<'_, Conv2d, Device>, configuration: &Conv2dConfiguration) -> Result<Self> {
         let &Setup { spec, problem, options, place } = setup;
         let gpu = device::Gpu::get(place)?;
         let engine = cuda::Engine::new(gpu, spec, problem, configuration, options.tuning)?;
@@ -53,14 +53,14 @@ impl Engine<Conv2d> for Gpu {
         super::explained(plan, &plan.device().to_string(), &self.engine.explain())
     }
 
-    fn candidates(setup: &Setup<'_, Conv2d, u32>) -> Result<Vec<Conv2dAlgorithm>> {
+    fn candidates(setup: &Setup<'_, Conv2d, Device>) -> Result<Vec<Conv2dAlgorithm>> {
         let mut all = Self::algorithms(setup)?;
         all.retain(|&algorithm| cuda::allows(setup.spec, algorithm));
         Ok(all)
     }
 
     fn variants(
-        _: &Setup<'_, Conv2d, u32>,
+        _: &Setup<'_, Conv2d, Device>,
         algorithm: Conv2dAlgorithm,
     ) -> Vec<Conv2dConfiguration> {
         let base = Conv2dConfiguration::new(algorithm);
@@ -78,14 +78,14 @@ impl Engine<Conv2d> for Gpu {
     }
 
     fn complete(
-        setup: &Setup<'_, Conv2d, u32>,
+        setup: &Setup<'_, Conv2d, Device>,
         configuration: &Conv2dConfiguration,
     ) -> Result<Conv2dConfiguration> {
         let gpu = device::Gpu::get(setup.place)?;
         Ok(cuda::complete(gpu, setup.spec, setup.problem, configuration))
     }
 
-    fn cost(setup: &Setup<'_, Conv2d, u32>, configuration: &Conv2dConfiguration) -> Result<f64> {
+    fn cost(setup: &Setup<'_, Conv2d, Device>, configuration: &Conv2dConfiguration) -> Result<f64> {
         let gpu = device::Gpu::get(setup.place)?;
         Ok(cuda::cost(gpu, setup.spec, setup.problem, configuration))
     }

@@ -4,9 +4,9 @@
 //! finalized, and from then on only read. Numbers are those of `cudnn_graph.h`, which no version since 8
 //! has changed.
 
-use super::super::runtime::made;
 use super::super::toolkit;
 use crate::gpu::library::{Describe, Library, library};
+use crate::gpu::made;
 use crate::gpu::{Handle, Outcome};
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_void};

@@ -8,7 +8,7 @@ mod tests;
 use super::{GeluAlgorithm, GeluArgs, GeluConfiguration, GeluSpec, HalfMath};
 use crate::dtype::by_type;
 use crate::gpu::{Gpu, Kernel, KernelSpec, Kernels, Launch, Source, type_name};
-use crate::{Approximate, DType, Result, TensorMut, TensorRef, Workspace};
+use crate::{Approximate, DType, Device, Result, TensorMut, TensorRef, Workspace};
 pub(super) use backward::workspace_bytes;
 use loops::{Loops, Words, bias_strides, strides};
 
@@ -135,12 +135,12 @@ fn model_unroll(
 
 /// A configuration with the parameters that the model chooses where it says nothing.
 pub(super) fn complete(
-    index: u32,
+    device: Device,
     spec: &GeluSpec,
     configuration: &GeluConfiguration,
 ) -> GeluConfiguration {
     // Without the device nothing can be planned, but listed: as on a large one.
-    let wave = Gpu::get(index).map_or(2048, |gpu| gpu.round_wave(BLOCKS));
+    let wave = Gpu::get(device).map_or(2048, |gpu| gpu.round_wave(BLOCKS));
     complete_for(wave, spec, configuration)
 }
 
@@ -184,11 +184,11 @@ fn forward(
 
 impl Forward {
     pub(super) fn new(
-        index: u32,
+        device: Device,
         spec: &GeluSpec,
         configuration: &GeluConfiguration,
     ) -> Result<Self> {
-        let gpu = Gpu::get(index)?;
+        let gpu = Gpu::get(device)?;
         let wave = gpu.round_wave(BLOCKS);
         let (kernel, launch, words, pointers) = forward(wave, spec, configuration);
         let kernel = gpu.kernel(&kernel)?;

@@ -113,7 +113,7 @@ fn backward_kernels_compile_without_spills() {
 fn without_a_device_a_plan_is_an_error() {
     let spec = spec(DType::F16, &[8], &[0], Approximate::None);
     assert!(matches!(
-        Forward::new(4000, &spec, &GeluConfiguration::new(GeluAlgorithm::F16x8Pack)),
+        Forward::new(Device::Cuda(4000), &spec, &GeluConfiguration::new(GeluAlgorithm::F16x8Pack)),
         Err(crate::Error::NoDevice { .. })
     ));
     let options = crate::PlanOptions { device: Device::Cpu, ..Default::default() };

@@ -1,8 +1,8 @@
 //! Which of the library's kernels for a convolution is the fastest, by measuring.
 
 use super::{Convolution, ConvolutionSpec};
-use crate::Result;
 use crate::gpu::{DeviceBuffer, Event, Gpu, Stream};
+use crate::{Device, Result};
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex};
 
@@ -26,11 +26,11 @@ pub(super) fn of(
     spec: &ConvolutionSpec,
     find: impl Fn(usize) -> Result<Vec<Box<dyn Convolution>>>,
 ) -> Result<Box<dyn Convolution>> {
-    static FOUND: LazyLock<Mutex<HashMap<(u32, ConvolutionSpec), usize>>> =
+    static FOUND: LazyLock<Mutex<HashMap<(Device, ConvolutionSpec), usize>>> =
         LazyLock::new(Mutex::default);
     // Held while measuring: threads that want the same wait, others do not disturb.
     let mut found = FOUND.lock().unwrap_or_else(|e| e.into_inner());
-    let key = (gpu.info.index, *spec);
+    let key = (gpu.device(), *spec);
     let (mut kernels, number) = match found.get(&key) {
         Some(&number) => (find(number + 1)?, number),
         None => {
@@ -57,7 +57,7 @@ fn measure(
     if kernels.len() == 1 {
         return Ok(0);
     }
-    let stream = Arc::new(Stream::new(gpu.info.index)?);
+    let stream = Arc::new(Stream::new(gpu.device())?);
     let workspace = kernels.iter().map(|kernel| kernel.workspace_bytes()).max().unwrap_or(0);
     let mut buffers = [spec.w, spec.x, spec.y]
         .map(|shape| shape.iter().product::<usize>() * spec.dtype.size())

@@ -22,13 +22,13 @@ fn upload(seed: u64, desc: TensorDesc) -> DeviceTensor {
 
 /// One that may be captured while other tests use the default stream; tests wait for it themselves.
 fn stream() -> Stream {
-    Stream::apart(Gpu::get(0).unwrap()).unwrap()
+    Stream::apart(Gpu::get(Device::Cuda(0)).unwrap()).unwrap()
 }
 
 /// One layer for each algorithm of the device, element type and layout.
 fn layers() -> Vec<Layer> {
     let mut layers = Vec::new();
-    if !crate::gpu::devices().is_ok_and(|d| !d.is_empty()) {
+    if !crate::cuda::devices().is_ok_and(|d| !d.is_empty()) {
         return layers;
     }
     let options = PlanOptions { device: Device::Cuda(0), ..PlanOptions::default() };

@@ -1,0 +1,87 @@
+//! Compiling kernels with hiprtc.
+
+use super::rocm;
+use crate::gpu::library::{Describe, Library, library};
+use crate::gpu::{Compiler, Handle, KernelSpec, Reading};
+use crate::{Device, Error, Result};
+use std::ffi::{CStr, c_char, c_int};
+
+static LIBHIPRTC: Library = rocm("libhiprtc.so");
+
+library! {
+    /// The compiler.
+    pub(super) struct Hiprtc in LIBHIPRTC;
+
+    fn hiprtcGetErrorString(status: c_int) -> *const c_char;
+    fn hiprtcVersion(major: *mut c_int, minor: *mut c_int);
+    fn hiprtcCreateProgram(
+        program: *mut Handle,
+        text: *const c_char,
+        name: *const c_char,
+        count: c_int,
+        headers: *const *const c_char,
+        names: *const *const c_char,
+    );
+    fn hiprtcCompileProgram(program: Handle, count: c_int, options: *const *const c_char);
+    fn hiprtcDestroyProgram(program: *mut Handle);
+    fn hiprtcGetProgramLogSize(program: Handle, bytes: *mut usize);
+    fn hiprtcGetProgramLog(program: Handle, log: *mut c_char);
+    fn hiprtcGetCodeSize(program: Handle, bytes: *mut usize);
+    fn hiprtcGetCode(program: Handle, code: *mut c_char);
+}
+
+static COMPILER: Compiler<Hiprtc> = Compiler {
+    create: Hiprtc::hiprtcCreateProgram,
+    compile: Hiprtc::hiprtcCompileProgram,
+    destroy: Hiprtc::hiprtcDestroyProgram,
+    log: (Hiprtc::hiprtcGetProgramLogSize, Hiprtc::hiprtcGetProgramLog),
+    device: Device::Hip(0),
+};
+
+impl Describe for Hiprtc {
+    fn describe(&self, status: c_int) -> String {
+        // SAFETY: the call returns a static string for any code.
+        unsafe { CStr::from_ptr(self.hiprtcGetErrorString(status)) }.to_string_lossy().into()
+    }
+}
+
+/// The compiler's version and the options for a kernel on devices of this architecture.
+///
+/// # Errors
+/// [`Error::NoDevice`] without hiprtc, [`Error::Unsupported`] if the device lacks what the kernel needs.
+pub(super) fn recipe(spec: &KernelSpec, architecture: &str) -> Result<(String, Vec<String>)> {
+    let hiprtc = Hiprtc::get()?;
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: the call writes two integers.
+    unsafe { hiprtc.hiprtcVersion(&mut major, &mut minor) }
+        .map_err(|failure| failure.on(Device::Hip(0)))?;
+    Ok((format!("{major}.{minor}"), options(spec, architecture)?))
+}
+
+/// Whatever the version.
+pub(super) fn options(spec: &KernelSpec, architecture: &str) -> Result<Vec<String>> {
+    if let Some(feature) = spec.needs.filter(|&feature| !super::has(architecture, feature)) {
+        return Err(Error::unsupported(
+            format!("kernel `{}` on {architecture}", spec.entry),
+            format!("it needs {feature:?}"),
+        ));
+    }
+    let mut options = vec![
+        format!("--offload-arch={architecture}"),
+        "-std=c++17".into(),
+        "-O3".into(),
+        // Where a rounding is measured the sources forbid to fuse it away.
+        "-ffp-contract=fast-honor-pragmas".into(),
+        "-DOFFSET_OF(s,f)=__builtin_offsetof(s,f)".into(),
+        format!("-DKERNEL={}", spec.entry),
+    ];
+    options.extend(spec.defines.iter().map(|(name, value)| format!("-D{name}={value}")));
+    Ok(options)
+}
+
+/// # Errors
+/// [`Error::NoDevice`] without hiprtc, [`Error::Backend`] with its messages.
+pub(super) fn compile(spec: &KernelSpec, options: &[String]) -> Result<Vec<u8>> {
+    let code: Reading<Hiprtc> = (Hiprtc::hiprtcGetCodeSize, Hiprtc::hiprtcGetCode);
+    COMPILER.compile(Hiprtc::get()?, spec, options, code).map(|compiled| compiled.image)
+}
