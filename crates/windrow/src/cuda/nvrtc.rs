@@ -74,7 +74,9 @@ impl Target {
             }
             // What only one generation has is not in the instructions that later ones share.
             let own = if feature == Feature::WarpgroupProducts { "a" } else { "" };
-            return Ok(Target { name: format!("sm_{number}{own}") });
+            if feature != Feature::MatrixProducts {
+                return Ok(Target { name: format!("sm_{number}{own}") });
+            }
         }
         if supported.contains(&number) {
             return Ok(Target { name: format!("sm_{number}") });

@@ -1,4 +1,4 @@
-//! Matrix products by the vendor's library: row-major, strided, batched.
+//! Matrix products by the vendor's library, or by a kernel of ours where none is called: row-major, strided, batched.
 
 use super::runtime::{Handle, Outcome};
 use super::{Gpu, Stream};
@@ -207,7 +207,13 @@ mod tests {
     /// Nothing without a device and cuBLASLt: then the error is typed.
     #[test]
     fn products_are_those_of_the_oracle() {
-        let Ok(gpu) = Gpu::get(Device::Cuda(0)) else { return };
+        for device in [Device::Cuda(0), Device::Hip(0)] {
+            compare_with_oracle(device);
+        }
+    }
+
+    fn compare_with_oracle(device: Device) {
+        let Ok(gpu) = Gpu::get(device) else { return };
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             for (ta, tb) in [(false, false), (true, false), (false, true), (true, true)] {
                 let spec = spec(dtype, ta, tb);
@@ -223,11 +229,11 @@ mod tests {
                 };
                 let GemmSpec { m, n, k, batch, .. } = spec;
                 let (a, b) = (random(1, batch * m * k), random(2, batch * k * n));
-                let upload = |t: &Tensor| DeviceTensor::from_host(&t.as_ref(), 0).unwrap();
+                let upload = |t: &Tensor| DeviceTensor::from_host(&t.as_ref(), device).unwrap();
                 let (device_a, device_b) = (upload(&a), upload(&b));
                 let desc = TensorDesc::contiguous(DType::F32, &[batch * m * n]).unwrap();
-                let mut c = DeviceTensor::new(desc, 0).unwrap();
-                let stream = Arc::new(Stream::new(0).unwrap());
+                let mut c = DeviceTensor::new(desc, device).unwrap();
+                let stream = Arc::new(Stream::new(device).unwrap());
                 let mut workspace = DeviceBuffer::new(&stream, gemm.workspace_bytes()).unwrap();
                 let out = c.as_mut().unwrap().as_ptr().cast_mut();
                 // SAFETY: the tensors are the spec's matrices, the workspace as large as asked for.

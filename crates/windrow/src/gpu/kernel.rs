@@ -1,6 +1,6 @@
 //! Loaded kernels and their launches.
 
-use super::runtime::{Feature, Function, Launch};
+use super::runtime::{Feature, Function, Handle, Launch, Outcome};
 use super::{Gpu, KernelSpec, Params, Stream, cache};
 use crate::Result;
 use std::any::TypeId;
@@ -164,24 +164,39 @@ impl Kernel {
         launch: Launch,
         params: &P,
     ) -> Result<()> {
+        let gpu = self.gpu;
+        let _current = gpu.enter()?;
+        // SAFETY: the stream is alive; the rest is the caller's promise.
+        unsafe { self.give(stream.as_raw(), launch, params) }.map_err(|failure| {
+            failure.of(format_args!("kernel `{}`", self.spec.entry), gpu.device())
+        })?;
+        if *SYNCHRONOUS && stream.capture_under_way()?.is_none() {
+            stream.synchronize()?;
+        }
+        Ok(())
+    }
+
+    /// As [`Kernel::launch`], with the device current, where the caller makes the error and waits for nothing.
+    ///
+    /// # Safety
+    /// As [`Kernel::launch`]; the stream must be alive.
+    pub(super) unsafe fn give<P: Params>(
+        &'static self,
+        stream: Handle,
+        launch: Launch,
+        params: &P,
+    ) -> Outcome<()> {
         debug_assert_eq!(self.spec.params, Some(TypeId::of::<P>()), "{}", self.spec.entry);
         if launch.grid.contains(&0) {
             return Ok(());
         }
-        let gpu = self.gpu;
-        let params = std::ptr::from_ref(params).cast::<c_void>();
-        let _current = gpu.enter()?;
+        let (kernels, params) = (&self.gpu.kernels, std::ptr::from_ref(params).cast::<c_void>());
         // SAFETY: the function is loaded on the current device, which copies the parameters; their layout is the
         // caller's promise.
-        unsafe { gpu.runtime.launch(self.function, launch, params, stream.as_raw()) }.map_err(
-            |failure| failure.of(format_args!("kernel `{}`", self.spec.entry), gpu.device()),
-        )?;
-        gpu.kernels.last.store(std::ptr::from_ref(self).cast_mut(), Ordering::Relaxed);
+        unsafe { self.gpu.runtime.launch(self.function, launch, params, stream)? };
+        kernels.last.store(std::ptr::from_ref(self).cast_mut(), Ordering::Relaxed);
         if self.launches.fetch_add(1, Ordering::Relaxed) == 0 {
-            gpu.kernels.launched.lock().unwrap_or_else(|e| e.into_inner()).push(self);
-        }
-        if *SYNCHRONOUS && stream.capture_under_way()?.is_none() {
-            stream.synchronize()?;
+            kernels.launched.lock().unwrap_or_else(|e| e.into_inner()).push(self);
         }
         Ok(())
     }

@@ -6,6 +6,8 @@
 //! gradients when it first computes one, and may happen while a stream is captured. Runs allocate nothing, do not
 //! synchronise and can be captured into a graph.
 
+#[cfg(feature = "hip")]
+mod block_product;
 mod cache;
 mod capture;
 mod column_sum;
@@ -28,20 +30,8 @@ mod stream;
 mod tensor_map;
 mod wrong_index;
 
-/// What rooms' tests compile their kernels by.
-#[cfg(all(test, not(feature = "cuda")))]
-pub(crate) mod compile_tests {
-    use super::KernelSpec;
-
-    pub(crate) fn check_compiles(_: &[KernelSpec]) {}
-    pub(crate) fn check_compiles_in_turn(_: &[KernelSpec]) {}
-    pub(crate) fn check_spills(_: &KernelSpec, _: (u32, u32), _: u32) {}
-    pub(crate) fn message(_: &KernelSpec) -> Option<String> {
-        None
-    }
-}
-#[cfg(all(test, feature = "cuda"))]
-pub(crate) use crate::cuda::compile_tests;
+#[cfg(test)]
+pub(crate) mod compile_tests;
 
 pub use capture::Graph;
 pub use copy::copy;
@@ -49,6 +39,8 @@ pub use device::DeviceInfo;
 pub use memory::DeviceTensor;
 pub use stream::{Event, Stream};
 
+#[cfg(feature = "hip")]
+pub(crate) use block_product::BlockProduct;
 pub(crate) use column_sum::column_sum;
 #[cfg(feature = "gpu")]
 pub(crate) use compiler::{Compiled, Compiler, Reading};

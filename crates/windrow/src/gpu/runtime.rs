@@ -53,6 +53,8 @@ pub(crate) enum Feature {
     BulkCopies,
     /// A kernel may start while the one before it ends.
     OverlappedLaunches,
+    /// Products of halves cut off what they add.
+    TruncatedSums,
 }
 
 /// How a stream is ordered with others.
@@ -190,7 +192,7 @@ pub(crate) trait Runtime: Debug + Send + Sync {
 
     /// `Ok` if matrix products can be had.
     fn multiplies(&self) -> Result<()>;
-    /// A matrix product, which has elements to compute, by the vendor's library.
+    /// A matrix product, which has elements to compute.
     fn product(&self, spec: &GemmSpec) -> Result<Box<dyn Product>>;
     /// The version of the vendor's library of convolutions.
     fn convolves(&self) -> Result<String>;

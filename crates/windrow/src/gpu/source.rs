@@ -41,6 +41,7 @@ const fn header(name: &'static str, text: &'static str) -> Source {
 const HEADERS: &[Source] = &[
     header("windrow.cuh", include_str!("kernels/windrow.cuh")),
     header("intrinsics.cuh", include_str!("kernels/intrinsics.cuh")),
+    header("hip.cuh", include_str!("kernels/hip.cuh")),
     header("activation.cuh", include_str!("kernels/activation.cuh")),
     header("copy_engine_sm90.cuh", include_str!("kernels/copy_engine_sm90.cuh")),
 ];

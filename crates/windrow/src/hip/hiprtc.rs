@@ -60,7 +60,7 @@ pub(super) fn recipe(spec: &KernelSpec, architecture: &str) -> Result<(String, V
 
 /// Whatever the version.
 pub(super) fn options(spec: &KernelSpec, architecture: &str) -> Result<Vec<String>> {
-    if let Some(feature) = spec.needs.filter(|&feature| !super::has(architecture, feature)) {
+    if let Some(feature) = spec.needs {
         return Err(Error::unsupported(
             format!("kernel `{}` on {architecture}", spec.entry),
             format!("it needs {feature:?}"),
@@ -84,4 +84,39 @@ pub(super) fn options(spec: &KernelSpec, architecture: &str) -> Result<Vec<Strin
 pub(super) fn compile(spec: &KernelSpec, options: &[String]) -> Result<Vec<u8>> {
     let code: Reading<Hiprtc> = (Hiprtc::hiprtcGetCodeSize, Hiprtc::hiprtcGetCode);
     COMPILER.compile(Hiprtc::get()?, spec, options, code).map(|compiled| compiled.image)
+}
+
+#[cfg(test)]
+pub(crate) mod compile_tests {
+    use super::*;
+    use rayon::prelude::*;
+    use std::collections::HashSet;
+    use std::sync::{LazyLock, Mutex};
+
+    /// Compiles for each chip of `WINDROW_COMPILE_FOR` those that do not need what no chip of AMD's has. With the
+    /// variable `WINDROW_COMPILED` the file of that name gets a line for each.
+    pub(crate) fn check_compiles(specs: &[KernelSpec]) {
+        let Ok(chips) = std::env::var("WINDROW_COMPILE_FOR") else { return };
+        static DONE: LazyLock<Mutex<HashSet<(String, KernelSpec)>>> = LazyLock::new(Mutex::default);
+        let all: Vec<_> = chips
+            .split(',')
+            .flat_map(|chip| specs.iter().map(move |spec| (chip.to_owned(), spec.clone())))
+            .filter(|(_, spec)| spec.needs.is_none())
+            .filter(|pair| DONE.lock().unwrap().insert(pair.clone()))
+            .collect();
+        all.into_par_iter().for_each(|(chip, spec)| {
+            let options = options(&spec, &chip).unwrap();
+            let image = compile(&spec, &options).unwrap_or_else(|e| panic!("{chip} {spec:?} {e}"));
+            assert!(image.starts_with(b"\x7fELF") || image.starts_with(b"__CLANG_OFFLOAD"));
+            record(&format!("{chip} {} {}\n", spec.source.name, spec.entry));
+        });
+    }
+
+    fn record(line: &str) {
+        use std::io::Write;
+        if let Some(path) = std::env::var_os("WINDROW_COMPILED") {
+            let file = std::fs::OpenOptions::new().create(true).append(true).open(path);
+            file.and_then(|mut file| file.write_all(line.as_bytes())).unwrap();
+        }
+    }
 }

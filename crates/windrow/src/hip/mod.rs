@@ -18,11 +18,12 @@ mod runtime;
 #[cfg(all(test, feature = "hip", target_os = "linux"))]
 mod tests;
 
+#[cfg(all(test, feature = "hip"))]
+pub(crate) use hiprtc::compile_tests;
+
 pub use crate::gpu::{DeviceInfo, DeviceTensor, Event, Graph, Stream, copy};
 
 use crate::Device;
-#[cfg(feature = "hip")]
-use crate::gpu::Feature;
 #[cfg(feature = "hip")]
 use crate::gpu::library::{Library, Places};
 
@@ -63,15 +64,5 @@ const fn rocm(stem: &'static str) -> Library {
         package: "",
         since: "ROCm 6.0",
         device: Device::Hip(0),
-    }
-}
-
-/// Whether chips of an architecture have a feature: the one place that knows them.
-#[cfg(feature = "hip")]
-fn has(architecture: &str, feature: Feature) -> bool {
-    match feature {
-        // Those whose matrix instructions the kernels know.
-        Feature::MatrixProducts => matches!(architecture, "gfx90a" | "gfx942" | "gfx950"),
-        Feature::BulkCopies | Feature::WarpgroupProducts | Feature::OverlappedLaunches => false,
     }
 }

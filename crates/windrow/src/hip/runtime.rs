@@ -3,9 +3,9 @@
 use super::api::{Api, MemoryAccess};
 use super::hiprtc;
 use crate::gpu::{
-    Convolution, ConvolutionLimits, ConvolutionSpec, Failure, Feature, Function, GemmSpec, Handle,
-    KernelSpec, Launch, Operation, Outcome, Product, Recording, Runtime, StreamKind, TensorBoxes,
-    made,
+    BlockProduct, Convolution, ConvolutionLimits, ConvolutionSpec, Failure, Feature, Function,
+    GemmSpec, Gpu, Handle, KernelSpec, Launch, Operation, Outcome, Product, Recording, Runtime,
+    StreamKind, TensorBoxes, made,
 };
 use crate::{Device, Error, Result};
 use std::collections::HashMap;
@@ -102,8 +102,9 @@ fn allocated(outcome: Outcome<()>, memory: *mut c_void) -> Outcome<Option<*mut u
 }
 
 impl Runtime for Hip {
-    fn has(&self, feature: Feature) -> bool {
-        super::has(&self.architecture, feature)
+    /// None: these are NVIDIA's. What the chips of AMD's have the sources ask of the compiler.
+    fn has(&self, _: Feature) -> bool {
+        false
     }
 
     fn enter(&self) -> Outcome<Option<Handle>> {
@@ -411,11 +412,11 @@ impl Runtime for Hip {
     }
 
     fn multiplies(&self) -> Result<()> {
-        Err(self.missing("products of matrices", "no library of AMD's is called"))
+        Ok(())
     }
 
-    fn product(&self, _: &GemmSpec) -> Result<Box<dyn Product>> {
-        Err(self.missing("products of matrices", "no library of AMD's is called"))
+    fn product(&self, spec: &GemmSpec) -> Result<Box<dyn Product>> {
+        Ok(Box::new(BlockProduct::new(Gpu::get(Device::Hip(self.index))?, spec)?))
     }
 
     fn convolves(&self) -> Result<String> {

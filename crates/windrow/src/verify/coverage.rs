@@ -12,7 +12,7 @@ pub struct KernelLaunches {
     pub kernel: String,
     /// Launches by this process.
     pub launches: u64,
-    /// False for kernels of another architecture.
+    /// False for kernels of another architecture or backend.
     pub for_device: bool,
     /// False for one that was launched and is not in the list of kernels: the list has to be mended.
     pub listed: bool,
@@ -24,14 +24,15 @@ pub struct KernelLaunches {
 /// [`Error::NoDevice`](crate::Error::NoDevice), [`Error::Backend`](crate::Error::Backend).
 pub fn kernel_launches(device: impl Into<Device>) -> Result<Vec<KernelLaunches>> {
     let gpu = Gpu::get(device.into())?;
-    Ok(count(&gpu.launches(), &gpu.info.architecture))
+    Ok(count(&gpu.launches(), &[&gpu.info.architecture, gpu.device().backend()]))
 }
 
-fn count(launched: &[(KernelSpec, u64)], architecture: &str) -> Vec<KernelLaunches> {
+/// `names` are those of the device's architecture and backend.
+fn count(launched: &[(KernelSpec, u64)], names: &[&str]) -> Vec<KernelLaunches> {
     let listed = listed();
     let mut all: BTreeMap<String, KernelLaunches> = BTreeMap::new();
     for Listed { kernel, only_for, .. } in &listed {
-        let for_device = only_for.is_none_or(|only| only == architecture);
+        let for_device = only_for.is_none_or(|only| names.contains(&only));
         let entry =
             KernelLaunches { kernel: kernel.clone(), launches: 0, for_device, listed: true };
         all.insert(kernel.clone(), entry);
@@ -57,7 +58,7 @@ fn count(launched: &[(KernelSpec, u64)], architecture: &str) -> Vec<KernelLaunch
 /// A line of the list.
 #[derive(Debug)]
 struct Listed {
-    /// Without the architecture.
+    /// Without what devices it is for.
     kernel: String,
     macros: Vec<String>,
     only_for: Option<&'static str>,
@@ -77,7 +78,8 @@ fn listed() -> Vec<Listed> {
 }
 
 fn expand(line: &'static str) -> Vec<Listed> {
-    let only_for = line.rsplit_once(' ').map(|(_, last)| last).filter(|l| l.starts_with("sm_"));
+    let is_device = |word: &&str| word.starts_with("sm_") || ["cuda", "hip"].contains(word);
+    let only_for = line.rsplit_once(' ').map(|(_, last)| last).filter(is_device);
     let line = only_for.map_or(line, |only| line[..line.len() - only.len()].trim_end());
     let kernels = braces(line).into_iter().map(|kernel| {
         let macros =
@@ -109,7 +111,7 @@ mod tests {
             KernelSpec::new(&SOURCE, entry).define("MASK", mask).define("WIDTH", width)
         };
         let launched = [(spec(1, 3), 2), (spec(1, 4), 5), (KernelSpec::new(&SOURCE, "other"), 1)];
-        let counted = count(&launched, "sm_100");
+        let counted = count(&launched, &["sm_100", "cuda"]);
         let of = |kernel: &str| counted.iter().find(|k| k.kernel == kernel).unwrap();
         let masked = of(&format!("channel_first.cu {entry} MASK=1"));
         assert_eq!((masked.launches, masked.for_device, masked.listed), (7, true, true));
@@ -117,6 +119,10 @@ mod tests {
         assert!(!of("channel_first.cu other").listed);
         let hopper = of("backward_rows_sm90.cu causal_conv1d_backward_rows_f16");
         assert!(!hopper.for_device && hopper.launches == 0);
+        let product = "block_product.cu block_product_f32";
+        assert!(!of(product).for_device);
+        let counted = count(&launched, &["gfx942", "hip"]);
+        assert!(counted.iter().any(|k| k.kernel == product && k.for_device));
     }
 
     /// A new file has to be listed.

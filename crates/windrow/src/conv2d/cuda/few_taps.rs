@@ -225,7 +225,9 @@ fn of_filter(kernel: KernelSpec, spec: &Conv2dSpec, p: &Problem) -> KernelSpec {
 }
 
 fn filter_kernel(spec: &Conv2dSpec, p: &Problem) -> KernelSpec {
-    of_filter(kernel(&FILTER, "few_taps_filter", spec.w.dtype), spec, p).params::<FilterParams>()
+    of_filter(kernel(&FILTER, "few_taps_filter", spec.w.dtype), spec, p)
+        .params::<FilterParams>()
+        .needs(Feature::MatrixProducts)
 }
 
 /// The product for a y whose address is a multiple of `address` bytes.
@@ -237,6 +239,7 @@ fn product(spec: &Conv2dSpec, p: &Problem, address: usize) -> KernelSpec {
         .define("PADDED", i32::from(p.padding != [0, 0]))
         .define("STORE", store as i32)
         .define("VECTOR", vector)
+        .needs(Feature::MatrixProducts)
 }
 
 /// How y is stored: the longest vectors of its channels or pixels.

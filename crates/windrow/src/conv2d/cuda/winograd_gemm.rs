@@ -16,8 +16,8 @@ use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::dtype::not_computed;
 use crate::gpu::{
-    DeviceBuffer, DeviceTensor, Gemm, GemmCompute, GemmOperands, GemmSpec, Gpu, Kernel, KernelSpec,
-    Launch, Matrix, Source, Stream, download, params,
+    DeviceBuffer, DeviceTensor, Feature, Gemm, GemmCompute, GemmOperands, GemmSpec, Gpu, Kernel,
+    KernelSpec, Launch, Matrix, Source, Stream, download, params,
 };
 use crate::{Accuracy, DType, Layout, Result, TensorDesc, TensorRef};
 use std::sync::Arc;
@@ -260,7 +260,10 @@ impl WinogradGemm {
             c: self.problem.c as i32,
             c_padded: self.v.padded as i32,
             // The small terms, which come first, hardly lose anything.
-            shrinkage: (split::SHRINKAGE * self.problem.c as f64 / 16.0) as f32,
+            shrinkage: match stream.gpu().has(Feature::TruncatedSums) {
+                true => (split::SHRINKAGE * self.problem.c as f64 / 16.0) as f32,
+                false => 0.0,
+            },
         };
         let launch =
             Launch { grid: [self.problem.k as u32, 1, 1], block: [self.cut.block as u32, 1, 1] };

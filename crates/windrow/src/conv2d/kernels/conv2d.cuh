@@ -20,6 +20,11 @@ typedef Bf16 T;
 #endif
 typedef T::Storage Element;
 constexpr bool IS_F32 = sizeof(Element) == 4;
+#ifdef ELEMENT_F16
+constexpr bool IS_F16 = true;
+#else
+constexpr bool IS_F16 = false;
+#endif
 
 __device__ __forceinline__ float to_float(Element x) { return T::to_float(x); }
 __device__ __forceinline__ Element from_float(float x) { return T::from_float(x); }
@@ -32,9 +37,13 @@ __device__ __forceinline__ float epilogue(float x) { return activate<EPILOGUE, I
 template <int N> __device__ __forceinline__ void store_vector(Element* to, const float (&v)[N]) {
     Raw<T, N> raw;
     raw.pack(v);
+#if WINDROW_PTX
     // As assembly: the compiler takes stores of a structure apart.
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(raw.words[0]), "r"(raw.words[1]),
                  "r"(raw.words[2]), "r"(raw.words[3]) : "memory");
+#else
+    raw.template store<N>(to);
+#endif
 }
 
 // Two neighbouring elements, aligned as one.
@@ -45,30 +54,36 @@ __device__ __forceinline__ void store_pair(Element* to, float2 v) {
     raw.store<2>(to);
 }
 
+#if WINDROW_PTX
 // Keeps the compiler from remembering what it computed from `p`, which would take registers.
 template <class P> __device__ __forceinline__ void forget(P*& p) { asm volatile("" : "+l"(p)); }
+#endif
 
 __device__ __forceinline__ float2 unpack_f16x2(u32 v) {
     return make_float2(f16_to_float(v & 0xffff), f16_to_float(v >> 16));
 }
 
+#if WINDROW_PTX
 // The nearest number with TF32's mantissa, as bits.
 __device__ __forceinline__ u32 float_to_tf32(float x) {
     u32 y;
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
     return y;
 }
+#endif
 
 #ifndef ELEMENT_F32
 // c * x + y on two packed elements.
 __device__ __forceinline__ u32 fma_x2(float c, u32 x, u32 y) { return T::fma2(T::pack(c, c), x, y); }
 #endif
 
+#if WINDROW_PTX
 __device__ __forceinline__ uint2 load_shared_v2(u32 address) {
     uint2 v;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
     return v;
 }
+#endif
 
 // The bits of |x|, 0 for infinities and NaN. Bits of magnitudes compare as the magnitudes do.
 __device__ __forceinline__ u32 finite_magnitude(float x) {

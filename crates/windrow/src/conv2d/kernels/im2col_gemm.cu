@@ -8,7 +8,8 @@
 //     BACKWARD_DATA    n, h, w       c          r, s, k          dy, gathered    w
 //     BACKWARD_WEIGHT  k             c, r, s    n, oh, ow        dy              x, gathered
 //
-// f32 multiplies on the plain units, f16 and bf16 on tensor cores with f32 sums. The weight gradient is split over
+// f32 multiplies on the plain units, f16 and bf16 on tensor cores with f32 sums; on AMD all types on matrix cores, or on
+// the plain units of chips that have none. The weight gradient is split over
 // images; im2col_gemm_sum.cu adds the parts in a fixed order.
 //
 // Constants: ELEMENT_*, PROBLEM, ALONG_ROWS (neighbouring lanes load neighbouring rows of a, else neighbouring depth),
@@ -150,9 +151,60 @@ __device__ __forceinline__ void store(const Params& p, int part, int group, i64 
 
 // ---- the product of one step, and the places of its sums ----
 
-#ifdef ELEMENT_F32
+#if defined(WINDROW_MFMA)
 
 constexpr int PITCH = 4; // padding of a row in shared memory, against bank conflicts
+
+// 4 wavefronts, each 2 x 2 blocks of 16 x 16.
+struct Sums {
+    MatrixSums sum[2][2] = {};
+
+    static __device__ __forceinline__ int first_row() { return threadIdx.x / 64 / 2 * 32; }
+    static __device__ __forceinline__ int first_column() { return threadIdx.x / 64 % 2 * 32; }
+
+    __device__ __forceinline__ void multiply(const Element (&a)[DEPTH][ROWS + PITCH],
+                                             const Element (&b)[DEPTH][COLUMNS + PITCH]) {
+        const int lane = threadIdx.x % 16, d = threadIdx.x % 64 / 16 * 4;
+        Element x[2][4], y[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                x[i][j] = a[d + j][first_row() + 16 * i + lane];
+                y[i][j] = b[d + j][first_column() + 16 * i + lane];
+            }
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) multiply_matrices(x[i], y[j], IS_F16, sum[i][j]);
+    }
+
+    template <class F> __device__ __forceinline__ void for_each(F f) const {
+        const int lane = threadIdx.x % 16, row = first_row() + threadIdx.x % 64 / 16 * 4;
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+#pragma unroll
+                for (int k = 0; k < 4; k++) f(row + 16 * i + k, first_column() + 16 * j + lane, sum[i][j][k]);
+    }
+};
+
+#elif defined(ELEMENT_F32) || !WINDROW_PTX
+
+constexpr int PITCH = 4;
+
+// Four neighbours in shared memory.
+__device__ __forceinline__ void load_four(const Element* from, float (&to)[4]) {
+#ifdef ELEMENT_F32
+    const float4 x = *reinterpret_cast<const float4*>(from);
+    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+#else
+    Raw<T, 4> raw;
+    raw.load<4>(from);
+    raw.unpack(to);
+#endif
+}
 
 struct Sums {
     float sum[4][4] = {};
@@ -162,9 +214,9 @@ struct Sums {
         const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
-            const float4 x = *reinterpret_cast<const float4*>(&a[d][row]);
-            const float4 y = *reinterpret_cast<const float4*>(&b[d][column]);
-            const float u[4] = {x.x, x.y, x.z, x.w}, v[4] = {y.x, y.y, y.z, y.w};
+            float u[4], v[4];
+            load_four(&a[d][row], u);
+            load_four(&b[d][column], v);
 #pragma unroll
             for (int i = 0; i < 4; i++)
 #pragma unroll

@@ -8,6 +8,10 @@
 #define WINDROW_PTX 0
 #endif
 
+#ifdef __HIP__
+#include "hip.cuh"
+#endif
+
 // Waits until the kernels launched before this one are done and what they wrote can be seen. For kernels
 // that the host launches as `overlapped`: their blocks may start while those still run. Every such kernel
 // calls it first, in every thread.
@@ -28,6 +32,8 @@ __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+#elif defined(__HIP__)
+    return __builtin_amdgcn_exp2f(x);
 #else
     return exp2f(x);
 #endif
@@ -39,6 +45,8 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+#elif defined(__HIP__)
+    return __builtin_amdgcn_rcpf(x);
 #else
     return 1.0f / x;
 #endif
@@ -50,6 +58,8 @@ __device__ __forceinline__ float max_nan(float a, float b) {
     float y;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
     return y;
+#elif defined(__HIP__)
+    return __builtin_isunordered(a, b) ? a + b : __builtin_fmaxf(a, b);
 #else
     return a < b || b != b ? b : a;
 #endif
@@ -132,6 +142,13 @@ __device__ __forceinline__ unsigned bf16x2_fma(unsigned a, unsigned b, unsigned 
 #endif
 }
 
+#if !WINDROW_PTX
+// Absolute error about one unit of f32 at 1.
+__device__ __forceinline__ float tanh_fast(float x) {
+    return 1.0f - 2.0f * reciprocal_fast(1.0f + exp2_fast(2.88539008f * x));
+}
+#endif
+
 // tanh of a pair of halves; absolute error about one unit at 1.
 __device__ __forceinline__ unsigned f16x2_tanh(unsigned a) {
 #if WINDROW_PTX
@@ -139,7 +156,7 @@ __device__ __forceinline__ unsigned f16x2_tanh(unsigned a) {
     asm("tanh.approx.f16x2 %0, %1;" : "=r"(y) : "r"(a));
     return y;
 #else
-    return floats_to_f16x2(tanhf(f16_to_float(a & 0xffff)), tanhf(f16_to_float(a >> 16)));
+    return floats_to_f16x2(tanh_fast(f16_to_float(a & 0xffff)), tanh_fast(f16_to_float(a >> 16)));
 #endif
 }
 
@@ -149,7 +166,7 @@ __device__ __forceinline__ unsigned bf16x2_tanh(unsigned a) {
     asm("tanh.approx.bf16x2 %0, %1;" : "=r"(y) : "r"(a));
     return y;
 #else
-    return floats_to_bf16x2(tanhf(bf16_to_float(a & 0xffff)), tanhf(bf16_to_float(a >> 16)));
+    return floats_to_bf16x2(tanh_fast(bf16_to_float(a & 0xffff)), tanh_fast(bf16_to_float(a >> 16)));
 #endif
 }
 

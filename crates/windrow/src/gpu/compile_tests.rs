@@ -1,0 +1,40 @@
+//! What rooms' tests compile their kernels by: NVRTC, and hiprtc for the chips that `WINDROW_COMPILE_FOR` lists
+//! (`gfx942,gfx1100`).
+
+use super::KernelSpec;
+
+/// All of them.
+pub(crate) fn check_compiles(specs: &[KernelSpec]) {
+    #[cfg(feature = "cuda")]
+    crate::cuda::compile_tests::check_compiles(specs);
+    check_compiles_for_hip(specs);
+}
+
+/// As [`check_compiles`], each kernel once, by NVRTC for one of the generations in turn.
+pub(crate) fn check_compiles_in_turn(specs: &[KernelSpec]) {
+    #[cfg(feature = "cuda")]
+    crate::cuda::compile_tests::check_compiles_in_turn(specs);
+    check_compiles_for_hip(specs);
+}
+
+/// Fails if NVRTC makes a kernel for one generation that spills more than so many bytes.
+pub(crate) fn check_spills(spec: &KernelSpec, capability: (u32, u32), most: u32) {
+    #[cfg(feature = "cuda")]
+    crate::cuda::compile_tests::check_spills(spec, capability, most);
+    let _ = (capability, most);
+    check_compiles_for_hip(std::slice::from_ref(spec));
+}
+
+/// What NVRTC says of a kernel; nothing if it is content, `None` without it.
+pub(crate) fn message(spec: &KernelSpec) -> Option<String> {
+    #[cfg(feature = "cuda")]
+    return crate::cuda::compile_tests::message(spec);
+    #[cfg(not(feature = "cuda"))]
+    return Some(spec).and(None);
+}
+
+fn check_compiles_for_hip(specs: &[KernelSpec]) {
+    #[cfg(feature = "hip")]
+    crate::hip::compile_tests::check_compiles(specs);
+    let _ = specs;
+}
