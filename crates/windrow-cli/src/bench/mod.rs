@@ -3,6 +3,7 @@
 
 pub(crate) mod causal_conv1d;
 pub(crate) mod conv2d;
+mod document;
 pub(crate) mod gelu;
 pub(crate) mod layers;
 mod measure;
@@ -36,6 +37,7 @@ Examples:
   windrow bench
   windrow bench conv2d --full --threads 1 --csv rows.csv --plot rates.svg
   windrow bench gelu causal-conv1d --device cuda:0 --dtype f16,bf16 --json > record.json
+  windrow bench causal-conv1d --device hip:0 --case amd
   windrow bench conv2d --devices 0,1 --gather")]
 pub(crate) struct Bench {
     /// Operators to run [default: all]
@@ -53,6 +55,9 @@ pub(crate) struct Bench {
     /// Algorithm by name; cases that it cannot compute are left out [default: the planner's choice]
     #[arg(long, value_name = "NAME", value_parser = names::any_algorithm())]
     algorithm: Option<String>,
+    /// Run one case that is a program of its own, and compare its stages
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["layers", "full", "dtype", "algorithm", "devices", "json", "csv", "plot"])]
+    case: Option<document::Named>,
     /// CPU threads [default: all cores]
     #[arg(long, value_name = "N")]
     threads: Option<NonZeroUsize>,
@@ -160,6 +165,12 @@ pub(crate) fn run(args: &Bench) -> Result<(), Failure> {
     check_device(args.device)?;
     let threads = start_threads(args.threads)?;
     let options = PlanOptions::default().with_device(args.device).with_threads(threads);
+    if let Some(document::Named::Amd) = args.case {
+        return match args.operators[..] {
+            [] | [Operator::CausalConv1d] => document::run(&options),
+            _ => Err(Failure::Input("--case amd: expected the operator causal-conv1d".into())),
+        };
+    }
     let selection = Selection {
         dtypes: &args.dtype,
         algorithm: args.algorithm.as_deref(),
