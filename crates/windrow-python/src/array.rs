@@ -289,6 +289,11 @@ impl<'py> Array<'py> {
         Ok(Array { arg, data, desc, device, family, read_only, _capsule: capsule, staged: None })
     }
 
+    /// Where the element at index zero lies.
+    pub(crate) fn address(&self) -> *mut c_void {
+        self.data
+    }
+
     /// The array as an input.
     pub(crate) fn view(&self) -> TensorRef<'_> {
         // SAFETY: the memory is as described while the object lives, and Python code that wrote

@@ -3,7 +3,7 @@
 
 use crate::array::{Array, Family};
 use crate::error::{IntoPy, exception};
-use crate::output::scratch_beside;
+use crate::output::{EmptyTensor, scratch};
 use pyo3::prelude::*;
 use std::cell::Cell;
 use std::ptr::null_mut;
@@ -104,6 +104,18 @@ pub(crate) fn run<T: Send>(
     elements: usize,
     work: impl FnOnce(&mut Workspace) -> windrow::Result<T> + Send,
 ) -> PyResult<T> {
+    run_with(py, like, bytes, elements, None, work)
+}
+
+/// [`run`], with scratch memory of PyTorch as `empty` gives it, which is at least `bytes` long.
+pub(crate) fn run_with<T: Send>(
+    py: Python<'_>,
+    like: &Array<'_>,
+    bytes: usize,
+    elements: usize,
+    empty: Option<&EmptyTensor>,
+    work: impl FnOnce(&mut Workspace) -> windrow::Result<T> + Send,
+) -> PyResult<T> {
     let mut wait = false;
     let mut lent = None;
     let keep = like.device == Device::Cpu && bytes <= KEPT_BYTES;
@@ -124,7 +136,10 @@ pub(crate) fn run<T: Send>(
                 Family::Exchange(_, torch) | Family::Torch(torch)
                     if bytes > 0 && !like.is_staged() =>
                 {
-                    let (tensor, memory) = scratch_beside(torch, bytes)?;
+                    let (tensor, memory) = match empty {
+                        Some(empty) => scratch(py, empty)?,
+                        None => scratch(py, &EmptyTensor::bytes_beside(torch, bytes)?)?,
+                    };
                     lent = Some(tensor);
                     // SAFETY: as below; the tensor lives for the whole call, and then its allocator gives the memory to
                     // later work on this stream only.

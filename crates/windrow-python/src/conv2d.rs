@@ -73,7 +73,7 @@ fn no_number(arg: &str, given: &Bound<'_, PyAny>, expected: &str) -> PyErr {
 }
 
 /// The options that all functions of this module take.
-fn params(
+pub(crate) fn params(
     py: Python<'_>,
     [stride, padding, dilation]: [Pair<'_>; 3],
     groups: Pair<'_>,
@@ -119,7 +119,7 @@ impl FilterCache {
 
 impl FilterCache {
     /// The cache, which does or does not trust the filter to stay as it is.
-    fn frozen(&self, frozen: bool) -> &windrow::FilterCache {
+    pub(crate) fn frozen(&self, frozen: bool) -> &windrow::FilterCache {
         // Setting it makes the cache compare once more.
         if self.0.is_frozen() != frozen {
             self.0.set_frozen(frozen);
@@ -150,7 +150,7 @@ fn pack(
 
 /// What tells whether it is worth to release the interpreter lock: elements, not multiplications,
 /// so that the lock is kept only where the filter is small too.
-fn work(spec: &Conv2dSpec) -> usize {
+pub(crate) fn work(spec: &Conv2dSpec) -> usize {
     [&spec.x, &spec.w, &spec.y].map(|t| t.layout.len()).into_iter().max().unwrap_or(0)
 }
 
@@ -214,6 +214,20 @@ pub(crate) fn conv2d<'py>(
     y.finish(py, &x.family)
 }
 
+/// The plan that [`conv2d`] takes where the planner chooses.
+pub(crate) fn plan_for(
+    py: Python<'_>,
+    [x, weight]: [&Array<'_>; 2],
+    bias: &Option<Array<'_>>,
+    params: &Conv2dParams,
+    is_kept: bool,
+) -> PyResult<Arc<windrow::Conv2dPlan>> {
+    let mut spec = Conv2dSpec::new(x.desc, weight.desc, params).py()?;
+    spec.bias = desc(bias);
+    let filter = if is_kept { Filter::Kept } else { Filter::Changing };
+    PLANS.get(py, &(spec, None, filter), x.device, make_plan)
+}
+
 /// Name of the algorithm that [`conv2d`] takes.
 #[pyfunction]
 #[pyo3(signature = (x, weight, bias, *, stride, padding, dilation, groups, activation, accuracy,
@@ -264,10 +278,8 @@ pub(crate) fn conv2d_bytes<'py>(
     let params = params(py, [stride, padding, dilation], groups, activation, accuracy)?;
     let x = Array::import("x", x)?;
     let weight = Array::import("weight", weight)?;
-    let mut spec = Conv2dSpec::new(x.desc, weight.desc, &params).py()?;
-    spec.bias = desc(&Array::import_option("bias", bias, None)?);
-    let filter = if is_kept { Filter::Kept } else { Filter::Changing };
-    let plan = PLANS.get(py, &(spec, None, filter), x.device, make_plan)?;
+    let bias = Array::import_option("bias", bias, None)?;
+    let plan = plan_for(py, [&x, &weight], &bias, &params, is_kept)?;
     let scratch = plan.packed_workspace_bytes();
     Ok((plan.workspace_bytes() - scratch, scratch))
 }

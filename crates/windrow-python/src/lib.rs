@@ -5,6 +5,7 @@ mod array;
 mod call;
 mod causal_conv1d;
 mod conv2d;
+mod conv2d_call;
 mod dlpack;
 mod error;
 mod gelu;
@@ -26,6 +27,8 @@ mod _native {
         Conv2dPlan, FilterCache, PackedWeights, conv2d, conv2d_algorithm, conv2d_backward,
         conv2d_backward_bytes, conv2d_bytes, conv2d_plans,
     };
+    #[pymodule_export]
+    use super::conv2d_call::Conv2dCall;
     #[pymodule_export]
     use super::error::NotInPlace;
     #[pymodule_export]

@@ -46,7 +46,7 @@ impl<'py> Output<'py> {
             }
             device => match &like.family {
                 Family::Exchange(_, object) | Family::Torch(object) => {
-                    let out = empty_beside(object, &desc)?;
+                    let out = EmptyTensor::beside(object, &desc)?.make(py)?;
                     Output::New(Array::import("out", &out)?, out)
                 }
                 Family::NumPyBf16(_) | Family::Other(_) => {
@@ -198,27 +198,49 @@ fn numpy(py: Python<'_>) -> PyResult<Bound<'_, PyModule>> {
     py.import(intern!(py, "numpy"))
 }
 
-/// Memory of PyTorch's allocator on the device of `like`, for work on its current stream as long as the tensor
-/// lives: a pool of our own beside it would share nothing with what PyTorch has freed.
-pub(crate) fn scratch_beside<'py>(
-    like: &Bound<'py, PyAny>,
-    bytes: usize,
+/// Memory of PyTorch's allocator, for work on its current stream as long as the tensor lives: a pool of our own
+/// beside it would share nothing with what PyTorch has freed.
+pub(crate) fn scratch<'py>(
+    py: Python<'py>,
+    empty: &EmptyTensor,
 ) -> PyResult<(Bound<'py, PyAny>, *mut c_void)> {
-    let words = bytes.div_ceil(DType::I64.size());
-    let memory = empty_beside(like, &TensorDesc::contiguous(DType::I64, &[words]).py()?)?;
-    let address = memory.call_method0(intern!(like.py(), "data_ptr"))?.extract()?;
-    Ok((memory, std::ptr::with_exposed_provenance_mut(address)))
+    let memory = empty.make(py)?;
+    let address = Array::import("workspace", &memory)?.address();
+    Ok((memory, address))
 }
 
-/// A tensor of PyTorch on the device of `like`: its allocator knows the stream.
-fn empty_beside<'py>(like: &Bound<'py, PyAny>, desc: &TensorDesc) -> PyResult<Bound<'py, PyAny>> {
-    let py = like.py();
-    let kwargs = PyDict::new(py);
-    kwargs.set_item("device", like.getattr(intern!(py, "device"))?)?;
-    let torch = py.import("torch")?;
-    kwargs.set_item("dtype", torch.getattr(dlpack::torch_name(desc.dtype))?)?;
-    let (shape, strides) = (PyTuple::new(py, desc.shape())?, PyTuple::new(py, desc.strides())?);
-    torch.call_method("empty_strided", (shape, strides), Some(&kwargs))
+/// `torch.empty_strided` with its arguments: PyTorch's allocator knows the stream.
+pub(crate) struct EmptyTensor {
+    function: Py<PyAny>,
+    sizes: Py<PyTuple>,
+    how: Py<PyDict>,
+}
+
+impl EmptyTensor {
+    /// On the device of the tensor `like`.
+    pub(crate) fn beside(like: &Bound<'_, PyAny>, desc: &TensorDesc) -> PyResult<Self> {
+        let py = like.py();
+        let how = PyDict::new(py);
+        how.set_item("device", like.getattr(intern!(py, "device"))?)?;
+        let torch = py.import(intern!(py, "torch"))?;
+        how.set_item("dtype", torch.getattr(dlpack::torch_name(desc.dtype))?)?;
+        let (shape, strides) = (PyTuple::new(py, desc.shape())?, PyTuple::new(py, desc.strides())?);
+        Ok(EmptyTensor {
+            function: torch.getattr(intern!(py, "empty_strided"))?.unbind(),
+            sizes: PyTuple::new(py, [shape, strides])?.unbind(),
+            how: how.unbind(),
+        })
+    }
+
+    /// Of so many bytes, and perhaps some more.
+    pub(crate) fn bytes_beside(like: &Bound<'_, PyAny>, bytes: usize) -> PyResult<Self> {
+        let words = bytes.div_ceil(DType::I64.size());
+        Self::beside(like, &TensorDesc::contiguous(DType::I64, &[words]).py()?)
+    }
+
+    pub(crate) fn make<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        self.function.bind(py).call(self.sizes.bind(py), Some(self.how.bind(py)))
+    }
 }
 
 /// Type, shape and order of dimensions of an array, dense.

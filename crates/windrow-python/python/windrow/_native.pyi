@@ -292,6 +292,28 @@ class PackedWeights:
     """A filter packed by `Conv2dPlan.pack`."""
 
 @final
+class Conv2dCall:
+    """`conv2d` of PyTorch's tensors, for images, filters and biases of the types, shapes and strides of
+    those it was made from. With other tensors, or such that PyTorch's dispatcher has something to do for,
+    a call does nothing and returns None."""
+
+    def __init__(
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array | None,
+        *,
+        stride: Pair,
+        padding: Pair,
+        dilation: Pair,
+        groups: int,
+        activation: str | None,
+        accuracy: str | None,
+        filters: tuple[FilterCache, bool] | None = None,
+    ) -> None: ...
+    def __call__(self, x: A, weight: Array, bias: Array | None) -> A | None: ...
+
+@final
 class FilterCache:
     """The packed forms of one filter, right by its content."""
 

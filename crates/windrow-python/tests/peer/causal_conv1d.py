@@ -20,6 +20,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 import pytest
 import windrow.compat.causal_conv1d
@@ -61,17 +62,16 @@ def take_references(source: Path) -> None:
     triton.jit = lambda f: f
     triton.language = ModuleType("triton.language")
     triton.language.constexpr = int
-    sys.modules["triton"], sys.modules["triton.language"] = triton, triton.language
-    for module in [causal_conv1d_interface, causal_conv1d_varlen]:
-        name = module.__name__.rpartition(".")[2]
-        path = source / "causal_conv1d" / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(f"peer_{name}", path)
-        original = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(original)
-        for attribute, value in vars(original).items():
-            if attribute.endswith("_ref"):
-                setattr(module, attribute, value)
-    del sys.modules["triton"], sys.modules["triton.language"]
+    with patch.dict(sys.modules, {"triton": triton, "triton.language": triton.language}):
+        for module in [causal_conv1d_interface, causal_conv1d_varlen]:
+            name = module.__name__.rpartition(".")[2]
+            path = source / "causal_conv1d" / f"{name}.py"
+            spec = importlib.util.spec_from_file_location(f"peer_{name}", path)
+            original = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(original)
+            for attribute, value in vars(original).items():
+                if attribute.endswith("_ref"):
+                    setattr(module, attribute, value)
 
 
 class Slice:

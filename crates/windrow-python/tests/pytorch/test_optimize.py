@@ -231,3 +231,18 @@ def test_one_image_without_a_batch():
     with torch.no_grad():
         torch.testing.assert_close(optimize(convolution)(x), convolution(x), atol=1e-4, rtol=1e-4)
     assert type(optimize(convolution).get_submodule("0")) is _fused.FusedConv2d
+
+
+@each_device
+def test_later_calls_follow_their_tensors(device, winner):
+    model = made(device=device)
+    optimized = optimize(model)
+    images = [torch.randn(n, 4, 9, 10, device=device) for n in (2, 1)]
+    with torch.inference_mode():
+        for x in [*images * 2, *images[:1] * 3, images[1]]:
+            close(optimized(x), model, x)
+        state = {name: 2 * value for name, value in optimized.state_dict().items()}
+        doubled = optimize(model)
+        doubled.load_state_dict(state)
+        optimized.load_state_dict(state)
+        torch.testing.assert_close(optimized(images[1]), doubled(images[1]))

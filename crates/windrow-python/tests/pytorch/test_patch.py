@@ -3,6 +3,7 @@
 import copy
 import re
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -376,6 +377,92 @@ def test_the_module_finds_pytorchs_by_itself(factor, times):
             model(x)
     run = model[0]._last[-1]
     assert run is not None and (model[0]._pytorchs is not None) == (factor == THEIRS)
+
+
+@each_device
+@each_dtype
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_the_way_of_later_calls(device, dtype, frozen, layout, times):
+    times(OURS)
+    module = nn.Conv2d(4, 6, 3, padding=1).to(device, dtype, memory_format=layout).requires_grad_(False)
+    patch(nn.ModuleList([module]))
+    module.frozen = frozen
+    images = [torch.randn(n, 4, 7, 8, device=device, dtype=dtype) for n in (1, 2)]
+    images = [x.contiguous(memory_format=layout) for x in images]
+    # cuDNN's and oneDNN's sums, and ours.
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+
+    def agrees(module, x, **how):
+        y = module(x)
+        options = {"padding": module.padding, **how}
+        want = F.conv2d(x, module.weight, module.bias, **options)
+        torch.testing.assert_close(y, want, **tolerance)
+        assert y.stride() == want.stride()
+
+    def is_there(module):
+        return module._ours[0] is not None
+
+    # cuDNN has nothing to gain from itself: there is no call of ours to remember.
+    decided_for_ours = False
+    for x in images:
+        for _ in range(4):
+            agrees(module, x)
+        decided_for_ours |= is_there(module)
+    if device == "cpu":
+        assert decided_for_ours
+    x = images[1]
+    # A copy begins anew.
+    other = copy.deepcopy(module)
+    assert not is_there(other)
+    agrees(other, x)
+    # Other memory, also where the module was told that the filter stays as it is.
+    module.weight.data = torch.randn_like(module.weight)
+    agrees(module, x)
+    module.weight.data = module.weight.data.clone(memory_format=torch.preserve_format)
+    for _ in range(3):
+        agrees(module, x)
+    if not frozen:
+        module.weight.data.mul_(2)
+        agrees(module, x)
+    module.bias = None
+    for _ in range(3):
+        agrees(module, x)
+    # Gradients and options.
+    leaf = x.clone().requires_grad_()
+    module(leaf).sum().backward()
+    assert leaf.grad is not None
+    agrees(module, x)
+    module.padding = (0, 1)
+    for _ in range(3):
+        agrees(module, x)
+    other_format = torch.contiguous_format if layout is torch.channels_last else torch.channels_last
+    for _ in range(3):
+        agrees(module, x.contiguous(memory_format=other_format))
+    with pytest.raises((RuntimeError, TypeError, ValueError)):
+        module(x.double())
+    module.activation = "relu"
+    torch.testing.assert_close(module(x), F.relu(F.conv2d(x, module.weight, padding=(0, 1))), **tolerance)
+
+
+def test_the_way_of_later_calls_ends_with_the_memory(times):
+    times(OURS)
+    module = nn.Conv2d(4, 4, 3).requires_grad_(False)
+    patch(nn.ModuleList([module]))
+    x = leaf(1, 4, 6, 6, grad=False)
+    for _ in range(3):
+        module(x)
+    call, _ = module._ours
+    weight, bias = module.weight, module.bias
+    assert torch.equal(call(x, weight, bias), module(x))
+    assert call(x[:, :, 1:], weight, bias) is None
+    assert call(x, weight.clone(), bias) is None
+    assert call(x, weight, None) is None
+    assert call(x.double(), weight, bias) is None
+    assert call(x.clone().requires_grad_(), weight, bias) is None
+    storage = weakref.ref(weight.untyped_storage())
+    weight.data = weight.data.clone()
+    assert storage() is None and call(x, weight, bias) is None
 
 
 def test_accuracy_of_a_model():

@@ -293,6 +293,13 @@ def conv2d(
 
 
 _NOTHING = (None, None, None, None)
+_NO_CALL = (None, None)
+# Attributes of a module that its calls set.
+FOUND_OUT = ("_last", "_pytorchs", "_ours")
+
+
+def _flags() -> tuple[bool, bool]:
+    return torch._C._is_any_autocast_enabled(), torch._C._get_cudnn_allow_tf32()
 
 
 def PYTORCHS(input: Tensor) -> Tensor:
@@ -312,28 +319,39 @@ class Conv2d(nn.Conv2d):
     accuracy: str | None = None
     algorithm: str | None = None
     frozen: bool = False
+    # What was found out by earlier calls; an attribute that is set takes it back.
     # Of the last call: what it was told by, its filter and bias, and what computes it. See `_straight`.
     _last: tuple[Any, ...] = _NOTHING
 
     # Shape, type and whether gradients are wanted, of images that PyTorch computes.
     _pytorchs: tuple[Any, ...] | None = None
 
+    # Where the last two calls were ours and alike: what computes more of these, and PyTorch's flags.
+    _ours: tuple[Any, ...] = _NO_CALL
+
     def forward(self, input: Tensor) -> Tensor:
         if torch.jit.is_scripting():
             return self._conv_forward(input, self.weight, self.bias)
-        # As soon as without Windrow. That too little is compared here to tell problems apart does no harm: PyTorch's
-        # operator computes all of them.
-        if (
-            not torch.compiler.is_dynamo_compiling()
-            and type(input) is Tensor
-            and self._pytorchs == (input.shape, input.dtype, torch.is_grad_enabled())
-            and self.activation is None
-            and self.algorithm == FASTEST
-            and self.padding_mode == "zeros"
-        ):
-            rest = (self.stride, self.padding, self.dilation, self.groups)
-            return torch.conv2d(input, self.weight, self.bias, *rest)
+        if not torch.compiler.is_dynamo_compiling():
+            run, flags = self._ours
+            if run is not None and flags == _flags():
+                y = run(input, self.weight, self.bias)
+                if y is not None:
+                    return y
+            # As soon as without Windrow. That too little is compared here to tell problems apart does no harm: PyTorch's
+            # operator computes all of them.
+            elif self._pytorchs == (input.shape, input.dtype, torch.is_grad_enabled()):
+                rest = (self.stride, self.padding, self.dilation, self.groups)
+                return torch.conv2d(input, self.weight, self.bias, *rest)
         return self._conv_forward(input, self.weight, self.bias)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._forget()
+        super().__setattr__(name, value)
+
+    def _forget(self) -> None:
+        for name in FOUND_OUT:
+            self.__dict__.pop(name, None)
 
     def layer(self) -> tuple[Any, ...]:
         """What decisions for the algorithm "fastest" know of this module."""
@@ -347,29 +365,25 @@ class Conv2d(nn.Conv2d):
     def _straight(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
         """What computes this, where that is known for good: PyTorch's operator, nearly as soon as without Windrow, or
         ours past all checks. None where the long way has to be gone."""
-        is_grad = torch.is_grad_enabled()
-        is_autocast = torch._C._is_any_autocast_enabled()
+        is_grad, flags = torch.is_grad_enabled(), _flags()
         seen = (
             input.shape,
             input.stride(),
             input.dtype,
             input.device,
-            is_autocast,
             is_grad,
             is_grad and input.requires_grad,
             is_grad and weight.requires_grad,
-            torch._C._get_cudnn_allow_tf32(),
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.accuracy,
-            self.frozen,
+            flags,
         )
         last, its_weight, its_bias, run = self._last
         if seen != last or its_weight is not weight or its_bias is not bias:
-            self._pytorchs = None
+            self._forget()
             run = self._found(input, weight, bias)
-            self._last = (seen, weight, bias, run) if run is not None else _NOTHING
+            if run is not None:
+                self.__dict__["_last"] = (seen, weight, bias, run)
+        elif type(run) is _conv2d_fastest.Ours:
+            self.__dict__["_ours"] = (run.like(input), flags)
         if run is None or run is PYTORCHS or _native.is_plain(input, weight, bias):
             return run
         return None
@@ -381,7 +395,7 @@ class Conv2d(nn.Conv2d):
         accuracy = accuracy_of(self.accuracy, input)
         is_pytorchs = _conv2d_fastest.is_pytorchs(input, weight, bias, options, accuracy)
         if is_pytorchs:
-            self._pytorchs = (input.shape, input.dtype, torch.is_grad_enabled())
+            self.__dict__["_pytorchs"] = (input.shape, input.dtype, torch.is_grad_enabled())
             return PYTORCHS
         is_plain = _native.is_plain(input, weight, bias) and not torch._C._is_any_autocast_enabled()
         if is_pytorchs is None or not is_plain:
@@ -391,11 +405,11 @@ class Conv2d(nn.Conv2d):
         return run if is_final else None
 
     def _apply(self, *args: Any, **how: Any) -> "Conv2d":
-        self._last, self._pytorchs = _NOTHING, None
+        self._forget()
         return super()._apply(*args, **how)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_last", "_pytorchs")}
+        return {name: value for name, value in self.__dict__.items() if name not in FOUND_OUT}
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if torch.jit.is_scripting():

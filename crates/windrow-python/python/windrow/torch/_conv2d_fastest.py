@@ -1,6 +1,7 @@
 """Convolutions and their gradients by Windrow or by PyTorch, whichever is faster; see `_fastest`."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from windrow import _native
 from windrow.torch._fastest import PYTORCH, Contestant, Problem, chosen, decide, is_worth_it
-from windrow.torch._filters import Filters
+from windrow.torch._filters import Filters, unkept
 from windrow.torch._gelu import gelu
 
 ACTIVATIONS = {
@@ -30,12 +31,49 @@ _FORWARD, _FORWARD_CHANGING = "forward", "forward with a changing filter"
 _OF_INPUT, _OF_FILTER = "gradient of the input", "gradient of the filter"
 _OF_BOTH = "gradient of filter and bias"
 
-# What a call has to gain on CUDA: so much longer the interpreter is busy with ours than with PyTorch's. A
-# model of many short kernels waits for the interpreter, and gains nothing from faster ones.
-_CALL_SECONDS = 2e-5
+# What a call has to gain on CUDA: so much longer the interpreter is busy with ours than with PyTorch's, with a filter
+# that is looked at on each call, or packed. A model of many short kernels waits for the interpreter, and gains nothing
+# from faster ones.
+_CALL_SECONDS = 8e-6
 
 # Stride, padding, dilation, groups.
 Options = tuple[Sequence[int], Sequence[int], Sequence[int], int]
+
+
+@dataclass(frozen=True)
+class Ours:
+    """Windrow's convolution with a filter and bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+    named: dict[str, Any]
+    layout: torch.memory_format
+    filters: Callable[[], Filters]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        image = in_layout(x, self.layout)
+        return _native.conv2d(image, self.weight, self.bias, **self.named, filters=self.filters())
+
+    def like(self, x: Tensor) -> _native.Conv2dCall | None:
+        """The same for images like x; None where these are brought into another layout first."""
+        if in_layout(x, self.layout) is not x:
+            return None
+        return _native.Conv2dCall(x, self.weight, self.bias, **self.named, filters=self.filters())
+
+    def straight(self, x: Tensor) -> Callable[[], Tensor]:
+        """The call that a module comes to make for x."""
+        call = self.like(x)
+
+        def run() -> Tensor:
+            y = None if call is None else call(x, self.weight, self.bias)
+            return self(x) if y is None else y
+
+        return run
+
+    def bytes(self, x: Tensor, is_kept: bool) -> tuple[int, int]:
+        """Memory that it needs beside its tensors: for the packed filter, and for the rest."""
+        image = in_layout(x, self.layout)
+        return _native.conv2d_bytes(image, self.weight, self.bias, **self.named, is_kept=is_kept)
 
 
 def way(
@@ -57,13 +95,8 @@ def way(
     if not can_be_ours(x, weight, bias):
         return pytorch, False
     named = as_named(options, activation=activation, accuracy=accuracy)
-
-    def kept(x: Tensor) -> Tensor:
-        return _native.conv2d(in_layout(x, layout), weight, bias, **named, filters=filters())
-
-    def packed(x: Tensor) -> Tensor:
-        return _native.conv2d(in_layout(x, layout), weight, bias, **named)
-
+    kept = Ours(weight, bias, named, layout, filters)
+    packed = Ours(weight, bias, named, layout, unkept)
     now = filters()
     mode = _FORWARD_CHANGING if now is None else _FORWARD
     problem = problem_of(x, weight, bias, options, activation, accuracy)
@@ -73,10 +106,10 @@ def way(
         def contestants() -> Iterable[Contestant] | str:
             if activation is None and is_cudnns(x, weight, bias, named, layout, now is not None):
                 return NOTHING_FASTER
-            ways = (lambda: kept(x), lambda: packed(x))
-            return by_windrow(x, weight, bias, named, layout, now, ways)
+            return by_windrow(x, kept, packed, now)
 
-        least = _CALL_SECONDS if x.is_cuda else 0.0
+        is_frozen = now is not None and now[1]
+        least = _CALL_SECONDS if x.is_cuda and not is_frozen else 0.0
         choice = decide(mode, problem, x.device, lambda: pytorch(x), contestants, least=least)
         is_final = chosen(mode, problem) is not None
     return {PYTORCH: pytorch, KEPT: kept}.get(choice, packed), is_final
@@ -97,22 +130,21 @@ def is_cudnns(
 
 def by_windrow(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    named: dict[str, Any],
-    layout: torch.memory_format,
+    kept: Ours,
+    packed: Ours,
     filters: Filters,
-    ways: tuple[Callable[[], Tensor], Callable[[], Tensor]],
+    rest: Callable[[Tensor], Tensor] = lambda y: y,
 ) -> Iterator[Contestant]:
-    """Ours, with the filter kept if it may be, and packed on each call."""
-    image = in_layout(x, layout)
+    """Ours, with the filter kept if it may be, and packed on each call; and what follows it."""
     if filters is not None:
-        kept, scratch = _native.conv2d_bytes(image, weight, bias, **named, is_kept=True)
+        always, scratch = kept.bytes(x, True)
         cache = filters[0]
         forget = cache.clear if cache.bytes == 0 else None
-        yield Contestant(KEPT, ways[0], kept, scratch, forget)
-    kept, scratch = _native.conv2d_bytes(image, weight, bias, **named, is_kept=False)
-    yield Contestant(PACKED, ways[1], 0, kept + scratch)
+        with_kept = kept.straight(x)
+        yield Contestant(KEPT, lambda: rest(with_kept()), always, scratch, forget)
+    always, scratch = packed.bytes(x, False)
+    with_packed = packed.straight(x)
+    yield Contestant(PACKED, lambda: rest(with_packed()), 0, always + scratch)
 
 
 def in_layout(x: Tensor, layout: torch.memory_format) -> Tensor:

@@ -5,6 +5,7 @@ one, and Windrow's convolution. For inference only.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from windrow.torch._conv2d_fastest import (
     KEPT,
     NOTHING_FASTER,
     Options,
+    Ours,
     as_named,
     by_windrow,
     can_be_ours,
@@ -30,7 +32,7 @@ from windrow.torch._conv2d_fastest import (
     problem_of,
 )
 from windrow.torch._fastest import PYTORCH, Contestant, chosen, decide
-from windrow.torch._filters import forget, kept_with
+from windrow.torch._filters import forget, kept_with, unkept
 from windrow.torch._gelu import gelu
 from windrow.torch._library import autocast, call, define, not_differentiable
 
@@ -77,6 +79,20 @@ def _kernel(
     return run(x, residual)
 
 
+def _with_residual(y: Tensor, residual: Tensor | None, activation: str | None) -> Tensor:
+    """What is left to do after our convolution, which has applied the activation where nothing is added."""
+    return y if residual is None else _activate_(_add_(y, residual), activation)
+
+
+@dataclass(frozen=True)
+class _Ours:
+    conv2d: Ours
+    activation: str | None
+
+    def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        return _with_residual(self.conv2d(x), residual, self.activation)
+
+
 # Of an image and what is added.
 Way = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -102,14 +118,8 @@ def _way(
     inside = activation if residual is None else None
     named = as_named(options, activation=inside, accuracy=accuracy)
     filters = kept_with(weight, is_frozen=True, lasts=True)
-
-    def kept(x: Tensor, residual: Tensor | None) -> Tensor:
-        y = _native.conv2d(in_layout(x, layout), weight, bias, **named, filters=filters())
-        return y if residual is None else _activate_(_add_(y, residual), activation)
-
-    def packed(x: Tensor, residual: Tensor | None) -> Tensor:
-        y = _native.conv2d(in_layout(x, layout), weight, bias, **named)
-        return y if residual is None else _activate_(_add_(y, residual), activation)
+    kept = _Ours(Ours(weight, bias, named, layout, filters), activation)
+    packed = _Ours(Ours(weight, bias, named, layout, unkept), activation)
 
     def by_cudnn(x: Tensor, residual: Tensor | None) -> Tensor:
         image = in_layout(x, layout)
@@ -133,8 +143,8 @@ def _way(
             now = filters()
             if is_cudnns(x, weight, bias, named, layout, now is not None):
                 return NOTHING_FASTER
-            ways = (lambda: kept(x, residual), lambda: packed(x, residual))
-            return by_windrow(x, weight, bias, named, layout, now, ways)
+            rest = lambda y: _with_residual(y, residual, activation)
+            return by_windrow(x, kept.conv2d, packed.conv2d, now, rest)
 
         is_known = x.is_cuda and activation == "relu" and fits
         others = [Contestant(_CUDNN, lambda: by_cudnn(x, residual))] if is_known else []
@@ -209,6 +219,7 @@ def _fused(
 
 
 _NOTHING = (None, None, None, None)
+_NO_CALL = (None, None)
 
 
 class FusedConv2d(nn.Module):
@@ -217,6 +228,8 @@ class FusedConv2d(nn.Module):
 
     weight: Tensor
     bias: Tensor | None
+    # As that of `Conv2d`.
+    _ours: tuple[Any, ...] = _NO_CALL
 
     def __init__(
         self,
@@ -241,27 +254,35 @@ class FusedConv2d(nn.Module):
         weight, bias = self.weight, self.bias
         if torch.compiler.is_dynamo_compiling() or has_torch_function((input, residual)):
             return _fused(input, residual, weight, bias, self.options, self.activation, self.accuracy)
-        seen = (
-            input.shape,
-            input.stride(),
-            input.dtype,
-            input.device,
+        options = (
             None if residual is None else (residual.shape, residual.stride(), residual.dtype),
             torch._C._get_cudnn_allow_tf32(),
+            torch._C._is_any_autocast_enabled(),
+            self.options,
+            self.activation,
+            self.accuracy,
         )
+        call, its_options = self._ours
+        if call is not None and options == its_options and (residual is None or _native.is_plain(residual)):
+            y = call(input, weight, bias)
+            if y is not None:
+                return _with_residual(y, residual, self.activation)
+        seen = (input.shape, input.stride(), input.dtype, input.device, options)
         last, its_weight, its_bias, run = self._last
         if (
             seen == last
             and its_weight is weight
             and its_bias is bias
             and _native.is_plain(input, weight, residual)
-            and not torch._C._is_any_autocast_enabled()
         ):
+            if type(run) is _Ours:
+                self._ours = (run.conv2d.like(input), options)
             return run(input, residual)
         return self._found(input, residual, seen)
 
     def _found(self, input: Tensor, residual: Tensor | None, seen: tuple[Any, ...]) -> Tensor:
         """Remembers what computes tensors like these: the next call takes it straight."""
+        self._ours = _NO_CALL
         rest = (self.options, self.activation, self.accuracy)
         is_plain = input.dim() == 4 and _native.is_plain(input, self.weight, residual)
         if not is_plain or torch._C._is_any_autocast_enabled():
@@ -274,10 +295,10 @@ class FusedConv2d(nn.Module):
         return run(input, residual)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_last": _NOTHING}
+        return {**self.__dict__, "_last": _NOTHING, "_ours": _NO_CALL}
 
     def _apply(self, *args: Any, **how: Any) -> "FusedConv2d":
-        self._last = _NOTHING
+        self._last, self._ours = _NOTHING, _NO_CALL
         return super()._apply(*args, **how)
 
     def _load_from_state_dict(self, *args: Any) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from windrow.torch import _memory
-from windrow.torch._conv2d import ACCURACIES, FASTEST, Conv2d
+from windrow.torch._conv2d import ACCURACIES, FASTEST, FOUND_OUT, Conv2d
 from windrow.torch._fastest import decisions
 from windrow.torch._gelu import GELU
 
@@ -54,7 +54,7 @@ def _decided(module: Conv2d) -> Iterator[str]:
 
 # Set on the modules that were swapped, beside the options that they have beyond PyTorch's.
 _MARK = "_was_patched"
-_OPTIONS = ("activation", "accuracy", "algorithm", "frozen", "_last", "_pytorchs")
+_OPTIONS = ("activation", "accuracy", "algorithm", "frozen", *FOUND_OUT)
 _OWN = {nn.Conv2d: Conv2d, nn.GELU: GELU}
 
 

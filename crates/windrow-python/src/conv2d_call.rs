@@ -1,0 +1,134 @@
+//! The way of a module's later calls: what the first one found out is kept.
+
+use crate::array::{Array, desc, view};
+use crate::call::run_with;
+use crate::conv2d::{FilterCache, Pair, params, plan_for, work};
+use crate::output::{EmptyTensor, Output};
+use crate::torch::nothing_to_dispatch;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
+use std::sync::Arc;
+use windrow::{Conv2dArgs, Device, Weights};
+
+/// `conv2d` of PyTorch's tensors, for images, filters and biases of the types, shapes and strides of those it was made
+/// from. With other tensors, or such that PyTorch's dispatcher has something to do for, a call does nothing and
+/// returns None.
+#[pyclass(module = "windrow._native", frozen)]
+pub(crate) struct Conv2dCall {
+    plan: Arc<windrow::Conv2dPlan>,
+    device: Device,
+    kept: Option<Kept>,
+    memory: Option<Memory>,
+    bytes: usize,
+    elements: usize,
+}
+
+/// Packed forms, and the memory of the filter that they are of.
+struct Kept {
+    cache: Py<FilterCache>,
+    frozen: bool,
+    address: usize,
+    /// Lives as long as that memory.
+    storage: Py<PyWeakrefReference>,
+}
+
+/// PyTorch's, on a GPU.
+struct Memory {
+    result: EmptyTensor,
+    workspace: Option<EmptyTensor>,
+}
+
+#[pymethods]
+impl Conv2dCall {
+    #[new]
+    #[pyo3(signature = (x, weight, bias, *, stride, padding, dilation, groups, activation, accuracy,
+                        filters=None))]
+    #[expect(clippy::too_many_arguments, reason = "a Python signature")]
+    fn new(
+        py: Python<'_>,
+        x: &Bound<'_, PyAny>,
+        weight: &Bound<'_, PyAny>,
+        bias: Option<&Bound<'_, PyAny>>,
+        stride: Pair<'_>,
+        padding: Pair<'_>,
+        dilation: Pair<'_>,
+        groups: Pair<'_>,
+        activation: Option<&str>,
+        accuracy: Option<&str>,
+        filters: Option<(Py<FilterCache>, bool)>,
+    ) -> PyResult<Self> {
+        let params = params(py, [stride, padding, dilation], groups, activation, accuracy)?;
+        let image = Array::import("x", x)?;
+        let filter = Array::import("weight", weight)?;
+        let bias = Array::import_option("bias", bias, None)?;
+        let plan = plan_for(py, [&image, &filter], &bias, &params, filters.is_some())?;
+        let kept = filters.map(|(cache, frozen)| {
+            let storage = weight.call_method0(intern!(py, "untyped_storage"))?;
+            let storage = PyWeakrefReference::new(&storage)?.unbind();
+            PyResult::Ok(Kept { cache, frozen, address: filter.address().addr(), storage })
+        });
+        let kept = kept.transpose()?;
+        let is_packed = kept.is_some();
+        let bytes = if is_packed { plan.packed_workspace_bytes() } else { plan.workspace_bytes() };
+        let memory = match image.device {
+            Device::Cpu => None,
+            _ => Some(Memory {
+                result: EmptyTensor::beside(x, &plan.spec().y)?,
+                workspace: match bytes {
+                    0 => None,
+                    bytes => Some(EmptyTensor::bytes_beside(x, bytes)?),
+                },
+            }),
+        };
+        let elements = work(plan.spec());
+        Ok(Conv2dCall { plan, device: image.device, kept, memory, bytes, elements })
+    }
+
+    fn __call__<'py>(
+        &self,
+        py: Python<'py>,
+        x: &Bound<'py, PyAny>,
+        weight: &Bound<'py, PyAny>,
+        bias: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        if !nothing_to_dispatch(py, true, [x, weight].into_iter().chain(bias))? {
+            return Ok(None);
+        }
+        let (x, weight) = (Array::import("x", x)?, Array::import("weight", weight)?);
+        let bias = Array::import_option("bias", bias, None)?;
+        let spec = self.plan.spec();
+        if x.device != self.device
+            || (&x.desc, &weight.desc, &desc(&bias)) != (&spec.x, &spec.w, &spec.bias)
+        {
+            return Ok(None);
+        }
+        let w = match &self.kept {
+            None => Weights::Raw(weight.view()),
+            Some(kept) if kept.is_of(py, &weight) => {
+                Weights::Cached(weight.view(), kept.cache.get().frozen(kept.frozen))
+            }
+            Some(_) => return Ok(None),
+        };
+        let mut y = match &self.memory {
+            None => Output::new(py, None, &x, || Ok(spec.y))?,
+            Some(memory) => {
+                let result = memory.result.make(py)?;
+                Output::New(Array::import("out", &result)?, result)
+            }
+        };
+        let args = Conv2dArgs::new(x.view(), w).with_bias(view(&bias));
+        let target = y.view_mut()?;
+        let workspace = self.memory.as_ref().and_then(|memory| memory.workspace.as_ref());
+        run_with(py, &x, self.bytes, self.elements, workspace, |ws| {
+            self.plan.run(&args, target, ws)
+        })?;
+        y.finish(py, &x.family).map(Some)
+    }
+}
+
+impl Kept {
+    fn is_of(&self, py: Python<'_>, weight: &Array<'_>) -> bool {
+        self.address == weight.address().addr() && self.storage.bind(py).upgrade().is_some()
+    }
+}
