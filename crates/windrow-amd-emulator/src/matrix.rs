@@ -1,0 +1,81 @@
+//! Products of matrices by a wavefront, after the tables of AMD's matrix instruction calculator.
+
+use crate::Fault;
+use crate::float::{b, f, from_half};
+use crate::inst::{Inst, Operand, Run};
+use crate::wave::{Flow, Lanes, Wave};
+
+/// Element types.
+const F32: u8 = 0;
+const F16: u8 = 1;
+const BF16: u8 = 2;
+
+/// Element `e` of those that a lane gives.
+fn element<const TYPE: u8>(registers: &[Lanes], lane: usize, e: usize) -> f64 {
+    if TYPE == F32 {
+        return f(registers[e][lane]).into();
+    }
+    let bits = registers[e / 2][lane] >> (16 * (e % 2)) & 0xffff;
+    (if TYPE == F16 { from_half(bits) } else { f(bits << 16) }).into()
+}
+
+/// D = A B + C, where A is M x K, B is K x M. Lane l gives row l % M of A and column l % M of B, at depths from
+/// l / M * (K * M / 64) on. Of D and C it has column l % M: four rows at a time, from l / M * 4 on.
+fn multiply<const M: usize, const K: usize, const TYPE: u8>(
+    wave: &mut Wave,
+    inst: &Inst,
+) -> Result<Flow, Fault> {
+    let (groups, of_lane) = (64 / M, K * M / 64);
+    let registers = if TYPE == F32 { of_lane } else { of_lane / 2 };
+    let (a, c) = (inst.vector(1)?, inst.vector(2)?);
+    let (rows, columns) = (&wave.vectors[a..a + registers], &wave.vectors[c..c + registers]);
+    let (mut left, mut right) = ([[0.0; K]; M], [[0.0; K]; M]);
+    for lane in 0..64 {
+        for e in 0..of_lane {
+            let depth = lane / M * of_lane + e;
+            left[lane % M][depth] = element::<TYPE>(rows, lane, e);
+            right[lane % M][depth] = element::<TYPE>(columns, lane, e);
+        }
+    }
+    let results: Vec<Lanes> = (0..M * M / 64)
+        .map(|r| {
+            let addends = match inst.operands[3] {
+                Operand::Vector(register) => wave.vectors[register as usize + r],
+                _ => [wave.word(inst, 3); 64],
+            };
+            std::array::from_fn(|lane| {
+                let row = r / 4 * 4 * groups + lane / M * 4 + r % 4;
+                let products = left[row].iter().zip(&right[lane % M]).map(|(x, y)| x * y);
+                b((f64::from(f(addends[lane])) + products.sum::<f64>()) as f32)
+            })
+        })
+        .collect();
+    let to = inst.vector(0)?;
+    wave.vectors[to..to + results.len()].copy_from_slice(&results);
+    Ok(Flow::Next)
+}
+
+pub(crate) fn find(name: &str) -> Option<Run> {
+    let run: Run = match name {
+        "v_mfma_f32_16x16x16_f16" | "v_mfma_f32_16x16x16f16" => {
+            |w, i, _| multiply::<16, 16, F16>(w, i)
+        }
+        "v_mfma_f32_16x16x16_bf16" | "v_mfma_f32_16x16x16bf16_1k" => {
+            |w, i, _| multiply::<16, 16, BF16>(w, i)
+        }
+        "v_mfma_f32_16x16x4_f32" | "v_mfma_f32_16x16x4f32" => {
+            |w, i, _| multiply::<16, 4, F32>(w, i)
+        }
+        "v_mfma_f32_32x32x8_f16" | "v_mfma_f32_32x32x8f16" => {
+            |w, i, _| multiply::<32, 8, F16>(w, i)
+        }
+        "v_mfma_f32_32x32x8_bf16" | "v_mfma_f32_32x32x8bf16_1k" => {
+            |w, i, _| multiply::<32, 8, BF16>(w, i)
+        }
+        "v_mfma_f32_32x32x2_f32" | "v_mfma_f32_32x32x2f32" => {
+            |w, i, _| multiply::<32, 2, F32>(w, i)
+        }
+        _ => return None,
+    };
+    Some(run)
+}
