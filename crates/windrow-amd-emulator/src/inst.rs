@@ -105,6 +105,8 @@ pub struct Inst {
     pub target: usize,
     /// Whether 16-bit results leave the upper half of a register as it is.
     pub keeps_upper: bool,
+    /// Two instructions in one, which read before either writes.
+    pub pair: Option<Box<[Inst; 2]>>,
     pub run: Run,
 }
 
@@ -273,6 +275,18 @@ fn part(text: &str) -> Part {
     }
 }
 
+/// Both instructions of a pair: what the first one writes is to be seen after the second.
+fn both(wave: &mut Wave, inst: &Inst, block: &mut Block) -> Result<Flow, Fault> {
+    let Some([first, second]) = inst.pair.as_deref() else { return Ok(Flow::Next) };
+    let at = first.vector(0)?;
+    let before = wave.vectors[at];
+    (first.run)(wave, first, block)?;
+    let after = std::mem::replace(&mut wave.vectors[at], before);
+    let flow = (second.run)(wave, second, block)?;
+    wave.vectors[at] = after;
+    Ok(flow)
+}
+
 /// A line of the disassembler's that is being read.
 struct Line {
     inst: Inst,
@@ -285,10 +299,25 @@ impl Line {
         let address = comment.trim().split([':', ' ']).next().unwrap_or_default();
         let address = u64::from_str_radix(address, 16).map_err(|_| wrong())?;
         let text = text.trim();
+        if let Some((first, second)) = text.split_once(" :: ") {
+            let half = |text: &str| {
+                let line = format!("{} // {address:X}:", text.replacen("v_dual_", "v_", 1));
+                Self::inst(&line, keeps_upper)
+            };
+            let pair = [half(first)?, half(second)?];
+            let both = Inst { text: text.to_owned(), run: both, ..pair[0].clone() };
+            return Ok(Inst { pair: Some(Box::new(pair)), ..both });
+        }
         let (full, rest) = text.split_once(' ').unwrap_or((text, ""));
         let name = ["_e32", "_e64", "_sdwa", "_dpp", "_e64_dpp"].iter();
         let name = name.fold(full, |name, suffix| name.strip_suffix(suffix).unwrap_or(name));
-        let run = Self::run(name).ok_or_else(|| {
+        // Newer chips write the result of such a comparison into EXEC, and do not name it.
+        let into_exec = name.strip_prefix("v_cmpx_").filter(|_| keeps_upper);
+        let run = match into_exec {
+            Some(rest) => Self::run(&format!("v_cmp_{rest}")),
+            None => Self::run(name),
+        };
+        let run = run.ok_or_else(|| {
             Fault::new(format!("unknown instruction `{name}` at {address:#x}: `{text}`"))
         })?;
         let is_packed = name.starts_with("v_pk_");
@@ -316,9 +345,13 @@ impl Line {
             returns: false,
             target: 0,
             keeps_upper,
+            pair: None,
             run,
         };
         let mut line = Line { inst };
+        if into_exec.is_some() {
+            line.operand("exec_lo");
+        }
         for (word, is_operand) in words(rest) {
             let known = match name {
                 "s_waitcnt" => line.wait(&word),

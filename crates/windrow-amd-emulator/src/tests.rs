@@ -511,6 +511,19 @@ fn wavefronts_of_32() {
 }
 
 #[test]
+fn two_instructions_in_one() {
+    let mut machine = Machine::new();
+    machine.wave.lanes = 32;
+    let [a, c] = [0, 1].map(|n| machine.wave.vectors[n]);
+    let line = "v_dual_mov_b32 v0, v1 :: v_dual_add_nc_u32 v1, v0, v1";
+    machine.run_for(line, "gfx1100").unwrap();
+    assert_eq!(machine.wave.vectors[0][..32], c[..32]);
+    assert_eq!(machine.wave.vectors[1][7], a[7].wrapping_add(c[7]));
+    machine.run_for("v_cmpx_eq_u64_e32 0, v[2:3]", "gfx1100").unwrap();
+    assert_eq!(machine.wave.exec(), 0);
+}
+
+#[test]
 fn what_is_not_known_is_an_error() {
     for (line, what) in [
         ("v_unheard_of v0, v1", "unknown instruction `v_unheard_of`"),
