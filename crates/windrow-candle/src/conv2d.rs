@@ -229,7 +229,8 @@ impl Backward<'_> {
     ) -> Result<Tensor> {
         let device = &self.conv2d.device;
         let mut gradient = Output::new(NAME, device, desc)?;
-        let mut ws = workspace(NAME, device, plan.backward_workspace_bytes())?;
+        let bytes = plan.backward_workspace_bytes().map_err(error(NAME))?;
+        let mut ws = workspace(NAME, device, bytes)?;
         run(gradient.view(NAME)?.tensor(), &mut ws).map_err(error(NAME))?;
         // SAFETY: a run writes all of its output.
         unsafe { gradient.into_tensor() }

@@ -307,7 +307,7 @@ pub(crate) fn conv2d_backward<'py>(
     let weight = Array::import("weight", weight)?;
     let bias = Array::import_option("bias", bias, None)?;
     let (data, rest) = backward_plans(py, &dy, &x, &weight, &params)?;
-    let bytes = data.backward_workspace_bytes().max(rest.backward_workspace_bytes());
+    let bytes = gradient_bytes(py, &data, &rest)?;
     let mut dx = Output::gradient(py, Some(&x), needs.0)?;
     let mut dweight = Output::gradient(py, Some(&weight), needs.1)?;
     let mut dbias = Output::gradient(py, bias.as_ref(), needs.2)?;
@@ -349,7 +349,17 @@ pub(crate) fn conv2d_backward_bytes<'py>(
     let x = Array::import("x", x)?;
     let weight = Array::import("weight", weight)?;
     let (data, rest) = backward_plans(py, &dy, &x, &weight, &params)?;
-    Ok(data.backward_workspace_bytes().max(rest.backward_workspace_bytes()))
+    gradient_bytes(py, &data, &rest)
+}
+
+/// Bytes of workspace for any gradient. Asking makes what computes them, on a device its kernels.
+fn gradient_bytes(
+    py: Python<'_>,
+    data: &windrow::Conv2dPlan,
+    rest: &windrow::Conv2dPlan,
+) -> PyResult<usize> {
+    let [data, rest] = py.detach(|| [data, rest].map(|plan| plan.backward_workspace_bytes()));
+    Ok(data.py()?.max(rest.py()?))
 }
 
 /// The plan for the gradient of x, and the one for the others. The gradient of x is dense, which x

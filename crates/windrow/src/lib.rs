@@ -123,6 +123,7 @@ mod gelu;
 mod gpu;
 pub mod hip;
 mod layout;
+mod lists;
 #[cfg(feature = "parallel")]
 pub mod parallel;
 mod plan;

@@ -3,11 +3,11 @@
 #[allow(dead_code)] // other tests call more of it
 mod common;
 
-use common::{Call, Causal, Conv, Packing, causal_conv1d, gelu, update};
+use common::{Call, Causal, Conv, Packing, causal_conv1d, conv2d, gelu, update};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use windrow::{
-    CausalConv1dAlgorithm, Conv2dAlgorithm, DType, Device, Error, Result, Verify, Workspace,
+    CausalConv1dAlgorithm, Conv2dAlgorithm, DType, Device, Error, Result, Tile, Verify, Workspace,
 };
 
 /// Gives no memory for one request of those that count.
@@ -83,6 +83,29 @@ fn fail_each(name: &str, run: impl Fn() -> Result<u64>) -> usize {
     unreachable!("a run makes finitely many requests")
 }
 
+/// Convolutions whose lists of taps are long: along one side of the filter, of residues modulo the stride, of all
+/// taps, and with a part of the copied source for each tap.
+fn many_taps() -> Vec<Call> {
+    let conv = Conv {
+        dtype: DType::F32,
+        algorithm: Conv2dAlgorithm::Direct,
+        x: [1, 1, 4, 3],
+        w: [3, 1, 300, 2],
+        stride: 1,
+        groups: 1,
+    };
+    let square = Conv { x: [1, 1, 4, 4], w: [3, 1, 25, 25], ..conv };
+    let convs = [
+        conv,
+        Conv { x: [1, 1, 3, 4], w: [3, 1, 2, 300], ..conv },
+        square,
+        Conv { dtype: DType::BF16, ..square },
+        Conv { x: [1, 1, 24, 24], w: [3, 1, 24, 24], stride: 23, ..conv },
+        Conv { x: [1, 1, 600, 3], w: [1, 1, 600, 1], stride: 300, ..conv },
+    ];
+    convs.into_iter().flat_map(Conv::by_all_algorithms).collect()
+}
+
 /// Problems with one large dimension each.
 fn large() -> Vec<Call> {
     let depthwise = Causal {
@@ -131,6 +154,43 @@ fn large() -> Vec<Call> {
     calls
 }
 
+/// Problems whose oracles together make all lists that there are; they hardly depend on the algorithm.
+fn verified() -> Vec<Call> {
+    let causal = Causal {
+        dtype: DType::F32,
+        algorithm: CausalConv1dAlgorithm::Direct,
+        x: [1, 1, 600],
+        width: 2,
+        dense: None,
+        packing: Packing::SeqIdx,
+    };
+    let mut calls = vec![gelu(DType::F32, &[1, 600]), update(DType::F32, [600, 1, 1], 2)];
+    calls.extend(
+        [
+            causal,
+            Causal { packing: Packing::Boundaries(600), ..causal },
+            Causal { x: [600, 1, 2], packing: Packing::Rows, ..causal },
+            Causal { x: [1, 1, 2], width: 600, packing: Packing::Rows, ..causal },
+        ]
+        .map(causal_conv1d),
+    );
+    let conv = Conv {
+        dtype: DType::F32,
+        algorithm: Conv2dAlgorithm::Direct,
+        x: [1, 1, 24, 24],
+        w: [1, 1, 3, 3],
+        stride: 1,
+        groups: 1,
+    };
+    let channels = Conv { x: [1, 520, 2, 2], w: [1, 520, 3, 3], ..conv };
+    let filters = Conv { x: [1, 1, 2, 2], w: [520, 1, 3, 3], ..conv };
+    for conv in [conv, channels, filters] {
+        let tiled = Conv { algorithm: Conv2dAlgorithm::WinogradGemm(Tile::F4), ..conv };
+        calls.extend([conv, tiled].map(conv2d));
+    }
+    calls
+}
+
 /// One test: which request fails is a setting of the process.
 #[test]
 fn every_large_allocation_may_fail() {
@@ -138,10 +198,13 @@ fn every_large_allocation_may_fail() {
     // that each run asks for all its memory.
     drop(Workspace::new(Device::Cpu, 512 << 20).unwrap());
     let mut requests = 0;
-    for call in large() {
+    for call in large().into_iter().chain(many_taps()) {
         let count = fail_each(&call.name, || call.results(Verify::Off));
         assert!(count > 0, "{} asks for no memory", call.name);
         requests += count;
+    }
+    for call in verified() {
+        requests += fail_each(&call.name, || call.results(Verify::On));
     }
     println!("{requests} requests have failed");
     assert!(requests > 100, "{requests}");

@@ -1,6 +1,7 @@
 //! The f64 oracle: plain loops over the definition.
 
 use super::{CausalConv1dArgs, Problem};
+use crate::lists::{collected, filled, room_for};
 use crate::verification::Expected;
 use crate::{Activation, Result, TensorRef};
 
@@ -24,7 +25,7 @@ pub(crate) struct Reference {
 }
 
 /// Gradients of a convolution; the states' also without initial states.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct Gradients {
     pub dx: Expected,
     pub dweight: Expected,
@@ -125,10 +126,10 @@ impl Reference {
     }
 
     /// What the taps of every token of row `b` lie on, [l, width]; `None` for padding.
-    fn row(&self, b: usize) -> Vec<Option<Source>> {
+    fn row(&self, b: usize) -> Result<Vec<Option<Source>>> {
         let p = &self.problem;
-        let token = |t| (0..p.width).map(move |k| self.source(b, t, p.history() - k));
-        (0..p.l).flat_map(token).collect()
+        let taps = 0..p.l * p.width;
+        collected(taps.map(|tap| self.source(b, tap / p.width, p.history() - tap % p.width)))
     }
 
     /// Sum and bias of one output whose taps lie on `taps`, with its scale; `None` for padding.
@@ -155,11 +156,11 @@ impl Reference {
     }
 
     /// `y` [b, d_out, l].
-    pub(crate) fn forward(&self) -> Expected {
+    pub(crate) fn forward(&self) -> Result<Expected> {
         let p = &self.problem;
-        let mut y = Expected::zeros(self.rows() * p.d_out * p.l);
+        let mut y = Expected::zeros(self.rows() * p.d_out * p.l)?;
         for b in 0..self.rows() {
-            let row = self.row(b);
+            let row = self.row(b)?;
             for channel in 0..p.d_out {
                 for (t, taps) in row.chunks(p.width).enumerate() {
                     if let Some((sum, scale)) = self.before_activation(taps, b, channel) {
@@ -169,20 +170,20 @@ impl Reference {
                 }
             }
         }
-        y
+        Ok(y)
     }
 
     /// Rows of the states, and the batch row, end and number of each; none if they have no elements,
     /// as there may be more of them than memory holds.
-    fn state_rows(&self) -> Vec<(usize, usize, usize)> {
+    fn state_rows(&self) -> Result<Vec<(usize, usize, usize)>> {
         if [self.problem.d, self.problem.history()].contains(&0) {
-            return Vec::new();
+            return Ok(Vec::new());
         }
         match &self.cu_seqlens {
             Some(cu) => {
-                (0..cu.len() - 1).map(|s| (0, cu[s] as usize, cu[s + 1] as usize)).collect()
+                collected((0..cu.len() - 1).map(|s| (0, cu[s] as usize, cu[s + 1] as usize)))
             }
-            None => (0..self.problem.b).map(|b| (b, 0, self.problem.l)).collect(),
+            None => collected((0..self.problem.b).map(|b| (b, 0, self.problem.l))),
         }
     }
 
@@ -196,17 +197,18 @@ impl Reference {
     }
 
     /// Final states [b or sequences, d, width-1].
-    pub(crate) fn final_states(&self) -> Vec<f64> {
+    pub(crate) fn final_states(&self) -> Result<Vec<f64>> {
         let p = &self.problem;
-        let mut out = Vec::new();
-        for (row, range) in self.state_rows().into_iter().enumerate() {
+        let rows = self.state_rows()?;
+        let mut out = room_for(rows.len() * p.d * p.history())?;
+        for (row, range) in rows.into_iter().enumerate() {
             for channel in 0..p.d {
                 for j in 0..p.history() {
                     out.push(self.value(range.0, channel, self.final_source(row, range, j)));
                 }
             }
         }
-        out
+        Ok(out)
     }
 
     /// Gradients for `dy` [b, d_out, l] and those of the final states. If y is empty those of the bias and
@@ -216,19 +218,19 @@ impl Reference {
         dy: &[f64],
         dfinal_states: Option<&[f64]>,
         [bias, states]: [bool; 2],
-    ) -> Gradients {
+    ) -> Result<Gradients> {
         let p = &self.problem;
         let batch = self.rows();
         let states = states || dfinal_states.is_some() || batch > 0;
-        let rows = if states { self.state_rows() } else { Vec::new() };
+        let rows = if states { self.state_rows()? } else { Vec::new() };
         let mut out = Gradients {
-            dx: Expected::zeros(self.x.len()),
-            dweight: Expected::zeros(self.weight.len()),
-            dbias: Expected::zeros(if bias || batch > 0 { p.d_out } else { 0 }),
-            dinitial_states: Expected::zeros(rows.len() * p.d * p.history()),
+            dx: Expected::zeros(self.x.len())?,
+            dweight: Expected::zeros(self.weight.len())?,
+            dbias: Expected::zeros(if bias || batch > 0 { p.d_out } else { 0 })?,
+            dinitial_states: Expected::zeros(rows.len() * p.d * p.history())?,
         };
         for b in 0..batch {
-            let row = self.row(b);
+            let row = self.row(b)?;
             for channel in 0..p.d_out {
                 for (t, taps) in row.chunks(p.width).enumerate() {
                     let Some((sum, scale)) = self.before_activation(taps, b, channel) else {
@@ -260,7 +262,7 @@ impl Reference {
                 }
             }
         }
-        out
+        Ok(out)
     }
 
     fn add_to(
@@ -283,20 +285,25 @@ impl Reference {
         }
     }
 
-    /// The im2col matrix of batch row `b`, [l, width*d]: column `k*d + c` is what tap `k` of
-    /// channel `c` lies on.
-    pub(crate) fn im2col(&self, b: usize) -> Vec<f64> {
+    /// The im2col matrices of all rows, [b, l, width*d]: column `k*d + c` is what tap `k` of channel `c` lies on.
+    pub(crate) fn im2col(&self) -> Result<Vec<f64>> {
         let p = &self.problem;
-        let value = |source: Option<Source>, c| self.value(b, c, source.unwrap_or(Source::Zero));
-        self.row(b).into_iter().flat_map(|tap| (0..p.d).map(move |c| value(tap, c))).collect()
+        let mut out = room_for(p.b * p.l * p.width * p.d)?;
+        for b in 0..p.b {
+            for tap in self.row(b)? {
+                let source = tap.unwrap_or(Source::Zero);
+                out.extend((0..p.d).map(|c| self.value(b, c, source)));
+            }
+        }
+        Ok(out)
     }
 
     /// Sums without bias and activation, [b, l, d_out]: the product of those two matrices.
-    pub(crate) fn product(&self) -> Expected {
+    pub(crate) fn product(&self) -> Result<Expected> {
         let p = &self.problem;
-        let mut out = Expected::zeros(p.b * p.l * p.d_out);
+        let mut out = Expected::zeros(p.b * p.l * p.d_out)?;
         for b in 0..p.b {
-            let row = self.row(b);
+            let row = self.row(b)?;
             for (t, taps) in row.chunks(p.width).enumerate() {
                 for channel in 0..p.d_out {
                     let Some((sum, scale)) = self.before_activation(taps, b, channel) else {
@@ -307,19 +314,19 @@ impl Reference {
                 }
             }
         }
-        out
+        Ok(out)
     }
 
     /// The weight as a matrix [d_out, width*d].
-    pub(crate) fn expanded_weight(&self) -> Vec<f64> {
+    pub(crate) fn expanded_weight(&self) -> Result<Vec<f64>> {
         let p = &self.problem;
-        let mut out = vec![0.0; p.d_out * p.width * p.d];
+        let mut out = filled(0.0, p.d_out * p.width * p.d)?;
         for channel in 0..p.d_out {
             self.for_each_tap(channel, |k, c, w| {
                 out[(channel * p.width + k) * p.d + c] = self.weight[w];
             });
         }
-        out
+        Ok(out)
     }
 }
 
@@ -350,9 +357,10 @@ pub(crate) struct UpdateReference {
 
 impl UpdateReference {
     /// `y` [b, d, l]; advances `conv_state` [pool, d, state_len].
-    pub(crate) fn run(&self, conv_state: &mut [f64]) -> Expected {
+    pub(crate) fn run(&self, conv_state: &mut [f64]) -> Result<Expected> {
         let p = &self.problem;
-        let mut y = Expected::zeros(p.b * p.d * p.l);
+        let mut y = Expected::zeros(p.b * p.d * p.l)?;
+        let mut tokens = room_for(self.state_len + p.l)?;
         for b in 0..p.b {
             let entry = self.conv_state_indices.as_ref().map_or(b as i64, |indices| indices[b]);
             let Ok(entry) = usize::try_from(entry) else { continue };
@@ -364,7 +372,8 @@ impl UpdateReference {
                 // oldest token and is turned back afterwards.
                 let next = if self.state_len == 0 { 0 } else { first % self.state_len };
                 state.rotate_left(next);
-                let mut tokens = state.to_vec();
+                tokens.clear();
+                tokens.extend_from_slice(state);
                 tokens.extend_from_slice(&self.x[(b * p.d + d) * p.l..][..p.l]);
                 for t in 0..p.l {
                     let bias = self.bias.as_ref().map_or(0.0, |bias| bias[d]);
@@ -384,6 +393,6 @@ impl UpdateReference {
                 }
             }
         }
-        y
+        Ok(y)
     }
 }

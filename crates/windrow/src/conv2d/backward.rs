@@ -3,6 +3,7 @@
 use super::cpu::{Engine, Gradients, by_bf16_products, choose, floats_mut};
 use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dPlan, Conv2dSpec, Problem, reference};
 use crate::cpu::Isa;
+use crate::lists::collected;
 use crate::plan::{Checks, Type, engine};
 use crate::tensor::check_device;
 use crate::verification::Expected;
@@ -19,7 +20,7 @@ pub(super) struct CpuBackward {
 }
 
 impl CpuBackward {
-    pub(super) fn new(spec: &Conv2dSpec, p: &Problem, isa: Isa, threads: usize) -> Self {
+    pub(super) fn new(spec: &Conv2dSpec, p: &Problem, isa: Isa, threads: usize) -> Result<Self> {
         let data = mirrored(spec, p).and_then(|spec| {
             let p = spec.problem().ok()?;
             // Its filter is packed on each run.
@@ -29,7 +30,8 @@ impl CpuBackward {
             (direct || algorithm.tile().is_some())
                 .then(|| Engine::new(&spec, &p, &configuration, isa, threads))
         });
-        CpuBackward { data, gradients: Gradients::new(spec, p, isa, threads) }
+        let gradients = Gradients::new(spec, p, isa, threads)?;
+        Ok(CpuBackward { data: data.transpose()?, gradients })
     }
 
     /// Elements of the packed filter and bytes of scratch memory for the data gradient.
@@ -105,10 +107,12 @@ pub(super) fn turn<'a>(w: &TensorRef<'a>) -> Option<TensorRef<'a>> {
 }
 
 impl Conv2dPlan {
-    /// Bytes of workspace that the three gradients need; 0 if their kernels cannot be had on a device:
-    /// then asking for a gradient says why.
-    pub fn backward_workspace_bytes(&self) -> usize {
-        engine!(self, engine => engine.gradient_bytes(self)).unwrap_or(0)
+    /// Bytes of workspace that the three gradients need.
+    ///
+    /// # Errors
+    /// What making their plans can give: [`Error::OutOfMemory`], and on a device [`Error::Backend`].
+    pub fn backward_workspace_bytes(&self) -> Result<usize> {
+        engine!(self, engine => engine.gradient_bytes(self))
     }
 
     /// `dx`, the gradient of x, from the filter and `dy`, the gradient of y. Views have the spec's
@@ -192,7 +196,7 @@ impl Conv2dPlan {
             |_| Ok(()),
             |db, workspace| engine!(self, engine => engine.bias(self, dy, db, workspace)),
             |db, ()| {
-                let want = reference::backward_bias(&self.problem, &dy.to_f64_vec()?);
+                let want = reference::backward_bias(&self.problem, &dy.to_f64_vec()?)?;
                 let [_, _, tolerance] = self.gradient_tolerances()?;
                 Ok(vec![want.check("db", &db.as_ref(), tolerance)?])
             },
@@ -202,11 +206,11 @@ impl Conv2dPlan {
     /// The data gradient that the oracle gives, with the scale that [`Self::gradient_tolerances`] refers
     /// to.
     pub(crate) fn expected_data(&self, w: &[f64], dy: &[f64]) -> Result<Expected> {
-        self.widened_data(&reference::backward_data(&self.problem, w, dy), w, dy)
+        self.widened_data(reference::backward_data(&self.problem, w, dy)?, w, dy)
     }
 
     /// As [`Self::expected_data`], of what the oracle computed before.
-    pub(super) fn widened_data(&self, want: &Expected, w: &[f64], dy: &[f64]) -> Result<Expected> {
+    pub(super) fn widened_data(&self, want: Expected, w: &[f64], dy: &[f64]) -> Result<Expected> {
         let mut tiles = None;
         if let (Some(tile), Some(spec)) =
             (engine!(self, engine => engine.data_tile(self))?, mirrored(&self.spec, &self.problem))
@@ -215,30 +219,24 @@ impl Conv2dPlan {
             // As in the forward direction, with the channels of the filter swapped; how its taps are
             // ordered does not matter.
             let taps = p.r * p.s;
-            let swapped: Vec<f64> = (0..p.k * p.c * taps)
-                .map(|i| w[((i / taps % p.c) * p.k + i / taps / p.c) * taps + i % taps])
-                .collect();
-            tiles = Some(reference::winograd_scale(&p, tile, dy, &swapped));
+            let swapped = (0..p.k * p.c * taps)
+                .map(|i| w[((i / taps % p.c) * p.k + i / taps / p.c) * taps + i % taps]);
+            tiles = Some(reference::winograd_scale(&p, tile, dy, &collected(swapped)?)?);
         }
-        Ok(want.clone().widened(tiles))
+        Ok(want.widened(tiles))
     }
 
     /// The weight gradient that the oracle gives, with the scale that [`Self::gradient_tolerances`] refers
     /// to.
     pub(crate) fn expected_weight(&self, x: &[f64], dy: &[f64]) -> Result<Expected> {
-        self.widened_weight(&reference::backward_weight(&self.problem, x, dy), x, dy)
+        self.widened_weight(reference::backward_weight(&self.problem, x, dy)?, x, dy)
     }
 
     /// As [`Self::expected_weight`], of what the oracle computed before.
-    pub(super) fn widened_weight(
-        &self,
-        want: &Expected,
-        x: &[f64],
-        dy: &[f64],
-    ) -> Result<Expected> {
+    pub(super) fn widened_weight(&self, want: Expected, x: &[f64], dy: &[f64]) -> Result<Expected> {
         let tile = engine!(self, engine => engine.weight_tile(self))?;
         let tiles = tile.map(|tile| reference::winograd_weight_scale(&self.problem, tile, x, dy));
-        Ok(want.clone().widened(tiles))
+        Ok(want.widened(tiles.transpose()?))
     }
 
     /// How far elements of the gradients of x, the filter and the bias may be off, relative to their scale.

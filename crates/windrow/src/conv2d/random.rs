@@ -261,7 +261,7 @@ fn forward(
     let args = operands.args();
     let [x, w] = &operands.values;
     let bias = args.bias.as_ref().map(TensorRef::to_f64_vec).transpose()?;
-    let want = reference::forward(problem, x, w, bias.as_deref(), spec.activation);
+    let want = reference::forward(problem, x, w, bias.as_deref(), spec.activation)?;
     let algorithms = Conv2dPlan::algorithms(spec, options.device);
     let candidates = Conv2dPlan::configurations(spec, options)?;
     let candidate = candidates.get(choices.below(candidates.len().max(1)));
@@ -299,7 +299,7 @@ fn forward(
             };
             plan.run(&Conv2dArgs { w: weights, ..args }, y.as_mut()?, &mut workspace)?;
             workspace.synchronize()?;
-            let want = plan.widened(&want, problem, x, w);
+            let want = plan.widened(want.copy()?, problem, x, w)?;
             trial.compare(lane, &how, "y", &want.compare(&y.as_ref(), plan.tolerance())?);
             trial.result(lane, "y", &y)?;
             if staged && !spec.y.layout.is_empty() {
@@ -335,9 +335,9 @@ fn backward(
     let (dw, db) = (sum(spec.w.shape())?, sum(&[problem.k])?);
     let ([x, w], dy_values) = (&operands.values, dy.values()?);
     let want = [
-        reference::backward_data(problem, w, &dy_values),
-        reference::backward_weight(problem, x, &dy_values),
-        reference::backward_bias(problem, &dy_values),
+        reference::backward_data(problem, w, &dy_values)?,
+        reference::backward_weight(problem, x, &dy_values)?,
+        reference::backward_bias(problem, &dy_values)?,
     ];
     // On CUDA these plans have gradients of their own.
     let own = [Conv2dAlgorithm::Direct, Conv2dAlgorithm::Cudnn, Conv2dAlgorithm::ImplicitGemm];
@@ -351,7 +351,7 @@ fn backward(
             Err(error) if is_missing(algorithm, &error) => continue,
             plan => plan?,
         };
-        let mut workspace = scratch(device, plan.backward_workspace_bytes())?;
+        let mut workspace = scratch(device, plan.backward_workspace_bytes()?)?;
         let make = |wanted: Option<(TensorDesc, usize)>| {
             wanted.map(|(desc, before)| Held::at(desc, &[], before, device)).transpose()
         };
@@ -368,9 +368,9 @@ fn backward(
         }
         workspace.synchronize()?;
         let wanted = [
-            plan.widened_data(&want[0], w, &dy_values)?,
-            plan.widened_weight(&want[1], x, &dy_values)?,
-            want[2].clone(),
+            plan.widened_data(want[0].copy()?, w, &dy_values)?,
+            plan.widened_weight(want[1].copy()?, x, &dy_values)?,
+            want[2].copy()?,
         ];
         let tolerances = plan.gradient_tolerances()?;
         for (i, (what, got)) in [("dx", &dx), ("dw", &dw), ("db", &db)].into_iter().enumerate() {

@@ -1,8 +1,9 @@
 //! The f64 oracle: plain loops over the definition.
 
 use super::Problem;
-use crate::Activation;
+use crate::lists::{collected, filled, room_for};
 use crate::verification::Expected;
+use crate::{Activation, Result};
 
 /// `y` [n, k, oh, ow] of `x` [n, c, h, w], `w` [k, c/groups, r, s] and `bias` `[k]`, all row-major.
 pub(crate) fn forward(
@@ -11,8 +12,8 @@ pub(crate) fn forward(
     w: &[f64],
     bias: Option<&[f64]>,
     activation: Activation,
-) -> Expected {
-    let mut y = Expected::zeros(p.y_shape().iter().product());
+) -> Result<Expected> {
+    let mut y = Expected::zeros(p.y_shape().iter().product())?;
     for_each_term(p, |ix, iw, iy| y.add(iy, x[ix] * w[iw]));
     if let Some(bias) = bias {
         let pixels = p.oh * p.ow;
@@ -23,15 +24,16 @@ pub(crate) fn forward(
     for v in &mut y.values {
         *v = activation.apply_f64(*v);
     }
-    y
+    Ok(y)
 }
 
 /// What the error of Winograd's algorithm is relative to: an output tile of m x m pixels is mixed
 /// from all pixels that the tile reads, so each of its elements gets the sum over channels of the
 /// largest of those times all taps. Infinite where a tile reads a NaN or an infinity.
-pub(crate) fn winograd_scale(p: &Problem, m: usize, x: &[f64], w: &[f64]) -> Vec<f64> {
-    let mut scale = vec![0.0; p.y_shape().iter().product()];
-    let taps: Vec<f64> = w.chunks(p.r * p.s).map(|t| t.iter().map(|t| t.abs()).sum()).collect();
+pub(crate) fn winograd_scale(p: &Problem, m: usize, x: &[f64], w: &[f64]) -> Result<Vec<f64>> {
+    let mut scale = filled(0.0, p.y_shape().iter().product())?;
+    let sum = |taps: &[f64]| taps.iter().map(|t| t.abs()).sum();
+    let taps: Vec<f64> = collected(w.chunks(p.r * p.s).map(sum))?;
     for_each_tile(p, m, x, |n, [i, j], largest| {
         for (k, taps) in taps.chunks(p.c.max(1)).enumerate() {
             let sum: f64 = taps.iter().zip(largest).map(|(taps, largest)| taps * largest).sum();
@@ -40,14 +42,19 @@ pub(crate) fn winograd_scale(p: &Problem, m: usize, x: &[f64], w: &[f64]) -> Vec
                 scale[row + j..row + (j + m).min(p.ow)].fill(sum);
             }
         }
-    });
-    scale
+    })?;
+    Ok(scale)
 }
 
 /// The same for the weight gradient in Winograd's domain: for each filter and channel the sum over
 /// tiles of the largest input that a tile reads times the sum of its dy, repeated for all taps.
-pub(crate) fn winograd_weight_scale(p: &Problem, m: usize, x: &[f64], dy: &[f64]) -> Vec<f64> {
-    let mut scale = vec![0.0; p.k * p.taps()];
+pub(crate) fn winograd_weight_scale(
+    p: &Problem,
+    m: usize,
+    x: &[f64],
+    dy: &[f64],
+) -> Result<Vec<f64>> {
+    let mut scale = filled(0.0, p.k * p.taps())?;
     for_each_tile(p, m, x, |n, [i, j], largest| {
         for k in 0..p.k {
             let mut sum = 0.0;
@@ -61,18 +68,23 @@ pub(crate) fn winograd_weight_scale(p: &Problem, m: usize, x: &[f64], dy: &[f64]
                 scale[at..at + p.r * p.s].iter_mut().for_each(|s| *s += sum * input);
             }
         }
-    });
-    scale
+    })?;
+    Ok(scale)
 }
 
 /// Calls `f` with the image and the first pixel of every output tile of m x m pixels, and with the largest
 /// absolute value of each channel that the tile reads, infinite if one is NaN.
-fn for_each_tile(p: &Problem, m: usize, x: &[f64], mut f: impl FnMut(usize, [usize; 2], &[f64])) {
+fn for_each_tile(
+    p: &Problem,
+    m: usize,
+    x: &[f64],
+    mut f: impl FnMut(usize, [usize; 2], &[f64]),
+) -> Result<()> {
     let reads = |first: usize, taps: usize, size: usize, d: usize| {
         let end = (first + m + taps - 1).saturating_sub(p.padding[d]).min(size);
         first.saturating_sub(p.padding[d])..end
     };
-    let mut largest = vec![0.0; p.c];
+    let mut largest = filled(0.0, p.c)?;
     for n in 0..p.n {
         for i in (0..p.oh).step_by(m) {
             for j in (0..p.ow).step_by(m) {
@@ -90,12 +102,13 @@ fn for_each_tile(p: &Problem, m: usize, x: &[f64], mut f: impl FnMut(usize, [usi
             }
         }
     }
+    Ok(())
 }
 
 /// The im2col matrix [group, term, pixel] of `x`, with terms ordered [r, s, c/groups] and pixels
 /// [n, oh, ow]; zeros in the padding.
-pub(crate) fn im2col(p: &Problem, x: &[f64]) -> Vec<f64> {
-    let mut matrix = Vec::new();
+pub(crate) fn im2col(p: &Problem, x: &[f64]) -> Result<Vec<f64>> {
+    let mut matrix = room_for(p.groups * p.taps() * p.n * p.oh * p.ow)?;
     for group in 0..p.groups {
         for (r, s, c) in (0..p.r)
             .flat_map(|r| (0..p.s).flat_map(move |s| (0..p.c_group()).map(move |c| (r, s, c))))
@@ -111,30 +124,30 @@ pub(crate) fn im2col(p: &Problem, x: &[f64]) -> Vec<f64> {
             }
         }
     }
-    matrix
+    Ok(matrix)
 }
 
 /// `dx` [n, c, h, w] of `w` and `dy` [n, k, oh, ow].
-pub(crate) fn backward_data(p: &Problem, w: &[f64], dy: &[f64]) -> Expected {
-    let mut dx = Expected::zeros(p.n * p.c * p.h * p.w);
+pub(crate) fn backward_data(p: &Problem, w: &[f64], dy: &[f64]) -> Result<Expected> {
+    let mut dx = Expected::zeros(p.n * p.c * p.h * p.w)?;
     for_each_term(p, |ix, iw, iy| dx.add(ix, w[iw] * dy[iy]));
-    dx
+    Ok(dx)
 }
 
 /// `dw` [k, c/groups, r, s] of `x` and `dy`.
-pub(crate) fn backward_weight(p: &Problem, x: &[f64], dy: &[f64]) -> Expected {
-    let mut dw = Expected::zeros(p.k * p.taps());
+pub(crate) fn backward_weight(p: &Problem, x: &[f64], dy: &[f64]) -> Result<Expected> {
+    let mut dw = Expected::zeros(p.k * p.taps())?;
     for_each_term(p, |ix, iw, iy| dw.add(iw, x[ix] * dy[iy]));
-    dw
+    Ok(dw)
 }
 
 /// `db` `[k]` of `dy`.
-pub(crate) fn backward_bias(p: &Problem, dy: &[f64]) -> Expected {
-    let mut db = Expected::zeros(p.k);
+pub(crate) fn backward_bias(p: &Problem, dy: &[f64]) -> Result<Expected> {
+    let mut db = Expected::zeros(p.k)?;
     for (i, &v) in dy.iter().enumerate() {
         db.add(i / (p.oh * p.ow) % p.k, v);
     }
-    db
+    Ok(db)
 }
 
 /// Calls `f` with the row-major indices in x, w and y of every product that the convolution sums.

@@ -3,6 +3,8 @@
 
 use super::winograd::{MAX_ALPHA, Rational, TAPS};
 use super::{Problem, Tile};
+use crate::Result;
+use crate::lists::{collected, filled};
 use crate::verification::Expected;
 
 /// U [position, k, c], V [position, tile, c] and M [position, tile, k], with tiles ordered
@@ -23,11 +25,11 @@ pub(crate) fn stages(
     x: &[f64],
     w: &[f64],
     lost: [f64; 2],
-) -> Stages<Expected> {
+) -> Result<Stages<Expected>> {
     let t = tile.transforms();
-    let mut u = filter(p, &t.g.map(|row| row.map(Rational::to_f64))[..t.alpha], w);
-    let mut v = input(p, tile, &t.bt.map(|row| row.map(Rational::to_f64)), x);
-    let (filters, images) = (largest(w, p.k), largest(x, p.n));
+    let mut u = filter(p, &t.g.map(|row| row.map(Rational::to_f64))[..t.alpha], w)?;
+    let mut v = input(p, tile, &t.bt.map(|row| row.map(Rational::to_f64)), x)?;
+    let (filters, images) = (largest(w, p.k)?, largest(x, p.n)?);
     for (i, scale) in u.scale.iter_mut().enumerate() {
         *scale += lost[0] * filters[i / p.c % p.k];
     }
@@ -35,23 +37,23 @@ pub(crate) fn stages(
     for (i, scale) in v.scale.iter_mut().enumerate() {
         *scale += lost[1] * images[i / p.c % tiles / (tiles / p.n)];
     }
-    let m = products(p, tile, &u, &v);
-    Stages { u, v, m }
+    let m = products(p, tile, &u, &v)?;
+    Ok(Stages { u, v, m })
 }
 
 /// The largest finite magnitude of each of `parts` equal parts.
-fn largest(values: &[f64], parts: usize) -> Vec<f64> {
+fn largest(values: &[f64], parts: usize) -> Result<Vec<f64>> {
     let finite =
         |part: &[f64]| part.iter().map(|v| v.abs()).filter(|v| v.is_finite()).fold(0.0, f64::max);
     match values.len() / parts.max(1) {
-        0 => vec![0.0; parts],
-        len => values.chunks_exact(len).map(finite).collect(),
+        0 => filled(0.0, parts),
+        len => collected(values.chunks_exact(len).map(finite)),
     }
 }
 
-fn filter(p: &Problem, g: &[[f64; TAPS]], w: &[f64]) -> Expected {
+fn filter(p: &Problem, g: &[[f64; TAPS]], w: &[f64]) -> Result<Expected> {
     let alpha = g.len();
-    let mut u = Expected::zeros(alpha * alpha * p.k * p.c);
+    let mut u = Expected::zeros(alpha * alpha * p.k * p.c)?;
     for (position, filter) in pairs(alpha * alpha, p.k * p.c) {
         let (i, j) = (position / alpha, position % alpha);
         for (r, s) in pairs(TAPS, TAPS) {
@@ -59,14 +61,14 @@ fn filter(p: &Problem, g: &[[f64; TAPS]], w: &[f64]) -> Expected {
             u.add(position * p.k * p.c + filter, term);
         }
     }
-    u
+    Ok(u)
 }
 
-fn input(p: &Problem, tile: Tile, bt: &[[f64; MAX_ALPHA]], x: &[f64]) -> Expected {
+fn input(p: &Problem, tile: Tile, bt: &[[f64; MAX_ALPHA]], x: &[f64]) -> Result<Expected> {
     let (m, alpha) = (tile.m(), tile.alpha());
     let grid = [p.oh.div_ceil(m), p.ow.div_ceil(m)];
     let tiles = tiles(p, tile);
-    let mut v = Expected::zeros(alpha * alpha * tiles * p.c);
+    let mut v = Expected::zeros(alpha * alpha * tiles * p.c)?;
     for (index, c) in pairs(tiles, p.c) {
         let (n, row, column) =
             (index / (grid[0] * grid[1]), index / grid[1] % grid[0], index % grid[1]);
@@ -84,12 +86,12 @@ fn input(p: &Problem, tile: Tile, bt: &[[f64; MAX_ALPHA]], x: &[f64]) -> Expecte
             }
         }
     }
-    v
+    Ok(v)
 }
 
-fn products(p: &Problem, tile: Tile, u: &Expected, v: &Expected) -> Expected {
+fn products(p: &Problem, tile: Tile, u: &Expected, v: &Expected) -> Result<Expected> {
     let (positions, tiles) = (tile.alpha() * tile.alpha(), tiles(p, tile));
-    let mut m = Expected::zeros(positions * tiles * p.k);
+    let mut m = Expected::zeros(positions * tiles * p.k)?;
     for (row, k) in pairs(positions * tiles, p.k) {
         let position = row / tiles;
         for c in 0..p.c {
@@ -98,7 +100,7 @@ fn products(p: &Problem, tile: Tile, u: &Expected, v: &Expected) -> Expected {
             m.scale[row * p.k + k] += u.scale[iu] * v.scale[iv];
         }
     }
-    m
+    Ok(m)
 }
 
 /// Tiles of the whole batch.

@@ -179,7 +179,7 @@ fn forward(
             let (plan, mut workspace) = plan(spec, configuration, options, lane)?;
             let want = match &want {
                 Some(want) => want,
-                None => want.insert(plan.oracle_forward(&plan.oracle_inputs(&args)?)),
+                None => want.insert(plan.oracle_forward(&plan.oracle_inputs(&args)?)?),
             };
             let how = configuration.to_string();
             let mut y = Held::at(spec.y, &[], before, options.device)?;
@@ -240,7 +240,7 @@ fn backward(
             Some(want) => want,
             None => {
                 let inputs = plan.oracle_inputs(&args)?;
-                want.insert(reference::backward(&inputs, &operands.dy.values()?, last))
+                want.insert(reference::backward(&inputs, &operands.dy.values()?, last)?)
             }
         };
         for (what, got, want) in

@@ -1,7 +1,7 @@
 //! The oracle: GELU and its gradients in f64, in plain loops over row-major elements.
 
 use crate::verification::Expected;
-use crate::{Activation, Approximate};
+use crate::{Activation, Approximate, Result};
 
 /// The inputs, row-major. `bias` belongs to the last dimension.
 pub(crate) struct Inputs {
@@ -44,8 +44,8 @@ impl Inputs {
 }
 
 /// `gelu(x + bias) * gate`
-pub(crate) fn forward(inputs: &Inputs) -> Expected {
-    let mut y = Expected::zeros(inputs.x.len());
+pub(crate) fn forward(inputs: &Inputs) -> Result<Expected> {
+    let mut y = Expected::zeros(inputs.x.len())?;
     let f = |x| inputs.activation().apply_f64(x);
     for i in 0..inputs.x.len() {
         let pre = inputs.pre_activation(i);
@@ -54,7 +54,7 @@ pub(crate) fn forward(inputs: &Inputs) -> Expected {
         let terms = f(pre).abs() + inputs.condition(f, pre) + Inputs::underflow(pre);
         y.scale[i] = terms * gate.abs();
     }
-    y
+    Ok(y)
 }
 
 /// The gradients of `x`, `gate` and `bias` for the gradient `dy` of the output.
@@ -72,13 +72,13 @@ fn scale_of_product(incoming: f64, factor: f64, terms: f64) -> f64 {
 }
 
 /// The gradients; `last` is the length of the last dimension.
-pub(crate) fn backward(inputs: &Inputs, dy: &[f64], last: usize) -> ExpectedGrads {
+pub(crate) fn backward(inputs: &Inputs, dy: &[f64], last: usize) -> Result<ExpectedGrads> {
     let f = |x| inputs.activation().apply_f64(x);
     let slope = |x| inputs.activation().derivative_f64(x);
     let mut grads = ExpectedGrads {
-        dx: Expected::zeros(dy.len()),
-        dgate: Expected::zeros(dy.len()),
-        dbias: Expected::zeros(last),
+        dx: Expected::zeros(dy.len())?,
+        dgate: Expected::zeros(dy.len())?,
+        dbias: Expected::zeros(last)?,
     };
     for (i, &dy) in dy.iter().enumerate() {
         let pre = inputs.pre_activation(i);
@@ -106,5 +106,5 @@ pub(crate) fn backward(inputs: &Inputs, dy: &[f64], last: usize) -> ExpectedGrad
             *scale + grads.dx.scale[i] + f64::from(f32::MIN_POSITIVE)
         };
     }
-    grads
+    Ok(grads)
 }

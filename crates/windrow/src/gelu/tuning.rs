@@ -95,7 +95,7 @@ impl Tuned for Gelu {
     }
 
     fn compare(plan: &GeluPlan, args: &GeluArgs<'_>, y: &TensorRef<'_>) -> Result<Comparison> {
-        plan.oracle_forward(&plan.oracle_inputs(args)?).compare(y, plan.tolerance())
+        plan.oracle_forward(&plan.oracle_inputs(args)?)?.compare(y, plan.tolerance())
     }
 
     /// Rows of the first dimension.

@@ -4,6 +4,7 @@ mod check;
 mod owned;
 mod placed;
 
+use crate::lists::room_for;
 use crate::{DType, Device, Element, Error, Layout, Result};
 use std::ffi::c_void;
 use std::marker::PhantomData;
@@ -185,6 +186,7 @@ impl<'a> TensorRef<'a> {
             return crate::gpu::download(self)?.to_vec();
         }
         check_dtype("tensor", self.desc.dtype, T::DTYPE)?;
+        // Of a broadcast tensor they can be more than memory holds.
         let mut out = room_for(self.desc.layout.len())?;
         for_each_offset(&self.desc.layout, |o| {
             // SAFETY: offsets of the layout are readable by this view's contract; T is its type.
@@ -225,14 +227,6 @@ fn narrowed(
     let layout = Layout::strided(shape, desc.strides())?;
     let bytes = range.start as isize * desc.strides()[dim] * desc.dtype.size() as isize;
     Ok((TensorDesc { layout, ..*desc }, bytes))
-}
-
-/// An empty vector for `len` elements: of a broadcast tensor they can be more than memory holds.
-fn room_for<T>(len: usize) -> Result<Vec<T>> {
-    let mut out = Vec::new();
-    let bytes = len.saturating_mul(size_of::<T>());
-    out.try_reserve_exact(len).map_err(|_| Error::OutOfMemory { device: Device::Cpu, bytes })?;
-    Ok(out)
 }
 
 impl<'a> TensorMut<'a> {

@@ -1,26 +1,34 @@
 //! Comparison of a result with its oracle, element by element.
 
 use super::Check;
+use crate::lists::{collected, filled};
 use crate::{DType, Element, Error, Result, TensorRef, bf16, f16};
 use std::fmt;
 use std::ops::Range;
 
 /// What an oracle says of a tensor, in row-major order: values and, beside each, what its error is measured
 /// against, mostly the sum of the absolute terms that formed it.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
 pub(crate) struct Expected {
     pub(crate) values: Vec<f64>,
     pub(crate) scale: Vec<f64>,
 }
 
 impl Expected {
-    pub(crate) fn zeros(len: usize) -> Self {
-        Expected { values: vec![0.0; len], scale: vec![0.0; len] }
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub(crate) fn zeros(len: usize) -> Result<Self> {
+        Ok(Expected { values: filled(0.0, len)?, scale: filled(0.0, len)? })
     }
 
     /// Of values that a result has to have exactly.
-    pub(crate) fn exactly(values: Vec<f64>) -> Self {
-        Expected { scale: vec![0.0; values.len()], values }
+    pub(crate) fn exactly(values: Vec<f64>) -> Result<Self> {
+        Ok(Expected { scale: filled(0.0, values.len())?, values })
+    }
+
+    pub(crate) fn copy(&self) -> Result<Self> {
+        let copy = |of: &[f64]| collected(of.iter().copied());
+        Ok(Expected { values: copy(&self.values)?, scale: copy(&self.scale)? })
     }
 
     /// Adds a term to an element.

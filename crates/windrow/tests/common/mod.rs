@@ -253,7 +253,7 @@ pub fn conv2d(problem: Conv) -> Call {
         Ok(Box::new(move || {
             let spec = plan.spec();
             let (w, dy) = (w.as_ref().as_ref(), dy.as_ref().as_ref());
-            let bytes = plan.workspace_bytes().max(plan.backward_workspace_bytes());
+            let bytes = plan.workspace_bytes().max(plan.backward_workspace_bytes()?);
             let mut workspace = Workspace::new(Device::Cpu, bytes)?;
             let packed = plan.pack_weights(&w, &mut workspace)?;
             let make = Tensor::uninitialised;

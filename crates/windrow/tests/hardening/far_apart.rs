@@ -206,7 +206,7 @@ fn conv2d() {
             for algorithm in Conv2dPlan::algorithms(&spec, Device::Cpu) {
                 let options = options(Verify::On);
                 let plan = Conv2dPlan::with_algorithm(&spec, algorithm, &options).unwrap();
-                let bytes = plan.workspace_bytes().max(plan.backward_workspace_bytes());
+                let bytes = plan.workspace_bytes().max(plan.backward_workspace_bytes().unwrap());
                 let mut workspace = workspace(bytes);
                 let (w_view, bias) = (w.as_ref(), Some(bias.as_ref()));
                 let args = Conv2dArgs::new(x.as_ref(), w_view).with_bias(bias);

@@ -10,7 +10,8 @@ use super::weight_grad::WeightGrad;
 use super::{Gather, tolerance, with_element};
 use crate::cpu::Isa;
 use crate::dtype::not_computed;
-use crate::{DType, TensorMut, TensorRef};
+use crate::lists::room_for;
+use crate::{DType, Result, TensorMut, TensorRef};
 
 /// How the gradients of a convolution are computed.
 #[derive(Clone, Debug)]
@@ -24,23 +25,21 @@ pub(crate) struct Gradients {
 }
 
 impl Gradients {
-    pub(crate) fn new(spec: &Conv2dSpec, p: &Problem, isa: Isa, threads: usize) -> Self {
-        let mut stencils = Stencil::backward_data(spec, p);
+    pub(crate) fn new(spec: &Conv2dSpec, p: &Problem, isa: Isa, threads: usize) -> Result<Self> {
+        let stencils = Stencil::backward_data(spec, p)?;
         let written: usize = stencils.iter().map(Stencil::pixels).sum();
-        if written < p.n * p.h * p.w {
-            stencils.insert(0, Stencil::zero(spec, p));
-        }
+        let zero = (written < p.n * p.h * p.w).then(|| Stencil::zero(spec, p));
         let direct = p.prefers_direct();
-        let data = stencils
-            .into_iter()
-            .map(|stencil| match direct {
-                true => Gather::Direct(Direct::new(stencil, isa, threads)),
+        let mut data = room_for(stencils.len() + 1)?;
+        for stencil in zero.into_iter().chain(stencils) {
+            data.push(match direct {
+                true => Gather::Direct(Direct::new(stencil, isa, threads)?),
                 false => Gather::Im2colGemm(Im2colGemm::new(stencil, isa, threads)),
-            })
-            .collect();
-        let forward = Stencil::forward(spec, p);
+            });
+        }
+        let forward = Stencil::forward(spec, p)?;
         let weight = WeightGrad::new(forward.clone(), isa, threads);
-        Gradients { data, weight, forward, isa, threads }
+        Ok(Gradients { data, weight, forward, isa, threads })
     }
 
     /// Elements of the packed filter and bytes of scratch memory for the data gradient.

@@ -8,8 +8,10 @@
 use super::epilogue::{Epilogue, Lanes, Store, StoreTile};
 use super::pack::{PackPanels, PackRows};
 use super::stencil::Stencil;
+use crate::Result;
 use crate::cpu::gemm::{Blocking, Left, Operands, Right, Scratch, left_stride, tile_shape};
 use crate::cpu::{Isa, SendPtr, SimdElement, dispatch, parallel_for};
+use crate::lists::filled;
 use std::ops::Range;
 
 /// Largest block of rows and of columns: panels of both operands and the tiles between them stay in
@@ -112,8 +114,8 @@ impl Im2colGemm {
                 let to = packed.get().add(task * panel_len);
                 for c in 0..stencil.c {
                     let mut term = c;
-                    for &row in &stencil.rows {
-                        for &col in &stencil.cols {
+                    for &row in stencil.rows.iter() {
+                        for &col in stencil.cols.iter() {
                             for i in 0..width {
                                 let k = panel * width + i;
                                 let value = if k < stencil.k {
@@ -155,13 +157,13 @@ impl Im2colGemm {
     ///
     /// # Safety
     /// Source elements of the stencil are in memory.
-    pub(crate) unsafe fn matrix<T: SimdElement>(&self, src: *const T) -> Vec<f32> {
+    pub(crate) unsafe fn matrix<T: SimdElement>(&self, src: *const T) -> Result<Vec<f32>> {
         let (stencil, b) = (&self.stencil, &self.blocking);
         let (pixels, terms) = (stencil.pixels(), stencil.terms());
         let (dst, packed) = (std::ptr::null_mut(), std::ptr::null());
         let product = Product { plan: self, packed, src, dst, epilogue: Epilogue::NONE };
-        let mut scratch = vec![0.0; b.scratch_len()];
-        let mut matrix = vec![0.0; stencil.groups * terms * pixels];
+        let mut scratch = filled(0.0, b.scratch_len())?;
+        let mut matrix = filled(0.0, stencil.groups * terms * pixels)?;
         let (step, panel_width) = match self.lanes {
             Lanes::Pixels => (b.nc, b.nr),
             Lanes::Channels => (b.mc, b.mr),
@@ -195,7 +197,7 @@ impl Im2colGemm {
                 }
             }
         }
-        matrix
+        Ok(matrix)
     }
 }
 

@@ -100,23 +100,26 @@ pub(crate) enum Engine {
 
 impl Engine {
     /// For a configuration whose algorithm can compute the spec.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory), for lists of the filter's taps.
     pub(crate) fn new(
         spec: &Conv2dSpec,
         p: &Problem,
         configuration: &Conv2dConfiguration,
         isa: Isa,
         threads: usize,
-    ) -> Self {
+    ) -> Result<Self> {
         let stencil = || Stencil::forward(spec, p);
         let Conv2dConfiguration { algorithm, tiles, parts, vectors, .. } = *configuration;
-        match algorithm {
+        Ok(match algorithm {
             Conv2dAlgorithm::Direct => {
                 let products = by_bf16_products(spec, p, isa);
                 let new = if products { Direct::by_bf16_products } else { Direct::new };
-                Engine::Gather(Gather::Direct(new(stencil(), isa, threads)))
+                Engine::Gather(Gather::Direct(new(stencil()?, isa, threads)?))
             }
             Conv2dAlgorithm::Im2colGemm => {
-                Engine::Gather(Gather::Im2colGemm(Im2colGemm::new(stencil(), isa, threads)))
+                Engine::Gather(Gather::Im2colGemm(Im2colGemm::new(stencil()?, isa, threads)))
             }
             Conv2dAlgorithm::WinogradGemm(tile) => {
                 let engine = WinogradCpu::with_isa(p, tile, threads, isa);
@@ -131,7 +134,7 @@ impl Engine {
             | Conv2dAlgorithm::Cudnn => {
                 unreachable!("plans take algorithms of their device")
             }
-        }
+        })
     }
 
     /// Blocking in words.
@@ -225,10 +228,11 @@ impl Engine {
 
     /// The im2col matrix [group, term, pixel] of an input that agrees with the spec; `None` for an
     /// algorithm that has none.
-    pub(crate) fn im2col(&self, x: &TensorRef<'_>) -> Option<Vec<f32>> {
-        let Engine::Gather(Gather::Im2colGemm(g)) = self else { return None };
+    pub(crate) fn im2col(&self, x: &TensorRef<'_>) -> Result<Option<Vec<f32>>> {
+        let Engine::Gather(Gather::Im2colGemm(g)) = self else { return Ok(None) };
         // SAFETY: the stencil was made for this layout.
-        Some(with_element!(x.dtype(), T => unsafe { g.matrix(x.as_ptr().cast::<T>()) }))
+        let matrix = with_element!(x.dtype(), T => unsafe { g.matrix(x.as_ptr().cast::<T>()) });
+        matrix.map(Some)
     }
 
     /// What the stages of Winograd's algorithm form of views that agree with the spec; `None` for

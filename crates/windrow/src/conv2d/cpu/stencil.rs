@@ -2,8 +2,10 @@
 //! the data gradient reads the output's gradient at taps of the other sign.
 
 use super::super::{Conv2dSpec, Problem};
-use crate::Layout;
+use crate::lists::{collected, room_for};
+use crate::{Layout, Result};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// One row or column of the filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,6 +15,9 @@ pub(crate) struct Tap {
     /// Where it reads, relative to `step * (output position)`.
     pub offset: isize,
 }
+
+/// Rows or columns of the filter, which stencils share.
+pub(crate) type Taps = Arc<Vec<Tap>>;
 
 /// `dst[n, k, i, j] = sum_{row, col, c} filter[k, c, row, col] * src[n, c, i*step + row, j*step + col]`
 /// for each group, with zeros outside of the source. Strides are in elements.
@@ -26,8 +31,8 @@ pub(crate) struct Stencil {
     pub src_size: [usize; 2],
     pub dst_size: [usize; 2],
     pub step: [usize; 2],
-    pub rows: Vec<Tap>,
-    pub cols: Vec<Tap>,
+    pub rows: Taps,
+    pub cols: Taps,
     /// Strides of n, c, row, column.
     pub src: [isize; 4],
     /// Strides of n, k, row, column, and the offset of the first element.
@@ -44,17 +49,16 @@ fn strides(layout: &Layout) -> [isize; 4] {
 
 impl Stencil {
     /// The convolution itself.
-    pub(crate) fn forward(spec: &Conv2dSpec, p: &Problem) -> Self {
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    pub(crate) fn forward(spec: &Conv2dSpec, p: &Problem) -> Result<Self> {
         let taps = |count: usize, d: usize| {
-            (0..count)
-                .map(|index| Tap {
-                    index,
-                    offset: (index * p.dilation[d]) as isize - p.padding[d] as isize,
-                })
-                .collect()
+            let offset = |index| (index * p.dilation[d]) as isize - p.padding[d] as isize;
+            collected((0..count).map(|index| Tap { index, offset: offset(index) })).map(Arc::new)
         };
         let filter = strides(&spec.w.layout);
-        Stencil {
+        Ok(Stencil {
             n: p.n,
             groups: p.groups,
             c: p.c_group(),
@@ -62,27 +66,31 @@ impl Stencil {
             src_size: [p.h, p.w],
             dst_size: [p.oh, p.ow],
             step: p.stride,
-            rows: taps(p.r, 0),
-            cols: taps(p.s, 1),
+            rows: taps(p.r, 0)?,
+            cols: taps(p.s, 1)?,
             src: strides(&spec.x.layout),
             dst: strides(&spec.y.layout),
             dst_offset: 0,
             filter,
             filter_group: filter[0] * p.k_group() as isize,
-        }
+        })
     }
 
     /// The data gradient: from `dy`, laid out as y, to `dx`, laid out as x. Input positions of the
     /// same residue modulo the stride see the same taps, so each residue is a stencil of step 1.
     /// Residues without taps are left out: where there are some, `dx` is zeroed first.
-    pub(crate) fn backward_data(spec: &Conv2dSpec, p: &Problem) -> Vec<Self> {
+    ///
+    /// # Errors
+    /// As [`Stencil::forward`].
+    pub(crate) fn backward_data(spec: &Conv2dSpec, p: &Problem) -> Result<Vec<Self>> {
         let (src, x) = (strides(&spec.y.layout), strides(&spec.x.layout));
         let w = strides(&spec.w.layout);
         // Of one position the distance to the next may overflow, and is not used.
         let step = |d: usize| x[2 + d].wrapping_mul(p.stride[d] as isize);
-        let mut all = Vec::new();
-        for (first, rows) in &residues(p, 0) {
-            for (second, cols) in &residues(p, 1) {
+        let (all_rows, all_cols) = (residues(p, 0)?, residues(p, 1)?);
+        let mut all = room_for(all_rows.len() * all_cols.len())?;
+        for (first, rows) in &all_rows {
+            for (second, cols) in &all_cols {
                 all.push(Stencil {
                     n: p.n,
                     groups: p.groups,
@@ -104,7 +112,7 @@ impl Stencil {
                 });
             }
         }
-        all
+        Ok(all)
     }
 
     /// Writes zeros over dx, laid out as x.
@@ -117,8 +125,8 @@ impl Stencil {
             src_size: [p.oh, p.ow],
             dst_size: [p.h, p.w],
             step: [1, 1],
-            rows: Vec::new(),
-            cols: Vec::new(),
+            rows: Taps::default(),
+            cols: Taps::default(),
             src: strides(&spec.y.layout),
             dst: strides(&spec.x.layout),
             dst_offset: 0,
@@ -167,26 +175,28 @@ impl Stencil {
 
 /// The residues modulo the stride that see taps, each with the taps through which input positions
 /// `residue + i * stride` act on output positions `i + offset`.
-fn residues(p: &Problem, d: usize) -> Vec<(usize, Vec<Tap>)> {
+fn residues(p: &Problem, d: usize) -> Result<Vec<(usize, Taps)>> {
     let (size, count) = ([p.h, p.w][d], [p.r, p.s][d]);
     let stride = p.stride[d] as isize;
     let taps = |first: usize| {
-        (0..count)
-            .filter_map(|index| {
-                let distance = (first + p.padding[d]) as isize - (index * p.dilation[d]) as isize;
-                (distance % stride == 0).then(|| Tap { index, offset: distance / stride })
-            })
-            .collect::<Vec<_>>()
+        collected((0..count).filter_map(|index| {
+            let distance = (first + p.padding[d]) as isize - (index * p.dilation[d]) as isize;
+            (distance % stride == 0).then(|| Tap { index, offset: distance / stride })
+        }))
     };
     // A tap belongs to one residue, so there are few however large the stride.
-    let mut firsts: Vec<usize> = (0..count)
+    let firsts = (0..count)
         .map(|index| (index * p.dilation[d]) as isize - p.padding[d] as isize)
         .map(|position| position.rem_euclid(stride) as usize)
-        .filter(|&first| first < size)
-        .collect();
+        .filter(|&first| first < size);
+    let mut firsts = collected(firsts)?;
     firsts.sort_unstable();
     firsts.dedup();
-    firsts.into_iter().map(|first| (first, taps(first))).collect()
+    let mut all = room_for(firsts.len())?;
+    for first in firsts {
+        all.push((first, Arc::new(taps(first)?)));
+    }
+    Ok(all)
 }
 
 /// Output positions that lie next to each other in a row.

@@ -46,18 +46,18 @@ impl Axis {
         // Output i of the part reads row (place - tap * dilation) / stride + i of dy.
         let place = (remainder + p.padding[d]) as i64;
         let row = |tap: usize| place - (tap * dilation) as i64;
-        let met: Vec<usize> = (0..taps).filter(|&tap| row(tap) % stride as i64 == 0).collect();
-        let step = met.get(1).map_or(1, |second| second - met[0]);
-        let first_tap = met.last().copied().unwrap_or(0);
-        let first = if met.is_empty() { 0 } else { row(first_tap) / stride as i64 };
+        let met = || (0..taps).filter(|&tap| row(tap) % stride as i64 == 0);
+        let step = met().next().zip(met().nth(1)).map_or(1, |(first, second)| second - first);
+        let last = met().next_back();
+        let first = last.map_or(0, |tap| row(tap) / stride as i64);
         Axis {
             outputs,
-            taps: met.len(),
-            first_tap,
+            taps: met().count(),
+            first_tap: last.unwrap_or(0),
             step,
             skipped: first.max(0) as usize,
             padding: (-first).max(0) as usize,
-            dilation: if met.len() > 1 { step * dilation / stride } else { 1 },
+            dilation: if met().nth(1).is_some() { step * dilation / stride } else { 1 },
         }
     }
 }
@@ -128,8 +128,10 @@ impl ImplicitData {
     /// Expected microseconds, infinite where it cannot be had.
     pub(super) fn micros(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> f64 {
         let supported = |part: &Part| ImplicitGemm::supports(gpu, &part.spec, &part.problem);
-        let few = p.stride[0].saturating_mul(p.stride[1]) <= Self::MAX_PARTS;
-        match Part::all(spec, p).filter(|parts| few && p.n > 0 && parts.iter().all(supported)) {
+        if p.n == 0 || p.stride[0].saturating_mul(p.stride[1]) > Self::MAX_PARTS {
+            return f64::INFINITY;
+        }
+        match Part::all(spec, p).filter(|parts| parts.iter().all(supported)) {
             // Each packs its taps.
             Some(parts) => parts.iter().map(|part| 3.0 + part.micros(gpu)).sum(),
             None => f64::INFINITY,
@@ -225,7 +227,7 @@ mod tests {
             let p = spec.problem().unwrap();
             let filter: Vec<f64> = (0..w.layout.len()).map(|i| (i as f64 * 0.7).sin()).collect();
             let dy: Vec<f64> = (0..spec.y.layout.len()).map(|i| (i as f64 * 0.3).cos()).collect();
-            let want = reference::backward_data(&p, &filter, &dy).values;
+            let want = reference::backward_data(&p, &filter, &dy).unwrap().values;
             let mut dx = vec![f64::NAN; want.len()];
             for part in Part::all(&spec, &p).unwrap() {
                 let q = part.problem;

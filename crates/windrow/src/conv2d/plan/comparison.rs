@@ -8,10 +8,11 @@ use crate::conv2d::{Problem, Tile, reference};
 use crate::plan::{Backend, engine};
 use crate::verification::Expected;
 use crate::{Activation, DType, Error, Result, TensorRef};
+use std::borrow::Cow;
 
 impl Conv2dPlan {
     /// The filter itself, if it is known.
-    pub(in crate::conv2d) fn known_filter(&self, w: &Weights<'_>) -> Result<Vec<f64>> {
+    pub(in crate::conv2d) fn known_filter<'a>(&self, w: &Weights<'a>) -> Result<Cow<'a, [f64]>> {
         self.check_packed(w)?;
         filter(w)?.ok_or_else(|| {
             let reason = "it was packed by a plan that does not verify; give the filter itself";
@@ -39,20 +40,21 @@ impl Conv2dPlan {
     ) -> Result<Expected> {
         let bias = bias.map(TensorRef::to_f64_vec).transpose()?;
         let (x, activation) = (x.to_f64_vec()?, self.spec.activation);
-        let want = reference::forward(part, &x, w, bias.as_deref(), activation);
-        Ok(self.widened(&want, part, &x, w))
+        let want = reference::forward(part, &x, w, bias.as_deref(), activation)?;
+        self.widened(want, part, &x, w)
     }
 
     /// What the oracle computed of `part`, with the scale that the plan's tolerance refers to.
     pub(in crate::conv2d) fn widened(
         &self,
-        want: &Expected,
+        want: Expected,
         part: &Problem,
         x: &[f64],
         w: &[f64],
-    ) -> Expected {
+    ) -> Result<Expected> {
         let tile = engine!(self, engine => engine.tile());
-        want.clone().widened(tile.map(|tile| reference::winograd_scale(part, tile, x, w)))
+        let tiles = tile.map(|tile| reference::winograd_scale(part, tile, x, w));
+        Ok(want.widened(tiles.transpose()?))
     }
 
     /// How far an element may be off, relative to its scale.
@@ -75,8 +77,8 @@ impl Conv2dPlan {
     /// for one that has none.
     pub(crate) fn im2col(&self, x: &TensorRef<'_>) -> Result<Option<(Vec<f32>, Vec<f64>)>> {
         let Backend::Cpu(Cpu { engine, .. }) = &self.backend else { return Ok(None) };
-        let Some(matrix) = engine.im2col(x) else { return Ok(None) };
-        Ok(Some((matrix, reference::im2col(&self.problem, &x.to_f64_vec()?))))
+        let Some(matrix) = engine.im2col(x)? else { return Ok(None) };
+        Ok(Some((matrix, reference::im2col(&self.problem, &x.to_f64_vec()?)?)))
     }
 
     /// What the stages of Winograd's algorithm form; `None` for other algorithms.

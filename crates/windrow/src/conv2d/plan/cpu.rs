@@ -46,7 +46,7 @@ impl Engine<Conv2d> for Cpu {
         let isa = setup.place;
         let threads = setup.threads().min(most_threads());
         let threads = configuration.threads.map_or(threads, |fewer| fewer.min(threads));
-        let engine = cpu::Engine::new(setup.spec, setup.problem, configuration, isa, threads);
+        let engine = cpu::Engine::new(setup.spec, setup.problem, configuration, isa, threads)?;
         let (k, backward) = (setup.problem.k, OnceLock::new());
         Ok(Cpu { engine, algorithm, k, isa, threads, backward })
     }
@@ -178,14 +178,17 @@ impl Cpu {
         [1e-12, transforms, sums + transforms]
     }
 
-    fn backward(&self, plan: &Conv2dPlan) -> &CpuBackward {
-        let make = || CpuBackward::new(&plan.spec, &plan.problem, self.isa, self.threads);
-        self.backward.get_or_init(make)
+    fn backward(&self, plan: &Conv2dPlan) -> Result<&CpuBackward> {
+        if let Some(backward) = self.backward.get() {
+            return Ok(backward);
+        }
+        let backward = CpuBackward::new(&plan.spec, &plan.problem, self.isa, self.threads)?;
+        Ok(self.backward.get_or_init(|| backward))
     }
 
     /// Bytes of workspace for any of the gradients.
     pub(in crate::conv2d) fn gradient_bytes(&self, plan: &Conv2dPlan) -> Result<usize> {
-        let backward = self.backward(plan);
+        let backward = self.backward(plan)?;
         Ok(backward.data_bytes(&plan.problem).max(backward.gradients.weight_bytes()))
     }
 
@@ -197,7 +200,7 @@ impl Cpu {
         dx: &mut TensorMut<'_>,
         workspace: &mut Workspace,
     ) -> Result<()> {
-        let backward = self.backward(plan);
+        let backward = self.backward(plan)?;
         let memory = workspace.take(backward.data_bytes(&plan.problem))?;
         if !dx.layout().is_empty() {
             backward.data(&plan.problem, w, dy, dx, memory);
@@ -213,7 +216,7 @@ impl Cpu {
         dw: &mut TensorMut<'_>,
         workspace: &mut Workspace,
     ) -> Result<()> {
-        let CpuBackward { gradients, .. } = self.backward(plan);
+        let CpuBackward { gradients, .. } = self.backward(plan)?;
         let scratch = workspace.take(gradients.weight_bytes())?;
         gradients.weight(x, dy, dw, floats_mut(scratch));
         Ok(())
@@ -227,13 +230,13 @@ impl Cpu {
         db: &mut TensorMut<'_>,
         _: &mut Workspace,
     ) -> Result<()> {
-        self.backward(plan).gradients.bias(dy, db);
+        self.backward(plan)?.gradients.bias(dy, db);
         Ok(())
     }
 
     /// Outputs of a tile, where the data gradient is one of Winograd's.
     pub(in crate::conv2d) fn data_tile(&self, plan: &Conv2dPlan) -> Result<Option<usize>> {
-        Ok(self.backward(plan).data.as_ref().and_then(cpu::Engine::tile).map(Tile::m))
+        Ok(self.backward(plan)?.data.as_ref().and_then(cpu::Engine::tile).map(Tile::m))
     }
 
     /// As [`Cpu::data_tile`], of the weight gradient.
@@ -243,7 +246,7 @@ impl Cpu {
 
     /// Of the gradients of x, the filter and the bias.
     pub(in crate::conv2d) fn gradient_tolerances(&self, plan: &Conv2dPlan) -> Result<[f64; 3]> {
-        let CpuBackward { data, gradients } = self.backward(plan);
+        let CpuBackward { data, gradients } = self.backward(plan)?;
         let data = data.as_ref().map_or_else(|| gradients.data_tolerance(), |e| e.tolerance());
         // A row is summed in f32, the rest in f64.
         let bias = (plan.problem.ow + 2) as f64 * DType::F32.unit_roundoff();

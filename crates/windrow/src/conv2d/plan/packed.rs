@@ -9,6 +9,7 @@ use crate::gpu::SharedBuffer;
 use crate::plan::{Backend, Checks, engine};
 use crate::tensor::check_device;
 use crate::{Device, Error, Result, TensorRef, Verify, Workspace};
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// The filter of a run.
@@ -167,9 +168,9 @@ impl Conv2dPlan {
 }
 
 /// The filter's elements, if they are known.
-pub(in crate::conv2d) fn filter(w: &Weights<'_>) -> Result<Option<Vec<f64>>> {
+pub(in crate::conv2d) fn filter<'a>(w: &Weights<'a>) -> Result<Option<Cow<'a, [f64]>>> {
     match w {
-        Weights::Raw(w) | Weights::Cached(w, _) => w.to_f64_vec().map(Some),
-        Weights::Packed(packed) => Ok(packed.source.clone()),
+        Weights::Raw(w) | Weights::Cached(w, _) => Ok(Some(w.to_f64_vec()?.into())),
+        Weights::Packed(packed) => Ok(packed.source.as_deref().map(Cow::from)),
     }
 }

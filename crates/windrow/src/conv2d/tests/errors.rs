@@ -290,7 +290,8 @@ fn a_filter_packed_for_another_type() {
 fn gradients_unlike_the_spec() {
     let t = Tensors::new();
     let plan = Conv2dPlan::new(&valid(), &PlanOptions::default()).unwrap();
-    let mut workspace = Workspace::new(Device::Cpu, plan.backward_workspace_bytes()).unwrap();
+    let mut workspace =
+        Workspace::new(Device::Cpu, plan.backward_workspace_bytes().unwrap()).unwrap();
     let dy = Tensor::zeros(DType::F32, &[2, 8, 4, 3]).unwrap();
     let (w, dy) = (t.w.as_ref(), dy.as_ref());
     let mut dx = Tensor::uninitialised(*t.channels_last.desc()).unwrap();

@@ -216,7 +216,7 @@ impl Case {
                 let plan =
                     Conv2dPlan::on_isa(&spec, &Conv2dConfiguration::new(algorithm), &options, isa)
                         .unwrap();
-                let bytes = plan.backward_workspace_bytes();
+                let bytes = plan.backward_workspace_bytes().unwrap();
                 let mut ws = Workspace::new(Device::Cpu, bytes).unwrap();
                 ws.take(bytes).unwrap().fill(0xff);
                 let (mut dx, mut dw, mut db) = (make(&spec.x, 4), make(&half, 5), make(&bias, 6));
@@ -229,8 +229,8 @@ impl Case {
                     let (x, w, dy) = (f64s(&x), f64s(&w), f64s(&dy));
                     [
                         plan.expected_data(&w, &dy).unwrap(),
-                        reference::backward_weight(&problem, &x, &dy),
-                        reference::backward_bias(&problem, &dy),
+                        reference::backward_weight(&problem, &x, &dy).unwrap(),
+                        reference::backward_bias(&problem, &dy).unwrap(),
                     ]
                 });
                 let tolerances = plan.gradient_tolerances().unwrap();

@@ -93,13 +93,13 @@ impl<T: SimdElement> Row<'_, T> {
             let load_f32 = |p: *const f32| {
                 if FULL || count == S::LANES { s.load(p) } else { s.load_first(p, count) }
             };
-            for &row_tap in &stencil.rows {
+            for &row_tap in stencil.rows.iter() {
                 let Some(row) = stencil.src_row(i, row_tap) else {
                     filter = filter.wrapping_add(stencil.cols.len() * stencil.groups);
                     continue;
                 };
                 let row = image.wrapping_offset(row as isize * stencil.src[2]);
-                for &Tap { offset, .. } in &stencil.cols {
+                for &Tap { offset, .. } in stencil.cols.iter() {
                     let w = load_f32(filter);
                     filter = filter.wrapping_add(stencil.groups);
                     for (p, sum) in acc.iter_mut().enumerate().take(pixels) {

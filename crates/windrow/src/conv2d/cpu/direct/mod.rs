@@ -6,8 +6,8 @@ mod planar;
 
 use super::epilogue::Epilogue;
 use super::stencil::Stencil;
-use crate::bf16;
 use crate::cpu::{Isa, SendPtr, SimdElement, parallel_for_workers};
+use crate::{Result, bf16};
 use depthwise::Depthwise;
 use pairs::Pairs;
 use planar::Planar;
@@ -35,19 +35,19 @@ enum Form {
 const TASKS_PER_THREAD: usize = 8;
 
 impl Direct {
-    pub(crate) fn new(stencil: Stencil, isa: Isa, threads: usize) -> Self {
+    pub(crate) fn new(stencil: Stencil, isa: Isa, threads: usize) -> Result<Self> {
         let form = if Depthwise::fits(&stencil) {
             Form::Depthwise(Depthwise)
         } else {
-            Form::Planar(Planar::new(&stencil, isa, threads))
+            Form::Planar(Planar::new(&stencil, isa, threads)?)
         };
-        Direct { stencil, form, isa, threads }
+        Ok(Direct { stencil, form, isa, threads })
     }
 
     /// For bf16, by an `isa` that has products of it.
-    pub(crate) fn by_bf16_products(stencil: Stencil, isa: Isa, threads: usize) -> Self {
-        let form = Form::Pairs(Pairs::new(&stencil, threads));
-        Direct { stencil, form, isa, threads }
+    pub(crate) fn by_bf16_products(stencil: Stencil, isa: Isa, threads: usize) -> Result<Self> {
+        let form = Form::Pairs(Pairs::new(&stencil, threads)?);
+        Ok(Direct { stencil, form, isa, threads })
     }
 
     /// Blocking in words.
@@ -121,8 +121,8 @@ impl Direct {
         let mut put = |value| *packed.next().expect("packed filter: too little memory") = value;
         match &self.form {
             Form::Depthwise(_) => {
-                for &row in &stencil.rows {
-                    for &col in &stencil.cols {
+                for &row in stencil.rows.iter() {
+                    for &col in stencil.cols.iter() {
                         (0..stencil.groups).for_each(|group| put(read(group, 0, 0, row, col)));
                     }
                 }
@@ -141,8 +141,8 @@ impl Direct {
                 for group in 0..stencil.groups {
                     for first in (0..stencil.k).step_by(form.rows) {
                         for c in 0..stencil.c {
-                            for &row in &stencil.rows {
-                                for &col in &stencil.cols {
+                            for &row in stencil.rows.iter() {
+                                for &col in stencil.cols.iter() {
                                     (first..first + form.rows)
                                         .for_each(|k| put(read(group, k, c, row, col)));
                                 }

@@ -6,8 +6,9 @@ use super::super::epilogue::Store;
 use super::super::stencil::{Segment, Stencil, Tap};
 use super::Operands;
 use super::planar::{Block, Planar, ROWS, SOURCE_LEN};
-use crate::bf16;
 use crate::cpu::{Bf16Kernel, Bf16Products, Isa, MAX_LANES, Row, Simd, dispatch_bf16};
+use crate::lists::{collected, push};
+use crate::{Result, bf16};
 use std::ops::Range;
 
 /// Channels that are summed at once.
@@ -53,45 +54,45 @@ struct Pair {
 }
 
 impl Pairs {
-    pub(super) fn new(stencil: &Stencil, threads: usize) -> Self {
+    pub(super) fn new(stencil: &Stencil, threads: usize) -> Result<Self> {
         let shape = [CHANNELS, VECTORS * MAX_LANES];
-        let planar = Planar::with_shape(stencil, shape, 2 * SOURCE_LEN, threads);
+        let planar = Planar::with_shape(stencil, shape, 2 * SOURCE_LEN, threads)?;
         let ([height, width], axis) = (planar.block, &planar.axis);
         let plane = (height + axis.span) * width;
         let (mut planes, mut pairs) = (Vec::new(), Vec::new());
         for (part, &row) in axis.parts.iter().enumerate() {
             // Row taps and their shifts.
             let taps = axis.taps.iter().map(|tap| (tap.0 == part).then_some(tap.1)).enumerate();
-            let taps: Vec<_> = taps.filter_map(|(tap, shift)| Some((tap, shift?))).collect();
+            let taps = collected(taps.filter_map(|(tap, shift)| Some((tap, shift?))))?;
             let reach = taps.iter().map(|tap| tap.1).max().unwrap_or(0);
             let columns = || planar.cols.iter().enumerate();
-            let lines: Vec<_> = (0..stencil.c)
-                .flat_map(|c| columns().map(move |(i, &col)| (i, Line { c, row, col })))
-                .collect();
+            let lines = (0..stencil.c)
+                .flat_map(|c| columns().map(move |(i, &col)| (i, Line { c, row, col })));
+            let lines = collected(lines)?;
             let (twos, rest) = lines.as_chunks();
             for &[(first_col, first), (second_col, second)] in twos {
-                pairs.extend(taps.iter().map(|&(row, shift)| Pair {
-                    offset: planes.len() * plane + shift * width,
-                    terms: [Some([first.c, row, first_col]), Some([second.c, row, second_col])],
-                }));
-                planes.push(Plane { lines: [Some(first), Some(second)], reach });
+                for &(row, shift) in &taps {
+                    let offset = planes.len() * plane + shift * width;
+                    let terms = [[first.c, row, first_col], [second.c, row, second_col]];
+                    push(&mut pairs, Pair { offset, terms: terms.map(Some) })?;
+                }
+                push(&mut planes, Plane { lines: [Some(first), Some(second)], reach })?;
             }
             for &(col, line) in rest {
                 for taps in taps.chunks(2) {
                     let taps = [taps.first(), taps.get(1)];
                     let shifted = |shift: usize| (shift * stencil.step[0]) as isize;
-                    pairs.push(Pair {
-                        offset: planes.len() * plane,
-                        terms: taps.map(|tap| tap.map(|&(row, _)| [line.c, row, col])),
-                    });
+                    let offset = planes.len() * plane;
+                    let terms = taps.map(|tap| tap.map(|&(row, _)| [line.c, row, col]));
+                    push(&mut pairs, Pair { offset, terms })?;
                     let lines = taps.map(|tap| {
                         tap.map(|&(_, shift)| Line { row: line.row + shifted(shift), ..line })
                     });
-                    planes.push(Plane { lines, reach: 0 });
+                    push(&mut planes, Plane { lines, reach: 0 })?;
                 }
             }
         }
-        Pairs { planar, plane, planes, pairs }
+        Ok(Pairs { planar, plane, planes, pairs })
     }
 
     pub(super) fn explain(&self) -> String {

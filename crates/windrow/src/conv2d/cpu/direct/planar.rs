@@ -7,9 +7,10 @@ use super::super::epilogue::{Epilogue, Lanes, Lines, Store};
 use super::super::rows::{Rows, zero_ahead};
 use super::super::stencil::{Segment, Stencil, Tap};
 use super::Operands;
-use crate::DType;
 use crate::cpu::gemm::even_part;
 use crate::cpu::{Isa, Kernel, MAX_LANES, Simd, SimdElement, dispatch};
+use crate::lists::{collected, push, room_for};
+use crate::{DType, Result};
 use std::ops::Range;
 
 /// Elements of the copied source that a block may take: they stay in the second-level cache.
@@ -63,40 +64,51 @@ pub(super) struct Axis {
 }
 
 impl Axis {
-    fn new(taps: &[Tap], step: usize, block: usize) -> Self {
+    /// One part for each residue modulo the step.
+    fn new(taps: &[Tap], step: usize) -> Result<Self> {
         let step = step as isize;
+        let split = |tap: &Tap| (tap.offset.rem_euclid(step), tap.offset.div_euclid(step));
         let mut parts: Vec<(isize, isize)> = Vec::new();
-        for tap in taps {
-            let (residue, at) = (tap.offset.rem_euclid(step), tap.offset.div_euclid(step));
+        for (residue, at) in taps.iter().map(split) {
             match parts.iter_mut().find(|(r, _)| *r == residue) {
                 Some((_, low)) => *low = at.min(*low),
-                None => parts.push((residue, at)),
+                None => push(&mut parts, (residue, at))?,
             }
         }
-        let shifts: Vec<(usize, usize)> = taps
-            .iter()
-            .map(|tap| {
-                let (residue, at) = (tap.offset.rem_euclid(step), tap.offset.div_euclid(step));
-                let part = parts.iter().position(|(r, _)| *r == residue).unwrap_or(0);
-                (part, (at - parts[part].1) as usize)
-            })
-            .collect();
+        let shifts = collected(taps.iter().map(split).map(|(residue, at)| {
+            let part = parts.iter().position(|(r, _)| *r == residue).unwrap_or(0);
+            (part, (at - parts[part].1) as usize)
+        }))?;
         let span = shifts.iter().map(|s| s.1).max().unwrap_or(0);
-        if span > block * taps.len() {
-            // Taps so far apart share little: one part for each.
-            return Axis {
-                parts: taps.iter().map(|tap| tap.offset).collect(),
-                taps: (0..taps.len()).map(|i| (i, 0)).collect(),
-                span: 0,
-            };
+        let parts = collected(parts.into_iter().map(|(residue, low)| low * step + residue))?;
+        Ok(Axis { parts, taps: shifts, span })
+    }
+
+    /// Whether taps are so far apart that they share little in blocks of so many rows.
+    fn is_sparse(&self, block: usize) -> bool {
+        self.span > block * self.taps.len()
+    }
+
+    /// How many parts there are in blocks of so many rows, and the largest shift.
+    fn extent(&self, block: usize) -> (usize, usize) {
+        match self.is_sparse(block) {
+            true => (self.taps.len(), 0),
+            false => (self.parts.len(), self.span),
         }
-        let parts = parts.into_iter().map(|(residue, low)| low * step + residue).collect();
-        Axis { parts, taps: shifts, span }
+    }
+
+    /// For blocks of so many rows: one part for each tap where these share little.
+    fn of_blocks(self, taps: &[Tap], block: usize) -> Result<Self> {
+        if !self.is_sparse(block) {
+            return Ok(self);
+        }
+        let parts = collected(taps.iter().map(|tap| tap.offset))?;
+        Ok(Axis { parts, taps: collected((0..taps.len()).map(|i| (i, 0)))?, span: 0 })
     }
 }
 
 impl Planar {
-    pub(super) fn new(stencil: &Stencil, isa: Isa, threads: usize) -> Self {
+    pub(super) fn new(stencil: &Stencil, isa: Isa, threads: usize) -> Result<Self> {
         let (lanes, registers) = dispatch(isa, Vectors);
         // A vector is loaded for each `rows` products: few rows cost more than a few idle ones.
         let rows = ROWS
@@ -113,19 +125,18 @@ impl Planar {
         [rows, group]: [usize; 2],
         source_len: usize,
         threads: usize,
-    ) -> Self {
-        let axis = |rows: usize| Axis::new(&stencil.rows, stencil.step[0], rows);
-        let channel_len = |axis: &Axis, block: [usize; 2]| {
-            axis.parts.len() * stencil.cols.len() * (block[0] + axis.span) * block[1]
+    ) -> Result<Self> {
+        let axis = Axis::new(&stencil.rows, stencil.step[0])?;
+        let channel_len = |block: [usize; 2]| {
+            let (parts, span) = axis.extent(block[0]);
+            parts * stencil.cols.len() * (block[0] + span) * block[1]
         };
-        let fits = |block: [usize; 2]| {
-            stencil.c.saturating_mul(channel_len(&axis(block[0]), block)) <= source_len
-        };
+        let fits = |block: [usize; 2]| stencil.c.saturating_mul(channel_len(block)) <= source_len;
         // Whole rows, as many as are worth it; parts of a row where not even one fits.
         let [height, width] = stencil.dst_size.map(|size| size.max(1));
         let waste = |rows: usize| {
             let sums = (rows * width).next_multiple_of(group);
-            let copies = (rows + axis(rows).span) * width;
+            let copies = (rows + axis.extent(rows).1) * width;
             (sums * stencil.k + copies * COPY) as f64 / rows as f64
         };
         let mut block = (1..=even_part(height, PIXELS.div_ceil(width)))
@@ -136,9 +147,10 @@ impl Planar {
             block[1] = block[1].div_ceil(2);
         }
         block[1] = even_part(width, block[1]);
-        let axis = axis(block[0]);
+        let channel_len = channel_len(block);
+        let axis = axis.of_blocks(&stencil.rows, block[0])?;
         let plane = (block[0] + axis.span) * block[1];
-        let mut offsets = Vec::with_capacity(stencil.rows.len() * stencil.cols.len());
+        let mut offsets = room_for(stencil.rows.len() * stencil.cols.len())?;
         for &(part, row) in &axis.taps {
             for col in 0..stencil.cols.len() {
                 offsets.push((part * stencil.cols.len() + col) * plane + row * block[1]);
@@ -149,9 +161,9 @@ impl Planar {
             group,
             channels: stencil.k.max(1),
             block,
-            channel_len: channel_len(&axis, block),
+            channel_len,
             axis,
-            cols: stencil.cols.iter().map(|tap| tap.offset).collect(),
+            cols: collected(stencil.cols.iter().map(|tap| tap.offset))?,
             source_channels: stencil.c,
             offsets,
         };
@@ -162,7 +174,7 @@ impl Planar {
                 break;
             }
         }
-        plan
+        Ok(plan)
     }
 
     pub(super) fn explain(&self) -> String {

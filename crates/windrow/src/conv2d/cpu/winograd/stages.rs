@@ -5,6 +5,7 @@ use super::gemm::PANEL;
 use crate::buffer::Buffer;
 use crate::conv2d::cpu::{floats, floats_mut};
 use crate::conv2d::winograd_reference::Stages;
+use crate::lists::{filled, room_for};
 use crate::{Activation, Result, Tensor, TensorDesc, TensorRef};
 use std::ops::Range;
 use std::sync::Mutex;
@@ -33,8 +34,8 @@ impl WinogradCpu {
         let mut workspace = Buffer::new(self.workspace_bytes())?;
         let mut y = Tensor::uninitialised(TensorDesc::contiguous(x.dtype(), &p.y_shape())?)?;
         let (positions, tiles) = (self.positions(), self.geometry.tiles());
-        let v = Mutex::new(vec![f32::NAN; positions * tiles * p.c]);
-        let m = Mutex::new(vec![f32::NAN; positions * tiles * p.k]);
+        let v = Mutex::new(filled(f32::NAN, positions * tiles * p.c)?);
+        let m = Mutex::new(filled(f32::NAN, positions * tiles * p.k)?);
         let keep = |block: &Block| {
             let places = || (0..positions).flat_map(|i| block.tiles.clone().map(move |t| (i, t)));
             let (mut v, mut m) = (v.lock().expect("no panic"), m.lock().expect("no panic"));
@@ -57,13 +58,13 @@ impl WinogradCpu {
         let (y, workspace) = (&mut y.as_mut(), workspace.as_mut_slice());
         self.run_inspected(packed, x, None, Activation::Identity, y, workspace, &keep);
         let (v, m) = (v.into_inner().expect("no panic"), m.into_inner().expect("no panic"));
-        Ok(Stages { u: self.unpack(packed), v, m })
+        Ok(Stages { u: self.unpack(packed)?, v, m })
     }
 
     /// U [position, k, c] of a packed filter.
-    fn unpack(&self, packed: &[f32]) -> Vec<f32> {
+    fn unpack(&self, packed: &[f32]) -> Result<Vec<f32>> {
         let p = &self.geometry.problem;
-        let mut u = Vec::with_capacity(self.positions() * p.k * p.c);
+        let mut u = room_for(self.positions() * p.k * p.c)?;
         for position in 0..self.positions() {
             for k in 0..p.k {
                 let vector = k / self.lanes;
@@ -75,7 +76,7 @@ impl WinogradCpu {
                 }));
             }
         }
-        u
+        Ok(u)
     }
 
     /// Where element `channel` of a block's tile lies in V or M.

@@ -123,7 +123,8 @@ fn compute(case: &Case, isa: Isa) -> (Vec<f64>, Expected) {
     let f64s = |t: &Tensor| t.as_ref().to_f64_vec().unwrap();
     let bias = bias.as_ref().map(f64s);
     let bias = bias.as_deref();
-    let expected = reference::forward(&problem, &f64s(&x), &f64s(&filter), bias, case.activation);
+    let expected =
+        reference::forward(&problem, &f64s(&x), &f64s(&filter), bias, case.activation).unwrap();
     (f64s(&y), expected)
 }
 
