@@ -7,12 +7,9 @@ use super::{
     CausalConv1dUpdatePlan, CausalConv1dUpdateSpec,
 };
 use crate::verification::choices::{Choices, shrink};
-use crate::verification::data::{Held, Numbers, Style};
+use crate::verification::data::{Held, Numbers, Style, options};
 use crate::verification::random::{Lane, Trial};
-use crate::{
-    Activation, DType, Device, Layout, PlanOptions, Result, TensorDesc, Tuning, Workspace,
-};
-use std::num::NonZeroUsize;
+use crate::{Activation, DType, Device, Layout, PlanOptions, Result, TensorDesc, Workspace};
 
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 /// Most products that the oracle sums up, usually and now and then.
@@ -32,15 +29,6 @@ fn desc(
         _ => style.layout(choices, shape, &[&[0, 1, 2], &[0, 2, 1]], input)?,
     };
     Ok(TensorDesc { dtype, layout })
-}
-
-fn options(choices: &mut Choices<'_>, device: Device) -> PlanOptions {
-    PlanOptions {
-        device,
-        threads: NonZeroUsize::new(choices.of(&[1, 2, 3])),
-        tuning: Tuning::Model,
-        ..PlanOptions::default()
-    }
 }
 
 fn spec(choices: &mut Choices<'_>, style: Style) -> Result<CausalConv1dSpec> {

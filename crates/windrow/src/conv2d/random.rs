@@ -9,12 +9,11 @@ use super::{
 use crate::tensor::check_unique;
 use crate::verification::Check;
 use crate::verification::choices::{Choices, shrink};
-use crate::verification::data::{Held, Numbers, Style, scratch};
+use crate::verification::data::{Held, Numbers, Style, options, scratch};
 use crate::verification::random::Trial;
 use crate::{
-    Accuracy, Activation, DType, Error, Layout, PlanOptions, Result, TensorDesc, TensorRef, Tuning,
+    Accuracy, Activation, DType, Error, Layout, PlanOptions, Result, TensorDesc, TensorRef,
 };
-use std::num::NonZeroUsize;
 
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 /// Most products that the oracle sums up, usually and now and then.
@@ -191,12 +190,7 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
     let device = trial.device();
     let style = Style::random(choices);
     let spec = spec(choices, style)?;
-    let options = PlanOptions {
-        device,
-        threads: NonZeroUsize::new(choices.of(&[1, 2, 3])),
-        tuning: Tuning::Model,
-        ..PlanOptions::default()
-    };
+    let options = options(choices, device);
     if choices.one_in(16) {
         let Some((spec, kind)) = spoil(choices, spec)? else { return Ok(()) };
         trial.describe(format!("conv2d that is wrong: {spec:?}"));

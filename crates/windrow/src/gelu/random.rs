@@ -5,13 +5,11 @@ use super::{GeluArgs, GeluConfiguration, GeluGrads, GeluPlan, GeluSpec, HalfMath
 use crate::tensor::check_unique;
 use crate::verification::Expected;
 use crate::verification::choices::{Choices, shrink};
-use crate::verification::data::{Held, Numbers, Style, scratch};
+use crate::verification::data::{Held, Numbers, Style, options, scratch};
 use crate::verification::random::{Lane, Trial};
 use crate::{
-    Approximate, DType, Device, MAX_RANK, PlanOptions, Result, TensorDesc, TensorMut, Tuning,
-    Workspace,
+    Approximate, DType, Device, MAX_RANK, PlanOptions, Result, TensorDesc, TensorMut, Workspace,
 };
-use std::num::NonZeroUsize;
 
 /// Most elements of a tensor, usually and now and then: more than a task of a thread.
 const ELEMENTS: [usize; 2] = [2_500, 60_000];
@@ -116,12 +114,7 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
     let device = trial.device();
     let style = Style::random(choices);
     let spec = spec(choices, style, device)?;
-    let options = PlanOptions {
-        device,
-        threads: NonZeroUsize::new(choices.of(&[1, 2, 3])),
-        tuning: Tuning::Model,
-        ..PlanOptions::default()
-    };
+    let options = options(choices, device);
     if choices.one_in(16) {
         let Some((spec, kind)) = spoil(choices, &spec)? else { return Ok(()) };
         trial.describe(format!("gelu that is wrong: {spec:?}"));

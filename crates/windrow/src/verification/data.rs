@@ -6,9 +6,10 @@ use crate::buffer::guarded::Side;
 use crate::dtype::not_computed;
 use crate::tensor::for_each_offset;
 use crate::{
-    Activation, DType, Device, Element, Layout, Placed, Result, Tensor, TensorDesc, TensorMut,
-    TensorRef, Workspace, bf16, f16,
+    Activation, DType, Device, Element, Layout, Placed, PlanOptions, Result, Tensor, TensorDesc,
+    TensorMut, TensorRef, Tuning, Workspace, bf16, f16,
 };
+use std::num::NonZeroUsize;
 
 /// `len` numbers spread evenly over `low..high`, the same for the same seed on every machine.
 pub fn random(seed: u64, len: usize, low: f64, high: f64) -> Vec<f64> {
@@ -229,6 +230,16 @@ impl Numbers {
             }
         }
         values
+    }
+}
+
+/// How a random case is planned: what was measured on a machine does not matter.
+pub(crate) fn options(choices: &mut Choices<'_>, device: Device) -> PlanOptions {
+    PlanOptions {
+        device,
+        threads: NonZeroUsize::new(choices.of(&[1, 2, 3])),
+        tuning: Tuning::Model,
+        ..PlanOptions::default()
     }
 }
 
