@@ -154,8 +154,8 @@ pub use gelu::{
 #[doc(no_inline)]
 pub use half::{bf16, f16};
 pub use layout::{Layout, MAX_RANK};
-pub use plan::{Accuracy, Filter, Plan, PlanOptions, Tuning, Verify, Workspace};
-pub use tensor::{Placed, Tensor, TensorDesc, TensorMut, TensorRef};
+pub use plan::{Accuracy, Filter, Placed, Plan, PlanOptions, Tuning, Verify, Workspace};
+pub use tensor::{Tensor, TensorDesc, TensorMut, TensorRef};
 
 /// What the command and the bindings of this repository take beside the rest, to treat every operator alike. It follows
 /// them: a release may change it in any way.

@@ -4,6 +4,7 @@ mod bound;
 mod checks;
 pub(crate) mod configuration;
 mod operator;
+mod placed;
 mod planned;
 #[cfg(feature = "tuning")]
 mod search;
@@ -13,6 +14,7 @@ pub(crate) use checks::{Checks, Type};
 pub(crate) use configuration::{configuration, dense, joined};
 pub use operator::{Configuration, Operator, Tuned};
 pub(crate) use operator::{Engine, Input, Setup, Views};
+pub use placed::Placed;
 pub use planned::Plan;
 pub(crate) use planned::{Backend, engine};
 #[cfg(feature = "tuning")]

@@ -2,7 +2,6 @@
 
 mod check;
 mod owned;
-mod placed;
 
 use crate::lists::room_for;
 use crate::{DType, Device, Element, Error, Layout, Result};
@@ -14,7 +13,6 @@ pub(crate) use check::{
     check_device, check_dtype, check_optional_view, check_tensor, check_unique, check_view,
 };
 pub use owned::Tensor;
-pub use placed::Placed;
 
 /// What a tensor is without its memory: element type, shape, strides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,8 +1,8 @@
 //! An owned tensor in the memory of a device.
 
-use super::{Tensor, TensorDesc, TensorMut, TensorRef};
-use crate::cuda::{self, DeviceTensor};
-use crate::{Device, Result, Workspace, cpu};
+use super::Workspace;
+use crate::gpu::{self, DeviceTensor};
+use crate::{Device, Result, Tensor, TensorDesc, TensorMut, TensorRef, cpu};
 
 /// A tensor that owns its memory, on the device that plans run on.
 ///
@@ -89,7 +89,7 @@ impl Placed {
                 Ok(())
             }
             _ => match workspace.stream() {
-                Some(stream) => cuda::copy(&from.as_ref(), &mut self.as_mut()?, stream),
+                Some(stream) => gpu::copy(&from.as_ref(), &mut self.as_mut()?, stream),
                 None => Ok(()),
             },
         }
