@@ -1,0 +1,112 @@
+//! What kernels of this room are made from and given: numbers of activations, strides, biases, divisors.
+
+use crate::conv2d::Conv2dSpec;
+use crate::dtype::by_type;
+use crate::gpu::{KernelSpec, Source};
+use crate::{Activation, Approximate, DType, TensorDesc};
+
+/// A kernel of this room for elements of a type.
+pub(super) fn kernel(source: &'static Source, name: &str, dtype: DType) -> KernelSpec {
+    let macro_name =
+        by_type!(dtype, F32 => "ELEMENT_F32", F16 => "ELEMENT_F16", BF16 => "ELEMENT_BF16");
+    KernelSpec::new(source, format!("conv2d_{name}_{dtype}")).define(macro_name, 1)
+}
+
+/// The number of an activation in `activation.cuh`.
+pub(super) fn epilogue(activation: Activation) -> u32 {
+    match activation {
+        Activation::Identity => 0,
+        Activation::Relu => 1,
+        Activation::Silu => 2,
+        Activation::Gelu(Approximate::None) => 3,
+        Activation::Gelu(Approximate::Tanh) => 4,
+    }
+}
+
+/// Strides of a tensor of rank 4, in elements. That of a dimension of one element is 0 here, whatever it is there:
+/// kernels take addresses beside the image before they find that nothing is there, in 32 bits where the image allows.
+pub(super) fn strides(desc: &TensorDesc) -> [i64; 4] {
+    std::array::from_fn(|d| if desc.shape()[d] > 1 { desc.strides()[d] as i64 } else { 0 })
+}
+
+/// The bias of a launch: address, stride, whether it is f32 beside half elements.
+pub(super) fn bias_of(spec: &Conv2dSpec, bias: Option<*const u8>) -> (*const u8, i64, i32) {
+    match (&spec.bias, bias) {
+        (Some(desc), Some(address)) => {
+            (address, desc.strides()[0] as i64, i32::from(desc.dtype == DType::F32))
+        }
+        _ => (std::ptr::null(), 0, 0),
+    }
+}
+
+/// `Seen` of `conv2d.cuh`: by what a packing kernel sees that a pack which is kept is still that of the filter.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Seen {
+    digests: *mut u8,
+    ticket: u64,
+}
+
+impl Seen {
+    /// Bytes for each block of a packing kernel.
+    pub(super) const DIGEST: usize = 16;
+
+    /// Behind a pack of so many bytes if it is kept in memory of this ticket, else nothing.
+    pub(super) fn behind(packed: *mut u8, packed_bytes: usize, ticket: Option<u64>) -> Self {
+        match ticket {
+            Some(ticket) => Seen { digests: packed.wrapping_add(packed_bytes), ticket },
+            None => Seen { digests: std::ptr::null_mut(), ticket: 0 },
+        }
+    }
+}
+
+/// `Divisor` of `conv2d.cuh`: division of numbers below 2^31.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Divisor {
+    value: u32,
+    factor: u32,
+    shift: u32,
+}
+
+impl Divisor {
+    pub(super) fn new(value: usize) -> Self {
+        let bits = value.next_power_of_two().trailing_zeros();
+        let factor =
+            if value == 1 { 0 } else { (1u64 << (31 + bits)).div_ceil(value as u64) as u32 };
+        Divisor { value: value as u32, factor, shift: bits.saturating_sub(1) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Layout;
+
+    #[test]
+    fn a_single_row_has_no_stride() {
+        let layout = Layout::strided(&[3, 4, 1, 7], &[28, 7, 1 << 40, 1]).unwrap();
+        let desc = TensorDesc { dtype: DType::F16, layout };
+        assert_eq!(strides(&desc), [28, 7, 0, 1]);
+    }
+
+    #[test]
+    fn divisors_divide() {
+        let divide = |d: &Divisor, n: u32| match d.value {
+            1 => n,
+            _ => ((u64::from(n) * u64::from(d.factor)) >> 32) as u32 >> d.shift,
+        };
+        for value in [1, 2, 3, 5, 6, 7, 9, 64, 641, 12_345, 1 << 20, (1 << 30) - 1] {
+            let d = Divisor::new(value);
+            for n in [0, 1, 2, 100, 12_344, 1 << 30, i32::MAX as u32] {
+                for n in [
+                    n,
+                    n / value as u32 * value as u32,
+                    (n / value as u32 * value as u32).saturating_sub(1),
+                ] {
+                    assert_eq!(divide(&d, n), n / value as u32, "{n} / {value}");
+                }
+            }
+        }
+    }
+}
