@@ -1,6 +1,7 @@
 //! Project tasks, run as `cargo xtask TASK`.
 
 mod accuracy_picture;
+mod amd;
 mod api;
 mod date;
 mod examples;
@@ -23,6 +24,8 @@ const USAGE: &str = "usage: cargo xtask TASK
 
   test             everything that has to pass before a change is merged, but for PyTorch
   test --torch     the same with PyTorch, whose environment takes 5 GB on first use
+  amd              compile the kernels for AMD's chips and execute them in the emulator
+  amd --all        the same for all kernels, chips and cases, and write the result into the records
   api              write docs/api.txt, the public surface of the crates
   wheel            build the Python wheel for Linux on x86-64 and the source package, and print their sizes
   record           measure this machine into benchmarks/record/DATE-MACHINE
@@ -36,6 +39,8 @@ fn main() -> ExitCode {
     let result = match args[..] {
         ["test"] => test::run(false),
         ["test", "--torch"] => test::run(true),
+        ["amd"] => amd::run(false),
+        ["amd", "--all"] => amd::run(true),
         ["api"] => api::write(),
         ["wheel"] => wheel::build(),
         ["record"] => record::run(),

@@ -33,7 +33,7 @@ pub(crate) fn run() -> Result {
 }
 
 /// The commit that is checked out, and whether nothing differs from it.
-fn commit() -> Result<(String, bool)> {
+pub(crate) fn commit() -> Result<(String, bool)> {
     let git = |args: &[&str]| -> Result<String> {
         let output = Command::new("git").args(args).current_dir(root()).output();
         let output = output.map_err(|e| format!("git {args:?}: {e}"))?;
@@ -70,7 +70,7 @@ fn machine_name(bench: &Value) -> Result<String> {
     Ok(format!("{cpu}-{threads}-threads"))
 }
 
-fn write(path: &Path, value: &Value) -> Result {
+pub(crate) fn write(path: &Path, value: &Value) -> Result {
     let text = serde_json::to_string_pretty(value)? + "\n";
     std::fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()).into())
 }

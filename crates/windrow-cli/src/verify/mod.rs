@@ -11,6 +11,7 @@ use crate::print;
 use crate::table::{Columns, scientific};
 use random::Random;
 use serde::Serialize;
+use std::collections::HashMap;
 use std::num::NonZeroUsize;
 use windrow::Device;
 use windrow::verify::{self, Case, Check, KernelLaunches};
@@ -32,6 +33,9 @@ pub(crate) struct Verify {
     /// Only two cases for each algorithm, element type and layout
     #[arg(long)]
     quick: bool,
+    /// On a GPU: no more cases of an operator once each of its kernels was launched
+    #[arg(long, conflicts_with = "quick")]
+    kernels: bool,
     /// Threads that run cases [default: one a core]
     #[arg(long)]
     threads: Option<NonZeroUsize>,
@@ -113,12 +117,15 @@ pub(crate) fn run(args: &Verify) -> Result<(), Failure> {
     if args.quick {
         keep_few(&mut cases);
     }
+    if args.kernels {
+        in_rounds(&mut cases);
+    }
     if cases.is_empty() {
         return Err(Failure::Input(format!("nothing to verify on {}", args.device)));
     }
-    let total = cases.len();
-    let bar = progress(total as u64);
-    let done = pool::over(args.threads(), cases.into_iter(), |mut case| {
+    let bar = progress(cases.len() as u64);
+    let cases = cases.into_iter().filter(|case| !args.kernels || has_open(args.device, case.op));
+    let done = pool::over(args.threads(), cases, |mut case| {
         bar.set_message(format!("{case:?}"));
         let result = (case.run)();
         bar.inc(1);
@@ -126,7 +133,7 @@ pub(crate) fn run(args: &Verify) -> Result<(), Failure> {
         case.run = Box::new(|| Ok(Vec::new()));
         (case, result)
     });
-    let mut report = Report::default();
+    let (mut report, total) = (Report::default(), done.len());
     for (case, result) in done {
         report.add(args.device, &case, result);
     }
@@ -172,14 +179,38 @@ impl Kernel {
     }
 }
 
-/// The first cases of each algorithm, element type and layout.
-fn keep_few(cases: &mut Vec<Case>) {
-    let mut seen = std::collections::HashMap::new();
-    cases.retain(|c| {
+/// How many cases of the same algorithm, element type and layout come before each.
+fn places(cases: &[Case]) -> Vec<usize> {
+    let mut seen = HashMap::new();
+    let place = |c: &Case| {
         let count = seen.entry((c.op, c.algorithm.clone(), c.dtype, c.layout.clone())).or_insert(0);
         *count += 1;
-        *count <= CASES_IF_QUICK
-    });
+        *count - 1
+    };
+    cases.iter().map(place).collect()
+}
+
+/// The first cases of each algorithm, element type and layout.
+fn keep_few(cases: &mut Vec<Case>) {
+    let mut places = places(cases).into_iter();
+    cases.retain(|_| places.next().is_some_and(|place| place < CASES_IF_QUICK));
+}
+
+/// The first case of each algorithm, element type and layout, then the second of each, and so on.
+fn in_rounds(cases: &mut Vec<Case>) {
+    let places = places(cases);
+    let mut rounds: Vec<_> = places.into_iter().zip(cases.drain(..)).collect();
+    rounds.sort_by_key(|(place, _)| *place);
+    cases.extend(rounds.into_iter().map(|(_, case)| case));
+}
+
+/// Whether one of the kernels that the operator's cases may launch was not launched so far.
+fn has_open(device: Device, op: &str) -> bool {
+    let operators = Operator::chosen(&[]);
+    let of = |kernel: &str| operators.iter().map(|o| o.name()).find(|&name| kernel.contains(name));
+    let launches = verify::kernel_launches(device).unwrap_or_default();
+    let mut missed = launches.iter().filter(|k| k.for_device && k.listed && k.launches == 0);
+    missed.any(|k| of(&k.kernel).is_none_or(|name| op.starts_with(name)))
 }
 
 impl Report {
@@ -351,5 +382,13 @@ mod tests {
         cases.push(Case::new("gelu", "cpu", DType::F32, "strided", "d", || Ok(Vec::new())));
         keep_few(&mut cases);
         assert_eq!(cases.iter().map(|c| c.name.as_str()).collect::<String>(), "abd");
+    }
+
+    #[test]
+    fn rounds_take_one_of_each_kind() {
+        let mut cases: Vec<_> = ["a", "b", "c"].into_iter().map(case).collect();
+        cases.push(Case::new("gelu", "cpu", DType::F32, "strided", "d", || Ok(Vec::new())));
+        in_rounds(&mut cases);
+        assert_eq!(cases.iter().map(|c| c.name.as_str()).collect::<String>(), "adbc");
     }
 }

@@ -1,0 +1,178 @@
+//! `cargo xtask amd`: the kernels for AMD's chips, compiled by clang and executed by the emulator.
+
+use crate::date::today;
+use crate::record::{RECORDS, commit, write};
+use crate::steps::{Result, Steps, cargo, root, target};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Compiled for in full, and executed.
+const CHIP: &str = "gfx942";
+/// Compiled for by a sample.
+const OTHERS: [&str; 3] = ["gfx90a", "gfx1100", "gfx1201"];
+/// What the names of the tests that compile kernels have.
+const NAMES: [&str; 2] = ["compile", "spill"];
+const TOOLS: [&str; 3] = ["clang-19", "ld.lld-19", "llvm-objdump-19"];
+const INSTALL: &str = "apt-get install clang-19 lld-19 llvm-19";
+
+/// A tool that is needed and not there.
+pub(crate) fn missing() -> Option<&'static str> {
+    let runs = |tool: &&str| {
+        let mut command = Command::new(tool);
+        command.arg("--version").stdout(Stdio::null()).stderr(Stdio::null());
+        command.status().is_ok_and(|status| status.success())
+    };
+    TOOLS.into_iter().find(|tool| !runs(tool))
+}
+
+/// What is said where a tool is missing.
+pub(crate) fn how_to_install(tool: &str) -> String {
+    format!("{tool} was not found: `{INSTALL}`")
+}
+
+/// With `all` every kernel is compiled for every chip, every case is run, and the result is written into the records.
+pub(crate) fn run(all: bool) -> Result {
+    if let Some(tool) = missing() {
+        return Err(how_to_install(tool).into());
+    }
+    let mut steps = Steps::default();
+    let emulator = Emulator::build(&mut steps)?;
+    let compiled = compile(&mut steps, &emulator, all)?;
+    let report = verify(&mut steps, &emulator, all)?;
+
+    let count = |rows: &Value, key: &str| {
+        rows.as_array().into_iter().flatten().filter_map(|row| row[key].as_u64()).sum::<u64>()
+    };
+    let failures = report["failures"].as_array().map_or(0, Vec::len) as u64;
+    let missed = kernels(&report, "missed").chain(kernels(&report, "not listed"));
+    let missed: Vec<_> = missed.collect();
+    let launched = kernels(&report, "launched").count() as u64;
+    for (chip, kernels) in &compiled {
+        println!("{chip}: {} kernels compiled", kernels.len());
+    }
+    println!(
+        "{CHIP}: {launched} kernels executed, {} elements compared, {} outside of the tolerance",
+        count(&report["rows"], "elements"),
+        count(&report["rows"], "error_count"),
+    );
+    for failure in report["failures"].as_array().into_iter().flatten() {
+        println!("failed: {}\n  {}", failure["case"], failure["detail"]);
+    }
+    missed.iter().for_each(|kernel| println!("never executed: {kernel}"));
+    let failed = failures + missed.len() as u64;
+    if all && failed == 0 {
+        record(&compiled, &report)?;
+    }
+    let variants = compiled.values().map(Vec::len).sum::<usize>() as u64;
+    let passed = variants + count(&report["rows"], "cases") - failures + launched;
+    println!("{passed} passed, {failed} failed");
+    if failed > 0 { Err("the emulator found errors".into()) } else { Ok(()) }
+}
+
+fn kernels<'a>(report: &'a Value, status: &'a str) -> impl Iterator<Item = &'a str> {
+    let kernels = report["kernels"].as_array().into_iter().flatten();
+    kernels.filter(move |k| k["status"] == status).filter_map(|k| k["kernel"].as_str())
+}
+
+/// Where the emulator lies under the names of what it stands for.
+struct Emulator {
+    folder: PathBuf,
+}
+
+impl Emulator {
+    fn build(steps: &mut Steps) -> Result<Self> {
+        steps.run(
+            "emulator",
+            &mut cargo(&["build", "--quiet", "--package", "windrow-amd-emulator"]),
+        )?;
+        let folder = target().join("amd");
+        fs::create_dir_all(&folder)?;
+        let library = target().join("debug/libwindrow_amd_emulator.so");
+        for name in ["libamdhip64.so", "libhiprtc.so"] {
+            fs::copy(&library, folder.join(name))
+                .map_err(|e| format!("{}: {e}", library.display()))?;
+        }
+        Ok(Emulator { folder })
+    }
+
+    /// Lets a command find the emulator, and keep what it compiles here.
+    fn stand_in<'a>(&self, command: &'a mut Command) -> &'a mut Command {
+        command
+            .env("WINDROW_HIP_PATH", &self.folder)
+            .env("WINDROW_CACHE_DIR", self.folder.join("cache"))
+            .env("WINDROW_EMULATOR_CHIP", CHIP)
+    }
+}
+
+/// Files and entry points of the kernels that were compiled for each chip.
+fn compile(
+    steps: &mut Steps,
+    emulator: &Emulator,
+    all: bool,
+) -> Result<BTreeMap<String, Vec<String>>> {
+    const TESTS: [&str; 6] = ["test", "--quiet", "--package", "windrow", "--lib", "--"];
+    let list = emulator.folder.join("compiled.txt");
+    if list.exists() {
+        fs::remove_file(&list)?;
+    }
+    let mut run = |chips: &str, names: &[&str]| {
+        let mut tests = cargo(&[&TESTS[..], names].concat());
+        let tests = emulator.stand_in(&mut tests).env("WINDROW_COMPILED", &list);
+        steps.run("compile", tests.env("WINDROW_COMPILE_FOR", chips))
+    };
+    if all {
+        run(&[&[CHIP], &OTHERS[..]].concat().join(","), &NAMES)?;
+    } else {
+        run(CHIP, &NAMES)?;
+        let output = cargo(&[&TESTS[..], &NAMES, &["--list"]].concat()).output()?;
+        let output = String::from_utf8_lossy(&output.stdout);
+        let names: Vec<_> = output.lines().filter_map(|l| l.strip_suffix(": test")).collect();
+        let day = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs() as usize / 86_400;
+        for (i, chip) in OTHERS.into_iter().enumerate() {
+            let name = names.get((day * OTHERS.len() + i) % names.len().max(1));
+            let name = name.ok_or("there are no tests that compile kernels")?;
+            eprintln!("\nsample of seed {day} for {chip}: {name}");
+            run(chip, &["--exact", name])?;
+        }
+    }
+    let mut compiled = BTreeMap::<_, Vec<_>>::new();
+    for line in fs::read_to_string(&list)?.lines() {
+        if let Some((chip, kernel)) = line.split_once(' ') {
+            compiled.entry(chip.to_owned()).or_default().push(kernel.to_owned());
+        }
+    }
+    Ok(compiled)
+}
+
+/// What `windrow verify` says of the emulator.
+fn verify(steps: &mut Steps, emulator: &Emulator, all: bool) -> Result<Value> {
+    steps.run("command", &mut cargo(&["build", "--quiet", "--package", "windrow-cli"]))?;
+    let file = emulator.folder.join("verify.json");
+    let mut verify = Command::new(target().join("debug/windrow"));
+    verify.current_dir(root()).args(["verify", "--json", "--quiet", "--device", "hip:0"]);
+    if !all {
+        verify.arg("--kernels");
+    }
+    emulator.stand_in(&mut verify).stdout(fs::File::create(&file)?);
+    // Failures are in the report.
+    let ended = steps.run("verify", &mut verify);
+    let report = serde_json::from_str(&fs::read_to_string(&file)?);
+    report.map_err(|e| ended.err().unwrap_or_else(|| e.into()))
+}
+
+/// Writes what was compiled and executed.
+fn record(compiled: &BTreeMap<String, Vec<String>>, report: &Value) -> Result {
+    let (commit, clean) = commit()?;
+    let folder = root().join(RECORDS).join(format!("{}-amd-emulator", today()));
+    fs::create_dir_all(&folder)?;
+    let compiled: BTreeMap<_, _> = compiled.iter().map(|(chip, k)| (chip, k.len())).collect();
+    let result = json!({
+        "commit": commit, "clean": clean, "chip": CHIP, "compiled": compiled,
+        "rows": report["rows"], "kernels": report["kernels"],
+    });
+    write(&folder.join("verify.json"), &result)
+}
