@@ -84,13 +84,14 @@ pub(crate) struct ExchangeApi {
 }
 
 /// Element types: Windrow's, DLPack's code and bits, PyTorch's name.
-const TYPES: [(DType, u8, u8, &str); 6] = [
+const TYPES: [(DType, u8, u8, &str); 7] = [
     (DType::F32, 2, 32, "float32"),
     (DType::F16, 2, 16, "float16"),
     (DType::BF16, 4, 16, "bfloat16"),
     (DType::I32, 0, 32, "int32"),
     (DType::I64, 0, 64, "int64"),
     (DType::F64, 2, 64, "float64"),
+    (DType::U8, 1, 8, "uint8"),
 ];
 
 /// PyTorch's name of an element type.

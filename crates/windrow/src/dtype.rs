@@ -20,12 +20,15 @@ pub enum DType {
     I32,
     /// 64-bit signed integer, for indices and sequence lengths.
     I64,
+    /// 8-bit unsigned integer, for flags: 0 is no, all else is yes.
+    U8,
 }
 
 impl DType {
     /// Size of one element in bytes.
     pub const fn size(self) -> usize {
         match self {
+            DType::U8 => 1,
             DType::F16 | DType::BF16 => 2,
             DType::F32 | DType::I32 => 4,
             DType::F64 | DType::I64 => 8,
@@ -50,7 +53,7 @@ impl DType {
             DType::F16 => 4.8828125e-4,
             DType::BF16 => 3.90625e-3,
             DType::F64 => 1.1102230246251565e-16,
-            DType::I32 | DType::I64 => 0.0,
+            DType::I32 | DType::I64 | DType::U8 => 0.0,
         }
     }
 }
@@ -59,7 +62,7 @@ impl DType {
 /// of its own: there are no wildcards, so every match asks.
 macro_rules! not_computed {
     () => {
-        $crate::DType::F64 | $crate::DType::I32 | $crate::DType::I64
+        $crate::DType::F64 | $crate::DType::I32 | $crate::DType::I64 | $crate::DType::U8
     };
 }
 
@@ -106,6 +109,7 @@ pub(crate) use with_element;
 names! {
     DType, "dtype":
     F32 = "f32", F16 = "f16", BF16 = "bf16", F64 = "f64", I32 = "i32", I64 = "i64",
+    U8 = "u8",
 }
 
 mod sealed {
@@ -114,7 +118,7 @@ mod sealed {
 
 /// A Rust type that is the element of a tensor.
 ///
-/// Sealed: implemented for `f32`, `f16`, `bf16`, `f64`, `i32` and `i64`.
+/// Sealed: implemented for `f32`, `f16`, `bf16`, `f64`, `i32`, `i64` and `u8`.
 pub trait Element:
     Copy + Send + Sync + fmt::Debug + PartialEq + Default + sealed::Sealed + 'static
 {
@@ -149,6 +153,7 @@ element!(bf16, DType::BF16, bf16::to_f64, bf16::from_f64);
 element!(f64, DType::F64, |x| x, |x| x);
 element!(i32, DType::I32, f64::from, |x| x as i32);
 element!(i64, DType::I64, |x| x as f64, |x| x as i64);
+element!(u8, DType::U8, f64::from, |x| x as u8);
 
 #[cfg(test)]
 mod tests {
@@ -156,7 +161,7 @@ mod tests {
 
     #[test]
     fn names_parse_back() {
-        for d in [DType::F32, DType::F16, DType::BF16, DType::F64, DType::I32, DType::I64] {
+        for &d in DType::ALL {
             assert_eq!(d.name().parse::<DType>().unwrap(), d);
         }
         let message = "fp8".parse::<DType>().unwrap_err().to_string();

@@ -19,13 +19,14 @@ const CASES: [fn(Device) -> Vec<Case>; 3] =
     [gelu::verify::cases, causal_conv1d::verify::cases, conv2d::verify::cases];
 
 /// Operators and their random cases, in the order in which cases take turns.
-const OPERATORS: [(&str, Run); 6] = [
+const OPERATORS: [(&str, Run); 7] = [
     ("conv2d", conv2d::random::run),
     ("causal_conv1d", causal_conv1d::random::run),
     ("gelu", gelu::random::run),
     ("conv2d", conv2d::random::run),
     ("causal_conv1d", causal_conv1d::random::run),
     ("causal_conv1d_update", causal_conv1d::random::run_update),
+    ("causal_conv1d_serving", causal_conv1d::random::run_serving),
 ];
 
 /// Every case of every operator that `device` can run.
@@ -79,7 +80,7 @@ mod tests {
     proptest! {
         /// Bytes can be shrunk: a failure comes as the smallest case of its kind.
         #[test]
-        fn any_choices_pass(bytes in prop::collection::vec(any::<u8>(), 0..200), operator in 0usize..6) {
+        fn any_choices_pass(bytes in prop::collection::vec(any::<u8>(), 0..200), operator in 0usize..7) {
             let outcome = trial(OPERATORS[operator].1, &mut Choices::from_bytes(&bytes), Device::Cpu);
             let Outcome { description, failures, .. } = &outcome;
             prop_assert!(failures.is_empty(), "{description}\n{failures:#?}");

@@ -130,7 +130,8 @@ fn operators(records: &[&Value; 2]) -> Vec<Line> {
 
 /// Operators in the order of the README, each with its algorithms by name.
 fn family(name: &str) -> (usize, String) {
-    let order = ["gelu", "causal_conv1d ", "causal_conv1d_update", "conv2d"];
+    let order =
+        ["gelu", "causal_conv1d ", "causal_conv1d_update", "causal_conv1d_serving", "conv2d"];
     (order.iter().position(|start| name.starts_with(start)).unwrap_or(order.len()), name.to_owned())
 }
 

@@ -10,6 +10,7 @@ pub(crate) mod random;
 mod reference;
 mod sample;
 mod sequences;
+mod serving;
 mod spec;
 mod tuning;
 mod update;
@@ -18,6 +19,9 @@ pub(crate) mod verify;
 pub use args::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs};
 pub use plan::{CausalConv1d, CausalConv1dPlan, causal_conv1d};
 pub(crate) use problem::Problem;
+pub use serving::{
+    CausalConv1dServing, CausalConv1dServingArgs, CausalConv1dServingPlan, CausalConv1dServingSpec,
+};
 pub use spec::{CausalConv1dAlgorithm, CausalConv1dSpec};
 pub use tuning::CausalConv1dConfiguration;
 pub use update::{

@@ -59,7 +59,8 @@ impl Operator for CausalConv1d {
     fn views<'a>(args: &'a CausalConv1dArgs<'_>) -> Views<'a> {
         let CausalConv1dArgs { x, weight, bias, seq_idx, cu_seqlens, initial_states } = args;
         let (bias, seq_idx) = (bias.as_ref(), seq_idx.as_ref());
-        [Some(x), Some(weight), bias, seq_idx, cu_seqlens.as_ref(), initial_states.as_ref()]
+        let (cu_seqlens, states) = (cu_seqlens.as_ref(), initial_states.as_ref());
+        plan::views([Some(x), Some(weight), bias, seq_idx, cu_seqlens, states])
     }
 
     fn tuned(

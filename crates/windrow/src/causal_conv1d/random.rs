@@ -1,6 +1,7 @@
 //! Random cases of `windrow verify --random`.
 
 use super::sample::{Gradients, Inputs, Sample, UpdateInputs, UpdateSample};
+pub(crate) use super::serving::random::run as run_serving;
 use super::verify::{Oracle, run_update_with, run_with, update_oracle};
 use super::{
     CausalConv1dAlgorithm, CausalConv1dConfiguration, CausalConv1dPlan, CausalConv1dSpec,
@@ -11,12 +12,12 @@ use crate::verification::data::{Held, Numbers, Style, options};
 use crate::verification::random::{Lane, Trial};
 use crate::{Activation, DType, Device, Layout, PlanOptions, Result, TensorDesc, Workspace};
 
-const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+pub(super) const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 /// Most products that the oracle sums up, usually and now and then.
 const PRODUCTS: [usize; 2] = [20_000, 600_000];
 
 /// Channel-first, channel-last, or anything.
-fn desc(
+pub(super) fn desc(
     choices: &mut Choices<'_>,
     style: Style,
     dtype: DType,

@@ -2,14 +2,14 @@
 
 use crate::{DType, Error, Result, TensorRef};
 
-/// A tensor of indices in main memory.
+/// A tensor of indices or flags in main memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Indices<'a>(TensorRef<'a>);
 
 impl<'a> Indices<'a> {
-    /// `tensor` is i32 or i64 and in main memory: plans check both.
+    /// `tensor` is i32, i64 or u8 and in main memory: plans check both.
     pub(crate) fn new(tensor: TensorRef<'a>) -> Self {
-        debug_assert!(matches!(tensor.dtype(), DType::I32 | DType::I64));
+        debug_assert!(matches!(tensor.dtype(), DType::I32 | DType::I64 | DType::U8));
         Indices(tensor)
     }
 
@@ -24,8 +24,9 @@ impl<'a> Indices<'a> {
             match self.0.dtype() {
                 DType::I64 => self.0.as_ptr().cast::<i64>().offset(offset).read(),
                 DType::I32 => i64::from(self.0.as_ptr().cast::<i32>().offset(offset).read()),
+                DType::U8 => i64::from(self.0.as_ptr().cast::<u8>().offset(offset).read()),
                 DType::F32 | DType::F16 | DType::BF16 | DType::F64 => {
-                    unreachable!("specs allow i32 and i64")
+                    unreachable!("specs allow i32, i64 and u8")
                 }
             }
         }

@@ -10,7 +10,7 @@ use super::{CausalConv1dAlgorithm, CausalConv1dConfiguration, Problem, verify};
 use crate::cpu::Isa;
 use crate::dtype::with_element;
 use crate::forms::setters;
-use crate::plan::{Backend, Engine, Input, Operator, Plan, Setup, Views};
+use crate::plan::{self, Backend, Engine, Input, Operator, Plan, Setup, Views};
 use crate::tensor::{check_tensor, check_unique};
 use crate::{
     Activation, DType, Device, Error, PlanOptions, Result, Tensor, TensorDesc, TensorMut,
@@ -213,7 +213,7 @@ impl Operator for CausalConv1dUpdate {
     fn views<'a>(args: &'a CausalConv1dUpdateArgs<'_>) -> Views<'a> {
         let CausalConv1dUpdateArgs { x, weight, bias, cache_seqlens, conv_state_indices } = args;
         let (bias, lengths) = (bias.as_ref(), cache_seqlens.as_ref());
-        [Some(x), Some(weight), bias, lengths, conv_state_indices.as_ref(), None]
+        plan::views([Some(x), Some(weight), bias, lengths, conv_state_indices.as_ref()])
     }
 }
 

@@ -30,7 +30,7 @@ fn forward_additions(problem: &Problem) -> usize {
 /// Roundings of a sum of products and a bias, in units of f32, and of the activation (4 units in the
 /// last place, 8 roundings' worth), whose slope is at most 1.2. For half types SiLU is only
 /// computed to the few bits more that they need.
-fn forward_tolerance(problem: &Problem, activation: Activation, y: DType) -> f64 {
+pub(super) fn forward_tolerance(problem: &Problem, activation: Activation, y: DType) -> f64 {
     let sum = forward_additions(problem) as f64 + 1.0;
     let f32_error = (1.2 * sum + 8.0) * DType::F32.unit_roundoff();
     match activation {
@@ -46,7 +46,11 @@ fn backward_tolerance(problem: &Problem, additions: usize) -> f64 {
 }
 
 /// Equal bit for bit, but for the sign of a zero and the bits of a NaN.
-fn check_equal(what: &'static str, got: &TensorRef<'_>, want: Vec<f64>) -> Result<Check> {
+pub(super) fn check_equal(
+    what: &'static str,
+    got: &TensorRef<'_>,
+    want: Vec<f64>,
+) -> Result<Check> {
     Expected::exactly(want)?.check(what, got, 0.0)
 }
 
@@ -366,6 +370,7 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
             }
         }
     }
+    cases.extend(super::serving::verify::cases(device));
     cases
 }
 

@@ -113,7 +113,7 @@ impl Operator for Gelu {
     }
 
     fn views<'a>(args: &'a GeluArgs<'_>) -> Views<'a> {
-        [Some(&args.x), args.bias.as_ref(), args.gate.as_ref(), None, None, None]
+        plan::views([Some(&args.x), args.bias.as_ref(), args.gate.as_ref()])
     }
 
     fn tuned(spec: &GeluSpec, options: &PlanOptions) -> Result<Option<GeluConfiguration>> {

@@ -21,6 +21,16 @@ struct Record {
 const CU_SEQLENS: u32 = 2;
 const CACHE_SEQLENS: u32 = 3;
 const STATE_INDICES: u32 = 4;
+const QUERY_START_LOC: u32 = 5;
+const NUM_ACCEPTED_TOKENS: u32 = 6;
+const INITIAL_BLOCK: u32 = 7;
+const LAST_BLOCK: u32 = 8;
+const FIRST_BLOCK: u32 = 9;
+const TOKENS_BEFORE: u32 = 10;
+
+fn column(limit: i64) -> String {
+    format!("a column of the table, below {limit}")
+}
 
 /// A device's record, made when first needed: graphs hold its address, so it stays as long as the process.
 #[derive(Debug, Default)]
@@ -39,6 +49,18 @@ impl Record {
             STATE_INDICES => {
                 ("conv_state_indices", format!("below {limit}, the number of states, or negative"))
             }
+            QUERY_START_LOC => {
+                let range = format!(
+                    "entries that rise from 0 to at most {limit}, the number of tokens, each by no \
+                     more drafts than a state holds"
+                );
+                ("query_start_loc", range)
+            }
+            NUM_ACCEPTED_TOKENS => ("num_accepted_tokens", format!("between 1 and {limit}")),
+            INITIAL_BLOCK => ("initial_block", column(limit)),
+            LAST_BLOCK => ("last_block", column(limit)),
+            FIRST_BLOCK => ("first_block", column(limit)),
+            TOKENS_BEFORE => ("tokens_before", "at least 0".into()),
             // Nothing, or something that is being written.
             _ => return Ok(()),
         };
@@ -102,6 +124,16 @@ mod tests {
                 STATE_INDICES,
                 "`conv_state_indices`[3] is 9, expected below 8, the number of states, or negative",
             ),
+            (
+                QUERY_START_LOC,
+                "`query_start_loc`[3] is 9, expected entries that rise from 0 to at most 8, the number of \
+                 tokens, each by no more drafts than a state holds",
+            ),
+            (NUM_ACCEPTED_TOKENS, "`num_accepted_tokens`[3] is 9, expected between 1 and 8"),
+            (INITIAL_BLOCK, "`initial_block`[3] is 9, expected a column of the table, below 8"),
+            (LAST_BLOCK, "`last_block`[3] is 9, expected a column of the table, below 8"),
+            (FIRST_BLOCK, "`first_block`[3] is 9, expected a column of the table, below 8"),
+            (TOKENS_BEFORE, "`tokens_before`[3] is 9, expected at least 0"),
         ] {
             let record = record(rule, 3, 9, 8);
             let said = record.take(Device::Cuda(1)).unwrap_err().to_string();

@@ -344,6 +344,7 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<(), String> {
         let dtype = match dtype {
+            DType::U8 => 1,
             DType::I32 => 2,
             DType::I64 => 4,
             DType::F16 => 6,

@@ -10,10 +10,15 @@ use std::str::FromStr;
 use super::{Bound, Plan};
 
 /// Most tensors that an operator reads.
-pub const MAX_INPUTS: usize = 6;
+pub const MAX_INPUTS: usize = 11;
 
 /// Views of what a run reads, in the order of [`Operator::INPUTS`]; `None` where there is none.
 pub type Views<'a> = [Option<&'a TensorRef<'a>>; MAX_INPUTS];
+
+/// [`Views`] of those inputs that an operator can have.
+pub(crate) fn views<'a, const N: usize>(given: [Option<&'a TensorRef<'a>>; N]) -> Views<'a> {
+    std::array::from_fn(|i| given.get(i).copied().flatten())
+}
 
 /// A tensor that an operator reads.
 pub struct Input<S> {

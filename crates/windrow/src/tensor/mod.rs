@@ -170,6 +170,7 @@ impl<'a> TensorRef<'a> {
             DType::F64 => self.gather::<f64>(),
             DType::I32 => self.gather::<i32>(),
             DType::I64 => self.gather::<i64>(),
+            DType::U8 => self.gather::<u8>(),
         }
     }
 

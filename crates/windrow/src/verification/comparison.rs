@@ -250,7 +250,7 @@ pub fn ulp(dtype: DType, x: f64) -> f64 {
         DType::F16 => (10, 15),
         DType::BF16 => (7, 127),
         DType::F64 => (52, 1023),
-        DType::I32 | DType::I64 => return 0.0,
+        DType::I32 | DType::I64 | DType::U8 => return 0.0,
     };
     let biased = (round(dtype, x).abs().to_bits() >> 52) as i32;
     2f64.powi((biased - 1023).clamp(1 - max_exponent, max_exponent) - mantissa_bits)
@@ -265,6 +265,7 @@ fn round(dtype: DType, x: f64) -> f64 {
         DType::F64 => x,
         DType::I32 => i32::from_f64(x).to_f64(),
         DType::I64 => i64::from_f64(x).to_f64(),
+        DType::U8 => u8::from_f64(x).to_f64(),
     }
 }
 

@@ -56,6 +56,7 @@ fn fill(base: *mut u8, desc: &TensorDesc, values: &[f64]) {
         DType::F64 => cast::<f64>(base, &desc.layout, values),
         DType::I32 => cast::<i32>(base, &desc.layout, values),
         DType::I64 => cast::<i64>(base, &desc.layout, values),
+        DType::U8 => cast::<u8>(base, &desc.layout, values),
     }
 }
 

@@ -5,8 +5,8 @@ pub(crate) mod dense_backward;
 pub(crate) mod epilogue;
 mod forward;
 pub(crate) mod im2col;
-mod kernel;
-mod operand;
+pub(super) mod kernel;
+pub(super) mod operand;
 mod tile;
 pub(crate) mod update;
 

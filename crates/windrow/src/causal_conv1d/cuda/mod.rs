@@ -18,6 +18,7 @@ static INCLUDES: &[Source] = &[
     header!("row.cuh"),
     header!("im2col.cuh"),
     header!("update.cuh"),
+    header!("serving.cuh"),
 ];
 
 macro_rules! source {
@@ -35,6 +36,7 @@ mod backward_rows;
 pub(super) mod dense_backward;
 mod form;
 pub(super) mod im2col;
+pub(super) mod serving;
 pub(super) mod update;
 
 use form::Form;
@@ -256,9 +258,7 @@ fn kernel_spec(source: &'static Source, name: &str, spec: &CausalConv1dSpec) -> 
     .overlapped(spec.x.bytes() <= SMALL);
     match spec.cu_seqlens.map(|desc| desc.dtype) {
         Some(DType::I64) => kernel.define("INDEX", "i64"),
-        Some(DType::I32 | DType::F32 | DType::F16 | DType::BF16 | DType::F64) => {
-            kernel.define("INDEX", "int")
-        }
+        Some(_) => kernel.define("INDEX", "int"),
         None => kernel,
     }
 }

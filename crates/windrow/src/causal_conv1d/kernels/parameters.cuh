@@ -18,7 +18,18 @@ struct WrongIndex {
     i64 position, given, limit;
 };
 
-enum Rule { BEING_WRITTEN = 1, CU_SEQLENS, CACHE_SEQLENS, STATE_INDICES };
+enum Rule {
+    BEING_WRITTEN = 1,
+    CU_SEQLENS,
+    CACHE_SEQLENS,
+    STATE_INDICES,
+    QUERY_START_LOC,
+    NUM_ACCEPTED_TOKENS,
+    INITIAL_BLOCK,
+    LAST_BLOCK,
+    FIRST_BLOCK,
+    TOKENS_BEFORE
+};
 
 // Nothing leaves the device but for an index that is wrong.
 __device__ __forceinline__ void report(WrongIndex *wrong, Rule rule, i64 position, i64 given, i64 limit) {

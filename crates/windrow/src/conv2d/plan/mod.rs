@@ -88,7 +88,7 @@ impl Operator for Conv2d {
             Weights::Raw(w) | Weights::Cached(w, _) => Some(w),
             Weights::Packed(_) => None,
         };
-        [Some(&args.x), args.bias.as_ref(), w, None, None, None]
+        plan::views([Some(&args.x), args.bias.as_ref(), w])
     }
 
     /// A packed filter is no view.

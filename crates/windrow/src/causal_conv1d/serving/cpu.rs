@@ -1,0 +1,437 @@
+//! Serving on the CPU: each sequence is walked along its tokens, a block of channels at a time.
+//!
+//! Window and tokens pass through a tile whose rows are tokens, so that `y` may be x itself, and states can be taken
+//! from it. The tokens of a long sequence behind its first ones are computed where they are, unless y is x.
+
+use super::entries::{Entry, Lookup, States};
+use super::spec::Sizes;
+use crate::causal_conv1d::cpu::kernel::{Sum, TOKENS, along_channels, along_tokens};
+use crate::causal_conv1d::cpu::operand::{Staged, join, split};
+use crate::causal_conv1d::cpu::{GROUP, Operand, Parameters};
+use crate::cpu::{
+    Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, last_level_cache, parallel_for_workers,
+};
+use crate::{Activation, Error, Result};
+use std::ops::Range;
+
+/// Tokens that pass through a tile at once.
+const TILE: usize = 16;
+/// Channels of a tile.
+const LANES: usize = 256;
+/// Most channels of a task, whose weights are laid out together.
+const CHANNELS: usize = 1024;
+
+/// How a call is cut into tasks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Walk {
+    sizes: Sizes,
+    activation: Activation,
+    /// Whether x and y do not fit in the cache.
+    stream: bool,
+    threads: usize,
+    /// Channels of a task.
+    channels: usize,
+    /// Parts that the sequences are divided into.
+    parts: usize,
+    /// Bytes of scratch memory for one thread.
+    scratch: usize,
+}
+
+/// What a call reads and writes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Operands<'a, T> {
+    pub x: Operand<T>,
+    pub y: Operand<T>,
+    pub in_place: bool,
+    pub conv_states: Operand<T>,
+    pub parameters: Parameters<'a>,
+    pub lookup: Lookup<'a>,
+    pub entries: &'a [Entry],
+    /// Tokens of x that belong to a sequence.
+    pub tokens: usize,
+}
+
+impl Walk {
+    pub(crate) fn new(
+        sizes: Sizes,
+        activation: Activation,
+        element: usize,
+        threads: usize,
+    ) -> Result<Self> {
+        let problem = &sizes.problem;
+        if problem.is_empty() {
+            let (stream, threads, scratch) = (false, 1, 0);
+            let (channels, parts) = (GROUP, 1);
+            return Ok(Walk { sizes, activation, stream, threads, channels, parts, scratch });
+        }
+        let d = problem.d;
+        // A task of this many elements takes some microseconds.
+        let work = problem.b * problem.l * d;
+        let tasks = (work / 4096).clamp(1, 4 * threads);
+        let blocks = tasks.min(d.div_ceil(64)).max(d.div_ceil(CHANNELS));
+        let channels = d.div_ceil(blocks).next_multiple_of(GROUP);
+        let blocks = d.div_ceil(channels);
+        let parts = tasks.div_ceil(blocks).min(sizes.sequences).max(1);
+        let threads = threads.min(blocks * parts);
+        let scratch = (|| {
+            let staged = Parameters::staged_len(problem.width, channels)?.checked_mul(4)?;
+            let rows = problem.history().checked_add(2 * TILE)?;
+            let scratch = rows.checked_mul(LANES * element)?.checked_add(staged)?;
+            let scratch = scratch.checked_next_multiple_of(64)?;
+            scratch.checked_mul(threads).map(|_| scratch)
+        })();
+        let scratch = scratch.ok_or_else(|| Error::SizeOverflow {
+            what: "workspace",
+            detail: format!("width {}, {channels} channels", problem.width),
+        })?;
+        let stream = 2 * work * element > last_level_cache();
+        Ok(Walk { sizes, activation, stream, threads, channels, parts, scratch })
+    }
+
+    pub(crate) fn workspace_bytes(&self) -> usize {
+        self.scratch * self.threads
+    }
+
+    /// Size of tasks and threads in words.
+    pub(crate) fn explain(&self) -> String {
+        let Walk { channels, parts, threads, .. } = self;
+        format!("{channels} channels a task, sequences in {parts} parts, {threads} threads")
+    }
+
+    /// # Safety
+    /// Operands have the sizes and resolved entries; y and the states are memory that nobody else touches, but that y
+    /// may be x if `in_place`; `scratch` holds [`Walk::workspace_bytes`] bytes, aligned to 64.
+    pub(crate) unsafe fn run<T: SimdElement>(
+        &self,
+        isa: Isa,
+        operands: &Operands<'_, T>,
+        scratch: *mut u8,
+    ) {
+        let (d, sequences) = (self.sizes.problem.d, operands.entries.len());
+        let blocks = d.div_ceil(self.channels);
+        let scratch = SendPtr(scratch);
+        parallel_for_workers(self.threads, blocks * self.parts, |worker, task| {
+            let (part, block) = (task / blocks, task % blocks);
+            let first = block * self.channels;
+            let channels = first..(first + self.channels).min(d);
+            let sequences = sequences * part / self.parts..sequences * (part + 1) / self.parts;
+            let scratch = scratch.get().wrapping_add(worker * self.scratch);
+            let is_last = part + 1 == self.parts;
+            dispatch(isa, Task { plan: self, operands, channels, sequences, is_last, scratch });
+        });
+    }
+}
+
+/// Some channels of some sequences. Made by [`Walk::run`] only, which answers for its pointers.
+struct Task<'a, T> {
+    plan: &'a Walk,
+    operands: &'a Operands<'a, T>,
+    channels: Range<usize>,
+    sequences: Range<usize>,
+    /// Whether it has the last sequences, and so the tokens behind them.
+    is_last: bool,
+    scratch: *mut u8,
+}
+
+impl<T: SimdElement> Kernel for Task<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        // SAFETY: `Walk::run` promises operands and scratch memory of the right sizes.
+        unsafe {
+            match self.plan.sizes.problem.width {
+                2 => self.run_width::<S, 2>(s),
+                3 => self.run_width::<S, 3>(s),
+                4 => self.run_width::<S, 4>(s),
+                _ => self.run_width::<S, 0>(s),
+            }
+        }
+        if self.plan.stream {
+            s.stream_fence();
+        }
+    }
+}
+
+/// [tokens, channels] elements: the first, and the distances of tokens and channels.
+#[derive(Clone, Copy)]
+struct Block<T> {
+    at: *mut T,
+    token: isize,
+    channel: isize,
+}
+
+impl<T: SimdElement> Block<T> {
+    /// From an element of an operand on.
+    #[inline(always)]
+    fn of(operand: &Operand<T>, row: usize, channel: usize, token: usize) -> Self {
+        let [_, channels, tokens] = operand.strides;
+        Block { at: operand.at(row, channel, token), token: tokens, channel: channels }
+    }
+
+    /// Rows of a tile from row `i` on.
+    #[inline(always)]
+    fn rows(tile: *mut T, i: usize) -> Self {
+        Block { at: tile.wrapping_add(i * LANES), token: LANES as isize, channel: 1 }
+    }
+
+    /// Copies its elements to those of `to`.
+    ///
+    /// # Safety
+    /// Both have so many tokens and channels, and share no memory.
+    #[inline(always)]
+    unsafe fn copy_to(self, to: Block<T>, tokens: usize, channels: usize) {
+        let row = |block: Block<T>, t: usize| block.at.wrapping_offset(t as isize * block.token);
+        let dense = |block: Block<T>| block.token == 1 && block.channel == tokens as isize;
+        // SAFETY: promised by the caller.
+        unsafe {
+            match (self.channel, to.channel, tokens) {
+                (1, 1, _) => {
+                    for t in 0..tokens {
+                        std::ptr::copy_nonoverlapping(row(self, t), row(to, t), channels);
+                    }
+                }
+                (_, 1, 2) if dense(self) => {
+                    split::<T, 2>(self.at, std::array::from_fn(|t| row(to, t)), channels);
+                }
+                (_, 1, 3) if dense(self) => {
+                    split::<T, 3>(self.at, std::array::from_fn(|t| row(to, t)), channels);
+                }
+                (1, _, 2) if dense(to) => {
+                    join::<T, 2>(
+                        std::array::from_fn(|t| row(self, t).cast_const()),
+                        to.at,
+                        channels,
+                    );
+                }
+                (1, _, 3) if dense(to) => {
+                    join::<T, 3>(
+                        std::array::from_fn(|t| row(self, t).cast_const()),
+                        to.at,
+                        channels,
+                    );
+                }
+                _ => {
+                    for c in 0..channels as isize {
+                        let from = self.at.wrapping_offset(c * self.channel);
+                        let to_channel = to.at.wrapping_offset(c * to.channel);
+                        for t in 0..tokens as isize {
+                            to_channel.offset(t * to.token).write(*from.offset(t * self.token));
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Makes its elements zero.
+    ///
+    /// # Safety
+    /// It has so many tokens and channels.
+    #[inline(always)]
+    unsafe fn clear(self, tokens: usize, channels: usize) {
+        for t in 0..tokens as isize {
+            for c in 0..channels as isize {
+                // SAFETY: promised by the caller.
+                unsafe { self.at.offset(t * self.token + c * self.channel).write(T::default()) };
+            }
+        }
+    }
+}
+
+/// One sequence in some channels.
+#[derive(Clone, Copy)]
+struct Part<'a> {
+    i: usize,
+    entry: &'a Entry,
+    states: &'a States,
+    /// First channel, and how many.
+    channel: usize,
+    lanes: usize,
+}
+
+impl<T: SimdElement> Task<'_, T> {
+    /// `W` is the width, or 0 for any.
+    #[inline(always)]
+    unsafe fn run_width<S: Simd, const W: usize>(&self, s: S) {
+        let Task { plan, operands, channels, sequences, .. } = self;
+        let problem = &plan.sizes.problem;
+        let (y, first) = (&operands.y, channels.start);
+        // SAFETY: the scratch memory holds the parameters and behind them a tile; operands have the tokens.
+        unsafe {
+            let staged =
+                operands.parameters.stage(s, problem, channels.clone(), self.scratch.cast());
+            let rows = (problem.history() + 2 * TILE) * LANES * size_of::<T>();
+            let tile = self.scratch.add((plan.scratch - rows) / 64 * 64).cast::<T>();
+            for i in sequences.clone() {
+                let entry = &operands.entries[i];
+                let Some(states) = &entry.states else {
+                    let y = Block::of(y, entry.row, first, entry.start);
+                    y.clear(entry.tokens, channels.len());
+                    continue;
+                };
+                for c in (0..channels.len()).step_by(LANES) {
+                    let (channel, lanes) = (first + c, LANES.min(channels.len() - c));
+                    let part = Part { i, entry, states, channel, lanes };
+                    self.walk::<S, W>(s, &staged.from(c), tile, part);
+                }
+            }
+            // Tokens of nobody; there are none without boundaries.
+            let (l, tokens) = (problem.l, operands.tokens);
+            if self.is_last && tokens < l {
+                Block::of(y, 0, first, tokens).clear(l - tokens, channels.len());
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn walk<S: Simd, const W: usize>(
+        &self,
+        s: S,
+        staged: &Staged,
+        tile: *mut T,
+        part: Part<'_>,
+    ) {
+        let Task { plan, operands, .. } = self;
+        let Part { i, entry, states, channel, lanes } = part;
+        let Operands { x, y, conv_states, .. } = operands;
+        let Entry { row, start, tokens, .. } = *entry;
+        let problem = &plan.sizes.problem;
+        let history = problem.history();
+        let stream = plan.stream && !operands.in_place;
+        let sum = Sum { width: problem.width, activation: plan.activation, stream };
+        let state = |state: usize, column: usize| Block::of(conv_states, state, channel, column);
+        let has_drafts = operands.lookup.has_drafts();
+        // SAFETY: tokens, states and their columns exist; the tile has history + 2 * TILE rows of LANES.
+        unsafe {
+            if lanes < GROUP {
+                tile.write_bytes(0, (history + TILE) * LANES);
+            }
+            match states.window {
+                Some(column) => {
+                    state(states.read, column).copy_to(Block::rows(tile, 0), history, lanes);
+                }
+                None => Block::rows(tile, 0).clear(history, lanes),
+            }
+            if let Some(write) = states.write.filter(|_| has_drafts) {
+                let kept = history.saturating_sub(1);
+                Block::rows(tile, 1).copy_to(state(write, 0), kept, lanes);
+            }
+            // How many tokens go through the tile: all, or those that see the window.
+            let along_tokens_of_x = x.strides[2] == 1 && y.strides[2] == 1;
+            let along_channels_of_x = x.strides[1] == 1 && y.strides[1] == 1 && lanes >= GROUP;
+            let behind = tokens.saturating_sub(history);
+            let is_direct = !operands.in_place
+                && !has_drafts
+                && (along_tokens_of_x && behind >= S::LANES
+                    || along_channels_of_x && behind >= TILE);
+            let through_tile = if is_direct { history } else { tokens };
+            let mut ends = Ends::of(states);
+            let mut t = 0;
+            while t < through_tile {
+                let n = TILE.min(through_tile - t);
+                let from = Block::of(x, row, channel, start + t);
+                from.copy_to(Block::rows(tile, history), n, lanes);
+                self.compute::<S, W>(s, sum, staged, tile, (part, t, n));
+                while let Some((end, column)) = ends.next_if(t + n) {
+                    if let Some(write) = operands.lookup.state_at_end(i, column) {
+                        Block::rows(tile, end - t).copy_to(state(write, 0), history, lanes);
+                    }
+                }
+                if let Some(write) = states.write.filter(|_| has_drafts) {
+                    // The first token of a filter without history is left out, as in every state of drafts.
+                    let skipped = usize::from(history == 0 && t == 0);
+                    let to = state(write, (history + t + skipped).saturating_sub(1));
+                    Block::rows(tile, history + skipped).copy_to(to, n - skipped, lanes);
+                }
+                std::ptr::copy(tile.add(n * LANES), tile, history * LANES);
+                t += n;
+            }
+            if is_direct {
+                let n = tokens - t;
+                let from = Block::of(x, row, channel, start + t - history);
+                let to = Block::of(y, row, channel, start + t);
+                if along_tokens_of_x {
+                    for c in 0..lanes {
+                        let from = from.at.wrapping_offset(c as isize * from.channel);
+                        let to = to.at.wrapping_offset(c as isize * to.channel);
+                        along_tokens::<S, T, W>(s, sum, from, to, n, &staged.from(c));
+                    }
+                } else {
+                    let (from, to) = ((from.at.cast_const(), from.token), (to.at, to.token));
+                    along_channels::<S, T, W, TOKENS>(s, sum, from, to, (n, lanes), staged);
+                }
+                while let Some((end, column)) = ends.next_if(tokens) {
+                    if let Some(write) = operands.lookup.state_at_end(i, column) {
+                        let from = Block::of(x, row, channel, start + end - history);
+                        from.copy_to(state(write, 0), history, lanes);
+                    }
+                }
+            }
+            if let Some(write) = states.write.filter(|_| !has_drafts) {
+                let last = match is_direct {
+                    true => Block::of(x, row, channel, start + tokens - history),
+                    false => Block::rows(tile, 0),
+                };
+                last.copy_to(state(write, 0), history, lanes);
+            }
+        }
+    }
+
+    /// `y` of the `n` tokens in the tile, of which the first is token `t` of its sequence.
+    #[inline(always)]
+    unsafe fn compute<S: Simd, const W: usize>(
+        &self,
+        s: S,
+        sum: Sum,
+        staged: &Staged,
+        tile: *mut T,
+        (part, t, n): (Part<'_>, usize, usize),
+    ) {
+        let Part { entry, channel, lanes, .. } = part;
+        let history = self.plan.sizes.problem.history();
+        let y = Block::of(&self.operands.y, entry.row, channel, entry.start + t);
+        let own = Block::rows(tile, history + TILE);
+        // Vectors are as wide as a group at most.
+        let to = if y.channel == 1 && lanes >= GROUP { y } else { own };
+        let shape = (n, lanes.max(GROUP));
+        let from = (tile.cast_const(), LANES as isize);
+        // SAFETY: the tile has these rows, and y the tokens.
+        unsafe {
+            if n < TOKENS {
+                along_channels::<S, T, W, 1>(s, sum, from, (to.at, to.token), shape, staged);
+            } else {
+                along_channels::<S, T, W, TOKENS>(s, sum, from, (to.at, to.token), shape, staged);
+            }
+            if to.at == own.at {
+                own.copy_to(y, n, lanes);
+            }
+        }
+    }
+}
+
+/// The ends of blocks that are still to come.
+struct Ends {
+    next: usize,
+    step: usize,
+    column: usize,
+    left: usize,
+}
+
+impl Ends {
+    fn of(states: &States) -> Self {
+        let super::entries::Ends { first, step, count, column } = states.ends;
+        Ends { next: first, step, column, left: count }
+    }
+
+    /// The next one, if it is among the first `tokens` tokens, with its column.
+    fn next_if(&mut self, tokens: usize) -> Option<(usize, usize)> {
+        if self.left == 0 || self.next > tokens {
+            return None;
+        }
+        let found = (self.next, self.column);
+        (self.next, self.column, self.left) =
+            (self.next + self.step, self.column + 1, self.left - 1);
+        Some(found)
+    }
+}

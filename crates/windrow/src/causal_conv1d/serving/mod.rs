@@ -1,0 +1,291 @@
+//! Serving: new tokens of many sequences, and a pool of states that carry what they have seen.
+
+mod cpu;
+mod entries;
+pub(super) mod random;
+mod reference;
+mod spec;
+#[cfg(test)]
+mod tests;
+pub(super) mod verify;
+
+use super::cpu::{Operand, Parameters};
+use super::{CausalConv1dAlgorithm, CausalConv1dConfiguration, cuda};
+use crate::cpu::Isa;
+use crate::dtype::with_element;
+use crate::plan::{self, Backend, Engine, Input, Operator, Plan, Setup, Views};
+use crate::{Device, Error, Result, TensorMut, Workspace};
+use cpu::{Operands, Walk};
+use entries::{Entry, Lookup};
+use reference::ServingReference;
+pub(super) use spec::Sizes;
+pub use spec::{CausalConv1dServingArgs, CausalConv1dServingSpec};
+use std::mem::MaybeUninit;
+use verify::Oracle;
+
+/// A checked [`CausalConv1dServingSpec`] on a device.
+///
+/// ```
+/// use windrow::{CausalConv1dServingArgs, CausalConv1dServingPlan, CausalConv1dServingSpec};
+/// use windrow::{PlanOptions, TensorMut, TensorRef, Workspace};
+///
+/// // A sequence of two tokens behind state 2, and one of one token behind state 1; one channel, width 2.
+/// let (x, mut y) = ([5.0f32, 6.0, 7.0], [0.0f32; 3]);
+/// let weight = [10.0f32, 1.0];
+/// let mut states = [0.0f32, 3.0, 4.0];
+/// let args = CausalConv1dServingArgs::new(TensorRef::new(&x, &[1, 1, 3])?, TensorRef::new(&weight, &[1, 2])?)
+///     .with_query_start_loc(TensorRef::new(&[0i32, 2, 3], &[3])?)
+///     .with_conv_state_indices(TensorRef::new(&[2i32, 1], &[2])?);
+/// let conv_states = TensorMut::new(&mut states, &[3, 1, 1])?;
+///
+/// let spec = CausalConv1dServingSpec::new(*args.x.desc(), *conv_states.desc(), *args.weight.desc())?
+///     .with_query_start_loc(args.query_start_loc.map(|starts| *starts.desc()))
+///     .with_conv_state_indices(args.conv_state_indices.map(|indices| *indices.desc()));
+/// let plan = CausalConv1dServingPlan::new(&spec, &PlanOptions::default())?;
+/// let mut workspace = Workspace::new(plan.device(), plan.workspace_bytes())?;
+/// plan.run(&args, conv_states, TensorMut::new(&mut y, &[1, 1, 3])?, &mut workspace)?;
+/// assert_eq!((y, states), ([45.0, 56.0, 37.0], [0.0, 7.0, 6.0]));
+/// # Ok::<(), windrow::Error>(())
+/// ```
+pub type CausalConv1dServingPlan = Plan<CausalConv1dServing>;
+
+/// The operator.
+#[derive(Clone, Copy, Debug)]
+pub struct CausalConv1dServing;
+
+impl Operator for CausalConv1dServing {
+    const NAME: &'static str = "causal_conv1d_serving";
+    const INPUTS: &'static [Input<CausalConv1dServingSpec>] = &[
+        Input { name: "x", desc: |spec| Some(&spec.x) },
+        Input { name: "weight", desc: |spec| Some(&spec.weight) },
+        Input { name: "bias", desc: |spec| spec.bias.as_ref() },
+        Input { name: "query_start_loc", desc: |spec| spec.query_start_loc.as_ref() },
+        Input { name: "conv_state_indices", desc: |spec| spec.conv_state_indices.as_ref() },
+        Input { name: "has_initial_state", desc: |spec| spec.has_initial_state.as_ref() },
+        Input { name: "num_accepted_tokens", desc: |spec| spec.num_accepted_tokens.as_ref() },
+        Input { name: "initial_block", desc: |spec| spec.initial_block.as_ref() },
+        Input { name: "last_block", desc: |spec| spec.last_block.as_ref() },
+        Input { name: "first_block", desc: |spec| spec.first_block.as_ref() },
+        Input { name: "tokens_before", desc: |spec| spec.tokens_before.as_ref() },
+    ];
+    type Spec = CausalConv1dServingSpec;
+    type Problem = Sizes;
+    type Configuration = CausalConv1dConfiguration;
+    type Args<'a> = CausalConv1dServingArgs<'a>;
+    type Cpu = Cpu;
+    type Gpu = Gpu;
+
+    fn problem(spec: &CausalConv1dServingSpec) -> Result<Sizes> {
+        spec.sizes()
+    }
+
+    fn views<'a>(args: &'a CausalConv1dServingArgs<'_>) -> Views<'a> {
+        plan::views([
+            Some(&args.x),
+            Some(&args.weight),
+            args.bias.as_ref(),
+            args.query_start_loc.as_ref(),
+            args.conv_state_indices.as_ref(),
+            args.has_initial_state.as_ref(),
+            args.num_accepted_tokens.as_ref(),
+            args.initial_block.as_ref(),
+            args.last_block.as_ref(),
+            args.first_block.as_ref(),
+            args.tokens_before.as_ref(),
+        ])
+    }
+}
+
+/// On the CPU.
+#[derive(Clone, Debug)]
+pub struct Cpu {
+    isa: Isa,
+    walk: Walk,
+    /// Bytes of an entry for each sequence, and of a bit for each state of the pool.
+    entries_bytes: usize,
+    seen_bytes: usize,
+}
+
+/// On a GPU: the compiled kernels.
+#[derive(Clone, Debug)]
+pub struct Gpu(cuda::serving::Serving);
+
+/// [`Error::Unsupported`] but for the one way.
+fn require_direct<P: Copy>(
+    setup: &Setup<'_, CausalConv1dServing, P>,
+    configuration: &CausalConv1dConfiguration,
+) -> Result<()> {
+    setup.require(configuration.algorithm, &[CausalConv1dAlgorithm::Direct])?;
+    if *configuration == CausalConv1dConfiguration::new(CausalConv1dAlgorithm::Direct) {
+        return Ok(());
+    }
+    let what = format!("{} with {configuration}", CausalConv1dServing::NAME);
+    Err(Error::unsupported(what, "it has no parameters"))
+}
+
+impl Engine<CausalConv1dServing> for Cpu {
+    type Place = Isa;
+
+    fn algorithms(_: &Setup<'_, CausalConv1dServing, Isa>) -> Result<Vec<CausalConv1dAlgorithm>> {
+        Ok(vec![CausalConv1dAlgorithm::Direct])
+    }
+
+    fn new(
+        setup: &Setup<'_, CausalConv1dServing, Isa>,
+        configuration: &CausalConv1dConfiguration,
+    ) -> Result<Self> {
+        require_direct(setup, configuration)?;
+        let &Setup { spec, problem: sizes, place, .. } = setup;
+        let walk = Walk::new(*sizes, spec.activation, spec.x.dtype.size(), setup.threads())?;
+        // Where there is nothing to compute, sizes can be larger than any memory.
+        let [sequences, pool] = match sizes.problem.is_empty() {
+            true => [0, 0],
+            false => [sizes.sequences, sizes.pool],
+        };
+        let entries_bytes = (sequences * size_of::<Entry>()).next_multiple_of(64);
+        let seen_bytes = spec.conv_state_indices.map_or(0, |_| pool.div_ceil(8));
+        Ok(Cpu { isa: place, walk, entries_bytes, seen_bytes })
+    }
+
+    fn configuration(&self) -> CausalConv1dConfiguration {
+        CausalConv1dConfiguration::new(CausalConv1dAlgorithm::Direct)
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        self.entries_bytes + self.walk.workspace_bytes() + self.seen_bytes
+    }
+
+    fn explain(&self, _: &CausalConv1dServingPlan) -> String {
+        format!(" on {}: {}", self.isa.name(), self.walk.explain())
+    }
+}
+
+impl Cpu {
+    /// Views and aliasing have been checked.
+    fn run(
+        &self,
+        plan: &CausalConv1dServingPlan,
+        args: &CausalConv1dServingArgs<'_>,
+        [conv_states, y]: &mut [TensorMut<'_>; 2],
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let sizes = plan.problem;
+        if sizes.problem.is_empty() {
+            return Ok(());
+        }
+        let scratch = workspace.take(self.workspace_bytes())?;
+        let (entries, scratch) = scratch.split_at_mut(self.entries_bytes);
+        let (scratch, seen) = scratch.split_at_mut(self.walk.workspace_bytes());
+        let entries = entries_in(entries, sizes.sequences);
+        let lookup = Lookup::new(&plan.spec, sizes, args);
+        let tokens = lookup.resolve(entries, seen)?;
+        with_element!(plan.spec.x.dtype, T => {
+            let operands = Operands::<T> {
+                x: Operand::input(&args.x),
+                y: Operand::output(y),
+                in_place: is_in_place(args, y),
+                conv_states: Operand::output(conv_states),
+                parameters: Parameters { weight: args.weight, bias: args.bias },
+                lookup,
+                entries,
+                tokens,
+            };
+            // SAFETY: views, aliasing, indices and the size of the workspace have been checked.
+            unsafe { self.walk.run(self.isa, &operands, scratch.as_mut_ptr()) }
+        });
+        Ok(())
+    }
+}
+
+/// Memory of a workspace, which begins at a multiple of 64, as entries.
+fn entries_in(bytes: &mut [u8], sequences: usize) -> &mut [Entry] {
+    const NONE: Entry = Entry { row: 0, start: 0, tokens: 0, states: None };
+    // SAFETY: any bytes are an entry that is not initialised.
+    let (_, entries, _) = unsafe { bytes.align_to_mut::<MaybeUninit<Entry>>() };
+    let entries = &mut entries[..sequences];
+    entries.iter_mut().for_each(|entry| _ = entry.write(NONE));
+    // SAFETY: all have just been written.
+    unsafe { std::slice::from_raw_parts_mut(entries.as_mut_ptr().cast(), sequences) }
+}
+
+fn is_in_place(args: &CausalConv1dServingArgs<'_>, y: &TensorMut<'_>) -> bool {
+    y.as_ptr() == args.x.as_ptr() && y.layout() == args.x.layout()
+}
+
+impl Engine<CausalConv1dServing> for Gpu {
+    type Place = Device;
+
+    fn algorithms(
+        _: &Setup<'_, CausalConv1dServing, Device>,
+    ) -> Result<Vec<CausalConv1dAlgorithm>> {
+        Ok(vec![CausalConv1dAlgorithm::Direct])
+    }
+
+    fn new(
+        setup: &Setup<'_, CausalConv1dServing, Device>,
+        configuration: &CausalConv1dConfiguration,
+    ) -> Result<Self> {
+        require_direct(setup, configuration)?;
+        let &Setup { spec, problem, place, .. } = setup;
+        Ok(Gpu(cuda::serving::Serving::new(place, spec, problem)?))
+    }
+
+    fn configuration(&self) -> CausalConv1dConfiguration {
+        CausalConv1dConfiguration::new(CausalConv1dAlgorithm::Direct)
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        0
+    }
+
+    fn explain(&self, plan: &CausalConv1dServingPlan) -> String {
+        format!(" on {}: {}", plan.device(), self.0.explain())
+    }
+}
+
+impl CausalConv1dServingPlan {
+    /// Computes `y` and walks the states on, in copies bit for bit. `y` may be exactly `x` (same address and layout);
+    /// else `y` and `conv_states` share no memory with inputs or each other.
+    ///
+    /// # Errors
+    /// As [`CausalConv1dPlan::run`](crate::CausalConv1dPlan::run); [`Error::Index`] for an index that
+    /// [`CausalConv1dServingSpec`] rules out: all before anything is written. On a GPU it is said of an earlier run's:
+    /// there a sequence with a wrong index counts as padding, and a state that two sequences use is not noticed.
+    pub fn run(
+        &self,
+        args: &CausalConv1dServingArgs<'_>,
+        conv_states: TensorMut<'_>,
+        y: TensorMut<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let mut checks = self.check_run(args, workspace)?;
+        checks.write("conv_states", Some(&conv_states), Some(&self.spec.conv_states))?;
+        let over = is_in_place(args, &y).then_some("x");
+        checks.write_over("y", Some(&y), Some(&self.spec.y), over)?;
+        self.verified(
+            &mut [conv_states, y],
+            workspace,
+            |[conv_states, _]| self.reference(args, conv_states),
+            |written, workspace| match &self.backend {
+                Backend::Cpu(cpu) => cpu.run(self, args, written, workspace),
+                Backend::Gpu(Gpu(serving)) => {
+                    serving.run(args, &written[0], &written[1], workspace)
+                }
+            },
+            |[conv_states, y], (reference, states)| {
+                Oracle::of(&reference, states, y.dtype())?
+                    .checks(&conv_states.as_ref(), &y.as_ref())
+            },
+        )
+    }
+
+    /// The same computation in f64, and the states before it.
+    fn reference(
+        &self,
+        args: &CausalConv1dServingArgs<'_>,
+        conv_states: &TensorMut<'_>,
+    ) -> Result<(ServingReference, Vec<f64>)> {
+        let reference = ServingReference::new(&self.spec, args)?;
+        Ok((reference, conv_states.as_ref().to_f64_vec()?))
+    }
+}

@@ -1,0 +1,325 @@
+//! Comparison with the oracle, and the cases of serving for `windrow verify`.
+
+use super::reference::ServingReference;
+use super::{CausalConv1dServingArgs, CausalConv1dServingPlan, CausalConv1dServingSpec, Sizes};
+use crate::causal_conv1d::CausalConv1dAlgorithm;
+use crate::causal_conv1d::verify::{check_equal, forward_tolerance};
+use crate::verification::choices::Choices;
+use crate::verification::data::{Held, scratch};
+use crate::verification::{Case, Check, Expected, random};
+use crate::{
+    Activation, DType, Device, Layout, PlanOptions, Result, TensorDesc, TensorMut, TensorRef,
+};
+
+/// What the oracle says of a call.
+pub(crate) struct Oracle {
+    y: Expected,
+    tolerance: f64,
+    conv_states: Vec<f64>,
+}
+
+impl Oracle {
+    /// Of a call that begins with these states.
+    pub(crate) fn of(
+        reference: &ServingReference,
+        mut conv_states: Vec<f64>,
+        dtype: DType,
+    ) -> Result<Self> {
+        let y = reference.run(&mut conv_states)?;
+        let tolerance = forward_tolerance(&reference.problem, reference.activation, dtype);
+        Ok(Oracle { y, tolerance, conv_states })
+    }
+
+    pub(crate) fn checks(
+        self,
+        conv_states: &TensorRef<'_>,
+        y: &TensorRef<'_>,
+    ) -> Result<Vec<Check>> {
+        Ok(vec![
+            self.y.check("y", y, self.tolerance)?,
+            check_equal("conv_states", conv_states, self.conv_states)?,
+        ])
+    }
+}
+
+/// Values of the index tensors that a spec has.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct IndexValues {
+    pub query_start_loc: Vec<f64>,
+    pub conv_state_indices: Vec<f64>,
+    pub has_initial_state: Vec<f64>,
+    pub num_accepted_tokens: Vec<f64>,
+    pub initial_block: Vec<f64>,
+    pub last_block: Vec<f64>,
+    pub first_block: Vec<f64>,
+    pub tokens_before: Vec<f64>,
+}
+
+impl IndexValues {
+    /// Values that the rules allow, where states suffice.
+    pub(crate) fn random(
+        choices: &mut Choices<'_>,
+        spec: &CausalConv1dServingSpec,
+        sizes: &Sizes,
+    ) -> Self {
+        let (n, blocks, l) = (sizes.sequences, sizes.blocks, sizes.problem.l);
+        let mut values = IndexValues::default();
+        let mut end = 0;
+        values.query_start_loc.push(0.0);
+        for i in 0..n {
+            let drafts = spec.num_accepted_tokens.map_or(l, |_| sizes.most_drafts());
+            let left = (l - end).min(drafts);
+            end += match choices.below(8) {
+                7 => 0,
+                6 => left.min(1),
+                // Mostly all tokens belong to somebody.
+                _ if i + 1 == n && !choices.one_in(4) => left,
+                _ => choices.within(0..=left.min(2 * l / n)),
+            };
+            values.query_start_loc.push(end as f64);
+        }
+        let block_size = spec.block_size.max(1);
+        let mut columns = Vec::new();
+        for _ in 0..n {
+            let last = choices.below(blocks.max(1));
+            let first = last - choices.within(0..=last);
+            let initial = choices.below(blocks.max(1));
+            columns.push((initial, first, last));
+            values.initial_block.push(initial as f64);
+            values.first_block.push(first as f64);
+            values.last_block.push(last as f64);
+            values.tokens_before.push(choices.below(4 * block_size + 1) as f64);
+            values.has_initial_state.push(choices.of(&[0.0, 1.0, 1.0, 255.0]));
+            values.num_accepted_tokens.push(choices.within(1..=sizes.most_accepted()) as f64);
+        }
+        values.conv_state_indices = table(choices, spec, sizes, &columns);
+        values
+    }
+}
+
+/// States that no two sequences share, but that several may read one that none writes; some of them null.
+fn table(
+    choices: &mut Choices<'_>,
+    spec: &CausalConv1dServingSpec,
+    sizes: &Sizes,
+    columns: &[(usize, usize, usize)],
+) -> Vec<f64> {
+    let null = spec.null_index.map_or(-1.0, |null| null as f64);
+    let mut pool: Vec<usize> =
+        (0..sizes.pool).filter(|&state| Some(state as i64) != spec.null_index).collect();
+    let shared = if pool.len() > 2 { pool.pop() } else { None };
+    let mut table = Vec::new();
+    for &(initial, first, last) in columns {
+        let first = if spec.first_block.is_some() { first } else { last };
+        let last = if spec.last_block.is_some() { last } else { 0 };
+        let first = first.min(last);
+        for column in 0..sizes.blocks {
+            let writes = (first..=last).contains(&column);
+            let is_read = column == if spec.initial_block.is_some() { initial } else { 0 };
+            let state = match choices.below(8) {
+                7 => None,
+                5 | 6 if is_read && !writes && shared.is_some() => shared,
+                _ if pool.is_empty() => None,
+                _ => Some(pool.swap_remove(choices.below(pool.len()))),
+            };
+            table.push(match state {
+                Some(state) => state as f64,
+                None => choices.of(&[null, null, -1.0, -7.0]),
+            });
+        }
+    }
+    table
+}
+
+/// The tensors of a call in memory of their own.
+pub(crate) struct ServingSample {
+    pub x: Held,
+    pub weight: Held,
+    pub bias: Option<Held>,
+    pub indices: [Option<Held>; 8],
+    pub conv_states: Held,
+    /// `None` where x takes the output.
+    pub y: Option<Held>,
+}
+
+impl ServingSample {
+    /// Index tensors of these values.
+    pub(crate) fn indices(
+        spec: &CausalConv1dServingSpec,
+        values: &IndexValues,
+        device: Device,
+    ) -> Result<[Option<Held>; 8]> {
+        let hold = |desc: Option<TensorDesc>, values: &[f64]| {
+            desc.map(|desc| Held::at(desc, values, 0, device)).transpose()
+        };
+        Ok([
+            hold(spec.query_start_loc, &values.query_start_loc)?,
+            hold(spec.conv_state_indices, &values.conv_state_indices)?,
+            hold(spec.has_initial_state, &values.has_initial_state)?,
+            hold(spec.num_accepted_tokens, &values.num_accepted_tokens)?,
+            hold(spec.initial_block, &values.initial_block)?,
+            hold(spec.last_block, &values.last_block)?,
+            hold(spec.first_block, &values.first_block)?,
+            hold(spec.tokens_before, &values.tokens_before)?,
+        ])
+    }
+
+    /// Numbers and indices of a seed.
+    pub(crate) fn on(
+        spec: &CausalConv1dServingSpec,
+        seed: u64,
+        in_place: bool,
+        device: Device,
+    ) -> Result<Self> {
+        let hold = |what: u64, desc: TensorDesc| {
+            let mut values = random(seed * 31 + what, desc.layout.len(), -2.0, 2.0);
+            if spec.activation == Activation::Relu {
+                values.iter_mut().for_each(|value| *value = (*value * 8.0).round() / 8.0);
+            }
+            Held::at(desc, &values, 0, device)
+        };
+        let values = IndexValues::random(&mut Choices::from_seed(seed), spec, &spec.sizes()?);
+        Ok(ServingSample {
+            x: hold(1, spec.x)?,
+            weight: hold(2, spec.weight)?,
+            bias: spec.bias.map(|desc| hold(3, desc)).transpose()?,
+            indices: Self::indices(spec, &values, device)?,
+            conv_states: hold(4, spec.conv_states)?,
+            y: if in_place { None } else { Some(Held::at(spec.y, &[], 0, device)?) },
+        })
+    }
+
+    /// What a run reads, of this x.
+    fn args<'a>(&'a self, x: TensorRef<'a>) -> CausalConv1dServingArgs<'a> {
+        let [starts, table, flags, accepted, initial, last, first, before] =
+            self.indices.each_ref().map(|held| held.as_ref().map(Held::as_ref));
+        CausalConv1dServingArgs {
+            x,
+            weight: self.weight.as_ref(),
+            bias: self.bias.as_ref().map(Held::as_ref),
+            query_start_loc: starts,
+            conv_state_indices: table,
+            has_initial_state: flags,
+            num_accepted_tokens: accepted,
+            initial_block: initial,
+            last_block: last,
+            first_block: first,
+            tokens_before: before,
+        }
+    }
+
+    /// Runs the plan on it.
+    pub(crate) fn run(&mut self, plan: &CausalConv1dServingPlan) -> Result<()> {
+        let mut workspace = scratch(plan.device(), plan.workspace_bytes())?;
+        // SAFETY: kernels read an element of x before they write it, and make no references; the states and y are in
+        // memory of their own, which nothing else looks at during the call.
+        let again = |view: TensorMut<'_>| unsafe {
+            let (desc, device) = (*view.desc(), view.device());
+            TensorMut::from_raw(view.as_ptr().cast_mut().cast(), desc, device)
+        };
+        let y = again(self.y.as_mut().unwrap_or(&mut self.x).as_mut()?)?;
+        let conv_states = again(self.conv_states.as_mut()?)?;
+        plan.run(&self.args(self.x.as_ref()), conv_states, y, &mut workspace)?;
+        workspace.synchronize()
+    }
+
+    /// What the oracle says of it.
+    pub(crate) fn oracle(&self, spec: &CausalConv1dServingSpec) -> Result<Oracle> {
+        let reference = ServingReference::new(spec, &self.args(self.x.as_ref()))?;
+        Oracle::of(&reference, self.conv_states.values()?, spec.x.dtype)
+    }
+
+    /// What takes the output.
+    pub(crate) fn output(&self) -> &Held {
+        self.y.as_ref().unwrap_or(&self.x)
+    }
+
+    /// [`ServingSample::run`], compared with the oracle.
+    pub(crate) fn checked(&mut self, plan: &CausalConv1dServingPlan) -> Result<Vec<Check>> {
+        let oracle = self.oracle(plan.spec())?;
+        self.run(plan)?;
+        oracle.checks(&self.conv_states.as_ref(), &self.output().as_ref())
+    }
+}
+
+/// Sequences, tokens of all of them, channels, width.
+const SIZES: [([usize; 3], usize); 5] =
+    [([1, 1, 1], 1), ([4, 4, 72], 4), ([5, 90, 33], 3), ([3, 400, 264], 4), ([2, 40, 16], 9)];
+
+const OPTIONS: [&str; 8] = [
+    "decode",
+    "decode in place",
+    "rows",
+    "prompts",
+    "prompts flags null",
+    "drafts in place",
+    "table",
+    "table ends flags",
+];
+
+pub(crate) fn cases(device: Device) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for (layout, order) in [("channel_first", [0, 1, 2]), ("channel_last", [0, 2, 1])] {
+            for (sizes, width) in SIZES {
+                for option in OPTIONS {
+                    let Ok(spec) = spec(dtype, &order, sizes, width, option) else { continue };
+                    let options = PlanOptions { device, ..PlanOptions::default() };
+                    cases.push(Case {
+                        op: "causal_conv1d_serving",
+                        algorithm: CausalConv1dAlgorithm::Direct.name().into(),
+                        dtype,
+                        layout: layout.into(),
+                        name: format!("{sizes:?} width {width} {option}"),
+                        run: Box::new(move || {
+                            let plan = CausalConv1dServingPlan::new(&spec, &options)?;
+                            let in_place = option.contains("in place");
+                            ServingSample::on(&spec, 1, in_place, device)?.checked(&plan)
+                        }),
+                    });
+                }
+            }
+        }
+    }
+    cases
+}
+
+fn spec(
+    dtype: DType,
+    order: &[usize; 3],
+    [sequences, tokens, d]: [usize; 3],
+    width: usize,
+    option: &str,
+) -> Result<CausalConv1dServingSpec> {
+    let has = |word: &str| option.contains(word);
+    let desc = |shape: [usize; 3]| -> Result<TensorDesc> {
+        Ok(TensorDesc { dtype, layout: Layout::with_order(&shape, order)? })
+    };
+    let x = match () {
+        _ if has("decode") => [sequences, d, 1],
+        _ if has("rows") => [sequences, d, 3],
+        _ => [1, d, tokens],
+    };
+    let (blocks, drafts) = (if has("table") { 4 } else { 1 }, if has("drafts") { 4 } else { 0 });
+    let states = desc([2 * sequences * blocks + 1, d, width - 1 + drafts])?;
+    let weight = TensorDesc::contiguous(dtype, &[d, width])?;
+    let spec = CausalConv1dServingSpec::new(desc(x)?, states, weight)?
+        .with_bias(TensorDesc::contiguous(dtype, &[d])?)
+        .with_activation(Activation::Silu)
+        .with_null_index(has("null").then_some(0));
+    let index = |shape: &[usize]| TensorDesc::contiguous(DType::I32, shape);
+    let each = index(&[sequences])?;
+    let flags = TensorDesc::contiguous(DType::U8, &[sequences])?;
+    let packed = !has("decode") && !has("rows");
+    let table = if blocks > 1 { index(&[sequences, blocks])? } else { each };
+    Ok(spec
+        .with_query_start_loc(packed.then_some(index(&[sequences + 1])?))
+        .with_conv_state_indices(table)
+        .with_has_initial_state(has("flags").then_some(flags))
+        .with_num_accepted_tokens(has("drafts").then_some(each))
+        .with_initial_block(has("table").then_some(each))
+        .with_last_block(has("table").then_some(each))
+        .with_first_block(has("ends").then_some(each))
+        .with_tokens_before(has("ends").then_some(each))
+        .with_block_size(if has("ends") { 16 } else { 0 }))
+}
