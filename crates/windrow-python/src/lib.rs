@@ -4,6 +4,7 @@
 mod array;
 mod call;
 mod causal_conv1d;
+mod causal_conv1d_serving;
 mod conv2d;
 mod conv2d_call;
 mod dlpack;
@@ -22,6 +23,8 @@ mod _native {
     use super::causal_conv1d::{
         causal_conv1d, causal_conv1d_backward, causal_conv1d_update, causal_conv1d_update_if_plain,
     };
+    #[pymodule_export]
+    use super::causal_conv1d_serving::causal_conv1d_serving;
     #[pymodule_export]
     use super::conv2d::{
         Conv2dPlan, FilterCache, PackedWeights, conv2d, conv2d_algorithm, conv2d_backward,

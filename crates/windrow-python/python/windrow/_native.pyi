@@ -231,6 +231,28 @@ def conv2d_plans() -> list[tuple[list[int], list[int], str]]:
     """The plans kept for later calls, the one used last first: shapes of image and filter, and what
     the plan does."""
 
+def causal_conv1d_serving(
+    x: A,
+    order: str,
+    conv_states: Array,
+    weight: Array,
+    bias: Array | None,
+    activation: str | None,
+    query_start_loc: Array | None,
+    conv_state_indices: Array | None,
+    null_index: int | None,
+    has_initial_state: Array | None,
+    num_accepted_tokens: Array | None,
+    initial_block: Array | None,
+    last_block: Array | None,
+    first_block: Array | None,
+    tokens_before: Array | None,
+    block_size: int,
+    out: A | None,
+) -> A:
+    """The next tokens of many sequences, whose states are walked on in place. `order` names the
+    dimensions of `x` and the result: "bdl", "bd" (a token a row), "dl" or "ld" (one row)."""
+
 def gelu_backward(
     dy: A,
     x: A,

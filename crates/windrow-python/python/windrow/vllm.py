@@ -1,0 +1,197 @@
+"""vLLM's causal convolutions by Windrow.
+
+Installed beside vLLM this is a plugin (entry point `vllm.general_plugins`): vLLM calls `register` in each of its
+processes, and its models then take these functions in place of the Triton kernels, and of PyTorch's convolution on
+the CPU. With VLLM_PLUGINS set, `windrow` has to be in its list.
+
+    from windrow.vllm import causal_conv1d_fn, causal_conv1d_update
+"""
+
+from collections.abc import Callable
+from inspect import Parameter, signature
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windrow import _native
+from windrow._replace import replace, when_imported
+
+__all__ = ["causal_conv1d_fn", "causal_conv1d_update", "register"]
+
+_MODULES = (
+    "vllm.model_executor.layers.mamba.ops.causal_conv1d",
+    "vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d",
+)
+
+
+def register() -> None:
+    """Puts the functions in place of vLLM's, once it imports them; what has imported them already gets these.
+
+    Functions of a vLLM whose block 0 is no null block yet, or with parameters that are not known here, stay.
+    """
+    for name in _MODULES:
+        when_imported(name, _change)
+
+
+def _change(module: ModuleType) -> None:
+    functions: dict[str, Callable[..., Tensor]] = {
+        "causal_conv1d_fn": causal_conv1d_fn,
+        "causal_conv1d_update": causal_conv1d_update,
+        "causal_conv1d_fn_cpu": causal_conv1d_fn,
+        "causal_conv1d_update_cpu": causal_conv1d_update,
+    }
+    known = {name: f for name, f in functions.items() if _is_known(getattr(module, name, None), f)}
+    replace(module, known)
+
+
+def _is_known(original: Callable[..., Tensor] | None, function: Callable[..., Tensor]) -> bool:
+    """Whether every call of the engine's function means the same to ours."""
+    if original is None:
+        return False
+    theirs, ours = signature(original).parameters, signature(function).parameters
+    takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in theirs.values())
+    named = {name for name, p in theirs.items() if p.kind is not Parameter.VAR_KEYWORD}
+    return named <= ours.keys() and (takes_any or "null_block_id" in named)
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_states: Tensor,
+    query_start_loc: Tensor,
+    cache_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    activation: str | bool | None = "silu",
+    pad_slot_id: int = -1,
+    null_block_id: int | None = 0,
+    *,
+    block_idx_first_scheduled_token: Tensor | None = None,
+    block_idx_last_scheduled_token: Tensor | None = None,
+    initial_state_idx: Tensor | None = None,
+    num_computed_tokens: Tensor | None = None,
+    block_size_to_align: int = 0,
+    metadata: Any = None,
+    validate_data: bool = False,
+) -> Tensor:
+    """Packed prompts, or parts of prompts: `x` [dim, tokens] with states of a pool, walked on in place.
+
+    The arguments are vLLM's. A negative index is padding, too, whatever `pad_slot_id` is; `metadata`, which plans
+    Triton's programs, and `validate_data` are not needed: everything is checked. Sequences that are padding and
+    tokens behind the last sequence give zeros.
+
+    conv_states: [pool, dim, at least width - 1], whose first width - 1 columns count. cache_indices: [sequences], or
+    [sequences, blocks] with prefix caching. has_initial_state: [sequences], bool; without it none counts.
+    """
+    prefix_caching = block_idx_last_scheduled_token is not None
+    sequences = query_start_loc.shape[0] - 1
+    tokens = x if x.dtype == conv_states.dtype else x.to(conv_states.dtype)
+    y = _native.causal_conv1d_serving(
+        tokens,
+        "dl",
+        conv_states,
+        weight,
+        bias,
+        _activation(activation),
+        query_start_loc,
+        _first(cache_indices, sequences),
+        null_block_id,
+        _flags(_first(has_initial_state, sequences), x, sequences),
+        None,
+        _first(initial_state_idx, sequences) if prefix_caching else None,
+        _first(block_idx_last_scheduled_token, sequences),
+        _first(block_idx_first_scheduled_token, sequences) if prefix_caching else None,
+        _first(num_computed_tokens, sequences) if prefix_caching else None,
+        block_size_to_align if prefix_caching else 0,
+        None,
+    )
+    return y if y.dtype == x.dtype else y.to(x.dtype)
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: bool | str | None = None,
+    conv_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    max_query_len: int = -1,
+    null_block_id: int | None = 0,
+    *,
+    block_idx_last_scheduled_token: Tensor | None = None,
+    initial_state_idx: Tensor | None = None,
+    pad_slot_id: int | None = None,
+    validate_data: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A step of decoding: `x` [batch, dim], [batch, dim, tokens], or with `query_start_loc` [tokens, dim].
+
+    The arguments are vLLM's; the result is written over `x`, or into `out`. `max_query_len` and `validate_data` are
+    not needed, and `pad_slot_id` is another name of `null_block_id`. With `num_accepted_tokens` a state keeps all drafts, so that the next step goes on behind those that
+    were accepted. A negative index is padding, too.
+    """
+    tokens, target = x, x if out is None else out
+    if x.dtype != conv_state.dtype:
+        tokens = x.to(conv_state.dtype)
+        target = tokens
+    elif out is not None and (out.shape != x.shape or out.dtype != x.dtype):
+        raise ValueError(
+            f"`out` is {out.dtype} of shape {tuple(out.shape)}, expected {x.dtype} of shape {tuple(x.shape)}"
+        )
+    if query_start_loc is not None:
+        order = "ld"
+        if conv_state_indices is None:
+            raise ValueError("`query_start_loc` needs `conv_state_indices`")
+        sequences = conv_state_indices.shape[0]
+        query_start_loc = _first(query_start_loc, sequences + 1)
+    else:
+        order, sequences = "bd" if x.dim() == 2 else "bdl", x.shape[0]
+    y = _native.causal_conv1d_serving(
+        tokens,
+        order,
+        conv_state,
+        weight,
+        bias,
+        _activation(activation),
+        query_start_loc,
+        conv_state_indices,
+        null_block_id if pad_slot_id is None else pad_slot_id,
+        None,
+        _first(num_accepted_tokens, sequences),
+        _first(initial_state_idx, sequences) if block_idx_last_scheduled_token is not None else None,
+        _first(block_idx_last_scheduled_token, sequences),
+        None,
+        None,
+        0,
+        target,
+    )
+    if y.dtype == x.dtype:
+        return y
+    return y.to(x.dtype) if out is None else out.copy_(y)
+
+
+def _activation(given: bool | str | None) -> str | None:
+    """vLLM's words for an activation."""
+    if given is True:
+        return "silu"
+    if given is None or given is False:
+        return None
+    if given not in ("silu", "swish"):
+        raise ValueError(f"`activation` is {given!r}, expected None, 'silu' or 'swish'")
+    return "silu"
+
+
+def _first(given: Tensor | None, count: int) -> Tensor | None:
+    """The first entries of a tensor that may be longer than the batch."""
+    return given if given is None or given.shape[0] == count else given[:count]
+
+
+def _flags(given: Tensor | None, x: Tensor, sequences: int) -> Tensor:
+    """Whether states count, by a byte for each sequence."""
+    if given is None:
+        return torch.zeros(sequences, dtype=torch.uint8, device=x.device)
+    return given.view(torch.uint8) if given.dtype == torch.bool else given

@@ -1,0 +1,414 @@
+"""What vLLM and SGLang call, beside a plain definition, with each option; their modules are stand-ins."""
+
+import importlib.util
+import subprocess
+import sys
+import textwrap
+from types import ModuleType
+
+import pytest
+import torch
+import windrow.sglang
+import windrow.vllm
+from common import assert_close, each_device, each_dtype
+from torch.nn.functional import conv1d, silu
+
+WIDTH = 4
+
+
+def convolve(window, tokens, weight, bias, activation):
+    """[dim, n] tokens behind a window [dim, width - 1]: y, and both one behind the other."""
+    whole = torch.cat([window, tokens], 1)
+    y = conv1d(whole[None], weight[:, None], bias, groups=len(weight))[0]
+    return (silu(y) if activation else y), whole
+
+
+def problem(tokens, dim, pool, dtype, device, state_len=WIDTH - 1, channel_last=True):
+    x = torch.randn(tokens, dim).to(device, dtype).T
+    states = torch.randn(pool, state_len, dim).to(device, dtype).transpose(1, 2)
+    if not channel_last:
+        x, states = x.contiguous(), states.contiguous()
+    weight = torch.randn(dim, WIDTH).to(device, dtype)
+    return x, states, weight, torch.randn(dim).to(device, dtype)
+
+
+def index(values, device, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+@each_device
+@each_dtype
+@pytest.mark.parametrize("channel_last", [True, False])
+@pytest.mark.parametrize("biased, activation", [(True, "silu"), (False, None), (True, True)])
+@pytest.mark.parametrize("lengths", [[3, 1, 0, 40, 2], [70, 130, 1]])
+def test_prompts(device, dtype, channel_last, biased, activation, lengths):
+    dim, n = 72, len(lengths)
+    tokens = sum(lengths) + 3
+    x, states, weight, bias = problem(tokens, dim, 2 * n + 1, dtype, device, 5, channel_last)
+    bias = bias if biased else None
+    indices = list(range(2 * n, 0, -2))
+    indices[1] = 0
+    has = [i % 3 != 0 for i in range(n)]
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    want, kept = torch.zeros_like(x, dtype=torch.float64), states.double()
+    for i, (state, start, end) in enumerate(zip(indices, starts, starts[1:])):
+        if state == 0 or start == end:
+            continue
+        window = kept[state, :, : WIDTH - 1] * has[i]
+        y, whole = convolve(
+            window, x[:, start:end].double(), weight.double(), None if bias is None else bias.double(), activation
+        )
+        want[:, start:end] = y
+        kept[state, :, : WIDTH - 1] = whole[:, 1 - WIDTH :]
+    given = states.clone(memory_format=torch.preserve_format)
+    y = windrow.vllm.causal_conv1d_fn(
+        x,
+        weight,
+        bias,
+        states,
+        index(starts, device),
+        index(indices, device),
+        torch.tensor(has, device=device),
+        activation,
+        metadata=object(),
+    )
+    assert_close(y, want)
+    assert torch.equal(states.double(), kept)
+    # SGLang's padding is another index.
+    indices[1] = -1
+    y = windrow.sglang.causal_conv1d_fn(
+        x,
+        weight,
+        bias,
+        given,
+        index(starts, device, torch.int64),
+        lengths,
+        index(indices, device),
+        torch.tensor(has, device=device),
+        activation,
+    )
+    assert_close(y, want)
+    assert torch.equal(given.double(), kept)
+
+
+@each_device
+def test_prompts_without_flags(device):
+    x, states, weight, bias = problem(9, 16, 3, torch.float32, device)
+    starts, indices = index([0, 9], device), index([2], device)
+    before = states.double()
+    y = windrow.sglang.causal_conv1d_fn(x, weight, bias, states.clone(), starts, [9], indices)
+    zeros = torch.zeros(16, WIDTH - 1, dtype=torch.float64, device=device)
+    assert_close(y, convolve(zeros, x.double(), weight.double(), bias.double(), True)[0])
+    y = windrow.vllm.causal_conv1d_fn(x, weight, bias, states, starts, indices)
+    assert_close(y, convolve(zeros, x.double(), weight.double(), bias.double(), True)[0])
+    assert torch.equal(states[2], x[:, 1 - WIDTH :]) and torch.equal(states[1].double(), before[1])
+
+
+@each_device
+def test_prompts_of_another_type(device):
+    x, states, weight, bias = problem(9, 16, 3, torch.float32, device)
+    half = states.to(torch.bfloat16)
+    y = windrow.vllm.causal_conv1d_fn(
+        x, weight, bias, half, index([0, 9], device), index([1], device), torch.tensor([False], device=device)
+    )
+    assert y.dtype == torch.float32
+    assert torch.equal(half[1], x[:, 1 - WIDTH :].to(torch.bfloat16))
+
+
+@each_device
+@each_dtype
+@pytest.mark.parametrize("start, pieces", [(0, [40]), (0, [16, 3, 21]), (6, [1, 9, 1, 29]), (15, [1, 33])])
+def test_prefix_caching(device, dtype, start, pieces):
+    """A prompt in pieces, in blocks of 16 tokens, beside one that is whole: the state at the end of each block."""
+    dim, size = 40, 16
+    tokens = sum(pieces)
+    x, states, weight, bias = problem(tokens, dim, 20, dtype, device)
+    table = [[11, 7, 9, 3, 5, 0]]
+    states[:] = float("nan")
+    window = torch.randn(dim, WIDTH - 1).to(device, dtype)
+    has = start > 0
+    if has:
+        states[table[0][(start - 1) // size]] = window
+    before = window.double() if has else torch.zeros_like(window, dtype=torch.float64)
+    want, whole = convolve(before, x.double(), weight.double(), bias.double(), True)
+    done, outputs = start, []
+    for piece in pieces:
+        first, last = done // size, (done + piece - 1) // size
+        outputs.append(
+            windrow.vllm.causal_conv1d_fn(
+                x[:, done - start : done - start + piece],
+                weight,
+                bias,
+                states,
+                index([0, piece], device),
+                index(table, device),
+                torch.tensor([has or done > start], device=device),
+                block_idx_first_scheduled_token=index([first], device),
+                block_idx_last_scheduled_token=index([last], device),
+                initial_state_idx=index([max(done - 1, 0) // size], device),
+                num_computed_tokens=index([done], device),
+                block_size_to_align=size,
+            )
+        )
+        done += piece
+        for block in range(start // size, last + 1):
+            end = min((block + 1) * size, done) - start
+            assert torch.equal(states[table[0][block]].double(), whole[:, end : end + WIDTH - 1])
+    assert_close(torch.cat(outputs, 1), want)
+    unused = [s for s in range(20) if s not in table[0][(start - 1) // size if has else 0 : last + 1]]
+    assert states[unused].isnan().all()
+
+
+@each_device
+@each_dtype
+@pytest.mark.parametrize("form", ["bd", "bdl", "packed"])
+@pytest.mark.parametrize("with_out", [False, True])
+def test_decoding(device, dtype, form, with_out):
+    dim, batch = 72, 5
+    lengths = {"bd": [1] * batch, "bdl": [3] * batch, "packed": [2, 1, 0, 3, 1]}[form]
+    x, states, weight, bias = problem(sum(lengths), dim, 12, dtype, device, 6)
+    indices = [4, 0, 9, 1, 0] if form != "packed" else [4, 6, 9, 1, 0]
+    given, before, kept = x.clone(), states.clone(), states.double()
+    want = torch.zeros_like(x, dtype=torch.float64)
+    start = 0
+    for state, length in zip(indices, lengths):
+        if state and length:
+            y, whole = convolve(
+                kept[state, :, : WIDTH - 1],
+                given[:, start : start + length].double(),
+                weight.double(),
+                bias.double(),
+                True,
+            )
+            want[:, start : start + length] = y
+            kept[state, :, : WIDTH - 1] = whole[:, 1 - WIDTH :]
+        start += length
+    shape = {
+        "bd": lambda t: t.T,
+        "bdl": lambda t: t.reshape(dim, batch, 3).transpose(0, 1),
+        "packed": lambda t: t.T,
+    }[form]
+    tokens, starts = shape(x).clone(), None
+    if form == "packed":
+        starts = index([0, *torch.tensor(lengths).cumsum(0).tolist()], device)
+    out = torch.empty_like(tokens) if with_out else None
+    y = windrow.vllm.causal_conv1d_update(
+        tokens,
+        states,
+        weight,
+        bias,
+        "silu",
+        conv_state_indices=index(indices, device),
+        query_start_loc=starts,
+        max_query_len=3,
+        out=out,
+    )
+    assert y.data_ptr() == (tokens if out is None else out).data_ptr()
+    assert_close(y, shape(want))
+    assert torch.equal(states.double(), kept)
+    if form != "packed" and not with_out:
+        minus = [state or -1 for state in indices]
+        y = windrow.sglang.causal_conv1d_update(
+            shape(given), before, weight, bias, "silu", conv_state_indices=index(minus, device)
+        )
+        assert_close(y, shape(want))
+        assert torch.equal(before.double(), kept)
+
+
+@each_device
+@each_dtype
+@pytest.mark.parametrize("packed", [False, True])
+def test_drafts(device, dtype, packed):
+    """Steps of four tokens, of which some are accepted each time, are the sequence of what was accepted."""
+    dim, drafts, batch = 40, 4, 3
+    _, states, weight, bias = problem(1, dim, 7, dtype, device, WIDTH - 1 + drafts - 1)
+    indices = [2, 5, 1]
+    accepted = [[1, 1, 1], [4, 2, 1], [1, 3, 2], [2, 4, 4]]
+    kept = [states[s, :, : WIDTH - 1].double() for s in indices]
+    for counts in accepted:
+        x = torch.randn(batch, drafts, dim).to(device, dtype).transpose(1, 2)
+        # What a call before has accepted, the states already hold.
+        for i, count in enumerate(counts):
+            kept[i] = states[indices[i], :, count - 1 : count + WIDTH - 2].double()
+        want = [convolve(kept[i], x[i].double(), weight.double(), bias.double(), True) for i in range(batch)]
+        more = {}
+        if packed:
+            more = {"query_start_loc": index([0, 4, 8, 12], device), "max_query_len": drafts}
+        y = windrow.vllm.causal_conv1d_update(
+            x.transpose(1, 2).reshape(-1, dim).clone() if packed else x.clone(),
+            states,
+            weight,
+            bias,
+            "silu",
+            conv_state_indices=index(indices, device),
+            num_accepted_tokens=index(counts, device),
+            **more,
+        )
+        y = y.reshape(batch, drafts, dim).transpose(1, 2) if packed else y
+        assert_close(y, torch.stack([y for y, _ in want]))
+        for i, (_, whole) in enumerate(want):
+            assert torch.equal(states[indices[i]].double(), whole[:, 1:])
+
+
+@each_device
+def test_decoding_in_blocks(device):
+    """The state is read from one block of a table and written to another."""
+    x, states, weight, bias = problem(2, 16, 9, torch.float32, device)
+    before = states.clone()
+    table = index([[3, 5], [6, 8]], device)
+    y = windrow.vllm.causal_conv1d_update(
+        x.T,
+        states,
+        weight,
+        bias,
+        conv_state_indices=table,
+        block_idx_last_scheduled_token=index([1, 0], device),
+        initial_state_idx=index([0, 0], device),
+        out=torch.empty_like(x.T),
+    )
+    for i, (read, written) in enumerate([(3, 5), (6, 6)]):
+        want, whole = convolve(
+            before[read].double(), x[:, i : i + 1].double(), weight.double(), bias.double(), False
+        )
+        assert_close(y[i], want[:, 0])
+        assert torch.equal(states[written].double(), whole[:, 1:])
+    assert torch.equal(states[3], before[3])
+
+
+def test_what_is_wrong_is_said():
+    x, states, weight, bias = problem(4, 16, 3, torch.float32, "cpu")
+    starts, one = index([0, 4], "cpu"), index([1], "cpu")
+    with pytest.raises(IndexError, match="conv_state_indices"):
+        windrow.vllm.causal_conv1d_fn(x, weight, bias, states, starts, index([3], "cpu"))
+    with pytest.raises(ValueError, match="'gelu'"):
+        windrow.vllm.causal_conv1d_fn(x, weight, bias, states, starts, one, activation="gelu")
+    with pytest.raises(ValueError, match="conv_state_indices"):
+        windrow.vllm.causal_conv1d_update(x.T, states, weight, query_start_loc=starts)
+    with pytest.raises(ValueError, match="`out`"):
+        windrow.vllm.causal_conv1d_update(x.T, states, weight, out=x)
+    with pytest.raises(ValueError, match="dimensions"):
+        windrow.vllm.causal_conv1d_fn(x[None], weight, bias, states, starts, one)
+    with pytest.raises(NotImplementedError, match="SGLang"):
+        windrow.sglang.causal_conv1d_update(x.T, states, weight, retrieve_next_token=one)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_graphs():
+    """A captured step follows the tokens and indices that are in its tensors when it is replayed."""
+    dim, batch = 64, 4
+    x, states, weight, bias = problem(batch, dim, 9, torch.bfloat16, "cuda")
+    tokens, indices = x.T.clone(), index([1, 2, 3, 4], "cuda")
+    out = torch.empty_like(tokens)
+
+    def step():
+        windrow.vllm.causal_conv1d_update(
+            tokens, states, weight, bias, "silu", conv_state_indices=indices, out=out
+        )
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for changed in ([5, 6, 0, 0], [8, 0, 1, 2]):
+        tokens.copy_(torch.randn_like(tokens))
+        indices.copy_(index(changed, "cuda"))
+        want_states = states.clone()
+        want = windrow.vllm.causal_conv1d_update(
+            tokens.clone(), want_states, weight, bias, "silu", conv_state_indices=indices
+        )
+        graph.replay()
+        assert torch.equal(out, want) and torch.equal(states, want_states)
+
+
+ENGINE = """
+    def causal_conv1d_fn(x, null_block_id=0): ...
+    def causal_conv1d_update(x, null_block_id=0): ...
+    own = [(causal_conv1d_fn, causal_conv1d_update)]
+"""
+SCRIPT = """
+    import sys
+    sys.path.insert(0, {folder!r})
+    import windrow.{name} as ours
+    module = {module!r}
+    if {early}:
+        import engine_model
+    {call}
+    {call}
+    assert {early} or module.split(".")[0] not in sys.modules, "the engine is imported"
+    import engine_model, importlib
+    loaded = importlib.import_module(module)
+    assert loaded.__spec__.loader.__class__.__module__ == "_frozen_importlib_external"
+    for held in (engine_model, loaded):
+        assert held.causal_conv1d_fn is ours.causal_conv1d_fn
+        assert held.causal_conv1d_update is ours.causal_conv1d_update
+    assert engine_model.under_another_name is ours.causal_conv1d_fn
+    assert loaded.own[0][0] is not ours.causal_conv1d_fn
+"""
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(
+    "name, module, call",
+    [
+        (
+            "vllm",
+            "vllm.model_executor.layers.mamba.ops.causal_conv1d",
+            "[p.load()() for p in __import__('importlib.metadata').metadata.entry_points("
+            "group='vllm.general_plugins') if p.name == 'windrow']",
+        ),
+        ("sglang", "sglang.srt.layers.attention.mamba.causal_conv1d_triton", "ours.install()"),
+    ],
+)
+def test_engines_take_the_functions(tmp_path, name, module, call, early):
+    """A stand-in of the engine's module, imported before or after the functions are put in place."""
+    folder = tmp_path
+    for part in module.split(".")[:-1]:
+        folder /= part
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+    (folder / (module.rpartition(".")[2] + ".py")).write_text(textwrap.dedent(ENGINE))
+    (tmp_path / "engine_model.py").write_text(
+        f"from {module} import causal_conv1d_fn, causal_conv1d_update\n"
+        "under_another_name = causal_conv1d_fn\n"
+    )
+    script = SCRIPT.format(folder=str(tmp_path), name=name, module=module, call=call, early=early)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+
+
+def test_what_is_not_known_stays(monkeypatch):
+    name = "vllm.model_executor.layers.mamba.ops.causal_conv1d"
+    module = ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, module)
+
+    def before_null_blocks(x, pad_slot_id=-1): ...
+    def of_the_future(x, null_block_id=0, something=None): ...
+    def on_the_cpu(x, pad_slot_id=-1, **kwargs): ...
+
+    module.causal_conv1d_fn, module.causal_conv1d_update = before_null_blocks, of_the_future
+    module.causal_conv1d_fn_cpu = on_the_cpu
+    windrow.vllm.register()
+    assert module.causal_conv1d_fn is before_null_blocks
+    assert module.causal_conv1d_update is of_the_future
+    assert module.causal_conv1d_fn_cpu is windrow.vllm.causal_conv1d_fn
+
+
+def test_trees_of_drafts_go_to_sglang(monkeypatch):
+    name = "sglang.srt.layers.attention.mamba.causal_conv1d_triton"
+    module, given = ModuleType(name), []
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(windrow.sglang, "_original_update", None)
+    module.causal_conv1d_fn = lambda *args, **kwargs: None
+    module.causal_conv1d_update = lambda *args, **kwargs: given.append((args, kwargs))
+    windrow.sglang.install()
+    windrow.sglang.install()
+    assert module.causal_conv1d_update is windrow.sglang.causal_conv1d_update
+    module.causal_conv1d_update(1, 2, 3, 4, "silu", retrieve_next_token=5)
+    [(args, kwargs)] = given
+    assert args == (1, 2, 3, 4, "silu", None, None) and kwargs["retrieve_next_token"] == 5
+
+
+def test_importing_needs_no_engine():
+    assert importlib.util.find_spec("windrow.vllm") and importlib.util.find_spec("windrow.sglang")
+    assert "vllm" not in sys.modules and "sglang" not in sys.modules
