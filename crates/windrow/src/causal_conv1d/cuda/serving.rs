@@ -91,10 +91,16 @@ impl Vectors {
         // than they gain.
         let bytes = 8;
         let channels = bytes / spec.x.dtype.size();
-        let states = if along_channels { [states[0], states[2]] } else { [0; 2] };
-        let between = [x[0], x[2], y[0], y[2], states[0], states[1]];
+        // Between rows and tokens, of which there may be one only.
+        let fits = |desc: &TensorDesc| {
+            let between =
+                |i: usize| desc.shape()[i] <= 1 || desc.strides()[i] % channels as isize == 0;
+            between(0) && between(2)
+        };
         let fits = spec.x.shape()[1].is_multiple_of(channels)
-            && between.iter().all(|stride| stride % channels as isize == 0);
+            && fits(&spec.x)
+            && fits(&spec.y)
+            && (!along_channels || fits(&spec.conv_states));
         let takes = x[1] == 1 && y[1] == 1 && (2..=9).contains(&spec.weight.shape()[1]);
         (takes && fits).then_some(Vectors { channels, along_channels, bytes })
     }
@@ -297,6 +303,14 @@ mod tests {
                     let bias = TensorDesc::contiguous(DType::F32, &[64]).unwrap();
                     let spec = spec.with_bias(bias).with_activation(Activation::Silu);
                     assert_eq!(Vectors::of(&spec).is_some(), width == 4);
+                    // A step of decoding, whose strides between tokens mean nothing.
+                    let row = TensorDesc {
+                        dtype,
+                        layout: Layout::strided(&[4, 64, 1], &[64, 1, 1]).unwrap(),
+                    };
+                    let step = CausalConv1dServingSpec::new(row, states, weight).unwrap();
+                    let step = step.with_output(row);
+                    assert_eq!(Vectors::of(&step).is_some(), width == 4);
                     if let Some(vectors) = Vectors::of(&spec) {
                         kernels.push(kernel_spec(&WALK, &spec, vectors));
                         kernels.push(chunks_kernel(&spec, vectors));
