@@ -77,6 +77,7 @@ impl Filled {
 fn content(name: &str, records: &[&str]) -> Result<Filled> {
     let [record, others @ ..] = records else { return Err("a marker without a record".into()) };
     let second = others.first().copied().unwrap_or(record);
+    let last = others.last().copied().unwrap_or(record);
     let (name, op) = name.split_once(" of ").unwrap_or((name, ""));
     let table = match name {
         "speed" => tables::speed(&json(record, "bench")?),
@@ -89,12 +90,12 @@ fn content(name: &str, records: &[&str]) -> Result<Filled> {
         "speed-picture" => {
             let conv2d = json(second, "conv2d")?;
             let memory = json(second, "gelu-causal_conv1d")?;
-            let models = json(second, "models")?;
+            let models = json(last, "models")?;
             let svg = speed_picture::svg(&json(record, "cpu")?, &conv2d, &memory, &models)?;
             return Ok(Filled::Picture { file: "speed", alt: speed_picture::ALT, svg });
         }
         "accuracy-picture" => {
-            let (verify, models) = (json(second, "verify")?, json(second, "models")?);
+            let (verify, models) = (json(second, "verify")?, json(last, "models")?);
             let svg = accuracy_picture::svg(&json(record, "verify")?, &verify, &models)?;
             return Ok(Filled::Picture { file: "accuracy", alt: accuracy_picture::ALT, svg });
         }

@@ -28,6 +28,12 @@ const ROW: f64 = 17.0;
 const COLUMN: f64 = 440.0;
 const LABELS: f64 = 185.0;
 
+const NOTES: [&str; 2] = [
+    "Bars: geometric means over cases, ticks: the least case.",
+    "Networks, in CUDA graphs: bars for optimize, ticks for patch; training: bars for patch. Element type and batch behind \
+     the name.",
+];
+
 pub(crate) fn svg(cpu: &Value, conv2d: &Value, memory: &Value, models: &Value) -> Result<String> {
     let threads = members(&cpu["threads"]).filter_map(|(n, _)| n.parse::<u32>().ok()).max();
     let threads = threads.ok_or("the record of the CPU has no threads")?.to_string();
@@ -53,9 +59,10 @@ pub(crate) fn svg(cpu: &Value, conv2d: &Value, memory: &Value, models: &Value) -
         }
         bottom = bottom.max(y);
     }
-    let note = "Bars: geometric means over cases, ticks: the least case. Networks: element type and batch behind the name.";
-    picture.text(16.0, bottom, "faint", note);
-    Ok(picture.finish(bottom + 16.0, ALT))
+    for (line, note) in NOTES.into_iter().enumerate() {
+        picture.text(16.0, bottom + ROW * line as f64, "faint", note);
+    }
+    Ok(picture.finish(bottom + 16.0 + ROW, ALT))
 }
 
 /// Draws bars below a title; returns where the next panel begins.
@@ -152,13 +159,27 @@ fn modes(record: &Value) -> Vec<Bar> {
     bars.into_iter().map(|(name, factors)| Bar::of(name, &factors)).collect()
 }
 
-/// Each network as it ran first: in a CUDA graph, or a step of training.
+/// Inference of large batches in f32 and bf16, and training in f32 and under autocast to bf16.
 fn networks(record: &Value) -> Vec<Bar> {
     let bar = |(name, case): (&str, &Value)| {
+        let mode = name.split(' ').nth(1)?;
+        if !["f32", "bf16_cl", "amp_bf16"].contains(&mode)
+            || name.contains(" half ")
+            || case["peak_bytes"].is_null()
+        {
+            return None;
+        }
         let (_, times) = members(&case["ms"]).find(|(how, _)| *how != "eager")?;
-        let ms = |library: &str| number(&times[library], "median");
-        let factor = ms("pytorch") / ms("windrow");
-        Some(Bar { name: name.replace("_cl", ""), factor, least: None })
+        let factor = |side: &str| {
+            let ms = times[side]["median"].as_f64()?;
+            Some(number(&times["pytorch"], "median") / ms)
+        };
+        let (patched, optimized) = (factor("windrow")?, factor("optimized"));
+        let name = name.replace("_cl", "");
+        Some(match optimized {
+            Some(optimized) => Bar { name, factor: optimized, least: Some(patched) },
+            None => Bar { name, factor: patched, least: None },
+        })
     };
     members(&record["cases"]).filter_map(bar).collect()
 }

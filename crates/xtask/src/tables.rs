@@ -244,33 +244,34 @@ pub(crate) fn cuda_memory(record: &Value, wanted: &str) -> Result<String> {
     Ok(out)
 }
 
-/// Whole networks beside PyTorch, patched and optimized: times in ms, PyTorch's beside them, peak memory as a share of
-/// PyTorch's.
+/// Whole networks beside PyTorch, in CUDA graphs and called as they are: PyTorch's times in ms, those of the patched and
+/// the optimized network beside them, peak memory as a share of PyTorch's.
 pub(crate) fn models(record: &Value) -> Result<String> {
     let mut out = format!("{}, {}.\n\n", text(record, "device"), versions(record));
-    out += "| network, mode, batch | how | PyTorch, ms | patched, ms | times as fast | optimized, ms | times as fast \
-            | peak memory |\n|---|---|--:|--:|--:|--:|--:|--:|\n";
+    out += "| network, mode, batch | graph, ms | patched | optimized | called, ms | patched | optimized | memory |\n\
+            |---|--:|--:|--:|--:|--:|--:|--:|\n";
     for (name, case) in members(&record["cases"]) {
         let bytes = |library: &str| number(&case["peak_bytes"], library);
-        let memory = bytes("windrow") / bytes("pytorch");
-        // Of what needs next to nothing, or is shared with what ran before, a ratio says nothing.
-        let memory =
-            if memory > 0.0 && memory.is_finite() { format!("{memory:.2}x") } else { "-".into() };
-        for (how, times) in members(&case["ms"]) {
+        let memory = |side: &str| {
+            let share = bytes(side) / bytes("pytorch");
+            // Of what needs next to nothing, or is shared with what ran before, a ratio says nothing.
+            let says = share > 0.0 && share.is_finite();
+            if says { format!("{share:.2}x") } else { "-".into() }
+        };
+        let times = |how: &str| {
+            let times = &case["ms"][how];
             let theirs = number(&times["pytorch"], "median");
-            let ours = |side: &str| match number(&times[side], "median") {
-                ms if ms > 0.0 => format!("{ms:.2} | {:.2}x", theirs / ms),
-                _ => "- | -".into(),
+            let beside = |side: &str| match number(&times[side], "median") {
+                ms if ms > 0.0 => format!("{:.2}x", theirs / ms),
+                _ => "-".into(),
             };
-            let name = name.trim_end_matches(" train");
-            let _ = writeln!(
-                out,
-                "| {name} | {} | {theirs:.2} | {} | {} | {memory} |",
-                form(how),
-                ours("windrow"),
-                ours("optimized"),
-            );
-        }
+            let shown = if theirs > 0.0 { format!("{theirs:.2}") } else { "-".into() };
+            format!("{shown} | {} | {}", beside("windrow"), beside("optimized"))
+        };
+        let called = if case["ms"]["train"].is_null() { "eager" } else { "train" };
+        let (graph, called) = (times("graph"), times(called));
+        let memory = [memory("windrow"), memory("optimized")].join(", ").replace(", -", "");
+        let _ = writeln!(out, "| {name} | {graph} | {called} | {memory} |");
     }
     Ok(out)
 }
@@ -294,16 +295,6 @@ fn versions(record: &Value) -> String {
     let of = |library: &str| format!("{library} {}", text(&record["versions"], library));
     let known = ["torch", "torchvision", "diffusers"];
     known.map(of).join(", ")
-}
-
-/// How a network ran, in words.
-fn form(how: &str) -> &str {
-    match how {
-        "graph" => "inference, CUDA graph",
-        "eager" => "inference",
-        "train" => "step of training",
-        other => other,
-    }
 }
 
 #[cfg(test)]
@@ -340,19 +331,18 @@ mod tests {
     #[test]
     fn networks_stand_beside_pytorch() {
         let both = |p: f64, w: f64| json!({"pytorch": p, "windrow": w});
-        let ms = json!({
-            "graph": {"pytorch": {"median": 3.0}, "windrow": {"median": 1.5}, "optimized": {"median": 1.0}},
-            "train": {"pytorch": {"median": 2.0}, "windrow": {"median": 2.0}},
-        });
-        let case = json!({"ms": ms, "peak_bytes": both(0.0, 0.0), "error": both(1e-6, 3e-6)});
-        let small = json!({"ms": ms});
-        let cases = json!({"net f32 64": case, "net f32 1": small});
+        let median = |ms: f64| json!({"median": ms});
+        let graph =
+            json!({"pytorch": median(3.0), "windrow": median(1.5), "optimized": median(1.0)});
+        let train = json!({"pytorch": median(2.0), "windrow": median(2.0)});
+        let case = json!({"ms": {"graph": graph, "eager": train}, "peak_bytes": both(2.0, 1.0), "error": both(1e-6, 3e-6)});
+        let step = json!({"ms": {"train": train}, "peak_bytes": both(0.0, 0.0)});
+        let cases = json!({"net f32 64": case, "net f32 64 train": step});
         let record = json!({"device": "G", "versions": {}, "cases": cases});
         let table = models(&record).unwrap();
-        let line =
-            "| net f32 64 | inference, CUDA graph | 3.00 | 1.50 | 2.00x | 1.00 | 3.00x | - |\n";
+        let line = "| net f32 64 | 3.00 | 2.00x | 3.00x | 2.00 | 1.00x | - | 0.50x |\n";
         assert!(table.contains(line), "{table}");
-        let line = "| net f32 64 | step of training | 2.00 | 2.00 | 1.00x | - | - | - |\n";
+        let line = "| net f32 64 train | - | - | - | 2.00 | 1.00x | - | - |\n";
         assert!(table.contains(line), "{table}");
         let errors = model_errors(&record).unwrap();
         assert!(errors.ends_with("| net f32 64 | 1.0e-6 | 3.0e-6 | 3.00x |\n"), "{errors}");
