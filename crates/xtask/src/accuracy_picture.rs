@@ -2,7 +2,7 @@
 
 use crate::steps::Result;
 use crate::svg::{Axis, Picture};
-use crate::tables::{members, number, rows, text};
+use crate::tables::{large_batches, number, rows, text};
 use serde_json::Value;
 
 pub(crate) const ALT: &str =
@@ -146,7 +146,7 @@ fn networks(record: &Value) -> Vec<(String, &'static str, f64, f64)> {
         let error = |library: &str| case["error"][library].as_f64().filter(|e| *e > 0.0);
         Some((name.replace("_cl", ""), class, error("pytorch")?, error("windrow")?))
     };
-    members(&record["cases"]).filter_map(case).collect()
+    large_batches(record).filter_map(case).collect()
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use crate::steps::Result;
 use crate::svg::{Axis, Picture};
-use crate::tables::{factor, mean, members, number, rows, text};
+use crate::tables::{factor, large_batches, mean, members, number, rows, text};
 use serde_json::Value;
 
 pub(crate) const ALT: &str =
@@ -181,7 +181,7 @@ fn networks(record: &Value) -> Vec<Bar> {
             None => Bar { name, factor: patched, least: None },
         })
     };
-    members(&record["cases"]).filter_map(bar).collect()
+    large_batches(record).filter_map(bar).collect()
 }
 
 #[cfg(test)]

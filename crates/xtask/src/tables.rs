@@ -254,8 +254,8 @@ pub(crate) fn models(record: &Value) -> Result<String> {
         let bytes = |library: &str| number(&case["peak_bytes"], library);
         let memory = |side: &str| {
             let share = bytes(side) / bytes("pytorch");
-            // Of what needs next to nothing, or is shared with what ran before, a ratio says nothing.
-            let says = share > 0.0 && share.is_finite();
+            // Of what needs so little, or is shared with what ran before, a ratio says nothing.
+            let says = share > 0.0 && bytes("pytorch") >= f64::from(64 << 20);
             if says { format!("{share:.2}x") } else { "-".into() }
         };
         let times = |how: &str| {
@@ -276,11 +276,28 @@ pub(crate) fn models(record: &Value) -> Result<String> {
     Ok(out)
 }
 
+/// Networks in their modes, each with its largest batch.
+pub(crate) fn large_batches(record: &Value) -> impl Iterator<Item = (&str, &Value)> {
+    let parts = |name: &str| {
+        let (network, rest) =
+            name.trim_end_matches(" train").rsplit_once(' ').unwrap_or((name, ""));
+        (network.to_owned(), rest.parse::<u32>().unwrap_or(0), name.ends_with(" train"))
+    };
+    members(&record["cases"]).filter(move |(name, _)| {
+        let (network, batch, train) = parts(name);
+        let larger = |other: &str| {
+            let (same, of, step) = parts(other);
+            same == network && step == train && of > batch
+        };
+        !members(&record["cases"]).any(|(other, _)| larger(other))
+    })
+}
+
 /// Errors of whole networks against f64, Windrow's and PyTorch's.
 pub(crate) fn model_errors(record: &Value) -> Result<String> {
     let mut out = format!("{}, {}.\n\n", text(record, "device"), versions(record));
     out += "| network, mode, batch | PyTorch | Windrow | Windrow's of PyTorch's |\n|---|--:|--:|--:|\n";
-    for (name, case) in members(&record["cases"]) {
+    for (name, case) in large_batches(record) {
         if case["error"].is_null() {
             continue;
         }
@@ -335,8 +352,8 @@ mod tests {
         let graph =
             json!({"pytorch": median(3.0), "windrow": median(1.5), "optimized": median(1.0)});
         let train = json!({"pytorch": median(2.0), "windrow": median(2.0)});
-        let case = json!({"ms": {"graph": graph, "eager": train}, "peak_bytes": both(2.0, 1.0), "error": both(1e-6, 3e-6)});
-        let step = json!({"ms": {"train": train}, "peak_bytes": both(0.0, 0.0)});
+        let case = json!({"ms": {"graph": graph, "eager": train}, "peak_bytes": both(2e9, 1e9), "error": both(1e-6, 3e-6)});
+        let step = json!({"ms": {"train": train}, "peak_bytes": both(2e6, 4e6)});
         let cases = json!({"net f32 64": case, "net f32 64 train": step});
         let record = json!({"device": "G", "versions": {}, "cases": cases});
         let table = models(&record).unwrap();
@@ -344,6 +361,11 @@ mod tests {
         assert!(table.contains(line), "{table}");
         let line = "| net f32 64 train | - | - | - | 2.00 | 1.00x | - | - |\n";
         assert!(table.contains(line), "{table}");
+        let small =
+            json!({"net f32 8": {}, "net f32 64": {}, "net f32 64 train": {}, "net bf16 1": {}});
+        let names: Vec<_> =
+            large_batches(&json!({"cases": small})).map(|(name, _)| name.to_owned()).collect();
+        assert_eq!(names, ["net bf16 1", "net f32 64", "net f32 64 train"]);
         let errors = model_errors(&record).unwrap();
         assert!(errors.ends_with("| net f32 64 | 1.0e-6 | 3.0e-6 | 3.00x |\n"), "{errors}");
     }
