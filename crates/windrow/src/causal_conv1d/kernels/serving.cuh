@@ -125,7 +125,7 @@ __device__ __forceinline__ States states_of(const Params &p, i64 i, i64 tokens, 
         typedef unsigned long long u64;
         i64 end = (i64)(((u64)before + (u64)tokens - 1) / (u64)p.block_size * (u64)p.block_size - (u64)before);
         if (end > 0) {
-            i64 ends = (end + p.block_size - 1) / p.block_size;
+            i64 ends = (i64)(((u64)end + (u64)p.block_size - 1) / (u64)p.block_size);
             s.ends = ends < last - first ? ends : last - first;
             s.end = end - (s.ends - 1) * p.block_size;
             s.end_column = last - s.ends;
