@@ -4,7 +4,14 @@
 // sequence, whose window stays in registers.
 #include "serving.cuh"
 
-extern "C" __global__ void __launch_bounds__(128) KERNEL(const Params p) {
+// Left to itself, the assembler saves registers where there are many taps, and spills one.
+#if VECTOR == 1
+#define BOUNDS __launch_bounds__(128, 1)
+#else
+#define BOUNDS __launch_bounds__(128)
+#endif
+
+extern "C" __global__ void BOUNDS KERNEL(const Params p) {
     wait_for_previous();
     i64 d = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * VECTOR;
     if (d >= p.channels) return;
