@@ -136,11 +136,16 @@ fn kernel_spec(
 
 fn chunks_kernel(spec: &CausalConv1dServingSpec, vectors: Vectors) -> KernelSpec {
     let simple = is_simple(spec.activation) && spec.weight.shape()[1] <= 4;
+    let blocks = match (simple, spec.x.dtype) {
+        (false, _) => 1,
+        (true, DType::BF16) => 4,
+        (true, _) => 5,
+    };
     kernel_spec(&CHUNKS, spec, vectors)
         .define("CHUNK", CHUNK)
         .define("STEPS", STEPS)
         // More blocks of a multiprocessor hide more, where registers suffice.
-        .define("MIN_BLOCKS", if simple { 5 } else { 1 })
+        .define("MIN_BLOCKS", blocks)
 }
 
 impl Serving {
