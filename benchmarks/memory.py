@@ -1,10 +1,10 @@
-"""Peak memory of a network: its weights, its input, and one pass or step of training.
+"""Peak memory of a network: its weights, its input, and its first three passes or steps of training.
 
-On CUDA it is the device's memory in use, whoever allocated it, since Windrow's workspaces and packed
-filters are not PyTorch's. On a CPU it is the resident memory, which only a process of its own can
-tell:
+On CUDA it is what PyTorch's allocator gave out, and what Windrow took from the driver's pool beside that: packed filters.
+On a CPU it is the resident memory of a further pass. Only a process of its own can tell either: in one that ran other
+networks before, the libraries have made their trials, and the model finds more room.
 
-    python benchmarks/memory.py DEVICE NAME MODE BATCH pytorch|windrow infer|train
+    python benchmarks/memory.py DEVICE NAME MODE BATCH pytorch|windrow|optimized infer|train [ACCURACY]
 """
 
 import ctypes
@@ -13,59 +13,32 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
+import networks
 import torch
+from contestants import MODES, Case, original
 
 
-def on_cuda(start: Callable[[], Callable[[], object]], device: torch.device) -> int:
-    """`start` builds what is measured and returns its call."""
-    pool = _Pool(device)
-    torch.cuda.synchronize(device)
-    gc.collect()
-    pool.give_back()
-    before = _used(device)
-    call = start()
-    # Algorithms are chosen by trials that take more memory than what follows.
-    call(), call()
-    pool.give_back()
-    call()
-    torch.cuda.synchronize(device)
-    return _used(device) - before
+def peak(device: torch.device, title: str, side: str, kind: str) -> int:
+    """As this file's `main` finds it in a process of its own, for a case of this title."""
+    name, mode, *accuracy, batch = title.split()
+    arguments = [str(device), name, mode, batch, side, kind, *accuracy]
+    command = [sys.executable, __file__, *arguments]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
 
-def _used(device: torch.device) -> int:
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
-
-
-class _Pool:
-    """The driver's memory pool, made to keep what is freed, so that use only grows, as that of
-    PyTorch's allocator does."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.cuda, self.pool = device, ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
-        self._check(self.cuda.cuDeviceGetDefaultMemPool(ctypes.byref(self.pool), device.index))
-        release_threshold, all_of_it = 4, ctypes.c_uint64(2**64 - 1)
-        self._check(
-            self.cuda.cuMemPoolSetAttribute(self.pool, release_threshold, ctypes.byref(all_of_it))
-        )
-
-    def give_back(self) -> None:
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
-        self._check(self.cuda.cuMemPoolTrimTo(self.pool, ctypes.c_size_t(0)))
-
-    def _check(self, status: int) -> None:
+def _of_the_pool(device: torch.device) -> int:
+    """The most that was in use of the driver's memory pool."""
+    cuda, pool, most = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_uint64()
+    used_mem_high = 8
+    for status in (
+        cuda.cuDeviceGetDefaultMemPool(ctypes.byref(pool), device.index or 0),
+        cuda.cuMemPoolGetAttribute(pool, used_mem_high, ctypes.byref(most)),
+    ):
         if status != 0:
             raise RuntimeError(f"CUDA error {status} of the memory pool")
-
-
-def on_cpu(*arguments: str) -> int:
-    """As this file's `main` finds it for these arguments."""
-    command = [sys.executable, __file__, "cpu", *arguments]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    return most.value
 
 
 def _resident(field: str) -> int:
@@ -73,17 +46,24 @@ def _resident(field: str) -> int:
     return 1024 * int(re.search(rf"{field}:\s*(\d+) kB", status)[1])
 
 
-def main(device: str, name: str, mode: str, batch: str, side: str, kind: str) -> None:
-    import networks
-    from contestants import MODES, Case, original
-
-    torch.randn(64, 64) @ torch.randn(64, 64)
+def main(
+    device: str, name: str, mode: str, batch: str, side: str, kind: str, accuracy: str | None = None
+) -> None:
+    on = torch.device(device)
     network = (networks.TRAINED if kind == "train" else networks.NETWORKS)[name]
+    torch.randn(64, 64) @ torch.randn(64, 64)
     trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
     before = _resident("VmRSS")
-    case = Case(network, name, MODES[mode], int(batch), kind, torch.device(device))
+    case = Case(network, name, MODES[mode], int(batch), kind, on, accuracy=accuracy)
     call = case.start(side)
     networks.built.cache_clear(), original.cache_clear()
+    gc.collect()
+    if on.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(on)
+        call(), call(), call()
+        torch.cuda.synchronize(on)
+        print(torch.cuda.max_memory_allocated(on) + _of_the_pool(on))
+        return
     call(), call()
     gc.collect()
     trim(0)

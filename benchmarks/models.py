@@ -5,10 +5,11 @@
 Networks of torchvision, and of diffusers where it is installed, with random weights. PyTorch, the patched and the optimized
 network take turns in one process, and with `--compile` what torch.compile makes of PyTorch's; times are medians. On CUDA
 inference is timed in a graph and without; `--train` times a step with SGD instead. Memory is the peak of the weights, the
-input and one call; errors are relative, against the same network in f64. `--accuracy half` is given to patch and optimize.
+input and first calls; errors are relative, against the same network in f64. `--accuracy half` is given to patch and optimize.
 
 Results are written after each case. Cases that OUT.json has already are replaced if they are measured again and else kept,
-so a record can be made in parts, on one machine; OUT.md is its table. Needs `windrow` on PYTHONPATH.
+so a record can be made in parts, on one machine; OUT.md is its table. Memory comes last, on CUDA with several processes
+at a time. Needs `windrow` on PYTHONPATH.
 """
 
 import argparse
@@ -17,10 +18,12 @@ import gc
 import importlib.metadata
 import json
 import math
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -157,19 +160,21 @@ def timed(case: Case, seconds: float, is_compiled: bool) -> dict[str, dict]:
 
 
 def measured(name: str, case: Case, options: argparse.Namespace, exact: dict) -> dict[str, Any]:
-    """Times, and of a network's first batch memory and errors."""
+    """Times, and of a network's first batch errors."""
     times = timed(case, options.seconds, options.compile and case.first)
-    gc.collect()
-    if not case.first:
-        return {"ms": times}
-    device, peaks = case.device, {}
-    for side in contestants.sides(case.kind):
-        if device.type == "cuda":
-            peaks[side] = memory.on_cuda(lambda side=side: case.start(side), device)
-        else:
-            model, mode, *_, batch = name.split()
-            peaks[side] = memory.on_cpu(model, mode, batch, side, case.kind)
-    return {"ms": times, "peak_bytes": peaks, "error": case.errors(exact)}
+    return {"ms": times, "error": case.errors(exact)} if case.first else {"ms": times}
+
+
+def peaks(measured: dict[str, Case]) -> dict[str, dict[str, int]]:
+    """Peak memory of the sides of each network's first batch, each in a process of its own."""
+    jobs = [(t, c, side) for t, c in measured.items() if c.first for side in contestants.sides(c.kind)]
+    on_cuda = any(case.device.type == "cuda" for case in measured.values())
+    found: dict[str, dict[str, int]] = {}
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2) if on_cuda else 1) as pool:
+        sizes = pool.map(lambda job: memory.peak(job[1].device, job[0], job[2], job[1].kind), jobs)
+        for (title, _, side), size in zip(jobs, sizes, strict=True):
+            found.setdefault(title, {})[side] = size
+    return found
 
 
 def header(device: torch.device) -> dict[str, Any]:
@@ -194,6 +199,10 @@ def load(path: Path, head: dict[str, Any]) -> dict[str, Any]:
         if record.get(key) != value:
             raise SystemExit(f"{path} is a record of {key} {record.get(key)}, here it is {value}")
     return record
+
+
+def key_of(name: str, case: Case) -> str:
+    return f"{name} train" if case.kind == "train" else name
 
 
 TITLES = {
@@ -256,26 +265,35 @@ def main() -> int:
     record["left"] = {}
     exact: dict[tuple, torch.Tensor] = {}
     measured_at = provenance.commit() | {"date": str(datetime.date.today())}
+    done: dict[str, Case] = {}
+
+    def write() -> None:
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        options.out.with_suffix(".md").write_text(table(record))
+
     for name, case in cases(options, record["left"]):
         elapsed = time.perf_counter() - start
         if elapsed > options.budget:
             print(f"{elapsed:5.0f} s: the budget is used up before {name}", file=sys.stderr)
             break
-        key = f"{name} train" if case.kind == "train" else name
         try:
             result = measured(name, case, options, exact)
             first = next(iter(result["ms"].values()))
             said = f"{first['pytorch']['median'] / first['windrow']['median']:.2f}x"
+            done[name] = case
         except (RuntimeError, ValueError, TypeError, MemoryError, OSError) as e:
             result = {"failed": f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"}
             said, broken = f"failed: {result['failed']}", broken + 1
-        record["cases"][key] = result | measured_at
+        record["cases"][key_of(name, case)] = result | measured_at
         # Of the newest part; each case names its own.
         record |= measured_at
         print(f"{time.perf_counter() - start:5.0f} s: {name} {said}", file=sys.stderr, flush=True)
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
-        options.out.with_suffix(".md").write_text(table(record))
+        write()
         gc.collect()
+    torch.cuda.empty_cache()
+    for name, sizes in peaks(done).items():
+        record["cases"][key_of(name, done[name])]["peak_bytes"] = sizes
+    write()
     print(table(record), end="")
     return 1 if broken else 0
 

@@ -41,7 +41,7 @@ mod _native {
     #[pymodule_export]
     use super::output::Tensor;
     #[pymodule_export]
-    use super::torch::is_plain;
+    use super::torch::{is_only_recorded, is_plain};
     #[pymodule_export]
     use super::verify::{Case, devices, verification_cases};
 

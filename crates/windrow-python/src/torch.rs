@@ -12,6 +12,7 @@ struct Torch {
     is_grad_enabled: Py<PyAny>,
     dispatch_modes: Py<PyAny>,
     is_tracing: Py<PyAny>,
+    transforms: Py<PyAny>,
     profiler: Py<PyModule>,
     forward_ad: Py<PyModule>,
     increment_version: Py<PyAny>,
@@ -39,6 +40,7 @@ impl Torch {
                 is_grad_enabled: torch.getattr("is_grad_enabled")?.unbind(),
                 dispatch_modes: c.getattr("_len_torch_dispatch_stack")?.unbind(),
                 is_tracing: c.getattr("_is_tracing")?.unbind(),
+                transforms: c.getattr("_are_functorch_transforms_active")?.unbind(),
                 profiler: py.import("torch.autograd.profiler")?.unbind(),
                 forward_ad: py.import("torch.autograd.forward_ad")?.unbind(),
                 increment_version: py
@@ -101,4 +103,14 @@ pub(crate) fn count_change(array: &Bound<'_, PyAny>) -> PyResult<()> {
 pub(crate) fn is_plain(py: Python<'_>, tensors: &Bound<'_, PyTuple>) -> PyResult<bool> {
     let tensors: Vec<_> = tensors.iter().filter(|t| !t.is_none()).collect();
     nothing_to_dispatch(py, true, &tensors)
+}
+
+/// True if PyTorch's dispatcher would call the kernel and record it for gradients, and nothing else: no transform of
+/// `torch.func` either, which has its own way to do so.
+#[pyfunction]
+#[pyo3(signature = (*tensors))]
+pub(crate) fn is_only_recorded(py: Python<'_>, tensors: &Bound<'_, PyTuple>) -> PyResult<bool> {
+    let tensors: Vec<_> = tensors.iter().filter(|t| !t.is_none()).collect();
+    let transforms = Torch::get(py)?.transforms.bind(py).call0()?.is_truthy()?;
+    Ok(!transforms && nothing_to_dispatch(py, false, &tensors)?)
 }

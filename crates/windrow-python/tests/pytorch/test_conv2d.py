@@ -100,6 +100,31 @@ def test_double_backward_is_refused():
         dx.sum().backward()
 
 
+def test_a_gradient_notices_what_was_written_over():
+    x, weight = leaf(1, 3, 9, 10), leaf(4, 3, 3, 3)
+    y = conv2d(x, weight)
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_gradient_goes_by_the_dispatcher_where_that_has_more_to_do():
+    """Recorded straight and through the dispatcher, as under a profiler, it is the same."""
+    gradients = []
+    x, weight = leaf(2, 3, 9, 10), leaf(4, 3, 3, 3)
+    for is_profiled in (False, True):
+        x.grad = weight.grad = None
+        with torch.autograd.profiler.profile(enabled=is_profiled) as profile:
+            conv2d(x, weight, padding=1).square().sum().backward()
+        gradients.append((x.grad, weight.grad))
+        if is_profiled:
+            names = {event.name for event in profile.function_events}
+            assert {"windrow::conv2d", "windrow::conv2d_backward"} <= names
+    for straight, dispatched in zip(*gradients, strict=True):
+        assert torch.equal(straight, dispatched)
+
+
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 def test_padding_modes(mode):
     ours = Conv2d(3, 4, 3, padding=1, padding_mode=mode)

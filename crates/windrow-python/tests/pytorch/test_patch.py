@@ -445,6 +445,68 @@ def test_the_way_of_later_calls(device, dtype, frozen, layout, times):
     torch.testing.assert_close(module(x), F.relu(F.conv2d(x, module.weight, padding=(0, 1))), **tolerance)
 
 
+@each_device
+@each_winner
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_the_way_of_later_steps_of_training(device, factor, layout, times):
+    times(factor)
+    plain = nn.Conv2d(4, 6, 3, padding=1, device=device).to(memory_format=layout)
+    module = patch(copy.deepcopy(nn.ModuleList([plain]))).model[0]
+    images = [torch.randn(2, 4, 7, 8, device=device) for _ in range(2)]
+    images[1] = images[1].contiguous(memory_format=layout)
+
+    def step(conv, x, wants_x):
+        x = x.clone().requires_grad_(wants_x)
+        conv.zero_grad()
+        y = conv(x)
+        y.square().sum().backward()
+        kept = conv.bias is not None and conv.bias.grad is not None
+        return y, x.grad, conv.weight.grad, conv.bias.grad if kept else None
+
+    def agree(times=3):
+        for x in images:
+            for wants_x in (False, True):
+                if not (wants_x or plain.weight.requires_grad):
+                    continue
+                for _ in range(times):
+                    for got, want in zip(*(step(c, x, wants_x) for c in (module, plain)), strict=True):
+                        assert (got is None) == (want is None)
+                        if got is not None:
+                            torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-4)
+                            assert got.stride() == want.stride()
+
+    agree()
+    is_ours = type(module._last[-1]).__name__ == "_Training"
+    if device == "cpu":
+        assert is_ours == (factor == OURS)
+    # A filter that an optimizer writes, one whose memory is another, one that nobody trains, no bias.
+    with torch.no_grad():
+        module.weight.mul_(2), plain.weight.mul_(2)
+    agree(1)
+    module.weight.data, plain.weight.data = (c.weight.data.clone() for c in (module, plain))
+    agree(2)
+    for convolution in (module, plain):
+        convolution.bias.requires_grad_(False)
+    agree(2)
+    for convolution in (module, plain):
+        convolution.weight.requires_grad_(False)
+        convolution.bias.requires_grad_(True)
+    agree()
+    for convolution in (module, plain):
+        convolution.weight.requires_grad_(True)
+        convolution.bias = None
+    agree()
+    with torch.autograd.profiler.profile():
+        agree(1)
+    x = images[0].clone().requires_grad_()
+    with torch.inference_mode():
+        torch.testing.assert_close(module(images[0]), plain(images[0]), atol=1e-3, rtol=1e-4)
+    (dx,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+    if is_ours:
+        with pytest.raises(NotImplementedError, match="double backward: windrow.torch.conv2d"):
+            dx.sum().backward()
+
+
 def test_the_way_of_later_calls_ends_with_the_memory(times):
     times(OURS)
     module = nn.Conv2d(4, 4, 3).requires_grad_(False)
@@ -463,6 +525,42 @@ def test_the_way_of_later_calls_ends_with_the_memory(times):
     storage = weakref.ref(weight.untyped_storage())
     weight.data = weight.data.clone()
     assert storage() is None and call(x, weight, bias) is None
+
+
+def test_later_calls_bring_images_into_the_layout_of_the_filter_once(times, monkeypatch):
+    times(OURS)
+    module = nn.Conv2d(4, 4, 3).requires_grad_(False).to(memory_format=torch.channels_last)
+    patch(nn.ModuleList([module]))
+    x = leaf(2, 4, 6, 6, grad=False)
+    for _ in range(3):
+        module(x)
+    copies = []
+    bring = _conv2d_fastest.in_layout
+    monkeypatch.setattr(_conv2d_fastest, "in_layout", lambda *a: copies.append(a) or bring(*a))
+    y = module(x)
+    assert len(copies) == 1 and y.is_contiguous(memory_format=torch.channels_last)
+    want = F.conv2d(x, module.weight, module.bias)
+    torch.testing.assert_close(y, want, atol=1e-5, rtol=1e-5)
+    # Images of other strides are not of this way.
+    call, _ = module._ours
+    assert call(x.contiguous(memory_format=torch.channels_last), module.weight, module.bias) is None
+    for other in (x.contiguous(memory_format=torch.channels_last), x.transpose(2, 3)):
+        want = F.conv2d(other, module.weight, module.bias)
+        torch.testing.assert_close(module(other), want, atol=1e-5, rtol=1e-5)
+
+
+def test_room_for_results_is_looked_for(times, monkeypatch):
+    times(OURS)
+    asked = []
+    monkeypatch.setattr(
+        _fastest._memory, "is_there_room", lambda device, kept, scratch: asked.append(scratch) or True
+    )
+    x, weight = leaf(3, 8, 9, 9), leaf(16, 8, 3, 3)
+    y = conv2d(x, weight, algorithm="fastest")
+    assert asked.pop() >= y.nbytes and not asked
+    y.sum().backward()
+    of_input, of_filter = asked
+    assert of_input >= x.nbytes and of_filter >= weight.nbytes
 
 
 def test_accuracy_of_a_model():

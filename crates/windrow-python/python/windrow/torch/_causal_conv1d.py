@@ -115,17 +115,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, dy: Tensor, dfinal_states: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad[:4]
-    grads = _causal_conv1d_backward(
-        dy,
-        dfinal_states if ctx.return_final_states else None,
-        *ctx.saved_tensors,
-        ctx.activation,
-        needs,
-    )
+    tensors = (dy, dfinal_states if ctx.return_final_states else None, *ctx.saved_tensors)
+    grads = call(_causal_conv1d_backward, _backward_kernel, tensors, ctx.activation, needs)
     return *or_none(grads, needs), None, None, None, None
 
 
-differentiable("causal_conv1d", _setup_context, _backward)
+differentiable(_causal_conv1d, _kernel, _setup_context, _backward)
 autocast(_causal_conv1d, lower_precision=[0, 1, 2, 3])
 
 

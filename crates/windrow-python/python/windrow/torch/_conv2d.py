@@ -120,15 +120,18 @@ def _backward_kernel(
     algorithm: str | None,
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
-    if 0 in dy.stride():
-        # A broadcast gradient, as that of a sum: plans want an element of memory for each.
-        dy = dy.contiguous()
+    dy = _dense(dy)
     options, wanted = (stride, padding, dilation, groups), tuple(needs)
     if algorithm == FASTEST:
         grads = _conv2d_fastest.gradients(dy, x, weight, bias, options, accuracy, wanted)
     else:
         grads = _native.conv2d_backward(dy, x, weight, bias, *options, accuracy, wanted)
     return or_empty(dy, grads)
+
+
+def _dense(dy: Tensor) -> Tensor:
+    """A broadcast gradient, as that of a sum, with an element of memory for each, which plans want."""
+    return dy.contiguous() if 0 in dy.stride() else dy
 
 
 _conv2d = define(
@@ -160,11 +163,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad[:3]
     options = (*ctx.options, ctx.accuracy, ctx.algorithm)
-    grads = _conv2d_backward(dy, *ctx.saved_tensors, *options, needs)
+    grads = call(_conv2d_backward, _backward_kernel, (dy, *ctx.saved_tensors), *options, needs)
     return *or_none(grads, needs), *[None] * 8
 
 
-differentiable("conv2d", _setup_context, _backward)
+differentiable(_conv2d, _kernel, _setup_context, _backward)
 
 
 def _keep_packed(args: tuple[Any, ...], cast: list[Any]) -> None:
@@ -292,6 +295,50 @@ def conv2d(
     return y if after is None else after(y)
 
 
+class _Training:
+    """A convolution and its gradients, for images like x, of which it is decided who computes them."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        run: Callable[[Tensor], Tensor],
+        options: _conv2d_fastest.Options,
+        accuracy: str | None,
+        mine: Callable[[Sequence[bool]], tuple[bool, ...]],
+    ) -> None:
+        self.run, self.options, self.accuracy, self.mine = run, options, accuracy, mine
+        self.ours = run.like(x) if type(run) is _conv2d_fastest.Ours else None
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = None if self.ours is None else self.ours(x, weight, bias)
+        return self.run(x) if y is None else y
+
+    def gradients(
+        self, tensors: Sequence[Tensor | None], needs: tuple[bool, ...]
+    ) -> Sequence[Tensor | None]:
+        """Of dy, x, filter and bias."""
+        if not _native.is_plain(*tensors) or torch._C._is_any_autocast_enabled():
+            rest = (*self.options, self.accuracy, FASTEST, needs)
+            return or_none(_conv2d_backward(*tensors, *rest), needs)
+        dy, *others = tensors
+        rest = (self.options, self.accuracy, needs, self.mine(needs))
+        return _conv2d_fastest.computed(_dense(dy), *others, *rest)
+
+
+class _Trained(torch.autograd.Function):
+    """A `_Training` as PyTorch records it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, by: _Training) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.by = by
+        return by.forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.by.gradients((dy, *ctx.saved_tensors), ctx.needs_input_grad[:3]), None
+
+
 _NOTHING = (None, None, None, None)
 _NO_CALL = (None, None)
 # Attributes of a module that its calls set.
@@ -384,11 +431,17 @@ class Conv2d(nn.Conv2d):
                 self.__dict__["_last"] = (seen, weight, bias, run)
         elif type(run) is _conv2d_fastest.Ours:
             self.__dict__["_ours"] = (run.like(input), flags)
-        if run is None or run is PYTORCHS or _native.is_plain(input, weight, bias):
+        if run is None or run is PYTORCHS:
             return run
-        return None
+        if type(run) is _Training:
+            if _native.is_only_recorded(input, weight, bias):
+                return lambda input: _Trained.apply(input, weight, bias, run)
+            return None
+        return run if _native.is_plain(input, weight, bias) else None
 
-    def _found(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+    def _found(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Callable[[Tensor], Tensor] | _Training | None:
         if self.padding_mode != "zeros" or isinstance(self.padding, str):
             return None
         options = (self.stride, self.padding, self.dilation, self.groups)
@@ -397,12 +450,18 @@ class Conv2d(nn.Conv2d):
         if is_pytorchs:
             self.__dict__["_pytorchs"] = (input.shape, input.dtype, torch.is_grad_enabled())
             return PYTORCHS
-        is_plain = _native.is_plain(input, weight, bias) and not torch._C._is_any_autocast_enabled()
-        if is_pytorchs is None or not is_plain:
+        if is_pytorchs is None or torch._C._is_any_autocast_enabled():
             return None
-        of = (input, weight, bias, options, None, accuracy, kept_with(weight, self.frozen))
-        run, is_final = _conv2d_fastest.way(*of)
-        return run if is_final else None
+        is_plain = _native.is_plain(input, weight, bias)
+        if not (is_plain or _native.is_only_recorded(input, weight, bias)):
+            return None
+        changes = not is_plain and weight.requires_grad
+        filters = unkept if changes else kept_with(weight, self.frozen)
+        run, is_final = _conv2d_fastest.way(input, weight, bias, options, None, accuracy, filters)
+        if is_plain or not is_final:
+            return run if is_final else None
+        mine = _conv2d_fastest.gradients_of(input, weight, bias, options, accuracy)
+        return None if mine is None else _Training(input, run, options, accuracy, mine)
 
     def _apply(self, *args: Any, **how: Any) -> "Conv2d":
         self._forget()

@@ -1,5 +1,6 @@
 """Convolutions and their gradients by Windrow or by PyTorch, whichever is faster; see `_fastest`."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,13 +31,15 @@ NOTHING_FASTER = "Windrow has nothing faster than cuDNN"
 _FORWARD, _FORWARD_CHANGING = "forward", "forward with a changing filter"
 _OF_INPUT, _OF_FILTER = "gradient of the input", "gradient of the filter"
 _OF_BOTH = "gradient of filter and bias"
+# Whether the gradient of a bias alone is ours: it is a sum, for which PyTorch has nothing better.
+_OF_BIAS_ALONE = True
 
 # What a call has to gain on CUDA: so much longer the interpreter is busy with ours than with PyTorch's, with a filter
 # that is looked at on each call, or packed. A model of many short kernels waits for the interpreter, and gains nothing
 # from faster ones.
 _CALL_SECONDS = 8e-6
 
-# Stride, padding, dilation, groups.
+_OPTIONS = ("stride", "padding", "dilation", "groups")
 Options = tuple[Sequence[int], Sequence[int], Sequence[int], int]
 
 
@@ -54,26 +57,35 @@ class Ours:
         image = in_layout(x, self.layout)
         return _native.conv2d(image, self.weight, self.bias, **self.named, filters=self.filters())
 
-    def like(self, x: Tensor) -> _native.Conv2dCall | None:
-        """The same for images like x; None where these are brought into another layout first."""
-        if in_layout(x, self.layout) is not x:
-            return None
-        return _native.Conv2dCall(x, self.weight, self.bias, **self.named, filters=self.filters())
+    def like(self, x: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Tensor | None]:
+        """The same for images like x; None comes of others."""
+        image, strides = in_layout(x, self.layout), x.stride()
+        call = _native.Conv2dCall(image, self.weight, self.bias, **self.named, filters=self.filters())
+        if image is x:
+            return call
+
+        def copied(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+            return call(in_layout(x, self.layout), weight, bias) if x.stride() == strides else None
+
+        return copied
 
     def straight(self, x: Tensor) -> Callable[[], Tensor]:
         """The call that a module comes to make for x."""
         call = self.like(x)
 
         def run() -> Tensor:
-            y = None if call is None else call(x, self.weight, self.bias)
+            y = call(x, self.weight, self.bias)
             return self(x) if y is None else y
 
         return run
 
     def bytes(self, x: Tensor, is_kept: bool) -> tuple[int, int]:
-        """Memory that it needs beside its tensors: for the packed filter, and for the rest."""
+        """Memory that it needs: for good, for the packed filter, and while it runs, with its result."""
         image = in_layout(x, self.layout)
-        return _native.conv2d_bytes(image, self.weight, self.bias, **self.named, is_kept=is_kept)
+        kept, rest = _native.conv2d_bytes(image, self.weight, self.bias, **self.named, is_kept=is_kept)
+        shape = output_shape(x, self.weight, tuple(self.named[name] for name in _OPTIONS))
+        copied = 0 if image is x else x.nbytes
+        return kept, rest + copied + math.prod(shape) * x.element_size()
 
 
 def way(
@@ -161,44 +173,76 @@ def gradients(
     accuracy: str | None,
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
-    def pytorch(*needs: bool) -> list[Tensor | None]:
-        sizes = None if bias is None else list(bias.shape)
-        stride, padding, dilation, groups = options
-        rest = (sizes, stride, padding, dilation, False, [0, 0], groups, needs)
-        grads = torch.ops.aten.convolution_backward(dy, x, weight, *rest)
-        of = (x, weight, bias)
-        return [_laid_out_like(t, g) if n else None for g, t, n in zip(grads, of, needs, strict=True)]
-
-    def ours(*needs: bool) -> list[Tensor | None]:
-        return _native.conv2d_backward(dy, x, weight, bias, *options, accuracy, needs)
-
     if not can_be_ours(x, weight, bias):
-        return pytorch(*needs)
+        return computed(dy, x, weight, bias, options, accuracy, needs, (False, False, False))
     problem = problem_of(x, weight, bias, options, None, accuracy)
 
     def is_ours(mode: str, *needs: bool) -> bool:
+        def by(who: bool) -> Callable[[], list[Tensor | None]]:
+            mine = tuple(n and who for n in needs)
+            return lambda: computed(dy, x, weight, bias, options, accuracy, needs, mine)
+
         def contestants() -> Iterator[Contestant]:
             scratch = _native.conv2d_backward_bytes(dy, x, weight, *options, accuracy)
-            yield Contestant(_OURS, lambda: ours(*needs), scratch=scratch)
+            scratch += x.nbytes * needs[0] + weight.nbytes * needs[1]
+            yield Contestant(_OURS, by(True), scratch=scratch)
 
         choice = chosen(mode, problem)
         if choice is None:
-            choice = decide(mode, problem, x.device, lambda: pytorch(*needs), contestants)
+            choice = decide(mode, problem, x.device, by(False), contestants)
         return choice == _OURS
 
     of_input, of_filter, of_bias = needs
     first = of_input and is_ours(_OF_INPUT, True, False, False)
-    if of_filter:
-        rest = is_ours(_mode_of_filter(of_bias), False, True, of_bias)
-    else:
-        rest = of_bias  # A sum, for which PyTorch has nothing better.
+    rest = is_ours(_mode_of_filter(of_bias), False, True, of_bias) if of_filter else _OF_BIAS_ALONE
     mine = (first, rest and of_filter, rest and of_bias)
-    others = tuple(n and not m for n, m in zip(needs, mine, strict=True))
-    if not any(mine):
-        return pytorch(*others)
-    if not any(others):
-        return ours(*mine)
-    return [m if t is None else t for m, t in zip(ours(*mine), pytorch(*others), strict=True)]
+    return computed(dy, x, weight, bias, options, accuracy, needs, mine)
+
+
+def gradients_of(
+    x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, accuracy: str | None
+) -> Callable[[Sequence[bool]], tuple[bool, ...]] | None:
+    """Which of the gradients that are needed Windrow computes, for images like x; None as long as that is not decided."""
+    problem = problem_of(x, weight, bias, options, None, accuracy)
+    of_both = bias is not None and bias.requires_grad
+    decided = [chosen(mode, problem) for mode in (_OF_INPUT, _mode_of_filter(of_both))]
+    is_ours = [choice == _OURS for choice in decided]
+    if (x.requires_grad and decided[0] is None) or (weight.requires_grad and decided[1] is None):
+        return None
+
+    def mine(needs: Sequence[bool]) -> tuple[bool, ...]:
+        rest = is_ours[1] if needs[1] else _OF_BIAS_ALONE
+        return (needs[0] and is_ours[0], needs[1] and rest, needs[2] and rest)
+
+    return mine
+
+
+def computed(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: Options,
+    accuracy: str | None,
+    needs: Sequence[bool],
+    mine: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients that are needed, of these `mine` by Windrow and the others by PyTorch."""
+    if any(mine):
+        grads = _native.conv2d_backward(dy, x, weight, bias, *options, accuracy, mine)
+        if mine == needs:
+            return grads
+    else:
+        grads = [None, None, None]
+    others = [n and not m for n, m in zip(needs, mine, strict=True)]
+    sizes = None if bias is None else list(bias.shape)
+    stride, padding, dilation, groups = options
+    rest = (sizes, stride, padding, dilation, False, [0, 0], groups, others)
+    theirs = torch.ops.aten.convolution_backward.default(dy, x, weight, *rest)
+    return [
+        _laid_out_like(t, g) if other else m
+        for m, g, t, other in zip(grads, theirs, (x, weight, bias), others, strict=True)
+    ]
 
 
 def is_pytorchs(
@@ -281,8 +325,7 @@ def problem_of(
 
 
 def as_named(options: Options, **more: Any) -> dict[str, Any]:
-    names = ("stride", "padding", "dilation", "groups")
-    return {**dict(zip(names, options, strict=True)), **more}
+    return {**dict(zip(_OPTIONS, options, strict=True)), **more}
 
 
 def can_be_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

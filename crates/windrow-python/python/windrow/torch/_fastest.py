@@ -32,8 +32,8 @@ Problem = tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to compute something. `kept` and `scratch` are bytes that it needs beside PyTorch's
-    tensors: for good, and while it runs. `forget` drops what it keeps."""
+    """One way to compute something. `kept` and `scratch` are bytes that it needs: for good, and while it runs, with its
+    results. `forget` drops what it keeps."""
 
     name: str
     run: Callable[[], Any]

@@ -63,11 +63,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad[:3]
-    grads = _gelu_backward(dy, *ctx.saved_tensors, ctx.approximate, needs)
+    tensors = (dy, *ctx.saved_tensors)
+    grads = call(_gelu_backward, _backward_kernel, tensors, ctx.approximate, needs)
     return *or_none(grads, needs), None
 
 
-differentiable("gelu", _setup_context, _backward)
+differentiable(_gelu, _kernel, _setup_context, _backward)
 
 
 def gelu(

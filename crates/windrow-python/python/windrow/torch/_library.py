@@ -27,10 +27,18 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
     return getattr(torch.ops.windrow, name).default
 
 
+# What records an operator for gradients without the dispatcher, which takes several times as long to do so.
+_recorders: dict[Any, type[torch.autograd.Function]] = {}
+
+
 def differentiable(
-    name: str, setup_context: Callable[..., None], backward: Callable[..., Any]
+    operator: Any,
+    kernel: Callable[..., Any],
+    setup_context: Callable[..., None],
+    gradient: Callable[..., Any],
 ) -> None:
-    """Gives `windrow::name` a gradient, computed by the operator `windrow::name_backward`."""
+    """Gives `windrow::name`, which `kernel` computes, a gradient, computed by the operator `windrow::name_backward`."""
+    name = operator._opname
 
     def twice(ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError(
@@ -38,7 +46,19 @@ def differentiable(
             "one use PyTorch's own operator"
         )
 
-    _autograd(name, name, setup_context, backward)
+    class Recorder(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            result = kernel(*args)
+            setup_context(ctx, args, result)
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return gradient(ctx, *grads)
+
+    _recorders[operator] = Recorder
+    _autograd(name, name, setup_context, gradient)
     _autograd(f"{name}_backward", name, _nothing, twice)
 
 
@@ -131,15 +151,15 @@ def call(
     *rest: Any,
     aten: Callable[..., Any] | None = None,
 ) -> Any:
-    """`operator(*tensors, *rest)`, past the dispatcher where that would only call the kernel. `aten`
+    """`operator(*tensors, *rest)`, past the dispatcher where that would only call the kernel, and record it. `aten`
     is the same by PyTorch's own operators, for an export to ONNX, which knows no others."""
-    if (
-        not torch.compiler.is_dynamo_compiling()
-        and _native.is_plain(*tensors)
-        and not torch._C._is_any_autocast_enabled()
-    ):
+    if not (torch.compiler.is_dynamo_compiling() or torch._C._is_any_autocast_enabled()):
         try:
-            return kernel(*tensors, *rest)
+            if _native.is_plain(*tensors):
+                return kernel(*tensors, *rest)
+            recorder = _recorders.get(operator)
+            if recorder is not None and _native.is_only_recorded(*tensors):
+                return recorder.apply(*tensors, *rest)
         except _native.NotInPlace:
             pass  # The dispatcher may have a way to make it a plain tensor.
     if aten is not None and torch.onnx.is_in_onnx_export():

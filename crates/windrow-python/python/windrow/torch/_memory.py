@@ -1,8 +1,8 @@
 """Whether there is room for what Windrow needs beside PyTorch's own memory.
 
 A patched model may need at most a tenth more than PyTorch alone has needed so far: for its weights and
-what its layers make of an input. What is packed counts for good, scratch memory where PyTorch has needed
-as much at another time. On CUDA PyTorch's allocator tells; on Linux's CPUs the resident memory since a
+what its layers make of an input. What is packed counts for good, results and scratch memory where PyTorch has
+needed as much at another time. On CUDA PyTorch's allocator tells; on Linux's CPUs the resident memory since a
 model was patched. Elsewhere nothing tells, and there is always room.
 
 On CPUs what is packed does not count: for one image a model needs little more than its filters, so that a
@@ -60,7 +60,7 @@ def ran(device: torch.device) -> None:
 
 
 def is_there_room(device: torch.device, kept: int, scratch: int) -> bool:
-    """For so many bytes for good, and so many more during a run."""
+    """For so many bytes for good, and so many more during a run, its results among them."""
     if device.type == "cuda":
         look(device)
         peak, now = _theirs.get(device, 0), torch.cuda.memory_allocated(device)
@@ -71,7 +71,7 @@ def is_there_room(device: torch.device, kept: int, scratch: int) -> bool:
             return True
         peak, now, packed, kept = _peak, in_use, 0, 0
     room = max(_FREE, int(_SHARE * peak)) - packed
-    # Scratch memory may be as much as PyTorch has needed at another time, even if there is no room otherwise.
+    # Results and scratch memory may be as much as PyTorch has needed at another time, even if there is no room otherwise.
     return (kept == 0 or kept <= room) and scratch <= max(0, room - kept) + max(0, peak - now)
 
 
