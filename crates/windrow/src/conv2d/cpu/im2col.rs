@@ -8,10 +8,10 @@
 use super::epilogue::{Epilogue, Lanes, Store, StoreTile};
 use super::pack::{PackPanels, PackRows};
 use super::stencil::Stencil;
-use crate::Result;
-use crate::cpu::gemm::{Blocking, Left, Operands, Right, Scratch, left_stride, tile_shape};
+use crate::cpu::gemm::{Blocking, Left, Operands, Place, Right, Scratch, left_stride, tile_shape};
 use crate::cpu::{Isa, SendPtr, SimdElement, dispatch, parallel_for};
 use crate::lists::filled;
+use crate::{DType, Result};
 use std::ops::Range;
 
 /// Largest block of rows and of columns: panels of both operands and the tiles between them stay in
@@ -25,10 +25,13 @@ pub(crate) struct Im2colGemm {
     lanes: Lanes,
     blocking: Blocking,
     threads: usize,
+    /// One tap, whose channels lie next to each other in the source.
+    is_merged: bool,
 }
 
 impl Im2colGemm {
     pub(crate) fn new(stencil: Stencil, isa: Isa, threads: usize) -> Self {
+        let stencil = stencil.merged();
         let (k, pixels, terms) = (stencil.k, stencil.pixels(), stencil.terms());
         let (_, nr) = tile_shape(isa);
         // Few channels would leave most of a vector idle.
@@ -52,7 +55,8 @@ impl Im2colGemm {
             block[0] /= 2;
             blocking = make(block);
         }
-        Im2colGemm { stencil, lanes, blocking, threads }
+        let is_merged = stencil.is_one_tap() && stencil.src[1] == 1;
+        Im2colGemm { stencil, lanes, blocking, threads, is_merged }
     }
 
     /// Blocking in words.
@@ -217,6 +221,20 @@ impl<T: SimdElement> Product<'_, T> {
         self.src.wrapping_offset(self.plan.stencil.src_group(group))
     }
 
+    /// The first term of the first pixel and the distance of pixels, if they can be multiplied where they are.
+    fn in_place(
+        &self,
+        src: *const T,
+        pixels: &Range<usize>,
+        terms: &Range<usize>,
+    ) -> Option<(*const f32, usize)> {
+        let Stencil { n, dst_size, src: strides, step, .. } = self.plan.stencil;
+        let row = strides[3].checked_mul(step[1] as isize)?;
+        let is_plain = T::DTYPE == DType::F32 && self.plan.is_merged && n * dst_size[0] == 1;
+        let at = pixels.start as isize * row + terms.start as isize;
+        (is_plain && row > 0).then(|| (src.wrapping_offset(at).cast(), row as usize))
+    }
+
     /// Start of the panel of packed filter channels that begins at `k`, at its first term, and the
     /// distance of panels.
     fn filter(&self, group: usize, k: usize, term: usize) -> (*const f32, usize) {
@@ -244,6 +262,10 @@ impl<T: SimdElement> Operands for Product<'_, T> {
                 let row = left_stride(terms.len());
                 let stencil = &self.plan.stencil;
                 let src = self.src(group);
+                if let Some((ptr, row)) = self.in_place(src, &rows, &terms) {
+                    // Of one panel the distance to the next may overflow, and is not used.
+                    return Left { ptr, panel: mr.wrapping_mul(row), row, step: 1 };
+                }
                 dispatch(isa, PackRows { stencil, src, pixels: rows, terms, to: scratch, row });
                 Left { ptr: scratch, panel: mr * row, row, step: 1 }
             }
@@ -272,6 +294,26 @@ impl<T: SimdElement> Operands for Product<'_, T> {
                 Right { ptr, panel }
             }
         }
+    }
+
+    fn place(&self, group: usize, rows: Range<usize>, cols: Range<usize>) -> Option<Place> {
+        let stencil = &self.plan.stencil;
+        let epilogue = self.epilogue.for_group(group, stencil.k);
+        let bound = epilogue.bound().filter(|_| T::DTYPE == DType::F32)?;
+        let [_, k_stride, _, col] = stencil.dst;
+        let none = std::ptr::null();
+        let bias = |k: usize| match epilogue.bias.is_null() {
+            true => none,
+            false => epilogue.bias.wrapping_add(k),
+        };
+        let (k, pixels, biases, row) = match self.plan.lanes {
+            Lanes::Pixels if col == 1 => (rows.start, cols, [bias(rows.start), none], k_stride),
+            Lanes::Channels => (cols.start, rows, [none, bias(cols.start)], col),
+            Lanes::Pixels => return None,
+        };
+        let at = stencil.dst_run(pixels)? + stencil.dst_group(group) + k as isize * k_stride;
+        let [row_bias, col_bias] = biases;
+        Some(Place { at: self.dst.wrapping_offset(at).cast(), row, row_bias, col_bias, bound })
     }
 
     unsafe fn store(&self, group: usize, rows: Range<usize>, cols: Range<usize>, tile: *const f32) {

@@ -1,12 +1,12 @@
 //! Packing of blocks of the im2col matrix.
 
-use super::rows::{Rows, zero};
+use super::rows::{Rows, copy_ahead, zero, zero_ahead};
 use super::stencil::{Segment, Stencil, Tap};
-use crate::cpu::{Kernel, Simd, SimdElement};
+use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement};
 use std::ops::Range;
 
-/// Most pixels of a panel.
-pub(super) const MAX_PANEL: usize = 192;
+/// Most pixels that are packed at once.
+pub(super) const MAX_PIXELS: usize = 192;
 
 /// Cuts a range of terms into runs of channels of one tap: where the run starts in the range, its
 /// channels, and the filter row and column.
@@ -28,18 +28,29 @@ pub(super) fn parts(
     })
 }
 
-/// Panels [panel, term, pixel of the panel] of the im2col matrix, with vectors over pixels.
+/// Panels [panel, term, pixel of the panel] of the im2col matrix, with vectors over pixels. A term of all
+/// pixels is put together in one line, which is then cut into the panels.
 pub(super) struct PackPanels<'a, T> {
     pub stencil: &'a Stencil,
     /// Channel 0 of the group.
     pub src: *const T,
+    /// At most [`MAX_PIXELS`].
     pub pixels: Range<usize>,
     pub terms: Range<usize>,
     pub to: *mut f32,
-    /// Pixels of a panel, at most [`MAX_PANEL`]; the last panel is filled with zeros.
+    /// Pixels of a panel; anything may stand in the last one's beyond the range.
     pub width: usize,
-    /// Distance of terms.
+    /// Distance of terms, at least `width` in whole vectors.
     pub row: usize,
+}
+
+/// Pixels of a row that one tap reads: some in the padding, then some in the source.
+#[derive(Clone, Copy, Default)]
+struct Piece {
+    segment: Segment,
+    inside: [usize; 2],
+    /// Of the first inside.
+    offset: isize,
 }
 
 impl<T: SimdElement> Kernel for PackPanels<'_, T> {
@@ -48,50 +59,83 @@ impl<T: SimdElement> Kernel for PackPanels<'_, T> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let PackPanels { stencil, width, row: to_row, .. } = self;
-        let mut segments = [Segment::default(); MAX_PANEL];
-        for (q, first) in self.pixels.clone().step_by(width).enumerate() {
-            let pixels = first..(first + width).min(self.pixels.end);
-            let mut count = 0;
-            for segment in stencil.segments(pixels.clone()) {
-                segments[count] = segment;
-                count += 1;
-            }
-            let segments = &segments[..count];
-            let panel = self.to.wrapping_add(q * to_row * self.terms.len());
-            for (at, channels, row, col) in parts(stencil.c, stencil.cols.len(), self.terms.clone())
-            {
-                let (row, col) = (stencil.rows[row], stencil.cols[col]);
-                let inside = |segment: &Segment| match stencil.src_row(segment.i, row) {
-                    Some(_) => stencil.inside(segment.j, segment.len, col),
-                    None => 0..0,
-                };
-                let to = panel.wrapping_add(at * to_row);
-                if pixels.len() < width || segments.iter().any(|g| inside(g).len() < g.len) {
-                    // SAFETY: the panel has `to_row` elements for each term.
-                    unsafe { zero(s, to, channels.len() * to_row) };
-                }
-                for segment in segments {
-                    let inside = inside(segment);
-                    if inside.is_empty() {
+        let len = self.pixels.len();
+        assert!(len <= MAX_PIXELS, "packed line: too little memory");
+        let mut line = [0f32; MAX_PIXELS + MAX_LANES];
+        let mut pieces = [Piece::default(); MAX_PIXELS];
+        let mut count = 0;
+        for segment in stencil.segments(self.pixels.clone()) {
+            pieces[count].segment = segment;
+            count += 1;
+        }
+        let pieces = &mut pieces[..count];
+        let step = stencil.src[3] * stencil.step[1] as isize;
+        for (at, channels, row, col) in parts(stencil.c, stencil.cols.len(), self.terms.clone()) {
+            let (row, col) = (stencil.rows[row], stencil.cols[col]);
+            pieces.iter_mut().for_each(|piece| piece.read(stencil, row, col));
+            let is_run = step == 1 && count == 1 && pieces[0].inside == [0, len];
+            for (i, c) in channels.enumerate() {
+                let from = self.src.wrapping_offset(c as isize * stencil.src[1]);
+                let to = self.to.wrapping_add((at + i) * to_row);
+                let panel = to_row * self.terms.len();
+                // SAFETY: the pieces' pixels are in the source; the line has a vector more than pixels, and a
+                // panel `to_row` elements for each term.
+                unsafe {
+                    if is_run {
+                        cut(s, from.wrapping_offset(pieces[0].offset), len, width, to, panel);
                         continue;
                     }
-                    let i = (segment.i * stencil.step[0]) as isize + row.offset;
-                    let j = ((segment.j + inside.start) * stencil.step[1]) as isize + col.offset;
-                    let offset = segment.n as isize * stencil.src[0]
-                        + channels.start as isize * stencil.src[1]
-                        + i * stencil.src[2]
-                        + j * stencil.src[3];
-                    let from = Rows {
-                        ptr: self.src.wrapping_offset(offset),
-                        row: stencil.src[1],
-                        col: stencil.src[3] * stencil.step[1] as isize,
-                    };
-                    let to = to.wrapping_add(segment.lane + inside.start);
-                    // SAFETY: the run of pixels is in the source and in the rows of the panel.
-                    unsafe { from.copy(s, channels.len(), inside.len(), to, to_row) };
+                    for piece in &*pieces {
+                        let [start, end] = piece.inside;
+                        let at = line.as_mut_ptr().add(piece.segment.lane);
+                        zero_ahead(s, at, start);
+                        let from = from.wrapping_offset(piece.offset);
+                        copy_ahead(s, from, step, at.add(start), end - start);
+                        zero_ahead(s, at.add(end), piece.segment.len - end);
+                    }
+                    cut(s, line.as_ptr(), len, width, to, panel);
                 }
             }
         }
+    }
+}
+
+impl Piece {
+    /// Those of another tap.
+    #[inline(always)]
+    fn read(&mut self, stencil: &Stencil, row: Tap, col: Tap) {
+        let Segment { n, i, j, len, .. } = self.segment;
+        let Some(i) = stencil.src_row(i, row) else {
+            self.inside = [0, 0];
+            return;
+        };
+        let inside = stencil.inside(j, len, col);
+        let j = ((j + inside.start) * stencil.step[1]) as isize + col.offset;
+        // Nothing is read at the place of an empty range, which need not exist.
+        self.offset = (n as isize * stencil.src[0])
+            .wrapping_add(i as isize * stencil.src[2])
+            .wrapping_add(j.wrapping_mul(stencil.src[3]));
+        self.inside = [inside.start, inside.end];
+    }
+}
+
+/// Cuts a line into panels of `width`, `panel` elements apart.
+///
+/// # Safety
+/// `len` elements are readable at `from`, and panels of `width` in whole vectors are writable.
+#[inline(always)]
+unsafe fn cut<S: Simd, T: SimdElement>(
+    s: S,
+    from: *const T,
+    len: usize,
+    width: usize,
+    to: *mut f32,
+    panel: usize,
+) {
+    for (q, first) in (0..len).step_by(width).enumerate() {
+        let (from, to) = (from.wrapping_add(first), to.wrapping_add(q * panel));
+        // SAFETY: promised by the caller.
+        unsafe { copy_ahead(s, from, 1, to, width.min(len - first)) };
     }
 }
 
@@ -208,7 +252,15 @@ impl<T: SimdElement> PackRows<'_, T> {
                 row: stencil.src[3] * stencil.step[1] as isize,
                 col: stencil.src[1],
             };
-            from.copy(s, pixels.len(), channels.len(), to, self.row);
+            // Whole vectors, where what they write beyond is yet to be written, or is the end of the row.
+            if from.col == 1 && at + channels.len().next_multiple_of(S::LANES) <= self.row {
+                for i in 0..pixels.len() {
+                    let from = from.ptr.offset(i as isize * from.row);
+                    copy_ahead(s, from, 1, to.add(i * self.row), channels.len());
+                }
+            } else {
+                from.copy(s, pixels.len(), channels.len(), to, self.row);
+            }
         }
     }
 }

@@ -76,14 +76,69 @@ unsafe fn copy_even<S: Simd, T: SimdElement>(s: S, from: *const T, to: *mut f32,
             j += S::LANES;
         }
         if j < len {
-            let (from, left) = (from.add(2 * j), 2 * (len - j) - 1);
-            let first = T::load_first(s, from, left.min(S::LANES));
-            let second = match left.saturating_sub(S::LANES) {
-                0 => s.zero(),
-                left => T::load_first(s, from.add(S::LANES), left),
-            };
-            s.store_first(to.add(j), s.even(first, second), len - j);
+            s.store_first(to.add(j), last_even(s, from.add(2 * j), len - j), len - j);
         }
+    }
+}
+
+/// Copies elements `col` apart in whole vectors: up to a vector more is written, where what follows is yet
+/// to be written.
+///
+/// # Safety
+/// `len` elements are readable, and as many in whole vectors writable at `to`.
+#[inline(always)]
+pub(super) unsafe fn copy_ahead<S: Simd, T: SimdElement>(
+    s: S,
+    from: *const T,
+    col: isize,
+    to: *mut f32,
+    len: usize,
+) {
+    // SAFETY: promised by the caller; a vector is loaded only where all of its lanes are asked for.
+    unsafe {
+        if col == 1 {
+            let mut j = 0;
+            while j + S::LANES <= len {
+                s.store(to.add(j), T::load(s, from.add(j)));
+                j += S::LANES;
+            }
+            if j < len {
+                s.store(to.add(j), T::load_first(s, from.add(j), len - j));
+            }
+        } else if col == 2 {
+            let mut j = 0;
+            while j + S::LANES < len {
+                let from = from.add(2 * j);
+                let pair = s.even(T::load(s, from), T::load(s, from.add(S::LANES)));
+                s.store(to.add(j), pair);
+                j += S::LANES;
+            }
+            if j < len {
+                s.store(to.add(j), last_even(s, from.add(2 * j), len - j));
+            }
+        } else {
+            for j in 0..len {
+                to.add(j).write(from.offset(j as isize * col).read().to_f32());
+            }
+        }
+    }
+}
+
+/// Every second element of the last `2 * len - 1`, at most a vector of them.
+///
+/// # Safety
+/// These are readable at `from`.
+#[inline(always)]
+unsafe fn last_even<S: Simd, T: SimdElement>(s: S, from: *const T, len: usize) -> S::F32 {
+    let left = 2 * len - 1;
+    // SAFETY: promised by the caller; the element after the last is never read.
+    unsafe {
+        let first = T::load_first(s, from, left.min(S::LANES));
+        let second = match left.saturating_sub(S::LANES) {
+            0 => s.zero(),
+            left => T::load_first(s, from.add(S::LANES), left),
+        };
+        s.even(first, second)
     }
 }
 

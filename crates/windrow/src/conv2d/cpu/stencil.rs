@@ -135,6 +135,58 @@ impl Stencil {
         }
     }
 
+    /// Whether the filter has one tap, which reads no padding.
+    pub(crate) fn is_one_tap(&self) -> bool {
+        (0..2).all(|d| {
+            let taps = if d == 0 { &self.rows } else { &self.cols };
+            let last = self.dst_size[d].saturating_sub(1) * self.step[d];
+            matches!(taps[..], [Tap { offset: 0, .. }]) && last < self.src_size[d]
+        })
+    }
+
+    /// The same with as few and as long rows as the strides allow, which takes a filter of one tap. Pixels keep
+    /// their numbers.
+    pub(crate) fn merged(mut self) -> Self {
+        let [height, width] = self.dst_size;
+        if !self.is_one_tap() || self.n * height * width == 0 {
+            return self;
+        }
+        let times = |stride: isize, count: usize| stride.checked_mul(count as isize);
+        let [src_row, src_col] = [2, 3].map(|d| times(self.src[d], self.step[d - 2]));
+        // Whether so many steps lead to the next of what is `stride` apart, on both sides.
+        let follow = |src: Option<isize>, dst: isize, count: usize| {
+            let ends =
+                [src_col, Some(self.dst[3])].map(|col| col.and_then(|col| times(col, count)));
+            src.is_some() && ends == [src, Some(dst)]
+        };
+        if height > 1 && !follow(src_row, self.dst[2], width) {
+            return self;
+        }
+        let pixels = height * width;
+        let all = self.n == 1 || follow(Some(self.src[0]), self.dst[0], pixels);
+        let images = if all { self.n } else { 1 };
+        self.n /= images;
+        self.dst_size = [1, images * pixels];
+        self.src_size = [1, (images * pixels - 1) * self.step[1] + 1];
+        self
+    }
+
+    /// Where the first of a range of pixels, numbered as for [`Stencil::segments`], lies in the destination,
+    /// if all others follow it at the distance of neighbours.
+    #[inline(always)]
+    pub(crate) fn dst_run(&self, pixels: Range<usize>) -> Option<isize> {
+        let [height, width] = self.dst_size;
+        let [n_stride, _, row, col] = self.dst;
+        let (line, j) = (pixels.start / width, pixels.start % width);
+        let (n, i) = (line / height, line % height);
+        let rows_follow = || {
+            i * width + j + pixels.len() <= height * width
+                && col.checked_mul(width as isize) == Some(row)
+        };
+        (j + pixels.len() <= width || rows_follow())
+            .then(|| n as isize * n_stride + i as isize * row + j as isize * col)
+    }
+
     /// Terms of the sum for one element.
     pub(crate) fn terms(&self) -> usize {
         self.c * self.rows.len() * self.cols.len()

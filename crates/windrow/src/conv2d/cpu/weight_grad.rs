@@ -1,15 +1,15 @@
 //! The filter's gradient as a matrix product: the im2col matrix transposed by the output's gradient,
 //! summed over pixels in an order that does not depend on threads.
 
-use super::pack::{MAX_PANEL, PackPanels, PackRows, parts};
+use super::pack::{MAX_PIXELS, PackPanels, PackRows, parts};
 use super::rows::Rows;
 use super::stencil::Stencil;
 use crate::cpu::gemm::{Blocking, Left, MAX_TERMS, Operands, Right, Scratch, left_stride};
 use crate::cpu::{Isa, Kernel, Simd, SimdElement, dispatch};
 use std::ops::Range;
 
-// A block of terms is one panel of pixels.
-const _: () = assert!(MAX_TERMS <= MAX_PANEL);
+// A block of terms is packed at once.
+const _: () = assert!(MAX_TERMS <= MAX_PIXELS);
 
 /// Most output channels of a block: the im2col matrix is packed once for each.
 const CHANNELS: usize = 512;

@@ -54,26 +54,66 @@ pub(crate) struct Right {
     pub panel: usize,
 }
 
+/// Memory of a finished tile whose columns lie next to each other, and what is done on the way there.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Place {
+    pub at: *mut f32,
+    /// Distance of rows.
+    pub row: isize,
+    /// One number for each row, one for each column: they are added. Null for none.
+    pub row_bias: *const f32,
+    pub col_bias: *const f32,
+    /// What is smaller becomes this.
+    pub bound: f32,
+}
+
+impl Place {
+    /// From row `i` and column `j` on.
+    #[inline(always)]
+    fn tile(self, i: usize, j: usize) -> Self {
+        let bias = |bias: *const f32, at: usize| match bias.is_null() {
+            true => bias,
+            false => bias.wrapping_add(at),
+        };
+        Place {
+            at: self.at.wrapping_offset(i as isize * self.row).wrapping_add(j),
+            row_bias: bias(self.row_bias, i),
+            col_bias: bias(self.col_bias, j),
+            ..self
+        }
+    }
+}
+
 /// `c[rows][nr] (+)= a[rows][terms] * b[terms][nr]`
 struct Tile {
     rows: usize,
+    cols: usize,
     terms: usize,
     a: Left,
     b: *const f32,
     c: *mut f32,
     accumulate: bool,
+    /// Where the sums go instead of `c`.
+    place: Option<Place>,
 }
 
-impl Kernel for Tile {
-    type Output = ();
-
+impl Tile {
+    /// # Safety
+    /// As for [`tile`], with at most the rows of an instruction set's tile.
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
+    unsafe fn run<S: Simd>(&self, s: S) {
         macro_rules! rows {
             ($($r:literal)*) => {
                 match self.rows {
-                    // SAFETY: `Tile` is made by `run_task` only, where the panels are readable.
-                    $($r if $r <= max_rows::<S>() => unsafe { tile::<S, $r>(s, &self) },)*
+                    // SAFETY: passed on.
+                    $($r if $r <= max_rows::<S>() => unsafe {
+                        // Half of a narrow tile would be idle.
+                        if self.cols <= S::LANES {
+                            tile::<S, $r, 1>(s, self)
+                        } else {
+                            tile::<S, $r, VECTORS>(s, self)
+                        }
+                    },)*
                     rows => unreachable!("a tile of {rows} rows"),
                 }
             };
@@ -83,12 +123,18 @@ impl Kernel for Tile {
 }
 
 /// # Safety
-/// Panels `a` and `b` of `t.terms` terms are readable, `c` holds R rows of VECTORS vectors.
+/// Panels `a` and `b` of `t.terms` terms are readable, `c` holds R rows of VECTORS vectors, and the place
+/// R rows of `t.cols` elements.
 #[inline(always)]
-unsafe fn tile<S: Simd, const R: usize>(s: S, t: &Tile) {
+unsafe fn tile<S: Simd, const R: usize, const V: usize>(s: S, t: &Tile) {
     // SAFETY: as promised by the caller; both loops read exactly R rows and `terms` terms.
     unsafe {
-        let mut acc = [[s.zero(); VECTORS]; R];
+        if let Some(place) = t.place {
+            for i in 0..R {
+                s.prefetch_write(place.at.wrapping_offset(i as isize * place.row));
+            }
+        }
+        let mut acc = [[s.zero(); V]; R];
         if t.a.row == 1 && t.a.step == R {
             // Packed: offsets within a step are constants.
             for p in 0..t.terms {
@@ -104,25 +150,52 @@ unsafe fn tile<S: Simd, const R: usize>(s: S, t: &Tile) {
         for (i, row) in acc.into_iter().enumerate() {
             for (v, sum) in row.into_iter().enumerate() {
                 let c = t.c.add((i * VECTORS + v) * S::LANES);
-                s.store(c, if t.accumulate { s.add(s.load(c), sum) } else { sum });
+                let sum = if t.accumulate { s.add(s.load(c), sum) } else { sum };
+                match t.place {
+                    None => s.store(c, sum),
+                    Some(place) => put(s, place, i, v * S::LANES, t.cols, sum),
+                }
             }
         }
+    }
+}
+
+/// Brings sums of row `i` from column `j` on to their place, which has `cols` columns.
+///
+/// # Safety
+/// These elements are writable, and the biases readable.
+#[inline(always)]
+unsafe fn put<S: Simd>(s: S, place: Place, i: usize, j: usize, cols: usize, sum: S::F32) {
+    let len = cols.saturating_sub(j).min(S::LANES);
+    // SAFETY: promised by the caller.
+    unsafe {
+        let mut y = sum;
+        if !place.row_bias.is_null() {
+            y = s.add(y, s.splat(*place.row_bias.add(i)));
+        }
+        if !place.col_bias.is_null() {
+            let bias = place.col_bias.wrapping_add(j);
+            y = s.add(y, if len == S::LANES { s.load(bias) } else { s.load_first(bias, len) });
+        }
+        let y = s.max(s.splat(place.bound), y);
+        let at = place.at.wrapping_offset(i as isize * place.row).wrapping_add(j);
+        if len == S::LANES { s.store(at, y) } else { s.store_first(at, y, len) }
     }
 }
 
 /// One term of every sum in the tile.
 ///
 /// # Safety
-/// `VECTORS` vectors are readable at `b`, and `a(i)` may be called for `i < R`.
+/// V vectors are readable at `b`, and `a(i)` may be called for `i < R`.
 #[inline(always)]
-unsafe fn step<S: Simd, const R: usize>(
+unsafe fn step<S: Simd, const R: usize, const V: usize>(
     s: S,
-    acc: &mut [[S::F32; VECTORS]; R],
+    acc: &mut [[S::F32; V]; R],
     b: *const f32,
     a: impl Fn(usize) -> f32,
 ) {
-    // SAFETY: VECTORS vectors are readable at b.
-    let b: [S::F32; VECTORS] = std::array::from_fn(|v| unsafe { s.load(b.add(v * S::LANES)) });
+    // SAFETY: V vectors are readable at b.
+    let b: [S::F32; V] = std::array::from_fn(|v| unsafe { s.load(b.add(v * S::LANES)) });
     for (i, row) in acc.iter_mut().enumerate() {
         let a = s.splat(a(i));
         for (sum, b) in row.iter_mut().zip(b) {
@@ -133,8 +206,8 @@ unsafe fn step<S: Simd, const R: usize>(
 
 /// What a blocked product multiplies and where the result goes.
 ///
-/// Row and column ranges start at multiples of `mr` and `nr`; packed operands are zero (or anything
-/// finite) in the rows and columns beyond the matrix that fill the last panel.
+/// Row and column ranges start at multiples of `mr` and `nr`. The last panel of a right operand has as
+/// many columns as the others, with anything in those beyond the matrix; rows beyond it are not read.
 pub(crate) trait Operands: Sync {
     /// Panels of the left operand, packed into `scratch` where needed.
     ///
@@ -159,6 +232,12 @@ pub(crate) trait Operands: Sync {
         terms: Range<usize>,
         scratch: *mut f32,
     ) -> Right;
+
+    /// Where a finished tile, or all tiles of a block, go straight from the registers; `None` if
+    /// [`Operands::store`] takes them.
+    fn place(&self, _: usize, _: Range<usize>, _: Range<usize>) -> Option<Place> {
+        None
+    }
 
     /// Takes a finished tile, row-major with `nr` columns.
     ///
@@ -275,7 +354,6 @@ impl Blocking {
         let (row, col) = (task / col_blocks * self.mc, task % col_blocks * self.nc);
         let rows = row..(row + self.mc).min(self.rows);
         let cols = col..(col + self.nc).min(self.cols);
-        let (row_panels, col_panels) = (rows.len().div_ceil(self.mr), cols.len().div_ceil(self.nr));
         // Without terms a single empty block writes zeros.
         let blocks = self.terms.div_ceil(self.kc).max(1);
         // SAFETY: scratch holds the three parts; operands give panels of the ranges asked for.
@@ -286,22 +364,86 @@ impl Blocking {
                 let terms = block * self.kc..((block + 1) * self.kc).min(self.terms);
                 let left = operands.left(batch, rows.clone(), terms.clone(), scratch);
                 let right = operands.right(batch, cols.clone(), terms.clone(), right_scratch);
-                for (j, i) in (0..col_panels).flat_map(|j| (0..row_panels).map(move |i| (j, i))) {
-                    let index = if blocks > 1 { j * row_panels + i } else { 0 };
+                let place = match block + 1 == blocks {
+                    true => operands.place(batch, rows.clone(), cols.clone()),
+                    false => None,
+                };
+                let (is_first, is_last) = (block == 0, block + 1 == blocks);
+                let (rows, cols, terms) = (rows.clone(), cols.clone(), terms.len());
+                let block = Block {
+                    blocking: self,
+                    operands,
+                    batch,
+                    rows,
+                    cols,
+                    terms,
+                    left,
+                    right,
+                    tiles,
+                    place,
+                    is_first,
+                    is_last,
+                };
+                dispatch(self.isa, block);
+            }
+        }
+    }
+}
+
+/// The tiles of a block for the terms of one step.
+struct Block<'a> {
+    blocking: &'a Blocking,
+    // One kernel serves all.
+    operands: &'a dyn Operands,
+    batch: usize,
+    rows: Range<usize>,
+    cols: Range<usize>,
+    terms: usize,
+    left: Left,
+    right: Right,
+    tiles: *mut f32,
+    /// Of the whole block, where it has one.
+    place: Option<Place>,
+    is_first: bool,
+    is_last: bool,
+}
+
+impl Kernel for Block<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Block { operands, batch, terms, left, right, .. } = self;
+        let Blocking { mr, nr, .. } = *self.blocking;
+        let row_panels = self.rows.len().div_ceil(mr);
+        // With a single step of terms one tile is enough.
+        let waits = !(self.is_first && self.is_last);
+        for (j, col) in self.cols.clone().step_by(nr).enumerate() {
+            let end = (col + nr).min(self.cols.end);
+            for (i, row) in self.rows.clone().step_by(mr).enumerate() {
+                let (rows, cols) = (row..(row + mr).min(self.rows.end), col..end);
+                let place = match self.place {
+                    Some(place) => Some(place.tile(i * mr, j * nr)),
+                    None if self.is_last => operands.place(batch, rows.clone(), cols.clone()),
+                    None => None,
+                };
+                let index = if waits { j * row_panels + i } else { 0 };
+                // SAFETY: scratch memory holds the tiles, operands gave panels of all rows, columns and terms.
+                unsafe {
+                    let c = self.tiles.add(index * mr * nr);
                     let tile = Tile {
-                        rows: self.mr,
-                        terms: terms.len(),
+                        rows: rows.len(),
+                        cols: cols.len(),
+                        terms,
                         a: Left { ptr: left.ptr.add(i * left.panel), ..left },
                         b: right.ptr.add(j * right.panel),
-                        c: tiles.add(index * self.mr * self.nr),
-                        accumulate: block > 0,
+                        c,
+                        accumulate: !self.is_first,
+                        place,
                     };
-                    let c = tile.c;
-                    dispatch(self.isa, tile);
-                    if block + 1 == blocks {
-                        let (row, col) = (row + i * self.mr, col + j * self.nr);
-                        let rows = row..(row + self.mr).min(rows.end);
-                        operands.store(batch, rows, col..(col + self.nr).min(cols.end), c);
+                    tile.run(s);
+                    if self.is_last && place.is_none() {
+                        operands.store(batch, rows, cols, c);
                     }
                 }
             }

@@ -1,12 +1,10 @@
 //! Vectors over channels that are groups of their own and lie next to each other.
 
+use super::super::epilogue::Epilogue;
 use super::super::stencil::{Stencil, Tap};
 use super::Operands;
 use crate::cpu::math::activate;
-use crate::cpu::{Isa, Kernel, Simd, SimdElement, dispatch};
-
-/// Pixels that are summed at once, so that a vector of the filter is loaded once for all of them.
-const PIXELS: usize = 4;
+use crate::cpu::{Isa, Kernel, MAX_LANES, Simd, SimdElement, dispatch};
 
 /// A unit is one row of the destination in one image.
 #[derive(Clone, Debug)]
@@ -45,54 +43,63 @@ impl<T: SimdElement> Kernel for Row<'_, T> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Stencil { groups, dst_size, .. } = *self.stencil;
-        for j in (0..dst_size[1]).step_by(PIXELS) {
-            let pixels = PIXELS.min(dst_size[1] - j);
-            let inside = |tap: &Tap| self.stencil.inside(j, pixels, *tap).len() == pixels;
-            // A stencil may have no taps, so the number of pixels is compared as well.
-            let interior = pixels == PIXELS && self.stencil.cols.iter().all(inside);
-            for channel in (0..groups).step_by(S::LANES) {
-                let count = S::LANES.min(groups - channel);
-                // SAFETY: channels and pixels of the stencil, each once.
-                unsafe {
-                    if interior && count == S::LANES {
-                        self.pixels::<S, true>(s, channel, count, j, pixels);
-                    } else {
-                        self.pixels::<S, false>(s, channel, count, j, pixels);
-                    }
-                }
-            }
+        // So many pixels at once: a vector of the filter is loaded once for all of them, and as many sums as the
+        // multiplier has steps are on their way. Where one of the numbers leaves no rest, that.
+        match self.stencil.dst_size[1] {
+            width if width >= 8 && width % 7 != 0 => self.row::<S, 8>(s),
+            7.. => self.row::<S, 7>(s),
+            4..7 => self.row::<S, 4>(s),
+            _ => self.row::<S, 1>(s),
         }
     }
 }
 
 impl<T: SimdElement> Row<'_, T> {
-    /// `count` channels of `pixels` pixels; a whole vector of [`PIXELS`] pixels, all of whose taps
-    /// are inside of the source's rows, if `FULL`.
+    /// Groups of P pixels and a vector of channels; the last of either may be summed once more.
     #[inline(always)]
-    unsafe fn pixels<S: Simd, const FULL: bool>(
+    fn row<S: Simd, const P: usize>(&self, s: S) {
+        let Stencil { groups, dst_size, .. } = *self.stencil;
+        for j in (0..dst_size[1]).step_by(P) {
+            let j = j.min(dst_size[1] - P);
+            let inside = |tap: &Tap| self.stencil.inside(j, P, *tap).len() == P;
+            let interior = self.stencil.cols.iter().all(inside);
+            for channel in (0..groups).step_by(S::LANES) {
+                let channel = channel.min(groups.saturating_sub(S::LANES));
+                // SAFETY: channels and pixels of the stencil.
+                unsafe {
+                    if groups < S::LANES {
+                        self.pixels::<S, P, false, false>(s, channel, j);
+                    } else if interior {
+                        self.pixels::<S, P, true, true>(s, channel, j);
+                    } else {
+                        self.pixels::<S, P, true, false>(s, channel, j);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Channels of P pixels: a whole vector if `FULL`, else all; with all taps inside of the source's rows if
+    /// `INTERIOR`.
+    #[inline(always)]
+    unsafe fn pixels<S: Simd, const P: usize, const FULL: bool, const INTERIOR: bool>(
         &self,
         s: S,
         channel: usize,
-        count: usize,
         j: usize,
-        pixels: usize,
     ) {
         let (stencil, operands) = (self.stencil, self.operands);
         let (n, i) = (self.unit / stencil.dst_size[0], self.unit % stencil.dst_size[0]);
-        let pixels = if FULL { PIXELS } else { pixels };
         let image = operands.src.wrapping_offset(n as isize * stencil.src[0] + channel as isize);
-        let mut acc = [s.zero(); PIXELS];
+        let count = stencil.groups;
+        let mut acc = [s.zero(); P];
         let mut filter = operands.packed.as_ptr().wrapping_add(channel);
-        // SAFETY: `inside` pixels of taps in existing rows are in the source; the other addresses
-        // are the stencil's own elements.
+        let next = stencil.src[3].wrapping_mul(stencil.step[1] as isize);
+        // SAFETY: pixels of taps in existing rows and columns are in the source; the other addresses are the
+        // stencil's own elements.
         unsafe {
-            let load = |p: *const T| {
-                if FULL || count == S::LANES { T::load(s, p) } else { T::load_first(s, p, count) }
-            };
-            let load_f32 = |p: *const f32| {
-                if FULL || count == S::LANES { s.load(p) } else { s.load_first(p, count) }
-            };
+            let load = |p: *const T| if FULL { T::load(s, p) } else { T::load_first(s, p, count) };
+            let load_f32 = |p: *const f32| if FULL { s.load(p) } else { s.load_first(p, count) };
             for &row_tap in stencil.rows.iter() {
                 let Some(row) = stencil.src_row(i, row_tap) else {
                     filter = filter.wrapping_add(stencil.cols.len() * stencil.groups);
@@ -102,15 +109,22 @@ impl<T: SimdElement> Row<'_, T> {
                 for &Tap { offset, .. } in stencil.cols.iter() {
                     let w = load_f32(filter);
                     filter = filter.wrapping_add(stencil.groups);
-                    for (p, sum) in acc.iter_mut().enumerate().take(pixels) {
-                        let col = ((j + p) * stencil.step[1]) as isize + offset;
-                        if FULL || col >= 0 && col < stencil.src_size[1] as isize {
-                            *sum = s.mul_add(w, load(row.offset(col * stencil.src[3])), *sum);
+                    let col = (j * stencil.step[1]) as isize + offset;
+                    let from = row.wrapping_offset(col.wrapping_mul(stencil.src[3]));
+                    for (p, sum) in acc.iter_mut().enumerate() {
+                        let col = col + (p * stencil.step[1]) as isize;
+                        if INTERIOR || col >= 0 && col < stencil.src_size[1] as isize {
+                            let x = load(from.wrapping_offset(next.wrapping_mul(p as isize)));
+                            *sum = s.mul_add(w, x, *sum);
                         }
                     }
                 }
             }
-            let bias = operands.epilogue.bias;
+            let mut sums = [0f32; 8 * MAX_LANES];
+            for (p, sum) in acc.into_iter().enumerate() {
+                s.store(sums.as_mut_ptr().add(p * MAX_LANES), sum);
+            }
+            let Epilogue { bias, activation } = operands.epilogue;
             let bias = if bias.is_null() { s.zero() } else { load_f32(bias.add(channel)) };
             let [n_stride, _, row_stride, col_stride] = stencil.dst;
             let dst = operands.dst.wrapping_offset(
@@ -119,14 +133,14 @@ impl<T: SimdElement> Row<'_, T> {
                     + i as isize * row_stride
                     + channel as isize,
             );
-            for (p, sum) in acc.into_iter().enumerate().take(pixels) {
-                let y = activate(s, operands.epilogue.activation, s.add(sum, bias));
+            for p in 0..P {
+                let sum = s.add(s.load(sums.as_ptr().add(p * MAX_LANES)), bias);
+                let y = match operands.epilogue.bound() {
+                    Some(bound) => s.max(s.splat(bound), sum),
+                    None => activate(s, activation, sum),
+                };
                 let to = dst.offset((j + p) as isize * col_stride);
-                if FULL || count == S::LANES {
-                    T::store(s, to, y)
-                } else {
-                    T::store_first(s, to, y, count)
-                }
+                if FULL { T::store(s, to, y) } else { T::store_first(s, to, y, count) }
             }
         }
     }

@@ -3,6 +3,7 @@
 mod depthwise;
 mod pairs;
 mod planar;
+mod plane;
 
 use super::epilogue::Epilogue;
 use super::stencil::Stencil;
@@ -11,6 +12,7 @@ use crate::{Result, bf16};
 use depthwise::Depthwise;
 use pairs::Pairs;
 use planar::Planar;
+use plane::Plane;
 
 /// A [`Stencil`] by direct summation, for one instruction set.
 #[derive(Clone, Debug)]
@@ -25,7 +27,9 @@ pub(crate) struct Direct {
 enum Form {
     /// Vectors over pixels.
     Planar(Planar),
-    /// The same by products of bf16.
+    /// The same of one channel, which is a group of its own.
+    Plane(Plane),
+    /// As `Planar`, by products of bf16.
     Pairs(Pairs),
     /// Vectors over channels, each of which is a group of its own.
     Depthwise(Depthwise),
@@ -38,6 +42,8 @@ impl Direct {
     pub(crate) fn new(stencil: Stencil, isa: Isa, threads: usize) -> Result<Self> {
         let form = if Depthwise::fits(&stencil) {
             Form::Depthwise(Depthwise)
+        } else if let Some(plane) = Plane::new(&stencil)? {
+            Form::Plane(plane)
         } else {
             Form::Planar(Planar::new(&stencil, isa, threads)?)
         };
@@ -55,6 +61,7 @@ impl Direct {
         match &self.form {
             Form::Planar(form) => form.explain(),
             Form::Pairs(form) => form.explain(),
+            Form::Plane(form) => form.explain(),
             Form::Depthwise(_) => "lanes over channels, each its own group".into(),
         }
     }
@@ -71,6 +78,9 @@ impl Direct {
             Form::Pairs(form) => {
                 self.threads.min(form.planar.units(&self.stencil)) * form.scratch_len()
             }
+            Form::Plane(form) => {
+                self.threads.min(form.units(&self.stencil)) * form.scratch_len(&self.stencil)
+            }
             Form::Depthwise(_) => 0,
         }
     }
@@ -80,7 +90,7 @@ impl Direct {
         let Stencil { groups, k, .. } = self.stencil;
         let terms = match &self.form {
             Form::Pairs(form) => form.terms(),
-            Form::Planar(_) | Form::Depthwise(_) => self.stencil.terms(),
+            Form::Planar(_) | Form::Plane(_) | Form::Depthwise(_) => self.stencil.terms(),
         };
         groups * k.next_multiple_of(self.panel()) * terms
     }
@@ -90,6 +100,8 @@ impl Direct {
         match &self.form {
             Form::Planar(form) => form.rows,
             Form::Pairs(form) => form.packed_width(),
+            // Equal to a form with vectors over pixels and one channel at once.
+            Form::Plane(_) => 1,
             Form::Depthwise(_) => self.stencil.groups,
         }
     }
@@ -99,7 +111,7 @@ impl Direct {
         match &self.form {
             Form::Planar(form) => form.rows,
             Form::Pairs(form) => form.planar.rows,
-            Form::Depthwise(_) => 1,
+            Form::Plane(_) | Form::Depthwise(_) => 1,
         }
     }
 
@@ -137,13 +149,14 @@ impl Direct {
                     }
                 }
             }
-            Form::Planar(form) => {
+            Form::Planar(_) | Form::Plane(_) => {
+                let rows = self.panel();
                 for group in 0..stencil.groups {
-                    for first in (0..stencil.k).step_by(form.rows) {
+                    for first in (0..stencil.k).step_by(rows) {
                         for c in 0..stencil.c {
                             for &row in stencil.rows.iter() {
                                 for &col in stencil.cols.iter() {
-                                    (first..first + form.rows)
+                                    (first..first + rows)
                                         .for_each(|k| put(read(group, k, c, row, col)));
                                 }
                             }
@@ -170,6 +183,7 @@ impl Direct {
         let units = match &self.form {
             Form::Planar(form) => form.units(stencil),
             Form::Pairs(form) => form.planar.units(stencil),
+            Form::Plane(form) => form.units(stencil),
             Form::Depthwise(form) => form.units(stencil),
         };
         let operands = Operands { packed, src, dst, epilogue };
@@ -191,6 +205,10 @@ impl Direct {
                             let (src, dst) = (src.cast::<bf16>(), dst.cast::<bf16>());
                             let operands = Operands { packed, src, dst, epilogue };
                             form.run(isa, stencil, unit, &operands, scratch);
+                        }
+                        Form::Plane(form) => {
+                            let scratch = scratch.get().add(worker * form.scratch_len(stencil));
+                            form.run(isa, stencil, unit, operands, scratch);
                         }
                         Form::Depthwise(form) => form.run(isa, stencil, unit, operands),
                     }

@@ -65,7 +65,7 @@ pub(super) struct Axis {
 
 impl Axis {
     /// One part for each residue modulo the step.
-    fn new(taps: &[Tap], step: usize) -> Result<Self> {
+    pub(super) fn new(taps: &[Tap], step: usize) -> Result<Self> {
         let step = step as isize;
         let split = |tap: &Tap| (tap.offset.rem_euclid(step), tap.offset.div_euclid(step));
         let mut parts: Vec<(isize, isize)> = Vec::new();
