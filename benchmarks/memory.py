@@ -13,6 +13,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import networks
@@ -51,26 +52,37 @@ def main(
 ) -> None:
     on = torch.device(device)
     network = (networks.TRAINED if kind == "train" else networks.NETWORKS)[name]
-    torch.randn(64, 64) @ torch.randn(64, 64)
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
-    before = _resident("VmRSS")
     case = Case(network, name, MODES[mode], int(batch), kind, on, accuracy=accuracy)
+    print((_on_cuda if on.type == "cuda" else _on_cpu)(case, side))
+
+
+def _started(case: Case, side: str) -> Callable[[], object]:
+    """The call, without what it was made from."""
     call = case.start(side)
     networks.built.cache_clear(), original.cache_clear()
     gc.collect()
-    if on.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(on)
-        call(), call(), call()
-        torch.cuda.synchronize(on)
-        print(torch.cuda.max_memory_allocated(on) + _of_the_pool(on))
-        return
+    return call
+
+
+def _on_cuda(case: Case, side: str) -> int:
+    call = _started(case, side)
+    torch.cuda.reset_peak_memory_stats(case.device)
+    call(), call(), call()
+    torch.cuda.synchronize(case.device)
+    return torch.cuda.max_memory_allocated(case.device) + _of_the_pool(case.device)
+
+
+def _on_cpu(case: Case, side: str) -> int:
+    torch.randn(64, 64) @ torch.randn(64, 64)
+    before = _resident("VmRSS")
+    call = _started(case, side)
     call(), call()
     gc.collect()
-    trim(0)
+    getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
     # Resets the peak.
     Path("/proc/self/clear_refs").write_text("5")
     call()
-    print(_resident("VmHWM") - before)
+    return _resident("VmHWM") - before
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ import torch
 from contestants import MODES, MODES_OF, Case
 
 # A sample repeats a short call for about this long.
-SAMPLE_SECONDS = {"cuda": 1e-2, "cpu": 5e-2}
+SAMPLE_SECONDS = 5e-2
 ROUNDS = range(2, 25)
 
 
@@ -49,14 +49,14 @@ def arguments() -> argparse.Namespace:
     add("--compile", action="store_true", help="torch.compile beside PyTorch, each network's first batch")
     add("--accuracy", help="of patch and optimize")
     add("--batches", help="instead of each network's own")
-    add("--seconds", type=float, help="timing of a case; default 0.6 on CUDA, 8 on the CPU")
+    add("--seconds", type=float, help="timing of a case; default 1 on CUDA, 8 on the CPU")
     add("--budget", type=float, default=math.inf, help="start no case after so many seconds")
     add("out", type=Path, metavar="OUT.json")
     options = parser.parse_args()
     if options.device.type == "cuda":
         torch.cuda.set_device(options.device)
         options.device = torch.device("cuda", torch.cuda.current_device())
-    options.seconds = options.seconds or {"cuda": 0.6, "cpu": 8.0}[options.device.type]
+    options.seconds = options.seconds or {"cuda": 1.0, "cpu": 8.0}[options.device.type]
     return options
 
 
@@ -128,7 +128,7 @@ def in_turns(calls: dict[str, Callable], seconds: float, device: torch.device) -
     for call in calls.values():
         call()
     once = {name: sample(call, 1) for name, call in calls.items()}
-    runs = {n: max(1, math.ceil(SAMPLE_SECONDS[device.type] / s)) for n, s in once.items()}
+    runs = {n: max(1, math.ceil(SAMPLE_SECONDS / s)) for n, s in once.items()}
     samples = {name: [s * 1e3] for name, s in once.items()}
     names, begin = list(calls), time.perf_counter()
     for i in range(ROUNDS.stop):
