@@ -1,11 +1,11 @@
 """Runs transformers' own tests of models with a short convolution, with Windrow's stand-in for causal_conv1d and without.
 
-    python transformers_models.py CHECKOUT [--models a,b] [--summary FILE]
+    python transformers_models.py CHECKOUT [--models a,b] [--jobs N] [--summary FILE]
 
 CHECKOUT is transformers' repository (its package has no tests), of which both the tests and the library are taken; what that
 needs has to be installed, and nothing is downloaded: tests that would are left to fail, both ways. The same set of
 tests has to pass. The summary is JSON: how many passed both ways, which passed in one only, how often the stand-in was
-called, and the commit.
+called, and the commit. `--jobs` models are tested at a time.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def both(checkout: Path, model: str) -> dict[str, Any]:
                 )
             results[side] = json.loads(out.read_text()) if out.exists() else {}
             if not results[side].get("outcomes"):
-                raise SystemExit(f"{model}: no test ran\n{(Path(folder) / 'log').read_text()}")
+                return {"no_test_ran": (Path(folder) / "log").read_text()}
     ours, plain = (results[side]["outcomes"] for side in ["windrow", "plain"])
     passed = {side: set(names(o, "passed")) for side, o in [("windrow", ours), ("plain", plain)]}
     return {
@@ -86,6 +87,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--summary", type=Path)
     # One side in this process, whose outcomes go to the summary.
     parser.add_argument("--run", choices=["windrow", "plain"], help=argparse.SUPPRESS)
@@ -94,17 +96,22 @@ def main() -> int:
     if options.run:
         return run(checkout, options.models, options.run == "windrow", options.summary)
     models: dict[str, Any] = {}
-    for model in options.models.split(","):
-        models[model] = result = both(checkout, model)
-        calls = sum(result["calls"].values())
-        print(f"{model}: {result['passed']} passed both ways, {calls} calls of the stand-in", flush=True)
-        for side in ["passed_only_with_windrow", "passed_only_without"]:
-            for name in result[side]:
-                print(f"  {side}: {name}")
-        if options.summary:
-            write_summary(options.summary, {"models": models})
-    same = not any(m["passed_only_without"] or m["passed_only_with_windrow"] for m in models.values())
-    return 0 if same else 1
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for found in pool.map(lambda model: {model: both(checkout, model)}, options.models.split(",")):
+            models |= found
+            ((model, result),) = found.items()
+            if log := result.get("no_test_ran"):
+                print(f"{model}: no test ran\n{log}")
+                continue
+            calls = sum(result["calls"].values())
+            print(f"{model}: {result['passed']} passed both ways, {calls} calls of the stand-in", flush=True)
+            for side in ["passed_only_with_windrow", "passed_only_without"]:
+                for name in result[side]:
+                    print(f"  {side}: {name}")
+            if options.summary:
+                write_summary(options.summary, {"models": models})
+    one_way = ["no_test_ran", "passed_only_with_windrow", "passed_only_without"]
+    return 1 if any(model.get(name) for model in models.values() for name in one_way) else 0
 
 
 if __name__ == "__main__":
