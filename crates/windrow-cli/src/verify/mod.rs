@@ -206,11 +206,9 @@ fn in_rounds(cases: &mut Vec<Case>) {
 
 /// Whether one of the kernels that the operator's cases may launch was not launched so far.
 fn has_open(device: Device, op: &str) -> bool {
-    let operators = Operator::chosen(&[]);
-    let of = |kernel: &str| operators.iter().map(|o| o.name()).find(|&name| kernel.contains(name));
     let launches = verify::kernel_launches(device).unwrap_or_default();
     let mut missed = launches.iter().filter(|k| k.for_device && k.listed && k.launches == 0);
-    missed.any(|k| of(&k.kernel).is_none_or(|name| op.starts_with(name)))
+    missed.any(|k| k.operator.is_some_and(|name| op.starts_with(name)))
 }
 
 impl Report {

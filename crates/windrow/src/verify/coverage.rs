@@ -10,6 +10,8 @@ use std::collections::BTreeMap;
 pub struct KernelLaunches {
     /// Source, entry point, and the macros that select its code.
     pub kernel: String,
+    /// Whose cases launch it.
+    pub operator: Option<&'static str>,
     /// Launches by this process.
     pub launches: u64,
     /// False for kernels of another architecture or backend.
@@ -31,11 +33,11 @@ pub fn kernel_launches(device: impl Into<Device>) -> Result<Vec<KernelLaunches>>
 fn count(launched: &[(KernelSpec, u64)], names: &[&str]) -> Vec<KernelLaunches> {
     let listed = listed();
     let mut all: BTreeMap<String, KernelLaunches> = BTreeMap::new();
-    for Listed { kernel, only_for, .. } in &listed {
+    for &Listed { ref kernel, operator, only_for, .. } in &listed {
         let for_device = only_for.is_none_or(|only| names.contains(&only));
-        let entry =
-            KernelLaunches { kernel: kernel.clone(), launches: 0, for_device, listed: true };
-        all.insert(kernel.clone(), entry);
+        let kernel = kernel.clone();
+        let entry = KernelLaunches { kernel, operator, launches: 0, for_device, listed: true };
+        all.insert(entry.kernel.clone(), entry);
     }
     for (spec, launches) in launched {
         let (file, entry) = spec.name();
@@ -46,6 +48,7 @@ fn count(launched: &[(KernelSpec, u64)], names: &[&str]) -> Vec<KernelLaunches> 
         }
         let unlisted = || KernelLaunches {
             kernel: kernel.clone(),
+            operator: None,
             launches: 0,
             for_device: true,
             listed: false,
@@ -55,12 +58,15 @@ fn count(launched: &[(KernelSpec, u64)], names: &[&str]) -> Vec<KernelLaunches> 
     all.into_values().collect()
 }
 
+const OPERATORS: [&str; 3] = ["conv2d", "causal_conv1d", "gelu"];
+
 /// A line of the list.
 #[derive(Debug)]
 struct Listed {
     /// Without what devices it is for.
     kernel: String,
     macros: Vec<String>,
+    operator: Option<&'static str>,
     only_for: Option<&'static str>,
 }
 
@@ -81,10 +87,13 @@ fn expand(line: &'static str) -> Vec<Listed> {
     let is_device = |word: &&str| word.starts_with("sm_") || ["cuda", "hip"].contains(word);
     let only_for = line.rsplit_once(' ').map(|(_, last)| last).filter(is_device);
     let line = only_for.map_or(line, |only| line[..line.len() - only.len()].trim_end());
+    let (line, by) = line.split_once(" by:").unwrap_or((line, ""));
     let kernels = braces(line).into_iter().map(|kernel| {
         let macros =
             kernel.split(' ').filter_map(|word| Some(word.split_once('=')?.0.to_owned())).collect();
-        Listed { kernel, macros, only_for }
+        let of = |name: &&str| by == *name || kernel.contains(name);
+        let operator = OPERATORS.into_iter().find(of);
+        Listed { kernel, macros, operator, only_for }
     });
     kernels.collect()
 }
@@ -120,6 +129,10 @@ mod tests {
         let hopper = of("backward_rows_sm90.cu causal_conv1d_backward_rows_f16");
         assert!(!hopper.for_device && hopper.launches == 0);
         let product = "block_product.cu block_product_f32";
+        assert_eq!(
+            (of(product).operator, hopper.operator),
+            (Some("conv2d"), Some("causal_conv1d"))
+        );
         assert!(!of(product).for_device);
         let counted = count(&launched, &["gfx942", "hip"]);
         assert!(counted.iter().any(|k| k.kernel == product && k.for_device));
@@ -136,7 +149,8 @@ mod tests {
                 // What measures the speed of memory is no kernel of a plan.
                 if file.ends_with(".cu") && file != "copy.cu" {
                     let start = format!("{file} ");
-                    assert!(listed.iter().any(|l| l.kernel.starts_with(&start)), "{file}");
+                    let mut of_file = listed.iter().filter(|l| l.kernel.starts_with(&start));
+                    assert!(of_file.any(|l| l.operator.is_some()), "{file}");
                 }
             }
         }
