@@ -118,7 +118,7 @@ pub(crate) fn run(args: &Verify) -> Result<(), Failure> {
         keep_few(&mut cases);
     }
     if args.kernels {
-        in_rounds(&mut cases);
+        mix(&mut cases);
     }
     if cases.is_empty() {
         return Err(Failure::Input(format!("nothing to verify on {}", args.device)));
@@ -196,12 +196,14 @@ fn keep_few(cases: &mut Vec<Case>) {
     cases.retain(|_| places.next().is_some_and(|place| place < CASES_IF_QUICK));
 }
 
-/// The first case of each algorithm, element type and layout, then the second of each, and so on.
-fn in_rounds(cases: &mut Vec<Case>) {
+/// Kinds of cases (algorithm, element type and layout) in turn, and those of a kind mixed: neighbours among them mostly
+/// launch the same kernels.
+fn mix(cases: &mut Vec<Case>) {
     let places = places(cases);
-    let mut rounds: Vec<_> = places.into_iter().zip(cases.drain(..)).collect();
-    rounds.sort_by_key(|(place, _)| *place);
-    cases.extend(rounds.into_iter().map(|(_, case)| case));
+    let mut mixed: Vec<_> = places.into_iter().zip(cases.drain(..)).collect();
+    // Multiples of the golden ratio's fraction: each falls into the widest gap between those before.
+    mixed.sort_by_key(|(place, _)| (*place as u32).wrapping_mul(0x9e37_79b9));
+    cases.extend(mixed.into_iter().map(|(_, case)| case));
 }
 
 /// Whether one of the kernels that the operator's cases may launch was not launched so far.
@@ -383,10 +385,10 @@ mod tests {
     }
 
     #[test]
-    fn rounds_take_one_of_each_kind() {
+    fn kinds_take_turns_and_their_cases_are_mixed() {
         let mut cases: Vec<_> = ["a", "b", "c"].into_iter().map(case).collect();
         cases.push(Case::new("gelu", "cpu", DType::F32, "strided", "d", || Ok(Vec::new())));
-        in_rounds(&mut cases);
-        assert_eq!(cases.iter().map(|c| c.name.as_str()).collect::<String>(), "adbc");
+        mix(&mut cases);
+        assert_eq!(cases.iter().map(|c| c.name.as_str()).collect::<String>(), "adcb");
     }
 }

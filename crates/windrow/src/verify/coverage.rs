@@ -41,10 +41,16 @@ fn count(launched: &[(KernelSpec, u64)], names: &[&str]) -> Vec<KernelLaunches> 
     }
     for (spec, launches) in launched {
         let (file, entry) = spec.name();
-        let macros = listed.iter().find(|l| l.is(file, entry)).map_or(&[][..], |l| &l.macros);
+        let of_entry = listed.iter().filter(|l| l.is(file, entry));
+        // Lines of an entry point may name other macros: the line whose values are the kernel's, else any.
+        let named = |line: &&Listed| {
+            let agree = |(name, value): &(String, String)| value_of(spec, name) == value;
+            (line.macros.iter().all(agree), line.macros.len())
+        };
+        let macros = of_entry.max_by_key(named).map_or(&[][..], |l| &l.macros);
         let mut kernel = format!("{file} {entry}");
-        for name in macros {
-            kernel += &format!(" {name}={}", spec.value_of(name).unwrap_or("0"));
+        for (name, _) in macros {
+            kernel += &format!(" {name}={}", value_of(spec, name));
         }
         let unlisted = || KernelLaunches {
             kernel: kernel.clone(),
@@ -58,6 +64,10 @@ fn count(launched: &[(KernelSpec, u64)], names: &[&str]) -> Vec<KernelLaunches> 
     all.into_values().collect()
 }
 
+fn value_of<'a>(spec: &'a KernelSpec, name: &str) -> &'a str {
+    spec.value_of(name).unwrap_or("0")
+}
+
 const OPERATORS: [&str; 3] = ["conv2d", "causal_conv1d", "gelu"];
 
 /// A line of the list.
@@ -65,7 +75,8 @@ const OPERATORS: [&str; 3] = ["conv2d", "causal_conv1d", "gelu"];
 struct Listed {
     /// Without what devices it is for.
     kernel: String,
-    macros: Vec<String>,
+    /// Names and values.
+    macros: Vec<(String, String)>,
     operator: Option<&'static str>,
     only_for: Option<&'static str>,
 }
@@ -89,8 +100,8 @@ fn expand(line: &'static str) -> Vec<Listed> {
     let line = only_for.map_or(line, |only| line[..line.len() - only.len()].trim_end());
     let (line, by) = line.split_once(" by:").unwrap_or((line, ""));
     let kernels = braces(line).into_iter().map(|kernel| {
-        let macros =
-            kernel.split(' ').filter_map(|word| Some(word.split_once('=')?.0.to_owned())).collect();
+        let macros = kernel.split(' ').filter_map(|word| word.split_once('='));
+        let macros = macros.map(|(name, value)| (name.into(), value.into())).collect();
         let of = |name: &&str| by == *name || kernel.contains(name);
         let operator = OPERATORS.into_iter().find(of);
         Listed { kernel, macros, operator, only_for }
@@ -112,6 +123,7 @@ mod tests {
     use crate::gpu::Source;
 
     static SOURCE: Source = Source { name: "channel_first.cu", text: "", includes: &[] };
+    static SERVING: Source = Source { name: "serving.cu", text: "", includes: &[] };
 
     #[test]
     fn launches_are_counted_by_variant() {
@@ -136,6 +148,21 @@ mod tests {
         assert!(!of(product).for_device);
         let counted = count(&launched, &["gfx942", "hip"]);
         assert!(counted.iter().any(|k| k.kernel == product && k.for_device));
+    }
+
+    #[test]
+    fn lines_of_an_entry_point_may_name_other_macros() {
+        let spec = |vector: u32, along: u32| {
+            let spec = KernelSpec::new(&SERVING, "causal_conv1d_serving_f32");
+            (spec.define("VECTOR", vector).define("ALONG_CHANNELS", along), 1)
+        };
+        let counted = count(&[spec(1, 0), spec(2, 0), spec(2, 1), spec(3, 1)], &["cuda"]);
+        let launched: Vec<_> = counted.iter().filter(|k| k.launches > 0).collect();
+        let names = launched.iter().map(|k| (k.kernel.rsplit_once("f32 ").unwrap().1, k.listed));
+        let listed = ["VECTOR=1", "VECTOR=2 ALONG_CHANNELS=0", "VECTOR=2 ALONG_CHANNELS=1"];
+        let mut want = listed.map(|name| (name, true)).to_vec();
+        want.push(("VECTOR=3 ALONG_CHANNELS=1", false));
+        assert_eq!(names.collect::<Vec<_>>(), want);
     }
 
     /// A new file has to be listed.

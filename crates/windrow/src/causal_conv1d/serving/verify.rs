@@ -246,11 +246,12 @@ impl ServingSample {
 const SIZES: [([usize; 3], usize); 5] =
     [([1, 1, 1], 1), ([4, 4, 72], 4), ([5, 90, 33], 3), ([3, 400, 264], 4), ([2, 40, 16], 9)];
 
-const OPTIONS: [&str; 8] = [
+const OPTIONS: [&str; 9] = [
     "decode",
     "decode in place",
     "rows",
     "prompts",
+    "prompts across",
     "prompts flags null",
     "drafts in place",
     "table",
@@ -292,16 +293,20 @@ fn spec(
     option: &str,
 ) -> Result<CausalConv1dServingSpec> {
     let has = |word: &str| option.contains(word);
-    let desc = |shape: [usize; 3]| -> Result<TensorDesc> {
+    let ordered = |shape: [usize; 3], order: &[usize; 3]| -> Result<TensorDesc> {
         Ok(TensorDesc { dtype, layout: Layout::with_order(&shape, order)? })
     };
+    let desc = |shape| ordered(shape, order);
     let x = match () {
         _ if has("decode") => [sequences, d, 1],
         _ if has("rows") => [sequences, d, 3],
         _ => [1, d, tokens],
     };
     let (blocks, drafts) = (if has("table") { 4 } else { 1 }, if has("drafts") { 4 } else { 0 });
-    let states = desc([2 * sequences * blocks + 1, d, width - 1 + drafts])?;
+    let states = [2 * sequences * blocks + 1, d, width - 1 + drafts];
+    // The states' layout is x's or the other one.
+    let &[_, d_place, l_place] = order;
+    let states = ordered(states, &if has("across") { [0, l_place, d_place] } else { *order })?;
     let weight = TensorDesc::contiguous(dtype, &[d, width])?;
     let spec = CausalConv1dServingSpec::new(desc(x)?, states, weight)?
         .with_bias(TensorDesc::contiguous(dtype, &[d])?)
