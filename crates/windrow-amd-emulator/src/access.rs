@@ -43,8 +43,8 @@ fn addresses<const SPACE: u8>(wave: &Wave, inst: &Inst, n: usize, base: usize) -
             }
         }
         _ => {
-            for (lane, to) in found.iter_mut().enumerate() {
-                *to = wave.long_of(inst, n, lane).wrapping_add(offset);
+            for (to, start) in found.iter_mut().zip(wave.longs(inst, n)) {
+                *to = start.wrapping_add(offset);
             }
         }
     }

@@ -148,12 +148,12 @@ fn change<const RETURNS: bool>(
 
 /// Adds to numbers of 64 bits.
 fn add_long(wave: &mut Wave, inst: &Inst, block: &mut Block) -> Done {
-    let to = addresses(wave, inst, 0);
+    let (to, added) = (addresses(wave, inst, 0), wave.longs(inst, 1));
     for lane in lanes_of(wave.exec()) {
         let at = to[lane].wrapping_add(inst.offset as u32);
         let bytes = place(&mut block.lds, inst, at, 8)?;
         let before = u64::from(number(&bytes[..4])) | u64::from(number(&bytes[4..])) << 32;
-        let sum = before.wrapping_add(wave.long_of(inst, 1, lane));
+        let sum = before.wrapping_add(added[lane]);
         bytes.copy_from_slice(&sum.to_le_bytes());
     }
     wave.count_lds();

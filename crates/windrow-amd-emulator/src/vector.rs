@@ -81,13 +81,20 @@ fn short(wave: &mut Wave, inst: &Inst, f: impl Fn(u32, u32, u32) -> u32) -> Done
 }
 
 /// Sources and result of 64 bits.
-#[inline(always)]
 fn long(wave: &mut Wave, inst: &Inst, f: impl Fn(u64, u64, u64) -> u64) -> Done {
+    let source = |n| if inst.count > n { wave.longs(inst, n) } else { [0; 64] };
+    let (x, y, z) = (source(1), source(2), source(3));
+    let mut result = [0; 64];
+    for lane in 0..64 {
+        result[lane] = f(x[lane], y[lane], z[lane]);
+    }
+    write_longs(wave, inst, &result)
+}
+
+fn write_longs(wave: &mut Wave, inst: &Inst, values: &[u64; 64]) -> Done {
     let (mut low, mut high) = ([0; 64], [0; 64]);
     for lane in 0..64 {
-        let source = |n| if inst.count > n { wave.long_of(inst, n, lane) } else { 0 };
-        let result = f(source(1), source(2), source(3));
-        (low[lane], high[lane]) = (result as u32, (result >> 32) as u32);
+        (low[lane], high[lane]) = (values[lane] as u32, (values[lane] >> 32) as u32);
     }
     write_long(wave, inst, &low, &high)
 }
@@ -102,13 +109,12 @@ pub(crate) fn write_long(wave: &mut Wave, inst: &Inst, low: &Lanes, high: &Lanes
 /// A shift of 64 bits: by the first source, of the second.
 fn shift(wave: &mut Wave, inst: &Inst, f: impl Fn(u64, u32) -> u64) -> Done {
     let mut buffer = [0; 64];
-    let counts = *wave.source(inst, 1, Kind::F32, &mut buffer);
-    let (mut low, mut high) = ([0; 64], [0; 64]);
-    for lane in 0..64 {
-        let result = f(wave.long_of(inst, 2, lane), counts[lane] & 63);
-        (low[lane], high[lane]) = (result as u32, (result >> 32) as u32);
+    let counts = wave.source(inst, 1, Kind::F32, &mut buffer);
+    let mut result = wave.longs(inst, 2);
+    for (x, count) in result.iter_mut().zip(counts) {
+        *x = f(*x, count & 63);
     }
-    write_long(wave, inst, &low, &high)
+    write_longs(wave, inst, &result)
 }
 
 /// A sum or difference that carries: operand 1 is the mask of carries out, operand 4 of those in.
@@ -136,16 +142,15 @@ fn carried(wave: &mut Wave, inst: &Inst, f: impl Fn(i64, i64, i64) -> i64) -> Do
 #[inline(always)]
 fn product_and_sum(wave: &mut Wave, inst: &Inst, f: impl Fn(u32, u32) -> u64) -> Done {
     let (mut x, mut y) = ([0; 64], [0; 64]);
-    let (a, c) =
-        (*wave.source(inst, 2, Kind::F32, &mut x), *wave.source(inst, 3, Kind::F32, &mut y));
-    let (mut low, mut high, mut out) = ([0; 64], [0; 64], 0);
+    let (a, c) = (wave.source(inst, 2, Kind::F32, &mut x), wave.source(inst, 3, Kind::F32, &mut y));
+    let (added, mut result, mut out) = (wave.longs(inst, 4), [0; 64], 0);
     for lane in 0..64 {
-        let (sum, carry) = f(a[lane], c[lane]).overflowing_add(wave.long_of(inst, 4, lane));
-        (low[lane], high[lane]) = (sum as u32, (sum >> 32) as u32);
+        let (sum, carry) = f(a[lane], c[lane]).overflowing_add(added[lane]);
+        result[lane] = sum;
         out |= u64::from(carry) << lane;
     }
     let exec = wave.exec();
-    write_long(wave, inst, &low, &high)?;
+    write_longs(wave, inst, &result)?;
     wave.set_mask(inst.scalar(1)?, out & exec);
     Ok(Flow::Next)
 }
@@ -178,7 +183,8 @@ fn compared(wave: &mut Wave, inst: &Inst, kind: Kind, f: impl Fn(u32, u32) -> bo
 }
 
 fn compared_long(wave: &mut Wave, inst: &Inst, f: impl Fn(u64, u64) -> bool) -> Done {
-    let holds = |lane| f(wave.long_of(inst, 1, lane), wave.long_of(inst, 2, lane));
+    let (x, y) = (wave.longs(inst, 1), wave.longs(inst, 2));
+    let holds = |lane: usize| f(x[lane], y[lane]);
     let holds = (0..64).fold(0, |mask, lane| mask | u64::from(holds(lane)) << lane);
     write_mask(wave, inst, holds)
 }
@@ -533,14 +539,12 @@ fn others(name: &str) -> Option<Run> {
         "v_lshl_add_u64" => |w, i, _| {
             // The shift is of 32 bits: the upper half of what stands for it is not looked at.
             let mut buffer = [0; 64];
-            let counts = *w.source(i, 2, Kind::F32, &mut buffer);
-            let (mut low, mut high) = ([0; 64], [0; 64]);
+            let counts = w.source(i, 2, Kind::F32, &mut buffer);
+            let (mut result, added) = (w.longs(i, 1), w.longs(i, 3));
             for lane in 0..64 {
-                let shifted = w.long_of(i, 1, lane) << (counts[lane] & 7);
-                let sum = shifted.wrapping_add(w.long_of(i, 3, lane));
-                (low[lane], high[lane]) = (sum as u32, (sum >> 32) as u32);
+                result[lane] = (result[lane] << (counts[lane] & 7)).wrapping_add(added[lane]);
             }
-            write_long(w, i, &low, &high)
+            write_longs(w, i, &result)
         },
         "v_lshlrev_b64" => |w, i, _| shift(w, i, |x, n| x << n),
         "v_lshrrev_b64" => |w, i, _| shift(w, i, |x, n| x >> n),

@@ -176,6 +176,10 @@ impl Wave {
     ) -> &'a Lanes {
         match inst.operands[n] {
             Operand::Vector(register) if inst.is_plain() => &self.vectors[register as usize],
+            Operand::Scalar(_) | Operand::Integer(_) if inst.is_plain() => {
+                *buffer = [self.word(inst, n); 64];
+                buffer
+            }
             _ => {
                 self.modified(inst, n, kind, buffer);
                 buffer
@@ -220,16 +224,17 @@ impl Wave {
         }
     }
 
-    /// A source of 64 bits, of a lane.
+    /// A source of 64 bits, of every lane.
     #[must_use]
-    pub fn long_of(&self, inst: &Inst, n: usize, lane: usize) -> u64 {
-        match inst.operands[n] {
-            Operand::Vector(register) => {
-                let at = register as usize;
-                u64::from(self.vectors[at][lane]) | u64::from(self.vectors[at + 1][lane]) << 32
-            }
-            _ => self.long(inst, n),
+    #[inline(always)]
+    pub fn longs(&self, inst: &Inst, n: usize) -> [u64; 64] {
+        let Operand::Vector(register) = inst.operands[n] else { return [self.long(inst, n); 64] };
+        let (low, high) = (&self.vectors[register as usize], &self.vectors[register as usize + 1]);
+        let mut result = [0; 64];
+        for (lane, to) in result.iter_mut().enumerate() {
+            *to = u64::from(low[lane]) | u64::from(high[lane]) << 32;
         }
+        result
     }
 
     /// The lanes that an instruction writes.
