@@ -41,22 +41,10 @@ pub(crate) fn run(all: bool) -> Result {
     if let Some(tool) = missing() {
         return Err(how_to_install(tool).into());
     }
-    execute(&mut Steps::default(), all)
-}
-
-/// As a part of another task, which goes on where a tool is missing.
-pub(crate) fn check(steps: &mut Steps) -> Result {
-    if let Some(tool) = missing() {
-        eprintln!("\nleft out: AMD's kernels in the emulator; {}", how_to_install(tool));
-        return Ok(());
-    }
-    execute(steps, false)
-}
-
-fn execute(steps: &mut Steps, all: bool) -> Result {
-    let emulator = Emulator::build(steps)?;
-    let compiled = compile(steps, &emulator, all)?;
-    let report = verify(steps, &emulator, all)?;
+    let mut steps = Steps::default();
+    let emulator = Emulator::build(&mut steps)?;
+    let compiled = compile(&mut steps, &emulator, all)?;
+    let report = verify(&mut steps, &emulator, all)?;
 
     let count = |rows: &Value, key: &str| {
         rows.as_array().into_iter().flatten().filter_map(|row| row[key].as_u64()).sum::<u64>()
