@@ -1,8 +1,9 @@
-"""Peak memory of a network: its weights, its input, and its first three passes or steps of training.
+"""Peak memory of a network: its weights, its input, and its third pass or step of training, after the trials by which
+libraries choose algorithms.
 
 On CUDA it is what PyTorch's allocator gave out, and what Windrow took from the driver's pool beside that: packed filters.
-On a CPU it is the resident memory of a further pass. Only a process of its own can tell either: in one that ran other
-networks before, the libraries have made their trials, and the model finds more room.
+On a CPU it is the resident memory. Only a process of its own can tell: in one that ran other networks before, a model finds
+more room.
 
     python benchmarks/memory.py DEVICE NAME MODE BATCH pytorch|windrow|optimized infer|train [ACCURACY]
 """
@@ -30,12 +31,13 @@ def peak(device: torch.device, title: str, side: str, kind: str) -> int:
 
 
 def _of_the_pool(device: torch.device) -> int:
-    """The most that was in use of the driver's memory pool."""
+    """The most that was in use of the driver's memory pool since the last call."""
     cuda, pool, most = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_uint64()
     used_mem_high = 8
     for status in (
         cuda.cuDeviceGetDefaultMemPool(ctypes.byref(pool), device.index or 0),
         cuda.cuMemPoolGetAttribute(pool, used_mem_high, ctypes.byref(most)),
+        cuda.cuMemPoolSetAttribute(pool, used_mem_high, ctypes.byref(ctypes.c_uint64(0))),
     ):
         if status != 0:
             raise RuntimeError(f"CUDA error {status} of the memory pool")
@@ -66,8 +68,11 @@ def _started(case: Case, side: str) -> Callable[[], object]:
 
 def _on_cuda(case: Case, side: str) -> int:
     call = _started(case, side)
+    call(), call()
+    torch.cuda.synchronize(case.device)
     torch.cuda.reset_peak_memory_stats(case.device)
-    call(), call(), call()
+    _of_the_pool(case.device)
+    call()
     torch.cuda.synchronize(case.device)
     return torch.cuda.max_memory_allocated(case.device) + _of_the_pool(case.device)
 

@@ -5,7 +5,7 @@
 Networks of torchvision, and of diffusers where it is installed, with random weights. PyTorch, the patched and the optimized
 network take turns in one process, and with `--compile` what torch.compile makes of PyTorch's; times are medians. On CUDA
 inference is timed in a graph and without; `--train` times a step with SGD instead. Memory is the peak of the weights, the
-input and first calls; errors are relative, against the same network in f64. `--accuracy half` is given to patch and optimize.
+input and one call; errors are relative, against the same network in f64. `--accuracy half` is given to patch and optimize.
 
 Results are written after each case. Cases that OUT.json has already are replaced if they are measured again and else kept,
 so a record can be made in parts, on one machine; OUT.md is its table. Memory comes last, on CUDA with several processes

@@ -108,8 +108,8 @@ def missing(network: Network) -> str | None:
     return None
 
 
-def example(network: Network, batch: int, size: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
+def example(network: Network, batch: int, size: int, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, network.channels, size, size, generator=generator)
 
 
