@@ -7,9 +7,10 @@
 
 use super::epilogue::{Epilogue, Lanes, Store, StoreTile};
 use super::pack::{PackPanels, PackRows};
+use super::rows::{Rows, copy_turned, zero};
 use super::stencil::Stencil;
 use crate::cpu::gemm::{Blocking, Left, Operands, Place, Right, Scratch, left_stride, tile_shape};
-use crate::cpu::{Isa, SendPtr, SimdElement, dispatch, parallel_for};
+use crate::cpu::{Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, parallel_for};
 use crate::lists::filled;
 use crate::{DType, Result};
 use std::ops::Range;
@@ -113,27 +114,18 @@ impl Im2colGemm {
         let (filter, packed) = (SendPtr(filter.cast_mut()), SendPtr(packed.as_mut_ptr()));
         parallel_for(self.threads, stencil.groups * panels, |task| {
             let (group, panel) = (task / panels, task % panels);
-            // SAFETY: each task writes its own panel; the offsets are the filter's elements.
+            // SAFETY: each task writes its own panel; the panel holds all terms of its channels.
             unsafe {
                 let to = packed.get().add(task * panel_len);
-                for c in 0..stencil.c {
-                    let mut term = c;
-                    for &row in stencil.rows.iter() {
-                        for &col in stencil.cols.iter() {
-                            for i in 0..width {
-                                let k = panel * width + i;
-                                let value = if k < stencil.k {
-                                    let at = stencil.filter_offset(group, k, c, row, col);
-                                    filter.get().offset(at).read().to_f32()
-                                } else {
-                                    0.0
-                                };
-                                to.add(term * width + i).write(value);
-                            }
-                            term += stencil.c;
-                        }
-                    }
-                }
+                let filter = PackFilter {
+                    stencil,
+                    filter: filter.get(),
+                    group,
+                    k: panel * width,
+                    width,
+                    to,
+                };
+                dispatch(self.blocking.isa, filter);
             }
         });
     }
@@ -202,6 +194,44 @@ impl Im2colGemm {
             }
         }
         Ok(matrix)
+    }
+}
+
+/// One panel [term, channel of the panel] of the filter, zeros beyond k.
+struct PackFilter<'a, T> {
+    stencil: &'a Stencil,
+    filter: *const T,
+    group: usize,
+    k: usize,
+    width: usize,
+    to: *mut f32,
+}
+
+impl<T: SimdElement> Kernel for PackFilter<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let PackFilter { stencil, group, k, width, .. } = self;
+        let [k_stride, c_stride, ..] = stencil.filter;
+        let (c, len) = (stencil.c, width.min(stencil.k - k));
+        let taps =
+            stencil.rows.iter().flat_map(|&row| stencil.cols.iter().map(move |&col| (row, col)));
+        for (tap, (row, col)) in taps.enumerate() {
+            let from = self.filter.wrapping_offset(stencil.filter_offset(group, k, 0, row, col));
+            let to = self.to.wrapping_add(tap * c * width);
+            // SAFETY: channels of the filter and their terms in the panel.
+            unsafe {
+                if len < width {
+                    zero(s, to, c * width);
+                }
+                if c_stride == 1 && len == width {
+                    copy_turned(s, (from, k_stride), c, len, to, width);
+                } else {
+                    Rows { ptr: from, row: c_stride, col: k_stride }.copy(s, c, len, to, width);
+                }
+            }
+        }
     }
 }
 

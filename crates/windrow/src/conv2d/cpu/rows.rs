@@ -81,6 +81,50 @@ unsafe fn copy_even<S: Simd, T: SimdElement>(s: S, from: *const T, to: *mut f32,
     }
 }
 
+/// Copies `rows` rows of `len` elements, `col` apart, where rows lie next to each other: element (i, j) is at
+/// `from + i + j * col`, and goes to `to + i * to_row + j`.
+///
+/// # Safety
+/// The elements are readable, the rows at `to` writable; these do not overlap.
+#[inline(always)]
+pub(super) unsafe fn copy_turned<S: Simd, T: SimdElement>(
+    s: S,
+    (from, col): (*const T, isize),
+    rows: usize,
+    len: usize,
+    to: *mut f32,
+    to_row: usize,
+) {
+    for i in (0..rows).step_by(S::LANES) {
+        let height = S::LANES.min(rows - i);
+        for j in (0..len).step_by(S::LANES) {
+            let width = S::LANES.min(len - j);
+            let mut square = s.zeros();
+            // SAFETY: promised by the caller; only elements that were asked for are read. What is written beyond a
+            // row is the beginning of one that is written later.
+            unsafe {
+                for (a, column) in square.as_mut().iter_mut().enumerate().take(width) {
+                    let from = from.offset(i as isize + (j + a) as isize * col);
+                    *column = match height == S::LANES {
+                        true => T::load(s, from),
+                        false => T::load_first(s, from, height),
+                    };
+                }
+                let square = s.transpose(square);
+                for (b, &row) in square.as_ref().iter().enumerate().take(height) {
+                    let to = to.add((i + b) * to_row + j);
+                    let is_ahead = j == 0 && (rows - i - b - 1) * to_row + len >= S::LANES;
+                    if width == S::LANES || is_ahead && len < S::LANES {
+                        s.store(to, row);
+                    } else {
+                        s.store_first(to, row, width);
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// Copies elements `col` apart in whole vectors: up to a vector more is written, where what follows is yet
 /// to be written.
 ///

@@ -171,6 +171,16 @@ impl Stencil {
         self
     }
 
+    /// The same destination, of which rows that follow each other are one. For the destination alone: sources are
+    /// not read in this way.
+    pub(crate) fn with_long_rows(mut self) -> Self {
+        let [height, width] = self.dst_size;
+        if self.dst[3].checked_mul(width as isize) == Some(self.dst[2]) {
+            self.dst_size = [1, height * width];
+        }
+        self
+    }
+
     /// Where the first of a range of pixels, numbered as for [`Stencil::segments`], lies in the destination,
     /// if all others follow it at the distance of neighbours.
     #[inline(always)]

@@ -2,7 +2,7 @@
 //! summed over pixels in an order that does not depend on threads.
 
 use super::pack::{MAX_PIXELS, PackPanels, PackRows, parts};
-use super::rows::Rows;
+use super::rows::{Rows, copy_turned};
 use super::stencil::Stencil;
 use crate::cpu::gemm::{Blocking, Left, MAX_TERMS, Operands, Right, Scratch, left_stride};
 use crate::cpu::{Isa, Kernel, Simd, SimdElement, dispatch};
@@ -18,6 +18,8 @@ const CHANNELS: usize = 512;
 #[derive(Clone, Debug)]
 pub(crate) struct WeightGrad {
     stencil: Stencil,
+    /// The same for reading its destination, with as long rows as can be.
+    gradient: Stencil,
     blocking: Blocking,
     threads: usize,
 }
@@ -33,7 +35,8 @@ impl WeightGrad {
             block = block.map(|b| b / 2);
             blocking = Blocking::new(isa, size, block, scratch);
         }
-        WeightGrad { stencil, blocking, threads }
+        let gradient = stencil.clone().with_long_rows();
+        WeightGrad { stencil, gradient, blocking, threads }
     }
 
     /// Most additions in a row that form an element.
@@ -108,7 +111,7 @@ impl<T: SimdElement, W: SimdElement> Operands for Product<'_, T, W> {
         to: *mut f32,
     ) -> Right {
         let Blocking { isa, nr, .. } = self.plan.blocking;
-        let stencil = &self.plan.stencil;
+        let stencil = &self.plan.gradient;
         let dy = self.dy.wrapping_offset(stencil.dst_group(group));
         let panel = nr * terms.len();
         dispatch(isa, PackGradient { stencil, dy, channels: cols, pixels: terms, to, nr });
@@ -166,7 +169,13 @@ impl<T: SimdElement> Kernel for PackGradient<'_, T> {
                     Rows { ptr: self.dy.wrapping_offset(offset), row: col_stride, col: k_stride };
                 let to = panel.wrapping_add(segment.lane * nr);
                 // SAFETY: channels and pixels of dy, and their rows in the panel.
-                unsafe { from.copy(s, segment.len, channels, to, nr) };
+                unsafe {
+                    if col_stride == 1 {
+                        copy_turned(s, (from.ptr, from.col), segment.len, channels, to, nr);
+                    } else {
+                        from.copy(s, segment.len, channels, to, nr);
+                    }
+                }
             }
         }
     }
