@@ -165,7 +165,7 @@ fn networks(record: &Value) -> Vec<Bar> {
         let mode = name.split(' ').nth(1)?;
         if !["f32", "bf16_cl", "amp_bf16"].contains(&mode)
             || name.contains(" half ")
-            || case["peak_bytes"].is_null()
+            || case["error"].is_null()
         {
             return None;
         }
