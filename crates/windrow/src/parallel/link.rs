@@ -45,6 +45,8 @@ struct Shared<E: Engine> {
     /// Held during calls, which may be long: the watching thread never waits for it.
     engine: Mutex<E>,
     breaker: Box<dyn Fn() + Send + Sync>,
+    /// Held while the breaker runs: nobody aborts the engine meanwhile.
+    breaking: Mutex<()>,
     failure: OnceLock<Error>,
     /// Held for moments only. Whoever holds it may not wait for the engine.
     watched: Mutex<Watched<E>>,
@@ -79,6 +81,7 @@ impl<E: Engine> Link<E> {
             timeout,
             engine: Mutex::new(engine),
             breaker,
+            breaking: Mutex::new(()),
             failure: OnceLock::new(),
             watched: Mutex::new(watched),
             closing: Condvar::new(),
@@ -139,6 +142,8 @@ impl<E: Engine> Link<E> {
         let _ = self.finish();
         let mut engine = self.shared.engine();
         if self.shared.call("leaving", &mut engine, E::leave).is_err() {
+            // The failure is seen before everybody was released.
+            drop(self.shared.breaking.lock());
             engine.abort();
         }
         drop(engine);
@@ -179,6 +184,7 @@ impl<E: Engine> Shared<E> {
     fn fail(&self, what: &str, detail: String) -> Error {
         let (rank, world) = (self.rank, self.world);
         let error = Error::Parallel { rank, world, what: what.into(), detail };
+        let _breaking = self.breaking.lock().unwrap_or_else(|e| e.into_inner());
         if self.failure.set(error.clone()).is_ok() {
             (self.breaker)();
         }
@@ -272,6 +278,7 @@ mod tests {
     struct Strings {
         busy: AtomicBool,
         broken: AtomicBool,
+        slow: AtomicBool,
         breaks: AtomicUsize,
         aborts: AtomicUsize,
         left: AtomicBool,
@@ -299,6 +306,9 @@ mod tests {
         fn breaker(&self) -> Box<dyn Fn() + Send + Sync> {
             let strings = self.0.clone();
             Box::new(move || {
+                if strings.slow.load(SeqCst) {
+                    std::thread::sleep(SHORT);
+                }
                 strings.breaks.fetch_add(1, SeqCst);
             })
         }
@@ -350,6 +360,7 @@ mod tests {
     fn a_connection_that_is_not_made_is_given_up() {
         let puppet = Puppet::default();
         puppet.0.busy.store(true, SeqCst);
+        puppet.0.slow.store(true, SeqCst);
         let error = Link::new(puppet.clone(), 1, 2, SHORT).err().unwrap();
         assert!(message(error).contains("connecting"));
         assert_eq!(puppet.0.ends(), [1, 1]);
