@@ -140,8 +140,9 @@ class Case:
 
     def errors(self, exact: dict[tuple, Tensor]) -> dict[str, float]:
         """Relative error of each side: root mean square of the difference from f64 over that of the
-        result; of gradients the least over five inputs, since for about half of all a rounding somewhere switches a ReLU,
-        with either side, and the error of that is 1e-3 to 1e-2. `exact` keeps the results in f64, which modes of one type share."""
+        result; of gradients the least over five inputs, since for about half of all a rounding somewhere
+        switches a ReLU, with either side, and the error of that is 1e-3 to 1e-2. `exact` keeps the results
+        in f64, which modes of one type share."""
         self.set_flags()
         # Trials of algorithms would take longer than the results.
         torch.backends.cudnn.benchmark = False

@@ -1,9 +1,9 @@
 """Peak memory of a network: its weights, its input, and its third pass or step of training, after the trials by which
 libraries choose algorithms.
 
-On CUDA it is what PyTorch's allocator gave out, and what Windrow took from the driver's pool beside that: packed filters.
-On a CPU it is the resident memory. Only a process of its own can tell: in one that ran other networks before, a model finds
-more room.
+On CUDA it is what PyTorch's allocator gave out, and what Windrow took from the driver's pool beside that:
+packed filters. On a CPU it is the resident memory. Only a process of its own can tell: in one that ran other
+networks before, a model finds more room.
 
     python benchmarks/memory.py DEVICE NAME MODE BATCH pytorch|windrow|optimized infer|train [ACCURACY]
 """

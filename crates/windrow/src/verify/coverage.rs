@@ -68,8 +68,6 @@ fn value_of<'a>(spec: &'a KernelSpec, name: &str) -> &'a str {
     spec.value_of(name).unwrap_or("0")
 }
 
-const OPERATORS: [&str; 3] = ["conv2d", "causal_conv1d", "gelu"];
-
 /// A line of the list.
 #[derive(Debug)]
 struct Listed {
@@ -103,7 +101,7 @@ fn expand(line: &'static str) -> Vec<Listed> {
         let macros = kernel.split(' ').filter_map(|word| word.split_once('='));
         let macros = macros.map(|(name, value)| (name.into(), value.into())).collect();
         let of = |name: &&str| by == *name || kernel.contains(name);
-        let operator = OPERATORS.into_iter().find(of);
+        let operator = super::OPERATORS.map(|(name, _)| name).into_iter().find(of);
         Listed { kernel, macros, operator, only_for }
     });
     kernels.collect()

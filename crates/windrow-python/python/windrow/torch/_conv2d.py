@@ -301,13 +301,19 @@ class _Training:
     def __init__(
         self,
         x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
         run: Callable[[Tensor], Tensor],
         options: _conv2d_fastest.Options,
         accuracy: str | None,
         mine: Callable[[Sequence[bool]], tuple[bool, ...]],
     ) -> None:
+        self.weight, self.bias = weight, bias
         self.run, self.options, self.accuracy, self.mine = run, options, accuracy, mine
         self.ours = run.like(x) if type(run) is _conv2d_fastest.Ours else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return _Trained.apply(x, self.weight, self.bias, self)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = None if self.ours is None else self.ours(x, weight, bias)
@@ -433,15 +439,12 @@ class Conv2d(nn.Conv2d):
             self.__dict__["_ours"] = (run.like(input), flags)
         if run is None or run is PYTORCHS:
             return run
-        if type(run) is _Training:
-            if _native.is_only_recorded(input, weight, bias):
-                return lambda input: _Trained.apply(input, weight, bias, run)
-            return None
-        return run if _native.is_plain(input, weight, bias) else None
+        is_straight = _native.is_only_recorded if type(run) is _Training else _native.is_plain
+        return run if is_straight(input, weight, bias) else None
 
     def _found(
         self, input: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Callable[[Tensor], Tensor] | _Training | None:
+    ) -> Callable[[Tensor], Tensor] | None:
         if self.padding_mode != "zeros" or isinstance(self.padding, str):
             return None
         options = (self.stride, self.padding, self.dilation, self.groups)
@@ -461,7 +464,7 @@ class Conv2d(nn.Conv2d):
         if is_plain or not is_final:
             return run if is_final else None
         mine = _conv2d_fastest.gradients_of(input, weight, bias, options, accuracy)
-        return None if mine is None else _Training(input, run, options, accuracy, mine)
+        return None if mine is None else _Training(input, weight, bias, run, options, accuracy, mine)
 
     def _apply(self, *args: Any, **how: Any) -> "Conv2d":
         self._forget()

@@ -192,29 +192,30 @@ def gradients(
             choice = decide(mode, problem, x.device, by(False), contestants)
         return choice == _OURS
 
-    of_input, of_filter, of_bias = needs
-    first = of_input and is_ours(_OF_INPUT, True, False, False)
-    rest = is_ours(_mode_of_filter(of_bias), False, True, of_bias) if of_filter else _OF_BIAS_ALONE
-    mine = (first, rest and of_filter, rest and of_bias)
+    of_bias = needs[2]
+    of_input = needs[0] and is_ours(_OF_INPUT, True, False, False)
+    of_filter = needs[1] and is_ours(_mode_of_filter(of_bias), False, True, of_bias)
+    mine = _mine(needs, of_input, of_filter)
     return computed(dy, x, weight, bias, options, accuracy, needs, mine)
 
 
 def gradients_of(
     x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, accuracy: str | None
 ) -> Callable[[Sequence[bool]], tuple[bool, ...]] | None:
-    """Which of the gradients that are needed Windrow computes, for images like x; None as long as that is not decided."""
+    """Which of the gradients that are needed Windrow computes, for images like x. None as long as that is not decided."""
     problem = problem_of(x, weight, bias, options, None, accuracy)
     of_both = bias is not None and bias.requires_grad
     decided = [chosen(mode, problem) for mode in (_OF_INPUT, _mode_of_filter(of_both))]
-    is_ours = [choice == _OURS for choice in decided]
     if (x.requires_grad and decided[0] is None) or (weight.requires_grad and decided[1] is None):
         return None
+    of_input, of_filter = (choice == _OURS for choice in decided)
+    return lambda needs: _mine(needs, of_input, of_filter)
 
-    def mine(needs: Sequence[bool]) -> tuple[bool, ...]:
-        rest = is_ours[1] if needs[1] else _OF_BIAS_ALONE
-        return (needs[0] and is_ours[0], needs[1] and rest, needs[2] and rest)
 
-    return mine
+def _mine(needs: Sequence[bool], of_input: bool, of_filter: bool) -> tuple[bool, ...]:
+    """Of the gradients that are needed, those that are ours if that of the input and that of the filter are."""
+    rest = of_filter if needs[1] else _OF_BIAS_ALONE
+    return needs[0] and of_input, needs[1] and rest, needs[2] and rest
 
 
 def computed(

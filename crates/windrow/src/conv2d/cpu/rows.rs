@@ -24,59 +24,64 @@ impl<T: SimdElement> Rows<T> {
         to: *mut f32,
         to_row: usize,
     ) {
-        // SAFETY: promised by the caller; a vector is copied only where all of its lanes are asked
-        // for.
+        // SAFETY: promised by the caller.
         unsafe {
             for i in 0..rows {
                 let (from, to) = (self.ptr.offset(i as isize * self.row), to.add(i * to_row));
-                if self.col == 1 {
-                    copy_row(s, from, to, len);
-                } else if self.col == 2 {
-                    copy_even(s, from, to, len);
-                } else {
-                    for j in 0..len {
-                        to.add(j).write(from.offset(j as isize * self.col).read().to_f32());
-                    }
-                }
+                copy_line::<S, T, false>(s, from, self.col, to, len);
             }
         }
     }
 }
 
-/// # Safety
-/// `len` elements are readable at `from` and writable at `to`.
-#[inline(always)]
-unsafe fn copy_row<S: Simd, T: SimdElement>(s: S, from: *const T, to: *mut f32, len: usize) {
-    let mut j = 0;
-    // SAFETY: promised by the caller.
-    unsafe {
-        while j + S::LANES <= len {
-            s.store(to.add(j), T::load(s, from.add(j)));
-            j += S::LANES;
-        }
-        if j < len {
-            s.store_first(to.add(j), T::load_first(s, from.add(j), len - j), len - j);
-        }
-    }
-}
-
-/// Copies every second element.
+/// Copies elements `col` apart; the last ones as a whole vector if `AHEAD`.
 ///
 /// # Safety
-/// `2 * len - 1` elements are readable at `from`, `len` writable at `to`.
+/// `len` elements are readable at `from`, and as many, in whole vectors if `AHEAD`, writable at `to`.
 #[inline(always)]
-unsafe fn copy_even<S: Simd, T: SimdElement>(s: S, from: *const T, to: *mut f32, len: usize) {
+unsafe fn copy_line<S: Simd, T: SimdElement, const AHEAD: bool>(
+    s: S,
+    from: *const T,
+    col: isize,
+    to: *mut f32,
+    len: usize,
+) {
     let mut j = 0;
-    // SAFETY: promised by the caller; the element after the last is never read.
+    // SAFETY: promised by the caller; a vector is loaded only where all of its lanes are asked for, and the element
+    // after the last is never read.
     unsafe {
-        while j + S::LANES < len {
-            let from = from.add(2 * j);
-            let pair = s.even(T::load(s, from), T::load(s, from.add(S::LANES)));
-            s.store(to.add(j), pair);
-            j += S::LANES;
-        }
-        if j < len {
-            s.store_first(to.add(j), last_even(s, from.add(2 * j), len - j), len - j);
+        let store_last = |j: usize, values| match AHEAD {
+            true => s.store(to.add(j), values),
+            false => s.store_first(to.add(j), values, len - j),
+        };
+        if col == 1 {
+            while j + S::LANES <= len {
+                s.store(to.add(j), T::load(s, from.add(j)));
+                j += S::LANES;
+            }
+            if j < len {
+                store_last(j, T::load_first(s, from.add(j), len - j));
+            }
+        } else if col == 2 {
+            while j + S::LANES < len {
+                let from = from.add(2 * j);
+                let pair = s.even(T::load(s, from), T::load(s, from.add(S::LANES)));
+                s.store(to.add(j), pair);
+                j += S::LANES;
+            }
+            if j < len {
+                let (from, left) = (from.add(2 * j), 2 * (len - j) - 1);
+                let first = T::load_first(s, from, left.min(S::LANES));
+                let second = match left.saturating_sub(S::LANES) {
+                    0 => s.zero(),
+                    left => T::load_first(s, from.add(S::LANES), left),
+                };
+                store_last(j, s.even(first, second));
+            }
+        } else {
+            for j in 0..len {
+                to.add(j).write(from.offset(j as isize * col).read().to_f32());
+            }
         }
     }
 }
@@ -138,52 +143,8 @@ pub(super) unsafe fn copy_ahead<S: Simd, T: SimdElement>(
     to: *mut f32,
     len: usize,
 ) {
-    // SAFETY: promised by the caller; a vector is loaded only where all of its lanes are asked for.
-    unsafe {
-        if col == 1 {
-            let mut j = 0;
-            while j + S::LANES <= len {
-                s.store(to.add(j), T::load(s, from.add(j)));
-                j += S::LANES;
-            }
-            if j < len {
-                s.store(to.add(j), T::load_first(s, from.add(j), len - j));
-            }
-        } else if col == 2 {
-            let mut j = 0;
-            while j + S::LANES < len {
-                let from = from.add(2 * j);
-                let pair = s.even(T::load(s, from), T::load(s, from.add(S::LANES)));
-                s.store(to.add(j), pair);
-                j += S::LANES;
-            }
-            if j < len {
-                s.store(to.add(j), last_even(s, from.add(2 * j), len - j));
-            }
-        } else {
-            for j in 0..len {
-                to.add(j).write(from.offset(j as isize * col).read().to_f32());
-            }
-        }
-    }
-}
-
-/// Every second element of the last `2 * len - 1`, at most a vector of them.
-///
-/// # Safety
-/// These are readable at `from`.
-#[inline(always)]
-unsafe fn last_even<S: Simd, T: SimdElement>(s: S, from: *const T, len: usize) -> S::F32 {
-    let left = 2 * len - 1;
-    // SAFETY: promised by the caller; the element after the last is never read.
-    unsafe {
-        let first = T::load_first(s, from, left.min(S::LANES));
-        let second = match left.saturating_sub(S::LANES) {
-            0 => s.zero(),
-            left => T::load_first(s, from.add(S::LANES), left),
-        };
-        s.even(first, second)
-    }
+    // SAFETY: promised by the caller.
+    unsafe { copy_line::<S, T, true>(s, from, col, to, len) }
 }
 
 /// Writes `len` zeros.
