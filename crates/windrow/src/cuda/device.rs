@@ -2,7 +2,7 @@
 
 use super::driver::Driver;
 use super::runtime::Cuda;
-use crate::gpu::{DeviceInfo, Failure, Outcome, Runtime, Started, notice_forks};
+use crate::gpu::{DeviceInfo, Failure, Outcome, Started, keep_freed_memory, notice_forks};
 use crate::{Device, Error, Result};
 use std::ffi::{CStr, c_int};
 use std::ptr::null_mut;
@@ -86,29 +86,7 @@ fn start_existing(driver: &'static Driver, index: u32) -> Outcome<Started> {
     let memory_pools = attribute(MEMORY_POOLS_SUPPORTED)? != 0;
     let compute_capability = info.compute_capability;
     let cuda = Cuda { driver, index, compute_capability, handle, context, memory_pools };
-    if memory_pools {
-        let previous = cuda.enter()?;
-        let kept = cuda.keep_freed_memory();
-        if let Some(previous) = previous {
-            // SAFETY: undoes `enter` above.
-            unsafe { cuda.leave(previous) };
-        }
-        kept?;
-    }
+    keep_freed_memory(&cuda)?;
     let shared_bytes = attribute(MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
     Ok(Started { info, shared_bytes, runtime: Box::new(cuda) })
-}
-
-impl Cuda {
-    /// Lets the memory pool keep what is freed: by default every synchronisation gives it back to
-    /// the system, and the next allocation pays for it again.
-    fn keep_freed_memory(&self) -> Outcome<()> {
-        const RELEASE_THRESHOLD: c_int = 4;
-        let mut threshold = u64::MAX;
-        // SAFETY: the device has memory pools and is current; the attribute is a 64-bit number.
-        unsafe {
-            let value = (&raw mut threshold).cast();
-            self.driver.cuMemPoolSetAttribute(self.pool()?, RELEASE_THRESHOLD, value)
-        }
-    }
 }

@@ -1,8 +1,8 @@
 //! The functions of the CUDA driver that are needed.
 
 use crate::Device;
-use crate::gpu::Handle;
 use crate::gpu::library::{Describe, Library, library};
+use crate::gpu::{Handle, MemoryAccess};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 
 /// Part of the driver, so only the loader can find it.
@@ -17,8 +17,8 @@ static LIBCUDA: Library = Library {
     device: Device::Cuda(0),
 };
 
-/// `CUdeviceptr`
-pub(super) type Address = u64;
+/// `CUdeviceptr`: a number as wide as a pointer, and passed as one.
+type Address = *mut c_void;
 
 /// `CUlaunchConfig`
 #[repr(C)]
@@ -38,14 +38,6 @@ pub(super) struct LaunchAttribute {
     pub(super) pad: c_int,
     pub(super) value: c_int,
     pub(super) rest: [u32; 15],
-}
-
-/// `CUmemAccessDesc`
-#[repr(C)]
-pub(super) struct MemoryAccess {
-    pub(super) location_type: c_int,
-    pub(super) location: c_int,
-    pub(super) flags: c_int,
 }
 
 /// `CUtensorMap`, aligned as CUDA 13 declares it; before, 64 bytes were enough.

@@ -1,24 +1,17 @@
 //! CUDA devices behind [`Runtime`].
 
 use super::cudnn;
-use super::driver::{Address, Driver, LaunchAttribute, LaunchConfig, MemoryAccess, TensorMap};
+use super::driver::{Driver, LaunchAttribute, LaunchConfig, TensorMap};
 use super::{cublaslt, nvrtc};
 use crate::Result;
 use crate::dtype::by_type;
 use crate::gpu::{
-    Convolution, ConvolutionLimits, ConvolutionSpec, Failure, Feature, Function, GemmSpec, Handle,
-    KernelSpec, Launch, Operation, Outcome, Product, Recording, Runtime, StreamKind, TensorBoxes,
+    Calls, Convolution, ConvolutionLimits, ConvolutionSpec, Driven, Feature, Function, GemmSpec,
+    Handle, KernelSpec, Launch, Operation, Outcome, Product, Runtime, StreamKind, TensorBoxes,
     made,
 };
-use std::ffi::{CString, c_int, c_uint, c_void};
+use std::ffi::{c_int, c_uint, c_void};
 use std::ptr::null_mut;
-
-/// `CUresult`
-const OUT_OF_MEMORY: c_int = 2;
-const NOT_READY: c_int = 600;
-/// `CUstreamCaptureMode`
-const THREAD_LOCAL: c_int = 1;
-const RELAXED: c_int = 2;
 
 /// A device: its primary context, which torch and the runtime API share.
 #[derive(Debug)]
@@ -37,20 +30,61 @@ unsafe impl Send for Cuda {}
 // SAFETY: several threads may have one context current at once.
 unsafe impl Sync for Cuda {}
 
-impl Cuda {
-    /// The memory pool.
-    pub(super) fn pool(&self) -> Outcome<Handle> {
-        // SAFETY: the device has memory pools.
-        made(|pool| unsafe { self.driver.cuDeviceGetDefaultMemPool(pool, self.handle) })
-    }
-}
+impl Driven for Cuda {
+    type Library = Driver;
+    const CALLS: Calls<Driver> = Calls {
+        can_access_peer: Driver::cuDeviceCanAccessPeer,
+        default_pool: Driver::cuDeviceGetDefaultMemPool,
+        set_pool_attribute: Driver::cuMemPoolSetAttribute,
+        set_pool_access: Driver::cuMemPoolSetAccess,
+        allocate: Driver::cuMemAlloc_v2,
+        free: Driver::cuMemFree_v2,
+        allocate_async: Driver::cuMemAllocAsync,
+        free_async: Driver::cuMemFreeAsync,
+        allocate_host: Driver::cuMemHostAlloc,
+        free_host: Driver::cuMemFreeHost,
+        stream_priorities: Driver::cuCtxGetStreamPriorityRange,
+        create_stream: Driver::cuStreamCreate,
+        create_stream_with_priority: Driver::cuStreamCreateWithPriority,
+        synchronize_stream: Driver::cuStreamSynchronize,
+        wait: Driver::cuStreamWaitEvent,
+        create_event: Driver::cuEventCreate,
+        destroy_event: Driver::cuEventDestroy_v2,
+        record: Driver::cuEventRecord,
+        query_event: Driver::cuEventQuery,
+        synchronize_event: Driver::cuEventSynchronize,
+        elapsed: Driver::cuEventElapsedTime,
+        begin_capture: Driver::cuStreamBeginCapture_v2,
+        end_capture: Driver::cuStreamEndCapture,
+        capture_info: Driver::cuStreamGetCaptureInfo_v2,
+        exchange_capture_mode: Driver::cuThreadExchangeStreamCaptureMode,
+        instantiate: Driver::cuGraphInstantiateWithFlags,
+        launch_graph: Driver::cuGraphLaunch,
+        destroy_graph: Driver::cuGraphDestroy,
+        destroy_instance: Driver::cuGraphExecDestroy,
+        create_object: Driver::cuUserObjectCreate,
+        release_object: Driver::cuUserObjectRelease,
+        retain_object: Driver::cuGraphRetainUserObject,
+        load_module: Driver::cuModuleLoadData,
+        find_function: Driver::cuModuleGetFunction,
+    };
 
-/// The memory that a call allocates; `None` where there is not so much.
-fn allocated<T>(outcome: Outcome<()>, memory: T) -> Outcome<Option<T>> {
-    match outcome {
-        Ok(()) => Ok(Some(memory)),
-        Err(Failure { status: OUT_OF_MEMORY, .. }) => Ok(None),
-        Err(failure) => Err(failure),
+    fn library(&self) -> &'static Driver {
+        self.driver
+    }
+
+    fn number(&self) -> c_int {
+        self.handle
+    }
+
+    fn number_of(&self, index: u32) -> Outcome<c_int> {
+        let mut number = 0;
+        // SAFETY: the call writes one number; the driver checks the index.
+        unsafe { self.driver.cuDeviceGet(&mut number, index as c_int) }.map(|()| number)
+    }
+
+    fn memory_pools(&self) -> bool {
+        self.memory_pools
     }
 }
 
@@ -75,61 +109,6 @@ impl Runtime for Cuda {
         let _ = made(|context| unsafe { self.driver.cuCtxPopCurrent_v2(context) });
     }
 
-    unsafe fn allow_access_by(&self, peer: u32) -> Outcome<()> {
-        const LOCATION_DEVICE: c_int = 1;
-        const READ_WRITE: c_int = 3;
-        if !self.memory_pools {
-            return Ok(());
-        }
-        let (mut other, mut linked) = (0, 0);
-        // SAFETY: each call writes to a local of the type it expects; the driver checks the index.
-        unsafe {
-            self.driver.cuDeviceGet(&mut other, peer as c_int)?;
-            self.driver.cuDeviceCanAccessPeer(&mut linked, other, self.handle)?;
-        }
-        if linked == 0 {
-            return Ok(());
-        }
-        let access =
-            MemoryAccess { location_type: LOCATION_DEVICE, location: other, flags: READ_WRITE };
-        // SAFETY: the pool lives as long as the device; one description is given.
-        unsafe { self.driver.cuMemPoolSetAccess(self.pool()?, &access, 1) }
-    }
-
-    unsafe fn allocate(&self, bytes: usize, stream: Handle) -> Outcome<Option<*mut u8>> {
-        let mut address: Address = 0;
-        let outcome = match self.memory_pools {
-            // SAFETY: the stream is alive, says the caller; the call writes one address.
-            true => unsafe { self.driver.cuMemAllocAsync(&mut address, bytes, stream) },
-            // SAFETY: the device is current, says the caller; the call writes one address.
-            false => unsafe { self.driver.cuMemAlloc_v2(&mut address, bytes) },
-        };
-        allocated(outcome, address as *mut u8)
-    }
-
-    unsafe fn free(&self, memory: *mut u8, stream: Handle) -> Outcome<()> {
-        match self.memory_pools {
-            // SAFETY: of `allocate`, in the same way, and used by nothing after, says the caller.
-            true => unsafe { self.driver.cuMemFreeAsync(memory as Address, stream) },
-            // This waits for the device.
-            // SAFETY: as above.
-            false => unsafe { self.driver.cuMemFree_v2(memory as Address) },
-        }
-    }
-
-    unsafe fn allocate_host(&self, bytes: usize) -> Outcome<Option<*mut u8>> {
-        const PORTABLE: c_uint = 1;
-        let mut memory = null_mut();
-        // SAFETY: the device is current, says the caller; the call writes one pointer.
-        let outcome = unsafe { self.driver.cuMemHostAlloc(&mut memory, bytes, PORTABLE) };
-        allocated(outcome, memory.cast())
-    }
-
-    unsafe fn free_host(&self, memory: *mut u8) -> Outcome<()> {
-        // SAFETY: of `allocate_host`, and used by nothing after, says the caller.
-        unsafe { self.driver.cuMemFreeHost(memory.cast()) }
-    }
-
     unsafe fn upload(
         &self,
         to: *mut u8,
@@ -137,7 +116,7 @@ impl Runtime for Cuda {
         bytes: usize,
         stream: Option<Handle>,
     ) -> Outcome<()> {
-        let (to, from) = (to as Address, from.cast::<c_void>());
+        let (to, from) = (to.cast::<c_void>(), from.cast::<c_void>());
         match stream {
             // SAFETY: both are so many bytes, alive until the stream is past the copy, says the caller.
             Some(stream) => unsafe { self.driver.cuMemcpyHtoDAsync_v2(to, from, bytes, stream) },
@@ -153,7 +132,7 @@ impl Runtime for Cuda {
         bytes: usize,
         stream: Option<Handle>,
     ) -> Outcome<()> {
-        let (to, from) = (to.cast::<c_void>(), from as Address);
+        let (to, from) = (to.cast::<c_void>(), from.cast_mut().cast());
         match stream {
             // SAFETY: both are so many bytes, alive until the stream is past the copy, says the caller.
             Some(stream) => unsafe { self.driver.cuMemcpyDtoHAsync_v2(to, from, bytes, stream) },
@@ -164,23 +143,12 @@ impl Runtime for Cuda {
 
     unsafe fn fill(&self, memory: *mut u8, value: u8, bytes: usize, stream: Handle) -> Outcome<()> {
         // SAFETY: so many bytes, alive until the stream is past the call, says the caller.
-        unsafe { self.driver.cuMemsetD8Async(memory as Address, value, bytes, stream) }
+        unsafe { self.driver.cuMemsetD8Async(memory.cast(), value, bytes, stream) }
     }
 
     unsafe fn create_stream(&self, kind: StreamKind) -> Outcome<Handle> {
-        const NON_BLOCKING: c_uint = 1;
-        let (mut lowest, mut highest) = (0, 0);
-        // SAFETY: the device is current, says the caller; each call writes to a local.
-        made(|stream| unsafe {
-            match kind {
-                StreamKind::Blocking => self.driver.cuStreamCreate(stream, 0),
-                StreamKind::Apart => self.driver.cuStreamCreate(stream, NON_BLOCKING),
-                StreamKind::Urgent => {
-                    self.driver.cuCtxGetStreamPriorityRange(&mut lowest, &mut highest)?;
-                    self.driver.cuStreamCreateWithPriority(stream, 0, highest)
-                }
-            }
-        })
+        // SAFETY: the caller's promise.
+        unsafe { self.new_stream(kind) }
     }
 
     unsafe fn destroy_stream(&self, stream: Handle) -> Outcome<()> {
@@ -188,140 +156,10 @@ impl Runtime for Cuda {
         unsafe { self.driver.cuStreamDestroy_v2(stream) }
     }
 
-    unsafe fn synchronize_stream(&self, stream: Handle) -> Outcome<()> {
-        // SAFETY: the stream is alive, says the caller.
-        unsafe { self.driver.cuStreamSynchronize(stream) }
-    }
-
-    unsafe fn wait(&self, stream: Handle, event: Handle) -> Outcome<()> {
-        // SAFETY: both are alive, says the caller.
-        unsafe { self.driver.cuStreamWaitEvent(stream, event, 0) }
-    }
-
     unsafe fn stream_id(&self, stream: Handle) -> Outcome<u64> {
         let mut id = 0;
         // SAFETY: the stream is alive, says the caller; the call writes one number.
         unsafe { self.driver.cuStreamGetId(stream, &mut id) }.map(|()| id)
-    }
-
-    unsafe fn create_event(&self, timed: bool) -> Outcome<Handle> {
-        const DISABLE_TIMING: c_uint = 2;
-        let flags = if timed { 0 } else { DISABLE_TIMING };
-        // SAFETY: the device is current, says the caller; the call writes one pointer.
-        made(|event| unsafe { self.driver.cuEventCreate(event, flags) })
-    }
-
-    unsafe fn destroy_event(&self, event: Handle) -> Outcome<()> {
-        // SAFETY: of `create_event`, and not used after, says the caller.
-        unsafe { self.driver.cuEventDestroy_v2(event) }
-    }
-
-    unsafe fn record(&self, event: Handle, stream: Handle) -> Outcome<()> {
-        // SAFETY: both are alive, says the caller.
-        unsafe { self.driver.cuEventRecord(event, stream) }
-    }
-
-    unsafe fn is_reached(&self, event: Handle) -> Outcome<bool> {
-        // SAFETY: the event is alive, says the caller.
-        match unsafe { self.driver.cuEventQuery(event) } {
-            Ok(()) => Ok(true),
-            Err(Failure { status: NOT_READY, .. }) => Ok(false),
-            Err(failure) => Err(failure),
-        }
-    }
-
-    unsafe fn synchronize_event(&self, event: Handle) -> Outcome<()> {
-        // SAFETY: the event is alive, says the caller.
-        unsafe { self.driver.cuEventSynchronize(event) }
-    }
-
-    unsafe fn milliseconds(&self, start: Handle, end: Handle) -> Outcome<f32> {
-        let mut milliseconds = 0.0;
-        // SAFETY: both are alive, says the caller; the call writes one number.
-        unsafe { self.driver.cuEventElapsedTime(&mut milliseconds, start, end) }
-            .map(|()| milliseconds)
-    }
-
-    unsafe fn begin_capture(&self, stream: Handle) -> Outcome<()> {
-        // SAFETY: the stream is alive, says the caller.
-        unsafe { self.driver.cuStreamBeginCapture_v2(stream, THREAD_LOCAL) }
-    }
-
-    unsafe fn end_capture(&self, stream: Handle) -> Outcome<Handle> {
-        // SAFETY: the stream is alive, says the caller; the call writes one pointer.
-        made(|graph| unsafe { self.driver.cuStreamEndCapture(stream, graph) })
-    }
-
-    unsafe fn recording(&self, stream: Handle) -> Outcome<Recording> {
-        // `CUstreamCaptureStatus`
-        const NONE: c_int = 0;
-        const ACTIVE: c_int = 1;
-        let (mut status, mut id) = (NONE, 0);
-        // SAFETY: the stream is alive, says the caller; the call writes to locals, and nothing through null.
-        let graph = made(|graph| unsafe {
-            let (status, id) = (&mut status, &mut id);
-            self.driver.cuStreamGetCaptureInfo_v2(stream, status, id, graph, null_mut(), null_mut())
-        })?;
-        Ok(match status {
-            NONE => Recording::No,
-            ACTIVE => Recording::Into { id, graph },
-            _ => Recording::Broken,
-        })
-    }
-
-    unsafe fn retain(
-        &self,
-        graph: Handle,
-        owner: Handle,
-        release: unsafe extern "C" fn(Handle),
-    ) -> Outcome<()> {
-        const NO_DESTRUCTOR_SYNC: c_uint = 1;
-        const MOVE: c_uint = 1;
-        let driver = self.driver;
-        // SAFETY: `release` takes `owner` from any thread, says the caller; the call writes one pointer.
-        let object = made(|object| unsafe {
-            driver.cuUserObjectCreate(object, owner, release, 1, NO_DESTRUCTOR_SYNC)
-        })
-        // SAFETY: the driver has not taken it.
-        .inspect_err(|_| unsafe { release(owner) })?;
-        // SAFETY: the graph is alive, says the caller, and the object was made above.
-        unsafe { driver.cuGraphRetainUserObject(graph, object, 1, MOVE) }.inspect_err(|_| {
-            // SAFETY: the reference made above, which the graph has not taken: this calls `release`.
-            let _ = unsafe { driver.cuUserObjectRelease(object, 1) };
-        })
-    }
-
-    unsafe fn destroy_graph(&self, graph: Handle) -> Outcome<()> {
-        // SAFETY: of `end_capture`, and not used after, says the caller.
-        unsafe { self.driver.cuGraphDestroy(graph) }
-    }
-
-    unsafe fn instantiate(&self, graph: Handle) -> Outcome<Handle> {
-        // SAFETY: the graph is alive, says the caller; the call writes one pointer.
-        made(|instance| unsafe { self.driver.cuGraphInstantiateWithFlags(instance, graph, 0) })
-    }
-
-    unsafe fn destroy_instance(&self, instance: Handle) -> Outcome<()> {
-        // SAFETY: of `instantiate`, and not used after, says the caller.
-        unsafe { self.driver.cuGraphExecDestroy(instance) }
-    }
-
-    unsafe fn launch_graph(&self, instance: Handle, stream: Handle) -> Outcome<()> {
-        // SAFETY: both are alive, as is the memory that the graph uses, says the caller.
-        unsafe { self.driver.cuGraphLaunch(instance, stream) }
-    }
-
-    fn relax_captures(&self) -> c_int {
-        let mut mode = RELAXED;
-        // It cannot fail for valid modes.
-        // SAFETY: the call exchanges the mode of this thread, which any thread may do.
-        let _ = unsafe { self.driver.cuThreadExchangeStreamCaptureMode(&mut mode) };
-        mode
-    }
-
-    fn restore_captures(&self, mut mode: c_int) {
-        // SAFETY: as in `relax_captures`.
-        let _ = unsafe { self.driver.cuThreadExchangeStreamCaptureMode(&mut mode) };
     }
 
     fn recipe(&self, spec: &KernelSpec) -> Result<(String, Vec<String>)> {
@@ -334,19 +172,12 @@ impl Runtime for Cuda {
 
     unsafe fn load(&self, image: &[u8], entry: &str, shared_bytes: u32) -> Outcome<Handle> {
         const MAX_DYNAMIC_SHARED_SIZE_BYTES: c_int = 8;
-        let driver = self.driver;
-        let name = CString::new(entry).expect("a C identifier");
-        let image = image.as_ptr().cast();
-        // SAFETY: the image is a cubin, or PTX that ends in a zero byte; the call writes one pointer.
-        let module = made(|module| unsafe { driver.cuModuleLoadData(module, image) })?;
-        // SAFETY: the module was loaded above and the name ends in a zero byte; the call writes one pointer.
-        let function = made(|function| unsafe {
-            driver.cuModuleGetFunction(function, module, name.as_ptr())
-        })?;
+        // SAFETY: the caller's promise: a cubin, or PTX that ends in a zero byte.
+        let function = unsafe { self.entry_point(image, entry)? };
         if shared_bytes > 0 {
-            let bytes = shared_bytes as c_int;
+            let (size, bytes) = (MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes as c_int);
             // SAFETY: the function was found above.
-            unsafe { driver.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes)? };
+            unsafe { self.driver.cuFuncSetAttribute(function, size, bytes)? };
         }
         Ok(function)
     }

@@ -1,10 +1,10 @@
 //! The wing of GPUs: devices, streams, memory, graphs, kernels. Everything that backends share.
 //!
-//! A backend is an implementation of [`Runtime`]. Kernels are CUDA C++ in `kernels/*.cu` of each room, embedded in the
-//! binary. A [`KernelSpec`] names a source, an entry point and constants; [`Gpu::kernel`] has the backend compile it
-//! for the device, or takes it from the cache on disk, and keeps it loaded. This happens when a plan is made, for
-//! gradients when it first computes one, and may happen while a stream is captured. Runs allocate nothing, do not
-//! synchronise and can be captured into a graph.
+//! A backend is an implementation of [`Runtime`], most of it a table of its driver's functions. Kernels are CUDA C++ in
+//! `kernels/*.cu` of each room, embedded in the binary. A [`KernelSpec`] names a source, an entry point and constants;
+//! [`Gpu::kernel`] has the backend compile it for the device, or takes it from the cache on disk, and keeps it loaded.
+//! This happens when a plan is made, for gradients when it first computes one, and may happen while a stream is
+//! captured. Runs allocate nothing, do not synchronise and can be captured into a graph.
 
 #[cfg(feature = "hip")]
 mod block_product;
@@ -16,6 +16,8 @@ mod compiler;
 mod convolution;
 mod copy;
 mod device;
+#[cfg(feature = "gpu")]
+mod driver;
 mod gemm;
 mod kernel;
 #[cfg(feature = "gpu")]
@@ -46,16 +48,17 @@ pub(crate) use column_sum::column_sum;
 pub(crate) use compiler::{Compiled, Compiler, Reading};
 pub(crate) use convolution::{Choice, Convolution, ConvolutionSpec, Operation, VendorConvolution};
 pub(crate) use device::{Gpu, Started, devices, notice_forks};
+#[cfg(feature = "gpu")]
+pub(crate) use driver::{Calls, Driven, MemoryAccess, keep_freed_memory, made};
 pub(crate) use gemm::{Gemm, GemmCompute, GemmOperands, GemmSpec, Matrix, Product};
 pub(crate) use kernel::{Kernel, Kernels};
 pub(crate) use memory::{DeviceBuffer, download};
 pub(crate) use params::{Field, Params, params};
 pub(crate) use pinned::PinnedBuffer;
 #[cfg(feature = "gpu")]
-pub(crate) use runtime::made;
+pub(crate) use runtime::Recording;
 pub(crate) use runtime::{
-    ConvolutionLimits, Failure, Feature, Function, Handle, Launch, Outcome, Recording, Runtime,
-    StreamKind,
+    ConvolutionLimits, Failure, Feature, Function, Handle, Launch, Outcome, Runtime, StreamKind,
 };
 pub(crate) use shared::SharedBuffer;
 pub(crate) use source::{KernelSpec, Source, type_name};

@@ -22,13 +22,6 @@ pub(crate) struct Failure {
 
 pub(crate) type Outcome<T> = Result<T, Failure>;
 
-/// The handle that a call writes.
-#[cfg(feature = "gpu")]
-pub(crate) fn made(make: impl FnOnce(&mut Handle) -> Outcome<()>) -> Outcome<Handle> {
-    let mut handle = std::ptr::null_mut();
-    make(&mut handle).map(|()| handle)
-}
-
 impl Failure {
     /// The error, which names the call.
     pub(crate) fn on(self, device: Device) -> Error {
@@ -99,20 +92,12 @@ pub(crate) struct Function {
     pub(crate) overlapped: bool,
 }
 
-/// A device of a backend. Nothing here checks, remembers or locks: that is written once, above.
+/// What drivers do by functions of the same kind: a backend that names them in [`Calls`](super::driver::Calls) has it all.
 ///
 /// # Safety
-/// Functions are called with the device current ([`Runtime::enter`]), but for `enter` itself, `has`, `recipe`
-/// and `compile`. What they are given belongs to this device and is alive; of memory, as long as the work of the
-/// stream that uses it.
-pub(crate) trait Runtime: Debug + Send + Sync {
-    fn has(&self, feature: Feature) -> bool;
-
-    /// Makes the device current on this thread; `Some` if another one was, for [`Runtime::leave`].
-    fn enter(&self) -> Outcome<Option<Handle>>;
-    unsafe fn leave(&self, previous: Handle);
-
-    /// Lets kernels on the device of this index reach what [`Runtime::allocate`] gives, if the two are linked.
+/// As of [`Runtime`].
+pub(crate) trait Common {
+    /// Lets kernels on the device of this index reach what [`Common::allocate`] gives, if the two are linked.
     unsafe fn allow_access_by(&self, peer: u32) -> Outcome<()>;
 
     /// Memory aligned to 256 bytes, in the order of the stream; `None` where there is not so much.
@@ -121,31 +106,10 @@ pub(crate) trait Runtime: Debug + Send + Sync {
     /// Pinned host memory; `None` where there is not so much.
     unsafe fn allocate_host(&self, bytes: usize) -> Outcome<Option<*mut u8>>;
     unsafe fn free_host(&self, memory: *mut u8) -> Outcome<()>;
-    /// From the host; without a stream it is done when it returns.
-    unsafe fn upload(
-        &self,
-        to: *mut u8,
-        from: *const u8,
-        bytes: usize,
-        stream: Option<Handle>,
-    ) -> Outcome<()>;
-    /// To the host.
-    unsafe fn download(
-        &self,
-        to: *mut u8,
-        from: *const u8,
-        bytes: usize,
-        stream: Option<Handle>,
-    ) -> Outcome<()>;
-    unsafe fn fill(&self, memory: *mut u8, value: u8, bytes: usize, stream: Handle) -> Outcome<()>;
 
-    unsafe fn create_stream(&self, kind: StreamKind) -> Outcome<Handle>;
-    unsafe fn destroy_stream(&self, stream: Handle) -> Outcome<()>;
     unsafe fn synchronize_stream(&self, stream: Handle) -> Outcome<()>;
     /// Work given to the stream from here on waits for the event.
     unsafe fn wait(&self, stream: Handle, event: Handle) -> Outcome<()>;
-    /// A number that no other stream of the process has had.
-    unsafe fn stream_id(&self, stream: Handle) -> Outcome<u64>;
 
     unsafe fn create_event(&self, timed: bool) -> Outcome<Handle>;
     unsafe fn destroy_event(&self, event: Handle) -> Outcome<()>;
@@ -174,6 +138,43 @@ pub(crate) trait Runtime: Debug + Send + Sync {
     /// Whether this thread may allocate and wait while any thread captures a stream; returns the mode to put back.
     fn relax_captures(&self) -> c_int;
     fn restore_captures(&self, mode: c_int);
+}
+
+/// A device of a backend. Nothing here checks, remembers or locks: that is written once, above.
+///
+/// # Safety
+/// Functions are called with the device current ([`Runtime::enter`]), but for `enter` itself, `has`, `recipe`
+/// and `compile`. What they are given belongs to this device and is alive; of memory, as long as the work of the
+/// stream that uses it.
+pub(crate) trait Runtime: Common + Debug + Send + Sync {
+    fn has(&self, feature: Feature) -> bool;
+
+    /// Makes the device current on this thread; `Some` if another one was, for [`Runtime::leave`].
+    fn enter(&self) -> Outcome<Option<Handle>>;
+    unsafe fn leave(&self, previous: Handle);
+
+    /// From the host; without a stream it is done when it returns.
+    unsafe fn upload(
+        &self,
+        to: *mut u8,
+        from: *const u8,
+        bytes: usize,
+        stream: Option<Handle>,
+    ) -> Outcome<()>;
+    /// To the host.
+    unsafe fn download(
+        &self,
+        to: *mut u8,
+        from: *const u8,
+        bytes: usize,
+        stream: Option<Handle>,
+    ) -> Outcome<()>;
+    unsafe fn fill(&self, memory: *mut u8, value: u8, bytes: usize, stream: Handle) -> Outcome<()>;
+
+    unsafe fn create_stream(&self, kind: StreamKind) -> Outcome<Handle>;
+    unsafe fn destroy_stream(&self, stream: Handle) -> Outcome<()>;
+    /// A number that no other stream of the process has had.
+    unsafe fn stream_id(&self, stream: Handle) -> Outcome<u64>;
 
     /// The compiler's version, and the options for a kernel: with the sources, all that an image depends on.
     fn recipe(&self, spec: &KernelSpec) -> Result<(String, Vec<String>)>;

@@ -1,8 +1,8 @@
 //! The functions of HIP's runtime that are needed.
 
 use super::rocm;
-use crate::gpu::Handle;
 use crate::gpu::library::{Describe, Library, library};
+use crate::gpu::{Handle, MemoryAccess};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 
 pub(super) static LIBAMDHIP64: Library = rocm("libamdhip64.so");
@@ -23,14 +23,6 @@ impl Properties {
         architecture: [0; 256],
         rest: [0; 4096 - 1160 - 256],
     };
-}
-
-/// `hipMemAccessDesc`
-#[repr(C)]
-pub(super) struct MemoryAccess {
-    pub(super) location_type: c_int,
-    pub(super) location: c_int,
-    pub(super) flags: c_int,
 }
 
 library! {

@@ -2,7 +2,7 @@
 
 use super::api::{Api, Properties};
 use super::runtime::Hip;
-use crate::gpu::{DeviceInfo, Failure, Outcome, Runtime, Started, notice_forks};
+use crate::gpu::{DeviceInfo, Failure, Outcome, Started, keep_freed_memory, notice_forks};
 use crate::{Device, Error, Result};
 use std::ffi::{CStr, c_char, c_int};
 
@@ -113,15 +113,7 @@ fn start_existing(api: &'static Api, index: u32, version: c_int) -> Outcome<Star
     let memory_pools = attribute(MEMORY_POOLS_SUPPORTED)? != 0;
     let shared_bytes = attribute(MAX_SHARED_MEMORY_PER_BLOCK)? as usize;
     let hip = Hip::new(api, index, architecture, memory_pools);
-    if memory_pools {
-        let previous = hip.enter()?;
-        let kept = hip.keep_freed_memory();
-        if let Some(previous) = previous {
-            // SAFETY: undoes `enter` above.
-            unsafe { hip.leave(previous) };
-        }
-        kept?;
-    }
+    keep_freed_memory(&hip)?;
     Ok(Started { info, shared_bytes, runtime: Box::new(hip) })
 }
 
