@@ -13,7 +13,7 @@ pub use bound::Bound;
 pub(crate) use checks::{Checks, Type};
 pub(crate) use configuration::{configuration, dense, joined};
 pub use operator::{Configuration, Operator, Tuned};
-pub(crate) use operator::{Engine, Input, Setup, Views, views};
+pub(crate) use operator::{Engine, Input, Setup, Views, inputs, views};
 pub use placed::Placed;
 pub use planned::Plan;
 pub(crate) use planned::{Backend, engine};

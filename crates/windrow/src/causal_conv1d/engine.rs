@@ -12,8 +12,20 @@ use super::{
 };
 use crate::cpu::{Isa, SimdElement};
 use crate::dtype::with_element;
-use crate::plan::{Engine, Setup};
-use crate::{Device, Result, TensorMut, TensorRef, Workspace};
+use crate::plan::{Engine, Operator, Setup};
+use crate::{Device, Error, Result, TensorMut, TensorRef, Workspace};
+
+/// [`Error::Unsupported`] but for the one way of an operator that is computed in one.
+pub(super) fn require_direct<O: Operator<Configuration = CausalConv1dConfiguration>, P: Copy>(
+    setup: &Setup<'_, O, P>,
+    configuration: &CausalConv1dConfiguration,
+) -> Result<()> {
+    setup.require(configuration.algorithm, &[CausalConv1dAlgorithm::Direct])?;
+    if *configuration == CausalConv1dConfiguration::new(CausalConv1dAlgorithm::Direct) {
+        return Ok(());
+    }
+    Err(Error::unsupported(format!("{} with {configuration}", O::NAME), "it has no parameters"))
+}
 
 /// On the CPU.
 #[derive(Clone, Debug)]

@@ -7,7 +7,7 @@ use super::{
     CausalConv1dArgs, CausalConv1dConfiguration, CausalConv1dGrads, CausalConv1dOutputs,
     CausalConv1dSpec, Problem, verify,
 };
-use crate::plan::{self, Backend, Input, Operator, Plan, Type, Views};
+use crate::plan::{self, Backend, Operator, Plan, Type, inputs};
 use crate::{Activation, PlanOptions, Result, Tensor, TensorRef, Workspace};
 
 /// A checked [`CausalConv1dSpec`] on a device, with an algorithm.
@@ -37,14 +37,7 @@ pub struct CausalConv1d;
 
 impl Operator for CausalConv1d {
     const NAME: &'static str = "causal_conv1d";
-    const INPUTS: &'static [Input<CausalConv1dSpec>] = &[
-        Input { name: "x", desc: |spec| Some(&spec.x) },
-        Input { name: "weight", desc: |spec| Some(&spec.weight) },
-        Input { name: "bias", desc: |spec| spec.bias.as_ref() },
-        Input { name: "seq_idx", desc: |spec| spec.seq_idx.as_ref() },
-        Input { name: "cu_seqlens", desc: |spec| spec.cu_seqlens.as_ref() },
-        Input { name: "initial_states", desc: |spec| spec.initial_states.as_ref() },
-    ];
+    inputs!(CausalConv1dSpec, CausalConv1dArgs: x, weight; ? bias, seq_idx, cu_seqlens, initial_states);
     type Spec = CausalConv1dSpec;
     type Problem = Problem;
     type Configuration = CausalConv1dConfiguration;
@@ -54,13 +47,6 @@ impl Operator for CausalConv1d {
 
     fn problem(spec: &CausalConv1dSpec) -> Result<Problem> {
         spec.problem()
-    }
-
-    fn views<'a>(args: &'a CausalConv1dArgs<'_>) -> Views<'a> {
-        let CausalConv1dArgs { x, weight, bias, seq_idx, cu_seqlens, initial_states } = args;
-        let (bias, seq_idx) = (bias.as_ref(), seq_idx.as_ref());
-        let (cu_seqlens, states) = (cu_seqlens.as_ref(), initial_states.as_ref());
-        plan::views([Some(x), Some(weight), bias, seq_idx, cu_seqlens, states])
     }
 
     fn tuned(

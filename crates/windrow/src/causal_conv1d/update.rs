@@ -3,6 +3,7 @@
 use super::cpu::update::{Operands, Update};
 use super::cpu::{Operand, Parameters};
 use super::cuda;
+use super::engine::require_direct;
 use super::problem::{output_layout, rank};
 use super::reference::{UpdateReference, integers};
 use super::sequences::Indices;
@@ -10,7 +11,7 @@ use super::{CausalConv1dAlgorithm, CausalConv1dConfiguration, Problem, verify};
 use crate::cpu::Isa;
 use crate::dtype::with_element;
 use crate::forms::setters;
-use crate::plan::{self, Backend, Engine, Input, Operator, Plan, Setup, Views};
+use crate::plan::{Backend, Engine, Operator, Plan, Setup, inputs};
 use crate::tensor::{check_tensor, check_unique};
 use crate::{
     Activation, DType, Device, Error, PlanOptions, Result, Tensor, TensorDesc, TensorMut,
@@ -192,13 +193,7 @@ pub struct CausalConv1dUpdate;
 
 impl Operator for CausalConv1dUpdate {
     const NAME: &'static str = "causal_conv1d_update";
-    const INPUTS: &'static [Input<CausalConv1dUpdateSpec>] = &[
-        Input { name: "x", desc: |spec| Some(&spec.x) },
-        Input { name: "weight", desc: |spec| Some(&spec.weight) },
-        Input { name: "bias", desc: |spec| spec.bias.as_ref() },
-        Input { name: "cache_seqlens", desc: |spec| spec.cache_seqlens.as_ref() },
-        Input { name: "conv_state_indices", desc: |spec| spec.conv_state_indices.as_ref() },
-    ];
+    inputs!(CausalConv1dUpdateSpec, CausalConv1dUpdateArgs: x, weight; ? bias, cache_seqlens, conv_state_indices);
     type Spec = CausalConv1dUpdateSpec;
     type Problem = Problem;
     type Configuration = CausalConv1dConfiguration;
@@ -208,12 +203,6 @@ impl Operator for CausalConv1dUpdate {
 
     fn problem(spec: &CausalConv1dUpdateSpec) -> Result<Problem> {
         spec.problem()
-    }
-
-    fn views<'a>(args: &'a CausalConv1dUpdateArgs<'_>) -> Views<'a> {
-        let CausalConv1dUpdateArgs { x, weight, bias, cache_seqlens, conv_state_indices } = args;
-        let (bias, lengths) = (bias.as_ref(), cache_seqlens.as_ref());
-        plan::views([Some(x), Some(weight), bias, lengths, conv_state_indices.as_ref()])
     }
 }
 
@@ -229,21 +218,6 @@ pub struct Cpu {
 /// On a CUDA device: the compiled kernel.
 #[derive(Clone, Debug)]
 pub struct Gpu(cuda::update::Update);
-
-/// [`Error::Unsupported`] but for the one way.
-fn require_direct<P: Copy>(
-    setup: &Setup<'_, CausalConv1dUpdate, P>,
-    configuration: &CausalConv1dConfiguration,
-) -> Result<()> {
-    setup.require(configuration.algorithm, &[CausalConv1dAlgorithm::Direct])?;
-    if *configuration == CausalConv1dConfiguration::new(CausalConv1dAlgorithm::Direct) {
-        return Ok(());
-    }
-    Err(Error::unsupported(
-        format!("causal_conv1d_update with {configuration}"),
-        "it has no parameters",
-    ))
-}
 
 impl Engine<CausalConv1dUpdate> for Cpu {
     type Place = Isa;

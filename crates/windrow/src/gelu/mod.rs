@@ -20,7 +20,7 @@ pub use spec::{GeluAlgorithm, GeluSpec, HalfMath};
 pub use tuning::GeluConfiguration;
 
 use crate::forms::setters;
-use crate::plan::{self, Backend, Checks, Input, Operator, Plan, Type, Views};
+use crate::plan::{self, Backend, Checks, Operator, Plan, Type, inputs};
 use crate::verification::{Check, Expected};
 use crate::{Approximate, Error, PlanOptions, Result, Tensor, TensorMut, TensorRef, Workspace};
 use engine::Cpu;
@@ -96,11 +96,7 @@ pub struct Gelu;
 
 impl Operator for Gelu {
     const NAME: &'static str = "gelu";
-    const INPUTS: &'static [Input<GeluSpec>] = &[
-        Input { name: "x", desc: |spec| Some(&spec.x) },
-        Input { name: "bias", desc: |spec| spec.bias.as_ref() },
-        Input { name: "gate", desc: |spec| spec.gate.as_ref() },
-    ];
+    inputs!(GeluSpec, GeluArgs: x; ? bias, gate);
     type Spec = GeluSpec;
     type Problem = ();
     type Configuration = GeluConfiguration;
@@ -110,10 +106,6 @@ impl Operator for Gelu {
 
     fn problem(spec: &GeluSpec) -> Result<()> {
         spec.check()
-    }
-
-    fn views<'a>(args: &'a GeluArgs<'_>) -> Views<'a> {
-        plan::views([Some(&args.x), args.bias.as_ref(), args.gate.as_ref()])
     }
 
     fn tuned(spec: &GeluSpec, options: &PlanOptions) -> Result<Option<GeluConfiguration>> {

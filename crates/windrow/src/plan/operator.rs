@@ -28,6 +28,26 @@ pub struct Input<S> {
     pub desc: fn(&S) -> Option<&TensorDesc>,
 }
 
+/// What [`Operator`] says of tensors that its spec and arguments have by the same names: those that are always there, and
+/// behind the `?` those that may be. In this order they are read.
+macro_rules! inputs {
+    ($spec:ident, $args:ident: $($always:ident),*; ? $($optional:ident),*) => {
+        const INPUTS: &'static [$crate::plan::Input<$spec>] = &[
+            $($crate::plan::Input { name: stringify!($always), desc: |spec| Some(&spec.$always) },)*
+            $($crate::plan::Input {
+                name: stringify!($optional),
+                desc: |spec| spec.$optional.as_ref(),
+            },)*
+        ];
+
+        fn views<'a>(args: &'a $args<'_>) -> $crate::plan::Views<'a> {
+            $crate::plan::views([$(Some(&args.$always),)* $(args.$optional.as_ref(),)*])
+        }
+    };
+}
+
+pub(crate) use inputs;
+
 /// An operator as data: what it reads, how it is configured, and what computes it.
 pub trait Operator: Copy + Debug + Send + Sync + Sized + 'static {
     /// In reports, errors and keys.

@@ -10,11 +10,12 @@ mod tests;
 pub(super) mod verify;
 
 use super::cpu::{Operand, Parameters};
+use super::engine::require_direct;
 use super::{CausalConv1dAlgorithm, CausalConv1dConfiguration, cuda};
 use crate::cpu::Isa;
 use crate::dtype::with_element;
-use crate::plan::{self, Backend, Engine, Input, Operator, Plan, Setup, Views};
-use crate::{Device, Error, Result, TensorMut, Workspace};
+use crate::plan::{Backend, Engine, Operator, Plan, Setup, inputs};
+use crate::{Device, Result, TensorMut, Workspace};
 use cpu::{Operands, Walk};
 use entries::{Entry, Lookup};
 use reference::ServingReference;
@@ -55,19 +56,7 @@ pub struct CausalConv1dServing;
 
 impl Operator for CausalConv1dServing {
     const NAME: &'static str = "causal_conv1d_serving";
-    const INPUTS: &'static [Input<CausalConv1dServingSpec>] = &[
-        Input { name: "x", desc: |spec| Some(&spec.x) },
-        Input { name: "weight", desc: |spec| Some(&spec.weight) },
-        Input { name: "bias", desc: |spec| spec.bias.as_ref() },
-        Input { name: "query_start_loc", desc: |spec| spec.query_start_loc.as_ref() },
-        Input { name: "conv_state_indices", desc: |spec| spec.conv_state_indices.as_ref() },
-        Input { name: "has_initial_state", desc: |spec| spec.has_initial_state.as_ref() },
-        Input { name: "num_accepted_tokens", desc: |spec| spec.num_accepted_tokens.as_ref() },
-        Input { name: "initial_block", desc: |spec| spec.initial_block.as_ref() },
-        Input { name: "last_block", desc: |spec| spec.last_block.as_ref() },
-        Input { name: "first_block", desc: |spec| spec.first_block.as_ref() },
-        Input { name: "tokens_before", desc: |spec| spec.tokens_before.as_ref() },
-    ];
+    inputs!(CausalConv1dServingSpec, CausalConv1dServingArgs: x, weight; ? bias, query_start_loc, conv_state_indices, has_initial_state, num_accepted_tokens, initial_block, last_block, first_block, tokens_before);
     type Spec = CausalConv1dServingSpec;
     type Problem = Sizes;
     type Configuration = CausalConv1dConfiguration;
@@ -77,22 +66,6 @@ impl Operator for CausalConv1dServing {
 
     fn problem(spec: &CausalConv1dServingSpec) -> Result<Sizes> {
         spec.sizes()
-    }
-
-    fn views<'a>(args: &'a CausalConv1dServingArgs<'_>) -> Views<'a> {
-        plan::views([
-            Some(&args.x),
-            Some(&args.weight),
-            args.bias.as_ref(),
-            args.query_start_loc.as_ref(),
-            args.conv_state_indices.as_ref(),
-            args.has_initial_state.as_ref(),
-            args.num_accepted_tokens.as_ref(),
-            args.initial_block.as_ref(),
-            args.last_block.as_ref(),
-            args.first_block.as_ref(),
-            args.tokens_before.as_ref(),
-        ])
     }
 }
 
@@ -109,19 +82,6 @@ pub struct Cpu {
 /// On a GPU: the compiled kernels.
 #[derive(Clone, Debug)]
 pub struct Gpu(cuda::serving::Serving);
-
-/// [`Error::Unsupported`] but for the one way.
-fn require_direct<P: Copy>(
-    setup: &Setup<'_, CausalConv1dServing, P>,
-    configuration: &CausalConv1dConfiguration,
-) -> Result<()> {
-    setup.require(configuration.algorithm, &[CausalConv1dAlgorithm::Direct])?;
-    if *configuration == CausalConv1dConfiguration::new(CausalConv1dAlgorithm::Direct) {
-        return Ok(());
-    }
-    let what = format!("{} with {configuration}", CausalConv1dServing::NAME);
-    Err(Error::unsupported(what, "it has no parameters"))
-}
 
 impl Engine<CausalConv1dServing> for Cpu {
     type Place = Isa;
@@ -248,7 +208,7 @@ impl CausalConv1dServingPlan {
     /// else `y` and `conv_states` share no memory with inputs or each other.
     ///
     /// # Errors
-    /// As [`CausalConv1dPlan::run`](crate::CausalConv1dPlan::run); [`Error::Index`] for an index that
+    /// As [`CausalConv1dPlan::run`](crate::CausalConv1dPlan::run); [`Error::Index`](crate::Error::Index) for an index that
     /// [`CausalConv1dServingSpec`] rules out: all before anything is written. On a GPU it is said of an earlier run's:
     /// there a sequence with a wrong index counts as padding, and a state that two sequences use is not noticed.
     pub fn run(

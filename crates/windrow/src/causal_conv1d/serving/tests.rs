@@ -5,7 +5,7 @@ use super::*;
 use crate::verification::choices::{Choices, mix};
 use crate::verification::random::trial;
 use crate::verification::require;
-use crate::{Activation, DType, Layout, PlanOptions, Tensor, TensorDesc, TensorRef, Verify};
+use crate::{Activation, DType, Error, Layout, PlanOptions, Tensor, TensorDesc, TensorRef, Verify};
 
 const F32: DType = DType::F32;
 
