@@ -8,6 +8,7 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyString};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use windrow::{
     Accuracy, Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dSpec, Device, Filter, PlanOptions,
     TensorDesc, Weights,
@@ -96,7 +97,10 @@ pub(crate) struct PackedWeights(windrow::PackedWeights);
 /// The packed forms of one filter, right by its content.
 #[pyclass(module = "windrow._native", frozen)]
 #[derive(Default)]
-pub(crate) struct FilterCache(windrow::FilterCache);
+pub(crate) struct FilterCache {
+    cache: windrow::FilterCache,
+    promised: AtomicUsize,
+}
 
 #[pymethods]
 impl FilterCache {
@@ -108,12 +112,23 @@ impl FilterCache {
     /// Memory of what is packed.
     #[getter]
     fn bytes(&self) -> usize {
-        self.0.bytes()
+        self.cache.bytes()
+    }
+
+    /// As `promise` said it.
+    #[getter]
+    fn promised(&self) -> usize {
+        self.promised.load(Relaxed)
+    }
+
+    /// Says that so much is going to be packed in a graph.
+    fn promise(&self, bytes: usize) {
+        self.promised.store(bytes, Relaxed);
     }
 
     /// Drops what is packed.
     fn clear(&self, py: Python<'_>) {
-        py.detach(|| self.0.clear());
+        py.detach(|| self.cache.clear());
     }
 }
 
@@ -121,10 +136,10 @@ impl FilterCache {
     /// The cache, which does or does not trust the filter to stay as it is.
     pub(crate) fn frozen(&self, frozen: bool) -> &windrow::FilterCache {
         // Setting it makes the cache compare once more.
-        if self.0.is_frozen() != frozen {
-            self.0.set_frozen(frozen);
+        if self.cache.is_frozen() != frozen {
+            self.cache.set_frozen(frozen);
         }
-        &self.0
+        &self.cache
     }
 }
 

@@ -344,6 +344,11 @@ class FilterCache:
     @property
     def bytes(self) -> int:
         """Memory of what is packed."""
+    @property
+    def promised(self) -> int:
+        """As `promise` said it."""
+    def promise(self, bytes: int) -> None:
+        """Says that so much is going to be packed in a graph."""
     def clear(self) -> None:
         """Drops what is packed."""
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from common import TOLERANCE, each_device, leaf
 from torch import nn
 from windrow.torch import Conv2d, _fastest, _fused, optimize
+from windrow.torch._fastest import Seconds
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,8 @@ def _nothing_decided():
 @pytest.fixture(params=[0.5, 2.0], ids=["ours", "theirs"])
 def winner(request, monkeypatch):
     def found(device, contestants):
-        return {c.name: 1.0 if c.name == _fastest.PYTORCH else request.param for c in contestants}
+        theirs = _fastest.PYTORCH
+        return {c.name: Seconds(1.0 if c.name == theirs else request.param) for c in contestants}
 
     monkeypatch.setattr(_fastest, "_times", found)
     return "Windrow" if request.param < 1 else _fastest.PYTORCH

@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from windrow.torch import (
     GELU,
     Conv2d,
+    _conv2d,
     _conv2d_fastest,
     _fastest,
     conv2d,
@@ -23,6 +24,8 @@ from windrow.torch import (
     patched,
     unpatch,
 )
+from windrow.torch._fastest import PYTORCH, Seconds
+from windrow.torch._filters import filter_cache
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +43,8 @@ def times(monkeypatch):
     def set_times(factor):
         def found(device, contestants):
             measured.append([c.name for c in contestants])
-            return {c.name: 1.0 if c.name == _fastest.PYTORCH else factor for c in contestants}
+            theirs = _fastest.PYTORCH
+            return {c.name: Seconds(1.0 if c.name == theirs else factor) for c in contestants}
 
         monkeypatch.setattr(_fastest, "_times", found)
         return measured
@@ -174,7 +178,7 @@ def test_gradients_are_decided_each_for_itself(device, wanted, monkeypatch):
     def half(device, contestants):
         mine = contestants[1].name
         is_first = len(_fastest.decisions()) % 2 == 0
-        return {_fastest.PYTORCH: 1.0, mine: OURS if is_first else THEIRS}
+        return {_fastest.PYTORCH: Seconds(1.0), mine: Seconds(OURS if is_first else THEIRS)}
 
     monkeypatch.setattr(_fastest, "_times", half)
     shapes = [(2, 6, 9, 8), (7, 6, 3, 3), (7,)]
@@ -208,11 +212,12 @@ def test_what_is_remembered_hides_no_option(device, times):
 def test_a_step_that_gains_little_is_pytorchs(device, gradient, is_pytorchs, monkeypatch):
     def found(device, contestants):
         theirs = gradient if _fastest.decisions() else 1.0
-        return {_fastest.PYTORCH: theirs, contestants[1].name: 0.5 if theirs == 1.0 else 2 * theirs}
+        ours = 0.5 if theirs == 1.0 else 2 * theirs
+        return {_fastest.PYTORCH: Seconds(theirs), contestants[1].name: Seconds(ours)}
 
     monkeypatch.setattr(_fastest, "_times", found)
     x, weight = leaf(2, 4, 9, 10, device=device), leaf(6, 4, 3, 3, device=device)
-    of = (x, weight, None, ((1, 1), (0, 0), (1, 1), 1), None)
+    of = (x, weight, None, ((1, 1), (0, 0), (1, 1), 1), None, False)
     for _ in range(2):
         assert (_conv2d_fastest.is_pytorchs(*of) is None) == (not _fastest.decisions())
         conv2d(x, weight, algorithm="fastest").sum().backward()
@@ -575,7 +580,7 @@ def test_room_is_looked_for_again(times, monkeypatch):
     """What PyTorch needs is not known before the first pass is over."""
     times(OURS)
     room = [False, False, True]
-    monkeypatch.setattr(_fastest._memory, "is_there_room", lambda device, kept, scratch: room[0])
+    monkeypatch.setattr(_fastest._memory, "is_there_room", lambda *_, **how: room[0])
     module = Conv2d(8, 8, 3)
     module.algorithm = "fastest"
     x = leaf(1, 8, 9, 9, grad=False)
@@ -589,7 +594,7 @@ def test_room_is_looked_for_again(times, monkeypatch):
 
 def test_memory_that_is_not_there(times, monkeypatch):
     measured = times(OURS)
-    monkeypatch.setattr(_fastest._memory, "is_there_room", lambda device, kept, scratch: False)
+    monkeypatch.setattr(_fastest._memory, "is_there_room", lambda *_, **how: False)
     x, weight = leaf(1, 8, 9, 9, grad=False), leaf(8, 8, 3, 3, grad=False)
     torch.testing.assert_close(conv2d(x, weight, algorithm="fastest"), F.conv2d(x, weight))
     (decision,) = _fastest.decisions()
@@ -599,7 +604,7 @@ def test_memory_that_is_not_there(times, monkeypatch):
 def test_no_room_for_a_packed_filter(times, monkeypatch):
     times(OURS)
     monkeypatch.setattr(
-        _fastest._memory, "is_there_room", lambda device, kept, scratch: kept == 0
+        _fastest._memory, "is_there_room", lambda device, kept, scratch, in_graph=False: kept == 0
     )
     module = Conv2d(8, 8, 3)
     module.algorithm = "fastest"
@@ -620,7 +625,7 @@ def test_a_measurement_is_not_waited_for(monkeypatch):
     def slow(device, contestants):
         inside.set()
         assert leave.wait(60)
-        return {c.name: 1.0 for c in contestants}
+        return {c.name: Seconds(1.0) for c in contestants}
 
     monkeypatch.setattr(_fastest, "_times", slow)
     thread = threading.Thread(target=conv2d, args=(x, weight), kwargs={"algorithm": "fastest"})
@@ -677,3 +682,143 @@ def test_readme():
     page = (Path(__file__).parents[2] / "README.md").read_text()
     (program,) = re.findall(r"```python\n(import torch\n.*?)```", page, re.DOTALL)
     exec(program, {})
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Calls this with whether the calls that follow are captured in a graph."""
+    is_in_graph = [False]
+    for module in (_fastest, _conv2d):
+        monkeypatch.setattr(module, "is_captured", lambda device: is_in_graph[0])
+    return lambda now: is_in_graph.__setitem__(0, now)
+
+
+def test_who_is_captured_may_be_another(monkeypatch, captured):
+    """A call waits for the interpreter, which is busier with ours here; a graph does not."""
+    ours = []
+
+    def found(device, contestants):
+        ours.extend(c.name for c in contestants if c.name != PYTORCH)
+        return {PYTORCH: Seconds(1.0, 1.0), ours[0]: Seconds(0.5, 1.2)}
+
+    monkeypatch.setattr(_fastest, "_times", found)
+    module = nn.Conv2d(8, 8, 3)
+    patch(nn.ModuleList([module]))
+    x = leaf(1, 8, 9, 9, grad=False)
+    want = F.conv2d(x, module.weight, module.bias)
+    who = lambda: module._last[3] if module._ours[0] is None else module._ours[0]
+    with torch.no_grad():
+        module(x)
+        # What is kept for graphs alone was let go of.
+        cache = filter_cache(module.weight)
+        assert cache.bytes == 0 and cache.promised > 0
+        for _ in range(2):
+            for is_in_graph in (False, False, False, True, True, True):
+                captured(is_in_graph)
+                torch.testing.assert_close(module(x), want, atol=1e-5, rtol=1e-5)
+                assert (who() is _conv2d.PYTORCHS) != is_in_graph
+                assert module._ours == _conv2d._NO_CALL
+    (decision,) = _fastest.decisions()
+    assert (decision.choice, [decision.in_graph]) == (PYTORCH, ours)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "called", "in_graph"),
+    [
+        # The device is what is waited for.
+        ((1.0, 0.01), (0.5, 0.02), True, True),
+        # The interpreter is.
+        ((1.0, 0.5), (0.5, 0.6), False, True),
+        ((1.0, 0.5), (0.99, 0.3), True, False),
+        # Ours would make the model wait for it.
+        ((1.0, 0.2), (0.5, 0.7), False, True),
+    ],
+)
+def test_a_call_costs_device_and_interpreter(theirs, ours, called, in_graph, monkeypatch):
+    monkeypatch.setattr(
+        _fastest,
+        "_times",
+        lambda device, contestants: {PYTORCH: Seconds(*theirs), contestants[1].name: Seconds(*ours)},
+    )
+    with torch.no_grad():
+        conv2d(leaf(1, 8, 9, 9), leaf(8, 8, 3, 3), algorithm="fastest")
+    (decision,) = _fastest.decisions()
+    assert (decision.choice != PYTORCH, decision.in_graph != PYTORCH) == (called, in_graph)
+
+
+def test_a_frozen_filter_is_decided_for_itself(times):
+    times(OURS)
+    module = Conv2d(8, 8, 3)
+    module.algorithm = "fastest"
+    x = leaf(1, 8, 9, 9, grad=False)
+    with torch.no_grad():
+        module(x)
+        freeze(module)(x)
+    modes = [d.mode for d in _fastest.decisions()]
+    assert modes == ["forward", "forward with a frozen filter"]
+
+
+def test_parameters_that_become_others(times):
+    """A module of PyTorch's looks for them on each call, where `nn.utils` may have put a property."""
+    times(THEIRS)
+    module = nn.Conv2d(8, 8, 3)
+    patch(nn.ModuleList([module]))
+    x = leaf(1, 8, 9, 9, grad=False)
+    with torch.no_grad():
+        for _ in range(3):
+            module(x)
+        assert module._pytorchs is not None
+        weight = nn.utils.parametrizations.weight_norm(module)
+        module.parametrizations.weight.original0.mul_(2)
+        for _ in range(3):
+            want = F.conv2d(x, weight.weight, module.bias)
+            torch.testing.assert_close(module(x), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    """What its allocator has given, and what is packed there, in MiB; the device has 4 GiB."""
+    has = {"allocated": 0, "packed": 0, "promised": 0}
+
+    def packed(device, and_promised=False):
+        return has["promised" if and_promised else "packed"] << 20
+
+    class Properties:
+        total_memory = 4 << 30
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: has["allocated"] << 20)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1 << 40)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(_fastest._memory._filters, "kept_bytes", packed)
+    monkeypatch.setattr(_fastest._memory, "_theirs", {})
+    return has
+
+
+def test_room_is_a_tenth_of_what_pytorch_needs(on_cuda):
+    """Whatever cuDNN's trials took."""
+    memory, device = _fastest._memory, torch.device("cuda:0")
+
+    def is_room(kept, scratch=0, **how):
+        return memory.is_there_room(device, kept << 20, scratch << 20, **how)
+
+    assert is_room(4) and not is_room(5)
+    on_cuda["allocated"] = 800
+    memory.look(device, 200 << 20)
+    assert is_room(100) and not is_room(101)
+    # A result may be as large as PyTorch's.
+    assert is_room(100, 200) and not is_room(100, 201) and is_room(0, 300)
+    on_cuda["allocated"] = 300
+    memory.look(device, 100 << 20)
+    assert is_room(100, 700) and not is_room(101)
+    on_cuda |= {"packed": 60, "promised": 90}
+    assert is_room(40) and not is_room(41)
+    assert is_room(10, in_graph=True) and not is_room(11, in_graph=True)
+
+
+def test_graphs_have_a_thousandth_of_the_device(on_cuda):
+    memory, device = _fastest._memory, torch.device("cuda:0")
+    on_cuda["promised"] = 1
+    on_cuda["allocated"] = 10
+    memory.look(device, 0)
+    assert memory.is_there_room(device, 3 << 20, 0, in_graph=True)
+    assert not memory.is_there_room(device, 4 << 20, 0, in_graph=True)

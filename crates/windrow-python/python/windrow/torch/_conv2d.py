@@ -12,6 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from windrow import _native
 from windrow.torch import _conv2d_fastest
 from windrow.torch._conv2d_fastest import ACTIVATIONS, memory_format, output_shape
+from windrow.torch._fastest import is_captured
 from windrow.torch._filters import adopt, kept_with, unkept
 from windrow.torch._library import (
     autocast,
@@ -283,7 +284,7 @@ def conv2d(
         if (
             has_way
             and activation is None
-            and _conv2d_fastest.is_pytorchs(input, weight, bias, options, accuracy)
+            and _conv2d_fastest.is_pytorchs(input, weight, bias, options, accuracy, frozen)
         ):
             y = torch.conv2d(input, weight, bias, *options)
             return y if after is None else after(y)
@@ -348,7 +349,7 @@ class _Trained(torch.autograd.Function):
 _NOTHING = (None, None, None, None)
 _NO_CALL = (None, None)
 # Attributes of a module that its calls set.
-FOUND_OUT = ("_last", "_pytorchs", "_ours")
+FOUND_OUT = ("_last", "_pytorchs", "_ours", "_is_anothers_in_graphs")
 
 
 def _flags() -> tuple[bool, bool]:
@@ -376,8 +377,11 @@ class Conv2d(nn.Conv2d):
     # Of the last call: what it was told by, its filter and bias, and what computes it. See `_straight`.
     _last: tuple[Any, ...] = _NOTHING
 
-    # Shape, type and whether gradients are wanted, of images that PyTorch computes.
+    # Shape, type and whether gradients are wanted, of images that PyTorch computes, and the options.
     _pytorchs: tuple[Any, ...] | None = None
+
+    # Whether somebody else computes these images where calls are captured in a graph.
+    _is_anothers_in_graphs: bool = False
 
     # Where the last two calls were ours and alike: what computes more of these, and PyTorch's flags.
     _ours: tuple[Any, ...] = _NO_CALL
@@ -386,16 +390,25 @@ class Conv2d(nn.Conv2d):
         if torch.jit.is_scripting():
             return self._conv_forward(input, self.weight, self.bias)
         if not torch.compiler.is_dynamo_compiling():
-            run, flags = self._ours
-            if run is not None and flags == _flags():
-                y = run(input, self.weight, self.bias)
-                if y is not None:
-                    return y
-            # As soon as without Windrow. That too little is compared here to tell problems apart does no harm: PyTorch's
-            # operator computes all of them.
-            elif self._pytorchs == (input.shape, input.dtype, torch.is_grad_enabled()):
-                rest = (self.stride, self.padding, self.dilation, self.groups)
-                return torch.conv2d(input, self.weight, self.bias, *rest)
+            known, (run, flags), parameters = self._pytorchs, self._ours, self._parameters
+            weight = parameters.get("weight")
+            if self._is_anothers_in_graphs and is_captured(input.device):
+                pass
+            elif run is not None:
+                if flags == _flags() and weight is not None:
+                    y = run(input, weight, parameters["bias"])
+                    if y is not None:
+                        return y
+            # Sooner than without Windrow, since parameters are not looked up as attributes. That too little is compared
+            # here to tell problems apart does no harm: PyTorch's operator computes all of them.
+            elif (
+                known is not None
+                and weight is not None
+                and known[0] == input.shape
+                and known[1] is input.dtype
+                and known[2] is torch.is_grad_enabled()
+            ):
+                return torch.conv2d(input, weight, parameters["bias"], *known[3])
         return self._conv_forward(input, self.weight, self.bias)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -418,7 +431,7 @@ class Conv2d(nn.Conv2d):
     def _straight(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
         """What computes this, where that is known for good: PyTorch's operator, nearly as soon as without Windrow, or
         ours past all checks. None where the long way has to be gone."""
-        is_grad, flags = torch.is_grad_enabled(), _flags()
+        is_grad, flags, is_in_graph = torch.is_grad_enabled(), _flags(), is_captured(input.device)
         seen = (
             input.shape,
             input.stride(),
@@ -428,6 +441,7 @@ class Conv2d(nn.Conv2d):
             is_grad and input.requires_grad,
             is_grad and weight.requires_grad,
             flags,
+            is_in_graph,
         )
         last, its_weight, its_bias, run = self._last
         if seen != last or its_weight is not weight or its_bias is not bias:
@@ -435,7 +449,7 @@ class Conv2d(nn.Conv2d):
             run = self._found(input, weight, bias)
             if run is not None:
                 self.__dict__["_last"] = (seen, weight, bias, run)
-        elif type(run) is _conv2d_fastest.Ours:
+        elif type(run) is _conv2d_fastest.Ours and not is_in_graph:
             self.__dict__["_ours"] = (run.like(input), flags)
         if run is None or run is PYTORCHS:
             return run
@@ -449,11 +463,16 @@ class Conv2d(nn.Conv2d):
             return None
         options = (self.stride, self.padding, self.dilation, self.groups)
         accuracy = accuracy_of(self.accuracy, input)
-        is_pytorchs = _conv2d_fastest.is_pytorchs(input, weight, bias, options, accuracy)
+        problem = (input, weight, bias, options, accuracy, self.frozen)
+        is_pytorchs = _conv2d_fastest.is_pytorchs(*problem)
+        if is_pytorchs is None:
+            return None
+        self.__dict__["_is_anothers_in_graphs"] = _conv2d_fastest.is_anothers_in_graphs(*problem)
+        if is_pytorchs and not is_captured(input.device):
+            self.__dict__["_pytorchs"] = (input.shape, input.dtype, torch.is_grad_enabled(), options)
         if is_pytorchs:
-            self.__dict__["_pytorchs"] = (input.shape, input.dtype, torch.is_grad_enabled())
             return PYTORCHS
-        if is_pytorchs is None or torch._C._is_any_autocast_enabled():
+        if torch._C._is_any_autocast_enabled():
             return None
         is_plain = _native.is_plain(input, weight, bias)
         if not (is_plain or _native.is_only_recorded(input, weight, bias)):

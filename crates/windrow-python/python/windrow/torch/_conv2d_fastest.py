@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windrow import _native
-from windrow.torch._fastest import PYTORCH, Contestant, Problem, chosen, decide, is_worth_it
+from windrow.torch._fastest import (
+    PYTORCH,
+    Contestant,
+    Problem,
+    chosen,
+    decide,
+    differs_in_graphs,
+    is_worth_it,
+)
 from windrow.torch._filters import Filters, unkept
 from windrow.torch._gelu import gelu
 
@@ -28,16 +36,12 @@ ACTIVATIONS = {
 # Where a filter is kept it may still turn out that there is no room for its packed form.
 KEPT, PACKED, _OURS = "Windrow", "Windrow, packing on each call", "Windrow"
 NOTHING_FASTER = "Windrow has nothing faster than cuDNN"
-_FORWARD, _FORWARD_CHANGING = "forward", "forward with a changing filter"
+_FORWARD, _FORWARD_FROZEN = "forward", "forward with a frozen filter"
+_FORWARD_CHANGING = "forward with a changing filter"
 _OF_INPUT, _OF_FILTER = "gradient of the input", "gradient of the filter"
 _OF_BOTH = "gradient of filter and bias"
 # Whether the gradient of a bias alone is ours: it is a sum, for which PyTorch has nothing better.
 _OF_BIAS_ALONE = True
-
-# What a call has to gain on CUDA: so much longer the interpreter is busy with ours than with PyTorch's, with a filter
-# that is looked at on each call, or packed. A model of many short kernels waits for the interpreter, and gains nothing
-# from faster ones.
-_CALL_SECONDS = 8e-6
 
 _OPTIONS = ("stride", "padding", "dilation", "groups")
 Options = tuple[Sequence[int], Sequence[int], Sequence[int], int]
@@ -110,7 +114,7 @@ def way(
     kept = Ours(weight, bias, named, layout, filters)
     packed = Ours(weight, bias, named, layout, unkept)
     now = filters()
-    mode = _FORWARD_CHANGING if now is None else _FORWARD
+    mode = _mode_of(now is None, now is not None and now[1])
     problem = problem_of(x, weight, bias, options, activation, accuracy)
     choice, is_final = chosen(mode, problem), True
     if choice is None:
@@ -120,9 +124,7 @@ def way(
                 return NOTHING_FASTER
             return by_windrow(x, kept, packed, now)
 
-        is_frozen = now is not None and now[1]
-        least = _CALL_SECONDS if x.is_cuda and not is_frozen else 0.0
-        choice = decide(mode, problem, x.device, lambda: pytorch(x), contestants, least=least)
+        choice = decide(mode, problem, x.device, lambda: pytorch(x), contestants)
         is_final = chosen(mode, problem) is not None
     return {PYTORCH: pytorch, KEPT: kept}.get(choice, packed), is_final
 
@@ -151,9 +153,10 @@ def by_windrow(
     if filters is not None:
         always, scratch = kept.bytes(x, True)
         cache = filters[0]
-        forget = cache.clear if cache.bytes == 0 else None
+        more = {} if cache.bytes > 0 else {"forget": cache.clear}
         with_kept = kept.straight(x)
-        yield Contestant(KEPT, lambda: rest(with_kept()), always, scratch, forget)
+        promise = lambda: cache.promise(always)
+        yield Contestant(KEPT, lambda: rest(with_kept()), always, scratch, promise=promise, **more)
     always, scratch = packed.bytes(x, False)
     with_packed = packed.straight(x)
     yield Contestant(PACKED, lambda: rest(with_packed()), 0, always + scratch)
@@ -252,6 +255,7 @@ def is_pytorchs(
     bias: Tensor | None,
     options: Options,
     accuracy: str | None,
+    is_frozen: bool,
 ) -> bool | None:
     """True if PyTorch computes this and all gradients that are wanted, because it is faster at each of them
     or because ours would gain too little in all: then the whole call can be PyTorch's own. None as long as
@@ -264,13 +268,21 @@ def is_pytorchs(
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     of_filter, of_input = grad and weight.requires_grad, grad and x.requires_grad
     problem = problem_of(x, weight, bias, options, None, accuracy, autocast)
-    modes = [_FORWARD_CHANGING if of_filter else _FORWARD]
+    modes = [_mode_of(of_filter, is_frozen)]
     if of_input:
         modes.append(_OF_INPUT)
     if of_filter:
         modes.append(_mode_of_filter(bias is not None and bias.requires_grad))
     worth = is_worth_it(modes, problem, x.device)
     return None if worth is None else not worth
+
+
+def is_anothers_in_graphs(
+    x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, accuracy: str | None, is_frozen: bool
+) -> bool:
+    """Whether somebody else computes this, without gradients, where it is captured in a graph."""
+    problem = problem_of(x, weight, bias, options, None, accuracy)
+    return differs_in_graphs(_mode_of(False, is_frozen), problem)
 
 
 def layer(
@@ -339,6 +351,10 @@ def can_be_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and (bias is None or bias.dtype == x.dtype)
         and x.numel() > 0
     )
+
+
+def _mode_of(is_changing: bool, is_frozen: bool) -> str:
+    return _FORWARD_CHANGING if is_changing else _FORWARD_FROZEN if is_frozen else _FORWARD
 
 
 def _mode_of_filter(of_bias: bool) -> str:

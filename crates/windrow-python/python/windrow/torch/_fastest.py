@@ -4,6 +4,9 @@ is known already that ours has nothing better.
 The choice is made in the kernels of the operators, so it holds under torch.compile as well, and it is
 remembered for the process. Nobody waits for a measurement: a call that comes during one, or in a graph
 capture, takes PyTorch's operator and leaves the choice to a later call.
+
+On CUDA a call costs the device's time and the interpreter's, and a model waits for the slower of them. In a captured
+graph only the device's is left, so who is captured may be another than who is called.
 """
 
 import statistics
@@ -21,13 +24,20 @@ PYTORCH = "PyTorch"
 
 # Ours has to take at most this share of PyTorch's time: what is closer is decided by chance.
 _SHARE = 0.97
+# Beside a convolution the interpreter is busy with what follows it, a normalisation, an activation, an addition: about so
+# many times as long as with PyTorch's convolution (ResNet, MobileNet).
+_BESIDE = 2.0
 # What a layer's step of training has to gain on CUDA before any part of it is ours: so long the way to our
 # operator and back through autograd keeps the interpreter beyond PyTorch's own. A step whose kernels wait
 # for the interpreter gains nothing from faster ones.
 _STEP_SECONDS = 1e-4
 
-# `sizes`, what a problem is beside them, and the layer: hashed on each call, so plain tuples.
+# `sizes`, what a problem is beside them, the device first, and the layer: hashed on each call, so plain tuples.
 Problem = tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,23 @@ class Contestant:
     run: Callable[[], Any]
     kept: int = 0
     scratch: int = 0
-    forget: Callable[[], Any] | None = None
+    forget: Callable[[], Any] = _nothing
+    # Says that it will keep that much in a graph.
+    promise: Callable[[], Any] = _nothing
+    # True if there is no room for it but in a graph.
+    is_for_graphs: bool = False
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """That a call takes: the device, and before that, on CUDA, the interpreter."""
+
+    device: float
+    host: float = 0.0
+
+    def of_a_call(self, theirs: "Seconds") -> float:
+        """In a model, where `theirs` are those of PyTorch's operator."""
+        return max(self.device, self.host + _BESIDE * theirs.host)
 
 
 @dataclass(frozen=True)
@@ -49,13 +75,19 @@ class Decision:
     mode: str
     problem: Problem
     choice: str
+    # The same where calls are captured in a graph.
+    in_graph: str
     why: str
     is_measured: bool = True
-    # Of PyTorch, and of the best beside it; None where one of them cannot.
+    # The device's with PyTorch, and with the best beside it; None where one of them cannot.
     seconds: tuple[float, float] | None = None
     # False where room was missing: how much PyTorch needs is known only after a pass of the whole model.
     is_final: bool = True
     tries: int = 1
+
+    def now(self) -> str:
+        """Who computes a call that comes now."""
+        return self.in_graph if self.in_graph != self.choice and is_captured(self.problem[1][0]) else self.choice
 
 
 # By problem, which takes its time to hash, and mode. Of more problems than so many the oldest go.
@@ -70,10 +102,21 @@ _TRIES = 3
 _measuring = threading.Lock()
 
 
+def is_captured(device: torch.device) -> bool:
+    """Whether calls on this device go into a graph now."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def chosen(mode: str, problem: Problem) -> str | None:
     """Who computes this, if that was decided for good."""
     decision = _decisions.get(problem, {}).get(mode)
-    return decision.choice if decision is not None and decision.is_final else None
+    return decision.now() if decision is not None and decision.is_final else None
+
+
+def differs_in_graphs(mode: str, problem: Problem) -> bool:
+    """Whether somebody else computes this where it is captured."""
+    decision = _decisions.get(problem, {}).get(mode)
+    return decision is not None and decision.in_graph != decision.choice
 
 
 def is_worth_it(modes: list[str], problem: Problem, device: torch.device) -> bool | None:
@@ -84,13 +127,13 @@ def is_worth_it(modes: list[str], problem: Problem, device: torch.device) -> boo
         decision = decided.get(mode)
         if decision is None or not decision.is_final:
             return None
-        if decision.choice != PYTORCH and decision.seconds is None:
-            return True
+        is_ours = decision.now() != PYTORCH
+        if len(modes) == 1 or (is_ours and decision.seconds is None):
+            return is_ours
         theirs, ours = decision.seconds or (0.0, 0.0)
         whole += theirs
-        if decision.choice != PYTORCH:
-            gained += theirs - ours
-    least = _STEP_SECONDS if device.type == "cuda" and len(modes) > 1 else 0.0
+        gained += (theirs - ours) * is_ours
+    least = _STEP_SECONDS if device.type == "cuda" else 0.0
     return gained > max(least, (1 - _SHARE) * whole)
 
 
@@ -106,21 +149,20 @@ def decide(
     pytorch: Callable[[], Any],
     ours: Callable[[], Iterable[Contestant] | str],
     others: Sequence[Contestant] = (),
-    least: float = 0.0,
 ) -> str:
     """Who computes what is not `chosen` yet: as for a problem of nearly this size, or after measuring. PyTorch,
     one of `others`, which are PyTorch's as well, or the first of `ours` that can; a text instead of these
-    says why ours has nothing better. `least` is how many seconds have to be gained."""
+    says why ours has nothing better."""
     before = _decisions.get(problem, {}).get(mode)
     decision = None if before else _like_the_nearest(mode, problem)
     if decision is None:
-        otherwise = before.choice if before else PYTORCH
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        otherwise = before.now() if before else PYTORCH
+        if is_captured(device):
             return otherwise
         if not _measuring.acquire(blocking=False):
             return otherwise
         try:
-            decision = _contest(mode, problem, device, pytorch, ours, others, least)
+            decision = _contest(mode, problem, device, pytorch, ours, others)
         finally:
             _measuring.release()
         tries = before.tries + 1 if before else 1
@@ -129,7 +171,7 @@ def decide(
     while len(_decisions) >= _DECISIONS and problem not in _decisions:
         _decisions.pop(next(iter(_decisions)), None)
     _decisions.setdefault(problem, {})[mode] = decision
-    return decision.choice
+    return decision.now()
 
 
 def _like_the_nearest(mode: str, problem: Problem) -> Decision | None:
@@ -142,7 +184,7 @@ def _like_the_nearest(mode: str, problem: Problem) -> Decision | None:
     elements = sizes[0].numel()
     nearest = min(others, key=lambda d: abs(d.problem[0][0].numel() - elements))
     why = f"as for {list(nearest.problem[0][0])}"
-    return Decision(mode, problem, nearest.choice, why, is_measured=False, seconds=nearest.seconds)
+    return replace(nearest, problem=problem, why=why, is_measured=False, is_final=True)
 
 
 def _contest(
@@ -152,56 +194,82 @@ def _contest(
     pytorch: Callable[[], Any],
     ours: Callable[[], Iterable[Contestant] | str],
     others: Sequence[Contestant],
-    least: float,
 ) -> Decision:
     failure = None
     try:
         result = pytorch()
-        _memory.look(device)
+        _memory.look(device, _bytes(result))
         del result
     except RuntimeError as error:
         failure = error
     why: list[str] = []
-    mine, has_room = None, True
+    mine: list[Contestant] = []
+    has_room = True
     contestants = ours()
     if isinstance(contestants, str):
         why.append(contestants)
     else:
-        mine, has_room = _first_that_runs(device, contestants, why)
-    beside = [other for other in others if _runs(other, why)] + ([mine] if mine else [])
+        mine, has_room = _that_run(device, contestants, why)
+    beside = [other for other in others if _runs(other, why)] + mine
     is_measured = bool(beside) or not isinstance(contestants, str)
     if not beside:
         if failure is not None:
             raise failure
-        return Decision(mode, problem, PYTORCH, ", ".join(why), is_measured, is_final=has_room)
+        return Decision(mode, problem, PYTORCH, PYTORCH, ", ".join(why), is_measured, is_final=has_room)
     if failure is not None:
-        return Decision(mode, problem, beside[-1].name, f"{PYTORCH}: {failure}")
+        name = beside[-1].name
+        return Decision(mode, problem, name, name, f"{PYTORCH}: {failure}")
     times = _times(device, [Contestant(PYTORCH, pytorch), *beside])
-    best = min(beside, key=lambda c: times[c.name])
-    seconds = times[PYTORCH], times[best.name]
-    is_faster = seconds[1] <= min(_SHARE * seconds[0], seconds[0] - least)
-    choice = best.name if is_faster else PYTORCH
-    if mine is not None and choice != mine.name and mine.forget is not None:
-        mine.forget()
-    why = [f"{name} {1e3 * seconds:.3g} ms" for name, seconds in times.items()] + why
-    return Decision(mode, problem, choice, ", ".join(why), seconds=seconds, is_final=has_room)
+    theirs = times[PYTORCH]
+    called = [c for c in beside if not c.is_for_graphs]
+    choice = _fastest({c.name: times[c.name].of_a_call(theirs) for c in called}, theirs.of_a_call(theirs))
+    in_graph = _fastest({c.name: times[c.name].device for c in beside}, theirs.device)
+    for contestant in mine:
+        if contestant.name == in_graph != choice:
+            contestant.promise()
+        if contestant.name != choice:
+            contestant.forget()
+    best = min(times[c.name].device for c in beside)
+    why = [_told(*of) for of in times.items()] + why
+    seconds = theirs.device, best
+    return Decision(mode, problem, choice, in_graph, ", ".join(why), seconds=seconds, is_final=has_room)
 
 
-def _first_that_runs(
+def _fastest(times: dict[str, float], theirs: float) -> str:
+    best = min(times, key=times.__getitem__, default=PYTORCH)
+    return best if times.get(best, theirs) <= _SHARE * theirs else PYTORCH
+
+
+def _told(name: str, seconds: Seconds) -> str:
+    called = f" called in {1e3 * seconds.host:.3g}" if seconds.host > 0 else ""
+    return f"{name} {1e3 * seconds.device:.3g} ms{called}"
+
+
+def _that_run(
     device: torch.device, contestants: Iterable[Contestant], why: list[str]
-) -> tuple[Contestant | None, bool]:
-    """After one run, which compiles and packs; and whether there was room for all that came before. Adds to `why`
-    what is wrong with others."""
+) -> tuple[list[Contestant], bool]:
+    """The first for which there is room, after one run, which compiles and packs, and whether there was room for all that
+    came before; if not, also one for which there would be in a graph. Adds to `why` what is wrong with others."""
+    found: list[Contestant] = []
     has_room = True
     for contestant in contestants:
-        if not _memory.is_there_room(device, contestant.kept, contestant.scratch):
+        is_room = _memory.is_there_room(device, contestant.kept, contestant.scratch)
+        if not is_room:
             more = (contestant.kept + contestant.scratch) / 2**20
             why.append(f"{contestant.name} would need {more:.1f} MiB more")
             has_room = False
-        elif _runs(contestant, why):
-            _memory.ran(device)
-            return contestant, has_room
-    return None, has_room
+            if found or not _memory.is_there_room(device, contestant.kept, contestant.scratch, in_graph=True):
+                continue
+        if _runs(contestant, why):
+            found.append(contestant if is_room else replace(contestant, is_for_graphs=True))
+            if is_room:
+                break
+    return found, has_room
+
+
+def _bytes(result: Any) -> int:
+    tensors = result if isinstance(result, list | tuple) else [result]
+    return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
 
 
 def _runs(contestant: Contestant, why: list[str]) -> bool:
@@ -213,34 +281,44 @@ def _runs(contestant: Contestant, why: list[str]) -> bool:
     return True
 
 
-def _times(device: torch.device, contestants: list[Contestant]) -> dict[str, float]:
-    """Medians of a few runs in turns, in seconds. Each contestant has run once before."""
+def _times(device: torch.device, contestants: list[Contestant]) -> dict[str, Seconds]:
+    """Medians of a few runs in turns. Each contestant has run once before."""
     clock = _on_cuda if device.type == "cuda" else _on_cpu
-    times = {c.name: [clock(device, c.run, 1)] for c in contestants}
-    once = {name: samples[0] for name, samples in times.items()}
+    samples = {c.name: [clock(device, c.run, 1)] for c in contestants}
+    once = [seconds.device for (seconds,) in samples.values()]
     # A factor of two is no chance; and what takes long is measured well enough by one more run.
-    if max(once.values()) < 2 * min(once.values()) or max(once.values()) < 1e-3:
-        rounds = 5 if max(once.values()) < 0.05 else 1
-        repeat = max(1, min(20, round(3e-4 / max(min(once.values()), 1e-6))))
+    if max(once) < 2 * min(once) or max(once) < 1e-3:
+        rounds = 5 if max(once) < 0.05 else 1
+        repeat = max(1, min(20, round(3e-4 / max(min(once), 1e-6))))
         for _ in range(rounds):
             for c in contestants:
-                times[c.name].append(clock(device, c.run, repeat))
-    return {name: statistics.median(samples) for name, samples in times.items()}
+                samples[c.name].append(clock(device, c.run, repeat))
+    return {
+        name: Seconds(statistics.median(s.device for s in of), statistics.median(s.host for s in of))
+        for name, of in samples.items()
+    }
 
 
-def _on_cpu(device: torch.device, run: Callable[[], Any], repeat: int) -> float:
+def _on_cpu(device: torch.device, run: Callable[[], Any], repeat: int) -> Seconds:
     start = time.perf_counter()
     for _ in range(repeat):
         run()
-    return (time.perf_counter() - start) / repeat
+    return Seconds((time.perf_counter() - start) / repeat)
 
 
-def _on_cuda(device: torch.device, run: Callable[[], Any], repeat: int) -> float:
+# The device waits so long, at 2 GHz, for the interpreter to call all runs of a measurement: a millisecond for twenty.
+_CYCLES_A_RUN = 100_000
+
+
+def _on_cuda(device: torch.device, run: Callable[[], Any], repeat: int) -> Seconds:
     with torch.cuda.device(device):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(repeat * _CYCLES_A_RUN)
         start.record()
+        begin = time.perf_counter()
         for _ in range(repeat):
             run()
+        host = time.perf_counter() - begin
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) * 1e-3 / repeat
+        return Seconds(start.elapsed_time(end) * 1e-3 / repeat, host / repeat)

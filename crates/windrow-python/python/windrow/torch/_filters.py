@@ -69,14 +69,14 @@ def adopt(cast: Tensor, weight: Tensor) -> None:
         filters[_part(cast, cast.dtype)] = cache
 
 
-def kept_bytes(device: torch.device) -> int:
-    """Memory of all that is packed on a device."""
+def kept_bytes(device: torch.device, and_promised: bool = False) -> int:
+    """Memory of all that is packed on a device, and of what graphs are going to pack."""
     caches = {}
     for _, filters in list(_storages.values()):
         for part, cache in list(filters.items()):
             if part[0] == device:
                 caches[id(cache)] = cache
-    return sum(cache.bytes for cache in caches.values())
+    return sum(max(c.bytes, c.promised if and_promised else 0) for c in caches.values())
 
 
 def _cache(weight: Tensor, dtype: torch.dtype, lasts: bool = False) -> _native.FilterCache | None:

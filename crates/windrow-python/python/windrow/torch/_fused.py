@@ -31,7 +31,7 @@ from windrow.torch._conv2d_fastest import (
     output_shape,
     problem_of,
 )
-from windrow.torch._fastest import PYTORCH, Contestant, chosen, decide
+from windrow.torch._fastest import PYTORCH, Contestant, chosen, decide, is_captured
 from windrow.torch._filters import forget, kept_with, unkept
 from windrow.torch._gelu import gelu
 from windrow.torch._library import autocast, call, define, not_differentiable
@@ -258,6 +258,7 @@ class FusedConv2d(nn.Module):
             None if residual is None else (residual.shape, residual.stride(), residual.dtype),
             torch._C._get_cudnn_allow_tf32(),
             torch._C._is_any_autocast_enabled(),
+            is_captured(input.device),
             self.options,
             self.activation,
             self.accuracy,

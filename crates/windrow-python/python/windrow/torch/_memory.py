@@ -21,15 +21,16 @@ from windrow.torch import _filters
 _SHARE = 0.1
 # So little is always there: pools of memory grow by larger steps.
 _FREE = 4 << 20
+# Graphs may keep at least a thousandth, 2 to the minus this, of the device's memory: of one image a tenth of what PyTorch
+# needs holds few filters, and a graph gains most from filters that are kept.
+_FREE_IN_GRAPHS = 10
 
 _STATM = Path("/proc/self/statm")
 # Resident memory without the first patched model's, and the most that there was beside that.
 _base: int | None = None
 _peak = 0
-# By device, what PyTorch's allocator has given at most: for PyTorch alone as far as is known, and as it was read
-# after a run of ours, whose scratch memory is of that allocator too.
+# By device, what PyTorch's allocator has given at most for PyTorch alone, as far as is known.
 _theirs: dict[torch.device, int] = {}
-_with_ours: dict[torch.device, int] = {}
 
 
 def start(model: nn.Module) -> None:
@@ -42,35 +43,33 @@ def start(model: nn.Module) -> None:
         _base = resident - own
 
 
-def look(device: torch.device) -> None:
-    """Called while the results of PyTorch's operator are there."""
+def look(device: torch.device, result: int) -> None:
+    """Called while the results of PyTorch's operator, of so many bytes, are there.
+
+    The allocator's own peak would not do on CUDA: cuDNN's trials of its algorithms take many times what a pass of the
+    model needs, and they and ours are in it for good. What follows a convolution, a normalisation or an activation, makes
+    as much as its result once more.
+    """
     global _peak
     if device.type == "cpu":
         _peak = max(_peak, _in_use() or 0)
-        return
-    peak = torch.cuda.max_memory_allocated(device)
-    if peak > _with_ours.get(device, 0):
-        _theirs[device] = max(peak, _theirs.get(device, 0))
+    else:
+        _theirs[device] = max(torch.cuda.memory_allocated(device) + result, _theirs.get(device, 0))
 
 
-def ran(device: torch.device) -> None:
-    """Called after the first run of an operator of ours."""
+def is_there_room(device: torch.device, kept: int, scratch: int, in_graph: bool = False) -> bool:
+    """For so many bytes for good, and so many more during a run, its results among them; `in_graph`: for what is packed only
+    where it is captured."""
     if device.type == "cuda":
-        _with_ours[device] = torch.cuda.max_memory_allocated(device)
-
-
-def is_there_room(device: torch.device, kept: int, scratch: int) -> bool:
-    """For so many bytes for good, and so many more during a run, its results among them."""
-    if device.type == "cuda":
-        look(device)
         peak, now = _theirs.get(device, 0), torch.cuda.memory_allocated(device)
-        packed = _filters.kept_bytes(device)
+        packed = _filters.kept_bytes(device, and_promised=in_graph)
     else:
         in_use = _in_use()
         if in_use is None:
             return True
         peak, now, packed, kept = _peak, in_use, 0, 0
-    room = max(_FREE, int(_SHARE * peak)) - packed
+    free = torch.cuda.get_device_properties(device).total_memory >> _FREE_IN_GRAPHS if in_graph else _FREE
+    room = max(free, int(_SHARE * peak)) - packed
     # Results and scratch memory may be as much as PyTorch has needed at another time, even if there is no room otherwise.
     return (kept == 0 or kept <= room) and scratch <= max(0, room - kept) + max(0, peak - now)
 
