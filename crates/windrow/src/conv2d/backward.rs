@@ -1,6 +1,6 @@
 //! The gradients of a convolution.
 
-use super::cpu::{Engine, Gradients, by_bf16_products, choose, floats_mut};
+use super::cpu::{Engine, Gradients, Run, by_bf16_products, choose, floats_mut};
 use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dPlan, Conv2dSpec, Problem, reference};
 use crate::cpu::Isa;
 use crate::lists::collected;
@@ -62,7 +62,9 @@ impl CpuBackward {
         let packed = floats_mut(packed);
         match (&self.data, turn(w)) {
             (Some(engine), Some(w)) => {
-                engine.run_raw(&w, packed, dy, None, Activation::Identity, dx, scratch);
+                let (bias, activation) = (None, Activation::Identity);
+                let run = Run { x: dy, bias, activation, y: dx, workspace: scratch };
+                engine.run_raw(&w, packed, run);
             }
             _ => self.gradients.data(w, dy, dx, packed, floats_mut(scratch)),
         }

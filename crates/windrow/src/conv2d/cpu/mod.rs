@@ -89,6 +89,16 @@ impl Gather {
     }
 }
 
+/// `y = act(conv(x, w) + bias)` but for the filter. `x` [n, c, h, w] and `y` [n, k, oh, ow] have one type, `bias` [k]
+/// that or f32; `workspace` is aligned to 64.
+pub(crate) struct Run<'a, 'y> {
+    pub(crate) x: &'a TensorRef<'a>,
+    pub(crate) bias: Option<&'a TensorRef<'a>>,
+    pub(crate) activation: Activation,
+    pub(crate) y: &'a mut TensorMut<'y>,
+    pub(crate) workspace: &'a mut [u8],
+}
+
 /// A convolution by one algorithm with the instructions of one set.
 #[derive(Clone, Debug)]
 #[allow(clippy::large_enum_variant)] // a plan has one
@@ -247,40 +257,23 @@ impl Engine {
     }
 
     /// [`Engine::run`] with the filter itself, packed into `packed` of [`Engine::raw_len`] elements.
-    #[expect(clippy::too_many_arguments, reason = "those of `run` and one more")]
-    pub(crate) fn run_raw(
-        &self,
-        w: &TensorRef<'_>,
-        packed: &mut [f32],
-        x: &TensorRef<'_>,
-        bias: Option<&TensorRef<'_>>,
-        activation: Activation,
-        y: &mut TensorMut<'_>,
-        workspace: &mut [u8],
-    ) {
+    pub(crate) fn run_raw(&self, w: &TensorRef<'_>, packed: &mut [f32], run: Run<'_, '_>) {
         match self {
-            Engine::Winograd(e) => e.run_raw(w, packed, x, bias, activation, y, workspace),
+            Engine::Winograd(e) => e.run_raw(w, packed, run),
             Engine::Gather(_) | Engine::Fused(_) => {
                 self.pack(w, packed);
-                self.run(packed, x, bias, activation, y, workspace);
+                self.run(packed, run);
             }
         }
     }
 
     /// Runs on views that agree with the spec.
-    pub(crate) fn run(
-        &self,
-        packed: &[f32],
-        x: &TensorRef<'_>,
-        bias: Option<&TensorRef<'_>>,
-        activation: Activation,
-        y: &mut TensorMut<'_>,
-        workspace: &mut [u8],
-    ) {
+    pub(crate) fn run(&self, packed: &[f32], run: Run<'_, '_>) {
         match self {
-            Engine::Winograd(w) => w.run(packed, x, bias, activation, y, workspace),
-            Engine::Fused(w) => w.run(packed, x, bias, activation, y, workspace),
+            Engine::Winograd(w) => w.run(packed, run),
+            Engine::Fused(w) => w.run(packed, run),
             Engine::Gather(g) => {
+                let Run { x, bias, activation, y, workspace } = run;
                 let (staged, scratch) = stage_bias(bias, y.shape()[1], workspace);
                 let bias = bias.map_or(std::ptr::null(), |_| staged.as_ptr());
                 assert!(scratch.len() >= g.scratch_len(), "workspace");

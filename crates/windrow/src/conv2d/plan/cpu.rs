@@ -3,7 +3,7 @@
 use super::packed::{Form, PackedData};
 use super::{Conv2d, Conv2dArgs, Conv2dPlan, PackedWeights, Weights};
 use crate::conv2d::backward::CpuBackward;
-use crate::conv2d::cpu::{self, floats, floats_mut};
+use crate::conv2d::cpu::{self, Run, floats, floats_mut};
 use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Tile};
 use crate::cpu::Isa;
@@ -142,12 +142,12 @@ impl Cpu {
         match weights {
             Weights::Raw(w) => {
                 let (packed, scratch) = memory.split_at_mut(self.raw_bytes());
-                let packed = floats_mut(packed);
-                self.engine.run_raw(&w, packed, x, bias, activation, y, scratch);
+                let run = Run { x, bias, activation, y, workspace: scratch };
+                self.engine.run_raw(&w, floats_mut(packed), run);
             }
             Weights::Packed(PackedWeights { data: PackedData::Host(data), .. }) => {
-                let packed = floats(data.as_slice());
-                self.engine.run(packed, x, bias, activation, y, memory);
+                let run = Run { x, bias, activation, y, workspace: memory };
+                self.engine.run(floats(data.as_slice()), run);
             }
             Weights::Packed(packed) => return Err(plan.packed_elsewhere(packed)),
             Weights::Cached(..) => unreachable!("packed above"),

@@ -8,8 +8,9 @@
 
 use super::super::epilogue::Epilogue;
 use super::super::rows::{Rows, zero_ahead};
-use super::super::{bias_len, stage_bias, with_element};
+use super::super::{Run, bias_len, stage_bias, with_element};
 use super::{strides4, transform};
+use crate::TensorRef;
 use crate::conv2d::winograd::TAPS;
 use crate::conv2d::{Problem, Tile};
 use crate::cpu::gemm::even_part;
@@ -17,7 +18,6 @@ use crate::cpu::math::activate;
 use crate::cpu::{
     Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, parallel_for_workers,
 };
-use crate::{Activation, TensorMut, TensorRef};
 use std::ops::Range;
 
 /// Transformed along rows.
@@ -130,17 +130,9 @@ impl WinogradFused {
         }
     }
 
-    /// `y = act(conv(x, w) + bias)` with a filter packed by [`WinogradFused::pack`]. `x` [n, c, h, w]
-    /// and `y` [n, k, oh, ow] have one type, `bias` [k] that or f32; `workspace` is aligned to 64.
-    pub(crate) fn run(
-        &self,
-        packed: &[f32],
-        x: &TensorRef<'_>,
-        bias: Option<&TensorRef<'_>>,
-        activation: Activation,
-        y: &mut TensorMut<'_>,
-        workspace: &mut [u8],
-    ) {
+    /// Runs with a filter packed by [`WinogradFused::pack`].
+    pub(crate) fn run(&self, packed: &[f32], run: Run<'_, '_>) {
+        let Run { x, bias, activation, y, workspace } = run;
         assert!(packed.len() >= self.packed_len(), "packed filter");
         assert!(workspace.len() >= self.workspace_bytes(), "workspace");
         let (bias, slots) = stage_bias(bias, self.problem.k, workspace);

@@ -17,7 +17,7 @@ mod stages;
 mod transform;
 
 use super::super::{Problem, Tile};
-use super::{bias_len, stage_bias, with_element};
+use super::{Run, bias_len, stage_bias, with_element};
 use crate::cpu::{
     Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, last_level_cache, parallel_for,
     parallel_for_workers,
@@ -133,33 +133,15 @@ impl WinogradCpu {
         with_element!(w.dtype(), T => self.pack_from::<T>(w, packed));
     }
 
-    /// `y = act(conv(x, w) + bias)` with a filter packed by [`WinogradCpu::pack`]. `x` [n, c, h, w]
-    /// and `y` [n, k, oh, ow] have one type, `bias` [k] that or f32; `workspace` is aligned to 64.
-    pub(crate) fn run(
-        &self,
-        packed: &[f32],
-        x: &TensorRef<'_>,
-        bias: Option<&TensorRef<'_>>,
-        activation: Activation,
-        y: &mut TensorMut<'_>,
-        workspace: &mut [u8],
-    ) {
-        self.run_inspected(packed, x, bias, activation, y, workspace, &|_| ());
+    /// Runs with a filter packed by [`WinogradCpu::pack`].
+    pub(crate) fn run(&self, packed: &[f32], run: Run<'_, '_>) {
+        self.run_inspected(packed, run, &|_| ());
     }
 
     /// [`WinogradCpu::run`] with the filter itself, of which [`WinogradCpu::raw_len`] elements at a
     /// time are packed into `packed`. The result is the same, bit by bit.
-    #[expect(clippy::too_many_arguments, reason = "those of `run` and one more")]
-    pub(crate) fn run_raw(
-        &self,
-        w: &TensorRef<'_>,
-        packed: &mut [f32],
-        x: &TensorRef<'_>,
-        bias: Option<&TensorRef<'_>>,
-        activation: Activation,
-        y: &mut TensorMut<'_>,
-        workspace: &mut [u8],
-    ) {
+    pub(crate) fn run_raw(&self, w: &TensorRef<'_>, packed: &mut [f32], run: Run<'_, '_>) {
+        let Run { x, bias, activation, y, workspace } = run;
         let Problem { k, .. } = self.geometry.problem;
         let channels_at_once = self.raw_vectors().max(1) * self.lanes;
         for first in (0..k).step_by(channels_at_once) {
@@ -172,28 +154,20 @@ impl WinogradCpu {
             let start = y.as_mut_ptr().wrapping_offset(bytes);
             // SAFETY: a part of y, which is borrowed mutably, on the same device.
             let part = unsafe { TensorMut::from_raw(start.cast(), desc, y.device()) };
-            let mut y = part.expect("elements of y have their own memory");
+            let y = &mut part.expect("elements of y have their own memory");
             let problem = Problem { k: channels.len(), ..self.geometry.problem };
             // The same blocks, so that it fits the same workspace.
             let geometry = Geometry::new(&problem, self.tile.m());
             let blocking = self.blocking.within(channels.len().div_ceil(self.lanes));
             let engine = WinogradCpu { geometry, blocking, ..self.clone() };
             engine.pack(&w, packed);
-            engine.run(packed, x, bias.as_ref(), activation, &mut y, workspace);
+            let (bias, workspace) = (bias.as_ref(), &mut *workspace);
+            engine.run(packed, Run { x, bias, activation, y, workspace });
         }
     }
 
-    #[expect(clippy::too_many_arguments, reason = "those of `run` and one more")]
-    fn run_inspected(
-        &self,
-        packed: &[f32],
-        x: &TensorRef<'_>,
-        bias: Option<&TensorRef<'_>>,
-        activation: Activation,
-        y: &mut TensorMut<'_>,
-        workspace: &mut [u8],
-        inspect: &(dyn Fn(&Block) + Sync),
-    ) {
+    fn run_inspected(&self, packed: &[f32], run: Run<'_, '_>, inspect: &(dyn Fn(&Block) + Sync)) {
+        let Run { x, bias, activation, y, workspace } = run;
         assert!(packed.len() >= self.packed_len(), "packed filter");
         assert!(workspace.len() >= self.workspace_bytes(), "workspace");
         let (bias, slots) = stage_bias(bias, self.geometry.problem.k, workspace);

@@ -118,8 +118,14 @@ fn compute(case: &Case, isa: Isa) -> (Vec<f64>, Expected) {
     let nan = vec![f32::NAN; problem.y_shape().iter().product()];
     let mut y = tensor(&nan, &problem.y_shape(), case.order, case.dtype);
     let bias_ref = bias.as_ref().map(Tensor::as_ref);
-    let (x_ref, mut y_mut) = (x.as_ref(), y.as_mut());
-    conv.run(&packed, &x_ref, bias_ref.as_ref(), case.activation, &mut y_mut, bytes);
+    let run = Run {
+        x: &x.as_ref(),
+        bias: bias_ref.as_ref(),
+        activation: case.activation,
+        y: &mut y.as_mut(),
+        workspace: bytes,
+    };
+    conv.run(&packed, run);
     let f64s = |t: &Tensor| t.as_ref().to_f64_vec().unwrap();
     let bias = bias.as_ref().map(f64s);
     let bias = bias.as_deref();
