@@ -43,8 +43,9 @@ pub(crate) fn build() -> Result {
         .args(["--no-build-isolation", "--wheel-dir"])
         .arg(out.join("from-sdist"))
         .arg(&sdist)
-        // Unoptimised: whether it builds is the question.
+        // Unoptimised, unlike the workspace's tests: whether it builds is the question.
         .env("MATURIN_PEP517_ARGS", "--profile dev")
+        .env("CARGO_PROFILE_DEV_OPT_LEVEL", "0")
         .env("PATH", &path);
     steps.run("wheel from the sdist", &mut from_sdist)?;
     let wheel = named(&out, ".whl")?;
