@@ -17,6 +17,9 @@ static PLANS: PlanCache<CausalConv1dServingSpec, CausalConv1dServingPlan> = Plan
 /// `CausalConv1dServingSpec`. `order` names the dimensions of `x` and the result: "bdl", "bd" (a token a row), "dl" or
 /// "ld" (one row). In `out` the result may be written over `x`.
 #[pyfunction]
+#[pyo3(signature = (x, order, conv_states, weight, bias, activation, query_start_loc, conv_state_indices,
+                    null_index, has_initial_state=None, num_accepted_tokens=None, initial_block=None,
+                    last_block=None, first_block=None, tokens_before=None, block_size=0, out=None))]
 #[expect(clippy::too_many_arguments, reason = "a Python signature")]
 pub(crate) fn causal_conv1d_serving<'py>(
     py: Python<'py>,

@@ -73,11 +73,32 @@ fn no_number(arg: &str, given: &Bound<'_, PyAny>, expected: &str) -> PyErr {
     PyTypeError::new_err(message)
 }
 
+/// Stride, padding, dilation and groups.
+type Options<'py> = (Pair<'py>, Pair<'py>, Pair<'py>, Pair<'py>);
+
+/// The options of [`conv2d`] by name, in a dictionary.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub(crate) struct Named<'py> {
+    stride: Pair<'py>,
+    padding: Pair<'py>,
+    dilation: Pair<'py>,
+    groups: Pair<'py>,
+    activation: Option<String>,
+    accuracy: Option<String>,
+}
+
+impl Named<'_> {
+    pub(crate) fn params(self, py: Python<'_>) -> PyResult<Conv2dParams> {
+        let options = (self.stride, self.padding, self.dilation, self.groups);
+        params(py, options, self.activation.as_deref(), self.accuracy.as_deref())
+    }
+}
+
 /// The options that all functions of this module take.
-pub(crate) fn params(
+fn params(
     py: Python<'_>,
-    [stride, padding, dilation]: [Pair<'_>; 3],
-    groups: Pair<'_>,
+    (stride, padding, dilation, groups): Options<'_>,
     activation: Option<&str>,
     accuracy: Option<&str>,
 ) -> PyResult<Conv2dParams> {
@@ -205,7 +226,7 @@ pub(crate) fn conv2d<'py>(
     device: Option<&str>,
     filters: Option<(PyRef<'py, FilterCache>, bool)>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let params = params(py, [stride, padding, dilation], groups, activation, accuracy)?;
+    let params = params(py, (stride, padding, dilation, groups), activation, accuracy)?;
     let algorithm = algorithm.map(word).transpose()?;
     let device = device.map(word).transpose()?;
     let x = Array::import_on("x", x, device)?;
@@ -245,23 +266,15 @@ pub(crate) fn plan_for(
 
 /// Name of the algorithm that [`conv2d`] takes.
 #[pyfunction]
-#[pyo3(signature = (x, weight, bias, *, stride, padding, dilation, groups, activation, accuracy,
-                    is_kept))]
-#[expect(clippy::too_many_arguments, reason = "a Python signature")]
 pub(crate) fn conv2d_algorithm<'py>(
     py: Python<'py>,
     x: &Bound<'py, PyAny>,
     weight: &Bound<'py, PyAny>,
     bias: Option<&Bound<'py, PyAny>>,
-    stride: Pair<'_>,
-    padding: Pair<'_>,
-    dilation: Pair<'_>,
-    groups: Pair<'_>,
-    activation: Option<&str>,
-    accuracy: Option<&str>,
+    named: Named<'_>,
     is_kept: bool,
 ) -> PyResult<&'static str> {
-    let params = params(py, [stride, padding, dilation], groups, activation, accuracy)?;
+    let params = named.params(py)?;
     let x = Array::import("x", x)?;
     let weight = Array::import("weight", weight)?;
     let mut spec = Conv2dSpec::new(x.desc, weight.desc, &params).py()?;
@@ -274,23 +287,15 @@ pub(crate) fn conv2d_algorithm<'py>(
 
 /// Memory that [`conv2d`] needs beside its tensors: for the packed filter, and for the rest.
 #[pyfunction]
-#[pyo3(signature = (x, weight, bias, *, stride, padding, dilation, groups, activation, accuracy,
-                    is_kept))]
-#[expect(clippy::too_many_arguments, reason = "a Python signature")]
 pub(crate) fn conv2d_bytes<'py>(
     py: Python<'py>,
     x: &Bound<'py, PyAny>,
     weight: &Bound<'py, PyAny>,
     bias: Option<&Bound<'py, PyAny>>,
-    stride: Pair<'_>,
-    padding: Pair<'_>,
-    dilation: Pair<'_>,
-    groups: Pair<'_>,
-    activation: Option<&str>,
-    accuracy: Option<&str>,
+    named: Named<'_>,
     is_kept: bool,
 ) -> PyResult<(usize, usize)> {
-    let params = params(py, [stride, padding, dilation], groups, activation, accuracy)?;
+    let params = named.params(py)?;
     let x = Array::import("x", x)?;
     let weight = Array::import("weight", weight)?;
     let bias = Array::import_option("bias", bias, None)?;
@@ -309,14 +314,11 @@ pub(crate) fn conv2d_backward<'py>(
     x: &Bound<'py, PyAny>,
     weight: &Bound<'py, PyAny>,
     bias: Option<&Bound<'py, PyAny>>,
-    stride: Pair<'_>,
-    padding: Pair<'_>,
-    dilation: Pair<'_>,
-    groups: Pair<'_>,
+    options: Options<'_>,
     accuracy: Option<&str>,
     needs: (bool, bool, bool),
 ) -> PyResult<[Option<Bound<'py, PyAny>>; 3]> {
-    let params = params(py, [stride, padding, dilation], groups, None, accuracy)?;
+    let params = params(py, options, None, accuracy)?;
     let dy = Array::import("dy", dy)?;
     let x = Array::import("x", x)?;
     let weight = Array::import("weight", weight)?;
@@ -347,19 +349,15 @@ pub(crate) fn conv2d_backward<'py>(
 
 /// Memory that [`conv2d_backward`] needs beside its tensors.
 #[pyfunction]
-#[expect(clippy::too_many_arguments, reason = "a Python signature")]
 pub(crate) fn conv2d_backward_bytes<'py>(
     py: Python<'py>,
     dy: &Bound<'py, PyAny>,
     x: &Bound<'py, PyAny>,
     weight: &Bound<'py, PyAny>,
-    stride: Pair<'_>,
-    padding: Pair<'_>,
-    dilation: Pair<'_>,
-    groups: Pair<'_>,
+    options: Options<'_>,
     accuracy: Option<&str>,
 ) -> PyResult<usize> {
-    let params = params(py, [stride, padding, dilation], groups, None, accuracy)?;
+    let params = params(py, options, None, accuracy)?;
     let dy = Array::import("dy", dy)?;
     let x = Array::import("x", x)?;
     let weight = Array::import("weight", weight)?;
@@ -426,7 +424,7 @@ impl Conv2dPlan {
         algorithm: Option<&str>,
         device: Option<&str>,
     ) -> PyResult<Self> {
-        let params = params(py, [stride, padding, dilation], groups, activation, accuracy)?;
+        let params = params(py, (stride, padding, dilation, groups), activation, accuracy)?;
         let algorithm = algorithm.map(word).transpose()?;
         let x = Array::import("x", x)?;
         let weight = Array::import("weight", weight)?;

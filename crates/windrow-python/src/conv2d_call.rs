@@ -2,7 +2,7 @@
 
 use crate::array::{Array, desc, view};
 use crate::call::run_with;
-use crate::conv2d::{FilterCache, Pair, params, plan_for, work};
+use crate::conv2d::{FilterCache, Named, plan_for, work};
 use crate::output::{EmptyTensor, Output};
 use crate::torch::nothing_to_dispatch;
 use pyo3::intern;
@@ -42,23 +42,15 @@ struct Memory {
 #[pymethods]
 impl Conv2dCall {
     #[new]
-    #[pyo3(signature = (x, weight, bias, *, stride, padding, dilation, groups, activation, accuracy,
-                        filters=None))]
-    #[expect(clippy::too_many_arguments, reason = "a Python signature")]
     fn new(
         py: Python<'_>,
         x: &Bound<'_, PyAny>,
         weight: &Bound<'_, PyAny>,
         bias: Option<&Bound<'_, PyAny>>,
-        stride: Pair<'_>,
-        padding: Pair<'_>,
-        dilation: Pair<'_>,
-        groups: Pair<'_>,
-        activation: Option<&str>,
-        accuracy: Option<&str>,
+        named: Named<'_>,
         filters: Option<(Py<FilterCache>, bool)>,
     ) -> PyResult<Self> {
-        let params = params(py, [stride, padding, dilation], groups, activation, accuracy)?;
+        let params = named.params(py)?;
         let image = Array::import("x", x)?;
         let filter = Array::import("weight", weight)?;
         let bias = Array::import_option("bias", bias, None)?;

@@ -178,10 +178,7 @@ def conv2d_backward(
     x: A,
     weight: Array,
     bias: Array | None,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
-    groups: int,
+    options: tuple[Pair, Pair, Pair, int],
     accuracy: str | None,
     needs: tuple[bool, bool, bool],
 ) -> list[A | None]: ...
@@ -189,13 +186,7 @@ def conv2d_algorithm(
     x: Array,
     weight: Array,
     bias: Array | None,
-    *,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
-    groups: int,
-    activation: str | None,
-    accuracy: str | None,
+    named: dict[str, Any],
     is_kept: bool,
 ) -> str:
     """Name of the algorithm that `conv2d` takes."""
@@ -204,13 +195,7 @@ def conv2d_bytes(
     x: Array,
     weight: Array,
     bias: Array | None,
-    *,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
-    groups: int,
-    activation: str | None,
-    accuracy: str | None,
+    named: dict[str, Any],
     is_kept: bool,
 ) -> tuple[int, int]:
     """Memory that `conv2d` needs beside its tensors: for the packed filter, and for the rest."""
@@ -219,10 +204,7 @@ def conv2d_backward_bytes(
     dy: Array,
     x: Array,
     weight: Array,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
-    groups: int,
+    options: tuple[Pair, Pair, Pair, int],
     accuracy: str | None,
 ) -> int:
     """Memory that `conv2d_backward` needs beside its tensors."""
@@ -241,14 +223,14 @@ def causal_conv1d_serving(
     query_start_loc: Array | None,
     conv_state_indices: Array | None,
     null_index: int | None,
-    has_initial_state: Array | None,
-    num_accepted_tokens: Array | None,
-    initial_block: Array | None,
-    last_block: Array | None,
-    first_block: Array | None,
-    tokens_before: Array | None,
-    block_size: int,
-    out: A | None,
+    has_initial_state: Array | None = None,
+    num_accepted_tokens: Array | None = None,
+    initial_block: Array | None = None,
+    last_block: Array | None = None,
+    first_block: Array | None = None,
+    tokens_before: Array | None = None,
+    block_size: int = 0,
+    out: A | None = None,
 ) -> A:
     """The next tokens of many sequences, whose states are walked on in place. `order` names the
     dimensions of `x` and the result: "bdl", "bd" (a token a row), "dl" or "ld" (one row)."""
@@ -325,14 +307,8 @@ class Conv2dCall:
         x: Array,
         weight: Array,
         bias: Array | None,
-        *,
-        stride: Pair,
-        padding: Pair,
-        dilation: Pair,
-        groups: int,
-        activation: str | None,
-        accuracy: str | None,
-        filters: tuple[FilterCache, bool] | None = None,
+        named: dict[str, Any],
+        filters: tuple[FilterCache, bool] | None,
     ) -> None: ...
     def __call__(self, x: A, weight: Array, bias: Array | None) -> A | None: ...
 

@@ -72,13 +72,6 @@ def causal_conv1d_fn(
         cache_indices,
         pad_slot_id,
         _flags(has_initial_state, x, query_start_loc.shape[0] - 1),
-        None,
-        None,
-        None,
-        None,
-        None,
-        0,
-        None,
     )
 
 
@@ -129,12 +122,4 @@ def causal_conv1d_update(
         None,
         conv_state_indices,
         pad_slot_id,
-        None,
-        None,
-        None,
-        None,
-        None,
-        None,
-        0,
-        None,
     )

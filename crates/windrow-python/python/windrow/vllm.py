@@ -105,7 +105,6 @@ def causal_conv1d_fn(
         _first(block_idx_first_scheduled_token, sequences) if prefix_caching else None,
         _first(num_computed_tokens, sequences) if prefix_caching else None,
         block_size_to_align if prefix_caching else 0,
-        None,
     )
     return y if y.dtype == x.dtype else y.to(x.dtype)
 
@@ -164,10 +163,7 @@ def causal_conv1d_update(
         _first(num_accepted_tokens, sequences),
         _first(initial_state_idx, sequences) if block_idx_last_scheduled_token is not None else None,
         _first(block_idx_last_scheduled_token, sequences),
-        None,
-        None,
-        0,
-        target,
+        out=target,
     )
     if y.dtype == x.dtype:
         return y

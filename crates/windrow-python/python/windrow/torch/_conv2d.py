@@ -126,7 +126,7 @@ def _backward_kernel(
     if algorithm == FASTEST:
         grads = _conv2d_fastest.gradients(dy, x, weight, bias, options, accuracy, wanted)
     else:
-        grads = _native.conv2d_backward(dy, x, weight, bias, *options, accuracy, wanted)
+        grads = _native.conv2d_backward(dy, x, weight, bias, options, accuracy, wanted)
     return or_empty(dy, grads)
 
 

@@ -64,7 +64,7 @@ class Ours:
     def like(self, x: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Tensor | None]:
         """The same for images like x; None comes of others."""
         image, strides = in_layout(x, self.layout), x.stride()
-        call = _native.Conv2dCall(image, self.weight, self.bias, **self.named, filters=self.filters())
+        call = _native.Conv2dCall(image, self.weight, self.bias, self.named, self.filters())
         if image is x:
             return call
 
@@ -86,7 +86,7 @@ class Ours:
     def bytes(self, x: Tensor, is_kept: bool) -> tuple[int, int]:
         """Memory that it needs: for good, for the packed filter, and while it runs, with its result."""
         image = in_layout(x, self.layout)
-        kept, rest = _native.conv2d_bytes(image, self.weight, self.bias, **self.named, is_kept=is_kept)
+        kept, rest = _native.conv2d_bytes(image, self.weight, self.bias, self.named, is_kept)
         shape = output_shape(x, self.weight, tuple(self.named[name] for name in _OPTIONS))
         copied = 0 if image is x else x.nbytes
         return kept, rest + copied + math.prod(shape) * x.element_size()
@@ -139,7 +139,7 @@ def is_cudnns(
 ) -> bool:
     """True if Windrow would take cuDNN too."""
     image = in_layout(x, layout)
-    return _native.conv2d_algorithm(image, weight, bias, **named, is_kept=is_kept) == "cudnn"
+    return _native.conv2d_algorithm(image, weight, bias, named, is_kept) == "cudnn"
 
 
 def by_windrow(
@@ -186,7 +186,7 @@ def gradients(
             return lambda: computed(dy, x, weight, bias, options, accuracy, needs, mine)
 
         def contestants() -> Iterator[Contestant]:
-            scratch = _native.conv2d_backward_bytes(dy, x, weight, *options, accuracy)
+            scratch = _native.conv2d_backward_bytes(dy, x, weight, options, accuracy)
             scratch += x.nbytes * needs[0] + weight.nbytes * needs[1]
             yield Contestant(_OURS, by(True), scratch=scratch)
 
@@ -233,7 +233,7 @@ def computed(
 ) -> list[Tensor | None]:
     """The gradients that are needed, of these `mine` by Windrow and the others by PyTorch."""
     if any(mine):
-        grads = _native.conv2d_backward(dy, x, weight, bias, *options, accuracy, mine)
+        grads = _native.conv2d_backward(dy, x, weight, bias, options, accuracy, mine)
         if mine == needs:
             return grads
     else:
