@@ -2,7 +2,7 @@
 
 use crate::Fault;
 use crate::inst::{Inst, Operand, PRIVATE_APERTURE, Run, SHARED_APERTURE};
-use crate::lds::{number, place};
+use crate::lds::{lanes_of, number, place};
 use crate::wave::{Block, Flow, Half, Kind, Load, Wave};
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -97,12 +97,12 @@ fn find_place<'a, const SPACE: u8>(
     if last.holds(block, at as usize, bytes) {
         return Ok(Place::Memory(std::ptr::with_exposed_provenance_mut(at as usize)));
     }
-    Err(inst
-        .fault(format_args!("lane {lane}: {bytes} bytes at {at:#x}, outside of every allocation")))
+    Err(outside(inst, lane, at, bytes))
 }
 
-fn lanes_of(mask: u64) -> impl Iterator<Item = usize> {
-    (0..64).filter(move |lane| mask >> lane & 1 == 1)
+#[cold]
+fn outside(inst: &Inst, lane: usize, at: u64, bytes: usize) -> Fault {
+    inst.fault(format_args!("lane {lane}: {bytes} bytes at {at:#x}, outside of every allocation"))
 }
 
 fn load<const SPACE: u8, const BYTES: usize, const HOW: u8>(
@@ -111,10 +111,10 @@ fn load<const SPACE: u8, const BYTES: usize, const HOW: u8>(
     block: &mut Block,
 ) -> Done {
     let (from, mask) = (addresses::<SPACE>(wave, inst, 1, 2), wave.exec());
-    let mut data = vec![[0; 64]; BYTES.div_ceil(4)];
+    let mut data = wave.room(BYTES.div_ceil(4));
     let mut last = Last(0, 0);
+    let lanes = wave.lanes;
     for lane in lanes_of(mask) {
-        let lanes = wave.lanes;
         let access = (lane, from[lane], BYTES);
         let mut bytes = [0; BYTES];
         match find_place::<SPACE>(&mut wave.scratch, lanes, inst, block, &mut last, access)? {
@@ -122,8 +122,8 @@ fn load<const SPACE: u8, const BYTES: usize, const HOW: u8>(
             Place::Memory(at) => unsafe { bytes = at.cast::<[u8; BYTES]>().read_unaligned() },
             Place::Own(own) => bytes.copy_from_slice(own),
         }
-        for (word, bytes) in bytes.chunks(4).enumerate() {
-            data[word][lane] = number(bytes);
+        for (to, bytes) in data.iter_mut().zip(bytes.chunks(4)) {
+            to[lane] = number(bytes);
         }
         if HOW == SIGNED {
             let unused = 32 - 8 * BYTES as u32;
@@ -149,10 +149,11 @@ fn store<const SPACE: u8, const BYTES: usize, const HOW: u8>(
 ) -> Done {
     let (to, from) = (addresses::<SPACE>(wave, inst, 0, 2), inst.vector(1)?);
     let mut last = Last(0, 0);
+    let values = &wave.vectors[from..from + BYTES.div_ceil(4)];
     for lane in lanes_of(wave.exec()) {
         let mut bytes = [0; BYTES];
-        for (word, bytes) in bytes.chunks_mut(4).enumerate() {
-            let value = wave.vectors[from + word][lane] >> if HOW == HIGH { 16 } else { 0 };
+        for (bytes, values) in bytes.chunks_mut(4).zip(values) {
+            let value = values[lane] >> if HOW == HIGH { 16 } else { 0 };
             bytes.copy_from_slice(&value.to_le_bytes()[..bytes.len()]);
         }
         let (lanes, access) = (wave.lanes, (lane, to[lane], BYTES));

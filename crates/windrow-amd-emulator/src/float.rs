@@ -76,16 +76,20 @@ pub fn nudged(x: f32) -> f32 {
     static ON: LazyLock<bool> =
         LazyLock::new(|| std::env::var("WINDROW_EMULATOR_NUDGE").is_ok_and(|value| value == "1"));
     static STATE: AtomicU64 = AtomicU64::new(0x2545_f491_4f6c_dd1d);
-    if !*ON || !x.is_normal() {
+    if !*ON {
         return x;
     }
     let state = STATE.load(Ordering::Relaxed);
     let next =
         state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
     STATE.store(next, Ordering::Relaxed);
-    let bits = x.to_bits().wrapping_add((next >> 33) as u32 % 3).wrapping_sub(1);
-    let moved = f32::from_bits(bits);
-    if moved.is_normal() { moved } else { x }
+    moved(x, (next >> 33) as u32 % 3)
+}
+
+/// One unit down for 0, none for 1, one unit up for 2. What is not normal stays, and what would become so.
+fn moved(x: f32, by: u32) -> f32 {
+    let moved = f32::from_bits(x.to_bits().wrapping_add(by).wrapping_sub(1));
+    if x.is_normal() && moved.is_normal() { moved } else { x }
 }
 
 /// The whole numbers that conversions give: 0 for NaN, the nearest one where it is out of range.
@@ -248,6 +252,21 @@ mod tests {
             let want = half::f16::from_f32(value);
             assert!(want.is_nan() || half_of(value) == u32::from(want.to_bits()), "{value}");
         }
+    }
+
+    #[test]
+    fn normal_numbers_are_moved_by_a_unit() {
+        for x in [1.0, -3.7, 1e-30, 2.0f32.powi(127)] {
+            let [down, same, up] = [0, 1, 2].map(|by| moved(x, by));
+            let gap = 2.0f32.powi(exponent(x) - 127) * f32::EPSILON;
+            assert_eq!((same, up.abs() - x.abs()), (x, gap));
+            let below = if x.abs().log2().fract() == 0.0 { gap / 2.0 } else { gap };
+            assert_eq!(x.abs() - down.abs(), below, "{x}");
+        }
+        for (x, by) in [(0.0, 2), (f32::INFINITY, 0), (f32::MAX, 2), (f32::MIN_POSITIVE, 0)] {
+            assert_eq!(moved(x, by), x);
+        }
+        assert!(moved(f32::NAN, 2).is_nan());
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! hiprtc's functions: clang and lld of version 19 make the code objects, with a prelude in place of HIP's headers.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -33,12 +34,16 @@ pub(crate) struct Folder(PathBuf);
 
 impl Folder {
     pub(crate) fn new() -> std::io::Result<Self> {
+        Self::within(&std::env::temp_dir())
+    }
+
+    fn within(folder: &Path) -> std::io::Result<Self> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
         // The library may be loaded twice, under both of its names.
         let library = (&raw const COUNT).addr();
         let name = format!("windrow-amd-emulator-{}-{library:x}-{count}", std::process::id());
-        let folder = std::env::temp_dir().join(name);
+        let folder = folder.join(name);
         std::fs::create_dir_all(&folder)?;
         Ok(Folder(folder))
     }
@@ -57,8 +62,24 @@ impl Drop for Folder {
 }
 
 impl Program {
-    /// The code object, or what the compiler says.
+    /// The code object, or what the compiler says. In the folder `WINDROW_EMULATOR_CACHE` code objects are kept.
     fn compile(&self, options: &[String]) -> Result<Vec<u8>, String> {
+        let kept = std::env::var_os("WINDROW_EMULATOR_CACHE").map(|folder| {
+            let mut hash = DefaultHasher::new();
+            (PRELUDE, &self.name, &self.text, &self.headers, options).hash(&mut hash);
+            Path::new(&folder).join(format!("{:016x}", hash.finish()))
+        });
+        if let Some(code) = kept.as_ref().and_then(|path| std::fs::read(path).ok()) {
+            return Ok(code);
+        }
+        let code = self.compile_anew(options)?;
+        if let Some(path) = kept {
+            keep(&path, &code).map_err(|e| format!("{}: {e}", path.display()))?;
+        }
+        Ok(code)
+    }
+
+    fn compile_anew(&self, options: &[String]) -> Result<Vec<u8>, String> {
         let wrong = |error: std::io::Error| format!("compiling {}: {error}", self.name);
         let folder = Folder::new().map_err(wrong)?;
         for (name, text) in &self.headers {
@@ -84,6 +105,14 @@ impl Program {
         }
         std::fs::read(code).map_err(wrong)
     }
+}
+
+/// Writes a file that other processes see whole or not at all.
+fn keep(path: &Path, code: &[u8]) -> std::io::Result<()> {
+    let folder = path.parent().unwrap_or(Path::new("."));
+    std::fs::create_dir_all(folder)?;
+    let unfinished = Folder::within(folder)?;
+    std::fs::rename(unfinished.write("code", code)?, path)
 }
 
 /// # Safety

@@ -55,6 +55,12 @@ impl Module {
     }
 }
 
+/// What a thread runs block after block in.
+struct Own<'a> {
+    waves: Vec<Wave>,
+    block: Block<'a>,
+}
+
 /// Numbers in an order that a seed decides.
 struct Dice(u64);
 
@@ -116,13 +122,16 @@ impl Function {
         if threads == 0 || threads > 1024 {
             return Err(Fault::new(format!("kernel `{}`: blocks of {threads} threads", self.name)));
         }
-        let arguments = self.arguments(size, explicit);
-        let base = arguments.as_ptr().expose_provenance();
+        let words = self.arguments(size, explicit);
+        let arguments = words.as_ptr().expose_provenance();
         let object = &self.module.object;
-        let memory = Ranges::now(&[(base, arguments.len() * 8), (object.base(), object.bytes())]);
+        let memory = Ranges::now(&[(arguments, words.len() * 8), (object.base(), object.bytes())]);
         let blocks = size.grid.iter().map(|&n| n as usize).product::<usize>();
         let (next, stop, failed) = (AtomicUsize::new(0), AtomicBool::new(false), Mutex::new(None));
         let work = || {
+            let base = object.base() as u64;
+            let mut own =
+                Own { waves: Vec::new(), block: Block { lds: Vec::new(), memory: &memory, base } };
             loop {
                 let number = next.fetch_add(1, Ordering::Relaxed);
                 if number >= blocks || stop.load(Ordering::Relaxed) {
@@ -131,7 +140,7 @@ impl Function {
                 let [x, y, _] = size.grid.map(|n| n as usize);
                 let place = [number % x, number / x % y, number / x / y].map(|n| n as u32);
                 let seed = *SEED ^ launch << 32 ^ number as u64;
-                if let Err(fault) = self.block(size, place, base, &memory, &mut Dice(seed)) {
+                if let Err(fault) = self.block(size, place, arguments, &mut own, &mut Dice(seed)) {
                     stop.store(true, Ordering::Relaxed);
                     let [x, y, z] = place;
                     let what = format!("kernel `{}`, block ({x}, {y}, {z}), {fault}", self.name);
@@ -154,26 +163,29 @@ impl Function {
         size: Size,
         place: [u32; 3],
         arguments: usize,
-        memory: &Ranges,
+        Own { waves, block }: &mut Own,
         dice: &mut Dice,
     ) -> Result<(), Fault> {
         let bytes = self.descriptor.lds_bytes + size.shared_bytes as usize;
-        let mut lds = POISON.to_le_bytes().repeat(bytes.div_ceil(4));
-        lds.truncate(bytes);
-        let base = self.module.object.base() as u64;
-        let mut block = Block { lds, memory, base };
+        block.lds.resize(bytes.next_multiple_of(4), 0);
+        block.lds.chunks_exact_mut(4).for_each(|word| word.copy_from_slice(&POISON.to_le_bytes()));
+        block.lds.truncate(bytes);
         let lanes = if self.descriptor.wave_32 { 32 } else { 64 };
         let threads = size.block.iter().product::<u32>() as usize;
-        let mut waves: Vec<Wave> = (0..threads.div_ceil(lanes))
-            .map(|n| self.wave(size.block, place, arguments, n * lanes, threads))
-            .collect();
+        let vectors = self.module.code.vectors.max(1);
+        waves.resize_with(threads.div_ceil(lanes), || {
+            Wave::new(lanes, vectors, self.descriptor.scratch_bytes)
+        });
+        for (n, wave) in waves.iter_mut().enumerate() {
+            self.start(wave, size.block, place, arguments, n * lanes, threads);
+        }
         let (mut ready, mut waiting): (Vec<usize>, _) = ((0..waves.len()).collect(), Vec::new());
         let mut steps = 0;
         while !ready.is_empty() {
             let turn = dice.below(ready.len() as u64) as usize;
             let n = ready[turn];
             let most = if ready.len() > 1 { 1 + dice.below(TURN) } else { LONGEST };
-            let (end, count) = self.run(&mut waves[n], &mut block, most)?;
+            let (end, count) = self.run(&mut waves[n], block, most)?;
             steps += count;
             match end {
                 Flow::Barrier => waiting.push(ready.swap_remove(turn)),
@@ -189,19 +201,19 @@ impl Function {
         Ok(())
     }
 
-    /// A wavefront as it starts.
-    fn wave(
+    /// Makes a wavefront as it starts.
+    fn start(
         &self,
+        wave: &mut Wave,
         block: [u32; 3],
         place: [u32; 3],
         arguments: usize,
         first: usize,
         threads: usize,
-    ) -> Wave {
+    ) {
         let descriptor = &self.descriptor;
-        let lanes = if descriptor.wave_32 { 32 } else { 64 };
-        let mut wave = Wave::new(lanes, self.module.code.vectors.max(1), descriptor.scratch_bytes);
-        let live = (threads - first).min(lanes);
+        wave.reset();
+        let live = (threads - first).min(wave.lanes);
         wave.set_mask(crate::inst::EXEC, if live == 64 { !0 } else { (1 << live) - 1 });
         // The values that a kernel asks for, and the number of their registers.
         const ARGUMENTS: usize = 3;
@@ -230,7 +242,6 @@ impl Function {
             wave.vectors[0][lane] = packed.sum();
         }
         wave.next = self.entry;
-        wave
     }
 
     /// Executes up to so many instructions; says how it ended and how many there were.

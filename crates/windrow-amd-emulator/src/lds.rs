@@ -7,6 +7,7 @@ use crate::wave::{Block, Flow, Half, Kind, Lanes, Load, Wave};
 type Done = Result<Flow, Fault>;
 
 /// So many bytes of the block's memory.
+#[inline(always)]
 pub(crate) fn place<'a>(
     lds: &'a mut [u8],
     inst: &Inst,
@@ -14,18 +15,32 @@ pub(crate) fn place<'a>(
     bytes: usize,
 ) -> Result<&'a mut [u8], Fault> {
     let (start, length) = (at as usize, lds.len());
-    lds.get_mut(start..start + bytes).ok_or_else(|| {
-        inst.fault(format_args!("{bytes} bytes at {at} of the {length} of the block's memory"))
-    })
+    lds.get_mut(start..start + bytes).ok_or_else(|| outside(inst, at, bytes, length))
+}
+
+#[cold]
+fn outside(inst: &Inst, at: u32, bytes: usize, length: usize) -> Fault {
+    inst.fault(format_args!("{bytes} bytes at {at} of the {length} of the block's memory"))
 }
 
 /// A number of up to four bytes.
+#[inline(always)]
 pub(crate) fn number(bytes: &[u8]) -> u32 {
-    bytes.iter().rev().fold(0, |n, &b| n << 8 | u32::from(b))
+    match *bytes {
+        [a, b, c, d] => u32::from_le_bytes([a, b, c, d]),
+        _ => bytes.iter().rev().fold(0, |n, &b| n << 8 | u32::from(b)),
+    }
 }
 
-fn lanes_of(mask: u64) -> impl Iterator<Item = usize> {
-    (0..64).filter(move |lane| mask >> lane & 1 == 1)
+/// The lanes of a mask.
+pub(crate) fn lanes_of(mut mask: u64) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let lane = mask.trailing_zeros() as usize;
+        (mask != 0).then(|| {
+            mask &= mask - 1;
+            lane
+        })
+    })
 }
 
 fn addresses(wave: &Wave, inst: &Inst, n: usize) -> Lanes {
@@ -50,13 +65,13 @@ fn read<const BYTES: usize, const STRIDE: usize>(
     let (from, mask, words) = (addresses(wave, inst, 1), wave.exec(), BYTES / 4);
     let count = if STRIDE > 0 { 2 } else { 1 };
     let offsets = offsets::<BYTES, STRIDE>(inst, STRIDE > 0);
-    let mut data = vec![[0; 64]; count * words];
-    for lane in lanes_of(mask) {
-        for (part, offset) in offsets.into_iter().enumerate().take(count) {
+    let mut data = wave.room(count * words);
+    for (data, offset) in data.chunks_exact_mut(words).zip(offsets) {
+        for lane in lanes_of(mask) {
             let at = from[lane].wrapping_add(offset);
             let bytes = place(&mut block.lds, inst, at, BYTES)?;
-            for (word, bytes) in bytes.chunks_exact(4).enumerate() {
-                data[part * words + word][lane] = number(bytes);
+            for (to, bytes) in data.iter_mut().zip(bytes.chunks_exact(4)) {
+                to[lane] = number(bytes);
             }
         }
     }
@@ -71,14 +86,14 @@ fn read_small<const BYTES: usize, const SIGNED: bool>(
     half: Half,
 ) -> Done {
     let (from, mask) = (addresses(wave, inst, 1), wave.exec());
-    let mut values = [0; 64];
+    let mut data = wave.room(1);
     for lane in lanes_of(mask) {
         let at = from[lane].wrapping_add(inst.offset as u32);
         let value = number(place(&mut block.lds, inst, at, BYTES)?);
         let unused = 32 - 8 * BYTES as u32;
-        values[lane] = if SIGNED { ((value << unused) as i32 >> unused) as u32 } else { value };
+        data[0][lane] = if SIGNED { ((value << unused) as i32 >> unused) as u32 } else { value };
     }
-    wave.load_lds(Load { first: inst.vector(0)?, mask, half, data: vec![values] });
+    wave.load_lds(Load { first: inst.vector(0)?, mask, half, data });
     Ok(Flow::Next)
 }
 
@@ -90,13 +105,13 @@ fn write<const BYTES: usize, const STRIDE: usize>(
     let (to, count) = (addresses(wave, inst, 0), if STRIDE > 0 { 2 } else { 1 });
     let offsets = offsets::<BYTES, STRIDE>(inst, STRIDE > 0);
     let sources = [inst.vector(1)?, if count == 2 { inst.vector(2)? } else { 0 }];
-    for lane in lanes_of(wave.exec()) {
-        for (part, offset) in offsets.into_iter().enumerate().take(count) {
+    for (source, offset) in sources.into_iter().zip(offsets).take(count) {
+        let values = &wave.vectors[source..source + BYTES.div_ceil(4)];
+        for lane in lanes_of(wave.exec()) {
             let at = to[lane].wrapping_add(offset);
             let bytes = place(&mut block.lds, inst, at, BYTES)?;
-            for (word, bytes) in bytes.chunks_mut(4).enumerate() {
-                let value = wave.vectors[sources[part] + word][lane].to_le_bytes();
-                bytes.copy_from_slice(&value[..bytes.len()]);
+            for (bytes, values) in bytes.chunks_mut(4).zip(values) {
+                bytes.copy_from_slice(&values[lane].to_le_bytes()[..bytes.len()]);
             }
         }
     }

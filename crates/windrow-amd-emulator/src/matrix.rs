@@ -29,29 +29,38 @@ fn multiply<const M: usize, const K: usize, const TYPE: u8>(
     let registers = if TYPE == F32 { of_lane } else { of_lane / 2 };
     let (a, c) = (inst.vector(1)?, inst.vector(2)?);
     let (rows, columns) = (&wave.vectors[a..a + registers], &wave.vectors[c..c + registers]);
-    let (mut left, mut right) = ([[0.0; K]; M], [[0.0; K]; M]);
+    let (mut left, mut right) = ([[0.0; M]; K], [[0.0; M]; K]);
     for lane in 0..64 {
         for e in 0..of_lane {
             let depth = lane / M * of_lane + e;
-            left[lane % M][depth] = element::<TYPE>(rows, lane, e);
-            right[lane % M][depth] = element::<TYPE>(columns, lane, e);
+            left[depth][lane % M] = element::<TYPE>(rows, lane, e);
+            right[depth][lane % M] = element::<TYPE>(columns, lane, e);
         }
     }
-    let results: Vec<Lanes> = (0..M * M / 64)
-        .map(|r| {
-            let addends = match inst.operands[3] {
-                Operand::Vector(register) => wave.vectors[register as usize + r],
-                _ => [wave.word(inst, 3); 64],
-            };
-            std::array::from_fn(|lane| {
-                let row = r / 4 * 4 * groups + lane / M * 4 + r % 4;
-                let products = left[row].iter().zip(&right[lane % M]).map(|(x, y)| x * y);
-                b((f64::from(f(addends[lane])) + products.sum::<f64>()) as f32)
-            })
-        })
-        .collect();
-    let to = inst.vector(0)?;
-    wave.vectors[to..to + results.len()].copy_from_slice(&results);
+    let (to, count) = (inst.vector(0)?, M * M / 64);
+    if let Operand::Vector(register) = inst.operands[3]
+        && (1..count).contains(&to.abs_diff(register.into()))
+    {
+        return Err(inst.fault("a sum that overlaps the addend"));
+    }
+    for r in 0..count {
+        let addends = match inst.operands[3] {
+            Operand::Vector(register) => wave.vectors[register as usize + r],
+            _ => [wave.word(inst, 3); 64],
+        };
+        for group in 0..groups {
+            let row = r / 4 * 4 * groups + group * 4 + r % 4;
+            let mut sums = [0.0; M];
+            for (left, right) in left.iter().zip(&right) {
+                let x = left[row];
+                sums.iter_mut().zip(right).for_each(|(sum, y)| *sum += x * y);
+            }
+            for (column, sum) in sums.into_iter().enumerate() {
+                let lane = group * M + column;
+                wave.vectors[to + r][lane] = b((f64::from(f(addends[lane])) + sum) as f32);
+            }
+        }
+    }
     Ok(Flow::Next)
 }
 

@@ -215,6 +215,7 @@ fn floating_point() {
     floats("v_add_f32_e64 v20, v0, v1 clamp", |a, c, _| (a + c).clamp(0.0, 1.0));
     floats("v_mul_f32_e64 v20, v0, v1 mul:4", |a, c, _| a * c * 4.0);
     floats("v_mov_b32_e32 v20, v2; v_fmac_f32_e32 v20, v0, v1", f32::mul_add);
+    floats("v_mov_b32_e32 v20, v2; v_mac_f32_e32 v20, v0, v1", |a, c, d| a * c + d);
     floats("v_fmamk_f32 v20, v0, 0x40000000, v1", |a, c, _| a.mul_add(2.0, c));
     floats("v_fmaak_f32 v20, v0, v1, 0x40000000", |a, c, _| a.mul_add(c, 2.0));
     floats("v_min_f32_e32 v20, v0, v1", |a, c, _| a.min(c));

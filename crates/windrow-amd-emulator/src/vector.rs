@@ -436,6 +436,13 @@ fn floats(name: &str) -> Option<Run> {
             let result = with_sources(w, i, 1, Kind::F32, |a, c, _| fused(a, c, &sum));
             write_float(w, i, result)
         },
+        "v_mac_f32" => |w, i, _| {
+            let sum = w.vectors[i.vector(0)?];
+            let result = with_sources(w, i, 1, Kind::F32, |a, c, _| {
+                std::array::from_fn(|l| b(f(a[l]) * f(c[l]) + f(sum[l])))
+            });
+            write_float(w, i, result)
+        },
         "v_rcp_f32" | "v_rcp_iflag_f32" => {
             |w, i, _| float(w, i, |a, _, _| nudged(flushed(1.0 / flushed(a))))
         }

@@ -69,25 +69,41 @@ pub struct Wave {
     memory_loads: VecDeque<Option<Load>>,
     lds_loads: VecDeque<Option<Load>>,
     scalar_loads: Vec<(u16, Vec<u32>)>,
+    /// Of loads that have ended.
+    spare: Vec<Vec<Lanes>>,
 }
 
 impl Wave {
     #[must_use]
     pub fn new(lanes: usize, vectors: usize, scratch_bytes: usize) -> Self {
-        let scratch = POISON.to_le_bytes().repeat((lanes * scratch_bytes).div_ceil(4));
         let mut wave = Wave {
             scalars: [POISON; 128],
             vectors: vec![[POISON; 64]; vectors],
             condition: false,
             next: 0,
             lanes,
-            scratch,
+            scratch: vec![0; lanes * scratch_bytes],
             memory_loads: VecDeque::new(),
             lds_loads: VecDeque::new(),
             scalar_loads: Vec::new(),
+            spare: Vec::new(),
         };
-        wave.set_mask(EXEC, !0);
+        wave.reset();
         wave
+    }
+
+    /// As it was made, with all lanes working.
+    pub fn reset(&mut self) {
+        self.scalars.fill(POISON);
+        self.vectors.fill([POISON; 64]);
+        for (byte, poison) in self.scratch.iter_mut().zip(POISON.to_le_bytes().iter().cycle()) {
+            *byte = *poison;
+        }
+        (self.condition, self.next) = (false, 0);
+        self.memory_loads.clear();
+        self.lds_loads.clear();
+        self.scalar_loads.clear();
+        self.set_mask(EXEC, !0);
     }
 
     #[must_use]
@@ -305,6 +321,14 @@ impl Wave {
         }
     }
 
+    /// For the values of a load: so many registers, which hold anything.
+    #[must_use]
+    pub fn room(&mut self, registers: usize) -> Vec<Lanes> {
+        let mut room = self.spare.pop().unwrap_or_default();
+        room.resize(registers, [0; 64]);
+        room
+    }
+
     /// Starts a load of the device's memory: until it is waited for, its registers are poison.
     pub fn load(&mut self, load: Load) {
         self.poison(&load);
@@ -334,27 +358,31 @@ impl Wave {
     }
 
     fn poison(&mut self, load: &Load) {
-        let poison = Load { data: vec![[POISON; 64]; load.data.len()], ..*load };
-        self.fill(&poison);
+        for n in 0..load.data.len() {
+            self.fill_register(load, n, &[POISON; 64]);
+        }
     }
 
-    fn fill(&mut self, load: &Load) {
+    fn fill(&mut self, load: Load) {
         for (n, values) in load.data.iter().enumerate() {
-            let at = load.first + n;
-            match load.half {
-                Half::Whole => self.set_vector(at, load.mask, values),
-                half => {
-                    let mut whole = self.vectors[at];
-                    for (to, from) in whole.iter_mut().zip(values) {
-                        *to = match half {
-                            Half::High => *to & 0xffff | from << 16,
-                            _ => *to & 0xffff_0000 | from & 0xffff,
-                        };
-                    }
-                    self.set_vector(at, load.mask, &whole);
-                }
-            }
+            self.fill_register(&load, n, values);
         }
+        self.spare.push(load.data);
+    }
+
+    fn fill_register(&mut self, load: &Load, n: usize, values: &Lanes) {
+        let at = load.first + n;
+        if load.half == Half::Whole {
+            return self.set_vector(at, load.mask, values);
+        }
+        let mut whole = self.vectors[at];
+        for (to, from) in whole.iter_mut().zip(values) {
+            *to = match load.half {
+                Half::High => *to & 0xffff | from << 16,
+                _ => *to & 0xffff_0000 | from & 0xffff,
+            };
+        }
+        self.set_vector(at, load.mask, &whole);
     }
 
     /// Waits until no more than so many operations are outstanding. Scalar loads end in any order, those of the
@@ -362,12 +390,12 @@ impl Wave {
     pub fn wait(&mut self, wait: Wait) {
         while self.memory_loads.len() > wait.vector {
             if let Some(Some(load)) = self.memory_loads.pop_front() {
-                self.fill(&load);
+                self.fill(load);
             }
         }
         while self.lds_loads.len() > wait.lds_and_scalar {
             if let Some(Some(load)) = self.lds_loads.pop_front() {
-                self.fill(&load);
+                self.fill(load);
             }
         }
         if wait.lds_and_scalar == 0 {
