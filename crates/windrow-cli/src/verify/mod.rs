@@ -1,5 +1,6 @@
 //! `windrow verify`: every operator, algorithm, element type and layout against the f64 oracle.
 
+mod cover;
 mod pool;
 mod random;
 
@@ -97,7 +98,7 @@ struct Report {
 struct Kernel {
     kernel: String,
     launches: u64,
-    /// `launched`, `missed`, `not listed`, or `not for this device`.
+    /// `launched`, `missed`, `not listed`, `not for this device`, or `not asked for`.
     status: &'static str,
 }
 
@@ -117,15 +118,15 @@ pub(crate) fn run(args: &Verify) -> Result<(), Failure> {
     if args.quick {
         keep_few(&mut cases);
     }
-    if args.kernels {
-        mix(&mut cases);
-    }
+    let covering = if args.kernels { cover::order(&mut cases) } else { 0 };
     if cases.is_empty() {
         return Err(Failure::Input(format!("nothing to verify on {}", args.device)));
     }
     let bar = progress(cases.len() as u64);
-    let cases = cases.into_iter().filter(|case| !args.kernels || has_open(args.device, case.op));
-    let done = pool::over(args.threads(), cases, |mut case| {
+    let cases = cases.into_iter().enumerate().filter(|(i, case)| {
+        !args.kernels || *i < covering || cover::has_open(args.device, case.op)
+    });
+    let done = pool::over(args.threads(), cases, |(_, mut case)| {
         bar.set_message(format!("{case:?}"));
         let result = (case.run)();
         bar.inc(1);
@@ -139,43 +140,31 @@ pub(crate) fn run(args: &Verify) -> Result<(), Failure> {
     }
     bar.finish_and_clear();
     if args.device != Device::Cpu {
-        report.kernels =
-            verify::kernel_launches(args.device)?.into_iter().map(Kernel::from).collect();
+        let kernels = verify::kernel_launches(args.device)?;
+        report.kernels = kernels.into_iter().map(|k| Kernel::new(k, &chosen)).collect();
     }
 
     let printed = print::out(match args.json {
         true => serde_json::to_string_pretty(&report).expect("a report is plain data") + "\n",
         false => report.tables(total),
     });
-    let differ = report.failures.len();
-    if differ > 0 {
-        let message = format!("{differ} of {total} cases differ from the oracle");
-        return Err(Failure::Verification(message));
-    }
-    // A part of the operators or cases launches a part of the kernels.
-    match report.open_kernels().count() {
-        n if n > 0 && args.operators.is_empty() && !args.quick => {
-            Err(Failure::Verification(format!("{n} kernels were not checked or are not listed")))
-        }
-        _ => printed,
-    }
-}
-
-impl From<KernelLaunches> for Kernel {
-    fn from(k: KernelLaunches) -> Self {
-        Kernel::new(k.kernel, k.launches, k.for_device, k.listed)
-    }
+    report.verdict(total, args.quick)?;
+    printed
 }
 
 impl Kernel {
-    fn new(kernel: String, launches: u64, for_device: bool, listed: bool) -> Self {
-        let status = match (listed, launches, for_device) {
-            (false, ..) => "not listed",
-            (_, 1.., _) => "launched",
-            (.., true) => "missed",
-            (.., false) => "not for this device",
+    /// With the operators that were checked.
+    fn new(k: KernelLaunches, chosen: &[&str]) -> Self {
+        // An operator may be a part of one: causal_conv1d_update.
+        let asked = k.operator.is_none_or(|op| chosen.iter().any(|name| op.starts_with(name)));
+        let status = match k.launches {
+            _ if !k.listed => "not listed",
+            1.. => "launched",
+            _ if !k.for_device => "not for this device",
+            _ if !asked => "not asked for",
+            _ => "missed",
         };
-        Kernel { kernel, launches, status }
+        Kernel { kernel: k.kernel, launches: k.launches, status }
     }
 }
 
@@ -194,23 +183,6 @@ fn places(cases: &[Case]) -> Vec<usize> {
 fn keep_few(cases: &mut Vec<Case>) {
     let mut places = places(cases).into_iter();
     cases.retain(|_| places.next().is_some_and(|place| place < CASES_IF_QUICK));
-}
-
-/// Kinds of cases (algorithm, element type and layout) in turn, and those of a kind mixed: neighbours among them mostly
-/// launch the same kernels.
-fn mix(cases: &mut Vec<Case>) {
-    let places = places(cases);
-    let mut mixed: Vec<_> = places.into_iter().zip(cases.drain(..)).collect();
-    // Multiples of the golden ratio's fraction: each falls into the widest gap between those before.
-    mixed.sort_by_key(|(place, _)| (*place as u32).wrapping_mul(0x9e37_79b9));
-    cases.extend(mixed.into_iter().map(|(_, case)| case));
-}
-
-/// Whether one of the kernels that the operator's cases may launch was not launched so far.
-fn has_open(device: Device, op: &str) -> bool {
-    let launches = verify::kernel_launches(device).unwrap_or_default();
-    let mut missed = launches.iter().filter(|k| k.for_device && k.listed && k.launches == 0);
-    missed.any(|k| k.operator.is_some_and(|name| op.starts_with(name)))
 }
 
 impl Report {
@@ -264,6 +236,17 @@ impl Report {
     /// Kernels that no case launched, or that the list does not have.
     fn open_kernels(&self) -> impl Iterator<Item = &Kernel> {
         self.kernels.iter().filter(|k| ["missed", "not listed"].contains(&k.status))
+    }
+
+    /// An error if a case failed, or if a kernel of the operators was not checked; `quick` cases launch a part of them.
+    fn verdict(&self, total: usize, quick: bool) -> Result<(), Failure> {
+        let message = match (self.failures.len(), self.open_kernels().count()) {
+            (0, 0) => return Ok(()),
+            (0, _) if quick => return Ok(()),
+            (0, n) => format!("{n} kernels were not checked or are not listed"),
+            (differ, _) => format!("{differ} of {total} cases differ from the oracle"),
+        };
+        Err(Failure::Verification(message))
     }
 
     fn tables(&self, total: usize) -> String {
@@ -359,21 +342,28 @@ mod tests {
 
     #[test]
     fn kernels_that_no_case_launched_are_named() {
-        let kernel = |kernel: &str, launches, for_device, listed| {
-            Kernel::new(kernel.into(), launches, for_device, listed)
+        let kernel = |kernel: &str, operator, launches, for_device, listed| {
+            let mut counted = KernelLaunches::new(kernel, launches);
+            (counted.operator, counted.for_device, counted.listed) = (operator, for_device, listed);
+            Kernel::new(counted, &["gelu", "causal_conv1d"])
         };
+        let update = Some("causal_conv1d_update");
         let kernels = vec![
-            kernel("a.cu a", 2, true, true),
-            kernel("b.cu b MASK=1", 0, true, true),
-            kernel("c.cu c", 0, false, true),
-            kernel("d.cu d", 1, true, false),
+            kernel("a.cu a", Some("gelu"), 2, true, true),
+            kernel("b.cu b MASK=1", update, 0, true, true),
+            kernel("c.cu c", Some("gelu"), 0, false, true),
+            kernel("d.cu d", None, 1, true, false),
+            kernel("e.cu e", Some("conv2d"), 0, true, true),
         ];
-        let report = Report { kernels, ..Report::default() };
+        let mut report = Report { kernels, ..Report::default() };
         let text = report.tables(0);
         assert!(text.contains("1 kernels launched and checked, 1 not for this device"), "{text}");
         assert!(text.contains("missed: b.cu b MASK=1"), "{text}");
         assert!(text.contains("not listed: d.cu d"), "{text}");
         assert_eq!(report.open_kernels().count(), 2);
+        assert!(report.verdict(1, false).is_err() && report.verdict(1, true).is_ok());
+        report.kernels.retain(|k| !["missed", "not listed"].contains(&k.status));
+        assert!(report.verdict(1, false).is_ok());
     }
 
     #[test]
@@ -382,13 +372,5 @@ mod tests {
         cases.push(Case::new("gelu", "cpu", DType::F32, "strided", "d", || Ok(Vec::new())));
         keep_few(&mut cases);
         assert_eq!(cases.iter().map(|c| c.name.as_str()).collect::<String>(), "abd");
-    }
-
-    #[test]
-    fn kinds_take_turns_and_their_cases_are_mixed() {
-        let mut cases: Vec<_> = ["a", "b", "c"].into_iter().map(case).collect();
-        cases.push(Case::new("gelu", "cpu", DType::F32, "strided", "d", || Ok(Vec::new())));
-        mix(&mut cases);
-        assert_eq!(cases.iter().map(|c| c.name.as_str()).collect::<String>(), "adcb");
     }
 }

@@ -361,6 +361,7 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
                         dtype,
                         layout: layout.into(),
                         name: format!("{shape:?} width {width} {option}"),
+                        elements: shape.iter().product(),
                         run: Box::new(move || {
                             let plan = CausalConv1dUpdatePlan::new(&spec, &options)?;
                             run_update(&plan, &mut UpdateSample::on(&spec, 1, device)?)
@@ -397,6 +398,7 @@ fn push_forward(
                 dtype,
                 layout: layout.into(),
                 name: format!("{shape:?} width {} {kind}{option}", weight[weight.len() - 1]),
+                elements: shape.iter().product(),
                 run: Box::new(move || {
                     let options = PlanOptions { device, ..PlanOptions::default() };
                     let plan = CausalConv1dPlan::with_algorithm(&spec, algorithm, &options)?;

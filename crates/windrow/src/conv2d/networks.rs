@@ -79,6 +79,7 @@ pub(super) fn cases(device: Device) -> Vec<Case> {
                 dtype,
                 layout: layout.into(),
                 name: format!("{name}, {} layers, {}", layers.len(), accuracy.name()),
+                elements: layers.len() * IMAGES.iter().product::<usize>(),
                 run: Box::new(move || run(&layers, dtype, &order, accuracy, device)),
             });
         }

@@ -75,6 +75,7 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
                             name: format!("{shape:?} {accuracy} {activation} {parameters}")
                                 .trim_end()
                                 .into(),
+                            elements: spec.x.layout.len(),
                             run: Box::new(move || {
                                 let oracle: &Result<Oracle> =
                                     oracle.get_or_init(|| Oracle::of(&spec));

@@ -64,6 +64,7 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
                                         if fused { " bias gate" } else { "" },
                                         if native { " native" } else { "" }
                                     ),
+                                    elements: spec.x.layout.len(),
                                     run: Box::new(move || run(&spec, algorithm, device)),
                                 });
                             }

@@ -53,6 +53,8 @@ pub struct Case {
     pub layout: String,
     /// What distinguishes the case: shape and options.
     pub name: String,
+    /// Elements of the main input, 0 if that is not known.
+    pub elements: usize,
     /// Makes the inputs, runs the operator and compares with the oracle.
     pub run: Box<dyn Fn() -> Result<Vec<Check>> + Send + Sync>,
 }
@@ -68,7 +70,7 @@ impl Case {
         run: impl Fn() -> Result<Vec<Check>> + Send + Sync + 'static,
     ) -> Self {
         let (algorithm, layout, name) = (algorithm.into(), layout.into(), name.into());
-        Case { op, algorithm, dtype, layout, name, run: Box::new(run) }
+        Case { op, algorithm, dtype, layout, name, elements: 0, run: Box::new(run) }
     }
 }
 

@@ -20,6 +20,14 @@ pub struct KernelLaunches {
     pub listed: bool,
 }
 
+impl KernelLaunches {
+    /// A kernel of the list that this device can run and nobody's cases launch.
+    pub fn new(kernel: impl Into<String>, launches: u64) -> Self {
+        let kernel = kernel.into();
+        KernelLaunches { kernel, operator: None, launches, for_device: true, listed: true }
+    }
+}
+
 /// Every kernel that a plan can launch, and how often a GPU (a number is a CUDA device) was given it by this process.
 ///
 /// # Errors
@@ -35,8 +43,7 @@ fn count(launched: &[(KernelSpec, u64)], names: &[&str]) -> Vec<KernelLaunches> 
     let mut all: BTreeMap<String, KernelLaunches> = BTreeMap::new();
     for &Listed { ref kernel, operator, only_for, .. } in &listed {
         let for_device = only_for.is_none_or(|only| names.contains(&only));
-        let kernel = kernel.clone();
-        let entry = KernelLaunches { kernel, operator, launches: 0, for_device, listed: true };
+        let entry = KernelLaunches { operator, for_device, ..KernelLaunches::new(kernel, 0) };
         all.insert(entry.kernel.clone(), entry);
     }
     for (spec, launches) in launched {
@@ -52,13 +59,7 @@ fn count(launched: &[(KernelSpec, u64)], names: &[&str]) -> Vec<KernelLaunches> 
         for (name, _) in macros {
             kernel += &format!(" {name}={}", value_of(spec, name));
         }
-        let unlisted = || KernelLaunches {
-            kernel: kernel.clone(),
-            operator: None,
-            launches: 0,
-            for_device: true,
-            listed: false,
-        };
+        let unlisted = || KernelLaunches { listed: false, ..KernelLaunches::new(&kernel, 0) };
         all.entry(kernel.clone()).or_insert_with(unlisted).launches += launches;
     }
     all.into_values().collect()
@@ -101,7 +102,8 @@ fn expand(line: &'static str) -> Vec<Listed> {
         let macros = kernel.split(' ').filter_map(|word| word.split_once('='));
         let macros = macros.map(|(name, value)| (name.into(), value.into())).collect();
         let of = |name: &&str| by == *name || kernel.contains(name);
-        let operator = super::OPERATORS.map(|(name, _)| name).into_iter().find(of);
+        let operators = super::OPERATORS.map(|(name, _)| name);
+        let operator = operators.into_iter().filter(of).max_by_key(|name| name.len());
         Listed { kernel, macros, operator, only_for }
     });
     kernels.collect()

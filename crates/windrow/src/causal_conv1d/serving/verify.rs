@@ -272,6 +272,7 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
                         dtype,
                         layout: layout.into(),
                         name: format!("{sizes:?} width {width} {option}"),
+                        elements: spec.x.layout.len(),
                         run: Box::new(move || {
                             let plan = CausalConv1dServingPlan::new(&spec, &options)?;
                             let in_place = option.contains("in place");
