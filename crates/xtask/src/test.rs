@@ -1,7 +1,7 @@
 //! `cargo xtask test`: everything that has to pass before a change is merged.
 
 use crate::steps::{Result, Steps, cargo, root, target};
-use crate::{api, figures, filled, form, python};
+use crate::{amd, api, figures, filled, form, python};
 use std::process::Command;
 use std::time::{Duration, SystemTime};
 
@@ -46,6 +46,7 @@ pub(crate) fn run(torch: bool) -> Result {
     random.current_dir(root()).args(["verify", "--random", "60", "--seed", &day]);
     eprintln!("\nrandom cases of seed {day}");
     steps.run("random cases", &mut random)?;
+    amd::test(&mut steps)?;
     python::test(&mut steps, torch)
 }
 
