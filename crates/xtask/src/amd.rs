@@ -86,8 +86,8 @@ fn check(steps: &mut Steps, all: bool) -> Result {
     println!("{survived} functions of the runtime failed in turn, and were reported");
     broken.iter().for_each(|what| println!("failed: {what}"));
     let failed = failures + (missed.len() + broken.len()) as u64;
-    if all && failed == 0 {
-        record(&compiled, &report)?;
+    if failed == 0 {
+        record(&emulator, &compiled, &report, all)?;
     }
     let variants = compiled.values().map(Vec::len).sum::<usize>() as u64;
     let passed = variants + count(&report["rows"], "cases") - failures + launched + survived;
@@ -209,14 +209,20 @@ fn failing_calls(emulator: &Emulator) -> Result<(u64, Vec<String>)> {
     Ok((survived, broken))
 }
 
-/// Writes what was compiled and executed.
-fn record(compiled: &BTreeMap<String, Vec<String>>, report: &Value) -> Result {
+/// Writes what was compiled and executed: into the records if that was everything, else into the emulator's folder.
+fn record(
+    emulator: &Emulator,
+    compiled: &BTreeMap<String, Vec<String>>,
+    report: &Value,
+    all: bool,
+) -> Result {
     let (commit, clean) = commit()?;
-    let folder = root().join(RECORDS).join(format!("{}-amd-emulator", today()));
+    let name = format!("{}-amd-emulator", today());
+    let folder = if all { root().join(RECORDS).join(name) } else { emulator.folder.join(name) };
     fs::create_dir_all(&folder)?;
     let compiled: BTreeMap<_, _> = compiled.iter().map(|(chip, k)| (chip, k.len())).collect();
     let result = json!({
-        "commit": commit, "clean": clean, "chip": CHIP, "compiled": compiled,
+        "commit": commit, "clean": clean, "all": all, "chip": CHIP, "compiled": compiled,
         "rows": report["rows"], "kernels": report["kernels"],
     });
     write(&folder.join("verify.json"), &result)

@@ -85,6 +85,7 @@ fn content(name: &str, records: &[&str]) -> Result<Filled> {
         "peers" => tables::peers(&json(record, "cpu")?, op),
         "cuda-conv2d" => tables::cuda_conv2d(&json(record, "conv2d")?),
         "cuda-memory" => tables::cuda_memory(&json(record, "gelu-causal_conv1d")?, op),
+        "amd" => tables::amd(&json(record, "verify")?),
         "models" => tables::models(&json(record, "models")?),
         "model-errors" => tables::model_errors(&json(record, "models")?),
         "speed-picture" => {

@@ -85,6 +85,26 @@ pub(crate) fn accuracy(verify: &Value) -> Result<String> {
     Ok(out)
 }
 
+/// Kernels that were compiled for AMD's chips and executed by the emulator.
+pub(crate) fn amd(result: &Value) -> Result<String> {
+    let sum = |key: &str| rows(result).filter_map(|row| row[key].as_u64()).sum::<u64>();
+    let launched = result["kernels"].as_array().into_iter().flatten();
+    let launched = launched.filter(|kernel| text(kernel, "status") == "launched").count();
+    let mut out = String::from(
+        "| chip | variants compiled | kernels executed | elements compared | outside tolerance |\n\
+         |---|--:|--:|--:|--:|\n",
+    );
+    for (chip, compiled) in members(&result["compiled"]) {
+        let executed = if chip == text(result, "chip") {
+            format!("{launched} | {} | {}", sum("elements"), sum("error_count"))
+        } else {
+            "- | - | -".to_owned()
+        };
+        let _ = writeln!(out, "| {chip} | {compiled} | {executed} |");
+    }
+    Ok(out)
+}
+
 /// How many times faster than other libraries on the CPU, by suite, element type and number of
 /// threads: the fastest of each case, then each library. Only operators whose names begin with `op`.
 pub(crate) fn peers(cpu: &Value, op: &str) -> Result<String> {
