@@ -38,7 +38,7 @@ fn how_to_install(tool: &str) -> String {
     format!("{tool} was not found: `{INSTALL}`")
 }
 
-/// With `all` every kernel is compiled for every chip, every case is run, and the result is written into the records.
+/// With `all` every kernel is compiled for every chip, and the result is written into the records.
 pub(crate) fn run(all: bool) -> Result {
     match missing() {
         Some(tool) => Err(how_to_install(tool).into()),
@@ -60,7 +60,7 @@ pub(crate) fn test(steps: &mut Steps) -> Result {
 fn check(steps: &mut Steps, all: bool) -> Result {
     let emulator = Emulator::build(steps)?;
     let compiled = compile(steps, &emulator, all)?;
-    let report = verify(steps, &emulator, all)?;
+    let report = verify(steps, &emulator)?;
     nudged(steps, &emulator)?;
     let (survived, broken) = failing_calls(&emulator)?;
 
@@ -164,13 +164,11 @@ fn compile(
 }
 
 /// What `windrow verify` says of the emulator.
-fn verify(steps: &mut Steps, emulator: &Emulator, all: bool) -> Result<Value> {
+fn verify(steps: &mut Steps, emulator: &Emulator) -> Result<Value> {
     let file = emulator.folder.join("verify.json");
     let mut verify = Command::new(target().join("debug/windrow"));
-    verify.current_dir(root()).args(["verify", "--json", "--quiet", "--device", "hip:0"]);
-    if !all {
-        verify.arg("--kernels");
-    }
+    verify.current_dir(root()).args(["verify", "--json", "--quiet", "--kernels"]);
+    verify.args(["--device", "hip:0"]);
     emulator.stand_in(&mut verify).stdout(fs::File::create(&file)?);
     // Failures are in the report.
     let ended = steps.run("verify", &mut verify);
@@ -209,7 +207,7 @@ fn failing_calls(emulator: &Emulator) -> Result<(u64, Vec<String>)> {
     Ok((survived, broken))
 }
 
-/// Writes what was compiled and executed: into the records if that was everything, else into the emulator's folder.
+/// Writes what was compiled and executed: into the records if all was compiled, else into the emulator's folder.
 fn record(
     emulator: &Emulator,
     compiled: &BTreeMap<String, Vec<String>>,

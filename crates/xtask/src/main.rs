@@ -25,7 +25,7 @@ const USAGE: &str = "usage: cargo xtask TASK
   test             everything that has to pass before a change is merged, but for PyTorch
   test --torch     the same with PyTorch, whose environment takes 5 GB on first use
   amd              compile the kernels for AMD's chips and execute them in the emulator
-  amd --all        the same for all kernels, chips and cases, and write the result into the records
+  amd --all        the same with all kernels compiled for each chip, and write the result into the records
   api              write docs/api.txt, the public surface of the crates
   wheel            build the Python wheel for Linux on x86-64 and the source package, and print their sizes
   record           measure this machine into benchmarks/record/DATE-MACHINE
