@@ -113,7 +113,9 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
     return lambda: (graph.replay(), result)
 
 
-def in_turns(calls: dict[str, Callable], seconds: float, device: torch.device) -> dict[str, dict]:
+def in_turns(
+    calls: dict[str, Callable], seconds: float, device: torch.device, of_a_sample: float = SAMPLE_SECONDS
+) -> dict[str, dict]:
     """Milliseconds a call of each, sampled in turns for about so long."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
@@ -128,7 +130,7 @@ def in_turns(calls: dict[str, Callable], seconds: float, device: torch.device) -
     for call in calls.values():
         call()
     once = {name: sample(call, 1) for name, call in calls.items()}
-    runs = {n: max(1, math.ceil(SAMPLE_SECONDS / s)) for n, s in once.items()}
+    runs = {n: max(1, math.ceil(of_a_sample / s)) for n, s in once.items()}
     samples = {name: [s * 1e3] for name, s in once.items()}
     names, begin = list(calls), time.perf_counter()
     for i in range(ROUNDS.stop):

@@ -1,12 +1,15 @@
-"""Causal convolutions as an engine calls them on a CUDA device: Windrow beside vLLM's Triton kernels.
+"""Causal convolutions as an engine calls them: Windrow beside vLLM's Triton kernels, or beside PyTorch on the CPU.
 
     python benchmarks/serving.py [--vllm FILE] [--record DIRECTORY]
+    python benchmarks/serving.py --cpu [--threads 2] [--record DIRECTORY]
 
 FILE is vLLM's vllm/model_executor/layers/mamba/ops/causal_conv1d.py, of which the kernels are taken as they are, with
 stand-ins for what the file imports from vLLM; without it Windrow is measured alone. Both are called with the same
 arguments, in turns; times are medians of graph replays over tensors that rotate through more memory than the L2 cache
-holds. `host` is what a call of a decoding step costs in Python, without a graph. With --record the figures are
-written as serving.json and .md.
+holds. `host` is what a call of a decoding step costs in Python, without a graph.
+
+On the CPU the other side is `torch.nn.functional.conv1d`, called for each sequence of a prompt, and once for a step of
+decoding; times are medians of calls. With --record the figures are written as serving.json and .md.
 """
 
 import argparse
@@ -20,10 +23,11 @@ from types import ModuleType, SimpleNamespace
 
 import provenance
 import torch
+import torch.nn.functional as F
 import windrow.vllm
 from h200 import median_us, rotating
 
-WIDTH, DTYPE = 4, torch.bfloat16
+WIDTH = 4
 DIMS = [4096, 6144, 10240]
 TOKENS, SEQUENCES = 8192, [1, 8, 64]
 BATCHES, DRAFTS = [1, 64, 256], 4
@@ -57,6 +61,40 @@ def triton_functions(file):
     return module
 
 
+class PerSequence:
+    """PyTorch's convolution with the arguments that are measured here."""
+
+    @staticmethod
+    def causal_conv1d_fn(
+        x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, activation, metadata
+    ):
+        y, starts = torch.empty_like(x), query_start_loc.tolist()
+        for i, (state, has) in enumerate(zip(cache_indices.tolist(), has_initial_state.tolist())):
+            start, end = starts[i : i + 2]
+            window = conv_states[state] if has else torch.zeros_like(conv_states[state])
+            tokens = torch.cat([window, x[:, start:end]], 1)
+            y[:, start:end] = F.silu(F.conv1d(tokens[None], weight[:, None], bias, groups=len(weight))[0])
+            conv_states[state] = tokens[:, 1 - WIDTH :]
+        return y
+
+    @staticmethod
+    def causal_conv1d_update(x, conv_state, weight, bias, activation, conv_state_indices):
+        indices = conv_state_indices.long()
+        tokens = torch.cat([conv_state[indices], x[:, :, None]], 2)
+        conv_state[indices] = tokens[:, :, 1:]
+        return F.silu(F.conv1d(tokens, weight[:, None], bias, groups=len(weight)))[:, :, 0]
+
+
+def cpu_us(call, turns):
+    """Median microseconds of call(turn)."""
+    times = []
+    for i in range(turns):
+        start = time.perf_counter()
+        call(i % turns)
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times)
+
+
 def lengths_of(sequences):
     """Mixed lengths, the same in every run."""
     weights = torch.rand(sequences, generator=torch.Generator().manual_seed(0)) + 0.1
@@ -65,12 +103,12 @@ def lengths_of(sequences):
     return ends.diff(prepend=ends.new_zeros(1)).tolist()
 
 
-def metadata_of(lengths):
+def metadata_of(lengths, device):
     """What vLLM makes on the host before a step: which program has which piece of which sequence."""
     pieces = [-(-n // BLOCK_M) for n in lengths]
     batch = [i for i, n in enumerate(pieces) for _ in range(n)]
     offsets = [k for n in pieces for k in range(n)]
-    pointers = [torch.tensor(v, dtype=torch.int32, device="cuda") for v in (batch, offsets)]
+    pointers = [index(v, device) for v in (batch, offsets)]
     numbers = {
         "tot": len(batch),
         "mlist": pointers[0],
@@ -84,47 +122,56 @@ def metadata_of(lengths):
     )
 
 
-def pool(states, dim, columns):
-    return torch.randn(states, columns, dim, device="cuda").to(DTYPE).transpose(1, 2)
+def filled(*shape, dtype, device):
+    """Numbers, which on the CPU are made faster where they are all the same."""
+    make = torch.ones if device == "cpu" else torch.randn
+    return make(*shape, dtype=dtype, device=device)
 
 
-def index(values):
-    return torch.tensor(values, dtype=torch.int32, device="cuda")
+def pool(states, dim, columns, like):
+    return filled(states, columns, dim, **like).transpose(1, 2)
 
 
-def prefill(dim, sequences):
+def index(values, device):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def prefill(dim, sequences, like):
     """For each contestant a call of one of so many turns."""
-    lengths = lengths_of(sequences)
-    traffic = 2 * DTYPE.itemsize * dim * TOKENS
-    xs = rotating((TOKENS, dim), DTYPE, traffic)
-    weight, bias = torch.randn(dim, WIDTH, device="cuda").to(DTYPE), torch.randn(dim, device="cuda").to(DTYPE)
-    states = pool(sequences + 1, dim, WIDTH - 1)
+    lengths, device = lengths_of(sequences), like["device"]
+    traffic = 2 * like["dtype"].itemsize * dim * TOKENS
+    on_cpu = device == "cpu"
+    # A prompt is larger than the CPU's caches.
+    xs = [filled(TOKENS, dim, **like)] if on_cpu else rotating((TOKENS, dim), like["dtype"], traffic)
+    weight, bias = torch.randn(dim, WIDTH, **like), torch.randn(dim, **like)
+    states = pool(sequences + 1, dim, WIDTH - 1, like)
     more = {
-        "query_start_loc": index([0, *torch.tensor(lengths).cumsum(0).tolist()]),
-        "cache_indices": index(range(1, sequences + 1)),
-        "has_initial_state": torch.arange(sequences, device="cuda") % 2 == 0,
+        "query_start_loc": index([0, *torch.tensor(lengths).cumsum(0).tolist()], device),
+        "cache_indices": index(range(1, sequences + 1), device),
+        "has_initial_state": torch.arange(sequences, device=device) % 2 == 0,
         "activation": "silu",
-        "metadata": metadata_of(lengths),
+        "metadata": metadata_of(lengths, device),
     }
     call = lambda module: lambda i: module.causal_conv1d_fn(xs[i].T, weight, bias, conv_states=states, **more)
     out = torch.empty_like(xs[0])
     return call, len(xs), traffic, lambda i: out.copy_(xs[i])
 
 
-def decode(dim, batch, drafts):
+def decode(dim, batch, drafts, like):
+    device, dtype = like["device"], like["dtype"]
     columns = WIDTH - 1 + max(drafts - 1, 0)
-    traffic = DTYPE.itemsize * dim * batch * (2 * columns + 2 * max(drafts, 1))
+    traffic = dtype.itemsize * dim * batch * (2 * columns + 2 * max(drafts, 1))
     turns = min(48, max(1, (300 << 20) // traffic)) + 1
-    states = pool(batch * turns + 1, dim, columns)
-    weight, bias = torch.randn(dim, WIDTH, device="cuda").to(DTYPE), torch.randn(dim, device="cuda").to(DTYPE)
+    states = pool(batch * turns + 1, dim, columns, like)
+    weight, bias = torch.randn(dim, WIDTH, **like), torch.randn(dim, **like)
     tokens = batch * max(drafts, 1)
-    xs = [torch.randn(tokens, dim, device="cuda").to(DTYPE) for _ in range(turns)]
-    order = torch.randperm(batch * turns, device="cuda", dtype=torch.int32) + 1
+    xs = [filled(tokens, dim, **like) for _ in range(turns)]
+    order = torch.randperm(batch * turns, device=device, dtype=torch.int32) + 1
     indices = list(order.split(batch))
     more = {"activation": "silu"}
     if drafts:
-        more["num_accepted_tokens"] = torch.randint(1, drafts + 1, (batch,), dtype=torch.int32, device="cuda")
-        more["query_start_loc"] = index(range(0, tokens + 1, drafts))
+        more["num_accepted_tokens"] = torch.randint(1, drafts + 1, (batch,), dtype=torch.int32, device=device)
+        more["query_start_loc"] = index(range(0, tokens + 1, drafts), device)
         more["max_query_len"] = drafts
     call = lambda module: lambda i: module.causal_conv1d_update(
         xs[i], states, weight, bias, conv_state_indices=indices[i], **more
@@ -147,35 +194,43 @@ def host_us(call):
     return statistics.median(times)
 
 
-def measure(name, dim, count, case, contestants, host):
+def measure(name, dim, count, like, case, contestants, host=False):
     make, turns, traffic, copy = case
     calls = {who: make(module) for who, module in contestants.items()}
     if copy:
         calls["copy"] = copy
+    on_cpu = like["device"] == "cpu"
+    for call in calls.values():
+        # Plans are made, and memory is touched.
+        call(0)
+    clock = cpu_us if on_cpu else median_us
     times = {who: [] for who in calls}
     for _ in range(ROUNDS):
         for who, call in calls.items():
-            times[who].append(median_us(call, turns))
-    row = {"case": name, "dim": dim, "count": count, "bytes": traffic}
+            times[who].append(clock(call, turns))
+    dtype = str(like["dtype"]).removeprefix("torch.")
+    row = {"case": name, "dtype": dtype, "dim": dim, "count": count, "bytes": traffic}
     row |= {f"{who}_us": statistics.median(t) for who, t in times.items()}
     if host:
         row |= {f"{who}_host_us": host_us(calls[who]) for who in contestants}
-    torch.cuda.empty_cache()
+    if not on_cpu:
+        torch.cuda.empty_cache()
     return row
 
 
-def table(rows):
+def table(rows, other):
     lines = [
-        "| case | dim | sequences | us | GB/s | of a copy | vLLM us | speed-up | host us | vLLM host us |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        f"| case | type | dim | sequences | us | GB/s | of a copy | {other} us | speed-up | host us | {other} host us |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for r in rows:
-        us, copy, vllm = r["windrow_us"], r.get("copy_us"), r.get("vllm_us")
+        us, copy, theirs = r["windrow_us"], r.get("copy_us"), r.get(f"{other}_us")
         number = lambda key: f"{r[key]:.1f}" if key in r else "-"
         lines.append(
-            f"| {r['case']} | {r['dim']} | {r['count']} | {us:.2f} | {r['bytes'] / us / 1000:.0f} "
-            f"| {f'{copy / us:.1%}' if copy else '-'} | {f'{vllm:.2f}' if vllm else '-'} "
-            f"| {f'{vllm / us:.2f}' if vllm else '-'} | {number('windrow_host_us')} | {number('vllm_host_us')} |"
+            f"| {r['case']} | {r['dtype']} | {r['dim']} | {r['count']} | {us:.2f} | {r['bytes'] / us / 1000:.0f} "
+            f"| {f'{copy / us:.1%}' if copy else '-'} | {f'{theirs:.2f}' if theirs else '-'} "
+            f"| {f'{theirs / us:.2f}' if theirs else '-'} "
+            f"| {number('windrow_host_us')} | {number(f'{other}_host_us')} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -183,24 +238,36 @@ def table(rows):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=pathlib.Path, help="vLLM's causal_conv1d.py")
+    parser.add_argument("--cpu", action="store_true", help="on the CPU beside PyTorch")
+    parser.add_argument("--threads", type=int, default=2, help="of the CPU")
     parser.add_argument("--record", type=pathlib.Path, help="write serving.json and .md there")
     args = parser.parse_args()
-    contestants = {"windrow": windrow.vllm}
-    if args.vllm:
+    contestants, device, dtypes = {"windrow": windrow.vllm}, "cuda", [torch.bfloat16]
+    if args.cpu:
+        torch.set_num_threads(args.threads)
+        contestants["torch"], device, dtypes = PerSequence, "cpu", [torch.bfloat16, torch.float32]
+    elif args.vllm:
         contestants["vllm"] = triton_functions(args.vllm)
     rows = []
-    for dim in DIMS:
-        for sequences in SEQUENCES:
-            rows.append(measure("prefill", dim, sequences, prefill(dim, sequences), contestants, False))
-        for batch in BATCHES:
-            rows.append(measure("decode", dim, batch, decode(dim, batch, 0), contestants, dim == DIMS[0]))
-            rows.append(measure("drafts", dim, batch, decode(dim, batch, DRAFTS), contestants, False))
-    machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    for dtype in dtypes:
+        like = {"dtype": dtype, "device": device}
+        for dim in DIMS:
+            for n in SEQUENCES:
+                rows.append(measure("prefill", dim, n, like, prefill(dim, n, like), contestants))
+            for n in BATCHES:
+                host = dim == DIMS[0] and not args.cpu
+                rows.append(measure("decode", dim, n, like, decode(dim, n, 0, like), contestants, host))
+                if not args.cpu:
+                    rows.append(measure("drafts", dim, n, like, decode(dim, n, DRAFTS, like), contestants))
+    if args.cpu:
+        machine = {"device": provenance.cpu(), "threads": args.threads, "torch": torch.__version__}
+    else:
+        machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     if args.vllm:
         import triton
 
         machine["triton"] = triton.__version__
-    text = f"# {machine}\n\n{provenance.sentence()}\n\n" + table(rows)
+    text = f"# {machine}\n\n{provenance.sentence()}\n\n" + table(rows, "torch" if args.cpu else "vllm")
     print(text)
     if args.record:
         args.record.mkdir(parents=True, exist_ok=True)

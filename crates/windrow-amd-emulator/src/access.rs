@@ -13,6 +13,8 @@ const GLOBAL: u8 = 0;
 /// Anywhere: two ranges of addresses stand for the block's and the thread's memory.
 const FLAT: u8 = 1;
 const SCRATCH: u8 = 2;
+/// A thread's memory by a descriptor, which is not looked at: kernels have no other buffers.
+const BUFFER: u8 = 3;
 
 /// What becomes of what is read.
 const WHOLE: u8 = 0;
@@ -29,8 +31,8 @@ fn addresses<const SPACE: u8>(wave: &Wave, inst: &Inst, n: usize, base: usize) -
     };
     let mut found = [0; 64];
     match (SPACE, inst.operands[base]) {
-        (SCRATCH, added) => {
-            let added = if added == Operand::Nothing { 0 } else { wave.word(inst, base) };
+        (SCRATCH | BUFFER, _) => {
+            let added = wave.word(inst, if SPACE == BUFFER { base + 1 } else { base });
             let words = if inst.operands[n] == Operand::Nothing { [0; 64] } else { words() };
             for (to, word) in found.iter_mut().zip(words) {
                 *to = u64::from(word.wrapping_add(added)).wrapping_add(offset);
@@ -84,7 +86,7 @@ fn find_place<'a, const SPACE: u8>(
     if SPACE == FLAT && aperture == SHARED_APERTURE {
         return Ok(Place::Own(place(&mut block.lds, inst, at as u32, bytes)?));
     }
-    if SPACE == SCRATCH || SPACE == FLAT && aperture == PRIVATE_APERTURE {
+    if SPACE == SCRATCH || SPACE == BUFFER || SPACE == FLAT && aperture == PRIVATE_APERTURE {
         let (each, at) = (scratch.len() / lanes, at as u32 as usize);
         let own = &mut scratch[lane * each..(lane + 1) * each];
         return match own.get_mut(at..at.saturating_add(bytes)) {
@@ -147,7 +149,9 @@ fn store<const SPACE: u8, const BYTES: usize, const HOW: u8>(
     inst: &Inst,
     block: &mut Block,
 ) -> Done {
-    let (to, from) = (addresses::<SPACE>(wave, inst, 0, 2), inst.vector(1)?);
+    // Buffers' values come before the address.
+    let [at, from] = if SPACE == BUFFER { [1, 0] } else { [0, 1] };
+    let (to, from) = (addresses::<SPACE>(wave, inst, at, 2), inst.vector(from)?);
     let mut last = Last(0, 0);
     let values = &wave.vectors[from..from + BYTES.div_ceil(4)];
     for lane in lanes_of(wave.exec()) {
@@ -163,7 +167,7 @@ fn store<const SPACE: u8, const BYTES: usize, const HOW: u8>(
             Place::Own(own) => own.copy_from_slice(&bytes),
         }
     }
-    wave.count_memory();
+    wave.count_memory(inst);
     if SPACE == FLAT {
         wave.count_lds();
     }
@@ -199,24 +203,30 @@ fn change(
         true => {
             wave.load(Load { first: inst.vector(0)?, mask, half: Half::Whole, data: vec![before] });
         }
-        false => wave.count_memory(),
+        false => wave.count_memory(inst),
     }
     Ok(Flow::Next)
 }
 
-fn load_scalars<const WORDS: usize>(wave: &mut Wave, inst: &Inst, block: &mut Block) -> Done {
+/// Where a scalar load reads, if all of it lies within an allocation.
+fn scalar_address(wave: &Wave, inst: &Inst, block: &Block, bytes: usize) -> Result<usize, Fault> {
     let offset = match inst.operands[2] {
         Operand::Integer(n) if inst.negated >> 2 & 1 == 1 => n.wrapping_neg() as u64,
         Operand::Integer(n) => n as u64,
         _ => wave.word(inst, 2).into(),
     };
-    let at = wave.long(inst, 1).wrapping_add(offset).wrapping_add(inst.offset as u64) as usize & !3;
-    if !block.memory.hold(at, 4 * WORDS) {
-        let bytes = 4 * WORDS;
-        return Err(
-            inst.fault(format_args!("{bytes} bytes at {at:#x}, outside of every allocation"))
-        );
+    let at = wave.long(inst, 1).wrapping_add(offset).wrapping_add(inst.offset as u64) as usize;
+    let at = at & !(bytes.min(4) - 1);
+    match block.memory.hold(at, bytes) {
+        true => Ok(at),
+        false => {
+            Err(inst.fault(format_args!("{bytes} bytes at {at:#x}, outside of every allocation")))
+        }
     }
+}
+
+fn load_scalars<const WORDS: usize>(wave: &mut Wave, inst: &Inst, block: &mut Block) -> Done {
+    let at = scalar_address(wave, inst, block, 4 * WORDS)?;
     let from: *const [u32; WORDS] = std::ptr::with_exposed_provenance(at);
     // SAFETY: it lies within an allocation.
     let values = unsafe { from.read_unaligned() };
@@ -224,9 +234,28 @@ fn load_scalars<const WORDS: usize>(wave: &mut Wave, inst: &Inst, block: &mut Bl
     Ok(Flow::Next)
 }
 
+/// Part of a word.
+fn load_scalar<T: Copy>(
+    wave: &mut Wave,
+    inst: &Inst,
+    block: &mut Block,
+    extended: fn(T) -> u32,
+) -> Done {
+    let at = scalar_address(wave, inst, block, size_of::<T>())?;
+    let from: *const T = std::ptr::with_exposed_provenance(at);
+    // SAFETY: it lies within an allocation.
+    let value = unsafe { from.read_unaligned() };
+    wave.load_scalars(inst.scalar(0)?, vec![extended(value)]);
+    Ok(Flow::Next)
+}
+
 pub(crate) fn find(name: &str) -> Option<Run> {
     if let Some(rest) = name.strip_prefix("s_load_") {
         return Some(match rest {
+            "u8" => |w, i, b| load_scalar::<u8>(w, i, b, u32::from),
+            "i8" => |w, i, b| load_scalar::<i8>(w, i, b, |x| x as u32),
+            "u16" => |w, i, b| load_scalar::<u16>(w, i, b, u32::from),
+            "i16" => |w, i, b| load_scalar::<i16>(w, i, b, |x| x as u32),
             "dword" | "b32" => load_scalars::<1>,
             "dwordx2" | "b64" => load_scalars::<2>,
             "dwordx3" | "b96" => load_scalars::<3>,
@@ -240,6 +269,7 @@ pub(crate) fn find(name: &str) -> Option<Run> {
         ("global", rest) => atomic(rest).or_else(|| plain::<GLOBAL>(rest)),
         ("flat", rest) => plain::<FLAT>(rest),
         ("scratch", rest) => plain::<SCRATCH>(rest),
+        ("buffer", rest) => plain::<BUFFER>(rest),
         _ => None,
     }
 }

@@ -13,9 +13,14 @@ pub type Run = fn(&mut Wave, &Inst, &mut Block) -> Result<Flow, Fault>;
 
 /// Numbers of scalar registers.
 pub const VCC: u16 = 106;
-pub const NULL: u16 = 120;
+pub const FLAT_SCRATCH: u16 = 102;
+pub const TTMP: u16 = 108;
 pub const M0: u16 = 124;
 pub const EXEC: u16 = 126;
+/// Not a chip's number: what is written there is lost.
+pub const NULL: u16 = 128;
+/// How many there are.
+pub const SCALARS: usize = 130;
 
 /// Upper halves of addresses that stand for a block's and a thread's own memory.
 pub const SHARED_APERTURE: u32 = 0x0010_0000;
@@ -70,9 +75,13 @@ pub struct Dpp {
 /// How many operations may be outstanding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Wait {
-    pub vector: usize,
-    pub lds_and_scalar: usize,
+    pub memory: usize,
+    pub lds: usize,
+    pub scalar: usize,
 }
+
+/// Waits for nothing.
+pub(crate) const NOTHING: Wait = Wait { memory: usize::MAX, lds: usize::MAX, scalar: usize::MAX };
 
 #[derive(Clone, Debug)]
 pub struct Inst {
@@ -103,8 +112,8 @@ pub struct Inst {
     pub returns: bool,
     /// Of a branch: the number of the instruction.
     pub target: usize,
-    /// Whether 16-bit results leave the upper half of a register as it is.
-    pub keeps_upper: bool,
+    /// Of the chip: 9, 11 or 12.
+    pub generation: u32,
     /// Two instructions in one, which read before either writes.
     pub pair: Option<Box<[Inst; 2]>>,
     pub run: Run,
@@ -117,6 +126,8 @@ pub struct Code {
     pub at: HashMap<u64, usize>,
     /// How many vector registers there are.
     pub vectors: usize,
+    /// As [`Inst::generation`].
+    pub generation: u32,
 }
 
 impl Inst {
@@ -127,6 +138,12 @@ impl Inst {
             && self.dpp.is_none()
             && self.parts == [Part::Whole; 3]
             && self.op_sel == 0
+    }
+
+    /// Whether 16-bit results leave the upper half of a register as it is.
+    #[must_use]
+    pub fn keeps_upper(&self) -> bool {
+        self.generation > 9
     }
 
     pub fn fault(&self, what: impl std::fmt::Display) -> Fault {
@@ -173,11 +190,11 @@ impl Code {
     /// # Errors
     /// For an instruction that is not known.
     pub fn parse(text: &str, chip: &str) -> Result<Self, Fault> {
-        let keeps_upper = !chip.starts_with("gfx9");
+        let generation = generation(chip);
         let lines = text.lines().filter(|line| line.starts_with('\t'));
         let mut insts = lines
             .filter(|line| !line.contains("s_code_end"))
-            .map(|line| Line::inst(line, keeps_upper))
+            .map(|line| Line::inst(line, generation))
             .collect::<Result<Vec<_>, _>>()?;
         let at: HashMap<_, _> = insts.iter().enumerate().map(|(n, i)| (i.address, n)).collect();
         let of = |kind: char| largest(text, kind);
@@ -199,8 +216,14 @@ impl Code {
                     *at.get(&to).ok_or_else(|| inst.fault("a branch to no instruction"))?;
             }
         }
-        Ok(Code { insts, at, vectors: vectors + accumulators })
+        Ok(Code { insts, at, vectors: vectors + accumulators, generation })
     }
+}
+
+/// The chip's: that of gfx942 is 9, of gfx1100 11.
+fn generation(chip: &str) -> u32 {
+    let digits = chip.trim_start_matches("gfx").get(..2).unwrap_or_default();
+    digits.parse().ok().filter(|&n| (10..20).contains(&n)).unwrap_or(9)
 }
 
 /// What accumulation registers have until the number of the others is known.
@@ -218,7 +241,10 @@ fn largest(text: &str, kind: char) -> usize {
 }
 
 fn register(text: &str) -> Option<Operand> {
-    let (kind, rest) = text.split_at_checked(1)?;
+    let (kind, rest) = match text.strip_prefix("ttmp") {
+        Some(rest) => ("ttmp", rest),
+        None => text.split_at_checked(1)?,
+    };
     let number = match rest.strip_prefix('[') {
         Some(range) => range.trim_end_matches(']').split(':').next()?,
         None => rest,
@@ -226,6 +252,7 @@ fn register(text: &str) -> Option<Operand> {
     let number: u16 = number.parse().ok()?;
     match kind {
         "s" => Some(Operand::Scalar(number)),
+        "ttmp" => Some(Operand::Scalar(TTMP + number)),
         "v" => Some(Operand::Vector(number)),
         "a" => Some(Operand::Vector(ACCUMULATORS + number)),
         _ => None,
@@ -240,6 +267,8 @@ fn operand(text: &str) -> Option<Operand> {
         "exec_hi" => Operand::Scalar(EXEC + 1),
         "m0" => Operand::Scalar(M0),
         "null" => Operand::Scalar(NULL),
+        "flat_scratch" | "flat_scratch_lo" => Operand::Scalar(FLAT_SCRATCH),
+        "flat_scratch_hi" => Operand::Scalar(FLAT_SCRATCH + 1),
         "off" => Operand::Nothing,
         "src_shared_base" => Operand::Integer(i64::from(SHARED_APERTURE) << 32),
         "src_private_base" => Operand::Integer(i64::from(PRIVATE_APERTURE) << 32),
@@ -293,7 +322,7 @@ struct Line {
 }
 
 impl Line {
-    fn inst(line: &str, keeps_upper: bool) -> Result<Inst, Fault> {
+    fn inst(line: &str, generation: u32) -> Result<Inst, Fault> {
         let wrong = || Fault::new(format!("an instruction that cannot be read: `{}`", line.trim()));
         let (text, comment) = line.trim().split_once("//").ok_or_else(wrong)?;
         let address = comment.trim().split([':', ' ']).next().unwrap_or_default();
@@ -302,7 +331,7 @@ impl Line {
         if let Some((first, second)) = text.split_once(" :: ") {
             let half = |text: &str| {
                 let line = format!("{} // {address:X}:", text.replacen("v_dual_", "v_", 1));
-                Self::inst(&line, keeps_upper)
+                Self::inst(&line, generation)
             };
             let pair = [half(first)?, half(second)?];
             let both = Inst { text: text.to_owned(), run: both, ..pair[0].clone() };
@@ -312,7 +341,7 @@ impl Line {
         let name = ["_e32", "_e64", "_sdwa", "_dpp", "_e64_dpp"].iter();
         let name = name.fold(full, |name, suffix| name.strip_suffix(suffix).unwrap_or(name));
         // Newer chips write the result of such a comparison into EXEC, and do not name it.
-        let into_exec = name.strip_prefix("v_cmpx_").filter(|_| keeps_upper);
+        let into_exec = name.strip_prefix("v_cmpx_").filter(|_| generation > 9);
         let run = match into_exec {
             Some(rest) => Self::run(&format!("v_cmp_{rest}")),
             None => Self::run(name),
@@ -341,10 +370,10 @@ impl Line {
             dpp: None,
             offset: 0,
             offset1: 0,
-            wait: Wait { vector: usize::MAX, lds_and_scalar: usize::MAX },
+            wait: NOTHING,
             returns: false,
             target: 0,
-            keeps_upper,
+            generation,
             pair: None,
             run,
         };
@@ -357,8 +386,7 @@ impl Line {
                 "s_waitcnt" => line.wait(&word),
                 "s_delay_alu" | "s_waitcnt_depctr" | "s_sendmsg" | "s_setreg_imm32_b32"
                 | "s_waitcnt_vscnt" => Some(()),
-                // Those that are known write caches back and empty them.
-                _ if is_operand && !name.starts_with("buffer_") => line.operand(&word),
+                _ if is_operand && !is_of_caches(name) => line.operand(&word),
                 _ => line.modifier(&word),
             };
             known.ok_or_else(|| {
@@ -381,8 +409,8 @@ impl Line {
         let (counter, count) = word.trim_end_matches(')').split_once('(')?;
         let count = count.parse().ok()?;
         match counter {
-            "vmcnt" => self.inst.wait.vector = count,
-            "lgkmcnt" => self.inst.wait.lds_and_scalar = count,
+            "vmcnt" => self.inst.wait.memory = count,
+            "lgkmcnt" => (self.inst.wait.lds, self.inst.wait.scalar) = (count, count),
             "expcnt" => {}
             _ => return None,
         }
@@ -419,6 +447,8 @@ impl Line {
                 "nt" | "sc1" | "slc" | "dlc" => {}
                 "sc0" | "glc" => inst.returns = true,
                 "clamp" => inst.clamp = true,
+                // Of buffers: the address is a register and the offset.
+                "offen" => {}
                 "row_mirror" => self.exchange(Exchange::RowMirror),
                 "row_half_mirror" => self.exchange(Exchange::HalfMirror),
                 _ => return None,
@@ -449,6 +479,8 @@ impl Line {
             "row_ror" => self.exchange(Exchange::RowRotate(number()? as u32)),
             "row_share" | "row_newbcast" => self.exchange(Exchange::RowShare(number()? as u32)),
             "row_xmask" => self.exchange(Exchange::RowXor(number()? as u32)),
+            "th" => inst.returns |= value.ends_with("RETURN"),
+            "scope" => {}
             "row_bcast" if value == "15" => self.exchange(Exchange::Broadcast15),
             "row_bcast" if value == "31" => self.exchange(Exchange::Broadcast31),
             "row_mask" => inst.dpp.as_mut()?.rows = hexadecimal(value)?,
@@ -466,6 +498,12 @@ impl Line {
 
 fn hexadecimal(text: &str) -> Option<u32> {
     u32::from_str_radix(text.strip_prefix("0x")?, 16).ok()
+}
+
+/// Those that write caches back or empty them have no operands.
+fn is_of_caches(name: &str) -> bool {
+    let of = |start: &str| name.strip_prefix(start).is_some_and(|rest| !rest.contains('_'));
+    of("buffer_") || of("buffer_gl0_") || of("buffer_gl1_") || of("global_")
 }
 
 /// Operands end at commas; modifiers follow the last one after blanks.

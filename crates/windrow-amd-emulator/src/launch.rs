@@ -1,7 +1,7 @@
 //! Launching a kernel: its blocks on this machine's cores, the wavefronts of a block in turn.
 
 use crate::Fault;
-use crate::inst::Code;
+use crate::inst::{Code, TTMP};
 use crate::memory::Ranges;
 use crate::object::{Descriptor, Object};
 use crate::wave::{Block, Flow, POISON, Wave};
@@ -72,6 +72,22 @@ impl Dice {
     }
 }
 
+/// Where a launch's arguments and its packet of the queue are.
+#[derive(Clone, Copy)]
+struct Pointers {
+    arguments: usize,
+    packet: usize,
+}
+
+impl Size {
+    /// What the queue would hold of the launch: the sizes.
+    fn packet(self) -> [u64; 8] {
+        let [x, y, z] = self.block.map(u64::from);
+        let [all_x, all_y, all_z] = [0, 1, 2].map(|i| u64::from(self.grid[i] * self.block[i]));
+        [x << 32 | y << 48, z | all_x << 32, all_y | all_z << 32, 0, 0, 0, 0, 0]
+    }
+}
+
 /// `WINDROW_EMULATOR_SEED`: decides in which order wavefronts get their turns.
 static SEED: LazyLock<u64> = LazyLock::new(|| {
     std::env::var("WINDROW_EMULATOR_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(0)
@@ -122,10 +138,17 @@ impl Function {
         if threads == 0 || threads > 1024 {
             return Err(Fault::new(format!("kernel `{}`: blocks of {threads} threads", self.name)));
         }
-        let words = self.arguments(size, explicit);
-        let arguments = words.as_ptr().expose_provenance();
+        let (words, packet) = (self.arguments(size, explicit), size.packet());
+        let pointers = Pointers {
+            arguments: words.as_ptr().expose_provenance(),
+            packet: packet.as_ptr().expose_provenance(),
+        };
         let object = &self.module.object;
-        let memory = Ranges::now(&[(arguments, words.len() * 8), (object.base(), object.bytes())]);
+        let memory = Ranges::now(&[
+            (pointers.arguments, size_of_val(&words[..])),
+            (pointers.packet, size_of_val(&packet)),
+            (object.base(), object.bytes()),
+        ]);
         let blocks = size.grid.iter().map(|&n| n as usize).product::<usize>();
         let (next, stop, failed) = (AtomicUsize::new(0), AtomicBool::new(false), Mutex::new(None));
         let work = || {
@@ -140,7 +163,7 @@ impl Function {
                 let [x, y, _] = size.grid.map(|n| n as usize);
                 let place = [number % x, number / x % y, number / x / y].map(|n| n as u32);
                 let seed = *SEED ^ launch << 32 ^ number as u64;
-                if let Err(fault) = self.block(size, place, arguments, &mut own, &mut Dice(seed)) {
+                if let Err(fault) = self.block(size, place, pointers, &mut own, &mut Dice(seed)) {
                     stop.store(true, Ordering::Relaxed);
                     let [x, y, z] = place;
                     let what = format!("kernel `{}`, block ({x}, {y}, {z}), {fault}", self.name);
@@ -162,7 +185,7 @@ impl Function {
         &self,
         size: Size,
         place: [u32; 3],
-        arguments: usize,
+        pointers: Pointers,
         Own { waves, block }: &mut Own,
         dice: &mut Dice,
     ) -> Result<(), Fault> {
@@ -177,7 +200,7 @@ impl Function {
             Wave::new(lanes, vectors, self.descriptor.scratch_bytes)
         });
         for (n, wave) in waves.iter_mut().enumerate() {
-            self.start(wave, size.block, place, arguments, n * lanes, threads);
+            self.start(wave, size.block, place, pointers, n * lanes, threads);
         }
         let (mut ready, mut waiting): (Vec<usize>, _) = ((0..waves.len()).collect(), Vec::new());
         let mut steps = 0;
@@ -207,7 +230,7 @@ impl Function {
         wave: &mut Wave,
         block: [u32; 3],
         place: [u32; 3],
-        arguments: usize,
+        pointers: Pointers,
         first: usize,
         threads: usize,
     ) {
@@ -216,17 +239,24 @@ impl Function {
         let live = (threads - first).min(wave.lanes);
         wave.set_mask(crate::inst::EXEC, if live == 64 { !0 } else { (1 << live) - 1 });
         // The values that a kernel asks for, and the number of their registers.
+        const PACKET: usize = 1;
         const ARGUMENTS: usize = 3;
         let mut at = 0;
         for (bit, registers) in [4, 2, 2, 2, 2, 2, 1].into_iter().enumerate() {
             if descriptor.properties >> bit & 1 == 1 {
-                if bit == ARGUMENTS {
-                    wave.set_pair(at, arguments as u64);
+                match bit {
+                    PACKET => wave.set_pair(at, pointers.packet as u64),
+                    ARGUMENTS => wave.set_pair(at, pointers.arguments as u64),
+                    _ => {}
                 }
                 at += registers;
             }
         }
         at = (descriptor.coordinates >> 1 & 31) as u16;
+        if self.module.code.generation > 11 {
+            wave.set_scalar(TTMP + 9, place[0]);
+            wave.set_scalar(TTMP + 7, place[1] | place[2] << 16);
+        }
         for (axis, coordinate) in place.into_iter().enumerate() {
             if descriptor.coordinates >> (7 + axis) & 1 == 1 {
                 wave.set_scalar(at, coordinate);

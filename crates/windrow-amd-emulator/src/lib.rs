@@ -1,7 +1,8 @@
 //! A HIP runtime and hiprtc without a device, for tests: kernels are compiled by clang, and their code objects are
 //! interpreted instruction by instruction.
 //!
-//! The library has the functions that windrow looks up in `libamdhip64` and `libhiprtc`. It is loaded in their place.
+//! The library has the functions that windrow looks up in `libamdhip64`, `libhiprtc` and `librocblas`. It is loaded in
+//! their place.
 
 #![allow(missing_docs, reason = "it has no users but tests")]
 
@@ -17,6 +18,7 @@ pub mod memory;
 pub mod metadata;
 pub mod object;
 mod packed;
+pub mod rocblas;
 pub mod runtime;
 mod scalar;
 #[cfg(test)]

@@ -64,6 +64,46 @@ fn multiply<const M: usize, const K: usize, const TYPE: u8>(
     Ok(Flow::Next)
 }
 
+/// As [`multiply`] of 16 x 16 matrices by a wavefront of 32. Lane l gives row l % 16 of A and column l % 16 of B: at all
+/// depths, the same as lane (l + 16) % 32, or on newer chips at every other four depths. Of D and C it has column l % 16:
+/// every other row, or on newer chips eight rows, from l / 16 * 8 on.
+fn multiply_by_32<const TYPE: u8>(wave: &mut Wave, inst: &Inst) -> Result<Flow, Fault> {
+    if wave.lanes != 32 {
+        return Err(inst.fault("a product by a wavefront of 64"));
+    }
+    let newer = inst.generation > 11;
+    let of_lane = if newer { 8 } else { 16 };
+    let (a, c, to) = (inst.vector(1)?, inst.vector(2)?, inst.vector(0)?);
+    let (rows, columns) = (&wave.vectors[a..a + of_lane / 2], &wave.vectors[c..c + of_lane / 2]);
+    let (mut left, mut right) = ([[0.0; 16]; 16], [[0.0; 16]; 16]);
+    for lane in 0..32 {
+        for e in 0..of_lane {
+            let depth = if newer { e / 4 * 8 + lane / 16 * 4 + e % 4 } else { e };
+            let (x, y) = (element::<TYPE>(rows, lane, e), element::<TYPE>(columns, lane, e));
+            let again = !newer && lane >= 16;
+            let differs = |x: f64, before: f64| x.to_bits() != before.to_bits();
+            if again && (differs(x, left[depth][lane - 16]) || differs(y, right[depth][lane - 16]))
+            {
+                return Err(inst.fault(format_args!("lanes {} and {lane} differ", lane - 16)));
+            }
+            (left[depth][lane % 16], right[depth][lane % 16]) = (x, y);
+        }
+    }
+    for r in 0..8 {
+        let addends = match inst.operands[3] {
+            Operand::Vector(register) => wave.vectors[register as usize + r],
+            _ => [wave.word(inst, 3); 64],
+        };
+        for lane in 0..32 {
+            let row = if newer { lane / 16 * 8 + r } else { 2 * r + lane / 16 };
+            let products = left.iter().zip(&right).map(|(x, y)| x[row] * y[lane % 16]);
+            let sum = f64::from(f(addends[lane])) + products.sum::<f64>();
+            wave.vectors[to + r][lane] = b(sum as f32);
+        }
+    }
+    Ok(Flow::Next)
+}
+
 pub(crate) fn find(name: &str) -> Option<Run> {
     let run: Run = match name {
         "v_mfma_f32_16x16x16_f16" | "v_mfma_f32_16x16x16f16" => {
@@ -84,6 +124,8 @@ pub(crate) fn find(name: &str) -> Option<Run> {
         "v_mfma_f32_32x32x2_f32" | "v_mfma_f32_32x32x2f32" => {
             |w, i, _| multiply::<32, 2, F32>(w, i)
         }
+        "v_wmma_f32_16x16x16_f16" => |w, i, _| multiply_by_32::<F16>(w, i),
+        "v_wmma_f32_16x16x16_bf16" => |w, i, _| multiply_by_32::<BF16>(w, i),
         _ => return None,
     };
     Some(run)

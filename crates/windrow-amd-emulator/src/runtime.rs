@@ -2,7 +2,7 @@
 
 use crate::Fault;
 use crate::launch::{Function, Module, Size};
-use crate::{memory, object};
+use crate::{memory, object, rocblas};
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_ulonglong, c_void};
@@ -10,7 +10,7 @@ use std::ptr::null_mut;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::time::Instant;
 
-type Handle = *mut c_void;
+pub(crate) type Handle = *mut c_void;
 
 /// `hipError_t`
 const INVALID_VALUE: c_int = 1;
@@ -44,7 +44,7 @@ static FAILING: LazyLock<Option<(String, c_int, Option<u64>)>> = LazyLock::new(|
 });
 
 /// The status that a call is to fail with.
-fn told_to_fail(name: &str) -> Option<c_int> {
+pub(crate) fn told_to_fail(name: &str) -> Option<c_int> {
     static CALLS: Mutex<u64> = Mutex::new(0);
     let (failing, status, which) = FAILING.as_ref()?;
     if failing != name {
@@ -55,7 +55,7 @@ fn told_to_fail(name: &str) -> Option<c_int> {
     which.is_none_or(|n| n == *calls).then_some(*status)
 }
 
-fn failed(status: c_int, words: impl std::fmt::Display) -> c_int {
+pub(crate) fn failed(status: c_int, words: impl std::fmt::Display) -> c_int {
     LAST.set(status);
     WORDS.set(CString::new(words.to_string().replace('\0', " ")).unwrap_or_default());
     status
@@ -63,10 +63,11 @@ fn failed(status: c_int, words: impl std::fmt::Display) -> c_int {
 
 /// Work that a graph repeats.
 #[derive(Clone, Debug)]
-enum Work {
+pub(crate) enum Work {
     Launch(Function, Size, Vec<u8>),
     Copy { to: usize, from: usize, bytes: usize },
     Fill { at: usize, value: u8, bytes: usize },
+    Product(rocblas::Product),
 }
 
 impl Work {
@@ -81,9 +82,10 @@ impl Work {
                 }
                 Ok(())
             }
+            Work::Product(product) => product.run(),
             Work::Fill { at, value, bytes } => {
                 let at: *mut u8 = std::ptr::with_exposed_provenance_mut(*at);
-                // SAFETY: as above.
+                // SAFETY: the caller of the runtime says that there are so many bytes.
                 unsafe { at.write_bytes(*value, *bytes) };
                 Ok(())
             }
@@ -130,7 +132,7 @@ static CAPTURES: LazyLock<Mutex<HashMap<usize, Capture>>> = LazyLock::new(Mutex:
 struct Event(Mutex<Option<Instant>>);
 
 /// Does the work, or keeps it for the graph that the stream records.
-fn give(stream: Handle, work: Work) -> c_int {
+pub(crate) fn give(stream: Handle, work: Work) -> c_int {
     let captures = CAPTURES.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(capture) = captures.get(&stream.addr()) {
         // SAFETY: alive until the capture ends.
@@ -147,7 +149,7 @@ fn give(stream: Handle, work: Work) -> c_int {
     )
 }
 
-fn boxed<T>(value: T) -> Handle {
+pub(crate) fn boxed<T>(value: T) -> Handle {
     Box::into_raw(Box::new(value)).cast()
 }
 
@@ -157,12 +159,12 @@ macro_rules! functions {
             $(#[$about])*
             ///
             /// # Safety
-            /// As HIP says: pointers to what is read or written, and handles that are alive.
+            /// As the library says: pointers to what is read or written, and handles that are alive.
             #[unsafe(no_mangle)]
             #[allow(non_snake_case, clippy::too_many_arguments)]
             pub unsafe extern "C" fn $name($($argument: $type),*) -> c_int {
-                if let Some(status) = told_to_fail(stringify!($name)) {
-                    return failed(status, concat!(stringify!($name), " was told to fail"));
+                if let Some(status) = $crate::runtime::told_to_fail(stringify!($name)) {
+                    return $crate::runtime::failed(status, concat!(stringify!($name), " was told to fail"));
                 }
                 // SAFETY: the caller's promise.
                 #[allow(unused_unsafe, clippy::macro_metavars_in_unsafe)]
@@ -171,6 +173,8 @@ macro_rules! functions {
         )*
     };
 }
+
+pub(crate) use functions;
 
 /// Names for a status.
 #[unsafe(no_mangle)]

@@ -1,7 +1,8 @@
 //! Scalar instructions: one value for all lanes.
 
 use crate::Fault;
-use crate::inst::{EXEC, Inst, Run, VCC};
+use crate::float::{b, f, to_unsigned};
+use crate::inst::{EXEC, Inst, NOTHING, Run, VCC, Wait};
 use crate::wave::{Flow, Wave};
 
 type Done = Result<Flow, Fault>;
@@ -217,6 +218,14 @@ fn words(name: &str) -> Option<Run> {
         "s_lshl2_add_u32" => |w, i, _| word(w, i, |x, y, _| shifted_sum(x, 2, y)),
         "s_lshl3_add_u32" => |w, i, _| word(w, i, |x, y, _| shifted_sum(x, 3, y)),
         "s_lshl4_add_u32" => |w, i, _| word(w, i, |x, y, _| shifted_sum(x, 4, y)),
+        "s_cvt_f32_u32" => |w, i, _| word(w, i, |x, _, _| (b(x as f32), None)),
+        "s_cvt_u32_f32" => |w, i, _| word(w, i, |x, _, _| (to_unsigned(f(x)), None)),
+        "s_trunc_f32" => |w, i, _| word(w, i, |x, _, _| (b(f(x).trunc()), None)),
+        "s_mul_f32" => |w, i, _| word(w, i, |x, y, _| (b(f(x) * f(y)), None)),
+        "s_fmamk_f32" => |w, i, _| {
+            let added = f(w.word(i, 3));
+            word(w, i, |x, y, _| (b(f(x).mul_add(f(y), added)), None))
+        },
         "s_pack_ll_b32_b16" => |w, i, _| word(w, i, |x, y, _| (x & 0xffff | y << 16, None)),
         "s_pack_lh_b32_b16" => |w, i, _| word(w, i, |x, y, _| (x & 0xffff | y & 0xffff_0000, None)),
         "s_pack_hh_b32_b16" => |w, i, _| word(w, i, |x, y, _| (x >> 16 | y & 0xffff_0000, None)),
@@ -229,6 +238,9 @@ fn longs(name: &str) -> Option<Run> {
     let run: Run = match name {
         "s_mov_b64" => |w, i, _| long(w, i, |x, _, _| (x, None)),
         "s_cselect_b64" => |w, i, _| long(w, i, |x, y, c| (if c { x } else { y }, None)),
+        "s_add_nc_u64" => |w, i, _| long(w, i, |x, y, _| (x.wrapping_add(y), None)),
+        "s_sub_nc_u64" => |w, i, _| long(w, i, |x, y, _| (x.wrapping_sub(y), None)),
+        "s_mul_u64" => |w, i, _| long(w, i, |x, y, _| (x.wrapping_mul(y), None)),
         "s_brev_b64" => |w, i, _| long(w, i, |x, _, _| (x.reverse_bits(), None)),
         "s_not_b64" => |w, i, _| long(w, i, |x, _, _| long_bits(!x)),
         "s_and_b64" => |w, i, _| long(w, i, |x, y, _| long_bits(x & y)),
@@ -276,6 +288,16 @@ fn shift(w: &mut Wave, i: &Inst, f: impl Fn(u64, u32) -> u64) -> Done {
     Ok(Flow::Next)
 }
 
+fn wait(w: &mut Wave, wait: Wait) -> Done {
+    w.wait(wait);
+    Ok(Flow::Next)
+}
+
+/// How many may be outstanding.
+fn count(w: &Wave, i: &Inst) -> usize {
+    w.word(i, 0) as usize
+}
+
 fn control(name: &str) -> Option<Run> {
     let run: Run = match name {
         "s_nop"
@@ -295,17 +317,29 @@ fn control(name: &str) -> Option<Run> {
         | "buffer_gl1_inv"
         | "buffer_wbl2"
         | "buffer_inv"
-        | "buffer_wbinvl1_vol" => |_, _, _| Ok(Flow::Next),
-        "s_waitcnt" => |w, i, _| {
-            w.wait(i.wait);
-            Ok(Flow::Next)
+        | "buffer_invl2"
+        | "buffer_wbinvl1_vol"
+        | "global_inv"
+        | "global_wb"
+        | "s_barrier_signal"
+        | "s_wait_alu"
+        | "s_wait_storecnt" => |_, _, _| Ok(Flow::Next),
+        "s_wait_loadcnt" => |w, i, _| wait(w, Wait { memory: count(w, i), ..NOTHING }),
+        "s_wait_dscnt" => |w, i, _| wait(w, Wait { lds: count(w, i), ..NOTHING }),
+        "s_wait_kmcnt" => |w, i, _| wait(w, Wait { scalar: count(w, i), ..NOTHING }),
+        // Both counts in one number.
+        "s_wait_storecnt_dscnt" => |w, i, _| wait(w, Wait { lds: count(w, i) & 63, ..NOTHING }),
+        "s_wait_loadcnt_dscnt" => |w, i, _| {
+            let (memory, lds) = (count(w, i) >> 8, count(w, i) & 63);
+            wait(w, Wait { memory, lds, ..NOTHING })
         },
+        "s_waitcnt" => |w, i, _| wait(w, i.wait),
         "s_getpc_b64" => |w, i, block| {
             w.set_pair(i.scalar(0)?, block.base + i.address + 4);
             Ok(Flow::Next)
         },
         "s_endpgm" => |_, _, _| Ok(Flow::End),
-        "s_barrier" => |_, _, _| Ok(Flow::Barrier),
+        "s_barrier" | "s_barrier_wait" => |_, _, _| Ok(Flow::Barrier),
         "s_branch" => |_, i, _| jump(i, true),
         "s_cbranch_scc0" => |w, i, _| jump(i, !w.condition),
         "s_cbranch_scc1" => |w, i, _| jump(i, w.condition),

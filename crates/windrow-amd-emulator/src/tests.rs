@@ -2,9 +2,11 @@
 
 #![allow(clippy::needless_range_loop, reason = "lanes of several registers")]
 
+mod products;
+
 use crate::Fault;
 use crate::float::{from_half, half_of};
-use crate::inst::{Code, EXEC, VCC};
+use crate::inst::{Code, EXEC, TTMP, VCC};
 use crate::memory::{Ranges, allocate, free};
 use crate::wave::{Block, Flow, POISON, Wave};
 
@@ -413,8 +415,17 @@ fn memory_of_a_thread() {
     let lines = "scratch_store_dwordx2 off, v[0:1], off offset:8; scratch_load_dword v20, off, off offset:12; s_waitcnt vmcnt(0)";
     machine.run(lines).unwrap();
     assert_eq!(machine.wave.vectors[20], machine.wave.vectors[1]);
-    let fault = machine.run("scratch_load_dword v20, off, off offset:64").unwrap_err().to_string();
-    assert!(fault.contains("of a thread's 64 bytes"), "{fault}");
+    let lines = "s_mov_b32 s20, 4; buffer_store_dword v2, off, s[0:3], 0 offset:16; v_mov_b32_e32 v21, 8; \
+                 buffer_load_dword v22, v21, s[0:3], s20 offen offset:4; s_waitcnt vmcnt(0)";
+    machine.run(lines).unwrap();
+    assert_eq!(machine.wave.vectors[22], machine.wave.vectors[2]);
+    for line in [
+        "scratch_load_dword v20, off, off offset:64",
+        "buffer_load_dword v20, off, s[0:3], 0 offset:64",
+    ] {
+        let fault = machine.run(line).unwrap_err().to_string();
+        assert!(fault.contains("of a thread's 64 bytes"), "{fault}");
+    }
 }
 
 #[test]
@@ -434,65 +445,6 @@ fn what_is_not_waited_for_is_poison() {
     assert!(unsafe { free(memory) });
 }
 
-/// The published layout: element (i, k) of A lies in lane i + M * (k / group), (k, j) of B in lane j + M * (k / group),
-/// at place k % group; (i, j) of D in lane j + M * (i / 4 % (64 / M)), register i / (256 / M) * 4 + i % 4.
-#[test]
-fn products_of_matrices() {
-    for (name, m, depth, bits) in [
-        ("16x16x16_f16", 16, 16, 16),
-        ("16x16x16_bf16", 16, 16, 16),
-        ("16x16x4_f32", 16, 4, 32),
-        ("32x32x8_f16", 32, 8, 16),
-        ("32x32x8_bf16", 32, 8, 16),
-        ("32x32x2_f32", 32, 2, 32),
-    ] {
-        let mut machine = Machine::new();
-        let (group, registers) = (depth * m / 64, m * m / 64);
-        // Small whole numbers: sums are exact.
-        let a = |i: usize, k: usize| ((i * 7 + k * 3) % 11) as f32 - 5.0;
-        let b = |k: usize, j: usize| ((j * 5 + k * 2) % 13) as f32 - 6.0;
-        let c = |i: usize, j: usize| (i * 100 + j) as f32;
-        let as_bits = |x: f32| match name.rsplit_once('_').unwrap().1 {
-            "f16" => half_of(x),
-            "bf16" => x.to_bits() >> 16,
-            _ => x.to_bits(),
-        };
-        for i in 0..m {
-            for k in 0..depth {
-                let (lane, at) = (i + m * (k / group), k % group * bits);
-                for (first, x) in [(0, a(i, k)), (2, b(k, i))] {
-                    let register = &mut machine.wave.vectors[first + at / 32][lane];
-                    let field = (!0u32 >> (32 - bits)) << (at % 32);
-                    *register = *register & !field | as_bits(x) << (at % 32);
-                }
-            }
-            for j in 0..m {
-                let (lane, register) = (j + m * (i / 4 % (64 / m)), i / (256 / m) * 4 + i % 4);
-                machine.wave.vectors[40 + register][lane] = c(i, j).to_bits();
-            }
-        }
-        let last = group * bits / 32 - 1;
-        let source = |first: usize| match last {
-            0 => format!("v{first}"),
-            _ => format!("v[{first}:{}]", first + last),
-        };
-        let (x, y, end) = (source(0), source(2), registers - 1);
-        machine
-            .run(&format!("v_mfma_f32_{name} a[0:{end}], {x}, {y}, v[40:{}]", 40 + end))
-            .unwrap();
-        // 40 + registers vector registers are named; the accumulators follow.
-        let first = 40 + registers;
-        for i in 0..m {
-            for j in 0..m {
-                let (lane, register) = (j + m * (i / 4 % (64 / m)), i / (256 / m) * 4 + i % 4);
-                let want = c(i, j) + (0..depth).map(|k| a(i, k) * b(k, j)).sum::<f32>();
-                let got = f32::from_bits(machine.wave.vectors[first + register][lane]);
-                assert_eq!(got, want, "{name} ({i}, {j})");
-            }
-        }
-    }
-}
-
 #[test]
 fn wavefronts_of_32() {
     let mut machine = Machine::new();
@@ -509,6 +461,54 @@ fn wavefronts_of_32() {
         assert_eq!(wave.vectors[21][lane], POISON & 0xffff_0000 | 0x3c00, "the upper half stays");
     }
     assert_eq!((wave.vectors[20][16], wave.scalars[106] >> 16), (POISON, 0));
+}
+
+/// Counts by kind, arithmetic of scalars, what is named otherwise.
+#[test]
+fn instructions_of_the_twelfth_generation() {
+    let memory = allocate(512).unwrap();
+    let mut machine = Machine::new();
+    machine.wave.lanes = 32;
+    machine.wave.set_pair(10, memory.expose_provenance() as u64);
+    machine.wave.set_scalar(TTMP + 9, 3);
+    machine.wave.vectors[16] = std::array::from_fn(|lane| 4 * lane as u32);
+    machine.wave.vectors[17] = machine.wave.vectors[16];
+    let lines = "global_load_b32 v20, v16, s[10:11]; global_store_b32 v16, v0, s[10:11] scope:SCOPE_DEV; \
+                 s_wait_loadcnt 0x1; v_mov_b32_e32 v21, v20; global_load_b32 v20, v16, s[10:11]; \
+                 ds_store_b32 v17, v1; ds_load_b32 v22, v17; s_wait_loadcnt_dscnt 0x1; \
+                 v_mov_b32_e32 v23, v22; s_wait_dscnt 0x0; s_load_b32 s12, s[10:11], 0x0; \
+                 s_mov_b32 s13, s12; s_wait_kmcnt 0x0; s_mov_b32 s14, ttmp9; global_inv scope:SCOPE_SE; \
+                 s_load_u16 s15, s[10:11], 0x2; s_load_i8 s16, s[10:11], 0x1; s_wait_kmcnt 0x0";
+    machine.run_for(lines, "gfx1201").unwrap();
+    let (v, s) = (&machine.wave.vectors, &machine.wave.scalars);
+    for lane in 0..32 {
+        let words = [20, 21, 22, 23].map(|n| v[n][lane]);
+        assert_eq!(words, [v[0][lane], POISON, v[1][lane], POISON]);
+    }
+    assert_eq!([s[12], s[13], s[14]], [v[0][0], POISON, 3]);
+    assert_eq!([s[15], s[16]], [v[0][0] >> 16, (v[0][0] >> 8) as i8 as u32]);
+    // SAFETY: of `allocate`, not used after.
+    assert!(unsafe { free(memory) });
+
+    let lines = "s_mul_u64 s[20:21], s[0:1], s[2:3]; s_add_nc_u64 s[22:23], s[0:1], s[2:3]; \
+                 s_sub_nc_u64 s[24:25], s[0:1], s[2:3]; s_cvt_f32_u32 s26, 7; s_mul_f32 s27, s26, 0.5; \
+                 s_trunc_f32 s28, s27; s_fmamk_f32 s29, s28, 0x40000000, s26; s_cvt_u32_f32 s30, s29; \
+                 v_s_rcp_f32 s31, 4.0; v_max_num_f32_e32 v24, 1.0, v0; \
+                 v_mad_co_u64_u32 v[26:27], null, s0, v1, v[2:3]";
+    machine.run_for(lines, "gfx1201").unwrap();
+    let (wave, [x, y]) = (&machine.wave, [0, 2].map(|n| machine.wave.pair(n)));
+    assert_eq!(wave.pair(20), x.wrapping_mul(y));
+    assert_eq!((wave.pair(22), wave.pair(24)), (x.wrapping_add(y), x.wrapping_sub(y)));
+    let floats = [26, 27, 28, 29, 31].map(|n| f32::from_bits(wave.scalars[n]));
+    assert_eq!((floats, wave.scalars[30]), ([7.0, 3.5, 3.0, 13.0, 0.25], 13));
+    let number = f32::from_bits(wave.vectors[0][5]);
+    assert_eq!(wave.vectors[24][5], number.max(1.0).to_bits());
+    let product = (x & 0xffff_ffff) * u64::from(wave.vectors[1][5]);
+    assert_eq!(machine.long(26, 5), product.wrapping_add(machine.long(2, 5)));
+    assert_eq!(
+        machine.run_for("s_barrier_signal -1; s_barrier_wait 0xffff", "gfx1201").unwrap(),
+        Flow::Barrier
+    );
 }
 
 #[test]

@@ -414,8 +414,8 @@ fn floats(name: &str) -> Option<Run> {
         "v_mul_legacy_f32" => {
             |w, i, _| float(w, i, |a, c, _| if a == 0.0 || c == 0.0 { 0.0 } else { a * c })
         }
-        "v_min_f32" => |w, i, _| float(w, i, |a, c, _| smaller(a, c)),
-        "v_max_f32" => |w, i, _| float(w, i, |a, c, _| larger(a, c)),
+        "v_min_f32" | "v_min_num_f32" => |w, i, _| float(w, i, |a, c, _| smaller(a, c)),
+        "v_max_f32" | "v_max_num_f32" => |w, i, _| float(w, i, |a, c, _| larger(a, c)),
         "v_min3_f32" => |w, i, _| float(w, i, |a, c, d| smaller(smaller(a, c), d)),
         "v_max3_f32" => |w, i, _| float(w, i, |a, c, d| larger(larger(a, c), d)),
         "v_med3_f32" => |w, i, _| {
@@ -556,8 +556,10 @@ fn others(name: &str) -> Option<Run> {
         "v_lshlrev_b64" => |w, i, _| shift(w, i, |x, n| x << n),
         "v_lshrrev_b64" => |w, i, _| shift(w, i, |x, n| x >> n),
         "v_ashrrev_i64" => |w, i, _| shift(w, i, |x, n| (x as i64 >> n) as u64),
-        "v_mad_u64_u32" => |w, i, _| product_and_sum(w, i, |a, c| u64::from(a) * u64::from(c)),
-        "v_mad_i64_i32" => |w, i, _| {
+        "v_mad_u64_u32" | "v_mad_co_u64_u32" => {
+            |w, i, _| product_and_sum(w, i, |a, c| u64::from(a) * u64::from(c))
+        }
+        "v_mad_i64_i32" | "v_mad_co_i64_i32" => |w, i, _| {
             product_and_sum(w, i, |a, c| (i64::from(a as i32) * i64::from(c as i32)) as u64)
         },
         "v_add_co_u32" | "v_addc_co_u32" | "v_add_co_ci_u32" => {
@@ -589,6 +591,11 @@ fn others(name: &str) -> Option<Run> {
             let mut buffer = [0; 64];
             let value = w.source(i, 1, Kind::F32, &mut buffer)[lane];
             w.set_scalar(i.scalar(0)?, value);
+            Ok(Flow::Next)
+        },
+        "v_s_rcp_f32" => |w, i, _| {
+            let result = nudged(flushed(1.0 / flushed(f(w.word(i, 1)))));
+            w.set_scalar(i.scalar(0)?, b(result));
             Ok(Flow::Next)
         },
         "v_readlane_b32" => |w, i, _| {

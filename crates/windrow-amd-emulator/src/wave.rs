@@ -1,7 +1,7 @@
 //! The state of a wavefront, and how instructions read and write it.
 
 use crate::Fault;
-use crate::inst::{EXEC, Exchange, Inst, NULL, Operand, Part, VCC, Wait};
+use crate::inst::{EXEC, Exchange, Inst, NULL, Operand, Part, SCALARS, VCC, Wait};
 use crate::memory::Ranges;
 use std::collections::VecDeque;
 
@@ -57,7 +57,7 @@ pub struct Load {
 
 #[derive(Debug)]
 pub struct Wave {
-    pub scalars: [u32; 128],
+    pub scalars: [u32; SCALARS],
     pub vectors: Vec<Lanes>,
     pub condition: bool,
     pub next: usize,
@@ -77,7 +77,7 @@ impl Wave {
     #[must_use]
     pub fn new(lanes: usize, vectors: usize, scratch_bytes: usize) -> Self {
         let mut wave = Wave {
-            scalars: [POISON; 128],
+            scalars: [POISON; SCALARS],
             vectors: vec![[POISON; 64]; vectors],
             condition: false,
             next: 0,
@@ -299,7 +299,7 @@ impl Wave {
         let (upper, mut whole) = (inst.op_sel >> 3 & 1 == 1, *values);
         for (lane, x) in whole.iter_mut().enumerate() {
             let old = self.vectors[at][lane];
-            *x = match (upper, inst.keeps_upper) {
+            *x = match (upper, inst.keeps_upper()) {
                 (true, _) => old & 0xffff | *x << 16,
                 (false, true) => old & 0xffff_0000 | *x & 0xffff,
                 (false, false) => *x & 0xffff,
@@ -348,9 +348,12 @@ impl Wave {
         self.scalar_loads.push((first, values));
     }
 
-    /// An operation that is counted and writes no register.
-    pub fn count_memory(&mut self) {
-        self.memory_loads.push_back(None);
+    /// An operation on the device's memory that writes no register. From the tenth generation on they have a counter
+    /// of their own, which is of no consequence here: what they write can be seen at once.
+    pub fn count_memory(&mut self, inst: &Inst) {
+        if inst.generation == 9 {
+            self.memory_loads.push_back(None);
+        }
     }
 
     pub fn count_lds(&mut self) {
@@ -388,17 +391,17 @@ impl Wave {
     /// Waits until no more than so many operations are outstanding. Scalar loads end in any order, those of the
     /// block's memory in their own.
     pub fn wait(&mut self, wait: Wait) {
-        while self.memory_loads.len() > wait.vector {
+        while self.memory_loads.len() > wait.memory {
             if let Some(Some(load)) = self.memory_loads.pop_front() {
                 self.fill(load);
             }
         }
-        while self.lds_loads.len() > wait.lds_and_scalar {
+        while self.lds_loads.len() > wait.lds {
             if let Some(Some(load)) = self.lds_loads.pop_front() {
                 self.fill(load);
             }
         }
-        if wait.lds_and_scalar == 0 {
+        if wait.scalar == 0 {
             for (first, values) in std::mem::take(&mut self.scalar_loads) {
                 for (n, value) in values.into_iter().enumerate() {
                     self.set_scalar(first + n as u16, value);

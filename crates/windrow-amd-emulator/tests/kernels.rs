@@ -117,6 +117,18 @@ fn a_kernel_with_a_barrier_is_right_in_any_order() {
 }
 
 #[test]
+fn the_packet_of_the_queue_has_the_sizes() {
+    if !tools() {
+        return;
+    }
+    let source = r#"extern "C" __global__ void kernel(unsigned *x, unsigned n) {
+        const unsigned *sizes = (const unsigned *)__builtin_amdgcn_dispatch_ptr();
+        if (threadIdx.x < 5) x[threadIdx.x] = sizes[1 + threadIdx.x];
+    }"#;
+    assert_eq!(run(source, 3, 64, &[7; 5]), Ok(vec![64 | 1 << 16, 1, 192, 1, 1]));
+}
+
+#[test]
 fn what_lies_outside_is_a_fault() {
     if !tools() {
         return;

@@ -45,13 +45,15 @@ Examples:
 
 Environment:
   WINDROW_NUM_THREADS  CPU threads [default: all cores]
-  WINDROW_ISA          instruction set of the CPU's kernels [default: the best there is]
+  WINDROW_ISA          instruction set of the CPU's kernels [default: the fastest there is]
   WINDROW_VERIFY       1: compare every result with the oracle
   WINDROW_LOG          error, warn (unless told otherwise), info, debug, trace or off
   WINDROW_TUNE_CACHE   folder for what `windrow tune` finds
   WINDROW_CACHE_DIR    folder for compiled kernels, and for `tuning` unless told otherwise
   WINDROW_CUDA_PATH    folders to look for CUDA's libraries in first
   WINDROW_CUDA_SYNC    1: wait for every kernel, so that a fault has the right name
+  WINDROW_HIP_PATH     folders to look for HIP's libraries in first
+  WINDROW_HIP_SYNC     1: as WINDROW_CUDA_SYNC
   NO_COLOR             no colours on a terminal
 
 Exit status: 0, 1 if a result differs from the oracle, 2 for bad arguments or data.";

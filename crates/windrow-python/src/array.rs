@@ -8,6 +8,7 @@ use pyo3::ffi::{PyObject, PyObject_CallMethodObjArgs, PyTypeObject};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict, PyString, PyType};
+use std::borrow::Cow;
 use std::cell::Cell;
 use std::ffi::c_void;
 use std::ptr::null_mut;
@@ -137,7 +138,8 @@ impl<'py> Array<'py> {
         let py = object.py();
         let parts = || -> PyResult<_> {
             let device = object.getattr(intern!(py, "device"))?;
-            let device_type = match device.getattr(intern!(py, "type"))?.extract::<&str>()? {
+            let device_type = device.getattr(intern!(py, "type"))?;
+            let device_type = match &*device_type.extract::<Cow<'_, str>>()? {
                 "cpu" => dlpack::CPU,
                 // PyTorch's build for ROCm calls its devices so, too.
                 "cuda" if is_for_rocm(py)? => dlpack::ROCM,
@@ -148,7 +150,8 @@ impl<'py> Array<'py> {
             };
             let device_id: Option<i32> = device.getattr(intern!(py, "index"))?.extract()?;
             let dtype = object.getattr(intern!(py, "dtype"))?.str()?;
-            let dtype = dtype.to_str()?.trim_start_matches("torch.");
+            let dtype = dtype.to_cow()?;
+            let dtype = dtype.trim_start_matches("torch.");
             let dtype = DLDataType::from_name(dtype)
                 .ok_or_else(|| PyTypeError::new_err(format!("`{arg}` is {dtype}")))?;
             let data: usize = object.call_method0(intern!(py, "data_ptr"))?.extract()?;
@@ -477,7 +480,7 @@ fn find_access(kind: &Bound<'_, PyType>) -> PyResult<Access> {
 
 fn is_jax(object: &Bound<'_, PyAny>) -> bool {
     let module = object.get_type().module();
-    module.is_ok_and(|m| m.to_str().is_ok_and(|m| m.starts_with("jax")))
+    module.is_ok_and(|m| m.to_cow().is_ok_and(|m| m.starts_with("jax")))
 }
 
 /// Whether PyTorch, which is imported, is built for ROCm.
@@ -491,7 +494,7 @@ fn is_numpy_bf16(object: &Bound<'_, PyAny>) -> bool {
     let dtype = || -> PyResult<bool> {
         let module = object.get_type().module()?;
         let name = object.getattr(intern!(py, "dtype"))?.getattr(intern!(py, "name"))?;
-        Ok(module.to_str()? == "numpy" && name.extract::<&str>()? == "bfloat16")
+        Ok(module.to_cow()? == "numpy" && name.extract::<Cow<'_, str>>()? == "bfloat16")
     };
     dtype().unwrap_or(false)
 }

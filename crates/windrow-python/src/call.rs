@@ -141,8 +141,8 @@ pub(crate) fn run_with<T: Send>(
                         None => scratch(py, &EmptyTensor::bytes_beside(torch, bytes)?)?,
                     };
                     lent = Some(tensor);
-                    // SAFETY: as below; the tensor lives for the whole call, and then its allocator gives the memory to
-                    // later work on this stream only.
+                    // SAFETY: the current stream and the tensor live for the whole call, and then the tensor's allocator
+                    // gives the memory to later work on this stream only.
                     unsafe { Workspace::on_memory(gpu, stream, memory, bytes) }.py()?
                 }
                 // SAFETY: the current stream lives, as does the default one, for the whole call.

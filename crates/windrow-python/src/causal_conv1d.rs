@@ -168,8 +168,8 @@ pub(crate) fn causal_conv1d_backward<'py>(
 /// The next step, or steps, of a causal convolution; `conv_state` is updated in place.
 ///
 /// x: [b, d] or [b, d, l]. conv_state: [b, d, state_len >= width - 1] of x's type, the latest inputs,
-/// oldest first; with `cache_seqlens` [b] i32 a ring buffer whose next position is
-/// `cache_seqlens % state_len`. With `conv_state_indices` [b] i32 conv_state is a pool
+/// oldest first; with `cache_seqlens` [b] i32 or i64 a ring buffer whose next position is
+/// `cache_seqlens % state_len`. With `conv_state_indices` [b] i32 or i64 conv_state is a pool
 /// [entries, d, state_len] and row i works on entry `conv_state_indices[i]`; negative: the row is
 /// padding, its result is zero. weight, bias, activation, out and device are those of
 /// `causal_conv1d`.

@@ -7,19 +7,21 @@ use crate::output::{Output, like};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use windrow::{
-    CausalConv1dServingArgs, CausalConv1dServingPlan, CausalConv1dServingSpec, Layout, TensorDesc,
-    TensorMut, TensorRef,
+    CausalConv1dServingArgs, CausalConv1dServingOutputs, CausalConv1dServingPlan,
+    CausalConv1dServingSpec, Layout, TensorDesc, TensorMut, TensorRef,
 };
 
 static PLANS: PlanCache<CausalConv1dServingSpec, CausalConv1dServingPlan> = PlanCache::new();
 
 /// The next tokens of many sequences, whose states `conv_states` are walked on in place; see
 /// `CausalConv1dServingSpec`. `order` names the dimensions of `x` and the result: "bdl", "bd" (a token a row), "dl" or
-/// "ld" (one row). In `out` the result may be written over `x`.
+/// "ld" (one row). In `out` the result may be written over `x`. `intermediate_windows` and `parent_token` are written.
 #[pyfunction]
 #[pyo3(signature = (x, order, conv_states, weight, bias, activation, query_start_loc, conv_state_indices,
                     null_index, has_initial_state=None, num_accepted_tokens=None, initial_block=None,
-                    last_block=None, first_block=None, tokens_before=None, block_size=0, out=None))]
+                    last_block=None, first_block=None, tokens_before=None, block_size=0,
+                    intermediate_windows=None, intermediate_indices=None, next_token=None, next_sibling=None,
+                    parent_token=None, out=None))]
 #[expect(clippy::too_many_arguments, reason = "a Python signature")]
 pub(crate) fn causal_conv1d_serving<'py>(
     py: Python<'py>,
@@ -39,6 +41,11 @@ pub(crate) fn causal_conv1d_serving<'py>(
     first_block: Option<&Bound<'py, PyAny>>,
     tokens_before: Option<&Bound<'py, PyAny>>,
     block_size: usize,
+    intermediate_windows: Option<&Bound<'py, PyAny>>,
+    intermediate_indices: Option<&Bound<'py, PyAny>>,
+    next_token: Option<&Bound<'py, PyAny>>,
+    next_sibling: Option<&Bound<'py, PyAny>>,
+    parent_token: Option<&Bound<'py, PyAny>>,
     out: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let option = |arg, array| Array::import_option(arg, array, None);
@@ -54,6 +61,11 @@ pub(crate) fn causal_conv1d_serving<'py>(
     let last_block = option("last_block", last_block)?;
     let first_block = option("first_block", first_block)?;
     let tokens_before = option("tokens_before", tokens_before)?;
+    let intermediate_windows = option("intermediate_windows", intermediate_windows)?;
+    let intermediate_indices = option("intermediate_indices", intermediate_indices)?;
+    let next_token = option("next_token", next_token)?;
+    let next_sibling = option("next_sibling", next_sibling)?;
+    let parent_token = option("parent_token", parent_token)?;
     let mut y = Output::new(py, out, &x, || like(&x))?;
     let [x_desc, y_desc] = [ordered("x", &x.desc, order)?, ordered("out", &y.desc(), order)?];
     let spec = CausalConv1dServingSpec::new(x_desc, conv_states.desc, weight.desc)
@@ -70,7 +82,12 @@ pub(crate) fn causal_conv1d_serving<'py>(
         .with_initial_block(desc(&initial_block))
         .with_last_block(desc(&last_block))
         .with_first_block(desc(&first_block))
-        .with_tokens_before(desc(&tokens_before));
+        .with_tokens_before(desc(&tokens_before))
+        .with_intermediate_windows(desc(&intermediate_windows))
+        .with_intermediate_indices(desc(&intermediate_indices))
+        .with_next_token(desc(&next_token))
+        .with_next_sibling(desc(&next_sibling))
+        .with_parent_token(desc(&parent_token));
     let plan = PLANS.get(py, &spec, x.device, CausalConv1dServingPlan::new)?;
     // SAFETY: the same elements, of which there may be dimensions of size 1 more.
     let tokens = unsafe { TensorRef::from_raw(x.view().as_ptr().cast(), x_desc, x.device) };
@@ -83,15 +100,25 @@ pub(crate) fn causal_conv1d_serving<'py>(
         .with_initial_block(view(&initial_block))
         .with_last_block(view(&last_block))
         .with_first_block(view(&first_block))
-        .with_tokens_before(view(&tokens_before));
-    let states = conv_states.view_changed()?;
+        .with_tokens_before(view(&tokens_before))
+        .with_intermediate_indices(view(&intermediate_indices))
+        .with_next_token(view(&next_token))
+        .with_next_sibling(view(&next_sibling));
     let mut target = y.view_mut()?;
     // SAFETY: the same elements of an exclusive view, as above.
     let target =
         unsafe { TensorMut::from_raw(target.as_mut_ptr().cast(), y_desc, x.device) }.py()?;
+    let outputs = CausalConv1dServingOutputs::new(conv_states.view_changed()?, target)
+        .with_intermediate_windows(view_changed(&intermediate_windows)?)
+        .with_parent_token(view_changed(&parent_token)?);
     let elements = x.desc.layout.len() * 2;
-    run(py, &x, plan.workspace_bytes(), elements, |ws| plan.run(&args, states, target, ws))?;
+    run(py, &x, plan.workspace_bytes(), elements, |ws| plan.run(&args, outputs, ws))?;
     y.finish(py, &x.family)
+}
+
+/// An optional array as an optional output.
+fn view_changed<'a>(array: &'a Option<Array<'_>>) -> PyResult<Option<TensorMut<'a>>> {
+    array.as_ref().map(Array::view_changed).transpose()
 }
 
 /// A tensor with dimensions of this order as [b, d, l].

@@ -3,12 +3,13 @@
 use crate::array::{Array, desc, view};
 use crate::call::{PlanCache, RELEASE, run, word, word_or_default};
 use crate::error::IntoPy;
-use crate::output::{Output, like};
+use crate::output::Output;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyString};
-use std::sync::Arc;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use windrow::{
     Accuracy, Conv2dAlgorithm, Conv2dArgs, Conv2dParams, Conv2dSpec, Device, Filter, PlanOptions,
     TensorDesc, Weights,
@@ -16,9 +17,9 @@ use windrow::{
 
 /// A spec, the algorithm where the caller names one, and whether the packed filter is kept.
 type Key = (Conv2dSpec, Option<Conv2dAlgorithm>, Filter);
-static PLANS: PlanCache<Key, windrow::Conv2dPlan> = PlanCache::new();
+pub(crate) static PLANS: PlanCache<Key, windrow::Conv2dPlan> = PlanCache::new();
 
-fn make_plan(
+pub(crate) fn make_plan(
     (spec, algorithm, filter): &Key,
     options: &PlanOptions,
 ) -> windrow::Result<windrow::Conv2dPlan> {
@@ -39,7 +40,7 @@ pub(crate) enum Pair<'py> {
 }
 
 impl Pair<'_> {
-    fn each(self, arg: &str) -> PyResult<[usize; 2]> {
+    pub(crate) fn each(self, arg: &str) -> PyResult<[usize; 2]> {
         match self {
             Pair::Both(n) => Ok([n, n]),
             Pair::Each(n) => Ok(n),
@@ -74,7 +75,7 @@ fn no_number(arg: &str, given: &Bound<'_, PyAny>, expected: &str) -> PyErr {
 }
 
 /// Stride, padding, dilation and groups.
-type Options<'py> = (Pair<'py>, Pair<'py>, Pair<'py>, Pair<'py>);
+pub(crate) type Options<'py> = (Pair<'py>, Pair<'py>, Pair<'py>, Pair<'py>);
 
 /// The options of [`conv2d`] by name, in a dictionary.
 #[derive(FromPyObject)]
@@ -95,8 +96,8 @@ impl Named<'_> {
     }
 }
 
-/// The options that all functions of this module take.
-fn params(
+/// The options that all functions take.
+pub(crate) fn params(
     py: Python<'_>,
     (stride, padding, dilation, groups): Options<'_>,
     activation: Option<&str>,
@@ -121,6 +122,7 @@ pub(crate) struct PackedWeights(windrow::PackedWeights);
 pub(crate) struct FilterCache {
     cache: windrow::FilterCache,
     promised: AtomicUsize,
+    refused: Mutex<HashMap<String, usize>>,
 }
 
 #[pymethods]
@@ -147,6 +149,16 @@ impl FilterCache {
         self.promised.store(bytes, Relaxed);
     }
 
+    /// Says that there was no room for the filter's layer in `mode`.
+    fn refuse(&self, mode: String) {
+        *self.refusals().entry(mode).or_default() += 1;
+    }
+
+    /// How often `refuse` said so.
+    fn refused(&self, mode: &str) -> usize {
+        self.refusals().get(mode).copied().unwrap_or_default()
+    }
+
     /// Drops what is packed.
     fn clear(&self, py: Python<'_>) {
         py.detach(|| self.cache.clear());
@@ -154,6 +166,11 @@ impl FilterCache {
 }
 
 impl FilterCache {
+    fn refusals(&self) -> MutexGuard<'_, HashMap<String, usize>> {
+        // Nothing panics while it is locked.
+        self.refused.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// The cache, which does or does not trust the filter to stay as it is.
     pub(crate) fn frozen(&self, frozen: bool) -> &windrow::FilterCache {
         // Setting it makes the cache compare once more.
@@ -301,95 +318,8 @@ pub(crate) fn conv2d_bytes<'py>(
     let bias = Array::import_option("bias", bias, None)?;
     let plan = plan_for(py, [&x, &weight], &bias, &params, is_kept)?;
     let scratch = plan.packed_workspace_bytes();
-    Ok((plan.workspace_bytes() - scratch, scratch))
-}
-
-/// Gradients of [`conv2d`] without activation, with respect to those of `x`, `weight` and `bias`
-/// that `needs` names.
-#[pyfunction]
-#[expect(clippy::too_many_arguments, reason = "a Python signature")]
-pub(crate) fn conv2d_backward<'py>(
-    py: Python<'py>,
-    dy: &Bound<'py, PyAny>,
-    x: &Bound<'py, PyAny>,
-    weight: &Bound<'py, PyAny>,
-    bias: Option<&Bound<'py, PyAny>>,
-    options: Options<'_>,
-    accuracy: Option<&str>,
-    needs: (bool, bool, bool),
-) -> PyResult<[Option<Bound<'py, PyAny>>; 3]> {
-    let params = params(py, options, None, accuracy)?;
-    let dy = Array::import("dy", dy)?;
-    let x = Array::import("x", x)?;
-    let weight = Array::import("weight", weight)?;
-    let bias = Array::import_option("bias", bias, None)?;
-    let (data, rest) = backward_plans(py, &dy, &x, &weight, &params)?;
-    let bytes = gradient_bytes(py, &data, &rest)?;
-    let mut dx = Output::gradient(py, Some(&x), needs.0)?;
-    let mut dweight = Output::gradient(py, Some(&weight), needs.1)?;
-    let mut dbias = Output::gradient(py, bias.as_ref(), needs.2)?;
-    let dx_view = Output::view_mut_option(&mut dx)?;
-    let dweight_view = Output::view_mut_option(&mut dweight)?;
-    let dbias_view = Output::view_mut_option(&mut dbias)?;
-    let (x_view, weight_view, dy_view) = (x.view(), weight.view(), dy.view());
-    run(py, &x, bytes, RELEASE, |ws| {
-        if let Some(dx) = dx_view {
-            data.backward_data(&weight_view, &dy_view, dx, ws)?;
-        }
-        if let Some(dweight) = dweight_view {
-            rest.backward_weight(&x_view, &dy_view, dweight, ws)?;
-        }
-        if let Some(dbias) = dbias_view {
-            rest.backward_bias(&dy_view, dbias, ws)?;
-        }
-        Ok(())
-    })?;
-    Output::finish_all(py, [dx, dweight, dbias], &x.family)
-}
-
-/// Memory that [`conv2d_backward`] needs beside its tensors.
-#[pyfunction]
-pub(crate) fn conv2d_backward_bytes<'py>(
-    py: Python<'py>,
-    dy: &Bound<'py, PyAny>,
-    x: &Bound<'py, PyAny>,
-    weight: &Bound<'py, PyAny>,
-    options: Options<'_>,
-    accuracy: Option<&str>,
-) -> PyResult<usize> {
-    let params = params(py, options, None, accuracy)?;
-    let dy = Array::import("dy", dy)?;
-    let x = Array::import("x", x)?;
-    let weight = Array::import("weight", weight)?;
-    let (data, rest) = backward_plans(py, &dy, &x, &weight, &params)?;
-    gradient_bytes(py, &data, &rest)
-}
-
-/// Bytes of workspace for any gradient. Asking makes what computes them, on a device its kernels.
-fn gradient_bytes(
-    py: Python<'_>,
-    data: &windrow::Conv2dPlan,
-    rest: &windrow::Conv2dPlan,
-) -> PyResult<usize> {
-    let [data, rest] = py.detach(|| [data, rest].map(|plan| plan.backward_workspace_bytes()));
-    Ok(data.py()?.max(rest.py()?))
-}
-
-/// The plan for the gradient of x, and the one for the others. The gradient of x is dense, which x
-/// need not be: then the plans are two.
-fn backward_plans(
-    py: Python<'_>,
-    dy: &Array<'_>,
-    x: &Array<'_>,
-    weight: &Array<'_>,
-    params: &Conv2dParams,
-) -> PyResult<(Arc<windrow::Conv2dPlan>, Arc<windrow::Conv2dPlan>)> {
-    let plan = |x: TensorDesc| {
-        let spec = Conv2dSpec::new(x, weight.desc, params).py()?;
-        let key = (spec.with_output(dy.desc), None, Filter::Changing);
-        PLANS.get(py, &key, dy.device, make_plan)
-    };
-    Ok((plan(like(x)?)?, plan(x.desc)?))
+    let filter = if is_kept { plan.packed_bytes() } else { plan.workspace_bytes() - scratch };
+    Ok((filter, scratch))
 }
 
 /// A convolution with its algorithm chosen, for arrays like those it was made from.

@@ -3,6 +3,7 @@
 use crate::array::{Array, desc, view};
 use crate::call::run_with;
 use crate::conv2d::{FilterCache, Named, plan_for, work};
+use crate::error::NotInPlace;
 use crate::output::{EmptyTensor, Output};
 use crate::torch::nothing_to_dispatch;
 use pyo3::intern;
@@ -87,8 +88,14 @@ impl Conv2dCall {
         if !nothing_to_dispatch(py, true, [x, weight].into_iter().chain(bias))? {
             return Ok(None);
         }
-        let (x, weight) = (Array::import("x", x)?, Array::import("weight", weight)?);
-        let bias = Array::import_option("bias", bias, None)?;
+        let imported = || {
+            let (x, weight) = (Array::import("x", x)?, Array::import("weight", weight)?);
+            PyResult::Ok((x, weight, Array::import_option("bias", bias, None)?))
+        };
+        let (x, weight, bias) = match imported() {
+            Err(e) if e.is_instance_of::<NotInPlace>(py) => return Ok(None),
+            arrays => arrays?,
+        };
         let spec = self.plan.spec();
         if x.device != self.device
             || (&x.desc, &weight.desc, &desc(&bias)) != (&spec.x, &spec.w, &spec.bias)

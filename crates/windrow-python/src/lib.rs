@@ -7,6 +7,7 @@ mod causal_conv1d;
 mod causal_conv1d_serving;
 mod conv2d;
 mod conv2d_call;
+mod conv2d_gradients;
 mod dlpack;
 mod error;
 mod gelu;
@@ -16,6 +17,8 @@ mod torch;
 mod verify;
 
 use pyo3::prelude::*;
+// The extension exports what ONNX Runtime looks for in a library of operators.
+use windrow_onnxruntime as _;
 
 #[pymodule]
 mod _native {
@@ -27,11 +30,16 @@ mod _native {
     use super::causal_conv1d_serving::causal_conv1d_serving;
     #[pymodule_export]
     use super::conv2d::{
-        Conv2dPlan, FilterCache, PackedWeights, conv2d, conv2d_algorithm, conv2d_backward,
-        conv2d_backward_bytes, conv2d_bytes, conv2d_plans,
+        Conv2dPlan, FilterCache, PackedWeights, conv2d, conv2d_algorithm, conv2d_bytes,
+        conv2d_plans,
     };
     #[pymodule_export]
     use super::conv2d_call::Conv2dCall;
+    #[pymodule_export]
+    use super::conv2d_gradients::{
+        conv_transpose2d, conv_transpose2d_backward, conv_transpose2d_backward_bytes,
+        conv_transpose2d_bytes, conv2d_backward, conv2d_backward_bytes,
+    };
     #[pymodule_export]
     use super::error::NotInPlace;
     #[pymodule_export]

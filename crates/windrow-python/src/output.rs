@@ -188,7 +188,7 @@ fn namespace<'py>(like: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>
     }
     let module = like.get_type().module()?;
     // CuPy has no `__array_namespace__` before version 14.
-    match module.to_str()?.split('.').next() {
+    match module.to_cow()?.split('.').next() {
         Some("cupy") => Ok(Some(py.import("cupy")?.into_any())),
         _ => Ok(None),
     }

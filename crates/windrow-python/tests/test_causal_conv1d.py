@@ -108,7 +108,8 @@ def test_update_equals_the_whole(data, b, d, width, dtype, activation, pooled):
     entries = b
     if pooled:
         entries = b + 3
-        indices = np.array(data.draw(st.permutations(range(entries)))[:b], np.int32)
+        kind = data.draw(st.sampled_from([np.int32, np.int64]))
+        indices = np.array(data.draw(st.permutations(range(entries)))[:b], kind)
     state = np.array(data.draw(strided((entries, d, state_len), dtype)))
     rows = range(b) if indices is None else indices
     before = state.copy()
@@ -131,7 +132,8 @@ def test_update_of_a_ring(data, b, d, width, dtype):
     state = normal((b, d, state_len), dtype)
     x = normal((b, d), dtype)
     weight = normal((d, width))
-    lengths = np.array(data.draw(st.lists(st.integers(0, 99), min_size=b, max_size=b)), np.int32)
+    kind = data.draw(st.sampled_from([np.int32, np.int64]))
+    lengths = np.array(data.draw(st.lists(st.integers(0, 99), min_size=b, max_size=b)), kind)
     expected = state.copy()
     past = np.zeros((b, d, width - 1), dtype)
     for i in range(b):

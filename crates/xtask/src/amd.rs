@@ -16,6 +16,8 @@ const CHIP: &str = "gfx942";
 /// Compiled for by a sample, about one kernel in `SAMPLE`.
 const OTHERS: [&str; 3] = ["gfx90a", "gfx1100", "gfx1201"];
 const SAMPLE: u64 = 40;
+/// The one of the others that a sample of the cases is executed on.
+const WAVE_32: &str = "gfx1100";
 /// What the names of the tests that compile kernels have.
 const NAMES: [&str; 2] = ["compile", "spill"];
 /// Random cases that call most functions of the runtime.
@@ -42,57 +44,81 @@ fn how_to_install(tool: &str) -> String {
 pub(crate) fn run(all: bool) -> Result {
     match missing() {
         Some(tool) => Err(how_to_install(tool).into()),
-        None => check(&mut Steps::default(), all),
+        None => check(&mut Steps::default(), all).map(drop),
     }
 }
 
-/// A step of the tests, left out without a word of failure where a tool is missing.
-pub(crate) fn test(steps: &mut Steps) -> Result {
+/// A step of the tests, left out without a word of failure where a tool is missing. Gives the folder with the emulator.
+pub(crate) fn test(steps: &mut Steps) -> Result<Option<PathBuf>> {
     match missing() {
         Some(tool) => {
             eprintln!("\nAMD's kernels are NOT compiled and executed: {}", how_to_install(tool));
-            Ok(())
+            Ok(None)
         }
-        None => check(steps, false),
+        None => check(steps, false).map(Some),
     }
 }
 
-fn check(steps: &mut Steps, all: bool) -> Result {
+fn check(steps: &mut Steps, all: bool) -> Result<PathBuf> {
     let emulator = Emulator::build(steps)?;
-    let compiled = compile(steps, &emulator, all)?;
-    let report = verify(steps, &emulator)?;
+    let day = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs() / 86_400;
+    let compiled = compile(steps, &emulator, all, day)?;
+    let mut reports = BTreeMap::from([(CHIP, verify(steps, &emulator, CHIP, &[])?)]);
+    if all {
+        for chip in OTHERS {
+            reports.insert(chip, verify(steps, &emulator, chip, &[])?);
+        }
+    } else {
+        // Those of causal conv1d are large: some small ones, others each day.
+        reports.insert(WAVE_32, verify(steps, &emulator, WAVE_32, &["gelu", "conv2d"])?);
+        let seed = day.to_string();
+        let few = ["verify", "causal-conv1d", "--random", "--seed", &seed, "--cases", "20"];
+        eprintln!("\n20 cases of causal conv1d on {WAVE_32}, chosen by seed {day}");
+        steps.run("sample", &mut windrow(&emulator, WAVE_32, &few))?;
+    }
     nudged(steps, &emulator)?;
-    let (survived, broken) = failing_calls(&emulator)?;
+    for chip in reports.keys() {
+        document(steps, &emulator, chip)?;
+    }
+    let (mut survived, mut broken) = failing_calls(&emulator)?;
+    match products_by_rocblas(steps, &emulator)? {
+        None => survived += 1,
+        Some(what) => broken.push(what),
+    }
 
-    let count = |rows: &Value, key: &str| {
-        rows.as_array().into_iter().flatten().filter_map(|row| row[key].as_u64()).sum::<u64>()
-    };
-    let failures = report["failures"].as_array().map_or(0, Vec::len) as u64;
-    let missed = kernels(&report, "missed").chain(kernels(&report, "not listed"));
-    let missed: Vec<_> = missed.collect();
-    let launched = kernels(&report, "launched").count() as u64;
     for (chip, kernels) in &compiled {
         println!("{chip}: {} kernels compiled", kernels.len());
     }
-    println!(
-        "{CHIP}: {launched} kernels executed, {} elements compared, {} outside of the tolerance",
-        count(&report["rows"], "elements"),
-        count(&report["rows"], "error_count"),
-    );
-    for failure in report["failures"].as_array().into_iter().flatten() {
-        println!("failed: {}\n  {}", failure["case"], failure["detail"]);
+    let (mut passed, mut failed) = (survived, broken.len() as u64);
+    for (chip, report) in &reports {
+        let sum = |key: &str| {
+            let rows = report["rows"].as_array().into_iter().flatten();
+            rows.filter_map(|row| row[key].as_u64()).sum::<u64>()
+        };
+        let failures = report["failures"].as_array().map_or(&[][..], Vec::as_slice);
+        let missed: Vec<_> =
+            kernels(report, "missed").chain(kernels(report, "not listed")).collect();
+        let launched = kernels(report, "launched").count() as u64;
+        println!(
+            "{chip}: {launched} kernels executed, {} elements compared, {} outside of the tolerance",
+            sum("elements"),
+            sum("error_count"),
+        );
+        for failure in failures {
+            println!("failed: {}\n  {}", failure["case"], failure["detail"]);
+        }
+        missed.iter().for_each(|kernel| println!("never executed: {kernel}"));
+        failed += (failures.len() + missed.len()) as u64;
+        passed += sum("cases") - failures.len() as u64 + launched;
     }
-    missed.iter().for_each(|kernel| println!("never executed: {kernel}"));
     println!("{survived} functions of the runtime failed in turn, and were reported");
     broken.iter().for_each(|what| println!("failed: {what}"));
-    let failed = failures + (missed.len() + broken.len()) as u64;
     if failed == 0 {
-        record(&emulator, &compiled, &report, all)?;
+        record(&emulator, &compiled, &reports, all)?;
     }
-    let variants = compiled.values().map(Vec::len).sum::<usize>() as u64;
-    let passed = variants + count(&report["rows"], "cases") - failures + launched + survived;
+    passed += compiled.values().map(Vec::len).sum::<usize>() as u64;
     println!("{passed} passed, {failed} failed");
-    if failed > 0 { Err("the emulator found errors".into()) } else { Ok(()) }
+    if failed > 0 { Err("the emulator found errors".into()) } else { Ok(emulator.folder) }
 }
 
 fn kernels<'a>(report: &'a Value, status: &'a str) -> impl Iterator<Item = &'a str> {
@@ -103,6 +129,8 @@ fn kernels<'a>(report: &'a Value, status: &'a str) -> impl Iterator<Item = &'a s
 /// Where the emulator lies under the names of what it stands for.
 struct Emulator {
     folder: PathBuf,
+    /// The same with rocBLAS.
+    with_rocblas: PathBuf,
 }
 
 impl Emulator {
@@ -112,22 +140,35 @@ impl Emulator {
         let build = ["build", "--quiet", "--workspace", "--lib", "--bins", "--test", "kernels"];
         steps.run("emulator", &mut cargo(&build))?;
         let folder = target().join("amd");
-        fs::create_dir_all(&folder)?;
+        let with_rocblas = folder.join("rocblas");
+        fs::create_dir_all(&with_rocblas)?;
         let library = target().join("debug/libwindrow_amd_emulator.so");
+        let copied = |to: PathBuf| {
+            fs::copy(&library, &to).map_err(|e| format!("{}: {e}", library.display()))?;
+            Result::Ok(to)
+        };
         for name in ["libamdhip64.so", "libhiprtc.so"] {
-            fs::copy(&library, folder.join(name))
-                .map_err(|e| format!("{}: {e}", library.display()))?;
+            copied(folder.join(name))?;
         }
-        Ok(Emulator { folder })
+        // One file is loaded once: all of its names share their memory.
+        let runtime = copied(with_rocblas.join("libamdhip64.so"))?;
+        for name in ["libhiprtc.so", "librocblas.so"] {
+            let name = with_rocblas.join(name);
+            if name.exists() {
+                fs::remove_file(&name)?;
+            }
+            fs::hard_link(&runtime, name)?;
+        }
+        Ok(Emulator { folder, with_rocblas })
     }
 
     /// Lets a command find the emulator, and keep what it compiles here.
-    fn stand_in<'a>(&self, command: &'a mut Command) -> &'a mut Command {
+    fn stand_in<'a>(&self, chip: &str, command: &'a mut Command) -> &'a mut Command {
         command
             .env("WINDROW_HIP_PATH", &self.folder)
             .env("WINDROW_CACHE_DIR", self.folder.join("cache"))
             .env("WINDROW_EMULATOR_CACHE", self.folder.join("objects"))
-            .env("WINDROW_EMULATOR_CHIP", CHIP)
+            .env("WINDROW_EMULATOR_CHIP", chip)
     }
 }
 
@@ -136,12 +177,12 @@ fn compile(
     steps: &mut Steps,
     emulator: &Emulator,
     all: bool,
+    day: u64,
 ) -> Result<BTreeMap<String, Vec<String>>> {
     let list = emulator.folder.join("compiled.txt");
     if list.exists() {
         fs::remove_file(&list)?;
     }
-    let day = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs() / 86_400;
     let share = |chip: &str| if all { chip.to_owned() } else { format!("{chip}/{SAMPLE}@{day}") };
     let chips: Vec<_> = iter::once(CHIP.to_owned()).chain(OTHERS.map(share)).collect();
     if !all {
@@ -152,7 +193,7 @@ fn compile(
     }
     let tests = [&["test", "--quiet", "--workspace", "--lib", "--"][..], &NAMES].concat();
     let mut tests = cargo(&tests);
-    emulator.stand_in(&mut tests).env("WINDROW_COMPILED", &list);
+    emulator.stand_in(CHIP, &mut tests).env("WINDROW_COMPILED", &list);
     steps.run("compile", tests.env("WINDROW_COMPILE_FOR", chips.join(",")))?;
     let mut compiled = BTreeMap::<_, Vec<_>>::new();
     for line in fs::read_to_string(&list)?.lines() {
@@ -163,13 +204,20 @@ fn compile(
     Ok(compiled)
 }
 
+/// The command on the emulator of a chip.
+fn windrow(emulator: &Emulator, chip: &str, arguments: &[&str]) -> Command {
+    let mut command = Command::new(target().join("debug/windrow"));
+    command.current_dir(root()).args(arguments).args(["--device", "hip:0"]);
+    emulator.stand_in(chip, &mut command);
+    command
+}
+
 /// What `windrow verify` says of the emulator.
-fn verify(steps: &mut Steps, emulator: &Emulator) -> Result<Value> {
+fn verify(steps: &mut Steps, emulator: &Emulator, chip: &str, operators: &[&str]) -> Result<Value> {
     let file = emulator.folder.join("verify.json");
-    let mut verify = Command::new(target().join("debug/windrow"));
-    verify.current_dir(root()).args(["verify", "--json", "--quiet", "--kernels"]);
-    verify.args(["--device", "hip:0"]);
-    emulator.stand_in(&mut verify).stdout(fs::File::create(&file)?);
+    let arguments = [&["verify", "--json", "--quiet", "--kernels"], operators].concat();
+    let mut verify = windrow(emulator, chip, &arguments);
+    verify.stdout(fs::File::create(&file)?);
     // Failures are in the report.
     let ended = steps.run("verify", &mut verify);
     let report = serde_json::from_str(&fs::read_to_string(&file)?);
@@ -178,30 +226,61 @@ fn verify(steps: &mut Steps, emulator: &Emulator) -> Result<Value> {
 
 /// GELU's cases with reciprocals and exponentials that are wrong by a unit in the last place, as a chip's may be.
 fn nudged(steps: &mut Steps, emulator: &Emulator) -> Result {
-    let mut verify = Command::new(target().join("debug/windrow"));
-    verify.current_dir(root()).args(["verify", "gelu", "--kernels"]);
-    verify.args(["--device", "hip:0"]).env("WINDROW_EMULATOR_NUDGE", "1");
-    steps.run("nudged", emulator.stand_in(&mut verify))
+    let mut verify = windrow(emulator, CHIP, &["verify", "gelu", "--kernels"]);
+    steps.run("nudged", verify.env("WINDROW_EMULATOR_NUDGE", "1"))
 }
 
-/// Lets each function of the runtime fail in a run of the command. It has to end with an error that names the function;
-/// those that it does not call are not counted.
+/// The program of the document that is about AMD's matrix cores.
+fn document(steps: &mut Steps, emulator: &Emulator, chip: &str) -> Result {
+    steps
+        .run("document", &mut windrow(emulator, chip, &["bench", "causal-conv1d", "--case", "amd"]))
+}
+
+/// Cases whose products of matrices rocBLAS's stand-in computes, and that it does: what is wrong, if not.
+fn products_by_rocblas(steps: &mut Steps, emulator: &Emulator) -> Result<Option<String>> {
+    let products = |command: &mut Command| {
+        command.env("WINDROW_HIP_PATH", &emulator.with_rocblas);
+    };
+    let cases = ["verify", "causal-conv1d", "conv2d", "--random", "--seed", "1", "--cases", "12"];
+    let mut verify = windrow(emulator, CHIP, &cases);
+    products(&mut verify);
+    steps.run("rocblas", &mut verify)?;
+    let mut fails = windrow(emulator, CHIP, &cases);
+    products(&mut fails);
+    let name = "rocblas_gemm_strided_batched_ex";
+    let output = fails.env("WINDROW_EMULATOR_FAIL", format!("{name}=6")).output()?;
+    let words = [output.stdout, output.stderr].concat();
+    let words = String::from_utf8_lossy(&words);
+    let is_named = words.contains(name) && words.contains("rocblas_status_internal_error");
+    let is_reported = is_named && !output.status.success();
+    Ok((!is_reported).then(|| format!("a run in which {name} fails: {}", output.status)))
+}
+
+/// Lets each function of the runtime fail in a run of the command, and where that does not call it in tests of the
+/// library, which record graphs. They have to end with an error that names the function; those that neither calls, or
+/// whose failure has no consequence, are not counted. Tests are not run with functions that destroy: they look for what
+/// is left.
 fn failing_calls(emulator: &Emulator) -> Result<(u64, Vec<String>)> {
     let source = include_str!("../../windrow-amd-emulator/src/runtime.rs");
     let names =
         source.lines().filter_map(|line| line.strip_prefix("    fn hip")?.split('(').next());
     let (mut survived, mut broken) = (0, Vec::new());
     for name in names.map(|name| format!("hip{name}")) {
-        let mut verify = Command::new(target().join("debug/windrow"));
-        verify.current_dir(root()).args(["verify", "--device", "hip:0"]).args(FEW_CASES);
-        verify.env("WINDROW_EMULATOR_FAIL", format!("{name}=1"));
-        let output = emulator.stand_in(&mut verify).output()?;
-        let words = [output.stdout, output.stderr].concat();
-        let named = String::from_utf8_lossy(&words).contains(&format!("{name} was told to fail"));
-        match (output.status.code(), named) {
-            (Some(0), false) => {}
-            (Some(1..=100), true) => survived += 1,
-            _ => broken.push(format!("a run in which {name} fails: {}", output.status)),
+        let verify = windrow(emulator, CHIP, &[&["verify"], &FEW_CASES[..]].concat());
+        let mut tests = cargo(&["test", "--quiet", "--workspace", "--lib", "--", "gpu::"]);
+        emulator.stand_in(CHIP, &mut tests);
+        let gives_back = name.ends_with("Destroy");
+        for mut command in iter::once(verify).chain((!gives_back).then_some(tests)) {
+            let output = command.env("WINDROW_EMULATOR_FAIL", format!("{name}=1")).output()?;
+            let words = [output.stdout, output.stderr].concat();
+            let named =
+                String::from_utf8_lossy(&words).contains(&format!("{name} was told to fail"));
+            match (output.status.code(), named) {
+                (Some(0), false) => continue,
+                (Some(1..=101), true) => survived += 1,
+                _ => broken.push(format!("a run in which {name} fails: {}", output.status)),
+            }
+            break;
         }
     }
     Ok((survived, broken))
@@ -211,7 +290,7 @@ fn failing_calls(emulator: &Emulator) -> Result<(u64, Vec<String>)> {
 fn record(
     emulator: &Emulator,
     compiled: &BTreeMap<String, Vec<String>>,
-    report: &Value,
+    reports: &BTreeMap<&str, Value>,
     all: bool,
 ) -> Result {
     let (commit, clean) = commit()?;
@@ -219,9 +298,12 @@ fn record(
     let folder = if all { root().join(RECORDS).join(name) } else { emulator.folder.join(name) };
     fs::create_dir_all(&folder)?;
     let compiled: BTreeMap<_, _> = compiled.iter().map(|(chip, k)| (chip, k.len())).collect();
+    let executed: BTreeMap<_, _> = reports
+        .iter()
+        .map(|(chip, report)| (chip, json!({"rows": report["rows"], "kernels": report["kernels"]})))
+        .collect();
     let result = json!({
-        "commit": commit, "clean": clean, "all": all, "chip": CHIP, "compiled": compiled,
-        "rows": report["rows"], "kernels": report["kernels"],
+        "commit": commit, "clean": clean, "all": all, "compiled": compiled, "executed": executed,
     });
     write(&folder.join("verify.json"), &result)
 }

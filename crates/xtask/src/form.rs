@@ -17,10 +17,8 @@ pub(crate) fn check() -> Result {
     let pages = pages::all()?;
     let mut faults = Vec::new();
     for page in &pages {
-        if page.is_guide() {
-            let wide = wide(&page.text);
-            faults.extend(wide.map(|n| format!("{}:{n}: more than {COLUMNS} columns", page.name)));
-        }
+        let wide = wide(&page.text);
+        faults.extend(wide.map(|n| format!("{}:{n}: more than {COLUMNS} columns", page.name)));
         faults.extend(broken(page).into_iter().map(|fault| format!("{}: {fault}", page.name)));
         let lines = page.text.lines().count();
         if page.name == "README.md" && lines > README_LINES {

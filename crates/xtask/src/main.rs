@@ -8,6 +8,7 @@ mod examples;
 mod figures;
 mod filled;
 mod form;
+mod kernels;
 mod pages;
 mod python;
 mod record;
@@ -28,6 +29,7 @@ const USAGE: &str = "usage: cargo xtask TASK
   amd --all        the same with all kernels compiled for each chip, and write the result into the records
   api              write docs/api.txt, the public surface of the crates
   wheel            build the Python wheel for Linux on x86-64 and the source package, and print their sizes
+  kernels          make target/kernels/windrow, a folder for the Hugging Face Hub's kernels, and check it
   record           measure this machine into benchmarks/record/DATE-MACHINE
   readme           write the tables and pictures of the pages from the records that they name
   readme --check   fail if they are not those of the records, if a page gives a figure without a record,
@@ -43,9 +45,14 @@ fn main() -> ExitCode {
         ["amd", "--all"] => amd::run(true),
         ["api"] => api::write(),
         ["wheel"] => wheel::build(),
+        ["kernels"] => kernels::build(),
         ["record"] => record::run(),
         ["readme"] => filled::write(),
         ["readme", "--check"] => test::pages(),
+        ["help" | "--help" | "-h"] => {
+            println!("{USAGE}");
+            Ok(())
+        }
         _ => Err(USAGE.into()),
     };
     match result {

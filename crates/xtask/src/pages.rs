@@ -11,7 +11,7 @@ pub(crate) struct Page {
 }
 
 impl Page {
-    /// True for README.md and docs/: their figures have records, their examples run, their lines are cut.
+    /// True for README.md and docs/: their figures have records, their examples run.
     pub(crate) fn is_guide(&self) -> bool {
         self.name == "README.md" || self.name.starts_with("docs/")
     }

@@ -15,8 +15,9 @@ use std::{env, fs};
 /// Names an environment that has what requirements-test.txt and requirements-torch.txt ask for.
 const TORCH_ENV: &str = "WINDROW_TORCH_ENV";
 
-/// Builds the wheel and runs the tests and the pages' examples on NumPy, and with `torch` those on PyTorch.
-pub(crate) fn test(steps: &mut Steps, torch: bool) -> Result {
+/// Builds the wheel and runs the tests and the pages' examples on NumPy, and with `torch` those on PyTorch. `emulator` is
+/// the folder of that of AMD's chips.
+pub(crate) fn test(steps: &mut Steps, torch: bool, emulator: Option<&Path>) -> Result {
     let package = root().join("crates/windrow-python");
     let requirements = [package.join("requirements-test.txt")];
     let numpy = environment(steps, "numpy", &requirements)?;
@@ -24,6 +25,9 @@ pub(crate) fn test(steps: &mut Steps, torch: bool) -> Result {
     let pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider"];
     let mut tests = python(&numpy, &site);
     tests.args(pytest).args(["tests", "--ignore=tests/pytorch"]).current_dir(&package);
+    if let Some(folder) = emulator {
+        tests.env("WINDROW_TEST_HIP", folder);
+    }
     steps.run("python tests", &mut tests)?;
     examples::shell(&numpy)?;
     examples::python(false, || python(&numpy, &site))?;

@@ -87,18 +87,18 @@ pub(crate) fn accuracy(verify: &Value) -> Result<String> {
 
 /// Kernels that were compiled for AMD's chips and executed by the emulator.
 pub(crate) fn amd(result: &Value) -> Result<String> {
-    let sum = |key: &str| rows(result).filter_map(|row| row[key].as_u64()).sum::<u64>();
-    let launched = result["kernels"].as_array().into_iter().flatten();
-    let launched = launched.filter(|kernel| text(kernel, "status") == "launched").count();
     let mut out = String::from(
         "| chip | variants compiled | kernels executed | elements compared | outside tolerance |\n\
          |---|--:|--:|--:|--:|\n",
     );
     for (chip, compiled) in members(&result["compiled"]) {
-        let executed = if chip == text(result, "chip") {
-            format!("{launched} | {} | {}", sum("elements"), sum("error_count"))
-        } else {
-            "- | - | -".to_owned()
+        let report = &result["executed"][chip];
+        let sum = |key: &str| rows(report).filter_map(|row| row[key].as_u64()).sum::<u64>();
+        let kernels = report["kernels"].as_array().into_iter().flatten();
+        let launched = kernels.filter(|kernel| text(kernel, "status") == "launched").count();
+        let executed = match launched {
+            0 => "- | - | -".to_owned(),
+            n => format!("{n} | {} | {}", sum("elements"), sum("error_count")),
         };
         let _ = writeln!(out, "| {chip} | {compiled} | {executed} |");
     }
@@ -264,12 +264,17 @@ pub(crate) fn cuda_memory(record: &Value, wanted: &str) -> Result<String> {
     Ok(out)
 }
 
-/// Whole networks beside PyTorch, in CUDA graphs and called as they are: PyTorch's times in ms, those of the patched and
-/// the optimized network beside them, peak memory as a share of PyTorch's.
+/// Whole networks beside PyTorch, called as they are and, where there are such times, in CUDA graphs: PyTorch's times in
+/// ms, those of the patched and the optimized network beside them, peak memory as a share of PyTorch's.
 pub(crate) fn models(record: &Value) -> Result<String> {
     let mut out = format!("{}, {}.\n\n", text(record, "device"), versions(record));
-    out += "| network, mode, batch | graph, ms | patched | optimized | called, ms | patched | optimized | memory |\n\
-            |---|--:|--:|--:|--:|--:|--:|--:|\n";
+    let has_graphs = members(&record["cases"]).any(|(_, case)| !case["ms"]["graph"].is_null());
+    let columns = if has_graphs { " graph, ms | patched | optimized |" } else { "" };
+    let lines = "--:|".repeat(if has_graphs { 7 } else { 4 });
+    let _ = writeln!(
+        out,
+        "| network, mode, batch |{columns} called, ms | patched | optimized | memory |\n|---|{lines}"
+    );
     for (name, case) in members(&record["cases"]) {
         let bytes = |library: &str| number(&case["peak_bytes"], library);
         let memory = |side: &str| {
@@ -289,9 +294,10 @@ pub(crate) fn models(record: &Value) -> Result<String> {
             format!("{shown} | {} | {}", beside("windrow"), beside("optimized"))
         };
         let called = if case["ms"]["train"].is_null() { "eager" } else { "train" };
-        let (graph, called) = (times("graph"), times(called));
+        let graph = if has_graphs { format!(" {} |", times("graph")) } else { String::new() };
+        let called = times(called);
         let memory = [memory("windrow"), memory("optimized")].join(", ").replace(", -", "");
-        let _ = writeln!(out, "| {name} | {graph} | {called} | {memory} |");
+        let _ = writeln!(out, "| {name} |{graph} {called} | {memory} |");
     }
     Ok(out)
 }
@@ -381,6 +387,12 @@ mod tests {
         assert!(table.contains(line), "{table}");
         let line = "| net f32 64 train | - | - | - | 2.00 | 1.00x | - | - |\n";
         assert!(table.contains(line), "{table}");
+        let cpu = json!({"device": "C", "versions": {}, "cases": {"net f32 1": {"ms": {"eager": train}}}});
+        let table = models(&cpu).unwrap();
+        assert!(
+            table.ends_with("|---|--:|--:|--:|--:|\n| net f32 1 | 2.00 | 1.00x | - | - |\n"),
+            "{table}"
+        );
         let small =
             json!({"net f32 8": {}, "net f32 64": {}, "net f32 64 train": {}, "net bf16 1": {}});
         let names: Vec<_> =

@@ -46,15 +46,16 @@ pub(crate) fn run(torch: bool) -> Result {
     random.current_dir(root()).args(["verify", "--random", "60", "--seed", &day]);
     eprintln!("\nrandom cases of seed {day}");
     steps.run("random cases", &mut random)?;
-    amd::test(&mut steps)?;
-    python::test(&mut steps, torch)
+    let emulator = amd::test(&mut steps)?;
+    python::test(&mut steps, torch, emulator.as_deref())
 }
 
 /// Builds every crate that is published from its package, as who takes it from the registry does.
 fn packages(steps: &mut Steps, now: Duration) -> Result {
-    let private = ["pages", "windrow-amd-emulator", "windrow-python", "xtask"]
-        .map(|name| ["--exclude", name])
-        .concat();
+    let private =
+        ["pages", "windrow-amd-emulator", "windrow-onnxruntime", "windrow-python", "xtask"]
+            .map(|name| ["--exclude", name])
+            .concat();
     // Compiled only: not worth the time that optimising takes.
     let plain = ["--config", "profile.dev.opt-level=0"];
     let package = [&["package", "--quiet", "--workspace", "--allow-dirty"][..], &plain].concat();

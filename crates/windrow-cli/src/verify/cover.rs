@@ -10,8 +10,8 @@ const LARGE: usize = 1 << 20;
 
 /// Puts the cases of `cover.txt` first, of which it gives the number. Of the others, kinds (algorithm, element type and
 /// layout) take turns, and those of a kind are mixed: neighbours among them mostly launch the same kernels.
-pub(super) fn order(cases: &mut Vec<Case>) -> usize {
-    let listed: HashMap<_, _> = listed().zip(0..).collect();
+pub(super) fn order(cases: &mut Vec<Case>, device: Device) -> usize {
+    let listed: HashMap<_, _> = listed(device).zip(0..).collect();
     let places = places(cases);
     let mut ordered: Vec<_> = places
         .into_iter()
@@ -30,8 +30,12 @@ pub(super) fn order(cases: &mut Vec<Case>) -> usize {
 }
 
 /// Cases as [`Case`] prints them.
-fn listed() -> impl Iterator<Item = String> {
-    include_str!("cover.txt").lines().filter(|line| !line.starts_with('#')).flat_map(|line| {
+fn listed(device: Device) -> impl Iterator<Item = String> {
+    let (common, cuda) =
+        include_str!("cover.txt").split_once("# On CUDA these too:").expect("two parts");
+    let cuda = if matches!(device, Device::Cuda(_)) { cuda } else { "" };
+    let lines = common.lines().chain(cuda.lines());
+    lines.filter(|line| !line.is_empty() && !line.starts_with('#')).flat_map(|line| {
         let (before, rest) = line.split_once('{').unwrap_or((line, "}"));
         let (types, after) = rest.split_once('}').unwrap_or(("", rest));
         types.split(',').map(move |dtype| format!("{before}{dtype}{after}"))
@@ -60,7 +64,7 @@ mod tests {
         cases[0].elements = LARGE + 1;
         cases.push(case("strided", "d"));
         cases.push(case("contiguous", "[130, 517] none"));
-        assert_eq!(order(&mut cases), 1);
+        assert_eq!(order(&mut cases, Device::Hip(0)), 1);
         let names: Vec<_> = cases.iter().map(|c| c.name.as_str()).collect();
         assert_eq!(names, ["[130, 517] none", "d", "c", "b", "a"]);
     }
@@ -71,11 +75,12 @@ mod tests {
         let plain = |line: &str| {
             let (op, rest) = line.split_once(' ').unwrap();
             let (_, rest) = rest.split_once(' ').unwrap();
+            let (rest, _parts) = rest.split_once(" parts=").unwrap_or((rest, ""));
             format!("{op} {}", rest.replace(") half ", ") fp32 "))
         };
         let all = [Device::Hip(0), Device::Cpu].into_iter().flat_map(verify::cases);
         let all: Vec<_> = all.map(|case| plain(&format!("{case:?}"))).collect();
-        for line in listed() {
+        for line in listed(Device::Cuda(0)) {
             assert!(all.contains(&plain(&line)), "{line}");
         }
     }

@@ -118,7 +118,7 @@ pub(crate) fn run(args: &Verify) -> Result<(), Failure> {
     if args.quick {
         keep_few(&mut cases);
     }
-    let covering = if args.kernels { cover::order(&mut cases) } else { 0 };
+    let covering = if args.kernels { cover::order(&mut cases, args.device) } else { 0 };
     if cases.is_empty() {
         return Err(Failure::Input(format!("nothing to verify on {}", args.device)));
     }

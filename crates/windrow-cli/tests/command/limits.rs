@@ -20,12 +20,12 @@ fn zeros(folder: &Folder, name: &str, shape: &[usize]) -> usize {
 fn fill(pipe: &mut PipeWriter) {
     // SAFETY: an open descriptor; the flags are put back below.
     let flags = unsafe { libc::fcntl(pipe.as_raw_fd(), libc::F_GETFL) };
-    // SAFETY: as for the flags.
+    // SAFETY: an open descriptor, and its flags but for one.
     unsafe { libc::fcntl(pipe.as_raw_fd(), libc::F_SETFL, flags | libc::O_NONBLOCK) };
     for chunk in [4096, 1] {
         while pipe.write(&vec![b'.'; chunk]).is_ok() {}
     }
-    // SAFETY: as for the flags.
+    // SAFETY: an open descriptor, and the flags that it had.
     unsafe { libc::fcntl(pipe.as_raw_fd(), libc::F_SETFL, flags) };
 }
 

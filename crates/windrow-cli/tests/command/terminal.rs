@@ -164,8 +164,18 @@ fn help_has_examples_names_and_variables() {
         assert!(help.lines().all(|line| line.chars().count() <= 100), "{args}: {help}");
     }
     let help = folder.succeed("--help");
-    for variable in ["NUM_THREADS", "ISA", "VERIFY", "LOG", "TUNE_CACHE", "CACHE_DIR", "CUDA_PATH"]
-    {
+    for variable in [
+        "NUM_THREADS",
+        "ISA",
+        "VERIFY",
+        "LOG",
+        "TUNE_CACHE",
+        "CACHE_DIR",
+        "CUDA_PATH",
+        "CUDA_SYNC",
+        "HIP_PATH",
+        "HIP_SYNC",
+    ] {
         assert!(help.contains(&format!("WINDROW_{variable}")), "{variable}: {help}");
     }
     let help = folder.succeed("run conv2d --help");

@@ -124,8 +124,8 @@ def causal_conv1d_update(
     """The next step, or steps, of a causal convolution; `conv_state` is updated in place.
 
     x: [b, d] or [b, d, l]. conv_state: [b, d, state_len >= width - 1] of x's type, the latest inputs,
-    oldest first; with `cache_seqlens` [b] i32 a ring buffer whose next position is
-    `cache_seqlens % state_len`. With `conv_state_indices` [b] i32 conv_state is a pool
+    oldest first; with `cache_seqlens` [b] i32 or i64 a ring buffer whose next position is
+    `cache_seqlens % state_len`. With `conv_state_indices` [b] i32 or i64 conv_state is a pool
     [entries, d, state_len] and row i works on entry `conv_state_indices[i]`; negative: the row is
     padding, its result is zero. weight, bias, activation, out and device are those of
     `causal_conv1d`.
@@ -182,6 +182,42 @@ def conv2d_backward(
     accuracy: str | None,
     needs: tuple[bool, bool, bool],
 ) -> list[A | None]: ...
+def conv_transpose2d(
+    x: A,
+    weight: Array,
+    options: tuple[Pair, Pair, Pair, int],
+    output_padding: Pair,
+    accuracy: str | None,
+) -> A:
+    """Transposed convolution, without bias: the data gradient of the convolution of the result."""
+
+def conv_transpose2d_bytes(
+    x: Array,
+    weight: Array,
+    options: tuple[Pair, Pair, Pair, int],
+    output_padding: Pair,
+    accuracy: str | None,
+) -> int:
+    """Memory that `conv_transpose2d` needs beside its tensors."""
+
+def conv_transpose2d_backward(
+    dy: A,
+    x: A,
+    weight: Array,
+    options: tuple[Pair, Pair, Pair, int],
+    accuracy: str | None,
+    needs: tuple[bool, bool],
+) -> list[A | None]: ...
+def conv_transpose2d_backward_bytes(
+    dy: Array,
+    x: Array,
+    weight: Array,
+    options: tuple[Pair, Pair, Pair, int],
+    accuracy: str | None,
+    needs: tuple[bool, bool],
+) -> int:
+    """Memory that `conv_transpose2d_backward` needs beside its tensors."""
+
 def conv2d_algorithm(
     x: Array,
     weight: Array,
@@ -230,10 +266,16 @@ def causal_conv1d_serving(
     first_block: Array | None = None,
     tokens_before: Array | None = None,
     block_size: int = 0,
+    intermediate_windows: Array | None = None,
+    intermediate_indices: Array | None = None,
+    next_token: Array | None = None,
+    next_sibling: Array | None = None,
+    parent_token: Array | None = None,
     out: A | None = None,
 ) -> A:
     """The next tokens of many sequences, whose states are walked on in place. `order` names the
-    dimensions of `x` and the result: "bdl", "bd" (a token a row), "dl" or "ld" (one row)."""
+    dimensions of `x` and the result: "bdl", "bd" (a token a row), "dl" or "ld" (one row).
+    `intermediate_windows` and `parent_token` are written, too."""
 
 def gelu_backward(
     dy: A,
@@ -325,6 +367,10 @@ class FilterCache:
         """As `promise` said it."""
     def promise(self, bytes: int) -> None:
         """Says that so much is going to be packed in a graph."""
+    def refuse(self, mode: str) -> None:
+        """Says that there was no room for the filter's layer in `mode`."""
+    def refused(self, mode: str) -> int:
+        """How often `refuse` said so."""
     def clear(self) -> None:
         """Drops what is packed."""
 

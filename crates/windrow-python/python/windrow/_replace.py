@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from inspect import Parameter, signature
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +22,12 @@ def when_imported(name: str, change: Change) -> None:
         finder = _Finder()
         sys.meta_path.insert(0, finder)
     finder.changes[name] = change
+
+
+def has_parameters_of(function: Callable[..., Any], original: Callable[..., Any]) -> bool:
+    """Whether every parameter that the original names is one of the function's."""
+    ours, theirs = signature(function).parameters, signature(original).parameters
+    return all(name in ours for name, p in theirs.items() if p.kind is not Parameter.VAR_KEYWORD)
 
 
 def replace(module: ModuleType, functions: Mapping[str, Callable[..., Any]]) -> None:

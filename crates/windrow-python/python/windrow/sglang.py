@@ -3,8 +3,8 @@
     import windrow.sglang
     windrow.sglang.install()      # before the server starts
 
-Its Triton functions are replaced when SGLang imports them. Calls with windows of drafts of their own
-(`intermediate_conv_window`, `last_steps`) or trees of drafts (`retrieve_next_token`) still go to SGLang's.
+Its Triton functions are replaced when SGLang imports them: prompts, decoding, drafts with the windows between them, and
+trees of drafts.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,32 +14,29 @@ from typing import Any
 from torch import Tensor
 
 from windrow import _native
-from windrow._replace import replace, when_imported
-from windrow.vllm import _activation, _flags
+from windrow._replace import has_parameters_of, replace, when_imported
+from windrow.vllm import _activation, _first, _flags
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "install"]
 
 _MODULE = "sglang.srt.layers.attention.mamba.causal_conv1d_triton"
 
-# SGLang's own, for what is not computed here.
-_original_update: Callable[..., Tensor] | None = None
-
 
 def install() -> None:
-    """Puts the functions in place of SGLang's, once it imports them; what has imported them already gets these."""
+    """Puts the functions in place of SGLang's, once it imports them; what has imported them already gets these.
+
+    Functions of a SGLang with parameters that are not known here stay.
+    """
     when_imported(_MODULE, _change)
 
 
 def _change(module: ModuleType) -> None:
-    global _original_update
-    original = module.causal_conv1d_update
     functions: dict[str, Callable[..., Tensor]] = {
         "causal_conv1d_fn": causal_conv1d_fn,
         "causal_conv1d_update": causal_conv1d_update,
     }
-    replace(module, functions)
-    if original is not causal_conv1d_update:
-        _original_update = original
+    held = {name: f for name, f in functions.items() if hasattr(module, name)}
+    replace(module, {name: f for name, f in held.items() if has_parameters_of(f, getattr(module, name))})
 
 
 def causal_conv1d_fn(
@@ -59,8 +56,10 @@ def causal_conv1d_fn(
     """Packed prompts, or parts of prompts: `x` [dim, tokens] with states of a pool, walked on in place.
 
     The arguments are SGLang's. Without `has_initial_state` sequences begin with zeros. A negative index is padding,
-    too; sequences that are padding and tokens behind the last sequence give zeros.
+    too; sequences that are padding and tokens behind the last sequence give zeros. There may be more indices than
+    sequences.
     """
+    sequences = query_start_loc.shape[0] - 1
     return _native.causal_conv1d_serving(
         x,
         "dl",
@@ -69,9 +68,9 @@ def causal_conv1d_fn(
         bias,
         _activation(activation),
         query_start_loc,
-        cache_indices,
+        _first(cache_indices, sequences),
         pad_slot_id,
-        _flags(has_initial_state, x, query_start_loc.shape[0] - 1),
+        _flags(_first(has_initial_state, sequences), x, sequences),
     )
 
 
@@ -81,37 +80,36 @@ def causal_conv1d_update(
     weight: Tensor,
     bias: Tensor | None = None,
     activation: bool | str | None = None,
-    cache_seqlens: Tensor | None = None,
+    cache_seqlens: None = None,
     conv_state_indices: Tensor | None = None,
-    *args: Any,
+    *,
+    num_accept_tokens: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    intermediate_conv_window: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    retrieve_next_token: Tensor | None = None,
+    retrieve_next_sibling: Tensor | None = None,
+    retrieve_parent_token: Tensor | None = None,
     pad_slot_id: int | None = -1,
     metadata: Any = None,
     validate_data: bool = False,
-    **kwargs: Any,
 ) -> Tensor:
     """A step of decoding: `x` [batch, dim] or [batch, dim, tokens].
 
-    The arguments are SGLang's; a negative index is padding, too. The result is a new tensor.
+    The arguments are SGLang's, `num_accepted_tokens` being the name that `num_accept_tokens` had. A negative index is
+    padding, too, whose result is zeros. `cache_seqlens` is not computed by SGLang either. The result is a new tensor.
+
+    intermediate_conv_window: [slots, tokens, dim, width - 1] takes the window behind each token, in the slot that
+    intermediate_state_indices [batch] name, or conv_state_indices without. retrieve_next_token and
+    retrieve_next_sibling: [batch, tokens], the first child of each token of a tree and the next child of its parent, -1
+    for none; retrieve_parent_token takes the parents.
     """
-    if cache_seqlens is not None or args or any(value is not None for value in kwargs.values()):
-        if _original_update is None:
-            raise NotImplementedError(
-                "windows and trees of drafts are computed by SGLang's own causal_conv1d_update, which is not there"
-            )
-        return _original_update(
-            x,
-            conv_state,
-            weight,
-            bias,
-            activation,
-            cache_seqlens,
-            conv_state_indices,
-            *args,
-            pad_slot_id=pad_slot_id,
-            metadata=metadata,
-            validate_data=validate_data,
-            **kwargs,
-        )
+    if cache_seqlens is not None:
+        raise ValueError("`cache_seqlens` is given, expected None: states are no rings here")
+    batch = x.shape[0]
+    slots = intermediate_state_indices
+    if intermediate_conv_window is not None and slots is None:
+        slots = conv_state_indices
     return _native.causal_conv1d_serving(
         x,
         "bd" if x.dim() == 2 else "bdl",
@@ -120,6 +118,13 @@ def causal_conv1d_update(
         bias,
         _activation(activation),
         None,
-        conv_state_indices,
+        _first(conv_state_indices, batch),
         pad_slot_id,
+        None,
+        num_accepted_tokens if num_accept_tokens is None else num_accept_tokens,
+        intermediate_windows=intermediate_conv_window,
+        intermediate_indices=_first(slots, batch),
+        next_token=_first(retrieve_next_token, batch),
+        next_sibling=_first(retrieve_next_sibling, batch),
+        parent_token=_first(retrieve_parent_token, batch),
     )

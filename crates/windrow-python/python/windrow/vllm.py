@@ -16,9 +16,15 @@ import torch
 from torch import Tensor
 
 from windrow import _native
-from windrow._replace import replace, when_imported
+from windrow._replace import has_parameters_of, replace, when_imported
 
-__all__ = ["causal_conv1d_fn", "causal_conv1d_update", "register"]
+__all__ = [
+    "causal_conv1d_fn",
+    "causal_conv1d_fn_cpu",
+    "causal_conv1d_update",
+    "causal_conv1d_update_cpu",
+    "register",
+]
 
 _MODULES = (
     "vllm.model_executor.layers.mamba.ops.causal_conv1d",
@@ -33,27 +39,39 @@ def register() -> None:
     """
     for name in _MODULES:
         when_imported(name, _change)
+    when_imported("vllm._custom_ops", _change_operators)
 
 
 def _change(module: ModuleType) -> None:
-    functions: dict[str, Callable[..., Tensor]] = {
-        "causal_conv1d_fn": causal_conv1d_fn,
-        "causal_conv1d_update": causal_conv1d_update,
-        "causal_conv1d_fn_cpu": causal_conv1d_fn,
-        "causal_conv1d_update_cpu": causal_conv1d_update,
-    }
-    known = {name: f for name, f in functions.items() if _is_known(getattr(module, name, None), f)}
-    replace(module, known)
+    replacements: dict[str, Callable[..., Tensor]] = {}
+    for name in ("causal_conv1d_fn", "causal_conv1d_update"):
+        # On the CPU vLLM gives its functions for the CPU both names.
+        for held in (name, f"{name}_cpu"):
+            original = getattr(module, held, None)
+            if original is None:
+                continue
+            ours = globals()[f"{name}_cpu" if _takes_any(original) else name]
+            if _is_known(original, ours):
+                replacements[held] = ours
+    replace(module, replacements)
 
 
-def _is_known(original: Callable[..., Tensor] | None, function: Callable[..., Tensor]) -> bool:
+def _change_operators(module: ModuleType) -> None:
+    """The operators for the CPU go together: one makes the weight that the others take."""
+    theirs = {name: getattr(module, name, None) for name in _OPERATORS}
+    if all(f and [*signature(f).parameters] == [*signature(_OPERATORS[n]).parameters] for n, f in theirs.items()):
+        replace(module, _OPERATORS)
+
+
+def _takes_any(function: Callable[..., Tensor]) -> bool:
+    """Whether there are keyword arguments that it does not name, as vLLM's functions for the CPU have."""
+    return any(p.kind is Parameter.VAR_KEYWORD for p in signature(function).parameters.values())
+
+
+def _is_known(original: Callable[..., Tensor], function: Callable[..., Tensor]) -> bool:
     """Whether every call of the engine's function means the same to ours."""
-    if original is None:
-        return False
-    theirs, ours = signature(original).parameters, signature(function).parameters
-    takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in theirs.values())
-    named = {name for name, p in theirs.items() if p.kind is not Parameter.VAR_KEYWORD}
-    return named <= ours.keys() and (takes_any or "null_block_id" in named)
+    has_null_block = _takes_any(original) or "null_block_id" in signature(original).parameters
+    return has_null_block and has_parameters_of(function, original)
 
 
 def causal_conv1d_fn(
@@ -130,8 +148,8 @@ def causal_conv1d_update(
     """A step of decoding: `x` [batch, dim], [batch, dim, tokens], or with `query_start_loc` [tokens, dim].
 
     The arguments are vLLM's; the result is written over `x`, or into `out`. `max_query_len` and `validate_data` are
-    not needed, and `pad_slot_id` is another name of `null_block_id`. With `num_accepted_tokens` a state keeps all drafts, so that the next step goes on behind those that
-    were accepted. A negative index is padding, too.
+    not needed, and `pad_slot_id` is another name of `null_block_id`. With `num_accepted_tokens` a state keeps all
+    drafts, so that the next step goes on behind those that were accepted. A negative index is padding, too.
     """
     tokens, target = x, x if out is None else out
     if x.dtype != conv_state.dtype:
@@ -168,6 +186,114 @@ def causal_conv1d_update(
     if y.dtype == x.dtype:
         return y
     return y.to(x.dtype) if out is None else out.copy_(y)
+
+
+def causal_conv1d_fn_cpu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_states: Tensor,
+    query_start_loc: Tensor,
+    cache_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    activation: str | bool | None = "silu",
+    pad_slot_id: int = -1,
+    null_block_id: int | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """`causal_conv1d_fn` with the meaning of vLLM's function for the CPU: `pad_slot_id` is padding, and 0 a state."""
+    return causal_conv1d_fn(
+        x,
+        weight,
+        bias,
+        conv_states,
+        query_start_loc,
+        cache_indices,
+        has_initial_state,
+        activation,
+        null_block_id=pad_slot_id,
+        **kwargs,
+    )
+
+
+def causal_conv1d_update_cpu(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: bool | str | None = None,
+    conv_state_indices: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    pad_slot_id: int | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """`causal_conv1d_update` with the arguments of vLLM's function for the CPU in their order."""
+    return causal_conv1d_update(
+        x,
+        conv_state,
+        weight,
+        bias,
+        activation,
+        conv_state_indices,
+        query_start_loc=query_start_loc,
+        pad_slot_id=pad_slot_id,
+        **kwargs,
+    )
+
+
+def _weight_pack(weight: Tensor) -> Tensor:
+    """A weight is taken as it is."""
+    return weight
+
+
+def _fwd_cpu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_states: Tensor,
+    query_start_loc: Tensor,
+    cache_indices: Tensor | None,
+    has_initial_state: Tensor | None,
+    silu_activation: bool,
+    is_weight_packed: bool,
+) -> Tensor:
+    return causal_conv1d_fn_cpu(
+        x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, silu_activation
+    )
+
+
+def _update_cpu(
+    x: Tensor,
+    conv_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu_activation: bool,
+    conv_state_indices: Tensor | None,
+    is_weight_packed: bool,
+    num_accepted_tokens: Tensor | None = None,
+) -> Tensor:
+    """`x` is [batch, dim] or [batch, tokens, dim]; the result is a new tensor."""
+    tokens = x if x.dim() == 2 else x.transpose(1, 2)
+    y = causal_conv1d_update(
+        tokens,
+        conv_states,
+        weight,
+        bias,
+        silu_activation,
+        conv_state_indices,
+        num_accepted_tokens,
+        null_block_id=-1,
+        out=torch.empty_like(tokens),
+    )
+    return y if x.dim() == 2 else y.transpose(1, 2)
+
+
+# In place of those of `vllm._custom_ops` of the same names.
+_OPERATORS: dict[str, Callable[..., Tensor]] = {
+    "causal_conv1d_weight_pack": _weight_pack,
+    "causal_conv1d_fwd_cpu": _fwd_cpu,
+    "causal_conv1d_update_cpu": _update_cpu,
+}
 
 
 def _activation(given: bool | str | None) -> str | None:

@@ -1,5 +1,6 @@
 """Every operator of `windrow.torch` against PyTorch's own in f64, forward and all gradients, on random problems."""
 
+import math
 from contextlib import nullcontext
 from functools import partial
 
@@ -15,7 +16,9 @@ from windrow.torch import (
     causal_conv1d_fn,
     causal_conv1d_update,
     causal_conv1d_varlen_states,
+    conv1d,
     conv2d,
+    conv_transpose2d,
     gelu,
 )
 
@@ -311,48 +314,105 @@ def check_causal_conv1d_varlen_states(r: Random) -> None:
     compare("states", states, torch.stack(want), torch.zeros(()))
 
 
-# conv2d
+# Convolutions
 
 
 def check_conv2d(r: Random) -> None:
-    dtype = r.choose("dtype", DTYPES)
     groups = r.choose("groups", [1, 2, 3, 4, 16], [6, 1, 1, 1, 1])
     sizes = [1, 2, 3, 4, 8, 16, 32, 40, 130] if groups == 1 else [1, 2, 4, 8]
     n, c, k = r.choose("n", [1, 2, 3]), r.choose("c/groups", sizes), r.choose("k/groups", sizes)
     filter = r.choose("filter", [[3, 3], [1, 1], [1 + r.below(7), 1 + r.below(7)]], [5, 1, 4])
-    one = lambda name, weights, most: [r.choose(f"{name} {i}", list(range(1, most)), weights) for i in "hw"]
-    stride, dilation = one("stride", [5, 1, 1], 4), one("dilation", [5, 1, 1], 4)
+    stride, dilation = steps(r, "stride"), steps(r, "dilation")
     padding = [r.below(r.choose("padding below", [1, 2, f + 3])) for f in filter]
-    reach = [(f - 1) * t + 1 for f, t in zip(filter, dilation, strict=True)]
-    least = [max(1, e - 2 * p) for e, p in zip(reach, padding, strict=True)]
-    size = [m + r.choose(f"beyond {i}", [0, 1, 3, 6, 11, 17, 30]) for i, m in enumerate(least)]
+    size = [m + beyond(r, i) for i, m in enumerate(least(filter, padding, dilation))]
     while n * c * groups * k * size[0] * size[1] * filter[0] * filter[1] > 5e6:
         c, k = max(1, c // 2), max(1, k // 2)
+    winograd = filter == [3, 3] and stride == dilation == [1, 1] and groups == 1
     if stride == [1, 1] and r.maybe("same", 0.15):
         padding = "same"
     r.chosen |= {"padding": padding, "c/groups": c, "k/groups": k}
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    shapes = [n, c * groups, *size], [k * groups, c, *filter], [k * groups]
+    check_convolution(r, conv2d, F.conv2d, shapes, options, winograd, [c, k])
+
+
+def check_conv1d(r: Random) -> None:
+    groups = r.choose("groups", [1, 2, 16], [2, 1, 1])
+    c, k = r.choose("c/groups", [1, 1, 3, 8, 40]), r.choose("k/groups", [1, 1, 2, 8, 40])
+    n, filter = r.choose("n", [1, 2, 3]), [1 + r.below(9)]
+    stride, dilation = [s[0] for s in (steps(r, "stride"), steps(r, "dilation"))]
+    padding = r.below(r.choose("padding below", [1, 2, filter[0] + 3]))
+    size = least(filter, [padding], [dilation])[0] + r.choose("beyond", [0, 1, 3, 17, 64, 200])
+    if stride == 1 and r.maybe("same", 0.15):
+        padding = "same"
+    r.chosen["padding"] = padding
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    shapes = [n, c * groups, size], [k * groups, c, *filter], [k * groups]
+    check_convolution(r, conv1d, F.conv1d, shapes, options, False, [c, k])
+
+
+def check_conv_transpose2d(r: Random) -> None:
+    groups = r.choose("groups", [1, 2, 3, 16], [5, 1, 1, 1])
+    sizes = [1, 2, 3, 8, 16, 32, 130] if groups == 1 else [1, 2, 4]
+    n, c, k = r.choose("n", [1, 2, 3]), r.choose("c/groups", sizes), r.choose("k/groups", sizes)
+    filter = r.choose("filter", [[3, 3], [2, 2], [4, 4], [1 + r.below(6), 1 + r.below(6)]], [4, 1, 1, 3])
+    stride, dilation = steps(r, "stride", [2, 2, 1]), steps(r, "dilation")
+    more = [r.below(max(pair)) for pair in zip(stride, dilation, strict=True)]
+    size = [r.choose(f"size {i}", [1, 2, 3, 5, 9, 14]) for i in "hw"]
+    reach = zip(size, stride, filter, dilation, more, strict=True)
+    whole = [(m - 1) * s + (f - 1) * d + 1 + o for m, s, f, d, o in reach]
+    padding = [min(r.below(r.choose("padding below", [1, 2, f + 1])), (w - 1) // 2) for f, w in zip(filter, whole)]
+    while n * c * groups * k * size[0] * size[1] * filter[0] * filter[1] > 5e6:
+        c, k = max(1, c // 2), max(1, k // 2)
+    winograd = filter == [3, 3] and stride == dilation == [1, 1] and groups == 1
+    r.chosen |= {"padding": padding, "output_padding": more, "c/groups": c, "k/groups": k}
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "output_padding": more}
+    shapes = [n, c * groups, *size], [c * groups, k, *filter], [k * groups]
+    check_convolution(r, conv_transpose2d, F.conv_transpose2d, shapes, options, winograd, [c, k])
+
+
+def steps(r: Random, name: str, weights=(5, 1, 1)) -> list[int]:
+    return [r.choose(f"{name} {i}", [1, 2, 3], list(weights)) for i in "hw"]
+
+
+def least(filter: list[int], padding: list[int], dilation: list[int]) -> list[int]:
+    """Of an image, for a result of one pixel."""
+    reach = [(f - 1) * d + 1 for f, d in zip(filter, dilation, strict=True)]
+    return [max(1, e - 2 * p) for e, p in zip(reach, padding, strict=True)]
+
+
+def beyond(r: Random, i: int) -> int:
+    return r.choose(f"beyond {i}", [0, 1, 3, 6, 11, 17, 30])
+
+
+def check_convolution(
+    r: Random, function, plain_function, shapes, options: dict, winograd: bool, channels: list[int]
+) -> None:
+    """`channels` in a group of the input and of the result."""
+    dtype = r.choose("dtype", DTYPES)
     activation = r.choose("activation", list(ACTIVATIONS))
     accuracy = r.choose("accuracy", [None, "exact", "fp32", "tf32", "half"], [4, 1, 1, 1, 1])
     context, lower = autocast(r, dtype)
-    winograd = accuracy != "exact" and filter == [3, 3] and stride == dilation == [1, 1] and groups == 1
-    terms = c * filter[0] * filter[1]
-    one_image = n == 1 and r.maybe("one image", 0.3)
+    winograd = winograd and accuracy != "exact"
+    transposed = function is conv_transpose2d
+    of_x, of_weight, of_bias = shapes
+    (c, k), taps = channels, math.prod(of_weight[2:])
+    one_image = of_x[0] == 1 and r.maybe("one image", 0.3)
     # Statistics of Winograd's roundings want independent numbers.
-    shared = [0] if winograd else range(4)
-    x = r.tensor("x", [n, c * groups, *size], dtype, broadcast=shared)
+    shared = [0] if winograd else range(len(of_x))
+    x = r.tensor("x", of_x, dtype, broadcast=shared)
     tensors = {
         "x": x[0] if one_image else x,
-        "weight": r.tensor("weight", [k * groups, c, *filter], dtype, terms**-0.5, () if winograd else shared),
-        "bias": r.tensor("bias", [k * groups], dtype) if r.maybe("with bias") else None,
+        "weight": r.tensor("weight", of_weight, dtype, (c * taps) ** -0.5, () if winograd else shared),
+        "bias": r.tensor("bias", of_bias, dtype) if r.maybe("with bias") else None,
     }
     leaves = r.leaves(tensors)
     if "weight" in leaves and r.maybe("parameter"):
         tensors["weight"] = nn.Parameter(tensors["weight"].detach())
-    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
 
     def call() -> Tensor:
         with context:
-            return conv2d(
+            return function(
                 tensors["x"], tensors["weight"], tensors["bias"], **options, activation=activation, accuracy=accuracy
             )
 
@@ -363,7 +423,7 @@ def check_conv2d(r: Random) -> None:
     grads = torch.autograd.grad(y, [tensors[name] for name in leaves], dy)
 
     exact = {name: wide(t, lower) for name, t in tensors.items()}
-    linear = lambda x, weight, bias: F.conv2d(x, weight, bias, **options)
+    linear = lambda x, weight, bias: plain_function(x, weight, bias, **options)
     cuda, computed = r.device == "cuda", lower or dtype
     # CUDA's tensor cores cut off where they would round; operands are rounded by accuracy.
     unit = U * (2 if cuda else 1)
@@ -384,14 +444,18 @@ def check_conv2d(r: Random) -> None:
         return winograd_bound.error(count, unit, operand) * largest**0.5
 
     v, scale = linear(**exact), linear(**absolute(exact))
-    error = relative(terms) * scale + by_winograd(None, c)
+    error = relative(c * taps) * scale + by_winograd(None, c)
     is_half = half(computed)
     act = ACTIVATIONS[activation]
     has_bias = tensors["bias"] is not None
-    # cuDNN writes its sums as halves, as for PyTorch: bias and activation are applied to what was rounded.
+    # cuDNN writes its sums as halves, as for PyTorch: bias and activation are applied to what was rounded, as they always
+    # are behind a transposed convolution.
+    is_stored = transposed or (cuda and is_half)
     sums = linear(exact["x"], exact["weight"], None)
-    stored = UNIT[computed] * (sums.abs() + error) if cuda and is_half else torch.zeros_like(v)
+    stored = UNIT[computed] * (sums.abs() + error) if is_stored else torch.zeros_like(v)
     own = error + stored if has_bias or activation is not None else error
+    if transposed and has_bias and activation is not None:
+        own = own + UNIT[computed] * (v.abs() + own)
     compare("y without gradient", fused, act(v), activated(activation, v, own, scale, is_half), lower)
     if has_bias:
         error = error + stored
@@ -404,12 +468,14 @@ def check_conv2d(r: Random) -> None:
         dv_error = dv_error + UNIT[computed] * (dv.abs() + dv_error)
     inputs = {name: t.requires_grad_() for name, t in exact.items() if name in leaves}
     plain = torch.autograd.grad(linear(**exact), list(inputs.values()), dv)
-    positions = dv.numel() // dv.shape[-3]
-    additions = {"x": k * filter[0] * filter[1], "weight": positions, "bias": positions}
+    # The filter meets each of its positions once.
+    positions = dv.numel() // of_bias[0]
+    met = exact["x"].numel() // of_x[1] if transposed else positions
+    additions = {"x": k * taps, "weight": met, "bias": positions}
     for name, grad, want in zip(leaves, grads, plain, strict=True):
         bound = through(linear, exact, name, dv_error + relative(additions[name]) * dv.abs())
         if name == "x" or (name == "weight" and cuda):
-            bound = bound + by_winograd(name, k if name == "x" else positions, dv)
+            bound = bound + by_winograd(name, k if name == "x" else met, dv)
         compare(f"d{name}", grad, want, bound, lower)
 
 
@@ -430,7 +496,9 @@ OPERATORS = {
     "causal_conv1d": (check_causal_conv1d, 400),
     "causal_conv1d_update": (check_causal_conv1d_update, 400),
     "causal_conv1d_varlen_states": (check_causal_conv1d_varlen_states, 100),
+    "conv1d": (check_conv1d, 150),
     "conv2d": (check_conv2d, 250),
+    "conv_transpose2d": (check_conv_transpose2d, 200),
 }
 
 

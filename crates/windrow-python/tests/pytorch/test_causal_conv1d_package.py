@@ -94,3 +94,35 @@ with patch.object(import_utils, "is_torch_cuda_available", lambda: True):
 assert import_utils._is_package_available("causal_conv1d", return_version=True) == (True, "1.7.0")
 """
     run(code, tmp_path)
+
+
+def test_transformers_before_5(tmp_path):
+    """It binds the functions where a GPU is there, and calls them for tensors on it only: here on the CPU, with its calls."""
+    transformers = pytest.importorskip("transformers")
+    if transformers.__version__ >= "5":
+        pytest.skip("transformers 5 and later asks in another way")
+    code = """
+from unittest.mock import patch
+import torch
+with patch.object(torch.cuda, "is_available", lambda: True):
+    from transformers.models.lfm2 import modeling_lfm2
+import windrow.torch
+assert modeling_lfm2.causal_conv1d_fn is windrow.torch.causal_conv1d_fn
+assert modeling_lfm2.is_fast_path_available
+from transformers import Lfm2Config
+torch.manual_seed(0)
+config = Lfm2Config(
+    vocab_size=128, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+    num_hidden_layers=2, layer_types=["conv", "full_attention"],
+)
+layer = modeling_lfm2.Lfm2ShortConv(config, 0)
+caches = [modeling_lfm2.Lfm2HybridConvCache(config, max_batch_size=2, dtype=torch.float32) for _ in range(2)]
+x = torch.randn(2, 9, 64)
+with torch.no_grad():
+    for tokens in [range(7), [7], [8]]:
+        tokens = torch.tensor(tokens)
+        calls = zip([layer.cuda_kernels_forward, layer.slow_forward], caches)
+        ours, plain = (call(x[:, tokens], cache, tokens) for call, cache in calls)
+        torch.testing.assert_close(ours, plain)
+"""
+    run(code, tmp_path)

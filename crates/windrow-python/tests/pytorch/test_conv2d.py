@@ -1,11 +1,14 @@
 """`windrow.torch.conv2d` and `Conv2d`."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from common import compare_with_f64, each_device, each_dtype, leaf
 from torch import nn
 from windrow.torch import GELU, Conv2d, conv2d
+from windrow.torch._conv2d import accuracy_of
 
 OPTIONS = [
     {},
@@ -168,7 +171,7 @@ def test_compiled(training, layout):
 def test_opcheck(device, layout):
     x = leaf(2, 3, 8, 9, device=device, layout=layout)
     weight, bias = leaf(4, 3, 3, 3, device=device), leaf(4, device=device)
-    options = ([1, 1], [1, 1], [1, 1], 1)
+    options = ([1, 1], [1, 1], [1, 1], 1, None)
     operator = torch.ops.windrow.conv2d.default
     for algorithm in (None, "fastest"):
         args = (x, weight, bias, *options, None, None, algorithm, "changing")
@@ -206,3 +209,13 @@ def test_arguments_have_the_callers_names():
         conv2d(leaf(1, 4, 8, 8), leaf(4, 3, 3, 3))
     with pytest.raises(TypeError, match="`input` is f64"):
         conv2d(leaf(1, 4, 8, 8, grad=False).double(), leaf(4, 4, 3, 3, grad=False).double())
+
+
+def test_accuracy_is_that_of_pytorchs_convolutions(monkeypatch):
+    on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float32)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert accuracy_of(None, on_gpu) == "tf32" and accuracy_of("exact", on_gpu) == "exact"
+    assert accuracy_of(None, torch.zeros(1)) is None
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert accuracy_of(None, on_gpu) is None

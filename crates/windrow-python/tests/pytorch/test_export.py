@@ -8,8 +8,9 @@ import pytest
 import torch
 from common import leaf
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils.flop_counter import FlopCounterMode
-from windrow.torch import Conv2d, causal_conv1d_fn, causal_conv1d_update, conv2d, gelu, patch
+from windrow.torch import Conv2d, causal_conv1d_fn, causal_conv1d_update, conv2d, gelu, optimize, patch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
@@ -49,6 +50,46 @@ def test_symbolic_trace(models):
         y = module(x)
         same(y, want)
         same(*(torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for out in (y, want)))
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0], ids=["ours", "theirs"])
+def test_symbolic_trace_of_a_model_that_was_called(models, nothing_decided, times, factor):
+    times(factor)
+    plain, model = models
+    x = leaf(2, 3, 9, 8, grad=False)
+    with torch.no_grad():
+        for _ in range(4):
+            model(x)
+        same(torch.fx.symbolic_trace(model)(x), plain(x))
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0], ids=["ours", "theirs"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_a_model_that_was_called(models, nothing_decided, times, factor, strict):
+    times(factor)
+    plain, model = models
+    x, other = leaf(2, 3, 9, 8, grad=False), leaf(3, 3, 12, 8, grad=False)
+    dynamic = ({0: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO},)
+    with torch.no_grad():
+        for exported in (model, optimize(plain)):
+            for _ in range(4):
+                exported(x)
+            program = torch.export.export(exported, (x,), dynamic_shapes=dynamic, strict=strict)
+            for image in (x, other):
+                same(program.module()(image), plain(image))
+
+
+def test_fake_tensors_after_real_ones(models, nothing_decided, times):
+    times(0.5)
+    _, model = models
+    x = leaf(2, 3, 9, 8, grad=False)
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        for calls in (2, 5):
+            for _ in range(calls):
+                with unset_fake_temporarily():
+                    model(x)
+            y = model(mode.from_tensor(x))
+            assert type(y) is FakeTensor and y.shape == (2, 4, 9, 8)
 
 
 def test_create_feature_extractor(models):

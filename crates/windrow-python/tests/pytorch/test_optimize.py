@@ -8,24 +8,14 @@ import torch
 import torch.nn.functional as F
 from common import TOLERANCE, each_device, leaf
 from torch import nn
-from windrow.torch import Conv2d, _fastest, _fused, optimize
-from windrow.torch._fastest import Seconds
+from windrow.torch import Conv2d, ConvTranspose2d, _fastest, _fused, optimize
 
-
-@pytest.fixture(autouse=True)
-def _nothing_decided():
-    _fastest._decisions.clear()
-    yield
-    _fastest._decisions.clear()
+pytestmark = pytest.mark.usefixtures("nothing_decided")
 
 
 @pytest.fixture(params=[0.5, 2.0], ids=["ours", "theirs"])
-def winner(request, monkeypatch):
-    def found(device, contestants):
-        theirs = _fastest.PYTORCH
-        return {c.name: Seconds(1.0 if c.name == theirs else request.param) for c in contestants}
-
-    monkeypatch.setattr(_fastest, "_times", found)
+def winner(request, times):
+    times(request.param)
     return "Windrow" if request.param < 1 else _fastest.PYTORCH
 
 
@@ -181,9 +171,10 @@ def test_what_is_not_traced():
     model = Branching().eval()
     fast = optimize(model)
     report = fast.windrow_report
-    assert type(fast) is Branching and [*report.fused] == ["stem.0", "rest"]
-    assert "folded 1, relu" in report.fused["stem.0"] and [*report.left] == ["up"]
+    assert type(fast) is Branching and [*report.fused] == ["stem.0", "rest", "up"]
+    assert "folded 1, relu" in report.fused["stem.0"] and not report.left
     assert type(fast.rest) is Conv2d and fast.rest.frozen
+    assert type(fast.up) is ConvTranspose2d and fast.up.frozen
     x = leaf(2, 3, 9, 9, grad=False)
     with torch.no_grad():
         for scale in (None, torch.tensor(2.0)):
@@ -225,6 +216,14 @@ def test_what_is_wrong_is_an_error():
     fast = optimize(made())
     with pytest.raises(NotImplementedError, match="no gradient"):
         fast(leaf(1, 4, 9, 9)).sum().backward()
+
+
+def test_what_only_pytorch_computes():
+    layers = [nn.Conv2d(3, 4, 3), nn.GELU(), nn.Conv2d(4, 4, 3), nn.GELU("tanh"), nn.GELU()]
+    model = nn.Sequential(*layers).double().eval()
+    x = torch.randn(2, 3, 9, 8, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(optimize(model)(x), model(x))
 
 
 def test_one_image_without_a_batch():

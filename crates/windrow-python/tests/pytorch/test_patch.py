@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import windrow.torch
 from common import compare_with_f64, each_device, each_dtype, leaf
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from windrow.torch import (
     GELU,
     Conv2d,
-    _conv2d,
     _conv2d_fastest,
     _fastest,
+    _modules,
     conv2d,
     freeze,
     patch,
@@ -27,29 +28,7 @@ from windrow.torch import (
 from windrow.torch._fastest import PYTORCH, Seconds
 from windrow.torch._filters import filter_cache
 
-
-@pytest.fixture(autouse=True)
-def _nothing_decided():
-    _fastest._decisions.clear()
-    yield
-    _fastest._decisions.clear()
-
-
-@pytest.fixture
-def times(monkeypatch):
-    """What a measurement finds, by contestant; the factor is ours."""
-    measured = []
-
-    def set_times(factor):
-        def found(device, contestants):
-            measured.append([c.name for c in contestants])
-            theirs = _fastest.PYTORCH
-            return {c.name: Seconds(1.0 if c.name == theirs else factor) for c in contestants}
-
-        monkeypatch.setattr(_fastest, "_times", found)
-        return measured
-
-    return set_times
+pytestmark = pytest.mark.usefixtures("nothing_decided")
 
 
 OURS, THEIRS = 0.5, 2.0
@@ -65,6 +44,8 @@ def test_patch():
             "down": nn.Conv2d(8, 8, 3, stride=2),
             "depthwise": nn.Conv2d(8, 8, 3, groups=8),
             "up": nn.ConvTranspose2d(8, 8, 2, stride=2),
+            "line": nn.Conv1d(8, 8, 3, groups=8),
+            "volume": nn.Conv3d(8, 8, 2),
         }
     )
     x = leaf(1, 8, 9, 9, grad=False)
@@ -72,9 +53,10 @@ def test_patch():
     weight = shared.weight
     report = patch(model)
     assert report.model is model
-    assert list(report.swapped) == ["stem", "body.0", "body.1", "down", "depthwise"]
-    assert list(report.left) == ["up"]
-    assert "swapped body.0: Conv2d(8, 8" in str(report) and "left up: torch.nn.modules" in str(report)
+    assert list(report.swapped) == ["stem", "body.0", "body.1", "down", "depthwise", "up", "line"]
+    assert list(report.left) == ["volume"]
+    assert "swapped body.0: Conv2d(8, 8" in str(report) and "left volume: torch.nn.modules" in str(report)
+    assert "swapped up: ConvTranspose2d(8, 8" in str(report) and "swapped line: Conv1d(8, 8" in str(report)
     assert "freeze(model)" in str(report) and "forward" not in str(report)
     assert type(shared) is Conv2d and shared.weight is weight
     assert type(model["body"][1]) is GELU
@@ -104,7 +86,8 @@ def test_what_is_left_is_named_with_the_reason():
             "subclass": Padded(2, 2, 3),
             "normed": weight_norm(nn.Conv2d(2, 2, 3)),
             "lazy": nn.LazyConv2d(2, 3),
-            "line": nn.Conv1d(2, 2, 3),
+            "up": nn.ConvTranspose1d(2, 2, 3),
+            "normed up": weight_norm(nn.ConvTranspose2d(2, 2, 3)),
             "linear": nn.Linear(2, 2),
         }
     )
@@ -116,7 +99,8 @@ def test_what_is_left_is_named_with_the_reason():
         "subclass": "is a class of its own, whose forward may be another",
         "normed": "is parametrized: patch the model before that",
         "lazy": "has no weights yet: run the model, then patch it",
-        "line": "is no nn.Conv2d: Windrow has nothing faster",
+        "up": "Windrow has nothing faster",
+        "normed up": "is parametrized: patch the model before that",
     }
     assert report.left["subclass"].startswith(f"{Padded.__module__}.Padded ")
 
@@ -217,7 +201,7 @@ def test_a_step_that_gains_little_is_pytorchs(device, gradient, is_pytorchs, mon
 
     monkeypatch.setattr(_fastest, "_times", found)
     x, weight = leaf(2, 4, 9, 10, device=device), leaf(6, 4, 3, 3, device=device)
-    of = (x, weight, None, ((1, 1), (0, 0), (1, 1), 1), None, False)
+    of = (x, weight, None, _conv2d_fastest.Options((1, 1), (0, 0), (1, 1), 1), None, False)
     for _ in range(2):
         assert (_conv2d_fastest.is_pytorchs(*of) is None) == (not _fastest.decisions())
         conv2d(x, weight, algorithm="fastest").sum().backward()
@@ -330,7 +314,7 @@ def test_autocast(device, factor, training, times):
 
 
 def test_what_only_pytorch_computes():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)).double()
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.Conv2d(4, 4, 3), nn.GELU("tanh")).double()
     x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
     want = model(x)
     patch(model)
@@ -481,7 +465,7 @@ def test_the_way_of_later_steps_of_training(device, factor, layout, times):
                             assert got.stride() == want.stride()
 
     agree()
-    is_ours = type(module._last[-1]).__name__ == "_Training"
+    is_ours = type(module._last[-1]).__name__ == "Training"
     if device == "cpu":
         assert is_ours == (factor == OURS)
     # A filter that an optimizer writes, one whose memory is another, one that nobody trains, no bias.
@@ -601,6 +585,15 @@ def test_memory_that_is_not_there(times, monkeypatch):
     assert decision.choice == _fastest.PYTORCH and "MiB more" in decision.why and not measured
 
 
+def test_no_room_on_a_cpu(monkeypatch):
+    """PyTorch computes then, and nobody looks for room in graphs."""
+    monkeypatch.setattr(_fastest._memory, "_peak", 0)
+    monkeypatch.setattr(_fastest._memory, "_in_use", lambda: 1 << 40)
+    monkeypatch.setattr(_fastest._memory, "look", lambda *_: None)
+    weight, x = torch.randn(512, 64, 3, 3), torch.randn(1, 64, 40, 41)
+    assert torch.equal(conv2d(x, weight, algorithm="fastest"), F.conv2d(x, weight))
+
+
 def test_no_room_for_a_packed_filter(times, monkeypatch):
     times(OURS)
     monkeypatch.setattr(
@@ -615,6 +608,39 @@ def test_no_room_for_a_packed_filter(times, monkeypatch):
             torch.testing.assert_close(module(x), want, atol=1e-4, rtol=1e-4)
     (decision,) = _fastest.decisions()
     assert decision.choice == _conv2d_fastest.PACKED
+
+
+@pytest.mark.parametrize("way", ["patch", "optimize"])
+def test_room_is_looked_for_by_each_layer(times, monkeypatch, way):
+    """A problem is decided once; layers that share it have filters of their own, which count."""
+    times(OURS)
+    model = nn.Sequential(*[nn.Conv2d(8, 8, 3, padding=1) for _ in range(4)]).eval().requires_grad_(False)
+    x = leaf(1, 8, 9, 9, grad=False)
+    want = model(x)
+    if way == "patch":
+        patch(model)
+        convolutions = [*model]
+    else:
+        model = windrow.torch.optimize(model)
+        convolutions = [m for m in model.modules() if hasattr(m, "weight")]
+    of = lambda module: filter_cache(module.weight, lasts=True).bytes
+    packed = lambda: sum(map(of, convolutions))
+    limit, asked = [2.5], []
+
+    def is_there_room(device, kept, scratch, in_graph=False):
+        asked.append(kept)
+        return packed() + kept <= limit[0] * max(asked)
+
+    monkeypatch.setattr(_fastest._memory, "is_there_room", is_there_room)
+    with torch.no_grad():
+        for _ in range(_fastest.TRIES + 1):
+            torch.testing.assert_close(model(x), want, atol=1e-4, rtol=1e-4)
+        assert [of(m) > 0 for m in convolutions] == [True, True, False, False]
+        # That is settled now.
+        before = len(asked)
+        limit[0] = 10
+        torch.testing.assert_close(model(x), want, atol=1e-4, rtol=1e-4)
+        assert len(asked) == before and packed() <= 2.5 * max(asked)
 
 
 def test_a_measurement_is_not_waited_for(monkeypatch):
@@ -688,7 +714,7 @@ def test_readme():
 def captured(monkeypatch):
     """Calls this with whether the calls that follow are captured in a graph."""
     is_in_graph = [False]
-    for module in (_fastest, _conv2d):
+    for module in (_fastest, _modules):
         monkeypatch.setattr(module, "is_captured", lambda device: is_in_graph[0])
     return lambda now: is_in_graph.__setitem__(0, now)
 
@@ -716,8 +742,8 @@ def test_who_is_captured_may_be_another(monkeypatch, captured):
             for is_in_graph in (False, False, False, True, True, True):
                 captured(is_in_graph)
                 torch.testing.assert_close(module(x), want, atol=1e-5, rtol=1e-5)
-                assert (who() is _conv2d.PYTORCHS) != is_in_graph
-                assert module._ours == _conv2d._NO_CALL
+                assert (who() is _modules.PYTORCHS) != is_in_graph
+                assert module._ours == _modules._NO_CALL
     (decision,) = _fastest.decisions()
     assert (decision.choice, [decision.in_graph]) == (PYTORCH, ours)
 

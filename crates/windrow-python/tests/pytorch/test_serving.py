@@ -76,8 +76,9 @@ def test_prompts(device, dtype, channel_last, biased, activation, lengths):
     )
     assert_close(y, want)
     assert torch.equal(states.double(), kept)
-    # SGLang's padding is another index.
+    # SGLang's padding is another index, and there may be more of them than sequences.
     indices[1] = -1
+    indices.append(1 << 20)
     y = windrow.sglang.causal_conv1d_fn(
         x,
         weight,
@@ -290,8 +291,163 @@ def test_what_is_wrong_is_said():
         windrow.vllm.causal_conv1d_update(x.T, states, weight, out=x)
     with pytest.raises(ValueError, match="dimensions"):
         windrow.vllm.causal_conv1d_fn(x[None], weight, bias, states, starts, one)
-    with pytest.raises(NotImplementedError, match="SGLang"):
-        windrow.sglang.causal_conv1d_update(x.T, states, weight, retrieve_next_token=one)
+    with pytest.raises(ValueError, match="cache_seqlens"):
+        windrow.sglang.causal_conv1d_update(x.T, states, weight, cache_seqlens=one)
+    rows, links = x.T[:1, :, None], index([[0]], "cpu")
+    with pytest.raises(ValueError, match="next_sibling"):
+        windrow.sglang.causal_conv1d_update(rows, states, weight, retrieve_next_token=links)
+    with pytest.raises(IndexError, match="next_token"):
+        windrow.sglang.causal_conv1d_update(
+            rows, states, weight, retrieve_next_token=links, retrieve_next_sibling=links
+        )
+
+
+def test_functions_for_the_cpu():
+    """State 0 is one for prompts there, and none for steps."""
+    x, states, weight, bias = problem(4, 16, 2, torch.float32, "cpu")
+    window, zero = states[0].clone(), index([0], "cpu")
+    y = windrow.vllm.causal_conv1d_fn_cpu(
+        x, weight, bias, states, index([0, 4], "cpu"), zero, torch.tensor([True]), True, null_block_id=0
+    )
+    assert_close(y, convolve(window.double(), x.double(), weight.double(), bias.double(), True)[0])
+    assert torch.equal(states[0], x[:, 1:])
+    y = windrow.vllm.causal_conv1d_fn_cpu(x, weight, bias, states, index([0, 4], "cpu"), index([-1], "cpu"))
+    assert not y.any()
+    y = windrow.vllm.causal_conv1d_update_cpu(x.T[:1].clone(), states, weight, bias, "silu", zero)
+    assert not y.any() and torch.equal(states[0], x[:, 1:])
+    starts = index([0, 1], "cpu")
+    y = windrow.vllm.causal_conv1d_update_cpu(x.T[:1].clone(), states, weight, bias, "silu", zero, starts, -1)
+    assert_close(y.T, convolve(x[:, 1:].double(), x[:, :1].double(), weight.double(), bias.double(), True)[0])
+
+
+def test_operators_for_the_cpu(monkeypatch):
+    """Those of vLLM are replaced together, where all have the arguments that are known."""
+    name = "vllm._custom_ops"
+    module = ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, module)
+
+    def causal_conv1d_weight_pack(weight): ...
+    def causal_conv1d_fwd_cpu(
+        x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, silu_activation, is_weight_packed
+    ): ...
+    def causal_conv1d_update_cpu(
+        x, conv_states, weight, bias, silu_activation, conv_state_indices, is_weight_packed, num_accepted_tokens=None
+    ): ...
+    def of_the_future(x, something): ...
+
+    module.causal_conv1d_weight_pack = causal_conv1d_weight_pack
+    module.causal_conv1d_fwd_cpu = causal_conv1d_fwd_cpu
+    for update in (of_the_future, causal_conv1d_update_cpu):
+        module.causal_conv1d_update_cpu = update
+        windrow.vllm.register()
+        is_known = update is causal_conv1d_update_cpu
+        assert (module.causal_conv1d_fwd_cpu is not causal_conv1d_fwd_cpu) == is_known
+        assert (module.causal_conv1d_update_cpu is not update) == is_known
+
+    x, states, weight, bias = problem(6, 16, 3, torch.float32, "cpu", WIDTH + 1)
+    packed, kept = module.causal_conv1d_weight_pack(weight), states.double()
+    one = index([1], "cpu")
+    y = module.causal_conv1d_fwd_cpu(
+        x, packed, bias, states, index([0, 6], "cpu"), one, torch.tensor([True]), True, True
+    )
+    want, whole = convolve(kept[1, :, : WIDTH - 1], x.double(), weight.double(), bias.double(), True)
+    assert_close(y, want)
+    assert torch.equal(states[1, :, : WIDTH - 1], x[:, 1 - WIDTH :])
+    for tokens, accepted in ((x.T[:1], None), (x.T[None, :3], index([2], "cpu"))):
+        kept, given = states.double(), tokens.clone()
+        y = module.causal_conv1d_update_cpu(tokens, states, packed, None, False, one, True, accepted)
+        first = 0 if accepted is None else 1
+        rows = tokens.reshape(-1, 16).T.double()
+        want, whole = convolve(kept[1, :, first : first + WIDTH - 1], rows, weight.double(), None, False)
+        assert torch.equal(tokens, given) and y.shape == tokens.shape
+        assert_close(y.reshape(-1, 16).T, want)
+        after = whole[:, 1 - WIDTH :] if accepted is None else whole[:, 1:]
+        assert torch.equal(states[1, :, : after.shape[1]].double(), after)
+
+
+def tree_links(parents):
+    """First children and next siblings of tokens with these parents, as SGLang makes them."""
+    next_token, next_sibling = [-1] * len(parents), [-1] * len(parents)
+    for token in range(len(parents) - 1, 0, -1):
+        next_sibling[token] = next_token[parents[token]]
+        next_token[parents[token]] = token
+    return next_token, next_sibling
+
+
+@each_device
+@each_dtype
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("with_indices", [False, True])
+@pytest.mark.parametrize("dim", [40, 7])
+def test_windows_and_trees_of_drafts(device, dtype, trees, with_indices, dim):
+    """A step of drafts keeps the window behind each; with trees every token follows its ancestors."""
+    drafts, batch = 6, 4
+    _, states, weight, bias = problem(1, dim, 7, dtype, device, WIDTH - 1)
+    x = torch.randn(batch, drafts, dim).to(device, dtype).transpose(1, 2)
+    indices, slots = [2, 5, -1, 1], [3, 0, 4, 2]
+    parents = [[0, 0, 0, 1, 1, 4], [0, 0, 1, 2, 3, 4], [0] * drafts, [0, 0, 0, 0, 2, 2]]
+    if not trees:
+        parents = [[max(t - 1, 0) for t in range(drafts)]] * batch
+    windows = torch.full((8, drafts, dim, WIDTH - 1), -7.0).to(device, dtype)
+    want_windows, want_states, want = windows.double(), states.double(), torch.zeros_like(x, dtype=torch.float64)
+    for i, state in enumerate(indices):
+        if state < 0:
+            continue
+        slot = slots[i] if with_indices else state
+        for t in range(drafts):
+            line, token = [], t
+            while token > 0:
+                line.insert(0, token)
+                token = parents[i][token]
+            tokens = x[i][:, [0, *line]].double()
+            window = want_states[state]
+            y, whole = convolve(window, tokens, weight.double(), bias.double(), True)
+            want[i, :, t] = y[:, -1]
+            want_windows[slot, t] = whole[:, 1 - WIDTH :]
+    for i, state in enumerate(indices):
+        if state >= 0:
+            want_states[state] = x[i][:, 1 - WIDTH :].double()
+    more = {}
+    if trees:
+        # A column more than there are tokens, as buffers for graphs have.
+        links = [[[*row, -9] for row in column] for column in zip(*map(tree_links, parents))]
+        more["retrieve_next_token"], more["retrieve_next_sibling"] = (
+            index(rows, device, torch.int64) for rows in links
+        )
+        more["retrieve_parent_token"] = index([[-7] * (drafts + 1)] * batch, device, torch.int64)
+    if with_indices:
+        more["intermediate_state_indices"] = index(slots, device)
+    given = x.clone()
+    y = windrow.sglang.causal_conv1d_update(
+        x,
+        states,
+        weight,
+        bias,
+        "silu",
+        conv_state_indices=index(indices, device),
+        intermediate_conv_window=windows,
+        **more,
+    )
+    assert_close(y, want)
+    assert torch.equal(x, given)
+    assert torch.equal(states.double(), want_states)
+    assert torch.equal(windows.double(), want_windows)
+    if trees:
+        kept = [[*row, -7] if state >= 0 else [-7] * (drafts + 1) for row, state in zip(parents, indices)]
+        assert more["retrieve_parent_token"].tolist() == kept
+
+
+@pytest.mark.parametrize("name", ["num_accept_tokens", "num_accepted_tokens"])
+def test_accepted_drafts_of_sglang(name):
+    x, states, weight, bias = problem(1, 16, 3, torch.float32, "cpu", WIDTH + 1)
+    x = torch.randn(1, 16, 3)
+    window = states[2, :, 1:WIDTH].double()
+    y = windrow.sglang.causal_conv1d_update(
+        x, states, weight, bias, conv_state_indices=index([2], "cpu"), **{name: index([2], "cpu")}
+    )
+    want, whole = convolve(window, x[0].double(), weight.double(), bias.double(), False)
+    assert_close(y[0], want)
+    assert torch.equal(states[2].double(), whole[:, 1:])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -323,8 +479,8 @@ def test_graphs():
 
 
 ENGINE = """
-    def causal_conv1d_fn(x, null_block_id=0): ...
-    def causal_conv1d_update(x, null_block_id=0): ...
+    def causal_conv1d_fn(x, {null}=0): ...
+    def causal_conv1d_update(x, {null}=0): ...
     own = [(causal_conv1d_fn, causal_conv1d_update)]
 """
 SCRIPT = """
@@ -350,25 +506,26 @@ SCRIPT = """
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(
-    "name, module, call",
+    "name, null, module, call",
     [
         (
             "vllm",
+            "null_block_id",
             "vllm.model_executor.layers.mamba.ops.causal_conv1d",
             "[p.load()() for p in __import__('importlib.metadata').metadata.entry_points("
             "group='vllm.general_plugins') if p.name == 'windrow']",
         ),
-        ("sglang", "sglang.srt.layers.attention.mamba.causal_conv1d_triton", "ours.install()"),
+        ("sglang", "pad_slot_id", "sglang.srt.layers.attention.mamba.causal_conv1d_triton", "ours.install()"),
     ],
 )
-def test_engines_take_the_functions(tmp_path, name, module, call, early):
+def test_engines_take_the_functions(tmp_path, name, null, module, call, early):
     """A stand-in of the engine's module, imported before or after the functions are put in place."""
     folder = tmp_path
     for part in module.split(".")[:-1]:
         folder /= part
         folder.mkdir()
         (folder / "__init__.py").touch()
-    (folder / (module.rpartition(".")[2] + ".py")).write_text(textwrap.dedent(ENGINE))
+    (folder / (module.rpartition(".")[2] + ".py")).write_text(textwrap.dedent(ENGINE.format(null=null)))
     (tmp_path / "engine_model.py").write_text(
         f"from {module} import causal_conv1d_fn, causal_conv1d_update\n"
         "under_another_name = causal_conv1d_fn\n"
@@ -391,22 +548,27 @@ def test_what_is_not_known_stays(monkeypatch):
     windrow.vllm.register()
     assert module.causal_conv1d_fn is before_null_blocks
     assert module.causal_conv1d_update is of_the_future
-    assert module.causal_conv1d_fn_cpu is windrow.vllm.causal_conv1d_fn
+    assert module.causal_conv1d_fn_cpu is windrow.vllm.causal_conv1d_fn_cpu
+    module.causal_conv1d_fn = on_the_cpu
+    windrow.vllm.register()
+    assert module.causal_conv1d_fn is windrow.vllm.causal_conv1d_fn_cpu
 
 
-def test_trees_of_drafts_go_to_sglang(monkeypatch):
+def test_what_is_not_known_of_sglang_stays(monkeypatch):
     name = "sglang.srt.layers.attention.mamba.causal_conv1d_triton"
-    module, given = ModuleType(name), []
+    module = ModuleType(name)
     monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(windrow.sglang, "_original_update", None)
-    module.causal_conv1d_fn = lambda *args, **kwargs: None
-    module.causal_conv1d_update = lambda *args, **kwargs: given.append((args, kwargs))
+
+    def of_the_past(x, conv_state, last_steps=None, **kwargs): ...
+    def known(x, conv_states, seq_lens_cpu, validate_data=False, **kwargs): ...
+
+    module.causal_conv1d_update, module.causal_conv1d_fn = of_the_past, known
     windrow.sglang.install()
     windrow.sglang.install()
-    assert module.causal_conv1d_update is windrow.sglang.causal_conv1d_update
-    module.causal_conv1d_update(1, 2, 3, 4, "silu", retrieve_next_token=5)
-    [(args, kwargs)] = given
-    assert args == (1, 2, 3, 4, "silu", None, None) and kwargs["retrieve_next_token"] == 5
+    assert module.causal_conv1d_update is of_the_past
+    assert module.causal_conv1d_fn is windrow.sglang.causal_conv1d_fn
+    del module.causal_conv1d_fn
+    windrow.sglang.install()
 
 
 def test_importing_needs_no_engine():

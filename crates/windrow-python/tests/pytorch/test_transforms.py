@@ -1,11 +1,23 @@
 """Derivatives beyond `backward`, and writes that PyTorch has to hear of: right, or an error."""
 
+import copy
+
 import pytest
 import torch
 import windrow
 from common import each_device, leaf
+from torch import nn
 from torch.autograd import forward_ad
-from windrow.torch import causal_conv1d_fn, causal_conv1d_update, conv2d, gelu
+from windrow.torch import (
+    causal_conv1d_fn,
+    causal_conv1d_update,
+    conv1d,
+    conv2d,
+    conv_transpose2d,
+    gelu,
+    optimize,
+    patch,
+)
 
 
 def operators(device):
@@ -20,6 +32,8 @@ def operators(device):
         "gelu of gate": (lambda g: gelu(line.detach(), gate=g), line),
         "conv2d": (lambda x: conv2d(x, filters), image),
         "conv2d of weight": (lambda w: conv2d(image.detach(), w), filters),
+        "conv1d": (lambda x: conv1d(x, taps[:, None], groups=4), line),
+        "conv_transpose2d": (lambda x: conv_transpose2d(x, filters.transpose(0, 1), stride=2), image),
         "causal_conv1d": (lambda x: causal_conv1d_fn(x, taps, activation="silu"), line),
         "causal_conv1d of weight": (lambda w: causal_conv1d_fn(line.detach(), w), taps),
         "causal_conv1d_update": (lambda x: causal_conv1d_update(x, state, taps), line[:, :, 0]),
@@ -133,3 +147,60 @@ def test_update_has_no_gradient_but_says_so():
         y = causal_conv1d_update(x, torch.zeros(2, 4, 2), torch.randn(4, 3))
     with pytest.raises(NotImplementedError, match="causal_conv1d_fn"):
         y.sum().backward()
+
+
+@pytest.fixture(params=["first", "ours", "theirs"])
+def model(request, nothing_decided, times):
+    """A patched model, called before or not, and the same of PyTorch."""
+    times(2.0 if request.param == "theirs" else 0.5)
+    plain = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding="same"),
+        nn.GELU(),
+        nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"),
+        nn.ConvTranspose2d(6, 6, 2, stride=2),
+        nn.Flatten(2),
+        nn.Conv1d(6, 2, 5, 2),
+    )
+    model = patch(copy.deepcopy(plain)).model
+    if request.param != "first":
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                for _ in range(4):
+                    model(leaf(2, 3, 5, 6, grad=False))
+    return plain, model
+
+
+def test_transforms_of_patched_models(model):
+    def outcomes(model):
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+        several = {name: torch.stack([p, -p]) for name, p in parameters.items()}
+        call = lambda parameters, x: torch.func.functional_call(model, parameters, (x,))
+        energy = lambda parameters, x: call(parameters, x[None]).square().sum()
+        x = torch.linspace(-1, 1, 2 * 3 * 5 * 6).reshape(2, 3, 5, 6)
+        with torch.no_grad():
+            model(x)
+            without_gradients = torch.vmap(model)(x[None])
+        yield without_gradients
+        yield torch.vmap(model)(x[None])
+        yield torch.vmap(call, (0, None))(several, x)
+        yield torch.func.jvp(model, (x,), (x.cos(),))
+        yield torch.func.vjp(model, x)[1](torch.ones_like(model(x)))
+        yield torch.vmap(torch.func.grad(energy), (None, 0))(parameters, x)
+        yield torch.func.hessian(energy, 1)(parameters, x[0, :, :2, :2])
+        yield torch.func.functionalize(model)(x)
+
+    plain, patched = model
+    for got, want in zip(outcomes(patched), outcomes(plain), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
+@pytest.mark.parametrize("factor", [0.5, 2.0], ids=["ours", "theirs"])
+def test_vmap_of_optimized_models(nothing_decided, times, factor):
+    times(factor)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).eval().requires_grad_(False)
+    model = optimize(plain)
+    images = leaf(3, 2, 3, 7, 6, grad=False)
+    for _ in range(3):
+        torch.testing.assert_close(model(images[0]), plain(images[0]), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(torch.vmap(model)(images), torch.vmap(plain)(images), atol=1e-5, rtol=1e-5)

@@ -11,7 +11,10 @@ def loss_of(x: Tensor) -> Tensor:
     model = nn.Sequential(convolution, wt.GELU("tanh"))
     y: Tensor = wt.conv2d(x, convolution.weight, padding=[1, 1], activation="silu")
     y = wt.gelu(y, "tanh") + wt.conv2d(x, convolution.weight, padding="same")
-    loss: Tensor = (model(x) + y).sum()
+    up = wt.ConvTranspose2d(8, 3, 2, stride=2)
+    image: Tensor = wt.conv_transpose2d(y, up.weight, up.bias, stride=[2, 2], output_padding=1)
+    line: Tensor = wt.conv1d(y[0, :, 0], torch.ones(8, 1, 3), padding="same", groups=8)
+    loss: Tensor = (model(x) + y).sum() + image.sum() + up(y, [12, 13]).sum() + wt.Conv1d(8, 2, 3)(line).sum()
     return loss
 
 

@@ -20,7 +20,8 @@ pub use args::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs};
 pub use plan::{CausalConv1d, CausalConv1dPlan, causal_conv1d};
 pub(crate) use problem::Problem;
 pub use serving::{
-    CausalConv1dServing, CausalConv1dServingArgs, CausalConv1dServingPlan, CausalConv1dServingSpec,
+    CausalConv1dServing, CausalConv1dServingArgs, CausalConv1dServingOutputs,
+    CausalConv1dServingPlan, CausalConv1dServingSpec,
 };
 pub use spec::{CausalConv1dAlgorithm, CausalConv1dSpec};
 pub use tuning::CausalConv1dConfiguration;

@@ -91,3 +91,11 @@ fn check_parameter(arg: &'static str, given: &TensorDesc, x: DType) -> Result<()
 pub(crate) fn rank(arg: &'static str, given: &TensorDesc, expected: &'static str) -> Error {
     Error::Rank { arg, given: given.layout.rank(), expected }
 }
+
+/// Indices are i32 or i64, each tensor of its own type.
+pub(crate) fn check_index(arg: &'static str, given: &TensorDesc) -> Result<()> {
+    match given.dtype {
+        DType::I32 | DType::I64 => Ok(()),
+        other => Err(Error::dtype(arg, other, "i32 or i64")),
+    }
+}

@@ -27,7 +27,8 @@ pub(super) fn desc(
     let layout = match shape.len() {
         1 => style.layout(choices, shape, &[&[0]], input)?,
         2 => style.layout(choices, shape, &[&[0, 1], &[1, 0]], input)?,
-        _ => style.layout(choices, shape, &[&[0, 1, 2], &[0, 2, 1]], input)?,
+        3 => style.layout(choices, shape, &[&[0, 1, 2], &[0, 2, 1]], input)?,
+        _ => style.layout(choices, shape, &[&[0, 1, 2, 3], &[0, 1, 3, 2]], input)?,
     };
     Ok(TensorDesc { dtype, layout })
 }
@@ -363,10 +364,12 @@ fn update_spec(choices: &mut Choices<'_>, style: Style) -> Result<CausalConv1dUp
         spec.y = desc(choices, style, dtype, &[b, d, l], false)?;
     }
     if has_lengths {
-        spec.cache_seqlens = Some(desc(choices, style, DType::I32, &[b], false)?);
+        let dtype = choices.of(&[DType::I32, DType::I64]);
+        spec.cache_seqlens = Some(desc(choices, style, dtype, &[b], false)?);
     }
     if has_indices {
-        spec.conv_state_indices = Some(desc(choices, style, DType::I32, &[b], false)?);
+        let dtype = choices.of(&[DType::I32, DType::I64]);
+        spec.conv_state_indices = Some(desc(choices, style, dtype, &[b], false)?);
     }
     Ok(spec)
 }

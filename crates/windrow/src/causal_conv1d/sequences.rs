@@ -36,6 +36,11 @@ impl<'a> Indices<'a> {
     pub(crate) fn len(&self) -> usize {
         self.0.shape()[0]
     }
+
+    /// Number of entries along the last dimension.
+    pub(crate) fn columns(&self) -> usize {
+        self.0.shape()[self.0.shape().len() - 1]
+    }
 }
 
 /// The division of all rows into sequences, with index values already checked.

@@ -4,7 +4,7 @@ use super::cpu::update::{Operands, Update};
 use super::cpu::{Operand, Parameters};
 use super::cuda;
 use super::engine::require_direct;
-use super::problem::{output_layout, rank};
+use super::problem::{check_index, output_layout, rank};
 use super::reference::{UpdateReference, integers};
 use super::sequences::Indices;
 use super::{CausalConv1dAlgorithm, CausalConv1dConfiguration, Problem, verify};
@@ -14,8 +14,8 @@ use crate::forms::setters;
 use crate::plan::{Backend, Engine, Operator, Plan, Setup, inputs};
 use crate::tensor::{check_tensor, check_unique};
 use crate::{
-    Activation, DType, Device, Error, PlanOptions, Result, Tensor, TensorDesc, TensorMut,
-    TensorRef, Workspace,
+    Activation, Device, Error, PlanOptions, Result, Tensor, TensorDesc, TensorMut, TensorRef,
+    Workspace,
 };
 
 /// One step of decoding: `y` of new tokens `x` that follow those in `conv_state`, which is advanced.
@@ -45,9 +45,9 @@ pub struct CausalConv1dUpdateSpec {
     pub y: TensorDesc,
     /// Applied to sum and bias.
     pub activation: Activation,
-    /// Tokens before, `[b]`, i32.
+    /// Tokens before, `[b]`, i32 or i64.
     pub cache_seqlens: Option<TensorDesc>,
-    /// State of each entry, `[b]`, i32.
+    /// State of each entry, `[b]`, i32 or i64.
     pub conv_state_indices: Option<TensorDesc>,
 }
 
@@ -127,7 +127,8 @@ impl CausalConv1dUpdateSpec {
             ("conv_state_indices", &self.conv_state_indices),
         ] {
             if let Some(indices) = indices {
-                check_tensor(name, indices, DType::I32, &[problem.b])?;
+                check_index(name, indices)?;
+                check_tensor(name, indices, indices.dtype, &[problem.b])?;
             }
         }
         Ok(problem)

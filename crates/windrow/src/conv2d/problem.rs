@@ -1,5 +1,6 @@
 //! The sizes of a convolution, checked once.
 
+use super::Conv2dParams;
 use crate::tensor::check_dtype;
 use crate::{Error, Result, TensorDesc};
 
@@ -39,11 +40,7 @@ impl Problem {
             return Err(Error::dtype("x", x.dtype, "f32, f16 or bf16"));
         }
         check_dtype("w", w.dtype, x.dtype)?;
-        for (name, value) in [("stride", stride), ("dilation", dilation)] {
-            if value.contains(&0) {
-                return Err(Error::parameter(name, format!("{value:?}"), "at least 1"));
-            }
-        }
+        check_steps(stride, dilation)?;
         if groups == 0 || c % groups != 0 || k % groups != 0 {
             let expected = format!("a divisor of {c} input and {k} output channels");
             return Err(Error::parameter("groups", groups, expected));
@@ -102,6 +99,75 @@ impl Problem {
             && self.dilation == [1, 1]
             && self.groups == 1
     }
+}
+
+/// Shape [n, c, h, w] of the result of a transposed convolution of `y` [n, k, oh, ow].
+pub(crate) fn transposed_shape(
+    y: &TensorDesc,
+    w: &TensorDesc,
+    params: &Conv2dParams,
+    output_padding: [usize; 2],
+) -> Result<[usize; 4]> {
+    let &[n, channels, oh, ow] = y.shape() else { return Err(rank("y", y)) };
+    let &[k, c_group, r, s] = w.shape() else { return Err(rank("w", w)) };
+    let &Conv2dParams { stride, dilation, groups, .. } = params;
+    if !y.dtype.is_compute() {
+        return Err(Error::dtype("y", y.dtype, "f32, f16 or bf16"));
+    }
+    check_dtype("w", w.dtype, y.dtype)?;
+    check_steps(stride, dilation)?;
+    if channels != k {
+        return Err(Error::shape("y", y.shape(), format!("[n, {k}, oh, ow]: w has {k} filters")));
+    }
+    if oh == 0 || ow == 0 {
+        return Err(Error::shape("y", y.shape(), "at least one row and one column"));
+    }
+    if output_padding[0] >= stride[0] || output_padding[1] >= stride[1] {
+        let expected = format!("less than the stride {stride:?}");
+        return Err(Error::parameter("output_padding", format!("{output_padding:?}"), expected));
+    }
+    let c = c_group.checked_mul(groups).ok_or_else(|| Error::SizeOverflow {
+        what: "channels",
+        detail: format!("{c_group} in each of {groups} groups"),
+    })?;
+    let size = |outputs, taps, d| input_size(params, output_padding, outputs, taps, d);
+    Ok([n, c, size(oh, r, 0)?, size(ow, s, 1)?])
+}
+
+/// Positions along direction `d` of what a convolution turns into `outputs`, of which there are some.
+fn input_size(
+    params: &Conv2dParams,
+    output_padding: [usize; 2],
+    outputs: usize,
+    taps: usize,
+    d: usize,
+) -> Result<usize> {
+    let &Conv2dParams { stride, padding, dilation, .. } = params;
+    let covered = || {
+        let reach = taps.saturating_sub(1).checked_mul(dilation[d])?;
+        let last = (outputs - 1).checked_mul(stride[d])?.checked_add(reach)?;
+        Some((last.checked_add(1 + output_padding[d])?, padding[d].checked_mul(2)?))
+    };
+    let (covered, padded) = covered().ok_or_else(|| Error::SizeOverflow {
+        what: "transposed output",
+        detail: format!(
+            "{outputs} positions, stride {}, padding {}, {taps} taps with dilation {}",
+            stride[d], padding[d], dilation[d]
+        ),
+    })?;
+    covered.checked_sub(padded).ok_or_else(|| {
+        let expected = format!("at most {} where {covered} positions are covered", covered / 2);
+        Error::parameter("padding", format!("{padding:?}"), expected)
+    })
+}
+
+fn check_steps(stride: [usize; 2], dilation: [usize; 2]) -> Result<()> {
+    for (name, value) in [("stride", stride), ("dilation", dilation)] {
+        if value.contains(&0) {
+            return Err(Error::parameter(name, format!("{value:?}"), "at least 1"));
+        }
+    }
+    Ok(())
 }
 
 fn rank(arg: &'static str, desc: &TensorDesc) -> Error {

@@ -70,6 +70,15 @@ fn spec(choices: &mut Choices<'_>, style: Style) -> Result<Conv2dSpec> {
             params.dilation = pair(choices, 2).map(|step| step.max(1));
             [sizes[1], sizes[2]] = [1, choices.within(1..=2)];
         }
+        // Groups of few channels.
+        6 => {
+            [r, s] = pair(choices, 4).map(|taps| taps + 1);
+            params.groups = choices.size(20).max(1);
+            params.padding = pair(choices, 2);
+            params.stride = pair(choices, 2).map(|step| step.max(1));
+            sizes[1] = choices.of(&[1, 2, 4, 8, 12, 16]);
+            sizes[2] = if choices.one_in(2) { sizes[1] } else { choices.of(&[2, 8, 16, 32]) };
+        }
         // Anything, with paddings larger than the filter.
         _ => {
             [r, s] = pair(choices, 6).map(|taps| taps + 1);

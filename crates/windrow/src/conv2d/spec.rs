@@ -1,6 +1,6 @@
 //! What a convolution computes: descriptors, options, and the checks that need no data.
 
-use super::Problem;
+use super::{Problem, problem};
 use crate::forms::{names, setters};
 use crate::tensor::{check_dtype, check_tensor, check_unique};
 use crate::{Accuracy, Activation, DType, Layout, Result, TensorDesc};
@@ -107,11 +107,46 @@ impl Conv2dSpec {
     pub fn new(x: TensorDesc, w: TensorDesc, params: &Conv2dParams) -> Result<Self> {
         let &Conv2dParams { stride, padding, dilation, groups, activation, accuracy } = params;
         let geometry = Problem::new(&x, &w, stride, padding, dilation, groups)?;
-        let shape = geometry.y_shape();
-        let order = if is_channels_last(&x.layout) { [0, 2, 3, 1] } else { [0, 1, 2, 3] };
-        let y = TensorDesc { dtype: x.dtype, layout: Layout::with_order(&shape, &order)? };
+        let y = dense_beside(&x, &geometry.y_shape())?;
         let bias = None;
         Ok(Self { x, w, y, bias, stride, padding, dilation, groups, activation, accuracy })
+    }
+
+    /// The convolution whose data gradient is the transposed convolution of `y` [n, k, oh, ow] by `w` [k, c/groups, r, s]:
+    /// [`Conv2dPlan::backward_data`](crate::Conv2dPlan::backward_data), given `w` and `y`, computes its `x` [n, c, h, w],
+    /// dense and channels-last if y is. `h = (oh - 1) * stride - 2 * padding + dilation * (r - 1) + 1 + output_padding`, and
+    /// w likewise; `output_padding` is less than the stride.
+    ///
+    /// The gradients of the transposed convolution are [`Conv2dPlan::run`](crate::Conv2dPlan::run) for y and
+    /// [`Conv2dPlan::backward_weight`](crate::Conv2dPlan::backward_weight), both of the gradient of x in x's place.
+    ///
+    /// # Errors
+    /// As [`Conv2dSpec::new`]; [`Error::Shape`](crate::Error::Shape) also if y has no rows, no columns or not k channels;
+    /// [`Error::Parameter`](crate::Error::Parameter) also for a padding that leaves less than nothing, or an
+    /// `output_padding` that is not less than the stride.
+    ///
+    /// ```
+    /// use windrow::*;
+    /// let y = Tensor::from_slice(&[1f32, 2.0], &[1, 1, 1, 2])?;
+    /// let w = Tensor::from_slice(&[1f32, 1.0, 1.0, 10.0], &[1, 1, 2, 2])?;
+    /// let params = Conv2dParams::default().with_stride([2, 2]);
+    /// let spec = Conv2dSpec::transposed(*y.desc(), *w.desc(), &params, [0, 1])?;
+    /// let plan = Conv2dPlan::new(&spec, &PlanOptions::default())?;
+    /// let mut workspace = Workspace::new(Device::Cpu, plan.backward_workspace_bytes()?)?;
+    /// let mut x = Tensor::uninitialised(spec.x)?;
+    /// plan.backward_data(&w.as_ref(), &y.as_ref(), x.as_mut(), &mut workspace)?;
+    /// assert_eq!(x.shape(), [1, 1, 2, 5]);
+    /// assert_eq!(x.to_vec::<f32>()?, [1.0, 1.0, 2.0, 2.0, 0.0, 1.0, 10.0, 2.0, 20.0, 0.0]);
+    /// # Ok::<(), windrow::Error>(())
+    /// ```
+    pub fn transposed(
+        y: TensorDesc,
+        w: TensorDesc,
+        params: &Conv2dParams,
+        output_padding: [usize; 2],
+    ) -> Result<Self> {
+        let shape = problem::transposed_shape(&y, &w, params, output_padding)?;
+        Ok(Self::new(dense_beside(&y, &shape)?, w, params)?.with_output(y))
     }
 
     /// The options alone.
@@ -142,6 +177,12 @@ impl Conv2dSpec {
         }
         Ok(problem)
     }
+}
+
+/// Dense, channels-last if `like` is.
+fn dense_beside(like: &TensorDesc, shape: &[usize; 4]) -> Result<TensorDesc> {
+    let order = if is_channels_last(&like.layout) { [0, 2, 3, 1] } else { [0, 1, 2, 3] };
+    Ok(TensorDesc { dtype: like.dtype, layout: Layout::with_order(shape, &order)? })
 }
 
 /// True if channels are closer together than pixels.

@@ -26,7 +26,7 @@ enum Kind {
 }
 
 impl Isa {
-    /// The widest instruction set of this machine, or the one that the environment variable
+    /// The fastest instruction set of this machine, or the one that the environment variable
     /// `WINDROW_ISA` names (`avx512bf16`, `avx512`, `avx2`, `neon` or `portable`), if this machine
     /// has it.
     pub fn best() -> Self {
@@ -40,7 +40,8 @@ impl Isa {
                     available.iter().map(|isa| isa.name()).collect::<Vec<_>>()
                 );
             }
-            *named.unwrap_or(&available[0])
+            let fastest = || available.iter().find(|isa| isa.is_fast());
+            *named.or_else(fastest).unwrap_or(&available[0])
         });
         *BEST
     }
@@ -69,6 +70,15 @@ impl Isa {
             Kind::Avx2(_) => "avx2",
             Kind::Lanes(_) if cfg!(target_arch = "aarch64") => "neon",
             Kind::Lanes(_) => "portable",
+        }
+    }
+
+    /// Whether it takes less time than those behind it.
+    fn is_fast(self) -> bool {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16(_) => Avx512Bf16::is_fast(),
+            _ => true,
         }
     }
 
@@ -150,5 +160,8 @@ mod tests {
         let all = Isa::available();
         assert!(all.contains(&Isa::best()));
         assert!(["portable", "neon"].contains(&all.last().unwrap().name()));
+        if std::env::var_os("WINDROW_ISA").is_none() {
+            assert_eq!(all.iter().find(|isa| isa.is_fast()), Some(&Isa::best()));
+        }
     }
 }

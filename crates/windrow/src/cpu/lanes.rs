@@ -39,6 +39,7 @@ impl Simd for Lanes {
     // Half of the registers hold one array on a 4-wide machine with 32 of them.
     const REGISTERS: usize = if cfg!(target_arch = "aarch64") { 16 } else { 8 };
     type F32 = [f32; N];
+    type F64 = [f64; N];
     type I32 = [i32; N];
     type Mask = [bool; N];
     type Table = &'static [f32; 32];
@@ -223,8 +224,30 @@ impl Simd for Lanes {
     }
 
     #[inline(always)]
+    fn widen(self, a: Self::F32) -> Self::F64 {
+        a.map(f64::from)
+    }
+    #[inline(always)]
+    fn narrow(self, a: Self::F64) -> Self::F32 {
+        a.map(|a| a as f32)
+    }
+    #[inline(always)]
+    fn mul_f64(self, a: Self::F64, b: f64) -> Self::F64 {
+        a.map(|a| a * b)
+    }
+    #[inline(always)]
+    fn mul_add_f64(self, a: Self::F64, b: f64, c: Self::F64) -> Self::F64 {
+        // Two roundings of f64 are no more than one for what becomes an f32.
+        std::array::from_fn(|i| a[i] * b + c[i])
+    }
+
+    #[inline(always)]
     fn even(self, a: Self::F32, b: Self::F32) -> Self::F32 {
         std::array::from_fn(|i| if 2 * i < N { a[2 * i] } else { b[2 * i - N] })
+    }
+    #[inline(always)]
+    fn permute(self, a: Self::F32, index: Self::I32) -> Self::F32 {
+        index.map(|i| a[i as usize % N])
     }
     #[inline(always)]
     fn reduce_add(self, a: Self::F32) -> f32 {

@@ -13,6 +13,8 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     const REGISTERS: usize;
     /// A vector of `LANES` f32.
     type F32: Copy;
+    /// `LANES` f64.
+    type F64: Copy;
     /// A vector of `LANES` i32.
     type I32: Copy;
     /// One truth value for each lane.
@@ -132,6 +134,13 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     fn abs(self, a: Self::F32) -> Self::F32;
     fn neg(self, a: Self::F32) -> Self::F32;
 
+    fn widen(self, a: Self::F32) -> Self::F64;
+    /// Rounds to nearest even.
+    fn narrow(self, a: Self::F64) -> Self::F32;
+    fn mul_f64(self, a: Self::F64, b: f64) -> Self::F64;
+    /// `a * b + c`
+    fn mul_add_f64(self, a: Self::F64, b: f64, c: Self::F64) -> Self::F64;
+
     fn lt(self, a: Self::F32, b: Self::F32) -> Self::Mask;
     /// `!(a <= b)`: also where one is NaN.
     fn not_le(self, a: Self::F32, b: Self::F32) -> Self::Mask;
@@ -157,6 +166,9 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
 
     /// Lanes 0, 2, 4 ... of `a`, then those of `b`.
     fn even(self, a: Self::F32, b: Self::F32) -> Self::F32;
+
+    /// In each lane that of `a` which the index names, below `LANES`.
+    fn permute(self, a: Self::F32, index: Self::I32) -> Self::F32;
 
     /// A square of zeros.
     fn zeros(self) -> Self::Square;
@@ -218,12 +230,30 @@ mod tests {
                 check(s, pair.0, pair.1);
             }
             partial(s);
+            doubles(s);
             stream::<S, f32>(s);
             stream::<S, f16>(s);
             stream::<S, bf16>(s);
             transpose(s);
             even(s);
+            permute(s);
             pairs(s);
+        }
+    }
+
+    /// Each lane of its own, and rounded once.
+    fn doubles<S: Simd>(s: S) {
+        let x: Vec<f32> = (0..MAX_LANES).map(|i| (i as f32 - 7.3) / 3.0).collect();
+        let mut out = [0f32; MAX_LANES];
+        let (a, b) = (1.0 / 3.0, -2.0 / 7.0);
+        // SAFETY: MAX_LANES elements are readable and writable.
+        unsafe {
+            let x = s.widen(s.load(x.as_ptr()));
+            s.store(out.as_mut_ptr(), s.narrow(s.mul_add_f64(x, a, s.mul_f64(x, b))));
+        }
+        for (&x, &out) in x.iter().zip(&out).take(S::LANES) {
+            let x = f64::from(x);
+            assert_eq!(out, (x * a + x * b) as f32);
         }
     }
 
@@ -265,6 +295,21 @@ mod tests {
         }
         for (i, &lane) in out.iter().enumerate().take(S::LANES) {
             assert_eq!(lane, x[2 * i]);
+        }
+    }
+
+    fn permute<S: Simd>(s: S) {
+        let x: Vec<f32> = (0..MAX_LANES).map(|i| i as f32 + 0.5).collect();
+        let index: Vec<f32> =
+            (0..MAX_LANES).map(|i| f32::from_bits((i * 5 % S::LANES) as u32)).collect();
+        let mut out = [0f32; MAX_LANES];
+        // SAFETY: all slices hold MAX_LANES elements.
+        unsafe {
+            let index = s.to_bits(s.load(index.as_ptr()));
+            s.store(out.as_mut_ptr(), s.permute(s.load(x.as_ptr()), index));
+        }
+        for (i, &lane) in out.iter().enumerate().take(S::LANES) {
+            assert_eq!(lane, x[i * 5 % S::LANES]);
         }
     }
 

@@ -1,9 +1,10 @@
-//! Matrix products by a kernel of our own, where the vendor's library is not called.
+//! Matrix products by a kernel of our own on AMD's GPUs, where the vendor's library is not called.
 
 use super::gemm::{GemmOperands, GemmSpec, Matrix, Product};
 use super::runtime::{Handle, Launch, Outcome};
 use super::{Gpu, Kernel, KernelSpec, Source, params, type_name};
-use crate::{DType, Result};
+use crate::Result;
+use crate::dtype::by_type;
 
 static SOURCE: Source = Source {
     name: "block_product.cu",
@@ -11,9 +12,9 @@ static SOURCE: Source = Source {
     includes: &[],
 };
 
-/// Rows and columns of a block's part of C, and its threads.
+/// Rows and columns of a block's part of C, and its wavefronts.
 const TILE: usize = 32;
-const THREADS: u32 = 256;
+const WAVEFRONTS: u32 = 4;
 /// More tiles are taken in turn.
 const MAX_BLOCKS: usize = 1 << 20;
 
@@ -42,6 +43,7 @@ params! {
 #[derive(Debug)]
 pub(crate) struct BlockProduct {
     kernel: &'static Kernel,
+    threads: u32,
     spec: GemmSpec,
 }
 
@@ -49,7 +51,8 @@ impl BlockProduct {
     /// # Errors
     /// As [`Gpu::kernel`].
     pub(crate) fn new(gpu: &'static Gpu, spec: &GemmSpec) -> Result<Self> {
-        Ok(BlockProduct { kernel: gpu.kernel(&kernel_spec(spec))?, spec: *spec })
+        let threads = WAVEFRONTS * gpu.info.warp;
+        Ok(BlockProduct { kernel: gpu.kernel(&kernel_spec(spec))?, threads, spec: *spec })
     }
 }
 
@@ -85,7 +88,7 @@ impl Product for BlockProduct {
         };
         let grid = [tiles.min(MAX_BLOCKS) as u32, 1, 1];
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
-        unsafe { self.kernel.give(stream, Launch { grid, block: [THREADS, 1, 1] }, &params) }
+        unsafe { self.kernel.give(stream, Launch { grid, block: [self.threads, 1, 1] }, &params) }
     }
 }
 
@@ -94,7 +97,10 @@ fn kernel_spec(spec: &GemmSpec) -> KernelSpec {
     KernelSpec::new(&SOURCE, format!("block_product_{}", a.dtype))
         .define("T", type_name(a.dtype))
         .define("OUT", type_name(c.dtype))
-        .define("IS_F16", u8::from(a.dtype == DType::F16))
+        .define(
+            by_type!(a.dtype, F32 => "ELEMENT_F32", F16 => "ELEMENT_F16", BF16 => "ELEMENT_BF16"),
+            1,
+        )
         .define("A_TRANSPOSED", u8::from(a.transposed))
         .define("B_TRANSPOSED", u8::from(b.transposed))
         .params::<Params>()
@@ -103,10 +109,11 @@ fn kernel_spec(spec: &GemmSpec) -> KernelSpec {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::DType;
     use crate::gpu::GemmCompute;
 
     #[test]
-    fn compiles_without_spills() {
+    fn compiles() {
         let mut specs = Vec::new();
         for (dtype, out) in [
             (DType::F32, DType::F32),
@@ -128,6 +135,6 @@ mod tests {
                 specs.push(kernel_spec(&GemmSpec { m: 8, n: 8, k: 8, batch: 1, a, b, c, compute }));
             }
         }
-        crate::gpu::compile_tests::check_compiles(&specs);
+        crate::gpu::compile_tests::check_compiles_for_hip(&specs);
     }
 }

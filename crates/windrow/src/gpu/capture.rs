@@ -148,12 +148,11 @@ impl Drop for Graph {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Device;
 
     /// Nothing without a device. Other tests use the default stream, with which blocking streams cannot be captured.
     #[test]
     fn a_capture_ends_after_an_error_and_after_a_panic() {
-        let Ok(stream) = Gpu::get(Device::Cuda(0)).and_then(Stream::apart) else { return };
+        let Ok(stream) = Gpu::of_tests().and_then(Stream::apart) else { return };
         let failed = stream.capture(|| Err(Error::unsupported("this", "a test")));
         assert!(matches!(failed, Err(Error::Unsupported { .. })));
         let panics = std::panic::AssertUnwindSafe(|| stream.capture(|| panic!("in a capture")));
@@ -166,7 +165,7 @@ mod tests {
     /// Nothing without a device.
     #[test]
     fn a_graph_keeps_what_its_capture_retained() {
-        let Ok(stream) = Gpu::get(Device::Cuda(0)).and_then(Stream::apart) else { return };
+        let Ok(stream) = Gpu::of_tests().and_then(Stream::apart) else { return };
         assert!(stream.capture_under_way().unwrap().is_none());
         let owner = Arc::new(5);
         let mut ids = Vec::new();

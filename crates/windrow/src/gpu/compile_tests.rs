@@ -33,7 +33,8 @@ pub(crate) fn message(spec: &KernelSpec) -> Option<String> {
     return Some(spec).and(None);
 }
 
-fn check_compiles_for_hip(specs: &[KernelSpec]) {
+/// By hiprtc alone.
+pub(crate) fn check_compiles_for_hip(specs: &[KernelSpec]) {
     #[cfg(feature = "hip")]
     crate::hip::compile_tests::check_compiles(specs);
     let _ = specs;

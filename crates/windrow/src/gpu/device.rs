@@ -130,6 +130,12 @@ pub(crate) struct Gpu {
 }
 
 impl Gpu {
+    /// What tests without a device of their own choice run on.
+    #[cfg(test)]
+    pub(crate) fn of_tests() -> Result<&'static Gpu> {
+        Gpu::get(Device::Cuda(0)).or_else(|_| Gpu::get(Device::Hip(0)))
+    }
+
     /// The device, started at first use.
     ///
     /// # Errors
@@ -270,12 +276,12 @@ mod tests {
     #[cfg(target_os = "linux")]
     #[test]
     fn a_forked_process_gets_an_error() {
-        let Ok(gpu) = Gpu::get(Device::Cuda(0)) else { return };
+        let Ok(gpu) = Gpu::of_tests() else { return };
         // SAFETY: the child only asks for the device and leaves; nothing that it does takes a lock.
         let child = unsafe { libc::fork() };
         if child == 0 {
             let refused = |result: Result<()>| matches!(result, Err(Error::NoDevice { .. }));
-            let again = Gpu::get(Device::Cuda(0)).map(drop);
+            let again = Gpu::get(gpu.device).map(drop);
             let good = refused(gpu.enter().map(drop)) && refused(again);
             // SAFETY: leaves without running anything of the parent's.
             unsafe { libc::_exit(i32::from(!good)) };

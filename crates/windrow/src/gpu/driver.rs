@@ -190,7 +190,7 @@ impl<D: Driven> Common for D {
             // SAFETY: of `allocate`, in the same way, and used by nothing after, says the caller.
             true => unsafe { (Self::CALLS.free_async)(self.library(), memory.cast(), stream) },
             // This waits for the device.
-            // SAFETY: as above.
+            // SAFETY: of `allocate` on a device without pools, and used by nothing after, says the caller.
             false => unsafe { (Self::CALLS.free)(self.library(), memory.cast()) },
         }
     }
@@ -339,7 +339,7 @@ impl<D: Driven> Common for D {
     }
 
     fn restore_captures(&self, mut mode: c_int) {
-        // SAFETY: as in `relax_captures`.
+        // SAFETY: the call exchanges the mode of this thread, which any thread may do.
         let _ = unsafe { (Self::CALLS.exchange_capture_mode)(self.library(), &mut mode) };
     }
 }

@@ -158,14 +158,14 @@ impl Gpu {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Device;
 
     /// Nothing without a device.
     #[test]
     fn memory_is_freed_after_the_streams_that_used_it_are_gone() {
-        let Ok(stream) = Stream::new(0) else { return };
+        let Ok(gpu) = Gpu::of_tests() else { return };
+        let stream = Stream::new(gpu.device()).unwrap();
         let buffer = {
-            let (first, second) = (Stream::new(0).unwrap(), Stream::new(0).unwrap());
+            let [first, second] = [(); 2].map(|()| Stream::new(gpu.device()).unwrap());
             let buffer = SharedBuffer::new(&first, 1 << 20).unwrap();
             second.wait(&Event::mark(&first).unwrap()).unwrap();
             for stream in [&first, &second, &first] {
@@ -186,7 +186,7 @@ mod tests {
     /// Nothing without a device.
     #[test]
     fn memory_of_a_graph_is_allocated_beside_its_capture() {
-        let Ok(stream) = Gpu::get(Device::Cuda(0)).and_then(Stream::apart) else { return };
+        let Ok(stream) = Gpu::of_tests().and_then(Stream::apart) else { return };
         let mut kept = None;
         let graph = stream.capture(|| {
             let buffer = Arc::new(SharedBuffer::apart(stream.gpu(), 4096)?);

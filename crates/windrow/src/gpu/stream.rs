@@ -224,6 +224,16 @@ impl Drop for Event {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Workspace;
+
+    /// So runs in any of them come one after the other. Nothing without a device.
+    #[test]
+    fn workspaces_share_a_stream() {
+        let Ok(gpu) = Gpu::of_tests() else { return };
+        let [first, second] = [(); 2].map(|()| Workspace::new(gpu.device(), 64).unwrap());
+        let of = |workspace: &Workspace| workspace.stream().unwrap().as_raw();
+        assert!(of(&first).is_null() && of(&second).is_null());
+    }
 
     /// Without a device it is refused before one is asked for.
     #[test]

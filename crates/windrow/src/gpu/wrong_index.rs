@@ -27,6 +27,13 @@ const INITIAL_BLOCK: u32 = 7;
 const LAST_BLOCK: u32 = 8;
 const FIRST_BLOCK: u32 = 9;
 const TOKENS_BEFORE: u32 = 10;
+const INTERMEDIATE_INDICES: u32 = 11;
+const NEXT_TOKEN: u32 = 12;
+const NEXT_SIBLING: u32 = 13;
+
+fn later(limit: i64) -> String {
+    format!("-1 or a later token of the sequence, below {limit}")
+}
 
 fn column(limit: i64) -> String {
     format!("a column of the table, below {limit}")
@@ -52,7 +59,7 @@ impl Record {
             QUERY_START_LOC => {
                 let range = format!(
                     "entries that rise from 0 to at most {limit}, the number of tokens, each by no \
-                     more drafts than a state holds"
+                     more than states of drafts, windows and trees have room for"
                 );
                 ("query_start_loc", range)
             }
@@ -61,6 +68,12 @@ impl Record {
             LAST_BLOCK => ("last_block", column(limit)),
             FIRST_BLOCK => ("first_block", column(limit)),
             TOKENS_BEFORE => ("tokens_before", "at least 0".into()),
+            INTERMEDIATE_INDICES => (
+                "intermediate_indices",
+                format!("at least 0 and below {limit}, the number of slots"),
+            ),
+            NEXT_TOKEN => ("next_token", later(limit)),
+            NEXT_SIBLING => ("next_sibling", later(limit)),
             // Nothing, or something that is being written.
             _ => return Ok(()),
         };
@@ -127,13 +140,25 @@ mod tests {
             (
                 QUERY_START_LOC,
                 "`query_start_loc`[3] is 9, expected entries that rise from 0 to at most 8, the number of \
-                 tokens, each by no more drafts than a state holds",
+                 tokens, each by no more than states of drafts, windows and trees have room for",
             ),
             (NUM_ACCEPTED_TOKENS, "`num_accepted_tokens`[3] is 9, expected between 1 and 8"),
             (INITIAL_BLOCK, "`initial_block`[3] is 9, expected a column of the table, below 8"),
             (LAST_BLOCK, "`last_block`[3] is 9, expected a column of the table, below 8"),
             (FIRST_BLOCK, "`first_block`[3] is 9, expected a column of the table, below 8"),
             (TOKENS_BEFORE, "`tokens_before`[3] is 9, expected at least 0"),
+            (
+                INTERMEDIATE_INDICES,
+                "`intermediate_indices`[3] is 9, expected at least 0 and below 8, the number of slots",
+            ),
+            (
+                NEXT_TOKEN,
+                "`next_token`[3] is 9, expected -1 or a later token of the sequence, below 8",
+            ),
+            (
+                NEXT_SIBLING,
+                "`next_sibling`[3] is 9, expected -1 or a later token of the sequence, below 8",
+            ),
         ] {
             let record = record(rule, 3, 9, 8);
             let said = record.take(Device::Cuda(1)).unwrap_err().to_string();

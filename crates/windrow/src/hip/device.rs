@@ -37,7 +37,7 @@ pub(super) fn count_of(api: &Api) -> Result<(u32, c_int)> {
         let (major, minor) = numbers(version);
         return Err(none(format!("HIP {major}.{minor} is too old; ROCm 6.0 and later are known")));
     }
-    // SAFETY: as above.
+    // SAFETY: the call writes one integer.
     match unsafe { api.hipGetDeviceCount(&mut count) } {
         Ok(()) => Ok((count as u32, version)),
         Err(Failure { status: NO_DEVICE, .. }) => Ok((0, version)),

@@ -6,7 +6,7 @@ use crate::gpu::{Compiler, Handle, KernelSpec, Reading};
 use crate::{Device, Error, Result};
 use std::ffi::{CStr, c_char, c_int};
 
-static LIBHIPRTC: Library = rocm("libhiprtc.so");
+pub(super) static LIBHIPRTC: Library = rocm("libhiprtc.so");
 
 library! {
     /// The compiler.
@@ -50,7 +50,14 @@ impl Describe for Hiprtc {
 /// # Errors
 /// [`Error::NoDevice`] without hiprtc, [`Error::Unsupported`] if the device lacks what the kernel needs.
 pub(super) fn recipe(spec: &KernelSpec, architecture: &str) -> Result<(String, Vec<String>)> {
-    let hiprtc = Hiprtc::get()?;
+    recipe_by(Hiprtc::get()?, spec, architecture)
+}
+
+pub(super) fn recipe_by(
+    hiprtc: &Hiprtc,
+    spec: &KernelSpec,
+    architecture: &str,
+) -> Result<(String, Vec<String>)> {
     let (mut major, mut minor) = (0, 0);
     // SAFETY: the call writes two integers.
     unsafe { hiprtc.hiprtcVersion(&mut major, &mut minor) }
@@ -82,8 +89,16 @@ pub(super) fn options(spec: &KernelSpec, architecture: &str) -> Result<Vec<Strin
 /// # Errors
 /// [`Error::NoDevice`] without hiprtc, [`Error::Backend`] with its messages.
 pub(super) fn compile(spec: &KernelSpec, options: &[String]) -> Result<Vec<u8>> {
+    compile_by(Hiprtc::get()?, spec, options)
+}
+
+pub(super) fn compile_by(
+    hiprtc: &'static Hiprtc,
+    spec: &KernelSpec,
+    options: &[String],
+) -> Result<Vec<u8>> {
     let code: Reading<Hiprtc> = (Hiprtc::hiprtcGetCodeSize, Hiprtc::hiprtcGetCode);
-    COMPILER.compile(Hiprtc::get()?, spec, options, code).map(|compiled| compiled.image)
+    COMPILER.compile(hiprtc, spec, options, code).map(|compiled| compiled.image)
 }
 
 #[cfg(test)]

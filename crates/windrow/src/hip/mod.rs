@@ -14,6 +14,8 @@ pub(crate) mod device;
 #[cfg(feature = "hip")]
 mod hiprtc;
 #[cfg(feature = "hip")]
+mod rocblas;
+#[cfg(feature = "hip")]
 mod runtime;
 #[cfg(all(test, feature = "hip", target_os = "linux"))]
 mod tests;

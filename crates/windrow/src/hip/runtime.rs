@@ -2,6 +2,7 @@
 
 use super::api::Api;
 use super::hiprtc;
+use super::rocblas::{self, Rocblas, RocblasProduct};
 use crate::gpu::{
     BlockProduct, Calls, Convolution, ConvolutionLimits, ConvolutionSpec, Driven, Failure, Feature,
     Function, GemmSpec, Gpu, Handle, KernelSpec, Launch, Operation, Outcome, Product, Runtime,
@@ -241,7 +242,15 @@ impl Runtime for Hip {
     }
 
     fn product(&self, spec: &GemmSpec) -> Result<Box<dyn Product>> {
-        Ok(Box::new(BlockProduct::new(Gpu::get(Device::Hip(self.index))?, spec)?))
+        let device = Device::Hip(self.index);
+        if rocblas::CHIPS.contains(&&*self.architecture)
+            && let Ok(library) = Rocblas::get()
+            && let Some(product) = RocblasProduct::new(library, self.index, spec)
+                .map_err(|failure| failure.on(device))?
+        {
+            return Ok(Box::new(product));
+        }
+        Ok(Box::new(BlockProduct::new(Gpu::get(device)?, spec)?))
     }
 
     fn convolves(&self) -> Result<String> {

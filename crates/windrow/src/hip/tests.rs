@@ -2,10 +2,14 @@
 
 use super::api::{Api, LIBAMDHIP64, Properties};
 use super::device::{count_of, start_by};
-use super::hiprtc::options;
+use super::hiprtc::{Hiprtc, LIBHIPRTC, compile_by, options, recipe_by};
+use super::rocblas::{Rocblas, RocblasProduct};
 use crate::gpu::library::Absent;
-use crate::gpu::{Feature, KernelSpec, Source, Started, StreamKind};
-use crate::{Device, Error, Result};
+use crate::gpu::{
+    Feature, GemmCompute, GemmOperands, GemmSpec, KernelSpec, Matrix, Product, Source, Started,
+    StreamKind,
+};
+use crate::{DType, Device, Error, Result};
 use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::null_mut;
@@ -17,6 +21,8 @@ thread_local! {
     static WARP: Cell<c_int> = const { Cell::new(64) };
     static CURRENT: Cell<c_int> = const { Cell::new(0) };
     static CAPTURED: Cell<c_int> = const { Cell::new(0) };
+    /// Of the last product by rocBLAS: operations, sizes, types, leading dimensions, the strides, and what is added.
+    static MULTIPLIED: Cell<([c_int; 13], [i64; 3], f32)> = const { Cell::new(([0; 13], [0; 3], 0.0)) };
 }
 
 /// What a function returns that has done its work, unless it is to fail.
@@ -124,6 +130,93 @@ stand_ins! {
         module: *mut c_void,
         name: *const c_char
     ) -> c_int { status(NAME) }
+
+    fn rocblas_status_to_string(status: c_int) -> *const c_char { c"rocblas_status_of_tests".as_ptr() }
+    fn rocblas_create_handle(handle: *mut *mut c_void) -> c_int {
+        give(NAME, handle, std::ptr::without_provenance_mut(64))
+    }
+    fn rocblas_set_stream(handle: *mut c_void, stream: *mut c_void) -> c_int { status(NAME) }
+    fn rocblas_set_atomics_mode(handle: *mut c_void, mode: c_int) -> c_int { mode }
+    fn rocblas_set_workspace(handle: *mut c_void, memory: *mut c_void, bytes: usize) -> c_int { status(NAME) }
+    fn rocblas_start_device_memory_size_query(handle: *mut c_void) -> c_int { status(NAME) }
+    fn rocblas_stop_device_memory_size_query(handle: *mut c_void, bytes: *mut usize) -> c_int {
+        give(NAME, bytes, 300)
+    }
+    fn rocblas_gemm_strided_batched_ex(
+        handle: *mut c_void,
+        a_operation: c_int,
+        b_operation: c_int,
+        m: c_int,
+        n: c_int,
+        k: c_int,
+        alpha: *const c_void,
+        a: *const c_void,
+        a_type: c_int,
+        a_leading: c_int,
+        a_stride: i64,
+        b: *const c_void,
+        b_type: c_int,
+        b_leading: c_int,
+        b_stride: i64,
+        beta: *const c_void,
+        c: *const c_void,
+        c_type: c_int,
+        c_leading: c_int,
+        c_stride: i64,
+        d: *mut c_void,
+        d_type: c_int,
+        d_leading: c_int,
+        d_stride: i64,
+        batch: c_int,
+        compute_type: c_int,
+        algorithm: c_int,
+        solution: i32,
+        flags: u32
+    ) -> c_int {
+        let numbers = [
+            a_operation, b_operation, m, n, k, batch, a_type, b_type, c_type, compute_type,
+            a_leading, b_leading, c_leading,
+        ];
+        assert_eq!((c.addr(), c_type, c_leading, c_stride), (d.addr(), d_type, d_leading, d_stride));
+        // SAFETY: scalars of f32.
+        unsafe {
+            assert_eq!(*alpha.cast::<f32>(), 1.0);
+            MULTIPLIED.set((numbers, [a_stride, b_stride, c_stride], *beta.cast::<f32>()));
+        }
+        status(NAME)
+    }
+
+    fn hiprtcGetErrorString(status: c_int) -> *const c_char { c"HIPRTC_ERROR_OF_TESTS".as_ptr() }
+    fn hiprtcVersion(major: *mut c_int, minor: *mut c_int) -> c_int {
+        give(NAME, minor, 4);
+        give(NAME, major, 9)
+    }
+    fn hiprtcCreateProgram(
+        program: *mut *mut c_void,
+        text: *const c_char,
+        name: *const c_char,
+        count: c_int,
+        headers: *const *const c_char,
+        names: *const *const c_char
+    ) -> c_int {
+        give(NAME, program, std::ptr::without_provenance_mut(64))
+    }
+    fn hiprtcCompileProgram(
+        program: *mut c_void,
+        count: c_int,
+        options: *const *const c_char
+    ) -> c_int { status(NAME) }
+    fn hiprtcDestroyProgram(program: *mut *mut c_void) -> c_int { status(NAME) }
+    fn hiprtcGetProgramLogSize(program: *mut c_void, bytes: *mut usize) -> c_int {
+        give(NAME, bytes, 6)
+    }
+    fn hiprtcGetProgramLog(program: *mut c_void, log: *mut c_char) -> c_int {
+        give(NAME, log.cast(), *b"x.cu:7")
+    }
+    fn hiprtcGetCodeSize(program: *mut c_void, bytes: *mut usize) -> c_int { give(NAME, bytes, 4) }
+    fn hiprtcGetCode(program: *mut c_void, code: *mut c_char) -> c_int {
+        give(NAME, code.cast(), *b"code")
+    }
 }
 
 fn api() -> &'static Api {
@@ -267,9 +360,49 @@ fn streams_of_one_address_have_numbers_of_their_own() {
     }
 }
 
+static SOURCE: Source = Source { name: "x.cu", text: "", includes: &[] };
+
+#[test]
+fn a_missing_compiler_is_no_device() {
+    let missing = LIBHIPRTC.error(&Absent::NotFound);
+    let message = missing.to_string();
+    assert!(matches!(missing, Error::NoDevice { .. }), "{message}");
+    assert!(message.contains("libhiprtc") && message.contains("WINDROW_HIP_PATH"), "{message}");
+}
+
+#[test]
+fn a_compiler_that_fails_says_what_of() {
+    // SAFETY: all of its functions are among those above.
+    let hiprtc: &_ = Box::leak(Box::new(unsafe { Hiprtc::of(find) }.unwrap()));
+    let spec = KernelSpec::new(&SOURCE, "x");
+    let (version, options) = recipe_by(hiprtc, &spec, "gfx942").unwrap();
+    assert_eq!(version, "9.4");
+    assert_eq!(compile_by(hiprtc, &spec, &options).unwrap(), b"code");
+    let failed = |call: &'static str| {
+        let result = failing(call, 6, || {
+            recipe_by(hiprtc, &spec, "gfx942")?;
+            compile_by(hiprtc, &spec, &options)
+        });
+        match result {
+            Err(Error::Backend { what, device: Device::Hip(_), detail }) => (what, detail),
+            other => panic!("{call}: {other:?}"),
+        }
+    };
+    for call in [
+        "hiprtcVersion",
+        "hiprtcCreateProgram",
+        "hiprtcGetProgramLogSize",
+        "hiprtcGetProgramLog",
+        "hiprtcGetCodeSize",
+        "hiprtcGetCode",
+    ] {
+        assert_eq!(failed(call), (call.into(), "HIPRTC_ERROR_OF_TESTS".into()));
+    }
+    assert_eq!(failed("hiprtcCompileProgram"), ("compiling kernel `x`".into(), "x.cu:7".into()));
+}
+
 #[test]
 fn kernels_are_compiled_for_the_chip_and_what_it_has() {
-    static SOURCE: Source = Source { name: "x.cu", text: "", includes: &[] };
     let spec = KernelSpec::new(&SOURCE, "x").define("N", 3);
     let found = options(&spec, "gfx1100").unwrap();
     assert!(
@@ -279,4 +412,56 @@ fn kernels_are_compiled_for_the_chip_and_what_it_has() {
     );
     let products = spec.needs(Feature::MatrixProducts);
     assert!(matches!(options(&products, "gfx942"), Err(Error::Unsupported { .. })));
+}
+
+/// Operands and sizes change their places: rocBLAS counts in columns.
+#[test]
+fn products_are_asked_of_rocblas_in_columns() {
+    // SAFETY: all of its functions are among those above.
+    let rocblas: &_ = Box::leak(Box::new(unsafe { Rocblas::of(find) }.unwrap()));
+    let matrix = |dtype, transposed, row_stride, batch_stride| Matrix {
+        dtype,
+        transposed,
+        row_stride,
+        batch_stride,
+        alignment: 16,
+    };
+    let spec = GemmSpec {
+        m: 5,
+        n: 6,
+        k: 7,
+        batch: 3,
+        a: matrix(DType::BF16, false, 8, 40),
+        b: matrix(DType::BF16, true, 9, 54),
+        c: matrix(DType::F32, false, 10, 50),
+        compute: GemmCompute::F32,
+    };
+    let multiplied = || RocblasProduct::new(rocblas, 0, &spec).map(|product| product.unwrap());
+    let product = multiplied().unwrap();
+    assert_eq!(product.workspace_bytes(), 512);
+    let at = |address| std::ptr::without_provenance_mut(address);
+    let operands = GemmOperands { a: at(256), b: at(512), c: at(1024), workspace: at(4096) };
+    // SAFETY: the stand-ins look at no memory.
+    unsafe { product.run(operands, null_mut(), true) }.unwrap();
+    let numbers = [112, 111, 6, 5, 7, 3, 168, 168, 151, 151, 9, 8, 10];
+    assert_eq!(MULTIPLIED.get(), (numbers, [54, 40, 50], 1.0));
+
+    for (call, status) in [
+        ("rocblas_start_device_memory_size_query", 1),
+        ("rocblas_stop_device_memory_size_query", 8),
+        ("rocblas_gemm_strided_batched_ex", 6),
+    ] {
+        let failure = failing(call, status, multiplied).unwrap_err();
+        assert_eq!((failure.call, failure.words.as_str()), (call, "rocblas_status_of_tests"));
+    }
+    for answer in [9, 10] {
+        assert!(failing("rocblas_gemm_strided_batched_ex", answer, multiplied).is_ok());
+    }
+    for call in ["rocblas_set_stream", "rocblas_set_workspace", "rocblas_gemm_strided_batched_ex"] {
+        // SAFETY: the stand-ins look at no memory.
+        let failure = failing(call, 5, || unsafe { product.run(operands, null_mut(), false) });
+        assert_eq!(failure.unwrap_err().call, call);
+    }
+    let large = GemmSpec { m: 1 << 31, ..spec };
+    assert!(RocblasProduct::new(rocblas, 0, &large).unwrap().is_none(), "it counts by i32");
 }

@@ -4,7 +4,7 @@ use crate::tensor::{check_device, check_dtype, check_optional_view, check_tensor
 use crate::{DType, Device, Error, Result, TensorDesc, TensorMut, TensorRef};
 
 /// Most tensors of a run, gradients included.
-const MOST: usize = 13;
+const MOST: usize = 18;
 
 /// Looks at the tensors of a run one by one: what each of them is, where it is, and that what is written shares
 /// memory with nothing that was looked at before.

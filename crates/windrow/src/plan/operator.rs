@@ -10,7 +10,7 @@ use std::str::FromStr;
 use super::{Bound, Plan};
 
 /// Most tensors that an operator reads.
-pub const MAX_INPUTS: usize = 11;
+pub const MAX_INPUTS: usize = 14;
 
 /// Views of what a run reads, in the order of [`Operator::INPUTS`]; `None` where there is none.
 pub type Views<'a> = [Option<&'a TensorRef<'a>>; MAX_INPUTS];

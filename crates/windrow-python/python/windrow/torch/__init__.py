@@ -9,8 +9,9 @@ from windrow.torch._causal_conv1d import (
     causal_conv1d_update,
     causal_conv1d_varlen_states,
 )
-from windrow.torch._conv2d import Conv2d, conv2d
+from windrow.torch._conv2d import conv1d, conv2d, conv_transpose2d
 from windrow.torch._gelu import GELU, gelu
+from windrow.torch._modules import Conv1d, Conv2d, ConvTranspose2d
 from windrow.torch._optimize import OptimizeReport, optimize
 from windrow.torch._patch import PatchReport, freeze, patch, patched, unfreeze, unpatch
 
@@ -19,13 +20,17 @@ _threads.share()
 
 __all__ = [
     "GELU",
+    "Conv1d",
     "Conv2d",
+    "ConvTranspose2d",
     "OptimizeReport",
     "PatchReport",
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "causal_conv1d_varlen_states",
+    "conv1d",
     "conv2d",
+    "conv_transpose2d",
     "freeze",
     "gelu",
     "optimize",

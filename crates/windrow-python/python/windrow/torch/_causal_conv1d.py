@@ -235,8 +235,8 @@ def causal_conv1d_update(
     """The next step, or steps, of a causal convolution; a drop-in for causal-conv1d's function.
 
     x: [batch, dim] or [batch, dim, seqlen]. conv_state: [batch, dim, state_len >= width - 1],
-    updated in place; with cache_seqlens [batch] i32 it is a ring buffer. With conv_state_indices
-    [batch] i32 it is a pool of states and each row works on its own entry (negative: padding, gives
+    updated in place; with cache_seqlens [batch] it is a ring buffer. With conv_state_indices
+    [batch] it is a pool of states and each row works on its own entry (negative: padding, gives
     zeros).
 
     For inference: no gradient flows through it.

@@ -1,4 +1,4 @@
-"""Two-dimensional convolution."""
+"""Convolutions of images, transposed ones, and those of lines, which are images of one row."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -6,13 +6,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from windrow import _native
 from windrow.torch import _conv2d_fastest
-from windrow.torch._conv2d_fastest import ACTIVATIONS, memory_format, output_shape
-from windrow.torch._fastest import is_captured
+from windrow.torch._conv2d_fastest import (
+    ACTIVATIONS,
+    Options,
+    Transposed,
+    as_image,
+    as_line,
+    as_named,
+    aten,
+    in_layout,
+    memory_format,
+    output_shape,
+)
 from windrow.torch._filters import adopt, kept_with, unkept
 from windrow.torch._library import (
     autocast,
@@ -44,32 +54,28 @@ def _kernel(
     padding: list[int],
     dilation: list[int],
     groups: int,
+    output_padding: list[int] | None,
     activation: str | None,
     accuracy: str | None,
     algorithm: str | None,
     filter: str,
 ) -> Tensor:
+    options = Options(stride, padding, dilation, groups, output_padding)
     filters = unkept if filter == CHANGING else kept_with(weight, filter == FROZEN)
     if algorithm == FASTEST:
-        options = (stride, padding, dilation, groups)
         run, _ = _conv2d_fastest.way(x, weight, bias, options, activation, accuracy, filters)
         return run(x)
+    layout = memory_format(x, x)
     try:
-        return _native.conv2d(
-            x,
-            weight,
-            bias,
-            stride=stride,
-            padding=padding,
-            dilation=dilation,
-            groups=groups,
-            activation=activation,
-            accuracy=accuracy,
-            algorithm=algorithm,
-            filters=filters(),
-        )
+        if output_padding is not None:
+            return Transposed(weight, bias, options, activation, accuracy, layout)(x)
+        image = as_image(in_layout(x, torch.contiguous_format), x)
+        named = as_named(options, activation=activation, accuracy=accuracy, algorithm=algorithm)
+        y = _native.conv2d(image, as_image(weight, x), bias, **named, filters=filters())
+        return as_line(y, x)
     except (ValueError, TypeError) as error:
-        raise with_input(error) from None
+        # That of a transposed convolution is the result of a convolution.
+        raise with_input(error, "x" if output_padding is None else "out") from None
 
 
 def _aten(
@@ -80,10 +86,12 @@ def _aten(
     padding: list[int],
     dilation: list[int],
     groups: int,
+    output_padding: list[int] | None,
     activation: str | None,
     *_: Any,
 ) -> Tensor:
-    return ACTIVATIONS[activation](torch.conv2d(x, weight, bias, stride, padding, dilation, groups))
+    options = Options(stride, padding, dilation, groups, output_padding)
+    return ACTIVATIONS[activation](aten(x, weight, bias, options))
 
 
 def _fake(
@@ -94,6 +102,7 @@ def _fake(
     padding: list[int],
     dilation: list[int],
     groups: int,
+    output_padding: list[int] | None,
     activation: str | None,
     accuracy: str | None,
     algorithm: str | None,
@@ -101,7 +110,7 @@ def _fake(
 ) -> Tensor:
     layout = memory_format(x, weight if algorithm == FASTEST else x)
     return torch.empty(
-        output_shape(x, weight, (stride, padding, dilation, groups)),
+        output_shape(x, weight, Options(stride, padding, dilation, groups, output_padding)),
         dtype=x.dtype,
         device=x.device,
         memory_format=layout,
@@ -117,16 +126,17 @@ def _backward_kernel(
     padding: list[int],
     dilation: list[int],
     groups: int,
+    output_padding: list[int] | None,
     accuracy: str | None,
     algorithm: str | None,
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
     dy = _dense(dy)
-    options, wanted = (stride, padding, dilation, groups), tuple(needs)
+    options, wanted = Options(stride, padding, dilation, groups, output_padding), tuple(needs)
     if algorithm == FASTEST:
         grads = _conv2d_fastest.gradients(dy, x, weight, bias, options, accuracy, wanted)
     else:
-        grads = _native.conv2d_backward(dy, x, weight, bias, options, accuracy, wanted)
+        grads = _conv2d_fastest.computed(dy, x, weight, bias, options, accuracy, wanted, mine=wanted)
     return or_empty(dy, grads)
 
 
@@ -137,14 +147,15 @@ def _dense(dy: Tensor) -> Tensor:
 
 _conv2d = define(
     "conv2d(Tensor x, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding,"
-    " SymInt[] dilation, SymInt groups, str? activation, str? accuracy, str? algorithm, str filter) -> Tensor",
+    " SymInt[] dilation, SymInt groups, SymInt[]? output_padding, str? activation, str? accuracy,"
+    " str? algorithm, str filter) -> Tensor",
     _kernel,
     _fake,
 )
 _conv2d_backward = define(
     "conv2d_backward(Tensor dy, Tensor x, Tensor weight, Tensor? bias, SymInt[] stride,"
-    " SymInt[] padding, SymInt[] dilation, SymInt groups, str? accuracy, str? algorithm,"
-    " bool[] needs) -> (Tensor, Tensor, Tensor)",
+    " SymInt[] padding, SymInt[] dilation, SymInt groups, SymInt[]? output_padding, str? accuracy,"
+    " str? algorithm, bool[] needs) -> (Tensor, Tensor, Tensor)",
     _backward_kernel,
     lambda dy, x, weight, bias, *rest: fake_gradients([x, weight, bias], rest[-1], dy),
 )
@@ -165,7 +176,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad[:3]
     options = (*ctx.options, ctx.accuracy, ctx.algorithm)
     grads = call(_conv2d_backward, _backward_kernel, (dy, *ctx.saved_tensors), *options, needs)
-    return *or_none(grads, needs), *[None] * 8
+    return *or_none(grads, needs), *[None] * 9
 
 
 differentiable(_conv2d, _kernel, _setup_context, _backward)
@@ -181,19 +192,20 @@ def _keep_packed(args: tuple[Any, ...], cast: list[Any]) -> None:
 autocast(_conv2d, lower_precision=[0, 1, 2], after=_keep_packed)
 
 
-def _pair(name: str, value: int | Sequence[int]) -> list[int]:
+def _each(name: str, value: int | Sequence[int], directions: int = 2) -> list[int]:
     if isinstance(value, int):
-        pair = [value, value]
+        numbers = [value] * directions
     else:
         try:
-            pair = [operator.index(n) for n in (value if isinstance(value, Sequence) else (value,) * 2)]
+            each = value if isinstance(value, Sequence) else (value,) * directions
+            numbers = [operator.index(n) for n in each]
         except TypeError:
             raise TypeError(f"`{name}` is {value!r}, expected an int, or one for each direction") from None
-        if len(pair) != 2:
+        if len(numbers) != directions:
             raise ValueError(f"`{name}` is {value!r}, expected an int, or one for each direction")
-    if pair[0] < 0 or pair[1] < 0:
+    if min(numbers) < 0:
         raise ValueError(f"`{name}` is {value!r}, expected no negative number")
-    return pair
+    return numbers
 
 
 def _named_padding(
@@ -201,16 +213,17 @@ def _named_padding(
 ) -> tuple[Tensor, list[int]]:
     """"valid" and "same" as PyTorch has them; "same" pads one more at the end if it must."""
     if name == "valid":
-        return x, [0, 0]
+        return x, [0] * len(stride)
     if name != "same":
         raise ValueError(f"`padding` is {name!r}, expected numbers, 'valid' or 'same'")
-    if stride != [1, 1]:
+    if max(stride) != 1:
         raise ValueError("`padding` is 'same', expected stride 1")
     # The tracer of TorchScript has tensors here, which no list of padding can be made of.
     filter_size = [int(n) for n in weight.shape[2:]]
     total = [d * (r - 1) for d, r in zip(dilation, filter_size, strict=True)]
-    if total[0] % 2 or total[1] % 2:
-        x = F.pad(x, (0, total[1] % 2, 0, total[0] % 2))
+    if any(n % 2 for n in total):
+        # The last direction comes first, before and behind.
+        x = F.pad(x, [end for n in reversed(total) for end in (0, n % 2)])
     return x, [n // 2 for n in total]
 
 
@@ -220,6 +233,8 @@ def accuracy_of(accuracy: str | None, input: Tensor) -> str | None:
         accuracy is None
         and input.is_cuda
         and input.dtype is torch.float32
+        # PyTorch's build for ROCm has the flag too, and computes in f32 whatever it says.
+        and torch.version.hip is None
         and torch.backends.cudnn.allow_tf32
         and not torch.is_autocast_enabled("cuda")
     ):
@@ -255,20 +270,115 @@ def conv2d(
     `frozen` promises that they are.
     """
     tensors = (input, weight, bias)
+    how = {"activation": activation, "accuracy": accuracy, "algorithm": algorithm, "frozen": frozen}
     if has_torch_function(tensors):
         # Also the tracer of torch.fx, which makes one node of the call.
-        args = (*tensors, stride, padding, dilation, groups)
-        how = {"activation": activation, "accuracy": accuracy, "algorithm": algorithm, "frozen": frozen}
-        return handle_torch_function(conv2d, tensors, *args, **how)
+        return handle_torch_function(conv2d, tensors, *tensors, stride, padding, dilation, groups, **how)
     if input.dim() == 3:
         args = (weight, bias, stride, padding, dilation, groups)
-        how = {"activation": activation, "accuracy": accuracy, "algorithm": algorithm, "frozen": frozen}
         return conv2d(input.unsqueeze(0), *args, **how).squeeze(0)
-    stride, dilation = _pair("stride", stride), _pair("dilation", dilation)
+    stride, dilation = _each("stride", stride), _each("dilation", dilation)
     if isinstance(padding, str):
         input, padding = _named_padding(padding, input, weight, stride, dilation)
     else:
-        padding = _pair("padding", padding)
+        padding = _each("padding", padding)
+    return _convolved(input, weight, bias, Options(stride, padding, dilation, groups), **how)
+
+
+def conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    *,
+    activation: str | None = None,
+    accuracy: str | None = None,
+    algorithm: str | None = None,
+    frozen: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.conv1d`, as `conv2d` of images of one row.
+
+    input: [n, c, l] or [c, l], f32, f16 or bf16, any strides; weight: [k, c / groups, width]; the result is contiguous.
+    The options are those of `conv2d`.
+    """
+    tensors = (input, weight, bias)
+    how = {"activation": activation, "accuracy": accuracy, "algorithm": algorithm, "frozen": frozen}
+    if has_torch_function(tensors):
+        return handle_torch_function(conv1d, tensors, *tensors, stride, padding, dilation, groups, **how)
+    if input.dim() == 2:
+        args = (weight, bias, stride, padding, dilation, groups)
+        return conv1d(input.unsqueeze(0), *args, **how).squeeze(0)
+    if input.dim() != 3 or weight.dim() != 3:
+        dims = f"{input.dim()} and {weight.dim()}"
+        raise ValueError(f"`input` and `weight` have {dims} dimensions, expected 3 (or 2 of `input`)")
+    stride, dilation = _each("stride", stride, 1), _each("dilation", dilation, 1)
+    if isinstance(padding, str):
+        input, padding = _named_padding(padding, input, weight, stride, dilation)
+    else:
+        padding = _each("padding", padding, 1)
+    options = Options([1, *stride], [0, *padding], [1, *dilation], groups)
+    return _convolved(input, weight, bias, options, **how)
+
+
+def conv_transpose2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+    *,
+    activation: str | None = None,
+    accuracy: str | None = None,
+    algorithm: str | None = None,
+    frozen: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.conv_transpose2d`, as the data gradient of a convolution.
+
+    input: [n, c, h, w] or [c, h, w], f32, f16 or bf16, any strides; weight: [c, k / groups, r, s].
+    algorithm: None, or "fastest"; the other options are those of `conv2d`. Bias and activation follow in passes of their
+    own, and of the filter nothing is kept.
+    """
+    tensors = (input, weight, bias)
+    how = {"activation": activation, "accuracy": accuracy, "algorithm": algorithm, "frozen": frozen}
+    if has_torch_function(tensors):
+        args = (*tensors, stride, padding, output_padding, groups, dilation)
+        return handle_torch_function(conv_transpose2d, tensors, *args, **how)
+    if input.dim() == 3:
+        args = (weight, bias, stride, padding, output_padding, groups, dilation)
+        return conv_transpose2d(input.unsqueeze(0), *args, **how).squeeze(0)
+    if algorithm not in (None, FASTEST):
+        raise ValueError(f"`algorithm` is {algorithm!r}, expected None or {FASTEST!r}")
+    stride, padding, dilation = _each("stride", stride), _each("padding", padding), _each("dilation", dilation)
+    output_padding = _each("output_padding", output_padding)
+    for more, s, d in zip(output_padding, stride, dilation, strict=True):
+        if more >= max(s, d):
+            raise ValueError(f"`output_padding` is {output_padding}, expected less than stride or dilation")
+    beyond = [more // max(s, 1) for more, s in zip(output_padding, stride, strict=True)]
+    if any(beyond):
+        # Rows and columns of the result that no row and no column of the input reaches but zeros behind it.
+        input = F.pad(input, (0, beyond[1], 0, beyond[0]))
+        output_padding = [more % s for more, s in zip(output_padding, stride, strict=True)]
+    options = Options(stride, padding, dilation, groups, output_padding)
+    return _convolved(input, weight, bias, options, **how)
+
+
+def _convolved(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: Options,
+    *,
+    activation: str | None,
+    accuracy: str | None,
+    algorithm: str | None,
+    frozen: bool,
+) -> Tensor:
     accuracy = accuracy_of(accuracy, input)
     if activation not in ACTIVATIONS:
         raise ValueError(f"`activation` is {activation!r}, expected one of {[*ACTIVATIONS]}")
@@ -277,7 +387,6 @@ def conv2d(
     if activation is not None and torch.is_grad_enabled():
         if of_filter or input.requires_grad or (bias is not None and bias.requires_grad):
             after, activation = ACTIVATIONS[activation], None
-    options = (stride, padding, dilation, groups)
     if algorithm == FASTEST and not torch.compiler.is_dynamo_compiling():
         # Elsewhere the way to the kernel, which finds out, is short.
         has_way = torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()
@@ -286,7 +395,7 @@ def conv2d(
             and activation is None
             and _conv2d_fastest.is_pytorchs(input, weight, bias, options, accuracy, frozen)
         ):
-            y = torch.conv2d(input, weight, bias, *options)
+            y = aten(input, weight, bias, options)
             return y if after is None else after(y)
     # A traced graph serves with and without gradients: its filters are kept, and compared.
     changing = of_filter and torch._C._get_tracing_state() is None
@@ -296,7 +405,7 @@ def conv2d(
     return y if after is None else after(y)
 
 
-class _Training:
+class Training:
     """A convolution and its gradients, for images like x, of which it is decided who computes them."""
 
     def __init__(
@@ -333,10 +442,10 @@ class _Training:
 
 
 class _Trained(torch.autograd.Function):
-    """A `_Training` as PyTorch records it."""
+    """A `Training` as PyTorch records it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, by: _Training) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, by: Training) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.by = by
         return by.forward(x, weight, bias)
@@ -344,201 +453,3 @@ class _Trained(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return *ctx.by.gradients((dy, *ctx.saved_tensors), ctx.needs_input_grad[:3]), None
-
-
-_NOTHING = (None, None, None, None)
-_NO_CALL = (None, None)
-# Attributes of a module that its calls set.
-FOUND_OUT = ("_last", "_pytorchs", "_ours", "_is_anothers_in_graphs")
-
-
-def _flags() -> tuple[bool, bool]:
-    return torch._C._is_any_autocast_enabled(), torch._C._get_cudnn_allow_tf32()
-
-
-def PYTORCHS(input: Tensor) -> Tensor:
-    """Stands for PyTorch's own forward of a module."""
-    raise NotImplementedError
-
-
-class Conv2d(nn.Conv2d):
-    """`torch.nn.Conv2d`, computed by Windrow; by PyTorch in TorchScript and in ONNX.
-
-    Options of `conv2d` that are no options of `torch.nn.Conv2d` are attributes: `activation`,
-    `accuracy`, `algorithm`. Of a `frozen` one nobody looks whether the filter has changed.
-    """
-
-    __constants__ = [*nn.Conv2d.__constants__, "activation"]
-    activation: str | None = None
-    accuracy: str | None = None
-    algorithm: str | None = None
-    frozen: bool = False
-    # What was found out by earlier calls; an attribute that is set takes it back.
-    # Of the last call: what it was told by, its filter and bias, and what computes it. See `_straight`.
-    _last: tuple[Any, ...] = _NOTHING
-
-    # Shape, type and whether gradients are wanted, of images that PyTorch computes, and the options.
-    _pytorchs: tuple[Any, ...] | None = None
-
-    # Whether somebody else computes these images where calls are captured in a graph.
-    _is_anothers_in_graphs: bool = False
-
-    # Where the last two calls were ours and alike: what computes more of these, and PyTorch's flags.
-    _ours: tuple[Any, ...] = _NO_CALL
-
-    def forward(self, input: Tensor) -> Tensor:
-        if torch.jit.is_scripting():
-            return self._conv_forward(input, self.weight, self.bias)
-        if not torch.compiler.is_dynamo_compiling():
-            known, (run, flags), parameters = self._pytorchs, self._ours, self._parameters
-            weight = parameters.get("weight")
-            if self._is_anothers_in_graphs and is_captured(input.device):
-                pass
-            elif run is not None:
-                if flags == _flags() and weight is not None:
-                    y = run(input, weight, parameters["bias"])
-                    if y is not None:
-                        return y
-            # Sooner than without Windrow, since parameters are not looked up as attributes. That too little is compared
-            # here to tell problems apart does no harm: PyTorch's operator computes all of them.
-            elif (
-                known is not None
-                and weight is not None
-                and known[0] == input.shape
-                and known[1] is input.dtype
-                and known[2] is torch.is_grad_enabled()
-            ):
-                return torch.conv2d(input, weight, parameters["bias"], *known[3])
-        return self._conv_forward(input, self.weight, self.bias)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._forget()
-        super().__setattr__(name, value)
-
-    def _forget(self) -> None:
-        for name in FOUND_OUT:
-            self.__dict__.pop(name, None)
-
-    def layer(self) -> tuple[Any, ...]:
-        """What decisions for the algorithm "fastest" know of this module."""
-        padding: Any = self.padding if self.padding_mode == "zeros" else (0, 0)
-        if isinstance(padding, str):
-            same = [d * (r - 1) // 2 for d, r in zip(self.dilation, self.kernel_size, strict=True)]
-            padding = same if padding == "same" else (0, 0)
-        options = (self.stride, padding, self.dilation, self.groups)
-        return _conv2d_fastest.layer(self.weight, self.bias, options)
-
-    def _straight(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-        """What computes this, where that is known for good: PyTorch's operator, nearly as soon as without Windrow, or
-        ours past all checks. None where the long way has to be gone."""
-        is_grad, flags, is_in_graph = torch.is_grad_enabled(), _flags(), is_captured(input.device)
-        seen = (
-            input.shape,
-            input.stride(),
-            input.dtype,
-            input.device,
-            is_grad,
-            is_grad and input.requires_grad,
-            is_grad and weight.requires_grad,
-            flags,
-            is_in_graph,
-        )
-        last, its_weight, its_bias, run = self._last
-        if seen != last or its_weight is not weight or its_bias is not bias:
-            self._forget()
-            run = self._found(input, weight, bias)
-            if run is not None:
-                self.__dict__["_last"] = (seen, weight, bias, run)
-        elif type(run) is _conv2d_fastest.Ours and not is_in_graph:
-            self.__dict__["_ours"] = (run.like(input), flags)
-        if run is None or run is PYTORCHS:
-            return run
-        is_straight = _native.is_only_recorded if type(run) is _Training else _native.is_plain
-        return run if is_straight(input, weight, bias) else None
-
-    def _found(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Callable[[Tensor], Tensor] | None:
-        if self.padding_mode != "zeros" or isinstance(self.padding, str):
-            return None
-        options = (self.stride, self.padding, self.dilation, self.groups)
-        accuracy = accuracy_of(self.accuracy, input)
-        problem = (input, weight, bias, options, accuracy, self.frozen)
-        is_pytorchs = _conv2d_fastest.is_pytorchs(*problem)
-        if is_pytorchs is None:
-            return None
-        self.__dict__["_is_anothers_in_graphs"] = _conv2d_fastest.is_anothers_in_graphs(*problem)
-        if is_pytorchs and not is_captured(input.device):
-            self.__dict__["_pytorchs"] = (input.shape, input.dtype, torch.is_grad_enabled(), options)
-        if is_pytorchs:
-            return PYTORCHS
-        if torch._C._is_any_autocast_enabled():
-            return None
-        is_plain = _native.is_plain(input, weight, bias)
-        if not (is_plain or _native.is_only_recorded(input, weight, bias)):
-            return None
-        changes = not is_plain and weight.requires_grad
-        filters = unkept if changes else kept_with(weight, self.frozen)
-        run, is_final = _conv2d_fastest.way(input, weight, bias, options, None, accuracy, filters)
-        if is_plain or not is_final:
-            return run if is_final else None
-        mine = _conv2d_fastest.gradients_of(input, weight, bias, options, accuracy)
-        return None if mine is None else _Training(input, weight, bias, run, options, accuracy, mine)
-
-    def _apply(self, *args: Any, **how: Any) -> "Conv2d":
-        self._forget()
-        return super()._apply(*args, **how)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in FOUND_OUT}
-
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if torch.jit.is_scripting():
-            return self._scripted(input, weight, bias)
-        # A tracer's stand-ins have no shapes to compare.
-        if (
-            self.algorithm == FASTEST
-            and self.activation is None
-            and not torch.compiler.is_dynamo_compiling()
-            and not has_torch_function((input, weight, bias))
-        ):
-            run = self._straight(input, weight, bias)
-            if run is PYTORCHS:
-                return super()._conv_forward(input, weight, bias)
-            if run is not None:
-                return run(input)
-        padding = self.padding
-        if self.padding_mode != "zeros":
-            input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
-            padding = 0
-        return conv2d(
-            input,
-            weight,
-            bias,
-            self.stride,
-            padding,
-            self.dilation,
-            self.groups,
-            activation=self.activation,
-            accuracy=self.accuracy,
-            algorithm=self.algorithm,
-            frozen=self.frozen,
-        )
-
-    def _scripted(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """What TorchScript compiles, which knows no operators of ours."""
-        if self.padding_mode != "zeros":
-            input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
-            y = F.conv2d(input, weight, bias, self.stride, (0, 0), self.dilation, self.groups)
-        else:
-            y = F.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
-        if self.activation is not None:
-            if self.activation == "relu":
-                return F.relu(y)
-            if self.activation == "silu" or self.activation == "swish":
-                return F.silu(y)
-            if self.activation == "gelu":
-                return F.gelu(y)
-            if self.activation == "gelu_tanh":
-                return F.gelu(y, approximate="tanh")
-        return y

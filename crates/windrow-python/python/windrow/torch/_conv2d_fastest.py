@@ -3,24 +3,27 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windrow import _native
+from windrow.torch import _memory
 from windrow.torch._fastest import (
     PYTORCH,
+    TRIES,
     Contestant,
     Problem,
     chosen,
     decide,
     differs_in_graphs,
+    is_room_for_another,
     is_worth_it,
 )
-from windrow.torch._filters import Filters, unkept
-from windrow.torch._gelu import gelu
+from windrow.torch._filters import Filters, filter_cache, unkept
+from windrow.torch._gelu import gelu_of_any
 
 ACTIVATIONS = {
     None: lambda y: y,
@@ -29,8 +32,8 @@ ACTIVATIONS = {
     "relu": F.relu,
     "silu": F.silu,
     "swish": F.silu,
-    "gelu": gelu,
-    "gelu_tanh": lambda y: gelu(y, "tanh"),
+    "gelu": gelu_of_any,
+    "gelu_tanh": lambda y: gelu_of_any(y, "tanh"),
 }
 
 # Where a filter is kept it may still turn out that there is no room for its packed form.
@@ -43,8 +46,36 @@ _OF_BOTH = "gradient of filter and bias"
 # Whether the gradient of a bias alone is ours: it is a sum, for which PyTorch has nothing better.
 _OF_BIAS_ALONE = True
 
-_OPTIONS = ("stride", "padding", "dilation", "groups")
-Options = tuple[Sequence[int], Sequence[int], Sequence[int], int]
+
+class Options(NamedTuple):
+    """Of a convolution; with `output_padding` of a transposed one. For Windrow a line [n, c, l], whose filter is
+    [k, c / groups, s], is an image of one row: its options are pairs as well."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int
+    output_padding: Sequence[int] | None = None
+
+
+def aten(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+    """PyTorch's own operator."""
+    stride, padding, dilation, groups, output_padding = options
+    if output_padding is not None:
+        return torch.conv_transpose2d(x, weight, bias, stride, padding, output_padding, groups, dilation)
+    if weight.dim() == 3:
+        return torch.conv1d(x, weight, bias, stride[1:], padding[1:], dilation[1:], groups)
+    return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
+
+
+def as_image(t: Tensor, x: Tensor) -> Tensor:
+    """What the native functions take where x is a line."""
+    return t.unsqueeze(2) if x.dim() == 3 else t
+
+
+def as_line(t: Tensor | None, x: Tensor) -> Tensor | None:
+    """Takes `as_image` back."""
+    return t.squeeze(2) if t is not None and x.dim() == 3 else t
 
 
 @dataclass(frozen=True)
@@ -58,18 +89,22 @@ class Ours:
     filters: Callable[[], Filters]
 
     def __call__(self, x: Tensor) -> Tensor:
-        image = in_layout(x, self.layout)
-        return _native.conv2d(image, self.weight, self.bias, **self.named, filters=self.filters())
+        image, weight = as_image(in_layout(x, self.layout), x), as_image(self.weight, x)
+        return as_line(_native.conv2d(image, weight, self.bias, **self.named, filters=self.filters()), x)
 
     def like(self, x: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Tensor | None]:
         """The same for images like x; None comes of others."""
-        image, strides = in_layout(x, self.layout), x.stride()
-        call = _native.Conv2dCall(image, self.weight, self.bias, self.named, self.filters())
+        image, strides = as_image(in_layout(x, self.layout), x), x.stride()
+        weight = as_image(self.weight, x)
+        call = _native.Conv2dCall(image, weight, self.bias, self.named, self.filters())
         if image is x:
             return call
 
         def copied(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-            return call(in_layout(x, self.layout), weight, bias) if x.stride() == strides else None
+            if x.stride() != strides:
+                return None
+            image = as_image(in_layout(x, self.layout), x)
+            return as_line(call(image, as_image(weight, x), bias), x)
 
         return copied
 
@@ -85,11 +120,50 @@ class Ours:
 
     def bytes(self, x: Tensor, is_kept: bool) -> tuple[int, int]:
         """Memory that it needs: for good, for the packed filter, and while it runs, with its result."""
-        image = in_layout(x, self.layout)
-        kept, rest = _native.conv2d_bytes(image, self.weight, self.bias, self.named, is_kept)
-        shape = output_shape(x, self.weight, tuple(self.named[name] for name in _OPTIONS))
-        copied = 0 if image is x else x.nbytes
-        return kept, rest + copied + math.prod(shape) * x.element_size()
+        given = in_layout(x, self.layout)
+        image, weight = as_image(given, x), as_image(self.weight, x)
+        kept, rest = _native.conv2d_bytes(image, weight, self.bias, self.named, is_kept)
+        options = Options(*(self.named[name] for name in Options._fields[:4]))
+        return kept, rest + _bytes_beside(x, given, self.weight, options)
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """Windrow's transposed convolution: the data gradient of a convolution, and then bias and activation."""
+
+    weight: Tensor
+    bias: Tensor | None
+    options: Options
+    activation: str | None
+    accuracy: str | None
+    layout: torch.memory_format
+
+    def __call__(self, x: Tensor) -> Tensor:
+        options, output_padding = self.options[:4], self.options.output_padding
+        image = x.contiguous(memory_format=self.layout)
+        y = _native.conv_transpose2d(image, self.weight, options, output_padding, self.accuracy)
+        if self.bias is not None:
+            if self.bias.shape != (y.shape[1],):
+                raise ValueError(f"`bias` has shape {[*self.bias.shape]}, expected [{y.shape[1]}]")
+            y += self.bias[:, None, None]
+        return ACTIVATIONS[self.activation](y)
+
+    def bytes(self, x: Tensor) -> int:
+        """Memory that it needs while it runs, with its result."""
+        options, output_padding = self.options[:4], self.options.output_padding
+        image = x.contiguous(memory_format=self.layout)
+        rest = _native.conv_transpose2d_bytes(image, self.weight, options, output_padding, self.accuracy)
+        return rest + _bytes_beside(x, image, self.weight, self.options)
+
+
+def _bytes_beside(x: Tensor, given: Tensor, weight: Tensor, options: Options) -> int:
+    """Of the result, and of a copy of x."""
+    copied = 0 if given is x else x.nbytes
+    return copied + _result_bytes(x, weight, options)
+
+
+def _result_bytes(x: Tensor, weight: Tensor, options: Options) -> int:
+    return math.prod(output_shape(x, weight, options)) * x.element_size()
 
 
 def way(
@@ -105,28 +179,50 @@ def way(
     layout = memory_format(x, weight)
 
     def pytorch(x: Tensor) -> Tensor:
-        y = ACTIVATIONS[activation](torch.conv2d(x, weight, bias, *options))
+        y = ACTIVATIONS[activation](aten(x, weight, bias, options))
         return y.contiguous(memory_format=layout)
 
     if not can_be_ours(x, weight, bias):
         return pytorch, False
-    named = as_named(options, activation=activation, accuracy=accuracy)
-    kept = Ours(weight, bias, named, layout, filters)
-    packed = Ours(weight, bias, named, layout, unkept)
     now = filters()
-    mode = _mode_of(now is None, now is not None and now[1])
-    problem = problem_of(x, weight, bias, options, activation, accuracy)
-    choice, is_final = chosen(mode, problem), True
-    if choice is None:
+    kept: Ours | Transposed
+    packed: Ours | Transposed
+    if options.output_padding is not None:
+        kept = packed = ours = Transposed(weight, bias, options, activation, accuracy, layout)
+
+        def contestants() -> Iterable[Contestant] | str:
+            return [Contestant(KEPT, lambda: ours(x), scratch=ours.bytes(x))]
+    else:
+        named = as_named(options, activation=activation, accuracy=accuracy)
+        kept = with_kept = Ours(weight, bias, named, layout, filters)
+        packed = with_packed = Ours(weight, bias, named, layout, unkept)
 
         def contestants() -> Iterable[Contestant] | str:
             if activation is None and is_cudnns(x, weight, bias, named, layout, now is not None):
                 return NOTHING_FASTER
-            return by_windrow(x, kept, packed, now)
+            return by_windrow(x, with_kept, with_packed, now)
 
-        choice = decide(mode, problem, x.device, lambda: pytorch(x), contestants)
+    mode = _mode_of(now is None, now is not None and now[1])
+    problem = problem_of(x, weight, bias, options, activation, accuracy)
+    choice, is_final = chosen(mode, problem), True
+    if choice is None:
+        by = filter_cache(weight)
+        choice = decide(mode, problem, x.device, lambda: pytorch(x), contestants, layer=by, image=x.nbytes)
         is_final = chosen(mode, problem) is not None
+    if now is not None and isinstance(kept, Ours) and not is_room_for(kept, x, now[0], mode, problem):
+        run, is_decided = way(x, weight, bias, options, activation, accuracy, unkept)
+        return run, is_decided and now[0].refused(KEPT) >= TRIES
     return {PYTORCH: pytorch, KEPT: kept}.get(choice, packed), is_final
+
+
+def is_room_for(kept: Ours, x: Tensor, cache: _native.FilterCache, mode: str, problem: Problem) -> bool:
+    """Whether there is room for the filter in `cache`, if it is to be kept there."""
+    return is_room_for_another(mode, problem, x.device, KEPT, cache, lambda: kept.bytes(x, True)[0])
+
+
+def look_ahead(x: Tensor, weight: Tensor, options: Options) -> None:
+    """Says what memory is in use where a layer of a model comes: by modules, before they remember their way."""
+    _memory.look_ahead(x.device, x.nbytes, _result_bytes(x, weight, options))
 
 
 def is_cudnns(
@@ -138,8 +234,8 @@ def is_cudnns(
     is_kept: bool,
 ) -> bool:
     """True if Windrow would take cuDNN too."""
-    image = in_layout(x, layout)
-    return _native.conv2d_algorithm(image, weight, bias, named, is_kept) == "cudnn"
+    image = as_image(in_layout(x, layout), x)
+    return _native.conv2d_algorithm(image, as_image(weight, x), bias, named, is_kept) == "cudnn"
 
 
 def by_windrow(
@@ -163,8 +259,8 @@ def by_windrow(
 
 
 def in_layout(x: Tensor, layout: torch.memory_format) -> Tensor:
-    """As PyTorch does where the filter alone is channels-last."""
-    return x.contiguous(memory_format=layout) if layout is torch.channels_last else x
+    """As PyTorch does where the filter alone is channels-last, and with lines."""
+    return x.contiguous(memory_format=layout) if layout is torch.channels_last or x.dim() == 3 else x
 
 
 def gradients(
@@ -186,13 +282,13 @@ def gradients(
             return lambda: computed(dy, x, weight, bias, options, accuracy, needs, mine)
 
         def contestants() -> Iterator[Contestant]:
-            scratch = _native.conv2d_backward_bytes(dy, x, weight, options, accuracy)
+            scratch = _backward_bytes(dy, x, weight, options, accuracy, needs)
             scratch += x.nbytes * needs[0] + weight.nbytes * needs[1]
             yield Contestant(_OURS, by(True), scratch=scratch)
 
         choice = chosen(mode, problem)
         if choice is None:
-            choice = decide(mode, problem, x.device, by(False), contestants)
+            choice = decide(mode, problem, x.device, by(False), contestants, layer=filter_cache(weight))
         return choice == _OURS
 
     of_bias = needs[2]
@@ -233,20 +329,63 @@ def computed(
 ) -> list[Tensor | None]:
     """The gradients that are needed, of these `mine` by Windrow and the others by PyTorch."""
     if any(mine):
-        grads = _native.conv2d_backward(dy, x, weight, bias, options, accuracy, mine)
+        grads = _by_windrow(dy, x, weight, bias, options, accuracy, mine)
         if mine == needs:
             return grads
     else:
         grads = [None, None, None]
     others = [n and not m for n, m in zip(needs, mine, strict=True)]
     sizes = None if bias is None else list(bias.shape)
-    stride, padding, dilation, groups = options
-    rest = (sizes, stride, padding, dilation, False, [0, 0], groups, others)
+    is_transposed, first = options.output_padding is not None, 4 - weight.dim()
+    pairs = (options.stride, options.padding, options.dilation, options.output_padding or [0, 0])
+    stride, padding, dilation, output_padding = (pair[first:] for pair in pairs)
+    rest = (sizes, stride, padding, dilation, is_transposed, output_padding, options.groups, others)
     theirs = torch.ops.aten.convolution_backward.default(dy, x, weight, *rest)
     return [
         _laid_out_like(t, g) if other else m
         for m, g, t, other in zip(grads, theirs, (x, weight, bias), others, strict=True)
     ]
+
+
+def _by_windrow(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: Options,
+    accuracy: str | None,
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    if options.output_padding is None:
+        images = (as_image(t, x) for t in (dy, x, weight))
+        dx, dweight, dbias = _native.conv2d_backward(*images, bias, options[:4], accuracy, needs)
+        return [as_line(dx, x), as_line(dweight, x), dbias]
+    image = _dense(x)
+    dx, dweight = _native.conv_transpose2d_backward(dy, image, weight, options[:4], accuracy, needs[:2])
+    dbias = dy.sum((0, 2, 3), dtype=bias.dtype) if needs[2] and bias is not None else None
+    return [None if dx is None else _laid_out_like(x, dx), dweight, dbias]
+
+
+def _backward_bytes(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    options: Options,
+    accuracy: str | None,
+    needs: Sequence[bool],
+) -> int:
+    if options.output_padding is None:
+        images = (as_image(t, x) for t in (dy, x, weight))
+        return _native.conv2d_backward_bytes(*images, options[:4], accuracy)
+    image = _dense(x)
+    copied = 0 if image is x else x.nbytes
+    rest = (options[:4], accuracy, needs[:2])
+    return copied + _native.conv_transpose2d_backward_bytes(dy, image, weight, *rest)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """As the result of a convolution, whose elements share no memory."""
+    return x.contiguous(memory_format=memory_format(x, x))
 
 
 def is_pytorchs(
@@ -260,13 +399,16 @@ def is_pytorchs(
     """True if PyTorch computes this and all gradients that are wanted, because it is faster at each of them
     or because ours would gain too little in all: then the whole call can be PyTorch's own. None as long as
     that is not decided."""
-    if type(x) is not Tensor or type(weight) not in (nn.Parameter, Tensor) or x.dim() != 4:
+    if type(x) is not Tensor or type(weight) not in (nn.Parameter, Tensor) or x.dim() != weight.dim():
         return None
     if torch._C._len_torch_dispatch_stack() > 0:
         return None
     grad, kind = torch.is_grad_enabled(), "cuda" if x.is_cuda else "cpu"
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     of_filter, of_input = grad and weight.requires_grad, grad and x.requires_grad
+    if options.output_padding is not None and kind == "cuda" and (of_filter or of_input):
+        # Ours keeps the interpreter for so long that called steps became slower by a tenth and more.
+        return True
     problem = problem_of(x, weight, bias, options, None, accuracy, autocast)
     modes = [_mode_of(of_filter, is_frozen)]
     if of_input:
@@ -291,16 +433,21 @@ def layer(
     options: Options,
 ) -> tuple[Any, ...]:
     """What a problem has of a module: the last part of a `Problem`."""
-    stride, padding, dilation, groups = options
-    return (weight.shape, bias is None, *stride, *padding, *dilation, groups)
+    stride, padding, dilation, groups, output_padding = options
+    return (weight.shape, bias is None, *stride, *padding, *dilation, groups, *(output_padding or ()))
 
 
 def output_shape(x: Tensor, weight: Tensor, options: Options) -> list[Any]:
     """That of the convolution's result."""
-    stride, padding, dilation, _groups = options
-    sizes = zip(x.shape[2:], padding, dilation, weight.shape[2:], stride, strict=True)
-    size = [(n + 2 * p - d * (r - 1) - 1) // s + 1 for n, p, d, r, s in sizes]
-    return [x.shape[0], weight.shape[0], *size]
+    stride, padding, dilation, groups, output_padding = options
+    first = 4 - weight.dim()
+    sizes = zip(x.shape[2:], weight.shape[2:], stride[first:], padding[first:], dilation[first:], strict=True)
+    if output_padding is None:
+        size = [(n + 2 * p - d * (r - 1) - 1) // s + 1 for n, r, s, p, d in sizes]
+        return [x.shape[0], weight.shape[0], *size]
+    size = [(n - 1) * s - 2 * p + d * (r - 1) + 1 for n, r, s, p, d in sizes]
+    size = [n + more for n, more in zip(size, output_padding, strict=True)]
+    return [x.shape[0], weight.shape[1] * groups, *size]
 
 
 def memory_format(x: Tensor, weight: Tensor) -> torch.memory_format:
@@ -310,7 +457,7 @@ def memory_format(x: Tensor, weight: Tensor) -> torch.memory_format:
 
 
 def _is_channels_last(t: Tensor) -> bool:
-    return t.shape[1] > 1 and t.stride(1) < t.stride(3)
+    return t.dim() == 4 and t.shape[1] > 1 and t.stride(1) < t.stride(3)
 
 
 def problem_of(
@@ -324,7 +471,7 @@ def problem_of(
 ) -> Problem:
     """`dtype` is what x is going to be cast to."""
     strides = x.stride()
-    is_last = strides[1] < strides[3]
+    is_last = strides[1] < strides[-1]
     rest = (
         x.device,
         dtype or x.dtype,
@@ -338,13 +485,13 @@ def problem_of(
 
 
 def as_named(options: Options, **more: Any) -> dict[str, Any]:
-    return {**dict(zip(_OPTIONS, options, strict=True)), **more}
+    return {**dict(zip(Options._fields[:4], options[:4], strict=True)), **more}
 
 
 def can_be_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """False for what only PyTorch computes, or has the better words to refuse."""
     return (
-        x.dim() == 4
+        x.dim() == weight.dim()
         and x.device.type in ("cpu", "cuda")
         and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
         and weight.dtype == x.dtype

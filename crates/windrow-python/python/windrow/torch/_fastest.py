@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from windrow._native import FilterCache
 from windrow.torch import _memory
 
 PYTORCH = "PyTorch"
@@ -83,6 +84,7 @@ class Decision:
     seconds: tuple[float, float] | None = None
     # False where room was missing: how much PyTorch needs is known only after a pass of the whole model.
     is_final: bool = True
+    # So often room was looked for by a layer.
     tries: int = 1
 
     def now(self) -> str:
@@ -96,8 +98,8 @@ _DECISIONS = 4096
 # So many sizes of a layer are measured; others follow the nearest of these. Else a program whose
 # images have a new size each time would measure all the time.
 _MEASURED_SIZES = 8
-# So often room is looked for.
-_TRIES = 3
+# So often each layer looks for room: once a pass, and those before it in the first pass do not know what follows.
+TRIES = 3
 # Held during a measurement; never waited for.
 _measuring = threading.Lock()
 
@@ -105,6 +107,11 @@ _measuring = threading.Lock()
 def is_captured(device: torch.device) -> bool:
     """Whether calls on this device go into a graph now."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def is_ordinary(tensor: Any) -> bool:
+    """False for the stand-ins of tracers and exporters. Sizes of these are not to be compared: that would fix them."""
+    return type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
 
 
 def chosen(mode: str, problem: Problem) -> str | None:
@@ -117,6 +124,26 @@ def differs_in_graphs(mode: str, problem: Problem) -> bool:
     """Whether somebody else computes this where it is captured."""
     decision = _decisions.get(problem, {}).get(mode)
     return decision is not None and decision.in_graph != decision.choice
+
+
+def is_room_for_another(
+    mode: str, problem: Problem, device: torch.device, name: str, cache: FilterCache, kept: Callable[[], int]
+) -> bool:
+    """A problem is decided once, but each of a model's layers that have it keeps a filter of its own: whether there is room
+    for that of `cache` as well, of `kept` bytes, if `name` is who computes this. What was refused often enough is not asked
+    for again."""
+    decision = _decisions.get(problem, {}).get(mode)
+    if decision is None or name not in (decision.choice, decision.in_graph) or cache.bytes or cache.promised:
+        return True
+    if cache.refused(name) >= TRIES:
+        return False
+    is_for_graphs, bytes = decision.choice != name, kept()
+    if not _memory.is_there_room(device, bytes, 0, in_graph=is_for_graphs):
+        cache.refuse(name)
+        return False
+    if is_for_graphs:
+        cache.promise(bytes)
+    return True
 
 
 def is_worth_it(modes: list[str], problem: Problem, device: torch.device) -> bool | None:
@@ -149,10 +176,13 @@ def decide(
     pytorch: Callable[[], Any],
     ours: Callable[[], Iterable[Contestant] | str],
     others: Sequence[Contestant] = (),
+    layer: FilterCache | None = None,
+    image: int = 0,
 ) -> str:
     """Who computes what is not `chosen` yet: as for a problem of nearly this size, or after measuring. PyTorch,
     one of `others`, which are PyTorch's as well, or the first of `ours` that can; a text instead of these
-    says why ours has nothing better."""
+    says why ours has nothing better. `layer`: which of those that have the problem asks; `image`: bytes that
+    are no longer needed after it."""
     before = _decisions.get(problem, {}).get(mode)
     decision = None if before else _like_the_nearest(mode, problem)
     if decision is None:
@@ -162,12 +192,14 @@ def decide(
         if not _measuring.acquire(blocking=False):
             return otherwise
         try:
-            decision = _contest(mode, problem, device, pytorch, ours, others)
+            decision = _contest(mode, problem, device, pytorch, ours, others, image)
         finally:
             _measuring.release()
-        tries = before.tries + 1 if before else 1
-        is_final = decision.is_final or tries >= _TRIES
-        decision = replace(decision, tries=tries, is_final=is_final)
+        if not decision.is_final:
+            if layer is not None:
+                layer.refuse(mode)
+            tries = layer.refused(mode) if layer is not None else before.tries + 1 if before else 1
+            decision = replace(decision, tries=tries, is_final=tries >= TRIES)
     while len(_decisions) >= _DECISIONS and problem not in _decisions:
         _decisions.pop(next(iter(_decisions)), None)
     _decisions.setdefault(problem, {})[mode] = decision
@@ -194,11 +226,12 @@ def _contest(
     pytorch: Callable[[], Any],
     ours: Callable[[], Iterable[Contestant] | str],
     others: Sequence[Contestant],
+    image: int,
 ) -> Decision:
     failure = None
     try:
         result = pytorch()
-        _memory.look(device, _bytes(result))
+        _memory.look(device, max(0, _bytes(result) - image))
         del result
     except RuntimeError as error:
         failure = error

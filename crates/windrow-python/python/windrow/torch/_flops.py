@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-import torch
 from torch.utils.flop_counter import register_flop_formula
+
+from windrow.torch._library import OPERATORS as ops
 
 Shape = Sequence[int]
 
 
 def register() -> None:
     """Lets the counter know the operators."""
-    ops = torch.ops.windrow
     register_flop_formula(ops.conv2d)(_conv2d)
     register_flop_formula(ops.conv2d_backward)(_conv2d_backward)
     register_flop_formula(ops.causal_conv1d)(_causal_conv1d)
@@ -22,14 +22,18 @@ def register() -> None:
     register_flop_formula(ops.causal_conv1d_update)(_causal_conv1d_update)
 
 
-def _conv2d(x: Shape, weight: Shape, *_: Any, out_shape: Shape, **__: Any) -> int:
-    n, _k, oh, ow = out_shape
-    return 2 * n * oh * ow * prod(weight)
+def _conv2d(x: Shape, weight: Shape, *rest: Any, out_shape: Shape, **_: Any) -> int:
+    # A transposed convolution meets the filter at each position of x.
+    _bias, _stride, _padding, _dilation, _groups, output_padding, *_more = rest
+    n, _c, *positions = out_shape if output_padding is None else x
+    return 2 * n * prod(positions) * prod(weight)
 
 
-def _conv2d_backward(dy: Shape, x: Shape, weight: Shape, *rest: Any, out_shape: Any, **_: Any) -> int:
+def _conv2d_backward(
+    dy: Shape, x: Shape, weight: Shape, *rest: Any, out_shape: Any, **_: Any
+) -> int:
     of_input, of_filter, _of_bias = rest[-1]
-    forward = _conv2d(x, weight, out_shape=dy)
+    forward = _conv2d(x, weight, *rest, out_shape=dy)
     return forward * (bool(of_input) + bool(of_filter))
 
 

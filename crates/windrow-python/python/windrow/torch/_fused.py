@@ -23,20 +23,24 @@ from windrow.torch._conv2d_fastest import (
     Options,
     Ours,
     as_named,
+    aten,
     by_windrow,
     can_be_ours,
     in_layout,
     is_cudnns,
+    is_room_for,
+    look_ahead,
     memory_format,
     output_shape,
     problem_of,
 )
-from windrow.torch._fastest import PYTORCH, Contestant, chosen, decide, is_captured
-from windrow.torch._filters import forget, kept_with, unkept
-from windrow.torch._gelu import gelu
+from windrow.torch._fastest import PYTORCH, TRIES, Contestant, chosen, decide, is_captured, is_ordinary
+from windrow.torch._filters import filter_cache, forget, kept_with, unkept
+from windrow.torch._gelu import gelu_of_any
 from windrow.torch._library import autocast, call, define, not_differentiable
 
 _MODE = "forward of an optimized model"
+_MODE_UNKEPT = "forward of an optimized model without room for its filter"
 _CUDNN = "cuDNN, fused"
 
 
@@ -49,8 +53,8 @@ def _activate_(y: Tensor, activation: str | None) -> Tensor:
     if activation == "silu":
         return F.silu(y, inplace=True)
     if activation == "gelu_tanh":
-        return gelu(y, "tanh")
-    return gelu(y)
+        return gelu_of_any(y, "tanh")
+    return gelu_of_any(y)
 
 
 def _add_(y: Tensor, residual: Tensor | None) -> Tensor:
@@ -74,7 +78,7 @@ def _kernel(
     activation: str | None,
     accuracy: str | None,
 ) -> Tensor:
-    options = (stride, padding, dilation, groups)
+    options = Options(stride, padding, dilation, groups)
     run, _ = _way(x, weight, bias, residual, options, activation, accuracy)
     return run(x, residual)
 
@@ -105,29 +109,31 @@ def _way(
     options: Options,
     activation: str | None,
     accuracy: str | None,
+    is_room: bool = True,
 ) -> tuple[Way, bool]:
-    """What computes this, for tensors like these, and whether that is decided for good."""
+    """What computes this, for tensors like these, and whether that is decided for good. `is_room`: for a packed filter."""
     layout = memory_format(x, weight)
 
     def pytorch(x: Tensor, residual: Tensor | None) -> Tensor:
-        y = torch.conv2d(x, weight, bias, *options).contiguous(memory_format=layout)
+        y = aten(x, weight, bias, options).contiguous(memory_format=layout)
         return _activate_(_add_(y, residual), activation)
 
     if not can_be_ours(x, weight, bias):
         return pytorch, False
     inside = activation if residual is None else None
     named = as_named(options, activation=inside, accuracy=accuracy)
-    filters = kept_with(weight, is_frozen=True, lasts=True)
+    filters = kept_with(weight, is_frozen=True, lasts=True) if is_room else unkept
+    mode = _MODE if is_room else _MODE_UNKEPT
     kept = _Ours(Ours(weight, bias, named, layout, filters), activation)
     packed = _Ours(Ours(weight, bias, named, layout, unkept), activation)
 
     def by_cudnn(x: Tensor, residual: Tensor | None) -> Tensor:
         image = in_layout(x, layout)
         if residual is None:
-            y = torch.cudnn_convolution_relu(image, weight, bias, *options)
+            y = torch.cudnn_convolution_relu(image, weight, bias, *options[:4])
         else:
             beside = residual.contiguous(memory_format=layout)
-            y = torch.cudnn_convolution_add_relu(image, weight, beside, 1.0, bias, *options)
+            y = torch.cudnn_convolution_add_relu(image, weight, beside, 1.0, bias, *options[:4])
         return y.contiguous(memory_format=layout)
 
     # What is broadcast, or of another type, is nothing that cuDNN adds.
@@ -136,7 +142,7 @@ def _way(
         fits = [*residual.shape] == output_shape(x, weight, options) and residual.dtype == x.dtype
         beside = (fits, residual.dtype, residual.is_contiguous(memory_format=layout))
     problem = problem_of(x, weight, bias, options, (activation, beside), accuracy)
-    choice, is_final = chosen(_MODE, problem), True
+    choice, is_final = chosen(mode, problem), True
     if choice is None:
 
         def contestants() -> Iterable[Contestant] | str:
@@ -148,8 +154,14 @@ def _way(
 
         is_known = x.is_cuda and activation == "relu" and fits
         others = [Contestant(_CUDNN, lambda: by_cudnn(x, residual))] if is_known else []
-        choice = decide(_MODE, problem, x.device, lambda: pytorch(x, residual), contestants, others)
-        is_final = chosen(_MODE, problem) is not None
+        by = filter_cache(weight, lasts=True)
+        ask = (lambda: pytorch(x, residual), contestants, others)
+        choice = decide(mode, problem, x.device, *ask, layer=by, image=x.nbytes)
+        is_final = chosen(mode, problem) is not None
+    now = filters()
+    if now is not None and not is_room_for(kept.conv2d, x, now[0], mode, problem):
+        run, is_decided = _way(x, weight, bias, residual, options, activation, accuracy, is_room=False)
+        return run, is_decided and now[0].refused(KEPT) >= TRIES
     return {PYTORCH: pytorch, _CUDNN: by_cudnn, KEPT: kept}.get(choice, packed), is_final
 
 
@@ -165,7 +177,7 @@ def _fake(
     activation: str | None,
     accuracy: str | None,
 ) -> Tensor:
-    options = (stride, padding, dilation, groups)
+    options = (stride, padding, dilation, groups, None)
     y = _fake_conv2d(x, weight, bias, *options, activation, accuracy, FASTEST, FROZEN)
     return _add_(y, residual)
 
@@ -252,7 +264,12 @@ class FusedConv2d(nn.Module):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """`residual` is added before the activation."""
         weight, bias = self.weight, self.bias
-        if torch.compiler.is_dynamo_compiling() or has_torch_function((input, residual)):
+        if (
+            torch.compiler.is_dynamo_compiling()
+            or torch._C._are_functorch_transforms_active()
+            or not is_ordinary(input)
+            or has_torch_function((input, residual))
+        ):
             return _fused(input, residual, weight, bias, self.options, self.activation, self.accuracy)
         options = (
             None if residual is None else (residual.shape, residual.stride(), residual.dtype),
@@ -290,7 +307,9 @@ class FusedConv2d(nn.Module):
             return _fused(input, residual, self.weight, self.bias, *rest)
         accuracy = accuracy_of(self.accuracy, input)
         tensors = (input, self.weight, self.bias, residual)
-        run, is_final = _way(*tensors, self.options, self.activation, accuracy)
+        options = Options(*self.options)
+        look_ahead(input, self.weight, options)
+        run, is_final = _way(*tensors, options, self.activation, accuracy)
         if is_final:
             self._last = (seen, self.weight, self.bias, run)
         return run(input, residual)

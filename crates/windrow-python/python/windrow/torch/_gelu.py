@@ -89,10 +89,23 @@ def gelu(
     return call(_gelu, _kernel, tensors, approximate, aten=_aten)
 
 
+def gelu_of_any(input: Tensor, approximate: str = "none") -> Tensor:
+    """In the place of PyTorch's: by PyTorch where Windrow has nothing, for other types and devices, and under transforms
+    of `torch.func`, for which PyTorch's operator has all derivatives."""
+    if isinstance(input, Tensor) and (
+        input.dtype not in (torch.float32, torch.float16, torch.bfloat16)
+        or input.device.type not in ("cpu", "cuda", "meta")
+        or (not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active())
+    ):
+        return F.gelu(input, approximate=approximate)
+    return gelu(input, approximate)
+
+
 class GELU(nn.GELU):
-    """`torch.nn.GELU`, computed by Windrow; by PyTorch in TorchScript and in ONNX."""
+    """`torch.nn.GELU`, computed by Windrow; by PyTorch in TorchScript, in ONNX, under transforms of `torch.func`, and in
+    types and on devices that Windrow has nothing for."""
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.jit.is_scripting():
             return F.gelu(input, approximate=self.approximate)
-        return gelu(input, self.approximate)
+        return gelu_of_any(input, self.approximate)

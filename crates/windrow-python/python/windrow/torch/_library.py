@@ -15,7 +15,10 @@ from torch.autograd import forward_ad
 
 from windrow import _native
 
-_LIBRARY = torch.library.Library("windrow", "DEF")
+# The package's own name: `windrow`, or what a copy of its modules is imported as.
+NAMESPACE = __name__.partition(".")[0]
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+OPERATORS = getattr(torch.ops, NAMESPACE)
 
 
 def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -23,8 +26,8 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"windrow::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.windrow, name).default
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    return getattr(OPERATORS, name).default
 
 
 # What records an operator for gradients without the dispatcher, which takes several times as long to do so.
@@ -83,7 +86,7 @@ def _autograd(
 ) -> None:
     """What `torch.library.register_autograd` does, but for the silence with which it takes
     tensors that carry forward-mode derivatives, and drops these."""
-    overload = getattr(torch.ops.windrow, operator).default
+    overload = getattr(OPERATORS, operator).default
     implementation = make_autograd_impl(overload, Info(backward, setup_context))
 
     def checked(keyset: Any, *args: Any) -> Any:
@@ -167,9 +170,9 @@ def call(
     return operator(*tensors, *rest)
 
 
-def with_input(error: Exception) -> Exception:
-    """The error of a kernel whose `x` is `input` where the caller wrote it."""
-    return type(error)(str(error).replace("`x`", "`input`"))
+def with_input(error: Exception, name: str = "x") -> Exception:
+    """The error of a kernel where the caller wrote `input` for what it calls `name`."""
+    return type(error)(str(error).replace(f"`{name}`", "`input`"))
 
 
 def or_empty(like: Tensor, results: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

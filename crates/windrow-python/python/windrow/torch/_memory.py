@@ -43,23 +43,31 @@ def start(model: nn.Module) -> None:
         _base = resident - own
 
 
-def look(device: torch.device, result: int) -> None:
-    """Called while the results of PyTorch's operator, of so many bytes, are there.
+def look(device: torch.device, more: int) -> None:
+    """Called while the results of PyTorch's operator are there. What follows a convolution, a normalisation or an activation,
+    makes as much as its result once more, while its image may go: it needs `more` bytes.
 
     The allocator's own peak would not do on CUDA: cuDNN's trials of its algorithms take many times what a pass of the
-    model needs, and they and ours are in it for good. What follows a convolution, a normalisation or an activation, makes
-    as much as its result once more.
+    model needs, and they and ours are in it for good.
     """
     global _peak
     if device.type == "cpu":
         _peak = max(_peak, _in_use() or 0)
     else:
-        _theirs[device] = max(torch.cuda.memory_allocated(device) + result, _theirs.get(device, 0))
+        _theirs[device] = max(torch.cuda.memory_allocated(device) + more, _theirs.get(device, 0))
+
+
+def look_ahead(device: torch.device, image: int, result: int) -> None:
+    """The same before a convolution of an image of so many bytes: each layer of a model says what is there when it comes."""
+    if device.type == "cuda":
+        look(device, result + max(0, result - image))
 
 
 def is_there_room(device: torch.device, kept: int, scratch: int, in_graph: bool = False) -> bool:
     """For so many bytes for good, and so many more during a run, its results among them; `in_graph`: for what is packed only
-    where it is captured."""
+    where it is captured, which on CPUs nothing is."""
+    if in_graph and device.type != "cuda":
+        return False
     if device.type == "cuda":
         peak, now = _theirs.get(device, 0), torch.cuda.memory_allocated(device)
         packed = _filters.kept_bytes(device, and_promised=in_graph)

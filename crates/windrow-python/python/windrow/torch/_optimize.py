@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from windrow.torch._conv2d import ACCURACIES, Conv2d
+from windrow.torch._conv2d import ACCURACIES
 from windrow.torch._fused import FusedConv2d
 from windrow.torch._gelu import GELU, gelu
+from windrow.torch._modules import Conv2d, Convolution
 from windrow.torch._patch import freeze, patch
 
 
@@ -52,7 +53,7 @@ def optimize(model: nn.Module, accuracy: str | None = None) -> nn.Module:
     result = _optimized(result, "", accuracy, report)
     rest = patch(result, accuracy)
     report.fused |= {name: what for name, what in rest.swapped.items()}
-    kinds = (FusedConv2d, Conv2d, GELU)
+    kinds = (FusedConv2d, Convolution, GELU)
     modules = dict(result.named_modules())
     report.left |= {n: why for n, why in rest.left.items() if not isinstance(modules[n], kinds)}
     freeze(result)

@@ -9,9 +9,10 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from windrow.torch import _memory
-from windrow.torch._conv2d import ACCURACIES, FASTEST, FOUND_OUT, Conv2d
+from windrow.torch._conv2d import ACCURACIES, FASTEST
 from windrow.torch._fastest import decisions
 from windrow.torch._gelu import GELU
+from windrow.torch._modules import FOUND_OUT, Conv1d, Conv2d, Convolution, ConvTranspose2d
 
 
 @dataclass
@@ -30,12 +31,12 @@ class PatchReport:
         lines = []
         for name, what in self.swapped.items():
             lines.append(f"swapped {name}: {what}")
-            if isinstance(modules.get(name), Conv2d):
+            if isinstance(modules.get(name), Convolution):
                 lines += [f"    {line}" for line in _decided(modules[name])]
         lines += [f"left {name}: {why}" for name, why in self.left.items()]
         if not lines:
             return "no convolution and no GELU in this model"
-        if any(isinstance(m, Conv2d) and not m.frozen for m in modules.values()):
+        if any(isinstance(m, Convolution) and not m.frozen for m in modules.values()):
             lines.append(
                 "each call looks whether a filter has changed since it was packed; "
                 "windrow.torch.freeze(model) promises that none does, unfreeze(model) takes it back"
@@ -43,7 +44,7 @@ class PatchReport:
         return "\n".join(lines)
 
 
-def _decided(module: Conv2d) -> Iterator[str]:
+def _decided(module: Convolution) -> Iterator[str]:
     layer = module.layer()
     for decision in decisions():
         sizes, rest, of_layer = decision.problem
@@ -55,15 +56,20 @@ def _decided(module: Conv2d) -> Iterator[str]:
 # Set on the modules that were swapped, beside the options that they have beyond PyTorch's.
 _MARK = "_was_patched"
 _OPTIONS = ("activation", "accuracy", "algorithm", "frozen", *FOUND_OUT)
-_OWN = {nn.Conv2d: Conv2d, nn.GELU: GELU}
+_OWN = {
+    nn.Conv1d: Conv1d,
+    nn.Conv2d: Conv2d,
+    nn.ConvTranspose2d: ConvTranspose2d,
+    nn.GELU: GELU,
+}
 
 
 def patch(model: nn.Module, accuracy: str | None = None) -> PatchReport:
     """Makes Windrow compute the convolutions and GELUs of a model, where that is faster.
 
-    Modules of exactly the types `nn.Conv2d` and `nn.GELU` become `windrow.torch.Conv2d` and `GELU` in
-    place: parameters, hooks, device and training mode stay as they are, and so do references to the
-    modules. The report, whose `model` is the model, names every convolution and every GELU that was left,
+    Modules of exactly the types `nn.Conv1d`, `nn.Conv2d`, `nn.ConvTranspose2d` and `nn.GELU` become those of
+    `windrow.torch` in place: parameters, hooks, device and training mode stay as they are, and so do references
+    to the modules. The report, whose `model` is the model, names every convolution and every GELU that was left,
     with the reason. GELUs that a `forward` calls as functions are no modules, and not seen.
 
     A convolution that was swapped is computed by Windrow or by PyTorch's own operator, whichever is
@@ -87,11 +93,9 @@ def patch(model: nn.Module, accuracy: str | None = None) -> PatchReport:
         elif type(module) in _OWN:
             module.__class__ = _OWN[type(module)]
             setattr(module, _MARK, True)
-            if isinstance(module, Conv2d):
+            if isinstance(module, Convolution):
                 module.algorithm, module.accuracy = FASTEST, accuracy
-                report.swapped[name] = f"Conv2d({module.extra_repr()})"
-            else:
-                report.swapped[name] = f"GELU({module.extra_repr()})"
+            report.swapped[name] = f"{type(module).__name__}({module.extra_repr()})"
     if report.swapped:
         _memory.start(model)
     return report
@@ -100,13 +104,14 @@ def patch(model: nn.Module, accuracy: str | None = None) -> PatchReport:
 def unpatch(model: nn.Module) -> nn.Module:
     """Makes what `patch` has swapped PyTorch's again. Returns the model.
 
-    Modules that were made as `windrow.torch.Conv2d` or `GELU` stay. Raises ValueError, and changes
+    Modules that were made as those of `windrow.torch` stay. Raises ValueError, and changes
     nothing, if a module that was swapped has been given an `activation`, which PyTorch's has not.
     """
     swapped = {name: m for name, m in model.named_modules() if getattr(m, _MARK, False)}
     for name, module in swapped.items():
         if getattr(module, "activation", None) is not None:
-            raise ValueError(f"`{name}` has activation {module.activation!r}, which nn.Conv2d has not")
+            theirs = f"nn.{type(module).__name__}"
+            raise ValueError(f"`{name}` has activation {module.activation!r}, which {theirs} has not")
     for module in swapped.values():
         _restore(module)
     return model
@@ -140,24 +145,24 @@ def _why_left(module: nn.Module) -> str | None:
     kind = type(module)
     if kind in _OWN:
         return None
-    if kind in (Conv2d, GELU):
+    if kind in _OWN.values():
         return f"{kind.__name__}({module.extra_repr()}) is Windrow's already"
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if isinstance(module, (nn.Conv2d, nn.GELU)):
+    if isinstance(module, tuple(_OWN)):
         if is_parametrized(module):
             return f"{name} is parametrized: patch the model before that"
         if isinstance(module, nn.modules.lazy.LazyModuleMixin):
             return f"{name} has no weights yet: run the model, then patch it"
         return f"{name} is a class of its own, whose forward may be another"
     if isinstance(module, nn.modules.conv._ConvNd):
-        return f"{name} is no nn.Conv2d: Windrow has nothing faster"
+        return f"{name}: Windrow has nothing faster"
     if re.search("ge(l|gl)u", kind.__name__, re.IGNORECASE):
         return f"{name} is no nn.GELU; where it computes the same, put windrow.torch.GELU in its place"
     return None
 
 
 def freeze(model: nn.Module) -> nn.Module:
-    """Promises that the filters of a model's `windrow.torch.Conv2d` do not change from here on, in
+    """Promises that the filters of a model's convolutions of `windrow.torch` do not change from here on, in
     whatever way; what is packed is not compared with them any more. Returns the model.
 
     A filter that is replaced (`module.weight = ...`, `weight.data = ...`, `model.to(...)`) is packed
@@ -173,6 +178,6 @@ def unfreeze(model: nn.Module) -> nn.Module:
 
 def _set_frozen(model: nn.Module, frozen: bool) -> nn.Module:
     for module in model.modules():
-        if isinstance(module, Conv2d):
+        if isinstance(module, Convolution):
             module.frozen = frozen
     return model

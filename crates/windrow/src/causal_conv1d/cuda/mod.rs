@@ -256,11 +256,15 @@ fn kernel_spec(source: &'static Source, name: &str, spec: &CausalConv1dSpec) -> 
     .define("ALONG_CHANNELS", u8::from(along_channels(spec.y.strides())))
     .params::<Params>()
     .overlapped(spec.x.bytes() <= SMALL);
-    match spec.cu_seqlens.map(|desc| desc.dtype) {
-        Some(DType::I64) => kernel.define("INDEX", "i64"),
-        Some(_) => kernel.define("INDEX", "int"),
+    match &spec.cu_seqlens {
+        Some(desc) => kernel.define("INDEX", index_name(desc)),
         None => kernel,
     }
+}
+
+/// What kernels call the type of indices.
+fn index_name(indices: &TensorDesc) -> &'static str {
+    if indices.dtype == DType::I64 { "i64" } else { "int" }
 }
 
 fn states_kernel(spec: &CausalConv1dSpec, form: Form) -> Option<KernelSpec> {

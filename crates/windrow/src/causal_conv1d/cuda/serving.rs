@@ -4,13 +4,16 @@ use super::{
     INCLUDES, SMALL, THREADS, address, define_operands, is_simple, output_address, rows_launch,
     strides,
 };
-use crate::causal_conv1d::serving::Sizes;
-use crate::causal_conv1d::{CausalConv1dServingArgs, CausalConv1dServingSpec};
+use crate::causal_conv1d::serving::{Sizes, TREE};
+use crate::causal_conv1d::{
+    CausalConv1dServingArgs, CausalConv1dServingOutputs, CausalConv1dServingSpec,
+};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Source, params};
-use crate::{DType, Device, Result, TensorDesc, TensorMut, Workspace};
+use crate::{DType, Device, Result, TensorDesc, Workspace};
 
 source!(WALK, "serving.cu");
 source!(CHUNKS, "serving_chunks.cu");
+source!(TREES, "serving_tree.cu");
 
 /// Tokens of a piece of a long sequence.
 const CHUNK: usize = 32;
@@ -33,7 +36,12 @@ params! {
         last_block: usize,
         first_block: usize,
         tokens_before: usize,
+        slots: usize,
+        next_token: usize,
+        next_sibling: usize,
         flags: usize,
+        windows: usize,
+        parents: usize,
         wrong: usize,
         sequences: usize,
         channels: usize,
@@ -42,6 +50,9 @@ params! {
         pool: usize,
         blocks: usize,
         block_size: usize,
+        slot_count: usize,
+        most: i64,
+        tree_columns: usize,
         null_index: i64,
         wide: usize,
         x_stride: [isize; 3],
@@ -57,6 +68,11 @@ params! {
         first_stride: isize,
         before_stride: isize,
         flags_stride: isize,
+        window_stride: [isize; 4],
+        slots_stride: isize,
+        next_stride: [isize; 2],
+        sibling_stride: [isize; 2],
+        parents_stride: [isize; 2],
     }
 }
 
@@ -114,9 +130,19 @@ impl Vectors {
 /// Whether pieces of sequences are worth more threads.
 fn is_long(spec: &CausalConv1dServingSpec, sizes: &Sizes) -> bool {
     let tokens = sizes.problem.b * sizes.problem.l;
-    spec.num_accepted_tokens.is_none()
+    let walks = [&spec.num_accepted_tokens, &spec.intermediate_windows, &spec.next_token];
+    walks.iter().all(|option| option.is_none())
         && tokens >= CHUNK / 2 * sizes.sequences.max(1)
         && i32::try_from(sizes.sequences).is_ok()
+}
+
+/// The kernel that takes whole sequences.
+fn walk_kernel(spec: &CausalConv1dServingSpec, vectors: Vectors) -> KernelSpec {
+    match spec.next_token {
+        None => kernel_spec(&WALK, spec, vectors)
+            .define("WINDOWS", u8::from(spec.intermediate_windows.is_some())),
+        Some(_) => kernel_spec(&TREES, spec, vectors).define("TREE", TREE),
+    }
 }
 
 fn kernel_spec(
@@ -156,13 +182,13 @@ impl Serving {
     ) -> Result<Self> {
         let gpu = Gpu::get(device)?;
         let vectors = Vectors::of(spec);
-        let any = gpu.kernel(&kernel_spec(&WALK, spec, Vectors::ONE))?;
+        let any = gpu.kernel(&walk_kernel(spec, Vectors::ONE))?;
         let chunks = match vectors.filter(|_| is_long(spec, sizes)) {
             Some(vectors) => Some(gpu.kernel(&chunks_kernel(spec, vectors))?),
             None => None,
         };
         let vectors = match vectors {
-            Some(vectors) => Some((gpu.kernel(&kernel_spec(&WALK, spec, vectors))?, vectors)),
+            Some(vectors) => Some((gpu.kernel(&walk_kernel(spec, vectors))?, vectors)),
             None => None,
         };
         let indices = [
@@ -173,19 +199,16 @@ impl Serving {
             &spec.last_block,
             &spec.first_block,
             &spec.tokens_before,
+            &spec.intermediate_indices,
+            &spec.next_token,
+            &spec.next_sibling,
+            &spec.parent_token,
         ];
         let is_wide = |desc: &Option<TensorDesc>| desc.is_some_and(|d| d.dtype == DType::I64);
         let wide =
             indices.iter().enumerate().map(|(bit, desc)| usize::from(is_wide(desc)) << bit).sum();
-        let [
-            starts_stride,
-            _,
-            accepted_stride,
-            initial_stride,
-            last_stride,
-            first_stride,
-            before_stride,
-        ] = indices.map(|desc| strides::<1>(desc.as_ref())[0]);
+        let each = |desc: &Option<TensorDesc>| strides::<1>(desc.as_ref())[0];
+        let tree = |desc: &Option<TensorDesc>| strides::<2>(desc.as_ref());
         let table = spec.conv_state_indices.as_ref();
         let table_stride = match table.map(|table| table.strides()) {
             Some(&[sequence, column]) => [sequence, column],
@@ -200,21 +223,29 @@ impl Serving {
             pool: sizes.pool,
             blocks: sizes.blocks,
             block_size: spec.block_size,
+            slot_count: sizes.slots,
+            most: i64::try_from(sizes.most).unwrap_or(i64::MAX),
+            tree_columns: spec.next_token.as_ref().map_or(0, |next| next.shape()[1]),
             null_index: spec.null_index.unwrap_or(-1),
             wide,
             x_stride: strides(Some(&spec.x)),
             y_stride: strides(Some(&spec.y)),
             state_stride: strides(Some(&spec.conv_states)),
             weight_stride: strides(Some(&spec.weight)),
-            bias_stride: strides::<1>(spec.bias.as_ref())[0],
+            bias_stride: each(&spec.bias),
             table_stride,
-            starts_stride,
-            accepted_stride,
-            initial_stride,
-            last_stride,
-            first_stride,
-            before_stride,
-            flags_stride: strides::<1>(spec.has_initial_state.as_ref())[0],
+            starts_stride: each(&spec.query_start_loc),
+            accepted_stride: each(&spec.num_accepted_tokens),
+            initial_stride: each(&spec.initial_block),
+            last_stride: each(&spec.last_block),
+            first_stride: each(&spec.first_block),
+            before_stride: each(&spec.tokens_before),
+            flags_stride: each(&spec.has_initial_state),
+            window_stride: strides(spec.intermediate_windows.as_ref()),
+            slots_stride: each(&spec.intermediate_indices),
+            next_stride: tree(&spec.next_token),
+            sibling_stride: tree(&spec.next_sibling),
+            parents_stride: tree(&spec.parent_token),
             ..Params::default()
         };
         Ok(Serving { any, vectors, chunks, params })
@@ -235,17 +266,22 @@ impl Serving {
     pub(in crate::causal_conv1d) fn run(
         &self,
         args: &CausalConv1dServingArgs<'_>,
-        conv_states: &TensorMut<'_>,
-        y: &TensorMut<'_>,
+        outputs: &CausalConv1dServingOutputs<'_>,
         workspace: &mut Workspace,
     ) -> Result<()> {
         let gpu = self.any.gpu();
         let (stream, _) = workspace.take_on(gpu, 0)?;
-        let indices = args.query_start_loc.is_some() || args.conv_state_indices.is_some();
+        let indices = [
+            &args.query_start_loc,
+            &args.conv_state_indices,
+            &args.num_accepted_tokens,
+            &args.intermediate_indices,
+            &args.next_token,
+        ];
         let params = Params {
-            y: output_address(Some(y)),
+            y: output_address(Some(&outputs.y)),
             x: address(Some(&args.x)),
-            states: output_address(Some(conv_states)),
+            states: output_address(Some(&outputs.conv_states)),
             weight: address(Some(&args.weight)),
             bias: address(args.bias.as_ref()),
             starts: address(args.query_start_loc.as_ref()),
@@ -256,7 +292,12 @@ impl Serving {
             first_block: address(args.first_block.as_ref()),
             tokens_before: address(args.tokens_before.as_ref()),
             flags: address(args.has_initial_state.as_ref()),
-            wrong: match indices || args.num_accepted_tokens.is_some() {
+            slots: address(args.intermediate_indices.as_ref()),
+            next_token: address(args.next_token.as_ref()),
+            next_sibling: address(args.next_sibling.as_ref()),
+            windows: output_address(outputs.intermediate_windows.as_ref()),
+            parents: output_address(outputs.parent_token.as_ref()),
+            wrong: match indices.iter().any(|given| given.is_some()) {
                 true => gpu.wrong_index()?,
                 false => 0,
             },
@@ -304,7 +345,7 @@ mod tests {
                 let (x, weight) = (layout(&[1, 64, 512]), desc(&[64, width]));
                 for states in [layout(&[9, 64, width - 1]), desc(&[9, 64, width + 3])] {
                     let spec = CausalConv1dServingSpec::new(x, states, weight).unwrap();
-                    kernels.push(kernel_spec(&WALK, &spec, Vectors::ONE));
+                    kernels.push(walk_kernel(&spec, Vectors::ONE));
                     let bias = TensorDesc::contiguous(DType::F32, &[64]).unwrap();
                     let spec = spec.with_bias(bias).with_activation(Activation::Silu);
                     assert_eq!(Vectors::of(&spec).is_some(), width == 4);
@@ -317,8 +358,17 @@ mod tests {
                     let step = step.with_output(row);
                     assert_eq!(Vectors::of(&step).is_some(), width == 4);
                     if let Some(vectors) = Vectors::of(&spec) {
-                        kernels.push(kernel_spec(&WALK, &spec, vectors));
+                        kernels.push(walk_kernel(&spec, vectors));
                         kernels.push(chunks_kernel(&spec, vectors));
+                    }
+                    let windows = desc(&[9, 512, 64, width - 1]);
+                    let links = TensorDesc::contiguous(DType::I32, &[1, 512]).unwrap();
+                    let windows = spec.with_intermediate_windows(windows);
+                    let tree = windows.clone().with_next_token(links).with_next_sibling(links);
+                    for spec in [windows, tree] {
+                        assert!(!is_long(&spec, &spec.sizes().unwrap()));
+                        let vectors = Vectors::of(&spec).into_iter().chain([Vectors::ONE]);
+                        kernels.extend(vectors.map(|vectors| walk_kernel(&spec, vectors)));
                     }
                 }
             }

@@ -1,7 +1,8 @@
 //! Decoding on CUDA.
 
 use super::{
-    INCLUDES, SMALL, THREADS, address, define_operands, output_address, rows_launch, strides,
+    INCLUDES, SMALL, THREADS, address, define_operands, index_name, output_address, rows_launch,
+    strides,
 };
 use crate::causal_conv1d::{CausalConv1dUpdateArgs, CausalConv1dUpdateSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, params};
@@ -91,6 +92,8 @@ fn kernel_spec(source: &'static Source, spec: &CausalConv1dUpdateSpec) -> Kernel
     let few = width <= 9 && state_length <= 8;
     let kernel = KernelSpec::new(source, entry)
         .define("STATE_LENGTH", if few { state_length } else { 0 })
+        .define("SEQLENS", spec.cache_seqlens.as_ref().map_or("int", index_name))
+        .define("INDICES", spec.conv_state_indices.as_ref().map_or("int", index_name))
         .params::<Params>()
         .overlapped(spec.x.bytes() <= SMALL);
     define_operands(kernel, &spec.x, &spec.weight, spec.bias.as_ref(), spec.activation)
@@ -183,10 +186,15 @@ mod tests {
         let mut kernels = Vec::new();
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             for width in [4, 20] {
-                let desc = |shape: &[usize]| TensorDesc::contiguous(dtype, shape).unwrap();
+                let desc_of =
+                    |dtype, shape: &[usize]| TensorDesc::contiguous(dtype, shape).unwrap();
+                let desc = |shape: &[usize]| desc_of(dtype, shape);
                 let (x, weight) = (desc(&[2, 64, 1]), desc(&[64, width]));
                 let spec = CausalConv1dUpdateSpec::new(x, desc(&[2, 64, width]), weight).unwrap();
                 kernels.push(kernel_spec(&ANY, &spec));
+                let wide = desc_of(DType::I64, &[2]);
+                let ring = spec.clone().with_cache_seqlens(wide).with_conv_state_indices(wide);
+                kernels.push(kernel_spec(&ANY, &ring));
                 let bias = TensorDesc::contiguous(DType::F32, &[64]).unwrap();
                 let spec = spec.with_bias(bias).with_activation(Activation::Silu);
                 kernels.push(kernel_spec(&ANY, &spec));

@@ -28,7 +28,10 @@ enum Rule {
     INITIAL_BLOCK,
     LAST_BLOCK,
     FIRST_BLOCK,
-    TOKENS_BEFORE
+    TOKENS_BEFORE,
+    INTERMEDIATE_INDICES,
+    NEXT_TOKEN,
+    NEXT_SIBLING
 };
 
 // Nothing leaves the device but for an index that is wrong.

@@ -47,6 +47,9 @@ extern "C" __global__ void BOUNDS KERNEL(const Params p) {
             taps.step(p, d, window, token).template store<VECTOR>(y);
             y += p.y_stride[2];
             push(window, token);
+#if WINDOWS
+            keep_window(p, states, d, t, window);
+#endif
             if (drafts && (HALO || t)) store_column(p, states.write, d, t + HALO - 1, token);
             if (states.ends && t + 1 == states.end) {
                 store_window(p, state_of(p, i, states.end_column, d == 0), d, window);

@@ -3,6 +3,7 @@
 // TAPS             number of taps
 // VECTOR           channels of a thread; more than one where they lie next to each other in x and y
 // ALONG_CHANNELS   channels lie next to each other in the states
+// WINDOWS          the window behind each token is kept
 #pragma once
 #include "parameters.cuh"
 
@@ -13,9 +14,15 @@ struct Params {
     const W::Storage *weight;
     const void *bias;
     const void *starts, *table, *accepted, *initial_block, *last_block, *first_block, *tokens_before;
+    const void *slots, *next_token, *next_sibling;
     const unsigned char *flags;
+    S *windows;
+    void *parents;
     WrongIndex *wrong;
-    i64 sequences, channels, length, state_length, pool, blocks, block_size;
+    i64 sequences, channels, length, state_length, pool, blocks, block_size, slot_count;
+    // Most tokens of a sequence that states of drafts, windows and trees have room for.
+    i64 most;
+    i64 tree_columns;
     // A null index beside the negative ones; -1 if there is none.
     i64 null_index;
     // A bit for each tensor of indices that are i64, not int, in the order of `Bit`.
@@ -23,10 +30,12 @@ struct Params {
     // [b, d, l], [pool, d, state_length], [d, width], [sequences, blocks]
     i64 x_stride[3], y_stride[3], state_stride[3], weight_stride[2], bias_stride, table_stride[2];
     i64 starts_stride, accepted_stride, initial_stride, last_stride, first_stride, before_stride, flags_stride;
+    // [slots, steps, d, columns], [sequences], [sequences, columns]
+    i64 window_stride[4], slots_stride, next_stride[2], sibling_stride[2], parents_stride[2];
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
 
-enum Bit { STARTS, TABLE, ACCEPTED, INITIAL, LAST, FIRST, BEFORE };
+enum Bit { STARTS, TABLE, ACCEPTED, INITIAL, LAST, FIRST, BEFORE, SLOTS, NEXT, SIBLING, PARENTS };
 
 constexpr int HALO = TAPS - 1;
 // An array has an element at least.
@@ -72,6 +81,8 @@ struct States {
     i64 column;
     // Ends of blocks: tokens before the first, how many there are, and the column of the first.
     i64 end, ends, end_column;
+    // Of the windows behind tokens.
+    i64 slot;
 };
 
 // Column of the table; negative if it is wrong.
@@ -95,7 +106,7 @@ __device__ __forceinline__ i64 state_of(const Params &p, i64 i, i64 column, bool
 
 // The states of sequence i, which has `tokens` tokens; one thread of all reports what is wrong.
 __device__ __forceinline__ States states_of(const Params &p, i64 i, i64 tokens, bool reports) {
-    States s = {-1, -1, 0, 0, 0, 0};
+    States s = {-1, -1, 0, 0, 0, 0, i};
     i64 initial = column_of(p, p.initial_block, i * p.initial_stride, INITIAL, INITIAL_BLOCK, i, reports);
     i64 last = column_of(p, p.last_block, i * p.last_stride, LAST, LAST_BLOCK, i, reports);
     if (initial < 0 || last < 0) return s;
@@ -109,11 +120,18 @@ __device__ __forceinline__ States states_of(const Params &p, i64 i, i64 tokens, 
             if (reports) report(p.wrong, NUM_ACCEPTED_TOKENS, i, accepted, most);
             return s;
         }
-        if (tokens + TAPS - 2 > p.state_length) {
-            if (reports) report(p.wrong, QUERY_START_LOC, i + 1, tokens, p.length);
+        s.column = accepted - 1;
+    }
+    if (tokens > p.most) {
+        if (reports) report(p.wrong, QUERY_START_LOC, i + 1, tokens, p.length);
+        return s;
+    }
+    if (p.slots) {
+        s.slot = index_at(p, p.slots, i * p.slots_stride, SLOTS);
+        if (s.slot < 0 || s.slot >= p.slot_count) {
+            if (reports) report(p.wrong, INTERMEDIATE_INDICES, i, s.slot, p.slot_count);
             return s;
         }
-        s.column = accepted - 1;
     }
     if (p.flags && !p.flags[i * p.flags_stride]) s.column = -1;
     if (p.first_block) {
@@ -171,6 +189,19 @@ __device__ __forceinline__ void store_window(const Params &p, i64 state, i64 d, 
     if (state < 0) return;
 #pragma unroll UNROLL
     for (int j = 0; j < HALO; j++) store_column(p, state, d, j, window[j]);
+}
+
+// The window behind token t, oldest token first.
+__device__ __forceinline__ void keep_window(const Params &p, const States &s, i64 d, i64 t,
+                                            const Vector (&window)[KEPT]) {
+    S *to = p.windows + s.slot * p.window_stride[0] + t * p.window_stride[1] + d * p.window_stride[2];
+#pragma unroll UNROLL
+    for (int j = 0; j < HALO; j++) {
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++) {
+            to[i * p.window_stride[2] + j * p.window_stride[3]] = window[j].stored(i);
+        }
+    }
 }
 
 // Tokens as numbers, for sums over many of them.

@@ -45,9 +45,12 @@ extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
         c.head = 0;
         bool ring = p.cache_seqlens != nullptr && p.state_length > 0;
         if (ring) {
-            unsigned before = p.cache_seqlens[b * p.cache_seqlens_stride];
-            if ((int)before < 0 && d == 0) report(p.wrong, CACHE_SEQLENS, b, (int)before, 0);
-            c.head = p.state_length >> 32 ? before : before % (unsigned)p.state_length;
+            SEQLENS before = p.cache_seqlens[b * p.cache_seqlens_stride];
+            if (before < 0 && d == 0) report(p.wrong, CACHE_SEQLENS, b, before, 0);
+            // Without a sign, so that a negative one is held in the state, too.
+            bool is_short = sizeof(SEQLENS) == 4 && !(p.state_length >> 32);
+            c.head = is_short ? (unsigned)before % (unsigned)p.state_length
+                              : (i64)((unsigned long long)before % (unsigned long long)p.state_length);
         }
 
 #if STATE_LENGTH

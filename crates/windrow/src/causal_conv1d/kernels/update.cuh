@@ -1,6 +1,8 @@
 // Parameters of decoding.
 //
 // STATE_LENGTH   inputs that a state holds, where they and the taps are few; else 0
+// SEQLENS        element type of cache_seqlens: int or i64
+// INDICES        element type of conv_state_indices: int or i64
 #pragma once
 #include "parameters.cuh"
 
@@ -10,8 +12,8 @@ struct Params {
     S *state;
     const W::Storage *weight;
     const void *bias;
-    const int *cache_seqlens;
-    const int *state_indices;
+    const SEQLENS *cache_seqlens;
+    const INDICES *state_indices;
     WrongIndex *wrong;
     i64 batch, channels, length, width, state_length, pool;
     // [b, d, l], [pool, d, state_length], [d, width]

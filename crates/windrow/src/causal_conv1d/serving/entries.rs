@@ -1,9 +1,10 @@
 //! What each sequence reads and writes, looked up once: another thread of the program may change indices during a run.
 
-use super::CausalConv1dServingArgs;
+use super::args::CausalConv1dServingArgs;
 use super::spec::{CausalConv1dServingSpec, Sizes};
 use crate::causal_conv1d::sequences::Indices;
 use crate::{Error, Result};
+use std::ops::Range;
 
 /// The tokens of a sequence, and its states.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,6 +26,8 @@ pub(crate) struct States {
     /// `None` for null.
     pub write: Option<usize>,
     pub ends: Ends,
+    /// Slot of the windows on the way, where there are any.
+    pub slot: usize,
 }
 
 /// The ends of blocks that are kept on the way.
@@ -53,10 +56,44 @@ pub(crate) struct Lookup<'a> {
     first_block: Option<Indices<'a>>,
     tokens_before: Option<Indices<'a>>,
     block_size: usize,
+    slots: Option<Indices<'a>>,
+    links: Option<[Indices<'a>; 2]>,
 }
 
 fn error<T>(arg: &'static str, position: usize, given: i64, expected: String) -> Result<T> {
     Err(Error::Index { arg, position, given, expected })
+}
+
+impl Entry {
+    /// Its tokens in all rows of x one behind the other, of which each has `l`.
+    pub(crate) fn tokens_of_x(&self, l: usize) -> Range<usize> {
+        let first = self.row * l + self.start;
+        first..first + self.tokens
+    }
+}
+
+/// The parents of the tokens of sequence `i`, of which there is one at least; that of token 0 is 0.
+fn tree([next, sibling]: &[Indices<'_>; 2], i: usize, parents: &mut [u16]) -> Result<()> {
+    parents.fill(0);
+    let columns = next.columns();
+    for t in 0..parents.len() {
+        let parent = parents[t];
+        for (arg, links, parent) in
+            [("next_token", next, t as u16), ("next_sibling", sibling, parent)]
+        {
+            let given = links.at([i, t]);
+            match usize::try_from(given) {
+                Ok(later) if later > t && later < parents.len() => parents[later] = parent,
+                Err(_) if given == -1 => {}
+                _ => {
+                    let tokens = parents.len();
+                    let expected = format!("-1 or a later token, above {t} and below {tokens}");
+                    return error(arg, i * columns + t, given, expected);
+                }
+            }
+        }
+    }
+    Ok(())
 }
 
 impl<'a> Lookup<'a> {
@@ -79,15 +116,23 @@ impl<'a> Lookup<'a> {
             first_block: args.first_block.map(Indices::new),
             tokens_before: args.tokens_before.map(Indices::new),
             block_size: spec.block_size,
+            slots: args.intermediate_indices.map(Indices::new),
+            links: args.next_token.zip(args.next_sibling).map(|(a, b)| [a, b].map(Indices::new)),
         }
     }
 
     /// Fills in `entries`, one for each sequence, and says how many tokens of x belong to one. `seen` has a bit for each
-    /// state of the pool.
+    /// state of the pool and each slot, `parents` an element for each token of x where there are trees: it takes the
+    /// parents of the tokens of each sequence that is no padding.
     ///
     /// # Errors
     /// [`Error::Index`] for each rule of [`CausalConv1dServingSpec`] that a value breaks.
-    pub(crate) fn resolve(&self, entries: &mut [Entry], seen: &mut [u8]) -> Result<usize> {
+    pub(crate) fn resolve(
+        &self,
+        entries: &mut [Entry],
+        seen: &mut [u8],
+        parents: &mut [u16],
+    ) -> Result<usize> {
         let mut end = 0;
         for (i, entry) in entries.iter_mut().enumerate() {
             let (row, start, next) = self.tokens(i, end)?;
@@ -96,7 +141,18 @@ impl<'a> Lookup<'a> {
             (*entry, end) = (Entry { row, start, tokens, states }, next);
         }
         self.check_shared(entries, seen)?;
+        self.check_slots(entries, seen)?;
+        if let Some(links) = &self.links {
+            for (i, entry) in entries.iter().enumerate().filter(|(_, e)| e.states.is_some()) {
+                tree(links, i, &mut parents[entry.tokens_of_x(self.sizes.problem.l)])?;
+            }
+        }
         Ok(end)
+    }
+
+    /// Whether tokens are trees.
+    pub(crate) fn has_trees(&self) -> bool {
+        self.links.is_some()
     }
 
     /// Whether states hold drafts.
@@ -142,16 +198,29 @@ impl<'a> Lookup<'a> {
                     return error("num_accepted_tokens", i, given, expected);
                 }
             }
-            if tokens > sizes.most_drafts() {
-                let expected =
-                    format!("at most {} more than the entry before it", sizes.most_drafts());
-                let given = self.starts.map_or(0, |starts| starts.at([i + 1]));
-                return error("query_start_loc", i + 1, given, expected);
-            }
+        }
+        if tokens > sizes.most {
+            let expected = format!("at most {} more than the entry before it", sizes.most);
+            let given = self.starts.map_or(0, |starts| starts.at([i + 1]));
+            return error("query_start_loc", i + 1, given, expected);
         }
         let counts = self.flags.is_none_or(|flags| flags.at([i]) != 0);
         let ends = self.ends(i, tokens, last)?;
-        Ok(Some(States { read, window: counts.then_some(column), write, ends }))
+        let slot = self.slot(i)?;
+        Ok(Some(States { read, window: counts.then_some(column), write, ends, slot }))
+    }
+
+    /// Where the windows on the way of sequence `i` go; anything where there are none.
+    fn slot(&self, i: usize) -> Result<usize> {
+        let (Some(slots), n) = (&self.slots, self.sizes.slots) else { return Ok(i) };
+        let given = slots.at([i]);
+        match usize::try_from(given) {
+            Ok(slot) if slot < n => Ok(slot),
+            _ => {
+                let expected = format!("at least 0 and below {n}, the number of slots");
+                error("intermediate_indices", i, given, expected)
+            }
+        }
     }
 
     /// The state in a column of sequence `i`; `None` for null.
@@ -219,6 +288,24 @@ impl<'a> Lookup<'a> {
         let Ends { count, column, .. } = states.ends;
         let ends = (0..count).filter_map(move |k| self.state_at_end(i, column + k));
         ends.chain(states.write)
+    }
+
+    /// No two sequences have one slot.
+    fn check_slots(&self, entries: &[Entry], seen: &mut [u8]) -> Result<()> {
+        if self.slots.is_none() {
+            return Ok(());
+        }
+        seen.fill(0);
+        for (i, entry) in entries.iter().enumerate() {
+            let Some(States { slot, .. }) = entry.states else { continue };
+            let bit = 1 << (slot % 8);
+            if seen[slot / 8] & bit != 0 {
+                let expected = "a slot that no other sequence has".into();
+                return error("intermediate_indices", i, slot as i64, expected);
+            }
+            seen[slot / 8] |= bit;
+        }
+        Ok(())
     }
 
     /// A state that one sequence writes, no other may write or read.

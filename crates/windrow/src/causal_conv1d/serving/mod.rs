@@ -1,5 +1,6 @@
 //! Serving: new tokens of many sequences, and a pool of states that carry what they have seen.
 
+mod args;
 mod cpu;
 mod entries;
 pub(super) mod random;
@@ -15,20 +16,21 @@ use super::{CausalConv1dAlgorithm, CausalConv1dConfiguration, cuda};
 use crate::cpu::Isa;
 use crate::dtype::with_element;
 use crate::plan::{Backend, Engine, Operator, Plan, Setup, inputs};
-use crate::{Device, Result, TensorMut, Workspace};
-use cpu::{Operands, Walk};
+use crate::{DType, Device, Result, TensorMut, Workspace};
+pub use args::{CausalConv1dServingArgs, CausalConv1dServingOutputs};
+use cpu::{Operands, Walk, Windows};
 use entries::{Entry, Lookup};
-use reference::ServingReference;
-pub(super) use spec::Sizes;
-pub use spec::{CausalConv1dServingArgs, CausalConv1dServingSpec};
+use reference::{Memory, ServingReference};
+pub use spec::CausalConv1dServingSpec;
+pub(super) use spec::{Sizes, TREE};
 use std::mem::MaybeUninit;
 use verify::Oracle;
 
 /// A checked [`CausalConv1dServingSpec`] on a device.
 ///
 /// ```
-/// use windrow::{CausalConv1dServingArgs, CausalConv1dServingPlan, CausalConv1dServingSpec};
-/// use windrow::{PlanOptions, TensorMut, TensorRef, Workspace};
+/// use windrow::{CausalConv1dServingArgs, CausalConv1dServingOutputs, CausalConv1dServingPlan};
+/// use windrow::{CausalConv1dServingSpec, PlanOptions, TensorMut, TensorRef, Workspace};
 ///
 /// // A sequence of two tokens behind state 2, and one of one token behind state 1; one channel, width 2.
 /// let (x, mut y) = ([5.0f32, 6.0, 7.0], [0.0f32; 3]);
@@ -44,7 +46,8 @@ use verify::Oracle;
 ///     .with_conv_state_indices(args.conv_state_indices.map(|indices| *indices.desc()));
 /// let plan = CausalConv1dServingPlan::new(&spec, &PlanOptions::default())?;
 /// let mut workspace = Workspace::new(plan.device(), plan.workspace_bytes())?;
-/// plan.run(&args, conv_states, TensorMut::new(&mut y, &[1, 1, 3])?, &mut workspace)?;
+/// let outputs = CausalConv1dServingOutputs::new(conv_states, TensorMut::new(&mut y, &[1, 1, 3])?);
+/// plan.run(&args, outputs, &mut workspace)?;
 /// assert_eq!((y, states), ([45.0, 56.0, 37.0], [0.0, 7.0, 6.0]));
 /// # Ok::<(), windrow::Error>(())
 /// ```
@@ -56,7 +59,7 @@ pub struct CausalConv1dServing;
 
 impl Operator for CausalConv1dServing {
     const NAME: &'static str = "causal_conv1d_serving";
-    inputs!(CausalConv1dServingSpec, CausalConv1dServingArgs: x, weight; ? bias, query_start_loc, conv_state_indices, has_initial_state, num_accepted_tokens, initial_block, last_block, first_block, tokens_before);
+    inputs!(CausalConv1dServingSpec, CausalConv1dServingArgs: x, weight; ? bias, query_start_loc, conv_state_indices, has_initial_state, num_accepted_tokens, initial_block, last_block, first_block, tokens_before, intermediate_indices, next_token, next_sibling);
     type Spec = CausalConv1dServingSpec;
     type Problem = Sizes;
     type Configuration = CausalConv1dConfiguration;
@@ -74,8 +77,10 @@ impl Operator for CausalConv1dServing {
 pub struct Cpu {
     isa: Isa,
     walk: Walk,
-    /// Bytes of an entry for each sequence, and of a bit for each state of the pool.
+    /// Bytes of an entry for each sequence, of the parent of each token of a tree, and of a bit for each state of the
+    /// pool and each slot.
     entries_bytes: usize,
+    parents_bytes: usize,
     seen_bytes: usize,
 }
 
@@ -98,13 +103,17 @@ impl Engine<CausalConv1dServing> for Cpu {
         let &Setup { spec, problem: sizes, place, .. } = setup;
         let walk = Walk::new(*sizes, spec.activation, spec.x.dtype.size(), setup.threads())?;
         // Where there is nothing to compute, sizes can be larger than any memory.
-        let [sequences, pool] = match sizes.problem.is_empty() {
-            true => [0, 0],
-            false => [sizes.sequences, sizes.pool],
+        let [sequences, pool, slots, tokens] = match sizes.problem.is_empty() {
+            true => [0; 4],
+            false => [sizes.sequences, sizes.pool, sizes.slots, sizes.problem.b * sizes.problem.l],
         };
         let entries_bytes = (sequences * size_of::<Entry>()).next_multiple_of(64);
-        let seen_bytes = spec.conv_state_indices.map_or(0, |_| pool.div_ceil(8));
-        Ok(Cpu { isa: place, walk, entries_bytes, seen_bytes })
+        let parents = if spec.next_token.is_some() { tokens } else { 0 };
+        let parents_bytes = (parents * size_of::<u16>()).next_multiple_of(64);
+        let states = if spec.conv_state_indices.is_some() { pool } else { 0 };
+        let slots = if spec.intermediate_indices.is_some() { slots } else { 0 };
+        let seen_bytes = states.max(slots).div_ceil(8);
+        Ok(Cpu { isa: place, walk, entries_bytes, parents_bytes, seen_bytes })
     }
 
     fn configuration(&self) -> CausalConv1dConfiguration {
@@ -112,7 +121,7 @@ impl Engine<CausalConv1dServing> for Cpu {
     }
 
     fn workspace_bytes(&self) -> usize {
-        self.entries_bytes + self.walk.workspace_bytes() + self.seen_bytes
+        self.entries_bytes + self.parents_bytes + self.walk.workspace_bytes() + self.seen_bytes
     }
 
     fn explain(&self, _: &CausalConv1dServingPlan) -> String {
@@ -126,7 +135,7 @@ impl Cpu {
         &self,
         plan: &CausalConv1dServingPlan,
         args: &CausalConv1dServingArgs<'_>,
-        [conv_states, y]: &mut [TensorMut<'_>; 2],
+        outputs: &mut CausalConv1dServingOutputs<'_>,
         workspace: &mut Workspace,
     ) -> Result<()> {
         let sizes = plan.problem;
@@ -135,16 +144,26 @@ impl Cpu {
         }
         let scratch = workspace.take(self.workspace_bytes())?;
         let (entries, scratch) = scratch.split_at_mut(self.entries_bytes);
+        let (parents, scratch) = scratch.split_at_mut(self.parents_bytes);
         let (scratch, seen) = scratch.split_at_mut(self.walk.workspace_bytes());
         let entries = entries_in(entries, sizes.sequences);
         let lookup = Lookup::new(&plan.spec, sizes, args);
-        let tokens = lookup.resolve(entries, seen)?;
+        // SAFETY: any bytes are a u16; a workspace begins at a multiple of 64.
+        let (_, parents, _) = unsafe { parents.align_to_mut::<u16>() };
+        let tokens = lookup.resolve(entries, seen, parents)?;
+        let CausalConv1dServingOutputs { conv_states, y, intermediate_windows, parent_token } =
+            outputs;
+        if let Some(to) = parent_token {
+            write_parents(to, entries, parents, sizes.problem.l);
+        }
         with_element!(plan.spec.x.dtype, T => {
             let operands = Operands::<T> {
                 x: Operand::input(&args.x),
                 y: Operand::output(y),
                 in_place: is_in_place(args, y),
                 conv_states: Operand::output(conv_states),
+                windows: intermediate_windows.as_mut().map(Windows::new),
+                parents,
                 parameters: Parameters { weight: args.weight, bias: args.bias },
                 lookup,
                 entries,
@@ -166,6 +185,23 @@ fn entries_in(bytes: &mut [u8], sequences: usize) -> &mut [Entry] {
     entries.iter_mut().for_each(|entry| _ = entry.write(NONE));
     // SAFETY: all have just been written.
     unsafe { std::slice::from_raw_parts_mut(entries.as_mut_ptr().cast(), sequences) }
+}
+
+/// Writes the parents of the tokens of each sequence that is no padding.
+fn write_parents(to: &mut TensorMut<'_>, entries: &[Entry], parents: &[u16], l: usize) {
+    let (dtype, layout, first) = (to.dtype(), *to.layout(), to.as_mut_ptr());
+    for (i, entry) in entries.iter().enumerate().filter(|(_, entry)| entry.states.is_some()) {
+        for (t, &parent) in parents[entry.tokens_of_x(l)].iter().enumerate() {
+            let offset = layout.offset(&[i, t]);
+            // SAFETY: an element of the tensor, which is i32 or i64: a sequence has no more tokens than it has columns.
+            unsafe {
+                match dtype {
+                    DType::I64 => first.cast::<i64>().offset(offset).write(i64::from(parent)),
+                    _ => first.cast::<i32>().offset(offset).write(i32::from(parent)),
+                }
+            }
+        }
+    }
 }
 
 fn is_in_place(args: &CausalConv1dServingArgs<'_>, y: &TensorMut<'_>) -> bool {
@@ -204,48 +240,40 @@ impl Engine<CausalConv1dServing> for Gpu {
 }
 
 impl CausalConv1dServingPlan {
-    /// Computes `y` and walks the states on, in copies bit for bit. `y` may be exactly `x` (same address and layout);
-    /// else `y` and `conv_states` share no memory with inputs or each other.
+    /// Computes `y` and walks the states on, in copies bit for bit. `y` may be exactly `x` (same address and layout) where
+    /// there is no tree; else what is written shares no memory with inputs or each other.
     ///
     /// # Errors
     /// As [`CausalConv1dPlan::run`](crate::CausalConv1dPlan::run); [`Error::Index`](crate::Error::Index) for an index that
     /// [`CausalConv1dServingSpec`] rules out: all before anything is written. On a GPU it is said of an earlier run's:
-    /// there a sequence with a wrong index counts as padding, and a state that two sequences use is not noticed.
+    /// there a sequence with a wrong index counts as padding, and a state or slot that two sequences use is not noticed.
     pub fn run(
         &self,
         args: &CausalConv1dServingArgs<'_>,
-        conv_states: TensorMut<'_>,
-        y: TensorMut<'_>,
+        mut outputs: CausalConv1dServingOutputs<'_>,
         workspace: &mut Workspace,
     ) -> Result<()> {
         let mut checks = self.check_run(args, workspace)?;
-        checks.write("conv_states", Some(&conv_states), Some(&self.spec.conv_states))?;
-        let over = is_in_place(args, &y).then_some("x");
-        checks.write_over("y", Some(&y), Some(&self.spec.y), over)?;
+        let spec = &self.spec;
+        let CausalConv1dServingOutputs { conv_states, y, intermediate_windows, parent_token } =
+            &outputs;
+        checks.write("conv_states", Some(conv_states), Some(&spec.conv_states))?;
+        let over = (is_in_place(args, y) && spec.next_token.is_none()).then_some("x");
+        checks.write_over("y", Some(y), Some(&spec.y), over)?;
+        let windows = intermediate_windows.as_ref();
+        checks.write("intermediate_windows", windows, spec.intermediate_windows.as_ref())?;
+        checks.write("parent_token", parent_token.as_ref(), spec.parent_token.as_ref())?;
         self.verified(
-            &mut [conv_states, y],
+            &mut outputs,
             workspace,
-            |[conv_states, _]| self.reference(args, conv_states),
-            |written, workspace| match &self.backend {
-                Backend::Cpu(cpu) => cpu.run(self, args, written, workspace),
-                Backend::Gpu(Gpu(serving)) => {
-                    serving.run(args, &written[0], &written[1], workspace)
-                }
+            |outputs| Ok((ServingReference::new(spec, args)?, Memory::of(outputs)?)),
+            |outputs, workspace| match &self.backend {
+                Backend::Cpu(cpu) => cpu.run(self, args, outputs, workspace),
+                Backend::Gpu(Gpu(serving)) => serving.run(args, outputs, workspace),
             },
-            |[conv_states, y], (reference, states)| {
-                Oracle::of(&reference, states, y.dtype())?
-                    .checks(&conv_states.as_ref(), &y.as_ref())
+            |outputs, (reference, memory)| {
+                Oracle::of(&reference, memory, spec.x.dtype)?.checks(outputs)
             },
         )
-    }
-
-    /// The same computation in f64, and the states before it.
-    fn reference(
-        &self,
-        args: &CausalConv1dServingArgs<'_>,
-        conv_states: &TensorMut<'_>,
-    ) -> Result<(ServingReference, Vec<f64>)> {
-        let reference = ServingReference::new(&self.spec, args)?;
-        Ok((reference, conv_states.as_ref().to_f64_vec()?))
     }
 }

@@ -1,7 +1,7 @@
 //! Random cases of serving for `windrow verify --random`.
 
 use super::verify::{IndexValues, ServingSample};
-use super::{CausalConv1dServingPlan, CausalConv1dServingSpec, Sizes};
+use super::{CausalConv1dServingPlan, CausalConv1dServingSpec, Sizes, TREE};
 use crate::causal_conv1d::random::{DTYPES, desc};
 use crate::causal_conv1d::{CausalConv1dAlgorithm, CausalConv1dConfiguration};
 use crate::verification::choices::{Choices, shrink};
@@ -16,6 +16,7 @@ fn spec(choices: &mut Choices<'_>, style: Style) -> Result<CausalConv1dServingSp
     let dtype = choices.of(&DTYPES);
     let width = if choices.one_in(8) { choices.within(6..=20) } else { choices.within(1..=5) };
     let [packed, drafts, indexed, table] = [(); 4].map(|()| choices.one_in(2));
+    let [windows, trees] = [(); 2].map(|()| choices.one_in(4));
     let table = indexed && table;
     let mut sizes = [choices.size(20), choices.size(600), choices.size(700)];
     let most = PRODUCTS[choices.one_in(16) as usize];
@@ -31,6 +32,9 @@ fn spec(choices: &mut Choices<'_>, style: Style) -> Result<CausalConv1dServingSp
         if !packed {
             l = l.min((state_len + 2).saturating_sub(width));
         }
+    }
+    if trees && !packed {
+        l = l.min(TREE);
     }
     let more = if indexed { choices.size(9) } else { 0 };
     let pool = sequences * blocks + more;
@@ -69,6 +73,7 @@ fn spec(choices: &mut Choices<'_>, style: Style) -> Result<CausalConv1dServingSp
         spec.num_accepted_tokens = Some(index(choices, &[sequences])?);
     }
     let [initial, last, ends] = [(); 3].map(|()| table && choices.one_in(2));
+    let ends = ends && !trees;
     if initial {
         spec.initial_block = Some(index(choices, &[sequences])?);
     }
@@ -79,6 +84,24 @@ fn spec(choices: &mut Choices<'_>, style: Style) -> Result<CausalConv1dServingSp
         spec.first_block = Some(index(choices, &[sequences])?);
         spec.tokens_before = Some(index(choices, &[sequences])?);
         spec.block_size = choices.of(&[1, 3, 16, 64]);
+    }
+    let least = if packed { 0 } else { l };
+    if windows {
+        let shape =
+            [sequences + choices.size(3), least + choices.size(9), d, width - 1 + choices.below(3)];
+        spec.intermediate_windows = Some(desc(choices, style, dtype, &shape, false)?);
+        if choices.one_in(2) {
+            spec.intermediate_indices = Some(index(choices, &[sequences])?);
+        }
+    }
+    if trees {
+        let shape = [sequences, least + choices.size(9)];
+        spec.next_token = Some(index(choices, &shape)?);
+        spec.next_sibling = Some(index(choices, &shape)?);
+        if choices.one_in(2) {
+            let dtype = choices.of(&[DType::I32, DType::I64]);
+            spec.parent_token = Some(desc(choices, style, dtype, &shape, false)?);
+        }
     }
     Ok(spec)
 }
@@ -104,7 +127,7 @@ fn spoil(
         return false;
     };
     let blocks = sizes.blocks as f64;
-    match choices.below(7) {
+    match choices.below(9) {
         0 if spec.query_start_loc.is_some() => {
             values.query_start_loc[i + 1] = choices.of(&[-1.0, sizes.problem.l as f64 + 1.0]);
         }
@@ -124,6 +147,17 @@ fn spoil(
             values.first_block[i] = choices.of(&[-1.0, values.last_block[i] + 1.0]);
         }
         6 if spec.first_block.is_some() => values.tokens_before[i] = -1.0,
+        7 if spec.intermediate_indices.is_some() => {
+            values.intermediate_indices[i] = choices.of(&[-1.0, sizes.slots as f64]);
+        }
+        8 if let Some(next) = &spec.next_token => {
+            // Token 0 is no child, and no token is its own.
+            let links = match choices.one_in(2) {
+                true => &mut values.next_token,
+                false => &mut values.next_sibling,
+            };
+            links[i * next.shape()[1]] = choices.of(&[-2.0, 0.0, TREE as f64]);
+        }
         _ => return false,
     }
     true
@@ -137,7 +171,7 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
     let sizes = spec.sizes()?;
     let options = options(choices, device);
     let numbers = Numbers::random(choices).before(spec.activation);
-    let in_place = spec.y.layout == spec.x.layout && choices.one_in(2);
+    let in_place = spec.y.layout == spec.x.layout && spec.next_token.is_none() && choices.one_in(2);
     let mut values = IndexValues::random(choices, &spec, &sizes);
     // Where there is nothing to compute no index is looked at.
     let looked_at = device == Device::Cpu && !sizes.problem.is_empty();
@@ -149,11 +183,13 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
     let seed = choices.seed();
     // Sums of ReLU's argument are exact, so that kernels and oracle agree on its side of the kink.
     let exact = spec.activation == Activation::Relu;
-    let leads: [usize; 5] = std::array::from_fn(|_| style.lead(choices));
+    let leads: [usize; 7] = std::array::from_fn(|_| style.lead(choices));
     let hold =
         |i: usize, desc: TensorDesc, values: &[f64]| Held::at(desc, values, leads[i], device);
     let [x, states] =
         [(0, &spec.x), (1, &spec.conv_states)].map(|(i, desc)| numbers.data(seed + i, desc, exact));
+    let windows =
+        spec.intermediate_windows.as_ref().map(|desc| numbers.data(seed + 4, desc, exact));
     let parameters = |i: u64, desc: TensorDesc| Numbers::parameters(seed + i, &desc, exact);
     let make = || -> Result<ServingSample> {
         Ok(ServingSample {
@@ -163,6 +199,12 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
             indices: ServingSample::indices(&spec, &values, device)?,
             conv_states: hold(3, spec.conv_states, &states)?,
             y: if in_place { None } else { Some(hold(4, spec.y, &[])?) },
+            intermediate_windows: spec
+                .intermediate_windows
+                .zip(windows.as_ref())
+                .map(|(desc, values)| hold(5, desc, values))
+                .transpose()?,
+            parent_token: ServingSample::parents(&spec, leads[6], device)?,
         })
     };
     let direct = CausalConv1dConfiguration::new(CausalConv1dAlgorithm::Direct);
@@ -184,6 +226,12 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
         trial.check(lane, "direct", checks);
         trial.result(lane, "y", sample.output())?;
         trial.result(lane, "conv_states", &sample.conv_states)?;
+        if let Some(windows) = &sample.intermediate_windows {
+            trial.result(lane, "intermediate_windows", windows)?;
+        }
+        if let Some(parents) = &sample.parent_token {
+            trial.result(lane, "parent_token", parents)?;
+        }
     }
     Ok(())
 }

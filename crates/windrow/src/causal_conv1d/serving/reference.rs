@@ -1,11 +1,11 @@
 //! The f64 oracle of serving: plain loops over the definition.
 
-use super::{CausalConv1dServingArgs, CausalConv1dServingSpec};
+use super::{CausalConv1dServingArgs, CausalConv1dServingOutputs, CausalConv1dServingSpec};
 use crate::causal_conv1d::Problem;
 use crate::causal_conv1d::reference::integers;
-use crate::lists::{collected, room_for};
+use crate::lists::{collected, filled, room_for};
 use crate::verification::Expected;
-use crate::{Activation, Result, TensorRef};
+use crate::{Activation, Result, TensorMut, TensorRef};
 
 /// All operands row-major, indices already known to be right.
 #[derive(Clone, Debug)]
@@ -31,6 +31,39 @@ pub(crate) struct ServingReference {
     last_block: Option<Vec<i64>>,
     first_block: Option<Vec<i64>>,
     tokens_before: Option<Vec<i64>>,
+    intermediate_indices: Option<Vec<i64>>,
+    /// First children and next siblings [sequences, columns].
+    links: Option<[Vec<i64>; 2]>,
+    /// Tokens that trees have links of.
+    columns: usize,
+    /// Tokens that a slot has windows of, and columns of one of these.
+    steps: usize,
+    window_len: usize,
+}
+
+/// What a call writes beside y, row-major: as before it, then as after it.
+#[derive(Clone, Debug)]
+pub(crate) struct Memory {
+    /// [pool, d, state_len]
+    pub conv_states: Vec<f64>,
+    /// [slots, steps, d, columns]; empty where there are none.
+    pub windows: Vec<f64>,
+    /// [sequences, columns]; empty where there are none.
+    pub parents: Vec<f64>,
+}
+
+impl Memory {
+    /// What it holds now.
+    pub(crate) fn of(outputs: &CausalConv1dServingOutputs<'_>) -> Result<Self> {
+        let values = |view: &Option<TensorMut<'_>>| {
+            view.as_ref().map_or(Ok(vec![]), |view| view.as_ref().to_f64_vec())
+        };
+        Ok(Memory {
+            conv_states: outputs.conv_states.as_ref().to_f64_vec()?,
+            windows: values(&outputs.intermediate_windows)?,
+            parents: values(&outputs.parent_token)?,
+        })
+    }
 }
 
 impl ServingReference {
@@ -40,6 +73,11 @@ impl ServingReference {
     ) -> Result<Self> {
         let sizes = spec.sizes()?;
         let values = |view: Option<TensorRef<'_>>| view.as_ref().map(integers).transpose();
+        let links = values(args.next_token)?.zip(values(args.next_sibling)?);
+        let window = spec.intermediate_windows.as_ref().map_or([0; 2], |desc| {
+            let shape = desc.shape();
+            [shape[1], shape[3]]
+        });
         Ok(ServingReference {
             problem: sizes.problem,
             activation: spec.activation,
@@ -59,6 +97,11 @@ impl ServingReference {
             last_block: values(args.last_block)?,
             first_block: values(args.first_block)?,
             tokens_before: values(args.tokens_before)?,
+            intermediate_indices: values(args.intermediate_indices)?,
+            links: links.map(|(next, sibling)| [next, sibling]),
+            columns: spec.next_token.as_ref().map_or(0, |next| next.shape()[1]),
+            steps: window[0],
+            window_len: window[1],
         })
     }
 
@@ -69,16 +112,36 @@ impl ServingReference {
         usize::try_from(state).ok().filter(|_| Some(state) != self.null_index)
     }
 
-    /// `y` [b, d, l]; walks `conv_states` [pool, d, state_len] on.
-    pub(crate) fn run(&self, conv_states: &mut [f64]) -> Result<Expected> {
+    /// Parents of the `n` tokens of sequence `i`: the tokens before them where there is no tree.
+    fn parents(&self, i: usize, n: usize) -> Result<Vec<usize>> {
+        let Some([next, sibling]) = &self.links else {
+            return collected((0..n).map(|t| t.saturating_sub(1)));
+        };
+        let mut parents = filled(0, n)?;
+        for t in 0..n {
+            let at = i * self.columns + t;
+            if let Ok(child) = usize::try_from(next[at]) {
+                parents[child] = t;
+            }
+            if let Ok(other) = usize::try_from(sibling[at]) {
+                parents[other] = parents[t];
+            }
+        }
+        Ok(parents)
+    }
+
+    /// `y` [b, d, l]; walks the rest on.
+    pub(crate) fn run(&self, memory: &mut Memory) -> Result<Expected> {
         let p = &self.problem;
         let mut y = Expected::zeros(p.b * p.d * p.l)?;
         if p.is_empty() {
             return Ok(y);
         }
+        let Memory { conv_states, windows, parents: parents_after } = memory;
         // What is read is what was there before the call.
         let before = collected(conv_states.iter().copied())?;
         let mut tokens = room_for(p.history() + p.l)?;
+        let mut line = room_for(p.width)?;
         let entry = |of: &Option<Vec<i64>>, i: usize| of.as_ref().map(|of| of[i]);
         for i in 0..self.sequences {
             let (row, start, n) = match &self.query_start_loc {
@@ -92,6 +155,13 @@ impl ServingReference {
                 continue;
             };
             let last = entry(&self.last_block, i).unwrap_or(0);
+            let slot = entry(&self.intermediate_indices, i).map_or(i, |slot| slot as usize);
+            let parents = self.parents(i, n)?;
+            if !parents_after.is_empty() {
+                for (t, &parent) in parents.iter().enumerate() {
+                    parents_after[i * self.columns + t] = parent as f64;
+                }
+            }
             for d in 0..p.d {
                 let column =
                     |state: usize, column: usize| (state * p.d + d) * self.state_len + column;
@@ -106,14 +176,36 @@ impl ServingReference {
                 let at = (row * p.d + d) * p.l + start;
                 tokens.extend_from_slice(&self.x[at..at + n]);
                 for t in 0..n {
+                    // The token and what lies before it, the newest first.
+                    line.clear();
+                    let mut from = Some(t);
+                    let mut window = p.history();
+                    while line.len() < p.width {
+                        match from {
+                            Some(token) => {
+                                line.push(tokens[p.history() + token]);
+                                from = (token > 0).then(|| parents[token]);
+                            }
+                            None => {
+                                window -= 1;
+                                line.push(tokens[window]);
+                            }
+                        }
+                    }
                     let bias = self.bias.as_ref().map_or(0.0, |bias| bias[d]);
                     let (mut sum, mut scale) = (bias, bias.abs());
-                    for k in 0..p.width {
-                        let term = self.weight[d * p.width + k] * tokens[t + k];
+                    for (k, token) in line.iter().rev().enumerate() {
+                        let term = self.weight[d * p.width + k] * token;
                         sum += term;
                         scale += term.abs();
                     }
                     y.add_sum(at + t, self.activation.apply_f64(sum), scale);
+                    if !windows.is_empty() {
+                        let first = ((slot * self.steps + t) * p.d + d) * self.window_len;
+                        for (j, token) in line[..p.history()].iter().rev().enumerate() {
+                            windows[first + j] = *token;
+                        }
+                    }
                 }
                 let mut keep = |state: Option<usize>, tokens: &[f64]| {
                     for (j, &token) in tokens.iter().enumerate() {

@@ -1,10 +1,10 @@
 //! What a call of an engine that serves models computes, and the checks that need no data.
 
 use crate::causal_conv1d::Problem;
-use crate::causal_conv1d::problem::{output_layout, rank};
+use crate::causal_conv1d::problem::{check_index, output_layout, rank};
 use crate::forms::setters;
 use crate::tensor::{check_tensor, check_unique};
-use crate::{Activation, DType, Error, Result, TensorDesc, TensorRef};
+use crate::{Activation, DType, Error, Result, TensorDesc};
 
 /// New tokens of many sequences, each any number of them: a prompt, part of one, one token or some drafts. Each follows
 /// the window that its state of a pool holds, and the state is walked on.
@@ -29,8 +29,19 @@ use crate::{Activation, DType, Error, Result, TensorDesc, TensorRef};
 ///   the last multiple of `block_size` before `tokens_before[i] + n`; then column `last_block[i] - m` takes the last
 ///   `width - 1` tokens up to token number `e - (m - 1) * block_size`, for `m` in `1..=last_block[i] - first_block[i]`.
 ///   Ends that are not behind `tokens_before[i]` are left out.
+/// - **Windows on the way**: `intermediate_windows[s, t]`, with `s = intermediate_indices[i]` or `i` without, takes in
+///   columns `0..width-1` the window behind token `t`: that token and the `width - 2` before it, oldest first. `n` is at
+///   most the number of steps; no two sequences have one slot; padding has none. Other windows and columns stay.
+/// - **Trees**: with `next_token` and `next_sibling` the tokens are a tree of drafts with token 0 as its root.
+///   `next_token[i, t]` is the first child of token `t`, `next_sibling[i, t]` the next child of its parent, -1 none, and
+///   each a later token than `t`. Of several tokens that name a token the last counts, and `t`'s sibling more than its
+///   child; one that is never named is a child of token 0. What lies before a token are its parent, that one's parent
+///   and so on, and before token 0 the window. `y` and the windows on the way follow that; the state after does not, it
+///   takes tokens in their order. `parent_token[i, t]` takes the parent, 0 for token 0; other columns stay. `n` is at
+///   most the number of columns, and 1024.
 ///
-/// Source: the calls of vLLM (<https://github.com/vllm-project/vllm>), `causal_conv1d_fn` and `causal_conv1d_update`.
+/// Source: the calls of vLLM (<https://github.com/vllm-project/vllm>), `causal_conv1d_fn` and `causal_conv1d_update`;
+/// windows on the way and trees are those of SGLang (<https://github.com/sgl-project/sglang>).
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct CausalConv1dServingSpec {
@@ -66,7 +77,21 @@ pub struct CausalConv1dServingSpec {
     pub tokens_before: Option<TensorDesc>,
     /// Tokens of a block; with `first_block`.
     pub block_size: usize,
+    /// Windows behind tokens [slots, steps, d, columns] with at least width - 1 columns; x's type, written.
+    pub intermediate_windows: Option<TensorDesc>,
+    /// Slot of each sequence in `intermediate_windows`: `[sequences]`.
+    pub intermediate_indices: Option<TensorDesc>,
+    /// First child of each token of a tree [sequences, columns], with at least l columns where there are rows; with
+    /// `next_sibling`, and without `first_block`.
+    pub next_token: Option<TensorDesc>,
+    /// Next child of its parent: of the shape of `next_token`.
+    pub next_sibling: Option<TensorDesc>,
+    /// Parent of each token, written: of the shape of `next_token`, i32 or i64.
+    pub parent_token: Option<TensorDesc>,
 }
+
+/// Most tokens of a tree.
+pub(crate) const TREE: usize = 1024;
 
 setters! {
     CausalConv1dServingSpec {
@@ -83,6 +108,11 @@ setters! {
         ? with_last_block(last_block: TensorDesc);
         ? with_first_block(first_block: TensorDesc);
         ? with_tokens_before(tokens_before: TensorDesc);
+        ? with_intermediate_windows(intermediate_windows: TensorDesc);
+        ? with_intermediate_indices(intermediate_indices: TensorDesc);
+        ? with_next_token(next_token: TensorDesc);
+        ? with_next_sibling(next_sibling: TensorDesc);
+        ? with_parent_token(parent_token: TensorDesc);
     }
 }
 
@@ -99,6 +129,10 @@ pub struct Sizes {
     pub state_len: usize,
     /// States of a sequence in the table; 1 without one.
     pub blocks: usize,
+    /// Sequences that there are windows of; 0 without.
+    pub slots: usize,
+    /// Most tokens of a sequence that states of drafts, windows and trees have room for.
+    pub most: usize,
 }
 
 impl CausalConv1dServingSpec {
@@ -128,6 +162,11 @@ impl CausalConv1dServingSpec {
             first_block: None,
             tokens_before: None,
             block_size: 0,
+            intermediate_windows: None,
+            intermediate_indices: None,
+            next_token: None,
+            next_sibling: None,
+            parent_token: None,
         };
         spec.check_states(&spec.problem_of_x()?)?;
         Ok(spec)
@@ -228,20 +267,116 @@ impl CausalConv1dServingSpec {
         }
         self.check_ends()?;
         let [pool, _, state_len] = [0, 1, 2].map(|i| self.conv_states.shape()[i]);
-        let sizes = Sizes { problem, sequences, pool, state_len, blocks };
-        if self.query_start_loc.is_none()
-            && self.num_accepted_tokens.is_some()
-            && problem.l > sizes.most_drafts()
-        {
-            let expected = format!(
-                "[pool, {}, state_len] with state_len at least {}, for {} drafts",
-                problem.d,
-                problem.width.saturating_add(problem.l) - 2,
-                problem.l
-            );
-            return Err(Error::shape("conv_states", self.conv_states.shape(), expected));
+        let [slots, steps] = self.check_windows(&problem, sequences)?;
+        let columns = self.check_trees(sequences)?;
+        let sizes = Sizes { problem, sequences, pool, state_len, blocks, slots, most: 0 };
+        let drafts = match self.num_accepted_tokens {
+            Some(_) => sizes.most_drafts(),
+            None => usize::MAX,
+        };
+        let sizes = Sizes { most: drafts.min(steps).min(columns), ..sizes };
+        if self.query_start_loc.is_none() && problem.l > sizes.most {
+            return Err(self.too_many_tokens(&problem, [drafts, steps, columns]));
         }
         Ok(sizes)
+    }
+
+    /// The error where rows have more tokens than one of these.
+    fn too_many_tokens(&self, problem: &Problem, [drafts, steps, columns]: [usize; 3]) -> Error {
+        let Problem { d, l, width, .. } = *problem;
+        let shape = |desc: &Option<TensorDesc>| desc.map_or(vec![], |desc| desc.shape().to_vec());
+        if l > drafts {
+            let least = width.saturating_add(l) - 2;
+            let expected =
+                format!("[pool, {d}, state_len] with state_len at least {least}, for {l} drafts");
+            return Error::shape("conv_states", self.conv_states.shape(), expected);
+        }
+        if l > steps {
+            let expected = format!("[slots, steps, {d}, columns] with at least {l} steps");
+            return Error::shape(
+                "intermediate_windows",
+                &shape(&self.intermediate_windows),
+                expected,
+            );
+        }
+        if l > TREE {
+            return Error::shape("x", self.x.shape(), format!("at most {TREE} tokens of a tree"));
+        }
+        debug_assert!(l > columns);
+        let expected = format!("[sequences, columns] with at least {l} columns");
+        Error::shape("next_token", &shape(&self.next_token), expected)
+    }
+
+    /// Slots and steps of the windows on the way; any number of steps without them.
+    fn check_windows(&self, problem: &Problem, sequences: usize) -> Result<[usize; 2]> {
+        let [name, indices] = ["intermediate_windows", "intermediate_indices"];
+        let Some(windows) = &self.intermediate_windows else {
+            return match self.intermediate_indices {
+                None => Ok([0, usize::MAX]),
+                Some(_) => {
+                    Err(Error::parameter(indices, "given", format!("none without `{name}`")))
+                }
+            };
+        };
+        let &[slots, steps, d, columns] = windows.shape() else {
+            return Err(rank(name, windows, "4: [slots, steps, d, columns]"));
+        };
+        if d != problem.d || columns < problem.history() {
+            let (d, history) = (problem.d, problem.history());
+            let expected = format!("[slots, steps, {d}, columns] with at least {history} columns");
+            return Err(Error::shape(name, windows.shape(), expected));
+        }
+        check_tensor(name, windows, self.x.dtype, windows.shape())?;
+        check_unique(name, &windows.layout)?;
+        match &self.intermediate_indices {
+            Some(given) => {
+                check_index(indices, given)?;
+                check_tensor(indices, given, given.dtype, &[sequences])?;
+            }
+            None if slots < sequences => {
+                let expected = format!("at least {sequences} slots, one for each sequence");
+                return Err(Error::shape(name, windows.shape(), expected));
+            }
+            None => {}
+        }
+        Ok([slots, steps])
+    }
+
+    /// Most tokens of a tree; any number without trees.
+    fn check_trees(&self, sequences: usize) -> Result<usize> {
+        let Some(next) = &self.next_token else {
+            for (name, given) in
+                [("next_sibling", &self.next_sibling), ("parent_token", &self.parent_token)]
+            {
+                if given.is_some() {
+                    return Err(Error::parameter(name, "given", "none without `next_token`"));
+                }
+            }
+            return Ok(usize::MAX);
+        };
+        let &[_, columns] = next.shape() else {
+            return Err(rank("next_token", next, "2: [sequences, columns]"));
+        };
+        for (name, given) in [
+            ("next_token", &self.next_token),
+            ("next_sibling", &self.next_sibling),
+            ("parent_token", &self.parent_token),
+        ] {
+            let Some(given) = given else { continue };
+            check_index(name, given)?;
+            check_tensor(name, given, given.dtype, &[sequences, columns])?;
+        }
+        if self.next_sibling.is_none() {
+            let expected = "a tensor, as `next_token` is given";
+            return Err(Error::parameter("next_sibling", "missing", expected));
+        }
+        if let Some(parents) = &self.parent_token {
+            check_unique("parent_token", &parents.layout)?;
+        }
+        if self.first_block.is_some() {
+            return Err(Error::parameter("first_block", "given", "none with `next_token`"));
+        }
+        Ok(columns.min(TREE))
     }
 
     /// What states at ends of blocks need.
@@ -279,73 +414,5 @@ impl Sizes {
     /// The largest of `num_accepted_tokens`.
     pub(crate) fn most_accepted(&self) -> usize {
         self.state_len - self.problem.history() + 1
-    }
-}
-
-fn check_index(name: &'static str, given: &TensorDesc) -> Result<()> {
-    match given.dtype {
-        DType::I32 | DType::I64 => Ok(()),
-        other => Err(Error::dtype(name, other, "i32 or i64")),
-    }
-}
-
-/// The inputs of such a call; see [`CausalConv1dServingSpec`] for shapes and types.
-#[derive(Clone, Copy, Debug)]
-#[non_exhaustive]
-pub struct CausalConv1dServingArgs<'a> {
-    /// [b, d, l] or [1, d, tokens]
-    pub x: TensorRef<'a>,
-    /// [d, width]
-    pub weight: TensorRef<'a>,
-    /// `[d]`
-    pub bias: Option<TensorRef<'a>>,
-    /// [sequences + 1]
-    pub query_start_loc: Option<TensorRef<'a>>,
-    /// `[sequences]` or [sequences, blocks]
-    pub conv_state_indices: Option<TensorRef<'a>>,
-    /// `[sequences]`
-    pub has_initial_state: Option<TensorRef<'a>>,
-    /// `[sequences]`
-    pub num_accepted_tokens: Option<TensorRef<'a>>,
-    /// `[sequences]`
-    pub initial_block: Option<TensorRef<'a>>,
-    /// `[sequences]`
-    pub last_block: Option<TensorRef<'a>>,
-    /// `[sequences]`
-    pub first_block: Option<TensorRef<'a>>,
-    /// `[sequences]`
-    pub tokens_before: Option<TensorRef<'a>>,
-}
-
-impl<'a> CausalConv1dServingArgs<'a> {
-    /// New tokens and weight alone.
-    pub fn new(x: TensorRef<'a>, weight: TensorRef<'a>) -> Self {
-        CausalConv1dServingArgs {
-            x,
-            weight,
-            bias: None,
-            query_start_loc: None,
-            conv_state_indices: None,
-            has_initial_state: None,
-            num_accepted_tokens: None,
-            initial_block: None,
-            last_block: None,
-            first_block: None,
-            tokens_before: None,
-        }
-    }
-}
-
-setters! {
-    CausalConv1dServingArgs<'a> {
-        ? with_bias(bias: TensorRef<'a>);
-        ? with_query_start_loc(query_start_loc: TensorRef<'a>);
-        ? with_conv_state_indices(conv_state_indices: TensorRef<'a>);
-        ? with_has_initial_state(has_initial_state: TensorRef<'a>);
-        ? with_num_accepted_tokens(num_accepted_tokens: TensorRef<'a>);
-        ? with_initial_block(initial_block: TensorRef<'a>);
-        ? with_last_block(last_block: TensorRef<'a>);
-        ? with_first_block(first_block: TensorRef<'a>);
-        ? with_tokens_before(tokens_before: TensorRef<'a>);
     }
 }

@@ -1,6 +1,6 @@
 //! What vLLM's callers rely on, and bad input.
 
-use super::verify::{IndexValues, ServingSample};
+use super::verify::{IndexValues, ServingSample, args};
 use super::*;
 use crate::verification::choices::{Choices, mix};
 use crate::verification::random::trial;
@@ -44,6 +44,9 @@ struct Call {
     spec: CausalConv1dServingSpec,
     states: Vec<f32>,
     x: Vec<f32>,
+    /// After a run, where the spec has them; -7 where nothing was written.
+    windows: Vec<f32>,
+    parents: Vec<i32>,
 }
 
 impl Call {
@@ -55,29 +58,15 @@ impl Call {
             desc(F32, &[1, 3]),
         );
         let spec = spec.unwrap().with_query_start_loc(index(&[sequences + 1]));
-        Call { spec, states, x: x.to_vec() }
+        Call { spec, states, x: x.to_vec(), windows: vec![], parents: vec![] }
     }
 
     /// y, and the states after it.
     fn run(&mut self, values: &IndexValues) -> Result<Vec<f32>> {
         let weight = [100.0f32, 10.0, 1.0];
         let indices = ServingSample::indices(&self.spec, values, Device::Cpu)?;
-        let [starts, table, flags, accepted, initial, last, first, before] =
-            indices.each_ref().map(|held| held.as_ref().map(|held| held.as_ref()));
-        let args = CausalConv1dServingArgs {
-            query_start_loc: starts,
-            conv_state_indices: table,
-            has_initial_state: flags,
-            num_accepted_tokens: accepted,
-            initial_block: initial,
-            last_block: last,
-            first_block: first,
-            tokens_before: before,
-            ..CausalConv1dServingArgs::new(
-                TensorRef::new(&self.x, &[1, 1, self.x.len()])?,
-                TensorRef::new(&weight, &[1, 3])?,
-            )
-        };
+        let x = TensorRef::new(&self.x, &[1, 1, self.x.len()])?;
+        let args = args(x, TensorRef::new(&weight, &[1, 3])?, &indices);
         let plan = CausalConv1dServingPlan::new(
             &self.spec,
             &PlanOptions::default().with_verify(Verify::On),
@@ -85,7 +74,17 @@ impl Call {
         let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes())?;
         let mut y = Tensor::uninitialised(self.spec.y)?;
         let shape = self.spec.conv_states.shape().to_vec();
-        plan.run(&args, TensorMut::new(&mut self.states, &shape)?, y.as_mut(), &mut workspace)?;
+        let states = TensorMut::new(&mut self.states, &shape)?;
+        let mut outputs = CausalConv1dServingOutputs::new(states, y.as_mut());
+        if let Some(desc) = &self.spec.intermediate_windows {
+            self.windows = vec![-7.0; desc.layout.len()];
+            outputs.intermediate_windows = Some(TensorMut::new(&mut self.windows, desc.shape())?);
+        }
+        if let Some(desc) = &self.spec.parent_token {
+            self.parents = vec![-7; desc.layout.len()];
+            outputs.parent_token = Some(TensorMut::new(&mut self.parents, desc.shape())?);
+        }
+        plan.run(&args, outputs, &mut workspace)?;
         y.to_vec::<f32>()
     }
 }
@@ -144,6 +143,61 @@ fn states_at_ends_of_blocks_are_kept() {
     call.run(&values).unwrap();
     let kept = [0.0, 1.0, 14.0, 15.0, 4.0, 5.0, 7.0, 11.0, 15.0, 16.0];
     assert_eq!(call.states, kept);
+}
+
+#[test]
+fn trees_follow_their_parents() {
+    // Tokens 1 and 2 are children of 0, 3 is one of 1: the example of SGLang. Before them is state 1, of 6 and 7.
+    let mut call = Call::new(&[1.0, 2.0, 3.0, 4.0], [2, 2], 1);
+    call.spec = call.spec.with_conv_state_indices(index(&[1]));
+    call.spec = call.spec.with_next_token(index(&[1, 5])).with_next_sibling(index(&[1, 5]));
+    call.spec = call.spec.with_parent_token(index(&[1, 5]));
+    call.spec = call.spec.with_intermediate_windows(desc(F32, &[3, 4, 1, 2]));
+    call.spec = call.spec.with_intermediate_indices(index(&[1]));
+    call.states = vec![4.0, 5.0, 6.0, 7.0];
+    let values = IndexValues {
+        query_start_loc: vec![0.0, 4.0],
+        conv_state_indices: vec![1.0],
+        intermediate_indices: vec![2.0],
+        next_token: vec![1.0, 3.0, -1.0, -1.0, -9.0],
+        next_sibling: vec![-1.0, 2.0, -1.0, -1.0, -9.0],
+        ..IndexValues::default()
+    };
+    assert_eq!(call.run(&values).unwrap(), [671.0, 712.0, 713.0, 124.0]);
+    // The state takes tokens in their order.
+    assert_eq!(call.states, [4.0, 5.0, 3.0, 4.0]);
+    assert_eq!(call.parents, [0, 0, 0, 1, -7]);
+    let [windows, last] = [&call.windows[..16], &call.windows[16..]];
+    assert!(windows.iter().all(|&value| value == -7.0));
+    assert_eq!(last, [7.0, 1.0, 1.0, 2.0, 1.0, 3.0, 2.0, 4.0]);
+}
+
+#[test]
+fn windows_on_the_way_are_kept() {
+    // Two sequences, of which the first is padding; windows have a column more than they need.
+    let mut call = Call::new(&[1.0, 2.0, 3.0], [2, 2], 2);
+    call.spec = call.spec.with_conv_state_indices(index(&[2]));
+    call.spec = call.spec.with_intermediate_windows(desc(F32, &[2, 2, 1, 3]));
+    let values = IndexValues {
+        query_start_loc: vec![0.0, 1.0, 3.0],
+        conv_state_indices: vec![-1.0, 1.0],
+        ..IndexValues::default()
+    };
+    assert_eq!(call.run(&values).unwrap(), [0.0, 232.0, 323.0]);
+    assert_eq!(call.states, [0.0, 1.0, 2.0, 3.0]);
+    assert_eq!(call.windows[..6], [-7.0; 6]);
+    assert_eq!(call.windows[6..], [3.0, 2.0, -7.0, 2.0, 3.0, -7.0]);
+}
+
+#[test]
+fn trees_are_not_computed_over_x() {
+    let [x, states, weight] = [desc(F32, &[1, 2, 3]), desc(F32, &[1, 2, 2]), desc(F32, &[2, 3])];
+    let links = index(&[1, 3]);
+    let spec = CausalConv1dServingSpec::new(x, states, weight).unwrap();
+    let spec = spec.with_next_token(links).with_next_sibling(links);
+    let mut sample = ServingSample::on(&spec, 1, true, Device::Cpu).unwrap();
+    let error = sample.run(&new(&spec).unwrap()).unwrap_err();
+    assert!(matches!(error, Error::Aliasing { output: "y", input: "x", .. }), "{error}");
 }
 
 #[test]
@@ -225,8 +279,50 @@ fn specs_are_checked() {
     message(ends().with_block_size(2).with_last_block(None), "last_block");
     let rows = CausalConv1dServingSpec::new(desc(F32, &[3, 2, 6]), states, weight).unwrap();
     message(rows.clone().with_query_start_loc(index(&[4])), "b = 1");
-    let rows = rows.with_num_accepted_tokens(index(&[3]));
-    message(rows, "state_len at least 7");
+    message(rows.clone().with_num_accepted_tokens(index(&[3])), "state_len at least 7");
+
+    let windows = |shape: &[usize]| rows.clone().with_intermediate_windows(desc(F32, shape));
+    assert!(new(&windows(&[3, 6, 2, 2])).is_ok());
+    message(windows(&[3, 6, 4]), "4: [slots, steps, d, columns]");
+    message(windows(&[3, 6, 3, 2]), "intermediate_windows");
+    message(windows(&[3, 6, 2, 1]), "at least 2 columns");
+    message(windows(&[3, 5, 2, 2]), "at least 6 steps");
+    message(windows(&[2, 6, 2, 2]), "at least 3 slots");
+    message(rows.clone().with_intermediate_windows(desc(DType::F16, &[3, 6, 2, 2])), "f16");
+    message(rows.clone().with_intermediate_indices(index(&[3])), "without `intermediate_windows`");
+    let indices = |given| windows(&[9, 6, 2, 2]).with_intermediate_indices(given);
+    assert!(new(&indices(index(&[3]))).is_ok());
+    message(indices(index(&[4])), "intermediate_indices");
+    message(indices(desc(F32, &[3])), "i32 or i64");
+    let twice = Layout::strided(&[3, 6, 2, 2], &[24, 4, 2, 0]).unwrap();
+    let twice = TensorDesc { dtype: F32, layout: twice };
+    message(rows.clone().with_intermediate_windows(twice), "intermediate_windows");
+
+    let links = |next: &[usize], sibling: &[usize]| {
+        rows.clone().with_next_token(index(next)).with_next_sibling(index(sibling))
+    };
+    assert!(new(&links(&[3, 7], &[3, 7])).is_ok());
+    message(links(&[3, 7], &[3, 6]), "next_sibling");
+    message(links(&[3], &[3]), "2: [sequences, columns]");
+    message(links(&[2, 6], &[2, 6]), "next_token");
+    message(links(&[3, 5], &[3, 5]), "at least 6 columns");
+    message(links(&[3, 6], &[3, 6]).with_next_sibling(None), "next_sibling");
+    message(rows.clone().with_next_sibling(index(&[3, 6])), "without `next_token`");
+    message(rows.clone().with_parent_token(index(&[3, 6])), "without `next_token`");
+    message(links(&[3, 6], &[3, 6]).with_parent_token(desc(F32, &[3, 6])), "i32 or i64");
+    let same = Layout::strided(&[3, 6], &[0, 1]).unwrap();
+    let same = TensorDesc { dtype: DType::I32, layout: same };
+    message(links(&[3, 6], &[3, 6]).with_parent_token(same), "parent_token");
+    let ends = ends().with_block_size(2);
+    message(ends.with_next_token(index(&[3, 6])).with_next_sibling(index(&[3, 6])), "first_block");
+    let long = |l: usize| {
+        let x = desc(F32, &[1, 2, l]);
+        let links = index(&[1, 2000]);
+        let spec = CausalConv1dServingSpec::new(x, states, weight).unwrap();
+        spec.with_next_token(links).with_next_sibling(links)
+    };
+    assert!(new(&long(1024)).is_ok());
+    message(long(1025), "at most 1024 tokens of a tree");
 }
 
 #[test]
@@ -242,12 +338,12 @@ fn indices_are_checked_before_anything_is_written() {
     let good = || IndexValues {
         query_start_loc: vec![0.0, 2.0, 4.0],
         conv_state_indices: vec![1.0, 0.0, 2.0, 3.0],
-        has_initial_state: Vec::new(),
         num_accepted_tokens: vec![1.0, 2.0],
         initial_block: vec![0.0, 0.0],
         last_block: vec![0.0, 1.0],
         first_block: vec![0.0, 0.0],
         tokens_before: vec![0.0, 1.0],
+        ..IndexValues::default()
     };
     assert!(spec().run(&good()).is_ok());
     let refused = |words: &str, change: &dyn Fn(&mut IndexValues)| {
@@ -271,4 +367,42 @@ fn indices_are_checked_before_anything_is_written() {
     refused("`last_block`[0] is -1", &|v| v.last_block[0] = -1.0);
     refused("`first_block`[0] is 1, expected at most", &|v| v.first_block[0] = 1.0);
     refused("`tokens_before`[1] is -3", &|v| v.tokens_before[1] = -3.0);
+}
+
+#[test]
+fn slots_and_links_are_checked_before_anything_is_written() {
+    let spec = || {
+        let mut call = Call::new(&[1.0, 2.0, 3.0, 4.0, 5.0], [2, 2], 2);
+        call.spec = call.spec.with_intermediate_windows(desc(F32, &[3, 4, 1, 2]));
+        call.spec = call.spec.with_intermediate_indices(index(&[2]));
+        call.spec = call.spec.with_next_token(index(&[2, 3])).with_next_sibling(index(&[2, 3]));
+        call.spec = call.spec.with_parent_token(index(&[2, 3]));
+        call
+    };
+    let good = || IndexValues {
+        query_start_loc: vec![0.0, 2.0, 5.0],
+        intermediate_indices: vec![2.0, 0.0],
+        next_token: vec![1.0, -1.0, -1.0, 2.0, -1.0, -1.0],
+        next_sibling: vec![-1.0, -1.0, -1.0, 1.0, 2.0, -1.0],
+        ..IndexValues::default()
+    };
+    assert!(spec().run(&good()).is_ok());
+    let refused = |words: &str, change: &dyn Fn(&mut IndexValues)| {
+        let (mut call, mut values) = (spec(), good());
+        let before = call.states.clone();
+        change(&mut values);
+        let message = call.run(&values).unwrap_err().to_string();
+        assert!(message.contains(words), "{message}");
+        assert_eq!(call.states, before);
+        assert!(call.windows.iter().all(|&value| value == -7.0));
+        assert!(call.parents.iter().all(|&value| value == -7));
+    };
+    refused("at most 3 more", &|v| v.query_start_loc = vec![0.0, 4.0, 5.0]);
+    refused("`intermediate_indices`[0] is 3", &|v| v.intermediate_indices[0] = 3.0);
+    refused("`intermediate_indices`[1] is -1", &|v| v.intermediate_indices[1] = -1.0);
+    refused("no other sequence has", &|v| v.intermediate_indices[1] = 2.0);
+    refused("`next_token`[0] is 2", &|v| v.next_token[0] = 2.0);
+    refused("`next_token`[3] is 0, expected -1 or a later", &|v| v.next_token[3] = 0.0);
+    refused("`next_sibling`[4] is -2", &|v| v.next_sibling[4] = -2.0);
+    refused("`next_sibling`[4] is 1", &|v| v.next_sibling[4] = 1.0);
 }

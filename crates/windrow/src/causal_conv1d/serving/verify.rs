@@ -1,9 +1,13 @@
 //! Comparison with the oracle, and the cases of serving for `windrow verify`.
 
-use super::reference::ServingReference;
-use super::{CausalConv1dServingArgs, CausalConv1dServingPlan, CausalConv1dServingSpec, Sizes};
+use super::reference::{Memory, ServingReference};
+use super::{
+    CausalConv1dServingArgs, CausalConv1dServingOutputs, CausalConv1dServingPlan,
+    CausalConv1dServingSpec, Sizes, TREE,
+};
 use crate::causal_conv1d::CausalConv1dAlgorithm;
 use crate::causal_conv1d::verify::{check_equal, forward_tolerance};
+use crate::lists::filled;
 use crate::verification::choices::Choices;
 use crate::verification::data::{Held, scratch};
 use crate::verification::{Case, Check, Expected, random};
@@ -15,30 +19,34 @@ use crate::{
 pub(crate) struct Oracle {
     y: Expected,
     tolerance: f64,
-    conv_states: Vec<f64>,
+    memory: Memory,
 }
 
 impl Oracle {
-    /// Of a call that begins with these states.
+    /// Of a call that begins with this in what it writes.
     pub(crate) fn of(
         reference: &ServingReference,
-        mut conv_states: Vec<f64>,
+        mut memory: Memory,
         dtype: DType,
     ) -> Result<Self> {
-        let y = reference.run(&mut conv_states)?;
+        let y = reference.run(&mut memory)?;
         let tolerance = forward_tolerance(&reference.problem, reference.activation, dtype);
-        Ok(Oracle { y, tolerance, conv_states })
+        Ok(Oracle { y, tolerance, memory })
     }
 
-    pub(crate) fn checks(
-        self,
-        conv_states: &TensorRef<'_>,
-        y: &TensorRef<'_>,
-    ) -> Result<Vec<Check>> {
-        Ok(vec![
-            self.y.check("y", y, self.tolerance)?,
-            check_equal("conv_states", conv_states, self.conv_states)?,
-        ])
+    pub(crate) fn checks(self, outputs: &CausalConv1dServingOutputs<'_>) -> Result<Vec<Check>> {
+        let Memory { conv_states, windows, parents } = self.memory;
+        let mut checks = vec![
+            self.y.check("y", &outputs.y.as_ref(), self.tolerance)?,
+            check_equal("conv_states", &outputs.conv_states.as_ref(), conv_states)?,
+        ];
+        if let Some(view) = &outputs.intermediate_windows {
+            checks.push(check_equal("intermediate_windows", &view.as_ref(), windows)?);
+        }
+        if let Some(view) = &outputs.parent_token {
+            checks.push(check_equal("parent_token", &view.as_ref(), parents)?);
+        }
+        Ok(checks)
     }
 }
 
@@ -53,6 +61,9 @@ pub(crate) struct IndexValues {
     pub last_block: Vec<f64>,
     pub first_block: Vec<f64>,
     pub tokens_before: Vec<f64>,
+    pub intermediate_indices: Vec<f64>,
+    pub next_token: Vec<f64>,
+    pub next_sibling: Vec<f64>,
 }
 
 impl IndexValues {
@@ -67,8 +78,7 @@ impl IndexValues {
         let mut end = 0;
         values.query_start_loc.push(0.0);
         for i in 0..n {
-            let drafts = spec.num_accepted_tokens.map_or(l, |_| sizes.most_drafts());
-            let left = (l - end).min(drafts);
+            let left = (l - end).min(sizes.most);
             end += match choices.below(8) {
                 7 => 0,
                 6 => left.min(1),
@@ -93,7 +103,44 @@ impl IndexValues {
             values.num_accepted_tokens.push(choices.within(1..=sizes.most_accepted()) as f64);
         }
         values.conv_state_indices = table(choices, spec, sizes, &columns);
+        let mut slots: Vec<usize> = (0..sizes.slots).collect();
+        let mut slot = |_| slots.swap_remove(choices.below(slots.len())) as f64;
+        values.intermediate_indices = (0..n.min(sizes.slots)).map(&mut slot).collect();
+        if let Some(next) = &spec.next_token {
+            for i in 0..n {
+                let tokens = match spec.query_start_loc {
+                    Some(_) => values.query_start_loc[i + 1] - values.query_start_loc[i],
+                    None => l as f64,
+                };
+                values.link(choices, tokens as usize, next.shape()[1]);
+            }
+        }
         values
+    }
+
+    /// The links of one tree more, of so many tokens: most of them as engines make them, children behind each other.
+    fn link(&mut self, choices: &mut Choices<'_>, tokens: usize, columns: usize) {
+        let (mut next, mut sibling) = (vec![-1.0; columns], vec![-1.0; columns]);
+        match choices.below(8) {
+            // Links of any kind.
+            7 => {
+                for t in 0..tokens.saturating_sub(1) {
+                    for links in [&mut next, &mut sibling] {
+                        if choices.one_in(2) {
+                            links[t] = choices.within(t + 1..=tokens - 1) as f64;
+                        }
+                    }
+                }
+            }
+            kind => {
+                for t in (1..tokens).rev() {
+                    let parent = if kind == 6 { t - 1 } else { choices.below(t) };
+                    sibling[t] = std::mem::replace(&mut next[parent], t as f64);
+                }
+            }
+        }
+        self.next_token.extend(next);
+        self.next_sibling.extend(sibling);
     }
 }
 
@@ -136,10 +183,12 @@ pub(crate) struct ServingSample {
     pub x: Held,
     pub weight: Held,
     pub bias: Option<Held>,
-    pub indices: [Option<Held>; 8],
+    pub indices: [Option<Held>; 11],
     pub conv_states: Held,
     /// `None` where x takes the output.
     pub y: Option<Held>,
+    pub intermediate_windows: Option<Held>,
+    pub parent_token: Option<Held>,
 }
 
 impl ServingSample {
@@ -148,7 +197,7 @@ impl ServingSample {
         spec: &CausalConv1dServingSpec,
         values: &IndexValues,
         device: Device,
-    ) -> Result<[Option<Held>; 8]> {
+    ) -> Result<[Option<Held>; 11]> {
         let hold = |desc: Option<TensorDesc>, values: &[f64]| {
             desc.map(|desc| Held::at(desc, values, 0, device)).transpose()
         };
@@ -161,6 +210,9 @@ impl ServingSample {
             hold(spec.last_block, &values.last_block)?,
             hold(spec.first_block, &values.first_block)?,
             hold(spec.tokens_before, &values.tokens_before)?,
+            hold(spec.intermediate_indices, &values.intermediate_indices)?,
+            hold(spec.next_token, &values.next_token)?,
+            hold(spec.next_sibling, &values.next_sibling)?,
         ])
     }
 
@@ -186,47 +238,58 @@ impl ServingSample {
             indices: Self::indices(spec, &values, device)?,
             conv_states: hold(4, spec.conv_states)?,
             y: if in_place { None } else { Some(Held::at(spec.y, &[], 0, device)?) },
+            intermediate_windows: spec
+                .intermediate_windows
+                .map(|desc| hold(5, desc))
+                .transpose()?,
+            parent_token: Self::parents(spec, 0, device)?,
         })
+    }
+
+    /// What takes the parents of tokens: -7 where nothing is written.
+    pub(crate) fn parents(
+        spec: &CausalConv1dServingSpec,
+        lead: usize,
+        device: Device,
+    ) -> Result<Option<Held>> {
+        let hold =
+            |desc: TensorDesc| Held::at(desc, &filled(-7.0, desc.layout.len())?, lead, device);
+        spec.parent_token.map(hold).transpose()
     }
 
     /// What a run reads, of this x.
     fn args<'a>(&'a self, x: TensorRef<'a>) -> CausalConv1dServingArgs<'a> {
-        let [starts, table, flags, accepted, initial, last, first, before] =
-            self.indices.each_ref().map(|held| held.as_ref().map(Held::as_ref));
-        CausalConv1dServingArgs {
-            x,
-            weight: self.weight.as_ref(),
-            bias: self.bias.as_ref().map(Held::as_ref),
-            query_start_loc: starts,
-            conv_state_indices: table,
-            has_initial_state: flags,
-            num_accepted_tokens: accepted,
-            initial_block: initial,
-            last_block: last,
-            first_block: first,
-            tokens_before: before,
-        }
+        args(x, self.weight.as_ref(), &self.indices).with_bias(self.bias.as_ref().map(Held::as_ref))
+    }
+
+    /// What a run writes: the views are of memory that nothing else looks at while they are used, but that y may be x.
+    fn outputs(&mut self) -> Result<CausalConv1dServingOutputs<'static>> {
+        let view = |held: &mut Held| -> Result<TensorMut<'static>> {
+            let view = held.as_mut()?;
+            let (desc, device) = (*view.desc(), view.device());
+            // SAFETY: kernels read an element of x before they write it, and make no references; the sample outlives
+            // the call.
+            unsafe { TensorMut::from_raw(view.as_ptr().cast_mut().cast(), desc, device) }
+        };
+        let y = view(self.y.as_mut().unwrap_or(&mut self.x))?;
+        Ok(CausalConv1dServingOutputs::new(view(&mut self.conv_states)?, y)
+            .with_intermediate_windows(self.intermediate_windows.as_mut().map(view).transpose()?)
+            .with_parent_token(self.parent_token.as_mut().map(view).transpose()?))
     }
 
     /// Runs the plan on it.
     pub(crate) fn run(&mut self, plan: &CausalConv1dServingPlan) -> Result<()> {
         let mut workspace = scratch(plan.device(), plan.workspace_bytes())?;
-        // SAFETY: kernels read an element of x before they write it, and make no references; the states and y are in
-        // memory of their own, which nothing else looks at during the call.
-        let again = |view: TensorMut<'_>| unsafe {
-            let (desc, device) = (*view.desc(), view.device());
-            TensorMut::from_raw(view.as_ptr().cast_mut().cast(), desc, device)
-        };
-        let y = again(self.y.as_mut().unwrap_or(&mut self.x).as_mut()?)?;
-        let conv_states = again(self.conv_states.as_mut()?)?;
-        plan.run(&self.args(self.x.as_ref()), conv_states, y, &mut workspace)?;
+        let outputs = self.outputs()?;
+        plan.run(&self.args(self.x.as_ref()), outputs, &mut workspace)?;
         workspace.synchronize()
     }
 
     /// What the oracle says of it.
-    pub(crate) fn oracle(&self, spec: &CausalConv1dServingSpec) -> Result<Oracle> {
+    pub(crate) fn oracle(&mut self, spec: &CausalConv1dServingSpec) -> Result<Oracle> {
+        let memory = Memory::of(&self.outputs()?)?;
         let reference = ServingReference::new(spec, &self.args(self.x.as_ref()))?;
-        Oracle::of(&reference, self.conv_states.values()?, spec.x.dtype)
+        Oracle::of(&reference, memory, spec.x.dtype)
     }
 
     /// What takes the output.
@@ -238,15 +301,37 @@ impl ServingSample {
     pub(crate) fn checked(&mut self, plan: &CausalConv1dServingPlan) -> Result<Vec<Check>> {
         let oracle = self.oracle(plan.spec())?;
         self.run(plan)?;
-        oracle.checks(&self.conv_states.as_ref(), &self.output().as_ref())
+        oracle.checks(&self.outputs()?)
     }
+}
+
+/// What a run reads, with index tensors in the order of [`ServingSample::indices`].
+pub(crate) fn args<'a>(
+    x: TensorRef<'a>,
+    weight: TensorRef<'a>,
+    indices: &'a [Option<Held>; 11],
+) -> CausalConv1dServingArgs<'a> {
+    let [starts, table, flags, accepted, initial, last, first, before, slots, next, sibling] =
+        indices.each_ref().map(|held| held.as_ref().map(Held::as_ref));
+    CausalConv1dServingArgs::new(x, weight)
+        .with_query_start_loc(starts)
+        .with_conv_state_indices(table)
+        .with_has_initial_state(flags)
+        .with_num_accepted_tokens(accepted)
+        .with_initial_block(initial)
+        .with_last_block(last)
+        .with_first_block(first)
+        .with_tokens_before(before)
+        .with_intermediate_indices(slots)
+        .with_next_token(next)
+        .with_next_sibling(sibling)
 }
 
 /// Sequences, tokens of all of them, channels, width.
 const SIZES: [([usize; 3], usize); 5] =
     [([1, 1, 1], 1), ([4, 4, 72], 4), ([5, 90, 33], 3), ([3, 400, 264], 4), ([2, 40, 16], 9)];
 
-const OPTIONS: [&str; 9] = [
+const OPTIONS: [&str; 14] = [
     "decode",
     "decode in place",
     "rows",
@@ -256,6 +341,11 @@ const OPTIONS: [&str; 9] = [
     "drafts in place",
     "table",
     "table ends flags",
+    "rows windows in place",
+    "prompts windows across null",
+    "rows tree",
+    "rows tree windows null flags",
+    "drafts tree windows across",
 ];
 
 pub(crate) fn cases(device: Device) -> Vec<Case> {
@@ -297,7 +387,6 @@ fn spec(
     let ordered = |shape: [usize; 3], order: &[usize; 3]| -> Result<TensorDesc> {
         Ok(TensorDesc { dtype, layout: Layout::with_order(&shape, order)? })
     };
-    let desc = |shape| ordered(shape, order);
     let x = match () {
         _ if has("decode") => [sequences, d, 1],
         _ if has("rows") => [sequences, d, 3],
@@ -309,7 +398,11 @@ fn spec(
     let &[_, d_place, l_place] = order;
     let states = ordered(states, &if has("across") { [0, l_place, d_place] } else { *order })?;
     let weight = TensorDesc::contiguous(dtype, &[d, width])?;
-    let spec = CausalConv1dServingSpec::new(desc(x)?, states, weight)?
+    let x_desc = ordered(x, order)?;
+    let spec = CausalConv1dServingSpec::new(x_desc, states, weight)?;
+    let y = if has("in place") { x_desc } else { spec.y };
+    let spec = spec
+        .with_output(y)
         .with_bias(TensorDesc::contiguous(dtype, &[d])?)
         .with_activation(Activation::Silu)
         .with_null_index(has("null").then_some(0));
@@ -318,6 +411,12 @@ fn spec(
     let flags = TensorDesc::contiguous(DType::U8, &[sequences])?;
     let packed = !has("decode") && !has("rows");
     let table = if blocks > 1 { index(&[sequences, blocks])? } else { each };
+    // Windows have the states' order of columns and channels.
+    let windows = [2 * sequences + 1, x[2] + 1, d, width];
+    let order = if (d_place < l_place) == has("across") { [0, 1, 3, 2] } else { [0, 1, 2, 3] };
+    let windows = TensorDesc { dtype, layout: Layout::with_order(&windows, &order)? };
+    let has_windows = has("windows");
+    let links = has("tree").then_some(index(&[sequences, x[2].min(TREE)])?);
     Ok(spec
         .with_query_start_loc(packed.then_some(index(&[sequences + 1])?))
         .with_conv_state_indices(table)
@@ -327,5 +426,10 @@ fn spec(
         .with_last_block(has("table").then_some(each))
         .with_first_block(has("ends").then_some(each))
         .with_tokens_before(has("ends").then_some(each))
-        .with_block_size(if has("ends") { 16 } else { 0 }))
+        .with_block_size(if has("ends") { 16 } else { 0 })
+        .with_intermediate_windows(has_windows.then_some(windows))
+        .with_intermediate_indices(has_windows.then_some(each))
+        .with_next_token(links)
+        .with_next_sibling(links)
+        .with_parent_token(links))
 }

@@ -271,7 +271,7 @@ fn update_specs_are_checked() {
     message(plan(state(F32, &[4, 2, 3]).unwrap()), "3 states");
     message(plan(update_spec().with_bias(desc(F32, &[3]))), "bias");
     message(plan(update_spec().with_output(desc(F32, &[3, 2, 2]))), "y");
-    message(plan(update_spec().with_cache_seqlens(desc(DType::I64, &[3]))), "cache_seqlens");
+    message(plan(update_spec().with_cache_seqlens(desc(DType::F32, &[3]))), "cache_seqlens");
     message(
         plan(update_spec().with_conv_state_indices(desc(DType::I32, &[4]))),
         "conv_state_indices",

@@ -1,6 +1,7 @@
 //! Kernels against the oracle.
 
 mod errors;
+mod extremes;
 
 use super::sample::{Held, Sample, UpdateSample};
 use super::verify::{self, run, run_update};

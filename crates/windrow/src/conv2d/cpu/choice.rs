@@ -128,10 +128,12 @@ mod tests {
         // Many pixels: the same.
         assert_eq!(chosen(64, 128, 56, Filter::Changing), f6);
         assert_eq!(chosen(64, 128, 56, Filter::Kept), f6);
-        // Few: a smaller tile, then none.
-        assert_ne!(chosen(4, 512, 14, Filter::Changing), f6);
-        assert_eq!(chosen(1, 512, 7, Filter::Changing), Conv2dAlgorithm::Im2colGemm);
-        assert!(chosen(1, 512, 7, Filter::Kept).is_winograd());
+        // Few: a smaller tile; and none where the channels are few as well.
+        let [f2, f4] = [Tile::F2, Tile::F4].map(Conv2dAlgorithm::WinogradGemm);
+        assert_eq!(chosen(4, 512, 14, Filter::Changing), f4);
+        assert_eq!(chosen(1, 512, 7, Filter::Changing), f2);
+        assert_eq!(chosen(1, 16, 7, Filter::Changing), Conv2dAlgorithm::Im2colGemm);
+        assert!(chosen(1, 16, 7, Filter::Kept).is_winograd());
     }
 
     #[test]

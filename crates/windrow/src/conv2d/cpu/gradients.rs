@@ -1,27 +1,77 @@
 //! The gradients on the CPU, apart from data gradients by Winograd.
 
-use super::super::{Conv2dSpec, Problem};
+use super::super::{Conv2dSpec, Problem, Tile};
 use super::bias_grad::bias_grad;
 use super::direct::Direct;
 use super::epilogue::Epilogue;
 use super::im2col::Im2colGemm;
 use super::stencil::Stencil;
 use super::weight_grad::WeightGrad;
+use super::winograd::{WinogradWeight, weight_cost};
 use super::{Gather, tolerance, with_element};
-use crate::cpu::Isa;
+use crate::cpu::{Isa, SimdElement};
 use crate::dtype::not_computed;
 use crate::lists::room_for;
-use crate::{DType, Result, TensorMut, TensorRef};
+use crate::{Accuracy, DType, Result, TensorMut, TensorRef};
 
 /// How the gradients of a convolution are computed.
 #[derive(Clone, Debug)]
 pub(crate) struct Gradients {
     /// Run one after the other, each writes its part of dx; the first may write zeros over all.
     data: Vec<Gather>,
-    weight: WeightGrad,
+    weight: Weight,
     forward: Stencil,
     isa: Isa,
     threads: usize,
+}
+
+/// How the filter's gradient is computed.
+#[derive(Clone, Debug)]
+enum Weight {
+    Product(Box<WeightGrad>),
+    Winograd(WinogradWeight),
+}
+
+impl Weight {
+    fn new(forward: &Stencil, spec: &Conv2dSpec, p: &Problem, isa: Isa, threads: usize) -> Self {
+        // A term of the direct sum takes longer than one of the products: it is packed beside few others.
+        const TERM: f64 = 1.25;
+        let terms = (p.n * p.oh * p.ow * p.k * p.taps()) as f64;
+        let winograd = p.is_winograd() && spec.accuracy != Accuracy::Exact;
+        if winograd && terms > 0.0 && weight_cost(p) < TERM * terms {
+            return Weight::Winograd(WinogradWeight::new(p, isa, threads));
+        }
+        Weight::Product(Box::new(WeightGrad::new(forward.clone(), isa, threads)))
+    }
+
+    fn scratch_len(&self) -> usize {
+        match self {
+            Weight::Product(w) => w.scratch_len(),
+            Weight::Winograd(w) => w.scratch_len(),
+        }
+    }
+
+    /// # Safety
+    /// x and dy are those of the spec, of type T; elements of dw, whose strides are given, are in memory and touched
+    /// by nobody else; `scratch` holds [`Weight::scratch_len`] elements.
+    unsafe fn run<T: SimdElement, W: SimdElement>(
+        &self,
+        x: &TensorRef<'_>,
+        dy: &TensorRef<'_>,
+        dw: *mut W,
+        strides: [isize; 4],
+        scratch: *mut f32,
+    ) {
+        // SAFETY: passed on.
+        unsafe {
+            match self {
+                Weight::Product(w) => {
+                    w.run::<T, W>(x.as_ptr().cast(), dy.as_ptr().cast(), dw, strides, scratch);
+                }
+                Weight::Winograd(w) => w.run::<T, W>(x, dy, dw, strides, scratch),
+            }
+        }
+    }
 }
 
 impl Gradients {
@@ -38,7 +88,7 @@ impl Gradients {
             });
         }
         let forward = Stencil::forward(spec, p)?;
-        let weight = WeightGrad::new(forward.clone(), isa, threads);
+        let weight = Weight::new(&forward, spec, p, isa, threads);
         Ok(Gradients { data, weight, forward, isa, threads })
     }
 
@@ -59,7 +109,18 @@ impl Gradients {
     }
 
     pub(crate) fn weight_tolerance(&self) -> f64 {
-        tolerance(self.weight.additions())
+        match &self.weight {
+            Weight::Product(w) => tolerance(w.additions()),
+            Weight::Winograd(w) => w.tolerance(),
+        }
+    }
+
+    /// The tile of a weight gradient in Winograd's domain.
+    pub(crate) fn weight_tile(&self) -> Option<Tile> {
+        match &self.weight {
+            Weight::Product(_) => None,
+            Weight::Winograd(w) => Some(w.tile()),
+        }
     }
 
     /// Views agree with the spec, memory with [`Gradients::data_sizes`].
@@ -93,14 +154,12 @@ impl Gradients {
     ) {
         assert!(scratch.len() >= self.weight.scratch_len(), "workspace");
         let strides = dw.strides().try_into().expect("dw was checked to have four dimensions");
-        let (x, src, dst) = (x, dy.as_ptr(), dw.as_mut_ptr());
-        let scratch = scratch.as_mut_ptr();
-        // SAFETY: the stencil was made for these layouts; dw is borrowed mutably.
+        let (dst, scratch) = (dw.as_mut_ptr(), scratch.as_mut_ptr());
+        // SAFETY: the plan was made for these layouts; dw is borrowed mutably.
         with_element!(x.dtype(), T => unsafe {
-            let (x, dy) = (x.as_ptr().cast::<T>(), src.cast::<T>());
             match dw.dtype() {
-                DType::F32 => self.weight.run(x, dy, dst.cast::<f32>(), strides, scratch),
-                DType::F16 | DType::BF16 | not_computed!() => self.weight.run(x, dy, dst.cast::<T>(), strides, scratch),
+                DType::F32 => self.weight.run::<T, f32>(x, dy, dst.cast(), strides, scratch),
+                DType::F16 | DType::BF16 | not_computed!() => self.weight.run::<T, T>(x, dy, dst.cast(), strides, scratch),
             }
         });
     }

@@ -2,7 +2,7 @@
 //!
 //! A warpgroup computes 32 pairs of tiles, each pair 6 outputs wide. They form a strip some pairs wide; rows of all
 //! images follow each other in it. Either every image gets whole units (its rows rounded up), or units run over the
-//! ends of images. See `kernels/winograd_fused.cu`.
+//! ends of images. See `kernels/winograd_row.cu`.
 
 use std::ops::Range;
 

@@ -27,6 +27,11 @@ constexpr int STEP_LOADS = 2 * HALF_STEPS;                  // of a lane for one
 constexpr int STEPS = (TAPS + 4 * STEP_LOADS - 1) / (4 * STEP_LOADS);
 constexpr int LOADS = STEPS * STEP_LOADS;
 constexpr int PARTS = PRODUCTS == 1 ? 1 : 2;
+#if defined ELEMENT_F32 && PRODUCTS == 3
+#define SPLIT 1
+#else
+#define SPLIT 0
+#endif
 constexpr int CHANNELS_OF_THREAD = 2 * ROW_TILES;
 constexpr int THREADS = 128;
 
@@ -133,6 +138,43 @@ __device__ __forceinline__ void store(Element* to, const float (&v)[VECTOR]) {
     raw.template store<VECTOR>(to);
 }
 
+__device__ __forceinline__ float bias_of(const Params& p, int k) {
+    if (p.bias == nullptr || k >= p.k) return 0;
+    return p.bias_is_float ? static_cast<const float*>(p.bias)[k * p.bias_stride]
+                           : to_float(static_cast<const Element*>(p.bias)[k * p.bias_stride]);
+}
+
+#if SPLIT
+// A weight as it was before it was split, but for its last bits: see few_taps_filter.cu.
+__device__ __forceinline__ float weight_at(const Params& p, int g, int channel, int d) {
+    const int load = d / 4, step = load / STEP_LOADS, word = load % STEP_LOADS * 2 + channel % 2;
+    const i64 first = ((blockIdx.y * STEPS + step) * ROW_TILES + channel / 2) * PARTS * 128;
+    const float* const high = reinterpret_cast<const float*>(p.filter) + first + (4 * g + d % 4) * 4 + word;
+    return isfinite(high[0]) ? high[0] + high[128] : high[0];
+}
+
+// A lane's outputs, of which one would be NaN, as plain sums: an infinity split in two is an infinity and NaN.
+__device__ __noinline__ void store_plain_sums(const Params& p, const Element* x, Element* y, int pixel0, int g, int q) {
+    const int first_k = blockIdx.y * (16 * ROW_TILES) + g * CHANNELS_OF_THREAD;
+    for (int i = 0; i < 2 * PIXEL_TILES * CHANNELS_OF_THREAD; i++) {
+        const int channel = i % CHANNELS_OF_THREAD, k = first_k + channel;
+        const int pixel = pixel0 + pixel_of(i / CHANNELS_OF_THREAD / 2, q, i / CHANNELS_OF_THREAD % 2);
+        if (pixel >= p.pixels || k >= p.k) continue;
+        const int row = p.ow.divide(pixel), column = pixel - row * static_cast<int>(p.ow.value);
+        float sum = 0;
+        for (int d = 0; d < TAPS; d++) {
+            const int c = p.filter_area.divide(d), rs = d - c * static_cast<int>(p.filter_area.value);
+            const int r = p.filter_width.divide(rs), s = rs - r * static_cast<int>(p.filter_width.value);
+            const int at_y = row * p.stride_h - p.pad_h + r * p.dilation_h;
+            const int at_x = column * p.stride_w - p.pad_w + s * p.dilation_w;
+            if (static_cast<u32>(at_y) < static_cast<u32>(p.h) && static_cast<u32>(at_x) < static_cast<u32>(p.w))
+                sum = fmaf(x[c * p.x_c + at_y * p.x_h + at_x * p.x_w], weight_at(p, g, channel, d), sum);
+        }
+        y[k * p.y_k + row * p.y_h + column * p.y_w] = epilogue(sum + bias_of(p, k));
+    }
+}
+#endif
+
 extern "C" __global__ __launch_bounds__(THREADS, 2) void KERNEL(const __grid_constant__ Params p) {
     const int warp = blockIdx.x * (THREADS / 32) + threadIdx.x / 32, warps = gridDim.x * (THREADS / 32);
     const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
@@ -156,12 +198,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void KERNEL(const __grid_con
     }
     float bias[CHANNELS_OF_THREAD];
 #pragma unroll
-    for (int i = 0; i < CHANNELS_OF_THREAD; i++) {
-        bias[i] = 0;
-        if (p.bias != nullptr && k0 + i < p.k)
-            bias[i] = p.bias_is_float ? static_cast<const float*>(p.bias)[(k0 + i) * p.bias_stride]
-                                      : to_float(static_cast<const Element*>(p.bias)[(k0 + i) * p.bias_stride]);
-    }
+    for (int i = 0; i < CHANNELS_OF_THREAD; i++) bias[i] = bias_of(p, k0 + i);
     const Taps taps(p, q);
 
     for (int group = warp; group < p.groups; group += warps) {
@@ -212,6 +249,18 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void KERNEL(const __grid_con
                 }
             }
         }
+#endif
+#if SPLIT
+        bool is_nan = false;
+#pragma unroll
+        for (int t = 0; t < PIXEL_TILES; t++) {
+#pragma unroll
+            for (int tile = 0; tile < ROW_TILES; tile++) {
+#pragma unroll
+                for (int j = 0; j < 4; j++) is_nan |= sum[t][tile][j] != sum[t][tile][j];
+            }
+        }
+        if (is_nan) store_plain_sums(p, p.x + image * p.x_n, y, pixel0, g, q);
 #endif
     }
 }

@@ -8,9 +8,8 @@
 //     BACKWARD_DATA    n, h, w       c          r, s, k          dy, gathered    w
 //     BACKWARD_WEIGHT  k             c, r, s    n, oh, ow        dy              x, gathered
 //
-// f32 multiplies on the plain units, f16 and bf16 on tensor cores with f32 sums; on AMD all types on matrix cores, or on
-// the plain units of chips that have none. The weight gradient is split over
-// images; im2col_gemm_sum.cu adds the parts in a fixed order.
+// f32 multiplies on the plain units, f16 and bf16 on tensor cores with f32 sums; on AMD on matrix cores where they take
+// the type. The weight gradient is split over images; im2col_gemm_sum.cu adds the parts in a fixed order.
 //
 // Constants: ELEMENT_*, PROBLEM, ALONG_ROWS (neighbouring lanes load neighbouring rows of a, else neighbouring depth),
 // EPILOGUE.
@@ -151,7 +150,7 @@ __device__ __forceinline__ void store(const Params& p, int part, int group, i64 
 
 // ---- the product of one step, and the places of its sums ----
 
-#if defined(WINDROW_MFMA)
+#if defined(MATRIX_CORES)
 
 #ifdef ELEMENT_F16
 constexpr bool IS_F16 = true;
@@ -161,38 +160,41 @@ constexpr bool IS_F16 = false;
 
 constexpr int PITCH = 4; // padding of a row in shared memory, against bank conflicts
 
-// 4 wavefronts, each 2 x 2 blocks of 16 x 16.
+// 4 wavefronts of 64 lanes, each 2 x 2 blocks of 16 x 16, or 8 of 32 lanes, each 1 x 2.
 struct Sums {
-    MatrixSums sum[2][2] = {};
+    static constexpr int DOWN = WAVEFRONT / 32;
+    MatrixSums sum[DOWN][2] = {};
 
-    static __device__ __forceinline__ int first_row() { return threadIdx.x / 64 / 2 * 32; }
-    static __device__ __forceinline__ int first_column() { return threadIdx.x / 64 % 2 * 32; }
+    static __device__ __forceinline__ int first_row() { return threadIdx.x / WAVEFRONT / 2 * (16 * DOWN); }
+    static __device__ __forceinline__ int first_column() { return threadIdx.x / WAVEFRONT % 2 * 32; }
 
     __device__ __forceinline__ void multiply(const Element (&a)[DEPTH][ROWS + PITCH],
                                              const Element (&b)[DEPTH][COLUMNS + PITCH]) {
-        const int lane = threadIdx.x % 16, d = threadIdx.x % 64 / 16 * 4;
-        Element x[2][4], y[2][4];
+        const int lane = threadIdx.x % 16;
+        Element x[DOWN][MATRIX_ELEMENTS], y[2][MATRIX_ELEMENTS];
 #pragma unroll
-        for (int i = 0; i < 2; i++)
+        for (int j = 0; j < MATRIX_ELEMENTS; j++) {
+            const int d = matrix_depth(j);
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                x[i][j] = a[d + j][first_row() + 16 * i + lane];
-                y[i][j] = b[d + j][first_column() + 16 * i + lane];
-            }
+            for (int i = 0; i < DOWN; i++) x[i][j] = a[d][first_row() + 16 * i + lane];
 #pragma unroll
-        for (int i = 0; i < 2; i++)
+            for (int i = 0; i < 2; i++) y[i][j] = b[d][first_column() + 16 * i + lane];
+        }
+#pragma unroll
+        for (int i = 0; i < DOWN; i++)
 #pragma unroll
             for (int j = 0; j < 2; j++) multiply_matrices(x[i], y[j], IS_F16, sum[i][j]);
     }
 
     template <class F> __device__ __forceinline__ void for_each(F f) const {
-        const int lane = threadIdx.x % 16, row = first_row() + threadIdx.x % 64 / 16 * 4;
+        const int lane = threadIdx.x % 16;
 #pragma unroll
-        for (int i = 0; i < 2; i++)
+        for (int i = 0; i < DOWN; i++)
 #pragma unroll
             for (int j = 0; j < 2; j++)
 #pragma unroll
-                for (int k = 0; k < 4; k++) f(row + 16 * i + k, first_column() + 16 * j + lane, sum[i][j][k]);
+                for (int k = 0; k < MATRIX_SUMS; k++)
+                    f(first_row() + 16 * i + matrix_row(k), first_column() + 16 * j + lane, sum[i][j][k]);
     }
 };
 

@@ -1,4 +1,4 @@
-// Transforms a filter into the order in which winograd_fused.cu multiplies it: [k block, step of 16 channels, row,
+// Transforms a filter into the order in which winograd_row.cu multiplies it: [k block, step of 16 channels, row,
 // position, part, 64 output x 16 input channels], the last two as 8 x 8 blocks of 128 bytes, zeros where k or c end.
 //
 // f32: each output channel is scaled by a power of two, so that halves hold it, and split in a high and (PRODUCTS 3) a low
@@ -29,7 +29,7 @@ static_assert(PARAMS_AGREE, "as the host's structure");
 extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
     wait_for_previous();
     const int k = blockIdx.x, block = k / BLOCK_K, column = k % BLOCK_K;
-    // Where the product wants this channel: see `channel_of` in winograd_fused.cu.
+    // Where the product wants this channel: see `channel_of` in winograd_row.cu.
     const int n = 32 * (column / 32) + 8 * (column % 8 / 2) + 2 * (column % 32 / 8) + column % 2;
     const auto tap = [&](int c, int r, int s) -> float {
         if (k >= p.k || c >= p.c) return 0;

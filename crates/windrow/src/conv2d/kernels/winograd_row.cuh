@@ -1,4 +1,4 @@
-// What the blocks of winograd_fused.cu compute: its sizes and parameters, which tiles a unit holds, which units an
+// What the blocks of winograd_row.cu compute: its sizes and parameters, which tiles a unit holds, which units an
 // item. The constants are those of that file.
 
 #pragma once

@@ -1,4 +1,4 @@
-// Of winograd_fused.cu: from pixels in shared memory to operand A of the products, in a thread's registers.
+// Of winograd_row.cu: from pixels in shared memory to operand A of the products, in a thread's registers.
 
 #include "winograd_row.cuh"
 

@@ -1,4 +1,4 @@
-// Of winograd_fused.cu: from the sums in a thread's registers to y.
+// Of winograd_row.cu: from the sums in a thread's registers to y.
 
 #include "winograd_row.cuh"
 

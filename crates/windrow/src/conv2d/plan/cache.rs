@@ -143,7 +143,7 @@ impl FilterCache {
 
     /// See [`cuda::Packs::spoil`].
     #[cfg(test)]
-    pub(in crate::conv2d) fn spoil(&self, stream: &crate::cuda::Stream) {
+    pub(in crate::conv2d) fn spoil(&self, stream: &crate::gpu::Stream) {
         self.packs.spoil(stream);
     }
 

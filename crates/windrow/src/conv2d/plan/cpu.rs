@@ -240,8 +240,8 @@ impl Cpu {
     }
 
     /// As [`Cpu::data_tile`], of the weight gradient.
-    pub(in crate::conv2d) fn weight_tile(&self, _: &Conv2dPlan) -> Result<Option<usize>> {
-        Ok(None)
+    pub(in crate::conv2d) fn weight_tile(&self, plan: &Conv2dPlan) -> Result<Option<usize>> {
+        Ok(self.backward(plan)?.gradients.weight_tile().map(Tile::m))
     }
 
     /// Of the gradients of x, the filter and the bias.

@@ -154,7 +154,8 @@ impl Conv2dPlan {
         }
     }
 
-    fn packed_bytes(&self) -> usize {
+    /// Bytes of the filter that [`Conv2dPlan::pack_weights`] makes.
+    pub fn packed_bytes(&self) -> usize {
         engine!(self, engine => engine.packed_bytes())
     }
 

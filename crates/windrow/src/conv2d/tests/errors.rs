@@ -310,3 +310,53 @@ fn gradients_unlike_the_spec() {
     let refused = plan.backward_data(&w, &dy, dx.as_mut(), &mut workspace);
     assert!(matches!(refused, Err(Error::Unsupported { .. })));
 }
+
+#[test]
+fn transposed_convolutions() {
+    let of = |y: &[usize], w: &[usize], params: &Conv2dParams, output_padding| {
+        Conv2dSpec::transposed(desc(y), desc(w), params, output_padding)
+    };
+    let (y, w) = ([2, 8, 6, 5], [8, 4, 3, 3]);
+    let twice = Conv2dParams::default().with_stride([2, 2]);
+    let spec = of(&y, &w, &twice, [1, 0]).unwrap();
+    assert_eq!((spec.x.shape(), spec.y.shape()), (&[2, 4, 14, 11][..], &y[..]));
+    assert!(spec.problem().is_ok());
+    assert!(matches!(of(&y[1..], &w, &twice, [0, 0]), Err(Error::Rank { arg: "y", .. })));
+    assert!(matches!(of(&y, &w[1..], &twice, [0, 0]), Err(Error::Rank { arg: "w", .. })));
+    for wrong in [[2, 7, 6, 5], [2, 8, 0, 5], [2, 8, 6, 0]] {
+        let refused = of(&wrong, &w, &twice, [0, 0]);
+        assert!(matches!(refused, Err(Error::Shape { arg: "y", .. })), "{refused:?}");
+    }
+    assert!(matches!(of(&y, &[8, 4, 0, 3], &twice, [0, 0]), Err(Error::Shape { arg: "w", .. })));
+    for (output_padding, stride) in [([2, 0], [2, 2]), ([0, 1], [2, 1])] {
+        let refused = of(&y, &w, &twice.with_stride(stride), output_padding);
+        assert!(matches!(refused, Err(Error::Parameter { name: "output_padding", .. })));
+    }
+    let huge = usize::MAX;
+    for (params, name) in [
+        (twice.with_stride([0, 2]), "stride"),
+        (twice.with_dilation([1, 0]), "dilation"),
+        (twice.with_padding([7, 0]), "padding"),
+        (twice.with_groups(0), "groups"),
+        (twice.with_groups(3), "groups"),
+    ] {
+        let refused = of(&y, &w, &params, [0, 0]);
+        let Err(Error::Parameter { name: given, .. }) = refused else { panic!("{refused:?}") };
+        assert_eq!(given, name);
+    }
+    for params in [
+        twice.with_stride([huge, 1]),
+        twice.with_padding([huge, 0]),
+        twice.with_dilation([1, huge]),
+        twice.with_groups(huge),
+    ] {
+        let refused = of(&y, &w, &params, [0, 0]);
+        assert!(matches!(refused, Err(Error::SizeOverflow { .. })), "{params:?}: {refused:?}");
+    }
+    let wide = |dtype, shape: &[usize]| TensorDesc::contiguous(dtype, shape).unwrap();
+    let refused =
+        Conv2dSpec::transposed(wide(DType::F64, &y), wide(DType::F64, &w), &twice, [0, 0]);
+    assert!(matches!(refused, Err(Error::DType { arg: "y", .. })));
+    let refused = Conv2dSpec::transposed(wide(DType::F16, &y), desc(&w), &twice, [0, 0]);
+    assert!(matches!(refused, Err(Error::DType { arg: "w", .. })));
+}

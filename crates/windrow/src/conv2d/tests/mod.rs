@@ -229,7 +229,7 @@ impl Case {
                     let (x, w, dy) = (f64s(&x), f64s(&w), f64s(&dy));
                     [
                         plan.expected_data(&w, &dy).unwrap(),
-                        reference::backward_weight(&problem, &x, &dy).unwrap(),
+                        plan.expected_weight(&x, &dy).unwrap(),
                         reference::backward_bias(&problem, &dy).unwrap(),
                     ]
                 });

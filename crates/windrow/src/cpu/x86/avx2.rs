@@ -57,6 +57,7 @@ impl Simd for Avx2 {
     const LANES: usize = 8;
     const REGISTERS: usize = 16;
     type F32 = __m256;
+    type F64 = [__m256d; 2];
     type I32 = __m256i;
     type Mask = __m256;
     type Table = &'static [f32; 32];
@@ -84,6 +85,18 @@ impl Simd for Avx2 {
             fn select(self, mask: __m256, a: __m256, b: __m256) -> __m256 { _mm256_blendv_ps(b, a, mask) }
             fn or_mask(self, a: __m256, b: __m256) -> __m256 { _mm256_or_ps(a, b) }
             fn any(self, mask: __m256) -> bool { _mm256_movemask_ps(mask) != 0 }
+            fn widen(self, a: __m256) -> [__m256d; 2] {
+                [_mm256_cvtps_pd(_mm256_castps256_ps128(a)), _mm256_cvtps_pd(_mm256_extractf128_ps::<1>(a))]
+            }
+            fn narrow(self, a: [__m256d; 2]) -> __m256 {
+                _mm256_set_m128(_mm256_cvtpd_ps(a[1]), _mm256_cvtpd_ps(a[0]))
+            }
+            fn mul_f64(self, a: [__m256d; 2], b: f64) -> [__m256d; 2] {
+                [_mm256_mul_pd(a[0], _mm256_set1_pd(b)), _mm256_mul_pd(a[1], _mm256_set1_pd(b))]
+            }
+            fn mul_add_f64(self, a: [__m256d; 2], b: f64, c: [__m256d; 2]) -> [__m256d; 2] {
+                [_mm256_fmadd_pd(a[0], _mm256_set1_pd(b), c[0]), _mm256_fmadd_pd(a[1], _mm256_set1_pd(b), c[1])]
+            }
             fn to_bits(self, a: __m256) -> __m256i { _mm256_castps_si256(a) }
             fn from_bits(self, a: __m256i) -> __m256 { _mm256_castsi256_ps(a) }
             fn add_i32(self, a: __m256i, b: __m256i) -> __m256i { _mm256_add_epi32(a, b) }
@@ -150,6 +163,10 @@ impl Simd for Avx2 {
             let pairs = _mm256_castps_pd(_mm256_shuffle_ps::<0b10_00_10_00>(a, b));
             _mm256_castpd_ps(_mm256_permute4x64_pd::<0b11_01_10_00>(pairs))
         })
+    }
+    #[inline(always)]
+    fn permute(self, a: __m256, index: __m256i) -> __m256 {
+        isa!(_mm256_permutevar8x32_ps(a, index))
     }
     #[inline(always)]
     fn reduce_add(self, a: __m256) -> f32 {

@@ -76,6 +76,7 @@ impl Simd for Avx512 {
     const LANES: usize = 16;
     const REGISTERS: usize = 32;
     type F32 = __m512;
+    type F64 = [__m512d; 2];
     type I32 = __m512i;
     type Mask = __mmask16;
     type Table = [__m512; 2];
@@ -104,6 +105,18 @@ impl Simd for Avx512 {
             fn to_bits(self, a: __m512) -> __m512i { _mm512_castps_si512(a) }
             fn from_bits(self, a: __m512i) -> __m512 { _mm512_castsi512_ps(a) }
             fn add_i32(self, a: __m512i, b: __m512i) -> __m512i { _mm512_add_epi32(a, b) }
+            fn widen(self, a: __m512) -> [__m512d; 2] {
+                [_mm512_cvtps_pd(_mm512_castps512_ps256(a)), _mm512_cvtps_pd(_mm512_extractf32x8_ps::<1>(a))]
+            }
+            fn narrow(self, a: [__m512d; 2]) -> __m512 {
+                _mm512_insertf32x8::<1>(_mm512_castps256_ps512(_mm512_cvtpd_ps(a[0])), _mm512_cvtpd_ps(a[1]))
+            }
+            fn mul_f64(self, a: [__m512d; 2], b: f64) -> [__m512d; 2] {
+                [_mm512_mul_pd(a[0], _mm512_set1_pd(b)), _mm512_mul_pd(a[1], _mm512_set1_pd(b))]
+            }
+            fn mul_add_f64(self, a: [__m512d; 2], b: f64, c: [__m512d; 2]) -> [__m512d; 2] {
+                [_mm512_fmadd_pd(a[0], _mm512_set1_pd(b), c[0]), _mm512_fmadd_pd(a[1], _mm512_set1_pd(b), c[1])]
+            }
             fn reduce_add(self, a: __m512) -> f32 { _mm512_reduce_add_ps(a) }
         }
         unsafe {
@@ -220,6 +233,11 @@ impl Simd for Avx512 {
                 _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
             _mm512_permutex2var_ps(a, lanes, b)
         })
+    }
+
+    #[inline(always)]
+    fn permute(self, a: __m512, index: __m512i) -> __m512 {
+        isa!(_mm512_permutexvar_ps(index, a))
     }
 
     #[inline(always)]

@@ -1,12 +1,13 @@
-// C[i] = op(A[i]) op(B[i]), or C[i] += that, row-major: for GPUs that have no library for it.
+// C[i] = op(A[i]) op(B[i]), or C[i] += that, row-major, for AMD's GPUs.
 //
-// A block computes 32 x 32 of C in steps of 16 depths: on AMD's matrix cores by 2 x 2 wavefronts with 16x16x16 each, on
-// other chips on the plain units.
+// A block computes 32 x 32 of C in steps of 16 depths by 2 x 2 wavefronts: on matrix cores with 16x16x16 each, else on the
+// plain units.
 //
-// Constants: T, the element type; OUT, that of C; IS_F16; A_TRANSPOSED (A is stored k x m), B_TRANSPOSED (n x k).
+// Constants: T, the element type, which is ELEMENT_*; OUT, that of C; A_TRANSPOSED (A is stored k x m), B_TRANSPOSED
+// (n x k).
 #include "windrow.cuh"
 
-constexpr int TILE = 32, DEPTH = 16, PITCH = DEPTH + 4, THREADS = 256;
+constexpr int TILE = 32, DEPTH = 16, PITCH = DEPTH + 4, THREADS = 4 * WAVEFRONT;
 typedef T::Storage S;
 
 struct Params {
@@ -32,29 +33,35 @@ __device__ __forceinline__ void load_tile(S (&tile)[TILE][PITCH], const S *x, i6
     }
 }
 
-#ifdef WINDROW_MFMA
+#ifdef MATRIX_CORES
+
+#ifdef ELEMENT_F16
+constexpr bool IS_F16 = true;
+#else
+constexpr bool IS_F16 = false;
+#endif
 
 struct Sums {
     MatrixSums sum = {};
 
-    static __device__ __forceinline__ int first_row() { return threadIdx.x / 64 / 2 * 16; }
-    static __device__ __forceinline__ int first_column() { return threadIdx.x / 64 % 2 * 16; }
+    static __device__ __forceinline__ int first_row() { return threadIdx.x / WAVEFRONT / 2 * 16; }
+    static __device__ __forceinline__ int first_column() { return threadIdx.x / WAVEFRONT % 2 * 16; }
 
     __device__ __forceinline__ void multiply(const S (&a)[TILE][PITCH], const S (&b)[TILE][PITCH]) {
-        const int lane = threadIdx.x % 16, d = threadIdx.x % 64 / 16 * 4;
-        S x[4], y[4];
+        const int lane = threadIdx.x % 16;
+        S x[MATRIX_ELEMENTS], y[MATRIX_ELEMENTS];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            x[i] = a[first_row() + lane][d + i];
-            y[i] = b[first_column() + lane][d + i];
+        for (int i = 0; i < MATRIX_ELEMENTS; i++) {
+            x[i] = a[first_row() + lane][matrix_depth(i)];
+            y[i] = b[first_column() + lane][matrix_depth(i)];
         }
         multiply_matrices(x, y, IS_F16, sum);
     }
 
     template <class F> __device__ __forceinline__ void for_each(F f) const {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            f(first_row() + (int)threadIdx.x % 64 / 16 * 4 + i, first_column() + (int)threadIdx.x % 16, sum[i]);
+        for (int i = 0; i < MATRIX_SUMS; i++) {
+            f(first_row() + matrix_row(i), first_column() + (int)threadIdx.x % 16, sum[i]);
         }
     }
 };
@@ -62,21 +69,24 @@ struct Sums {
 #else
 
 struct Sums {
-    float sum[4] = {};
+    static constexpr int COLUMNS = TILE * TILE / THREADS;
+    float sum[COLUMNS] = {};
+
+    static __device__ __forceinline__ int row() { return threadIdx.x / (TILE / COLUMNS); }
+    static __device__ __forceinline__ int first_column() { return threadIdx.x % (TILE / COLUMNS) * COLUMNS; }
 
     __device__ __forceinline__ void multiply(const S (&a)[TILE][PITCH], const S (&b)[TILE][PITCH]) {
-        const int row = threadIdx.x / 8, column = threadIdx.x % 8 * 4;
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
-            const float x = T::to_float(a[row][d]);
+            const float x = T::to_float(a[row()][d]);
 #pragma unroll
-            for (int i = 0; i < 4; i++) sum[i] = fmaf(x, T::to_float(b[column + i][d]), sum[i]);
+            for (int i = 0; i < COLUMNS; i++) sum[i] = fmaf(x, T::to_float(b[first_column() + i][d]), sum[i]);
         }
     }
 
     template <class F> __device__ __forceinline__ void for_each(F f) const {
 #pragma unroll
-        for (int i = 0; i < 4; i++) f((int)threadIdx.x / 8, (int)threadIdx.x % 8 * 4 + i, sum[i]);
+        for (int i = 0; i < COLUMNS; i++) f(row(), first_column() + i, sum[i]);
     }
 };
 

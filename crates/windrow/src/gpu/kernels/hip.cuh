@@ -13,9 +13,21 @@
 #undef __ldg
 #define __ldg(address) (*(address))
 
-// Chips with instructions for 16x16x16 products of matrices, by the wavefront of 64.
+#ifdef __GFX9__
+constexpr int WAVEFRONT = 64;
+#else
+constexpr int WAVEFRONT = 32;
+#endif
+
+// Instructions for 16x16x16 products of matrices: those for wavefronts of 64 take f16, bf16 and f32, those for wavefronts
+// of 32 no f32.
 #if defined(__gfx90a__) || defined(__gfx942__) || defined(__gfx950__)
 #define WINDROW_MFMA 1
+#elif defined(__GFX11__) || defined(__gfx1200__) || defined(__gfx1201__)
+#define WINDROW_WMMA 1
+#endif
+#if defined(WINDROW_MFMA) || defined(WINDROW_WMMA) && !defined(ELEMENT_F32)
+#define MATRIX_CORES 1
 #endif
 
 // Arithmetic that is rounded as it is written, and never fused.
@@ -65,25 +77,49 @@ template <class V> __device__ __forceinline__ V value_across_warp(V value, int b
 #define __shfl_sync(mask, value, lane) value_of_warp(value, lane)
 #define __shfl_xor_sync(mask, value, bits) value_across_warp(value, bits)
 
+#ifdef MATRIX_CORES
+// Of the product of a 16x16 and a 16x16 matrix a lane gives elements of row (of b: column) lane % 16, and gets sums of
+// column lane % 16: so many, and where they are.
+constexpr int MATRIX_SUMS = 256 / WAVEFRONT;
+typedef float MatrixSums __attribute__((ext_vector_type(MATRIX_SUMS)));
 #ifdef WINDROW_MFMA
-typedef float MatrixSums __attribute__((ext_vector_type(4)));
+constexpr int MATRIX_ELEMENTS = 4;
+__device__ __forceinline__ int matrix_depth(int element) { return threadIdx.x % 64 / 16 * 4 + element; }
+__device__ __forceinline__ int matrix_row(int sum) { return threadIdx.x % 64 / 16 * 4 + sum; }
+#elif defined(__GFX11__) // both halves of a wavefront give the same
+constexpr int MATRIX_ELEMENTS = 16;
+__device__ __forceinline__ int matrix_depth(int element) { return element; }
+__device__ __forceinline__ int matrix_row(int sum) { return 2 * sum + threadIdx.x % 32 / 16; }
+#else
+constexpr int MATRIX_ELEMENTS = 8;
+__device__ __forceinline__ int matrix_depth(int element) { return element / 4 * 8 + threadIdx.x % 32 / 16 * 4 + element % 4; }
+__device__ __forceinline__ int matrix_row(int sum) { return threadIdx.x % 32 / 16 * 8 + sum; }
+#endif
 
-// Adds the product of a 16x16 and a 16x16 matrix. Lane l gives row (of b: column) l % 16 at depths l / 16 * 4 + 0..3, and
-// gets the sums of rows l / 16 * 4 + 0..3 in column l % 16.
-__device__ __forceinline__ void multiply_matrices(const unsigned short (&a)[4], const unsigned short (&b)[4], bool is_f16,
+// Adds the product.
+__device__ __forceinline__ void multiply_matrices(const unsigned short (&a)[MATRIX_ELEMENTS],
+                                                  const unsigned short (&b)[MATRIX_ELEMENTS], bool is_f16,
                                                   MatrixSums& sums) {
-    typedef _Float16 Halves __attribute__((ext_vector_type(4)));
-    typedef short Shorts __attribute__((ext_vector_type(4)));
-    const Shorts x = {(short)a[0], (short)a[1], (short)a[2], (short)a[3]};
-    const Shorts y = {(short)b[0], (short)b[1], (short)b[2], (short)b[3]};
-    if (is_f16) {
-        sums = __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(Halves, x), __builtin_bit_cast(Halves, y), sums, 0,
-                                                     0, 0);
-    } else {
-        sums = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(x, y, sums, 0, 0, 0);
-    }
+    typedef _Float16 Halves __attribute__((ext_vector_type(MATRIX_ELEMENTS)));
+    typedef short Shorts __attribute__((ext_vector_type(MATRIX_ELEMENTS)));
+    Shorts x, y;
+#pragma unroll
+    for (int i = 0; i < MATRIX_ELEMENTS; i++) x[i] = (short)a[i], y[i] = (short)b[i];
+    const Halves u = __builtin_bit_cast(Halves, x), v = __builtin_bit_cast(Halves, y);
+#ifdef WINDROW_MFMA
+    sums = is_f16 ? __builtin_amdgcn_mfma_f32_16x16x16f16(u, v, sums, 0, 0, 0)
+                  : __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(x, y, sums, 0, 0, 0);
+#elif defined(__GFX11__)
+    sums = is_f16 ? __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(u, v, sums)
+                  : __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32(x, y, sums);
+#else
+    sums = is_f16 ? __builtin_amdgcn_wmma_f32_16x16x16_f16_w32_gfx12(u, v, sums)
+                  : __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32_gfx12(x, y, sums);
+#endif
 }
+#endif
 
+#ifdef WINDROW_MFMA
 // As above in f32, four depths at a time: the order of their sums is another one, the places are the same.
 __device__ __forceinline__ void multiply_matrices(const float (&a)[4], const float (&b)[4], bool, MatrixSums& sums) {
 #pragma unroll

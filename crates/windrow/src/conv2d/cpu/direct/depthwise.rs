@@ -1,22 +1,58 @@
-//! Vectors over channels that are groups of their own and lie next to each other.
+//! Vectors over the channels of many groups: each its own group, or groups of few channels.
 
 use super::super::epilogue::Epilogue;
-use super::super::stencil::{Stencil, Tap};
+use super::super::stencil::Stencil;
 use super::Operands;
 use crate::cpu::math::activate;
 use crate::cpu::{Isa, Kernel, MAX_LANES, Simd, SimdElement, dispatch};
+use std::ops::Range;
 
-/// A unit is one row of the destination in one image.
+/// Channels lie next to each other. A unit is one row of the destination in one image.
 #[derive(Clone, Debug)]
-pub(super) struct Depthwise;
+pub(super) struct Depthwise {
+    groups: Groups,
+}
+
+/// What a vector of destination channels reads.
+#[derive(Clone, Copy, Debug)]
+enum Groups {
+    /// The same channels of the source.
+    Single,
+    /// Those of as many small groups.
+    Small,
+    /// The same numbers in all lanes, of one group.
+    Large,
+}
 
 impl Depthwise {
-    pub(super) fn fits(stencil: &Stencil) -> bool {
-        stencil.c == 1 && stencil.k == 1 && stencil.src[1] == 1 && stencil.dst[1] == 1
+    /// `None` where channels do not lie next to each other, or groups do not fill vectors.
+    pub(super) fn new(stencil: &Stencil, isa: Isa) -> Option<Self> {
+        let Stencil { c, k, groups, src, dst, .. } = *stencil;
+        let lanes = dispatch(isa, Lanes);
+        let groups = match (c, k) {
+            _ if src[1] != 1 || dst[1] != 1 => return None,
+            (1, 1) => Groups::Single,
+            _ if c == k && lanes.is_multiple_of(k) && k * groups >= lanes => Groups::Small,
+            _ if k > 0 && k.is_multiple_of(lanes) => Groups::Large,
+            _ => return None,
+        };
+        Some(Depthwise { groups })
     }
 
     pub(super) fn units(&self, stencil: &Stencil) -> usize {
         stencil.n * stencil.dst_size[0]
+    }
+
+    /// Channels that lie next to each other in the packed filter; of groups of several more than in other forms.
+    pub(super) fn packed_width(&self, stencil: &Stencil) -> usize {
+        match self.groups {
+            Groups::Single => stencil.groups,
+            Groups::Small | Groups::Large => 2 * MAX_LANES + stencil.groups * stencil.k,
+        }
+    }
+
+    pub(super) fn explain(&self) -> String {
+        format!("lanes over channels of {:?} groups", self.groups).to_lowercase()
     }
 
     /// # Safety
@@ -28,11 +64,98 @@ impl Depthwise {
         unit: usize,
         operands: &Operands<'_, T>,
     ) {
-        dispatch(isa, Row { stencil, unit, operands });
+        dispatch(isa, Row { groups: self.groups, stencil, unit, operands });
+    }
+}
+
+/// Asks an instruction set for the length of its vectors.
+pub(super) struct Lanes;
+
+impl Kernel for Lanes {
+    type Output = usize;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) -> usize {
+        S::LANES
+    }
+}
+
+/// How a vector of channels is read.
+pub(super) trait Read<S: Simd>: Copy {
+    /// Whether groups have one channel.
+    const SINGLE: bool;
+    /// The first source channel of a vector of destination channels from `k` on.
+    fn first(self, k: usize) -> usize;
+    /// Channel `c` of the groups that begin at `at`.
+    ///
+    /// # Safety
+    /// What [`Read::first`] was asked for is readable.
+    unsafe fn load<T: SimdElement>(self, s: S, at: *const T, c: usize) -> S::F32;
+}
+
+/// Each channel is a group.
+#[derive(Clone, Copy)]
+pub(super) struct Single;
+
+impl<S: Simd> Read<S> for Single {
+    const SINGLE: bool = true;
+    #[inline(always)]
+    fn first(self, k: usize) -> usize {
+        k
+    }
+    #[inline(always)]
+    unsafe fn load<T: SimdElement>(self, s: S, at: *const T, _: usize) -> S::F32 {
+        // SAFETY: passed on.
+        unsafe { T::load(s, at) }
+    }
+}
+
+/// Whole groups with as many source as destination channels.
+#[derive(Clone, Copy)]
+struct Small {
+    /// The first lane of each lane's group, as bits.
+    firsts: [f32; MAX_LANES],
+}
+
+impl<S: Simd> Read<S> for Small {
+    const SINGLE: bool = false;
+    #[inline(always)]
+    fn first(self, k: usize) -> usize {
+        k
+    }
+    #[inline(always)]
+    unsafe fn load<T: SimdElement>(self, s: S, at: *const T, c: usize) -> S::F32 {
+        // SAFETY: passed on; `firsts` has a number for each lane.
+        unsafe {
+            let firsts = s.to_bits(s.load(self.firsts.as_ptr()));
+            let lanes = s.add_i32(firsts, s.to_bits(s.splat(f32::from_bits(c as u32))));
+            s.permute(T::load(s, at), lanes)
+        }
+    }
+}
+
+/// Of one group, with so many source and destination channels.
+#[derive(Clone, Copy)]
+struct Large {
+    c: usize,
+    k: usize,
+}
+
+impl<S: Simd> Read<S> for Large {
+    const SINGLE: bool = false;
+    #[inline(always)]
+    fn first(self, k: usize) -> usize {
+        k / self.k * self.c
+    }
+    #[inline(always)]
+    unsafe fn load<T: SimdElement>(self, s: S, at: *const T, c: usize) -> S::F32 {
+        // SAFETY: passed on.
+        s.splat(unsafe { at.add(c).read() }.to_f32())
     }
 }
 
 struct Row<'a, T> {
+    groups: Groups,
     stencil: &'a Stencil,
     unit: usize,
     operands: &'a Operands<'a, T>,
@@ -43,105 +166,282 @@ impl<T: SimdElement> Kernel for Row<'_, T> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        // So many pixels at once: a vector of the filter is loaded once for all of them, and as many sums as the
-        // multiplier has steps are on their way. Where one of the numbers leaves no rest, that.
-        match self.stencil.dst_size[1] {
-            width if width >= 8 && width % 7 != 0 => self.row::<S, 8>(s),
-            7.. => self.row::<S, 7>(s),
-            4..7 => self.row::<S, 4>(s),
-            _ => self.row::<S, 1>(s),
+        let Row { groups, stencil, unit, operands } = self;
+        let (n, i) = (unit / stencil.dst_size[0], unit % stencil.dst_size[0]);
+        let [n_stride, _, row, col] = stencil.dst;
+        let at = stencil.dst_offset + n as isize * n_stride + i as isize * row;
+        let first = Channels {
+            stencil,
+            src: operands.src.wrapping_offset(n as isize * stencil.src[0]),
+            src_strides: [stencil.src[2], stencil.src[3]],
+            filter: operands.packed.as_ptr(),
+            count: stencil.groups * stencil.k,
+            epilogue: operands.epilogue,
+            dst: operands.dst.wrapping_offset(at),
+            dst_col: col,
+        };
+        let (c, k) = (stencil.c, stencil.k);
+        // SAFETY: the stencil's own channels and pixels.
+        unsafe {
+            match groups {
+                Groups::Single => first.row(s, Single, i),
+                Groups::Small => {
+                    let first_lane = |lane: usize| f32::from_bits((lane / k * k) as u32);
+                    first.row(s, Small { firsts: std::array::from_fn(first_lane) }, i);
+                }
+                Groups::Large => first.row(s, Large { c, k }, i),
+            }
         }
     }
 }
 
-impl<T: SimdElement> Row<'_, T> {
+/// Channels of a row of the destination.
+pub(super) struct Channels<'a, T, D> {
+    pub stencil: &'a Stencil,
+    /// The first channel at row 0 and column 0; rows that taps read are in memory where they are inside of the image.
+    pub src: *const T,
+    /// Distance of rows and of columns.
+    pub src_strides: [isize; 2],
+    /// Of the first channel; terms are as far apart as there are channels, in the order of filter rows, source channels
+    /// of a group and filter columns.
+    pub filter: *const f32,
+    pub count: usize,
+    /// Its bias is the first channel's.
+    pub epilogue: Epilogue,
+    /// The first channel of the first pixel, and distance of pixels.
+    pub dst: *mut D,
+    pub dst_col: isize,
+}
+
+/// Most columns that the taps of a group of pixels read: of 8 pixels through 5 taps by steps of 2.
+const WINDOW: usize = 19;
+
+impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
+    /// All pixels of row `i`, so many at once: a vector of the filter is loaded once for all of them, and as many sums
+    /// as the multiplier has steps are on their way. Where 7 leaves no rest, that.
+    ///
+    /// # Safety
+    /// All that is named is in memory, the destination's touched by nobody else.
+    #[inline(always)]
+    pub(super) unsafe fn row<S: Simd, R: Read<S>>(&self, s: S, read: R, i: usize) {
+        // SAFETY: passed on.
+        unsafe {
+            match self.stencil.dst_size[1] {
+                width if width >= 8 && width % 7 != 0 => self.vectors::<S, R, 8>(s, read, i),
+                7.. => self.vectors::<S, R, 7>(s, read, i),
+                4..7 => self.vectors::<S, R, 4>(s, read, i),
+                _ => self.vectors::<S, R, 1>(s, read, i),
+            }
+        }
+    }
+
     /// Groups of P pixels and a vector of channels; the last of either may be summed once more.
     #[inline(always)]
-    fn row<S: Simd, const P: usize>(&self, s: S) {
-        let Stencil { groups, dst_size, .. } = *self.stencil;
+    unsafe fn vectors<S: Simd, R: Read<S>, const P: usize>(&self, s: S, read: R, i: usize) {
+        let Stencil { cols, step, dst_size, .. } = self.stencil;
+        let is_dense = cols.windows(2).all(|taps| taps[0].offset + 1 == taps[1].offset);
+        let shape = if P > 1 && is_dense { (cols.len(), step[1]) } else { (0, 0) };
+        let mut sums = [0f32; 8 * MAX_LANES];
         for j in (0..dst_size[1]).step_by(P) {
             let j = j.min(dst_size[1] - P);
-            let inside = |tap: &Tap| self.stencil.inside(j, P, *tap).len() == P;
-            let interior = self.stencil.cols.iter().all(inside);
-            for channel in (0..groups).step_by(S::LANES) {
-                let channel = channel.min(groups.saturating_sub(S::LANES));
-                // SAFETY: channels and pixels of the stencil.
+            for channel in (0..self.count).step_by(S::LANES) {
+                let is_whole = self.count >= S::LANES;
+                let channel = channel.min(self.count.saturating_sub(S::LANES));
+                // SAFETY: channels and pixels that exist.
                 unsafe {
-                    if groups < S::LANES {
-                        self.pixels::<S, P, false, false>(s, channel, j);
-                    } else if interior {
-                        self.pixels::<S, P, true, true>(s, channel, j);
-                    } else {
-                        self.pixels::<S, P, true, false>(s, channel, j);
+                    let acc: [S::F32; P] = match shape {
+                        _ if !is_whole => self.few(s, i, j),
+                        (3, 1) => self.window::<S, R, P, 3, 1>(s, read, channel, i, j),
+                        (3, 2) => self.window::<S, R, P, 3, 2>(s, read, channel, i, j),
+                        (5, 1) if R::SINGLE => self.window::<S, R, P, 5, 1>(s, read, channel, i, j),
+                        (5, 2) if R::SINGLE => self.window::<S, R, P, 5, 2>(s, read, channel, i, j),
+                        (7, 1) if R::SINGLE => self.window::<S, R, P, 7, 1>(s, read, channel, i, j),
+                        _ => self.sums(s, read, channel, i, j),
+                    };
+                    for (p, sum) in acc.into_iter().enumerate() {
+                        s.store(sums.as_mut_ptr().add(p * MAX_LANES), sum);
                     }
+                    self.finish(s, sums.as_ptr(), is_whole, channel, j..j + P);
                 }
             }
         }
     }
 
-    /// Channels of P pixels: a whole vector if `FULL`, else all; with all taps inside of the source's rows if
-    /// `INTERIOR`.
+    /// Bias, activation and storing of a vector of channels, or of all if these are fewer.
     #[inline(always)]
-    unsafe fn pixels<S: Simd, const P: usize, const FULL: bool, const INTERIOR: bool>(
+    unsafe fn finish<S: Simd>(
         &self,
         s: S,
+        sums: *const f32,
+        is_whole: bool,
         channel: usize,
-        j: usize,
+        pixels: Range<usize>,
     ) {
-        let (stencil, operands) = (self.stencil, self.operands);
-        let (n, i) = (self.unit / stencil.dst_size[0], self.unit % stencil.dst_size[0]);
-        let image = operands.src.wrapping_offset(n as isize * stencil.src[0] + channel as isize);
-        let count = stencil.groups;
-        let mut acc = [s.zero(); P];
-        let mut filter = operands.packed.as_ptr().wrapping_add(channel);
-        let next = stencil.src[3].wrapping_mul(stencil.step[1] as isize);
-        // SAFETY: pixels of taps in existing rows and columns are in the source; the other addresses are the
-        // stencil's own elements.
+        let Epilogue { bias, activation } = self.epilogue;
+        // SAFETY: channels and pixels that exist.
         unsafe {
-            let load = |p: *const T| if FULL { T::load(s, p) } else { T::load_first(s, p, count) };
-            let load_f32 = |p: *const f32| if FULL { s.load(p) } else { s.load_first(p, count) };
-            for &row_tap in stencil.rows.iter() {
-                let Some(row) = stencil.src_row(i, row_tap) else {
-                    filter = filter.wrapping_add(stencil.cols.len() * stencil.groups);
-                    continue;
+            let bias = match (bias.is_null(), is_whole) {
+                (true, _) => s.zero(),
+                (false, true) => s.load(bias.add(channel)),
+                (false, false) => s.load_first(bias.add(channel), self.count),
+            };
+            for (p, pixel) in pixels.enumerate() {
+                let sum = s.add(s.load(sums.add(p * MAX_LANES)), bias);
+                let y = match self.epilogue.bound() {
+                    Some(bound) => s.max(s.splat(bound), sum),
+                    None => activate(s, activation, sum),
                 };
-                let row = image.wrapping_offset(row as isize * stencil.src[2]);
-                for &Tap { offset, .. } in stencil.cols.iter() {
-                    let w = load_f32(filter);
-                    filter = filter.wrapping_add(stencil.groups);
-                    let col = (j * stencil.step[1]) as isize + offset;
-                    let from = row.wrapping_offset(col.wrapping_mul(stencil.src[3]));
-                    for (p, sum) in acc.iter_mut().enumerate() {
-                        let col = col + (p * stencil.step[1]) as isize;
-                        if INTERIOR || col >= 0 && col < stencil.src_size[1] as isize {
-                            let x = load(from.wrapping_offset(next.wrapping_mul(p as isize)));
-                            *sum = s.mul_add(w, x, *sum);
+                let to = self.dst.offset(pixel as isize * self.dst_col).add(channel);
+                if is_whole { D::store(s, to, y) } else { D::store_first(s, to, y, self.count) }
+            }
+        }
+    }
+
+    /// Source channels of a sum.
+    #[inline(always)]
+    fn planes<S: Simd, R: Read<S>>(&self) -> usize {
+        if R::SINGLE { 1 } else { self.stencil.c }
+    }
+
+    /// Distance of terms in the filter.
+    #[inline(always)]
+    fn term(&self) -> usize {
+        self.stencil.groups * self.stencil.k
+    }
+
+    /// Sums over TAPS neighbouring columns, STEP of which lie between pixels: a row of the source is loaded once for all
+    /// of its taps.
+    #[inline(always)]
+    unsafe fn window<S: Simd, R: Read<S>, const P: usize, const TAPS: usize, const STEP: usize>(
+        &self,
+        s: S,
+        read: R,
+        channel: usize,
+        i: usize,
+        j: usize,
+    ) -> [S::F32; P] {
+        let mut acc = [s.zero(); P];
+        let count = (P - 1) * STEP + TAPS;
+        let first = (j * STEP) as isize + self.stencil.cols[0].offset;
+        let below = |bound: isize| (bound - first).clamp(0, count as isize) as usize;
+        let inside = below(0)..below(self.stencil.src_size[1] as isize);
+        let [row_stride, col_stride] = self.src_strides;
+        let start = self.src.wrapping_offset(first.wrapping_mul(col_stride));
+        let start = start.wrapping_add(read.first(channel));
+        let (term, planes) = (self.term(), self.planes::<S, R>());
+        let mut filter = self.filter.wrapping_add(channel);
+        for &row in self.stencil.rows.iter() {
+            let Some(row) = self.stencil.src_row(i, row) else {
+                filter = filter.wrapping_add(planes * TAPS * term);
+                continue;
+            };
+            let from = start.wrapping_offset(row as isize * row_stride);
+            let at = |c: usize| from.wrapping_offset((c as isize).wrapping_mul(col_stride));
+            for plane in 0..planes {
+                let mut x = [s.zero(); WINDOW];
+                // SAFETY: columns inside of the source, and terms of the filter.
+                unsafe {
+                    if inside.len() == count {
+                        for (c, x) in x.iter_mut().enumerate().take(count) {
+                            *x = read.load(s, at(c), plane);
+                        }
+                    } else {
+                        for (c, x) in x.iter_mut().enumerate().take(count) {
+                            if inside.contains(&c) {
+                                *x = read.load(s, at(c), plane);
+                            }
+                        }
+                    }
+                    for t in 0..TAPS {
+                        let w = s.load(filter);
+                        filter = filter.wrapping_add(term);
+                        for (p, sum) in acc.iter_mut().enumerate() {
+                            *sum = s.mul_add(w, x[p * STEP + t], *sum);
                         }
                     }
                 }
             }
-            let mut sums = [0f32; 8 * MAX_LANES];
-            for (p, sum) in acc.into_iter().enumerate() {
-                s.store(sums.as_mut_ptr().add(p * MAX_LANES), sum);
-            }
-            let Epilogue { bias, activation } = operands.epilogue;
-            let bias = if bias.is_null() { s.zero() } else { load_f32(bias.add(channel)) };
-            let [n_stride, _, row_stride, col_stride] = stencil.dst;
-            let dst = operands.dst.wrapping_offset(
-                stencil.dst_offset
-                    + n as isize * n_stride
-                    + i as isize * row_stride
-                    + channel as isize,
-            );
-            for p in 0..P {
-                let sum = s.add(s.load(sums.as_ptr().add(p * MAX_LANES)), bias);
-                let y = match operands.epilogue.bound() {
-                    Some(bound) => s.max(s.splat(bound), sum),
-                    None => activate(s, activation, sum),
-                };
-                let to = dst.offset((j + p) as isize * col_stride);
-                if FULL { T::store(s, to, y) } else { T::store_first(s, to, y, count) }
+        }
+        acc
+    }
+
+    /// Sums over any columns.
+    #[inline(always)]
+    unsafe fn sums<S: Simd, R: Read<S>, const P: usize>(
+        &self,
+        s: S,
+        read: R,
+        channel: usize,
+        i: usize,
+        j: usize,
+    ) -> [S::F32; P] {
+        let (stencil, term, planes) = (self.stencil, self.term(), self.planes::<S, R>());
+        let mut acc = [s.zero(); P];
+        let mut filter = self.filter.wrapping_add(channel);
+        let [row_stride, col_stride] = self.src_strides;
+        let next = col_stride.wrapping_mul(stencil.step[1] as isize);
+        let image = self.src.wrapping_add(read.first(channel));
+        for &row in stencil.rows.iter() {
+            let Some(row) = stencil.src_row(i, row) else {
+                filter = filter.wrapping_add(planes * stencil.cols.len() * term);
+                continue;
+            };
+            let row = image.wrapping_offset(row as isize * row_stride);
+            for plane in 0..planes {
+                for &tap in stencil.cols.iter() {
+                    let inside = stencil.inside(j, P, tap);
+                    let col = (j * stencil.step[1]) as isize + tap.offset;
+                    let from = row.wrapping_offset(col.wrapping_mul(col_stride));
+                    let at = |p: usize| from.wrapping_offset(next.wrapping_mul(p as isize));
+                    // SAFETY: pixels of taps in existing rows and columns are in the source, terms in the filter.
+                    unsafe {
+                        let w = s.load(filter);
+                        // Without a question for each pixel where all are inside.
+                        if inside.len() == P {
+                            for (p, sum) in acc.iter_mut().enumerate() {
+                                *sum = s.mul_add(w, read.load(s, at(p), plane), *sum);
+                            }
+                        } else {
+                            for (p, sum) in acc.iter_mut().enumerate() {
+                                if inside.contains(&p) {
+                                    *sum = s.mul_add(w, read.load(s, at(p), plane), *sum);
+                                }
+                            }
+                        }
+                    }
+                    filter = filter.wrapping_add(term);
+                }
             }
         }
+        acc
+    }
+
+    /// Sums of all channels, where they are single ones and fill no vector.
+    #[inline(always)]
+    unsafe fn few<S: Simd, const P: usize>(&self, s: S, i: usize, j: usize) -> [S::F32; P] {
+        let stencil = self.stencil;
+        let mut acc = [s.zero(); P];
+        let mut filter = self.filter;
+        let [row_stride, col_stride] = self.src_strides;
+        for &row in stencil.rows.iter() {
+            let row = stencil.src_row(i, row);
+            for &tap in stencil.cols.iter() {
+                let inside = stencil.inside(j, P, tap);
+                let first = (j * stencil.step[1]) as isize + tap.offset;
+                // SAFETY: pixels of taps in existing rows and columns are in the source, taps in the filter.
+                unsafe {
+                    let w = s.load_first(filter, self.count);
+                    for (p, sum) in acc.iter_mut().enumerate() {
+                        let Some(row) = row.filter(|_| inside.contains(&p)) else { continue };
+                        let col = first + (p * stencil.step[1]) as isize;
+                        let at = row as isize * row_stride + col.wrapping_mul(col_stride);
+                        let x = T::load_first(s, self.src.wrapping_offset(at), self.count);
+                        *sum = s.mul_add(w, x, *sum);
+                    }
+                }
+                filter = filter.wrapping_add(stencil.groups);
+            }
+        }
+        acc
     }
 }

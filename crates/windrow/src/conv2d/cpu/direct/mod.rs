@@ -4,6 +4,7 @@ mod depthwise;
 mod pairs;
 mod planar;
 mod plane;
+mod turned;
 
 use super::epilogue::Epilogue;
 use super::stencil::Stencil;
@@ -13,6 +14,7 @@ use depthwise::Depthwise;
 use pairs::Pairs;
 use planar::Planar;
 use plane::Plane;
+use turned::Turned;
 
 /// A [`Stencil`] by direct summation, for one instruction set.
 #[derive(Clone, Debug)]
@@ -31,8 +33,10 @@ enum Form {
     Plane(Plane),
     /// As `Planar`, by products of bf16.
     Pairs(Pairs),
-    /// Vectors over channels, each of which is a group of its own.
+    /// Vectors over channels.
     Depthwise(Depthwise),
+    /// The same of channels that are groups of their own, whose pixels lie next to each other.
+    Turned(Turned),
 }
 
 /// Tasks for each thread, so that a late one does not keep the others waiting.
@@ -40,8 +44,10 @@ const TASKS_PER_THREAD: usize = 8;
 
 impl Direct {
     pub(crate) fn new(stencil: Stencil, isa: Isa, threads: usize) -> Result<Self> {
-        let form = if Depthwise::fits(&stencil) {
-            Form::Depthwise(Depthwise)
+        let form = if let Some(depthwise) = Depthwise::new(&stencil, isa) {
+            Form::Depthwise(depthwise)
+        } else if let Some(turned) = Turned::new(&stencil, isa) {
+            Form::Turned(turned)
         } else if let Some(plane) = Plane::new(&stencil)? {
             Form::Plane(plane)
         } else {
@@ -62,7 +68,8 @@ impl Direct {
             Form::Planar(form) => form.explain(),
             Form::Pairs(form) => form.explain(),
             Form::Plane(form) => form.explain(),
-            Form::Depthwise(_) => "lanes over channels, each its own group".into(),
+            Form::Depthwise(form) => form.explain(),
+            Form::Turned(form) => form.explain(),
         }
     }
 
@@ -82,6 +89,7 @@ impl Direct {
                 self.threads.min(form.units(&self.stencil)) * form.scratch_len(&self.stencil)
             }
             Form::Depthwise(_) => 0,
+            Form::Turned(form) => self.threads.min(form.units(&self.stencil)) * form.scratch_len(),
         }
     }
 
@@ -90,7 +98,9 @@ impl Direct {
         let Stencil { groups, k, .. } = self.stencil;
         let terms = match &self.form {
             Form::Pairs(form) => form.terms(),
-            Form::Planar(_) | Form::Plane(_) | Form::Depthwise(_) => self.stencil.terms(),
+            Form::Planar(_) | Form::Plane(_) | Form::Depthwise(_) | Form::Turned(_) => {
+                self.stencil.terms()
+            }
         };
         groups * k.next_multiple_of(self.panel()) * terms
     }
@@ -102,7 +112,8 @@ impl Direct {
             Form::Pairs(form) => form.packed_width(),
             // Equal to a form with vectors over pixels and one channel at once.
             Form::Plane(_) => 1,
-            Form::Depthwise(_) => self.stencil.groups,
+            Form::Depthwise(form) => form.packed_width(&self.stencil),
+            Form::Turned(_) => self.stencil.groups,
         }
     }
 
@@ -111,12 +122,12 @@ impl Direct {
         match &self.form {
             Form::Planar(form) => form.rows,
             Form::Pairs(form) => form.planar.rows,
-            Form::Plane(_) | Form::Depthwise(_) => 1,
+            Form::Plane(_) | Form::Depthwise(_) | Form::Turned(_) => 1,
         }
     }
 
     /// Packs the filter: [group, panel, c, filter row, filter column, channel of the panel] with
-    /// zeros beyond k, or [filter row, filter column, group].
+    /// zeros beyond k, or [filter row, c, filter column, group, channel of the group].
     ///
     /// # Safety
     /// The stencil's filter elements are readable from `filter`.
@@ -132,10 +143,14 @@ impl Direct {
         let mut packed = packed.iter_mut();
         let mut put = |value| *packed.next().expect("packed filter: too little memory") = value;
         match &self.form {
-            Form::Depthwise(_) => {
+            Form::Depthwise(_) | Form::Turned(_) => {
                 for &row in stencil.rows.iter() {
-                    for &col in stencil.cols.iter() {
-                        (0..stencil.groups).for_each(|group| put(read(group, 0, 0, row, col)));
+                    for c in 0..stencil.c {
+                        for &col in stencil.cols.iter() {
+                            for group in 0..stencil.groups {
+                                (0..stencil.k).for_each(|k| put(read(group, k, c, row, col)));
+                            }
+                        }
                     }
                 }
             }
@@ -185,6 +200,7 @@ impl Direct {
             Form::Pairs(form) => form.planar.units(stencil),
             Form::Plane(form) => form.units(stencil),
             Form::Depthwise(form) => form.units(stencil),
+            Form::Turned(form) => form.units(stencil),
         };
         let operands = Operands { packed, src, dst, epilogue };
         let operands = &operands;
@@ -211,6 +227,10 @@ impl Direct {
                             form.run(isa, stencil, unit, operands, scratch);
                         }
                         Form::Depthwise(form) => form.run(isa, stencil, unit, operands),
+                        Form::Turned(form) => {
+                            let scratch = scratch.get().add(worker * form.scratch_len());
+                            form.run(isa, stencil, unit, operands, scratch);
+                        }
                     }
                 }
             }

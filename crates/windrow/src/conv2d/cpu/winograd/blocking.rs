@@ -2,6 +2,7 @@
 
 use super::gemm::PANEL;
 use super::geometry::Geometry;
+use super::raw::shares_input;
 use crate::Filter;
 use crate::conv2d::{Problem, Tile};
 
@@ -94,12 +95,14 @@ pub(crate) fn cost(p: &Problem, tile: Tile, filter: Filter) -> f64 {
     // others are hidden behind the products of their blocks.
     const READ: f64 = 10.0;
     // The same for transforming a filter to an element of U.
-    const PACK: f64 = 30.0;
+    const PACK: f64 = 16.0;
+    let geometry = Geometry::new(p, tile.m());
     let u = match filter {
         Filter::Kept => READ,
+        // U never leaves the caches.
+        Filter::Changing if shares_input(&geometry) => PACK,
         Filter::Changing => READ + PACK,
     };
-    let geometry = Geometry::new(p, tile.m());
     let positions = (tile.alpha() * tile.alpha()) as f64;
     let (tiles, c, k) = (geometry.tiles() as f64, p.c as f64, p.k as f64);
     positions * (tiles * (c * k + TRANSFORM * (c + k)) + u * c * k)

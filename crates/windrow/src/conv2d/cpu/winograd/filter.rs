@@ -1,61 +1,71 @@
 //! The filter transform: `U = G g G^T`, packed for the micro-kernel.
 //!
-//! Computed in f64, since it happens seldom and its error is that of every output.
+//! Computed in f64 and rounded once, since its error is that of every output. Vectors run over output channels.
 
-use crate::conv2d::winograd::{MAX_ALPHA, TAPS, Transforms};
-use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement};
+// Indices are those of the formulas; iterators over arrays of vectors are not inlined where they are long.
+#![allow(clippy::needless_range_loop)]
+
+use super::super::rows::copy_turned;
+use crate::conv2d::Tile;
+use crate::conv2d::winograd::{MAX_ALPHA, TAPS};
+use crate::cpu::{Kernel, Simd, SimdElement};
 use std::ops::Range;
 
-/// Output channels that are transformed at once: on most machines a panel of them.
-const ROW: usize = MAX_LANES;
-
-/// Numbers of one filter element for each of some output channels.
-type Row = [f64; ROW];
+/// Taps of a filter.
+const ALL: usize = TAPS * TAPS;
 
 /// Numbers of a position of U that are collected before they are written: some input channels of a panel. Positions
 /// lie a power of two apart, as channels often are, so that their cache lines displace each other before they are full.
 const STAGE: usize = 128;
 
-/// `G` in f64.
-#[derive(Clone, Copy)]
-pub(super) struct Coefficients {
-    alpha: usize,
-    rows: [[f64; TAPS]; MAX_ALPHA],
+/// What is left of `G` where pairs of points share their work: rows of a pair differ in the sign of the second
+/// coefficient only.
+struct Coefficients {
+    /// The first row has one coefficient; the last one is 0, 0, 1.
+    at_zero: f64,
+    pairs: [[f64; TAPS]; (MAX_ALPHA - 2) / 2],
 }
 
 impl Coefficients {
-    pub(super) fn new(transforms: &Transforms) -> Self {
-        let mut rows = [[0.0; TAPS]; MAX_ALPHA];
-        for (row, exact) in rows.iter_mut().zip(&transforms.g).take(transforms.alpha) {
-            *row = exact.map(|g| g.to_f64());
-        }
-        Coefficients { alpha: transforms.alpha, rows }
-    }
-
-    /// The `alpha` sums `G x`. Between the first and the last row lie pairs that differ in the sign of the second
-    /// coefficient only: they share their products, without another rounding.
-    #[inline(always)]
-    fn apply(&self, x: [&Row; TAPS], out: &mut [Row; MAX_ALPHA]) {
-        for i in [0, self.alpha - 1] {
-            let k = &self.rows[i];
-            for lane in 0..ROW {
-                out[i][lane] = k[0] * x[0][lane] + k[1] * x[1][lane] + k[2] * x[2][lane];
+    /// Of the tile with this `alpha`.
+    const fn new(alpha: usize) -> Self {
+        let t = match alpha {
+            4 => Tile::F2.transforms(),
+            6 => Tile::F4.transforms(),
+            8 => Tile::F6.transforms(),
+            _ => panic!("no tile has this alpha"),
+        };
+        let mut pairs = [[0.0; TAPS]; (MAX_ALPHA - 2) / 2];
+        let mut q = 0;
+        while 2 * q + 2 < alpha {
+            let mut tap = 0;
+            while tap < TAPS {
+                pairs[q][tap] = t.g[1 + 2 * q][tap].to_f64();
+                tap += 1;
             }
+            q += 1;
         }
-        for i in (1..self.alpha - 1).step_by(2) {
-            let k = &self.rows[i];
-            for lane in 0..ROW {
-                let [a, b, c] = [k[0] * x[0][lane], k[1] * x[1][lane], k[2] * x[2][lane]];
-                out[i][lane] = a + b + c;
-                out[i + 1][lane] = a - b + c;
-            }
-        }
+        Coefficients { at_zero: t.g[0][0].to_f64(), pairs }
     }
 }
 
-/// The filter transform of one panel of output channels.
-pub(super) struct FilterTransform<'a, W> {
-    pub coefficients: &'a Coefficients,
+/// `G x`
+#[inline(always)]
+fn apply<S: Simd, const A: usize>(s: S, x: [S::F64; TAPS]) -> [S::F64; A] {
+    let k = const { Coefficients::new(A) };
+    let mut out = [x[2]; A];
+    out[0] = s.mul_f64(x[0], k.at_zero);
+    for q in 0..(A - 2) / 2 {
+        let [a, b, c] = k.pairs[q];
+        let even = s.mul_add_f64(x[2], c, s.mul_f64(x[0], a));
+        out[1 + 2 * q] = s.mul_add_f64(x[1], b, even);
+        out[2 + 2 * q] = s.mul_add_f64(x[1], -b, even);
+    }
+    out
+}
+
+/// The filter transform of one panel of output channels, `A` = alpha.
+pub(super) struct FilterTransform<W, const A: usize> {
     /// Input channels.
     pub c: usize,
     pub w: *const W,
@@ -73,20 +83,21 @@ pub(super) struct FilterTransform<'a, W> {
     pub far: bool,
 }
 
-impl<W: SimdElement> Kernel for FilterTransform<'_, W> {
+impl<W: SimdElement, const A: usize> Kernel for FilterTransform<W, A> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let mut stage = Stage([[0.0; STAGE]; MAX_ALPHA * MAX_ALPHA]);
+        let mut taps = [0.0; ALL * STAGE];
         let at_once = STAGE / self.width;
         for first in (0..self.c).step_by(at_once) {
             let channels = first..self.c.min(first + at_once);
-            for c in channels.clone() {
-                for lane in (0..self.width).step_by(ROW) {
-                    // SAFETY: channel c of filters that exist.
-                    let g = unsafe { self.load(c, lane) };
-                    self.transform(&g, &mut stage, (c - first) * self.width + lane);
+            for lane in (0..self.width).step_by(S::LANES) {
+                // SAFETY: these channels of filters that exist; there is room for STAGE / LANES of them.
+                unsafe { self.load(s, channels.clone(), lane, taps.as_mut_ptr()) };
+                for (i, g) in taps.chunks_exact(ALL * S::LANES).enumerate().take(channels.len()) {
+                    self.transform(s, g, &mut stage, i * self.width + lane);
                 }
             }
             // SAFETY: U is as documented.
@@ -102,44 +113,92 @@ impl<W: SimdElement> Kernel for FilterTransform<'_, W> {
 #[repr(align(64))]
 struct Stage([[f32; STAGE]; MAX_ALPHA * MAX_ALPHA]);
 
-impl<W: SimdElement> FilterTransform<'_, W> {
-    /// Input channel `c` of a row of output channels, zeros for those that do not exist.
+impl<W: SimdElement, const A: usize> FilterTransform<W, A> {
+    /// Taps [c, tap, LANES] of some input channels and a vector of output channels, zeros for those that do not exist.
     ///
     /// # Safety
-    /// w must reach it.
+    /// w must reach them, `to` hold them.
     #[inline(always)]
-    unsafe fn load(&self, c: usize, first: usize) -> [[Row; TAPS]; TAPS] {
-        let mut g = [[[0.0; ROW]; TAPS]; TAPS];
+    unsafe fn load<S: Simd>(&self, s: S, channels: Range<usize>, lane: usize, to: *mut f32) {
         let [stride_k, stride_c, stride_r, stride_s] = self.strides;
-        for (lane, k) in self.channels.clone().skip(first).take(ROW).enumerate() {
-            let filter = self.w.wrapping_offset(k as isize * stride_k + c as isize * stride_c);
-            for (i, g) in g.iter_mut().enumerate() {
-                for (j, g) in g.iter_mut().enumerate() {
-                    let offset = i as isize * stride_r + j as isize * stride_s;
-                    // SAFETY: passed on.
-                    g[lane] = f64::from(unsafe { (*filter.offset(offset)).to_f32() });
+        let first = self.channels.start + lane;
+        let count = self.channels.end.saturating_sub(first).min(S::LANES);
+        let w =
+            self.w.wrapping_offset(first as isize * stride_k + channels.start as isize * stride_c);
+        let taps = || (0..TAPS).flat_map(|i| (0..TAPS).map(move |j| (i, j)));
+        let place = |i: usize, j: usize| i as isize * stride_r + j as isize * stride_s;
+        let distance = ALL * S::LANES;
+        // SAFETY: passed on.
+        unsafe {
+            if count < S::LANES {
+                std::ptr::write_bytes(to, 0, channels.len() * distance);
+            }
+            if stride_s.abs() == 1 && stride_r == TAPS as isize * stride_s {
+                let is_turned = stride_s < 0;
+                let lowest =
+                    if is_turned { w.wrapping_offset(place(TAPS - 1, TAPS - 1)) } else { w };
+                for (c, first) in (0..channels.len())
+                    .flat_map(|c| (0..ALL).step_by(S::LANES).map(move |t| (c, t)))
+                {
+                    let from = lowest.wrapping_offset(c as isize * stride_c).wrapping_add(first);
+                    let some = S::LANES.min(ALL - first);
+                    let mut square = s.zeros();
+                    for (k, taps) in square.as_mut().iter_mut().enumerate().take(count) {
+                        *taps = W::load_first(s, from.wrapping_offset(k as isize * stride_k), some);
+                    }
+                    for (i, &v) in s.transpose(square).as_ref().iter().enumerate().take(some) {
+                        let tap = if is_turned { ALL - 1 - first - i } else { first + i };
+                        s.store(to.add(c * distance + tap * S::LANES), v);
+                    }
+                }
+            } else if stride_k == 1 {
+                for c in 0..channels.len() {
+                    for (tap, (i, j)) in taps().enumerate() {
+                        let from = w.wrapping_offset(c as isize * stride_c + place(i, j));
+                        s.store(
+                            to.add(c * distance + tap * S::LANES),
+                            W::load_first(s, from, count),
+                        );
+                    }
+                }
+            } else if stride_c == 1 {
+                for (tap, (i, j)) in taps().enumerate() {
+                    let from = (w.wrapping_offset(place(i, j)), stride_k);
+                    copy_turned(s, from, channels.len(), count, to.add(tap * S::LANES), distance);
+                }
+            } else {
+                for (c, k) in (0..channels.len()).flat_map(|c| (0..count).map(move |k| (c, k))) {
+                    let from = w.wrapping_offset(c as isize * stride_c + k as isize * stride_k);
+                    for (tap, (i, j)) in taps().enumerate() {
+                        let x = from.wrapping_offset(place(i, j)).read().to_f32();
+                        to.add(c * distance + tap * S::LANES + k).write(x);
+                    }
                 }
             }
         }
-        g
     }
 
-    /// Writes a row of U for every position to `at`.
+    /// Writes a vector of U for every position to `at`, of taps [tap, LANES].
     #[inline(always)]
-    fn transform(&self, g: &[[Row; TAPS]; TAPS], stage: &mut Stage, at: usize) {
-        let alpha = self.coefficients.alpha;
-        let lanes = ROW.min(self.width);
-        let mut columns = [[[0.0; ROW]; MAX_ALPHA]; TAPS];
-        for (tap, column) in columns.iter_mut().enumerate() {
-            self.coefficients.apply([&g[0][tap], &g[1][tap], &g[2][tap]], column);
+    fn transform<S: Simd>(&self, s: S, g: &[f32], stage: &mut Stage, at: usize) {
+        assert!(g.len() == ALL * S::LANES && at + S::LANES <= STAGE, "a vector of filters");
+        let mut columns = [[s.widen(s.zero()); TAPS]; A];
+        for j in 0..TAPS {
+            let mut x = [s.widen(s.zero()); TAPS];
+            for (i, x) in x.iter_mut().enumerate() {
+                // SAFETY: a vector for each tap.
+                *x = s.widen(unsafe { s.load(g.as_ptr().add((i * TAPS + j) * S::LANES)) });
+            }
+            let column = apply::<S, A>(s, x);
+            for i in 0..A {
+                columns[i][j] = column[i];
+            }
         }
-        let [first, second, third] = &columns;
-        let mut rows = [[0.0; ROW]; MAX_ALPHA];
-        for (i, to) in stage.0.chunks_exact_mut(alpha).enumerate().take(alpha) {
-            self.coefficients.apply([&first[i], &second[i], &third[i]], &mut rows);
-            for (row, to) in rows.iter().zip(to) {
-                let row = row.map(|x| x as f32);
-                to[at..at + lanes].copy_from_slice(&row[..lanes]);
+        for i in 0..A {
+            let row = apply::<S, A>(s, columns[i]);
+            for j in 0..A {
+                // SAFETY: a vector of the position.
+                unsafe { s.store(stage.0[i * A + j].as_mut_ptr().add(at), s.narrow(row[j])) };
             }
         }
     }
@@ -148,8 +207,7 @@ impl<W: SimdElement> FilterTransform<'_, W> {
     /// `len` numbers of every position of U must be writable from `at` on.
     #[inline(always)]
     unsafe fn store<S: Simd>(&self, s: S, stage: &Stage, at: usize, len: usize) {
-        let positions = self.coefficients.alpha * self.coefficients.alpha;
-        for (position, from) in stage.0.iter().enumerate().take(positions) {
+        for (position, from) in stage.0.iter().enumerate().take(A * A) {
             let to = self.u.wrapping_add(position * self.u_position + at);
             // Widths of panels are whole vectors.
             for i in (0..len).step_by(S::LANES) {
@@ -173,9 +231,12 @@ mod tests {
     #[test]
     fn rows_of_g_come_in_pairs() {
         for tile in Tile::ALL {
-            let transforms = tile.transforms();
-            for i in (1..transforms.alpha - 1).step_by(2) {
-                let [[a, b, c], minus] = [i, i + 1].map(|i| transforms.g[i].map(|g| g.to_f64()));
+            let t = tile.transforms();
+            let row = |i: usize| t.g[i].map(|g| g.to_f64());
+            assert_eq!(row(0)[1..], [0.0; 2]);
+            assert_eq!(row(t.alpha - 1), [0.0, 0.0, 1.0]);
+            for i in (1..t.alpha - 1).step_by(2) {
+                let ([a, b, c], minus) = (row(i), row(i + 1));
                 assert_eq!(minus, [a, -b, c]);
             }
         }

@@ -11,10 +11,10 @@ use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement};
 use std::ops::Range;
 
 /// Columns of a strip of tiles that is staged at once.
-const COLUMNS: usize = 32;
+pub(super) const COLUMNS: usize = 32;
 
 /// Columns of a staged row: a transposed square can start at any column of the strip.
-const ROW: usize = COLUMNS + MAX_LANES;
+pub(super) const ROW: usize = COLUMNS + MAX_LANES;
 
 /// Elements of the staging buffer.
 pub(super) const STAGING: usize = crate::conv2d::winograd::MAX_ALPHA * ROW * MAX_LANES;
@@ -156,7 +156,7 @@ impl<X: SimdElement, const A: usize> InputTransform<'_, X, A> {
 /// # Safety
 /// x must reach `channels <= LANES` channels of `pixels` pixels, `out` hold as many vectors.
 #[inline(always)]
-unsafe fn copy_pixels<S: Simd, X: SimdElement>(
+pub(super) unsafe fn copy_pixels<S: Simd, X: SimdElement>(
     s: S,
     x: *const X,
     stride_w: isize,
@@ -182,7 +182,7 @@ unsafe fn copy_pixels<S: Simd, X: SimdElement>(
 /// x must reach `channels <= LANES` channels of `pixels` pixels, `out` hold as many vectors and
 /// `LANES - 1` more.
 #[inline(always)]
-unsafe fn transpose_rows<S: Simd, X: SimdElement>(
+pub(super) unsafe fn transpose_rows<S: Simd, X: SimdElement>(
     s: S,
     x: *const X,
     stride_c: isize,
@@ -220,7 +220,7 @@ unsafe fn transpose_rows<S: Simd, X: SimdElement>(
 /// x must reach `channels <= lanes` channels of `pixels` pixels by its strides of channel and
 /// pixel, `out` hold as many vectors of `lanes`.
 #[inline(always)]
-unsafe fn gather<X: SimdElement>(
+pub(super) unsafe fn gather<X: SimdElement>(
     x: *const X,
     strides: [isize; 2],
     channels: usize,

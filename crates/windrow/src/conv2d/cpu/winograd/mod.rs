@@ -13,8 +13,12 @@ mod geometry;
 mod input;
 mod output;
 mod prefetch;
+mod raw;
+mod shared;
 mod stages;
 mod transform;
+mod weight_gradient;
+mod weight_stages;
 
 use super::super::{Problem, Tile};
 use super::{Run, bias_len, stage_bias, with_element};
@@ -22,10 +26,10 @@ use crate::cpu::{
     Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, last_level_cache, parallel_for,
     parallel_for_workers,
 };
-use crate::{Activation, TensorMut, TensorRef};
+use crate::{Activation, TensorRef};
 use blocking::Blocking;
 pub(crate) use blocking::{best_tile, cost};
-use filter::{Coefficients, FilterTransform};
+use filter::FilterTransform;
 pub(crate) use fused::{TILE as FUSED_TILE, WinogradFused};
 use gemm::Gemm;
 use geometry::Geometry;
@@ -34,6 +38,7 @@ use output::OutputTransform;
 use prefetch::{Ahead, Image, Prefetch};
 use stages::Block;
 use std::ops::Range;
+pub(crate) use weight_gradient::{WinogradWeight, weight_cost};
 
 /// A 3x3 convolution of stride and dilation 1 with one group, by Winograd's algorithm.
 #[derive(Clone, Debug)]
@@ -46,9 +51,6 @@ pub(crate) struct WinogradCpu {
     registers: usize,
     blocking: Blocking,
 }
-
-/// Elements of a packed filter that a run packs at once when it is given the filter itself.
-const RAW_LEN: usize = 8 << 20;
 
 /// Operands of a run that do not depend on the block.
 struct Operands<'a> {
@@ -110,17 +112,6 @@ impl WinogradCpu {
         self.positions() * self.u_position()
     }
 
-    /// Elements of a packed filter that [`WinogradCpu::run_raw`] has in memory.
-    pub(crate) fn raw_len(&self) -> usize {
-        self.positions() * self.raw_vectors() * self.lanes * self.geometry.problem.c
-    }
-
-    /// Vectors of output channels whose filters are packed at once, in whole panels.
-    fn raw_vectors(&self) -> usize {
-        let panel = gemm::PANEL * self.positions() * self.lanes * self.geometry.problem.c;
-        (RAW_LEN / panel.max(1)).max(1).saturating_mul(gemm::PANEL).min(self.vectors())
-    }
-
     /// Bytes that [`WinogradCpu::run`] needs.
     pub(crate) fn workspace_bytes(&self) -> usize {
         let slots = self.threads.min(self.tasks()) * self.slot_len();
@@ -136,34 +127,6 @@ impl WinogradCpu {
     /// Runs with a filter packed by [`WinogradCpu::pack`].
     pub(crate) fn run(&self, packed: &[f32], run: Run<'_, '_>) {
         self.run_inspected(packed, run, &|_| ());
-    }
-
-    /// [`WinogradCpu::run`] with the filter itself, of which [`WinogradCpu::raw_len`] elements at a
-    /// time are packed into `packed`. The result is the same, bit by bit.
-    pub(crate) fn run_raw(&self, w: &TensorRef<'_>, packed: &mut [f32], run: Run<'_, '_>) {
-        let Run { x, bias, activation, y, workspace } = run;
-        let Problem { k, .. } = self.geometry.problem;
-        let channels_at_once = self.raw_vectors().max(1) * self.lanes;
-        for first in (0..k).step_by(channels_at_once) {
-            let channels = first..k.min(first + channels_at_once);
-            let exist = "the channels exist";
-            let w = w.narrow(0, channels.clone()).expect(exist);
-            let bias = bias.map(|bias| bias.narrow(0, channels.clone()).expect(exist));
-            let desc = *y.as_ref().narrow(1, channels.clone()).expect(exist).desc();
-            let bytes = first as isize * y.strides()[1] * y.dtype().size() as isize;
-            let start = y.as_mut_ptr().wrapping_offset(bytes);
-            // SAFETY: a part of y, which is borrowed mutably, on the same device.
-            let part = unsafe { TensorMut::from_raw(start.cast(), desc, y.device()) };
-            let y = &mut part.expect("elements of y have their own memory");
-            let problem = Problem { k: channels.len(), ..self.geometry.problem };
-            // The same blocks, so that it fits the same workspace.
-            let geometry = Geometry::new(&problem, self.tile.m());
-            let blocking = self.blocking.within(channels.len().div_ceil(self.lanes));
-            let engine = WinogradCpu { geometry, blocking, ..self.clone() };
-            engine.pack(&w, packed);
-            let (bias, workspace) = (bias.as_ref(), &mut *workspace);
-            engine.run(packed, Run { x, bias, activation, y, workspace });
-        }
     }
 
     fn run_inspected(&self, packed: &[f32], run: Run<'_, '_>, inspect: &(dyn Fn(&Block) + Sync)) {
@@ -311,30 +274,45 @@ impl WinogradCpu {
     }
 
     fn pack_from<W: SimdElement>(&self, w: &TensorRef<'_>, packed: &mut [f32]) {
+        match self.tile {
+            Tile::F2 => self.pack_panels::<W, 4>(w, packed),
+            Tile::F4 => self.pack_panels::<W, 6>(w, packed),
+            Tile::F6 => self.pack_panels::<W, 8>(w, packed),
+        }
+    }
+
+    fn pack_panels<W: SimdElement, const A: usize>(&self, w: &TensorRef<'_>, packed: &mut [f32]) {
         assert!(packed.len() >= self.packed_len(), "packed filter");
-        let p = &self.geometry.problem;
-        let coefficients = Coefficients::new(&self.tile.transforms());
         let u = SendPtr(packed.as_mut_ptr());
         let far = 2 * size_of::<f32>() * self.packed_len() > last_level_cache()
             && u.get().addr().is_multiple_of(MAX_LANES * size_of::<f32>());
-        let w_ptr = SendPtr(w.as_ptr().cast_mut());
+        let strides = strides4(w.strides());
+        let w = SendPtr(w.as_ptr().cast_mut());
+        let c = self.geometry.problem.c;
         parallel_for(self.threads, self.vectors().div_ceil(gemm::PANEL), |panel| {
-            let first = panel * gemm::PANEL;
-            let vectors = gemm::PANEL.min(self.vectors() - first);
-            let transform = FilterTransform::<W> {
-                coefficients: &coefficients,
-                c: p.c,
-                w: w_ptr.get().cast_const().cast(),
-                strides: strides4(w.strides()),
-                channels: first * self.lanes..p.k.min((first + vectors) * self.lanes),
-                width: vectors * self.lanes,
-                // SAFETY: inside of U, whose panels before it are whole.
-                u: unsafe { u.get().add(first * self.lanes * p.c) },
-                u_position: self.u_position(),
-                far,
-            };
-            dispatch(self.isa, transform);
+            // SAFETY: inside of U, whose panels before it are whole.
+            let u = unsafe { u.get().add(panel * gemm::PANEL * self.lanes * c) };
+            let w = w.get().cast_const().cast();
+            let transform =
+                self.filter_transform::<W, A>(w, strides, panel, (u, self.u_position()));
+            dispatch(self.isa, FilterTransform { far, ..transform });
         });
+    }
+
+    /// Of a panel of output channels of `w`, to `u` with its distance between positions.
+    fn filter_transform<W: SimdElement, const A: usize>(
+        &self,
+        w: *const W,
+        strides: [isize; 4],
+        panel: usize,
+        (u, u_position): (*mut f32, usize),
+    ) -> FilterTransform<W, A> {
+        let Problem { c, k, .. } = self.geometry.problem;
+        let first = panel * gemm::PANEL;
+        let vectors = gemm::PANEL.min(self.vectors() - first);
+        let channels = first * self.lanes..k.min((first + vectors) * self.lanes);
+        let width = vectors * self.lanes;
+        FilterTransform { c, w, strides, channels, width, u, u_position, far: false }
     }
 
     fn positions(&self) -> usize {

@@ -73,6 +73,19 @@ impl Run {
 }
 
 impl<'a> Prefetch<'a> {
+    /// Nothing, where all of it is in the caches.
+    pub(super) fn nothing(geometry: &'a Geometry) -> Self {
+        let image = Image {
+            start: std::ptr::null(),
+            element: 1,
+            strides: [0; 4],
+            size: [0; 2],
+            before: [0; 2],
+            side: 0,
+        };
+        Prefetch::new(geometry, image, 0..0, 0..0, 1)
+    }
+
     /// For some channels of a block, to be asked for in `calls` calls.
     pub(super) fn new(
         geometry: &'a Geometry,

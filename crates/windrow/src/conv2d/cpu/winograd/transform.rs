@@ -8,7 +8,7 @@
 #![allow(clippy::needless_range_loop)]
 
 use crate::conv2d::Tile;
-use crate::conv2d::winograd::MAX_ALPHA;
+use crate::conv2d::winograd::{MAX_ALPHA, TAPS};
 use crate::cpu::Simd;
 
 /// Most pairs of points.
@@ -23,6 +23,9 @@ struct Coefficients {
     others: [[f32; MAX_PAIRS]; MAX_PAIRS],
     /// `powers[q][i] = p_q^i`
     powers: [[f32; MAX_ALPHA - 2]; MAX_PAIRS],
+    /// `G` at zero, whose row has one coefficient, and at `p_q`; that at `-p_q` has the other sign in the middle.
+    filter_at_zero: f32,
+    filter: [[f32; TAPS]; MAX_PAIRS],
 }
 
 impl Coefficients {
@@ -38,6 +41,8 @@ impl Coefficients {
             all: [0.0; MAX_PAIRS],
             others: [[0.0; MAX_PAIRS]; MAX_PAIRS],
             powers: [[0.0; MAX_ALPHA - 2]; MAX_PAIRS],
+            filter_at_zero: t.g[0][0].to_f64() as f32,
+            filter: [[0.0; TAPS]; MAX_PAIRS],
         };
         let pairs = (t.alpha - 2) / 2;
         let mut q = 0;
@@ -52,6 +57,11 @@ impl Coefficients {
             while i < t.m {
                 c.powers[q][i] = t.at[i][1 + 2 * q].to_f64() as f32;
                 i += 1;
+            }
+            let mut tap = 0;
+            while tap < TAPS {
+                c.filter[q][tap] = t.g[1 + 2 * q][tap].to_f64() as f32;
+                tap += 1;
             }
             q += 1;
         }
@@ -121,6 +131,42 @@ pub(super) fn output<S: Simd, const A: usize>(s: S, x: [S::F32; A]) -> [S::F32; 
             y = accumulate(s, k.powers[q][i], terms[q], y);
         }
         out[i] = y;
+    }
+    out
+}
+
+/// `A y` of the first `A - 2` elements: a tile's gradients at the positions of the transform tile.
+#[inline(always)]
+pub(super) fn output_gradient<S: Simd, const A: usize>(s: S, y: [S::F32; A]) -> [S::F32; A] {
+    let k = const { Coefficients::new(A) };
+    let mut out = y;
+    out[A - 1] = y[A - 3];
+    for q in 0..(A - 2) / 2 {
+        let p = k.powers[q][1];
+        let mut even = y[0];
+        let mut odd = if p == 1.0 { y[1] } else { s.mul(s.splat(p), y[1]) };
+        for i in (2..A - 2).step_by(2) {
+            even = accumulate(s, k.powers[q][i], y[i], even);
+            odd = accumulate(s, k.powers[q][i + 1], y[i + 1], odd);
+        }
+        out[1 + 2 * q] = s.add(even, odd);
+        out[2 + 2 * q] = s.sub(even, odd);
+    }
+    out
+}
+
+/// `G^T u`: the filter's gradient of those of its transform.
+#[inline(always)]
+pub(super) fn filter_gradient<S: Simd, const A: usize>(s: S, u: [S::F32; A]) -> [S::F32; TAPS] {
+    let k = const { Coefficients::new(A) };
+    let mut out = [s.mul(s.splat(k.filter_at_zero), u[0]), s.zero(), u[A - 1]];
+    for q in 0..(A - 2) / 2 {
+        let (sum, difference) =
+            (s.add(u[1 + 2 * q], u[2 + 2 * q]), s.sub(u[1 + 2 * q], u[2 + 2 * q]));
+        for tap in 0..TAPS {
+            let x = if tap == 1 { difference } else { sum };
+            out[tap] = accumulate(s, k.filter[q][tap], x, out[tap]);
+        }
     }
     out
 }

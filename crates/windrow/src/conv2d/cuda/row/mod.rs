@@ -1,10 +1,10 @@
-//! Winograd F(3, 3) along rows in one kernel, on devices with products of warpgroups (`kernels/winograd_fused.cu`).
+//! Winograd F(3, 3) along rows in one kernel, on devices with products of warpgroups (`kernels/winograd_row.cu`).
 
-mod fused;
 mod input;
+mod kernel;
 
-use self::fused::Fused;
 use self::input::Input;
+use self::kernel::Fused;
 use super::geometry::Geometry;
 use super::split::{self, exponent};
 use super::{FilterOrder, Operands, PackedForm, Seen, kernel, source, strides};

@@ -1,4 +1,4 @@
-//! The fused kernel: its constants, shared memory and launch (`kernels/winograd_fused.cu`).
+//! The fused kernel: its constants, shared memory and launch (`kernels/winograd_row.cu`).
 
 use super::super::geometry::{Geometry, PAIR_COLUMNS, PAIRS};
 use super::super::{Divisor, bias_of, epilogue, kernel, source, strides};
@@ -11,7 +11,7 @@ use crate::gpu::{
 };
 use crate::{DType, Error, Result};
 
-static FUSED: Source = source!("winograd_fused.cu");
+static FUSED: Source = source!("winograd_row.cu");
 
 const MAX_FILTER_STAGES: usize = 12;
 const CONSUMER_WARPS: usize = 8;

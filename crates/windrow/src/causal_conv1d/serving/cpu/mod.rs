@@ -3,15 +3,19 @@
 //! Window and tokens pass through a tile whose rows are tokens, so that `y` may be x itself, and states can be taken
 //! from it. The tokens of a long sequence behind its first ones are computed where they are, unless y is x.
 
+mod block;
+mod tree;
+
 use super::entries::{Entry, Lookup, States};
 use super::spec::Sizes;
 use crate::causal_conv1d::cpu::kernel::{Sum, TOKENS, along_channels, along_tokens};
-use crate::causal_conv1d::cpu::operand::{Staged, join, split};
+use crate::causal_conv1d::cpu::operand::Staged;
 use crate::causal_conv1d::cpu::{GROUP, Operand, Parameters};
 use crate::cpu::{
     Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, last_level_cache, parallel_for_workers,
 };
-use crate::{Activation, Error, Result};
+use crate::{Activation, Error, Result, TensorMut};
+use block::Block;
 use std::ops::Range;
 
 /// Tokens that pass through a tile at once.
@@ -44,11 +48,43 @@ pub(crate) struct Operands<'a, T> {
     pub y: Operand<T>,
     pub in_place: bool,
     pub conv_states: Operand<T>,
+    pub windows: Option<Windows<T>>,
+    /// Of each token of x, where there are trees.
+    pub parents: &'a [u16],
     pub parameters: Parameters<'a>,
     pub lookup: Lookup<'a>,
     pub entries: &'a [Entry],
     /// Tokens of x that belong to a sequence.
     pub tokens: usize,
+}
+
+/// Windows behind tokens [slots, steps, d, columns].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Windows<T> {
+    first: SendPtr<T>,
+    strides: [isize; 4],
+}
+
+impl<T: SimdElement> Windows<T> {
+    pub(crate) fn new(view: &mut TensorMut<'_>) -> Self {
+        debug_assert_eq!(view.dtype(), T::DTYPE);
+        let strides = std::array::from_fn(|i| view.strides()[i]);
+        Windows { first: SendPtr(view.as_mut_ptr().cast()), strides }
+    }
+
+    /// The window behind token `t` of a slot, from a channel on; inside the tensor if the indices are.
+    #[inline(always)]
+    fn at(&self, slot: usize, t: usize, channel: usize) -> Block<T> {
+        let [slots, steps, channels, columns] = self.strides;
+        let first = slot as isize * slots + t as isize * steps + channel as isize * channels;
+        let at = self.first.get().wrapping_offset(first);
+        Block { at, token: columns, channel: channels }
+    }
+}
+
+/// Rows of a tile: the window, that of a token of a tree, tokens, and their y.
+fn tile_rows(history: usize) -> Option<usize> {
+    history.checked_mul(2)?.checked_add(2 * TILE)
 }
 
 impl Walk {
@@ -68,14 +104,18 @@ impl Walk {
         // A task of this many elements takes some microseconds.
         let work = problem.b * problem.l * d;
         let tasks = (work / 4096).clamp(1, 4 * threads);
-        let blocks = tasks.min(d.div_ceil(64)).max(d.div_ceil(CHANNELS));
+        // Long sequences have any lengths, so that their channels divide more evenly; of short ones each has its states
+        // somewhere else, where memory is fast along whole rows.
+        let is_short = problem.b * problem.l <= sizes.sequences.saturating_mul(TILE);
+        let blocks = if is_short { tasks.div_ceil(sizes.sequences) } else { tasks };
+        let blocks = blocks.min(d.div_ceil(64)).max(d.div_ceil(CHANNELS));
         let channels = d.div_ceil(blocks).next_multiple_of(GROUP);
         let blocks = d.div_ceil(channels);
         let parts = tasks.div_ceil(blocks).min(sizes.sequences).max(1);
         let threads = threads.min(blocks * parts);
         let scratch = (|| {
             let staged = Parameters::staged_len(problem.width, channels)?.checked_mul(4)?;
-            let rows = problem.history().checked_add(2 * TILE)?;
+            let rows = tile_rows(problem.history())?;
             let scratch = rows.checked_mul(LANES * element)?.checked_add(staged)?;
             let scratch = scratch.checked_next_multiple_of(64)?;
             scratch.checked_mul(threads).map(|_| scratch)
@@ -153,92 +193,6 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
     }
 }
 
-/// [tokens, channels] elements: the first, and the distances of tokens and channels.
-#[derive(Clone, Copy)]
-struct Block<T> {
-    at: *mut T,
-    token: isize,
-    channel: isize,
-}
-
-impl<T: SimdElement> Block<T> {
-    /// From an element of an operand on.
-    #[inline(always)]
-    fn of(operand: &Operand<T>, row: usize, channel: usize, token: usize) -> Self {
-        let [_, channels, tokens] = operand.strides;
-        Block { at: operand.at(row, channel, token), token: tokens, channel: channels }
-    }
-
-    /// Rows of a tile from row `i` on.
-    #[inline(always)]
-    fn rows(tile: *mut T, i: usize) -> Self {
-        Block { at: tile.wrapping_add(i * LANES), token: LANES as isize, channel: 1 }
-    }
-
-    /// Copies its elements to those of `to`.
-    ///
-    /// # Safety
-    /// Both have so many tokens and channels, and share no memory.
-    #[inline(always)]
-    unsafe fn copy_to(self, to: Block<T>, tokens: usize, channels: usize) {
-        let row = |block: Block<T>, t: usize| block.at.wrapping_offset(t as isize * block.token);
-        let dense = |block: Block<T>| block.token == 1 && block.channel == tokens as isize;
-        // SAFETY: promised by the caller.
-        unsafe {
-            match (self.channel, to.channel, tokens) {
-                (1, 1, _) => {
-                    for t in 0..tokens {
-                        std::ptr::copy_nonoverlapping(row(self, t), row(to, t), channels);
-                    }
-                }
-                (_, 1, 2) if dense(self) => {
-                    split::<T, 2>(self.at, std::array::from_fn(|t| row(to, t)), channels);
-                }
-                (_, 1, 3) if dense(self) => {
-                    split::<T, 3>(self.at, std::array::from_fn(|t| row(to, t)), channels);
-                }
-                (1, _, 2) if dense(to) => {
-                    join::<T, 2>(
-                        std::array::from_fn(|t| row(self, t).cast_const()),
-                        to.at,
-                        channels,
-                    );
-                }
-                (1, _, 3) if dense(to) => {
-                    join::<T, 3>(
-                        std::array::from_fn(|t| row(self, t).cast_const()),
-                        to.at,
-                        channels,
-                    );
-                }
-                _ => {
-                    for c in 0..channels as isize {
-                        let from = self.at.wrapping_offset(c * self.channel);
-                        let to_channel = to.at.wrapping_offset(c * to.channel);
-                        for t in 0..tokens as isize {
-                            to_channel.offset(t * to.token).write(*from.offset(t * self.token));
-                        }
-                    }
-                }
-            }
-        }
-    }
-
-    /// Makes its elements zero.
-    ///
-    /// # Safety
-    /// It has so many tokens and channels.
-    #[inline(always)]
-    unsafe fn clear(self, tokens: usize, channels: usize) {
-        for t in 0..tokens as isize {
-            for c in 0..channels as isize {
-                // SAFETY: promised by the caller.
-                unsafe { self.at.offset(t * self.token + c * self.channel).write(T::default()) };
-            }
-        }
-    }
-}
-
 /// One sequence in some channels.
 #[derive(Clone, Copy)]
 struct Part<'a> {
@@ -261,7 +215,7 @@ impl<T: SimdElement> Task<'_, T> {
         unsafe {
             let staged =
                 operands.parameters.stage(s, problem, channels.clone(), self.scratch.cast());
-            let rows = (problem.history() + 2 * TILE) * LANES * size_of::<T>();
+            let rows = tile_rows(problem.history()).unwrap_or(0) * LANES * size_of::<T>();
             let tile = self.scratch.add((plan.scratch - rows) / 64 * 64).cast::<T>();
             for i in sequences.clone() {
                 let entry = &operands.entries[i];
@@ -273,7 +227,10 @@ impl<T: SimdElement> Task<'_, T> {
                 for c in (0..channels.len()).step_by(LANES) {
                     let (channel, lanes) = (first + c, LANES.min(channels.len() - c));
                     let part = Part { i, entry, states, channel, lanes };
-                    self.walk::<S, W>(s, &staged.from(c), tile, part);
+                    match operands.lookup.has_trees() {
+                        true => self.walk_tree::<S, W>(s, &staged.from(c), tile, part),
+                        false => self.walk::<S, W>(s, &staged.from(c), tile, part),
+                    }
                 }
             }
             // Tokens of nobody; there are none without boundaries.
@@ -302,7 +259,7 @@ impl<T: SimdElement> Task<'_, T> {
         let sum = Sum { width: problem.width, activation: plan.activation, stream };
         let state = |state: usize, column: usize| Block::of(conv_states, state, channel, column);
         let has_drafts = operands.lookup.has_drafts();
-        // SAFETY: tokens, states and their columns exist; the tile has history + 2 * TILE rows of LANES.
+        // SAFETY: tokens, states and their columns exist; the tile has its rows of LANES.
         unsafe {
             if lanes < GROUP {
                 tile.write_bytes(0, (history + TILE) * LANES);
@@ -323,6 +280,7 @@ impl<T: SimdElement> Task<'_, T> {
             let behind = tokens.saturating_sub(history);
             let is_direct = !operands.in_place
                 && !has_drafts
+                && operands.windows.is_none()
                 && (along_tokens_of_x && behind >= S::LANES
                     || along_channels_of_x && behind >= TILE);
             let through_tile = if is_direct { history } else { tokens };
@@ -333,6 +291,12 @@ impl<T: SimdElement> Task<'_, T> {
                 let from = Block::of(x, row, channel, start + t);
                 from.copy_to(Block::rows(tile, history), n, lanes);
                 self.compute::<S, W>(s, sum, staged, tile, (part, t, n));
+                if let Some(windows) = &operands.windows {
+                    for k in 0..n {
+                        let to = windows.at(states.slot, t + k, channel);
+                        Block::rows(tile, k + 1).copy_to(to, history, lanes);
+                    }
+                }
                 while let Some((end, column)) = ends.next_if(t + n) {
                     if let Some(write) = operands.lookup.state_at_end(i, column) {
                         Block::rows(tile, end - t).copy_to(state(write, 0), history, lanes);

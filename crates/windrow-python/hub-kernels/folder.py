@@ -1,0 +1,99 @@
+"""Makes of the Python package a folder in the form of the Hugging Face Hub's kernels.
+
+    python folder.py PACKAGE OUT REVISION
+
+PACKAGE is the folder `windrow` of an installed wheel. OUT gets a folder `build` with a variant for the CPU and for each
+generation of CUDA. REVISION, the short hash of a commit, goes into the names of the module and of the operators, so
+that two versions can be loaded side by side.
+
+A variant has the extension, the modules of `windrow.torch` that need nothing else of the package, with relative imports,
+and the files beside this one. No variant links PyTorch or CUDA, so that the same code serves all of them.
+"""
+
+import base64
+import hashlib
+import json
+import platform
+import re
+import shutil
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+NAME = "windrow"
+# Raised with every change that needs a rebuild of what calls the kernel.
+VERSION = 1
+# The first version of PyTorch that the Python package works with.
+TORCH = "torch-stable-abi24"
+# The oldest architecture that kernels are compiled for; the compiler and the driver do the rest on newer ones.
+ARCHITECTURES = ["8.0+PTX"]
+# What a variant is called, and for which backend it is.
+BACKENDS = {"cpu": {"type": "cpu"}} | {
+    cuda: {"type": "cuda", "archs": ARCHITECTURES} for cuda in ("cu126", "cu130")
+}
+MODULES = [
+    "_causal_conv1d",
+    "_conv2d",
+    "_conv2d_fastest",
+    "_fastest",
+    "_filters",
+    "_flops",
+    "_gelu",
+    "_library",
+    "_memory",
+    "_threads",
+]
+ABSOLUTE = re.compile(r"^(\s*)from windrow(?:\.torch)?(?:\.(\w+))? import ", re.MULTILINE)
+
+
+def relative(source: str) -> str:
+    """With imports from the package's own modules, all of which lie in one folder here."""
+    source = ABSOLUTE.sub(lambda found: f"{found[1]}from .{found[2] or ''} import ", source)
+    if left := re.search(r"^\s*(?:import|from) windrow.*", source, re.MULTILINE):
+        raise ValueError(f"not made relative: {left[0].strip()}")
+    return source
+
+
+def write_variant(package: Path, folder: Path, backend: dict, revision: str) -> None:
+    by_name = folder / NAME
+    by_name.mkdir(parents=True)
+    shutil.copy(HERE / "by_name.py", by_name / "__init__.py")
+    for file in ["__init__.py", "layers.py"]:
+        shutil.copy(HERE / file, folder)
+    for module in MODULES:
+        source = (package / "torch" / f"{module}.py").read_text()
+        (folder / f"{module}.py").write_text(relative(source))
+    shutil.copy(package / "_native.abi3.so", folder)
+    metadata = {
+        "name": NAME,
+        "id": f"_{NAME}_{backend['type']}_{revision}",
+        "version": VERSION,
+        "license": "apache-2.0",
+        "python-depends": [],
+        "kernel-depends": [],
+        "backend": backend,
+        "digest": {"algorithm": "sha256", "files": digests(folder)},
+    }
+    (folder / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+
+
+def digests(folder: Path) -> dict:
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    hashes = {file: hashlib.sha256(file.read_bytes()).digest() for file in files}
+    return {file.relative_to(folder).as_posix(): base64.b64encode(h).decode() for file, h in hashes.items()}
+
+
+def main(package: Path, out: Path, revision: str) -> None:
+    build = out / "build"
+    if build.exists():
+        shutil.rmtree(build)
+    # macOS has another name for what the Hub calls as Linux does.
+    cpu = platform.machine().replace("arm64", "aarch64")
+    machine = f"{cpu}-{platform.system().lower()}"
+    for name, backend in BACKENDS.items():
+        write_variant(package, build / f"{TORCH}-{name}-{machine}", backend, revision)
+
+
+if __name__ == "__main__":
+    package, out, revision = sys.argv[1:]
+    main(Path(package), Path(out), revision)

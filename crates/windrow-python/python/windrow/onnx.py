@@ -1,0 +1,156 @@
+"""Windrow's operators in ONNX Runtime, on the CPU.
+
+    import onnxruntime, windrow.onnx
+
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(windrow.onnx.library())
+    model = windrow.onnx.convert(onnx.load("model.onnx"))
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+
+Nodes of the domain `ai.windrow` have the inputs, outputs and attributes of ONNX's operators of their names: `Conv` (images
+and rows), `Gelu` and `CausalConvWithState`, in f32, f16 and bf16. `Conv` and `CausalConvWithState` have an attribute
+`activation`: "none", "relu", "silu", "gelu" or "gelu_tanh".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+from windrow import _native
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto, NodeProto, TypeProto
+
+DOMAIN = "ai.windrow"
+OPERATORS = ("CausalConvWithState", "Conv", "Gelu")
+
+
+def library() -> str:
+    """The file for `SessionOptions.register_custom_ops_library`: the extension itself."""
+    file: str = _native.__file__
+    return file
+
+
+def convert(model: ModelProto, operators: Collection[str] = OPERATORS) -> ModelProto:
+    """A copy of the model in which Windrow computes the nodes of these operators.
+
+    A `Conv` takes over the activation behind it: `Relu`, `Gelu`, `Swish`, or `Sigmoid` and `Mul`. What has other types than
+    f32, f16 and bf16, or whose types cannot be inferred, stays as it is, as do convolutions of volumes.
+
+    Raises ValueError for an operator that is not one of `OPERATORS`.
+    """
+    from onnx import helper, shape_inference
+
+    for name in operators:
+        if name not in OPERATORS:
+            raise ValueError(f"`operators` has {name}, expected some of {', '.join(OPERATORS)}")
+    result = shape_inference.infer_shapes(model)
+    count = sum(_convert(graph, operators) for graph in _graphs(result.graph))
+    # What was inferred was only for us.
+    for graph, original in zip(_graphs(result.graph), _graphs(model.graph), strict=True):
+        del graph.value_info[:]
+        graph.value_info.extend(original.value_info)
+    if count and DOMAIN not in [entry.domain for entry in result.opset_import]:
+        result.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+    return result
+
+
+def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
+    """The graph, and those inside of its nodes."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
+                yield from _graphs(inner)
+
+
+def _convert(graph: GraphProto, operators: Collection[str]) -> int:
+    """How many nodes are Windrow's from here on."""
+    types = _types(graph)
+    count = 0
+    for node in graph.node:
+        if node.domain not in ("", "ai.onnx") or node.op_type not in operators:
+            continue
+        if not all(_is_computed(types.get(name)) for name in node.input if name):
+            continue
+        if node.op_type == "Conv" and _rank(types[node.input[1]]) not in (3, 4):
+            continue
+        node.domain = DOMAIN
+        count += 1
+    for node in [*graph.node]:
+        if node.domain == DOMAIN and node.op_type == "Conv":
+            _take_over_activation(graph, node)
+    return count
+
+
+def _types(graph: GraphProto) -> dict[str, TypeProto]:
+    """Of the values that the graph has, as far as they are known."""
+    from onnx import helper
+
+    types = {value.name: value.type for value in [*graph.input, *graph.value_info, *graph.output]}
+    for tensor in graph.initializer:
+        types[tensor.name] = helper.make_tensor_type_proto(tensor.data_type, [*tensor.dims])
+    return types
+
+
+def _is_computed(type: TypeProto | None) -> bool:
+    from onnx import TensorProto
+
+    computed = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+    return type is not None and type.tensor_type.elem_type in computed
+
+
+def _rank(type: TypeProto) -> int | None:
+    return len(type.tensor_type.shape.dim) if type.tensor_type.HasField("shape") else None
+
+
+def _take_over_activation(graph: GraphProto, node: NodeProto) -> None:
+    from onnx import helper
+
+    found = _activation(graph, node.output[0])
+    if found is None:
+        return
+    name, gone = found
+    node.attribute.append(helper.make_attribute("activation", name))
+    node.output[0] = gone[-1].output[0]
+    for other in gone:
+        graph.node.remove(other)
+
+
+def _activation(graph: GraphProto, value: str) -> tuple[str, list[NodeProto]] | None:
+    """What is applied to a value, by which nodes, the last one last; None if the value is of use for something else."""
+    readers = _readers(graph, value)
+    match [node.op_type for node in readers]:
+        case ["Relu"]:
+            return "relu", readers
+        case ["Gelu"]:
+            is_tanh = _attribute(readers[0], "approximate", b"none") == b"tanh"
+            return "gelu_tanh" if is_tanh else "gelu", readers
+        case ["Swish"] if _attribute(readers[0], "alpha", 1.0) == 1.0:
+            return "silu", readers
+        case ["Sigmoid", "Mul"]:
+            sigmoid, product = readers
+            gate = sigmoid.output[0]
+            if {*product.input} == {value, gate} and _readers(graph, gate) == [product]:
+                return "silu", readers
+    return None
+
+
+def _readers(graph: GraphProto, value: str) -> list[NodeProto]:
+    """The nodes that read a value; none if the graph gives it back, or a graph inside of a node reads it."""
+    inner = [node for part in _graphs(graph) if part is not graph for node in part.node]
+    given_back = [output.name for part in _graphs(graph) for output in part.output]
+    if value in given_back or any(value in node.input for node in inner):
+        return []
+    return [node for node in graph.node if value in node.input]
+
+
+def _attribute(node: NodeProto, name: str, default: object) -> object:
+    from onnx import helper
+
+    for attribute in node.attribute:
+        if attribute.name == name:
+            value: object = helper.get_attribute_value(attribute)
+            return value
+    return default

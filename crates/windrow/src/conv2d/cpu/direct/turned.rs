@@ -1,0 +1,198 @@
+//! Channels that are groups of their own, and whose pixels lie next to each other: the pixels of a vector of channels are
+//! turned in registers, so that channels do, summed as there, and turned back.
+
+use super::super::epilogue::Epilogue;
+use super::super::rows::copy_turned;
+use super::super::stencil::{Stencil, Tap};
+use super::Operands;
+use super::depthwise::{Channels, Lanes, Single};
+use crate::cpu::gemm::even_part;
+use crate::cpu::{Isa, Kernel, MAX_LANES, Simd, SimdElement, dispatch};
+
+/// Elements of scratch memory that a block of rows may take, of which a quarter of a second-level cache of 1 MiB is left
+/// for the caller, and those of the largest block of one row.
+const BLOCK_LEN: usize = 192 << 10;
+const MOST_LEN: usize = 1 << 20;
+
+#[derive(Clone, Debug)]
+pub(super) struct Turned {
+    /// Channels of a vector.
+    lanes: usize,
+    /// Destination rows of a block.
+    block: usize,
+    /// The first source row that a block reads, relative to its first row's own, and how many a block of one
+    /// row reads.
+    top: isize,
+    span: usize,
+    /// Elements of scratch memory for the source and for the destination of a block.
+    len: [usize; 2],
+}
+
+impl Turned {
+    /// `None` where channels do not fill vectors, pixels do not lie next to each other, or filter rows do not follow
+    /// each other.
+    pub(super) fn new(stencil: &Stencil, isa: Isa) -> Option<Self> {
+        let Stencil { c, k, groups, src, dst, src_size, dst_size, step, .. } = *stencil;
+        let lanes = dispatch(isa, Lanes);
+        let rows = &stencil.rows;
+        let follow = |taps: &[Tap]| taps[0].offset + 1 == taps[1].offset;
+        let fits = c == 1 && k == 1 && groups >= lanes && src[3] == 1 && dst[3] == 1;
+        if !fits || rows.is_empty() || dst_size.contains(&0) || !rows.windows(2).all(follow) {
+            return None;
+        }
+        let (top, span) = (rows[0].offset, rows.len());
+        let len = |block: usize| {
+            let source = (block - 1).saturating_mul(step[0]).saturating_add(span);
+            [source.min(src_size[0]).saturating_mul(src_size[1]), block.saturating_mul(dst_size[1])]
+                .map(|pixels| pixels.saturating_mul(MAX_LANES))
+        };
+        let total =
+            |block: usize| len(block).iter().fold(0, |sum: usize, &n| sum.saturating_add(n));
+        if total(1) > MOST_LEN {
+            return None;
+        }
+        let most = (1..=dst_size[0]).take_while(|&block| total(block) <= BLOCK_LEN).last();
+        let block = even_part(dst_size[0], most.unwrap_or(1));
+        Some(Turned { lanes, block, top, span, len: len(block) })
+    }
+
+    pub(super) fn explain(&self) -> String {
+        format!("lanes over channels, each its own group, {} rows turned at once", self.block)
+    }
+
+    fn blocks(&self, stencil: &Stencil) -> usize {
+        stencil.dst_size[0].div_ceil(self.block)
+    }
+
+    /// Blocks of all images and vectors of channels.
+    pub(super) fn units(&self, stencil: &Stencil) -> usize {
+        stencil.n * stencil.groups.div_ceil(self.lanes) * self.blocks(stencil)
+    }
+
+    /// Elements of scratch memory of one worker.
+    pub(super) fn scratch_len(&self) -> usize {
+        self.len[0] + self.len[1]
+    }
+
+    /// # Safety
+    /// As for `Direct::run`.
+    pub(super) unsafe fn run<T: SimdElement>(
+        &self,
+        isa: Isa,
+        stencil: &Stencil,
+        unit: usize,
+        operands: &Operands<'_, T>,
+        scratch: *mut f32,
+    ) {
+        dispatch(isa, Block { plan: self, stencil, unit, operands, scratch });
+    }
+}
+
+struct Block<'a, T> {
+    plan: &'a Turned,
+    stencil: &'a Stencil,
+    unit: usize,
+    operands: &'a Operands<'a, T>,
+    scratch: *mut f32,
+}
+
+impl<T: SimdElement> Kernel for Block<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Block { plan, stencil, unit, operands, scratch } = self;
+        let Stencil { groups, src, dst, src_size, dst_size, step, .. } = *stencil;
+        let blocks = plan.blocks(stencil);
+        let vectors = groups.div_ceil(S::LANES);
+        let (vector, first) = (unit / blocks, unit % blocks * plan.block);
+        let (n, channel) = (vector / vectors, vector % vectors * S::LANES);
+        let count = S::LANES.min(groups - channel);
+        let rows = plan.block.min(dst_size[0] - first);
+        // Source rows that exist.
+        let top = (first * step[0]) as isize + plan.top;
+        let bottom = top + ((rows - 1) * step[0] + plan.span) as isize;
+        let [top, bottom] = [top, bottom].map(|row| row.clamp(0, src_size[0] as isize) as usize);
+        let image = operands.src.wrapping_offset(n as isize * src[0] + channel as isize * src[1]);
+        let turned = scratch.wrapping_add(plan.len[0]);
+        // SAFETY: a block of the stencil, of which nobody else writes the pixels; scratch memory has room for its source
+        // and its destination.
+        unsafe {
+            let lines = if src[2] == src_size[1] as isize { 1 } else { bottom - top };
+            let len = (bottom - top) * src_size[1] / lines.max(1);
+            for line in 0..lines {
+                let from = image.wrapping_offset((top + line) as isize * src[2]);
+                copy_turned(
+                    s,
+                    (from, src[1]),
+                    len,
+                    count,
+                    scratch.add(line * len * S::LANES),
+                    S::LANES,
+                );
+            }
+            let row = src_size[1] * S::LANES;
+            let bias = operands.epilogue.bias;
+            let bias = if bias.is_null() { bias } else { bias.wrapping_add(channel) };
+            for i in 0..rows {
+                let channels = Channels {
+                    stencil,
+                    src: scratch.cast_const().wrapping_sub(top * row),
+                    src_strides: [row as isize, S::LANES as isize],
+                    filter: operands.packed.as_ptr().wrapping_add(channel),
+                    count,
+                    epilogue: Epilogue { bias, ..operands.epilogue },
+                    dst: turned.add(i * dst_size[1] * S::LANES),
+                    dst_col: S::LANES as isize,
+                };
+                channels.row(s, Single, first + i);
+            }
+            let to = operands.dst.wrapping_offset(
+                stencil.dst_offset
+                    + n as isize * dst[0]
+                    + channel as isize * dst[1]
+                    + first as isize * dst[2],
+            );
+            let lines = if dst[2] == dst_size[1] as isize { 1 } else { rows };
+            let len = rows * dst_size[1] / lines;
+            for line in 0..lines {
+                let from = turned.cast_const().add(line * len * S::LANES);
+                let to = to.wrapping_offset(line as isize * dst[2]);
+                turn_back(s, from, len, count, to, dst[1]);
+            }
+        }
+    }
+}
+
+/// Stores `count` channels, `channel` elements apart, of `len` pixels [pixel, LANES].
+///
+/// # Safety
+/// The pixels are readable, and so many elements of each channel writable at `to`.
+#[inline(always)]
+unsafe fn turn_back<S: Simd, T: SimdElement>(
+    s: S,
+    from: *const f32,
+    len: usize,
+    count: usize,
+    to: *mut T,
+    channel: isize,
+) {
+    for pixel in (0..len).step_by(S::LANES) {
+        let width = S::LANES.min(len - pixel);
+        let mut square = s.zeros();
+        // SAFETY: promised by the caller.
+        unsafe {
+            for (p, row) in square.as_mut().iter_mut().enumerate().take(width) {
+                *row = s.load(from.add((pixel + p) * S::LANES));
+            }
+            let square = s.transpose(square);
+            for (c, &y) in square.as_ref().iter().enumerate().take(count) {
+                let to = to.wrapping_offset(c as isize * channel).wrapping_add(pixel);
+                match width == S::LANES {
+                    true => T::store(s, to, y),
+                    false => T::store_first(s, to, y, width),
+                }
+            }
+        }
+    }
+}

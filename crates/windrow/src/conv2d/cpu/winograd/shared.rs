@@ -1,0 +1,90 @@
+//! V of a range of tiles at once, where the tasks that follow share it.
+
+use super::geometry::Geometry;
+use super::input::{InputTransform, STAGING};
+use super::strides4;
+use crate::TensorRef;
+use crate::cpu::{Isa, SendPtr, SimdElement, dispatch, parallel_for_workers};
+use std::ops::Range;
+
+/// Tiles, and vectors of channels, that one task transforms.
+const TILES_AT_ONCE: usize = 16;
+const VECTORS_AT_ONCE: usize = 8;
+
+/// A part of what is transformed to [position, vector, tile, LANES].
+pub(super) struct Part {
+    pub tiles: Range<usize>,
+    pub channels: Range<usize>,
+    /// Where it begins.
+    pub offset: usize,
+}
+
+/// Calls for each part of some tiles and of so many channels, several at once, with the worker; `vector_stride` lies
+/// between vectors of channels.
+pub(super) fn in_parts(
+    threads: usize,
+    tiles: &Range<usize>,
+    channels: usize,
+    (lanes, vector_stride): (usize, usize),
+    call: impl Fn(usize, Part) + Sync,
+) {
+    let columns = channels.div_ceil(lanes).div_ceil(VECTORS_AT_ONCE);
+    let rows = tiles.len().div_ceil(TILES_AT_ONCE);
+    parallel_for_workers(threads, rows * columns, |worker, task| {
+        let (row, column) = (task / columns * TILES_AT_ONCE, task % columns * VECTORS_AT_ONCE);
+        let (tile, channel) = (tiles.start + row, column * lanes);
+        let part = Part {
+            tiles: tile..tiles.end.min(tile + TILES_AT_ONCE),
+            channels: channel..channels.min(channel + VECTORS_AT_ONCE * lanes),
+            offset: column * vector_stride + row * lanes,
+        };
+        call(worker, part);
+    });
+}
+
+/// Where V of a range of tiles goes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SharedInput<'a> {
+    pub geometry: &'a Geometry,
+    pub isa: Isa,
+    pub lanes: usize,
+    pub threads: usize,
+    pub tiles: &'a Range<usize>,
+    /// V [position, c / LANES, tile, LANES]
+    pub v: SendPtr<f32>,
+    /// Distances between positions and between channel vectors of V.
+    pub v_strides: [usize; 2],
+    /// [`STAGING`] elements for each thread.
+    pub staging: SendPtr<f32>,
+}
+
+impl SharedInput<'_> {
+    /// Transforms x, `A` = alpha.
+    ///
+    /// # Safety
+    /// x is the problem's, of type X; V and the staging memory are as documented.
+    pub(super) unsafe fn transform<X: SimdElement, const A: usize>(&self, x: &TensorRef<'_>) {
+        let SharedInput { geometry, isa, lanes, threads, tiles, v, v_strides, staging } = *self;
+        let strides = strides4(x.strides());
+        let x = SendPtr(x.as_ptr().cast_mut());
+        let channels = geometry.problem.c;
+        in_parts(threads, tiles, channels, (lanes, v_strides[1]), |worker, part| {
+            // The channels of this task as all there are.
+            let mut geometry = *geometry;
+            geometry.problem.c = part.channels.len();
+            let first = part.channels.start as isize * strides[1];
+            let transform = InputTransform::<X, A> {
+                geometry: &geometry,
+                x: x.get().cast_const().cast::<X>().wrapping_offset(first),
+                strides,
+                tiles: part.tiles,
+                // SAFETY: a thread has its own staging memory; each task writes its own tiles and channels of V.
+                staging: unsafe { staging.get().add(worker * STAGING) },
+                // SAFETY: a part of V, which holds all tiles and channels.
+                v: unsafe { v.get().add(part.offset) },
+                v_strides,
+            };
+            dispatch(isa, transform);
+        });
+    }
+}
