@@ -1,10 +1,12 @@
 """A network in one mode: what is timed, and how far its result is from that in f64."""
 
 import copy
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import networks
 import torch
@@ -51,12 +53,31 @@ def original(network: Network, mode: Mode, device: torch.device) -> nn.Module:
 
 # PyTorch's modules as they are and compiled by it; the same patched, and optimized, with Windrow's defaults.
 PYTORCH, COMPILED, PATCHED, OPTIMIZED = "pytorch", "compiled", "windrow", "optimized"
+# PyTorch's modules exported to it.
+ONNXRUNTIME = "onnxruntime"
 
 
-def sides(kind: str, is_compiled: bool = False) -> list[str]:
-    """All that take turns; `is_compiled` adds PyTorch's compiler."""
+def sides(kind: str, others: Iterable[str] = ()) -> list[str]:
+    """All that take turns, with `others`."""
     optimized = [OPTIMIZED] * (kind == "infer" and hasattr(windrow.torch, "optimize"))
-    return [PYTORCH] + [COMPILED] * is_compiled + [PATCHED] + optimized
+    return [PYTORCH, *others, PATCHED, *optimized]
+
+
+def session_call(model: nn.Module, x: Tensor) -> Callable[[], object]:
+    """A run of ONNX Runtime: its own kernels, all of its graph optimisations, as many threads as PyTorch has."""
+    import onnxruntime
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.onnx"
+        torch.onnx.export(model, (x,), file, dynamo=True, verbose=False)
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+        options.intra_op_num_threads = torch.get_num_threads()
+        # Its threads wait for the next call by spinning, which would take the cores from whoever has the next turn.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    inputs = {session.get_inputs()[0].name: x.numpy()}
+    return lambda: session.run(None, inputs)
 
 
 @dataclass(frozen=True)
@@ -103,6 +124,8 @@ class Case:
         """The call that is timed: the network's result, or a step of training."""
         self.set_flags()
         model, x = self.model(side), self.input(self.batch, self.network.size[self.device.type])
+        if side == ONNXRUNTIME:
+            return session_call(model, x)
         if self.kind == "train":
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 

@@ -3,9 +3,10 @@
     python benchmarks/models.py --device cuda:0|cpu [--models a,b] [--modes m,n] [--train] OUT.json
 
 Networks of torchvision, and of diffusers where it is installed, with random weights. PyTorch, the patched and the optimized
-network take turns in one process, and with `--compile` what torch.compile makes of PyTorch's; times are medians. On CUDA
-inference is timed in a graph and without; `--train` times a step with SGD instead. Memory is the peak of the weights, the
-input and one call; errors are relative, against the same network in f64. `--accuracy half` is given to patch and optimize.
+network take turns in one process, with `--compile` also what torch.compile makes of PyTorch's, and with `--onnxruntime` on
+a CPU in mode f32 ONNX Runtime, with all of its graph optimisations and as many threads; times are medians. On CUDA inference
+is timed in a graph and without; `--train` times a step with SGD instead. Memory is the peak of the weights, the input and
+one call; errors are relative, against the same network in f64. `--accuracy half` is given to patch and optimize.
 
 Results are written after each case. Cases that OUT.json has already are replaced if they are measured again and else kept,
 so a record can be made in parts, on one machine; OUT.md is its table. Memory comes last, on CUDA with several processes
@@ -47,12 +48,15 @@ def arguments() -> argparse.Namespace:
     add("--modes", help="of " + "; ".join(f"{k} on {d}: {','.join(m)}" for (k, d), m in MODES_OF.items()))
     add("--train", action="store_true", help="a step of training instead of inference")
     add("--compile", action="store_true", help="torch.compile beside PyTorch, each network's first batch")
+    add("--onnxruntime", action="store_true", help="ONNX Runtime beside PyTorch, on the CPU in mode f32")
     add("--accuracy", help="of patch and optimize")
     add("--batches", help="instead of each network's own")
     add("--seconds", type=float, help="timing of a case; default 1 on CUDA, 8 on the CPU")
     add("--budget", type=float, default=math.inf, help="start no case after so many seconds")
     add("out", type=Path, metavar="OUT.json")
     options = parser.parse_args()
+    if options.onnxruntime and (options.train or options.device.type != "cpu"):
+        parser.error("--onnxruntime is for inference on the CPU")
     if options.device.type == "cuda":
         torch.cuda.set_device(options.device)
         options.device = torch.device("cuda", torch.cuda.current_device())
@@ -147,9 +151,9 @@ def in_turns(
     }
 
 
-def timed(case: Case, seconds: float, is_compiled: bool) -> dict[str, dict]:
+def timed(case: Case, seconds: float, others: list[str]) -> dict[str, dict]:
     """Times by kind of call."""
-    calls = {side: case.start(side) for side in contestants.sides(case.kind, is_compiled)}
+    calls = {side: case.start(side) for side in contestants.sides(case.kind, others)}
     if case.kind == "train":
         return {"train": in_turns(calls, seconds, case.device)}
     if case.device.type == "cpu":
@@ -163,7 +167,9 @@ def timed(case: Case, seconds: float, is_compiled: bool) -> dict[str, dict]:
 
 def measured(name: str, case: Case, options: argparse.Namespace, exact: dict) -> dict[str, Any]:
     """Times, and of a network's first batch errors."""
-    times = timed(case, options.seconds, options.compile and case.first)
+    others = [contestants.COMPILED] * (options.compile and case.first)
+    others += [contestants.ONNXRUNTIME] * (options.onnxruntime and case.mode == MODES["f32"])
+    times = timed(case, options.seconds, others)
     return {"ms": times, "error": case.errors(exact)} if case.first else {"ms": times}
 
 
@@ -179,9 +185,10 @@ def peaks(measured: dict[str, Case]) -> dict[str, dict[str, int]]:
     return found
 
 
-def header(device: torch.device) -> dict[str, Any]:
+def header(device: torch.device, more: list[str]) -> dict[str, Any]:
+    """With the versions of PyTorch, Windrow, what networks are from, and `more` packages."""
     versions = {"torch": torch.__version__}
-    for package in ["torchvision", "diffusers", "windrow"]:
+    for package in ["torchvision", "diffusers", "windrow", *more]:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -212,20 +219,20 @@ TITLES = {
     "eager": "Inference",
     "train": "A step of training",
 }
-ROW = "| {:<26} | {:>7} | {:>7} | {:>5} | {:>9} | {:>5} | {:>8} | {:>10} | {:>15} | {:>10} |"
-HEAD = ("PyTorch", "patched", "x", "optimized", "x", "compiled", "memory", "error", "err. x")
+ROW = "| {:<26} | {:>7} | {:>7} | {:>5} | {:>9} | {:>5} | {:>8} | {:>5} | {:>10} | {:>15} | {:>10} |"
+HEAD = ("PyTorch", "patched", "x", "optimized", "x", "compiled", "ORT", "memory", "error", "err. x")
 
 
 def table(record: dict[str, Any]) -> str:
-    """Within 100 columns."""
     versions = ", ".join(f"{n} {v}" for n, v in record["versions"].items() if v)
     commits = {provenance.sentence(case) for case in record["cases"].values()}
     lines = [f"# {record['device']}", "", f"{versions}.", *sorted(commits)]
     lines += [f"Not measured: {name} ({why})." for name, why in record["left"].items()]
     failed = {name: case["failed"] for name, case in record["cases"].items() if "failed" in case}
     lines += [f"Failed: {name}: {why}" for name, why in failed.items()]
-    lines += ["", "Times in ms; `x`: PyTorch's time beside it, as of `compiled` by torch.compile. `error`: PyTorch's and that of"]
-    lines += ["the patched network; `memory`, `err. x`: of the patched and the optimized network beside PyTorch's."]
+    lines += ["", "Times in ms; `x`: PyTorch's time beside it, as of `compiled` by torch.compile and of `ORT`, ONNX Runtime."]
+    lines += ["`error`: PyTorch's and that of the patched network; `memory`, `err. x`: of the patched and the optimized network"]
+    lines += ["beside PyTorch's."]
     for kind, title in TITLES.items():
         rows = {n: c for n, c in record["cases"].items() if kind in c.get("ms", {})}
         if rows:
@@ -254,6 +261,7 @@ def row(name: str, case: dict[str, Any], kind: str) -> str:
         digits("optimized"),
         times_as_fast("optimized"),
         times_as_fast("compiled"),
+        times_as_fast("onnxruntime"),
         beside(case.get("peak_bytes")),
         f"{error['pytorch']:.1e} {error['windrow']:.1e}" if error else "-",
         beside(error),
@@ -263,7 +271,7 @@ def row(name: str, case: dict[str, Any], kind: str) -> str:
 def main() -> int:
     options = arguments()
     start, broken = time.perf_counter(), 0
-    record = load(options.out, header(options.device))
+    record = load(options.out, header(options.device, [contestants.ONNXRUNTIME] * options.onnxruntime))
     record["left"] = {}
     exact: dict[tuple, torch.Tensor] = {}
     measured_at = provenance.commit() | {"date": str(datetime.date.today())}

@@ -9,6 +9,7 @@
 mod access;
 mod fault;
 mod float;
+pub mod graphs;
 pub mod hiprtc;
 pub mod inst;
 pub mod launch;

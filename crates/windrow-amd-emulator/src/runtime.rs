@@ -2,10 +2,9 @@
 
 use crate::Fault;
 use crate::launch::{Function, Module, Size};
-use crate::{memory, object, rocblas};
+use crate::{graphs, memory, object, rocblas};
 use std::cell::{Cell, RefCell};
-use std::collections::HashMap;
-use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::ptr::null_mut;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::time::Instant;
@@ -20,14 +19,12 @@ const INVALID_IMAGE: c_int = 200;
 const INVALID_HANDLE: c_int = 400;
 const NOT_FOUND: c_int = 500;
 const LAUNCH_FAILURE: c_int = 719;
-const CAPTURE_UNSUPPORTED: c_int = 900;
+pub(crate) const CAPTURE_UNSUPPORTED: c_int = 900;
 
 thread_local! {
     /// The last error of this thread, and what it was about.
     static LAST: Cell<c_int> = const { Cell::new(0) };
     static WORDS: RefCell<CString> = RefCell::default();
-    /// `hipStreamCaptureMode`
-    static MODE: Cell<c_int> = const { Cell::new(0) };
 }
 
 /// The chip: `WINDROW_EMULATOR_CHIP`, or gfx942.
@@ -93,53 +90,11 @@ impl Work {
     }
 }
 
-/// Called with an object of the user's when its last graph is gone.
-struct UserObject {
-    user: Handle,
-    release: unsafe extern "C" fn(Handle),
-}
-
-// SAFETY: who makes one lets it be released from any thread.
-unsafe impl Send for UserObject {}
-// SAFETY: it is looked at when it is dropped only.
-unsafe impl Sync for UserObject {}
-
-impl Drop for UserObject {
-    fn drop(&mut self) {
-        // SAFETY: the maker's promise.
-        unsafe { (self.release)(self.user) };
-    }
-}
-
-#[derive(Clone, Default)]
-struct Graph {
-    work: Vec<Work>,
-    objects: Vec<Arc<UserObject>>,
-}
-
-/// A capture under way: its number, the graph, and whether something forbidden was asked for.
-struct Capture {
-    id: u64,
-    graph: *mut Graph,
-}
-
-// SAFETY: graphs belong to whoever captures.
-unsafe impl Send for Capture {}
-
-/// By the addresses of the streams.
-static CAPTURES: LazyLock<Mutex<HashMap<usize, Capture>>> = LazyLock::new(Mutex::default);
-
 struct Event(Mutex<Option<Instant>>);
 
 /// Does the work, or keeps it for the graph that the stream records.
 pub(crate) fn give(stream: Handle, work: Work) -> c_int {
-    let captures = CAPTURES.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(capture) = captures.get(&stream.addr()) {
-        // SAFETY: alive until the capture ends.
-        unsafe { &mut *capture.graph }.work.push(work);
-        return 0;
-    }
-    drop(captures);
+    let Some(work) = graphs::record(stream, work) else { return 0 };
     work.run().map_or_else(
         |fault| {
             eprintln!("windrow-amd-emulator: {fault}");
@@ -344,7 +299,7 @@ functions! {
 
     /// Everything is done already.
     fn hipStreamSynchronize(stream: Handle) {
-        if CAPTURES.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&stream.addr()) {
+        if graphs::is_recorded(stream) {
             return failed(CAPTURE_UNSUPPORTED, "the stream is recorded");
         }
         0
@@ -387,113 +342,6 @@ functions! {
             return failed(INVALID_HANDLE, "an event that was not recorded");
         };
         milliseconds.write(end.saturating_duration_since(start).as_secs_f32() * 1e3);
-        0
-    }
-
-    /// What is given from now on becomes a graph.
-    fn hipStreamBeginCapture(stream: Handle, _mode: c_int) {
-        static NEXT: Mutex<u64> = Mutex::new(1);
-        let mut next = NEXT.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut captures = CAPTURES.lock().unwrap_or_else(PoisonError::into_inner);
-        if stream.is_null() || captures.contains_key(&stream.addr()) {
-            return failed(CAPTURE_UNSUPPORTED, "the stream cannot be recorded");
-        }
-        let graph = Box::into_raw(Box::<Graph>::default());
-        captures.insert(stream.addr(), Capture { id: *next, graph });
-        *next += 1;
-        0
-    }
-
-    /// The graph.
-    fn hipStreamEndCapture(stream: Handle, graph: *mut Handle) {
-        let mut captures = CAPTURES.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(capture) = captures.remove(&stream.addr()) else {
-            return failed(CAPTURE_UNSUPPORTED, "the stream is not recorded");
-        };
-        graph.write(capture.graph.cast());
-        0
-    }
-
-    /// Whether a stream is recorded, and into what.
-    fn hipStreamGetCaptureInfo_v2(
-        stream: Handle,
-        status: *mut c_int,
-        id: *mut u64,
-        graph: *mut Handle,
-        _dependencies: *mut *const Handle,
-        _count: *mut usize,
-    ) {
-        let captures = CAPTURES.lock().unwrap_or_else(PoisonError::into_inner);
-        let capture = captures.get(&stream.addr());
-        status.write(c_int::from(capture.is_some()));
-        if let Some(capture) = capture {
-            id.write(capture.id);
-            graph.write(capture.graph.cast());
-        }
-        0
-    }
-
-    /// Of this thread.
-    fn hipThreadExchangeStreamCaptureMode(mode: *mut c_int) {
-        mode.write(MODE.replace(mode.read()));
-        0
-    }
-
-    /// A copy of the graph.
-    fn hipGraphInstantiateWithFlags(
-        instance: *mut Handle,
-        graph: Handle,
-        _flags: c_ulonglong,
-    ) {
-        instance.write(boxed((*graph.cast::<Graph>()).clone()));
-        0
-    }
-
-    /// Does its work in the order in which it was given.
-    fn hipGraphLaunch(instance: Handle, stream: Handle) {
-        for work in &(*instance.cast::<Graph>()).work {
-            let status = give(stream, work.clone());
-            if status != 0 {
-                return status;
-            }
-        }
-        0
-    }
-
-    /// Forgets it.
-    fn hipGraphDestroy(graph: Handle) {
-        drop(Box::from_raw(graph.cast::<Graph>()));
-        0
-    }
-
-    /// Forgets it.
-    fn hipGraphExecDestroy(instance: Handle) {
-        drop(Box::from_raw(instance.cast::<Graph>()));
-        0
-    }
-
-    /// What is released with the last graph that keeps it.
-    fn hipUserObjectCreate(
-        object: *mut Handle,
-        user: Handle,
-        release: unsafe extern "C" fn(Handle),
-        _count: c_uint,
-        _flags: c_uint,
-    ) {
-        object.write(boxed(Arc::new(UserObject { user, release })));
-        0
-    }
-
-    /// The user's own share.
-    fn hipUserObjectRelease(object: Handle, _count: c_uint) {
-        drop(Box::from_raw(object.cast::<Arc<UserObject>>()));
-        0
-    }
-
-    /// The graph takes the user's share.
-    fn hipGraphRetainUserObject(graph: Handle, object: Handle, _count: c_uint, _flags: c_uint) {
-        let object = Box::from_raw(object.cast::<Arc<UserObject>>());
-        (*graph.cast::<Graph>()).objects.push(*object);
         0
     }
 

@@ -89,11 +89,46 @@ pub(crate) struct Named<'py> {
     accuracy: Option<String>,
 }
 
-impl Named<'_> {
-    pub(crate) fn params(self, py: Python<'_>) -> PyResult<Conv2dParams> {
-        let options = (self.stride, self.padding, self.dilation, self.groups);
-        params(py, options, self.activation.as_deref(), self.accuracy.as_deref())
+/// The arrays of a call with [`Named`] options, and what it computes.
+pub(crate) struct Given<'py> {
+    pub(crate) x: Array<'py>,
+    pub(crate) weight: Array<'py>,
+    spec: Conv2dSpec,
+}
+
+impl<'py> Given<'py> {
+    pub(crate) fn import(
+        py: Python<'py>,
+        x: &Bound<'py, PyAny>,
+        weight: &Bound<'py, PyAny>,
+        bias: Option<&Bound<'py, PyAny>>,
+        named: Named<'_>,
+    ) -> PyResult<Self> {
+        let options = (named.stride, named.padding, named.dilation, named.groups);
+        let params = params(py, options, named.activation.as_deref(), named.accuracy.as_deref())?;
+        let (x, weight) = (Array::import("x", x)?, Array::import("weight", weight)?);
+        let bias = Array::import_option("bias", bias, None)?;
+        let spec = spec_of(&x, &weight, &bias, &params)?;
+        Ok(Given { x, weight, spec })
     }
+
+    /// The plan that [`conv2d`] takes where the planner chooses.
+    pub(crate) fn plan(&self, py: Python<'_>, is_kept: bool) -> PyResult<Arc<windrow::Conv2dPlan>> {
+        PLANS.get(py, &(self.spec.clone(), None, filter_of(is_kept)), self.x.device, make_plan)
+    }
+}
+
+fn spec_of(
+    x: &Array<'_>,
+    weight: &Array<'_>,
+    bias: &Option<Array<'_>>,
+    params: &Conv2dParams,
+) -> PyResult<Conv2dSpec> {
+    Ok(Conv2dSpec::new(x.desc, weight.desc, params).py()?.with_bias(desc(bias)))
+}
+
+fn filter_of(is_kept: bool) -> Filter {
+    if is_kept { Filter::Kept } else { Filter::Changing }
 }
 
 /// The options that all functions take.
@@ -249,12 +284,11 @@ pub(crate) fn conv2d<'py>(
     let x = Array::import_on("x", x, device)?;
     let weight = Array::import_on("weight", weight, device)?;
     let bias = Array::import_option("bias", bias, device)?;
-    let mut spec = Conv2dSpec::new(x.desc, weight.desc, &params).py()?;
-    spec.bias = desc(&bias);
+    let mut spec = spec_of(&x, &weight, &bias, &params)?;
     let mut y = Output::new(py, out, &x, || Ok(spec.y))?;
     spec.y = y.desc();
     let elements = work(&spec);
-    let filter = if filters.is_some() { Filter::Kept } else { Filter::Changing };
+    let filter = filter_of(filters.is_some());
     let plan = PLANS.get(py, &(spec, algorithm, filter), x.device, make_plan)?;
     let w = match &filters {
         Some((cache, frozen)) => Weights::Cached(weight.view(), cache.frozen(*frozen)),
@@ -267,20 +301,6 @@ pub(crate) fn conv2d<'py>(
     y.finish(py, &x.family)
 }
 
-/// The plan that [`conv2d`] takes where the planner chooses.
-pub(crate) fn plan_for(
-    py: Python<'_>,
-    [x, weight]: [&Array<'_>; 2],
-    bias: &Option<Array<'_>>,
-    params: &Conv2dParams,
-    is_kept: bool,
-) -> PyResult<Arc<windrow::Conv2dPlan>> {
-    let mut spec = Conv2dSpec::new(x.desc, weight.desc, params).py()?;
-    spec.bias = desc(bias);
-    let filter = if is_kept { Filter::Kept } else { Filter::Changing };
-    PLANS.get(py, &(spec, None, filter), x.device, make_plan)
-}
-
 /// Name of the algorithm that [`conv2d`] takes.
 #[pyfunction]
 pub(crate) fn conv2d_algorithm<'py>(
@@ -291,13 +311,8 @@ pub(crate) fn conv2d_algorithm<'py>(
     named: Named<'_>,
     is_kept: bool,
 ) -> PyResult<&'static str> {
-    let params = named.params(py)?;
-    let x = Array::import("x", x)?;
-    let weight = Array::import("weight", weight)?;
-    let mut spec = Conv2dSpec::new(x.desc, weight.desc, &params).py()?;
-    spec.bias = desc(&Array::import_option("bias", bias, None)?);
-    let filter = if is_kept { Filter::Kept } else { Filter::Changing };
-    let options = PlanOptions::default().with_device(x.device).with_filter(filter);
+    let Given { x, spec, .. } = Given::import(py, x, weight, bias, named)?;
+    let options = PlanOptions::default().with_device(x.device).with_filter(filter_of(is_kept));
     let choice = py.detach(|| windrow::Conv2dPlan::choice(&spec, &options)).py()?;
     Ok(choice.name())
 }
@@ -312,11 +327,7 @@ pub(crate) fn conv2d_bytes<'py>(
     named: Named<'_>,
     is_kept: bool,
 ) -> PyResult<(usize, usize)> {
-    let params = named.params(py)?;
-    let x = Array::import("x", x)?;
-    let weight = Array::import("weight", weight)?;
-    let bias = Array::import_option("bias", bias, None)?;
-    let plan = plan_for(py, [&x, &weight], &bias, &params, is_kept)?;
+    let plan = Given::import(py, x, weight, bias, named)?.plan(py, is_kept)?;
     let scratch = plan.packed_workspace_bytes();
     let filter = if is_kept { plan.packed_bytes() } else { plan.workspace_bytes() - scratch };
     Ok((filter, scratch))
@@ -358,8 +369,8 @@ impl Conv2dPlan {
         let algorithm = algorithm.map(word).transpose()?;
         let x = Array::import("x", x)?;
         let weight = Array::import("weight", weight)?;
-        let mut spec = Conv2dSpec::new(x.desc, weight.desc, &params).py()?;
-        spec.bias = desc(&Array::import_option("bias", bias, None)?);
+        let bias = Array::import_option("bias", bias, None)?;
+        let spec = spec_of(&x, &weight, &bias, &params)?;
         let device = device.map(word).transpose()?.unwrap_or(x.device);
         let options = PlanOptions::default().with_device(device);
         let plan = py.detach(|| make_plan(&(spec, algorithm, Filter::Kept), &options)).py()?;

@@ -2,7 +2,7 @@
 
 use crate::array::{Array, desc, view};
 use crate::call::run_with;
-use crate::conv2d::{FilterCache, Named, plan_for, work};
+use crate::conv2d::{FilterCache, Given, Named, work};
 use crate::error::NotInPlace;
 use crate::output::{EmptyTensor, Output};
 use crate::torch::nothing_to_dispatch;
@@ -51,11 +51,9 @@ impl Conv2dCall {
         named: Named<'_>,
         filters: Option<(Py<FilterCache>, bool)>,
     ) -> PyResult<Self> {
-        let params = named.params(py)?;
-        let image = Array::import("x", x)?;
-        let filter = Array::import("weight", weight)?;
-        let bias = Array::import_option("bias", bias, None)?;
-        let plan = plan_for(py, [&image, &filter], &bias, &params, filters.is_some())?;
+        let given = Given::import(py, x, weight, bias, named)?;
+        let plan = given.plan(py, filters.is_some())?;
+        let Given { x: image, weight: filter, .. } = given;
         let kept = filters.map(|(cache, frozen)| {
             let storage = weight.call_method0(intern!(py, "untyped_storage"))?;
             let storage = PyWeakrefReference::new(&storage)?.unbind();

@@ -24,11 +24,10 @@ pub(crate) fn conv2d_backward<'py>(
     accuracy: Option<&str>,
     needs: (bool, bool, bool),
 ) -> PyResult<[Option<Bound<'py, PyAny>>; 3]> {
-    let params = params(py, options, None, accuracy)?;
-    let [dy, x, weight] = imported(dy, x, weight)?;
+    let step = Step::back(py, [dy, x, weight], options, accuracy, of_convolution)?;
+    let bytes = step.gradient_bytes(py)?;
+    let Step { dy, x, weight, data, rest } = step;
     let bias = Array::import_option("bias", bias, None)?;
-    let (data, rest) = backward_plans(py, &dy, &x, &weight, &params)?;
-    let bytes = gradient_bytes(py, &data)?.max(gradient_bytes(py, &rest)?);
     let mut dx = Output::gradient(py, Some(&x), needs.0)?;
     let mut dweight = Output::gradient(py, Some(&weight), needs.1)?;
     let mut dbias = Output::gradient(py, bias.as_ref(), needs.2)?;
@@ -61,26 +60,54 @@ pub(crate) fn conv2d_backward_bytes<'py>(
     options: Options<'_>,
     accuracy: Option<&str>,
 ) -> PyResult<usize> {
-    let params = params(py, options, None, accuracy)?;
-    let [dy, x, weight] = imported(dy, x, weight)?;
-    let (data, rest) = backward_plans(py, &dy, &x, &weight, &params)?;
-    Ok(gradient_bytes(py, &data)?.max(gradient_bytes(py, &rest)?))
+    Step::back(py, [dy, x, weight], options, accuracy, of_convolution)?.gradient_bytes(py)
 }
 
-/// The plan for the gradient of x, and the one for the others. The gradient of x is dense, which x
-/// need not be: then the plans are two.
-fn backward_plans(
-    py: Python<'_>,
-    dy: &Array<'_>,
-    x: &Array<'_>,
-    weight: &Array<'_>,
+/// The arrays of a step back, the plan for the gradient of x, and the one for the others. The gradient of x is dense,
+/// which x need not be: then the plans are two.
+struct Step<'py> {
+    dy: Array<'py>,
+    x: Array<'py>,
+    weight: Array<'py>,
+    data: Plan,
+    rest: Plan,
+}
+
+impl<'py> Step<'py> {
+    /// By the spec of what dy, x and the filter are described as.
+    fn back(
+        py: Python<'py>,
+        [dy, x, weight]: [&Bound<'py, PyAny>; 3],
+        options: Options<'_>,
+        accuracy: Option<&str>,
+        spec: fn([TensorDesc; 3], &Conv2dParams) -> windrow::Result<Conv2dSpec>,
+    ) -> PyResult<Self> {
+        let params = params(py, options, None, accuracy)?;
+        let (dy, x) = (Array::import("dy", dy)?, Array::import("x", x)?);
+        let weight = Array::import("weight", weight)?;
+        let plan = |x| plan_of(py, spec([dy.desc, x, weight.desc], &params).py()?, &dy);
+        let (data, rest) = (plan(like(&x)?)?, plan(x.desc)?);
+        Ok(Step { dy, x, weight, data, rest })
+    }
+
+    fn gradient_bytes(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(gradient_bytes(py, &self.data)?.max(gradient_bytes(py, &self.rest)?))
+    }
+}
+
+fn of_convolution(
+    [dy, x, weight]: [TensorDesc; 3],
     params: &Conv2dParams,
-) -> PyResult<(Plan, Plan)> {
-    let plan = |x: TensorDesc| {
-        let spec = Conv2dSpec::new(x, weight.desc, params).py()?;
-        plan_of(py, spec.with_output(dy.desc), dy)
-    };
-    Ok((plan(like(x)?)?, plan(x.desc)?))
+) -> windrow::Result<Conv2dSpec> {
+    Ok(Conv2dSpec::new(x, weight, params)?.with_output(dy))
+}
+
+/// The gradient of x is the convolution of dy, and that of the filter its gradient.
+fn of_transposed(
+    [dy, x, weight]: [TensorDesc; 3],
+    params: &Conv2dParams,
+) -> windrow::Result<Conv2dSpec> {
+    Ok(Conv2dSpec::new(dy, weight, params)?.with_output(x))
 }
 
 /// Transposed convolution, without bias: the data gradient of the convolution of the result.
@@ -93,9 +120,7 @@ pub(crate) fn conv_transpose2d<'py>(
     output_padding: Pair<'_>,
     accuracy: Option<&str>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let params = params(py, options, None, accuracy)?;
-    let (x, weight) = (Array::import("x", x)?, Array::import("weight", weight)?);
-    let plan = transposed_plan(py, &x, &weight, &params, output_padding)?;
+    let (x, weight, plan) = transposed(py, x, weight, options, output_padding, accuracy)?;
     let bytes = gradient_bytes(py, &plan)?;
     let mut y = Output::new(py, None, &x, || Ok(plan.spec().x))?;
     let (x_view, weight_view, target) = (x.view(), weight.view(), y.view_mut()?);
@@ -113,22 +138,25 @@ pub(crate) fn conv_transpose2d_bytes<'py>(
     output_padding: Pair<'_>,
     accuracy: Option<&str>,
 ) -> PyResult<usize> {
-    let params = params(py, options, None, accuracy)?;
-    let (x, weight) = (Array::import("x", x)?, Array::import("weight", weight)?);
-    let plan = transposed_plan(py, &x, &weight, &params, output_padding)?;
+    let (.., plan) = transposed(py, x, weight, options, output_padding, accuracy)?;
     gradient_bytes(py, &plan)
 }
 
-fn transposed_plan(
-    py: Python<'_>,
-    x: &Array<'_>,
-    weight: &Array<'_>,
-    params: &Conv2dParams,
+/// The arrays of [`conv_transpose2d`], and the plan whose data gradient it is.
+fn transposed<'py>(
+    py: Python<'py>,
+    x: &Bound<'py, PyAny>,
+    weight: &Bound<'py, PyAny>,
+    options: Options<'_>,
     output_padding: Pair<'_>,
-) -> PyResult<Plan> {
+    accuracy: Option<&str>,
+) -> PyResult<(Array<'py>, Array<'py>, Plan)> {
+    let params = params(py, options, None, accuracy)?;
+    let (x, weight) = (Array::import("x", x)?, Array::import("weight", weight)?);
     let output_padding = output_padding.each("output_padding")?;
-    let spec = Conv2dSpec::transposed(x.desc, weight.desc, params, output_padding).py()?;
-    plan_of(py, spec, x)
+    let spec = Conv2dSpec::transposed(x.desc, weight.desc, &params, output_padding).py()?;
+    let plan = plan_of(py, spec, &x)?;
+    Ok((x, weight, plan))
 }
 
 /// Gradients of [`conv_transpose2d`], with respect to those of `x` and `weight` that `needs` names.
@@ -142,10 +170,9 @@ pub(crate) fn conv_transpose2d_backward<'py>(
     accuracy: Option<&str>,
     needs: (bool, bool),
 ) -> PyResult<[Option<Bound<'py, PyAny>>; 2]> {
-    let params = params(py, options, None, accuracy)?;
-    let [dy, x, weight] = imported(dy, x, weight)?;
-    let (data, rest) = transposed_backward_plans(py, &dy, &x, &weight, &params)?;
-    let bytes = transposed_backward_bytes(py, &data, &rest, needs)?;
+    let step = Step::back(py, [dy, x, weight], options, accuracy, of_transposed)?;
+    let bytes = transposed_bytes(py, &step, needs)?;
+    let Step { dy, x, weight, data, rest } = step;
     let mut dx = Output::gradient(py, Some(&x), needs.0)?;
     let mut dweight = Output::gradient(py, Some(&weight), needs.1)?;
     let dx_view = Output::view_mut_option(&mut dx)?;
@@ -174,43 +201,13 @@ pub(crate) fn conv_transpose2d_backward_bytes<'py>(
     accuracy: Option<&str>,
     needs: (bool, bool),
 ) -> PyResult<usize> {
-    let params = params(py, options, None, accuracy)?;
-    let [dy, x, weight] = imported(dy, x, weight)?;
-    let (data, rest) = transposed_backward_plans(py, &dy, &x, &weight, &params)?;
-    transposed_backward_bytes(py, &data, &rest, needs)
+    let step = Step::back(py, [dy, x, weight], options, accuracy, of_transposed)?;
+    transposed_bytes(py, &step, needs)
 }
 
-/// As [`backward_plans`]: the gradient of x is the convolution of dy, and that of the filter its gradient.
-fn transposed_backward_plans(
-    py: Python<'_>,
-    dy: &Array<'_>,
-    x: &Array<'_>,
-    weight: &Array<'_>,
-    params: &Conv2dParams,
-) -> PyResult<(Plan, Plan)> {
-    let plan = |x: TensorDesc| {
-        let spec = Conv2dSpec::new(dy.desc, weight.desc, params).py()?;
-        plan_of(py, spec.with_output(x), dy)
-    };
-    Ok((plan(like(x)?)?, plan(x.desc)?))
-}
-
-fn transposed_backward_bytes(
-    py: Python<'_>,
-    data: &windrow::Conv2dPlan,
-    rest: &windrow::Conv2dPlan,
-    needs: (bool, bool),
-) -> PyResult<usize> {
-    let of_weight = if needs.1 { gradient_bytes(py, rest)? } else { 0 };
-    Ok(data.workspace_bytes().max(of_weight))
-}
-
-fn imported<'py>(
-    dy: &Bound<'py, PyAny>,
-    x: &Bound<'py, PyAny>,
-    weight: &Bound<'py, PyAny>,
-) -> PyResult<[Array<'py>; 3]> {
-    Ok([Array::import("dy", dy)?, Array::import("x", x)?, Array::import("weight", weight)?])
+fn transposed_bytes(py: Python<'_>, step: &Step<'_>, needs: (bool, bool)) -> PyResult<usize> {
+    let of_weight = if needs.1 { gradient_bytes(py, &step.rest)? } else { 0 };
+    Ok(step.data.workspace_bytes().max(of_weight))
 }
 
 /// Filters are packed on each run.

@@ -122,6 +122,7 @@ mod gelu;
 #[cfg_attr(not(feature = "parallel"), allow(dead_code, unused_imports))]
 mod gpu;
 pub mod hip;
+mod later;
 mod layout;
 mod lists;
 #[cfg(feature = "parallel")]

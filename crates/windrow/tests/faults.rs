@@ -86,14 +86,7 @@ fn fail_each(name: &str, run: impl Fn() -> Result<u64>) -> usize {
 /// Convolutions whose lists of taps are long: along one side of the filter, of residues modulo the stride, of all
 /// taps, and with a part of the copied source for each tap.
 fn many_taps() -> Vec<Call> {
-    let conv = Conv {
-        dtype: DType::F32,
-        algorithm: Conv2dAlgorithm::Direct,
-        x: [1, 1, 4, 3],
-        w: [3, 1, 300, 2],
-        stride: 1,
-        groups: 1,
-    };
+    let conv = Conv::new([1, 1, 4, 3], [3, 1, 300, 2]);
     let square = Conv { x: [1, 1, 4, 4], w: [3, 1, 25, 25], ..conv };
     let convs = [
         conv,
@@ -108,14 +101,7 @@ fn many_taps() -> Vec<Call> {
 
 /// Problems with one large dimension each.
 fn large() -> Vec<Call> {
-    let depthwise = Causal {
-        dtype: DType::F32,
-        algorithm: CausalConv1dAlgorithm::Direct,
-        x: [1, 3, 1200],
-        width: 4,
-        dense: None,
-        packing: Packing::SeqIdx,
-    };
+    let depthwise = Causal { packing: Packing::SeqIdx, ..Causal::new([1, 3, 1200], 4) };
     let rows = Packing::Rows;
     let product = CausalConv1dAlgorithm::Im2colGemm;
     let mut calls = vec![gelu(DType::F32, &[3, 1500]), gelu(DType::F16, &[1500, 3])];
@@ -134,14 +120,7 @@ fn large() -> Vec<Call> {
     );
     calls.push(update(DType::F32, [1200, 2, 1], 4));
     calls.push(update(DType::BF16, [2, 1200, 2], 3));
-    let conv = Conv {
-        dtype: DType::F32,
-        algorithm: Conv2dAlgorithm::Direct,
-        x: [1, 2, 34, 34],
-        w: [3, 2, 3, 3],
-        stride: 1,
-        groups: 1,
-    };
+    let conv = Conv::new([1, 2, 34, 34], [3, 2, 3, 3]);
     let convs = [
         conv,
         Conv { dtype: DType::BF16, ..conv },
@@ -156,14 +135,7 @@ fn large() -> Vec<Call> {
 
 /// Problems whose oracles together make all lists that there are; they hardly depend on the algorithm.
 fn verified() -> Vec<Call> {
-    let causal = Causal {
-        dtype: DType::F32,
-        algorithm: CausalConv1dAlgorithm::Direct,
-        x: [1, 1, 600],
-        width: 2,
-        dense: None,
-        packing: Packing::SeqIdx,
-    };
+    let causal = Causal { packing: Packing::SeqIdx, ..Causal::new([1, 1, 600], 2) };
     let mut calls = vec![gelu(DType::F32, &[1, 600]), update(DType::F32, [600, 1, 1], 2)];
     calls.extend(
         [
@@ -174,14 +146,7 @@ fn verified() -> Vec<Call> {
         ]
         .map(causal_conv1d),
     );
-    let conv = Conv {
-        dtype: DType::F32,
-        algorithm: Conv2dAlgorithm::Direct,
-        x: [1, 1, 24, 24],
-        w: [1, 1, 3, 3],
-        stride: 1,
-        groups: 1,
-    };
+    let conv = Conv::new([1, 1, 24, 24], [1, 1, 3, 3]);
     let channels = Conv { x: [1, 520, 2, 2], w: [1, 520, 3, 3], ..conv };
     let filters = Conv { x: [1, 1, 2, 2], w: [520, 1, 3, 3], ..conv };
     for conv in [conv, channels, filters] {

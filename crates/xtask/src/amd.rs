@@ -261,9 +261,12 @@ fn products_by_rocblas(steps: &mut Steps, emulator: &Emulator) -> Result<Option<
 /// whose failure has no consequence, are not counted. Tests are not run with functions that destroy: they look for what
 /// is left.
 fn failing_calls(emulator: &Emulator) -> Result<(u64, Vec<String>)> {
-    let source = include_str!("../../windrow-amd-emulator/src/runtime.rs");
+    let sources = concat!(
+        include_str!("../../windrow-amd-emulator/src/runtime.rs"),
+        include_str!("../../windrow-amd-emulator/src/graphs.rs")
+    );
     let names =
-        source.lines().filter_map(|line| line.strip_prefix("    fn hip")?.split('(').next());
+        sources.lines().filter_map(|line| line.strip_prefix("    fn hip")?.split('(').next());
     let (mut survived, mut broken) = (0, Vec::new());
     for name in names.map(|name| format!("hip{name}")) {
         let verify = windrow(emulator, CHIP, &[&["verify"], &FEW_CASES[..]].concat());

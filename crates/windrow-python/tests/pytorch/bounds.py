@@ -8,18 +8,10 @@ gradients. `U` is half a unit of f32.
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
+from common import ACTIVATIONS
 from problems import U
 from torch import Tensor
 
-ACTIVATIONS = {
-    None: lambda v: v,
-    "relu": F.relu,
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
-}
 # The steepest slope of each, that of SiLU and GELU rounded up, and of their derivatives.
 SLOPE, CURVATURE = 1.13, 1.0
 # An activation's own roundings, and what its shorter polynomials for halves add: docs/gelu.md and

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -9,6 +10,19 @@ DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 each_device = pytest.mark.parametrize("device", DEVICES)
+
+ACTIVATIONS = {
+    None: lambda y: y,
+    "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
+}
+
+# What `times` (conftest.py) lets a measurement find: how long ours takes, of PyTorch's time.
+OURS, THEIRS = 0.5, 2.0
+each_winner = pytest.mark.parametrize("factor", [OURS, THEIRS], ids=["ours", "theirs"])
 
 
 def assert_close(got, want, scale=None):
@@ -44,3 +58,18 @@ def compare_with_f64(function, reference, tensors):
     plain = torch.autograd.grad(want, wanted, [c.double() for c in cotangents])
     for g, w in zip(ours, plain, strict=True):
         assert_close(g, w)
+
+
+def exported(model, x, dynamo, folder):
+    """What ONNX's own evaluation gives for the model as PyTorch exports it: by operators of ONNX alone."""
+    onnx = pytest.importorskip("onnx")
+    evaluation = pytest.importorskip("onnx.reference")
+    if dynamo:
+        pytest.importorskip("onnxscript")
+    file = folder / "model.onnx"
+    torch.onnx.export(model, (x,), file, dynamo=dynamo)
+    graph = onnx.load(file)
+    assert {node.domain for node in graph.graph.node} <= {"", "pkg.onnxscript.torch_lib"}
+    session = evaluation.ReferenceEvaluator(graph)
+    (y,) = session.run(None, {graph.graph.input[0].name: x.numpy()})
+    return torch.from_numpy(y.copy())

@@ -9,6 +9,7 @@ from windrow.torch import _fastest
 from windrow.torch._fastest import PYTORCH, Seconds
 
 sys.path.insert(0, str(Path(__file__).parent))
+from common import OURS, THEIRS
 
 
 @pytest.fixture(autouse=True)
@@ -41,3 +42,10 @@ def times(monkeypatch):
         return measured
 
     return set_times
+
+
+@pytest.fixture(params=[OURS, THEIRS], ids=["ours", "theirs"])
+def factor(request, times):
+    """Each of both, of all measurements of a test."""
+    times(request.param)
+    return request.param

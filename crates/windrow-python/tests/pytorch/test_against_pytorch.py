@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import winograd_bound
-from bounds import ACTIVATIONS, absolute, activated, before_activation, through
-from common import each_device
+from bounds import absolute, activated, before_activation, through
+from common import ACTIVATIONS, each_device
 from problems import DTYPES, UNIT, Random, U, Wrong, compare, each_problem, wide
 from torch import Tensor, nn
 from windrow.torch import (

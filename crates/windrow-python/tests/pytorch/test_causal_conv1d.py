@@ -5,20 +5,12 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from common import DTYPES, compare_with_f64, each_device, each_dtype, leaf
+from common import ACTIVATIONS, DTYPES, compare_with_f64, each_device, each_dtype, leaf
 from windrow.torch import (
     causal_conv1d_fn,
     causal_conv1d_update,
     causal_conv1d_varlen_states,
 )
-
-ACTIVATIONS = {
-    None: lambda y: y,
-    "silu": F.silu,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
-}
 
 
 def plain(x, weight, bias=None, initial_states=None, activation=None, seq_idx=None):

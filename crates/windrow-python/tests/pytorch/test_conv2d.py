@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from common import compare_with_f64, each_device, each_dtype, leaf
+from common import ACTIVATIONS, compare_with_f64, each_device, each_dtype, leaf
 from torch import nn
 from windrow.torch import GELU, Conv2d, conv2d
 from windrow.torch._conv2d import accuracy_of
@@ -52,14 +52,9 @@ def test_other_filters(kernel):
         )
 
 
-@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", list(filter(None, ACTIVATIONS)))
 def test_activation(activation):
-    plain = {
-        "relu": F.relu,
-        "silu": F.silu,
-        "gelu": F.gelu,
-        "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
-    }[activation]
+    plain = ACTIVATIONS[activation]
     x, weight, bias = leaf(2, 3, 9, 10), leaf(4, 3, 3, 3), leaf(4)
     compare_with_f64(
         lambda x, w, b: conv2d(x, w, b, activation=activation),

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from common import leaf
+from common import exported, leaf
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils.flop_counter import FlopCounterMode
@@ -139,21 +139,12 @@ def test_trace(models, grad):
 
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_onnx(models, dynamo, tmp_path):
-    onnx = pytest.importorskip("onnx")
-    evaluation = pytest.importorskip("onnx.reference")
-    if dynamo:
-        pytest.importorskip("onnxscript")
     plain, model = models
     model[0].activation = "relu"
     x = leaf(2, 3, 9, 8, grad=False)
-    file = tmp_path / "model.onnx"
-    torch.onnx.export(model, (x,), file, dynamo=dynamo)
-    exported = onnx.load(file)
-    assert {node.domain for node in exported.graph.node} <= {"", "pkg.onnxscript.torch_lib"}
-    session = evaluation.ReferenceEvaluator(exported)
-    (y,) = session.run(None, {exported.graph.input[0].name: x.numpy()})
+    y = exported(model, x, dynamo, tmp_path)
     with torch.no_grad():
-        same(torch.from_numpy(y.copy()), plain[1:](plain[0](x).relu()))
+        same(y, plain[1:](plain[0](x).relu()))
 
 
 def flops(function):

@@ -54,6 +54,12 @@ impl Problem {
         Ok(Problem { b, d, d_out, l, width, dense })
     }
 
+    /// With a weight [d, width].
+    pub(super) fn depthwise(x: &TensorDesc, weight: &TensorDesc) -> Result<Self> {
+        let problem = Problem::new(x, weight)?;
+        if problem.dense { Err(rank("weight", weight, "2: [d, width]")) } else { Ok(problem) }
+    }
+
     /// Tokens before a sequence that its first outputs see.
     pub(crate) fn history(&self) -> usize {
         self.width - 1
@@ -70,17 +76,19 @@ impl Problem {
         check_parameter("bias", bias, x)
     }
 
+    /// The dense output of x: channel-last if that is.
+    pub(super) fn output(&self, x: &TensorDesc) -> Result<TensorDesc> {
+        let (shape, strides) = (x.shape(), x.strides());
+        let channel_last = shape[1] > 1 && strides[1].abs() < strides[2].abs();
+        let order = if channel_last { [0, 2, 1] } else { [0, 1, 2] };
+        Ok(TensorDesc { dtype: x.dtype, layout: Layout::with_order(&self.y_shape(), &order)? })
+    }
+
     /// An output [b, d_out, l].
     pub(crate) fn check_output(&self, y: &TensorDesc, x: DType) -> Result<()> {
         check_tensor("y", y, x, &self.y_shape())?;
         check_unique("y", &y.layout)
     }
-}
-
-/// The dense layout of an output that follows its input: channel-last if `x` is.
-pub(crate) fn output_layout(x: &Layout, shape: &[usize; 3]) -> Result<Layout> {
-    let channel_last = x.shape()[1] > 1 && x.strides()[1].abs() < x.strides()[2].abs();
-    Layout::with_order(shape, if channel_last { &[0, 2, 1] } else { &[0, 1, 2] })
 }
 
 /// Weights and biases are f32 or of x's type.

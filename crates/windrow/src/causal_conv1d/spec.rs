@@ -1,7 +1,7 @@
 //! What a causal convolution computes: descriptors, options, and the checks that need no data.
 
 use super::Problem;
-use super::problem::{output_layout, rank};
+use super::problem::rank;
 use crate::forms::{names, setters};
 use crate::tensor::{check_tensor, check_unique};
 use crate::{Activation, DType, Error, Result, TensorDesc};
@@ -89,8 +89,7 @@ impl CausalConv1dSpec {
     /// [`Error::Rank`], [`Error::DType`], [`Error::Shape`] if channels do not match or the width is
     /// 0, [`Error::SizeOverflow`].
     pub fn new(x: TensorDesc, weight: TensorDesc) -> Result<Self> {
-        let shape = Problem::new(&x, &weight)?.y_shape();
-        let y = TensorDesc { dtype: x.dtype, layout: output_layout(&x.layout, &shape)? };
+        let y = Problem::new(&x, &weight)?.output(&x)?;
         Ok(CausalConv1dSpec {
             x,
             weight,

@@ -4,7 +4,7 @@ use super::cpu::update::{Operands, Update};
 use super::cpu::{Operand, Parameters};
 use super::cuda;
 use super::engine::require_direct;
-use super::problem::{check_index, output_layout, rank};
+use super::problem::{check_index, rank};
 use super::reference::{UpdateReference, integers};
 use super::sequences::Indices;
 use super::{CausalConv1dAlgorithm, CausalConv1dConfiguration, Problem, verify};
@@ -70,8 +70,8 @@ impl CausalConv1dUpdateSpec {
     /// [`Error::Rank`], [`Error::DType`], [`Error::Shape`] if channels do not match, the width is 0 or the
     /// state is too short, [`Error::SizeOverflow`].
     pub fn new(x: TensorDesc, conv_state: TensorDesc, weight: TensorDesc) -> Result<Self> {
-        let shape = Problem::new(&x, &weight)?.y_shape();
-        let y = TensorDesc { dtype: x.dtype, layout: output_layout(&x.layout, &shape)? };
+        let problem = Problem::depthwise(&x, &weight)?;
+        let y = problem.output(&x)?;
         let (bias, cache_seqlens, conv_state_indices) = (None, None, None);
         let activation = Activation::Identity;
         let spec = CausalConv1dUpdateSpec {
@@ -84,16 +84,8 @@ impl CausalConv1dUpdateSpec {
             cache_seqlens,
             conv_state_indices,
         };
-        spec.check_state(&spec.problem_of_x()?)?;
+        spec.check_state(&problem)?;
         Ok(spec)
-    }
-
-    fn problem_of_x(&self) -> Result<Problem> {
-        let problem = Problem::new(&self.x, &self.weight)?;
-        if problem.dense {
-            return Err(rank("weight", &self.weight, "2: [d, width]"));
-        }
-        Ok(problem)
     }
 
     fn check_state(&self, problem: &Problem) -> Result<()> {
@@ -112,7 +104,7 @@ impl CausalConv1dUpdateSpec {
 
     /// Every check that needs no data, and the sizes.
     pub(super) fn problem(&self) -> Result<Problem> {
-        let problem = self.problem_of_x()?;
+        let problem = Problem::depthwise(&self.x, &self.weight)?;
         self.check_state(&problem)?;
         if self.conv_state_indices.is_none() && self.conv_state.shape()[0] != problem.b {
             let expected = format!("{} states, as many as x has rows", problem.b);

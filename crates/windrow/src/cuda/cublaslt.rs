@@ -6,12 +6,12 @@
 
 use super::toolkit;
 use crate::dtype::by_type;
-use crate::gpu::library::{Describe, Library, library};
+use crate::gpu::library::{Describe, Library, describe, library};
 use crate::gpu::made;
 use crate::gpu::{Failure, GemmCompute, GemmOperands, GemmSpec, Handle, Matrix, Outcome, Product};
 use crate::{Device, Error, Result};
 use std::collections::HashMap;
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{c_char, c_int, c_void};
 use std::sync::{LazyLock, Mutex};
 
 static LIBCUBLASLT: Library = toolkit("libcublasLt.so", "nvidia-cublas");
@@ -83,12 +83,7 @@ library! {
     );
 }
 
-impl Describe for CublasLt {
-    fn describe(&self, status: c_int) -> String {
-        // SAFETY: the call returns a static string for any code.
-        unsafe { CStr::from_ptr(self.cublasLtGetStatusName(status)) }.to_string_lossy().into()
-    }
-}
+describe!(CublasLt by cublasLtGetStatusName);
 
 /// `cublasStatus_t`
 const NOT_SUPPORTED: c_int = 15;

@@ -1,10 +1,10 @@
 //! Compiling kernels with NVRTC.
 
 use super::toolkit;
-use crate::gpu::library::{Describe, Library, library};
+use crate::gpu::library::{Library, describe, library};
 use crate::gpu::{Compiled, Compiler, Failure, Feature, Handle, KernelSpec, Reading};
 use crate::{Device, Error, Result};
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{c_char, c_int};
 
 static LIBNVRTC: Library = Library {
     // It opens the companion by bare name.
@@ -46,12 +46,7 @@ static COMPILER: Compiler<Nvrtc> = Compiler {
     device: Device::Cuda(0),
 };
 
-impl Describe for Nvrtc {
-    fn describe(&self, status: c_int) -> String {
-        // SAFETY: the call returns a static string for any code.
-        unsafe { CStr::from_ptr(self.nvrtcGetErrorString(status)) }.to_string_lossy().into()
-    }
-}
+describe!(Nvrtc by nvrtcGetErrorString);
 
 /// What code is generated for.
 #[derive(Debug, PartialEq, Eq)]

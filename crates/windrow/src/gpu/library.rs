@@ -136,6 +136,20 @@ macro_rules! library {
 }
 pub(crate) use library;
 
+/// [`Describe`] for a library one of whose functions returns a static string for any status.
+macro_rules! describe {
+    ($name:ident by $function:ident) => {
+        impl $crate::gpu::library::Describe for $name {
+            fn describe(&self, status: std::ffi::c_int) -> String {
+                // SAFETY: it takes any number, and what it returns stays.
+                let words = unsafe { std::ffi::CStr::from_ptr(self.$function(status)) };
+                words.to_string_lossy().into()
+            }
+        }
+    };
+}
+pub(crate) use describe;
+
 /// The address of a function of a library.
 pub(crate) fn symbol(library: &libloading::Library, name: &str) -> Option<*const c_void> {
     // SAFETY: its address is taken, whatever it is.

@@ -1,10 +1,10 @@
 //! Compiling kernels with hiprtc.
 
 use super::rocm;
-use crate::gpu::library::{Describe, Library, library};
+use crate::gpu::library::{Library, describe, library};
 use crate::gpu::{Compiler, Handle, KernelSpec, Reading};
 use crate::{Device, Error, Result};
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{c_char, c_int};
 
 pub(super) static LIBHIPRTC: Library = rocm("libhiprtc.so");
 
@@ -38,12 +38,7 @@ static COMPILER: Compiler<Hiprtc> = Compiler {
     device: Device::Hip(0),
 };
 
-impl Describe for Hiprtc {
-    fn describe(&self, status: c_int) -> String {
-        // SAFETY: the call returns a static string for any code.
-        unsafe { CStr::from_ptr(self.hiprtcGetErrorString(status)) }.to_string_lossy().into()
-    }
-}
+describe!(Hiprtc by hiprtcGetErrorString);
 
 /// The compiler's version and the options for a kernel on devices of this architecture.
 ///

@@ -5,11 +5,11 @@
 
 use super::rocm;
 use crate::dtype::by_type;
-use crate::gpu::library::{Describe, Library, library};
+use crate::gpu::library::{Library, describe, library};
 use crate::gpu::made;
 use crate::gpu::{GemmOperands, GemmSpec, Handle, Outcome, Product};
 use std::collections::HashMap;
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 /// Chips that all of its versions are built for, from ROCm 6 on or from the first that knows the chip: on others it may end
@@ -63,12 +63,7 @@ library! {
     );
 }
 
-impl Describe for Rocblas {
-    fn describe(&self, status: c_int) -> String {
-        // SAFETY: the call returns a static string for any code.
-        unsafe { CStr::from_ptr(self.rocblas_status_to_string(status)) }.to_string_lossy().into()
-    }
-}
+describe!(Rocblas by rocblas_status_to_string);
 
 /// `rocblas_operation`: as stored, and transposed.
 const OPERATIONS: [c_int; 2] = [111, 112];

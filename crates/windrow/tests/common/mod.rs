@@ -99,6 +99,14 @@ pub struct Causal {
     pub packing: Packing,
 }
 
+impl Causal {
+    /// Depthwise in f32 by the direct algorithm, of whole rows.
+    pub const fn new(x: [usize; 3], width: usize) -> Self {
+        let (dtype, algorithm) = (DType::F32, CausalConv1dAlgorithm::Direct);
+        Causal { dtype, algorithm, x, width, dense: None, packing: Packing::Rows }
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 pub enum Packing {
     Rows,
@@ -223,6 +231,12 @@ pub struct Conv {
 }
 
 impl Conv {
+    /// In f32 by the direct algorithm, of stride 1 and one group.
+    pub const fn new(x: [usize; 4], w: [usize; 4]) -> Self {
+        let (dtype, algorithm) = (DType::F32, Conv2dAlgorithm::Direct);
+        Conv { dtype, algorithm, x, w, stride: 1, groups: 1 }
+    }
+
     pub fn spec(&self) -> Conv2dSpec {
         let params = Conv2dParams::default()
             .with_stride([self.stride; 2])
@@ -278,14 +292,7 @@ pub fn conv2d(problem: Conv) -> Call {
 pub fn small() -> Vec<Call> {
     use DType::{BF16, F16, F32};
     let mut calls = vec![gelu(F32, &[40, 60]), gelu(BF16, &[3, 7, 301])];
-    let depthwise = Causal {
-        dtype: F32,
-        algorithm: CausalConv1dAlgorithm::Direct,
-        x: [2, 20, 70],
-        width: 4,
-        dense: None,
-        packing: Packing::SeqIdx,
-    };
+    let depthwise = Causal { packing: Packing::SeqIdx, ..Causal::new([2, 20, 70], 4) };
     let packed = Causal { x: [1, 33, 120], packing: Packing::Boundaries(30), ..depthwise };
     let product = Causal {
         algorithm: CausalConv1dAlgorithm::Im2colGemm,
@@ -297,14 +304,7 @@ pub fn small() -> Vec<Call> {
     calls.extend([depthwise, packed, product, dense].map(causal_conv1d));
     calls.push(update(F32, [40, 70, 1], 4));
     calls.push(update(F16, [9, 130, 3], 3));
-    let conv = Conv {
-        dtype: F32,
-        algorithm: Conv2dAlgorithm::Direct,
-        x: [1, 8, 13, 14],
-        w: [10, 8, 3, 3],
-        stride: 1,
-        groups: 1,
-    };
+    let conv = Conv::new([1, 8, 13, 14], [10, 8, 3, 3]);
     let half = Conv { dtype: BF16, ..conv };
     let strided = Conv { w: [6, 4, 5, 5], stride: 2, groups: 2, ..conv };
     calls.extend([conv, half, strided].into_iter().flat_map(Conv::by_all_algorithms));

@@ -5,10 +5,7 @@ use std::process::Command;
 use std::sync::Barrier;
 use windrow::cpu::{Team, use_team};
 use windrow::verify::random_tensor;
-use windrow::{
-    Conv2dAlgorithm, Conv2dArgs, Conv2dPlan, DType, Device, FilterCache, Tensor, Verify, Weights,
-    Workspace,
-};
+use windrow::{Conv2dArgs, Conv2dPlan, Device, FilterCache, Tensor, Verify, Weights, Workspace};
 
 const THREADS: usize = 32;
 
@@ -57,14 +54,7 @@ fn many_plans_side_by_side() {
 /// Threads that take turns with five filters find each in the cache, or pack it; nobody gets another's.
 #[test]
 fn one_cache_of_filters_that_change() {
-    let conv = Conv {
-        dtype: DType::F32,
-        algorithm: Conv2dAlgorithm::Direct,
-        x: [1, 8, 12, 12],
-        w: [9, 8, 3, 3],
-        stride: 1,
-        groups: 1,
-    };
+    let conv = Conv::new([1, 8, 12, 12], [9, 8, 3, 3]);
     let mut spec = conv.spec();
     spec.bias = None;
     let x = random_tensor(1, spec.x, -1.0, 1.0).unwrap();

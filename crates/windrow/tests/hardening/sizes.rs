@@ -19,14 +19,7 @@ fn check(calls: impl IntoIterator<Item = Call>) {
     }
 }
 
-const CAUSAL: Causal = Causal {
-    dtype: DType::BF16,
-    algorithm: CausalConv1dAlgorithm::Direct,
-    x: [1, 1, MANY],
-    width: 3,
-    dense: None,
-    packing: Packing::Rows,
-};
+const CAUSAL: Causal = Causal { dtype: DType::BF16, ..Causal::new([1, 1, MANY], 3) };
 
 #[test]
 fn many_rows_and_columns_of_gelu() {
@@ -47,14 +40,7 @@ fn many_batches_channels_and_sequences() {
     check([update(DType::F32, [MANY, 1, 1], 3), update(DType::F16, [1, MANY, 1], 3)]);
 }
 
-const CONV: Conv = Conv {
-    dtype: DType::F32,
-    algorithm: Conv2dAlgorithm::Direct,
-    x: [1, 1, 1, 1],
-    w: [1, 1, 3, 3],
-    stride: 1,
-    groups: 1,
-};
+const CONV: Conv = Conv::new([1, 1, 1, 1], [1, 1, 3, 3]);
 
 #[test]
 fn many_images() {

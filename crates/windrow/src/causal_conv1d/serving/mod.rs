@@ -195,9 +195,10 @@ fn write_parents(to: &mut TensorMut<'_>, entries: &[Entry], parents: &[u16], l: 
             let offset = layout.offset(&[i, t]);
             // SAFETY: an element of the tensor, which is i32 or i64: a sequence has no more tokens than it has columns.
             unsafe {
-                match dtype {
-                    DType::I64 => first.cast::<i64>().offset(offset).write(i64::from(parent)),
-                    _ => first.cast::<i32>().offset(offset).write(i32::from(parent)),
+                if dtype == DType::I64 {
+                    first.cast::<i64>().offset(offset).write(i64::from(parent));
+                } else {
+                    first.cast::<i32>().offset(offset).write(i32::from(parent));
                 }
             }
         }

@@ -1,7 +1,7 @@
 //! What a call of an engine that serves models computes, and the checks that need no data.
 
 use crate::causal_conv1d::Problem;
-use crate::causal_conv1d::problem::{check_index, output_layout, rank};
+use crate::causal_conv1d::problem::{check_index, rank};
 use crate::forms::setters;
 use crate::tensor::{check_tensor, check_unique};
 use crate::{Activation, DType, Error, Result, TensorDesc};
@@ -143,8 +143,8 @@ impl CausalConv1dServingSpec {
     /// [`Error::Rank`], [`Error::DType`], [`Error::Shape`] if channels do not match, the width is 0 or states are too
     /// short, [`Error::SizeOverflow`].
     pub fn new(x: TensorDesc, conv_states: TensorDesc, weight: TensorDesc) -> Result<Self> {
-        let shape = Problem::new(&x, &weight)?.y_shape();
-        let y = TensorDesc { dtype: x.dtype, layout: output_layout(&x.layout, &shape)? };
+        let problem = Problem::depthwise(&x, &weight)?;
+        let y = problem.output(&x)?;
         let spec = CausalConv1dServingSpec {
             x,
             conv_states,
@@ -168,16 +168,8 @@ impl CausalConv1dServingSpec {
             next_sibling: None,
             parent_token: None,
         };
-        spec.check_states(&spec.problem_of_x()?)?;
+        spec.check_states(&problem)?;
         Ok(spec)
-    }
-
-    fn problem_of_x(&self) -> Result<Problem> {
-        let problem = Problem::new(&self.x, &self.weight)?;
-        if problem.dense {
-            return Err(rank("weight", &self.weight, "2: [d, width]"));
-        }
-        Ok(problem)
     }
 
     fn check_states(&self, problem: &Problem) -> Result<()> {
@@ -239,7 +231,7 @@ impl CausalConv1dServingSpec {
 
     /// Every check that needs no data, and the sizes.
     pub(crate) fn sizes(&self) -> Result<Sizes> {
-        let problem = self.problem_of_x()?;
+        let problem = Problem::depthwise(&self.x, &self.weight)?;
         self.check_states(&problem)?;
         problem.check_output(&self.y, self.x.dtype)?;
         if let Some(bias) = &self.bias {

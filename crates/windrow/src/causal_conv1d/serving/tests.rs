@@ -325,6 +325,25 @@ fn specs_are_checked() {
     message(long(1025), "at most 1024 tokens of a tree");
 }
 
+/// Checks that a good call runs, that a change of its indices is an error with certain words, and that nothing was
+/// written then.
+fn refusal(
+    spec: impl Fn() -> Call,
+    good: impl Fn() -> IndexValues,
+) -> impl Fn(&str, &dyn Fn(&mut IndexValues)) {
+    assert!(spec().run(&good()).is_ok());
+    move |words, change| {
+        let (mut call, mut values) = (spec(), good());
+        let before = call.states.clone();
+        change(&mut values);
+        let message = call.run(&values).unwrap_err().to_string();
+        assert!(message.contains(words), "{message}");
+        assert_eq!(call.states, before);
+        assert!(call.windows.iter().all(|&value| value == -7.0));
+        assert!(call.parents.iter().all(|&value| value == -7));
+    }
+}
+
 #[test]
 fn indices_are_checked_before_anything_is_written() {
     let spec = || {
@@ -345,15 +364,7 @@ fn indices_are_checked_before_anything_is_written() {
         tokens_before: vec![0.0, 1.0],
         ..IndexValues::default()
     };
-    assert!(spec().run(&good()).is_ok());
-    let refused = |words: &str, change: &dyn Fn(&mut IndexValues)| {
-        let (mut call, mut values) = (spec(), good());
-        let before = call.states.clone();
-        change(&mut values);
-        let message = call.run(&values).unwrap_err().to_string();
-        assert!(message.contains(words), "{message}");
-        assert_eq!(call.states, before);
-    };
+    let refused = refusal(spec, good);
     refused("`query_start_loc`[0] is 1", &|v| v.query_start_loc[0] = 1.0);
     refused("at least the entry before it, 2", &|v| v.query_start_loc[2] = 1.0);
     refused("at most 4, the number of tokens", &|v| v.query_start_loc[2] = 5.0);
@@ -386,17 +397,7 @@ fn slots_and_links_are_checked_before_anything_is_written() {
         next_sibling: vec![-1.0, -1.0, -1.0, 1.0, 2.0, -1.0],
         ..IndexValues::default()
     };
-    assert!(spec().run(&good()).is_ok());
-    let refused = |words: &str, change: &dyn Fn(&mut IndexValues)| {
-        let (mut call, mut values) = (spec(), good());
-        let before = call.states.clone();
-        change(&mut values);
-        let message = call.run(&values).unwrap_err().to_string();
-        assert!(message.contains(words), "{message}");
-        assert_eq!(call.states, before);
-        assert!(call.windows.iter().all(|&value| value == -7.0));
-        assert!(call.parents.iter().all(|&value| value == -7));
-    };
+    let refused = refusal(spec, good);
     refused("at most 3 more", &|v| v.query_start_loc = vec![0.0, 4.0, 5.0]);
     refused("`intermediate_indices`[0] is 3", &|v| v.intermediate_indices[0] = 3.0);
     refused("`intermediate_indices`[1] is -1", &|v| v.intermediate_indices[1] = -1.0);

@@ -7,8 +7,8 @@ use crate::gpu::{
     Choice, ConvolutionSpec, Gpu, Kernel, KernelSpec, Operation, Source, Stream, VendorConvolution,
     params,
 };
+use crate::later::Later;
 use crate::{Accuracy, Activation, DType, Layout, Result, TensorDesc, Tuning};
-use std::sync::OnceLock;
 
 static EPILOGUE: Source = source!("epilogue.cu");
 
@@ -71,7 +71,7 @@ fn in_its_words(spec: &Conv2dSpec, p: &Problem, channels_last: bool) -> Convolut
 /// For tensors at addresses that cuDNN has no kernel for: compiled when there are such.
 #[derive(Debug)]
 struct Otherwise {
-    made: OnceLock<General>,
+    made: Later<General>,
     gpu: &'static Gpu,
     spec: Conv2dSpec,
     problem: Problem,
@@ -87,18 +87,14 @@ impl Otherwise {
         direction: Direction,
         channels_last: bool,
     ) -> Self {
-        let (made, spec, problem) = (OnceLock::new(), spec.clone(), *problem);
+        let (made, spec, problem) = (Later::default(), spec.clone(), *problem);
         Otherwise { made, gpu, spec, problem, direction, channels_last }
     }
 
     fn get(&self) -> Result<&General> {
-        if let Some(general) = self.made.get() {
-            return Ok(general);
-        }
         let Otherwise { gpu, spec, problem, direction, channels_last, .. } = self;
         let method = Method::Im2colGemm;
-        let general = General::new(gpu, spec, problem, method, *direction, *channels_last)?;
-        Ok(self.made.get_or_init(|| general))
+        self.made.get(|| General::new(gpu, spec, problem, method, *direction, *channels_last))
     }
 }
 

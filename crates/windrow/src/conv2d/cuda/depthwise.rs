@@ -6,8 +6,8 @@ use super::{Divisor, Operands, bias_of, epilogue, kernel, source, strides};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
+use crate::later::Later;
 use crate::{DType, Result};
-use std::sync::OnceLock;
 
 static CHANNELS: Source = source!("depthwise_channels.cu");
 static PLANES: Source = source!("depthwise_planes.cu");
@@ -30,7 +30,7 @@ pub(crate) struct Depthwise {
     gpu: &'static Gpu,
     /// For tensors at addresses aligned to 16 bytes, and at any.
     aligned: (Form, &'static Kernel),
-    unaligned: OnceLock<(Form, &'static Kernel)>,
+    unaligned: Later<(Form, &'static Kernel)>,
 }
 
 /// How outputs are shared out.
@@ -93,7 +93,7 @@ impl Depthwise {
             filter: DenseFilter::new(gpu, spec, problem, true)?,
             gpu,
             aligned: compiled(gpu, spec, problem, true)?,
-            unaligned: OnceLock::new(),
+            unaligned: Later::default(),
         })
     }
 
@@ -174,11 +174,7 @@ impl Depthwise {
     }
 
     fn unaligned(&self) -> Result<(Form, &'static Kernel)> {
-        if let Some(&unaligned) = self.unaligned.get() {
-            return Ok(unaligned);
-        }
-        let unaligned = compiled(self.gpu, &self.spec, &self.problem, false)?;
-        Ok(*self.unaligned.get_or_init(|| unaligned))
+        self.unaligned.get(|| compiled(self.gpu, &self.spec, &self.problem, false)).copied()
     }
 }
 

@@ -7,10 +7,10 @@ use crate::conv2d::cpu::{self, Run, floats, floats_mut};
 use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Tile};
 use crate::cpu::Isa;
+use crate::later::Later;
 use crate::plan::{Engine, Setup};
 use crate::{Accuracy, DType, Result, TensorMut, TensorRef, Workspace};
 use std::num::NonZeroUsize;
-use std::sync::OnceLock;
 
 /// On the CPU.
 #[derive(Debug)]
@@ -21,7 +21,7 @@ pub struct Cpu {
     k: usize,
     isa: Isa,
     pub(super) threads: usize,
-    backward: OnceLock<CpuBackward>,
+    backward: Later<CpuBackward>,
 }
 
 /// Threads beyond which a plan takes no more, however many it is given: each has scratch memory of its own.
@@ -47,7 +47,7 @@ impl Engine<Conv2d> for Cpu {
         let threads = setup.threads().min(most_threads());
         let threads = configuration.threads.map_or(threads, |fewer| fewer.min(threads));
         let engine = cpu::Engine::new(setup.spec, setup.problem, configuration, isa, threads)?;
-        let (k, backward) = (setup.problem.k, OnceLock::new());
+        let (k, backward) = (setup.problem.k, Later::default());
         Ok(Cpu { engine, algorithm, k, isa, threads, backward })
     }
 
@@ -179,11 +179,7 @@ impl Cpu {
     }
 
     fn backward(&self, plan: &Conv2dPlan) -> Result<&CpuBackward> {
-        if let Some(backward) = self.backward.get() {
-            return Ok(backward);
-        }
-        let backward = CpuBackward::new(&plan.spec, &plan.problem, self.isa, self.threads)?;
-        Ok(self.backward.get_or_init(|| backward))
+        self.backward.get(|| CpuBackward::new(&plan.spec, &plan.problem, self.isa, self.threads))
     }
 
     /// Bytes of workspace for any of the gradients.

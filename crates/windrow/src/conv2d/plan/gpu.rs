@@ -7,9 +7,9 @@ use crate::conv2d::cuda::{self, Gradients, Operands};
 use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration};
 use crate::gpu as device;
+use crate::later::Later;
 use crate::plan::{Engine, Setup};
 use crate::{Device, Result, TensorMut, TensorRef, Workspace};
-use std::sync::OnceLock;
 
 /// On a CUDA device.
 #[derive(Debug)]
@@ -17,7 +17,7 @@ pub struct Gpu {
     pub(super) engine: Box<cuda::Engine>,
     pub(super) gpu: &'static device::Gpu,
     algorithm: Conv2dAlgorithm,
-    backward: OnceLock<Box<Gradients>>,
+    backward: Later<Box<Gradients>>,
 }
 
 impl Engine<Conv2d> for Gpu {
@@ -38,7 +38,7 @@ impl Engine<Conv2d> for Gpu {
         let gpu = device::Gpu::get(place)?;
         let engine = cuda::Engine::new(gpu, spec, problem, configuration, options.tuning)?;
         let (engine, algorithm) = (Box::new(engine), configuration.algorithm);
-        Ok(Gpu { engine, gpu, algorithm, backward: OnceLock::new() })
+        Ok(Gpu { engine, gpu, algorithm, backward: Later::default() })
     }
 
     fn configuration(&self) -> Conv2dConfiguration {
@@ -183,12 +183,9 @@ impl Gpu {
 
     /// How gradients are computed: decided when the first one is asked for, also while a stream is captured.
     fn backward(&self, plan: &Conv2dPlan) -> Result<&Gradients> {
-        if let Some(backward) = self.backward.get() {
-            return Ok(backward);
-        }
         let make = || Gradients::new(self.gpu, &plan.spec, &plan.problem, self.algorithm);
-        let backward = Box::new(self.gpu.despite_captures(make)?);
-        Ok(self.backward.get_or_init(|| backward))
+        let backward = self.backward.get(|| self.gpu.despite_captures(make).map(Box::new))?;
+        Ok(backward)
     }
 
     /// Bytes of workspace for any of the gradients.

@@ -12,8 +12,8 @@ use crate::conv2d::winograd::{Rational, Transforms};
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::dtype::not_computed;
 use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
+use crate::later::Later;
 use crate::{Accuracy, DType, Result};
-use std::sync::OnceLock;
 
 static PACK_FILTER: Source = source!("winograd_pack_filter.cu");
 
@@ -54,7 +54,7 @@ pub(crate) struct WinogradRow {
     pack_filter: &'static Kernel,
     /// Kernels for any y and for vector stores: what the layout of y allows is compiled with the plan, the other
     /// when an address of y is not aligned, also while a stream is captured.
-    fused: [OnceLock<Fused>; 2],
+    fused: [Later<Fused>; 2],
 }
 
 params! {
@@ -102,7 +102,7 @@ impl WinogradRow {
             input: Input::new(gpu, spec, problem)?,
             vectors: stores_vectors(spec, problem),
             pack_filter: gpu.kernel(&filter_kernel(dtype, products))?,
-            fused: [OnceLock::new(), OnceLock::new()],
+            fused: [Later::default(), Later::default()],
         };
         plan.fused(plan.vectors)?;
         Ok(plan)
@@ -110,12 +110,7 @@ impl WinogradRow {
 
     /// The kernel for vector stores, or for any y.
     fn fused(&self, vectors: bool) -> Result<Fused> {
-        let slot = &self.fused[usize::from(vectors)];
-        if let Some(fused) = slot.get() {
-            return Ok(*fused);
-        }
-        let fused = Fused::new(self, vectors)?;
-        Ok(*slot.get_or_init(|| fused))
+        self.fused[usize::from(vectors)].get(|| Fused::new(self, vectors)).copied()
     }
 
     fn steps(&self) -> usize {
@@ -195,7 +190,7 @@ impl WinogradRow {
     }
 
     pub(crate) fn explain(&self) -> String {
-        let Some(fused) = self.fused[usize::from(self.vectors)].get() else {
+        let Some(fused) = self.fused[usize::from(self.vectors)].made() else {
             return String::new();
         };
         format!(

@@ -1,0 +1,199 @@
+"""How the algorithm "fastest" decides between Windrow and PyTorch, and what it measures for that."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import OURS, THEIRS, compare_with_f64, each_device, each_winner, leaf
+from torch import nn
+from windrow.torch import (
+    Conv2d,
+    _conv2d_fastest,
+    _fastest,
+    _modules,
+    conv2d,
+    freeze,
+    patch,
+)
+from windrow.torch._fastest import PYTORCH, Seconds
+from windrow.torch._filters import filter_cache
+
+pytestmark = pytest.mark.usefixtures("nothing_decided")
+
+
+@each_device
+@pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1), (1, 1, 0)])
+def test_gradients_are_decided_each_for_itself(device, wanted, monkeypatch):
+    def half(device, contestants):
+        mine = contestants[1].name
+        is_first = len(_fastest.decisions()) % 2 == 0
+        return {_fastest.PYTORCH: Seconds(1.0), mine: Seconds(OURS if is_first else THEIRS)}
+
+    monkeypatch.setattr(_fastest, "_times", half)
+    shapes = [(2, 6, 9, 8), (7, 6, 3, 3), (7,)]
+    tensors = [leaf(*s, device=device, grad=bool(w)) for s, w in zip(shapes, wanted, strict=True)]
+    for _ in range(2):
+        compare_with_f64(
+            lambda x, w, b: conv2d(x, w, b, algorithm="fastest"),
+            lambda x, w, b: F.conv2d(x, w, b),
+            tensors,
+        )
+
+
+@each_device
+@pytest.mark.parametrize(("gradient", "is_pytorchs"), [(1.0, False), (100.0, True)])
+def test_a_step_that_gains_little_is_pytorchs(device, gradient, is_pytorchs, monkeypatch):
+    def found(device, contestants):
+        theirs = gradient if _fastest.decisions() else 1.0
+        ours = 0.5 if theirs == 1.0 else 2 * theirs
+        return {_fastest.PYTORCH: Seconds(theirs), contestants[1].name: Seconds(ours)}
+
+    monkeypatch.setattr(_fastest, "_times", found)
+    x, weight = leaf(2, 4, 9, 10, device=device), leaf(6, 4, 3, 3, device=device)
+    of = (x, weight, None, _conv2d_fastest.Options((1, 1), (0, 0), (1, 1), 1), None, False)
+    for _ in range(2):
+        assert (_conv2d_fastest.is_pytorchs(*of) is None) == (not _fastest.decisions())
+        conv2d(x, weight, algorithm="fastest").sum().backward()
+    assert _conv2d_fastest.is_pytorchs(*of) == is_pytorchs
+
+
+@each_device
+@each_winner
+def test_one_measurement_for_each_problem_and_mode(device, factor, times):
+    measured = times(factor)
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)).to(device)
+    x = leaf(2, 4, 9, 10, device=device, grad=False)
+    report = patch(model)
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+        assert len(measured) == 1  # Both layers have the same problem.
+        model(leaf(1, 4, 9, 10, device=device, grad=False))
+        assert len(measured) == 2
+    for _ in range(3):
+        model(x).sum().backward()
+    modes = sorted({d.mode for d in _fastest.decisions()})
+    assert modes == [
+        "forward",
+        "forward with a changing filter",
+        "gradient of filter and bias",
+        "gradient of the input",
+    ]
+    assert len(measured) == 5
+    assert str(report).count("gradient of the input of float32 [2, 4, 9, 10]") == 2
+    assert ("on cpu: PyTorch" in str(report) or device == "cuda") or factor == OURS
+
+
+def test_other_sizes_follow_the_nearest(times):
+    measured = times(THEIRS)
+    weight = nn.Parameter(torch.randn(4, 3, 3, 3), requires_grad=False)
+    for size in range(5, 40):
+        x = leaf(1, 3, size, size, grad=False)
+        torch.testing.assert_close(conv2d(x, weight, algorithm="fastest"), F.conv2d(x, weight))
+    assert len(measured) == _fastest._MEASURED_SIZES
+    follower = _fastest.decisions()[-1]
+    assert follower.choice == _fastest.PYTORCH and "as for [1, 3, 1" in follower.why
+
+
+def test_decisions_are_bounded(times, monkeypatch):
+    times(THEIRS)
+    monkeypatch.setattr(_fastest, "_DECISIONS", 5)
+    for channels in range(1, 9):
+        conv2d(torch.ones(1, channels, 4, 4), torch.ones(1, channels, 3, 3), algorithm="fastest")
+    assert [d.problem[2][0][1] for d in _fastest.decisions()] == [4, 5, 6, 7, 8]
+
+
+def test_a_measurement_is_not_waited_for(monkeypatch):
+    """Calls that come during one take PyTorch's operator, and decide nothing."""
+    x, weight = leaf(1, 8, 9, 9, grad=False), leaf(8, 8, 3, 3, grad=False)
+    inside, leave = threading.Event(), threading.Event()
+
+    def slow(device, contestants):
+        inside.set()
+        assert leave.wait(60)
+        return {c.name: Seconds(1.0) for c in contestants}
+
+    monkeypatch.setattr(_fastest, "_times", slow)
+    thread = threading.Thread(target=conv2d, args=(x, weight), kwargs={"algorithm": "fastest"})
+    thread.start()
+    assert inside.wait(60)
+    torch.testing.assert_close(conv2d(x, weight, algorithm="fastest"), F.conv2d(x, weight))
+    assert not _fastest.decisions()
+    leave.set()
+    thread.join()
+    assert len(_fastest.decisions()) == 1
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Calls this with whether the calls that follow are captured in a graph."""
+    is_in_graph = [False]
+    for module in (_fastest, _modules):
+        monkeypatch.setattr(module, "is_captured", lambda device: is_in_graph[0])
+    return lambda now: is_in_graph.__setitem__(0, now)
+
+
+def test_who_is_captured_may_be_another(monkeypatch, captured):
+    """A call waits for the interpreter, which is busier with ours here; a graph does not."""
+    ours = []
+
+    def found(device, contestants):
+        ours.extend(c.name for c in contestants if c.name != PYTORCH)
+        return {PYTORCH: Seconds(1.0, 1.0), ours[0]: Seconds(0.5, 1.2)}
+
+    monkeypatch.setattr(_fastest, "_times", found)
+    module = nn.Conv2d(8, 8, 3)
+    patch(nn.ModuleList([module]))
+    x = leaf(1, 8, 9, 9, grad=False)
+    want = F.conv2d(x, module.weight, module.bias)
+    who = lambda: module._last[3] if module._ours[0] is None else module._ours[0]
+    with torch.no_grad():
+        module(x)
+        # What is kept for graphs alone was let go of.
+        cache = filter_cache(module.weight)
+        assert cache.bytes == 0 and cache.promised > 0
+        for _ in range(2):
+            for is_in_graph in (False, False, False, True, True, True):
+                captured(is_in_graph)
+                torch.testing.assert_close(module(x), want, atol=1e-5, rtol=1e-5)
+                assert (who() is _modules.PYTORCHS) != is_in_graph
+                assert module._ours == _modules._NO_CALL
+    (decision,) = _fastest.decisions()
+    assert (decision.choice, [decision.in_graph]) == (PYTORCH, ours)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "called", "in_graph"),
+    [
+        # The device is what is waited for.
+        ((1.0, 0.01), (0.5, 0.02), True, True),
+        # The interpreter is.
+        ((1.0, 0.5), (0.5, 0.6), False, True),
+        ((1.0, 0.5), (0.99, 0.3), True, False),
+        # Ours would make the model wait for it.
+        ((1.0, 0.2), (0.5, 0.7), False, True),
+    ],
+)
+def test_a_call_costs_device_and_interpreter(theirs, ours, called, in_graph, monkeypatch):
+    monkeypatch.setattr(
+        _fastest,
+        "_times",
+        lambda device, contestants: {PYTORCH: Seconds(*theirs), contestants[1].name: Seconds(*ours)},
+    )
+    with torch.no_grad():
+        conv2d(leaf(1, 8, 9, 9), leaf(8, 8, 3, 3), algorithm="fastest")
+    (decision,) = _fastest.decisions()
+    assert (decision.choice != PYTORCH, decision.in_graph != PYTORCH) == (called, in_graph)
+
+
+def test_a_frozen_filter_is_decided_for_itself(times):
+    times(OURS)
+    module = Conv2d(8, 8, 3)
+    module.algorithm = "fastest"
+    x = leaf(1, 8, 9, 9, grad=False)
+    with torch.no_grad():
+        module(x)
+        freeze(module)(x)
+    modes = [d.mode for d in _fastest.decisions()]
+    assert modes == ["forward", "forward with a frozen filter"]

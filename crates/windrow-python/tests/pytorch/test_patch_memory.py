@@ -1,0 +1,158 @@
+"""For which memory the algorithm "fastest" looks before it takes Windrow."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import windrow.torch
+from common import OURS, leaf
+from torch import nn
+from windrow.torch import Conv2d, _conv2d_fastest, _fastest, conv2d, patch
+from windrow.torch._filters import filter_cache
+
+pytestmark = pytest.mark.usefixtures("nothing_decided")
+
+
+def test_room_for_results_is_looked_for(times, monkeypatch):
+    times(OURS)
+    asked = []
+    monkeypatch.setattr(
+        _fastest._memory, "is_there_room", lambda device, kept, scratch: asked.append(scratch) or True
+    )
+    x, weight = leaf(3, 8, 9, 9), leaf(16, 8, 3, 3)
+    y = conv2d(x, weight, algorithm="fastest")
+    assert asked.pop() >= y.nbytes and not asked
+    y.sum().backward()
+    of_input, of_filter = asked
+    assert of_input >= x.nbytes and of_filter >= weight.nbytes
+
+
+def test_room_is_looked_for_again(times, monkeypatch):
+    """What PyTorch needs is not known before the first pass is over."""
+    times(OURS)
+    room = [False, False, True]
+    monkeypatch.setattr(_fastest._memory, "is_there_room", lambda *_, **how: room[0])
+    module = Conv2d(8, 8, 3)
+    module.algorithm = "fastest"
+    x = leaf(1, 8, 9, 9, grad=False)
+    with torch.no_grad():
+        for choice in (_fastest.PYTORCH, _fastest.PYTORCH, _conv2d_fastest.KEPT):
+            module(x)
+            (decision,) = _fastest.decisions()
+            assert decision.choice == choice and decision.is_final == (choice != _fastest.PYTORCH)
+            room.pop(0)
+
+
+def test_memory_that_is_not_there(times, monkeypatch):
+    measured = times(OURS)
+    monkeypatch.setattr(_fastest._memory, "is_there_room", lambda *_, **how: False)
+    x, weight = leaf(1, 8, 9, 9, grad=False), leaf(8, 8, 3, 3, grad=False)
+    torch.testing.assert_close(conv2d(x, weight, algorithm="fastest"), F.conv2d(x, weight))
+    (decision,) = _fastest.decisions()
+    assert decision.choice == _fastest.PYTORCH and "MiB more" in decision.why and not measured
+
+
+def test_no_room_on_a_cpu(monkeypatch):
+    """PyTorch computes then, and nobody looks for room in graphs."""
+    monkeypatch.setattr(_fastest._memory, "_peak", 0)
+    monkeypatch.setattr(_fastest._memory, "_in_use", lambda: 1 << 40)
+    monkeypatch.setattr(_fastest._memory, "look", lambda *_: None)
+    weight, x = torch.randn(512, 64, 3, 3), torch.randn(1, 64, 40, 41)
+    assert torch.equal(conv2d(x, weight, algorithm="fastest"), F.conv2d(x, weight))
+
+
+def test_no_room_for_a_packed_filter(times, monkeypatch):
+    times(OURS)
+    monkeypatch.setattr(
+        _fastest._memory, "is_there_room", lambda device, kept, scratch, in_graph=False: kept == 0
+    )
+    module = Conv2d(8, 8, 3)
+    module.algorithm = "fastest"
+    x = leaf(1, 8, 9, 9, grad=False)
+    with torch.no_grad():
+        for _ in range(2):
+            want = F.conv2d(x, module.weight, module.bias)
+            torch.testing.assert_close(module(x), want, atol=1e-4, rtol=1e-4)
+    (decision,) = _fastest.decisions()
+    assert decision.choice == _conv2d_fastest.PACKED
+
+
+@pytest.mark.parametrize("way", ["patch", "optimize"])
+def test_room_is_looked_for_by_each_layer(times, monkeypatch, way):
+    """A problem is decided once; layers that share it have filters of their own, which count."""
+    times(OURS)
+    model = nn.Sequential(*[nn.Conv2d(8, 8, 3, padding=1) for _ in range(4)]).eval().requires_grad_(False)
+    x = leaf(1, 8, 9, 9, grad=False)
+    want = model(x)
+    if way == "patch":
+        patch(model)
+        convolutions = [*model]
+    else:
+        model = windrow.torch.optimize(model)
+        convolutions = [m for m in model.modules() if hasattr(m, "weight")]
+    of = lambda module: filter_cache(module.weight, lasts=True).bytes
+    packed = lambda: sum(map(of, convolutions))
+    limit, asked = [2.5], []
+
+    def is_there_room(device, kept, scratch, in_graph=False):
+        asked.append(kept)
+        return packed() + kept <= limit[0] * max(asked)
+
+    monkeypatch.setattr(_fastest._memory, "is_there_room", is_there_room)
+    with torch.no_grad():
+        for _ in range(_fastest.TRIES + 1):
+            torch.testing.assert_close(model(x), want, atol=1e-4, rtol=1e-4)
+        assert [of(m) > 0 for m in convolutions] == [True, True, False, False]
+        # That is settled now.
+        before = len(asked)
+        limit[0] = 10
+        torch.testing.assert_close(model(x), want, atol=1e-4, rtol=1e-4)
+        assert len(asked) == before and packed() <= 2.5 * max(asked)
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    """What its allocator has given, and what is packed there, in MiB; the device has 4 GiB."""
+    has = {"allocated": 0, "packed": 0, "promised": 0}
+
+    def packed(device, and_promised=False):
+        return has["promised" if and_promised else "packed"] << 20
+
+    class Properties:
+        total_memory = 4 << 30
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: has["allocated"] << 20)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1 << 40)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(_fastest._memory._filters, "kept_bytes", packed)
+    monkeypatch.setattr(_fastest._memory, "_theirs", {})
+    return has
+
+
+def test_room_is_a_tenth_of_what_pytorch_needs(on_cuda):
+    """Whatever cuDNN's trials took."""
+    memory, device = _fastest._memory, torch.device("cuda:0")
+
+    def is_room(kept, scratch=0, **how):
+        return memory.is_there_room(device, kept << 20, scratch << 20, **how)
+
+    assert is_room(4) and not is_room(5)
+    on_cuda["allocated"] = 800
+    memory.look(device, 200 << 20)
+    assert is_room(100) and not is_room(101)
+    # A result may be as large as PyTorch's.
+    assert is_room(100, 200) and not is_room(100, 201) and is_room(0, 300)
+    on_cuda["allocated"] = 300
+    memory.look(device, 100 << 20)
+    assert is_room(100, 700) and not is_room(101)
+    on_cuda |= {"packed": 60, "promised": 90}
+    assert is_room(40) and not is_room(41)
+    assert is_room(10, in_graph=True) and not is_room(11, in_graph=True)
+
+
+def test_graphs_have_a_thousandth_of_the_device(on_cuda):
+    memory, device = _fastest._memory, torch.device("cuda:0")
+    on_cuda["promised"] = 1
+    on_cuda["allocated"] = 10
+    memory.look(device, 0)
+    assert memory.is_there_room(device, 3 << 20, 0, in_graph=True)
+    assert not memory.is_there_room(device, 4 << 20, 0, in_graph=True)

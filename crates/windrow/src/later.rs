@@ -1,0 +1,32 @@
+//! What is made when it is first needed, where that may fail.
+
+use crate::Result;
+use std::sync::OnceLock;
+
+#[derive(Debug)]
+pub(crate) struct Later<T>(OnceLock<T>);
+
+impl<T> Default for Later<T> {
+    fn default() -> Self {
+        Later(OnceLock::new())
+    }
+}
+
+impl<T> Later<T> {
+    /// What was made first, by this call or another. An error is not kept: the next call tries again.
+    ///
+    /// # Errors
+    /// Those of `make`.
+    pub(crate) fn get(&self, make: impl FnOnce() -> Result<T>) -> Result<&T> {
+        if let Some(made) = self.0.get() {
+            return Ok(made);
+        }
+        let made = make()?;
+        Ok(self.0.get_or_init(|| made))
+    }
+
+    /// `None` before.
+    pub(crate) fn made(&self) -> Option<&T> {
+        self.0.get()
+    }
+}
