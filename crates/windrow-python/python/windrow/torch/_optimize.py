@@ -15,8 +15,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from windrow.torch._conv2d import ACCURACIES
 from windrow.torch._fused import FusedConv2d
 from windrow.torch._gelu import GELU, gelu
+from windrow.torch._layout import channels_last_pays, to_channels_last
 from windrow.torch._modules import Conv2d, Convolution
 from windrow.torch._patch import freeze, patch
+from windrow.torch._pointwise import linear_to_convolutions
 
 
 @dataclass
@@ -74,8 +76,14 @@ def _optimized(module: nn.Module, name: str, accuracy: str | None, report: Optim
                 report.left["the model as a whole"] = f"torch.fx cannot trace it: {first}"
         else:
             prefix = f"{name}." if name else ""
+            _drop_identities(traced)
+            is_last = channels_last_pays(traced)
+            if is_last:
+                linear_to_convolutions(traced)
             for what, how in _fuse(traced, accuracy):
                 report.fused[prefix + what] = how
+            if is_last:
+                to_channels_last(traced)
             return traced
     for child_name, child in list(module.named_children()):
         path = f"{name}.{child_name}" if name else child_name
@@ -107,7 +115,6 @@ class _Tracer(fx.Tracer):
 def _fuse(traced: fx.GraphModule, accuracy: str | None) -> Iterator[tuple[str, str]]:
     """Changes the module in place; gives the names of convolutions, and what became of each."""
     graph = traced.graph
-    _drop_identities(traced)
     modules = dict(traced.named_modules())
     names: set[str] = set()
     for node in list(graph.nodes):
@@ -121,6 +128,10 @@ def _fuse(traced: fx.GraphModule, accuracy: str | None) -> Iterator[tuple[str, s
             tail = norm
         else:
             weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
+        if (mul := _only_user(tail)) is not None and (factor := _factors(mul, tail, traced, weight)) is not None:
+            weight, bias = _scaled(weight, bias, factor)
+            what.append(f"folded {next(n for n in mul.all_input_nodes if n is not tail).target}")
+            tail = mul
         residual = None
         if (add := _only_user(tail)) is not None and (other := _other_of_sum(add, tail)) is not None:
             if not _changes_between(node, add, modules):
@@ -147,7 +158,9 @@ def _fuse(traced: fx.GraphModule, accuracy: str | None) -> Iterator[tuple[str, s
         while chain[-1] is not node:
             chain.append(next(a for a in chain[-1].all_input_nodes if _leads_to(a, node)))
         for old in chain:
-            graph.erase_node(old)
+            factors = [a for a in old.all_input_nodes if a.op == "get_attr" and len(a.users) == 1]
+            for gone in [old, *factors]:
+                graph.erase_node(gone)
         yield name, f"FusedConv2d({fused.extra_repr()})" + (f": {', '.join(what)}" if what else "")
     traced.delete_all_unused_submodules()
     graph.lint()
@@ -209,6 +222,29 @@ def _folded(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
     weight = conv.weight.double() * scale[:, None, None, None]
     # `to` keeps the strides: a channels-last filter stays one.
     return weight.to(conv.weight.dtype).detach(), bias.to(conv.weight.dtype).detach()
+
+
+_PRODUCTS: tuple[Any, ...] = (operator.mul, torch.mul, "mul")
+
+
+def _factors(node: fx.Node, one: fx.Node, traced: fx.GraphModule, weight: Tensor) -> Tensor | None:
+    """What the channels of `one` are multiplied with, if the node is a product with a tensor of the model, [channels, 1, 1]."""
+    if node.op not in ("call_function", "call_method") or node.target not in _PRODUCTS or node.kwargs:
+        return None
+    other = [a for a in node.args if a is not one]
+    if len(node.args) != 2 or len(other) != 1 or not isinstance(other[0], fx.Node) or other[0].op != "get_attr":
+        return None
+    *path, last = other[0].target.split(".")
+    factor = getattr(traced.get_submodule(".".join(path)), last)
+    fits = factor.shape == (weight.shape[0], 1, 1) and factor.dtype == weight.dtype
+    return factor if fits else None
+
+
+def _scaled(weight: Tensor, bias: Tensor | None, factor: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Filter and bias times a factor for each output channel, [channels, 1, 1]."""
+    by = factor.detach().double()
+    scaled = (weight.double() * by[..., None]).to(weight.dtype)
+    return scaled, None if bias is None else (bias.double() * by[:, 0, 0]).to(bias.dtype)
 
 
 _SUMS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")

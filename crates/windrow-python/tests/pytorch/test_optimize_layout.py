@@ -1,0 +1,188 @@
+"""`optimize` on the CPU: channels-last inside, and linear layers of images as convolutions."""
+
+import copy
+
+import pytest
+import torch
+from common import TOLERANCE, leaf
+from torch import nn
+from windrow.torch import optimize
+from windrow.torch._fused import FusedConv2d
+
+pytestmark = pytest.mark.usefixtures("nothing_decided")
+
+
+class Called(nn.Module):
+    """What a function makes of the modules that it is given by name."""
+
+    def __init__(self, function, **modules):
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def close(got, model, x):
+    want = copy.deepcopy(model).double()(x.double())
+    assert got.shape == want.shape
+    error = (got.double() - want).norm() / want.norm()
+    assert error <= 3 * TOLERANCE[got.dtype], error
+
+
+def seen(fast, x):
+    """The strides of the image that the first convolution is given."""
+    found = []
+    first = next(m for m in fast.modules() if isinstance(m, FusedConv2d))
+    handle = first.register_forward_pre_hook(lambda _, args: found.append(args[0].stride()))
+    fast(x)
+    handle.remove()
+    return found[0]
+
+
+def is_last(strides):
+    return strides[1] < strides[3]
+
+
+X = [2, 6, 8, 7]
+LAYOUTS = [torch.contiguous_format, torch.channels_last]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_inside_and_outside(layout, dtype):
+    model = nn.Sequential(nn.Conv2d(6, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 5, 2)).eval().to(dtype)
+    x = leaf(*X, dtype=dtype, grad=False).contiguous(memory_format=layout)
+    fast = optimize(model)
+    with torch.inference_mode():
+        for _ in range(3):
+            y = fast(x)
+            assert y.stride() == model(x).stride()
+            close(y, model, x)
+        assert is_last(seen(fast, x))
+        close(fast(x[0]), model, x[0])
+
+
+def test_depthwise_of_bf16_stay():
+    model = nn.Sequential(nn.Conv2d(6, 6, 3, groups=6), nn.Conv2d(6, 5, 1)).eval()
+    x = leaf(*X, grad=False)
+    with torch.inference_mode():
+        assert is_last(seen(optimize(model), x))
+        assert not is_last(seen(optimize(model.bfloat16()), x.bfloat16()))
+
+
+def test_results_of_several_kinds():
+    outputs = lambda m, x: {"image": m.conv(x), "rows": [m.conv(x).flatten(1), x]}
+    model = Called(outputs, conv=nn.Conv2d(6, 8, 3)).eval()
+    x = leaf(*X, grad=False)
+    with torch.inference_mode():
+        got, want = optimize(model)(x), model(x)
+        assert got["image"].stride() == want["image"].stride()
+        torch.testing.assert_close(got, want)
+        assert got["rows"][1] is x
+
+
+@pytest.mark.parametrize(
+    "after",
+    [lambda m, x: m.conv(x).view(2, -1), lambda m, x: m.conv(x) * float(m.conv(x).stride(1))],
+    ids=["view", "stride"],
+)
+def test_models_that_see_strides_keep_them(after):
+    model = Called(after, conv=nn.Conv2d(6, 8, 3)).eval()
+    x = leaf(*X, grad=False)
+    with torch.inference_mode():
+        close(optimize(model)(x), model, x)
+
+
+class Block(nn.Module):
+    """As ConvNeXt's."""
+
+    def __init__(self, c=6, bias=True, activation=None, scale=(6, 1, 1)):
+        super().__init__()
+        self.conv = nn.Conv2d(c, c, 3, padding=1, groups=c)
+        self.norm = nn.LayerNorm(c)
+        self.up, self.down = nn.Linear(c, 4 * c, bias), nn.Linear(4 * c, c, bias)
+        self.activation = activation or nn.GELU()
+        self.scale = nn.Parameter(torch.rand(*scale) + 0.5)
+
+    def forward(self, x):
+        y = self.norm(self.conv(x).permute(0, 2, 3, 1))
+        y = torch.permute(self.down(self.activation(self.up(y))), [0, 3, 1, 2])
+        y = self.scale * y
+        y += x
+        return y
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.GELU("tanh"), nn.ReLU(), nn.SiLU()])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_layers_of_images(layout, activation, bias):
+    model = Block(bias=bias, activation=activation).eval()
+    x = leaf(*X, grad=False).contiguous(memory_format=layout)
+    fast = optimize(model)
+    name = "relu" if isinstance(activation, nn.ReLU) else "silu" if isinstance(activation, nn.SiLU) else "gelu"
+    fused = fast.windrow_report.fused
+    assert "FusedConv2d(6, 24, kernel_size=(1, 1)" in fused["up"] and name in fused["up"].split("): ")[1]
+    assert fused["down"].endswith("): folded scale, added")
+    assert not any(isinstance(m, (nn.Linear, nn.GELU)) for m in fast.modules())
+    assert not any(n.op == "get_attr" for n in fast.graph.nodes)
+    with torch.inference_mode():
+        for _ in range(2):
+            y = fast(x)
+            assert y.is_contiguous(memory_format=layout)
+            close(y, model, x)
+        close(fast(x[:1]), model, x[:1])
+
+
+def test_factors_that_are_not_of_channels_stay():
+    model = nn.Sequential(Block(scale=(1,)), Block(scale=(8, 7))).eval()
+    fast = optimize(model)
+    assert all("folded" not in what for what in fast.windrow_report.fused.values())
+    x = leaf(*X, grad=False)
+    with torch.inference_mode():
+        close(fast(x), model, x)
+
+
+def to_last(x):
+    return x.permute(0, 2, 3, 1)
+
+
+def back(x):
+    return x.permute(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: back(m.linear(to_last(m.conv(x)))) + back(m.linear(to_last(m.conv(-x)))),
+        lambda m, x: m.linear(m.conv(x).transpose(1, 3)),
+        lambda m, x: back(m.norm(m.linear(to_last(m.conv(x))))),
+        lambda m, x: back(torch.softmax(m.linear(to_last(m.conv(x))), -1)),
+        lambda m, x: back(m.linear(to_last(m.conv(x))) * to_last(m.conv(x)).mean()),
+    ],
+    ids=["shared", "another order", "a norm behind", "another operator", "another user"],
+)
+def test_other_linear_layers_stay(function):
+    model = Called(function, conv=nn.Conv2d(6, 8, 3), linear=nn.Linear(8, 8), norm=nn.LayerNorm(8)).eval()
+    fast = optimize(model)
+    assert any(isinstance(m, nn.Linear) for m in fast.modules())
+    x = leaf(*X, grad=False)
+    with torch.inference_mode():
+        close(fast(x), model, x)
+
+
+def test_saved_and_compiled():
+    model = nn.Sequential(nn.Conv2d(6, 6, 1), Block()).eval()
+    x = leaf(*X, grad=False)
+    fast = optimize(model)
+    with torch.no_grad():
+        want = fast(x)
+        assert torch.equal(copy.deepcopy(fast)(x), want)
+        other = optimize(nn.Sequential(nn.Conv2d(6, 6, 1), Block()).eval())
+        other.load_state_dict(fast.state_dict())
+        torch.testing.assert_close(other(x), want)
+        compiled = torch.compile(fast, fullgraph=True)
+        for n in (2, 1):
+            torch.testing.assert_close(compiled(x[:n]), want[:n])
