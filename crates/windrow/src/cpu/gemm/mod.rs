@@ -141,14 +141,14 @@ unsafe fn tile<S: Simd, const R: usize, const V: usize>(s: S, t: &Tile) {
         if t.a.row == 1 && t.a.step == R {
             // Packed: offsets within a step are constants.
             for p in 0..t.terms {
-                s.prefetch(ahead);
+                s.prefetch_near(ahead);
                 ahead = ahead.wrapping_add(distance);
                 step(s, &mut acc, t.b.add(p * VECTORS * S::LANES), |i| *t.a.ptr.add(p * R + i));
             }
         } else {
             let (row, column) = (t.a.row, t.a.step);
             for p in 0..t.terms {
-                s.prefetch(ahead);
+                s.prefetch_near(ahead);
                 ahead = ahead.wrapping_add(distance);
                 let a = t.a.ptr.add(p * column);
                 step(s, &mut acc, t.b.add(p * VECTORS * S::LANES), |i| *a.add(i * row));
