@@ -82,6 +82,8 @@ impl Simd for Lanes {
     #[inline(always)]
     fn prefetch<T>(self, _: *const T) {}
     #[inline(always)]
+    fn prefetch_near<T>(self, _: *const T) {}
+    #[inline(always)]
     fn prefetch_write<T>(self, _: *const T) {}
 
     #[inline(always)]

@@ -48,6 +48,8 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     fn stream_fence(self);
     /// Asks for the cache line at `p`, any address, to be in the second-level cache for reading.
     fn prefetch<T>(self, p: *const T);
+    /// The same in the first-level cache.
+    fn prefetch_near<T>(self, p: *const T);
     /// Asks for the cache line at `p`, any address, to be in the cache for writing.
     fn prefetch_write<T>(self, p: *const T);
 

@@ -19,6 +19,9 @@ use std::ops::Range;
 /// a second-level cache of 1 MiB.
 const BLOCK: [usize; 2] = [512, 128];
 
+/// Elements at whose multiples addresses fall into the same set of a first-level cache.
+const PAGE: usize = 1024;
+
 /// A [`Stencil`] as a product, for one instruction set.
 #[derive(Clone, Debug)]
 pub(crate) struct Im2colGemm {
@@ -262,7 +265,9 @@ impl<T: SimdElement> Product<'_, T> {
         let row = strides[3].checked_mul(step[1] as isize)?;
         let is_plain = T::DTYPE == DType::F32 && self.plan.is_merged && n * dst_size[0] == 1;
         let at = pixels.start as isize * row + terms.start as isize;
-        (is_plain && row > 0).then(|| (src.wrapping_offset(at).cast(), row as usize))
+        // Pixels at such a distance displace each other from the first-level cache.
+        let is_far = (row as usize).is_multiple_of(PAGE);
+        (is_plain && row > 0 && !is_far).then(|| (src.wrapping_offset(at).cast(), row as usize))
     }
 
     /// Start of the panel of packed filter channels that begins at `k`, at its first term, and the

@@ -368,6 +368,8 @@ fn layer(x: [usize; 4], [k, r]: [usize; 2], [stride, padding]: [usize; 2], group
 fn filters_of_one_tap() {
     layer([3, 40, 7, 7], [33, 1], [1, 0], 1);
     layer([2, 200, 9, 16], [40, 1], [1, 0], 1);
+    // A page from pixel to pixel.
+    layer([1, 1024, 5, 4], [40, 1], [1, 0], 1);
     layer([2, 17, 9, 16], [20, 1], [2, 0], 1);
     layer([1, 5, 12, 13], [50, 1], [3, 1], 1);
     layer([1, 300, 1, 1], [7, 1], [1, 0], 1);

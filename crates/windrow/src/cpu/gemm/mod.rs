@@ -95,6 +95,8 @@ struct Tile {
     accumulate: bool,
     /// Where the sums go instead of `c`.
     place: Option<Place>,
+    /// What is asked for meanwhile, and elements of it for each term.
+    ahead: (*const f32, usize),
 }
 
 impl Tile {
@@ -135,14 +137,19 @@ unsafe fn tile<S: Simd, const R: usize, const V: usize>(s: S, t: &Tile) {
             }
         }
         let mut acc = [[s.zero(); V]; R];
+        let (mut ahead, distance) = t.ahead;
         if t.a.row == 1 && t.a.step == R {
             // Packed: offsets within a step are constants.
             for p in 0..t.terms {
+                s.prefetch_near(ahead);
+                ahead = ahead.wrapping_add(distance);
                 step(s, &mut acc, t.b.add(p * VECTORS * S::LANES), |i| *t.a.ptr.add(p * R + i));
             }
         } else {
             let (row, column) = (t.a.row, t.a.step);
             for p in 0..t.terms {
+                s.prefetch_near(ahead);
+                ahead = ahead.wrapping_add(distance);
                 let a = t.a.ptr.add(p * column);
                 step(s, &mut acc, t.b.add(p * VECTORS * S::LANES), |i| *a.add(i * row));
             }
@@ -416,10 +423,17 @@ impl Kernel for Block<'_> {
         let Block { operands, batch, terms, left, right, .. } = self;
         let Blocking { mr, nr, .. } = *self.blocking;
         let row_panels = self.rows.len().div_ceil(mr);
+        // Each row of tiles asks for its part of a panel; what was packed just now is near.
+        let distance = if self.blocking.scratch.right { 0 } else { nr.div_ceil(row_panels) };
         // With a single step of terms one tile is enough.
         let waits = !(self.is_first && self.is_last);
         for (j, col) in self.cols.clone().step_by(nr).enumerate() {
             let end = (col + nr).min(self.cols.end);
+            // The panel that is multiplied next, also of the terms that follow these.
+            let next = match end == self.cols.end {
+                false => right.ptr.wrapping_add((j + 1) * right.panel),
+                true => right.ptr.wrapping_add(terms * nr),
+            };
             for (i, row) in self.rows.clone().step_by(mr).enumerate() {
                 let (rows, cols) = (row..(row + mr).min(self.rows.end), col..end);
                 let place = match self.place {
@@ -428,6 +442,7 @@ impl Kernel for Block<'_> {
                     None => None,
                 };
                 let index = if waits { j * row_panels + i } else { 0 };
+                let part = i * self.terms * distance;
                 // SAFETY: scratch memory holds the tiles, operands gave panels of all rows, columns and terms.
                 unsafe {
                     let c = self.tiles.add(index * mr * nr);
@@ -440,6 +455,7 @@ impl Kernel for Block<'_> {
                         c,
                         accumulate: !self.is_first,
                         place,
+                        ahead: (next.wrapping_add(part), distance),
                     };
                     tile.run(s);
                     if self.is_last && place.is_none() {

@@ -120,6 +120,10 @@ impl Simd for Avx2 {
         isa!(_mm_prefetch::<_MM_HINT_T1>(p.cast()))
     }
     #[inline(always)]
+    fn prefetch_near<T>(self, p: *const T) {
+        isa!(_mm_prefetch::<_MM_HINT_T0>(p.cast()))
+    }
+    #[inline(always)]
     fn prefetch_write<T>(self, p: *const T) {
         isa!(_mm_prefetch::<_MM_HINT_ET0>(p.cast()))
     }
