@@ -415,7 +415,7 @@ def is_pytorchs(
         modes.append(_OF_INPUT)
     if of_filter:
         modes.append(_mode_of_filter(bias is not None and bias.requires_grad))
-    worth = is_worth_it(modes, problem, x.device)
+    worth = is_worth_it(modes, problem, x.device, is_cast=autocast is not None)
     return None if worth is None else not worth
 
 
