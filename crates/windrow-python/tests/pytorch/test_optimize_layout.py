@@ -65,6 +65,19 @@ def test_inside_and_outside(layout, dtype):
         close(fast(x[0]), model, x[0])
 
 
+def test_parts_of_a_model_stay():
+    def branches(m, x):
+        return m.part(x) if x.sum() > 0 else x
+
+    model = Called(branches, part=nn.Sequential(nn.Conv2d(6, 8, 3), nn.ReLU())).eval()
+    x = leaf(*X, grad=False).abs()
+    fast = optimize(model)
+    assert "part.0" in fast.windrow_report.fused and "the model as a whole" in fast.windrow_report.left
+    with torch.inference_mode():
+        assert not is_last(seen(fast, x))
+        close(fast(x), model, x)
+
+
 def test_depthwise_of_bf16_stay():
     model = nn.Sequential(nn.Conv2d(6, 6, 3, groups=6), nn.Conv2d(6, 5, 1)).eval()
     x = leaf(*X, grad=False)

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from windrow.torch._graph import has_hooks
+
 # What sees how a tensor lies in memory: `view` raises where its dimensions do not lie next to each other.
 _SEE_STRIDES = {"view", "view_as", "as_strided", "stride", "is_contiguous", "data_ptr", "storage_offset", "numpy"}
 
@@ -18,10 +20,8 @@ def channels_last_pays(traced: fx.GraphModule) -> bool:
             name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
             if name in _SEE_STRIDES:
                 return False
-        elif node.op == "call_module":
-            module = modules[node.target]
-            if module._forward_hooks or module._forward_pre_hooks:
-                return False
+        elif node.op == "call_module" and has_hooks(modules[node.target]):
+            return False
     if any(not t.is_cpu for t in traced.state_dict().values()):
         return False
     filters = [m for m in modules.values() if isinstance(m, nn.Conv2d)]

@@ -15,6 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from windrow.torch._conv2d import ACCURACIES
 from windrow.torch._fused import FusedConv2d
 from windrow.torch._gelu import GELU, gelu
+from windrow.torch._graph import has_hooks, replace_module
 from windrow.torch._layout import channels_last_pays, to_channels_last
 from windrow.torch._modules import Conv2d, Convolution
 from windrow.torch._patch import freeze, patch
@@ -67,7 +68,7 @@ def _optimized(module: nn.Module, name: str, accuracy: str | None, report: Optim
     """The module, or what takes its place."""
     if not any(isinstance(m, nn.Conv2d) for m in module.modules()) or _is_leaf(module):
         return module
-    if _takes_one_tensor(module) and not _has_hooks(module):
+    if _takes_one_tensor(module) and not has_hooks(module):
         try:
             traced = fx.GraphModule(module, _Tracer().trace(module), type(module).__name__)
         except Exception as error:  # Whatever a model's own code raises when it gets no tensor.
@@ -77,7 +78,8 @@ def _optimized(module: nn.Module, name: str, accuracy: str | None, report: Optim
         else:
             prefix = f"{name}." if name else ""
             _drop_identities(traced)
-            is_last = channels_last_pays(traced)
+            # Of a part, what is saved may be less than laying out its image and result.
+            is_last = name == "" and channels_last_pays(traced)
             if is_last:
                 linear_to_convolutions(traced)
             for what, how in _fuse(traced, accuracy):
@@ -98,13 +100,9 @@ def _takes_one_tensor(module: nn.Module) -> bool:
     return len(parameters) == 1 and all(p.kind in kinds and p.default is p.empty for p in parameters)
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
 def _is_leaf(module: nn.Module) -> bool:
     is_known = type(module).__module__.startswith(("torch.nn", "torch.ao.nn", "windrow."))
-    return (is_known and not isinstance(module, nn.Sequential)) or _has_hooks(module)
+    return (is_known and not isinstance(module, nn.Sequential)) or has_hooks(module)
 
 
 class _Tracer(fx.Tracer):
@@ -148,7 +146,7 @@ def _fuse(traced: fx.GraphModule, accuracy: str | None) -> Iterator[tuple[str, s
             name += "_again"
         names.add(name)
         fused = FusedConv2d(weight, bias, _options(module), activation, accuracy)
-        _set(traced, name, fused)
+        replace_module(traced, name, fused)
         # Where it was, but behind what is added.
         with graph.inserting_before(tail if residual is not None else node):
             inputs = node.args[:1] + (() if residual is None else (residual,))
@@ -184,7 +182,7 @@ def _can_be_fused(module: nn.Module, node: fx.Node) -> bool:
         and module.padding_mode == "zeros"
         and getattr(module, "activation", None) is None
         and not is_parametrized(module)
-        and not _has_hooks(module)
+        and not has_hooks(module)
         and _options(module) is not None
         and len(node.args) == 1
         and not node.kwargs
@@ -205,7 +203,7 @@ def _options(module: nn.Conv2d) -> tuple[Any, ...] | None:
 def _batch_norm(node: fx.Node, modules: dict[str, nn.Module]) -> nn.BatchNorm2d | None:
     module = modules.get(node.target) if node.op == "call_module" else None
     is_fixed = type(module) is nn.BatchNorm2d and module.running_mean is not None
-    return module if is_fixed and not _has_hooks(module) else None
+    return module if is_fixed and not has_hooks(module) else None
 
 
 def _folded(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
@@ -299,7 +297,7 @@ def _activation(node: fx.Node, modules: dict[str, nn.Module]) -> str | None:
     approximate = node.kwargs.get("approximate", "none")
     if node.op == "call_module":
         module = modules.get(node.target)
-        if module is None or _has_hooks(module):
+        if module is None or has_hooks(module):
             return None
         what, approximate = type(module), getattr(module, "approximate", "none")
     elif node.op not in ("call_function", "call_method"):
@@ -315,7 +313,7 @@ def _drop_identities(traced: fx.GraphModule) -> None:
     for node in list(traced.graph.nodes):
         if node.op == "call_module":
             module = modules.get(node.target)
-            gone = type(module) in (nn.Identity, nn.Dropout, nn.Dropout2d) and not _has_hooks(module)
+            gone = type(module) in (nn.Identity, nn.Dropout, nn.Dropout2d) and not has_hooks(module)
         else:
             gone = node.op == "call_function" and _does_nothing(node.target, node)
         if gone and isinstance(node.args[0], fx.Node):
@@ -331,8 +329,3 @@ def _does_nothing(function: Callable[..., Any], node: fx.Node) -> bool:
         training = node.args[3] if len(node.args) > 3 else node.kwargs.get("training", True)
         return training is False
     return False
-
-
-def _set(traced: fx.GraphModule, name: str, module: nn.Module) -> None:
-    *path, last = name.split(".")
-    setattr(traced.get_submodule(".".join(path)), last, module)

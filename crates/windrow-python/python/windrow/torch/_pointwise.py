@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from windrow.torch._graph import has_hooks, replace_module
+
 _TO_LAST, _BACK = (0, 2, 3, 1), (0, 3, 1, 2)
 _ELEMENTWISE = (nn.ReLU, nn.GELU, nn.SiLU)
 
@@ -34,7 +36,7 @@ def linear_to_convolutions(traced: fx.GraphModule) -> None:
         before[begin].args = (image,)
         for node in before[begin:]:
             if type(linear := _module(node, modules)) is nn.Linear:
-                _set(traced, node.target, _convolution(linear))
+                replace_module(traced, node.target, _convolution(linear))
         last.replace_all_uses_with(before[-1])
         graph.erase_node(last)
     graph.lint()
@@ -68,15 +70,11 @@ def _is_pointwise(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     """A linear layer, or what treats each element alike, so that the order of the dimensions is nothing to it."""
     module = _module(node, modules)
     is_known = type(module) is nn.Linear or type(module) in _ELEMENTWISE
-    return is_known and len(node.args) == 1 and not node.kwargs and not _has_hooks(module)
+    return is_known and len(node.args) == 1 and not node.kwargs and not has_hooks(module)
 
 
 def _module(node: fx.Node, modules: dict[str, nn.Module]) -> nn.Module | None:
     return modules.get(node.target) if node.op == "call_module" else None
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _permutes(node: fx.Node, order: tuple[int, ...]) -> bool:
@@ -94,8 +92,3 @@ def _convolution(linear: nn.Linear) -> nn.Conv2d:
     conv.weight = nn.Parameter(linear.weight[:, :, None, None], requires_grad=False)
     conv.bias = linear.bias
     return conv.eval()
-
-
-def _set(traced: fx.GraphModule, name: str, module: nn.Module) -> None:
-    *path, last = name.split(".")
-    setattr(traced.get_submodule(".".join(path)), last, module)
