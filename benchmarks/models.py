@@ -219,8 +219,7 @@ TITLES = {
     "eager": "Inference",
     "train": "A step of training",
 }
-ROW = "| {:<26} | {:>7} | {:>7} | {:>5} | {:>9} | {:>5} | {:>8} | {:>5} | {:>10} | {:>15} | {:>10} |"
-HEAD = ("PyTorch", "patched", "x", "optimized", "x", "compiled", "ORT", "memory", "error", "err. x")
+HEAD = ("network, mode, batch", "PyTorch", "patched", "x", "optimized", "x", "compiled", "ORT", "memory", "error", "err. x")
 
 
 def table(record: dict[str, Any]) -> str:
@@ -236,12 +235,21 @@ def table(record: dict[str, Any]) -> str:
     for kind, title in TITLES.items():
         rows = {n: c for n, c in record["cases"].items() if kind in c.get("ms", {})}
         if rows:
-            lines += ["", f"## {title}", "", ROW.format("network, mode, batch", *HEAD)]
-            lines += ["|---|" + "--:|" * len(HEAD), *(row(n, c, kind) for n, c in rows.items())]
+            lines += ["", f"## {title}", "", *aligned([row(n, c, kind) for n, c in rows.items()])]
     return "\n".join(lines) + "\n"
 
 
-def row(name: str, case: dict[str, Any], kind: str) -> str:
+def aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines of the table, without columns of what was not measured in any row."""
+    columns = [(head, *of) for head, of in zip(HEAD, zip(*rows, strict=True), strict=True) if {*of} != {"-"}]
+    widths = [max(map(len, column)) for column in columns]
+    pad = lambda i, cell: cell.ljust(widths[i]) if i == 0 else cell.rjust(widths[i])
+    first, *lines = ([pad(i, cell) for i, cell in enumerate(line)] for line in zip(*columns, strict=True))
+    rule = "|---|" + "--:|" * (len(columns) - 1)
+    return [f"| {' | '.join(first)} |", rule, *(f"| {' | '.join(line)} |" for line in lines)]
+
+
+def row(name: str, case: dict[str, Any], kind: str) -> tuple[str, ...]:
     ms = {side: times["median"] for side, times in case["ms"][kind].items()}
     digits = lambda side: f"{ms[side]:.{3 if ms[side] < 100 else 1}f}" if side in ms else "-"
     times_as_fast = lambda side: f"{ms['pytorch'] / ms[side]:.2f}" if side in ms else "-"
@@ -253,7 +261,7 @@ def row(name: str, case: dict[str, Any], kind: str) -> str:
         return ", ".join(f"{values[side] / values['pytorch']:.2f}" for side in others)
 
     error = case.get("error")
-    return ROW.format(
+    return (
         name,
         digits("pytorch"),
         digits("windrow"),

@@ -1,7 +1,7 @@
 """The networks that `models.py` measures: random weights, one tensor in and one out."""
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -70,8 +70,8 @@ def _images(name: str, batch: int = 64) -> Network:
     return Network(_torchvision(name), "torchvision", 3, size, 224, batches)
 
 
-def _latents(build: Callable[[], nn.Module], size: int, batch: int) -> Network:
-    batches = {"cuda": [batch], "cpu": [1]}
+def _latents(build: Callable[[], nn.Module], size: int, batch: int, on_cpu: Sequence[int] = (1,)) -> Network:
+    batches = {"cuda": [batch], "cpu": [*on_cpu]}
     return Network(build, "diffusers", 4, {"cuda": size, "cpu": 16}, 16, batches)
 
 
@@ -85,7 +85,8 @@ NETWORKS = {
     "mobilenet_v2": _images("mobilenet_v2"),
     "convnext_tiny": _images("convnext_tiny"),
     "efficientnet_b0": _images("efficientnet_b0"),
-    "unet": _latents(Unet, 64, 2),
+    # Its copies, one in f64, are more than 24 GiB.
+    "unet": _latents(Unet, 64, 2, on_cpu=()),
 }
 # A step of training takes smaller images and batches on a CPU.
 TRAINED = {
