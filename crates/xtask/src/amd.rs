@@ -284,8 +284,7 @@ fn found_in_places(emulator: &Emulator) -> Result<(u64, Vec<String>)> {
         for name in ["libamdhip64.so", "libhiprtc.so"] {
             fs::copy(emulator.folder.join(name), folder.join(format!("{name}{version}")))?;
         }
-        let cases = ["gelu", "--random", "--seed", "1", "--cases", "1"];
-        let mut command = windrow(emulator, CHIP, &[&["verify"], &cases[..]].concat());
+        let mut command = windrow(emulator, CHIP, &[&["verify"], &FEW_CASES[..]].concat());
         for (other, _, _) in places {
             command.env_remove(other);
         }
