@@ -1,6 +1,7 @@
 //! hiprtc's functions: clang and lld of version 19 make the code objects, with a prelude in place of HIP's headers.
 
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use crate::runtime::{Handle, boxed, functions};
+use std::ffi::{CStr, CString, c_char, c_int};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -143,39 +144,29 @@ pub extern "C" fn hiprtcGetErrorString(status: c_int) -> *const c_char {
     words.as_ptr()
 }
 
-/// That of clang and a number of the prelude, so that what is kept of other compilers is not mixed with this one's.
-///
-/// # Safety
-/// Both can be written.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn hiprtcVersion(major: *mut c_int, minor: *mut c_int) -> c_int {
-    // SAFETY: the caller's promise.
-    unsafe {
+functions! {
+    /// That of clang and a number of the prelude, so that what is kept of other compilers is not mixed with this one's.
+    fn hiprtcVersion(major: *mut c_int, minor: *mut c_int) {
         major.write(19);
         minor.write(PRELUDE.bytes().fold(0, |n, byte| (n * 31 + c_int::from(byte)) % 99_991));
+        0
     }
-    0
-}
 
-/// # Safety
-/// As hiprtc says: strings that end in a zero byte, as many headers as are counted.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn hiprtcCreateProgram(
-    program: *mut *mut c_void,
-    source: *const c_char,
-    name: *const c_char,
-    count: c_int,
-    headers: *const *const c_char,
-    names: *const *const c_char,
-) -> c_int {
-    if program.is_null() || source.is_null() {
-        return INVALID_INPUT;
-    }
-    // SAFETY: the caller's promise.
-    unsafe {
+    /// A source with headers.
+    fn hiprtcCreateProgram(
+        program: *mut Handle,
+        source: *const c_char,
+        name: *const c_char,
+        count: c_int,
+        headers: *const *const c_char,
+        names: *const *const c_char,
+    ) {
+        if program.is_null() || source.is_null() {
+            return INVALID_INPUT;
+        }
         let name = if name.is_null() { b"kernel.hip".to_vec() } else { text(name) };
         let names = texts(names, count);
-        let made = Program {
+        program.write(boxed(Program {
             name: String::from_utf8_lossy(&name).into_owned(),
             text: text(source),
             headers: names
@@ -185,96 +176,63 @@ pub unsafe extern "C" fn hiprtcCreateProgram(
                 .collect(),
             log: CString::default(),
             code: Vec::new(),
-        };
-        program.write(Box::into_raw(Box::new(made)).cast());
+        }));
+        0
     }
-    0
-}
 
-/// # Safety
-/// A program of `hiprtcCreateProgram`, and as many options as are counted.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn hiprtcCompileProgram(
-    program: *mut c_void,
-    count: c_int,
-    options: *const *const c_char,
-) -> c_int {
-    // SAFETY: the caller's promise.
-    let (program, options) = unsafe { (program.cast::<Program>().as_mut(), texts(options, count)) };
-    let Some(program) = program else { return INVALID_PROGRAM };
-    let options: Vec<_> = options.iter().map(|o| String::from_utf8_lossy(o).into_owned()).collect();
-    match program.compile(&options) {
-        Ok(code) => {
-            program.code = code;
-            0
-        }
-        Err(log) => {
-            program.log = CString::new(log.replace('\0', " ")).unwrap_or_default();
-            COMPILATION
+    /// Makes its code object, or the compiler's messages.
+    fn hiprtcCompileProgram(program: Handle, count: c_int, options: *const *const c_char) {
+        let Some(program) = program.cast::<Program>().as_mut() else { return INVALID_PROGRAM };
+        let options = texts(options, count);
+        let options: Vec<_> = options.iter().map(|o| String::from_utf8_lossy(o).into_owned()).collect();
+        match program.compile(&options) {
+            Ok(code) => {
+                program.code = code;
+                0
+            }
+            Err(log) => {
+                program.log = CString::new(log.replace('\0', " ")).unwrap_or_default();
+                COMPILATION
+            }
         }
     }
-}
 
-/// # Safety
-/// A program of `hiprtcCreateProgram`, not used after.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn hiprtcDestroyProgram(program: *mut *mut c_void) -> c_int {
-    // SAFETY: the caller's promise.
-    unsafe {
+    /// Forgets it.
+    fn hiprtcDestroyProgram(program: *mut Handle) {
         if program.is_null() || (*program).is_null() {
             return INVALID_PROGRAM;
         }
         drop(Box::from_raw((*program).cast::<Program>()));
         program.write(std::ptr::null_mut());
+        0
     }
-    0
-}
 
-/// # Safety
-/// A program of `hiprtcCreateProgram`; `bytes` can be written.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn hiprtcGetProgramLogSize(program: *mut c_void, bytes: *mut usize) -> c_int {
-    // SAFETY: the caller's promise.
-    unsafe {
+    /// Bytes of the messages.
+    fn hiprtcGetProgramLogSize(program: Handle, bytes: *mut usize) {
         let Some(program) = program.cast::<Program>().as_ref() else { return INVALID_PROGRAM };
         bytes.write(program.log.as_bytes_with_nul().len());
+        0
     }
-    0
-}
 
-/// # Safety
-/// As [`hiprtcGetProgramLogSize`]; `log` has room for as many bytes.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn hiprtcGetProgramLog(program: *mut c_void, log: *mut c_char) -> c_int {
-    // SAFETY: the caller's promise.
-    unsafe {
+    /// The messages.
+    fn hiprtcGetProgramLog(program: Handle, log: *mut c_char) {
         let Some(program) = program.cast::<Program>().as_ref() else { return INVALID_PROGRAM };
         let words = program.log.as_bytes_with_nul();
         log.copy_from_nonoverlapping(words.as_ptr().cast(), words.len());
+        0
     }
-    0
-}
 
-/// # Safety
-/// A program of `hiprtcCreateProgram`; `bytes` can be written.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn hiprtcGetCodeSize(program: *mut c_void, bytes: *mut usize) -> c_int {
-    // SAFETY: the caller's promise.
-    unsafe {
+    /// Bytes of the code object.
+    fn hiprtcGetCodeSize(program: Handle, bytes: *mut usize) {
         let Some(program) = program.cast::<Program>().as_ref() else { return INVALID_PROGRAM };
         bytes.write(program.code.len());
+        0
     }
-    0
-}
 
-/// # Safety
-/// As [`hiprtcGetCodeSize`]; `code` has room for as many bytes.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn hiprtcGetCode(program: *mut c_void, code: *mut c_char) -> c_int {
-    // SAFETY: the caller's promise.
-    unsafe {
+    /// The code object.
+    fn hiprtcGetCode(program: Handle, code: *mut c_char) {
         let Some(program) = program.cast::<Program>().as_ref() else { return INVALID_PROGRAM };
         code.copy_from_nonoverlapping(program.code.as_ptr().cast(), program.code.len());
+        0
     }
-    0
 }

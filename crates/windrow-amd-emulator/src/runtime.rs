@@ -345,7 +345,7 @@ functions! {
         0
     }
 
-    /// Reads a code object. Of a kernel with an instruction that is not known the launch is an error, not this.
+    /// Reads a code object; one with an instruction that is not known is refused.
     fn hipModuleLoadData(module: *mut Handle, image: *const c_void) {
         let image = image.cast::<u8>();
         let made = object::length(image)

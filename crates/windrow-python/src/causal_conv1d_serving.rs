@@ -105,7 +105,7 @@ pub(crate) fn causal_conv1d_serving<'py>(
         .with_next_token(view(&next_token))
         .with_next_sibling(view(&next_sibling));
     let mut target = y.view_mut()?;
-    // SAFETY: the same elements of an exclusive view, as above.
+    // SAFETY: the same elements of an exclusive view, of which there may be dimensions of size 1 more.
     let target =
         unsafe { TensorMut::from_raw(target.as_mut_ptr().cast(), y_desc, x.device) }.py()?;
     let outputs = CausalConv1dServingOutputs::new(conv_states.view_changed()?, target)

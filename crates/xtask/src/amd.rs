@@ -85,11 +85,13 @@ fn check(steps: &mut Steps, all: bool) -> Result<PathBuf> {
         None => survived += 1,
         Some(what) => broken.push(what),
     }
+    let (found, lost) = found_in_places(&emulator)?;
+    broken.extend(lost);
 
     for (chip, kernels) in &compiled {
         println!("{chip}: {} kernels compiled", kernels.len());
     }
-    let (mut passed, mut failed) = (survived, broken.len() as u64);
+    let (mut passed, mut failed) = (survived + found, broken.len() as u64);
     for (chip, report) in &reports {
         let sum = |key: &str| {
             let rows = report["rows"].as_array().into_iter().flatten();
@@ -111,7 +113,8 @@ fn check(steps: &mut Steps, all: bool) -> Result<PathBuf> {
         failed += (failures.len() + missed.len()) as u64;
         passed += sum("cases") - failures.len() as u64 + launched;
     }
-    println!("{survived} functions of the runtime failed in turn, and were reported");
+    println!("{survived} functions of the libraries failed in turn, and were reported");
+    println!("the libraries were found in {found} places");
     broken.iter().for_each(|what| println!("failed: {what}"));
     if failed == 0 {
         record(&emulator, &compiled, &reports, all)?;
@@ -224,10 +227,15 @@ fn verify(steps: &mut Steps, emulator: &Emulator, chip: &str, operators: &[&str]
     report.map_err(|e| ended.err().unwrap_or_else(|| e.into()))
 }
 
-/// GELU's cases with reciprocals and exponentials that are wrong by a unit in the last place, as a chip's may be.
+/// GELU's cases, and some with every activation, with reciprocals and exponentials that are wrong by a unit in the last
+/// place, as a chip's may be.
 fn nudged(steps: &mut Steps, emulator: &Emulator) -> Result {
-    let mut verify = windrow(emulator, CHIP, &["verify", "gelu", "--kernels"]);
-    steps.run("nudged", verify.env("WINDROW_EMULATOR_NUDGE", "1"))
+    let random = ["causal-conv1d", "conv2d", "--random", "--seed", "1", "--cases", "20"];
+    for cases in [&["gelu", "--kernels"][..], &random] {
+        let mut verify = windrow(emulator, CHIP, &[&["verify"], cases].concat());
+        steps.run("nudged", verify.env("WINDROW_EMULATOR_NUDGE", "1"))?;
+    }
+    Ok(())
 }
 
 /// The program of the document that is about AMD's matrix cores.
@@ -256,14 +264,57 @@ fn products_by_rocblas(steps: &mut Steps, emulator: &Emulator) -> Result<Option<
     Ok((!is_reported).then(|| format!("a run in which {name} fails: {}", output.status)))
 }
 
-/// Lets each function of the runtime fail in a run of the command, and where that does not call it in tests of the
-/// library, which record graphs. They have to end with an error that names the function; those that neither calls, or
-/// whose failure has no consequence, are not counted. Tests are not run with functions that destroy: they look for what
-/// is left.
+/// Where the libraries are found without being told: by variables for the loader, for ROCm's folders and for Python's
+/// environments, whose wheels are PyTorch's and ROCm's own, under the names of each version. Counts these, and says which
+/// of them failed.
+fn found_in_places(emulator: &Emulator) -> Result<(u64, Vec<String>)> {
+    let places = [
+        ("LD_LIBRARY_PATH", "", ".6"),
+        ("ROCM_HOME", "lib", ".7"),
+        ("ROCM_PATH", "lib64", ".6"),
+        ("HIP_PATH", "lib", ""),
+        ("VIRTUAL_ENV", "lib/python3.12/site-packages/torch/lib", ""),
+        ("CONDA_PREFIX", "lib/python3.12/site-packages/_rocm_sdk_core/lib", ".7"),
+    ];
+    let (mut found, mut lost) = (0, Vec::new());
+    for (variable, path, version) in places {
+        let root = emulator.folder.join("places").join(variable);
+        let folder = root.join(path);
+        fs::create_dir_all(&folder)?;
+        for name in ["libamdhip64.so", "libhiprtc.so"] {
+            fs::copy(emulator.folder.join(name), folder.join(format!("{name}{version}")))?;
+        }
+        let mut command = windrow(emulator, CHIP, &[&["verify"], &FEW_CASES[..]].concat());
+        for (other, _, _) in places {
+            command.env_remove(other);
+        }
+        command.env_remove("WINDROW_HIP_PATH").env(variable, &root);
+        let output = command.output()?;
+        if output.status.success() {
+            found += 1;
+        } else {
+            let words = String::from_utf8_lossy(&output.stderr);
+            lost.push(format!("the libraries in {variable}'s {path}: {words}"));
+        }
+    }
+    let mut devices = Command::new(target().join("debug/windrow"));
+    let output = emulator.stand_in(CHIP, devices.arg("devices")).output()?;
+    let line = format!("hip:0      emulator of {CHIP}");
+    if !String::from_utf8_lossy(&output.stdout).contains(&line) {
+        lost.push(format!("`windrow devices` without `{line}`: {}", output.status));
+    }
+    Ok((found, lost))
+}
+
+/// Lets each function of the runtime and of the compiler fail in a run of the command, and where that does not call it in
+/// tests of the library, which record graphs. They have to end with an error that names the function; those that neither
+/// calls, or whose failure has no consequence, are not counted. Tests are not run with functions that destroy: they look
+/// for what is left.
 fn failing_calls(emulator: &Emulator) -> Result<(u64, Vec<String>)> {
     let sources = concat!(
         include_str!("../../windrow-amd-emulator/src/runtime.rs"),
-        include_str!("../../windrow-amd-emulator/src/graphs.rs")
+        include_str!("../../windrow-amd-emulator/src/graphs.rs"),
+        include_str!("../../windrow-amd-emulator/src/hiprtc.rs")
     );
     let names =
         sources.lines().filter_map(|line| line.strip_prefix("    fn hip")?.split('(').next());
@@ -273,11 +324,25 @@ fn failing_calls(emulator: &Emulator) -> Result<(u64, Vec<String>)> {
         let mut tests = cargo(&["test", "--quiet", "--workspace", "--lib", "--", "gpu::"]);
         emulator.stand_in(CHIP, &mut tests);
         let gives_back = name.ends_with("Destroy");
+        let of_compiler = name.starts_with("hiprtc");
+        let what = match &*name {
+            // The error has the compiler's messages.
+            "hiprtcCompileProgram" => "compiling kernel".to_owned(),
+            _ if of_compiler => name.clone(),
+            _ => format!("{name} was told to fail"),
+        };
         for mut command in iter::once(verify).chain((!gives_back).then_some(tests)) {
+            if of_compiler {
+                // Else nothing is compiled.
+                let cold = emulator.folder.join("cold");
+                if cold.exists() {
+                    fs::remove_dir_all(&cold)?;
+                }
+                command.env("WINDROW_CACHE_DIR", cold);
+            }
             let output = command.env("WINDROW_EMULATOR_FAIL", format!("{name}=1")).output()?;
             let words = [output.stdout, output.stderr].concat();
-            let named =
-                String::from_utf8_lossy(&words).contains(&format!("{name} was told to fail"));
+            let named = String::from_utf8_lossy(&words).contains(&what);
             match (output.status.code(), named) {
                 (Some(0), false) => continue,
                 (Some(1..=101), true) => survived += 1,

@@ -26,11 +26,11 @@ const USAGE: &str = "usage: cargo xtask TASK
   test             everything that has to pass before a change is merged, but for PyTorch
   test --torch     the same with PyTorch, whose environment takes 5 GB on first use
   amd              compile the kernels for AMD's chips and execute them in the emulator
-  amd --all        the same with all kernels compiled for each chip, and write the result into the records
+  amd --all        the same with all kernels and listed cases for each chip, and write the result into the records
   api              write docs/api.txt, the public surface of the crates
   wheel            build the Python wheel for Linux on x86-64 and the source package, and print their sizes
   kernels          make target/kernels/windrow, a folder for the Hugging Face Hub's kernels, and check it
-  record           measure this machine into benchmarks/record/DATE-MACHINE
+  record           measure this machine, and AMD's GPUs in it, into benchmarks/record/DATE-MACHINE
   readme           write the tables and pictures of the pages from the records that they name
   readme --check   fail if they are not those of the records, if a page gives a figure without a record,
                    if a link or anchor leads nowhere, or if a page is too wide";

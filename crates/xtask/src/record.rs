@@ -10,26 +10,38 @@ use std::process::Command;
 pub(crate) const RECORDS: &str = "benchmarks/record";
 
 pub(crate) fn run() -> Result {
-    let mut verify = windrow(&["verify", "--json"])?;
+    let verify = windrow(&["verify", "--json"])?;
     let plot = std::env::temp_dir().join(format!("windrow-record-{}.svg", std::process::id()));
     let plot_arg = plot.to_str().ok_or("the temporary folder's name is not UTF-8")?;
-    let mut bench = windrow(&["bench", "--json", "--plot", plot_arg])?;
-    let (commit, clean) = commit()?;
-    for record in [&mut verify, &mut bench] {
-        record["commit"] = commit.as_str().into();
-        record["clean"] = clean.into();
-    }
-
+    let bench = windrow(&["bench", "--json", "--plot", plot_arg])?;
     let name = format!("{}-{}", today(), machine_name(&bench)?);
+    let mut records = vec![("verify.json".to_owned(), verify), ("bench.json".to_owned(), bench)];
+    // CUDA's are measured beside PyTorch, by a program of their own.
+    for device in amd_gpus(&windrow(&["devices", "--json"])?) {
+        for task in ["verify", "bench"] {
+            let record = windrow(&[task, "--json", "--device", device])?;
+            records.push((format!("{task}-{}.json", device.replace(':', "-")), record));
+        }
+    }
+    let (commit, clean) = commit()?;
     let folder = root().join(RECORDS).join(&name);
     let io = |e: std::io::Error| format!("{}: {e}", folder.display());
     std::fs::create_dir_all(&folder).map_err(io)?;
-    write(&folder.join("verify.json"), &verify)?;
-    write(&folder.join("bench.json"), &bench)?;
+    for (file, record) in &mut records {
+        record["commit"] = commit.as_str().into();
+        record["clean"] = clean.into();
+        write(&folder.join(file), record)?;
+    }
     std::fs::copy(&plot, folder.join("bench.svg")).map_err(io)?;
     std::fs::remove_file(&plot).map_err(io)?;
     println!("{RECORDS}/{name}");
     Ok(())
+}
+
+/// AMD's GPUs among the devices that the command lists, as `--device` takes them.
+fn amd_gpus(devices: &Value) -> Vec<&str> {
+    let names = devices.as_array().into_iter().flatten().filter_map(|d| d["device"].as_str());
+    names.filter(|name| name.starts_with("hip:")).collect()
 }
 
 /// The commit that is checked out, and whether nothing differs from it.
@@ -85,5 +97,12 @@ mod tests {
         let bench = json!({"machine": {"cpu": "AMD EPYC 9354 (32-Core)", "threads": 2}});
         assert_eq!(machine_name(&bench).unwrap(), "amd-epyc-9354-32-core-2-threads");
         assert!(machine_name(&json!({})).is_err());
+    }
+
+    #[test]
+    fn amd_gpus_are_those_of_hip() {
+        let devices = json!(["cpu", "cuda:0", "hip:0", "hip:1"].map(|d| json!({"device": d})));
+        assert_eq!(amd_gpus(&devices), ["hip:0", "hip:1"]);
+        assert!(amd_gpus(&json!([])).is_empty());
     }
 }

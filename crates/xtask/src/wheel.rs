@@ -56,8 +56,68 @@ pub(crate) fn wheel(
         ["build", "--release", "--locked", "--strip", "--zig", "--compatibility", "manylinux_2_28"];
     let target_of = ["--target", "x86_64-unknown-linux-gnu"];
     let arguments = [&wheel[..], &target_of, options].concat();
-    steps.run("wheel", &mut maturin(environment, &arguments, out)?)?;
-    named(out, ".whl")
+    let here = Here::new()?;
+    let mut build = maturin(environment, &arguments, out)?;
+    steps.run("wheel", build.env("CARGO_ENCODED_RUSTFLAGS", here.remapped()))?;
+    let wheel = named(out, ".whl")?;
+    here.leave_out(steps, environment, &wheel)?;
+    Ok(wheel)
+}
+
+/// Folders of this machine, which a wheel is not to name.
+struct Here {
+    sources: String,
+    dependencies: String,
+}
+
+impl Here {
+    fn new() -> Result<Self> {
+        let cargo = std::env::var_os("CARGO_HOME").map(PathBuf::from);
+        let cargo = cargo.or_else(|| Some(std::env::home_dir()?.join(".cargo")));
+        let name = |path: &Path| path.to_str().map(String::from).ok_or("a path that is no text");
+        let dependencies = name(&cargo.ok_or("neither CARGO_HOME nor HOME is set")?)?;
+        Ok(Here { sources: name(root())?, dependencies })
+    }
+
+    /// Options of the compiler.
+    fn remapped(&self) -> String {
+        let Here { sources, dependencies } = self;
+        let pairs = [(sources, "windrow"), (dependencies, "cargo")];
+        pairs.map(|(from, to)| format!("--remap-path-prefix={from}={to}")).join("\x1f")
+    }
+
+    /// Takes them out of the wheel's list of dependencies, and fails if another file has one.
+    fn leave_out(&self, steps: &mut Steps, environment: &Path, wheel: &Path) -> Result {
+        let out = wheel.parent().ok_or("a wheel without a folder")?;
+        let unpacked = out.join("unpacked");
+        let mut tool = |arguments: [&Path; 4]| {
+            let mut command = Command::new(environment.join("bin/python"));
+            steps.run("wheel without paths", command.args(["-m", "wheel"]).args(arguments))
+        };
+        tool(["unpack".as_ref(), "--dest".as_ref(), &unpacked, wheel])?;
+        let package = fs::read_dir(&unpacked)?.next().ok_or("an empty wheel")??.path();
+        let mut folders = vec![package.clone()];
+        while let Some(folder) = folders.pop() {
+            for entry in fs::read_dir(folder)? {
+                let path = entry?.path();
+                if path.is_dir() {
+                    folders.push(path);
+                    continue;
+                }
+                if path.to_string_lossy().ends_with(".cyclonedx.json") {
+                    let text = fs::read_to_string(&path)?;
+                    fs::write(&path, text.replace(&self.sources, ""))?;
+                }
+                let bytes = fs::read(&path)?;
+                let names = |of: &str| bytes.windows(of.len()).any(|part| part == of.as_bytes());
+                if names(&self.sources) || names(&self.dependencies) {
+                    return Err(format!("{} names folders of this machine", path.display()).into());
+                }
+            }
+        }
+        tool(["pack".as_ref(), "--dest-dir".as_ref(), out, &package])?;
+        Ok(fs::remove_dir_all(unpacked)?)
+    }
 }
 
 fn maturin(environment: &Path, arguments: &[&str], out: &Path) -> Result<Command> {

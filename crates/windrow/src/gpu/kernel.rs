@@ -51,7 +51,7 @@ impl KernelCache {
 /// Values made once for each key. Threads that want one that is being made wait for it; those that
 /// want others do not.
 #[derive(Debug)]
-struct OnceEach<K, V> {
+pub(super) struct OnceEach<K, V> {
     /// `None` while a value is being made.
     values: Mutex<HashMap<K, Option<V>>>,
     changed: Condvar,
@@ -66,7 +66,7 @@ impl<K, V> Default for OnceEach<K, V> {
 impl<K: Clone + Eq + Hash, V: Copy> OnceEach<K, V> {
     /// The value of `key`, made by `make` without holding a lock. After an error or a panic the next
     /// thread tries.
-    fn get_or_make(&self, key: &K, make: impl FnOnce() -> Result<V>) -> Result<V> {
+    pub(super) fn get_or_make(&self, key: &K, make: impl FnOnce() -> Result<V>) -> Result<V> {
         let mut values = self.values.lock().unwrap_or_else(|e| e.into_inner());
         loop {
             match values.get(key) {

@@ -4,6 +4,7 @@ use super::capture::is_releasing;
 use super::memory;
 use super::{Event, Gpu, Stream};
 use crate::Result;
+use crate::later::Later;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A block of device memory that knows where it was used last: its owner may let go of it at any time, on any thread, without
@@ -21,7 +22,7 @@ pub(crate) struct SharedBuffer {
 #[derive(Debug, Default)]
 pub(super) struct Released {
     blocks: Mutex<Vec<Block>>,
-    stream: Mutex<Option<Stream>>,
+    stream: Later<Stream>,
 }
 
 #[derive(Debug)]
@@ -142,11 +143,7 @@ impl Gpu {
     }
 
     fn free(&'static self, block: &Block) -> Result<()> {
-        let mut own = self.released.stream.lock().unwrap_or_else(PoisonError::into_inner);
-        let stream = match &mut *own {
-            Some(stream) => stream,
-            none => none.insert(Stream::apart(self)?),
-        };
+        let stream = self.released.stream.get(|| Stream::apart(self))?;
         for (_, event) in &block.uses {
             stream.wait(event)?;
         }

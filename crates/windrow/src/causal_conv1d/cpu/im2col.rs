@@ -160,7 +160,7 @@ impl Im2colGemm {
             if let Some(view) = &parameters.bias {
                 let strides = [0, view.strides()[0]];
                 let from = Strided { view, first: 0, shape: [1, d_out], strides };
-                dispatch(self.isa, Copy { from, to: bias });
+                dispatch(self.isa, CopyRow { from, to: bias });
             }
         }
     }
@@ -190,7 +190,7 @@ impl Im2colGemm {
                     };
                     let (shape, strides) = ([1, n], [0, step]);
                     let from = Strided { view: weight, first, shape, strides };
-                    dispatch(self.isa, Copy { from, to: row.add(at) });
+                    dispatch(self.isa, CopyRow { from, to: row.add(at) });
                 }
             }
         }
@@ -231,12 +231,12 @@ struct Strided<'a> {
 }
 
 /// Copies elements as f32. Whoever makes it answers for the pointers.
-struct Copy<'a> {
+struct CopyRow<'a> {
     from: Strided<'a>,
     to: *mut f32,
 }
 
-impl Kernel for Copy<'_> {
+impl Kernel for CopyRow<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {

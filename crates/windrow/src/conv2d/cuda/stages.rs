@@ -21,8 +21,11 @@ const TILE_MULTIPLE: usize = 8;
 /// Chunks of fewer tiles leave a device idle: measured, that costs more than what stays in the cache
 /// saves.
 const MIN_CHUNK_TILES: usize = 32_768;
-/// The most memory for the stages of a chunk.
+/// The most memory for the stages of a chunk, and where an image has so many tiles as to make several launches that fill a
+/// device all the same: such images take most of a network's memory.
 const MAX_STAGE_BYTES: usize = 1 << 30;
+const MAX_STAGE_BYTES_OF_LARGE: usize = 1 << 28;
+const LARGE_IMAGE_TILES: usize = 16_384;
 /// Threads of a launch are counted in 32 bits.
 const MAX_THREADS: usize = 1 << 30;
 
@@ -110,10 +113,12 @@ impl Blocking {
         let all = (p.n * tiles_in_image).max(1);
         let tile_bytes = stages.iter().map(|s| s.tile_bytes(positions)).sum::<usize>().max(1);
         let channels = stages.iter().map(|s| s.padded).max().unwrap_or(0).max(1);
+        let is_large = tiles_in_image >= LARGE_IMAGE_TILES;
+        let max_bytes = if is_large { MAX_STAGE_BYTES_OF_LARGE } else { MAX_STAGE_BYTES };
         // What one stage writes, the next finds in half of the cache.
         let most = most
             .unwrap_or((l2_cache / 2 / tile_bytes).max(MIN_CHUNK_TILES))
-            .min(MAX_STAGE_BYTES / tile_bytes)
+            .min(max_bytes / tile_bytes)
             .min(MAX_THREADS / channels)
             .max(TILE_MULTIPLE);
         let tiles = all.div_ceil(all.div_ceil(most)).next_multiple_of(TILE_MULTIPLE);

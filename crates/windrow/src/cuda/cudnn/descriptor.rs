@@ -74,25 +74,27 @@ impl Describe for Cudnn {
 #[derive(Clone, Copy)]
 pub(super) struct State(Handle);
 
-// SAFETY: any thread may use a handle, one at a time: it is behind a mutex.
+// SAFETY: any thread may use a handle, one at a time: who does has taken it out of the list.
 unsafe impl Send for State {}
 
-/// Calls `f` with the state of the device of this index, which is current: it is made once, lives as long as the
-/// process, and is used by one thread at a time.
+/// Calls `f` with a state of the device of this index, which is current, that nobody else has meanwhile. So many are
+/// made as threads were in here at once, and live as long as the process. No lock is held: `f` may compile kernels.
 pub(super) fn with_state<T>(
     library: &'static Cudnn,
     index: u32,
     f: impl FnOnce(State) -> Outcome<T>,
 ) -> Outcome<T> {
-    static STATES: LazyLock<Mutex<HashMap<u32, State>>> = LazyLock::new(Mutex::default);
-    let mut states = STATES.lock().unwrap_or_else(|e| e.into_inner());
-    if let Some(&state) = states.get(&index) {
-        return f(state);
-    }
-    // SAFETY: the device is current; the call writes one pointer.
-    let state = State(made(|raw| unsafe { library.cudnnCreate(raw) })?);
-    states.insert(index, state);
-    f(state)
+    static FREE: LazyLock<Mutex<HashMap<u32, Vec<State>>>> = LazyLock::new(Mutex::default);
+    let free = || FREE.lock().unwrap_or_else(|e| e.into_inner());
+    let taken = free().get_mut(&index).and_then(Vec::pop);
+    let state = match taken {
+        Some(state) => state,
+        // SAFETY: the device is current; the call writes one pointer.
+        None => State(made(|raw| unsafe { library.cudnnCreate(raw) })?),
+    };
+    let outcome = f(state);
+    free().entry(index).or_default().push(state);
+    outcome
 }
 
 /// `cudnnBackendDescriptorType_t`

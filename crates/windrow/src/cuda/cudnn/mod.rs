@@ -8,7 +8,7 @@ use crate::dtype::by_type;
 use crate::gpu::{Convolution, ConvolutionLimits, ConvolutionSpec, Handle, Operation, Outcome};
 use crate::{DType, Device, Result};
 use std::ffi::{c_int, c_void};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// `cudnnDataType_t`
 const FLOAT: c_int = 0;
@@ -84,6 +84,8 @@ struct Execution {
     library: &'static Cudnn,
     index: u32,
     plan: Descriptor,
+    /// Held while a thread gives the plan to a stream: cuDNN does not say that two may.
+    given: Mutex<()>,
     /// What the plan was made of, in the order in which it may be dropped.
     _config: Descriptor,
     _graph: Arc<Graph>,
@@ -136,9 +138,16 @@ fn executions(
                 continue;
             }
             let _graph = graph.clone();
-            let execution =
-                Execution { library, index, plan, _config: config, _graph, workspace_bytes };
-            found.push(Box::new(execution));
+            let given = Mutex::default();
+            found.push(Box::new(Execution {
+                library,
+                index,
+                plan,
+                given,
+                _config: config,
+                _graph,
+                workspace_bytes,
+            }));
             if found.len() == limits.most {
                 return Ok(found);
             }
@@ -165,6 +174,7 @@ impl Convolution for Execution {
                 (attribute::PACK_WORKSPACE, Value::Addresses(&workspace)),
             ];
             let pack = Descriptor::new(self.library, Kind::VariantPack, &pack)?;
+            let _given = self.given.lock().unwrap_or_else(PoisonError::into_inner);
             // SAFETY: the caller's promise.
             unsafe { self.plan.execute(state, &pack, stream) }
         })

@@ -1,10 +1,10 @@
 //! Which of the library's kernels for a convolution is the fastest, by measuring.
 
 use super::{Convolution, ConvolutionSpec};
+use crate::gpu::kernel::OnceEach;
 use crate::gpu::{DeviceBuffer, Event, Gpu, Stream};
 use crate::{Device, Result};
-use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::{Arc, LazyLock};
 
 /// Kernels that are tried. On layers that were measured the heuristic's first takes up to 17 % longer than the best of them.
 const TRIED: usize = 8;
@@ -16,7 +16,8 @@ const MILLISECONDS: f32 = 0.5;
 const HOPELESS: f32 = 1.2;
 
 /// The fastest of the forward kernels that `find` gives, of which it takes the most that are wanted: measured when a
-/// spec is met for the first time in the process, the same one from then on.
+/// spec is met for the first time in the process, the same one from then on. Threads that want the same wait; others
+/// may measure beside, since no lock is held.
 ///
 /// # Errors
 /// What `find` gives. What fails when it is measured does not count; without memory to measure, the first
@@ -26,23 +27,20 @@ pub(super) fn of(
     spec: &ConvolutionSpec,
     find: impl Fn(usize) -> Result<Vec<Box<dyn Convolution>>>,
 ) -> Result<Box<dyn Convolution>> {
-    static FOUND: LazyLock<Mutex<HashMap<(Device, ConvolutionSpec), usize>>> =
-        LazyLock::new(Mutex::default);
-    // Held while measuring: threads that want the same wait, others do not disturb.
-    let mut found = FOUND.lock().unwrap_or_else(|e| e.into_inner());
-    let key = (gpu.device(), *spec);
-    let (mut kernels, number) = match found.get(&key) {
-        Some(&number) => (find(number + 1)?, number),
-        None => {
-            let kernels = find(TRIED)?;
-            let measured = gpu.despite_captures(|| measure(gpu, spec, &kernels));
-            let number = measured.unwrap_or_else(|error| {
-                tracing::debug!(%error, "cuDNN's kernels are not measured");
-                0
-            });
-            found.insert(key, number);
-            (kernels, number)
-        }
+    static FOUND: LazyLock<OnceEach<(Device, ConvolutionSpec), usize>> =
+        LazyLock::new(OnceEach::default);
+    let mut tried = None;
+    let number = FOUND.get_or_make(&(gpu.device(), *spec), || {
+        let kernels = tried.insert(find(TRIED)?);
+        let measured = gpu.despite_captures(|| measure(gpu, spec, kernels));
+        Ok(measured.unwrap_or_else(|error| {
+            tracing::debug!(%error, "cuDNN's kernels are not measured");
+            0
+        }))
+    })?;
+    let mut kernels = match tried {
+        Some(kernels) => kernels,
+        None => find(number + 1)?,
     };
     let number = number.min(kernels.len() - 1);
     Ok(kernels.swap_remove(number))

@@ -157,7 +157,14 @@ impl Walk {
             let sequences = sequences * part / self.parts..sequences * (part + 1) / self.parts;
             let scratch = scratch.get().wrapping_add(worker * self.scratch);
             let is_last = part + 1 == self.parts;
-            dispatch(isa, Task { plan: self, operands, channels, sequences, is_last, scratch });
+            let task = Task { plan: self, operands, channels, sequences, is_last, scratch };
+            // A function for each width: one for all would need more stack, unoptimised, than threads have.
+            match self.sizes.problem.width {
+                2 => dispatch(isa, OfWidth::<T, 2>(task)),
+                3 => dispatch(isa, OfWidth::<T, 3>(task)),
+                4 => dispatch(isa, OfWidth::<T, 4>(task)),
+                _ => dispatch(isa, OfWidth::<T, 0>(task)),
+            }
         });
     }
 }
@@ -173,21 +180,18 @@ struct Task<'a, T> {
     scratch: *mut u8,
 }
 
-impl<T: SimdElement> Kernel for Task<'_, T> {
+/// `W` is the width, or 0 for any.
+struct OfWidth<'a, T, const W: usize>(Task<'a, T>);
+
+impl<T: SimdElement, const W: usize> Kernel for OfWidth<'_, T, W> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
+        let OfWidth(task) = self;
         // SAFETY: `Walk::run` promises operands and scratch memory of the right sizes.
-        unsafe {
-            match self.plan.sizes.problem.width {
-                2 => self.run_width::<S, 2>(s),
-                3 => self.run_width::<S, 3>(s),
-                4 => self.run_width::<S, 4>(s),
-                _ => self.run_width::<S, 0>(s),
-            }
-        }
-        if self.plan.stream {
+        unsafe { task.run_width::<S, W>(s) };
+        if task.plan.stream {
             s.stream_fence();
         }
     }
@@ -206,6 +210,9 @@ struct Part<'a> {
 
 impl<T: SimdElement> Task<'_, T> {
     /// `W` is the width, or 0 for any.
+    ///
+    /// # Safety
+    /// As for [`Walk::run`].
     #[inline(always)]
     unsafe fn run_width<S: Simd, const W: usize>(&self, s: S) {
         let Task { plan, operands, channels, sequences, .. } = self;

@@ -232,7 +232,7 @@ impl Planar {
         let Block { first, size, .. } = block;
         let src = operands.src.wrapping_offset(block.source(stencil));
         let at = [first.i, first.j];
-        dispatch(isa, Copy { plan: self, stencil, src, at, size, to: scratch });
+        dispatch(isa, CopyTile { plan: self, stencil, src, at, size, to: scratch });
         let terms = stencil.terms();
         for (filter, bias, store) in self.panels(stencil, &block, operands, terms, tile) {
             let sums = Sums { plan: self, filter, bias };
@@ -304,7 +304,7 @@ impl Block {
 
 /// Copies what a block reads of the source: [c, row part, column tap, row, column], with zeros
 /// for the padding.
-struct Copy<'a, T> {
+struct CopyTile<'a, T> {
     plan: &'a Planar,
     stencil: &'a Stencil,
     /// Channel 0 of the group, in the image.
@@ -314,12 +314,12 @@ struct Copy<'a, T> {
     to: *mut f32,
 }
 
-impl<T: SimdElement> Kernel for Copy<'_, T> {
+impl<T: SimdElement> Kernel for CopyTile<'_, T> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Copy { plan, stencil, at, size, .. } = self;
+        let CopyTile { plan, stencil, at, size, .. } = self;
         let [step_rows, step_cols] = stencil.step;
         let cols = size[1];
         let mut to = self.to;
