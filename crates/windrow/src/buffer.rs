@@ -16,7 +16,7 @@ pub(crate) mod guarded;
 const ALIGN: usize = 64;
 /// Smaller blocks come from the allocator, which keeps them without page faults itself.
 const CACHE_FROM: usize = 64 << 10;
-/// The cache holds at most this many bytes; beyond it blocks are freed.
+/// The cache holds at most this many bytes; beyond it those blocks are freed that nobody asked for longest.
 const CACHE_LIMIT: usize = 512 << 20;
 
 /// A block of initialised memory, aligned to 64 bytes.
@@ -118,13 +118,13 @@ impl Drop for Buffer {
         if self.capacity == 0 {
             return;
         }
-        if self.capacity >= CACHE_FROM {
-            let mut cache = CACHE.lock().unwrap_or_else(|e| e.into_inner());
-            if cache.give(self.block, self.capacity) {
-                return;
-            }
+        if self.capacity < CACHE_FROM {
+            return free(self.block, self.capacity);
         }
-        free(self.block, self.capacity);
+        let mut cache = CACHE.lock().unwrap_or_else(|e| e.into_inner());
+        let freed = cache.give(self.block, self.capacity);
+        drop(cache);
+        freed.into_iter().for_each(|(capacity, block)| free(block, capacity));
     }
 }
 
@@ -160,6 +160,7 @@ impl Block {
 }
 
 struct Cache {
+    /// In the order in which they came.
     blocks: Vec<(usize, Block)>,
     bytes: usize,
 }
@@ -176,18 +177,25 @@ impl Cache {
             .filter(|(_, (capacity, _))| *capacity >= len && *capacity / 2 <= len)
             .min_by_key(|(_, (capacity, _))| *capacity)?
             .0;
-        let (capacity, block) = self.blocks.swap_remove(best);
+        let (capacity, block) = self.blocks.remove(best);
         self.bytes -= capacity;
         Some((block, capacity))
     }
 
-    fn give(&mut self, block: Block, capacity: usize) -> bool {
-        let fits = self.bytes.checked_add(capacity).is_some_and(|b| b <= CACHE_LIMIT);
-        if fits {
-            self.bytes += capacity;
-            self.blocks.push((capacity, block));
+    /// Takes a block, and gives those that it does not hold any more: the first that came, or the block itself if it
+    /// is too large. A process that goes on to other sizes would else keep blocks of the old ones only.
+    fn give(&mut self, block: Block, capacity: usize) -> Vec<(usize, Block)> {
+        if capacity > CACHE_LIMIT {
+            return vec![(capacity, block)];
         }
-        fits
+        self.bytes += capacity;
+        self.blocks.push((capacity, block));
+        let mut freed = 0;
+        while self.bytes > CACHE_LIMIT {
+            self.bytes -= self.blocks[freed].0;
+            freed += 1;
+        }
+        self.blocks.drain(..freed).collect()
     }
 }
 
@@ -209,11 +217,28 @@ mod tests {
     fn cache_prefers_the_closest_block_and_refuses_wasteful_ones() {
         let mut cache = Cache { blocks: Vec::new(), bytes: 0 };
         let block = || Block(NonNull::<Aligned>::dangling().cast());
-        assert!(cache.give(block(), 100) && cache.give(block(), 120) && cache.give(block(), 1000));
+        for capacity in [100, 120, 1000] {
+            assert!(cache.give(block(), capacity).is_empty());
+        }
         assert_eq!(cache.take(90).map(|(_, c)| c), Some(100));
         assert_eq!(cache.take(90).map(|(_, c)| c), Some(120));
         assert!(cache.take(90).is_none());
         assert_eq!(cache.bytes, 1000);
-        assert!(!cache.give(block(), CACHE_LIMIT));
+    }
+
+    #[test]
+    fn cache_that_is_full_frees_what_came_first() {
+        let mut cache = Cache { blocks: Vec::new(), bytes: 0 };
+        let mut give = |capacity| {
+            let block = Block(NonNull::<Aligned>::dangling().cast());
+            let freed = cache.give(block, capacity).into_iter().map(|(capacity, _)| capacity);
+            (freed.collect::<Vec<_>>(), cache.bytes)
+        };
+        let half = CACHE_LIMIT / 2;
+        assert_eq!(give(half), (vec![], half));
+        assert_eq!(give(100), (vec![], half + 100));
+        assert_eq!(give(half), (vec![half], half + 100));
+        assert_eq!(give(CACHE_LIMIT), (vec![100, half], CACHE_LIMIT));
+        assert_eq!(give(CACHE_LIMIT + 1), (vec![CACHE_LIMIT + 1], CACHE_LIMIT));
     }
 }

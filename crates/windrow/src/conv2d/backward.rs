@@ -1,6 +1,6 @@
 //! The gradients of a convolution.
 
-use super::cpu::{Engine, Gradients, Run, by_bf16_products, choose, floats_mut};
+use super::cpu::{Engine, Gradients, Run, by_bf16_products, by_tiles, choose, floats_mut};
 use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dPlan, Conv2dSpec, Problem, reference};
 use crate::cpu::Isa;
 use crate::lists::collected;
@@ -14,7 +14,7 @@ use crate::{
 /// How the gradients are computed on the CPU.
 #[derive(Debug)]
 pub(super) struct CpuBackward {
-    /// The data gradient as a convolution, where its algorithm is Winograd or products of bf16.
+    /// The data gradient as a convolution, where its algorithm is Winograd or products of bf16 or of tiles.
     pub(super) data: Option<Engine>,
     pub(super) gradients: Gradients,
 }
@@ -25,7 +25,8 @@ impl CpuBackward {
             let p = spec.problem().ok()?;
             // Its filter is packed on each run.
             let algorithm = choose(&spec, &p, isa, Filter::Changing);
-            let direct = algorithm == Conv2dAlgorithm::Direct && by_bf16_products(&spec, &p, isa);
+            let products = by_tiles(&spec, &p, isa) || by_bf16_products(&spec, &p, isa);
+            let direct = algorithm == Conv2dAlgorithm::Direct && products;
             let configuration = Conv2dConfiguration::new(algorithm);
             (direct || algorithm.tile().is_some())
                 .then(|| Engine::new(&spec, &p, &configuration, isa, threads))

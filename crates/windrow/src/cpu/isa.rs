@@ -5,8 +5,11 @@ use super::bf16::Bf16Kernel;
 #[cfg(target_arch = "x86_64")]
 use super::bf16::Bf16Products;
 use super::lanes::Lanes;
+use super::tiles::TileKernel;
+#[cfg(test)]
+use super::tiles::TileModel;
 #[cfg(target_arch = "x86_64")]
-use super::x86::{Avx2, Avx512, Avx512Bf16};
+use super::x86::{Amx, Avx2, Avx512, Avx512Bf16};
 use std::sync::LazyLock;
 
 /// An instruction set that this machine has: values come from [`Isa::best`] and
@@ -17,18 +20,23 @@ pub struct Isa(Kind);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     #[cfg(target_arch = "x86_64")]
+    Amx(Amx),
+    #[cfg(target_arch = "x86_64")]
     Avx512Bf16(Avx512Bf16),
     #[cfg(target_arch = "x86_64")]
     Avx512(Avx512),
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
     Lanes(Lanes),
+    /// The portable set with a model of tiles.
+    #[cfg(test)]
+    TileModel,
 }
 
 impl Isa {
     /// The fastest instruction set of this machine, or the one that the environment variable
-    /// `WINDROW_ISA` names (`avx512bf16`, `avx512`, `avx2`, `neon` or `portable`), if this machine
-    /// has it.
+    /// `WINDROW_ISA` names (`amx`, `avx512bf16`, `avx512`, `avx2`, `neon` or `portable`), if this
+    /// machine has it.
     pub fn best() -> Self {
         static BEST: LazyLock<Isa> = LazyLock::new(|| {
             let available = Isa::available();
@@ -51,6 +59,7 @@ impl Isa {
         let mut all = Vec::new();
         #[cfg(target_arch = "x86_64")]
         {
+            all.extend(Amx::detect().map(|t| Isa(Kind::Amx(t))));
             all.extend(Avx512Bf16::detect().map(|t| Isa(Kind::Avx512Bf16(t))));
             all.extend(Avx512::detect().map(|t| Isa(Kind::Avx512(t))));
             all.extend(Avx2::detect().map(|t| Isa(Kind::Avx2(t))));
@@ -59,9 +68,20 @@ impl Isa {
         all
     }
 
-    /// `avx512bf16`, `avx512`, `avx2`, `neon` or `portable`.
+    /// Those that random cases run on: in this crate's own tests also one whose tiles are a model.
+    pub(crate) fn tested() -> Vec<Self> {
+        #[allow(unused_mut)] // the model is of tests only
+        let mut all = Self::available();
+        #[cfg(test)]
+        all.push(Isa(Kind::TileModel));
+        all
+    }
+
+    /// `amx`, `avx512bf16`, `avx512`, `avx2`, `neon` or `portable`.
     pub fn name(self) -> &'static str {
         match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Amx(_) => "amx",
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512Bf16(_) => "avx512bf16",
             #[cfg(target_arch = "x86_64")]
@@ -70,6 +90,8 @@ impl Isa {
             Kind::Avx2(_) => "avx2",
             Kind::Lanes(_) if cfg!(target_arch = "aarch64") => "neon",
             Kind::Lanes(_) => "portable",
+            #[cfg(test)]
+            Kind::TileModel => "tile model",
         }
     }
 
@@ -87,6 +109,17 @@ impl Isa {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512Bf16(_) => true,
+            _ => false,
+        }
+    }
+
+    /// Whether [`dispatch_tiles`] can run a kernel.
+    pub(crate) fn has_tiles(self) -> bool {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Amx(_) => true,
+            #[cfg(test)]
+            Kind::TileModel => true,
             _ => false,
         }
     }
@@ -114,11 +147,29 @@ pub(crate) fn dispatch_bf16<K: Bf16Kernel>(isa: Isa, kernel: K) {
     }
 }
 
+/// Runs a kernel with the tiles of an `isa` that has them.
+#[inline]
+pub(crate) fn dispatch_tiles<K: TileKernel>(isa: Isa, kernel: K) {
+    match isa.0 {
+        #[cfg(target_arch = "x86_64")]
+        Kind::Amx(t) => t.run(kernel),
+        #[cfg(test)]
+        Kind::TileModel => kernel.run(&mut TileModel::new()),
+        _ => {
+            drop(kernel);
+            unreachable!("{} has no tiles", isa.name())
+        }
+    }
+}
+
 /// Runs a kernel with the instructions of `isa`.
 #[inline]
 pub(crate) fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
     match isa.0 {
         // SAFETY: the token exists, so the machine has these instructions.
+        #[cfg(target_arch = "x86_64")]
+        Kind::Amx(t) => unsafe { with_avx512(t.simd(), kernel) },
+        // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         Kind::Avx512Bf16(t) => unsafe { with_avx512(t.simd(), kernel) },
         // SAFETY: an `Avx512` is made only where AVX-512 was detected.
@@ -128,6 +179,8 @@ pub(crate) fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
         #[cfg(target_arch = "x86_64")]
         Kind::Avx2(t) => unsafe { with_avx2(t, kernel) },
         Kind::Lanes(t) => kernel.run(t),
+        #[cfg(test)]
+        Kind::TileModel => kernel.run(Lanes),
     }
 }
 

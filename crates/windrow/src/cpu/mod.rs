@@ -17,6 +17,7 @@ mod peak;
 mod pool;
 mod simd;
 mod threads;
+mod tiles;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
@@ -24,12 +25,13 @@ pub(crate) use bf16::{Bf16Kernel, Bf16Products, Row};
 pub(crate) use cache::last_level_cache;
 pub(crate) use element::SimdElement;
 pub use isa::Isa;
-pub(crate) use isa::{Kernel, dispatch, dispatch_bf16};
+pub(crate) use isa::{Kernel, dispatch, dispatch_bf16, dispatch_tiles};
 pub use name::name;
 pub use peak::{copy, peak_gflops};
 pub(crate) use simd::{MAX_LANES, Simd};
 pub(crate) use threads::{SendPtr, parallel_for, parallel_for_workers, resolve_threads};
 pub use threads::{Team, num_threads, use_team};
+pub(crate) use tiles::{ROW_BYTES, SIDE, TileKernel, Tiles};
 
 /// Tells the compiler that the way through here is seldom taken.
 #[cold]

@@ -59,7 +59,7 @@ pub(crate) struct Lane {
 impl Trial {
     fn new(device: Device) -> Self {
         let names = match device {
-            Device::Cpu => Isa::available().iter().map(|isa| isa.name().to_owned()).collect(),
+            Device::Cpu => Isa::tested().iter().map(|isa| isa.name().to_owned()).collect(),
             Device::Cuda(_) | Device::Hip(_) => vec![device.to_string()],
         };
         let digests = names.into_iter().map(|name| (name, 0)).collect();
@@ -73,7 +73,7 @@ impl Trial {
     /// All places where the case has to run.
     pub(crate) fn lanes(&self) -> Vec<Lane> {
         let isas = match self.device {
-            Device::Cpu => Isa::available(),
+            Device::Cpu => Isa::tested(),
             Device::Cuda(_) | Device::Hip(_) => vec![Isa::best()],
         };
         isas.into_iter().enumerate().map(|(index, isa)| Lane { index, isa }).collect()

@@ -42,9 +42,20 @@ pub(crate) fn by_bf16_products(spec: &Conv2dSpec, p: &Problem, isa: Isa) -> bool
     bf16 && spec.accuracy != Accuracy::Exact && p.groups == 1 && p.k > 2
 }
 
+/// Channels of a group on either side from which on tiles take less time than vectors.
+const TILE_CHANNELS: usize = 16;
+
+/// Whether direct sums are formed by tiles of bf16, which also count small numbers as zero. No other algorithm has as
+/// many products in a cycle: 16 times those of vectors of f32, of which F(6, 3) saves four fifths.
+pub(crate) fn by_tiles(spec: &Conv2dSpec, p: &Problem, isa: Isa) -> bool {
+    let bf16 = spec.x.dtype == DType::BF16 && isa.has_tiles();
+    let fills = p.c_group().min(p.k_group()) >= TILE_CHANNELS;
+    bf16 && spec.accuracy != Accuracy::Exact && if p.groups == 1 { p.k > 2 } else { fills }
+}
+
 /// The algorithm that should be fastest within the accuracy asked for.
 pub(crate) fn choose(spec: &Conv2dSpec, p: &Problem, isa: Isa, filter: Filter) -> Conv2dAlgorithm {
-    if p.prefers_direct() {
+    if p.prefers_direct() || by_tiles(spec, p, isa) {
         return Conv2dAlgorithm::Direct;
     }
     let row_major = !is_channels_last(&spec.y.layout);
@@ -97,7 +108,7 @@ mod tests {
 
     #[test]
     fn products_of_bf16_are_taken_where_the_machine_has_them() {
-        for isa in Isa::available() {
+        for isa in Isa::available().into_iter().filter(|isa| !isa.has_tiles()) {
             let chosen = |dtype, c, side, stride, accuracy| {
                 chosen(dtype, [2, c, side, side], isa, stride, accuracy)
             };
@@ -112,6 +123,30 @@ mod tests {
             assert!(!direct(DType::F16, 64, 28, 2, Accuracy::Fp32));
             assert!(!direct(DType::BF16, 64, 28, 1, Accuracy::Fp32));
             assert!(!direct(DType::BF16, 8, 7, 1, Accuracy::Fp32));
+        }
+    }
+
+    #[test]
+    fn tiles_are_taken_for_bf16_but_exact_sums_and_small_groups() {
+        for isa in Isa::tested().into_iter().filter(|isa| isa.has_tiles()) {
+            for (dtype, accuracy, groups, k, tiles) in [
+                (DType::BF16, Accuracy::Fp32, 1, 64, true),
+                (DType::BF16, Accuracy::Half, 2, 64, true),
+                (DType::BF16, Accuracy::Exact, 1, 64, false),
+                (DType::BF16, Accuracy::Half, 4, 64, false),
+                (DType::BF16, Accuracy::Half, 1, 2, false),
+                (DType::F16, Accuracy::Half, 1, 64, false),
+                (DType::F32, Accuracy::Fp32, 1, 64, false),
+            ] {
+                let filter = TensorDesc::contiguous(dtype, &[k, 32 / groups, 3, 3]).unwrap();
+                let x = TensorDesc::contiguous(dtype, &[2, 32, 28, 28]).unwrap();
+                let params = Conv2dParams { groups, accuracy, ..Default::default() };
+                let spec = Conv2dSpec::new(x, filter, &params).unwrap();
+                let p = spec.problem().unwrap();
+                assert_eq!(by_tiles(&spec, &p, isa), tiles, "{spec:?}");
+                let chosen = choose(&spec, &p, isa, Filter::Kept);
+                assert!(!tiles || chosen == Conv2dAlgorithm::Direct, "{spec:?}: {chosen}");
+            }
         }
     }
 

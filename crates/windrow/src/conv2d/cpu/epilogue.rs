@@ -142,6 +142,17 @@ impl<T: SimdElement> Store<'_, T> {
     /// the destination.
     #[inline(always)]
     pub(crate) unsafe fn segment<S: Simd>(&self, s: S, segment: &Segment) {
+        // SAFETY: passed on.
+        unsafe { self.segment_ahead(s, segment, segment.len) }
+    }
+
+    /// The same, where vectors may write up to `ahead` pixels of a channel that lie next to each other: what is
+    /// behind the segment is written later.
+    ///
+    /// # Safety
+    /// As for [`Store::segment`], of `ahead` pixels; a vector more is readable behind the sums.
+    #[inline(always)]
+    pub(crate) unsafe fn segment_ahead<S: Simd>(&self, s: S, segment: &Segment, ahead: usize) {
         let [_, k_stride, _, col_stride] = self.stencil.dst;
         let at = self.at(segment);
         let bias = self.epilogue.bias.wrapping_add(self.channels.start);
@@ -154,7 +165,7 @@ impl<T: SimdElement> Store<'_, T> {
                         let bias = if has_bias { s.splat(*bias.add(i)) } else { s.zero() };
                         let dst = at.offset(i as isize * k_stride);
                         let sums = self.tile.add(i * self.row + segment.lane);
-                        self.store_run(s, sums, |_, _| bias, dst, col_stride, segment.len);
+                        self.store_run(s, sums, |_, _| bias, dst, col_stride, [segment.len, ahead]);
                     }
                 }
                 Lanes::Channels => {
@@ -164,7 +175,8 @@ impl<T: SimdElement> Store<'_, T> {
                     for j in 0..segment.len {
                         let dst = at.offset(j as isize * col_stride);
                         let sums = self.tile.add((segment.lane + j) * self.row);
-                        self.store_run(s, sums, bias, dst, k_stride, self.channels.len());
+                        let channels = self.channels.len();
+                        self.store_run(s, sums, bias, dst, k_stride, [channels, channels]);
                     }
                 }
             }
@@ -187,10 +199,11 @@ impl<T: SimdElement> Store<'_, T> {
         }
     }
 
-    /// Stores `len` sums `stride` apart. `bias(at, len)` is that of sums `at..at + len`.
+    /// Stores `len` sums `stride` apart. `bias(at, len)` is that of sums `at..at + len`. Where the stride is 1, vectors
+    /// may write up to `ahead` elements.
     ///
     /// # Safety
-    /// `len` sums are readable, and as many elements writable.
+    /// `len` sums are readable, and as many elements writable; `ahead` of them, with a vector more of sums.
     #[inline(always)]
     unsafe fn store_run<S: Simd>(
         &self,
@@ -199,12 +212,12 @@ impl<T: SimdElement> Store<'_, T> {
         bias: impl Fn(usize, usize) -> S::F32,
         dst: *mut T,
         stride: isize,
-        len: usize,
+        [len, ahead]: [usize; 2],
     ) {
         let mut start = 0;
         if let (Some(bound), 1) = (self.epilogue.bound(), stride) {
             let bound = s.splat(bound);
-            while start + S::LANES <= len {
+            while start < len && start + S::LANES <= ahead {
                 // SAFETY: promised by the caller.
                 unsafe {
                     let sum = s.add(s.load(sums.add(start)), bias(start, S::LANES));

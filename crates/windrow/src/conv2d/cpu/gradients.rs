@@ -2,6 +2,7 @@
 
 use super::super::{Conv2dSpec, Problem, Tile};
 use super::bias_grad::bias_grad;
+use super::choice::by_tiles;
 use super::direct::Direct;
 use super::epilogue::Epilogue;
 use super::im2col::Im2colGemm;
@@ -79,10 +80,11 @@ impl Gradients {
         let stencils = Stencil::backward_data(spec, p)?;
         let written: usize = stencils.iter().map(Stencil::pixels).sum();
         let zero = (written < p.n * p.h * p.w).then(|| Stencil::zero(spec, p));
-        let direct = p.prefers_direct();
+        let (direct, tiles) = (p.prefers_direct(), by_tiles(spec, p, isa));
         let mut data = room_for(stencils.len() + 1)?;
         for stencil in zero.into_iter().chain(stencils) {
             data.push(match direct {
+                _ if tiles => Gather::Direct(Direct::by_tiles(stencil, isa, threads)?),
                 true => Gather::Direct(Direct::new(stencil, isa, threads)?),
                 false => Gather::Im2colGemm(Im2colGemm::new(stencil, isa, threads)),
             });

@@ -17,7 +17,7 @@ use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::cpu::{Isa, SimdElement};
 use crate::dtype::with_element;
 use crate::{Activation, DType, Filter, Result, TensorMut, TensorRef};
-pub(crate) use choice::{by_bf16_products, choose, supported};
+pub(crate) use choice::{by_bf16_products, by_tiles, choose, supported};
 use direct::Direct;
 use epilogue::Epilogue;
 pub(crate) use gradients::Gradients;
@@ -124,8 +124,11 @@ impl Engine {
         let Conv2dConfiguration { algorithm, tiles, parts, vectors, .. } = *configuration;
         Ok(match algorithm {
             Conv2dAlgorithm::Direct => {
-                let products = by_bf16_products(spec, p, isa);
-                let new = if products { Direct::by_bf16_products } else { Direct::new };
+                let new = match () {
+                    () if by_tiles(spec, p, isa) => Direct::by_tiles,
+                    () if by_bf16_products(spec, p, isa) => Direct::by_bf16_products,
+                    () => Direct::new,
+                };
                 Engine::Gather(Gather::Direct(new(stencil()?, isa, threads)?))
             }
             Conv2dAlgorithm::Im2colGemm => {

@@ -123,6 +123,11 @@ pub(super) struct Case {
     pub forms: [Form; 3],
 }
 
+/// All that can run here; tiles are of bf16 alone.
+fn isas(dtype: DType) -> Vec<Isa> {
+    if dtype == DType::BF16 { Isa::tested() } else { Isa::available() }
+}
+
 impl Case {
     pub(super) fn spec(&self) -> Result<Conv2dSpec> {
         let [k, r, s] = self.filter;
@@ -146,17 +151,26 @@ impl Case {
     /// Runs every algorithm on every instruction set.
     pub(super) fn check(&self) {
         let Ok(spec) = self.spec() else { return };
-        let [x, w, bias] = self.inputs(&spec);
+        self.check_algorithms(&spec, Conv2dPlan::algorithms(&spec, Device::Cpu));
+    }
+
+    /// Runs direct sums on every instruction set.
+    fn check_direct(&self) {
+        self.check_algorithms(&self.spec().unwrap(), vec![Conv2dAlgorithm::Direct]);
+    }
+
+    fn check_algorithms(&self, spec: &Conv2dSpec, algorithms: Vec<Conv2dAlgorithm>) {
+        let [x, w, bias] = self.inputs(spec);
         let (x, w) = (x.unwrap(), w.unwrap());
-        for algorithm in Conv2dPlan::algorithms(&spec, Device::Cpu) {
+        for algorithm in algorithms {
             let mut want = None;
-            for isa in Isa::available() {
+            for isa in isas(self.dtype) {
                 let mut results = Vec::new();
                 for threads in [1, 3] {
                     let options =
                         PlanOptions { threads: threads.try_into().ok(), ..Default::default() };
                     let plan = Conv2dPlan::on_isa(
-                        &spec,
+                        spec,
                         &Conv2dConfiguration::new(algorithm),
                         &options,
                         isa,
@@ -207,7 +221,7 @@ impl Case {
         let half = TensorDesc { dtype: self.dtype, layout: spec.w.layout };
         let bias = TensorDesc::contiguous(self.bias.unwrap_or(DType::F32), &[problem.k]).unwrap();
         let mut want = None;
-        for isa in Isa::available() {
+        for isa in isas(self.dtype) {
             let mut results = Vec::new();
             for threads in [1, 3] {
                 let options =
@@ -336,6 +350,47 @@ fn images_of_bf16() {
                 let bias = Some(DType::F32).filter(|_| i % 2 == 0);
                 Case { x, filter, params, dtype: DType::BF16, bias, forms }.check();
             }
+        }
+    }
+}
+
+/// Tiles of bf16: images that are copied and others that are multiplied where they lie, channels and pixels that
+/// fill tiles and blocks and others, several images, slabs and blocks of channels, every way to y.
+#[test]
+fn tiles_of_bf16() {
+    let one = ([1, 1], [0, 0], [1, 1], 1);
+    let cases = [
+        ([2, 32, 9, 20], [33, 3, 3], ([1, 1], [1, 1], [1, 1], 1)),
+        ([1, 40, 21, 17], [16, 3, 2], ([2, 1], [0, 1], [1, 1], 1)),
+        ([3, 3, 30, 31], [20, 7, 7], ([2, 2], [3, 3], [1, 1], 1)),
+        ([1, 64, 6, 70], [70, 1, 3], ([1, 3], [0, 2], [1, 2], 1)),
+        ([2, 36, 7, 7], [48, 3, 3], ([1, 1], [2, 2], [3, 2], 2)),
+        ([1, 17, 40, 3], [5, 2, 1], ([3, 1], [4, 0], [7, 1], 1)),
+        ([1, 5, 3, 600], [3, 1, 2], ([1, 1], [0, 0], [1, 300], 1)),
+        // Where they lie: rows that follow each other, gaps between them, as many pixels as are summed at once.
+        ([2, 32, 5, 9], [40, 1, 1], one),
+        ([1, 64, 4, 8], [7, 1, 1], one),
+        ([1, 32, 3, 35], [33, 1, 1], ([2, 1], [0, 0], [1, 1], 1)),
+        ([1, 64, 2, 67], [34, 1, 1], ([1, 2], [0, 0], [1, 1], 2)),
+    ];
+    let activations = [Activation::Relu, Activation::Silu];
+    for (i, (x, filter, (stride, padding, dilation, groups))) in cases.into_iter().enumerate() {
+        for (j, [from, to]) in FORMS.map(|x| FORMS.map(|y| [x, y])).concat().into_iter().enumerate()
+        {
+            let activation = activations[(i + j) % 2];
+            let params = Conv2dParams {
+                stride,
+                padding,
+                dilation,
+                groups,
+                activation,
+                ..Default::default()
+            };
+            let bias = [Some(DType::F32), None][j % 2];
+            let forms = [from, FORMS[i % 4], to];
+            let case = Case { x, filter, params, dtype: DType::BF16, bias, forms };
+            case.check_direct();
+            case.check_backward();
         }
     }
 }

@@ -30,10 +30,12 @@ macro_rules! instructions {
     };
 }
 
+mod amx;
 mod avx2;
 mod avx512;
 mod avx512bf16;
 
+pub(crate) use amx::Amx;
 pub(crate) use avx2::Avx2;
 pub(crate) use avx512::Avx512;
 pub(crate) use avx512bf16::Avx512Bf16;

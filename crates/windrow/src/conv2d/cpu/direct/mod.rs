@@ -4,6 +4,7 @@ mod depthwise;
 mod pairs;
 mod planar;
 mod plane;
+mod tiled;
 mod turned;
 
 use super::epilogue::Epilogue;
@@ -14,6 +15,7 @@ use depthwise::Depthwise;
 use pairs::Pairs;
 use planar::Planar;
 use plane::Plane;
+use tiled::Tiled;
 use turned::Turned;
 
 /// A [`Stencil`] by direct summation, for one instruction set.
@@ -33,6 +35,8 @@ enum Form {
     Plane(Plane),
     /// As `Planar`, by products of bf16.
     Pairs(Pairs),
+    /// Tiles of bf16.
+    Tiled(Tiled),
     /// Vectors over channels.
     Depthwise(Depthwise),
     /// The same of channels that are groups of their own, whose pixels lie next to each other.
@@ -62,11 +66,19 @@ impl Direct {
         Ok(Direct { stencil, form, isa, threads })
     }
 
+    /// For bf16, by an `isa` that has tiles.
+    pub(crate) fn by_tiles(stencil: Stencil, isa: Isa, threads: usize) -> Result<Self> {
+        let stencil = stencil.merged();
+        let form = Form::Tiled(Tiled::new(&stencil, threads)?);
+        Ok(Direct { stencil, form, isa, threads })
+    }
+
     /// Blocking in words.
     pub(crate) fn explain(&self) -> String {
         match &self.form {
             Form::Planar(form) => form.explain(),
             Form::Pairs(form) => form.explain(),
+            Form::Tiled(form) => form.explain(),
             Form::Plane(form) => form.explain(),
             Form::Depthwise(form) => form.explain(),
             Form::Turned(form) => form.explain(),
@@ -75,7 +87,14 @@ impl Direct {
 
     /// Most additions in a row that form an element.
     pub(crate) fn additions(&self) -> usize {
-        self.stencil.terms()
+        match &self.form {
+            Form::Tiled(form) => form.additions(),
+            Form::Planar(_)
+            | Form::Plane(_)
+            | Form::Pairs(_)
+            | Form::Depthwise(_)
+            | Form::Turned(_) => self.stencil.terms(),
+        }
     }
 
     /// Elements of scratch memory.
@@ -88,6 +107,7 @@ impl Direct {
             Form::Plane(form) => {
                 self.threads.min(form.units(&self.stencil)) * form.scratch_len(&self.stencil)
             }
+            Form::Tiled(form) => self.threads.min(form.units(&self.stencil)) * form.scratch_len(),
             Form::Depthwise(_) => 0,
             Form::Turned(form) => self.threads.min(form.units(&self.stencil)) * form.scratch_len(),
         }
@@ -97,6 +117,7 @@ impl Direct {
     pub(crate) fn packed_len(&self) -> usize {
         let Stencil { groups, k, .. } = self.stencil;
         let terms = match &self.form {
+            Form::Tiled(form) => return groups * form.packed_group_len(&self.stencil),
             Form::Pairs(form) => form.terms(),
             Form::Planar(_) | Form::Plane(_) | Form::Depthwise(_) | Form::Turned(_) => {
                 self.stencil.terms()
@@ -110,6 +131,7 @@ impl Direct {
         match &self.form {
             Form::Planar(form) => form.rows,
             Form::Pairs(form) => form.packed_width(),
+            Form::Tiled(form) => form.packed_width(),
             // Equal to a form with vectors over pixels and one channel at once.
             Form::Plane(_) => 1,
             Form::Depthwise(form) => form.packed_width(&self.stencil),
@@ -122,7 +144,7 @@ impl Direct {
         match &self.form {
             Form::Planar(form) => form.rows,
             Form::Pairs(form) => form.planar.rows,
-            Form::Plane(_) | Form::Depthwise(_) | Form::Turned(_) => 1,
+            Form::Plane(_) | Form::Tiled(_) | Form::Depthwise(_) | Form::Turned(_) => 1,
         }
     }
 
@@ -133,6 +155,10 @@ impl Direct {
     /// The stencil's filter elements are readable from `filter`.
     pub(crate) unsafe fn pack<T: SimdElement>(&self, filter: *const T, packed: &mut [f32]) {
         let stencil = &self.stencil;
+        if let Form::Tiled(form) = &self.form {
+            // SAFETY: passed on.
+            return unsafe { form.pack(stencil, self.threads, filter.cast(), packed) };
+        }
         let read = |group, k, c, row, col| {
             if k >= stencil.k {
                 return 0.0;
@@ -164,6 +190,7 @@ impl Direct {
                     }
                 }
             }
+            Form::Tiled(_) => unreachable!("packed above"),
             Form::Planar(_) | Form::Plane(_) => {
                 let rows = self.panel();
                 for group in 0..stencil.groups {
@@ -198,6 +225,7 @@ impl Direct {
         let units = match &self.form {
             Form::Planar(form) => form.units(stencil),
             Form::Pairs(form) => form.planar.units(stencil),
+            Form::Tiled(form) => form.units(stencil),
             Form::Plane(form) => form.units(stencil),
             Form::Depthwise(form) => form.units(stencil),
             Form::Turned(form) => form.units(stencil),
@@ -217,10 +245,11 @@ impl Direct {
                         }
                         Form::Pairs(form) => {
                             let scratch = scratch.get().add(worker * form.scratch_len());
-                            let Operands { packed, src, dst, epilogue } = *operands;
-                            let (src, dst) = (src.cast::<bf16>(), dst.cast::<bf16>());
-                            let operands = Operands { packed, src, dst, epilogue };
-                            form.run(isa, stencil, unit, &operands, scratch);
+                            form.run(isa, stencil, unit, &operands.of_bf16(), scratch);
+                        }
+                        Form::Tiled(form) => {
+                            let scratch = scratch.get().add(worker * form.scratch_len());
+                            form.run(isa, stencil, unit, &operands.of_bf16(), scratch);
                         }
                         Form::Plane(form) => {
                             let scratch = scratch.get().add(worker * form.scratch_len(stencil));
@@ -244,6 +273,14 @@ struct Operands<'a, T> {
     src: *const T,
     dst: *mut T,
     epilogue: Epilogue,
+}
+
+impl<T> Operands<'_, T> {
+    /// The same where T is bf16.
+    fn of_bf16(&self) -> Operands<'_, bf16> {
+        let Operands { packed, src, dst, epilogue } = *self;
+        Operands { packed, src: src.cast(), dst: dst.cast(), epilogue }
+    }
 }
 
 // SAFETY: filter, source and bias are only read; each destination element is written by one unit.

@@ -90,7 +90,7 @@ impl Axis {
     }
 
     /// How many parts there are in blocks of so many rows, and the largest shift.
-    fn extent(&self, block: usize) -> (usize, usize) {
+    pub(super) fn extent(&self, block: usize) -> (usize, usize) {
         match self.is_sparse(block) {
             true => (self.taps.len(), 0),
             false => (self.parts.len(), self.span),
@@ -98,7 +98,7 @@ impl Axis {
     }
 
     /// For blocks of so many rows: one part for each tap where these share little.
-    fn of_blocks(self, taps: &[Tap], block: usize) -> Result<Self> {
+    pub(super) fn of_blocks(self, taps: &[Tap], block: usize) -> Result<Self> {
         if !self.is_sparse(block) {
             return Ok(self);
         }

@@ -44,8 +44,12 @@ impl Blocking {
     ) -> Self {
         let vectors = geometry.problem.k.div_ceil(lanes).max(1);
         let few = geometry.tiles().max(1) < threads.saturating_mul(FEW_TILES);
-        let [tiles, at_once] = at_once(geometry.problem.c);
-        let model = [tiles, if few { threads } else { 1 }, at_once];
+        let [most, at_once] = at_once(geometry.problem.c);
+        let [tiles, parts] = match few {
+            true => ends_first(geometry, vectors, lanes, threads, most),
+            false => [most, 1],
+        };
+        let model = [tiles, parts, at_once];
         let chosen = std::array::from_fn(|i| parameters[i].unwrap_or(model[i]));
         Self::cut(geometry, vectors, threads, chosen)
     }
@@ -80,6 +84,33 @@ impl Blocking {
     }
 }
 
+/// Tiles of a block, of at most `most`, and parts of the channels, where the last of the threads ends first.
+fn ends_first(
+    geometry: &Geometry,
+    vectors: usize,
+    lanes: usize,
+    threads: usize,
+    most: usize,
+) -> [usize; 2] {
+    let (tiles, panels) = (geometry.tiles().max(1), vectors.div_ceil(PANEL));
+    let c = geometry.problem.c as f64;
+    let time = |blocks: usize, parts: usize| {
+        let k = (panels.div_ceil(parts) * PANEL * lanes) as f64;
+        let block = tiles.div_ceil(blocks) as f64;
+        let rounds = (blocks * parts).div_ceil(threads) as f64;
+        rounds * (block * (c * k + TRANSFORM * (c + k)) + READ * c * k)
+    };
+    let shares = (tiles.div_ceil(most)..=tiles.min(threads.max(tiles.div_ceil(most))))
+        .flat_map(|blocks| (1..=panels.min(threads)).map(move |parts| (blocks, parts)));
+    let best = shares.min_by(|a, b| time(a.0, a.1).total_cmp(&time(b.0, b.1)));
+    best.map_or([most, 1], |(blocks, parts)| [tiles.div_ceil(blocks), parts])
+}
+
+/// Operations of a transform for each element of V and M, in multiplications.
+const TRANSFORM: f64 = 8.0;
+/// Multiplications in the time that memory takes for an element of U.
+const READ: f64 = 10.0;
+
 /// What the next larger tile has to save: it has about four times the error, and a packed filter of nearly twice the size.
 const WORTH: f64 = 0.92;
 
@@ -95,14 +126,10 @@ pub(crate) fn best_tile(p: &Problem, filter: Filter) -> Tile {
 /// Time of a tile in multiplications: larger tiles multiply less, smaller ones waste less at
 /// the border of small images and have a smaller U to pack and to read.
 pub(crate) fn cost(p: &Problem, tile: Tile, filter: Filter) -> f64 {
-    // Operations of a transform for each element of V and M, in multiplications.
-    const TRANSFORM: f64 = 8.0;
-    // Multiplications in the time that memory takes for an element of U. One pass over U counts: the
-    // others are hidden behind the products of their blocks.
-    const READ: f64 = 10.0;
-    // The same for transforming a filter to an element of U.
+    // As READ, for transforming a filter to an element of U.
     const PACK: f64 = 16.0;
     let geometry = Geometry::new(p, tile.m());
+    // One pass over U counts: the others are hidden behind the products of their blocks.
     let u = match filter {
         Filter::Kept => READ,
         // U never leaves the caches.

@@ -1,0 +1,203 @@
+//! Copies of what a slab reads of the source.
+
+use super::super::super::epilogue::Lanes;
+use super::super::super::stencil::{Stencil, Tap};
+use super::{TERMS, Tiled};
+use crate::bf16;
+use crate::cpu::{Kernel, SIDE, Simd};
+use std::ops::Range;
+
+/// Copies what a slab of one image reads: for each part of the rows and of the columns pixels of
+/// `chunks * TERMS` terms, or `chunks * SIDE` planes of pairs of terms; zeros for the padding and beyond the terms.
+pub(super) struct Copy<'a> {
+    pub plan: &'a Tiled,
+    pub stencil: &'a Stencil,
+    /// Channel 0 of the group, in the image.
+    pub src: *const bf16,
+    pub at: [usize; 2],
+    pub size: [usize; 2],
+    pub to: *mut u8,
+}
+
+impl Kernel for Copy<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        let plan = self.plan;
+        let mut to = self.to;
+        for &row_part in &plan.rows.parts {
+            for reads in &plan.cols.parts {
+                for row in 0..self.size[0] + plan.rows.span {
+                    let source = self.source_row(row_part, row);
+                    let pixel = to.wrapping_add(row * plan.width() * plan.pixel_bytes());
+                    // SAFETY: whoever makes a `Copy` has the pixels of a slab at `to`, and the source in memory.
+                    unsafe {
+                        match plan.lanes {
+                            Lanes::Channels => self.pixels(source, reads, pixel),
+                            Lanes::Pixels => self.pairs(source, reads, pixel),
+                        }
+                    }
+                }
+                to = to.wrapping_add(plan.part_bytes());
+            }
+        }
+    }
+}
+
+impl Copy<'_> {
+    /// Where a row of the copy lies in the source; `None` in the padding.
+    #[inline(always)]
+    fn source_row(&self, part: isize, row: usize) -> Option<*const bf16> {
+        let Stencil { step, src, src_size, .. } = self.stencil;
+        let row = ((self.at[0] + row) * step[0]) as isize + part;
+        (row >= 0 && row < src_size[0] as isize).then(|| self.src.wrapping_offset(row * src[2]))
+    }
+
+    /// Pixels of a row of the copy.
+    fn cols(&self) -> usize {
+        self.size[1] + self.plan.cols.span
+    }
+
+    /// Those that read inside of a row of the source, and where the first of them does.
+    #[inline(always)]
+    fn inside(&self, row: *const bf16, read: isize) -> (Range<usize>, *const bf16) {
+        let inside = self.stencil.inside(self.at[1], self.cols(), Tap { index: 0, offset: read });
+        let col = ((self.at[1] + inside.start) * self.stencil.step[1]) as isize + read;
+        // Nothing is read at the place of an empty range, which need not exist.
+        let from = row.wrapping_offset(col.wrapping_mul(self.stencil.src[3]));
+        (inside, from)
+    }
+
+    /// Elements from a pixel to the next, of those that are read.
+    fn step(&self) -> isize {
+        self.stencil.src[3].wrapping_mul(self.stencil.step[1] as isize)
+    }
+
+    /// A row of pixels.
+    ///
+    /// # Safety
+    /// It is writable at `to`; the source row is one of the stencil's.
+    #[inline(always)]
+    unsafe fn pixels(&self, source: Option<*const bf16>, reads: &[isize], to: *mut u8) {
+        let Stencil { c, src, .. } = *self.stencil;
+        let (pitch, terms) = (self.plan.pitch / size_of::<bf16>(), self.plan.chunks * TERMS);
+        let to = to.cast::<bf16>();
+        // SAFETY: promised by the caller.
+        unsafe {
+            let Some(row) = source else {
+                return to.write_bytes(0, self.cols() * pitch);
+            };
+            for (read, &offset) in reads.iter().enumerate() {
+                let (inside, from) = self.inside(row, offset);
+                for pixel in (0..inside.start).chain(inside.end..self.cols()) {
+                    to.add(pixel * pitch + read * c).write_bytes(0, c);
+                }
+                let mut from = from;
+                for pixel in inside {
+                    copy_line(from, src[1], to.add(pixel * pitch + read * c), c);
+                    from = from.wrapping_offset(self.step());
+                }
+            }
+            let held = reads.len() * c;
+            if held < terms {
+                (0..self.cols())
+                    .for_each(|pixel| to.add(pixel * pitch + held).write_bytes(0, terms - held));
+            }
+        }
+    }
+
+    /// A row of all planes of pairs.
+    ///
+    /// # Safety
+    /// As for [`Copy::pixels`].
+    #[inline(always)]
+    unsafe fn pairs(&self, source: Option<*const bf16>, reads: &[isize], to: *mut u8) {
+        let Stencil { c, src, .. } = *self.stencil;
+        let (cols, step) = (self.cols(), self.step());
+        let line = |line: usize| {
+            let row = source.filter(|_| line < reads.len() * c)?;
+            let (inside, from) = self.inside(row, reads[line / c]);
+            Some((inside, from.wrapping_offset((line % c) as isize * src[1])))
+        };
+        for pair in 0..self.plan.chunks * SIDE {
+            let to = to.wrapping_add(pair * self.plan.pitch).cast::<u32>();
+            // SAFETY: promised by the caller.
+            unsafe {
+                let [first, second] = [line(2 * pair), line(2 * pair + 1)];
+                match (first, second) {
+                    (Some((inside, first)), Some((same, second))) if inside == same => {
+                        to.write_bytes(0, inside.start);
+                        let here = to.add(inside.start);
+                        match step {
+                            1 => interleave(first, second, 1, here, inside.len()),
+                            2 => interleave(first, second, 2, here, inside.len()),
+                            _ => interleave(first, second, step, here, inside.len()),
+                        }
+                        to.add(inside.end).write_bytes(0, cols - inside.end);
+                    }
+                    lines => {
+                        to.write_bytes(0, cols);
+                        for (half, line) in [lines.0, lines.1].into_iter().enumerate() {
+                            let Some((inside, from)) = line else { continue };
+                            let to = to.cast::<bf16>().add(2 * inside.start + half);
+                            for i in 0..inside.len() {
+                                to.add(2 * i)
+                                    .write(*from.wrapping_offset((i as isize).wrapping_mul(step)));
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Pairs of two rows whose elements are `step` apart.
+///
+/// # Safety
+/// `len` elements of each are readable, as many pairs writable.
+#[inline(always)]
+unsafe fn interleave(
+    first: *const bf16,
+    second: *const bf16,
+    step: isize,
+    to: *mut u32,
+    len: usize,
+) {
+    for i in 0..len {
+        let at = (i as isize).wrapping_mul(step);
+        // SAFETY: promised by the caller.
+        unsafe {
+            let [low, high] =
+                [first, second].map(|row| u32::from((*row.wrapping_offset(at)).to_bits()));
+            to.add(i).write(low | high << 16);
+        }
+    }
+}
+
+/// Copies `len` elements `step` apart.
+///
+/// # Safety
+/// They are readable, and as many writable at `to`.
+#[inline(always)]
+unsafe fn copy_line(from: *const bf16, step: isize, to: *mut bf16, len: usize) {
+    // SAFETY: promised by the caller.
+    unsafe {
+        if step != 1 {
+            for i in 0..len {
+                to.add(i).write(*from.wrapping_offset((i as isize).wrapping_mul(step)));
+            }
+            return;
+        }
+        let mut at = 0;
+        while at + TERMS <= len {
+            // Of known length: a vector, or two.
+            to.add(at)
+                .cast::<[bf16; TERMS]>()
+                .write_unaligned(from.add(at).cast::<[bf16; TERMS]>().read_unaligned());
+            at += TERMS;
+        }
+        to.add(at).copy_from_nonoverlapping(from.add(at), len - at);
+    }
+}

@@ -1,0 +1,369 @@
+//! Sums of bf16 by tiles of 16 pixels or channels by 32 terms. What a unit reads of the source is copied with
+//! its padding, once for each residue of row and column taps modulo the step, so that every tap reads
+//! pixels at one distance, also across rows; sums that begin behind the end of a row are left out. Where
+//! channels lie next to each other in the destination, pixels are the rows of the left tiles, and else, as
+//! pairs of channels, the columns of the right ones.
+
+mod copy;
+mod shape;
+mod sums;
+
+use super::super::epilogue::Lanes;
+use super::super::stencil::{Segment, Stencil};
+use super::Operands;
+use super::planar::Axis;
+use crate::cpu::{Isa, ROW_BYTES, SIDE, SendPtr, dispatch, dispatch_tiles, parallel_for};
+use crate::lists::{collected, filled, room_for};
+use crate::{Result, bf16};
+use copy::Copy;
+use std::ops::Range;
+use sums::Sums;
+
+/// Terms of a tile.
+const TERMS: usize = 2 * SIDE;
+/// Channels, and pixels, that are summed at once.
+const BLOCK: usize = 2 * SIDE;
+/// Bytes of a tile.
+const TILE: usize = SIDE * ROW_BYTES;
+
+#[derive(Clone, Debug)]
+pub(super) struct Tiled {
+    lanes: Lanes,
+    rows: Axis,
+    cols: Columns,
+    /// Terms that a pixel of the copy holds, in whole tiles.
+    chunks: usize,
+    /// Destination rows and columns of a slab.
+    block: [usize; 2],
+    /// Images, and blocks of channels, of a unit.
+    images: usize,
+    panels: usize,
+    /// Whether pixels are multiplied where they lie.
+    in_place: bool,
+    /// Where each tap reads, in bytes from the pixel itself.
+    offsets: Vec<usize>,
+    /// Bytes from pixel to pixel or, of pairs, from one pair to the next.
+    pitch: usize,
+}
+
+/// How the taps along columns read the copy.
+#[derive(Clone, Debug)]
+struct Columns {
+    /// Positions in the source, relative to `step * block start`, whose channels a pixel of each part holds.
+    parts: Vec<Vec<isize>>,
+    /// Part, and shift in it, of each step.
+    steps: Vec<(usize, usize)>,
+    span: usize,
+}
+
+impl Columns {
+    /// Of blocks of so many columns.
+    fn new(stencil: &Stencil, block: usize) -> Result<Self> {
+        let taps = &stencil.cols;
+        // Few channels leave most of a tile empty: then a pixel holds those of all taps.
+        let merged = (stencil.c * taps.len()).div_ceil(TERMS);
+        if 4 * merged <= 3 * stencil.c.div_ceil(TERMS) * taps.len() {
+            let reads = collected(taps.iter().map(|tap| tap.offset))?;
+            let parts = collected([reads])?;
+            return Ok(Columns { parts, steps: filled((0, 0), 1)?, span: 0 });
+        }
+        let axis = Axis::new(taps, stencil.step[1])?.of_blocks(taps, block)?;
+        let mut parts = room_for(axis.parts.len())?;
+        for part in axis.parts {
+            parts.push(filled(part, 1)?);
+        }
+        Ok(Columns { parts, steps: axis.taps, span: axis.span })
+    }
+
+    /// Columns of the source whose channels a pixel holds.
+    fn reads(&self) -> usize {
+        self.parts.first().map_or(0, Vec::len)
+    }
+}
+
+/// What a unit computes.
+struct Unit {
+    group: usize,
+    images: Range<usize>,
+    panels: Range<usize>,
+    /// The first pixel of its slabs, and their size.
+    at: [usize; 2],
+    size: [usize; 2],
+}
+
+impl Tiled {
+    /// For a stencil that is [`Stencil::merged`].
+    pub(super) fn new(stencil: &Stencil, threads: usize) -> Result<Self> {
+        let lanes = if stencil.dst[1] == 1 { Lanes::Channels } else { Lanes::Pixels };
+        shape::choose(stencil, lanes, threads)
+    }
+
+    /// Slabs of so many rows and columns, units of so many of them and blocks of channels.
+    fn with_shape(
+        stencil: &Stencil,
+        lanes: Lanes,
+        block: [usize; 2],
+        [images, panels]: [usize; 2],
+    ) -> Result<Self> {
+        let rows = Axis::new(&stencil.rows, stencil.step[0])?.of_blocks(&stencil.rows, block[0])?;
+        let cols = Columns::new(stencil, block[1])?;
+        let chunks = (stencil.c * cols.reads()).div_ceil(TERMS);
+        let in_place = lanes == Lanes::Channels && is_in_place(stencil);
+        let offsets = room_for(rows.taps.len() * cols.steps.len())?;
+        let mut plan =
+            Tiled { lanes, rows, cols, chunks, block, images, panels, in_place, offsets, pitch: 0 };
+        plan.pitch = match lanes {
+            _ if in_place => {
+                (stencil.src[3] * stencil.step[1] as isize) as usize * size_of::<bf16>()
+            }
+            // Rows of a tile must not displace each other from the first-level cache.
+            Lanes::Channels if (chunks * ROW_BYTES).is_multiple_of(512) => (chunks + 1) * ROW_BYTES,
+            Lanes::Channels => chunks * ROW_BYTES,
+            Lanes::Pixels => {
+                let pixels = plan.part_pixels() + BLOCK;
+                ((pixels * size_of::<f32>()).div_ceil(ROW_BYTES) | 1) * ROW_BYTES
+            }
+        };
+        for &(row_part, row) in &plan.rows.taps {
+            for &(col_part, col) in &plan.cols.steps {
+                let part = row_part * plan.cols.parts.len() + col_part;
+                let pixel = row * plan.width() + col;
+                plan.offsets.push(part * plan.part_bytes() + pixel * plan.pixel_bytes());
+            }
+        }
+        Ok(plan)
+    }
+
+    pub(super) fn explain(&self) -> String {
+        let Tiled { block: [rows, cols], images, panels, .. } = self;
+        let place = if self.in_place { "where they lie" } else { "copied" };
+        format!(
+            "tiles with lanes over {:?}, pixels {place}, {rows} x {cols} of {images} images and {} channels at once, \
+             {} steps of {TERMS} terms",
+            self.lanes,
+            panels * BLOCK,
+            self.steps()
+        )
+    }
+
+    /// Tiles of terms of a sum.
+    fn steps(&self) -> usize {
+        self.chunks * self.offsets.len()
+    }
+
+    /// Most additions in a row that form an element.
+    pub(super) fn additions(&self) -> usize {
+        // Products of a tile are summed in two rows, which are added.
+        SIDE + 1 + self.steps()
+    }
+
+    /// Pixels of a row of the copy.
+    fn width(&self) -> usize {
+        self.block[1] + self.cols.span
+    }
+
+    fn part_pixels(&self) -> usize {
+        (self.block[0] + self.rows.span) * self.width()
+    }
+
+    /// Bytes from a pixel to the next.
+    fn pixel_bytes(&self) -> usize {
+        match self.lanes {
+            Lanes::Channels => self.pitch,
+            Lanes::Pixels => size_of::<f32>(),
+        }
+    }
+
+    /// Bytes from the terms of a tile to the next ones.
+    fn chunk_bytes(&self) -> usize {
+        match self.lanes {
+            Lanes::Channels => ROW_BYTES,
+            Lanes::Pixels => SIDE * self.pitch,
+        }
+    }
+
+    fn part_bytes(&self) -> usize {
+        match self.lanes {
+            Lanes::Channels => self.part_pixels() * self.pitch,
+            Lanes::Pixels => self.chunks * self.chunk_bytes(),
+        }
+    }
+
+    fn slab_bytes(&self) -> usize {
+        if self.in_place {
+            0
+        } else {
+            self.rows.parts.len() * self.cols.parts.len() * self.part_bytes()
+        }
+    }
+
+    /// Bytes of the copy, of which the last sums read more than there are pixels.
+    fn copy_bytes(&self) -> usize {
+        match self.lanes {
+            _ if self.in_place => 0,
+            Lanes::Channels => self.images * self.slab_bytes() + BLOCK * self.pitch,
+            Lanes::Pixels => self.images * self.slab_bytes(),
+        }
+    }
+
+    /// Elements of scratch memory of one worker: the copy, and sums with a vector more.
+    pub(super) fn scratch_len(&self) -> usize {
+        (self.copy_bytes() + TILE).next_multiple_of(ROW_BYTES) / size_of::<f32>() + BLOCK * BLOCK
+    }
+
+    /// Blocks of channels of a group.
+    fn all_panels(stencil: &Stencil) -> usize {
+        stencil.k.div_ceil(BLOCK)
+    }
+
+    fn blocks(&self, stencil: &Stencil) -> [usize; 2] {
+        [0, 1].map(|d| stencil.dst_size[d].div_ceil(self.block[d]))
+    }
+
+    pub(super) fn units(&self, stencil: &Stencil) -> usize {
+        let [rows, cols] = self.blocks(stencil);
+        let parts = Self::all_panels(stencil).div_ceil(self.panels);
+        rows * cols * stencil.n.div_ceil(self.images) * parts * stencil.groups
+    }
+
+    fn unit(&self, stencil: &Stencil, unit: usize) -> Unit {
+        let [rows, cols] = self.blocks(stencil);
+        let part = |rest: usize, count: usize, size: usize| {
+            let first = rest % count.div_ceil(size) * size;
+            (first..(first + size).min(count), rest / count.div_ceil(size))
+        };
+        let (block, rest) = (unit % (rows * cols), unit / (rows * cols));
+        let (images, rest) = part(rest, stencil.n, self.images);
+        let (panels, group) = part(rest, Self::all_panels(stencil), self.panels);
+        let at = [block / cols * self.block[0], block % cols * self.block[1]];
+        let size = [0, 1].map(|d| self.block[d].min(stencil.dst_size[d] - at[d]));
+        Unit { group, images, panels, at, size }
+    }
+
+    /// Channels that lie next to each other in the packed filter: more than in the other forms.
+    pub(super) fn packed_width(&self) -> usize {
+        match self.lanes {
+            Lanes::Channels => 2 * TERMS,
+            Lanes::Pixels => TERMS,
+        }
+    }
+
+    /// Elements of the packed filter of a group.
+    pub(super) fn packed_group_len(&self, stencil: &Stencil) -> usize {
+        stencil.k.div_ceil(SIDE) * self.steps() * TILE / size_of::<f32>()
+    }
+
+    /// Packs the filter: [group, block of channels, terms, half of the block] tiles, which are
+    /// [channel][term] or [pair of terms][channel][term of the pair]; zeros beyond k and the terms.
+    ///
+    /// # Safety
+    /// The stencil's filter elements are readable from `filter`.
+    pub(super) unsafe fn pack(
+        &self,
+        stencil: &Stencil,
+        threads: usize,
+        filter: *const bf16,
+        packed: &mut [f32],
+    ) {
+        let group_len = self.packed_group_len(stencil);
+        assert!(packed.len() >= stencil.groups * group_len, "packed filter: too little memory");
+        let (from, to) = (SendPtr(filter.cast_mut()), SendPtr(packed.as_mut_ptr()));
+        let tiles = stencil.k.div_ceil(SIDE);
+        parallel_for(threads, stencil.groups * tiles, |task| {
+            let (group, tile) = (task / tiles, task % tiles);
+            let (panel, half) = (tile / 2, tile % 2);
+            let halves = (tiles - 2 * panel).min(2);
+            for step in 0..self.steps() {
+                let at =
+                    (2 * panel * self.steps() + step * halves + half) * (TILE / size_of::<f32>());
+                // SAFETY: tiles of the group, each written once; the caller's promise.
+                unsafe {
+                    let to = to.get().add(group * group_len + at).cast();
+                    self.pack_tile(stencil, from.get(), [group, tile * SIDE, step], to);
+                }
+            }
+        });
+    }
+
+    /// # Safety
+    /// As for [`Tiled::pack`], with a tile at `to`.
+    unsafe fn pack_tile(
+        &self,
+        stencil: &Stencil,
+        filter: *const bf16,
+        [group, first, step]: [usize; 3],
+        to: *mut bf16,
+    ) {
+        let (chunk, tap) = (step / self.offsets.len(), step % self.offsets.len());
+        let (row, col) = (tap / self.cols.steps.len(), tap % self.cols.steps.len());
+        for term in 0..TERMS {
+            // Lines of a pixel: columns that it reads, channels of each.
+            let line = chunk * TERMS + term;
+            let (read, c) = (line / stencil.c, line % stencil.c);
+            for i in 0..SIDE {
+                let k = first + i;
+                // SAFETY: an element of the filter, and of the tile.
+                unsafe {
+                    let element = if read < self.cols.reads() && k < stencil.k {
+                        let (row, col) = (stencil.rows[row], stencil.cols[col + read]);
+                        filter.offset(stencil.filter_offset(group, k, c, row, col)).read()
+                    } else {
+                        bf16::ZERO
+                    };
+                    let at = match self.lanes {
+                        Lanes::Channels => (term / 2 * SIDE + i) * 2 + term % 2,
+                        Lanes::Pixels => i * TERMS + term,
+                    };
+                    to.add(at).write(element);
+                }
+            }
+        }
+    }
+
+    /// One unit.
+    ///
+    /// # Safety
+    /// As for `Direct::run`, with scratch memory for one worker and an `isa` that has tiles.
+    pub(super) unsafe fn run(
+        &self,
+        isa: Isa,
+        stencil: &Stencil,
+        unit: usize,
+        operands: &Operands<'_, bf16>,
+        scratch: *mut f32,
+    ) {
+        let unit = self.unit(stencil, unit);
+        let sums = scratch;
+        let copy = scratch.wrapping_add(BLOCK * BLOCK).cast::<u8>();
+        let src = operands.src.wrapping_offset(stencil.src_group(unit.group));
+        if !self.in_place {
+            for (slab, n) in unit.images.clone().enumerate() {
+                let src = src.wrapping_offset(n as isize * stencil.src[0]);
+                let to = copy.wrapping_add(slab * self.slab_bytes());
+                dispatch(isa, Copy { plan: self, stencil, src, at: unit.at, size: unit.size, to });
+            }
+        }
+        let pixels = if self.in_place { src.cast() } else { copy.cast_const() };
+        dispatch_tiles(isa, Sums { plan: self, isa, stencil, unit, operands, pixels, sums });
+    }
+}
+
+/// Whether pixels of the source can be rows of a tile: channels next to each other, in whole tiles, and as
+/// many pixels in a row as are summed at once.
+fn is_in_place(stencil: &Stencil) -> bool {
+    let step = stencil.src[3].checked_mul(stencil.step[1] as isize);
+    stencil.is_one_tap()
+        && stencil.src[1] == 1
+        && stencil.c.is_multiple_of(TERMS)
+        && stencil.dst_size[1] >= BLOCK
+        && step
+            .and_then(|step| step.checked_mul(size_of::<bf16>() as isize))
+            .is_some_and(|step| step > 0)
+}
+
+impl Unit {
+    /// The first pixel of an image's slab.
+    fn first(&self, n: usize) -> Segment {
+        Segment { lane: 0, len: 0, n, i: self.at[0], j: self.at[1] }
+    }
+}

@@ -1,0 +1,81 @@
+//! How large slabs and units are.
+
+use super::super::super::epilogue::Lanes;
+use super::super::super::stencil::Stencil;
+use super::super::planar::Axis;
+use super::{BLOCK, Columns, ROW_BYTES, SIDE, TERMS, Tiled, is_in_place};
+use crate::Result;
+use crate::cpu::gemm::even_part;
+
+/// Bytes of a copy that stay in the second-level cache, beside the filter of a block of channels.
+const COPY_BYTES: usize = 1 << 20;
+/// Pixels of a unit: as many as read the filter from the third-level cache at its rate, several times.
+const PIXELS: usize = 1024;
+/// Columns of a slab.
+const COLS: usize = 512;
+
+/// Cycles that parts of a unit take: handing it out, a product of two tiles, eight bytes that are copied, a tile of the
+/// filter that comes from the third-level cache, and a tile of sums on its way to the destination.
+const UNIT: f64 = 4000.0;
+const PRODUCT: f64 = 16.0;
+const COPY: f64 = 1.0;
+const FILTER: f64 = 128.0;
+const FINISH: f64 = 48.0;
+
+/// What takes the least time.
+pub(super) fn choose(stencil: &Stencil, lanes: Lanes, threads: usize) -> Result<Tiled> {
+    let [height, width] = stencil.dst_size.map(|size| size.max(1));
+    let in_place = lanes == Lanes::Channels && is_in_place(stencil);
+    let rows = Axis::new(&stencil.rows, stencil.step[0])?;
+    let bytes = |row_count: usize, cols: usize, columns: &Columns| {
+        let (parts, span) = rows.extent(row_count);
+        let pixels = parts * columns.parts.len() * (row_count + span) * (cols + columns.span);
+        let chunks = (stencil.c * columns.reads()).div_ceil(TERMS);
+        if in_place { 0 } else { pixels.saturating_mul(chunks * ROW_BYTES) }
+    };
+    let mut cols = even_part(width, COLS);
+    let mut columns = Columns::new(stencil, cols)?;
+    while cols > BLOCK && bytes(1, cols, &columns) > COPY_BYTES {
+        cols = even_part(width, cols / 2);
+        columns = Columns::new(stencil, cols)?;
+    }
+    let steps =
+        (stencil.c * columns.reads()).div_ceil(TERMS) * rows.taps.len() * columns.steps.len();
+    let all = Tiled::all_panels(stencil).max(1);
+    let time = |[row_count, images, panels]: [usize; 3]| {
+        let slabs = height.div_ceil(row_count) * width.div_ceil(cols) * stencil.n.div_ceil(images);
+        let units = slabs * stencil.groups * all.div_ceil(panels);
+        let channels = (2 * panels).min(stencil.k.div_ceil(SIDE)) as f64;
+        let pixels = ((row_count - 1) * (cols + columns.span) + cols).div_ceil(SIDE) * images;
+        let products = channels * steps as f64 * (PRODUCT * pixels as f64).max(FILTER);
+        let copy = COPY / 8.0 * images as f64 * bytes(row_count, cols, &columns) as f64;
+        let finish = FINISH * channels * pixels as f64;
+        // The last units seldom end together.
+        (units.div_ceil(threads.max(1)) as f64 + 0.3) * (UNIT + copy + products + finish)
+    };
+    let mut best = ([1, 1, all], f64::INFINITY);
+    let most_rows = if in_place { 1 } else { height.min(PIXELS.div_ceil(cols)) };
+    for row_count in 1..=most_rows {
+        if row_count > 1 && bytes(row_count, cols, &columns) > COPY_BYTES {
+            break;
+        }
+        let whole = row_count == height && cols == width;
+        let fits = |images: usize| {
+            images * row_count * cols <= PIXELS
+                && bytes(row_count, cols, &columns).saturating_mul(images) <= COPY_BYTES
+        };
+        let images =
+            (1..=stencil.n.min(64)).take_while(|&images| images == 1 || whole && fits(images));
+        for images in images {
+            for parts in 1..=all.min(64) {
+                let shape = [row_count, images, all.div_ceil(parts)];
+                let expected = time(shape);
+                if expected < best.1 {
+                    best = (shape, expected);
+                }
+            }
+        }
+    }
+    let [row_count, images, panels] = best.0;
+    Tiled::with_shape(stencil, lanes, [row_count, cols], [images, panels])
+}
