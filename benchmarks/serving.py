@@ -1,12 +1,13 @@
-"""Causal convolutions as an engine calls them: Windrow beside vLLM's Triton kernels, or beside PyTorch on the CPU.
+"""Causal convolutions as an engine calls them: Windrow beside engines' Triton kernels, or beside PyTorch on the CPU.
 
-    python benchmarks/serving.py [--vllm FILE] [--record DIRECTORY]
+    python benchmarks/serving.py [--vllm FILE] [--sglang FILE] [--record DIRECTORY]
     python benchmarks/serving.py --cpu [--threads 2] [--record DIRECTORY]
 
-FILE is vLLM's vllm/model_executor/layers/mamba/ops/causal_conv1d.py, of which the kernels are taken as they are, with
-stand-ins for what the file imports from vLLM; without it Windrow is measured alone. Both are called with the same
-arguments, in turns; times are medians of graph replays over tensors that rotate through more memory than the L2 cache
-holds. `host` is what a call of a decoding step costs in Python, without a graph.
+The files are vLLM's vllm/model_executor/layers/mamba/ops/causal_conv1d.py and SGLang's
+sglang/kernels/ops/mamba/causal_conv1d_triton.py, of which the kernels are taken as they are, with stand-ins for what
+they import; without them Windrow is measured alone. Both are called with the same arguments, in turns; times are
+medians of graph replays over tensors that rotate through more memory than the L2 cache holds. `host` is what a call of
+a decoding step costs in Python, without a graph. The drafts of SGLang are rows of tokens whose windows are kept.
 
 On the CPU the other side is `torch.nn.functional.conv1d`, called for each sequence of a prompt, and once for a step of
 decoding; times are medians of calls. With --record the figures are written as serving.json and .md.
@@ -14,6 +15,7 @@ decoding; times are medians of calls. With --record the figures are written as s
 
 import argparse
 import importlib.util
+import itertools
 import json
 import pathlib
 import statistics
@@ -24,6 +26,7 @@ from types import ModuleType, SimpleNamespace
 import provenance
 import torch
 import torch.nn.functional as F
+import windrow.sglang
 import windrow.vllm
 from h200 import median_us, rotating
 
@@ -32,29 +35,35 @@ DIMS = [4096, 6144, 10240]
 TOKENS, SEQUENCES = 8192, [1, 8, 64]
 BATCHES, DRAFTS = [1, 64, 256], 4
 ROUNDS = 3
+FUNCTIONS = {"vllm": windrow.vllm, "sglang": windrow.sglang}
 # Tokens of a program of vLLM's kernel.
 BLOCK_M = 8
 
 
-def triton_functions(file):
-    """vLLM's functions from that file alone."""
+def stand_ins():
+    """What the files import."""
     import triton
     import triton.language as tl
 
     major, _ = torch.cuda.get_device_capability()
-    platform = SimpleNamespace(is_cpu=lambda: False, is_arch_support_pdl=lambda: major >= 9)
-    contents = {
-        "vllm.platforms": {"current_platform": platform},
+    has_pdl = lambda: major >= 9
+    return {
+        "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: False, is_arch_support_pdl=has_pdl)},
         "vllm.triton_utils": {"tl": tl, "triton": triton},
         "vllm.v1.attention.backends.utils": {"NULL_BLOCK_ID": 0, "PAD_SLOT_ID": -1},
+        "sglang.kernels.jit.utils": {"is_arch_support_pdl": has_pdl},
     }
-    for name, content in contents.items():
+
+
+def triton_functions(engine, file):
+    """The engine's functions from that file alone."""
+    for name, content in stand_ins().items():
         parts = name.split(".")
         for i in range(1, len(parts) + 1):
             package = sys.modules.setdefault(".".join(parts[:i]), ModuleType(".".join(parts[:i])))
             package.__path__ = []
         sys.modules[name].__dict__.update(content)
-    spec = importlib.util.spec_from_file_location("vllm_causal_conv1d", file)
+    spec = importlib.util.spec_from_file_location(f"{engine}_causal_conv1d", file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -136,7 +145,7 @@ def index(values, device):
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def prefill(dim, sequences, like):
+def prefill(dim, sequences, like, engine):
     """For each contestant a call of one of so many turns."""
     lengths, device = lengths_of(sequences), like["device"]
     traffic = 2 * like["dtype"].itemsize * dim * TOKENS
@@ -150,17 +159,19 @@ def prefill(dim, sequences, like):
         "cache_indices": index(range(1, sequences + 1), device),
         "has_initial_state": torch.arange(sequences, device=device) % 2 == 0,
         "activation": "silu",
-        "metadata": metadata_of(lengths, device),
     }
+    more |= {"seq_lens_cpu": lengths} if engine == "sglang" else {"metadata": metadata_of(lengths, device)}
     call = lambda module: lambda i: module.causal_conv1d_fn(xs[i].T, weight, bias, conv_states=states, **more)
     out = torch.empty_like(xs[0])
     return call, len(xs), traffic, lambda i: out.copy_(xs[i])
 
 
-def decode(dim, batch, drafts, like):
+def decode(dim, batch, drafts, like, engine):
     device, dtype = like["device"], like["dtype"]
-    columns = WIDTH - 1 + max(drafts - 1, 0)
-    traffic = dtype.itemsize * dim * batch * (2 * columns + 2 * max(drafts, 1))
+    windows = drafts if engine == "sglang" else 0
+    # Read and written of a state and the tokens, and windows written.
+    columns = WIDTH - 1 + (0 if windows else max(drafts - 1, 0))
+    traffic = dtype.itemsize * dim * batch * (2 * columns + 2 * max(drafts, 1) + windows * (WIDTH - 1))
     turns = min(48, max(1, (300 << 20) // traffic)) + 1
     states = pool(batch * turns + 1, dim, columns, like)
     weight, bias = torch.randn(dim, WIDTH, **like), torch.randn(dim, **like)
@@ -169,7 +180,11 @@ def decode(dim, batch, drafts, like):
     order = torch.randperm(batch * turns, device=device, dtype=torch.int32) + 1
     indices = list(order.split(batch))
     more = {"activation": "silu"}
-    if drafts:
+    if windows:
+        xs = [x.view(batch, drafts, dim).transpose(1, 2) for x in xs]
+        more["intermediate_conv_window"] = filled(batch, drafts, dim, WIDTH - 1, **like)
+        more["intermediate_state_indices"] = index(range(batch), device)
+    elif drafts:
         more["num_accepted_tokens"] = torch.randint(1, drafts + 1, (batch,), dtype=torch.int32, device=device)
         more["query_start_loc"] = index(range(0, tokens + 1, drafts), device)
         more["max_query_len"] = drafts
@@ -218,18 +233,19 @@ def measure(name, dim, count, like, case, contestants, host=False):
     return row
 
 
-def table(rows, other):
+def table(rows):
     lines = [
-        f"| case | type | dim | sequences | us | GB/s | of a copy | {other} us | speed-up | host us | {other} host us |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| beside | case | type | dim | sequences | us | GB/s | of a copy | its us | speed-up | host us | its host us |",
+        "|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for r in rows:
+        other = r["beside"]
         us, copy, theirs = r["windrow_us"], r.get("copy_us"), r.get(f"{other}_us")
         number = lambda key: f"{r[key]:.1f}" if key in r else "-"
         lines.append(
-            f"| {r['case']} | {r['dtype']} | {r['dim']} | {r['count']} | {us:.2f} | {r['bytes'] / us / 1000:.0f} "
-            f"| {f'{copy / us:.1%}' if copy else '-'} | {f'{theirs:.2f}' if theirs else '-'} "
-            f"| {f'{theirs / us:.2f}' if theirs else '-'} "
+            f"| {other} | {r['case']} | {r['dtype']} | {r['dim']} | {r['count']} | {us:.2f} "
+            f"| {r['bytes'] / us / 1000:.0f} | {f'{copy / us:.1%}' if copy else '-'} "
+            f"| {f'{theirs:.2f}' if theirs else '-'} | {f'{theirs / us:.2f}' if theirs else '-'} "
             f"| {number('windrow_host_us')} | {number(f'{other}_host_us')} |"
         )
     return "\n".join(lines) + "\n"
@@ -237,37 +253,42 @@ def table(rows, other):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", type=pathlib.Path, help="vLLM's causal_conv1d.py")
+    for engine in FUNCTIONS:
+        parser.add_argument(f"--{engine}", type=pathlib.Path, help="its file")
     parser.add_argument("--cpu", action="store_true", help="on the CPU beside PyTorch")
     parser.add_argument("--threads", type=int, default=2, help="of the CPU")
     parser.add_argument("--record", type=pathlib.Path, help="write serving.json and .md there")
     args = parser.parse_args()
-    contestants, device, dtypes = {"windrow": windrow.vllm}, "cuda", [torch.bfloat16]
+    device, dtypes, engines = "cuda", [torch.bfloat16], {e: {"windrow": f} for e, f in FUNCTIONS.items()}
     if args.cpu:
         torch.set_num_threads(args.threads)
-        contestants["torch"], device, dtypes = PerSequence, "cpu", [torch.bfloat16, torch.float32]
-    elif args.vllm:
-        contestants["vllm"] = triton_functions(args.vllm)
+        engines = {"torch": {"windrow": windrow.vllm, "torch": PerSequence}}
+        device, dtypes = "cpu", [torch.bfloat16, torch.float32]
+    else:
+        for engine in FUNCTIONS:
+            if file := getattr(args, engine):
+                engines[engine][engine] = triton_functions(engine, file)
     rows = []
-    for dtype in dtypes:
+    for dtype, dim, (engine, contestants) in itertools.product(dtypes, DIMS, engines.items()):
         like = {"dtype": dtype, "device": device}
-        for dim in DIMS:
-            for n in SEQUENCES:
-                rows.append(measure("prefill", dim, n, like, prefill(dim, n, like), contestants))
-            for n in BATCHES:
-                host = dim == DIMS[0] and not args.cpu
-                rows.append(measure("decode", dim, n, like, decode(dim, n, 0, like), contestants, host))
-                if not args.cpu:
-                    rows.append(measure("drafts", dim, n, like, decode(dim, n, DRAFTS, like), contestants))
+        ask = lambda name, n, case, host=False: rows.append(
+            {"beside": engine} | measure(name, dim, n, like, case, contestants, host)
+        )
+        for n in SEQUENCES:
+            ask("prefill", n, prefill(dim, n, like, engine))
+        for n in BATCHES:
+            ask("decode", n, decode(dim, n, 0, like, engine), dim == DIMS[0] and not args.cpu)
+            if not args.cpu:
+                ask("drafts", n, decode(dim, n, DRAFTS, like, engine))
     if args.cpu:
         machine = {"device": provenance.cpu(), "threads": args.threads, "torch": torch.__version__}
     else:
         machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    if args.vllm:
+    if args.vllm or args.sglang:
         import triton
 
         machine["triton"] = triton.__version__
-    text = f"# {machine}\n\n{provenance.sentence()}\n\n" + table(rows, "torch" if args.cpu else "vllm")
+    text = f"# {machine}\n\n{provenance.sentence()}\n\n" + table(rows)
     print(text)
     if args.record:
         args.record.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from windrow import _native
@@ -19,7 +20,11 @@ from windrow.vllm import _activation, _first, _flags
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "install"]
 
-_MODULE = "sglang.srt.layers.attention.mamba.causal_conv1d_triton"
+# Where SGLang 0.5.6 and 0.5.23 have them.
+_MODULES = (
+    "sglang.srt.layers.attention.mamba.causal_conv1d_triton",
+    "sglang.kernels.ops.mamba.causal_conv1d_triton",
+)
 
 
 def install() -> None:
@@ -27,7 +32,8 @@ def install() -> None:
 
     Functions of a SGLang with parameters that are not known here stay.
     """
-    when_imported(_MODULE, _change)
+    for name in _MODULES:
+        when_imported(name, _change)
 
 
 def _change(module: ModuleType) -> None:
@@ -51,13 +57,14 @@ def causal_conv1d_fn(
     activation: str | bool | None = "silu",
     pad_slot_id: int | None = -1,
     validate_data: bool = False,
+    block_table: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """Packed prompts, or parts of prompts: `x` [dim, tokens] with states of a pool, walked on in place.
 
     The arguments are SGLang's. Without `has_initial_state` sequences begin with zeros. A negative index is padding,
     too; sequences that are padding and tokens behind the last sequence give zeros. There may be more indices than
-    sequences.
+    sequences. `block_table`, which plans Triton's programs, is not needed.
     """
     sequences = query_start_loc.shape[0] - 1
     return _native.causal_conv1d_serving(
@@ -127,4 +134,6 @@ def causal_conv1d_update(
         next_token=_first(retrieve_next_token, batch),
         next_sibling=_first(retrieve_next_sibling, batch),
         parent_token=_first(retrieve_parent_token, batch),
+        # PyTorch's own function costs a small step less than what the library does without one.
+        out=torch.empty_like(x) if x.is_cuda else None,
     )

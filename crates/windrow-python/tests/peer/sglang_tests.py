@@ -31,9 +31,9 @@ def main() -> int:
     calls: dict[str, int] = {}
     functions = counted({name: getattr(windrow.sglang, name) for name in FUNCTIONS}, calls)
     nothing = lambda *args, **kwargs: None
+    put({name: {"PAD_SLOT_ID": -1, **functions} for name in windrow.sglang._MODULES})
     put(
         {
-            "sglang.srt.layers.attention.mamba.causal_conv1d_triton": {"PAD_SLOT_ID": -1, **functions},
             "sglang.srt.utils": {"get_device": lambda: options.device},
             "sglang.test.test_utils": {"empty_gpu_cache": nothing},
             "sglang.test.ci.ci_register": {"register_cuda_ci": nothing, "register_amd_ci": nothing},

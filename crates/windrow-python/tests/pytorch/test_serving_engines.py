@@ -47,7 +47,7 @@ SCRIPT = """
             "[p.load()() for p in __import__('importlib.metadata').metadata.entry_points("
             "group='vllm.general_plugins') if p.name == 'windrow']",
         ),
-        ("sglang", "pad_slot_id", "sglang.srt.layers.attention.mamba.causal_conv1d_triton", "ours.install()"),
+        *(("sglang", "pad_slot_id", module, "ours.install()") for module in windrow.sglang._MODULES),
     ],
 )
 def test_engines_take_the_functions(tmp_path, name, null, module, call, early):
@@ -86,13 +86,13 @@ def test_what_is_not_known_stays(monkeypatch):
     assert module.causal_conv1d_fn is windrow.vllm.causal_conv1d_fn_cpu
 
 
-def test_what_is_not_known_of_sglang_stays(monkeypatch):
-    name = "sglang.srt.layers.attention.mamba.causal_conv1d_triton"
+@pytest.mark.parametrize("name", windrow.sglang._MODULES)
+def test_what_is_not_known_of_sglang_stays(monkeypatch, name):
     module = ModuleType(name)
     monkeypatch.setitem(sys.modules, name, module)
 
     def of_the_past(x, conv_state, last_steps=None, **kwargs): ...
-    def known(x, conv_states, seq_lens_cpu, validate_data=False, **kwargs): ...
+    def known(x, conv_states, seq_lens_cpu, validate_data=False, block_table=None, **kwargs): ...
 
     module.causal_conv1d_update, module.causal_conv1d_fn = of_the_past, known
     windrow.sglang.install()
