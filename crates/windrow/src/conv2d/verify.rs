@@ -18,7 +18,7 @@ type Shape = ([usize; 4], [usize; 3], usize, usize, usize, usize);
 
 /// 3x3 filters with few and many channels, sizes that fill no block, images smaller than a tile, and
 /// every other option.
-const SHAPES: [Shape; 28] = [
+const SHAPES: [Shape; 29] = [
     ([2, 16, 9, 22], [64, 3, 3], 1, 1, 1, 1),
     ([1, 64, 10, 14], [48, 3, 3], 1, 0, 1, 1),
     ([2, 3, 13, 9], [7, 3, 3], 1, 1, 1, 1),
@@ -44,6 +44,7 @@ const SHAPES: [Shape; 28] = [
     ([2, 24, 10, 9], [24, 3, 3], 2, 1, 1, 6),
     ([1, 32, 8, 16], [32, 3, 3], 1, 1, 1, 4),
     ([1, 12, 9, 10], [32, 3, 3], 1, 1, 1, 2),
+    ([1, 256, 4, 5], [256, 3, 3], 1, 1, 1, 1),
     ([0, 4, 6, 6], [8, 3, 3], 1, 1, 1, 1),
     ([2, 0, 6, 6], [8, 3, 3], 1, 1, 1, 1),
     ([2, 4, 6, 6], [0, 3, 3], 1, 1, 1, 1),

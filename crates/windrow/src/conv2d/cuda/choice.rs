@@ -264,6 +264,11 @@ pub(super) fn gathered_data_micros(spec: &Conv2dSpec, p: &Problem) -> f64 {
     }
 }
 
+/// Expected microseconds of cuDNN's weight gradient in strict f32.
+pub(super) fn gathered_weight_micros(p: &Problem) -> f64 {
+    10.0 + 40e-9 * p.flops()
+}
+
 /// Time that the model expects, in microseconds.
 pub(crate) fn cost(
     gpu: &Gpu,

@@ -8,6 +8,7 @@ use super::general::{
     BLOCK, Direction, General, IM2COL_GEMM, Im2colParams, MAX_GRID_Z, Method, THREADS,
     one_thread_each,
 };
+use super::split_weight::SplitWeight;
 use super::winograd_weight::WinogradWeight;
 use super::{Engine, Operands, kernel, source, strides};
 use crate::conv2d::backward::mirrored;
@@ -73,6 +74,7 @@ enum Weight {
     /// A product of dy and the gathered x, in parts.
     Im2colGemm(&'static Kernel),
     Winograd(Box<WinogradWeight>),
+    Halves(Box<SplitWeight>),
 }
 
 /// The data gradient.
@@ -113,8 +115,8 @@ params! {
 
 impl Gradients {
     /// Compiles and loads the kernels of a plan with this algorithm. Where they are no products of transforms, the gradients are
-    /// cuDNN's if it has kernels for them; with `cudnn` the weight gradient is always, and with `implicit_gemm` the data
-    /// gradient is by its kernels.
+    /// cuDNN's if it has kernels for them; with `cudnn` the weight gradient is always, and with `implicit_gemm` gradients
+    /// are by products of halves.
     ///
     /// # Errors
     /// As [`Engine::new`].
@@ -158,19 +160,28 @@ impl Gradients {
                 }
             }
         };
-        let winograd_weight = WinogradWeight::suits(gpu, spec, problem);
+        let weight = if algorithm == Conv2dAlgorithm::ImplicitGemm
+            && SplitWeight::suits(gpu, spec, problem)
+        {
+            split_weight(gpu, spec, problem)?
+        } else if WinogradWeight::suits(gpu, spec, problem) {
+            Some(Weight::Winograd(Box::new(WinogradWeight::new(gpu, spec, problem)?)))
+        } else if split_weight_pays(gpu, spec, problem) {
+            split_weight(gpu, spec, problem)?
+        } else {
+            None
+        };
         Ok(Gradients {
             data,
             gpu,
             spec: spec.clone(),
             problem: *problem,
-            cudnn_weight: (algorithm == Conv2dAlgorithm::Cudnn || !winograd_weight)
+            cudnn_weight: (algorithm == Conv2dAlgorithm::Cudnn || weight.is_none())
                 .then(|| CudnnWeight::new(gpu, spec, problem))
                 .flatten(),
-            weight: if winograd_weight {
-                Weight::Winograd(Box::new(WinogradWeight::new(gpu, spec, problem)?))
-            } else {
-                Weight::Im2colGemm(gpu.kernel(&weight_kernel(spec))?)
+            weight: match weight {
+                Some(weight) => weight,
+                None => Weight::Im2colGemm(gpu.kernel(&weight_kernel(spec))?),
             },
             bias: gpu.kernel(&bias_kernel(spec))?,
             add_parts: OutputKernels::new(gpu, spec.x.dtype, parts_kernel)?,
@@ -193,7 +204,7 @@ impl Gradients {
     /// The same of the weight gradient.
     pub(crate) fn weight_tile(&self) -> Option<usize> {
         match &self.weight {
-            Weight::Im2colGemm(_) => None,
+            Weight::Im2colGemm(_) | Weight::Halves(_) => None,
             Weight::Winograd(winograd) => Some(winograd.tile()),
         }
     }
@@ -224,6 +235,7 @@ impl Gradients {
         cudnn.max(match &self.weight {
             Weight::Im2colGemm(_) => self.weight_parts() * p.k * p.taps() * size_of::<f32>(),
             Weight::Winograd(winograd) => winograd.scratch_bytes(),
+            Weight::Halves(split) => split.scratch_bytes(),
         })
     }
 
@@ -249,6 +261,7 @@ impl Gradients {
         };
         let own = match &self.weight {
             Weight::Winograd(winograd) => winograd.tolerance(),
+            Weight::Halves(split) => split.tolerance(),
             Weight::Im2colGemm(_) => summed(self.images_per_part()),
         };
         match &self.cudnn_weight {
@@ -346,6 +359,10 @@ impl Gradients {
             // SAFETY: the caller's promise.
             Weight::Winograd(winograd) => unsafe {
                 return winograd.run(stream, x, dy, (dw, desc), scratch);
+            },
+            // SAFETY: the caller's promise.
+            Weight::Halves(split) => unsafe {
+                return split.run(stream, x, dy, (dw, desc), scratch);
             },
         };
         let (p, parts) = (&self.problem, self.weight_parts());
@@ -481,6 +498,16 @@ fn implicit_data_pays(
     }
     let micros = ImplicitData::micros(gpu, spec, p);
     micros.is_finite() && (asked || micros < 0.9 * choice::gathered_data_micros(spec, p))
+}
+
+fn split_weight(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Option<Weight>> {
+    Ok(SplitWeight::new(gpu, spec, p)?.map(|split| Weight::Halves(Box::new(split))))
+}
+
+/// True if the weight gradient by [`SplitWeight`] is expected to be faster than cuDNN's.
+fn split_weight_pays(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
+    SplitWeight::suits(gpu, spec, p)
+        && SplitWeight::micros(gpu, p) < 0.9 * choice::gathered_weight_micros(p)
 }
 
 fn weight_kernel(spec: &Conv2dSpec) -> KernelSpec {

@@ -13,7 +13,9 @@ mod packs;
 mod parameters;
 mod row;
 mod split;
+mod split_weight;
 mod stages;
+mod weight_product;
 mod winograd_gemm;
 mod winograd_weight;
 

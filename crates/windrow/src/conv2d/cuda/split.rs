@@ -82,19 +82,36 @@ impl ImageMax {
     }
 
     pub(super) fn new(gpu: &'static Gpu, x: &TensorDesc) -> Result<Self> {
-        let (sizes, strides) = (x.shape(), x.strides());
-        let dimensions = merged([1, 2, 3].map(|d| (sizes[d], strides[d])));
+        let dimensions = [1, 2, 3].map(|d| (x.shape()[d], x.strides()[d]));
+        Self::of_images(gpu, x.strides()[0], merged(dimensions.into_iter()).unwrap_or(dimensions))
+    }
+
+    fn of_images(
+        gpu: &'static Gpu,
+        image_stride: isize,
+        dimensions: [(usize, isize); 3],
+    ) -> Result<Self> {
         let [outer, middle, (inner, step)] = dimensions;
         let whole = |stride: isize| stride.unsigned_abs().is_multiple_of(VECTOR);
         let vectors = step == 1
             && inner.is_multiple_of(VECTOR)
-            && [strides[0], outer.1, middle.1].into_iter().all(whole);
+            && [image_stride, outer.1, middle.1].into_iter().all(whole);
         Ok(ImageMax {
-            image_stride: strides[0] as i64,
+            image_stride: image_stride as i64,
             dimensions,
             scalar: gpu.kernel(&image_max_kernel(1))?,
             vector: vectors.then(|| gpu.kernel(&image_max_kernel(VECTOR))).transpose()?,
         })
+    }
+
+    /// Of all images together, as if they were one.
+    pub(super) fn of_all(gpu: &'static Gpu, x: &TensorDesc) -> Result<Self> {
+        Self::of_images(gpu, 0, dimensions_of_all(x).unwrap_or([(0, 0); 3]))
+    }
+
+    /// True if [`ImageMax::of_all`] finds it: dimensions that follow each other are few, and elements not too many.
+    pub(super) fn supports_all(x: &TensorDesc) -> bool {
+        dimensions_of_all(x).is_some() && x.layout.len() < MAX_VECTORS
     }
 
     /// Writes the bits of those of `n` images to `x_max`.
@@ -143,18 +160,24 @@ impl ImageMax {
     }
 }
 
+fn dimensions_of_all(x: &TensorDesc) -> Option<[(usize, isize); 3]> {
+    merged((0..4).map(|d| (x.shape()[d], x.strides()[d])))
+}
+
 /// Dimensions of the same elements, the longest steps first, those that follow each other without a gap as one; in front
-/// of them dimensions of one element.
-fn merged(mut dimensions: [(usize, isize); 3]) -> [(usize, isize); 3] {
+/// of them dimensions of one element. `None` if they are more than three.
+fn merged(dimensions: impl Iterator<Item = (usize, isize)>) -> Option<[(usize, isize); 3]> {
+    let mut dimensions: Vec<_> = dimensions.filter(|&(size, _)| size != 1).collect();
     dimensions.sort_by_key(|&(_, stride)| stride.unsigned_abs());
     let mut merged: Vec<(usize, isize)> = Vec::new();
-    for (size, stride) in dimensions.into_iter().filter(|&(size, _)| size != 1) {
+    for (size, stride) in dimensions {
         match merged.last_mut() {
             Some((inner, step)) if stride == *step * *inner as isize => *inner *= size,
             _ => merged.push((size, stride)),
         }
     }
-    std::array::from_fn(|i| merged.get(2 - i).copied().unwrap_or((1, 0)))
+    let at = |i: usize| merged.get(2 - i).copied().unwrap_or((1, 0));
+    (merged.len() <= 3).then(|| std::array::from_fn(at))
 }
 
 fn image_max_kernel(vector: usize) -> KernelSpec {
@@ -172,6 +195,8 @@ mod tests {
     #[test]
     fn images_without_gaps_are_one_dimension() {
         // NCHW and channels-last of [c, h, w] = [8, 5, 6], a gap between rows, a broadcast row, a column.
+        let merged =
+            |dimensions: [(usize, isize); 3]| super::merged(dimensions.into_iter()).unwrap();
         assert_eq!(merged([(8, 30), (5, 6), (6, 1)]), [(1, 0), (1, 0), (240, 1)]);
         assert_eq!(merged([(8, 1), (5, 48), (6, 8)]), [(1, 0), (1, 0), (240, 1)]);
         assert_eq!(merged([(8, 40), (5, 8), (6, 1)]), [(1, 0), (40, 8), (6, 1)]);

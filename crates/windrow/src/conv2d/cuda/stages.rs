@@ -2,6 +2,7 @@
 //! memory, and the transform that reads images.
 
 use super::row::matrix;
+use super::weight_product::OCTET;
 use super::{Divisor, kernel, source, strides};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::winograd::Rational;
@@ -37,7 +38,8 @@ pub(super) struct Stage {
     pub(super) channels: usize,
     /// Channels with those that fill the last vector.
     pub(super) padded: usize,
-    /// Parts of an element, each as many channels: 1, or 3 where f32 is split in halves (`winograd.cuh`).
+    /// Parts of an element, each as many channels: 1, or 3 where f32 is split in halves, or 2 that lie in octets
+    /// (`winograd.cuh`).
     pub(super) parts: usize,
     pub(super) channels_inner: bool,
 }
@@ -56,8 +58,15 @@ impl Stage {
         self.parts * self.padded
     }
 
-    /// Along positions, tiles and channels, in elements.
+    fn in_octets(&self) -> bool {
+        self.parts == 2
+    }
+
+    /// Along positions, tiles and channels, or octets of them, in elements.
     pub(super) fn strides(&self, tiles: usize) -> [usize; 3] {
+        if self.in_octets() {
+            return [tiles * self.padded, OCTET, tiles * OCTET];
+        }
         let [tile, channel] = if self.channels_inner { [self.rows(), 1] } else { [1, tiles] };
         [tiles * self.rows(), tile, channel]
     }
@@ -83,7 +92,8 @@ impl Stage {
 
     /// What neighbouring threads share.
     pub(super) fn inner(&self, b: &Blocking, channels: usize) -> Divisor {
-        Divisor::new(if self.channels_inner { channels.max(1) } else { b.tiles })
+        let channels_inner = self.channels_inner && !self.in_octets();
+        Divisor::new(if channels_inner { channels.max(1) } else { b.tiles })
     }
 }
 
@@ -124,6 +134,13 @@ impl Blocking {
         let tiles = all.div_ceil(all.div_ceil(most)).next_multiple_of(TILE_MULTIPLE);
         let chunks = all.div_ceil(tiles);
         Blocking { positions, chunks, tiles, tiles_in_row, tiles_in_image }
+    }
+
+    /// With chunks of whole steps of a product.
+    pub(super) fn in_steps(self, rows: usize) -> Self {
+        let all = self.tiles * self.chunks;
+        let tiles = self.tiles.next_multiple_of(rows);
+        Blocking { tiles, chunks: all.div_ceil(tiles), ..self }
     }
 
     /// Where the tiles of a chunk lie among `n` images.
@@ -196,7 +213,8 @@ impl InputTransform {
     }
 
     /// # Safety
-    /// `x` must be `n` images of the tensor, `x_max` their largest magnitudes if the stage is split, `out`
+    /// `x` must be `n` images of the tensor, `x_max` their largest magnitudes, or of octets that of all, if the stage is
+    /// split, `out`
     /// [`Stage::bytes`], on the stream's device.
     pub(super) unsafe fn run(
         &self,
@@ -215,7 +233,10 @@ impl InputTransform {
             x_max,
             strides: self.strides,
             v_strides,
-            v_part: self.stage.padded as i64 * v_strides[2],
+            v_part: match self.stage.in_octets() {
+                true => b.positions as i64 * v_strides[0],
+                false => self.stage.padded as i64 * v_strides[2],
+            },
             tiling,
             inner: self.stage.inner(b, self.stage.padded),
             elements: elements as i32,

@@ -1,19 +1,25 @@
 //! The weight gradient in Winograd's domain: `dw = G^T [sum over tiles of (A dy A^T) (B^T x B)] G`,
 //! with the sum as one strided-batched matrix product for all positions of the transform tile.
+//!
+//! f32 is multiplied in halves where [`WeightProduct`] does that.
 
+use super::choice;
 use super::gradients::OutputKernels;
 use super::row::matrix;
+use super::split::{self, ImageMax};
 use super::stages::{
     ALIGNMENT, Blocking, InputTransform, Stage, THREADS, input_kernel, one_thread_each,
     staged_kernel,
 };
+use super::weight_product::{OCTET_BYTES, SHRINKAGE, STEP_ROWS, Shape, Side, Taps, WeightProduct};
 use super::winograd_gemm::roundings;
 use super::{source, strides};
 use crate::conv2d::winograd::{MAX_ALPHA, Rational, TAPS, Transforms};
 use crate::conv2d::{Conv2dSpec, Problem, Tile};
 use crate::dtype::not_computed;
 use crate::gpu::{
-    Gemm, GemmCompute, GemmOperands, GemmSpec, Gpu, KernelSpec, Matrix, Source, Stream, params,
+    Feature, Gemm, GemmCompute, GemmOperands, GemmSpec, Gpu, KernelSpec, Matrix, Source, Stream,
+    params,
 };
 use crate::{Accuracy, DType, Result, TensorDesc};
 
@@ -40,8 +46,15 @@ pub(super) struct WinogradWeight {
     dm: Stage,
     x_transform: InputTransform,
     dy_transform: InputTransform,
-    gemm: Gemm,
+    product: Product,
     filter_grad: OutputKernels,
+}
+
+#[derive(Debug)]
+enum Product {
+    Library(Gemm),
+    /// With what finds the largest magnitudes of x and dy.
+    Halves(WeightProduct, [ImageMax; 2]),
 }
 
 params! {
@@ -53,6 +66,7 @@ params! {
         elements: i64,
         c: i32,
         c_padded: i32,
+        parts: i32,
     }
 }
 
@@ -62,32 +76,30 @@ impl WinogradWeight {
             && p.c.min(p.k) >= MIN_CHANNELS
             && spec.accuracy
                 >= if spec.x.dtype == DType::F32 { Accuracy::Fp32 } else { Accuracy::Half }
-            && gpu.multiplies().is_ok()
+            && (in_halves(gpu, spec) || gpu.multiplies().is_ok())
     }
 
     pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Self> {
-        let v = Stage::of(&spec.x, spec.x.dtype);
-        let dm = Stage::of(&spec.y, spec.y.dtype);
-        let tile = tile_of(spec.x.dtype);
+        let halves = in_halves(gpu, spec);
+        let stage = |image: &TensorDesc| match halves {
+            true => Stage { parts: 2, ..Stage::of(image, DType::F16) },
+            false => Stage::of(image, image.dtype),
+        };
+        let (v, dm, tile) = (stage(&spec.x), stage(&spec.y), tile_of(spec.x.dtype));
         let blocking = Blocking::new(tile, p, &[v, dm], gpu.info.l2_cache, None);
-        let du = Matrix {
-            dtype: DType::F32,
-            transposed: false,
-            row_stride: v.padded,
-            batch_stride: p.k * v.padded,
-            alignment: ALIGNMENT,
+        let (blocking, product) = if halves {
+            let blocking = blocking.in_steps(STEP_ROWS);
+            let shape = Shape {
+                octets: [dm, v].map(|stage| stage.padded * DType::F16.size() / OCTET_BYTES),
+                positions: blocking.positions,
+                rows: blocking.tiles,
+            };
+            let max = [ImageMax::of_all(gpu, &spec.x)?, ImageMax::of_all(gpu, &spec.y)?];
+            (blocking, Product::Halves(WeightProduct::new(gpu, shape)?, max))
+        } else {
+            (blocking, Product::Library(Gemm::new(gpu, &product(spec, p, &blocking, v, dm))?))
         };
-        let product = GemmSpec {
-            m: p.k,
-            n: v.padded,
-            k: blocking.tiles,
-            batch: blocking.positions,
-            a: dm.matrix(&blocking, false),
-            b: v.matrix(&blocking, true),
-            c: du,
-            compute: compute(spec),
-        };
-        let [x_kernel, dy_kernel] = kernels(spec);
+        let [x_kernel, dy_kernel] = kernels(spec, halves);
         Ok(WinogradWeight {
             tile,
             spec: spec.clone(),
@@ -97,7 +109,7 @@ impl WinogradWeight {
             dm,
             x_transform: InputTransform::new(gpu, &x_kernel, &spec.x, v, p.padding, THREADS)?,
             dy_transform: InputTransform::new(gpu, &dy_kernel, &spec.y, dm, [0, 0], THREADS)?,
-            gemm: Gemm::new(gpu, &product)?,
+            product,
             filter_grad: OutputKernels::new(gpu, spec.w.dtype, |dw| filter_grad_kernel(tile, dw))?,
         })
     }
@@ -107,20 +119,58 @@ impl WinogradWeight {
         self.tile.m()
     }
 
+    /// Elements of a part of dU.
+    fn du_elements(&self) -> usize {
+        self.blocking.positions * self.problem.k * self.v.padded
+    }
+
+    /// Parts of dU. The library adds the chunks up.
+    fn parts(&self) -> usize {
+        match &self.product {
+            Product::Library(_) => 1,
+            Product::Halves(product, _) => self.blocking.chunks * product.parts(),
+        }
+    }
+
     fn du_bytes(&self) -> usize {
-        (self.blocking.positions * self.problem.k * self.v.padded * size_of::<f32>())
-            .next_multiple_of(ALIGNMENT)
+        (self.parts() * self.du_elements() * size_of::<f32>()).next_multiple_of(ALIGNMENT)
     }
 
     pub(super) fn scratch_bytes(&self) -> usize {
         let b = &self.blocking;
-        self.v.bytes(b) + self.dm.bytes(b) + self.du_bytes() + self.gemm.workspace_bytes()
+        let of_product = match &self.product {
+            Product::Library(gemm) => gemm.workspace_bytes(),
+            Product::Halves(..) => 2 * size_of::<u32>(),
+        };
+        self.v.bytes(b) + self.dm.bytes(b) + self.du_bytes() + of_product
     }
 
     /// Relative to `reference::winograd_weight_scale`, as the forward direction's tolerance.
     pub(super) fn tolerance(&self) -> f64 {
-        let tiles = self.blocking.tiles + self.blocking.chunks;
-        growth(&self.tile.transforms()) * roundings(operand_rounding(&self.spec), tiles)
+        let (operand, terms) = match &self.product {
+            Product::Library(_) => {
+                (operand_rounding(&self.spec), self.blocking.tiles + self.blocking.chunks)
+            }
+            // The product of two low halves is left out.
+            Product::Halves(product, _) => {
+                (1.5 * split::rounding(), product.roundings() + self.parts())
+            }
+        };
+        growth(&self.tile.transforms()) * roundings(operand, terms)
+    }
+
+    /// The stage of dy or x as an operand.
+    fn side(&self, halves: *const u8, max: *const u8, of_dy: bool) -> Side {
+        let (stage, tiles) = (if of_dy { self.dm } else { self.v }, self.blocking.tiles);
+        let [dy, x] = exponents(self.tile);
+        let position = tiles * stage.padded * DType::F16.size();
+        Side {
+            low: (self.blocking.positions * position) as i64,
+            position: position as i64,
+            octet: (tiles * OCTET_BYTES) as i64,
+            out_channel: if of_dy { self.v.padded as i64 } else { 1 },
+            ..Side::new(halves, max, stage.channels, if of_dy { dy } else { x })
+        }
     }
 
     /// # Safety
@@ -138,15 +188,34 @@ impl WinogradWeight {
         let dm = v.wrapping_add(self.v.bytes(b));
         let du = dm.wrapping_add(self.dm.bytes(b));
         let workspace = du.wrapping_add(self.du_bytes());
-        let operands = GemmOperands { a: dm, b: v, c: du, workspace };
-        let no_max = std::ptr::null();
-        for chunk in 0..b.chunks {
-            let tiling = b.tiling(p.n, chunk);
+        let (maxes, of_v) = (workspace, workspace.wrapping_add(size_of::<u32>()));
+        if let Product::Halves(_, [x_max, dy_max]) = &self.product {
             // SAFETY: the scratch memory is as large as asked for, the rest is the caller's promise.
             unsafe {
-                self.x_transform.run(stream, x, no_max, v, b, tiling)?;
-                self.dy_transform.run(stream, dy, no_max, dm, b, tiling)?;
-                self.gemm.run(operands, stream, chunk > 0)?;
+                x_max.run(stream, x, 1, of_v)?;
+                dy_max.run(stream, dy, 1, maxes)?;
+            }
+        }
+        for chunk in 0..b.chunks {
+            let tiling = b.tiling(p.n, chunk);
+            // SAFETY: as above.
+            unsafe {
+                self.x_transform.run(stream, x, of_v, v, b, tiling)?;
+                self.dy_transform.run(stream, dy, maxes, dm, b, tiling)?;
+                match &self.product {
+                    Product::Library(gemm) => {
+                        let operands = GemmOperands { a: dm, b: v, c: du, workspace };
+                        gemm.run(operands, stream, chunk > 0)?;
+                    }
+                    Product::Halves(product, _) => {
+                        let position = p.k * self.v.padded;
+                        let part = self.du_elements();
+                        let first = chunk * product.parts() * part * size_of::<f32>();
+                        let sides = [self.side(dm, maxes, true), self.side(v, of_v, false)];
+                        let out = du.wrapping_add(first);
+                        product.run(stream, sides, Taps::one(), out, [part, position])?;
+                    }
+                }
             }
         }
         let elements = p.k * p.c;
@@ -158,6 +227,7 @@ impl WinogradWeight {
             elements: elements as i64,
             c: p.c as i32,
             c_padded: self.v.padded as i32,
+            parts: self.parts() as i32,
         };
         // SAFETY: the structure is the kernel's, du lies in the scratch memory, dw is the caller's promise.
         unsafe {
@@ -167,6 +237,33 @@ impl WinogradWeight {
                 &params,
             )
         }
+    }
+}
+
+/// True if [`WeightProduct`] multiplies.
+fn in_halves(gpu: &Gpu, spec: &Conv2dSpec) -> bool {
+    choice::is_strict(spec)
+        && gpu.has(Feature::WarpgroupProducts)
+        && [&spec.x, &spec.y].into_iter().all(ImageMax::supports_all)
+}
+
+/// The same by the library.
+fn product(spec: &Conv2dSpec, p: &Problem, b: &Blocking, v: Stage, dm: Stage) -> GemmSpec {
+    GemmSpec {
+        m: p.k,
+        n: v.padded,
+        k: b.tiles,
+        batch: b.positions,
+        a: dm.matrix(b, false),
+        b: v.matrix(b, true),
+        c: Matrix {
+            dtype: DType::F32,
+            transposed: false,
+            row_stride: v.padded,
+            batch_stride: p.k * v.padded,
+            alignment: ALIGNMENT,
+        },
+        compute: compute(spec),
     }
 }
 
@@ -198,17 +295,39 @@ fn growth(t: &Transforms) -> f64 {
     (0..TAPS).map(tap).fold(0.0, f64::max)
 }
 
-/// Of the transforms of x and dy.
-fn kernels(spec: &Conv2dSpec) -> [KernelSpec; 2] {
-    let tile = tile_of(spec.x.dtype);
+/// The exponents that dy and x are scaled to where they are split.
+fn exponents(tile: Tile) -> [i32; 2] {
     let t = tile.transforms();
+    [split::exponent(&output_grad(&t), 2), split::exponent(&t.bt, 2)]
+}
+
+/// A, of alpha rows.
+fn output_grad(t: &Transforms) -> [[Rational; MAX_ALPHA]; MAX_ALPHA] {
     let mut a = [t.at[0]; MAX_ALPHA];
     for (j, row) in a.iter_mut().enumerate() {
         *row = std::array::from_fn(|i| t.at[i][j]);
     }
+    a
+}
+
+/// Of the transforms of x and dy.
+fn kernels(spec: &Conv2dSpec, halves: bool) -> [KernelSpec; 2] {
+    let tile = tile_of(spec.x.dtype);
+    let (t, [dy, x]) = (tile.transforms(), exponents(tile));
+    let of = |kernel: KernelSpec, exponent: i32, shrinkage: f32| match halves {
+        true => kernel
+            .define("PARTS", 2)
+            .define("EXPONENT", exponent)
+            .define("SHRINKAGE", format!("{shrinkage:?}f")),
+        false => kernel,
+    };
     [
-        input_kernel("input", tile, &spec.x, &t.bt, t.alpha, THREADS),
-        input_kernel("output_grad", tile, &spec.y, &a, t.m, THREADS),
+        of(input_kernel("input", tile, &spec.x, &t.bt, t.alpha, THREADS), x, 0.0),
+        of(
+            input_kernel("output_grad", tile, &spec.y, &output_grad(&t), t.m, THREADS),
+            dy,
+            SHRINKAGE,
+        ),
     ]
 }
 
@@ -227,7 +346,10 @@ mod tests {
 
     #[test]
     fn kernels_compile_without_spills() {
-        let mut all: Vec<_> = crate::conv2d::cuda::test_specs().iter().flat_map(kernels).collect();
+        let specs = crate::conv2d::cuda::test_specs();
+        let mut all: Vec<_> = specs.iter().flat_map(|spec| kernels(spec, false)).collect();
+        let halves = specs.iter().filter(|spec| spec.x.dtype == DType::F32);
+        all.extend(halves.flat_map(|spec| kernels(spec, true)));
         all.extend(Tile::ALL.map(|tile| filter_grad_kernel(tile, DType::F32)));
         crate::gpu::compile_tests::check_compiles(&all);
     }

@@ -9,7 +9,7 @@
 // PARTS, for f32: how many halves stand for a number of U and V, which is scaled by a power of two so that halves hold it.
 // One is the number rounded. Three lie side by side as more channels: high, low, high of U and low, high, high of V, so
 // that one product of all parts sums the three that count, small terms first: a tensor core cuts off what it adds to a
-// large sum.
+// large sum. Two, high halves and low ones behind them, are in octets of channels, [p][octet][tile][8], for weight_product.cu.
 #pragma once
 #include "conv2d.cuh"
 
@@ -28,6 +28,11 @@ template <bool OF_FILTER>
 __device__ __forceinline__ void store_parts(Stored* to, i64 part, float value, float shrinkage = 0) {
 #if IN_HALVES
     const Halves halves(value, shrinkage);
+#if PARTS == 2
+    to[0] = halves.high;
+    to[part] = halves.low;
+    return;
+#endif
     to[0] = OF_FILTER || PARTS == 1 ? halves.high : halves.low;
     if (PARTS == 1) return;
     to[part] = OF_FILTER ? halves.low : halves.high;
@@ -80,6 +85,15 @@ struct Place {
         tile = channels_inner ? outer : rest;
         channel = channels_inner ? rest : outer;
     }
+    // Eight channels of a tile, then the next tile; `inner` are tiles.
+    static __device__ __forceinline__ Place in_octets(const Divisor& inner) {
+        const int index = blockIdx.x * blockDim.x + threadIdx.x;
+        const int octet = inner.divide(index / 8), tile = index / 8 - octet * static_cast<int>(inner.value);
+        return Place(tile, 8 * octet + index % 8);
+    }
+
+private:
+    __device__ __forceinline__ Place(int tile, int channel) : tile(tile), channel(channel) {}
 };
 
 // Where tiles lie: image, and first row and column of the output.

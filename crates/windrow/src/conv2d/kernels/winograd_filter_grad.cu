@@ -1,4 +1,4 @@
-// dw = G^t dU G for every filter and channel, a thread each.
+// dw = G^t dU G for every filter and channel, a thread each; dU is the sum of its parts, in their order.
 //
 // Constants: ELEMENT_* of dw, TILE, FILTER (the transform G^t).
 
@@ -7,12 +7,12 @@
 constexpr float GT[3][ALPHA] = FILTER;
 
 struct Params {
-    const float* du;        // [p][k][c_padded]
+    const float* du;        // [part][p][k][c_padded]
     Element* dw;
     i64 w_k, w_c, w_r, w_s; // strides in elements
     i64 plane;
     i64 elements;           // k * c
-    int c, c_padded;
+    int c, c_padded, parts;
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
 
@@ -24,6 +24,11 @@ extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_consta
     float u[ALPHA][ALPHA], g[3][3];
 #pragma unroll
     for (int i = 0; i < POSITIONS; i++) u[i / ALPHA][i % ALPHA] = in[i * p.plane];
+    for (int part = 1; part < p.parts; part++) {
+        in += POSITIONS * p.plane;
+#pragma unroll
+        for (int i = 0; i < POSITIONS; i++) u[i / ALPHA][i % ALPHA] += in[i * p.plane];
+    }
     transform(GT, u, g);
     Element* w = p.dw + k * p.w_k + c * p.w_c;
 #pragma unroll

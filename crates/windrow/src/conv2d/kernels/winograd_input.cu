@@ -1,18 +1,24 @@
 // V = T d T^t for every tile of a chunk and every channel, a thread each; zeros where V is padded with channels or tiles.
 // d is a patch of SIZE x SIZE: of x with T = B^t, or, for the weight gradient, a tile of dy with T = A.
 //
-// Constants: ELEMENT_*, TILE, SIZE, INPUT (the transform T), CHANNELS_INNER, PARTS (f32) and EXPONENT.
+// Constants: ELEMENT_*, TILE, SIZE, INPUT (the transform T), CHANNELS_INNER, PARTS (f32) and EXPONENT, with two parts
+// SHRINKAGE.
 
 #include "winograd.cuh"
+
+constexpr bool OCTETS = PARTS == 2;
+#ifndef SHRINKAGE
+#define SHRINKAGE 0
+#endif
 
 constexpr float T_MATRIX[ALPHA][SIZE] = INPUT;
 
 struct Params {
     const Element* x;
     Stored* v;
-    const u32* x_max;       // [n]: bits of the largest finite |x| of an image (in halves)
+    const u32* x_max;       // [n]: bits of the largest finite |x| of an image (in halves), or of all (in octets)
     i64 x_n, x_c, x_h, x_w; // strides in elements
-    i64 plane, v_tile, v_channel, v_part;
+    i64 plane, v_tile, v_channel, v_part; // v_channel of an octet, where there are such
     Tiling tiling;
     Divisor inner;          // tiles of a chunk or padded channels, whichever neighbouring threads share
     int elements;           // of one position
@@ -21,7 +27,7 @@ struct Params {
 static_assert(PARAMS_AGREE, "as the host's structure");
 
 extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_constant__ Params p) {
-    const Place place(p.inner, CHANNELS_INNER);
+    const Place place = OCTETS ? Place::in_octets(p.inner) : Place(p.inner, CHANNELS_INNER);
     if (static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) >= p.elements) return;
     const TileAt at(p.tiling, place.tile);
     const bool exists = at.exists && place.channel < p.c;
@@ -36,13 +42,14 @@ extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_consta
             d[i][j] = row && x0 + j >= 0 && x0 + j < p.w ? to_float(x[i * p.x_h + j * p.x_w]) : 0.0f;
     }
 #if IN_HALVES
-    const float scale = exists ? power_of_two_scale(p.x_max[at.n], EXPONENT) : 1;
+    const float scale = exists ? power_of_two_scale(p.x_max[OCTETS ? 0 : at.n], EXPONENT) : 1;
 #pragma unroll
     for (int i = 0; i < SIZE * SIZE; i++) d[i / SIZE][i % SIZE] *= scale;
 #endif
     transform(T_MATRIX, d, v);
-    Stored* out = p.v + place.tile * p.v_tile + place.channel * p.v_channel;
+    const int outer = OCTETS ? place.channel / 8 : place.channel;
+    Stored* out = p.v + place.tile * p.v_tile + outer * p.v_channel + (OCTETS ? place.channel % 8 : 0);
 #pragma unroll
     for (int i = 0; i < POSITIONS; i++)
-        store_parts<false>(out + i * p.plane, p.v_part, v[i / ALPHA][i % ALPHA]);
+        store_parts<false>(out + i * p.plane, p.v_part, v[i / ALPHA][i % ALPHA], SHRINKAGE);
 }

@@ -1,0 +1,479 @@
+//! The weight gradient in f32 as three products of halves, of any filter, stride, padding and dilation: dy and x are split
+//! (`kernels/weight_split.cu`) and multiplied by [`WeightProduct`].
+
+use super::general::one_thread_each;
+use super::split::{self, ImageMax};
+use super::weight_product::{
+    OCTET, OCTET_BYTES, SHRINKAGE, STEP_ROWS, Shape, Side, Taps, WeightProduct,
+};
+use super::{Divisor, choice, kernel, source, strides};
+use crate::conv2d::spec::is_channels_last;
+use crate::conv2d::{Conv2dSpec, Problem};
+use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
+use crate::{DType, Result, TensorDesc};
+
+static SPLIT: Source = source!("weight_split.cu");
+static SUM: Source = source!("weight_sum.cu");
+
+/// The largest magnitudes of operands are below 2^(exponent + 1).
+const EXPONENT: i32 = 14;
+const ALIGNMENT: usize = 256;
+const THREADS: usize = 256;
+const VECTOR: usize = 4;
+const MAX_GRID: usize = 65_535;
+/// Rows and octets are counted in 32 bits.
+const MAX_ROWS: usize = 1 << 30;
+
+/// Up to so many channels the taps of a row of the filter are channels too.
+const FOLDED_CHANNELS: usize = 4;
+
+/// How pixels are rows: row after row of an image, image after image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Lines {
+    /// Whether the taps of a row of the filter are channels.
+    folded: bool,
+    /// Columns and rows of an image.
+    pitch: usize,
+    height: usize,
+    /// Planes that taps read, in each direction.
+    planes: [usize; 2],
+    /// Taps so far apart read the same plane.
+    period: [usize; 2],
+    /// Rows of dy and of a plane of x.
+    dy: usize,
+    x: usize,
+}
+
+/// An operand and what splits it.
+#[derive(Debug)]
+struct Operand {
+    desc: TensorDesc,
+    channels: usize,
+    octets: usize,
+    rows: usize,
+    planes: usize,
+    max: ImageMax,
+    aligned: &'static Kernel,
+    unaligned: &'static Kernel,
+}
+
+/// A weight gradient by this algorithm.
+#[derive(Debug)]
+pub(super) struct SplitWeight {
+    problem: Problem,
+    lines: Lines,
+    dy: Operand,
+    x: Operand,
+    product: WeightProduct,
+    sum: &'static Kernel,
+}
+
+params! {
+    struct SplitParams {
+        x: *const u8,
+        high: *mut u8,
+        max: *const u8,
+        low: i64,
+        x_strides as [x_n, x_c, x_h, x_w]: [i64; 4],
+        n: i32,
+        c: i32,
+        h: i32,
+        w: i32,
+        pad as [pad_h, pad_w]: [i32; 2],
+        stride as [stride_h, stride_w]: [i32; 2],
+        dilation as [dilation_h, dilation_w]: [i32; 2],
+        octets: i32,
+        rows: i32,
+        fold: Divisor,
+        pitch: Divisor,
+        height: Divisor,
+        planes_w: Divisor,
+    }
+}
+
+params! {
+    struct SumParams {
+        parts: *const u8,
+        out: *mut u8,
+        x: *const u8,
+        dy: *const u8,
+        out_strides as [k_stride, c_stride, r_stride, s_stride]: [i64; 4],
+        x_strides as [x_n, x_c, x_h, x_w]: [i64; 4],
+        dy_strides as [dy_n, dy_k, dy_h, dy_w]: [i64; 4],
+        elements: i64,
+        parts_count: i32,
+        c: i32,
+        r: i32,
+        s: i32,
+        h: i32,
+        w: i32,
+        stride as [stride_h, stride_w]: [i32; 2],
+        pad as [pad_h, pad_w]: [i32; 2],
+        dilation as [dilation_h, dilation_w]: [i32; 2],
+        pixels: i32,
+        image_pixels: Divisor,
+        ow: Divisor,
+    }
+}
+
+impl Lines {
+    /// `None` where rows are too many to be counted.
+    fn new(p: &Problem) -> Option<Self> {
+        let folded = p.c <= FOLDED_CHANNELS && p.s > 1;
+        let (taps, size, out) = ([p.r, p.s], [p.h, p.w], [p.oh, p.ow]);
+        let mut extent = [0; 2];
+        let (mut planes, mut period, mut reach) = ([0; 2], [0; 2], [0; 2]);
+        for d in 0..2 {
+            if d == 1 && folded {
+                (period[d], planes[d], extent[d]) = (1, 1, out[d]);
+                continue;
+            }
+            let (stride, padding) = (p.stride[d], p.padding[d]);
+            period[d] = stride / gcd(stride, p.dilation[d]);
+            planes[d] = period[d].min(taps[d]);
+            reach[d] = (taps[d] - 1).checked_mul(p.dilation[d])? / stride;
+            // What is behind the last line of an image may be the first zeros of the next.
+            let filled = size[d].checked_add(padding)?.div_ceil(stride);
+            let read = out[d].checked_add(reach[d])?;
+            extent[d] = out[d].max(filled.min(read)).max(read.saturating_sub(padding / stride));
+        }
+        let [height, pitch] = extent;
+        let whole = |rows: usize| rows.checked_next_multiple_of(STEP_ROWS);
+        let dy = whole(p.n.checked_mul(height)?.checked_mul(pitch)?)?;
+        let x = whole(dy.checked_add(reach[0].checked_mul(pitch)?)?.checked_add(reach[1])?)?;
+        (x < MAX_ROWS).then_some(Lines { folded, pitch, height, planes, period, dy, x })
+    }
+
+    /// Taps, and channels of each.
+    fn terms(&self, p: &Problem) -> [usize; 2] {
+        if self.folded { [p.r, p.s * p.c] } else { [p.r * p.s, p.c] }
+    }
+
+    fn all_planes(&self) -> usize {
+        self.planes[0] * self.planes[1]
+    }
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+impl Operand {
+    fn new(
+        gpu: &'static Gpu,
+        desc: TensorDesc,
+        channels: usize,
+        [rows, planes]: [usize; 2],
+        shrinkage: f32,
+    ) -> Result<Self> {
+        let (octets, strides) = (channels.div_ceil(OCTET), strides(&desc));
+        let folded = channels != desc.shape()[1];
+        let vectors = !folded
+            && is_channels_last(&desc.layout)
+            && desc.shape()[1].is_multiple_of(VECTOR)
+            && [0, 2, 3].iter().all(|&d| strides[d] % VECTOR as i64 == 0);
+        Ok(Operand {
+            desc,
+            channels,
+            octets,
+            rows,
+            planes,
+            max: ImageMax::of_all(gpu, &desc)?,
+            aligned: gpu.kernel(&split_kernel(&desc, folded, vectors, shrinkage))?,
+            unaligned: gpu.kernel(&split_kernel(&desc, folded, false, shrinkage))?,
+        })
+    }
+
+    /// Of the halves of one kind.
+    fn half_bytes(&self) -> usize {
+        self.planes * self.octets * self.rows * OCTET_BYTES
+    }
+
+    fn bytes(&self) -> usize {
+        (2 * self.half_bytes()).next_multiple_of(ALIGNMENT)
+    }
+
+    fn side(&self, halves: *const u8, max: *const u8, out_channel: usize) -> Side {
+        Side {
+            low: self.half_bytes() as i64,
+            octet: (self.rows * OCTET_BYTES) as i64,
+            out_channel: out_channel as i64,
+            ..Side::new(halves, max, self.channels, EXPONENT)
+        }
+    }
+
+    /// With the magnitude to scale by written to `max` before.
+    ///
+    /// # Safety
+    /// As [`SplitWeight::run`].
+    unsafe fn split(
+        &self,
+        stream: &Stream,
+        lines: &Lines,
+        problem: Option<&Problem>,
+        [x, max]: [*const u8; 2],
+        high: *mut u8,
+    ) -> Result<()> {
+        let [n, c, h, w] = std::array::from_fn(|d| self.desc.shape()[d]);
+        let [padding, stride, dilation] = match problem {
+            Some(p) => [p.padding, p.stride, p.dilation],
+            None => [[0; 2], [1; 2], [1; 2]],
+        };
+        let params = SplitParams {
+            x,
+            high,
+            max,
+            low: (self.half_bytes() / DType::F16.size()) as i64,
+            x_strides: strides(&self.desc),
+            n: n as i32,
+            c: self.channels as i32,
+            h: h as i32,
+            w: w as i32,
+            pad: padding.map(|v| v as i32),
+            stride: stride.map(|v| v as i32),
+            dilation: dilation.map(|v| v as i32),
+            octets: self.octets as i32,
+            rows: self.rows as i32,
+            fold: Divisor::new(c),
+            pitch: Divisor::new(lines.pitch),
+            height: Divisor::new(lines.height),
+            planes_w: Divisor::new(if problem.is_some() { lines.planes[1] } else { 1 }),
+        };
+        let octets = octets_of_block(&self.desc, self.channels != c);
+        let blocks = self.rows.div_ceil(THREADS / octets);
+        let grid = [blocks, self.octets.div_ceil(octets), self.planes].map(|b| b as u32);
+        let aligned = (x as usize).is_multiple_of(VECTOR * size_of::<f32>());
+        let kernel = if aligned { self.aligned } else { self.unaligned };
+        let launch = Launch { grid, block: [THREADS as u32, 1, 1] };
+        // SAFETY: the structure is the kernel's, the rest is the caller's promise.
+        unsafe { kernel.launch(stream, launch, &params) }
+    }
+}
+
+impl SplitWeight {
+    pub(super) fn suits(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
+        let counted = Lines::new(p).is_some_and(|lines| {
+            let octets = lines.terms(p)[1].max(p.k).div_ceil(OCTET);
+            octets.max(lines.all_planes()) <= MAX_GRID
+        });
+        choice::is_strict(spec)
+            && gpu.has(Feature::WarpgroupProducts)
+            && p.groups == 1
+            && [p.n, p.c, p.k, p.oh, p.ow].iter().all(|&size| size > 0)
+            && p.r * p.s * p.c.div_ceil(OCTET) < MAX_GRID * OCTET
+            && counted
+            && [&spec.x, &spec.y].into_iter().all(ImageMax::supports_all)
+    }
+
+    fn shape(p: &Problem, lines: &Lines) -> Shape {
+        let [taps, channels] = lines.terms(p);
+        let octets = [p.k.div_ceil(OCTET), taps * channels.div_ceil(OCTET)];
+        Shape { octets, positions: 1, rows: lines.dy }
+    }
+
+    /// Expected time.
+    pub(super) fn micros(gpu: &Gpu, p: &Problem) -> f64 {
+        let Some(lines) = Lines::new(p) else { return f64::INFINITY };
+        // x and dy are read twice and written split.
+        let read = p.n * (p.c * p.h * p.w + p.k * p.oh * p.ow) * 8;
+        let written = (lines.terms(p)[1].div_ceil(OCTET) * lines.x * lines.all_planes()
+            + p.k.div_ceil(OCTET) * lines.dy)
+            * 2
+            * OCTET_BYTES;
+        20.0 + 0.3e-6 * (read + written) as f64
+            + WeightProduct::micros(gpu, &Self::shape(p, &lines))
+    }
+
+    pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Option<Self>> {
+        let Some(lines) = Lines::new(p) else { return Ok(None) };
+        Ok(Some(SplitWeight {
+            problem: *p,
+            lines,
+            dy: Operand::new(gpu, spec.y, p.k, [lines.dy, 1], SHRINKAGE)?,
+            x: Operand::new(gpu, spec.x, lines.terms(p)[1], [lines.x, lines.all_planes()], 0.0)?,
+            product: WeightProduct::new(gpu, Self::shape(p, &lines))?,
+            sum: gpu.kernel(&sum_kernel())?,
+        }))
+    }
+
+    fn elements(&self) -> usize {
+        self.problem.k * self.problem.taps()
+    }
+
+    pub(super) fn scratch_bytes(&self) -> usize {
+        let parts = self.product.parts() * self.elements() * size_of::<f32>();
+        self.dy.bytes() + self.x.bytes() + parts + 2 * size_of::<u32>()
+    }
+
+    /// Both operands carry 22 bits and the product of their low halves is left out.
+    pub(super) fn tolerance(&self) -> f64 {
+        let sums = self.product.roundings() + 4;
+        4.0 * split::rounding() + sums as f64 * DType::F32.unit_roundoff()
+    }
+
+    /// # Safety
+    /// As [`super::Gradients::weight`], with [`SplitWeight::scratch_bytes`].
+    pub(super) unsafe fn run(
+        &self,
+        stream: &Stream,
+        x: *const u8,
+        dy: *const u8,
+        (dw, desc): (*mut u8, &TensorDesc),
+        scratch: *mut u8,
+    ) -> Result<()> {
+        let (p, lines) = (&self.problem, &self.lines);
+        let split_dy = scratch;
+        let split_x = split_dy.wrapping_add(self.dy.bytes());
+        let dy_max = split_x.wrapping_add(self.x.bytes());
+        let x_max = dy_max.wrapping_add(size_of::<u32>());
+        let parts = x_max.wrapping_add(size_of::<u32>());
+        let [_, channels] = lines.terms(p);
+        let taps = Taps {
+            s: Divisor::new(if lines.folded { 1 } else { p.s }),
+            stride: p.stride.map(Divisor::new),
+            period: lines.period.map(Divisor::new),
+            dilation: p.dilation.map(|v| v as i32),
+            planes_w: lines.planes[1] as i32,
+            pitch: lines.pitch as i32,
+            plane: (self.x.octets * self.x.rows * OCTET_BYTES) as i64,
+        };
+        let sides = [
+            self.dy.side(split_dy, dy_max, p.taps()),
+            Side { out_tap: channels as i64, ..self.x.side(split_x, x_max, 1) },
+        ];
+        let params = SumParams {
+            parts,
+            out: dw,
+            x,
+            dy,
+            out_strides: strides(desc),
+            x_strides: strides(&self.x.desc),
+            dy_strides: strides(&self.dy.desc),
+            elements: self.elements() as i64,
+            parts_count: self.product.parts() as i32,
+            c: p.c as i32,
+            r: p.r as i32,
+            s: p.s as i32,
+            h: p.h as i32,
+            w: p.w as i32,
+            stride: p.stride.map(|v| v as i32),
+            pad: p.padding.map(|v| v as i32),
+            dilation: p.dilation.map(|v| v as i32),
+            pixels: (p.n * p.oh * p.ow) as i32,
+            image_pixels: Divisor::new(p.oh * p.ow),
+            ow: Divisor::new(p.ow),
+        };
+        // SAFETY: the scratch memory is as large as asked for, the rest is the caller's promise.
+        unsafe {
+            self.dy.max.run(stream, dy, 1, dy_max)?;
+            self.dy.split(stream, lines, None, [dy, dy_max], split_dy)?;
+            self.x.max.run(stream, x, 1, x_max)?;
+            self.x.split(stream, lines, Some(p), [x, x_max], split_x)?;
+            self.product.run(stream, sides, taps, parts, [self.elements(), 0])?;
+            self.sum.launch(stream, one_thread_each(self.elements()), &params)
+        }
+    }
+}
+
+/// Octets that neighbouring threads split.
+fn octets_of_block(desc: &TensorDesc, folded: bool) -> usize {
+    if is_channels_last(&desc.layout) && !folded { 4 } else { 1 }
+}
+
+fn split_kernel(desc: &TensorDesc, folded: bool, vectors: bool, shrinkage: f32) -> KernelSpec {
+    kernel(&SPLIT, "weight_split", DType::F32)
+        .needs(Feature::WarpgroupProducts)
+        .define("FOLDED", i32::from(folded))
+        .define("CHANNELS_INNER", i32::from(octets_of_block(desc, folded) > 1))
+        .define("VECTOR", if vectors { VECTOR } else { 1 })
+        .define("EXPONENT", EXPONENT)
+        .define("SHRINKAGE", format!("{shrinkage:?}f"))
+        .params::<SplitParams>()
+}
+
+fn sum_kernel() -> KernelSpec {
+    kernel(&SUM, "weight_sum", DType::F32).needs(Feature::WarpgroupProducts).params::<SumParams>()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_compile_without_spills() {
+        let specs = super::super::test_specs();
+        let floats = specs.iter().filter(|spec| spec.x.dtype == DType::F32);
+        let mut kernels = vec![sum_kernel()];
+        for desc in floats.map(|spec| &spec.x) {
+            kernels.extend([[false, false], [false, true], [true, false]].map(
+                |[folded, vectors]| {
+                    let vectors = vectors && is_channels_last(&desc.layout);
+                    split_kernel(desc, folded, vectors, SHRINKAGE)
+                },
+            ));
+        }
+        crate::gpu::compile_tests::check_compiles(&kernels);
+    }
+
+    /// Every tap of every output finds its pixel, or zeros, at a constant distance.
+    #[test]
+    fn taps_are_at_constant_distances() {
+        for (h, taps, stride, padding, dilation) in [
+            (9, 3, 1, 1, 1),
+            (7, 3, 2, 1, 1),
+            (8, 1, 2, 0, 1),
+            (11, 7, 2, 3, 1),
+            (10, 3, 2, 2, 2),
+            (12, 4, 3, 1, 2),
+            (5, 3, 1, 4, 1),
+            (9, 2, 4, 0, 1),
+            (13, 5, 4, 2, 6),
+        ] {
+            let span = (taps - 1) * dilation + 1;
+            let Some(oh) = (h + 2 * padding).checked_sub(span).map(|rest| rest / stride + 1) else {
+                continue;
+            };
+            let p = Problem {
+                n: 2,
+                c: 8,
+                h,
+                w: h,
+                r: taps,
+                s: taps,
+                oh,
+                ow: oh,
+                stride: [stride; 2],
+                padding: [padding; 2],
+                dilation: [dilation; 2],
+                ..super::super::test_specs()[0].problem().unwrap()
+            };
+            let lines = Lines::new(&p).unwrap();
+            // The image, row and column of a row of a plane, in one dimension of both.
+            let at = |row: usize, plane: [usize; 2]| {
+                let (column, line) = (row % lines.pitch, row / lines.pitch);
+                let offset = |d: usize| plane[d] * dilation % stride;
+                let y = (line % lines.height * stride + offset(0)).checked_sub(padding);
+                let x = (column * stride + offset(1)).checked_sub(padding);
+                let inside = |v: Option<usize>| v.filter(|&v| v < h);
+                let image = line / lines.height;
+                inside(y).zip(inside(x)).filter(|_| image < p.n).map(|(y, x)| (image, y, x))
+            };
+            for (n, i, j) in
+                (0..p.n).flat_map(|n| (0..oh).flat_map(move |i| (0..oh).map(move |j| (n, i, j))))
+            {
+                for (r, s) in (0..taps).flat_map(|r| (0..taps).map(move |s| (r, s))) {
+                    let row = (n * lines.height + i) * lines.pitch + j;
+                    let shift = r * dilation / stride * lines.pitch + s * dilation / stride;
+                    let plane = [r % lines.period[0], s % lines.period[1]];
+                    assert!(plane[0] < lines.planes[0] && plane[1] < lines.planes[1]);
+                    assert!(row < lines.dy && row + shift < lines.x);
+                    let pixel = |v: usize, tap: usize| {
+                        (v * stride + tap * dilation).checked_sub(padding).filter(|&v| v < h)
+                    };
+                    let want = pixel(i, r).zip(pixel(j, s)).map(|(y, x)| (n, y, x));
+                    assert_eq!(at(row + shift, plane), want, "{p:?} {lines:?}");
+                }
+            }
+        }
+    }
+}

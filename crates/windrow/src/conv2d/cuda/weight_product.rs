@@ -1,0 +1,279 @@
+//! Sums over rows of products of two operands that are split in halves (`kernels/weight_product.cu`), on compute
+//! capability 9.0: weight gradients in f32, of pixels or of Winograd's tiles.
+
+use super::{Divisor, kernel, source};
+use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
+use crate::{DType, Result};
+
+static PRODUCT: Source = source!("weight_product.cu");
+
+/// Channels that lie together, and bytes of them in halves.
+pub(super) const OCTET: usize = 8;
+pub(super) const OCTET_BYTES: usize = 16;
+/// Operands are padded with rows of zeros to a multiple of this.
+pub(super) const STEP_ROWS: usize = 64;
+/// By how much the tensor cores shrink a sum of one step, as in `implicit_gemm`: the low halves of one side carry it.
+pub(super) const SHRINKAGE: f32 = 8.9e-8;
+const BLOCK_M: usize = 128;
+const BLOCKS: [usize; 2] = [64, 128];
+/// The most memory for parts of a gradient.
+const MAX_PARTS_BYTES: usize = 64 << 20;
+
+/// What is multiplied: octets of the channels of dy and of those of x for all taps, in matrices of their own for so many
+/// positions.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shape {
+    pub(super) octets: [usize; 2],
+    pub(super) positions: usize,
+    pub(super) rows: usize,
+}
+
+/// How it is cut into blocks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Cut {
+    /// Blocks have 128 channels of x and `block` of dy; else it is the other way round.
+    x_first: bool,
+    block: usize,
+    parts: usize,
+}
+
+#[derive(Debug)]
+pub(super) struct WeightProduct {
+    kernel: &'static Kernel,
+    multiprocessors: usize,
+    shape: Shape,
+    cut: Cut,
+}
+
+/// An operand, `Side` of the kernel.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Side {
+    pub(super) halves: *const u8,
+    pub(super) max: *const u8,
+    /// Bytes from the high halves to the low ones, from a position and from an octet to the next.
+    pub(super) low: i64,
+    pub(super) position: i64,
+    pub(super) octet: i64,
+    /// Strides of the gradient in elements.
+    pub(super) out_tap: i64,
+    pub(super) out_channel: i64,
+    /// Of all taps; what a run says.
+    pub(super) octets: i32,
+    /// Of one tap.
+    pub(super) channels: i32,
+    pub(super) tap_octets: Divisor,
+    /// That its largest magnitude was scaled to.
+    pub(super) exponent: i32,
+}
+
+/// Where the rows of a tap of x begin.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Taps {
+    pub(super) s: Divisor,
+    pub(super) stride: [Divisor; 2],
+    /// Taps so far apart read the same plane.
+    pub(super) period: [Divisor; 2],
+    pub(super) dilation: [i32; 2],
+    pub(super) planes_w: i32,
+    /// Columns of a row.
+    pub(super) pitch: i32,
+    /// Bytes from a plane to the next.
+    pub(super) plane: i64,
+}
+
+impl Taps {
+    /// Of a product of matrices.
+    pub(super) fn one() -> Self {
+        let one = Divisor::new(1);
+        Taps {
+            s: one,
+            stride: [one; 2],
+            period: [one; 2],
+            dilation: [0; 2],
+            planes_w: 1,
+            pitch: 0,
+            plane: 0,
+        }
+    }
+}
+
+params! {
+    struct Params {
+        m: Side,
+        n: Side,
+        out: *mut u8,
+        out_part: i64,
+        out_position: i64,
+        items: i32,
+        steps: i32,
+        parts: i32,
+        pairs: i32,
+        m_tiles: Divisor,
+        n_tiles: Divisor,
+        positions: Divisor,
+        taps: Taps,
+    }
+}
+
+impl Side {
+    /// Of `channels` of a tap; what is 0 here is the caller's to say.
+    pub(super) fn new(halves: *const u8, max: *const u8, channels: usize, exponent: i32) -> Self {
+        Side {
+            halves,
+            max,
+            low: 0,
+            position: 0,
+            octet: 0,
+            out_tap: 0,
+            out_channel: 0,
+            octets: 0,
+            channels: channels as i32,
+            tap_octets: Divisor::new(channels.div_ceil(OCTET)),
+            exponent,
+        }
+    }
+}
+
+impl Cut {
+    /// What is expected to be the fastest, and its time in microseconds.
+    fn choose(shape: &Shape, multiprocessors: usize) -> (Self, f64) {
+        let mut best: Option<(Self, f64)> = None;
+        let out_bytes =
+            (shape.positions * shape.octets[0] * shape.octets[1] * OCTET * OCTET * 4).max(1);
+        let steps = shape.rows.div_ceil(STEP_ROWS);
+        for block in BLOCKS {
+            for x_first in [false, true] {
+                for parts in 1..=steps.min((MAX_PARTS_BYTES / out_bytes).max(1)).min(128) {
+                    let cut = Cut { x_first, block, parts };
+                    let [m, n] = cut.grid(shape);
+                    let rounds = (m * n * shape.positions * parts).div_ceil(multiprocessors);
+                    let [m_octets, n_octets] = cut.sides(shape.octets);
+                    let octets = m_octets as f64 / m as f64 + n_octets as f64 / n as f64;
+                    // Measured on an H200: octets of a step that are loaded, the beginning and end of an item, and
+                    // parts that are stored and added.
+                    let item = 0.031 * octets * steps.div_ceil(parts) as f64 + 4.0;
+                    let micros = rounds as f64 * item + 1e-6 * (parts * out_bytes) as f64;
+                    if best.is_none_or(|(_, least)| micros < least) {
+                        best = Some((cut, micros));
+                    }
+                }
+            }
+        }
+        best.unwrap_or((Cut { x_first: false, block: 64, parts: 1 }, 0.0))
+    }
+
+    /// Tiles of sides m and n.
+    fn grid(&self, shape: &Shape) -> [usize; 2] {
+        let [m, n] = self.sides(shape.octets);
+        [m.div_ceil(BLOCK_M / OCTET), n.div_ceil(self.block / OCTET)]
+    }
+
+    /// What is of dy and of x, as sides m and n.
+    fn sides<T>(&self, [dy, x]: [T; 2]) -> [T; 2] {
+        if self.x_first { [x, dy] } else { [dy, x] }
+    }
+
+    fn tiles(&self, shape: &Shape) -> usize {
+        self.grid(shape).iter().product::<usize>() * shape.positions
+    }
+}
+
+impl WeightProduct {
+    /// Expected time.
+    pub(super) fn micros(gpu: &Gpu, shape: &Shape) -> f64 {
+        Cut::choose(shape, gpu.info.multiprocessors as usize).1
+    }
+
+    pub(super) fn new(gpu: &'static Gpu, shape: Shape) -> Result<Self> {
+        let multiprocessors = gpu.info.multiprocessors as usize;
+        let (cut, _) = Cut::choose(&shape, multiprocessors);
+        Ok(WeightProduct {
+            kernel: gpu.kernel(&product_kernel(cut.block))?,
+            multiprocessors,
+            shape,
+            cut,
+        })
+    }
+
+    /// Parts of the sums, each as large as the gradient, that a run writes.
+    pub(super) fn parts(&self) -> usize {
+        self.cut.parts
+    }
+
+    /// Roundings of a sum: six products of 64 rows that are cut off twice as far as a rounding, and the steps of a part.
+    pub(super) fn roundings(&self) -> usize {
+        let steps = self.shape.rows.div_ceil(STEP_ROWS);
+        2 * 3 * STEP_ROWS / 16 + steps.div_ceil(self.cut.parts) + 2
+    }
+
+    /// Writes the parts of the sums of dy and x to `out`, each `part` elements, in matrices of `position` elements.
+    ///
+    /// # Safety
+    /// What the sides and `out` point to must be as they say, on the stream's device.
+    pub(super) unsafe fn run(
+        &self,
+        stream: &Stream,
+        [mut dy, mut x]: [Side; 2],
+        taps: Taps,
+        out: *mut u8,
+        [part, position]: [usize; 2],
+    ) -> Result<()> {
+        [dy.octets, x.octets] = self.shape.octets.map(|octets| octets as i32);
+        let [m_tiles, n_tiles] = self.cut.grid(&self.shape);
+        let items = self.cut.tiles(&self.shape) * self.cut.parts;
+        let [m, n] = self.cut.sides([dy, x]);
+        let even = [m.out_tap, m.out_channel, n.out_tap, part as i64, position as i64];
+        let pairs =
+            n.out_channel == 1 && n.channels % 2 == 0 && even.iter().all(|stride| stride % 2 == 0);
+        let params = Params {
+            m,
+            n,
+            out,
+            out_part: part as i64,
+            out_position: position as i64,
+            items: items as i32,
+            steps: self.shape.rows.div_ceil(STEP_ROWS) as i32,
+            parts: self.cut.parts as i32,
+            pairs: i32::from(pairs),
+            m_tiles: Divisor::new(m_tiles.max(1)),
+            n_tiles: Divisor::new(n_tiles.max(1)),
+            positions: Divisor::new(self.shape.positions),
+            taps,
+        };
+        let grid = [items.min(self.multiprocessors) as u32, 1, 1];
+        // SAFETY: the structure is the kernel's, the rest is the caller's promise.
+        unsafe { self.kernel.launch(stream, Launch { grid, block: [384, 1, 1] }, &params) }
+    }
+}
+
+fn product_kernel(block: usize) -> KernelSpec {
+    let stage = 2 * STEP_ROWS * (BLOCK_M + block) * DType::F16.size();
+    let stages = if block == 64 { 4 } else { 3 };
+    kernel(&PRODUCT, "weight_product", DType::F32)
+        .needs(Feature::WarpgroupProducts)
+        .define("BLOCK_N", block)
+        .define("STAGES", stages)
+        .params::<Params>()
+        .shared_bytes((stages * (stage + 16)) as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_compile_without_spills() {
+        crate::gpu::compile_tests::check_compiles(&BLOCKS.map(product_kernel));
+    }
+
+    #[test]
+    fn small_gradients_have_parts() {
+        let shape = Shape { octets: [8, 8], positions: 1, rows: 64 * 4096 };
+        let (cut, _) = Cut::choose(&shape, 132);
+        assert!(cut.block == 64 && cut.parts > 100, "{cut:?}");
+        let shape = Shape { octets: [64, 64], positions: 36, rows: 512 };
+        assert!(Cut::choose(&shape, 132).0.parts == 1);
+    }
+}
