@@ -152,6 +152,9 @@ impl Gradients {
                 let direction = Direction::BackwardData;
                 match cudnn {
                     Some(cudnn) => Data::Cudnn(Box::new(cudnn)),
+                    None if !direct && implicit_data_beats_im2col(gpu, spec, problem) => {
+                        Data::Implicit(ImplicitData::new(gpu, spec, problem)?)
+                    }
                     None => {
                         Data::Transposed(General::new(gpu, spec, problem, method, direction, true)?)
                     }
@@ -212,7 +215,8 @@ impl Gradients {
         let scratch = match &self.data {
             Data::Mirrored(engine) => engine.scratch_bytes(),
             Data::Cudnn(cudnn) => cudnn.scratch_bytes(),
-            Data::Implicit(_) | Data::Transposed(_) => 0,
+            Data::Implicit(implicit) => implicit.scratch_bytes(),
+            Data::Transposed(_) => 0,
         };
         self.packed_bytes() + scratch
     }
@@ -291,7 +295,10 @@ impl Gradients {
                     engine.run(stream, packed, operands, rest)
                 }
                 Data::Cudnn(cudnn) => cudnn.run(stream, w, operands, scratch),
-                Data::Implicit(implicit) => implicit.run(stream, w, operands, scratch),
+                Data::Implicit(implicit) => {
+                    let rest = scratch.add(implicit.packed_bytes());
+                    implicit.run(stream, w, operands, scratch, rest)
+                }
                 Data::Transposed(general) if general.reads_in_place() => {
                     general.run(stream, w, operands)
                 }
@@ -481,6 +488,12 @@ fn implicit_data_pays(
     }
     let micros = ImplicitData::micros(gpu, spec, p);
     micros.is_finite() && (asked || micros < 0.9 * choice::gathered_data_micros(spec, p))
+}
+
+fn implicit_data_beats_im2col(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
+    let im2col = Conv2dConfiguration::new(Conv2dAlgorithm::Im2colGemm);
+    choice::allows(spec, Conv2dAlgorithm::ImplicitGemm)
+        && ImplicitData::micros(gpu, spec, p) < choice::cost(gpu, spec, p, &im2col)
 }
 
 fn weight_kernel(spec: &Conv2dSpec) -> KernelSpec {
