@@ -26,7 +26,7 @@ configuration! {
         /// CPU threads, at most as many as the plan may use.
         threads,
         /// `winograd_gemm` on CUDA: threads of a block of the transforms, a multiple of 32 up to 1024. `implicit_gemm`:
-        /// output channels of a block, 64 or 128.
+        /// output channels of a block, 64, 128 or, of halves, 256.
         block,
     }
 }
@@ -52,7 +52,7 @@ impl Conv2dConfiguration {
             return Err(Error::unsupported(
                 format!("conv2d with {self} on {}", options.device),
                 "winograd_gemm has tiles, on the CPU vectors and parts, on CUDA block (a multiple of 32 up to \
-                 1024); implicit_gemm has block (64, 128) and parts (1, 2, 4, 8); every algorithm has threads on \
+                 1024); implicit_gemm has block (64, 128, of halves 256) and parts (1, 2, 4, 8); every algorithm has threads on \
                  the CPU; numbers are positive",
             ));
         }

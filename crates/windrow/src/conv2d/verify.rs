@@ -38,6 +38,7 @@ const SHAPES: [Shape; 29] = [
     ([2, 7, 12, 12], [14, 3, 3], 1, 1, 1, 7),
     ([2, 48, 7, 6], [96, 3, 3], 1, 1, 1, 6),
     ([1, 20, 5, 6], [144, 1, 1], 1, 0, 1, 2),
+    ([2, 128, 5, 6], [264, 3, 3], 1, 1, 1, 1),
     ([2, 33, 9, 13], [33, 3, 3], 1, 1, 1, 33),
     ([1, 48, 15, 14], [48, 5, 5], 2, 2, 1, 48),
     ([1, 40, 7, 11], [40, 7, 7], 1, 3, 1, 40),
@@ -103,7 +104,7 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
 fn configurations(spec: &Conv2dSpec, device: Device) -> Vec<Conv2dConfiguration> {
     let algorithms = Conv2dPlan::algorithms(spec, device);
     let cuts = algorithms.contains(&Conv2dAlgorithm::ImplicitGemm) && spec.w.shape()[0] > 128;
-    let cuts = cuts.then(cuda::implicit_gemm_configurations).into_iter().flatten();
+    let cuts = cuts.then(|| cuda::implicit_gemm_configurations(spec.x.dtype)).into_iter().flatten();
     algorithms.into_iter().map(Conv2dConfiguration::new).chain(cuts).collect()
 }
 

@@ -127,6 +127,23 @@ library! {
         parameters: *mut *mut c_void,
         extra: *mut *mut c_void,
     );
+    fn cuTensorMapEncodeIm2col(
+        map: *mut TensorMap,
+        element: c_int,
+        rank: c_uint,
+        address: *mut c_void,
+        sizes: *const u64,
+        strides: *const u64,
+        lower_corner: *const c_int,
+        upper_corner: *const c_int,
+        channels: c_uint,
+        pixels: c_uint,
+        steps: *const u32,
+        interleave: c_int,
+        swizzle: c_int,
+        promotion: c_int,
+        fill: c_int,
+    );
     fn cuTensorMapEncodeTiled(
         map: *mut TensorMap,
         element: c_int,

@@ -8,7 +8,7 @@ use crate::dtype::by_type;
 use crate::gpu::{
     Calls, Convolution, ConvolutionLimits, ConvolutionSpec, Driven, Feature, Function, GemmSpec,
     Handle, KernelSpec, Launch, Operation, Outcome, Product, Runtime, StreamKind, TensorBoxes,
-    made,
+    TensorPixels, made,
 };
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr::null_mut;
@@ -258,6 +258,41 @@ impl Runtime for Cuda {
                 [1; 4].as_ptr(),
                 NOT_INTERLEAVED,
                 SWIZZLE_64_BYTES,
+                PROMOTE_TO_128_BYTES,
+                FILL_WITH_ZEROS,
+            )?;
+        }
+        Ok(map.0)
+    }
+
+    unsafe fn tensor_map_of_pixels(&self, pixels: &TensorPixels) -> Outcome<[u64; 16]> {
+        // As above.
+        let element = by_type!(pixels.dtype, F32 => 7, F16 => 6, BF16 => 9);
+        const NOT_INTERLEAVED: c_int = 0;
+        const SWIZZLE_128_BYTES: c_int = 3;
+        const PROMOTE_TO_128_BYTES: c_int = 2;
+        const FILL_WITH_ZEROS: c_int = 0;
+        const CHANNELS: c_uint = 64;
+        let sizes = pixels.dims.map(|d| d as u64);
+        let strides = pixels.strides.map(|s| (s * pixels.dtype.size()) as u64);
+        let [w, h] = pixels.step;
+        let mut map = TensorMap([0; 16]);
+        // SAFETY: the arrays are of the rank's length, corners two less, and the map is aligned; the address is only stored.
+        unsafe {
+            self.driver.cuTensorMapEncodeIm2col(
+                &mut map,
+                element,
+                4,
+                pixels.address.cast_mut().cast(),
+                sizes.as_ptr(),
+                strides.as_ptr(),
+                pixels.first.as_ptr(),
+                pixels.last.as_ptr(),
+                CHANNELS,
+                pixels.pixels as c_uint,
+                [1, w, h, 1].as_ptr(),
+                NOT_INTERLEAVED,
+                SWIZZLE_128_BYTES,
                 PROMOTE_TO_128_BYTES,
                 FILL_WITH_ZEROS,
             )?;

@@ -62,4 +62,4 @@ pub(crate) use runtime::{
 };
 pub(crate) use shared::SharedBuffer;
 pub(crate) use source::{KernelSpec, Source, type_name};
-pub(crate) use tensor_map::{TensorBoxes, TensorMap};
+pub(crate) use tensor_map::{TensorBoxes, TensorMap, TensorPixels};

@@ -2,7 +2,7 @@
 
 use super::convolution::{Convolution, ConvolutionSpec, Operation};
 use super::gemm::{GemmSpec, Product};
-use super::{KernelSpec, TensorBoxes};
+use super::{KernelSpec, TensorBoxes, TensorPixels};
 use crate::{Device, Error, Result};
 use std::ffi::{c_int, c_void};
 use std::fmt::{Debug, Display};
@@ -206,6 +206,8 @@ pub(crate) trait Runtime: Common + Debug + Send + Sync {
     ) -> Result<Vec<Box<dyn Convolution>>>;
     /// The descriptor by which the copy engine reads boxes of a tensor.
     unsafe fn tensor_map(&self, boxes: &TensorBoxes) -> Outcome<[u64; 16]>;
+    /// The same for pixels of a convolution.
+    unsafe fn tensor_map_of_pixels(&self, pixels: &TensorPixels) -> Outcome<[u64; 16]>;
 }
 
 /// What kernels of a convolution have to keep to.

@@ -24,7 +24,37 @@ pub(crate) struct TensorBoxes {
     pub(crate) boxes: [usize; 4],
 }
 
+/// As [`TensorBoxes`], for convolutions: copies bring 64 channels of 16 bits of pixels that follow each other in the rows of
+/// the output, 128 bytes each, swizzled.
+#[derive(Debug)]
+pub(crate) struct TensorPixels {
+    /// f16 or bf16.
+    pub(crate) dtype: DType,
+    pub(crate) address: *const u8,
+    /// c, w, h, n
+    pub(crate) dims: [usize; 4],
+    /// Those of w, h, n in elements.
+    pub(crate) strides: [usize; 3],
+    /// In w and h: where the first tap of the first and of the last output lies, the latter counted from the end, and how
+    /// far it is from an output to the next.
+    pub(crate) first: [i32; 2],
+    pub(crate) last: [i32; 2],
+    pub(crate) step: [u32; 2],
+    /// Of a copy.
+    pub(crate) pixels: usize,
+}
+
 impl TensorMap {
+    /// For kernels that do not read it.
+    pub(crate) const NONE: Self = TensorMap([0; 16]);
+
+    /// # Errors
+    /// As [`TensorMap::new`].
+    pub(crate) fn of_pixels(gpu: &Gpu, pixels: &TensorPixels) -> Result<Self> {
+        // SAFETY: the device is current; the address is only stored.
+        gpu.call(|runtime| unsafe { runtime.tensor_map_of_pixels(pixels) }).map(TensorMap)
+    }
+
     /// # Errors
     /// [`Error::Backend`](crate::Error::Backend) if the driver refuses.
     pub(crate) fn new(gpu: &Gpu, boxes: &TensorBoxes) -> Result<Self> {

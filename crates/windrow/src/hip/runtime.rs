@@ -6,7 +6,7 @@ use super::rocblas::{self, Rocblas, RocblasProduct};
 use crate::gpu::{
     BlockProduct, Calls, Convolution, ConvolutionLimits, ConvolutionSpec, Driven, Failure, Feature,
     Function, GemmSpec, Gpu, Handle, KernelSpec, Launch, Operation, Outcome, Product, Runtime,
-    StreamKind, TensorBoxes,
+    StreamKind, TensorBoxes, TensorPixels,
 };
 use crate::{Device, Error, Result};
 use std::collections::HashMap;
@@ -269,5 +269,10 @@ impl Runtime for Hip {
     unsafe fn tensor_map(&self, _: &TensorBoxes) -> Outcome<[u64; 16]> {
         let words = "AMD's chips have no engine that copies boxes of tensors".into();
         Err(Failure { call: "tensor_map", status: -1, words })
+    }
+
+    unsafe fn tensor_map_of_pixels(&self, _: &TensorPixels) -> Outcome<[u64; 16]> {
+        let words = "AMD's chips have no engine that copies pixels of convolutions".into();
+        Err(Failure { call: "tensor_map_of_pixels", status: -1, words })
     }
 }

@@ -59,8 +59,9 @@ fn choose_packed(
 ) -> Conv2dAlgorithm {
     let other = choose_beside_implicit(spec, p, supported, multiprocessors);
     let implicit = Conv2dAlgorithm::ImplicitGemm;
-    // At lower accuracy one product is enough, of which cuDNN has kernels.
-    let may = supported.contains(&implicit) && is_strict(spec) && allows(spec, implicit);
+    // f32 at lower accuracy is one product too, of which cuDNN has kernels.
+    let sums = is_strict(spec) || spec.x.dtype != DType::F32 && !other.is_winograd();
+    let may = supported.contains(&implicit) && sums && allows(spec, implicit);
     if !may || (other == Conv2dAlgorithm::Direct && p.groups == 1) {
         return other;
     }
@@ -251,9 +252,23 @@ fn cudnn_micros(spec: &Conv2dSpec, p: &Problem) -> f64 {
         _ if is_strict(spec) && p.groups > 1 => (27.0 * (1.0 + 40.0 / p.k_group() as f64), 0.0232),
         _ if is_strict(spec) => (27.0, 0.0232),
         DType::F32 => (2.6, 0.0),
-        DType::F16 | DType::BF16 | not_computed!() => (1.6, 0.0),
+        DType::F16 | DType::BF16 | not_computed!() => return cudnn_half_micros(spec, p),
     };
     (10.0 + per_gflop * 1e-9 * p.flops()).max(3.5 + per_term * p.taps() as f64)
+}
+
+/// The same of halves: few blocks, products, or passes over x and y, which are more where they are not channels-last.
+fn cudnn_half_micros(spec: &Conv2dSpec, p: &Problem) -> f64 {
+    let few = 3.0 + 0.0017 * p.taps() as f64;
+    let products = 1.3e-9 * (1.0 + 80.0 / p.k_group().max(1) as f64) * p.flops();
+    let elements = p.n * (p.c * p.h * p.w + p.k * p.oh * p.ow);
+    let megabytes = 1e-6 * (elements * spec.x.dtype.size()) as f64;
+    let plain = p.r * p.s == 1 && p.stride == [1, 1];
+    let copies = match plain || is_channels_last(&spec.y.layout) {
+        true => 0.0,
+        false => 5.0 + 2.0 * megabytes / 2.6,
+    };
+    few.max(products).max(megabytes / 3.6) + copies
 }
 
 /// The same of a data gradient that is no convolution of dy, by cuDNN or, for few channels, sums of one thread.
@@ -444,6 +459,17 @@ mod tests {
         assert_eq!(strict([64, 4, 56, 4], 1, 1), Direct);
         let changing = Filter::Changing;
         assert_eq!(taken(Accuracy::Fp32, [64, 256, 56, 128], 1, 1, changing), ImplicitGemm);
+    }
+
+    #[test]
+    fn halves_are_products_of_their_own_without_cudnn() {
+        for dtype in [DType::F16, DType::BF16] {
+            for sizes in [[64, 64, 3, 1], [256, 512, 1, 1], [3, 64, 7, 1], [128, 128, 5, 2]] {
+                let taken = |accuracy| taken(dtype, accuracy, sizes, &[ImplicitGemm, WinogradRow]);
+                assert_eq!(taken(Accuracy::Fp32), ImplicitGemm, "{sizes:?}");
+                assert_eq!(taken(Accuracy::Exact), Im2colGemm, "{sizes:?}");
+            }
+        }
     }
 
     #[test]

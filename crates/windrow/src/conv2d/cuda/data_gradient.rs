@@ -8,7 +8,7 @@ use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Stream};
 use crate::{Activation, Layout, Result, TensorDesc};
 
-/// A data gradient in f32.
+/// A data gradient.
 #[derive(Debug)]
 pub(super) struct ImplicitData {
     parts: Vec<(Part, ImplicitGemm)>,
@@ -152,6 +152,11 @@ impl ImplicitData {
         self.parts.iter().map(|(_, engine)| engine.packed_bytes()).sum()
     }
 
+    /// Scratch memory of a part at a time.
+    pub(super) fn scratch_bytes(&self) -> usize {
+        self.parts.iter().map(|(_, engine)| engine.scratch_bytes()).max().unwrap_or(0)
+    }
+
     pub(super) fn tolerance(&self) -> f64 {
         self.parts.iter().map(|(_, engine)| engine.tolerance()).fold(0.0, f64::max)
     }
@@ -159,25 +164,26 @@ impl ImplicitData {
     /// dx of dy, with the filter at `w` as the spec has it.
     ///
     /// # Safety
-    /// As [`super::Gradients::data`], with [`ImplicitData::packed_bytes`].
+    /// As [`super::Gradients::data`], with [`ImplicitData::packed_bytes`] and [`ImplicitData::scratch_bytes`].
     pub(super) unsafe fn run(
         &self,
         stream: &Stream,
         w: *const u8,
         operands: Operands,
         mut packed: *mut u8,
+        scratch: *mut u8,
     ) -> Result<()> {
-        const ELEMENT: isize = size_of::<f32>() as isize;
-        for (Part { first: [first_w, first_dy, first_dx], .. }, engine) in &self.parts {
+        for (Part { spec, first, .. }, engine) in &self.parts {
+            let [first_w, first_dy, first_dx] = first.map(|at| at * spec.x.dtype.size() as isize);
             let operands = Operands {
-                x: operands.x.wrapping_offset(first_dy * ELEMENT),
+                x: operands.x.wrapping_offset(first_dy),
                 bias: None,
-                y: operands.y.wrapping_offset(first_dx * ELEMENT),
+                y: operands.y.wrapping_offset(first_dx),
             };
             // SAFETY: the caller's promise: a part has elements of the tensors, and its own memory for the filter.
             unsafe {
-                engine.pack(stream, w.wrapping_offset(first_w * ELEMENT), packed, None)?;
-                engine.run(stream, packed, operands)?;
+                engine.pack(stream, w.wrapping_offset(first_w), packed, None)?;
+                engine.run(stream, packed, operands, scratch)?;
                 packed = packed.add(engine.packed_bytes());
             }
         }

@@ -154,6 +154,9 @@ impl Gradients {
                 let direction = Direction::BackwardData;
                 match cudnn {
                     Some(cudnn) => Data::Cudnn(Box::new(cudnn)),
+                    None if !direct && implicit_data_beats_im2col(gpu, spec, problem) => {
+                        Data::Implicit(ImplicitData::new(gpu, spec, problem)?)
+                    }
                     None => {
                         Data::Transposed(General::new(gpu, spec, problem, method, direction, true)?)
                     }
@@ -223,7 +226,8 @@ impl Gradients {
         let scratch = match &self.data {
             Data::Mirrored(engine) => engine.scratch_bytes(),
             Data::Cudnn(cudnn) => cudnn.scratch_bytes(),
-            Data::Implicit(_) | Data::Transposed(_) => 0,
+            Data::Implicit(implicit) => implicit.scratch_bytes(),
+            Data::Transposed(_) => 0,
         };
         self.packed_bytes() + scratch
     }
@@ -304,7 +308,10 @@ impl Gradients {
                     engine.run(stream, packed, operands, rest)
                 }
                 Data::Cudnn(cudnn) => cudnn.run(stream, w, operands, scratch),
-                Data::Implicit(implicit) => implicit.run(stream, w, operands, scratch),
+                Data::Implicit(implicit) => {
+                    let rest = scratch.add(implicit.packed_bytes());
+                    implicit.run(stream, w, operands, scratch, rest)
+                }
                 Data::Transposed(general) if general.reads_in_place() => {
                     general.run(stream, w, operands)
                 }
@@ -508,6 +515,12 @@ fn split_weight(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Opt
 fn split_weight_pays(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
     SplitWeight::suits(gpu, spec, p)
         && SplitWeight::micros(gpu, p) < 0.9 * choice::gathered_weight_micros(p)
+}
+
+fn implicit_data_beats_im2col(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
+    let im2col = Conv2dConfiguration::new(Conv2dAlgorithm::Im2colGemm);
+    choice::allows(spec, Conv2dAlgorithm::ImplicitGemm)
+        && ImplicitData::micros(gpu, spec, p) < choice::cost(gpu, spec, p, &im2col)
 }
 
 fn weight_kernel(spec: &Conv2dSpec) -> KernelSpec {

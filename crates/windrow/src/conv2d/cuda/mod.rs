@@ -221,7 +221,8 @@ impl Engine {
             _ => Err(Error::unsupported(
                 format!("conv2d by {algorithm} on {}", gpu.device()),
                 "winograd_gemm computes 3x3 filters of stride and dilation 1 in one group, \
-                 winograd_row the same and implicit_gemm f32 on compute capability 9.0, \
+                 winograd_row the same and implicit_gemm (halves in groups of whole vectors of channels) on \
+                 compute capability 9.0, \
                  cudnn dense tensors of one layout where it is installed; direct and im2col_gemm \
                  compute everything",
             )),
@@ -253,10 +254,8 @@ impl Engine {
     /// Bytes of scratch memory of a run, aligned to 256.
     pub(crate) fn scratch_bytes(&self) -> usize {
         match self {
-            Engine::General(_)
-            | Engine::Depthwise(_)
-            | Engine::FewTaps(_)
-            | Engine::ImplicitGemm(_) => 0,
+            Engine::General(_) | Engine::Depthwise(_) | Engine::FewTaps(_) => 0,
+            Engine::ImplicitGemm(e) => e.scratch_bytes(),
             Engine::Cudnn(e) => e.scratch_bytes(),
             Engine::WinogradGemm(e) => e.scratch_bytes(),
             Engine::WinogradRow(e) => e.scratch_bytes(),
@@ -383,7 +382,7 @@ impl Engine {
                 Engine::Cudnn(e) => e.run(stream, packed, operands, scratch),
                 Engine::WinogradGemm(e) => e.run(stream, packed, operands, scratch),
                 Engine::FewTaps(e) => e.run(stream, packed, operands),
-                Engine::ImplicitGemm(e) => e.run(stream, packed, operands),
+                Engine::ImplicitGemm(e) => e.run(stream, packed, operands, scratch),
                 Engine::WinogradRow(e) => e.run(stream, packed, operands, scratch),
             }
         }

@@ -21,6 +21,9 @@
 #include "implicit_gemm_gather.cuh"
 #include "implicit_gemm_special.cuh"
 
+// Together 504 for each lane of a warp of the three groups. The producer's addresses of elements want many.
+constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
+
 // Four terms of two pixels for each product.
 __device__ __forceinline__ void load_terms(float (&v)[STEP_PRODUCTS][2][4], u32 stage, int row, int q) {
 #pragma unroll

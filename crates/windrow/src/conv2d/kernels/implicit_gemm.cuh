@@ -1,33 +1,36 @@
-// What the parts of implicit_gemm.cu share: sizes, parameters, and which outputs a block computes.
+// What the parts of implicit_gemm.cu and implicit_gemm_half.cu share: sizes, parameters, and which outputs a block computes.
 
 #pragma once
 
 #include "conv2d.cuh"
 #include "hopper.cuh"
 
-constexpr int BLOCK_M = 128;  // output pixels of a block
+#ifdef ELEMENT_F32
+#define BLOCK_M 128   // output pixels of a block
+#define PRODUCERS 128 // threads that gather
+#endif
 constexpr int STEP_DEPTH = 64; // terms of a step
 constexpr int STEP_PRODUCTS = STEP_DEPTH / 16;
-constexpr int X_BYTES = BLOCK_M * STEP_DEPTH * 4;
+constexpr int ROW_BYTES = STEP_DEPTH * sizeof(Element); // of a pixel
+constexpr int X_BYTES = BLOCK_M * ROW_BYTES;
 constexpr int PART_BYTES = 16 * BLOCK_K * 2; // one half of 16 terms of the filter
-constexpr int W_BYTES = STEP_PRODUCTS * 2 * PART_BYTES;
+constexpr int W_BYTES = STEP_PRODUCTS * (IS_F32 ? 2 : 1) * PART_BYTES;
 constexpr int STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int CONSUMER_WARPS = 8;
-constexpr int PRODUCERS = 128;
-// Together 504 for each lane of a warp of the three groups. The producer's addresses of elements want many.
-constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
 
 // How x is gathered.
 #define ANY 0      // element by element
 #define CHANNELS 1 // vectors of four neighbouring channels
 #define PIXELS 2   // vectors of four neighbouring pixels: a filter of one tap, stride 1, no padding
+#define MAP 3      // by the copy engine, which knows where taps lie: 64 channels at a time
 
 struct Params {
-    const float* x;
-    const unsigned char* w;     // [k block, step, product, part, PART_BYTES]
-    const float* w_inverse;     // [k]: undoes the scale of the filter but for 2^FILTER_EXPONENT
+    TensorMap map;              // GATHER MAP: of x
+    const Element* x;
+    const unsigned char* w;     // [k block, step, W_BYTES]
+    const float* w_inverse;     // f32: [k], undoes the scale of the filter but for 2^FILTER_EXPONENT
     const void* bias;           // [k] or null
-    float* y;
+    Element* y;
     i64 x_n, x_c, x_h, x_w;     // strides in elements; offsets within x fit 31 bits
     i64 y_n, y_k, y_h, y_w;
     i64 bias_stride;
@@ -78,6 +81,12 @@ struct Pixel {
     }
 };
 
+// Which of a block's pixels a row of the product is. Halves: so that four neighbours are in one thread once blocks of 8 x 8
+// sums are turned (implicit_gemm_half.cu).
+__device__ __forceinline__ int pixel_of(int row) {
+    return IS_F32 || GATHER == MAP ? row : (row & ~15) | (row & 6) << 1 | (row & 8) >> 2 | (row & 1);
+}
+
 // The output channels of a block. It sums over all input channels of their unit; where that has several groups, the filter
 // has zeros between them.
 struct Columns {
@@ -95,4 +104,31 @@ struct Columns {
 __device__ __forceinline__ int rank_in_cluster() { return SPLIT == 1 ? 0 : blockIdx.x % SPLIT; }
 __device__ __forceinline__ int first_step(const Params& p, int rank) {
     return static_cast<int>(static_cast<i64>(p.steps) * rank / SPLIT);
+}
+
+// Output channel of sum (j, e) in lane quarter q: the filter is packed in this order, so that the channels of a thread are
+// neighbours in eights.
+__device__ __forceinline__ int channel_of(int q, int j, int e) { return 32 * (j / 4) + 8 * q + 2 * (j % 4) + e; }
+
+__device__ __forceinline__ float bias_of(const Params& p, const Columns& columns, int k) {
+    if (p.bias == nullptr || k >= columns.end) return 0;
+    return p.bias_is_float ? static_cast<const float*>(p.bias)[k * p.bias_stride]
+                           : to_float(static_cast<const Element*>(p.bias)[k * p.bias_stride]);
+}
+
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ u32 address_in(u32 address, int rank) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+__device__ __forceinline__ float4 load_there(u32 address) {
+    float4 v;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
+    return v;
 }

@@ -1,13 +1,15 @@
-// Packs a filter in the order in which implicit_gemm.cu multiplies it: [k block, step of 64 terms, 16 terms, part, 16 terms x
-// BLOCK_K channels], the last two as 8 x 8 blocks of 128 bytes. Terms are (r, s, c) with all input channels of the unit,
-// zeros for those of other groups, and where k or the terms end.
+// Packs a filter in the order in which implicit_gemm.cu and implicit_gemm_half.cu multiply it. Terms are (r, s, c) with all
+// input channels of the unit, zeros for those of other groups, and where k or the terms end.
 //
+// f32: [k block, step of 64 terms, 16 terms, part, 16 terms x BLOCK_K channels], the last two as 8 x 8 blocks of 128 bytes.
 // Each output channel is scaled by a power of two, so that halves hold it, and split in a high and a low half. The low one
 // also carries by how much the tensor cores shrink sums.
 //
+// Halves, as they are: [k block, step of 64 terms, BLOCK_K channels, 64 terms], terms 8 i to 8 i + 7 of row n at i ^ n % 8.
+//
 // An output channel that is the same as in the pack that is kept is left as it is.
 //
-// Constants: ELEMENT_F32, BLOCK_K, FILTER_EXPONENT, SHRINKAGE.
+// Constants: ELEMENT_*, BLOCK_K; for f32 FILTER_EXPONENT, SHRINKAGE.
 
 #include "conv2d.cuh"
 
@@ -16,7 +18,7 @@ constexpr int STEP_DEPTH = 64;
 struct Params {
     const Element* w;
     u16* packed;
-    float* inverse;         // [k]
+    float* inverse;         // [k], f32
     i64 w_k, w_c, w_r, w_s; // strides in elements, k and c within a group
     i64 w_group;
     Seen seen;
@@ -35,25 +37,28 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
     const bool exists = in_unit < p.unit_k;
     const int k = unit * p.unit_k + in_unit, group = p.group_k.divide(k), in_group = p.group_k.divide(in_unit);
     const Element* const w = p.w + (group * p.w_group + (k - group * static_cast<int>(p.group_k.value)) * p.w_k);
-    // Where the product wants this channel: see `channel_of` in implicit_gemm_output.cuh.
+    // Where the product wants this channel: see `channel_of` in implicit_gemm.cuh.
     const int n = 32 * (column / 32) + 8 * (column % 8 / 2) + 2 * (column % 32 / 8) + column % 2;
-    const auto weight = [&](int term) -> float {
+    const auto weight = [&](int term) -> Element {
         if (!exists || term >= p.terms) return 0;
         const int tap = p.c.divide(term), c = term - tap * static_cast<int>(p.c.value) - in_group * p.group_c;
         if (static_cast<u32>(c) >= static_cast<u32>(p.group_c)) return 0;
         const int r = p.s.divide(tap), s = tap - r * static_cast<int>(p.s.value);
-        return to_float(w[c * p.w_c + r * p.w_r + s * p.w_s]);
+        return w[c * p.w_c + r * p.w_r + s * p.w_s];
     };
 
-    u32 mine = 0;
+    [[maybe_unused]] u32 mine = 0;
     Digest digest;
     for (int term = 4 * threadIdx.x; term < p.terms; term += 4 * blockDim.x) {
-        const float v[4] = {weight(term), weight(term + 1), weight(term + 2), weight(term + 3)};
+        const Element v[4] = {weight(term), weight(term + 1), weight(term + 2), weight(term + 3)};
         if (p.seen.digests != nullptr) digest.add(p.seen, term, v);
+#ifdef ELEMENT_F32
 #pragma unroll
         for (int i = 0; i < 4; i++) mine = max(mine, finite_magnitude(v[i]));
+#endif
     }
     if (digest.is_known(p.seen, blockIdx.x)) return;
+#ifdef ELEMENT_F32
     const u32 max_bits = largest_of_block(mine);
     const float scale = power_of_two_scale(max_bits, FILTER_EXPONENT);
     // Without 2^FILTER_EXPONENT, which the epilogue undoes.
@@ -78,5 +83,14 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
         *reinterpret_cast<uint4*>(to) = make_uint4(high[0], high[1], high[2], high[3]);
         *reinterpret_cast<uint4*>(to + 16 * BLOCK_K) = make_uint4(low[0], low[1], low[2], low[3]);
     }
+#else
+    for (int i = threadIdx.x; i < p.steps * 8; i += blockDim.x) {
+        u32 v[4];
+#pragma unroll
+        for (int q = 0; q < 4; q++) v[q] = weight(8 * i + 2 * q) | static_cast<u32>(weight(8 * i + 2 * q + 1)) << 16;
+        const i64 row = (static_cast<i64>(block) * p.steps + i / 8) * BLOCK_K + n;
+        *reinterpret_cast<uint4*>(p.packed + row * STEP_DEPTH + (i % 8 ^ n % 8) * 8) = make_uint4(v[0], v[1], v[2], v[3]);
+    }
+#endif
     digest.keep(p.seen, blockIdx.x);
 }

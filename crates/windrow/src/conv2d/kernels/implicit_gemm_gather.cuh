@@ -1,12 +1,13 @@
-// Of implicit_gemm.cu: terms of x go to shared memory, zeros where the image or the sum ends.
+// Of implicit_gemm.cu and implicit_gemm_half.cu: terms of x go to shared memory, zeros where the image or the sum ends.
 //
-// GATHER CHANNELS: a stage is [pixel][term], rows of 16 chunks of four terms; the halves of odd rows change places.
+// GATHER CHANNELS: a stage is [pixel][term], rows of chunks of 16 bytes. f32: the halves of odd rows change places. Halves:
+// chunk i of row r lies at i ^ r % 8, which is the swizzle of 128 bytes.
 // Else it is [term][pixel], pixel i of term t at i ^ (t / 4 % 4 * 8). So the consumers' loads meet no bank twice.
 
 #include "implicit_gemm.cuh"
 
 // Copies an element, or writes zero.
-__device__ __forceinline__ void copy_element(u32 to, const float* from, int exists) {
+__device__ __forceinline__ void copy_element(u32 to, const Element* from, int exists) {
     asm volatile(
         "{\n"
         ".reg .pred ignored;\n"
@@ -15,8 +16,8 @@ __device__ __forceinline__ void copy_element(u32 to, const float* from, int exis
         "}" ::"r"(to), "l"(from), "r"(exists) : "memory");
 }
 
-// As above, four elements.
-__device__ __forceinline__ void copy_vector(u32 to, const float* from, int exists) {
+// As above, 16 bytes.
+__device__ __forceinline__ void copy_vector(u32 to, const Element* from, int exists) {
     asm volatile(
         "{\n"
         ".reg .pred ignored;\n"
@@ -62,30 +63,47 @@ __device__ __forceinline__ bool inside(const Params& p, int origin, int dy, int 
 #if GATHER == CHANNELS
 
 struct Gather {
+    static constexpr int CHUNKS = ROW_BYTES / 16, ROWS = PRODUCERS / CHUNKS; // of a row, that are copied together
     int2* rows; // of the tile: offset, y << 16 | x
     int thread;
+    int dy, dx, offset; // of the step's term from an origin
+    bool exists;
 
     __device__ __forceinline__ Gather(int2* rows, int thread) : rows(rows), thread(thread) {}
 
     __device__ __forceinline__ void begin(const Params& p, int pixel0, int channels) {
         meet_producers();
-        const Origin origin(p, pixel0 + thread, channels);
-        rows[thread] = make_int2(origin.offset, origin.packed());
+#pragma unroll
+        for (int row = thread; row < BLOCK_M; row += PRODUCERS) {
+            const Origin origin(p, pixel0 + pixel_of(row), channels);
+            rows[row] = make_int2(origin.offset, origin.packed());
+        }
         meet_producers();
     }
 
-    __device__ __forceinline__ void step(const Params& p, int step, u32 stage) {
-        const int chunk = thread % 16, row0 = thread / 16;
-        const Term term(p, step * STEP_DEPTH + chunk * 4);
-        const bool exists = term.exists(p);
-        const int dy = term.r * p.dilation_h, dx = term.s * p.dilation_w;
-        const int offset = static_cast<int>(dy * p.x_h + dx * p.x_w) + term.c;
-        u32 to = stage + row0 * (STEP_DEPTH * 4) + ((chunk ^ (row0 & 1) << 2) << 4);
-#pragma unroll 8
-        for (int i = 0; i < BLOCK_M / 8; i++) {
-            const int2 row = rows[row0 + 8 * i];
-            copy_vector(to, p.x + (row.x + offset), exists && inside(p, row.y, dy, dx));
-            to += 8 * STEP_DEPTH * 4;
+    __device__ __forceinline__ void aim(const Params& p, int step) {
+        const Term term(p, step * STEP_DEPTH + thread % CHUNKS * (STEP_DEPTH / CHUNKS));
+        exists = term.exists(p);
+        dy = term.r * p.dilation_h;
+        dx = term.s * p.dilation_w;
+        offset = static_cast<int>(dy * p.x_h + dx * p.x_w) + term.c;
+    }
+
+    __device__ __forceinline__ void step(const Params& p, int, u32 stage) {
+        constexpr int BATCH = 8;
+        const int chunk = thread % CHUNKS, row0 = thread / CHUNKS;
+#pragma unroll
+        for (int i0 = 0; i0 < BLOCK_M / ROWS; i0 += BATCH) {
+            // At once: a copy is a barrier to the compiler, and each would wait for its own load.
+            int2 origins[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) origins[i] = rows[row0 + ROWS * (i0 + i)];
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                const int row = row0 + ROWS * (i0 + i), swizzle = IS_F32 ? (row & 1) << 2 : row & 7;
+                copy_vector(stage + row * ROW_BYTES + ((chunk ^ swizzle) << 4), p.x + (origins[i].x + offset),
+                            exists && inside(p, origins[i].y, dy, dx));
+            }
         }
     }
 };
@@ -97,6 +115,8 @@ struct Gather {
     bool exists;
 
     __device__ __forceinline__ Gather(int2*, int thread) : thread(thread) {}
+
+    __device__ __forceinline__ void aim(const Params&, int) {}
 
     __device__ __forceinline__ void begin(const Params& p, int pixel0, int channels) {
         const Origin origin(p, pixel0 + thread % 32 * 4, channels);
@@ -116,7 +136,7 @@ struct Gather {
     }
 };
 
-#else
+#elif GATHER == ANY
 
 struct Gather {
     static constexpr int COUNT = BLOCK_M / 32; // pixels of a thread
@@ -135,6 +155,8 @@ struct Gather {
             place[j] = origin.packed();
         }
     }
+
+    __device__ __forceinline__ void aim(const Params&, int) {}
 
     __device__ __forceinline__ void enter(const Params& p, const Term& term) {
         const int dy = term.r * p.dilation_h, dx = term.s * p.dilation_w;
@@ -173,6 +195,38 @@ struct Gather {
 
 #endif
 
+#if GATHER == MAP
+
+// One thread starts all copies.
+__device__ __forceinline__ void produce(const Params& p, int thread, int2*, u32 stages, u32 full, u32 empty) {
+    if (thread == 0) {
+        Ring ring;
+        const int rank = rank_in_cluster(), first = first_step(p, rank), last = first_step(p, rank + 1);
+        for (int tile = blockIdx.x / SPLIT; tile < p.tiles; tile += gridDim.x / SPLIT) {
+            const int m_block = p.k_blocks.divide(tile), k_block = tile - m_block * static_cast<int>(p.k_blocks.value);
+            const Pixel at(p, m_block * BLOCK_M);
+            const int y = at.row * p.stride_h - p.pad_h, x = at.column * p.stride_w - p.pad_w;
+            const int channel = Columns(p, k_block).unit * static_cast<int>(p.c.value);
+            Term term(p, first * STEP_DEPTH);
+#pragma unroll 1
+            for (int step = first; step < last; step++) {
+                const u32 stage = stages + ring.slot * STAGE_BYTES, barrier = full + 8 * ring.slot;
+                barrier_wait(empty + 8 * ring.slot, ring.parity ^ 1);
+                barrier_expect(barrier, STAGE_BYTES);
+                copy_pixels(stage, &p.map, barrier, channel + term.c, x, y, at.image, term.s * p.dilation_w,
+                            term.r * p.dilation_h);
+                copy_in(stage + X_BYTES, p.w + (static_cast<i64>(k_block) * p.steps + step) * W_BYTES, W_BYTES, barrier);
+                term.c += STEP_DEPTH;
+                if (term.c == static_cast<int>(p.c.value)) term.next_tap(p);
+                ring.advance(STAGES);
+            }
+        }
+    }
+    __syncwarp();
+}
+
+#else
+
 __device__ __forceinline__ void produce(const Params& p, int thread, int2* rows, u32 stages, u32 full, u32 empty) {
     Gather gather(rows, thread);
     Ring ring;
@@ -184,6 +238,7 @@ __device__ __forceinline__ void produce(const Params& p, int thread, int2* rows,
 #pragma unroll 1
         for (int step = first; step < last; step++) {
             const u32 stage = stages + ring.slot * STAGE_BYTES, barrier = full + 8 * ring.slot;
+            gather.aim(p, step);
             barrier_wait(empty + 8 * ring.slot, ring.parity ^ 1);
             if (thread == 0) {
                 barrier_expect(barrier, W_BYTES);
@@ -193,7 +248,7 @@ __device__ __forceinline__ void produce(const Params& p, int thread, int2* rows,
             arrive_after_copies(barrier);
             ring.advance(STAGES);
         }
-#if SPLIT > 1
+#if SPLIT > 1 && defined(ELEMENT_F32)
         // A stage without terms, in which the blocks of the cluster find each other's sums.
         barrier_wait(empty + 8 * ring.slot, ring.parity ^ 1);
         barrier_arrive(full + 8 * ring.slot);
@@ -202,3 +257,5 @@ __device__ __forceinline__ void produce(const Params& p, int thread, int2* rows,
 #endif
     }
 }
+
+#endif

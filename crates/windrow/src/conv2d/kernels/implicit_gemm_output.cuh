@@ -5,10 +5,6 @@
 constexpr int SUMS = BLOCK_K / 2;    // of a thread
 constexpr int COLUMNS_J = BLOCK_K / 8; // groups of 8 columns of the product
 
-// Output channel of sum (j, e) in lane quarter q: the filter is packed in this order, so that the channels of a thread are
-// neighbours in eights.
-__device__ __forceinline__ int channel_of(int q, int j, int e) { return 32 * (j / 4) + 8 * q + 2 * (j % 4) + e; }
-
 // What the epilogue needs of a block's output channels, one copy for each warp.
 struct Channels {
     float scale[BLOCK_K];
@@ -19,11 +15,7 @@ struct Channels {
 #pragma unroll
         for (int i = lane; i < BLOCK_K; i += 32) {
             const int k = columns.first + i;
-            float b = 0;
-            if (p.bias != nullptr && k < columns.end)
-                b = p.bias_is_float ? static_cast<const float*>(p.bias)[k * p.bias_stride]
-                                    : to_float(static_cast<const Element*>(p.bias)[k * p.bias_stride]);
-            bias[i] = b;
+            bias[i] = bias_of(p, columns, k);
             scale[i] = k < columns.end ? p.w_inverse[k] : 0;
         }
         __syncwarp();
@@ -90,23 +82,6 @@ __device__ __forceinline__ bool store(const Params& p, const float* sum, int j0,
 }
 
 // ---- sums of a cluster ----
-
-__device__ __forceinline__ void meet_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ u32 address_in(u32 address, int rank) {
-    u32 there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
-}
-
-__device__ __forceinline__ float4 load_there(u32 address) {
-    float4 v;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
-    return v;
-}
 
 // A warp arrives at a barrier of every block of the cluster.
 __device__ __forceinline__ void arrive_everywhere(u32 barrier, int lane) {

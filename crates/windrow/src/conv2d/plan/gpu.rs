@@ -60,7 +60,7 @@ impl Engine<Conv2d> for Gpu {
     }
 
     fn variants(
-        _: &Setup<'_, Conv2d, Device>,
+        setup: &Setup<'_, Conv2d, Device>,
         algorithm: Conv2dAlgorithm,
     ) -> Vec<Conv2dConfiguration> {
         let base = Conv2dConfiguration::new(algorithm);
@@ -72,7 +72,7 @@ impl Engine<Conv2d> for Gpu {
             all.extend(blocks.map(|block| Conv2dConfiguration { block, ..base }));
         }
         if algorithm == Conv2dAlgorithm::ImplicitGemm {
-            all.extend(cuda::implicit_gemm_configurations());
+            all.extend(cuda::implicit_gemm_configurations(setup.spec.x.dtype));
         }
         all
     }

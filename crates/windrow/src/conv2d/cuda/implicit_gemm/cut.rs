@@ -1,17 +1,16 @@
 //! How the product of [`ImplicitGemm`](super::ImplicitGemm) is cut into blocks, how these gather x, and what that
 //! is expected to take.
 
-use crate::TensorDesc;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
+use crate::dtype::not_computed;
 use crate::gpu::Gpu;
+use crate::{DType, TensorDesc};
 
-/// Output pixels of a block, terms of a step.
-pub(super) const BLOCK_M: usize = 128;
+/// Terms of a step.
 pub(super) const STEP: usize = 64;
-/// Output channels of a block, and blocks of a cluster, which share the terms of a tile.
-pub(super) const BLOCKS: [usize; 2] = [64, 128];
+/// Output channels of a block, the last of halves, and blocks of a cluster, which share the terms of a tile.
+const BLOCKS: [usize; 3] = [64, 128, 256];
 const PARTS: [usize; 4] = [1, 2, 4, 8];
-const VECTOR: usize = 4;
 
 /// How x is gathered; the discriminant is that of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -19,11 +18,19 @@ pub(super) enum Gather {
     Any = 0,
     Channels = 1,
     Pixels = 2,
+    /// By the copy engine.
+    Map = 3,
 }
 
 /// How the product is cut into blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Cut {
+    /// Of f16 and bf16.
+    pub(super) half: bool,
+    /// x comes by the copy engine.
+    pub(super) maps: bool,
+    /// Output pixels of a block.
+    pub(super) pixels: usize,
     pub(super) block: usize,
     pub(super) parts: usize,
 }
@@ -38,6 +45,15 @@ pub(super) struct Unit {
 }
 
 impl Cut {
+    /// Those that there are kernels of for a spec.
+    pub(super) fn all(spec: &Conv2dSpec, p: &Problem) -> impl Iterator<Item = Self> {
+        let p = *p;
+        of_type(spec.x.dtype, copy_engine_reads(spec, &p)).filter(move |cut| {
+            // Vectors of channels lie in one group; those of the only one can be filled up.
+            !cut.half || p.groups == 1 || p.c_group().is_multiple_of(cut.vector())
+        })
+    }
+
     /// What is not given by the least expected time, with that time in microseconds; `None` where no kernel has what
     /// is given.
     pub(super) fn choose(
@@ -47,32 +63,64 @@ impl Cut {
         given: &Conv2dConfiguration,
     ) -> Option<(Self, f64)> {
         let fits = |given: Option<usize>, value| given.is_none_or(|given| given == value);
-        BLOCKS
-            .into_iter()
-            .flat_map(|block| PARTS.map(|parts| Cut { block, parts }))
+        Cut::all(spec, p)
             .filter(|cut| fits(given.block, cut.block) && fits(given.parts, cut.parts))
             .map(|cut| (cut, cut.micros(multiprocessors, spec, p)))
             .min_by(|(_, a), (_, b)| a.total_cmp(b))
     }
 
-    /// Expected microseconds: a launch, and rounds of tiles of so many steps. Fitted to 46 layers of ResNet-50 at batch 1, 8
-    /// and 64 on an H200.
+    /// Expected microseconds: a launch, and rounds of tiles of so many steps. Fitted on an H200: f32 to 46 layers of
+    /// ResNet-50 at batch 1, 8 and 64, halves to 27 of it and of larger images.
     fn micros(&self, multiprocessors: u32, spec: &Conv2dSpec, p: &Problem) -> f64 {
+        let tiles = (p.n * p.oh * p.ow).div_ceil(self.pixels) * self.k_blocks(p);
+        let together = self.resident() == 2 && tiles > multiprocessors as usize;
         let (step, tile) = match (gather(spec, p, *self, true), self.block) {
+            // Two of a multiprocessor.
+            _ if together => (0.58, 1.2),
+            _ if self.maps => match self.block {
+                64 => (0.25, 1.2),
+                128 => (0.33, 1.3),
+                _ => (0.61, 2.0),
+            },
+            _ if self.half => match (self.block, self.parts) {
+                (64, 1) => (0.70, 0.8),
+                (64, _) => (0.45, 1.1),
+                (128, _) => (0.49, 1.0),
+                _ => (0.68, 2.1),
+            },
             (Gather::Any, _) if spec.x.strides()[3] != 1 => (5.0, 3.0),
             (Gather::Any, 64) => (1.72, 1.2),
             (Gather::Any, _) => (1.97, 2.5),
-            (Gather::Channels, 64) => (1.27, 1.4),
-            (Gather::Channels, _) => (1.42, 3.0),
+            (Gather::Channels, 64) => (0.92, 1.4),
+            (Gather::Channels, _) => (1.24, 3.0),
             (Gather::Pixels, 64) => (0.91, 1.8),
-            (Gather::Pixels, _) => (1.27, 2.9),
+            (Gather::Pixels | Gather::Map, _) => (1.27, 2.9),
         };
-        let exchange = if self.parts > 1 { 1.8 } else { 0.0 };
-        let tiles = (p.n * p.oh * p.ow).div_ceil(BLOCK_M) * self.k_blocks(p);
-        let rounds = tiles as f64 / clusters(multiprocessors, self.parts) as f64;
+        let exchange = match (self.half, self.parts, self.block) {
+            (_, 1, _) => 0.0,
+            (false, ..) => 1.8,
+            (true, _, 64) => 0.9 + 0.35 * f64::from(self.parts.ilog2()),
+            (true, ..) => 1.3 + 0.6 * f64::from(self.parts.ilog2()),
+        };
+        let slots = clusters(multiprocessors, self.parts) * if together { 2 } else { 1 };
+        let rounds = tiles as f64 / slots as f64;
         // Blocks that are done early go on, so that the last of many rounds need not be whole.
         let rounds = if rounds < 4.0 { rounds.ceil() } else { rounds };
-        2.3 + rounds * (step * self.steps(p).div_ceil(self.parts) as f64 + tile + exchange)
+        let steps = self.steps(p).div_ceil(self.parts) as f64;
+        2.3 + rounds * (step * steps + tile + exchange) + self.half_micros(spec, p, rounds)
+    }
+
+    /// What halves take longer where x is copied and where outputs are stored one by one.
+    fn half_micros(&self, spec: &Conv2dSpec, p: &Problem, rounds: f64) -> f64 {
+        if !self.half {
+            return 0.0;
+        }
+        let copied = gather(spec, p, *self, true) != Gather::Channels;
+        let copy = 2.5 + 0.57e-6 * (p.n * p.c * p.h * p.w * spec.x.dtype.size()) as f64;
+        let vectors = stores_vectors(&spec.y, p) || stores_pixels(&spec.y);
+        let stores = rounds * 8.0 * (self.pixels * self.block) as f64 / 16384.0;
+        let taken = |yes, micros| if yes { micros } else { 0.0 };
+        taken(copied, copy) + taken(!vectors, stores)
     }
 
     pub(super) fn configuration(&self) -> Conv2dConfiguration {
@@ -83,11 +131,13 @@ impl Cut {
         }
     }
 
-    /// What blocks sum together: as many groups as fill a block, or one.
+    /// What blocks sum together: as many groups as fill a block, or one; of halves always one, as the NaN that an infinity
+    /// and a zero between groups make is mended in f32 alone.
     pub(super) fn unit(&self, p: &Problem) -> Unit {
         let fits =
             |groups: &usize| p.groups.is_multiple_of(*groups) && groups * p.k_group() <= self.block;
-        let groups = (1..=p.groups.min(self.block)).rev().find(fits).unwrap_or(1);
+        let most = if self.half { 1 } else { p.groups.min(self.block) };
+        let groups = (1..=most).rev().find(fits).unwrap_or(1);
         let k = groups * p.k_group();
         Unit { groups, k, c: groups * p.c_group(), blocks: k.div_ceil(self.block) }
     }
@@ -98,14 +148,68 @@ impl Cut {
     }
 
     pub(super) fn steps(&self, p: &Problem) -> usize {
-        (self.unit(p).c * p.r * p.s).div_ceil(STEP)
+        (self.term_channels(p) * p.r * p.s).div_ceil(STEP)
+    }
+
+    /// Input channels of a unit with those that fill up vectors.
+    pub(super) fn term_channels(&self, p: &Problem) -> usize {
+        let c = self.unit(p).c;
+        if self.half { c.next_multiple_of(self.vector()) } else { c }
+    }
+
+    /// Elements of 16 bytes.
+    pub(super) fn vector(&self) -> usize {
+        if self.half { 8 } else { 4 }
+    }
+
+    /// Blocks that a multiprocessor holds at a time.
+    pub(super) fn resident(&self) -> usize {
+        if self.maps && self.block == 64 && self.parts == 1 { 2 } else { 1 }
+    }
+
+    pub(super) fn stages(&self) -> usize {
+        match (self.half, self.block) {
+            (false, 64) => 4,
+            (false, _) => 3,
+            (true, 64) => 8 * 128 / self.pixels / self.resident(),
+            (true, 128) => 6,
+            (true, _) => 4,
+        }
+    }
+
+    /// Blocks of a launch.
+    pub(super) fn launched(&self, multiprocessors: u32, tiles: usize) -> usize {
+        // Blocks of halves that share sums have one tile.
+        match self.half && self.parts > 1 {
+            true => tiles * self.parts,
+            false => {
+                tiles.min(self.resident() * clusters(multiprocessors, self.parts)) * self.parts
+            }
+        }
+    }
+}
+
+fn is_half(dtype: DType) -> bool {
+    match dtype {
+        DType::F32 => false,
+        DType::F16 | DType::BF16 | not_computed!() => true,
     }
 }
 
 /// Every way to cut.
-pub(crate) fn configurations() -> impl Iterator<Item = Conv2dConfiguration> {
-    let cuts = BLOCKS.into_iter().flat_map(|block| PARTS.map(|parts| Cut { block, parts }));
-    cuts.map(|cut| cut.configuration())
+fn of_type(dtype: DType, maps: bool) -> impl Iterator<Item = Cut> {
+    let half = is_half(dtype);
+    let cut = move |block, parts| {
+        // What is gathered by threads comes more slowly than a small filter.
+        let pixels = if half && !maps && block == 64 && parts == 1 { 256 } else { 128 };
+        Cut { half, maps, pixels, block, parts }
+    };
+    let all = BLOCKS.into_iter().flat_map(move |block| PARTS.map(|parts| cut(block, parts)));
+    all.filter(|cut| cut.block < 256 || cut.half && cut.parts == 1)
+}
+
+pub(crate) fn configurations(dtype: DType) -> impl Iterator<Item = Conv2dConfiguration> {
+    of_type(dtype, false).map(|cut| cut.configuration())
 }
 
 /// True if there are kernels for these channels of a block and parts of sums, where they are given.
@@ -147,16 +251,20 @@ pub(super) fn clusters(multiprocessors: u32, parts: usize) -> usize {
 /// How x is gathered if its address is aligned.
 pub(super) fn gather(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> Gather {
     let s = spec.x.strides();
-    let whole = |strides: &[isize]| strides.iter().all(|s| s % VECTOR as isize == 0);
+    let whole = |strides: &[isize]| strides.iter().all(|s| s % cut.vector() as isize == 0);
     let one_tap =
         p.r * p.s == 1 && p.stride == [1, 1] && !is_padded(p) && [p.oh, p.ow] == [p.h, p.w];
-    if aligned && s[1] == 1 && cut.unit(p).c.is_multiple_of(VECTOR) && whole(&[s[0], s[2], s[3]]) {
+    if aligned
+        && s[1] == 1
+        && cut.unit(p).c.is_multiple_of(cut.vector())
+        && whole(&[s[0], s[2], s[3]])
+    {
         Gather::Channels
     } else if aligned
         && one_tap
         && s[3] == 1
         && s[2] == p.w as isize
-        && (p.h * p.w).is_multiple_of(VECTOR)
+        && (p.h * p.w).is_multiple_of(cut.vector())
         && whole(&s[..2])
     {
         Gather::Pixels
@@ -175,10 +283,43 @@ pub(super) fn is_padded(p: &Problem) -> bool {
 }
 
 /// Vectors of channels can be stored.
-pub(super) fn stores_vectors(y: &TensorDesc, unit: Unit) -> bool {
-    let s = y.strides();
-    let whole = |s: &isize| s % VECTOR as isize == 0;
-    s[1] == 1 && unit.k.is_multiple_of(VECTOR) && [s[0], s[2], s[3]].iter().all(whole)
+pub(super) fn stores_vectors(y: &TensorDesc, p: &Problem) -> bool {
+    let (s, vector) = (y.strides(), 16 / y.dtype.size());
+    let whole = |s: &isize| s % vector as isize == 0;
+    // Also those of groups apart.
+    s[1] == 1 && p.k_group().is_multiple_of(vector) && [s[0], s[2], s[3]].iter().all(whole)
+}
+
+/// Where the first tap of the first and of the last output of halves lies, the latter from the end of x, in w and h.
+pub(super) fn corners(p: &Problem) -> [[i64; 2]; 2] {
+    let of = |d: usize, outputs: usize, size: usize| {
+        let last = outputs.saturating_sub(1) * p.stride[d] + 1;
+        [-(p.padding[d] as i64), last as i64 - (size + p.padding[d]) as i64]
+    };
+    let ([first_h, last_h], [first_w, last_w]) = (of(0, p.oh, p.h), of(1, p.ow, p.w));
+    [[first_w, first_h], [last_w, last_h]]
+}
+
+/// True if the copy engine finds the taps of halves, in x or in its copy, and outputs are vectors: it brings pixels in
+/// another order than other outputs want.
+fn copy_engine_reads(spec: &Conv2dSpec, p: &Problem) -> bool {
+    let reach = |taps: usize, d: usize| taps.saturating_sub(1).saturating_mul(p.dilation[d]);
+    is_half(spec.x.dtype)
+        && p.c_group().is_multiple_of(STEP)
+        && stores_vectors(&spec.y, p)
+        && ![p.n, p.h, p.w, p.oh, p.ow, p.r, p.s].contains(&0)
+        && corners(p).as_flattened().iter().all(|at| (-128..128).contains(at))
+        && reach(p.r, 0) < 256
+        && reach(p.s, 1) < 256
+        && p.stride.iter().all(|&stride| stride <= 8)
+}
+
+/// Vectors of four pixels can be stored.
+pub(super) fn stores_pixels(y: &TensorDesc) -> bool {
+    let (s, shape) = (y.strides(), y.shape());
+    let whole = |s: &isize| s % 4 == 0;
+    let dense = s[3] == 1 && s[2] == shape[3] as isize;
+    dense && (shape[2] * shape[3]).is_multiple_of(4) && s[..2].iter().all(whole)
 }
 
 #[cfg(test)]
@@ -198,7 +339,7 @@ mod tests {
             ([2, 64, 8, 8], NCHW, 3, 1, true, Gather::Any),
         ] {
             let (spec, problem) = spec(&x, &order, &[8, x[1], taps, taps], padding);
-            let cut = Cut { block: 64, parts: 1 };
+            let cut = Cut { half: false, maps: false, pixels: 128, block: 64, parts: 1 };
             assert_eq!(gather(&spec, &problem, cut, aligned), expected, "{x:?} {order:?} {taps}");
         }
     }

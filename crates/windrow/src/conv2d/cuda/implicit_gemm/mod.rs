@@ -1,33 +1,31 @@
-//! Convolution in f32 as a product of matrices, gathered on the fly, on the tensor cores of compute capability 9.0
-//! (`kernels/implicit_gemm.cu`).
+//! Convolution as a product of matrices, gathered on the fly, on the tensor cores of compute capability 9.0: f32 as three
+//! products of halves (`kernels/implicit_gemm.cu`), halves as they are (`kernels/implicit_gemm_half.cu`).
 
 mod cut;
+mod product;
 
-use self::cut::{BLOCK_M, Cut, Gather, STEP, clusters, gather, is_padded, stores_vectors};
+use self::cut::{Cut, Gather, STEP, corners, gather};
 pub(super) use self::cut::{complete, micros};
 pub(crate) use self::cut::{configurations, cuts_into};
+use self::product::{FILTER_EXPONENT, product, threads};
+use super::row::Input;
 use super::split;
-use super::{
-    Divisor, FilterOrder, Operands, PackedForm, Seen, bias_of, epilogue, kernel, source, strides,
-};
+use super::{Divisor, FilterOrder, Operands, PackedForm, Seen, bias_of, kernel, source, strides};
 use crate::conv2d::{Conv2dConfiguration, Conv2dSpec, Problem};
-use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
+use crate::dtype::not_computed;
+use crate::gpu::{
+    Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, TensorMap, TensorPixels, params,
+};
 use crate::later::Later;
-use crate::{DType, Error, Result};
+use crate::{DType, Error, Result, TensorDesc};
 
-static PRODUCT: Source = source!("implicit_gemm.cu");
 static FILTER: Source = source!("implicit_gemm_filter.cu");
 
-/// Largest magnitudes of scaled operands are below 2^(exponent + 1): half precision holds 2^15, and pixels that come later
-/// may be larger than those that set the scale.
-const INPUT_EXPONENT: i32 = 8;
-const FILTER_EXPONENT: i32 = 14;
 /// By how much the tensor cores shrink a sum of one step, relative to it: four accumulations of the high products, each of
 /// which cuts off (measured on an H200 for 64 to 4608 normal terms: 8.3e-8 to 9.6e-8).
 const SHRINKAGE: f64 = 8.9e-8;
 /// Rows and columns lie in half a word, with a row that stands for pixels that do not exist.
 const MAX_EXTENT: usize = 1 << 14;
-const CONSUMER_WARPS: usize = 8;
 const ALIGNMENT: usize = 256;
 
 /// A convolution by this algorithm.
@@ -37,16 +35,19 @@ pub(crate) struct ImplicitGemm {
     spec: Conv2dSpec,
     problem: Problem,
     cut: Cut,
+    /// Halves: what is read where x has no whole vectors of channels.
+    input: Option<Input>,
     /// Elements from the filter of a group to that of the next.
     filter_group: isize,
     pack_filter: &'static Kernel,
-    /// For tensors at addresses aligned to 16 bytes, and at any.
+    /// For tensors (halves: y) at addresses aligned to 16 bytes, and at any.
     aligned: &'static Kernel,
     unaligned: Later<&'static Kernel>,
 }
 
 params! {
 struct Params {
+    map: TensorMap,
     x: *const u8,
     w: *const u8,
     w_inverse: *const u8,
@@ -112,14 +113,14 @@ impl ImplicitGemm {
             .fold(0, usize::saturating_add);
         let pixels = p.n.saturating_mul(p.oh).saturating_mul(p.ow);
         gpu.has(Feature::WarpgroupProducts)
-            && spec.x.dtype == DType::F32
+            && Cut::all(spec, p).next().is_some()
             && p.c > 0
             && p.k > 0
             && near(p.h, 0, p.r)
             && near(p.w, 1, p.s)
             && reach < 1 << 31
             && pixels < 1 << 30
-            && pixels.saturating_mul(p.k) / BLOCK_M < 1 << 30
+            && pixels.saturating_mul(p.k) / 128 < 1 << 30
     }
 
     pub(super) fn new(
@@ -155,7 +156,7 @@ impl ImplicitGemm {
         else {
             return Err(Error::unsupported(
                 format!("conv2d with {configuration}"),
-                "implicit_gemm has block (64, 128) and parts (1, 2, 4, 8)",
+                "implicit_gemm has block (64, 128, of halves 256) and parts (1, 2, 4, 8)",
             ));
         };
         let aligned = gpu.kernel(&product(spec, problem, cut, true))?;
@@ -164,8 +165,9 @@ impl ImplicitGemm {
             spec: spec.clone(),
             problem: *problem,
             cut,
+            input: cut.half.then(|| Input::new(gpu, spec, problem)).transpose()?,
             filter_group,
-            pack_filter: gpu.kernel(&filter_kernel(cut.block))?,
+            pack_filter: gpu.kernel(&filter_kernel(spec.x.dtype, cut.block))?,
             aligned,
             unaligned: Later::default(),
         })
@@ -176,7 +178,8 @@ impl ImplicitGemm {
     }
 
     fn filter_bytes(&self) -> usize {
-        let halves = 2 * STEP * self.cut.block * DType::F16.size();
+        let parts = if self.cut.half { 1 } else { 2 };
+        let halves = parts * STEP * self.cut.block * DType::F16.size();
         self.cut.k_blocks(&self.problem) * self.cut.steps(&self.problem) * halves
     }
 
@@ -190,27 +193,45 @@ impl ImplicitGemm {
     }
 
     pub(super) fn packed_form(&self) -> PackedForm {
-        PackedForm { dtype: DType::F32, products: 3, order: FilterOrder::Blocks(self.cut.block) }
+        PackedForm {
+            dtype: self.spec.x.dtype,
+            products: if self.cut.half { 1 } else { 3 },
+            order: FilterOrder::Blocks(self.cut.block),
+        }
     }
 
-    /// Both operands carry 22 bits and the product of their low halves is left out. Then there are the accumulations of a
-    /// step, which cut off, and the sums of steps and parts.
+    /// Bytes of scratch memory of a run.
+    pub(super) fn scratch_bytes(&self) -> usize {
+        self.input.as_ref().map_or(0, Input::copy_bytes)
+    }
+
+    /// Halves: tensor cores cut off each addition. f32: both operands carry 22 bits and the product of their low halves is
+    /// left out. Then there are the accumulations of a step, which cut off, and the sums of steps and parts.
     pub(super) fn tolerance(&self) -> f64 {
+        if self.cut.half {
+            return (2 * self.problem.taps() + 2) as f64 * DType::F32.unit_roundoff();
+        }
         let accumulations = 2 * 3 * STEP / 16;
         let sums = accumulations + self.cut.steps(&self.problem) + self.cut.parts + 2;
         4.0 * split::rounding() + sums as f64 * DType::F32.unit_roundoff()
     }
 
     pub(super) fn explain(&self) -> String {
-        let Cut { block, parts } = self.cut;
-        let gathered = match gather(&self.spec, &self.problem, self.cut, true) {
-            Gather::Any => "elements",
-            Gather::Channels => "vectors of channels",
-            Gather::Pixels => "vectors of pixels",
+        let Cut { half, pixels, block, parts, .. } = self.cut;
+        let gathered = match (&self.input, gather(&self.spec, &self.problem, self.cut, true)) {
+            (Some(input), _) if !self.reads_in_place(input) => "a copy in channels-last order",
+            (_, Gather::Any) => "elements",
+            (_, Gather::Pixels) => "vectors of pixels",
+            (_, Gather::Channels | Gather::Map) => "vectors of channels",
         };
+        let products = if half { "one product" } else { "three products" };
         format!(
-            "three products of halves, {BLOCK_M} pixels x {block} channels of a block, sums in {parts} parts, {gathered} gathered"
+            "{products} of halves, {pixels} pixels x {block} channels of a block, sums in {parts} parts, {gathered} gathered"
         )
+    }
+
+    fn reads_in_place(&self, input: &Input) -> bool {
+        input.in_place && self.problem.c.is_multiple_of(self.cut.vector())
     }
 
     /// # Safety
@@ -231,11 +252,11 @@ impl ImplicitGemm {
             seen: Seen::behind(packed, self.packed_bytes(), ticket),
             w_group: self.filter_group as i64,
             unit_k: unit.k as i32,
-            terms: (unit.c * p.r * p.s) as i32,
+            terms: (self.cut.term_channels(p) * p.r * p.s) as i32,
             steps: self.cut.steps(p) as i32,
             unit_blocks: Divisor::new(unit.blocks),
             group_k: Divisor::new(p.k_group()),
-            c: Divisor::new(unit.c),
+            c: Divisor::new(self.cut.term_channels(p)),
             s: Divisor::new(p.s),
             group_c: p.c_group() as i32,
         };
@@ -252,22 +273,73 @@ impl ImplicitGemm {
         stream: &Stream,
         packed: *const u8,
         operands: Operands,
+        scratch: *mut u8,
+    ) -> Result<()> {
+        let aligned = |address: *const u8| (address as usize).is_multiple_of(16);
+        let strides_of_x = strides(&self.spec.x);
+        let n = self.problem.n;
+        let Some(input) = &self.input else {
+            let kernel = self.kernel(aligned(operands.x) && aligned(operands.y))?;
+            let x = Images { n, strides: strides_of_x, maps: false };
+            // SAFETY: the caller's promise.
+            return unsafe { self.launch(stream, kernel, packed, operands, x) };
+        };
+        let maps = self.cut.maps && aligned(operands.y);
+        let kernel = self.kernel(aligned(operands.y))?;
+        if self.reads_in_place(input) && aligned(operands.x) {
+            let x = Images { n, strides: strides_of_x, maps };
+            // SAFETY: the caller's promise.
+            return unsafe { self.launch(stream, kernel, packed, operands, x) };
+        }
+        let (p, size) = (&self.problem, self.spec.x.dtype.size() as isize);
+        let [c, row] = [input.channels(), input.channels() * p.w].map(|stride| stride as i64);
+        let images = input.copied_images();
+        for first in (0..n).step_by(images) {
+            let n = images.min(n - first);
+            let offset = |desc: &TensorDesc| first as isize * desc.strides()[0] * size;
+            let x = operands.x.wrapping_offset(offset(&self.spec.x));
+            let y = operands.y.wrapping_offset(offset(&self.spec.y));
+            let operands = Operands { x: scratch, y, ..operands };
+            // SAFETY: the caller's promise; `n` images fit the copy.
+            unsafe {
+                if p.h * p.w > 0 {
+                    input.copy(stream, x, n, scratch, std::ptr::null_mut())?;
+                }
+                let x = Images { n, strides: [row * p.h as i64, 1, row, c], maps };
+                self.launch(stream, kernel, packed, operands, x)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As [`ImplicitGemm::run`], for these images.
+    unsafe fn launch(
+        &self,
+        stream: &Stream,
+        kernel: &'static Kernel,
+        packed: *const u8,
+        operands: Operands,
+        x: Images,
     ) -> Result<()> {
         let (p, unit) = (&self.problem, self.cut.unit(&self.problem));
         let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
         let k_blocks = self.cut.k_blocks(p);
-        let tiles = (p.n * p.oh * p.ow).div_ceil(BLOCK_M) * k_blocks;
+        let pixels = x.n * p.oh * p.ow;
+        let tiles = pixels.div_ceil(self.cut.pixels) * k_blocks;
+        let map = if x.maps { self.map(operands.x, &x)? } else { TensorMap::NONE };
         let params = Params {
+            map,
             x: operands.x,
             w: packed,
             w_inverse: packed.wrapping_add(self.filter_bytes()),
             bias,
             y: operands.y,
-            x_strides: strides(&self.spec.x),
+            x_strides: x.strides,
             y_strides: strides(&self.spec.y),
             bias_stride,
             bias_is_float,
-            pixels: (p.n * p.oh * p.ow) as i32,
+            pixels: pixels as i32,
             h: p.h as i32,
             w_in: p.w as i32,
             r: p.r as i32,
@@ -283,16 +355,35 @@ impl ImplicitGemm {
             k_blocks: Divisor::new(k_blocks),
             unit_blocks: Divisor::new(unit.blocks),
             group_k: Divisor::new(p.k_group()),
-            c: Divisor::new(unit.c),
+            c: Divisor::new(self.cut.term_channels(p)),
             s: Divisor::new(p.s),
         };
-        let clusters = tiles.min(clusters(self.gpu.info.multiprocessors, self.cut.parts));
-        let launch =
-            Launch { grid: [(clusters * self.cut.parts) as u32, 1, 1], block: [384, 1, 1] };
-        let addresses = operands.x as usize | operands.y as usize;
-        let kernel = if addresses.is_multiple_of(16) { self.aligned } else { self.unaligned()? };
+        let blocks = self.cut.launched(self.gpu.info.multiprocessors, tiles);
+        let launch = Launch { grid: [blocks as u32, 1, 1], block: [threads(x.maps) as u32, 1, 1] };
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
         unsafe { kernel.launch(stream, launch, &params) }
+    }
+
+    /// Where the copy engine finds x.
+    fn map(&self, address: *const u8, x: &Images) -> Result<TensorMap> {
+        let p = &self.problem;
+        let [first, last] = corners(p).map(|corner| corner.map(|at| at as i32));
+        let pixels = TensorPixels {
+            dtype: self.spec.x.dtype,
+            address,
+            dims: [p.c, p.w, p.h, x.n],
+            // That of a dimension of one element is 0 here.
+            strides: [x.strides[3], x.strides[2], x.strides[0]].map(|s| (s as usize).max(p.c)),
+            first,
+            last,
+            step: [p.stride[1] as u32, p.stride[0] as u32],
+            pixels: self.cut.pixels,
+        };
+        TensorMap::of_pixels(self.gpu, &pixels)
+    }
+
+    fn kernel(&self, aligned: bool) -> Result<&'static Kernel> {
+        if aligned { Ok(self.aligned) } else { self.unaligned() }
     }
 
     fn unaligned(&self) -> Result<&'static Kernel> {
@@ -301,42 +392,31 @@ impl ImplicitGemm {
     }
 }
 
-/// The product for addresses aligned to 16 bytes, or any.
-fn product(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> KernelSpec {
-    let stage = STEP * (BLOCK_M * size_of::<f32>() + cut.block * 2 * DType::F16.size());
-    let stages = if cut.block == 64 { 4 } else { 3 };
-    // Behind the stages: rows of the tile, for each warp constants of its channels and a scale, barriers.
-    let of_warps = CONSUMER_WARPS * (2 * cut.block * size_of::<f32>() + 16);
-    let shared = stages * (stage + 16) + BLOCK_M * 8 + of_warps + 16;
-    kernel(&PRODUCT, "implicit_gemm", DType::F32)
-        .needs(Feature::WarpgroupProducts)
-        .define("EPILOGUE", epilogue(spec.activation))
-        .define("GATHER", gather(spec, p, cut, aligned) as i32)
-        .define("PADDED", i32::from(is_padded(p)))
-        .define("BLOCK_K", cut.block)
-        .define("SPLIT", cut.parts)
-        .define("STAGES", stages)
-        .define("CHANNELS_LAST_OUT", i32::from(aligned && stores_vectors(&spec.y, cut.unit(p))))
-        .define("INPUT_EXPONENT", INPUT_EXPONENT)
-        .define("FILTER_EXPONENT", FILTER_EXPONENT)
-        .params::<Params>()
-        .shared_bytes(shared as u32)
+/// Images that a launch reads.
+struct Images {
+    n: usize,
+    strides: [i64; 4],
+    /// Their kernel takes a map of them.
+    maps: bool,
 }
 
-fn filter_kernel(block: usize) -> KernelSpec {
-    kernel(&FILTER, "implicit_gemm_filter", DType::F32)
+fn filter_kernel(dtype: DType, block: usize) -> KernelSpec {
+    let filter = kernel(&FILTER, "implicit_gemm_filter", dtype)
         .define("BLOCK_K", block)
-        .define("FILTER_EXPONENT", FILTER_EXPONENT)
-        .define("SHRINKAGE", format!("{:?}f", SHRINKAGE as f32))
-        .params::<FilterParams>()
+        .params::<FilterParams>();
+    match dtype {
+        DType::F32 => filter
+            .define("FILTER_EXPONENT", FILTER_EXPONENT)
+            .define("SHRINKAGE", format!("{:?}f", SHRINKAGE as f32)),
+        DType::F16 | DType::BF16 | not_computed!() => filter,
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::cut::BLOCKS;
     use super::*;
     use crate::conv2d::Conv2dParams;
-    use crate::{Activation, Approximate, Layout, TensorDesc};
+    use crate::{Activation, Approximate, Layout};
 
     pub(super) fn spec(
         x: &[usize],
@@ -358,14 +438,19 @@ mod tests {
 
     #[test]
     fn kernels_compile_without_spills() {
-        let mut kernels = BLOCKS.map(filter_kernel).to_vec();
-        for (order, taps, padding) in
-            [(NCHW, 3, 1), (NCHW, 1, 0), (NHWC, 3, 1), (NHWC, 1, 0), (NCHW, 3, 0)]
-        {
-            let (spec, problem) = spec(&[2, 64, 8, 8], &order, &[132, 64, taps, taps], padding);
-            for block in BLOCKS {
-                for parts in [1, 8] {
-                    kernels.push(product(&spec, &problem, Cut { block, parts }, true));
+        let types = [DType::F32, DType::F16, DType::BF16];
+        let mut kernels: Vec<_> = types.map(|dtype| filter_kernel(dtype, 64)).into();
+        for dtype in [DType::F32, DType::F16] {
+            for (order, taps, padding) in
+                [(NCHW, 3, 1), (NCHW, 1, 0), (NHWC, 3, 1), (NHWC, 1, 0), (NCHW, 3, 0)]
+            {
+                let (mut spec, problem) =
+                    spec(&[2, 64, 8, 8], &order, &[136, 64, taps, taps], padding);
+                for desc in [&mut spec.x, &mut spec.w, &mut spec.y] {
+                    desc.dtype = dtype;
+                }
+                for cut in Cut::all(&spec, &problem).filter(|cut| [1, 8].contains(&cut.parts)) {
+                    kernels.push(product(&spec, &problem, cut, true));
                 }
             }
         }

@@ -1,4 +1,4 @@
-//! What becomes of x before the fused kernel reads it: a copy in channels-last order unless the copy engine can read x
+//! What becomes of x before kernels read whole vectors of its channels: a copy in channels-last order unless x can be read
 //! itself (`kernels/pack_input.cu`), and for f32 the largest magnitude of each image.
 
 use super::super::split::ImageMax;
@@ -19,11 +19,11 @@ const TILE_BYTES: usize = 64;
 const COPY_THREADS: u32 = 128;
 
 #[derive(Debug)]
-pub(super) struct Input {
+pub(in crate::conv2d::cuda) struct Input {
     spec: Conv2dSpec,
     problem: Problem,
     /// The layout of x lets the copy engine read it if its address is aligned.
-    pub(super) in_place: bool,
+    pub(in crate::conv2d::cuda) in_place: bool,
     /// Copies one pixel after the other, and aligned vectors of pixels.
     copy: &'static Kernel,
     copy_vectors: Option<&'static Kernel>,
@@ -49,7 +49,11 @@ params! {
 }
 
 impl Input {
-    pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, problem: &Problem) -> Result<Self> {
+    pub(in crate::conv2d::cuda) fn new(
+        gpu: &'static Gpu,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+    ) -> Result<Self> {
         let dtype = spec.x.dtype;
         let in_place = copy_engine_reads(spec);
         let copy = |vector: usize| gpu.kernel(&copy_kernel(dtype, vector));
@@ -66,7 +70,7 @@ impl Input {
     }
 
     /// Channels of the copy.
-    pub(super) fn channels(&self) -> usize {
+    pub(in crate::conv2d::cuda) fn channels(&self) -> usize {
         self.problem.c.next_multiple_of(16 / self.spec.x.dtype.size())
     }
 
@@ -77,7 +81,7 @@ impl Input {
 
     /// Images that are copied at a time. Where the layout allows reading x itself, only an unaligned
     /// address needs the copy.
-    pub(super) fn copied_images(&self) -> usize {
+    pub(in crate::conv2d::cuda) fn copied_images(&self) -> usize {
         if self.in_place {
             return 1;
         }
@@ -85,12 +89,12 @@ impl Input {
     }
 
     /// Bytes of the copy.
-    pub(super) fn copy_bytes(&self) -> usize {
+    pub(in crate::conv2d::cuda) fn copy_bytes(&self) -> usize {
         self.copied_images() * self.image_bytes()
     }
 
     /// Bytes of the largest magnitudes.
-    pub(super) fn max_bytes(&self) -> usize {
+    pub(in crate::conv2d::cuda) fn max_bytes(&self) -> usize {
         if self.spec.x.dtype == DType::F32 {
             (self.problem.n * size_of::<u32>()).next_multiple_of(ALIGNMENT)
         } else {
@@ -102,7 +106,7 @@ impl Input {
     ///
     /// # Safety
     /// `x` must be images of the spec's layout, `out` memory for their copy, `x_max` `n` words for f32.
-    pub(super) unsafe fn copy(
+    pub(in crate::conv2d::cuda) unsafe fn copy(
         &self,
         stream: &Stream,
         x: *const u8,
@@ -144,7 +148,7 @@ impl Input {
     ///
     /// # Safety
     /// As [`ImageMax::run`].
-    pub(super) unsafe fn find_max(
+    pub(in crate::conv2d::cuda) unsafe fn find_max(
         &self,
         stream: &Stream,
         x: *const u8,
@@ -184,6 +188,6 @@ fn copy_kernel(dtype: DType, vector: usize) -> KernelSpec {
 }
 
 #[cfg(test)]
-pub(super) fn kernels(dtype: DType) -> Vec<KernelSpec> {
+pub(in crate::conv2d::cuda) fn kernels(dtype: DType) -> Vec<KernelSpec> {
     vec![copy_kernel(dtype, 1), copy_kernel(dtype, VECTOR)]
 }

@@ -3,7 +3,7 @@
 mod input;
 mod kernel;
 
-use self::input::Input;
+pub(super) use self::input::Input;
 use self::kernel::Fused;
 use super::geometry::Geometry;
 use super::split::{self, exponent};

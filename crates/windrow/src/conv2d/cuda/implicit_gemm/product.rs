@@ -1,0 +1,83 @@
+//! The kernels of the product, and what a block of them is.
+
+use super::Params;
+use super::cut::{Cut, Gather, STEP, gather, is_padded, stores_pixels, stores_vectors};
+use crate::DType;
+use crate::conv2d::cuda::{epilogue, kernel, source};
+use crate::conv2d::{Conv2dSpec, Problem};
+use crate::gpu::{Feature, KernelSpec, Source};
+
+static PRODUCT: Source = source!("implicit_gemm.cu");
+static HALF_PRODUCT: Source = source!("implicit_gemm_half.cu");
+
+/// Largest magnitudes of scaled operands are below 2^(exponent + 1): half precision holds 2^15, and pixels that come later
+/// may be larger than those that set the scale.
+const INPUT_EXPONENT: i32 = 8;
+pub(super) const FILTER_EXPONENT: i32 = 14;
+const CONSUMER_WARPS: usize = 8;
+
+/// The product for addresses aligned to 16 bytes, or any.
+pub(super) fn product(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> KernelSpec {
+    match cut.half {
+        true => half_product(spec, p, cut, aligned),
+        false => f32_product(spec, p, cut, aligned),
+    }
+}
+
+fn f32_product(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> KernelSpec {
+    let stage = STEP * (cut.pixels * size_of::<f32>() + cut.block * 2 * DType::F16.size());
+    let stages = cut.stages();
+    // Behind the stages: rows of the tile, for each warp constants of its channels and a scale, barriers.
+    let of_warps = CONSUMER_WARPS * (2 * cut.block * size_of::<f32>() + 16);
+    let shared = stages * (stage + 16) + cut.pixels * 8 + of_warps + 16;
+    kernel(&PRODUCT, "implicit_gemm", DType::F32)
+        .needs(Feature::WarpgroupProducts)
+        .define("EPILOGUE", epilogue(spec.activation))
+        .define("GATHER", gather(spec, p, cut, aligned) as i32)
+        .define("PADDED", i32::from(is_padded(p)))
+        .define("BLOCK_K", cut.block)
+        .define("SPLIT", cut.parts)
+        .define("STAGES", stages)
+        .define("CHANNELS_LAST_OUT", i32::from(aligned && stores_vectors(&spec.y, p)))
+        .define("INPUT_EXPONENT", INPUT_EXPONENT)
+        .define("FILTER_EXPONENT", FILTER_EXPONENT)
+        .params::<Params>()
+        .shared_bytes(shared as u32)
+}
+
+fn half_product(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> KernelSpec {
+    let stage = STEP * (cut.pixels + cut.block) * DType::F16.size();
+    let stages = cut.stages();
+    // Behind the stages: rows of the tile, for each warp the bias of its channels, barriers.
+    let of_warps = CONSUMER_WARPS * cut.block * size_of::<f32>();
+    let shared = stages * (stage + 16) + cut.pixels * 8 + of_warps;
+    let out = match aligned {
+        true if stores_vectors(&spec.y, p) => 1,
+        true if stores_pixels(&spec.y) => 2,
+        _ => 0,
+    };
+    let maps = cut.maps && aligned;
+    kernel(&HALF_PRODUCT, "implicit_gemm_half", spec.x.dtype)
+        .needs(Feature::WarpgroupProducts)
+        .define("EPILOGUE", epilogue(spec.activation))
+        .define("GATHER", if maps { Gather::Map } else { Gather::Channels } as i32)
+        .define("PADDED", i32::from(is_padded(p)))
+        .define("BLOCK_M", cut.pixels)
+        .define("BLOCK_K", cut.block)
+        .define("SPLIT", cut.parts)
+        .define("STAGES", stages)
+        .define("RESIDENT", if maps { cut.resident() } else { 1 })
+        .define("PRODUCERS", producers(maps))
+        .define("OUT", out)
+        .params::<Params>()
+        .shared_bytes(shared as u32)
+}
+
+/// Threads of a block of the product, of halves with a map of x.
+pub(super) fn threads(maps: bool) -> usize {
+    32 * CONSUMER_WARPS + producers(maps)
+}
+
+fn producers(maps: bool) -> usize {
+    if maps { 32 } else { 128 }
+}

@@ -1,0 +1,237 @@
+// As implicit_gemm.cu, for f16 and bf16: one product of halves, both operands in shared memory, sums in f32 and one
+// rounding.
+//
+// A stage is 64 terms of a block's pixels and output channels, both in rows of 128 bytes that are swizzled as wgmma wants
+// them. x is channels-last with whole vectors of channels.
+//
+// A block has two consumer warpgroups, which multiply half of its pixels by all of its channels, and producers. SPLIT blocks of a cluster share the terms of a tile; then a block has one tile.
+//
+// Constants: ELEMENT_F16 or ELEMENT_BF16; EPILOGUE; GATHER 1 or 3; PADDED 0 or 1: taps may lie beside the image; BLOCK_M 128 or
+// 256; BLOCK_K 64, 128 or 256; SPLIT 1, 2, 4 or 8; STAGES; RESIDENT blocks of a multiprocessor; PRODUCERS 128 or, for GATHER 3, 32; OUT (see `Place`).
+
+#include "implicit_gemm_gather.cuh"
+
+constexpr int M_TILES = BLOCK_M / 128; // of 64 pixels, of a consumer
+constexpr int SUMS = BLOCK_K / 2;      // of a thread and tile
+constexpr int COLUMNS_J = BLOCK_K / 8; // groups of 8 columns of the product
+
+// How y is stored: elements of any strides; vectors of eight channels; vectors of four pixels.
+#define ELEMENTS 0
+#define CHANNEL_VECTORS 1
+#define PIXEL_VECTORS 2
+
+// A thread's pixels of a tile of 64: where their outputs lie.
+struct Place {
+#if OUT == CHANNEL_VECTORS
+    static constexpr int COUNT = 2; // rows lane / 4 and 8 more of the product
+#elif OUT == PIXEL_VECTORS
+    static constexpr int COUNT = 1; // the first of four
+#else
+    static constexpr int COUNT = 4;
+#endif
+    Element* y[COUNT]; // null where there is no pixel
+
+    __device__ __forceinline__ Place(const Params& p, int row, int lane) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const int pixel = OUT == CHANNEL_VECTORS ? pixel_of(row + lane / 4 + 8 * i) : row + lane % 4 * 4 + i;
+            const bool exists = pixel < p.pixels;
+            const Pixel at(p, exists ? pixel : 0);
+            y[i] = exists ? p.y + (at.image * p.y_n + at.row * p.y_h + at.column * p.y_w) : nullptr;
+        }
+    }
+};
+
+// A block of 8 x 8 halves, of which a lane has two neighbours of row lane / 4, with rows and columns exchanged.
+__device__ __forceinline__ u32 turned(u32 v) {
+    u32 w;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(w) : "r"(v));
+    return w;
+}
+
+// Stores the sums of columns j0 to j0 + J of a tile, sum[4 j + 2 t + e] (hopper.cuh).
+template <int J>
+__device__ __forceinline__ void store(const Params& p, const float* sum, int j0, const Place& place, const Columns& columns,
+                                      int lane, const float* bias) {
+    const int first = channel_of(lane % 4, j0, 0);
+    u32 v[2][J];
+#pragma unroll
+    for (int j = 0; j < J; j++) {
+#pragma unroll
+        for (int t = 0; t < 2; t++) {
+            const float* const s = sum + 4 * j + 2 * t;
+            v[t][j] = T::pack(epilogue(s[0] + bias[first + 2 * j]), epilogue(s[1] + bias[first + 2 * j + 1]));
+        }
+    }
+#if OUT == CHANNEL_VECTORS
+    const int k = columns.first + first;
+#pragma unroll
+    for (int t = 0; t < 2; t++) {
+        if (k >= columns.end || place.y[t] == nullptr) continue;
+        Raw<T, 2 * J> all;
+#pragma unroll
+        for (int j = 0; j < J; j++) all.words[j] = v[t][j];
+        all.template store<2 * J>(place.y[t] + k);
+    }
+#else
+#pragma unroll
+    for (int j = 0; j < J; j++) {
+        const u32 words[2] = {turned(v[0][j]), turned(v[1][j])};
+        const int k = columns.first + channel_of(lane / 8, j0 + j, lane / 4 % 2);
+        if (k >= columns.end) continue;
+        const i64 channel = k * p.y_k;
+#if OUT == PIXEL_VECTORS
+        if (place.y[0] != nullptr) *reinterpret_cast<uint2*>(place.y[0] + channel) = make_uint2(words[0], words[1]);
+#else
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (place.y[i] != nullptr) place.y[i][channel] = static_cast<Element>(words[i / 2] >> (16 * (i % 2)));
+#endif
+    }
+#endif
+}
+
+struct Consumer {
+    const Params& p;
+    const u32 stages, full, empty;
+    const int group, lane;
+    float sum[M_TILES][SUMS];
+    Ring ring;
+
+    __device__ __forceinline__ void release(int slot) {
+        __syncwarp();
+        if (lane == 0) barrier_arrive(empty + 8 * slot);
+    }
+
+    __device__ __forceinline__ void sum_up(int steps) {
+#pragma unroll
+        for (int i = 0; i < M_TILES * SUMS; i++) sum[i / SUMS][i % SUMS] = 0;
+        if (steps == 0) return;
+        int previous = 0;
+#pragma unroll 1
+        for (int step = 0; step < steps; step++) {
+            barrier_wait(full + 8 * ring.slot, ring.parity);
+            if (GATHER == CHANNELS) copy_out_fence(); // copies by threads of the producer come before the products
+            const u32 stage = stages + ring.slot * STAGE_BYTES;
+            const u64 x = swizzled_descriptor(stage + group * M_TILES * 64 * ROW_BYTES), w = swizzled_descriptor(stage + X_BYTES);
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < STEP_PRODUCTS; i++) {
+#pragma unroll
+                for (int m = 0; m < M_TILES; m++)
+                    wgmma(sum[m], x + ((m * 64 * ROW_BYTES + i * 32) >> 4), w + (i * 32 >> 4), 1);
+            }
+            wgmma_commit();
+            if (step > 0) {
+                wgmma_wait_but_one();
+                release(previous);
+            }
+            previous = ring.slot;
+            ring.advance(STAGES);
+        }
+        wgmma_wait();
+        release(previous);
+#pragma unroll
+        for (int i = 0; i < M_TILES * SUMS; i++) asm volatile("" : "+f"(sum[i / SUMS][i % SUMS])::"memory");
+    }
+
+    // Adds up the sums of a cluster's blocks, in the order of the blocks, and stores them: each block a share of the columns.
+    // The ring, which is empty by now, holds the sums of a block.
+    __device__ __forceinline__ void exchange(int row, const Columns& columns, int thread, const float* bias) {
+        constexpr int SHARE = COLUMNS_J / SPLIT, J = SHARE < 4 ? SHARE : 4;
+        const int rank = rank_in_cluster();
+        const u32 mine = stages + thread * 16;
+        asm volatile("bar.sync 2, 256;" ::: "memory"); // products of the other consumer have read it
+#pragma unroll
+        for (int i = 0; i < M_TILES * COLUMNS_J; i++) {
+            const float* const s = sum[i / COLUMNS_J] + i % COLUMNS_J * 4;
+            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(mine + i * 256 * 16), "f"(s[0]), "f"(s[1]), "f"(s[2]),
+                         "f"(s[3]) : "memory");
+        }
+        meet_cluster();
+#pragma unroll
+        for (int m = 0; m < M_TILES; m++) {
+            const Place place(p, row + 64 * m, lane);
+#pragma unroll
+            for (int j0 = 0; j0 < SHARE; j0 += J) {
+                float total[4 * J] = {};
+                const int j = rank * SHARE + j0;
+#pragma unroll
+                for (int i = 0; i < SPLIT; i++) {
+                    const u32 there = address_in(mine + (m * COLUMNS_J + j) * 256 * 16, i);
+#pragma unroll
+                    for (int l = 0; l < J; l++) {
+                        const float4 v = load_there(there + l * 256 * 16);
+                        total[4 * l] += v.x;
+                        total[4 * l + 1] += v.y;
+                        total[4 * l + 2] += v.z;
+                        total[4 * l + 3] += v.w;
+                    }
+                }
+                store<J>(p, total, j, place, columns, lane, bias);
+            }
+        }
+    }
+};
+
+__device__ __forceinline__ void consume(const Params& p, int thread, u32 stages, u32 full, u32 empty, float* bias) {
+    const int rank = rank_in_cluster(), steps = first_step(p, rank + 1) - first_step(p, rank);
+    const int group = thread / 128, warp = thread / 32 % 4, lane = thread % 32;
+    Consumer consumer{p, stages, full, empty, group, lane};
+    bias += thread / 32 * BLOCK_K;
+    int k_loaded = -1; // block whose bias is there
+    for (int tile = blockIdx.x / SPLIT; tile < p.tiles; tile += gridDim.x / SPLIT) {
+        const int m_block = p.k_blocks.divide(tile), k_block = tile - m_block * static_cast<int>(p.k_blocks.value);
+        const Columns columns(p, k_block);
+        if (k_block != k_loaded) {
+            __syncwarp();
+#pragma unroll
+            for (int i = lane; i < BLOCK_K; i += 32) bias[i] = bias_of(p, columns, columns.first + i);
+            __syncwarp();
+        }
+        k_loaded = k_block;
+        consumer.sum_up(steps);
+        const int row = m_block * BLOCK_M + group * M_TILES * 64 + 16 * warp;
+#if SPLIT > 1
+        consumer.exchange(row, columns, thread, bias);
+#else
+#pragma unroll
+        for (int m = 0; m < M_TILES; m++) {
+            const Place place(p, row + 64 * m, lane);
+#pragma unroll
+            for (int j = 0; j < COLUMNS_J; j += 4) store<4>(p, consumer.sum[m] + 4 * j, j, place, columns, lane, bias);
+        }
+#endif
+    }
+}
+
+extern "C" __global__ __launch_bounds__(256 + PRODUCERS, RESIDENT)
+#if SPLIT > 1
+    __cluster_dims__(SPLIT, 1, 1)
+#endif
+        void KERNEL(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const u32 stages = shared_address(shared);
+    unsigned char* const behind = shared + STAGES * STAGE_BYTES;
+    int2* const rows = reinterpret_cast<int2*>(behind);
+    float* const bias = reinterpret_cast<float*>(behind + BLOCK_M * sizeof(int2)); // a copy for each warp
+    const u32 full = shared_address(bias + CONSUMER_WARPS * BLOCK_K), empty = full + 8 * STAGES;
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(full + 8 * i, GATHER == MAP ? 1 : PRODUCERS + 1);
+            barrier_init(empty + 8 * i, CONSUMER_WARPS);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    if (threadIdx.x >= 256) {
+        if (PRODUCERS == 128) give_registers<40>();
+        produce(p, threadIdx.x - 256, rows, stages, full, empty);
+        if (SPLIT > 1) meet_cluster();
+    } else {
+        if (PRODUCERS == 128) take_registers<232>();
+        consume(p, threadIdx.x, stages, full, empty, bias);
+    }
+    if (SPLIT > 1) meet_cluster(); // nobody leaves while others read its sums
+}
