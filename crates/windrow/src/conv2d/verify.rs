@@ -18,7 +18,7 @@ type Shape = ([usize; 4], [usize; 3], usize, usize, usize, usize);
 
 /// 3x3 filters with few and many channels, sizes that fill no block, images smaller than a tile, and
 /// every other option.
-const SHAPES: [Shape; 29] = [
+const SHAPES: [Shape; 30] = [
     ([2, 16, 9, 22], [64, 3, 3], 1, 1, 1, 1),
     ([1, 64, 10, 14], [48, 3, 3], 1, 0, 1, 1),
     ([2, 3, 13, 9], [7, 3, 3], 1, 1, 1, 1),
