@@ -68,42 +68,42 @@ pub(crate) fn causal_conv1d_serving<'py>(
     let parent_token = option("parent_token", parent_token)?;
     let mut y = Output::new(py, out, &x, || like(&x))?;
     let [x_desc, y_desc] = [ordered("x", &x.desc, order)?, ordered("out", &y.desc(), order)?];
-    let spec = CausalConv1dServingSpec::new(x_desc, conv_states.desc, weight.desc)
-        .py()?
-        .with_output(y_desc)
-        .with_activation(word_or_default(activation)?)
-        .with_block_size(block_size)
-        .with_bias(desc(&bias))
-        .with_query_start_loc(desc(&query_start_loc))
-        .with_conv_state_indices(desc(&conv_state_indices))
-        .with_null_index(null_index)
-        .with_has_initial_state(desc(&has_initial_state))
-        .with_num_accepted_tokens(desc(&num_accepted_tokens))
-        .with_initial_block(desc(&initial_block))
-        .with_last_block(desc(&last_block))
-        .with_first_block(desc(&first_block))
-        .with_tokens_before(desc(&tokens_before))
-        .with_intermediate_windows(desc(&intermediate_windows))
-        .with_intermediate_indices(desc(&intermediate_indices))
-        .with_next_token(desc(&next_token))
-        .with_next_sibling(desc(&next_sibling))
-        .with_parent_token(desc(&parent_token));
+    // Specs and arguments are large: handed from setter to setter they would cost more than the rest of the call.
+    let mut spec = CausalConv1dServingSpec::new(x_desc, conv_states.desc, weight.desc).py()?;
+    spec.y = y_desc;
+    spec.activation = word_or_default(activation)?;
+    spec.block_size = block_size;
+    spec.bias = desc(&bias);
+    spec.query_start_loc = desc(&query_start_loc);
+    spec.conv_state_indices = desc(&conv_state_indices);
+    spec.null_index = null_index;
+    spec.has_initial_state = desc(&has_initial_state);
+    spec.num_accepted_tokens = desc(&num_accepted_tokens);
+    spec.initial_block = desc(&initial_block);
+    spec.last_block = desc(&last_block);
+    spec.first_block = desc(&first_block);
+    spec.tokens_before = desc(&tokens_before);
+    spec.intermediate_windows = desc(&intermediate_windows);
+    spec.intermediate_indices = desc(&intermediate_indices);
+    spec.next_token = desc(&next_token);
+    spec.next_sibling = desc(&next_sibling);
+    spec.parent_token = desc(&parent_token);
     let plan = PLANS.get(py, &spec, x.device, CausalConv1dServingPlan::new)?;
     // SAFETY: the same elements, of which there may be dimensions of size 1 more.
     let tokens = unsafe { TensorRef::from_raw(x.view().as_ptr().cast(), x_desc, x.device) };
-    let args = CausalConv1dServingArgs::new(tokens, weight.view())
-        .with_bias(view(&bias))
-        .with_query_start_loc(view(&query_start_loc))
-        .with_conv_state_indices(view(&conv_state_indices))
-        .with_has_initial_state(view(&has_initial_state))
-        .with_num_accepted_tokens(view(&num_accepted_tokens))
-        .with_initial_block(view(&initial_block))
-        .with_last_block(view(&last_block))
-        .with_first_block(view(&first_block))
-        .with_tokens_before(view(&tokens_before))
-        .with_intermediate_indices(view(&intermediate_indices))
-        .with_next_token(view(&next_token))
-        .with_next_sibling(view(&next_sibling));
+    let mut args = CausalConv1dServingArgs::new(tokens, weight.view());
+    args.bias = view(&bias);
+    args.query_start_loc = view(&query_start_loc);
+    args.conv_state_indices = view(&conv_state_indices);
+    args.has_initial_state = view(&has_initial_state);
+    args.num_accepted_tokens = view(&num_accepted_tokens);
+    args.initial_block = view(&initial_block);
+    args.last_block = view(&last_block);
+    args.first_block = view(&first_block);
+    args.tokens_before = view(&tokens_before);
+    args.intermediate_indices = view(&intermediate_indices);
+    args.next_token = view(&next_token);
+    args.next_sibling = view(&next_sibling);
     let mut target = y.view_mut()?;
     // SAFETY: the same elements of an exclusive view, of which there may be dimensions of size 1 more.
     let target =

@@ -16,6 +16,8 @@ struct Torch {
     profiler: Py<PyModule>,
     forward_ad: Py<PyModule>,
     increment_version: Py<PyAny>,
+    /// What that takes is a tuple of tensors, not a tensor.
+    takes_many: bool,
 }
 
 static TORCH: PyOnceLock<Torch> = PyOnceLock::new();
@@ -34,6 +36,14 @@ impl Torch {
         TORCH.get_or_try_init(py, || {
             let torch = py.import("torch")?;
             let c = torch.getattr("_C")?;
+            // Newer versions have a function in C++ that takes several; that of Python is slower.
+            let several = c.getattr_opt("_increment_version")?;
+            let several = several.filter(|f| f.call1((PyTuple::empty(py),)).is_ok());
+            let takes_many = several.is_some();
+            let increment_version = match several {
+                Some(function) => function,
+                None => py.import("torch.autograd.graph")?.getattr("increment_version")?,
+            };
             Ok(Torch {
                 tensor: torch.getattr("Tensor")?.cast_into::<PyType>()?.unbind(),
                 parameter: torch.getattr("nn")?.getattr("Parameter")?.cast_into()?.unbind(),
@@ -43,10 +53,8 @@ impl Torch {
                 transforms: c.getattr("_are_functorch_transforms_active")?.unbind(),
                 profiler: py.import("torch.autograd.profiler")?.unbind(),
                 forward_ad: py.import("torch.autograd.forward_ad")?.unbind(),
-                increment_version: py
-                    .import("torch.autograd.graph")?
-                    .getattr("increment_version")?
-                    .unbind(),
+                increment_version: increment_version.unbind(),
+                takes_many,
             })
         })
     }
@@ -92,7 +100,11 @@ pub(crate) fn count_change(array: &Bound<'_, PyAny>) -> PyResult<()> {
     if let Some(torch) = Torch::if_imported(py)?
         && array.is_instance(torch.tensor.bind(py))?
     {
-        torch.increment_version.bind(py).call1((array,))?;
+        let increment_version = torch.increment_version.bind(py);
+        match torch.takes_many {
+            true => increment_version.call1(((array,),))?,
+            false => increment_version.call1((array,))?,
+        };
     }
     Ok(())
 }

@@ -155,18 +155,18 @@ mod tests {
         let spec = |vector: u32, along: u32| {
             let spec = KernelSpec::new(&SERVING, "causal_conv1d_serving_f32");
             let spec = spec.define("VECTOR", vector).define("ALONG_CHANNELS", along);
-            (spec.define("WINDOWS", 0), 1)
+            (spec.define("AHEAD", 4).define("WINDOWS", 0), 1)
         };
         let counted = count(&[spec(1, 0), spec(2, 0), spec(2, 1), spec(3, 1)], &["cuda"]);
         let launched: Vec<_> = counted.iter().filter(|k| k.launches > 0).collect();
         let names = launched.iter().map(|k| (k.kernel.rsplit_once("f32 ").unwrap().1, k.listed));
         let listed = [
-            "VECTOR=1 WINDOWS=0",
-            "VECTOR=2 ALONG_CHANNELS=0 WINDOWS=0",
-            "VECTOR=2 ALONG_CHANNELS=1 WINDOWS=0",
+            "VECTOR=1 AHEAD=4 WINDOWS=0",
+            "VECTOR=2 ALONG_CHANNELS=0 AHEAD=4 WINDOWS=0",
+            "VECTOR=2 ALONG_CHANNELS=1 AHEAD=4 WINDOWS=0",
         ];
         let mut want = listed.map(|name| (name, true)).to_vec();
-        want.push(("VECTOR=3 ALONG_CHANNELS=1 WINDOWS=0", false));
+        want.push(("VECTOR=3 ALONG_CHANNELS=1 AHEAD=4 WINDOWS=0", false));
         assert_eq!(names.collect::<Vec<_>>(), want);
     }
 

@@ -19,6 +19,7 @@ static INCLUDES: &[Source] = &[
     header!("im2col.cuh"),
     header!("update.cuh"),
     header!("serving.cuh"),
+    header!("serving_pieces.cuh"),
 ];
 
 macro_rules! source {

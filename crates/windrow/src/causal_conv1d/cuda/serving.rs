@@ -1,24 +1,31 @@
 //! Serving on CUDA.
 
 use super::{
-    INCLUDES, SMALL, THREADS, address, define_operands, is_simple, output_address, rows_launch,
-    strides,
+    GRID, INCLUDES, SMALL, THREADS, address, define_operands, is_simple, output_address,
+    rows_launch, strides,
 };
 use crate::causal_conv1d::serving::{Sizes, TREE};
 use crate::causal_conv1d::{
     CausalConv1dServingArgs, CausalConv1dServingOutputs, CausalConv1dServingSpec,
 };
-use crate::gpu::{Gpu, Kernel, KernelSpec, Source, params};
+use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Source, params};
 use crate::{DType, Device, Result, TensorDesc, Workspace};
 
 source!(WALK, "serving.cu");
 source!(CHUNKS, "serving_chunks.cu");
+source!(TILES, "serving_tile_sm90.cu");
 source!(TREES, "serving_tree.cu");
 
 /// Tokens of a piece of a long sequence.
 const CHUNK: usize = 32;
 /// Loads that are on their way in such a piece.
 const STEPS: usize = 8;
+/// Tokens of a piece that the copy engine brings.
+const TILE: usize = 12;
+/// Tokens whose loads are on their way where whole sequences are walked.
+const AHEAD: usize = 4;
+/// Channels of all sequences up to which a step is small.
+const SMALL_STEP: usize = 16 << 10;
 
 params! {
     /// `Params` of serving.cuh.
@@ -54,7 +61,6 @@ params! {
         most: i64,
         tree_columns: usize,
         null_index: i64,
-        wide: usize,
         x_stride: [isize; 3],
         y_stride: [isize; 3],
         state_stride: [isize; 3],
@@ -81,10 +87,12 @@ params! {
 pub(in crate::causal_conv1d) struct Serving {
     /// One channel a thread, for any strides and addresses.
     any: &'static Kernel,
-    /// Several channels a thread, and what addresses must be multiples of.
-    vectors: Option<(&'static Kernel, Vectors)>,
+    /// Several channels a thread.
+    walks: Option<(&'static Kernel, Vectors)>,
     /// Where sequences are long and y is not x.
-    chunks: Option<&'static Kernel>,
+    pieces: Option<(&'static Kernel, Vectors)>,
+    /// In place of `pieces` where addresses are multiples of 16 bytes.
+    tiles: Option<&'static Kernel>,
     params: Params,
 }
 
@@ -93,19 +101,19 @@ pub(in crate::causal_conv1d) struct Serving {
 struct Vectors {
     channels: usize,
     along_channels: bool,
+    /// Whether weight and bias are dense.
+    dense: bool,
     /// What addresses must be multiples of.
     bytes: usize,
 }
 
 impl Vectors {
-    const ONE: Vectors = Vectors { channels: 1, along_channels: false, bytes: 1 };
+    const ONE: Vectors = Vectors { channels: 1, along_channels: false, dense: false, bytes: 1 };
 
-    fn of(spec: &CausalConv1dServingSpec) -> Option<Self> {
+    /// Of so many bytes.
+    fn of(spec: &CausalConv1dServingSpec, bytes: usize) -> Option<Self> {
         let (x, y, states) = (spec.x.strides(), spec.y.strides(), spec.conv_states.strides());
         let along_channels = states[1] == 1;
-        // 8 bytes of x: more channels a thread leave too few threads for a step of decoding, and cost more registers
-        // than they gain.
-        let bytes = 8;
         let channels = bytes / spec.x.dtype.size();
         // Between rows and tokens, of which there may be one only.
         let fits = |desc: &TensorDesc| {
@@ -118,13 +126,55 @@ impl Vectors {
             && fits(&spec.y)
             && (!along_channels || fits(&spec.conv_states));
         let takes = x[1] == 1 && y[1] == 1 && (2..=9).contains(&spec.weight.shape()[1]);
-        (takes && fits).then_some(Vectors { channels, along_channels, bytes })
+        let dense = spec.weight.layout.is_contiguous()
+            && spec.bias.is_none_or(|bias| bias.layout.is_contiguous());
+        (takes && fits && is_narrow(spec)).then_some(Vectors {
+            channels,
+            along_channels,
+            dense,
+            bytes,
+        })
+    }
+
+    /// Those of threads that walk along whole sequences, measured on an H200: a small step gains from little code for each
+    /// thread, a larger one from fewer threads.
+    fn of_walks(spec: &CausalConv1dServingSpec, sizes: &Sizes) -> Option<Self> {
+        let widths: &[usize] = match spec.x.dtype.is_half() && spec.next_token.is_none() {
+            true if is_small(sizes) => &[4],
+            // More taps take too many registers.
+            true if spec.weight.shape()[1] <= 4 => &[16, 8],
+            _ => &[8],
+        };
+        widths.iter().find_map(|&bytes| Self::of(spec, bytes))
     }
 
     fn take(&self, params: &Params) -> bool {
         let states = if self.along_channels { params.states } else { 0 };
-        (params.x | params.y | states).is_multiple_of(self.bytes)
+        let operands = if self.dense { params.weight | params.bias } else { 0 };
+        (params.x | params.y | states).is_multiple_of(self.bytes) && operands.is_multiple_of(16)
     }
+}
+
+/// Whether a step is bound by latency.
+fn is_small(sizes: &Sizes) -> bool {
+    sizes.sequences.saturating_mul(sizes.problem.d) <= SMALL_STEP
+}
+
+/// Whether sizes and strides fit an i32, which is less work for each thread.
+fn is_narrow(spec: &CausalConv1dServingSpec) -> bool {
+    let tensors = [
+        Some(&spec.x),
+        Some(&spec.y),
+        Some(&spec.conv_states),
+        Some(&spec.weight),
+        spec.bias.as_ref(),
+        spec.intermediate_windows.as_ref(),
+    ];
+    let fits = |desc: &TensorDesc| {
+        desc.shape().iter().all(|&n| i32::try_from(n).is_ok())
+            && desc.strides().iter().all(|&s| i32::try_from(s).is_ok())
+    };
+    tensors.into_iter().chain(options(spec)).flatten().all(fits)
 }
 
 /// Whether pieces of sequences are worth more threads.
@@ -133,16 +183,57 @@ fn is_long(spec: &CausalConv1dServingSpec, sizes: &Sizes) -> bool {
     let walks = [&spec.num_accepted_tokens, &spec.intermediate_windows, &spec.next_token];
     walks.iter().all(|option| option.is_none())
         && tokens >= CHUNK / 2 * sizes.sequences.max(1)
-        && i32::try_from(sizes.sequences).is_ok()
+        && i32::try_from(tokens.saturating_add(sizes.sequences)).is_ok()
+}
+
+/// Whether rows of channels are whole vectors of 16 bytes, few enough taps are there, and few enough pieces.
+fn takes_tiles(spec: &CausalConv1dServingSpec, sizes: &Sizes) -> bool {
+    let vector = (16 / spec.x.dtype.size()) as isize;
+    let (x, y) = (spec.x.strides(), spec.y.strides());
+    let between = [x[0], x[2], y[0], y[2]];
+    spec.x.dtype.is_half()
+        && spec.weight.shape()[1] <= 5
+        && sizes.problem.d.is_multiple_of(vector as usize)
+        && between.iter().all(|stride| stride % vector == 0)
+        && sizes.problem.b * sizes.problem.l / TILE + sizes.sequences <= GRID
 }
 
 /// The kernel that takes whole sequences.
-fn walk_kernel(spec: &CausalConv1dServingSpec, vectors: Vectors) -> KernelSpec {
-    match spec.next_token {
-        None => kernel_spec(&WALK, spec, vectors)
-            .define("WINDOWS", u8::from(spec.intermediate_windows.is_some())),
-        Some(_) => kernel_spec(&TREES, spec, vectors).define("TREE", TREE),
+fn walk_kernel(spec: &CausalConv1dServingSpec, sizes: &Sizes, vectors: Vectors) -> KernelSpec {
+    if spec.next_token.is_some() {
+        return kernel_spec(&TREES, spec, vectors).define("TREE", TREE);
     }
+    let tokens = if spec.query_start_loc.is_none() { spec.x.shape()[2] } else { usize::MAX };
+    // A step of decoding has one token, and little code.
+    let ahead = if tokens == 1 { 1 } else { AHEAD };
+    let guess = match vectors.channels {
+        1 => 0,
+        _ if is_small(sizes) => 2,
+        _ => 1,
+    };
+    kernel_spec(&WALK, spec, vectors)
+        .define("AHEAD", ahead)
+        .define("SHORT", u8::from(tokens.min(sizes.most) <= ahead))
+        .define("WINDOWS", u8::from(spec.intermediate_windows.is_some()))
+        .define("GUESS", guess)
+}
+
+/// What a spec has of the optional tensors, in the order of `Bit` of serving.cuh.
+fn options(spec: &CausalConv1dServingSpec) -> [Option<&TensorDesc>; 12] {
+    [
+        spec.query_start_loc.as_ref(),
+        spec.conv_state_indices.as_ref(),
+        spec.num_accepted_tokens.as_ref(),
+        spec.initial_block.as_ref(),
+        spec.last_block.as_ref(),
+        spec.first_block.as_ref(),
+        spec.tokens_before.as_ref(),
+        spec.intermediate_indices.as_ref(),
+        spec.next_token.as_ref(),
+        spec.next_sibling.as_ref(),
+        spec.parent_token.as_ref(),
+        spec.has_initial_state.as_ref(),
+    ]
 }
 
 fn kernel_spec(
@@ -151,10 +242,19 @@ fn kernel_spec(
     vectors: Vectors,
 ) -> KernelSpec {
     let entry = format!("causal_conv1d_serving_{}", spec.x.dtype);
+    let limited = [&spec.num_accepted_tokens, &spec.intermediate_windows, &spec.next_token];
+    let bits = |has: fn(&TensorDesc) -> bool| -> usize {
+        let each = options(spec).into_iter().enumerate();
+        each.map(|(bit, desc)| usize::from(desc.is_some_and(has)) << bit).sum()
+    };
     let kernel = KernelSpec::new(source, entry)
         .define("TAPS", spec.weight.shape()[1])
         .define("VECTOR", vectors.channels)
         .define("ALONG_CHANNELS", u8::from(vectors.along_channels))
+        .define("GIVEN", bits(|_| true))
+        .define("WIDE", bits(|desc| desc.dtype == DType::I64))
+        .define("DENSE", u8::from(vectors.dense))
+        .define("LIMITED", u8::from(limited.iter().any(|given| given.is_some())))
         .params::<Params>()
         .overlapped(spec.x.bytes() <= SMALL);
     define_operands(kernel, &spec.x, &spec.weight, spec.bias.as_ref(), spec.activation)
@@ -162,15 +262,26 @@ fn kernel_spec(
 
 fn chunks_kernel(spec: &CausalConv1dServingSpec, vectors: Vectors) -> KernelSpec {
     let simple = is_simple(spec.activation) && spec.weight.shape()[1] <= 4;
-    let blocks = match (simple, spec.x.dtype) {
-        (false, _) => 1,
-        (true, DType::BF16) => 4,
-        (true, _) => 5,
-    };
     kernel_spec(&CHUNKS, spec, vectors)
-        .define("CHUNK", CHUNK)
+        .define("ROWS", CHUNK)
         .define("STEPS", STEPS)
         // More blocks of a multiprocessor hide more, where registers suffice.
+        .define("MIN_BLOCKS", if simple { 4 } else { 1 })
+}
+
+fn tiles_kernel(spec: &CausalConv1dServingSpec, vectors: Vectors) -> KernelSpec {
+    let simple = is_simple(spec.activation) && spec.weight.shape()[1] <= 4;
+    // As many as there are registers for.
+    let packed = spec.query_start_loc.is_some();
+    let blocks = match (spec.first_block.is_some() || spec.initial_block.is_some(), simple) {
+        (false, true) if packed && vectors.dense && vectors.along_channels => 9,
+        (false, true) => 8,
+        _ => 1,
+    };
+    kernel_spec(&TILES, spec, vectors)
+        .needs(Feature::BulkCopies)
+        .define("THREADS", THREADS)
+        .define("ROWS", TILE)
         .define("MIN_BLOCKS", blocks)
 }
 
@@ -181,32 +292,21 @@ impl Serving {
         sizes: &Sizes,
     ) -> Result<Self> {
         let gpu = Gpu::get(device)?;
-        let vectors = Vectors::of(spec);
-        let any = gpu.kernel(&walk_kernel(spec, Vectors::ONE))?;
-        let chunks = match vectors.filter(|_| is_long(spec, sizes)) {
-            Some(vectors) => Some(gpu.kernel(&chunks_kernel(spec, vectors))?),
+        let any = gpu.kernel(&walk_kernel(spec, sizes, Vectors::ONE))?;
+        let walks = match Vectors::of_walks(spec, sizes) {
+            Some(vectors) => Some((gpu.kernel(&walk_kernel(spec, sizes, vectors))?, vectors)),
             None => None,
         };
-        let vectors = match vectors {
-            Some(vectors) => Some((gpu.kernel(&walk_kernel(spec, vectors))?, vectors)),
+        let pieces = match Vectors::of(spec, 8).filter(|_| is_long(spec, sizes)) {
+            Some(vectors) => Some((gpu.kernel(&chunks_kernel(spec, vectors))?, vectors)),
             None => None,
         };
-        let indices = [
-            &spec.query_start_loc,
-            &spec.conv_state_indices,
-            &spec.num_accepted_tokens,
-            &spec.initial_block,
-            &spec.last_block,
-            &spec.first_block,
-            &spec.tokens_before,
-            &spec.intermediate_indices,
-            &spec.next_token,
-            &spec.next_sibling,
-            &spec.parent_token,
-        ];
-        let is_wide = |desc: &Option<TensorDesc>| desc.is_some_and(|d| d.dtype == DType::I64);
-        let wide =
-            indices.iter().enumerate().map(|(bit, desc)| usize::from(is_wide(desc)) << bit).sum();
+        let tiles = match pieces {
+            Some((_, vectors)) if gpu.has(Feature::BulkCopies) && takes_tiles(spec, sizes) => {
+                Some(gpu.kernel(&tiles_kernel(spec, vectors))?)
+            }
+            _ => None,
+        };
         let each = |desc: &Option<TensorDesc>| strides::<1>(desc.as_ref())[0];
         let tree = |desc: &Option<TensorDesc>| strides::<2>(desc.as_ref());
         let table = spec.conv_state_indices.as_ref();
@@ -227,7 +327,6 @@ impl Serving {
             most: i64::try_from(sizes.most).unwrap_or(i64::MAX),
             tree_columns: spec.next_token.as_ref().map_or(0, |next| next.shape()[1]),
             null_index: spec.null_index.unwrap_or(-1),
-            wide,
             x_stride: strides(Some(&spec.x)),
             y_stride: strides(Some(&spec.y)),
             state_stride: strides(Some(&spec.conv_states)),
@@ -248,15 +347,17 @@ impl Serving {
             parents_stride: tree(&spec.parent_token),
             ..Params::default()
         };
-        Ok(Serving { any, vectors, chunks, params })
+        Ok(Serving { any, walks, pieces, tiles, params })
     }
 
     /// The launch, in one line.
     pub(in crate::causal_conv1d) fn explain(&self) -> String {
-        let channels = self.vectors.map_or(1, |(_, vectors)| vectors.channels);
-        let pieces = match self.chunks {
-            Some(_) => format!("pieces of {CHUNK} tokens"),
-            None => "whole sequences".into(),
+        let vectors = self.pieces.or(self.walks).map_or(Vectors::ONE, |(_, vectors)| vectors);
+        let channels = vectors.channels;
+        let pieces = match (self.tiles, self.pieces) {
+            (Some(_), _) => format!("pieces of {TILE} tokens in shared memory"),
+            (None, Some(_)) => format!("pieces of {CHUNK} tokens"),
+            (None, None) => "whole sequences".into(),
         };
         format!("{channels} channels a thread, {pieces}, blocks of {THREADS}")
     }
@@ -309,17 +410,20 @@ impl Serving {
         }
         // Tokens of nobody are cleared, too, where there are no sequences.
         let rows = sequences.max(1);
-        let vectors = self.vectors.filter(|(_, vectors)| vectors.take(&params));
-        let (kernel, launch) = match (vectors, self.chunks) {
-            (Some((_, vectors)), Some(chunks)) if params.x != params.y => {
-                let tokens = if starts == 0 { sequences * length } else { length };
-                let pieces = tokens / CHUNK + sequences;
-                (chunks, rows_launch(channels / vectors.channels, pieces.max(1)))
-            }
+        let takes = |(_, vectors): &(&Kernel, Vectors)| vectors.take(&params);
+        let pieces = self.pieces.filter(|pieces| params.x != params.y && takes(pieces));
+        let tiles = self.tiles.filter(|_| (params.x | params.y).is_multiple_of(16));
+        let (kernel, launch) = match (pieces, self.walks.filter(takes)) {
             (Some((kernel, vectors)), _) => {
+                let tokens = if starts == 0 { sequences * length } else { length };
+                let (kernel, piece) = tiles.map_or((kernel, CHUNK), |tiles| (tiles, TILE));
+                let pieces = tokens / piece + sequences;
+                (kernel, rows_launch(channels / vectors.channels, pieces.max(1)))
+            }
+            (None, Some((kernel, vectors))) => {
                 (kernel, rows_launch(channels / vectors.channels, rows))
             }
-            (None, _) => (self.any, rows_launch(channels, rows)),
+            (None, None) => (self.any, rows_launch(channels, rows)),
         };
         // SAFETY: `Params` is the kernel's structure (it compares its size), and views are valid on
         // this device for the strides in it.
@@ -342,37 +446,74 @@ mod tests {
                     dtype,
                     layout: Layout::with_order(shape, &[0, 2, 1]).unwrap(),
                 };
+                let index = |shape: &[usize]| TensorDesc::contiguous(DType::I32, shape).unwrap();
                 let (x, weight) = (layout(&[1, 64, 512]), desc(&[64, width]));
                 for states in [layout(&[9, 64, width - 1]), desc(&[9, 64, width + 3])] {
                     let spec = CausalConv1dServingSpec::new(x, states, weight).unwrap();
-                    kernels.push(walk_kernel(&spec, Vectors::ONE));
+                    let plain = spec.clone();
                     let bias = TensorDesc::contiguous(DType::F32, &[64]).unwrap();
                     let spec = spec.with_bias(bias).with_activation(Activation::Silu);
-                    assert_eq!(Vectors::of(&spec).is_some(), width == 4);
                     // A step of decoding, whose strides between tokens mean nothing.
-                    let row = TensorDesc {
+                    let row = |sequences: usize| TensorDesc {
                         dtype,
-                        layout: Layout::strided(&[4, 64, 1], &[64, 1, 1]).unwrap(),
+                        layout: Layout::strided(&[sequences, 64, 1], &[64, 1, 1]).unwrap(),
                     };
-                    let step = CausalConv1dServingSpec::new(row, states, weight).unwrap();
-                    let step = step.with_output(row);
-                    assert_eq!(Vectors::of(&step).is_some(), width == 4);
-                    if let Some(vectors) = Vectors::of(&spec) {
-                        kernels.push(walk_kernel(&spec, vectors));
-                        kernels.push(chunks_kernel(&spec, vectors));
-                    }
-                    let windows = desc(&[9, 512, 64, width - 1]);
-                    let links = TensorDesc::contiguous(DType::I32, &[1, 512]).unwrap();
-                    let windows = spec.with_intermediate_windows(windows);
+                    let step = |sequences: usize| {
+                        let states = layout(&[600, 64, width - 1]);
+                        CausalConv1dServingSpec::new(row(sequences), states, weight)
+                            .unwrap()
+                            .with_output(row(sequences))
+                            .with_conv_state_indices(index(&[sequences]))
+                    };
+                    let drafts = spec
+                        .clone()
+                        .with_query_start_loc(index(&[9]))
+                        .with_conv_state_indices(index(&[8]))
+                        .with_num_accepted_tokens(index(&[8]));
+                    let prompts = spec.clone().with_query_start_loc(index(&[9]));
+                    let windows =
+                        spec.clone().with_intermediate_windows(desc(&[9, 512, 64, width - 1]));
+                    let links = index(&[1, 512]);
                     let tree = windows.clone().with_next_token(links).with_next_sibling(links);
-                    for spec in [windows, tree] {
-                        assert!(!is_long(&spec, &spec.sizes().unwrap()));
-                        let vectors = Vectors::of(&spec).into_iter().chain([Vectors::ONE]);
-                        kernels.extend(vectors.map(|vectors| walk_kernel(&spec, vectors)));
+                    let specs = [plain, spec, step(4), step(512), drafts, prompts, windows, tree];
+                    for spec in specs {
+                        let sizes = spec.sizes().unwrap();
+                        let walks = Vectors::of_walks(&spec, &sizes);
+                        assert_eq!(walks.is_some(), width == 4);
+                        for vectors in walks.into_iter().chain([Vectors::ONE]) {
+                            kernels.push(walk_kernel(&spec, &sizes, vectors));
+                        }
+                        let pieces = Vectors::of(&spec, 8).filter(|_| is_long(&spec, &sizes));
+                        if let Some(vectors) = pieces {
+                            kernels.push(chunks_kernel(&spec, vectors));
+                            kernels.push(tiles_kernel(&spec, vectors));
+                        }
                     }
                 }
             }
         }
         crate::gpu::compile_tests::check_compiles(&kernels);
+    }
+
+    #[test]
+    fn steps_take_as_many_channels_a_thread_as_they_gain_from() {
+        let channels = |dtype: DType, sequences: usize, width: usize, d: usize| {
+            let desc = |shape: &[usize]| TensorDesc {
+                dtype,
+                layout: Layout::with_order(shape, &[0, 2, 1]).unwrap(),
+            };
+            let weight = TensorDesc::contiguous(dtype, &[d, width]).unwrap();
+            let states = desc(&[sequences, d, width - 1]);
+            let spec =
+                CausalConv1dServingSpec::new(desc(&[sequences, d, 1]), states, weight).unwrap();
+            Vectors::of_walks(&spec, &spec.sizes().unwrap()).map(|vectors| vectors.channels)
+        };
+        assert_eq!(channels(DType::BF16, 1, 4, 4096), Some(2));
+        assert_eq!(channels(DType::BF16, 64, 4, 4096), Some(8));
+        assert_eq!(channels(DType::BF16, 64, 4, 4100), Some(4));
+        assert_eq!(channels(DType::F16, 64, 9, 4096), Some(4));
+        assert_eq!(channels(DType::F32, 64, 4, 4096), Some(2));
+        assert_eq!(channels(DType::F16, 64, 20, 4096), None);
+        assert_eq!(channels(DType::F16, 1, 4, 4095), None);
     }
 }

@@ -21,8 +21,8 @@ __device__ __forceinline__ short link_of(const Params &p, i64 i, i64 t, i64 coun
 // Finds the parents of a tree with `count` tokens, by all threads of the block; false where a link is wrong.
 __device__ __forceinline__ bool find_parents(const Params &p, i64 i, i64 count, Links &links) {
     for (i64 t = threadIdx.x; t < count; t += blockDim.x) {
-        i64 next = index_at(p, p.next_token, i * p.next_stride[0] + t * p.next_stride[1], NEXT);
-        i64 sibling = index_at(p, p.next_sibling, i * p.sibling_stride[0] + t * p.sibling_stride[1], SIBLING);
+        i64 next = index_at(p.next_token, i * p.next_stride[0] + t * p.next_stride[1], NEXT);
+        i64 sibling = index_at(p.next_sibling, i * p.sibling_stride[0] + t * p.sibling_stride[1], SIBLING);
         links.next[t] = link_of(p, i, t, count, next, NEXT_TOKEN, links);
         links.sibling[t] = link_of(p, i, t, count, sibling, NEXT_SIBLING, links);
         links.parent[t] = 0;
@@ -42,10 +42,10 @@ __device__ __forceinline__ bool find_parents(const Params &p, i64 i, i64 count, 
 }
 
 // VECTOR channels of token t; what is before token 0 is in the state, as it was before this call.
-__device__ __forceinline__ Vector token_at(const Params &p, const States &s, i64 d, const S *x, i64 t) {
+__device__ __forceinline__ Vector token_at(const Params &p, const States &s, Size d, const S *x, i64 t) {
     Vector v = {};
     if (t >= 0) v.template load<VECTOR>(x + t * p.x_stride[2]);
-    else if (s.column >= 0) v = load_column(p, s.read, d, s.column + HALO + t);
+    else if (s.column >= 0) v = load_column(p, column_at(p, s.read, d, s.column + HALO + t));
     return v;
 }
 
@@ -53,30 +53,30 @@ __device__ __forceinline__ Vector token_at(const Params &p, const States &s, i64
 extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
     wait_for_previous();
     __shared__ Links links;
-    i64 d = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * VECTOR;
-    bool inside = d < p.channels;
+    Size d = (Size)(blockIdx.x * blockDim.x + threadIdx.x) * VECTOR;
+    bool inside = d < (Size)p.channels;
     if (threadIdx.x == 0) links.wrong = false;
     Taps taps(p, inside ? d : 0);
-    if (p.starts && d == 0 && blockIdx.y == 0) report_boundary(p, 0);
-    if (inside) clear_tail(p, d, blockIdx.y, gridDim.y);
-    for (i64 i = blockIdx.y; i < p.sequences; i += gridDim.y) {
-        if (p.starts && d == 0) report_boundary(p, i + 1);
+    if (given(STARTS) && inside) clear_tail(p, d, boundary(p, (Size)p.sequences) + blockIdx.y, gridDim.y);
+    for (Size i = blockIdx.y; i < (Size)p.sequences; i += gridDim.y) {
         Tokens tokens = tokens_of(p, i);
+        if (tokens.wrong && d == 0) report_boundaries(p, i);
         if (!tokens.count) continue;
-        States states = states_of(p, i, tokens.count, d == 0);
+        States states = states_of(p, i, tokens.count);
+        if (states.wrong && d == 0) report_states(p, i, tokens.count);
         // Nobody writes links before all have read those of the sequence before.
         __syncthreads();
         bool is_padding = states.read < 0 || !find_parents(p, i, tokens.count, links);
-        if (!is_padding && p.parents && blockIdx.x == 0) {
+        if (!is_padding && given(PARENTS) && blockIdx.x == 0) {
             for (i64 t = threadIdx.x; t < tokens.count; t += blockDim.x) {
                 i64 at = i * p.parents_stride[0] + t * p.parents_stride[1];
-                if (p.wide >> PARENTS & 1) ((i64 *)p.parents)[at] = links.parent[t];
+                if (WIDE >> PARENTS & 1) ((i64 *)p.parents)[at] = links.parent[t];
                 else ((int *)p.parents)[at] = links.parent[t];
             }
         }
         if (!inside) continue;
-        const S *x = p.x + tokens.row * p.x_stride[0] + d * p.x_stride[1] + tokens.start * p.x_stride[2];
-        S *y = p.y + tokens.row * p.y_stride[0] + d * p.y_stride[1] + tokens.start * p.y_stride[2];
+        const S *x = p.x + place(p.x_stride, tokens, d);
+        S *y = p.y + place(p.y_stride, tokens, d);
         if (is_padding) {
             Vector zero = {};
             for (i64 t = 0; t < tokens.count; t++) zero.template store<VECTOR>(y + t * p.y_stride[2]);
@@ -93,14 +93,14 @@ extern "C" __global__ void __launch_bounds__(128, 1) KERNEL(const Params p) {
             taps.step(p, d, line, token).template store<VECTOR>(y + t * p.y_stride[2]);
             if (p.windows) {
                 push(line, token);
-                keep_window(p, states, d, t, line);
+                keep_window(p, states, d, (Size)t, line);
             }
         }
         if (states.write < 0) continue;
         // The state takes tokens in their order. A column is written behind those that are still read.
-        i64 first = p.accepted ? 1 - HALO : tokens.count - HALO;
+        i64 first = given(ACCEPTED) ? 1 - HALO : tokens.count - HALO;
         for (i64 t = first; t < tokens.count; t++) {
-            store_column(p, states.write, d, t - first, token_at(p, states, d, x, t));
+            store_column(p, column_at(p, states.write, d, t - first), token_at(p, states, d, x, t));
         }
     }
 }

@@ -14,7 +14,7 @@
 
 // Waits until the kernels launched before this one are done and what they wrote can be seen. For kernels
 // that the host launches as `overlapped`: their blocks may start while those still run. Every such kernel
-// calls it first, in every thread.
+// calls it in every thread, before all but hints.
 //
 // EARLY   let the next kernel's blocks start as soon as there is room for them
 __device__ __forceinline__ void wait_for_previous() {
@@ -192,5 +192,44 @@ __device__ __forceinline__ unsigned bf16x2_max_nan(unsigned a, unsigned b) {
 #else
     return floats_to_bf16x2(max_nan(bf16_to_float(a & 0xffff), bf16_to_float(b & 0xffff)),
                             max_nan(bf16_to_float(a >> 16), bf16_to_float(b >> 16)));
+#endif
+}
+
+// A value past the first cache of the multiprocessor, which might hold what others have changed since.
+__device__ __forceinline__ int load_past_l1(const int *p) {
+#if WINDROW_PTX
+    int v;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+#else
+    return __atomic_load_n(p, __ATOMIC_RELAXED);
+#endif
+}
+
+__device__ __forceinline__ long long load_past_l1(const long long *p) {
+#if WINDROW_PTX
+    long long v;
+    asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];" : "=l"(v) : "l"(p));
+    return v;
+#else
+    return __atomic_load_n(p, __ATOMIC_RELAXED);
+#endif
+}
+
+// A hint that these bytes will be read.
+__device__ __forceinline__ void prefetch_l2(const void *p) {
+#if WINDROW_PTX
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+#endif
+}
+
+// In one instruction, which compilers find only sometimes.
+__device__ __forceinline__ long long multiply_wide(int a, int b) {
+#if WINDROW_PTX
+    long long v;
+    asm("mul.wide.s32 %0, %1, %2;" : "=l"(v) : "r"(a), "r"(b));
+    return v;
+#else
+    return (long long)a * b;
 #endif
 }

@@ -1,0 +1,88 @@
+// Serving on Hopper where sequences are long, y is not x, and rows of channels are whole 16-byte vectors;
+// 2 <= TAPS <= 5.
+//
+// Floor: x once in, y once out. The copy engine brings a piece of ROWS tokens of one sequence into shared memory and
+// takes it away again, computed in place. Pieces are counted as in serving_chunks.cu.
+//
+// THREADS  of a block
+// ROWS     tokens of a piece, at least TAPS - 1 and at most 32
+#include "serving_pieces.cuh"
+#include "copy_engine_sm90.cuh"
+
+constexpr int COLUMNS = THREADS * VECTOR;
+static_assert(ROWS <= 32, "a lane carries a row");
+
+// The sequence of a piece, by all lanes of a warp; negative if there is none.
+__device__ __forceinline__ int sequence_of(const Params &p, int piece) {
+    int found = -1;
+    for (int i = threadIdx.x % 32; i < (int)p.sequences; i += 32) {
+        if (first_piece(p, i) <= piece && piece < first_piece(p, i + 1)) found = i;
+    }
+    return __reduce_max_sync(0xffffffff, found);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) KERNEL(const Params p) {
+    wait_for_previous();
+    __shared__ alignas(128) S tile[ROWS][COLUMNS];
+    __shared__ alignas(8) unsigned long long full[1];
+    int first = blockIdx.x * COLUMNS, d = first + threadIdx.x * VECTOR, piece = blockIdx.y, lane = threadIdx.x;
+    bool inside = d < (int)p.channels;
+    int i = sequence_of(p, piece), t = 0;
+    Tokens tokens = {};
+    if (i >= 0) {
+        tokens = tokens_of(p, i);
+        t = (piece - first_piece(p, i)) * ROWS;
+    }
+    if (t < tokens.count) {
+        int rows = min(tokens.count - t, ROWS);
+        unsigned bytes = (unsigned)min((int)p.channels - first, COLUMNS) * sizeof(S), barrier = shared_address(full);
+        const S *x = p.x + place(p.x_stride, {tokens.row, tokens.start + t}, first);
+        S *y = p.y + place(p.y_stride, {tokens.row, tokens.start + t}, first);
+        if (lane == 0) {
+            barriers_init(full);
+            barrier_expect(barrier, rows * bytes);
+        }
+        __syncwarp();
+        if (lane < rows) copy_in(shared_address(tile[lane]), x + times(lane, p.x_stride[2]), bytes, barrier);
+
+        int channel = inside ? d : 0;
+        const S *own = x + (channel - first);
+        Vector window[KEPT];
+        if (t) {
+#pragma unroll
+            for (int j = 0; j < HALO; j++) window[j].template load<VECTOR>(own - times(HALO - j, p.x_stride[2]));
+        }
+        Taps taps(p, channel);
+        States states = states_of(p, i, tokens.count);
+        bool is_padding = states.read < 0;
+        if (!t && inside) begin_sequence(p, i, states, d, own, tokens.count, window);
+        Floats before[KEPT];
+#pragma unroll
+        for (int j = 0; j < HALO; j++) before[j] = floats(window[j]);
+        // Nobody waits at a barrier that is not there yet.
+        __syncthreads();
+        barrier_wait(barrier, 0);
+        if (inside) {
+            // Rows past the end are computed from what lies there, and stay.
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                S *at = &tile[r][threadIdx.x * VECTOR];
+                Vector token, out = {};
+                token.template load<VECTOR>(at);
+                Floats now = floats(token);
+                if (!is_padding) out = taps.step(p, d, before, now);
+                push(before, now);
+                out.template store<VECTOR>(at);
+            }
+        }
+        copy_out_fence();
+        __syncthreads();
+        if (lane < rows) {
+            copy_out(y + times(lane, p.y_stride[2]), shared_address(tile[lane]), bytes);
+            copy_out_wait();
+        }
+    }
+    if (!inside || !given(STARTS)) return;
+    clear_tail(p, d, boundary(p, (int)p.sequences) + piece, gridDim.y);
+    if (d == 0 && piece == 0) report_all_boundaries(p);
+}
