@@ -73,18 +73,22 @@ def torch_gelu(row):
     return median_us(lambda i: torch.ops.aten.gelu.out(xs[i], approximate=form, out=ys[i]), len(xs))
 
 
+def width(row):
+    return int(row["variant"].partition("width ")[2] or 4)
+
+
 def torch_conv(row, backward):
-    dtype = DTYPES[row["dtype"]]
+    dtype, taps = DTYPES[row["dtype"]], width(row)
     b, d, l = row["shape"]
     xs = rotating(row["shape"], dtype, 2 * dtype.itemsize * b * d * l)
     if row["layout"] == "channel_last":
         xs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in xs]
-    weight = torch.randn(d, 1, 4, device="cuda").to(dtype).requires_grad_(backward)
+    weight = torch.randn(d, 1, taps, device="cuda").to(dtype).requires_grad_(backward)
     bias = torch.randn(d, device="cuda").to(dtype).requires_grad_(backward)
     if not backward:
-        return median_us(lambda i: F.silu(F.conv1d(xs[i], weight, bias, padding=3, groups=d)[..., :l]), len(xs))
+        return median_us(lambda i: F.silu(F.conv1d(xs[i], weight, bias, padding=taps - 1, groups=d)[..., :l]), len(xs))
     x = xs[0].requires_grad_(True)
-    y = F.silu(F.conv1d(x, weight, bias, padding=3, groups=d)[..., :l])
+    y = F.silu(F.conv1d(x, weight, bias, padding=taps - 1, groups=d)[..., :l])
     dy = torch.randn_like(y)
     inputs = (x, weight, bias)
     return eager_us(lambda: torch.autograd.grad(y, inputs, dy, retain_graph=True))
@@ -111,6 +115,8 @@ def peer_conv(row, backward):
     try:
         from causal_conv1d import causal_conv1d_fn
     except ImportError:
+        return None
+    if width(row) > 4:
         return None
     dtype = DTYPES[row["dtype"]]
     b, d, l = row["shape"]
@@ -186,7 +192,7 @@ def main():
     machine["torch"] = torch.__version__
     peers = {}
     for row in rows:
-        key = (row["op"], row["variant"].split()[0], row["dtype"], row["layout"], tuple(row["shape"]))
+        key = (row["op"], row["variant"].split()[0], width(row), row["dtype"], row["layout"], tuple(row["shape"]))
         if key not in peers:
             add_peers(row)
             peers[key] = {k: v for k, v in row.items() if k.endswith("_us")}

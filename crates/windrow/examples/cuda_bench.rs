@@ -36,10 +36,14 @@ fn main() -> Result<()> {
             gelu(&stream, shape, dtype)?;
         }
     }
-    for shape in [[1, 64, 2048], [1, 2048, 2048], [8, 4096, 2048], [2, 8192, 8192]] {
+    let usual = [[1, 64, 2048], [1, 2048, 2048], [8, 4096, 2048], [2, 8192, 8192]];
+    // Few channels, odd lengths, and channels that fill no blocks.
+    let odd = [[1, 16, 1_000_000], [1, 6144, 777], [2, 5376, 1024]];
+    let wide = [5, 7, 9, 16, 32, 64, 128, 256].map(|width| ([8, 4096, 2048], width));
+    for (shape, width) in usual.into_iter().chain(odd).map(|shape| (shape, 4)).chain(wide) {
         for dtype in DTYPES {
             for (layout, order) in [("channel_first", [0, 1, 2]), ("channel_last", [0, 2, 1])] {
-                causal_conv1d(&stream, shape, dtype, layout, order)?;
+                causal_conv1d(&stream, shape, width, dtype, layout, order)?;
             }
         }
     }
@@ -118,13 +122,14 @@ fn gelu(stream: &Stream, shape: [usize; 2], dtype: DType) -> Result<()> {
 fn causal_conv1d(
     stream: &Stream,
     shape: [usize; 3],
+    width: usize,
     dtype: DType,
     layout: &str,
     order: [usize; 3],
 ) -> Result<()> {
     let x = TensorDesc::new(dtype, Layout::with_order(&shape, &order)?);
     let bytes = 2 * x.bytes();
-    let weight = TensorDesc::contiguous(dtype, &[shape[1], 4])?;
+    let weight = TensorDesc::contiguous(dtype, &[shape[1], width])?;
     let bias = TensorDesc::contiguous(dtype, &[shape[1]])?;
     let spec = CausalConv1dSpec::new(x, weight)?.with_bias(bias).with_activation(Activation::Silu);
     let xs = sets(x, bytes, -2.0, 2.0)?;
@@ -150,6 +155,11 @@ fn causal_conv1d(
         let outputs = CausalConv1dOutputs::new(ys[i].as_mut()?);
         plan.run(&args, outputs, &mut workspace)
     })?;
+    if width != 4 {
+        let what = format!("bias silu width {width}");
+        report("causal_conv1d", &what, dtype, layout, &shape, us, bytes);
+        return Ok(());
+    }
     report("causal_conv1d", "bias silu", dtype, layout, &shape, us, bytes);
 
     let [_, weight0, bias0] = args(&xs[0]);

@@ -286,10 +286,10 @@ const SHAPES: [([usize; 3], usize); 10] = [
 /// Elements of the largest shape that every algorithm computes.
 const LARGEST: usize = 150_000;
 
-/// From these sizes on devices run other kernels: many rows with more than a tile each, with and without the
-/// gradient of x, walks over several rows of the batch, long walks of large tensors, more rows than a grid has
-/// blocks.
-const LARGE: [([usize; 3], usize, &str); 9] = [
+/// For these sizes devices run other kernels: many rows with more than a tile each, with and without the
+/// gradient of x, walks over several rows of the batch, long walks of large tensors, also of few channels, more rows than
+/// a grid has blocks, many taps with weights of x's type and of f32.
+const LARGE: [([usize; 3], usize, &str); 16] = [
     ([3, 200, 2312], 4, "silu bias"),
     ([3, 200, 2312], 3, "silu bias dx"),
     ([1, 520, 264], 4, "silu bias dx"),
@@ -297,6 +297,13 @@ const LARGE: [([usize; 3], usize, &str); 9] = [
     ([2, 2056, 72], 3, "silu bias"),
     ([1, 520, 16392], 4, "silu bias"),
     ([1, 520, 16392], 4, "silu bias seq_idx"),
+    ([1, 520, 16392], 7, "silu bias"),
+    ([1, 16, 530_003], 3, "silu bias"),
+    ([2, 70, 304], 24, "silu bias"),
+    ([2, 70, 304], 7, "silu bias f32 weight"),
+    ([1, 9, 777], 65, "silu bias"),
+    ([3, 33, 1030], 250, "silu bias"),
+    ([3, 33, 1030], 16, "silu bias states f32 weight"),
     ([65_540, 2, 3], 3, "silu bias"),
     ([65_540, 2, 3], 3, "silu seq_idx"),
 ];
@@ -421,8 +428,9 @@ fn spec(
 ) -> Result<CausalConv1dSpec> {
     let [b, _, l] = shape;
     let x = TensorDesc { dtype, layout: Layout::with_order(&shape, order)? };
-    let spec = CausalConv1dSpec::new(x, TensorDesc::contiguous(dtype, weight)?)?;
     let has = |word: &str| option.contains(word);
+    let parameter = if has("f32 weight") { DType::F32 } else { dtype };
+    let spec = CausalConv1dSpec::new(x, TensorDesc::contiguous(parameter, weight)?)?;
     let activation = match () {
         _ if has("silu") => Activation::Silu,
         _ if has("gelu") => Activation::Gelu(crate::Approximate::None),

@@ -10,6 +10,7 @@ use crate::{DType, Result, TensorRef, Workspace};
 
 source!(CHANNEL_FIRST, "backward_channel_first.cu");
 source!(CHANNEL_LAST, "backward_channel_last.cu");
+source!(CHANNEL_LAST_SM90, "backward_channel_last_sm90.cu");
 source!(INPUT, "backward_input.cu");
 source!(WEIGHT, "backward_weight.cu");
 
@@ -18,6 +19,13 @@ const WARPS: usize = 4;
 /// Blocks of that kernel that a multiprocessor holds, for halves and for f32.
 const BLOCKS_HALF: usize = 3;
 const BLOCKS_F32: usize = 4;
+
+/// Channels of a block of the channel-last kernel with tiles in shared memory, positions of a tile, and tiles.
+const SHARED_CHANNELS: usize = 4 * THREADS;
+const SHARED_ROWS: usize = 8;
+const SHARED_TILES: usize = 3;
+/// Its blocks on a multiprocessor.
+const SHARED_BLOCKS: usize = 4;
 
 /// The kernels that compute dx and partial sums of the other gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,6 +36,8 @@ pub(super) enum Form {
     ChannelFirst { cut: bool },
     /// So many channels a thread, walking along l, in one pass.
     ChannelLast { vector: usize },
+    /// Tiles of d and l in shared memory, copied in bulk, of blocks that walk along l.
+    ChannelLastShared,
     /// One pass for dx, one thread an element, and one for the sums.
     Plain,
 }
@@ -64,6 +74,17 @@ impl Form {
             return Form::ChannelFirst { cut };
         }
         if all.iter().all(|s| s[1] == 1) && (2..=5).contains(&width) {
+            let whole = |s: &[isize; 3]| s[0] % 8 == 0 && s[2] % 8 == 0;
+            if gpu.has(Feature::BulkCopies)
+                && spec.x.dtype.is_half()
+                && !(packed || states)
+                && wanted
+                && channels.is_multiple_of(8)
+                && all.iter().all(whole)
+                && (params.x | params.dy | params.dx).is_multiple_of(16)
+            {
+                return Form::ChannelLastShared;
+            }
             let mut vector = 8 / element;
             let fits = |vector: usize| {
                 let multiple = |s: isize| s % vector as isize == 0;
@@ -107,6 +128,13 @@ impl Form {
                 // Steps go in groups of eight, and chunks need WIDTH - 1 more.
                 chunk.max(8).next_multiple_of(8) + 5
             }
+            Form::ChannelLastShared => {
+                // A wave of blocks; tiles are whole with the WIDTH - 1 positions more.
+                let columns = (batch * channels.div_ceil(SHARED_CHANNELS)).max(1);
+                let blocks = (gpu.wave(SHARED_BLOCKS) / columns).max(1);
+                let reach = length.div_ceil(blocks) + params.width - 1;
+                reach.max(2 * SHARED_ROWS).next_multiple_of(SHARED_ROWS) - (params.width - 1)
+            }
             Form::Rows { .. } => length,
             Form::Plain => (batch * length).div_ceil(256).clamp(256, 4096),
         }
@@ -121,7 +149,9 @@ impl Form {
                 (params.length + before).div_ceil(chunk)
             }
             Form::ChannelLast { .. } => params.length.div_ceil(chunk * WARPS),
-            Form::Rows { .. } | Form::Plain => params.length.div_ceil(chunk),
+            Form::ChannelLastShared | Form::Rows { .. } | Form::Plain => {
+                params.length.div_ceil(chunk)
+            }
         }
     }
 }
@@ -154,7 +184,12 @@ impl Key {
 
 /// Bytes of partial sums, whatever the strides of the gradients will be.
 pub(super) fn partial_bytes(gpu: &Gpu, spec: &CausalConv1dSpec, params: &Params) -> usize {
-    let forms = [Form::ChannelFirst { cut: true }, Form::ChannelLast { vector: 1 }, Form::Plain];
+    let forms = [
+        Form::ChannelFirst { cut: true },
+        Form::ChannelLast { vector: 1 },
+        Form::ChannelLastShared,
+        Form::Plain,
+    ];
     let parts = forms.map(|form| form.parts(gpu, spec, params)).into_iter().max().unwrap_or(0);
     parts * params.batch * params.channels * (params.width + 1) * size_of::<f32>()
 }
@@ -200,7 +235,7 @@ impl Direct {
                     }
                     parts = batch.div_ceil(rows);
                 }
-                Form::ChannelFirst { .. } | Form::ChannelLast { .. } => {
+                Form::ChannelFirst { .. } | Form::ChannelLast { .. } | Form::ChannelLastShared => {
                     if spec.seq_idx.is_some() || spec.cu_seqlens.is_some() {
                         let mask = self.gradient(spec, Key::Mask)?;
                         mask.launch(stream, rows_launch(length, batch), &params)?;
@@ -271,6 +306,19 @@ fn vector_kernel(spec: &CausalConv1dSpec, form: Form, dx: bool) -> KernelSpec {
             .define("VECTOR", vector)
             .define("AHEAD", ahead)
             .define("MIN_BLOCKS", if simple { 3 } else { 1 }),
+        Form::ChannelLastShared => {
+            let name = "backward_channel_last_sm90";
+            let tile = SHARED_ROWS * SHARED_CHANNELS * spec.x.dtype.size();
+            let kernel = kernel_spec(&CHANNEL_LAST_SM90, name, spec)
+                .needs(Feature::BulkCopies)
+                .shared_bytes((2 * SHARED_TILES * tile) as u32)
+                .define("THREADS", THREADS)
+                .define("VECTOR", SHARED_CHANNELS / THREADS)
+                .define("ROWS", SHARED_ROWS)
+                .define("STAGES", SHARED_TILES)
+                .define("MIN_BLOCKS", if simple { SHARED_BLOCKS } else { 1 });
+            return kernel.define("MASK", 0);
+        }
         _ => kernel_spec(&CHANNEL_FIRST, "backward_channel_first", spec)
             .define("AHEAD", 1)
             .define("MIN_BLOCKS", if simple { 7 } else { 1 }),
@@ -284,6 +332,10 @@ fn vector_launch(form: Form, params: &Params) -> Launch {
         Form::ChannelLast { vector } => Launch {
             grid: [channels.div_ceil(32 * vector) as u32, chunks as u32, batch as u32],
             block: [32 * WARPS as u32, 1, 1],
+        },
+        Form::ChannelLastShared => Launch {
+            grid: [channels.div_ceil(SHARED_CHANNELS) as u32, chunks as u32, batch as u32],
+            block: [THREADS as u32, 1, 1],
         },
         _ => {
             let across = chunks.next_power_of_two().min(THREADS / 32);
@@ -325,7 +377,10 @@ pub(super) fn all_kernels(spec: &CausalConv1dSpec) -> Vec<KernelSpec> {
     let element = spec.x.dtype.size();
     let last = Form::ChannelLast { vector: 8 / element };
     if along_channels(spec.y.strides()) {
-        kernels.extend((2..=5).contains(&width).then(|| vector_kernel(spec, last, true)));
+        let fits = (2..=5).contains(&width);
+        kernels.extend(fits.then(|| vector_kernel(spec, last, true)));
+        let shared = fits && spec.x.dtype.is_half();
+        kernels.extend(shared.then(|| vector_kernel(spec, Form::ChannelLastShared, true)));
     } else if (2..=16 / element + 1).contains(&width) {
         kernels.push(vector_kernel(spec, Form::ChannelFirst { cut: true }, true));
     }

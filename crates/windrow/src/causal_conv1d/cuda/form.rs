@@ -1,6 +1,7 @@
 //! Which kernel computes the outputs, and how it is launched.
 
-use super::{GRID, INCLUDES, Params, THREADS, is_simple, kernel_spec};
+use super::taps::Taps;
+use super::{GRID, INCLUDES, Params, SMALL, THREADS, is_simple, kernel_spec};
 use crate::causal_conv1d::{CausalConv1dSpec, Problem};
 use crate::gpu::{Feature, KernelSpec, Launch, Source};
 
@@ -18,8 +19,10 @@ pub(super) enum Form {
     ChannelLast { vector: usize, chunk: usize },
     /// Vectors along d, a few positions of each in a thread.
     ChannelLastTile { vector: usize, rows: usize },
-    /// Tiles of d and l in shared memory, copied in bulk.
-    ChannelLastShared,
+    /// Tiles in shared memory, copied in bulk: so many channels and positions a thread, `lanes` threads along d.
+    ChannelLastShared { vector: usize, rows: usize, lanes: usize },
+    /// Any width, one sequence a row.
+    Taps(Taps),
     /// One output a thread.
     Plain,
 }
@@ -28,51 +31,69 @@ pub(super) enum Form {
 const AHEAD: usize = 8;
 /// Warps of a block of the kernel of channel-last tiles, one below the other.
 const TILE_WARPS: usize = THREADS / 32;
-/// Channels and positions of a block of the kernel with tiles in shared memory.
-const SHARED_CHANNELS: usize = 4 * THREADS;
-const SHARED_ROWS: usize = 8;
+/// Most taps of the kernel with tiles in shared memory.
+const SHARED_TAPS: usize = 9;
 
 impl Form {
-    /// The one for a spec; `bulk_copies`: whether the device makes them.
-    pub(super) fn of(spec: &CausalConv1dSpec, problem: &Problem, bulk_copies: bool) -> Self {
+    /// The one for a spec; `has`: what the device has.
+    pub(super) fn of(
+        spec: &CausalConv1dSpec,
+        problem: &Problem,
+        has: impl Fn(Feature) -> bool,
+    ) -> Self {
         let Problem { b, d, l, width, .. } = *problem;
         let (x, y) = (spec.x.strides(), spec.y.strides());
         let vector = 16 / spec.x.dtype.size();
-        if x[2] == 1 && y[2] == 1 && (2..=vector + 1).contains(&width) && l < 1 << 30 {
-            let rows_fit = b <= GRID && d <= GRID;
+        let plain = |taps: Option<Taps>| taps.map_or(Form::Plain, Form::Taps);
+        if x[2] == 1 && y[2] == 1 && l < 1 << 30 {
+            if !(2..=vector + 1).contains(&width) || b > GRID || d > GRID {
+                return plain(Taps::first(spec, problem, has));
+            }
             // Measured on an H200: long rows gain from more loads in flight, few rows from more
             // threads.
             let steps = match l {
                 _ if b * d * l.div_ceil(32 * vector) < 4096 => 1,
                 4096.. => 4,
+                1024.. if width > 5 => 4,
                 _ => 2,
             };
             let segments = l.div_ceil(32 * vector * steps);
             let across = if steps == 4 { 1 } else { segments.next_power_of_two().clamp(1, 4) };
-            return if rows_fit { Form::ChannelFirst { steps, across } } else { Form::Plain };
+            return Form::ChannelFirst { steps, across };
         }
-        if x[1] == 1 && y[1] == 1 && (2..=5).contains(&width) && l < 1 << 30 {
+        if x[1] == 1 && y[1] == 1 && l < 1 << 30 {
             // Measured on an H200: large half tensors, whose arithmetic weighs more, gain from
             // walking, or more from shared memory; others from many short threads.
             let half = spec.x.dtype.is_half();
             let large = spec.x.bytes() > 16 << 20;
             let fits = |n: isize| [d as isize, x[0], x[2], y[0], y[2]].iter().all(|s| s % n == 0);
             let packed = spec.seq_idx.is_some() || spec.cu_seqlens.is_some();
-            if bulk_copies
+            if has(Feature::BulkCopies)
                 && half
                 && large
                 && !packed
                 && fits(8)
                 && b <= GRID
-                && l <= GRID * SHARED_ROWS
+                && let Some(form) = Form::shared(problem, x[2] == d as isize && y[2] == d as isize)
             {
-                return Form::ChannelLastShared;
+                return form;
             }
             // As wide as every row allows; for halves more than 8 bytes cost more registers than
             // they gain.
             let mut vector = 4;
             while !fits(vector as isize) {
                 vector /= 2;
+            }
+            let taps = Taps::last(spec, problem, vector);
+            if !(2..=5).contains(&width) {
+                return plain(taps);
+            }
+            // Long sequences of few channels, which leave threads along d idle.
+            if d <= 64
+                && spec.x.bytes() > SMALL
+                && let Some(taps) = taps
+            {
+                return Form::Taps(taps);
             }
             let rows = if large { 8 } else { 4 };
             let rows_fit = b <= GRID && l <= GRID * TILE_WARPS * rows;
@@ -84,10 +105,28 @@ impl Form {
         Form::Plain
     }
 
+    /// Tiles in shared memory, if they are for the width; `dense`: whether rows of channels lie one behind the other.
+    fn shared(problem: &Problem, dense: bool) -> Option<Self> {
+        let Problem { d, l, width, .. } = *problem;
+        // Few channels share a block if they are all of its.
+        let few = dense && d.is_power_of_two() && (8..256).contains(&d);
+        // Measured on an H200: what registers hold for many blocks.
+        let (vector, rows) = match width {
+            ..=4 if !few => (4, 8),
+            ..=5 => (4, 16),
+            _ => (2, 32),
+        };
+        let lanes = if few { d / vector } else { THREADS };
+        let fits = (2..=SHARED_TAPS).contains(&width) && l <= GRID * rows * (THREADS / lanes);
+        fits.then_some(Form::ChannelLastShared { vector, rows, lanes })
+    }
+
     /// The main kernel; none if that is the plain one.
     pub(super) fn kernel(self, spec: &CausalConv1dSpec) -> Option<KernelSpec> {
         let mask = u8::from(spec.seq_idx.is_some() || spec.cu_seqlens.is_some());
-        let simple = mask == 0 && is_simple(spec.activation) && spec.weight.shape()[1] <= 4;
+        let width = spec.weight.shape()[1];
+        let blocks = if width == 5 { 7 } else { 8 };
+        let simple = mask == 0 && is_simple(spec.activation) && width <= 4;
         match self {
             Form::ChannelFirst { steps, .. } => Some(
                 kernel_spec(&CHANNEL_FIRST, "channel_first", spec)
@@ -108,14 +147,16 @@ impl Form {
                     .define("VECTOR", vector)
                     .define("MASK", mask),
             ),
-            Form::ChannelLastShared => Some(
+            Form::ChannelLastShared { vector, rows, lanes } => Some(
                 kernel_spec(&CHANNEL_LAST_SM90, "channel_last_sm90", spec)
                     .needs(Feature::BulkCopies)
                     .define("THREADS", THREADS)
-                    .define("VECTOR", SHARED_CHANNELS / THREADS)
-                    .define("ROWS", SHARED_ROWS)
-                    .define("MIN_BLOCKS", if simple { 8 } else { 1 }),
+                    .define("VECTOR", vector)
+                    .define("ROWS", rows)
+                    .define("LANES", lanes)
+                    .define("MIN_BLOCKS", if is_simple(spec.activation) { blocks } else { 1 }),
             ),
+            Form::Taps(taps) => Some(taps.kernel(spec)),
             Form::Plain => None,
         }
     }
@@ -127,12 +168,7 @@ impl Form {
             Form::ChannelFirst { steps, across } => {
                 let vector = 16 / element;
                 // Rows that begin between vectors have one more.
-                let [b_stride, d_stride, _] = params.y_stride;
-                let in_bytes = |elements: isize| elements * element as isize;
-                let cut = [params.y as isize, in_bytes(b_stride), in_bytes(d_stride)]
-                    .into_iter()
-                    .any(|bytes| bytes % 16 != 0);
-                let reach = length + if cut { vector - 1 } else { 0 };
+                let reach = length + params.lead(element);
                 let segments = reach.div_ceil(32 * vector * steps);
                 let down = THREADS / 32 / across;
                 Some(Launch {
@@ -168,14 +204,17 @@ impl Form {
                     block: [THREADS as u32, 1, 1],
                 })
             }
-            Form::ChannelLastShared => (params.x | params.y).is_multiple_of(16).then(|| Launch {
-                grid: [
-                    channels.div_ceil(SHARED_CHANNELS) as u32,
-                    length.div_ceil(SHARED_ROWS) as u32,
-                    batch as u32,
-                ],
-                block: [THREADS as u32, 1, 1],
-            }),
+            Form::ChannelLastShared { vector, rows, lanes } => {
+                (params.x | params.y).is_multiple_of(16).then(|| Launch {
+                    grid: [
+                        channels.div_ceil(lanes * vector) as u32,
+                        length.div_ceil(THREADS / lanes * rows) as u32,
+                        batch as u32,
+                    ],
+                    block: [THREADS as u32, 1, 1],
+                })
+            }
+            Form::Taps(taps) => taps.launch(params, element),
             Form::Plain => None,
         }
     }
@@ -192,11 +231,11 @@ impl Form {
             Form::ChannelLastTile { vector, rows } => {
                 format!("{vector} channels of {rows} positions a thread, in one pass")
             }
-            Form::ChannelLastShared => {
-                format!(
-                    "tiles of {SHARED_CHANNELS} channels of {SHARED_ROWS} positions in shared memory"
-                )
+            Form::ChannelLastShared { vector, rows, lanes } => {
+                let (channels, positions) = (lanes * vector, THREADS / lanes * rows);
+                format!("tiles of {channels} channels of {positions} positions in shared memory")
             }
+            Form::Taps(taps) => taps.explain(),
             Form::Plain => "one output a thread".into(),
         }
     }
@@ -208,9 +247,9 @@ mod tests {
     use crate::DType;
     use crate::causal_conv1d::cuda::tests::spec;
 
-    fn form(shape: [usize; 3], width: usize, order: [usize; 3], bulk_copies: bool) -> Form {
+    fn form(shape: [usize; 3], width: usize, order: [usize; 3], hopper: bool) -> Form {
         let spec = spec(DType::F16, shape, width, order);
-        Form::of(&spec, &spec.problem().unwrap(), bulk_copies)
+        Form::of(&spec, &spec.problem().unwrap(), |_| hopper)
     }
 
     #[test]
@@ -241,7 +280,10 @@ mod tests {
             form([1, 64, 2048], 4, last, true),
             Form::ChannelLastTile { vector: 4, rows: 4 }
         );
-        assert_eq!(form([8, 4096, 2048], 4, last, true), Form::ChannelLastShared);
+        assert_eq!(
+            form([8, 4096, 2048], 4, last, true),
+            Form::ChannelLastShared { vector: 4, rows: 8, lanes: 128 }
+        );
         assert!(matches!(
             form([8, 4100, 2048], 4, last, true),
             Form::ChannelLast { vector: 4, .. }

@@ -1,7 +1,7 @@
 //! Causal convolution on CUDA: launches of `kernels/*.cu`.
 
 use super::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dSpec, Problem};
-use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Kernels, Launch, Source, params, type_name};
+use crate::gpu::{Gpu, Kernel, KernelSpec, Kernels, Launch, Source, params, type_name};
 use crate::{
     Activation, Approximate, DType, Device, Result, TensorDesc, TensorMut, TensorRef, Workspace,
 };
@@ -15,7 +15,9 @@ macro_rules! header {
 static INCLUDES: &[Source] = &[
     header!("parameters.cuh"),
     header!("causal_conv1d.cuh"),
+    header!("vector.cuh"),
     header!("row.cuh"),
+    header!("backward_walk.cuh"),
     header!("im2col.cuh"),
     header!("update.cuh"),
     header!("serving.cuh"),
@@ -38,6 +40,7 @@ pub(super) mod dense_backward;
 mod form;
 pub(super) mod im2col;
 pub(super) mod serving;
+mod taps;
 pub(super) mod update;
 
 use form::Form;
@@ -286,7 +289,7 @@ fn mask_kernel(spec: &CausalConv1dSpec, form: Form) -> Option<KernelSpec> {
 impl Direct {
     pub(super) fn new(device: Device, spec: &CausalConv1dSpec, problem: &Problem) -> Result<Self> {
         let gpu = Gpu::get(device)?;
-        let form = Form::of(spec, problem, gpu.has(Feature::BulkCopies));
+        let form = Form::of(spec, problem, |feature| gpu.has(feature));
         let load = |kernel: Option<KernelSpec>| kernel.map(|k| gpu.kernel(&k)).transpose();
         let params = Params::of(spec, problem)?;
         Ok(Direct {
@@ -356,6 +359,16 @@ impl Direct {
     }
 }
 
+impl Params {
+    /// Positions that the first vector of a row may begin before it, where rows of y do not all begin at a vector.
+    fn lead(&self, element: usize) -> usize {
+        let [b_stride, d_stride, _] = self.y_stride;
+        let in_bytes = |elements: isize| elements * element as isize;
+        let begins = [self.y as isize, in_bytes(b_stride), in_bytes(d_stride)];
+        if begins.into_iter().any(|bytes| bytes % 16 != 0) { 16 / element - 1 } else { 0 }
+    }
+}
+
 /// A thread for each element of x or y.
 fn plain_launch(params: &Params) -> Launch {
     let Params { batch, channels, length, y_stride, .. } = *params;
@@ -397,7 +410,7 @@ mod tests {
     fn kernels_compile_without_spills() {
         let (mut kernels, mut large) = (Vec::new(), Vec::new());
         let mut push = |spec: &CausalConv1dSpec| {
-            let form = Form::of(spec, &spec.problem().unwrap(), false);
+            let form = Form::of(spec, &spec.problem().unwrap(), |_| false);
             kernels.extend(form.kernel(spec));
             kernels.extend(states_kernel(spec, form));
             kernels.extend(mask_kernel(spec, form));
@@ -428,13 +441,24 @@ mod tests {
                     let spec =
                         spec(dtype, [8, 4096, 2048], width, order).with_activation(activation);
                     push(&spec);
-                    let form = Form::of(&spec, &spec.problem().unwrap(), true);
+                    let form = Form::of(&spec, &spec.problem().unwrap(), |_| true);
                     large.extend(form.kernel(&spec));
                 }
             }
         }
-        for width in [1, 2, 3, 5, 20] {
+        for width in [1, 2, 3, 5, 7, 9] {
             push(&spec(DType::F16, [1, 64, 2048], width, [0, 1, 2]));
+        }
+        for width in [7, 9, 16, 20, 65, 128, 256] {
+            for (dtype, order) in
+                TYPES.into_iter().flat_map(|t| [[0, 1, 2], [0, 2, 1]].map(|order| (t, order)))
+            {
+                let spec =
+                    spec(dtype, [8, 4096, 2048], width, order).with_activation(Activation::Silu);
+                push(&spec);
+                let form = Form::of(&spec, &spec.problem().unwrap(), |_| true);
+                large.extend(form.kernel(&spec));
+            }
         }
         for &activation in Activation::ALL {
             push(&spec(DType::F32, [1, 64, 2048], 4, [0, 1, 2]).with_activation(activation));

@@ -1,37 +1,47 @@
 // y on Hopper where channels lie next to each other in x and y and rows of channels are whole 16-byte
-// vectors; one sequence a row, 2 <= WIDTH <= 5.
+// vectors; one sequence a row, 2 <= WIDTH <= 16.
 //
 // Floor: x once in, y once out. The copy engine brings a tile of ROWS positions into shared memory and takes
 // it away again, computed in place: registers hold the arithmetic of one position, and memory sees pieces
-// of THREADS * VECTOR elements. The WIDTH - 1 positions before a tile come from L2.
+// of LANES * VECTOR elements. The WIDTH - 1 positions before a tile come from L2.
 //
 // VECTOR   channels of a thread
-// ROWS     positions of a tile, at most 32
+// ROWS     positions of a thread
+// LANES    threads along the channels; fewer than THREADS only where all channels are theirs and rows lie one behind the
+//          other: then groups of threads have tiles one behind the other, each of which is one piece of memory
 #include "causal_conv1d.cuh"
 #include "copy_engine_sm90.cuh"
 
-constexpr int HALO = WIDTH - 1, COLUMNS = THREADS * VECTOR;
+constexpr int HALO = WIDTH - 1, COLUMNS = LANES * VECTOR, GROUPS = THREADS / LANES;
+// Tiles of groups lie a row apart, so that they begin in other banks of shared memory.
+constexpr int PITCH = GROUPS > 1 ? ROWS + 1 : ROWS;
 typedef Raw<T, VECTOR> Vector;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) KERNEL(const Params p) {
     wait_for_previous();
-    __shared__ alignas(128) S tile[ROWS][COLUMNS];
+    __shared__ alignas(128) S tiles[GROUPS][PITCH][COLUMNS];
     __shared__ alignas(8) unsigned long long full[1];
-    i64 first = (i64)blockIdx.x * COLUMNS, d = first + threadIdx.x * VECTOR, b = blockIdx.z;
-    int start = blockIdx.y * ROWS, rows = min((int)p.length - start, ROWS), lane = threadIdx.x;
-    i64 columns = p.channels - first < COLUMNS ? p.channels - first : COLUMNS;
-    unsigned bytes = (unsigned)columns * sizeof(S), barrier = shared_address(full);
-    const S *x = p.x + b * p.x_stride[0] + first + start * p.x_stride[2];
-    S *y = p.y + b * p.y_stride[0] + first + start * p.y_stride[2];
-    if (threadIdx.x == 0) {
+    int thread = threadIdx.x, lane = thread % LANES, group = thread / LANES;
+    i64 first = (i64)blockIdx.x * COLUMNS, d = first + lane * VECTOR, b = blockIdx.z;
+    int begin = blockIdx.y * GROUPS * ROWS, rows = min((int)p.length - begin, GROUPS * ROWS);
+    unsigned columns = (unsigned)(p.channels - first < COLUMNS ? p.channels - first : COLUMNS);
+    // Thread i carries piece i: a row, or a group's rows.
+    constexpr int PIECE = GROUPS > 1 ? ROWS : 1;
+    int mine = min(rows - thread * PIECE, PIECE);
+    bool carries = thread < GROUPS * ROWS / PIECE && mine > 0;
+    unsigned barrier = shared_address(full), bytes = mine * columns * sizeof(S);
+    unsigned piece = shared_address(&tiles[GROUPS > 1 ? thread : 0][GROUPS > 1 ? 0 : thread][0]);
+    const S *x = p.x + b * p.x_stride[0] + first + begin * p.x_stride[2];
+    S *y = p.y + b * p.y_stride[0] + first + begin * p.y_stride[2];
+    if (thread == 0) {
         barriers_init(full);
-        barrier_expect(barrier, rows * bytes);
+        barrier_expect(barrier, rows * columns * sizeof(S));
     }
     __syncthreads();
-    // Thread r carries row r.
-    if (lane < rows) copy_in(shared_address(tile[lane]), x + lane * p.x_stride[2], bytes, barrier);
+    if (carries) copy_in(piece, x + thread * PIECE * p.x_stride[2], bytes, barrier);
 
-    bool active = d < p.channels;
+    int start = group * ROWS;
+    bool active = d < p.channels && start < rows;
     float weight[WIDTH][VECTOR], bias[VECTOR], window[HALO][VECTOR];
     if (active) {
         weights_at(p, d, weight);
@@ -40,10 +50,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) KERNEL(const P
 #pragma unroll
         for (int j = 0; j < HALO; j++) {
             Vector v = {};
-            int row = j - HALO;
-            if (start + row >= 0) {
-                v.template load<VECTOR>(x + threadIdx.x * VECTOR + row * p.x_stride[2]);
-            }
+            int row = start + j - HALO;
+            if (begin + row >= 0) v.template load<VECTOR>(x + lane * VECTOR + row * p.x_stride[2]);
             v.unpack(window[j]);
         }
     }
@@ -52,8 +60,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) KERNEL(const P
     if (active) {
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
+            S *own = &tiles[group][r][lane * VECTOR];
             Vector v;
-            v.template load<VECTOR>(&tile[r][threadIdx.x * VECTOR]);
+            v.template load<VECTOR>(own);
             float now[VECTOR], out[VECTOR];
             v.unpack(now);
 #pragma unroll
@@ -69,12 +78,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) KERNEL(const P
                 window[HALO - 1][i] = now[i];
             }
             v.pack(out);
-            v.template store<VECTOR>(&tile[r][threadIdx.x * VECTOR]);
+            v.template store<VECTOR>(own);
         }
     }
     copy_out_fence();
     __syncthreads();
-    if (lane >= rows) return;
-    copy_out(y + lane * p.y_stride[2], shared_address(tile[lane]), bytes);
+    if (!carries) return;
+    copy_out(y + thread * PIECE * p.y_stride[2], piece, bytes);
     copy_out_wait();
 }

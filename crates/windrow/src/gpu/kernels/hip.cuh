@@ -77,6 +77,12 @@ template <class V> __device__ __forceinline__ V value_across_warp(V value, int b
 #define __shfl_sync(mask, value, lane) value_of_warp(value, lane)
 #define __shfl_xor_sync(mask, value, bits) value_across_warp(value, bits)
 
+// The threads of a warp are one wavefront's: what it has written to shared memory before, its threads read after.
+#undef __syncwarp
+#define __syncwarp()                                                                                                   \
+    (__builtin_amdgcn_fence(__ATOMIC_RELEASE, "wavefront"), __builtin_amdgcn_wave_barrier(),                           \
+     __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront"))
+
 #ifdef MATRIX_CORES
 // Of the product of a 16x16 and a 16x16 matrix a lane gives elements of row (of b: column) lane % 16, and gets sums of
 // column lane % 16: so many, and where they are.
