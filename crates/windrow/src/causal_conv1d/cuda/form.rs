@@ -262,7 +262,15 @@ mod tests {
             Form::ChannelFirst { steps: 2, across: 4 }
         );
         assert_eq!(form([1, 64, 2048], 4, first, true), Form::ChannelFirst { steps: 1, across: 4 });
-        assert_eq!(form([8, 4096, 2048], 10, first, true), Form::Plain);
+        let taps = |tiles| Form::Taps(Taps::First { tiles, matrix: true });
+        assert_eq!(form([8, 4096, 2048], 10, first, true), taps(4));
+        assert_eq!(form([8, 4096, 2048], 64, first, true), taps(2));
+        assert_eq!(form([8, 4096, 2048], 257, first, true), Form::Plain);
+        let taps = Form::Taps(Taps::Last { vector: 2, rows: 16, lanes: 32 });
+        assert_eq!(form([8, 4096, 2048], 10, last, true), taps);
+        assert_eq!(form([8, 4096, 2048], 4, first, false), form([8, 4096, 2048], 4, first, true));
+        let few = Form::ChannelLastShared { vector: 4, rows: 16, lanes: 4 };
+        assert_eq!(form([1, 16, 1_000_000], 4, last, true), few);
         assert_eq!(form([8, 4096, 2048], 1, first, true), Form::Plain);
         assert!(matches!(
             form([8, 4096, 2048], 4, last, false),

@@ -419,7 +419,7 @@ mod tests {
     #[test]
     fn taps_are_at_constant_distances() {
         for (h, taps, stride, padding, dilation) in [
-            (9, 3, 1, 1, 1),
+            (9usize, 3, 1, 1, 1),
             (7, 3, 2, 1, 1),
             (8, 1, 2, 0, 1),
             (11, 7, 2, 3, 1),
