@@ -111,11 +111,7 @@ impl Form {
         // Few channels share a block if they are all of its.
         let few = dense && d.is_power_of_two() && (8..256).contains(&d);
         // Measured on an H200: what registers hold for many blocks.
-        let (vector, rows) = match width {
-            ..=4 if !few => (4, 8),
-            ..=5 => (4, 16),
-            _ => (2, 32),
-        };
+        let (vector, rows) = if width <= 5 { (4, 16) } else { (2, 32) };
         let lanes = if few { d / vector } else { THREADS };
         let fits = (2..=SHARED_TAPS).contains(&width) && l <= GRID * rows * (THREADS / lanes);
         fits.then_some(Form::ChannelLastShared { vector, rows, lanes })
@@ -290,7 +286,7 @@ mod tests {
         );
         assert_eq!(
             form([8, 4096, 2048], 4, last, true),
-            Form::ChannelLastShared { vector: 4, rows: 8, lanes: 128 }
+            Form::ChannelLastShared { vector: 4, rows: 16, lanes: 128 }
         );
         assert!(matches!(
             form([8, 4100, 2048], 4, last, true),

@@ -62,11 +62,7 @@ impl Taps {
                 .define("LANES", lanes)
                 .define("MIN_BLOCKS", 1),
             Taps::First { tiles, matrix } => {
-                let blocks = match taps {
-                    ..=32 => 8,
-                    33..=64 => 9,
-                    _ => 1,
-                };
+                let blocks = if taps <= 32 { 8 } else { 1 };
                 let simple = matrix && is_simple(spec.activation);
                 let kernel = kernel_spec(&FIRST, "channel_first_taps", spec)
                     .define("TAPS", taps)
