@@ -93,7 +93,7 @@ impl Taps {
                 let columns = channels.div_ceil(lanes * vector);
                 let steps = length.div_ceil(THREADS / lanes * rows);
                 let blocks = steps.min((BLOCKS / (columns * batch)).max(1));
-                aligned.then(|| Launch {
+                aligned.then_some(Launch {
                     grid: [columns as u32, blocks as u32, batch as u32],
                     block: [THREADS as u32, 1, 1],
                 })
