@@ -59,8 +59,9 @@ fn choose_packed(
 ) -> Conv2dAlgorithm {
     let other = choose_beside_implicit(spec, p, supported, multiprocessors);
     let implicit = Conv2dAlgorithm::ImplicitGemm;
-    // f32 at lower accuracy is one product too, of which cuDNN has kernels.
-    let sums = is_strict(spec) || spec.x.dtype != DType::F32 && !other.is_winograd();
+    // One product is what cuDNN has kernels of, for f32 at lower accuracy and for halves.
+    let sums =
+        is_strict(spec) || spec.x.dtype != DType::F32 && other == Conv2dAlgorithm::Im2colGemm;
     let may = supported.contains(&implicit) && sums && allows(spec, implicit);
     if !may || (other == Conv2dAlgorithm::Direct && p.groups == 1) {
         return other;
