@@ -289,7 +289,7 @@ const LARGEST: usize = 150_000;
 /// For these sizes devices run other kernels: many rows with more than a tile each, with and without the
 /// gradient of x, walks over several rows of the batch, long walks of large tensors, also of few channels, more rows than
 /// a grid has blocks, many taps with weights of x's type and of f32.
-const LARGE: [([usize; 3], usize, &str); 16] = [
+const LARGE: [([usize; 3], usize, &str); 17] = [
     ([3, 200, 2312], 4, "silu bias"),
     ([3, 200, 2312], 3, "silu bias dx"),
     ([1, 520, 264], 4, "silu bias dx"),
@@ -298,6 +298,7 @@ const LARGE: [([usize; 3], usize, &str); 16] = [
     ([1, 520, 16392], 4, "silu bias"),
     ([1, 520, 16392], 4, "silu bias seq_idx"),
     ([1, 520, 16392], 7, "silu bias"),
+    ([1, 264, 33_800], 4, "silu bias dx"),
     ([1, 16, 530_003], 3, "silu bias"),
     ([2, 70, 304], 24, "silu bias"),
     ([2, 70, 304], 7, "silu bias f32 weight"),

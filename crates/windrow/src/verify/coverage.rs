@@ -48,19 +48,24 @@ fn count(launched: &[(KernelSpec, u64)], names: &[&str]) -> Vec<KernelLaunches> 
     }
     for (spec, launches) in launched {
         let (file, entry) = spec.name();
-        let of_entry = listed.iter().filter(|l| l.is(file, entry));
-        // Lines of an entry point may name other macros: the line whose values are the kernel's, else any.
-        let named = |line: &&Listed| {
-            let agree = |(name, value): &(String, String)| value_of(spec, name) == value;
-            (line.macros.iter().all(agree), line.macros.len())
-        };
-        let macros = of_entry.max_by_key(named).map_or(&[][..], |l| &l.macros);
-        let mut kernel = format!("{file} {entry}");
-        for (name, _) in macros {
-            kernel += &format!(" {name}={}", value_of(spec, name));
+        let of_entry = || listed.iter().filter(|l| l.is(file, entry));
+        let agrees =
+            |l: &&Listed| l.macros.iter().all(|(name, value)| value_of(spec, name) == value);
+        // Lines of an entry point may name other macros: it counts for each whose values are its own.
+        let mut kernels: Vec<String> =
+            of_entry().filter(agrees).map(|l| l.kernel.clone()).collect();
+        if kernels.is_empty() {
+            let macros = of_entry().map(|l| &l.macros[..]).max_by_key(|macros| macros.len());
+            let mut kernel = format!("{file} {entry}");
+            for (name, _) in macros.unwrap_or_default() {
+                kernel += &format!(" {name}={}", value_of(spec, name));
+            }
+            kernels.push(kernel);
         }
-        let unlisted = || KernelLaunches { listed: false, ..KernelLaunches::new(&kernel, 0) };
-        all.entry(kernel.clone()).or_insert_with(unlisted).launches += launches;
+        for kernel in kernels {
+            let unlisted = || KernelLaunches { listed: false, ..KernelLaunches::new(&kernel, 0) };
+            all.entry(kernel.clone()).or_insert_with(unlisted).launches += launches;
+        }
     }
     all.into_values().collect()
 }

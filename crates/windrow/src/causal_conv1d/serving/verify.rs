@@ -327,9 +327,17 @@ pub(crate) fn args<'a>(
         .with_next_sibling(sibling)
 }
 
-/// Sequences, tokens of all of them, channels, width.
-const SIZES: [([usize; 3], usize); 5] =
-    [([1, 1, 1], 1), ([4, 4, 72], 4), ([5, 90, 33], 3), ([3, 400, 264], 4), ([2, 40, 16], 9)];
+/// Sequences, tokens of all of them, channels, width. The last two are steps that a device is not idle in, of channels that
+/// are whole vectors of 16 bytes in halves, and of 8.
+const SIZES: [([usize; 3], usize); 7] = [
+    ([1, 1, 1], 1),
+    ([4, 4, 72], 4),
+    ([5, 90, 33], 3),
+    ([3, 400, 264], 4),
+    ([2, 40, 16], 9),
+    ([33, 33, 504], 4),
+    ([33, 33, 516], 4),
+];
 
 const OPTIONS: [&str; 14] = [
     "decode",
