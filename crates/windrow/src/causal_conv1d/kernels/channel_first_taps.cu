@@ -94,9 +94,9 @@ __device__ __forceinline__ unsigned wildness(const Vector &v) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) KERNEL(const Params p) {
     wait_for_previous();
-    __shared__ alignas(16) S shared[THREADS / 32][ALL];
+    __shared__ __align__(16) S shared[THREADS / 32][ALL];
     // The latest tap first.
-    __shared__ alignas(16) float shared_weights[THREADS / 32][4 * QUADS];
+    __shared__ __align__(16) float shared_weights[THREADS / 32][4 * QUADS];
     int lane = threadIdx.x % 32, across = blockDim.x / 32, warp = threadIdx.y * across + threadIdx.x / 32;
     S *inputs = shared[warp], *own = inputs + lane * VECTOR;
     float *weights = shared_weights[warp];

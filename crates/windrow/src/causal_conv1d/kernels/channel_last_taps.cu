@@ -52,7 +52,7 @@ __device__ __forceinline__ void inputs(const S *x, i64 stride, int t, int length
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) KERNEL(const Params p) {
     wait_for_previous();
-    __shared__ alignas(16) float weights[TAPS][PITCH];
+    __shared__ __align__(16) float weights[TAPS][PITCH];
     int lane = threadIdx.x % LANES, group = threadIdx.x / LANES, length = (int)p.length;
     i64 first = (i64)blockIdx.x * COLUMNS, d = first + lane * VECTOR, b = blockIdx.z;
     i64 x_stride = p.x_stride[2], y_stride = p.y_stride[2];

@@ -14,7 +14,7 @@
 
 // Only where a kernel may start before the one before is done.
 constexpr int GUESSES = WINDROW_PTX >= 900 ? GUESS : 0;
-constexpr bool ONE = SHORT && AHEAD == 1 && !given(STARTS);
+constexpr bool ONE = SHORT && AHEAD == 1 && !(GIVEN >> STARTS & 1);
 
 // What the first sequence of a block is likely to read. `state` is negative if that is nothing.
 struct Guess {
