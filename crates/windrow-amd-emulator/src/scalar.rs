@@ -262,6 +262,16 @@ fn longs(name: &str) -> Option<Run> {
             w.condition = field != 0;
             Ok(Flow::Next)
         },
+        "s_bfe_i64" => |w, i, _| {
+            let (x, how) = (w.long(i, 1) as i64, w.word(i, 2));
+            let (at, width) = (how & 63, (how >> 16 & 127).min(64));
+            // Of i128, so that all 64 bits can be a field.
+            let field = i128::from(x) >> at << (128 - width.max(1)) >> (128 - width.max(1));
+            let field = if width == 0 { 0 } else { field as u64 };
+            w.set_pair(i.scalar(0)?, field);
+            w.condition = field != 0;
+            Ok(Flow::Next)
+        },
         "s_bfm_b64" => |w, i, _| {
             let mask = ((1u64 << (w.word(i, 1) & 63)) - 1) << (w.word(i, 2) & 63);
             w.set_pair(i.scalar(0)?, mask);

@@ -311,7 +311,7 @@ fn scalars() {
     let lines = "s_add_u32 s10, s0, s1; s_addc_u32 s11, 0, 0; s_mul_hi_u32 s12, s0, s1; s_bfe_u32 s13, s0, 0x80004; \
                  s_lshl_b64 s[14:15], s[2:3], 7; s_cmp_lt_i32 s0, s1; s_cselect_b32 s16, s0, s1; s_movk_i32 s17, 0xfffe; \
                  s_lshl2_add_u32 s18, s0, s1; s_andn2_b64 s[20:21], s[2:3], s[0:1]; s_ff1_i32_b64 s22, s[2:3]; \
-                 s_getpc_b64 s[24:25]";
+                 s_getpc_b64 s[24:25]; s_bfe_i64 s[26:27], s[2:3], 0x200000; s_bfe_i64 s[28:29], s[2:3], 0x280014";
     machine.run(lines).unwrap();
     let s = &machine.wave.scalars;
     let (sum, carry) = a.overflowing_add(c);
@@ -322,6 +322,8 @@ fn scalars() {
     assert_eq!((s[17], s[18]), (-2i32 as u32, (a << 2).wrapping_add(c)));
     assert_eq!(machine.wave.pair(20), long & !(u64::from(a) | u64::from(c) << 32));
     assert_eq!((s[22], machine.wave.pair(24)), (long.trailing_zeros(), 0x1000 + 11 * 8 + 4));
+    let fields = [long as i32 as i64, (long as i64) << 4 >> 24];
+    assert_eq!([26, 28].map(|at| machine.wave.pair(at) as i64), fields);
 }
 
 #[test]
