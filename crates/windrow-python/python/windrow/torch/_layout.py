@@ -52,10 +52,17 @@ _IN, _OUT = "_image_in_channels_last", "_result_laid_out"
 
 
 class InChannelsLast(nn.Module):
-    """An image in channels-last, on the CPU."""
+    """An image in channels-last, on the CPU; as it is under transforms of `torch.func`, where not every version of PyTorch can
+    lay it out."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 and x.is_cpu else x
+        if x.dim() != 4 or not x.is_cpu or _is_transformed():
+            return x
+        return x.contiguous(memory_format=torch.channels_last)
+
+
+def _is_transformed() -> bool:
+    return not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active()
 
 
 class LaidOutAs(nn.Module):
