@@ -1,16 +1,21 @@
 """Every distinct convolution of the networks of `models.py` through `windrow.torch.patch`, beside PyTorch.
 
     python benchmarks/layers_of_models.py --device cuda:0|cpu [--models a,b] [--modes m,n] [--batches 1,8,64] OUT.json
+    python benchmarks/layers_of_models.py --device cuda:0|cpu --layers benchmarks/layers/cnn18.csv [--modes m,n] OUT.json
 
 Each is a module of its own, for inference, with the sizes that it has in the network. PyTorch's and the patched one take
 turns in one process, on CUDA in graphs; times are medians. What the networks have in common is measured once.
 
+With --layers they are those of a file: 3x3, without bias and padding, a batch each.
+
 Results are written on the way, and records are made in parts, as by `models.py`; OUT.md has by mode and batch the
-geometric mean of PyTorch's time beside Windrow's, and the convolutions that gain least. Needs `windrow` on PYTHONPATH.
+geometric mean of PyTorch's time beside Windrow's, both rates, and the convolutions that gain least. Rates count the
+operations of the direct algorithm. Needs `windrow` on PYTHONPATH.
 """
 
 import argparse
 import copy
+import csv
 import datetime
 import gc
 import json
@@ -57,6 +62,7 @@ def arguments() -> argparse.Namespace:
     add("--models", help=f"of {','.join(networks.NETWORKS)}")
     add("--modes", help="of " + "; ".join(f"{','.join(MODES_OF['infer', d])} on {d}" for d in ("cuda", "cpu")))
     add("--batches", default="1,8,64")
+    add("--layers", type=Path, help="a file with a name, n, c, h, w and k in each line, in the place of networks")
     add("--accuracy", help="of patch")
     add("--seconds", type=float, default=0.03, help="timing of a case, at least")
     add("--budget", type=float, default=math.inf, help="start no case after so many seconds")
@@ -91,6 +97,15 @@ def layers(names: list[str], device: str) -> dict[str, Layer]:
     return found
 
 
+def of_file(path: Path) -> dict[str, Layer]:
+    found = {}
+    for row in csv.reader(path.read_text().splitlines()):
+        if row and not row[0].startswith("#"):
+            n, c, h, w, k = map(int, row[1:])
+            found[row[0]] = Layer(nn.Conv2d(c, k, 3, bias=False, device="meta"), (n, c, h, w), [path.stem])
+    return found
+
+
 def case(layer: Layer, mode: Mode, batch: int, device: torch.device) -> tuple[nn.Module, Tensor]:
     """The convolution with numbers in it, and an image."""
     torch.manual_seed(0)
@@ -118,12 +133,19 @@ def measured(layer: Layer, mode: Mode, batch: int, options: argparse.Namespace) 
             if options.device.type == "cuda":
                 calls[side] = models.captured(calls[side])
         times = models.in_turns(calls, options.seconds, options.device, SAMPLE_SECONDS)
+        positions = plain(image)[0, 0].numel() if not isinstance(plain, nn.ConvTranspose2d) else image[0, 0].numel()
     decided = [line.strip() for line in str(report).split("\n") if line.startswith("    ")]
-    return {"ms": times, "models": layer.models, "decided": decided}
+    flop = 2 * batch * positions * plain.weight.numel()
+    return {"ms": times, "models": layer.models, "decided": decided, "flop": flop}
 
 
 def gain(result: dict[str, Any]) -> float:
     return result["ms"]["pytorch"]["median"] / result["ms"]["windrow"]["median"]
+
+
+def rate(result: dict[str, Any], side: str) -> float:
+    """TFLOP/s."""
+    return result["flop"] / result["ms"][side]["median"] / 1e9
 
 
 def table(record: dict[str, Any]) -> str:
@@ -132,31 +154,37 @@ def table(record: dict[str, Any]) -> str:
     lines = [f"# {record['device']}", "", f"{versions}.", *sorted(commits)]
     lines += [f"Not measured: {name} ({why})." for name, why in record["left"].items()]
     lines += [f"Failed: {n}: {r['failed']}" for n, r in record["cases"].items() if "failed" in r]
-    groups: dict[tuple[str, int], list[tuple[float, str]]] = {}
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for result in record["cases"].values():
         if "ms" in result:
-            at = (result["mode"], result["batch"])
-            groups.setdefault(at, []).append((gain(result), result["layer"]))
-    lines += ["", "PyTorch's time beside the patched module's.", "", "| mode | batch | convolutions | geometric mean | least |"]
-    lines += ["|---|--:|--:|--:|--:|"]
-    for (mode, batch), rows in groups.items():
-        mean = statistics.geometric_mean(ratio for ratio, _ in rows)
-        lines.append(f"| {mode} | {batch} | {len(rows)} | {mean:.2f} | {min(rows)[0]:.2f} |")
-    for (mode, batch), rows in groups.items():
-        lines += ["", f"## {mode}, batch {batch}: those that gain least", "", "| convolution | x |", "|---|--:|"]
-        lines += [f"| {layer} | {ratio:.2f} |" for ratio, layer in sorted(rows)[:SLOWEST]]
+            groups.setdefault((result["mode"], result["of"]), []).append(result)
+    lines += ["", "PyTorch's time beside the patched module's, and rates of both in TFLOP/s: geometric means.", ""]
+    lines += ["| mode | of | convolutions | x | least | PyTorch | patched |", "|---|---|--:|--:|--:|--:|--:|"]
+    for (mode, of), results in groups.items():
+        mean = statistics.geometric_mean(map(gain, results))
+        rates = [statistics.geometric_mean(rate(r, side) for r in results) for side in ("pytorch", "windrow")]
+        least = min(map(gain, results))
+        lines.append(f"| {mode} | {of} | {len(results)} | {mean:.2f} | {least:.2f} | {rates[0]:.3g} | {rates[1]:.3g} |")
+    for (mode, of), results in groups.items():
+        lines += ["", f"## {mode}, {of}: those that gain least", "", "| convolution | x |", "|---|--:|"]
+        lines += [f"| {r['layer']} | {gain(r):.2f} |" for r in sorted(results, key=gain)[:SLOWEST]]
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
     options = arguments()
     start, broken = time.perf_counter(), 0
-    record = models.load(options.out, models.header(options.device))
-    names = models.chosen(options.models, list(networks.NETWORKS))
-    record["left"] = {n: why for n in names if (why := networks.missing(networks.NETWORKS[n]))}
-    found = layers([n for n in names if n not in record["left"]], options.device.type)
+    record = models.load(options.out, models.header(options.device, []))
     modes = models.chosen(options.modes, MODES_OF["infer", options.device.type])
-    cases = [(m, int(b), n) for m in modes for b in options.batches.split(",") for n in found]
+    if options.layers:
+        found = of_file(options.layers)
+        cases = [(m, layer.image[0], n, options.layers.stem) for m in modes for n, layer in found.items()]
+    else:
+        names = models.chosen(options.models, list(networks.NETWORKS))
+        record["left"] = {n: why for n in names if (why := networks.missing(networks.NETWORKS[n]))}
+        found = layers([n for n in names if n not in record["left"]], options.device.type)
+        batches = options.batches.split(",")
+        cases = [(m, int(b), n, f"batch {b}") for m in modes for b in batches for n in found]
     measured_at = provenance.commit() | {"date": str(datetime.date.today())}
     written = start
 
@@ -164,7 +192,7 @@ def main() -> int:
         options.out.write_text(json.dumps(record, indent=1) + "\n")
         options.out.with_suffix(".md").write_text(table(record))
 
-    for mode, batch, name in cases:
+    for mode, batch, name, of in cases:
         if time.perf_counter() - start > options.budget:
             print(f"the budget is used up before {name}, {mode}, batch {batch}", file=sys.stderr)
             break
@@ -174,7 +202,7 @@ def main() -> int:
         except (RuntimeError, ValueError, TypeError, MemoryError) as e:
             result = {"failed": f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"}
             said, broken = f"failed: {result['failed']}", broken + 1
-        about = {"layer": name, "mode": mode, "batch": batch}
+        about = {"layer": name, "mode": mode, "batch": batch, "of": of}
         how = [options.accuracy] if options.accuracy else []
         record["cases"][", ".join([name, mode, *how, str(batch)])] = about | result | measured_at
         record |= measured_at
