@@ -197,3 +197,30 @@ def test_a_frozen_filter_is_decided_for_itself(times):
         freeze(module)(x)
     modes = [d.mode for d in _fastest.decisions()]
     assert modes == ["forward", "forward with a frozen filter"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "samples"),
+    [
+        ([5, 1.0, 1.1], [5, 0.8, 0.8], 3),
+        ([5, 1.0, 1.1], [5, 1.3, 1.3], 3),
+        # As far as this may be chance, more are asked for.
+        ([5, 1.0, 1.1, 1.0, 1.1, 1.1], [5, 0.8, 0.95, 0.8, 0.8, 0.8], 6),
+        ([5, 0.7, 1.1, 1.1, 1.1], [5, 0.8, 0.8, 0.8, 0.8], 6),
+        # A first one that took twice as long is no chance.
+        ([5], [2], 1),
+    ],
+)
+def test_clear_differences_end_a_measurement(theirs, ours, samples, monkeypatch):
+    def clock(device, run, repeat):
+        taken = run()
+        given = {"theirs": theirs, "ours": ours}[taken]
+        counts[taken] += 1
+        return given[min(counts[taken], len(given)) - 1] * 1e-3
+
+    counts = {"theirs": 0, "ours": 0}
+    monkeypatch.setattr(_fastest, "_on_cpu", clock)
+    contestants = [_fastest.Contestant(PYTORCH, lambda: "theirs"), _fastest.Contestant("Windrow", lambda: "ours")]
+    found = _fastest._times(torch.device("cpu"), contestants)
+    assert counts == {"theirs": samples, "ours": samples}
+    assert (found["Windrow"].device < found[PYTORCH].device) == (ours[-1] < theirs[-1])

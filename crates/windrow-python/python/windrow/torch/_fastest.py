@@ -28,6 +28,8 @@ _SHARE = 0.97
 # The same of a step under autocast on the CPU: measured are filters that are cast already, and PyTorch casts each once for
 # its convolution and gradients.
 _CAST_SHARE = 0.8
+# Two samples of each that differ by more than this decide: more would only keep the first call waiting.
+_CHANCE = 0.1
 # Beside a convolution the interpreter is busy with what follows it, a normalisation, an activation, an addition: about so
 # many times as long as with PyTorch's convolution (ResNet, MobileNet).
 _BESIDE = 2.0
@@ -331,6 +333,8 @@ def _times(device: torch.device, contestants: list[Contestant]) -> dict[str, Sec
         for _ in range(rounds):
             for c in contestants:
                 times[c.name].append(clock(device, c.run, repeat))
+            if _is_clear([samples[1:] for samples in times.values()]):
+                break
     # Nobody waits for the interpreter where the device is busy for so long.
     is_short = device.type == "cuda" and min(once.values()) < 1e-3
     hosts = _host_times(device, contestants) if is_short else {}
@@ -338,6 +342,14 @@ def _times(device: torch.device, contestants: list[Contestant]) -> dict[str, Sec
         name: Seconds(statistics.median(samples), hosts.get(name, 0.0))
         for name, samples in times.items()
     }
+
+
+def _is_clear(times: Sequence[Sequence[float]]) -> bool:
+    """Whether each differs from PyTorch, the first, by more than chance in what was measured so far."""
+    theirs, *others = times
+    return len(theirs) > 1 and all(
+        max(ours) < (1 - _CHANCE) * min(theirs) or min(ours) > (1 + _CHANCE) * max(theirs) for ours in others
+    )
 
 
 def _on_cpu(device: torch.device, run: Callable[[], Any], repeat: int) -> float:
