@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windrow import _native
+from windrow import _native, _threads
 from windrow._replace import has_parameters_of, replace, when_imported
 
 __all__ = [
@@ -25,6 +25,8 @@ __all__ = [
     "causal_conv1d_update_cpu",
     "register",
 ]
+
+_threads.share()
 
 _MODULES = (
     "vllm.model_executor.layers.mamba.ops.causal_conv1d",

@@ -3,7 +3,8 @@
 Nothing of PyTorch is linked, so one build works with every version from 2.4 on.
 """
 
-from windrow.torch import _flops, _threads
+from windrow import _threads
+from windrow.torch import _flops
 from windrow.torch._causal_conv1d import (
     causal_conv1d_fn,
     causal_conv1d_update,
