@@ -38,7 +38,7 @@ MODES = {
 # By kind and kind of device; those that say most come first.
 MODES_OF = {
     ("infer", "cuda"): ["f32", "bf16_cl", "f16_cl", "tf32_cl", "f32_cl", "bf16"],
-    ("infer", "cpu"): ["f32", "f32_cl", "bf16"],
+    ("infer", "cpu"): ["f32", "f32_cl", "bf16", "bf16_cl"],
     ("train", "cuda"): ["f32", "amp_bf16", "amp_f16", "f32_cl"],
     ("train", "cpu"): ["f32", "f32_cl", "amp_bf16"],
 }

@@ -23,7 +23,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def arguments() -> argparse.Namespace:
     add("--accuracy", help="of patch and optimize")
     add("--batches", help="instead of each network's own")
     add("--seconds", type=float, help="timing of a case; default 1 on CUDA, 8 on the CPU")
-    add("--budget", type=float, default=math.inf, help="start no case after so many seconds")
+    add("--budget", type=float, default=math.inf, help="start nothing after so many seconds")
     add("out", type=Path, metavar="OUT.json")
     options = parser.parse_args()
     if options.onnxruntime and (options.train or options.device.type != "cpu"):
@@ -173,19 +173,25 @@ def measured(name: str, case: Case, options: argparse.Namespace, exact: dict) ->
     return {"ms": times, "error": case.errors(exact)} if case.first else {"ms": times}
 
 
-def peaks(measured: dict[str, Case]) -> dict[str, dict[str, int]]:
-    """Peak memory of the sides of each network's first batch, each in a process of its own."""
+def peaks(measured: dict[str, Case], deadline: float) -> dict[str, dict[str, int]]:
+    """Peak memory of the sides of each network's first batch, each in a process of its own; none begins after the deadline."""
     jobs = [(t, c, side) for t, c in measured.items() if c.first for side in contestants.sides(c.kind)]
     on_cuda = any(case.device.type == "cuda" for case in measured.values())
     found: dict[str, dict[str, int]] = {}
+
+    def peak(title: str, case: Case, side: str) -> int | None:
+        if time.perf_counter() > deadline:
+            return None
+        return memory.peak(case.device, title, side, case.kind)
+
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2) if on_cuda else 1) as pool:
-        sizes = pool.map(lambda job: memory.peak(job[1].device, job[0], job[2], job[1].kind), jobs)
-        for (title, _, side), size in zip(jobs, sizes, strict=True):
-            found.setdefault(title, {})[side] = size
+        for (title, _, side), size in zip(jobs, pool.map(lambda job: peak(*job), jobs), strict=True):
+            if size is not None:
+                found.setdefault(title, {})[side] = size
     return found
 
 
-def header(device: torch.device, more: list[str]) -> dict[str, Any]:
+def header(device: torch.device, more: Iterable[str] = ()) -> dict[str, Any]:
     """With the versions of PyTorch, Windrow, what networks are from, and `more` packages."""
     versions = {"torch": torch.__version__}
     for package in ["torchvision", "diffusers", "windrow", *more]:
@@ -309,7 +315,7 @@ def main() -> int:
         write()
         gc.collect()
     torch.cuda.empty_cache()
-    for name, sizes in peaks(done).items():
+    for name, sizes in peaks(done, start + options.budget).items():
         record["cases"][key_of(name, done[name])]["peak_bytes"] = sizes
     write()
     print(table(record), end="")
