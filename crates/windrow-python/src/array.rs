@@ -14,7 +14,7 @@ use std::ffi::c_void;
 use std::ptr::null_mut;
 use std::sync::Mutex;
 use windrow::cuda::DeviceTensor;
-use windrow::{DType, Device, Layout, MAX_RANK, TensorDesc, TensorMut, TensorRef};
+use windrow::{DType, Device, MAX_RANK, TensorDesc, TensorMut, TensorRef};
 
 /// The memory of an array that belongs to a Python object.
 ///
@@ -127,7 +127,8 @@ impl<'py> Array<'py> {
         unsafe {
             let family = Family::Exchange(exchange.api, object.clone());
             let array = Self::from_tensor(arg, &tensor.assume_init(), false, family, None)?;
-            if exchange.can_be_negative && may_be_negative(&array.desc.layout) {
+            if exchange.can_be_negative && may_be_negative(array.desc.shape(), array.desc.strides())
+            {
                 refuse_negative(arg, object)?;
             }
             Ok(array)
@@ -365,8 +366,8 @@ pub(crate) fn fetch(py: Python<'_>, tensor: &DeviceTensor, to: *mut u8) -> windr
 
 /// False where asking would be a waste of time, which counts in a small call: PyTorch negates lazily
 /// only the imaginary part of a conjugated tensor, and in such a view every stride is even.
-fn may_be_negative(layout: &Layout) -> bool {
-    layout.shape().iter().zip(layout.strides()).all(|(&n, &s)| n < 2 || s % 2 == 0)
+pub(crate) fn may_be_negative(shape: &[usize], strides: &[isize]) -> bool {
+    shape.iter().zip(strides).all(|(&n, &s)| n < 2 || s % 2 == 0)
 }
 
 fn refuse_negative(arg: &str, object: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -389,7 +390,7 @@ fn not_in_place(arg: &str, object: &Bound<'_, PyAny>, cause: PyErr) -> PyErr {
 
 /// How to get at the memory of a type's objects.
 #[derive(Clone, Copy)]
-enum Access {
+pub(crate) enum Access {
     /// The C functions that the type offers.
     Exchange(Exchange),
     /// PyTorch's attributes.
@@ -399,10 +400,10 @@ enum Access {
 }
 
 #[derive(Clone, Copy)]
-struct Exchange {
-    api: &'static ExchangeApi,
+pub(crate) struct Exchange {
+    pub(crate) api: &'static ExchangeApi,
     /// PyTorch's lazy negation, of which the C functions say nothing.
-    can_be_negative: bool,
+    pub(crate) can_be_negative: bool,
 }
 
 /// `object.name()` without making the bound method, which PyO3 does where the stable ABI of old
@@ -422,7 +423,7 @@ fn call_method0<'py>(
 
 /// How to get at the object's memory. Answers are kept: looking them up takes longer than using
 /// them.
-fn access(object: &Bound<'_, PyAny>) -> PyResult<Access> {
+pub(crate) fn access(object: &Bound<'_, PyAny>) -> PyResult<Access> {
     /// Types that are held for good, so that their addresses stay theirs.
     static KNOWN: Mutex<Vec<(Py<PyType>, Access)>> = Mutex::new(Vec::new());
     /// More types than this only a program has that makes them as it runs.

@@ -47,18 +47,26 @@ impl<S: PartialEq + Clone + Send + Sync, P: Send + Sync> PlanCache<S, P> {
         }
         let options = PlanOptions::default().with_device(device);
         let plan = py.detach(|| make(spec, &options)).py()?;
+        Ok(self.keep(py, spec.clone(), device, Arc::new(plan)))
+    }
+
+    /// Keeps a plan, and gives what is kept: another one that was there before.
+    pub(crate) fn keep(&self, py: Python<'_>, spec: S, device: Device, plan: Arc<P>) -> Arc<P> {
         let mut entries = self.entries();
-        if let Some(first) = find(&mut entries, spec, device) {
-            return Ok(first);
+        if let Some(first) = find(&mut entries, &spec, device) {
+            return first;
         }
         let oldest = if entries.len() == CAPACITY { entries.pop() } else { None };
-        let entry = Entry { spec: spec.clone(), device, plan: Arc::new(plan) };
-        let plan = entry.plan.clone();
-        entries.insert(0, Box::new(entry));
+        entries.insert(0, Box::new(Entry { spec, device, plan: plan.clone() }));
         // What a plan frees may take its time: not under the mutex.
         drop(entries);
         py.detach(|| drop(oldest));
-        Ok(plan)
+        plan
+    }
+
+    /// The plan that was kept for `spec` on `device`.
+    pub(crate) fn find(&self, spec: &S, device: Device) -> Option<Arc<P>> {
+        find(&mut self.entries(), spec, device)
     }
 
     /// All plans, the one used last first.

@@ -1,17 +1,38 @@
 //! What `windrow.vllm` and `windrow.sglang` call.
 
-use crate::array::{Array, desc, view};
+use crate::array::{Array, desc};
 use crate::call::{PlanCache, run, word_or_default};
 use crate::error::IntoPy;
+use crate::glance::{Form, glance};
 use crate::output::{Output, like};
+use crate::torch::count_changes;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use std::ffi::c_void;
+use std::ptr::null_mut;
 use windrow::{
-    CausalConv1dServingArgs, CausalConv1dServingOutputs, CausalConv1dServingPlan,
+    Activation, CausalConv1dServingArgs, CausalConv1dServingOutputs, CausalConv1dServingPlan,
     CausalConv1dServingSpec, Layout, TensorDesc, TensorMut, TensorRef,
 };
 
 static PLANS: PlanCache<CausalConv1dServingSpec, CausalConv1dServingPlan> = PlanCache::new();
+static CALLS: PlanCache<Call, CausalConv1dServingPlan> = PlanCache::new();
+
+/// The arrays of a call, in the order of its arguments.
+const ARRAYS: usize = 18;
+
+/// Their addresses; null where an array is not given.
+type Addresses = [*mut c_void; ARRAYS];
+
+/// All that the plan of a call, and whether its arrays can be computed with, depend on, but for addresses.
+#[derive(Clone, PartialEq)]
+struct Call {
+    order: &'static str,
+    activation: Activation,
+    null_index: Option<i64>,
+    block_size: usize,
+    forms: [Option<Form>; ARRAYS],
+}
 
 /// The next tokens of many sequences, whose states `conv_states` are walked on in place; see
 /// `CausalConv1dServingSpec`. `order` names the dimensions of `x` and the result: "bdl", "bd" (a token a row), "dl" or
@@ -48,8 +69,47 @@ pub(crate) fn causal_conv1d_serving<'py>(
     parent_token: Option<&Bound<'py, PyAny>>,
     out: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let option = |arg, array| Array::import_option(arg, array, None);
+    let orders = ["bdl", "bd", "dl", "ld"].into_iter();
+    let Some(order) = orders.clone().find(|known| *known == order) else {
+        return Err(PyValueError::new_err(format!("`order` is {order:?}, expected {orders:?}")));
+    };
+    let activation = word_or_default(activation)?;
+    let given = [
+        Some(x),
+        Some(conv_states),
+        Some(weight),
+        bias,
+        query_start_loc,
+        conv_state_indices,
+        has_initial_state,
+        num_accepted_tokens,
+        initial_block,
+        last_block,
+        first_block,
+        tokens_before,
+        intermediate_windows,
+        intermediate_indices,
+        next_token,
+        next_sibling,
+        parent_token,
+        out,
+    ];
+    let forms = [const { None }; ARRAYS];
+    let mut call = Call { order, activation, null_index, block_size, forms };
+    let mut addresses: Addresses = [null_mut(); ARRAYS];
+    let is_plain = out.is_some() && look(&given, &mut call.forms, &mut addresses)?;
     let x = Array::import("x", x)?;
+    if is_plain
+        && let Some(out) = out
+        && let Some(plan) = CALLS.find(&call, x.device)
+    {
+        let changed = [Some(conv_states), intermediate_windows, parent_token, Some(out)];
+        count_changes(py, &Vec::from_iter(changed.into_iter().flatten()))?;
+        compute(py, &x, &plan, &addresses)?;
+        return Ok(out.clone());
+    }
+
+    let option = |arg, array| Array::import_option(arg, array, None);
     let conv_states = Array::import("conv_states", conv_states)?;
     let weight = Array::import("weight", weight)?;
     let bias = option("bias", bias)?;
@@ -68,10 +128,10 @@ pub(crate) fn causal_conv1d_serving<'py>(
     let parent_token = option("parent_token", parent_token)?;
     let mut y = Output::new(py, out, &x, || like(&x))?;
     let [x_desc, y_desc] = [ordered("x", &x.desc, order)?, ordered("out", &y.desc(), order)?];
-    // Specs and arguments are large: handed from setter to setter they would cost more than the rest of the call.
+    // Specs are large: handed from setter to setter they would cost more than the rest of the call.
     let mut spec = CausalConv1dServingSpec::new(x_desc, conv_states.desc, weight.desc).py()?;
     spec.y = y_desc;
-    spec.activation = word_or_default(activation)?;
+    spec.activation = activation;
     spec.block_size = block_size;
     spec.bias = desc(&bias);
     spec.query_start_loc = desc(&query_start_loc);
@@ -89,36 +149,105 @@ pub(crate) fn causal_conv1d_serving<'py>(
     spec.next_sibling = desc(&next_sibling);
     spec.parent_token = desc(&parent_token);
     let plan = PLANS.get(py, &spec, x.device, CausalConv1dServingPlan::new)?;
-    // SAFETY: the same elements, of which there may be dimensions of size 1 more.
-    let tokens = unsafe { TensorRef::from_raw(x.view().as_ptr().cast(), x_desc, x.device) };
-    let mut args = CausalConv1dServingArgs::new(tokens, weight.view());
-    args.bias = view(&bias);
-    args.query_start_loc = view(&query_start_loc);
-    args.conv_state_indices = view(&conv_state_indices);
-    args.has_initial_state = view(&has_initial_state);
-    args.num_accepted_tokens = view(&num_accepted_tokens);
-    args.initial_block = view(&initial_block);
-    args.last_block = view(&last_block);
-    args.first_block = view(&first_block);
-    args.tokens_before = view(&tokens_before);
-    args.intermediate_indices = view(&intermediate_indices);
-    args.next_token = view(&next_token);
-    args.next_sibling = view(&next_sibling);
-    let mut target = y.view_mut()?;
-    // SAFETY: the same elements of an exclusive view, of which there may be dimensions of size 1 more.
-    let target =
-        unsafe { TensorMut::from_raw(target.as_mut_ptr().cast(), y_desc, x.device) }.py()?;
-    let outputs = CausalConv1dServingOutputs::new(conv_states.view_changed()?, target)
-        .with_intermediate_windows(view_changed(&intermediate_windows)?)
-        .with_parent_token(view_changed(&parent_token)?);
-    let elements = x.desc.layout.len() * 2;
-    run(py, &x, plan.workspace_bytes(), elements, |ws| plan.run(&args, outputs, ws))?;
+    let address = |array: &Option<Array<'_>>| array.as_ref().map_or(null_mut(), Array::address);
+    let changed = |array: &Option<Array<'_>>| -> PyResult<*mut c_void> {
+        let view = array.as_ref().map(Array::view_changed).transpose()?;
+        Ok(view.map_or(null_mut(), |mut view| view.as_mut_ptr().cast()))
+    };
+    let addresses = [
+        x.address(),
+        conv_states.view_changed()?.as_mut_ptr().cast(),
+        weight.address(),
+        address(&bias),
+        address(&query_start_loc),
+        address(&conv_state_indices),
+        address(&has_initial_state),
+        address(&num_accepted_tokens),
+        address(&initial_block),
+        address(&last_block),
+        address(&first_block),
+        address(&tokens_before),
+        changed(&intermediate_windows)?,
+        address(&intermediate_indices),
+        address(&next_token),
+        address(&next_sibling),
+        changed(&parent_token)?,
+        y.view_mut()?.as_mut_ptr().cast(),
+    ];
+    compute(py, &x, &plan, &addresses)?;
+    if is_plain {
+        CALLS.keep(py, call, x.device, plan);
+    }
     y.finish(py, &x.family)
 }
 
-/// An optional array as an optional output.
-fn view_changed<'a>(array: &'a Option<Array<'_>>) -> PyResult<Option<TensorMut<'a>>> {
-    array.as_ref().map(Array::view_changed).transpose()
+/// Form and address of each array that is given; false if one of them has to be looked at closely.
+fn look(
+    given: &[Option<&Bound<'_, PyAny>>; ARRAYS],
+    forms: &mut [Option<Form>; ARRAYS],
+    addresses: &mut Addresses,
+) -> PyResult<bool> {
+    for ((array, form), address) in given.iter().zip(forms).zip(addresses) {
+        let Some(array) = array else { continue };
+        let Some(seen) = glance(array)? else { return Ok(false) };
+        (*form, *address) = (Some(seen.0), seen.1);
+    }
+    Ok(true)
+}
+
+/// Runs the plan on arrays of its spec at these addresses, which are alive for the length of the call.
+fn compute(
+    py: Python<'_>,
+    x: &Array<'_>,
+    plan: &CausalConv1dServingPlan,
+    addresses: &Addresses,
+) -> PyResult<()> {
+    let (spec, device) = (plan.spec(), plan.device());
+    let [
+        x_at,
+        states_at,
+        weight_at,
+        bias,
+        starts,
+        indices,
+        flags,
+        accepted,
+        initial,
+        last,
+        first,
+        before,
+        windows,
+        slots,
+        next,
+        sibling,
+        parents,
+        y_at,
+    ] = *addresses;
+    // SAFETY: the memory of an array with this description, of which there may be dimensions of size 1 more.
+    let read = |at, desc: TensorDesc| unsafe { TensorRef::from_raw(at, desc, device) };
+    // SAFETY: as above, and Python code that used it during the call would be racing in any library; plans check that
+    // what is written overlaps nothing.
+    let write = |at, desc: TensorDesc| unsafe { TensorMut::from_raw(at, desc, device) }.py();
+    let mut args = CausalConv1dServingArgs::new(read(x_at, spec.x), read(weight_at, spec.weight));
+    args.bias = spec.bias.map(|desc| read(bias, desc));
+    args.query_start_loc = spec.query_start_loc.map(|desc| read(starts, desc));
+    args.conv_state_indices = spec.conv_state_indices.map(|desc| read(indices, desc));
+    args.has_initial_state = spec.has_initial_state.map(|desc| read(flags, desc));
+    args.num_accepted_tokens = spec.num_accepted_tokens.map(|desc| read(accepted, desc));
+    args.initial_block = spec.initial_block.map(|desc| read(initial, desc));
+    args.last_block = spec.last_block.map(|desc| read(last, desc));
+    args.first_block = spec.first_block.map(|desc| read(first, desc));
+    args.tokens_before = spec.tokens_before.map(|desc| read(before, desc));
+    args.intermediate_indices = spec.intermediate_indices.map(|desc| read(slots, desc));
+    args.next_token = spec.next_token.map(|desc| read(next, desc));
+    args.next_sibling = spec.next_sibling.map(|desc| read(sibling, desc));
+    let (states, y) = (write(states_at, spec.conv_states)?, write(y_at, spec.y)?);
+    let mut outputs = CausalConv1dServingOutputs::new(states, y);
+    outputs.intermediate_windows =
+        spec.intermediate_windows.map(|desc| write(windows, desc)).transpose()?;
+    outputs.parent_token = spec.parent_token.map(|desc| write(parents, desc)).transpose()?;
+    let elements = spec.x.layout.len() * 2;
+    run(py, x, plan.workspace_bytes(), elements, |ws| plan.run(&args, outputs, ws))
 }
 
 /// A tensor with dimensions of this order as [b, d, l].

@@ -26,7 +26,7 @@ pub(crate) struct DLPackVersion {
 }
 
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub(crate) struct DLDevice {
     pub(crate) device_type: i32,
     pub(crate) device_id: i32,

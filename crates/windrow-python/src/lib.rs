@@ -11,6 +11,7 @@ mod conv2d_gradients;
 mod dlpack;
 mod error;
 mod gelu;
+mod glance;
 mod openmp;
 mod output;
 mod torch;

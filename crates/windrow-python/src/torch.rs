@@ -109,6 +109,17 @@ pub(crate) fn count_change(array: &Bound<'_, PyAny>) -> PyResult<()> {
     Ok(())
 }
 
+/// [`count_change`] of several tensors, in one call where PyTorch takes them so.
+pub(crate) fn count_changes(py: Python<'_>, arrays: &[&Bound<'_, PyAny>]) -> PyResult<()> {
+    let Some(torch) = Torch::if_imported(py)? else { return Ok(()) };
+    let plain = |array: &&Bound<'_, PyAny>| array.get_type_ptr().cast() == torch.tensor.as_ptr();
+    if torch.takes_many && arrays.iter().all(plain) {
+        torch.increment_version.bind(py).call1((PyTuple::new(py, arrays)?,))?;
+        return Ok(());
+    }
+    arrays.iter().try_for_each(|array| count_change(array))
+}
+
 /// [`nothing_to_dispatch`] for tensors, and `None`s among them.
 #[pyfunction]
 #[pyo3(signature = (*tensors))]

@@ -113,27 +113,34 @@ def causal_conv1d_update(
     """
     if cache_seqlens is not None:
         raise ValueError("`cache_seqlens` is given, expected None: states are no rings here")
-    batch = x.shape[0]
+    batch = len(x)
     slots = intermediate_state_indices
     if intermediate_conv_window is not None and slots is None:
         slots = conv_state_indices
+    tree = (retrieve_next_token, retrieve_next_sibling, retrieve_parent_token)
+    if tree != (None, None, None):
+        tree = tuple(_first(links, batch) for links in tree)
+    # What a small step does here takes as long as what it does below: nothing is called for what is not given.
     return _native.causal_conv1d_serving(
         x,
         "bd" if x.dim() == 2 else "bdl",
         conv_state,
         weight,
         bias,
-        _activation(activation),
+        activation if activation == "silu" else _activation(activation),
         None,
         _first(conv_state_indices, batch),
         pad_slot_id,
         None,
         num_accepted_tokens if num_accept_tokens is None else num_accept_tokens,
-        intermediate_windows=intermediate_conv_window,
-        intermediate_indices=_first(slots, batch),
-        next_token=_first(retrieve_next_token, batch),
-        next_sibling=_first(retrieve_next_sibling, batch),
-        parent_token=_first(retrieve_parent_token, batch),
+        None,
+        None,
+        None,
+        None,
+        0,
+        intermediate_conv_window,
+        None if slots is None else _first(slots, batch),
+        *tree,
         # PyTorch's own function costs a small step less than what the library does without one.
-        out=torch.empty_like(x) if x.is_cuda else None,
+        torch.empty_like(x) if x.is_cuda else None,
     )

@@ -168,24 +168,34 @@ def causal_conv1d_update(
         sequences = conv_state_indices.shape[0]
         query_start_loc = _first(query_start_loc, sequences + 1)
     else:
-        order, sequences = "bd" if x.dim() == 2 else "bdl", x.shape[0]
+        order, sequences = "bd" if x.dim() == 2 else "bdl", len(x)
+    # What a small step does here takes as long as what it does below: nothing is called for what is not given.
+    has_blocks = block_idx_last_scheduled_token is not None
     y = _native.causal_conv1d_serving(
         tokens,
         order,
         conv_state,
         weight,
         bias,
-        _activation(activation),
+        activation if activation == "silu" else _activation(activation),
         query_start_loc,
         conv_state_indices,
         null_block_id if pad_slot_id is None else pad_slot_id,
         None,
-        _first(num_accepted_tokens, sequences),
-        _first(initial_state_idx, sequences) if block_idx_last_scheduled_token is not None else None,
-        _first(block_idx_last_scheduled_token, sequences),
-        out=target,
+        None if num_accepted_tokens is None else _first(num_accepted_tokens, sequences),
+        _first(initial_state_idx, sequences) if has_blocks else None,
+        _first(block_idx_last_scheduled_token, sequences) if has_blocks else None,
+        None,
+        None,
+        0,
+        None,
+        None,
+        None,
+        None,
+        None,
+        target,
     )
-    if y.dtype == x.dtype:
+    if tokens is x:
         return y
     return y.to(x.dtype) if out is None else out.copy_(y)
 

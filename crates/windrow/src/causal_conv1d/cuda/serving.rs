@@ -1,8 +1,8 @@
 //! Serving on CUDA.
 
 use super::{
-    GRID, INCLUDES, SMALL, THREADS, address, define_operands, is_simple, output_address,
-    rows_launch, strides,
+    GRID, INCLUDES, THREADS, address, define_operands, is_simple, output_address, rows_launch,
+    strides,
 };
 use crate::causal_conv1d::serving::{Sizes, TREE};
 use crate::causal_conv1d::{
@@ -256,7 +256,7 @@ fn kernel_spec(
         .define("DENSE", u8::from(vectors.dense))
         .define("LIMITED", u8::from(limited.iter().any(|given| given.is_some())))
         .params::<Params>()
-        .overlapped(spec.x.bytes() <= SMALL);
+        .overlapped(true);
     define_operands(kernel, &spec.x, &spec.weight, spec.bias.as_ref(), spec.activation)
 }
 
