@@ -38,16 +38,21 @@ fn multiply<const M: usize, const K: usize, const TYPE: u8>(
         }
     }
     let (to, count) = (inst.vector(0)?, M * M / 64);
-    if let Operand::Vector(register) = inst.operands[3]
-        && (1..count).contains(&to.abs_diff(register.into()))
-    {
-        return Err(inst.fault("a sum that overlaps the addend"));
+    let mut all = [[0; 64]; 16];
+    let all = &mut all[..count];
+    match inst.operands[3] {
+        // Compilers let sums of four registers lie over others of the addend, and no longer ones.
+        Operand::Vector(register)
+            if count > 4 && (1..count).contains(&to.abs_diff(register.into())) =>
+        {
+            return Err(inst.fault("a sum that overlaps the addend"));
+        }
+        Operand::Vector(register) => {
+            all.copy_from_slice(&wave.vectors[register as usize..register as usize + count]);
+        }
+        _ => all.fill([wave.word(inst, 3); 64]),
     }
-    for r in 0..count {
-        let addends = match inst.operands[3] {
-            Operand::Vector(register) => wave.vectors[register as usize + r],
-            _ => [wave.word(inst, 3); 64],
-        };
+    for (r, addends) in all.iter().enumerate() {
         for group in 0..groups {
             let row = r / 4 * 4 * groups + group * 4 + r % 4;
             let mut sums = [0.0; M];

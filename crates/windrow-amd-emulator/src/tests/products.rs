@@ -102,6 +102,30 @@ fn matrices_lie_where_the_tables_say() {
     assert_eq!(checked, 16);
 }
 
+/// Sums of four registers may lie over others of the addend, longer ones may not.
+#[test]
+fn short_sums_may_overlap_the_addend() {
+    let product = |line| {
+        let mut machine = Machine::new();
+        machine.wave.lanes = 64;
+        for (n, register) in machine.wave.vectors[..40].iter_mut().enumerate() {
+            *register = std::array::from_fn(|lane| ((n * 64 + lane) as f32).to_bits());
+        }
+        machine.run_for(line, "gfx942").map(|_| machine.wave.vectors)
+    };
+    let apart = product("v_mfma_f32_16x16x4_f32 v[40:43], v0, v8, v[20:23]").unwrap();
+    for (line, first) in [
+        ("v_mfma_f32_16x16x4_f32 v[22:25], v0, v8, v[20:23]", 22),
+        ("v_mfma_f32_16x16x4_f32 v[19:22], v0, v8, v[20:23]", 19),
+        ("v_mfma_f32_16x16x4_f32 v[20:23], v0, v8, v[20:23]", 20),
+    ] {
+        let over = product(line).unwrap();
+        assert_eq!(over[first..first + 4], apart[40..44], "{line}");
+    }
+    let fault = product("v_mfma_f32_32x32x2_f32 v[22:37], v0, v8, v[20:35]").unwrap_err();
+    assert!(fault.to_string().contains("overlaps the addend"), "{fault}");
+}
+
 #[test]
 fn halves_of_a_wavefront_have_to_agree() {
     let mut machine = Machine::new();

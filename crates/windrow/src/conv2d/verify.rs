@@ -18,7 +18,7 @@ type Shape = ([usize; 4], [usize; 3], usize, usize, usize, usize);
 
 /// 3x3 filters with few and many channels, sizes that fill no block, images smaller than a tile, and
 /// every other option.
-const SHAPES: [Shape; 30] = [
+const SHAPES: [Shape; 32] = [
     ([2, 16, 9, 22], [64, 3, 3], 1, 1, 1, 1),
     ([1, 64, 10, 14], [48, 3, 3], 1, 0, 1, 1),
     ([2, 3, 13, 9], [7, 3, 3], 1, 1, 1, 1),
@@ -49,10 +49,15 @@ const SHAPES: [Shape; 30] = [
     ([2, 4, 6, 6], [0, 3, 3], 1, 1, 1, 1),
     ([2, 128, 5, 6], [264, 3, 3], 1, 1, 1, 1),
     ([1, 256, 4, 5], [256, 3, 3], 1, 1, 1, 1),
+    ([2, 3, 9, 8], [64, 3, 3], 1, 1, 1, 1),
+    ([1, 2, 6, 5], [12, 2, 3], 2, 0, 1, 1),
 ];
+/// From this shape on also in the last of the layouts.
+const SHAPES_APART: usize = 30;
 
-/// Dense ones, and some with gaps, which other libraries do not take.
-const LAYOUTS: [&str; 4] = ["contiguous", "channels_last", "gaps", "channels_last gaps"];
+/// Dense ones, some with gaps behind images, which other libraries do not take, and one with a gap behind each element.
+const LAYOUTS: [&str; 5] =
+    ["contiguous", "channels_last", "gaps", "channels_last gaps", "elements apart"];
 
 /// Every algorithm, type, layout and shape; bias and activations in turn; on CUDA each accuracy.
 pub(crate) fn cases(device: Device) -> Vec<Case> {
@@ -65,7 +70,7 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             let oracle = Arc::new(OnceLock::new());
             let activation = Activation::ALL[i % Activation::ALL.len()];
-            for layout in LAYOUTS {
+            for layout in &LAYOUTS[..if i < SHAPES_APART { 4 } else { 5 }] {
                 for &accuracy in accuracies {
                     let Ok(spec) = spec(shape, dtype, layout, accuracy, activation) else {
                         continue;
@@ -79,7 +84,7 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
                             op: "conv2d",
                             algorithm: configuration.algorithm.name().into(),
                             dtype,
-                            layout: layout.into(),
+                            layout: (*layout).into(),
                             name: format!("{shape:?} {accuracy} {activation} {parameters}")
                                 .trim_end()
                                 .into(),
@@ -166,13 +171,15 @@ fn spec(
         accuracy,
     };
     let mut spec = Conv2dSpec::new(x, w, &params)?;
-    if layout.ends_with("gaps") {
-        // Space for another image after each.
-        for desc in [&mut spec.x, &mut spec.y] {
-            let mut strides = desc.strides().to_vec();
-            strides[0] *= 2;
-            desc.layout = Layout::strided(desc.shape(), &strides)?;
-        }
+    // Space for another image, or another element, after each.
+    let doubled = match layout {
+        "elements apart" => 4,
+        _ => usize::from(layout.ends_with("gaps")),
+    };
+    for desc in [&mut spec.x, &mut spec.y].into_iter().filter(|_| doubled > 0) {
+        let mut strides = desc.strides().to_vec();
+        strides[..doubled].iter_mut().for_each(|stride| *stride *= 2);
+        desc.layout = Layout::strided(desc.shape(), &strides)?;
     }
     // Every second has a bias, of either type.
     Ok(match (k % 2, k % 3) {

@@ -76,6 +76,7 @@ pub(crate) const fn toolkit(stem: &'static str, package: &'static str) -> Librar
 fn has(capability: (u32, u32), feature: Feature) -> bool {
     match feature {
         Feature::TruncatedSums => true,
+        Feature::WavefrontProducts | Feature::WavefrontFloatProducts => false,
         Feature::MatrixProducts => capability >= (8, 0),
         Feature::OverlappedLaunches => capability >= (9, 0),
         // Later devices copy in bulk too, but have not run these kernels; products of warpgroups are of 9.0 alone.

@@ -38,8 +38,12 @@ impl Failure {
 /// What some devices can do and others cannot. Rooms ask for these, never for a chip.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Feature {
-    /// A warp multiplies blocks of halves.
+    /// A warp multiplies blocks of halves, and of f32 rounded to TF32.
     MatrixProducts,
+    /// A wavefront multiplies blocks of halves.
+    WavefrontProducts,
+    /// And of f32.
+    WavefrontFloatProducts,
     /// Four warps multiply blocks that lie in shared memory.
     WarpgroupProducts,
     /// An engine copies blocks of memory and boxes of tensors to shared memory.

@@ -62,7 +62,7 @@ pub(super) fn recipe_by(
 
 /// Whatever the version.
 pub(super) fn options(spec: &KernelSpec, architecture: &str) -> Result<Vec<String>> {
-    if let Some(feature) = spec.needs {
+    if let Some(feature) = spec.needs.filter(|&feature| !super::has(architecture, feature)) {
         return Err(Error::unsupported(
             format!("kernel `{}` on {architecture}", spec.entry),
             format!("it needs {feature:?}"),
@@ -105,8 +105,7 @@ pub(crate) mod compile_tests {
     use std::hash::{DefaultHasher, Hash, Hasher};
     use std::sync::{LazyLock, Mutex};
 
-    /// Compiles for each chip of `WINDROW_COMPILE_FOR` those that do not need what no chip of AMD's has; of
-    /// `gfx90a/20@7` about one in 20, which the seed 7 chooses. With the variable `WINDROW_COMPILED` the file of that
+    /// Compiles for each chip of `WINDROW_COMPILE_FOR` those that need nothing that it has not; of `gfx90a/20@7` about one in 20, which the seed 7 chooses. With the variable `WINDROW_COMPILED` the file of that
     /// name gets a line for each.
     pub(crate) fn check_compiles(specs: &[KernelSpec]) {
         let Ok(chips) = std::env::var("WINDROW_COMPILE_FOR") else { return };
@@ -116,7 +115,7 @@ pub(crate) mod compile_tests {
             .flat_map(|chip| {
                 specs.iter().filter_map(move |spec| Some((share(chip, spec)?, spec.clone())))
             })
-            .filter(|(_, spec)| spec.needs.is_none())
+            .filter(|(chip, spec)| spec.needs.is_none_or(|f| crate::hip::has(chip, f)))
             .filter(|pair| DONE.lock().unwrap().insert(pair.clone()))
             .collect();
         all.into_par_iter().for_each(|(chip, spec)| {

@@ -27,6 +27,8 @@ pub use crate::gpu::{DeviceInfo, DeviceTensor, Event, Graph, Stream, copy};
 
 use crate::Device;
 #[cfg(feature = "hip")]
+use crate::gpu::Feature;
+#[cfg(feature = "hip")]
 use crate::gpu::library::{Library, Places};
 
 /// All HIP devices of this machine. Empty if it has none; an error only if there is no runtime or it does not answer.
@@ -66,5 +68,21 @@ const fn rocm(stem: &'static str) -> Library {
         package: "",
         since: "ROCm 6.0",
         device: Device::Hip(0),
+    }
+}
+
+/// Whether a chip has a feature. Of its matrix cores `hip.cuh` says the same to kernels.
+#[cfg(feature = "hip")]
+fn has(architecture: &str, feature: Feature) -> bool {
+    let mfma = ["gfx90a", "gfx942", "gfx950"].contains(&architecture);
+    let wmma = architecture.starts_with("gfx11") || ["gfx1200", "gfx1201"].contains(&architecture);
+    match feature {
+        Feature::WavefrontProducts => mfma || wmma,
+        Feature::WavefrontFloatProducts => mfma,
+        Feature::MatrixProducts
+        | Feature::WarpgroupProducts
+        | Feature::BulkCopies
+        | Feature::OverlappedLaunches
+        | Feature::TruncatedSums => false,
     }
 }

@@ -125,9 +125,8 @@ impl Driven for Hip {
 }
 
 impl Runtime for Hip {
-    /// None: these are NVIDIA's. What the chips of AMD's have the sources ask of the compiler.
-    fn has(&self, _: Feature) -> bool {
-        false
+    fn has(&self, feature: Feature) -> bool {
+        super::has(&self.architecture, feature)
     }
 
     fn enter(&self) -> Outcome<Option<Handle>> {

@@ -410,8 +410,18 @@ fn kernels_are_compiled_for_the_chip_and_what_it_has() {
             .iter()
             .all(|&o| found.contains(&o.into()))
     );
-    let products = spec.needs(Feature::MatrixProducts);
-    assert!(matches!(options(&products, "gfx942"), Err(Error::Unsupported { .. })));
+    let chips = ["gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "gfx1030", "gfx906"];
+    let compiling = |feature| {
+        let spec = spec.clone().needs(feature);
+        chips.map(|chip| match options(&spec, chip) {
+            Ok(_) => 1,
+            Err(Error::Unsupported { .. }) => 0,
+            Err(other) => panic!("{other}"),
+        })
+    };
+    assert_eq!(compiling(Feature::WavefrontProducts), [1, 1, 1, 1, 1, 0, 0]);
+    assert_eq!(compiling(Feature::WavefrontFloatProducts), [1, 1, 1, 0, 0, 0, 0]);
+    assert_eq!(compiling(Feature::MatrixProducts), [0; 7]);
 }
 
 /// Operands and sizes change their places: rocBLAS counts in columns.

@@ -1,6 +1,6 @@
 //! Which of the kernels that plans can launch were launched.
 
-use crate::gpu::{Gpu, KernelSpec};
+use crate::gpu::{Feature, Gpu, KernelSpec};
 use crate::{Device, Result};
 use std::collections::BTreeMap;
 
@@ -34,15 +34,24 @@ impl KernelLaunches {
 /// [`Error::NoDevice`](crate::Error::NoDevice), [`Error::Backend`](crate::Error::Backend).
 pub fn kernel_launches(device: impl Into<Device>) -> Result<Vec<KernelLaunches>> {
     let gpu = Gpu::get(device.into())?;
-    Ok(count(&gpu.launches(), &[&gpu.info.architecture, gpu.device().backend()]))
+    let features = FEATURES.into_iter().filter(|(feature, _)| gpu.has(*feature));
+    let names = [&*gpu.info.architecture, gpu.device().backend()];
+    let names: Vec<_> = names.into_iter().chain(features.map(|(_, name)| name)).collect();
+    Ok(count(&gpu.launches(), &names))
 }
 
-/// `names` are those of the device's architecture and backend.
+/// Features that the list names.
+const FEATURES: [(Feature, &str); 2] = [
+    (Feature::WavefrontProducts, "wavefronts"),
+    (Feature::WavefrontFloatProducts, "wavefronts_f32"),
+];
+
+/// `names` are those of the device's architecture and backend, and of its features.
 fn count(launched: &[(KernelSpec, u64)], names: &[&str]) -> Vec<KernelLaunches> {
     let listed = listed();
     let mut all: BTreeMap<String, KernelLaunches> = BTreeMap::new();
-    for &Listed { ref kernel, operator, only_for, .. } in &listed {
-        let for_device = only_for.is_none_or(|only| names.contains(&only));
+    for &Listed { ref kernel, operator, ref only_for, .. } in &listed {
+        let for_device = only_for.is_empty() || only_for.iter().any(|only| names.contains(only));
         let entry = KernelLaunches { operator, for_device, ..KernelLaunches::new(kernel, 0) };
         all.insert(entry.kernel.clone(), entry);
     }
@@ -82,7 +91,8 @@ struct Listed {
     /// Names and values.
     macros: Vec<(String, String)>,
     operator: Option<&'static str>,
-    only_for: Option<&'static str>,
+    /// Names of devices, of which one is enough; none: all devices.
+    only_for: Vec<&'static str>,
 }
 
 impl Listed {
@@ -99,9 +109,15 @@ fn listed() -> Vec<Listed> {
 }
 
 fn expand(line: &'static str) -> Vec<Listed> {
-    let is_device = |word: &&str| word.starts_with("sm_") || ["cuda", "hip"].contains(word);
-    let only_for = line.rsplit_once(' ').map(|(_, last)| last).filter(is_device);
-    let line = only_for.map_or(line, |only| line[..line.len() - only.len()].trim_end());
+    let is_device = |word: &str| {
+        let names = FEATURES.map(|(_, name)| name);
+        word.starts_with("sm_") || ["cuda", "hip"].contains(&word) || names.contains(&word)
+    };
+    let (mut line, mut only_for) = (line, Vec::new());
+    while let Some((rest, last)) = line.rsplit_once(' ').filter(|(_, last)| is_device(last)) {
+        line = rest;
+        only_for.push(last);
+    }
     let (line, by) = line.split_once(" by:").unwrap_or((line, ""));
     let kernels = braces(line).into_iter().map(|kernel| {
         let macros = kernel.split(' ').filter_map(|word| word.split_once('='));
@@ -109,7 +125,7 @@ fn expand(line: &'static str) -> Vec<Listed> {
         let of = |name: &&str| by == *name || kernel.contains(name);
         let operators = super::OPERATORS.map(|(name, _)| name);
         let operator = operators.into_iter().filter(of).max_by_key(|name| name.len());
-        Listed { kernel, macros, operator, only_for }
+        Listed { kernel, macros, operator, only_for: only_for.clone() }
     });
     kernels.collect()
 }
@@ -153,6 +169,15 @@ mod tests {
         assert!(!of(product).for_device);
         let counted = count(&launched, &["gfx942", "hip"]);
         assert!(counted.iter().any(|k| k.kernel == product && k.for_device));
+        let few = "few_taps.cu conv2d_few_taps_f32 PRODUCTS=1 STORE=0";
+        for (names, known) in [
+            (&["sm_80", "cuda"][..], true),
+            (&["gfx1100", "hip", "wavefronts"], false),
+            (&["gfx942", "hip", "wavefronts", "wavefronts_f32"], true),
+        ] {
+            let counted = count(&[], names);
+            assert_eq!(counted.iter().find(|k| k.kernel == few).unwrap().for_device, known);
+        }
     }
 
     #[test]

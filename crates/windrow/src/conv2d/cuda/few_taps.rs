@@ -1,5 +1,5 @@
-//! The product of [`super::Im2colGemm`] where an output sums few taps: the filter stays in registers, and the tensor
-//! cores take f32 as well (`kernels/few_taps.cu`).
+//! The product of [`super::Im2colGemm`] where an output sums few taps: the filter stays in registers, and tensor cores,
+//! or AMD's matrix cores, take f32 as well (`kernels/few_taps.cu`).
 
 use super::{
     Divisor, FilterOrder, Operands, PackedForm, bias_of, epilogue, kernel, source, strides,
@@ -16,7 +16,8 @@ static FILTER: Source = source!("few_taps_filter.cu");
 const MAX_TAPS: usize = 48;
 /// Taps may lie so far apart, in rows or columns.
 const MAX_REACH: usize = 1 << 15;
-/// Pixels of a warp, threads of a block, and blocks given to a multiprocessor, which holds two or three at a time.
+/// Pixels of a warp or wavefront, threads of a block, and blocks given to a multiprocessor, which holds two or three at a
+/// time.
 const GROUP: usize = 32;
 const THREADS: usize = 128;
 const BLOCKS: usize = 6;
@@ -25,6 +26,7 @@ const ALIGNMENT: usize = 256;
 #[derive(Debug)]
 pub(crate) struct FewTaps {
     gpu: &'static Gpu,
+    cores: Cores,
     spec: Conv2dSpec,
     problem: Problem,
     pack_filter: &'static Kernel,
@@ -69,6 +71,55 @@ params! {
     }
 }
 
+/// What multiplies.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Cores {
+    /// Tensor cores, which round f32 to TF32.
+    Nvidia,
+    /// Matrix cores, which do not.
+    Amd,
+}
+
+impl Cores {
+    fn of(gpu: &Gpu) -> Self {
+        if gpu.has(Feature::MatrixProducts) { Cores::Nvidia } else { Cores::Amd }
+    }
+
+    fn needed(self, dtype: DType) -> Feature {
+        match self {
+            Cores::Nvidia => Feature::MatrixProducts,
+            Cores::Amd if dtype == DType::F32 => Feature::WavefrontFloatProducts,
+            Cores::Amd => Feature::WavefrontProducts,
+        }
+    }
+
+    /// Products that an operand takes part in.
+    fn products(self, spec: &Conv2dSpec) -> usize {
+        let split = self == Cores::Nvidia && spec.x.dtype == DType::F32;
+        if split && spec.accuracy <= Accuracy::Fp32 { 3 } else { 1 }
+    }
+
+    /// Taps of one product.
+    fn depth(self, dtype: DType) -> usize {
+        if self == Cores::Nvidia && dtype == DType::F32 { 8 } else { 16 }
+    }
+
+    /// Tiles of 16 output channels that a warp computes: the more, the less often it gathers the same input, as far as
+    /// there are registers.
+    fn row_tiles(self, spec: &Conv2dSpec, p: &Problem) -> usize {
+        if self == Cores::Amd || spec.x.dtype == DType::F32 || p.k <= 32 { 2 } else { 4 }
+    }
+
+    /// Most channels, and most pixels, that a thread stores together.
+    fn neighbours(self, row_tiles: usize) -> [usize; 2] {
+        match self {
+            Cores::Nvidia => [2 * row_tiles, 8],
+            // Of 8 channels or more.
+            Cores::Amd => [8, 2],
+        }
+    }
+}
+
 /// Which outputs a thread stores together, as in the kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Store {
@@ -86,21 +137,26 @@ impl FewTaps {
             .zip(&spec.x.strides()[1..])
             .map(|(&size, stride)| size.saturating_sub(1).saturating_mul(stride.unsigned_abs()))
             .fold(0, usize::saturating_add);
-        gpu.has(Feature::MatrixProducts)
+        let cores = Cores::of(gpu);
+        gpu.has(cores.needed(spec.x.dtype))
             && p.groups == 1
             && (1..=MAX_TAPS).contains(&p.taps())
             && near(0, p.r)
             && near(1, p.s)
             && extent < 1 << 31
             && (p.n * (p.oh * p.ow).div_ceil(GROUP)) < 1 << 30
-            && (spec.x.dtype != DType::F32 || spec.accuracy >= Accuracy::Fp32)
+            && (spec.x.dtype != DType::F32
+                || cores == Cores::Amd
+                || spec.accuracy >= Accuracy::Fp32)
     }
 
     pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, problem: &Problem) -> Result<Self> {
-        let pack_filter = filter_kernel(spec, problem);
-        let compile = |address| gpu.kernel(&product(spec, problem, address));
+        let cores = Cores::of(gpu);
+        let pack_filter = filter_kernel(cores, spec, problem);
+        let compile = |address| gpu.kernel(&product(cores, spec, problem, address));
         Ok(FewTaps {
             gpu,
+            cores,
             spec: spec.clone(),
             problem: *problem,
             pack_filter: gpu.kernel(&pack_filter)?,
@@ -109,11 +165,12 @@ impl FewTaps {
     }
 
     fn filter_words(&self) -> usize {
-        let taps_of_step = if self.spec.x.dtype == DType::F32 { 8 } else { 16 };
-        let parts = if products(&self.spec) == 1 { 1 } else { 2 };
-        let row_tiles = row_tiles(&self.spec, &self.problem);
-        let tiles = self.problem.k.div_ceil(16 * row_tiles) * row_tiles;
-        tiles * self.problem.taps().div_ceil(taps_of_step) * parts * 128
+        let dtype = self.spec.x.dtype;
+        let row_tiles = self.cores.row_tiles(&self.spec, &self.problem);
+        let channels = self.problem.k.next_multiple_of(16 * row_tiles);
+        let taps = self.problem.taps().next_multiple_of(self.cores.depth(dtype));
+        let parts = if self.cores.products(&self.spec) == 1 { 1 } else { 2 };
+        channels * taps * parts * dtype.size() / 4
     }
 
     pub(super) fn packed_bytes(&self) -> usize {
@@ -123,7 +180,7 @@ impl FewTaps {
     pub(super) fn packed_form(&self) -> PackedForm {
         PackedForm {
             dtype: self.spec.w.dtype,
-            products: products(&self.spec),
+            products: self.cores.products(&self.spec),
             order: FilterOrder::FewTaps,
         }
     }
@@ -132,8 +189,10 @@ impl FewTaps {
     /// 22 bits, one part 11.
     pub(super) fn tolerance(&self) -> f64 {
         let unit = |dtype: DType| dtype.unit_roundoff();
-        let sums = (2 * self.problem.taps() * products(&self.spec) + 2) as f64;
-        let operands = match (self.spec.x.dtype, products(&self.spec)) {
+        let products = self.cores.products(&self.spec);
+        let sums = (2 * self.problem.taps() * products + 2) as f64;
+        let operands = match (self.spec.x.dtype, products) {
+            (DType::F32, _) if self.cores == Cores::Amd => 0.0,
             (DType::F32, 1) => 2.0 * unit(DType::F16),
             (DType::F32, _) => 4.0 * unit(DType::F16) * unit(DType::F16),
             (DType::F16 | DType::BF16 | not_computed!(), _) => 0.0,
@@ -193,10 +252,10 @@ impl FewTaps {
             filter_area: Divisor::new(p.r * p.s),
             filter_width: Divisor::new(p.s),
         };
-        let k_blocks = p.k.div_ceil(16 * row_tiles(&self.spec, p));
+        let k_blocks = p.k.div_ceil(16 * self.cores.row_tiles(&self.spec, p));
         // As many warps as fit: each keeps its part of the filter.
         let resident = (self.gpu.info.multiprocessors as usize * BLOCKS).div_ceil(k_blocks.max(1));
-        let blocks = groups.div_ceil(THREADS / 32).min(resident);
+        let blocks = groups.div_ceil(THREADS / self.gpu.info.warp as usize).min(resident);
         let grid = [blocks as u32, k_blocks as u32, 1];
         let aligned = (operands.y as usize).is_multiple_of(16);
         let launch = Launch { grid, block: [THREADS as u32, 1, 1] };
@@ -205,50 +264,38 @@ impl FewTaps {
     }
 }
 
-/// Products that an operand of f32 takes part in.
-fn products(spec: &Conv2dSpec) -> usize {
-    if spec.x.dtype == DType::F32 && spec.accuracy <= Accuracy::Fp32 { 3 } else { 1 }
-}
-
-/// Tiles of 16 output channels that a warp computes: the more, the less often it gathers the same input, as far as
-/// there are registers.
-fn row_tiles(spec: &Conv2dSpec, p: &Problem) -> usize {
-    if spec.x.dtype == DType::F32 || p.k <= 32 { 2 } else { 4 }
-}
-
 /// What both kernels know of the filter.
-fn of_filter(kernel: KernelSpec, spec: &Conv2dSpec, p: &Problem) -> KernelSpec {
+fn of_filter(kernel: KernelSpec, cores: Cores, spec: &Conv2dSpec, p: &Problem) -> KernelSpec {
     kernel
         .define("TAPS", p.taps())
-        .define("PRODUCTS", products(spec))
-        .define("ROW_TILES", row_tiles(spec, p))
+        .define("PRODUCTS", cores.products(spec))
+        .define("ROW_TILES", cores.row_tiles(spec, p))
+        .needs(cores.needed(spec.x.dtype))
 }
 
-fn filter_kernel(spec: &Conv2dSpec, p: &Problem) -> KernelSpec {
-    of_filter(kernel(&FILTER, "few_taps_filter", spec.w.dtype), spec, p)
+fn filter_kernel(cores: Cores, spec: &Conv2dSpec, p: &Problem) -> KernelSpec {
+    of_filter(kernel(&FILTER, "few_taps_filter", spec.w.dtype), cores, spec, p)
         .params::<FilterParams>()
-        .needs(Feature::MatrixProducts)
 }
 
 /// The product for a y whose address is a multiple of `address` bytes.
-fn product(spec: &Conv2dSpec, p: &Problem, address: usize) -> KernelSpec {
-    let (store, vector) = store_of(&spec.y, 2 * row_tiles(spec, p), address);
-    of_filter(kernel(&FEW_TAPS, "few_taps", spec.x.dtype), spec, p)
+fn product(cores: Cores, spec: &Conv2dSpec, p: &Problem, address: usize) -> KernelSpec {
+    let (store, vector) = store_of(&spec.y, cores.neighbours(cores.row_tiles(spec, p)), address);
+    of_filter(kernel(&FEW_TAPS, "few_taps", spec.x.dtype), cores, spec, p)
         .define("EPILOGUE", epilogue(spec.activation))
         .params::<Params>()
         .define("PADDED", i32::from(p.padding != [0, 0]))
         .define("STORE", store as i32)
         .define("VECTOR", vector)
-        .needs(Feature::MatrixProducts)
 }
 
-/// How y is stored: the longest vectors of its channels or pixels.
-fn store_of(y: &TensorDesc, channels_of_thread: usize, address: usize) -> (Store, usize) {
+/// How y is stored: the longest vectors of its channels or pixels, of which `most` are a thread's.
+fn store_of(y: &TensorDesc, most: [usize; 2], address: usize) -> (Store, usize) {
     let (shape, s) = (y.shape(), y.strides());
     let (store, neighbours, others, most) = if s[1] == 1 && shape[1] > 1 {
-        (Store::Channels, shape[1], [s[0], s[2], s[3]], channels_of_thread)
+        (Store::Channels, shape[1], [s[0], s[2], s[3]], most[0])
     } else if s[3] == 1 && s[2] == shape[3] as isize {
-        (Store::Pixels, shape[2] * shape[3], [s[0], s[1], 0], 8)
+        (Store::Pixels, shape[2] * shape[3], [s[0], s[1], 0], most[1])
     } else {
         return (Store::Any, 1);
     };
@@ -287,8 +334,10 @@ mod tests {
                     let x = TensorDesc { dtype, layout: x };
                     let spec = Conv2dSpec::new(x, w, &params).unwrap();
                     let problem = spec.problem().unwrap();
-                    specs.push(filter_kernel(&spec, &problem));
-                    specs.extend([16, 1].map(|address| product(&spec, &problem, address)));
+                    for cores in [Cores::Nvidia, Cores::Amd] {
+                        specs.push(filter_kernel(cores, &spec, &problem));
+                        specs.extend([16, 1].map(|at| product(cores, &spec, &problem, at)));
+                    }
                 }
             }
         }
@@ -302,11 +351,12 @@ mod tests {
             layout: Layout::with_order(shape, &order).unwrap(),
         };
         let nchw = [0, 1, 2, 3];
-        assert_eq!(store_of(&y(&[2, 64, 10, 8], nchw), 8, 16), (Store::Pixels, 8));
-        assert_eq!(store_of(&y(&[2, 64, 110, 110], nchw), 8, 16), (Store::Pixels, 4));
-        assert_eq!(store_of(&y(&[2, 64, 5, 7], nchw), 8, 16), (Store::Pixels, 1));
-        assert_eq!(store_of(&y(&[2, 64, 10, 8], nchw), 8, 4), (Store::Pixels, 2));
-        assert_eq!(store_of(&y(&[2, 64, 5, 7], [0, 2, 3, 1]), 8, 16), (Store::Channels, 8));
-        assert_eq!(store_of(&y(&[2, 36, 5, 7], [0, 2, 3, 1]), 4, 16), (Store::Channels, 4));
+        assert_eq!(store_of(&y(&[2, 64, 10, 8], nchw), [8, 8], 16), (Store::Pixels, 8));
+        assert_eq!(store_of(&y(&[2, 64, 10, 8], nchw), [8, 2], 16), (Store::Pixels, 2));
+        assert_eq!(store_of(&y(&[2, 64, 110, 110], nchw), [8, 8], 16), (Store::Pixels, 4));
+        assert_eq!(store_of(&y(&[2, 64, 5, 7], nchw), [8, 8], 16), (Store::Pixels, 1));
+        assert_eq!(store_of(&y(&[2, 64, 10, 8], nchw), [8, 8], 4), (Store::Pixels, 2));
+        assert_eq!(store_of(&y(&[2, 64, 5, 7], [0, 2, 3, 1]), [8, 8], 16), (Store::Channels, 8));
+        assert_eq!(store_of(&y(&[2, 36, 5, 7], [0, 2, 3, 1]), [4, 8], 16), (Store::Channels, 4));
     }
 }

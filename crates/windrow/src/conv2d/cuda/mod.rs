@@ -49,6 +49,7 @@ macro_rules! header {
 const HEADERS: &[Source] = &[
     header!("conv2d.cuh"),
     header!("depthwise.cuh"),
+    header!("few_taps.cuh"),
     header!("winograd.cuh"),
     header!("hopper.cuh"),
     header!("implicit_gemm.cuh"),
@@ -470,7 +471,7 @@ impl Engine {
             Engine::Cudnn(e) => e.explain(),
             Engine::WinogradGemm(e) => e.explain(),
             Engine::ImplicitGemm(e) => e.explain(),
-            Engine::FewTaps(_) => "filter in registers, tensor cores".into(),
+            Engine::FewTaps(_) => "filter in registers, tensor or matrix cores".into(),
             Engine::WinogradRow(e) => e.explain(),
         }
     }

@@ -20,6 +20,11 @@ typedef Bf16 T;
 #endif
 typedef T::Storage Element;
 constexpr bool IS_F32 = sizeof(Element) == 4;
+#ifdef ELEMENT_F16
+constexpr bool IS_F16 = true;
+#else
+constexpr bool IS_F16 = false;
+#endif
 
 __device__ __forceinline__ float to_float(Element x) { return T::to_float(x); }
 __device__ __forceinline__ Element from_float(float x) { return T::from_float(x); }

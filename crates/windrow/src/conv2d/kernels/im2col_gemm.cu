@@ -152,12 +152,6 @@ __device__ __forceinline__ void store(const Params& p, int part, int group, i64 
 
 #if defined(MATRIX_CORES)
 
-#ifdef ELEMENT_F16
-constexpr bool IS_F16 = true;
-#else
-constexpr bool IS_F16 = false;
-#endif
-
 constexpr int PITCH = 4; // padding of a row in shared memory, against bank conflicts
 
 // 4 wavefronts of 64 lanes, each 2 x 2 blocks of 16 x 16, or 8 of 32 lanes, each 1 x 2.
