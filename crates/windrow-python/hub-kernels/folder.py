@@ -6,7 +6,7 @@ PACKAGE is the folder `windrow` of an installed wheel. OUT gets a folder `build`
 generation of CUDA. REVISION, the short hash of a commit, goes into the names of the module and of the operators, so
 that two versions can be loaded side by side.
 
-A variant has the extension, the modules of `windrow.torch` that need nothing else of the package, with relative imports,
+A variant has the extension, the modules of `windrow.torch` and below that need no others, with relative imports,
 and the files beside this one. No variant links PyTorch or CUDA, so that the same code serves all of them.
 """
 
@@ -32,16 +32,16 @@ BACKENDS = {"cpu": {"type": "cpu"}} | {
     cuda: {"type": "cuda", "archs": ARCHITECTURES} for cuda in ("cu126", "cu130")
 }
 MODULES = [
-    "_causal_conv1d",
-    "_conv2d",
-    "_conv2d_fastest",
-    "_fastest",
-    "_filters",
-    "_flops",
-    "_gelu",
-    "_library",
-    "_memory",
-    "_threads",
+    "torch/_causal_conv1d.py",
+    "torch/_conv2d.py",
+    "torch/_conv2d_fastest.py",
+    "torch/_fastest.py",
+    "torch/_filters.py",
+    "torch/_flops.py",
+    "torch/_gelu.py",
+    "torch/_library.py",
+    "torch/_memory.py",
+    "_threads.py",
 ]
 ABSOLUTE = re.compile(r"^(\s*)from windrow(?:\.torch)?(?:\.(\w+))? import ", re.MULTILINE)
 
@@ -61,8 +61,8 @@ def write_variant(package: Path, folder: Path, backend: dict, revision: str) -> 
     for file in ["__init__.py", "layers.py"]:
         shutil.copy(HERE / file, folder)
     for module in MODULES:
-        source = (package / "torch" / f"{module}.py").read_text()
-        (folder / f"{module}.py").write_text(relative(source))
+        source = package / module
+        (folder / source.name).write_text(relative(source.read_text()))
     shutil.copy(package / "_native.abi3.so", folder)
     metadata = {
         "name": NAME,
