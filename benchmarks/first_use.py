@@ -6,7 +6,7 @@ calls: what a small convolution of 1x64x8x8 keeps the interpreter, as PyTorch's 
 Windrow's own that is frozen; medians, in turns, nothing else in the queue of the device.
 first: the first forward of a new process, f32, batch 1, from the model's `patch` or `optimize` to its result, with the
 model on the device and a product of matrices behind it; kernels were compiled by a process before, and lie on the disk.
-sizes: N image sizes one after the other through one model, and all of them again, twice; PyTorch's and the patched one.
+sizes: N image sizes one after the other through one model, and all of them again, three times; PyTorch's and the patched one.
 
 Writes OUT.json and OUT.md. Needs `windrow` on PYTHONPATH, and torchvision.
 """

@@ -15,7 +15,6 @@ operations of the direct algorithm. Needs `windrow` on PYTHONPATH.
 
 import argparse
 import copy
-import csv
 import datetime
 import gc
 import json
@@ -27,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import h200_conv2d
 import models
 import networks
 import provenance
@@ -98,12 +98,10 @@ def layers(names: list[str], device: str) -> dict[str, Layer]:
 
 
 def of_file(path: Path) -> dict[str, Layer]:
-    found = {}
-    for row in csv.reader(path.read_text().splitlines()):
-        if row and not row[0].startswith("#"):
-            n, c, h, w, k = map(int, row[1:])
-            found[row[0]] = Layer(nn.Conv2d(c, k, 3, bias=False, device="meta"), (n, c, h, w), [path.stem])
-    return found
+    return {
+        name: Layer(nn.Conv2d(c, k, 3, bias=False, device="meta"), (n, c, h, w), [path.stem])
+        for name, (n, c, h, w, k) in h200_conv2d.layers(path)
+    }
 
 
 def case(layer: Layer, mode: Mode, batch: int, device: torch.device) -> tuple[nn.Module, Tensor]:

@@ -106,3 +106,17 @@ def test_what_is_not_known_of_sglang_stays(monkeypatch, name):
 def test_importing_needs_no_engine():
     assert importlib.util.find_spec("windrow.vllm") and importlib.util.find_spec("windrow.sglang")
     assert "vllm" not in sys.modules and "sglang" not in sys.modules
+
+
+@pytest.mark.parametrize("door", ["windrow.vllm", "windrow.sglang", "windrow.torch"])
+def test_each_door_uses_the_threads_of_pytorch(door):
+    program = f"""
+import pathlib, torch
+from windrow import _native
+given = []
+_native.use_openmp = given.append
+import {door}
+brought = [*(pathlib.Path(torch.__file__).parent / "lib").glob("libgomp*.so*")]
+assert len(given) == (len(brought) == 1), (given, brought)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -105,8 +105,8 @@ pub(crate) mod compile_tests {
     use std::hash::{DefaultHasher, Hash, Hasher};
     use std::sync::{LazyLock, Mutex};
 
-    /// Compiles for each chip of `WINDROW_COMPILE_FOR` those that need nothing that it has not; of `gfx90a/20@7` about one in 20, which the seed 7 chooses. With the variable `WINDROW_COMPILED` the file of that
-    /// name gets a line for each.
+    /// Compiles for each chip of `WINDROW_COMPILE_FOR` those that need nothing that it has not; of `gfx90a/20@7` about one
+    /// in 20, which the seed 7 chooses. With the variable `WINDROW_COMPILED` the file of that name gets a line for each.
     pub(crate) fn check_compiles(specs: &[KernelSpec]) {
         let Ok(chips) = std::env::var("WINDROW_COMPILE_FOR") else { return };
         static DONE: LazyLock<Mutex<HashSet<(String, KernelSpec)>>> = LazyLock::new(Mutex::default);
