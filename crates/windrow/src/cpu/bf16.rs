@@ -42,6 +42,61 @@ pub(crate) trait Bf16Products: Copy {
 }
 
 #[cfg(test)]
+pub(crate) use model::Bf16Model;
+
+/// Such instructions in scalar arithmetic, for machines without.
+#[cfg(test)]
+mod model {
+    use super::super::lanes::Lanes;
+    use super::{Bf16Products, Row, Simd};
+    use half::bf16;
+
+    #[derive(Clone, Copy)]
+    pub(crate) struct Bf16Model;
+
+    /// Denormal numbers are zeros, of their sign.
+    fn flushed(x: f32) -> f32 {
+        if x.is_subnormal() { 0.0f32.copysign(x) } else { x }
+    }
+
+    type Vector = <Lanes as Simd>::F32;
+
+    impl Bf16Products for Bf16Model {
+        type Simd = Lanes;
+        fn simd(self) -> Lanes {
+            Lanes
+        }
+        unsafe fn interleave(self, first: Row, second: Row, len: usize, to: *mut f32) {
+            for at in 0..len.next_multiple_of(2 * Lanes::LANES) {
+                let [low, high] = [first, second].map(|row| {
+                    let inside = (row.start..row.end).contains(&at);
+                    // SAFETY: promised by the caller.
+                    if inside { unsafe { (*row.ptr.add(at)).to_bits() } } else { 0 }
+                });
+                let pair = f32::from_bits(u32::from(low) | u32::from(high) << 16);
+                // SAFETY: promised by the caller.
+                unsafe { to.add(at).write(pair) };
+            }
+        }
+        fn mul_add_pairs(self, a: Vector, b: Vector, c: Vector) -> Vector {
+            let product = |i: usize, half: u32, sum: f32| {
+                let [a, b] = [a, b].map(|v| {
+                    flushed(f32::from_bits(v[i].to_bits() << (16 - 16 * half) & 0xffff_0000))
+                });
+                flushed(a.mul_add(b, sum))
+            };
+            std::array::from_fn(|i| product(i, 1, product(i, 0, flushed(c[i]))))
+        }
+        unsafe fn store2(self, p: *mut bf16, v: [Vector; 2]) {
+            for (i, x) in v.as_flattened().iter().enumerate() {
+                // SAFETY: promised by the caller.
+                unsafe { p.add(i).write(bf16::from_f32(flushed(*x))) };
+            }
+        }
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::super::{Isa, MAX_LANES, dispatch_bf16};
     use super::*;
@@ -63,21 +118,24 @@ mod tests {
             // The first of the second row counts as zero.
             let first = Row { ptr: first.as_ptr(), start: 0, end: first.len() };
             let second = Row { ptr: second.as_ptr(), start: 1, end: second.len() };
-            assert!(y.len() == 2 * lanes && 4 * MAX_LANES >= y.len());
-            // SAFETY: slices as long as two vectors; rows are no longer than they.
+            assert!(y.len().is_multiple_of(2 * lanes) && 4 * MAX_LANES >= y.len());
+            // SAFETY: slices of pairs of vectors; rows are no longer than they.
             unsafe {
                 p.interleave(first, second, y.len(), pairs.as_mut_ptr());
                 let sum = |at: usize| {
                     p.mul_add_pairs(s.load(pairs.as_ptr().add(at)), s.splat(w), s.splat(0.5))
                 };
-                p.store2(y.as_mut_ptr(), [sum(0), sum(lanes)]);
+                for at in (0..y.len()).step_by(2 * lanes) {
+                    p.store2(y.as_mut_ptr().add(at), [sum(at), sum(at + lanes)]);
+                }
             }
         }
     }
 
     #[test]
     fn sums_of_pairs_agree_with_scalar_arithmetic() {
-        for isa in Isa::available().into_iter().filter(|isa| isa.has_bf16_products()) {
+        let has = |isa: &Isa| isa.has_bf16_products() || isa.has_tiles();
+        for isa in Isa::tested().into_iter().filter(has) {
             let row = |start: f32, len| -> Vec<bf16> {
                 (0..len).map(|i| bf16::from_f32(start + i as f32 * 0.37)).collect()
             };

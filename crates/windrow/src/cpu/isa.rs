@@ -2,6 +2,8 @@
 
 use super::Simd;
 use super::bf16::Bf16Kernel;
+#[cfg(test)]
+use super::bf16::Bf16Model;
 #[cfg(target_arch = "x86_64")]
 use super::bf16::Bf16Products;
 use super::lanes::Lanes;
@@ -104,7 +106,8 @@ impl Isa {
         }
     }
 
-    /// Whether [`dispatch_bf16`] can run a kernel.
+    /// Whether products of bf16 are what takes the least time. [`dispatch_bf16`] can run a kernel also where there are
+    /// tiles.
     pub(crate) fn has_bf16_products(self) -> bool {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
@@ -133,13 +136,18 @@ pub(crate) trait Kernel {
     fn run<S: Simd>(self, simd: S) -> Self::Output;
 }
 
-/// Runs a kernel with the products of bf16 of an `isa` that has them.
+/// Runs a kernel with the products of bf16 of an `isa` that has them, or tiles.
 #[inline]
 pub(crate) fn dispatch_bf16<K: Bf16Kernel>(isa: Isa, kernel: K) {
     match isa.0 {
         // SAFETY: the token exists, so the machine has these instructions.
         #[cfg(target_arch = "x86_64")]
         Kind::Avx512Bf16(t) => unsafe { with_avx512bf16(t, kernel) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        Kind::Amx(t) => unsafe { with_avx512bf16(t.bf16(), kernel) },
+        #[cfg(test)]
+        Kind::TileModel => kernel.run(Bf16Model),
         _ => {
             drop(kernel);
             unreachable!("{} has no products of bf16", isa.name())
@@ -168,7 +176,7 @@ pub(crate) fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
     match isa.0 {
         // SAFETY: the token exists, so the machine has these instructions.
         #[cfg(target_arch = "x86_64")]
-        Kind::Amx(t) => unsafe { with_avx512(t.simd(), kernel) },
+        Kind::Amx(t) => unsafe { with_avx512(t.bf16().simd(), kernel) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         Kind::Avx512Bf16(t) => unsafe { with_avx512(t.simd(), kernel) },

@@ -1,9 +1,9 @@
 //! Bias, activation and rounding of finished sums on their way to the destination.
 
 use super::stencil::{Segment, Stencil};
-use crate::Activation;
 use crate::cpu::math::activate;
-use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement};
+use crate::cpu::{Bf16Products, Kernel, MAX_LANES, Simd, SimdElement};
+use crate::{Activation, bf16};
 use std::ops::Range;
 
 /// What lies next to each other in the destination, and so fills a vector.
@@ -248,6 +248,80 @@ impl<T: SimdElement> Store<'_, T> {
                     T::store_first(s, dst.add(at), y, count);
                 }
             }
+        }
+    }
+}
+
+impl Store<'_, bf16> {
+    /// As [`Store::segment_ahead`], of which machines with products of bf16 round two vectors at once.
+    ///
+    /// # Safety
+    /// As there, with two vectors more behind the sums.
+    #[inline(always)]
+    pub(crate) unsafe fn segment_of_pairs<P: Bf16Products>(
+        &self,
+        p: P,
+        segment: &Segment,
+        ahead: usize,
+    ) {
+        let s = p.simd();
+        let (lanes, both) = (P::Simd::LANES, 2 * P::Simd::LANES);
+        let [_, k_stride, _, col_stride] = self.stencil.dst;
+        let channels = self.channels.len();
+        let fills = match self.lanes {
+            Lanes::Channels => k_stride == 1 && channels.is_multiple_of(both),
+            Lanes::Pixels => col_stride == 1 && segment.len.next_multiple_of(both) <= ahead,
+        };
+        let Some(bound) = self.epilogue.bound().filter(|_| fills) else {
+            // SAFETY: passed on.
+            return unsafe { self.segment_ahead(s, segment, ahead) };
+        };
+        let bound = s.splat(bound);
+        let (at, sums) = (self.at(segment), self.tile.wrapping_add(segment.lane * self.step()));
+        let bias = self.epilogue.bias.wrapping_add(self.channels.start);
+        let has_bias = !self.epilogue.bias.is_null();
+        // SAFETY: promised by the caller.
+        unsafe {
+            match self.lanes {
+                Lanes::Pixels => {
+                    for i in 0..channels {
+                        let bias = if has_bias { s.splat(*bias.add(i)) } else { s.zero() };
+                        let (dst, sums) =
+                            (at.offset(i as isize * k_stride), sums.add(i * self.row));
+                        for start in (0..segment.len).step_by(both) {
+                            let (first, second) = (sums.add(start), sums.add(start + lanes));
+                            let first = s.max(bound, s.add(s.load(first), bias));
+                            let second = s.max(bound, s.add(s.load(second), bias));
+                            p.store2(dst.add(start), [first, second]);
+                        }
+                    }
+                }
+                Lanes::Channels => {
+                    for start in (0..channels).step_by(both) {
+                        let mut biases = [s.zero(); 2];
+                        if has_bias {
+                            biases = [s.load(bias.add(start)), s.load(bias.add(start + lanes))];
+                        }
+                        for j in 0..segment.len {
+                            let sums = sums.add(j * self.row + start);
+                            let first = s.max(bound, s.add(s.load(sums), biases[0]));
+                            let second = s.max(bound, s.add(s.load(sums.add(lanes)), biases[1]));
+                            p.store2(
+                                at.offset(j as isize * col_stride).add(start),
+                                [first, second],
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Elements of the tile from a pixel's sums to the next.
+    fn step(&self) -> usize {
+        match self.lanes {
+            Lanes::Pixels => 1,
+            Lanes::Channels => self.row,
         }
     }
 }

@@ -1,14 +1,14 @@
 //! AVX-512 with the tiles of AMX.
 
-use super::Avx512;
+use super::Avx512Bf16;
 use crate::cpu::tiles::{ROW_BYTES, SIDE, TileKernel, Tiles};
 use std::arch::asm;
 use std::sync::LazyLock;
 
-/// AVX-512 and AMX's products of bf16, as Intel has them since Sapphire Rapids, in a process that the
+/// AVX-512 with its BF16 extension, and AMX's products of bf16, as Intel has them since Sapphire Rapids, in a process that the
 /// system lets use them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Amx(Avx512);
+pub(crate) struct Amx(Avx512Bf16);
 
 /// Registers of eight tiles.
 struct AmxTiles(());
@@ -22,11 +22,11 @@ const TILE_DATA: u32 = 18;
 impl Amx {
     pub(crate) fn detect() -> Option<Self> {
         static USABLE: LazyLock<bool> = LazyLock::new(|| has_instructions() && is_permitted());
-        Avx512::detect().filter(|_| *USABLE).map(Amx)
+        Avx512Bf16::detect().filter(|_| *USABLE).map(Amx)
     }
 
     /// Its other instructions.
-    pub(crate) fn simd(self) -> Avx512 {
+    pub(crate) fn bf16(self) -> Avx512Bf16 {
         self.0
     }
 

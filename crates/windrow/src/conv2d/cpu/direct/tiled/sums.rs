@@ -5,7 +5,9 @@ use super::super::super::stencil::{Segment, Stencil};
 use super::super::Operands;
 use super::{BLOCK, TILE, Tiled, Unit};
 use crate::bf16;
-use crate::cpu::{Isa, Kernel, ROW_BYTES, SIDE, Simd, TileKernel, Tiles, dispatch};
+use crate::cpu::{
+    Bf16Kernel, Bf16Products, Isa, ROW_BYTES, SIDE, TileKernel, Tiles, dispatch_bf16,
+};
 use std::ops::Range;
 
 /// Sums all channels of a unit for all of its pixels, in blocks of two tiles by two.
@@ -17,7 +19,7 @@ pub(super) struct Sums<'a> {
     pub operands: &'a Operands<'a, bf16>,
     /// The copy, or the source from channel 0 of the group on.
     pub pixels: *const u8,
-    /// Room for a block, and a vector more.
+    /// Room for a block, and two vectors more.
     pub sums: *mut f32,
 }
 
@@ -63,7 +65,7 @@ impl Sums<'_> {
                         }
                     }
                     let (size, width) = (unit.size, plan.width());
-                    dispatch(
+                    dispatch_bf16(
                         self.isa,
                         Finish { store: &store, first, size, width, pixels: pixel..end, lane },
                     );
@@ -191,11 +193,9 @@ struct Finish<'a> {
     lane: usize,
 }
 
-impl Kernel for Finish<'_> {
-    type Output = ();
-
+impl Bf16Kernel for Finish<'_> {
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
+    fn run<P: Bf16Products>(self, p: P) {
         let Finish { store, first, size: [rows, cols], width, .. } = self;
         let Stencil { dst, dst_size, .. } = store.stencil;
         let rows_follow = cols == dst_size[1] && dst[2] == cols as isize * dst[3];
@@ -206,13 +206,15 @@ impl Kernel for Finish<'_> {
                 pixel += width - j;
                 continue;
             }
-            let len = (cols - j).min(self.pixels.end - pixel);
+            // Rows that follow each other on both sides are one.
+            let of_row = if rows_follow && width == cols { self.pixels.end } else { cols - j };
+            let len = of_row.min(self.pixels.end - pixel);
             let lane = self.lane + pixel - self.pixels.start;
             let segment = Segment { lane, len, i: first.i + i, j: first.j + j, ..first };
             // The unit writes what follows in the slab later.
             let ahead = if rows_follow { (rows - i) * cols - j } else { cols - j };
-            // SAFETY: pixels of the stencil, whose sums are in the tile, with a vector more.
-            unsafe { store.segment_ahead(s, &segment, ahead) };
+            // SAFETY: pixels of the stencil, whose sums are in the tile, with two vectors more.
+            unsafe { store.segment_of_pairs(p, &segment, ahead) };
             pixel += len;
         }
     }
