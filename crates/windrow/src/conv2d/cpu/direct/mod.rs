@@ -107,7 +107,9 @@ impl Direct {
             Form::Plane(form) => {
                 self.threads.min(form.units(&self.stencil)) * form.scratch_len(&self.stencil)
             }
-            Form::Tiled(form) => self.threads.min(form.units(&self.stencil)) * form.scratch_len(),
+            Form::Tiled(form) => {
+                self.threads.min(form.units(&self.stencil)) * form.scratch_len(&self.stencil)
+            }
             Form::Depthwise(_) => 0,
             Form::Turned(form) => self.threads.min(form.units(&self.stencil)) * form.scratch_len(),
         }
@@ -248,7 +250,7 @@ impl Direct {
                             form.run(isa, stencil, unit, &operands.of_bf16(), scratch);
                         }
                         Form::Tiled(form) => {
-                            let scratch = scratch.get().add(worker * form.scratch_len());
+                            let scratch = scratch.get().add(worker * form.scratch_len(stencil));
                             form.run(isa, stencil, unit, &operands.of_bf16(), scratch);
                         }
                         Form::Plane(form) => {

@@ -4,7 +4,7 @@ use super::super::super::epilogue::Lanes;
 use super::super::super::stencil::{Stencil, Tap};
 use super::{TERMS, Tiled};
 use crate::bf16;
-use crate::cpu::{Kernel, SIDE, Simd};
+use crate::cpu::{Kernel, ROW_BYTES, SIDE, Simd};
 use std::ops::Range;
 
 /// Copies what a slab of one image reads: for each part of the rows and of the columns pixels of
@@ -17,6 +17,8 @@ pub(super) struct Copy<'a> {
     pub at: [usize; 2],
     pub size: [usize; 2],
     pub to: *mut u8,
+    /// Room for [`Tiled::lines_len`] elements.
+    pub lines: *mut bf16,
 }
 
 impl Kernel for Copy<'_> {
@@ -25,16 +27,19 @@ impl Kernel for Copy<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
         let plan = self.plan;
+        let by_lines = plan.lines_len(self.stencil) > 0;
         let mut to = self.to;
         for &row_part in &plan.rows.parts {
             for reads in &plan.cols.parts {
                 for row in 0..self.size[0] + plan.rows.span {
-                    let source = self.source_row(row_part, row);
+                    let source = |read: isize| self.source_row(row_part + read, row);
                     let pixel = to.wrapping_add(row * plan.width() * plan.pixel_bytes());
                     // SAFETY: whoever makes a `Copy` has the pixels of a slab at `to`, and the source in memory.
                     unsafe {
                         match plan.lanes {
+                            Lanes::Channels if by_lines => self.windows(source, reads, pixel),
                             Lanes::Channels => self.pixels(source, reads, pixel),
+                            Lanes::Pixels if by_lines => self.planes(source, reads, pixel),
                             Lanes::Pixels => self.pairs(source, reads, pixel),
                         }
                     }
@@ -79,30 +84,172 @@ impl Copy<'_> {
     /// # Safety
     /// It is writable at `to`; the source row is one of the stencil's.
     #[inline(always)]
-    unsafe fn pixels(&self, source: Option<*const bf16>, reads: &[isize], to: *mut u8) {
+    unsafe fn pixels(
+        &self,
+        source: impl Fn(isize) -> Option<*const bf16>,
+        reads: &[isize],
+        to: *mut u8,
+    ) {
         let Stencil { c, src, .. } = *self.stencil;
         let (pitch, terms) = (self.plan.pitch / size_of::<bf16>(), self.plan.chunks * TERMS);
         let to = to.cast::<bf16>();
+        let mut held = 0;
         // SAFETY: promised by the caller.
         unsafe {
-            let Some(row) = source else {
-                return to.write_bytes(0, self.cols() * pitch);
-            };
-            for (read, &offset) in reads.iter().enumerate() {
-                let (inside, from) = self.inside(row, offset);
-                for pixel in (0..inside.start).chain(inside.end..self.cols()) {
-                    to.add(pixel * pitch + read * c).write_bytes(0, c);
-                }
-                let mut from = from;
-                for pixel in inside {
-                    copy_line(from, src[1], to.add(pixel * pitch + read * c), c);
-                    from = from.wrapping_offset(self.step());
+            for &row in &self.plan.cols.rows {
+                let row = source(row);
+                for &offset in reads {
+                    let (inside, from) =
+                        row.map_or((0..0, self.src), |row| self.inside(row, offset));
+                    for pixel in (0..inside.start).chain(inside.end..self.cols()) {
+                        to.add(pixel * pitch + held).write_bytes(0, c);
+                    }
+                    let mut from = from;
+                    for pixel in inside {
+                        copy_line(from, src[1], to.add(pixel * pitch + held), c);
+                        from = from.wrapping_offset(self.step());
+                    }
+                    held += c;
                 }
             }
-            let held = reads.len() * c;
             if held < terms {
                 (0..self.cols())
                     .for_each(|pixel| to.add(pixel * pitch + held).write_bytes(0, terms - held));
+            }
+        }
+    }
+
+    /// A row of pixels that hold columns next to each other: vectors of lines, of which what belongs to a pixel is
+    /// taken.
+    ///
+    /// # Safety
+    /// As for [`Copy::pixels`], with [`Tiled::lines_len`] elements at `lines`.
+    #[inline(always)]
+    unsafe fn windows(
+        &self,
+        source: impl Fn(isize) -> Option<*const bf16>,
+        reads: &[isize],
+        to: *mut u8,
+    ) {
+        let Copy { plan, stencil: &Stencil { c, step, .. }, .. } = *self;
+        let width = reads.len() * c;
+        let line = self.lines.wrapping_add(TERMS);
+        for (i, &row) in plan.cols.rows.iter().enumerate() {
+            // SAFETY: promised by the caller.
+            unsafe { self.fill(source(row), reads, line) };
+            for chunk in 0..plan.chunks {
+                // Of the chunk's terms those of this row.
+                let first = (i * width) as isize - (chunk * TERMS) as isize;
+                let of_row = first..first + width as isize;
+                let mask: [u16; TERMS] = std::array::from_fn(|term| {
+                    if of_row.contains(&(term as isize)) { u16::MAX } else { 0 }
+                });
+                for pixel in 0..self.cols() {
+                    let from = line.wrapping_add(pixel * step[1] * c).wrapping_offset(-first);
+                    let to = to.wrapping_add(pixel * plan.pitch + chunk * ROW_BYTES);
+                    let to = to.cast::<[u16; TERMS]>();
+                    // SAFETY: the line has the terms of a tile more on either side; the caller's promise.
+                    unsafe {
+                        let mut terms = from.cast::<[u16; TERMS]>().read_unaligned();
+                        for (term, mask) in terms.iter_mut().zip(&mask) {
+                            *term &= mask;
+                        }
+                        // Only a pixel of one chunk holds several rows.
+                        if i > 0 {
+                            let rows_before = to.read_unaligned();
+                            for (term, before) in terms.iter_mut().zip(&rows_before) {
+                                *term |= before;
+                            }
+                        }
+                        to.write_unaligned(terms);
+                    }
+                }
+            }
+        }
+    }
+
+    /// A row of all planes of pairs of pixels that hold columns next to each other. Behind its last pixel, up to
+    /// [`SIDE`] of no meaning are written, where the next row comes.
+    ///
+    /// # Safety
+    /// As for [`Copy::windows`].
+    #[inline(always)]
+    unsafe fn planes(
+        &self,
+        source: impl Fn(isize) -> Option<*const bf16>,
+        reads: &[isize],
+        to: *mut u8,
+    ) {
+        let Copy { plan, stencil, .. } = *self;
+        let (c, step) = (stencil.c, stencil.step[1]);
+        let (cols, line_len) = (self.cols().next_multiple_of(SIDE), plan.line_len(stencil));
+        let line = |line: usize| self.lines.wrapping_add(line * line_len);
+        let zeros = line(plan.cols.rows.len() * c);
+        let terms = plan.cols.reads() * c;
+        let term = |term: usize| {
+            let (row, col, channel) = (term / c / reads.len(), term / c % reads.len(), term % c);
+            if term < terms { line(row * c + channel).wrapping_add(col) } else { zeros }
+        };
+        // SAFETY: promised by the caller.
+        unsafe {
+            zeros.write_bytes(0, line_len);
+            for (i, &row) in plan.cols.rows.iter().enumerate() {
+                self.fill(source(row), reads, line(i * c));
+            }
+            for pair in 0..plan.chunks * SIDE {
+                let to = to.wrapping_add(pair * plan.pitch).cast::<u32>();
+                let [first, second] = [term(2 * pair), term(2 * pair + 1)];
+                match step {
+                    _ if 2 * pair >= terms => to.write_bytes(0, cols),
+                    1 => interleave(first, second, 1, to, cols),
+                    2 => interleave(first, second, 2, to, cols),
+                    _ => interleave(first, second, step as isize, to, cols),
+                }
+            }
+        }
+    }
+
+    /// The lines of what a row of pixels reads of a row of the source; zeros for the padding.
+    ///
+    /// # Safety
+    /// As for [`Copy::windows`].
+    #[inline(always)]
+    unsafe fn fill(&self, source: Option<*const bf16>, reads: &[isize], to: *mut bf16) {
+        let Stencil { c, src, src_size, step, .. } = *self.stencil;
+        // Lines, and channels in each.
+        let (lines, unit) = match self.plan.lanes {
+            Lanes::Channels => (1, c),
+            Lanes::Pixels => (c, 1),
+        };
+        let len = (self.cols() - 1) * step[1] + reads.len();
+        let start = (self.at[1] * step[1]) as isize + reads[0];
+        let [from, end] =
+            [start, start + len as isize].map(|col| col.clamp(0, src_size[1] as isize));
+        let row = source.filter(|_| from < end);
+        for line in 0..lines {
+            let to = to.wrapping_add(line * self.plan.line_len(self.stencil));
+            // SAFETY: promised by the caller.
+            unsafe {
+                let Some(row) = row else {
+                    to.write_bytes(0, len * unit);
+                    continue;
+                };
+                let (before, count) = ((from - start) as usize * unit, (end - from) as usize);
+                let from = row.wrapping_offset(line as isize * src[1] + from * src[3]);
+                let here = to.add(before);
+                to.write_bytes(0, before);
+                if src[3] == unit as isize && (unit == 1 || src[1] == 1) {
+                    here.copy_from_nonoverlapping(from, count * unit);
+                } else {
+                    for channel in 0..unit {
+                        let from = from.wrapping_offset(channel as isize * src[1]);
+                        for i in 0..count {
+                            let element = *from.wrapping_offset((i as isize).wrapping_mul(src[3]));
+                            here.add(i * unit + channel).write(element);
+                        }
+                    }
+                }
+                here.add(count * unit).write_bytes(0, len * unit - before - count * unit);
             }
         }
     }
@@ -112,12 +259,17 @@ impl Copy<'_> {
     /// # Safety
     /// As for [`Copy::pixels`].
     #[inline(always)]
-    unsafe fn pairs(&self, source: Option<*const bf16>, reads: &[isize], to: *mut u8) {
+    unsafe fn pairs(
+        &self,
+        source: impl Fn(isize) -> Option<*const bf16>,
+        reads: &[isize],
+        to: *mut u8,
+    ) {
         let Stencil { c, src, .. } = *self.stencil;
         let (cols, step) = (self.cols(), self.step());
         let line = |line: usize| {
-            let row = source.filter(|_| line < reads.len() * c)?;
-            let (inside, from) = self.inside(row, reads[line / c]);
+            let row = source(*self.plan.cols.rows.get(line / c / reads.len())?)?;
+            let (inside, from) = self.inside(row, reads[line / c % reads.len()]);
             Some((inside, from.wrapping_offset((line % c) as isize * src[1])))
         };
         for pair in 0..self.plan.chunks * SIDE {

@@ -2,7 +2,8 @@
 //! its padding, once for each residue of row and column taps modulo the step, so that every tap reads
 //! pixels at one distance, also across rows; sums that begin behind the end of a row are left out. Where
 //! channels lie next to each other in the destination, pixels are the rows of the left tiles, and else, as
-//! pairs of channels, the columns of the right ones.
+//! pairs of channels, the columns of the right ones. Where channels are few a pixel of the copy holds those of all
+//! column taps and, if they fit, of all row taps.
 
 mod copy;
 mod shape;
@@ -54,6 +55,8 @@ struct Columns {
     /// Part, and shift in it, of each step.
     steps: Vec<(usize, usize)>,
     span: usize,
+    /// Rows of the source whose columns a pixel holds, relative to where a part of the rows reads.
+    rows: Vec<isize>,
 }
 
 impl Columns {
@@ -65,19 +68,32 @@ impl Columns {
         if 4 * merged <= 3 * stencil.c.div_ceil(TERMS) * taps.len() {
             let reads = collected(taps.iter().map(|tap| tap.offset))?;
             let parts = collected([reads])?;
-            return Ok(Columns { parts, steps: filled((0, 0), 1)?, span: 0 });
+            let rows = if stencil.rows.len() > 1 && stencil.terms() <= TERMS {
+                collected(stencil.rows.iter().map(|tap| tap.offset))?
+            } else {
+                filled(0, 1)?
+            };
+            return Ok(Columns { parts, steps: filled((0, 0), 1)?, span: 0, rows });
         }
         let axis = Axis::new(taps, stencil.step[1])?.of_blocks(taps, block)?;
         let mut parts = room_for(axis.parts.len())?;
         for part in axis.parts {
             parts.push(filled(part, 1)?);
         }
-        Ok(Columns { parts, steps: axis.taps, span: axis.span })
+        Ok(Columns { parts, steps: axis.taps, span: axis.span, rows: filled(0, 1)? })
     }
 
-    /// Columns of the source whose channels a pixel holds.
+    /// Pixels of the source whose channels a pixel holds.
     fn reads(&self) -> usize {
-        self.parts.first().map_or(0, Vec::len)
+        self.rows.len() * self.parts.first().map_or(0, Vec::len)
+    }
+
+    /// How the taps along rows read the copy.
+    fn row_axis(&self, stencil: &Stencil) -> Result<Axis> {
+        if self.rows.len() > 1 {
+            return Ok(Axis { parts: filled(0, 1)?, taps: filled((0, 0), 1)?, span: 0 });
+        }
+        Axis::new(&stencil.rows, stencil.step[0])
     }
 }
 
@@ -105,8 +121,8 @@ impl Tiled {
         block: [usize; 2],
         [images, panels]: [usize; 2],
     ) -> Result<Self> {
-        let rows = Axis::new(&stencil.rows, stencil.step[0])?.of_blocks(&stencil.rows, block[0])?;
         let cols = Columns::new(stencil, block[1])?;
+        let rows = cols.row_axis(stencil)?.of_blocks(&stencil.rows, block[0])?;
         let chunks = (stencil.c * cols.reads()).div_ceil(TERMS);
         let in_place = lanes == Lanes::Channels && is_in_place(stencil);
         let offsets = room_for(rows.taps.len() * cols.steps.len())?;
@@ -197,6 +213,27 @@ impl Tiled {
         }
     }
 
+    /// Elements of the lines from which pixels that hold columns next to each other are copied: rows of the source with
+    /// their padding, one for all channels or one for each, and zeros behind those. None where columns are not.
+    fn lines_len(&self, stencil: &Stencil) -> usize {
+        let reads = self.cols.parts.first().map_or(0, Vec::len);
+        let follow = |part: &Vec<isize>| part.windows(2).all(|two| two[1] - two[0] == 1);
+        if reads < 2 || !self.cols.parts.iter().all(follow) {
+            return 0;
+        }
+        match self.lanes {
+            // Room for a tile's terms on either side.
+            Lanes::Channels => self.line_len(stencil) * stencil.c + (self.chunks + 2) * TERMS,
+            Lanes::Pixels => (self.cols.rows.len() * stencil.c + 1) * self.line_len(stencil),
+        }
+    }
+
+    /// Columns of such a line, and as many more as pixels are copied at once.
+    fn line_len(&self, stencil: &Stencil) -> usize {
+        let reads = self.cols.parts.first().map_or(0, Vec::len);
+        (self.block[1] + SIDE) * stencil.step[1] + reads
+    }
+
     /// Bytes of the copy, of which the last sums read more than there are pixels.
     fn copy_bytes(&self) -> usize {
         match self.lanes {
@@ -207,8 +244,10 @@ impl Tiled {
     }
 
     /// Elements of scratch memory of one worker: the copy, and sums with a vector more.
-    pub(super) fn scratch_len(&self) -> usize {
-        (self.copy_bytes() + TILE).next_multiple_of(ROW_BYTES) / size_of::<f32>() + BLOCK * BLOCK
+    pub(super) fn scratch_len(&self, stencil: &Stencil) -> usize {
+        let lines = self.lines_len(stencil) * size_of::<bf16>();
+        let bytes = self.copy_bytes() + (TILE + lines).next_multiple_of(ROW_BYTES);
+        bytes / size_of::<f32>() + BLOCK * BLOCK
     }
 
     /// Blocks of channels of a group.
@@ -296,16 +335,19 @@ impl Tiled {
     ) {
         let (chunk, tap) = (step / self.offsets.len(), step % self.offsets.len());
         let (row, col) = (tap / self.cols.steps.len(), tap % self.cols.steps.len());
+        let reads = self.cols.reads() / self.cols.rows.len();
         for term in 0..TERMS {
-            // Lines of a pixel: columns that it reads, channels of each.
+            // Lines of a pixel: rows and columns that it reads, channels of each.
             let line = chunk * TERMS + term;
             let (read, c) = (line / stencil.c, line % stencil.c);
+            let (read_row, read_col) = (read / reads, read % reads);
             for i in 0..SIDE {
                 let k = first + i;
                 // SAFETY: an element of the filter, and of the tile.
                 unsafe {
                     let element = if read < self.cols.reads() && k < stencil.k {
-                        let (row, col) = (stencil.rows[row], stencil.cols[col + read]);
+                        let (row, col) =
+                            (stencil.rows[row + read_row], stencil.cols[col + read_col]);
                         filter.offset(stencil.filter_offset(group, k, c, row, col)).read()
                     } else {
                         bf16::ZERO
@@ -335,12 +377,16 @@ impl Tiled {
         let unit = self.unit(stencil, unit);
         let sums = scratch;
         let copy = scratch.wrapping_add(BLOCK * BLOCK).cast::<u8>();
+        let lines = copy.wrapping_add(self.copy_bytes() + TILE).cast();
         let src = operands.src.wrapping_offset(stencil.src_group(unit.group));
         if !self.in_place {
             for (slab, n) in unit.images.clone().enumerate() {
                 let src = src.wrapping_offset(n as isize * stencil.src[0]);
                 let to = copy.wrapping_add(slab * self.slab_bytes());
-                dispatch(isa, Copy { plan: self, stencil, src, at: unit.at, size: unit.size, to });
+                dispatch(
+                    isa,
+                    Copy { plan: self, stencil, src, at: unit.at, size: unit.size, to, lines },
+                );
             }
         }
         let pixels = if self.in_place { src.cast() } else { copy.cast_const() };

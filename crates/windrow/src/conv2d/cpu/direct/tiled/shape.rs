@@ -2,7 +2,6 @@
 
 use super::super::super::epilogue::Lanes;
 use super::super::super::stencil::Stencil;
-use super::super::planar::Axis;
 use super::{BLOCK, Columns, ROW_BYTES, SIDE, TERMS, Tiled, is_in_place};
 use crate::Result;
 use crate::cpu::gemm::even_part;
@@ -26,15 +25,15 @@ const FINISH: f64 = 48.0;
 pub(super) fn choose(stencil: &Stencil, lanes: Lanes, threads: usize) -> Result<Tiled> {
     let [height, width] = stencil.dst_size.map(|size| size.max(1));
     let in_place = lanes == Lanes::Channels && is_in_place(stencil);
-    let rows = Axis::new(&stencil.rows, stencil.step[0])?;
+    let mut cols = even_part(width, COLS);
+    let mut columns = Columns::new(stencil, cols)?;
+    let rows = columns.row_axis(stencil)?;
     let bytes = |row_count: usize, cols: usize, columns: &Columns| {
         let (parts, span) = rows.extent(row_count);
         let pixels = parts * columns.parts.len() * (row_count + span) * (cols + columns.span);
         let chunks = (stencil.c * columns.reads()).div_ceil(TERMS);
         if in_place { 0 } else { pixels.saturating_mul(chunks * ROW_BYTES) }
     };
-    let mut cols = even_part(width, COLS);
-    let mut columns = Columns::new(stencil, cols)?;
     while cols > BLOCK && bytes(1, cols, &columns) > COPY_BYTES {
         cols = even_part(width, cols / 2);
         columns = Columns::new(stencil, cols)?;
