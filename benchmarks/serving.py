@@ -1,7 +1,7 @@
 """Causal convolutions as an engine calls them: Windrow beside engines' Triton kernels, or beside PyTorch on the CPU.
 
     python benchmarks/serving.py [--vllm FILE] [--sglang FILE] [--record DIRECTORY]
-    python benchmarks/serving.py --cpu [--threads 2] [--record DIRECTORY]
+    python benchmarks/serving.py --cpu [--threads 2] [--vllm LIBRARY] [--record DIRECTORY]
 
 The files are vLLM's vllm/model_executor/layers/mamba/ops/causal_conv1d.py and SGLang's
 sglang/kernels/ops/mamba/causal_conv1d_triton.py, of which the kernels are taken as they are, with stand-ins for what
@@ -10,7 +10,8 @@ medians of graph replays over tensors that rotate through more memory than the L
 a decoding step costs in Python, without a graph. The drafts of SGLang are rows of tokens whose windows are kept.
 
 On the CPU the other side is `torch.nn.functional.conv1d`, called for each sequence of a prompt, and once for a step of
-decoding; times are medians of calls. With --record the figures are written as serving.json and .md.
+decoding, and vLLM's own kernels, which are SGLang's as well, from a library that engines/vllm_cpu.cpp tells how to make;
+times are medians of calls. With --record the figures are written as serving.json and .md.
 """
 
 import argparse
@@ -92,6 +93,32 @@ class PerSequence:
         tokens = torch.cat([conv_state[indices], x[:, :, None]], 2)
         conv_state[indices] = tokens[:, :, 1:]
         return F.silu(F.conv1d(tokens, weight[:, None], bias, groups=len(weight)))[:, :, 0]
+
+
+class Compiled:
+    """vLLM's kernels for the CPU: those of halves want a packed weight, which is kept as vLLM keeps it."""
+
+    def __init__(self, library):
+        torch.ops.load_library(library)
+        self.ops, self.packed = torch.ops.vllm_cpu, {}
+
+    def pack(self, weight):
+        if weight not in self.packed:
+            self.packed = {weight: self.ops.causal_conv1d_weight_pack(weight)}
+        return self.packed[weight]
+
+    def causal_conv1d_fn(
+        self, x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, activation, metadata
+    ):
+        which = (conv_states, query_start_loc, cache_indices, has_initial_state)
+        return self.ops.causal_conv1d_fwd_cpu(x, self.pack(weight), bias, *which, activation == "silu", -1, True)
+
+    def causal_conv1d_update(self, x, conv_state, weight, bias, activation, conv_state_indices):
+        if x.dtype is torch.float32:
+            where = (conv_state_indices, None, -1)
+            return self.ops.causal_conv1d_update_cpu_vec(x, conv_state, weight, bias, activation, *where)
+        how = (activation == "silu", None, conv_state_indices, -1, True)
+        return self.ops.causal_conv1d_update_cpu(x, conv_state, self.pack(weight), bias, *how)
 
 
 def cpu_us(call, turns):
@@ -254,7 +281,7 @@ def table(rows):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for engine in FUNCTIONS:
-        parser.add_argument(f"--{engine}", type=pathlib.Path, help="its file")
+        parser.add_argument(f"--{engine}", type=pathlib.Path, help="its file, or with --cpu its library")
     parser.add_argument("--cpu", action="store_true", help="on the CPU beside PyTorch")
     parser.add_argument("--threads", type=int, default=2, help="of the CPU")
     parser.add_argument("--record", type=pathlib.Path, help="write serving.json and .md there")
@@ -263,6 +290,8 @@ def main():
     if args.cpu:
         torch.set_num_threads(args.threads)
         engines = {"torch": {"windrow": windrow.vllm, "torch": PerSequence}}
+        if args.vllm:
+            engines["vllm"] = {"windrow": windrow.vllm, "vllm": Compiled(args.vllm)}
         device, dtypes = "cpu", [torch.bfloat16, torch.float32]
     else:
         for engine in FUNCTIONS:
@@ -274,7 +303,9 @@ def main():
         ask = lambda name, n, case, host=False: rows.append(
             {"beside": engine} | measure(name, dim, n, like, case, contestants, host)
         )
-        for n in SEQUENCES:
+        # vLLM's kernels for the CPU take prompts in halves alone.
+        is_missing = args.cpu and engine == "vllm" and dtype is torch.float32
+        for n in [] if is_missing else SEQUENCES:
             ask("prefill", n, prefill(dim, n, like, engine))
         for n in BATCHES:
             ask("decode", n, decode(dim, n, 0, like, engine), dim == DIMS[0] and not args.cpu)
@@ -284,7 +315,7 @@ def main():
         machine = {"device": provenance.cpu(), "threads": args.threads, "torch": torch.__version__}
     else:
         machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    if args.vllm or args.sglang:
+    if not args.cpu and (args.vllm or args.sglang):
         import triton
 
         machine["triton"] = triton.__version__

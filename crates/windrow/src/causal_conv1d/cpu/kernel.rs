@@ -236,3 +236,72 @@ unsafe fn along_channels_by<
         }
     }
 }
+
+/// The next token of `channels` channels, neighbours in memory, behind a window of `W - 1` tokens. `x` comes behind the
+/// window, and what the window is then goes to `next`, which may be where it was, as `y` may be x. Channels that do not fill
+/// a vector are left: how many are done.
+///
+/// # Safety
+/// `W - 1` tokens of the window and of `next`, x and y have the channels, and `staged` holds them. `next` is the window
+/// itself, tokens before it, or shares no memory with it.
+#[inline(always)]
+pub(crate) unsafe fn next_token<S: Simd, T: SimdElement, const W: usize>(
+    s: S,
+    sum: Sum,
+    window: (*const T, isize),
+    (x, y): (*const T, *mut T),
+    next: Option<(*mut T, isize)>,
+    channels: usize,
+    staged: &Staged,
+) -> usize {
+    let mut done = 0;
+    // SAFETY: passed on; vectors end at most with the channels.
+    unsafe {
+        if vectors::<S, T>(channels) == 2 {
+            while done + 2 * S::LANES <= channels {
+                next_token_by::<S, T, W, 2>(s, sum, window, (x, y), next, done, staged);
+                done += 2 * S::LANES;
+            }
+        }
+        while done + S::LANES <= channels {
+            next_token_by::<S, T, W, 1>(s, sum, window, (x, y), next, done, staged);
+            done += S::LANES;
+        }
+    }
+    done
+}
+
+/// [`next_token`] of `V` vectors from channel `c` on.
+#[inline(always)]
+unsafe fn next_token_by<S: Simd, T: SimdElement, const W: usize, const V: usize>(
+    s: S,
+    sum: Sum,
+    (window, window_token): (*const T, isize),
+    (x, y): (*const T, *mut T),
+    next: Option<(*mut T, isize)>,
+    c: usize,
+    staged: &Staged,
+) {
+    // SAFETY: promised by the caller.
+    unsafe {
+        let token = |k: usize| match k + 1 == W {
+            true => x.add(c),
+            false => window.offset(k as isize * window_token).add(c),
+        };
+        let mut sums = load_parameters::<S, T, V>(s, staged.bias.add(c));
+        for k in 0..W {
+            let taps = load_parameters::<S, T, V>(s, staged.weight.add(k * staged.stride + c));
+            for ((sum, tap), x) in sums.iter_mut().zip(taps).zip(load::<S, T, V>(s, token(k))) {
+                *sum = s.mul_add(tap, x, *sum);
+            }
+        }
+        if let Some((next, next_token)) = next {
+            // The oldest first: each token moves to where an older one was.
+            for k in 1..W {
+                let to = next.offset((k as isize - 1) * next_token).add(c);
+                std::ptr::copy(token(k), to, V * S::LANES);
+            }
+        }
+        store(s, sum, y.add(c), sums);
+    }
+}

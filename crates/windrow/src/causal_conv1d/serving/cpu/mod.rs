@@ -8,7 +8,7 @@ mod tree;
 
 use super::entries::{Entry, Lookup, States};
 use super::spec::Sizes;
-use crate::causal_conv1d::cpu::kernel::{Sum, TOKENS, along_channels, along_tokens};
+use crate::causal_conv1d::cpu::kernel::{Sum, TOKENS, along_channels, along_tokens, next_token};
 use crate::causal_conv1d::cpu::operand::Staged;
 use crate::causal_conv1d::cpu::{GROUP, Operand, Parameters};
 use crate::cpu::{
@@ -231,7 +231,9 @@ impl<T: SimdElement> Task<'_, T> {
                     y.clear(entry.tokens, channels.len());
                     continue;
                 };
-                for c in (0..channels.len()).step_by(LANES) {
+                let part = Part { i, entry, states, channel: first, lanes: channels.len() };
+                let stepped = self.step::<S, W>(s, &staged, part);
+                for c in (stepped..channels.len()).step_by(LANES) {
                     let (channel, lanes) = (first + c, LANES.min(channels.len() - c));
                     let part = Part { i, entry, states, channel, lanes };
                     match operands.lookup.has_trees() {
@@ -246,6 +248,33 @@ impl<T: SimdElement> Task<'_, T> {
                 Block::of(y, 0, first, tokens).clear(l - tokens, channels.len());
             }
         }
+    }
+
+    /// A step of decoding, where channels are neighbours everywhere: straight from the state to the state. How many of the
+    /// channels it computed; the others, all where it is something else, are left to [`Task::walk`].
+    ///
+    /// # Safety
+    /// As for [`Walk::run`].
+    #[inline(always)]
+    unsafe fn step<S: Simd, const W: usize>(&self, s: S, staged: &Staged, part: Part<'_>) -> usize {
+        let Task { plan, operands, .. } = self;
+        let Part { entry, states, channel, lanes, .. } = part;
+        let Operands { x, y, conv_states, windows, lookup, .. } = operands;
+        let are_neighbours = [x, y, conv_states].iter().all(|of| of.strides[1] == 1);
+        let is_more = windows.is_some() || lookup.has_drafts() || lookup.has_trees();
+        let Some(column) = states.window else { return 0 };
+        if W == 0 || entry.tokens != 1 || !are_neighbours || is_more || states.ends.count > 0 {
+            return 0;
+        }
+        let stream = plan.stream && !operands.in_place;
+        let sum = Sum { width: W, activation: plan.activation, stream };
+        let window = Block::of(conv_states, states.read, channel, column);
+        let next = states.write.map(|write| Block::of(conv_states, write, channel, 0));
+        let next = next.map(|to| (to.at, to.token));
+        let from = (window.at.cast_const(), window.token);
+        let [x, y] = [x, y].map(|of| of.at(entry.row, channel, entry.start));
+        // SAFETY: the token and both states exist; tokens of a state that is advanced lie before its window or in it.
+        unsafe { next_token::<S, T, W>(s, sum, from, (x, y), next, lanes, staged) }
     }
 
     #[inline(always)]
