@@ -35,39 +35,31 @@ impl CpuBackward {
         Ok(CpuBackward { data: data.transpose()?, gradients })
     }
 
-    /// Elements of the packed filter and bytes of scratch memory for the data gradient.
-    fn data_sizes(&self, p: &Problem) -> (usize, usize) {
-        match &self.data {
-            Some(engine) => (engine.raw_len(), engine.workspace_bytes(p.c)),
-            None => self.gradients.data_sizes(),
-        }
-    }
-
     pub(super) fn data_bytes(&self, p: &Problem) -> usize {
-        let (packed, scratch) = self.data_sizes(p);
-        (packed * size_of::<f32>()).next_multiple_of(64) + scratch
+        match &self.data {
+            Some(engine) => engine.raw_bytes(p.c),
+            None => self.gradients.data_bytes().into_iter().sum(),
+        }
     }
 
     /// The data gradient into `dx`, which has elements, with [`CpuBackward::data_bytes`] of memory.
     pub(super) fn data(
         &self,
-        p: &Problem,
         w: &TensorRef<'_>,
         dy: &TensorRef<'_>,
         dx: &mut TensorMut<'_>,
         memory: &mut [u8],
     ) {
-        let (packed_len, _) = self.data_sizes(p);
-        let bytes = (packed_len * size_of::<f32>()).next_multiple_of(64);
-        let (packed, scratch) = memory.split_at_mut(bytes);
-        let packed = floats_mut(packed);
         match (&self.data, turn(w)) {
             (Some(engine), Some(w)) => {
                 let (bias, activation) = (None, Activation::Identity);
-                let run = Run { x: dy, bias, activation, y: dx, workspace: scratch };
-                engine.run_raw(&w, packed, run);
+                engine.run_raw(&w, Run { x: dy, bias, activation, y: dx, workspace: memory });
             }
-            _ => self.gradients.data(w, dy, dx, packed, floats_mut(scratch)),
+            _ => {
+                let [packed, _] = self.gradients.data_bytes();
+                let (packed, scratch) = memory.split_at_mut(packed);
+                self.gradients.data(w, dy, dx, floats_mut(packed), floats_mut(scratch));
+            }
         }
     }
 }

@@ -94,11 +94,11 @@ impl Gradients {
         Ok(Gradients { data, weight, forward, isa, threads })
     }
 
-    /// Elements of the packed filter and bytes of scratch memory for the data gradient.
-    pub(crate) fn data_sizes(&self) -> (usize, usize) {
+    /// Bytes of the packed filter, and of scratch memory, for the data gradient.
+    pub(crate) fn data_bytes(&self) -> [usize; 2] {
         let packed = self.data.iter().map(Gather::packed_len).max().unwrap_or(0);
         let scratch = self.data.iter().map(Gather::scratch_len).max().unwrap_or(0);
-        (packed, scratch * size_of::<f32>())
+        [(packed * size_of::<f32>()).next_multiple_of(64), scratch * size_of::<f32>()]
     }
 
     pub(crate) fn data_tolerance(&self) -> f64 {
@@ -125,7 +125,7 @@ impl Gradients {
         }
     }
 
-    /// Views agree with the spec, memory with [`Gradients::data_sizes`].
+    /// Views agree with the spec, memory with [`Gradients::data_bytes`].
     pub(crate) fn data(
         &self,
         w: &TensorRef<'_>,
@@ -134,8 +134,9 @@ impl Gradients {
         packed: &mut [f32],
         scratch: &mut [f32],
     ) {
-        let (packed_len, bytes) = self.data_sizes();
-        assert!(packed.len() >= packed_len && size_of_val(scratch) >= bytes, "workspace");
+        let [packed_bytes, scratch_bytes] = self.data_bytes();
+        let fits = size_of_val(packed) >= packed_bytes && size_of_val(scratch) >= scratch_bytes;
+        assert!(fits, "workspace");
         let (w, src, dst) = (w.as_ptr(), dy.as_ptr(), dx.as_mut_ptr());
         for gather in &self.data {
             // SAFETY: the stencils were made for these layouts; dx is borrowed mutably.

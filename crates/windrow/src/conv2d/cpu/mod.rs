@@ -179,15 +179,6 @@ impl Engine {
         }
     }
 
-    /// Elements of the packed filter that a run with the filter itself has in memory.
-    pub(crate) fn raw_len(&self) -> usize {
-        match self {
-            Engine::Gather(g) => g.packed_len(),
-            Engine::Winograd(w) => w.raw_len(),
-            Engine::Fused(w) => w.packed_len(),
-        }
-    }
-
     /// Channels that lie next to each other in the packed filter: with algorithm and filter shape,
     /// what its form depends on.
     pub(crate) fn packed_width(&self) -> usize {
@@ -227,6 +218,19 @@ impl Engine {
         }
     }
 
+    /// Bytes of scratch memory for a run with the filter itself.
+    pub(crate) fn raw_bytes(&self, k: usize) -> usize {
+        match self {
+            Engine::Winograd(w) => w.raw_bytes(),
+            Engine::Gather(_) | Engine::Fused(_) => self.packed_bytes() + self.workspace_bytes(k),
+        }
+    }
+
+    /// Bytes of the packed filter, in whole cache lines.
+    pub(crate) fn packed_bytes(&self) -> usize {
+        (self.packed_len() * size_of::<f32>()).next_multiple_of(64)
+    }
+
     /// Packs a filter that agrees with the spec.
     pub(crate) fn pack(&self, w: &TensorRef<'_>, packed: &mut [f32]) {
         match self {
@@ -259,13 +263,15 @@ impl Engine {
         engine.stages(w, x).map(Some)
     }
 
-    /// [`Engine::run`] with the filter itself, packed into `packed` of [`Engine::raw_len`] elements.
-    pub(crate) fn run_raw(&self, w: &TensorRef<'_>, packed: &mut [f32], run: Run<'_, '_>) {
+    /// [`Engine::run`] with the filter itself, in a workspace of [`Engine::raw_bytes`].
+    pub(crate) fn run_raw(&self, w: &TensorRef<'_>, run: Run<'_, '_>) {
         match self {
-            Engine::Winograd(e) => e.run_raw(w, packed, run),
+            Engine::Winograd(e) => e.run_raw(w, run),
             Engine::Gather(_) | Engine::Fused(_) => {
+                let (packed, workspace) = run.workspace.split_at_mut(self.packed_bytes());
+                let packed = floats_mut(packed);
                 self.pack(w, packed);
-                self.run(packed, run);
+                self.run(packed, Run { workspace, ..run });
             }
         }
     }

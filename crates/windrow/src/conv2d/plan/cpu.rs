@@ -57,7 +57,7 @@ impl Engine<Conv2d> for Cpu {
     }
 
     fn workspace_bytes(&self) -> usize {
-        self.raw_bytes() + self.scratch_bytes()
+        self.engine.raw_bytes(self.k).max(self.scratch_bytes())
     }
 
     fn explain(&self, plan: &Conv2dPlan) -> String {
@@ -100,13 +100,8 @@ impl Engine<Conv2d> for Cpu {
 }
 
 impl Cpu {
-    /// Bytes of the packed filter that a run with [`Weights::Raw`] has in the workspace.
-    pub(super) fn raw_bytes(&self) -> usize {
-        (self.engine.raw_len() * size_of::<f32>()).next_multiple_of(64)
-    }
-
     pub(super) fn packed_bytes(&self) -> usize {
-        (self.engine.packed_len() * size_of::<f32>()).next_multiple_of(64)
+        self.engine.packed_bytes()
     }
 
     /// Bytes of workspace beside a packed filter.
@@ -141,9 +136,8 @@ impl Cpu {
         };
         match weights {
             Weights::Raw(w) => {
-                let (packed, scratch) = memory.split_at_mut(self.raw_bytes());
-                let run = Run { x, bias, activation, y, workspace: scratch };
-                self.engine.run_raw(&w, floats_mut(packed), run);
+                let run = Run { x, bias, activation, y, workspace: memory };
+                self.engine.run_raw(&w, run);
             }
             Weights::Packed(PackedWeights { data: PackedData::Host(data), .. }) => {
                 let run = Run { x, bias, activation, y, workspace: memory };
@@ -199,7 +193,7 @@ impl Cpu {
         let backward = self.backward(plan)?;
         let memory = workspace.take(backward.data_bytes(&plan.problem))?;
         if !dx.layout().is_empty() {
-            backward.data(&plan.problem, w, dy, dx, memory);
+            backward.data(w, dy, dx, memory);
         }
         Ok(())
     }

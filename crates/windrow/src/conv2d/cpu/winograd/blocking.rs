@@ -18,6 +18,12 @@ fn at_once(c: usize) -> [usize; 2] {
     if c > 256 { [64, 16] } else { [36, 4] }
 }
 
+/// Bytes of V and M of all threads from which on threads share V, so that scratch memory does not grow with their number.
+const OWN_BYTES: usize = 32 << 20;
+
+/// Bytes of V that threads share at once.
+const SHARED_BYTES: usize = 8 << 20;
+
 /// How the work is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Blocking {
@@ -27,6 +33,9 @@ pub(super) struct Blocking {
     pub parts: usize,
     /// Vectors of output channels between two output transforms.
     pub vectors: usize,
+    /// Tiles whose V all threads form together, before the tasks of its blocks and parts; 0 where each task forms that of
+    /// its block.
+    pub stretch: usize,
 }
 
 impl Blocking {
@@ -45,13 +54,20 @@ impl Blocking {
         let vectors = geometry.problem.k.div_ceil(lanes).max(1);
         let few = geometry.tiles().max(1) < threads.saturating_mul(FEW_TILES);
         let [most, at_once] = at_once(geometry.problem.c);
-        let [tiles, parts] = match few {
+        let own = Self::cut(geometry, vectors, threads, [most, 1, at_once]);
+        let [tiles, parts] = match few || threads * own.bytes(geometry, lanes) > OWN_BYTES {
             true => ends_first(geometry, vectors, lanes, threads, most),
             false => [most, 1],
         };
         let model = [tiles, parts, at_once];
         let chosen = std::array::from_fn(|i| parameters[i].unwrap_or(model[i]));
         Self::cut(geometry, vectors, threads, chosen)
+    }
+
+    /// Of V and M of a task that forms both.
+    fn bytes(&self, geometry: &Geometry, lanes: usize) -> usize {
+        let channels = geometry.problem.c + self.vectors * lanes;
+        size_of::<f32>() * geometry.positions() * self.tiles * channels
     }
 
     /// The same blocks for some of the output channels.
@@ -63,8 +79,8 @@ impl Blocking {
         }
     }
 
-    /// Blocks of equal size, as many as occupy all threads if these do not share them, of at most
-    /// `most` tiles.
+    /// Blocks of equal size, of at most `most` tiles. Parts of the channels share V; without parts there are as many blocks
+    /// as occupy all threads.
     fn cut(
         geometry: &Geometry,
         vectors: usize,
@@ -72,16 +88,25 @@ impl Blocking {
         [most, parts, at_once]: [usize; 3],
     ) -> Self {
         let tiles = geometry.tiles().max(1);
-        let parts = parts.min(vectors.div_ceil(PANEL));
-        let blocks = tiles.div_ceil(most);
+        let panels = vectors.div_ceil(PANEL);
+        let parts = parts.min(panels);
+        let (of, stretch) = match parts {
+            1 => (tiles, 0),
+            _ => [tiles.div_ceil(stretches(geometry)); 2].into(),
+        };
+        let blocks = of.div_ceil(most);
         let blocks = if parts > 1 { blocks } else { blocks.next_multiple_of(threads.min(tiles)) };
-        Blocking {
-            tiles: tiles.div_ceil(blocks),
-            parts,
-            // Whole panels, but for the last.
-            vectors: at_once.min(vectors).next_multiple_of(PANEL).min(vectors),
-        }
+        // Whole panels, but for the last.
+        let at_once = at_once.min(panels.div_ceil(parts) * PANEL).next_multiple_of(PANEL);
+        Blocking { tiles: of.div_ceil(blocks), parts, vectors: at_once.min(vectors), stretch }
     }
+}
+
+/// Of equal size, of which each has at most [`SHARED_BYTES`] of V, if tasks share it.
+fn stretches(geometry: &Geometry) -> usize {
+    let tile = size_of::<f32>() * geometry.positions() * geometry.problem.c;
+    let tiles = geometry.tiles().max(1);
+    tiles.div_ceil((SHARED_BYTES / tile.max(1)).clamp(1, tiles))
 }
 
 /// Tiles of a block, of at most `most`, and parts of the channels, where the last of the threads ends first.
@@ -96,9 +121,13 @@ fn ends_first(
     let c = geometry.problem.c as f64;
     let time = |blocks: usize, parts: usize| {
         let k = (panels.div_ceil(parts) * PANEL * lanes) as f64;
-        let block = tiles.div_ceil(blocks) as f64;
-        let rounds = (blocks * parts).div_ceil(threads) as f64;
-        rounds * (block * (c * k + TRANSFORM * (c + k)) + READ * c * k)
+        // Parts of the channels share V, which all threads form, a stretch after the other.
+        let stretches = if parts > 1 { stretches(geometry) } else { 1 };
+        let blocks = blocks.div_ceil(stretches);
+        let block = tiles.div_ceil(stretches * blocks) as f64;
+        let rounds = (stretches * (blocks * parts).div_ceil(threads)) as f64;
+        let inputs = if parts > 1 { tiles as f64 / threads as f64 } else { rounds * block };
+        rounds * (block * k * (c + TRANSFORM) + READ * c * k) + inputs * TRANSFORM * c
     };
     let shares = (tiles.div_ceil(most)..=tiles.min(threads.max(tiles.div_ceil(most))))
         .flat_map(|blocks| (1..=panels.min(threads)).map(move |parts| (blocks, parts)));
@@ -136,7 +165,7 @@ pub(crate) fn cost(p: &Problem, tile: Tile, filter: Filter) -> f64 {
         Filter::Changing if shares_input(&geometry) => PACK,
         Filter::Changing => READ + PACK,
     };
-    let positions = (tile.alpha() * tile.alpha()) as f64;
+    let positions = geometry.positions() as f64;
     let (tiles, c, k) = (geometry.tiles() as f64, p.c as f64, p.k as f64);
     positions * (tiles * (c * k + TRANSFORM * (c + k)) + u * c * k)
 }

@@ -13,7 +13,7 @@ pub(super) const PANEL: usize = 2;
 
 /// Input channels that are summed in registers before they are added to M. Two levels of sums keep
 /// the rounding error of many channels down, and a panel's part of U in the first-level cache.
-const BLOCK: usize = 128;
+pub(super) const BLOCK: usize = 128;
 
 /// The most tiles of one micro-kernel call: `PANEL` sums for each take three quarters of the
 /// registers. With two tiles more, the compiler moved sums to memory and back: half the speed.
@@ -44,6 +44,8 @@ pub(super) struct Gemm<'a, 'b> {
     pub m: *mut f32,
     /// Distances between positions and between channel vectors of M.
     pub m_strides: [usize; 2],
+    /// Whether M holds sums over channels before these, to which those over these are added.
+    pub accumulate: bool,
     /// Asked for meanwhile.
     pub ahead: Ahead<'a, 'b>,
 }
@@ -124,7 +126,7 @@ impl Gemm<'_, '_> {
                         + tiles.start * S::LANES,
                 ),
                 m_vector: self.m_strides[1],
-                accumulate: channel > 0,
+                accumulate: self.accumulate || channel > 0,
                 ahead: c * panel * S::LANES + group % panel * c * S::LANES,
             }
         };

@@ -34,6 +34,11 @@ impl Geometry {
         self.problem.n * self.grid[0] * self.grid[1]
     }
 
+    /// Positions of a transform tile.
+    pub(super) fn positions(&self) -> usize {
+        (self.m + 2) * (self.m + 2)
+    }
+
     /// The longest segment that starts at `tile`, ends before `end` and has at most `columns` columns
     /// of outputs.
     #[inline(always)]

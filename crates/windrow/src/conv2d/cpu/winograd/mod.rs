@@ -4,6 +4,9 @@
 //! (V), multiplies with the transformed filter (U) position by position (M) and transforms the
 //! output into y, so V and M are as large as a block, not as the problem. U streams through once
 //! for each block.
+//!
+//! Where that would occupy few threads, or V of all threads is large, these form V of a stretch of
+//! tiles together, then take parts of its output channels.
 
 mod blocking;
 mod filter;
@@ -36,6 +39,7 @@ use geometry::Geometry;
 use input::InputTransform;
 use output::OutputTransform;
 use prefetch::{Ahead, Image, Prefetch};
+use shared::SharedInput;
 use stages::Block;
 use std::ops::Range;
 pub(crate) use weight_gradient::{WinogradWeight, weight_cost};
@@ -56,6 +60,8 @@ pub(crate) struct WinogradCpu {
 struct Operands<'a> {
     packed: &'a [f32],
     x: &'a TensorRef<'a>,
+    /// V that the tasks share.
+    v: SendPtr<f32>,
     bias: *const f32,
     activation: Activation,
     y: SendPtr<u8>,
@@ -88,7 +94,7 @@ impl WinogradCpu {
 
     /// The parameters of [`WinogradCpu::with_blocking`] that it runs with.
     pub(crate) fn blocking(&self) -> [usize; 3] {
-        let Blocking { tiles, parts, vectors } = self.blocking;
+        let Blocking { tiles, parts, vectors, .. } = self.blocking;
         [tiles, parts, vectors]
     }
 
@@ -98,8 +104,11 @@ impl WinogradCpu {
 
     /// Blocking in words.
     pub(crate) fn explain(&self) -> String {
-        let Blocking { tiles, parts, vectors } = self.blocking;
-        format!("blocks of {tiles} tiles, {parts} parts of the channels, {vectors} vectors at once")
+        let Blocking { tiles, parts, vectors, stretch } = self.blocking;
+        let shared = if stretch > 0 { format!(" of {stretch} at a time") } else { String::new() };
+        format!(
+            "blocks of {tiles} tiles{shared}, {parts} parts of the channels, {vectors} vectors at once"
+        )
     }
 
     /// Output channels that lie next to each other in a packed filter.
@@ -114,8 +123,8 @@ impl WinogradCpu {
 
     /// Bytes that [`WinogradCpu::run`] needs.
     pub(crate) fn workspace_bytes(&self) -> usize {
-        let slots = self.threads.min(self.tasks()) * self.slot_len();
-        (bias_len(self.geometry.problem.k) + slots) * size_of::<f32>()
+        let slots = self.threads.min(self.tasks(self.at_once())) * self.slot_len();
+        (bias_len(self.geometry.problem.k) + self.v_len() + slots) * size_of::<f32>()
     }
 
     /// Transforms and packs the filter `w` [k, c, 3, 3] into `packed`, of
@@ -134,9 +143,11 @@ impl WinogradCpu {
         assert!(packed.len() >= self.packed_len(), "packed filter");
         assert!(workspace.len() >= self.workspace_bytes(), "workspace");
         let (bias, slots) = stage_bias(bias, self.geometry.problem.k, workspace);
+        let (v, slots) = slots.split_at_mut(self.v_len());
         let operands = Operands {
             packed,
             x,
+            v: SendPtr(v.as_mut_ptr()),
             bias: bias.as_ptr(),
             activation,
             y_strides: strides4(y.strides()),
@@ -145,51 +156,81 @@ impl WinogradCpu {
             inspect,
         };
         let slots = SendPtr(slots.as_mut_ptr());
-        parallel_for_workers(self.threads, self.tasks(), |worker, task| {
-            // SAFETY: each worker has a slot of its own.
-            let slot = unsafe { slots.get().add(worker * self.slot_len()) };
-            with_element!(x.dtype(), X => self.run_task::<X>(&operands, task, slot));
-        });
-    }
-
-    fn run_task<X: SimdElement>(&self, operands: &Operands<'_>, task: usize, slot: *mut f32) {
-        match self.tile {
-            Tile::F2 => self.run_block::<X, 4>(operands, task, slot),
-            Tile::F4 => self.run_block::<X, 6>(operands, task, slot),
-            Tile::F6 => self.run_block::<X, 8>(operands, task, slot),
+        let all = self.geometry.tiles();
+        for start in (0..all).step_by(self.at_once().max(1)) {
+            let stretch = start..all.min(start + self.at_once());
+            with_element!(x.dtype(), X => match self.tile {
+                Tile::F2 => self.run_stretch::<X, 4>(&operands, stretch, slots),
+                Tile::F4 => self.run_stretch::<X, 6>(&operands, stretch, slots),
+                Tile::F6 => self.run_stretch::<X, 8>(&operands, stretch, slots),
+            });
         }
     }
 
-    /// One block of tiles and one part of the output channels.
+    /// Blocks of some tiles, of which V is formed at first if tasks share it.
+    fn run_stretch<X: SimdElement, const A: usize>(
+        &self,
+        operands: &Operands<'_>,
+        tiles: Range<usize>,
+        slots: SendPtr<f32>,
+    ) {
+        if self.shares_input() {
+            let v_strides = self.v_strides();
+            let input = SharedInput {
+                geometry: &self.geometry,
+                isa: self.isa,
+                lanes: self.lanes,
+                threads: self.threads,
+                tiles: &tiles,
+                v: operands.v,
+                v_strides,
+                // SAFETY: `v_len` is the sum of V and the staging memory.
+                staging: SendPtr(unsafe { operands.v.get().add(self.positions() * v_strides[0]) }),
+            };
+            // SAFETY: x agrees with the problem; the memory is as large as asked for.
+            unsafe { input.transform::<X, A>(operands.x) };
+        }
+        parallel_for_workers(self.threads, self.tasks(tiles.len()), |worker, task| {
+            // SAFETY: each worker has a slot of its own.
+            let slot = unsafe { slots.get().add(worker * self.slot_len()) };
+            self.run_block::<X, A>(operands, &tiles, task, slot);
+        });
+    }
+
+    /// One block of a stretch of tiles and one part of the output channels.
     fn run_block<X: SimdElement, const A: usize>(
         &self,
         operands: &Operands<'_>,
+        stretch: &Range<usize>,
         task: usize,
         slot: *mut f32,
     ) {
         let p = &self.geometry.problem;
-        let block = task / self.blocking.parts;
-        let tiles = self.tiles(block);
+        let tiles = self.tiles(stretch, task / self.blocking.parts);
         let part = self.part(task % self.blocking.parts);
         // SAFETY: `slot_len` is the sum of these.
-        let [staging_in, staging_out, v, m] = unsafe {
-            let out = slot.add(input::STAGING);
-            let v = out.add(output::STAGING);
-            [slot, out, v, v.add(self.positions() * self.v_strides()[0])]
+        let [staging_out, m, own] = unsafe {
+            let m = slot.add(output::STAGING);
+            [slot, m, m.add(self.positions() * self.m_strides()[0])]
         };
-        dispatch(
-            self.isa,
-            InputTransform::<X, A> {
+        let v = if self.shares_input() {
+            // SAFETY: the block's tiles of V of the stretch.
+            unsafe { operands.v.get().add((tiles.start - stretch.start) * self.lanes) }
+        } else {
+            let transform = InputTransform::<X, A> {
                 geometry: &self.geometry,
                 x: operands.x.as_ptr().cast(),
                 strides: strides4(operands.x.strides()),
                 tiles: tiles.clone(),
-                staging: staging_in,
-                v,
+                // SAFETY: behind V, by `slot_len`.
+                staging: unsafe { own.add(self.positions() * self.v_strides()[0]) },
+                v: own,
                 v_strides: self.v_strides(),
-            },
-        );
-        let mut read = self.prefetch_input::<X>(operands, task, part.len());
+            };
+            dispatch(self.isa, transform);
+            own
+        };
+        let mut read = self.prefetch_input::<X>(operands, stretch, task, part.len());
         for first in part.clone().step_by(self.blocking.vectors) {
             let vectors = self.blocking.vectors.min(part.end - first);
             let channels = first * self.lanes..p.k.min((first + vectors) * self.lanes);
@@ -217,6 +258,7 @@ impl WinogradCpu {
                     v_strides: self.v_strides(),
                     m,
                     m_strides: self.m_strides(),
+                    accumulate: false,
                     ahead: Ahead { read: &mut read, write },
                 },
             );
@@ -239,10 +281,11 @@ impl WinogradCpu {
         }
     }
 
-    /// The input of the task that this thread will do next if all take equally long.
+    /// The input of the task that this thread will do next if all take equally long, where it forms V of it.
     fn prefetch_input<X>(
         &self,
         operands: &Operands<'_>,
+        stretch: &Range<usize>,
         task: usize,
         vectors: usize,
     ) -> Prefetch<'_> {
@@ -255,9 +298,8 @@ impl WinogradCpu {
             before: p.padding,
             side: self.tile.alpha(),
         };
-        let block = task / self.blocking.parts;
-        let next = (task + self.threads) / self.blocking.parts;
-        let tiles = if next == block || !operands.far { 0..0 } else { self.tiles(next) };
+        let asks = operands.far && !self.shares_input();
+        let tiles = if asks { self.tiles(stretch, task + self.threads) } else { 0..0 };
         let calls = self.calls(self.blocking.tiles, vectors);
         Prefetch::new(&self.geometry, image, tiles, 0..p.c, calls)
     }
@@ -267,10 +309,20 @@ impl WinogradCpu {
         gemm::calls(self.positions(), self.geometry.problem.c, vectors, tiles, self.registers)
     }
 
-    /// Tiles of a block; none beyond the last one.
-    fn tiles(&self, block: usize) -> Range<usize> {
-        let start = (block * self.blocking.tiles).min(self.geometry.tiles());
-        start..(start + self.blocking.tiles).min(self.geometry.tiles())
+    /// Whether all threads form V of a stretch of tiles together, which their tasks share.
+    fn shares_input(&self) -> bool {
+        self.blocking.stretch > 0
+    }
+
+    /// Tiles between two waits for all threads.
+    fn at_once(&self) -> usize {
+        if self.shares_input() { self.blocking.stretch } else { self.geometry.tiles() }
+    }
+
+    /// Tiles of a block of a stretch; none beyond the last one.
+    fn tiles(&self, stretch: &Range<usize>, block: usize) -> Range<usize> {
+        let start = (stretch.start + block * self.blocking.tiles).min(stretch.end);
+        start..(start + self.blocking.tiles).min(stretch.end)
     }
 
     fn pack_from<W: SimdElement>(&self, w: &TensorRef<'_>, packed: &mut [f32]) {
@@ -307,16 +359,20 @@ impl WinogradCpu {
         panel: usize,
         (u, u_position): (*mut f32, usize),
     ) -> FilterTransform<W, A> {
-        let Problem { c, k, .. } = self.geometry.problem;
-        let first = panel * gemm::PANEL;
-        let vectors = gemm::PANEL.min(self.vectors() - first);
-        let channels = first * self.lanes..k.min((first + vectors) * self.lanes);
-        let width = vectors * self.lanes;
+        let Problem { c, .. } = self.geometry.problem;
+        let channels = self.channels(panel);
+        let width = channels.len().next_multiple_of(self.lanes);
         FilterTransform { c, w, strides, channels, width, u, u_position, far: false }
     }
 
+    /// Output channels of a panel.
+    fn channels(&self, panel: usize) -> Range<usize> {
+        let at = |panel: usize| self.geometry.problem.k.min(panel * gemm::PANEL * self.lanes);
+        at(panel)..at(panel + 1)
+    }
+
     fn positions(&self) -> usize {
-        self.tile.alpha() * self.tile.alpha()
+        self.geometry.positions()
     }
 
     /// Vectors of output channels.
@@ -328,9 +384,23 @@ impl WinogradCpu {
         self.vectors() * self.lanes * self.geometry.problem.c
     }
 
+    /// Strides of V of a block, or of a stretch where tasks share it.
     fn v_strides(&self) -> [usize; 2] {
-        let vectors = self.geometry.problem.c.div_ceil(self.lanes);
-        block_strides(self.blocking.tiles, vectors, self.lanes)
+        let shared = self.shares_input();
+        self.v_strides_of(if shared { self.blocking.stretch } else { self.blocking.tiles })
+    }
+
+    fn v_strides_of(&self, tiles: usize) -> [usize; 2] {
+        block_strides(tiles, self.geometry.problem.c.div_ceil(self.lanes), self.lanes)
+    }
+
+    /// Elements of V that tasks share, and the staging memory of its transform.
+    fn v_len(&self) -> usize {
+        if self.shares_input() { self.v_len_of(self.blocking.stretch) } else { 0 }
+    }
+
+    fn v_len_of(&self, tiles: usize) -> usize {
+        self.positions() * self.v_strides_of(tiles)[0] + self.threads * input::STAGING
     }
 
     fn m_strides(&self) -> [usize; 2] {
@@ -338,12 +408,15 @@ impl WinogradCpu {
     }
 
     fn slot_len(&self) -> usize {
-        let v_and_m = self.positions() * (self.v_strides()[0] + self.m_strides()[0]);
-        (input::STAGING + output::STAGING + v_and_m).next_multiple_of(MAX_LANES)
+        let own = self.positions() * self.v_strides()[0] + input::STAGING;
+        let own = if self.shares_input() { 0 } else { own };
+        let m = self.positions() * self.m_strides()[0];
+        (output::STAGING + m + own).next_multiple_of(MAX_LANES)
     }
 
-    fn tasks(&self) -> usize {
-        self.geometry.tiles().div_ceil(self.blocking.tiles) * self.blocking.parts
+    /// Of so many tiles.
+    fn tasks(&self, tiles: usize) -> usize {
+        tiles.div_ceil(self.blocking.tiles) * self.blocking.parts
     }
 
     /// Vectors of output channels of a part, whole panels.

@@ -1,16 +1,17 @@
 //! Runs with the filter itself.
 //!
 //! Where few tiles share it, V is formed once for all of them; then each task packs a panel of the filter into the
-//! second-level cache, multiplies, and transforms back before it takes another, so that U never is in memory as a whole.
-//! Else as much of the filter is packed at once as fits, and the pipeline runs for its channels.
+//! second-level cache, some input channels at a time, multiplies, and transforms back before it takes another panel, so
+//! that U never is in memory as a whole. Else as much of the filter is packed at once as fits, and the pipeline runs for its channels.
 
-use super::gemm::{Gemm, PANEL};
+use super::filter::FilterTransform;
+use super::gemm::{BLOCK, Gemm, PANEL};
 use super::geometry::Geometry;
 use super::output::{self, OutputTransform};
 use super::prefetch::{Ahead, Prefetch};
 use super::shared::SharedInput;
-use super::{WinogradCpu, block_strides, input, strides4};
-use crate::conv2d::cpu::{Run, stage_bias, with_element};
+use super::{WinogradCpu, block_strides, strides4};
+use crate::conv2d::cpu::{Run, bias_len, floats_mut, stage_bias, with_element};
 use crate::conv2d::{Problem, Tile};
 use crate::cpu::{MAX_LANES, SendPtr, SimdElement, dispatch, parallel_for_workers};
 use crate::{TensorMut, TensorRef};
@@ -27,12 +28,20 @@ pub(super) fn shares_input(geometry: &Geometry) -> bool {
 }
 
 impl WinogradCpu {
-    /// Elements of memory beside the workspace that [`WinogradCpu::run_raw`] needs.
-    pub(crate) fn raw_len(&self) -> usize {
+    /// Bytes that [`WinogradCpu::run_raw`] needs.
+    pub(crate) fn raw_bytes(&self) -> usize {
         if shares_input(&self.geometry) {
-            return self.shared_len() + self.threads.min(self.panels()) * self.shared_slot_len();
+            let slots = self.threads.min(self.panels()) * self.panel_slot_len();
+            let v = self.v_len_of(self.geometry.tiles());
+            return (bias_len(self.geometry.problem.k) + v + slots) * size_of::<f32>();
         }
-        self.positions() * self.raw_vectors() * self.lanes * self.geometry.problem.c
+        self.raw_len() * size_of::<f32>() + self.workspace_bytes()
+    }
+
+    /// Elements of what is packed at once.
+    fn raw_len(&self) -> usize {
+        let len = self.positions() * self.raw_vectors() * self.lanes * self.geometry.problem.c;
+        len.next_multiple_of(MAX_LANES)
     }
 
     /// Vectors of output channels whose filters are packed at once, in whole panels.
@@ -41,17 +50,19 @@ impl WinogradCpu {
         (RAW_LEN / panel.max(1)).max(1).saturating_mul(PANEL).min(self.vectors())
     }
 
-    /// [`WinogradCpu::run`] with the filter itself, and `memory` of [`WinogradCpu::raw_len`] elements. The result is the
-    /// same, bit by bit.
-    pub(crate) fn run_raw(&self, w: &TensorRef<'_>, memory: &mut [f32], run: Run<'_, '_>) {
+    /// [`WinogradCpu::run`] with the filter itself, in a workspace of [`WinogradCpu::raw_bytes`]. The result is the same,
+    /// bit by bit.
+    pub(crate) fn run_raw(&self, w: &TensorRef<'_>, run: Run<'_, '_>) {
         if shares_input(&self.geometry) {
             return with_element!(w.dtype(), T => match self.tile {
-                Tile::F2 => self.run_shared::<T, 4>(w, memory, run),
-                Tile::F4 => self.run_shared::<T, 6>(w, memory, run),
-                Tile::F6 => self.run_shared::<T, 8>(w, memory, run),
+                Tile::F2 => self.run_shared::<T, 4>(w, run),
+                Tile::F4 => self.run_shared::<T, 6>(w, run),
+                Tile::F6 => self.run_shared::<T, 8>(w, run),
             });
         }
         let Run { x, bias, activation, y, workspace } = run;
+        let (packed, workspace) = workspace.split_at_mut(self.raw_len() * size_of::<f32>());
+        let packed = floats_mut(packed);
         let Problem { k, .. } = self.geometry.problem;
         let channels_at_once = self.raw_vectors().max(1) * self.lanes;
         for first in (0..k).step_by(channels_at_once) {
@@ -70,9 +81,9 @@ impl WinogradCpu {
             let geometry = Geometry::new(&problem, self.tile.m());
             let blocking = self.blocking.within(channels.len().div_ceil(self.lanes));
             let engine = WinogradCpu { geometry, blocking, ..self.clone() };
-            engine.pack(&w, memory);
+            engine.pack(&w, packed);
             let (bias, workspace) = (bias.as_ref(), &mut *workspace);
-            engine.run(memory, Run { x, bias, activation, y, workspace });
+            engine.run(packed, Run { x, bias, activation, y, workspace });
         }
     }
 
@@ -81,42 +92,35 @@ impl WinogradCpu {
         self.vectors().div_ceil(PANEL)
     }
 
-    /// Strides of V [position, vector, tile, LANES] of all tiles, and of M of a panel.
-    fn shared_strides(&self) -> [[usize; 2]; 2] {
-        let vectors = self.geometry.problem.c.div_ceil(self.lanes);
-        [vectors, PANEL].map(|vectors| block_strides(self.geometry.tiles(), vectors, self.lanes))
+    /// Strides of M of a panel and all tiles.
+    fn panel_strides(&self) -> [usize; 2] {
+        block_strides(self.geometry.tiles(), PANEL, self.lanes)
     }
 
-    /// Elements of V, and the staging memory of its transform.
-    fn shared_len(&self) -> usize {
-        let [v_strides, _] = self.shared_strides();
-        self.positions() * v_strides[0] + self.threads * input::STAGING
+    /// Elements of U of a panel, of the input channels that are multiplied at once.
+    fn panel_len(&self) -> usize {
+        self.positions() * PANEL * self.lanes * self.geometry.problem.c.min(BLOCK)
     }
 
     /// Elements of U and M of a panel and of the staging memory of the output.
-    fn shared_slot_len(&self) -> usize {
-        let [_, m_strides] = self.shared_strides();
-        let u = PANEL * self.lanes * self.geometry.problem.c;
-        (self.positions() * (u + m_strides[0]) + output::STAGING).next_multiple_of(MAX_LANES)
+    fn panel_slot_len(&self) -> usize {
+        let m = self.positions() * self.panel_strides()[0];
+        (self.panel_len() + m + output::STAGING).next_multiple_of(MAX_LANES)
     }
 
-    fn run_shared<X: SimdElement, const A: usize>(
-        &self,
-        w: &TensorRef<'_>,
-        memory: &mut [f32],
-        run: Run<'_, '_>,
-    ) {
+    fn run_shared<X: SimdElement, const A: usize>(&self, w: &TensorRef<'_>, run: Run<'_, '_>) {
         let Run { x, bias, activation, y, workspace } = run;
-        assert!(memory.len() >= self.raw_len(), "memory for the filter");
+        assert!(workspace.len() >= self.raw_bytes(), "workspace");
         let p = &self.geometry.problem;
-        let (bias, _) = stage_bias(bias, p.k, workspace);
+        let (bias, memory) = stage_bias(bias, p.k, workspace);
         let bias = SendPtr(bias.as_ptr().cast_mut());
-        let (tiles, [v_strides, m_strides]) = (0..self.geometry.tiles(), self.shared_strides());
+        let tiles = 0..self.geometry.tiles();
+        let (v_strides, m_strides) = (self.v_strides_of(tiles.len()), self.panel_strides());
         let v = SendPtr(memory.as_mut_ptr());
-        // SAFETY: `shared_len` is the sum of V and the staging memory, before the slots.
+        // SAFETY: `v_len_of` is the sum of V and the staging memory, before the slots.
         let [staging, slots] = unsafe {
-            [v.get().add(self.positions() * v_strides[0]), v.get().add(self.shared_len())]
-                .map(SendPtr)
+            [self.positions() * v_strides[0], self.v_len_of(tiles.len())]
+                .map(|offset| SendPtr(v.get().add(offset)))
         };
         let input = SharedInput {
             geometry: &self.geometry,
@@ -134,32 +138,38 @@ impl WinogradCpu {
         let (w, y) = (SendPtr(w.as_ptr().cast_mut()), SendPtr(y.as_mut_ptr()));
         parallel_for_workers(self.threads, self.panels(), |worker, panel| {
             let vectors = PANEL.min(self.vectors() - panel * PANEL);
-            let u_position = vectors * self.lanes * p.c;
-            // SAFETY: each worker has a slot of its own, of which `shared_slot_len` is the size.
+            // SAFETY: each worker has a slot of its own, of which `panel_slot_len` is the size.
             let [u, m, staging] = unsafe {
-                let u = slots.get().add(worker * self.shared_slot_len());
-                let m = u.add(self.positions() * PANEL * self.lanes * p.c);
+                let u = slots.get().add(worker * self.panel_slot_len());
+                let m = u.add(self.panel_len());
                 [u, m, m.add(self.positions() * m_strides[0])]
             };
-            let w = w.get().cast_const().cast::<X>();
-            let filter = self.filter_transform::<X, A>(w, w_strides, panel, (u, u_position));
-            let channels = filter.channels.clone();
-            dispatch(self.isa, filter);
-            let nothing = || Prefetch::nothing(&self.geometry);
-            let products = Gemm {
-                c: p.c,
-                positions: self.positions(),
-                tiles: tiles.len(),
-                vectors,
-                u,
-                u_position,
-                v: v.get(),
-                v_strides,
-                m,
-                m_strides,
-                ahead: Ahead { read: &mut nothing(), write: nothing() },
-            };
-            dispatch(self.isa, products);
+            let channels = self.channels(panel);
+            for first in (0..p.c.max(1)).step_by(BLOCK) {
+                let c = BLOCK.min(p.c - first);
+                let u_position = vectors * self.lanes * c;
+                let w = w.get().cast_const().cast::<X>();
+                let filter = self.filter_transform::<X, A>(w, w_strides, panel, (u, u_position));
+                let w = w.wrapping_offset(first as isize * w_strides[1]);
+                dispatch(self.isa, FilterTransform { c, w, ..filter });
+                let nothing = || Prefetch::nothing(&self.geometry);
+                let products = Gemm {
+                    c,
+                    positions: self.positions(),
+                    tiles: tiles.len(),
+                    vectors,
+                    u,
+                    u_position,
+                    // SAFETY: these channels of V, whole vectors.
+                    v: unsafe { v.get().add(first / self.lanes * v_strides[1]) },
+                    v_strides,
+                    m,
+                    m_strides,
+                    accumulate: first > 0,
+                    ahead: Ahead { read: &mut nothing(), write: nothing() },
+                };
+                dispatch(self.isa, products);
+            }
             let transform = OutputTransform::<X, A> {
                 geometry: &self.geometry,
                 m,

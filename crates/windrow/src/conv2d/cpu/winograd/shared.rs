@@ -7,7 +7,7 @@ use crate::TensorRef;
 use crate::cpu::{Isa, SendPtr, SimdElement, dispatch, parallel_for_workers};
 use std::ops::Range;
 
-/// Tiles, and vectors of channels, that one task transforms.
+/// Tiles, and vectors of channels, that one task transforms at most.
 const TILES_AT_ONCE: usize = 16;
 const VECTORS_AT_ONCE: usize = 8;
 
@@ -28,14 +28,17 @@ pub(super) fn in_parts(
     (lanes, vector_stride): (usize, usize),
     call: impl Fn(usize, Part) + Sync,
 ) {
-    let columns = channels.div_ceil(lanes).div_ceil(VECTORS_AT_ONCE);
+    let vectors = channels.div_ceil(lanes);
     let rows = tiles.len().div_ceil(TILES_AT_ONCE);
+    // Fewer vectors where threads would have nothing to do.
+    let at_once = (rows * vectors).div_ceil(threads.max(1)).clamp(1, VECTORS_AT_ONCE);
+    let columns = vectors.div_ceil(at_once);
     parallel_for_workers(threads, rows * columns, |worker, task| {
-        let (row, column) = (task / columns * TILES_AT_ONCE, task % columns * VECTORS_AT_ONCE);
+        let (row, column) = (task / columns * TILES_AT_ONCE, task % columns * at_once);
         let (tile, channel) = (tiles.start + row, column * lanes);
         let part = Part {
             tiles: tile..tiles.end.min(tile + TILES_AT_ONCE),
-            channels: channel..channels.min(channel + VECTORS_AT_ONCE * lanes),
+            channels: channel..channels.min(channel + at_once * lanes),
             offset: column * vector_stride + row * lanes,
         };
         call(worker, part);

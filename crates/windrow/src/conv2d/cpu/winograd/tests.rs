@@ -216,13 +216,15 @@ proptest! {
         order in prop::sample::select(vec![NCHW, NHWC, NWCH]),
         dtype in prop::sample::select(vec![DType::F32, DType::F16, DType::BF16]),
         tile in prop::sample::select(Tile::ALL.to_vec()),
-        (threads, tiles, parts, pairs) in (1usize..4, 1usize..40, 1usize..4, 1usize..4),
+        (threads, tiles, parts, pairs, stretch) in (1usize..4, 1usize..40, 1usize..4, 1usize..4, 0usize..60),
         bias: bool,
         activation in prop::sample::select(Activation::ALL.to_vec()),
     ) {
         let padding = [padding.0, padding.1];
         let size = [oh.max(2 * padding[0]), ow.max(2 * padding[1])];
-        let blocking = Some(Blocking { tiles, parts, vectors: 2 * pairs });
+        // V is shared where channels are parted.
+        let stretch = if parts > 1 { stretch.max(tiles) } else { 0 };
+        let blocking = Some(Blocking { tiles, parts, vectors: 2 * pairs, stretch });
         check(&Case { n, c, k, size, padding, order, dtype, tile, threads, activation, bias, blocking, rectified: false });
     }
 }
