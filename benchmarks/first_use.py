@@ -8,7 +8,9 @@ first: the first forward of a new process, f32, batch 1, from the model's `patch
 model on the device and a product of matrices behind it; kernels were compiled by a process before, and lie on the disk.
 sizes: N image sizes one after the other through one model, and all of them again, three times; PyTorch's and the patched one.
 
-Writes OUT.json and OUT.md. Needs `windrow` on PYTHONPATH, and torchvision.
+Processes are what takes time: on a machine that needs ten seconds to start PyTorch, those of two models take three
+minutes. --parts leaves parts out. Each result is told when it is there, and written to OUT.json at once; OUT.md is
+written at the end. Needs `windrow` on PYTHONPATH, and torchvision.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ import torch
 import windrow.torch
 from torch import Tensor, nn
 
+PARTS = ["calls", "sizes", "first"]
 SIDES = ["pytorch", "patched", "optimized"]
 SIDE_LENGTHS = (64, 256)
 CALLS, ROUNDS = 20, 31
@@ -41,6 +44,7 @@ def arguments() -> argparse.Namespace:
     add("--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda:N")
     add("--models", default="resnet18,resnet50")
     add("--sizes", type=int, default=200)
+    add("--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
     add("--processes", type=int, default=3, help="of each side, for the first forward")
     # In a process of its own: whose first forward is measured.
     add("--side", choices=SIDES, help=argparse.SUPPRESS)
@@ -94,7 +98,8 @@ def first(name: str, side: str, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def in_processes(name: str, options: argparse.Namespace) -> dict[str, float]:
+def in_processes(name: str, options: argparse.Namespace) -> Iterator[dict[str, float]]:
+    """Medians of the processes so far."""
     command = [sys.executable, __file__, "--device", str(options.device), "--models", name, str(options.out)]
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
     for turn in range(1 + options.processes):
@@ -103,10 +108,12 @@ def in_processes(name: str, options: argparse.Namespace) -> dict[str, float]:
             # The first of each compiles kernels.
             if turn > 0:
                 of.append(float(run.stdout.split()[-1]))
-    return {side: statistics.median(of) for side, of in seconds.items()}
+        if turn > 0:
+            yield {side: statistics.median(of) for side, of in seconds.items()}
 
 
-def sizes(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def sizes(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """With the first walk, and with all."""
     device, network = options.device, networks.NETWORKS[name]
     draw = random.Random(1)
     chosen = [(draw.randint(*SIDE_LENGTHS), draw.randint(*SIDE_LENGTHS)) for _ in range(options.sizes)]
@@ -129,20 +136,25 @@ def sizes(name: str, options: argparse.Namespace) -> dict[str, Any]:
         found[side] = {"first": walk(model)}
         if device.type == "cuda":
             found[side]["peak"] = torch.cuda.max_memory_allocated(device)
+    yield found
     again: dict[str, list[float]] = {"pytorch": [], "patched": []}
     for _ in range(3):
         for side, model in (("pytorch", plain), ("patched", patched)):
             again[side].append(walk(model))
     for side, of in again.items():
         found[side]["again"] = statistics.median(of)
-    return found
+    yield found
 
 
 def table(record: dict[str, Any]) -> str:
-    lines = [f"# {record['device']}", "", provenance.sentence(record), "", "## Calls, us of the interpreter", ""]
-    lines += [f"| {' | '.join(record['calls'])} |", "|" + "--:|" * len(record["calls"])]
-    lines += ["| " + " | ".join(f"{us:.1f}" for us in record["calls"].values()) + " |"]
-    lines += ["", "## First forward of a process, ms", "", "| network | pytorch | patched | optimized |", "|---|--:|--:|--:|"]
+    lines = [f"# {record['device']}", "", provenance.sentence(record)]
+    if record["calls"]:
+        lines += ["", "## Calls, us of the interpreter", ""]
+        lines += [f"| {' | '.join(record['calls'])} |", "|" + "--:|" * len(record["calls"])]
+        lines += ["| " + " | ".join(f"{us:.1f}" for us in record["calls"].values()) + " |"]
+    if record["first"]:
+        lines += ["", "## First forward of a process, ms", ""]
+        lines += ["| network | pytorch | patched | optimized |", "|---|--:|--:|--:|"]
     for name, of in record["first"].items():
         more = [f"{1e3 * of[side]:.0f} ({of[side] / of['pytorch']:.2f}x)" for side in SIDES[1:]]
         lines.append(f"| {name} | {1e3 * of['pytorch']:.0f} | {' | '.join(more)} |")
@@ -158,14 +170,21 @@ def main() -> int:
     if options.side:
         print(first(names[0], options.side, options.device))
         return 0
+    parts = models.chosen(options.parts, PARTS)
     record = models.header(options.device, []) | provenance.commit() | {"of": options.sizes}
-    record["calls"] = calls(options.device)
-    record["first"], record["sizes"] = {}, {}
-    for part, measure in (("first", in_processes), ("sizes", sizes)):
-        for name in names[: None if part == "first" else 1]:
-            record[part][name] = measure(name, options)
-            print(part, name, record[part][name], file=sys.stderr, flush=True)
-            options.out.write_text(json.dumps(record, indent=1) + "\n")
+    record |= {part: {} for part in PARTS}
+
+    def keep(part: str, name: str, found: Any) -> None:
+        record[part][name] = found
+        print(part, name, found, file=sys.stderr, flush=True)
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+    for side, us in calls(options.device).items() if "calls" in parts else ():
+        keep("calls", side, us)
+    for part, measure in (("sizes", sizes), ("first", in_processes)):
+        for name in names[: None if part == "first" else 1] if part in parts else ():
+            for found in measure(name, options):
+                keep(part, name, found)
     options.out.with_suffix(".md").write_text(table(record))
     print(table(record), end="")
     return 0

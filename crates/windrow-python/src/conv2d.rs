@@ -15,18 +15,19 @@ use windrow::{
     TensorDesc, Weights,
 };
 
-/// A spec, the algorithm where the caller names one, and whether the packed filter is kept.
-type Key = (Conv2dSpec, Option<Conv2dAlgorithm>, Filter);
+/// A spec, the algorithm where the caller names one, whether the packed filter is kept, and how much memory it and the
+/// workspace should have.
+type Key = (Conv2dSpec, Option<Conv2dAlgorithm>, Filter, Option<usize>);
 pub(crate) static PLANS: PlanCache<Key, windrow::Conv2dPlan> = PlanCache::new();
 
 pub(crate) fn make_plan(
-    (spec, algorithm, filter): &Key,
+    &(ref spec, algorithm, filter, memory): &Key,
     options: &PlanOptions,
 ) -> windrow::Result<windrow::Conv2dPlan> {
-    let options = options.with_filter(*filter);
+    let options = options.with_filter(filter).with_memory(memory);
     match algorithm {
         None => windrow::Conv2dPlan::new(spec, &options),
-        Some(algorithm) => windrow::Conv2dPlan::with_algorithm(spec, *algorithm, &options),
+        Some(algorithm) => windrow::Conv2dPlan::with_algorithm(spec, algorithm, &options),
     }
 }
 
@@ -87,6 +88,7 @@ pub(crate) struct Named<'py> {
     groups: Pair<'py>,
     activation: Option<String>,
     accuracy: Option<String>,
+    memory: Option<usize>,
 }
 
 /// The arrays of a call with [`Named`] options, and what it computes.
@@ -94,6 +96,7 @@ pub(crate) struct Given<'py> {
     pub(crate) x: Array<'py>,
     pub(crate) weight: Array<'py>,
     spec: Conv2dSpec,
+    memory: Option<usize>,
 }
 
 impl<'py> Given<'py> {
@@ -109,12 +112,13 @@ impl<'py> Given<'py> {
         let (x, weight) = (Array::import("x", x)?, Array::import("weight", weight)?);
         let bias = Array::import_option("bias", bias, None)?;
         let spec = spec_of(&x, &weight, &bias, &params)?;
-        Ok(Given { x, weight, spec })
+        Ok(Given { x, weight, spec, memory: named.memory })
     }
 
     /// The plan that [`conv2d`] takes where the planner chooses.
     pub(crate) fn plan(&self, py: Python<'_>, is_kept: bool) -> PyResult<Arc<windrow::Conv2dPlan>> {
-        PLANS.get(py, &(self.spec.clone(), None, filter_of(is_kept)), self.x.device, make_plan)
+        let key = (self.spec.clone(), None, filter_of(is_kept), self.memory);
+        PLANS.get(py, &key, self.x.device, make_plan)
     }
 }
 
@@ -258,7 +262,7 @@ pub(crate) fn work(spec: &Conv2dSpec) -> usize {
 #[pyfunction]
 #[pyo3(signature = (x, weight, bias=None, *, stride=Pair::Both(1), padding=Pair::Both(0),
                     dilation=Pair::Both(1), groups=Pair::Both(1), activation=None, accuracy=None,
-                    algorithm=None, out=None, device=None, filters=None),
+                    algorithm=None, out=None, device=None, filters=None, memory=None),
        text_signature = "(x, weight, bias=None, *, stride=1, padding=0, dilation=1, groups=1, \
                          activation=None, accuracy=None, algorithm=None, out=None, device=None)")]
 #[expect(clippy::too_many_arguments, reason = "a Python signature")]
@@ -277,6 +281,7 @@ pub(crate) fn conv2d<'py>(
     out: Option<&Bound<'py, PyAny>>,
     device: Option<&str>,
     filters: Option<(PyRef<'py, FilterCache>, bool)>,
+    memory: Option<usize>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let params = params(py, (stride, padding, dilation, groups), activation, accuracy)?;
     let algorithm = algorithm.map(word).transpose()?;
@@ -289,7 +294,7 @@ pub(crate) fn conv2d<'py>(
     spec.y = y.desc();
     let elements = work(&spec);
     let filter = filter_of(filters.is_some());
-    let plan = PLANS.get(py, &(spec, algorithm, filter), x.device, make_plan)?;
+    let plan = PLANS.get(py, &(spec, algorithm, filter, memory), x.device, make_plan)?;
     let w = match &filters {
         Some((cache, frozen)) => Weights::Cached(weight.view(), cache.frozen(*frozen)),
         None => Weights::Raw(weight.view()),
@@ -373,7 +378,8 @@ impl Conv2dPlan {
         let spec = spec_of(&x, &weight, &bias, &params)?;
         let device = device.map(word).transpose()?.unwrap_or(x.device);
         let options = PlanOptions::default().with_device(device);
-        let plan = py.detach(|| make_plan(&(spec, algorithm, Filter::Kept), &options)).py()?;
+        let plan =
+            py.detach(|| make_plan(&(spec, algorithm, Filter::Kept, None), &options)).py()?;
         Ok(Conv2dPlan { plan, device })
     }
 

@@ -212,7 +212,7 @@ fn transposed_bytes(py: Python<'_>, step: &Step<'_>, needs: (bool, bool)) -> PyR
 
 /// Filters are packed on each run.
 fn plan_of(py: Python<'_>, spec: Conv2dSpec, like: &Array<'_>) -> PyResult<Plan> {
-    PLANS.get(py, &(spec, None, Filter::Changing), like.device, make_plan)
+    PLANS.get(py, &(spec, None, Filter::Changing, None), like.device, make_plan)
 }
 
 /// Bytes of workspace for any gradient. Asking makes what computes them, on a device its kernels.

@@ -139,6 +139,11 @@ pub struct PlanOptions {
     pub tuning: Tuning,
     /// How often the filter changes; for [`Conv2dPlan`](crate::Conv2dPlan).
     pub filter: Filter,
+    /// Bytes that the packed filter and the workspace of a convolution on a GPU should have together; `None` for as many
+    /// as are fastest. Winograd's algorithms work in smaller pieces for it, and are not chosen where they would need
+    /// more all the same. Other algorithms do not look at it,
+    /// and nothing that was measured is looked up.
+    pub memory: Option<usize>,
 }
 
 setters! {
@@ -148,6 +153,7 @@ setters! {
         with_tuning(tuning: Tuning);
         with_filter(filter: Filter);
         ? with_threads(threads: NonZeroUsize);
+        ? with_memory(memory: usize);
     }
 }
 

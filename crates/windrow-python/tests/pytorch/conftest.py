@@ -24,8 +24,10 @@ def _seed():
 def nothing_decided():
     """Of what is fastest, before a test and after it."""
     _fastest._decisions.clear()
+    _fastest._looked_at.clear()
     yield
     _fastest._decisions.clear()
+    _fastest._looked_at.clear()
 
 
 @pytest.fixture

@@ -88,12 +88,50 @@ def test_one_measurement_for_each_problem_and_mode(device, factor, times):
 def test_other_sizes_follow_the_nearest(times):
     measured = times(THEIRS)
     weight = nn.Parameter(torch.randn(4, 3, 3, 3), requires_grad=False)
-    for size in range(5, 40):
+    for size in range(5, 17):
         x = leaf(1, 3, size, size, grad=False)
         torch.testing.assert_close(conv2d(x, weight, algorithm="fastest"), F.conv2d(x, weight))
     assert len(measured) == _fastest._MEASURED_SIZES
     follower = _fastest.decisions()[-1]
     assert follower.choice == _fastest.PYTORCH and "as for [1, 3, 1" in follower.why
+    # Twice as many elements are another problem.
+    conv2d(leaf(1, 3, 18, 18, grad=False), weight, algorithm="fastest")
+    assert len(measured) == _fastest._MEASURED_SIZES + 1
+
+
+def test_sizes_where_nothing_is_faster_are_followed():
+    """To ask an algorithm takes its time, too."""
+    asked = []
+
+    def ours():
+        asked.append(1)
+        return _conv2d_fastest.NOTHING_FASTER
+
+    device = torch.device("cpu")
+    for size in range(100, 120):
+        problem = (torch.Size([1, 3, size, size]), ()), (device,), ()
+        assert _fastest.decide("forward", problem, device, lambda: None, ours) == PYTORCH
+    assert len(asked) == _fastest._MEASURED_SIZES
+
+
+def test_images_that_come_by_turns_are_remembered(times, monkeypatch):
+    times(THEIRS)
+    module = Conv2d(3, 4, 3)
+    module.algorithm = "fastest"
+    images = [leaf(1, 3, size, size, grad=False) for size in (6, 7, 8)]
+    with torch.no_grad():
+        for x in images * 3:
+            module(x)
+        found = []
+        monkeypatch.setattr(Conv2d, "_found", lambda self, *of: found.append(of))
+        monkeypatch.setattr(_modules, "_REMEMBERED", 3)
+        for x in images * 2:
+            torch.testing.assert_close(module(x), F.conv2d(x, module.weight, module.bias))
+        assert not found
+        # Not with another filter.
+        module.weight = nn.Parameter(2 * module.weight)
+        module(images[0])
+        assert found
 
 
 def test_decisions_are_bounded(times, monkeypatch):

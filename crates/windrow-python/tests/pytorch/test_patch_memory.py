@@ -6,6 +6,7 @@ import torch.nn.functional as F
 import windrow.torch
 from common import OURS, leaf
 from torch import nn
+from windrow import _native
 from windrow.torch import Conv2d, _conv2d_fastest, _fastest, conv2d, patch
 from windrow.torch._filters import filter_cache
 
@@ -40,6 +41,43 @@ def test_room_is_looked_for_again(times, monkeypatch):
             (decision,) = _fastest.decisions()
             assert decision.choice == choice and decision.is_final == (choice != _fastest.PYTORCH)
             room.pop(0)
+
+
+def test_pieces_that_there_is_room_for(times, monkeypatch):
+    """What PyTorch needs may turn out to be more, so ours is not held to them before room was looked for often enough."""
+    times(OURS)
+    monkeypatch.setattr(_fastest._memory, "is_there_room", lambda *_, **how: True)
+    weight = nn.Parameter(torch.randn(8, 8, 3, 3), requires_grad=False)
+    x, options = leaf(1, 8, 9, 9, grad=False), _conv2d_fastest.Options((1, 1), (0, 0), (1, 1), 1)
+    monkeypatch.setattr(
+        _conv2d_fastest.Ours, "within", lambda ours, x, is_kept: ours.held(5 << 20) if is_kept else ours
+    )
+    cache = filter_cache(weight)
+    for is_final in (False, False, True):
+        way = (x, weight, None, options, None, None, lambda: (cache, False))
+        run, is_decided = _conv2d_fastest.way(*way)
+        (decision,) = _fastest.decisions()
+        assert decision.choice == _conv2d_fastest.KEPT and decision.is_final == is_decided == is_final
+        assert decision.limits == {_conv2d_fastest.KEPT: 5 << 20} and "held to 5.0 MiB" in decision.why
+        assert run.named["memory"] == 5 << 20
+        torch.testing.assert_close(run(x), F.conv2d(x, weight), atol=1e-4, rtol=1e-4)
+        assert (cache.bytes > 0) == is_final
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_pieces_give_the_same_bits(layout):
+    torch.backends.cudnn.allow_tf32 = False
+    x = torch.randn(32, 256, 30, 30, device="cuda").contiguous(memory_format=layout)
+    weight = torch.randn(256, 256, 3, 3, device="cuda")
+    peaks, results = [], []
+    for memory in (None, 40 << 20, 0):
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        results.append(_native.conv2d(x, weight, algorithm="winograd_gemm_f4", memory=memory))
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    assert peaks[0] > peaks[1] >= peaks[2]
 
 
 def test_memory_that_is_not_there(times, monkeypatch):

@@ -75,17 +75,18 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
                     let Ok(spec) = spec(shape, dtype, layout, accuracy, activation) else {
                         continue;
                     };
-                    for configuration in configurations(&spec, device) {
+                    for (configuration, memory) in configurations(&spec, device) {
                         let (spec, oracle) = (spec.clone(), Arc::clone(&oracle));
                         let (accuracy, activation) = (accuracy.name(), activation.name());
                         let parameters = configuration.to_string();
                         let parameters = parameters.split_once(' ').map_or("", |(_, all)| all);
+                        let pieces = memory.map_or("", |_| " in pieces");
                         cases.push(Case {
                             op: "conv2d",
                             algorithm: configuration.algorithm.name().into(),
                             dtype,
                             layout: (*layout).into(),
-                            name: format!("{shape:?} {accuracy} {activation} {parameters}")
+                            name: format!("{shape:?} {accuracy} {activation} {parameters}{pieces}")
                                 .trim_end()
                                 .into(),
                             elements: spec.x.layout.len(),
@@ -93,7 +94,7 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
                                 let oracle: &Result<Oracle> =
                                     oracle.get_or_init(|| Oracle::of(&spec));
                                 let oracle = oracle.as_ref().map_err(Error::clone)?;
-                                run(oracle, &spec, &configuration, device)
+                                run(oracle, &spec, &configuration, memory, device)
                             }),
                         });
                     }
@@ -105,12 +106,15 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
 }
 
 /// Every algorithm with the model's parameters, and those that stand for kernels of their own where they all have something
-/// to do.
-fn configurations(spec: &Conv2dSpec, device: Device) -> Vec<Conv2dConfiguration> {
+/// to do. Several images that are copied are also copied in as little memory as they can be.
+fn configurations(spec: &Conv2dSpec, device: Device) -> Vec<(Conv2dConfiguration, Option<usize>)> {
     let algorithms = Conv2dPlan::algorithms(spec, device);
     let cuts = algorithms.contains(&Conv2dAlgorithm::ImplicitGemm) && spec.w.shape()[0] > 128;
     let cuts = cuts.then(|| cuda::implicit_gemm_configurations(spec.x.dtype)).into_iter().flatten();
-    algorithms.into_iter().map(Conv2dConfiguration::new).chain(cuts).collect()
+    let copied = algorithms.contains(&Conv2dAlgorithm::WinogradRow) && spec.x.shape()[0] > 1;
+    let copied = copied.then(|| (Conv2dConfiguration::new(Conv2dAlgorithm::WinogradRow), Some(0)));
+    let whole = algorithms.into_iter().map(Conv2dConfiguration::new).chain(cuts);
+    whole.map(|configuration| (configuration, None)).chain(copied).collect()
 }
 
 /// Inputs in f64 and what the oracle makes of them: the same for all layouts, accuracies and algorithms.
@@ -193,9 +197,10 @@ fn run(
     oracle: &Oracle,
     spec: &Conv2dSpec,
     configuration: &Conv2dConfiguration,
+    memory: Option<usize>,
     device: Device,
 ) -> Result<Vec<Check>> {
-    let options = PlanOptions { device, ..PlanOptions::default() };
+    let options = PlanOptions { device, memory, ..PlanOptions::default() };
     let plan = Conv2dPlan::with_configuration(spec, configuration, &options)?;
     let mut workspace = Workspace::new(device, plan.workspace_bytes())?;
     let ([x, w, dy], bias) = inputs(spec, device)?;

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from windrow.torch._fastest import (
     differs_in_graphs,
     is_room_for_another,
     is_worth_it,
+    limits,
 )
 from windrow.torch._filters import Filters, filter_cache, unkept
 from windrow.torch._gelu import gelu_of_any
@@ -118,13 +119,30 @@ class Ours:
 
         return run
 
+    def held(self, memory: int | None) -> "Ours":
+        """To so many bytes of packed filter and scratch memory, which it takes in pieces then."""
+        return replace(self, named={**self.named, "memory": memory})
+
+    def within(self, x: Tensor, is_kept: bool) -> "Ours":
+        """Held to what there is room for, unless there is room for all that it takes."""
+        always, scratch = self.bytes(x, is_kept)
+        if not x.is_cuda or any(
+            _memory.is_there_room(x.device, always, scratch, in_graph=in_graph) for in_graph in (False, True)
+        ):
+            return self
+        beside = self._beside(x, in_layout(x, self.layout))
+        return self.held(max(0, _memory.most(x.device) - beside))
+
     def bytes(self, x: Tensor, is_kept: bool) -> tuple[int, int]:
         """Memory that it needs: for good, for the packed filter, and while it runs, with its result."""
         given = in_layout(x, self.layout)
         image, weight = as_image(given, x), as_image(self.weight, x)
         kept, rest = _native.conv2d_bytes(image, weight, self.bias, self.named, is_kept)
+        return kept, rest + self._beside(x, given)
+
+    def _beside(self, x: Tensor, given: Tensor) -> int:
         options = Options(*(self.named[name] for name in Options._fields[:4]))
-        return kept, rest + _bytes_beside(x, given, self.weight, options)
+        return _bytes_beside(x, given, self.weight, options)
 
 
 @dataclass(frozen=True)
@@ -209,6 +227,12 @@ def way(
         by = filter_cache(weight)
         choice = decide(mode, problem, x.device, lambda: pytorch(x), contestants, layer=by, image=x.nbytes)
         is_final = chosen(mode, problem) is not None
+    held = limits(mode, problem)
+    if isinstance(kept, Ours) and isinstance(packed, Ours):
+        kept, packed = kept.held(held.get(KEPT)), packed.held(held.get(PACKED))
+        if choice == KEPT and KEPT in held and not is_final:
+            # Nothing is packed for good by an algorithm that may not stay.
+            return packed.held(held[KEPT]), False
     if now is not None and isinstance(kept, Ours) and not is_room_for(kept, x, now[0], mode, problem):
         run, is_decided = way(x, weight, bias, options, activation, accuracy, unkept)
         return run, is_decided and now[0].refused(KEPT) >= TRIES
@@ -247,15 +271,17 @@ def by_windrow(
 ) -> Iterator[Contestant]:
     """Ours, with the filter kept if it may be, and packed on each call; and what follows it."""
     if filters is not None:
+        kept = kept.within(x, True)
         always, scratch = kept.bytes(x, True)
         cache = filters[0]
         more = {} if cache.bytes > 0 else {"forget": cache.clear}
         with_kept = kept.straight(x)
         promise = lambda: cache.promise(always)
-        yield Contestant(KEPT, lambda: rest(with_kept()), always, scratch, promise=promise, **more)
+        yield Contestant(KEPT, lambda: rest(with_kept()), always, scratch, promise=promise, memory=kept.named["memory"], **more)
+    packed = packed.within(x, False)
     always, scratch = packed.bytes(x, False)
     with_packed = packed.straight(x)
-    yield Contestant(PACKED, lambda: rest(with_packed()), 0, always + scratch)
+    yield Contestant(PACKED, lambda: rest(with_packed()), 0, always + scratch, memory=packed.named["memory"])
 
 
 def in_layout(x: Tensor, layout: torch.memory_format) -> Tensor:
@@ -485,7 +511,7 @@ def problem_of(
 
 
 def as_named(options: Options, **more: Any) -> dict[str, Any]:
-    return {**dict(zip(Options._fields[:4], options[:4], strict=True)), **more}
+    return {**dict(zip(Options._fields[:4], options[:4], strict=True)), "memory": None, **more}
 
 
 def can_be_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -13,7 +13,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,8 @@ class Contestant:
     promise: Callable[[], Any] = _nothing
     # True if there is no room for it but in a graph.
     is_for_graphs: bool = False
+    # What it was held to, where it would take more.
+    memory: int | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class Decision:
     is_final: bool = True
     # So often room was looked for by a layer.
     tries: int = 1
+    # By name, bytes that ours is held to where there is no room for as many as are fastest.
+    limits: dict[str, int] = field(default_factory=dict)
 
     def now(self) -> str:
         """Who computes a call that comes now."""
@@ -100,9 +104,12 @@ class Decision:
 # By problem, which takes its time to hash, and mode. Of more problems than so many the oldest go.
 _decisions: dict[Problem, dict[str, Decision]] = {}
 _DECISIONS = 4096
-# So many sizes of a layer are measured; others follow the nearest of these. Else a program whose
-# images have a new size each time would measure all the time.
+# So many sizes of a layer are looked at; others follow the nearest of these, if that has between half and twice as many
+# elements. Else a program whose images have a new size each time would measure all the time.
 _MEASURED_SIZES = 8
+_NEAR = 2.0
+# By mode and what a problem is beside its sizes, those that were looked at.
+_looked_at: dict[tuple[Any, ...], list[Decision]] = {}
 # So often each layer looks for room: once a pass, and those before it in the first pass do not know what follows.
 TRIES = 3
 # Held during a measurement; never waited for.
@@ -123,6 +130,12 @@ def chosen(mode: str, problem: Problem) -> str | None:
     """Who computes this, if that was decided for good."""
     decision = _decisions.get(problem, {}).get(mode)
     return decision.now() if decision is not None and decision.is_final else None
+
+
+def limits(mode: str, problem: Problem) -> dict[str, int]:
+    """What ours is held to, by name."""
+    decision = _decisions.get(problem, {}).get(mode)
+    return {} if decision is None else decision.limits
 
 
 def differs_in_graphs(mode: str, problem: Problem) -> bool:
@@ -207,6 +220,10 @@ def decide(
                 layer.refuse(mode)
             tries = layer.refused(mode) if layer is not None else before.tries + 1 if before else 1
             decision = replace(decision, tries=tries, is_final=tries >= TRIES)
+        if decision.is_final:
+            while len(_looked_at) >= _DECISIONS:
+                _looked_at.pop(next(iter(_looked_at)), None)
+            _looked_at.setdefault((mode, *problem[1:]), []).append(decision)
     while len(_decisions) >= _DECISIONS and problem not in _decisions:
         _decisions.pop(next(iter(_decisions)), None)
     _decisions.setdefault(problem, {})[mode] = decision
@@ -214,14 +231,13 @@ def decide(
 
 
 def _like_the_nearest(mode: str, problem: Problem) -> Decision | None:
-    sizes, *rest = problem
-    others = [
-        d for d in decisions() if d.is_measured and d.mode == mode and [*d.problem[1:]] == rest
-    ]
+    others = _looked_at.get((mode, *problem[1:]), [])
     if len(others) < _MEASURED_SIZES:
         return None
-    elements = sizes[0].numel()
+    elements = problem[0][0].numel()
     nearest = min(others, key=lambda d: abs(d.problem[0][0].numel() - elements))
+    if not elements / _NEAR <= nearest.problem[0][0].numel() <= elements * _NEAR:
+        return None
     why = f"as for {list(nearest.problem[0][0])}"
     return replace(nearest, problem=problem, why=why, is_measured=False, is_final=True)
 
@@ -249,6 +265,8 @@ def _contest(
     if isinstance(contestants, str):
         why.append(contestants)
     else:
+        if failure is None:
+            _memory.look_inside(device, pytorch)
         mine, has_room = _that_run(device, contestants, why)
     beside = [other for other in others if _runs(other, why)] + mine
     is_measured = bool(beside) or not isinstance(contestants, str)
@@ -258,7 +276,8 @@ def _contest(
         return Decision(mode, problem, PYTORCH, PYTORCH, ", ".join(why), is_measured, is_final=has_room)
     if failure is not None:
         name = beside[-1].name
-        return Decision(mode, problem, name, name, f"{PYTORCH}: {failure}")
+        limits = {c.name: c.memory for c in mine if c.memory is not None}
+        return Decision(mode, problem, name, name, f"{PYTORCH}: {failure}", limits=limits)
     times = _times(device, [Contestant(PYTORCH, pytorch), *beside])
     theirs = times[PYTORCH]
     called = [c for c in beside if not c.is_for_graphs]
@@ -267,12 +286,15 @@ def _contest(
     for contestant in mine:
         if contestant.name == in_graph != choice:
             contestant.promise()
-        if contestant.name != choice:
+        if contestant.name != choice or contestant.memory is not None:
             contestant.forget()
     best = min(times[c.name].device for c in beside)
     why = [_told(*of) for of in times.items()] + why
     seconds = theirs.device, best
-    return Decision(mode, problem, choice, in_graph, ", ".join(why), seconds=seconds, is_final=has_room)
+    limits = {c.name: c.memory for c in mine if c.memory is not None}
+    why += [f"{name} held to {memory / 2**20:.1f} MiB" for name, memory in limits.items()]
+    told = ", ".join(why)
+    return Decision(mode, problem, choice, in_graph, told, seconds=seconds, is_final=has_room, limits=limits)
 
 
 def _fastest(times: dict[str, float], theirs: float) -> str:
@@ -289,10 +311,12 @@ def _that_run(
     device: torch.device, contestants: Iterable[Contestant], why: list[str]
 ) -> tuple[list[Contestant], bool]:
     """The first for which there is room, after one run, which compiles and packs, and whether there was room for all that
-    came before; if not, also one for which there would be in a graph. Adds to `why` what is wrong with others."""
+    came before and for as much as it would take; if not, also one for which there would be in a graph. Adds to `why` what is wrong with others."""
     found: list[Contestant] = []
     has_room = True
     for contestant in contestants:
+        if contestant.memory is not None:
+            has_room = False
         is_room = _memory.is_there_room(device, contestant.kept, contestant.scratch)
         if not is_room:
             more = (contestant.kept + contestant.scratch) / 2**20

@@ -5,7 +5,7 @@ one, and Windrow's convolution. For inference only.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from windrow.torch._conv2d_fastest import (
     NOTHING_FASTER,
     Options,
     Ours,
+    PACKED,
     as_named,
     aten,
     by_windrow,
@@ -34,7 +35,16 @@ from windrow.torch._conv2d_fastest import (
     output_shape,
     problem_of,
 )
-from windrow.torch._fastest import PYTORCH, TRIES, Contestant, chosen, decide, is_captured, is_ordinary
+from windrow.torch._fastest import (
+    PYTORCH,
+    TRIES,
+    Contestant,
+    chosen,
+    decide,
+    is_captured,
+    is_ordinary,
+    limits,
+)
 from windrow.torch._filters import filter_cache, forget, kept_with, unkept
 from windrow.torch._gelu import gelu_of_any
 from windrow.torch._library import autocast, call, define, not_differentiable
@@ -158,6 +168,12 @@ def _way(
         ask = (lambda: pytorch(x, residual), contestants, others)
         choice = decide(mode, problem, x.device, *ask, layer=by, image=x.nbytes)
         is_final = chosen(mode, problem) is not None
+    held = limits(mode, problem)
+    kept = replace(kept, conv2d=kept.conv2d.held(held.get(KEPT)))
+    packed = replace(packed, conv2d=packed.conv2d.held(held.get(PACKED)))
+    if choice == KEPT and KEPT in held and not is_final:
+        # Nothing is packed for good by an algorithm that may not stay.
+        return replace(packed, conv2d=packed.conv2d.held(held[KEPT])), False
     now = filters()
     if now is not None and not is_room_for(kept.conv2d, x, now[0], mode, problem):
         run, is_decided = _way(x, weight, bias, residual, options, activation, accuracy, is_room=False)

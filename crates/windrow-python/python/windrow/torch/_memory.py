@@ -11,6 +11,7 @@ memory is what machines have most of.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -57,6 +58,19 @@ def look(device: torch.device, more: int) -> None:
         _theirs[device] = max(torch.cuda.memory_allocated(device) + more, _theirs.get(device, 0))
 
 
+def look_inside(device: torch.device, run: Callable[[], object]) -> None:
+    """Counts what PyTorch's operator takes beside its result, when it has chosen its algorithm."""
+    if device.type == "cuda":
+        now, before = torch.cuda.memory_allocated(device), _given(device)
+        run()
+        _theirs[device] = max(now + _given(device) - before, _theirs.get(device, 0))
+
+
+def _given(device: torch.device) -> int:
+    """Bytes that PyTorch's allocator has given so far, whatever came back since."""
+    return int(torch.cuda.memory_stats(device).get("allocated_bytes.all.allocated", 0))
+
+
 def look_ahead(device: torch.device, image: int, result: int) -> None:
     """The same before a convolution of an image of so many bytes: each layer of a model says what is there when it comes."""
     if device.type == "cuda":
@@ -66,20 +80,28 @@ def look_ahead(device: torch.device, image: int, result: int) -> None:
 def is_there_room(device: torch.device, kept: int, scratch: int, in_graph: bool = False) -> bool:
     """For so many bytes for good, and so many more during a run, its results among them; `in_graph`: for what is packed only
     where it is captured, which on CPUs nothing is."""
-    if in_graph and device.type != "cuda":
-        return False
     if device.type == "cuda":
-        peak, now = _theirs.get(device, 0), torch.cuda.memory_allocated(device)
-        packed = _filters.kept_bytes(device, and_promised=in_graph)
+        room, beside = _on_cuda(device, in_graph)
     else:
         in_use = _in_use()
-        if in_use is None:
-            return True
-        peak, now, packed, kept = _peak, in_use, 0, 0
+        if in_use is None or in_graph:
+            return not in_graph
+        room, beside, kept = max(_FREE, int(_SHARE * _peak)), max(0, _peak - in_use), 0
+    return (kept == 0 or kept <= room) and scratch <= max(0, room - kept) + beside
+
+
+def most(device: torch.device) -> int:
+    """Bytes for which there is room on a CUDA device, for good and during a run together."""
+    room, beside = _on_cuda(device)
+    return max(0, room) + beside
+
+
+def _on_cuda(device: torch.device, in_graph: bool = False) -> tuple[int, int]:
+    """Room for what is packed or else more than PyTorch has needed, and how much more that was at another time than now."""
+    peak, now = _theirs.get(device, 0), torch.cuda.memory_allocated(device)
     free = torch.cuda.get_device_properties(device).total_memory >> _FREE_IN_GRAPHS if in_graph else _FREE
-    room = max(free, int(_SHARE * peak)) - packed
-    # Results and scratch memory may be as much as PyTorch has needed at another time, even if there is no room otherwise.
-    return (kept == 0 or kept <= room) and scratch <= max(0, room - kept) + max(0, peak - now)
+    packed = _filters.kept_bytes(device, and_promised=in_graph)
+    return max(free, int(_SHARE * peak)) - packed, max(0, peak - now)
 
 
 def _in_use() -> int | None:

@@ -18,7 +18,9 @@ from windrow.torch._filters import kept_with, unkept
 _NOTHING = (None, None, None, None)
 _NO_CALL = (None, None)
 # Attributes of a module that its calls set.
-FOUND_OUT = ("_last", "_pytorchs", "_ours", "_is_anothers_in_graphs")
+FOUND_OUT = ("_last", "_pytorchs", "_ours", "_is_anothers_in_graphs", "_remembered")
+# So many images that came by turns are remembered.
+_REMEMBERED = 256
 
 
 def _flags() -> tuple[bool, bool]:
@@ -40,6 +42,9 @@ class Convolution(nn.Module):
     # What was found out by earlier calls; an attribute that is set takes it back.
     # Of the last call: what it was told by, its filter and bias, and what computes it. See `_straight`.
     _last: tuple[Any, ...] = _NOTHING
+
+    # Filter and bias, and the same of images that came before with them: what computes them, and the next two attributes.
+    _remembered: tuple[Any, ...] = _NOTHING[:3]
 
     # Shape, type and whether gradients are wanted, of images that PyTorch computes, and the options.
     _pytorchs: tuple[Any, ...] | None = None
@@ -128,8 +133,7 @@ class Convolution(nn.Module):
         last, its_weight, its_bias, run = self._last
         is_known = seen == last and its_weight is weight and its_bias is bias
         if not is_known:
-            self._forget()
-            run = self._found(input, weight, bias)
+            run = self._again(seen, input, weight, bias)
             if run is not None:
                 self.__dict__["_last"] = (seen, weight, bias, run)
         if run is None or run is PYTORCHS:
@@ -139,6 +143,25 @@ class Convolution(nn.Module):
             return None
         if is_known and type(run) is _conv2d_fastest.Ours and not is_in_graph:
             self.__dict__["_ours"] = (run.like(input), flags)
+        return run
+
+    def _again(
+        self, seen: Any, input: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Callable[[Tensor], Tensor] | None:
+        """What was found out for such images before, or is now."""
+        its_weight, its_bias, remembered = self._remembered
+        before = remembered if its_weight is weight and its_bias is bias else {}
+        self._forget()
+        found = before.get(seen)
+        if found is None:
+            run = self._found(input, weight, bias)
+            found = run, self._pytorchs, self._is_anothers_in_graphs
+            if run is not None and type(run) is not Training:
+                while len(before) >= _REMEMBERED:
+                    before.pop(next(iter(before), None), None)
+                before[seen] = found
+        run, pytorchs, is_anothers = found
+        self.__dict__.update(_remembered=(weight, bias, before), _pytorchs=pytorchs, _is_anothers_in_graphs=is_anothers)
         return run
 
     def _found(

@@ -15,7 +15,7 @@ use crate::conv2d::backward::mirrored;
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
-use crate::{Activation, DType, Filter, Layout, Result, TensorDesc, Tuning};
+use crate::{Activation, DType, Filter, Layout, PlanOptions, Result, TensorDesc, Tuning};
 
 static ADD_PARTS: Source = source!("im2col_gemm_sum.cu");
 static BIAS: Source = source!("bias_grad.cu");
@@ -132,13 +132,15 @@ impl Gradients {
             && let Ok(p) = mirror.problem()
         {
             // Gradients pack the filter on each run.
-            let algorithm = Engine::best(gpu, &mirror, &p, Filter::Changing)?;
+            let options =
+                PlanOptions::default().with_tuning(Tuning::Model).with_filter(Filter::Changing);
+            let algorithm = Engine::best(gpu, &mirror, &p, &options)?;
             let gathers =
                 [Conv2dAlgorithm::Cudnn, Conv2dAlgorithm::ImplicitGemm].contains(&algorithm);
             let depthwise = algorithm == Conv2dAlgorithm::Direct && Depthwise::supports(&p);
             if algorithm.is_winograd() || gathers || depthwise {
                 let configuration = Conv2dConfiguration::new(algorithm);
-                let engine = Engine::new(gpu, &mirror, &p, &configuration, Tuning::Model)?;
+                let engine = Engine::new(gpu, &mirror, &p, &configuration, &options)?;
                 data = Some(Data::Mirrored(engine));
             }
         }

@@ -11,6 +11,7 @@ mod gradients;
 mod implicit_gemm;
 mod packs;
 mod parameters;
+mod pieces;
 mod row;
 mod split;
 mod split_weight;
@@ -34,7 +35,7 @@ use self::winograd_gemm::WinogradGemm;
 use super::winograd_reference::Stages;
 use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::gpu::{Gpu, Source, Stream};
-use crate::{DType, Error, Filter, Result, TensorRef, Tuning};
+use crate::{DType, Error, PlanOptions, Result, TensorRef};
 
 macro_rules! header {
     ($name:literal) => {
@@ -150,16 +151,22 @@ impl Engine {
         gpu: &'static Gpu,
         spec: &Conv2dSpec,
         problem: &Problem,
-        filter: Filter,
+        options: &PlanOptions,
     ) -> Result<Conv2dAlgorithm> {
         let mut supported = Self::supported(gpu, spec, problem);
         if supported.is_empty() {
             return Err(too_large());
         }
+        let multiprocessors = gpu.info.multiprocessors;
+        if let Some(memory) = options.memory {
+            supported.retain(|&algorithm| {
+                pieces::least_bytes(multiprocessors, spec, problem, algorithm) <= memory
+            });
+        }
+        let filter = options.filter;
         if FewTaps::supports(gpu, spec, problem) && problem.k >= 8 {
             return Ok(Conv2dAlgorithm::Im2colGemm);
         }
-        let multiprocessors = gpu.info.multiprocessors;
         let algorithm = choice::choose(spec, problem, &supported, multiprocessors, filter);
         if algorithm != Conv2dAlgorithm::Cudnn {
             return Ok(algorithm);
@@ -175,7 +182,8 @@ impl Engine {
         }
     }
 
-    /// Compiles and loads the kernels. Unless `tuning` is [`Tuning::Model`], cuDNN's kernel is chosen by measuring.
+    /// Compiles and loads the kernels. Unless the options say [`Tuning::Model`](crate::Tuning::Model), cuDNN's kernel is
+    /// chosen by measuring.
     ///
     /// # Errors
     /// [`Error::Backend`] if that fails, [`Error::Unsupported`] if the algorithm is not among
@@ -185,7 +193,7 @@ impl Engine {
         spec: &Conv2dSpec,
         problem: &Problem,
         configuration: &Conv2dConfiguration,
-        tuning: Tuning,
+        options: &PlanOptions,
     ) -> Result<Self> {
         if !fits_i32(problem) {
             return Err(too_large());
@@ -208,16 +216,22 @@ impl Engine {
                 Ok(Engine::ImplicitGemm(Box::new(engine)))
             }
             Conv2dAlgorithm::Cudnn if Cudnn::supports(gpu, spec, problem) => {
-                Ok(Engine::Cudnn(Box::new(Cudnn::new(gpu, spec, problem, tuning)?)))
+                Ok(Engine::Cudnn(Box::new(Cudnn::new(gpu, spec, problem, options.tuning)?)))
             }
             Conv2dAlgorithm::WinogradGemm(tile) if WinogradGemm::computes(spec, problem) => {
-                let cut = WinogradGemm::cut(gpu, spec, problem, tile, configuration);
+                let cut =
+                    WinogradGemm::cut(gpu, spec, problem, tile, configuration, options.memory);
                 Ok(Engine::WinogradGemm(Box::new(WinogradGemm::new(
                     gpu, spec, problem, tile, cut,
                 )?)))
             }
             Conv2dAlgorithm::WinogradRow if WinogradRow::supports(gpu, problem) => {
-                Ok(Engine::WinogradRow(Box::new(WinogradRow::new(gpu, spec, problem)?)))
+                Ok(Engine::WinogradRow(Box::new(WinogradRow::new(
+                    gpu,
+                    spec,
+                    problem,
+                    options.memory,
+                )?)))
             }
             _ => Err(Error::unsupported(
                 format!("conv2d by {algorithm} on {}", gpu.device()),
@@ -483,10 +497,11 @@ pub(crate) fn complete(
     spec: &Conv2dSpec,
     problem: &Problem,
     configuration: &Conv2dConfiguration,
+    options: &PlanOptions,
 ) -> Conv2dConfiguration {
     match configuration.algorithm {
         Conv2dAlgorithm::WinogradGemm(tile) => {
-            let cut = WinogradGemm::cut(gpu, spec, problem, tile, configuration);
+            let cut = WinogradGemm::cut(gpu, spec, problem, tile, configuration, options.memory);
             cut.configuration(configuration.algorithm)
         }
         Conv2dAlgorithm::ImplicitGemm => implicit_gemm::complete(gpu, spec, problem, configuration),

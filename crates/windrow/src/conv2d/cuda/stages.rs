@@ -71,7 +71,7 @@ impl Stage {
         [tiles * self.rows(), tile, channel]
     }
 
-    fn tile_bytes(&self, positions: usize) -> usize {
+    pub(super) fn tile_bytes(&self, positions: usize) -> usize {
         positions * self.rows() * self.dtype.size()
     }
 
@@ -109,13 +109,14 @@ pub(super) struct Blocking {
 }
 
 impl Blocking {
-    /// Chunks of at most `most` tiles, if that is given.
+    /// Chunks of at most `most` tiles, if that is given, and of no more than there is `room` for.
     pub(super) fn new(
         tile: Tile,
         p: &Problem,
         stages: &[Stage],
         l2_cache: usize,
         most: Option<usize>,
+        room: Option<usize>,
     ) -> Self {
         let positions = tile.alpha() * tile.alpha();
         let tiles_in_row = p.ow.div_ceil(tile.m());
@@ -130,6 +131,7 @@ impl Blocking {
             .unwrap_or((l2_cache / 2 / tile_bytes).max(MIN_CHUNK_TILES))
             .min(max_bytes / tile_bytes)
             .min(MAX_THREADS / channels)
+            .min(room.unwrap_or(usize::MAX))
             .max(TILE_MULTIPLE);
         let tiles = all.div_ceil(all.div_ceil(most)).next_multiple_of(TILE_MULTIPLE);
         let chunks = all.div_ceil(tiles);
@@ -298,7 +300,13 @@ mod tests {
                 for (n, most) in [(0, None), (1, None), (7, Some(1)), (64, Some(100)), (3000, None)]
                 {
                     p.n = n;
-                    let b = Blocking::new(tile, &p, &stages, l2, most);
+                    let b = Blocking::new(tile, &p, &stages, l2, most, None);
+                    let half = Blocking::new(tile, &p, &stages, l2, most, Some(b.tiles / 2));
+                    assert!(
+                        half.tiles <= (b.tiles / 2).max(1).next_multiple_of(TILE_MULTIPLE),
+                        "{half:?}"
+                    );
+                    assert!(half.tiles * half.chunks >= n * b.tiles_in_image, "{half:?}");
                     assert!(b.tiles * b.chunks >= n * b.tiles_in_image, "{b:?}");
                     assert!(b.tiles * (b.chunks - 1) <= n * b.tiles_in_image, "{b:?}");
                     let bytes: usize = stages.iter().map(|s| s.bytes(&b)).sum();

@@ -3,6 +3,7 @@
 //!
 //! f32 is multiplied in halves on tensor cores, by three products of split numbers for `Fp32` (`winograd.cuh`).
 
+use super::pieces::{self, max_bytes, packed_bytes, u_bytes};
 use super::row::matrix;
 use super::split::{self, ImageMax};
 use super::stages::{
@@ -58,7 +59,7 @@ impl Cut {
 }
 
 /// V and M.
-fn stages(spec: &Conv2dSpec) -> [Stage; 2] {
+pub(super) fn stages(spec: &Conv2dSpec) -> [Stage; 2] {
     let v = match spec.x.dtype {
         DType::F32 => Stage { parts: parts(spec), ..Stage::of(&spec.x, DType::F16) },
         dtype @ (DType::F16 | DType::BF16 | not_computed!()) => Stage::of(&spec.x, dtype),
@@ -143,16 +144,20 @@ impl WinogradGemm {
         problem.is_winograd() && problem.c > 0 && counted
     }
 
-    /// By the configuration, where it says nothing by the model.
+    /// By the configuration, where it says nothing by the model, for packed filter and scratch memory of `memory` bytes
+    /// together, if that is given.
     pub(super) fn cut(
         gpu: &Gpu,
         spec: &Conv2dSpec,
         problem: &Problem,
         tile: Tile,
         configuration: &Conv2dConfiguration,
+        memory: Option<usize>,
     ) -> Cut {
         let most = configuration.tiles;
-        let blocking = Blocking::new(tile, problem, &stages(spec), gpu.info.l2_cache, most);
+        let multiprocessors = gpu.info.multiprocessors;
+        let room = memory.map(|memory| pieces::tiles(multiprocessors, spec, problem, tile, memory));
+        let blocking = Blocking::new(tile, problem, &stages(spec), gpu.info.l2_cache, most, room);
         Cut { blocking, block: configuration.block.unwrap_or(THREADS) }
     }
 
@@ -191,15 +196,12 @@ impl WinogradGemm {
         self.cut.configuration(algorithm)
     }
 
-    /// U, behind which lie the inverse scales of f32 filters.
     fn u_bytes(&self) -> usize {
-        let element = self.v.dtype.size();
-        self.cut.blocking.positions * self.problem.k * self.v.rows() * element
+        u_bytes(self.tile, &self.v, &self.problem)
     }
 
     pub(super) fn packed_bytes(&self) -> usize {
-        let inverse = if self.image_max.is_some() { self.problem.k * size_of::<f32>() } else { 0 };
-        (self.u_bytes() + inverse).next_multiple_of(ALIGNMENT)
+        packed_bytes(self.tile, &self.spec, &self.problem)
     }
 
     /// Bytes of what is kept behind a pack: see [`Seen`].
@@ -207,15 +209,9 @@ impl WinogradGemm {
         self.problem.k * Seen::DIGEST
     }
 
-    /// The largest magnitudes of images.
-    fn max_bytes(&self) -> usize {
-        let images = if self.image_max.is_some() { self.problem.n } else { 0 };
-        (images * size_of::<u32>()).next_multiple_of(ALIGNMENT)
-    }
-
     pub(super) fn scratch_bytes(&self) -> usize {
         let b = &self.cut.blocking;
-        self.max_bytes() + self.v.bytes(b) + self.m.bytes(b) + self.gemm.workspace_bytes()
+        max_bytes(&self.spec) + self.v.bytes(b) + self.m.bytes(b) + self.gemm.workspace_bytes()
     }
 
     pub(super) fn packed_form(&self) -> PackedForm {
@@ -282,7 +278,7 @@ impl WinogradGemm {
     ) -> Result<()> {
         let (p, b) = (&self.problem, &self.cut.blocking);
         let x_max = scratch;
-        let v = x_max.wrapping_add(self.max_bytes());
+        let v = x_max.wrapping_add(max_bytes(&self.spec));
         let m = v.wrapping_add(self.v.bytes(b));
         let workspace = m.wrapping_add(self.m.bytes(b));
         if let Some(image_max) = &self.image_max {
@@ -357,7 +353,7 @@ impl WinogradGemm {
             Ok(values)
         };
         let x_max = scratch.as_ptr();
-        let v = x_max.wrapping_add(self.max_bytes());
+        let v = x_max.wrapping_add(max_bytes(&self.spec));
         let m = v.wrapping_add(self.v.bytes(b));
         let (tiles, c) = (p.n * b.tiles_in_image, self.v.rows());
         let mut stages = Stages {

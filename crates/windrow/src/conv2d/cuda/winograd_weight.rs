@@ -86,7 +86,7 @@ impl WinogradWeight {
             false => Stage::of(image, image.dtype),
         };
         let (v, dm, tile) = (stage(&spec.x), stage(&spec.y), tile_of(spec.x.dtype));
-        let blocking = Blocking::new(tile, p, &[v, dm], gpu.info.l2_cache, None);
+        let blocking = Blocking::new(tile, p, &[v, dm], gpu.info.l2_cache, None, None);
         let (blocking, product) = if halves {
             let blocking = blocking.in_steps(STEP_ROWS);
             let shape = Shape {

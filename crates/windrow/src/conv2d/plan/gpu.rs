@@ -30,13 +30,13 @@ impl Engine<Conv2d> for Gpu {
 
     fn choose(setup: &Setup<'_, Conv2d, Device>) -> Result<Conv2dAlgorithm> {
         let gpu = device::Gpu::get(setup.place)?;
-        cuda::Engine::best(gpu, setup.spec, setup.problem, setup.options.filter)
+        cuda::Engine::best(gpu, setup.spec, setup.problem, setup.options)
     }
 
     fn new(setup: &Setup<'_, Conv2d, Device>, configuration: &Conv2dConfiguration) -> Result<Self> {
         let &Setup { spec, problem, options, place } = setup;
         let gpu = device::Gpu::get(place)?;
-        let engine = cuda::Engine::new(gpu, spec, problem, configuration, options.tuning)?;
+        let engine = cuda::Engine::new(gpu, spec, problem, configuration, options)?;
         let (engine, algorithm) = (Box::new(engine), configuration.algorithm);
         Ok(Gpu { engine, gpu, algorithm, backward: Later::default() })
     }
@@ -82,7 +82,7 @@ impl Engine<Conv2d> for Gpu {
         configuration: &Conv2dConfiguration,
     ) -> Result<Conv2dConfiguration> {
         let gpu = device::Gpu::get(setup.place)?;
-        Ok(cuda::complete(gpu, setup.spec, setup.problem, configuration))
+        Ok(cuda::complete(gpu, setup.spec, setup.problem, configuration, setup.options))
     }
 
     fn cost(setup: &Setup<'_, Conv2d, Device>, configuration: &Conv2dConfiguration) -> Result<f64> {

@@ -8,7 +8,7 @@ use self::cut::{Cut, Gather, STEP, corners, gather};
 pub(super) use self::cut::{complete, micros};
 pub(crate) use self::cut::{configurations, cuts_into};
 use self::product::{FILTER_EXPONENT, product, threads};
-use super::row::Input;
+use super::row::{Input, most_images};
 use super::split;
 use super::{Divisor, FilterOrder, Operands, PackedForm, Seen, bias_of, kernel, source, strides};
 use crate::conv2d::{Conv2dConfiguration, Conv2dSpec, Problem};
@@ -165,7 +165,10 @@ impl ImplicitGemm {
             spec: spec.clone(),
             problem: *problem,
             cut,
-            input: cut.half.then(|| Input::new(gpu, spec, problem)).transpose()?,
+            input: cut
+                .half
+                .then(|| Input::new(gpu, spec, problem, most_images(spec, None)))
+                .transpose()?,
             filter_group,
             pack_filter: gpu.kernel(&filter_kernel(spec.x.dtype, cut.block))?,
             aligned,

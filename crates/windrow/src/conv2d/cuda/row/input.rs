@@ -27,6 +27,8 @@ pub(in crate::conv2d::cuda) struct Input {
     /// Copies one pixel after the other, and aligned vectors of pixels.
     copy: &'static Kernel,
     copy_vectors: Option<&'static Kernel>,
+    /// Images that are copied at a time.
+    images: usize,
     /// f32: for x in place.
     image_max: Option<ImageMax>,
 }
@@ -53,6 +55,7 @@ impl Input {
         gpu: &'static Gpu,
         spec: &Conv2dSpec,
         problem: &Problem,
+        images: usize,
     ) -> Result<Self> {
         let dtype = spec.x.dtype;
         let in_place = copy_engine_reads(spec);
@@ -61,6 +64,7 @@ impl Input {
             spec: spec.clone(),
             problem: *problem,
             in_place,
+            images,
             copy: copy(1)?,
             copy_vectors: pixels_are_vectors(spec).then(|| copy(VECTOR)).transpose()?,
             image_max: (in_place && dtype == DType::F32)
@@ -71,35 +75,17 @@ impl Input {
 
     /// Channels of the copy.
     pub(in crate::conv2d::cuda) fn channels(&self) -> usize {
-        self.problem.c.next_multiple_of(16 / self.spec.x.dtype.size())
+        channels(&self.spec)
     }
 
-    fn image_bytes(&self) -> usize {
-        let p = &self.problem;
-        (p.h * p.w * self.channels() * self.spec.x.dtype.size()).next_multiple_of(ALIGNMENT)
-    }
-
-    /// Images that are copied at a time. Where the layout allows reading x itself, only an unaligned
-    /// address needs the copy.
+    /// Images that are copied at a time.
     pub(in crate::conv2d::cuda) fn copied_images(&self) -> usize {
-        if self.in_place {
-            return 1;
-        }
-        (STAGING_BYTES / self.image_bytes().max(1)).clamp(1, self.problem.n.max(1))
+        self.images
     }
 
     /// Bytes of the copy.
     pub(in crate::conv2d::cuda) fn copy_bytes(&self) -> usize {
-        self.copied_images() * self.image_bytes()
-    }
-
-    /// Bytes of the largest magnitudes.
-    pub(in crate::conv2d::cuda) fn max_bytes(&self) -> usize {
-        if self.spec.x.dtype == DType::F32 {
-            (self.problem.n * size_of::<u32>()).next_multiple_of(ALIGNMENT)
-        } else {
-            0
-        }
+        self.images * image_bytes(&self.spec)
     }
 
     /// Copies `n` images to channels-last order; for f32 their largest magnitudes go to `x_max`.
@@ -161,9 +147,36 @@ impl Input {
     }
 }
 
+/// Channels of the copy.
+fn channels(spec: &Conv2dSpec) -> usize {
+    spec.x.shape()[1].next_multiple_of(16 / spec.x.dtype.size())
+}
+
+/// Bytes of the copy of an image.
+pub(super) fn image_bytes(spec: &Conv2dSpec) -> usize {
+    let [h, w] = [spec.x.shape()[2], spec.x.shape()[3]];
+    (h * w * channels(spec) * spec.x.dtype.size()).next_multiple_of(ALIGNMENT)
+}
+
+/// How many images at most to copy at a time within `bytes`, if that is given. Where the layout allows reading x itself,
+/// only an unaligned address needs the copy.
+pub(in crate::conv2d::cuda) fn most_images(spec: &Conv2dSpec, bytes: Option<usize>) -> usize {
+    if copy_engine_reads(spec) {
+        return 1;
+    }
+    let bytes = bytes.unwrap_or(STAGING_BYTES).min(STAGING_BYTES);
+    (bytes / image_bytes(spec).max(1)).clamp(1, spec.x.shape()[0].max(1))
+}
+
+/// Bytes of the largest magnitudes.
+pub(in crate::conv2d::cuda) fn max_bytes(spec: &Conv2dSpec) -> usize {
+    let images = if spec.x.dtype == DType::F32 { spec.x.shape()[0] } else { 0 };
+    (images * size_of::<u32>()).next_multiple_of(ALIGNMENT)
+}
+
 /// True if the copy engine can read x in place: channels side by side, all other strides whole vectors. f32 is also read
 /// for its largest magnitude.
-fn copy_engine_reads(spec: &Conv2dSpec) -> bool {
+pub(super) fn copy_engine_reads(spec: &Conv2dSpec) -> bool {
     let (s, shape) = (spec.x.strides(), spec.x.shape());
     let vector = 16 / spec.x.dtype.size();
     let whole =

@@ -72,16 +72,16 @@ impl Fused {
         let fixed = |input_stages| {
             2 * input_stages * (geometry.stage_bytes + 16) + CONSUMER_WARPS * per_warp + 16
         };
-        let per_stage = plan.filter_step_bytes() + 16;
+        let per_stage = plan.sizes.filter_step_bytes() + 16;
         let room = |input_stages| (plan.gpu.shared_bytes - fixed(input_stages)) / per_stage;
-        let all = plan.steps() * TAPS;
+        let all = plan.sizes.steps() * TAPS;
         // A filter that stays is worth more than a third stage of input.
         let input_stages =
             if dtype == DType::F32 || (all > room(3) && all <= room(2)) { 2 } else { 3 };
         let resident = all <= room(input_stages);
         let filter_stages = if resident { all } else { room(input_stages).min(MAX_FILTER_STAGES) };
         let shared = fixed(input_stages) + filter_stages * per_stage;
-        let spec = fused_kernel(dtype, plan.products, vectors, &geometry, input_stages)
+        let spec = fused_kernel(dtype, plan.sizes.products, vectors, &geometry, input_stages)
             .define("EPILOGUE", epilogue(plan.spec.activation))
             .shared_bytes(shared as u32);
         let kernel = plan.gpu.kernel(&spec)?;
@@ -90,7 +90,7 @@ impl Fused {
 
     /// Products of sizes that the kernel counts in 32 bits stay below 2^30 for so many images.
     pub(super) fn most_images(&self, plan: &WinogradRow) -> usize {
-        let per_image = self.geometry.units(1, plan.problem.ow) * plan.k_blocks().max(PAIRS);
+        let per_image = self.geometry.units(1, plan.problem.ow) * plan.sizes.k_blocks().max(PAIRS);
         ((1 << 30) / per_image.max(1)).max(1)
     }
 
@@ -157,7 +157,7 @@ impl Fused {
             x,
             u: packed,
             u_inverse: if size == 4 {
-                packed.wrapping_add(plan.u_bytes())
+                packed.wrapping_add(plan.sizes.u_bytes())
             } else {
                 std::ptr::null()
             },
@@ -174,25 +174,25 @@ impl Fused {
             ow: p.ow as i32,
             pad_h: p.padding[0] as i32,
             pad_w: p.padding[1] as i32,
-            steps: plan.steps() as i32,
+            steps: plan.sizes.steps() as i32,
             image_rows: Divisor::new(g.image_rows),
             strips: Divisor::new(g.strips(p.ow)),
             units: units as i32,
-            k_blocks: Divisor::new(plan.k_blocks()),
+            k_blocks: Divisor::new(plan.sizes.k_blocks()),
             box_rows: g.box_rows as i32,
             stage_bytes: g.stage_bytes as i32,
             u_stages: self.filter_stages as i32,
-            chunk_steps: plan.chunk_steps() as i32,
+            chunk_steps: plan.sizes.chunk_steps() as i32,
             u_resident: i32::from(self.resident),
             paired_out: i32::from(
                 y_strides[3] == 1 && p.ow % 2 == 0 && even && (y as usize).is_multiple_of(2 * size),
             ),
         };
-        let items = units.div_ceil(2) * plan.k_blocks();
+        let items = units.div_ceil(2) * plan.sizes.k_blocks();
         let mut blocks = items.min(plan.gpu.info.multiprocessors as usize);
         if self.resident && blocks < items {
             // A block keeps its output channels: its items are a whole number of rounds apart.
-            blocks = (blocks / plan.k_blocks()).max(1) * plan.k_blocks();
+            blocks = (blocks / plan.sizes.k_blocks()).max(1) * plan.sizes.k_blocks();
         }
         let launch = Launch { grid: [blocks as u32, 1, 1], block: [384, 1, 1] };
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.

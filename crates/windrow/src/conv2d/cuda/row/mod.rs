@@ -2,9 +2,11 @@
 
 mod input;
 mod kernel;
+mod sizes;
 
-pub(super) use self::input::Input;
+pub(super) use self::input::{Input, most_images};
 use self::kernel::Fused;
+use self::sizes::Sizes;
 use super::geometry::Geometry;
 use super::split::{self, exponent};
 use super::{FilterOrder, Operands, PackedForm, Seen, kernel, source, strides};
@@ -13,7 +15,7 @@ use crate::conv2d::{Conv2dSpec, Problem};
 use crate::dtype::not_computed;
 use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::later::Later;
-use crate::{Accuracy, DType, Result};
+use crate::{DType, Result};
 
 static PACK_FILTER: Source = source!("winograd_pack_filter.cu");
 
@@ -46,8 +48,7 @@ pub(crate) struct WinogradRow {
     gpu: &'static Gpu,
     spec: Conv2dSpec,
     problem: Problem,
-    /// Three products of halves for f32 class, else one.
-    products: usize,
+    sizes: Sizes,
     input: Input,
     /// The layout of y lets whole vectors be stored if its address is aligned.
     vectors: bool,
@@ -90,18 +91,29 @@ impl WinogradRow {
         geometry.efficiency * items as f64 / in_rounds.max(1) as f64
     }
 
-    pub(crate) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, problem: &Problem) -> Result<Self> {
-        let dtype = spec.x.dtype;
-        let split = dtype == DType::F32 && spec.accuracy <= Accuracy::Fp32;
-        let products = if split { 3 } else { 1 };
+    /// The fewest bytes that packed filter and workspace have together.
+    pub(super) fn least_bytes(multiprocessors: u32, spec: &Conv2dSpec, problem: &Problem) -> usize {
+        Sizes::new(multiprocessors, spec, problem).least_bytes(spec, problem)
+    }
+
+    /// With packed filter and workspace of `memory` bytes together, if that is given and enough for one image.
+    pub(crate) fn new(
+        gpu: &'static Gpu,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+        memory: Option<usize>,
+    ) -> Result<Self> {
+        let sizes = Sizes::new(gpu.info.multiprocessors, spec, problem);
+        let room = memory.map(|memory| memory.saturating_sub(sizes.bytes(spec)));
+        let images = sizes.images_of_a_piece(spec, problem, most_images(spec, room));
         let plan = WinogradRow {
             gpu,
             spec: spec.clone(),
             problem: *problem,
-            products,
-            input: Input::new(gpu, spec, problem)?,
+            sizes,
+            input: Input::new(gpu, spec, problem, images)?,
             vectors: stores_vectors(spec, problem),
-            pack_filter: gpu.kernel(&filter_kernel(dtype, products))?,
+            pack_filter: gpu.kernel(&filter_kernel(spec.x.dtype, sizes.products))?,
             fused: [Later::default(), Later::default()],
         };
         plan.fused(plan.vectors)?;
@@ -113,65 +125,25 @@ impl WinogradRow {
         self.fused[usize::from(vectors)].get(|| Fused::new(self, vectors)).copied()
     }
 
-    fn steps(&self) -> usize {
-        self.problem.c.div_ceil(STEP_C)
-    }
-
-    fn k_blocks(&self) -> usize {
-        self.problem.k.div_ceil(BLOCK_K)
-    }
-
-    fn filter_step_bytes(&self) -> usize {
-        ALPHA * PART_BYTES * if self.products == 1 { 1 } else { 2 }
-    }
-
-    fn u_bytes(&self) -> usize {
-        self.k_blocks() * self.steps() * TAPS * self.filter_step_bytes()
-    }
-
     pub(crate) fn packed_bytes(&self) -> usize {
-        (self.u_bytes() + self.problem.k * size_of::<f32>()).next_multiple_of(ALIGNMENT)
+        self.sizes.packed_bytes()
     }
 
     /// Bytes of what is kept behind a pack: see [`Seen`].
     pub(crate) fn seen_bytes(&self) -> usize {
-        self.k_blocks() * BLOCK_K * Seen::DIGEST
+        self.sizes.k_blocks() * BLOCK_K * Seen::DIGEST
     }
 
     pub(crate) fn scratch_bytes(&self) -> usize {
-        self.input.max_bytes() + self.sums_bytes() + self.input.copy_bytes()
-    }
-
-    /// Steps of the product after which sums of split operands are flushed: the tensor cores' error grows with the
-    /// length of a sum, that of f32 sums with its root, of which it should stay below twice. Flushing a sum of 128 or
-    /// fewer channels would cost more than it is worth.
-    fn chunk_steps(&self) -> usize {
-        const UNFLUSHED: usize = 8;
-        let steps = self.steps();
-        if self.products == 1 || steps <= UNFLUSHED {
-            return steps.max(1);
-        }
-        let most = (9.4 * (self.problem.c as f64).sqrt() / STEP_C as f64) as usize;
-        steps.div_ceil(steps.div_ceil(most.max(UNFLUSHED)))
-    }
-
-    /// By how much tensor cores shrink the sums that are flushed, which accumulate so often.
-    fn shrinkage(&self) -> f64 {
-        let chunks = self.steps().div_ceil(self.chunk_steps()).max(1);
-        split::SHRINKAGE * (self.products * TAPS * self.steps()) as f64 / chunks as f64
-    }
-
-    /// Bytes of flushed sums: those of the 256 consumer threads of each block.
-    fn sums_bytes(&self) -> usize {
-        if self.chunk_steps() >= self.steps() {
-            return 0;
-        }
-        let of_thread = TILE * 2 * BLOCK_K / 4 * size_of::<f32>();
-        self.gpu.info.multiprocessors as usize * 256 * of_thread
+        input::max_bytes(&self.spec) + self.sizes.sums_bytes() + self.input.copy_bytes()
     }
 
     pub(crate) fn packed_form(&self) -> PackedForm {
-        PackedForm { dtype: self.spec.x.dtype, products: self.products, order: FilterOrder::Usual }
+        PackedForm {
+            dtype: self.spec.x.dtype,
+            products: self.sizes.products,
+            order: FilterOrder::Usual,
+        }
     }
 
     /// An operand is rounded to the half type up to three times (twice in the input transform, once
@@ -180,9 +152,9 @@ impl WinogradRow {
     pub(crate) fn tolerance(&self) -> f64 {
         const GROWTH: f64 = 4.0;
         let unit = |dtype: DType| dtype.unit_roundoff();
-        let sums = self.steps() * TAPS * self.products;
+        let sums = self.sizes.steps() * TAPS * self.sizes.products;
         let operands = match self.spec.x.dtype {
-            DType::F32 if self.products == 3 => split::rounding(),
+            DType::F32 if self.sizes.products == 3 => split::rounding(),
             DType::BF16 => 3.0 * unit(DType::BF16),
             DType::F32 | DType::F16 | not_computed!() => 3.0 * unit(DType::F16),
         };
@@ -195,8 +167,8 @@ impl WinogradRow {
         };
         format!(
             "F(3,3) along rows, {} product{} of half precision, {}, input {}",
-            self.products,
-            if self.products == 1 { "" } else { "s" },
+            self.sizes.products,
+            if self.sizes.products == 1 { "" } else { "s" },
             fused.explain(),
             if self.input.in_place { "read in place" } else { "copied to channels-last" }
         )
@@ -214,16 +186,16 @@ impl WinogradRow {
         let params = FilterParams {
             w,
             u: packed,
-            inverse: packed.wrapping_add(self.u_bytes()),
+            inverse: packed.wrapping_add(self.sizes.u_bytes()),
             strides: strides(&self.spec.w),
             seen: Seen::behind(packed, self.packed_bytes(), ticket),
             k: self.problem.k as i32,
             c: self.problem.c as i32,
-            steps: self.steps() as i32,
-            shrinkage: self.shrinkage() as f32,
+            steps: self.sizes.steps() as i32,
+            shrinkage: self.sizes.shrinkage() as f32,
         };
         let launch =
-            Launch { grid: [(self.k_blocks() * BLOCK_K) as u32, 1, 1], block: [256, 1, 1] };
+            Launch { grid: [(self.sizes.k_blocks() * BLOCK_K) as u32, 1, 1], block: [256, 1, 1] };
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
         unsafe { self.pack_filter.launch(stream, launch, &params) }
     }
@@ -240,8 +212,8 @@ impl WinogradRow {
         let (p, input) = (&self.problem, &self.input);
         let size = self.spec.x.dtype.size();
         let x_max = scratch;
-        let sums = scratch.wrapping_add(input.max_bytes());
-        let copy = sums.wrapping_add(self.sums_bytes());
+        let sums = scratch.wrapping_add(input::max_bytes(&self.spec));
+        let copy = sums.wrapping_add(self.sizes.sums_bytes());
         let in_place = input.in_place && (operands.x as usize).is_multiple_of(16);
         let fused = self.fused(self.vectors && (operands.y as usize).is_multiple_of(16))?;
         let images =

@@ -1,0 +1,126 @@
+//! How much memory Winograd's algorithms take, and how small the pieces can be that they work in.
+
+use super::row::WinogradRow;
+use super::stages::{ALIGNMENT, Stage};
+use super::winograd_gemm::stages;
+use crate::DType;
+use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile};
+
+/// Outputs of a block of the product in both directions, as most of its kernels have them, and how often its blocks should
+/// fill the device at least.
+const PRODUCT_BLOCK: usize = 128;
+const LEAST_ROUNDS: usize = 4;
+
+/// The fewest bytes that packed filter and workspace of one of Winograd's algorithms have together; of others nobody asks.
+pub(super) fn least_bytes(
+    multiprocessors: u32,
+    spec: &Conv2dSpec,
+    p: &Problem,
+    algorithm: Conv2dAlgorithm,
+) -> usize {
+    match algorithm {
+        Conv2dAlgorithm::WinogradGemm(tile) => {
+            least_bytes_of_stages(multiprocessors, spec, p, tile)
+        }
+        Conv2dAlgorithm::WinogradRow => WinogradRow::least_bytes(multiprocessors, spec, p),
+        _ => 0,
+    }
+}
+
+/// Tiles of a chunk whose product still fills the device some times.
+fn least_tiles(multiprocessors: u32, problem: &Problem, tile: Tile) -> usize {
+    let blocks = tile.alpha() * tile.alpha() * problem.k.div_ceil(PRODUCT_BLOCK).max(1);
+    let rounds = LEAST_ROUNDS * multiprocessors as usize;
+    rounds.div_ceil(blocks) * PRODUCT_BLOCK
+}
+
+/// The fewest bytes that packed filter and workspace have together.
+fn least_bytes_of_stages(
+    multiprocessors: u32,
+    spec: &Conv2dSpec,
+    problem: &Problem,
+    tile: Tile,
+) -> usize {
+    let stages = stages(spec);
+    let tiles = least_tiles(multiprocessors, problem, tile);
+    let all = problem.n * problem.oh.div_ceil(tile.m()) * problem.ow.div_ceil(tile.m());
+    packed_bytes(tile, spec, problem) + max_bytes(spec) + tiles.min(all) * tile_bytes(tile, &stages)
+}
+
+/// Tiles of a chunk of the stages for which there is room in `memory` bytes, beside a packed filter, but no fewer than
+/// [`least_tiles`].
+pub(super) fn tiles(
+    multiprocessors: u32,
+    spec: &Conv2dSpec,
+    problem: &Problem,
+    tile: Tile,
+    memory: usize,
+) -> usize {
+    let rest = memory.saturating_sub(packed_bytes(tile, spec, problem) + max_bytes(spec));
+    (rest / tile_bytes(tile, &stages(spec))).max(least_tiles(multiprocessors, problem, tile))
+}
+
+/// Of U.
+pub(super) fn u_bytes(tile: Tile, v: &Stage, problem: &Problem) -> usize {
+    tile.alpha() * tile.alpha() * problem.k * v.rows() * v.dtype.size()
+}
+
+/// Of U, behind which lie the inverse scales of f32 filters.
+pub(super) fn packed_bytes(tile: Tile, spec: &Conv2dSpec, problem: &Problem) -> usize {
+    let [v, _] = stages(spec);
+    let scales = if spec.x.dtype == DType::F32 { problem.k * size_of::<f32>() } else { 0 };
+    (u_bytes(tile, &v, problem) + scales).next_multiple_of(ALIGNMENT)
+}
+
+/// Of the largest magnitudes of images.
+pub(super) fn max_bytes(spec: &Conv2dSpec) -> usize {
+    let images = if spec.x.dtype == DType::F32 { spec.x.shape()[0] } else { 0 };
+    (images * size_of::<u32>()).next_multiple_of(ALIGNMENT)
+}
+
+/// Of the stages of a tile.
+fn tile_bytes(tile: Tile, stages: &[Stage]) -> usize {
+    stages.iter().map(|stage| stage.tile_bytes(tile.alpha() * tile.alpha())).sum::<usize>().max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::conv2d::Conv2dParams;
+    use crate::{Layout, TensorDesc};
+
+    /// Of the layers of `benchmarks/layers/cnn18.csv` with the most memory.
+    #[test]
+    fn a_tenth_of_the_tensors_of_a_layer_is_enough_for_one_algorithm() {
+        for [n, c, size, k] in [
+            [64, 64, 112, 64],
+            [64, 128, 112, 128],
+            [64, 256, 50, 256],
+            [64, 256, 50, 512],
+            [64, 512, 50, 512],
+        ] {
+            for order in [[0, 1, 2, 3], [0, 2, 3, 1]] {
+                let layout = Layout::with_order(&[n, c, size, size], &order).unwrap();
+                let x = TensorDesc { dtype: DType::F32, layout };
+                let w = TensorDesc::contiguous(DType::F32, &[k, c, 3, 3]).unwrap();
+                let spec = Conv2dSpec::new(x, w, &Conv2dParams::default()).unwrap();
+                let problem = spec.problem().unwrap();
+                let tenth = (spec.x.bytes() + spec.y.bytes()) / 10;
+                let least = |algorithm| least_bytes(132, &spec, &problem, algorithm);
+                let row = least(Conv2dAlgorithm::WinogradRow);
+                assert!(row <= tenth, "{row} of {tenth}");
+                for tile in Tile::ALL {
+                    let least = least(Conv2dAlgorithm::WinogradGemm(tile));
+                    let bytes = |memory| {
+                        let tiles = tiles(132, &spec, &problem, tile, memory);
+                        packed_bytes(tile, &spec, &problem)
+                            + max_bytes(&spec)
+                            + tiles * tile_bytes(tile, &stages(&spec))
+                    };
+                    assert!(bytes(0) == least && bytes(2 * least) <= 2 * least);
+                    assert!(bytes(2 * least) > least);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! Sizes of what a convolution by this algorithm takes, and how many images it copies at a time.
+
+use super::super::geometry::{Geometry, PAIR_COLUMNS, PAIRS};
+use super::super::split;
+use super::{ALIGNMENT, ALPHA, BLOCK_K, PART_BYTES, STEP_C, TAPS, TILE, input, stores_vectors};
+use crate::conv2d::{Conv2dSpec, Problem};
+use crate::{Accuracy, DType};
+
+/// What sizes depend on.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sizes {
+    c: usize,
+    k: usize,
+    /// Three products of halves for f32 class, else one.
+    pub(super) products: usize,
+    multiprocessors: usize,
+}
+
+impl Sizes {
+    pub(super) fn new(multiprocessors: u32, spec: &Conv2dSpec, problem: &Problem) -> Self {
+        let split = spec.x.dtype == DType::F32 && spec.accuracy <= Accuracy::Fp32;
+        Sizes {
+            c: problem.c,
+            k: problem.k,
+            products: if split { 3 } else { 1 },
+            multiprocessors: multiprocessors as usize,
+        }
+    }
+
+    /// Beside the copy of x.
+    pub(super) fn bytes(&self, spec: &Conv2dSpec) -> usize {
+        self.packed_bytes() + input::max_bytes(spec) + self.sums_bytes()
+    }
+
+    pub(super) fn steps(&self) -> usize {
+        self.c.div_ceil(STEP_C)
+    }
+
+    pub(super) fn k_blocks(&self) -> usize {
+        self.k.div_ceil(BLOCK_K)
+    }
+
+    pub(super) fn filter_step_bytes(&self) -> usize {
+        ALPHA * PART_BYTES * if self.products == 1 { 1 } else { 2 }
+    }
+
+    pub(super) fn u_bytes(&self) -> usize {
+        self.k_blocks() * self.steps() * TAPS * self.filter_step_bytes()
+    }
+
+    /// Steps of the product after which sums of split operands are flushed: the tensor cores' error grows with the
+    /// length of a sum, that of f32 sums with its root, of which it should stay below twice. Flushing a sum of 128 or
+    /// fewer channels would cost more than it is worth.
+    pub(super) fn chunk_steps(&self) -> usize {
+        const UNFLUSHED: usize = 8;
+        let steps = self.steps();
+        if self.products == 1 || steps <= UNFLUSHED {
+            return steps.max(1);
+        }
+        let most = (9.4 * (self.c as f64).sqrt() / STEP_C as f64) as usize;
+        steps.div_ceil(steps.div_ceil(most.max(UNFLUSHED)))
+    }
+
+    /// By how much tensor cores shrink the sums that are flushed, which accumulate so often.
+    pub(super) fn shrinkage(&self) -> f64 {
+        let chunks = self.steps().div_ceil(self.chunk_steps()).max(1);
+        split::SHRINKAGE * (self.products * TAPS * self.steps()) as f64 / chunks as f64
+    }
+
+    /// Bytes of flushed sums: those of the 256 consumer threads of each block.
+    pub(super) fn sums_bytes(&self) -> usize {
+        if self.chunk_steps() >= self.steps() {
+            return 0;
+        }
+        let of_thread = TILE * 2 * BLOCK_K / 4 * size_of::<f32>();
+        self.multiprocessors * 256 * of_thread
+    }
+
+    pub(super) fn packed_bytes(&self) -> usize {
+        (self.u_bytes() + self.k * size_of::<f32>()).next_multiple_of(ALIGNMENT)
+    }
+
+    /// The fewest bytes that packed filter and workspace have together: so many images are copied at a time that the
+    /// product still fills the device.
+    pub(super) fn least_bytes(&self, spec: &Conv2dSpec, p: &Problem) -> usize {
+        let pixels = self.multiprocessors * 2 * PAIRS * PAIR_COLUMNS;
+        let of_image = p.oh * p.ow * self.k_blocks();
+        let images = match input::copy_engine_reads(spec) {
+            true => 1,
+            false => (pixels / of_image.max(1)).clamp(1, p.n.max(1)),
+        };
+        self.bytes(spec) + images * input::image_bytes(spec)
+    }
+
+    /// Of at most `most` images as many as are copied at a time, so that all pieces together take the fewest rounds of blocks.
+    pub(super) fn images_of_a_piece(&self, spec: &Conv2dSpec, p: &Problem, most: usize) -> usize {
+        /// What a piece costs beside its rounds: launches.
+        const OF_A_PIECE: f64 = 0.25;
+        let n = p.n.max(1);
+        if most == 1 || most >= n {
+            return most.min(n);
+        }
+        let Some(geometry) = Geometry::choose(n, p.oh, p.ow, !stores_vectors(spec, p)) else {
+            return most;
+        };
+        let rounds = |images: usize| {
+            let items = geometry.units(images, p.ow).div_ceil(2) * self.k_blocks();
+            OF_A_PIECE + items.div_ceil(self.multiprocessors) as f64
+        };
+        let cost = |images: usize| {
+            let rest = n % images;
+            (n / images) as f64 * rounds(images) + if rest > 0 { rounds(rest) } else { 0.0 }
+        };
+        (1..=most).min_by(|&a, &b| cost(a).total_cmp(&cost(b))).unwrap_or(most)
+    }
+}
