@@ -277,7 +277,8 @@ def by_windrow(
         more = {} if cache.bytes > 0 else {"forget": cache.clear}
         with_kept = kept.straight(x)
         promise = lambda: cache.promise(always)
-        yield Contestant(KEPT, lambda: rest(with_kept()), always, scratch, promise=promise, memory=kept.named["memory"], **more)
+        memory = kept.named["memory"]
+        yield Contestant(KEPT, lambda: rest(with_kept()), always, scratch, promise=promise, memory=memory, **more)
     packed = packed.within(x, False)
     always, scratch = packed.bytes(x, False)
     with_packed = packed.straight(x)

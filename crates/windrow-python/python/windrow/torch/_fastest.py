@@ -311,7 +311,8 @@ def _that_run(
     device: torch.device, contestants: Iterable[Contestant], why: list[str]
 ) -> tuple[list[Contestant], bool]:
     """The first for which there is room, after one run, which compiles and packs, and whether there was room for all that
-    came before and for as much as it would take; if not, also one for which there would be in a graph. Adds to `why` what is wrong with others."""
+    came before and for as much as it would take; if not, also one for which there would be in a graph. Adds to `why` what
+    is wrong with others."""
     found: list[Contestant] = []
     has_room = True
     for contestant in contestants:

@@ -1,6 +1,7 @@
 //! How much memory Winograd's algorithms take, and how small the pieces can be that they work in.
 
 use super::row::WinogradRow;
+use super::split::ImageMax;
 use super::stages::{ALIGNMENT, Stage};
 use super::winograd_gemm::stages;
 use crate::DType;
@@ -44,7 +45,9 @@ fn least_bytes_of_stages(
     let stages = stages(spec);
     let tiles = least_tiles(multiprocessors, problem, tile);
     let all = problem.n * problem.oh.div_ceil(tile.m()) * problem.ow.div_ceil(tile.m());
-    packed_bytes(tile, spec, problem) + max_bytes(spec) + tiles.min(all) * tile_bytes(tile, &stages)
+    packed_bytes(tile, spec, problem)
+        + ImageMax::bytes(&spec.x)
+        + tiles.min(all) * tile_bytes(tile, &stages)
 }
 
 /// Tiles of a chunk of the stages for which there is room in `memory` bytes, beside a packed filter, but no fewer than
@@ -56,7 +59,7 @@ pub(super) fn tiles(
     tile: Tile,
     memory: usize,
 ) -> usize {
-    let rest = memory.saturating_sub(packed_bytes(tile, spec, problem) + max_bytes(spec));
+    let rest = memory.saturating_sub(packed_bytes(tile, spec, problem) + ImageMax::bytes(&spec.x));
     (rest / tile_bytes(tile, &stages(spec))).max(least_tiles(multiprocessors, problem, tile))
 }
 
@@ -70,12 +73,6 @@ pub(super) fn packed_bytes(tile: Tile, spec: &Conv2dSpec, problem: &Problem) -> 
     let [v, _] = stages(spec);
     let scales = if spec.x.dtype == DType::F32 { problem.k * size_of::<f32>() } else { 0 };
     (u_bytes(tile, &v, problem) + scales).next_multiple_of(ALIGNMENT)
-}
-
-/// Of the largest magnitudes of images.
-pub(super) fn max_bytes(spec: &Conv2dSpec) -> usize {
-    let images = if spec.x.dtype == DType::F32 { spec.x.shape()[0] } else { 0 };
-    (images * size_of::<u32>()).next_multiple_of(ALIGNMENT)
 }
 
 /// Of the stages of a tile.
@@ -114,7 +111,7 @@ mod tests {
                     let bytes = |memory| {
                         let tiles = tiles(132, &spec, &problem, tile, memory);
                         packed_bytes(tile, &spec, &problem)
-                            + max_bytes(&spec)
+                            + ImageMax::bytes(&spec.x)
                             + tiles * tile_bytes(tile, &stages(&spec))
                     };
                     assert!(bytes(0) == least && bytes(2 * least) <= 2 * least);

@@ -1,6 +1,7 @@
 //! What the algorithms share that multiply f32 as sums of two halves: powers of two that bring operands into the range
 //! of halves, from the largest finite magnitude of each image (`kernels/image_max.cu`) and of each filter.
 
+use super::stages::ALIGNMENT;
 use super::{Divisor, kernel, source};
 use crate::conv2d::winograd::Rational;
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
@@ -73,6 +74,12 @@ params! {
 }
 
 impl ImageMax {
+    /// Bytes of the magnitudes of the images of `x`; types but f32 need none.
+    pub(super) fn bytes(x: &TensorDesc) -> usize {
+        let images = if x.dtype == DType::F32 { x.shape()[0] } else { 0 };
+        (images * size_of::<u32>()).next_multiple_of(ALIGNMENT)
+    }
+
     /// True if images are small enough to be counted in 32 bits.
     pub(super) fn supports(x: &TensorDesc) -> bool {
         let sizes = &x.shape()[1..];

@@ -3,7 +3,7 @@
 //!
 //! f32 is multiplied in halves on tensor cores, by three products of split numbers for `Fp32` (`winograd.cuh`).
 
-use super::pieces::{self, max_bytes, packed_bytes, u_bytes};
+use super::pieces::{self, packed_bytes, u_bytes};
 use super::row::matrix;
 use super::split::{self, ImageMax};
 use super::stages::{
@@ -211,7 +211,10 @@ impl WinogradGemm {
 
     pub(super) fn scratch_bytes(&self) -> usize {
         let b = &self.cut.blocking;
-        max_bytes(&self.spec) + self.v.bytes(b) + self.m.bytes(b) + self.gemm.workspace_bytes()
+        ImageMax::bytes(&self.spec.x)
+            + self.v.bytes(b)
+            + self.m.bytes(b)
+            + self.gemm.workspace_bytes()
     }
 
     pub(super) fn packed_form(&self) -> PackedForm {
@@ -278,7 +281,7 @@ impl WinogradGemm {
     ) -> Result<()> {
         let (p, b) = (&self.problem, &self.cut.blocking);
         let x_max = scratch;
-        let v = x_max.wrapping_add(max_bytes(&self.spec));
+        let v = x_max.wrapping_add(ImageMax::bytes(&self.spec.x));
         let m = v.wrapping_add(self.v.bytes(b));
         let workspace = m.wrapping_add(self.m.bytes(b));
         if let Some(image_max) = &self.image_max {
@@ -353,7 +356,7 @@ impl WinogradGemm {
             Ok(values)
         };
         let x_max = scratch.as_ptr();
-        let v = x_max.wrapping_add(max_bytes(&self.spec));
+        let v = x_max.wrapping_add(ImageMax::bytes(&self.spec.x));
         let m = v.wrapping_add(self.v.bytes(b));
         let (tiles, c) = (p.n * b.tiles_in_image, self.v.rows());
         let mut stages = Stages {

@@ -168,12 +168,6 @@ pub(in crate::conv2d::cuda) fn most_images(spec: &Conv2dSpec, bytes: Option<usiz
     (bytes / image_bytes(spec).max(1)).clamp(1, spec.x.shape()[0].max(1))
 }
 
-/// Bytes of the largest magnitudes.
-pub(in crate::conv2d::cuda) fn max_bytes(spec: &Conv2dSpec) -> usize {
-    let images = if spec.x.dtype == DType::F32 { spec.x.shape()[0] } else { 0 };
-    (images * size_of::<u32>()).next_multiple_of(ALIGNMENT)
-}
-
 /// True if the copy engine can read x in place: channels side by side, all other strides whole vectors. f32 is also read
 /// for its largest magnitude.
 pub(super) fn copy_engine_reads(spec: &Conv2dSpec) -> bool {

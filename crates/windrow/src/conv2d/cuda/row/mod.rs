@@ -8,7 +8,8 @@ pub(super) use self::input::{Input, most_images};
 use self::kernel::Fused;
 use self::sizes::Sizes;
 use super::geometry::Geometry;
-use super::split::{self, exponent};
+use super::split::{self, ImageMax, exponent};
+use super::stages::ALIGNMENT;
 use super::{FilterOrder, Operands, PackedForm, Seen, kernel, source, strides};
 use crate::conv2d::winograd::{Rational, Transforms};
 use crate::conv2d::{Conv2dSpec, Problem};
@@ -40,7 +41,6 @@ const BLOCK_K: usize = 64;
 const STEP_C: usize = 16;
 /// Bytes of one position, step and part of the packed filter.
 const PART_BYTES: usize = STEP_C * BLOCK_K * 2;
-const ALIGNMENT: usize = 256;
 
 /// A convolution by this algorithm.
 #[derive(Debug)]
@@ -135,7 +135,7 @@ impl WinogradRow {
     }
 
     pub(crate) fn scratch_bytes(&self) -> usize {
-        input::max_bytes(&self.spec) + self.sizes.sums_bytes() + self.input.copy_bytes()
+        ImageMax::bytes(&self.spec.x) + self.sizes.sums_bytes() + self.input.copy_bytes()
     }
 
     pub(crate) fn packed_form(&self) -> PackedForm {
@@ -212,7 +212,7 @@ impl WinogradRow {
         let (p, input) = (&self.problem, &self.input);
         let size = self.spec.x.dtype.size();
         let x_max = scratch;
-        let sums = scratch.wrapping_add(input::max_bytes(&self.spec));
+        let sums = scratch.wrapping_add(ImageMax::bytes(&self.spec.x));
         let copy = sums.wrapping_add(self.sizes.sums_bytes());
         let in_place = input.in_place && (operands.x as usize).is_multiple_of(16);
         let fused = self.fused(self.vectors && (operands.y as usize).is_multiple_of(16))?;

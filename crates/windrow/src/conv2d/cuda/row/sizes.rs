@@ -1,7 +1,7 @@
 //! Sizes of what a convolution by this algorithm takes, and how many images it copies at a time.
 
 use super::super::geometry::{Geometry, PAIR_COLUMNS, PAIRS};
-use super::super::split;
+use super::super::split::{self, ImageMax};
 use super::{ALIGNMENT, ALPHA, BLOCK_K, PART_BYTES, STEP_C, TAPS, TILE, input, stores_vectors};
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::{Accuracy, DType};
@@ -29,7 +29,7 @@ impl Sizes {
 
     /// Beside the copy of x.
     pub(super) fn bytes(&self, spec: &Conv2dSpec) -> usize {
-        self.packed_bytes() + input::max_bytes(spec) + self.sums_bytes()
+        self.packed_bytes() + ImageMax::bytes(&spec.x) + self.sums_bytes()
     }
 
     pub(super) fn steps(&self) -> usize {
