@@ -9,7 +9,7 @@ use std::ops::Range;
 
 /// Copies what a slab of one image reads: for each part of the rows and of the columns pixels of
 /// `chunks * TERMS` terms, or `chunks * SIDE` planes of pairs of terms; zeros for the padding and beyond the terms.
-pub(super) struct Copy<'a> {
+pub(super) struct SlabCopy<'a> {
     pub plan: &'a Tiled,
     pub stencil: &'a Stencil,
     /// Channel 0 of the group, in the image.
@@ -21,7 +21,7 @@ pub(super) struct Copy<'a> {
     pub lines: *mut bf16,
 }
 
-impl Kernel for Copy<'_> {
+impl Kernel for SlabCopy<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -34,7 +34,7 @@ impl Kernel for Copy<'_> {
                 for row in 0..self.size[0] + plan.rows.span {
                     let source = |read: isize| self.source_row(row_part + read, row);
                     let pixel = to.wrapping_add(row * plan.width() * plan.pixel_bytes());
-                    // SAFETY: whoever makes a `Copy` has the pixels of a slab at `to`, and the source in memory.
+                    // SAFETY: whoever makes a `SlabCopy` has the pixels of a slab at `to`, and the source in memory.
                     unsafe {
                         match plan.lanes {
                             Lanes::Channels if by_lines => self.windows(source, reads, pixel),
@@ -50,7 +50,7 @@ impl Kernel for Copy<'_> {
     }
 }
 
-impl Copy<'_> {
+impl SlabCopy<'_> {
     /// Where a row of the copy lies in the source; `None` in the padding.
     #[inline(always)]
     fn source_row(&self, part: isize, row: usize) -> Option<*const bf16> {
@@ -123,7 +123,7 @@ impl Copy<'_> {
     /// taken.
     ///
     /// # Safety
-    /// As for [`Copy::pixels`], with [`Tiled::lines_len`] elements at `lines`.
+    /// As for [`SlabCopy::pixels`], with [`Tiled::lines_len`] elements at `lines`.
     #[inline(always)]
     unsafe fn windows(
         &self,
@@ -131,7 +131,7 @@ impl Copy<'_> {
         reads: &[isize],
         to: *mut u8,
     ) {
-        let Copy { plan, stencil: &Stencil { c, step, .. }, .. } = *self;
+        let SlabCopy { plan, stencil: &Stencil { c, step, .. }, .. } = *self;
         let width = reads.len() * c;
         let line = self.lines.wrapping_add(TERMS);
         for (i, &row) in plan.cols.rows.iter().enumerate() {
@@ -172,7 +172,7 @@ impl Copy<'_> {
     /// [`SIDE`] of no meaning are written, where the next row comes.
     ///
     /// # Safety
-    /// As for [`Copy::windows`].
+    /// As for [`SlabCopy::windows`].
     #[inline(always)]
     unsafe fn planes(
         &self,
@@ -180,7 +180,7 @@ impl Copy<'_> {
         reads: &[isize],
         to: *mut u8,
     ) {
-        let Copy { plan, stencil, .. } = *self;
+        let SlabCopy { plan, stencil, .. } = *self;
         let (c, step) = (stencil.c, stencil.step[1]);
         let (cols, line_len) = (self.cols().next_multiple_of(SIDE), plan.line_len(stencil));
         let line = |line: usize| self.lines.wrapping_add(line * line_len);
@@ -212,7 +212,7 @@ impl Copy<'_> {
     /// The lines of what a row of pixels reads of a row of the source; zeros for the padding.
     ///
     /// # Safety
-    /// As for [`Copy::windows`].
+    /// As for [`SlabCopy::windows`].
     #[inline(always)]
     unsafe fn fill(&self, source: Option<*const bf16>, reads: &[isize], to: *mut bf16) {
         let Stencil { c, src, src_size, step, .. } = *self.stencil;
@@ -257,7 +257,7 @@ impl Copy<'_> {
     /// A row of all planes of pairs.
     ///
     /// # Safety
-    /// As for [`Copy::pixels`].
+    /// As for [`SlabCopy::pixels`].
     #[inline(always)]
     unsafe fn pairs(
         &self,

@@ -16,7 +16,7 @@ use super::planar::Axis;
 use crate::cpu::{Isa, ROW_BYTES, SIDE, SendPtr, dispatch, dispatch_tiles, parallel_for};
 use crate::lists::{collected, filled, room_for};
 use crate::{Result, bf16};
-use copy::Copy;
+use copy::SlabCopy;
 use std::ops::Range;
 use sums::Sums;
 
@@ -385,7 +385,7 @@ impl Tiled {
                 let to = copy.wrapping_add(slab * self.slab_bytes());
                 dispatch(
                     isa,
-                    Copy { plan: self, stencil, src, at: unit.at, size: unit.size, to, lines },
+                    SlabCopy { plan: self, stencil, src, at: unit.at, size: unit.size, to, lines },
                 );
             }
         }
