@@ -20,7 +20,7 @@ pub(crate) use planned::{Backend, engine};
 #[cfg(feature = "tuning")]
 pub(crate) use search::decide;
 #[cfg(all(test, feature = "tuning"))]
-pub(crate) use search::{Problem, Runs};
+pub(crate) use search::{CandidateRuns, SearchTask};
 
 use crate::buffer::Buffer;
 use crate::forms::{names, setters};

@@ -139,7 +139,7 @@ impl Tuned for CausalConv1d {
 #[cfg(all(test, feature = "tuning"))]
 mod tests {
     use super::*;
-    use crate::plan::{Problem, Runs};
+    use crate::plan::{CandidateRuns, SearchTask};
     use crate::tuning::{Contest, Search, Tunable};
     use crate::{Activation, DType, Layout};
     use std::num::NonZeroUsize;
@@ -162,10 +162,10 @@ mod tests {
     fn every_configuration_parses_back_and_is_right() {
         for (order, dense) in [([0, 1, 2], false), ([0, 2, 1], false), ([0, 1, 2], true)] {
             let spec = spec([2, 40, 700], order, dense);
-            let problem = Problem::<CausalConv1d>::new(&spec, &options(2)).unwrap();
+            let problem = SearchTask::<CausalConv1d>::new(&spec, &options(2)).unwrap();
             let all = problem.candidates().unwrap();
             assert_eq!(all[0], CausalConv1dPlan::new(&spec, &options(2)).unwrap().configuration());
-            let mut runs = Runs::new(&problem, &all).unwrap();
+            let mut runs = CandidateRuns::new(&problem, &all).unwrap();
             for (i, c) in all.iter().enumerate() {
                 runs.prepare(i).unwrap();
                 assert_eq!(c.to_string().parse::<CausalConv1dConfiguration>().unwrap(), *c);

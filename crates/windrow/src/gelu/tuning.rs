@@ -124,7 +124,7 @@ impl Tuned for Gelu {
 #[cfg(all(test, feature = "tuning"))]
 mod tests {
     use super::*;
-    use crate::plan::Problem;
+    use crate::plan::SearchTask;
     use crate::tuning::{Search, Tunable};
     use crate::{Approximate, DType};
     use std::time::Duration;
@@ -140,7 +140,7 @@ mod tests {
 
     #[test]
     fn configurations_parse_back_and_are_distinct() {
-        let problem = Problem::<Gelu>::new(&spec(), &on_gpu()).unwrap();
+        let problem = SearchTask::<Gelu>::new(&spec(), &on_gpu()).unwrap();
         let all = problem.candidates().unwrap();
         assert_eq!(all[0].algorithm, GeluAlgorithm::F16x8Pack);
         assert!(all.len() > 20);
@@ -154,7 +154,7 @@ mod tests {
 
     #[test]
     fn bad_parameters_are_refused() {
-        let problem = Problem::<Gelu>::new(&spec(), &on_gpu()).unwrap();
+        let problem = SearchTask::<Gelu>::new(&spec(), &on_gpu()).unwrap();
         for bad in ["f16x8 block=100", "f16x8 block=2048", "f16x8 unroll=9", "f32"] {
             assert!(!problem.is_valid(&bad.parse().unwrap()), "{bad}");
         }

@@ -12,18 +12,18 @@ use crate::{Device, Placed, PlanOptions, Result, Tuning, Verify, Workspace};
 const HOPELESS: f64 = 2.0;
 
 /// A spec as the search sees it.
-pub(crate) struct Problem<O: Operator> {
+pub(crate) struct SearchTask<O: Operator> {
     spec: O::Spec,
     problem: O::Problem,
     options: PlanOptions,
 }
 
-impl<O: Tuned> Problem<O> {
+impl<O: Tuned> SearchTask<O> {
     pub(crate) fn new(spec: &O::Spec, options: &PlanOptions) -> Result<Self> {
         O::problem(spec)?;
         let options = PlanOptions { tuning: Tuning::Model, verify: Verify::Off, ..*options };
         let spec = O::plain(spec, &options)?;
-        Ok(Problem { problem: O::problem(&spec)?, spec, options })
+        Ok(SearchTask { problem: O::problem(&spec)?, spec, options })
     }
 
     fn candidate_algorithms(&self) -> Result<Vec<Algorithm<O>>> {
@@ -36,7 +36,7 @@ impl<O: Tuned> Problem<O> {
     }
 }
 
-impl<O: Tuned> Tunable for Problem<O> {
+impl<O: Tuned> Tunable for SearchTask<O> {
     type Configuration = O::Configuration;
 
     fn device(&self) -> Device {
@@ -48,7 +48,7 @@ impl<O: Tuned> Tunable for Problem<O> {
     }
 
     fn candidates(&self) -> Result<Vec<O::Configuration>> {
-        let Problem { spec, problem, options } = self;
+        let SearchTask { spec, problem, options } = self;
         let of = O::Configuration::of;
         let mut all = vec![self.complete(&of(on_device!(O::choose, spec, problem, options)?))?];
         let algorithms = self.candidate_algorithms()?;
@@ -80,7 +80,7 @@ impl<O: Tuned> Tunable for Problem<O> {
     }
 
     fn contest<'a>(&'a self, candidates: &'a [O::Configuration]) -> Result<Box<dyn Contest + 'a>> {
-        Ok(Box::new(Runs::new(self, candidates)?))
+        Ok(Box::new(CandidateRuns::new(self, candidates)?))
     }
 }
 
@@ -92,7 +92,7 @@ pub(crate) fn decide<O: Tuned>(
     if O::y(spec).layout.is_empty() || !O::has_choice(options.device) {
         return Ok(None);
     }
-    tuning::decide(options.device, options.tuning, || Problem::<O>::new(spec, options))
+    tuning::decide(options.device, options.tuning, || SearchTask::<O>::new(spec, options))
 }
 
 /// Every candidate.
@@ -100,7 +100,7 @@ pub(super) fn configurations<O: Tuned>(
     spec: &O::Spec,
     options: &PlanOptions,
 ) -> Result<Vec<O::Configuration>> {
-    Problem::<O>::new(spec, options)?.candidates()
+    SearchTask::<O>::new(spec, options)?.candidates()
 }
 
 /// Measures some configurations.
@@ -110,7 +110,7 @@ pub(super) fn measure<O: Tuned>(
     configurations: &[O::Configuration],
     how: &Search,
 ) -> Result<Report> {
-    tuning::measure(&Problem::<O>::new(spec, options)?, configurations, how)
+    tuning::measure(&SearchTask::<O>::new(spec, options)?, configurations, how)
 }
 
 /// Measures the candidates, and keeps the winner.
@@ -119,12 +119,12 @@ pub(super) fn tune<O: Tuned>(
     options: &PlanOptions,
     how: &Search,
 ) -> Result<Report> {
-    tuning::tune(&Problem::<O>::new(spec, options)?, how).map(|(_, report)| report)
+    tuning::tune(&SearchTask::<O>::new(spec, options)?, how).map(|(_, report)| report)
 }
 
 /// Candidates on tensors of their own, which they share.
-pub(crate) struct Runs<'a, O: Tuned> {
-    problem: &'a Problem<O>,
+pub(crate) struct CandidateRuns<'a, O: Tuned> {
+    problem: &'a SearchTask<O>,
     candidates: &'a [O::Configuration],
     /// Those that were prepared.
     plans: Vec<Option<Plan<O>>>,
@@ -143,15 +143,18 @@ fn bound<'a, O: Tuned>(
     Some(Bound::new(plans[candidate].as_ref()?, inputs))
 }
 
-impl<'a, O: Tuned> Runs<'a, O> {
-    pub(crate) fn new(problem: &'a Problem<O>, candidates: &'a [O::Configuration]) -> Result<Self> {
+impl<'a, O: Tuned> CandidateRuns<'a, O> {
+    pub(crate) fn new(
+        problem: &'a SearchTask<O>,
+        candidates: &'a [O::Configuration],
+    ) -> Result<Self> {
         let (spec, device) = (&problem.spec, problem.options.device);
         let inputs = (1..).zip(O::INPUTS).map(|(seed, input)| {
             let Some(desc) = (input.desc)(spec) else { return Ok(None) };
             let (low, high) = O::range(input.name);
             Placed::new(random_input(seed, *desc, low, high)?, device).map(Some)
         });
-        Ok(Runs {
+        Ok(CandidateRuns {
             problem,
             candidates,
             plans: candidates.iter().map(|_| None).collect(),
@@ -173,12 +176,12 @@ impl<'a, O: Tuned> Runs<'a, O> {
     }
 }
 
-impl<O: Tuned> Contest for Runs<'_, O> {
+impl<O: Tuned> Contest for CandidateRuns<'_, O> {
     fn prepare(&mut self, candidate: usize) -> Result<()> {
         if self.plans[candidate].is_some() {
             return Ok(());
         }
-        let Problem { spec, options, .. } = self.problem;
+        let SearchTask { spec, options, .. } = self.problem;
         let plan = Plan::with_configuration(spec, &self.candidates[candidate], options)?;
         if plan.workspace_bytes() > self.workspace.len() {
             self.workspace = Workspace::new(options.device, plan.workspace_bytes())?;

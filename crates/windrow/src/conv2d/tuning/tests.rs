@@ -1,6 +1,6 @@
 use super::*;
 use crate::conv2d::Conv2dParams;
-use crate::plan::{Problem, Runs};
+use crate::plan::{CandidateRuns, SearchTask};
 use crate::tuning::{Contest, Search, Tunable, random_input};
 use crate::{Accuracy, DType, Tile, Tuning, Verify};
 use std::num::NonZeroUsize;
@@ -56,9 +56,9 @@ fn right_results_are_accepted_and_wrong_ones_are_not() {
     let w = TensorDesc::contiguous(DType::F32, &[4, 3, 3, 3]).unwrap();
     let grouped = Conv2dParams { groups: 2, ..Default::default() };
     for spec in [spec(3, 16, 24, 14), Conv2dSpec::new(x, w, &grouped).unwrap()] {
-        let problem = Problem::<Conv2d>::new(&spec, &options(2)).unwrap();
+        let problem = SearchTask::<Conv2d>::new(&spec, &options(2)).unwrap();
         let candidates = problem.candidates().unwrap();
-        let mut runs = Runs::new(&problem, &candidates).unwrap();
+        let mut runs = CandidateRuns::new(&problem, &candidates).unwrap();
         for (candidate, configuration) in candidates.iter().enumerate() {
             assert!(!runs.is_right(candidate).unwrap(), "nothing has run");
             runs.prepare(candidate).unwrap();
@@ -78,7 +78,7 @@ fn accuracy_limits_the_candidates() {
     let exact = Conv2dSpec { accuracy: Accuracy::Exact, ..spec(1, 32, 32, 12) };
     let all = Conv2dPlan::configurations(&exact, &options(1)).unwrap();
     assert!(all.iter().all(|c| !c.algorithm.is_winograd()), "{all:?}");
-    let problem = Problem::<Conv2d>::new(&exact, &options(1)).unwrap();
+    let problem = SearchTask::<Conv2d>::new(&exact, &options(1)).unwrap();
     assert!(!problem.is_valid(&"winograd_gemm_f4".parse().unwrap()));
     assert!(problem.is_valid(&"direct threads=1".parse().unwrap()));
     assert!(!problem.is_valid(&"direct threads=2".parse().unwrap()), "more than the plan may use");
@@ -110,8 +110,9 @@ fn foreign_parameters_are_refused() {
 
 #[test]
 fn problems_are_told_apart_and_large_batches_are_not() {
-    let key =
-        |spec: &Conv2dSpec, threads| Problem::<Conv2d>::new(spec, &options(threads)).unwrap().key();
+    let key = |spec: &Conv2dSpec, threads| {
+        SearchTask::<Conv2d>::new(spec, &options(threads)).unwrap().key()
+    };
     let base = spec(2, 8, 16, 20);
     assert_eq!(key(&base, 2), "conv2d f32 2x8x20x20 16x8x3x3 nchw-nchw fp32 2 threads");
     let params = Conv2dParams { padding: [1, 1], stride: [2, 1], ..Default::default() };
