@@ -1,6 +1,6 @@
 //! One rank's connection with the others, under a deadline.
 //!
-//! Whatever is asked of the engine happens soon or not at all: the call and its work must be done
+//! Whatever is asked of the transport happens soon or not at all: the call and its work must be done
 //! within the time-out. A call may block, and work may hang, so a thread of the link watches both,
 //! and releases whoever waits: for the call, for the link, or for a stream. The first failure is
 //! kept, and answers every later call.
@@ -12,15 +12,15 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// What does the communicating: NCCL, or a test's puppet. Errors are its own words.
-pub(super) trait Engine: Send + 'static {
+pub(super) trait Transport: Send + 'static {
     /// A piece of work on the device.
     type Work: Send + Sync + 'static;
-    /// False while the engine connects, or the latest call is in progress.
+    /// False while the transport connects, or the latest call is in progress.
     fn is_ready(&mut self) -> Result<bool, String>;
     /// True once the work is done.
     fn is_done(work: &Self::Work) -> Result<bool, String>;
     /// What makes every call return and all work end soon, whatever the other ranks do. It may be
-    /// called while another thread is in a call; the engine is of no more use then.
+    /// called while another thread is in a call; the transport is of no more use then.
     fn breaker(&self) -> Box<dyn Fn() + Send + Sync>;
     /// Leaves the group, when all work is done.
     fn leave(&mut self) -> Result<(), String>;
@@ -33,30 +33,30 @@ const WATCH: Duration = Duration::from_millis(20);
 /// How often a waiting caller looks.
 const POLL: Duration = Duration::from_micros(20);
 
-pub(super) struct Link<E: Engine> {
-    shared: Arc<Shared<E>>,
+pub(super) struct Link<T: Transport> {
+    shared: Arc<Shared<T>>,
     watch: Option<JoinHandle<()>>,
 }
 
-struct Shared<E: Engine> {
+struct Shared<T: Transport> {
     rank: usize,
     world: usize,
     timeout: Duration,
     /// Held during calls, which may be long: the watching thread never waits for it.
-    engine: Mutex<E>,
+    transport: Mutex<T>,
     breaker: Box<dyn Fn() + Send + Sync>,
-    /// Held while the breaker runs: nobody aborts the engine meanwhile.
+    /// Held while the breaker runs: nobody aborts the transport meanwhile.
     breaking: Mutex<()>,
     failure: OnceLock<Error>,
-    /// Held for moments only. Whoever holds it may not wait for the engine.
-    watched: Mutex<Watched<E>>,
+    /// Held for moments only. Whoever holds it may not wait for the transport.
+    watched: Mutex<Watched<T>>,
     /// Wakes the watching thread when there is nothing left to watch.
     closing: Condvar,
 }
 
-struct Watched<E: Engine> {
+struct Watched<T: Transport> {
     call: Option<Limit>,
-    pending: VecDeque<(Arc<E::Work>, Limit)>,
+    pending: VecDeque<(Arc<T::Work>, Limit)>,
     closing: bool,
 }
 
@@ -67,19 +67,19 @@ struct Limit {
     deadline: Instant,
 }
 
-impl<E: Engine> Link<E> {
-    /// Takes an engine that connects, and waits until it is ready.
+impl<T: Transport> Link<T> {
+    /// Takes a transport that connects, and waits until it is ready.
     ///
     /// # Errors
     /// [`Error::Parallel`].
-    pub(super) fn new(engine: E, rank: usize, world: usize, timeout: Duration) -> Result<Self> {
-        let breaker = engine.breaker();
+    pub(super) fn new(transport: T, rank: usize, world: usize, timeout: Duration) -> Result<Self> {
+        let breaker = transport.breaker();
         let watched = Watched { call: None, pending: VecDeque::new(), closing: false };
         let shared = Arc::new(Shared {
             rank,
             world,
             timeout,
-            engine: Mutex::new(engine),
+            transport: Mutex::new(transport),
             breaker,
             breaking: Mutex::new(()),
             failure: OnceLock::new(),
@@ -92,27 +92,27 @@ impl<E: Engine> Link<E> {
             .spawn(move || watching.watch())
             .map_err(|e| {
                 let error = shared.fail("starting a thread", e.to_string());
-                shared.engine().abort();
+                shared.transport().abort();
                 error
             })?;
         let link = Link { shared, watch: Some(watch) };
-        link.shared.call("connecting", &mut link.shared.engine(), |_| Ok(()))?;
+        link.shared.call("connecting", &mut link.shared.transport(), |_| Ok(()))?;
         Ok(link)
     }
 
-    /// Asks the engine for something, then for the work that this put on the device.
+    /// Asks the transport for something, then for the work that this put on the device.
     ///
     /// # Errors
-    /// [`Error::Parallel`] now and from now on, if the engine does not accept it in time; what
+    /// [`Error::Parallel`] now and from now on, if the transport does not accept it in time; what
     /// `work` returns.
     pub(super) fn start(
         &self,
         what: &'static str,
-        call: impl FnOnce(&mut E) -> Result<(), String>,
-        work: impl FnOnce() -> Result<E::Work>,
-    ) -> Result<Arc<E::Work>> {
-        let mut engine = self.shared.engine();
-        let limit = self.shared.call(what, &mut engine, call)?;
+        call: impl FnOnce(&mut T) -> Result<(), String>,
+        work: impl FnOnce() -> Result<T::Work>,
+    ) -> Result<Arc<T::Work>> {
+        let mut transport = self.shared.transport();
+        let limit = self.shared.call(what, &mut transport, call)?;
         let work = Arc::new(work()?);
         self.shared.watched().pending.push_back((work.clone(), limit));
         Ok(work)
@@ -130,7 +130,7 @@ impl<E: Engine> Link<E> {
     }
 
     /// For another thread, to release this one when it waits.
-    pub(super) fn handle(&self) -> Handle<E> {
+    pub(super) fn handle(&self) -> Handle<T> {
         Handle(self.shared.clone())
     }
 
@@ -140,13 +140,13 @@ impl<E: Engine> Link<E> {
         let Some(watch) = self.watch.take() else { return };
         // What failed is kept.
         let _ = self.finish();
-        let mut engine = self.shared.engine();
-        if self.shared.call("leaving", &mut engine, E::leave).is_err() {
+        let mut transport = self.shared.transport();
+        if self.shared.call("leaving", &mut transport, T::leave).is_err() {
             // The failure is seen before everybody was released.
             drop(self.shared.breaking.lock());
-            engine.abort();
+            transport.abort();
         }
-        drop(engine);
+        drop(transport);
         self.shared.watched().closing = true;
         self.shared.closing.notify_all();
         // It has nothing to say.
@@ -155,9 +155,9 @@ impl<E: Engine> Link<E> {
 }
 
 /// Lets go of a link from outside.
-pub(super) struct Handle<E: Engine>(Arc<Shared<E>>);
+pub(super) struct Handle<T: Transport>(Arc<Shared<T>>);
 
-impl<E: Engine> Handle<E> {
+impl<T: Transport> Handle<T> {
     /// Fails, because something else in this process did.
     pub(super) fn fail(&self, reason: &str) {
         // The error is kept for the calls that can return it.
@@ -165,18 +165,18 @@ impl<E: Engine> Handle<E> {
     }
 }
 
-impl<E: Engine> Drop for Link<E> {
+impl<T: Transport> Drop for Link<T> {
     fn drop(&mut self) {
         self.close();
     }
 }
 
-impl<E: Engine> Shared<E> {
-    fn engine(&self) -> MutexGuard<'_, E> {
-        self.engine.lock().unwrap_or_else(|e| e.into_inner())
+impl<T: Transport> Shared<T> {
+    fn transport(&self) -> MutexGuard<'_, T> {
+        self.transport.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    fn watched(&self) -> MutexGuard<'_, Watched<E>> {
+    fn watched(&self) -> MutexGuard<'_, Watched<T>> {
         self.watched.lock().unwrap_or_else(|e| e.into_inner())
     }
 
@@ -195,21 +195,21 @@ impl<E: Engine> Shared<E> {
         self.failure.get().map_or(Ok(()), |error| Err(error.clone()))
     }
 
-    /// A call of the engine, to its end. Returns until when its work must be done.
+    /// A call of the transport, to its end. Returns until when its work must be done.
     fn call(
         &self,
         what: &'static str,
-        engine: &mut E,
-        call: impl FnOnce(&mut E) -> Result<(), String>,
+        transport: &mut T,
+        call: impl FnOnce(&mut T) -> Result<(), String>,
     ) -> Result<Limit> {
         self.check()?;
         let limit = Limit { what, deadline: Instant::now() + self.timeout };
         self.watched().call = Some(limit);
-        let mut outcome = call(engine).and_then(|()| engine.is_ready());
+        let mut outcome = call(transport).and_then(|()| transport.is_ready());
         // The watching thread ends this at the deadline.
         while outcome == Ok(false) && self.failure.get().is_none() {
             std::thread::sleep(POLL);
-            outcome = engine.is_ready();
+            outcome = transport.is_ready();
         }
         self.watched().call = None;
         outcome.map_err(|e| self.fail(what, e))?;
@@ -234,7 +234,7 @@ impl<E: Engine> Shared<E> {
         };
         watched.call.map_or(Ok(()), in_time)?;
         while let Some((work, limit)) = watched.pending.front() {
-            match E::is_done(work).map_err(|e| (limit.what, e))? {
+            match T::is_done(work).map_err(|e| (limit.what, e))? {
                 true => drop(watched.pending.pop_front()),
                 false => {
                     in_time(*limit)?;
@@ -243,9 +243,9 @@ impl<E: Engine> Shared<E> {
             }
         }
         let Some((_, limit)) = watched.pending.front() else { return Ok(false) };
-        // An engine that is in a call speaks for itself.
-        if let Ok(mut engine) = self.engine.try_lock() {
-            engine.is_ready().map_err(|e| (limit.what, e))?;
+        // A transport that is in a call speaks for itself.
+        if let Ok(mut transport) = self.transport.try_lock() {
+            transport.is_ready().map_err(|e| (limit.what, e))?;
         }
         Ok(true)
     }
@@ -270,7 +270,7 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 
-    /// An engine that does what a test tells it.
+    /// A transport that does what a test tells it.
     #[derive(Clone, Default)]
     struct Puppet(Arc<Strings>);
 
@@ -292,7 +292,7 @@ mod tests {
 
     type Work = Arc<AtomicBool>;
 
-    impl Engine for Puppet {
+    impl Transport for Puppet {
         type Work = Work;
         fn is_ready(&mut self) -> Result<bool, String> {
             match self.0.broken.load(SeqCst) {

@@ -5,7 +5,7 @@
 //! in a call. So each rank has a pair that share their resources: the parent never blocks; it
 //! connects, and aborting it ends the calls and kernels of both. Its child blocks and does the work.
 
-use super::link::Engine;
+use super::link::Transport;
 use super::rendezvous::Id;
 use crate::cuda;
 use crate::gpu::library::{Library, library};
@@ -358,7 +358,7 @@ impl Communicator {
     }
 }
 
-impl Engine for Communicator {
+impl Transport for Communicator {
     type Work = Event;
 
     fn is_ready(&mut self) -> Result<bool, String> {
