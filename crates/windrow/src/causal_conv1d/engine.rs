@@ -58,7 +58,7 @@ enum Kernels {
     /// With its gradients.
     Direct(Box<cuda::Direct>),
     /// With what computes the gradients.
-    Im2colGemm(Box<cuda::im2col::Im2colGemm>, cuda::Gradients),
+    Im2colGemm(Box<cuda::im2col::Im2colGemm>, cuda::GradientKernels),
 }
 
 /// All algorithms, the fastest first.
@@ -309,10 +309,10 @@ impl Engine<CausalConv1d> for Gpu {
             CausalConv1dAlgorithm::Im2colGemm => {
                 let gemm = cuda::im2col::Im2colGemm::new(place, spec, problem)?;
                 let gradients = match problem.dense {
-                    true => cuda::Gradients::Dense(Box::new(
+                    true => cuda::GradientKernels::Dense(Box::new(
                         cuda::dense_backward::DenseBackward::new(place, spec, problem)?,
                     )),
-                    false => cuda::Gradients::Depthwise(direct()?),
+                    false => cuda::GradientKernels::Depthwise(direct()?),
                 };
                 Kernels::Im2colGemm(Box::new(gemm), gradients)
             }
@@ -385,10 +385,10 @@ impl Gpu {
     ) -> Result<()> {
         match &self.0 {
             Kernels::Direct(direct)
-            | Kernels::Im2colGemm(_, cuda::Gradients::Depthwise(direct)) => {
+            | Kernels::Im2colGemm(_, cuda::GradientKernels::Depthwise(direct)) => {
                 direct.backward(&plan.spec, args, given, grads, workspace)
             }
-            Kernels::Im2colGemm(_, cuda::Gradients::Dense(dense)) => {
+            Kernels::Im2colGemm(_, cuda::GradientKernels::Dense(dense)) => {
                 dense.run(&plan.spec, args, given, grads, workspace)
             }
         }

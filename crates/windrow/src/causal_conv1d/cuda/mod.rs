@@ -213,16 +213,16 @@ fn is_simple(activation: Activation) -> bool {
 
 /// How a plan by matrix products computes gradients.
 #[derive(Clone, Debug)]
-pub(super) enum Gradients {
+pub(super) enum GradientKernels {
     Depthwise(Box<Direct>),
     Dense(Box<dense_backward::DenseBackward>),
 }
 
-impl Gradients {
+impl GradientKernels {
     pub(super) fn workspace_bytes(&self) -> usize {
         match self {
-            Gradients::Depthwise(direct) => direct.workspace_bytes(),
-            Gradients::Dense(dense) => dense.workspace_bytes(),
+            GradientKernels::Depthwise(direct) => direct.workspace_bytes(),
+            GradientKernels::Dense(dense) => dense.workspace_bytes(),
         }
     }
 }
