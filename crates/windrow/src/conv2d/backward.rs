@@ -1,6 +1,6 @@
 //! The gradients of a convolution.
 
-use super::cpu::{Engine, Gradients, Run, by_bf16_products, by_tiles, choose, floats_mut};
+use super::cpu::{Backward, Forward, Run, by_bf16_products, by_tiles, choose, floats_mut};
 use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dPlan, Conv2dSpec, Problem, reference};
 use crate::cpu::Isa;
 use crate::lists::collected;
@@ -15,8 +15,8 @@ use crate::{
 #[derive(Debug)]
 pub(super) struct CpuBackward {
     /// The data gradient as a convolution, where its algorithm is Winograd or products of bf16 or of tiles.
-    pub(super) data: Option<Engine>,
-    pub(super) gradients: Gradients,
+    pub(super) data: Option<Forward>,
+    pub(super) gradients: Backward,
 }
 
 impl CpuBackward {
@@ -29,9 +29,9 @@ impl CpuBackward {
             let direct = algorithm == Conv2dAlgorithm::Direct && products;
             let configuration = Conv2dConfiguration::new(algorithm);
             (direct || algorithm.tile().is_some())
-                .then(|| Engine::new(&spec, &p, &configuration, isa, threads))
+                .then(|| Forward::new(&spec, &p, &configuration, isa, threads))
         });
-        let gradients = Gradients::new(spec, p, isa, threads)?;
+        let gradients = Backward::new(spec, p, isa, threads)?;
         Ok(CpuBackward { data: data.transpose()?, gradients })
     }
 

@@ -177,7 +177,7 @@ fn spoil(
 }
 
 /// Operands of a case, on its device, and the same in f64.
-struct Operands {
+struct Sample {
     style: Style,
     numbers: Numbers,
     problem: Problem,
@@ -187,7 +187,7 @@ struct Operands {
     values: [Vec<f64>; 2],
 }
 
-impl Operands {
+impl Sample {
     fn args(&self) -> Conv2dArgs<'_> {
         let bias = self.bias.as_ref().map(Held::as_ref);
         Conv2dArgs { x: self.x.as_ref(), w: Weights::Raw(self.w.as_ref()), bias }
@@ -230,7 +230,7 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
     let w = hold(choices, spec.w, Numbers::parameters(seed + 1, &spec.w, false))?;
     let bias = spec.bias.map(|d| hold(choices, d, Numbers::parameters(seed + 2, &d, false)));
     let values = [x.values()?, w.values()?];
-    let operands = Operands { style, numbers, problem, x, w, bias: bias.transpose()?, values };
+    let operands = Sample { style, numbers, problem, x, w, bias: bias.transpose()?, values };
     forward(choices, trial, &spec, &options, &operands)?;
     let dy = match numbers {
         // What a NaN in dy or x may reach in gradients is nowhere promised.
@@ -254,9 +254,9 @@ fn forward(
     trial: &mut Trial,
     spec: &Conv2dSpec,
     options: &PlanOptions,
-    operands: &Operands,
+    operands: &Sample,
 ) -> Result<()> {
-    let Operands { style, numbers, problem, .. } = operands;
+    let Sample { style, numbers, problem, .. } = operands;
     let planned = Conv2dPlan::new(spec, options)?.algorithm();
     if spec.accuracy == Accuracy::Exact && planned.is_winograd() {
         trial.fail(format!("accuracy exact is planned by {planned}"));
@@ -320,10 +320,10 @@ fn backward(
     trial: &mut Trial,
     spec: &Conv2dSpec,
     options: &PlanOptions,
-    operands: &Operands,
+    operands: &Sample,
     dy: &Held,
 ) -> Result<()> {
-    let Operands { style, problem, .. } = operands;
+    let Sample { style, problem, .. } = operands;
     let style = *style;
     let (dtype, device) = (spec.x.dtype, options.device);
     let dx = check_unique("x", &spec.x.layout).is_ok() && !choices.one_in(4);

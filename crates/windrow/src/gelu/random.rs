@@ -92,14 +92,14 @@ fn spoil(choices: &mut Choices<'_>, spec: &GeluSpec) -> Result<Option<(GeluSpec,
 }
 
 /// Operands of a case, on its device.
-struct Operands {
+struct Sample {
     x: Held,
     bias: Option<Held>,
     gate: Option<Held>,
     dy: Held,
 }
 
-impl Operands {
+impl Sample {
     fn args(&self) -> GeluArgs<'_> {
         GeluArgs {
             x: self.x.as_ref(),
@@ -133,7 +133,7 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
     let gate = spec.gate.map(|d| hold(choices, d, Numbers::parameters(seed + 2, &d, false)));
     let dy = desc(choices, style, spec.x.dtype, spec.x.shape(), true)?;
     let dy = hold(choices, dy, numbers.gradients(device).data(seed + 3, &dy, false))?;
-    let operands = Operands { x, bias: bias.transpose()?, gate: gate.transpose()?, dy };
+    let operands = Sample { x, bias: bias.transpose()?, gate: gate.transpose()?, dy };
     forward(choices, style, trial, &spec, &options, &operands)?;
     backward(choices, style, trial, &spec, &options, &operands)
 }
@@ -155,7 +155,7 @@ fn forward(
     trial: &mut Trial,
     spec: &GeluSpec,
     options: &PlanOptions,
-    operands: &Operands,
+    operands: &Sample,
 ) -> Result<()> {
     let args = operands.args();
     let mut want: Option<Expected> = None;
@@ -199,7 +199,7 @@ fn backward(
     trial: &mut Trial,
     spec: &GeluSpec,
     options: &PlanOptions,
-    operands: &Operands,
+    operands: &Sample,
 ) -> Result<()> {
     let (args, device) = (operands.args(), options.device);
     let asked = |choices: &mut Choices<'_>, dtype, shape: &[usize]| -> Result<_> {

@@ -9,7 +9,9 @@ use super::epilogue::{Epilogue, Lanes, Store, StoreTile};
 use super::pack::{PackPanels, PackRows};
 use super::rows::{Rows, copy_turned, zero};
 use super::stencil::Stencil;
-use crate::cpu::gemm::{Blocking, Left, Operands, Place, Right, Scratch, left_stride, tile_shape};
+use crate::cpu::gemm::{
+    BlockedProduct, Blocking, Left, Place, Right, Scratch, left_stride, tile_shape,
+};
 use crate::cpu::{Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, parallel_for};
 use crate::lists::filled;
 use crate::{DType, Result};
@@ -279,7 +281,7 @@ impl<T: SimdElement> Product<'_, T> {
     }
 }
 
-impl<T: SimdElement> Operands for Product<'_, T> {
+impl<T: SimdElement> BlockedProduct for Product<'_, T> {
     unsafe fn left(
         &self,
         group: usize,

@@ -1,10 +1,10 @@
 //! Convolution on the CPU.
 
+mod backward;
 mod bias_grad;
 mod choice;
 mod direct;
 mod epilogue;
-mod gradients;
 mod im2col;
 mod pack;
 mod rows;
@@ -17,10 +17,10 @@ use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::cpu::{Isa, SimdElement};
 use crate::dtype::with_element;
 use crate::{Activation, DType, Filter, Result, TensorMut, TensorRef};
+pub(crate) use backward::Backward;
 pub(crate) use choice::{by_bf16_products, by_tiles, choose, supported};
 use direct::Direct;
 use epilogue::Epilogue;
-pub(crate) use gradients::Gradients;
 use im2col::Im2colGemm;
 use stencil::Stencil;
 use winograd::{FUSED_TILE, WinogradCpu, WinogradFused};
@@ -102,13 +102,13 @@ pub(crate) struct Run<'a, 'y> {
 /// A convolution by one algorithm with the instructions of one set.
 #[derive(Clone, Debug)]
 #[allow(clippy::large_enum_variant)] // a plan has one
-pub(crate) enum Engine {
+pub(crate) enum Forward {
     Gather(Gather),
     Winograd(WinogradCpu),
     Fused(WinogradFused),
 }
 
-impl Engine {
+impl Forward {
     /// For a configuration whose algorithm can compute the spec.
     ///
     /// # Errors
@@ -129,17 +129,17 @@ impl Engine {
                     () if by_bf16_products(spec, p, isa) => Direct::by_bf16_products,
                     () => Direct::new,
                 };
-                Engine::Gather(Gather::Direct(new(stencil()?, isa, threads)?))
+                Forward::Gather(Gather::Direct(new(stencil()?, isa, threads)?))
             }
             Conv2dAlgorithm::Im2colGemm => {
-                Engine::Gather(Gather::Im2colGemm(Im2colGemm::new(stencil()?, isa, threads)))
+                Forward::Gather(Gather::Im2colGemm(Im2colGemm::new(stencil()?, isa, threads)))
             }
             Conv2dAlgorithm::WinogradGemm(tile) => {
                 let engine = WinogradCpu::with_isa(p, tile, threads, isa);
-                Engine::Winograd(engine.with_blocking([tiles, parts, vectors]))
+                Forward::Winograd(engine.with_blocking([tiles, parts, vectors]))
             }
             Conv2dAlgorithm::WinogradFused(FUSED_TILE) => {
-                Engine::Fused(WinogradFused::new(p, isa, threads))
+                Forward::Fused(WinogradFused::new(p, isa, threads))
             }
             Conv2dAlgorithm::WinogradFused(_)
             | Conv2dAlgorithm::ImplicitGemm
@@ -153,17 +153,17 @@ impl Engine {
     /// Blocking in words.
     pub(crate) fn explain(&self) -> String {
         match self {
-            Engine::Gather(Gather::Direct(g)) => g.explain(),
-            Engine::Gather(Gather::Im2colGemm(g)) => g.explain(),
-            Engine::Winograd(w) => w.explain(),
-            Engine::Fused(w) => w.explain(),
+            Forward::Gather(Gather::Direct(g)) => g.explain(),
+            Forward::Gather(Gather::Im2colGemm(g)) => g.explain(),
+            Forward::Winograd(w) => w.explain(),
+            Forward::Fused(w) => w.explain(),
         }
     }
 
     /// The algorithm's parameters that are not `None` of what it runs with.
     pub(crate) fn configuration(&self, algorithm: Conv2dAlgorithm) -> Conv2dConfiguration {
         let mut configuration = Conv2dConfiguration::new(algorithm);
-        if let Engine::Winograd(engine) = self {
+        if let Forward::Winograd(engine) = self {
             let [tiles, parts, vectors] = engine.blocking().map(Some);
             configuration = Conv2dConfiguration { tiles, parts, vectors, ..configuration };
         }
@@ -173,9 +173,9 @@ impl Engine {
     /// Elements of the packed filter.
     pub(crate) fn packed_len(&self) -> usize {
         match self {
-            Engine::Gather(g) => g.packed_len(),
-            Engine::Winograd(w) => w.packed_len(),
-            Engine::Fused(w) => w.packed_len(),
+            Forward::Gather(g) => g.packed_len(),
+            Forward::Winograd(w) => w.packed_len(),
+            Forward::Fused(w) => w.packed_len(),
         }
     }
 
@@ -183,19 +183,19 @@ impl Engine {
     /// what its form depends on.
     pub(crate) fn packed_width(&self) -> usize {
         match self {
-            Engine::Gather(Gather::Direct(g)) => g.packed_width(),
-            Engine::Gather(Gather::Im2colGemm(g)) => g.packed_width(),
-            Engine::Winograd(w) => w.packed_width(),
-            Engine::Fused(w) => w.packed_width(),
+            Forward::Gather(Gather::Direct(g)) => g.packed_width(),
+            Forward::Gather(Gather::Im2colGemm(g)) => g.packed_width(),
+            Forward::Winograd(w) => w.packed_width(),
+            Forward::Fused(w) => w.packed_width(),
         }
     }
 
     /// The tile of a Winograd algorithm.
     pub(crate) fn tile(&self) -> Option<Tile> {
         match self {
-            Engine::Gather(_) => None,
-            Engine::Winograd(w) => Some(w.tile()),
-            Engine::Fused(_) => Some(FUSED_TILE),
+            Forward::Gather(_) => None,
+            Forward::Winograd(w) => Some(w.tile()),
+            Forward::Fused(_) => Some(FUSED_TILE),
         }
     }
 
@@ -203,26 +203,26 @@ impl Engine {
     /// for Winograd, which mixes a tile's pixels, a few times what was measured.
     pub(crate) fn tolerance(&self) -> f64 {
         match self {
-            Engine::Gather(g) => tolerance(g.additions()),
-            Engine::Winograd(w) => winograd_tolerance(w.tile()),
-            Engine::Fused(_) => winograd_tolerance(FUSED_TILE),
+            Forward::Gather(g) => tolerance(g.additions()),
+            Forward::Winograd(w) => winograd_tolerance(w.tile()),
+            Forward::Fused(_) => winograd_tolerance(FUSED_TILE),
         }
     }
 
     /// Bytes of scratch memory for a run with a packed filter.
     pub(crate) fn workspace_bytes(&self, k: usize) -> usize {
         match self {
-            Engine::Gather(g) => (bias_len(k) + g.scratch_len()) * size_of::<f32>(),
-            Engine::Winograd(w) => w.workspace_bytes(),
-            Engine::Fused(w) => w.workspace_bytes(),
+            Forward::Gather(g) => (bias_len(k) + g.scratch_len()) * size_of::<f32>(),
+            Forward::Winograd(w) => w.workspace_bytes(),
+            Forward::Fused(w) => w.workspace_bytes(),
         }
     }
 
     /// Bytes of scratch memory for a run with the filter itself.
     pub(crate) fn raw_bytes(&self, k: usize) -> usize {
         match self {
-            Engine::Winograd(w) => w.raw_bytes(),
-            Engine::Gather(_) | Engine::Fused(_) => self.packed_bytes() + self.workspace_bytes(k),
+            Forward::Winograd(w) => w.raw_bytes(),
+            Forward::Gather(_) | Forward::Fused(_) => self.packed_bytes() + self.workspace_bytes(k),
         }
     }
 
@@ -235,18 +235,18 @@ impl Engine {
     pub(crate) fn pack(&self, w: &TensorRef<'_>, packed: &mut [f32]) {
         match self {
             // SAFETY: the stencil was made for this filter's layout.
-            Engine::Gather(g) => unsafe {
+            Forward::Gather(g) => unsafe {
                 with_element!(w.dtype(), T => g.pack::<T>(w.as_ptr(), packed))
             },
-            Engine::Winograd(engine) => engine.pack(w, packed),
-            Engine::Fused(engine) => engine.pack(w, packed),
+            Forward::Winograd(engine) => engine.pack(w, packed),
+            Forward::Fused(engine) => engine.pack(w, packed),
         }
     }
 
     /// The im2col matrix [group, term, pixel] of an input that agrees with the spec; `None` for an
     /// algorithm that has none.
     pub(crate) fn im2col(&self, x: &TensorRef<'_>) -> Result<Option<Vec<f32>>> {
-        let Engine::Gather(Gather::Im2colGemm(g)) = self else { return Ok(None) };
+        let Forward::Gather(Gather::Im2colGemm(g)) = self else { return Ok(None) };
         // SAFETY: the stencil was made for this layout.
         let matrix = with_element!(x.dtype(), T => unsafe { g.matrix(x.as_ptr().cast::<T>()) });
         matrix.map(Some)
@@ -259,15 +259,15 @@ impl Engine {
         w: &TensorRef<'_>,
         x: &TensorRef<'_>,
     ) -> Result<Option<Stages<Vec<f32>>>> {
-        let Engine::Winograd(engine) = self else { return Ok(None) };
+        let Forward::Winograd(engine) = self else { return Ok(None) };
         engine.stages(w, x).map(Some)
     }
 
-    /// [`Engine::run`] with the filter itself, in a workspace of [`Engine::raw_bytes`].
+    /// [`Forward::run`] with the filter itself, in a workspace of [`Forward::raw_bytes`].
     pub(crate) fn run_raw(&self, w: &TensorRef<'_>, run: Run<'_, '_>) {
         match self {
-            Engine::Winograd(e) => e.run_raw(w, run),
-            Engine::Gather(_) | Engine::Fused(_) => {
+            Forward::Winograd(e) => e.run_raw(w, run),
+            Forward::Gather(_) | Forward::Fused(_) => {
                 let (packed, workspace) = run.workspace.split_at_mut(self.packed_bytes());
                 let packed = floats_mut(packed);
                 self.pack(w, packed);
@@ -279,9 +279,9 @@ impl Engine {
     /// Runs on views that agree with the spec.
     pub(crate) fn run(&self, packed: &[f32], run: Run<'_, '_>) {
         match self {
-            Engine::Winograd(w) => w.run(packed, run),
-            Engine::Fused(w) => w.run(packed, run),
-            Engine::Gather(g) => {
+            Forward::Winograd(w) => w.run(packed, run),
+            Forward::Fused(w) => w.run(packed, run),
+            Forward::Gather(g) => {
                 let Run { x, bias, activation, y, workspace } = run;
                 let (staged, scratch) = stage_bias(bias, y.shape()[1], workspace);
                 let bias = bias.map_or(std::ptr::null(), |_| staged.as_ptr());

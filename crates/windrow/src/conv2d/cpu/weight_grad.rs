@@ -4,7 +4,7 @@
 use super::pack::{MAX_PIXELS, PackPanels, PackRows, parts};
 use super::rows::{Rows, copy_turned};
 use super::stencil::Stencil;
-use crate::cpu::gemm::{Blocking, Left, MAX_TERMS, Operands, Right, Scratch, left_stride};
+use crate::cpu::gemm::{BlockedProduct, Blocking, Left, MAX_TERMS, Right, Scratch, left_stride};
 use crate::cpu::{Isa, Kernel, Simd, SimdElement, dispatch};
 use std::ops::Range;
 
@@ -80,7 +80,7 @@ struct Product<'a, T, W> {
 // SAFETY: x and dy are only read; each element of dw is written by one task.
 unsafe impl<T, W> Sync for Product<'_, T, W> {}
 
-impl<T: SimdElement, W: SimdElement> Operands for Product<'_, T, W> {
+impl<T: SimdElement, W: SimdElement> BlockedProduct for Product<'_, T, W> {
     unsafe fn left(
         &self,
         group: usize,

@@ -126,14 +126,14 @@ impl Depthwise {
     }
 
     /// # Safety
-    /// As [`super::Engine::pack`].
+    /// As [`super::Forward::pack`].
     pub(super) unsafe fn pack(&self, stream: &Stream, w: *const u8, packed: *mut u8) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.filter.pack(stream, w, packed) }
     }
 
     /// # Safety
-    /// As [`super::Engine::run`].
+    /// As [`super::Forward::run`].
     pub(super) unsafe fn run(
         &self,
         stream: &Stream,

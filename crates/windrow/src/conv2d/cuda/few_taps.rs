@@ -201,7 +201,7 @@ impl FewTaps {
     }
 
     /// # Safety
-    /// As [`super::Engine::pack`].
+    /// As [`super::Forward::pack`].
     pub(super) unsafe fn pack(&self, stream: &Stream, w: *const u8, packed: *mut u8) -> Result<()> {
         let words = self.filter_words();
         let params = FilterParams {
@@ -219,7 +219,7 @@ impl FewTaps {
     }
 
     /// # Safety
-    /// As [`super::Engine::run`].
+    /// As [`super::Forward::run`].
     pub(super) unsafe fn run(
         &self,
         stream: &Stream,

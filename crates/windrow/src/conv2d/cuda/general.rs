@@ -98,7 +98,7 @@ impl General {
     }
 
     /// # Safety
-    /// As [`super::Engine::pack`].
+    /// As [`super::Forward::pack`].
     pub(super) unsafe fn pack(&self, stream: &Stream, w: *const u8, packed: *mut u8) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.filter.pack(stream, w, packed) }
@@ -107,7 +107,7 @@ impl General {
     /// For the data gradient x is dy, and y is dx.
     ///
     /// # Safety
-    /// As [`super::Engine::run`].
+    /// As [`super::Forward::run`].
     pub(super) unsafe fn run(
         &self,
         stream: &Stream,
@@ -134,7 +134,7 @@ impl General {
     }
 
     /// # Safety
-    /// As [`super::Engine::run`].
+    /// As [`super::Forward::run`].
     unsafe fn run_im2col_gemm(
         &self,
         stream: &Stream,
@@ -175,7 +175,7 @@ impl General {
     }
 
     /// # Safety
-    /// As [`super::Engine::run`].
+    /// As [`super::Forward::run`].
     unsafe fn run_direct(
         &self,
         stream: &Stream,
@@ -398,7 +398,7 @@ impl DenseFilter {
     }
 
     /// # Safety
-    /// As [`super::Engine::pack`].
+    /// As [`super::Forward::pack`].
     pub(super) unsafe fn pack(&self, stream: &Stream, w: *const u8, packed: *mut u8) -> Result<()> {
         let ([k_stride, c_stride, r_stride, s_stride], [_, c, r, s]) = (self.strides, self.shape);
         // The kernel's innermost dimension of the copy is c, then come s and r.

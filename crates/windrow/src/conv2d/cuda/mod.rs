@@ -1,5 +1,6 @@
 //! Convolution on CUDA devices: the algorithms, which of them can compute a spec, and which is taken.
 
+mod backward;
 mod choice;
 mod cudnn;
 mod data_gradient;
@@ -7,7 +8,6 @@ mod depthwise;
 mod few_taps;
 mod general;
 mod geometry;
-mod gradients;
 mod implicit_gemm;
 mod packs;
 mod parameters;
@@ -20,12 +20,12 @@ mod weight_product;
 mod winograd_gemm;
 mod winograd_weight;
 
+pub(crate) use self::backward::Backward;
 pub(crate) use self::choice::{allows, cost};
 use self::cudnn::Cudnn;
 use self::depthwise::Depthwise;
 use self::few_taps::FewTaps;
 use self::general::{Direction, General, Method};
-pub(crate) use self::gradients::Gradients;
 use self::implicit_gemm::ImplicitGemm;
 pub(crate) use self::implicit_gemm::{configurations as implicit_gemm_configurations, cuts_into};
 pub(crate) use self::packs::Packs;
@@ -76,7 +76,7 @@ use source;
 /// A convolution bound to a device and an algorithm: its kernels are compiled and loaded.
 #[derive(Debug)]
 #[allow(clippy::large_enum_variant)] // a plan has one
-pub(crate) enum Engine {
+pub(crate) enum Forward {
     General(General),
     Cudnn(Box<Cudnn>),
     /// [`Conv2dAlgorithm::Direct`] where every group has one input channel.
@@ -116,7 +116,7 @@ pub(crate) struct Operands {
     pub(crate) y: *mut u8,
 }
 
-impl Engine {
+impl Forward {
     /// Every algorithm that can compute the spec on `gpu`, whatever its accuracy.
     pub(crate) fn supported(
         gpu: &Gpu,
@@ -187,7 +187,7 @@ impl Engine {
     ///
     /// # Errors
     /// [`Error::Backend`] if that fails, [`Error::Unsupported`] if the algorithm is not among
-    /// [`Engine::supported`].
+    /// [`Forward::supported`].
     pub(crate) fn new(
         gpu: &'static Gpu,
         spec: &Conv2dSpec,
@@ -200,33 +200,33 @@ impl Engine {
         }
         let algorithm = configuration.algorithm;
         let general = |method| {
-            General::new(gpu, spec, problem, method, Direction::Forward, true).map(Engine::General)
+            General::new(gpu, spec, problem, method, Direction::Forward, true).map(Forward::General)
         };
         match algorithm {
             Conv2dAlgorithm::Direct if Depthwise::supports(problem) => {
-                Ok(Engine::Depthwise(Box::new(Depthwise::new(gpu, spec, problem)?)))
+                Ok(Forward::Depthwise(Box::new(Depthwise::new(gpu, spec, problem)?)))
             }
             Conv2dAlgorithm::Direct => general(Method::Direct),
             Conv2dAlgorithm::Im2colGemm if FewTaps::supports(gpu, spec, problem) => {
-                Ok(Engine::FewTaps(Box::new(FewTaps::new(gpu, spec, problem)?)))
+                Ok(Forward::FewTaps(Box::new(FewTaps::new(gpu, spec, problem)?)))
             }
             Conv2dAlgorithm::Im2colGemm => general(Method::Im2colGemm),
             Conv2dAlgorithm::ImplicitGemm if ImplicitGemm::supports(gpu, spec, problem) => {
                 let engine = ImplicitGemm::new(gpu, spec, problem, configuration)?;
-                Ok(Engine::ImplicitGemm(Box::new(engine)))
+                Ok(Forward::ImplicitGemm(Box::new(engine)))
             }
             Conv2dAlgorithm::Cudnn if Cudnn::supports(gpu, spec, problem) => {
-                Ok(Engine::Cudnn(Box::new(Cudnn::new(gpu, spec, problem, options.tuning)?)))
+                Ok(Forward::Cudnn(Box::new(Cudnn::new(gpu, spec, problem, options.tuning)?)))
             }
             Conv2dAlgorithm::WinogradGemm(tile) if WinogradGemm::computes(spec, problem) => {
                 let cut =
                     WinogradGemm::cut(gpu, spec, problem, tile, configuration, options.memory);
-                Ok(Engine::WinogradGemm(Box::new(WinogradGemm::new(
+                Ok(Forward::WinogradGemm(Box::new(WinogradGemm::new(
                     gpu, spec, problem, tile, cut,
                 )?)))
             }
             Conv2dAlgorithm::WinogradRow if WinogradRow::supports(gpu, problem) => {
-                Ok(Engine::WinogradRow(Box::new(WinogradRow::new(
+                Ok(Forward::WinogradRow(Box::new(WinogradRow::new(
                     gpu,
                     spec,
                     problem,
@@ -247,8 +247,8 @@ impl Engine {
     /// An algorithm's configuration with all parameters of one that runs with it.
     pub(crate) fn configuration(&self, algorithm: Conv2dAlgorithm) -> Conv2dConfiguration {
         match self {
-            Engine::WinogradGemm(e) => e.configuration(algorithm),
-            Engine::ImplicitGemm(e) => e.configuration(),
+            Forward::WinogradGemm(e) => e.configuration(algorithm),
+            Forward::ImplicitGemm(e) => e.configuration(),
             _ => Conv2dConfiguration::new(algorithm),
         }
     }
@@ -256,48 +256,51 @@ impl Engine {
     /// Bytes of a packed filter.
     pub(crate) fn packed_bytes(&self) -> usize {
         match self {
-            Engine::General(e) => e.packed_bytes(),
-            Engine::Depthwise(e) => e.packed_bytes(),
-            Engine::Cudnn(e) => e.packed_bytes(),
-            Engine::WinogradGemm(e) => e.packed_bytes(),
-            Engine::FewTaps(e) => e.packed_bytes(),
-            Engine::ImplicitGemm(e) => e.packed_bytes(),
-            Engine::WinogradRow(e) => e.packed_bytes(),
+            Forward::General(e) => e.packed_bytes(),
+            Forward::Depthwise(e) => e.packed_bytes(),
+            Forward::Cudnn(e) => e.packed_bytes(),
+            Forward::WinogradGemm(e) => e.packed_bytes(),
+            Forward::FewTaps(e) => e.packed_bytes(),
+            Forward::ImplicitGemm(e) => e.packed_bytes(),
+            Forward::WinogradRow(e) => e.packed_bytes(),
         }
     }
 
     /// Bytes of scratch memory of a run, aligned to 256.
     pub(crate) fn scratch_bytes(&self) -> usize {
         match self {
-            Engine::General(_) | Engine::Depthwise(_) | Engine::FewTaps(_) => 0,
-            Engine::ImplicitGemm(e) => e.scratch_bytes(),
-            Engine::Cudnn(e) => e.scratch_bytes(),
-            Engine::WinogradGemm(e) => e.scratch_bytes(),
-            Engine::WinogradRow(e) => e.scratch_bytes(),
+            Forward::General(_) | Forward::Depthwise(_) | Forward::FewTaps(_) => 0,
+            Forward::ImplicitGemm(e) => e.scratch_bytes(),
+            Forward::Cudnn(e) => e.scratch_bytes(),
+            Forward::WinogradGemm(e) => e.scratch_bytes(),
+            Forward::WinogradRow(e) => e.scratch_bytes(),
         }
     }
 
-    /// Bytes behind a pack that is kept, by which [`Engine::pack_kept`] sees whether it is still that of the filter.
+    /// Bytes behind a pack that is kept, by which [`Forward::pack_kept`] sees whether it is still that of the filter.
     pub(crate) fn seen_bytes(&self) -> usize {
         match self {
             // A copy takes as long as a comparison.
-            Engine::General(_) | Engine::Depthwise(_) | Engine::Cudnn(_) | Engine::FewTaps(_) => 0,
-            Engine::ImplicitGemm(e) => e.seen_bytes(),
-            Engine::WinogradGemm(e) => e.seen_bytes(),
-            Engine::WinogradRow(e) => e.seen_bytes(),
+            Forward::General(_)
+            | Forward::Depthwise(_)
+            | Forward::Cudnn(_)
+            | Forward::FewTaps(_) => 0,
+            Forward::ImplicitGemm(e) => e.seen_bytes(),
+            Forward::WinogradGemm(e) => e.seen_bytes(),
+            Forward::WinogradRow(e) => e.seen_bytes(),
         }
     }
 
-    /// True if [`Engine::run`] can read the filter at `w` as it is, without a pack.
+    /// True if [`Forward::run`] can read the filter at `w` as it is, without a pack.
     pub(crate) fn reads_in_place(&self, w: *const u8) -> bool {
         match self {
-            Engine::General(e) => e.reads_in_place(),
-            Engine::Depthwise(e) => e.reads_in_place(),
-            Engine::Cudnn(e) => e.reads_in_place(w),
-            Engine::WinogradGemm(_)
-            | Engine::FewTaps(_)
-            | Engine::ImplicitGemm(_)
-            | Engine::WinogradRow(_) => false,
+            Forward::General(e) => e.reads_in_place(),
+            Forward::Depthwise(e) => e.reads_in_place(),
+            Forward::Cudnn(e) => e.reads_in_place(w),
+            Forward::WinogradGemm(_)
+            | Forward::FewTaps(_)
+            | Forward::ImplicitGemm(_)
+            | Forward::WinogradRow(_) => false,
         }
     }
 
@@ -307,20 +310,20 @@ impl Engine {
     /// [`Error::Backend`].
     ///
     /// # Safety
-    /// `w` must be the filter on the stream's device, `packed` [`Engine::packed_bytes`] there.
+    /// `w` must be the filter on the stream's device, `packed` [`Forward::packed_bytes`] there.
     pub(crate) unsafe fn pack(&self, stream: &Stream, w: *const u8, packed: *mut u8) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.pack_or_leave(stream, w, packed, None) }
     }
 
-    /// As [`Engine::pack`] into memory that keeps the pack, in the order of one stream: what is as it was packed before is
+    /// As [`Forward::pack`] into memory that keeps the pack, in the order of one stream: what is as it was packed before is
     /// left as it is, by its content and without waiting. `ticket` is a number of this memory and no other.
     ///
     /// # Errors
     /// [`Error::Backend`].
     ///
     /// # Safety
-    /// As [`Engine::pack`], with [`Engine::seen_bytes`] more behind the pack.
+    /// As [`Forward::pack`], with [`Forward::seen_bytes`] more behind the pack.
     pub(crate) unsafe fn pack_kept(
         &self,
         stream: &Stream,
@@ -332,13 +335,13 @@ impl Engine {
         unsafe { self.pack_or_leave(stream, w, packed, Some(ticket)) }
     }
 
-    /// The filter at `w` in the form that [`Engine::run`] takes: as it is, or packed to `memory`.
+    /// The filter at `w` in the form that [`Forward::run`] takes: as it is, or packed to `memory`.
     ///
     /// # Errors
     /// [`Error::Backend`].
     ///
     /// # Safety
-    /// As [`Engine::pack`].
+    /// As [`Forward::pack`].
     pub(crate) unsafe fn packed(
         &self,
         stream: &Stream,
@@ -363,13 +366,13 @@ impl Engine {
         // SAFETY: the caller's promise.
         unsafe {
             match self {
-                Engine::General(e) => e.pack(stream, w, packed),
-                Engine::Depthwise(e) => e.pack(stream, w, packed),
-                Engine::Cudnn(e) => e.pack(stream, w, packed),
-                Engine::WinogradGemm(e) => e.pack(stream, w, packed, ticket),
-                Engine::FewTaps(e) => e.pack(stream, w, packed),
-                Engine::ImplicitGemm(e) => e.pack(stream, w, packed, ticket),
-                Engine::WinogradRow(e) => e.pack(stream, w, packed, ticket),
+                Forward::General(e) => e.pack(stream, w, packed),
+                Forward::Depthwise(e) => e.pack(stream, w, packed),
+                Forward::Cudnn(e) => e.pack(stream, w, packed),
+                Forward::WinogradGemm(e) => e.pack(stream, w, packed, ticket),
+                Forward::FewTaps(e) => e.pack(stream, w, packed),
+                Forward::ImplicitGemm(e) => e.pack(stream, w, packed, ticket),
+                Forward::WinogradRow(e) => e.pack(stream, w, packed, ticket),
             }
         }
     }
@@ -381,7 +384,7 @@ impl Engine {
     ///
     /// # Safety
     /// The operands must be tensors of the spec's layouts on the stream's device, `packed` what
-    /// [`Engine::pack`] made, `scratch` [`Engine::scratch_bytes`] there.
+    /// [`Forward::pack`] made, `scratch` [`Forward::scratch_bytes`] there.
     pub(crate) unsafe fn run(
         &self,
         stream: &Stream,
@@ -392,56 +395,56 @@ impl Engine {
         // SAFETY: the caller's promise.
         unsafe {
             match self {
-                Engine::General(e) => e.run(stream, packed, operands),
-                Engine::Depthwise(e) => e.run(stream, packed, operands),
-                Engine::Cudnn(e) => e.run(stream, packed, operands, scratch),
-                Engine::WinogradGemm(e) => e.run(stream, packed, operands, scratch),
-                Engine::FewTaps(e) => e.run(stream, packed, operands),
-                Engine::ImplicitGemm(e) => e.run(stream, packed, operands, scratch),
-                Engine::WinogradRow(e) => e.run(stream, packed, operands, scratch),
+                Forward::General(e) => e.run(stream, packed, operands),
+                Forward::Depthwise(e) => e.run(stream, packed, operands),
+                Forward::Cudnn(e) => e.run(stream, packed, operands, scratch),
+                Forward::WinogradGemm(e) => e.run(stream, packed, operands, scratch),
+                Forward::FewTaps(e) => e.run(stream, packed, operands),
+                Forward::ImplicitGemm(e) => e.run(stream, packed, operands, scratch),
+                Forward::WinogradRow(e) => e.run(stream, packed, operands, scratch),
             }
         }
     }
 
     pub(crate) fn packed_form(&self) -> PackedForm {
         match self {
-            Engine::General(e) => {
+            Forward::General(e) => {
                 PackedForm { dtype: e.dtype(), products: 1, order: FilterOrder::Usual }
             }
-            Engine::Depthwise(e) => {
+            Forward::Depthwise(e) => {
                 PackedForm { dtype: e.dtype(), products: 1, order: FilterOrder::Usual }
             }
-            Engine::ImplicitGemm(e) => e.packed_form(),
-            Engine::Cudnn(e) => e.packed_form(),
-            Engine::WinogradGemm(e) => e.packed_form(),
-            Engine::FewTaps(e) => e.packed_form(),
-            Engine::WinogradRow(e) => e.packed_form(),
+            Forward::ImplicitGemm(e) => e.packed_form(),
+            Forward::Cudnn(e) => e.packed_form(),
+            Forward::WinogradGemm(e) => e.packed_form(),
+            Forward::FewTaps(e) => e.packed_form(),
+            Forward::WinogradRow(e) => e.packed_form(),
         }
     }
 
     /// How far a sum may be off before the activation, relative to its scale.
     pub(crate) fn tolerance(&self) -> f64 {
         match self {
-            Engine::General(e) => e.tolerance(),
-            Engine::Depthwise(e) => e.tolerance(),
-            Engine::Cudnn(e) => e.tolerance(),
-            Engine::WinogradGemm(e) => e.tolerance(),
-            Engine::FewTaps(e) => e.tolerance(),
-            Engine::ImplicitGemm(e) => e.tolerance(),
-            Engine::WinogradRow(e) => e.tolerance(),
+            Forward::General(e) => e.tolerance(),
+            Forward::Depthwise(e) => e.tolerance(),
+            Forward::Cudnn(e) => e.tolerance(),
+            Forward::WinogradGemm(e) => e.tolerance(),
+            Forward::FewTaps(e) => e.tolerance(),
+            Forward::ImplicitGemm(e) => e.tolerance(),
+            Forward::WinogradRow(e) => e.tolerance(),
         }
     }
 
     /// Outputs of a tile in each direction, where it is one of Winograd's algorithms.
     pub(crate) fn tile(&self) -> Option<usize> {
         match self {
-            Engine::General(_)
-            | Engine::Depthwise(_)
-            | Engine::FewTaps(_)
-            | Engine::ImplicitGemm(_)
-            | Engine::Cudnn(_) => None,
-            Engine::WinogradGemm(e) => Some(e.tile()),
-            Engine::WinogradRow(_) => Some(row::TILE),
+            Forward::General(_)
+            | Forward::Depthwise(_)
+            | Forward::FewTaps(_)
+            | Forward::ImplicitGemm(_)
+            | Forward::Cudnn(_) => None,
+            Forward::WinogradGemm(e) => Some(e.tile()),
+            Forward::WinogradRow(_) => Some(row::TILE),
         }
     }
 
@@ -456,7 +459,7 @@ impl Engine {
         w: &TensorRef<'_>,
         x: &TensorRef<'_>,
     ) -> Result<Option<Stages<Vec<f32>>>> {
-        let Engine::WinogradGemm(engine) = self else { return Ok(None) };
+        let Forward::WinogradGemm(engine) = self else { return Ok(None) };
         engine.stages(gpu, w, x)
     }
 
@@ -464,7 +467,7 @@ impl Engine {
     /// as multiplied.
     pub(crate) fn operand_roundings(&self) -> (f64, f64) {
         match self {
-            Engine::WinogradGemm(e) => e.operand_roundings(),
+            Forward::WinogradGemm(e) => e.operand_roundings(),
             _ => (0.0, 0.0),
         }
     }
@@ -472,7 +475,7 @@ impl Engine {
     /// As [`WinogradGemm::underflows`]; of nothing else the stages are compared.
     pub(crate) fn underflows(&self) -> [f64; 2] {
         match self {
-            Engine::WinogradGemm(e) => e.underflows(),
+            Forward::WinogradGemm(e) => e.underflows(),
             _ => [0.0; 2],
         }
     }
@@ -480,13 +483,13 @@ impl Engine {
     /// Blocking, in words.
     pub(crate) fn explain(&self) -> String {
         match self {
-            Engine::General(e) => e.explain(),
-            Engine::Depthwise(e) => e.explain(),
-            Engine::Cudnn(e) => e.explain(),
-            Engine::WinogradGemm(e) => e.explain(),
-            Engine::ImplicitGemm(e) => e.explain(),
-            Engine::FewTaps(_) => "filter in registers, tensor or matrix cores".into(),
-            Engine::WinogradRow(e) => e.explain(),
+            Forward::General(e) => e.explain(),
+            Forward::Depthwise(e) => e.explain(),
+            Forward::Cudnn(e) => e.explain(),
+            Forward::WinogradGemm(e) => e.explain(),
+            Forward::ImplicitGemm(e) => e.explain(),
+            Forward::FewTaps(_) => "filter in registers, tensor or matrix cores".into(),
+            Forward::WinogradRow(e) => e.explain(),
         }
     }
 }

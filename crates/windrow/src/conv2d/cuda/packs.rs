@@ -3,7 +3,7 @@
 //! A pack belongs to the stream that it is checked and read on, or to the graph that does so: work on different streams and in
 //! different graphs shares nothing. A frozen filter's pack is shared by all streams.
 
-use super::Engine;
+use super::Forward;
 use crate::Result;
 use crate::gpu::{Event, Gpu, SharedBuffer, Stream};
 use std::hash::{BuildHasher, RandomState};
@@ -105,7 +105,7 @@ impl<K: Copy + PartialEq> Packs<K> {
     /// `w` must be the filter of the engine's spec on the stream's device, and `packing` say how the engine packs it.
     pub(crate) unsafe fn lease<'a>(
         &'a self,
-        engine: &Engine,
+        engine: &Forward,
         packing: K,
         stream: &'a Stream,
         w: *const u8,
@@ -283,7 +283,7 @@ impl Place {
 }
 
 impl<K: Copy + PartialEq> Lease<'_, K> {
-    /// What [`Engine::run`] takes.
+    /// What [`Forward::run`] takes.
     pub(crate) fn as_ptr(&self) -> *const u8 {
         self.pack.memory.as_mut_ptr()
     }

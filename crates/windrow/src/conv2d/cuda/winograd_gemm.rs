@@ -241,7 +241,7 @@ impl WinogradGemm {
     }
 
     /// # Safety
-    /// As [`super::Engine::pack`].
+    /// As [`super::Forward::pack`].
     pub(super) unsafe fn pack(
         &self,
         stream: &Stream,
@@ -271,7 +271,7 @@ impl WinogradGemm {
     }
 
     /// # Safety
-    /// As [`super::Engine::run`].
+    /// As [`super::Forward::run`].
     pub(super) unsafe fn run(
         &self,
         stream: &Stream,

@@ -3,8 +3,8 @@
 //!
 //! f32 is multiplied in halves where [`WeightProduct`] does that.
 
+use super::backward::OutputKernels;
 use super::choice;
-use super::gradients::OutputKernels;
 use super::row::matrix;
 use super::split::{self, ImageMax};
 use super::stages::{

@@ -1,6 +1,6 @@
 //! What computes a convolution on the CPU.
 
-use super::packed::{Form, PackedData};
+use super::packed::{PackedData, PackedForm};
 use super::{Conv2d, Conv2dArgs, Conv2dPlan, PackedWeights, Weights};
 use crate::conv2d::backward::CpuBackward;
 use crate::conv2d::cpu::{self, Run, floats, floats_mut};
@@ -15,7 +15,7 @@ use std::num::NonZeroUsize;
 /// On the CPU.
 #[derive(Debug)]
 pub struct Cpu {
-    pub(super) engine: cpu::Engine,
+    pub(super) engine: cpu::Forward,
     algorithm: Conv2dAlgorithm,
     /// Output channels.
     k: usize,
@@ -46,7 +46,7 @@ impl Engine<Conv2d> for Cpu {
         let isa = setup.place;
         let threads = setup.threads().min(most_threads());
         let threads = configuration.threads.map_or(threads, |fewer| fewer.min(threads));
-        let engine = cpu::Engine::new(setup.spec, setup.problem, configuration, isa, threads)?;
+        let engine = cpu::Forward::new(setup.spec, setup.problem, configuration, isa, threads)?;
         let (k, backward) = (setup.problem.k, Later::default());
         Ok(Cpu { engine, algorithm, k, isa, threads, backward })
     }
@@ -109,8 +109,8 @@ impl Cpu {
         self.engine.workspace_bytes(self.k)
     }
 
-    pub(super) fn form(&self) -> Form {
-        Form::Cpu { width: self.engine.packed_width() }
+    pub(super) fn form(&self) -> PackedForm {
+        PackedForm::Cpu { width: self.engine.packed_width() }
     }
 
     /// Views and aliasing have been checked.
@@ -226,7 +226,7 @@ impl Cpu {
 
     /// Outputs of a tile, where the data gradient is one of Winograd's.
     pub(in crate::conv2d) fn data_tile(&self, plan: &Conv2dPlan) -> Result<Option<usize>> {
-        Ok(self.backward(plan)?.data.as_ref().and_then(cpu::Engine::tile).map(Tile::m))
+        Ok(self.backward(plan)?.data.as_ref().and_then(cpu::Forward::tile).map(Tile::m))
     }
 
     /// As [`Cpu::data_tile`], of the weight gradient.

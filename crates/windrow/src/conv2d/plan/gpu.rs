@@ -1,9 +1,9 @@
 //! What computes a convolution on CUDA devices.
 
-use super::packed::{Form, PackedData};
+use super::packed::{PackedData, PackedForm};
 use super::{Conv2d, Conv2dArgs, Conv2dPlan, PackedWeights, Weights};
 use crate::conv2d::backward::turn;
-use crate::conv2d::cuda::{self, Gradients, Operands};
+use crate::conv2d::cuda::{self, Backward, Operands};
 use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration};
 use crate::gpu as device;
@@ -14,10 +14,10 @@ use crate::{Device, Result, TensorMut, TensorRef, Workspace};
 /// On a CUDA device.
 #[derive(Debug)]
 pub struct Gpu {
-    pub(super) engine: Box<cuda::Engine>,
+    pub(super) engine: Box<cuda::Forward>,
     pub(super) gpu: &'static device::Gpu,
     algorithm: Conv2dAlgorithm,
-    backward: Later<Box<Gradients>>,
+    backward: Later<Box<Backward>>,
 }
 
 impl Engine<Conv2d> for Gpu {
@@ -25,18 +25,18 @@ impl Engine<Conv2d> for Gpu {
 
     fn algorithms(setup: &Setup<'_, Conv2d, Device>) -> Result<Vec<Conv2dAlgorithm>> {
         let gpu = device::Gpu::get(setup.place)?;
-        Ok(cuda::Engine::supported(gpu, setup.spec, setup.problem))
+        Ok(cuda::Forward::supported(gpu, setup.spec, setup.problem))
     }
 
     fn choose(setup: &Setup<'_, Conv2d, Device>) -> Result<Conv2dAlgorithm> {
         let gpu = device::Gpu::get(setup.place)?;
-        cuda::Engine::best(gpu, setup.spec, setup.problem, setup.options)
+        cuda::Forward::best(gpu, setup.spec, setup.problem, setup.options)
     }
 
     fn new(setup: &Setup<'_, Conv2d, Device>, configuration: &Conv2dConfiguration) -> Result<Self> {
         let &Setup { spec, problem, options, place } = setup;
         let gpu = device::Gpu::get(place)?;
-        let engine = cuda::Engine::new(gpu, spec, problem, configuration, options)?;
+        let engine = cuda::Forward::new(gpu, spec, problem, configuration, options)?;
         let (engine, algorithm) = (Box::new(engine), configuration.algorithm);
         Ok(Gpu { engine, gpu, algorithm, backward: Later::default() })
     }
@@ -106,8 +106,8 @@ impl Gpu {
         self.engine.scratch_bytes()
     }
 
-    pub(super) fn form(&self) -> Form {
-        Form::Cuda(self.engine.packed_form())
+    pub(super) fn form(&self) -> PackedForm {
+        PackedForm::Cuda(self.engine.packed_form())
     }
 
     /// Views and aliasing have been checked.
@@ -182,8 +182,8 @@ impl Gpu {
     }
 
     /// How gradients are computed: decided when the first one is asked for, also while a stream is captured.
-    fn backward(&self, plan: &Conv2dPlan) -> Result<&Gradients> {
-        let make = || Gradients::new(self.gpu, &plan.spec, &plan.problem, self.algorithm);
+    fn backward(&self, plan: &Conv2dPlan) -> Result<&Backward> {
+        let make = || Backward::new(self.gpu, &plan.spec, &plan.problem, self.algorithm);
         let backward = self.backward.get(|| self.gpu.despite_captures(make).map(Box::new))?;
         Ok(backward)
     }

@@ -43,11 +43,11 @@ pub(super) struct Packing {
     /// k, c/groups, r, s
     filter: [usize; 4],
     groups: usize,
-    form: Form,
+    form: PackedForm,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Form {
+pub(super) enum PackedForm {
     Cpu {
         /// Channels that lie next to each other.
         width: usize,

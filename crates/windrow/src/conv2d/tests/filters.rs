@@ -123,7 +123,7 @@ fn forms_do_not_meet() {
     let cache = FilterCache::new();
     for round in 0..3 {
         for dtype in [DType::F32, DType::BF16] {
-            for form in FORMS {
+            for form in ARRANGEMENTS {
                 // The bytes of one layout are another filter in another.
                 let w = Strided::new(dtype, layout(&SHAPE, form), round / 2);
                 let view = w.view();
@@ -148,7 +148,7 @@ fn the_cache_is_bounded() {
     let tiles = Tile::ALL.map(Conv2dAlgorithm::WinogradGemm);
     let mut most = 0;
     for round in 0..4 {
-        for form in FORMS {
+        for form in ARRANGEMENTS {
             let w = Strided::new(DType::F32, layout(&SHAPE, form), round);
             for algorithm in tiles {
                 check(&plan(w.view().desc(), algorithm), &w.view(), &cache);

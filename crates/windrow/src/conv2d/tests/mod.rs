@@ -25,7 +25,7 @@ enum Data {
 
 /// How a tensor lies in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Form {
+pub(super) enum Arrangement {
     Nchw,
     ChannelsLast,
     /// Gaps between elements, rows, and so on.
@@ -34,20 +34,21 @@ pub(super) enum Form {
     Reversed,
 }
 
-pub(super) const FORMS: [Form; 4] = [Form::Nchw, Form::ChannelsLast, Form::Gaps, Form::Reversed];
+pub(super) const ARRANGEMENTS: [Arrangement; 4] =
+    [Arrangement::Nchw, Arrangement::ChannelsLast, Arrangement::Gaps, Arrangement::Reversed];
 
-pub(super) fn layout(shape: &[usize; 4], form: Form) -> Layout {
+pub(super) fn layout(shape: &[usize; 4], form: Arrangement) -> Layout {
     let dense = |order: &[usize]| Layout::with_order(shape, order).unwrap();
     match form {
-        Form::Nchw => dense(&[0, 1, 2, 3]),
-        Form::ChannelsLast => dense(&[0, 2, 3, 1]),
-        Form::Gaps => {
+        Arrangement::Nchw => dense(&[0, 1, 2, 3]),
+        Arrangement::ChannelsLast => dense(&[0, 2, 3, 1]),
+        Arrangement::Gaps => {
             let padded = [shape[0], shape[1] + 1, shape[2] + 2, shape[3] * 2 + 1];
             let s = Layout::contiguous(&padded).unwrap();
             let s = s.strides();
             Layout::strided(shape, &[s[0], s[1], s[2], 2]).unwrap()
         }
-        Form::Reversed => {
+        Arrangement::Reversed => {
             let padded = [shape[0], shape[1] + 3, shape[2], shape[3]];
             let s = Layout::with_order(&padded, &[0, 2, 3, 1]).unwrap();
             let s = s.strides();
@@ -120,7 +121,7 @@ pub(super) struct Case {
     pub params: Conv2dParams,
     pub dtype: DType,
     pub bias: Option<DType>,
-    pub forms: [Form; 3],
+    pub forms: [Arrangement; 3],
 }
 
 /// All that can run here; tiles are of bf16 alone.
@@ -264,8 +265,8 @@ fn activation() -> impl Strategy<Value = Activation> {
     prop::sample::select(Activation::ALL.to_vec())
 }
 
-fn form() -> impl Strategy<Value = Form> {
-    prop::sample::select(FORMS.to_vec())
+fn form() -> impl Strategy<Value = Arrangement> {
+    prop::sample::select(ARRANGEMENTS.to_vec())
 }
 
 prop_compose! {
@@ -318,9 +319,11 @@ prop_compose! {
 /// Rows of more pixels than some algorithms take at once.
 #[test]
 fn wide_images() {
-    for (c, w, form) in [(3, 301, Form::Nchw), (30, 75, Form::Nchw), (30, 75, Form::Gaps)] {
+    for (c, w, form) in
+        [(3, 301, Arrangement::Nchw), (30, 75, Arrangement::Nchw), (30, 75, Arrangement::Gaps)]
+    {
         let params = Conv2dParams { padding: [1, 0], ..Default::default() };
-        let forms = [Form::Nchw, Form::Nchw, form];
+        let forms = [Arrangement::Nchw, Arrangement::Nchw, form];
         Case { x: [2, c, 6, w], filter: [7, 3, 3], params, dtype: DType::F32, bias: None, forms }
             .check();
     }
@@ -341,12 +344,13 @@ fn images_of_bf16() {
     ];
     let activations = [Activation::Identity, Activation::Relu, Activation::Silu];
     for (i, (x, filter, stride, padding, dilation)) in cases.into_iter().enumerate() {
-        for (activation, form) in activations.into_iter().zip([Form::Nchw, Form::Nchw, Form::Gaps])
+        for (activation, form) in
+            activations.into_iter().zip([Arrangement::Nchw, Arrangement::Nchw, Arrangement::Gaps])
         {
             let params =
                 Conv2dParams { stride, padding, dilation, activation, ..Default::default() };
-            let forms = [FORMS[i % 4], Form::Nchw, form];
-            for forms in [forms, [Form::Nchw, Form::Gaps, Form::Reversed]] {
+            let forms = [ARRANGEMENTS[i % 4], Arrangement::Nchw, form];
+            for forms in [forms, [Arrangement::Nchw, Arrangement::Gaps, Arrangement::Reversed]] {
                 let bias = Some(DType::F32).filter(|_| i % 2 == 0);
                 Case { x, filter, params, dtype: DType::BF16, bias, forms }.check();
             }
@@ -383,7 +387,8 @@ fn tiles_of_bf16() {
     ];
     let activations = [Activation::Relu, Activation::Silu];
     for (i, (x, filter, (stride, padding, dilation, groups))) in cases.into_iter().enumerate() {
-        for (j, [from, to]) in FORMS.map(|x| FORMS.map(|y| [x, y])).concat().into_iter().enumerate()
+        for (j, [from, to]) in
+            ARRANGEMENTS.map(|x| ARRANGEMENTS.map(|y| [x, y])).concat().into_iter().enumerate()
         {
             let activation = activations[(i + j) % 2];
             let params = Conv2dParams {
@@ -395,7 +400,7 @@ fn tiles_of_bf16() {
                 ..Default::default()
             };
             let bias = [Some(DType::F32), None][j % 2];
-            let forms = [from, FORMS[i % 4], to];
+            let forms = [from, ARRANGEMENTS[i % 4], to];
             let case = Case { x, filter, params, dtype: DType::BF16, bias, forms };
             case.check_direct();
             case.check_backward();
@@ -405,10 +410,13 @@ fn tiles_of_bf16() {
 
 /// A layer of x, k and r = s with stride and padding, in all combinations of dense layouts and in gaps, and its gradients.
 fn layer(x: [usize; 4], [k, r]: [usize; 2], [stride, padding]: [usize; 2], groups: usize) {
-    let dense = [Form::Nchw, Form::ChannelsLast];
-    let mixed = dense.map(|x| dense.map(|y| [x, Form::Nchw, y]));
+    let dense = [Arrangement::Nchw, Arrangement::ChannelsLast];
+    let mixed = dense.map(|x| dense.map(|y| [x, Arrangement::Nchw, y]));
     let mut forms = mixed.concat();
-    forms.extend([[Form::Gaps; 3], [Form::Reversed, Form::ChannelsLast, Form::Gaps]]);
+    forms.extend([
+        [Arrangement::Gaps; 3],
+        [Arrangement::Reversed, Arrangement::ChannelsLast, Arrangement::Gaps],
+    ]);
     for (i, forms) in forms.into_iter().enumerate() {
         let activation = [Activation::Relu, Activation::Silu][i % 2];
         let params = Conv2dParams {

@@ -120,7 +120,7 @@ fn extreme_options() {
         params,
         dtype: DType::F32,
         bias: Some(DType::F32),
-        forms: [Form::Nchw; 3],
+        forms: [Arrangement::Nchw; 3],
     };
     let base = Conv2dParams::default();
     for case in [

@@ -1,7 +1,7 @@
 //! Matrix products in f32: a register-tiled micro-kernel, and a blocked driver that packs its operands
 //! as it goes; `strided.rs` multiplies matrices in memory with both.
 //!
-//! The driver asks for its operands in panels through [`Operands`], so that a convolution can hand
+//! The driver asks for its operands in panels through [`BlockedProduct`], so that a convolution can hand
 //! out panels of an im2col matrix that never exists as a whole, and can apply bias and activation
 //! to a tile while it is in the first-level cache.
 
@@ -215,7 +215,7 @@ unsafe fn step<S: Simd, const R: usize, const V: usize>(
 ///
 /// Row and column ranges start at multiples of `mr` and `nr`. The last panel of a right operand has as
 /// many columns as the others, with anything in those beyond the matrix; rows beyond it are not read.
-pub(crate) trait Operands: Sync {
+pub(crate) trait BlockedProduct: Sync {
     /// Panels of the left operand, packed into `scratch` where needed.
     ///
     /// # Safety
@@ -241,7 +241,7 @@ pub(crate) trait Operands: Sync {
     ) -> Right;
 
     /// Where a finished tile, or all tiles of a block, go straight from the registers; `None` if
-    /// [`Operands::store`] takes them.
+    /// [`BlockedProduct::store`] takes them.
     fn place(&self, _: usize, _: Range<usize>, _: Range<usize>) -> Option<Place> {
         None
     }
@@ -332,7 +332,7 @@ impl Blocking {
     /// made for this blocking.
     pub(crate) unsafe fn run(
         &self,
-        operands: &impl Operands,
+        operands: &impl BlockedProduct,
         batch: usize,
         threads: usize,
         scratch: *mut f32,
@@ -351,7 +351,7 @@ impl Blocking {
     /// All terms of one block.
     unsafe fn run_task(
         &self,
-        operands: &impl Operands,
+        operands: &impl BlockedProduct,
         batch: usize,
         task: usize,
         scratch: *mut f32,
@@ -401,7 +401,7 @@ impl Blocking {
 struct Block<'a> {
     blocking: &'a Blocking,
     // One kernel serves all.
-    operands: &'a dyn Operands,
+    operands: &'a dyn BlockedProduct,
     batch: usize,
     rows: Range<usize>,
     cols: Range<usize>,

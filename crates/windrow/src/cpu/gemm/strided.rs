@@ -1,6 +1,6 @@
 //! Products of strided matrices in memory.
 
-use super::{Blocking, Left, MAX_TERMS, Operands, Right, Scratch, left_stride, tile_shape};
+use super::{BlockedProduct, Blocking, Left, MAX_TERMS, Right, Scratch, left_stride, tile_shape};
 use crate::cpu::Isa;
 use std::ops::Range;
 
@@ -81,7 +81,7 @@ struct Strided {
 // SAFETY: a and b are only read; c is written by `store`, by each task in its own rows and columns.
 unsafe impl Sync for Strided {}
 
-impl Operands for Strided {
+impl BlockedProduct for Strided {
     unsafe fn left(
         &self,
         _: usize,

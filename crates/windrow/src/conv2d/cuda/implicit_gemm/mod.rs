@@ -238,7 +238,7 @@ impl ImplicitGemm {
     }
 
     /// # Safety
-    /// As [`super::Engine::pack`].
+    /// As [`super::Forward::pack`].
     pub(super) unsafe fn pack(
         &self,
         stream: &Stream,
@@ -270,7 +270,7 @@ impl ImplicitGemm {
     }
 
     /// # Safety
-    /// As [`super::Engine::run`].
+    /// As [`super::Forward::run`].
     pub(super) unsafe fn run(
         &self,
         stream: &Stream,

@@ -175,7 +175,7 @@ impl WinogradRow {
     }
 
     /// # Safety
-    /// As [`super::Engine::pack`].
+    /// As [`super::Forward::pack`].
     pub(crate) unsafe fn pack(
         &self,
         stream: &Stream,
@@ -201,7 +201,7 @@ impl WinogradRow {
     }
 
     /// # Safety
-    /// As [`super::Engine::run`].
+    /// As [`super::Forward::run`].
     pub(crate) unsafe fn run(
         &self,
         stream: &Stream,

@@ -17,7 +17,7 @@ use crate::{Accuracy, DType, Result, TensorMut, TensorRef};
 
 /// How the gradients of a convolution are computed.
 #[derive(Clone, Debug)]
-pub(crate) struct Gradients {
+pub(crate) struct Backward {
     /// Run one after the other, each writes its part of dx; the first may write zeros over all.
     data: Vec<Gather>,
     weight: Weight,
@@ -75,7 +75,7 @@ impl Weight {
     }
 }
 
-impl Gradients {
+impl Backward {
     pub(crate) fn new(spec: &Conv2dSpec, p: &Problem, isa: Isa, threads: usize) -> Result<Self> {
         let stencils = Stencil::backward_data(spec, p)?;
         let written: usize = stencils.iter().map(Stencil::pixels).sum();
@@ -91,7 +91,7 @@ impl Gradients {
         }
         let forward = Stencil::forward(spec, p)?;
         let weight = Weight::new(&forward, spec, p, isa, threads);
-        Ok(Gradients { data, weight, forward, isa, threads })
+        Ok(Backward { data, weight, forward, isa, threads })
     }
 
     /// Bytes of the packed filter, and of scratch memory, for the data gradient.
@@ -125,7 +125,7 @@ impl Gradients {
         }
     }
 
-    /// Views agree with the spec, memory with [`Gradients::data_bytes`].
+    /// Views agree with the spec, memory with [`Backward::data_bytes`].
     pub(crate) fn data(
         &self,
         w: &TensorRef<'_>,
@@ -147,7 +147,7 @@ impl Gradients {
         }
     }
 
-    /// Views agree with the spec, scratch memory with [`Gradients::weight_bytes`].
+    /// Views agree with the spec, scratch memory with [`Backward::weight_bytes`].
     pub(crate) fn weight(
         &self,
         x: &TensorRef<'_>,

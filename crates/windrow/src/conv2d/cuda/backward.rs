@@ -10,7 +10,7 @@ use super::general::{
 };
 use super::split_weight::SplitWeight;
 use super::winograd_weight::WinogradWeight;
-use super::{Engine, Operands, kernel, source, strides};
+use super::{Forward, Operands, kernel, source, strides};
 use crate::conv2d::backward::mirrored;
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
@@ -31,7 +31,7 @@ const ROWS_PER_WARP: usize = 8;
 
 /// How the gradients of a convolution are computed.
 #[derive(Debug)]
-pub(crate) struct Gradients {
+pub(crate) struct Backward {
     data: Data,
     gpu: &'static Gpu,
     spec: Conv2dSpec,
@@ -81,7 +81,7 @@ enum Weight {
 #[derive(Debug)]
 enum Data {
     /// A convolution by the filter turned around.
-    Mirrored(Engine),
+    Mirrored(Forward),
     Cudnn(Box<CudnnData>),
     Implicit(ImplicitData),
     Transposed(General),
@@ -113,13 +113,13 @@ params! {
     }
 }
 
-impl Gradients {
+impl Backward {
     /// Compiles and loads the kernels of a plan with this algorithm. Where they are no products of transforms, the gradients are
     /// cuDNN's if it has kernels for them; with `cudnn` the weight gradient is always, and with `implicit_gemm` gradients
     /// are by products of halves.
     ///
     /// # Errors
-    /// As [`Engine::new`].
+    /// As [`Forward::new`].
     pub(crate) fn new(
         gpu: &'static Gpu,
         spec: &Conv2dSpec,
@@ -134,13 +134,13 @@ impl Gradients {
             // Gradients pack the filter on each run.
             let options =
                 PlanOptions::default().with_tuning(Tuning::Model).with_filter(Filter::Changing);
-            let algorithm = Engine::best(gpu, &mirror, &p, &options)?;
+            let algorithm = Forward::best(gpu, &mirror, &p, &options)?;
             let gathers =
                 [Conv2dAlgorithm::Cudnn, Conv2dAlgorithm::ImplicitGemm].contains(&algorithm);
             let depthwise = algorithm == Conv2dAlgorithm::Direct && Depthwise::supports(&p);
             if algorithm.is_winograd() || gathers || depthwise {
                 let configuration = Conv2dConfiguration::new(algorithm);
-                let engine = Engine::new(gpu, &mirror, &p, &configuration, &options)?;
+                let engine = Forward::new(gpu, &mirror, &p, &configuration, &options)?;
                 data = Some(Data::Mirrored(engine));
             }
         }
@@ -176,7 +176,7 @@ impl Gradients {
         } else {
             None
         };
-        Ok(Gradients {
+        Ok(Backward {
             data,
             gpu,
             spec: spec.clone(),
@@ -193,7 +193,7 @@ impl Gradients {
         })
     }
 
-    /// True if the filter of [`Gradients::data`] is the turned one.
+    /// True if the filter of [`Backward::data`] is the turned one.
     pub(crate) fn data_is_mirrored(&self) -> bool {
         matches!(self.data, Data::Mirrored(_))
     }
@@ -223,7 +223,7 @@ impl Gradients {
         }
     }
 
-    /// Bytes of workspace of [`Gradients::data`].
+    /// Bytes of workspace of [`Backward::data`].
     pub(crate) fn data_bytes(&self) -> usize {
         let scratch = match &self.data {
             Data::Mirrored(engine) => engine.scratch_bytes(),
@@ -234,7 +234,7 @@ impl Gradients {
         self.packed_bytes() + scratch
     }
 
-    /// Bytes of workspace of [`Gradients::weight`].
+    /// Bytes of workspace of [`Backward::weight`].
     pub(crate) fn weight_bytes(&self) -> usize {
         let p = &self.problem;
         let cudnn = self.cudnn_weight.as_ref().map_or(0, |c| c.gradient.workspace_bytes());
@@ -245,7 +245,7 @@ impl Gradients {
         })
     }
 
-    /// Bytes of workspace of [`Gradients::bias`].
+    /// Bytes of workspace of [`Backward::bias`].
     pub(crate) fn bias_bytes(&self) -> usize {
         self.bias_parts() * self.problem.k * size_of::<f32>()
     }
@@ -284,14 +284,14 @@ impl Gradients {
     }
 
     /// `dx` of `dy`. `w` is the filter, or the last row and column of it if
-    /// [`Gradients::data_is_mirrored`].
+    /// [`Backward::data_is_mirrored`].
     ///
     /// # Errors
     /// [`crate::Error::Backend`].
     ///
     /// # Safety
     /// The tensors must have the spec's layouts and be on the stream's device, with
-    /// [`Gradients::data_bytes`] of scratch memory.
+    /// [`Backward::data_bytes`] of scratch memory.
     pub(crate) unsafe fn data(
         &self,
         stream: &Stream,
@@ -345,7 +345,7 @@ impl Gradients {
     /// [`crate::Error::Backend`].
     ///
     /// # Safety
-    /// As [`Gradients::data`], with [`Gradients::weight_bytes`].
+    /// As [`Backward::data`], with [`Backward::weight_bytes`].
     pub(crate) unsafe fn weight(
         &self,
         stream: &Stream,
@@ -425,7 +425,7 @@ impl Gradients {
     /// [`crate::Error::Backend`].
     ///
     /// # Safety
-    /// As [`Gradients::data`], with [`Gradients::bias_bytes`].
+    /// As [`Backward::data`], with [`Backward::bias_bytes`].
     pub(crate) unsafe fn bias(
         &self,
         stream: &Stream,
