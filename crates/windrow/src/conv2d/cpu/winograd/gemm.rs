@@ -46,6 +46,8 @@ pub(super) struct Gemm<'a, 'b> {
     pub m_strides: [usize; 2],
     /// Whether M holds sums over channels before these, to which those over these are added.
     pub accumulate: bool,
+    /// Whether other threads formed V, so that it is not in the second-level cache.
+    pub v_is_far: bool,
     /// Asked for meanwhile.
     pub ahead: Ahead<'a, 'b>,
 }
@@ -91,6 +93,23 @@ impl Kernel for Gemm<'_, '_> {
 }
 
 impl Gemm<'_, '_> {
+    /// Where V of some channels, whole vectors, and tiles begins.
+    #[inline(always)]
+    fn v_at<S: Simd>(&self, position: usize, channel: usize, tile: usize) -> *const f32 {
+        let vector = position * self.v_strides[0] + channel / S::LANES * self.v_strides[1];
+        self.v.wrapping_add(vector + tile * S::LANES)
+    }
+
+    /// V of the products that follow those of all tiles.
+    #[inline(always)]
+    fn v_behind<S: Simd>(&self, position: usize, vector: usize, channel: usize) -> *const f32 {
+        match () {
+            () if channel + BLOCK < self.c => self.v_at::<S>(position, channel + BLOCK, 0),
+            () if vector + PANEL < self.vectors => self.v_at::<S>(position, 0, 0),
+            () => self.v_at::<S>(position + 1, 0, 0),
+        }
+    }
+
     /// Adds the products of a block of channels (the first: stores them) for a panel and a group.
     ///
     /// # Safety
@@ -107,18 +126,19 @@ impl Gemm<'_, '_> {
     ) {
         let panel = PANEL.min(self.vectors - vector);
         let c = BLOCK.min(self.c - channel);
+        let of_position = (vector * self.c + panel * channel) * S::LANES;
+        let is_last = channel + c >= self.c && vector + panel >= self.vectors;
+        let next_u = if is_last { self.u_position - of_position } else { c * panel * S::LANES };
+        let next_v = match tiles.end < self.tiles {
+            true => self.v_at::<S>(position, channel, tiles.end),
+            false => self.v_behind::<S>(position, vector, channel),
+        };
         // SAFETY: by the caller's promise.
         let operands = unsafe {
             Operands {
                 c,
-                u: self.u.add(
-                    position * self.u_position + (vector * self.c + panel * channel) * S::LANES,
-                ),
-                v: self.v.add(
-                    position * self.v_strides[0]
-                        + channel / S::LANES * self.v_strides[1]
-                        + tiles.start * S::LANES,
-                ),
+                u: self.u.add(position * self.u_position + of_position),
+                v: self.v_at::<S>(position, channel, tiles.start),
                 v_vector: self.v_strides[1],
                 m: self.m.add(
                     position * self.m_strides[0]
@@ -127,7 +147,9 @@ impl Gemm<'_, '_> {
                 ),
                 m_vector: self.m_strides[1],
                 accumulate: self.accumulate || channel > 0,
-                ahead: c * panel * S::LANES + group % panel * c * S::LANES,
+                next_u: next_u + group % panel * c * S::LANES,
+                next_v,
+                v_is_far: self.v_is_far,
             }
         };
         // SAFETY: the operands lie inside of U, V and M, by the caller's promise.
@@ -152,7 +174,10 @@ struct Operands {
     accumulate: bool,
     /// Distance in U of what is asked for meanwhile: of the next block of channels, a vector of each
     /// row, so that two groups of tiles ask for all of it.
-    ahead: usize,
+    next_u: usize,
+    /// What is asked for of V meanwhile if it is far: the next group of tiles.
+    next_v: *const f32,
+    v_is_far: bool,
 }
 
 impl Operands {
@@ -183,7 +208,7 @@ impl Operands {
         // SAFETY: `c` rows of U and `c` channels of V in vectors of LANES are readable, and the
         // sums' places in M are writable, by the caller's promise.
         unsafe {
-            let mut next = u.wrapping_add(self.ahead);
+            let (mut next_u, mut next_v) = (u.wrapping_add(self.next_u), self.next_v);
             while left > 0 {
                 let lanes = left.min(S::LANES);
                 for lane in 0..lanes {
@@ -197,11 +222,15 @@ impl Operands {
                             *sum = s.mul_add(*r, x, *sum);
                         }
                     }
-                    s.prefetch(next);
-                    next = next.wrapping_add(S::LANES);
+                    s.prefetch(next_u);
+                    next_u = next_u.wrapping_add(S::LANES);
+                    if self.v_is_far {
+                        s.prefetch_near(next_v.wrapping_add(lane * S::LANES));
+                    }
                     u = u.add(N * S::LANES);
                 }
                 v = v.wrapping_add(self.v_vector);
+                next_v = next_v.wrapping_add(self.v_vector);
                 left -= lanes;
             }
             for (t, sum) in sums.iter().enumerate() {

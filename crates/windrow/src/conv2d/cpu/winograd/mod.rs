@@ -259,6 +259,7 @@ impl WinogradCpu {
                     m,
                     m_strides: self.m_strides(),
                     accumulate: false,
+                    v_is_far: self.shares_input(),
                     ahead: Ahead { read: &mut read, write },
                 },
             );

@@ -166,6 +166,7 @@ impl WinogradCpu {
                     m,
                     m_strides,
                     accumulate: first > 0,
+                    v_is_far: true,
                     ahead: Ahead { read: &mut nothing(), write: nothing() },
                 };
                 dispatch(self.isa, products);
