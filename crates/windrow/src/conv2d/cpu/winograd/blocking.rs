@@ -18,11 +18,14 @@ fn at_once(c: usize) -> [usize; 2] {
     if c > 256 { [64, 16] } else { [36, 4] }
 }
 
+/// Most tiles of a block of which threads share V.
+const MOST_SHARED: usize = 64;
+
 /// Bytes of V and M of all threads from which on threads share V, so that scratch memory does not grow with their number.
 const OWN_BYTES: usize = 32 << 20;
 
 /// Bytes of V that threads share at once.
-const SHARED_BYTES: usize = 8 << 20;
+const SHARED_BYTES: usize = 16 << 20;
 
 /// How the work is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,8 +58,9 @@ impl Blocking {
         let few = geometry.tiles().max(1) < threads.saturating_mul(FEW_TILES);
         let [most, at_once] = at_once(geometry.problem.c);
         let own = Self::cut(geometry, vectors, threads, [most, 1, at_once]);
-        let [tiles, parts] = match few || threads * own.bytes(geometry, lanes) > OWN_BYTES {
-            true => ends_first(geometry, vectors, lanes, threads, most),
+        let is_room = threads * own.bytes(geometry, lanes) <= OWN_BYTES;
+        let [tiles, parts] = match few || threads >= MANY_THREADS || !is_room {
+            true => ends_first(geometry, vectors, lanes, threads, [most, at_once], is_room),
             false => [most, 1],
         };
         let model = [tiles, parts, at_once];
@@ -109,31 +113,52 @@ fn stretches(geometry: &Geometry) -> usize {
     tiles.div_ceil((SHARED_BYTES / tile.max(1)).clamp(1, tiles))
 }
 
-/// Tiles of a block, of at most `most`, and parts of the channels, where the last of the threads ends first.
+/// Tiles of a block, of at most `most`, and parts of the channels, where the last of the threads ends first. There is one
+/// part only where each thread has room for V of its own, or nothing to part.
 fn ends_first(
     geometry: &Geometry,
     vectors: usize,
     lanes: usize,
     threads: usize,
-    most: usize,
+    [most, at_once]: [usize; 2],
+    is_room: bool,
 ) -> [usize; 2] {
     let (tiles, panels) = (geometry.tiles().max(1), vectors.div_ceil(PANEL));
     let c = geometry.problem.c as f64;
+    let [read_u, read_v, share] = if threads >= MANY_THREADS { BY_MANY } else { BY_FEW };
     let time = |blocks: usize, parts: usize| {
-        let k = (panels.div_ceil(parts) * PANEL * lanes) as f64;
+        let vectors = panels.div_ceil(parts) * PANEL;
+        let k = (vectors * lanes) as f64;
         // Parts of the channels share V, which all threads form, a stretch after the other.
         let stretches = if parts > 1 { stretches(geometry) } else { 1 };
         let blocks = blocks.div_ceil(stretches);
         let block = tiles.div_ceil(stretches * blocks) as f64;
         let rounds = (stretches * (blocks * parts).div_ceil(threads)) as f64;
-        let inputs = if parts > 1 { tiles as f64 / threads as f64 } else { rounds * block };
-        rounds * (block * k * (c + TRANSFORM) + READ * c * k) + inputs * TRANSFORM * c
+        let (inputs, v) = match parts {
+            1 => (rounds * block * TRANSFORM, 0.0),
+            _ => {
+                let passes = vectors.div_ceil(at_once) as f64;
+                (tiles as f64 / threads as f64 * (TRANSFORM + share), block * passes)
+            }
+        };
+        rounds * (block * k * (c + TRANSFORM) + (read_u * k + read_v * v) * c) + inputs * c
     };
-    let shares = (tiles.div_ceil(most)..=tiles.min(threads.max(tiles.div_ceil(most))))
-        .flat_map(|blocks| (1..=panels.min(threads)).map(move |parts| (blocks, parts)));
+    let least = if is_room { 1 } else { 2.min(panels) };
+    let shares = (least..=panels.min(threads)).flat_map(|parts| {
+        // V that is shared is not in the second-level cache either.
+        let fewest = tiles.div_ceil(if parts > 1 { MOST_SHARED } else { most });
+        (fewest..=tiles.min(threads.max(fewest))).map(move |blocks| (blocks, parts))
+    });
     let best = shares.min_by(|a, b| time(a.0, a.1).total_cmp(&time(b.0, b.1)));
     best.map_or([most, 1], |(blocks, parts)| [tiles.div_ceil(blocks), parts])
 }
+
+/// Threads from which on they have to share what the last-level cache delivers.
+const MANY_THREADS: usize = 8;
+/// Multiplications in the time that an element takes of U, of V that others formed, and of such to be written.
+const BY_MANY: [f64; 3] = [30.0, 30.0, 100.0];
+/// The same where threads are few: what they read arrives in time.
+const BY_FEW: [f64; 3] = [READ, 0.0, 0.0];
 
 /// Operations of a transform for each element of V and M, in multiplications.
 const TRANSFORM: f64 = 8.0;

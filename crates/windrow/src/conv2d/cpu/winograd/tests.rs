@@ -85,52 +85,80 @@ fn tensor(values: &[f32], shape: &[usize; 4], order: [usize; 4], dtype: DType) -
     t
 }
 
+/// What a case convolves.
+struct Given {
+    x: Tensor,
+    filter: Tensor,
+    bias: Option<Tensor>,
+    problem: Problem,
+}
+
+impl Given {
+    fn new(case: &Case) -> Self {
+        let [oh, ow] = case.size;
+        let [h, w] = [oh + 2 - 2 * case.padding[0], ow + 2 - 2 * case.padding[1]];
+        let mut pixels = noise(1, case.n * case.c * h * w);
+        if case.rectified {
+            pixels.iter_mut().for_each(|x| *x = x.max(0.0));
+        }
+        let x = tensor(&pixels, &[case.n, case.c, h, w], case.order, case.dtype);
+        let filter = noise(2, case.k * case.c * 9);
+        let filter = tensor(&filter, &[case.k, case.c, 3, 3], NCHW, case.dtype);
+        let bias = Tensor::from_slice(&noise(3, case.k), &[case.k]).unwrap();
+        let bias = case.bias.then_some(bias);
+        let problem = Problem::new(x.desc(), filter.desc(), [1, 1], case.padding, [1, 1], 1);
+        Given { x, filter, bias, problem: problem.unwrap() }
+    }
+
+    /// The result of the pipeline, with the filter packed before or given as it is.
+    fn by(&self, conv: &WinogradCpu, case: &Case, raw: bool) -> Tensor {
+        let bytes = if raw { conv.raw_bytes() } else { conv.workspace_bytes() };
+        let mut workspace = vec![u64::MAX; bytes / 8 + 16];
+        let skip = workspace.as_ptr().align_offset(64);
+        let len = workspace.len();
+        // SAFETY: the bytes of a slice of integers.
+        let bytes = unsafe {
+            std::slice::from_raw_parts_mut(
+                workspace[skip..].as_mut_ptr().cast::<u8>(),
+                (len - skip) * 8,
+            )
+        };
+        let nan = vec![f32::NAN; self.problem.y_shape().iter().product()];
+        let mut y = tensor(&nan, &self.problem.y_shape(), case.order, case.dtype);
+        let bias = self.bias.as_ref().map(Tensor::as_ref);
+        let run = Run {
+            x: &self.x.as_ref(),
+            bias: bias.as_ref(),
+            activation: case.activation,
+            y: &mut y.as_mut(),
+            workspace: bytes,
+        };
+        if raw {
+            conv.run_raw(&self.filter.as_ref(), run);
+        } else {
+            let mut packed = vec![f32::NAN; conv.packed_len()];
+            conv.pack(&self.filter.as_ref(), &mut packed);
+            assert!(packed.iter().all(|u| u.is_finite()), "the packed filter has holes");
+            conv.run(&packed, run);
+        }
+        y
+    }
+}
+
 /// The result of the pipeline and of the oracle.
 fn compute(case: &Case, isa: Isa) -> (Vec<f64>, Expected) {
-    let [oh, ow] = case.size;
-    let [h, w] = [oh + 2 - 2 * case.padding[0], ow + 2 - 2 * case.padding[1]];
-    let mut pixels = noise(1, case.n * case.c * h * w);
-    if case.rectified {
-        pixels.iter_mut().for_each(|x| *x = x.max(0.0));
-    }
-    let x = tensor(&pixels, &[case.n, case.c, h, w], case.order, case.dtype);
-    let filter = tensor(&noise(2, case.k * case.c * 9), &[case.k, case.c, 3, 3], NCHW, case.dtype);
-    let bias = Tensor::from_slice(&noise(3, case.k), &[case.k]).unwrap();
-    let bias = case.bias.then_some(bias);
-    let problem = Problem::new(x.desc(), filter.desc(), [1, 1], case.padding, [1, 1], 1).unwrap();
-    let mut conv = WinogradCpu::with_isa(&problem, case.tile, case.threads, isa);
+    let given = Given::new(case);
+    let Given { x, filter, bias, problem } = &given;
+    let mut conv = WinogradCpu::with_isa(problem, case.tile, case.threads, isa);
     if let Some(blocking) = case.blocking {
         conv.blocking = blocking;
     }
-    let mut packed = vec![f32::NAN; conv.packed_len()];
-    conv.pack(&filter.as_ref(), &mut packed);
-    assert!(packed.iter().all(|u| u.is_finite()), "the packed filter has holes");
-    let mut workspace = vec![u64::MAX; conv.workspace_bytes() / 8 + 16];
-    let skip = workspace.as_ptr().align_offset(64);
-    let len = workspace.len();
-    // SAFETY: the bytes of a slice of integers.
-    let bytes = unsafe {
-        std::slice::from_raw_parts_mut(
-            workspace[skip..].as_mut_ptr().cast::<u8>(),
-            (len - skip) * 8,
-        )
-    };
-    let nan = vec![f32::NAN; problem.y_shape().iter().product()];
-    let mut y = tensor(&nan, &problem.y_shape(), case.order, case.dtype);
-    let bias_ref = bias.as_ref().map(Tensor::as_ref);
-    let run = Run {
-        x: &x.as_ref(),
-        bias: bias_ref.as_ref(),
-        activation: case.activation,
-        y: &mut y.as_mut(),
-        workspace: bytes,
-    };
-    conv.run(&packed, run);
+    let y = given.by(&conv, case, false);
     let f64s = |t: &Tensor| t.as_ref().to_f64_vec().unwrap();
     let bias = bias.as_ref().map(f64s);
     let bias = bias.as_deref();
     let expected =
-        reference::forward(&problem, &f64s(&x), &f64s(&filter), bias, case.activation).unwrap();
+        reference::forward(problem, &f64s(x), &f64s(filter), bias, case.activation).unwrap();
     (f64s(&y), expected)
 }
 
@@ -250,6 +278,40 @@ fn errors_at_256_channels() {
             let rms = (error / norm).sqrt();
             println!("{tile:?} {}: {rms:.2e}", isa.name());
             assert!(rms <= bound, "{tile:?} {}: {rms:e}", isa.name());
+        }
+    }
+}
+
+/// Threads that share V, of all tiles or of a stretch after the other, form the bits of threads that each have their own.
+#[test]
+fn same_bits_on_any_number_of_threads() {
+    let few = Case { n: 2, c: 131, k: 72, size: [13, 30], ..Case::default() };
+    let large = Case { c: 260, k: 40, size: [152, 152], tile: Tile::F6, ..Case::default() };
+    for (case, stretches) in [(few, 1..2), (large, 2..20)] {
+        let given = Given::new(&case);
+        for isa in Isa::available() {
+            let conv = |threads| WinogradCpu::with_isa(&given.problem, case.tile, threads, isa);
+            let bits = |threads, raw| {
+                let y = given.by(&conv(threads), &case, raw);
+                y.to_vec::<f32>().unwrap().into_iter().map(f32::to_bits).collect::<Vec<_>>()
+            };
+            assert_eq!(conv(1).blocking.stretch, 0, "{case:?}");
+            let stretch = conv(16).blocking.stretch;
+            let tiles = conv(16).geometry.tiles();
+            assert!(
+                stretch > 0 && stretches.contains(&tiles.div_ceil(stretch)),
+                "{stretch}: {case:?}"
+            );
+            let one = bits(1, false);
+            for threads in [1, 2, 5, 16] {
+                for raw in [false, true] {
+                    assert!(
+                        bits(threads, raw) == one,
+                        "{} threads {threads} raw {raw}: {case:?}",
+                        isa.name()
+                    );
+                }
+            }
         }
     }
 }
