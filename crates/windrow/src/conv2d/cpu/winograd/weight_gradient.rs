@@ -2,7 +2,7 @@
 //!
 //! A chunk of tiles of the batch is transformed at once, both x and dy. With many channels each task then multiplies a
 //! block of output and of input channels for all positions of the transform tile, and transforms it back while it is in
-//! the cache. With few, tasks are rows of positions, whose parts of V and D are different ones. Which tiles are summed in
+//! the cache. With few, tasks are some of the positions, whose parts of V and D are different ones. Which tiles are summed in
 //! which order depends on the problem alone, not on threads.
 
 use super::super::winograd_tolerance;
@@ -25,6 +25,8 @@ const POSITIONS: usize = ALPHA * ALPHA;
 
 /// Bytes of V and D of a chunk, or twice what M takes where that is more: M is read and written once for each chunk.
 const CHUNK_BYTES: usize = 2 << 20;
+/// Tasks of each thread, if there are as many, so that none waits long for the last.
+const TASKS_A_THREAD: usize = 3;
 /// Channels of a block in each direction: its part of M stays in the second-level cache.
 const BLOCK_CHANNELS: usize = 64;
 
@@ -39,8 +41,8 @@ pub(crate) struct WinogradWeight {
     chunk: usize,
     /// Vectors of output and of input channels of a block.
     block: [usize; 2],
-    /// Whether rows of positions are tasks, instead of blocks.
-    by_rows: bool,
+    /// Whether some positions of a block are tasks, instead of blocks.
+    by_positions: bool,
 }
 
 /// Time of the weight gradient in multiplications.
@@ -67,7 +69,7 @@ impl WinogradWeight {
             lanes,
             chunk: 1,
             block: [1; 2],
-            by_rows: false,
+            by_positions: false,
         };
         let [k, c] = plan.vectors();
         let tile_bytes = POSITIONS * (k + c) * lanes * size_of::<f32>();
@@ -76,7 +78,7 @@ impl WinogradWeight {
         let most = (CHUNK_BYTES.max(2 * m_bytes) / tile_bytes.max(1)).clamp(1, tiles);
         plan.chunk = tiles.div_ceil(tiles.div_ceil(most));
         plan.block = [k, c].map(|vectors| vectors.clamp(1, (BLOCK_CHANNELS / lanes).max(1)));
-        plan.by_rows = plan.blocks() < 2 * threads;
+        plan.by_positions = plan.blocks() < 2 * threads;
         plan
     }
 
@@ -137,7 +139,7 @@ impl WinogradWeight {
             }
             let (accumulate, is_last) = (chunk > 0, chunk + 1 == self.chunks());
             let operands = || (d.get().cast_const(), v.get().cast_const());
-            if !self.by_rows {
+            if !self.by_positions {
                 parallel_for_workers(self.threads, self.blocks(), |worker, block| {
                     let slot = if self.chunks() == 1 { worker } else { block };
                     // SAFETY: a block has a slot for as long as it is needed, and its own channels of dw.
@@ -151,9 +153,11 @@ impl WinogradWeight {
                 });
                 continue;
             }
-            parallel_for(self.threads, self.blocks() * ALPHA, |task| {
-                let (block, row) = (task / ALPHA, task % ALPHA);
-                let positions = row * ALPHA..(row + 1) * ALPHA;
+            let at_once = self.positions_at_once();
+            let parts = POSITIONS / at_once;
+            parallel_for(self.threads, self.blocks() * parts, |task| {
+                let (block, part) = (task / parts, task % parts);
+                let positions = part * at_once..(part + 1) * at_once;
                 // SAFETY: each block has a slot, in which a task has its own positions.
                 unsafe {
                     let m = slots.get().add(block * self.slot_len());
@@ -278,6 +282,14 @@ impl WinogradWeight {
         self.geometry.tiles().div_ceil(self.chunk)
     }
 
+    /// Of a block in a task where these are no whole blocks: a row, or less where it would leave threads idle.
+    fn positions_at_once(&self) -> usize {
+        let is_enough = |positions: &usize| {
+            self.blocks() * POSITIONS / positions >= TASKS_A_THREAD * self.threads
+        };
+        [ALPHA, ALPHA / 2, ALPHA / 3].into_iter().find(is_enough).unwrap_or(1)
+    }
+
     /// Blocks of channels.
     fn blocks(&self) -> usize {
         let [k, c] = self.vectors();
@@ -302,7 +314,7 @@ impl WinogradWeight {
 
     /// Blocks that exist at once.
     fn slots(&self) -> usize {
-        let each = self.by_rows || self.chunks() > 1;
+        let each = self.by_positions || self.chunks() > 1;
         if each { self.blocks() } else { self.workers().min(self.blocks()) }
     }
 
@@ -369,7 +381,7 @@ mod tests {
             for (isa, chunk) in
                 Isa::available().into_iter().flat_map(|isa| [(isa, None), (isa, Some(3))])
             {
-                let plans = [1, 2, 5].map(|threads| {
+                let plans = [1, 2, 5, 16].map(|threads| {
                     let mut plan = WinogradWeight::new(&inputs.problem, isa, threads);
                     plan.chunk = chunk.unwrap_or(plan.chunk).min(plan.chunk);
                     plan
