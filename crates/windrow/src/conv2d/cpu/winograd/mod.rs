@@ -44,6 +44,9 @@ use stages::Block;
 use std::ops::Range;
 pub(crate) use weight_gradient::{WinogradWeight, weight_cost};
 
+/// Input channels of a panel of the filter that a task packs where panels would leave threads idle.
+const CHANNELS_AT_ONCE: usize = 32;
+
 /// A 3x3 convolution of stride and dilation 1 with one group, by Winograd's algorithm.
 #[derive(Clone, Debug)]
 pub(crate) struct WinogradCpu {
@@ -342,13 +345,19 @@ impl WinogradCpu {
         let strides = strides4(w.strides());
         let w = SendPtr(w.as_ptr().cast_mut());
         let c = self.geometry.problem.c;
-        parallel_for(self.threads, self.vectors().div_ceil(gemm::PANEL), |panel| {
+        let panels = self.vectors().div_ceil(gemm::PANEL);
+        // Parts of the input channels where panels are fewer than threads.
+        let at_once = if panels < self.threads { CHANNELS_AT_ONCE } else { c.max(1) };
+        let parts = c.div_ceil(at_once).max(1);
+        parallel_for(self.threads, panels * parts, |task| {
+            let (panel, first) = (task / parts, task % parts * at_once);
             // SAFETY: inside of U, whose panels before it are whole.
             let u = unsafe { u.get().add(panel * gemm::PANEL * self.lanes * c) };
-            let w = w.get().cast_const().cast();
+            let w = w.get().cast_const().cast::<W>().wrapping_offset(first as isize * strides[1]);
             let transform =
                 self.filter_transform::<W, A>(w, strides, panel, (u, self.u_position()));
-            dispatch(self.isa, FilterTransform { far, ..transform });
+            let (c, u) = (at_once.min(c - first), u.wrapping_add(first * transform.width));
+            dispatch(self.isa, FilterTransform { c, u, far, ..transform });
         });
     }
 

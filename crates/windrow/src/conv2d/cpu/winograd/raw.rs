@@ -2,7 +2,8 @@
 //!
 //! Where few tiles share it, V is formed once for all of them; then each task packs a panel of the filter into the
 //! second-level cache, some input channels at a time, multiplies, and transforms back before it takes another panel, so
-//! that U never is in memory as a whole. Else as much of the filter is packed at once as fits, and the pipeline runs for its channels.
+//! that U never is in memory as a whole. Else as much of the filter is packed at once as fits, and the pipeline runs for its
+//! channels.
 
 use super::filter::FilterTransform;
 use super::gemm::{BLOCK, Gemm, PANEL};
@@ -30,7 +31,7 @@ pub(super) fn shares_input(geometry: &Geometry) -> bool {
 impl WinogradCpu {
     /// Bytes that [`WinogradCpu::run_raw`] needs.
     pub(crate) fn raw_bytes(&self) -> usize {
-        if shares_input(&self.geometry) {
+        if self.packs_by_panels() {
             let slots = self.threads.min(self.panels()) * self.panel_slot_len();
             let v = self.v_len_of(self.geometry.tiles());
             return (bias_len(self.geometry.problem.k) + v + slots) * size_of::<f32>();
@@ -53,7 +54,7 @@ impl WinogradCpu {
     /// [`WinogradCpu::run`] with the filter itself, in a workspace of [`WinogradCpu::raw_bytes`]. The result is the same,
     /// bit by bit.
     pub(crate) fn run_raw(&self, w: &TensorRef<'_>, run: Run<'_, '_>) {
-        if shares_input(&self.geometry) {
+        if self.packs_by_panels() {
             return with_element!(w.dtype(), T => match self.tile {
                 Tile::F2 => self.run_shared::<T, 4>(w, run),
                 Tile::F4 => self.run_shared::<T, 6>(w, run),
@@ -85,6 +86,12 @@ impl WinogradCpu {
             let (bias, workspace) = (bias.as_ref(), &mut *workspace);
             engine.run(packed, Run { x, bias, activation, y, workspace });
         }
+    }
+
+    /// Whether tasks pack a panel each, beside V that they share. Fewer panels than threads would leave some idle: then all
+    /// pack at first.
+    fn packs_by_panels(&self) -> bool {
+        shares_input(&self.geometry) && self.panels() >= self.threads
     }
 
     /// Panels of output channels, each a task where V is shared.
