@@ -12,6 +12,7 @@ use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Source, params};
 use crate::{DType, Device, Result, TensorDesc, Workspace};
 
 source!(WALK, "serving.cu");
+source!(STEP, "serving_step.cu");
 source!(CHUNKS, "serving_chunks.cu");
 source!(TILES, "serving_tile_sm90.cu");
 source!(TREES, "serving_tree.cu");
@@ -26,6 +27,8 @@ const TILE: usize = 12;
 const AHEAD: usize = 4;
 /// Channels of all sequences up to which a step is small.
 const SMALL_STEP: usize = 16 << 10;
+/// Channels of all sequences up to which there is room for the next step's blocks, which then hint at what they will read.
+const HINTED_STEP: usize = 768 << 10;
 
 params! {
     /// `Params` of serving.cuh.
@@ -157,7 +160,34 @@ impl Vectors {
 
 /// Whether a step is bound by latency.
 fn is_small(sizes: &Sizes) -> bool {
-    sizes.sequences.saturating_mul(sizes.problem.d) <= SMALL_STEP
+    channels_of_all(sizes) <= SMALL_STEP
+}
+
+fn channels_of_all(sizes: &Sizes) -> usize {
+    sizes.sequences.saturating_mul(sizes.problem.d)
+}
+
+/// Whether each sequence has one token, or a few drafts, and nothing else is asked for: a kernel with less code. Small
+/// steps of drafts, which wait for more, gain from the guesses of the other.
+fn is_step(spec: &CausalConv1dServingSpec, sizes: &Sizes, vectors: Vectors) -> bool {
+    let more = [
+        spec.initial_block.is_some(),
+        spec.last_block.is_some(),
+        spec.first_block.is_some(),
+        spec.has_initial_state.is_some(),
+        spec.intermediate_windows.is_some(),
+        spec.parent_token.is_some(),
+    ];
+    let few = match spec.num_accepted_tokens {
+        Some(_) => (1..=AHEAD).contains(&sizes.most) && !is_small(sizes),
+        None => spec.query_start_loc.is_none() && spec.x.shape()[2] == 1,
+    };
+    vectors.channels > 1
+        && vectors.along_channels
+        && vectors.dense
+        && few
+        && sizes.sequences <= GRID
+        && !more.contains(&true)
 }
 
 /// Whether sizes and strides fit an i32, which is less work for each thread.
@@ -204,6 +234,11 @@ fn walk_kernel(spec: &CausalConv1dServingSpec, sizes: &Sizes, vectors: Vectors) 
         return kernel_spec(&TREES, spec, vectors).define("TREE", TREE);
     }
     let tokens = if spec.query_start_loc.is_none() { spec.x.shape()[2] } else { usize::MAX };
+    if is_step(spec, sizes, vectors) {
+        return kernel_spec(&STEP, spec, vectors)
+            .define("TOKENS", tokens.min(sizes.most))
+            .define("GUESS", u8::from(channels_of_all(sizes) <= HINTED_STEP));
+    }
     // A step of decoding has one token, and little code.
     let ahead = if tokens == 1 { 1 } else { AHEAD };
     let guess = match vectors.channels {
