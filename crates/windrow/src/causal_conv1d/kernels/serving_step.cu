@@ -8,9 +8,9 @@
 // GUESS    what is likely to be read is brought into the cache before the kernel before is done
 #include "serving.cuh"
 
-constexpr bool DRAFTS = given(ACCEPTED);
+constexpr bool DRAFTS = GIVEN >> ACCEPTED & 1;
 static_assert(VECTOR > 1 && ALONG_CHANNELS && DENSE && TAPS > 1, "vectors of channels");
-static_assert(DRAFTS ? LIMITED : TOKENS == 1 && !given(STARTS), "a token a sequence, or drafts");
+static_assert(DRAFTS ? LIMITED : TOKENS == 1 && !(GIVEN >> STARTS & 1), "a token a sequence, or drafts");
 
 // As many blocks as registers can be had for without spills.
 #if WINDROW_PTX && VECTOR == 8 && TAPS <= 4
