@@ -236,6 +236,7 @@ fn walk_kernel(spec: &CausalConv1dServingSpec, sizes: &Sizes, vectors: Vectors) 
     let tokens = if spec.query_start_loc.is_none() { spec.x.shape()[2] } else { usize::MAX };
     if is_step(spec, sizes, vectors) {
         return kernel_spec(&STEP, spec, vectors)
+            .define("DRAFTS", u8::from(spec.num_accepted_tokens.is_some()))
             .define("TOKENS", tokens.min(sizes.most))
             .define("GUESS", u8::from(channels_of_all(sizes) <= HINTED_STEP));
     }
@@ -467,88 +468,4 @@ impl Serving {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::{Activation, Layout};
-
-    #[test]
-    fn kernels_compile_without_spills() {
-        let mut kernels = Vec::new();
-        for dtype in [DType::F32, DType::F16, DType::BF16] {
-            for width in [4, 20] {
-                let desc = |shape: &[usize]| TensorDesc::contiguous(dtype, shape).unwrap();
-                let layout = |shape: &[usize]| TensorDesc {
-                    dtype,
-                    layout: Layout::with_order(shape, &[0, 2, 1]).unwrap(),
-                };
-                let index = |shape: &[usize]| TensorDesc::contiguous(DType::I32, shape).unwrap();
-                let (x, weight) = (layout(&[1, 64, 512]), desc(&[64, width]));
-                for states in [layout(&[9, 64, width - 1]), desc(&[9, 64, width + 3])] {
-                    let spec = CausalConv1dServingSpec::new(x, states, weight).unwrap();
-                    let plain = spec.clone();
-                    let bias = TensorDesc::contiguous(DType::F32, &[64]).unwrap();
-                    let spec = spec.with_bias(bias).with_activation(Activation::Silu);
-                    // A step of decoding, whose strides between tokens mean nothing.
-                    let row = |sequences: usize| TensorDesc {
-                        dtype,
-                        layout: Layout::strided(&[sequences, 64, 1], &[64, 1, 1]).unwrap(),
-                    };
-                    let step = |sequences: usize| {
-                        let states = layout(&[600, 64, width - 1]);
-                        CausalConv1dServingSpec::new(row(sequences), states, weight)
-                            .unwrap()
-                            .with_output(row(sequences))
-                            .with_conv_state_indices(index(&[sequences]))
-                    };
-                    let drafts = spec
-                        .clone()
-                        .with_query_start_loc(index(&[9]))
-                        .with_conv_state_indices(index(&[8]))
-                        .with_num_accepted_tokens(index(&[8]));
-                    let prompts = spec.clone().with_query_start_loc(index(&[9]));
-                    let windows =
-                        spec.clone().with_intermediate_windows(desc(&[9, 512, 64, width - 1]));
-                    let links = index(&[1, 512]);
-                    let tree = windows.clone().with_next_token(links).with_next_sibling(links);
-                    let specs = [plain, spec, step(4), step(512), drafts, prompts, windows, tree];
-                    for spec in specs {
-                        let sizes = spec.sizes().unwrap();
-                        let walks = Vectors::of_walks(&spec, &sizes);
-                        assert_eq!(walks.is_some(), width == 4);
-                        for vectors in walks.into_iter().chain([Vectors::ONE]) {
-                            kernels.push(walk_kernel(&spec, &sizes, vectors));
-                        }
-                        let pieces = Vectors::of(&spec, 8).filter(|_| is_long(&spec, &sizes));
-                        if let Some(vectors) = pieces {
-                            kernels.push(chunks_kernel(&spec, vectors));
-                            kernels.push(tiles_kernel(&spec, vectors));
-                        }
-                    }
-                }
-            }
-        }
-        crate::gpu::compile_tests::check_compiles(&kernels);
-    }
-
-    #[test]
-    fn steps_take_as_many_channels_a_thread_as_they_gain_from() {
-        let channels = |dtype: DType, sequences: usize, width: usize, d: usize| {
-            let desc = |shape: &[usize]| TensorDesc {
-                dtype,
-                layout: Layout::with_order(shape, &[0, 2, 1]).unwrap(),
-            };
-            let weight = TensorDesc::contiguous(dtype, &[d, width]).unwrap();
-            let states = desc(&[sequences, d, width - 1]);
-            let spec =
-                CausalConv1dServingSpec::new(desc(&[sequences, d, 1]), states, weight).unwrap();
-            Vectors::of_walks(&spec, &spec.sizes().unwrap()).map(|vectors| vectors.channels)
-        };
-        assert_eq!(channels(DType::BF16, 1, 4, 4096), Some(2));
-        assert_eq!(channels(DType::BF16, 64, 4, 4096), Some(8));
-        assert_eq!(channels(DType::BF16, 64, 4, 4100), Some(4));
-        assert_eq!(channels(DType::F16, 64, 9, 4096), Some(4));
-        assert_eq!(channels(DType::F32, 64, 4, 4096), Some(2));
-        assert_eq!(channels(DType::F16, 64, 20, 4096), None);
-        assert_eq!(channels(DType::F16, 1, 4, 4095), None);
-    }
-}
+mod tests;

@@ -4,13 +4,14 @@
 // sequence, of TOKENS tokens at most, and no loop. So fewer registers hold it, more blocks run beside each other, and
 // all of its loads are under way before the first result.
 //
-// TOKENS   most tokens of a sequence; more than one are drafts, of which a state keeps all
+// DRAFTS   tokens are drafts, of which a state keeps all; else there is one for each sequence
+// TOKENS   most tokens of a sequence
 // GUESS    what is likely to be read is brought into the cache before the kernel before is done
 #include "serving.cuh"
 
-constexpr bool DRAFTS = GIVEN >> ACCEPTED & 1;
 static_assert(VECTOR > 1 && ALONG_CHANNELS && DENSE && TAPS > 1, "vectors of channels");
-static_assert(DRAFTS ? LIMITED : TOKENS == 1 && !(GIVEN >> STARTS & 1), "a token a sequence, or drafts");
+static_assert(DRAFTS == (GIVEN >> ACCEPTED & 1), "as their number that was accepted");
+static_assert(DRAFTS || (TOKENS == 1 && !(GIVEN >> STARTS & 1)), "a token a sequence");
 
 // As many blocks as registers can be had for without spills.
 #if WINDROW_PTX && VECTOR == 8 && TAPS <= 4

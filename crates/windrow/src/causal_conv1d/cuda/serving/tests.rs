@@ -1,0 +1,135 @@
+use super::*;
+use crate::{Activation, Layout};
+
+#[test]
+fn kernels_compile_without_spills() {
+    let mut kernels = Vec::new();
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for width in [4, 20] {
+            let desc = |shape: &[usize]| TensorDesc::contiguous(dtype, shape).unwrap();
+            let layout = |shape: &[usize]| TensorDesc {
+                dtype,
+                layout: Layout::with_order(shape, &[0, 2, 1]).unwrap(),
+            };
+            let index = |shape: &[usize]| TensorDesc::contiguous(DType::I32, shape).unwrap();
+            let (x, weight) = (layout(&[1, 64, 512]), desc(&[64, width]));
+            for states in [layout(&[9, 64, width - 1]), desc(&[9, 64, width + 3])] {
+                let spec = CausalConv1dServingSpec::new(x, states, weight).unwrap();
+                let plain = spec.clone();
+                let bias = TensorDesc::contiguous(DType::F32, &[64]).unwrap();
+                let spec = spec.with_bias(bias).with_activation(Activation::Silu);
+                // A step of decoding, whose strides between tokens mean nothing.
+                let row = |sequences: usize| TensorDesc {
+                    dtype,
+                    layout: Layout::strided(&[sequences, 64, 1], &[64, 1, 1]).unwrap(),
+                };
+                let step = |sequences: usize| {
+                    let states = layout(&[600, 64, width - 1]);
+                    CausalConv1dServingSpec::new(row(sequences), states, weight)
+                        .unwrap()
+                        .with_output(row(sequences))
+                        .with_conv_state_indices(index(&[sequences]))
+                };
+                let drafts = spec
+                    .clone()
+                    .with_query_start_loc(index(&[9]))
+                    .with_conv_state_indices(index(&[8]))
+                    .with_num_accepted_tokens(index(&[8]));
+                let prompts = spec.clone().with_query_start_loc(index(&[9]));
+                let windows =
+                    spec.clone().with_intermediate_windows(desc(&[9, 512, 64, width - 1]));
+                let links = index(&[1, 512]);
+                let tree = windows.clone().with_next_token(links).with_next_sibling(links);
+                let specs = [plain, spec, step(4), step(512), drafts, prompts, windows, tree];
+                for spec in specs {
+                    let sizes = spec.sizes().unwrap();
+                    let walks = Vectors::of_walks(&spec, &sizes);
+                    assert_eq!(walks.is_some(), width == 4);
+                    for vectors in walks.into_iter().chain([Vectors::ONE]) {
+                        kernels.push(walk_kernel(&spec, &sizes, vectors));
+                    }
+                    let pieces = Vectors::of(&spec, 8).filter(|_| is_long(&spec, &sizes));
+                    if let Some(vectors) = pieces {
+                        kernels.push(chunks_kernel(&spec, vectors));
+                        kernels.push(tiles_kernel(&spec, vectors));
+                    }
+                }
+            }
+        }
+    }
+    crate::gpu::compile_tests::check_compiles(&kernels);
+}
+
+#[test]
+fn plain_steps_and_few_drafts_have_a_kernel_without_a_loop() {
+    let ordered = |shape: &[usize], order: &[usize]| TensorDesc {
+        dtype: DType::BF16,
+        layout: Layout::with_order(shape, order).unwrap(),
+    };
+    let index = |n: usize| TensorDesc::contiguous(DType::I32, &[n]).unwrap();
+    // Of so many tokens in a row, with states of so many columns.
+    let spec = |sequences: usize, tokens: usize, columns: usize| {
+        let x = ordered(&[sequences, 4096, tokens], &[0, 2, 1]);
+        let states = ordered(&[600, 4096, columns], &[0, 2, 1]);
+        let weight = TensorDesc::contiguous(DType::BF16, &[4096, 4]).unwrap();
+        let spec = CausalConv1dServingSpec::new(x, states, weight).unwrap();
+        spec.with_conv_state_indices(index(sequences))
+    };
+    let kernel = |spec: &CausalConv1dServingSpec| {
+        let sizes = spec.sizes().unwrap();
+        let kernel = walk_kernel(spec, &sizes, Vectors::of_walks(spec, &sizes).unwrap());
+        let of = |name: &str| kernel.value_of(name).map(str::to_owned);
+        (kernel.name().0, of("DRAFTS"), of("TOKENS"), of("GUESS"))
+    };
+    let step = |drafts: &str, tokens: &str, guess: &str| {
+        let of = |value: &str| Some(value.to_owned());
+        ("serving_step.cu", of(drafts), of(tokens), of(guess))
+    };
+    let is_walked = |spec: &CausalConv1dServingSpec| kernel(spec).0 == "serving.cu";
+    assert_eq!(kernel(&spec(64, 1, 3)), step("0", "1", "1"));
+    assert_eq!(kernel(&spec(256, 1, 3)), step("0", "1", "0"));
+    // Small, more than a token, or with more to do for each.
+    assert!(is_walked(&spec(4, 1, 3)));
+    assert!(is_walked(&spec(64, 2, 3)));
+    let flags = TensorDesc::contiguous(DType::U8, &[64]).unwrap();
+    assert!(is_walked(&spec(64, 1, 3).with_has_initial_state(flags)));
+    assert!(is_walked(&spec(64, 1, 3).with_initial_block(index(64))));
+    assert!(is_walked(&spec(64, 1, 3).with_last_block(index(64))));
+    let states = ordered(&[600, 4096, 3], &[0, 1, 2]);
+    assert!(is_walked(&CausalConv1dServingSpec { conv_states: states, ..spec(64, 1, 3) }));
+    let drafts = |sequences: usize, tokens: usize, columns: usize| {
+        spec(sequences, tokens, columns).with_num_accepted_tokens(index(sequences))
+    };
+    assert_eq!(kernel(&drafts(1, 4, 6)), step("1", "4", "1"));
+    assert_eq!(kernel(&drafts(64, 2, 6)), step("1", "2", "1"));
+    assert!(is_walked(&drafts(64, 5, 7)));
+    // Packed ones may be as many as a state holds.
+    let packed = |columns: usize| {
+        let x = ordered(&[1, 4096, 64], &[0, 2, 1]);
+        let spec = CausalConv1dServingSpec { x, y: x, ..drafts(16, 1, columns) };
+        spec.with_query_start_loc(index(17))
+    };
+    assert_eq!(kernel(&packed(6)), step("1", "4", "1"));
+    assert!(is_walked(&packed(7)));
+}
+
+#[test]
+fn steps_take_as_many_channels_a_thread_as_they_gain_from() {
+    let channels = |dtype: DType, sequences: usize, width: usize, d: usize| {
+        let desc = |shape: &[usize]| TensorDesc {
+            dtype,
+            layout: Layout::with_order(shape, &[0, 2, 1]).unwrap(),
+        };
+        let weight = TensorDesc::contiguous(dtype, &[d, width]).unwrap();
+        let states = desc(&[sequences, d, width - 1]);
+        let spec = CausalConv1dServingSpec::new(desc(&[sequences, d, 1]), states, weight).unwrap();
+        Vectors::of_walks(&spec, &spec.sizes().unwrap()).map(|vectors| vectors.channels)
+    };
+    assert_eq!(channels(DType::BF16, 1, 4, 4096), Some(2));
+    assert_eq!(channels(DType::BF16, 64, 4, 4096), Some(8));
+    assert_eq!(channels(DType::BF16, 64, 4, 4100), Some(4));
+    assert_eq!(channels(DType::F16, 64, 9, 4096), Some(4));
+    assert_eq!(channels(DType::F32, 64, 4, 4096), Some(2));
+    assert_eq!(channels(DType::F16, 64, 20, 4096), None);
+    assert_eq!(channels(DType::F16, 1, 4, 4095), None);
+}
