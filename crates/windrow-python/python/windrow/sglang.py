@@ -113,7 +113,8 @@ def causal_conv1d_update(
     """
     if cache_seqlens is not None:
         raise ValueError("`cache_seqlens` is given, expected None: states are no rings here")
-    batch = len(x)
+    # `len` of a tensor is a function in Python.
+    batch = x.shape[0]
     slots = intermediate_state_indices
     if intermediate_conv_window is not None and slots is None:
         slots = conv_state_indices

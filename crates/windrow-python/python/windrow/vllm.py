@@ -168,7 +168,8 @@ def causal_conv1d_update(
         sequences = conv_state_indices.shape[0]
         query_start_loc = _first(query_start_loc, sequences + 1)
     else:
-        order, sequences = "bd" if x.dim() == 2 else "bdl", len(x)
+        # `len` of a tensor is a function in Python.
+        order, sequences = "bd" if x.dim() == 2 else "bdl", x.shape[0]
     # What a small step does here takes as long as what it does below: nothing is called for what is not given.
     has_blocks = block_idx_last_scheduled_token is not None
     y = _native.causal_conv1d_serving(
