@@ -4,18 +4,19 @@
 // sequence, of TOKENS tokens at most, and no loop. So fewer registers hold it, more blocks run beside each other, and
 // all of its loads are under way before the first result.
 //
-// DRAFTS   tokens are drafts, of which a state keeps all; else there is one for each sequence
-// TOKENS   most tokens of a sequence
-// GUESS    what is likely to be read is brought into the cache before the kernel before is done
+// DRAFTS      tokens are drafts, of which a state keeps all; else there is one for each sequence
+// TOKENS      most tokens of a sequence
+// GUESS       what is likely to be read is brought into the cache before the kernel before is done
+// MIN_BLOCKS  so many blocks run beside each other on sm_90, where registers suffice
 #include "serving.cuh"
 
 static_assert(VECTOR > 1 && ALONG_CHANNELS && DENSE && TAPS > 1, "vectors of channels");
 static_assert(DRAFTS == (GIVEN >> ACCEPTED & 1), "as their number that was accepted");
 static_assert(DRAFTS || (TOKENS == 1 && !(GIVEN >> STARTS & 1)), "a token a sequence");
 
-// As many blocks as registers can be had for without spills.
-#if WINDROW_PTX && VECTOR == 8 && TAPS <= 4
-#define BOUNDS __launch_bounds__(128, TOKENS == 1 ? 8 : 5)
+// Other architectures would spill registers.
+#if WINDROW_PTX == 900
+#define BOUNDS __launch_bounds__(128, MIN_BLOCKS)
 #else
 #define BOUNDS __launch_bounds__(128, 1)
 #endif

@@ -1,5 +1,5 @@
 use super::*;
-use crate::{Activation, Layout};
+use crate::{Activation, Approximate, Layout};
 
 #[test]
 fn kernels_compile_without_spills() {
@@ -93,6 +93,7 @@ fn plain_steps_and_few_drafts_have_a_kernel_without_a_loop() {
     assert!(is_walked(&spec(64, 2, 3)));
     let flags = TensorDesc::contiguous(DType::U8, &[64]).unwrap();
     assert!(is_walked(&spec(64, 1, 3).with_has_initial_state(flags)));
+    assert!(is_walked(&spec(64, 1, 3).with_activation(Activation::Gelu(Approximate::None))));
     assert!(is_walked(&spec(64, 1, 3).with_initial_block(index(64))));
     assert!(is_walked(&spec(64, 1, 3).with_last_block(index(64))));
     let states = ordered(&[600, 4096, 3], &[0, 1, 2]);
