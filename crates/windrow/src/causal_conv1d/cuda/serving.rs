@@ -27,8 +27,6 @@ const TILE: usize = 12;
 const AHEAD: usize = 4;
 /// Channels of all sequences up to which a step is small.
 const SMALL_STEP: usize = 16 << 10;
-/// Channels of all sequences up to which there is room for the next step's blocks, which then hint at what they will read.
-const HINTED_STEP: usize = 768 << 10;
 
 params! {
     /// `Params` of serving.cuh.
@@ -160,11 +158,7 @@ impl Vectors {
 
 /// Whether a step is bound by latency.
 fn is_small(sizes: &Sizes) -> bool {
-    channels_of_all(sizes) <= SMALL_STEP
-}
-
-fn channels_of_all(sizes: &Sizes) -> usize {
-    sizes.sequences.saturating_mul(sizes.problem.d)
+    sizes.sequences.saturating_mul(sizes.problem.d) <= SMALL_STEP
 }
 
 /// Whether each sequence has one token, or a few drafts, and nothing else is asked for: a kernel with less code. Small
@@ -247,7 +241,6 @@ fn walk_kernel(spec: &CausalConv1dServingSpec, sizes: &Sizes, vectors: Vectors) 
         return kernel_spec(&STEP, spec, vectors)
             .define("DRAFTS", u8::from(drafts))
             .define("TOKENS", tokens.min(sizes.most))
-            .define("GUESS", u8::from(channels_of_all(sizes) <= HINTED_STEP))
             .define("MIN_BLOCKS", blocks);
     }
     // A step of decoding has one token, and little code.

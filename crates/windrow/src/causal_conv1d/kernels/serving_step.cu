@@ -6,7 +6,6 @@
 //
 // DRAFTS      tokens are drafts, of which a state keeps all; else there is one for each sequence
 // TOKENS      most tokens of a sequence
-// GUESS       what is likely to be read is brought into the cache before the kernel before is done
 // MIN_BLOCKS  so many blocks run beside each other on sm_90, where registers suffice
 #include "serving.cuh"
 
@@ -51,7 +50,7 @@ extern "C" __global__ void BOUNDS KERNEL(const Params p) {
     int d = (blockIdx.x * blockDim.x + threadIdx.x) * VECTOR, i = blockIdx.y;
     bool inside = d < (int)p.channels;
     // Only where a kernel may start before the one before is done.
-    if (GUESS && WINDROW_PTX >= 900 && inside && i < (int)p.sequences) guess(p, i, d);
+    if (WINDROW_PTX >= 900 && inside && i < (int)p.sequences) guess(p, i, d);
 #if WINDROW_PTX >= 900 && EARLY
     // The next step's blocks come before this one may go on: 2 to 4 % less time for 64 and 256 sequences. They, too, wait
     // for this kernel's end, and so for all before it.

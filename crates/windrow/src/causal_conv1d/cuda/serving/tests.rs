@@ -79,15 +79,14 @@ fn plain_steps_and_few_drafts_have_a_kernel_without_a_loop() {
         let sizes = spec.sizes().unwrap();
         let kernel = walk_kernel(spec, &sizes, Vectors::of_walks(spec, &sizes).unwrap());
         let of = |name: &str| kernel.value_of(name).map(str::to_owned);
-        (kernel.name().0, of("DRAFTS"), of("TOKENS"), of("GUESS"))
+        (kernel.name().0, of("DRAFTS"), of("TOKENS"))
     };
-    let step = |drafts: &str, tokens: &str, guess: &str| {
+    let step = |drafts: &str, tokens: &str| {
         let of = |value: &str| Some(value.to_owned());
-        ("serving_step.cu", of(drafts), of(tokens), of(guess))
+        ("serving_step.cu", of(drafts), of(tokens))
     };
     let is_walked = |spec: &CausalConv1dServingSpec| kernel(spec).0 == "serving.cu";
-    assert_eq!(kernel(&spec(64, 1, 3)), step("0", "1", "1"));
-    assert_eq!(kernel(&spec(256, 1, 3)), step("0", "1", "0"));
+    assert_eq!(kernel(&spec(64, 1, 3)), step("0", "1"));
     // Small, more than a token, or with more to do for each.
     assert!(is_walked(&spec(4, 1, 3)));
     assert!(is_walked(&spec(64, 2, 3)));
@@ -101,8 +100,8 @@ fn plain_steps_and_few_drafts_have_a_kernel_without_a_loop() {
     let drafts = |sequences: usize, tokens: usize, columns: usize| {
         spec(sequences, tokens, columns).with_num_accepted_tokens(index(sequences))
     };
-    assert_eq!(kernel(&drafts(1, 4, 6)), step("1", "4", "1"));
-    assert_eq!(kernel(&drafts(64, 2, 6)), step("1", "2", "1"));
+    assert_eq!(kernel(&drafts(1, 4, 6)), step("1", "4"));
+    assert_eq!(kernel(&drafts(64, 2, 6)), step("1", "2"));
     assert!(is_walked(&drafts(64, 5, 7)));
     // Packed ones may be as many as a state holds.
     let packed = |columns: usize| {
@@ -110,7 +109,7 @@ fn plain_steps_and_few_drafts_have_a_kernel_without_a_loop() {
         let spec = CausalConv1dServingSpec { x, y: x, ..drafts(16, 1, columns) };
         spec.with_query_start_loc(index(17))
     };
-    assert_eq!(kernel(&packed(6)), step("1", "4", "1"));
+    assert_eq!(kernel(&packed(6)), step("1", "4"));
     assert!(is_walked(&packed(7)));
 }
 
