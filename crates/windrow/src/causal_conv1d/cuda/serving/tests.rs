@@ -35,12 +35,17 @@ fn kernels_compile_without_spills() {
                     .with_query_start_loc(index(&[9]))
                     .with_conv_state_indices(index(&[8]))
                     .with_num_accepted_tokens(index(&[8]));
+                let few_drafts = CausalConv1dServingSpec {
+                    conv_states: layout(&[9, 64, width + 2]),
+                    ..drafts.clone()
+                };
                 let prompts = spec.clone().with_query_start_loc(index(&[9]));
                 let windows =
                     spec.clone().with_intermediate_windows(desc(&[9, 512, 64, width - 1]));
                 let links = index(&[1, 512]);
                 let tree = windows.clone().with_next_token(links).with_next_sibling(links);
-                let specs = [plain, spec, step(4), step(512), drafts, prompts, windows, tree];
+                let specs =
+                    [plain, spec, step(4), step(512), drafts, few_drafts, prompts, windows, tree];
                 for spec in specs {
                     let sizes = spec.sizes().unwrap();
                     let walks = Vectors::of_walks(&spec, &sizes);
