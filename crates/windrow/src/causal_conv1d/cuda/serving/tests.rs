@@ -98,8 +98,11 @@ fn plain_steps_and_few_drafts_have_a_kernel_without_a_loop() {
     let flags = TensorDesc::contiguous(DType::U8, &[64]).unwrap();
     assert!(is_walked(&spec(64, 1, 3).with_has_initial_state(flags)));
     assert!(is_walked(&spec(64, 1, 3).with_activation(Activation::Gelu(Approximate::None))));
-    assert!(is_walked(&spec(64, 1, 3).with_initial_block(index(64))));
-    assert!(is_walked(&spec(64, 1, 3).with_last_block(index(64))));
+    let table = TensorDesc::contiguous(DType::I32, &[64, 2]).unwrap();
+    let blocks = spec(64, 1, 3).with_conv_state_indices(table);
+    assert_eq!(kernel(&blocks), step("0", "1"));
+    assert!(is_walked(&blocks.clone().with_initial_block(index(64))));
+    assert!(is_walked(&blocks.with_last_block(index(64))));
     let states = ordered(&[600, 4096, 3], &[0, 1, 2]);
     assert!(is_walked(&CausalConv1dServingSpec { conv_states: states, ..spec(64, 1, 3) }));
     let drafts = |sequences: usize, tokens: usize, columns: usize| {
