@@ -1,5 +1,5 @@
-"""Peak memory of a network: its weights, its input, and its third pass or step of training, after the trials by which
-libraries choose algorithms.
+"""Peak memory of a network: its weights, its input, and its fourth pass or step of training, after the trials by which
+libraries choose algorithms; Windrow's end with the third.
 
 On CUDA it is what PyTorch's allocator gave out, and what Windrow took from the driver's pool beside that:
 packed filters. On a CPU it is the resident memory. Only a process of its own can tell: in one that ran other
@@ -68,7 +68,7 @@ def _started(case: Case, side: str) -> Callable[[], object]:
 
 def _on_cuda(case: Case, side: str) -> int:
     call = _started(case, side)
-    call(), call()
+    call(), call(), call()
     torch.cuda.synchronize(case.device)
     torch.cuda.reset_peak_memory_stats(case.device)
     _of_the_pool(case.device)
@@ -81,7 +81,7 @@ def _on_cpu(case: Case, side: str) -> int:
     torch.randn(64, 64) @ torch.randn(64, 64)
     before = _resident("VmRSS")
     call = _started(case, side)
-    call(), call()
+    call(), call(), call()
     gc.collect()
     getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
     # Resets the peak.
