@@ -5,13 +5,14 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from common import OURS, THEIRS, compare_with_f64, each_device, each_winner, leaf
+from common import OURS, THEIRS, compare_with_f64, each_device, each_winner, known, leaf
 from torch import nn
 from windrow.torch import (
     Conv2d,
     _conv2d_fastest,
     _fastest,
     _modules,
+    _remembering,
     conv2d,
     freeze,
     patch,
@@ -123,8 +124,9 @@ def test_images_that_come_by_turns_are_remembered(times, monkeypatch):
         for x in images * 3:
             module(x)
         found = []
-        monkeypatch.setattr(Conv2d, "_found", lambda self, *of: found.append(of))
-        monkeypatch.setattr(_modules, "_REMEMBERED", 3)
+        nothing = (None, None), False
+        monkeypatch.setattr(Conv2d, "_found", lambda self, *of: found.append(of) or nothing)
+        monkeypatch.setattr(_remembering, "REMEMBERED", 3)
         for x in images * 2:
             torch.testing.assert_close(module(x), F.conv2d(x, module.weight, module.bias))
         assert not found
@@ -167,9 +169,8 @@ def test_a_measurement_is_not_waited_for(monkeypatch):
 def captured(monkeypatch):
     """Calls this with whether the calls that follow are captured in a graph."""
     is_in_graph = [False]
-    for module in (_fastest, _modules):
-        monkeypatch.setattr(module, "is_captured", lambda device: is_in_graph[0])
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: is_in_graph[0], raising=False)
+    for module, name in ((_fastest, "is_captured"), (_modules, "goes_into_a_graph")):
+        monkeypatch.setattr(module, name, lambda of: is_in_graph[0])
     return lambda now: is_in_graph.__setitem__(0, now)
 
 
@@ -186,7 +187,9 @@ def test_who_is_captured_may_be_another(monkeypatch, captured):
     patch(nn.ModuleList([module]))
     x = leaf(1, 8, 9, 9, grad=False)
     want = F.conv2d(x, module.weight, module.bias)
-    who = lambda: module._last[3] if module._ours[0] is None else module._ours[0]
+    theirs = []
+    operator = lambda *of: theirs.append(of) or torch.conv2d(*of)
+    monkeypatch.setattr(Conv2d, "_operator", staticmethod(operator))
     with torch.no_grad():
         module(x)
         # What is kept for graphs alone was let go of.
@@ -195,9 +198,9 @@ def test_who_is_captured_may_be_another(monkeypatch, captured):
         for _ in range(2):
             for is_in_graph in (False, False, False, True, True, True):
                 captured(is_in_graph)
+                theirs.clear()
                 torch.testing.assert_close(module(x), want, atol=1e-5, rtol=1e-5)
-                assert (who() is _modules.PYTORCHS) != is_in_graph
-                assert module._ours == _modules._NO_CALL
+                assert bool(theirs) != is_in_graph and known(module) in ([], [None])
     (decision,) = _fastest.decisions()
     assert (decision.choice, [decision.in_graph]) == (PYTORCH, ours)
 

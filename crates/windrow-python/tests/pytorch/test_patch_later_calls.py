@@ -6,9 +6,9 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from common import OURS, THEIRS, each_device, each_dtype, each_winner, leaf
+from common import OURS, THEIRS, each_device, each_dtype, each_winner, known, leaf
 from torch import nn
-from windrow.torch import _conv2d_fastest, patch
+from windrow.torch import Conv1d, Conv2d, ConvTranspose2d, _conv2d_fastest, freeze, patch
 
 pytestmark = pytest.mark.usefixtures("nothing_decided")
 
@@ -22,7 +22,7 @@ def test_what_is_remembered_hides_no_option(device, times):
     for _ in range(3):
         y = module(x)
         y.sum().backward()
-    assert module._pytorchs is not None
+    assert known(module) == [None]
     module.activation = "relu"
     torch.testing.assert_close(module(x), F.relu(y))
     module.activation, module.padding = None, (0, 0)
@@ -38,8 +38,8 @@ def test_the_module_finds_pytorchs_by_itself(factor, times):
     with torch.no_grad():
         for _ in range(3):
             model(x)
-    run = model[0]._last[-1]
-    assert run is not None and (model[0]._pytorchs is not None) == (factor == THEIRS)
+    (run,) = known(model[0])
+    assert (run is None) == (factor == THEIRS)
 
 
 @each_device
@@ -64,7 +64,7 @@ def test_the_way_of_later_calls(device, dtype, frozen, layout, times):
         assert y.stride() == want.stride()
 
     def is_there(module):
-        return module._ours[0] is not None
+        return any(run is not None for run in known(module))
 
     # cuDNN has nothing to gain from itself: there is no call of ours to remember.
     decided_for_ours = False
@@ -139,7 +139,8 @@ def test_the_way_of_later_steps_of_training(device, factor, layout, times):
                             assert got.stride() == want.stride()
 
     agree()
-    is_ours = type(module._last[-1]).__name__ == "Training"
+    _, _, remembered = module._remembered
+    is_ours = any(type(run).__name__ == "Training" for run, _ in remembered.values())
     if device == "cpu":
         assert is_ours == (factor == OURS)
     # A filter that an optimizer writes, one whose memory is another, one that nobody trains, no bias.
@@ -177,7 +178,7 @@ def test_the_way_of_later_calls_ends_with_the_memory(times):
     x = leaf(1, 4, 6, 6, grad=False)
     for _ in range(3):
         module(x)
-    call, _ = module._ours
+    (call,) = known(module)
     weight, bias = module.weight, module.bias
     assert torch.equal(call(x, weight, bias), module(x))
     assert call(x[:, :, 1:], weight, bias) is None
@@ -205,7 +206,7 @@ def test_later_calls_bring_images_into_the_layout_of_the_filter_once(times, monk
     want = F.conv2d(x, module.weight, module.bias)
     torch.testing.assert_close(y, want, atol=1e-5, rtol=1e-5)
     # Images of other strides are not of this way.
-    call, _ = module._ours
+    (call,) = known(module)
     assert call(x.contiguous(memory_format=torch.channels_last), module.weight, module.bias) is None
     for other in (x.contiguous(memory_format=torch.channels_last), x.transpose(2, 3)):
         want = F.conv2d(other, module.weight, module.bias)
@@ -221,9 +222,120 @@ def test_parameters_that_become_others(times):
     with torch.no_grad():
         for _ in range(3):
             module(x)
-        assert module._pytorchs is not None
+        assert known(module) == [None]
         weight = nn.utils.parametrizations.weight_norm(module)
         module.parametrizations.weight.original0.mul_(2)
         for _ in range(3):
             want = F.conv2d(x, weight.weight, module.bias)
             torch.testing.assert_close(module(x), want, atol=1e-5, rtol=1e-5)
+
+
+@each_device
+@each_dtype
+@pytest.mark.parametrize("frozen", [False, True])
+def test_modules_of_our_own(device, dtype, frozen):
+    """Those that no `patch` has made: what their first call has found out serves later ones."""
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    convolutions = [
+        (Conv2d(4, 6, 3, padding=1, groups=2), F.conv2d, (2, 4, 7, 8), True),
+        (Conv1d(4, 6, 3, padding=2, dilation=2), F.conv1d, (2, 4, 9), True),
+        (ConvTranspose2d(4, 6, 3, stride=2), F.conv_transpose2d, (2, 4, 5, 5), False),
+        (Conv2d(4, 6, 3, padding=1, padding_mode="circular"), None, (2, 4, 7, 8), False),
+    ]
+    for module, function, shape, is_straight in convolutions:
+        module = module.to(device, dtype).requires_grad_(False)
+        if frozen:
+            freeze(module)
+        plain = getattr(nn, type(module).__name__)
+        images = [torch.randn(n, *shape[1:], device=device, dtype=dtype) for n in (1, 2, 1)]
+        images[2] = images[2].transpose(1, -1).contiguous().transpose(1, -1)
+
+        def agree():
+            for x in images * 2:
+                y = plain.forward(module, x) if function is None else None
+                if function is not None:
+                    names = ("stride", "padding", "dilation", "groups")
+                    y = function(x, module.weight, module.bias, **{name: getattr(module, name) for name in names})
+                torch.testing.assert_close(module(x), y.relu() if module.activation else y, **tolerance)
+            calls = known(module)
+            assert bool(calls) == is_straight and None not in calls
+
+        agree()
+        module.weight.data = module.weight.data.clone()
+        agree()
+        module.activation = "relu" if function is not None else None
+        agree()
+
+
+def test_what_modules_of_our_own_do_not_hide():
+    module = Conv2d(4, 6, 3)
+    x = leaf(2, 4, 7, 8, grad=False)
+    with torch.no_grad():
+        for _ in range(3):
+            want = module(x)
+        assert len(known(module)) == 1
+        # No image for the short way: one without memory, one negated lazily, none at all, a single one, another type.
+        assert module.to("meta")(x.to("meta")).shape == want.shape
+        module = Conv2d(4, 6, 3)
+        module(x)
+        torch.testing.assert_close(torch.func.vmap(module)(x[:, None])[:, 0], module(x), atol=1e-5, rtol=1e-5)
+        lazy = torch.complex(x, -x).conj().imag
+        assert lazy.is_neg()
+        torch.testing.assert_close(module(lazy), module(x), atol=1e-5, rtol=1e-5)
+        assert module(x[:0]).shape == (0, 6, 5, 6)
+        torch.testing.assert_close(module(x[0]), module(x)[0], atol=1e-5, rtol=1e-5)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert module(x).dtype == torch.bfloat16
+        for wrong in (x.double(), x[:, :3]):
+            with pytest.raises((TypeError, ValueError), match="`(input|weight)`"):
+                module(wrong)
+        module.activation = "tanh"
+        with pytest.raises(ValueError, match="`activation` is 'tanh'"):
+            module(x)
+    module.activation = None
+    module(x).sum().backward()
+    assert module.weight.grad is not None
+
+
+def test_a_bias_that_becomes_another(times):
+    times(THEIRS)
+    module = nn.Conv2d(8, 8, 3)
+    patch(nn.ModuleList([module]))
+    x = leaf(1, 8, 9, 9, grad=False)
+
+    class Twice(nn.Module):
+        def forward(self, bias):
+            return 2 * bias
+
+    with torch.no_grad():
+        for _ in range(3):
+            module(x)
+        bias = module.bias.clone()
+        nn.utils.parametrize.register_parametrization(module, "bias", Twice())
+        for _ in range(3):
+            torch.testing.assert_close(module(x), F.conv2d(x, module.weight, 2 * bias), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", [None, "fastest"])
+@each_winner
+def test_classes_derived_from_ours(algorithm, factor, times):
+    """They may do more than to compute, on the way to the filter that a later call would take straight."""
+    times(factor)
+
+    class Doubled(Conv2d):
+        def _conv_forward(self, input, weight, bias):
+            return super()._conv_forward(input, 2 * weight, bias)
+
+    class Padded(Conv2d):
+        def _conv_forward(self, input, weight, bias):
+            return super()._conv_forward(F.pad(input, (1, 1, 1, 1)), weight, bias)
+
+    x = leaf(2, 4, 6, 6, grad=False)
+    for kind in (Doubled, Padded):
+        module = kind(4, 6, 3).requires_grad_(False)
+        module.algorithm = algorithm
+        for image in (x, F.pad(x, (1, 1, 1, 1))) * 4:
+            weight, padding = (2 * module.weight, 0) if kind is Doubled else (module.weight, 1)
+            want = F.conv2d(image, weight, module.bias, padding=padding)
+            torch.testing.assert_close(module(image), want, atol=1e-5, rtol=1e-5)
+        assert not known(module)

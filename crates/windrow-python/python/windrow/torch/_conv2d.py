@@ -411,19 +411,16 @@ class Training:
     def __init__(
         self,
         x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
         run: Callable[[Tensor], Tensor],
         options: _conv2d_fastest.Options,
         accuracy: str | None,
         mine: Callable[[Sequence[bool]], tuple[bool, ...]],
     ) -> None:
-        self.weight, self.bias = weight, bias
         self.run, self.options, self.accuracy, self.mine = run, options, accuracy, mine
         self.ours = run.like(x) if type(run) is _conv2d_fastest.Ours else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return _Trained.apply(x, self.weight, self.bias, self)
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _Trained.apply(x, weight, bias, self)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = None if self.ours is None else self.ours(x, weight, bias)

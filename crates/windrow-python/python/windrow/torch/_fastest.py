@@ -118,7 +118,18 @@ _measuring = threading.Lock()
 
 def is_captured(device: torch.device) -> bool:
     """Whether calls on this device go into a graph now."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and _is_captured(device.index)
+
+
+def goes_into_a_graph(tensor: torch.Tensor) -> bool:
+    """The same for the device of a tensor, found sooner."""
+    index = tensor.get_device()
+    return index >= 0 and tensor.is_cuda and _is_captured(index)
+
+
+def _is_captured(index: int) -> bool:
+    # The default stream, of number 0, cannot be captured: there the driver need not be asked.
+    return torch._C._cuda_getCurrentRawStream(index) != 0 and torch.cuda.is_current_stream_capturing()
 
 
 def is_ordinary(tensor: Any) -> bool:

@@ -41,13 +41,14 @@ from windrow.torch._fastest import (
     Contestant,
     chosen,
     decide,
-    is_captured,
+    goes_into_a_graph,
     is_ordinary,
     limits,
 )
 from windrow.torch._filters import filter_cache, forget, kept_with, unkept
 from windrow.torch._gelu import gelu_of_any
 from windrow.torch._library import autocast, call, define, not_differentiable
+from windrow.torch._remembering import Remembering
 
 _MODE = "forward of an optimized model"
 _MODE_UNKEPT = "forward of an optimized model without room for its filter"
@@ -106,9 +107,19 @@ class _Ours:
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
         return _with_residual(self.conv2d(x), residual, self.activation)
 
+    def like(self, x: Tensor) -> "Way":
+        """The same for images like x; None comes of others."""
+        call, weight, bias = self.conv2d.like(x), self.conv2d.weight, self.conv2d.bias
+
+        def run(x: Tensor, residual: Tensor | None) -> Tensor | None:
+            y = call(x, weight, bias)
+            return None if y is None else _with_residual(y, residual, self.activation)
+
+        return run
+
 
 # Of an image and what is added.
-Way = Callable[[Tensor, Tensor | None], Tensor]
+Way = Callable[[Tensor, Tensor | None], Tensor | None]
 
 
 def _way(
@@ -246,18 +257,12 @@ def _fused(
     return call(_conv2d_fused, _kernel, tensors, *rest, aten=_aten)
 
 
-_NOTHING = (None, None, None, None)
-_NO_CALL = (None, None)
-
-
-class FusedConv2d(nn.Module):
+class FusedConv2d(Remembering):
     """What `optimize` puts in the place of a convolution and what follows it. Filter and bias are buffers: they are
     saved and moved like parameters, but nobody trains them."""
 
     weight: Tensor
     bias: Tensor | None
-    # As that of `Conv2d`.
-    _ours: tuple[Any, ...] = _NO_CALL
 
     def __init__(
         self,
@@ -273,69 +278,43 @@ class FusedConv2d(nn.Module):
         stride, padding, dilation, groups = options
         self.options = ([*stride], [*padding], [*dilation], int(groups))
         self.activation, self.accuracy = activation, accuracy
-        # Of the last call: what it was told by, and what computed it.
-        self._last: tuple[Any, ...] = _NOTHING
         self.eval()
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """`residual` is added before the activation."""
+        if (
+            is_ordinary(input)
+            and not torch.compiler.is_dynamo_compiling()
+            and not torch._C._are_functorch_transforms_active()
+            and not has_torch_function((input, residual))
+        ):
+            flags = torch._C._is_any_autocast_enabled(), torch._C._get_cudnn_allow_tf32()
+            is_in_graph = goes_into_a_graph(input)
+            beside = None if residual is None else (residual.shape, residual.stride(), residual.dtype)
+            seen = (input.shape, input.stride(), input.dtype, input.device, beside, flags, is_in_graph)
+            buffers = self._buffers
+            weight, bias = buffers["weight"], buffers["bias"]
+            run = self._recall(seen, weight, bias, lambda: self._found(input, residual, is_in_graph))
+            if run is not None and _native.is_plain(input, weight, residual):
+                y = run(input, residual)
+                if y is not None:
+                    return y
+                # The filter's memory is another.
+                self._forget()
+        return _fused(input, residual, self.weight, self.bias, self.options, self.activation, self.accuracy)
+
+    def _found(self, input: Tensor, residual: Tensor | None, is_in_graph: bool) -> tuple[Way | None, bool]:
+        """What computes tensors like these, and whether that is found for good."""
         weight, bias = self.weight, self.bias
-        if (
-            torch.compiler.is_dynamo_compiling()
-            or torch._C._are_functorch_transforms_active()
-            or not is_ordinary(input)
-            or has_torch_function((input, residual))
-        ):
-            return _fused(input, residual, weight, bias, self.options, self.activation, self.accuracy)
-        options = (
-            None if residual is None else (residual.shape, residual.stride(), residual.dtype),
-            torch._C._get_cudnn_allow_tf32(),
-            torch._C._is_any_autocast_enabled(),
-            is_captured(input.device),
-            self.options,
-            self.activation,
-            self.accuracy,
-        )
-        call, its_options = self._ours
-        if call is not None and options == its_options and (residual is None or _native.is_plain(residual)):
-            y = call(input, weight, bias)
-            if y is not None:
-                return _with_residual(y, residual, self.activation)
-        seen = (input.shape, input.stride(), input.dtype, input.device, options)
-        last, its_weight, its_bias, run = self._last
-        if (
-            seen == last
-            and its_weight is weight
-            and its_bias is bias
-            and _native.is_plain(input, weight, residual)
-        ):
-            if type(run) is _Ours:
-                self._ours = (run.conv2d.like(input), options)
-            return run(input, residual)
-        return self._found(input, residual, seen)
-
-    def _found(self, input: Tensor, residual: Tensor | None, seen: tuple[Any, ...]) -> Tensor:
-        """Remembers what computes tensors like these: the next call takes it straight."""
-        self._ours = _NO_CALL
-        rest = (self.options, self.activation, self.accuracy)
-        is_plain = input.dim() == 4 and _native.is_plain(input, self.weight, residual)
+        is_plain = input.dim() == 4 and _native.is_plain(input, weight, residual)
         if not is_plain or torch._C._is_any_autocast_enabled():
-            return _fused(input, residual, self.weight, self.bias, *rest)
-        accuracy = accuracy_of(self.accuracy, input)
-        tensors = (input, self.weight, self.bias, residual)
-        options = Options(*self.options)
-        look_ahead(input, self.weight, options)
-        run, is_final = _way(*tensors, options, self.activation, accuracy)
-        if is_final:
-            self._last = (seen, self.weight, self.bias, run)
-        return run(input, residual)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_last": _NOTHING, "_ours": _NO_CALL}
-
-    def _apply(self, *args: Any, **how: Any) -> "FusedConv2d":
-        self._last, self._ours = _NOTHING, _NO_CALL
-        return super()._apply(*args, **how)
+            return None, False
+        options, accuracy = Options(*self.options), accuracy_of(self.accuracy, input)
+        look_ahead(input, weight, options)
+        run, is_final = _way(input, weight, bias, residual, options, self.activation, accuracy)
+        if is_final and type(run) is _Ours and not is_in_graph:
+            run = run.like(input)
+        return run, is_final
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)

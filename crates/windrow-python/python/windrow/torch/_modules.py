@@ -11,16 +11,15 @@ from torch.overrides import has_torch_function
 from windrow import _native
 from windrow.torch import _conv2d_fastest
 from windrow.torch._conv2d import FASTEST, Training, accuracy_of, conv1d, conv2d, conv_transpose2d
-from windrow.torch._conv2d_fastest import Options
-from windrow.torch._fastest import is_captured, is_ordinary
+from windrow.torch._conv2d_fastest import ACTIVATIONS, Options, Ours, as_named
+from windrow.torch._fastest import goes_into_a_graph, is_ordinary
 from windrow.torch._filters import kept_with, unkept
+from windrow.torch._remembering import REMEMBERED, Remembering
 
-_NOTHING = (None, None, None, None)
-_NO_CALL = (None, None)
-# Attributes of a module that its calls set.
-FOUND_OUT = ("_last", "_pytorchs", "_ours", "_is_anothers_in_graphs", "_remembered")
-# So many images that came by turns are remembered.
-_REMEMBERED = 256
+# What computes images, None if it is PyTorch; PyTorch's flags; the options for PyTorch's operator; whether it is another in
+# graphs.
+Known = tuple[Callable[..., Tensor | None] | None, tuple[bool, bool], tuple[Any, ...], bool]
+_MISSING = object()
 
 
 def _flags() -> tuple[bool, bool]:
@@ -32,28 +31,18 @@ def PYTORCHS(input: Tensor) -> Tensor:
     raise NotImplementedError
 
 
-class Convolution(nn.Module):
+class Convolution(Remembering):
     """What these modules have in common: options that PyTorch's have not, and what earlier calls found out."""
 
     activation: str | None = None
     accuracy: str | None = None
     algorithm: str | None = None
     frozen: bool = False
-    # What was found out by earlier calls; an attribute that is set takes it back.
-    # Of the last call: what it was told by, its filter and bias, and what computes it. See `_straight`.
-    _last: tuple[Any, ...] = _NOTHING
 
-    # Filter and bias, and the same of images that came before with them: what computes them, and the next two attributes.
-    _remembered: tuple[Any, ...] = _NOTHING[:3]
+    # By shape, type and whether gradients may be wanted.
+    _known: dict[Any, Known] = {}
 
-    # Shape, type and whether gradients are wanted, of images that PyTorch computes, and the options.
-    _pytorchs: tuple[Any, ...] | None = None
-
-    # Whether somebody else computes these images where calls are captured in a graph.
-    _is_anothers_in_graphs: bool = False
-
-    # Where the last two calls were ours and alike: what computes more of these, and PyTorch's flags.
-    _ours: tuple[Any, ...] = _NO_CALL
+    FOUND_OUT = (*Remembering.FOUND_OUT, "_known")
 
     # TorchScript compiles modules that have been called, too.
     __jit_ignored_attributes__ = [*FOUND_OUT]
@@ -75,36 +64,26 @@ class Convolution(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         if torch.jit.is_scripting():
             return self._scripted(input, self.weight, self.bias)
-        if is_ordinary(input) and not torch.compiler.is_dynamo_compiling():
-            known, (run, flags), parameters = self._pytorchs, self._ours, self._parameters
-            weight = parameters.get("weight")
-            # Only on CUDA: asked for in the shortest way, since each call does.
-            if self._is_anothers_in_graphs and torch._C._cuda_isCurrentStreamCapturing():
-                pass
-            elif run is not None:
-                if flags == _flags() and weight is not None:
-                    y = run(input, weight, parameters["bias"])
-                    if y is not None:
-                        return y
-            # Sooner than without Windrow, since parameters are not looked up as attributes. That too little is compared
-            # here to tell problems apart does no harm: PyTorch's operator computes all of them.
-            elif (
-                known is not None
-                and weight is not None
-                and known[0] == input.shape
-                and known[1] is input.dtype
-                and known[2] is torch.is_grad_enabled()
-            ):
-                return self._operator(input, weight, parameters["bias"], *known[3])
+        if type(input) is Tensor and not torch.compiler.is_dynamo_compiling():
+            parameters = self._parameters
+            weight, bias = parameters.get("weight"), parameters.get("bias", _MISSING)
+            # Else `nn.utils` has put properties there.
+            if weight is not None and bias is not _MISSING:
+                # Sooner than without Windrow, since parameters are not looked up as attributes. That too little is compared
+                # here to tell problems apart does no harm: PyTorch's operator computes all of them, and ours looks itself.
+                known = self._known.get((input.shape, input.dtype, torch.is_grad_enabled()))
+                if known is not None:
+                    run, flags, rest, is_another_in_graphs = known
+                    if is_another_in_graphs and goes_into_a_graph(input):
+                        pass
+                    elif run is None:
+                        return self._operator(input, weight, bias, *rest)
+                    elif flags == _flags():
+                        y = run(input, weight, bias)
+                        if y is not None:
+                            return y
+                return self._conv_forward(input, weight, bias)
         return self._conv_forward(input, self.weight, self.bias)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._forget()
-        super().__setattr__(name, value)
-
-    def _forget(self) -> None:
-        for name in FOUND_OUT:
-            self.__dict__.pop(name, None)
 
     def layer(self) -> tuple[Any, ...]:
         """What decisions for the algorithm "fastest" know of this module."""
@@ -115,109 +94,97 @@ class Convolution(nn.Module):
             padding = same if padding == "same" else none
         return _conv2d_fastest.layer(self.weight, self.bias, self._options(padding))
 
-    def _straight(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-        """What computes this, where that is known for good: PyTorch's operator, nearly as soon as without Windrow, or
-        ours past all checks. None where the long way has to be gone."""
-        is_grad, flags, is_in_graph = torch.is_grad_enabled(), _flags(), is_captured(input.device)
-        seen = (
-            input.shape,
-            input.stride(),
-            input.dtype,
-            input.device,
-            is_grad,
-            is_grad and input.requires_grad,
-            is_grad and weight.requires_grad,
-            flags,
-            is_in_graph,
-        )
-        last, its_weight, its_bias, run = self._last
-        is_known = seen == last and its_weight is weight and its_bias is bias
-        if not is_known:
-            run = self._again(seen, input, weight, bias)
-            if run is not None:
-                self.__dict__["_last"] = (seen, weight, bias, run)
+    def _straight(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor | None] | None:
+        """What computes this of input, filter and bias, where that is known for good: PyTorch's operator, nearly as soon as
+        without Windrow, or ours past all checks. None where the long way has to be gone."""
+        is_grad, flags, is_in_graph = torch.is_grad_enabled(), _flags(), goes_into_a_graph(input)
+        wants = is_grad and (input.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
+        seen = (input.shape, input.stride(), input.dtype, input.device, is_grad, wants, flags, is_in_graph)
+        run, known = self._recall(seen, weight, bias, lambda: self._found(input, weight, bias, flags, is_in_graph))
+        is_own = self._parameters.get("weight") is weight and self._parameters.get("bias") is bias
+        # A class derived from this may do more with images and filters than to compute.
+        if known is not None and is_own and type(self)._conv_forward is Convolution._conv_forward:
+            all_known = self.__dict__.setdefault("_known", {})
+            if len(all_known) >= REMEMBERED:
+                all_known.clear()
+            all_known[input.shape, input.dtype, is_grad] = known
         if run is None or run is PYTORCHS:
             return run
         is_straight = _native.is_only_recorded if type(run) is Training else _native.is_plain
-        if not is_straight(input, weight, bias):
-            return None
-        if is_known and type(run) is _conv2d_fastest.Ours and not is_in_graph:
-            self.__dict__["_ours"] = (run.like(input), flags)
-        return run
-
-    def _again(
-        self, seen: Any, input: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Callable[[Tensor], Tensor] | None:
-        """What was found out for such images before, or is now."""
-        its_weight, its_bias, remembered = self._remembered
-        before = remembered if its_weight is weight and its_bias is bias else {}
-        self._forget()
-        found = before.get(seen)
-        if found is None:
-            run = self._found(input, weight, bias)
-            found = run, self._pytorchs, self._is_anothers_in_graphs
-            if run is not None and type(run) is not Training:
-                while len(before) >= _REMEMBERED:
-                    before.pop(next(iter(before), None), None)
-                before[seen] = found
-        run, pytorchs, is_anothers = found
-        self.__dict__.update(_remembered=(weight, bias, before), _pytorchs=pytorchs, _is_anothers_in_graphs=is_anothers)
-        return run
+        return run if is_straight(input, weight, bias) else None
 
     def _found(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Callable[[Tensor], Tensor] | None:
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, flags: tuple[bool, bool], is_in_graph: bool
+    ) -> tuple[tuple[Callable[..., Tensor | None] | None, Known | None], bool]:
+        """What computes images like this one, and what more calls may know of that; whether it is found for good."""
+        nothing = (None, None), False
         if self.padding_mode != "zeros" or isinstance(self.padding, str):
-            return None
-        options = self._options(self.padding)
-        accuracy = accuracy_of(self.accuracy, input)
+            return nothing
+        options, accuracy = self._options(self.padding), accuracy_of(self.accuracy, input)
+        if self.algorithm is None:
+            run = None if is_in_graph or flags[0] else self._planned(input, weight, bias, options, accuracy)
+            return ((run, (run, flags, (), False)), True) if run is not None else nothing
         problem = (input, weight, bias, options, accuracy, self.frozen)
         is_pytorchs = _conv2d_fastest.is_pytorchs(*problem)
         if is_pytorchs is None:
-            return None
-        self.__dict__["_is_anothers_in_graphs"] = _conv2d_fastest.is_anothers_in_graphs(*problem)
-        if is_pytorchs and not is_captured(input.device):
-            self.__dict__["_pytorchs"] = (input.shape, input.dtype, torch.is_grad_enabled(), self._rest())
+            return nothing
+        is_another = _conv2d_fastest.is_anothers_in_graphs(*problem)
         if is_pytorchs:
-            return PYTORCHS
-        if torch._C._is_any_autocast_enabled():
-            return None
+            return (PYTORCHS, None if is_in_graph else (None, flags, self._rest(), is_another)), True
         is_plain = _native.is_plain(input, weight, bias)
-        if not (is_plain or _native.is_only_recorded(input, weight, bias)):
-            return None
+        if flags[0] or not (is_plain or _native.is_only_recorded(input, weight, bias)):
+            return nothing
         changes = not is_plain and weight.requires_grad
         filters = unkept if changes else kept_with(weight, self.frozen)
         _conv2d_fastest.look_ahead(input, weight, options)
-        run, is_final = _conv2d_fastest.way(input, weight, bias, options, None, accuracy, filters)
-        if is_plain or not is_final:
-            return run if is_final else None
-        mine = _conv2d_fastest.gradients_of(input, weight, bias, options, accuracy)
-        return None if mine is None else Training(input, weight, bias, run, options, accuracy, mine)
+        way, is_final = _conv2d_fastest.way(input, weight, bias, options, None, accuracy, filters)
+        if not is_final:
+            return nothing
+        if not is_plain:
+            mine = _conv2d_fastest.gradients_of(input, weight, bias, options, accuracy)
+            return nothing if mine is None else ((Training(input, way, options, accuracy, mine), None), True)
+        if type(way) is not Ours or is_in_graph:
+            return (lambda x, *_: way(x), None), True
+        run = way.like(input)
+        return (run, (run, flags, (), is_another)), True
 
-    def _apply(self, *args: Any, **how: Any) -> "Convolution":
-        self._forget()
-        return super()._apply(*args, **how)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in FOUND_OUT}
+    def _planned(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, options: Options, accuracy: str | None
+    ) -> Callable[..., Tensor | None] | None:
+        """Ours, as the planner chooses it. None for what is no convolution of Windrow's, and where the long way has the words
+        to refuse it."""
+        is_usual = input.dim() == weight.dim() and input.device.type in ("cpu", "cuda") and input.numel() > 0
+        if not is_usual or self.activation not in ACTIVATIONS or not _native.is_plain(input, weight, bias):
+            return None
+        named = as_named(options, activation=self.activation, accuracy=accuracy)
+        ours = Ours(weight, bias, named, torch.contiguous_format, kept_with(weight, self.frozen))
+        try:
+            return ours.like(input)
+        except (TypeError, ValueError, RuntimeError):
+            return None
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        is_fastest = self.algorithm == FASTEST
         if (
-            self.algorithm == FASTEST
-            and self.activation is None
+            (self.activation is None if is_fastest else self.algorithm is None)
             and is_ordinary(input)
             and not torch.compiler.is_dynamo_compiling()
             and not has_torch_function((input, weight, bias))
         ):
-            if torch._C._are_functorch_transforms_active():
+            if not torch._C._are_functorch_transforms_active():
+                run = self._straight(input, weight, bias)
+                if run is PYTORCHS:
+                    return self._operator(input, weight, bias, *self._rest())
+                if run is not None:
+                    y = run(input, weight, bias)
+                    if y is not None:
+                        return y
+                    # The filter's memory is another.
+                    self._forget()
+            elif is_fastest:
                 # PyTorch's operator has all derivatives, and takes the batches of `vmap` whole.
                 input, padding = self._padded(input)
                 return self._operator(input, weight, bias, self.stride, padding, *self._rest()[2:])
-            run = self._straight(input, weight, bias)
-            if run is PYTORCHS:
-                return self._operator(input, weight, bias, *self._rest())
-            if run is not None:
-                return run(input)
         return self._called(input, weight, bias)
 
     def _how(self) -> dict[str, Any]:
@@ -319,12 +286,15 @@ class ConvTranspose2d(Convolution, nn.ConvTranspose2d):
         return Options(self.stride, padding, self.dilation, self.groups, self.output_padding)
 
     def _found(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Callable[[Tensor], Tensor] | None:
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, flags: tuple[bool, bool], is_in_graph: bool
+    ) -> tuple[tuple[Callable[..., Tensor | None] | None, Known | None], bool]:
         # The function pads the input where more of the result lies behind it than a step.
         if any(more >= s for more, s in zip(self.output_padding, self.stride, strict=True)):
-            return None
-        return super()._found(input, weight, bias)
+            return (None, None), False
+        return super()._found(input, weight, bias, flags, is_in_graph)
+
+    def _planned(self, *_: Any) -> None:
+        return None
 
     def _called(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self._by_function(input, weight, bias, self.output_padding)

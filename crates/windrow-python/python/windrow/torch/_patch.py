@@ -12,7 +12,7 @@ from windrow.torch import _memory
 from windrow.torch._conv2d import ACCURACIES, FASTEST
 from windrow.torch._fastest import decisions
 from windrow.torch._gelu import GELU
-from windrow.torch._modules import FOUND_OUT, Conv1d, Conv2d, Convolution, ConvTranspose2d
+from windrow.torch._modules import Conv1d, Conv2d, Convolution, ConvTranspose2d
 
 
 @dataclass
@@ -55,7 +55,7 @@ def _decided(module: Convolution) -> Iterator[str]:
 
 # Set on the modules that were swapped, beside the options that they have beyond PyTorch's.
 _MARK = "_was_patched"
-_OPTIONS = ("activation", "accuracy", "algorithm", "frozen", *FOUND_OUT)
+_OPTIONS = ("activation", "accuracy", "algorithm", "frozen", *Convolution.FOUND_OUT)
 _OWN = {
     nn.Conv1d: Conv1d,
     nn.Conv2d: Conv2d,
