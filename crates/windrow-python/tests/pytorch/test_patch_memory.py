@@ -194,3 +194,35 @@ def test_graphs_have_a_thousandth_of_the_device(on_cuda):
     memory.look(device, 0)
     assert memory.is_there_room(device, 3 << 20, 0, in_graph=True)
     assert not memory.is_there_room(device, 4 << 20, 0, in_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("kept", "time_kept", "time_packed", "room", "choice"),
+    [
+        (54, 0.5, 0.6, 100, "KEPT"),
+        # So little is not worth what other layers may gain by the room.
+        (54, 0.5, 0.515, 100, "PACKED"),
+        (54, 0.5, 0.4, 100, "PACKED"),
+        # Little memory is kept without a look at what packing takes, as is any without room for the other.
+        (3, 0.5, 0.4, 100, "KEPT"),
+        (54, 0.5, 0.4, 60, "KEPT"),
+    ],
+)
+def test_a_filter_is_kept_where_that_gains_time(on_cuda, monkeypatch, kept, time_kept, time_packed, room, choice):
+    names = {"KEPT": _conv2d_fastest.KEPT, "PACKED": _conv2d_fastest.PACKED, "PyTorch": _fastest.PYTORCH}
+    seconds = {"KEPT": time_kept, "PACKED": time_packed, "PyTorch": 1.0}
+    monkeypatch.setattr(
+        _fastest, "_times", lambda device, of: {names[n]: _fastest.Seconds(seconds[n]) for n in names}
+    )
+    monkeypatch.setattr(_fastest._memory, "look_inside", lambda *_: None)
+    on_cuda["allocated"] = 10 * room
+    forgotten = []
+    contestants = [
+        _fastest.Contestant(names["KEPT"], list, kept << 20, 0, forget=lambda: forgotten.append(1)),
+        _fastest.Contestant(names["PACKED"], list, 0, (kept + 10) << 20),
+    ]
+    problem = (((8,),), (torch.device("cuda:0"),), ())
+    decided = ("forward", problem, torch.device("cuda:0"), list, lambda: contestants)
+    monkeypatch.setattr(_fastest, "is_captured", lambda device: False)
+    assert _fastest.decide(*decided) == names[choice]
+    assert bool(forgotten) == (choice == "PACKED")

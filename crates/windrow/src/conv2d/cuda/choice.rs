@@ -173,7 +173,7 @@ fn stages_pay(
     // The F2 of bf16 moves too much where there is much to do.
     let least_k = if is_channels_last(&spec.y.layout) { 1024 } else { 512 };
     let many = tile == Tile::F4 && p.c >= 512 && p.k >= least_k && tiles(p, tile) >= 1024;
-    many || ahead && row_rounds(p, multiprocessors) <= 2.0
+    many || ahead && row_rounds(spec, p, multiprocessors) <= 2.0
 }
 
 /// True if the launches and passes of the other algorithms take longer than sums without a transform: cuDNN was 1.5 to 2.7
@@ -209,10 +209,14 @@ fn cudnn_pays(spec: &Conv2dSpec, p: &Problem, multiprocessors: u32) -> bool {
 }
 
 /// How often the fused kernel's blocks fill the device: a block computes two units of 192 outputs of 64
-/// channels.
-fn row_rounds(p: &Problem, multiprocessors: u32) -> f64 {
-    let blocks = (p.n * p.oh * p.ow) as f64 / 384.0 * p.k.div_ceil(64) as f64;
-    let rounds = blocks / f64::from(multiprocessors);
+/// channels. In strict f32 with the outputs beside the image, of which 14 columns have a fifth.
+fn row_rounds(spec: &Conv2dSpec, p: &Problem, multiprocessors: u32) -> f64 {
+    let rounds = if is_strict(spec) {
+        WinogradRow::rounds(p, !is_channels_last(&spec.y.layout), multiprocessors)
+    } else {
+        let blocks = (p.n * p.oh * p.ow) as f64 / 384.0 * p.k.div_ceil(64) as f64;
+        blocks / f64::from(multiprocessors)
+    };
     if rounds < 4.0 { rounds.ceil() } else { rounds }
 }
 
@@ -226,7 +230,7 @@ fn row_micros(spec: &Conv2dSpec, p: &Problem, multiprocessors: u32) -> f64 {
     };
     // Pixels that are no whole vectors are copied, and stored element by element.
     let slower = is_channels_last(&spec.y.layout) && !has_vectors(spec, p);
-    let micros = 10.0 + step * row_rounds(p, multiprocessors) * p.c.div_ceil(16) as f64;
+    let micros = 10.0 + step * row_rounds(spec, p, multiprocessors) * p.c.div_ceil(16) as f64;
     if slower { 2.0 * micros } else { micros }
 }
 
@@ -456,6 +460,7 @@ mod tests {
             assert_eq!(kept(Accuracy::Tf32, [n, 256, 56, 128], 1, 1), Cudnn);
         }
         assert_eq!(strict([64, 64, 56, 64], 3, 1), WinogradRow);
+        assert_eq!(strict([64, 256, 14, 256], 3, 1), WinogradGemm(Tile::F4), "outputs beside the image");
         assert_eq!(strict([1, 64, 56, 64], 3, 1), ImplicitGemm, "few tiles");
         assert_eq!(strict([64, 4, 56, 4], 1, 1), Direct);
         let changing = Filter::Changing;

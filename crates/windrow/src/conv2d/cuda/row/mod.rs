@@ -81,14 +81,23 @@ impl WinogradRow {
     /// Share of the products of channels-last tensors that make outputs on a device of so many multiprocessors: tiles
     /// may lie beside the image, and the last round of blocks be short.
     pub(super) fn share_in_use(problem: &Problem, multiprocessors: u32) -> f64 {
-        let Some(geometry) = Geometry::choose(problem.n.max(1), problem.oh, problem.ow, false)
-        else {
+        let Some((geometry, items)) = Self::items(problem, false) else {
             return 0.0;
         };
-        let pairs = geometry.units(problem.n, problem.ow).div_ceil(2);
-        let items = pairs * problem.k.div_ceil(BLOCK_K);
         let in_rounds = items.next_multiple_of(multiprocessors.max(1) as usize);
         geometry.efficiency * items as f64 / in_rounds.max(1) as f64
+    }
+
+    /// How often the blocks' work, two units of 64 channels each, fills so many multiprocessors.
+    pub(super) fn rounds(problem: &Problem, wide: bool, multiprocessors: u32) -> f64 {
+        let items = Self::items(problem, wide).map_or(0, |(_, items)| items);
+        items as f64 / f64::from(multiprocessors)
+    }
+
+    fn items(problem: &Problem, wide: bool) -> Option<(Geometry, usize)> {
+        let geometry = Geometry::choose(problem.n.max(1), problem.oh, problem.ow, wide)?;
+        let pairs = geometry.units(problem.n, problem.ow).div_ceil(2);
+        Some((geometry, pairs * problem.k.div_ceil(BLOCK_K)))
     }
 
     /// The fewest bytes that packed filter and workspace have together.
