@@ -460,7 +460,11 @@ mod tests {
             assert_eq!(kept(Accuracy::Tf32, [n, 256, 56, 128], 1, 1), Cudnn);
         }
         assert_eq!(strict([64, 64, 56, 64], 3, 1), WinogradRow);
-        assert_eq!(strict([64, 256, 14, 256], 3, 1), WinogradGemm(Tile::F4), "outputs beside the image");
+        assert_eq!(
+            strict([64, 256, 14, 256], 3, 1),
+            WinogradGemm(Tile::F4),
+            "outputs beside the image"
+        );
         assert_eq!(strict([1, 64, 56, 64], 3, 1), ImplicitGemm, "few tiles");
         assert_eq!(strict([64, 4, 56, 4], 1, 1), Direct);
         let changing = Filter::Changing;
