@@ -237,20 +237,29 @@ unsafe fn along_channels_by<
     }
 }
 
-/// The next token of `channels` channels, neighbours in memory, behind a window of `W - 1` tokens. `x` comes behind the
-/// window, and what the window is then goes to `next`, which may be where it was, as `y` may be x. Channels that do not fill
-/// a vector are left: how many are done.
+/// A token behind a window of `width - 1` tokens, each with its channels as neighbours.
+#[derive(Clone, Copy)]
+pub(crate) struct Step<T> {
+    /// The oldest token, and the distance of tokens.
+    pub window: (*const T, isize),
+    pub x: *const T,
+    /// May be x.
+    pub y: *mut T,
+    /// Where the window goes that ends with x. It is the window itself, tokens before it, or shares no memory with it.
+    pub next: Option<(*mut T, isize)>,
+    /// Window and x of the step that follows: any addresses.
+    pub ahead: (*const T, *const T),
+}
+
+/// A step of `channels` channels. Those that do not fill a vector are left: how many are done.
 ///
 /// # Safety
-/// `W - 1` tokens of the window and of `next`, x and y have the channels, and `staged` holds them. `next` is the window
-/// itself, tokens before it, or shares no memory with it.
+/// `W - 1` tokens of the window and of `next`, x and y have the channels, and `staged` holds them.
 #[inline(always)]
 pub(crate) unsafe fn next_token<S: Simd, T: SimdElement, const W: usize>(
     s: S,
     sum: Sum,
-    window: (*const T, isize),
-    (x, y): (*const T, *mut T),
-    next: Option<(*mut T, isize)>,
+    step: Step<T>,
     channels: usize,
     staged: &Staged,
 ) -> usize {
@@ -259,12 +268,12 @@ pub(crate) unsafe fn next_token<S: Simd, T: SimdElement, const W: usize>(
     unsafe {
         if vectors::<S, T>(channels) == 2 {
             while done + 2 * S::LANES <= channels {
-                next_token_by::<S, T, W, 2>(s, sum, window, (x, y), next, done, staged);
+                next_token_by::<S, T, W, 2>(s, sum, step, done, staged);
                 done += 2 * S::LANES;
             }
         }
         while done + S::LANES <= channels {
-            next_token_by::<S, T, W, 1>(s, sum, window, (x, y), next, done, staged);
+            next_token_by::<S, T, W, 1>(s, sum, step, done, staged);
             done += S::LANES;
         }
     }
@@ -276,16 +285,22 @@ pub(crate) unsafe fn next_token<S: Simd, T: SimdElement, const W: usize>(
 unsafe fn next_token_by<S: Simd, T: SimdElement, const W: usize, const V: usize>(
     s: S,
     sum: Sum,
-    (window, window_token): (*const T, isize),
-    (x, y): (*const T, *mut T),
-    next: Option<(*mut T, isize)>,
+    step: Step<T>,
     c: usize,
     staged: &Staged,
 ) {
+    let (window, window_token) = step.window;
+    // The next sequence is somewhere else, where no prefetcher of the processor's can know.
+    for k in 0..W {
+        s.prefetch(match k + 1 == W {
+            true => step.ahead.1.wrapping_add(c),
+            false => step.ahead.0.wrapping_offset(k as isize * window_token).wrapping_add(c),
+        });
+    }
     // SAFETY: promised by the caller.
     unsafe {
         let token = |k: usize| match k + 1 == W {
-            true => x.add(c),
+            true => step.x.add(c),
             false => window.offset(k as isize * window_token).add(c),
         };
         let mut sums = load_parameters::<S, T, V>(s, staged.bias.add(c));
@@ -295,13 +310,13 @@ unsafe fn next_token_by<S: Simd, T: SimdElement, const W: usize, const V: usize>
                 *sum = s.mul_add(tap, x, *sum);
             }
         }
-        if let Some((next, next_token)) = next {
+        if let Some((next, next_token)) = step.next {
             // The oldest first: each token moves to where an older one was.
             for k in 1..W {
                 let to = next.offset((k as isize - 1) * next_token).add(c);
                 std::ptr::copy(token(k), to, V * S::LANES);
             }
         }
-        store(s, sum, y.add(c), sums);
+        store(s, sum, step.y.add(c), sums);
     }
 }

@@ -223,9 +223,13 @@ pub(crate) unsafe fn gather_as<S: Simd, T: SimdElement>(
     unsafe {
         let base = base.offset(first);
         if (col == 1 || cols <= 1) && (row == cols as isize || rows <= 1) {
-            for i in (0..len).step_by(S::LANES) {
-                let n = S::LANES.min(len - i);
-                s.store_first(to.add(i), T::load_first(s, base.add(i), n), n);
+            let whole = len / S::LANES * S::LANES;
+            for i in (0..whole).step_by(S::LANES) {
+                s.store(to.add(i), T::load(s, base.add(i)));
+            }
+            if whole < len {
+                let n = len - whole;
+                s.store_first(to.add(whole), T::load_first(s, base.add(whole), n), n);
             }
             return;
         }

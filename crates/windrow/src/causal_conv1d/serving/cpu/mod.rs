@@ -8,7 +8,9 @@ mod tree;
 
 use super::entries::{Entry, Lookup, States};
 use super::spec::Sizes;
-use crate::causal_conv1d::cpu::kernel::{Sum, TOKENS, along_channels, along_tokens, next_token};
+use crate::causal_conv1d::cpu::kernel::{
+    Step, Sum, TOKENS, along_channels, along_tokens, next_token,
+};
 use crate::causal_conv1d::cpu::operand::Staged;
 use crate::causal_conv1d::cpu::{GROUP, Operand, Parameters};
 use crate::cpu::{
@@ -22,8 +24,10 @@ use std::ops::Range;
 const TILE: usize = 16;
 /// Channels of a tile.
 const LANES: usize = 256;
-/// Most channels of a task, whose weights are laid out together.
+/// Most channels of a task of long sequences, whose weights are laid out together.
 const CHANNELS: usize = 1024;
+/// Most elements of the weight of a task of short ones.
+const WEIGHTS: usize = 1 << 16;
 
 /// How a call is cut into tasks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,14 +105,21 @@ impl Walk {
             return Ok(Walk { sizes, activation, stream, threads, channels, parts, scratch });
         }
         let d = problem.d;
-        // A task of this many elements takes some microseconds.
         let work = problem.b * problem.l * d;
-        let tasks = (work / 4096).clamp(1, 4 * threads);
+        // A task of this many elements takes some microseconds.
+        let tasks = work / 4096;
         // Long sequences have any lengths, so that their channels divide more evenly; of short ones each has its states
-        // somewhere else, where memory is fast along whole rows.
+        // somewhere else, where memory is fast along whole rows, and a thread lays out the weight of its rows once. A few
+        // rows are done before other threads wake up.
         let is_short = problem.b * problem.l <= sizes.sequences.saturating_mul(TILE);
-        let blocks = if is_short { tasks.div_ceil(sizes.sequences) } else { tasks };
-        let blocks = blocks.min(d.div_ceil(64)).max(d.div_ceil(CHANNELS));
+        let (tasks, blocks) = if is_short {
+            let tasks = if tasks < 4 { 1 } else { tasks.min(threads) };
+            let least = (problem.width * d).div_ceil(WEIGHTS);
+            (tasks, tasks.div_ceil(sizes.sequences).min(d.div_ceil(64)).max(least))
+        } else {
+            let tasks = tasks.clamp(1, 4 * threads);
+            (tasks, tasks.min(d.div_ceil(64)).max(d.div_ceil(CHANNELS)))
+        };
         let channels = d.div_ceil(blocks).next_multiple_of(GROUP);
         let blocks = d.div_ceil(channels);
         let parts = tasks.div_ceil(blocks).min(sizes.sequences).max(1);
@@ -232,7 +243,8 @@ impl<T: SimdElement> Task<'_, T> {
                     continue;
                 };
                 let part = Part { i, entry, states, channel: first, lanes: channels.len() };
-                let stepped = self.step::<S, W>(s, &staged, part);
+                let ahead = if i + 1 < sequences.end { i + 1 } else { i };
+                let stepped = self.step::<S, W>(s, &staged, part, &operands.entries[ahead]);
                 for c in (stepped..channels.len()).step_by(LANES) {
                     let (channel, lanes) = (first + c, LANES.min(channels.len() - c));
                     let part = Part { i, entry, states, channel, lanes };
@@ -251,12 +263,19 @@ impl<T: SimdElement> Task<'_, T> {
     }
 
     /// A step of decoding, where channels are neighbours everywhere: straight from the state to the state. How many of the
-    /// channels it computed; the others, all where it is something else, are left to [`Task::walk`].
+    /// channels it computed; the others, all where it is something else, are left to [`Task::walk`]. `ahead` is the sequence
+    /// that comes next.
     ///
     /// # Safety
     /// As for [`Walk::run`].
     #[inline(always)]
-    unsafe fn step<S: Simd, const W: usize>(&self, s: S, staged: &Staged, part: Part<'_>) -> usize {
+    unsafe fn step<S: Simd, const W: usize>(
+        &self,
+        s: S,
+        staged: &Staged,
+        part: Part<'_>,
+        ahead: &Entry,
+    ) -> usize {
         let Task { plan, operands, .. } = self;
         let Part { entry, states, channel, lanes, .. } = part;
         let Operands { x, y, conv_states, windows, lookup, .. } = operands;
@@ -268,13 +287,20 @@ impl<T: SimdElement> Task<'_, T> {
         }
         let stream = plan.stream && !operands.in_place;
         let sum = Sum { width: W, activation: plan.activation, stream };
-        let window = Block::of(conv_states, states.read, channel, column);
-        let next = states.write.map(|write| Block::of(conv_states, write, channel, 0));
-        let next = next.map(|to| (to.at, to.token));
-        let from = (window.at.cast_const(), window.token);
-        let [x, y] = [x, y].map(|of| of.at(entry.row, channel, entry.start));
+        let block = |state, column| Block::of(conv_states, state, channel, column);
+        let window = block(states.read, column);
+        let token = |entry: &Entry| x.at(entry.row, channel, entry.start).cast_const();
+        let following = ahead.states.as_ref();
+        let following = following.map_or(window, |of| block(of.read, of.window.unwrap_or(0)));
+        let step = Step {
+            window: (window.at.cast_const(), window.token),
+            x: token(entry),
+            y: y.at(entry.row, channel, entry.start),
+            next: states.write.map(|write| block(write, 0)).map(|to| (to.at, to.token)),
+            ahead: (following.at.cast_const(), token(ahead)),
+        };
         // SAFETY: the token and both states exist; tokens of a state that is advanced lie before its window or in it.
-        unsafe { next_token::<S, T, W>(s, sum, from, (x, y), next, lanes, staged) }
+        unsafe { next_token::<S, T, W>(s, sum, step, lanes, staged) }
     }
 
     #[inline(always)]
