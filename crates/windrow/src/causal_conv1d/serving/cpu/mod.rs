@@ -109,8 +109,8 @@ impl Walk {
         // A task of this many elements takes some microseconds.
         let tasks = work / 4096;
         // Long sequences have any lengths, so that their channels divide more evenly; of short ones each has its states
-        // somewhere else, where memory is fast along whole rows, and a thread lays out the weight of its rows once. A few
-        // rows are done before other threads wake up.
+        // somewhere else, where memory is fast along whole rows, and a thread lays out the weight of its rows once. A
+        // few rows are done before other threads wake up.
         let is_short = problem.b * problem.l <= sizes.sequences.saturating_mul(TILE);
         let (tasks, blocks) = if is_short {
             let tasks = if tasks < 4 { 1 } else { tasks.min(threads) };
