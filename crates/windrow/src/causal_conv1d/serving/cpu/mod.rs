@@ -26,8 +26,10 @@ const TILE: usize = 16;
 const LANES: usize = 256;
 /// Most channels of a task of long sequences, whose weights are laid out together.
 const CHANNELS: usize = 1024;
-/// Most elements of the weight of a task of short ones.
-const WEIGHTS: usize = 1 << 16;
+/// The same of short ones.
+const SHORT_CHANNELS: usize = 2048;
+/// Elements of short sequences that are done before other threads wake up.
+const FEW: usize = 4 * 4096;
 
 /// How a call is cut into tasks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -106,24 +108,24 @@ impl Walk {
         }
         let d = problem.d;
         let work = problem.b * problem.l * d;
-        // A task of this many elements takes some microseconds.
-        let tasks = work / 4096;
         // Long sequences have any lengths, so that their channels divide more evenly; of short ones each has its states
-        // somewhere else, where memory is fast along whole rows, and a thread lays out the weight of its rows once. A
-        // few rows are done before other threads wake up.
+        // somewhere else, where memory is fast along rows.
         let is_short = problem.b * problem.l <= sizes.sequences.saturating_mul(TILE);
-        let (tasks, blocks) = if is_short {
-            let tasks = if tasks < 4 { 1 } else { tasks.min(threads) };
-            let least = (problem.width * d).div_ceil(WEIGHTS);
-            (tasks, tasks.div_ceil(sizes.sequences).min(d.div_ceil(64)).max(least))
+        let (tasks, across, most) = if is_short {
+            let tasks = if work < FEW { 1 } else { (work / 1024).clamp(1, threads) };
+            (tasks, tasks.div_ceil(sizes.sequences), SHORT_CHANNELS)
         } else {
-            let tasks = tasks.clamp(1, 4 * threads);
-            (tasks, tasks.min(d.div_ceil(64)).max(d.div_ceil(CHANNELS)))
+            // A task of so many elements takes some microseconds.
+            let tasks = (work / 4096).clamp(1, 4 * threads);
+            (tasks, tasks, CHANNELS)
         };
-        let channels = d.div_ceil(blocks).next_multiple_of(GROUP);
+        let across = across.min(d.div_ceil(64));
+        let channels = d.div_ceil(across.max(d.div_ceil(most))).next_multiple_of(GROUP);
         let blocks = d.div_ceil(channels);
-        let parts = tasks.div_ceil(blocks).min(sizes.sequences).max(1);
-        let threads = threads.min(blocks * parts);
+        // More blocks of short sequences than threads need come one after the other.
+        let parts = tasks.div_ceil(if is_short { across } else { blocks });
+        let parts = parts.min(sizes.sequences).max(1);
+        let threads = if tasks == 1 { 1 } else { threads.min(blocks * parts) };
         let scratch = (|| {
             let staged = Parameters::staged_len(problem.width, channels)?.checked_mul(4)?;
             let rows = tile_rows(problem.history())?;
