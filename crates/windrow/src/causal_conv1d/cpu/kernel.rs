@@ -254,7 +254,8 @@ pub(crate) struct Step<T> {
 /// A step of `channels` channels. Those that do not fill a vector are left: how many are done.
 ///
 /// # Safety
-/// `W - 1` tokens of the window and of `next`, x and y have the channels, and `staged` holds them.
+/// `W - 1` tokens of the window and of `next`, x and y have the channels, and `staged` holds them; `y` and `next` share
+/// no memory with what is read but as [`Step`] allows.
 #[inline(always)]
 pub(crate) unsafe fn next_token<S: Simd, T: SimdElement, const W: usize>(
     s: S,
