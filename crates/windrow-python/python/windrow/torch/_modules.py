@@ -16,10 +16,14 @@ from windrow.torch._fastest import goes_into_a_graph, is_ordinary
 from windrow.torch._filters import kept_with, unkept
 from windrow.torch._remembering import REMEMBERED, Remembering
 
+# Shape, type and whether gradients may be wanted.
+Key = tuple[torch.Size, torch.dtype, bool]
 # What computes images, None if it is PyTorch; PyTorch's flags; the options for PyTorch's operator; whether it is another in
 # graphs.
-Known = tuple[Callable[..., Tensor | None] | None, tuple[bool, bool], tuple[Any, ...], bool]
+Found = tuple[Callable[..., Tensor | None] | None, tuple[bool, bool], tuple[Any, ...], bool]
+Known = tuple[torch.Size, torch.dtype, bool, Callable[..., Tensor | None] | None, tuple[bool, bool], tuple[Any, ...], bool]
 _MISSING = object()
+_is_traced = torch.compiler.is_dynamo_compiling
 
 
 def _flags() -> tuple[bool, bool]:
@@ -39,10 +43,11 @@ class Convolution(Remembering):
     algorithm: str | None = None
     frozen: bool = False
 
-    # By shape, type and whether gradients may be wanted.
-    _known: dict[Any, Known] = {}
+    # For each key; and what the last call took.
+    _known: dict[Key, Known] = {}
+    _last: Known | None = None
 
-    FOUND_OUT = (*Remembering.FOUND_OUT, "_known")
+    FOUND_OUT = (*Remembering.FOUND_OUT, "_known", "_last")
 
     # TorchScript compiles modules that have been called, too.
     __jit_ignored_attributes__ = [*FOUND_OUT]
@@ -64,16 +69,21 @@ class Convolution(Remembering):
     def forward(self, input: Tensor) -> Tensor:
         if torch.jit.is_scripting():
             return self._scripted(input, self.weight, self.bias)
-        if type(input) is Tensor and not torch.compiler.is_dynamo_compiling():
+        if type(input) is Tensor and not _is_traced():
             parameters = self._parameters
             weight, bias = parameters.get("weight"), parameters.get("bias", _MISSING)
             # Else `nn.utils` has put properties there.
             if weight is not None and bias is not _MISSING:
                 # Sooner than without Windrow, since parameters are not looked up as attributes. That too little is compared
                 # here to tell problems apart does no harm: PyTorch's operator computes all of them, and ours looks itself.
-                known = self._known.get((input.shape, input.dtype, torch.is_grad_enabled()))
+                # To compare with the last call takes half as long as to look up a key.
+                known, shape, is_grad = self._last, input.shape, torch.is_grad_enabled()
+                if known is None or shape != known[0] or input.dtype is not known[1] or is_grad is not known[2]:
+                    known = self._known.get((shape, input.dtype, is_grad))
+                    if known is not None:
+                        self.__dict__["_last"] = known
                 if known is not None:
-                    run, flags, rest, is_another_in_graphs = known
+                    _, _, _, run, flags, rest, is_another_in_graphs = known
                     if is_another_in_graphs and goes_into_a_graph(input):
                         pass
                     elif run is None:
@@ -100,14 +110,15 @@ class Convolution(Remembering):
         is_grad, flags, is_in_graph = torch.is_grad_enabled(), _flags(), goes_into_a_graph(input)
         wants = is_grad and (input.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
         seen = (input.shape, input.stride(), input.dtype, input.device, is_grad, wants, flags, is_in_graph)
-        run, known = self._recall(seen, weight, bias, lambda: self._found(input, weight, bias, flags, is_in_graph))
+        run, found = self._recall(seen, weight, bias, lambda: self._found(input, weight, bias, flags, is_in_graph))
         is_own = self._parameters.get("weight") is weight and self._parameters.get("bias") is bias
         # A class derived from this may do more with images and filters than to compute.
-        if known is not None and is_own and type(self)._conv_forward is Convolution._conv_forward:
+        if found is not None and is_own and type(self)._conv_forward is Convolution._conv_forward:
             all_known = self.__dict__.setdefault("_known", {})
             if len(all_known) >= REMEMBERED:
                 all_known.clear()
-            all_known[input.shape, input.dtype, is_grad] = known
+            key = input.shape, input.dtype, is_grad
+            all_known[key] = (*key, *found)
         if run is None or run is PYTORCHS:
             return run
         is_straight = _native.is_only_recorded if type(run) is Training else _native.is_plain
@@ -115,7 +126,7 @@ class Convolution(Remembering):
 
     def _found(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, flags: tuple[bool, bool], is_in_graph: bool
-    ) -> tuple[tuple[Callable[..., Tensor | None] | None, Known | None], bool]:
+    ) -> tuple[tuple[Callable[..., Tensor | None] | None, Found | None], bool]:
         """What computes images like this one, and what more calls may know of that; whether it is found for good."""
         nothing = (None, None), False
         if self.padding_mode != "zeros" or isinstance(self.padding, str):
@@ -287,7 +298,7 @@ class ConvTranspose2d(Convolution, nn.ConvTranspose2d):
 
     def _found(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, flags: tuple[bool, bool], is_in_graph: bool
-    ) -> tuple[tuple[Callable[..., Tensor | None] | None, Known | None], bool]:
+    ) -> tuple[tuple[Callable[..., Tensor | None] | None, Found | None], bool]:
         # The function pads the input where more of the result lies behind it than a step.
         if any(more >= s for more, s in zip(self.output_padding, self.stride, strict=True)):
             return (None, None), False
