@@ -77,4 +77,4 @@ def exported(model, x, dynamo, folder):
 
 def known(module):
     """What computes later calls of a module like those before: ours, and None for PyTorch."""
-    return [run for _, _, _, run, *_ in module._known.values()]
+    return [None if flags is None else run for _, _, _, run, flags, *_ in module._known.values()]

@@ -122,20 +122,20 @@ TRIES = 3
 _measuring = threading.Lock()
 
 
+# Of the current stream. PyTorch's builds for the CPU have no such function, and no tensors with an index.
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
+
+
 def is_captured(device: torch.device) -> bool:
     """Whether calls on this device go into a graph now."""
-    return device.type == "cuda" and _is_captured(device.index)
+    return device.type == "cuda" and _raw_stream(device.index) != 0 and torch.cuda.is_current_stream_capturing()
 
 
 def goes_into_a_graph(tensor: torch.Tensor) -> bool:
     """The same for the device of a tensor, found sooner."""
-    index = tensor.get_device()
-    return index >= 0 and tensor.is_cuda and _is_captured(index)
-
-
-def _is_captured(index: int) -> bool:
     # The default stream, of number 0, cannot be captured: there the driver need not be asked.
-    return torch._C._cuda_getCurrentRawStream(index) != 0 and torch.cuda.is_current_stream_capturing()
+    index = tensor.get_device()
+    return index >= 0 and _raw_stream(index) != 0 and tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def is_ordinary(tensor: Any) -> bool:

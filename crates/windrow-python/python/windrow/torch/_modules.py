@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.jit import is_scripting
 from torch.overrides import has_torch_function
 
 from windrow import _native
@@ -18,10 +19,10 @@ from windrow.torch._remembering import REMEMBERED, Remembering
 
 # Shape, type and whether gradients may be wanted.
 Key = tuple[torch.Size, torch.dtype, bool]
-# What computes images, None if it is PyTorch; PyTorch's flags; the options for PyTorch's operator; whether it is another in
-# graphs.
-Found = tuple[Callable[..., Tensor | None] | None, tuple[bool, bool], tuple[Any, ...], bool]
-Known = tuple[torch.Size, torch.dtype, bool, Callable[..., Tensor | None] | None, tuple[bool, bool], tuple[Any, ...], bool]
+# What computes images; the flags under which it does, None for PyTorch's operator, and what that is given behind the bias;
+# whether it is another in graphs.
+Found = tuple[Callable[..., Any], tuple[bool, bool] | None, tuple[Any, ...], bool]
+Known = tuple[torch.Size, torch.dtype, bool, Callable[..., Any], tuple[bool, bool] | None, tuple[Any, ...], bool]
 _MISSING = object()
 _is_traced = torch.compiler.is_dynamo_compiling
 
@@ -67,27 +68,28 @@ class Convolution(Remembering):
         raise NotImplementedError
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.jit.is_scripting():
+        if is_scripting():
             return self._scripted(input, self.weight, self.bias)
         if type(input) is Tensor and not _is_traced():
+            # Sooner than without Windrow, since parameters are not looked up as attributes. That too little is compared here
+            # to tell problems apart does no harm: PyTorch's operator computes all of them, and ours looks itself. The last
+            # call's is compared first, which takes half as long as to look up a key.
+            known = self._last
+            if known is None or not (
+                input.shape == known[0] and input.dtype is known[1] and torch.is_grad_enabled() is known[2]
+            ):
+                known = self._known.get((input.shape, input.dtype, torch.is_grad_enabled()))
+                self.__dict__["_last"] = known
             parameters = self._parameters
             weight, bias = parameters.get("weight"), parameters.get("bias", _MISSING)
             # Else `nn.utils` has put properties there.
             if weight is not None and bias is not _MISSING:
-                # Sooner than without Windrow, since parameters are not looked up as attributes. That too little is compared
-                # here to tell problems apart does no harm: PyTorch's operator computes all of them, and ours looks itself.
-                # To compare with the last call takes half as long as to look up a key.
-                known, shape, is_grad = self._last, input.shape, torch.is_grad_enabled()
-                if known is None or shape != known[0] or input.dtype is not known[1] or is_grad is not known[2]:
-                    known = self._known.get((shape, input.dtype, is_grad))
-                    if known is not None:
-                        self.__dict__["_last"] = known
                 if known is not None:
                     _, _, _, run, flags, rest, is_another_in_graphs = known
                     if is_another_in_graphs and goes_into_a_graph(input):
                         pass
-                    elif run is None:
-                        return self._operator(input, weight, bias, *rest)
+                    elif flags is None:
+                        return run(input, weight, bias, *rest)
                     elif flags == _flags():
                         y = run(input, weight, bias)
                         if y is not None:
@@ -141,7 +143,8 @@ class Convolution(Remembering):
             return nothing
         is_another = _conv2d_fastest.is_anothers_in_graphs(*problem)
         if is_pytorchs:
-            return (PYTORCHS, None if is_in_graph else (None, flags, self._rest(), is_another)), True
+            found = self._operator, None, self._rest(), is_another
+            return (PYTORCHS, None if is_in_graph else found), True
         is_plain = _native.is_plain(input, weight, bias)
         if flags[0] or not (is_plain or _native.is_only_recorded(input, weight, bias)):
             return nothing
@@ -282,7 +285,7 @@ class ConvTranspose2d(Convolution, nn.ConvTranspose2d):
     _operator = torch.conv_transpose2d
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        if torch.jit.is_scripting():
+        if is_scripting():
             return self._scripted(input, output_size)
         if output_size is None:
             return super().forward(input)
