@@ -2,7 +2,7 @@
 
 use super::{Gpu, Stream};
 use crate::buffer::Buffer;
-use crate::{Device, Error, Layout, Result, Tensor, TensorDesc, TensorMut, TensorRef};
+use crate::{Device, Element, Error, Layout, Result, Tensor, TensorDesc, TensorMut, TensorRef};
 use std::ffi::c_void;
 use std::sync::Arc;
 
@@ -87,6 +87,34 @@ impl Drop for DeviceBuffer {
             // An error here was or will be reported by a call that can return it; the memory is lost then.
             // SAFETY: allocated in `new` on this stream.
             let _ = unsafe { free(&self.stream, self.ptr) };
+        }
+    }
+}
+
+/// What reads a tensor wherever it lies: here, so that tensors know of no device.
+impl TensorRef<'_> {
+    /// All elements in row-major order, as f64; for oracles and tests. Device memory is copied; what
+    /// writes it must be done, see [`Workspace::synchronize`](crate::Workspace::synchronize).
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`]; for device memory [`Error::NoDevice`], [`Error::Backend`].
+    pub fn to_f64_vec(&self) -> Result<Vec<f64>> {
+        match self.device() {
+            Device::Cpu => self.host_to_f64_vec(),
+            _ => download(self)?.as_ref().host_to_f64_vec(),
+        }
+    }
+
+    /// All elements in row-major order. Device memory is copied, as in
+    /// [`to_f64_vec`](Self::to_f64_vec).
+    ///
+    /// # Errors
+    /// [`Error::DType`] if `T` is another type than the tensor's, and as
+    /// [`to_f64_vec`](Self::to_f64_vec).
+    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
+        match self.device() {
+            Device::Cpu => self.host_to_vec(),
+            _ => download(self)?.as_ref().host_to_vec(),
         }
     }
 }

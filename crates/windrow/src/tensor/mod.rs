@@ -154,15 +154,8 @@ impl<'a> TensorRef<'a> {
         Ok(TensorRef { ptr: self.ptr.wrapping_offset(bytes), desc, ..*self })
     }
 
-    /// All elements in row-major order, as f64; for oracles and tests. Device memory is copied; what
-    /// writes it must be done, see [`Workspace::synchronize`](crate::Workspace::synchronize).
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`]; for device memory [`Error::NoDevice`], [`Error::Backend`].
-    pub fn to_f64_vec(&self) -> Result<Vec<f64>> {
-        if self.device != Device::Cpu {
-            return crate::gpu::download(self)?.as_ref().to_f64_vec();
-        }
+    /// All elements of host memory in row-major order, as f64.
+    pub(crate) fn host_to_f64_vec(&self) -> Result<Vec<f64>> {
         match self.desc.dtype {
             DType::F32 => self.gather::<f32>(),
             DType::F16 => self.gather::<half::f16>(),
@@ -174,16 +167,11 @@ impl<'a> TensorRef<'a> {
         }
     }
 
-    /// All elements in row-major order. Device memory is copied, as in
-    /// [`to_f64_vec`](Self::to_f64_vec).
+    /// All elements of host memory in row-major order.
     ///
     /// # Errors
-    /// [`Error::DType`] if `T` is another type than the tensor's, and as
-    /// [`to_f64_vec`](Self::to_f64_vec).
-    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
-        if self.device != Device::Cpu {
-            return crate::gpu::download(self)?.to_vec();
-        }
+    /// [`Error::DType`] if `T` is another type than the tensor's.
+    pub(crate) fn host_to_vec<T: Element>(&self) -> Result<Vec<T>> {
         check_dtype("tensor", self.desc.dtype, T::DTYPE)?;
         // Of a broadcast tensor they can be more than memory holds.
         let mut out = room_for(self.desc.layout.len())?;
