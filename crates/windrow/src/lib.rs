@@ -134,6 +134,14 @@ pub mod tuning;
 mod verification;
 pub mod verify;
 
+/// The backends of this build.
+static BACKENDS: &[gpu::Backend] = &[
+    #[cfg(feature = "cuda")]
+    cuda::device::BACKEND,
+    #[cfg(feature = "hip")]
+    hip::device::BACKEND,
+];
+
 pub use activation::{Activation, Approximate};
 pub use causal_conv1d::{
     CausalConv1d, CausalConv1dAlgorithm, CausalConv1dArgs, CausalConv1dConfiguration,

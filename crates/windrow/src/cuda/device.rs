@@ -2,7 +2,7 @@
 
 use super::driver::Driver;
 use super::runtime::Cuda;
-use crate::gpu::{DeviceInfo, Failure, Outcome, Started, keep_freed_memory, notice_forks};
+use crate::gpu::{Backend, DeviceInfo, Failure, Outcome, Started, keep_freed_memory, notice_forks};
 use crate::{Device, Error, Result};
 use std::ffi::{CStr, c_int};
 use std::ptr::null_mut;
@@ -10,11 +10,13 @@ use std::ptr::null_mut;
 /// `CUresult`
 const NO_DEVICE: c_int = 100;
 
+pub(crate) const BACKEND: Backend = Backend { name: "cuda", count, start };
+
 /// How many devices there are.
 ///
 /// # Errors
 /// [`Error::NoDevice`] without a driver, [`Error::Backend`].
-pub(crate) fn count() -> Result<u32> {
+fn count() -> Result<u32> {
     let driver = Driver::get()?;
     notice_forks();
     // SAFETY: cuInit may be called any number of times.
@@ -37,7 +39,7 @@ pub(crate) fn count() -> Result<u32> {
 ///
 /// # Errors
 /// [`Error::NoDevice`], [`Error::Backend`].
-pub(crate) fn start(index: u32) -> Result<Started> {
+fn start(index: u32) -> Result<Started> {
     let count = count()?;
     if index >= count {
         let reason = format!("this machine has {count} CUDA devices");

@@ -40,7 +40,8 @@ pub struct DeviceInfo {
 pub(crate) fn devices(of: fn(u32) -> Device) -> Result<Vec<DeviceInfo>> {
     let first = of(0);
     check_not_forked(first)?;
-    (0..count(first)?).map(|i| Ok(Gpu::get(of(i))?.info.clone())).collect()
+    let (backend, _) = backend(first)?;
+    (0..(backend.count)()?).map(|i| Ok(Gpu::get(of(i))?.info.clone())).collect()
 }
 
 /// A device that a backend has started.
@@ -51,35 +52,28 @@ pub(crate) struct Started {
     pub(crate) runtime: Box<dyn Runtime>,
 }
 
-fn count(device: Device) -> Result<u32> {
-    match device {
-        #[cfg(feature = "cuda")]
-        Device::Cuda(_) => crate::cuda::device::count(),
-        #[cfg(feature = "hip")]
-        Device::Hip(_) => crate::hip::device::count(),
-        _ => Err(no_backend(device)),
-    }
+/// What a backend says of itself in the library's list, `BACKENDS`: this wing knows none of them.
+pub(crate) struct Backend {
+    /// As [`Device::backend`].
+    pub(crate) name: &'static str,
+    /// How many devices it has.
+    pub(crate) count: fn() -> Result<u32>,
+    /// Starts the device of this index.
+    pub(crate) start: fn(u32) -> Result<Started>,
 }
 
-fn start(device: Device) -> Result<Started> {
-    match device {
-        #[cfg(feature = "cuda")]
-        Device::Cuda(index) => crate::cuda::device::start(index),
-        #[cfg(feature = "hip")]
-        Device::Hip(index) => crate::hip::device::start(index),
-        _ => Err(no_backend(device)),
-    }
-}
-
-/// For a device whose backend is not built in.
-fn no_backend(device: Device) -> Error {
-    match device {
-        Device::Cpu => Error::parameter("device", device, "a GPU"),
-        Device::Cuda(_) | Device::Hip(_) => Error::NoDevice {
-            device: device.to_string(),
-            reason: format!("the library was built without the feature `{}`", device.backend()),
-        },
-    }
+/// The backend of a device, and the device's index there.
+fn backend(device: Device) -> Result<(&'static Backend, u32)> {
+    let index = match device {
+        Device::Cpu => return Err(Error::parameter("device", device, "a GPU")),
+        Device::Cuda(index) | Device::Hip(index) => index,
+    };
+    let name = device.backend();
+    let found = crate::BACKENDS.iter().find(|backend| backend.name == name);
+    found.map(|backend| (backend, index)).ok_or_else(|| Error::NoDevice {
+        device: device.to_string(),
+        reason: format!("the library was built without the feature `{name}`"),
+    })
 }
 
 /// Set in a process that was forked from one that had started a GPU.
@@ -147,7 +141,8 @@ impl Gpu {
         if let Some(gpu) = gpus.iter().find(|g| g.device == device) {
             return Ok(gpu);
         }
-        let Started { info, shared_bytes, runtime } = start(device)?;
+        let (backend, index) = backend(device)?;
+        let Started { info, shared_bytes, runtime } = (backend.start)(index)?;
         let gpu = Box::leak(Box::new(Gpu {
             device,
             info,

@@ -47,7 +47,7 @@ pub(crate) use column_sum::column_sum;
 #[cfg(feature = "gpu")]
 pub(crate) use compiler::{Compiled, Compiler, Reading};
 pub(crate) use convolution::{Choice, Convolution, ConvolutionSpec, Operation, VendorConvolution};
-pub(crate) use device::{Gpu, Started, devices, notice_forks};
+pub(crate) use device::{Backend, Gpu, Started, devices, notice_forks};
 #[cfg(feature = "gpu")]
 pub(crate) use driver::{Calls, Driven, MemoryAccess, keep_freed_memory, made};
 pub(crate) use gemm::{Gemm, GemmCompute, GemmOperands, GemmSpec, Matrix, Product};

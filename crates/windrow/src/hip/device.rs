@@ -2,7 +2,7 @@
 
 use super::api::{Api, Properties};
 use super::runtime::Hip;
-use crate::gpu::{DeviceInfo, Failure, Outcome, Started, keep_freed_memory, notice_forks};
+use crate::gpu::{Backend, DeviceInfo, Failure, Outcome, Started, keep_freed_memory, notice_forks};
 use crate::{Device, Error, Result};
 use std::ffi::{CStr, c_char, c_int};
 
@@ -11,11 +11,13 @@ const NO_DEVICE: c_int = 100;
 /// HIP's version numbers: major * 10^7 + minor * 10^5 + patch.
 const OLDEST: c_int = 60_000_000;
 
+pub(crate) const BACKEND: Backend = Backend { name: "hip", count, start };
+
 /// How many devices there are.
 ///
 /// # Errors
 /// [`Error::NoDevice`] without a runtime, or with one that is too old; [`Error::Backend`].
-pub(crate) fn count() -> Result<u32> {
+fn count() -> Result<u32> {
     Ok(count_of(Api::get()?)?.0)
 }
 
@@ -54,7 +56,7 @@ fn numbers(version: c_int) -> (u32, u32) {
 /// # Errors
 /// [`Error::NoDevice`], [`Error::Backend`]; [`Error::Unsupported`] for a device whose wavefronts have neither 32 nor 64
 /// threads.
-pub(crate) fn start(index: u32) -> Result<Started> {
+fn start(index: u32) -> Result<Started> {
     start_by(Api::get()?, index)
 }
 
