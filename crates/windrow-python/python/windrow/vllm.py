@@ -161,6 +161,9 @@ def causal_conv1d_update(
         raise ValueError(
             f"`out` is {out.dtype} of shape {tuple(out.shape)}, expected {x.dtype} of shape {tuple(x.shape)}"
         )
+    # What a small step does here takes as long as what it does below: nothing is called for what is not given.
+    has_blocks = block_idx_last_scheduled_token is not None
+    sequences = 0
     if query_start_loc is not None:
         order = "ld"
         if conv_state_indices is None:
@@ -168,10 +171,10 @@ def causal_conv1d_update(
         sequences = conv_state_indices.shape[0]
         query_start_loc = _first(query_start_loc, sequences + 1)
     else:
-        # `len` of a tensor is a function in Python.
-        order, sequences = "bd" if x.dim() == 2 else "bdl", x.shape[0]
-    # What a small step does here takes as long as what it does below: nothing is called for what is not given.
-    has_blocks = block_idx_last_scheduled_token is not None
+        order = "bd" if x.dim() == 2 else "bdl"
+        if has_blocks or num_accepted_tokens is not None:
+            # `len` of a tensor is a function in Python.
+            sequences = x.shape[0]
     y = _native.causal_conv1d_serving(
         tokens,
         order,

@@ -205,6 +205,24 @@ def test_who_is_captured_may_be_another(monkeypatch, captured):
     assert (decision.choice, [decision.in_graph]) == (PYTORCH, ours)
 
 
+@pytest.mark.parametrize(("first", "is_ours"), [((1.0, 10.0), False), ((10.0, 1.0), True)])
+def test_a_model_waits_for_its_device_or_for_the_interpreter(monkeypatch, first, is_ours):
+    # Where it waits for the interpreter, what spares the device and not the interpreter gains nothing.
+    def found(device, contestants):
+        if not _fastest.decisions():
+            return {c.name: Seconds(*first) for c in contestants}
+        return {c.name: Seconds(1.0, 1.2) for c in contestants} | {PYTORCH: Seconds(3.0, 1.0)}
+
+    monkeypatch.setattr(_fastest, "_times", found)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 5, 3)).eval()
+    patch(model)
+    with torch.no_grad():
+        model(torch.randn(1, 3, 12, 12))
+    one, other = _fastest.decisions()
+    assert one.choice == PYTORCH and other.in_graph != PYTORCH
+    assert (other.choice != PYTORCH) == is_ours
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours", "called", "in_graph"),
     [

@@ -5,8 +5,8 @@ The choice is made in the kernels of the operators, so it holds under torch.comp
 remembered for the process. Nobody waits for a measurement: a call that comes during one, or in a graph
 capture, takes PyTorch's operator and leaves the choice to a later call.
 
-On CUDA a call costs the device's time and the interpreter's, and a model waits for the slower of them. In a captured
-graph only the device's is left, so who is captured may be another than who is called.
+On CUDA a call costs the device's time and the interpreter's, and a model waits for that of which it takes more in
+all. In a captured graph only the device's is left, so who is captured may be another than who is called.
 """
 
 import statistics
@@ -36,9 +36,9 @@ _CHANCE = 0.1
 # Beside a convolution the interpreter is busy with what follows it, a normalisation, an activation, an addition: about so
 # many times as long as with PyTorch's convolution (ResNet, MobileNet).
 _BESIDE = 2.0
-# In a network our code is found out of the processor's caches, PyTorch's less so, since all that is beside shares it. A call
-# then takes longer than when it was measured, by so much of PyTorch's (MobileNet: 5 us beside 16).
-_COLD = 0.3
+# In a network our code is found out of the processor's caches, PyTorch's less so, since all that is beside shares it: a call
+# takes so many times what was measured (MobileNet: 13 instead of 8 us, stages of Winograd 45 instead of 34).
+_COLD = 1.5
 # What a layer's step of training has to gain on CUDA before any part of it is ours: so long the way to our
 # operator and back through autograd keeps the interpreter beyond PyTorch's own. A step whose kernels wait
 # for the interpreter gains nothing from faster ones.
@@ -77,9 +77,8 @@ class Seconds:
     device: float
     host: float = 0.0
 
-    def of_a_call(self, theirs: "Seconds", beside: float = _BESIDE) -> float:
-        """In a model, where `theirs` are those of PyTorch's operator."""
-        return max(self.device, self.host + beside * theirs.host)
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(self.device + other.device, self.host + other.host)
 
 
 @dataclass(frozen=True)
@@ -95,6 +94,8 @@ class Decision:
     is_measured: bool = True
     # The device's with PyTorch, and with the best beside it; None where one of them cannot.
     seconds: tuple[float, float] | None = None
+    # What a model takes with PyTorch for this and what is beside it.
+    whole: Seconds = Seconds(0.0)
     # False where room was missing: how much PyTorch needs is known only after a pass of the whole model.
     is_final: bool = True
     # So often room was looked for by a layer.
@@ -298,12 +299,18 @@ def _contest(
     times = _times(device, [Contestant(PYTORCH, pytorch), *beside])
     theirs = times[PYTORCH]
     gain = {c.name: _KEPT_GAIN if c.kept and len(mine) > 1 else 0.0 for c in beside}
-    whole = theirs.of_a_call(theirs)
-    of_calls = {c.name: times[c.name].of_a_call(theirs) for c in beside if c not in mine}
-    for c in mine:
-        if not c.is_for_graphs:
-            of_calls[c.name] = times[c.name].of_a_call(theirs, _BESIDE + _COLD) + gain[c.name] * whole
-    choice = _fastest(of_calls, whole)
+    whole = theirs + Seconds(0.0, _BESIDE * theirs.host)
+    model = _of_a_model(mode, problem) + whole
+    # This layer's part of what the model waits for.
+    part = whole.device if model.device >= model.host else whole.host
+
+    def of_a_call(c: Contestant) -> float:
+        of = times[c.name]
+        host = of.host * (_COLD if c in mine else 1.0)
+        other = model + Seconds(of.device - theirs.device, host - theirs.host)
+        return part + max(other.device, other.host) - max(model.device, model.host) + gain[c.name] * part
+
+    choice = _fastest({c.name: of_a_call(c) for c in beside if not c.is_for_graphs}, part)
     in_graph = _fastest({c.name: times[c.name].device + gain[c.name] * theirs.device for c in beside}, theirs.device)
     for contestant in mine:
         if contestant.name == in_graph != choice:
@@ -316,7 +323,17 @@ def _contest(
     limits = {c.name: c.memory for c in mine if c.memory is not None}
     why += [f"{name} held to {memory / 2**20:.1f} MiB" for name, memory in limits.items()]
     told = ", ".join(why)
-    return Decision(mode, problem, choice, in_graph, told, seconds=seconds, is_final=has_room, limits=limits)
+    return Decision(
+        mode, problem, choice, in_graph, told, seconds=seconds, whole=whole, is_final=has_room, limits=limits
+    )
+
+
+def _of_a_model(mode: str, problem: Problem) -> Seconds:
+    """What a model takes, with PyTorch, for what was measured before of as many images on this device: it waits for the
+    slower of the device and the interpreter in all, not layer by layer."""
+    images, device = problem[0][0][0], problem[1][0]
+    of_these = [d for d in decisions() if d.problem[0][0][0] == images and d.problem[1][0] == device]
+    return sum((d.whole for d in of_these if (d.mode, d.problem) != (mode, problem)), Seconds(0.0))
 
 
 def _fastest(times: dict[str, float], theirs: float) -> str:
