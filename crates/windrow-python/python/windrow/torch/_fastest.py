@@ -34,8 +34,8 @@ _CAST_SHARE = 0.8
 # Two samples of each that differ by more than this decide: more would only keep the first call waiting.
 _CHANCE = 0.1
 # Beside a convolution the interpreter is busy with what follows it, a normalisation, an activation, an addition: about so
-# many times as long as with PyTorch's convolution (ResNet, MobileNet).
-_BESIDE = 2.0
+# many times as long as with PyTorch's convolution (ResNet, MobileNet). `optimize` has made all of that one.
+BESIDE, BESIDE_FUSED = 2.0, 0.0
 # In a network our code is found out of the processor's caches, PyTorch's less so, since all that is beside shares it: a call
 # takes so many times what was measured (MobileNet: 13 instead of 8 us, stages of Winograd 45 instead of 34).
 _COLD = 1.5
@@ -216,11 +216,12 @@ def decide(
     others: Sequence[Contestant] = (),
     layer: FilterCache | None = None,
     image: int = 0,
+    around: float = BESIDE,
 ) -> str:
     """Who computes what is not `chosen` yet: as for a problem of nearly this size, or after measuring. PyTorch,
     one of `others`, which are PyTorch's as well, or the first of `ours` that can; a text instead of these
     says why ours has nothing better. `layer`: which of those that have the problem asks; `image`: bytes that
-    are no longer needed after it."""
+    are no longer needed after it; `around`: as `BESIDE`."""
     before = _decisions.get(problem, {}).get(mode)
     decision = None if before else _like_the_nearest(mode, problem)
     if decision is None:
@@ -230,7 +231,7 @@ def decide(
         if not _measuring.acquire(blocking=False):
             return otherwise
         try:
-            decision = _contest(mode, problem, device, pytorch, ours, others, image)
+            decision = _contest(mode, problem, device, pytorch, ours, others, image, around)
         finally:
             _measuring.release()
         if not decision.is_final:
@@ -268,6 +269,7 @@ def _contest(
     ours: Callable[[], Iterable[Contestant] | str],
     others: Sequence[Contestant],
     image: int,
+    around: float,
 ) -> Decision:
     failure = None
     try:
@@ -299,7 +301,7 @@ def _contest(
     times = _times(device, [Contestant(PYTORCH, pytorch), *beside])
     theirs = times[PYTORCH]
     gain = {c.name: _KEPT_GAIN if c.kept and len(mine) > 1 else 0.0 for c in beside}
-    whole = theirs + Seconds(0.0, _BESIDE * theirs.host)
+    whole = theirs + Seconds(0.0, around * theirs.host)
     model = _of_a_model(mode, problem) + whole
     # This layer's part of what the model waits for.
     part = whole.device if model.device >= model.host else whole.host

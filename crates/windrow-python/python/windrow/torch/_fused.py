@@ -36,6 +36,7 @@ from windrow.torch._conv2d_fastest import (
     problem_of,
 )
 from windrow.torch._fastest import (
+    BESIDE_FUSED,
     PYTORCH,
     TRIES,
     Contestant,
@@ -177,7 +178,7 @@ def _way(
         others = [Contestant(_CUDNN, lambda: by_cudnn(x, residual))] if is_known else []
         by = filter_cache(weight, lasts=True)
         ask = (lambda: pytorch(x, residual), contestants, others)
-        choice = decide(mode, problem, x.device, *ask, layer=by, image=x.nbytes)
+        choice = decide(mode, problem, x.device, *ask, layer=by, image=x.nbytes, around=BESIDE_FUSED)
         is_final = chosen(mode, problem) is not None
     held = limits(mode, problem)
     kept = replace(kept, conv2d=kept.conv2d.held(held.get(KEPT)))
