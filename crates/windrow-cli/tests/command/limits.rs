@@ -113,10 +113,20 @@ fn no_threads_is_an_error() {
     let folder = Folder::new();
     folder.ramp("x.npy", &[5]);
     for args in ["devices", "run gelu --input x.npy --output y.npy", "verify gelu --quick"] {
-        let mut command = folder.command(args);
-        // Each wants two megabytes of stack.
-        command.env("RAYON_NUM_THREADS", "2000");
-        refused(&limited(command, 1 << 30), args, &["threads cannot be started", "--threads"]);
+        let run = || {
+            let mut command = folder.command(args);
+            // Each wants two megabytes of stack.
+            command.env("RAYON_NUM_THREADS", "2000");
+            limited(command, 1 << 30)
+        };
+        // Threads that began before the limit was met may take the last memory, which is another error then.
+        let is_for_memory = |output: &std::process::Output| {
+            let said = String::from_utf8_lossy(&output.stderr);
+            output.status.code() == Some(2) && said.contains("out of memory")
+        };
+        let output =
+            (0..9).map(|_| run()).find(|output| !is_for_memory(output)).unwrap_or_else(run);
+        refused(&output, args, &["threads cannot be started", "--threads"]);
     }
 }
 
