@@ -119,6 +119,10 @@ impl Conv2d {
         match spec.activation {
             Activation::Identity => return Ok(dy.clone()),
             Activation::Relu => return dy.mul(&y.gt(0f64)?.to_dtype(dy.dtype())?),
+            Activation::Relu6 => {
+                let inside = y.gt(0f64)?.mul(&y.lt(6f64)?)?;
+                return dy.mul(&inside.to_dtype(dy.dtype())?);
+            }
             _ => {}
         }
         let held: Vec<_> = args.iter().map(|arg| Held::new(arg)).collect();

@@ -305,6 +305,24 @@ impl<'py> Array<'py> {
         unsafe { TensorRef::from_raw(self.data, self.desc, self.device) }
     }
 
+    /// True if its elements have the type and lie as those of a tensor that `desc` describes, whatever the strides of
+    /// dimensions of one element.
+    pub(crate) fn lies_as(&self, desc: &TensorDesc) -> bool {
+        let strides = |d: usize| (self.desc.strides()[d], desc.strides()[d]);
+        self.desc.dtype == desc.dtype
+            && self.desc.shape() == desc.shape()
+            && (0..desc.shape().len()).all(|d| desc.shape()[d] < 2 || strides(d).0 == strides(d).1)
+    }
+
+    /// [`Array::view`], with the strides of `desc` if it lies so.
+    pub(crate) fn view_as(&self, desc: &TensorDesc) -> TensorRef<'_> {
+        if !self.lies_as(desc) {
+            return self.view();
+        }
+        // SAFETY: as there; the same elements.
+        unsafe { TensorRef::from_raw(self.data, *desc, self.device) }
+    }
+
     /// The caller's array as an output: a change that its library is told of.
     pub(crate) fn view_changed(&self) -> PyResult<TensorMut<'_>> {
         let view = self.view_mut()?;

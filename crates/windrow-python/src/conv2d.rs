@@ -106,12 +106,13 @@ impl<'py> Given<'py> {
         weight: &Bound<'py, PyAny>,
         bias: Option<&Bound<'py, PyAny>>,
         named: Named<'_>,
+        residual: bool,
     ) -> PyResult<Self> {
         let options = (named.stride, named.padding, named.dilation, named.groups);
         let params = params(py, options, named.activation.as_deref(), named.accuracy.as_deref())?;
         let (x, weight) = (Array::import("x", x)?, Array::import("weight", weight)?);
         let bias = Array::import_option("bias", bias, None)?;
-        let spec = spec_of(&x, &weight, &bias, &params)?;
+        let spec = spec_of(&x, &weight, &bias, &params)?.with_residual(residual);
         Ok(Given { x, weight, spec, memory: named.memory })
     }
 
@@ -252,7 +253,8 @@ pub(crate) fn work(spec: &Conv2dSpec) -> usize {
 /// x: [n, c, h, w], f32, f16 or bf16, any strides; the result [n, k, oh, ow] is channels-last if x
 /// is. weight: [k, c / groups, r, s] of x's type; bias: [k], f32 or x's type.
 /// stride, padding, dilation: a number, or one for each direction.
-/// activation: None, "relu", "silu", "gelu" or "gelu_tanh", applied to the result.
+/// residual: like the result in type, shape and strides, added before the activation.
+/// activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh", applied to the result.
 /// accuracy: "exact" (no Winograd), "fp32", "tf32" or "half".
 /// algorithm: one of `Conv2dPlan.algorithms`; None lets the planner choose.
 /// out: written in place and returned. device: where arrays in main memory are worked on.
@@ -261,10 +263,12 @@ pub(crate) fn work(spec: &Conv2dSpec) -> usize {
 /// it).
 #[pyfunction]
 #[pyo3(signature = (x, weight, bias=None, *, stride=Pair::Both(1), padding=Pair::Both(0),
-                    dilation=Pair::Both(1), groups=Pair::Both(1), activation=None, accuracy=None,
-                    algorithm=None, out=None, device=None, filters=None, memory=None),
+                    dilation=Pair::Both(1), groups=Pair::Both(1), residual=None, activation=None,
+                    accuracy=None, algorithm=None, out=None, device=None, filters=None,
+                    memory=None),
        text_signature = "(x, weight, bias=None, *, stride=1, padding=0, dilation=1, groups=1, \
-                         activation=None, accuracy=None, algorithm=None, out=None, device=None)")]
+                         residual=None, activation=None, accuracy=None, algorithm=None, \
+                         out=None, device=None)")]
 #[expect(clippy::too_many_arguments, reason = "a Python signature")]
 pub(crate) fn conv2d<'py>(
     py: Python<'py>,
@@ -275,6 +279,7 @@ pub(crate) fn conv2d<'py>(
     padding: Pair<'_>,
     dilation: Pair<'_>,
     groups: Pair<'_>,
+    residual: Option<&Bound<'py, PyAny>>,
     activation: Option<&str>,
     accuracy: Option<&str>,
     algorithm: Option<&str>,
@@ -289,17 +294,20 @@ pub(crate) fn conv2d<'py>(
     let x = Array::import_on("x", x, device)?;
     let weight = Array::import_on("weight", weight, device)?;
     let bias = Array::import_option("bias", bias, device)?;
-    let mut spec = spec_of(&x, &weight, &bias, &params)?;
+    let residual = Array::import_option("residual", residual, device)?;
+    let mut spec = spec_of(&x, &weight, &bias, &params)?.with_residual(residual.is_some());
     let mut y = Output::new(py, out, &x, || Ok(spec.y))?;
     spec.y = y.desc();
     let elements = work(&spec);
     let filter = filter_of(filters.is_some());
-    let plan = PLANS.get(py, &(spec, algorithm, filter, memory), x.device, make_plan)?;
+    let key = (spec.clone(), algorithm, filter, memory);
+    let plan = PLANS.get(py, &key, x.device, make_plan)?;
     let w = match &filters {
         Some((cache, frozen)) => Weights::Cached(weight.view(), cache.frozen(*frozen)),
         None => Weights::Raw(weight.view()),
     };
-    let args = Conv2dArgs::new(x.view(), w).with_bias(view(&bias));
+    let added = residual.as_ref().map(|residual| residual.view_as(&spec.y));
+    let args = Conv2dArgs::new(x.view(), w).with_bias(view(&bias)).with_residual(added);
     let target = y.view_mut()?;
     let bytes = plan.workspace_bytes_for(&args.w);
     run(py, &x, bytes, elements, |ws| plan.run(&args, target, ws))?;
@@ -316,7 +324,7 @@ pub(crate) fn conv2d_algorithm<'py>(
     named: Named<'_>,
     is_kept: bool,
 ) -> PyResult<&'static str> {
-    let Given { x, spec, .. } = Given::import(py, x, weight, bias, named)?;
+    let Given { x, spec, .. } = Given::import(py, x, weight, bias, named, false)?;
     let options = PlanOptions::default().with_device(x.device).with_filter(filter_of(is_kept));
     let choice = py.detach(|| windrow::Conv2dPlan::choice(&spec, &options)).py()?;
     Ok(choice.name())
@@ -332,7 +340,7 @@ pub(crate) fn conv2d_bytes<'py>(
     named: Named<'_>,
     is_kept: bool,
 ) -> PyResult<(usize, usize)> {
-    let plan = Given::import(py, x, weight, bias, named)?.plan(py, is_kept)?;
+    let plan = Given::import(py, x, weight, bias, named, false)?.plan(py, is_kept)?;
     let scratch = plan.packed_workspace_bytes();
     let filter = if is_kept { plan.packed_bytes() } else { plan.workspace_bytes() - scratch };
     Ok((filter, scratch))

@@ -12,8 +12,8 @@ use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 use std::sync::Arc;
 use windrow::{Conv2dArgs, Device, Weights};
 
-/// `conv2d` of PyTorch's tensors, for images, filters and biases of the types, shapes and strides of those it was made
-/// from. With other tensors, or such that PyTorch's dispatcher has something to do for, a call does nothing and
+/// `conv2d` of PyTorch's tensors, for images, filters, biases and residuals of the types, shapes and strides of those it
+/// was made from. With other tensors, or such that PyTorch's dispatcher has something to do for, a call does nothing and
 /// returns None.
 #[pyclass(module = "windrow._native", frozen)]
 pub(crate) struct Conv2dCall {
@@ -43,6 +43,7 @@ struct Memory {
 #[pymethods]
 impl Conv2dCall {
     #[new]
+    #[pyo3(signature = (x, weight, bias, named, filters, residual=false))]
     fn new(
         py: Python<'_>,
         x: &Bound<'_, PyAny>,
@@ -50,8 +51,9 @@ impl Conv2dCall {
         bias: Option<&Bound<'_, PyAny>>,
         named: Named<'_>,
         filters: Option<(Py<FilterCache>, bool)>,
+        residual: bool,
     ) -> PyResult<Self> {
-        let given = Given::import(py, x, weight, bias, named)?;
+        let given = Given::import(py, x, weight, bias, named, residual)?;
         let plan = given.plan(py, filters.is_some())?;
         let Given { x: image, weight: filter, .. } = given;
         let kept = filters.map(|(cache, frozen)| {
@@ -76,27 +78,33 @@ impl Conv2dCall {
         Ok(Conv2dCall { plan, device: image.device, kept, memory, bytes, elements })
     }
 
+    #[pyo3(signature = (x, weight, bias, residual=None))]
     fn __call__<'py>(
         &self,
         py: Python<'py>,
         x: &Bound<'py, PyAny>,
         weight: &Bound<'py, PyAny>,
         bias: Option<&Bound<'py, PyAny>>,
+        residual: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        if !nothing_to_dispatch(py, true, [x, weight].into_iter().chain(bias))? {
+        let tensors = [x, weight].into_iter().chain(bias).chain(residual);
+        if !nothing_to_dispatch(py, true, tensors)? {
             return Ok(None);
         }
         let imported = || {
             let (x, weight) = (Array::import("x", x)?, Array::import("weight", weight)?);
-            PyResult::Ok((x, weight, Array::import_option("bias", bias, None)?))
+            let bias = Array::import_option("bias", bias, None)?;
+            PyResult::Ok((x, weight, bias, Array::import_option("residual", residual, None)?))
         };
-        let (x, weight, bias) = match imported() {
+        let (x, weight, bias, residual) = match imported() {
             Err(e) if e.is_instance_of::<NotInPlace>(py) => return Ok(None),
             arrays => arrays?,
         };
         let spec = self.plan.spec();
         if x.device != self.device
             || (&x.desc, &weight.desc, &desc(&bias)) != (&spec.x, &spec.w, &spec.bias)
+            || residual.is_some() != spec.residual
+            || residual.as_ref().is_some_and(|residual| !residual.lies_as(&spec.y))
         {
             return Ok(None);
         }
@@ -114,7 +122,8 @@ impl Conv2dCall {
                 Output::New(Array::import("out", &result)?, result)
             }
         };
-        let args = Conv2dArgs::new(x.view(), w).with_bias(view(&bias));
+        let added = residual.as_ref().map(|residual| residual.view_as(&spec.y));
+        let args = Conv2dArgs::new(x.view(), w).with_bias(view(&bias)).with_residual(added);
         let target = y.view_mut()?;
         let workspace = self.memory.as_ref().and_then(|memory| memory.workspace.as_ref());
         run_with(py, &x, self.bytes, self.elements, workspace, |ws| {

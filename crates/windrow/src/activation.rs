@@ -29,6 +29,8 @@ pub enum Activation {
     Identity,
     /// `max(x, 0)`; NaN stays NaN.
     Relu,
+    /// `min(max(x, 0), 6)`; NaN stays NaN.
+    Relu6,
     /// `x / (1 + exp(-x))`, also called swish.
     Silu,
     /// [GELU](Approximate).
@@ -39,6 +41,7 @@ names! {
     Activation, "activation":
     Identity = "identity" | "none",
     Relu = "relu",
+    Relu6 = "relu6",
     Silu = "silu" | "swish",
     Gelu(Approximate::None) = "gelu",
     Gelu(Approximate::Tanh) = "gelu_tanh",
@@ -50,27 +53,39 @@ impl Activation {
     /// Both forms of GELU and SiLU are written as `x` times a probability without cancellation, so
     /// that the negative tail is exact to a few units in the last place of f64.
     pub fn apply_f64(self, x: f64) -> f64 {
-        if x == f64::NEG_INFINITY && self != Activation::Identity && self != Activation::Relu {
+        if x == f64::NEG_INFINITY && matches!(self, Activation::Silu | Activation::Gelu(_)) {
             return -0.0; // the limit; x times a probability of 0 would be NaN
         }
         match self {
             Activation::Identity => x,
             Activation::Relu if x < 0.0 => 0.0,
             Activation::Relu => x,
+            Activation::Relu6 if x < 0.0 => 0.0,
+            Activation::Relu6 if x > 6.0 => 6.0,
+            Activation::Relu6 => x,
             Activation::Silu => x * sigmoid(x),
             Activation::Gelu(Approximate::None) => x * normal_cdf(x),
             Activation::Gelu(Approximate::Tanh) => x * sigmoid(tanh_argument(x)),
         }
     }
 
-    /// The derivative of the activation at `x` in f64. That of ReLU at 0 is 0.
+    /// Whether results are pieces of straight lines: a sum that is off by a rounding may be on another one.
+    pub(crate) fn has_kinks(self) -> bool {
+        match self {
+            Activation::Relu | Activation::Relu6 => true,
+            Activation::Identity | Activation::Silu | Activation::Gelu(_) => false,
+        }
+    }
+
+    /// The derivative of the activation at `x` in f64. That of ReLU at 0, and of ReLU6 at 0 and 6, is 0.
     pub fn derivative_f64(self, x: f64) -> f64 {
         // Beyond this the derivatives are exactly 0 or 1 in f64, and powers of x could overflow.
         let x = x.clamp(-1e3, 1e3);
         match self {
             Activation::Identity => 1.0,
-            Activation::Relu if x.is_nan() => x,
+            Activation::Relu | Activation::Relu6 if x.is_nan() => x,
             Activation::Relu => f64::from(u8::from(x > 0.0)),
+            Activation::Relu6 => f64::from(u8::from(x > 0.0 && x < 6.0)),
             Activation::Silu => sigmoid(x) * (1.0 + x * sigmoid(-x)),
             Activation::Gelu(Approximate::None) => {
                 let density = (-0.5 * x * x).exp() * 0.5 * FRAC_2_SQRT_PI * FRAC_1_SQRT_2;

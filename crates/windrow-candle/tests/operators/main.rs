@@ -66,6 +66,7 @@ pub(crate) fn candle_activation(x: &Tensor, activation: Activation) -> Result<Te
     match activation {
         Activation::Identity => Ok(x.clone()),
         Activation::Relu => x.relu(),
+        Activation::Relu6 => x.clamp(0f64, 6f64),
         Activation::Silu => x.silu(),
         Activation::Gelu(Approximate::None) => x.gelu_erf(),
         Activation::Gelu(Approximate::Tanh) => x.gelu(),

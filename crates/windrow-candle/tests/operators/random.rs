@@ -161,7 +161,7 @@ impl Problem<'_> {
         let v = Var::from_tensor(&v).unwrap();
         let activated = candle_activation(&v, self.activation).unwrap();
         let allowed = match self.activation {
-            Activation::Identity | Activation::Relu => error.clone(),
+            Activation::Identity | Activation::Relu | Activation::Relu6 => error.clone(),
             _ => ((&error * SLOPE).unwrap() + (scale * own).unwrap()).unwrap(),
         };
         compare("y", &y, &activated.detach(), &allowed)?;
@@ -179,9 +179,13 @@ impl Problem<'_> {
         let error = (error + (v.abs().unwrap() * rounding).unwrap()).unwrap();
         let dv_error = match self.activation {
             Activation::Identity => wide_dy.zeros_like().unwrap(),
-            Activation::Relu => {
-                let beside_zero = v.abs().unwrap().le(&error).unwrap();
-                wide_dy.abs().unwrap().mul(&beside_zero.to_dtype(DType::F64).unwrap()).unwrap()
+            Activation::Relu | Activation::Relu6 => {
+                let beside = |kink: f64| {
+                    let distance = (v.as_tensor() - kink).unwrap().abs().unwrap();
+                    distance.le(&error).unwrap().to_dtype(DType::F64).unwrap()
+                };
+                let kinks = (beside(0.0) + beside(6.0)).unwrap();
+                wide_dy.abs().unwrap().mul(&kinks).unwrap()
             }
             _ => {
                 let slope = ((error * CURVATURE).unwrap() + own * SLOPE).unwrap();

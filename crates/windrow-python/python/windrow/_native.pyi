@@ -10,7 +10,7 @@ class Array(Protocol):
 
 A = TypeVar("A", bound=Array)
 Activation: TypeAlias = Literal[
-    "identity", "none", "relu", "silu", "swish", "gelu", "gelu_tanh"
+    "identity", "none", "relu", "relu6", "silu", "swish", "gelu", "gelu_tanh"
 ]
 Accuracy: TypeAlias = Literal["exact", "fp32", "tf32", "half"]
 Pair: TypeAlias = int | Sequence[int]
@@ -58,7 +58,7 @@ def causal_conv1d(
 
     x: [b, d, l], f32, f16 or bf16, any strides (channel-last is a stride pattern).
     weight: [d, width], or [d_out, d_in, width] for a dense convolution; bias: [d]; each f32 or x's
-    type. activation: None, "relu", "silu", "gelu" or "gelu_tanh".
+    type. activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh".
     Sequences packed into one row are told apart by `seq_idx` [b, l] i32 (negative: padding,
     gives zeros) or by `cu_seqlens` [sequences + 1] i32 or i64 with b = 1.
     initial_states: [b or sequences, d, width - 1], what comes before each sequence; else zeros.
@@ -151,6 +151,7 @@ def conv2d(
     padding: Pair = 0,
     dilation: Pair = 1,
     groups: int = 1,
+    residual: Array | None = None,
     activation: Activation | None = None,
     accuracy: Accuracy | None = None,
     algorithm: str | None = None,
@@ -164,7 +165,8 @@ def conv2d(
     x: [n, c, h, w], f32, f16 or bf16, any strides; the result [n, k, oh, ow] is channels-last if x
     is. weight: [k, c / groups, r, s] of x's type; bias: [k], f32 or x's type.
     stride, padding, dilation: a number, or one for each direction.
-    activation: None, "relu", "silu", "gelu" or "gelu_tanh", applied to the result.
+    residual: like the result in type, shape and strides, added before the activation.
+    activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh", applied to the result.
     accuracy: "exact" (no Winograd), "fp32", "tf32" or "half".
     algorithm: one of `Conv2dPlan.algorithms`; None lets the planner choose.
     out: written in place and returned. device: where arrays in main memory are worked on.
@@ -340,8 +342,8 @@ class PackedWeights:
 
 @final
 class Conv2dCall:
-    """`conv2d` of PyTorch's tensors, for images, filters and biases of the types, shapes and strides of
-    those it was made from. With other tensors, or such that PyTorch's dispatcher has something to do for,
+    """`conv2d` of PyTorch's tensors, for images, filters, biases and residuals of the types, shapes and
+    strides of those it was made from. With other tensors, or such that PyTorch's dispatcher has something to do for,
     a call does nothing and returns None."""
 
     def __init__(
@@ -351,8 +353,11 @@ class Conv2dCall:
         bias: Array | None,
         named: dict[str, Any],
         filters: tuple[FilterCache, bool] | None,
+        residual: bool = False,
     ) -> None: ...
-    def __call__(self, x: A, weight: Array, bias: Array | None) -> A | None: ...
+    def __call__(
+        self, x: A, weight: Array, bias: Array | None, residual: Array | None = None
+    ) -> A | None: ...
 
 @final
 class FilterCache:

@@ -9,7 +9,7 @@
 
 Nodes of the domain `ai.windrow` have the inputs, outputs and attributes of ONNX's operators of their names: `Conv` (images
 and rows), `Gelu` and `CausalConvWithState`, in f32, f16 and bf16. `Conv` and `CausalConvWithState` have an attribute
-`activation`: "none", "relu", "silu", "gelu" or "gelu_tanh".
+`activation`: "none", "relu", "relu6", "silu", "gelu" or "gelu_tanh".
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ fn sample(
 ) -> Result<Sample> {
     let seed = choices.seed();
     // Sums of ReLU's argument are exact, so that kernels and oracle agree on its side of the kink.
-    let exact = spec.activation == Activation::Relu;
+    let exact = spec.activation.has_kinks();
     let dtype = spec.x.dtype;
     let hold = |choices: &mut Choices<'_>, desc, values: Vec<f64>| {
         Held::at(desc, &values, style.lead(choices), device)
@@ -386,7 +386,7 @@ pub(crate) fn run_update(choices: &mut Choices<'_>, trial: &mut Trial) -> Result
         options.threads
     ));
     let seed = choices.seed();
-    let exact = spec.activation == Activation::Relu;
+    let exact = spec.activation.has_kinks();
     let hold = |choices: &mut Choices<'_>, desc, values: Vec<f64>| {
         Held::at(desc, &values, style.lead(choices), device)
     };

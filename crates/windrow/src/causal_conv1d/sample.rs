@@ -12,7 +12,7 @@ use crate::{Activation, Device, Result, TensorDesc};
 /// products are exact in f32, so that kernels and oracle agree on which side of the kink they are.
 fn numbers(seed: u64, what: u64, desc: &TensorDesc, activation: Activation) -> Vec<f64> {
     let mut values = random(seed.wrapping_mul(31).wrapping_add(what), desc.layout.len(), -2.0, 2.0);
-    if activation == Activation::Relu {
+    if activation.has_kinks() {
         values.iter_mut().for_each(|value| *value = (*value * 8.0).round() / 8.0);
     }
     values

@@ -1,6 +1,8 @@
 //! The gradients of a convolution.
 
-use super::cpu::{Backward, Forward, Run, by_bf16_products, by_tiles, choose, floats_mut};
+use super::cpu::{
+    Backward, Forward, Residual, Run, by_bf16_products, by_tiles, choose, floats_mut,
+};
 use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dPlan, Conv2dSpec, Problem, reference};
 use crate::cpu::Isa;
 use crate::lists::collected;
@@ -52,8 +54,9 @@ impl CpuBackward {
     ) {
         match (&self.data, turn(w)) {
             (Some(engine), Some(w)) => {
-                let (bias, activation) = (None, Activation::Identity);
-                engine.run_raw(&w, Run { x: dy, bias, activation, y: dx, workspace: memory });
+                let (bias, residual, activation) = (None, Residual::NONE, Activation::Identity);
+                let run = Run { x: dy, bias, residual, activation, y: dx, workspace: memory };
+                engine.run_raw(&w, run);
             }
             _ => {
                 let [packed, _] = self.gradients.data_bytes();
@@ -76,6 +79,7 @@ pub(super) fn mirrored(spec: &Conv2dSpec, p: &Problem) -> Option<Conv2dSpec> {
         w: TensorDesc { layout: turned(&spec.w.layout)?, ..spec.w },
         y: spec.x,
         bias: None,
+        residual: false,
         padding: [padding(0)?, padding(1)?],
         activation: Activation::Identity,
         ..spec.clone()

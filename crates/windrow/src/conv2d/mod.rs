@@ -52,7 +52,7 @@ pub fn conv2d(
     let plan = Conv2dPlan::new(&spec, &options)?;
     let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes())?;
     let mut y = Tensor::uninitialised(spec.y)?;
-    let args = Conv2dArgs { x: *x, w: Weights::Raw(*w), bias: bias.copied() };
+    let args = Conv2dArgs::new(*x, *w).with_bias(bias.copied());
     plan.run(&args, y.as_mut(), &mut workspace)?;
     Ok(y)
 }

@@ -127,7 +127,7 @@ fn run(
         let bias = spec.bias.map(|desc| place(desc, 0.1)).transpose()?;
         let packed = plan.pack_weights(&w.as_ref(), &mut workspace)?;
         let x = tensors[layer.input].as_ref();
-        let args = |w| Conv2dArgs { x, w, bias: bias.as_ref().map(Placed::as_ref) };
+        let args = |w| Conv2dArgs::new(x, w).with_bias(bias.as_ref().map(Placed::as_ref));
         let mut y = Placed::output(spec.y, device)?;
         plan.run(&args(Weights::Packed(&packed)), y.as_mut()?, &mut workspace)?;
         workspace.synchronize()?;

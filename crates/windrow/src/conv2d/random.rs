@@ -111,6 +111,7 @@ fn spec(choices: &mut Choices<'_>, style: Style) -> Result<Conv2dSpec> {
         let parameter = choices.of(&[dtype, DType::F32]);
         spec.bias = Some(desc(choices, style, parameter, &[k * groups], true)?);
     }
+    spec.residual = choices.one_in(3);
     if choices.one_in(3) {
         let shape = spec.y.shape().to_vec();
         spec.y = desc(choices, style, dtype, &shape, false)?;
@@ -184,13 +185,14 @@ struct Sample {
     x: Held,
     w: Held,
     bias: Option<Held>,
+    residual: Option<Held>,
     values: [Vec<f64>; 2],
 }
 
 impl Sample {
     fn args(&self) -> Conv2dArgs<'_> {
-        let bias = self.bias.as_ref().map(Held::as_ref);
-        Conv2dArgs { x: self.x.as_ref(), w: Weights::Raw(self.w.as_ref()), bias }
+        let [bias, residual] = [&self.bias, &self.residual].map(|h| h.as_ref().map(Held::as_ref));
+        Conv2dArgs { x: self.x.as_ref(), w: Weights::Raw(self.w.as_ref()), bias, residual }
     }
 }
 
@@ -228,9 +230,14 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
     };
     let x = hold(choices, spec.x, numbers.data(seed, &spec.x, false))?;
     let w = hold(choices, spec.w, Numbers::parameters(seed + 1, &spec.w, false))?;
-    let bias = spec.bias.map(|d| hold(choices, d, Numbers::parameters(seed + 2, &d, false)));
+    let mut added = |desc: Option<TensorDesc>, seed| {
+        let held = |d| hold(choices, d, Numbers::parameters(seed, &d, false));
+        desc.map(held).transpose()
+    };
+    let bias = added(spec.bias, seed + 2)?;
+    let residual = added(spec.residual.then_some(spec.y), seed + 4)?;
     let values = [x.values()?, w.values()?];
-    let operands = Sample { style, numbers, problem, x, w, bias: bias.transpose()?, values };
+    let operands = Sample { style, numbers, problem, x, w, bias, residual, values };
     forward(choices, trial, &spec, &options, &operands)?;
     let dy = match numbers {
         // What a NaN in dy or x may reach in gradients is nowhere promised.
@@ -263,8 +270,11 @@ fn forward(
     }
     let args = operands.args();
     let [x, w] = &operands.values;
-    let bias = args.bias.as_ref().map(TensorRef::to_f64_vec).transpose()?;
-    let want = reference::forward(problem, x, w, bias.as_deref(), spec.activation)?;
+    let added = [&args.bias, &args.residual].map(Option::as_ref);
+    let [bias, residual] = added.map(|view| view.map(TensorRef::to_f64_vec).transpose());
+    let (bias, residual) = (bias?, residual?);
+    let added = [bias.as_deref(), residual.as_deref()];
+    let want = reference::forward(problem, x, w, added, spec.activation)?;
     let algorithms = Conv2dPlan::algorithms(spec, options.device);
     let candidates = Conv2dPlan::configurations(spec, options)?;
     let candidate = candidates.get(choices.below(candidates.len().max(1)));

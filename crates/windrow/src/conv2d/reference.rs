@@ -5,12 +5,12 @@ use crate::lists::{collected, filled, room_for};
 use crate::verification::Expected;
 use crate::{Activation, Result};
 
-/// `y` [n, k, oh, ow] of `x` [n, c, h, w], `w` [k, c/groups, r, s] and `bias` `[k]`, all row-major.
+/// `y` [n, k, oh, ow] of `x` [n, c, h, w], `w` [k, c/groups, r, s], `bias` `[k]` and a residual like y, all row-major.
 pub(crate) fn forward(
     p: &Problem,
     x: &[f64],
     w: &[f64],
-    bias: Option<&[f64]>,
+    [bias, residual]: [Option<&[f64]>; 2],
     activation: Activation,
 ) -> Result<Expected> {
     let mut y = Expected::zeros(p.y_shape().iter().product())?;
@@ -20,6 +20,9 @@ pub(crate) fn forward(
         for i in 0..y.values.len() {
             y.add(i, bias[i / pixels % p.k]);
         }
+    }
+    for (i, &added) in residual.into_iter().flatten().enumerate() {
+        y.add(i, added);
     }
     for v in &mut y.values {
         *v = activation.apply_f64(*v);

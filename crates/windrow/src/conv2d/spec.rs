@@ -7,7 +7,7 @@ use crate::{Accuracy, Activation, DType, Layout, Result, TensorDesc};
 
 /// A two-dimensional convolution (cross-correlation, as deep learning has it):
 ///
-/// `y[n,k,oh,ow] = act(bias[k] + sum_{c,r,s} w[k,c,r,s] * x[n, g*(C/groups)+c, oh*stride-padding+r*dilation, ...])`
+/// `y[n,k,oh,ow] = act(bias[k] + residual[n,k,oh,ow] + sum_{c,r,s} w[k,c,r,s] * x[n, g*(C/groups)+c, oh*stride-padding+r*dilation, ...])`
 ///
 /// with zeros outside of `x` and `g` the group of output channel `k`.
 ///
@@ -30,6 +30,8 @@ pub struct Conv2dSpec {
     pub y: TensorDesc,
     /// Bias `[k]`, f32 or x's type.
     pub bias: Option<TensorDesc>,
+    /// Whether a tensor of y's type, shape and strides is added before the activation.
+    pub residual: bool,
     /// Step of the filter over rows and columns; at least 1.
     pub stride: [usize; 2],
     /// Zeros added above and below, left and right.
@@ -38,7 +40,7 @@ pub struct Conv2dSpec {
     pub dilation: [usize; 2],
     /// Groups of channels that do not see each other; divides c and k.
     pub groups: usize,
-    /// Applied to the sum and bias.
+    /// Applied to the sum, bias and residual.
     pub activation: Activation,
     /// Which algorithms the planner may take.
     pub accuracy: Accuracy,
@@ -90,6 +92,7 @@ setters! {
 setters! {
     Conv2dSpec {
         with_output(y: TensorDesc);
+        with_residual(residual: bool);
         with_activation(activation: Activation);
         with_accuracy(accuracy: Accuracy);
         ? with_bias(bias: TensorDesc);
@@ -97,7 +100,7 @@ setters! {
 }
 
 impl Conv2dSpec {
-    /// A convolution of `x` [n, c, h, w] by `w` [k, c/groups, r, s], without bias. `y` gets the
+    /// A convolution of `x` [n, c, h, w] by `w` [k, c/groups, r, s], without bias and residual. `y` gets the
     /// shape that follows and a dense layout: channels-last if x is, else NCHW.
     ///
     /// # Errors
@@ -108,8 +111,20 @@ impl Conv2dSpec {
         let &Conv2dParams { stride, padding, dilation, groups, activation, accuracy } = params;
         let geometry = Problem::new(&x, &w, stride, padding, dilation, groups)?;
         let y = dense_beside(&x, &geometry.y_shape())?;
-        let bias = None;
-        Ok(Self { x, w, y, bias, stride, padding, dilation, groups, activation, accuracy })
+        let (bias, residual) = (None, false);
+        Ok(Self {
+            x,
+            w,
+            y,
+            bias,
+            residual,
+            stride,
+            padding,
+            dilation,
+            groups,
+            activation,
+            accuracy,
+        })
     }
 
     /// The convolution whose data gradient is the transposed convolution of `y` [n, k, oh, ow] by `w` [k, c/groups, r, s]:

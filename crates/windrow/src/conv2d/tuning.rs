@@ -129,7 +129,8 @@ impl Tuned for Conv2d {
 
     fn args<'a>(views: &[Option<TensorRef<'a>>]) -> Conv2dArgs<'a> {
         let required = |i: usize| views[i].expect("every spec has x and w");
-        Conv2dArgs { x: required(0), w: Weights::Raw(required(2)), bias: views[1] }
+        let w = Weights::Raw(required(3));
+        Conv2dArgs { x: required(0), w, bias: views[1], residual: views[2] }
     }
 
     /// Packs the filter before the runs if it is kept. On CUDA packing is a small part of a run.
@@ -163,7 +164,7 @@ impl Tuned for Conv2d {
     }
 
     fn compare(plan: &Conv2dPlan, args: &Conv2dArgs<'_>, y: &TensorRef<'_>) -> Result<Comparison> {
-        let want = plan.expected(&args.x, &plan.known_filter(&args.w)?, args.bias.as_ref())?;
+        let want = plan.expected(args, &plan.known_filter(&args.w)?)?;
         want.compare(y, plan.tolerance())
     }
 
@@ -185,9 +186,13 @@ impl Tuned for Conv2d {
             let x = args.x.narrow(0, image.clone())?;
             let w = w.narrow(0, channels.clone())?;
             let bias = args.bias.map(|b| b.narrow(0, channels.clone())).transpose()?;
+            let residual =
+                args.residual.map(|r| r.narrow(0, image.clone())?.narrow(1, channels.clone()));
+            let residual = residual.transpose()?;
             let y = y.narrow(0, image)?.narrow(1, channels)?;
             let spec = Conv2dSpec::new(*x.desc(), *w.desc(), &plan.spec.params())?;
-            let want = plan.expected_of(&spec.problem()?, &x, &w.to_f64_vec()?, bias.as_ref())?;
+            let args = Conv2dArgs { x, w: Weights::Raw(w), bias, residual };
+            let want = plan.expected_of(&spec.problem()?, &args, &w.to_f64_vec()?)?;
             want.compare(&y, plan.tolerance())
         };
         let mut comparison = part(0..n.min(1), 0..count)?;

@@ -126,23 +126,27 @@ struct Oracle {
     gradients: [Expected; 3],
 }
 
-/// The inputs of a case on a device: x, w, dy, and bias.
-fn inputs(spec: &Conv2dSpec, device: Device) -> Result<([Held; 3], Option<Held>)> {
+/// The inputs of a case on a device: x, w, dy, and bias and residual.
+fn inputs(spec: &Conv2dSpec, device: Device) -> Result<([Held; 3], [Option<Held>; 2])> {
     let hold = |seed, desc: TensorDesc, range: f64| {
         Held::at(desc, &random(seed, desc.layout.len(), -range, range), 0, device)
     };
     let bias = spec.bias.map(|desc| hold(3, desc, 1.0)).transpose()?;
-    Ok(([hold(1, spec.x, 1.0)?, hold(2, spec.w, 0.5)?, hold(4, spec.y, 1.0)?], bias))
+    let residual = spec.residual.then(|| hold(5, spec.y, 1.0)).transpose()?;
+    let tensors = [hold(1, spec.x, 1.0)?, hold(2, spec.w, 0.5)?, hold(4, spec.y, 1.0)?];
+    Ok((tensors, [bias, residual]))
 }
 
 impl Oracle {
     fn of(spec: &Conv2dSpec) -> Result<Self> {
         let problem = spec.problem()?;
-        let ([x, w, dy], bias) = inputs(spec, Device::Cpu)?;
+        let ([x, w, dy], added) = inputs(spec, Device::Cpu)?;
         let [x, w, dy] = [x.values()?, w.values()?, dy.values()?];
-        let bias = bias.map(|bias| bias.values()).transpose()?;
+        let [bias, residual] = added.map(|held| held.map(|held| held.values()).transpose());
+        let (bias, residual) = (bias?, residual?);
+        let added = [bias.as_deref(), residual.as_deref()];
         Ok(Oracle {
-            y: reference::forward(&problem, &x, &w, bias.as_deref(), spec.activation)?,
+            y: reference::forward(&problem, &x, &w, added, spec.activation)?,
             gradients: [
                 reference::backward_data(&problem, &w, &dy)?,
                 reference::backward_weight(&problem, &x, &dy)?,
@@ -185,7 +189,9 @@ fn spec(
         strides[..doubled].iter_mut().for_each(|stride| *stride *= 2);
         desc.layout = Layout::strided(desc.shape(), &strides)?;
     }
-    // Every second has a bias, of either type.
+    // Every second has a bias, of either type, and every third shape adds a residual.
+    let sizes: usize = spec.y.shape().iter().sum();
+    let spec = spec.with_residual(sizes.is_multiple_of(3));
     Ok(match (k % 2, k % 3) {
         (0, 0) => spec.with_bias(TensorDesc::contiguous(dtype, &[k])?),
         (0, _) => spec.with_bias(TensorDesc::contiguous(DType::F32, &[k])?),
@@ -203,10 +209,10 @@ fn run(
     let options = PlanOptions { device, memory, ..PlanOptions::default() };
     let plan = Conv2dPlan::with_configuration(spec, configuration, &options)?;
     let mut workspace = Workspace::new(device, plan.workspace_bytes())?;
-    let ([x, w, dy], bias) = inputs(spec, device)?;
+    let ([x, w, dy], added) = inputs(spec, device)?;
     let mut y = Held::at(spec.y, &[], 0, device)?;
-    let bias = bias.as_ref().map(Held::as_ref);
-    let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias };
+    let [bias, residual] = added.each_ref().map(|held| held.as_ref().map(Held::as_ref));
+    let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias, residual };
     plan.run(&args, y.as_mut()?, &mut workspace)?;
     workspace.synchronize()?;
     let want = plan.widened(oracle.y.copy()?, &spec.problem()?, &oracle.x, &oracle.w)?;

@@ -16,13 +16,14 @@ pub(crate) fn activate<S: Simd>(s: S, activation: Activation, x: S::F32) -> S::F
     match activation {
         Activation::Identity => x,
         Activation::Relu => s.max(s.zero(), x),
+        Activation::Relu6 => s.min(s.splat(6.0), s.max(s.zero(), x)),
         Activation::Silu => silu(s, x),
         Activation::Gelu(Approximate::None) => gelu(s, x),
         Activation::Gelu(Approximate::Tanh) => gelu_tanh(s, x),
     }
 }
 
-/// The derivative of the activation at `x`, the value that [`activate`] is given. At 0 that of ReLU
+/// The derivative of the activation at `x`, the value that [`activate`] is given. At its kinks that of ReLU and ReLU6
 /// is 0.
 #[inline(always)]
 pub(crate) fn activate_grad<S: Simd>(s: S, activation: Activation, x: S::F32) -> S::F32 {
@@ -30,6 +31,11 @@ pub(crate) fn activate_grad<S: Simd>(s: S, activation: Activation, x: S::F32) ->
         Activation::Identity => s.splat(1.0),
         Activation::Relu => {
             let step = s.select(s.lt(s.zero(), x), s.splat(1.0), s.zero());
+            s.select(s.is_nan(x), x, step)
+        }
+        Activation::Relu6 => {
+            let step = s.select(s.lt(x, s.splat(6.0)), s.splat(1.0), s.zero());
+            let step = s.select(s.lt(s.zero(), x), step, s.zero());
             s.select(s.is_nan(x), x, step)
         }
         Activation::Silu => silu_grad(s, x),
@@ -300,7 +306,7 @@ mod tests {
                         worst = (distance, x, y);
                     }
                     if x == 0.0 || want.abs() < 1e-46 {
-                        let relu = activation == Activation::Relu && x != 0.0;
+                        let relu = activation.has_kinks() && x != 0.0;
                         let sign = x.is_sign_negative() && !relu;
                         assert_eq!(y.is_sign_negative(), sign, "{} {x:e}", activation.name());
                     }

@@ -187,7 +187,7 @@ def causal_conv1d_fn(
     bias: [dim]; each f32 or x's type. seq_idx: [batch, seqlen] i32, tells packed sequences apart,
     negative for padding; or cu_seqlens: [sequences + 1] i32 or i64 with batch 1.
     initial_states, final_states_out: [batch or sequences, dim, width - 1].
-    activation: None, "silu", "swish", "gelu", "gelu_tanh" or "relu".
+    activation: None, "silu", "swish", "gelu", "gelu_tanh", "relu" or "relu6".
 
     Returns y, or (y, final_states) with `return_final_states`.
     """

@@ -259,7 +259,7 @@ def conv2d(
     """`torch.nn.functional.conv2d`, by Winograd where filter and stride allow.
 
     input: [n, c, h, w] or [c, h, w], f32, f16 or bf16, any strides; weight: [k, c / groups, r, s].
-    activation: None, "relu", "silu", "gelu" or "gelu_tanh", applied to the result.
+    activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh", applied to the result.
     accuracy: "exact" (no Winograd), "fp32", "tf32" or "half"; None is "fp32", or "tf32" for f32 on CUDA
     where PyTorch's own convolutions may use it (`torch.backends.cudnn.allow_tf32`).
     algorithm: one of `windrow.Conv2dPlan.algorithms`; None lets the planner choose; "fastest"

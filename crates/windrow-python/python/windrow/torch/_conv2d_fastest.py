@@ -31,6 +31,7 @@ ACTIVATIONS = {
     "identity": lambda y: y,
     "none": lambda y: y,
     "relu": F.relu,
+    "relu6": F.relu6,
     "silu": F.silu,
     "swish": F.silu,
     "gelu": gelu_of_any,
@@ -88,34 +89,39 @@ class Ours:
     named: dict[str, Any]
     layout: torch.memory_format
     filters: Callable[[], Filters]
+    # Whether a residual, laid out as the result, is added before the activation.
+    adds: bool = False
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         image, weight = as_image(in_layout(x, self.layout), x), as_image(self.weight, x)
-        return as_line(_native.conv2d(image, weight, self.bias, **self.named, filters=self.filters()), x)
+        named = {**self.named, "residual": residual}
+        return as_line(_native.conv2d(image, weight, self.bias, **named, filters=self.filters()), x)
 
-    def like(self, x: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Tensor | None]:
+    def like(self, x: Tensor) -> "LikeOurs":
         """The same for images like x; None comes of others."""
         image, strides = as_image(in_layout(x, self.layout), x), x.stride()
         weight = as_image(self.weight, x)
-        call = _native.Conv2dCall(image, weight, self.bias, self.named, self.filters())
+        call = _native.Conv2dCall(image, weight, self.bias, self.named, self.filters(), self.adds)
         if image is x:
             return call
 
-        def copied(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        def copied(
+            x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None
+        ) -> Tensor | None:
             if x.stride() != strides:
                 return None
             image = as_image(in_layout(x, self.layout), x)
-            return as_line(call(image, as_image(weight, x), bias), x)
+            return as_line(call(image, as_image(weight, x), bias, residual), x)
 
         return copied
 
-    def straight(self, x: Tensor) -> Callable[[], Tensor]:
+    def straight(self, x: Tensor, residual: Tensor | None = None) -> Callable[[], Tensor]:
         """The call that a module comes to make for x."""
         call = self.like(x)
 
         def run() -> Tensor:
-            y = call(x, self.weight, self.bias)
-            return self(x) if y is None else y
+            y = call(x, self.weight, self.bias, residual)
+            return self(x, residual) if y is None else y
 
         return run
 
@@ -143,6 +149,10 @@ class Ours:
     def _beside(self, x: Tensor, given: Tensor) -> int:
         options = Options(*(self.named[name] for name in Options._fields[:4]))
         return _bytes_beside(x, given, self.weight, options)
+
+
+# Of an image, filter, bias and residual.
+LikeOurs = Callable[..., Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -268,20 +278,21 @@ def by_windrow(
     packed: Ours,
     filters: Filters,
     rest: Callable[[Tensor], Tensor] = lambda y: y,
+    residual: Tensor | None = None,
 ) -> Iterator[Contestant]:
-    """Ours, with the filter kept if it may be, and packed on each call; and what follows it."""
+    """Ours, with the filter kept if it may be, and packed on each call; and what follows it. `residual`: what it adds."""
     if filters is not None:
         kept = kept.within(x, True)
         always, scratch = kept.bytes(x, True)
         cache = filters[0]
         more = {} if cache.bytes > 0 else {"forget": cache.clear}
-        with_kept = kept.straight(x)
+        with_kept = kept.straight(x, residual)
         promise = lambda: cache.promise(always)
         memory = kept.named["memory"]
         yield Contestant(KEPT, lambda: rest(with_kept()), always, scratch, promise=promise, memory=memory, **more)
     packed = packed.within(x, False)
     always, scratch = packed.bytes(x, False)
-    with_packed = packed.straight(x)
+    with_packed = packed.straight(x, residual)
     yield Contestant(PACKED, lambda: rest(with_packed()), 0, always + scratch, memory=packed.named["memory"])
 
 
@@ -481,6 +492,12 @@ def memory_format(x: Tensor, weight: Tensor) -> torch.memory_format:
     """That of the result: as PyTorch's own convolution chooses it."""
     is_last = _is_channels_last(x) or _is_channels_last(weight)
     return torch.channels_last if is_last else torch.contiguous_format
+
+
+def is_laid_out(residual: Tensor, x: Tensor, layout: torch.memory_format) -> bool:
+    """Whether it lies as our convolution of x lays out its result."""
+    is_last = _is_channels_last(in_layout(x, layout))
+    return residual.is_contiguous(memory_format=torch.channels_last if is_last else torch.contiguous_format)
 
 
 def _is_channels_last(t: Tensor) -> bool:

@@ -29,6 +29,7 @@ from windrow.torch._conv2d_fastest import (
     can_be_ours,
     in_layout,
     is_cudnns,
+    is_laid_out,
     is_room_for,
     look_ahead,
     memory_format,
@@ -62,6 +63,8 @@ def _activate_(y: Tensor, activation: str | None) -> Tensor:
         return y
     if activation == "relu":
         return F.relu(y, inplace=True)
+    if activation == "relu6":
+        return F.relu6(y, inplace=True)
     if activation == "silu":
         return F.silu(y, inplace=True)
     if activation == "gelu_tanh":
@@ -96,7 +99,7 @@ def _kernel(
 
 
 def _with_residual(y: Tensor, residual: Tensor | None, activation: str | None) -> Tensor:
-    """What is left to do after our convolution, which has applied the activation where nothing is added."""
+    """What is left to do after our convolution where it does not add, and has applied the activation only if nothing is."""
     return y if residual is None else _activate_(_add_(y, residual), activation)
 
 
@@ -106,11 +109,15 @@ class _Ours:
     activation: str | None
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        if self.conv2d.adds:
+            return self.conv2d(x, residual)
         return _with_residual(self.conv2d(x), residual, self.activation)
 
     def like(self, x: Tensor) -> "Way":
         """The same for images like x; None comes of others."""
         call, weight, bias = self.conv2d.like(x), self.conv2d.weight, self.conv2d.bias
+        if self.conv2d.adds:
+            return lambda x, residual: call(x, weight, bias, residual)
 
         def run(x: Tensor, residual: Tensor | None) -> Tensor | None:
             y = call(x, weight, bias)
@@ -142,12 +149,19 @@ def _way(
 
     if not can_be_ours(x, weight, bias):
         return pytorch, False
-    inside = activation if residual is None else None
+    # What is broadcast, or of another type, is nothing that a convolution adds.
+    fits, beside, adds = True, None, False
+    if residual is not None:
+        fits = [*residual.shape] == output_shape(x, weight, options) and residual.dtype == x.dtype
+        # On GPUs PyTorch's operators follow: ours in one pass were not measured there.
+        adds = fits and x.is_cpu and is_laid_out(residual, x, layout)
+        beside = (fits, residual.dtype, residual.is_contiguous(memory_format=layout), adds)
+    inside = activation if residual is None or adds else None
     named = as_named(options, activation=inside, accuracy=accuracy)
     filters = kept_with(weight, is_frozen=True, lasts=True) if is_room else unkept
     mode = _MODE if is_room else _MODE_UNKEPT
-    kept = _Ours(Ours(weight, bias, named, layout, filters), activation)
-    packed = _Ours(Ours(weight, bias, named, layout, unkept), activation)
+    kept = _Ours(Ours(weight, bias, named, layout, filters, adds), activation)
+    packed = _Ours(Ours(weight, bias, named, layout, unkept, adds), activation)
 
     def by_cudnn(x: Tensor, residual: Tensor | None) -> Tensor:
         image = in_layout(x, layout)
@@ -158,11 +172,6 @@ def _way(
             y = torch.cudnn_convolution_add_relu(image, weight, beside, 1.0, bias, *options[:4])
         return y.contiguous(memory_format=layout)
 
-    # What is broadcast, or of another type, is nothing that cuDNN adds.
-    fits, beside = True, None
-    if residual is not None:
-        fits = [*residual.shape] == output_shape(x, weight, options) and residual.dtype == x.dtype
-        beside = (fits, residual.dtype, residual.is_contiguous(memory_format=layout))
     problem = problem_of(x, weight, bias, options, (activation, beside), accuracy)
     choice, is_final = chosen(mode, problem), True
     if choice is None:
@@ -171,6 +180,8 @@ def _way(
             now = filters()
             if is_cudnns(x, weight, bias, named, layout, now is not None):
                 return NOTHING_FASTER
+            if adds:
+                return by_windrow(x, kept.conv2d, packed.conv2d, now, residual=residual)
             rest = lambda y: _with_residual(y, residual, activation)
             return by_windrow(x, kept.conv2d, packed.conv2d, now, rest)
 

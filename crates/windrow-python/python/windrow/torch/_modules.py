@@ -221,6 +221,8 @@ class Convolution(Remembering):
         if self.activation is not None:
             if self.activation == "relu":
                 return F.relu(y)
+            if self.activation == "relu6":
+                return F.relu6(y)
             if self.activation == "silu" or self.activation == "swish":
                 return F.silu(y)
             if self.activation == "gelu":

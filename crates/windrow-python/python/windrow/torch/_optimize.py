@@ -41,7 +41,7 @@ def optimize(model: nn.Module, accuracy: str | None = None) -> nn.Module:
 
     torch.fx traces the model, or the `nn.Sequential`s in it if its `forward` takes more than one tensor or
     branches on one. In what was traced, batch normalisations become part of the filters before them, and an
-    addition and an activation (ReLU, SiLU, GELU) behind a convolution one operation with it. It is computed by
+    addition and an activation (ReLU, ReLU6, SiLU, GELU) behind a convolution one operation with it. It is computed by
     PyTorch's operators, by what cuDNN has in one, or by Windrow, whichever is found fastest when a problem first
     comes. All other convolutions and GELUs are as `patch` leaves them, with frozen filters.
 
@@ -279,6 +279,7 @@ _IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "i
 
 _ACTIVATIONS: dict[Any, str] = {
     nn.ReLU: "relu",
+    nn.ReLU6: "relu6",
     nn.SiLU: "silu",
     F.relu: "relu",
     F.relu_: "relu",
@@ -286,6 +287,7 @@ _ACTIVATIONS: dict[Any, str] = {
     torch.relu_: "relu",
     "relu": "relu",
     "relu_": "relu",
+    F.relu6: "relu6",
     F.silu: "silu",
 }
 _GELUS: tuple[Any, ...] = (nn.GELU, GELU, F.gelu, gelu)

@@ -174,6 +174,7 @@ pub(super) fn activation_name(activation: Activation) -> &'static str {
     match activation {
         Activation::Identity => "IDENTITY",
         Activation::Relu => "RELU",
+        Activation::Relu6 => "RELU6",
         Activation::Silu => "SILU",
         Activation::Gelu(Approximate::None) => "GELU",
         Activation::Gelu(Approximate::Tanh) => "GELU_TANH",

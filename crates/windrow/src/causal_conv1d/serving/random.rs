@@ -182,7 +182,7 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
     ));
     let seed = choices.seed();
     // Sums of ReLU's argument are exact, so that kernels and oracle agree on its side of the kink.
-    let exact = spec.activation == Activation::Relu;
+    let exact = spec.activation.has_kinks();
     let leads: [usize; 7] = std::array::from_fn(|_| style.lead(choices));
     let hold =
         |i: usize, desc: TensorDesc, values: &[f64]| Held::at(desc, values, leads[i], device);

@@ -225,7 +225,7 @@ impl ServingSample {
     ) -> Result<Self> {
         let hold = |what: u64, desc: TensorDesc| {
             let mut values = random(seed * 31 + what, desc.layout.len(), -2.0, 2.0);
-            if spec.activation == Activation::Relu {
+            if spec.activation.has_kinks() {
                 values.iter_mut().for_each(|value| *value = (*value * 8.0).round() / 8.0);
             }
             Held::at(desc, &values, 0, device)

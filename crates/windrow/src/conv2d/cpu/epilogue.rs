@@ -1,9 +1,9 @@
-//! Bias, activation and rounding of finished sums on their way to the destination.
+//! Bias, residual, activation and rounding of finished sums on their way to the destination.
 
 use super::stencil::{Segment, Stencil};
 use crate::cpu::math::activate;
 use crate::cpu::{Bf16Products, Kernel, MAX_LANES, Simd, SimdElement};
-use crate::{Activation, bf16};
+use crate::{Activation, TensorMut, TensorRef, bf16};
 use std::ops::Range;
 
 /// What lies next to each other in the destination, and so fills a vector.
@@ -13,27 +13,183 @@ pub(crate) enum Lanes {
     Channels,
 }
 
-/// What is applied to sums: bias of each channel, then the activation.
+/// A tensor of the destination's type and strides that is added to it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Residual {
+    /// What belongs to the element at address `to` of the destination; null for none.
+    from: *const u8,
+    to: usize,
+}
+
+impl Residual {
+    pub(crate) const NONE: Residual = Residual { from: std::ptr::null(), to: 0 };
+
+    pub(crate) fn new(residual: Option<&TensorRef<'_>>, y: &TensorMut<'_>) -> Self {
+        let of = |view: &TensorRef<'_>| Residual { from: view.as_ptr(), to: y.as_ptr().addr() };
+        residual.map_or(Self::NONE, of)
+    }
+
+    #[inline(always)]
+    pub(crate) fn is_none(self) -> bool {
+        self.from.is_null()
+    }
+
+    /// What belongs to an element of the destination; null for none.
+    #[inline(always)]
+    pub(crate) fn at<T>(self, dst: *const T) -> *const T {
+        match self.is_none() {
+            true => std::ptr::null(),
+            false => self.from.wrapping_add(dst.addr().wrapping_sub(self.to)).cast(),
+        }
+    }
+
+    /// The sums of `len` elements from `dst` on with what belongs to them.
+    ///
+    /// # Safety
+    /// These are elements of the destination.
+    #[inline(always)]
+    pub(crate) unsafe fn add<S: Simd, T: SimdElement>(
+        self,
+        s: S,
+        sum: S::F32,
+        dst: *const T,
+        len: usize,
+    ) -> S::F32 {
+        if self.is_none() {
+            return sum;
+        }
+        let from = self.at(dst);
+        // SAFETY: the residual has them as well.
+        unsafe {
+            let whole = len == S::LANES;
+            s.add(sum, if whole { T::load(s, from) } else { T::load_first(s, from, len) })
+        }
+    }
+
+    /// The same of elements `stride` apart.
+    ///
+    /// # Safety
+    /// As there.
+    #[inline(always)]
+    pub(crate) unsafe fn add_apart<S: Simd, T: SimdElement>(
+        self,
+        s: S,
+        sum: S::F32,
+        dst: *const T,
+        stride: isize,
+        len: usize,
+    ) -> S::F32 {
+        // SAFETY: passed on.
+        unsafe {
+            if self.is_none() || stride == 1 {
+                return self.add(s, sum, dst, len);
+            }
+            let mut lanes = [0f32; MAX_LANES];
+            for (i, lane) in lanes.iter_mut().enumerate().take(len) {
+                *lane = self.at(dst.wrapping_offset(i as isize * stride)).read().to_f32();
+            }
+            s.add(sum, s.load(lanes.as_ptr()))
+        }
+    }
+}
+
+/// The activation of most networks: sums held between two numbers. NaN stays NaN.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Bounds {
+    pub low: f32,
+    pub high: f32,
+}
+
+impl Bounds {
+    pub(crate) const NONE: Bounds = Bounds { low: f32::NEG_INFINITY, high: f32::INFINITY };
+
+    #[inline(always)]
+    pub(crate) fn of<S: Simd>(self, s: S, sum: S::F32) -> S::F32 {
+        s.min(s.splat(self.high), s.max(s.splat(self.low), sum))
+    }
+}
+
+/// What is applied to sums: bias of each channel, the residual, then the activation; with a residual only one that has
+/// bounds.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Epilogue {
     /// Bias of channel 0, in f32; null for none.
     pub bias: *const f32,
+    pub residual: Residual,
     pub activation: Activation,
 }
 
-impl Epilogue {
-    /// No bias, no activation.
-    pub(crate) const NONE: Epilogue =
-        Epilogue { bias: std::ptr::null(), activation: Activation::Identity };
+// SAFETY: what it names is only read.
+unsafe impl Sync for Epilogue {}
 
-    /// The activation as a lower bound, which the usual ones are.
+impl Epilogue {
+    /// Nothing.
+    pub(crate) const NONE: Epilogue = Epilogue {
+        bias: std::ptr::null(),
+        residual: Residual::NONE,
+        activation: Activation::Identity,
+    };
+
+    /// The activation as bounds, which the usual ones are.
     #[inline(always)]
-    pub(crate) fn bound(&self) -> Option<f32> {
+    pub(crate) fn bounds(&self) -> Option<Bounds> {
         match self.activation {
-            Activation::Identity => Some(f32::NEG_INFINITY),
-            Activation::Relu => Some(0.0),
-            _ => None,
+            Activation::Identity => Some(Bounds::NONE),
+            Activation::Relu => Some(Bounds { low: 0.0, ..Bounds::NONE }),
+            Activation::Relu6 => Some(Bounds { low: 0.0, high: 6.0 }),
+            Activation::Silu | Activation::Gelu(_) => None,
         }
+    }
+
+    /// Residual and activation of sums with bias, of `len` elements from `dst` on.
+    ///
+    /// # Safety
+    /// These are elements of the destination.
+    #[inline(always)]
+    pub(crate) unsafe fn finish<S: Simd, T: SimdElement>(
+        &self,
+        s: S,
+        sum: S::F32,
+        dst: *const T,
+        len: usize,
+    ) -> S::F32 {
+        // SAFETY: passed on.
+        let sum = unsafe { self.residual.add(s, sum, dst, len) };
+        match self.bounds() {
+            Some(bounds) => bounds.of(s, sum),
+            None => activate(s, self.activation, sum),
+        }
+    }
+
+    /// What is applied before results are laid out as the destination is: all of it, or the bias where the rest is left
+    /// to [`Epilogue::late`].
+    #[inline(always)]
+    pub(crate) fn early(&self) -> Self {
+        match self.residual.is_none() {
+            true => *self,
+            false => Epilogue { bias: self.bias, ..Epilogue::NONE },
+        }
+    }
+
+    /// What [`Epilogue::early`] left, of `len` elements from `dst` on, `stride` apart.
+    ///
+    /// # Safety
+    /// These are elements of the destination.
+    #[inline(always)]
+    pub(crate) unsafe fn late<S: Simd, T: SimdElement>(
+        &self,
+        s: S,
+        sum: S::F32,
+        dst: *const T,
+        stride: isize,
+        len: usize,
+    ) -> S::F32 {
+        if self.residual.is_none() {
+            return sum;
+        }
+        // SAFETY: passed on.
+        let sum = unsafe { self.residual.add_apart(s, sum, dst, stride, len) };
+        self.bounds().unwrap_or(Bounds::NONE).of(s, sum)
     }
 
     /// The same for the channels of a group of `k` channels.
@@ -128,11 +284,12 @@ impl<T: SimdElement> Store<'_, T> {
         }
     }
 
-    /// The place of neighbouring pixels, if sums above a bound are what belongs there.
+    /// The place of neighbouring pixels, if sums between bounds are what belongs there.
     #[inline(always)]
-    pub(crate) fn plain(&self, segment: &Segment) -> Option<(*mut T, f32)> {
-        let bound = self.epilogue.bound().filter(|_| self.stencil.dst[3] == 1)?;
-        Some((self.at(segment), bound))
+    pub(crate) fn plain(&self, segment: &Segment) -> Option<(*mut T, Bounds)> {
+        let is_plain = self.stencil.dst[3] == 1 && self.epilogue.residual.is_none();
+        let bounds = self.epilogue.bounds().filter(|_| is_plain)?;
+        Some((self.at(segment), bounds))
     }
 
     /// Stores all channels of neighbouring pixels.
@@ -215,13 +372,13 @@ impl<T: SimdElement> Store<'_, T> {
         [len, ahead]: [usize; 2],
     ) {
         let mut start = 0;
-        if let (Some(bound), 1) = (self.epilogue.bound(), stride) {
-            let bound = s.splat(bound);
+        if let (Some(bounds), 1) = (self.epilogue.bounds(), stride) {
             while start < len && start + S::LANES <= ahead {
                 // SAFETY: promised by the caller.
                 unsafe {
                     let sum = s.add(s.load(sums.add(start)), bias(start, S::LANES));
-                    T::store(s, dst.add(start), s.max(bound, sum));
+                    let sum = self.epilogue.residual.add(s, sum, dst.add(start), S::LANES);
+                    T::store(s, dst.add(start), bounds.of(s, sum));
                 }
                 start += S::LANES;
             }
@@ -235,19 +392,40 @@ impl<T: SimdElement> Store<'_, T> {
                 } else {
                     s.load_first(sums.add(at), count)
                 };
-                let y = activate(s, self.epilogue.activation, s.add(sum, bias(at, count)));
+                let sum = s.add(sum, bias(at, count));
+                let to = dst.offset(at as isize * stride);
+                let sum = self.epilogue.residual.add_apart(s, sum, to, stride, count);
+                let y = activate(s, self.epilogue.activation, sum);
                 if stride != 1 {
-                    let mut lanes = [0f32; MAX_LANES];
-                    s.store(lanes.as_mut_ptr(), y);
-                    for (i, &y) in lanes[..count].iter().enumerate() {
-                        dst.offset((at + i) as isize * stride).write(T::from_f32(y));
-                    }
+                    scatter(s, y, to, stride, count);
                 } else if count == S::LANES {
                     T::store(s, dst.add(at), y);
                 } else {
                     T::store_first(s, dst.add(at), y, count);
                 }
             }
+        }
+    }
+}
+
+/// Stores `len` lanes, `stride` apart.
+///
+/// # Safety
+/// They are writable.
+#[inline(always)]
+pub(crate) unsafe fn scatter<S: Simd, T: SimdElement>(
+    s: S,
+    y: S::F32,
+    dst: *mut T,
+    stride: isize,
+    len: usize,
+) {
+    let mut lanes = [0f32; MAX_LANES];
+    // SAFETY: promised by the caller.
+    unsafe {
+        s.store(lanes.as_mut_ptr(), y);
+        for (i, &y) in lanes[..len].iter().enumerate() {
+            dst.offset(i as isize * stride).write(T::from_f32(y));
         }
     }
 }
@@ -272,11 +450,11 @@ impl Store<'_, bf16> {
             Lanes::Channels => k_stride == 1 && channels.is_multiple_of(both),
             Lanes::Pixels => col_stride == 1 && segment.len.next_multiple_of(both) <= ahead,
         };
-        let Some(bound) = self.epilogue.bound().filter(|_| fills) else {
+        let Some(bounds) = self.epilogue.bounds().filter(|_| fills) else {
             // SAFETY: passed on.
             return unsafe { self.segment_ahead(s, segment, ahead) };
         };
-        let bound = s.splat(bound);
+        let residual = self.epilogue.residual;
         let (at, sums) = (self.at(segment), self.tile.wrapping_add(segment.lane * self.step()));
         let bias = self.epilogue.bias.wrapping_add(self.channels.start);
         let has_bias = !self.epilogue.bias.is_null();
@@ -289,10 +467,12 @@ impl Store<'_, bf16> {
                         let (dst, sums) =
                             (at.offset(i as isize * k_stride), sums.add(i * self.row));
                         for start in (0..segment.len).step_by(both) {
-                            let (first, second) = (sums.add(start), sums.add(start + lanes));
-                            let first = s.max(bound, s.add(s.load(first), bias));
-                            let second = s.max(bound, s.add(s.load(second), bias));
-                            p.store2(dst.add(start), [first, second]);
+                            let dst = dst.add(start);
+                            let both = [0, lanes].map(|at| {
+                                let sum = s.add(s.load(sums.add(start + at)), bias);
+                                bounds.of(s, residual.add(s, sum, dst.add(at), lanes))
+                            });
+                            p.store2(dst, both);
                         }
                     }
                 }
@@ -304,12 +484,12 @@ impl Store<'_, bf16> {
                         }
                         for j in 0..segment.len {
                             let sums = sums.add(j * self.row + start);
-                            let first = s.max(bound, s.add(s.load(sums), biases[0]));
-                            let second = s.max(bound, s.add(s.load(sums.add(lanes)), biases[1]));
-                            p.store2(
-                                at.offset(j as isize * col_stride).add(start),
-                                [first, second],
-                            );
+                            let dst = at.offset(j as isize * col_stride).add(start);
+                            let both = [0, 1].map(|v| {
+                                let sum = s.add(s.load(sums.add(v * lanes)), biases[v]);
+                                bounds.of(s, residual.add(s, sum, dst.add(v * lanes), lanes))
+                            });
+                            p.store2(dst, both);
                         }
                     }
                 }

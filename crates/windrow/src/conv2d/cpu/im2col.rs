@@ -5,7 +5,7 @@
 //! next to each other, the filter is the left operand and vectors run over pixels; where channels
 //! do, pixels are rows and vectors run over output channels.
 
-use super::epilogue::{Epilogue, Lanes, Store, StoreTile};
+use super::epilogue::{Bounds, Epilogue, Lanes, Store, StoreTile};
 use super::pack::{PackPanels, PackRows};
 use super::rows::{Rows, copy_turned, zero};
 use super::stencil::Stencil;
@@ -336,7 +336,8 @@ impl<T: SimdElement> BlockedProduct for Product<'_, T> {
     fn place(&self, group: usize, rows: Range<usize>, cols: Range<usize>) -> Option<Place> {
         let stencil = &self.plan.stencil;
         let epilogue = self.epilogue.for_group(group, stencil.k);
-        let bound = epilogue.bound().filter(|_| T::DTYPE == DType::F32)?;
+        let is_plain = T::DTYPE == DType::F32 && epilogue.residual.is_none();
+        let Bounds { low, high } = epilogue.bounds().filter(|_| is_plain)?;
         let [_, k_stride, _, col] = stencil.dst;
         let none = std::ptr::null();
         let bias = |k: usize| match epilogue.bias.is_null() {
@@ -350,7 +351,7 @@ impl<T: SimdElement> BlockedProduct for Product<'_, T> {
         };
         let at = stencil.dst_run(pixels)? + stencil.dst_group(group) + k as isize * k_stride;
         let [row_bias, col_bias] = biases;
-        Some(Place { at: self.dst.wrapping_offset(at).cast(), row, row_bias, col_bias, bound })
+        Some(Place { at: self.dst.wrapping_offset(at).cast(), row, row_bias, col_bias, low, high })
     }
 
     unsafe fn store(&self, group: usize, rows: Range<usize>, cols: Range<usize>, tile: *const f32) {

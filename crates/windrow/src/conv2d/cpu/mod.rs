@@ -1,5 +1,6 @@
 //! Convolution on the CPU.
 
+mod activation;
 mod backward;
 mod bias_grad;
 mod choice;
@@ -17,10 +18,12 @@ use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::cpu::{Isa, SimdElement};
 use crate::dtype::with_element;
 use crate::{Activation, DType, Filter, Result, TensorMut, TensorRef};
+pub(crate) use activation::apply as activate;
 pub(crate) use backward::Backward;
 pub(crate) use choice::{by_bf16_products, by_tiles, choose, supported};
 use direct::Direct;
 use epilogue::Epilogue;
+pub(crate) use epilogue::Residual;
 use im2col::Im2colGemm;
 use stencil::Stencil;
 use winograd::{FUSED_TILE, WinogradCpu, WinogradFused};
@@ -89,11 +92,12 @@ impl Gather {
     }
 }
 
-/// `y = act(conv(x, w) + bias)` but for the filter. `x` [n, c, h, w] and `y` [n, k, oh, ow] have one type, `bias` [k]
-/// that or f32; `workspace` is aligned to 64.
+/// `y = act(conv(x, w) + bias + residual)` but for the filter. `x` [n, c, h, w] and `y` [n, k, oh, ow] have one type,
+/// `bias` [k] that or f32; the residual is that of `y`; `workspace` is aligned to 64.
 pub(crate) struct Run<'a, 'y> {
     pub(crate) x: &'a TensorRef<'a>,
     pub(crate) bias: Option<&'a TensorRef<'a>>,
+    pub(crate) residual: Residual,
     pub(crate) activation: Activation,
     pub(crate) y: &'a mut TensorMut<'y>,
     pub(crate) workspace: &'a mut [u8],
@@ -199,6 +203,12 @@ impl Forward {
         }
     }
 
+    /// Whether an activation follows results with a residual in a pass of its own, by [`activation::apply`].
+    pub(crate) fn leaves(spec: &Conv2dSpec) -> bool {
+        let epilogue = Epilogue { activation: spec.activation, ..Epilogue::NONE };
+        spec.residual && epilogue.bounds().is_none()
+    }
+
     /// How far an element may be off, relative to its scale: a rounding for each addition in a row;
     /// for Winograd, which mixes a tile's pixels, a few times what was measured.
     pub(crate) fn tolerance(&self) -> f64 {
@@ -282,11 +292,11 @@ impl Forward {
             Forward::Winograd(w) => w.run(packed, run),
             Forward::Fused(w) => w.run(packed, run),
             Forward::Gather(g) => {
-                let Run { x, bias, activation, y, workspace } = run;
+                let Run { x, bias, residual, activation, y, workspace } = run;
                 let (staged, scratch) = stage_bias(bias, y.shape()[1], workspace);
                 let bias = bias.map_or(std::ptr::null(), |_| staged.as_ptr());
                 assert!(scratch.len() >= g.scratch_len(), "workspace");
-                let epilogue = Epilogue { bias, activation };
+                let epilogue = Epilogue { bias, residual, activation };
                 let (src, dst) = (x.as_ptr(), y.as_mut_ptr());
                 // SAFETY: the stencil was made for these layouts; `y` is borrowed mutably.
                 unsafe {

@@ -20,6 +20,7 @@ pub(super) fn epilogue(activation: Activation) -> u32 {
         Activation::Silu => 2,
         Activation::Gelu(Approximate::None) => 3,
         Activation::Gelu(Approximate::Tanh) => 4,
+        Activation::Relu6 => 5,
     }
 }
 

@@ -194,7 +194,7 @@ fn image_max_kernel(vector: usize) -> KernelSpec {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::conv2d::{Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec, Weights};
+    use crate::conv2d::{Conv2dArgs, Conv2dParams, Conv2dPlan, Conv2dSpec};
     use crate::gpu::DeviceTensor;
     use crate::verification::random_tensor;
     use crate::{Device, PlanOptions, Workspace};
@@ -245,7 +245,7 @@ mod tests {
             let plan = Conv2dPlan::with_algorithm(&spec, algorithm, &options).unwrap();
             let mut workspace = Workspace::new(options.device, plan.workspace_bytes()).unwrap();
             let mut y = DeviceTensor::new(spec.y, 0).unwrap();
-            let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias: None };
+            let args = Conv2dArgs::new(x.as_ref(), w.as_ref());
             plan.run(&args, y.as_mut().unwrap(), &mut workspace).unwrap();
             workspace.synchronize().unwrap();
             let comparison = plan.compare(&args, &y.as_ref()).unwrap();

@@ -1,7 +1,7 @@
 //! What a plan's results, and the stages that lead to them, are compared with.
 
 use super::packed::filter;
-use super::{Conv2dPlan, Cpu, Weights};
+use super::{Conv2dArgs, Conv2dPlan, Cpu, Weights};
 use crate::activation::CUDA_HALF_POLYNOMIALS;
 use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Problem, Tile, reference};
@@ -21,26 +21,23 @@ impl Conv2dPlan {
     }
 
     /// What [`Conv2dPlan::run`] should give, with the scale that the plan's tolerance refers to.
-    pub(crate) fn expected(
-        &self,
-        x: &TensorRef<'_>,
-        w: &[f64],
-        bias: Option<&TensorRef<'_>>,
-    ) -> Result<Expected> {
-        self.expected_of(&self.problem, x, w, bias)
+    pub(crate) fn expected(&self, args: &Conv2dArgs<'_>, w: &[f64]) -> Result<Expected> {
+        self.expected_of(&self.problem, args, w)
     }
 
     /// As [`Conv2dPlan::expected`], of some images and output channels.
     pub(in crate::conv2d) fn expected_of(
         &self,
         part: &Problem,
-        x: &TensorRef<'_>,
+        args: &Conv2dArgs<'_>,
         w: &[f64],
-        bias: Option<&TensorRef<'_>>,
     ) -> Result<Expected> {
-        let bias = bias.map(TensorRef::to_f64_vec).transpose()?;
-        let (x, activation) = (x.to_f64_vec()?, self.spec.activation);
-        let want = reference::forward(part, &x, w, bias.as_deref(), activation)?;
+        let added = [&args.bias, &args.residual].map(Option::as_ref);
+        let [bias, residual] = added.map(|view| view.map(TensorRef::to_f64_vec).transpose());
+        let (bias, residual) = (bias?, residual?);
+        let (x, activation) = (args.x.to_f64_vec()?, self.spec.activation);
+        let added = [bias.as_deref(), residual.as_deref()];
+        let want = reference::forward(part, &x, w, added, activation)?;
         self.widened(want, part, &x, w)
     }
 
@@ -65,7 +62,7 @@ impl Conv2dPlan {
         let curved = 1.13 * sums + 8.0 * DType::F32.unit_roundoff();
         let on_cuda = matches!(self.backend, Backend::Gpu(_));
         match self.spec.activation {
-            Activation::Identity | Activation::Relu => sums,
+            Activation::Identity | Activation::Relu | Activation::Relu6 => sums,
             Activation::Gelu(_) if on_cuda && self.spec.x.dtype.is_half() => {
                 curved + CUDA_HALF_POLYNOMIALS
             }

@@ -3,13 +3,13 @@
 use super::packed::{PackedData, PackedForm};
 use super::{Conv2d, Conv2dArgs, Conv2dPlan, PackedWeights, Weights};
 use crate::conv2d::backward::CpuBackward;
-use crate::conv2d::cpu::{self, Run, floats, floats_mut};
+use crate::conv2d::cpu::{self, Residual, Run, floats, floats_mut};
 use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Tile};
 use crate::cpu::Isa;
 use crate::later::Later;
 use crate::plan::{Engine, Setup};
-use crate::{Accuracy, DType, Result, TensorMut, TensorRef, Workspace};
+use crate::{Accuracy, Activation, DType, Result, TensorMut, TensorRef, Workspace};
 use std::num::NonZeroUsize;
 
 /// On the CPU.
@@ -19,6 +19,8 @@ pub struct Cpu {
     algorithm: Conv2dAlgorithm,
     /// Output channels.
     k: usize,
+    /// Of halves, where the activation reads results that were stored.
+    rounding: f64,
     isa: Isa,
     pub(super) threads: usize,
     backward: Later<CpuBackward>,
@@ -48,7 +50,10 @@ impl Engine<Conv2d> for Cpu {
         let threads = configuration.threads.map_or(threads, |fewer| fewer.min(threads));
         let engine = cpu::Forward::new(setup.spec, setup.problem, configuration, isa, threads)?;
         let (k, backward) = (setup.problem.k, Later::default());
-        Ok(Cpu { engine, algorithm, k, isa, threads, backward })
+        let dtype = setup.spec.y.dtype;
+        let is_stored = cpu::Forward::leaves(setup.spec) && dtype.is_half();
+        let rounding = if is_stored { dtype.unit_roundoff() } else { 0.0 };
+        Ok(Cpu { engine, algorithm, k, rounding, isa, threads, backward })
     }
 
     fn configuration(&self) -> Conv2dConfiguration {
@@ -125,7 +130,10 @@ impl Cpu {
         if y.layout().is_empty() {
             return Ok(());
         }
-        let (x, bias, activation) = (&args.x, args.bias.as_ref(), plan.spec.activation);
+        let (x, bias) = (&args.x, args.bias.as_ref());
+        let leaves = cpu::Forward::leaves(&plan.spec);
+        let activation = if leaves { Activation::Identity } else { plan.spec.activation };
+        let residual = Residual::new(args.residual.as_ref(), y);
         let kept;
         let weights = match args.w {
             Weights::Cached(w, cache) => {
@@ -136,15 +144,18 @@ impl Cpu {
         };
         match weights {
             Weights::Raw(w) => {
-                let run = Run { x, bias, activation, y, workspace: memory };
+                let run = Run { x, bias, residual, activation, y, workspace: memory };
                 self.engine.run_raw(&w, run);
             }
             Weights::Packed(PackedWeights { data: PackedData::Host(data), .. }) => {
-                let run = Run { x, bias, activation, y, workspace: memory };
+                let run = Run { x, bias, residual, activation, y, workspace: memory };
                 self.engine.run(floats(data.as_slice()), run);
             }
             Weights::Packed(packed) => return Err(plan.packed_elsewhere(packed)),
             Weights::Cached(..) => unreachable!("packed above"),
+        }
+        if leaves {
+            cpu::activate(y, plan.spec.activation, self.isa, self.threads);
         }
         Ok(())
     }
@@ -155,7 +166,7 @@ impl Cpu {
     }
 
     pub(super) fn tolerance(&self) -> f64 {
-        self.engine.tolerance()
+        self.engine.tolerance() + self.rounding
     }
 
     pub(super) fn winograd_stages(

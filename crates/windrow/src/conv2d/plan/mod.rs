@@ -28,18 +28,21 @@ pub struct Conv2dArgs<'a> {
     pub w: Weights<'a>,
     /// Bias `[k]`, if the spec has one.
     pub bias: Option<TensorRef<'a>>,
+    /// What is added before the activation, if the spec has it: of y's type, shape and strides.
+    pub residual: Option<TensorRef<'a>>,
 }
 
 impl<'a> Conv2dArgs<'a> {
     /// Input and filter alone.
     pub fn new(x: TensorRef<'a>, w: impl Into<Weights<'a>>) -> Self {
-        Conv2dArgs { x, w: w.into(), bias: None }
+        Conv2dArgs { x, w: w.into(), bias: None, residual: None }
     }
 }
 
 setters! {
     Conv2dArgs<'a> {
         ? with_bias(bias: TensorRef<'a>);
+        ? with_residual(residual: TensorRef<'a>);
     }
 }
 
@@ -70,6 +73,7 @@ impl Operator for Conv2d {
     const INPUTS: &'static [Input<Conv2dSpec>] = &[
         Input { name: "x", desc: |spec| Some(&spec.x) },
         Input { name: "bias", desc: |spec| spec.bias.as_ref() },
+        Input { name: "residual", desc: |spec| spec.residual.then_some(&spec.y) },
         Input { name: "w", desc: |spec| Some(&spec.w) },
     ];
     type Spec = Conv2dSpec;
@@ -88,14 +92,14 @@ impl Operator for Conv2d {
             Weights::Raw(w) | Weights::Cached(w, _) => Some(w),
             Weights::Packed(_) => None,
         };
-        plan::views([Some(&args.x), args.bias.as_ref(), w])
+        plan::views([Some(&args.x), args.bias.as_ref(), args.residual.as_ref(), w])
     }
 
     /// A packed filter is no view.
     fn inputs(args: &Conv2dArgs<'_>) -> &'static [Input<Conv2dSpec>] {
         match args.w {
             Weights::Raw(_) | Weights::Cached(..) => Self::INPUTS,
-            Weights::Packed(_) => &Self::INPUTS[..2],
+            Weights::Packed(_) => &Self::INPUTS[..3],
         }
     }
 
@@ -134,7 +138,7 @@ impl Conv2dPlan {
     /// [`Error::Shape`], [`Error::DType`], [`Error::Strides`] if a view is not as in the spec;
     /// [`Error::WrongDevice`]; [`Error::Aliasing`] if y shares memory with an input; [`Error::OutOfMemory`] with
     /// [`Weights::Cached`];
-    /// [`Error::Parameter`] if the bias is missing or one too many; [`Error::ForeignPack`] if the
+    /// [`Error::Parameter`] if the bias or the residual is missing or one too many; [`Error::ForeignPack`] if the
     /// filter was packed for another plan; [`Error::WorkspaceTooSmall`]; [`Error::Verification`] under
     /// [`Verify::On`](crate::Verify::On) only.
     pub fn run(
@@ -153,7 +157,7 @@ impl Conv2dPlan {
             |y, workspace| engine!(self, engine => engine.run(self, args, y, workspace)),
             |y, ()| match filter(&args.w)? {
                 Some(w) if !y.layout().is_empty() => {
-                    let want = self.expected(&args.x, &w, args.bias.as_ref())?;
+                    let want = self.expected(args, &w)?;
                     Ok(vec![want.check("y", &y.as_ref(), self.tolerance())?])
                 }
                 // Of a filter packed by a plan that did not verify only the packed form is known.

@@ -144,17 +144,15 @@ fn exact_means_no_transform() {
     assert!(plan.algorithm().tile().is_some(), "{}", plan.explain());
 }
 
-/// Runs the valid spec, with a bias, on other arguments; `y` must not be touched.
+/// Runs the valid spec, with a bias and a residual, on other arguments; `y` must not be touched.
 fn run_error(change: impl for<'a> Fn(&mut Conv2dArgs<'a>, &'a Tensors)) -> Error {
     let tensors = Tensors::new();
-    let spec = valid().with_bias(desc(&[8]));
+    let spec = valid().with_bias(desc(&[8])).with_residual(true);
     let plan = Conv2dPlan::new(&spec, &PlanOptions::default()).unwrap();
     let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
-    let mut args = Conv2dArgs {
-        x: tensors.x.as_ref(),
-        w: Weights::Raw(tensors.w.as_ref()),
-        bias: Some(tensors.bias.as_ref()),
-    };
+    let mut args = Conv2dArgs::new(tensors.x.as_ref(), tensors.w.as_ref())
+        .with_bias(tensors.bias.as_ref())
+        .with_residual(tensors.residual.as_ref());
     change(&mut args, &tensors);
     let mut y = Tensor::zeros(DType::F32, &[2, 8, 4, 3]).unwrap();
     let error = plan.run(&args, y.as_mut(), &mut workspace).unwrap_err();
@@ -166,6 +164,7 @@ struct Tensors {
     x: Tensor,
     w: Tensor,
     bias: Tensor,
+    residual: Tensor,
     other: Tensor,
     channels_last: Tensor,
 }
@@ -178,6 +177,7 @@ impl Tensors {
             x: of(&[2, 4, 6, 5]),
             w: of(&[8, 4, 3, 3]),
             bias: of(&[8]),
+            residual: of(&[2, 8, 4, 3]),
             other: of(&[3, 4, 6, 5]),
             channels_last: Tensor::uninitialised(TensorDesc { dtype: DType::F32, layout }).unwrap(),
         }
@@ -196,6 +196,10 @@ fn views_unlike_the_spec() {
     assert!(matches!(bias, Error::Parameter { name: "bias", .. }), "{bias}");
     let bias = run_error(|args, t| args.bias = Some(t.x.as_ref()));
     assert!(matches!(bias, Error::Shape { arg: "bias", .. }), "{bias}");
+    let residual = run_error(|args, _| args.residual = None);
+    assert!(matches!(residual, Error::Parameter { name: "residual", .. }), "{residual}");
+    let residual = run_error(|args, t| args.residual = Some(t.x.as_ref()));
+    assert!(matches!(residual, Error::Shape { arg: "residual", .. }), "{residual}");
 }
 
 #[test]
@@ -204,7 +208,7 @@ fn a_bias_too_many() {
     let plan = Conv2dPlan::new(&valid(), &PlanOptions::default()).unwrap();
     let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
     let bias = Some(t.bias.as_ref());
-    let args = Conv2dArgs { x: t.x.as_ref(), w: Weights::Raw(t.w.as_ref()), bias };
+    let args = Conv2dArgs::new(t.x.as_ref(), t.w.as_ref()).with_bias(bias);
     let mut y = Tensor::zeros(DType::F32, &[2, 8, 4, 3]).unwrap();
     let refused = plan.run(&args, y.as_mut(), &mut workspace);
     assert!(matches!(refused, Err(Error::Parameter { name: "bias", .. })));
@@ -215,7 +219,7 @@ fn a_workspace_too_small() {
     let t = Tensors::new();
     let plan = Conv2dPlan::new(&valid(), &PlanOptions::default()).unwrap();
     let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes() - 1).unwrap();
-    let args = Conv2dArgs { x: t.x.as_ref(), w: Weights::Raw(t.w.as_ref()), bias: None };
+    let args = Conv2dArgs::new(t.x.as_ref(), t.w.as_ref());
     let mut y = Tensor::zeros(DType::F32, &[2, 8, 4, 3]).unwrap();
     let refused = plan.run(&args, y.as_mut(), &mut workspace);
     assert!(matches!(refused, Err(Error::WorkspaceTooSmall { .. })));
@@ -236,7 +240,7 @@ fn an_output_over_its_input() {
             TensorMut::from_raw(ptr.add(40).cast(), spec.y, Device::Cpu).unwrap(),
         )
     };
-    let args = Conv2dArgs { x, w: Weights::Raw(w.as_ref()), bias: None };
+    let args = Conv2dArgs::new(x, w.as_ref());
     let refused = plan.run(&args, y, &mut workspace);
     assert!(matches!(refused, Err(Error::Aliasing { output: "y", input: "x", .. })));
 }
@@ -251,7 +255,7 @@ fn a_filter_packed_for_another_plan() {
     let mut workspace = Workspace::new(Device::Cpu, gemm.workspace_bytes()).unwrap();
     let packed = direct.pack_weights(&t.w.as_ref(), &mut workspace).unwrap();
     assert_eq!(packed.algorithm(), Conv2dAlgorithm::Direct);
-    let args = Conv2dArgs { x: t.x.as_ref(), w: Weights::Packed(&packed), bias: None };
+    let args = Conv2dArgs::new(t.x.as_ref(), &packed);
     let mut y = Tensor::zeros(DType::F32, &[2, 8, 4, 3]).unwrap();
     let refused = gemm.run(&args, y.as_mut(), &mut workspace);
     assert!(matches!(refused, Err(Error::ForeignPack { .. })));
@@ -276,7 +280,7 @@ fn a_filter_packed_for_another_type() {
     let mut workspace =
         Workspace::new(Device::Cpu, exact.workspace_bytes().max(half.workspace_bytes())).unwrap();
     let packed = half.pack_weights(&w.as_ref(), &mut workspace).unwrap();
-    let args = Conv2dArgs { x: x.as_ref(), w: Weights::Packed(&packed), bias: None };
+    let args = Conv2dArgs::new(x.as_ref(), &packed);
     half.run(&args, y.as_mut(), &mut workspace).unwrap();
     let result = exact.run(&args, y.as_mut(), &mut workspace);
     let isa = crate::cpu::Isa::best();

@@ -28,7 +28,7 @@ fn plan(w: &TensorDesc, algorithm: Conv2dAlgorithm) -> Conv2dPlan {
 fn run(plan: &Conv2dPlan, x: &Tensor, w: Weights<'_>) -> Vec<u8> {
     let mut ws = Workspace::new(Device::Cpu, plan.workspace_bytes_for(&w)).unwrap();
     let mut y = Tensor::uninitialised(plan.spec().y).unwrap();
-    plan.run(&Conv2dArgs { x: x.as_ref(), w, bias: None }, y.as_mut(), &mut ws).unwrap();
+    plan.run(&Conv2dArgs::new(x.as_ref(), w), y.as_mut(), &mut ws).unwrap();
     y.as_bytes().to_vec()
 }
 
@@ -242,7 +242,7 @@ fn errors_name_what_is_wrong() {
     let mut y = Tensor::uninitialised(plan.spec().y).unwrap();
     let other = random_tensor(1, f32_desc(&[20, 6, 3, 4]), -1.0, 1.0).unwrap();
     let mut run = |w, ws: &mut Workspace| {
-        plan.run(&Conv2dArgs { x: x.as_ref(), w, bias: None }, y.as_mut(), ws).unwrap_err()
+        plan.run(&Conv2dArgs::new(x.as_ref(), w), y.as_mut(), ws).unwrap_err()
     };
     let mut ws = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
     let error = run(Weights::Cached(other.as_ref(), &cache), &mut ws);
@@ -265,7 +265,7 @@ fn verification_sees_a_filter_that_changed_though_frozen() {
     let mut ws = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
     let mut y = Tensor::uninitialised(plan.spec().y).unwrap();
     let x = input(&plan);
-    let args = Conv2dArgs { x: x.as_ref(), w: Weights::Cached(w.as_ref(), &cache), bias: None };
+    let args = Conv2dArgs::new(x.as_ref(), Weights::Cached(w.as_ref(), &cache));
     let error = plan.run(&args, y.as_mut(), &mut ws).unwrap_err();
     assert!(matches!(error, Error::Verification { .. }), "{error}");
 }

@@ -136,6 +136,8 @@ impl Case {
         let x = desc(self.x, self.forms[0]);
         let w = desc([k, self.x[1] / self.params.groups.max(1), r, s], self.forms[1]);
         let mut spec = Conv2dSpec::new(x, w, &self.params)?;
+        // Something is added to every second height.
+        spec.residual = spec.y.shape()[2] % 2 == 1;
         spec.y = desc(spec.y.shape().try_into().unwrap(), self.forms[2]);
         if let Some(dtype) = self.bias {
             spec.bias = Some(TensorDesc::contiguous(dtype, &[k])?);
@@ -143,10 +145,12 @@ impl Case {
         Ok(spec)
     }
 
-    /// x, w, bias
-    pub(super) fn inputs(&self, spec: &Conv2dSpec) -> [Option<Strided>; 3] {
+    /// x, w, bias, residual
+    pub(super) fn inputs(&self, spec: &Conv2dSpec) -> [Option<Strided>; 4] {
         let make = |desc: &TensorDesc, seed| Strided::new(desc.dtype, desc.layout, seed);
-        [Some(make(&spec.x, 1)), Some(make(&spec.w, 2)), spec.bias.as_ref().map(|b| make(b, 3))]
+        let residual = spec.residual.then(|| make(&spec.y, 5));
+        let bias = spec.bias.as_ref().map(|b| make(b, 3));
+        [Some(make(&spec.x, 1)), Some(make(&spec.w, 2)), bias, residual]
     }
 
     /// Runs every algorithm on every instruction set.
@@ -161,7 +165,7 @@ impl Case {
     }
 
     fn check_algorithms(&self, spec: &Conv2dSpec, algorithms: Vec<Conv2dAlgorithm>) {
-        let [x, w, bias] = self.inputs(spec);
+        let [x, w, bias, residual] = self.inputs(spec);
         let (x, w) = (x.unwrap(), w.unwrap());
         for algorithm in algorithms {
             let mut want = None;
@@ -182,8 +186,10 @@ impl Case {
                     ws.take(plan.workspace_bytes()).unwrap().fill(0xff);
                     let mut y = Strided::new(self.dtype, spec.y.layout, 4);
                     let before = y.split().1;
-                    let bias = bias.as_ref().map(Strided::view);
-                    let args = Conv2dArgs { x: x.view(), w: Weights::Raw(w.view()), bias };
+                    let [bias, residual] =
+                        [&bias, &residual].map(|t| t.as_ref().map(Strided::view));
+                    let args =
+                        Conv2dArgs::new(x.view(), w.view()).with_bias(bias).with_residual(residual);
                     plan.run(&args, y.view_mut(), &mut ws).unwrap();
                     let (result, outside) = y.split();
                     assert!(before == outside, "{algorithm} on {isa:?} wrote beside y: {self:?}");
@@ -193,7 +199,7 @@ impl Case {
                     }
                     let want = want.get_or_insert_with(|| {
                         let w = w.view().to_f64_vec().unwrap();
-                        plan.expected(&x.view(), &w, bias.as_ref()).unwrap()
+                        plan.expected(&args, &w).unwrap()
                     });
                     let (values, scale) = (&want.values, &want.scale);
                     let c = Comparison::of(&y.view(), values, scale, plan.tolerance()).unwrap();

@@ -46,7 +46,7 @@ fn a_network_shares_one_workspace() {
         let bias = random_tensor(9, plan.spec().bias.unwrap(), -0.1, 0.1).unwrap();
         let mut y = Tensor::uninitialised(plan.spec().y).unwrap();
         let bias = Some(bias.as_ref());
-        let args = Conv2dArgs { x: x.as_ref(), w: Weights::Packed(packed), bias };
+        let args = Conv2dArgs::new(x.as_ref(), packed).with_bias(bias);
         // Verify::On compares each layer with the oracle.
         plan.run(&args, y.as_mut(), &mut workspace).unwrap();
         x = y;
@@ -73,7 +73,7 @@ fn packed_filters_serve_similar_plans() {
         let run = |w: Weights<'_>| {
             let mut ws = Workspace::new(Device::Cpu, second.workspace_bytes()).unwrap();
             let mut y = Tensor::uninitialised(second.spec().y).unwrap();
-            let args = Conv2dArgs { x: x.as_ref(), w, bias: None };
+            let args = Conv2dArgs::new(x.as_ref(), w);
             second.run(&args, y.as_mut(), &mut ws).unwrap();
             y.to_vec::<f32>().unwrap()
         };
@@ -165,7 +165,7 @@ fn raw_is_as_packed(x: [usize; 4]) {
     }
     let mut run = |w: Weights<'_>| {
         let mut y = Tensor::uninitialised(plan.spec().y).unwrap();
-        let args = Conv2dArgs { x: x.as_ref(), w, bias: Some(bias.as_ref()) };
+        let args = Conv2dArgs::new(x.as_ref(), w).with_bias(bias.as_ref());
         plan.run(&args, y.as_mut(), &mut workspace).unwrap();
         y.to_vec::<f32>().unwrap()
     };
@@ -192,7 +192,7 @@ fn nan_stays<T: crate::Element>(one: T, marker: T, is_marked: fn(T) -> bool) {
         let plan = Conv2dPlan::with_algorithm(&spec, algorithm, &PlanOptions::default()).unwrap();
         let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
         let mut y = Tensor::uninitialised(spec.y).unwrap();
-        let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias: None };
+        let args = Conv2dArgs::new(x.as_ref(), w.as_ref());
         plan.run(&args, y.as_mut(), &mut workspace).unwrap();
         for (i, y) in y.to_vec::<T>().unwrap().into_iter().enumerate() {
             let near = (2..=4).contains(&(i / 7 % 7)) && (2..=4).contains(&(i % 7));
@@ -218,7 +218,7 @@ fn tiny_numbers_are_kept_by_exact_sums() {
         let plan = Conv2dPlan::on_isa(&spec, &configuration, &options, isa).unwrap();
         let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
         let mut y = Tensor::uninitialised(spec.y).unwrap();
-        let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias: None };
+        let args = Conv2dArgs::new(x.as_ref(), w.as_ref());
         plan.run(&args, y.as_mut(), &mut workspace).unwrap();
         let zero = accuracy != Accuracy::Exact && (isa.has_bf16_products() || isa.has_tiles());
         let want = if zero { bf16::ZERO } else { tiny };
@@ -239,7 +239,7 @@ fn verification_finds_a_wrong_filter() {
     let mut packed = plan.pack_weights(&w.as_ref(), &mut workspace).unwrap();
     let mut y = Tensor::uninitialised(spec.y).unwrap();
     let mut run = |packed: &PackedWeights| {
-        let args = Conv2dArgs { x: x.as_ref(), w: Weights::Packed(packed), bias: None };
+        let args = Conv2dArgs::new(x.as_ref(), packed);
         plan.run(&args, y.as_mut(), &mut workspace)
     };
     run(&packed).unwrap();
@@ -276,7 +276,7 @@ fn extreme_parameters() {
                 assert!(bytes <= 64 << 20, "{bytes} bytes: {}", plan.explain());
                 let mut workspace = Workspace::new(Device::Cpu, bytes).unwrap();
                 let mut y = Tensor::uninitialised(spec.y).unwrap();
-                let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias: None };
+                let args = Conv2dArgs::new(x.as_ref(), w.as_ref());
                 plan.run(&args, y.as_mut(), &mut workspace).unwrap();
                 if configuration != model {
                     continue;
@@ -340,5 +340,30 @@ fn transposed_convolutions_spread_their_input() {
         for (got, want) in x.as_ref().to_f64_vec().unwrap().iter().zip(want) {
             assert!((got - want).abs() < 1e-5, "{got} instead of {want}, {params:?}");
         }
+    }
+}
+
+/// What is added counts before the activation, and may lie nowhere in y.
+#[test]
+fn a_residual_is_added_before_the_activation() {
+    let x = Tensor::from_slice(&[1f32, -4.0, 9.0, f32::NAN], &[1, 1, 2, 2]).unwrap();
+    let w = Tensor::from_slice(&[1f32], &[1, 1, 1, 1]).unwrap();
+    let added = Tensor::from_slice(&[-3f32, 5.0, -1.0, 1.0], &[1, 1, 2, 2]).unwrap();
+    let params = Conv2dParams { activation: Activation::Relu6, ..Default::default() };
+    let spec = Conv2dSpec::new(*x.desc(), *w.desc(), &params).unwrap().with_residual(true);
+    for algorithm in Conv2dPlan::algorithms(&spec, Device::Cpu) {
+        let plan = Conv2dPlan::with_algorithm(&spec, algorithm, &PlanOptions::default()).unwrap();
+        let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+        let mut y = Tensor::uninitialised(spec.y).unwrap();
+        let args = Conv2dArgs::new(x.as_ref(), w.as_ref()).with_residual(added.as_ref());
+        plan.run(&args, y.as_mut(), &mut workspace).unwrap();
+        let got = y.to_vec::<f32>().unwrap();
+        assert_eq!(got[..3], [0.0, 1.0, 6.0], "{algorithm}");
+        assert!(got[3].is_nan(), "{algorithm}");
+        // SAFETY: the plan must refuse the two views of y together.
+        let alias = unsafe { TensorRef::from_raw(y.as_ref().as_ptr().cast(), spec.y, Device::Cpu) };
+        let args = Conv2dArgs::new(x.as_ref(), w.as_ref()).with_residual(alias);
+        let refused = plan.run(&args, y.as_mut(), &mut workspace);
+        assert!(matches!(refused, Err(Error::Aliasing { input: "residual", .. })), "{refused:?}");
     }
 }

@@ -41,7 +41,8 @@ fn every_configuration_computes_the_same() {
     let options = PlanOptions { verify: Verify::On, ..options(3) };
     let x = random_input(1, spec.x, 0.0, 1.0).unwrap();
     let w = random_input(2, spec.w, -1.0, 1.0).unwrap();
-    let args = Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias: None };
+    let args =
+        Conv2dArgs { x: x.as_ref(), w: Weights::Raw(w.as_ref()), bias: None, residual: None };
     for c in Conv2dPlan::configurations(&spec, &options).unwrap() {
         let plan = Conv2dPlan::with_configuration(&spec, &c, &options).unwrap();
         let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();

@@ -63,8 +63,9 @@ pub(crate) struct Place {
     /// One number for each row, one for each column: they are added. Null for none.
     pub row_bias: *const f32,
     pub col_bias: *const f32,
-    /// What is smaller becomes this.
-    pub bound: f32,
+    /// What is smaller and what is larger become this.
+    pub low: f32,
+    pub high: f32,
 }
 
 impl Place {
@@ -184,7 +185,7 @@ unsafe fn put<S: Simd>(s: S, place: Place, i: usize, j: usize, cols: usize, sum:
             let bias = place.col_bias.wrapping_add(j);
             y = s.add(y, if len == S::LANES { s.load(bias) } else { s.load_first(bias, len) });
         }
-        let y = s.max(s.splat(place.bound), y);
+        let y = s.min(s.splat(place.high), s.max(s.splat(place.low), y));
         let at = place.at.wrapping_offset(i as isize * place.row).wrapping_add(j);
         if len == S::LANES { s.store(at, y) } else { s.store_first(at, y, len) }
     }

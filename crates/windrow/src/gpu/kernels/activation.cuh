@@ -10,7 +10,7 @@
 #pragma once
 #include "intrinsics.cuh"
 
-enum Activation { IDENTITY, RELU, SILU, GELU, GELU_TANH };
+enum Activation { IDENTITY, RELU, SILU, GELU, GELU_TANH, RELU6 };
 
 // x / (1 + exp(-x)). Beyond -120 the result is 0 in every type.
 __device__ __forceinline__ float silu(float x) {
@@ -131,6 +131,7 @@ template <bool ACCURATE> __device__ __forceinline__ float gelu(float x) {
 
 template <int ACTIVATION, bool ACCURATE> __device__ __forceinline__ float activate(float x) {
     if constexpr (ACTIVATION == RELU) return max_nan(x, 0.0f);
+    if constexpr (ACTIVATION == RELU6) return min_nan(max_nan(x, 0.0f), 6.0f);
     if constexpr (ACTIVATION == SILU) return silu(x);
     if constexpr (ACTIVATION == GELU) return gelu<ACCURATE>(x);
     if constexpr (ACTIVATION == GELU_TANH) return gelu_tanh<ACCURATE>(x);
@@ -140,6 +141,7 @@ template <int ACTIVATION, bool ACCURATE> __device__ __forceinline__ float activa
 // The derivative at x. With s the logistic function of z: d/dx x s(z(x)) = s + x s (1 - s) z'(x).
 template <int ACTIVATION> __device__ __forceinline__ float activate_gradient(float x) {
     if constexpr (ACTIVATION == RELU) return x > 0.0f || x != x ? (x != x ? x : 1.0f) : 0.0f;
+    if constexpr (ACTIVATION == RELU6) return x != x ? x : x > 0.0f && x < 6.0f ? 1.0f : 0.0f;
     if constexpr (ACTIVATION == SILU) {
         // s (1 + x (1 - s)); an absolute error of some units in the last place of 1 is small beside that
         // of the sum before it.

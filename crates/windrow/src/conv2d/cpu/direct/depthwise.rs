@@ -3,7 +3,6 @@
 use super::super::epilogue::Epilogue;
 use super::super::stencil::Stencil;
 use super::Operands;
-use crate::cpu::math::activate;
 use crate::cpu::{Isa, Kernel, MAX_LANES, Simd, SimdElement, dispatch};
 use std::ops::Range;
 
@@ -277,7 +276,7 @@ impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
         channel: usize,
         pixels: Range<usize>,
     ) {
-        let Epilogue { bias, activation } = self.epilogue;
+        let bias = self.epilogue.bias;
         // SAFETY: channels and pixels that exist.
         unsafe {
             let bias = match (bias.is_null(), is_whole) {
@@ -287,11 +286,9 @@ impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
             };
             for (p, pixel) in pixels.enumerate() {
                 let sum = s.add(s.load(sums.add(p * MAX_LANES)), bias);
-                let y = match self.epilogue.bound() {
-                    Some(bound) => s.max(s.splat(bound), sum),
-                    None => activate(s, activation, sum),
-                };
                 let to = self.dst.offset(pixel as isize * self.dst_col).add(channel);
+                let count = if is_whole { S::LANES } else { self.count };
+                let y = self.epilogue.finish(s, sum, to, count);
                 if is_whole { D::store(s, to, y) } else { D::store_first(s, to, y, self.count) }
             }
         }

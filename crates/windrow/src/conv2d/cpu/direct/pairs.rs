@@ -354,12 +354,11 @@ impl Panel<'_> {
                 filter = filter.add(CHANNELS);
             }
             let plain = self.store.plain(&segment).filter(|_| whole && segment.len == V * lanes);
-            if let Some((to, bound)) = plain {
-                let bound = s.splat(bound);
+            if let Some((to, bounds)) = plain {
                 for (i, sums) in sums.into_iter().enumerate() {
                     let to = to.offset(i as isize * self.store.stencil.dst[1]);
                     for (v, &[a, b]) in sums.as_chunks().0.iter().enumerate() {
-                        p.store2(to.add(2 * v * lanes), [s.max(bound, a), s.max(bound, b)]);
+                        p.store2(to.add(2 * v * lanes), [bounds.of(s, a), bounds.of(s, b)]);
                     }
                 }
                 return;

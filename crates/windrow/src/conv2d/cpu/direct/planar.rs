@@ -3,7 +3,7 @@
 //! reads at a constant distance from the destination pixel, vectors run on from row to row without a
 //! gap, and sums leave the registers for memory that lies in one piece.
 
-use super::super::epilogue::{Epilogue, Lanes, Lines, Store};
+use super::super::epilogue::{Bounds, Epilogue, Lanes, Lines, Store};
 use super::super::rows::{Rows, zero_ahead};
 use super::super::stencil::{Segment, Stencil, Tap};
 use super::Operands;
@@ -386,8 +386,8 @@ impl<T: SimdElement> Kernel for Panel<'_, T> {
             let whole = in_one_piece && len == plan.group && self.store.channels.len() == plan.rows;
             let plain = self.store.plain(&segment).filter(|_| whole && T::DTYPE == DType::F32);
             let sink = match plain {
-                Some((to, bound)) => Sink { to: to.cast(), row: k_stride, bound },
-                None => Sink { to: self.tile, row: plan.group as isize, bound: f32::NEG_INFINITY },
+                Some((to, bounds)) => Sink { to: to.cast(), row: k_stride, bounds },
+                None => Sink { to: self.tile, row: plan.group as isize, bounds: Bounds::NONE },
             };
             // SAFETY: pixels of the stencil; their sums are where they belong or in the tile.
             unsafe {
@@ -412,7 +412,7 @@ struct Sums<'a> {
 struct Sink {
     to: *mut f32,
     row: isize,
-    bound: f32,
+    bounds: Bounds,
 }
 
 impl Sums<'_> {
@@ -472,11 +472,10 @@ impl Sums<'_> {
                 }
                 source = source.add(self.plan.channel_len);
             }
-            let bound = s.splat(sink.bound);
             for (i, sums) in acc.into_iter().enumerate() {
                 let to = sink.to.offset(i as isize * sink.row);
                 for (v, sum) in sums.into_iter().enumerate() {
-                    s.store(to.add(v * S::LANES), s.max(bound, sum));
+                    s.store(to.add(v * S::LANES), sink.bounds.of(s, sum));
                 }
             }
         }

@@ -8,7 +8,6 @@ use super::Operands;
 use super::planar::Axis;
 use crate::Result;
 use crate::cpu::gemm::even_part;
-use crate::cpu::math::activate;
 use crate::cpu::{Isa, Kernel, MAX_LANES, Simd, SimdElement, dispatch};
 use crate::lists::room_for;
 
@@ -262,19 +261,14 @@ impl<T: SimdElement> Sums<'_, T> {
             for at in 0..R * V {
                 let (r, v) = (at / V, at % V);
                 let sum = s.load(sums.as_ptr().add(at * MAX_LANES));
-                let y = match operands.epilogue.bound() {
-                    Some(bound) => s.max(s.splat(bound), sum),
-                    None => activate(s, operands.epilogue.activation, sum),
-                };
                 let row = i + r;
                 let to = self.dst.wrapping_offset(row as isize * stencil.dst[2] + j[v] as isize);
                 // Short rows that follow each other are written from top to bottom, each over the next.
                 let follow = stencil.dst[2] == width as isize;
-                if width >= S::LANES || follow && (self.rows - row) * width >= S::LANES {
-                    T::store(s, to, y);
-                } else {
-                    T::store_first(s, to, y, width);
-                }
+                let whole = width >= S::LANES || follow && (self.rows - row) * width >= S::LANES;
+                let len = if whole { S::LANES } else { width };
+                let y = operands.epilogue.finish(s, sum, to, len);
+                if whole { T::store(s, to, y) } else { T::store_first(s, to, y, width) }
             }
         }
     }

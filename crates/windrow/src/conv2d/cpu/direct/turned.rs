@@ -141,7 +141,7 @@ impl<T: SimdElement> Kernel for Block<'_, T> {
                     src_strides: [row as isize, S::LANES as isize],
                     filter: operands.packed.as_ptr().wrapping_add(channel),
                     count,
-                    epilogue: Epilogue { bias, ..operands.epilogue },
+                    epilogue: Epilogue { bias, ..operands.epilogue.early() },
                     dst: turned.add(i * dst_size[1] * S::LANES),
                     dst_col: S::LANES as isize,
                 };
@@ -158,7 +158,7 @@ impl<T: SimdElement> Kernel for Block<'_, T> {
             for line in 0..lines {
                 let from = turned.cast_const().add(line * len * S::LANES);
                 let to = to.wrapping_offset(line as isize * dst[2]);
-                turn_back(s, from, len, count, to, dst[1]);
+                turn_back(s, from, len, count, to, dst[1], &operands.epilogue);
             }
         }
     }
@@ -176,6 +176,7 @@ unsafe fn turn_back<S: Simd, T: SimdElement>(
     count: usize,
     to: *mut T,
     channel: isize,
+    epilogue: &Epilogue,
 ) {
     for pixel in (0..len).step_by(S::LANES) {
         let width = S::LANES.min(len - pixel);
@@ -188,6 +189,7 @@ unsafe fn turn_back<S: Simd, T: SimdElement>(
             let square = s.transpose(square);
             for (c, &y) in square.as_ref().iter().enumerate().take(count) {
                 let to = to.wrapping_offset(c as isize * channel).wrapping_add(pixel);
+                let y = epilogue.late(s, y, to, 1, width);
                 match width == S::LANES {
                     true => T::store(s, to, y),
                     false => T::store_first(s, to, y, width),

@@ -6,7 +6,7 @@
 //! pixels of a row in every stage. Products go from registers through the output transform into rows
 //! in the first-level cache, and from there into y in whole cache lines that were asked for before.
 
-use super::super::epilogue::Epilogue;
+use super::super::epilogue::{self, Epilogue};
 use super::super::rows::{Rows, zero_ahead};
 use super::super::{Run, bias_len, stage_bias, with_element};
 use super::{strides4, transform};
@@ -132,14 +132,14 @@ impl WinogradFused {
 
     /// Runs with a filter packed by [`WinogradFused::pack`].
     pub(crate) fn run(&self, packed: &[f32], run: Run<'_, '_>) {
-        let Run { x, bias, activation, y, workspace } = run;
+        let Run { x, bias, residual, activation, y, workspace } = run;
         assert!(packed.len() >= self.packed_len(), "packed filter");
         assert!(workspace.len() >= self.workspace_bytes(), "workspace");
         let (bias, slots) = stage_bias(bias, self.problem.k, workspace);
         let operands = Operands {
             packed,
             x,
-            epilogue: Epilogue { bias: bias.as_ptr(), activation },
+            epilogue: Epilogue { bias: bias.as_ptr(), residual, activation },
             y_strides: strides4(y.strides()),
             y: SendPtr(y.as_mut_ptr()),
         };
@@ -423,7 +423,7 @@ impl<X: SimdElement> Strip<'_, X> {
         }
     }
 
-    /// Applies the activation to `len` results and stores them.
+    /// Adds the residual to `len` results, applies the activation and stores them.
     ///
     /// # Safety
     /// `results` holds whole vectors, `y` reaches `len` elements.
@@ -440,9 +440,11 @@ impl<X: SimdElement> Strip<'_, X> {
         // SAFETY: passed on.
         unsafe {
             if stride == 1 && len >= S::LANES {
-                if let Some(bound) = epilogue.bound() {
-                    let bound = s.splat(bound);
-                    in_vectors(s, y, len, |at| s.max(bound, s.load(results.add(at))));
+                if let Some(bounds) = epilogue.bounds() {
+                    in_vectors(s, y, len, |at| {
+                        let sum = s.load(results.add(at));
+                        bounds.of(s, epilogue.residual.add(s, sum, y.add(at), S::LANES))
+                    });
                 } else {
                     in_vectors(s, y, len, |at| {
                         activate(s, epilogue.activation, s.load(results.add(at)))
@@ -451,12 +453,10 @@ impl<X: SimdElement> Strip<'_, X> {
                 return;
             }
             for at in (0..len).step_by(S::LANES) {
-                let result = activate(s, epilogue.activation, s.load(results.add(at)));
-                let mut lanes = [0.0; MAX_LANES];
-                s.store(lanes.as_mut_ptr(), result);
-                for (i, &lane) in lanes[..S::LANES.min(len - at)].iter().enumerate() {
-                    *y.offset((at + i) as isize * stride) = X::from_f32(lane);
-                }
+                let (y, len) = (y.offset(at as isize * stride), S::LANES.min(len - at));
+                let sum = s.load(results.add(at));
+                let sum = epilogue.residual.add_apart(s, sum, y, stride, len);
+                epilogue::scatter(s, activate(s, epilogue.activation, sum), y, stride, len);
             }
         }
     }

@@ -24,12 +24,13 @@ mod weight_gradient;
 mod weight_stages;
 
 use super::super::{Problem, Tile};
+use super::epilogue::Epilogue;
 use super::{Run, bias_len, stage_bias, with_element};
+use crate::TensorRef;
 use crate::cpu::{
     Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, last_level_cache, parallel_for,
     parallel_for_workers,
 };
-use crate::{Activation, TensorRef};
 use blocking::Blocking;
 pub(crate) use blocking::{best_tile, cost};
 use filter::FilterTransform;
@@ -65,8 +66,7 @@ struct Operands<'a> {
     x: &'a TensorRef<'a>,
     /// V that the tasks share.
     v: SendPtr<f32>,
-    bias: *const f32,
-    activation: Activation,
+    epilogue: Epilogue,
     y: SendPtr<u8>,
     y_strides: [isize; 4],
     /// Whether x and y together are beyond the caches.
@@ -75,7 +75,7 @@ struct Operands<'a> {
     inspect: &'a (dyn Fn(&Block) + Sync),
 }
 
-// SAFETY: threads read `bias` and write separate elements of y.
+// SAFETY: threads write separate elements of y.
 unsafe impl Sync for Operands<'_> {}
 
 impl WinogradCpu {
@@ -142,7 +142,7 @@ impl WinogradCpu {
     }
 
     fn run_inspected(&self, packed: &[f32], run: Run<'_, '_>, inspect: &(dyn Fn(&Block) + Sync)) {
-        let Run { x, bias, activation, y, workspace } = run;
+        let Run { x, bias, residual, activation, y, workspace } = run;
         assert!(packed.len() >= self.packed_len(), "packed filter");
         assert!(workspace.len() >= self.workspace_bytes(), "workspace");
         let (bias, slots) = stage_bias(bias, self.geometry.problem.k, workspace);
@@ -151,8 +151,7 @@ impl WinogradCpu {
             packed,
             x,
             v: SendPtr(v.as_mut_ptr()),
-            bias: bias.as_ptr(),
-            activation,
+            epilogue: Epilogue { bias: bias.as_ptr(), residual, activation },
             y_strides: strides4(y.strides()),
             far: x.desc().bytes() + y.desc().bytes() > prefetch::FAR,
             y: SendPtr(y.as_mut_ptr()),
@@ -275,8 +274,7 @@ impl WinogradCpu {
                     m_strides: self.m_strides(),
                     tiles: tiles.clone(),
                     channels,
-                    bias: operands.bias,
-                    activation: operands.activation,
+                    epilogue: operands.epilogue,
                     staging: staging_out,
                     y: operands.y.get().cast(),
                     strides: operands.y_strides,

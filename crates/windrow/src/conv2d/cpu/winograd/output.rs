@@ -3,10 +3,9 @@
 //! Vectors run over output channels. The pixels of a strip of tiles are staged as [row, column,
 //! channel] and leave from there: channels-last as vectors, row-major transposed in registers.
 
-use super::super::epilogue::Epilogue;
+use super::super::epilogue::{self, Epilogue};
 use super::geometry::{Geometry, Segment};
 use super::transform;
-use crate::Activation;
 use crate::conv2d::winograd::MAX_ALPHA;
 use crate::cpu::math::activate;
 use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement};
@@ -37,9 +36,8 @@ pub(super) struct OutputTransform<'a, Y, const A: usize> {
     pub tiles: Range<usize>,
     /// Output channels.
     pub channels: Range<usize>,
-    /// Bias of every output channel, with zeros up to a whole vector.
-    pub bias: *const f32,
-    pub activation: Activation,
+    /// With a bias of every output channel, and zeros up to a whole vector.
+    pub epilogue: Epilogue,
     /// [`STAGING`] elements.
     pub staging: *mut f32,
     pub y: *mut Y,
@@ -61,7 +59,7 @@ impl<Y: SimdElement, const A: usize> Kernel for OutputTransform<'_, Y, A> {
                 // inside of the problem, whose elements y reaches.
                 unsafe {
                     self.transform_columns(s, segment.count, self.m.add(offset));
-                    let bias = s.load(self.bias.add(channel));
+                    let bias = s.load(self.epilogue.bias.add(channel));
                     let rows = (A - 2).min(self.geometry.problem.oh - segment.row * (A - 2));
                     for row in 0..rows {
                         self.transform_row(s, row, segment.count, bias);
@@ -105,8 +103,8 @@ impl<Y: SimdElement, const A: usize> OutputTransform<'_, Y, A> {
     /// `tiles` tiles must be staged.
     #[inline(always)]
     unsafe fn transform_row<S: Simd>(&self, s: S, row: usize, tiles: usize, bias: S::F32) {
-        let epilogue = Epilogue { activation: self.activation, ..Epilogue::NONE };
-        let bound = epilogue.bound().map(|bound| s.splat(bound));
+        let epilogue = self.epilogue.early();
+        let bounds = epilogue.bounds();
         for tile in 0..tiles {
             // SAFETY: staging holds A - 2 rows of A columns of each tile, the strip ROW columns.
             unsafe {
@@ -117,13 +115,13 @@ impl<Y: SimdElement, const A: usize> OutputTransform<'_, Y, A> {
                 let results = transform::output(s, x);
                 let strip = self.strip(tile * (A - 2), S::LANES);
                 // Two loops, since the compiler unrolls only short ones.
-                if let Some(bound) = bound {
+                if let Some(bounds) = bounds {
                     for (j, y) in results[..A - 2].iter().enumerate() {
-                        s.store(strip.add(j * S::LANES), s.max(bound, s.add(*y, bias)));
+                        s.store(strip.add(j * S::LANES), bounds.of(s, s.add(*y, bias)));
                     }
                 } else {
                     for (j, y) in results[..A - 2].iter().enumerate() {
-                        let y = activate(s, self.activation, s.add(*y, bias));
+                        let y = activate(s, epilogue.activation, s.add(*y, bias));
                         s.store(strip.add(j * S::LANES), y);
                     }
                 }
@@ -164,11 +162,12 @@ impl<Y: SimdElement, const A: usize> OutputTransform<'_, Y, A> {
                     + left as isize * stride_w,
             );
             if stride_k == 1 {
-                copy_pixels(s, strip, columns, channels, y, stride_w);
+                copy_pixels(s, strip, columns, channels, y, stride_w, &self.epilogue);
             } else if stride_w == 1 {
-                transpose_rows(s, strip, columns, channels, y, stride_k);
+                transpose_rows(s, strip, columns, channels, y, stride_k, &self.epilogue);
             } else {
-                scatter(strip, S::LANES, columns, channels, y, [stride_k, stride_w]);
+                let strides = [stride_k, stride_w];
+                scatter(s, strip, columns, channels, y, strides, &self.epilogue);
             }
         }
     }
@@ -186,12 +185,13 @@ unsafe fn copy_pixels<S: Simd, Y: SimdElement>(
     channels: usize,
     y: *mut Y,
     stride_w: isize,
+    epilogue: &Epilogue,
 ) {
     for i in 0..pixels {
         // SAFETY: passed on.
         unsafe {
-            let v = s.load(strip.add(i * S::LANES));
             let y = y.offset(i as isize * stride_w);
+            let v = epilogue.late(s, s.load(strip.add(i * S::LANES)), y, 1, channels);
             if channels == S::LANES {
                 Y::store(s, y, v);
             } else {
@@ -214,6 +214,7 @@ unsafe fn transpose_rows<S: Simd, Y: SimdElement>(
     channels: usize,
     y: *mut Y,
     stride_k: isize,
+    epilogue: &Epilogue,
 ) {
     for first in (0..pixels).step_by(S::LANES) {
         let count = S::LANES.min(pixels - first);
@@ -227,12 +228,14 @@ unsafe fn transpose_rows<S: Simd, Y: SimdElement>(
             let y = y.add(first);
             if count == S::LANES && channels == S::LANES {
                 for (c, v) in rows.as_ref().iter().enumerate() {
-                    Y::store(s, y.offset(c as isize * stride_k), *v);
+                    let y = y.offset(c as isize * stride_k);
+                    Y::store(s, y, epilogue.late(s, *v, y, 1, count));
                 }
             } else {
                 for (c, v) in rows.as_ref().iter().enumerate() {
                     if c < channels {
-                        Y::store_first(s, y.offset(c as isize * stride_k), *v, count);
+                        let y = y.offset(c as isize * stride_k);
+                        Y::store_first(s, y, epilogue.late(s, *v, y, 1, count), count);
                     }
                 }
             }
@@ -243,24 +246,24 @@ unsafe fn transpose_rows<S: Simd, Y: SimdElement>(
 /// Any strides.
 ///
 /// # Safety
-/// `strip` must hold `pixels` vectors of `lanes`, y reach `channels <= lanes` channels of as many
-/// pixels by its strides of channel and pixel.
+/// `strip` must hold `pixels` vectors, y reach `channels <= LANES` channels of as many pixels by its strides of channel
+/// and pixel.
 #[inline(always)]
-unsafe fn scatter<Y: SimdElement>(
+unsafe fn scatter<S: Simd, Y: SimdElement>(
+    s: S,
     strip: *const f32,
-    lanes: usize,
     pixels: usize,
     channels: usize,
     y: *mut Y,
     strides: [isize; 2],
+    epilogue: &Epilogue,
 ) {
     for i in 0..pixels {
-        for c in 0..channels {
-            // SAFETY: passed on.
-            unsafe {
-                let y = y.offset(c as isize * strides[0] + i as isize * strides[1]);
-                *y = Y::from_f32(*strip.add(i * lanes + c));
-            }
+        // SAFETY: passed on.
+        unsafe {
+            let y = y.offset(i as isize * strides[1]);
+            let v = epilogue.late(s, s.load(strip.add(i * S::LANES)), y, strides[0], channels);
+            epilogue::scatter(s, v, y, strides[0], channels);
         }
     }
 }

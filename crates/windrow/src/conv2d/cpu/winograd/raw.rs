@@ -5,6 +5,7 @@
 //! that U never is in memory as a whole. Else as much of the filter is packed at once as fits, and the pipeline runs for its
 //! channels.
 
+use super::super::epilogue::Epilogue;
 use super::filter::FilterTransform;
 use super::gemm::{BLOCK, Gemm, PANEL};
 use super::geometry::Geometry;
@@ -61,7 +62,7 @@ impl WinogradCpu {
                 Tile::F6 => self.run_shared::<T, 8>(w, run),
             });
         }
-        let Run { x, bias, activation, y, workspace } = run;
+        let Run { x, bias, residual, activation, y, workspace } = run;
         let (packed, workspace) = workspace.split_at_mut(self.raw_len() * size_of::<f32>());
         let packed = floats_mut(packed);
         let Problem { k, .. } = self.geometry.problem;
@@ -84,7 +85,7 @@ impl WinogradCpu {
             let engine = WinogradCpu { geometry, blocking, ..self.clone() };
             engine.pack(&w, packed);
             let (bias, workspace) = (bias.as_ref(), &mut *workspace);
-            engine.run(packed, Run { x, bias, activation, y, workspace });
+            engine.run(packed, Run { x, bias, residual, activation, y, workspace });
         }
     }
 
@@ -116,11 +117,11 @@ impl WinogradCpu {
     }
 
     fn run_shared<X: SimdElement, const A: usize>(&self, w: &TensorRef<'_>, run: Run<'_, '_>) {
-        let Run { x, bias, activation, y, workspace } = run;
+        let Run { x, bias, residual, activation, y, workspace } = run;
         assert!(workspace.len() >= self.raw_bytes(), "workspace");
         let p = &self.geometry.problem;
         let (bias, memory) = stage_bias(bias, p.k, workspace);
-        let bias = SendPtr(bias.as_ptr().cast_mut());
+        let epilogue = Epilogue { bias: bias.as_ptr(), residual, activation };
         let tiles = 0..self.geometry.tiles();
         let (v_strides, m_strides) = (self.v_strides_of(tiles.len()), self.panel_strides());
         let v = SendPtr(memory.as_mut_ptr());
@@ -184,8 +185,7 @@ impl WinogradCpu {
                 m_strides,
                 tiles: tiles.clone(),
                 channels,
-                bias: bias.get(),
-                activation,
+                epilogue,
                 staging,
                 y: y.get().cast(),
                 strides: y_strides,

@@ -3,7 +3,7 @@
 use super::WinogradCpu;
 use super::gemm::PANEL;
 use crate::buffer::Buffer;
-use crate::conv2d::cpu::{Run, floats, floats_mut};
+use crate::conv2d::cpu::{Residual, Run, floats, floats_mut};
 use crate::conv2d::winograd_reference::Stages;
 use crate::lists::{filled, room_for};
 use crate::{Activation, Result, Tensor, TensorDesc, TensorRef};
@@ -56,7 +56,8 @@ impl WinogradCpu {
             }
         };
         let (activation, workspace) = (Activation::Identity, workspace.as_mut_slice());
-        let run = Run { x, bias: None, activation, y: &mut y.as_mut(), workspace };
+        let (bias, residual) = (None, Residual::NONE);
+        let run = Run { x, bias, residual, activation, y: &mut y.as_mut(), workspace };
         self.run_inspected(packed, run, &keep);
         let (v, m) = (v.into_inner().expect("no panic"), m.into_inner().expect("no panic"));
         Ok(Stages { u: self.unpack(packed)?, v, m })

@@ -1,4 +1,6 @@
 use super::*;
+use crate::Activation;
+use crate::conv2d::cpu::Residual;
 use crate::conv2d::reference;
 use crate::verification::Expected;
 use crate::{DType, Layout, Tensor, TensorDesc, bf16, f16};
@@ -129,6 +131,7 @@ impl Given {
         let run = Run {
             x: &self.x.as_ref(),
             bias: bias.as_ref(),
+            residual: Residual::NONE,
             activation: case.activation,
             y: &mut y.as_mut(),
             workspace: bytes,
@@ -158,7 +161,8 @@ fn compute(case: &Case, isa: Isa) -> (Vec<f64>, Expected) {
     let bias = bias.as_ref().map(f64s);
     let bias = bias.as_deref();
     let expected =
-        reference::forward(problem, &f64s(x), &f64s(filter), bias, case.activation).unwrap();
+        reference::forward(problem, &f64s(x), &f64s(filter), [bias, None], case.activation)
+            .unwrap();
     (f64s(&y), expected)
 }
 

@@ -68,7 +68,7 @@ impl<'a> Run<'a> {
     }
 
     fn start(&mut self, layer: &Layer, w: Weights<'_>) -> crate::Result<()> {
-        let args = Conv2dArgs { x: layer.x.as_ref(), w, bias: None };
+        let args = Conv2dArgs::new(layer.x.as_ref(), w);
         layer.plan.run(&args, self.y.as_mut()?, &mut self.workspace)
     }
 
