@@ -47,6 +47,7 @@ def activate(x, activation):
         return {
             None: lambda: x,
             "relu": lambda: np.maximum(x, 0),
+            "relu6": lambda: np.clip(x, 0, 6),
             "silu": lambda: x / (1 + np.exp(-x)),
             "gelu": lambda: gelu(x),
             "gelu_tanh": lambda: gelu(x, "tanh"),
@@ -85,7 +86,17 @@ def causal_conv1d(x, weight, bias=None, activation=None, seq_idx=None, initial_s
     return y, scale
 
 
-def conv2d(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, activation=None):
+def conv2d(
+    x,
+    weight,
+    bias=None,
+    stride=1,
+    padding=0,
+    dilation=1,
+    groups=1,
+    residual=None,
+    activation=None,
+):
     """Returns y and the sums of absolute products."""
     pair = lambda n: (n, n) if isinstance(n, int) else n
     (sh, sw), (ph, pw), (dh, dw) = pair(stride), pair(padding), pair(dilation)
@@ -109,4 +120,7 @@ def conv2d(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, acti
     if bias is not None:
         y += f64(bias)[:, None, None]
         scale += np.abs(f64(bias))[:, None, None]
+    if residual is not None:
+        y += f64(residual)
+        scale += np.abs(f64(residual))
     return activate(y, activation), scale

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 small = st.integers(1, 12)
-activations = st.sampled_from([None, "silu", "relu", "gelu", "gelu_tanh"])
+activations = st.sampled_from([None, "silu", "relu", "relu6", "gelu", "gelu_tanh"])
 
 
 @given(st.data(), st.integers(0, 3), small, small, small, small, dtypes, activations)
@@ -38,6 +38,22 @@ def test_every_option(data, groups, dtype):
     reference.assert_close(
         windrow.conv2d(x, weight, **options), *reference.conv2d(x, weight, **options)
     )
+
+
+@given(st.data(), small, small, small, st.integers(1, 3), dtypes, activations)
+def test_residual(data, c, k, size, r, dtype, activation):
+    x = data.draw(strided((2, c, size + 2, size), dtype))
+    weight, bias = normal((k, c, r, r), dtype), normal((k,), dtype)
+    options = {"padding": r // 2, "activation": activation}
+    residual = windrow.conv2d(x, weight, **options)
+    residual += normal(residual.shape, dtype)
+    y = windrow.conv2d(x, weight, bias, residual=residual, **options)
+    want = reference.conv2d(x, weight, bias, residual=residual, **options)
+    reference.assert_close(y, *want)
+    with pytest.raises(ValueError, match="`residual`"):
+        windrow.conv2d(x, weight, bias, residual=residual[:1], **options)
+    with pytest.raises(ValueError, match="share memory"):
+        windrow.conv2d(x, weight, bias, residual=residual, out=residual, **options)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

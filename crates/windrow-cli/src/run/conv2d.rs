@@ -10,7 +10,7 @@ use windrow::{
     PlanOptions, Workspace,
 };
 
-/// 2-D convolution: y[n,k] = act(bias[k] + sum over c of w[k,c] * x[n,c])
+/// 2-D convolution: y[n,k] = act(bias[k] + residual[n,k] + sum over c of w[k,c] * x[n,c])
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -27,6 +27,9 @@ pub(crate) struct Conv2d {
     /// Bias [k]
     #[arg(long, value_name = "FILE")]
     bias: Option<PathBuf>,
+    /// Of y's type and shape, added before the activation
+    #[arg(long, value_name = "FILE")]
+    residual: Option<PathBuf>,
     /// Step, one number or rows,columns
     #[arg(long, default_value = "1", value_name = "N", value_parser = pair, allow_negative_numbers = true)]
     stride: [usize; 2],
@@ -62,6 +65,9 @@ impl Conv2d {
         let x = files.read_ordered(&self.input, "x", order)?;
         let w = files.read(&self.weight)?;
         let bias = files.read_optional(self.bias.as_ref())?;
+        let residual = self.residual.as_ref();
+        let residual =
+            residual.map(|file| files.read_ordered(file, "residual", order)).transpose()?;
         let params = Conv2dParams::default()
             .with_stride(self.stride)
             .with_padding(self.padding)
@@ -71,6 +77,13 @@ impl Conv2d {
             .with_accuracy(self.accuracy.unwrap_or_default());
         let mut spec = Conv2dSpec::new(*x.desc(), *w.desc(), &params)?;
         spec.bias = bias.as_ref().map(|t| *t.desc());
+        spec.residual = residual.is_some();
+        // In its file it lies as x does; y is made so that both do.
+        if let Some(residual) = &residual
+            && residual.shape() == spec.y.shape()
+        {
+            spec.y.layout = *residual.layout();
+        }
         let options = self.common.options()?;
         let plan: Conv2dPlan = match self.algorithm {
             Some(algorithm) if !self.allows(&spec, algorithm, &options)? => {
@@ -84,7 +97,7 @@ impl Conv2d {
         };
         files.start(&plan.explain(), &options, [spec.y.dtype])?;
         let device = options.device;
-        let inputs = place([Some(x), bias, Some(w)], device)?;
+        let inputs = place([Some(x), bias, residual, Some(w)], device)?;
         let mut y = Placed::output(spec.y, device)?;
         let mut workspace = Workspace::new(device, plan.workspace_bytes())?;
         plan.run(&Bound::new(&plan, &inputs).args(), y.as_mut()?, &mut workspace)?;

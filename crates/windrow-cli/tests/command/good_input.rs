@@ -33,9 +33,15 @@ fn run_conv2d_in_both_layouts() {
     let packed: Vec<f32> = (0..2 * 20).map(|i| pixel(i % 2, i / 2)).collect();
     folder.tensor("p.npy", &planar, &[1, 2, 4, 5]).tensor("q.npy", &packed, &[1, 4, 5, 2]);
     folder.ramp("w.npy", &[3, 2, 3, 3]).ramp("bias.npy", &[3]);
+    // And what is added.
+    let planar: Vec<f32> = (0..3 * 12).map(|i| pixel(i / 12, i % 12) - 5.0).collect();
+    let packed: Vec<f32> = (0..3 * 12).map(|i| pixel(i % 3, i / 3) - 5.0).collect();
+    folder.tensor("r.npy", &planar, &[1, 3, 4, 3]).tensor("s.npy", &packed, &[1, 4, 3, 3]);
     let options = "--weight w.npy --bias bias.npy --padding 1,0 --activation relu --verify";
-    folder.succeed(&format!("run conv2d --input p.npy --output y.npy {options}"));
-    folder.succeed(&format!("run conv2d --input q.npy --output z.npy --channels-last {options}"));
+    folder.succeed(&format!("run conv2d --input p.npy --residual r.npy --output y.npy {options}"));
+    folder.succeed(&format!(
+        "run conv2d --input q.npy --residual s.npy --output z.npy --channels-last {options}"
+    ));
     let (y, z) = (folder.read("y.npy"), folder.read("z.npy"));
     assert_eq!((y.shape(), z.shape()), (&[1, 3, 4, 3][..], &[1, 4, 3, 3][..]));
     let z = z.permute(&[0, 3, 1, 2]).to_vec::<f32>().unwrap();

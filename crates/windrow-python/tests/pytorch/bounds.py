@@ -30,9 +30,7 @@ def derivative(activation: str | None, v: Tensor) -> Tensor:
 
 def activated(activation: str | None, v: Tensor, error: Tensor, scale: Tensor, half: bool) -> Tensor:
     """Error of `act(v)` for an error of v; `scale`: the sum of the absolute terms of v."""
-    if activation is None:
-        return error
-    if activation == "relu":
+    if activation in (None, "relu", "relu6"):
         return error
     own = ACTIVATION_ROUNDINGS * U + HALF_POLYNOMIALS * half
     return SLOPE * error + own * scale
@@ -45,9 +43,10 @@ def before_activation(
     slope = derivative(activation, v)
     if activation is None:
         return dy, torch.zeros_like(dy)
-    if activation == "relu":
-        # Beside zero either slope is right.
-        return dy * slope, dy.abs() * (v.abs() <= error)
+    if activation in ("relu", "relu6"):
+        # Beside a kink either slope is right.
+        kinks = [0] if activation == "relu" else [0, 6]
+        return dy * slope, dy.abs() * sum((v - kink).abs() <= error for kink in kinks)
     own = ACTIVATION_ROUNDINGS * U + HALF_POLYNOMIALS * half
     return dy * slope, dy.abs() * (CURVATURE * error + own * SLOPE)
 

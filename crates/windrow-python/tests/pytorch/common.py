@@ -14,6 +14,7 @@ each_device = pytest.mark.parametrize("device", DEVICES)
 ACTIVATIONS = {
     None: lambda y: y,
     "relu": F.relu,
+    "relu6": F.relu6,
     "silu": F.silu,
     "swish": F.silu,
     "gelu": F.gelu,

@@ -1,6 +1,7 @@
 """Windrow's modules and operators in models that PyTorch distributes: one process per rank, as a
 job has them. This file is the test and, run with arguments, one of the processes."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -96,7 +97,7 @@ def process(wrapper, backend, rank, store):
 def test_training_equals_one_process(wrapper, backend, tmp_path):
     if backend == "nccl" and torch.cuda.device_count() < WORLD:
         pytest.skip("fewer than two GPUs")
-    command = [sys.executable, Path(__file__), wrapper, backend]
+    command = [sys.executable, "-X", "faulthandler", Path(__file__), wrapper, backend]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), tmp_path / "store"], stderr=subprocess.PIPE, text=True
@@ -113,3 +114,7 @@ def test_training_equals_one_process(wrapper, backend, tmp_path):
 
 if __name__ == "__main__":
     process(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    # Not by way of the interpreter's end: gloo's threads may still let go of tensors, for which they need the interpreter,
+    # and a thread that asks for it then is ended in the midst of a destructor, which aborts the process.
+    sys.stderr.flush()
+    os._exit(0)

@@ -61,7 +61,7 @@ def close(got, model, x, scale=1):
 @each_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("activation", [nn.ReLU(), nn.SiLU(), nn.GELU("tanh"), nn.Hardswish()])
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.ReLU6(), nn.SiLU(), nn.GELU("tanh"), nn.Hardswish()])
 def test_values(device, dtype, layout, activation, winner):
     model = made(activation, dtype, device).to(memory_format=layout)
     x = leaf(2, 4, 12, 11, dtype=dtype, device=device, grad=False).contiguous(memory_format=layout)
@@ -208,6 +208,28 @@ def test_sums(winner):
         for _ in range(2):
             for got, want in zip(fast(x), model(x), strict=True):
                 torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_what_is_added_in_the_convolution(layout, times):
+    """As the result lies, else after it: broadcast, of another layout or type."""
+    times(0.5)
+    x = leaf(2, 6, 9, 8, grad=False).contiguous(memory_format=layout)
+    weight, bias = leaf(6, 6, 3, 3, grad=False), leaf(6, grad=False)
+    layer = _fused.FusedConv2d(weight, bias, ([1, 1], [1, 1], [1, 1], 1), "relu6")
+    sums = F.conv2d(x.double(), weight.double(), bias.double(), padding=1)
+    like = 4 * torch.randn_like(x)
+    other = torch.channels_last if layout is torch.contiguous_format else torch.contiguous_format
+    rows = torch.stack([like, like], 3)[:, :, :, 0]
+    residuals = [like, like.contiguous(memory_format=other), rows, like[:1], like[:, :1], like.double()]
+    with torch.no_grad():
+        for residual in residuals * 3:
+            y = layer(x, residual)
+            want = F.relu6(sums + residual)
+            torch.testing.assert_close(y.double(), want, atol=1e-5, rtol=1e-5)
+            assert y.stride() == x.stride() or residual.dtype != x.dtype
+    added = {d.problem[1][4][1][-1] for d in _fastest.decisions() if d.is_measured and d.problem[1][4][1]}
+    assert added == {True, False}
 
 
 def test_what_is_wrong_is_an_error():

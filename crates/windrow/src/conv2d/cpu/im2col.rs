@@ -336,8 +336,7 @@ impl<T: SimdElement> BlockedProduct for Product<'_, T> {
     fn place(&self, group: usize, rows: Range<usize>, cols: Range<usize>) -> Option<Place> {
         let stencil = &self.plan.stencil;
         let epilogue = self.epilogue.for_group(group, stencil.k);
-        let is_plain = T::DTYPE == DType::F32 && epilogue.residual.is_none();
-        let Bounds { low, high } = epilogue.bounds().filter(|_| is_plain)?;
+        let Bounds { low, high } = epilogue.bounds().filter(|_| T::DTYPE == DType::F32)?;
         let [_, k_stride, _, col] = stencil.dst;
         let none = std::ptr::null();
         let bias = |k: usize| match epilogue.bias.is_null() {
@@ -351,7 +350,9 @@ impl<T: SimdElement> BlockedProduct for Product<'_, T> {
         };
         let at = stencil.dst_run(pixels)? + stencil.dst_group(group) + k as isize * k_stride;
         let [row_bias, col_bias] = biases;
-        Some(Place { at: self.dst.wrapping_offset(at).cast(), row, row_bias, col_bias, low, high })
+        let at = self.dst.wrapping_offset(at).cast::<f32>();
+        let residual = epilogue.residual.at(at.cast_const());
+        Some(Place { at, row, row_bias, col_bias, residual, low, high })
     }
 
     unsafe fn store(&self, group: usize, rows: Range<usize>, cols: Range<usize>, tile: *const f32) {

@@ -63,6 +63,8 @@ pub(crate) struct Place {
     /// One number for each row, one for each column: they are added. Null for none.
     pub row_bias: *const f32,
     pub col_bias: *const f32,
+    /// What is added behind them, laid out as the place is. Null for nothing.
+    pub residual: *const f32,
     /// What is smaller and what is larger become this.
     pub low: f32,
     pub high: f32,
@@ -76,8 +78,14 @@ impl Place {
             true => bias,
             false => bias.wrapping_add(at),
         };
+        let at = i as isize * self.row + j as isize;
+        let residual = match self.residual.is_null() {
+            true => self.residual,
+            false => self.residual.wrapping_offset(at),
+        };
         Place {
-            at: self.at.wrapping_offset(i as isize * self.row).wrapping_add(j),
+            at: self.at.wrapping_offset(at),
+            residual,
             row_bias: bias(self.row_bias, i),
             col_bias: bias(self.col_bias, j),
             ..self
@@ -134,7 +142,11 @@ unsafe fn tile<S: Simd, const R: usize, const V: usize>(s: S, t: &Tile) {
     unsafe {
         if let Some(place) = t.place {
             for i in 0..R {
-                s.prefetch_write(place.at.wrapping_offset(i as isize * place.row));
+                let at = i as isize * place.row;
+                s.prefetch_write(place.at.wrapping_offset(at));
+                if !place.residual.is_null() {
+                    s.prefetch_near(place.residual.wrapping_offset(at));
+                }
             }
         }
         let mut acc = [[s.zero(); V]; R];
@@ -185,8 +197,13 @@ unsafe fn put<S: Simd>(s: S, place: Place, i: usize, j: usize, cols: usize, sum:
             let bias = place.col_bias.wrapping_add(j);
             y = s.add(y, if len == S::LANES { s.load(bias) } else { s.load_first(bias, len) });
         }
+        let at = (i as isize * place.row).wrapping_add_unsigned(j);
+        if !place.residual.is_null() {
+            let from = place.residual.wrapping_offset(at);
+            y = s.add(y, if len == S::LANES { s.load(from) } else { s.load_first(from, len) });
+        }
         let y = s.min(s.splat(place.high), s.max(s.splat(place.low), y));
-        let at = place.at.wrapping_offset(i as isize * place.row).wrapping_add(j);
+        let at = place.at.wrapping_offset(at);
         if len == S::LANES { s.store(at, y) } else { s.store_first(at, y, len) }
     }
 }
