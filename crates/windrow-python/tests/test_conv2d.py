@@ -52,7 +52,7 @@ def test_residual(data, c, k, size, r, dtype, activation):
     reference.assert_close(y, *want)
     with pytest.raises(ValueError, match="`residual`"):
         windrow.conv2d(x, weight, bias, residual=residual[:1], **options)
-    with pytest.raises(ValueError, match="share memory"):
+    with pytest.raises(ValueError, match="`out` shares memory with `residual`"):
         windrow.conv2d(x, weight, bias, residual=residual, out=residual, **options)
 
 

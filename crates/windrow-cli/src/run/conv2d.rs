@@ -82,7 +82,7 @@ impl Conv2d {
         if let Some(residual) = &residual
             && residual.shape() == spec.y.shape()
         {
-            spec.y.layout = *residual.layout();
+            spec.y.layout = residual.desc().layout;
         }
         let options = self.common.options()?;
         let plan: Conv2dPlan = match self.algorithm {

@@ -167,14 +167,58 @@ unsafe fn tile<S: Simd, const R: usize, const V: usize>(s: S, t: &Tile) {
                 step(s, &mut acc, t.b.add(p * VECTORS * S::LANES), |i| *a.add(i * row));
             }
         }
+        if t.accumulate {
+            for (i, row) in acc.iter_mut().enumerate() {
+                for (v, sum) in row.iter_mut().enumerate() {
+                    *sum = s.add(s.load(t.c.add((i * VECTORS + v) * S::LANES)), *sum);
+                }
+            }
+        }
+        if let Some(place) = t.place
+            && t.cols == V * S::LANES
+            && place.row_bias.is_null()
+        {
+            return put_whole(s, place, acc);
+        }
         for (i, row) in acc.into_iter().enumerate() {
             for (v, sum) in row.into_iter().enumerate() {
-                let c = t.c.add((i * VECTORS + v) * S::LANES);
-                let sum = if t.accumulate { s.add(s.load(c), sum) } else { sum };
                 match t.place {
-                    None => s.store(c, sum),
+                    None => s.store(t.c.add((i * VECTORS + v) * S::LANES), sum),
                     Some(place) => put(s, place, i, v * S::LANES, t.cols, sum),
                 }
+            }
+        }
+    }
+}
+
+/// Brings the sums of a tile of whole vectors, without row biases, to their place: asking about each vector takes longer
+/// than short sums.
+///
+/// # Safety
+/// Its elements are writable, the residual and the biases readable.
+#[inline(always)]
+unsafe fn put_whole<S: Simd, const R: usize, const V: usize>(
+    s: S,
+    place: Place,
+    acc: [[S::F32; V]; R],
+) {
+    let (low, high) = (s.splat(place.low), s.splat(place.high));
+    let (has_bias, adds) = (!place.col_bias.is_null(), !place.residual.is_null());
+    // SAFETY: promised by the caller.
+    unsafe {
+        let mut bias = [s.zero(); V];
+        if has_bias {
+            bias = std::array::from_fn(|v| s.load(place.col_bias.add(v * S::LANES)));
+        }
+        for (i, row) in acc.into_iter().enumerate() {
+            let at = i as isize * place.row;
+            let (to, from) = (place.at.wrapping_offset(at), place.residual.wrapping_offset(at));
+            for (v, sum) in row.into_iter().enumerate() {
+                let mut y = if has_bias { s.add(sum, bias[v]) } else { sum };
+                if adds {
+                    y = s.add(y, s.load(from.add(v * S::LANES)));
+                }
+                s.store(to.add(v * S::LANES), s.min(high, s.max(low, y)));
             }
         }
     }
