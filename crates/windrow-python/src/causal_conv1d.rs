@@ -70,7 +70,7 @@ impl<'py> Inputs<'py> {
 ///
 /// x: [b, d, l], f32, f16 or bf16, any strides (channel-last is a stride pattern).
 /// weight: [d, width], or [d_out, d_in, width] for a dense convolution; bias: [d]; each f32 or x's
-/// type. activation: None, "relu", "silu", "gelu" or "gelu_tanh".
+/// type. activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh".
 /// Sequences packed into one row are told apart by `seq_idx` [b, l] i32 (negative: padding,
 /// gives zeros) or by `cu_seqlens` [sequences + 1] i32 or i64 with b = 1.
 /// initial_states: [b or sequences, d, width - 1], what comes before each sequence; else zeros.
