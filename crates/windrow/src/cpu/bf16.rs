@@ -39,6 +39,15 @@ pub(crate) trait Bf16Products: Copy {
     /// Rounds to nearest even, NaN stays NaN.
     /// # Safety: twice `LANES` bf16 are writable at `p` (any alignment).
     unsafe fn store2(self, p: *mut bf16, v: [<Self::Simd as Simd>::F32; 2]);
+    /// Splits numbers into three of bf16 that add up to them: each is what those before leave, rounded. Of a number that
+    /// is not finite the first is that number, the others have no meaning. The elements of both vectors follow each
+    /// other or, as `PAIRS`, take turns.
+    /// # Safety: twice `LANES` bf16 are writable at each of `to` (any alignment).
+    unsafe fn split2<const PAIRS: bool>(
+        self,
+        to: [*mut bf16; 3],
+        v: [<Self::Simd as Simd>::F32; 2],
+    );
 }
 
 #[cfg(test)]
@@ -91,6 +100,19 @@ mod model {
             for (i, x) in v.as_flattened().iter().enumerate() {
                 // SAFETY: promised by the caller.
                 unsafe { p.add(i).write(bf16::from_f32(flushed(*x))) };
+            }
+        }
+        unsafe fn split2<const PAIRS: bool>(self, to: [*mut bf16; 3], v: [Vector; 2]) {
+            for (half, v) in v.into_iter().enumerate() {
+                for (i, mut x) in v.into_iter().enumerate() {
+                    let at = if PAIRS { 2 * i + half } else { half * Lanes::LANES + i };
+                    for to in to {
+                        let part = bf16::from_f32(flushed(x));
+                        // SAFETY: promised by the caller.
+                        unsafe { to.add(at).write(part) };
+                        x -= part.to_f32();
+                    }
+                }
             }
         }
     }

@@ -68,6 +68,7 @@ mod model {
         fn zero<const TILE: usize>(&mut self) {
             self.tiles[TILE] = [[0; ROW_BYTES]; SIDE];
         }
+        #[inline(never)]
         unsafe fn load<const TILE: usize>(&mut self, from: *const u8, stride: usize) {
             for (i, row) in self.tiles[TILE].iter_mut().enumerate() {
                 // SAFETY: promised by the caller.
@@ -80,8 +81,10 @@ mod model {
                 unsafe { to.add(i * stride).cast::<[u8; ROW_BYTES]>().write_unaligned(*row) };
             }
         }
+        // Instructions are used in many places: they would take long to compile.
         /// TDPBF16PS: fused sums of the even products and of the odd ones, which are then added, and
         /// their sum to C; each rounded to nearest even, with denormals as zeros (DAZ and FTZ).
+        #[inline(never)]
         fn add_products<const C: usize, const A: usize, const B: usize>(&mut self) {
             for i in 0..SIDE {
                 for j in 0..SIDE {

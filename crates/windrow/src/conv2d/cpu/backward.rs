@@ -2,7 +2,7 @@
 
 use super::super::{Conv2dSpec, Problem, Tile};
 use super::bias_grad::bias_grad;
-use super::choice::by_tiles;
+use super::choice::tiles_pay;
 use super::direct::Direct;
 use super::epilogue::Epilogue;
 use super::im2col::Im2colGemm;
@@ -13,7 +13,7 @@ use super::{Gather, tolerance, with_element};
 use crate::cpu::{Isa, SimdElement};
 use crate::dtype::not_computed;
 use crate::lists::room_for;
-use crate::{Accuracy, DType, Result, TensorMut, TensorRef};
+use crate::{Accuracy, DType, Filter, Result, TensorMut, TensorRef};
 
 /// How the gradients of a convolution are computed.
 #[derive(Clone, Debug)]
@@ -80,11 +80,13 @@ impl Backward {
         let stencils = Stencil::backward_data(spec, p)?;
         let written: usize = stencils.iter().map(Stencil::pixels).sum();
         let zero = (written < p.n * p.h * p.w).then(|| Stencil::zero(spec, p));
-        let (direct, tiles) = (p.prefers_direct(), by_tiles(spec, p, isa));
+        let (direct, tiles) = (p.prefers_direct(), tiles_pay(spec, p, isa, Filter::Changing));
         let mut data = room_for(stencils.len() + 1)?;
         for stencil in zero.into_iter().chain(stencils) {
             data.push(match direct {
-                _ if tiles => Gather::Direct(Direct::by_tiles(stencil, isa, threads)?),
+                _ if tiles => {
+                    Gather::Direct(Direct::by_tiles(stencil, spec.x.dtype, isa, threads)?)
+                }
                 true => Gather::Direct(Direct::new(stencil, isa, threads)?),
                 false => Gather::Im2colGemm(Im2colGemm::new(stencil, isa, threads)),
             });

@@ -5,6 +5,7 @@ use super::winograd::{FUSED_TILE, best_tile};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile};
 use crate::cpu::Isa;
+use crate::dtype::not_computed;
 use crate::{Accuracy, DType, Filter};
 
 /// The algorithms that can compute a problem.
@@ -45,17 +46,50 @@ pub(crate) fn by_bf16_products(spec: &Conv2dSpec, p: &Problem, isa: Isa) -> bool
 /// Channels of a group on either side from which on tiles take less time than vectors.
 const TILE_CHANNELS: usize = 16;
 
-/// Whether direct sums are formed by tiles of bf16, which also count small numbers as zero. No other algorithm has as
-/// many products in a cycle: 16 times those of vectors of f32, of which F(6, 3) saves four fifths.
+/// Whether direct sums are formed by tiles of bf16, which also count small numbers as zero.
 pub(crate) fn by_tiles(spec: &Conv2dSpec, p: &Problem, isa: Isa) -> bool {
-    let bf16 = spec.x.dtype == DType::BF16 && isa.has_tiles();
+    if !isa.has_tiles() || spec.accuracy == Accuracy::Exact {
+        return false;
+    }
     let fills = p.c_group().min(p.k_group()) >= TILE_CHANNELS;
-    bf16 && spec.accuracy != Accuracy::Exact && if p.groups == 1 { p.k > 2 } else { fills }
+    match spec.x.dtype {
+        DType::BF16 if p.groups == 1 => p.k > 2,
+        DType::BF16 | DType::F32 => fills,
+        DType::F16 | not_computed!() => false,
+    }
+}
+
+/// Whether direct sums by tiles take less time than a product of blocks.
+pub(crate) fn tiles_pay(spec: &Conv2dSpec, p: &Problem, isa: Isa, filter: Filter) -> bool {
+    by_tiles(spec, p, isa) && (spec.x.dtype != DType::F32 || splitting_pays(spec, p, filter))
+}
+
+/// Products that an element of f32 is needed for, from which on splitting it takes less time than tiles save.
+const SPLIT_USES: usize = 128;
+/// Terms of a sum from which on its way to y takes less.
+const SPLIT_TERMS: usize = 96;
+/// Output pixels from which on splitting a filter on each call takes less.
+const SPLIT_FILTER: usize = 784;
+/// Output pixels from which on reading a large split filter, which is half as long again, takes no longer than the products.
+const SPLIT_PIXELS: usize = 128;
+/// Elements of a filter that stays in a core's caches when it is split.
+const SMALL_FILTER: usize = 256 << 10;
+
+fn splitting_pays(spec: &Conv2dSpec, p: &Problem, filter: Filter) -> bool {
+    let (taps, pixels) = (p.r * p.s, p.n * p.oh * p.ow);
+    let uses = p.k_group() * (taps / (p.stride[0] * p.stride[1])).max(1);
+    let reads = pixels >= SPLIT_PIXELS || p.k * p.taps() <= SMALL_FILTER;
+    // Columns that do not lie next to each other are read one by one.
+    let gathers = !is_channels_last(&spec.y.layout) && p.stride[1] > 1;
+    let splits = filter == Filter::Kept || pixels >= SPLIT_FILTER;
+    uses >= SPLIT_USES && p.taps() >= SPLIT_TERMS && reads && splits && !gathers
 }
 
 /// The algorithm that should be fastest within the accuracy asked for.
 pub(crate) fn choose(spec: &Conv2dSpec, p: &Problem, isa: Isa, filter: Filter) -> Conv2dAlgorithm {
-    if p.prefers_direct() || by_tiles(spec, p, isa) {
+    // No other algorithm has as many products of bf16 in a cycle: 16 times those of vectors of f32, of which F(6, 3)
+    // saves four fifths.
+    if p.prefers_direct() || spec.x.dtype == DType::BF16 && by_tiles(spec, p, isa) {
         return Conv2dAlgorithm::Direct;
     }
     let row_major = !is_channels_last(&spec.y.layout);
@@ -79,6 +113,9 @@ pub(crate) fn choose(spec: &Conv2dSpec, p: &Problem, isa: Isa, filter: Filter) -
             }
         }
     }
+    if tiles_pay(spec, p, isa, filter) {
+        return Conv2dAlgorithm::Direct;
+    }
     // With few input channels the im2col matrix is many times the input.
     if p.c_group() <= 8 && p.r * p.s > 1 && row_major {
         return Conv2dAlgorithm::Direct;
@@ -89,8 +126,8 @@ pub(crate) fn choose(spec: &Conv2dSpec, p: &Problem, isa: Isa, filter: Filter) -
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::TensorDesc;
     use crate::conv2d::Conv2dParams;
+    use crate::{Layout, TensorDesc};
 
     fn chosen(
         dtype: DType,
@@ -127,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn tiles_are_taken_for_bf16_but_exact_sums_and_small_groups() {
+    fn tiles_are_taken_but_for_exact_sums_and_small_groups() {
         for isa in Isa::tested().into_iter().filter(|isa| isa.has_tiles()) {
             for (dtype, accuracy, groups, k, tiles) in [
                 (DType::BF16, Accuracy::Fp32, 1, 64, true),
@@ -136,7 +173,11 @@ mod tests {
                 (DType::BF16, Accuracy::Half, 4, 64, false),
                 (DType::BF16, Accuracy::Half, 1, 2, false),
                 (DType::F16, Accuracy::Half, 1, 64, false),
-                (DType::F32, Accuracy::Fp32, 1, 64, false),
+                (DType::F32, Accuracy::Fp32, 1, 64, true),
+                (DType::F32, Accuracy::Half, 2, 64, true),
+                (DType::F32, Accuracy::Exact, 1, 64, false),
+                (DType::F32, Accuracy::Fp32, 1, 8, false),
+                (DType::F32, Accuracy::Fp32, 4, 64, false),
             ] {
                 let filter = TensorDesc::contiguous(dtype, &[k, 32 / groups, 3, 3]).unwrap();
                 let x = TensorDesc::contiguous(dtype, &[2, 32, 28, 28]).unwrap();
@@ -145,8 +186,40 @@ mod tests {
                 let p = spec.problem().unwrap();
                 assert_eq!(by_tiles(&spec, &p, isa), tiles, "{spec:?}");
                 let chosen = choose(&spec, &p, isa, Filter::Kept);
-                assert!(!tiles || chosen == Conv2dAlgorithm::Direct, "{spec:?}: {chosen}");
+                let direct = chosen == Conv2dAlgorithm::Direct;
+                assert!(!tiles || dtype == DType::F32 || direct, "{spec:?}: {chosen}");
             }
+        }
+    }
+
+    /// What is split has to be used often, and the filter to be read fast.
+    #[test]
+    fn f32_is_split_where_that_pays() {
+        for isa in Isa::tested().into_iter().filter(|isa| isa.has_tiles()) {
+            let chosen = |c: usize, side: usize, k: usize, [r, stride]: [usize; 2], filter| {
+                let w = TensorDesc::contiguous(DType::F32, &[k, c, r, r]).unwrap();
+                let layout = Layout::with_order(&[1, c, side, side], &[0, 2, 3, 1]).unwrap();
+                let params = Conv2dParams { stride: [stride; 2], ..Default::default() };
+                let x = TensorDesc::new(DType::F32, layout);
+                let spec = Conv2dSpec::new(x, w, &params).unwrap();
+                choose(&spec, &spec.problem().unwrap(), isa, filter)
+            };
+            for (c, side, k, filter, splits) in [
+                (512, 28, 128, [1, 1], true),
+                (64, 56, 256, [1, 1], false),
+                (256, 56, 64, [1, 1], false),
+                (128, 56, 128, [3, 2], true),
+                (160, 7, 960, [1, 1], true),
+                (2048, 7, 512, [1, 1], false),
+            ] {
+                let want =
+                    if splits { Conv2dAlgorithm::Direct } else { Conv2dAlgorithm::Im2colGemm };
+                assert_eq!(chosen(c, side, k, filter, Filter::Kept), want, "{c} {side} {k}");
+            }
+            // A filter of few pixels is split on each call.
+            let changing = |side| chosen(512, side, 256, [1, 1], Filter::Changing);
+            assert_eq!(changing(14), Conv2dAlgorithm::Im2colGemm);
+            assert_eq!(changing(28), Conv2dAlgorithm::Direct);
         }
     }
 

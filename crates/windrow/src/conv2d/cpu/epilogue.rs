@@ -430,8 +430,31 @@ pub(crate) unsafe fn scatter<S: Simd, T: SimdElement>(
     }
 }
 
-impl Store<'_, bf16> {
-    /// As [`Store::segment_ahead`], of which machines with products of bf16 round two vectors at once.
+/// Elements of which machines with products of bf16 store two vectors at once.
+pub(crate) trait StoreTwo: SimdElement {
+    /// # Safety
+    /// Twice `LANES` elements are writable at `to`.
+    unsafe fn store_two<P: Bf16Products>(p: P, to: *mut Self, v: [<P::Simd as Simd>::F32; 2]);
+}
+
+impl StoreTwo for bf16 {
+    #[inline(always)]
+    unsafe fn store_two<P: Bf16Products>(p: P, to: *mut bf16, v: [<P::Simd as Simd>::F32; 2]) {
+        // SAFETY: passed on.
+        unsafe { p.store2(to, v) }
+    }
+}
+
+impl StoreTwo for f32 {
+    #[inline(always)]
+    unsafe fn store_two<P: Bf16Products>(p: P, to: *mut f32, v: [<P::Simd as Simd>::F32; 2]) {
+        // SAFETY: passed on.
+        unsafe { Self::store2::<_, false>(p.simd(), to, v) }
+    }
+}
+
+impl<T: StoreTwo> Store<'_, T> {
+    /// As [`Store::segment_ahead`], two vectors at once.
     ///
     /// # Safety
     /// As there, with two vectors more behind the sums.
@@ -468,11 +491,11 @@ impl Store<'_, bf16> {
                             (at.offset(i as isize * k_stride), sums.add(i * self.row));
                         for start in (0..segment.len).step_by(both) {
                             let dst = dst.add(start);
-                            let both = [0, lanes].map(|at| {
-                                let sum = s.add(s.load(sums.add(start + at)), bias);
-                                bounds.of(s, residual.add(s, sum, dst.add(at), lanes))
-                            });
-                            p.store2(dst, both);
+                            let sums = sums.add(start);
+                            let (a, b) = (s.load(sums), s.load(sums.add(lanes)));
+                            let a = residual.add(s, s.add(a, bias), dst, lanes);
+                            let b = residual.add(s, s.add(b, bias), dst.add(lanes), lanes);
+                            T::store_two(p, dst, [bounds.of(s, a), bounds.of(s, b)]);
                         }
                     }
                 }
@@ -485,11 +508,10 @@ impl Store<'_, bf16> {
                         for j in 0..segment.len {
                             let sums = sums.add(j * self.row + start);
                             let dst = at.offset(j as isize * col_stride).add(start);
-                            let both = [0, 1].map(|v| {
-                                let sum = s.add(s.load(sums.add(v * lanes)), biases[v]);
-                                bounds.of(s, residual.add(s, sum, dst.add(v * lanes), lanes))
-                            });
-                            p.store2(dst, both);
+                            let (a, b) = (s.load(sums), s.load(sums.add(lanes)));
+                            let a = residual.add(s, s.add(a, biases[0]), dst, lanes);
+                            let b = residual.add(s, s.add(b, biases[1]), dst.add(lanes), lanes);
+                            T::store_two(p, dst, [bounds.of(s, a), bounds.of(s, b)]);
                         }
                     }
                 }

@@ -128,12 +128,14 @@ impl Forward {
         let Conv2dConfiguration { algorithm, tiles, parts, vectors, .. } = *configuration;
         Ok(match algorithm {
             Conv2dAlgorithm::Direct => {
-                let new = match () {
-                    () if by_tiles(spec, p, isa) => Direct::by_tiles,
-                    () if by_bf16_products(spec, p, isa) => Direct::by_bf16_products,
-                    () => Direct::new,
-                };
-                Forward::Gather(Gather::Direct(new(stencil()?, isa, threads)?))
+                let (stencil, dtype) = (stencil()?, spec.x.dtype);
+                Forward::Gather(Gather::Direct(match () {
+                    () if by_tiles(spec, p, isa) => Direct::by_tiles(stencil, dtype, isa, threads)?,
+                    () if by_bf16_products(spec, p, isa) => {
+                        Direct::by_bf16_products(stencil, isa, threads)?
+                    }
+                    () => Direct::new(stencil, isa, threads)?,
+                }))
             }
             Conv2dAlgorithm::Im2colGemm => {
                 Forward::Gather(Gather::Im2colGemm(Im2colGemm::new(stencil()?, isa, threads)))

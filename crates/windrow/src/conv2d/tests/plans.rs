@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::Accuracy;
-use crate::verification::random_tensor;
+use crate::verification::{random, random_tensor};
 
 fn desc(shape: &[usize]) -> TensorDesc {
     TensorDesc::contiguous(DType::F32, shape).unwrap()
@@ -223,6 +223,48 @@ fn tiny_numbers_are_kept_by_exact_sums() {
         let zero = accuracy != Accuracy::Exact && (isa.has_bf16_products() || isa.has_tiles());
         let want = if zero { bf16::ZERO } else { tiny };
         assert_eq!(y.to_vec::<bf16>().unwrap(), [want; 4 * 64], "{accuracy:?} on {isa:?}");
+    }
+}
+
+/// Infinities reach what they belong to, also where numbers of f32 are split: only their first part is infinite.
+#[test]
+fn sums_of_infinities_have_their_signs() {
+    const C: usize = 48;
+    for (isa, channels_last, r) in Isa::tested()
+        .into_iter()
+        .flat_map(|isa| [(isa, false, 1), (isa, true, 1), (isa, false, 3), (isa, true, 3)])
+    {
+        let order: &[usize] = if channels_last { &[0, 2, 3, 1] } else { &[0, 1, 2, 3] };
+        let layout = Layout::with_order(&[1, C, 5, 7], order).unwrap();
+        let w = desc(&[40, C, r, r]);
+        let params = Conv2dParams { padding: [r / 2; 2], ..Default::default() };
+        let spec = Conv2dSpec::new(TensorDesc::new(DType::F32, layout), w, &params).unwrap();
+        let configuration = Conv2dConfiguration::new(Conv2dAlgorithm::Direct);
+        let plan = Conv2dPlan::on_isa(&spec, &configuration, &PlanOptions::default(), isa).unwrap();
+        let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
+        let mut x: Vec<_> = random(1, C * 5 * 7, -1.0, 1.0).into_iter().map(|x| x as f32).collect();
+        let w = random_tensor(2, spec.w, 0.5, 1.0).unwrap();
+        // A pixel of each kind, in the first channel of memory, or pixels of the first channel.
+        let at = |pixel: usize| if channels_last { pixel * C } else { pixel };
+        let values = [(0, f32::INFINITY), (10, f32::NEG_INFINITY), (34, f32::NAN), (20, 3.3e38)];
+        for (pixel, value) in values {
+            x[at(pixel)] = value;
+        }
+        // SAFETY: the vector has the elements of that layout, and outlives the view.
+        let x = unsafe { TensorRef::from_raw(x.as_ptr().cast(), spec.x, Device::Cpu) };
+        let mut y = Tensor::uninitialised(spec.y).unwrap();
+        let args = Conv2dArgs::new(x, w.as_ref());
+        plan.run(&args, y.as_mut(), &mut workspace).unwrap();
+        let y = y.as_ref().to_f64_vec().unwrap();
+        for (pixel, value) in values {
+            for y in y.chunks(5 * 7).map(|channel| channel[pixel] as f32) {
+                let is_same = match value {
+                    _ if value.is_finite() => y.is_finite() && y > 1e38,
+                    _ => y == value || y.is_nan() && value.is_nan(),
+                };
+                assert!(is_same, "{isa:?} {channels_last} {r} {pixel}: {y}");
+            }
+        }
     }
 }
 

@@ -35,6 +35,17 @@ const INTERLEAVED: [[u16; 32]; 2] = {
     order
 };
 
+/// Elements of two vectors in one, which take turns.
+const TURNS: [u16; 32] = {
+    let mut order = [0; 32];
+    let mut i = 0;
+    while i < 32 {
+        order[i] = (i / 2 + i % 2 * 16) as u16;
+        i += 1;
+    }
+    order
+};
+
 /// The elements of a row from `at` on.
 ///
 /// # Safety
@@ -82,5 +93,32 @@ impl Bf16Products for Avx512Bf16 {
             let both = _mm512_cvtne2ps_pbh(second, first);
             _mm512_storeu_si512(p.cast(), std::mem::transmute::<__m512bh, __m512i>(both));
         }
+    }
+    #[inline(always)]
+    unsafe fn split2<const PAIRS: bool>(self, to: [*mut bf16; 3], [mut a, mut b]: [__m512; 2]) {
+        isa!({
+            for (part, to) in to.into_iter().enumerate() {
+                let both = _mm512_cvtne2ps_pbh(b, a);
+                let mut both = std::mem::transmute::<__m512bh, __m512i>(both);
+                if PAIRS {
+                    let order = _mm512_loadu_si512(TURNS.as_ptr().cast());
+                    both = _mm512_permutexvar_epi16(order, both);
+                }
+                _mm512_storeu_si512(to.cast(), both);
+                if part == 2 {
+                    break;
+                }
+                let (low, high) = if PAIRS {
+                    let high = _mm512_and_si512(both, _mm512_set1_epi32(-1 << 16));
+                    (_mm512_slli_epi32::<16>(both), high)
+                } else {
+                    let low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(both));
+                    let high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64::<1>(both));
+                    (_mm512_slli_epi32::<16>(low), _mm512_slli_epi32::<16>(high))
+                };
+                a = _mm512_sub_ps(a, _mm512_castsi512_ps(low));
+                b = _mm512_sub_ps(b, _mm512_castsi512_ps(high));
+            }
+        });
     }
 }

@@ -10,7 +10,7 @@ mod turned;
 use super::epilogue::Epilogue;
 use super::stencil::Stencil;
 use crate::cpu::{Isa, SendPtr, SimdElement, parallel_for_workers};
-use crate::{Result, bf16};
+use crate::{DType, Result, bf16};
 use depthwise::Depthwise;
 use pairs::Pairs;
 use planar::Planar;
@@ -35,7 +35,7 @@ enum Form {
     Plane(Plane),
     /// As `Planar`, by products of bf16.
     Pairs(Pairs),
-    /// Tiles of bf16.
+    /// Tiles of bf16, for it and for f32.
     Tiled(Tiled),
     /// Vectors over channels.
     Depthwise(Depthwise),
@@ -66,10 +66,15 @@ impl Direct {
         Ok(Direct { stencil, form, isa, threads })
     }
 
-    /// For bf16, by an `isa` that has tiles.
-    pub(crate) fn by_tiles(stencil: Stencil, isa: Isa, threads: usize) -> Result<Self> {
+    /// For bf16 or f32, by an `isa` that has tiles.
+    pub(crate) fn by_tiles(
+        stencil: Stencil,
+        dtype: DType,
+        isa: Isa,
+        threads: usize,
+    ) -> Result<Self> {
         let stencil = stencil.merged();
-        let form = Form::Tiled(Tiled::new(&stencil, threads)?);
+        let form = Form::Tiled(Tiled::new(&stencil, dtype, threads)?);
         Ok(Direct { stencil, form, isa, threads })
     }
 
@@ -158,8 +163,14 @@ impl Direct {
     pub(crate) unsafe fn pack<T: SimdElement>(&self, filter: *const T, packed: &mut [f32]) {
         let stencil = &self.stencil;
         if let Form::Tiled(form) = &self.form {
+            let (isa, threads) = (self.isa, self.threads);
             // SAFETY: passed on.
-            return unsafe { form.pack(stencil, self.threads, filter.cast(), packed) };
+            return unsafe {
+                match T::DTYPE {
+                    DType::F32 => form.pack::<f32>(isa, stencil, threads, filter.cast(), packed),
+                    _ => form.pack::<bf16>(isa, stencil, threads, filter.cast(), packed),
+                }
+            };
         }
         let read = |group, k, c, row, col| {
             if k >= stencil.k {
@@ -247,11 +258,16 @@ impl Direct {
                         }
                         Form::Pairs(form) => {
                             let scratch = scratch.get().add(worker * form.scratch_len());
-                            form.run(isa, stencil, unit, &operands.of_bf16(), scratch);
+                            form.run(isa, stencil, unit, &operands.of(), scratch);
                         }
                         Form::Tiled(form) => {
                             let scratch = scratch.get().add(worker * form.scratch_len(stencil));
-                            form.run(isa, stencil, unit, &operands.of_bf16(), scratch);
+                            match T::DTYPE {
+                                DType::F32 => {
+                                    form.run::<f32>(isa, stencil, unit, &operands.of(), scratch);
+                                }
+                                _ => form.run::<bf16>(isa, stencil, unit, &operands.of(), scratch),
+                            }
                         }
                         Form::Plane(form) => {
                             let scratch = scratch.get().add(worker * form.scratch_len(stencil));
@@ -278,8 +294,8 @@ struct Operands<'a, T> {
 }
 
 impl<T> Operands<'_, T> {
-    /// The same where T is bf16.
-    fn of_bf16(&self) -> Operands<'_, bf16> {
+    /// The same where T is U.
+    fn of<U>(&self) -> Operands<'_, U> {
         let Operands { packed, src, dst, epilogue } = *self;
         Operands { packed, src: src.cast(), dst: dst.cast(), epilogue }
     }

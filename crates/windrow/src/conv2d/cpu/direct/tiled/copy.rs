@@ -9,11 +9,11 @@ use std::ops::Range;
 
 /// Copies what a slab of one image reads: for each part of the rows and of the columns pixels of
 /// `chunks * TERMS` terms, or `chunks * SIDE` planes of pairs of terms; zeros for the padding and beyond the terms.
-pub(super) struct SlabCopy<'a> {
+pub(in crate::conv2d::cpu::direct) struct SlabCopy<'a, T> {
     pub plan: &'a Tiled,
     pub stencil: &'a Stencil,
     /// Channel 0 of the group, in the image.
-    pub src: *const bf16,
+    pub src: *const T,
     pub at: [usize; 2],
     pub size: [usize; 2],
     pub to: *mut u8,
@@ -21,7 +21,7 @@ pub(super) struct SlabCopy<'a> {
     pub lines: *mut bf16,
 }
 
-impl Kernel for SlabCopy<'_> {
+impl Kernel for SlabCopy<'_, bf16> {
     type Output = ();
 
     #[inline(always)]
@@ -50,23 +50,23 @@ impl Kernel for SlabCopy<'_> {
     }
 }
 
-impl SlabCopy<'_> {
+impl<T> SlabCopy<'_, T> {
     /// Where a row of the copy lies in the source; `None` in the padding.
     #[inline(always)]
-    fn source_row(&self, part: isize, row: usize) -> Option<*const bf16> {
+    pub(super) fn source_row(&self, part: isize, row: usize) -> Option<*const T> {
         let Stencil { step, src, src_size, .. } = self.stencil;
         let row = ((self.at[0] + row) * step[0]) as isize + part;
         (row >= 0 && row < src_size[0] as isize).then(|| self.src.wrapping_offset(row * src[2]))
     }
 
     /// Pixels of a row of the copy.
-    fn cols(&self) -> usize {
+    pub(super) fn cols(&self) -> usize {
         self.size[1] + self.plan.cols.span
     }
 
     /// Those that read inside of a row of the source, and where the first of them does.
     #[inline(always)]
-    fn inside(&self, row: *const bf16, read: isize) -> (Range<usize>, *const bf16) {
+    pub(super) fn inside(&self, row: *const T, read: isize) -> (Range<usize>, *const T) {
         let inside = self.stencil.inside(self.at[1], self.cols(), Tap { index: 0, offset: read });
         let col = ((self.at[1] + inside.start) * self.stencil.step[1]) as isize + read;
         // Nothing is read at the place of an empty range, which need not exist.
@@ -75,10 +75,12 @@ impl SlabCopy<'_> {
     }
 
     /// Elements from a pixel to the next, of those that are read.
-    fn step(&self) -> isize {
+    pub(super) fn step(&self) -> isize {
         self.stencil.src[3].wrapping_mul(self.stencil.step[1] as isize)
     }
+}
 
+impl SlabCopy<'_, bf16> {
     /// A row of pixels.
     ///
     /// # Safety

@@ -1,4 +1,5 @@
-//! Sums of bf16 by tiles of 16 pixels or channels by 32 terms. What a unit reads of the source is copied with
+//! Sums by tiles of bf16, 16 pixels or channels by 32 terms; numbers of f32 are split into three of bf16, whose products
+//! but the three smallest are summed. What a unit reads of the source is copied with
 //! its padding, once for each residue of row and column taps modulo the step, so that every tap reads
 //! pixels at one distance, also across rows; sums that begin behind the end of a row are left out. Where
 //! channels lie next to each other in the destination, pixels are the rows of the left tiles, and else, as
@@ -7,16 +8,20 @@
 
 mod copy;
 mod shape;
+mod split;
 mod sums;
 
-use super::super::epilogue::Lanes;
+use super::super::epilogue::{Lanes, StoreTwo};
 use super::super::stencil::{Segment, Stencil};
 use super::Operands;
 use super::planar::Axis;
-use crate::cpu::{Isa, ROW_BYTES, SIDE, SendPtr, dispatch, dispatch_tiles, parallel_for};
+use crate::cpu::{
+    Isa, ROW_BYTES, SIDE, SendPtr, dispatch, dispatch_bf16, dispatch_tiles, parallel_for,
+};
 use crate::lists::{collected, filled, room_for};
-use crate::{Result, bf16};
+use crate::{DType, Result, bf16};
 use copy::SlabCopy;
+use split::SplitTile;
 use std::ops::Range;
 use sums::Sums;
 
@@ -24,12 +29,81 @@ use sums::Sums;
 const TERMS: usize = 2 * SIDE;
 /// Channels, and pixels, that are summed at once.
 const BLOCK: usize = 2 * SIDE;
+/// Sums of two blocks, and those that stand in for a block's where these are not finite.
+const SUMS: usize = 3 * BLOCK * BLOCK;
 /// Bytes of a tile.
 const TILE: usize = SIDE * ROW_BYTES;
+
+/// An element type whose sums tiles form.
+pub(super) trait TileElement: StoreTwo {
+    /// Numbers of bf16 that stand for one.
+    const PARTS: usize;
+    /// # Safety
+    /// The slab's pixels are writable, the source is in memory.
+    unsafe fn copy(isa: Isa, slab: SlabCopy<'_, Self>);
+    /// Writes a tile of the filter: `numbers` has them as rows of [`SIDE`] channels for each of [`TERMS`]. Tiles of parts are
+    /// `apart` bytes from each other.
+    ///
+    /// # Safety
+    /// They are writable at `to`.
+    unsafe fn pack(
+        isa: Isa,
+        lanes: Lanes,
+        numbers: &[Self; TERMS * SIDE],
+        to: *mut u8,
+        apart: usize,
+    );
+}
+
+/// Parts of an element of a type that has tiles.
+pub(super) fn parts(dtype: DType) -> usize {
+    if dtype == DType::F32 { <f32 as TileElement>::PARTS } else { <bf16 as TileElement>::PARTS }
+}
+
+impl TileElement for bf16 {
+    const PARTS: usize = 1;
+
+    unsafe fn copy(isa: Isa, slab: SlabCopy<'_, bf16>) {
+        dispatch(isa, slab);
+    }
+
+    unsafe fn pack(_: Isa, lanes: Lanes, numbers: &[bf16; TERMS * SIDE], to: *mut u8, _: usize) {
+        for (term, numbers) in numbers.as_chunks::<SIDE>().0.iter().enumerate() {
+            for (i, &number) in numbers.iter().enumerate() {
+                let at = match lanes {
+                    Lanes::Channels => (term / 2 * SIDE + i) * 2 + term % 2,
+                    Lanes::Pixels => i * TERMS + term,
+                };
+                // SAFETY: an element of the tile.
+                unsafe { to.cast::<bf16>().add(at).write(number) };
+            }
+        }
+    }
+}
+
+impl TileElement for f32 {
+    const PARTS: usize = 3;
+
+    unsafe fn copy(isa: Isa, slab: SlabCopy<'_, f32>) {
+        dispatch_bf16(isa, slab);
+    }
+
+    unsafe fn pack(
+        isa: Isa,
+        lanes: Lanes,
+        numbers: &[f32; TERMS * SIDE],
+        to: *mut u8,
+        apart: usize,
+    ) {
+        dispatch_bf16(isa, SplitTile { lanes, numbers, to, apart });
+    }
+}
 
 #[derive(Clone, Debug)]
 pub(super) struct Tiled {
     lanes: Lanes,
+    /// Numbers of bf16 that stand for an element.
+    parts: usize,
     rows: Axis,
     cols: Columns,
     /// Terms that a pixel of the copy holds, in whole tiles.
@@ -41,8 +115,8 @@ pub(super) struct Tiled {
     panels: usize,
     /// Whether pixels are multiplied where they lie.
     in_place: bool,
-    /// Where each tap reads, in bytes from the pixel itself.
-    offsets: Vec<usize>,
+    /// Where each tile of terms lies, in bytes from the first one's: of all taps, one after the other for each chunk.
+    steps: Vec<usize>,
     /// Bytes from pixel to pixel or, of pairs, from one pair to the next.
     pitch: usize,
 }
@@ -61,11 +135,11 @@ struct Columns {
 
 impl Columns {
     /// Of blocks of so many columns.
-    fn new(stencil: &Stencil, block: usize) -> Result<Self> {
+    fn new(stencil: &Stencil, parts: usize, block: usize) -> Result<Self> {
         let taps = &stencil.cols;
         // Few channels leave most of a tile empty: then a pixel holds those of all taps.
         let merged = (stencil.c * taps.len()).div_ceil(TERMS);
-        if 4 * merged <= 3 * stencil.c.div_ceil(TERMS) * taps.len() {
+        if parts == 1 && 4 * merged <= 3 * stencil.c.div_ceil(TERMS) * taps.len() {
             let reads = collected(taps.iter().map(|tap| tap.offset))?;
             let parts = collected([reads])?;
             let rows = if stencil.rows.len() > 1 && stencil.terms() <= TERMS {
@@ -109,29 +183,43 @@ struct Unit {
 
 impl Tiled {
     /// For a stencil that is [`Stencil::merged`].
-    pub(super) fn new(stencil: &Stencil, threads: usize) -> Result<Self> {
+    pub(super) fn new(stencil: &Stencil, dtype: DType, threads: usize) -> Result<Self> {
         let lanes = if stencil.dst[1] == 1 { Lanes::Channels } else { Lanes::Pixels };
-        shape::choose(stencil, lanes, threads)
+        shape::choose(stencil, lanes, parts(dtype), threads)
     }
 
     /// Slabs of so many rows and columns, units of so many of them and blocks of channels.
     fn with_shape(
         stencil: &Stencil,
         lanes: Lanes,
+        parts: usize,
         block: [usize; 2],
         [images, panels]: [usize; 2],
     ) -> Result<Self> {
-        let cols = Columns::new(stencil, block[1])?;
+        let cols = Columns::new(stencil, parts, block[1])?;
         let rows = cols.row_axis(stencil)?.of_blocks(&stencil.rows, block[0])?;
         let chunks = (stencil.c * cols.reads()).div_ceil(TERMS);
-        let in_place = lanes == Lanes::Channels && is_in_place(stencil);
-        let offsets = room_for(rows.taps.len() * cols.steps.len())?;
-        let mut plan =
-            Tiled { lanes, rows, cols, chunks, block, images, panels, in_place, offsets, pitch: 0 };
+        let in_place = lanes == Lanes::Channels && is_in_place(stencil, parts);
+        let steps = room_for(chunks * rows.taps.len() * cols.steps.len())?;
+        let mut plan = Tiled {
+            lanes,
+            parts,
+            rows,
+            cols,
+            chunks,
+            block,
+            images,
+            panels,
+            in_place,
+            steps,
+            pitch: 0,
+        };
         plan.pitch = match lanes {
             _ if in_place => {
                 (stencil.src[3] * stencil.step[1] as isize) as usize * size_of::<bf16>()
             }
+            // A tile lies in one piece, wherever it begins.
+            Lanes::Channels if parts > 1 => ROW_BYTES,
             // Rows of a tile must not displace each other from the first-level cache.
             Lanes::Channels if (chunks * ROW_BYTES).is_multiple_of(512) => (chunks + 1) * ROW_BYTES,
             Lanes::Channels => chunks * ROW_BYTES,
@@ -140,19 +228,25 @@ impl Tiled {
                 ((pixels * size_of::<f32>()).div_ceil(ROW_BYTES) | 1) * ROW_BYTES
             }
         };
-        for &(row_part, row) in &plan.rows.taps {
-            for &(col_part, col) in &plan.cols.steps {
-                let part = row_part * plan.cols.parts.len() + col_part;
-                let pixel = row * plan.width() + col;
-                plan.offsets.push(part * plan.part_bytes() + pixel * plan.pixel_bytes());
+        for chunk in 0..chunks {
+            for &(row_part, row) in &plan.rows.taps {
+                for &(col_part, col) in &plan.cols.steps {
+                    let part = row_part * plan.cols.parts.len() + col_part;
+                    let pixel = (row * plan.width() + col) * plan.pixel_bytes();
+                    plan.steps.push(chunk * plan.chunk_bytes() + part * plan.part_bytes() + pixel);
+                }
             }
         }
         Ok(plan)
     }
 
     pub(super) fn explain(&self) -> String {
-        let Tiled { block: [rows, cols], images, panels, .. } = self;
-        let place = if self.in_place { "where they lie" } else { "copied" };
+        let Tiled { block: [rows, cols], images, panels, parts, .. } = self;
+        let place = match parts {
+            _ if self.in_place => "where they lie",
+            1 => "copied",
+            _ => "split into three parts",
+        };
         format!(
             "tiles with lanes over {:?}, pixels {place}, {rows} x {cols} of {images} images and {} channels at once, \
              {} steps of {TERMS} terms",
@@ -164,13 +258,16 @@ impl Tiled {
 
     /// Tiles of terms of a sum.
     fn steps(&self) -> usize {
-        self.chunks * self.offsets.len()
+        self.steps.len()
     }
 
     /// Most additions in a row that form an element.
     pub(super) fn additions(&self) -> usize {
-        // Products of a tile are summed in two rows, which are added.
-        SIDE + 1 + self.steps()
+        // Products of a tile are summed in two rows, which are added. Those of parts that are left out are together
+        // smaller than a rounding.
+        let products =
+            if self.parts == 1 { self.steps() } else { sums::PRODUCTS * self.steps() + 1 };
+        SIDE + 1 + products
     }
 
     /// Pixels of a row of the copy.
@@ -193,6 +290,7 @@ impl Tiled {
     /// Bytes from the terms of a tile to the next ones.
     fn chunk_bytes(&self) -> usize {
         match self.lanes {
+            Lanes::Channels if self.parts > 1 => self.part_pixels() * ROW_BYTES,
             Lanes::Channels => ROW_BYTES,
             Lanes::Pixels => SIDE * self.pitch,
         }
@@ -200,8 +298,8 @@ impl Tiled {
 
     fn part_bytes(&self) -> usize {
         match self.lanes {
-            Lanes::Channels => self.part_pixels() * self.pitch,
-            Lanes::Pixels => self.chunks * self.chunk_bytes(),
+            Lanes::Channels if self.parts == 1 => self.part_pixels() * self.pitch,
+            Lanes::Channels | Lanes::Pixels => self.chunks * self.chunk_bytes(),
         }
     }
 
@@ -234,8 +332,13 @@ impl Tiled {
         (self.block[1] + SIDE) * stencil.step[1] + reads
     }
 
-    /// Bytes of the copy, of which the last sums read more than there are pixels.
+    /// Bytes of the copies of all parts.
     fn copy_bytes(&self) -> usize {
+        self.parts * self.copy_of_part()
+    }
+
+    /// Bytes of a part's copy, of which the last sums read more than there are pixels.
+    fn copy_of_part(&self) -> usize {
         match self.lanes {
             _ if self.in_place => 0,
             Lanes::Channels => self.images * self.slab_bytes() + BLOCK * self.pitch,
@@ -247,7 +350,7 @@ impl Tiled {
     pub(super) fn scratch_len(&self, stencil: &Stencil) -> usize {
         let lines = self.lines_len(stencil) * size_of::<bf16>();
         let bytes = self.copy_bytes() + (TILE + lines).next_multiple_of(ROW_BYTES);
-        bytes / size_of::<f32>() + BLOCK * BLOCK
+        bytes / size_of::<f32>() + SUMS
     }
 
     /// Blocks of channels of a group.
@@ -281,27 +384,29 @@ impl Tiled {
 
     /// Channels that lie next to each other in the packed filter: more than in the other forms.
     pub(super) fn packed_width(&self) -> usize {
-        match self.lanes {
+        let width = match self.lanes {
             Lanes::Channels => 2 * TERMS,
             Lanes::Pixels => TERMS,
-        }
+        };
+        self.parts * width
     }
 
     /// Elements of the packed filter of a group.
     pub(super) fn packed_group_len(&self, stencil: &Stencil) -> usize {
-        stencil.k.div_ceil(SIDE) * self.steps() * TILE / size_of::<f32>()
+        stencil.k.div_ceil(SIDE) * self.steps() * self.parts * TILE / size_of::<f32>()
     }
 
-    /// Packs the filter: [group, block of channels, terms, half of the block] tiles, which are
+    /// Packs the filter: [group, block of channels, terms, part, half of the block] tiles, which are
     /// [channel][term] or [pair of terms][channel][term of the pair]; zeros beyond k and the terms.
     ///
     /// # Safety
     /// The stencil's filter elements are readable from `filter`.
-    pub(super) unsafe fn pack(
+    pub(super) unsafe fn pack<T: TileElement>(
         &self,
+        isa: Isa,
         stencil: &Stencil,
         threads: usize,
-        filter: *const bf16,
+        filter: *const T,
         packed: &mut [f32],
     ) {
         let group_len = self.packed_group_len(stencil);
@@ -313,80 +418,75 @@ impl Tiled {
             let (panel, half) = (tile / 2, tile % 2);
             let halves = (tiles - 2 * panel).min(2);
             for step in 0..self.steps() {
-                let at =
-                    (2 * panel * self.steps() + step * halves + half) * (TILE / size_of::<f32>());
+                let tiles = (2 * panel * self.steps() + step * halves) * self.parts + half;
                 // SAFETY: tiles of the group, each written once; the caller's promise.
                 unsafe {
-                    let to = to.get().add(group * group_len + at).cast();
-                    self.pack_tile(stencil, from.get(), [group, tile * SIDE, step], to);
+                    let numbers = self.filter_tile(stencil, from.get(), [group, tile * SIDE, step]);
+                    let to = to.get().add(group * group_len).cast::<u8>().add(tiles * TILE);
+                    T::pack(isa, self.lanes, &numbers, to, halves * TILE);
                 }
             }
         });
     }
 
+    /// Of terms of a step, elements of the filter of [`SIDE`] channels each.
+    ///
     /// # Safety
-    /// As for [`Tiled::pack`], with a tile at `to`.
-    unsafe fn pack_tile(
+    /// As for [`Tiled::pack`].
+    unsafe fn filter_tile<T: TileElement>(
         &self,
         stencil: &Stencil,
-        filter: *const bf16,
+        filter: *const T,
         [group, first, step]: [usize; 3],
-        to: *mut bf16,
-    ) {
-        let (chunk, tap) = (step / self.offsets.len(), step % self.offsets.len());
+    ) -> [T; TERMS * SIDE] {
+        let mut numbers = [T::from_f32(0.0); TERMS * SIDE];
+        let count = SIDE.min(stencil.k - first);
+        let taps = self.steps.len() / self.chunks;
+        let (chunk, tap) = (step / taps, step % taps);
         let (row, col) = (tap / self.cols.steps.len(), tap % self.cols.steps.len());
         let reads = self.cols.reads() / self.cols.rows.len();
-        for term in 0..TERMS {
+        for (term, numbers) in numbers.as_chunks_mut::<SIDE>().0.iter_mut().enumerate() {
             // Lines of a pixel: rows and columns that it reads, channels of each.
             let line = chunk * TERMS + term;
             let (read, c) = (line / stencil.c, line % stencil.c);
             let (read_row, read_col) = (read / reads, read % reads);
-            for i in 0..SIDE {
-                let k = first + i;
-                // SAFETY: an element of the filter, and of the tile.
-                unsafe {
-                    let element = if read < self.cols.reads() && k < stencil.k {
-                        let (row, col) =
-                            (stencil.rows[row + read_row], stencil.cols[col + read_col]);
-                        filter.offset(stencil.filter_offset(group, k, c, row, col)).read()
-                    } else {
-                        bf16::ZERO
-                    };
-                    let at = match self.lanes {
-                        Lanes::Channels => (term / 2 * SIDE + i) * 2 + term % 2,
-                        Lanes::Pixels => i * TERMS + term,
-                    };
-                    to.add(at).write(element);
-                }
+            if read >= self.cols.reads() {
+                break;
+            }
+            let (row, col) = (stencil.rows[row + read_row], stencil.cols[col + read_col]);
+            let from = filter.wrapping_offset(stencil.filter_offset(group, first, c, row, col));
+            for (i, number) in numbers[..count].iter_mut().enumerate() {
+                // SAFETY: an element of the filter.
+                *number = unsafe { from.offset(i as isize * stencil.filter[0]).read() };
             }
         }
+        numbers
     }
 
     /// One unit.
     ///
     /// # Safety
     /// As for `Direct::run`, with scratch memory for one worker and an `isa` that has tiles.
-    pub(super) unsafe fn run(
+    pub(super) unsafe fn run<T: TileElement>(
         &self,
         isa: Isa,
         stencil: &Stencil,
         unit: usize,
-        operands: &Operands<'_, bf16>,
+        operands: &Operands<'_, T>,
         scratch: *mut f32,
     ) {
         let unit = self.unit(stencil, unit);
         let sums = scratch;
-        let copy = scratch.wrapping_add(BLOCK * BLOCK).cast::<u8>();
+        let copy = scratch.wrapping_add(SUMS).cast::<u8>();
         let lines = copy.wrapping_add(self.copy_bytes() + TILE).cast();
         let src = operands.src.wrapping_offset(stencil.src_group(unit.group));
         if !self.in_place {
             for (slab, n) in unit.images.clone().enumerate() {
                 let src = src.wrapping_offset(n as isize * stencil.src[0]);
                 let to = copy.wrapping_add(slab * self.slab_bytes());
-                dispatch(
-                    isa,
-                    SlabCopy { plan: self, stencil, src, at: unit.at, size: unit.size, to, lines },
-                );
+                let (plan, at, size) = (self, unit.at, unit.size);
+                // SAFETY: the slab's part of the copy; the caller's promise.
+                unsafe { T::copy(isa, SlabCopy { plan, stencil, src, at, size, to, lines }) };
             }
         }
         let pixels = if self.in_place { src.cast() } else { copy.cast_const() };
@@ -396,9 +496,10 @@ impl Tiled {
 
 /// Whether pixels of the source can be rows of a tile: channels next to each other, in whole tiles, and as
 /// many pixels in a row as are summed at once.
-fn is_in_place(stencil: &Stencil) -> bool {
+fn is_in_place(stencil: &Stencil, parts: usize) -> bool {
     let step = stencil.src[3].checked_mul(stencil.step[1] as isize);
-    stencil.is_one_tap()
+    parts == 1
+        && stencil.is_one_tap()
         && stencil.src[1] == 1
         && stencil.c.is_multiple_of(TERMS)
         && stencil.dst_size[1] >= BLOCK

@@ -2,6 +2,7 @@
 
 use super::super::super::epilogue::Lanes;
 use super::super::super::stencil::Stencil;
+use super::sums::PRODUCTS;
 use super::{BLOCK, Columns, ROW_BYTES, SIDE, TERMS, Tiled, is_in_place};
 use crate::Result;
 use crate::cpu::gemm::even_part;
@@ -22,31 +23,38 @@ const FILTER: f64 = 128.0;
 const FINISH: f64 = 48.0;
 
 /// What takes the least time.
-pub(super) fn choose(stencil: &Stencil, lanes: Lanes, threads: usize) -> Result<Tiled> {
+pub(super) fn choose(
+    stencil: &Stencil,
+    lanes: Lanes,
+    parts: usize,
+    threads: usize,
+) -> Result<Tiled> {
     let [height, width] = stencil.dst_size.map(|size| size.max(1));
-    let in_place = lanes == Lanes::Channels && is_in_place(stencil);
+    let in_place = lanes == Lanes::Channels && is_in_place(stencil, parts);
     let mut cols = even_part(width, COLS);
-    let mut columns = Columns::new(stencil, cols)?;
+    let mut columns = Columns::new(stencil, parts, cols)?;
     let rows = columns.row_axis(stencil)?;
     let bytes = |row_count: usize, cols: usize, columns: &Columns| {
-        let (parts, span) = rows.extent(row_count);
-        let pixels = parts * columns.parts.len() * (row_count + span) * (cols + columns.span);
+        let (row_parts, span) = rows.extent(row_count);
+        let pixels = row_parts * columns.parts.len() * (row_count + span) * (cols + columns.span);
         let chunks = (stencil.c * columns.reads()).div_ceil(TERMS);
-        if in_place { 0 } else { pixels.saturating_mul(chunks * ROW_BYTES) }
+        if in_place { 0 } else { pixels.saturating_mul(parts * chunks * ROW_BYTES) }
     };
     while cols > BLOCK && bytes(1, cols, &columns) > COPY_BYTES {
         cols = even_part(width, cols / 2);
-        columns = Columns::new(stencil, cols)?;
+        columns = Columns::new(stencil, parts, cols)?;
     }
     let steps =
         (stencil.c * columns.reads()).div_ceil(TERMS) * rows.taps.len() * columns.steps.len();
+    let product = PRODUCT * if parts == 1 { 1.0 } else { PRODUCTS as f64 };
+    let filter = FILTER * parts as f64;
     let all = Tiled::all_panels(stencil).max(1);
     let time = |[row_count, images, panels]: [usize; 3]| {
         let slabs = height.div_ceil(row_count) * width.div_ceil(cols) * stencil.n.div_ceil(images);
         let units = slabs * stencil.groups * all.div_ceil(panels);
         let channels = (2 * panels).min(stencil.k.div_ceil(SIDE)) as f64;
         let pixels = ((row_count - 1) * (cols + columns.span) + cols).div_ceil(SIDE) * images;
-        let products = channels * steps as f64 * (PRODUCT * pixels as f64).max(FILTER);
+        let products = channels * steps as f64 * (product * pixels as f64).max(filter);
         let copy = COPY / 8.0 * images as f64 * bytes(row_count, cols, &columns) as f64;
         let finish = FINISH * channels * pixels as f64;
         // The last units seldom end together.
@@ -66,8 +74,8 @@ pub(super) fn choose(stencil: &Stencil, lanes: Lanes, threads: usize) -> Result<
         let images =
             (1..=stencil.n.min(64)).take_while(|&images| images == 1 || whole && fits(images));
         for images in images {
-            for parts in 1..=all.min(64) {
-                let shape = [row_count, images, all.div_ceil(parts)];
+            for cuts in 1..=all.min(64) {
+                let shape = [row_count, images, all.div_ceil(cuts)];
                 let expected = time(shape);
                 if expected < best.1 {
                     best = (shape, expected);
@@ -76,5 +84,5 @@ pub(super) fn choose(stencil: &Stencil, lanes: Lanes, threads: usize) -> Result<
         }
     }
     let [row_count, images, panels] = best.0;
-    Tiled::with_shape(stencil, lanes, [row_count, cols], [images, panels])
+    Tiled::with_shape(stencil, lanes, parts, [row_count, cols], [images, panels])
 }

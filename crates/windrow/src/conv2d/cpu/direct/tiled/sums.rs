@@ -3,27 +3,31 @@
 use super::super::super::epilogue::{Lanes, Store};
 use super::super::super::stencil::{Segment, Stencil};
 use super::super::Operands;
-use super::{BLOCK, TILE, Tiled, Unit};
-use crate::bf16;
+use super::{BLOCK, TILE, TileElement, Tiled, Unit};
 use crate::cpu::{
-    Bf16Kernel, Bf16Products, Isa, ROW_BYTES, SIDE, TileKernel, Tiles, dispatch_bf16,
+    Bf16Kernel, Bf16Products, Isa, Kernel, ROW_BYTES, SIDE, Simd, TileKernel, Tiles, dispatch,
+    dispatch_bf16,
 };
 use std::ops::Range;
 
+/// Products of parts of f32 that are summed. Left out are those of the second and third part and of both third parts, each
+/// at most 2^-27 of the whole.
+pub(super) const PRODUCTS: usize = 6;
+
 /// Sums all channels of a unit for all of its pixels, in blocks of two tiles by two.
-pub(super) struct Sums<'a> {
+pub(super) struct Sums<'a, T> {
     pub plan: &'a Tiled,
     pub isa: Isa,
     pub stencil: &'a Stencil,
     pub unit: Unit,
-    pub operands: &'a Operands<'a, bf16>,
+    pub operands: &'a Operands<'a, T>,
     /// The copy, or the source from channel 0 of the group on.
     pub pixels: *const u8,
-    /// Room for a block, and two vectors more.
+    /// Room for [`SUMS`](super::SUMS) sums, and two vectors more.
     pub sums: *mut f32,
 }
 
-impl TileKernel for Sums<'_> {
+impl<E: TileElement> TileKernel for Sums<'_, E> {
     #[inline(always)]
     fn run<T: Tiles>(self, tiles: &mut T) {
         match self.plan.lanes {
@@ -33,58 +37,66 @@ impl TileKernel for Sums<'_> {
     }
 }
 
-impl Sums<'_> {
-    /// With pixels as left tiles, or as right ones.
+/// A block of sums on its way: some of a slab's pixels, in one panel of channels. Small, since it is moved.
+struct Block {
+    from: *const u8,
+    filter: *const u8,
+    /// In which of two places its sums are.
+    place: usize,
+    channels: Range<usize>,
+    /// The slab's image.
+    n: usize,
+    /// Pixels that are not yet at their place, and the first one's in the sums.
+    pixels: Range<usize>,
+    lane: usize,
+    /// Whether it has two tiles of pixels, and of channels.
+    two: [bool; 2],
+    /// Whether the sums are finite, once they were looked at.
+    finite: Option<bool>,
+}
+
+impl<E: TileElement> Sums<'_, E> {
+    /// With pixels as left tiles, or as right ones. Sums of a block go to their place while those of the next are formed:
+    /// tiles leave most of a core idle.
     #[inline(always)]
     fn panels<T: Tiles, const LEFT: bool>(&self, tiles: &mut T) {
         let Sums { plan, stencil, unit, .. } = self;
         let group = unit.group * plan.packed_group_len(stencil);
-        let panel_len = 2 * plan.steps() * TILE / size_of::<f32>();
+        let panel_len = 2 * plan.steps() * E::PARTS * TILE / size_of::<f32>();
+        let [rows, cols] = unit.size;
+        let len = (rows - 1) * plan.width() + cols;
+        let (mut before, mut place) = (None, 0);
         for panel in unit.panels.clone() {
             let filter = self.operands.packed[group + panel * panel_len..].as_ptr().cast::<u8>();
             let channels = panel * BLOCK..(panel * BLOCK + BLOCK).min(stencil.k);
-            let two = channels.len() > SIDE;
-            let store = self.store(channels);
             for (slab, n) in unit.images.clone().enumerate() {
-                let first = unit.first(n);
-                let [rows, cols] = unit.size;
-                let len = (rows - 1) * plan.width() + cols;
                 let mut pixel = 0;
                 while pixel < len {
-                    let more = len - pixel > SIDE;
-                    let end = len.min(pixel + if more { BLOCK } else { SIDE });
-                    let (from, lane) =
-                        self.pixels(slab, first, pixel, if more { BLOCK } else { SIDE });
-                    // SAFETY: whoever makes a `Sums` has pixels, filter and destination in memory.
+                    let two = [len - pixel > SIDE, channels.len() > SIDE];
+                    let most = if two[0] { BLOCK } else { SIDE };
+                    let (from, lane) = self.pixels(slab, unit.first(n), pixel, most);
+                    let pixels = pixel..len.min(pixel + most);
+                    pixel = pixels.end;
+                    let (channels, finite) = (channels.clone(), None);
+                    let block =
+                        Block { from, filter, place, channels, n, pixels, lane, two, finite };
+                    // SAFETY: whoever makes a `Sums` has pixels, filter and room for sums in memory.
                     unsafe {
-                        match (more, two) {
-                            (true, true) => self.block::<T, LEFT, 2, 2>(tiles, from, filter),
-                            (true, false) => self.block::<T, LEFT, 2, 1>(tiles, from, filter),
-                            (false, true) => self.block::<T, LEFT, 1, 2>(tiles, from, filter),
-                            (false, false) => self.block::<T, LEFT, 1, 1>(tiles, from, filter),
+                        let sums = self.place(&block);
+                        match E::PARTS {
+                            1 => self.sum::<T, LEFT, false>(tiles, &block, sums, &mut before),
+                            _ => self.sum::<T, LEFT, true>(tiles, &block, sums, &mut before),
                         }
                     }
-                    let (size, width) = (unit.size, plan.width());
-                    dispatch_bf16(
-                        self.isa,
-                        Finish { store: &store, first, size, width, pixels: pixel..end, lane },
-                    );
-                    pixel = end;
+                    if let Some(before) = before.replace(block) {
+                        self.end::<T, LEFT>(tiles, before);
+                    }
+                    place = 1 - place;
                 }
             }
         }
-    }
-
-    fn store(&self, channels: Range<usize>) -> Store<'_, bf16> {
-        let Sums { plan, stencil, unit, operands, .. } = self;
-        Store {
-            stencil,
-            lanes: plan.lanes,
-            dst: operands.dst.wrapping_offset(stencil.dst_group(unit.group)),
-            epilogue: operands.epilogue.for_group(unit.group, stencil.k),
-            channels,
-            tile: self.sums,
-            row: BLOCK,
+        if let Some(last) = before {
+            self.end::<T, LEFT>(tiles, last);
         }
     }
 
@@ -105,76 +117,251 @@ impl Sums<'_> {
         let at = (first.j + pixel).min(stencil.dst_size[1] - count);
         let row = first.n as isize * stencil.src[0]
             + (first.i * stencil.step[0]) as isize * stencil.src[2];
-        let row = pixels.wrapping_offset(row * size_of::<bf16>() as isize);
+        let row = pixels.wrapping_offset(row * size_of::<E>() as isize);
         (row.wrapping_add(at * plan.pitch), first.j + pixel - at)
     }
 
-    /// Sums of so many tiles of pixels and of channels.
+    /// Where sums of a block are.
+    #[inline(always)]
+    fn place(&self, block: &Block) -> *mut f32 {
+        self.sums.wrapping_add(block.place * BLOCK * BLOCK)
+    }
+
+    /// Whether the block's sums are finite, which matters where they are of parts.
+    #[inline(always)]
+    fn is_finite(&self, block: &mut Block) -> bool {
+        if E::PARTS == 1 {
+            return true;
+        }
+        if let Some(finite) = block.finite {
+            return finite;
+        }
+        let size = match self.plan.lanes {
+            Lanes::Channels => [block.pixels.len(), block.channels.len()],
+            Lanes::Pixels => [block.channels.len(), block.pixels.len()],
+        };
+        let finite = dispatch(self.isa, AreFinite { sums: self.place(block), size });
+        block.finite = Some(finite);
+        finite
+    }
+
+    /// Brings the sums of so many pixels to their place.
+    #[inline(always)]
+    fn finish(&self, block: &mut Block, count: usize) {
+        let Sums { plan, stencil, unit, operands, .. } = self;
+        let count = count.min(block.pixels.len());
+        let store = Store {
+            stencil,
+            lanes: plan.lanes,
+            dst: operands.dst.wrapping_offset(stencil.dst_group(unit.group)),
+            epilogue: operands.epilogue.for_group(unit.group, stencil.k),
+            channels: block.channels.clone(),
+            tile: self.place(block),
+            row: BLOCK,
+        };
+        let (size, width, first, lane) = (unit.size, plan.width(), unit.first(block.n), block.lane);
+        let pixels = block.pixels.start..block.pixels.start + count;
+        dispatch_bf16(self.isa, Finish { store: &store, first, size, width, pixels, lane });
+        block.pixels.start += count;
+        block.lane += count;
+    }
+
+    /// Brings what is left of a block to its place.
+    #[inline(always)]
+    fn end<T: Tiles, const LEFT: bool>(&self, tiles: &mut T, mut block: Block) {
+        if !self.is_finite(&mut block) {
+            // An infinity has no parts but the first: its products with the others have no meaning.
+            let (sums, firsts) = (self.place(&block), self.sums.wrapping_add(2 * BLOCK * BLOCK));
+            // SAFETY: there is room for three blocks of sums.
+            unsafe {
+                self.sum::<T, LEFT, false>(tiles, &block, firsts, &mut None);
+                for i in 0..BLOCK * BLOCK {
+                    if !(*sums.add(i)).is_finite() {
+                        *sums.add(i) = *firsts.add(i);
+                    }
+                }
+            }
+        }
+        if !block.pixels.is_empty() {
+            self.finish(&mut block, BLOCK);
+        }
+    }
+
+    /// The sums of products of all parts of pixels and filters that count, or of the first ones. Brings some of the sums
+    /// before them to their place meanwhile.
     ///
     /// # Safety
-    /// As many pixels as there are in the tiles are readable at `from`, for all taps and terms, the filter's tiles
-    /// at `filter`.
+    /// As many pixels as there are in the tiles are readable, for all taps and terms, and the filter's tiles; there is room
+    /// for a block at `sums`.
     #[inline(always)]
-    unsafe fn block<T: Tiles, const LEFT: bool, const PIXELS: usize, const CHANNELS: usize>(
+    unsafe fn sum<T: Tiles, const LEFT: bool, const ALL: bool>(
         &self,
         tiles: &mut T,
-        from: *const u8,
-        mut filter: *const u8,
+        block: &Block,
+        sums: *mut f32,
+        before: &mut Option<Block>,
+    ) {
+        // SAFETY: passed on.
+        unsafe {
+            match block.two {
+                [true, true] => self.tiles::<T, LEFT, ALL, 2, 2>(tiles, block, sums, before),
+                [true, false] => self.tiles::<T, LEFT, ALL, 2, 1>(tiles, block, sums, before),
+                [false, true] => self.tiles::<T, LEFT, ALL, 1, 2>(tiles, block, sums, before),
+                [false, false] => self.tiles::<T, LEFT, ALL, 1, 1>(tiles, block, sums, before),
+            }
+        }
+    }
+
+    /// The same of so many tiles of pixels and of channels.
+    ///
+    /// # Safety
+    /// As for [`Sums::sum`].
+    #[inline(always)]
+    unsafe fn tiles<
+        T: Tiles,
+        const LEFT: bool,
+        const ALL: bool,
+        const PIXELS: usize,
+        const CHANNELS: usize,
+    >(
+        &self,
+        tiles: &mut T,
+        block: &Block,
+        sums: *mut f32,
+        before: &mut Option<Block>,
     ) {
         let plan = self.plan;
-        let (pitch, sums) = (plan.pitch, self.sums.cast::<u8>());
-        let (left, right) = if LEFT { (PIXELS, CHANNELS) } else { (CHANNELS, PIXELS) };
+        let (from, mut filter) = (block.from, block.filter);
+        // Pixels of the block before, enough for what a call takes; vectors along pixels are not cut.
+        let count = match LEFT {
+            true => BLOCK.div_ceil(plan.steps().max(1)).max(SIDE / 2),
+            false => BLOCK,
+        };
+        let filter_len = E::PARTS * CHANNELS * TILE;
         tiles.zero::<0>();
         tiles.zero::<1>();
         tiles.zero::<2>();
         tiles.zero::<3>();
         // SAFETY: promised by the caller; the sums have room for two tiles by two.
         unsafe {
-            for chunk in 0..plan.chunks {
-                let from = from.wrapping_add(chunk * plan.chunk_bytes());
-                for &offset in &plan.offsets {
-                    let from = from.wrapping_add(offset);
-                    for line in (0..CHANNELS * TILE).step_by(ROW_BYTES) {
-                        tiles.prefetch(filter.wrapping_add(AHEAD * CHANNELS * TILE + line));
-                    }
-                    if LEFT {
-                        tiles.load::<4>(from, pitch);
-                        tiles.load::<6>(filter, ROW_BYTES);
-                        if PIXELS == 2 {
-                            tiles.load::<5>(from.wrapping_add(SIDE * pitch), pitch);
-                        }
-                        if CHANNELS == 2 {
-                            tiles.load::<7>(filter.wrapping_add(TILE), ROW_BYTES);
-                        }
-                    } else {
-                        tiles.load::<4>(filter, ROW_BYTES);
-                        tiles.load::<6>(from, pitch);
-                        if CHANNELS == 2 {
-                            tiles.load::<5>(filter.wrapping_add(TILE), ROW_BYTES);
-                        }
-                        if PIXELS == 2 {
-                            tiles.load::<7>(from.wrapping_add(ROW_BYTES), pitch);
-                        }
-                    }
-                    tiles.add_products::<0, 4, 6>();
-                    if right == 2 {
-                        tiles.add_products::<1, 4, 7>();
-                    }
-                    if left == 2 {
-                        tiles.add_products::<2, 5, 6>();
-                    }
-                    if left == 2 && right == 2 {
-                        tiles.add_products::<3, 5, 7>();
-                    }
-                    filter = filter.wrapping_add(CHANNELS * TILE);
+            for &offset in &plan.steps {
+                let from = from.wrapping_add(offset);
+                let pixels = |part| Some(from.wrapping_add(part * plan.copy_of_part()));
+                let channels =
+                    |part| Some(filter.wrapping_add((E::PARTS - 1 - part) * CHANNELS * TILE));
+                macro_rules! multiply {
+                    ($pixels:expr, $channels:expr) => {
+                        self.multiply::<T, LEFT, PIXELS, CHANNELS>(tiles, $pixels, $channels)
+                    };
+                }
+                if ALL {
+                    // Small ones first.
+                    multiply!(pixels(0), channels(2));
+                    multiply!(None, channels(1));
+                    multiply!(pixels(1), None);
+                    multiply!(None, channels(0));
+                    multiply!(pixels(2), None);
+                    multiply!(pixels(0), None);
+                } else {
+                    multiply!(pixels(0), channels(0));
+                }
+                filter = filter.wrapping_add(filter_len);
+                if let Some(before) = before
+                    && !before.pixels.is_empty()
+                    && self.is_finite(before)
+                {
+                    self.finish(before, count);
                 }
             }
-            let row = BLOCK * size_of::<f32>();
+            let (row, sums) = (BLOCK * size_of::<f32>(), sums.cast::<u8>());
             tiles.store::<0>(sums, row);
             tiles.store::<1>(sums.wrapping_add(ROW_BYTES), row);
             tiles.store::<2>(sums.wrapping_add(SIDE * row), row);
             tiles.store::<3>(sums.wrapping_add(SIDE * row + ROW_BYTES), row);
         }
+    }
+
+    /// Adds the products of tiles of pixels and of channels, of which `None` are those of before.
+    ///
+    /// # Safety
+    /// They are readable.
+    #[inline(always)]
+    unsafe fn multiply<T: Tiles, const LEFT: bool, const PIXELS: usize, const CHANNELS: usize>(
+        &self,
+        tiles: &mut T,
+        pixels: Option<*const u8>,
+        filter: Option<*const u8>,
+    ) {
+        let (left, right) = if LEFT { (PIXELS, CHANNELS) } else { (CHANNELS, PIXELS) };
+        let pitch = self.plan.pitch;
+        // SAFETY: promised by the caller.
+        unsafe {
+            if let Some(from) = pixels {
+                let second = from.wrapping_add(if LEFT { SIDE * pitch } else { ROW_BYTES });
+                match LEFT {
+                    true => tiles.load::<4>(from, pitch),
+                    false => tiles.load::<6>(from, pitch),
+                }
+                match LEFT {
+                    true if PIXELS == 2 => tiles.load::<5>(second, pitch),
+                    false if PIXELS == 2 => tiles.load::<7>(second, pitch),
+                    _ => {}
+                }
+            }
+            if let Some(from) = filter {
+                let (second, ahead) = (from.wrapping_add(TILE), AHEAD * E::PARTS * CHANNELS * TILE);
+                for line in (0..CHANNELS * TILE).step_by(ROW_BYTES) {
+                    tiles.prefetch(from.wrapping_add(ahead + line));
+                }
+                match LEFT {
+                    true => tiles.load::<6>(from, ROW_BYTES),
+                    false => tiles.load::<4>(from, ROW_BYTES),
+                }
+                match LEFT {
+                    true if CHANNELS == 2 => tiles.load::<7>(second, ROW_BYTES),
+                    false if CHANNELS == 2 => tiles.load::<5>(second, ROW_BYTES),
+                    _ => {}
+                }
+            }
+        }
+        tiles.add_products::<0, 4, 6>();
+        if right == 2 {
+            tiles.add_products::<1, 4, 7>();
+        }
+        if left == 2 {
+            tiles.add_products::<2, 5, 6>();
+        }
+        if left == 2 && right == 2 {
+            tiles.add_products::<3, 5, 7>();
+        }
+    }
+}
+
+/// Whether a block's sums are finite: rows, and columns of each.
+struct AreFinite {
+    sums: *const f32,
+    size: [usize; 2],
+}
+
+impl Kernel for AreFinite {
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> bool {
+        let [rows, cols] = self.size;
+        let mut zeros = [s.zero(); 2];
+        for i in 0..rows {
+            for at in (0..cols).step_by(S::LANES) {
+                let from = self.sums.wrapping_add(i * BLOCK + at);
+                // SAFETY: whoever makes one has as many sums.
+                let sums = unsafe {
+                    if cols - at >= S::LANES { s.load(from) } else { s.load_first(from, cols - at) }
+                };
+                // Zero times a number that is not finite is not a number.
+                zeros[i % 2] = s.mul_add(sums, s.zero(), zeros[i % 2]);
+            }
+        }
+        s.reduce_add(s.add(zeros[0], zeros[1])) == 0.0
     }
 }
 
@@ -182,8 +369,8 @@ impl Sums<'_> {
 const AHEAD: usize = 1;
 
 /// Brings finished sums of some of a slab's pixels to the destination.
-struct Finish<'a> {
-    store: &'a Store<'a, bf16>,
+struct Finish<'a, E> {
+    store: &'a Store<'a, E>,
     /// The slab's first pixel, and its size; pixels of a row, of which those behind it are left out.
     first: Segment,
     size: [usize; 2],
@@ -193,7 +380,7 @@ struct Finish<'a> {
     lane: usize,
 }
 
-impl Bf16Kernel for Finish<'_> {
+impl<E: TileElement> Bf16Kernel for Finish<'_, E> {
     #[inline(always)]
     fn run<P: Bf16Products>(self, p: P) {
         let Finish { store, first, size: [rows, cols], width, .. } = self;
