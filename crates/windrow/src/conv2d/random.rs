@@ -1,18 +1,20 @@
 //! Random cases of `windrow verify --random`.
 
+use super::cpu::by_tiles;
 use super::reference;
 use super::verify::{im2col_check, stage_checks};
 use super::{
     Conv2dAlgorithm, Conv2dArgs, Conv2dConfiguration, Conv2dParams, Conv2dPlan, Conv2dSpec,
     FilterCache, Problem, Weights,
 };
+use crate::cpu::Isa;
 use crate::tensor::check_unique;
 use crate::verification::Check;
 use crate::verification::choices::{Choices, shrink};
 use crate::verification::data::{Held, Numbers, Style, options, scratch};
 use crate::verification::random::Trial;
 use crate::{
-    Accuracy, Activation, DType, Error, Layout, PlanOptions, Result, TensorDesc, TensorRef,
+    Accuracy, Activation, DType, Device, Error, Layout, PlanOptions, Result, TensorDesc, TensorRef,
 };
 
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -210,7 +212,9 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
     }
     let problem = spec.problem()?;
     let mut numbers = Numbers::random(choices).before(spec.activation);
-    if numbers == Numbers::Tiny && spec.x.dtype == DType::BF16 {
+    let tiles = || Isa::tested().into_iter().any(|isa| by_tiles(&spec, &problem, isa));
+    let flushes = spec.x.dtype == DType::BF16 || device == Device::Cpu && tiles();
+    if numbers == Numbers::Tiny && flushes {
         // Products of bf16 take such numbers for zero.
         numbers = Numbers::Ordinary;
     }
