@@ -10,6 +10,7 @@ mod turned;
 use super::epilogue::Epilogue;
 use super::stencil::Stencil;
 use crate::cpu::{Isa, SendPtr, SimdElement, parallel_for_workers};
+use crate::dtype::not_computed;
 use crate::{DType, Result, bf16};
 use depthwise::Depthwise;
 use pairs::Pairs;
@@ -168,7 +169,8 @@ impl Direct {
             return unsafe {
                 match T::DTYPE {
                     DType::F32 => form.pack::<f32>(isa, stencil, threads, filter.cast(), packed),
-                    _ => form.pack::<bf16>(isa, stencil, threads, filter.cast(), packed),
+                    DType::BF16 => form.pack::<bf16>(isa, stencil, threads, filter.cast(), packed),
+                    DType::F16 | not_computed!() => unreachable!("no tiles of {}", T::DTYPE),
                 }
             };
         }
@@ -266,7 +268,12 @@ impl Direct {
                                 DType::F32 => {
                                     form.run::<f32>(isa, stencil, unit, &operands.of(), scratch);
                                 }
-                                _ => form.run::<bf16>(isa, stencil, unit, &operands.of(), scratch),
+                                DType::BF16 => {
+                                    form.run::<bf16>(isa, stencil, unit, &operands.of(), scratch);
+                                }
+                                DType::F16 | not_computed!() => {
+                                    unreachable!("no tiles of {}", T::DTYPE)
+                                }
                             }
                         }
                         Form::Plane(form) => {

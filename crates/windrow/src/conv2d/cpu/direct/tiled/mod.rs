@@ -1,27 +1,25 @@
 //! Sums by tiles of bf16, 16 pixels or channels by 32 terms; numbers of f32 are split into three of bf16, whose products
-//! but the three smallest are summed. What a unit reads of the source is copied with
-//! its padding, once for each residue of row and column taps modulo the step, so that every tap reads
-//! pixels at one distance, also across rows; sums that begin behind the end of a row are left out. Where
-//! channels lie next to each other in the destination, pixels are the rows of the left tiles, and else, as
-//! pairs of channels, the columns of the right ones. Where channels are few a pixel of the copy holds those of all
-//! column taps and, if they fit, of all row taps.
+//! but the three smallest are summed. What a unit reads of the source is copied with its padding, once for each residue
+//! of row and column taps modulo the step, so that every tap reads pixels at one distance, also across rows; sums that
+//! begin behind the end of a row are left out. Where channels lie next to each other in the destination, pixels are the
+//! rows of the left tiles, and else, as pairs of channels, the columns of the right ones. Where channels of bf16 are few,
+//! a pixel of the copy holds those of all column taps and, if they fit, of all row taps.
 
 mod copy;
+mod element;
 mod shape;
 mod split;
 mod sums;
 
-use super::super::epilogue::{Lanes, StoreTwo};
+use super::super::epilogue::Lanes;
 use super::super::stencil::{Segment, Stencil};
 use super::Operands;
 use super::planar::Axis;
-use crate::cpu::{
-    Isa, ROW_BYTES, SIDE, SendPtr, dispatch, dispatch_bf16, dispatch_tiles, parallel_for,
-};
+use crate::cpu::{Isa, ROW_BYTES, SIDE, SendPtr, dispatch_tiles, parallel_for};
 use crate::lists::{collected, filled, room_for};
 use crate::{DType, Result, bf16};
 use copy::SlabCopy;
-use split::SplitTile;
+use element::{TileElement, parts};
 use std::ops::Range;
 use sums::Sums;
 
@@ -33,71 +31,6 @@ const BLOCK: usize = 2 * SIDE;
 const SUMS: usize = 3 * BLOCK * BLOCK;
 /// Bytes of a tile.
 const TILE: usize = SIDE * ROW_BYTES;
-
-/// An element type whose sums tiles form.
-pub(super) trait TileElement: StoreTwo {
-    /// Numbers of bf16 that stand for one.
-    const PARTS: usize;
-    /// # Safety
-    /// The slab's pixels are writable, the source is in memory.
-    unsafe fn copy(isa: Isa, slab: SlabCopy<'_, Self>);
-    /// Writes a tile of the filter: `numbers` has them as rows of [`SIDE`] channels for each of [`TERMS`]. Tiles of parts are
-    /// `apart` bytes from each other.
-    ///
-    /// # Safety
-    /// They are writable at `to`.
-    unsafe fn pack(
-        isa: Isa,
-        lanes: Lanes,
-        numbers: &[Self; TERMS * SIDE],
-        to: *mut u8,
-        apart: usize,
-    );
-}
-
-/// Parts of an element of a type that has tiles.
-pub(super) fn parts(dtype: DType) -> usize {
-    if dtype == DType::F32 { <f32 as TileElement>::PARTS } else { <bf16 as TileElement>::PARTS }
-}
-
-impl TileElement for bf16 {
-    const PARTS: usize = 1;
-
-    unsafe fn copy(isa: Isa, slab: SlabCopy<'_, bf16>) {
-        dispatch(isa, slab);
-    }
-
-    unsafe fn pack(_: Isa, lanes: Lanes, numbers: &[bf16; TERMS * SIDE], to: *mut u8, _: usize) {
-        for (term, numbers) in numbers.as_chunks::<SIDE>().0.iter().enumerate() {
-            for (i, &number) in numbers.iter().enumerate() {
-                let at = match lanes {
-                    Lanes::Channels => (term / 2 * SIDE + i) * 2 + term % 2,
-                    Lanes::Pixels => i * TERMS + term,
-                };
-                // SAFETY: an element of the tile.
-                unsafe { to.cast::<bf16>().add(at).write(number) };
-            }
-        }
-    }
-}
-
-impl TileElement for f32 {
-    const PARTS: usize = 3;
-
-    unsafe fn copy(isa: Isa, slab: SlabCopy<'_, f32>) {
-        dispatch_bf16(isa, slab);
-    }
-
-    unsafe fn pack(
-        isa: Isa,
-        lanes: Lanes,
-        numbers: &[f32; TERMS * SIDE],
-        to: *mut u8,
-        apart: usize,
-    ) {
-        dispatch_bf16(isa, SplitTile { lanes, numbers, to, apart });
-    }
-}
 
 #[derive(Clone, Debug)]
 pub(super) struct Tiled {

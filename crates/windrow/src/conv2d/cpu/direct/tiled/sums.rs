@@ -3,7 +3,8 @@
 use super::super::super::epilogue::{Lanes, Store};
 use super::super::super::stencil::{Segment, Stencil};
 use super::super::Operands;
-use super::{BLOCK, TILE, TileElement, Tiled, Unit};
+use super::element::TileElement;
+use super::{BLOCK, TILE, Tiled, Unit};
 use crate::cpu::{
     Bf16Kernel, Bf16Products, Isa, Kernel, ROW_BYTES, SIDE, Simd, TileKernel, Tiles, dispatch,
     dispatch_bf16,
@@ -298,30 +299,14 @@ impl<E: TileElement> Sums<'_, E> {
         unsafe {
             if let Some(from) = pixels {
                 let second = from.wrapping_add(if LEFT { SIDE * pitch } else { ROW_BYTES });
-                match LEFT {
-                    true => tiles.load::<4>(from, pitch),
-                    false => tiles.load::<6>(from, pitch),
-                }
-                match LEFT {
-                    true if PIXELS == 2 => tiles.load::<5>(second, pitch),
-                    false if PIXELS == 2 => tiles.load::<7>(second, pitch),
-                    _ => {}
-                }
+                load(tiles, LEFT, PIXELS, [from, second], pitch);
             }
             if let Some(from) = filter {
-                let (second, ahead) = (from.wrapping_add(TILE), AHEAD * E::PARTS * CHANNELS * TILE);
+                let ahead = AHEAD * E::PARTS * CHANNELS * TILE;
                 for line in (0..CHANNELS * TILE).step_by(ROW_BYTES) {
                     tiles.prefetch(from.wrapping_add(ahead + line));
                 }
-                match LEFT {
-                    true => tiles.load::<6>(from, ROW_BYTES),
-                    false => tiles.load::<4>(from, ROW_BYTES),
-                }
-                match LEFT {
-                    true if CHANNELS == 2 => tiles.load::<7>(second, ROW_BYTES),
-                    false if CHANNELS == 2 => tiles.load::<5>(second, ROW_BYTES),
-                    _ => {}
-                }
+                load(tiles, !LEFT, CHANNELS, [from, from.wrapping_add(TILE)], ROW_BYTES);
             }
         }
         tiles.add_products::<0, 4, 6>();
@@ -333,6 +318,32 @@ impl<E: TileElement> Sums<'_, E> {
         }
         if left == 2 && right == 2 {
             tiles.add_products::<3, 5, 7>();
+        }
+    }
+}
+
+/// Loads a tile, or two, of the left operand or of the right one.
+///
+/// # Safety
+/// So many are readable.
+#[inline(always)]
+unsafe fn load<T: Tiles>(
+    tiles: &mut T,
+    left: bool,
+    count: usize,
+    [first, second]: [*const u8; 2],
+    stride: usize,
+) {
+    // SAFETY: passed on.
+    unsafe {
+        match left {
+            true => tiles.load::<4>(first, stride),
+            false => tiles.load::<6>(first, stride),
+        }
+        match left {
+            true if count == 2 => tiles.load::<5>(second, stride),
+            false if count == 2 => tiles.load::<7>(second, stride),
+            _ => {}
         }
     }
 }
