@@ -15,6 +15,7 @@ from windrow.torch import (
     _remembering,
     conv2d,
     freeze,
+    optimize,
     patch,
 )
 from windrow.torch._fastest import PYTORCH, Seconds
@@ -221,6 +222,22 @@ def test_a_model_waits_for_its_device_or_for_the_interpreter(monkeypatch, first,
     one, other = _fastest.decisions()
     assert one.choice == PYTORCH and other.in_graph != PYTORCH
     assert (other.choice != PYTORCH) == is_ours
+
+
+def test_a_patched_model_does_not_wait_for_an_optimized_one(monkeypatch):
+    def found(device, contestants):
+        if not _fastest.decisions():
+            return {c.name: Seconds(10.0, 1.0) for c in contestants}
+        return {c.name: Seconds(1.0, 1.2) for c in contestants} | {PYTORCH: Seconds(2.0, 1.0)}
+
+    monkeypatch.setattr(_fastest, "_times", found)
+    x = torch.randn(1, 3, 12, 12)
+    models = [nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval() for _ in range(2)]
+    patch(models[1])
+    with torch.no_grad():
+        for model in (optimize(models[0]), models[1]):
+            model(x)
+    assert [d.choice for d in _fastest.decisions()] == [PYTORCH, PYTORCH]
 
 
 @pytest.mark.parametrize(

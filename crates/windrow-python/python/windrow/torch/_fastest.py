@@ -94,8 +94,9 @@ class Decision:
     is_measured: bool = True
     # The device's with PyTorch, and with the best beside it; None where one of them cannot.
     seconds: tuple[float, float] | None = None
-    # What a model takes with PyTorch for this and what is beside it.
+    # What a model takes with PyTorch for this and what is beside it, and how much is beside it: as `BESIDE`.
     whole: Seconds = Seconds(0.0)
+    around: float = BESIDE
     # False where room was missing: how much PyTorch needs is known only after a pass of the whole model.
     is_final: bool = True
     # So often room was looked for by a layer.
@@ -302,7 +303,7 @@ def _contest(
     theirs = times[PYTORCH]
     gain = {c.name: _KEPT_GAIN if c.kept and len(mine) > 1 else 0.0 for c in beside}
     whole = theirs + Seconds(0.0, around * theirs.host)
-    model = _of_a_model(mode, problem) + whole
+    model = _of_a_model(mode, problem, around) + whole
     # This layer's part of what the model waits for.
     part = whole.device if model.device >= model.host else whole.host
 
@@ -326,15 +327,24 @@ def _contest(
     why += [f"{name} held to {memory / 2**20:.1f} MiB" for name, memory in limits.items()]
     told = ", ".join(why)
     return Decision(
-        mode, problem, choice, in_graph, told, seconds=seconds, whole=whole, is_final=has_room, limits=limits
+        mode,
+        problem,
+        choice,
+        in_graph,
+        told,
+        seconds=seconds,
+        whole=whole,
+        around=around,
+        is_final=has_room,
+        limits=limits,
     )
 
 
-def _of_a_model(mode: str, problem: Problem) -> Seconds:
+def _of_a_model(mode: str, problem: Problem, around: float) -> Seconds:
     """What a model takes, with PyTorch, for what was measured before of as many images on this device: it waits for the
-    slower of the device and the interpreter in all, not layer by layer."""
-    images, device = problem[0][0][0], problem[1][0]
-    of_these = [d for d in decisions() if d.problem[0][0][0] == images and d.problem[1][0] == device]
+    slower of the device and the interpreter in all, not layer by layer. A patched and an optimized model are two."""
+    like = (problem[0][0][0], problem[1][0], around)
+    of_these = [d for d in decisions() if (d.problem[0][0][0], d.problem[1][0], d.around) == like]
     return sum((d.whole for d in of_these if (d.mode, d.problem) != (mode, problem)), Seconds(0.0))
 
 
