@@ -22,9 +22,9 @@ from windrow.torch import _filters
 _SHARE = 0.1
 # So little is always there: pools of memory grow by larger steps.
 _FREE = 4 << 20
-# Graphs may keep at least a thousandth, 2 to the minus this, of the device's memory: of one image a tenth of what PyTorch
-# needs holds few filters, and a graph gains most from filters that are kept.
-_FREE_IN_GRAPHS = 10
+# Graphs may keep at least four thousandths, 2 to the minus this, of the device's memory, all models of a process together:
+# of one image a tenth of what PyTorch needs holds few filters, and a graph gains most from filters that are kept.
+_FREE_IN_GRAPHS = 8
 
 _STATM = Path("/proc/self/statm")
 # Resident memory without the first patched model's, and the most that there was beside that.
