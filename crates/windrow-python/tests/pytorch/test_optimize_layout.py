@@ -1,10 +1,10 @@
-"""`optimize` on the CPU: channels-last inside, and linear layers of images as convolutions."""
+"""`optimize`: on the CPU channels-last inside, and linear layers of images as convolutions."""
 
 import copy
 
 import pytest
 import torch
-from common import TOLERANCE, leaf
+from common import OURS, THEIRS, TOLERANCE, each_device, leaf
 from torch import nn
 from windrow.torch import optimize
 from windrow.torch._fused import FusedConv2d
@@ -128,12 +128,13 @@ class Block(nn.Module):
         return y
 
 
+@each_device
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("activation", [nn.GELU(), nn.GELU("tanh"), nn.ReLU(), nn.SiLU()])
 @pytest.mark.parametrize("bias", [True, False])
-def test_linear_layers_of_images(layout, activation, bias):
-    model = Block(bias=bias, activation=activation).eval()
-    x = leaf(*X, grad=False).contiguous(memory_format=layout)
+def test_linear_layers_of_images(device, layout, activation, bias):
+    model = Block(bias=bias, activation=activation).eval().to(device)
+    x = leaf(*X, device=device, grad=False).contiguous(memory_format=layout)
     fast = optimize(model)
     name = "relu" if isinstance(activation, nn.ReLU) else "silu" if isinstance(activation, nn.SiLU) else "gelu"
     fused = fast.windrow_report.fused
@@ -141,10 +142,12 @@ def test_linear_layers_of_images(layout, activation, bias):
     assert fused["down"].endswith("): folded scale, added")
     assert not any(isinstance(m, (nn.Linear, nn.GELU)) for m in fast.modules())
     assert not any(n.op == "get_attr" for n in fast.graph.nodes)
+    assert fast.up.weight.shape == model.up.weight.shape
     with torch.inference_mode():
         for _ in range(2):
             y = fast(x)
-            assert y.is_contiguous(memory_format=layout)
+            # On CUDA what was traced has no layout of its own.
+            assert y.is_contiguous(memory_format=layout) or device != "cpu"
             close(y, model, x)
         close(fast(x[:1]), model, x[:1])
 
@@ -184,6 +187,19 @@ def test_other_linear_layers_stay(function):
     x = leaf(*X, grad=False)
     with torch.inference_mode():
         close(fast(x), model, x)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="without CUDA nothing is TF32")
+@pytest.mark.parametrize("factor", [OURS, THEIRS])
+def test_linear_layers_round_as_pytorchs_do(monkeypatch, times, factor):
+    times(factor)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    conv, linear = nn.Conv2d(64, 64, 1, bias=False), nn.Linear(64, 96)
+    conv.weight.data = torch.eye(64)[:, :, None, None]
+    model = Called(lambda m, x: back(m.linear(to_last(m.conv(x)))), conv=conv, linear=linear).cuda().eval()
+    x = leaf(2, 64, 12, 12, device="cuda", dtype=torch.float16, grad=False).float()
+    with torch.inference_mode():
+        close(optimize(model)(x), model, x)
 
 
 def test_saved_and_compiled():

@@ -227,15 +227,16 @@ def _named_padding(
     return x, [n // 2 for n in total]
 
 
-def accuracy_of(accuracy: str | None, input: Tensor) -> str | None:
-    """Where none is asked for, that of PyTorch's own convolutions, which sum halves in f32."""
+def accuracy_of(accuracy: str | None, input: Tensor, is_linear: bool = False) -> str | None:
+    """Where none is asked for, that of PyTorch's own convolutions, or linear layers, which sum halves in f32."""
+    flags = torch.backends.cuda.matmul if is_linear else torch.backends.cudnn
     if (
         accuracy is None
         and input.is_cuda
         and input.dtype is torch.float32
         # PyTorch's build for ROCm has the flag too, and computes in f32 whatever it says.
         and torch.version.hip is None
-        and torch.backends.cudnn.allow_tf32
+        and flags.allow_tf32
         and not torch.is_autocast_enabled("cuda")
     ):
         return "tf32"

@@ -1,4 +1,5 @@
-"""A convolution of an optimized model: `activation(conv2d(x, weight) + bias + residual)`.
+"""A convolution of an optimized model: `activation(conv2d(x, weight) + bias + residual)`. A weight of two dimensions is that
+of a linear layer over the channels, which PyTorch computes as such.
 
 Three ways are measured when a problem first comes: PyTorch's operators one after the other, what cuDNN has in
 one, and Windrow's convolution. For inference only.
@@ -81,6 +82,18 @@ def _add_(y: Tensor, residual: Tensor | None) -> Tensor:
     return y + residual
 
 
+def _as_filter(weight: Tensor) -> Tensor:
+    return weight[:, :, None, None] if weight.dim() == 2 else weight
+
+
+def _accuracy(accuracy: str | None, weight: Tensor, x: Tensor) -> str | None:
+    return accuracy_of(accuracy, x, is_linear=weight.dim() == 2)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x.permute(0, 2, 3, 1), weight, bias).permute(0, 3, 1, 2)
+
+
 def _kernel(
     x: Tensor,
     weight: Tensor,
@@ -141,11 +154,12 @@ def _way(
     is_room: bool = True,
 ) -> tuple[Way, bool]:
     """What computes this, for tensors like these, and whether that is decided for good. `is_room`: for a packed filter."""
-    layout = memory_format(x, weight)
+    given, weight = weight, _as_filter(weight)
+    layout, is_linear = memory_format(x, weight), given.dim() == 2
 
     def pytorch(x: Tensor, residual: Tensor | None) -> Tensor:
-        y = aten(x, weight, bias, options).contiguous(memory_format=layout)
-        return _activate_(_add_(y, residual), activation)
+        y = _linear(x, given, bias) if is_linear else aten(x, weight, bias, options)
+        return _activate_(_add_(y.contiguous(memory_format=layout), residual), activation)
 
     if not can_be_ours(x, weight, bias):
         return pytorch, False
@@ -172,7 +186,7 @@ def _way(
             y = torch.cudnn_convolution_add_relu(image, weight, beside, 1.0, bias, *options[:4])
         return y.contiguous(memory_format=layout)
 
-    problem = problem_of(x, weight, bias, options, (activation, beside), accuracy)
+    problem = problem_of(x, weight, bias, options, (activation, beside, is_linear), accuracy)
     choice, is_final = chosen(mode, problem), True
     if choice is None:
 
@@ -185,7 +199,7 @@ def _way(
             rest = lambda y: _with_residual(y, residual, activation)
             return by_windrow(x, kept.conv2d, packed.conv2d, now, rest)
 
-        is_known = x.is_cuda and activation == "relu" and fits
+        is_known = x.is_cuda and activation == "relu" and fits and not is_linear
         others = [Contestant(_CUDNN, lambda: by_cudnn(x, residual))] if is_known else []
         by = filter_cache(weight, lasts=True)
         ask = (lambda: pytorch(x, residual), contestants, others)
@@ -199,7 +213,7 @@ def _way(
         return replace(packed, conv2d=packed.conv2d.held(held[KEPT])), False
     now = filters()
     if now is not None and not is_room_for(kept.conv2d, x, now[0], mode, problem):
-        run, is_decided = _way(x, weight, bias, residual, options, activation, accuracy, is_room=False)
+        run, is_decided = _way(x, given, bias, residual, options, activation, accuracy, is_room=False)
         return run, is_decided and now[0].refused(KEPT) >= TRIES
     return {PYTORCH: pytorch, _CUDNN: by_cudnn, KEPT: kept}.get(choice, packed), is_final
 
@@ -217,7 +231,7 @@ def _fake(
     accuracy: str | None,
 ) -> Tensor:
     options = (stride, padding, dilation, groups, None)
-    y = _fake_conv2d(x, weight, bias, *options, activation, accuracy, FASTEST, FROZEN)
+    y = _fake_conv2d(x, _as_filter(weight), bias, *options, activation, accuracy, FASTEST, FROZEN)
     return _add_(y, residual)
 
 
@@ -243,7 +257,7 @@ def _aten(
     activation: str | None,
     *_: Any,
 ) -> Tensor:
-    y = torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
+    y = torch.conv2d(x, _as_filter(weight), bias, stride, padding, dilation, groups)
     return ACTIVATIONS[activation](y if residual is None else y + residual)
 
 
@@ -265,7 +279,7 @@ def _fused(
         beside = None if residual is None else residual.unsqueeze(0)
         y = _fused(input.unsqueeze(0), beside, weight, bias, options, activation, accuracy)
         return y.squeeze(0)
-    rest = (*options, activation, accuracy_of(accuracy, input))
+    rest = (*options, activation, _accuracy(accuracy, weight, input))
     return call(_conv2d_fused, _kernel, tensors, *rest, aten=_aten)
 
 
@@ -300,7 +314,8 @@ class FusedConv2d(Remembering):
             and not torch._C._are_functorch_transforms_active()
             and not has_torch_function((input, residual))
         ):
-            flags = torch._C._is_any_autocast_enabled(), torch._C._get_cudnn_allow_tf32()
+            precision = torch._C._get_cudnn_allow_tf32(), torch._C._get_cublas_allow_tf32()
+            flags = torch._C._is_any_autocast_enabled(), *precision
             is_in_graph = goes_into_a_graph(input)
             beside = None if residual is None else (residual.shape, residual.stride(), residual.dtype)
             seen = (input.shape, input.stride(), input.dtype, input.device, beside, flags, is_in_graph)
@@ -321,8 +336,8 @@ class FusedConv2d(Remembering):
         is_plain = input.dim() == 4 and _native.is_plain(input, weight, residual)
         if not is_plain or torch._C._is_any_autocast_enabled():
             return None, False
-        options, accuracy = Options(*self.options), accuracy_of(self.accuracy, input)
-        look_ahead(input, weight, options)
+        options, accuracy = Options(*self.options), _accuracy(self.accuracy, weight, input)
+        look_ahead(input, _as_filter(weight), options)
         run, is_final = _way(input, weight, bias, residual, options, self.activation, accuracy)
         if is_final and type(run) is _Ours and not is_in_graph:
             run = run.like(input)
@@ -333,7 +348,7 @@ class FusedConv2d(Remembering):
         forget(self.weight)
 
     def extra_repr(self) -> str:
-        k, c, *size = self.weight.shape
+        k, c, *size = _as_filter(self.weight).shape
         stride, padding, dilation, groups = self.options
         parts = [f"{c * groups}, {k}, kernel_size={tuple(size)}, stride={tuple(stride)}"]
         parts += [f"padding={tuple(padding)}"] * (padding != [0, 0])

@@ -19,7 +19,7 @@ from windrow.torch._graph import has_hooks, replace_module
 from windrow.torch._layout import channels_last_pays, to_channels_last
 from windrow.torch._modules import Conv2d, Convolution
 from windrow.torch._patch import freeze, patch
-from windrow.torch._pointwise import linear_to_convolutions
+from windrow.torch._pointwise import Pointwise, linear_to_convolutions
 
 
 @dataclass
@@ -80,7 +80,7 @@ def _optimized(module: nn.Module, name: str, accuracy: str | None, report: Optim
             _drop_identities(traced)
             # Of a part, what is saved may be less than laying out its image and result.
             is_last = name == "" and channels_last_pays(traced)
-            if is_last:
+            if is_last or all(t.is_cuda for t in traced.parameters()):
                 linear_to_convolutions(traced)
             for what, how in _fuse(traced, accuracy):
                 report.fused[prefix + what] = how
@@ -145,6 +145,7 @@ def _fuse(traced: fx.GraphModule, accuracy: str | None) -> Iterator[tuple[str, s
         while name in names:
             name += "_again"
         names.add(name)
+        weight = weight.flatten(1) if type(module) is Pointwise else weight
         fused = FusedConv2d(weight, bias, _options(module), activation, accuracy)
         replace_module(traced, name, fused)
         # Where it was, but behind what is added.
@@ -178,7 +179,7 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 def _can_be_fused(module: nn.Module, node: fx.Node) -> bool:
     return (
-        type(module) in (nn.Conv2d, Conv2d)
+        type(module) in (nn.Conv2d, Conv2d, Pointwise)
         and module.padding_mode == "zeros"
         and getattr(module, "activation", None) is None
         and not is_parametrized(module)

@@ -86,9 +86,13 @@ def _permutes(node: fx.Node, order: tuple[int, ...]) -> bool:
     return all(isinstance(d, int) for d in dims) and tuple(d % 4 for d in dims) == order
 
 
-def _convolution(linear: nn.Linear) -> nn.Conv2d:
+class Pointwise(nn.Conv2d):
+    """A linear layer as a convolution, until it is fused."""
+
+
+def _convolution(linear: nn.Linear) -> Pointwise:
     k, c = linear.weight.shape
-    conv = nn.Conv2d(c, k, 1, bias=linear.bias is not None, device="meta")
+    conv = Pointwise(c, k, 1, bias=linear.bias is not None, device="meta")
     conv.weight = nn.Parameter(linear.weight[:, :, None, None], requires_grad=False)
     conv.bias = linear.bias
     return conv.eval()
