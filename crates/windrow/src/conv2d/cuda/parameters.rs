@@ -47,10 +47,10 @@ impl Operands {
         (self.y as usize | self.residual() as usize).is_multiple_of(bytes)
     }
 
-    /// Those of the images from number `first` on.
-    pub(super) fn from_image(self, spec: &Conv2dSpec, first: usize) -> Self {
+    /// Those behind so many images.
+    pub(super) fn after_images(self, spec: &Conv2dSpec, images: usize) -> Self {
         let offset =
-            |desc: &TensorDesc| first as isize * desc.strides()[0] * desc.dtype.size() as isize;
+            |desc: &TensorDesc| images as isize * desc.strides()[0] * desc.dtype.size() as isize;
         let (x, y) = (offset(&spec.x), offset(&spec.y));
         Operands {
             x: self.x.wrapping_offset(x),

@@ -306,10 +306,11 @@ __device__ __forceinline__ void store_strided(const Params& p, const float (&acc
         asm volatile("cp.async.wait_all;" ::: "memory");
 #pragma unroll
         for (int n = 0; n < COUNT; n++) {
-            float2* const sums = reinterpret_cast<float2*>(staged(n));
-            const float2 added = *reinterpret_cast<const float2*>(staged(n) + STAGED_PAIRS);
-            *sums = make_float2(epilogue(sums->x + added.x), epilogue(sums->y + added.y));
+            const ElementPair sums = *staged(n), added = staged(n)[STAGED_PAIRS];
+            *staged(n) = pack_pair(epilogue(__uint_as_float(sums.x) + __uint_as_float(added.x)),
+                                   epilogue(__uint_as_float(sums.y) + __uint_as_float(added.y)));
         }
+        __syncwarp();
 #endif
         if (p.paired_out) {
 #pragma unroll

@@ -301,7 +301,7 @@ impl ImplicitGemm {
         let images = input.copied_images();
         for first in (0..n).step_by(images) {
             let n = images.min(n - first);
-            let piece = operands.from_image(&self.spec, first);
+            let piece = operands.after_images(&self.spec, first);
             let copied = Operands { x: scratch, ..piece };
             // SAFETY: the caller's promise; `n` images fit the copy.
             unsafe {

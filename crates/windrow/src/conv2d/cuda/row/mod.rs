@@ -228,7 +228,7 @@ impl WinogradRow {
             if in_place { p.n } else { input.copied_images() }.min(fused.most_images(self));
         for first in (0..p.n).step_by(images) {
             let n = images.min(p.n - first);
-            let piece = operands.from_image(&self.spec, first);
+            let piece = operands.after_images(&self.spec, first);
             let x_max = x_max.wrapping_add(first * size_of::<u32>());
             let map = if in_place {
                 // SAFETY: the caller's promise; the address is aligned.
