@@ -210,12 +210,13 @@ def test_sums(winner):
                 torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
+@each_device
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_what_is_added_in_the_convolution(layout, times):
+def test_what_is_added_in_the_convolution(layout, device, times):
     """As the result lies, else after it: broadcast, of another layout or type."""
     times(0.5)
-    x = leaf(2, 6, 9, 8, grad=False).contiguous(memory_format=layout)
-    weight, bias = leaf(6, 6, 3, 3, grad=False), leaf(6, grad=False)
+    x = leaf(2, 6, 9, 8, device=device, grad=False).contiguous(memory_format=layout)
+    weight, bias = leaf(6, 6, 3, 3, device=device, grad=False), leaf(6, device=device, grad=False)
     layer = _fused.FusedConv2d(weight, bias, ([1, 1], [1, 1], [1, 1], 1), "relu6")
     sums = F.conv2d(x.double(), weight.double(), bias.double(), padding=1)
     like = 4 * torch.randn_like(x)
@@ -229,7 +230,8 @@ def test_what_is_added_in_the_convolution(layout, times):
             torch.testing.assert_close(y.double(), want, atol=1e-5, rtol=1e-5)
             assert y.stride() == x.stride() or residual.dtype != x.dtype
     added = {d.problem[1][4][1][-1] for d in _fastest.decisions() if d.is_measured and d.problem[1][4][1]}
-    assert added == {True, False}
+    # On a GPU it may be cuDNN's.
+    assert added == {True, False} or device != "cpu"
 
 
 def test_what_is_wrong_is_an_error():

@@ -167,8 +167,7 @@ def _way(
     fits, beside, adds = True, None, False
     if residual is not None:
         fits = [*residual.shape] == output_shape(x, weight, options) and residual.dtype == x.dtype
-        # On GPUs PyTorch's operators follow: ours in one pass were not measured there.
-        adds = fits and x.is_cpu and is_laid_out(residual, x, layout)
+        adds = fits and is_laid_out(residual, x, layout)
         beside = (fits, residual.dtype, residual.is_contiguous(memory_format=layout), adds)
     inside = activation if residual is None or adds else None
     named = as_named(options, activation=inside, accuracy=accuracy)

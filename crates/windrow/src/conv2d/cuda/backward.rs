@@ -300,7 +300,7 @@ impl Backward {
         dx: *mut u8,
         scratch: *mut u8,
     ) -> Result<()> {
-        let operands = Operands { x: dy, bias: None, y: dx };
+        let operands = Operands { x: dy, bias: None, residual: None, y: dx };
         // SAFETY: the caller's promise.
         unsafe {
             match &self.data {

@@ -1,7 +1,7 @@
 //! cuDNN's convolution, where it is installed and faster than what is here.
 
 use super::general::{DenseFilter, Direction, General, Method, one_thread_each};
-use super::{FilterOrder, Operands, PackedForm, bias_of, epilogue, kernel, source};
+use super::{Divisor, FilterOrder, Operands, PackedForm, bias_of, kernel, source, with_epilogue};
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::{
     Choice, ConvolutionSpec, Gpu, Kernel, KernelSpec, Operation, Source, Stream, VendorConvolution,
@@ -12,13 +12,16 @@ use crate::{Accuracy, Activation, DType, Layout, Result, TensorDesc, Tuning};
 
 static EPILOGUE: Source = source!("epilogue.cu");
 
+/// Bytes that a thread of the epilogue takes of each tensor.
+const VECTOR_BYTES: usize = 16;
+
 #[derive(Debug)]
 pub(crate) struct Cudnn {
     gpu: &'static Gpu,
     convolution: VendorConvolution,
     otherwise: Otherwise,
     filter: DenseFilter,
-    /// Adds the bias and applies the activation, if there is one of them.
+    /// Adds bias and residual and applies the activation, if there is one of them.
     epilogue: Option<&'static Kernel>,
     spec: Conv2dSpec,
     problem: Problem,
@@ -30,11 +33,12 @@ params! {
     struct EpilogueParams {
         y: *mut u8,
         bias: *const u8,
+        residual: *const u8,
         bias_stride: i64,
-        elements: i64,
-        run: i64,
-        channels: i32,
         bias_is_float: i32,
+        elements: i32,
+        run: Divisor,
+        channels: Divisor,
     }
 }
 
@@ -243,7 +247,8 @@ impl Cudnn {
         };
         let words = in_its_words(spec, p, channels_last);
         let convolution = VendorConvolution::new(gpu, &words, Operation::Forward, choice)?;
-        let needed = spec.bias.is_some() || spec.activation != Activation::Identity;
+        let needed =
+            spec.bias.is_some() || spec.residual || spec.activation != Activation::Identity;
         let epilogue = needed.then(|| gpu.kernel(&epilogue_kernel(spec))).transpose()?;
         let filter = DenseFilter::new(gpu, spec, p, channels_last)?;
         let otherwise = Otherwise::new(gpu, spec, p, Direction::Forward, channels_last);
@@ -293,7 +298,7 @@ impl Cudnn {
         }
     }
 
-    /// As of a sum of products; halves are rounded once more before bias and activation.
+    /// As of a sum of products; halves are rounded once more before bias, residual and activation.
     pub(super) fn tolerance(&self) -> f64 {
         let sums = (2 * self.problem.taps() + 2) as f64 * DType::F32.unit_roundoff();
         let dtype = self.spec.x.dtype;
@@ -334,34 +339,36 @@ impl Cudnn {
         let params = EpilogueParams {
             y: operands.y,
             bias,
+            residual: operands.residual(),
             bias_stride,
-            elements: elements as i64,
-            run: if self.channels_last { 1 } else { (p.oh * p.ow) as i64 },
-            channels: p.k as i32,
             bias_is_float,
+            elements: elements as i32,
+            run: Divisor::new(if self.channels_last { 1 } else { p.oh * p.ow }),
+            channels: Divisor::new(p.k),
         };
+        let launch = one_thread_each(elements.div_ceil(VECTOR_BYTES / self.spec.y.dtype.size()));
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
-        unsafe { kernel.launch(stream, one_thread_each(elements), &params) }
+        unsafe { kernel.launch(stream, launch, &params) }
     }
 }
 
 fn epilogue_kernel(spec: &Conv2dSpec) -> KernelSpec {
-    kernel(&EPILOGUE, "epilogue", spec.x.dtype)
-        .define("EPILOGUE", epilogue(spec.activation))
-        .params::<EpilogueParams>()
+    let named = kernel(&EPILOGUE, "epilogue", spec.x.dtype)
+        .define("VECTOR_BYTES", VECTOR_BYTES)
+        .params::<EpilogueParams>();
+    with_epilogue(named, spec)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Approximate;
 
     #[test]
     fn kernels_compile_without_spills() {
         let mut kernels = Vec::new();
         for spec in super::super::test_specs() {
-            let activation = Activation::Gelu(Approximate::None);
-            kernels.push(epilogue_kernel(&Conv2dSpec { activation, ..spec }));
+            kernels.push(epilogue_kernel(&spec));
+            kernels.push(epilogue_kernel(&super::super::with_largest_epilogue(spec)));
         }
         crate::gpu::compile_tests::check_compiles(&kernels);
     }

@@ -178,6 +178,7 @@ impl ImplicitData {
             let operands = Operands {
                 x: operands.x.wrapping_offset(first_dy),
                 bias: None,
+                residual: None,
                 y: operands.y.wrapping_offset(first_dx),
             };
             // SAFETY: the caller's promise: a part has elements of the tensors, and its own memory for the filter.

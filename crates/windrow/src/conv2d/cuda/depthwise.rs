@@ -2,7 +2,7 @@
 //! (`kernels/depthwise_channels.cu`, `kernels/depthwise_planes.cu`).
 
 use super::general::DenseFilter;
-use super::{Divisor, Operands, bias_of, epilogue, kernel, source, strides};
+use super::{Divisor, Operands, bias_of, kernel, source, strides, with_epilogue};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
@@ -47,6 +47,7 @@ params! {
         x: *const u8,
         w: *const u8,
         bias: *const u8,
+        residual: *const u8,
         y: *mut u8,
         x_strides as [x_n, x_c, x_h, x_w]: [i64; 4],
         y_strides as [y_n, y_k, y_h, y_w]: [i64; 4],
@@ -142,14 +143,14 @@ impl Depthwise {
     ) -> Result<()> {
         let p = &self.problem;
         let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
-        let addresses = operands.x as usize | operands.y as usize;
-        let (form, kernel) =
-            if addresses.is_multiple_of(16) { self.aligned } else { self.unaligned()? };
+        let aligned = (operands.x as usize).is_multiple_of(16) && operands.is_out_aligned(16);
+        let (form, kernel) = if aligned { self.aligned } else { self.unaligned()? };
         let shape = form.shape(p);
         let params = Params {
             x: operands.x,
             w: packed,
             bias,
+            residual: operands.residual(),
             y: operands.y,
             x_strides: strides(&self.spec.x),
             y_strides: strides(&self.spec.y),
@@ -320,8 +321,7 @@ fn kernel_spec(spec: &Conv2dSpec, p: &Problem, form: Form, aligned: bool) -> Ker
             (named, tile)
         }
     };
-    named
-        .define("EPILOGUE", epilogue(spec.activation))
+    with_epilogue(named, spec)
         .define("FILTER_H", p.r)
         .define("FILTER_W", p.s)
         .define("STRIDE_H", p.stride[0])
@@ -372,6 +372,8 @@ mod tests {
                 for capability in [(8, 0), (9, 0), (10, 0)] {
                     check_spills(&kernel, capability, most);
                 }
+                let residual = spec.clone().with_residual(true);
+                check_spills(&kernel_spec(&residual, &p, form, aligned), (9, 0), most);
             }
         }
     }

@@ -2,7 +2,7 @@
 //! or AMD's matrix cores, take f32 as well (`kernels/few_taps.cu`).
 
 use super::{
-    Divisor, FilterOrder, Operands, PackedForm, bias_of, epilogue, kernel, source, strides,
+    Divisor, FilterOrder, Operands, PackedForm, bias_of, kernel, source, strides, with_epilogue,
 };
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::dtype::not_computed;
@@ -30,7 +30,7 @@ pub(crate) struct FewTaps {
     spec: Conv2dSpec,
     problem: Problem,
     pack_filter: &'static Kernel,
-    /// Kernels for y at an address aligned to 16 bytes, and at any address.
+    /// Kernels for y and a residual at addresses aligned to 16 bytes, and at any.
     kernels: [&'static Kernel; 2],
 }
 
@@ -39,6 +39,7 @@ params! {
         x: *const u8,
         filter: *const u8,
         bias: *const u8,
+        residual: *const u8,
         y: *mut u8,
         x_strides as [x_n, x_c, x_h, x_w]: [i64; 4],
         y_strides as [y_n, y_k, y_h, y_w]: [i64; 4],
@@ -234,6 +235,7 @@ impl FewTaps {
             x: operands.x,
             filter: packed,
             bias,
+            residual: operands.residual(),
             y: operands.y,
             x_strides: strides(&self.spec.x),
             y_strides: strides(&self.spec.y),
@@ -257,7 +259,7 @@ impl FewTaps {
         let resident = (self.gpu.info.multiprocessors as usize * BLOCKS).div_ceil(k_blocks.max(1));
         let blocks = groups.div_ceil(THREADS / self.gpu.info.warp as usize).min(resident);
         let grid = [blocks as u32, k_blocks as u32, 1];
-        let aligned = (operands.y as usize).is_multiple_of(16);
+        let aligned = operands.is_out_aligned(16);
         let launch = Launch { grid, block: [THREADS as u32, 1, 1] };
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
         unsafe { self.kernels[usize::from(!aligned)].launch(stream, launch, &params) }
@@ -281,8 +283,8 @@ fn filter_kernel(cores: Cores, spec: &Conv2dSpec, p: &Problem) -> KernelSpec {
 /// The product for a y whose address is a multiple of `address` bytes.
 fn product(cores: Cores, spec: &Conv2dSpec, p: &Problem, address: usize) -> KernelSpec {
     let (store, vector) = store_of(&spec.y, cores.neighbours(cores.row_tiles(spec, p)), address);
-    of_filter(kernel(&FEW_TAPS, "few_taps", spec.x.dtype), cores, spec, p)
-        .define("EPILOGUE", epilogue(spec.activation))
+    let product = of_filter(kernel(&FEW_TAPS, "few_taps", spec.x.dtype), cores, spec, p);
+    with_epilogue(product, spec)
         .params::<Params>()
         .define("PADDED", i32::from(p.padding != [0, 0]))
         .define("STORE", store as i32)
@@ -337,6 +339,8 @@ mod tests {
                     for cores in [Cores::Nvidia, Cores::Amd] {
                         specs.push(filter_kernel(cores, &spec, &problem));
                         specs.extend([16, 1].map(|at| product(cores, &spec, &problem, at)));
+                        let residual = spec.clone().with_residual(true);
+                        specs.push(product(cores, &residual, &problem, 16));
                     }
                 }
             }

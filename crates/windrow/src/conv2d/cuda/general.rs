@@ -1,7 +1,7 @@
 //! The algorithms that compute every convolution and its data gradient: a product of gathered
 //! matrices, and plain sums (`kernels/im2col_gemm.cu`, `kernels/direct.cu`).
 
-use super::{Divisor, Operands, bias_of, epilogue, kernel, source, strides};
+use super::{Divisor, Operands, bias_of, kernel, source, strides, with_epilogue};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
@@ -150,6 +150,7 @@ impl General {
             other: packed,
             out: operands.y,
             bias,
+            residual: operands.residual(),
             image_strides: strides(image),
             other_strides: self.filter.packed_strides(),
             out_strides: strides(out),
@@ -196,6 +197,7 @@ impl General {
             filter: packed,
             out: operands.y,
             bias,
+            residual: operands.residual(),
             image_strides: strides(image),
             filter_strides,
             out_strides: strides(out),
@@ -235,7 +237,7 @@ fn kernel_spec(spec: &Conv2dSpec, method: Method, direction: Direction) -> Kerne
             .params::<DirectParams>()
             .define("CHANNELS_INNER", i32::from(is_channels_last(&out.layout))),
     };
-    named.define("EPILOGUE", epilogue(spec.activation))
+    with_epilogue(named, spec)
 }
 
 params! {
@@ -244,6 +246,7 @@ params! {
         pub(super) other: *const u8,
         pub(super) out: *mut u8,
         bias: *const u8,
+        residual: *const u8,
         pub(super) image_strides as [image_n, image_c, image_h, image_w]: [i64; 4],
         pub(super) other_strides as [other_k, other_c, other_r, other_s]: [i64; 4],
         out_strides as [out_n, out_c, out_h, out_w]: [i64; 4],
@@ -283,6 +286,7 @@ impl Im2colParams {
             other: null,
             out: null,
             bias: null,
+            residual: null,
             image_strides: [0; 4],
             other_strides: [0; 4],
             out_strides: [0; 4],
@@ -319,6 +323,7 @@ params! {
         filter: *const u8,
         out: *mut u8,
         bias: *const u8,
+        residual: *const u8,
         image_strides as [image_n, image_c, image_h, image_w]: [i64; 4],
         /// Along the channels of `out` and of `image`, r, s.
         filter_strides as [filter_out, filter_in, filter_r, filter_s]: [i64; 4],
@@ -432,16 +437,13 @@ pub(super) fn one_thread_each(elements: usize) -> Launch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::conv2d::cuda::test_specs;
-    use crate::{Activation, Approximate};
+    use crate::conv2d::cuda::{test_specs, with_largest_epilogue};
 
     #[test]
     fn kernels_compile_without_spills() {
         let mut kernels = Vec::new();
         for spec in test_specs() {
-            // The largest epilogue.
-            let activation = Activation::Gelu(Approximate::None);
-            let forward = Conv2dSpec { activation, ..spec.clone() };
+            let forward = with_largest_epilogue(spec.clone());
             for method in [Method::Direct, Method::Im2colGemm] {
                 kernels.push(kernel_spec(&forward, method, Direction::Forward));
                 kernels.push(kernel_spec(&spec, method, Direction::BackwardData));

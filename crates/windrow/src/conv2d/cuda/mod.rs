@@ -12,7 +12,6 @@ mod implicit_gemm;
 mod packs;
 mod parameters;
 mod pieces;
-mod residual;
 mod row;
 mod split;
 mod split_weight;
@@ -30,8 +29,8 @@ use self::general::{Direction, General, Method};
 use self::implicit_gemm::ImplicitGemm;
 pub(crate) use self::implicit_gemm::{configurations as implicit_gemm_configurations, cuts_into};
 pub(crate) use self::packs::Packs;
-use self::parameters::{Divisor, Seen, bias_of, epilogue, kernel, strides};
-pub(crate) use self::residual::Residual;
+pub(crate) use self::parameters::Operands;
+use self::parameters::{Divisor, Seen, bias_of, kernel, strides, with_epilogue};
 use self::row::WinogradRow;
 use self::winograd_gemm::WinogradGemm;
 use super::winograd_reference::Stages;
@@ -108,14 +107,6 @@ enum FilterOrder {
     FewTaps,
     /// Of [`ImplicitGemm`], in blocks of so many channels.
     Blocks(usize),
-}
-
-/// Device addresses of a run; all lie on the device of the stream that the work is given to.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Operands {
-    pub(crate) x: *const u8,
-    pub(crate) bias: Option<*const u8>,
-    pub(crate) y: *mut u8,
 }
 
 impl Forward {
@@ -537,6 +528,13 @@ fn too_large() -> Error {
         "a convolution with 2^30 or more pixels of an image, images or filter taps on CUDA",
         "kernels count them in 32 bits; split the batch or the image",
     )
+}
+
+/// The same with what takes the most registers on the way to y.
+#[cfg(test)]
+fn with_largest_epilogue(spec: Conv2dSpec) -> Conv2dSpec {
+    let activation = crate::Activation::Gelu(crate::Approximate::None);
+    spec.with_activation(activation).with_residual(true)
 }
 
 /// Specs whose kernels are compiled in tests: each type and layout.

@@ -1,4 +1,4 @@
-//! What kernels of this room are made from and given: numbers of activations, strides, biases, divisors.
+//! What kernels of this room are made from and given: epilogues, operands, strides, biases, divisors.
 
 use crate::conv2d::Conv2dSpec;
 use crate::dtype::by_type;
@@ -12,15 +12,52 @@ pub(super) fn kernel(source: &'static Source, name: &str, dtype: DType) -> Kerne
     KernelSpec::new(source, format!("conv2d_{name}_{dtype}")).define(macro_name, 1)
 }
 
-/// The number of an activation in `activation.cuh`.
-pub(super) fn epilogue(activation: Activation) -> u32 {
-    match activation {
+/// What becomes of sums on their way to y: `EPILOGUE`, the activation's number in `activation.cuh`, and whether a
+/// residual is added before it.
+pub(super) fn with_epilogue(kernel: KernelSpec, spec: &Conv2dSpec) -> KernelSpec {
+    let number = match spec.activation {
         Activation::Identity => 0,
         Activation::Relu => 1,
         Activation::Silu => 2,
         Activation::Gelu(Approximate::None) => 3,
         Activation::Gelu(Approximate::Tanh) => 4,
         Activation::Relu6 => 5,
+    };
+    kernel.define("EPILOGUE", number).define("RESIDUAL", i32::from(spec.residual))
+}
+
+/// Device addresses of a run; all lie on the device of the stream that the work is given to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Operands {
+    pub(crate) x: *const u8,
+    pub(crate) bias: Option<*const u8>,
+    /// Laid out as y, where the spec has one.
+    pub(crate) residual: Option<*const u8>,
+    pub(crate) y: *mut u8,
+}
+
+impl Operands {
+    /// The residual of a launch, null if there is none.
+    pub(super) fn residual(&self) -> *const u8 {
+        self.residual.unwrap_or(std::ptr::null())
+    }
+
+    /// True if y and the residual, which kernels access alike, begin at multiples of so many bytes.
+    pub(super) fn is_out_aligned(&self, bytes: usize) -> bool {
+        (self.y as usize | self.residual() as usize).is_multiple_of(bytes)
+    }
+
+    /// Those behind so many images.
+    pub(super) fn after_images(self, spec: &Conv2dSpec, images: usize) -> Self {
+        let offset =
+            |desc: &TensorDesc| images as isize * desc.strides()[0] * desc.dtype.size() as isize;
+        let (x, y) = (offset(&spec.x), offset(&spec.y));
+        Operands {
+            x: self.x.wrapping_offset(x),
+            residual: self.residual.map(|residual| residual.wrapping_offset(y)),
+            y: self.y.wrapping_offset(y),
+            ..self
+        }
     }
 }
 

@@ -10,7 +10,9 @@ use super::stages::{
     ALIGNMENT, Blocking, InputTransform, Stage, THREADS, Tiling, input_kernel, one_thread_each,
     staged_kernel,
 };
-use super::{Divisor, FilterOrder, Operands, PackedForm, Seen, bias_of, epilogue, source, strides};
+use super::{
+    Divisor, FilterOrder, Operands, PackedForm, Seen, bias_of, source, strides, with_epilogue,
+};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::winograd::TAPS;
 use crate::conv2d::winograd_reference::Stages;
@@ -118,6 +120,7 @@ params! {
         m: *const u8,
         y: *mut u8,
         bias: *const u8,
+        residual: *const u8,
         x_max: *const u8,
         u_inverse: *const u8,
         strides as [y_n, y_c, y_h, y_w]: [i64; 4],
@@ -329,8 +332,12 @@ impl WinogradGemm {
         let mut scratch = DeviceBuffer::new(&stream, self.scratch_bytes())?;
         let mut y = DeviceTensor::new(self.spec.y, device)?;
         let bias = self.spec.bias.map(|desc| DeviceTensor::new(desc, device)).transpose()?;
-        let bias = bias.as_ref().map(|bias| bias.as_ref().as_ptr());
-        let operands = Operands { x: x.as_ptr(), bias, y: y.as_mut()?.as_mut_ptr() };
+        // Whatever lies there: y is not looked at.
+        let residual =
+            self.spec.residual.then(|| DeviceTensor::new(self.spec.y, device)).transpose()?;
+        let [bias, residual] =
+            [&bias, &residual].map(|t| t.as_ref().map(|tensor| tensor.as_ref().as_ptr()));
+        let operands = Operands { x: x.as_ptr(), bias, residual, y: y.as_mut()?.as_mut_ptr() };
         // SAFETY: the views agree with the spec, and the memory is as large as asked for.
         unsafe {
             self.pack(&stream, w.as_ptr(), packed.as_mut_ptr(), None)?;
@@ -416,11 +423,12 @@ impl WinogradGemm {
         let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
         let y_strides = strides(&self.spec.y);
         let even = y_strides[..3].iter().all(|s| s % 2 == 0);
-        let aligned = (operands.y as usize).is_multiple_of(2 * self.spec.y.dtype.size());
+        let aligned = operands.is_out_aligned(2 * self.spec.y.dtype.size());
         OutputParams {
             m,
             y: operands.y,
             bias,
+            residual: operands.residual(),
             x_max,
             u_inverse: packed.wrapping_add(self.u_bytes()),
             strides: y_strides,
@@ -472,11 +480,10 @@ fn kernels(tile: Tile, spec: &Conv2dSpec, block: usize) -> [KernelSpec; 3] {
         ),
         scaled(input_kernel("input", tile, &spec.x, &t.bt, t.alpha, block), v_exponent),
         scaled(
-            staged_kernel(&OUTPUT, "output", tile, dtype, block)
+            with_epilogue(staged_kernel(&OUTPUT, "output", tile, dtype, block), spec)
                 .define("OUTPUT", matrix(&t.at, t.m, t.alpha))
                 .params::<OutputParams>()
-                .define("CHANNELS_INNER", i32::from(is_channels_last(&spec.y.layout)))
-                .define("EPILOGUE", epilogue(spec.activation)),
+                .define("CHANNELS_INNER", i32::from(is_channels_last(&spec.y.layout))),
             v_exponent,
         ),
     ]
@@ -485,8 +492,7 @@ fn kernels(tile: Tile, spec: &Conv2dSpec, block: usize) -> [KernelSpec; 3] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::conv2d::cuda::test_specs;
-    use crate::{Activation, Approximate};
+    use crate::conv2d::cuda::{test_specs, with_largest_epilogue};
 
     #[test]
     fn kernels_compile_without_spills() {
@@ -498,8 +504,7 @@ mod tests {
                     let rounded = Conv2dSpec { accuracy: Accuracy::Tf32, ..spec.clone() };
                     all.extend(kernels(tile, &rounded, THREADS));
                 }
-                let activation = Activation::Gelu(Approximate::None);
-                all.push(kernels(tile, &Conv2dSpec { activation, ..spec }, THREADS)[2].clone());
+                all.push(kernels(tile, &with_largest_epilogue(spec), THREADS)[2].clone());
             }
         }
         crate::gpu::compile_tests::check_compiles(&all);

@@ -1,5 +1,6 @@
 // What the kernels of conv2d share: the element type (ELEMENT_F16, ELEMENT_BF16 or ELEMENT_F32 is defined), packed
-// half arithmetic, vector stores, and EPILOGUE, the activation (see activation.cuh).
+// half arithmetic, vector stores, EPILOGUE, the activation (see activation.cuh), and RESIDUAL 0 or 1: a tensor laid out as
+// y is added to the sums and the bias before that.
 
 #include "windrow.cuh"
 #include "activation.cuh"
@@ -33,6 +34,11 @@ __device__ __forceinline__ Element from_float(float x) { return T::from_float(x)
 __device__ __forceinline__ float epilogue(float x) { return activate<EPILOGUE, IS_F32>(x); }
 #endif
 
+// Where a residual has what is added at `to` of y.
+__device__ __forceinline__ const Element* beside(const Element* residual, const Element* y, const Element* to) {
+    return residual + (to - y);
+}
+
 // A 16-byte vector of neighbouring elements.
 template <int N> __device__ __forceinline__ void store_vector(Element* to, const float (&v)[N]) {
     Raw<T, N> raw;
@@ -55,6 +61,9 @@ __device__ __forceinline__ void store_pair(Element* to, float2 v) {
 }
 
 #if WINDROW_PTX
+// Asks for the line of `p` to come to the second-level cache.
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // Keeps the compiler from remembering what it computed from `p`, which would take registers.
 template <class P> __device__ __forceinline__ void forget(P*& p) { asm volatile("" : "+l"(p)); }
 #endif

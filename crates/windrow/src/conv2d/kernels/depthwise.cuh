@@ -2,7 +2,8 @@
 // one input channel for each output channel, at the rate of memory. A thread computes TILE_H x TILE_W neighbouring outputs
 // of a channel from inputs and a filter in registers: so each input is loaded about twice, and most loads meet a cache.
 //
-// Constants: ELEMENT_*, EPILOGUE, FILTER_H, FILTER_W, STRIDE_H, STRIDE_W, DILATION_H, DILATION_W, TILE_H, TILE_W.
+// Constants: ELEMENT_*, EPILOGUE, RESIDUAL, FILTER_H, FILTER_W, STRIDE_H, STRIDE_W, DILATION_H, DILATION_W, TILE_H,
+// TILE_W.
 
 #pragma once
 
@@ -17,6 +18,7 @@ struct Params {
     const Element* x;
     const Element* w; // [k, FILTER_H, FILTER_W]
     const void* bias; // [k] or null
+    const Element* residual; // laid out as y
     Element* y;
     i64 x_n, x_c, x_h, x_w; // strides in elements
     i64 y_n, y_k, y_h, y_w;

@@ -60,14 +60,29 @@ extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_consta
             add_row(sum, v, filter, i);
         }
         Element* const to = p.y + (image * p.y_n + k * p.y_k + i0 * p.y_h + j0 * p.y_w);
+        const auto exists = [&](int t, int u) { return i0 + t < p.oh && j0 + u < p.ow; };
+        // All loads before the first store, as the compiler keeps their order.
 #pragma unroll
         for (int t = 0; t < TILE_H; t++) {
 #pragma unroll
             for (int u = 0; u < TILE_W; u++) {
-                if (i0 + t >= p.oh || j0 + u >= p.ow) continue;
+                float added[VECTOR];
+                if (RESIDUAL) load_channels(added, beside(p.residual, p.y, to) + (t * p.y_h + u * p.y_w), exists(t, u));
+#pragma unroll
+                for (int v = 0; v < VECTOR; v++) {
+                    sum[t][u][v] += bias[v];
+                    if (RESIDUAL) sum[t][u][v] += added[v];
+                }
+            }
+        }
+#pragma unroll
+        for (int t = 0; t < TILE_H; t++) {
+#pragma unroll
+            for (int u = 0; u < TILE_W; u++) {
+                if (!exists(t, u)) continue;
                 float out[VECTOR];
 #pragma unroll
-                for (int v = 0; v < VECTOR; v++) out[v] = epilogue(sum[t][u][v] + bias[v]);
+                for (int v = 0; v < VECTOR; v++) out[v] = epilogue(sum[t][u][v]);
                 Raw<T, VECTOR> raw;
                 raw.pack(out);
                 raw.template store<VECTOR>(to + (t * p.y_h + u * p.y_w));

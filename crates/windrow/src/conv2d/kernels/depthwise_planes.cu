@@ -2,7 +2,8 @@
 // tiles of PLANES planes (images of a channel), whose inputs it copies to shared memory first.
 //
 // Constants: those of depthwise.cuh, TILE_W a multiple of 4; BLOCK_H, BLOCK_W, PLANES, THREADS; LANES that load a row
-// together; VECTOR_OUT 0 or 1: four outputs of a row can be stored at once.
+// together; VECTOR_OUT 0 or 1: four outputs of a row, and of
+// the residual, are aligned as one.
 
 #include "depthwise.cuh"
 
@@ -88,6 +89,30 @@ extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_consta
     const int k = channel_of(plane);
     const float bias = bias_at(p, k);
     Element* to = p.y + (p.channels.divide(plane) * p.y_n + k * p.y_k + (i0 + i) * p.y_h + (j0 + j) * p.y_w);
+    // All loads before the first store, as the compiler keeps their order.
+#pragma unroll
+    for (int t = 0; t < TILE_H; t++) {
+#pragma unroll
+        for (int u = 0; u < TILE_W; u += 4) {
+            Raw<T, 4> added = {};
+#if RESIDUAL
+            const Element* const from = beside(p.residual, p.y, to) + t * p.y_h;
+            const int exist = i0 + i + t < p.oh ? p.ow - (j0 + j + u) : 0;
+#if VECTOR_OUT
+            if (exist > 0) added.template load<4>(from + u);
+#else
+#pragma unroll
+            for (int v = 0; v < 4; v++)
+                if (v < exist) added.set_stored(v, from[(u + v) * p.y_w]);
+#endif
+#endif
+#pragma unroll
+            for (int v = 0; v < 4; v++) {
+                sum[t][u + v][0] += bias;
+                if (RESIDUAL) sum[t][u + v][0] += added.get(v);
+            }
+        }
+    }
 #pragma unroll
     for (int t = 0; t < TILE_H; t++) {
         if (i0 + i + t >= p.oh) break;
@@ -95,7 +120,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_consta
         for (int u = 0; u < TILE_W; u += 4) {
             float out[4];
 #pragma unroll
-            for (int v = 0; v < 4; v++) out[v] = epilogue(sum[t][u + v][0] + bias);
+            for (int v = 0; v < 4; v++) out[v] = epilogue(sum[t][u + v][0]);
 #if VECTOR_OUT
             if (j0 + j + u >= p.ow) continue;
             Raw<T, 4> raw;

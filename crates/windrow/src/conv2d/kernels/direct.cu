@@ -2,7 +2,7 @@
 // matrix product would mostly multiply zeros.
 //
 // Constants: ELEMENT_*, TRANSPOSED (the data gradient: reads dy, writes dx), CHANNELS_INNER (neighbouring threads
-// compute neighbouring channels, else columns), EPILOGUE.
+// compute neighbouring channels, else columns), EPILOGUE, RESIDUAL.
 
 #include "conv2d.cuh"
 
@@ -11,6 +11,7 @@ struct Params {
     const Element* filter;
     Element* out;         // y, or dx
     const void* bias;
+    const Element* residual; // laid out as out
     i64 image_n, image_c, image_h, image_w;
     i64 filter_out, filter_in, filter_r, filter_s; // strides along the channels of `out` and of `image`
     i64 out_n, out_c, out_h, out_w;
@@ -74,5 +75,7 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
     if (p.bias != nullptr)
         sum += p.bias_is_float ? static_cast<const float*>(p.bias)[channel * p.bias_stride]
                                : to_float(static_cast<const Element*>(p.bias)[channel * p.bias_stride]);
-    p.out[rest * p.out_n + channel * p.out_c + i * p.out_h + j * p.out_w] = from_float(epilogue(sum));
+    const i64 at = rest * p.out_n + channel * p.out_c + i * p.out_h + j * p.out_w;
+    if (RESIDUAL) sum += to_float(p.residual[at]);
+    p.out[at] = from_float(epilogue(sum));
 }

@@ -12,8 +12,8 @@
 // f16 and bf16 products are exact, sums f32. f32 operands are split in two TF32 parts and multiplied in three products,
 // or rounded to one; AMD's matrix cores multiply them as they are.
 //
-// Constants: ELEMENT_*, EPILOGUE, TAPS (c * r * s), PRODUCTS 1 or 3 (f32), ROW_TILES 2 or 4, PADDED 0 or 1, STORE (see
-// few_taps.cuh) and VECTOR, elements of one store.
+// Constants: ELEMENT_*, EPILOGUE, RESIDUAL, TAPS (c * r * s), PRODUCTS 1 or 3 (f32), ROW_TILES 2 or 4, PADDED 0 or 1,
+// STORE (see few_taps.cuh) and VECTOR, elements of one store.
 
 #include "few_taps.cuh"
 
@@ -29,6 +29,7 @@ struct Params {
     const Element* x;
     const void* filter;     // as few_taps_filter.cu leaves it
     const void* bias;       // [k] or null
+    const Element* residual; // laid out as y
     Element* y;
     i64 x_n, x_c, x_h, x_w; // strides in elements
     i64 y_n, y_k, y_h, y_w;
@@ -77,9 +78,12 @@ __device__ __forceinline__ void load(Element (&v)[LOADS], const Params& p, const
     }
 }
 
-// VECTOR neighbouring outputs.
-__device__ __forceinline__ void store(Element* to, const float (&v)[VECTOR]) {
+// VECTOR neighbouring outputs of sums with their bias.
+__device__ __forceinline__ void store(const Params& p, Element* to, float (&v)[VECTOR]) {
     Raw<T, VECTOR> raw;
+    if (RESIDUAL) raw.template load<VECTOR>(beside(p.residual, p.y, to));
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++) v[i] = epilogue(RESIDUAL ? v[i] + raw.get(i) : v[i]);
     raw.pack(v);
     raw.template store<VECTOR>(to);
 }
@@ -116,7 +120,9 @@ __device__ __noinline__ void store_plain_sums(const Params& p, const Element* x,
             if (static_cast<u32>(at_y) < static_cast<u32>(p.h) && static_cast<u32>(at_x) < static_cast<u32>(p.w))
                 sum = fmaf(x[c * p.x_c + at_y * p.x_h + at_x * p.x_w], weight_at(p, g, channel, d), sum);
         }
-        y[k * p.y_k + row * p.y_h + column * p.y_w] = epilogue(sum + bias_of(p, k));
+        float* const to = y + k * p.y_k + row * p.y_h + column * p.y_w;
+        sum += bias_of(p, k);
+        *to = epilogue(RESIDUAL ? sum + *beside(p.residual, p.y, to) : sum);
     }
 }
 #endif
@@ -154,8 +160,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void KERNEL(const __grid_con
             for (int c = 0; c < CHANNELS_OF_THREAD; c += VECTOR) {
                 float v[VECTOR];
 #pragma unroll
-                for (int j = 0; j < VECTOR; j++) v[j] = epilogue(sums.at(i, c + j) + bias[c + j]);
-                if (k0 + c < p.k) store(to + c, v);
+                for (int j = 0; j < VECTOR; j++) v[j] = sums.at(i, c + j) + bias[c + j];
+                if (k0 + c < p.k) store(p, to + c, v);
             }
         }
 #else
@@ -168,13 +174,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void KERNEL(const __grid_con
                 const int pixel = pixel0 + lane.pixel(i);
                 float v[VECTOR];
 #pragma unroll
-                for (int j = 0; j < VECTOR; j++) v[j] = epilogue(sums.at(i + j, c) + bias[c]);
+                for (int j = 0; j < VECTOR; j++) v[j] = sums.at(i + j, c) + bias[c];
                 if (pixel >= p.pixels) continue;
                 if (STORE == PIXELS) {
-                    store(channel + pixel, v);
+                    store(p, channel + pixel, v);
                 } else {
                     const int row = p.ow.divide(pixel);
-                    store(channel + row * p.y_h + (pixel - row * static_cast<int>(p.ow.value)) * p.y_w, v);
+                    store(p, channel + row * p.y_h + (pixel - row * static_cast<int>(p.ow.value)) * p.y_w, v);
                 }
             }
         }

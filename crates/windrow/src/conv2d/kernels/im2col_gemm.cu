@@ -12,7 +12,7 @@
 // the type. The weight gradient is split over images; im2col_gemm_sum.cu adds the parts in a fixed order.
 //
 // Constants: ELEMENT_*, PROBLEM, ALONG_ROWS (neighbouring lanes load neighbouring rows of a, else neighbouring depth),
-// EPILOGUE.
+// EPILOGUE, RESIDUAL.
 
 #include "conv2d.cuh"
 
@@ -28,6 +28,7 @@ struct Params {
     const Element* other;  // w, or dy for the weight gradient
     void* out;             // y, dx of Element; parts of dw as float
     const void* bias;      // [k] or null
+    const Element* residual; // laid out as y
     i64 image_n, image_c, image_h, image_w; // strides in elements
     i64 other_k, other_c, other_r, other_s; // of w; for the weight gradient dy's n, k, h, w
     i64 out_n, out_c, out_h, out_w;         // of y or dx
@@ -142,9 +143,13 @@ __device__ __forceinline__ void store(const Params& p, int part, int group, i64 
 #else
     const Row at(p, row, group);
     const i64 channel = group * static_cast<i64>(p.columns) + column;
-    if (PROBLEM == FORWARD) sum = epilogue(sum + bias_at(p, channel));
-    static_cast<Element*>(p.out)[at.n * p.out_n + channel * p.out_c + at.i * p.out_h + at.j * p.out_w] =
-        from_float(sum);
+    const i64 to = at.n * p.out_n + channel * p.out_c + at.i * p.out_h + at.j * p.out_w;
+#if PROBLEM == FORWARD
+    sum += bias_at(p, channel);
+    if (RESIDUAL) sum += to_float(__ldg(p.residual + to)); // a constant: need not wait for the stores before
+    sum = epilogue(sum);
+#endif
+    static_cast<Element*>(p.out)[to] = from_float(sum);
 #endif
 }
 

@@ -15,7 +15,7 @@
 // keeps a ring of stages full. SPLIT blocks of a cluster share the terms of a tile; their sums are added in the order of
 // the blocks.
 //
-// Constants: ELEMENT_F32; EPILOGUE; GATHER (implicit_gemm.cuh); PADDED 0 or 1: taps may lie beside the image; BLOCK_K 64 or
+// Constants: ELEMENT_F32; EPILOGUE; RESIDUAL; GATHER (implicit_gemm.cuh); PADDED 0 or 1: taps may lie beside the image; BLOCK_K 64 or
 // 128; SPLIT 1, 2, 4 or 8; STAGES; CHANNELS_LAST_OUT 0 or 1; INPUT_EXPONENT, FILTER_EXPONENT.
 
 #include "implicit_gemm_gather.cuh"
@@ -179,13 +179,18 @@ __device__ __forceinline__ void consume(const Params& p, int warp, int lane, u32
         const Columns columns(p, k_block);
         if (k_block != k_loaded) channels.load(p, columns, lane);
         k_loaded = k_block;
+        if (RESIDUAL) prefetch_residual<CHANNELS_LAST_OUT>(p, m_block * BLOCK_M, columns, 32 * warp + lane);
         consumer.sum_up(steps);
         const Rows rows(p, m_block * BLOCK_M + consumer.row);
         const float x_scale = consumer.scale.inverse();
         bool is_nan = false;
 #if SPLIT == 1
+        Added<4> added[COLUMNS_J / 4];
 #pragma unroll
-        for (int j = 0; j < COLUMNS_J; j += 4) is_nan |= store<4>(p, consumer.sum + 4 * j, j, rows, columns, lane % 4, x_scale, channels);
+        for (int j = 0; j < COLUMNS_J; j += 4) added[j / 4].load(p, j, rows, columns, lane % 4);
+#pragma unroll
+        for (int j = 0; j < COLUMNS_J; j += 4)
+            is_nan |= store(p, consumer.sum + 4 * j, added[j / 4], j, rows, columns, lane % 4, x_scale, channels);
 #else
         Ring& ring = consumer.ring;
         barrier_wait(barriers.full + 8 * ring.slot, ring.parity);

@@ -30,6 +30,7 @@ struct Params {
     const unsigned char* w;     // [k block, step, W_BYTES]
     const float* w_inverse;     // f32: [k], undoes the scale of the filter but for 2^FILTER_EXPONENT
     const void* bias;           // [k] or null
+    const Element* residual;    // laid out as y
     Element* y;
     i64 x_n, x_c, x_h, x_w;     // strides in elements; offsets within x fit 31 bits
     i64 y_n, y_k, y_h, y_w;
@@ -114,6 +115,22 @@ __device__ __forceinline__ float bias_of(const Params& p, const Columns& columns
     if (p.bias == nullptr || k >= columns.end) return 0;
     return p.bias_is_float ? static_cast<const float*>(p.bias)[k * p.bias_stride]
                            : to_float(static_cast<const Element*>(p.bias)[k * p.bias_stride]);
+}
+
+// Asks for what is added to a tile while its sums are formed, where there are no registers to hold it. Each of the
+// consumers' threads asks for some lines.
+template <bool CHANNELS_LAST>
+__device__ __forceinline__ void prefetch_residual(const Params& p, int pixel0, const Columns& columns, int thread) {
+    constexpr int LINE = 128 / sizeof(Element), LINES = (CHANNELS_LAST ? BLOCK_K : BLOCK_M) / LINE;
+    constexpr int ROWS = CHANNELS_LAST ? BLOCK_M : BLOCK_K, THREADS = 32 * CONSUMER_WARPS;
+#pragma unroll
+    for (int i = thread + THREADS * rank_in_cluster(); i < LINES * ROWS; i += THREADS * SPLIT) {
+        const int row = i / LINES, column = i % LINES * LINE;
+        const int pixel = pixel0 + (CHANNELS_LAST ? row : column), k = columns.first + (CHANNELS_LAST ? column : row);
+        if (pixel >= p.pixels || k >= columns.end) continue;
+        const Pixel at(p, pixel);
+        prefetch(p.residual + (at.image * p.y_n + k * p.y_k + at.row * p.y_h + at.column * p.y_w));
+    }
 }
 
 __device__ __forceinline__ void meet_cluster() {

@@ -6,7 +6,7 @@
 //
 // A block has two consumer warpgroups, which multiply half of its pixels by all of its channels, and producers. SPLIT blocks of a cluster share the terms of a tile; then a block has one tile.
 //
-// Constants: ELEMENT_F16 or ELEMENT_BF16; EPILOGUE; GATHER 1 or 3; PADDED 0 or 1: taps may lie beside the image; BLOCK_M 128 or
+// Constants: ELEMENT_F16 or ELEMENT_BF16; EPILOGUE; RESIDUAL; GATHER 1 or 3; PADDED 0 or 1: taps may lie beside the image; BLOCK_M 128 or
 // 256; BLOCK_K 64, 128 or 256; SPLIT 1, 2, 4 or 8; STAGES; RESIDENT blocks of a multiprocessor; PRODUCERS 128 or, for GATHER 3, 32; OUT (see `Place`).
 
 #include "implicit_gemm_gather.cuh"
@@ -14,6 +14,10 @@
 constexpr int M_TILES = BLOCK_M / 128; // of 64 pixels, of a consumer
 constexpr int SUMS = BLOCK_K / 2;      // of a thread and tile
 constexpr int COLUMNS_J = BLOCK_K / 8; // groups of 8 columns of the product
+constexpr int SHARE = COLUMNS_J / SPLIT, STORE_J = SHARE < 4 ? SHARE : 4; // of them that a block stores, and at a time
+constexpr int STORES = SHARE / STORE_J;
+// There are registers for what is added beside the sums: 168 where no warpgroup gives any away.
+constexpr bool ADDS_EARLY = RESIDUAL && (PRODUCERS == 128 || BLOCK_K < 256), ADDS_LATE = RESIDUAL && !ADDS_EARLY;
 
 // How y is stored: elements of any strides; vectors of eight channels; vectors of four pixels.
 #define ELEMENTS 0
@@ -49,18 +53,67 @@ __device__ __forceinline__ u32 turned(u32 v) {
     return w;
 }
 
-// Stores the sums of columns j0 to j0 + J of a tile, sum[4 j + 2 t + e] (hopper.cuh).
-template <int J>
-__device__ __forceinline__ void store(const Params& p, const float* sum, int j0, const Place& place, const Columns& columns,
-                                      int lane, const float* bias) {
-    const int first = channel_of(lane % 4, j0, 0);
+// What is added to the outputs that `store` stores together, as it lies in memory: two words for each group of columns.
+struct Added {
+    u32 words[STORE_J][2] = {}; // else registers would be kept for what no load sets
+
+    __device__ __forceinline__ void load(const Params& p, int j0, const Place& place, const Columns& columns, int lane) {
+        if (!RESIDUAL) return;
+        const int group = rank_in_cluster() * SHARE + j0;
+#if OUT == CHANNEL_VECTORS
+        const int k = columns.first + channel_of(lane % 4, group, 0);
+#pragma unroll
+        for (int t = 0; t < 2; t++) {
+            if (k >= columns.end || place.y[t] == nullptr) continue;
+            Raw<T, 2 * STORE_J> all;
+            all.template load<2 * STORE_J>(beside(p.residual, p.y, place.y[t]) + k);
+#pragma unroll
+            for (int j = 0; j < STORE_J; j++) words[j][t] = all.words[j];
+        }
+#else
+#pragma unroll
+        for (int j = 0; j < STORE_J; j++) {
+            const int k = columns.first + channel_of(lane / 8, group + j, lane / 4 % 2);
+            if (k >= columns.end) continue;
+            const i64 channel = k * p.y_k;
+#if OUT == PIXEL_VECTORS
+            if (place.y[0] == nullptr) continue;
+            const uint2 v = *reinterpret_cast<const uint2*>(beside(p.residual, p.y, place.y[0]) + channel);
+            words[j][0] = v.x, words[j][1] = v.y;
+#else
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (place.y[i] != nullptr)
+                    words[j][i / 2] |= static_cast<u32>(beside(p.residual, p.y, place.y[i])[channel]) << (16 * (i % 2));
+#endif
+        }
+#endif
+    }
+
+    // Of channels e = 0, 1 of column group j and row t of the product.
+    __device__ __forceinline__ float2 at(int j, int t) const {
+        const u32 word = OUT == CHANNEL_VECTORS ? words[j][t] : turned(words[j][t]);
+        return make_float2(to_float(static_cast<Element>(word)), to_float(static_cast<Element>(word >> 16)));
+    }
+};
+
+// Stores the sums of column groups j0 to j0 + STORE_J of a block's share of a tile, sum[4 j + 2 t + e] (hopper.cuh).
+__device__ __forceinline__ void store(const Params& p, const float* sum, const Added& added, int j0, const Place& place,
+                                      const Columns& columns, int lane, const float* bias) {
+    constexpr int J = STORE_J;
+    const int group = rank_in_cluster() * SHARE + j0, first = channel_of(lane % 4, group, 0);
     u32 v[2][J];
 #pragma unroll
     for (int j = 0; j < J; j++) {
 #pragma unroll
         for (int t = 0; t < 2; t++) {
             const float* const s = sum + 4 * j + 2 * t;
-            v[t][j] = T::pack(epilogue(s[0] + bias[first + 2 * j]), epilogue(s[1] + bias[first + 2 * j + 1]));
+            float2 y = make_float2(s[0] + bias[first + 2 * j], s[1] + bias[first + 2 * j + 1]);
+            if (RESIDUAL) {
+                const float2 more = added.at(j, t);
+                y = make_float2(y.x + more.x, y.y + more.y);
+            }
+            v[t][j] = T::pack(epilogue(y.x), epilogue(y.y));
         }
     }
 #if OUT == CHANNEL_VECTORS
@@ -77,7 +130,7 @@ __device__ __forceinline__ void store(const Params& p, const float* sum, int j0,
 #pragma unroll
     for (int j = 0; j < J; j++) {
         const u32 words[2] = {turned(v[0][j]), turned(v[1][j])};
-        const int k = columns.first + channel_of(lane / 8, j0 + j, lane / 4 % 2);
+        const int k = columns.first + channel_of(lane / 8, group + j, lane / 4 % 2);
         if (k >= columns.end) continue;
         const i64 channel = k * p.y_k;
 #if OUT == PIXEL_VECTORS
@@ -137,8 +190,9 @@ struct Consumer {
 
     // Adds up the sums of a cluster's blocks, in the order of the blocks, and stores them: each block a share of the columns.
     // The ring, which is empty by now, holds the sums of a block.
-    __device__ __forceinline__ void exchange(int row, const Columns& columns, int thread, const float* bias) {
-        constexpr int SHARE = COLUMNS_J / SPLIT, J = SHARE < 4 ? SHARE : 4;
+    __device__ __forceinline__ void exchange(const Added (&added)[M_TILES][STORES], int row, const Columns& columns, int thread,
+                                             const float* bias) {
+        constexpr int J = STORE_J;
         const int rank = rank_in_cluster();
         const u32 mine = stages + thread * 16;
         asm volatile("bar.sync 2, 256;" ::: "memory"); // products of the other consumer have read it
@@ -168,7 +222,7 @@ struct Consumer {
                         total[4 * l + 3] += v.w;
                     }
                 }
-                store<J>(p, total, j, place, columns, lane, bias);
+                store(p, total, added[m][j0 / J], j0, place, columns, lane, bias);
             }
         }
     }
@@ -190,16 +244,27 @@ __device__ __forceinline__ void consume(const Params& p, int thread, u32 stages,
             __syncwarp();
         }
         k_loaded = k_block;
-        consumer.sum_up(steps);
         const int row = m_block * BLOCK_M + group * M_TILES * 64 + 16 * warp;
+        Added added[M_TILES][STORES];
+        if (ADDS_LATE) prefetch_residual<OUT == CHANNEL_VECTORS>(p, m_block * BLOCK_M, columns, thread);
+#pragma unroll
+        for (int i = 0; i < M_TILES * STORES; i++)
+            if (ADDS_EARLY)
+                added[i / STORES][i % STORES].load(p, i % STORES * STORE_J, Place(p, row + i / STORES * 64, lane), columns, lane);
+        consumer.sum_up(steps);
 #if SPLIT > 1
-        consumer.exchange(row, columns, thread, bias);
+        consumer.exchange(added, row, columns, thread, bias);
 #else
 #pragma unroll
         for (int m = 0; m < M_TILES; m++) {
             const Place place(p, row + 64 * m, lane);
 #pragma unroll
-            for (int j = 0; j < COLUMNS_J; j += 4) store<4>(p, consumer.sum[m] + 4 * j, j, place, columns, lane, bias);
+            for (int i = 0; i < STORES; i++) {
+                // Ahead of the stores before, which the compiler would not let a load pass; the first sums leave no room.
+                if (ADDS_LATE && i < 2) added[m][i].load(p, i * STORE_J, place, columns, lane);
+                if (ADDS_LATE && i > 0 && i + 1 < STORES) added[m][i + 1].load(p, (i + 1) * STORE_J, place, columns, lane);
+                store(p, consumer.sum[m] + 16 * i, added[m][i], i * STORE_J, place, columns, lane, bias);
+            }
         }
 #endif
     }

@@ -41,10 +41,41 @@ struct Rows {
     }
 };
 
+// What is added to the outputs that `store` stores together: loaded before any are stored, which the compiler would not let
+// a load pass.
+template <int J> struct Added {
+    float v[2][2 * J] = {}; // else registers would be kept for what no load sets
+
+    __device__ __forceinline__ void load(const Params& p, int j0, const Rows& rows, const Columns& columns, int q) {
+        if (!RESIDUAL) return;
+        const int k = columns.first + channel_of(q, j0, 0);
+#pragma unroll
+        for (int t = 0; t < 2; t++) {
+            if (!rows.exists[t]) continue;
+            const float* const from = beside(p.residual, p.y, rows.y[t]) + k * p.y_k;
+#if CHANNELS_LAST_OUT
+#pragma unroll
+            for (int i = 0; i < 2 * J; i += 4) {
+                if (k + i >= columns.end) continue;
+                constexpr int N = J == 1 ? 2 : 4;
+                Raw<T, N> raw;
+                raw.template load<N>(from + i);
+#pragma unroll
+                for (int l = 0; l < N; l++) v[t][i + l] = raw.get(l);
+            }
+#else
+#pragma unroll
+            for (int i = 0; i < 2 * J; i++)
+                if (k + i < columns.end) v[t][i] = from[i * p.y_k];
+#endif
+        }
+    }
+};
+
 // Stores the sums of columns j0 to j0 + J: 2 J neighbouring channels of two pixels, sum[4 j + 2 t + e] (hopper.cuh). True
 // if one is NaN.
 template <int J>
-__device__ __forceinline__ bool store(const Params& p, const float* sum, int j0, const Rows& rows,
+__device__ __forceinline__ bool store(const Params& p, const float* sum, const Added<J>& added, int j0, const Rows& rows,
                                       const Columns& columns, int q, float x_scale, const Channels& channels) {
     const int first = channel_of(q, j0, 0), k = columns.first + first;
     bool is_nan = false;
@@ -56,7 +87,7 @@ __device__ __forceinline__ bool store(const Params& p, const float* sum, int j0,
             const float scale = channels.scale[first + i] * x_scale;
             const float y = fmaf(sum[4 * (i / 2) + 2 * t + i % 2] * SHRINK, scale, channels.bias[first + i]);
             is_nan |= y != y;
-            v[i] = epilogue(y);
+            v[i] = epilogue(RESIDUAL ? y + added.v[t][i] : y);
         }
         if (!rows.exists[t]) continue;
 #if CHANNELS_LAST_OUT
@@ -139,6 +170,8 @@ struct Exchange {
         for (int j0 = 0; j0 < SHARE; j0 += J) {
             float total[4 * J] = {};
             const int j = rank * SHARE + j0;
+            Added<J> added;
+            added.load(p, j, rows, columns, lane % 4);
 #pragma unroll
             for (int i = 0; i < SPLIT; i++) {
                 const u32 there = address_in(first + stage_of(p, i, round), i);
@@ -151,7 +184,7 @@ struct Exchange {
                     total[4 * l + 3] = fmaf(v.w, factor[i], total[4 * l + 3]);
                 }
             }
-            is_nan |= ::store<J>(p, total, j, rows, columns, lane % 4, largest, channels);
+            is_nan |= ::store(p, total, added, j, rows, columns, lane % 4, largest, channels);
         }
         arrive_everywhere(read, lane);
         wait_for_cluster(read, round & 1);

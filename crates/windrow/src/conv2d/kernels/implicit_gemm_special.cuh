@@ -40,7 +40,9 @@ __device__ __noinline__ void store_plain_sums(const Params& p, int pixel0, int k
                                weight_at(p, k_block, column, tap + c, channels.scale[column]), sum);
             }
         }
-        p.y[at.image * p.y_n + k * p.y_k + at.row * p.y_h + at.column * p.y_w] = epilogue(sum + channels.bias[column]);
+        float* const to = p.y + (at.image * p.y_n + k * p.y_k + at.row * p.y_h + at.column * p.y_w);
+        sum += channels.bias[column];
+        *to = epilogue(RESIDUAL ? sum + *beside(p.residual, p.y, to) : sum);
     }
     __syncwarp();
 }

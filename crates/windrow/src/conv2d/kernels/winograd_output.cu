@@ -1,6 +1,7 @@
-// y = act(A^t m A + bias) for every tile of a chunk and every output channel, a thread each.
+// y = act(A^t m A + bias + residual) for every tile of a chunk and every output channel, a thread each.
 //
-// Constants: ELEMENT_*, TILE, OUTPUT (the transform A^t), CHANNELS_INNER, EPILOGUE, PARTS (f32) and EXPONENT (of x).
+// Constants: ELEMENT_*, TILE, OUTPUT (the transform A^t), CHANNELS_INNER, EPILOGUE, RESIDUAL, PARTS (f32) and
+// EXPONENT (of x).
 
 #include "winograd.cuh"
 
@@ -10,6 +11,7 @@ struct Params {
     const float* m;
     Element* y;
     const void* bias;
+    const Element* residual; // laid out as y
     const u32* x_max;       // [n] and [k], which undo the scales of V and U (in halves)
     const float* u_inverse;
     i64 y_n, y_c, y_h, y_w; // strides in elements
@@ -20,7 +22,7 @@ struct Params {
     int elements;
     int oh, ow;
     int bias_is_float;
-    int pairs;              // two columns of y may be stored as one
+    int pairs;              // two columns of y, and of the residual, are aligned as one
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
 
@@ -33,6 +35,26 @@ extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_consta
     float m[ALPHA][ALPHA], out[TILE][TILE];
 #pragma unroll
     for (int i = 0; i < POSITIONS; i++) m[i / ALPHA][i % ALPHA] = in[i * p.plane];
+    Element* const y = p.y + at.n * p.y_n + place.channel * p.y_c + at.i * p.y_h + at.j * p.y_w;
+#if RESIDUAL
+    // On its way while the sums are transformed.
+    Raw<T, 2> added[TILE][TILE / 2] = {};
+#pragma unroll
+    for (int i = 0; i < TILE; i++) {
+        if (at.i + i >= p.oh) break;
+#pragma unroll
+        for (int j = 0; j < TILE; j += 2) {
+            const Element* const from = beside(p.residual, p.y, y + i * p.y_h + j * p.y_w);
+            Raw<T, 2>& pair = added[i][j / 2];
+            if (p.pairs && at.j + j + 1 < p.ow) {
+                pair.load<2>(from);
+            } else {
+                if (at.j + j < p.ow) pair.set_stored(0, from[0]);
+                if (at.j + j + 1 < p.ow) pair.set_stored(1, from[p.y_w]);
+            }
+        }
+    }
+#endif
     transform(AT, m, out);
     float scale = 1;
 #if IN_HALVES
@@ -48,14 +70,16 @@ extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_consta
     if (p.bias != nullptr)
         bias = p.bias_is_float ? static_cast<const float*>(p.bias)[place.channel * p.bias_stride]
                                : to_float(static_cast<const Element*>(p.bias)[place.channel * p.bias_stride]);
-    Element* y = p.y + at.n * p.y_n + place.channel * p.y_c + at.i * p.y_h + at.j * p.y_w;
 #pragma unroll
     for (int i = 0; i < TILE; i++) {
         if (at.i + i >= p.oh) break;
 #pragma unroll
         for (int j = 0; j < TILE; j += 2) {
-            const float2 v = make_float2(epilogue(fmaf(out[i][j], scale, bias)),
-                                         epilogue(fmaf(out[i][j + 1], scale, bias)));
+            float2 v = make_float2(fmaf(out[i][j], scale, bias), fmaf(out[i][j + 1], scale, bias));
+#if RESIDUAL
+            v = make_float2(v.x + added[i][j / 2].get(0), v.y + added[i][j / 2].get(1));
+#endif
+            v = make_float2(epilogue(v.x), epilogue(v.y));
             Element* to = y + i * p.y_h + j * p.y_w;
             if (p.pairs && at.j + j + 1 < p.ow) {
                 store_pair(to, v);

@@ -14,7 +14,7 @@
 // that keeps two rings full: input boxes (per consumer) and transformed filter steps (shared by both).
 //
 // Constants: ELEMENT_F16, ELEMENT_BF16 or ELEMENT_F32; PRODUCTS 1 or 3 (operands split in two halves);
-// EPILOGUE; CHANNELS_LAST_OUT 0 or 1; PAIRS_X, PIXEL_PITCH, PAIR_BITS (see `pair_of`); the transforms
+// EPILOGUE; RESIDUAL; CHANNELS_LAST_OUT 0 or 1; PAIRS_X, PIXEL_PITCH, PAIR_BITS (see `pair_of`); the transforms
 // INPUT_INNER, INPUT_POINT, INPUT_ROW, OUTPUT; INPUT_STAGES; for f32 INPUT_EXPONENT and FILTER_EXPONENT.
 
 #include "winograd_row_input.cuh"
@@ -99,6 +99,8 @@ __device__ __forceinline__ void consume(const Params& p, int consumer, int warp,
             channels.load(p, k_loaded * BLOCK_K, lane);
         }
         Tiles tiles(p, Unit(p, work.unit), pair);
+        if (RESIDUAL)
+            prefetch_residual(p, Place(p, work, Unit(p, work.unit), tiles), work.k_block * BLOCK_K, q);
         const int pixel = tiles.stage_row * PIXEL_PITCH + tiles.column;
 #ifdef ELEMENT_F32
         const float x_scale = power_of_two_scale(x_max_of(p, tiles.image), INPUT_EXPONENT);
@@ -180,9 +182,8 @@ __device__ __forceinline__ void consume(const Params& p, int consumer, int warp,
         const Item same(p, same_item, consumer);
         const Unit unit(p, same.unit);
         tiles = Tiles(p, unit, pair);
-        const int x0 = unit.x0 + tiles.column, k0 = same.k_block * BLOCK_K;
-        const Place place = {tiles.image * p.y_n + tiles.row * p.y_h + x0 * p.y_w, x0,
-                             same.number < p.units && tiles.image < p.n && tiles.row < p.oh};
+        const int k0 = same.k_block * BLOCK_K;
+        const Place place(p, same, unit, tiles);
 #ifdef ELEMENT_F32
         const float inverse =
             power_of_two_scale(x_max_of(p, tiles.image), INPUT_EXPONENT, true) * power_of_two(INPUT_EXPONENT);

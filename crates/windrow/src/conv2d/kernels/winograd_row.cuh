@@ -33,6 +33,7 @@ struct Params {
     const float* u_inverse;     // [k]: undoes the scale of U but for 2^FILTER_EXPONENT (f32)
     const u32* x_max;           // [n]: bits of the largest finite |x| of an image (f32)
     const void* bias;           // [k] or null
+    const Element* residual;    // laid out as y
     float2* sums;               // [block, FLUSHED, consumer thread] (with FLUSHES)
     Element* y;
     i64 y_n, y_k, y_h, y_w;     // strides of y in elements
@@ -50,7 +51,7 @@ struct Params {
     int u_stages;
     int chunk_steps;            // after which sums are flushed
     int u_resident;             // all steps of a k block fit the ring: loaded once
-    int paired_out;             // y_w == 1, ow is even and two neighbouring outputs are aligned as one vector
+    int paired_out;             // y_w == 1, ow is even and two neighbours of y, and of the residual, are aligned as one
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
 

@@ -105,7 +105,31 @@ struct Place { // of a thread's pair of tiles
     i64 offset; // of its first output, channel 0
     int x;      // its column
     bool live;  // its row exists
+
+    __device__ __forceinline__ Place(const Params& p, const Item& item, const Unit& unit, const Tiles& tiles)
+        : x(unit.x0 + tiles.column), live(item.number < p.units && tiles.image < p.n && tiles.row < p.oh) {
+        offset = tiles.image * p.y_n + tiles.row * p.y_h + x * p.y_w;
+    }
 };
+
+// Asks for what is added to a pair of tiles, which four lanes share, while its sums are formed: there are no registers to
+// hold it.
+__device__ __forceinline__ void prefetch_residual(const Params& p, const Place& place, int k0, int q) {
+    if (!place.live) return;
+    const Element* const from = p.residual + place.offset + k0 * p.y_k;
+    if (CHANNELS_LAST_OUT) {
+#pragma unroll
+        for (int x = q; x < 2 * TILE; x += 4) {
+#pragma unroll
+            for (int k = 0; k < BLOCK_K; k += 128 / sizeof(Element))
+                if (place.x + x < p.ow && k0 + k < p.k) prefetch(from + x * p.y_w + k);
+        }
+    } else {
+#pragma unroll 4
+        for (int k = q; k < BLOCK_K; k += 4)
+            if (place.x < p.ow && k0 + k < p.k) prefetch(from + k * p.y_k);
+    }
+}
 
 // A thread has 8 neighbouring channels of 6 outputs: whole vectors.
 __device__ __forceinline__ void store_channels_last(const Params& p, const float (&acc)[ALPHA][32], const Place& place,
@@ -122,8 +146,23 @@ __device__ __forceinline__ void store_channels_last(const Params& p, const float
             if (FLUSHES) flush.load(before[j], column(i) + j, i % 2);
     };
     Element* to = p.y + place.offset + k0 + 8 * q;
+    // Outputs of round i that exist.
+    const auto count = [&](int i) {
+        return place.live && k0 + 8 * q + first(i) < p.k ? p.ow - place.x - TILE * (i % 2) : 0;
+    };
+    // What is added in a round. Nothing of it is loaded ahead: all registers are taken, and it is in the second-level cache.
+    Raw<T, VECTOR> added[TILE];
+    const auto load_added = [&](int i) {
+#pragma unroll
+        for (int o = 0; o < TILE; o++) added[o] = {}; // else registers would be kept for what no load sets
+#pragma unroll
+        for (int o = 0; o < TILE; o++)
+            if (o < count(i))
+                added[o].template load<VECTOR>(beside(p.residual, p.y, to) + first(i) + (TILE * (i % 2) + o) * p.y_w);
+    };
 #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
+        if (RESIDUAL) load_added(i);
         load(i);
         forget(to); // that addresses of other vectors were computed from it
         float y[VECTOR][TILE];
@@ -133,15 +172,17 @@ __device__ __forceinline__ void store_channels_last(const Params& p, const float
             transform_output(y[c], acc, column(i) + c / 2, i % 2, c % 2, before[c / 2]);
             const float scale = channels.scale[channel] * x_scale, bias = channels.bias[channel];
 #pragma unroll
-            for (int o = 0; o < TILE; o++) y[c][o] = epilogue(fmaf(y[c][o], scale, bias));
+            for (int o = 0; o < TILE; o++) {
+                const float sum = fmaf(y[c][o], scale, bias);
+                y[c][o] = epilogue(RESIDUAL ? sum + added[o].get(c) : sum);
+            }
         }
-        const int x = TILE * (i % 2), count = place.live && k0 + 8 * q + first(i) < p.k ? p.ow - place.x - x : 0;
 #pragma unroll
         for (int o = 0; o < TILE; o++) {
             float vector[VECTOR];
 #pragma unroll
             for (int c = 0; c < VECTOR; c++) vector[c] = y[c][o];
-            if (o < count) store_vector(to + first(i) + (x + o) * p.y_w, vector);
+            if (o < count(i)) store_vector(to + first(i) + (TILE * (i % 2) + o) * p.y_w, vector);
         }
     }
 }
@@ -152,7 +193,13 @@ constexpr int COLUMN_PAIRS = 8 * TILE;         // of one channel
 constexpr int STAGED_J = IS_F32 ? 1 : 2;       // of the 8 accumulator columns: 8 channels each
 constexpr int STAGING_PITCH = IS_F32 ? 28 : 24; // pairs of one channel: a warp's accesses fall into different banks
 typedef typename Access<2 * sizeof(Element)>::Type ElementPair;
-constexpr int STAGING_BYTES = STAGED_J * 8 * STAGING_PITCH * sizeof(ElementPair);
+constexpr int STAGED_PAIRS = STAGED_J * 8 * STAGING_PITCH;
+constexpr int STAGING_BYTES = (RESIDUAL && IS_F32 ? 2 : 1) * STAGED_PAIRS * sizeof(ElementPair); // f32: with what is added
+
+// Copies 4 or 8 bytes to shared memory.
+template <int BYTES> __device__ __forceinline__ void copy_ahead(const void* to, const Element* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES) : "memory");
+}
 
 __device__ __forceinline__ ElementPair pack_pair(float a, float b) {
 #ifdef ELEMENT_F32
@@ -189,10 +236,47 @@ __device__ __forceinline__ void store_strided(const Params& p, const float (&acc
         for (int t = 0; t < 2; t++)
             if (FLUSHES) flush.load(before[t], j, t);
     };
+    constexpr int COUNT = 6 * STAGED_J;
+    // Pair n of a lane's stores of the columns from j0 on.
+    const auto at = [&](int j0, int n) { return to[n % 3] + channel_of(0, j0 + n / 6, n / 3 % 2) * p.y_k; };
+    const auto exists = [&](int j0, int n) { return channel_of(0, j0 + n / 6, n / 3 % 2) < channels_left[n % 3]; };
+    const auto staged = [&](int n) { return staging + n / 3 * 4 * STAGING_PITCH + from[n % 3]; };
 #pragma unroll
     for (int j0 = 0; j0 < 8; j0 += STAGED_J) {
+#if RESIDUAL && defined(ELEMENT_F32)
+        // To pairs on their way out, by copies that take no registers: they come while the sums are transformed.
+#pragma unroll
+        for (int n = 0; n < COUNT; n++) {
+            if (!exists(j0, n)) continue;
+            const ElementPair* const copied = staged(n) + STAGED_PAIRS;
+            const Element* const both = beside(p.residual, p.y, at(j0, n));
+            if (p.paired_out) {
+                copy_ahead<8>(copied, both);
+            } else {
+                copy_ahead<4>(copied, both);
+                if (columns[n % 3] > 1) copy_ahead<4>(reinterpret_cast<const Element*>(copied) + 1, both + p.y_w);
+            }
+        }
+#endif
 #pragma unroll
         for (int j = j0; j < j0 + STAGED_J; j++) {
+#if RESIDUAL && !defined(ELEMENT_F32)
+            // To the sums that the lane has: they are rounded on their way to other lanes.
+            Raw<T, 2> added[2][TILE] = {};
+#pragma unroll
+            for (int i = 0; i < 2 * TILE; i++) {
+                const int column = i % TILE * 2, k = k0 + channel_of(q, j, i / TILE);
+                const int left = place.live && k < p.k ? p.ow - place.x - column : 0;
+                const Element* const both = p.residual + place.offset + k * p.y_k + column * p.y_w;
+                Raw<T, 2>& pair = added[i / TILE][i % TILE];
+                if (p.paired_out) {
+                    if (left > 0) pair.load<2>(both);
+                } else {
+                    if (left > 0) pair.set_stored(0, both[0]);
+                    if (left > 1) pair.set_stored(1, both[p.y_w]);
+                }
+            }
+#endif
             load(j);
 #pragma unroll
             for (int e = 0; e < 2; e++) {
@@ -202,30 +286,43 @@ __device__ __forceinline__ void store_strided(const Params& p, const float (&acc
                 transform_output(y[0], acc, j, 0, e, before[0]);
                 transform_output(y[1], acc, j, 1, e, before[1]);
 #pragma unroll
-                for (int i = 0; i < 2 * TILE; i++) of_pair[i] = epilogue(fmaf(y[i / TILE][i % TILE], scale, bias));
+                for (int i = 0; i < 2 * TILE; i++) {
+                    float& sum = of_pair[i];
+                    sum = fmaf(y[i / TILE][i % TILE], scale, bias);
+#if RESIDUAL && !defined(ELEMENT_F32)
+                    sum += added[e][i / 2].get(i % 2);
+#endif
+                    if (!(RESIDUAL && IS_F32)) sum = epilogue(sum);
+                }
                 ElementPair* const row = staging + (4 * (2 * (j - j0) + e) + q) * STAGING_PITCH + TILE * g;
 #pragma unroll
                 for (int i = 0; i < TILE; i++) row[i] = pack_pair(of_pair[2 * i], of_pair[2 * i + 1]);
             }
         }
         __syncwarp();
-        constexpr int COUNT = 6 * STAGED_J;
 #pragma unroll
         for (int i = 0; i < 3; i++) forget(to[i]);
-        const auto at = [&](int n) { return to[n % 3] + channel_of(0, j0 + n / 6, n / 3 % 2) * p.y_k; };
-        const auto exists = [&](int n) { return channel_of(0, j0 + n / 6, n / 3 % 2) < channels_left[n % 3]; };
-        const auto staged = [&](int n) { return staging + n / 3 * 4 * STAGING_PITCH + from[n % 3]; };
+#if RESIDUAL && defined(ELEMENT_F32)
+        asm volatile("cp.async.wait_all;" ::: "memory");
+#pragma unroll
+        for (int n = 0; n < COUNT; n++) {
+            const ElementPair sums = *staged(n), added = staged(n)[STAGED_PAIRS];
+            *staged(n) = pack_pair(epilogue(__uint_as_float(sums.x) + __uint_as_float(added.x)),
+                                   epilogue(__uint_as_float(sums.y) + __uint_as_float(added.y)));
+        }
+        __syncwarp();
+#endif
         if (p.paired_out) {
 #pragma unroll
             for (int n = 0; n < COUNT; n++)
-                if (exists(n)) *reinterpret_cast<ElementPair*>(at(n)) = *staged(n);
+                if (exists(j0, n)) *reinterpret_cast<ElementPair*>(at(j0, n)) = *staged(n);
         } else {
 #pragma unroll
             for (int n = 0; n < COUNT; n++) {
-                if (!exists(n)) continue;
+                if (!exists(j0, n)) continue;
                 const Element* const both = reinterpret_cast<const Element*>(staged(n));
-                at(n)[0] = both[0];
-                if (columns[n % 3] > 1) at(n)[p.y_w] = both[1];
+                at(j0, n)[0] = both[0];
+                if (columns[n % 3] > 1) at(j0, n)[p.y_w] = both[1];
             }
         }
         __syncwarp();

@@ -3,21 +3,19 @@
 use super::packed::{PackedData, PackedForm};
 use super::{Conv2d, Conv2dArgs, Conv2dPlan, PackedWeights, Weights};
 use crate::conv2d::backward::turn;
-use crate::conv2d::cuda::{self, Backward, Operands, Residual};
+use crate::conv2d::cuda::{self, Backward, Operands};
 use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration};
 use crate::gpu as device;
 use crate::later::Later;
 use crate::plan::{Engine, Setup};
-use crate::{Activation, Device, Result, TensorMut, TensorRef, Workspace};
+use crate::{Device, Result, TensorMut, TensorRef, Workspace};
 
 /// On a CUDA device.
 #[derive(Debug)]
 pub struct Gpu {
     pub(super) engine: Box<cuda::Forward>,
     pub(super) gpu: &'static device::Gpu,
-    /// Behind the engine, which then leaves the activation out.
-    residual: Option<Residual>,
     algorithm: Conv2dAlgorithm,
     backward: Later<Box<Backward>>,
 }
@@ -38,12 +36,9 @@ impl Engine<Conv2d> for Gpu {
     fn new(setup: &Setup<'_, Conv2d, Device>, configuration: &Conv2dConfiguration) -> Result<Self> {
         let &Setup { spec, problem, options, place } = setup;
         let gpu = device::Gpu::get(place)?;
-        let residual = spec.residual.then(|| Residual::new(gpu, spec)).transpose()?;
-        let activation = if spec.residual { Activation::Identity } else { spec.activation };
-        let sums = spec.clone().with_residual(false).with_activation(activation);
-        let engine = cuda::Forward::new(gpu, &sums, problem, configuration, options)?;
+        let engine = cuda::Forward::new(gpu, spec, problem, configuration, options)?;
         let (engine, algorithm) = (Box::new(engine), configuration.algorithm);
-        Ok(Gpu { engine, gpu, residual, algorithm, backward: Later::default() })
+        Ok(Gpu { engine, gpu, algorithm, backward: Later::default() })
     }
 
     fn configuration(&self) -> Conv2dConfiguration {
@@ -123,25 +118,18 @@ impl Gpu {
         y: &mut TensorMut<'_>,
         workspace: &mut Workspace,
     ) -> Result<()> {
-        let Gpu { engine, gpu, residual, .. } = self;
+        let Gpu { engine, gpu, .. } = self;
         let (stream, memory) = workspace.take_on(gpu, plan.workspace_bytes_for(&args.w))?;
         if y.layout().is_empty() {
             return Ok(());
         }
-        let bias = args.bias.map(|b| b.as_ptr());
-        let operands = Operands { x: args.x.as_ptr(), bias, y: y.as_mut_ptr() };
+        let [bias, residual] =
+            [&args.bias, &args.residual].map(|view| view.as_ref().map(TensorRef::as_ptr));
+        let operands = Operands { x: args.x.as_ptr(), bias, residual, y: y.as_mut_ptr() };
         // SAFETY: the views were checked against the spec and are on the device; the workspace holds the packed
         // filter and the scratch memory.
         unsafe {
-            let run = |packed, scratch| {
-                engine.run(stream, packed, operands, scratch)?;
-                match (residual, &args.residual) {
-                    (Some(residual), Some(added)) => {
-                        residual.run(stream, operands.y, added.as_ptr())
-                    }
-                    _ => Ok(()),
-                }
-            };
+            let run = |packed, scratch| engine.run(stream, packed, operands, scratch);
             match args.w {
                 Weights::Raw(w) => {
                     let packed = engine.packed(stream, w.as_ptr(), memory)?;
@@ -172,7 +160,7 @@ impl Gpu {
     }
 
     pub(super) fn tolerance(&self) -> f64 {
-        self.engine.tolerance() + self.residual.as_ref().map_or(0.0, Residual::tolerance)
+        self.engine.tolerance()
     }
 
     pub(super) fn winograd_stages(
@@ -196,7 +184,8 @@ impl Gpu {
 
     /// How gradients are computed: decided when the first one is asked for, also while a stream is captured.
     fn backward(&self, plan: &Conv2dPlan) -> Result<&Backward> {
-        let make = || Backward::new(self.gpu, &plan.spec, &plan.problem, self.algorithm);
+        let spec = plan.spec.clone().with_residual(false);
+        let make = || Backward::new(self.gpu, &spec, &plan.problem, self.algorithm);
         let backward = self.backward.get(|| self.gpu.despite_captures(make).map(Box::new))?;
         Ok(backward)
     }

@@ -17,7 +17,7 @@ use crate::gpu::{
     Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, TensorMap, TensorPixels, params,
 };
 use crate::later::Later;
-use crate::{DType, Error, Result, TensorDesc};
+use crate::{DType, Error, Result};
 
 static FILTER: Source = source!("implicit_gemm_filter.cu");
 
@@ -40,7 +40,7 @@ pub(crate) struct ImplicitGemm {
     /// Elements from the filter of a group to that of the next.
     filter_group: isize,
     pack_filter: &'static Kernel,
-    /// For tensors (halves: y) at addresses aligned to 16 bytes, and at any.
+    /// For tensors (halves: y and the residual) at addresses aligned to 16 bytes, and at any.
     aligned: &'static Kernel,
     unaligned: Later<&'static Kernel>,
 }
@@ -52,6 +52,7 @@ struct Params {
     w: *const u8,
     w_inverse: *const u8,
     bias: *const u8,
+    residual: *const u8,
     y: *mut u8,
     x_strides as [x_n, x_c, x_h, x_w]: [i64; 4],
     y_strides as [y_n, y_k, y_h, y_w]: [i64; 4],
@@ -279,37 +280,36 @@ impl ImplicitGemm {
         scratch: *mut u8,
     ) -> Result<()> {
         let aligned = |address: *const u8| (address as usize).is_multiple_of(16);
+        let out_aligned = operands.is_out_aligned(16);
         let strides_of_x = strides(&self.spec.x);
         let n = self.problem.n;
         let Some(input) = &self.input else {
-            let kernel = self.kernel(aligned(operands.x) && aligned(operands.y))?;
+            let kernel = self.kernel(aligned(operands.x) && out_aligned)?;
             let x = Images { n, strides: strides_of_x, maps: false };
             // SAFETY: the caller's promise.
             return unsafe { self.launch(stream, kernel, packed, operands, x) };
         };
-        let maps = self.cut.maps && aligned(operands.y);
-        let kernel = self.kernel(aligned(operands.y))?;
+        let maps = self.cut.maps && out_aligned;
+        let kernel = self.kernel(out_aligned)?;
         if self.reads_in_place(input) && aligned(operands.x) {
             let x = Images { n, strides: strides_of_x, maps };
             // SAFETY: the caller's promise.
             return unsafe { self.launch(stream, kernel, packed, operands, x) };
         }
-        let (p, size) = (&self.problem, self.spec.x.dtype.size() as isize);
+        let p = &self.problem;
         let [c, row] = [input.channels(), input.channels() * p.w].map(|stride| stride as i64);
         let images = input.copied_images();
         for first in (0..n).step_by(images) {
             let n = images.min(n - first);
-            let offset = |desc: &TensorDesc| first as isize * desc.strides()[0] * size;
-            let x = operands.x.wrapping_offset(offset(&self.spec.x));
-            let y = operands.y.wrapping_offset(offset(&self.spec.y));
-            let operands = Operands { x: scratch, y, ..operands };
+            let piece = operands.after_images(&self.spec, first);
+            let copied = Operands { x: scratch, ..piece };
             // SAFETY: the caller's promise; `n` images fit the copy.
             unsafe {
                 if p.h * p.w > 0 {
-                    input.copy(stream, x, n, scratch, std::ptr::null_mut())?;
+                    input.copy(stream, piece.x, n, scratch, std::ptr::null_mut())?;
                 }
                 let x = Images { n, strides: [row * p.h as i64, 1, row, c], maps };
-                self.launch(stream, kernel, packed, operands, x)?;
+                self.launch(stream, kernel, packed, copied, x)?;
             }
         }
         Ok(())
@@ -337,6 +337,7 @@ impl ImplicitGemm {
             w: packed,
             w_inverse: packed.wrapping_add(self.filter_bytes()),
             bias,
+            residual: operands.residual(),
             y: operands.y,
             x_strides: x.strides,
             y_strides: strides(&self.spec.y),
@@ -419,7 +420,7 @@ fn filter_kernel(dtype: DType, block: usize) -> KernelSpec {
 mod tests {
     use super::*;
     use crate::conv2d::Conv2dParams;
-    use crate::{Activation, Approximate, Layout};
+    use crate::{Activation, Approximate, Layout, TensorDesc};
 
     pub(super) fn spec(
         x: &[usize],
@@ -453,7 +454,8 @@ mod tests {
                     desc.dtype = dtype;
                 }
                 for cut in Cut::all(&spec, &problem).filter(|cut| [1, 8].contains(&cut.parts)) {
-                    kernels.push(product(&spec, &problem, cut, true));
+                    let residual = spec.clone().with_residual(true);
+                    kernels.extend([&spec, &residual].map(|s| product(s, &problem, cut, true)));
                 }
             }
         }

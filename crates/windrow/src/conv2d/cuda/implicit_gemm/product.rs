@@ -3,7 +3,7 @@
 use super::Params;
 use super::cut::{Cut, Gather, STEP, gather, is_padded, stores_pixels, stores_vectors};
 use crate::DType;
-use crate::conv2d::cuda::{epilogue, kernel, source};
+use crate::conv2d::cuda::{kernel, source, with_epilogue};
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::{Feature, KernelSpec, Source};
 
@@ -30,9 +30,8 @@ fn f32_product(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> Kerne
     // Behind the stages: rows of the tile, for each warp constants of its channels and a scale, barriers.
     let of_warps = CONSUMER_WARPS * (2 * cut.block * size_of::<f32>() + 16);
     let shared = stages * (stage + 16) + cut.pixels * 8 + of_warps + 16;
-    kernel(&PRODUCT, "implicit_gemm", DType::F32)
+    with_epilogue(kernel(&PRODUCT, "implicit_gemm", DType::F32), spec)
         .needs(Feature::WarpgroupProducts)
-        .define("EPILOGUE", epilogue(spec.activation))
         .define("GATHER", gather(spec, p, cut, aligned) as i32)
         .define("PADDED", i32::from(is_padded(p)))
         .define("BLOCK_K", cut.block)
@@ -57,9 +56,8 @@ fn half_product(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> Kern
         _ => 0,
     };
     let maps = cut.maps && aligned;
-    kernel(&HALF_PRODUCT, "implicit_gemm_half", spec.x.dtype)
+    with_epilogue(kernel(&HALF_PRODUCT, "implicit_gemm_half", spec.x.dtype), spec)
         .needs(Feature::WarpgroupProducts)
-        .define("EPILOGUE", epilogue(spec.activation))
         .define("GATHER", if maps { Gather::Map } else { Gather::Channels } as i32)
         .define("PADDED", i32::from(is_padded(p)))
         .define("BLOCK_M", cut.pixels)

@@ -1,7 +1,7 @@
 //! The fused kernel: its constants, shared memory and launch (`kernels/winograd_row.cu`).
 
 use super::super::geometry::{Geometry, PAIR_COLUMNS, PAIRS};
-use super::super::{Divisor, bias_of, epilogue, kernel, source, strides};
+use super::super::{Divisor, Operands, bias_of, kernel, source, strides, with_epilogue};
 use super::{
     ALPHA, BLOCK_K, INNER, LAST_POINT, TAPS, TILE, TRANSFORMS, WinogradRow, exponent, float,
     matrix, row,
@@ -15,7 +15,8 @@ static FUSED: Source = source!("winograd_row.cu");
 
 const MAX_FILTER_STAGES: usize = 12;
 const CONSUMER_WARPS: usize = 8;
-/// Shared memory of a warp for the constants of its output channels, and for outputs of any strides on their way.
+/// Shared memory of a warp for the constants of its output channels, and for outputs of any strides on their way; in f32 as
+/// much again for what is added to them.
 const CHANNEL_BYTES: usize = 2 * BLOCK_K * 4;
 const OUTPUT_BYTES: usize = 1792;
 
@@ -36,6 +37,7 @@ params! {
         u_inverse: *const u8,
         x_max: *const u8,
         bias: *const u8,
+        residual: *const u8,
         sums: *mut u8,
         y: *mut u8,
         y_strides as [y_n, y_k, y_h, y_w]: [i64; 4],
@@ -68,7 +70,9 @@ impl Fused {
         let geometry = Geometry::choose(p.n.max(1), p.oh, p.ow, !vectors)
             .ok_or_else(|| Error::unsupported("winograd_row", "no tiling fits shared memory"))?;
         // As the kernel lays it out: input stages, filter stages, barriers (the last takes 16 bytes), constants, staging.
-        let per_warp = CHANNEL_BYTES + if vectors { 0 } else { OUTPUT_BYTES };
+        let adds = plan.spec.residual && dtype == DType::F32;
+        let outputs = if vectors { 0 } else { OUTPUT_BYTES * (1 + usize::from(adds)) };
+        let per_warp = CHANNEL_BYTES + outputs;
         let fixed = |input_stages| {
             2 * input_stages * (geometry.stage_bytes + 16) + CONSUMER_WARPS * per_warp + 16
         };
@@ -82,9 +86,8 @@ impl Fused {
         let filter_stages = if resident { all } else { room(input_stages).min(MAX_FILTER_STAGES) };
         let shared = fixed(input_stages) + filter_stages * per_stage;
         let spec = fused_kernel(dtype, plan.sizes.products, vectors, &geometry, input_stages)
-            .define("EPILOGUE", epilogue(plan.spec.activation))
             .shared_bytes(shared as u32);
-        let kernel = plan.gpu.kernel(&spec)?;
+        let kernel = plan.gpu.kernel(&with_epilogue(spec, &plan.spec))?;
         Ok(Fused { kernel, geometry, filter_stages, resident })
     }
 
@@ -141,15 +144,14 @@ impl Fused {
         stream: &Stream,
         x: TensorMap,
         packed: *const u8,
-        bias: Option<*const u8>,
+        operands: Operands,
         x_max: *const u8,
         sums: *mut u8,
-        y: *mut u8,
         n: usize,
     ) -> Result<()> {
         let (p, g) = (&plan.problem, &self.geometry);
         let units = g.units(n, p.ow);
-        let (bias, bias_stride, bias_is_float) = bias_of(&plan.spec, bias);
+        let (bias, bias_stride, bias_is_float) = bias_of(&plan.spec, operands.bias);
         let y_strides = strides(&plan.spec.y);
         let size = plan.spec.x.dtype.size();
         let even = [y_strides[0], y_strides[1], y_strides[2]].iter().all(|s| s % 2 == 0);
@@ -163,8 +165,9 @@ impl Fused {
             },
             x_max,
             bias,
+            residual: operands.residual(),
             sums,
-            y,
+            y: operands.y,
             y_strides,
             bias_stride,
             bias_is_float,
@@ -185,7 +188,7 @@ impl Fused {
             chunk_steps: plan.sizes.chunk_steps() as i32,
             u_resident: i32::from(self.resident),
             paired_out: i32::from(
-                y_strides[3] == 1 && p.ow % 2 == 0 && even && (y as usize).is_multiple_of(2 * size),
+                y_strides[3] == 1 && p.ow % 2 == 0 && even && operands.is_out_aligned(2 * size),
             ),
         };
         let items = units.div_ceil(2) * plan.sizes.k_blocks();
@@ -233,29 +236,34 @@ fn fused_kernel(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::conv2d::{Conv2dParams, Conv2dSpec};
     use crate::gpu::compile_tests::check_spills;
-    use crate::{Activation, Approximate};
+    use crate::{Activation, Approximate, TensorDesc};
 
     /// 160 accumulators leave no register free; the most is spilled where outputs are activated. Registers taken from the
     /// producer cost more than spills do (docs/notes/conv2d-cuda.md), so each kind has a limit, in bytes, instead of none.
     #[test]
     fn kernels_spill_no_more_than_was_measured() {
-        for (dtype, products, vectors, most) in [
-            (DType::F16, 1, true, 200),
-            (DType::F16, 1, false, 40),
-            (DType::BF16, 1, true, 200),
-            (DType::BF16, 1, false, 40),
-            (DType::F32, 1, true, 44),
-            (DType::F32, 1, false, 40),
-            (DType::F32, 3, true, 224),
-            (DType::F32, 3, false, 980),
+        for (dtype, products, vectors, most, most_added) in [
+            (DType::F16, 1, true, 200, 160),
+            (DType::F16, 1, false, 40, 48),
+            (DType::BF16, 1, true, 200, 160),
+            (DType::BF16, 1, false, 40, 48),
+            (DType::F32, 1, true, 44, 40),
+            (DType::F32, 1, false, 40, 64),
+            (DType::F32, 3, true, 224, 420),
+            (DType::F32, 3, false, 980, 640),
         ] {
             let geometry = Geometry::choose(64, 110, 110, !vectors).unwrap();
             let stages = if dtype == DType::F32 { 2 } else { 3 };
-            for activation in [Activation::Identity, Activation::Gelu(Approximate::None)] {
-                let spec = fused_kernel(dtype, products, vectors, &geometry, stages)
-                    .define("EPILOGUE", epilogue(activation));
-                check_spills(&spec, (9, 0), most);
+            let x = TensorDesc::contiguous(dtype, &[1, 16, 8, 8]).unwrap();
+            let w = TensorDesc::contiguous(dtype, &[16, 16, 3, 3]).unwrap();
+            let plain = Conv2dSpec::new(x, w, &Conv2dParams::default()).unwrap();
+            let gelu = plain.clone().with_activation(Activation::Gelu(Approximate::None));
+            let added = plain.clone().with_activation(Activation::Relu).with_residual(true);
+            for (spec, most) in [(plain, most), (gelu, most), (added, most_added)] {
+                let kernel = fused_kernel(dtype, products, vectors, &geometry, stages);
+                check_spills(&with_epilogue(kernel, &spec), (9, 0), most);
             }
         }
     }

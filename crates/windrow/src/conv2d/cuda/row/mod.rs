@@ -54,7 +54,7 @@ pub(crate) struct WinogradRow {
     vectors: bool,
     pack_filter: &'static Kernel,
     /// Kernels for any y and for vector stores: what the layout of y allows is compiled with the plan, the other
-    /// when an address of y is not aligned, also while a stream is captured.
+    /// when an address of y or of a residual is not aligned, also while a stream is captured.
     fused: [Later<Fused>; 2],
 }
 
@@ -219,31 +219,28 @@ impl WinogradRow {
         scratch: *mut u8,
     ) -> Result<()> {
         let (p, input) = (&self.problem, &self.input);
-        let size = self.spec.x.dtype.size();
         let x_max = scratch;
         let sums = scratch.wrapping_add(ImageMax::bytes(&self.spec.x));
         let copy = sums.wrapping_add(self.sizes.sums_bytes());
         let in_place = input.in_place && (operands.x as usize).is_multiple_of(16);
-        let fused = self.fused(self.vectors && (operands.y as usize).is_multiple_of(16))?;
+        let fused = self.fused(self.vectors && operands.is_out_aligned(16))?;
         let images =
             if in_place { p.n } else { input.copied_images() }.min(fused.most_images(self));
         for first in (0..p.n).step_by(images) {
             let n = images.min(p.n - first);
-            let byte_offset = |stride: isize| first as isize * stride * size as isize;
-            let x = operands.x.wrapping_offset(byte_offset(self.spec.x.strides()[0]));
-            let y = operands.y.wrapping_offset(byte_offset(self.spec.y.strides()[0]));
+            let piece = operands.after_images(&self.spec, first);
             let x_max = x_max.wrapping_add(first * size_of::<u32>());
             let map = if in_place {
                 // SAFETY: the caller's promise; the address is aligned.
-                unsafe { input.find_max(stream, x, n, x_max)? };
-                fused.map_of_x(self, x, n)?
+                unsafe { input.find_max(stream, piece.x, n, x_max)? };
+                fused.map_of_x(self, piece.x, n)?
             } else {
                 // SAFETY: the caller's promise; `n` images fit the copy.
-                unsafe { input.copy(stream, x, n, copy, x_max)? };
+                unsafe { input.copy(stream, piece.x, n, copy, x_max)? };
                 fused.map_of_copy(self, copy, n)?
             };
             // SAFETY: the caller's promise; the map is of x or of its copy, both of which have `n` images.
-            unsafe { fused.launch(self, stream, map, packed, operands.bias, x_max, sums, y, n)? };
+            unsafe { fused.launch(self, stream, map, packed, piece, x_max, sums, n)? };
         }
         Ok(())
     }
