@@ -31,6 +31,59 @@ pub(crate) trait Tiles {
     fn prefetch(&self, p: *const u8);
 }
 
+/// Reads one or two left operands of a block, 4 and 5.
+///
+/// # Safety
+/// They are readable, with rows `stride` bytes apart.
+#[inline(always)]
+pub(crate) unsafe fn load_left<T: Tiles, const COUNT: usize>(
+    tiles: &mut T,
+    [first, second]: [*const u8; 2],
+    stride: usize,
+) {
+    // SAFETY: promised by the caller.
+    unsafe {
+        tiles.load::<4>(first, stride);
+        if COUNT == 2 {
+            tiles.load::<5>(second, stride);
+        }
+    }
+}
+
+/// Reads one or two right operands of a block, 6 and 7.
+///
+/// # Safety
+/// They are readable, with rows `stride` bytes apart.
+#[inline(always)]
+pub(crate) unsafe fn load_right<T: Tiles, const COUNT: usize>(
+    tiles: &mut T,
+    [first, second]: [*const u8; 2],
+    stride: usize,
+) {
+    // SAFETY: promised by the caller.
+    unsafe {
+        tiles.load::<6>(first, stride);
+        if COUNT == 2 {
+            tiles.load::<7>(second, stride);
+        }
+    }
+}
+
+/// Adds the products of so many left and right operands to 0 and 1, and to 2 and 3 those of the second left one.
+#[inline(always)]
+pub(crate) fn add_block<T: Tiles, const LEFT: usize, const RIGHT: usize>(tiles: &mut T) {
+    tiles.add_products::<0, 4, 6>();
+    if RIGHT == 2 {
+        tiles.add_products::<1, 4, 7>();
+    }
+    if LEFT == 2 {
+        tiles.add_products::<2, 5, 6>();
+    }
+    if LEFT == 2 && RIGHT == 2 {
+        tiles.add_products::<3, 5, 7>();
+    }
+}
+
 #[cfg(test)]
 pub(crate) use model::TileModel;
 

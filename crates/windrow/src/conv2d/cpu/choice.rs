@@ -1,7 +1,7 @@
 //! Which algorithm the planner takes on the CPU.
 
 use super::cost;
-use super::winograd::{FUSED_TILE, best_tile};
+use super::winograd::{self, FUSED_TILE, Products, best_tile};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile};
 use crate::cpu::Isa;
@@ -59,6 +59,25 @@ pub(crate) fn by_tiles(spec: &Conv2dSpec, p: &Problem, isa: Isa) -> bool {
     }
 }
 
+/// Channels on either side from which on the products of Winograd's algorithm take so much of the time that splitting U and
+/// V pays.
+const SPLIT_CHANNELS: usize = 256;
+/// Tiles of Winograd's from which on multiplying with U takes longer than reading and splitting it.
+const SPLIT_TILES: usize = 192;
+
+/// What sums the products of Winograd's algorithm in stages: tiles only where [`by_tiles`] allows them. It does not depend
+/// on the number of threads, so that bits do not. F(2, 3) has too many products to be ahead, and the transforms of F(6, 3)
+/// take what it saves.
+pub(crate) fn winograd_products(spec: &Conv2dSpec, p: &Problem, isa: Isa, tile: Tile) -> Products {
+    let pays = tile == Tile::F4
+        && p.c.min(p.k) >= SPLIT_CHANNELS
+        && winograd::tiles(p, tile) >= SPLIT_TILES;
+    match pays && spec.x.dtype == DType::F32 && by_tiles(spec, p, isa) {
+        true => Products::Tiles,
+        false => Products::Vectors,
+    }
+}
+
 /// Whether direct sums by tiles take less time than a product of blocks.
 pub(crate) fn tiles_pay(spec: &Conv2dSpec, p: &Problem, isa: Isa, filter: Filter) -> bool {
     by_tiles(spec, p, isa) && (spec.x.dtype != DType::F32 || splitting_pays(spec, p, filter))
@@ -104,10 +123,11 @@ pub(crate) fn choose(spec: &Conv2dSpec, p: &Problem, isa: Isa, filter: Filter) -
             return Conv2dAlgorithm::WinogradFused(FUSED_TILE);
         }
         if !row_major || p.c > DIRECT_CHANNELS {
-            let winograd = Conv2dAlgorithm::WinogradGemm(best_tile(p, filter));
+            let products = |tile| winograd_products(spec, p, isa, tile);
+            let winograd = Conv2dAlgorithm::WinogradGemm(best_tile(p, filter, products));
             // Where few pixels share the filter, transforming it takes longer than the products that this saves.
             let [staged, sums] =
-                [winograd, Conv2dAlgorithm::Im2colGemm].map(|a| cost(p, a, filter));
+                [winograd, Conv2dAlgorithm::Im2colGemm].map(|a| cost(spec, p, isa, a, filter));
             if filter == Filter::Kept || staged <= sums {
                 return winograd;
             }
@@ -220,6 +240,34 @@ mod tests {
             let changing = |side| chosen(512, side, 256, [1, 1], Filter::Changing);
             assert_eq!(changing(14), Conv2dAlgorithm::Im2colGemm);
             assert_eq!(changing(28), Conv2dAlgorithm::Direct);
+        }
+    }
+
+    /// Large layers, by a tile that has less error than what vectors take.
+    #[test]
+    fn winograd_splits_where_that_pays() {
+        for isa in Isa::tested().into_iter().filter(|isa| isa.has_tiles()) {
+            let chosen = |c: usize, side: usize, accuracy| {
+                let w = TensorDesc::contiguous(DType::F32, &[c, c, 3, 3]).unwrap();
+                let x = TensorDesc::contiguous(DType::F32, &[1, c, side, side]).unwrap();
+                let params = Conv2dParams { padding: [1, 1], accuracy, ..Default::default() };
+                let spec = Conv2dSpec::new(x, w, &params).unwrap();
+                let p = spec.problem().unwrap();
+                let tile = choose(&spec, &p, isa, Filter::Kept).tile().unwrap_or(Tile::F6);
+                (tile, winograd_products(&spec, &p, isa, tile))
+            };
+            for (c, side, want) in [
+                (256, 128, (Tile::F4, Products::Tiles)),
+                (256, 56, (Tile::F4, Products::Tiles)),
+                (512, 64, (Tile::F4, Products::Tiles)),
+                (128, 112, (Tile::F6, Products::Vectors)),
+                (512, 28, (Tile::F4, Products::Vectors)),
+                (128, 28, (Tile::F4, Products::Vectors)),
+                (512, 14, (Tile::F2, Products::Vectors)),
+            ] {
+                assert_eq!(chosen(c, side, Accuracy::Fp32), want, "{c} {side}");
+                assert_eq!(chosen(c, side, Accuracy::Exact).1, Products::Vectors, "{c} {side}");
+            }
         }
     }
 

@@ -20,6 +20,7 @@ use crate::dtype::with_element;
 use crate::{Activation, DType, Filter, Result, TensorMut, TensorRef};
 pub(crate) use activation::apply as activate;
 pub(crate) use backward::Backward;
+use choice::winograd_products;
 pub(crate) use choice::{by_bf16_products, by_tiles, choose, supported};
 use direct::Direct;
 use epilogue::Epilogue;
@@ -141,7 +142,8 @@ impl Forward {
                 Forward::Gather(Gather::Im2colGemm(Im2colGemm::new(stencil()?, isa, threads)))
             }
             Conv2dAlgorithm::WinogradGemm(tile) => {
-                let engine = WinogradCpu::with_isa(p, tile, threads, isa);
+                let products = winograd_products(spec, p, isa, tile);
+                let engine = WinogradCpu::with_isa(p, tile, threads, isa, products);
                 Forward::Winograd(engine.with_blocking([tiles, parts, vectors]))
             }
             Conv2dAlgorithm::WinogradFused(FUSED_TILE) => {
@@ -372,12 +374,20 @@ pub(crate) fn floats_mut(bytes: &mut [u8]) -> &mut [f32] {
 }
 
 /// Time that the model expects, in multiplications at the rate of Winograd's products.
-pub(crate) fn cost(p: &Problem, algorithm: Conv2dAlgorithm, filter: Filter) -> f64 {
+pub(crate) fn cost(
+    spec: &Conv2dSpec,
+    p: &Problem,
+    isa: Isa,
+    algorithm: Conv2dAlgorithm,
+    filter: Filter,
+) -> f64 {
     // Of an element of the filter.
     const PACK: f64 = 30.0;
     let terms = p.flops() / 2.0;
     match algorithm {
-        Conv2dAlgorithm::WinogradGemm(tile) => winograd::cost(p, tile, filter),
+        Conv2dAlgorithm::WinogradGemm(tile) => {
+            winograd::cost(p, tile, filter, winograd_products(spec, p, isa, tile))
+        }
         // Transformed along rows only.
         Conv2dAlgorithm::WinogradFused(tile) => terms * tile.alpha() as f64 / (3 * tile.m()) as f64,
         _ if filter == Filter::Changing => terms + PACK * (p.k * p.taps()) as f64,

@@ -100,7 +100,8 @@ impl Engine<Conv2d> for Cpu {
     }
 
     fn cost(setup: &Setup<'_, Conv2d, Isa>, configuration: &Conv2dConfiguration) -> Result<f64> {
-        Ok(cpu::cost(setup.problem, configuration.algorithm, setup.options.filter))
+        let Setup { spec, problem, place, options, .. } = setup;
+        Ok(cpu::cost(spec, problem, *place, configuration.algorithm, options.filter))
     }
 }
 

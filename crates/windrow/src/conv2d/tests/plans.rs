@@ -333,6 +333,48 @@ fn extreme_parameters() {
     }
 }
 
+/// Large enough for Winograd's products to be summed by tiles, where the machine has them; and their data gradient. The bits
+/// depend neither on the number of threads nor on who packs the filter.
+#[test]
+fn large_layers_sum_winograds_products_by_tiles() {
+    for isa in Isa::available().into_iter().filter(|isa| isa.has_tiles()) {
+        let [x, dy] = [[1, 257, 54, 55], [1, 260, 54, 55]]
+            .map(|shape| random_tensor(1, desc(&shape), -1.0, 1.0).unwrap());
+        let w = random_tensor(2, desc(&[260, 257, 3, 3]), -1.0, 1.0).unwrap();
+        let run = |accuracy, threads, packs: bool| {
+            let params = Conv2dParams { padding: [1, 1], accuracy, ..Default::default() };
+            let spec = Conv2dSpec::new(*x.desc(), *w.desc(), &params).unwrap();
+            let threads = std::num::NonZeroUsize::new(threads);
+            let options = PlanOptions { threads, ..Default::default() };
+            let algorithm = Conv2dPlan::new(&spec, &options).unwrap().algorithm();
+            let algorithm = match accuracy {
+                Accuracy::Exact => algorithm,
+                _ => Conv2dAlgorithm::WinogradGemm(Tile::F4),
+            };
+            let configuration = Conv2dConfiguration::new(algorithm);
+            let plan = Conv2dPlan::on_isa(&spec, &configuration, &options, isa).unwrap();
+            let by_tiles = plan.explain().contains("products by tiles");
+            assert_eq!(by_tiles, accuracy != Accuracy::Exact, "{}", plan.explain());
+            let bytes = plan.workspace_bytes().max(plan.backward_workspace_bytes().unwrap());
+            let mut workspace = Workspace::new(Device::Cpu, bytes).unwrap();
+            let [mut y, mut dx] = [spec.y, spec.x].map(|desc| Tensor::uninitialised(desc).unwrap());
+            let (x, w) = (x.as_ref(), w.as_ref());
+            let packed = packs.then(|| plan.pack_weights(&w, &mut workspace).unwrap());
+            let weights = packed.as_ref().map_or(Weights::Raw(w), Weights::Packed);
+            plan.run(&Conv2dArgs::new(x, weights), y.as_mut(), &mut workspace).unwrap();
+            plan.backward_data(&w, &dy.as_ref(), dx.as_mut(), &mut workspace).unwrap();
+            [y, dx].map(|t| t.to_vec::<f32>().unwrap())
+        };
+        let (exact, one) = (run(Accuracy::Exact, 2, true), run(Accuracy::Fp32, 1, true));
+        for (exact, got) in exact.iter().flatten().zip(one.iter().flatten()) {
+            // Of a tile's scale: sums of 9 * 257 terms of a half, times the largest number.
+            assert!((exact - got).abs() <= 4e-6 * 9.0 * 257.0 * 0.6, "{got} instead of {exact}");
+        }
+        assert!(run(Accuracy::Fp32, 1, false) == one && run(Accuracy::Fp32, 2, true) == one);
+        assert!(run(Accuracy::Fp32, 9, false) == one && run(Accuracy::Fp32, 3, true) == one);
+    }
+}
+
 /// A transposed convolution spreads each of its inputs over the result.
 #[test]
 fn transposed_convolutions_spread_their_input() {

@@ -1,25 +1,48 @@
 //! How the work is cut, by a model of what it costs.
 
+use super::Products;
 use super::gemm::PANEL;
 use super::geometry::Geometry;
 use super::raw::shares_input;
+use super::tiled;
 use crate::Filter;
 use crate::conv2d::{Problem, Tile};
 
 /// With fewer tiles than this for each thread, threads share the tiles and divide the channels.
-const FEW_TILES: usize = 12;
+fn few_tiles(products: Products) -> usize {
+    match products {
+        Products::Vectors => 12,
+        Products::Tiles => 128,
+    }
+}
 
 /// Tiles of a block, and vectors of output channels between two output transforms, by input channels.
 ///
 /// U is read from memory once for each block, and 36 tiles multiply it for longer than memory takes to
 /// deliver it. Few vectors keep M in the second-level cache. V of many channels does not fit there: it
 /// is read again for each group of vectors, and U less often if blocks are larger.
-fn at_once(c: usize) -> [usize; 2] {
-    if c > 256 { [64, 16] } else { [36, 4] }
+///
+/// Products by tiles take a third of the time, in which memory delivers a third of U; and V of a position is split for
+/// each group of vectors. So blocks are larger, though V and M then leave the second-level cache.
+fn at_once(c: usize, products: Products) -> [usize; 2] {
+    match products {
+        Products::Tiles => [MOST_SPLIT, 32],
+        Products::Vectors if c > 256 => [64, 16],
+        Products::Vectors => [36, 4],
+    }
 }
 
+/// Most tiles of a block whose products are summed by tiles: a panel of U takes as long to arrive and to be split as 40 of
+/// them to be multiplied. They fill rows of 16.
+const MOST_SPLIT: usize = 224;
+
 /// Most tiles of a block of which threads share V.
-const MOST_SHARED: usize = 64;
+fn most_shared(products: Products) -> usize {
+    match products {
+        Products::Vectors => 64,
+        Products::Tiles => MOST_SPLIT,
+    }
+}
 
 /// Bytes of V and M of all threads from which on threads share V, so that scratch memory does not grow with their number.
 const OWN_BYTES: usize = 32 << 20;
@@ -43,8 +66,13 @@ pub(super) struct Blocking {
 
 impl Blocking {
     /// What the model takes.
-    pub(super) fn choose(geometry: &Geometry, lanes: usize, threads: usize) -> Self {
-        Self::with(geometry, lanes, threads, [None; 3])
+    pub(super) fn choose(
+        geometry: &Geometry,
+        lanes: usize,
+        threads: usize,
+        products: Products,
+    ) -> Self {
+        Self::with(geometry, lanes, threads, products, [None; 3])
     }
 
     /// With `None` replaced by what the model takes, of tiles, parts and vectors.
@@ -52,15 +80,19 @@ impl Blocking {
         geometry: &Geometry,
         lanes: usize,
         threads: usize,
+        products: Products,
         parameters: [Option<usize>; 3],
     ) -> Self {
         let vectors = geometry.problem.k.div_ceil(lanes).max(1);
-        let few = geometry.tiles().max(1) < threads.saturating_mul(FEW_TILES);
-        let [most, at_once] = at_once(geometry.problem.c);
+        let few = geometry.tiles().max(1) < threads.saturating_mul(few_tiles(products));
+        let [most, at_once] = at_once(geometry.problem.c, products);
         let own = Self::cut(geometry, vectors, threads, [most, 1, at_once]);
         let is_room = threads * own.bytes(geometry, lanes) <= OWN_BYTES;
         let [tiles, parts] = match few || threads >= MANY_THREADS || !is_room {
-            true => ends_first(geometry, vectors, lanes, threads, [most, at_once], is_room),
+            true => {
+                let most = [most, at_once];
+                ends_first(geometry, vectors, lanes, threads, products, most, is_room)
+            }
             false => [most, 1],
         };
         let model = [tiles, parts, at_once];
@@ -120,20 +152,26 @@ fn ends_first(
     vectors: usize,
     lanes: usize,
     threads: usize,
+    products: Products,
     [most, at_once]: [usize; 2],
     is_room: bool,
 ) -> [usize; 2] {
     let (tiles, panels) = (geometry.tiles().max(1), vectors.div_ceil(PANEL));
     let c = geometry.problem.c as f64;
-    let [read_u, read_v, share] = if threads >= MANY_THREADS { BY_MANY } else { BY_FEW };
+    let rates = Rates::of(products);
+    let [read_u, read_v, share] = match threads >= MANY_THREADS {
+        true => BY_MANY,
+        false => [rates.read, 0.0, 0.0],
+    };
     let time = |blocks: usize, parts: usize| {
         let vectors = panels.div_ceil(parts) * PANEL;
         let k = (vectors * lanes) as f64;
         // Parts of the channels share V, which all threads form, a stretch after the other.
         let stretches = if parts > 1 { stretches(geometry) } else { 1 };
         let blocks = blocks.div_ceil(stretches);
-        let block = tiles.div_ceil(stretches * blocks) as f64;
+        let block = tiles.div_ceil(stretches * blocks);
         let rounds = (stretches * (blocks * parts).div_ceil(threads)) as f64;
+        let (multiplied, block) = (rates.multiplied(block), block as f64);
         let (inputs, v) = match parts {
             1 => (rounds * block * TRANSFORM, 0.0),
             _ => {
@@ -141,12 +179,13 @@ fn ends_first(
                 (tiles as f64 / threads as f64 * (TRANSFORM + share), block * passes)
             }
         };
-        rounds * (block * k * (c + TRANSFORM) + (read_u * k + read_v * v) * c) + inputs * c
+        let sums = multiplied * k * c + block * k * TRANSFORM + block * rates.split * c;
+        rounds * (sums + (read_u * k + read_v * v) * c) + inputs * c
     };
     let least = if is_room { 1 } else { 2.min(panels) };
     let shares = (least..=panels.min(threads)).flat_map(|parts| {
         // V that is shared is not in the second-level cache either.
-        let fewest = tiles.div_ceil(if parts > 1 { MOST_SHARED } else { most });
+        let fewest = tiles.div_ceil(if parts > 1 { most_shared(products) } else { most });
         (fewest..=tiles.min(threads.max(fewest))).map(move |blocks| (blocks, parts))
     });
     let best = shares.min_by(|a, b| time(a.0, a.1).total_cmp(&time(b.0, b.1)));
@@ -157,21 +196,45 @@ fn ends_first(
 const MANY_THREADS: usize = 8;
 /// Multiplications in the time that an element takes of U, of V that others formed, and of such to be written.
 const BY_MANY: [f64; 3] = [30.0, 30.0, 100.0];
-/// The same where threads are few: what they read arrives in time.
-const BY_FEW: [f64; 3] = [READ, 0.0, 0.0];
-
 /// Operations of a transform for each element of V and M, in multiplications.
 const TRANSFORM: f64 = 8.0;
-/// Multiplications in the time that memory takes for an element of U.
-const READ: f64 = 10.0;
+
+/// What products take, in multiplications by vectors.
+struct Rates {
+    products: Products,
+    multiply: f64,
+    /// For an element of U, which few threads read: the time until it arrives, and for tiles that of splitting it as far
+    /// as products do not hide it.
+    read: f64,
+    /// For an element of V.
+    split: f64,
+}
+
+impl Rates {
+    fn of(products: Products) -> Self {
+        match products {
+            Products::Vectors => Rates { products, multiply: 1.0, read: 10.0, split: 0.0 },
+            Products::Tiles => Rates { products, multiply: 0.45, read: 16.0, split: 9.0 },
+        }
+    }
+
+    /// Multiplications of an element of U with so many tiles.
+    fn multiplied(&self, tiles: usize) -> f64 {
+        match self.products {
+            Products::Vectors => tiles as f64,
+            Products::Tiles => self.multiply * tiled::whole(tiles) as f64,
+        }
+    }
+}
 
 /// What the next larger tile has to save: it has about four times the error, and a packed filter of nearly twice the size.
 const WORTH: f64 = 0.92;
 
 /// The tile that should take the least time, or a smaller one that takes hardly more.
-pub(crate) fn best_tile(p: &Problem, filter: Filter) -> Tile {
+pub(crate) fn best_tile(p: &Problem, filter: Filter, products: impl Fn(Tile) -> Products) -> Tile {
     let larger = |best, tile| {
-        let pays = cost(p, tile, filter) < WORTH * cost(p, best, filter);
+        let cost = |tile| cost(p, tile, filter, products(tile));
+        let pays = cost(tile) < WORTH * cost(best);
         if pays { tile } else { best }
     };
     Tile::ALL.into_iter().reduce(larger).expect("there are tiles")
@@ -179,18 +242,21 @@ pub(crate) fn best_tile(p: &Problem, filter: Filter) -> Tile {
 
 /// Time of a tile in multiplications: larger tiles multiply less, smaller ones waste less at
 /// the border of small images and have a smaller U to pack and to read.
-pub(crate) fn cost(p: &Problem, tile: Tile, filter: Filter) -> f64 {
-    // As READ, for transforming a filter to an element of U.
+pub(crate) fn cost(p: &Problem, tile: Tile, filter: Filter, products: Products) -> f64 {
+    // As `Rates::read`, for transforming a filter to an element of U.
     const PACK: f64 = 16.0;
     let geometry = Geometry::new(p, tile.m());
+    let rates = Rates::of(products);
     // One pass over U counts: the others are hidden behind the products of their blocks.
     let u = match filter {
-        Filter::Kept => READ,
+        Filter::Kept => rates.read,
         // U never leaves the caches.
         Filter::Changing if shares_input(&geometry) => PACK,
-        Filter::Changing => READ + PACK,
+        Filter::Changing => rates.read + PACK,
     };
     let positions = geometry.positions() as f64;
+    let multiplied = rates.multiplied(geometry.tiles());
     let (tiles, c, k) = (geometry.tiles() as f64, p.c as f64, p.k as f64);
-    positions * (tiles * (c * k + TRANSFORM * (c + k)) + u * c * k)
+    let transforms = tiles * (TRANSFORM * (c + k) + rates.split * c);
+    positions * (multiplied * c * k + transforms + u * c * k)
 }

@@ -475,14 +475,16 @@ unsafe fn in_vectors<S: Simd, X: SimdElement>(
     results: impl Fn(usize) -> S::F32,
 ) {
     let last = len - S::LANES;
-    // SAFETY: vectors that begin at `last` at most.
-    unsafe {
-        X::store(s, y, results(0));
-        let mut at = (S::LANES - y.addr() / size_of::<X>() % S::LANES).min(last);
-        while at < last {
-            X::store(s, y.add(at), results(at));
-            at += S::LANES;
-        }
-        X::store(s, y.add(last), results(last));
+    let second = (S::LANES - y.addr() / size_of::<X>() % S::LANES).min(last);
+    let mut at = 0;
+    // One call: at several places the closure would not be inlined into the function that enables the instructions.
+    loop {
+        // SAFETY: vectors that begin at `last` at most.
+        unsafe { X::store(s, y.add(at), results(at)) };
+        at = match at {
+            _ if at == last => break,
+            0 => second,
+            _ => last.min(at + S::LANES),
+        };
     }
 }

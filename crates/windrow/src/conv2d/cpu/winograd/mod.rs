@@ -3,7 +3,7 @@
 //! The tiles of the whole batch are cut into blocks. For each block a thread transforms the input
 //! (V), multiplies with the transformed filter (U) position by position (M) and transforms the
 //! output into y, so V and M are as large as a block, not as the problem. U streams through once
-//! for each block.
+//! for each block. Products are summed by vectors of f32 or by tiles of bf16.
 //!
 //! Where that would occupy few threads, or V of all threads is large, these form V of a stretch of
 //! tiles together, then take parts of its output channels.
@@ -16,9 +16,11 @@ mod geometry;
 mod input;
 mod output;
 mod prefetch;
+mod products;
 mod raw;
 mod shared;
 mod stages;
+mod tiled;
 mod transform;
 mod weight_gradient;
 mod weight_stages;
@@ -40,6 +42,7 @@ use geometry::Geometry;
 use input::InputTransform;
 use output::OutputTransform;
 use prefetch::{Ahead, Image, Prefetch};
+pub(crate) use products::Products;
 use shared::SharedInput;
 use stages::Block;
 use std::ops::Range;
@@ -48,6 +51,11 @@ pub(crate) use weight_gradient::{WinogradWeight, weight_cost};
 /// Input channels of a panel of the filter that a task packs where panels would leave threads idle.
 const CHANNELS_AT_ONCE: usize = 32;
 
+/// Tiles of a problem.
+pub(crate) fn tiles(p: &Problem, tile: Tile) -> usize {
+    Geometry::new(p, tile.m()).tiles()
+}
+
 /// A 3x3 convolution of stride and dilation 1 with one group, by Winograd's algorithm.
 #[derive(Clone, Debug)]
 pub(crate) struct WinogradCpu {
@@ -55,6 +63,7 @@ pub(crate) struct WinogradCpu {
     tile: Tile,
     threads: usize,
     isa: Isa,
+    products: Products,
     lanes: usize,
     registers: usize,
     blocking: Blocking,
@@ -80,18 +89,25 @@ unsafe impl Sync for Operands<'_> {}
 
 impl WinogradCpu {
     /// For a problem that [`Problem::is_winograd`].
-    pub(crate) fn with_isa(problem: &Problem, tile: Tile, threads: usize, isa: Isa) -> Self {
+    pub(crate) fn with_isa(
+        problem: &Problem,
+        tile: Tile,
+        threads: usize,
+        isa: Isa,
+        products: Products,
+    ) -> Self {
         debug_assert!(problem.is_winograd());
         let geometry = Geometry::new(problem, tile.m());
         let (lanes, registers) = dispatch(isa, Vectors);
-        let blocking = Blocking::choose(&geometry, lanes, threads);
-        WinogradCpu { geometry, tile, threads, isa, lanes, registers, blocking }
+        let blocking = Blocking::choose(&geometry, lanes, threads, products);
+        WinogradCpu { geometry, tile, threads, isa, products, lanes, registers, blocking }
     }
 
     /// With at most so many tiles in a block, so many parts of the output channels, and so many vectors of
     /// them between two output transforms.
     pub(crate) fn with_blocking(self, parameters: [Option<usize>; 3]) -> Self {
-        let blocking = Blocking::with(&self.geometry, self.lanes, self.threads, parameters);
+        let WinogradCpu { geometry, lanes, threads, products, .. } = &self;
+        let blocking = Blocking::with(geometry, *lanes, *threads, *products, parameters);
         WinogradCpu { blocking, ..self }
     }
 
@@ -109,8 +125,12 @@ impl WinogradCpu {
     pub(crate) fn explain(&self) -> String {
         let Blocking { tiles, parts, vectors, stretch } = self.blocking;
         let shared = if stretch > 0 { format!(" of {stretch} at a time") } else { String::new() };
+        let by = match self.products {
+            Products::Vectors => "",
+            Products::Tiles => ", products by tiles of bf16, split into three parts",
+        };
         format!(
-            "blocks of {tiles} tiles{shared}, {parts} parts of the channels, {vectors} vectors at once"
+            "blocks of {tiles} tiles{shared}, {parts} parts of the channels, {vectors} vectors at once{by}"
         )
     }
 
@@ -211,9 +231,10 @@ impl WinogradCpu {
         let tiles = self.tiles(stretch, task / self.blocking.parts);
         let part = self.part(task % self.blocking.parts);
         // SAFETY: `slot_len` is the sum of these.
-        let [staging_out, m, own] = unsafe {
-            let m = slot.add(output::STAGING);
-            [slot, m, m.add(self.positions() * self.m_strides()[0])]
+        let [staging_out, split, m, own] = unsafe {
+            let split = slot.add(output::STAGING);
+            let m = split.add(self.split_len());
+            [slot, split, m, m.add(self.positions() * self.m_strides()[0])]
         };
         let v = if self.shares_input() {
             // SAFETY: the block's tiles of V of the stretch.
@@ -247,24 +268,22 @@ impl WinogradCpu {
             let calls = self.calls(tiles.len(), vectors);
             let write =
                 Prefetch::new(&self.geometry, image, tiles.clone(), channels.clone(), calls);
-            dispatch(
-                self.isa,
-                Gemm {
-                    c: p.c,
-                    positions: self.positions(),
-                    tiles: tiles.len(),
-                    vectors,
-                    u: operands.packed[first * self.lanes * p.c..].as_ptr(),
-                    u_position: self.u_position(),
-                    v,
-                    v_strides: self.v_strides(),
-                    m,
-                    m_strides: self.m_strides(),
-                    accumulate: false,
-                    v_is_far: self.shares_input(),
-                    ahead: Ahead { read: &mut read, write },
-                },
-            );
+            let products = Gemm {
+                c: p.c,
+                positions: self.positions(),
+                tiles: tiles.len(),
+                vectors,
+                u: operands.packed[first * self.lanes * p.c..].as_ptr(),
+                u_position: self.u_position(),
+                v,
+                v_strides: self.v_strides(),
+                m,
+                m_strides: self.m_strides(),
+                accumulate: false,
+                v_is_far: self.shares_input(),
+                ahead: Ahead { read: &mut read, write },
+            };
+            self.multiply(products, split);
             (operands.inspect)(&Block { tiles: tiles.clone(), v, channels: channels.clone(), m });
             dispatch(
                 self.isa,
@@ -272,6 +291,7 @@ impl WinogradCpu {
                     geometry: &self.geometry,
                     m,
                     m_strides: self.m_strides(),
+                    m_width: self.m_width(),
                     tiles: tiles.clone(),
                     channels,
                     epilogue: operands.epilogue,
@@ -304,11 +324,6 @@ impl WinogradCpu {
         let tiles = if asks { self.tiles(stretch, task + self.threads) } else { 0..0 };
         let calls = self.calls(self.blocking.tiles, vectors);
         Prefetch::new(&self.geometry, image, tiles, 0..p.c, calls)
-    }
-
-    /// Micro-kernel calls for the products of a block with vectors of output channels.
-    fn calls(&self, tiles: usize, vectors: usize) -> usize {
-        gemm::calls(self.positions(), self.geometry.problem.c, vectors, tiles, self.registers)
     }
 
     /// Whether all threads form V of a stretch of tiles together, which their tasks share.
@@ -411,15 +426,17 @@ impl WinogradCpu {
         self.positions() * self.v_strides_of(tiles)[0] + self.threads * input::STAGING
     }
 
+    /// Strides of M of a block.
     fn m_strides(&self) -> [usize; 2] {
-        block_strides(self.blocking.tiles, self.blocking.vectors, self.lanes)
+        self.m_strides_of(self.blocking.tiles, self.blocking.vectors)
     }
 
     fn slot_len(&self) -> usize {
         let own = self.positions() * self.v_strides()[0] + input::STAGING;
         let own = if self.shares_input() { 0 } else { own };
         let m = self.positions() * self.m_strides()[0];
-        (output::STAGING + m + own).next_multiple_of(MAX_LANES)
+        let split = self.split_len();
+        (output::STAGING + split + m + own).next_multiple_of(MAX_LANES)
     }
 
     /// Of so many tiles.

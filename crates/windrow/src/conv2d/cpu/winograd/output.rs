@@ -28,10 +28,12 @@ pub(super) const STAGING: usize = ((MAX_ALPHA - 2) * HALF_DONE_ROW + ROW) * MAX_
 /// The output transform of a block of tiles, `A` = alpha.
 pub(super) struct OutputTransform<'a, Y, const A: usize> {
     pub geometry: &'a Geometry,
-    /// M [position, k / LANES, tile, LANES] from the first vector of outputs wanted
+    /// M [position, k / width, tile, width] from the first vector of outputs wanted
     pub m: *const f32,
-    /// Distances between positions and between channel vectors of M.
+    /// Distances between positions and between rows of channels of M.
     pub m_strides: [usize; 2],
+    /// Channels that lie next to each other in M: whole vectors.
+    pub m_width: usize,
     /// The block.
     pub tiles: Range<usize>,
     /// Output channels.
@@ -53,8 +55,11 @@ impl<Y: SimdElement, const A: usize> Kernel for OutputTransform<'_, Y, A> {
         let mut tile = self.tiles.start;
         while tile < self.tiles.end {
             let segment = self.geometry.segment(tile, self.tiles.end, COLUMNS);
-            for (vector, channel) in self.channels.clone().step_by(S::LANES).enumerate() {
-                let offset = vector * self.m_strides[1] + (tile - self.tiles.start) * S::LANES;
+            for channel in self.channels.clone().step_by(S::LANES) {
+                let channel_of_m = channel - self.channels.start;
+                let (row, at) = (channel_of_m / self.m_width, channel_of_m % self.m_width);
+                let tile = tile - self.tiles.start;
+                let offset = row * self.m_strides[1] + tile * self.m_width + at;
                 // SAFETY: M holds the block's tiles, bias a vector from each channel on; the segment is
                 // inside of the problem, whose elements y reaches.
                 unsafe {
@@ -86,7 +91,8 @@ impl<Y: SimdElement, const A: usize> OutputTransform<'_, Y, A> {
                 unsafe {
                     let mut x = [s.zero(); A];
                     for (i, x) in x.iter_mut().enumerate() {
-                        *x = s.load(m.add((i * A + j) * self.m_strides[0] + tile * S::LANES));
+                        let position = (i * A + j) * self.m_strides[0];
+                        *x = s.load(m.add(position + tile * self.m_width));
                     }
                     for (i, y) in transform::output(s, x)[..A - 2].iter().enumerate() {
                         s.store(self.half_done(i, tile * A + j, S::LANES), *y);

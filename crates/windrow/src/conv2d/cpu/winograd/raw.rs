@@ -12,7 +12,7 @@ use super::geometry::Geometry;
 use super::output::{self, OutputTransform};
 use super::prefetch::{Ahead, Prefetch};
 use super::shared::SharedInput;
-use super::{WinogradCpu, block_strides, strides4};
+use super::{Products, WinogradCpu, strides4};
 use crate::conv2d::cpu::{Run, bias_len, floats_mut, stage_bias, with_element};
 use crate::conv2d::{Problem, Tile};
 use crate::cpu::{MAX_LANES, SendPtr, SimdElement, dispatch, parallel_for_workers};
@@ -92,7 +92,10 @@ impl WinogradCpu {
     /// Whether tasks pack a panel each, beside V that they share. Fewer panels than threads would leave some idle: then all
     /// pack at first.
     fn packs_by_panels(&self) -> bool {
-        shares_input(&self.geometry) && self.panels() >= self.threads
+        // Tiles would split V for each panel.
+        self.products == Products::Vectors
+            && shares_input(&self.geometry)
+            && self.panels() >= self.threads
     }
 
     /// Panels of output channels, each a task where V is shared.
@@ -102,7 +105,7 @@ impl WinogradCpu {
 
     /// Strides of M of a panel and all tiles.
     fn panel_strides(&self) -> [usize; 2] {
-        block_strides(self.geometry.tiles(), PANEL, self.lanes)
+        self.m_strides_of(self.geometry.tiles(), PANEL)
     }
 
     /// Elements of U of a panel, of the input channels that are multiplied at once.
@@ -183,6 +186,7 @@ impl WinogradCpu {
                 geometry: &self.geometry,
                 m,
                 m_strides,
+                m_width: self.m_width(),
                 tiles: tiles.clone(),
                 channels,
                 epilogue,

@@ -17,7 +17,7 @@ pub(super) struct Block {
     pub v: *const f32,
     /// Output channels of M, from a multiple of LANES on.
     pub channels: Range<usize>,
-    /// M [position, k / LANES, tile, LANES]
+    /// M [position, k / width, tile, width]
     pub m: *const f32,
 }
 
@@ -43,13 +43,13 @@ impl WinogradCpu {
                 let local = tile - block.tiles.start;
                 let row = position * tiles + tile;
                 for c in 0..p.c {
-                    let at = self.element(position, self.v_strides(), local, c);
+                    let at = element(position, self.v_strides(), self.lanes, [local, c]);
                     // SAFETY: V holds the block.
                     v[row * p.c + c] = unsafe { *block.v.add(at) };
                 }
                 for k in block.channels.clone() {
-                    let at =
-                        self.element(position, self.m_strides(), local, k - block.channels.start);
+                    let place = [local, k - block.channels.start];
+                    let at = element(position, self.m_strides(), self.m_width(), place);
                     // SAFETY: M holds these channels of the block.
                     m[row * p.k + k] = unsafe { *block.m.add(at) };
                 }
@@ -80,12 +80,14 @@ impl WinogradCpu {
         }
         Ok(u)
     }
+}
 
-    /// Where element `channel` of a block's tile lies in V or M.
-    fn element(&self, position: usize, strides: [usize; 2], tile: usize, channel: usize) -> usize {
-        position * strides[0]
-            + channel / self.lanes * strides[1]
-            + tile * self.lanes
-            + channel % self.lanes
-    }
+/// Where element `channel` of a block's tile lies in V or M, whose rows are of `width` channels.
+fn element(
+    position: usize,
+    strides: [usize; 2],
+    width: usize,
+    [tile, channel]: [usize; 2],
+) -> usize {
+    position * strides[0] + channel / width * strides[1] + tile * width + channel % width
 }

@@ -148,11 +148,18 @@ impl Given {
     }
 }
 
+/// Every instruction set with what sums products there; tiles are a model where the machine has none.
+fn ways() -> Vec<(Isa, Products)> {
+    let tiles = Isa::tested().into_iter().filter(|isa| isa.has_tiles());
+    let vectors = Isa::available().into_iter().map(|isa| (isa, Products::Vectors));
+    vectors.chain(tiles.map(|isa| (isa, Products::Tiles))).collect()
+}
+
 /// The result of the pipeline and of the oracle.
-fn compute(case: &Case, isa: Isa) -> (Vec<f64>, Expected) {
+fn compute(case: &Case, (isa, products): (Isa, Products)) -> (Vec<f64>, Expected) {
     let given = Given::new(case);
     let Given { x, filter, bias, problem } = &given;
-    let mut conv = WinogradCpu::with_isa(problem, case.tile, case.threads, isa);
+    let mut conv = WinogradCpu::with_isa(problem, case.tile, case.threads, isa, products);
     if let Some(blocking) = case.blocking {
         conv.blocking = blocking;
     }
@@ -178,8 +185,8 @@ fn tolerance(tile: Tile) -> f64 {
 }
 
 fn check(case: &Case) {
-    for isa in Isa::available() {
-        let (got, expected) = compute(case, isa);
+    for way in ways() {
+        let (got, expected) = compute(case, way);
         let scale = expected.scale.iter().copied().fold(0.0, f64::max);
         for (i, (got, want)) in got.iter().zip(&expected.values).enumerate() {
             // The smallest f16 is subnormal below 2^-14.
@@ -187,8 +194,7 @@ fn check(case: &Case) {
             let bound = tolerance(case.tile) * scale + rounding;
             assert!(
                 (got - want).abs() <= bound,
-                "{} {i}: {got} instead of {want} (bound {bound:e}) in {case:?}",
-                isa.name()
+                "{way:?} {i}: {got} instead of {want} (bound {bound:e}) in {case:?}",
             );
         }
     }
@@ -265,7 +271,7 @@ proptest! {
 #[test]
 fn errors_at_256_channels() {
     for (tile, bound) in [(Tile::F2, 1e-6), (Tile::F4, 1e-6), (Tile::F6, 5e-6)] {
-        for isa in Isa::available() {
+        for way in ways() {
             let case = Case {
                 c: 256,
                 k: 32,
@@ -275,13 +281,13 @@ fn errors_at_256_channels() {
                 rectified: true,
                 ..Case::default()
             };
-            let (got, expected) = compute(&case, isa);
+            let (got, expected) = compute(&case, way);
             let square = |x: f64| x * x;
             let error: f64 = got.iter().zip(&expected.values).map(|(a, b)| square(a - b)).sum();
             let norm: f64 = expected.values.iter().map(|x| square(*x)).sum();
             let rms = (error / norm).sqrt();
-            println!("{tile:?} {}: {rms:.2e}", isa.name());
-            assert!(rms <= bound, "{tile:?} {}: {rms:e}", isa.name());
+            println!("{tile:?} {way:?}: {rms:.2e}");
+            assert!(rms <= bound, "{tile:?} {way:?}: {rms:e}");
         }
     }
 }
@@ -293,8 +299,12 @@ fn same_bits_on_any_number_of_threads() {
     let large = Case { c: 260, k: 40, size: [152, 152], tile: Tile::F6, ..Case::default() };
     for (case, stretches) in [(few, 1..2), (large, 2..20)] {
         let given = Given::new(&case);
-        for isa in Isa::available() {
-            let conv = |threads| WinogradCpu::with_isa(&given.problem, case.tile, threads, isa);
+        // The model of tiles takes long.
+        let is_large = stretches.end > 2;
+        let has = |isa: &Isa| !is_large || Isa::available().contains(isa);
+        for (isa, products) in ways().into_iter().filter(|(isa, _)| has(isa)) {
+            let conv =
+                |threads| WinogradCpu::with_isa(&given.problem, case.tile, threads, isa, products);
             let bits = |threads, raw| {
                 let y = given.by(&conv(threads), &case, raw);
                 y.to_vec::<f32>().unwrap().into_iter().map(f32::to_bits).collect::<Vec<_>>()
@@ -311,9 +321,38 @@ fn same_bits_on_any_number_of_threads() {
                 for raw in [false, true] {
                     assert!(
                         bits(threads, raw) == one,
-                        "{} threads {threads} raw {raw}: {case:?}",
-                        isa.name()
+                        "{isa:?} {products:?} threads {threads} raw {raw}: {case:?}"
                     );
+                }
+            }
+        }
+    }
+}
+
+/// A number that is not finite reaches the outputs whose sums have it, and none but of the tiles that read it.
+#[test]
+fn numbers_that_are_not_finite_stay_in_their_tiles() {
+    let case = Case { c: 40, k: 21, size: [16, 28], bias: false, ..Case::default() };
+    for (way, tile) in ways().into_iter().flat_map(|way| Tile::ALL.map(|tile| (way, tile))) {
+        let case = Case { tile, ..case };
+        for number in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
+            let mut given = Given::new(&case);
+            let (at, m) = ([9, 10], tile.m());
+            let pixel = (33 * case.size[0] + at[0]) * case.size[1] + at[1];
+            // SAFETY: a pixel of channel 33, in a contiguous tensor of f32.
+            unsafe { given.x.as_mut().as_mut_ptr().cast::<f32>().add(pixel).write(number) };
+            let conv = WinogradCpu::with_isa(&given.problem, tile, 1, way.0, way.1);
+            let y = given.by(&conv, &case, false).to_vec::<f32>().unwrap();
+            for (i, y) in y.into_iter().enumerate() {
+                let [row, column] = [i / case.size[1] % case.size[0], i % case.size[1]];
+                let is_near = |i: usize, at: usize| i.abs_diff(at) <= 1;
+                // A tile reads a pixel before its first output, and one behind the last.
+                let reads =
+                    |i: usize, at: usize| (i / m * m..i / m * m + m + 2).contains(&(at + 1));
+                if is_near(row, at[0]) && is_near(column, at[1]) {
+                    assert!(!y.is_finite(), "{way:?} {tile:?} {number} {row} {column}: {y}");
+                } else if !(reads(row, at[0]) && reads(column, at[1])) {
+                    assert!(y.is_finite(), "{way:?} {tile:?} {number} {row} {column}: {y}");
                 }
             }
         }

@@ -6,8 +6,8 @@ use super::super::Operands;
 use super::element::TileElement;
 use super::{BLOCK, TILE, Tiled, Unit};
 use crate::cpu::{
-    Bf16Kernel, Bf16Products, Isa, Kernel, ROW_BYTES, SIDE, Simd, TileKernel, Tiles, dispatch,
-    dispatch_bf16,
+    Bf16Kernel, Bf16Products, Isa, Kernel, ROW_BYTES, SIDE, Simd, TileKernel, Tiles, add_block,
+    dispatch, dispatch_bf16, load_left, load_right,
 };
 use std::ops::Range;
 
@@ -293,57 +293,31 @@ impl<E: TileElement> Sums<'_, E> {
         pixels: Option<*const u8>,
         filter: Option<*const u8>,
     ) {
-        let (left, right) = if LEFT { (PIXELS, CHANNELS) } else { (CHANNELS, PIXELS) };
         let pitch = self.plan.pitch;
         // SAFETY: promised by the caller.
         unsafe {
             if let Some(from) = pixels {
                 let second = from.wrapping_add(if LEFT { SIDE * pitch } else { ROW_BYTES });
-                load(tiles, LEFT, PIXELS, [from, second], pitch);
+                match LEFT {
+                    true => load_left::<T, PIXELS>(tiles, [from, second], pitch),
+                    false => load_right::<T, PIXELS>(tiles, [from, second], pitch),
+                }
             }
             if let Some(from) = filter {
                 let ahead = AHEAD * E::PARTS * CHANNELS * TILE;
                 for line in (0..CHANNELS * TILE).step_by(ROW_BYTES) {
                     tiles.prefetch(from.wrapping_add(ahead + line));
                 }
-                load(tiles, !LEFT, CHANNELS, [from, from.wrapping_add(TILE)], ROW_BYTES);
+                let two = [from, from.wrapping_add(TILE)];
+                match LEFT {
+                    true => load_right::<T, CHANNELS>(tiles, two, ROW_BYTES),
+                    false => load_left::<T, CHANNELS>(tiles, two, ROW_BYTES),
+                }
             }
         }
-        tiles.add_products::<0, 4, 6>();
-        if right == 2 {
-            tiles.add_products::<1, 4, 7>();
-        }
-        if left == 2 {
-            tiles.add_products::<2, 5, 6>();
-        }
-        if left == 2 && right == 2 {
-            tiles.add_products::<3, 5, 7>();
-        }
-    }
-}
-
-/// Loads a tile, or two, of the left operand or of the right one.
-///
-/// # Safety
-/// So many are readable.
-#[inline(always)]
-unsafe fn load<T: Tiles>(
-    tiles: &mut T,
-    left: bool,
-    count: usize,
-    [first, second]: [*const u8; 2],
-    stride: usize,
-) {
-    // SAFETY: passed on.
-    unsafe {
-        match left {
-            true => tiles.load::<4>(first, stride),
-            false => tiles.load::<6>(first, stride),
-        }
-        match left {
-            true if count == 2 => tiles.load::<5>(second, stride),
-            false if count == 2 => tiles.load::<7>(second, stride),
-            _ => {}
+        match LEFT {
+            true => add_block::<T, PIXELS, CHANNELS>(tiles),
+            false => add_block::<T, CHANNELS, PIXELS>(tiles),
         }
     }
 }
