@@ -31,7 +31,9 @@ pub use peak::{copy, peak_gflops};
 pub(crate) use simd::{MAX_LANES, Simd};
 pub(crate) use threads::{SendPtr, parallel_for, parallel_for_workers, resolve_threads};
 pub use threads::{Team, num_threads, use_team};
-pub(crate) use tiles::{ROW_BYTES, SIDE, TileKernel, Tiles, add_block, load_left, load_right};
+pub(crate) use tiles::{
+    ROW_BYTES, SIDE, TERMS, TILE_BYTES, TileKernel, Tiles, add_block, load_left, load_right,
+};
 
 /// Tells the compiler that the way through here is seldom taken.
 #[cold]

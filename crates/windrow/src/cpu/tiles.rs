@@ -10,6 +10,10 @@ pub(crate) trait TileKernel {
 pub(crate) const SIDE: usize = 16;
 /// Bytes of a row.
 pub(crate) const ROW_BYTES: usize = SIDE * size_of::<f32>();
+/// Bytes of a tile.
+pub(crate) const TILE_BYTES: usize = SIDE * ROW_BYTES;
+/// Numbers of bf16 in a row.
+pub(crate) const TERMS: usize = 2 * SIDE;
 
 /// Eight tiles, 0 to 7, each of [`SIDE`] rows of [`ROW_BYTES`] bytes.
 ///

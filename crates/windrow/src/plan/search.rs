@@ -16,22 +16,23 @@ pub(crate) struct SearchTask<O: Operator> {
     spec: O::Spec,
     problem: O::Problem,
     options: PlanOptions,
-    /// What can compute the spec with the strides that it has: those of dimensions of size 1 may be beyond a kernel's.
-    supported: Vec<Algorithm<O>>,
+    /// With the strides that it has: those of dimensions of size 1 may be beyond a kernel's.
+    given: O::Spec,
 }
 
 impl<O: Tuned> SearchTask<O> {
     pub(crate) fn new(spec: &O::Spec, options: &PlanOptions) -> Result<Self> {
         O::problem(spec)?;
         let options = PlanOptions { tuning: Tuning::Model, verify: Verify::Off, ..*options };
-        let supported = Plan::<O>::algorithms(spec, options.device);
+        let given = spec.clone();
         let spec = O::plain(spec, &options)?;
-        Ok(SearchTask { problem: O::problem(&spec)?, spec, options, supported })
+        Ok(SearchTask { problem: O::problem(&spec)?, spec, options, given })
     }
 
     fn candidate_algorithms(&self) -> Result<Vec<Algorithm<O>>> {
         let mut all = on_device!(O::candidates, &self.spec, &self.problem, &self.options)?;
-        all.retain(|algorithm| self.supported.contains(algorithm));
+        let supported = Plan::<O>::algorithms(&self.given, self.options.device);
+        all.retain(|algorithm| supported.contains(algorithm));
         Ok(all)
     }
 
@@ -53,14 +54,14 @@ impl<O: Tuned> Tunable for SearchTask<O> {
     }
 
     fn candidates(&self) -> Result<Vec<O::Configuration>> {
-        let SearchTask { spec, problem, options, supported } = self;
+        let SearchTask { spec, problem, options, .. } = self;
         let of = O::Configuration::of;
+        let algorithms = self.candidate_algorithms()?;
         let chosen = on_device!(O::choose, spec, problem, options)?;
         let mut all = Vec::new();
-        if supported.contains(&chosen) {
+        if algorithms.contains(&chosen) {
             all.push(self.complete(&of(chosen))?);
         }
-        let algorithms = self.candidate_algorithms()?;
         let costs = algorithms.iter().map(|&algorithm| self.cost(&of(algorithm)));
         let costs = costs.collect::<Result<Vec<f64>>>()?;
         let least = costs.iter().copied().fold(f64::INFINITY, f64::min);

@@ -4,9 +4,9 @@ use super::Products;
 use super::gemm::PANEL;
 use super::geometry::Geometry;
 use super::raw::shares_input;
-use super::tiled;
 use crate::Filter;
 use crate::conv2d::{Problem, Tile};
+use crate::cpu::SIDE;
 
 /// With fewer tiles than this for each thread, threads share the tiles and divide the channels.
 fn few_tiles(products: Products) -> usize {
@@ -201,8 +201,9 @@ const TRANSFORM: f64 = 8.0;
 
 /// What products take, in multiplications by vectors.
 struct Rates {
-    products: Products,
+    /// Of an element of U with a tile; of so many tiles at once.
     multiply: f64,
+    rows: usize,
     /// For an element of U, which few threads read: the time until it arrives, and for tiles that of splitting it as far
     /// as products do not hide it.
     read: f64,
@@ -213,17 +214,14 @@ struct Rates {
 impl Rates {
     fn of(products: Products) -> Self {
         match products {
-            Products::Vectors => Rates { products, multiply: 1.0, read: 10.0, split: 0.0 },
-            Products::Tiles => Rates { products, multiply: 0.45, read: 16.0, split: 9.0 },
+            Products::Vectors => Rates { multiply: 1.0, rows: 1, read: 10.0, split: 0.0 },
+            Products::Tiles => Rates { multiply: 0.45, rows: SIDE, read: 16.0, split: 9.0 },
         }
     }
 
     /// Multiplications of an element of U with so many tiles.
     fn multiplied(&self, tiles: usize) -> f64 {
-        match self.products {
-            Products::Vectors => tiles as f64,
-            Products::Tiles => self.multiply * tiled::whole(tiles) as f64,
-        }
+        self.multiply * tiles.next_multiple_of(self.rows) as f64
     }
 }
 

@@ -15,7 +15,7 @@ use super::super::epilogue::Lanes;
 use super::super::stencil::{Segment, Stencil};
 use super::Operands;
 use super::planar::Axis;
-use crate::cpu::{Isa, ROW_BYTES, SIDE, SendPtr, dispatch_tiles, parallel_for};
+use crate::cpu::{Isa, ROW_BYTES, SIDE, SendPtr, TERMS, TILE_BYTES, dispatch_tiles, parallel_for};
 use crate::lists::{collected, filled, room_for};
 use crate::{DType, Result, bf16};
 use copy::SlabCopy;
@@ -23,14 +23,10 @@ use element::{TileElement, parts};
 use std::ops::Range;
 use sums::Sums;
 
-/// Terms of a tile.
-const TERMS: usize = 2 * SIDE;
 /// Channels, and pixels, that are summed at once.
 const BLOCK: usize = 2 * SIDE;
 /// Sums of two blocks, and those that stand in for a block's where these are not finite.
 const SUMS: usize = 3 * BLOCK * BLOCK;
-/// Bytes of a tile.
-const TILE: usize = SIDE * ROW_BYTES;
 
 #[derive(Clone, Debug)]
 pub(super) struct Tiled {
@@ -282,7 +278,7 @@ impl Tiled {
     /// Elements of scratch memory of one worker: the copy, and sums with a vector more.
     pub(super) fn scratch_len(&self, stencil: &Stencil) -> usize {
         let lines = self.lines_len(stencil) * size_of::<bf16>();
-        let bytes = self.copy_bytes() + (TILE + lines).next_multiple_of(ROW_BYTES);
+        let bytes = self.copy_bytes() + (TILE_BYTES + lines).next_multiple_of(ROW_BYTES);
         bytes / size_of::<f32>() + SUMS
     }
 
@@ -326,7 +322,7 @@ impl Tiled {
 
     /// Elements of the packed filter of a group.
     pub(super) fn packed_group_len(&self, stencil: &Stencil) -> usize {
-        stencil.k.div_ceil(SIDE) * self.steps() * self.parts * TILE / size_of::<f32>()
+        stencil.k.div_ceil(SIDE) * self.steps() * self.parts * TILE_BYTES / size_of::<f32>()
     }
 
     /// Packs the filter: [group, block of channels, terms, part, half of the block] tiles, which are
@@ -355,8 +351,8 @@ impl Tiled {
                 // SAFETY: tiles of the group, each written once; the caller's promise.
                 unsafe {
                     let numbers = self.filter_tile(stencil, from.get(), [group, tile * SIDE, step]);
-                    let to = to.get().add(group * group_len).cast::<u8>().add(tiles * TILE);
-                    T::pack(isa, self.lanes, &numbers, to, halves * TILE);
+                    let to = to.get().add(group * group_len).cast::<u8>().add(tiles * TILE_BYTES);
+                    T::pack(isa, self.lanes, &numbers, to, halves * TILE_BYTES);
                 }
             }
         });
@@ -411,7 +407,7 @@ impl Tiled {
         let unit = self.unit(stencil, unit);
         let sums = scratch;
         let copy = scratch.wrapping_add(SUMS).cast::<u8>();
-        let lines = copy.wrapping_add(self.copy_bytes() + TILE).cast();
+        let lines = copy.wrapping_add(self.copy_bytes() + TILE_BYTES).cast();
         let src = operands.src.wrapping_offset(stencil.src_group(unit.group));
         if !self.in_place {
             for (slab, n) in unit.images.clone().enumerate() {

@@ -4,7 +4,7 @@ use super::super::super::epilogue::{Lanes, Store};
 use super::super::super::stencil::{Segment, Stencil};
 use super::super::Operands;
 use super::element::TileElement;
-use super::{BLOCK, TILE, Tiled, Unit};
+use super::{BLOCK, TILE_BYTES, Tiled, Unit};
 use crate::cpu::{
     Bf16Kernel, Bf16Products, Isa, Kernel, ROW_BYTES, SIDE, Simd, TileKernel, Tiles, add_block,
     dispatch, dispatch_bf16, load_left, load_right,
@@ -63,7 +63,7 @@ impl<E: TileElement> Sums<'_, E> {
     fn panels<T: Tiles, const LEFT: bool>(&self, tiles: &mut T) {
         let Sums { plan, stencil, unit, .. } = self;
         let group = unit.group * plan.packed_group_len(stencil);
-        let panel_len = 2 * plan.steps() * E::PARTS * TILE / size_of::<f32>();
+        let panel_len = 2 * plan.steps() * E::PARTS * TILE_BYTES / size_of::<f32>();
         let [rows, cols] = unit.size;
         let len = (rows - 1) * plan.width() + cols;
         let (mut before, mut place) = (None, 0);
@@ -238,7 +238,7 @@ impl<E: TileElement> Sums<'_, E> {
             true => BLOCK.div_ceil(plan.steps().max(1)).max(SIDE / 2),
             false => BLOCK,
         };
-        let filter_len = E::PARTS * CHANNELS * TILE;
+        let filter_len = E::PARTS * CHANNELS * TILE_BYTES;
         tiles.zero::<0>();
         tiles.zero::<1>();
         tiles.zero::<2>();
@@ -249,7 +249,7 @@ impl<E: TileElement> Sums<'_, E> {
                 let from = from.wrapping_add(offset);
                 let pixels = |part| Some(from.wrapping_add(part * plan.copy_of_part()));
                 let channels =
-                    |part| Some(filter.wrapping_add((E::PARTS - 1 - part) * CHANNELS * TILE));
+                    |part| Some(filter.wrapping_add((E::PARTS - 1 - part) * CHANNELS * TILE_BYTES));
                 macro_rules! multiply {
                     ($pixels:expr, $channels:expr) => {
                         self.multiply::<T, LEFT, PIXELS, CHANNELS>(tiles, $pixels, $channels)
@@ -304,11 +304,11 @@ impl<E: TileElement> Sums<'_, E> {
                 }
             }
             if let Some(from) = filter {
-                let ahead = AHEAD * E::PARTS * CHANNELS * TILE;
-                for line in (0..CHANNELS * TILE).step_by(ROW_BYTES) {
+                let ahead = AHEAD * E::PARTS * CHANNELS * TILE_BYTES;
+                for line in (0..CHANNELS * TILE_BYTES).step_by(ROW_BYTES) {
                     tiles.prefetch(from.wrapping_add(ahead + line));
                 }
-                let two = [from, from.wrapping_add(TILE)];
+                let two = [from, from.wrapping_add(TILE_BYTES)];
                 match LEFT {
                     true => load_right::<T, CHANNELS>(tiles, two, ROW_BYTES),
                     false => load_left::<T, CHANNELS>(tiles, two, ROW_BYTES),

@@ -10,19 +10,16 @@ mod split;
 
 use super::gemm::{Gemm, PANEL};
 use crate::cpu::{
-    Isa, ROW_BYTES, SIDE, TileKernel, Tiles, add_block, dispatch_bf16, load_left, load_right,
+    Isa, ROW_BYTES, SIDE, TERMS, TILE_BYTES, TileKernel, Tiles, add_block, dispatch_bf16,
+    load_left, load_right,
 };
 use split::{PARTS, SplitInput, SplitPanel};
 use std::ops::Range;
 
-/// Input channels of a tile.
-const TERMS: usize = 2 * SIDE;
-/// Bytes of a tile.
-const TILE: usize = SIDE * ROW_BYTES;
 /// Tiles of the output channels of a panel at most.
 const COLUMNS: usize = 2;
-/// Bytes of a panel's split chunk of channels: [part, tile of output channels, TILE].
-const PANEL_CHUNK: usize = PARTS * COLUMNS * TILE;
+/// Bytes of a panel's split chunk of channels: [part, tile of output channels, TILE_BYTES].
+const PANEL_CHUNK: usize = PARTS * COLUMNS * TILE_BYTES;
 
 /// Bytes that the split V of a position takes, and two split panels of U, of so many tiles and channels.
 pub(super) const fn split_bytes(tiles: usize, c: usize) -> usize {
@@ -72,7 +69,7 @@ impl TileKernel for TiledGemm<'_, '_> {
     fn run<T: Tiles>(mut self, tiles: &mut T) {
         let (chunks, rows) = (self.chunks(), self.gemm.tiles.div_ceil(SIDE));
         let split_v = self.scratch;
-        let panels = split_v.wrapping_add(chunks * PARTS * rows * TILE);
+        let panels = split_v.wrapping_add(chunks * PARTS * rows * TILE_BYTES);
         let mut places = [panels, panels.wrapping_add(chunks * PANEL_CHUNK)];
         let mut panel = Panel { position: 0, vector: 0 };
         // SAFETY: U, V and M are as documented, and the scratch memory holds a position of V and two panels.
@@ -89,7 +86,7 @@ impl TileKernel for TiledGemm<'_, '_> {
                     for i in 0..blocks {
                         let share = i * SIDE / blocks..(i + 1) * SIDE / blocks;
                         let block = Block {
-                            left: split_v.wrapping_add(2 * i * TILE),
+                            left: split_v.wrapping_add(2 * i * TILE_BYTES),
                             right: places[0],
                             m: self.m_at(panel, 2 * i),
                             next: next.map(|panel| (panel, share)),
@@ -135,7 +132,7 @@ impl TiledGemm<'_, '_> {
     fn m_at(&self, panel: Panel, row: usize) -> *mut u8 {
         let [position, column] = self.gemm.m_strides;
         let at = panel.position * position + panel.vector * self.lanes / SIDE * column;
-        self.gemm.m.wrapping_add(at).cast::<u8>().wrapping_add(row * TILE)
+        self.gemm.m.wrapping_add(at).cast::<u8>().wrapping_add(row * TILE_BYTES)
     }
 
     /// # Safety
@@ -190,10 +187,12 @@ impl TiledGemm<'_, '_> {
             for chunk in 0..self.chunks() {
                 let left = block.left.wrapping_add(chunk * PARTS * part);
                 let right = block.right.wrapping_add(chunk * PANEL_CHUNK);
-                let left =
-                    |i: usize| [left.wrapping_add(i * part), left.wrapping_add(i * part + TILE)];
-                let right =
-                    |i: usize| [0, TILE].map(|tile| right.wrapping_add(i * COLUMNS * TILE + tile));
+                let left = |i: usize| {
+                    [left.wrapping_add(i * part), left.wrapping_add(i * part + TILE_BYTES)]
+                };
+                let right = |i: usize| {
+                    [0, TILE_BYTES].map(|tile| right.wrapping_add(i * COLUMNS * TILE_BYTES + tile))
+                };
                 // Small ones first.
                 load_left::<T, ROWS>(tiles, left(0), ROW_BYTES);
                 load_right::<T, COLS>(tiles, right(2), ROW_BYTES);
@@ -217,10 +216,10 @@ impl TiledGemm<'_, '_> {
                 tiles.store::<1>(m.wrapping_add(column), ROW_BYTES);
             }
             if ROWS == 2 {
-                tiles.store::<2>(m.wrapping_add(TILE), ROW_BYTES);
+                tiles.store::<2>(m.wrapping_add(TILE_BYTES), ROW_BYTES);
             }
             if ROWS == 2 && COLS == 2 {
-                tiles.store::<3>(m.wrapping_add(column + TILE), ROW_BYTES);
+                tiles.store::<3>(m.wrapping_add(column + TILE_BYTES), ROW_BYTES);
             }
         }
     }

@@ -5,7 +5,7 @@
 //! channels of U.
 
 use super::super::prefetch::Ahead;
-use super::{COLUMNS, TERMS, TILE, whole};
+use super::{COLUMNS, TERMS, TILE_BYTES, whole};
 use crate::bf16;
 use crate::cpu::{Bf16Kernel, Bf16Products, ROW_BYTES, SIDE, Simd};
 use std::ops::Range;
@@ -79,9 +79,9 @@ impl Bf16Kernel for SplitPanel<'_, '_, '_> {
             for column in (0..width).step_by(lanes) {
                 let first = u.wrapping_add(channel * width + column);
                 let second = first.wrapping_add(lanes * width);
-                let tile = column / SIDE * TILE + column % SIDE * 2 * size_of::<bf16>();
+                let tile = column / SIDE * TILE_BYTES + column % SIDE * 2 * size_of::<bf16>();
                 let to = to.wrapping_add(tile + pair * ROW_BYTES);
-                let part = COLUMNS * TILE;
+                let part = COLUMNS * TILE_BYTES;
                 let to =
                     [to, to.wrapping_add(part), to.wrapping_add(2 * part)].map(<*mut u8>::cast);
                 // SAFETY: whoever makes a `SplitPanel` has these channels of U, and room for them.
