@@ -1,5 +1,5 @@
-"""Convolutions of an optimized model that follow each other: one call on the CPU, where a call of a small convolution costs
-as much as what it computes."""
+"""Convolutions of an optimized model that follow each other: one call on the CPU, where calls of small convolutions cost
+as much as what they compute."""
 
 import itertools
 import operator
@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules import module as modules_of_torch
 
 from windrow import _native
-from windrow.torch._fused import Called, FusedConv2d, Way, flags, is_direct
+from windrow.torch._fused import Called, FusedConv2d, flags, is_direct
 from windrow.torch._graph import has_hooks
 from windrow.torch._remembering import REMEMBERED, Remembering
 
@@ -82,34 +82,37 @@ class Sequence(Remembering):
         self.eval()
 
     def forward(self, holders: tuple[nn.Module, ...], *images: Tensor) -> Any:
-        convolutions = []
+        convolutions: list[Any] = []
         for holder, names in self.paths:
-            module = holders[holder]
+            module: Any = holders[holder]
             for name in names:
                 module = module._modules[name]
             convolutions.append(module)
+        ways: list[Any] | None = None
+        stages = [_Stage(0, len(self.steps))]
+        seen = None
+        if is_direct(*images) and not _is_seen_by_hooks():
+            seen = flags(), *[(image.shape, image.stride(), image.dtype, image.device) for image in images]
+            known = self._stages.get(seen)
+            if known is None or not _is_unchanged(convolutions, known[1]):
+                ways = []
+            else:
+                stages = known[0]
+                if len(stages) == 1 and (call := stages[0].call) is not None:
+                    results = call(images, stages[0].filters)
+                    if results is not None:
+                        return results[0] if len(results) == 1 else (*results,)
         values: list[Any] = [*images, *[None] * len(self.steps)]
-        if not is_direct(*images) or _is_seen_by_hooks() or not all(image.is_cpu for image in images):
-            self._call(convolutions, values, 0, len(self.steps))
-            return self._given(values)
-        seen = (flags(), *[(image.shape, image.stride(), image.dtype) for image in images])
-        stages, found = self._stages.get(seen, (None, {}))
-        if stages is None or not _is_unchanged(convolutions, found):
-            ways: list[Any] = []
-            self._call(convolutions, values, 0, len(self.steps), ways)
-            if all(way is not None for way in ways):
-                self._remember(seen, convolutions, ways)
-            return self._given(values)
         for stage in stages:
             if not self._called(stage, values):
-                self._call(convolutions, values, stage.first, stage.last)
+                self._call(convolutions, values, stage.first, stage.last, ways)
                 if stage.call is not None:
+                    # The memory of a filter is another.
                     self._forget()
-        return self._given(values)
-
-    def _given(self, values: list[Any]) -> Any:
+        if ways is not None and all(way is not None for way in ways):
+            self._remember(seen, convolutions, ways)
         results = [values[i] for i in self.results]
-        return results[0] if len(results) == 1 else tuple(results)
+        return results[0] if len(results) == 1 else (*results,)
 
     def _call(
         self, convolutions: list[Any], values: list[Any], first: int, last: int, ways: list[Any] | None = None
@@ -120,8 +123,9 @@ class Sequence(Remembering):
             x, residual = values[image], None if added is None else values[added]
             values[self.images + i] = module(x) if added is None else module(x, residual)
             if ways is not None:
-                is_plain = type(module) is FusedConv2d and not has_hooks(module) and "forward" not in module.__dict__
-                ways.append(module.known(x, residual) if is_plain else module)
+                is_another = has_hooks(module) or "forward" in module.__dict__
+                is_known = type(module) is FusedConv2d and not is_another
+                ways.append(module.known(x, residual) if is_known else module)
             for value in self.last_read[i]:
                 values[value] = None
 
@@ -140,12 +144,15 @@ class Sequence(Remembering):
         return True
 
     def _remember(self, seen: Any, convolutions: list[Any], ways: list[Any]) -> None:
-        is_ours = lambda i: type(ways[i]) is Called and type(ways[i].call) is _native.Conv2dCall
-        groups = [(ours, [*run]) for ours, run in itertools.groupby(range(len(ways)), is_ours)]
-        stages = [self._stage(ways, run[0], run[-1] + 1) if ours else _Stage(run[0], run[-1] + 1) for ours, run in groups]
-        found = {
-            i: (ways[i].weight, ways[i].bias, convolutions[i]._remembered) for ours, run in groups if ours for i in run
-        }
+        is_call = lambda way: type(way) is Called and type(way.call) is _native.Conv2dCall and way.weight.is_cpu
+        is_ours = lambda i: is_call(ways[i])
+        stages, found = [], {}
+        for ours, group in itertools.groupby(range(len(ways)), is_ours):
+            first, *rest = group
+            last = first + len(rest) + 1
+            stages.append(self._stage(ways, first, last) if ours else _Stage(first, last))
+            if ours:
+                found |= {i: (ways[i].weight, ways[i].bias, convolutions[i]._remembered) for i in range(first, last)}
         all_stages = self.__dict__.setdefault("_stages", {})
         if len(all_stages) >= REMEMBERED:
             all_stages.clear()
@@ -157,7 +164,9 @@ class Sequence(Remembering):
         read = {*self.results, *(v for step in self.steps[last:] for v in step)}
         results = [value for value in inside if value in read]
         number = {value: i for i, value in enumerate([*images, *inside])}
-        calls = [(w.call, number[x], None if r is None else number[r]) for w, (x, r) in zip(ways[first:last], steps, strict=True)]
+        added = [None if residual is None else number[residual] for _, residual in steps]
+        read_by = zip(ways[first:last], steps, added, strict=True)
+        calls = [(way.call, number[image], residual) for way, (image, _), residual in read_by]
         call = _native.Conv2dSequence(len(images), calls, [number[value] for value in results])
         return _Stage(first, last, call, images, results, [(way.weight, way.bias) for way in ways[first:last]])
 
