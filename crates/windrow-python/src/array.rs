@@ -308,10 +308,7 @@ impl<'py> Array<'py> {
     /// True if its elements have the type and lie as those of a tensor that `desc` describes, whatever the strides of
     /// dimensions of one element.
     pub(crate) fn lies_as(&self, desc: &TensorDesc) -> bool {
-        let strides = |d: usize| (self.desc.strides()[d], desc.strides()[d]);
-        self.desc.dtype == desc.dtype
-            && self.desc.shape() == desc.shape()
-            && (0..desc.shape().len()).all(|d| desc.shape()[d] < 2 || strides(d).0 == strides(d).1)
+        lie_alike(&self.desc, desc)
     }
 
     /// [`Array::view`], with the strides of `desc` if it lies so.
@@ -342,6 +339,12 @@ impl<'py> Array<'py> {
         // outputs do not overlap inputs.
         unsafe { TensorMut::from_raw(self.data, self.desc, self.device) }.map_err(exception)
     }
+}
+
+/// True if tensors of these types, shapes and strides have the same elements at the same addresses.
+pub(crate) fn lie_alike(a: &TensorDesc, b: &TensorDesc) -> bool {
+    let strides_agree = |d: usize| a.shape()[d] < 2 || a.strides()[d] == b.strides()[d];
+    a.dtype == b.dtype && a.shape() == b.shape() && (0..a.shape().len()).all(strides_agree)
 }
 
 /// An optional array as an optional input.

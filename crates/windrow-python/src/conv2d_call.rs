@@ -108,13 +108,7 @@ impl Conv2dCall {
         {
             return Ok(None);
         }
-        let w = match &self.kept {
-            None => Weights::Raw(weight.view()),
-            Some(kept) if kept.is_of(py, &weight) => {
-                Weights::Cached(weight.view(), kept.cache.get().frozen(kept.frozen))
-            }
-            Some(_) => return Ok(None),
-        };
+        let Some(w) = self.weights(py, &weight) else { return Ok(None) };
         let mut y = match &self.memory {
             None => Output::new(py, None, &x, || Ok(spec.y))?,
             Some(memory) => {
@@ -130,6 +124,41 @@ impl Conv2dCall {
             self.plan.run(&args, target, ws)
         })?;
         y.finish(py, &x.family).map(Some)
+    }
+}
+
+impl Conv2dCall {
+    pub(crate) fn plan(&self) -> &windrow::Conv2dPlan {
+        &self.plan
+    }
+
+    pub(crate) fn device(&self) -> Device {
+        self.device
+    }
+
+    /// Of the workspace.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// As [`work`] counts them.
+    pub(crate) fn elements(&self) -> usize {
+        self.elements
+    }
+
+    /// What a run is given of the filter. None if packed forms are of another.
+    pub(crate) fn weights<'a>(
+        &'a self,
+        py: Python<'_>,
+        filter: &'a Array<'_>,
+    ) -> Option<Weights<'a>> {
+        match &self.kept {
+            None => Some(Weights::Raw(filter.view())),
+            Some(kept) if kept.is_of(py, filter) => {
+                Some(Weights::Cached(filter.view(), kept.cache.get().frozen(kept.frozen)))
+            }
+            Some(_) => None,
+        }
     }
 }
 

@@ -8,6 +8,7 @@ mod causal_conv1d_serving;
 mod conv2d;
 mod conv2d_call;
 mod conv2d_gradients;
+mod conv2d_sequence;
 mod dlpack;
 mod error;
 mod gelu;
@@ -41,6 +42,8 @@ mod _native {
         conv_transpose2d, conv_transpose2d_backward, conv_transpose2d_backward_bytes,
         conv_transpose2d_bytes, conv2d_backward, conv2d_backward_bytes,
     };
+    #[pymodule_export]
+    use super::conv2d_sequence::Conv2dSequence;
     #[pymodule_export]
     use super::error::NotInPlace;
     #[pymodule_export]

@@ -360,6 +360,23 @@ class Conv2dCall:
     ) -> A | None: ...
 
 @final
+class Conv2dSequence:
+    """Calls on the CPU of which each reads images, or results of calls before it. With other tensors than those that
+    the calls were made for, or such that PyTorch's dispatcher has something to do for, nothing is done and None
+    returned. Images and results are values, numbered in this order."""
+
+    def __init__(
+        self,
+        images: int,
+        steps: Sequence[tuple[Conv2dCall, int, int | None]],
+        results: Sequence[int],
+    ) -> None:
+        """Steps are calls, with the values that each reads and adds. Raises ValueError if one does not fit those before
+        it."""
+    def __call__(
+        self, images: Sequence[A], filters: Sequence[tuple[Array, Array | None]]
+    ) -> list[A] | None: ...
+@final
 class FilterCache:
     """The packed forms of one filter, right by its content."""
 

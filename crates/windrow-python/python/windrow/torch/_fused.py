@@ -21,6 +21,7 @@ from windrow.torch._conv2d_fastest import (
     ACTIVATIONS,
     KEPT,
     NOTHING_FASTER,
+    LikeOurs,
     Options,
     Ours,
     PACKED,
@@ -126,17 +127,29 @@ class _Ours:
             return self.conv2d(x, residual)
         return _with_residual(self.conv2d(x), residual, self.activation)
 
-    def like(self, x: Tensor) -> "Way":
-        """The same for images like x; None comes of others."""
-        call, weight, bias = self.conv2d.like(x), self.conv2d.weight, self.conv2d.bias
-        if self.conv2d.adds:
-            return lambda x, residual: call(x, weight, bias, residual)
+    def like(self, x: Tensor, residual: Tensor | None) -> "Way":
+        """The same for images and residuals like these; None comes of others."""
+        called = Called(self.conv2d.like(x), self.conv2d.weight, self.conv2d.bias)
+        if self.conv2d.adds or residual is None:
+            return called
 
         def run(x: Tensor, residual: Tensor | None) -> Tensor | None:
-            y = call(x, weight, bias)
+            y = called(x, None)
             return None if y is None else _with_residual(y, residual, self.activation)
 
         return run
+
+
+@dataclass(frozen=True)
+class Called:
+    """Windrow's convolution as a call like one before, of whose filter and bias it is."""
+
+    call: LikeOurs
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
+        return self.call(x, self.weight, self.bias, residual)
 
 
 # Of an image and what is added.
@@ -282,6 +295,29 @@ def _fused(
     return call(_conv2d_fused, _kernel, tensors, *rest, aten=_aten)
 
 
+def is_direct(*tensors: Tensor | None) -> bool:
+    """False for stand-ins, and where somebody wants to see what is called."""
+    return (
+        is_ordinary(tensors[0])
+        and not torch.compiler.is_dynamo_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and not has_torch_function(tensors)
+    )
+
+
+def flags() -> tuple[bool, ...]:
+    """What a computation depends on beside its tensors."""
+    precision = torch._C._get_cudnn_allow_tf32(), torch._C._get_cublas_allow_tf32()
+    return torch._C._is_any_autocast_enabled(), *precision
+
+
+def _seen(input: Tensor, residual: Tensor | None) -> tuple[Any, ...]:
+    """What tells calls of a module apart; at last whether they go into a graph."""
+    beside = None if residual is None else (residual.shape, residual.stride(), residual.dtype)
+    of_image = input.shape, input.stride(), input.dtype, input.device
+    return *of_image, beside, flags(), goes_into_a_graph(input)
+
+
 class FusedConv2d(Remembering):
     """What `optimize` puts in the place of a convolution and what follows it. Filter and bias are buffers: they are
     saved and moved like parameters, but nobody trains them."""
@@ -307,20 +343,11 @@ class FusedConv2d(Remembering):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """`residual` is added before the activation."""
-        if (
-            is_ordinary(input)
-            and not torch.compiler.is_dynamo_compiling()
-            and not torch._C._are_functorch_transforms_active()
-            and not has_torch_function((input, residual))
-        ):
-            precision = torch._C._get_cudnn_allow_tf32(), torch._C._get_cublas_allow_tf32()
-            flags = torch._C._is_any_autocast_enabled(), *precision
-            is_in_graph = goes_into_a_graph(input)
-            beside = None if residual is None else (residual.shape, residual.stride(), residual.dtype)
-            seen = (input.shape, input.stride(), input.dtype, input.device, beside, flags, is_in_graph)
+        if is_direct(input, residual):
+            seen = _seen(input, residual)
             buffers = self._buffers
             weight, bias = buffers["weight"], buffers["bias"]
-            run = self._recall(seen, weight, bias, lambda: self._found(input, residual, is_in_graph))
+            run = self._recall(seen, weight, bias, lambda: self._found(input, residual, seen[-1]))
             if run is not None and _native.is_plain(input, weight, residual):
                 y = run(input, residual)
                 if y is not None:
@@ -328,6 +355,11 @@ class FusedConv2d(Remembering):
                 # The filter's memory is another.
                 self._forget()
         return _fused(input, residual, self.weight, self.bias, self.options, self.activation, self.accuracy)
+
+    def known(self, input: Tensor, residual: Tensor | None) -> Way | None:
+        """What computes tensors like these, if a call has found that for good."""
+        _, _, remembered = self._remembered
+        return None if remembered is None else remembered.get(_seen(input, residual))
 
     def _found(self, input: Tensor, residual: Tensor | None, is_in_graph: bool) -> tuple[Way | None, bool]:
         """What computes tensors like these, and whether that is found for good."""
@@ -339,7 +371,7 @@ class FusedConv2d(Remembering):
         look_ahead(input, _as_filter(weight), options)
         run, is_final = _way(input, weight, bias, residual, options, self.activation, accuracy)
         if is_final and type(run) is _Ours and not is_in_graph:
-            run = run.like(input)
+            run = run.like(input, residual)
         return run, is_final
 
     def _load_from_state_dict(self, *args: Any) -> None:

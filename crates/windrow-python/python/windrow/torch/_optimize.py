@@ -20,6 +20,7 @@ from windrow.torch._layout import channels_last_pays, to_channels_last
 from windrow.torch._modules import Conv2d, Convolution
 from windrow.torch._patch import freeze, patch
 from windrow.torch._pointwise import Pointwise, linear_to_convolutions
+from windrow.torch._sequence import in_sequences
 
 
 @dataclass
@@ -86,6 +87,8 @@ def _optimized(module: nn.Module, name: str, accuracy: str | None, report: Optim
                 report.fused[prefix + what] = how
             if is_last:
                 to_channels_last(traced)
+            if all(t.is_cpu for t in traced.state_dict().values()):
+                in_sequences(traced)
             return traced
     for child_name, child in list(module.named_children()):
         path = f"{name}.{child_name}" if name else child_name

@@ -1,0 +1,237 @@
+"""`optimize` on the CPU: convolutions that follow each other in one call, and when they are called one by one."""
+
+import copy
+import io
+import threading
+
+import pytest
+import torch
+from common import OURS, leaf
+from torch import nn
+from windrow import _native
+from windrow.torch import optimize
+from windrow.torch._fused import FusedConv2d
+from windrow.torch._sequence import Sequence
+
+
+class Residual(nn.Module):
+    """As MobileNetV2's, with a result in the middle that is read at the end."""
+
+    def __init__(self, c=8):
+        super().__init__()
+        self.up = nn.Sequential(nn.Conv2d(c, 2 * c, 1), nn.BatchNorm2d(2 * c), nn.ReLU6())
+        self.deep = nn.Sequential(nn.Conv2d(2 * c, 2 * c, 3, padding=1, groups=2 * c), nn.ReLU6())
+        self.down = nn.Conv2d(2 * c, c, 1)
+
+    def forward(self, x):
+        y = self.up(x)
+        z = x + self.down(self.deep(y))
+        return z, y.mean((2, 3))
+
+
+def made():
+    return optimize(Residual().eval())
+
+
+X = [2, 8, 9, 7]
+STATE = ["up.0.weight", "up.0.bias", "deep.0.weight", "deep.0.bias", "down.weight", "down.bias"]
+
+
+@pytest.fixture(autouse=True)
+def ours(nothing_decided, times):
+    times(OURS)
+
+
+def sequence(fast):
+    (found,) = (m for m in fast.modules() if isinstance(m, Sequence))
+    return found
+
+
+def singly(fast, x):
+    """Results of calls one by one."""
+    other = copy.deepcopy(fast)
+    for module in other.modules():
+        if isinstance(module, FusedConv2d):
+            module.register_forward_hook(lambda *_: None)
+    return other(x)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How many convolutions are called as modules."""
+    seen = []
+    forward = FusedConv2d.forward
+    monkeypatch.setattr(FusedConv2d, "forward", lambda self, *args: seen.append(self) or forward(self, *args))
+
+    def since():
+        n = len(seen)
+        seen.clear()
+        return n
+
+    return since
+
+
+def same(got, want):
+    for g, w in zip(got, want, strict=True):
+        assert torch.equal(g, w) and g.stride() == w.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_one_call_gives_the_bits_of_single_ones(dtype, calls):
+    fast = optimize(Residual().eval().to(dtype))
+    with torch.inference_mode():
+        for shape in (X, [1, 8, 1, 1], X, [1, 8, 1, 1]):
+            x = leaf(*shape, dtype=dtype, grad=False)
+            want = singly(fast, x)
+            fast(x)
+            calls()
+            same(fast(x), want)
+            assert calls() == 0
+            last = x.contiguous(memory_format=torch.channels_last)
+            same(fast(last), singly(fast, last))
+
+
+def test_names_stay_when_saved_and_copied(calls):
+    fast, x = made(), leaf(*X, grad=False)
+    assert [*fast.state_dict()] == STATE
+    with torch.no_grad():
+        want = [fast(x) for _ in range(2)][1]
+        torch.save(fast, file := io.BytesIO())
+        file.seek(0)
+        for other in (torch.load(file, weights_only=False), copy.deepcopy(fast)):
+            assert [*other.state_dict()] == STATE and not sequence(other)._stages
+            same(other(x), want)
+            calls()
+            same(other(x), want)
+            assert calls() == 0
+        other = made()
+        other(x), other(x)
+        other.load_state_dict(fast.state_dict())
+        same(other(x), want)
+
+
+def test_hooks_see_every_call(calls):
+    fast, x = made(), leaf(*X, grad=False)
+    seen = []
+    with torch.no_grad():
+        want = [fast(x) for _ in range(2)][1]
+        calls()
+        hook = fast.deep.get_submodule("0").register_forward_hook(lambda *_: seen.append("deep"))
+        for _ in range(3):
+            same(fast(x), want)
+        assert seen == ["deep"] * 3 and calls() == 3 + 1 + 1
+        hook.remove()
+        fast(x), fast(x), calls()
+        handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+        fast(x)
+        handle.remove()
+        assert calls() == 3 and sum(isinstance(m, FusedConv2d) for m in seen) == 3
+
+
+def test_what_was_changed_is_called(calls):
+    fast, x = made(), leaf(*X, grad=False)
+    with torch.no_grad():
+        fast(x), fast(x)
+        module = fast.down
+        module.weight = 2 * module.weight
+        same(fast(x), singly(fast, x))
+        fast(x)
+        # Another memory; the address is compared.
+        module.weight.data = 3 * module.weight.data
+        same(fast(x), singly(fast, x))
+        fast(x)
+        module._buffers["bias"] = module.bias + 1
+        same(fast(x), singly(fast, x))
+        fast(x)
+        module.forward = lambda x, residual: torch.zeros_like(residual)
+        for _ in range(3):
+            assert not fast(x)[0].any()
+        fast.down = nn.Identity()
+        fast.down.forward = lambda x, residual: residual
+        for _ in range(3):
+            same(fast(x)[:1], [x])
+
+
+def test_one_that_is_pytorchs_is_between_two_calls(calls, monkeypatch):
+    fast, x = made(), leaf(*X, grad=False)
+    with torch.no_grad():
+        want = singly(fast, x)
+        deep = fast.deep.get_submodule("0")
+        monkeypatch.setattr(deep, "known", lambda *_: deep)
+        fast(x), calls()
+        for _ in range(2):
+            same(fast(x), want)
+        assert calls() == 2
+        ((stages, _),) = sequence(fast)._stages.values()
+        assert [(s.first, s.last, s.call is None) for s in stages] == [(0, 1, False), (1, 2, True), (2, 3, False)]
+
+
+def test_where_modules_are_called(calls):
+    fast, x = made(), leaf(*X, grad=False)
+    with torch.no_grad():
+        want = [fast(x) for _ in range(2)][1]
+        calls()
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(2):
+                assert fast(x)[0].dtype == torch.bfloat16
+        assert calls() == 6
+        torch.testing.assert_close([t[0] for t in torch.func.vmap(fast)(x[None])], [*want])
+        torch.testing.assert_close([*torch.jit.trace(fast, x)(x)], [*want])
+        torch.testing.assert_close([*torch.export.export(fast, (x,)).module()(x)], [*want])
+        torch.testing.assert_close([*torch.compile(fast, fullgraph=True)(x)], [*want])
+        torch.testing.assert_close([*copy.deepcopy(fast).double()(x.double())], [w.double() for w in want])
+        assert fast(torch.empty(0, 8, 9, 7))[0].shape == (0, 8, 9, 7)
+        # PyTorch's tools put tensors of their own into modules for a while.
+        fast(x), calls()
+        same(fast(x), want)
+        assert calls() == 0
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        fast(leaf(*X))[0].sum().backward()
+
+
+def test_threads():
+    fast, x = made(), leaf(*X, grad=False)
+    n, results = torch.get_num_threads(), [None] * 8
+    with torch.no_grad():
+        want = [fast(x) for _ in range(2)][1]
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            same(fast(x), want)
+        torch.set_num_threads(n)
+
+    def call(i):
+        with torch.no_grad():
+            results[i] = [fast(x) for _ in range(5)][4]
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        same(result, want)
+
+
+def test_steps_that_do_not_fit_are_an_error():
+    fast, x = made(), leaf(*X, grad=False)
+    with torch.no_grad():
+        image = x.contiguous(memory_format=torch.channels_last)
+        up = fast.up.get_submodule("0")
+        up(image)
+        call = up.known(image, None).call
+    for steps, results in [
+        ([(call, 0, None), (call, 1, None)], [2]),
+        ([(call, 1, None)], [1]),
+        ([(call, 0, 0)], [1]),
+        ([(call, 0, None)], [0]),
+        ([(call, 0, None)], [1, 1]),
+        ([], []),
+    ]:
+        with pytest.raises(ValueError, match="step"):
+            _native.Conv2dSequence(1, steps, results)
+    one = _native.Conv2dSequence(1, [(call, 0, None)], [1])
+    filters = [(up.weight, up.bias)]
+    with torch.no_grad():
+        assert torch.equal(one([image], filters)[0], up(image))
+        assert one([image[:1]], filters) is None and one([], filters) is None and one([image], []) is None
+        assert one([image], [(up.weight.clone(), up.bias)]) is None
