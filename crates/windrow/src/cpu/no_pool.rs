@@ -5,7 +5,7 @@ pub(super) fn size() -> Option<usize> {
     None
 }
 
-/// Calls `work(0)`.
-pub(super) fn run(_helpers: usize, work: &(dyn Fn(usize) + Sync)) {
-    work(0);
+/// Calls `work`.
+pub(super) fn run(_helpers: usize, work: &(dyn Fn() + Sync)) {
+    work();
 }

@@ -39,14 +39,14 @@ struct GateState {
 
 /// The caller's closure, whose lifetime the gate keeps.
 #[derive(Clone, Copy)]
-struct Work(*const (dyn Fn(usize) + Sync));
+struct Work(*const (dyn Fn() + Sync));
 
 // SAFETY: what it points to may be called from any thread.
 unsafe impl Send for Work {}
 
 impl Gate {
-    /// Calls the work with `worker` if the gate is still open.
-    fn enter(&self, worker: usize) {
+    /// Calls the work if the gate is still open.
+    fn enter(&self) {
         let work = {
             let mut state = lock(&self.state);
             let Some(work) = state.work else { return };
@@ -55,7 +55,7 @@ impl Gate {
         };
         // SAFETY: `run` does not return before `inside` is 0 again, and the closure lives as long as that
         // call. It does not panic: it keeps the panics of tasks.
-        unsafe { (*work.0)(worker) };
+        unsafe { (*work.0)() };
         let mut state = lock(&self.state);
         state.inside -= 1;
         if state.inside == 0 {
@@ -89,37 +89,34 @@ thread_local! {
     static WAITING: OnceCell<Arc<AtomicUsize>> = const { OnceCell::new() };
 }
 
-/// Calls `work(0)`, and `work` with each of `1..=helpers` on the threads of rayon's pool that have nothing
-/// else to do.
+/// Calls `work` here and `helpers` times on the threads of rayon's pool that have nothing else to do.
 ///
 /// Unlike rayon's scopes this never runs a foreign job on the caller's thread while it waits: such a job
 /// could be the caller's own loop, which finds its workspace in use.
-pub(super) fn run(helpers: usize, work: &(dyn Fn(usize) + Sync)) {
+pub(super) fn run(helpers: usize, work: &(dyn Fn() + Sync)) {
     if !has_pool() {
-        return work(0);
+        return work();
     }
     let waiting = WAITING.with(|waiting| Arc::clone(waiting.get_or_init(Arc::default)));
     if waiting.load(Ordering::Relaxed) > MOST_WAITING {
-        return work(0);
+        return work();
     }
     // SAFETY: only the lifetime changes; `Gate::enter` says why it is kept.
     let erased = unsafe {
-        std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), *const (dyn Fn(usize) + Sync)>(
-            work,
-        )
+        std::mem::transmute::<*const (dyn Fn() + Sync + '_), *const (dyn Fn() + Sync)>(work)
     };
     let state = GateState { work: Some(Work(erased)), inside: 0 };
     let gate = Arc::new(Gate { state: Mutex::new(state), left: Condvar::new() });
     waiting.fetch_add(helpers, Ordering::Relaxed);
-    for worker in 1..=helpers {
+    for _ in 0..helpers {
         let (gate, waiting) = (Arc::clone(&gate), Arc::clone(&waiting));
         rayon::spawn(move || {
             waiting.fetch_sub(1, Ordering::Relaxed);
-            gate.enter(worker);
+            gate.enter();
         });
     }
     // It does not panic.
-    work(0);
+    work();
     gate.close();
 }
 

@@ -1,14 +1,15 @@
 //! Splitting work over threads.
 //!
-//! The caller takes tasks as long as there are any, helpers beside it. Whoever does not come, comes late or
-//! ends early costs only speed: the caller waits for tasks that have begun, never for a thread to arrive,
-//! and runs nothing but its own tasks meanwhile.
+//! The caller takes tasks as long as there are any, helpers beside it, each its own share first. Whoever does
+//! not come, comes late or ends early costs only speed: the caller waits for tasks that have begun, never for
+//! a thread to arrive, and runs nothing but its own tasks meanwhile.
 
 use super::pool;
 use std::any::Any;
+use std::cell::Cell;
 use std::num::NonZeroUsize;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock};
 
 /// Most threads that a plan uses, however many it is given: each may own scratch memory.
@@ -54,8 +55,10 @@ pub fn use_team(team: Team) {
 }
 
 /// Calls `task(i)` for every `i` in `0..tasks`, on at most `threads` threads of which the caller
-/// is one. Tasks are handed out one at a time in order, so a late thread costs nothing but its
-/// share. With one thread or one task nothing but the caller runs.
+/// is one. Each thread begins with its own contiguous share of the tasks, in order, the same one in
+/// every call of the same sizes, so that it finds in its cache what it wrote in the call before. Who is
+/// done takes from the others' shares: a late thread costs nothing but its speed. With one thread or one
+/// task nothing but the caller runs.
 ///
 /// Other threads come from [`use_team`], else from the rayon pool that the caller is in, or from
 /// rayon's global one. Without the feature `threads` there is only a team.
@@ -68,6 +71,7 @@ pub(crate) fn parallel_for(threads: usize, tasks: usize, task: impl Fn(usize) + 
 
 /// As [`parallel_for`], calling `task(worker, i)`: no two tasks with the same
 /// `worker < min(threads, tasks)` run at the same time, so that each worker can own scratch memory.
+/// The caller is worker 0.
 pub(crate) fn parallel_for_workers(
     threads: usize,
     tasks: usize,
@@ -78,25 +82,18 @@ pub(crate) fn parallel_for_workers(
         (0..tasks).for_each(|i| task(0, i));
         return;
     }
-    let next = AtomicUsize::new(0);
+    let shares = Shares::new(helpers + 1, tasks);
     let panicked = Mutex::new(None);
-    let work = |worker| {
-        let tasks = || {
-            loop {
-                let i = next.fetch_add(1, Ordering::Relaxed);
-                if i >= tasks {
-                    break;
-                }
-                task(worker, i);
-            }
-        };
+    let work = || {
+        let Some(worker) = shares.claim() else { return };
+        let tasks = || shares.tasks(worker).for_each(|i| task(worker, i));
         if let Err(payload) = catch_unwind(AssertUnwindSafe(tasks)) {
-            next.store(usize::MAX / 2, Ordering::Relaxed);
+            shares.stop();
             lock(&panicked).get_or_insert(payload);
         }
     };
     match TEAM.get() {
-        Some(team) => on_team(*team, helpers + 1, &work),
+        Some(team) => on_team(*team, &work),
         None => pool::run(helpers, &work),
     }
     let panicked: Option<Box<dyn Any + Send>> = lock(&panicked).take();
@@ -110,18 +107,91 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// Calls `work` with each of `0..workers` on another thread of the team, as far as it has threads; what
-/// is left then is done here.
-fn on_team(team: Team, workers: usize, work: &(dyn Fn(usize) + Sync)) {
-    let arrived = AtomicUsize::new(0);
-    team(&|| {
-        let worker = arrived.fetch_add(1, Ordering::Relaxed);
-        if worker < workers {
-            work(worker);
-        }
-    });
+/// Calls `work` on each thread of the team; what is left then is done here.
+fn on_team(team: Team, work: &(dyn Fn() + Sync)) {
+    team(work);
     // All calls of the team have returned: its closure cannot outlive them.
-    work(0);
+    work();
+}
+
+thread_local! {
+    /// The worker that this thread was last beside another caller; 0 if none yet.
+    static WORKER: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Tells the threads that are alive apart.
+fn this_thread() -> usize {
+    WORKER.with(|worker| std::ptr::from_ref(worker).addr())
+}
+
+/// The tasks of a call, shared out to its workers.
+struct Shares {
+    shares: Vec<Share>,
+    caller: usize,
+}
+
+/// What is left of a worker's tasks, in a cache line of its own.
+#[repr(align(64))]
+struct Share {
+    next: AtomicUsize,
+    end: usize,
+    is_claimed: AtomicBool,
+}
+
+impl Shares {
+    fn new(workers: usize, tasks: usize) -> Self {
+        let (size, rest) = (tasks / workers, tasks % workers);
+        let start = |worker: usize| worker * size + worker.min(rest);
+        let share = |worker| Share {
+            next: AtomicUsize::new(start(worker)),
+            end: start(worker + 1),
+            is_claimed: AtomicBool::new(worker == 0),
+        };
+        Shares { shares: (0..workers).map(share).collect(), caller: this_thread() }
+    }
+
+    /// The worker that this thread is, if one is left: 0 for the caller, else what it was the last time, if
+    /// that is free.
+    fn claim(&self) -> Option<usize> {
+        if this_thread() == self.caller {
+            return Some(0);
+        }
+        let (last, workers) = (WORKER.get(), self.shares.len());
+        let claim = |&worker: &usize| {
+            let share = self.shares.get(worker);
+            share.is_some_and(|share| !share.is_claimed.swap(true, Ordering::Relaxed))
+        };
+        let worker = std::iter::once(last).chain(1..workers).find(claim)?;
+        // A call for fewer workers is no reason to move.
+        if last < workers {
+            WORKER.set(worker);
+        }
+        Some(worker)
+    }
+
+    /// Tasks that have not begun: the worker's own, then those of the workers after it.
+    fn tasks(&self, worker: usize) -> impl Iterator<Item = usize> {
+        let (before, after) = self.shares.split_at(worker);
+        after.iter().chain(before).flat_map(|share| std::iter::from_fn(|| share.take()))
+    }
+
+    /// No task begins any more.
+    fn stop(&self) {
+        for share in &self.shares {
+            share.next.store(usize::MAX / 2, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Share {
+    fn take(&self) -> Option<usize> {
+        // Nothing is written where nothing is left, so that many threads may look.
+        if self.next.load(Ordering::Relaxed) >= self.end {
+            return None;
+        }
+        let i = self.next.fetch_add(1, Ordering::Relaxed);
+        (i < self.end).then_some(i)
+    }
 }
 
 /// A pointer that tasks on several threads write through, each to its own part.
@@ -166,15 +236,17 @@ mod tests {
         });
     }
 
+    /// On threads of its own, of which the caller is one.
+    fn three(work: &(dyn Fn() + Sync)) {
+        std::thread::scope(|scope| {
+            scope.spawn(work);
+            scope.spawn(work);
+            work();
+        });
+    }
+
     #[test]
     fn team_of_any_size() {
-        fn three(work: &(dyn Fn() + Sync)) {
-            std::thread::scope(|scope| {
-                scope.spawn(work);
-                scope.spawn(work);
-                work();
-            });
-        }
         for (team, workers, called) in [
             (three as Team, 2, 2),
             (three, 3, 3),
@@ -182,15 +254,76 @@ mod tests {
             ((|work| work()) as Team, 8, 1),
             ((|_| {}) as Team, 8, 0),
         ] {
+            let shares = Shares::new(workers, workers);
             let counts: Vec<AtomicUsize> = (0..workers).map(|_| AtomicUsize::new(0)).collect();
-            on_team(team, workers, &|worker| {
-                counts[worker].fetch_add(1, Ordering::Relaxed);
+            on_team(team, &|| {
+                if let Some(worker) = shares.claim() {
+                    counts[worker].fetch_add(1, Ordering::Relaxed);
+                }
             });
             let counts: Vec<usize> = counts.into_iter().map(AtomicUsize::into_inner).collect();
             // The caller finishes as worker 0.
             let expected = |i| usize::from(i < called) + usize::from(i == 0);
             assert!(counts.iter().enumerate().all(|(i, &c)| c == expected(i)), "{counts:?}");
         }
+    }
+
+    #[test]
+    fn shares_are_contiguous_and_even() {
+        for (workers, tasks) in [(2, 2), (2, 7), (3, 3), (3, 100), (16, 50)] {
+            let shares = Shares::new(workers, tasks);
+            let mut at = 0;
+            for share in &shares.shares {
+                assert_eq!(share.next.load(Ordering::Relaxed), at);
+                assert!((tasks / workers..=tasks.div_ceil(workers)).contains(&(share.end - at)));
+                at = share.end;
+            }
+            assert_eq!(at, tasks);
+        }
+    }
+
+    #[test]
+    fn who_is_done_takes_from_the_others() {
+        let shares = Shares::new(3, 10);
+        let mut first = shares.tasks(1);
+        assert_eq!(first.next(), Some(4));
+        assert_eq!(shares.tasks(0).take(5).collect::<Vec<_>>(), [0, 1, 2, 3, 5]);
+        assert_eq!(first.collect::<Vec<_>>(), [6, 7, 8, 9]);
+        assert_eq!(shares.tasks(2).next(), None);
+
+        let shares = Shares::new(2, 6);
+        assert_eq!(shares.tasks(1).next(), Some(3));
+        shares.stop();
+        assert_eq!(shares.tasks(0).chain(shares.tasks(1)).next(), None);
+    }
+
+    #[test]
+    fn a_thread_is_the_same_worker_again() {
+        let calls: Vec<Shares> = [3, 3, 2, 3].map(|workers| Shares::new(workers, 9)).into();
+        assert_eq!(calls[0].claim(), Some(0));
+        let calls = &calls;
+        std::thread::scope(|scope| {
+            // One after the other, and in the second call in the other order.
+            let (to_other, from_first) = std::sync::mpsc::channel();
+            let (to_first, from_other) = std::sync::mpsc::channel();
+            scope.spawn(move || {
+                assert_eq!(calls[0].claim(), Some(1));
+                to_other.send(()).unwrap();
+                from_other.recv().unwrap();
+                assert_eq!(calls[1].claim(), Some(1));
+                assert_eq!(calls[3].claim(), Some(1));
+            });
+            scope.spawn(move || {
+                from_first.recv().unwrap();
+                assert_eq!(calls[0].claim(), Some(2));
+                assert_eq!(calls[1].claim(), Some(2));
+                // There is no worker 2, and 1 is free.
+                assert_eq!(calls[2].claim(), Some(1));
+                assert_eq!(calls[3].claim(), Some(2));
+                to_first.send(()).unwrap();
+            });
+        });
+        assert_eq!(calls[3].claim(), Some(0));
     }
 
     #[test]
