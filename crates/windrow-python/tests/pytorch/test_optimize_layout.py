@@ -1,4 +1,4 @@
-"""`optimize`: on the CPU channels-last inside, and linear layers of images as convolutions."""
+"""`optimize`: channels-last inside, and linear layers of images as convolutions."""
 
 import copy
 
@@ -63,6 +63,23 @@ def test_inside_and_outside(layout, dtype):
             close(y, model, x)
         assert is_last(seen(fast, x))
         close(fast(x[0]), model, x[0])
+
+
+@each_device
+def test_devices_have_rules_of_their_own(device):
+    """On CUDA one image of f32 stays as it is; many, and halves, do not."""
+    model = nn.Sequential(nn.Conv2d(6, 8, 3), nn.ReLU(), nn.Conv2d(8, 5, 2)).eval().to(device)
+    x = leaf(16, *X[1:], grad=False).to(device)
+    fast, half = optimize(model), optimize(copy.deepcopy(model).half())
+    with torch.inference_mode():
+        for images in (16, 1):
+            given = x[:images]
+            assert is_last(seen(fast, given)) == (device == "cpu" or images == 16)
+            y = fast(given)
+            assert y.is_contiguous()
+            close(y, model, given)
+            assert is_last(seen(half, given.half()))
+            assert half(given.half()).is_contiguous()
 
 
 def test_parts_of_a_model_stay():

@@ -16,7 +16,7 @@ from windrow.torch._conv2d import ACCURACIES
 from windrow.torch._fused import FusedConv2d
 from windrow.torch._gelu import GELU, gelu
 from windrow.torch._graph import has_hooks, replace_module
-from windrow.torch._layout import channels_last_pays, to_channels_last
+from windrow.torch._layout import is_any_layout, pays_on_cpu, to_channels_last
 from windrow.torch._modules import Conv2d, Convolution
 from windrow.torch._patch import freeze, patch
 from windrow.torch._pointwise import Pointwise, linear_to_convolutions
@@ -80,13 +80,14 @@ def _optimized(module: nn.Module, name: str, accuracy: str | None, report: Optim
             prefix = f"{name}." if name else ""
             _drop_identities(traced)
             # Of a part, what is saved may be less than laying out its image and result.
-            is_last = name == "" and channels_last_pays(traced)
-            if is_last or all(t.is_cuda for t in traced.parameters()):
+            on_cuda, on_cpu = all(t.is_cuda for t in traced.parameters()), pays_on_cpu(traced)
+            is_last = name == "" and is_any_layout(traced) and (on_cuda or on_cpu)
+            if is_last or on_cuda:
                 linear_to_convolutions(traced)
             for what, how in _fuse(traced, accuracy):
                 report.fused[prefix + what] = how
             if is_last:
-                to_channels_last(traced)
+                to_channels_last(traced, on_cpu)
             if all(t.is_cpu for t in traced.state_dict().values()):
                 in_sequences(traced)
             return traced

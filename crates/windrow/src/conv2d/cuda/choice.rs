@@ -59,9 +59,9 @@ fn choose_packed(
 ) -> Conv2dAlgorithm {
     let other = choose_beside_implicit(spec, p, supported, multiprocessors);
     let implicit = Conv2dAlgorithm::ImplicitGemm;
-    // One product is what cuDNN has kernels of, for f32 at lower accuracy and for halves.
-    let sums =
-        is_strict(spec) || spec.x.dtype != DType::F32 && other == Conv2dAlgorithm::Im2colGemm;
+    // One product is what cuDNN has kernels of, for f32 at lower accuracy and for halves whose pixels are whole vectors.
+    let unlike_cudnns = other == Conv2dAlgorithm::Im2colGemm || !p.c.is_multiple_of(8);
+    let sums = is_strict(spec) || spec.x.dtype != DType::F32 && unlike_cudnns;
     let may = supported.contains(&implicit) && sums && allows(spec, implicit);
     if !may || (other == Conv2dAlgorithm::Direct && p.groups == 1) {
         return other;
@@ -262,10 +262,16 @@ fn cudnn_micros(spec: &Conv2dSpec, p: &Problem) -> f64 {
     (10.0 + per_gflop * 1e-9 * p.flops()).max(3.5 + per_term * p.taps() as f64)
 }
 
-/// The same of halves: few blocks, products, or passes over x and y, which are more where they are not channels-last.
+/// The same of halves: few blocks, products, which pixels of no whole vectors make slow, or passes over x and y, which are
+/// more where they are not channels-last.
 fn cudnn_half_micros(spec: &Conv2dSpec, p: &Problem) -> f64 {
     let few = 3.0 + 0.0017 * p.taps() as f64;
-    let products = 1.3e-9 * (1.0 + 80.0 / p.k_group().max(1) as f64) * p.flops();
+    let per_flop = match p.groups > 1 || p.c.is_multiple_of(8) {
+        true => 1.3e-9 * (1.0 + 80.0 / p.k_group().max(1) as f64),
+        // Of the 3, 4 and 6 channels of first layers.
+        false => 30e-9,
+    };
+    let products = per_flop * p.flops();
     let elements = p.n * (p.c * p.h * p.w + p.k * p.oh * p.ow);
     let megabytes = 1e-6 * (elements * spec.x.dtype.size()) as f64;
     let plain = p.r * p.s == 1 && p.stride == [1, 1];
@@ -478,6 +484,26 @@ mod tests {
                 let taken = |accuracy| taken(dtype, accuracy, sizes, &[ImplicitGemm, WinogradRow]);
                 assert_eq!(taken(Accuracy::Fp32), ImplicitGemm, "{sizes:?}");
                 assert_eq!(taken(Accuracy::Exact), Im2colGemm, "{sizes:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn first_layers_of_large_filters_are_products_of_their_own() {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for order in [[0, 1, 2, 3], [0, 2, 3, 1]] {
+                let taken = |n, c| {
+                    let layout = Layout::with_order(&[n, c, 224, 224], &order).unwrap();
+                    let w = TensorDesc::contiguous(dtype, &[64, c, 7, 7]).unwrap();
+                    let (stride, padding) = ([2; 2], [3; 2]);
+                    let params = Conv2dParams { stride, padding, ..Default::default() };
+                    let more = [ImplicitGemm, WinogradRow, Cudnn];
+                    taken_for(TensorDesc { dtype, layout }, w, &params, &more)
+                };
+                assert_eq!(taken(64, 3), ImplicitGemm, "{dtype} {order:?}");
+                assert_eq!(taken(8, 3), ImplicitGemm, "{dtype} {order:?}");
+                let whole = if dtype == DType::F32 { ImplicitGemm } else { Cudnn };
+                assert_eq!(taken(8, 16), whole, "{dtype} {order:?}");
             }
         }
     }
