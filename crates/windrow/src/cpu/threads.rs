@@ -9,7 +9,7 @@ use std::any::Any;
 use std::cell::Cell;
 use std::num::NonZeroUsize;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock};
 
 /// Most threads that a plan uses, however many it is given: each may own scratch memory.
@@ -77,7 +77,7 @@ pub(crate) fn parallel_for_workers(
     tasks: usize,
     task: impl Fn(usize, usize) + Sync,
 ) {
-    let helpers = threads.min(tasks).saturating_sub(1);
+    let helpers = threads.min(tasks).min(MAX_THREADS).saturating_sub(1);
     if helpers == 0 {
         (0..tasks).for_each(|i| task(0, i));
         return;
@@ -124,9 +124,17 @@ fn this_thread() -> usize {
     WORKER.with(|worker| std::ptr::from_ref(worker).addr())
 }
 
+/// More workers than this have a share with others, so that a call needs no memory but the stack.
+const MOST_SHARES: usize = 32;
+
 /// The tasks of a call, shared out to its workers.
 struct Shares {
-    shares: Vec<Share>,
+    /// Those behind the first `count` are empty.
+    shares: [Share; MOST_SHARES],
+    count: usize,
+    workers: usize,
+    /// A bit for each worker.
+    claimed: [AtomicU64; MAX_THREADS / 64],
     caller: usize,
 }
 
@@ -135,19 +143,23 @@ struct Shares {
 struct Share {
     next: AtomicUsize,
     end: usize,
-    is_claimed: AtomicBool,
 }
 
 impl Shares {
+    /// For up to [`MAX_THREADS`] workers.
     fn new(workers: usize, tasks: usize) -> Self {
-        let (size, rest) = (tasks / workers, tasks % workers);
-        let start = |worker: usize| worker * size + worker.min(rest);
-        let share = |worker| Share {
-            next: AtomicUsize::new(start(worker)),
-            end: start(worker + 1),
-            is_claimed: AtomicBool::new(worker == 0),
-        };
-        Shares { shares: (0..workers).map(share).collect(), caller: this_thread() }
+        let count = workers.min(MOST_SHARES);
+        let (size, rest) = (tasks / count, tasks % count);
+        let start = |i: usize| if i < count { i * size + i.min(rest) } else { tasks };
+        let share = |i| Share { next: AtomicUsize::new(start(i)), end: start(i + 1) };
+        Shares {
+            shares: std::array::from_fn(share),
+            count,
+            workers,
+            // The caller's.
+            claimed: std::array::from_fn(|i| AtomicU64::new(u64::from(i == 0))),
+            caller: this_thread(),
+        }
     }
 
     /// The worker that this thread is, if one is left: 0 for the caller, else what it was the last time, if
@@ -156,14 +168,15 @@ impl Shares {
         if this_thread() == self.caller {
             return Some(0);
         }
-        let (last, workers) = (WORKER.get(), self.shares.len());
+        let last = WORKER.get();
         let claim = |&worker: &usize| {
-            let share = self.shares.get(worker);
-            share.is_some_and(|share| !share.is_claimed.swap(true, Ordering::Relaxed))
+            let bit = 1 << (worker % 64);
+            worker < self.workers
+                && self.claimed[worker / 64].fetch_or(bit, Ordering::Relaxed) & bit == 0
         };
-        let worker = std::iter::once(last).chain(1..workers).find(claim)?;
+        let worker = std::iter::once(last).chain(1..self.workers).find(claim)?;
         // A call for fewer workers is no reason to move.
-        if last < workers {
+        if last < self.workers {
             WORKER.set(worker);
         }
         Some(worker)
@@ -171,7 +184,7 @@ impl Shares {
 
     /// Tasks that have not begun: the worker's own, then those of the workers after it.
     fn tasks(&self, worker: usize) -> impl Iterator<Item = usize> {
-        let (before, after) = self.shares.split_at(worker);
+        let (before, after) = self.shares[..self.count].split_at(worker % self.count);
         after.iter().chain(before).flat_map(|share| std::iter::from_fn(|| share.take()))
     }
 
@@ -217,7 +230,9 @@ mod tests {
 
     #[test]
     fn every_task_runs_once() {
-        for (threads, tasks) in [(1, 5), (2, 0), (2, 1), (2, 1000), (8, 3), (64, 1000)] {
+        for (threads, tasks) in
+            [(1, 5), (2, 0), (2, 1), (2, 1000), (8, 3), (64, 1000), (MAX_THREADS, 5000)]
+        {
             let counts: Vec<AtomicUsize> = (0..tasks).map(|_| AtomicUsize::new(0)).collect();
             parallel_for(threads, tasks, |i| {
                 counts[i].fetch_add(1, Ordering::Relaxed);
@@ -270,15 +285,18 @@ mod tests {
 
     #[test]
     fn shares_are_contiguous_and_even() {
-        for (workers, tasks) in [(2, 2), (2, 7), (3, 3), (3, 100), (16, 50)] {
+        for (workers, tasks) in [(2, 2), (2, 7), (3, 3), (3, 100), (16, 50), (32, 33), (100, 128)] {
             let shares = Shares::new(workers, tasks);
+            let count = workers.min(MOST_SHARES);
             let mut at = 0;
-            for share in &shares.shares {
+            for share in &shares.shares[..count] {
                 assert_eq!(share.next.load(Ordering::Relaxed), at);
-                assert!((tasks / workers..=tasks.div_ceil(workers)).contains(&(share.end - at)));
+                assert!((tasks / count..=tasks.div_ceil(count)).contains(&(share.end - at)));
                 at = share.end;
             }
             assert_eq!(at, tasks);
+            let all: Vec<usize> = shares.tasks(workers - 1).collect();
+            assert_eq!(all.len(), tasks);
         }
     }
 

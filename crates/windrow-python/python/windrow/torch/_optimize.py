@@ -80,15 +80,16 @@ def _optimized(module: nn.Module, name: str, accuracy: str | None, report: Optim
             prefix = f"{name}." if name else ""
             _drop_identities(traced)
             # Of a part, what is saved may be less than laying out its image and result.
-            on_cuda, on_cpu = all(t.is_cuda for t in traced.parameters()), pays_on_cpu(traced)
-            is_last = name == "" and is_any_layout(traced) and (on_cuda or on_cpu)
+            on_cuda = all(t.is_cuda for t in traced.parameters())
+            on_cpu = all(t.is_cpu for t in traced.state_dict().values())
+            is_last = name == "" and is_any_layout(traced) and (on_cuda or (on_cpu and pays_on_cpu(traced)))
             if is_last or on_cuda:
                 linear_to_convolutions(traced)
             for what, how in _fuse(traced, accuracy):
                 report.fused[prefix + what] = how
             if is_last:
-                to_channels_last(traced, on_cpu)
-            if all(t.is_cpu for t in traced.state_dict().values()):
+                to_channels_last(traced)
+            if on_cpu:
                 in_sequences(traced)
             return traced
     for child_name, child in list(module.named_children()):

@@ -1,6 +1,5 @@
 //! The gradients on a device. All sums are formed in an order that does not depend on timing.
 
-use super::choice;
 use super::cudnn::{CudnnData, CudnnWeight};
 use super::data_gradient::ImplicitData;
 use super::depthwise::Depthwise;
@@ -11,6 +10,7 @@ use super::general::{
 use super::split_weight::SplitWeight;
 use super::winograd_weight::WinogradWeight;
 use super::{Forward, Operands, kernel, source, strides};
+use super::{choice, times};
 use crate::conv2d::backward::mirrored;
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
@@ -502,11 +502,11 @@ fn implicit_data_pays(
     algorithm: Conv2dAlgorithm,
 ) -> bool {
     let asked = algorithm == Conv2dAlgorithm::ImplicitGemm;
-    if !choice::allows(spec, Conv2dAlgorithm::ImplicitGemm) || !(asked || choice::is_strict(spec)) {
+    if !choice::allows(spec, Conv2dAlgorithm::ImplicitGemm) || !(asked || times::is_strict(spec)) {
         return false;
     }
     let micros = ImplicitData::micros(gpu, spec, p);
-    micros.is_finite() && (asked || micros < 0.9 * choice::gathered_data_micros(spec, p))
+    micros.is_finite() && (asked || micros < 0.9 * times::gathered_data_micros(spec, p))
 }
 
 fn split_weight(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Option<Weight>> {
@@ -516,13 +516,13 @@ fn split_weight(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Opt
 /// True if the weight gradient by [`SplitWeight`] is expected to be faster than cuDNN's.
 fn split_weight_pays(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
     SplitWeight::suits(gpu, spec, p)
-        && SplitWeight::micros(gpu, p) < 0.9 * choice::gathered_weight_micros(p)
+        && SplitWeight::micros(gpu, p) < 0.9 * times::gathered_weight_micros(p)
 }
 
 fn implicit_data_beats_im2col(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
     let im2col = Conv2dConfiguration::new(Conv2dAlgorithm::Im2colGemm);
     choice::allows(spec, Conv2dAlgorithm::ImplicitGemm)
-        && ImplicitData::micros(gpu, spec, p) < choice::cost(gpu, spec, p, &im2col)
+        && ImplicitData::micros(gpu, spec, p) < times::cost(gpu, spec, p, &im2col)
 }
 
 fn weight_kernel(spec: &Conv2dSpec) -> KernelSpec {

@@ -6,7 +6,7 @@ use super::split::{self, ImageMax};
 use super::weight_product::{
     OCTET, OCTET_BYTES, SHRINKAGE, STEP_ROWS, Shape, Side, Taps, WeightProduct,
 };
-use super::{Divisor, choice, kernel, source, strides};
+use super::{Divisor, kernel, source, strides, times};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
@@ -256,7 +256,7 @@ impl SplitWeight {
             let octets = lines.terms(p)[1].max(p.k).div_ceil(OCTET);
             octets.max(lines.all_planes()) <= MAX_GRID
         });
-        choice::is_strict(spec)
+        times::is_strict(spec)
             && gpu.has(Feature::WarpgroupProducts)
             && p.groups == 1
             && [p.n, p.c, p.k, p.oh, p.ow].iter().all(|&size| size > 0)

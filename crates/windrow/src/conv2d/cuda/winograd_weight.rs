@@ -4,13 +4,13 @@
 //! f32 is multiplied in halves where [`WeightProduct`] does that.
 
 use super::backward::OutputKernels;
-use super::choice;
 use super::row::matrix;
 use super::split::{self, ImageMax};
 use super::stages::{
     ALIGNMENT, Blocking, InputTransform, Stage, THREADS, input_kernel, one_thread_each,
     staged_kernel,
 };
+use super::times;
 use super::weight_product::{OCTET_BYTES, SHRINKAGE, STEP_ROWS, Shape, Side, Taps, WeightProduct};
 use super::winograd_gemm::roundings;
 use super::{source, strides};
@@ -242,7 +242,7 @@ impl WinogradWeight {
 
 /// True if [`WeightProduct`] multiplies.
 fn in_halves(gpu: &Gpu, spec: &Conv2dSpec) -> bool {
-    choice::is_strict(spec)
+    times::is_strict(spec)
         && gpu.has(Feature::WarpgroupProducts)
         && [&spec.x, &spec.y].into_iter().all(ImageMax::supports_all)
 }
