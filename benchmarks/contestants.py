@@ -28,7 +28,9 @@ class Mode:
 MODES = {
     "f32": Mode(),
     "f32_cl": Mode(channels_last=True),
+    "tf32": Mode(tf32=True),
     "tf32_cl": Mode(channels_last=True, tf32=True),
+    "f16": Mode(torch.float16),
     "f16_cl": Mode(torch.float16, channels_last=True),
     "bf16": Mode(torch.bfloat16),
     "bf16_cl": Mode(torch.bfloat16, channels_last=True),
@@ -37,7 +39,7 @@ MODES = {
 }
 # By kind and kind of device; those that say most come first.
 MODES_OF = {
-    ("infer", "cuda"): ["f32", "bf16_cl", "f16_cl", "tf32_cl", "f32_cl", "bf16"],
+    ("infer", "cuda"): ["f32", "bf16_cl", "f16_cl", "tf32_cl", "f32_cl", "bf16", "f16", "tf32"],
     ("infer", "cpu"): ["f32", "f32_cl", "bf16", "bf16_cl"],
     ("train", "cuda"): ["f32", "amp_bf16", "amp_f16", "f32_cl"],
     ("train", "cpu"): ["f32", "f32_cl", "amp_bf16"],
