@@ -17,8 +17,8 @@ from windrow.torch._fastest import (
     Contestant,
     Problem,
     chosen,
+    chosen_in_graphs,
     decide,
-    differs_in_graphs,
     is_room_for_another,
     is_worth_it,
     limits,
@@ -462,7 +462,7 @@ def is_anothers_in_graphs(
 ) -> bool:
     """Whether somebody else computes this, without gradients, where it is captured in a graph."""
     problem = problem_of(x, weight, bias, options, None, accuracy)
-    return differs_in_graphs(_mode_of(False, is_frozen), problem)
+    return chosen_in_graphs(_mode_of(False, is_frozen), problem) is not None
 
 
 def layer(

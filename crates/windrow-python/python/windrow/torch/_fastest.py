@@ -133,11 +133,13 @@ def is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and _raw_stream(device.index) != 0 and torch.cuda.is_current_stream_capturing()
 
 
-def goes_into_a_graph(tensor: torch.Tensor) -> bool:
-    """The same for the device of a tensor, found sooner."""
-    # The default stream, of number 0, cannot be captured: there the driver need not be asked.
+def goes_into_a_graph(tensor: torch.Tensor) -> bool | None:
+    """The same for the device of a tensor, found sooner. None on the default stream, of number 0: that cannot be captured,
+    so that the driver need not be asked, and calls before a capture are on another."""
     index = tensor.get_device()
-    return index >= 0 and _raw_stream(index) != 0 and tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    if index < 0 or _raw_stream(index) == 0:
+        return None
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def is_ordinary(tensor: Any) -> bool:
@@ -157,10 +159,10 @@ def limits(mode: str, problem: Problem) -> dict[str, int]:
     return {} if decision is None else decision.limits
 
 
-def differs_in_graphs(mode: str, problem: Problem) -> bool:
-    """Whether somebody else computes this where it is captured."""
+def chosen_in_graphs(mode: str, problem: Problem) -> str | None:
+    """Who computes this where it is captured, if that is somebody else."""
     decision = _decisions.get(problem, {}).get(mode)
-    return decision is not None and decision.in_graph != decision.choice
+    return None if decision is None or decision.in_graph == decision.choice else decision.in_graph
 
 
 def is_room_for_another(

@@ -44,6 +44,7 @@ from windrow.torch._fastest import (
     TRIES,
     Contestant,
     chosen,
+    chosen_in_graphs,
     decide,
     goes_into_a_graph,
     is_ordinary,
@@ -227,6 +228,10 @@ def _way(
     if now is not None and not is_room_for(kept.conv2d, x, now[0], mode, problem):
         run, is_decided = _way(x, given, bias, residual, options, activation, accuracy, is_room=False)
         return run, is_decided and now[0].refused(KEPT) >= TRIES
+    if now is not None and not now[0].bytes and goes_into_a_graph(x) is False:
+        # Before a capture: in the graph every replay would look at what was packed in it.
+        if chosen_in_graphs(mode, problem) == KEPT:
+            kept(x, residual)
     return {PYTORCH: pytorch, _CUDNN: by_cudnn, KEPT: kept}.get(choice, packed), is_final
 
 
@@ -312,7 +317,7 @@ def flags() -> tuple[bool, ...]:
 
 
 def _seen(input: Tensor, residual: Tensor | None) -> tuple[Any, ...]:
-    """What tells calls of a module apart; at last whether they go into a graph."""
+    """What tells calls of a module apart; at last whether they go into a graph, or may before a capture."""
     beside = None if residual is None else (residual.shape, residual.stride(), residual.dtype)
     of_image = input.shape, input.stride(), input.dtype, input.device
     return *of_image, beside, flags(), goes_into_a_graph(input)
@@ -361,7 +366,7 @@ class FusedConv2d(Remembering):
         _, _, remembered = self._remembered
         return None if remembered is None else remembered.get(_seen(input, residual))
 
-    def _found(self, input: Tensor, residual: Tensor | None, is_in_graph: bool) -> tuple[Way | None, bool]:
+    def _found(self, input: Tensor, residual: Tensor | None, is_in_graph: bool | None) -> tuple[Way | None, bool]:
         """What computes tensors like these, and whether that is found for good."""
         weight, bias = self.weight, self.bias
         is_plain = input.dim() == 4 and _native.is_plain(input, weight, residual)

@@ -109,7 +109,7 @@ class Convolution(Remembering):
     def _straight(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor | None] | None:
         """What computes this of input, filter and bias, where that is known for good: PyTorch's operator, nearly as soon as
         without Windrow, or ours past all checks. None where the long way has to be gone."""
-        is_grad, flags, is_in_graph = torch.is_grad_enabled(), _flags(), goes_into_a_graph(input)
+        is_grad, flags, is_in_graph = torch.is_grad_enabled(), _flags(), bool(goes_into_a_graph(input))
         wants = is_grad and (input.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
         seen = (input.shape, input.stride(), input.dtype, input.device, is_grad, wants, flags, is_in_graph)
         run, found = self._recall(seen, weight, bias, lambda: self._found(input, weight, bias, flags, is_in_graph))

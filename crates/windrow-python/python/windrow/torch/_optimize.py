@@ -15,6 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from windrow.torch._conv2d import ACCURACIES
 from windrow.torch._fused import FusedConv2d
 from windrow.torch._gelu import GELU, gelu
+from windrow.torch._group_norm import GroupNorm
 from windrow.torch._graph import has_hooks, replace_module
 from windrow.torch._layout import is_any_layout, pays_on_cpu, to_channels_last
 from windrow.torch._modules import Conv2d, Convolution
@@ -44,7 +45,7 @@ def optimize(model: nn.Module, accuracy: str | None = None) -> nn.Module:
     branches on one. In what was traced, batch normalisations become part of the filters before them, and an
     addition and an activation (ReLU, ReLU6, SiLU, GELU) behind a convolution one operation with it. It is computed by
     PyTorch's operators, by what cuDNN has in one, or by Windrow, whichever is found fastest when a problem first
-    comes. All other convolutions and GELUs are as `patch` leaves them, with frozen filters.
+    comes. All other convolutions, GELUs and group normalisations are as `patch` leaves them, with frozen filters.
 
     The result owns its filters, which are buffers and taken to stay as they are; `load_state_dict` may replace them.
     It can be saved and loaded, compiled, and captured into CUDA graphs once it has run. No gradient flows through it.
@@ -57,7 +58,7 @@ def optimize(model: nn.Module, accuracy: str | None = None) -> nn.Module:
     result = _optimized(result, "", accuracy, report)
     rest = patch(result, accuracy)
     report.fused |= {name: what for name, what in rest.swapped.items()}
-    kinds = (FusedConv2d, Convolution, GELU)
+    kinds = (FusedConv2d, Convolution, GELU, GroupNorm)
     modules = dict(result.named_modules())
     report.left |= {n: why for n, why in rest.left.items() if not isinstance(modules[n], kinds)}
     freeze(result)

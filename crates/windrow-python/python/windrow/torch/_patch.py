@@ -12,6 +12,7 @@ from windrow.torch import _memory
 from windrow.torch._conv2d import ACCURACIES, FASTEST
 from windrow.torch._fastest import decisions
 from windrow.torch._gelu import GELU
+from windrow.torch._group_norm import GroupNorm
 from windrow.torch._modules import Conv1d, Conv2d, Convolution, ConvTranspose2d
 
 
@@ -61,6 +62,7 @@ _OWN = {
     nn.Conv2d: Conv2d,
     nn.ConvTranspose2d: ConvTranspose2d,
     nn.GELU: GELU,
+    nn.GroupNorm: GroupNorm,
 }
 
 
@@ -70,7 +72,8 @@ def patch(model: nn.Module, accuracy: str | None = None) -> PatchReport:
     Modules of exactly the types `nn.Conv1d`, `nn.Conv2d`, `nn.ConvTranspose2d` and `nn.GELU` become those of
     `windrow.torch` in place: parameters, hooks, device and training mode stay as they are, and so do references
     to the modules. The report, whose `model` is the model, names every convolution and every GELU that was left,
-    with the reason. GELUs that a `forward` calls as functions are no modules, and not seen.
+    with the reason. GELUs that a `forward` calls as functions are no modules, and not seen. `nn.GroupNorm`s become ones
+    that PyTorch's other operators compute where it keeps a CUDA device idle: few large groups, in inference.
 
     A convolution that was swapped is computed by Windrow or by PyTorch's own operator, whichever is
     faster: each of them is run a few times when a problem (sizes, types, layouts) first comes, and so
@@ -140,7 +143,7 @@ def _restore(module: nn.Module) -> None:
 
 
 def _why_left(module: nn.Module) -> str | None:
-    """Why `patch` leaves a module that is a convolution or a GELU; None for all others, and for
+    """Why `patch` leaves a module that is a convolution, a GELU or a group normalisation; None for all others, and for
     those that it swaps."""
     kind = type(module)
     if kind in _OWN:

@@ -2,8 +2,8 @@
 
 use super::row::WinogradRow;
 use super::times::{
-    cudnn_micros, has_vectors, is_strict, micros, pack_micros, row_micros, row_rounds,
-    staged_micros, tiles,
+    cudnn_micros, cudnn_pass_micros, has_pass, has_vectors, is_strict, micros, pack_micros,
+    row_micros, row_rounds, staged_micros, tiles,
 };
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
@@ -44,15 +44,26 @@ fn choose_packed(
 ) -> Conv2dAlgorithm {
     let other = choose_beside_implicit(spec, p, supported, multiprocessors);
     let implicit = Conv2dAlgorithm::ImplicitGemm;
-    // One product is what cuDNN has kernels of, for f32 at lower accuracy and for halves whose pixels are whole vectors.
-    let unlike_cudnns = other == Conv2dAlgorithm::Im2colGemm || !p.c.is_multiple_of(8);
+    // One product is what cuDNN has kernels of, for f32 at lower accuracy and for halves whose pixels are whole vectors. Of
+    // halves ours has bias, residual and activation within, where cuDNN's has a pass behind it.
+    let unlike_cudnns =
+        other == Conv2dAlgorithm::Im2colGemm || !p.c.is_multiple_of(8) || has_pass(spec);
     let sums = is_strict(spec) || spec.x.dtype != DType::F32 && unlike_cudnns;
     let may = supported.contains(&implicit) && sums && allows(spec, implicit);
     if !may || (other == Conv2dAlgorithm::Direct && p.groups == 1) {
         return other;
     }
     let micros = |algorithm| micros(spec, p, &Conv2dConfiguration::new(algorithm), multiprocessors);
-    if micros(implicit) < 0.9 * micros(other) { implicit } else { other }
+    // Where cuDNN is the other, which reads the filter as it is: what a call takes that looks whether it has changed.
+    let looks = match other {
+        Conv2dAlgorithm::Cudnn if spec.x.dtype != DType::F32 => 1e-6 * filter_bytes(spec, p) / 3.0,
+        _ => 0.0,
+    };
+    if micros(implicit) + looks < 0.9 * micros(other) { implicit } else { other }
+}
+
+fn filter_bytes(spec: &Conv2dSpec, p: &Problem) -> f64 {
+    (p.k * p.taps() * spec.w.dtype.size()) as f64
 }
 
 /// The rules follow times of layers on an H200 (`benchmarks/record/2026-11-22-h200`).
@@ -145,7 +156,7 @@ fn stages_pay(
     let staged = staged_micros(spec, p, tile);
     let ahead = staged < row_micros(spec, p, multiprocessors);
     if spec.x.dtype == DType::F32 {
-        return ahead && (!cudnn || staged < cudnn_micros(spec, p));
+        return ahead && (!cudnn || staged < cudnn_micros(spec, p) + cudnn_pass_micros(spec, p));
     }
     // The F2 of bf16 moves too much where there is much to do.
     let least_k = if is_channels_last(&spec.y.layout) { 1024 } else { 512 };
@@ -183,7 +194,7 @@ fn cudnn_pays(spec: &Conv2dSpec, p: &Problem, multiprocessors: u32) -> bool {
 mod tests {
     use super::*;
     use crate::conv2d::Conv2dParams;
-    use crate::{Layout, TensorDesc};
+    use crate::{Activation, Layout, TensorDesc};
     use Conv2dAlgorithm::{Cudnn, Direct, Im2colGemm, ImplicitGemm, WinogradGemm, WinogradRow};
 
     const OWN: [Conv2dAlgorithm; 4] =
@@ -337,6 +348,23 @@ mod tests {
                 assert_eq!(taken(Accuracy::Exact), Im2colGemm, "{sizes:?}");
             }
         }
+    }
+
+    #[test]
+    fn what_follows_sums_of_halves_counts_against_cudnn() {
+        let taken = |[n, c, size, k]: [usize; 4], activation| {
+            let layout = Layout::with_order(&[n, c, size, size], &[0, 2, 3, 1]).unwrap();
+            let w = TensorDesc::contiguous(DType::BF16, &[k, c, 1, 1]).unwrap();
+            let params = Conv2dParams { activation, ..Default::default() };
+            let more = [ImplicitGemm, WinogradRow, Cudnn];
+            taken_for(TensorDesc { dtype: DType::BF16, layout }, w, &params, &more)
+        };
+        for sizes in [[64, 96, 56, 384], [64, 64, 56, 256], [64, 256, 14, 1024]] {
+            assert_eq!(taken(sizes, Activation::Identity), Cudnn, "{sizes:?}");
+            assert_eq!(taken(sizes, Activation::Relu), ImplicitGemm, "{sizes:?}");
+        }
+        // A filter that is more than the image is looked at on each call.
+        assert_eq!(taken([1, 4096, 4, 4096], Activation::Relu), Cudnn);
     }
 
     #[test]

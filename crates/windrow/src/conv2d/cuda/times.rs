@@ -7,7 +7,7 @@ use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::dtype::not_computed;
 use crate::gpu::Gpu;
-use crate::{Accuracy, DType};
+use crate::{Accuracy, Activation, DType};
 
 /// Expected microseconds of packing: a launch, and the filter read and written at what a copy has on an H200.
 pub(super) fn pack_micros(spec: &Conv2dSpec, p: &Problem, algorithm: Conv2dAlgorithm) -> f64 {
@@ -93,7 +93,22 @@ pub(super) fn cudnn_micros(spec: &Conv2dSpec, p: &Problem) -> f64 {
     (10.0 + per_gflop * 1e-9 * p.flops()).max(3.5 + per_term * p.taps() as f64)
 }
 
-/// The same of halves: few blocks, products, which pixels of no whole vectors make slow, or passes over x and y, which are
+/// Expected microseconds of the pass behind cuDNN's kernel: a launch, y read and written, and what is added read.
+pub(super) fn cudnn_pass_micros(spec: &Conv2dSpec, p: &Problem) -> f64 {
+    if !has_pass(spec) {
+        return 0.0;
+    }
+    let tensors = if spec.residual { 3 } else { 2 };
+    let megabytes = 1e-6 * (tensors * p.n * p.k * p.oh * p.ow * spec.y.dtype.size()) as f64;
+    2.0 + megabytes / 3.0
+}
+
+/// True if something is left to do behind cuDNN's kernel.
+pub(super) fn has_pass(spec: &Conv2dSpec) -> bool {
+    spec.bias.is_some() || spec.residual || spec.activation != Activation::Identity
+}
+
+/// The same of cuDNN's kernels for halves: few blocks, products, which pixels of no whole vectors make slow, or passes over x and y, which are
 /// more where they are not channels-last.
 fn cudnn_half_micros(spec: &Conv2dSpec, p: &Problem) -> f64 {
     let few = 3.0 + 0.0017 * p.taps() as f64;
@@ -154,7 +169,7 @@ pub(super) fn micros(
             3.5 + 0.24e-6 * (pixels * spec.x.dtype.size()) as f64 + 33.0 * gflop
         }
         Conv2dAlgorithm::Direct => 10.0 + 300.0 * gflop,
-        Conv2dAlgorithm::Cudnn => cudnn_micros(spec, p),
+        Conv2dAlgorithm::Cudnn => cudnn_micros(spec, p) + cudnn_pass_micros(spec, p),
         _ => 10.0 + 50.0 * gflop,
     }
 }
