@@ -228,10 +228,10 @@ def _way(
     if now is not None and not is_room_for(kept.conv2d, x, now[0], mode, problem):
         run, is_decided = _way(x, given, bias, residual, options, activation, accuracy, is_room=False)
         return run, is_decided and now[0].refused(KEPT) >= TRIES
-    if now is not None and not now[0].bytes and goes_into_a_graph(x) is False:
-        # Before a capture: in the graph every replay would look at what was packed in it.
-        if chosen_in_graphs(mode, problem) == KEPT:
-            kept(x, residual)
+    is_before_a_graph = now is not None and not now[0].bytes and goes_into_a_graph(x) is False
+    if is_before_a_graph and chosen_in_graphs(mode, problem) == KEPT:
+        # In the graph every replay would look at what was packed in it.
+        kept(x, residual)
     return {PYTORCH: pytorch, _CUDNN: by_cudnn, KEPT: kept}.get(choice, packed), is_final
 
 

@@ -108,8 +108,8 @@ pub(super) fn has_pass(spec: &Conv2dSpec) -> bool {
     spec.bias.is_some() || spec.residual || spec.activation != Activation::Identity
 }
 
-/// The same of cuDNN's kernels for halves: few blocks, products, which pixels of no whole vectors make slow, or passes over x and y, which are
-/// more where they are not channels-last.
+/// As [`cudnn_micros`], of halves: few blocks, products, which pixels of no whole vectors make slow, or passes over x and y,
+/// which are more where they are not channels-last.
 fn cudnn_half_micros(spec: &Conv2dSpec, p: &Problem) -> f64 {
     let few = 3.0 + 0.0017 * p.taps() as f64;
     let per_flop = match p.groups > 1 || p.c.is_multiple_of(8) {
