@@ -18,7 +18,7 @@ type Shape = ([usize; 4], [usize; 3], usize, usize, usize, usize);
 
 /// 3x3 filters with few and many channels, sizes that fill no block, images smaller than a tile, and
 /// every other option.
-const SHAPES: [Shape; 32] = [
+const SHAPES: [Shape; 35] = [
     ([2, 16, 9, 22], [64, 3, 3], 1, 1, 1, 1),
     ([1, 64, 10, 14], [48, 3, 3], 1, 0, 1, 1),
     ([2, 3, 13, 9], [7, 3, 3], 1, 1, 1, 1),
@@ -44,6 +44,9 @@ const SHAPES: [Shape; 32] = [
     ([2, 24, 10, 9], [24, 3, 3], 2, 1, 1, 6),
     ([1, 32, 8, 16], [32, 3, 3], 1, 1, 1, 4),
     ([1, 12, 9, 10], [32, 3, 3], 1, 1, 1, 2),
+    ([2, 16, 9, 9], [20, 3, 3], 1, 1, 1, 2),
+    ([24, 48, 14, 40], [48, 3, 3], 1, 1, 1, 24),
+    ([24, 48, 28, 40], [48, 3, 3], 2, 1, 1, 24),
     ([0, 4, 6, 6], [8, 3, 3], 1, 1, 1, 1),
     ([2, 0, 6, 6], [8, 3, 3], 1, 1, 1, 1),
     ([2, 4, 6, 6], [0, 3, 3], 1, 1, 1, 1),
@@ -53,7 +56,7 @@ const SHAPES: [Shape; 32] = [
     ([1, 2, 6, 5], [12, 2, 3], 2, 0, 1, 1),
 ];
 /// From this shape on also in the last of the layouts.
-const SHAPES_APART: usize = 30;
+const SHAPES_APART: usize = 33;
 
 /// Dense ones, some with gaps behind images, which other libraries do not take, and one with a gap behind each element.
 const LAYOUTS: [&str; 5] =

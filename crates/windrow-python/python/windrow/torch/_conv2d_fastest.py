@@ -267,9 +267,18 @@ def is_cudnns(
     layout: torch.memory_format,
     is_kept: bool,
 ) -> bool:
-    """True if Windrow would take cuDNN too."""
+    """True if Windrow would take cuDNN too, in the same way."""
     image = as_image(in_layout(x, layout), x)
-    return _native.conv2d_algorithm(image, as_image(weight, x), bias, named, is_kept) == "cudnn"
+    algorithm = _native.conv2d_algorithm(image, as_image(weight, x), bias, named, is_kept)
+    is_row_major = layout is torch.contiguous_format
+    if x.is_cuda and is_row_major and x.element_size() < 4 and (weight.shape[1] * x.element_size()) % 16 == 0:
+        # Alone, cuDNN turns images and filter to channels-last on each call, but for 1x1 filters. Windrow does so faster, and
+        # keeps the filter; for one that changes, in training, the interpreter would wait longer than the device gains.
+        if not is_kept:
+            return algorithm in ("cudnn", "implicit_gemm")
+        is_pointwise = weight.shape[2:].numel() == 1 and max(named["stride"]) == 1
+        return algorithm == "cudnn" and is_pointwise
+    return algorithm == "cudnn"
 
 
 def by_windrow(

@@ -27,7 +27,7 @@ _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -40,7 +40,7 @@ def _pays(x: Tensor, groups: int) -> bool:
     if not x.is_cuda or x.dtype not in _TYPES or x.dim() < 3 or x.shape[1] % groups:
         return False
     rows = x.shape[0] * groups
-    if not 0 < rows <= _GROUPS * _multiprocessors(x.device):
+    if not 0 < rows <= _GROUPS * multiprocessors(x.device):
         return False
     elements = x.numel() // rows
     return elements >= _LARGE and elements % _PART == 0
@@ -50,7 +50,7 @@ def _group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | No
     images, channels = x.shape[:2]
     x = x.contiguous()
     rows, pixels = images * groups, x.numel() // (images * channels)
-    device = _multiprocessors(x.device)
+    device = multiprocessors(x.device)
     part = _power_of_two(x.numel() // rows, max(_PART, x.numel() // (_SUMMED * device)))
     mean, scale = torch.batch_norm_stats(x.view(1, -1, part), eps)
     between, mean = torch.var_mean(mean.view(rows, -1), 1, correction=0)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from windrow.torch._batch_norm import BatchNorm2d
 from windrow.torch._conv2d import ACCURACIES
 from windrow.torch._fused import FusedConv2d
 from windrow.torch._gelu import GELU, gelu
@@ -57,9 +58,10 @@ def optimize(model: nn.Module, accuracy: str | None = None) -> nn.Module:
     result = copy.deepcopy(model).eval().requires_grad_(False)
     result = _optimized(result, "", accuracy, report)
     rest = patch(result, accuracy)
-    report.fused |= {name: what for name, what in rest.swapped.items()}
     kinds = (FusedConv2d, Convolution, GELU, GroupNorm)
     modules = dict(result.named_modules())
+    # Batch normalisations that were not folded are PyTorch's: they are another's in training only.
+    report.fused |= {n: what for n, what in rest.swapped.items() if not isinstance(modules[n], BatchNorm2d)}
     report.left |= {n: why for n, why in rest.left.items() if not isinstance(modules[n], kinds)}
     freeze(result)
     result.windrow_report = report
@@ -209,7 +211,7 @@ def _options(module: nn.Conv2d) -> tuple[Any, ...] | None:
 
 def _batch_norm(node: fx.Node, modules: dict[str, nn.Module]) -> nn.BatchNorm2d | None:
     module = modules.get(node.target) if node.op == "call_module" else None
-    is_fixed = type(module) is nn.BatchNorm2d and module.running_mean is not None
+    is_fixed = type(module) in (nn.BatchNorm2d, BatchNorm2d) and module.running_mean is not None
     return module if is_fixed and not has_hooks(module) else None
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from windrow.torch import _memory
+from windrow.torch._batch_norm import BatchNorm2d
 from windrow.torch._conv2d import ACCURACIES, FASTEST
 from windrow.torch._fastest import decisions
 from windrow.torch._gelu import GELU
@@ -63,6 +64,7 @@ _OWN = {
     nn.ConvTranspose2d: ConvTranspose2d,
     nn.GELU: GELU,
     nn.GroupNorm: GroupNorm,
+    nn.BatchNorm2d: BatchNorm2d,
 }
 
 
@@ -72,8 +74,9 @@ def patch(model: nn.Module, accuracy: str | None = None) -> PatchReport:
     Modules of exactly the types `nn.Conv1d`, `nn.Conv2d`, `nn.ConvTranspose2d` and `nn.GELU` become those of
     `windrow.torch` in place: parameters, hooks, device and training mode stay as they are, and so do references
     to the modules. The report, whose `model` is the model, names every convolution and every GELU that was left,
-    with the reason. GELUs that a `forward` calls as functions are no modules, and not seen. `nn.GroupNorm`s become ones
-    that PyTorch's other operators compute where it keeps a CUDA device idle: few large groups, in inference.
+    with the reason. GELUs that a `forward` calls as functions are no modules, and not seen. `nn.GroupNorm`s and
+    `nn.BatchNorm2d`s become ones that PyTorch's other operators compute where it keeps a CUDA device idle: few large
+    groups, in inference, and few long channels of row-major batches, in training.
 
     A convolution that was swapped is computed by Windrow or by PyTorch's own operator, whichever is
     faster: each of them is run a few times when a problem (sizes, types, layouts) first comes, and so
@@ -143,8 +146,8 @@ def _restore(module: nn.Module) -> None:
 
 
 def _why_left(module: nn.Module) -> str | None:
-    """Why `patch` leaves a module that is a convolution, a GELU or a group normalisation; None for all others, and for
-    those that it swaps."""
+    """Why `patch` leaves a module that is a convolution, a GELU or a normalisation of those that it swaps; None for all
+    others, and for those."""
     kind = type(module)
     if kind in _OWN:
         return None

@@ -2,11 +2,11 @@
 
 use super::cudnn::{CudnnData, CudnnWeight};
 use super::data_gradient::ImplicitData;
-use super::depthwise::Depthwise;
 use super::general::{
     BLOCK, Direction, General, IM2COL_GEMM, Im2colParams, MAX_GRID_Z, Method, THREADS,
     one_thread_each,
 };
+use super::groups::Groups;
 use super::split_weight::SplitWeight;
 use super::winograd_weight::WinogradWeight;
 use super::{Forward, Operands, kernel, source, strides};
@@ -137,8 +137,8 @@ impl Backward {
             let algorithm = Forward::best(gpu, &mirror, &p, &options)?;
             let gathers =
                 [Conv2dAlgorithm::Cudnn, Conv2dAlgorithm::ImplicitGemm].contains(&algorithm);
-            let depthwise = algorithm == Conv2dAlgorithm::Direct && Depthwise::supports(&p);
-            if algorithm.is_winograd() || gathers || depthwise {
+            let groups = algorithm == Conv2dAlgorithm::Direct && Groups::supports(&p);
+            if algorithm.is_winograd() || gathers || groups {
                 let configuration = Conv2dConfiguration::new(algorithm);
                 let engine = Forward::new(gpu, &mirror, &p, &configuration, &options)?;
                 data = Some(Data::Mirrored(engine));

@@ -1,5 +1,6 @@
 //! Which algorithm the planner takes on CUDA.
 
+use super::groups::Groups;
 use super::row::WinogradRow;
 use super::times::{
     cudnn_micros, cudnn_pass_micros, has_pass, has_vectors, is_strict, micros, pack_micros,
@@ -42,21 +43,30 @@ fn choose_packed(
     supported: &[Conv2dAlgorithm],
     multiprocessors: u32,
 ) -> Conv2dAlgorithm {
-    let other = choose_beside_implicit(spec, p, supported, multiprocessors);
+    let micros = |algorithm| micros(spec, p, &Conv2dConfiguration::new(algorithm), multiprocessors);
+    let direct = Conv2dAlgorithm::Direct;
+    let other = match choose_beside_implicit(spec, p, supported, multiprocessors) {
+        other if is_strict(spec) && Groups::supports(p) && micros(direct) < micros(other) => direct,
+        other => other,
+    };
     let implicit = Conv2dAlgorithm::ImplicitGemm;
     // One product is what cuDNN has kernels of, for f32 at lower accuracy and for halves whose pixels are whole vectors. Of
-    // halves ours has bias, residual and activation within, where cuDNN's has a pass behind it.
-    let unlike_cudnns =
-        other == Conv2dAlgorithm::Im2colGemm || !p.c.is_multiple_of(8) || has_pass(spec);
+    // halves ours has bias, residual, activation and the order of y within, where cuDNN's has a pass behind it.
+    let unlike_cudnns = [Conv2dAlgorithm::Im2colGemm, direct].contains(&other)
+        || !p.c.is_multiple_of(8)
+        || has_pass(spec)
+        || Turned::suits(spec, p);
     let sums = is_strict(spec) || spec.x.dtype != DType::F32 && unlike_cudnns;
     let may = supported.contains(&implicit) && sums && allows(spec, implicit);
-    if !may || (other == Conv2dAlgorithm::Direct && p.groups == 1) {
+    const FEW_TERMS: usize = 64;
+    if !may || (other == direct && p.groups == 1 && p.taps() < FEW_TERMS) {
         return other;
     }
-    let micros = |algorithm| micros(spec, p, &Conv2dConfiguration::new(algorithm), multiprocessors);
     // Where cuDNN is the other, which reads the filter as it is: what a call takes that looks whether it has changed.
     let looks = match other {
-        Conv2dAlgorithm::Cudnn if spec.x.dtype != DType::F32 => 1e-6 * filter_bytes(spec, p) / 3.0,
+        Conv2dAlgorithm::Cudnn if spec.x.dtype != DType::F32 && !Turned::suits(spec, p) => {
+            1e-6 * filter_bytes(spec, p) / 3.0
+        }
         _ => 0.0,
     };
     if micros(implicit) + looks < 0.9 * micros(other) { implicit } else { other }
@@ -368,6 +378,24 @@ mod tests {
     }
 
     #[test]
+    fn groups_of_few_channels_and_many_terms_of_few_outputs() {
+        let taken = |dtype, [n, c, size, k, groups]: [usize; 5]| {
+            let x = TensorDesc::contiguous(dtype, &[n, c, size, size]).unwrap();
+            let w = TensorDesc::contiguous(dtype, &[k, c / groups, 3, 3]).unwrap();
+            let params = Conv2dParams { groups, padding: [1; 2], ..Default::default() };
+            taken_for(x, w, &params, &[ImplicitGemm, WinogradRow, Cudnn])
+        };
+        for n in [1, 8, 64] {
+            assert_eq!(taken(DType::F32, [n, 128, 56, 128, 32]), Direct, "{n}");
+            assert_eq!(taken(DType::F32, [n, 256, 28, 256, 32]), Direct, "{n}");
+        }
+        assert_eq!(taken(DType::BF16, [8, 128, 56, 128, 32]), Direct);
+        assert_eq!(taken(DType::BF16, [8, 512, 14, 512, 32]), Cudnn);
+        assert_eq!(taken(DType::BF16, [2, 320, 64, 4, 1]), ImplicitGemm);
+        assert_eq!(taken(DType::F32, [2, 320, 64, 4, 1]), ImplicitGemm);
+    }
+
+    #[test]
     fn first_layers_of_large_filters_are_products_of_their_own() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             for order in [[0, 1, 2, 3], [0, 2, 3, 1]] {
@@ -381,7 +409,9 @@ mod tests {
                 };
                 assert_eq!(taken(64, 3), ImplicitGemm, "{dtype} {order:?}");
                 assert_eq!(taken(8, 3), ImplicitGemm, "{dtype} {order:?}");
-                let whole = if dtype == DType::F32 { ImplicitGemm } else { Cudnn };
+                // cuDNN's kernel for halves has to have NCHW ones turned.
+                let ours = dtype == DType::F32 || order == [0, 1, 2, 3];
+                let whole = if ours { ImplicitGemm } else { Cudnn };
                 assert_eq!(taken(8, 16), whole, "{dtype} {order:?}");
             }
         }

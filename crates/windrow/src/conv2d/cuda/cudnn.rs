@@ -1,14 +1,18 @@
 //! cuDNN's convolution, where it is installed and faster than what is here.
 
 use super::general::{DenseFilter, Direction, General, Method, one_thread_each};
-use super::{Divisor, FilterOrder, Operands, PackedForm, bias_of, kernel, source, with_epilogue};
+use super::times::has_pass;
+use super::turned::{Turned, TurnedFilter};
+use super::{
+    Divisor, FilterOrder, Operands, PackedForm, Seen, bias_of, kernel, source, with_epilogue,
+};
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::{
     Choice, ConvolutionSpec, Gpu, Kernel, KernelSpec, Operation, Source, Stream, VendorConvolution,
     params,
 };
 use crate::later::Later;
-use crate::{Accuracy, Activation, DType, Layout, Result, TensorDesc, Tuning};
+use crate::{Accuracy, DType, Layout, Result, TensorDesc, Tuning};
 
 static EPILOGUE: Source = source!("epilogue.cu");
 
@@ -21,7 +25,10 @@ pub(crate) struct Cudnn {
     convolution: VendorConvolution,
     otherwise: Otherwise,
     filter: DenseFilter,
-    /// Adds bias and residual and applies the activation, if there is one of them.
+    turned_filter: Option<TurnedFilter>,
+    /// NCHW tensors by a kernel for channels-last ones.
+    turned: Option<Turned>,
+    /// Adds bias and residual and applies the activation, if there is one of them and nothing is turned.
     epilogue: Option<&'static Kernel>,
     spec: Conv2dSpec,
     problem: Problem,
@@ -50,6 +57,11 @@ fn channels_last(spec: &Conv2dSpec) -> Option<bool> {
     };
     let both = |order: &[usize]| dense(&spec.x, order) && dense(&spec.y, order);
     if both(&[0, 1, 2, 3]) { Some(false) } else { both(&[0, 2, 3, 1]).then_some(true) }
+}
+
+/// Whether cuDNN's kernel is one for channels-last tensors, with those of the spec or turned ones.
+fn by_channels(spec: &Conv2dSpec, p: &Problem) -> bool {
+    channels_last(spec).unwrap_or(false) || Turned::suits(spec, p)
 }
 
 /// Relative error of a product: that of two operands rounded to TF32, whose mantissa is that of f16.
@@ -230,8 +242,7 @@ impl Cudnn {
     /// # Errors
     /// As [`Cudnn::new`], if it has none.
     pub(super) fn check(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<()> {
-        let channels_last = channels_last(spec).unwrap_or(false);
-        VendorConvolution::check(gpu, &in_its_words(spec, p, channels_last))
+        VendorConvolution::check(gpu, &in_its_words(spec, p, by_channels(spec, p)))
     }
 
     pub(super) fn new(
@@ -240,17 +251,21 @@ impl Cudnn {
         p: &Problem,
         tuning: Tuning,
     ) -> Result<Self> {
-        let channels_last = channels_last(spec).unwrap_or(false);
+        let channels_last = by_channels(spec, p);
         let choice = match tuning {
             Tuning::Model => Choice::First,
             Tuning::Cached | Tuning::Search { .. } => Choice::Fastest,
         };
         let words = in_its_words(spec, p, channels_last);
         let convolution = VendorConvolution::new(gpu, &words, Operation::Forward, choice)?;
-        let needed =
-            spec.bias.is_some() || spec.residual || spec.activation != Activation::Identity;
+        let turned = Turned::suits(spec, p).then(|| Turned::new(gpu, spec, p)).transpose()?;
+        let needed = turned.is_none() && has_pass(spec);
         let epilogue = needed.then(|| gpu.kernel(&epilogue_kernel(spec))).transpose()?;
         let filter = DenseFilter::new(gpu, spec, p, channels_last)?;
+        let turned_filter = match channels_last && !filter.is_packed() {
+            true => TurnedFilter::new(gpu, spec, p)?,
+            false => None,
+        };
         let otherwise = Otherwise::new(gpu, spec, p, Direction::Forward, channels_last);
         let (spec, problem) = (spec.clone(), *p);
         Ok(Cudnn {
@@ -258,6 +273,8 @@ impl Cudnn {
             convolution,
             otherwise,
             filter,
+            turned_filter,
+            turned,
             epilogue,
             spec,
             problem,
@@ -272,7 +289,8 @@ impl Cudnn {
             Choice::First => "its heuristic's first kernel",
             Choice::Fastest => "the fastest of its kernels",
         };
-        format!("cuDNN {version}, implicit matrix product, {kernel}")
+        let turned = if self.turned.is_some() { ", tensors turned to channels-last" } else { "" };
+        format!("cuDNN {version}, implicit matrix product, {kernel}{turned}")
     }
 
     pub(super) fn packed_bytes(&self) -> usize {
@@ -286,7 +304,13 @@ impl Cudnn {
     }
 
     pub(super) fn scratch_bytes(&self) -> usize {
-        self.convolution.workspace_bytes()
+        let turned = self.turned.as_ref().map_or(0, Turned::scratch_bytes);
+        self.convolution.workspace_bytes() + turned
+    }
+
+    /// Bytes of what is kept behind a pack: see [`Seen`].
+    pub(super) fn seen_bytes(&self) -> usize {
+        self.turned_filter.as_ref().map_or(0, TurnedFilter::seen_bytes)
     }
 
     pub(super) fn packed_form(&self) -> PackedForm {
@@ -294,7 +318,10 @@ impl Cudnn {
         PackedForm {
             dtype: self.spec.x.dtype,
             products: usize::from(self.channels_last),
-            order: FilterOrder::Usual,
+            order: match self.turned_filter {
+                Some(_) => FilterOrder::Turned,
+                None => FilterOrder::Usual,
+            },
         }
     }
 
@@ -302,16 +329,30 @@ impl Cudnn {
     pub(super) fn tolerance(&self) -> f64 {
         let sums = (2 * self.problem.taps() + 2) as f64 * DType::F32.unit_roundoff();
         let dtype = self.spec.x.dtype;
-        let stored_twice = dtype != DType::F32 && self.epilogue.is_some();
+        let stored_twice = dtype != DType::F32 && has_pass(&self.spec);
         let stored = if stored_twice { dtype.unit_roundoff() } else { 0.0 };
         sums + operand_roundings(&self.spec) + stored
     }
 
     /// # Safety
     /// As [`super::Forward::pack`].
-    pub(super) unsafe fn pack(&self, stream: &Stream, w: *const u8, packed: *mut u8) -> Result<()> {
+    pub(super) unsafe fn pack(
+        &self,
+        stream: &Stream,
+        w: *const u8,
+        packed: *mut u8,
+        ticket: Option<u64>,
+    ) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.filter.pack(stream, w, packed) }
+        unsafe {
+            match &self.turned_filter {
+                Some(turned) => {
+                    let seen = Seen::behind(packed, self.packed_bytes(), ticket);
+                    turned.pack(stream, w, packed, seen)
+                }
+                None => self.filter.pack(stream, w, packed),
+            }
+        }
     }
 
     /// # Safety
@@ -323,6 +364,16 @@ impl Cudnn {
         operands: Operands,
         scratch: *mut u8,
     ) -> Result<()> {
+        if let Some(turned) = &self.turned {
+            let workspace = scratch.wrapping_add(turned.scratch_bytes());
+            // SAFETY: the caller's promise.
+            return unsafe {
+                turned.run(stream, operands, scratch, |x, sums| {
+                    let tensors = [packed.cast_mut(), x.cast_mut(), sums];
+                    self.convolution.run(tensors, workspace, stream)
+                })
+            };
+        }
         if !self.convolution.takes([packed, operands.x, operands.y]) {
             // SAFETY: the caller's promise; the filter is packed in the same order.
             return unsafe { self.otherwise.get()?.run(stream, packed, operands) };

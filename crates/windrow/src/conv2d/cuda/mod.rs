@@ -4,10 +4,10 @@ mod backward;
 mod choice;
 mod cudnn;
 mod data_gradient;
-mod depthwise;
 mod few_taps;
 mod general;
 mod geometry;
+mod groups;
 mod implicit_gemm;
 mod packs;
 mod parameters;
@@ -17,6 +17,7 @@ mod split;
 mod split_weight;
 mod stages;
 mod times;
+mod turned;
 mod weight_product;
 mod winograd_gemm;
 mod winograd_weight;
@@ -24,9 +25,9 @@ mod winograd_weight;
 pub(crate) use self::backward::Backward;
 pub(crate) use self::choice::allows;
 use self::cudnn::Cudnn;
-use self::depthwise::Depthwise;
 use self::few_taps::FewTaps;
 use self::general::{Direction, General, Method};
+use self::groups::Groups;
 use self::implicit_gemm::ImplicitGemm;
 pub(crate) use self::implicit_gemm::{configurations as implicit_gemm_configurations, cuts_into};
 pub(crate) use self::packs::Packs;
@@ -52,8 +53,9 @@ macro_rules! header {
 
 const HEADERS: &[Source] = &[
     header!("conv2d.cuh"),
-    header!("depthwise.cuh"),
+    header!("groups.cuh"),
     header!("few_taps.cuh"),
+    header!("turn.cuh"),
     header!("winograd.cuh"),
     header!("hopper.cuh"),
     header!("implicit_gemm.cuh"),
@@ -82,8 +84,8 @@ use source;
 pub(crate) enum Forward {
     General(General),
     Cudnn(Box<Cudnn>),
-    /// [`Conv2dAlgorithm::Direct`] where every group has one input channel.
-    Depthwise(Box<Depthwise>),
+    /// [`Conv2dAlgorithm::Direct`] where every group has one input channel, or few.
+    Groups(Box<Groups>),
     /// [`Conv2dAlgorithm::Im2colGemm`] where outputs sum few taps.
     FewTaps(Box<FewTaps>),
     ImplicitGemm(Box<ImplicitGemm>),
@@ -107,6 +109,8 @@ enum FilterOrder {
     Usual,
     /// Of [`FewTaps`].
     FewTaps,
+    /// Of [`Cudnn`], with what tells whether it is still that of the filter.
+    Turned,
     /// Of [`ImplicitGemm`], in blocks of so many channels.
     Blocks(usize),
 }
@@ -198,8 +202,8 @@ impl Forward {
             General::new(gpu, spec, problem, method, Direction::Forward, true).map(Forward::General)
         };
         match algorithm {
-            Conv2dAlgorithm::Direct if Depthwise::supports(problem) => {
-                Ok(Forward::Depthwise(Box::new(Depthwise::new(gpu, spec, problem)?)))
+            Conv2dAlgorithm::Direct if Groups::supports(problem) => {
+                Ok(Forward::Groups(Box::new(Groups::new(gpu, spec, problem)?)))
             }
             Conv2dAlgorithm::Direct => general(Method::Direct),
             Conv2dAlgorithm::Im2colGemm if FewTaps::supports(gpu, spec, problem) => {
@@ -252,7 +256,7 @@ impl Forward {
     pub(crate) fn packed_bytes(&self) -> usize {
         match self {
             Forward::General(e) => e.packed_bytes(),
-            Forward::Depthwise(e) => e.packed_bytes(),
+            Forward::Groups(e) => e.packed_bytes(),
             Forward::Cudnn(e) => e.packed_bytes(),
             Forward::WinogradGemm(e) => e.packed_bytes(),
             Forward::FewTaps(e) => e.packed_bytes(),
@@ -264,7 +268,7 @@ impl Forward {
     /// Bytes of scratch memory of a run, aligned to 256.
     pub(crate) fn scratch_bytes(&self) -> usize {
         match self {
-            Forward::General(_) | Forward::Depthwise(_) | Forward::FewTaps(_) => 0,
+            Forward::General(_) | Forward::Groups(_) | Forward::FewTaps(_) => 0,
             Forward::ImplicitGemm(e) => e.scratch_bytes(),
             Forward::Cudnn(e) => e.scratch_bytes(),
             Forward::WinogradGemm(e) => e.scratch_bytes(),
@@ -276,10 +280,8 @@ impl Forward {
     pub(crate) fn seen_bytes(&self) -> usize {
         match self {
             // A copy takes as long as a comparison.
-            Forward::General(_)
-            | Forward::Depthwise(_)
-            | Forward::Cudnn(_)
-            | Forward::FewTaps(_) => 0,
+            Forward::General(_) | Forward::Groups(_) | Forward::FewTaps(_) => 0,
+            Forward::Cudnn(e) => e.seen_bytes(),
             Forward::ImplicitGemm(e) => e.seen_bytes(),
             Forward::WinogradGemm(e) => e.seen_bytes(),
             Forward::WinogradRow(e) => e.seen_bytes(),
@@ -290,7 +292,7 @@ impl Forward {
     pub(crate) fn reads_in_place(&self, w: *const u8) -> bool {
         match self {
             Forward::General(e) => e.reads_in_place(),
-            Forward::Depthwise(e) => e.reads_in_place(),
+            Forward::Groups(e) => e.reads_in_place(),
             Forward::Cudnn(e) => e.reads_in_place(w),
             Forward::WinogradGemm(_)
             | Forward::FewTaps(_)
@@ -362,8 +364,8 @@ impl Forward {
         unsafe {
             match self {
                 Forward::General(e) => e.pack(stream, w, packed),
-                Forward::Depthwise(e) => e.pack(stream, w, packed),
-                Forward::Cudnn(e) => e.pack(stream, w, packed),
+                Forward::Groups(e) => e.pack(stream, w, packed),
+                Forward::Cudnn(e) => e.pack(stream, w, packed, ticket),
                 Forward::WinogradGemm(e) => e.pack(stream, w, packed, ticket),
                 Forward::FewTaps(e) => e.pack(stream, w, packed),
                 Forward::ImplicitGemm(e) => e.pack(stream, w, packed, ticket),
@@ -391,7 +393,7 @@ impl Forward {
         unsafe {
             match self {
                 Forward::General(e) => e.run(stream, packed, operands),
-                Forward::Depthwise(e) => e.run(stream, packed, operands),
+                Forward::Groups(e) => e.run(stream, packed, operands),
                 Forward::Cudnn(e) => e.run(stream, packed, operands, scratch),
                 Forward::WinogradGemm(e) => e.run(stream, packed, operands, scratch),
                 Forward::FewTaps(e) => e.run(stream, packed, operands),
@@ -406,7 +408,7 @@ impl Forward {
             Forward::General(e) => {
                 PackedForm { dtype: e.dtype(), products: 1, order: FilterOrder::Usual }
             }
-            Forward::Depthwise(e) => {
+            Forward::Groups(e) => {
                 PackedForm { dtype: e.dtype(), products: 1, order: FilterOrder::Usual }
             }
             Forward::ImplicitGemm(e) => e.packed_form(),
@@ -421,7 +423,7 @@ impl Forward {
     pub(crate) fn tolerance(&self) -> f64 {
         match self {
             Forward::General(e) => e.tolerance(),
-            Forward::Depthwise(e) => e.tolerance(),
+            Forward::Groups(e) => e.tolerance(),
             Forward::Cudnn(e) => e.tolerance(),
             Forward::WinogradGemm(e) => e.tolerance(),
             Forward::FewTaps(e) => e.tolerance(),
@@ -434,7 +436,7 @@ impl Forward {
     pub(crate) fn tile(&self) -> Option<usize> {
         match self {
             Forward::General(_)
-            | Forward::Depthwise(_)
+            | Forward::Groups(_)
             | Forward::FewTaps(_)
             | Forward::ImplicitGemm(_)
             | Forward::Cudnn(_) => None,
@@ -479,7 +481,7 @@ impl Forward {
     pub(crate) fn explain(&self) -> String {
         match self {
             Forward::General(e) => e.explain(),
-            Forward::Depthwise(e) => e.explain(),
+            Forward::Groups(e) => e.explain(),
             Forward::Cudnn(e) => e.explain(),
             Forward::WinogradGemm(e) => e.explain(),
             Forward::ImplicitGemm(e) => e.explain(),

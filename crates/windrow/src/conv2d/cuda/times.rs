@@ -1,8 +1,9 @@
 //! What algorithms are expected to take on CUDA, in microseconds.
 
-use super::depthwise::Depthwise;
+use super::groups::Groups;
 use super::implicit_gemm;
 use super::row::WinogradRow;
+use super::turned::Turned;
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::dtype::not_computed;
@@ -95,7 +96,7 @@ pub(super) fn cudnn_micros(spec: &Conv2dSpec, p: &Problem) -> f64 {
 
 /// Expected microseconds of the pass behind cuDNN's kernel: a launch, y read and written, and what is added read.
 pub(super) fn cudnn_pass_micros(spec: &Conv2dSpec, p: &Problem) -> f64 {
-    if !has_pass(spec) {
+    if !has_pass(spec) && !Turned::suits(spec, p) {
         return 0.0;
     }
     let tensors = if spec.residual { 3 } else { 2 };
@@ -108,6 +109,18 @@ pub(super) fn has_pass(spec: &Conv2dSpec) -> bool {
     spec.bias.is_some() || spec.residual || spec.activation != Activation::Identity
 }
 
+/// Expected microseconds of sums in groups of some channels: a launch, terms one after the other, then tensors and products,
+/// of which channels-last ones read filters more slowly.
+fn few_channels_micros(spec: &Conv2dSpec, p: &Problem, megabytes: f64) -> f64 {
+    let per_gflop = match (is_channels_last(&spec.y.layout), p.stride == [1, 1]) {
+        (false, true) => 33.0,
+        (false, false) => 42.0,
+        (true, true) => 40.0,
+        (true, false) => 60.0,
+    };
+    3.5 + 0.05 * p.taps() as f64 + 0.22 * megabytes + per_gflop * 1e-9 * p.flops()
+}
+
 /// As [`cudnn_micros`], of halves: few blocks, products, which pixels of no whole vectors make slow, or passes over x and y,
 /// which are more where they are not channels-last.
 fn cudnn_half_micros(spec: &Conv2dSpec, p: &Problem) -> f64 {
@@ -118,14 +131,15 @@ fn cudnn_half_micros(spec: &Conv2dSpec, p: &Problem) -> f64 {
         false => 30e-9,
     };
     let products = per_flop * p.flops();
-    let elements = p.n * (p.c * p.h * p.w + p.k * p.oh * p.ow);
-    let megabytes = 1e-6 * (elements * spec.x.dtype.size()) as f64;
+    let megabytes = |elements: usize| 1e-6 * (p.n * elements * spec.x.dtype.size()) as f64;
+    let (x, y) = (megabytes(p.c * p.h * p.w), megabytes(p.k * p.oh * p.ow));
     let plain = p.r * p.s == 1 && p.stride == [1, 1];
-    let copies = match plain || is_channels_last(&spec.y.layout) {
-        true => 0.0,
-        false => 5.0 + 2.0 * megabytes / 2.6,
+    let copies = match () {
+        () if plain || is_channels_last(&spec.y.layout) => 0.0,
+        () if Turned::suits(spec, p) => 2.5 + 0.57 * x,
+        () => 5.0 + 2.0 * (x + y) / 2.6,
     };
-    few.max(products).max(megabytes / 3.6) + copies
+    few.max(products).max((x + y) / 3.6) + copies
 }
 
 /// The same of a data gradient that is no convolution of dy, by cuDNN or, for few channels, sums of one thread.
@@ -164,9 +178,13 @@ pub(super) fn micros(
         }
         Conv2dAlgorithm::WinogradRow => row_micros(spec, p, multiprocessors),
         Conv2dAlgorithm::WinogradGemm(tile) => staged_micros(spec, p, tile),
-        Conv2dAlgorithm::Direct if Depthwise::supports(p) => {
+        Conv2dAlgorithm::Direct if Groups::supports(p) => {
             let pixels = p.n * (p.c * p.h * p.w + p.k * p.oh * p.ow);
-            3.5 + 0.24e-6 * (pixels * spec.x.dtype.size()) as f64 + 33.0 * gflop
+            let megabytes = 1e-6 * (pixels * spec.x.dtype.size()) as f64;
+            match p.c_group() {
+                1 => 3.5 + 0.24 * megabytes + 33.0 * gflop,
+                _ => few_channels_micros(spec, p, megabytes),
+            }
         }
         Conv2dAlgorithm::Direct => 10.0 + 300.0 * gflop,
         Conv2dAlgorithm::Cudnn => cudnn_micros(spec, p) + cudnn_pass_micros(spec, p),

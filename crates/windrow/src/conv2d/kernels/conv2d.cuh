@@ -39,6 +39,13 @@ __device__ __forceinline__ const Element* beside(const Element* residual, const 
     return residual + (to - y);
 }
 
+// The bias of an output channel, 0 where there is none.
+template <class P> __device__ __forceinline__ float bias_at(const P& p, i64 k) {
+    if (p.bias == nullptr) return 0;
+    return p.bias_is_float ? static_cast<const float*>(p.bias)[k * p.bias_stride]
+                           : to_float(static_cast<const Element*>(p.bias)[k * p.bias_stride]);
+}
+
 // A 16-byte vector of neighbouring elements.
 template <int N> __device__ __forceinline__ void store_vector(Element* to, const float (&v)[N]) {
     Raw<T, N> raw;

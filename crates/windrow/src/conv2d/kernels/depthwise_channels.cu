@@ -1,22 +1,13 @@
 // Depthwise convolution where channels are neighbours in memory. A lane has VECTOR channels, whose filter it keeps while it
 // takes tiles of all images in turn. LANES lanes of neighbouring channels are a row of a block of THREADS.
 //
-// Constants: those of depthwise.cuh; VECTOR 1 or 2; LANES, THREADS.
+// Constants: those of groups.cuh; VECTOR 1 or 2; LANES, THREADS.
 
-#include "depthwise.cuh"
+#include "groups.cuh"
 
 constexpr int CHANNELS = LANES * VECTOR; // of a block
 constexpr int PITCH = CHANNELS + VECTOR; // of taps in shared memory: few stores meet in a bank
 constexpr int TILES = THREADS / LANES;   // of a block at a time
-
-// Neighbouring channels at `from`, zeros unless they exist.
-__device__ __forceinline__ void load_channels(float (&v)[VECTOR], const Element* from, bool exist) {
-    Raw<T, VECTOR> raw;
-#pragma unroll
-    for (int i = 0; i < Raw<T, VECTOR>::WORDS; i++) raw.words[i] = 0;
-    if (exist) raw.template load<VECTOR>(from);
-    raw.unpack(v);
-}
 
 extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_constant__ Params p) {
     __shared__ __align__(16) float filters[TAPS][PITCH];
@@ -38,7 +29,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_consta
         for (int v = 0; v < VECTOR; v++) filter[tap][v] = filters[tap][lane * VECTOR + v];
 #pragma unroll
     for (int v = 0; v < VECTOR; v++) bias[v] = bias_at(p, k + v);
-    const Element* const x = p.x + p.multiplier.divide(k) * p.x_c;
+    const Element* const x = p.x + p.group_k.divide(k) * p.x_c;
 
 #pragma unroll 1
     for (int unit = block * TILES + threadIdx.x / LANES; unit < p.units; unit += blocks * TILES) {

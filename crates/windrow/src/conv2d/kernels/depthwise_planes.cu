@@ -1,11 +1,11 @@
 // Depthwise convolution where the pixels of a channel are neighbours in memory. A block computes BLOCK_H x BLOCK_W threads'
 // tiles of PLANES planes (images of a channel), whose inputs it copies to shared memory first.
 //
-// Constants: those of depthwise.cuh, TILE_W a multiple of 4; BLOCK_H, BLOCK_W, PLANES, THREADS; LANES that load a row
+// Constants: those of groups.cuh, TILE_W a multiple of 4; BLOCK_H, BLOCK_W, PLANES, THREADS; LANES that load a row
 // together; VECTOR_OUT 0 or 1: four outputs of a row, and of
 // the residual, are aligned as one.
 
-#include "depthwise.cuh"
+#include "groups.cuh"
 
 constexpr int OUT_H = BLOCK_H * TILE_H, OUT_W = BLOCK_W * TILE_W;
 constexpr int COPY_H = (OUT_H - 1) * STRIDE_H + (FILTER_H - 1) * DILATION_H + 1;
@@ -56,7 +56,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_consta
     const int top = i0 * STRIDE_H - p.pad_h, left = j0 * STRIDE_W - p.pad_w;
     if (threadIdx.x < PLANES) {
         const int plane = plane0 + threadIdx.x;
-        const i64 image = p.channels.divide(plane), channel = p.multiplier.divide(channel_of(plane));
+        const i64 image = p.channels.divide(plane), channel = p.group_k.divide(channel_of(plane));
         planes[threadIdx.x] = p.x + (image * p.x_n + channel * p.x_c + top * p.x_h + left * p.x_w);
     }
     __syncthreads();

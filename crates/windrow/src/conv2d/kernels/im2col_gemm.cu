@@ -129,12 +129,6 @@ __device__ __forceinline__ Element load_b(const Params& p, int group, int d, int
 
 #endif
 
-__device__ __forceinline__ float bias_at(const Params& p, i64 k) {
-    if (p.bias == nullptr) return 0;
-    return p.bias_is_float ? static_cast<const float*>(p.bias)[k * p.bias_stride]
-                           : to_float(static_cast<const Element*>(p.bias)[k * p.bias_stride]);
-}
-
 // Stores the sum of a row and column.
 __device__ __forceinline__ void store(const Params& p, int part, int group, i64 row, int column, float sum) {
     if (row >= p.rows || column >= p.columns) return;

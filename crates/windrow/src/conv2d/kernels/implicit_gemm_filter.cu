@@ -27,6 +27,7 @@ struct Params {
     Divisor group_k;          // output channels of a group
     Divisor c, s;             // input channels of a unit, columns of the filter
     int group_c;
+    int dense; // weights of an output channel, if they lie in one piece, else 0
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
 
@@ -49,9 +50,14 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
 
     [[maybe_unused]] u32 mine = 0;
     Digest digest;
-    for (int term = 4 * threadIdx.x; term < p.terms; term += 4 * blockDim.x) {
-        const Element v[4] = {weight(term), weight(term + 1), weight(term + 2), weight(term + 3)};
-        if (p.seen.digests != nullptr) digest.add(p.seen, term, v);
+    // In the order of memory, if the weights of an output channel are all that lies there: zeros between them change nothing.
+    const int looked_at = IS_F32 || p.seen.digests != nullptr ? (p.dense > 0 ? (exists ? p.dense : 0) : p.terms) : 0;
+#pragma unroll 2
+    for (int at = 4 * threadIdx.x; at < looked_at; at += 4 * blockDim.x) {
+        Element v[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i] = p.dense == 0 ? weight(at + i) : at + i < p.dense ? w[at + i] : from_float(0);
+        if (p.seen.digests != nullptr) digest.add(p.seen, at, v);
 #ifdef ELEMENT_F32
 #pragma unroll
         for (int i = 0; i < 4; i++) mine = max(mine, finite_magnitude(v[i]));

@@ -5,12 +5,7 @@
 //
 // Constants: ELEMENT_*, VECTOR: 4 if the pixels of a channel follow each other and can be read in aligned fours, else 1.
 
-#include "conv2d.cuh"
-
-constexpr int CHANNELS = 16 / sizeof(Element); // of one vector of the buffer
-constexpr int PIXELS = 4;                      // of a thread: its block of CHANNELS x PIXELS is turned in registers
-constexpr int CHUNKS = 4, LANES = 32;          // a block copies 4 x CHANNELS channels of 32 x PIXELS pixels
-constexpr int TILE_P = LANES * PIXELS;
+#include "turn.cuh"
 
 struct Params {
     const Element* x;
@@ -39,13 +34,6 @@ __device__ __forceinline__ void load(Element (&v)[PIXELS], const Params& p, cons
             v[i] = c < p.c && pixel + i < pixels ? image[c * p.x_c + row * p.x_h + column * p.x_w] : from_float(0);
         }
     }
-}
-
-// Where vector `chunk` of a pixel lies: the exchange of the last three bits spreads a warp over all banks, whether
-// neighbouring lanes have every fourth pixel or neighbouring vectors.
-__device__ __forceinline__ int place(int pixel, int chunk) {
-    const int i = pixel * CHUNKS + chunk;
-    return i ^ (i >> 4 & 7);
 }
 
 extern "C" __global__ __launch_bounds__(CHUNKS * LANES) void KERNEL(const __grid_constant__ Params p) {

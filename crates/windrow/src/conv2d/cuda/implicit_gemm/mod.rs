@@ -17,7 +17,7 @@ use crate::gpu::{
     Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, TensorMap, TensorPixels, params,
 };
 use crate::later::Later;
-use crate::{DType, Error, Result};
+use crate::{DType, Error, Result, TensorDesc};
 
 static FILTER: Source = source!("implicit_gemm_filter.cu");
 
@@ -95,6 +95,7 @@ struct FilterParams {
     c: Divisor,
     s: Divisor,
     group_c: i32,
+    dense: i32,
 }
 }
 
@@ -253,7 +254,7 @@ impl ImplicitGemm {
             packed,
             inverse: packed.wrapping_add(self.filter_bytes()),
             strides: strides(&self.spec.w),
-            seen: Seen::behind(packed, self.packed_bytes(), ticket),
+            seen: Seen::behind(packed, self.packed_bytes(), ticket).in_order_of(&self.spec.w),
             w_group: self.filter_group as i64,
             unit_k: unit.k as i32,
             terms: (self.cut.term_channels(p) * p.r * p.s) as i32,
@@ -263,6 +264,7 @@ impl ImplicitGemm {
             c: Divisor::new(self.cut.term_channels(p)),
             s: Divisor::new(p.s),
             group_c: p.c_group() as i32,
+            dense: dense_weights(&self.spec.w, p) as i32,
         };
         let channels = self.cut.k_blocks(p) * self.cut.block;
         let launch = Launch { grid: [channels as u32, 1, 1], block: [256, 1, 1] };
@@ -402,6 +404,21 @@ struct Images {
     strides: [i64; 4],
     /// Their kernel takes a map of them.
     maps: bool,
+}
+
+/// Weights of an output channel if they lie in one piece, in whatever order, else 0.
+fn dense_weights(w: &TensorDesc, p: &Problem) -> usize {
+    let (shape, strides) = ([p.c_group(), p.r, p.s], &w.strides()[1..]);
+    let mut order = [0, 1, 2];
+    order.sort_by_key(|&d| strides[d]);
+    let mut count = 1;
+    for d in order {
+        if shape[d] > 1 && strides[d] != count as isize {
+            return 0;
+        }
+        count *= shape[d];
+    }
+    count
 }
 
 fn filter_kernel(dtype: DType, block: usize) -> KernelSpec {

@@ -1,5 +1,5 @@
 //! [`Conv2dAlgorithm::Direct`](crate::conv2d::Conv2dAlgorithm::Direct) where every group has one input channel
-//! (`kernels/depthwise_channels.cu`, `kernels/depthwise_planes.cu`).
+//! (`kernels/depthwise_channels.cu`, `kernels/depthwise_planes.cu`) or some (`kernels/few_channels.cu`).
 
 use super::general::DenseFilter;
 use super::{Divisor, Operands, bias_of, kernel, source, strides, with_epilogue};
@@ -7,13 +7,15 @@ use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::later::Later;
-use crate::{DType, Result};
+use crate::{DType, Result, TensorDesc};
 
 static CHANNELS: Source = source!("depthwise_channels.cu");
 static PLANES: Source = source!("depthwise_planes.cu");
+static FEW: Source = source!("few_channels.cu");
 
 /// The filter of a channel, and a row of the inputs of a tile, are in registers.
 const MAX_TAPS: usize = 49;
+const MAX_FEW_TAPS: usize = 25;
 const MAX_READS: usize = 24;
 /// The most threads of a block, and blocks for each multiprocessor of those that take tiles in turn.
 const THREADS: usize = 256;
@@ -21,9 +23,15 @@ const BLOCKS: usize = 4;
 /// The most planes of a block, and bytes of shared memory that their inputs take.
 const MAX_PLANES: usize = 32;
 const SHARED_BYTES: usize = 44_000;
+/// Of some channels: the most input channels of a group and output channels of a thread, threads of a block, and blocks of
+/// channels beside each other.
+const MAX_CHANNELS: usize = 32;
+const BLOCK_K: usize = 8;
+const FEW_THREADS: usize = 128;
+const MAX_SLOTS: usize = 8;
 
 #[derive(Debug)]
-pub(crate) struct Depthwise {
+pub(crate) struct Groups {
     spec: Conv2dSpec,
     problem: Problem,
     filter: DenseFilter,
@@ -40,6 +48,8 @@ enum Form {
     Channels { tile: [usize; 2], vector: usize, lanes: usize, blocks: usize },
     /// Threads of a block take tiles of so many planes.
     Planes { tile: [usize; 2], block: [usize; 2], planes: usize, copied: [usize; 2] },
+    /// A thread takes the outputs of so many rows of a column, of `block` channels of a group.
+    Few { rows: usize, block: usize, slots: usize, vector: usize, out: bool, blocks: usize },
 }
 
 params! {
@@ -60,14 +70,14 @@ params! {
         ow: i32,
         pad as [pad_h, pad_w]: [i32; 2],
         units: i32,
-        multiplier: Divisor,
+        group_k: Divisor,
         channels: Divisor,
         rows: Divisor,
         columns: Divisor,
     }
 }
 
-impl Depthwise {
+impl Groups {
     pub(super) fn supports(p: &Problem) -> bool {
         // The widest tile.
         let reads = |d: usize, taps: usize| {
@@ -77,10 +87,11 @@ impl Depthwise {
         };
         let outputs =
             [p.n, p.k, p.oh, p.ow].iter().fold(1usize, |all, &size| all.saturating_mul(size));
+        let taps = if p.c_group() == 1 { MAX_TAPS } else { MAX_FEW_TAPS };
         p.groups > 1
-            && p.c_group() == 1
+            && (1..=MAX_CHANNELS).contains(&p.c_group())
             && p.k > 0
-            && p.r * p.s <= MAX_TAPS
+            && p.r * p.s <= taps
             && reads(0, p.r) < MAX_READS
             && reads(1, p.s) < MAX_READS
             && outputs < 1 << 30
@@ -88,10 +99,10 @@ impl Depthwise {
     }
 
     pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, problem: &Problem) -> Result<Self> {
-        Ok(Depthwise {
+        Ok(Groups {
             spec: spec.clone(),
             problem: *problem,
-            filter: DenseFilter::new(gpu, spec, problem, true)?,
+            filter: DenseFilter::new(gpu, spec, problem, is_filter_last(spec, problem))?,
             gpu,
             aligned: compiled(gpu, spec, problem, true)?,
             unaligned: Later::default(),
@@ -122,6 +133,9 @@ impl Depthwise {
             }
             Form::Planes { tile: [h, w], planes, .. } => {
                 format!("{h} x {w} outputs in a thread, {planes} images of a channel in a block")
+            }
+            Form::Few { rows, block, .. } => {
+                format!("{rows} outputs of {block} channels in a thread")
             }
         }
     }
@@ -163,7 +177,7 @@ impl Depthwise {
             ow: p.ow as i32,
             pad: p.padding.map(|v| v as i32),
             units: shape.units as i32,
-            multiplier: Divisor::new(p.k_group()),
+            group_k: Divisor::new(p.k_group()),
             channels: Divisor::new(shape.channels),
             rows: Divisor::new(shape.rows.max(1)),
             columns: Divisor::new(shape.columns.max(1)),
@@ -194,6 +208,9 @@ impl Form {
         let busy = |outputs: usize| {
             (p.n * p.k * p.oh * p.ow).div_ceil(outputs) >= THREADS * multiprocessors
         };
+        if p.c_group() > 1 {
+            return Form::few(multiprocessors, spec, p, aligned);
+        }
         let (taps, half, one) = (p.r * p.s, spec.x.dtype.is_half(), p.stride == [1, 1]);
         if !is_channels_last(&spec.x.layout) || !is_channels_last(&spec.y.layout) {
             let many = one && p.oh >= 28 && busy(28);
@@ -263,8 +280,34 @@ impl Form {
         Form::Planes { tile, block: [rows, columns], planes, copied: copied(rows) }
     }
 
+    fn few(multiprocessors: usize, spec: &Conv2dSpec, p: &Problem, aligned: bool) -> Self {
+        let last = is_channels_last(&spec.x.layout) && is_channels_last(&spec.y.layout);
+        let quads = |t: &TensorDesc, channels: usize| {
+            let s = t.strides();
+            let whole = [s[0], s[2], s[3]].iter().all(|s| s % 4 == 0);
+            aligned && s[1] == 1 && whole && channels.is_multiple_of(4)
+        };
+        let block = p.k_group().next_multiple_of(4).min(BLOCK_K);
+        let all = p.groups * p.k_group().div_ceil(block);
+        let bytes = |slots: usize| slots * block * p.taps() * size_of::<f32>();
+        let mut slots = if last { all.next_power_of_two().min(MAX_SLOTS) } else { 1 };
+        while slots > 1 && bytes(slots) > SHARED_BYTES {
+            slots /= 2;
+        }
+        let threads = |rows: usize| p.n * p.oh.div_ceil(rows) * p.ow * all;
+        let most = if p.stride[0] == 1 { 7 } else { 4 };
+        let rows = if threads(most) >= 2 * FEW_THREADS * multiprocessors { most } else { 2 };
+        let vector = if quads(&spec.x, p.c_group()) { 4 } else { 1 };
+        let out = quads(&spec.y, p.k_group());
+        let units = p.n * p.oh.div_ceil(rows) * p.ow;
+        let most = (2 * BLOCKS * multiprocessors / all.div_ceil(slots)).max(1);
+        let blocks = units.div_ceil(FEW_THREADS / slots).min(most);
+        Form::Few { rows, block, slots, vector, out, blocks }
+    }
+
     fn threads(self) -> usize {
         match self {
+            Form::Few { .. } => FEW_THREADS,
             Form::Channels { lanes, .. } => (THREADS / lanes).max(1) * lanes,
             Form::Planes { block, planes, .. } => {
                 (planes * block[0] * block[1]).next_multiple_of(32)
@@ -287,8 +330,24 @@ impl Form {
                 let blocks = units.div_ceil(planes) * rows * columns;
                 Shape { units, channels: p.k, rows, columns, blocks }
             }
+            Form::Few { rows, block, slots, blocks, .. } => {
+                let channels = (p.groups * p.k_group().div_ceil(block)).div_ceil(slots);
+                let (rows, columns) = (p.oh.div_ceil(rows), p.ow);
+                Shape {
+                    units: p.n * rows * columns,
+                    channels,
+                    rows,
+                    columns,
+                    blocks: blocks * channels,
+                }
+            }
         }
     }
+}
+
+/// True if the filter is read as [k, r, s, c], in which it is copied; that of one channel lies alike in both orders.
+fn is_filter_last(spec: &Conv2dSpec, p: &Problem) -> bool {
+    p.c_group() == 1 || !spec.w.layout.is_contiguous()
 }
 
 fn compiled(
@@ -320,6 +379,17 @@ fn kernel_spec(spec: &Conv2dSpec, p: &Problem, form: Form, aligned: bool) -> Ker
                 .define("VECTOR_OUT", i32::from(aligned && whole));
             (named, tile)
         }
+        Form::Few { rows, block, slots, vector, out, .. } => {
+            let named = kernel(&FEW, "few_channels", spec.x.dtype)
+                .define("GROUP_C", p.c_group())
+                .define("GROUP_K", p.k_group())
+                .define("BLOCK_K", block)
+                .define("SLOTS", slots)
+                .define("VECTOR", vector)
+                .define("VECTOR_OUT", i32::from(out))
+                .define("FILTER_LAST", i32::from(is_filter_last(spec, p)));
+            (named, [rows, 1])
+        }
     };
     with_epilogue(named, spec)
         .define("FILTER_H", p.r)
@@ -339,7 +409,62 @@ mod tests {
     use super::*;
     use crate::conv2d::Conv2dParams;
     use crate::gpu::compile_tests::check_spills;
-    use crate::{Activation, Approximate, Layout, TensorDesc};
+    use crate::{Activation, Approximate, Layout};
+
+    #[test]
+    fn kernels_of_few_channels_compile_without_spills() {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for order in [[0, 1, 2, 3], [0, 2, 3, 1]] {
+                for (channels, outputs, size) in [(2, 3, 7), (4, 4, 56), (12, 20, 28), (32, 32, 14)]
+                {
+                    let shape = [64, 8 * channels, size, size];
+                    let layout = Layout::with_order(&shape, &order).unwrap();
+                    let w = TensorDesc::contiguous(dtype, &[8 * outputs, channels, 3, 3]).unwrap();
+                    let params = Conv2dParams {
+                        padding: [1; 2],
+                        groups: 8,
+                        activation: Activation::Gelu(Approximate::None),
+                        ..Default::default()
+                    };
+                    let spec = Conv2dSpec::new(TensorDesc { dtype, layout }, w, &params).unwrap();
+                    let p = spec.problem().unwrap();
+                    assert!(Groups::supports(&p));
+                    for aligned in [true, false] {
+                        let form = Form::choose(132, &spec, &p, aligned);
+                        let residual = spec.clone().with_residual(true);
+                        for capability in [(8, 0), (9, 0), (10, 0)] {
+                            check_spills(&kernel_spec(&residual, &p, form, aligned), capability, 0);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn blocks_of_channels_beside_each_other_fit_shared_memory() {
+        let form = |order: [usize; 4], [channels, outputs]: [usize; 2], n, stride| {
+            let layout = Layout::with_order(&[n, 32 * channels, 28, 28], &order).unwrap();
+            let w = TensorDesc::contiguous(DType::F32, &[32 * outputs, channels, 3, 3]).unwrap();
+            let params = Conv2dParams { stride: [stride; 2], groups: 32, ..Default::default() };
+            let x = TensorDesc { dtype: DType::F32, layout };
+            let spec = Conv2dSpec::new(x, w, &params).unwrap();
+            match Form::choose(132, &spec, &spec.problem().unwrap(), true) {
+                Form::Few { rows, block, slots, vector, out, .. } => {
+                    (rows, block, slots, vector, out)
+                }
+                other => panic!("{other:?}"),
+            }
+        };
+        let (planes, last) = ([0, 1, 2, 3], [0, 2, 3, 1]);
+        assert_eq!(form(planes, [4, 4], 64, 1), (7, 4, 1, 1, false));
+        assert_eq!(form(planes, [16, 16], 64, 2), (4, 8, 1, 1, false));
+        assert_eq!(form(last, [4, 4], 64, 1), (7, 4, 8, 4, true));
+        assert_eq!(form(last, [16, 16], 64, 1), (7, 8, 8, 4, true));
+        assert_eq!(form(last, [32, 32], 64, 1), (7, 8, 4, 4, true));
+        assert_eq!(form(last, [4, 4], 1, 1), (2, 4, 8, 4, true), "few threads");
+        assert_eq!(form(last, [3, 6], 64, 1), (7, 8, 8, 1, false), "no whole vectors");
+    }
 
     /// The tiles are those that were the fastest on compute capability 9.0. There one kernel spills a register by the
     /// assembler's own choice, which stops at 128 for two blocks of a multiprocessor; for 10.0 two spill more. So each
@@ -365,7 +490,7 @@ mod tests {
             };
             let spec = Conv2dSpec::new(TensorDesc { dtype, layout }, w, &params).unwrap();
             let p = spec.problem().unwrap();
-            assert!(Depthwise::supports(&p));
+            assert!(Groups::supports(&p));
             for aligned in [true, false] {
                 let form = Form::choose(132, &spec, &p, aligned);
                 let kernel = kernel_spec(&spec, &p, form, aligned);

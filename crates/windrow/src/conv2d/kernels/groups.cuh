@@ -1,6 +1,6 @@
-// What depthwise_channels.cu and depthwise_planes.cu share: convolution of channels that do not see each other, one image of
-// one input channel for each output channel, at the rate of memory. A thread computes TILE_H x TILE_W neighbouring outputs
-// of a channel from inputs and a filter in registers: so each input is loaded about twice, and most loads meet a cache.
+// What depthwise_channels.cu, depthwise_planes.cu and few_channels.cu share: convolution in groups of few channels, at the
+// rate of memory. A thread computes TILE_H x TILE_W neighbouring outputs of a channel, or of some, from inputs in registers:
+// so each input is loaded about twice, and most loads meet a cache.
 //
 // Constants: ELEMENT_*, EPILOGUE, RESIDUAL, FILTER_H, FILTER_W, STRIDE_H, STRIDE_W, DILATION_H, DILATION_W, TILE_H,
 // TILE_W.
@@ -16,7 +16,7 @@ constexpr int READ_W = (TILE_W - 1) * STRIDE_W + (FILTER_W - 1) * DILATION_W + 1
 
 struct Params {
     const Element* x;
-    const Element* w; // [k, FILTER_H, FILTER_W]
+    const Element* w; // [k, FILTER_H, FILTER_W]; of more channels in a group see few_channels.cu
     const void* bias; // [k] or null
     const Element* residual; // laid out as y
     Element* y;
@@ -27,17 +27,11 @@ struct Params {
     int k, h, w_in, oh, ow;
     int pad_h, pad_w;
     int units;             // tiles of all images, or planes
-    Divisor multiplier;    // output channels of an input channel
+    Divisor group_k;       // output channels of a group
     Divisor channels;      // of an image: blocks of them, or planes
     Divisor rows, columns; // of an image: tiles of threads, or of blocks
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
-
-__device__ __forceinline__ float bias_at(const Params& p, int k) {
-    if (p.bias == nullptr) return 0;
-    return p.bias_is_float ? static_cast<const float*>(p.bias)[k * p.bias_stride]
-                           : to_float(static_cast<const Element*>(p.bias)[k * p.bias_stride]);
-}
 
 // The tap at which output `i` of a tile reads input `j` of it, or one that no filter has.
 __device__ __forceinline__ constexpr int tap_of(int i, int j, int stride, int dilation, int taps) {
@@ -68,4 +62,13 @@ __device__ __forceinline__ constexpr bool is_read(int i) {
     for (int t = 0; t < TILE_H; t++)
         if (tap_of(t, i, STRIDE_H, DILATION_H, FILTER_H) >= 0) return true;
     return false;
+}
+
+// Neighbouring channels at `from`, zeros unless they exist.
+template <int V> __device__ __forceinline__ void load_channels(float (&v)[V], const Element* from, bool exist) {
+    Raw<T, V> raw;
+#pragma unroll
+    for (int i = 0; i < Raw<T, V>::WORDS; i++) raw.words[i] = 0;
+    if (exist) raw.template load<V>(from);
+    raw.unpack(v);
 }

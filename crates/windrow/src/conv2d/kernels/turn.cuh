@@ -1,0 +1,18 @@
+// What pack_input.cu and turn_output.cu share: images are turned between the order of their pixels and that of their channels
+// in blocks of 16 bytes of channels by four pixels, a thread's, by way of shared memory.
+
+#pragma once
+
+#include "conv2d.cuh"
+
+constexpr int CHANNELS = 16 / sizeof(Element); // of one vector in channels-last order
+constexpr int PIXELS = 4;                      // of a thread: its block of CHANNELS x PIXELS is turned in registers
+constexpr int CHUNKS = 4, LANES = 32;          // a block has 4 x CHANNELS channels of 32 x PIXELS pixels
+constexpr int TILE_P = LANES * PIXELS;
+
+// Where vector `chunk` of a pixel lies: the exchange of the last three bits spreads a warp over all banks, whether
+// neighbouring lanes have every fourth pixel or neighbouring vectors.
+__device__ __forceinline__ int place(int pixel, int chunk) {
+    const int i = pixel * CHUNKS + chunk;
+    return i ^ (i >> 4 & 7);
+}
