@@ -11,8 +11,8 @@ use std::ops::Range;
 // A block of terms is packed at once.
 const _: () = assert!(MAX_TERMS <= MAX_PIXELS);
 
-/// Most output channels of a block: the im2col matrix is packed once for each.
-const CHANNELS: usize = 512;
+/// Most terms of the convolution and output channels of a block.
+const BLOCK: [usize; 2] = [128, 512];
 
 /// The gradient of a forward [`Stencil`]'s filter, for one instruction set.
 #[derive(Clone, Debug)]
@@ -26,15 +26,7 @@ pub(crate) struct WeightGrad {
 
 impl WeightGrad {
     pub(crate) fn new(stencil: Stencil, isa: Isa, threads: usize) -> Self {
-        let size = [stencil.terms(), stencil.k, stencil.pixels()];
-        let scratch = Scratch { left: true, right: true };
-        let mut block = [128, CHANNELS];
-        let mut blocking = Blocking::new(isa, size, block, scratch);
-        // Smaller blocks where threads would be idle.
-        while blocking.tasks() * stencil.groups < 2 * threads && block[0] > 16 {
-            block = block.map(|b| b / 2);
-            blocking = Blocking::new(isa, size, block, scratch);
-        }
+        let blocking = blocking(&stencil, isa, threads);
         let gradient = stencil.clone().with_long_rows();
         WeightGrad { stencil, gradient, blocking, threads }
     }
@@ -66,6 +58,25 @@ impl WeightGrad {
         // SAFETY: passed on; `Product` packs what the blocking gives it scratch memory for.
         unsafe { self.blocking.run(&product, self.stencil.groups, self.threads, scratch) }
     }
+}
+
+/// The blocks by which threads are expected to be done first: each packs what it reads of both operands.
+fn blocking(stencil: &Stencil, isa: Isa, threads: usize) -> Blocking {
+    // Of a panel, in tiles that are multiplied in that time.
+    const PACK_LEFT: usize = 1;
+    const PACK_RIGHT: usize = 2;
+    let size = [stencil.terms(), stencil.k, stencil.pixels()];
+    let make = |block| Blocking::new(isa, size, block, Scratch { left: true, right: true });
+    let time = |b: &Blocking| {
+        let (left, right) = (b.mc / b.mr, b.nc / b.nr);
+        let task = left * right + PACK_LEFT * left + PACK_RIGHT * right;
+        (b.tasks() * stencil.groups).div_ceil(threads) * task
+    };
+    let Blocking { mr, nr, .. } = make(BLOCK);
+    let [rows, cols] = [BLOCK[0] / mr, BLOCK[1] / nr].map(|most| (1..=most).rev());
+    let blocks = rows.flat_map(|row| cols.clone().map(move |col| make([row * mr, col * nr])));
+    // Of equals the largest.
+    blocks.min_by_key(time).unwrap_or_else(|| make(BLOCK))
 }
 
 /// Rows are the terms of the convolution, columns its output channels, terms its pixels.
@@ -121,17 +132,20 @@ impl<T: SimdElement, W: SimdElement> BlockedProduct for Product<'_, T, W> {
     unsafe fn store(&self, group: usize, rows: Range<usize>, cols: Range<usize>, tile: *const f32) {
         let (stencil, nr) = (&self.plan.stencil, self.plan.blocking.nr);
         let [k_stride, c_stride, row_stride, col_stride] = self.strides;
+        let first = (group * stencil.k + cols.start) as isize * k_stride;
         for (at, channels, row, col) in parts(stencil.c, stencil.cols.len(), rows) {
-            for (i, c) in channels.enumerate() {
-                for (j, k) in cols.clone().enumerate() {
-                    let offset = (group * stencil.k + k) as isize * k_stride
-                        + c as isize * c_stride
-                        + stencil.rows[row].index as isize * row_stride
-                        + stencil.cols[col].index as isize * col_stride;
+            let offset = first
+                + channels.start as isize * c_stride
+                + stencil.rows[row].index as isize * row_stride
+                + stencil.cols[col].index as isize * col_stride;
+            // A filter at a time: its channels share cache lines.
+            for j in 0..cols.len() {
+                let to = self.dw.wrapping_offset(offset + j as isize * k_stride);
+                for i in 0..channels.len() {
                     // SAFETY: an element of dw, and its sum in the tile.
                     unsafe {
                         let sum = *tile.add((at + i) * nr + j);
-                        self.dw.offset(offset).write(W::from_f32(sum));
+                        to.offset(i as isize * c_stride).write(W::from_f32(sum));
                     }
                 }
             }
@@ -176,6 +190,31 @@ impl<T: SimdElement> Kernel for PackGradient<'_, T> {
                         from.copy(s, segment.len, channels, to, nr);
                     }
                 }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::conv2d::{Conv2dParams, Conv2dSpec};
+    use crate::{DType, TensorDesc};
+
+    #[test]
+    fn threads_are_done_together() {
+        for (c, k, side, taps) in [(3, 64, 112, 7), (64, 128, 28, 3), (256, 512, 14, 3)] {
+            let desc = |shape: [usize; 4]| TensorDesc::contiguous(DType::F32, &shape).unwrap();
+            let params =
+                Conv2dParams { stride: [2; 2], padding: [taps / 2; 2], ..Default::default() };
+            let (x, w) = (desc([4, c, side, side]), desc([k, c, taps, taps]));
+            let spec = Conv2dSpec::new(x, w, &params).unwrap();
+            let stencil = Stencil::forward(&spec, &spec.problem().unwrap()).unwrap();
+            for (isa, threads) in Isa::available().into_iter().flat_map(|isa| [(isa, 2), (isa, 4)])
+            {
+                let b = blocking(&stencil, isa, threads);
+                let busiest = b.tasks().div_ceil(threads) * b.mc * b.nc;
+                assert!(5 * threads * busiest <= 6 * b.rows * b.cols, "{threads} threads: {b:?}");
             }
         }
     }
