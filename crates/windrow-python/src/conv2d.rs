@@ -340,9 +340,13 @@ pub(crate) fn conv2d_bytes<'py>(
     named: Named<'_>,
     is_kept: bool,
 ) -> PyResult<(usize, usize)> {
-    let plan = Given::import(py, x, weight, bias, named, false)?.plan(py, is_kept)?;
+    let given = Given::import(py, x, weight, bias, named, false)?;
+    let plan = given.plan(py, is_kept)?;
     let scratch = plan.packed_workspace_bytes();
-    let filter = if is_kept { plan.packed_bytes() } else { plan.workspace_bytes() - scratch };
+    let filter = match is_kept {
+        true => plan.kept_bytes(&given.weight.view()),
+        false => plan.workspace_bytes() - scratch,
+    };
     Ok((filter, scratch))
 }
 

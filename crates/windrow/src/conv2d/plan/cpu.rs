@@ -110,6 +110,10 @@ impl Cpu {
         self.engine.packed_bytes()
     }
 
+    pub(super) fn kept_bytes(&self, _: &TensorRef<'_>) -> usize {
+        self.packed_bytes()
+    }
+
     /// Bytes of workspace beside a packed filter.
     pub(super) fn scratch_bytes(&self) -> usize {
         self.engine.workspace_bytes(self.k)

@@ -101,6 +101,10 @@ impl Gpu {
         self.engine.packed_bytes()
     }
 
+    pub(super) fn kept_bytes(&self, w: &TensorRef<'_>) -> usize {
+        if self.engine.reads_in_place(w.as_ptr()) { 0 } else { self.engine.packed_bytes() }
+    }
+
     /// Bytes of workspace beside a packed filter.
     pub(super) fn scratch_bytes(&self) -> usize {
         self.engine.scratch_bytes()

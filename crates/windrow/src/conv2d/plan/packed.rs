@@ -159,6 +159,11 @@ impl Conv2dPlan {
         engine!(self, engine => engine.packed_bytes())
     }
 
+    /// Bytes that a [`FilterCache`] keeps of the filter `w` for this plan: none where a GPU reads it as it lies.
+    pub fn kept_bytes(&self, w: &TensorRef<'_>) -> usize {
+        engine!(self, engine => engine.kept_bytes(w))
+    }
+
     pub(super) fn packed_elsewhere(&self, packed: &PackedWeights) -> Error {
         let given = match &packed.data {
             PackedData::Host(_) => Device::Cpu,

@@ -53,6 +53,7 @@ fn what_is_packed_is_used_until_the_filter_changes() {
         let first = check(&plan, &w.as_ref(), &cache);
         let bytes = cache.bytes();
         assert!(bytes >= SHAPE.iter().product::<usize>() * 4);
+        assert_eq!(plan.kept_bytes(&w.as_ref()), plan.packed_bytes());
         assert_eq!(first, check(&plan, &w.as_ref(), &cache));
         assert_eq!(bytes, cache.bytes());
         // One element, its last bit but some: written in place, at the same address.
