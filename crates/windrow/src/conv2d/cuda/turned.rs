@@ -2,7 +2,7 @@
 //! where filters are, and sums that are turned back with bias, residual and activation (`kernels/turn_filter.cu`,
 //! `kernels/turn_output.cu`). By itself cuDNN turns all three on each call.
 
-use super::row::{Input, most_images};
+use super::row::{Input, TILE_BYTES, TILE_PIXELS, VECTOR, most_images};
 use super::times::has_vectors;
 use super::{Operands, Seen, bias_of, kernel, source, with_epilogue};
 use crate::conv2d::{Conv2dSpec, Problem};
@@ -13,10 +13,6 @@ static FILTER: Source = source!("turn_filter.cu");
 static OUTPUT: Source = source!("turn_output.cu");
 
 const ALIGNMENT: usize = 256;
-/// Pixels that a thread writes together, and what a block turns.
-const VECTOR: usize = 4;
-const TILE_PIXELS: usize = 128;
-const TILE_BYTES: usize = 64;
 const THREADS: u32 = 128;
 /// Vectors of channels by taps that a block holds of a filter.
 const MAX_TAPS: usize = 1024;

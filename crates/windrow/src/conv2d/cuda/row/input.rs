@@ -13,9 +13,9 @@ static PACK_INPUT: Source = source!("pack_input.cu");
 /// A copy is made of at most so much at a time.
 const STAGING_BYTES: usize = 512 << 20;
 /// Pixels that a thread of the copy reads together, and what a block copies.
-const VECTOR: usize = 4;
-const TILE_PIXELS: usize = 128;
-const TILE_BYTES: usize = 64;
+pub(in crate::conv2d::cuda) const VECTOR: usize = 4;
+pub(in crate::conv2d::cuda) const TILE_PIXELS: usize = 128;
+pub(in crate::conv2d::cuda) const TILE_BYTES: usize = 64;
 const COPY_THREADS: u32 = 128;
 
 #[derive(Debug)]

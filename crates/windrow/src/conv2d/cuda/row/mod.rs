@@ -4,7 +4,7 @@ mod input;
 mod kernel;
 mod sizes;
 
-pub(super) use self::input::{Input, most_images};
+pub(super) use self::input::{Input, TILE_BYTES, TILE_PIXELS, VECTOR, most_images};
 use self::kernel::Fused;
 use self::sizes::Sizes;
 use super::geometry::Geometry;
