@@ -43,6 +43,7 @@ KEPT, PACKED, _OURS = "Windrow", "Windrow, packing on each call", "Windrow"
 NOTHING_FASTER = "Windrow has nothing faster than cuDNN"
 _FORWARD, _FORWARD_FROZEN = "forward", "forward with a frozen filter"
 _FORWARD_CHANGING = "forward with a changing filter"
+_FORWARD_TURNED = "forward with a turned filter"
 _OF_INPUT, _OF_FILTER = "gradient of the input", "gradient of the filter"
 _OF_BOTH = "gradient of filter and bias"
 # Whether the gradient of a bias alone is ours: it is a sum, for which PyTorch has nothing better.
@@ -202,9 +203,11 @@ def way(
     activation: str | None,
     accuracy: str | None,
     filters: Callable[[], Filters],
+    is_turned: bool = False,
 ) -> tuple[Callable[[Tensor], Tensor], bool]:
-    """What computes this, for images like x, and whether that is decided for good."""
-    layout = memory_format(x, weight)
+    """What computes this, for images like x, and whether that is decided for good. The result of a turned filter is laid
+    out as x, whatever the filter's own order."""
+    layout = memory_format(x, x if is_turned else weight)
 
     def pytorch(x: Tensor) -> Tensor:
         y = ACTIVATIONS[activation](aten(x, weight, bias, options))
@@ -230,7 +233,7 @@ def way(
                 return NOTHING_FASTER
             return by_windrow(x, with_kept, with_packed, now)
 
-    mode = _mode_of(now is None, now is not None and now[1])
+    mode = _mode_of(now is None, now is not None and now[1], is_turned)
     problem = problem_of(x, weight, bias, options, activation, accuracy)
     choice, is_final = chosen(mode, problem), True
     if choice is None:
@@ -244,7 +247,7 @@ def way(
             # Nothing is packed for good by an algorithm that may not stay.
             return packed.held(held[KEPT]), False
     if now is not None and isinstance(kept, Ours) and not is_room_for(kept, x, now[0], mode, problem):
-        run, is_decided = way(x, weight, bias, options, activation, accuracy, unkept)
+        run, is_decided = way(x, weight, bias, options, activation, accuracy, unkept, is_turned)
         return run, is_decided and now[0].refused(KEPT) >= TRIES
     return {PYTORCH: pytorch, KEPT: kept}.get(choice, packed), is_final
 
@@ -467,11 +470,17 @@ def is_pytorchs(
 
 
 def is_anothers_in_graphs(
-    x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, accuracy: str | None, is_frozen: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: Options,
+    accuracy: str | None,
+    is_frozen: bool,
+    is_turned: bool,
 ) -> bool:
     """Whether somebody else computes this, without gradients, where it is captured in a graph."""
     problem = problem_of(x, weight, bias, options, None, accuracy)
-    return chosen_in_graphs(_mode_of(False, is_frozen), problem) is not None
+    return chosen_in_graphs(_mode_of(False, is_frozen, is_turned), problem) is not None
 
 
 def layer(
@@ -553,7 +562,9 @@ def can_be_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def _mode_of(is_changing: bool, is_frozen: bool) -> str:
+def _mode_of(is_changing: bool, is_frozen: bool, is_turned: bool = False) -> str:
+    if is_turned:
+        return _FORWARD_TURNED
     return _FORWARD_CHANGING if is_changing else _FORWARD_FROZEN if is_frozen else _FORWARD
 
 

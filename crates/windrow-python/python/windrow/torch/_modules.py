@@ -43,6 +43,8 @@ class Convolution(Remembering):
     accuracy: str | None = None
     algorithm: str | None = None
     frozen: bool = False
+    # Whether the filter was laid out for the kernels that compute row-major images: the result is laid out as the image.
+    is_turned: bool = False
 
     # For each key; and what the last call took.
     _known: dict[Key, Known] = {}
@@ -138,10 +140,11 @@ class Convolution(Remembering):
             run = None if is_in_graph or flags[0] else self._planned(input, weight, bias, options, accuracy)
             return ((run, (run, flags, (), False)), True) if run is not None else nothing
         problem = (input, weight, bias, options, accuracy, self.frozen)
-        is_pytorchs = _conv2d_fastest.is_pytorchs(*problem)
+        # PyTorch's result would be laid out as a turned filter.
+        is_pytorchs = False if self.is_turned else _conv2d_fastest.is_pytorchs(*problem)
         if is_pytorchs is None:
             return nothing
-        is_another = _conv2d_fastest.is_anothers_in_graphs(*problem)
+        is_another = _conv2d_fastest.is_anothers_in_graphs(*problem, self.is_turned)
         if is_pytorchs:
             found = self._operator, None, self._rest(), is_another
             return (PYTORCHS, None if is_in_graph else found), True
@@ -151,9 +154,10 @@ class Convolution(Remembering):
         changes = not is_plain and weight.requires_grad
         filters = unkept if changes else kept_with(weight, self.frozen)
         _conv2d_fastest.look_ahead(input, weight, options)
-        way, is_final = _conv2d_fastest.way(input, weight, bias, options, None, accuracy, filters)
+        rest = (options, None, accuracy, filters, self.is_turned)
+        way, is_final = _conv2d_fastest.way(input, weight, bias, *rest)
         if not is_final:
-            return nothing
+            return ((lambda x, *_: way(x), None), False) if is_plain and self.is_turned else nothing
         if not is_plain:
             mine = _conv2d_fastest.gradients_of(input, weight, bias, options, accuracy)
             return nothing if mine is None else ((Training(input, way, options, accuracy, mine), None), True)
@@ -197,9 +201,13 @@ class Convolution(Remembering):
                     self._forget()
             elif is_fastest:
                 # PyTorch's operator has all derivatives, and takes the batches of `vmap` whole.
-                input, padding = self._padded(input)
-                return self._operator(input, weight, bias, self.stride, padding, *self._rest()[2:])
-        return self._called(input, weight, bias)
+                padded, padding = self._padded(input)
+                y = self._operator(padded, weight, bias, self.stride, padding, *self._rest()[2:])
+                return self._laid_out(y, input)
+        return self._laid_out(self._called(input, weight, bias), input)
+
+    def _laid_out(self, y: Tensor, input: Tensor) -> Tensor:
+        return y.contiguous() if self.is_turned and input.is_contiguous() else y
 
     def _how(self) -> dict[str, Any]:
         """What our functions take by name."""

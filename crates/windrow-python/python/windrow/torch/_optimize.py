@@ -63,9 +63,24 @@ def optimize(model: nn.Module, accuracy: str | None = None) -> nn.Module:
     # Batch normalisations that were not folded are PyTorch's: they are another's in training only.
     report.fused |= {n: what for n, what in rest.swapped.items() if not isinstance(modules[n], BatchNorm2d)}
     report.left |= {n: why for n, why in rest.left.items() if not isinstance(modules[n], kinds)}
-    freeze(result)
+    _turn_filters(freeze(result))
     result.windrow_report = report
     return result.eval()
+
+
+def _turn_filters(model: nn.Module) -> None:
+    """Lays filters of halves on CUDA out in channels-last, for which cuDNN has its kernels. Row-major images are copied for them
+    on each call; a filter that the model owns need not be, nor be kept once more."""
+
+    def gains(conv: nn.Module) -> bool:
+        if type(conv) is not Conv2d or conv.groups > 1 or not conv.weight.is_cuda or not conv.weight.is_contiguous():
+            return False
+        k, c, *size = conv.weight.shape
+        return conv.weight.element_size() == 2 and k % 8 == 0 and c % 8 == 0 and max(size) > 1
+
+    for conv in [m for m in model.modules() if gains(m)]:
+        conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
+        conv.is_turned = True
 
 
 def _optimized(module: nn.Module, name: str, accuracy: str | None, report: OptimizeReport) -> nn.Module:
