@@ -64,23 +64,23 @@ fn packages(steps: &mut Steps) -> Result {
     }
     let mut package = cargo(&[&package[..], &private].concat());
     steps.run("packages", package.env("CARGO_TARGET_DIR", &folder))?;
-    let sources = folder.join("package");
-    for file in std::fs::read_dir(&sources)? {
-        let path = file?.path();
-        if path.extension().is_some_and(|end| end == "crate") {
-            // As of now: cargo would take what it has compiled of older files for what they are.
-            let mut unpack = Command::new("tar");
-            unpack.arg("xmzf").arg(&path).arg("-C").arg(&sources);
-            steps.run("unpack", &mut unpack)?;
-            std::fs::remove_file(path)?;
-        }
-    }
+    let sources = folder.join("sources");
+    std::fs::create_dir(&sources)?;
     let mut manifest =
         String::from("[workspace]\nresolver = \"3\"\nmembers = [\"*\"]\n\n[patch.crates-io]\n");
-    for folder in std::fs::read_dir(&sources)? {
-        let folder = folder?.file_name().into_string().map_err(|name| format!("{name:?}"))?;
-        let name = folder.rsplit_once('-').ok_or("a package without a version")?.0;
-        manifest.push_str(&format!("{name} = {{ path = \"{folder}\" }}\n"));
+    for file in std::fs::read_dir(folder.join("package"))? {
+        let path = file?.path();
+        if path.extension().is_none_or(|end| end != "crate") {
+            continue;
+        }
+        // As of now: cargo would take what it has compiled of older files for what they are.
+        let mut unpack = Command::new("tar");
+        unpack.arg("xmzf").arg(&path).arg("-C").arg(&sources);
+        steps.run("unpack", &mut unpack)?;
+        let stem = path.file_stem().and_then(|stem| stem.to_str());
+        let package = stem.ok_or_else(|| format!("{}", path.display()))?;
+        let name = package.rsplit_once('-').ok_or("a package without a version")?.0;
+        manifest.push_str(&format!("{name} = {{ path = \"{package}\" }}\n"));
     }
     std::fs::write(sources.join("Cargo.toml"), manifest)?;
     std::fs::copy(root().join("Cargo.lock"), sources.join("Cargo.lock"))?;

@@ -192,6 +192,59 @@ def test_on_the_cpu_it_is_pytorchs():
     assert type(windrow.torch.unpatch(model)[0]) is nn.BatchNorm2d
 
 
+class Doubled(nn.Module):
+    """What stands in the place of a parameter."""
+
+    def forward(self, weight):
+        return 2 * weight
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"eps": 0.1}]
+)
+def test_in_inference_it_is_pytorchs(options):
+    norm = nn.BatchNorm2d(4, **options)
+    for t in norm.state_dict().values():
+        if t.is_floating_point():
+            nn.init.uniform_(t, 0.5, 2)
+    norm.eval()
+    plain = copy.deepcopy(norm)
+    windrow.torch.patch(norm)
+    for x in (torch.randn(3, 4, 9, 8), torch.randn(2, 4, 0, 2), torch.randn(2, 4, 1, 1, dtype=torch.bfloat16)):
+        ours, theirs = norm.to(x.dtype), plain.to(x.dtype)
+        torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=0, equal_nan=True)
+        x.requires_grad_(True)
+        gradients = [torch.autograd.grad(n(x).sum(), x)[0] for n in (ours, theirs)]
+        torch.testing.assert_close(*gradients, rtol=0, atol=0, equal_nan=True)
+    x = torch.randn(2, 3, 4, 9, 8)
+    norm.float(), plain.float()
+    if norm.track_running_stats:
+        assert torch.equal(torch.vmap(norm)(x), torch.vmap(plain)(x))
+    assert torch.equal(torch.compile(norm, backend="eager", fullgraph=True)(x[0]), plain(x[0]))
+    if norm.affine:
+        for n in (norm, plain):
+            nn.utils.parametrize.register_parametrization(n, "weight", Doubled())
+        assert torch.equal(norm(x[0]), plain(x[0])) and not torch.equal(norm(x[0]), x[0])
+
+
+def test_others_see_what_is_called():
+    seen = []
+
+    class Seeing(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    norm = nn.BatchNorm2d(4).eval()
+    windrow.torch.patch(norm)
+    with Seeing():
+        norm(torch.randn(2, 4, 3, 3))
+    assert nn.functional.batch_norm in seen
+    for wrong in (torch.randn(4, 4), torch.randn(2, 5, 3, 3)):
+        with pytest.raises((ValueError, RuntimeError)):
+            norm(wrong)
+
+
 def test_a_patched_one_is_folded():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
     x = torch.randn(1, 3, 9, 9)

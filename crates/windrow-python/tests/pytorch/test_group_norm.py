@@ -135,8 +135,30 @@ def test_patch_swaps_and_restores():
     assert type(model[0]) is nn.GroupNorm
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_later_calls_are_the_same(affine):
+    norm = nn.GroupNorm(2, 4, affine=affine)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    plain = copy.deepcopy(norm)
+    windrow.torch.patch(norm)
+    for shape in ([2, 4, 5, 6], [2, 4, 5, 6], [3, 4, 7], [3, 4, 7], [2, 4, 5, 6]):
+        x = torch.randn(shape, requires_grad=True)
+        assert torch.equal(norm(x), plain(x))
+        assert torch.equal(*(torch.autograd.grad(n(x).square().sum(), x)[0] for n in (norm, plain)))
+    assert torch.equal(copy.deepcopy(norm)(x), plain(x))
+    if affine:
+        for n in (norm, plain):
+            nn.utils.parametrize.register_parametrization(n, "weight", nn.Softplus(), unsafe=True)
+        assert torch.equal(norm(x), plain(x))
+    x = x.double()
+    assert torch.equal(norm.double()(x), plain.double()(x))
+
+
 def test_errors_are_pytorchs():
     model = nn.GroupNorm(2, 4)
     windrow.torch.patch(model)
-    with pytest.raises(RuntimeError):
-        model(torch.randn(2, 6, 3))
+    for wrong in (torch.randn(2, 6, 3), torch.randn(4), torch.randn(1, 2, 1)):
+        for _ in range(2):
+            with pytest.raises((RuntimeError, ValueError)):
+                model(wrong)

@@ -147,6 +147,14 @@ def is_ordinary(tensor: Any) -> bool:
     return type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
 
 
+_is_traced = torch.compiler.is_dynamo_compiling
+
+
+def is_plainly_called(tensor: Any) -> bool:
+    """Whether PyTorch's operator can be called past its function in Python: nobody looks at what functions are called."""
+    return type(tensor) is torch.Tensor and not _is_traced() and torch._C._len_torch_function_stack() == 0
+
+
 def chosen(mode: str, problem: Problem) -> str | None:
     """Who computes this, if that was decided for good."""
     decision = _decisions.get(problem, {}).get(mode)

@@ -5,12 +5,14 @@ an autoencoder's decoder. Here parts of the groups are summed and normalised by 
 """
 
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windrow import _native
+from windrow.torch._fastest import is_plainly_called
 from windrow.torch._fused import is_direct
 
 # A group of so many elements takes PyTorch twice as long as its parts here, on an H100, where multiprocessors have no more than
@@ -23,6 +25,7 @@ _GROUPS = 2
 _PART = 1 << 12
 # For each multiprocessor, parts that are summed and parts that are normalised by a block.
 _SUMMED, _NORMALISED = 16, 16
+_MISSING: Any = object()
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -73,10 +76,31 @@ class GroupNorm(nn.GroupNorm):
     """`torch.nn.GroupNorm`; where nothing is recorded and an image on CUDA has few large groups, computed in parts of them, by
     PyTorch's operators as well."""
 
+    # Shape, type and device of the last image that was left to PyTorch's operator, which the next one is given sooner.
+    _left: tuple[Any, ...] = ()
+
+    __jit_ignored_attributes__ = ["_left"]
+
     def forward(self, input: Tensor) -> Tensor:
-        if not torch.jit.is_scripting() and self._is_ours(input):
+        if torch.jit.is_scripting():
+            return F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+        return self._called(input)
+
+    @torch.jit.unused
+    def _called(self, input: Tensor) -> Tensor:
+        # Else there are properties in their place.
+        weight, bias = (self._parameters.get(name, _MISSING) for name in ("weight", "bias"))
+        is_plain = weight is not _MISSING and bias is not _MISSING and is_plainly_called(input)
+        if is_plain and (input.shape, input.dtype, input.device) == self._left:
+            # Past what `F.group_norm` looks at.
+            rest = self.num_groups, weight, bias, self.eps
+            return torch.group_norm(input, *rest, torch._C._get_cudnn_enabled())
+        if self._is_ours(input):
             return _group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
-        return F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+        y = F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+        if is_plain and not _pays(input, self.num_groups):
+            self.__dict__["_left"] = input.shape, input.dtype, input.device
+        return y
 
     @torch.jit.unused
     def _is_ours(self, input: Tensor) -> bool:
