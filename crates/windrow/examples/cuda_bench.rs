@@ -8,12 +8,14 @@ use windrow::{
     Activation, Approximate, CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs,
     CausalConv1dPlan, CausalConv1dSpec, CausalConv1dUpdateArgs, CausalConv1dUpdatePlan,
     CausalConv1dUpdateSpec, DType, Device, GeluArgs, GeluPlan, GeluSpec, Layout, PlanOptions,
-    Result, TensorDesc, TensorRef, Workspace, verify,
+    Result, Tensor, TensorDesc, TensorRef, Workspace, verify,
 };
 
 const REPLAYS: usize = 20;
 /// Several times the largest L2 cache.
 const ROTATE: usize = 300 << 20;
+/// Bytes of random numbers.
+const PATTERN: usize = 4 << 20;
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 fn options() -> PlanOptions {
@@ -56,8 +58,14 @@ fn main() -> Result<()> {
 /// Tensors of random numbers: as many as keep `bytes` of each turn out of the cache.
 fn sets(desc: TensorDesc, bytes: usize, low: f64, high: f64) -> Result<Vec<DeviceTensor>> {
     let count = (ROTATE / bytes.max(1)).clamp(1, 48) + 1;
-    // One pattern of numbers, uploaded often: making them costs more than all runs.
-    let host = verify::random_tensor(1, desc, low, high)?;
+    // One pattern of numbers, repeated and uploaded often: making them costs more than all runs.
+    let mut host = Tensor::uninitialised(desc)?;
+    let few = host.as_bytes().len().min(PATTERN) / desc.dtype.size();
+    let few = TensorDesc::contiguous(desc.dtype, &[few.max(1)])?;
+    let pattern = verify::random_tensor(1, few, low, high)?;
+    for part in host.as_bytes_mut().chunks_mut(few.bytes()) {
+        part.copy_from_slice(&pattern.as_bytes()[..part.len()]);
+    }
     (0..count).map(|_| DeviceTensor::from_host(&host.as_ref(), 0)).collect()
 }
 
