@@ -86,7 +86,9 @@ fn build(steps: &mut Steps, package: &Path, environment: &Path) -> Result<PathBu
         .arg(wheel);
     steps.run("install", &mut install)?;
     if shared {
-        let mut extension = cargo(&["build", "--quiet", "--workspace", "--lib"]);
+        // With a test, so that features are those that tests are built with, and nothing is compiled once more.
+        let build = ["build", "--quiet", "--workspace", "--lib", "--bins", "--test", "kernels"];
+        let mut extension = cargo(&build);
         // As maturin has it: without linking Python's library.
         extension.env("PYO3_PYTHON", environment.join("bin/python"));
         extension.env("PYO3_BUILD_EXTENSION_MODULE", "1");

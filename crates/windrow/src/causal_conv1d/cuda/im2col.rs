@@ -312,6 +312,6 @@ mod tests {
                 }
             }
         }
-        crate::gpu::compile_tests::check_compiles(&all);
+        crate::gpu::compile_tests::check_compiles_in_turn(&all);
     }
 }

@@ -314,7 +314,7 @@ fn store_of(y: &TensorDesc, most: [usize; 2], address: usize) -> (Store, usize) 
 mod tests {
     use super::*;
     use crate::conv2d::Conv2dParams;
-    use crate::gpu::compile_tests::check_compiles;
+    use crate::gpu::compile_tests::check_compiles_in_turn;
     use crate::{Activation, Layout};
 
     #[test]
@@ -345,7 +345,7 @@ mod tests {
                 }
             }
         }
-        check_compiles(&specs);
+        check_compiles_in_turn(&specs);
     }
 
     #[test]

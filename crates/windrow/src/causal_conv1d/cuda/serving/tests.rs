@@ -62,7 +62,7 @@ fn kernels_compile_without_spills() {
             }
         }
     }
-    crate::gpu::compile_tests::check_compiles(&kernels);
+    crate::gpu::compile_tests::check_compiles_in_turn(&kernels);
 }
 
 #[test]
