@@ -2,7 +2,7 @@
 
 use crate::date::today;
 use crate::record::{RECORDS, commit, write};
-use crate::steps::{Result, Steps, cargo, root, target};
+use crate::steps::{COMMANDS, Result, Steps, cargo, root, target};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
@@ -138,10 +138,7 @@ struct Emulator {
 
 impl Emulator {
     fn build(steps: &mut Steps) -> Result<Self> {
-        // One of the tests is named so that features are those that tests are built with: what `cargo xtask test`
-        // has built serves here.
-        let build = ["build", "--quiet", "--workspace", "--lib", "--bins", "--test", "kernels"];
-        steps.run("emulator", &mut cargo(&build))?;
+        steps.run("emulator", &mut cargo(&[&COMMANDS[..], &["--lib"]].concat()))?;
         let folder = target().join("amd");
         let with_rocblas = folder.join("rocblas");
         fs::create_dir_all(&with_rocblas)?;

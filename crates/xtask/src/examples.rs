@@ -6,7 +6,7 @@
 //! `pages`.
 
 use crate::pages::{self, Block, Page, blocks};
-use crate::steps::{Result, cargo, target};
+use crate::steps::{COMMANDS, Result, cargo, target};
 use std::path::Path;
 use std::process::Command;
 use std::{env, fs};
@@ -19,7 +19,7 @@ struct Example<'a> {
 
 /// Runs the blocks of `sh` with the command `windrow` and the programs of a Python environment on the path.
 pub(crate) fn shell(environment: &Path) -> Result {
-    let built = cargo(&["build", "--quiet", "--package", "windrow-cli"]).status()?;
+    let built = cargo(&COMMANDS).status()?;
     if !built.success() {
         return Err(format!("the command does not build: {built}").into());
     }

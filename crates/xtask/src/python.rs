@@ -5,7 +5,7 @@
 //! changed once it is made and can also be one that exists already (`WINDROW_TORCH_ENV`).
 
 use crate::examples;
-use crate::steps::{Result, Steps, WHOLE, cargo, root, target};
+use crate::steps::{COMMANDS, Result, Steps, WHOLE, cargo, root, target};
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -86,9 +86,7 @@ fn build(steps: &mut Steps, package: &Path, environment: &Path) -> Result<PathBu
         .arg(wheel);
     steps.run("install", &mut install)?;
     if shared {
-        // With a test, so that features are those that tests are built with, and nothing is compiled once more.
-        let build = ["build", "--quiet", "--workspace", "--lib", "--bins", "--test", "kernels"];
-        let mut extension = cargo(&build);
+        let mut extension = cargo(&[&COMMANDS[..], &["--lib"]].concat());
         // As maturin has it: without linking Python's library.
         extension.env("PYO3_PYTHON", environment.join("bin/python"));
         extension.env("PYO3_BUILD_EXTENSION_MODULE", "1");

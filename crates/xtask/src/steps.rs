@@ -22,6 +22,11 @@ pub(crate) fn target() -> PathBuf {
 /// from scratch takes half as long again.
 pub(crate) const WHOLE: (&str, &str) = ("CARGO_INCREMENTAL", "0");
 
+/// Builds the commands. One of the tests is named so that features are those that tests are built with: what they
+/// have compiled serves again, all of the library above all.
+pub(crate) const COMMANDS: [&str; 6] =
+    ["build", "--quiet", "--workspace", "--bins", "--test", "kernels"];
+
 /// `cargo` with arguments, the same one that runs this task.
 pub(crate) fn cargo(args: &[&str]) -> Command {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
