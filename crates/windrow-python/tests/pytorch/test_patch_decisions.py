@@ -1,5 +1,6 @@
 """How the algorithm "fastest" decides between Windrow and PyTorch, and what it measures for that."""
 
+import contextlib
 import threading
 
 import pytest
@@ -301,3 +302,46 @@ def test_clear_differences_end_a_measurement(theirs, ours, samples, monkeypatch)
     found = _fastest._times(torch.device("cpu"), contestants)
     assert counts == {"theirs": samples, "ours": samples}
     assert (found["Windrow"].device < found[PYTORCH].device) == (ours[-1] < theirs[-1])
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_the_device_waits_until_all_runs_are_queued(has_begun, monkeypatch):
+    waited, ran = [], []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            pass
+
+        def query(self):
+            # Whether the device had done waiting before the last run was called.
+            return has_begun and len(waited) == 1
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return 40.0 if self.query() else 4.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", waited.append, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    seconds = _fastest._on_cuda(torch.device("cuda", 0), lambda: ran.append(1), 4)
+    assert seconds == pytest.approx(1e-3)
+    first = 4 * _fastest._CYCLES_A_RUN
+    assert waited == ([first, first * _fastest._LONGER] if has_begun else [first])
+    assert len(ran) == 4 * len(waited)
+
+
+@pytest.mark.parametrize("saved, is_ours", [(4e-7, False), (6e-7, True)])
+def test_little_is_left_to_pytorch(saved, is_ours):
+    theirs = 5e-6
+    for least, gain in ((_fastest._LEAST, saved), (_fastest._LEAST_IN_GRAPHS, saved + 1e-6)):
+        best = _fastest._fastest({"Windrow": theirs - gain}, theirs, least)
+        assert (best == "Windrow") == is_ours
+    # Of what takes long it is a share.
+    assert _fastest._fastest({"Windrow": 0.98e-3}, 1e-3) == _fastest.PYTORCH
+    assert _fastest._fastest({"Windrow": 0.96e-3}, 1e-3) == "Windrow"
+    assert _fastest._fastest({}, 1e-3) == _fastest.PYTORCH
