@@ -12,14 +12,13 @@ import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from windrow.torch._fastest import is_ordinary, is_plainly_called
+from windrow.torch._fastest import MISSING, is_ordinary, is_plainly_called
 from windrow.torch._fused import is_direct
 from windrow.torch._group_norm import multiprocessors
 
 # A channel of so many bytes takes PyTorch twice as long as its parts, on an H100. Of shorter ones the device gains less than
 # the interpreter, which calls more operators, loses.
 _LONG = 3 << 19
-_MISSING: Any = object()
 
 
 def _pays(x: Tensor) -> bool:
@@ -91,9 +90,9 @@ class BatchNorm2d(nn.BatchNorm2d):
         if is_plainly_called(input) and input.dim() == 4:
             # Sooner than without Windrow, since nothing is looked up as an attribute, for which properties may stand.
             parameters, buffers = self._parameters, self._buffers
-            weight, bias = parameters.get("weight", _MISSING), parameters.get("bias", _MISSING)
+            weight, bias = parameters.get("weight", MISSING), parameters.get("bias", MISSING)
             mean, var = buffers.get("running_mean"), buffers.get("running_var")
-            if weight is not _MISSING and bias is not _MISSING and mean is not None and var is not None and self.eps >= 0:
+            if weight is not MISSING and bias is not MISSING and mean is not None and var is not None and self.eps >= 0:
                 own = weight, bias, mean, var
                 return torch.batch_norm(input, *own, False, 0.0, self.eps, torch._C._get_cudnn_enabled())
         return super().forward(input)

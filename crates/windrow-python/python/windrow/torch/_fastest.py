@@ -148,12 +148,14 @@ def is_ordinary(tensor: Any) -> bool:
     return type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
 
 
-_is_traced = torch.compiler.is_dynamo_compiling
+is_traced = torch.compiler.is_dynamo_compiling
+# What is found in the place of a parameter for which there is a property.
+MISSING: Any = object()
 
 
 def is_plainly_called(tensor: Any) -> bool:
     """Whether PyTorch's operator can be called past its function in Python: nobody looks at what functions are called."""
-    return type(tensor) is torch.Tensor and not _is_traced() and torch._C._len_torch_function_stack() == 0
+    return type(tensor) is torch.Tensor and not is_traced() and torch._C._len_torch_function_stack() == 0
 
 
 def chosen(mode: str, problem: Problem) -> str | None:

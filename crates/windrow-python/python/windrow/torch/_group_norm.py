@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windrow import _native
-from windrow.torch._fastest import is_plainly_called
+from windrow.torch._fastest import MISSING, is_plainly_called
 from windrow.torch._fused import is_direct
 
 # A group of so many elements takes PyTorch twice as long as its parts here, on an H100, where multiprocessors have no more than
@@ -25,7 +25,6 @@ _GROUPS = 2
 _PART = 1 << 12
 # For each multiprocessor, parts that are summed and parts that are normalised by a block.
 _SUMMED, _NORMALISED = 16, 16
-_MISSING: Any = object()
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -89,8 +88,9 @@ class GroupNorm(nn.GroupNorm):
     @torch.jit.unused
     def _called(self, input: Tensor) -> Tensor:
         # Else there are properties in their place.
-        weight, bias = (self._parameters.get(name, _MISSING) for name in ("weight", "bias"))
-        is_plain = weight is not _MISSING and bias is not _MISSING and is_plainly_called(input)
+        parameters = self._parameters
+        weight, bias = parameters.get("weight", MISSING), parameters.get("bias", MISSING)
+        is_plain = weight is not MISSING and bias is not MISSING and is_plainly_called(input)
         if is_plain and (input.shape, input.dtype, input.device) == self._left:
             # Past what `F.group_norm` looks at.
             rest = self.num_groups, weight, bias, self.eps

@@ -13,7 +13,7 @@ from windrow import _native
 from windrow.torch import _conv2d_fastest
 from windrow.torch._conv2d import FASTEST, Training, accuracy_of, conv1d, conv2d, conv_transpose2d
 from windrow.torch._conv2d_fastest import ACTIVATIONS, Options, Ours, as_named
-from windrow.torch._fastest import goes_into_a_graph, is_ordinary
+from windrow.torch._fastest import MISSING, goes_into_a_graph, is_ordinary, is_traced
 from windrow.torch._filters import kept_with, unkept
 from windrow.torch._remembering import REMEMBERED, Remembering
 
@@ -23,8 +23,6 @@ Key = tuple[torch.Size, torch.dtype, bool]
 # whether it is another in graphs.
 Found = tuple[Callable[..., Any], tuple[bool, bool] | None, tuple[Any, ...], bool]
 Known = tuple[torch.Size, torch.dtype, bool, Callable[..., Any], tuple[bool, bool] | None, tuple[Any, ...], bool]
-_MISSING = object()
-_is_traced = torch.compiler.is_dynamo_compiling
 
 
 def _flags() -> tuple[bool, bool]:
@@ -72,7 +70,7 @@ class Convolution(Remembering):
     def forward(self, input: Tensor) -> Tensor:
         if is_scripting():
             return self._scripted(input, self.weight, self.bias)
-        if type(input) is Tensor and not _is_traced():
+        if type(input) is Tensor and not is_traced():
             # Sooner than without Windrow, since parameters are not looked up as attributes. That too little is compared here
             # to tell problems apart does no harm: PyTorch's operator computes all of them, and ours looks itself. The last
             # call's is compared first, which takes half as long as to look up a key.
@@ -83,9 +81,9 @@ class Convolution(Remembering):
                 known = self._known.get((input.shape, input.dtype, torch.is_grad_enabled()))
                 self.__dict__["_last"] = known
             parameters = self._parameters
-            weight, bias = parameters.get("weight"), parameters.get("bias", _MISSING)
+            weight, bias = parameters.get("weight"), parameters.get("bias", MISSING)
             # Else `nn.utils` has put properties there.
-            if weight is not None and bias is not _MISSING:
+            if weight is not None and bias is not MISSING:
                 if known is not None:
                     _, _, _, run, flags, rest, is_another_in_graphs = known
                     if is_another_in_graphs and goes_into_a_graph(input):
