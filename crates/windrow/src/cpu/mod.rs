@@ -29,7 +29,9 @@ pub(crate) use isa::{Kernel, dispatch, dispatch_bf16, dispatch_tiles};
 pub use name::name;
 pub use peak::{copy, peak_gflops};
 pub(crate) use simd::{MAX_LANES, Simd};
-pub(crate) use threads::{SendPtr, parallel_for, parallel_for_workers, resolve_threads};
+pub(crate) use threads::{
+    MANY_THREADS, SendPtr, has_many_cores, parallel_for, parallel_for_workers, resolve_threads,
+};
 pub use threads::{Team, num_threads, use_team};
 pub(crate) use tiles::{
     ROW_BYTES, SIDE, TERMS, TILE_BYTES, TileKernel, Tiles, add_block, load_left, load_right,

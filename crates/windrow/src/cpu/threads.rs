@@ -15,6 +15,18 @@ use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock};
 /// Most threads that a plan uses, however many it is given: each may own scratch memory.
 pub(crate) const MAX_THREADS: usize = 1024;
 
+/// Threads from which on they have to share what the last-level cache delivers.
+pub(crate) const MANY_THREADS: usize = 8;
+
+/// Whether this process may have so many threads at work, however many a plan uses: what decides which sums are formed must
+/// not depend on a plan's threads, as bits would.
+pub(crate) fn has_many_cores() -> bool {
+    static MANY: LazyLock<bool> = LazyLock::new(|| {
+        std::thread::available_parallelism().is_ok_and(|cores| cores.get() >= MANY_THREADS)
+    });
+    *MANY
+}
+
 /// How many threads a plan uses unless told otherwise: the environment variable
 /// `WINDROW_NUM_THREADS`, else the size of the rayon pool that the caller is in, else the number
 /// of cores; 1 if no threads can be started, and without the feature `threads`.

@@ -4,7 +4,7 @@ use super::cost;
 use super::winograd::{self, FUSED_TILE, Products, best_tile};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile};
-use crate::cpu::Isa;
+use crate::cpu::{Isa, has_many_cores};
 use crate::dtype::not_computed;
 use crate::{Accuracy, DType, Filter};
 
@@ -59,6 +59,12 @@ pub(crate) fn by_tiles(spec: &Conv2dSpec, p: &Problem, isa: Isa) -> bool {
     }
 }
 
+/// Whether tiles are faster than vectors: not for f32 in six products where many cores, which share their units of tiles and
+/// the caches, are at work.
+fn tiles_are_fast(dtype: DType) -> bool {
+    dtype != DType::F32 || !has_many_cores()
+}
+
 /// Channels on either side from which on the products of Winograd's algorithm take so much of the time that splitting U and
 /// V pays.
 const SPLIT_CHANNELS: usize = 256;
@@ -71,7 +77,8 @@ const SPLIT_TILES: usize = 192;
 pub(crate) fn winograd_products(spec: &Conv2dSpec, p: &Problem, isa: Isa, tile: Tile) -> Products {
     let pays = tile == Tile::F4
         && p.c.min(p.k) >= SPLIT_CHANNELS
-        && winograd::tiles(p, tile) >= SPLIT_TILES;
+        && winograd::tiles(p, tile) >= SPLIT_TILES
+        && tiles_are_fast(spec.x.dtype);
     match pays && spec.x.dtype == DType::F32 && by_tiles(spec, p, isa) {
         true => Products::Tiles,
         false => Products::Vectors,
@@ -80,7 +87,8 @@ pub(crate) fn winograd_products(spec: &Conv2dSpec, p: &Problem, isa: Isa, tile: 
 
 /// Whether direct sums by tiles take less time than a product of blocks.
 pub(crate) fn tiles_pay(spec: &Conv2dSpec, p: &Problem, isa: Isa, filter: Filter) -> bool {
-    by_tiles(spec, p, isa) && (spec.x.dtype != DType::F32 || splitting_pays(spec, p, filter))
+    let pays = spec.x.dtype != DType::F32 || splitting_pays(spec, p, filter);
+    pays && tiles_are_fast(spec.x.dtype) && by_tiles(spec, p, isa)
 }
 
 /// Products that an element of f32 is needed for, from which on splitting it takes less time than tiles save.
@@ -215,7 +223,7 @@ mod tests {
     /// What is split has to be used often, and the filter to be read fast.
     #[test]
     fn f32_is_split_where_that_pays() {
-        for isa in Isa::tested().into_iter().filter(|isa| isa.has_tiles()) {
+        for isa in Isa::tested().into_iter().filter(|isa| isa.has_tiles() && !has_many_cores()) {
             let chosen = |c: usize, side: usize, k: usize, [r, stride]: [usize; 2], filter| {
                 let w = TensorDesc::contiguous(DType::F32, &[k, c, r, r]).unwrap();
                 let layout = Layout::with_order(&[1, c, side, side], &[0, 2, 3, 1]).unwrap();
@@ -246,7 +254,7 @@ mod tests {
     /// Large layers, by a tile that has less error than what vectors take.
     #[test]
     fn winograd_splits_where_that_pays() {
-        for isa in Isa::tested().into_iter().filter(|isa| isa.has_tiles()) {
+        for isa in Isa::tested().into_iter().filter(|isa| isa.has_tiles() && !has_many_cores()) {
             let chosen = |c: usize, side: usize, accuracy| {
                 let w = TensorDesc::contiguous(DType::F32, &[c, c, 3, 3]).unwrap();
                 let x = TensorDesc::contiguous(DType::F32, &[1, c, side, side]).unwrap();

@@ -12,17 +12,31 @@ use super::stencil::Stencil;
 use crate::cpu::gemm::{
     BlockedProduct, Blocking, Left, Place, Right, Scratch, left_stride, tile_shape,
 };
-use crate::cpu::{Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, parallel_for};
+use crate::cpu::{Isa, Kernel, MANY_THREADS, SendPtr, Simd, SimdElement, dispatch, parallel_for};
 use crate::lists::filled;
 use crate::{DType, Result};
 use std::ops::Range;
 
-/// Largest block of rows and of columns: panels of both operands and the tiles between them stay in
+/// Largest block of channels and of pixels: panels of both operands and the tiles between them stay in
 /// a second-level cache of 1 MiB.
 const BLOCK: [usize; 2] = [512, 128];
 
 /// Elements at whose multiples addresses fall into the same set of a first-level cache.
 const PAGE: usize = 1024;
+
+/// Smaller blocks that are looked at: so many more parts of the channels, and of the pixels, than there have to be, and no
+/// more than twice the threads.
+const MORE_PARTS: usize = 32;
+
+/// Cycles that parts of a task take: handing it out, an element of either operand until it is there, where many threads read
+/// and where few do, and an element that is copied.
+const TASK: f64 = 3000.0;
+const READ: [f64; 2] = [1.4, 0.5];
+const COPY: f64 = 0.4;
+/// Of the multiplications that vectors could do in a cycle, those that they do.
+const RATE: f64 = 0.75;
+/// Tasks by which the last thread ends later than if all began and went on together.
+const LATE: f64 = 0.25;
 
 /// A [`Stencil`] as a product, for one instruction set.
 #[derive(Clone, Debug)]
@@ -53,15 +67,8 @@ impl Im2colGemm {
                 Blocking::new(isa, [pixels, k, terms], [block[1], block[0]], scratch)
             }
         };
-        // Smaller blocks of channels where threads would be idle; pixels are packed once more for
-        // each.
-        let mut block = BLOCK;
-        let mut blocking = make(block);
-        while blocking.tasks() * stencil.groups < 2 * threads && threads > 1 && block[0] > 2 * nr {
-            block[0] /= 2;
-            blocking = make(block);
-        }
         let is_merged = stencil.is_one_tap() && stencil.src[1] == 1;
+        let blocking = ends_first(&stencil, lanes, is_merged, threads, make);
         Im2colGemm { stencil, lanes, blocking, threads, is_merged }
     }
 
@@ -200,6 +207,58 @@ impl Im2colGemm {
         }
         Ok(matrix)
     }
+}
+
+/// Of the blocks that `make` gives for at most so many channels and pixels, those with which the last of the threads ends
+/// first, by a model of the time. Each block of channels copies pixels once more.
+fn ends_first(
+    stencil: &Stencil,
+    lanes: Lanes,
+    is_merged: bool,
+    threads: usize,
+    make: impl Fn([usize; 2]) -> Blocking,
+) -> Blocking {
+    let whole = make(BLOCK);
+    if threads == 1 {
+        return whole;
+    }
+    let read = if threads >= MANY_THREADS { READ[0] } else { READ[1] };
+    // Pixels share what their taps read, but for the distance of their own.
+    let taps = stencil.rows.len() * stencil.cols.len();
+    let reads = stencil.c * taps.min(stencil.step[0] * stencil.step[1]);
+    let copies = if is_merged { 0.0 } else { COPY * stencil.terms() as f64 };
+    let terms = stencil.terms() as f64;
+    let by_operand = |[rows, cols]: [usize; 2]| match lanes {
+        Lanes::Pixels => [rows, cols],
+        Lanes::Channels => [cols, rows],
+    };
+    let time = |b: &Blocking| {
+        let [channels, pixels] = by_operand([b.mc.min(b.rows), b.nc]).map(|size| size as f64);
+        // Registers hold `nr` elements in two vectors, for each of which there is a product in a cycle.
+        let products = channels * pixels * terms / (RATE * b.nr as f64);
+        let task = products + read * channels * terms + pixels * (read * reads as f64 + copies);
+        let rounds = (b.tasks() * stencil.groups).div_ceil(threads) as f64;
+        (rounds + LATE) * (TASK + task)
+    };
+    let tile = by_operand([whole.mr, whole.nr]);
+    let sizes = [stencil.k, stencil.pixels()];
+    let parts = |operand: usize| {
+        let tiles = sizes[operand].div_ceil(tile[operand]).max(1);
+        let fewest = tiles.div_ceil((BLOCK[operand] / tile[operand]).max(1));
+        (fewest..=tiles.min(fewest + MORE_PARTS.min(2 * threads)))
+            .map(move |parts| tiles.div_ceil(parts) * tile[operand])
+    };
+    let mut best = (time(&whole), whole);
+    for pixels in parts(1) {
+        for channels in parts(0) {
+            let blocking = make([channels, pixels]);
+            let expected = time(&blocking);
+            if expected < best.0 {
+                best = (expected, blocking);
+            }
+        }
+    }
+    best.1
 }
 
 /// One panel [term, channel of the panel] of the filter, zeros beyond k.
@@ -372,5 +431,47 @@ impl<T: SimdElement> BlockedProduct for Product<'_, T> {
             row: nr,
         };
         dispatch(isa, StoreTile { store, pixels });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::conv2d::{Conv2dParams, Conv2dSpec};
+    use crate::{Layout, TensorDesc};
+
+    fn blocking(c: usize, side: usize, k: usize, r: usize, threads: usize) -> Blocking {
+        let layout = Layout::with_order(&[1, c, side, side], &[0, 2, 3, 1]).unwrap();
+        let w = TensorDesc::contiguous(DType::F32, &[k, c, r, r]).unwrap();
+        let params = Conv2dParams { padding: [r / 2; 2], ..Default::default() };
+        let spec = Conv2dSpec::new(TensorDesc::new(DType::F32, layout), w, &params).unwrap();
+        let stencil = Stencil::forward(&spec, &spec.problem().unwrap()).unwrap();
+        Im2colGemm::new(stencil, Isa::best(), threads).blocking
+    }
+
+    /// Neither few pixels nor few channels leave threads without a block, and no block outgrows the caches.
+    #[test]
+    fn all_threads_have_blocks() {
+        for (c, side, k, r) in [
+            (1024, 14, 256, 1),
+            (2048, 7, 512, 1),
+            (256, 14, 256, 3),
+            (64, 56, 64, 1),
+            (8, 90, 600, 3),
+        ] {
+            for threads in [1, 2, 4, 16] {
+                let b = blocking(c, side, k, r, threads);
+                assert!(b.tasks() >= threads, "{threads} threads: {b:?}");
+                assert!(b.mc <= BLOCK[1] && b.nc <= BLOCK[0], "{b:?}");
+                assert_eq!(b.additions(), blocking(c, side, k, r, 1).additions());
+            }
+        }
+        // Many threads share the filter as well as the pixels.
+        let b = blocking(1536, 14, 384, 1, 16);
+        assert!(b.mc < 196 && b.nc < 384, "{b:?}");
+        // Sizes of which nothing can be cut.
+        for threads in [1, 2, 1024] {
+            assert_eq!(blocking(1, 1, 1, 1, threads).tasks(), 1);
+        }
     }
 }

@@ -6,7 +6,7 @@ use super::geometry::Geometry;
 use super::raw::shares_input;
 use crate::Filter;
 use crate::conv2d::{Problem, Tile};
-use crate::cpu::SIDE;
+use crate::cpu::{MANY_THREADS, SIDE};
 
 /// With fewer tiles than this for each thread, threads share the tiles and divide the channels.
 fn few_tiles(products: Products) -> usize {
@@ -192,8 +192,6 @@ fn ends_first(
     best.map_or([most, 1], |(blocks, parts)| [tiles.div_ceil(blocks), parts])
 }
 
-/// Threads from which on they have to share what the last-level cache delivers.
-const MANY_THREADS: usize = 8;
 /// Multiplications in the time that an element takes of U, of V that others formed, and of such to be written.
 const BY_MANY: [f64; 3] = [30.0, 30.0, 100.0];
 /// Operations of a transform for each element of V and M, in multiplications.
