@@ -190,7 +190,12 @@ impl Operands {
             ($($t:literal)*) => {
                 match tiles {
                     // SAFETY: passed on.
-                    $($t if $t <= max_group(S::REGISTERS) => unsafe { self.micro::<S, N, $t>(s) },)*
+                    $($t if $t <= max_group(S::REGISTERS) => unsafe {
+                        match self.v_is_far {
+                            true => self.micro::<S, N, $t, true>(s),
+                            false => self.micro::<S, N, $t, false>(s),
+                        }
+                    },)*
                     _ => unreachable!("a group of {tiles} tiles"),
                 }
             };
@@ -198,10 +203,12 @@ impl Operands {
         sizes!(1 2 3 4 5 6 7 8 9 10 11 12)
     }
 
+    /// `FAR` is `v_is_far`: a branch among the products made the compiler move sums to memory and back.
+    ///
     /// # Safety
     /// As [`Operands::run_group`] with `T` tiles.
     #[inline(always)]
-    unsafe fn micro<S: Simd, const N: usize, const T: usize>(self, s: S) {
+    unsafe fn micro<S: Simd, const N: usize, const T: usize, const FAR: bool>(self, s: S) {
         let mut sums = [[s.zero(); N]; T];
         let (mut u, mut v) = (self.u, self.v);
         let mut left = self.c;
@@ -224,7 +231,7 @@ impl Operands {
                     }
                     s.prefetch(next_u);
                     next_u = next_u.wrapping_add(S::LANES);
-                    if self.v_is_far {
+                    if FAR {
                         s.prefetch_near(next_v.wrapping_add(lane * S::LANES));
                     }
                     u = u.add(N * S::LANES);
