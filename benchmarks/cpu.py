@@ -1,13 +1,16 @@
 """Measures Windrow beside PyTorch, ONNX Runtime, ncnn and candle on the CPU.
 
-    python benchmarks/cpu.py [--threads N ...] [--suite NAME ...] [--rounds N] [--candle PATH] [--record]
+    python benchmarks/cpu.py [--threads N ...] [--suite NAME ...] [--rounds N] [--candle PATH]
+        [--without NAME ...] [--record]
 
 Installs nothing: it needs `windrow` and torch, and takes onnxruntime (with onnx) and ncnn where they can
-be imported. candle has no Python package: PATH is its benchmark, `cargo build --release -p windrow-candle
---example beside_candle`. Each number of threads has a process of its own, in which all Python libraries take
-turns. Prints milliseconds a call (medians) and how many times faster Windrow is than the fastest peer,
-for both of its forms: results written into `out=`, and allocated by the call. With --record the figures
-go to benchmarks/record/DATE-MACHINE/, cpu.json and cpu.md.
+be imported, but for those that --without names: on 16 threads calls of all libraries took up to 30 times
+as long with ONNX Runtime in the process. candle has no Python package: PATH is its benchmark,
+`cargo build --release -p windrow-candle --example beside_candle`. Each number of threads has a process
+of its own, in which all Python libraries take turns. Prints milliseconds a call (medians) and how many
+times faster Windrow is than the fastest peer, for both of its forms: results written into `out=`, and
+allocated by the call; convolutions in the better of its layouts, as for its peers. With --record the
+figures go to benchmarks/record/DATE-MACHINE/, cpu.json and cpu.md.
 """
 
 import argparse
@@ -33,6 +36,7 @@ def arguments() -> argparse.Namespace:
     add("--suite", nargs="+", default=[], help="default: all")
     add("--rounds", type=int, default=5, help="samples of each call, default 5")
     add("--candle", type=Path, help="the program beside_candle of windrow-candle")
+    add("--without", nargs="+", default=[], metavar="NAME", help="libraries to leave out")
     add("--record", action="store_true", help="write the record")
     return parser.parse_args()
 
@@ -41,6 +45,7 @@ def run(options: argparse.Namespace, threads: int) -> dict[str, Any]:
     """What `interleave.py` measured with this many threads."""
     command = [sys.executable, str(HERE / "interleave.py"), "--rounds", str(options.rounds)]
     command += ["--threads", str(threads), "--suite", *options.suite]
+    command += ["--without", *options.without]
     if options.candle:
         command += ["--candle", str(options.candle)]
     # The libraries read them when they are loaded.
@@ -54,11 +59,20 @@ def peers(times: Times) -> Times:
     return {name: t for name, t in times.items() if not name.startswith("windrow")}
 
 
+def windrow(times: Times) -> dict[str, float]:
+    """Seconds of each form of Windrow, in its better layout."""
+    seconds: dict[str, float] = {}
+    for name, t in times.items():
+        if name.startswith("windrow"):
+            form = name.removesuffix(" channels_last")
+            seconds[form] = min(t["median"], seconds.get(form, math.inf))
+    return seconds
+
+
 def ratios(times: Times) -> dict[str, float]:
     """How many times faster each form of Windrow is than the fastest peer."""
     fastest = min(t["median"] for t in peers(times).values())
-    ours = {name: t for name, t in times.items() if name.startswith("windrow")}
-    return {name: fastest / t["median"] for name, t in ours.items()}
+    return {form: fastest / seconds for form, seconds in windrow(times).items()}
 
 
 def mean(values: list[float]) -> float:
@@ -83,10 +97,11 @@ def table(cases: dict[str, Times]) -> list[str]:
     ]
     for case, times in cases.items():
         fastest = min(peers(times), key=lambda name: times[name]["median"])
+        ours = windrow(times)
         milliseconds = [
-            number(times[name]["median"] * 1e3) if name in times else "-"
-            for name in ["windrow out=", "windrow", fastest]
+            number(ours[form] * 1e3) if form in ours else "-" for form in ["windrow out=", "windrow"]
         ]
+        milliseconds.append(number(times[fastest]["median"] * 1e3))
         factors = ratios(times)
         cells = [f"{factors[n]:.2f}" if n in factors else "-" for n in ["windrow out=", "windrow"]]
         name = fastest.replace("channels_last", "nhwc")

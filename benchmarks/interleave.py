@@ -33,13 +33,17 @@ def arguments() -> argparse.Namespace:
     add("--suite", nargs="*", default=[])
     add("--rounds", type=int, required=True)
     add("--candle", type=Path)
+    add("--without", nargs="*", default=[])
     return parser.parse_args()
 
 
-def load_engines() -> tuple[list, dict[str, str], dict[str, str]]:
+def load_engines(without: list[str]) -> tuple[list, dict[str, str], dict[str, str]]:
     """Engines that can be imported, their versions, and why others cannot."""
     engines, versions, missing = [], {}, {}
     for name in ["windrow", "torch", "onnxruntime", "ncnn"]:
+        if name in without:
+            missing[name] = "left out"
+            continue
         try:
             engine = importlib.import_module(f"engines.{name}_engine")
         except ImportError as e:
@@ -102,7 +106,7 @@ def main() -> None:
     options = arguments()
     torch.set_num_threads(options.threads)
     torch.set_grad_enabled(False)
-    engines, versions, missing = load_engines()
+    engines, versions, missing = load_engines(options.without)
     candle = candle_engine.Engine(options.candle) if options.candle else None
     if candle:
         versions["candle"] = "of its benchmark program"

@@ -11,16 +11,23 @@ def versions() -> dict[str, str]:
     return {"windrow": windrow.__version__}
 
 
+def conv2d(x: torch.Tensor, weight: torch.Tensor) -> dict:
+    plan = windrow.Conv2dPlan(x, weight)
+    packed, out = plan.pack(weight), plan(x, weight)
+    parameter = nn.Parameter(weight)
+    return {
+        "windrow out=": lambda: plan(x, packed, out=out),
+        "windrow": lambda: windrow.torch.conv2d(x, parameter),
+    }
+
+
 def calls(case) -> dict:
     match case:
         case cases.Conv2d():
-            plan = windrow.Conv2dPlan(case.x, case.weight)
-            packed, out = plan.pack(case.weight), plan(case.x, case.weight)
-            parameter = nn.Parameter(case.weight)
-            return {
-                "windrow out=": lambda: plan(case.x, packed, out=out),
-                "windrow": lambda: windrow.torch.conv2d(case.x, parameter),
-            }
+            last = {"memory_format": torch.channels_last}
+            row_major = conv2d(case.x, case.weight)
+            channels_last = conv2d(case.x.to(**last), case.weight.to(**last))
+            return row_major | {f"{name} channels_last": c for name, c in channels_last.items()}
         case cases.Gelu():
             out = torch.empty_like(case.x)
             return {

@@ -4,7 +4,7 @@ use super::cost;
 use super::winograd::{self, FUSED_TILE, Products, best_tile};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile};
-use crate::cpu::{Isa, has_many_cores};
+use crate::cpu::{Isa, MAX_LANES, has_many_cores};
 use crate::dtype::not_computed;
 use crate::{Accuracy, DType, Filter};
 
@@ -46,9 +46,15 @@ pub(crate) fn by_bf16_products(spec: &Conv2dSpec, p: &Problem, isa: Isa) -> bool
 /// Channels of a group on either side from which on tiles take less time than vectors.
 const TILE_CHANNELS: usize = 16;
 
+/// Whether tiles are faster than vectors: not for f32 in six products where many cores, which share their units of tiles and
+/// the caches, are at work.
+fn tiles_are_fast(dtype: DType) -> bool {
+    dtype != DType::F32 || !has_many_cores()
+}
+
 /// Whether direct sums are formed by tiles of bf16, which also count small numbers as zero.
 pub(crate) fn by_tiles(spec: &Conv2dSpec, p: &Problem, isa: Isa) -> bool {
-    if !isa.has_tiles() || spec.accuracy == Accuracy::Exact {
+    if !isa.has_tiles() || spec.accuracy == Accuracy::Exact || !tiles_are_fast(spec.x.dtype) {
         return false;
     }
     let fills = p.c_group().min(p.k_group()) >= TILE_CHANNELS;
@@ -57,12 +63,6 @@ pub(crate) fn by_tiles(spec: &Conv2dSpec, p: &Problem, isa: Isa) -> bool {
         DType::BF16 | DType::F32 => fills,
         DType::F16 | not_computed!() => false,
     }
-}
-
-/// Whether tiles are faster than vectors: not for f32 in six products where many cores, which share their units of tiles and
-/// the caches, are at work.
-fn tiles_are_fast(dtype: DType) -> bool {
-    dtype != DType::F32 || !has_many_cores()
 }
 
 /// Channels on either side from which on the products of Winograd's algorithm take so much of the time that splitting U and
@@ -77,8 +77,7 @@ const SPLIT_TILES: usize = 192;
 pub(crate) fn winograd_products(spec: &Conv2dSpec, p: &Problem, isa: Isa, tile: Tile) -> Products {
     let pays = tile == Tile::F4
         && p.c.min(p.k) >= SPLIT_CHANNELS
-        && winograd::tiles(p, tile) >= SPLIT_TILES
-        && tiles_are_fast(spec.x.dtype);
+        && winograd::tiles(p, tile) >= SPLIT_TILES;
     match pays && spec.x.dtype == DType::F32 && by_tiles(spec, p, isa) {
         true => Products::Tiles,
         false => Products::Vectors,
@@ -87,8 +86,7 @@ pub(crate) fn winograd_products(spec: &Conv2dSpec, p: &Problem, isa: Isa, tile: 
 
 /// Whether direct sums by tiles take less time than a product of blocks.
 pub(crate) fn tiles_pay(spec: &Conv2dSpec, p: &Problem, isa: Isa, filter: Filter) -> bool {
-    let pays = spec.x.dtype != DType::F32 || splitting_pays(spec, p, filter);
-    pays && tiles_are_fast(spec.x.dtype) && by_tiles(spec, p, isa)
+    by_tiles(spec, p, isa) && (spec.x.dtype != DType::F32 || splitting_pays(spec, p, filter))
 }
 
 /// Products that an element of f32 is needed for, from which on splitting it takes less time than tiles save.
@@ -112,6 +110,19 @@ fn splitting_pays(spec: &Conv2dSpec, p: &Problem, filter: Filter) -> bool {
     uses >= SPLIT_USES && p.taps() >= SPLIT_TERMS && reads && splits && !gathers
 }
 
+/// Input channels up to which sums over runs are faster than Winograd's algorithm.
+const RUN_CHANNELS: usize = 6;
+/// Elements of a filter, all of which each row of the output reads, up to which they are faster than a product of blocks.
+const RUN_FILTER: usize = 128 << 10;
+
+/// Whether direct sums are formed of runs of x, in channels-last: what the taps of a filter row read of all channels.
+fn by_runs(spec: &Conv2dSpec, p: &Problem, isa: Isa) -> bool {
+    let [x, y] = [&spec.x, &spec.y].map(|desc| desc.layout.strides());
+    let is_run = x[1] == 1 && x[3] == p.c as isize && (p.s == 1 || p.dilation[1] == 1);
+    let fills = p.groups == 1 && p.k >= MAX_LANES && y[1] == 1 && p.ow * p.oh > 1;
+    is_run && fills && p.r * p.s > 1 && !by_tiles(spec, p, isa) && !by_bf16_products(spec, p, isa)
+}
+
 /// The algorithm that should be fastest within the accuracy asked for.
 pub(crate) fn choose(spec: &Conv2dSpec, p: &Problem, isa: Isa, filter: Filter) -> Conv2dAlgorithm {
     // No other algorithm has as many products of bf16 in a cycle: 16 times those of vectors of f32, of which F(6, 3)
@@ -125,6 +136,10 @@ pub(crate) fn choose(spec: &Conv2dSpec, p: &Problem, isa: Isa, filter: Filter) -
         if p.c <= BF16_CHANNELS || !p.is_winograd() {
             return Conv2dAlgorithm::Direct;
         }
+    }
+    let by_runs = by_runs(spec, p, isa);
+    if by_runs && p.c <= RUN_CHANNELS {
+        return Conv2dAlgorithm::Direct;
     }
     if p.is_winograd() && spec.accuracy != Accuracy::Exact {
         if row_major && one_pass_pays(p) {
@@ -142,6 +157,9 @@ pub(crate) fn choose(spec: &Conv2dSpec, p: &Problem, isa: Isa, filter: Filter) -
         }
     }
     if tiles_pay(spec, p, isa, filter) {
+        return Conv2dAlgorithm::Direct;
+    }
+    if by_runs && p.k * p.taps() <= RUN_FILTER {
         return Conv2dAlgorithm::Direct;
     }
     // With few input channels the im2col matrix is many times the input.
@@ -212,6 +230,7 @@ mod tests {
                 let params = Conv2dParams { groups, accuracy, ..Default::default() };
                 let spec = Conv2dSpec::new(x, filter, &params).unwrap();
                 let p = spec.problem().unwrap();
+                let tiles = tiles && tiles_are_fast(dtype);
                 assert_eq!(by_tiles(&spec, &p, isa), tiles, "{spec:?}");
                 let chosen = choose(&spec, &p, isa, Filter::Kept);
                 let direct = chosen == Conv2dAlgorithm::Direct;
@@ -298,6 +317,32 @@ mod tests {
         assert_eq!(chosen(1, 512, 7, Filter::Changing), f2);
         assert_eq!(chosen(1, 16, 7, Filter::Changing), Conv2dAlgorithm::Im2colGemm);
         assert!(chosen(1, 16, 7, Filter::Kept).is_winograd());
+    }
+
+    #[test]
+    fn few_channels_are_read_in_runs() {
+        let sums = |isa: Isa, dtype| isa.has_bf16_products() && dtype == DType::BF16;
+        for isa in Isa::available().into_iter().filter(|isa| !isa.has_tiles()) {
+            for (dtype, [c, side, k], [r, stride], order, runs) in [
+                (DType::F32, [3, 60, 32], [3, 1], [0, 2, 3, 1], true),
+                (DType::F16, [3, 60, 64], [7, 2], [0, 2, 3, 1], true),
+                (DType::BF16, [64, 28, 128], [3, 2], [0, 2, 3, 1], true),
+                (DType::F32, [16, 28, 32], [5, 1], [0, 2, 3, 1], true),
+                (DType::F32, [16, 28, 32], [3, 1], [0, 2, 3, 1], false),
+                (DType::F32, [64, 28, 128], [1, 1], [0, 2, 3, 1], false),
+                (DType::F32, [128, 28, 256], [3, 2], [0, 2, 3, 1], false),
+                (DType::F32, [64, 28, 128], [3, 2], [0, 1, 2, 3], false),
+                (DType::F32, [64, 28, 8], [3, 2], [0, 2, 3, 1], false),
+            ] {
+                let w = TensorDesc::contiguous(dtype, &[k, c, r, r]).unwrap();
+                let layout = Layout::with_order(&[1, c, side, side], &order).unwrap();
+                let params = Conv2dParams { stride: [stride; 2], ..Default::default() };
+                let spec = Conv2dSpec::new(TensorDesc::new(dtype, layout), w, &params).unwrap();
+                let chosen = choose(&spec, &spec.problem().unwrap(), isa, Filter::Kept);
+                let runs = runs && !sums(isa, dtype);
+                assert_eq!(chosen == Conv2dAlgorithm::Direct, runs, "{isa:?} {spec:?}: {chosen}");
+            }
+        }
     }
 
     #[test]

@@ -194,7 +194,12 @@ impl Epilogue {
 
     /// The same for the channels of a group of `k` channels.
     pub(crate) fn for_group(self, group: usize, k: usize) -> Self {
-        let bias = if self.bias.is_null() { self.bias } else { self.bias.wrapping_add(group * k) };
+        self.for_channels(group * k)
+    }
+
+    /// The same for the channels from one on.
+    pub(crate) fn for_channels(self, channel: usize) -> Self {
+        let bias = if self.bias.is_null() { self.bias } else { self.bias.wrapping_add(channel) };
         Epilogue { bias, ..self }
     }
 }

@@ -6,13 +6,12 @@
 //! do, pixels are rows and vectors run over output channels.
 
 use super::epilogue::{Bounds, Epilogue, Lanes, Store, StoreTile};
-use super::pack::{PackPanels, PackRows};
-use super::rows::{Rows, copy_turned, zero};
+use super::pack::{PackPanels, PackRows, pack_filter};
 use super::stencil::Stencil;
 use crate::cpu::gemm::{
     BlockedProduct, Blocking, Left, Place, Right, Scratch, left_stride, tile_shape,
 };
-use crate::cpu::{Isa, Kernel, MANY_THREADS, SendPtr, Simd, SimdElement, dispatch, parallel_for};
+use crate::cpu::{Isa, MANY_THREADS, SimdElement, dispatch};
 use crate::lists::filled;
 use crate::{DType, Result};
 use std::ops::Range;
@@ -119,27 +118,10 @@ impl Im2colGemm {
     /// # Safety
     /// The stencil's filter elements are readable from `filter`.
     pub(crate) unsafe fn pack<T: SimdElement>(&self, filter: *const T, packed: &mut [f32]) {
-        let (stencil, width) = (&self.stencil, self.packed_width());
-        let panels = stencil.k.div_ceil(width);
-        let panel_len = width * stencil.terms();
         assert!(packed.len() >= self.packed_len(), "packed filter: too little memory");
-        let (filter, packed) = (SendPtr(filter.cast_mut()), SendPtr(packed.as_mut_ptr()));
-        parallel_for(self.threads, stencil.groups * panels, |task| {
-            let (group, panel) = (task / panels, task % panels);
-            // SAFETY: each task writes its own panel; the panel holds all terms of its channels.
-            unsafe {
-                let to = packed.get().add(task * panel_len);
-                let filter = PackFilter {
-                    stencil,
-                    filter: filter.get(),
-                    group,
-                    k: panel * width,
-                    width,
-                    to,
-                };
-                dispatch(self.blocking.isa, filter);
-            }
-        });
+        let (isa, width) = (self.blocking.isa, self.packed_width());
+        // SAFETY: passed on.
+        unsafe { pack_filter(&self.stencil, isa, self.threads, width, filter, packed.as_mut_ptr()) }
     }
 
     /// # Safety
@@ -259,44 +241,6 @@ fn ends_first(
         }
     }
     best.1
-}
-
-/// One panel [term, channel of the panel] of the filter, zeros beyond k.
-struct PackFilter<'a, T> {
-    stencil: &'a Stencil,
-    filter: *const T,
-    group: usize,
-    k: usize,
-    width: usize,
-    to: *mut f32,
-}
-
-impl<T: SimdElement> Kernel for PackFilter<'_, T> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let PackFilter { stencil, group, k, width, .. } = self;
-        let [k_stride, c_stride, ..] = stencil.filter;
-        let (c, len) = (stencil.c, width.min(stencil.k - k));
-        let taps =
-            stencil.rows.iter().flat_map(|&row| stencil.cols.iter().map(move |&col| (row, col)));
-        for (tap, (row, col)) in taps.enumerate() {
-            let from = self.filter.wrapping_offset(stencil.filter_offset(group, k, 0, row, col));
-            let to = self.to.wrapping_add(tap * c * width);
-            // SAFETY: channels of the filter and their terms in the panel.
-            unsafe {
-                if len < width {
-                    zero(s, to, c * width);
-                }
-                if c_stride == 1 && len == width {
-                    copy_turned(s, (from, k_stride), c, len, to, width);
-                } else {
-                    Rows { ptr: from, row: c_stride, col: k_stride }.copy(s, c, len, to, width);
-                }
-            }
-        }
-    }
 }
 
 struct Product<'a, T> {

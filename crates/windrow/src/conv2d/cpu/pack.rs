@@ -1,9 +1,73 @@
-//! Packing of blocks of the im2col matrix.
+//! Packing of filters as matrices, and of blocks of the im2col matrix.
 
-use super::rows::{Rows, copy_ahead, zero, zero_ahead};
+use super::rows::{Rows, copy_ahead, copy_turned, zero, zero_ahead};
 use super::stencil::{Segment, Stencil, Tap};
-use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement};
+use crate::cpu::{Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, parallel_for};
 use std::ops::Range;
+
+/// Packs a filter in panels [group, panel, term, channel of the panel] of `width` channels, zeros beyond k. Terms are
+/// ordered [filter row, filter column, channel].
+///
+/// # Safety
+/// The stencil's filter elements are readable from `filter`, and all panels writable at `packed`.
+pub(super) unsafe fn pack_filter<T: SimdElement>(
+    stencil: &Stencil,
+    isa: Isa,
+    threads: usize,
+    width: usize,
+    filter: *const T,
+    packed: *mut f32,
+) {
+    let panels = stencil.k.div_ceil(width);
+    let panel_len = width * stencil.terms();
+    let (filter, packed) = (SendPtr(filter.cast_mut()), SendPtr(packed));
+    parallel_for(threads, stencil.groups * panels, |task| {
+        let (group, k) = (task / panels, task % panels * width);
+        // SAFETY: each task writes its own panel; the panel holds all terms of its channels.
+        unsafe {
+            let to = packed.get().add(task * panel_len);
+            dispatch(isa, PackFilter { stencil, filter: filter.get(), group, k, width, to });
+        }
+    });
+}
+
+/// One panel [term, channel of the panel] of the filter, zeros beyond k.
+struct PackFilter<'a, T> {
+    stencil: &'a Stencil,
+    filter: *const T,
+    group: usize,
+    k: usize,
+    width: usize,
+    to: *mut f32,
+}
+
+impl<T: SimdElement> Kernel for PackFilter<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let PackFilter { stencil, group, k, width, .. } = self;
+        let [k_stride, c_stride, ..] = stencil.filter;
+        let (c, len) = (stencil.c, width.min(stencil.k - k));
+        let taps =
+            stencil.rows.iter().flat_map(|&row| stencil.cols.iter().map(move |&col| (row, col)));
+        for (tap, (row, col)) in taps.enumerate() {
+            let from = self.filter.wrapping_offset(stencil.filter_offset(group, k, 0, row, col));
+            let to = self.to.wrapping_add(tap * c * width);
+            // SAFETY: channels of the filter and their terms in the panel.
+            unsafe {
+                if len < width {
+                    zero(s, to, c * width);
+                }
+                if c_stride == 1 && len == width {
+                    copy_turned(s, (from, k_stride), c, len, to, width);
+                } else {
+                    Rows { ptr: from, row: c_stride, col: k_stride }.copy(s, c, len, to, width);
+                }
+            }
+        }
+    }
+}
 
 /// Most pixels that are packed at once.
 pub(super) const MAX_PIXELS: usize = 192;

@@ -465,6 +465,19 @@ fn depthwise_images() {
     layer([1, 3, 150, 70], [3, 7], [1, 3], 3);
 }
 
+/// Distances of pixels that are constants and others, widths around those that are summed at once, channels that leave a
+/// panel unfilled, rows in several pieces, more rows than a block has.
+#[test]
+fn few_channels() {
+    for width in [1, 3, 5, 7, 14, 15, 29] {
+        layer([2, 3, 9, width], [40, 3], [1, 1], 1);
+    }
+    layer([1, 3, 40, 31], [64, 7], [2, 3], 1);
+    layer([1, 4, 16, 36], [96, 4], [4, 0], 1);
+    layer([1, 6, 5, 3000], [33, 3], [1, 1], 1);
+    layer([2, 1, 9, 40], [32, 5], [1, 2], 1);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 

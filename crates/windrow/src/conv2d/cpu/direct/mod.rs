@@ -4,10 +4,12 @@ mod depthwise;
 mod pairs;
 mod planar;
 mod plane;
+mod runs;
 mod tiled;
 mod turned;
 
 use super::epilogue::Epilogue;
+use super::pack::pack_filter;
 use super::stencil::Stencil;
 use crate::cpu::{Isa, SendPtr, SimdElement, parallel_for_workers};
 use crate::dtype::not_computed;
@@ -16,6 +18,7 @@ use depthwise::Depthwise;
 use pairs::Pairs;
 use planar::Planar;
 use plane::Plane;
+use runs::Runs;
 use tiled::Tiled;
 use turned::Turned;
 
@@ -42,6 +45,8 @@ enum Form {
     Depthwise(Depthwise),
     /// The same of channels that are groups of their own, whose pixels lie next to each other.
     Turned(Turned),
+    /// Vectors over channels, for few of the source.
+    Runs(Runs),
 }
 
 /// Tasks for each thread, so that a late one does not keep the others waiting.
@@ -49,7 +54,9 @@ const TASKS_PER_THREAD: usize = 8;
 
 impl Direct {
     pub(crate) fn new(stencil: Stencil, isa: Isa, threads: usize) -> Result<Self> {
-        let form = if let Some(depthwise) = Depthwise::new(&stencil, isa) {
+        let form = if let Some(runs) = Runs::new(&stencil, isa, threads) {
+            Form::Runs(runs)
+        } else if let Some(depthwise) = Depthwise::new(&stencil, isa) {
             Form::Depthwise(depthwise)
         } else if let Some(turned) = Turned::new(&stencil, isa) {
             Form::Turned(turned)
@@ -88,6 +95,7 @@ impl Direct {
             Form::Plane(form) => form.explain(),
             Form::Depthwise(form) => form.explain(),
             Form::Turned(form) => form.explain(),
+            Form::Runs(form) => form.explain(),
         }
     }
 
@@ -99,7 +107,8 @@ impl Direct {
             | Form::Plane(_)
             | Form::Pairs(_)
             | Form::Depthwise(_)
-            | Form::Turned(_) => self.stencil.terms(),
+            | Form::Turned(_)
+            | Form::Runs(_) => self.stencil.terms(),
         }
     }
 
@@ -118,6 +127,9 @@ impl Direct {
             }
             Form::Depthwise(_) => 0,
             Form::Turned(form) => self.threads.min(form.units(&self.stencil)) * form.scratch_len(),
+            Form::Runs(form) => {
+                self.threads.min(form.units(&self.stencil)) * form.scratch_len(&self.stencil)
+            }
         }
     }
 
@@ -127,9 +139,11 @@ impl Direct {
         let terms = match &self.form {
             Form::Tiled(form) => return groups * form.packed_group_len(&self.stencil),
             Form::Pairs(form) => form.terms(),
-            Form::Planar(_) | Form::Plane(_) | Form::Depthwise(_) | Form::Turned(_) => {
-                self.stencil.terms()
-            }
+            Form::Planar(_)
+            | Form::Plane(_)
+            | Form::Depthwise(_)
+            | Form::Turned(_)
+            | Form::Runs(_) => self.stencil.terms(),
         };
         groups * k.next_multiple_of(self.panel()) * terms
     }
@@ -144,6 +158,7 @@ impl Direct {
             Form::Plane(_) => 1,
             Form::Depthwise(form) => form.packed_width(&self.stencil),
             Form::Turned(_) => self.stencil.groups,
+            Form::Runs(form) => form.packed_width(),
         }
     }
 
@@ -152,12 +167,13 @@ impl Direct {
         match &self.form {
             Form::Planar(form) => form.rows,
             Form::Pairs(form) => form.planar.rows,
+            Form::Runs(form) => form.packed_width(),
             Form::Plane(_) | Form::Tiled(_) | Form::Depthwise(_) | Form::Turned(_) => 1,
         }
     }
 
     /// Packs the filter: [group, panel, c, filter row, filter column, channel of the panel] with
-    /// zeros beyond k, or [filter row, c, filter column, group, channel of the group].
+    /// zeros beyond k, or [filter row, c, filter column, group, channel of the group], or as [`pack_filter`].
     ///
     /// # Safety
     /// The stencil's filter elements are readable from `filter`.
@@ -173,6 +189,12 @@ impl Direct {
                     DType::F16 | not_computed!() => unreachable!("no tiles of {}", T::DTYPE),
                 }
             };
+        }
+        if let Form::Runs(form) = &self.form {
+            assert!(packed.len() >= self.packed_len(), "packed filter: too little memory");
+            let (isa, threads, to) = (self.isa, self.threads, packed.as_mut_ptr());
+            // SAFETY: passed on.
+            return unsafe { pack_filter(stencil, isa, threads, form.packed_width(), filter, to) };
         }
         let read = |group, k, c, row, col| {
             if k >= stencil.k {
@@ -205,7 +227,7 @@ impl Direct {
                     }
                 }
             }
-            Form::Tiled(_) => unreachable!("packed above"),
+            Form::Tiled(_) | Form::Runs(_) => unreachable!("packed above"),
             Form::Planar(_) | Form::Plane(_) => {
                 let rows = self.panel();
                 for group in 0..stencil.groups {
@@ -244,6 +266,7 @@ impl Direct {
             Form::Plane(form) => form.units(stencil),
             Form::Depthwise(form) => form.units(stencil),
             Form::Turned(form) => form.units(stencil),
+            Form::Runs(form) => form.units(stencil),
         };
         let operands = Operands { packed, src, dst, epilogue };
         let operands = &operands;
@@ -283,6 +306,10 @@ impl Direct {
                         Form::Depthwise(form) => form.run(isa, stencil, unit, operands),
                         Form::Turned(form) => {
                             let scratch = scratch.get().add(worker * form.scratch_len());
+                            form.run(isa, stencil, unit, operands, scratch);
+                        }
+                        Form::Runs(form) => {
+                            let scratch = scratch.get().add(worker * form.scratch_len(stencil));
                             form.run(isa, stencil, unit, operands, scratch);
                         }
                     }
