@@ -47,5 +47,5 @@ def cpu() -> str:
 
 
 def machine() -> str:
-    """The folder of this machine, as `cargo xtask record` names it."""
-    return f"{'-'.join(re.findall('[a-z0-9]+', cpu().lower()))}-{os.cpu_count()}-threads"
+    """The folder of this machine and the CPUs that this process may use, as `cargo xtask record` names it."""
+    return f"{'-'.join(re.findall('[a-z0-9]+', cpu().lower()))}-{len(os.sched_getaffinity(0))}-threads"
