@@ -284,9 +284,10 @@ def test_a_frozen_filter_is_decided_for_itself(times):
         ([5, 1.0, 1.1], [5, 1.3, 1.3], 3),
         # As far as this may be chance, more are asked for.
         ([5, 1.0, 1.1, 1.0, 1.1, 1.1], [5, 0.8, 0.95, 0.8, 0.8, 0.8], 6),
-        ([5, 0.7, 1.1, 1.1, 1.1], [5, 0.8, 0.8, 0.8, 0.8], 6),
-        # A first one that took twice as long is no chance.
-        ([5], [2], 1),
+        ([5, 0.85, 1.1, 1.1, 1.1], [5, 0.8, 0.8, 0.8, 0.8], 6),
+        # A first one that took twice as long may be, but where it is long.
+        ([15, 1.0, 1.1], [4, 1.3, 1.3], 3),
+        ([80], [30], 1),
     ],
 )
 def test_clear_differences_end_a_measurement(theirs, ours, samples, monkeypatch):

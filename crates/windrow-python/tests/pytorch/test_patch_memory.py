@@ -94,8 +94,21 @@ def test_no_room_on_a_cpu(monkeypatch):
     monkeypatch.setattr(_fastest._memory, "_peak", 0)
     monkeypatch.setattr(_fastest._memory, "_in_use", lambda: 1 << 40)
     monkeypatch.setattr(_fastest._memory, "look", lambda *_: None)
+    monkeypatch.setattr(_fastest._memory, "_FREE_ON_CPUS", 0)
     weight, x = torch.randn(512, 64, 3, 3), torch.randn(1, 64, 40, 41)
     assert torch.equal(conv2d(x, weight, algorithm="fastest"), F.conv2d(x, weight))
+
+
+def test_room_for_a_single_layer_on_a_cpu(times, monkeypatch):
+    """A tenth of what it needs with PyTorch holds no scratch memory of ours."""
+    measured = times(OURS)
+    monkeypatch.setattr(_fastest._memory, "_peak", 20 << 20)
+    monkeypatch.setattr(_fastest._memory, "_in_use", lambda: 20 << 20)
+    model = patch(nn.Sequential(nn.Conv2d(256, 256, 3, padding=1))).model
+    with torch.no_grad():
+        model(torch.randn(1, 256, 56, 56))
+    (decision,) = _fastest.decisions()
+    assert measured and decision.choice == _conv2d_fastest.KEPT and decision.is_final, decision.why
 
 
 def test_no_room_for_a_packed_filter(times, monkeypatch):

@@ -1,7 +1,7 @@
 //! The gradients of a convolution.
 
 use super::cpu::{
-    Backward, Forward, Residual, Run, by_bf16_products, by_tiles, choose, floats_mut,
+    Backward, Forward, Residual, Run, by_bf16_products, by_runs, by_tiles, choose, floats_mut,
 };
 use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dPlan, Conv2dSpec, Problem, reference};
 use crate::cpu::Isa;
@@ -16,7 +16,7 @@ use crate::{
 /// How the gradients are computed on the CPU.
 #[derive(Debug)]
 pub(super) struct CpuBackward {
-    /// The data gradient as a convolution, where its algorithm is Winograd or products of bf16 or of tiles.
+    /// The data gradient as a convolution, where it runs by Winograd, products of bf16, tiles or runs.
     pub(super) data: Option<Forward>,
     pub(super) gradients: Backward,
 }
@@ -27,8 +27,9 @@ impl CpuBackward {
             let p = spec.problem().ok()?;
             // Its filter is packed on each run.
             let algorithm = choose(&spec, &p, isa, Filter::Changing);
-            let products = by_tiles(&spec, &p, isa) || by_bf16_products(&spec, &p, isa);
-            let direct = algorithm == Conv2dAlgorithm::Direct && products;
+            let forms = [by_tiles, by_bf16_products, by_runs];
+            let direct = algorithm == Conv2dAlgorithm::Direct
+                && forms.iter().any(|form| form(&spec, &p, isa));
             let configuration = Conv2dConfiguration::new(algorithm);
             (direct || algorithm.tile().is_some())
                 .then(|| Forward::new(&spec, &p, &configuration, isa, threads))

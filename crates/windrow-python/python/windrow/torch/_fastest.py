@@ -415,14 +415,21 @@ def _runs(contestant: Contestant, why: list[str]) -> bool:
     return True
 
 
+# Seconds.
+_LONG = 0.05
+
+
 def _times(device: torch.device, contestants: list[Contestant]) -> dict[str, Seconds]:
-    """Medians of a few runs in turns. Each contestant has run once before."""
-    clock = _on_cuda if device.type == "cuda" else _on_cpu
+    """Of a few runs in turns: their medians on CUDA. On the CPU the shortest: other programs only add to it, and PyTorch's
+    second call of a layer took up to eight times what the sixth took. Each contestant has run once before."""
+    clock, typical = (_on_cuda, statistics.median) if device.type == "cuda" else (_on_cpu, min)
     times = {c.name: [clock(device, c.run, 1)] for c in contestants}
     once = {name: samples[0] for name, samples in times.items()}
-    # A factor of two is no chance; and what takes long is measured well enough by one more run.
-    if max(once.values()) < 2 * min(once.values()) or max(once.values()) < 1e-3:
-        rounds = 5 if max(once.values()) < 0.05 else 1
+    longest = max(once.values())
+    # A factor of two is no chance on a device, nor for what is longer than a processor is taken away for; and what takes long
+    # is measured well enough by one more run.
+    if longest < 2 * min(once.values()) or longest < (1e-3 if device.type == "cuda" else _LONG):
+        rounds = 5 if longest < _LONG else 1
         repeat = max(1, min(20, round(3e-4 / max(min(once.values()), 1e-6))))
         for _ in range(rounds):
             for c in contestants:
@@ -432,10 +439,7 @@ def _times(device: torch.device, contestants: list[Contestant]) -> dict[str, Sec
     # Nobody waits for the interpreter where the device is busy for so long.
     is_short = device.type == "cuda" and min(once.values()) < 1e-3
     hosts = _host_times(device, contestants) if is_short else {}
-    return {
-        name: Seconds(statistics.median(samples), hosts.get(name, 0.0))
-        for name, samples in times.items()
-    }
+    return {name: Seconds(typical(samples), hosts.get(name, 0.0)) for name, samples in times.items()}
 
 
 def _is_clear(times: Sequence[Sequence[float]]) -> bool:

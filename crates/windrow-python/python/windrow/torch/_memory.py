@@ -7,7 +7,8 @@ model was patched. Elsewhere nothing tells, and there is always room.
 
 On CPUs what is packed does not count: for one image a model needs little more than its filters, so that a
 tenth would forbid to keep any, just where packing them on each call costs more than it gains; and main
-memory is what machines have most of.
+memory is what machines have most of. Nor does scratch memory that is less than what PyTorch's libraries take
+themselves: of a block or a single layer a tenth holds none of it.
 """
 
 import os
@@ -22,6 +23,7 @@ from windrow.torch import _filters
 _SHARE = 0.1
 # So little is always there: pools of memory grow by larger steps.
 _FREE = 4 << 20
+_FREE_ON_CPUS = 64 << 20
 # Graphs may keep at least four thousandths, 2 to the minus this, of the device's memory, all models of a process together:
 # of one image a tenth of what PyTorch needs holds few filters, and a graph gains most from filters that are kept.
 _FREE_IN_GRAPHS = 8
@@ -86,7 +88,7 @@ def is_there_room(device: torch.device, kept: int, scratch: int, in_graph: bool 
         in_use = _in_use()
         if in_use is None or in_graph:
             return not in_graph
-        room, beside, kept = max(_FREE, int(_SHARE * _peak)), max(0, _peak - in_use), 0
+        room, beside, kept = max(_FREE_ON_CPUS, int(_SHARE * _peak)), max(0, _peak - in_use), 0
     return (kept == 0 or kept <= room) and scratch <= max(0, room - kept) + beside
 
 

@@ -116,7 +116,7 @@ const RUN_CHANNELS: usize = 6;
 const RUN_FILTER: usize = 128 << 10;
 
 /// Whether direct sums are formed of runs of x, in channels-last: what the taps of a filter row read of all channels.
-fn by_runs(spec: &Conv2dSpec, p: &Problem, isa: Isa) -> bool {
+pub(crate) fn by_runs(spec: &Conv2dSpec, p: &Problem, isa: Isa) -> bool {
     let [x, y] = [&spec.x, &spec.y].map(|desc| desc.layout.strides());
     let is_run = x[1] == 1 && x[3] == p.c as isize && (p.s == 1 || p.dilation[1] == 1);
     let fills = p.groups == 1 && p.k >= MAX_LANES && y[1] == 1 && p.ow * p.oh > 1;

@@ -141,23 +141,42 @@ impl Epilogue {
         }
     }
 
-    /// Residual and activation of sums with bias, of `len` elements from `dst` on.
+    /// The bias of `len` channels from one on.
     ///
     /// # Safety
-    /// These are elements of the destination.
+    /// They exist.
     #[inline(always)]
-    pub(crate) unsafe fn finish<S: Simd, T: SimdElement>(
+    pub(crate) unsafe fn biases<S: Simd>(&self, s: S, channel: usize, len: usize) -> S::F32 {
+        // SAFETY: promised by the caller.
+        unsafe {
+            match self.bias.is_null() {
+                true => s.zero(),
+                false if len == S::LANES => s.load(self.bias.add(channel)),
+                false => s.load_first(self.bias.add(channel), len),
+            }
+        }
+    }
+
+    /// Brings sums with bias to `len` elements from `dst` on.
+    ///
+    /// # Safety
+    /// These are elements of the destination that nobody else touches.
+    #[inline(always)]
+    pub(crate) unsafe fn store<S: Simd, T: SimdElement>(
         &self,
         s: S,
         sum: S::F32,
-        dst: *const T,
+        dst: *mut T,
         len: usize,
-    ) -> S::F32 {
+    ) {
         // SAFETY: passed on.
-        let sum = unsafe { self.residual.add(s, sum, dst, len) };
-        match self.bounds() {
-            Some(bounds) => bounds.of(s, sum),
-            None => activate(s, self.activation, sum),
+        unsafe {
+            let sum = self.residual.add(s, sum, dst, len);
+            let y = match self.bounds() {
+                Some(bounds) => bounds.of(s, sum),
+                None => activate(s, self.activation, sum),
+            };
+            if len == S::LANES { T::store(s, dst, y) } else { T::store_first(s, dst, y, len) }
         }
     }
 

@@ -21,7 +21,7 @@ use crate::{Activation, DType, Filter, Result, TensorMut, TensorRef};
 pub(crate) use activation::apply as activate;
 pub(crate) use backward::Backward;
 use choice::winograd_products;
-pub(crate) use choice::{by_bf16_products, by_tiles, choose, supported};
+pub(crate) use choice::{by_bf16_products, by_runs, by_tiles, choose, supported};
 use direct::Direct;
 use epilogue::Epilogue;
 pub(crate) use epilogue::Residual;

@@ -4,7 +4,6 @@ use super::super::epilogue::Epilogue;
 use super::super::stencil::Stencil;
 use super::Operands;
 use crate::cpu::{Isa, Kernel, MAX_LANES, Simd, SimdElement, dispatch};
-use std::ops::Range;
 
 /// Channels lie next to each other. A unit is one row of the destination in one image.
 #[derive(Clone, Debug)]
@@ -260,36 +259,14 @@ impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
                     for (p, sum) in acc.into_iter().enumerate() {
                         s.store(sums.as_mut_ptr().add(p * MAX_LANES), sum);
                     }
-                    self.finish(s, sums.as_ptr(), is_whole, channel, j..j + P);
+                    let len = if is_whole { S::LANES } else { self.count };
+                    let bias = self.epilogue.biases(s, channel, len);
+                    for p in 0..P {
+                        let sum = s.add(s.load(sums.as_ptr().add(p * MAX_LANES)), bias);
+                        let to = self.dst.offset((j + p) as isize * self.dst_col).add(channel);
+                        self.epilogue.store(s, sum, to, len);
+                    }
                 }
-            }
-        }
-    }
-
-    /// Bias, activation and storing of a vector of channels, or of all if these are fewer.
-    #[inline(always)]
-    unsafe fn finish<S: Simd>(
-        &self,
-        s: S,
-        sums: *const f32,
-        is_whole: bool,
-        channel: usize,
-        pixels: Range<usize>,
-    ) {
-        let bias = self.epilogue.bias;
-        // SAFETY: channels and pixels that exist.
-        unsafe {
-            let bias = match (bias.is_null(), is_whole) {
-                (true, _) => s.zero(),
-                (false, true) => s.load(bias.add(channel)),
-                (false, false) => s.load_first(bias.add(channel), self.count),
-            };
-            for (p, pixel) in pixels.enumerate() {
-                let sum = s.add(s.load(sums.add(p * MAX_LANES)), bias);
-                let to = self.dst.offset(pixel as isize * self.dst_col).add(channel);
-                let count = if is_whole { S::LANES } else { self.count };
-                let y = self.epilogue.finish(s, sum, to, count);
-                if is_whole { D::store(s, to, y) } else { D::store_first(s, to, y, self.count) }
             }
         }
     }

@@ -267,8 +267,7 @@ impl<T: SimdElement> Sums<'_, T> {
                 let follow = stencil.dst[2] == width as isize;
                 let whole = width >= S::LANES || follow && (self.rows - row) * width >= S::LANES;
                 let len = if whole { S::LANES } else { width };
-                let y = operands.epilogue.finish(s, sum, to, len);
-                if whole { T::store(s, to, y) } else { T::store_first(s, to, y, width) }
+                operands.epilogue.store(s, sum, to, len);
             }
         }
     }

@@ -305,13 +305,11 @@ impl<T: SimdElement> Panel<T> {
         to: *mut T,
         bounds: Bounds,
     ) {
-        let Epilogue { bias, residual, .. } = self.epilogue;
-        let mut add = [s.zero(); VECTORS];
+        let residual = self.epilogue.residual;
         // SAFETY: passed on.
         unsafe {
-            if !bias.is_null() {
-                add = std::array::from_fn(|v| s.load(bias.add(v * S::LANES)));
-            }
+            let add: [S::F32; VECTORS] =
+                std::array::from_fn(|v| self.epilogue.biases(s, v * S::LANES, S::LANES));
             for (p, row) in acc.into_iter().enumerate() {
                 let to = to.wrapping_offset((p as isize).wrapping_mul(self.col));
                 for (v, sum) in row.into_iter().enumerate() {
@@ -326,20 +324,15 @@ impl<T: SimdElement> Panel<T> {
     /// The same of sums in memory, for any channels and activation.
     #[inline(always)]
     unsafe fn finish<S: Simd>(&self, s: S, sums: *const f32, pixels: usize, to: *mut T) {
-        let bias = self.epilogue.bias;
-        for p in 0..pixels {
-            let to = to.wrapping_offset((p as isize).wrapping_mul(self.col));
-            for at in (0..self.channels).step_by(S::LANES) {
-                let len = S::LANES.min(self.channels - at);
-                // SAFETY: passed on.
-                unsafe {
-                    let mut sum = s.load(sums.add(p * VECTORS * S::LANES + at));
-                    if !bias.is_null() {
-                        sum = s.add(sum, s.load_first(bias.add(at), len));
-                    }
-                    let to = to.add(at);
-                    let y = self.epilogue.finish(s, sum, to, len);
-                    if len == S::LANES { T::store(s, to, y) } else { T::store_first(s, to, y, len) }
+        for at in (0..self.channels).step_by(S::LANES) {
+            let len = S::LANES.min(self.channels - at);
+            // SAFETY: passed on.
+            unsafe {
+                let bias = self.epilogue.biases(s, at, len);
+                for p in 0..pixels {
+                    let sum = s.add(s.load(sums.add(p * VECTORS * S::LANES + at)), bias);
+                    let to = to.wrapping_offset((p as isize).wrapping_mul(self.col)).add(at);
+                    self.epilogue.store(s, sum, to, len);
                 }
             }
         }
