@@ -38,8 +38,6 @@ from torch import Tensor, nn
 
 KINDS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d)
 SAMPLE_SECONDS = 5e-3
-# Calls in which it may still be decided who computes.
-WARM_UP = 4
 # Between two times that the record is written.
 WRITE_SECONDS = 10.0
 SLOWEST = 10
@@ -132,7 +130,7 @@ def measured(layer: Layer, mode: Mode, batch: int, options: argparse.Namespace) 
     with torch.inference_mode():
         for side, module in (("pytorch", plain), ("windrow", report.model[0])):
             calls[side] = lambda module=module: module(image)
-            for _ in range(WARM_UP):
+            for _ in range(models.WARM_UP):
                 calls[side]()
             if options.device.type == "cuda":
                 calls[side] = models.captured(calls[side])

@@ -24,8 +24,6 @@ from contestants import MODES, Case
 from networks import Network
 
 DEVICE = torch.device("cpu")
-# Calls in which it may still be decided who computes.
-WARM_UP = 4
 HEAD = "| network | PyTorch | last | patched | last | x | optimized | last | x |"
 
 
@@ -48,7 +46,7 @@ def measured(name: str, network: Network, dtype: str, kind: str, seconds: float)
         for side in contestants.sides(kind):
             calls[f"{side} {mode}"] = case.start(side)
     for call in calls.values():
-        for _ in range(WARM_UP):
+        for _ in range(models.WARM_UP):
             call()
     return models.in_turns(calls, seconds, DEVICE)
 

@@ -38,6 +38,8 @@ from contestants import MODES, MODES_OF, Case
 # A sample repeats a short call for about this long.
 SAMPLE_SECONDS = 5e-2
 ROUNDS = range(2, 25)
+# Calls in which it may still be decided who computes a layer.
+WARM_UP = 4
 
 
 def arguments() -> argparse.Namespace:

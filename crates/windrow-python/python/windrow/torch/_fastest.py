@@ -421,7 +421,7 @@ _LONG = 0.05
 
 def _times(device: torch.device, contestants: list[Contestant]) -> dict[str, Seconds]:
     """Of a few runs in turns: their medians on CUDA. On the CPU the shortest: other programs only add to it, and PyTorch's
-    second call of a layer took up to eight times what the sixth took. Each contestant has run once before."""
+    second call of a layer took up to ten times what the sixth took. Each contestant has run once before."""
     clock, typical = (_on_cuda, statistics.median) if device.type == "cuda" else (_on_cpu, min)
     times = {c.name: [clock(device, c.run, 1)] for c in contestants}
     once = {name: samples[0] for name, samples in times.items()}
