@@ -9,9 +9,9 @@ turns in one process, on CUDA in graphs; times are medians. What the networks ha
 With --layers they are those of a file: 3x3, without bias and padding, a batch each.
 
 Results are written on the way, and records are made in parts, as by `models.py`; OUT.md has by mode and batch the
-geometric mean of PyTorch's time beside the patched module's, both rates, how many of these Windrow's operator computes
-(the others PyTorch's, which was the faster one when both were tried), and the convolutions that gain least. Rates count the
-operations of the direct algorithm. Needs `windrow` on PYTHONPATH.
+geometric mean of PyTorch's time beside the patched module's, both rates, how many of them Windrow's operator computes
+(the others PyTorch's, found to be the faster one or the only one with room), and the convolutions that gain least. Rates
+count the operations of the direct algorithm. Needs `windrow` on PYTHONPATH.
 """
 
 import argparse

@@ -66,7 +66,9 @@ def row(name: str, ms: dict[str, dict[str, float]]) -> str:
 def table(record: dict[str, Any]) -> str:
     versions = ", ".join(f"{n} {v}" for n, v in record["versions"].items() if v)
     commits = {provenance.sentence(case) for case in record["cases"].values()}
-    lines = [f"# {record['device']}", "", f"{versions}.", *sorted(commits), ""]
+    lines = [f"# {record['device']}", "", f"{versions}.", *sorted(commits)]
+    lines += [f"Not measured: {name} ({why})." for name, why in record["left"].items()]
+    lines += [""]
     lines += ["ms of PyTorch, patched and optimized networks, each row-major and channels-last (`last`), in turns; `x`: the"]
     lines += ["better of PyTorch's beside the better of Windrow's.", "", HEAD, "|---|" + "--:|" * 8]
     lines += [row(name, case["ms"]) for name, case in record["cases"].items()]

@@ -415,7 +415,7 @@ def _runs(contestant: Contestant, why: list[str]) -> bool:
     return True
 
 
-# Seconds.
+# Seconds from which on a run is long: it is repeated once.
 _LONG = 0.05
 
 
