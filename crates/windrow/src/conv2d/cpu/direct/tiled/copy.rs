@@ -352,6 +352,9 @@ unsafe fn copy_line(from: *const bf16, step: isize, to: *mut bf16, len: usize) {
                 .write_unaligned(from.add(at).cast::<[bf16; TERMS]>().read_unaligned());
             at += TERMS;
         }
-        to.add(at).copy_from_nonoverlapping(from.add(at), len - at);
+        // Mostly nothing is left, which needs no call.
+        if at < len {
+            to.add(at).copy_from_nonoverlapping(from.add(at), len - at);
+        }
     }
 }

@@ -149,9 +149,8 @@ impl Tiled {
             }
             // A tile lies in one piece, wherever it begins.
             Lanes::Channels if parts > 1 => ROW_BYTES,
-            // Rows of a tile must not displace each other from the first-level cache.
-            Lanes::Channels if (chunks * ROW_BYTES).is_multiple_of(512) => (chunks + 1) * ROW_BYTES,
-            Lanes::Channels => chunks * ROW_BYTES,
+            // An odd number of cache lines: pixels that follow each other lie in all sets of the first-level cache.
+            Lanes::Channels => (chunks | 1) * ROW_BYTES,
             Lanes::Pixels => {
                 let pixels = plan.part_pixels() + BLOCK;
                 ((pixels * size_of::<f32>()).div_ceil(ROW_BYTES) | 1) * ROW_BYTES

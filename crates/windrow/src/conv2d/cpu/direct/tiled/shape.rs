@@ -4,21 +4,21 @@ use super::super::super::epilogue::Lanes;
 use super::super::super::stencil::Stencil;
 use super::sums::PRODUCTS;
 use super::{BLOCK, Columns, ROW_BYTES, SIDE, TERMS, Tiled, is_in_place};
-use crate::Result;
 use crate::cpu::gemm::even_part;
+use crate::{Result, bf16};
 
 /// Bytes of a copy that stay in the second-level cache, beside the filter of a block of channels.
 const COPY_BYTES: usize = 1 << 20;
-/// Pixels of a unit: as many as read the filter from the third-level cache at its rate, several times.
-const PIXELS: usize = 1024;
+/// Pixels of a unit, at most.
+const PIXELS: usize = 4096;
 /// Columns of a slab.
 const COLS: usize = 512;
 
-/// Cycles that parts of a unit take: handing it out, a product of two tiles, eight bytes that are copied, a tile of the
-/// filter that comes from the third-level cache, and a tile of sums on its way to the destination.
+/// Cycles that parts of a unit take: handing it out, a product of two tiles, an element that is copied, a tile of the filter
+/// that comes from the third-level cache, and a tile of sums on its way to the destination.
 const UNIT: f64 = 4000.0;
 const PRODUCT: f64 = 16.0;
-const COPY: f64 = 1.0;
+const COPY: f64 = 0.75;
 const FILTER: f64 = 128.0;
 const FINISH: f64 = 48.0;
 
@@ -55,7 +55,8 @@ pub(super) fn choose(
         let channels = (2 * panels).min(stencil.k.div_ceil(SIDE)) as f64;
         let pixels = ((row_count - 1) * (cols + columns.span) + cols).div_ceil(SIDE) * images;
         let products = channels * steps as f64 * (product * pixels as f64).max(filter);
-        let copy = COPY / 8.0 * images as f64 * bytes(row_count, cols, &columns) as f64;
+        let copied = bytes(row_count, cols, &columns) / (parts * size_of::<bf16>());
+        let copy = COPY * images as f64 * copied as f64;
         let finish = FINISH * channels * pixels as f64;
         // The last units seldom end together.
         (units.div_ceil(threads.max(1)) as f64 + 0.3) * (UNIT + copy + products + finish)
