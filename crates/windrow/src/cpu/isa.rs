@@ -170,8 +170,8 @@ pub(crate) fn dispatch_tiles<K: TileKernel>(isa: Isa, kernel: K) {
     }
 }
 
-/// Runs a kernel with the instructions of `isa`.
-#[inline]
+/// Runs a kernel with the instructions of `isa`. Without `#[inline]`, because each unit of code generation would hold
+/// a copy of its own.
 pub(crate) fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
     match isa.0 {
         // SAFETY: the token exists, so the machine has these instructions.
@@ -186,9 +186,9 @@ pub(crate) fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
         // SAFETY: an `Avx2` is made only where AVX2, FMA and F16C were detected.
         #[cfg(target_arch = "x86_64")]
         Kind::Avx2(t) => unsafe { with_avx2(t, kernel) },
-        Kind::Lanes(t) => kernel.run(t),
+        Kind::Lanes(t) => with_lanes(t, kernel),
         #[cfg(test)]
-        Kind::TileModel => kernel.run(Lanes),
+        Kind::TileModel => with_lanes(Lanes, kernel),
     }
 }
 
@@ -209,6 +209,11 @@ fn with_avx512<K: Kernel>(t: Avx512, kernel: K) -> K::Output {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2")]
 fn with_avx2<K: Kernel>(t: Avx2, kernel: K) -> K::Output {
+    kernel.run(t)
+}
+
+#[inline(never)]
+fn with_lanes<K: Kernel>(t: Lanes, kernel: K) -> K::Output {
     kernel.run(t)
 }
 
