@@ -4,7 +4,7 @@ use super::cpu::backward::{Backward, Gradients};
 use super::cpu::dense_backward::DenseBackward;
 use super::cpu::im2col::{Im2colGemm, Stages};
 use super::cpu::{Forward, Inputs, Operand, Parameters, Tokens};
-use super::cuda;
+use super::gpu;
 use super::sequences::Sequences;
 use super::{
     CausalConv1d, CausalConv1dAlgorithm, CausalConv1dArgs, CausalConv1dConfiguration,
@@ -56,9 +56,9 @@ pub struct Gpu(Kernels);
 #[derive(Clone, Debug)]
 enum Kernels {
     /// With its gradients.
-    Direct(Box<cuda::Direct>),
+    Direct(Box<gpu::Direct>),
     /// With what computes the gradients.
-    Im2colGemm(Box<cuda::im2col::Im2colGemm>, cuda::GradientKernels),
+    Im2colGemm(Box<gpu::im2col::Im2colGemm>, gpu::GradientKernels),
 }
 
 /// All algorithms, the fastest first.
@@ -303,16 +303,16 @@ impl Engine<CausalConv1d> for Gpu {
     ) -> Result<Self> {
         setup.require(configuration.algorithm, &algorithms(setup.problem))?;
         let &Setup { spec, problem, place, .. } = setup;
-        let direct = || Ok(Box::new(cuda::Direct::new(place, spec, problem)?));
+        let direct = || Ok(Box::new(gpu::Direct::new(place, spec, problem)?));
         let kernels = match configuration.algorithm {
             CausalConv1dAlgorithm::Direct => Kernels::Direct(direct()?),
             CausalConv1dAlgorithm::Im2colGemm => {
-                let gemm = cuda::im2col::Im2colGemm::new(place, spec, problem)?;
+                let gemm = gpu::im2col::Im2colGemm::new(place, spec, problem)?;
                 let gradients = match problem.dense {
-                    true => cuda::GradientKernels::Dense(Box::new(
-                        cuda::dense_backward::DenseBackward::new(place, spec, problem)?,
+                    true => gpu::GradientKernels::Dense(Box::new(
+                        gpu::dense_backward::DenseBackward::new(place, spec, problem)?,
                     )),
-                    false => cuda::GradientKernels::Depthwise(direct()?),
+                    false => gpu::GradientKernels::Depthwise(direct()?),
                 };
                 Kernels::Im2colGemm(Box::new(gemm), gradients)
             }
@@ -385,10 +385,10 @@ impl Gpu {
     ) -> Result<()> {
         match &self.0 {
             Kernels::Direct(direct)
-            | Kernels::Im2colGemm(_, cuda::GradientKernels::Depthwise(direct)) => {
+            | Kernels::Im2colGemm(_, gpu::GradientKernels::Depthwise(direct)) => {
                 direct.backward(&plan.spec, args, given, grads, workspace)
             }
-            Kernels::Im2colGemm(_, cuda::GradientKernels::Dense(dense)) => {
+            Kernels::Im2colGemm(_, gpu::GradientKernels::Dense(dense)) => {
                 dense.run(&plan.spec, args, given, grads, workspace)
             }
         }

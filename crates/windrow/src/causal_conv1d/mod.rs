@@ -2,8 +2,8 @@
 
 mod args;
 mod cpu;
-mod cuda;
 mod engine;
+mod gpu;
 mod plan;
 mod problem;
 pub(crate) mod random;

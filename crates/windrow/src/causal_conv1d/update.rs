@@ -2,8 +2,8 @@
 
 use super::cpu::update::{Operands, Update};
 use super::cpu::{Operand, Parameters};
-use super::cuda;
 use super::engine::require_direct;
+use super::gpu;
 use super::problem::{check_index, rank};
 use super::reference::{UpdateReference, integers};
 use super::sequences::Indices;
@@ -210,7 +210,7 @@ pub struct Cpu {
 
 /// On a CUDA device: the compiled kernel.
 #[derive(Clone, Debug)]
-pub struct Gpu(cuda::update::Update);
+pub struct Gpu(gpu::update::Update);
 
 impl Engine<CausalConv1dUpdate> for Cpu {
     type Place = Isa;
@@ -327,7 +327,7 @@ impl Engine<CausalConv1dUpdate> for Gpu {
     ) -> Result<Self> {
         require_direct(setup, configuration)?;
         let &Setup { spec, problem, place, .. } = setup;
-        Ok(Gpu(cuda::update::Update::new(place, spec, problem)?))
+        Ok(Gpu(gpu::update::Update::new(place, spec, problem)?))
     }
 
     fn configuration(&self) -> CausalConv1dConfiguration {

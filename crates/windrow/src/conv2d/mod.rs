@@ -2,7 +2,7 @@
 
 mod backward;
 mod cpu;
-mod cuda;
+mod gpu;
 mod networks;
 mod plan;
 mod problem;

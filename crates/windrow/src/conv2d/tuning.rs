@@ -2,7 +2,7 @@
 
 use super::spec::is_channels_last;
 use super::{
-    Conv2d, Conv2dAlgorithm, Conv2dArgs, Conv2dPlan, Conv2dSpec, PackedWeights, Weights, cuda,
+    Conv2d, Conv2dAlgorithm, Conv2dArgs, Conv2dPlan, Conv2dSpec, PackedWeights, Weights, gpu,
 };
 use crate::cpu::resolve_threads;
 use crate::plan::{Bound, Tuned, configuration, dense, joined};
@@ -45,7 +45,7 @@ impl Conv2dConfiguration {
         let foreign = self.parameters().zip(takes).any(is_foreign);
         let zero = self.parameters().any(|(_, value)| value == Some(0));
         let odd = match implicit {
-            true => !cuda::cuts_into(self.block, self.parts),
+            true => !gpu::cuts_into(self.block, self.parts),
             false => self.block.is_some_and(|block| block % 32 != 0 || block > 1024),
         };
         if foreign || zero || odd {

@@ -3,7 +3,7 @@
 use super::winograd_reference::stages;
 use super::{
     Conv2dAlgorithm, Conv2dArgs, Conv2dConfiguration, Conv2dParams, Conv2dPlan, Conv2dSpec,
-    Weights, cuda, networks, reference,
+    Weights, gpu, networks, reference,
 };
 use crate::verification::data::Held;
 use crate::verification::{Case, Check, Expected, random};
@@ -117,7 +117,7 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
 fn configurations(spec: &Conv2dSpec, device: Device) -> Vec<(Conv2dConfiguration, Option<usize>)> {
     let algorithms = Conv2dPlan::algorithms(spec, device);
     let cuts = algorithms.contains(&Conv2dAlgorithm::ImplicitGemm) && spec.w.shape()[0] > 128;
-    let cuts = cuts.then(|| cuda::implicit_gemm_configurations(spec.x.dtype)).into_iter().flatten();
+    let cuts = cuts.then(|| gpu::implicit_gemm_configurations(spec.x.dtype)).into_iter().flatten();
     let copied = algorithms.contains(&Conv2dAlgorithm::WinogradRow) && spec.x.shape()[0] > 1;
     let copied = copied.then(|| (Conv2dConfiguration::new(Conv2dAlgorithm::WinogradRow), Some(0)));
     let whole = algorithms.into_iter().map(Conv2dConfiguration::new).chain(cuts);

@@ -1,7 +1,7 @@
 //! What computes GELU, on the CPU and on CUDA devices.
 
 use super::spec::HalfMath;
-use super::{Gelu, GeluAlgorithm, GeluConfiguration, GeluPlan, cpu, cuda};
+use super::{Gelu, GeluAlgorithm, GeluConfiguration, GeluPlan, cpu, gpu};
 use crate::cpu::Isa;
 use crate::plan::{Engine, Setup};
 use crate::{Device, Error, Result};
@@ -18,7 +18,7 @@ pub struct Cpu {
 #[derive(Clone, Debug)]
 pub struct Gpu {
     /// The compiled kernel.
-    pub(super) forward: cuda::Forward,
+    pub(super) forward: gpu::Forward,
     workspace_bytes: usize,
 }
 
@@ -70,7 +70,7 @@ impl Engine<Gelu> for Gpu {
     type Place = Device;
 
     fn algorithms(setup: &Setup<'_, Gelu, Device>) -> Result<Vec<GeluAlgorithm>> {
-        Ok(cuda::algorithms(setup.spec))
+        Ok(gpu::algorithms(setup.spec))
     }
 
     fn choose(setup: &Setup<'_, Gelu, Device>) -> Result<GeluAlgorithm> {
@@ -79,8 +79,8 @@ impl Engine<Gelu> for Gpu {
 
     fn new(setup: &Setup<'_, Gelu, Device>, configuration: &GeluConfiguration) -> Result<Self> {
         setup.require(configuration.algorithm, &Self::algorithms(setup)?)?;
-        let forward = cuda::Forward::new(setup.place, setup.spec, configuration)?;
-        Ok(Gpu { forward, workspace_bytes: cuda::workspace_bytes(setup.spec) })
+        let forward = gpu::Forward::new(setup.place, setup.spec, configuration)?;
+        Ok(Gpu { forward, workspace_bytes: gpu::workspace_bytes(setup.spec) })
     }
 
     fn configuration(&self) -> GeluConfiguration {
@@ -106,7 +106,7 @@ impl Engine<Gelu> for Gpu {
         setup: &Setup<'_, Gelu, Device>,
         configuration: &GeluConfiguration,
     ) -> Result<GeluConfiguration> {
-        Ok(cuda::complete(setup.place, setup.spec, configuration))
+        Ok(gpu::complete(setup.place, setup.spec, configuration))
     }
 
     /// The bytes, and more of them the less a thread moves at once.

@@ -6,8 +6,8 @@
 //! Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", arXiv:1606.08415.
 
 mod cpu;
-mod cuda;
 mod engine;
+mod gpu;
 pub(crate) mod random;
 mod reference;
 mod spec;

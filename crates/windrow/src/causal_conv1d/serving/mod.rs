@@ -12,7 +12,7 @@ pub(super) mod verify;
 
 use super::cpu::{Operand, Parameters};
 use super::engine::require_direct;
-use super::{CausalConv1dAlgorithm, CausalConv1dConfiguration, cuda};
+use super::{CausalConv1dAlgorithm, CausalConv1dConfiguration, gpu};
 use crate::cpu::Isa;
 use crate::dtype::with_element;
 use crate::plan::{Backend, Engine, Operator, Plan, Setup, inputs};
@@ -86,7 +86,7 @@ pub struct Cpu {
 
 /// On a GPU: the compiled kernels.
 #[derive(Clone, Debug)]
-pub struct Gpu(cuda::serving::Serving);
+pub struct Gpu(gpu::serving::Serving);
 
 impl Engine<CausalConv1dServing> for Cpu {
     type Place = Isa;
@@ -224,7 +224,7 @@ impl Engine<CausalConv1dServing> for Gpu {
     ) -> Result<Self> {
         require_direct(setup, configuration)?;
         let &Setup { spec, problem, place, .. } = setup;
-        Ok(Gpu(cuda::serving::Serving::new(place, spec, problem)?))
+        Ok(Gpu(gpu::serving::Serving::new(place, spec, problem)?))
     }
 
     fn configuration(&self) -> CausalConv1dConfiguration {

@@ -3,7 +3,7 @@
 use super::checksum::checksum;
 use super::packed::Packing;
 use super::{Conv2dPlan, Cpu, PackedWeights};
-use crate::conv2d::cuda;
+use crate::conv2d::gpu;
 use crate::{Result, TensorDesc, TensorRef};
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -50,7 +50,7 @@ const MAX_FORMS: usize = 8;
 pub struct FilterCache {
     state: Mutex<State>,
     /// Those on devices.
-    packs: cuda::Packs<Packing>,
+    packs: gpu::Packs<Packing>,
 }
 
 #[derive(Debug, Default)]
@@ -105,7 +105,7 @@ impl FilterCache {
     }
 
     /// What plans on devices keep.
-    pub(super) fn packs(&self) -> &cuda::Packs<Packing> {
+    pub(super) fn packs(&self) -> &gpu::Packs<Packing> {
         &self.packs
     }
 
@@ -141,7 +141,7 @@ impl FilterCache {
         Ok(packed)
     }
 
-    /// See [`cuda::Packs::spoil`].
+    /// See [`gpu::Packs::spoil`].
     #[cfg(test)]
     pub(in crate::conv2d) fn spoil(&self, stream: &crate::gpu::Stream) {
         self.packs.spoil(stream);

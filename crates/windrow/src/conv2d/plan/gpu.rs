@@ -3,7 +3,7 @@
 use super::packed::{PackedData, PackedForm};
 use super::{Conv2d, Conv2dArgs, Conv2dPlan, PackedWeights, Weights};
 use crate::conv2d::backward::turn;
-use crate::conv2d::cuda::{self, Backward, Operands};
+use crate::conv2d::gpu::{self, Backward, Operands};
 use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration};
 use crate::gpu as device;
@@ -14,7 +14,7 @@ use crate::{Device, Result, TensorMut, TensorRef, Workspace};
 /// On a CUDA device.
 #[derive(Debug)]
 pub struct Gpu {
-    pub(super) engine: Box<cuda::Forward>,
+    pub(super) engine: Box<gpu::Forward>,
     pub(super) gpu: &'static device::Gpu,
     algorithm: Conv2dAlgorithm,
     backward: Later<Box<Backward>>,
@@ -25,18 +25,18 @@ impl Engine<Conv2d> for Gpu {
 
     fn algorithms(setup: &Setup<'_, Conv2d, Device>) -> Result<Vec<Conv2dAlgorithm>> {
         let gpu = device::Gpu::get(setup.place)?;
-        Ok(cuda::Forward::supported(gpu, setup.spec, setup.problem))
+        Ok(gpu::Forward::supported(gpu, setup.spec, setup.problem))
     }
 
     fn choose(setup: &Setup<'_, Conv2d, Device>) -> Result<Conv2dAlgorithm> {
         let gpu = device::Gpu::get(setup.place)?;
-        cuda::Forward::best(gpu, setup.spec, setup.problem, setup.options)
+        gpu::Forward::best(gpu, setup.spec, setup.problem, setup.options)
     }
 
     fn new(setup: &Setup<'_, Conv2d, Device>, configuration: &Conv2dConfiguration) -> Result<Self> {
         let &Setup { spec, problem, options, place } = setup;
         let gpu = device::Gpu::get(place)?;
-        let engine = cuda::Forward::new(gpu, spec, problem, configuration, options)?;
+        let engine = gpu::Forward::new(gpu, spec, problem, configuration, options)?;
         let (engine, algorithm) = (Box::new(engine), configuration.algorithm);
         Ok(Gpu { engine, gpu, algorithm, backward: Later::default() })
     }
@@ -55,7 +55,7 @@ impl Engine<Conv2d> for Gpu {
 
     fn candidates(setup: &Setup<'_, Conv2d, Device>) -> Result<Vec<Conv2dAlgorithm>> {
         let mut all = Self::algorithms(setup)?;
-        all.retain(|&algorithm| cuda::allows(setup.spec, algorithm));
+        all.retain(|&algorithm| gpu::allows(setup.spec, algorithm));
         Ok(all)
     }
 
@@ -72,7 +72,7 @@ impl Engine<Conv2d> for Gpu {
             all.extend(blocks.map(|block| Conv2dConfiguration { block, ..base }));
         }
         if algorithm == Conv2dAlgorithm::ImplicitGemm {
-            all.extend(cuda::implicit_gemm_configurations(setup.spec.x.dtype));
+            all.extend(gpu::implicit_gemm_configurations(setup.spec.x.dtype));
         }
         all
     }
@@ -82,12 +82,12 @@ impl Engine<Conv2d> for Gpu {
         configuration: &Conv2dConfiguration,
     ) -> Result<Conv2dConfiguration> {
         let gpu = device::Gpu::get(setup.place)?;
-        Ok(cuda::complete(gpu, setup.spec, setup.problem, configuration, setup.options))
+        Ok(gpu::complete(gpu, setup.spec, setup.problem, configuration, setup.options))
     }
 
     fn cost(setup: &Setup<'_, Conv2d, Device>, configuration: &Conv2dConfiguration) -> Result<f64> {
         let gpu = device::Gpu::get(setup.place)?;
-        Ok(cuda::cost(gpu, setup.spec, setup.problem, configuration))
+        Ok(gpu::cost(gpu, setup.spec, setup.problem, configuration))
     }
 }
 

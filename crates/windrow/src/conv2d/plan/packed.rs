@@ -4,7 +4,7 @@ use super::{Conv2dPlan, Cpu, FilterCache, Gpu};
 use crate::buffer::Buffer;
 use crate::conv2d::Conv2dAlgorithm;
 use crate::conv2d::cpu::floats_mut;
-use crate::conv2d::cuda;
+use crate::conv2d::gpu;
 use crate::gpu::SharedBuffer;
 use crate::plan::{Backend, Checks, engine};
 use crate::tensor::check_device;
@@ -52,7 +52,7 @@ pub(super) enum PackedForm {
         /// Channels that lie next to each other.
         width: usize,
     },
-    Cuda(cuda::PackedForm),
+    Cuda(gpu::PackedForm),
 }
 
 /// A filter in the form that an algorithm reads: made once by [`Conv2dPlan::pack_weights`], used by

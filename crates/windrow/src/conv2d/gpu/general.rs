@@ -437,7 +437,7 @@ pub(super) fn one_thread_each(elements: usize) -> Launch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::conv2d::cuda::{test_specs, with_largest_epilogue};
+    use crate::conv2d::gpu::{test_specs, with_largest_epilogue};
 
     #[test]
     fn kernels_compile_without_spills() {

@@ -289,7 +289,7 @@ pub(super) fn staged_kernel(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::conv2d::cuda::test_specs;
+    use crate::conv2d::gpu::test_specs;
 
     #[test]
     fn chunks_cover_all_tiles() {

@@ -13,17 +13,17 @@ static PACK_INPUT: Source = source!("pack_input.cu");
 /// A copy is made of at most so much at a time.
 const STAGING_BYTES: usize = 512 << 20;
 /// Pixels that a thread of the copy reads together, and what a block copies.
-pub(in crate::conv2d::cuda) const VECTOR: usize = 4;
-pub(in crate::conv2d::cuda) const TILE_PIXELS: usize = 128;
-pub(in crate::conv2d::cuda) const TILE_BYTES: usize = 64;
+pub(in crate::conv2d::gpu) const VECTOR: usize = 4;
+pub(in crate::conv2d::gpu) const TILE_PIXELS: usize = 128;
+pub(in crate::conv2d::gpu) const TILE_BYTES: usize = 64;
 const COPY_THREADS: u32 = 128;
 
 #[derive(Debug)]
-pub(in crate::conv2d::cuda) struct Input {
+pub(in crate::conv2d::gpu) struct Input {
     spec: Conv2dSpec,
     problem: Problem,
     /// The layout of x lets the copy engine read it if its address is aligned.
-    pub(in crate::conv2d::cuda) in_place: bool,
+    pub(in crate::conv2d::gpu) in_place: bool,
     /// Copies one pixel after the other, and aligned vectors of pixels.
     copy: &'static Kernel,
     copy_vectors: Option<&'static Kernel>,
@@ -51,7 +51,7 @@ params! {
 }
 
 impl Input {
-    pub(in crate::conv2d::cuda) fn new(
+    pub(in crate::conv2d::gpu) fn new(
         gpu: &'static Gpu,
         spec: &Conv2dSpec,
         problem: &Problem,
@@ -74,17 +74,17 @@ impl Input {
     }
 
     /// Channels of the copy.
-    pub(in crate::conv2d::cuda) fn channels(&self) -> usize {
+    pub(in crate::conv2d::gpu) fn channels(&self) -> usize {
         channels(&self.spec)
     }
 
     /// Images that are copied at a time.
-    pub(in crate::conv2d::cuda) fn copied_images(&self) -> usize {
+    pub(in crate::conv2d::gpu) fn copied_images(&self) -> usize {
         self.images
     }
 
     /// Bytes of the copy.
-    pub(in crate::conv2d::cuda) fn copy_bytes(&self) -> usize {
+    pub(in crate::conv2d::gpu) fn copy_bytes(&self) -> usize {
         self.images * image_bytes(&self.spec)
     }
 
@@ -92,7 +92,7 @@ impl Input {
     ///
     /// # Safety
     /// `x` must be images of the spec's layout, `out` memory for their copy, `x_max` `n` words for f32.
-    pub(in crate::conv2d::cuda) unsafe fn copy(
+    pub(in crate::conv2d::gpu) unsafe fn copy(
         &self,
         stream: &Stream,
         x: *const u8,
@@ -134,7 +134,7 @@ impl Input {
     ///
     /// # Safety
     /// As [`ImageMax::run`].
-    pub(in crate::conv2d::cuda) unsafe fn find_max(
+    pub(in crate::conv2d::gpu) unsafe fn find_max(
         &self,
         stream: &Stream,
         x: *const u8,
@@ -160,7 +160,7 @@ pub(super) fn image_bytes(spec: &Conv2dSpec) -> usize {
 
 /// How many images at most to copy at a time within `bytes`, if that is given. Where the layout allows reading x itself,
 /// only an unaligned address needs the copy.
-pub(in crate::conv2d::cuda) fn most_images(spec: &Conv2dSpec, bytes: Option<usize>) -> usize {
+pub(in crate::conv2d::gpu) fn most_images(spec: &Conv2dSpec, bytes: Option<usize>) -> usize {
     if copy_engine_reads(spec) {
         return 1;
     }
@@ -195,6 +195,6 @@ fn copy_kernel(dtype: DType, vector: usize) -> KernelSpec {
 }
 
 #[cfg(test)]
-pub(in crate::conv2d::cuda) fn kernels(dtype: DType) -> Vec<KernelSpec> {
+pub(in crate::conv2d::gpu) fn kernels(dtype: DType) -> Vec<KernelSpec> {
     vec![copy_kernel(dtype, 1), copy_kernel(dtype, VECTOR)]
 }

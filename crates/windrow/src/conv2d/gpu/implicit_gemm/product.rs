@@ -3,7 +3,7 @@
 use super::Params;
 use super::cut::{Cut, Gather, STEP, gather, is_padded, stores_pixels, stores_vectors};
 use crate::DType;
-use crate::conv2d::cuda::{kernel, source, with_epilogue};
+use crate::conv2d::gpu::{kernel, source, with_epilogue};
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::{Feature, KernelSpec, Source};
 

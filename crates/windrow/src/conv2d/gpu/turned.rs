@@ -200,7 +200,7 @@ fn output_kernel(spec: &Conv2dSpec, vector: usize) -> KernelSpec {
 mod tests {
     use super::*;
     use crate::conv2d::Conv2dParams;
-    use crate::conv2d::cuda::{test_specs, with_largest_epilogue};
+    use crate::conv2d::gpu::{test_specs, with_largest_epilogue};
     use crate::{Layout, TensorDesc};
 
     #[test]

@@ -241,7 +241,7 @@ impl Form {
 mod tests {
     use super::*;
     use crate::DType;
-    use crate::causal_conv1d::cuda::tests::spec;
+    use crate::causal_conv1d::gpu::tests::spec;
 
     fn form(shape: [usize; 3], width: usize, order: [usize; 3], hopper: bool) -> Form {
         let spec = spec(DType::F16, shape, width, order);

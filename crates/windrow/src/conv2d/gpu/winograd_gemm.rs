@@ -492,7 +492,7 @@ fn kernels(tile: Tile, spec: &Conv2dSpec, block: usize) -> [KernelSpec; 3] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::conv2d::cuda::{test_specs, with_largest_epilogue};
+    use crate::conv2d::gpu::{test_specs, with_largest_epilogue};
 
     #[test]
     fn kernels_compile_without_spills() {

@@ -72,7 +72,7 @@ macro_rules! source {
         Source {
             name: $name,
             text: include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/src/conv2d/kernels/", $name)),
-            includes: crate::conv2d::cuda::HEADERS,
+            includes: crate::conv2d::gpu::HEADERS,
         }
     };
 }

@@ -219,7 +219,7 @@ pub(crate) fn cuts_into(block: Option<usize>, parts: Option<usize>) -> bool {
 }
 
 /// A configuration with the parameters that a plan would have.
-pub(in crate::conv2d::cuda) fn complete(
+pub(in crate::conv2d::gpu) fn complete(
     gpu: &Gpu,
     spec: &Conv2dSpec,
     p: &Problem,
@@ -230,7 +230,7 @@ pub(in crate::conv2d::cuda) fn complete(
 }
 
 /// Expected microseconds of a configuration, infinite for one that no kernel has.
-pub(in crate::conv2d::cuda) fn micros(
+pub(in crate::conv2d::gpu) fn micros(
     multiprocessors: u32,
     spec: &Conv2dSpec,
     p: &Problem,

@@ -346,7 +346,7 @@ mod tests {
 
     #[test]
     fn kernels_compile_without_spills() {
-        let specs = crate::conv2d::cuda::test_specs();
+        let specs = crate::conv2d::gpu::test_specs();
         let mut all: Vec<_> = specs.iter().flat_map(|spec| kernels(spec, false)).collect();
         let halves = specs.iter().filter(|spec| spec.x.dtype == DType::F32);
         all.extend(halves.flat_map(|spec| kernels(spec, true)));
