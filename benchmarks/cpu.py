@@ -135,7 +135,7 @@ def summary(cases: dict[str, Times]) -> list[str]:
 def write_record(record: dict[str, Any], report: list[str]) -> Path:
     folder = HERE / "record" / f"{datetime.date.today()}-{provenance.machine()}"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "cpu.json").write_text(json.dumps(record, indent=1) + "\n")
+    provenance.write(folder / "cpu.json", record)
     versions = ", ".join(f"{n} {v}" for n, v in record["versions"].items())
     missing = "".join(f"Not measured: {n} ({why}).\n" for n, why in record["not_measured"].items())
     title = f"# CPU: {provenance.machine()}\n\n{versions}. {provenance.sentence()}\n{missing}\n"

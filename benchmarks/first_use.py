@@ -15,7 +15,6 @@ written at the end. Needs `windrow` on PYTHONPATH, and torchvision.
 
 import argparse
 import copy
-import json
 import random
 import statistics
 import subprocess
@@ -177,7 +176,7 @@ def main() -> int:
     def keep(part: str, name: str, found: Any) -> None:
         record[part][name] = found
         print(part, name, found, file=sys.stderr, flush=True)
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        provenance.write(options.out, record)
 
     for side, us in calls(options.device).items() if "calls" in parts else ():
         keep("calls", side, us)

@@ -151,7 +151,7 @@ def main():
         earlier = json.loads(file.read_text()) if file.exists() else {"rows": []}
         if all(earlier.get(key) == whole[key] for key in ("commit", "clean", "machine")):
             whole["rows"] = [r for r in earlier["rows"] if r["model"] not in options.models] + rows
-        file.write_text(json.dumps(whole, indent=1) + "\n")
+        provenance.write(file, whole)
         title = "# Generation on {cpu}, {threads} threads: transformers {transformers}, torch {torch}"
         text = f"{title.format(**whole['machine'])}\n\n{provenance.sentence()}\n\n" + table(whole["rows"])
         file.with_suffix(".md").write_text(text)

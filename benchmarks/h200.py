@@ -201,7 +201,8 @@ def main():
     print(text)
     if args.record:
         args.record.mkdir(parents=True, exist_ok=True)
-        (args.record / "gelu-causal_conv1d.json").write_text(json.dumps(provenance.commit() | {"machine": machine, "rows": rows}, indent=1) + "\n")
+        record = provenance.commit() | {"machine": machine, "rows": rows}
+        provenance.write(args.record / "gelu-causal_conv1d.json", record)
         (args.record / "gelu-causal_conv1d.md").write_text(text)
 
 

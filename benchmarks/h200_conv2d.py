@@ -10,7 +10,6 @@ times are medians of graph replays that take turns between two sets of tensors, 
 
 import csv
 import io
-import json
 import math
 import pathlib
 import statistics
@@ -95,7 +94,7 @@ def main(binary, layer_file, out):
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(), "cuda": torch.version.cuda,
     }
-    (out / "conv2d.json").write_text(json.dumps(provenance.commit() | {"machine": machine, "rows": rows}, indent=1) + "\n")
+    provenance.write(out / "conv2d.json", provenance.commit() | {"machine": machine, "rows": rows})
     (out / "conv2d.md").write_text(table(machine, rows))
 
 

@@ -91,7 +91,7 @@ def main() -> None:
         "only_one_has": sum(not all(sides) for sides in times.values()),
         "rows": [{"row": n, "before": b, "after": a, "ratio": ratios[n]} for n, (b, a) in medians.items()],
     }
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    provenance.write(options.out, record)
 
     print(f"{len(ratios)} rows, {record['only_one_has']} of one commit only; time before / after")
     for group, found in sorted(of_group.items()):

@@ -18,7 +18,6 @@ import argparse
 import copy
 import datetime
 import gc
-import json
 import math
 import statistics
 import sys
@@ -201,7 +200,7 @@ def main() -> int:
     written = start
 
     def write() -> None:
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        provenance.write(options.out, record)
         options.out.with_suffix(".md").write_text(table(record))
 
     for mode, batch, name, of in cases:

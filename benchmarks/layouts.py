@@ -10,7 +10,6 @@ keeps cases of other calls, as the records of `models.py` do; OUT.md is its tabl
 import argparse
 import datetime
 import gc
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,7 @@ def main() -> None:
             record["cases"][title] = case
             record |= measured_at
             print(row(title, case["ms"]), file=sys.stderr, flush=True)
-            options.out.write_text(json.dumps(record, indent=1) + "\n")
+            provenance.write(options.out, record)
             options.out.with_suffix(".md").write_text(table(record))
             gc.collect()
     print(table(record), end="")

@@ -294,7 +294,7 @@ def main() -> int:
     done: dict[str, Case] = {}
 
     def write() -> None:
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        provenance.write(options.out, record)
         options.out.with_suffix(".md").write_text(table(record))
 
     for name, case in cases(options, record["left"]):

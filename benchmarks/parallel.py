@@ -113,7 +113,7 @@ def main(binary, layer_file, out):
             odd_file.write(",".join(map(str, [name, n - 1, *sizes])) + "\n")
         odd_file.flush()
         odd = compare(binary, odd_file.name, world)
-    (out / "parallel.json").write_text(json.dumps(provenance.commit() | {"even": even, "odd": odd}, indent=1) + "\n")
+    provenance.write(out / "parallel.json", provenance.commit() | {"even": even, "odd": odd})
     (out / "parallel.md").write_text(text(even, odd))
 
 

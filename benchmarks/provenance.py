@@ -1,5 +1,6 @@
-"""What a record was measured on: the commit, and the machine."""
+"""What a record was measured on, the commit and the machine, and how a record is written."""
 
+import json
 import os
 import platform
 import re
@@ -49,3 +50,29 @@ def cpu() -> str:
 def machine() -> str:
     """The folder of this machine and the CPUs that this process may use, as `cargo xtask record` names it."""
     return f"{'-'.join(re.findall('[a-z0-9]+', cpu().lower()))}-{len(os.sched_getaffinity(0))}-threads"
+
+
+WIDTH = 2_000
+"""Characters that a value may take on one line of a record."""
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    """Writes a record as JSON with one case a line, the form that `cargo xtask readme --check` asks for."""
+    path.write_text(_lines(record, 0) + "\n")
+
+
+def _lines(value: Any, depth: int) -> str:
+    """One element a line for the outermost value, a list of lists or objects, and whatever is longer than WIDTH."""
+    flat = json.dumps(value)
+    if not isinstance(value, dict | list) or not value:
+        return flat
+    is_list = isinstance(value, list)
+    is_case = depth > 0 and not (is_list and all(isinstance(element, dict | list) for element in value))
+    if is_case and len(flat) <= WIDTH:
+        return flat
+    names = [""] * len(value) if is_list else [f"{json.dumps(str(name))}: " for name in value]
+    elements = value if is_list else value.values()
+    indent = "\n" + " " * (depth + 1)
+    inner = [f"{indent}{name}{_lines(element, depth + 1)}" for name, element in zip(names, elements, strict=True)]
+    start, end = "[]" if is_list else "{}"
+    return start + ",".join(inner) + indent[:-1] + end

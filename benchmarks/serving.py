@@ -17,7 +17,6 @@ times are medians of calls. With --record the figures are written as serving.jso
 import argparse
 import importlib.util
 import itertools
-import json
 import pathlib
 import statistics
 import sys
@@ -324,7 +323,7 @@ def main():
     if args.record:
         args.record.mkdir(parents=True, exist_ok=True)
         whole = provenance.commit() | {"machine": machine, "rows": rows}
-        (args.record / "serving.json").write_text(json.dumps(whole, indent=1) + "\n")
+        provenance.write(args.record / "serving.json", whole)
         (args.record / "serving.md").write_text(text)
 
 

@@ -10,11 +10,12 @@ Writes OUT.json and, as a table, OUT.md.
 """
 
 import collections
-import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import provenance
 
 RUN = 6
 LIBRARY = "crates/windrow/src/"
@@ -149,7 +150,7 @@ def table(commits: list[dict]) -> str:
 def main(out: str, *commits: str) -> None:
     of = [measured(commit) for commit in commits]
     path = Path(out)
-    path.write_text(json.dumps({"commit": of[-1]["commit"], "clean": True, "commits": of}, indent=1) + "\n")
+    provenance.write(path, {"commit": of[-1]["commit"], "clean": True, "commits": of})
     path.with_suffix(".md").write_text(f"# Structure\n\n`python benchmarks/structure.py`\n\n{table(of)}")
 
 

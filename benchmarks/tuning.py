@@ -66,7 +66,7 @@ def run(args):
         for name, layers in sets.items():
             record = windrow(args.windrow, ["conv2d", "--exhaustive", "--json", *device, *layers, *args.more], cache)
             measured = provenance.commit() | json.loads(record)
-            (args.out / f"tuning-{name}.json").write_text(json.dumps(measured, indent=1) + "\n")
+            provenance.write(args.out / f"tuning-{name}.json", measured)
         windrow(args.windrow, ["--export", str(args.out / "tuning-table.json"), *device], cache)
 
 

@@ -80,8 +80,7 @@ pub(crate) fn run(args: &Devices) -> Result<(), Failure> {
         let cpu = [Listed::Cpu { device: "cpu", machine }];
         let gpus = Gpu::all().into_iter().map(Listed::Gpu);
         let devices: Vec<_> = cpu.into_iter().chain(gpus).collect();
-        let json = serde_json::to_string_pretty(&devices).expect("devices are plain data");
-        return print::out(format_args!("{json}\n"));
+        return print::out(print::json(&devices));
     }
     let Machine { cpu, cores, threads, isa, isa_available, peak_gflops, copy_gbps } = machine;
     let mut lines = vec![

@@ -5,6 +5,7 @@ mod completions;
 mod devices;
 mod failure;
 pub mod files;
+mod lines;
 mod machine;
 mod memory;
 mod names;

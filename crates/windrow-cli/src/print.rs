@@ -2,7 +2,9 @@
 
 use crate::failure::Failure;
 use crate::files::escaped;
+use crate::lines::lines;
 use indicatif::{ProgressBar, ProgressStyle};
+use serde::Serialize;
 use std::fmt::Display;
 use std::io::{self, ErrorKind, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,6 +28,11 @@ pub(crate) fn out(text: impl Display) -> Result<(), Failure> {
         ErrorKind::BrokenPipe => Failure::ClosedPipe,
         _ => Failure::Input(format!("standard output: {e}")),
     })
+}
+
+/// JSON with one case a line, as records are kept.
+pub(crate) fn json(report: &impl Serialize) -> String {
+    lines(&serde_json::to_string(report).expect("a report has nothing that JSON lacks"))
 }
 
 /// As [`out`], on standard error if standard output has other contents.

@@ -6,9 +6,6 @@
 use crate::pages::{self, Page};
 use crate::record::RECORDS;
 use crate::steps::{Result, root};
-use serde_json::Value;
-use std::path::Path;
-use std::{fs, io};
 
 const UNITS: [&str; 13] = [
     "ms",
@@ -26,10 +23,7 @@ const UNITS: [&str; 13] = [
     "% faster",
 ];
 
-/// Records made before files named the commit that they measured.
-const UNNAMED: &str = "benchmarks/record/unnamed.txt";
-
-/// Fails if a page gives a figure without a record, or a record does not name its commit.
+/// Fails if a page gives a figure without a record.
 pub(crate) fn check() -> Result {
     let mut faults = Vec::new();
     for Page { name, text } in pages::all()?.into_iter().filter(Page::is_guide) {
@@ -37,7 +31,6 @@ pub(crate) fn check() -> Result {
             format!("{name}, \"{heading}\": {figure} without a file of {RECORDS}")
         }));
     }
-    faults.extend(records_without_commit()?);
     if faults.is_empty() { Ok(()) } else { Err(faults.join("\n").into()) }
 }
 
@@ -87,48 +80,9 @@ fn names_record(line: &str) -> bool {
     })
 }
 
-/// JSON files of the records that name no commit, but for those listed as older than that.
-fn records_without_commit() -> Result<Vec<String>> {
-    let older = fs::read_to_string(root().join(UNNAMED)).map_err(|e| format!("{UNNAMED}: {e}"))?;
-    let mut faults = Vec::new();
-    for folder in fs::read_dir(root().join(RECORDS))? {
-        let folder = folder?.path();
-        if !folder.is_dir() {
-            continue;
-        }
-        let mut files: Vec<_> = fs::read_dir(&folder)?.collect::<io::Result<_>>()?;
-        files.sort_by_key(fs::DirEntry::path);
-        for file in files {
-            let path = file.path();
-            let name = name_of(&path);
-            let is_json = path.extension().is_some_and(|e| e == "json");
-            if is_json && !older.lines().any(|line| line == name) {
-                let value: Value = serde_json::from_slice(&fs::read(&path)?)
-                    .map_err(|e| format!("{name}: {e}"))?;
-                faults.extend(commit_fault(&value).map(|fault| format!("{name}: {fault}")));
-            }
-        }
-    }
-    Ok(faults)
-}
-
-fn name_of(path: &Path) -> String {
-    path.strip_prefix(root()).unwrap_or(path).to_string_lossy().replace('\\', "/")
-}
-
-/// What is missing of `"commit": "abc123", "clean": true` at the top of a record.
-fn commit_fault(record: &Value) -> Option<&'static str> {
-    let hex = |c: &str| c.len() >= 7 && c.bytes().all(|b| b.is_ascii_hexdigit());
-    if !record["commit"].as_str().is_some_and(hex) {
-        return Some("no \"commit\" that it measured");
-    }
-    record["clean"].as_bool().is_none().then_some("does not say whether the tree was \"clean\"")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     #[test]
     fn figures_are_numbers_with_units() {
@@ -150,17 +104,10 @@ mod tests {
         assert_eq!(page("12 ms"), [("B".to_owned(), "12 ms".to_owned())]);
         assert_eq!(page("12 ms, see benchmarks/record/none.json").len(), 1);
         assert_eq!(page("12 ms, see benchmarks/record").len(), 1);
-        assert!(page(&format!("12 ms, see [it](../{UNNAMED}).")).is_empty());
+        assert!(page("12 ms, see [it](../benchmarks/record/unnamed.txt).").is_empty());
         assert!(page("<!-- speed from unnamed.txt -->\n12 ms").is_empty());
         assert!(page("12 ms while building it, no record").is_empty());
         assert!(page("no figure").is_empty());
         assert!(page("```sh\n# 3\n```\n").is_empty());
-    }
-
-    #[test]
-    fn records_name_commit_and_tree() {
-        assert!(commit_fault(&json!({"commit": "bca828e", "clean": true})).is_none());
-        assert!(commit_fault(&json!({"commit": "bca828e"})).is_some());
-        assert!(commit_fault(&json!({"commit": "unknown", "clean": false})).is_some());
     }
 }

@@ -9,9 +9,12 @@ mod figures;
 mod filled;
 mod form;
 mod kernels;
+#[path = "../../windrow-cli/src/lines.rs"]
+mod lines;
 mod pages;
 mod python;
 mod record;
+mod records;
 mod speed_picture;
 mod steps;
 mod svg;
@@ -31,8 +34,9 @@ const USAGE: &str = "usage: cargo xtask TASK
   wheel            build the Python wheel for Linux on x86-64 and the source package, and print their sizes
   kernels          make target/kernels/windrow, a folder for the Hugging Face Hub's kernels, and check it
   record           measure this machine, and AMD's GPUs in it, into benchmarks/record/DATE-MACHINE
-  readme           write the tables and pictures of the pages from the records that they name
-  readme --check   fail if they are not those of the records, if a page gives a figure without a record,
+  readme           write the tables and pictures of the pages from the records that they name, and lay out the
+                   records with one case a line
+  readme --check   fail if they are not so, if a page gives a figure without a record, if a record names no commit,
                    if a link or anchor leads nowhere, or if a page is too wide";
 
 fn main() -> ExitCode {
@@ -47,7 +51,7 @@ fn main() -> ExitCode {
         ["wheel"] => wheel::build(),
         ["kernels"] => kernels::build(),
         ["record"] => record::run(),
-        ["readme"] => filled::write(),
+        ["readme"] => records::lay_out().and_then(|()| filled::write()),
         ["readme", "--check"] => test::pages(),
         ["help" | "--help" | "-h"] => {
             println!("{USAGE}");

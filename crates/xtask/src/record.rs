@@ -1,6 +1,7 @@
 //! `cargo xtask record`: this machine's speed and accuracy as files.
 
 use crate::date::today;
+use crate::lines::lines;
 use crate::steps::{Result, cargo, root};
 use serde_json::Value;
 use std::path::Path;
@@ -11,9 +12,7 @@ pub(crate) const RECORDS: &str = "benchmarks/record";
 
 pub(crate) fn run() -> Result {
     let verify = windrow(&["verify", "--json"])?;
-    let plot = std::env::temp_dir().join(format!("windrow-record-{}.svg", std::process::id()));
-    let plot_arg = plot.to_str().ok_or("the temporary folder's name is not UTF-8")?;
-    let bench = windrow(&["bench", "--json", "--plot", plot_arg])?;
+    let bench = windrow(&["bench", "--json"])?;
     let name = format!("{}-{}", today(), machine_name(&bench)?);
     let mut records = vec![("verify.json".to_owned(), verify), ("bench.json".to_owned(), bench)];
     // CUDA's are measured beside PyTorch, by a program of their own.
@@ -32,8 +31,6 @@ pub(crate) fn run() -> Result {
         record["clean"] = clean.into();
         write(&folder.join(file), record)?;
     }
-    std::fs::copy(&plot, folder.join("bench.svg")).map_err(io)?;
-    std::fs::remove_file(&plot).map_err(io)?;
     println!("{RECORDS}/{name}");
     Ok(())
 }
@@ -83,7 +80,7 @@ fn machine_name(bench: &Value) -> Result<String> {
 }
 
 pub(crate) fn write(path: &Path, value: &Value) -> Result {
-    let text = serde_json::to_string_pretty(value)? + "\n";
+    let text = lines(&value.to_string());
     std::fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()).into())
 }
 

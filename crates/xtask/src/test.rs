@@ -1,7 +1,7 @@
 //! `cargo xtask test`: everything that has to pass before a change is merged.
 
 use crate::steps::{Result, Steps, cargo, root, target};
-use crate::{amd, api, figures, filled, form, python};
+use crate::{amd, api, figures, filled, form, python, records};
 use std::process::Command;
 use std::time::SystemTime;
 
@@ -108,6 +108,7 @@ fn features(steps: &mut Steps) -> Result {
 pub(crate) fn pages() -> Result {
     filled::check()?;
     figures::check()?;
+    records::check()?;
     form::check()
 }
 

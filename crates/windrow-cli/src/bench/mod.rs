@@ -203,7 +203,7 @@ pub(crate) fn run(args: &Bench) -> Result<(), Failure> {
         [&csv, &plot].into_iter().flatten().map(|bytes| Contents::Bytes(bytes)).collect();
     files.write(&contents)?;
     let printed = match args.json {
-        true => report::json(&machine, &rows) + "\n",
+        true => report::json(&machine, &rows),
         false => report::tables(&machine, &rows),
     };
     let printed = print::out_beside(files.has_stdout(), printed);

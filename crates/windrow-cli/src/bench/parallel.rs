@@ -154,8 +154,7 @@ pub(super) fn run(
     let report = measured.swap_remove(0);
     if reports {
         if args.json {
-            let json = serde_json::to_string_pretty(&report).expect("plain data");
-            print::out(format_args!("{json}\n"))?;
+            print::out(print::json(&report))?;
         } else {
             print::out(&report)?;
         }

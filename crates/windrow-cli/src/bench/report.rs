@@ -2,6 +2,7 @@
 
 use super::row::Row;
 use crate::machine::Machine;
+use crate::print;
 use crate::table::{Columns, digits, percent, scientific};
 use serde::Serialize;
 use std::fmt::Write;
@@ -15,7 +16,7 @@ pub(crate) fn json(machine: &Machine, rows: &[Row]) -> String {
         rows: &'a [Row],
     }
     let record = Record { windrow: env!("CARGO_PKG_VERSION"), machine, rows };
-    serde_json::to_string_pretty(&record).expect("a record has nothing that JSON lacks")
+    print::json(&record)
 }
 
 /// One line for each row, with a heading.

@@ -52,8 +52,7 @@ pub(super) fn run(args: &Tune) -> Result<(), Failure> {
     });
     let rows: Vec<Row> = rows.collect();
     if args.json {
-        let json = serde_json::to_string_pretty(&rows).expect("rows are plain data");
-        return print::out(format_args!("{json}\n"));
+        return print::out(print::json(&rows));
     }
     let rate = format!(">{unit}");
     let mut table = Columns::new(&[">threads per block", ">ms, all problems", &rate, ">speed-up"]);

@@ -121,7 +121,7 @@ pub(crate) fn run(args: &Tune) -> Result<(), Failure> {
     }
     bar.finish_and_clear();
     if args.json {
-        return print::out(format_args!("{}\n", report::json(args.device, &rows)?));
+        return print::out(report::json(args.device, &rows)?);
     }
     print::out(report::tables(&rows))?;
     match table {

@@ -2,6 +2,7 @@
 
 use super::problems::Problem;
 use crate::failure::Failure;
+use crate::print;
 use crate::table::{Columns, digits};
 use serde::Serialize;
 use std::fmt::Write;
@@ -91,7 +92,7 @@ pub(super) fn json(device: Device, rows: &[Row]) -> Result<String, Failure> {
         .map_err(|e| Failure::Input(e.to_string()))?;
     let (windrow, device) = (env!("CARGO_PKG_VERSION"), table["device"].clone());
     let record = Record { windrow, device, rows };
-    Ok(serde_json::to_string_pretty(&record).expect("a record has nothing that JSON lacks"))
+    Ok(print::json(&record))
 }
 
 /// A ranking for each problem, and a summary.

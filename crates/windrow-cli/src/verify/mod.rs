@@ -145,7 +145,7 @@ pub(crate) fn run(args: &Verify) -> Result<(), Failure> {
     }
 
     let printed = print::out(match args.json {
-        true => serde_json::to_string_pretty(&report).expect("a report is plain data") + "\n",
+        true => print::json(&report),
         false => report.tables(total),
     });
     report.verdict(total, args.quick)?;

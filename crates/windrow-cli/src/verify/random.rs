@@ -121,7 +121,7 @@ pub(super) fn run(args: &Verify) -> Result<(), Failure> {
     }
     report.digests = digests.into_iter().map(|(name, sum)| (name, format!("{sum:016x}"))).collect();
     let printed = print::out(match args.json {
-        true => serde_json::to_string_pretty(&report).expect("a report is plain data") + "\n",
+        true => print::json(&report),
         false => report.text(random.digest),
     });
     match report.failures.len() {

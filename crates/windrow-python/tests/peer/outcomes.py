@@ -31,4 +31,4 @@ def names(outcomes: dict[str, str], outcome: str) -> list[str]:
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
-    path.write_text(json.dumps(provenance.commit() | summary, indent=1) + "\n")
+    provenance.write(path, provenance.commit() | summary)
