@@ -34,6 +34,7 @@ from windrow.torch._library import (
     or_none,
     with_input,
 )
+from windrow.torch._precision import may_use_tf32
 
 # As `algorithm`: Windrow or PyTorch's own operator, whichever is faster.
 FASTEST = "fastest"
@@ -229,14 +230,13 @@ def _named_padding(
 
 def accuracy_of(accuracy: str | None, input: Tensor, is_linear: bool = False) -> str | None:
     """Where none is asked for, that of PyTorch's own convolutions, or linear layers, which sum halves in f32."""
-    flags = torch.backends.cuda.matmul if is_linear else torch.backends.cudnn
     if (
         accuracy is None
         and input.is_cuda
         and input.dtype is torch.float32
         # PyTorch's build for ROCm has the flag too, and computes in f32 whatever it says.
         and torch.version.hip is None
-        and flags.allow_tf32
+        and may_use_tf32(is_linear)
         and not torch.is_autocast_enabled("cuda")
     ):
         return "tf32"
@@ -262,7 +262,7 @@ def conv2d(
     input: [n, c, h, w] or [c, h, w], f32, f16 or bf16, any strides; weight: [k, c / groups, r, s].
     activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh", applied to the result.
     accuracy: "exact" (no Winograd), "fp32", "tf32" or "half"; None is "fp32", or "tf32" for f32 on CUDA
-    where PyTorch's own convolutions may use it (`torch.backends.cudnn.allow_tf32`).
+    where PyTorch's own convolutions may use it (`torch.backends.cudnn.conv.fp32_precision`, or `cudnn.allow_tf32`).
     algorithm: one of `windrow.Conv2dPlan.algorithms`; None lets the planner choose; "fastest"
     measures PyTorch's own operator beside it, and takes the faster one from then on.
 

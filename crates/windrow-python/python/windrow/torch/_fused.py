@@ -53,6 +53,7 @@ from windrow.torch._fastest import (
 from windrow.torch._filters import filter_cache, forget, kept_with, unkept
 from windrow.torch._gelu import gelu_of_any
 from windrow.torch._library import autocast, call, define, not_differentiable
+from windrow.torch._precision import flags
 from windrow.torch._remembering import Remembering
 
 _MODE = "forward of an optimized model"
@@ -310,17 +311,11 @@ def is_direct(*tensors: Tensor | None) -> bool:
     )
 
 
-def flags() -> tuple[bool, ...]:
-    """What a computation depends on beside its tensors."""
-    precision = torch._C._get_cudnn_allow_tf32(), torch._C._get_cublas_allow_tf32()
-    return torch._C._is_any_autocast_enabled(), *precision
-
-
-def _seen(input: Tensor, residual: Tensor | None) -> tuple[Any, ...]:
+def _seen(input: Tensor, residual: Tensor | None, is_linear: bool) -> tuple[Any, ...]:
     """What tells calls of a module apart; at last whether they go into a graph, or may before a capture."""
     beside = None if residual is None else (residual.shape, residual.stride(), residual.dtype)
     of_image = input.shape, input.stride(), input.dtype, input.device
-    return *of_image, beside, flags(), goes_into_a_graph(input)
+    return *of_image, beside, flags(input, is_linear), goes_into_a_graph(input)
 
 
 class FusedConv2d(Remembering):
@@ -349,9 +344,9 @@ class FusedConv2d(Remembering):
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """`residual` is added before the activation."""
         if is_direct(input, residual):
-            seen = _seen(input, residual)
             buffers = self._buffers
             weight, bias = buffers["weight"], buffers["bias"]
+            seen = _seen(input, residual, weight.dim() == 2)
             run = self._recall(seen, weight, bias, lambda: self._found(input, residual, seen[-1]))
             if run is not None and _native.is_plain(input, weight, residual):
                 y = run(input, residual)
@@ -364,7 +359,7 @@ class FusedConv2d(Remembering):
     def known(self, input: Tensor, residual: Tensor | None) -> Way | None:
         """What computes tensors like these, if a call has found that for good."""
         _, _, remembered = self._remembered
-        return None if remembered is None else remembered.get(_seen(input, residual))
+        return None if remembered is None else remembered.get(_seen(input, residual, self.weight.dim() == 2))
 
     def _found(self, input: Tensor, residual: Tensor | None, is_in_graph: bool | None) -> tuple[Way | None, bool]:
         """What computes tensors like these, and whether that is found for good."""

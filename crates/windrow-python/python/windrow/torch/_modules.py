@@ -15,18 +15,16 @@ from windrow.torch._conv2d import FASTEST, Training, accuracy_of, conv1d, conv2d
 from windrow.torch._conv2d_fastest import ACTIVATIONS, Options, Ours, as_named
 from windrow.torch._fastest import MISSING, goes_into_a_graph, is_ordinary, is_traced
 from windrow.torch._filters import kept_with, unkept
+from windrow.torch._precision import Flags
+from windrow.torch._precision import flags as flags_of
 from windrow.torch._remembering import REMEMBERED, Remembering
 
 # Shape, type and whether gradients may be wanted.
 Key = tuple[torch.Size, torch.dtype, bool]
 # What computes images; the flags under which it does, None for PyTorch's operator, and what that is given behind the bias;
 # whether it is another in graphs.
-Found = tuple[Callable[..., Any], tuple[bool, bool] | None, tuple[Any, ...], bool]
-Known = tuple[torch.Size, torch.dtype, bool, Callable[..., Any], tuple[bool, bool] | None, tuple[Any, ...], bool]
-
-
-def _flags() -> tuple[bool, bool]:
-    return torch._C._is_any_autocast_enabled(), torch._C._get_cudnn_allow_tf32()
+Found = tuple[Callable[..., Any], Flags | None, tuple[Any, ...], bool]
+Known = tuple[torch.Size, torch.dtype, bool, Callable[..., Any], Flags | None, tuple[Any, ...], bool]
 
 
 def PYTORCHS(input: Tensor) -> Tensor:
@@ -90,7 +88,7 @@ class Convolution(Remembering):
                         pass
                     elif flags is None:
                         return run(input, weight, bias, *rest)
-                    elif flags == _flags():
+                    elif flags == flags_of(input):
                         y = run(input, weight, bias)
                         if y is not None:
                             return y
@@ -109,7 +107,7 @@ class Convolution(Remembering):
     def _straight(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor | None] | None:
         """What computes this of input, filter and bias, where that is known for good: PyTorch's operator, nearly as soon as
         without Windrow, or ours past all checks. None where the long way has to be gone."""
-        is_grad, flags, is_in_graph = torch.is_grad_enabled(), _flags(), bool(goes_into_a_graph(input))
+        is_grad, flags, is_in_graph = torch.is_grad_enabled(), flags_of(input), bool(goes_into_a_graph(input))
         wants = is_grad and (input.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
         seen = (input.shape, input.stride(), input.dtype, input.device, is_grad, wants, flags, is_in_graph)
         run, found = self._recall(seen, weight, bias, lambda: self._found(input, weight, bias, flags, is_in_graph))
@@ -127,7 +125,7 @@ class Convolution(Remembering):
         return run if is_straight(input, weight, bias) else None
 
     def _found(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, flags: tuple[bool, bool], is_in_graph: bool
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, flags: Flags, is_in_graph: bool
     ) -> tuple[tuple[Callable[..., Tensor | None] | None, Found | None], bool]:
         """What computes images like this one, and what more calls may know of that; whether it is found for good."""
         nothing = (None, None), False
@@ -308,7 +306,7 @@ class ConvTranspose2d(Convolution, nn.ConvTranspose2d):
         return Options(self.stride, padding, self.dilation, self.groups, self.output_padding)
 
     def _found(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, flags: tuple[bool, bool], is_in_graph: bool
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, flags: Flags, is_in_graph: bool
     ) -> tuple[tuple[Callable[..., Tensor | None] | None, Found | None], bool]:
         # The function pads the input where more of the result lies behind it than a step.
         if any(more >= s for more, s in zip(self.output_padding, self.stride, strict=True)):

@@ -11,8 +11,9 @@ from torch import Tensor, fx, nn
 from torch.nn.modules import module as modules_of_torch
 
 from windrow import _native
-from windrow.torch._fused import Called, FusedConv2d, flags, is_direct
+from windrow.torch._fused import Called, FusedConv2d, is_direct
 from windrow.torch._graph import has_hooks
+from windrow.torch._precision import flags
 from windrow.torch._remembering import REMEMBERED, Remembering
 
 # The value that a convolution reads, and the one that it adds.
@@ -92,7 +93,7 @@ class Sequence(Remembering):
         stages = [_Stage(0, len(self.steps))]
         seen = None
         if is_direct(*images) and not _is_seen_by_hooks():
-            seen = flags(), *[(image.shape, image.stride(), image.dtype, image.device) for image in images]
+            seen = tuple((i.shape, i.stride(), i.dtype, i.device, flags(i)) for i in images)
             known = self._stages.get(seen)
             if known is None or not _is_unchanged(convolutions, known[1]):
                 ways = []

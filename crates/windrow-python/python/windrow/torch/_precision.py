@@ -1,0 +1,33 @@
+"""Whether PyTorch's own operators may compute f32 in TF32.
+
+Since PyTorch 2.9 each operator has a setting of its own (`torch.backends.cudnn.conv.fp32_precision`). The flags
+`allow_tf32` of before set these too, but to read a flag raises RuntimeError where the settings are some that it cannot
+express. So the settings are read, where there are any.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# By library and operator, both as PyTorch calls them: "tf32", or something else.
+_setting: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
+
+
+# A compiled graph has what was set when it was traced.
+@torch.compiler.assume_constant_result
+def may_use_tf32(is_linear: bool = False) -> bool:
+    """Convolutions on CUDA, or linear layers."""
+    if _setting is not None:
+        return _setting("cuda", "matmul" if is_linear else "conv") == "tf32"
+    return torch._C._get_cublas_allow_tf32() if is_linear else torch._C._get_cudnn_allow_tf32()
+
+
+# Whether autocast is on, and whether TF32 may be used.
+Flags = tuple[bool, bool]
+
+
+def flags(x: Tensor, is_linear: bool = False) -> Flags:
+    """What a convolution of x, or a linear layer, depends on beside its tensors."""
+    in_tf32 = x.is_cuda and x.dtype is torch.float32 and may_use_tf32(is_linear)
+    return torch._C._is_any_autocast_enabled(), in_tf32
