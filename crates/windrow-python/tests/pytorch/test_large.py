@@ -137,5 +137,5 @@ def test_conv2d(what, accuracy, channels_last):
         if accuracy == "fp32":
             require_close(y[at], want)
         else:
-            # Operands of transforms are rounded to f16: see docs/conv2d-cuda.md.
+            # Operands of transforms are rounded to f16: see docs/notes/conv2d-cuda.md.
             assert (y[at].float() - want).abs().max() < 0.05
