@@ -1,7 +1,8 @@
 //! What the pages take from records: tables and pictures, so that no figure is typed by hand.
 //!
 //! A table or a picture stands between `<!-- NAME from RECORD -->` and `<!-- end -->`, where RECORD is one or more
-//! folders of benchmarks/record, divided by commas. `NAME of OPERATOR` is the part of a table for one operator.
+//! folders of benchmarks/record, divided by commas. `NAME of OPERATOR` is the part of a table for one operator,
+//! `models of MODES` that of some modes of the networks.
 
 use crate::pages;
 use crate::record::RECORDS;
@@ -86,7 +87,7 @@ fn content(name: &str, records: &[&str]) -> Result<Filled> {
         "cuda-conv2d" => tables::cuda_conv2d(&json(record, "conv2d")?),
         "cuda-memory" => tables::cuda_memory(&json(record, "gelu-causal_conv1d")?, op),
         "amd" => tables::amd(&json(record, "verify")?),
-        "models" => tables::models(&json(record, "models")?),
+        "models" => tables::models(&json(record, "models")?, op),
         "model-errors" => tables::model_errors(&json(record, "models")?),
         "speed-picture" => {
             let conv2d = json(second, "conv2d")?;

@@ -265,9 +265,14 @@ pub(crate) fn cuda_memory(record: &Value, wanted: &str) -> Result<String> {
 }
 
 /// Whole networks beside PyTorch, called as they are and, where there are such times, in CUDA graphs: PyTorch's times in
-/// ms, those of the patched and the optimized network beside them, peak memory as a share of PyTorch's.
-pub(crate) fn models(record: &Value) -> Result<String> {
+/// ms, those of the patched and the optimized network beside them, peak memory as a share of PyTorch's. Of all `modes`,
+/// or of those named: `f32, bf16_cl`.
+pub(crate) fn models(record: &Value, modes: &str) -> Result<String> {
     let mut out = format!("{}, {}.\n\n", text(record, "device"), versions(record));
+    let shown = |name: &str| {
+        modes.is_empty()
+            || name.split(' ').nth(1).is_some_and(|m| modes.split(", ").any(|of| of == m))
+    };
     let has_graphs = members(&record["cases"]).any(|(_, case)| !case["ms"]["graph"].is_null());
     let columns = if has_graphs { " graph, ms | patched | optimized |" } else { "" };
     let lines = "--:|".repeat(if has_graphs { 7 } else { 4 });
@@ -275,7 +280,7 @@ pub(crate) fn models(record: &Value) -> Result<String> {
         out,
         "| network, mode, batch |{columns} called, ms | patched | optimized | memory |\n|---|{lines}"
     );
-    for (name, case) in members(&record["cases"]) {
+    for (name, case) in members(&record["cases"]).filter(|(name, _)| shown(name)) {
         let bytes = |library: &str| number(&case["peak_bytes"], library);
         let memory = |side: &str| {
             let share = bytes(side) / bytes("pytorch");
@@ -382,13 +387,15 @@ mod tests {
         let step = json!({"ms": {"train": train}, "peak_bytes": both(2e6, 4e6)});
         let cases = json!({"net f32 64": case, "net f32 64 train": step});
         let record = json!({"device": "G", "versions": {}, "cases": cases});
-        let table = models(&record).unwrap();
+        let table = models(&record, "").unwrap();
+        assert_eq!(models(&record, "bf16, f32").unwrap(), table);
+        assert!(!models(&record, "bf16, f3").unwrap().contains("| net"));
         let line = "| net f32 64 | 3.00 | 2.00x | 3.00x | 2.00 | 1.00x | - | 0.50x |\n";
         assert!(table.contains(line), "{table}");
         let line = "| net f32 64 train | - | - | - | 2.00 | 1.00x | - | - |\n";
         assert!(table.contains(line), "{table}");
         let cpu = json!({"device": "C", "versions": {}, "cases": {"net f32 1": {"ms": {"eager": train}}}});
-        let table = models(&cpu).unwrap();
+        let table = models(&cpu, "").unwrap();
         assert!(
             table.ends_with("|---|--:|--:|--:|--:|\n| net f32 1 | 2.00 | 1.00x | - | - |\n"),
             "{table}"
