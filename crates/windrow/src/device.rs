@@ -1,4 +1,4 @@
-//! Where tensors live and plans run.
+//! Devices: where tensors are stored and plans run.
 
 use crate::{Error, Result};
 use std::fmt;

@@ -2,10 +2,10 @@
 
 use crate::{DType, Device};
 
-/// Result with [`Error`].
+/// A result with [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Everything that can go wrong. Each message names the argument, what was given and what was
+/// An error of the library. Each message names the argument, what was given and what was
 /// expected. An operator that returns an error before it starts has not touched its outputs; the
 /// variants that can come later say what was written.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]

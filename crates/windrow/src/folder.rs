@@ -1,4 +1,4 @@
-//! Where files of the library are kept.
+//! The folders in which the library keeps files.
 
 use std::path::PathBuf;
 

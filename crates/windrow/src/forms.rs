@@ -1,4 +1,4 @@
-//! What public types have in common: values with names, and options that are set one by one.
+//! Macros for public types: names of values (`names!`) and options set one by one (`setters!`).
 
 /// Declares the names of an enum's values, and other words that are read as one: `ALL`, `name`, `Display`, and
 /// `FromStr`, whose error says which argument it was and lists the names.
@@ -8,7 +8,7 @@ macro_rules! names {
             /// Every value.
             pub const ALL: &'static [Self] = &[$($type::$variant $(($inner))?),*];
 
-            /// As in configurations, in reports and on the command line.
+            /// The name in configurations, in reports and on the command line.
             pub const fn name(self) -> &'static str {
                 match self {
                     $($type::$variant $(($inner))? => $name,)*

@@ -1,4 +1,4 @@
-//! What is made when it is first needed, where that may fail.
+//! A lazily initialised value whose initialiser can fail (`OnceLock::get_or_try_init`, which is unstable).
 
 use crate::Result;
 use std::sync::OnceLock;

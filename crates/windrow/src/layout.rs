@@ -2,7 +2,7 @@
 
 use crate::{Error, Result};
 
-/// The most dimensions a tensor can have.
+/// The largest number of dimensions of a tensor.
 pub const MAX_RANK: usize = 8;
 
 /// Shape and strides of a tensor. Strides are in elements, may be negative or zero, and are
@@ -53,7 +53,7 @@ impl Layout {
         Self::strided(shape, &strides[..shape.len()])
     }
 
-    /// Any strides, in elements.
+    /// A layout of any strides, in elements.
     ///
     /// # Errors
     /// [`Error::Rank`], [`Error::Strides`] if the two lengths differ, [`Error::SizeOverflow`].

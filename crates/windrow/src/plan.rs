@@ -1,4 +1,4 @@
-//! What all plans share: where to run, how exact, whether to check, and the plan itself.
+//! Options, workspace and the one kind of plan that all operators share.
 
 mod bound;
 mod checks;
@@ -31,7 +31,7 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How exact a result has to be. The planner takes only algorithms whose measured error against
+/// The accuracy that a result must have. The planner takes only algorithms whose measured error against
 /// the f64 oracle stays inside the tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
@@ -50,7 +50,7 @@ pub enum Accuracy {
 
 names! { Accuracy, "accuracy": Exact = "exact", Fp32 = "fp32", Tf32 = "tf32", Half = "half" }
 
-/// Whether a plan checks each of its runs against the f64 oracle.
+/// A switch: whether a plan checks each of its runs against the f64 oracle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Verify {
     /// No check.
@@ -92,7 +92,7 @@ impl std::str::FromStr for Verify {
     }
 }
 
-/// How a plan's configuration is chosen. Without the feature `tuning` nothing was measured: `Cached` is as `Model`, and
+/// The way in which a plan's configuration is chosen. Without the feature `tuning` nothing was measured: `Cached` is as `Model`, and
 /// `Search` is refused with [`Error::Unsupported`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -112,7 +112,7 @@ pub enum Tuning {
     },
 }
 
-/// How often the filter of a convolution changes.
+/// The kind of filter of a convolution, by how often it changes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Filter {
@@ -124,7 +124,7 @@ pub enum Filter {
     Changing,
 }
 
-/// Where and how a plan runs.
+/// The options of a plan: where and how it runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct PlanOptions {
@@ -133,9 +133,9 @@ pub struct PlanOptions {
     /// CPU threads, of which at most 1024 are used; `None` takes
     /// [`cpu::num_threads`](crate::cpu::num_threads).
     pub threads: Option<NonZeroUsize>,
-    /// Check every run against the oracle.
+    /// Whether every run is checked against the oracle.
     pub verify: Verify,
-    /// How the configuration is chosen.
+    /// The way in which the configuration is chosen.
     pub tuning: Tuning,
     /// How often the filter changes; for [`Conv2dPlan`](crate::Conv2dPlan).
     pub filter: Filter,

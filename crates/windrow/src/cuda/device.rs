@@ -1,4 +1,4 @@
-//! How many devices there are, and starting them.
+//! The number of CUDA devices, and how one is started.
 
 use super::driver::Driver;
 use super::runtime::Cuda;

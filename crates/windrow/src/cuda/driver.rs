@@ -1,4 +1,4 @@
-//! The functions of the CUDA driver that are needed.
+//! The functions of the CUDA driver that Windrow calls.
 
 use crate::Device;
 use crate::gpu::library::{Describe, Library, library};

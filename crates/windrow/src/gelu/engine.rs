@@ -1,4 +1,4 @@
-//! What computes GELU, on the CPU and on CUDA devices.
+//! The engines of GELU: CPU and GPUs.
 
 use super::spec::HalfMath;
 use super::{Gelu, GeluAlgorithm, GeluConfiguration, GeluPlan, cpu, gpu};
@@ -6,7 +6,7 @@ use crate::cpu::Isa;
 use crate::plan::{Engine, Setup};
 use crate::{Device, Error, Result};
 
-/// On the CPU.
+/// The engine on the CPU.
 #[derive(Clone, Debug)]
 pub struct Cpu {
     pub(super) isa: Isa,
@@ -14,7 +14,7 @@ pub struct Cpu {
     workspace_bytes: usize,
 }
 
-/// On a CUDA device.
+/// The engine on GPUs, by CUDA and HIP.
 #[derive(Clone, Debug)]
 pub struct Gpu {
     /// The compiled kernel.

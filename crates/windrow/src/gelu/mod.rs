@@ -31,9 +31,9 @@ use engine::Cpu;
 pub struct GeluArgs<'a> {
     /// The input.
     pub x: TensorRef<'a>,
-    /// Added to `x` along its last dimension.
+    /// The bias, added to `x` along its last dimension.
     pub bias: Option<TensorRef<'a>>,
-    /// Multiplies the activation.
+    /// The gate, which the activation is multiplied by.
     pub gate: Option<TensorRef<'a>>,
 }
 
@@ -51,7 +51,7 @@ pub struct GeluGrads<'a> {
 }
 
 impl<'a> GeluArgs<'a> {
-    /// The input alone.
+    /// Arguments with an input and nothing else.
     pub fn new(x: TensorRef<'a>) -> Self {
         GeluArgs { x, bias: None, gate: None }
     }
@@ -90,7 +90,7 @@ setters! {
 /// ```
 pub type GeluPlan = Plan<Gelu>;
 
-/// The operator.
+/// The operator GELU as data.
 #[derive(Clone, Copy, Debug)]
 pub struct Gelu;
 

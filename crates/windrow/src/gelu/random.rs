@@ -1,4 +1,4 @@
-//! Random cases of `windrow verify --random`.
+//! Random cases of GELU for `windrow verify --random`.
 
 use super::reference::ExpectedGrads;
 use super::{GeluArgs, GeluConfiguration, GeluGrads, GeluPlan, GeluSpec, HalfMath, reference};

@@ -1,10 +1,10 @@
-//! What to compute: types, shapes, options and the checks that need no data.
+//! The spec of GELU: types, shapes, options, and the checks that need no data.
 
 use crate::forms::{names, setters};
 use crate::tensor::{check_dtype, check_tensor, check_unique};
 use crate::{Activation, Approximate, DType, Error, Result, TensorDesc};
 
-/// `y = gelu(x + bias) * gate`, element by element.
+/// The spec of `y = gelu(x + bias) * gate`, element by element.
 ///
 /// | tensor | shape | type | strides |
 /// |---|---|---|---|
@@ -18,17 +18,17 @@ pub struct GeluSpec {
     pub x: TensorDesc,
     /// The output.
     pub y: TensorDesc,
-    /// Added to `x` along its last dimension.
+    /// The bias, added to `x` along its last dimension.
     pub bias: Option<TensorDesc>,
-    /// Multiplies the activation.
+    /// The gate, which the activation is multiplied by.
     pub gate: Option<TensorDesc>,
-    /// Exact or tanh form.
+    /// The form: exact or tanh.
     pub approximate: Approximate,
-    /// How half types are computed; f32 takes no notice.
+    /// The arithmetic of f16 and bf16; f32 ignores it.
     pub half_math: HalfMath,
 }
 
-/// How kernels compute on half types.
+/// The arithmetic of kernels on f16 and bf16.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum HalfMath {
@@ -54,7 +54,7 @@ setters! {
 }
 
 impl GeluSpec {
-    /// GELU of `x` into an output of the same layout, or a row-major one if elements of `x` share
+    /// A spec without bias and gate: GELU of `x` into an output of the same layout, or a row-major one if elements of `x` share
     /// memory.
     ///
     /// # Errors
@@ -111,7 +111,7 @@ fn is_dense(x: &TensorDesc) -> bool {
             .is_none_or(|(low, high)| low == 0 && high as usize + 1 == x.layout.len())
 }
 
-/// How GELU is computed.
+/// An algorithm of GELU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum GeluAlgorithm {

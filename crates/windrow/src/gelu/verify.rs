@@ -1,4 +1,4 @@
-//! The room's cases for `windrow verify`.
+//! Cases of GELU for `windrow verify`.
 
 use super::{GeluAlgorithm, GeluArgs, GeluGrads, GeluPlan, GeluSpec, HalfMath, reference};
 use crate::activation::CUDA_HALF_POLYNOMIALS;

@@ -1,4 +1,4 @@
-//! What rooms' tests compile their kernels by: NVRTC, and hiprtc for the chips that `WINDROW_COMPILE_FOR` lists
+//! The compilers that operators' tests compile their kernels by: NVRTC, and hiprtc for the chips that `WINDROW_COMPILE_FOR` lists
 //! (`gfx942,gfx1100`).
 
 use super::KernelSpec;

@@ -1,4 +1,4 @@
-//! GPUs in use.
+//! GPUs that are in use.
 
 use super::kernel::{KernelCache, Kernels};
 use super::runtime::{Failure, Feature, Handle, Outcome, Runtime};
@@ -8,7 +8,7 @@ use crate::{DType, Device, Error, Result};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{LazyLock, Mutex, Once};
 
-/// What there is to know of a GPU before using it.
+/// Facts of a GPU that are known before it is used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceInfo {
@@ -16,7 +16,7 @@ pub struct DeviceInfo {
     pub index: u32,
     /// The vendor's name.
     pub name: String,
-    /// What kernels are compiled for: `sm_90`, `gfx942`.
+    /// The architecture that kernels are compiled for: `sm_90`, `gfx942`.
     pub architecture: String,
     /// Compute capability: `(9, 0)` is sm_90; on HIP the numbers that its runtime gives.
     pub compute_capability: (u32, u32),

@@ -1,4 +1,4 @@
-//! What drivers do alike, by functions of the same types under names of their own. CUDA's came first, and HIP has its
+//! Functions that all drivers have, with the same types and names of their own. CUDA's came first, and HIP has its
 //! numbers too.
 
 use super::runtime::Common;

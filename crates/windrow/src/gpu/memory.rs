@@ -261,13 +261,13 @@ impl DeviceTensor {
         self.buffer.ptr.wrapping_add(self.origin).cast()
     }
 
-    /// View for reading.
+    /// A view for reading.
     pub fn as_ref(&self) -> TensorRef<'_> {
         // SAFETY: the buffer covers the layout and is borrowed by the view.
         unsafe { TensorRef::from_raw(self.address(), self.desc, self.device()) }
     }
 
-    /// View for writing.
+    /// A view for writing.
     ///
     /// # Errors
     /// [`Error::OverlappingOutput`] if elements share memory.

@@ -1,4 +1,4 @@
-//! The wing of GPUs: devices, streams, memory, graphs, kernels. Everything that backends share.
+//! Everything that GPU backends share: devices, streams, memory, graphs, kernels.
 //!
 //! A backend is an implementation of [`Runtime`], most of it a table of its driver's functions. Kernels are CUDA C++ in
 //! `kernels/*.cu` of each room, embedded in the binary. A [`KernelSpec`] names a source, an entry point and constants;

@@ -1,4 +1,4 @@
-//! Parameter structures: what a kernel takes, declared by the host and compared with the device's by the compiler.
+//! Parameter structures of kernels, declared by the host and compared with the device's by the compiler.
 
 /// A field, or several of one type that the device names one by one.
 #[derive(Clone, Copy, Debug)]

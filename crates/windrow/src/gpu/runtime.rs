@@ -1,4 +1,4 @@
-//! What a backend has to offer: the calls of its libraries, one to one.
+//! The interface of a backend: the calls of its libraries, one to one.
 
 use super::convolution::{Convolution, ConvolutionSpec, Operation};
 use super::gemm::{GemmSpec, Product};

@@ -1,4 +1,4 @@
-//! What kernels are made of: sources and constants.
+//! Sources and constants of kernels.
 
 use super::cache;
 use super::params::{Params, agreement, elements};

@@ -106,7 +106,7 @@ impl Stream {
         self.gpu.wait(|runtime| unsafe { runtime.synchronize_stream(self.raw) })
     }
 
-    /// Work given to the stream from here on starts when the event has happened.
+    /// Makes work that is given to the stream from here on wait for the event.
     ///
     /// # Errors
     /// [`Error::Backend`].

@@ -1,4 +1,4 @@
-//! The functions of HIP's runtime that are needed.
+//! The functions of HIP's runtime that Windrow calls.
 
 use super::rocm;
 use crate::gpu::library::{Describe, Library, library};

@@ -1,4 +1,4 @@
-//! How many devices there are, and starting them.
+//! The number of HIP devices, and how one is started.
 
 use super::api::{Api, Properties};
 use super::runtime::Hip;

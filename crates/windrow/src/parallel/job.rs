@@ -1,4 +1,4 @@
-//! Which rank of which job this process is.
+//! The job of several processes, and the rank of this one.
 
 use crate::{Error, Result};
 
@@ -6,11 +6,11 @@ use crate::{Error, Result};
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Job {
-    /// This process, from 0.
+    /// The number of this process, from 0.
     pub rank: usize,
     /// Number of processes.
     pub world: usize,
-    /// This process among those of its machine, from 0.
+    /// The number of this process among those of its machine, from 0.
     pub local_rank: usize,
     /// Name or address of rank 0's machine.
     pub address: String,

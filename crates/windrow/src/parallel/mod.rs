@@ -56,7 +56,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// What a rank holds of an output y [n, ..] after [`Rank::split`].
+/// The part that a rank holds of an output y [n, ..] after [`Rank::split`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Output {
@@ -233,7 +233,7 @@ impl Rank {
         })
     }
 
-    /// Which rank this is, from 0.
+    /// The number of this rank, from 0.
     pub fn index(&self) -> usize {
         self.index
     }
@@ -243,7 +243,7 @@ impl Rank {
         self.world
     }
 
-    /// Its device.
+    /// The device of this rank.
     pub fn device(&self) -> Device {
         self.gpu.device()
     }

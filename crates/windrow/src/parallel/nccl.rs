@@ -1,4 +1,4 @@
-//! NCCL, loaded at run time: the few calls that are needed.
+//! NCCL, loaded at run time: the few functions that Windrow calls.
 //!
 //! A communicator that never blocks can be aborted at any time, but gives each call to a thread of
 //! its own, which costs tens of microseconds. One that blocks must not be aborted while a thread is

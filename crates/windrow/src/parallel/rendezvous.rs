@@ -1,4 +1,4 @@
-//! How the ranks of a job learn the communicator's id: rank 0 listens, the others come to it.
+//! The exchange of the communicator's id among the ranks of a job: rank 0 listens, the others come to it.
 //!
 //! A rank says hello (magic number, number of ranks, its rank) and gets a status byte and the id
 //! once all have come. Nothing waits beyond the deadline; a stranger on the port is sent away

@@ -1,4 +1,4 @@
-//! Which rows of a batch belong to which rank, and where they lie in memory.
+//! The rows of a batch that belong to each rank, and their place in memory.
 
 use crate::{Error, Result, TensorMut, TensorRef};
 use std::ops::Range;

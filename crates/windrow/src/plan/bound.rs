@@ -1,14 +1,14 @@
-//! Plans with what their runs read, for any operator.
+//! Plans together with the inputs of a run, for any operator.
 
 use super::operator::{MAX_INPUTS, Operator, Tuned};
 use super::planned::Plan;
 use crate::{Placed, TensorRef};
 
-/// A plan and what its runs read.
+/// A plan and the inputs of a run.
 pub struct Bound<'a, O: Operator> {
     /// The plan.
     pub plan: &'a Plan<O>,
-    /// In the order of [`Operator::INPUTS`].
+    /// The inputs, in the order of [`Operator::INPUTS`].
     pub inputs: [Option<TensorRef<'a>>; MAX_INPUTS],
 }
 
@@ -19,7 +19,7 @@ impl<'a, O: Tuned> Bound<'a, O> {
         Bound { plan, inputs: std::array::from_fn(view) }
     }
 
-    /// What a run reads, by name.
+    /// The inputs by name.
     pub fn args(&self) -> O::Args<'a> {
         O::args(&self.inputs)
     }

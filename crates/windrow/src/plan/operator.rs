@@ -1,4 +1,4 @@
-//! What an operator says of itself. Everything around its kernels is written once, in [`Plan`](super::Plan).
+//! The description of an operator as data. Everything around its kernels is written once, in [`Plan`](super::Plan).
 
 use crate::cpu::{Isa, resolve_threads};
 
@@ -9,10 +9,10 @@ use std::str::FromStr;
 
 use super::{Bound, Plan};
 
-/// Most tensors that an operator reads.
+/// The largest number of tensors that an operator reads.
 pub const MAX_INPUTS: usize = 14;
 
-/// Views of what a run reads, in the order of [`Operator::INPUTS`]; `None` where there is none.
+/// Views of the inputs of a run, in the order of [`Operator::INPUTS`]; `None` for an input that is not given.
 pub type Views<'a> = [Option<&'a TensorRef<'a>>; MAX_INPUTS];
 
 /// [`Views`] of those inputs that an operator can have.
@@ -22,9 +22,9 @@ pub(crate) fn views<'a, const N: usize>(given: [Option<&'a TensorRef<'a>>; N]) -
 
 /// A tensor that an operator reads.
 pub struct Input<S> {
-    /// As in the specs, arguments and errors.
+    /// The name in specs, arguments and errors.
     pub name: &'static str,
-    /// What a spec says of it; `None` if the spec has none.
+    /// Its descriptor in a spec; `None` if the spec has none.
     pub desc: fn(&S) -> Option<&TensorDesc>,
 }
 
@@ -50,21 +50,21 @@ pub(crate) use inputs;
 
 /// An operator as data: what it reads, how it is configured, and what computes it.
 pub trait Operator: Copy + Debug + Send + Sync + Sized + 'static {
-    /// In reports, errors and keys.
+    /// The name in reports, errors and keys.
     const NAME: &'static str;
-    /// What a run reads.
+    /// The inputs of a run.
     const INPUTS: &'static [Input<Self::Spec>];
-    /// What to compute.
+    /// The spec: what to compute.
     type Spec: Clone + Debug + Send + Sync;
     /// The sizes of a spec that was checked.
     type Problem: Clone + Debug + Send + Sync;
     /// An algorithm with its parameters.
     type Configuration: Configuration;
-    /// What a run reads, by name.
+    /// The inputs of a run by name.
     type Args<'a>: Copy;
-    /// What computes it on the CPU.
+    /// The engine on the CPU.
     type Cpu: Engine<Self, Place = Isa>;
-    /// What computes it on GPUs.
+    /// The engine on GPUs.
     type Gpu: Engine<Self, Place = Device>;
 
     /// Every check of a spec that needs no data.
@@ -116,15 +116,15 @@ pub trait Configuration:
     fn check(&self, options: &PlanOptions) -> Result<()>;
 }
 
-/// What an engine is made for.
+/// The facts that an engine is made from.
 pub struct Setup<'a, O: Operator, P> {
-    /// What to compute.
+    /// The spec: what to compute.
     pub spec: &'a O::Spec,
     /// Its sizes.
     pub problem: &'a O::Problem,
-    /// How.
+    /// The options of the plan.
     pub options: &'a PlanOptions,
-    /// Where: instruction set, or GPU.
+    /// The place: an instruction set or a GPU.
     pub place: P,
 }
 
@@ -151,7 +151,7 @@ impl<O: Operator, P: Copy> Setup<'_, O, P> {
     }
 }
 
-/// What computes an operator on one kind of device: made once for a plan, run many times.
+/// The engine of an operator on one kind of device: made once for a plan, run many times.
 pub trait Engine<O: Operator>: Sized {
     /// What tells the places of this kind apart.
     type Place: Copy;

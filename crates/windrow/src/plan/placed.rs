@@ -22,7 +22,7 @@ enum Memory {
 }
 
 impl Placed {
-    /// The tensor, or a copy of it on a device.
+    /// A tensor on a device: the given one on the CPU, a copy of it on a GPU.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory), [`Error::NoDevice`](crate::Error::NoDevice),
@@ -53,7 +53,7 @@ impl Placed {
         }
     }
 
-    /// View for reading.
+    /// A view for reading.
     pub fn as_ref(&self) -> TensorRef<'_> {
         match &self.0 {
             Memory::Host(tensor) => tensor.as_ref(),
@@ -61,7 +61,7 @@ impl Placed {
         }
     }
 
-    /// View for writing.
+    /// A view for writing.
     ///
     /// # Errors
     /// [`Error::OverlappingOutput`](crate::Error::OverlappingOutput) if elements share memory.

@@ -25,7 +25,7 @@ pub struct Plan<O: Operator> {
     pub(crate) backend: Backend<O::Cpu, O::Gpu>,
 }
 
-/// What computes a plan, on the kind of device that it is for.
+/// The engine of a plan, by the kind of its device.
 #[derive(Clone, Debug)]
 pub enum Backend<C, G> {
     /// The CPU.
@@ -177,22 +177,22 @@ impl<O: Operator> Plan<O> {
         engine!(self, engine => engine.configuration())
     }
 
-    /// What it computes.
+    /// The spec that it computes.
     pub fn spec(&self) -> &O::Spec {
         &self.spec
     }
 
-    /// Where it runs.
+    /// The device that it runs on.
     pub fn device(&self) -> Device {
         self.options.device
     }
 
-    /// Bytes of workspace that its runs need.
+    /// Size in bytes of the workspace that its runs need.
     pub fn workspace_bytes(&self) -> usize {
         engine!(self, engine => engine.workspace_bytes())
     }
 
-    /// Configuration, place, blocking and threads or the launch, in one line.
+    /// Configuration, device, blocking and threads (or launch) in one line.
     pub fn explain(&self) -> String {
         let how = engine!(self, engine => engine.explain(self));
         format!("{} by {}{how}", O::NAME, self.configuration())

@@ -1,4 +1,4 @@
-//! The search among an operator's configurations: which there are, and how they are run and looked at.
+//! The search among an operator's configurations: candidates, their runs, and the comparison of their results.
 
 use super::bound::Bound;
 use super::operator::{Algorithm, Configuration, Engine, Operator, Setup, Tuned};

@@ -14,7 +14,7 @@ pub(crate) use check::{
 };
 pub use owned::Tensor;
 
-/// What a tensor is without its memory: element type, shape, strides.
+/// The description of a tensor without its memory: element type, shape, strides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct TensorDesc {
@@ -25,12 +25,12 @@ pub struct TensorDesc {
 }
 
 impl TensorDesc {
-    /// A tensor of any layout.
+    /// The description of a tensor of any layout.
     pub const fn new(dtype: DType, layout: Layout) -> Self {
         TensorDesc { dtype, layout }
     }
 
-    /// A row-major tensor.
+    /// The description of a row-major tensor.
     ///
     /// # Errors
     /// As [`Layout::contiguous`].
@@ -315,7 +315,7 @@ macro_rules! accessors {
             pub fn dtype(&self) -> DType {
                 self.desc.dtype
             }
-            /// Where the memory is.
+            /// The device that holds the memory.
             pub fn device(&self) -> Device {
                 self.device
             }

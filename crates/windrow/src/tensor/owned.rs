@@ -5,7 +5,7 @@ use crate::buffer::Buffer;
 use crate::{DType, Device, Element, Error, Result};
 use std::marker::PhantomData;
 
-/// A tensor that owns its memory on the CPU. What one-call helpers return.
+/// A tensor that owns its memory on the CPU; one-call helpers return it.
 ///
 /// Large tensors take their memory from a cache that freed tensors and workspaces feed, so that a
 /// loop which allocates its outputs does not pay page faults on every turn.
@@ -71,7 +71,7 @@ impl Tensor {
         Ok(t)
     }
 
-    /// A tensor whose elements hold whatever the memory held: for outputs about to be written.
+    /// A tensor whose elements are undefined: for outputs that are about to be written.
     /// The memory is initialised (zeros or an earlier tensor's bytes), so reading it is no
     /// undefined behaviour.
     ///
@@ -115,7 +115,7 @@ impl Tensor {
         Ok(unsafe { std::slice::from_raw_parts(data, self.desc.layout.len()) })
     }
 
-    /// [`Tensor::as_slice`] for writing.
+    /// All elements of a row-major tensor, for writing in place.
     ///
     /// # Errors
     /// As [`Tensor::as_slice`].
@@ -172,13 +172,13 @@ impl Tensor {
         Tensor { desc, ..self }
     }
 
-    /// View for reading.
+    /// A view for reading.
     pub fn as_ref(&self) -> TensorRef<'_> {
         // SAFETY: the buffer is initialised, covers the dense layout, and is borrowed by the view.
         unsafe { TensorRef::from_raw(self.buffer.as_ptr().cast(), self.desc, Device::Cpu) }
     }
 
-    /// View for writing.
+    /// A view for writing.
     pub fn as_mut(&mut self) -> TensorMut<'_> {
         TensorMut {
             ptr: self.buffer.as_mut_ptr(),

@@ -1,4 +1,4 @@
-//! What searches have found, on disk: one JSON file for each model of a device.
+//! The results of searches, on disk: one JSON file for each model of a device.
 
 use super::VERSION;
 use super::device::DeviceModel;

@@ -1,4 +1,4 @@
-//! What a table of configurations is valid for.
+//! The device that a table of configurations is valid for.
 
 use crate::cpu::{self, Isa};
 use crate::gpu::Gpu;

@@ -1,4 +1,4 @@
-//! Which configuration a plan takes: by a model, from what was measured earlier, or by a search.
+//! The choice of a configuration: by a model, from earlier measurements, or by a search.
 //!
 //! A configuration is an algorithm with its parameters, as [`Conv2dConfiguration`](crate::Conv2dConfiguration).
 //! `XPlan::tune` measures all candidates of a problem and keeps the winner in a file for the device's
@@ -47,19 +47,19 @@ pub(crate) trait Tunable {
     ) -> Result<Box<dyn Contest + 'a>>;
 }
 
-/// What a search has measured.
+/// The measurements of a search.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Report {
-    /// What was computed.
+    /// The problem that was computed.
     pub problem: String,
     /// Every candidate, the model's choice first.
     pub candidates: Vec<Measured>,
     /// The winner, by its place in `candidates`.
     pub chosen: usize,
-    /// Why the search ended.
+    /// The reason why the search ended.
     pub stop: Stop,
-    /// Why the winner is known to this process only, if it should have been kept.
+    /// The reason why the winner could not be kept on disk, if it should have been.
     pub not_kept: Option<String>,
 }
 
@@ -73,9 +73,9 @@ pub struct Measured {
     pub expected: f64,
     /// Median seconds of a call; `None` if it was not measured.
     pub seconds: Option<f64>,
-    /// Measurements.
+    /// The number of measurements.
     pub samples: usize,
-    /// Why it was left out, if it was.
+    /// The reason why it was left out, if it was.
     pub refused: Option<String>,
 }
 
@@ -211,7 +211,7 @@ pub(crate) fn random_input(seed: u64, desc: TensorDesc, low: f64, high: f64) -> 
     Ok(tensor)
 }
 
-/// Where the table of a device is kept; `None` if there is no place for it.
+/// The file that keeps the table of a device; `None` if there is no folder for it.
 ///
 /// # Errors
 /// [`Error::NoDevice`], [`Error::Backend`].
@@ -220,7 +220,7 @@ pub fn table_path(device: Device) -> Result<Option<PathBuf>> {
     Ok(cache::directory().map(|directory| directory.join(name)))
 }
 
-/// The table of what was found on this machine for a device, as text for [`import`].
+/// The table of this machine's results for a device, as text for [`import`].
 ///
 /// # Errors
 /// [`Error::NoDevice`], [`Error::Backend`].

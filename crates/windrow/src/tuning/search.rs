@@ -1,4 +1,4 @@
-//! Interleaved successive halving: which of several candidates is the fastest, on a machine that is
+//! Interleaved successive halving: the fastest of several candidates, on a machine that is
 //! never quite still.
 
 use crate::forms::setters;
@@ -36,19 +36,19 @@ pub(crate) trait Contest {
     fn verify(&mut self, candidate: usize) -> Result<bool>;
 }
 
-/// How long to search.
+/// The limits of a search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Search {
-    /// Time for measuring one problem. Preparing the candidates (on CUDA compiling their kernels) and comparing
+    /// The time for measuring one problem. Preparing the candidates (on CUDA compiling their kernels) and comparing
     /// with the oracle come on top.
     pub budget: Duration,
-    /// Measure all candidates alike instead of dropping the slow ones, whatever the budget.
+    /// Whether to measure all candidates alike instead of dropping the slow ones, whatever the budget.
     pub exhaustive: bool,
 }
 
 impl Search {
-    /// A search that takes so long at most.
+    /// A search that measures for at most this time.
     pub const fn new(budget: Duration) -> Self {
         Search { budget, exhaustive: false }
     }
@@ -60,7 +60,7 @@ setters! {
     }
 }
 
-/// Why a search ended.
+/// The reason why a search ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Stop {

@@ -1,4 +1,4 @@
-//! The functions of cuDNN that are needed, and its descriptors.
+//! The functions of cuDNN that Windrow calls, and its descriptors.
 //!
 //! Everything in the graph interface is a descriptor with attributes: made, given its attributes,
 //! finalized, and from then on only read. Numbers are those of `cudnn_graph.h`, which no version since 8

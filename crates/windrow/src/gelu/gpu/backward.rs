@@ -1,4 +1,4 @@
-//! Gradients.
+//! Gradients of GELU on GPUs.
 
 use super::loops::{Dim, Loops, Words, bias_strides, strides};
 use super::{Forward, INCLUDES, THREADS, kernel_spec};

@@ -1,4 +1,4 @@
-//! GELU on CUDA: launches of `kernels/*.cu`.
+//! GELU on GPUs: launches of `kernels/*.cu`.
 
 mod backward;
 mod loops;

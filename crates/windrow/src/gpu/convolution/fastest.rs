@@ -1,4 +1,4 @@
-//! Which of the library's kernels for a convolution is the fastest, by measuring.
+//! The fastest of the library's kernels for a convolution, by measurement.
 
 use super::{Convolution, ConvolutionSpec};
 use crate::gpu::kernel::OnceEach;
