@@ -12,6 +12,7 @@ from windrow.torch import (
     Conv2d,
     _conv2d_fastest,
     _fastest,
+    _measuring,
     _modules,
     _remembering,
     conv2d,
@@ -291,16 +292,16 @@ def test_a_frozen_filter_is_decided_for_itself(times):
     ],
 )
 def test_clear_differences_end_a_measurement(theirs, ours, samples, monkeypatch):
-    def clock(device, run, repeat):
+    def clock(run, repeat):
         taken = run()
         given = {"theirs": theirs, "ours": ours}[taken]
         counts[taken] += 1
-        return given[min(counts[taken], len(given)) - 1] * 1e-3
+        return (given[min(counts[taken], len(given)) - 1] * 1e-3,) * 2
 
     counts = {"theirs": 0, "ours": 0}
-    monkeypatch.setattr(_fastest, "_on_cpu", clock)
+    monkeypatch.setattr(_measuring, "_on_cpu", clock)
     contestants = [_fastest.Contestant(PYTORCH, lambda: "theirs"), _fastest.Contestant("Windrow", lambda: "ours")]
-    found = _fastest._times(torch.device("cpu"), contestants)
+    found = _measuring.times_of(torch.device("cpu"), contestants)
     assert counts == {"theirs": samples, "ours": samples}
     assert (found["Windrow"].device < found[PYTORCH].device) == (ours[-1] < theirs[-1])
 
@@ -329,10 +330,10 @@ def test_the_device_waits_until_all_runs_are_queued(has_begun, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", waited.append, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    seconds = _fastest._on_cuda(torch.device("cuda", 0), lambda: ran.append(1), 4)
+    seconds = _measuring._on_cuda(torch.device("cuda", 0), lambda: ran.append(1), 4)
     assert seconds == pytest.approx(1e-3)
-    first = 4 * _fastest._CYCLES_A_RUN
-    assert waited == ([first, first * _fastest._LONGER] if has_begun else [first])
+    first = 4 * _measuring._CYCLES_A_RUN
+    assert waited == ([first, first * _measuring._LONGER] if has_begun else [first])
     assert len(ran) == 4 * len(waited)
 
 

@@ -9,9 +9,7 @@ On CUDA a call costs the device's time and the interpreter's, and a model waits 
 all. In a captured graph only the device's is left, so who is captured may be another than who is called.
 """
 
-import statistics
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +18,8 @@ import torch
 
 from windrow._native import FilterCache
 from windrow.torch import _memory
+from windrow.torch._measuring import Seconds, shorter
+from windrow.torch._measuring import times_of as _times
 
 PYTORCH = "PyTorch"
 
@@ -32,14 +32,15 @@ _MUCH_KEPT, _KEPT_GAIN = 4 << 20, 0.02
 # The same of a step under autocast on the CPU: measured are filters that are cast already, and PyTorch casts each once for
 # its convolution and gradients.
 _CAST_SHARE = 0.8
-# Two samples of each that differ by more than this decide: more would only keep the first call waiting.
-_CHANCE = 0.1
 # Beside a convolution the interpreter is busy with what follows it, a normalisation, an activation, an addition: about so
 # many times as long as with PyTorch's convolution (ResNet, MobileNet). `optimize` has made all of that one.
 BESIDE, BESIDE_FUSED = 2.0, 0.0
 # In a network our code is found out of the processor's caches, PyTorch's less so, since all that is beside shares it: a call
 # takes so many times what was measured (MobileNet: 13 instead of 8 us, stages of Winograd 45 instead of 34).
 _COLD = 1.5
+# To take so many times as long as another contestant is too much to believe at once: beside other programs PyTorch's threads
+# wait for each other for 40 ms in what takes them 1.
+_HARD_TO_BELIEVE = 5.0
 # What a layer's step of training has to gain on CUDA before any part of it is ours: so long the way to our
 # operator and back through autograd keeps the interpreter beyond PyTorch's own. A step whose kernels wait
 # for the interpreter gains nothing from faster ones.
@@ -72,17 +73,6 @@ class Contestant:
 
 
 @dataclass(frozen=True)
-class Seconds:
-    """That a call takes: the device, and before that, on CUDA, the interpreter."""
-
-    device: float
-    host: float = 0.0
-
-    def __add__(self, other: "Seconds") -> "Seconds":
-        return Seconds(self.device + other.device, self.host + other.host)
-
-
-@dataclass(frozen=True)
 class Decision:
     """Who computes a problem, and why."""
 
@@ -99,8 +89,12 @@ class Decision:
     whole: Seconds = Seconds(0.0)
     around: float = BESIDE
     # False where room was missing: how much PyTorch needs is known only after a pass of the whole model.
+    has_room: bool = True
+    # By name, as measured so far.
+    times: dict[str, Seconds] = field(default_factory=dict)
+    # False where a later call measures again.
     is_final: bool = True
-    # So often room was looked for by a layer.
+    # So often room was looked for by a layer, or times were measured.
     tries: int = 1
     # By name, bytes that ours is held to where there is no room for as many as are fastest.
     limits: dict[str, int] = field(default_factory=dict)
@@ -245,13 +239,14 @@ def decide(
         if not _measuring.acquire(blocking=False):
             return otherwise
         try:
-            decision = _contest(mode, problem, device, pytorch, ours, others, image, around)
+            decision = _contest(mode, problem, device, pytorch, ours, others, image, around, before)
         finally:
             _measuring.release()
-        if not decision.is_final:
-            if layer is not None:
+        if not (decision.has_room and _is_believed(decision, before)):
+            tries = before.tries + 1 if before else 1
+            if layer is not None and not decision.has_room:
                 layer.refuse(mode)
-            tries = layer.refused(mode) if layer is not None else before.tries + 1 if before else 1
+                tries = layer.refused(mode)
             decision = replace(decision, tries=tries, is_final=tries >= TRIES)
         if decision.is_final:
             while len(_looked_at) >= _DECISIONS:
@@ -261,6 +256,18 @@ def decide(
         _decisions.pop(next(iter(_decisions)), None)
     _decisions.setdefault(problem, {})[mode] = decision
     return decision.now()
+
+
+def _is_believed(decision: Decision, before: Decision | None) -> bool:
+    """Whether its times need not be measured again at a later call."""
+    if decision.problem[1][0].type != "cpu":
+        return True
+    times = decision.times.values()
+    if any(of.is_disturbed for of in times):
+        return False
+    shortest, longest = (of((t.device for t in times), default=0.0) for of in (min, max))
+    # A second measurement that says the same is believed.
+    return longest <= _HARD_TO_BELIEVE * shortest or (before is not None and before.choice == decision.choice)
 
 
 def _like_the_nearest(mode: str, problem: Problem) -> Decision | None:
@@ -284,6 +291,7 @@ def _contest(
     others: Sequence[Contestant],
     image: int,
     around: float,
+    before: Decision | None,
 ) -> Decision:
     failure = None
     try:
@@ -307,12 +315,15 @@ def _contest(
     if not beside:
         if failure is not None:
             raise failure
-        return Decision(mode, problem, PYTORCH, PYTORCH, ", ".join(why), is_measured, is_final=has_room)
+        return Decision(mode, problem, PYTORCH, PYTORCH, ", ".join(why), is_measured, has_room=has_room)
     if failure is not None:
         name = next((c.name for c in beside if not c.is_for_graphs), beside[-1].name)
         limits = {c.name: c.memory for c in mine if c.memory is not None}
         return Decision(mode, problem, name, name, f"{PYTORCH}: {failure}", limits=limits)
     times = _times(device, [Contestant(PYTORCH, pytorch), *beside])
+    if before is not None and device.type == "cpu":
+        # The shortest of runs at several times.
+        times = {name: shorter(of, before.times.get(name, of)) for name, of in times.items()}
     theirs = times[PYTORCH]
     gain = {c.name: _KEPT_GAIN if c.kept and len(mine) > 1 else 0.0 for c in beside}
     whole = theirs + Seconds(0.0, around * theirs.host)
@@ -349,7 +360,8 @@ def _contest(
         seconds=seconds,
         whole=whole,
         around=around,
-        is_final=has_room,
+        has_room=has_room,
+        times=times,
         limits=limits,
     )
 
@@ -413,83 +425,3 @@ def _runs(contestant: Contestant, why: list[str]) -> bool:
         why.append(f"{contestant.name}: {error}")
         return False
     return True
-
-
-# Seconds from which on a run is long: it is repeated once.
-_LONG = 0.05
-
-
-def _times(device: torch.device, contestants: list[Contestant]) -> dict[str, Seconds]:
-    """Of a few runs in turns: their medians on CUDA. On the CPU the shortest: other programs only add to it, and PyTorch's
-    second call of a layer took up to ten times what the sixth took. Each contestant has run once before."""
-    clock, typical = (_on_cuda, statistics.median) if device.type == "cuda" else (_on_cpu, min)
-    times = {c.name: [clock(device, c.run, 1)] for c in contestants}
-    once = {name: samples[0] for name, samples in times.items()}
-    longest = max(once.values())
-    # A factor of two is no chance on a device, nor for what is longer than a processor is taken away for; and what takes long
-    # is measured well enough by one more run.
-    if longest < 2 * min(once.values()) or longest < (1e-3 if device.type == "cuda" else _LONG):
-        rounds = 5 if longest < _LONG else 1
-        repeat = max(1, min(20, round(3e-4 / max(min(once.values()), 1e-6))))
-        for _ in range(rounds):
-            for c in contestants:
-                times[c.name].append(clock(device, c.run, repeat))
-            if _is_clear([samples[1:] for samples in times.values()]):
-                break
-    # Nobody waits for the interpreter where the device is busy for so long.
-    is_short = device.type == "cuda" and min(once.values()) < 1e-3
-    hosts = _host_times(device, contestants) if is_short else {}
-    return {name: Seconds(typical(samples), hosts.get(name, 0.0)) for name, samples in times.items()}
-
-
-def _is_clear(times: Sequence[Sequence[float]]) -> bool:
-    """Whether each differs from PyTorch, the first, by more than chance in what was measured so far."""
-    theirs, *others = times
-    return len(theirs) > 1 and all(
-        max(ours) < (1 - _CHANCE) * min(theirs) or min(ours) > (1 + _CHANCE) * max(theirs) for ours in others
-    )
-
-
-def _on_cpu(device: torch.device, run: Callable[[], Any], repeat: int) -> float:
-    start = time.perf_counter()
-    for _ in range(repeat):
-        run()
-    return (time.perf_counter() - start) / repeat
-
-
-# The device waits so long, at 2 GHz, for the interpreter to call all runs of a measurement: a millisecond for twenty. Where
-# that is not long enough, it waits longer by this factor.
-_CYCLES_A_RUN, _LONGER = 100_000, 8
-
-
-def _on_cuda(device: torch.device, run: Callable[[], Any], repeat: int) -> float:
-    cycles = repeat * _CYCLES_A_RUN
-    with torch.cuda.device(device):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for more in (1, _LONGER):
-            torch.cuda._sleep(more * cycles)
-            start.record()
-            for _ in range(repeat):
-                run()
-            end.record()
-            is_queued = not start.query()
-            end.synchronize()
-            if is_queued:
-                break
-        return start.elapsed_time(end) * 1e-3 / repeat
-
-
-_HOST_SAMPLES = 15
-
-
-def _host_times(device: torch.device, contestants: list[Contestant]) -> dict[str, float]:
-    """What calls keep the interpreter, one at a time for a device that waits: in a queue, launches are cheaper."""
-    samples: dict[str, list[float]] = {c.name: [] for c in contestants}
-    with torch.cuda.device(device):
-        for _ in range(_HOST_SAMPLES):
-            for c in contestants:
-                torch.cuda.current_stream().synchronize()
-                start = time.perf_counter()
-                c.run()
-                samples[c.name].append(time.perf_counter() - start)
-    return {name: statistics.median(of) for name, of in samples.items()}
