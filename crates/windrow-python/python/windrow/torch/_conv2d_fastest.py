@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from windrow import _native
 from windrow.torch import _memory
+from windrow.torch._checking import Check
 from windrow.torch._fastest import (
     PYTORCH,
     TRIES,
@@ -25,6 +26,7 @@ from windrow.torch._fastest import (
 )
 from windrow.torch._filters import Filters, filter_cache, unkept
 from windrow.torch._gelu import gelu_of_any
+from windrow.torch._precision import operand_rounding
 
 ACTIVATIONS = {
     None: lambda y: y,
@@ -238,7 +240,9 @@ def way(
     choice, is_final = chosen(mode, problem), True
     if choice is None:
         by = filter_cache(weight)
-        choice = decide(mode, problem, x.device, lambda: pytorch(x), contestants, layer=by, image=x.nbytes)
+        check = check_of(x, weight, bias, options, accuracy, lambda y, _: ACTIVATIONS[activation](y))
+        how = {"layer": by, "image": x.nbytes, "check": check}
+        choice = decide(mode, problem, x.device, lambda: pytorch(x), contestants, **how)
         is_final = chosen(mode, problem) is not None
     held = limits(mode, problem)
     if isinstance(kept, Ours) and isinstance(packed, Ours):
@@ -250,6 +254,67 @@ def way(
         run, is_decided = way(x, weight, bias, options, activation, accuracy, unkept, is_turned)
         return run, is_decided and now[0].refused(KEPT) >= TRIES
     return {PYTORCH: pytorch, KEPT: kept}.get(choice, packed), is_final
+
+
+def check_of(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: Options,
+    accuracy: str | None,
+    finish: Callable[[Tensor, slice], Tensor],
+    residual: Tensor | None = None,
+    is_linear: bool = False,
+) -> Check:
+    """Of a convolution. `finish` makes results of sums in f32, for these images."""
+
+    def of(part: slice) -> list[tuple[Tensor, Tensor]]:
+        image, w, b = (None if t is None else t.float() for t in (x[part], weight, bias))
+        value = finish(aten(image, w, b, options), part)
+        scale = aten(image.abs(), w.abs(), None if b is None else b.abs(), options)
+        return [(value, scale if residual is None else scale + residual[part].abs())]
+
+    terms = _terms(weight, options, of_result=options.output_padding is None)
+    operand = operand_rounding(x, accuracy, is_linear)
+    is_whole = residual is not None and [*residual.shape] != output_shape(x, weight, options)
+    return Check(None if is_whole else x.shape[0], x.dtype, of, terms, operand, residual=residual)
+
+
+def _check_of_gradients(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: Options,
+    accuracy: str | None,
+    needs: tuple[bool, bool, bool],
+) -> Check:
+    """Of those that are needed: that of the input alone, or others."""
+
+    def of(part: slice) -> list[tuple[Tensor, Tensor]]:
+        tensors = [None if t is None else t.float() for t in (dy[part], x[part], weight, bias)]
+        absolute = [None if t is None else t.abs() for t in tensors]
+        values, scales = (
+            computed(*of, options, None, needs, (False, False, False)) for of in (tensors, absolute)
+        )
+        return [(v, s) for v, s in zip(values, scales, strict=True) if v is not None and s is not None]
+
+    images = x if options.output_padding is not None else dy
+    terms = (
+        _terms(weight, options, of_result=options.output_padding is not None)
+        if needs[0]
+        else images.numel() / max(1, images.shape[1])
+    )
+    operand = operand_rounding(x, accuracy)
+    return Check(x.shape[0], x.dtype, of, terms, operand, is_summed=not needs[0])
+
+
+def _terms(weight: Tensor, options: Options, of_result: bool) -> float:
+    """Of a sum of a convolution's result, or else of its input's gradient, of which steps leave taps out."""
+    if of_result:
+        return max(1, weight.shape[1:].numel())
+    channels = weight.shape[0] / options.groups
+    return max(1.0, channels * weight.shape[2:].numel() / math.prod(options.stride))
 
 
 def is_room_for(kept: Ours, x: Tensor, cache: _native.FilterCache, mode: str, problem: Problem) -> bool:
@@ -338,7 +403,9 @@ def gradients(
 
         choice = chosen(mode, problem)
         if choice is None:
-            choice = decide(mode, problem, x.device, by(False), contestants, layer=filter_cache(weight))
+            check = _check_of_gradients(dy, x, weight, bias, options, accuracy, needs)
+            by_whom = (by(False), contestants)
+            choice = decide(mode, problem, x.device, *by_whom, layer=filter_cache(weight), check=check)
         return choice == _OURS
 
     of_bias = needs[2]

@@ -1,5 +1,5 @@
 """Windrow's operator or PyTorch's own, whichever is faster: measured when a problem first comes, unless it
-is known already that ours has nothing better.
+is known already that ours has nothing better. Whose result is not PyTorch's within a bound is not measured.
 
 The choice is made in the kernels of the operators, so it holds under torch.compile as well, and it is
 remembered for the process. Nobody waits for a measurement: a call that comes during one, or in a graph
@@ -18,6 +18,7 @@ import torch
 
 from windrow._native import FilterCache
 from windrow.torch import _memory
+from windrow.torch._checking import Check
 from windrow.torch._measuring import Seconds, shorter
 from windrow.torch._measuring import times_of as _times
 
@@ -225,11 +226,12 @@ def decide(
     layer: FilterCache | None = None,
     image: int = 0,
     around: float = BESIDE,
+    check: Check | None = None,
 ) -> str:
     """Who computes what is not `chosen` yet: as for a problem of nearly this size, or after measuring. PyTorch,
     one of `others`, which are PyTorch's as well, or the first of `ours` that can; a text instead of these
     says why ours has nothing better. `layer`: which of those that have the problem asks; `image`: bytes that
-    are no longer needed after it; `around`: as `BESIDE`."""
+    are no longer needed after it; `around`: as `BESIDE`; `check`: what a result has to be to be taken."""
     before = _decisions.get(problem, {}).get(mode)
     decision = None if before else _like_the_nearest(mode, problem)
     if decision is None:
@@ -239,7 +241,7 @@ def decide(
         if not _measuring.acquire(blocking=False):
             return otherwise
         try:
-            decision = _contest(mode, problem, device, pytorch, ours, others, image, around, before)
+            decision = _contest(mode, problem, device, pytorch, ours, others, image, around, check, before)
         finally:
             _measuring.release()
         if not (decision.has_room and _is_believed(decision, before)):
@@ -291,6 +293,7 @@ def _contest(
     others: Sequence[Contestant],
     image: int,
     around: float,
+    check: Check | None,
     before: Decision | None,
 ) -> Decision:
     failure = None
@@ -299,7 +302,7 @@ def _contest(
         _memory.look(device, max(0, _bytes(result) - image))
         del result
     except RuntimeError as error:
-        failure = error
+        failure, check = error, None
     why: list[str] = []
     mine: list[Contestant] = []
     has_room = True
@@ -309,8 +312,8 @@ def _contest(
     else:
         if failure is None:
             _memory.look_inside(device, pytorch)
-        mine, has_room = _that_run(device, contestants, why)
-    beside = [other for other in others if _runs(other, why)] + mine
+        mine, has_room = _that_run(device, contestants, why, check)
+    beside = [other for other in others if _runs(other, why, check)] + mine
     is_measured = bool(beside) or not isinstance(contestants, str)
     if not beside:
         if failure is not None:
@@ -385,7 +388,7 @@ def _told(name: str, seconds: Seconds) -> str:
 
 
 def _that_run(
-    device: torch.device, contestants: Iterable[Contestant], why: list[str]
+    device: torch.device, contestants: Iterable[Contestant], why: list[str], check: Check | None
 ) -> tuple[list[Contestant], bool]:
     """The first for which there is room, after one run, which compiles and packs, and whether there was room for all that
     came before and for as much as it would take; if not, also one for which there would be in a graph. If it keeps much on
@@ -395,7 +398,7 @@ def _that_run(
     for contestant in contestants:
         is_room = _memory.is_there_room(device, contestant.kept, contestant.scratch)
         if found and not found[-1].is_for_graphs:
-            if is_room and contestant.memory is None and _runs(contestant, why):
+            if is_room and contestant.memory is None and _runs(contestant, why, check):
                 found.append(contestant)
             break
         if contestant.memory is not None:
@@ -406,7 +409,7 @@ def _that_run(
             has_room = False
             if found or not _memory.is_there_room(device, contestant.kept, contestant.scratch, in_graph=True):
                 continue
-        if _runs(contestant, why):
+        if _runs(contestant, why, check):
             found.append(contestant if is_room else replace(contestant, is_for_graphs=True))
             if is_room and (device.type != "cuda" or contestant.kept <= _MUCH_KEPT):
                 break
@@ -418,10 +421,15 @@ def _bytes(result: Any) -> int:
     return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
 
 
-def _runs(contestant: Contestant, why: list[str]) -> bool:
+def _runs(contestant: Contestant, why: list[str], check: Check | None) -> bool:
+    """Whether it computes this, and rightly."""
     try:
-        contestant.run()
+        result = contestant.run()
+        fault = None if check is None else check.fault(result)
     except (RuntimeError, MemoryError) as error:
         why.append(f"{contestant.name}: {error}")
         return False
-    return True
+    if fault is not None:
+        why.append(f"{contestant.name} {fault}")
+        contestant.forget()
+    return fault is None

@@ -29,6 +29,7 @@ from windrow.torch._conv2d_fastest import (
     aten,
     by_windrow,
     can_be_ours,
+    check_of,
     in_layout,
     is_cudnns,
     is_laid_out,
@@ -217,7 +218,10 @@ def _way(
         others = [Contestant(_CUDNN, lambda: by_cudnn(x, residual))] if is_known else []
         by = filter_cache(weight, lasts=True)
         ask = (lambda: pytorch(x, residual), contestants, others)
-        choice = decide(mode, problem, x.device, *ask, layer=by, image=x.nbytes, around=BESIDE_FUSED)
+        rest_of = lambda y, part: ACTIVATIONS[activation](y if residual is None else y + residual[part])
+        check = check_of(x, weight, bias, options, accuracy, rest_of, residual, is_linear)
+        how = {"layer": by, "image": x.nbytes, "around": BESIDE_FUSED, "check": check}
+        choice = decide(mode, problem, x.device, *ask, **how)
         is_final = chosen(mode, problem) is not None
     held = limits(mode, problem)
     kept = replace(kept, conv2d=kept.conv2d.held(held.get(KEPT)))

@@ -31,3 +31,15 @@ def flags(x: Tensor, is_linear: bool = False) -> Flags:
     """What a convolution of x, or a linear layer, depends on beside its tensors."""
     in_tf32 = x.is_cuda and x.dtype is torch.float32 and may_use_tf32(is_linear)
     return torch._C._is_any_autocast_enabled(), in_tf32
+
+
+def operand_rounding(x: Tensor, accuracy: str | None, is_linear: bool = False) -> float:
+    """Unit roundoff of the operands of a convolution of x, where Windrow or PyTorch rounds them."""
+    if not x.is_cuda:
+        theirs = _setting("mkldnn", "conv") if _setting is not None else ""
+        return {"bf16": 2.0**-8, "tf32": 2.0**-11}.get(theirs, 0.0)
+    if x.dtype is torch.float32:
+        return 2.0**-11 if accuracy in ("tf32", "half") or may_use_tf32(is_linear) else 0.0
+    if x.dtype is torch.float16:
+        return 2.0**-11 if accuracy in ("tf32", "half") else 0.0
+    return 2.0**-8 if accuracy == "half" else 0.0

@@ -1,0 +1,124 @@
+"""Whether a result is PyTorch's, element by element within the bound of its tier.
+
+PyTorch's operator computes the reference in f32. The scale of an element is the sum of its absolute terms, by the same
+operator of absolute values. What rounds in a sum is a share of that, and pixels that an output does not see are not in
+it. Winograd's transforms mix the pixels of a tile, so that one of -9999 leaves its error in outputs that do not see it:
+these are outside their bound.
+
+In an area of zeros the scale is zero, and at its border no transform gives exact zeros. The scale there is what is
+usual in the image: the lower quartile of the scales that are not zero.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Units of f32 of the scale, in sums by any algorithm and in PyTorch's own: so many, and for the root of the number of
+# terms so many more. In networks of torchvision up to a third of both was seen, by Winograd's largest tiles.
+_UNITS, _UNITS_OF_TERMS = 256.0, 16.0
+# Roundings of operands in lower precision are independent, so they grow as the root of the number of terms. Winograd's
+# transforms raise them by up to 40, and the largest of a million is five deviations from zero.
+_OPERANDS = 128.0
+# Roundings of a result in half precision: the convolution's, that after an addition and that after an activation.
+_RESULTS = 4.0
+# What products of bf16 count as zero, for each term.
+_TINY = 2.0**-100
+# Elements that are compared at a time: the memory for that is needed by nothing else.
+_AT_A_TIME = {"cpu": 1 << 20, "cuda": 1 << 22}
+# Size of the sample whose scale is the usual one.
+_SAMPLE = 4096
+
+# What PyTorch computes for these images, in f32, and the sums of absolute terms: for each result both.
+Part = Callable[[slice], Sequence[tuple[Tensor, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """What results are compared with, and how far off they may be."""
+
+    # So many may be compared one after the other; None where images are not the first axis of every tensor.
+    images: int | None
+    # The type in which a result is rounded.
+    dtype: torch.dtype
+    of: Part
+    # Number of terms of an element's sum.
+    terms: float
+    # Unit roundoff of operands, where some are rounded.
+    operand: float = 0.0
+    # True of gradients of filters, which are sums over images.
+    is_summed: bool = False
+    # What is added to a convolution, which rounds it once more.
+    residual: Tensor | None = None
+
+    @torch.no_grad()
+    def fault(self, result: Any) -> str | None:
+        """What is wrong with it, in words."""
+        results = [t for t in (result if isinstance(result, list | tuple) else [result]) if t is not None]
+        if self.is_summed:
+            return self._first_fault(results, self._sums(), None)
+        most = _AT_A_TIME.get(results[0].device.type, 1 << 20)
+        images = self.images or 1
+        for part in self._parts(max(1, most * images // max(1, results[0].numel()))):
+            residual = None if self.residual is None else self.residual[part]
+            if fault := self._first_fault([t[part] for t in results], self.of(part), residual):
+                return fault
+        return None
+
+    def _sums(self) -> Sequence[tuple[Tensor, Tensor]]:
+        first, *rest = (self.of(part) for part in self._parts(max(1, (self.images or 1) // 4)))
+        for more in rest:
+            first = [(v + w, s + t) for (v, s), (w, t) in zip(first, more, strict=True)]
+        return first
+
+    def _parts(self, size: int) -> list[slice]:
+        if self.images is None:
+            return [slice(None)]
+        return [slice(first, first + size) for first in range(0, self.images, size)]
+
+    def _first_fault(
+        self, results: Sequence[Tensor], wanted: Sequence[tuple[Tensor, Tensor]], residual: Tensor | None
+    ) -> str | None:
+        faults = (self._fault(got, *of, residual) for got, of in zip(results, wanted, strict=True))
+        return next((fault for fault in faults if fault is not None), None)
+
+    def _fault(self, got: Tensor, want: Tensor, scale: Tensor, residual: Tensor | None) -> str | None:
+        if got.shape != want.shape:
+            return f"has shape {[*got.shape]} where PyTorch's has {[*want.shape]}"
+        if got.numel() == 0:
+            return None
+        scale = torch.maximum(scale, _usual(scale, is_by_image=not self.is_summed))
+        root = math.sqrt(self.terms)
+        usual, units = scale / root, _UNITS + _UNITS_OF_TERMS * root
+        allowed = (scale * (units * 2.0**-24)).add_(usual, alpha=_OPERANDS * self.operand).add_(_TINY * self.terms)
+        if self.dtype is not torch.float32:
+            values = want.abs().add_(usual)
+            values = values if residual is None else values.add_(residual.abs())
+            allowed.add_(values, alpha=_RESULTS * torch.finfo(self.dtype).eps / 2)
+        error = (got.float() - want).abs_()
+        right = error <= allowed
+        if right.all():
+            return None
+        # Infinities, also of values beyond those of half precision, and NaN.
+        right |= (got == want.to(self.dtype)) | (got.isnan() & want.isnan())
+        if right.all():
+            return None
+        excess = torch.where(right, 0.0, error / allowed).nan_to_num(nan=math.inf)
+        worst = int(excess.argmax())
+        at = lambda t: t.flatten()[worst].item()
+        if not math.isfinite(at(error)):
+            return f"gives {at(got):.3g} where PyTorch gives {at(want):.3g}"
+        return f"differs from PyTorch by {at(error):.1e} where {at(allowed):.1e} is allowed"
+
+
+def _usual(scale: Tensor, is_by_image: bool) -> Tensor:
+    """A quartile of those that are not zero, of each image; zero where all are."""
+    flat = scale.flatten(1) if is_by_image else scale.flatten()[None]
+    # An odd step meets other rows and columns of each channel.
+    sample = flat[:, :: (flat.shape[1] // _SAMPLE) | 1]
+    sample = torch.where((sample > 0) & sample.isfinite(), sample, math.nan)
+    usual = sample.nanquantile(0.25, dim=1).nan_to_num(nan=0.0)
+    return usual.reshape([-1, *[1] * (scale.dim() - 1)]) if is_by_image else usual[0]
