@@ -7,6 +7,7 @@
 mod bf16;
 mod cache;
 mod element;
+mod float_mode;
 pub(crate) mod gemm;
 mod isa;
 mod lanes;

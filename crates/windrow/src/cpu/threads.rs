@@ -4,6 +4,7 @@
 //! not come, comes late or ends early costs only speed: the caller waits for tasks that have begun, never for
 //! a thread to arrive, and runs nothing but its own tasks meanwhile.
 
+use super::float_mode::FloatMode;
 use super::pool;
 use std::any::Any;
 use std::cell::Cell;
@@ -83,7 +84,7 @@ pub(crate) fn parallel_for(threads: usize, tasks: usize, task: impl Fn(usize) + 
 
 /// As [`parallel_for`], calling `task(worker, i)`: no two tasks with the same
 /// `worker < min(threads, tasks)` run at the same time, so that each worker can own scratch memory.
-/// The caller is worker 0.
+/// The caller is worker 0, and all tasks run in its mode of rounding and flushing.
 pub(crate) fn parallel_for_workers(
     threads: usize,
     tasks: usize,
@@ -95,9 +96,11 @@ pub(crate) fn parallel_for_workers(
         return;
     }
     let shares = Shares::new(helpers + 1, tasks);
+    let mode = FloatMode::current();
     let panicked = Mutex::new(None);
     let work = || {
         let Some(worker) = shares.claim() else { return };
+        let _mode = mode.enter();
         let tasks = || shares.tasks(worker).for_each(|i| task(worker, i));
         if let Err(payload) = catch_unwind(AssertUnwindSafe(tasks)) {
             shares.stop();
@@ -370,6 +373,36 @@ mod tests {
             });
             assert_eq!(done.into_inner(), 100);
         }
+    }
+
+    #[cfg(feature = "threads")]
+    #[test]
+    fn tasks_run_in_the_callers_mode() {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+        let before = FloatMode::current();
+        pool.install(|| {
+            for mode in [before, before.flushing(), before] {
+                let (both, modes) = (std::sync::Barrier::new(2), Mutex::new(Vec::new()));
+                let entered = mode.enter();
+                parallel_for(2, 2, |_| {
+                    both.wait();
+                    lock(&modes).push(FloatMode::current());
+                });
+                drop(entered);
+                assert_eq!(modes.into_inner().unwrap(), [mode; 2]);
+            }
+            let panic = std::panic::catch_unwind(|| {
+                let both = std::sync::Barrier::new(2);
+                let _entered = before.flushing().enter();
+                parallel_for(2, 2, |_| {
+                    both.wait();
+                    panic!("on both threads");
+                });
+            });
+            assert!(panic.is_err());
+        });
+        // Threads that helped have their own mode again.
+        assert_eq!(pool.broadcast(|_| FloatMode::current()), [before; 2]);
     }
 
     #[test]

@@ -1,0 +1,135 @@
+//! How a thread rounds, and whether it takes subnormal numbers for zero.
+//!
+//! Callers may change that for their own thread (`torch.set_flush_denormal`). A thread that helps takes it over
+//! for their tasks, so that bits do not depend on which thread computes what.
+
+/// The bits of the thread's control register that change results.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct FloatMode(Register);
+
+impl FloatMode {
+    /// The mode of this thread.
+    pub(super) fn current() -> Self {
+        FloatMode(read() & RESULTS)
+    }
+
+    /// Gives this thread the mode until the guard is dropped.
+    pub(super) fn enter(self) -> Entered {
+        let before = FloatMode::current();
+        let changed = (before != self).then_some(before);
+        if changed.is_some() {
+            self.set();
+        }
+        Entered(changed)
+    }
+
+    fn set(self) {
+        write(read() & !RESULTS | self.0);
+    }
+
+    /// Subnormal operands and results are zero.
+    #[cfg(test)]
+    pub(super) fn flushing(self) -> Self {
+        FloatMode(self.0 | FLUSH)
+    }
+}
+
+/// Puts the thread's own mode back.
+#[derive(Debug)]
+pub(super) struct Entered(Option<FloatMode>);
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        if let Some(before) = self.0 {
+            before.set();
+        }
+    }
+}
+
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+mod register {
+    use std::arch::asm;
+
+    /// MXCSR.
+    pub(super) type Register = u32;
+
+    /// Flush to zero, rounding control, denormals are zero; without masks of exceptions and what has occurred.
+    pub(super) const RESULTS: Register = 0xe040;
+    #[cfg(test)]
+    pub(super) const FLUSH: Register = 0x8040;
+
+    pub(super) fn read() -> Register {
+        let mut value = 0u32;
+        // SAFETY: writes the 4 bytes that are given.
+        unsafe { asm!("stmxcsr [{}]", in(reg) &raw mut value, options(nostack, preserves_flags)) };
+        value
+    }
+
+    pub(super) fn write(value: Register) {
+        // SAFETY: the value is of a thread's register, so no reserved bit is set. Kernels are right in each mode: what is
+        // computed between two changes are tasks, in the mode that they would meet on the caller's thread.
+        unsafe { asm!("ldmxcsr [{}]", in(reg) &raw const value, options(nostack)) };
+    }
+}
+
+#[cfg(all(target_arch = "aarch64", not(miri)))]
+mod register {
+    use std::arch::asm;
+
+    /// FPCR.
+    pub(super) type Register = u64;
+
+    /// FIZ, AH, NEP, FZ16, rounding, FZ, DN, AHP; without traps.
+    pub(super) const RESULTS: Register = 0x07c8_0007;
+    #[cfg(test)]
+    pub(super) const FLUSH: Register = 1 << 24;
+
+    pub(super) fn read() -> Register {
+        let value;
+        // SAFETY: reads a register that every thread may read.
+        unsafe { asm!("mrs {}, fpcr", out(reg) value, options(nomem, nostack, preserves_flags)) };
+        value
+    }
+
+    pub(super) fn write(value: Register) {
+        // SAFETY: the value is of a thread's register. Kernels are right in each mode: what is computed between two
+        // changes are tasks, in the mode that they would meet on the caller's thread.
+        unsafe { asm!("msr fpcr, {}", in(reg) value, options(nostack)) };
+    }
+}
+
+#[cfg(any(miri, not(any(target_arch = "x86_64", target_arch = "aarch64"))))]
+mod register {
+    /// There is one mode only.
+    pub(super) type Register = u32;
+    pub(super) const RESULTS: Register = 0;
+    #[cfg(test)]
+    pub(super) const FLUSH: Register = 0;
+
+    pub(super) fn read() -> Register {
+        0
+    }
+
+    pub(super) fn write(_: Register) {}
+}
+
+#[cfg(test)]
+use register::FLUSH;
+use register::{RESULTS, Register, read, write};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_mode_is_put_back() {
+        let before = FloatMode::current();
+        {
+            let _outer = before.flushing().enter();
+            assert_eq!(FloatMode::current(), before.flushing());
+            drop(before.enter());
+            assert_eq!(FloatMode::current(), before.flushing());
+        }
+        assert_eq!(FloatMode::current(), before);
+    }
+}
