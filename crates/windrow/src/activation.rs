@@ -21,6 +21,9 @@ pub enum Approximate {
 names! { Approximate, "approximate": None = "none" | "exact", Tanh = "tanh" }
 
 /// What is applied to each element of an operator's result, after the bias.
+///
+/// SiLU and GELU are computed for every finite number, to the last numbers that are not 0 in the output's type. At
+/// infinities every operator gives the limits: infinity, and -0 at minus infinity, where the formulas are NaN.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Activation {
@@ -118,6 +121,9 @@ fn tanh_argument(x: f64) -> f64 {
 fn normal_cdf(x: f64) -> f64 {
     0.5 * libm::erfc(-x * FRAC_1_SQRT_2)
 }
+
+#[cfg(test)]
+mod edges;
 
 #[cfg(test)]
 mod tests {

@@ -5,9 +5,9 @@
 //! it. So SiLU, the activation of every model with this operator, is computed here with fewer
 //! operations and no division; the others are not.
 
-use crate::Activation;
 use crate::cpu::math::activate;
 use crate::cpu::{Simd, SimdElement};
+use crate::{Activation, DType};
 use std::f32::consts::LOG2_E;
 
 /// The activation of `x`, to be rounded to `T`.
@@ -15,11 +15,16 @@ use std::f32::consts::LOG2_E;
 pub(crate) fn epilogue<S: Simd, T: SimdElement>(s: S, activation: Activation, x: S::F32) -> S::F32 {
     match activation {
         Activation::Silu if T::DTYPE.is_half() => {
-            let (x, d) = numerator_and_denominator(s, x, EXP2_HALF);
+            let (x, d) = if T::DTYPE == DType::F16 {
+                // What is smaller than SiLU of -87 is 0 in f16.
+                numerator_and_denominator::<S, 5, false>(s, x, EXP2_HALF)
+            } else {
+                numerator_and_denominator::<S, 5, true>(s, x, EXP2_HALF)
+            };
             s.mul(x, s.recip14(d))
         }
         Activation::Silu => {
-            let (x, d) = numerator_and_denominator(s, x, EXP2);
+            let (x, d) = numerator_and_denominator::<S, 6, true>(s, x, EXP2);
             let recip = s.recip14(d);
             // A step of Newton's method, on the reciprocal: on the quotient it would make NaN of infinity.
             let error = s.neg_mul_add(d, recip, s.splat(1.0));
@@ -39,9 +44,10 @@ const EXP2: [f32; 6] = [1.0000001, 0.69314694, 0.24022119, 0.055507135, 0.009675
 #[allow(clippy::excessive_precision)] // as above
 const EXP2_HALF: [f32; 5] = [0.99999926, 0.6931218, 0.24024744, 0.05591786, 0.009570102];
 
-/// `x`, not below -87, and `1 + exp(-x)`, which is finite: SiLU is 0 beyond.
+/// `x` and `1 + exp(-x)`. Below -87, where the denominator would become infinite, both are multiplied by 2^-32
+/// if `TAIL`: from -109 on the quotient is -0. Else SiLU stays what it is at -87.
 #[inline(always)]
-fn numerator_and_denominator<S: Simd, const N: usize>(
+fn numerator_and_denominator<S: Simd, const N: usize, const TAIL: bool>(
     s: S,
     x: S::F32,
     exp2: [f32; N],
@@ -50,10 +56,17 @@ fn numerator_and_denominator<S: Simd, const N: usize>(
     /// low bits.
     const MAGIC: f32 = 12_582_912.0;
     // NaN stays NaN in both.
-    let x = s.max(s.splat(-87.0), x);
+    let x = s.max(s.splat(if TAIL { -109.0 } else { -87.0 }), x);
     let a = s.min(s.splat(87.0), x);
-    let magic = s.neg_mul_add(a, s.splat(LOG2_E), s.splat(MAGIC));
-    let minus_n = s.sub(s.splat(MAGIC), magic);
+    let (numerator, rounder) = if TAIL {
+        let far = s.lt(x, s.splat(-87.0));
+        let numerator = s.select(far, s.mul(x, s.splat(1.0 / (1u64 << 32) as f32)), x);
+        (numerator, s.select(far, s.splat(MAGIC - 32.0), s.splat(MAGIC)))
+    } else {
+        (x, s.splat(MAGIC))
+    };
+    let magic = s.neg_mul_add(a, s.splat(LOG2_E), rounder);
+    let minus_n = s.sub(rounder, magic);
     let r = s.neg_mul_add(a, s.splat(LOG2_E), minus_n);
     let mut p = s.splat(exp2[N - 1]);
     for &c in exp2[..N - 1].iter().rev() {
@@ -61,5 +74,5 @@ fn numerator_and_denominator<S: Simd, const N: usize>(
     }
     // Adding n to the exponent multiplies by 2^n.
     let e = s.from_bits(s.add_i32(s.to_bits(p), s.shl_i32::<23>(s.to_bits(magic))));
-    (x, s.add(e, s.splat(1.0)))
+    (numerator, s.add(e, s.splat(1.0)))
 }

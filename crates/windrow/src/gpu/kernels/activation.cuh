@@ -12,10 +12,13 @@
 
 enum Activation { IDENTITY, RELU, SILU, GELU, GELU_TANH, RELU6 };
 
-// x / (1 + exp(-x)). Beyond -120 the result is 0 in every type.
+// x / (1 + exp(-x)). Below -87, where the denominator would become infinite, numerator and denominator are
+// multiplied by 2^-32: from -109 on the result is -0 in every type.
 __device__ __forceinline__ float silu(float x) {
     x = max_nan(x, -120.0f);
-    return x * reciprocal_fast(1.0f + exp2_fast(-1.44269504f * x));
+    bool far = x < -87.0f;
+    float e = exp2_fast(fmaf(-1.44269504f, x, far ? -32.0f : 0.0f));
+    return (far ? x * 0x1p-32f : x) * reciprocal_fast(1.0f + e);
 }
 
 // 1 / x within half a unit in the last place, nearly always.
