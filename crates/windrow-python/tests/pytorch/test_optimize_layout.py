@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from common import OURS, THEIRS, TOLERANCE, each_device, leaf
+from common import OURS, THEIRS, TOLERANCE, called, each_device, leaf
 from torch import nn
 from windrow.torch import Conv2d, optimize
 from windrow.torch._fused import FusedConv2d
@@ -35,7 +35,7 @@ def close(got, model, x):
 def seen(fast, x):
     """The strides of the image that the first convolution is given."""
     found = []
-    first = next(m for m in fast.modules() if isinstance(m, FusedConv2d))
+    first = next(m for m in called(fast) if isinstance(m, FusedConv2d))
     handle = first.register_forward_pre_hook(lambda _, args: found.append(args[0].stride()))
     fast(x)
     handle.remove()
@@ -157,9 +157,9 @@ def test_linear_layers_of_images(device, layout, activation, bias):
     fused = fast.windrow_report.fused
     assert "FusedConv2d(6, 24, kernel_size=(1, 1)" in fused["up"] and name in fused["up"].split("): ")[1]
     assert fused["down"].endswith("): folded scale, added")
-    assert not any(isinstance(m, (nn.Linear, nn.GELU)) for m in fast.modules())
+    assert not any(isinstance(m, (nn.Linear, nn.GELU)) for m in called(fast))
     # What else the graph names are modules.
-    assert not any(isinstance(getattr(fast, n.target), torch.Tensor) for n in fast.graph.nodes if n.op == "get_attr")
+    assert not any(isinstance(getattr(fast, n.target), torch.Tensor) for n in fast._windrow_graph.graph.nodes if n.op == "get_attr")
     assert fast.up.weight.shape == model.up.weight.shape
     with torch.inference_mode():
         for _ in range(2):
@@ -201,7 +201,7 @@ def back(x):
 def test_other_linear_layers_stay(function):
     model = Called(function, conv=nn.Conv2d(6, 8, 3), linear=nn.Linear(8, 8), norm=nn.LayerNorm(8)).eval()
     fast = optimize(model)
-    assert any(isinstance(m, nn.Linear) for m in fast.modules())
+    assert any(isinstance(m, nn.Linear) for m in called(fast))
     x = leaf(*X, grad=False)
     with torch.inference_mode():
         close(fast(x), model, x)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from windrow.torch._graph import has_hooks
+from windrow.torch._graph import is_wrapped, writes
 
 # What sees how a tensor lies in memory: `view` raises where its dimensions do not lie next to each other.
 _SEE_STRIDES = {"view", "view_as", "as_strided", "stride", "is_contiguous", "data_ptr", "storage_offset", "numpy"}
@@ -22,11 +22,20 @@ def is_any_layout(traced: fx.GraphModule) -> bool:
     for node in traced.graph.nodes:
         if node.op in ("call_method", "call_function"):
             name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-            if name in _SEE_STRIDES:
+            if name in _SEE_STRIDES or _is_random(name):
                 return False
-        elif node.op == "call_module" and has_hooks(modules[node.target]):
-            return False
-    return True
+        elif node.op == "call_module":
+            module = modules[node.target]
+            if is_wrapped(module) or (module.training and _is_random(type(module).__name__)):
+                return False
+    # What is written to the image must not be written to a copy of it.
+    return all(source.op != "placeholder" for source in writes(traced.graph, modules))
+
+
+def _is_random(name: str) -> bool:
+    """Random numbers are drawn in the order of memory."""
+    parts = ("rand", "dropout", "bernoulli", "normal_", "uniform_", "exponential_", "multinomial", "rrelu", "stochastic")
+    return any(part in name.lower() for part in parts)
 
 
 def pays_on_cpu(traced: fx.GraphModule) -> bool:
@@ -63,8 +72,8 @@ class InChannelsLast(nn.Module):
     """An image in channels-last where that is faster; as it is under transforms of `torch.func`, where not every version of
     PyTorch can lay it out."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dim() != 4 or not _pays(x) or _is_transformed():
+    def forward(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.dim() != 4 or not _pays(x) or _is_transformed():
             return x
         return x.contiguous(memory_format=torch.channels_last)
 
@@ -83,7 +92,7 @@ def _is_transformed() -> bool:
 class LaidOutAs(nn.Module):
     """A result, row-major if x is."""
 
-    def forward(self, y: Any, x: Tensor) -> Any:
-        if isinstance(y, Tensor) and y.dim() == 4 and x.is_contiguous():
+    def forward(self, y: Any, x: Any) -> Any:
+        if isinstance(y, Tensor) and y.dim() == 4 and isinstance(x, Tensor) and x.is_contiguous():
             return y.contiguous()
         return y

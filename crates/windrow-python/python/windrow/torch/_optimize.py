@@ -3,8 +3,8 @@
 import copy
 import inspect
 import operator
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,16 +13,19 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from windrow.torch._batch_norm import BatchNorm2d
+from windrow.torch._by_graph import ByGraph, Fold, put_before, undo
+from windrow.torch._check import Check, Checked
 from windrow.torch._conv2d import ACCURACIES
 from windrow.torch._fused import FusedConv2d
 from windrow.torch._gelu import GELU, gelu
 from windrow.torch._group_norm import GroupNorm
-from windrow.torch._graph import has_hooks, replace_module
+from windrow.torch._graph import attribute, is_tensor, is_wrapped, replace_module, written
 from windrow.torch._layout import is_any_layout, pays_on_cpu, to_channels_last
 from windrow.torch._modules import Conv2d, Convolution
 from windrow.torch._patch import freeze, patch
 from windrow.torch._pointwise import Pointwise, linear_to_convolutions
 from windrow.torch._sequence import in_sequences
+from windrow.torch._trace import FROZEN_NORM, NORM_ACT, Unsound, is_leaf, traced
 
 
 @dataclass
@@ -39,36 +42,79 @@ class OptimizeReport:
         return "\n".join(lines) or "no convolution and no GELU in this model"
 
 
-def optimize(model: nn.Module, accuracy: str | None = None) -> nn.Module:
+def optimize(model: nn.Module, accuracy: str | None = None, check: bool = True) -> nn.Module:
     """A new module that computes what `model.eval()` does, faster; the model stays as it is.
 
-    torch.fx traces the model, or the `nn.Sequential`s in it if its `forward` takes more than one tensor or
+    torch.fx traces the model, or the modules in it whose `forward` takes one argument if that of the model takes more or
     branches on one. In what was traced, batch normalisations become part of the filters before them, and an
     addition and an activation (ReLU, ReLU6, SiLU, GELU) behind a convolution one operation with it. It is computed by
     PyTorch's operators, by what cuDNN has in one, or by Windrow, whichever is found fastest when a problem first
     comes. All other convolutions, GELUs and group normalisations are as `patch` leaves them, with frozen filters.
 
-    The result owns its filters, which are buffers and taken to stay as they are; `load_state_dict` may replace them.
-    It can be saved and loaded, compiled, and captured into CUDA graphs once it has run. No gradient flows through it.
-    Its `windrow_report` says what was done. accuracy: as in `patch`.
+    The result is of the model's class, with its attributes, methods and modules, and owns its filters. These are taken to
+    stay as they are; `load_state_dict` may replace them, also by those of the model. It can be saved and loaded, compiled,
+    and captured into CUDA graphs once it has run. No gradient flows through it. Its `windrow_report` says what was done.
+    accuracy: as in `patch`.
+
+    check: the first call for each kind of input (types, shapes, layout, flags) is compared with the model's, in results and in
+    each convolution; where one differs, the result is as `patch` leaves the model from there on, and the report says why.
     """
     if accuracy not in ACCURACIES:
         raise ValueError(f"`accuracy` is {accuracy!r}, expected one of {[*ACCURACIES]}")
     report = OptimizeReport()
-    result = copy.deepcopy(model).eval().requires_grad_(False)
-    result = _optimized(result, "", accuracy, report)
+    result = copy.deepcopy(model)
+    for module in [*result.modules()]:
+        undo(module)
+    result.eval().requires_grad_(False)
+    _optimize(result, "", accuracy, report)
     rest = patch(result, accuracy)
     kinds = (FusedConv2d, Convolution, GELU, GroupNorm)
-    modules = dict(result.named_modules())
+    modules, called = dict(result.named_modules()), _called(result)
     # Batch normalisations that were not folded are PyTorch's: they are another's in training only.
-    report.fused |= {n: what for n, what in rest.swapped.items() if not isinstance(modules[n], BatchNorm2d)}
+    report.fused |= {
+        n: what for n, what in rest.swapped.items() if modules[n] in called and not isinstance(modules[n], BatchNorm2d)
+    }
     report.left |= {n: why for n, why in rest.left.items() if not isinstance(modules[n], kinds)}
-    _turn_filters(freeze(result))
+    report.left |= _not_folded(modules)
+    _turn_filters([m for m in freeze(result).modules() if m in called])
+    for module in modules.values():
+        if isinstance(module, ByGraph):
+            module._watch()
     result.windrow_report = report
+    if check and any(isinstance(m, ByGraph) for m in modules.values()):
+        put_before(result, Checked)
+        result.__dict__["_windrow_check"] = Check(accuracy)
     return result.eval()
 
 
-def _turn_filters(model: nn.Module) -> None:
+def _not_folded(modules: dict[str, nn.Module]) -> dict[str, str]:
+    """Why normalisations by numbers of their own are none that a filter could take up."""
+    parts = [(name, m) for name, m in modules.items() if isinstance(m, ByGraph)]
+    folded = {f"{name}.{f.norm}".lstrip(".") for name, m in parts for f in m._windrow_folds}
+    left = {}
+    for name, module in modules.items():
+        kind = type(module)
+        is_own = not kind.__module__.startswith(("torch.nn.", "windrow."))
+        if name in folded or not isinstance(getattr(module, "running_var", None), Tensor):
+            continue
+        if isinstance(module, nn.BatchNorm2d) and module.training:
+            left[name] = f"{kind.__name__} is not folded: it stays in training"
+        elif is_own:
+            left[name] = f"{kind.__module__}.{kind.__qualname__} is not folded into a convolution before it"
+    return left
+
+
+def _called(model: nn.Module) -> set[nn.Module]:
+    """The modules that calls reach: of what is computed by a graph, those of the graph."""
+    called, beside = set(), set()
+    for module in model.modules():
+        if isinstance(module, ByGraph):
+            called |= {*module._windrow_graph.modules()}
+            beside |= {*module.modules()}
+    return called | ({*model.modules()} - beside)
+
+
+def _turn_filters(modules: Iterable[nn.Module]) -> None:
     """Lays filters of halves on CUDA out in channels-last, for which cuDNN has its kernels. Row-major images are copied for them
     on each call; a filter that the model owns need not be, nor be kept once more."""
 
@@ -78,99 +124,98 @@ def _turn_filters(model: nn.Module) -> None:
         k, c, *size = conv.weight.shape
         return conv.weight.element_size() == 2 and k % 8 == 0 and c % 8 == 0 and max(size) > 1
 
-    for conv in [m for m in model.modules() if gains(m)]:
+    for conv in [m for m in modules if gains(m)]:
         conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
         conv.is_turned = True
 
 
-def _optimized(module: nn.Module, name: str, accuracy: str | None, report: OptimizeReport) -> nn.Module:
-    """The module, or what takes its place."""
-    if not any(isinstance(m, nn.Conv2d) for m in module.modules()) or _is_leaf(module):
-        return module
-    if _takes_one_tensor(module) and not has_hooks(module):
+def _optimize(module: nn.Module, name: str, accuracy: str | None, report: OptimizeReport) -> None:
+    """Gives the module, or modules in it, a graph."""
+    if not any(isinstance(m, nn.Conv2d) for m in module.modules()) or is_leaf(module):
+        return
+    if _takes_one_argument(module):
         try:
-            traced = fx.GraphModule(module, _Tracer().trace(module), type(module).__name__)
+            graph = traced(module)
+        except Unsound as why:
+            report.left[name or _WHOLE] = f"not fused as a whole: {why}"
         except Exception as error:  # Whatever a model's own code raises when it gets no tensor.
             if name == "":
                 first = str(error).strip().partition("\n")[0]
-                report.left["the model as a whole"] = f"torch.fx cannot trace it: {first}"
+                report.left[_WHOLE] = f"torch.fx cannot trace it: {first}"
         else:
-            prefix = f"{name}." if name else ""
-            _drop_identities(traced)
-            # Of a part, what is saved may be less than laying out its image and result.
-            on_cuda = all(t.is_cuda for t in traced.parameters())
-            on_cpu = all(t.is_cpu for t in traced.state_dict().values())
-            is_last = name == "" and is_any_layout(traced) and (on_cuda or (on_cpu and pays_on_cpu(traced)))
-            if is_last or on_cuda:
-                linear_to_convolutions(traced)
-            for what, how in _fuse(traced, accuracy):
-                report.fused[prefix + what] = how
-            if is_last:
-                to_channels_last(traced)
-            if on_cpu:
-                in_sequences(traced)
-            return traced
-    for child_name, child in list(module.named_children()):
-        path = f"{name}.{child_name}" if name else child_name
-        setattr(module, child_name, _optimized(child, path, accuracy, report))
-    return module
+            _by_graph(module, graph, name, accuracy, report)
+            return
+    for child_name, child in module.named_children():
+        _optimize(child, f"{name}.{child_name}" if name else child_name, accuracy, report)
 
 
-def _takes_one_tensor(module: nn.Module) -> bool:
+_WHOLE = "the model as a whole"
+
+
+def _by_graph(
+    module: nn.Module, graph: fx.GraphModule, name: str, accuracy: str | None, report: OptimizeReport
+) -> None:
+    _split_activations(graph)
+    _drop_identities(graph)
+    # Of a part, what is saved may be less than laying out its image and result.
+    on_cuda = all(t.is_cuda for t in graph.parameters())
+    on_cpu = all(t.is_cpu for t in graph.state_dict().values())
+    is_last = name == "" and is_any_layout(graph) and (on_cuda or (on_cpu and pays_on_cpu(graph)))
+    if is_last or on_cuda:
+        linear_to_convolutions(graph)
+    folds = []
+    for fold, what in _fuse(module, graph, accuracy):
+        report.fused[f"{name}.{fold.fused}" if name else fold.fused] = what
+        folds.append(fold)
+    if not folds and not is_last:
+        return
+    if is_last:
+        to_channels_last(graph)
+    if on_cpu:
+        in_sequences(graph)
+    put_before(module, ByGraph)
+    module.__dict__ |= {"_windrow_graph": graph, "_windrow_folds": folds}
+
+
+def _takes_one_argument(module: nn.Module) -> bool:
     """Only then is it known what tracing stands for: an argument with a default may be None in some calls."""
     parameters = inspect.signature(module.forward).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return len(parameters) == 1 and all(p.kind in kinds and p.default is p.empty for p in parameters)
 
 
-def _is_leaf(module: nn.Module) -> bool:
-    is_known = type(module).__module__.startswith(("torch.nn", "torch.ao.nn", "windrow."))
-    return (is_known and not isinstance(module, nn.Sequential)) or has_hooks(module)
-
-
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return _is_leaf(m)
-
-
-def _fuse(traced: fx.GraphModule, accuracy: str | None) -> Iterator[tuple[str, str]]:
-    """Changes the module in place; gives the names of convolutions, and what became of each."""
-    graph = traced.graph
-    modules = dict(traced.named_modules())
+def _fuse(module: nn.Module, graph_module: fx.GraphModule, accuracy: str | None) -> Iterator[tuple[Fold, str]]:
+    """Changes the graph in place; gives what became of each convolution, and says so in words."""
+    graph = graph_module.graph
+    modules = dict(graph_module.named_modules())
     names: set[str] = set()
     for node in list(graph.nodes):
-        module = modules.get(node.target) if node.op == "call_module" else None
-        if module is None or not _can_be_fused(module, node):
+        conv = modules.get(node.target) if node.op == "call_module" else None
+        if conv is None or not _can_be_fused(conv, node):
             continue
         tail, what = node, []
-        if (norm := _only_user(tail)) is not None and (bn := _batch_norm(norm, modules)) is not None:
-            weight, bias = _folded(module, bn)
+        fold = Fold(node.target, node.target)
+        if (norm := _only_user(tail)) is not None and _is_foldable(norm, modules):
+            fold, tail = replace(fold, norm=norm.target), norm
             what.append(f"folded {norm.target}")
-            tail = norm
-        else:
-            weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
-        if (mul := _only_user(tail)) is not None and (factor := _factors(mul, tail, traced, weight)) is not None:
-            weight, bias = _scaled(weight, bias, factor)
-            what.append(f"folded {next(n for n in mul.all_input_nodes if n is not tail).target}")
-            tail = mul
+        if (mul := _only_user(tail)) is not None and (factor := _factor(mul, tail, graph_module, conv)) is not None:
+            fold, tail = replace(fold, factor=factor), mul
+            what.append(f"folded {factor}")
         residual = None
-        if (add := _only_user(tail)) is not None and (other := _other_of_sum(add, tail)) is not None:
+        if (add := _only_user(tail)) is not None and (other := _other_of_sum(add, tail, modules)) is not None:
             if not _changes_between(node, add, modules):
-                residual, tail = other, add
+                residual, tail, fold = other, add, replace(fold, is_added=True)
                 what.append("added")
-        activation = None
-        if (after := _only_user(tail)) is not None:
-            activation = _activation(after, modules)
-            if activation is not None:
-                tail = after
-                what.append(activation)
+        if (after := _only_user(tail)) is not None and (activation := _activation(after, modules)) is not None:
+            tail, fold = after, replace(fold, activation=activation)
+            what.append(activation)
         name = node.target
         while name in names:
             name += "_again"
         names.add(name)
-        weight = weight.flatten(1) if type(module) is Pointwise else weight
-        fused = FusedConv2d(weight, bias, _options(module), activation, accuracy)
-        replace_module(traced, name, fused)
+        fold = replace(fold, fused=name)
+        fused = FusedConv2d(*fold.filter(module), _options(conv), fold.activation, accuracy)
+        replace_module(graph_module, name, fused)
         # Where it was, but behind what is added.
         with graph.inserting_before(tail if residual is not None else node):
             inputs = node.args[:1] + (() if residual is None else (residual,))
@@ -183,10 +228,10 @@ def _fuse(traced: fx.GraphModule, accuracy: str | None) -> Iterator[tuple[str, s
             factors = [a for a in old.all_input_nodes if a.op == "get_attr" and len(a.users) == 1]
             for gone in [old, *factors]:
                 graph.erase_node(gone)
-        yield name, f"FusedConv2d({fused.extra_repr()})" + (f": {', '.join(what)}" if what else "")
-    traced.delete_all_unused_submodules()
+        yield fold, f"FusedConv2d({fused.extra_repr()})" + (f": {', '.join(what)}" if what else "")
+    graph_module.delete_all_unused_submodules()
     graph.lint()
-    traced.recompile()
+    graph_module.recompile()
 
 
 def _leads_to(node: fx.Node, first: fx.Node) -> bool:
@@ -206,7 +251,7 @@ def _can_be_fused(module: nn.Module, node: fx.Node) -> bool:
         and module.padding_mode == "zeros"
         and getattr(module, "activation", None) is None
         and not is_parametrized(module)
-        and not has_hooks(module)
+        and not is_wrapped(module)
         and _options(module) is not None
         and len(node.args) == 1
         and not node.kwargs
@@ -224,82 +269,77 @@ def _options(module: nn.Conv2d) -> tuple[Any, ...] | None:
     return module.stride, padding, module.dilation, module.groups
 
 
-def _batch_norm(node: fx.Node, modules: dict[str, nn.Module]) -> nn.BatchNorm2d | None:
-    module = modules.get(node.target) if node.op == "call_module" else None
-    is_fixed = type(module) in (nn.BatchNorm2d, BatchNorm2d) and module.running_mean is not None
-    return module if is_fixed and not has_hooks(module) else None
+def _is_foldable(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    """True for a normalisation by numbers that stay, and not by those of a batch."""
+    module: Any = modules.get(node.target) if node.op == "call_module" else None
+    if module is None or is_wrapped(module) or len(node.args) != 1 or node.kwargs:
+        return False
+    if type(module) in (nn.BatchNorm2d, BatchNorm2d):
+        return module.running_mean is not None and not module.training
+    return (type(module).__module__, type(module).__name__) == FROZEN_NORM
 
 
-def _folded(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
-    """Filter and bias with the normalisation in them, computed in f64 and rounded once."""
-    scale = (norm.running_var.double() + norm.eps).rsqrt()
-    if norm.weight is not None:
-        scale = scale * norm.weight.double()
-    bias = -norm.running_mean.double()
-    if conv.bias is not None:
-        bias = bias + conv.bias.double()
-    bias = bias * scale
-    if norm.bias is not None:
-        bias = bias + norm.bias.double()
-    weight = conv.weight.double() * scale[:, None, None, None]
-    # `to` keeps the strides: a channels-last filter stays one.
-    return weight.to(conv.weight.dtype).detach(), bias.to(conv.weight.dtype).detach()
+def _split_activations(traced: fx.GraphModule) -> None:
+    """Makes two modules of timm's normalisations with an activation in them."""
+    modules = dict(traced.named_modules())
+    for node in list(traced.graph.nodes):
+        module: Any = modules.get(node.target) if node.op == "call_module" else None
+        if module is None or (type(module).__module__, type(module).__name__) != NORM_ACT or is_wrapped(module):
+            continue
+        if type(module.drop) is not nn.Identity or len(node.args) != 1 or node.kwargs:
+            continue
+        norm = nn.BatchNorm2d(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
+        norm._parameters, norm._buffers = module._parameters, module._buffers
+        replace_module(traced, node.target, norm.train(module.training))
+        if type(module.act) is not nn.Identity:
+            replace_module(traced, f"{node.target}_act", module.act)
+            with traced.graph.inserting_after(node):
+                act = traced.graph.call_module(f"{node.target}_act", (node,))
+            node.replace_all_uses_with(act, lambda user, act=act: user is not act)
+    traced.recompile()
 
 
 _PRODUCTS: tuple[Any, ...] = (operator.mul, torch.mul, "mul")
 
 
-def _factors(node: fx.Node, one: fx.Node, traced: fx.GraphModule, weight: Tensor) -> Tensor | None:
+def _factor(node: fx.Node, one: fx.Node, traced: fx.GraphModule, conv: nn.Module) -> str | None:
     """What the channels of `one` are multiplied with, if the node is a product with a tensor of the model, [channels, 1, 1]."""
     if node.op not in ("call_function", "call_method") or node.target not in _PRODUCTS or node.kwargs:
         return None
     other = [a for a in node.args if a is not one]
     if len(node.args) != 2 or len(other) != 1 or not isinstance(other[0], fx.Node) or other[0].op != "get_attr":
         return None
-    *path, last = other[0].target.split(".")
-    factor = getattr(traced.get_submodule(".".join(path)), last)
+    name = str(other[0].target)
+    factor, weight = attribute(traced, name), conv.weight
     fits = factor.shape == (weight.shape[0], 1, 1) and factor.dtype == weight.dtype
-    return factor if fits else None
+    return name if fits and not name.rpartition(".")[2].startswith("_tensor_constant") else None
 
 
-def _scaled(weight: Tensor, bias: Tensor | None, factor: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Filter and bias times a factor for each output channel, [channels, 1, 1]."""
-    by = factor.detach().double()
-    scaled = (weight.double() * by[..., None]).to(weight.dtype)
-    return scaled, None if bias is None else (bias.double() * by[:, 0, 0]).to(bias.dtype)
+_SUMS: tuple[Any, ...] = (operator.add, torch.add, "add", "add_")
 
 
-_SUMS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")
-
-
-def _other_of_sum(node: fx.Node, one: fx.Node) -> fx.Node | None:
-    """What is added to `one`, if the node is such a sum of two tensors."""
+def _other_of_sum(node: fx.Node, one: fx.Node, modules: dict[str, nn.Module]) -> fx.Node | None:
+    """What is added to `one`, if the node is such a sum of two tensors, and writes to no other than `one`."""
     if node.op not in ("call_function", "call_method") or node.target not in _SUMS:
         return None
     if node.kwargs or len(node.args) != 2 or not all(isinstance(a, fx.Node) for a in node.args):
         return None
+    if written(node, modules) not in (None, one):
+        return None
     first, second = node.args
     other = second if first is one else first
-    return None if other is one else other
+    return other if other is not one and is_tensor(other) else None
 
 
 def _changes_between(first: fx.Node, last: fx.Node, modules: dict[str, nn.Module]) -> bool:
     """True if what lies between may change a tensor in place: then the first cannot be computed later."""
     node = first.next
     while node is not last:
-        if node.op == "call_module" and getattr(modules.get(node.target), "inplace", False):
-            return True
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        is_operator = getattr(node.target, "__module__", "") == "_operator" and name in _IN_PLACE
-        if node.op in ("call_method", "call_function") and (
-            is_operator or node.kwargs.get("inplace") or (name.endswith("_") and not name.endswith("__"))
-        ):
+        if written(node, modules) is not None:
             return True
         node = node.next
     return False
 
-
-_IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "setitem"}
 
 _ACTIVATIONS: dict[Any, str] = {
     nn.ReLU: "relu",
@@ -323,7 +363,7 @@ def _activation(node: fx.Node, modules: dict[str, nn.Module]) -> str | None:
     approximate = node.kwargs.get("approximate", "none")
     if node.op == "call_module":
         module = modules.get(node.target)
-        if module is None or has_hooks(module):
+        if module is None or is_wrapped(module):
             return None
         what, approximate = type(module), getattr(module, "approximate", "none")
     elif node.op not in ("call_function", "call_method"):
@@ -339,7 +379,10 @@ def _drop_identities(traced: fx.GraphModule) -> None:
     for node in list(traced.graph.nodes):
         if node.op == "call_module":
             module = modules.get(node.target)
-            gone = type(module) in (nn.Identity, nn.Dropout, nn.Dropout2d) and not has_hooks(module)
+            gone = type(module) is nn.Identity or (
+                type(module) in (nn.Dropout, nn.Dropout2d) and not module.training
+            )
+            gone = gone and not is_wrapped(module)
         else:
             gone = node.op == "call_function" and _does_nothing(node.target, node)
         if gone and isinstance(node.args[0], fx.Node):

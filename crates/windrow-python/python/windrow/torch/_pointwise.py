@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from windrow.torch._graph import has_hooks, replace_module
+from windrow.torch._graph import is_wrapped, replace_module
 
 _TO_LAST, _BACK = (0, 2, 3, 1), (0, 3, 1, 2)
 _ELEMENTWISE = (nn.ReLU, nn.GELU, nn.SiLU)
@@ -70,7 +70,7 @@ def _is_pointwise(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     """A linear layer, or what treats each element alike, so that the order of the dimensions is nothing to it."""
     module = _module(node, modules)
     is_known = type(module) is nn.Linear or type(module) in _ELEMENTWISE
-    return is_known and len(node.args) == 1 and not node.kwargs and not has_hooks(module)
+    return is_known and len(node.args) == 1 and not node.kwargs and not is_wrapped(module)
 
 
 def _module(node: fx.Node, modules: dict[str, nn.Module]) -> nn.Module | None:

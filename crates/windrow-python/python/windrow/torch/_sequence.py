@@ -12,7 +12,7 @@ from torch.nn.modules import module as modules_of_torch
 
 from windrow import _native
 from windrow.torch._fused import Called, FusedConv2d, is_direct
-from windrow.torch._graph import has_hooks
+from windrow.torch._graph import is_wrapped
 from windrow.torch._precision import flags
 from windrow.torch._remembering import REMEMBERED, Remembering
 
@@ -124,8 +124,7 @@ class Sequence(Remembering):
             x, residual = values[image], None if added is None else values[added]
             values[self.images + i] = module(x) if added is None else module(x, residual)
             if ways is not None:
-                is_another = has_hooks(module) or "forward" in module.__dict__
-                is_known = type(module) is FusedConv2d and not is_another
+                is_known = type(module) is FusedConv2d and not is_wrapped(module)
                 ways.append(module.known(x, residual) if is_known else module)
             for value in self.last_read[i]:
                 values[value] = None
