@@ -8,6 +8,8 @@ import sys
 
 # As importlib.metadata asks for it, and the version whose interface it is.
 _NAME = "causal_conv1d"
+# Its extension, which mamba_ssm up to 2.2.4 imports.
+_EXTENSION = "causal_conv1d_cuda"
 _METADATA = """\
 Metadata-Version: 2.1
 Name: causal-conv1d
@@ -21,7 +23,7 @@ class Finder:
 
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if name != _NAME:
+        if name not in (_NAME, _EXTENSION):
             return None
         from importlib.machinery import PathFinder
         from importlib.util import spec_from_file_location
@@ -30,6 +32,10 @@ class Finder:
         if windrow is None or not windrow.submodule_search_locations:
             return None
         folder = windrow.submodule_search_locations[0] + "/compat/causal_conv1d"
+        if name == _EXTENSION:
+            # Not beside an original package.
+            is_ours = PathFinder.find_spec(_NAME) is None
+            return spec_from_file_location(name, folder + "_cuda.py") if is_ours else None
         return spec_from_file_location(
             name, folder + "/__init__.py", submodule_search_locations=[folder]
         )
@@ -51,7 +57,7 @@ def _distribution():
 
     class StandIn(Distribution):
         def read_text(self, filename):
-            return {"METADATA": _METADATA, "top_level.txt": _NAME}.get(filename)
+            return {"METADATA": _METADATA, "top_level.txt": f"{_NAME}\n{_EXTENSION}"}.get(filename)
 
         def locate_file(self, path):
             return path

@@ -39,6 +39,8 @@ from causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from causal_conv1d.causal_conv1d_interface import causal_conv1d_fn as fn
 from causal_conv1d.causal_conv1d_varlen import causal_conv1d_varlen_states
 from causal_conv1d.cpp_functions import causal_conv1d_fwd_function
+import causal_conv1d_cuda
+assert causal_conv1d_cuda.causal_conv1d_fwd
 import windrow.torch, windrow.compat.causal_conv1d
 assert fn is causal_conv1d_fn is windrow.torch.causal_conv1d_fn
 windrow.compat.causal_conv1d.install()
@@ -54,8 +56,9 @@ def test_the_original_wins(tmp_path):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: causal-conv1d\nVersion: 1.6.2\n")
     code = """
-import importlib.metadata, sys
+import importlib.metadata, importlib.util, sys
 import causal_conv1d
+assert importlib.util.find_spec("causal_conv1d_cuda") is None
 assert causal_conv1d.here and importlib.metadata.version("causal_conv1d") == "1.6.2"
 sys.argv = ["windrow.compat"]
 import runpy; runpy.run_module("windrow.compat", run_name="__main__")

@@ -1,5 +1,6 @@
 """Causal conv1d with the signatures of Dao-AILab's causal-conv1d."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -19,6 +20,19 @@ from windrow.torch._library import (
 )
 
 
+def as_computed(x: Tensor, *filters: Tensor | None) -> list[Tensor | None]:
+    """Filter and bias as Windrow takes them, in f32 or in the type of x: what is f16 or bf16 beside x of another type is
+    as good in f32."""
+    types = (x.dtype, torch.float32)
+    is_other = lambda t: t is not None and t.dtype not in types and t.dtype in (torch.float16, torch.bfloat16)
+    return [t.float() if is_other(t) else t for t in filters]
+
+
+def as_given(gradients: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients in the types of what they are of."""
+    return [g if g is None or t is None else g.to(t.dtype) for g, t in zip(gradients, tensors, strict=True)]
+
+
 def _kernel(
     x: Tensor,
     weight: Tensor,
@@ -31,8 +45,7 @@ def _kernel(
 ) -> tuple[Tensor, ...]:
     y = _native.causal_conv1d(
         x,
-        weight,
-        bias,
+        *as_computed(x, weight, bias),
         activation=activation,
         seq_idx=seq_idx,
         cu_seqlens=cu_seqlens,
@@ -80,15 +93,14 @@ def _backward_kernel(
         dy,
         dfinal_states,
         x,
-        weight,
-        bias,
+        *as_computed(x, weight, bias),
         activation,
         seq_idx,
         cu_seqlens,
         initial_states,
         tuple(needs),
     )
-    return or_empty(dy, grads)
+    return or_empty(dy, as_given(grads, (x, weight, bias, initial_states)))
 
 
 _causal_conv1d = define(
@@ -184,7 +196,7 @@ def causal_conv1d_fn(
     """Causal convolution of whole sequences; a drop-in for causal-conv1d's function of this name.
 
     x: [batch, dim, seqlen], any strides. weight: [dim, width], any width, or [dim_out, dim, width];
-    bias: [dim]; each f32 or x's type. seq_idx: [batch, seqlen] i32, tells packed sequences apart,
+    bias: [dim]; each f32, f16 or bf16. seq_idx: [batch, seqlen] i32, tells packed sequences apart,
     negative for padding; or cu_seqlens: [sequences + 1] i32 or i64 with batch 1.
     initial_states, final_states_out: [batch or sequences, dim, width - 1].
     activation: None, "silu", "swish", "gelu", "gelu_tanh", "relu" or "relu6".
@@ -209,8 +221,9 @@ def _update_kernel(
     cache_seqlens: Tensor | None,
     conv_state_indices: Tensor | None,
 ) -> Tensor:
+    filters = as_computed(x, weight, bias)
     return _native.causal_conv1d_update(
-        x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices
+        x, conv_state, *filters, activation, cache_seqlens, conv_state_indices
     )
 
 
@@ -243,11 +256,17 @@ def causal_conv1d_update(
     """
     # As `call` does it, in one native call: this is the function that a decoder calls most.
     if not is_dynamo_compiling():
-        y = _native.causal_conv1d_update_if_plain(
-            x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices
-        )
-        if y is not None:
-            return y
+        try:
+            y = _native.causal_conv1d_update_if_plain(
+                x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices
+            )
+        except TypeError:
+            # The operator computes with a filter of another type than x.
+            if all(new is old for new, old in zip(as_computed(x, weight, bias), (weight, bias), strict=True)):
+                raise
+        else:
+            if y is not None:
+                return y
     return _causal_conv1d_update(
         x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices
     )

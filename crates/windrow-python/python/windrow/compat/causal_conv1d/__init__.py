@@ -25,7 +25,7 @@ _SUBMODULES = ("causal_conv1d_interface", "causal_conv1d_varlen", "cpp_functions
 
 
 def install() -> None:
-    """Makes `import causal_conv1d` and its submodules mean this package.
+    """Makes `import causal_conv1d`, its submodules and `causal_conv1d_cuda` mean what is here.
 
     Raises RuntimeError if another `causal_conv1d` is imported already.
     """
@@ -34,5 +34,7 @@ def install() -> None:
         raise RuntimeError("another causal_conv1d is imported already")
     for name in _SUBMODULES:
         sys.modules[f"causal_conv1d.{name}"] = import_module(f"{__name__}.{name}")
+    # Its extension, which stands beside it.
+    sys.modules["causal_conv1d_cuda"] = import_module("windrow.compat.causal_conv1d_cuda")
     # importlib.util.find_spec, by which libraries look for optional packages, wants the own name.
     present.__spec__ = ModuleSpec("causal_conv1d", None, is_package=True)
