@@ -57,7 +57,7 @@ class _Functions:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         shape = x.shape
-        x = _three(x, weight)
+        x = _three(x, weight, cu_seqlens)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         _native.causal_conv1d(
             x.transpose(1, 2),
@@ -70,7 +70,7 @@ class _Functions:
         )
         y = y.view(shape)
         if residual is not None:
-            y += residual
+            y += residual.reshape(shape)
         final_state = None
         if output_final_state:
             final_state = self.causal_conv1d_update_states(
@@ -94,10 +94,10 @@ class _Functions:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         shape = x.shape
-        x, width = _three(x, weight), weight.shape[1]
+        x, width = _three(x, weight, cu_seqlens), weight.shape[1]
         needs = (True, True, bias is not None, initial_state is not None)
         dx, dw, db, dinitial = _native.causal_conv1d_backward(
-            _three(dy, weight).transpose(1, 2),
+            _three(dy, weight, cu_seqlens).transpose(1, 2),
             _before(dht),
             x.transpose(1, 2),
             weight,
@@ -113,7 +113,7 @@ class _Functions:
         dh0 = None
         if dinitial is not None:
             # The oldest column is multiplied with nothing.
-            dh0 = torch.cat([torch.zeros_like(dinitial[..., :1]), dinitial], -1)
+            dh0 = torch.cat([dinitial.new_zeros(*dinitial.shape[:2], 1), dinitial], -1)
         if dht is not None:
             _add_oldest(dht[..., 0], dx, dh0, width, cu_seqlens)
         return dx.reshape(shape), dw, db, dy if residual is not None else None, dh0
@@ -162,9 +162,10 @@ class _Functions:
         return y.view(shape), cache
 
 
-def _three(x: Tensor, weight: Tensor) -> Tensor:
-    """x as [batch, time, channels]: fla allows channels of several dimensions."""
-    return x if x.shape[-1] == weight.shape[0] else x.flatten(2)
+def _three(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """x as [batch, time, channels]: fla allows channels of several dimensions, and sequences packed over a batch."""
+    x = x if x.shape[-1] == weight.shape[0] else x.flatten(2)
+    return x if cu_seqlens is None else x.reshape(1, -1, x.shape[-1])
 
 
 def _before(state: Tensor | None) -> Tensor | None:

@@ -52,7 +52,7 @@ def leaf(*shape):
 
 @pytest.mark.parametrize("lengths", [None, [7, 1, 2, 5]])
 @pytest.mark.parametrize("with_state", [False, True])
-@pytest.mark.parametrize("options", [(3, True, None, True), (4, False, "swish", False)])
+@pytest.mark.parametrize("options", [(3, True, None, True), (4, False, "swish", False), (1, True, "silu", True)])
 @pytest.mark.parametrize("time", [15, 2])
 def test_forward_and_gradients(backend, lengths, with_state, options, time):
     width, biased, activation, with_residual = options
@@ -105,6 +105,26 @@ def test_forward_and_gradients(backend, lengths, with_state, options, time):
             assert grad is None
         else:
             torch.testing.assert_close(grad.double(), want[name], atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[8, 8], [3, 10, 3]])
+def test_sequences_packed_over_a_batch(backend, lengths):
+    """As one row of all: fla's kernels do not look at the batch then."""
+    x, weight, state = torch.randn(2, 8, 6), torch.randn(6, 4), torch.randn(len(lengths), 6, 4)
+    residual, dy, dht = torch.randn_like(x), torch.randn_like(x), torch.randn_like(state)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+
+    def both(*tensors):
+        x, residual, dy = tensors
+        more = {"initial_state": state, "cu_seqlens": cu_seqlens, "activation": "silu"}
+        y, final = backend.causal_conv1d_fwd(x, weight, None, residual, output_final_state=True, **more)
+        grads = backend.causal_conv1d_bwd(x, dy, dht, weight, None, residual, **more)
+        return [y, final, *grads]
+
+    packed = both(*(t.reshape(1, 16, 6) for t in (x, residual, dy)))
+    for got, want in zip(both(x, residual, dy), packed, strict=True):
+        assert got is want is None or torch.equal(got, want.view(got.shape))
+    assert both(x, residual, dy)[0].shape == both(x, residual, dy)[2].shape == x.shape
 
 
 @pytest.mark.parametrize("shape", [(5, 12), (1, 5, 12), (5, 1, 12)])
