@@ -183,6 +183,9 @@ def main() -> int:
     if record is None:
         versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
         record = {"date": f"{datetime.date.today()}", **provenance.commit(), "cpu": provenance.cpu(), **versions, "cases": []}
+        if extension := os.environ.get("WINDROW_EXTENSION_COMMIT"):
+            # Where it was built of another commit than the rest.
+            record["extension"] = extension
     cases = {case["network"]: case for case in record["cases"]}
     for other in options.join:
         cases |= {case["network"]: case for case in json.loads(other.read_text())["cases"]}
