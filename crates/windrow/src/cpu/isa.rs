@@ -116,6 +116,17 @@ impl Isa {
         }
     }
 
+    /// Whether its code is small rather than fast: the portable set on x86-64, for machines before AVX2.
+    pub(crate) fn is_small(self) -> bool {
+        match self.0 {
+            Kind::Lanes(_) => Lanes::IS_SMALL,
+            #[cfg(test)]
+            Kind::TileModel => Lanes::IS_SMALL,
+            #[cfg(target_arch = "x86_64")]
+            _ => false,
+        }
+    }
+
     /// Whether [`dispatch_tiles`] can run a kernel.
     pub(crate) fn has_tiles(self) -> bool {
         match self.0 {
@@ -131,8 +142,11 @@ impl Isa {
 /// A computation written once for all instruction sets.
 pub(crate) trait Kernel {
     type Output;
+    /// Whether it is a special case of what other kernels compute as well: [`Isa::is_small`] sets have no code for it.
+    const IS_SPECIAL: bool = false;
     /// Must be `#[inline(always)]`, and so must every generic function it calls: code is compiled
-    /// for an instruction set by being inlined into a function that enables it.
+    /// for an instruction set by being inlined into a function that enables it. What is large and called once for a
+    /// task or a row is a kernel of its own, called by [`Simd::outlined`].
     fn run<S: Simd>(self, simd: S) -> Self::Output;
 }
 
@@ -186,9 +200,17 @@ pub(crate) fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
         // SAFETY: an `Avx2` is made only where AVX2, FMA and F16C were detected.
         #[cfg(target_arch = "x86_64")]
         Kind::Avx2(t) => unsafe { with_avx2(t, kernel) },
-        Kind::Lanes(t) => with_lanes(t, kernel),
+        Kind::Lanes(t) => general(isa, t, kernel),
         #[cfg(test)]
-        Kind::TileModel => with_lanes(Lanes, kernel),
+        Kind::TileModel => general(isa, Lanes, kernel),
+    }
+}
+
+fn general<K: Kernel>(isa: Isa, t: Lanes, kernel: K) -> K::Output {
+    if const { K::IS_SPECIAL && Lanes::IS_SMALL } {
+        unreachable!("{} has no code for special cases", isa.name())
+    } else {
+        with_lanes(t, kernel)
     }
 }
 
@@ -212,8 +234,25 @@ fn with_avx2<K: Kernel>(t: Avx2, kernel: K) -> K::Output {
     kernel.run(t)
 }
 
+// `Simd::outlined` of each set. The compiler leaves `#[inline(never)]` out of account where a function enables features;
+// these enable none, and so nothing is inlined into them, either.
+
+#[cfg(target_arch = "x86_64")]
 #[inline(never)]
-fn with_lanes<K: Kernel>(t: Lanes, kernel: K) -> K::Output {
+pub(super) fn call_avx512<K: Kernel>(t: Avx512, kernel: K) -> K::Output {
+    // SAFETY: an `Avx512` is made only where AVX-512 was detected.
+    unsafe { with_avx512(t, kernel) }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[inline(never)]
+pub(super) fn call_avx2<K: Kernel>(t: Avx2, kernel: K) -> K::Output {
+    // SAFETY: an `Avx2` is made only where AVX2, FMA and F16C were detected.
+    unsafe { with_avx2(t, kernel) }
+}
+
+#[inline(never)]
+pub(super) fn with_lanes<K: Kernel>(t: Lanes, kernel: K) -> K::Output {
     kernel.run(t)
 }
 

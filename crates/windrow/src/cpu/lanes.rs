@@ -1,7 +1,8 @@
 //! Vectors as arrays, which the compiler maps to what the target has: NEON with fused
 //! multiply-add on aarch64, SSE2 on x86-64.
 
-use super::Simd;
+use super::isa::with_lanes;
+use super::{Kernel, Simd};
 use half::{bf16, f16};
 
 const N: usize = 8;
@@ -34,10 +35,33 @@ fn fused(a: f32, b: f32, c: f32) -> f32 {
     }
 }
 
+// Conversions of half types are long where the target has no instructions for them: they are called.
+
+/// # Safety
+/// N elements are readable.
+#[cfg_attr(target_arch = "x86_64", inline(never))]
+#[cfg_attr(not(target_arch = "x86_64"), inline(always))]
+unsafe fn load_half<T: Copy + Into<f32>>(p: *const T) -> [f32; N] {
+    // SAFETY: passed on.
+    let h = unsafe { p.cast::<[T; N]>().read_unaligned() };
+    std::array::from_fn(|i| h[i].into())
+}
+
+/// # Safety
+/// N elements are writable.
+#[cfg_attr(target_arch = "x86_64", inline(never))]
+#[cfg_attr(not(target_arch = "x86_64"), inline(always))]
+unsafe fn store_half<T>(p: *mut T, v: [f32; N], rounded: impl Fn(f32) -> T) {
+    // SAFETY: passed on.
+    unsafe { p.cast::<[T; N]>().write_unaligned(v.map(rounded)) }
+}
+
 impl Simd for Lanes {
     const LANES: usize = N;
     // Half of the registers hold one array on a 4-wide machine with 32 of them.
     const REGISTERS: usize = if cfg!(target_arch = "aarch64") { 16 } else { 8 };
+    // On x86-64 it runs on machines before AVX2 only.
+    const IS_SMALL: bool = cfg!(target_arch = "x86_64");
     type F32 = [f32; N];
     type F64 = [f64; N];
     type I32 = [i32; N];
@@ -46,6 +70,10 @@ impl Simd for Lanes {
     const FAST_LOOKUP: bool = false;
     type Square = [[f32; N]; N];
 
+    #[inline(always)]
+    fn outlined<K: Kernel>(self, kernel: K) -> K::Output {
+        with_lanes(self, kernel)
+    }
     #[inline(always)]
     fn splat(self, x: f32) -> Self::F32 {
         [x; N]
@@ -89,13 +117,12 @@ impl Simd for Lanes {
     #[inline(always)]
     unsafe fn load_f16(self, p: *const f16) -> Self::F32 {
         // SAFETY: N elements are readable.
-        let h = unsafe { p.cast::<[f16; N]>().read_unaligned() };
-        std::array::from_fn(|i| h[i].to_f32())
+        unsafe { load_half(p) }
     }
     #[inline(always)]
     unsafe fn store_f16(self, p: *mut f16, v: Self::F32) {
         // SAFETY: N elements are writable.
-        unsafe { p.cast::<[f16; N]>().write_unaligned(v.map(f16::from_f32)) }
+        unsafe { store_half(p, v, f16::from_f32) }
     }
     #[inline(always)]
     unsafe fn stream_f16(self, p: *mut f16, v: Self::F32) {
@@ -105,13 +132,12 @@ impl Simd for Lanes {
     #[inline(always)]
     unsafe fn load_bf16(self, p: *const bf16) -> Self::F32 {
         // SAFETY: N elements are readable.
-        let h = unsafe { p.cast::<[bf16; N]>().read_unaligned() };
-        std::array::from_fn(|i| h[i].to_f32())
+        unsafe { load_half(p) }
     }
     #[inline(always)]
     unsafe fn store_bf16(self, p: *mut bf16, v: Self::F32) {
         // SAFETY: N elements are writable.
-        unsafe { p.cast::<[bf16; N]>().write_unaligned(v.map(bf16::from_f32)) }
+        unsafe { store_half(p, v, bf16::from_f32) }
     }
     #[inline(always)]
     unsafe fn stream_bf16(self, p: *mut bf16, v: Self::F32) {

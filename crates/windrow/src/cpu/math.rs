@@ -5,7 +5,7 @@
 //! error stays small down to the smallest normal number. The exponent's argument reaches -90, where a
 //! rounding of it would be magnified as much, so it is carried with its rounding error.
 
-use super::Simd;
+use super::{Kernel, MAX_LANES, Simd};
 use crate::activation::{CUBIC, SQRT_2_OVER_PI};
 use crate::{Activation, Approximate};
 use std::f64::consts::{LN_2, LOG2_E};
@@ -13,6 +13,79 @@ use std::f64::consts::{LN_2, LOG2_E};
 /// The activation of each lane.
 #[inline(always)]
 pub(crate) fn activate<S: Simd>(s: S, activation: Activation, x: S::F32) -> S::F32 {
+    match by_call(s, activation, false, x) {
+        Some(y) => y,
+        None => activated(s, activation, x),
+    }
+}
+
+/// The derivative of the activation at `x`, the value that [`activate`] is given. At its kinks that of ReLU and ReLU6
+/// is 0.
+#[inline(always)]
+pub(crate) fn activate_grad<S: Simd>(s: S, activation: Activation, x: S::F32) -> S::F32 {
+    match by_call(s, activation, true, x) {
+        Some(y) => y,
+        None => derivative(s, activation, x),
+    }
+}
+
+/// On sets whose code is small.
+#[inline(always)]
+fn by_call<S: Simd>(s: S, activation: Activation, grad: bool, x: S::F32) -> Option<S::F32> {
+    if !S::IS_SMALL {
+        return None;
+    }
+    let mut lanes = [0f32; MAX_LANES];
+    let at = lanes.as_mut_ptr();
+    // SAFETY: a vector has at most MAX_LANES elements.
+    unsafe {
+        s.store(at, x);
+        s.outlined(All { activation, grad, at, len: S::LANES });
+        Some(s.load(at))
+    }
+}
+
+/// Activates numbers in memory, by a call: every activation inline at each store would be the largest part of kernels.
+///
+/// # Safety
+/// `len` f32 are readable and writable at `at`.
+#[inline(always)]
+pub(crate) unsafe fn activate_all<S: Simd>(s: S, activation: Activation, at: *mut f32, len: usize) {
+    s.outlined(All { activation, grad: false, at, len });
+}
+
+/// Made by [`activate_all`], whose caller answers for its pointer, and [`by_call`] only.
+struct All {
+    activation: Activation,
+    /// The derivative instead.
+    grad: bool,
+    at: *mut f32,
+    len: usize,
+}
+
+impl Kernel for All {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        for i in (0..self.len).step_by(S::LANES) {
+            let n = S::LANES.min(self.len - i);
+            // SAFETY: promised by the caller of `activate_all`.
+            unsafe {
+                let at = self.at.add(i);
+                let x = if n == S::LANES { s.load(at) } else { s.load_first(at, n) };
+                let y = match S::IS_SMALL && self.grad {
+                    true => derivative(s, self.activation, x),
+                    false => activated(s, self.activation, x),
+                };
+                if n == S::LANES { s.store(at, y) } else { s.store_first(at, y, n) }
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn activated<S: Simd>(s: S, activation: Activation, x: S::F32) -> S::F32 {
     match activation {
         Activation::Identity => x,
         Activation::Relu => s.max(s.zero(), x),
@@ -23,10 +96,8 @@ pub(crate) fn activate<S: Simd>(s: S, activation: Activation, x: S::F32) -> S::F
     }
 }
 
-/// The derivative of the activation at `x`, the value that [`activate`] is given. At its kinks that of ReLU and ReLU6
-/// is 0.
 #[inline(always)]
-pub(crate) fn activate_grad<S: Simd>(s: S, activation: Activation, x: S::F32) -> S::F32 {
+fn derivative<S: Simd>(s: S, activation: Activation, x: S::F32) -> S::F32 {
     match activation {
         Activation::Identity => s.splat(1.0),
         Activation::Relu => {
@@ -170,7 +241,7 @@ fn magnitude<S: Simd>(s: S, x: S::F32, limit: f32) -> S::F32 {
 
 /// `0.5 x erfc(-x / sqrt 2)`
 #[inline(always)]
-pub(crate) fn gelu<S: Simd>(s: S, x: S::F32) -> S::F32 {
+fn gelu<S: Simd>(s: S, x: S::F32) -> S::F32 {
     let a = magnitude(s, x, 16.0);
     let tail = s.mul(s.mul(a, scaled_normal_tail(s, a)), exp_neg_half_square(s, a));
     above_tail(s, x, tail)
@@ -178,14 +249,14 @@ pub(crate) fn gelu<S: Simd>(s: S, x: S::F32) -> S::F32 {
 
 /// `x / (1 + exp(-2 sqrt(2/pi) (x + 0.044715 x^3)))`
 #[inline(always)]
-pub(crate) fn gelu_tanh<S: Simd>(s: S, x: S::F32) -> S::F32 {
+fn gelu_tanh<S: Simd>(s: S, x: S::F32) -> S::F32 {
     let a = magnitude(s, x, 11.5);
     above_tail(s, x, logistic_tail(s, a, exp_neg_cubic(s, a)))
 }
 
 /// `x / (1 + exp(-x))`
 #[inline(always)]
-pub(crate) fn silu<S: Simd>(s: S, x: S::F32) -> S::F32 {
+fn silu<S: Simd>(s: S, x: S::F32) -> S::F32 {
     let a = magnitude(s, x, 126.0);
     above_tail(s, x, logistic_tail(s, a, exp_neg(s, a)))
 }
@@ -244,7 +315,6 @@ fn logistic_grad<S: Simd>(s: S, az: S::F32, e: S::F32) -> S::F32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::simd::MAX_LANES;
     use crate::cpu::{Isa, Kernel, dispatch};
 
     struct Map<'a> {

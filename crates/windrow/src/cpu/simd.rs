@@ -1,5 +1,6 @@
 //! Vectors of f32: the operations that kernels are written in.
 
+use super::Kernel;
 use half::{bf16, f16};
 
 /// An instruction set as a token: having a value means that the machine has the instructions.
@@ -23,8 +24,13 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     type Table: Copy;
     /// True if a lookup is as cheap as arithmetic.
     const FAST_LOOKUP: bool;
+    /// Whether code is small rather than fast: without special cases that the general one computes as well.
+    const IS_SMALL: bool = false;
     /// `LANES` vectors.
     type Square: Copy + AsRef<[Self::F32]> + AsMut<[Self::F32]>;
+
+    /// Runs a kernel by a call: its code is compiled once for the set, not wherever it is used.
+    fn outlined<K: Kernel>(self, kernel: K) -> K::Output;
 
     fn splat(self, x: f32) -> Self::F32;
     #[inline(always)]

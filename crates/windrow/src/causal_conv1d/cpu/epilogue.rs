@@ -14,24 +14,28 @@ use std::f32::consts::LOG2_E;
 #[inline(always)]
 pub(crate) fn epilogue<S: Simd, T: SimdElement>(s: S, activation: Activation, x: S::F32) -> S::F32 {
     match activation {
-        Activation::Silu if T::DTYPE.is_half() => {
-            let (x, d) = if T::DTYPE == DType::F16 {
-                // What is smaller than SiLU of -87 is 0 in f16.
-                numerator_and_denominator::<S, 5, false>(s, x, EXP2_HALF)
-            } else {
-                numerator_and_denominator::<S, 5, true>(s, x, EXP2_HALF)
-            };
-            s.mul(x, s.recip14(d))
-        }
-        Activation::Silu => {
-            let (x, d) = numerator_and_denominator::<S, 6, true>(s, x, EXP2);
-            let recip = s.recip14(d);
-            // A step of Newton's method, on the reciprocal: on the quotient it would make NaN of infinity.
-            let error = s.neg_mul_add(d, recip, s.splat(1.0));
-            s.mul(x, s.mul_add(recip, error, recip))
-        }
+        Activation::Silu => silu::<S, T>(s, x),
         _ => activate(s, activation, x),
     }
+}
+
+/// SiLU of `x`, to be rounded to `T`.
+#[inline(always)]
+pub(crate) fn silu<S: Simd, T: SimdElement>(s: S, x: S::F32) -> S::F32 {
+    if T::DTYPE.is_half() {
+        let (x, d) = if T::DTYPE == DType::F16 {
+            // What is smaller than SiLU of -87 is 0 in f16.
+            numerator_and_denominator::<S, 5, false>(s, x, EXP2_HALF)
+        } else {
+            numerator_and_denominator::<S, 5, true>(s, x, EXP2_HALF)
+        };
+        return s.mul(x, s.recip14(d));
+    }
+    let (x, d) = numerator_and_denominator::<S, 6, true>(s, x, EXP2);
+    let recip = s.recip14(d);
+    // A step of Newton's method, on the reciprocal: on the quotient it would make NaN of infinity.
+    let error = s.neg_mul_add(d, recip, s.splat(1.0));
+    s.mul(x, s.mul_add(recip, error, recip))
 }
 
 /// Largest error of [`epilogue`] for SiLU and the half types, relative to the result: the reciprocal's

@@ -184,25 +184,6 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        // SAFETY: `Forward::run` promises operands and scratch memory of the right sizes.
-        unsafe {
-            match self.plan.problem.width {
-                2 => self.run_width::<S, 2>(s),
-                3 => self.run_width::<S, 3>(s),
-                4 => self.run_width::<S, 4>(s),
-                _ => self.run_width::<S, 0>(s),
-            }
-        }
-        if self.plan.stream {
-            s.stream_fence();
-        }
-    }
-}
-
-impl<T: SimdElement> Task<'_, T> {
-    /// `W` is the width, or 0 for any.
-    #[inline(always)]
-    unsafe fn run_width<S: Simd, const W: usize>(&self, s: S) {
         let problem = &self.plan.problem;
         let sum = Sum {
             width: problem.width,
@@ -211,7 +192,7 @@ impl<T: SimdElement> Task<'_, T> {
         };
         let history = problem.history();
         let Inputs { tokens, parameters } = self.inputs;
-        // SAFETY: the scratch memory holds the parameters and two tiles.
+        // SAFETY: `Forward::run` promises operands, and scratch memory that holds the parameters and two tiles.
         unsafe {
             let staged = parameters.stage(s, problem, self.channels.clone(), self.scratch.cast());
             let used = self.plan.scratch - (history + 2 * TILE) * GROUP * size_of::<T>();
@@ -230,40 +211,40 @@ impl<T: SimdElement> Task<'_, T> {
                 }
                 let (direction, end) = self.piece::<S>(t, &run);
                 let (n, first) = (end - t, self.channels.start);
-                let step = match direction {
-                    Direction::Tokens => 1,
-                    Direction::Channels => self.channels.len(),
-                    Direction::Staged => GROUP,
-                };
-                for c in (0..self.channels.len()).step_by(step) {
-                    let staged = staged.from(c);
-                    let y = self.y.at(self.b, first + c, t);
-                    if direction == Direction::Tokens {
-                        let x = tokens.x.at(self.b, first + c, t - history);
-                        along_tokens::<S, T, W>(s, sum, x, y, n, &staged);
-                        continue;
-                    }
-                    let lanes = step.min(self.channels.len() - c);
-                    let (from, to, lanes_computed) = if direction == Direction::Staged {
-                        let position = t as isize - history as isize;
-                        let rows = (position, history + n);
+                let ([_, x_channel, x_token], [_, y_channel, y_token]) =
+                    (tokens.x.strides, self.y.strides);
+                if direction == Direction::Staged {
+                    for c in (0..self.channels.len()).step_by(GROUP) {
+                        let lanes = GROUP.min(self.channels.len() - c);
+                        let rows = (t as isize - history as isize, history + n);
                         x_tile.load(tokens, (self.b, &run), rows, (first + c, lanes));
-                        ((x_tile.0.cast_const(), GROUP as isize), (y_tile.0, GROUP as isize), GROUP)
-                    } else {
-                        let x = tokens.x.at(self.b, first + c, t - history);
-                        ((x.cast_const(), tokens.x.strides[2]), (y, self.y.strides[2]), lanes)
-                    };
-                    let shape = (n, lanes_computed);
-                    along_channels::<S, T, W, TOKENS>(s, sum, from, to, shape, &staged);
-                    if direction == Direction::Staged {
+                        let from = (x_tile.0.cast_const(), GROUP as isize);
+                        let (to, shape) = ((y_tile.0, GROUP as isize), (n, GROUP));
+                        along_channels::<S, T, TOKENS>(s, sum, from, to, shape, &staged.from(c));
+                        let y = self.y.at(self.b, first + c, t);
                         y_tile.write(y, self.y.strides, n, lanes);
+                    }
+                } else {
+                    let x = tokens.x.at(self.b, first, t - history).cast_const();
+                    let (y, shape) = (self.y.at(self.b, first, t), (n, self.channels.len()));
+                    if direction == Direction::Tokens {
+                        let (x, y) = ((x, x_channel), (y, y_channel));
+                        along_tokens(s, sum, x, y, shape, &staged);
+                    } else {
+                        let (x, y) = ((x, x_token), (y, y_token));
+                        along_channels::<S, T, TOKENS>(s, sum, x, y, shape, &staged);
                     }
                 }
                 t = end;
             }
         }
+        if self.plan.stream {
+            s.stream_fence();
+        }
     }
+}
 
+impl<T: SimdElement> Task<'_, T> {
     /// How to compute token `t` of `run`, and up to which token.
     #[inline(always)]
     fn piece<S: Simd>(&self, t: usize, run: &Run) -> (Direction, usize) {

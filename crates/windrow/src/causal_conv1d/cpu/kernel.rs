@@ -1,9 +1,10 @@
-//! The two inner loops, compiled for each instruction set, element type and width.
+//! The inner loops, each a kernel of its own, compiled for each instruction set, element type and width.
 
-use super::epilogue::epilogue;
+use super::epilogue::silu;
 use super::operand::Staged;
 use crate::Activation;
-use crate::cpu::{Simd, SimdElement};
+use crate::cpu::math::{activate, activate_all};
+use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement, seldom};
 
 /// Tokens that [`along_channels`] computes at once where there are several, so that each is loaded
 /// once for all taps.
@@ -76,8 +77,29 @@ unsafe fn store<S: Simd, T: SimdElement, const V: usize>(
     y: *mut T,
     mut v: [S::F32; V],
 ) {
-    for v in &mut v {
-        *v = epilogue::<S, T>(s, sum.activation, *v);
+    if let Activation::Gelu(_) = sum.activation {
+        // No model has it here.
+        seldom();
+        let mut lanes = [0f32; 2 * MAX_LANES];
+        // SAFETY: V vectors of at most MAX_LANES elements.
+        unsafe {
+            for (i, v) in v.iter().enumerate() {
+                s.store(lanes.as_mut_ptr().add(i * S::LANES), *v);
+            }
+            activate_all(s, sum.activation, lanes.as_mut_ptr(), V * S::LANES);
+            for (i, v) in v.iter_mut().enumerate() {
+                *v = s.load(lanes.as_ptr().add(i * S::LANES));
+            }
+        }
+    } else {
+        for v in &mut v {
+            *v = match sum.activation {
+                Activation::Identity | Activation::Gelu(_) => *v,
+                Activation::Relu => activate(s, Activation::Relu, *v),
+                Activation::Relu6 => activate(s, Activation::Relu6, *v),
+                Activation::Silu => silu::<S, T>(s, *v),
+            };
+        }
     }
     let stream = sum.stream && y.addr().is_multiple_of(V * S::LANES * size_of::<T>());
     // SAFETY: promised by the caller; what is streamed is aligned.
@@ -91,30 +113,67 @@ unsafe fn store<S: Simd, T: SimdElement, const V: usize>(
     }
 }
 
-/// `n >= LANES` tokens of the first channel of `staged`, neighbours in memory. `x` is at the history
-/// of the first token. `W` is the width, or 0 for any.
+/// The kernel of a width, or of any: `$kernel<T, W>` or `$kernel<T, W, N>`.
+macro_rules! of_width {
+    ($s:expr, $sum:expr, $kernel:ident<$t:ty $(, $n:ident)?> $fields:tt) => {
+        match $sum.width {
+            2 if !S::IS_SMALL => $s.outlined($kernel::<$t, 2 $(, $n)?> $fields),
+            3 if !S::IS_SMALL => $s.outlined($kernel::<$t, 3 $(, $n)?> $fields),
+            4 if !S::IS_SMALL => $s.outlined($kernel::<$t, 4 $(, $n)?> $fields),
+            _ => $s.outlined($kernel::<$t, 0 $(, $n)?> $fields),
+        }
+    };
+}
+
+/// `n >= LANES` tokens, neighbours in memory, of the first `channels` of `staged`. `x` and `y` are the first channel's, x at
+/// the history of its first token, and the distance of channels.
 ///
 /// # Safety
-/// `n + width - 1` elements are readable at `x` and `n` writable at `y`.
+/// Of each channel `n + width - 1` elements are readable from `x` on and `n` writable from `y` on.
 #[inline(always)]
-pub(crate) unsafe fn along_tokens<S: Simd, T: SimdElement, const W: usize>(
+pub(crate) unsafe fn along_tokens<S: Simd, T: SimdElement>(
     s: S,
     sum: Sum,
-    x: *const T,
-    y: *mut T,
-    n: usize,
+    x: (*const T, isize),
+    y: (*mut T, isize),
+    (n, channels): (usize, usize),
     staged: &Staged,
 ) {
-    // SAFETY: passed on; `n` is at least that many vectors.
-    unsafe {
-        match vectors::<S, T>(n) {
-            2 => along_tokens_by::<S, T, W, 2>(s, sum, x, y, n, staged),
-            _ => along_tokens_by::<S, T, W, 1>(s, sum, x, y, n, staged),
+    of_width!(s, sum, AlongTokens<T> { sum, x, y, n, channels, staged });
+}
+
+/// [`along_tokens`] of a width, whose caller answers for the pointers.
+struct AlongTokens<'a, T, const W: usize> {
+    sum: Sum,
+    x: (*const T, isize),
+    y: (*mut T, isize),
+    n: usize,
+    channels: usize,
+    staged: &'a Staged,
+}
+
+impl<T: SimdElement, const W: usize> Kernel for AlongTokens<'_, T, W> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let AlongTokens { sum, x, y, n, channels, staged } = self;
+        for c in 0..channels {
+            let x = x.0.wrapping_offset(c as isize * x.1);
+            let y = y.0.wrapping_offset(c as isize * y.1);
+            let staged = &staged.from(c);
+            // SAFETY: promised by the caller; `n` is at least that many vectors.
+            unsafe {
+                match vectors::<S, T>(n) {
+                    2 => along_tokens_by::<S, T, W, 2>(s, sum, x, y, n, staged),
+                    _ => along_tokens_by::<S, T, W, 1>(s, sum, x, y, n, staged),
+                }
+            }
         }
     }
 }
 
-/// [`along_tokens`], `V` vectors at once.
+/// `V` vectors of a channel at once.
 #[inline(always)]
 unsafe fn along_tokens_by<S: Simd, T: SimdElement, const W: usize, const V: usize>(
     s: S,
@@ -159,25 +218,44 @@ unsafe fn along_tokens_by<S: Simd, T: SimdElement, const W: usize, const V: usiz
 }
 
 /// `n` tokens of `channels >= LANES` channels, neighbours in memory; `x` is at the history of the first
-/// token. `N` tokens are computed at once. `W` is the width, or 0 for any.
+/// token. `N` tokens are computed at once.
 ///
 /// # Safety
 /// `max(n, N) + width - 1` tokens are readable at `x` and `max(n, N)` writable at `y`, `staged` holds
 /// the channels.
 #[inline(always)]
-pub(crate) unsafe fn along_channels<S: Simd, T: SimdElement, const W: usize, const N: usize>(
+pub(crate) unsafe fn along_channels<S: Simd, T: SimdElement, const N: usize>(
     s: S,
     sum: Sum,
     x: (*const T, isize),
     y: (*mut T, isize),
-    (n, channels): (usize, usize),
+    shape: (usize, usize),
     staged: &Staged,
 ) {
-    // SAFETY: passed on; `channels` is at least that many vectors.
-    unsafe {
-        match vectors::<S, T>(channels) {
-            2 => along_channels_by::<S, T, W, N, 2>(s, sum, x, y, (n, channels), staged),
-            _ => along_channels_by::<S, T, W, N, 1>(s, sum, x, y, (n, channels), staged),
+    of_width!(s, sum, AlongChannels<T, N> { sum, x, y, shape, staged });
+}
+
+/// [`along_channels`] of a width, whose caller answers for the pointers.
+struct AlongChannels<'a, T, const W: usize, const N: usize> {
+    sum: Sum,
+    x: (*const T, isize),
+    y: (*mut T, isize),
+    shape: (usize, usize),
+    staged: &'a Staged,
+}
+
+impl<T: SimdElement, const W: usize, const N: usize> Kernel for AlongChannels<'_, T, W, N> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let AlongChannels { sum, x, y, shape, staged } = self;
+        // SAFETY: promised by the caller; there are at least that many vectors of channels.
+        unsafe {
+            match vectors::<S, T>(shape.1) {
+                2 => along_channels_by::<S, T, W, N, 2>(s, sum, x, y, shape, staged),
+                _ => along_channels_by::<S, T, W, N, 1>(s, sum, x, y, shape, staged),
+            }
         }
     }
 }
@@ -251,34 +329,59 @@ pub(crate) struct Step<T> {
     pub ahead: (*const T, *const T),
 }
 
-/// A step of `channels` channels. Those that do not fill a vector are left: how many are done.
+/// A step of `channels` channels by a filter of width 2, 3 or 4. Those that do not fill a vector are left: how many are
+/// done.
 ///
 /// # Safety
-/// `W - 1` tokens of the window and of `next`, x and y have the channels, and `staged` holds them; `y` and `next` share
-/// no memory with what is read but as [`Step`] allows.
+/// `width - 1` tokens of the window and of `next`, x and y have the channels, and `staged` holds them; `y` and `next`
+/// share no memory with what is read but as [`Step`] allows.
 #[inline(always)]
-pub(crate) unsafe fn next_token<S: Simd, T: SimdElement, const W: usize>(
+pub(crate) unsafe fn next_token<S: Simd, T: SimdElement>(
     s: S,
     sum: Sum,
     step: Step<T>,
     channels: usize,
     staged: &Staged,
 ) -> usize {
-    let mut done = 0;
-    // SAFETY: passed on; vectors end at most with the channels.
-    unsafe {
-        if vectors::<S, T>(channels) == 2 {
-            while done + 2 * S::LANES <= channels {
-                next_token_by::<S, T, W, 2>(s, sum, step, done, staged);
-                done += 2 * S::LANES;
+    match sum.width {
+        _ if S::IS_SMALL => 0,
+        2 => s.outlined(NextToken::<T, 2> { sum, step, channels, staged }),
+        3 => s.outlined(NextToken::<T, 3> { sum, step, channels, staged }),
+        4 => s.outlined(NextToken::<T, 4> { sum, step, channels, staged }),
+        _ => 0,
+    }
+}
+
+/// [`next_token`] of a width, whose caller answers for the pointers.
+struct NextToken<'a, T, const W: usize> {
+    sum: Sum,
+    step: Step<T>,
+    channels: usize,
+    staged: &'a Staged,
+}
+
+impl<T: SimdElement, const W: usize> Kernel for NextToken<'_, T, W> {
+    type Output = usize;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> usize {
+        let NextToken { sum, step, channels, staged } = self;
+        let mut done = 0;
+        // SAFETY: promised by the caller; vectors end at most with the channels.
+        unsafe {
+            if vectors::<S, T>(channels) == 2 {
+                while done + 2 * S::LANES <= channels {
+                    next_token_by::<S, T, W, 2>(s, sum, step, done, staged);
+                    done += 2 * S::LANES;
+                }
+            }
+            while done + S::LANES <= channels {
+                next_token_by::<S, T, W, 1>(s, sum, step, done, staged);
+                done += S::LANES;
             }
         }
-        while done + S::LANES <= channels {
-            next_token_by::<S, T, W, 1>(s, sum, step, done, staged);
-            done += S::LANES;
-        }
+        done
     }
-    done
 }
 
 /// [`next_token`] of `V` vectors from channel `c` on.

@@ -2,7 +2,7 @@
 
 use super::GROUP;
 use crate::causal_conv1d::Problem;
-use crate::cpu::{SendPtr, Simd, SimdElement};
+use crate::cpu::{Kernel, SendPtr, Simd, SimdElement};
 use crate::dtype::with_element;
 use crate::{TensorMut, TensorRef};
 use std::ops::Range;
@@ -85,16 +85,34 @@ impl Parameters<'_> {
         channels: Range<usize>,
         to: *mut f32,
     ) -> Staged {
-        let (width, stride) = (problem.width, channels.len().next_multiple_of(GROUP));
+        s.outlined(Stage { parameters: self, width: problem.width, channels, to })
+    }
+}
+
+/// Lays out weight and bias of some channels. Made by [`Parameters::stage`] only, whose caller answers for the pointer.
+struct Stage<'a> {
+    parameters: &'a Parameters<'a>,
+    width: usize,
+    channels: Range<usize>,
+    to: *mut f32,
+}
+
+impl Kernel for Stage<'_> {
+    type Output = Staged;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> Staged {
+        let Stage { parameters: Parameters { weight, bias: given }, width, channels, to } = self;
+        let stride = channels.len().next_multiple_of(GROUP);
         // SAFETY: the three parts follow each other in `to`.
         unsafe {
             let bias = to.add(width * stride);
             let flat = bias.add(stride);
-            let strides = [self.weight.strides()[0], self.weight.strides()[1]];
+            let strides = [weight.strides()[0], weight.strides()[1]];
             let first = channels.start as isize * strides[0];
-            gather(s, &self.weight, first, [channels.len(), width], strides, flat);
+            gather(s, weight, first, [channels.len(), width], strides, flat);
             transpose(flat, channels.len(), width, to, stride);
-            match &self.bias {
+            match given {
                 Some(b) => {
                     let step = b.strides()[0];
                     let first = channels.start as isize * step;

@@ -152,10 +152,10 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
                             let to = (y_tile.0, GROUP as isize);
                             let staged = staged.from(c);
                             if n == 1 {
-                                along_channels::<S, T, 0, 1>(s, sum, x, to, (1, GROUP), &staged);
+                                along_channels::<S, T, 1>(s, sum, x, to, (1, GROUP), &staged);
                             } else {
                                 let shape = (n, GROUP);
-                                along_channels::<S, T, 0, TOKENS>(s, sum, x, to, shape, &staged);
+                                along_channels::<S, T, TOKENS>(s, sum, x, to, shape, &staged);
                             }
                         } else {
                             y_tile.0.write_bytes(0, n * GROUP);
@@ -235,12 +235,7 @@ impl<T: SimdElement> Task<'_, T> {
                     let output = rows.row(SLOTS + 1);
                     let (to, lanes) = if n < GROUP { (output, GROUP) } else { (y, n) };
                     let (to, shape) = ((to, 0), (1, lanes));
-                    match problem.width {
-                        2 => along_channels::<S, T, 2, 1>(s, sum, from, to, shape, &staged),
-                        3 => along_channels::<S, T, 3, 1>(s, sum, from, to, shape, &staged),
-                        4 => along_channels::<S, T, 4, 1>(s, sum, from, to, shape, &staged),
-                        _ => along_channels::<S, T, 0, 1>(s, sum, from, to, shape, &staged),
-                    }
+                    along_channels::<S, T, 1>(s, sum, from, to, shape, &staged);
                     if n < GROUP {
                         std::ptr::copy_nonoverlapping(output, y, n);
                     }

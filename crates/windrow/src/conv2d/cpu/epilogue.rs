@@ -1,7 +1,7 @@
 //! Bias, residual, activation and rounding of finished sums on their way to the destination.
 
 use super::stencil::{Segment, Stencil};
-use crate::cpu::math::activate;
+use crate::cpu::math::{activate, activate_all};
 use crate::cpu::{Bf16Products, Kernel, MAX_LANES, Simd, SimdElement};
 use crate::{Activation, TensorMut, TensorRef, bf16};
 use std::ops::Range;
@@ -157,7 +157,19 @@ impl Epilogue {
         }
     }
 
-    /// Brings sums with bias to `len` elements from `dst` on.
+    /// Applies an activation that has no bounds to `len` sums with bias: [`Epilogue::store`] leaves it out.
+    ///
+    /// # Safety
+    /// The sums are readable and writable.
+    #[inline(always)]
+    pub(crate) unsafe fn activate_all<S: Simd>(&self, s: S, sums: *mut f32, len: usize) {
+        if self.bounds().is_none() {
+            // SAFETY: passed on.
+            unsafe { activate_all(s, self.activation, sums, len) };
+        }
+    }
+
+    /// Brings sums with bias, which [`Epilogue::activate_all`] has seen, to `len` elements from `dst` on.
     ///
     /// # Safety
     /// These are elements of the destination that nobody else touches.
@@ -172,10 +184,7 @@ impl Epilogue {
         // SAFETY: passed on.
         unsafe {
             let sum = self.residual.add(s, sum, dst, len);
-            let y = match self.bounds() {
-                Some(bounds) => bounds.of(s, sum),
-                None => activate(s, self.activation, sum),
-            };
+            let y = self.bounds().unwrap_or(Bounds::NONE).of(s, sum);
             if len == S::LANES { T::store(s, dst, y) } else { T::store_first(s, dst, y, len) }
         }
     }
@@ -283,6 +292,23 @@ impl<T: SimdElement> Kernel for StoreTile<'_, T> {
     }
 }
 
+/// A segment whose activation has no bounds, for all kernels in one place. Made by [`Store::segment_ahead`] only, whose
+/// caller answers for its pointers.
+struct Curved<'a, T> {
+    store: &'a Store<'a, T>,
+    segment: &'a Segment,
+}
+
+impl<T: SimdElement> Kernel for Curved<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        // SAFETY: promised by the caller of `segment_ahead`.
+        unsafe { self.store.segment_by::<S, true>(s, self.segment, self.segment.len) };
+    }
+}
+
 impl<T: SimdElement> Store<'_, T> {
     /// Where the first channel of a segment's first pixel goes.
     #[inline(always)]
@@ -334,6 +360,24 @@ impl<T: SimdElement> Store<'_, T> {
     /// As for [`Store::segment`], of `ahead` pixels; a vector more is readable behind the sums.
     #[inline(always)]
     pub(crate) unsafe fn segment_ahead<S: Simd>(&self, s: S, segment: &Segment, ahead: usize) {
+        if self.epilogue.bounds().is_none() {
+            return s.outlined(Curved { store: self, segment });
+        }
+        // SAFETY: passed on.
+        unsafe { self.segment_by::<S, false>(s, segment, ahead) }
+    }
+
+    /// `CURVED`: the activation has no bounds.
+    ///
+    /// # Safety
+    /// As there.
+    #[inline(always)]
+    unsafe fn segment_by<S: Simd, const CURVED: bool>(
+        &self,
+        s: S,
+        segment: &Segment,
+        ahead: usize,
+    ) {
         let [_, k_stride, _, col_stride] = self.stencil.dst;
         let at = self.at(segment);
         let bias = self.epilogue.bias.wrapping_add(self.channels.start);
@@ -346,7 +390,8 @@ impl<T: SimdElement> Store<'_, T> {
                         let bias = if has_bias { s.splat(*bias.add(i)) } else { s.zero() };
                         let dst = at.offset(i as isize * k_stride);
                         let sums = self.tile.add(i * self.row + segment.lane);
-                        self.store_run(s, sums, |_, _| bias, dst, col_stride, [segment.len, ahead]);
+                        let len = [segment.len, ahead];
+                        self.store_run::<S, CURVED>(s, sums, |_, _| bias, dst, col_stride, len);
                     }
                 }
                 Lanes::Channels => {
@@ -357,7 +402,8 @@ impl<T: SimdElement> Store<'_, T> {
                         let dst = at.offset(j as isize * col_stride);
                         let sums = self.tile.add((segment.lane + j) * self.row);
                         let channels = self.channels.len();
-                        self.store_run(s, sums, bias, dst, k_stride, [channels, channels]);
+                        let len = [channels, channels];
+                        self.store_run::<S, CURVED>(s, sums, bias, dst, k_stride, len);
                     }
                 }
             }
@@ -381,12 +427,12 @@ impl<T: SimdElement> Store<'_, T> {
     }
 
     /// Stores `len` sums `stride` apart. `bias(at, len)` is that of sums `at..at + len`. Where the stride is 1, vectors
-    /// may write up to `ahead` elements.
+    /// may write up to `ahead` elements. `CURVED`: the activation has no bounds.
     ///
     /// # Safety
     /// `len` sums are readable, and as many elements writable; `ahead` of them, with a vector more of sums.
     #[inline(always)]
-    unsafe fn store_run<S: Simd>(
+    unsafe fn store_run<S: Simd, const CURVED: bool>(
         &self,
         s: S,
         sums: *const f32,
@@ -396,7 +442,8 @@ impl<T: SimdElement> Store<'_, T> {
         [len, ahead]: [usize; 2],
     ) {
         let mut start = 0;
-        if let (Some(bounds), 1) = (self.epilogue.bounds(), stride) {
+        let bounds = self.epilogue.bounds().unwrap_or(Bounds::NONE);
+        if stride == 1 && !CURVED {
             while start < len && start + S::LANES <= ahead {
                 // SAFETY: promised by the caller.
                 unsafe {
@@ -419,7 +466,10 @@ impl<T: SimdElement> Store<'_, T> {
                 let sum = s.add(sum, bias(at, count));
                 let to = dst.offset(at as isize * stride);
                 let sum = self.epilogue.residual.add_apart(s, sum, to, stride, count);
-                let y = activate(s, self.epilogue.activation, sum);
+                let y = match CURVED {
+                    true => activate(s, self.epilogue.activation, sum),
+                    false => bounds.of(s, sum),
+                };
                 if stride != 1 {
                     scatter(s, y, to, stride, count);
                 } else if count == S::LANES {

@@ -62,7 +62,7 @@ unsafe fn copy_line<S: Simd, T: SimdElement, const AHEAD: bool>(
             if j < len {
                 store_last(j, T::load_first(s, from.add(j), len - j));
             }
-        } else if col == 2 {
+        } else if col == 2 && !S::IS_SMALL {
             while j + S::LANES < len {
                 let from = from.add(2 * j);
                 let pair = s.even(T::load(s, from), T::load(s, from.add(S::LANES)));
@@ -100,6 +100,10 @@ pub(super) unsafe fn copy_turned<S: Simd, T: SimdElement>(
     to: *mut f32,
     to_row: usize,
 ) {
+    if S::IS_SMALL {
+        // SAFETY: passed on.
+        return unsafe { Rows { ptr: from, row: 1, col }.copy(s, rows, len, to, to_row) };
+    }
     for i in (0..rows).step_by(S::LANES) {
         let height = S::LANES.min(rows - i);
         for j in (0..len).step_by(S::LANES) {

@@ -117,7 +117,7 @@ impl Tile {
             ($($r:literal)*) => {
                 match self.rows {
                     // SAFETY: passed on.
-                    $($r if $r <= max_rows::<S>() => unsafe {
+                    $($r if const { $r <= max_rows::<S>() } => unsafe {
                         // Half of a narrow tile would be idle.
                         if self.cols <= S::LANES {
                             tile::<S, $r, 1>(s, self)

@@ -1,6 +1,7 @@
 //! AVX2 with FMA and F16C.
 
-use crate::cpu::Simd;
+use crate::cpu::isa::call_avx2;
+use crate::cpu::{Kernel, Simd};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
@@ -64,6 +65,11 @@ impl Simd for Avx2 {
     // Gathers cost several cycles for each lane on many cores.
     const FAST_LOOKUP: bool = false;
     type Square = [__m256; 8];
+
+    #[inline(always)]
+    fn outlined<K: Kernel>(self, kernel: K) -> K::Output {
+        call_avx2(self, kernel)
+    }
 
     instructions! {
         safe {

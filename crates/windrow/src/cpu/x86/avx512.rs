@@ -1,7 +1,8 @@
 //! AVX-512.
 
 use super::Avx2;
-use crate::cpu::Simd;
+use crate::cpu::isa::call_avx512;
+use crate::cpu::{Kernel, Simd};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
@@ -82,6 +83,11 @@ impl Simd for Avx512 {
     type Table = [__m512; 2];
     const FAST_LOOKUP: bool = true;
     type Square = [__m512; 16];
+
+    #[inline(always)]
+    fn outlined<K: Kernel>(self, kernel: K) -> K::Output {
+        call_avx512(self, kernel)
+    }
 
     instructions! {
         safe {

@@ -8,7 +8,7 @@
 
 use super::nest::Nest;
 use super::{BLOCK, Bias, Block, PARALLEL_FROM, bias_strides, gather, load, scatter, store};
-use crate::cpu::math::{self, activate_grad};
+use crate::cpu::math::{activate, activate_grad};
 use crate::cpu::{Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, parallel_for};
 use crate::dtype::with_element;
 use crate::gelu::{GeluArgs, GeluGrads, GeluSpec};
@@ -329,7 +329,7 @@ impl<T: SimdElement, const TANH: bool> Row<T, TANH> {
                     store(s, self.dx.add(i), slope, n);
                 }
                 if !self.dgate.is_null() {
-                    let y = if TANH { math::gelu_tanh(s, x) } else { math::gelu(s, x) };
+                    let y = activate(s, form, x);
                     store(s, self.dgate.add(i), s.mul(dy, y), n);
                 }
             }

@@ -120,7 +120,7 @@ impl<T: SimdElement, const TANH: bool> Kernel for Forward<'_, T, TANH> {
                         gate,
                         y: if y_stride == 1 { to } else { ys.as_mut_ptr() },
                     };
-                    if self.stream && y_stride == 1 {
+                    if self.stream && y_stride == 1 && !S::IS_SMALL {
                         row.run::<S, true>(s, &table, n);
                     } else {
                         row.run::<S, false>(s, &table, n);
@@ -157,7 +157,7 @@ impl<T: SimdElement, const TANH: bool> Row<T, TANH> {
         let mut i = 0;
         // SAFETY: passed on; streaming begins where y is aligned.
         unsafe {
-            if !matches!(self.bias, Bias::F32(_)) {
+            if !matches!(self.bias, Bias::F32(_)) && !S::IS_SMALL {
                 if STREAM {
                     let ahead = self.y.align_offset(pair * size_of::<T>()).min(n);
                     while i < ahead {

@@ -7,7 +7,8 @@
 //! exponentials.
 
 use crate::activation::{Activation, Approximate};
-use crate::cpu::{Simd, SimdElement, math};
+use crate::cpu::math::activate;
+use crate::cpu::{Simd, SimdElement};
 use std::sync::LazyLock;
 
 const PIECES: usize = 32;
@@ -90,7 +91,8 @@ pub(super) fn beyond<S: Simd, const N: usize>(s: S, x: [S::F32; N]) -> bool {
 /// GELU by exponentials.
 #[inline(always)]
 pub(super) fn exponentials<S: Simd, const TANH: bool>(s: S, x: S::F32) -> S::F32 {
-    if TANH { math::gelu_tanh(s, x) } else { math::gelu(s, x) }
+    let form = if TANH { Approximate::Tanh } else { Approximate::None };
+    activate(s, Activation::Gelu(form), x)
 }
 
 /// GELU where `|x| <= LIMIT`.

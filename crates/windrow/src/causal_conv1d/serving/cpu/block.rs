@@ -3,7 +3,25 @@
 use super::LANES;
 use crate::causal_conv1d::cpu::Operand;
 use crate::causal_conv1d::cpu::operand::{join, split};
-use crate::cpu::SimdElement;
+use crate::cpu::{Kernel, Simd, SimdElement};
+
+/// [`Block::copy_to`], whose caller answers for the pointers.
+struct CopyTo<T> {
+    from: Block<T>,
+    to: Block<T>,
+    tokens: usize,
+    channels: usize,
+}
+
+impl<T: SimdElement> Kernel for CopyTo<T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        // SAFETY: promised by the caller.
+        unsafe { self.from.copy(self.to, self.tokens, self.channels) }
+    }
+}
 
 /// [tokens, channels] elements: the first, and the distances of tokens and channels.
 #[derive(Clone, Copy)]
@@ -32,7 +50,19 @@ impl<T: SimdElement> Block<T> {
     /// # Safety
     /// Both have so many tokens and channels, and share no memory.
     #[inline(always)]
-    pub(super) unsafe fn copy_to(self, to: Block<T>, tokens: usize, channels: usize) {
+    pub(super) unsafe fn copy_to<S: Simd>(
+        self,
+        s: S,
+        to: Block<T>,
+        tokens: usize,
+        channels: usize,
+    ) {
+        s.outlined(CopyTo { from: self, to, tokens, channels });
+    }
+
+    /// [`Block::copy_to`], inline.
+    #[inline(always)]
+    unsafe fn copy(self, to: Block<T>, tokens: usize, channels: usize) {
         let row = |block: Block<T>, t: usize| block.at.wrapping_offset(t as isize * block.token);
         let dense = |block: Block<T>| block.token == 1 && block.channel == tokens as isize;
         // SAFETY: promised by the caller.

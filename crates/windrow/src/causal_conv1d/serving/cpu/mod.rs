@@ -171,13 +171,7 @@ impl Walk {
             let scratch = scratch.get().wrapping_add(worker * self.scratch);
             let is_last = part + 1 == self.parts;
             let task = Task { plan: self, operands, channels, sequences, is_last, scratch };
-            // A function for each width: one for all would need more stack, unoptimised, than threads have.
-            match self.sizes.problem.width {
-                2 => dispatch(isa, OfWidth::<T, 2>(task)),
-                3 => dispatch(isa, OfWidth::<T, 3>(task)),
-                4 => dispatch(isa, OfWidth::<T, 4>(task)),
-                _ => dispatch(isa, OfWidth::<T, 0>(task)),
-            }
+            dispatch(isa, task);
         });
     }
 }
@@ -193,23 +187,6 @@ struct Task<'a, T> {
     scratch: *mut u8,
 }
 
-/// `W` is the width, or 0 for any.
-struct OfWidth<'a, T, const W: usize>(Task<'a, T>);
-
-impl<T: SimdElement, const W: usize> Kernel for OfWidth<'_, T, W> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let OfWidth(task) = self;
-        // SAFETY: `Walk::run` promises operands and scratch memory of the right sizes.
-        unsafe { task.run_width::<S, W>(s) };
-        if task.plan.stream {
-            s.stream_fence();
-        }
-    }
-}
-
 /// One sequence in some channels.
 #[derive(Clone, Copy)]
 struct Part<'a> {
@@ -221,17 +198,16 @@ struct Part<'a> {
     lanes: usize,
 }
 
-impl<T: SimdElement> Task<'_, T> {
-    /// `W` is the width, or 0 for any.
-    ///
-    /// # Safety
-    /// As for [`Walk::run`].
+impl<T: SimdElement> Kernel for Task<'_, T> {
+    type Output = ();
+
     #[inline(always)]
-    unsafe fn run_width<S: Simd, const W: usize>(&self, s: S) {
-        let Task { plan, operands, channels, sequences, .. } = self;
+    fn run<S: Simd>(self, s: S) {
+        let Task { plan, operands, channels, sequences, .. } = &self;
         let problem = &plan.sizes.problem;
         let (y, first) = (&operands.y, channels.start);
-        // SAFETY: the scratch memory holds the parameters and behind them a tile; operands have the tokens.
+        // SAFETY: `Walk::run` promises operands that have the tokens, and scratch memory that holds the parameters and
+        // behind them a tile.
         unsafe {
             let staged =
                 operands.parameters.stage(s, problem, channels.clone(), self.scratch.cast());
@@ -246,13 +222,13 @@ impl<T: SimdElement> Task<'_, T> {
                 };
                 let part = Part { i, entry, states, channel: first, lanes: channels.len() };
                 let ahead = if i + 1 < sequences.end { i + 1 } else { i };
-                let stepped = self.step::<S, W>(s, &staged, part, &operands.entries[ahead]);
+                let stepped = self.step(s, &staged, part, &operands.entries[ahead]);
                 for c in (stepped..channels.len()).step_by(LANES) {
                     let (channel, lanes) = (first + c, LANES.min(channels.len() - c));
                     let part = Part { i, entry, states, channel, lanes };
                     match operands.lookup.has_trees() {
-                        true => self.walk_tree::<S, W>(s, &staged.from(c), tile, part),
-                        false => self.walk::<S, W>(s, &staged.from(c), tile, part),
+                        true => self.walk_tree(s, &staged.from(c), tile, part),
+                        false => self.walk(s, &staged.from(c), tile, part),
                     }
                 }
             }
@@ -262,8 +238,13 @@ impl<T: SimdElement> Task<'_, T> {
                 Block::of(y, 0, first, tokens).clear(l - tokens, channels.len());
             }
         }
+        if plan.stream {
+            s.stream_fence();
+        }
     }
+}
 
+impl<T: SimdElement> Task<'_, T> {
     /// A step of decoding, where channels are neighbours everywhere: straight from the state to the state. How many of the
     /// channels it computed; the others, all where it is something else, are left to [`Task::walk`]. `ahead` is the sequence
     /// that comes next.
@@ -271,24 +252,18 @@ impl<T: SimdElement> Task<'_, T> {
     /// # Safety
     /// As for [`Walk::run`].
     #[inline(always)]
-    unsafe fn step<S: Simd, const W: usize>(
-        &self,
-        s: S,
-        staged: &Staged,
-        part: Part<'_>,
-        ahead: &Entry,
-    ) -> usize {
+    unsafe fn step<S: Simd>(&self, s: S, staged: &Staged, part: Part<'_>, ahead: &Entry) -> usize {
         let Task { plan, operands, .. } = self;
         let Part { entry, states, channel, lanes, .. } = part;
         let Operands { x, y, conv_states, windows, lookup, .. } = operands;
         let are_neighbours = [x, y, conv_states].iter().all(|of| of.strides[1] == 1);
         let is_more = windows.is_some() || lookup.has_drafts() || lookup.has_trees();
         let Some(column) = states.window else { return 0 };
-        if W == 0 || entry.tokens != 1 || !are_neighbours || is_more || states.ends.count > 0 {
+        if entry.tokens != 1 || !are_neighbours || is_more || states.ends.count > 0 {
             return 0;
         }
         let stream = plan.stream && !operands.in_place;
-        let sum = Sum { width: W, activation: plan.activation, stream };
+        let sum = Sum { width: plan.sizes.problem.width, activation: plan.activation, stream };
         let block = |state, column| Block::of(conv_states, state, channel, column);
         let window = block(states.read, column);
         let token = |entry: &Entry| x.at(entry.row, channel, entry.start).cast_const();
@@ -302,17 +277,11 @@ impl<T: SimdElement> Task<'_, T> {
             ahead: (following.at.cast_const(), token(ahead)),
         };
         // SAFETY: the token and both states exist; tokens of a state that is advanced lie before its window or in it.
-        unsafe { next_token::<S, T, W>(s, sum, step, lanes, staged) }
+        unsafe { next_token(s, sum, step, lanes, staged) }
     }
 
     #[inline(always)]
-    unsafe fn walk<S: Simd, const W: usize>(
-        &self,
-        s: S,
-        staged: &Staged,
-        tile: *mut T,
-        part: Part<'_>,
-    ) {
+    unsafe fn walk<S: Simd>(&self, s: S, staged: &Staged, tile: *mut T, part: Part<'_>) {
         let Task { plan, operands, .. } = self;
         let Part { i, entry, states, channel, lanes } = part;
         let Operands { x, y, conv_states, .. } = operands;
@@ -330,13 +299,13 @@ impl<T: SimdElement> Task<'_, T> {
             }
             match states.window {
                 Some(column) => {
-                    state(states.read, column).copy_to(Block::rows(tile, 0), history, lanes);
+                    state(states.read, column).copy_to(s, Block::rows(tile, 0), history, lanes);
                 }
                 None => Block::rows(tile, 0).clear(history, lanes),
             }
             if let Some(write) = states.write.filter(|_| has_drafts) {
                 let kept = history.saturating_sub(1);
-                Block::rows(tile, 1).copy_to(state(write, 0), kept, lanes);
+                Block::rows(tile, 1).copy_to(s, state(write, 0), kept, lanes);
             }
             // How many tokens go through the tile: all, or those that see the window.
             let along_tokens_of_x = x.strides[2] == 1 && y.strides[2] == 1;
@@ -353,24 +322,24 @@ impl<T: SimdElement> Task<'_, T> {
             while t < through_tile {
                 let n = TILE.min(through_tile - t);
                 let from = Block::of(x, row, channel, start + t);
-                from.copy_to(Block::rows(tile, history), n, lanes);
-                self.compute::<S, W>(s, sum, staged, tile, (part, t, n));
+                from.copy_to(s, Block::rows(tile, history), n, lanes);
+                self.compute(s, sum, staged, tile, (part, t, n));
                 if let Some(windows) = &operands.windows {
                     for k in 0..n {
                         let to = windows.at(states.slot, t + k, channel);
-                        Block::rows(tile, k + 1).copy_to(to, history, lanes);
+                        Block::rows(tile, k + 1).copy_to(s, to, history, lanes);
                     }
                 }
                 while let Some((end, column)) = ends.next_if(t + n) {
                     if let Some(write) = operands.lookup.state_at_end(i, column) {
-                        Block::rows(tile, end - t).copy_to(state(write, 0), history, lanes);
+                        Block::rows(tile, end - t).copy_to(s, state(write, 0), history, lanes);
                     }
                 }
                 if let Some(write) = states.write.filter(|_| has_drafts) {
                     // The first token of a filter without history is left out, as in every state of drafts.
                     let skipped = usize::from(history == 0 && t == 0);
                     let to = state(write, (history + t + skipped).saturating_sub(1));
-                    Block::rows(tile, history + skipped).copy_to(to, n - skipped, lanes);
+                    Block::rows(tile, history + skipped).copy_to(s, to, n - skipped, lanes);
                 }
                 std::ptr::copy(tile.add(n * LANES), tile, history * LANES);
                 t += n;
@@ -380,19 +349,16 @@ impl<T: SimdElement> Task<'_, T> {
                 let from = Block::of(x, row, channel, start + t - history);
                 let to = Block::of(y, row, channel, start + t);
                 if along_tokens_of_x {
-                    for c in 0..lanes {
-                        let from = from.at.wrapping_offset(c as isize * from.channel);
-                        let to = to.at.wrapping_offset(c as isize * to.channel);
-                        along_tokens::<S, T, W>(s, sum, from, to, n, &staged.from(c));
-                    }
+                    let (from, to) = ((from.at.cast_const(), from.channel), (to.at, to.channel));
+                    along_tokens(s, sum, from, to, (n, lanes), staged);
                 } else {
                     let (from, to) = ((from.at.cast_const(), from.token), (to.at, to.token));
-                    along_channels::<S, T, W, TOKENS>(s, sum, from, to, (n, lanes), staged);
+                    along_channels::<S, T, TOKENS>(s, sum, from, to, (n, lanes), staged);
                 }
                 while let Some((end, column)) = ends.next_if(tokens) {
                     if let Some(write) = operands.lookup.state_at_end(i, column) {
                         let from = Block::of(x, row, channel, start + end - history);
-                        from.copy_to(state(write, 0), history, lanes);
+                        from.copy_to(s, state(write, 0), history, lanes);
                     }
                 }
             }
@@ -401,14 +367,14 @@ impl<T: SimdElement> Task<'_, T> {
                     true => Block::of(x, row, channel, start + tokens - history),
                     false => Block::rows(tile, 0),
                 };
-                last.copy_to(state(write, 0), history, lanes);
+                last.copy_to(s, state(write, 0), history, lanes);
             }
         }
     }
 
     /// `y` of the `n` tokens in the tile, of which the first is token `t` of its sequence.
     #[inline(always)]
-    unsafe fn compute<S: Simd, const W: usize>(
+    unsafe fn compute<S: Simd>(
         &self,
         s: S,
         sum: Sum,
@@ -427,12 +393,12 @@ impl<T: SimdElement> Task<'_, T> {
         // SAFETY: the tile has these rows, and y the tokens.
         unsafe {
             if n < TOKENS {
-                along_channels::<S, T, W, 1>(s, sum, from, (to.at, to.token), shape, staged);
+                along_channels::<S, T, 1>(s, sum, from, (to.at, to.token), shape, staged);
             } else {
-                along_channels::<S, T, W, TOKENS>(s, sum, from, (to.at, to.token), shape, staged);
+                along_channels::<S, T, TOKENS>(s, sum, from, (to.at, to.token), shape, staged);
             }
             if to.at == own.at {
-                own.copy_to(y, n, lanes);
+                own.copy_to(s, y, n, lanes);
             }
         }
     }

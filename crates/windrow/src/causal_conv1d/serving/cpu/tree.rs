@@ -12,7 +12,7 @@ impl<T: SimdElement> Task<'_, T> {
     /// # Safety
     /// As `Task::walk`; y is not x.
     #[inline(always)]
-    pub(super) unsafe fn walk_tree<S: Simd, const W: usize>(
+    pub(super) unsafe fn walk_tree<S: Simd>(
         &self,
         s: S,
         staged: &Staged,
@@ -37,23 +37,23 @@ impl<T: SimdElement> Task<'_, T> {
             match states.window {
                 Some(column) => {
                     let from = Block::of(conv_states, states.read, channel, column);
-                    from.copy_to(window(0), history, lanes);
+                    from.copy_to(s, window(0), history, lanes);
                 }
                 None => window(0).clear(history, lanes),
             }
             for t in 0..entry.tokens {
-                of_x(t).copy_to(Block::rows(line, history), 1, lanes);
+                of_x(t).copy_to(s, Block::rows(line, history), 1, lanes);
                 let (mut token, mut left) = (t, history);
                 while left > 0 && token > 0 {
                     (token, left) = (usize::from(parents[token]), left - 1);
-                    of_x(token).copy_to(Block::rows(line, left), 1, lanes);
+                    of_x(token).copy_to(s, Block::rows(line, left), 1, lanes);
                 }
                 // What lies before the root, the newest of the window last.
-                window(history - left).copy_to(Block::rows(line, 0), left, lanes);
-                self.compute::<S, W>(s, sum, staged, line, (part, t, 1));
+                window(history - left).copy_to(s, Block::rows(line, 0), left, lanes);
+                self.compute(s, sum, staged, line, (part, t, 1));
                 if let Some(windows) = windows {
                     let to = windows.at(states.slot, t, channel);
-                    Block::rows(line, 1).copy_to(to, history, lanes);
+                    Block::rows(line, 1).copy_to(s, to, history, lanes);
                 }
             }
             // The state after it: what it takes of the window and the tokens in their order, from the first one kept.
@@ -62,9 +62,9 @@ impl<T: SimdElement> Task<'_, T> {
                 let kept = if operands.lookup.has_drafts() { 1 } else { n };
                 let old = history.saturating_sub(kept);
                 let to = |column: usize| Block::of(conv_states, write, channel, column);
-                window(history - old).copy_to(to(0), old, lanes);
+                window(history - old).copy_to(s, to(0), old, lanes);
                 let first = kept.saturating_sub(history);
-                of_x(first).copy_to(to(old), n - first, lanes);
+                of_x(first).copy_to(s, to(old), n - first, lanes);
             }
         }
     }

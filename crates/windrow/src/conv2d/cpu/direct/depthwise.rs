@@ -161,6 +161,7 @@ struct Row<'a, T> {
 
 impl<T: SimdElement> Kernel for Row<'_, T> {
     type Output = ();
+    const IS_SPECIAL: bool = true;
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
@@ -256,13 +257,14 @@ impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
                         (7, 1) if R::SINGLE => self.window::<S, R, P, 7, 1>(s, read, channel, i, j),
                         _ => self.sums(s, read, channel, i, j),
                     };
-                    for (p, sum) in acc.into_iter().enumerate() {
-                        s.store(sums.as_mut_ptr().add(p * MAX_LANES), sum);
-                    }
                     let len = if is_whole { S::LANES } else { self.count };
                     let bias = self.epilogue.biases(s, channel, len);
+                    for (p, sum) in acc.into_iter().enumerate() {
+                        s.store(sums.as_mut_ptr().add(p * S::LANES), s.add(sum, bias));
+                    }
+                    self.epilogue.activate_all(s, sums.as_mut_ptr(), P * S::LANES);
                     for p in 0..P {
-                        let sum = s.add(s.load(sums.as_ptr().add(p * MAX_LANES)), bias);
+                        let sum = s.load(sums.as_ptr().add(p * S::LANES));
                         let to = self.dst.offset((j + p) as isize * self.dst_col).add(channel);
                         self.epilogue.store(s, sum, to, len);
                     }

@@ -54,7 +54,9 @@ const TASKS_PER_THREAD: usize = 8;
 
 impl Direct {
     pub(crate) fn new(stencil: Stencil, isa: Isa, threads: usize) -> Result<Self> {
-        let form = if let Some(runs) = Runs::new(&stencil, isa, threads) {
+        let form = if isa.is_small() {
+            Form::Planar(Planar::new(&stencil, isa, threads)?)
+        } else if let Some(runs) = Runs::new(&stencil, isa, threads) {
             Form::Runs(runs)
         } else if let Some(depthwise) = Depthwise::new(&stencil, isa) {
             Form::Depthwise(depthwise)

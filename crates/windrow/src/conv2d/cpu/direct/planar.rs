@@ -426,7 +426,7 @@ impl Sums<'_> {
             ($($rows:literal $vectors:literal,)*) => {
                 match self.plan.rows {
                     // SAFETY: passed on.
-                    $($rows if $vectors == vectors($rows, S::REGISTERS) => unsafe {
+                    $($rows if const { $vectors == vectors($rows, S::REGISTERS) } => unsafe {
                         self.register_tile::<S, $rows, $vectors>(s, source, sink, ahead)
                     },)*
                     rows => unreachable!("{rows} channels at once"),

@@ -113,6 +113,7 @@ struct Block<'a, T> {
 
 impl<T: SimdElement> Kernel for Block<'_, T> {
     type Output = ();
+    const IS_SPECIAL: bool = true;
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
@@ -254,13 +255,14 @@ impl<T: SimdElement> Sums<'_, T> {
             let bias = s.splat(self.bias);
             for (r, row) in acc.into_iter().enumerate() {
                 for (v, sum) in row.into_iter().enumerate() {
-                    s.store(sums.as_mut_ptr().add((r * V + v) * MAX_LANES), s.add(sum, bias));
+                    s.store(sums.as_mut_ptr().add((r * V + v) * S::LANES), s.add(sum, bias));
                 }
             }
+            operands.epilogue.activate_all(s, sums.as_mut_ptr(), R * V * S::LANES);
             let width = stencil.dst_size[1];
             for at in 0..R * V {
                 let (r, v) = (at / V, at % V);
-                let sum = s.load(sums.as_ptr().add(at * MAX_LANES));
+                let sum = s.load(sums.as_ptr().add(at * S::LANES));
                 let row = i + r;
                 let to = self.dst.wrapping_offset(row as isize * stencil.dst[2] + j[v] as isize);
                 // Short rows that follow each other are written from top to bottom, each over the next.

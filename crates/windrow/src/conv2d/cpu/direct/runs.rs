@@ -133,6 +133,7 @@ struct Block<'a, T> {
 
 impl<T: SimdElement> Kernel for Block<'_, T> {
     type Output = ();
+    const IS_SPECIAL: bool = true;
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
@@ -290,7 +291,7 @@ impl<T: SimdElement> Panel<T> {
                             s.store(sums.as_mut_ptr().add((p * VECTORS + v) * S::LANES), sum);
                         }
                     }
-                    self.finish(s, sums.as_ptr(), P, to);
+                    self.finish(s, &mut sums, P, to);
                 }
             }
         }
@@ -323,16 +324,24 @@ impl<T: SimdElement> Panel<T> {
 
     /// The same of sums in memory, for any channels and activation.
     #[inline(always)]
-    unsafe fn finish<S: Simd>(&self, s: S, sums: *const f32, pixels: usize, to: *mut T) {
-        for at in (0..self.channels).step_by(S::LANES) {
-            let len = S::LANES.min(self.channels - at);
-            // SAFETY: passed on.
-            unsafe {
-                let bias = self.epilogue.biases(s, at, len);
+    unsafe fn finish<S: Simd>(&self, s: S, sums: &mut [f32], pixels: usize, to: *mut T) {
+        let sums = sums.as_mut_ptr();
+        let row = VECTORS * S::LANES;
+        // SAFETY: passed on.
+        unsafe {
+            for at in (0..self.channels).step_by(S::LANES) {
+                let bias = self.epilogue.biases(s, at, S::LANES.min(self.channels - at));
                 for p in 0..pixels {
-                    let sum = s.add(s.load(sums.add(p * VECTORS * S::LANES + at)), bias);
+                    let sum = sums.add(p * row + at);
+                    s.store(sum, s.add(s.load(sum), bias));
+                }
+            }
+            self.epilogue.activate_all(s, sums, pixels * row);
+            for at in (0..self.channels).step_by(S::LANES) {
+                let len = S::LANES.min(self.channels - at);
+                for p in 0..pixels {
                     let to = to.wrapping_offset((p as isize).wrapping_mul(self.col)).add(at);
-                    self.epilogue.store(s, sum, to, len);
+                    self.epilogue.store(s, s.load(sums.add(p * row + at)), to, len);
                 }
             }
         }

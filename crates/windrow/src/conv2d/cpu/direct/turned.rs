@@ -98,6 +98,7 @@ struct Block<'a, T> {
 
 impl<T: SimdElement> Kernel for Block<'_, T> {
     type Output = ();
+    const IS_SPECIAL: bool = true;
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {

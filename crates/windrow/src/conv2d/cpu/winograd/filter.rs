@@ -94,11 +94,11 @@ impl<W: SimdElement, const A: usize> Kernel for FilterTransform<W, A> {
         for first in (0..self.c).step_by(at_once) {
             let channels = first..self.c.min(first + at_once);
             for lane in (0..self.width).step_by(S::LANES) {
-                // SAFETY: these channels of filters that exist; there is room for STAGE / LANES of them.
-                unsafe { self.load(s, channels.clone(), lane, taps.as_mut_ptr()) };
-                for (i, g) in taps.chunks_exact(ALL * S::LANES).enumerate().take(channels.len()) {
-                    self.transform(s, g, &mut stage, i * self.width + lane);
-                }
+                let Self { w, strides, channels: ref output, width, .. } = self;
+                let (input, to) = (channels.clone(), &mut taps);
+                s.outlined(Load { w, strides, output: output.start + lane..output.end, input, to });
+                let (taps, count, stage) = (&taps[..], channels.len(), &mut stage);
+                s.outlined(Transform::<A> { taps, count, stage, at: lane, width });
             }
             // SAFETY: U is as documented.
             unsafe { self.store(s, &stage, first * self.width, channels.len() * self.width) };
@@ -113,22 +113,30 @@ impl<W: SimdElement, const A: usize> Kernel for FilterTransform<W, A> {
 #[repr(align(64))]
 struct Stage([[f32; STAGE]; MAX_ALPHA * MAX_ALPHA]);
 
-impl<W: SimdElement, const A: usize> FilterTransform<W, A> {
-    /// Taps [c, tap, LANES] of some input channels and a vector of output channels, zeros for those that do not exist.
-    ///
-    /// # Safety
-    /// w must reach them, `to` hold them.
+/// Taps [c, tap, LANES] of some input channels and a vector of output channels, zeros for those that do not exist. Made by
+/// [`FilterTransform`] only, whose filter has them.
+struct Load<'a, W> {
+    w: *const W,
+    strides: [isize; 4],
+    output: Range<usize>,
+    input: Range<usize>,
+    to: &'a mut [f32; ALL * STAGE],
+}
+
+impl<W: SimdElement> Kernel for Load<'_, W> {
+    type Output = ();
+
     #[inline(always)]
-    unsafe fn load<S: Simd>(&self, s: S, channels: Range<usize>, lane: usize, to: *mut f32) {
-        let [stride_k, stride_c, stride_r, stride_s] = self.strides;
-        let first = self.channels.start + lane;
-        let count = self.channels.end.saturating_sub(first).min(S::LANES);
-        let w =
-            self.w.wrapping_offset(first as isize * stride_k + channels.start as isize * stride_c);
+    fn run<S: Simd>(self, s: S) {
+        let Load { w, strides, output, input: channels, to } = self;
+        let [stride_k, stride_c, stride_r, stride_s] = strides;
+        let (first, to) = (output.start, to.as_mut_ptr());
+        let count = output.end.saturating_sub(first).min(S::LANES);
+        let w = w.wrapping_offset(first as isize * stride_k + channels.start as isize * stride_c);
         let taps = || (0..TAPS).flat_map(|i| (0..TAPS).map(move |j| (i, j)));
         let place = |i: usize, j: usize| i as isize * stride_r + j as isize * stride_s;
         let distance = ALL * S::LANES;
-        // SAFETY: passed on.
+        // SAFETY: channels that exist; there is room for STAGE / LANES of the input.
         unsafe {
             if count < S::LANES {
                 std::ptr::write_bytes(to, 0, channels.len() * distance);
@@ -177,10 +185,34 @@ impl<W: SimdElement, const A: usize> FilterTransform<W, A> {
             }
         }
     }
+}
 
+/// Vectors of U for every position, of the taps [c, tap, LANES] of `count` input channels: the first to `at`, others
+/// `width` apart.
+struct Transform<'a, const A: usize> {
+    taps: &'a [f32],
+    count: usize,
+    stage: &'a mut Stage,
+    at: usize,
+    width: usize,
+}
+
+impl<const A: usize> Kernel for Transform<'_, A> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Transform { taps, count, stage, at, width } = self;
+        for (i, g) in taps.chunks_exact(ALL * S::LANES).enumerate().take(count) {
+            Self::vector(s, g, stage, at + i * width);
+        }
+    }
+}
+
+impl<const A: usize> Transform<'_, A> {
     /// Writes a vector of U for every position to `at`, of taps [tap, LANES].
     #[inline(always)]
-    fn transform<S: Simd>(&self, s: S, g: &[f32], stage: &mut Stage, at: usize) {
+    fn vector<S: Simd>(s: S, g: &[f32], stage: &mut Stage, at: usize) {
         assert!(g.len() == ALL * S::LANES && at + S::LANES <= STAGE, "a vector of filters");
         let mut columns = [[s.widen(s.zero()); TAPS]; A];
         for j in 0..TAPS {
@@ -202,7 +234,9 @@ impl<W: SimdElement, const A: usize> FilterTransform<W, A> {
             }
         }
     }
+}
 
+impl<W: SimdElement, const A: usize> FilterTransform<W, A> {
     /// # Safety
     /// `len` numbers of every position of U must be writable from `at` on.
     #[inline(always)]

@@ -6,7 +6,7 @@
 //! pixels of a row in every stage. Products go from registers through the output transform into rows
 //! in the first-level cache, and from there into y in whole cache lines that were asked for before.
 
-use super::super::epilogue::{self, Epilogue};
+use super::super::epilogue::{self, Bounds, Epilogue};
 use super::super::rows::{Rows, zero_ahead};
 use super::super::{Run, bias_len, stage_bias, with_element};
 use super::{strides4, transform};
@@ -14,7 +14,7 @@ use crate::TensorRef;
 use crate::conv2d::winograd::TAPS;
 use crate::conv2d::{Problem, Tile};
 use crate::cpu::gemm::even_part;
-use crate::cpu::math::activate;
+use crate::cpu::math::activate_all;
 use crate::cpu::{
     Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, parallel_for_workers,
 };
@@ -426,37 +426,28 @@ impl<X: SimdElement> Strip<'_, X> {
     /// Adds the residual to `len` results, applies the activation and stores them.
     ///
     /// # Safety
-    /// `results` holds whole vectors, `y` reaches `len` elements.
+    /// `results` holds whole vectors, which are stored once, and `y` reaches `len` elements.
     #[inline(always)]
-    unsafe fn store<S: Simd>(
-        &self,
-        s: S,
-        results: *const f32,
-        y: *mut X,
-        stride: isize,
-        len: usize,
-    ) {
+    unsafe fn store<S: Simd>(&self, s: S, results: *mut f32, y: *mut X, stride: isize, len: usize) {
         let epilogue = self.operands.epilogue;
         // SAFETY: passed on.
         unsafe {
+            let bounds = epilogue.bounds().unwrap_or_else(|| {
+                // Without a residual.
+                activate_all(s, epilogue.activation, results, len);
+                Bounds::NONE
+            });
             if stride == 1 && len >= S::LANES {
-                if let Some(bounds) = epilogue.bounds() {
-                    in_vectors(s, y, len, |at| {
-                        let sum = s.load(results.add(at));
-                        bounds.of(s, epilogue.residual.add(s, sum, y.add(at), S::LANES))
-                    });
-                } else {
-                    in_vectors(s, y, len, |at| {
-                        activate(s, epilogue.activation, s.load(results.add(at)))
-                    });
-                }
-                return;
+                return in_vectors(s, y, len, |at| {
+                    let sum = s.load(results.add(at));
+                    bounds.of(s, epilogue.residual.add(s, sum, y.add(at), S::LANES))
+                });
             }
             for at in (0..len).step_by(S::LANES) {
                 let (y, len) = (y.offset(at as isize * stride), S::LANES.min(len - at));
                 let sum = s.load(results.add(at));
                 let sum = epilogue.residual.add_apart(s, sum, y, stride, len);
-                epilogue::scatter(s, activate(s, epilogue.activation, sum), y, stride, len);
+                epilogue::scatter(s, bounds.of(s, sum), y, stride, len);
             }
         }
     }

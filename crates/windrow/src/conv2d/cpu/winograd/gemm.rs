@@ -190,7 +190,7 @@ impl Operands {
             ($($t:literal)*) => {
                 match tiles {
                     // SAFETY: passed on.
-                    $($t if $t <= max_group(S::REGISTERS) => unsafe {
+                    $($t if const { $t <= max_group(S::REGISTERS) } => unsafe {
                         match self.v_is_far {
                             true => self.micro::<S, N, $t, true>(s),
                             false => self.micro::<S, N, $t, false>(s),

@@ -93,7 +93,7 @@ impl<X: SimdElement, const A: usize> InputTransform<'_, X, A> {
                 let inside = out.add(first * S::LANES);
                 if stride_c == 1 {
                     copy_pixels(s, x, stride_w, channels, end - first, inside);
-                } else if stride_w == 1 {
+                } else if stride_w == 1 && !S::IS_SMALL {
                     transpose_rows(s, x, stride_c, channels, end - first, inside);
                 } else {
                     gather(x, [stride_c, stride_w], channels, end - first, inside, S::LANES);

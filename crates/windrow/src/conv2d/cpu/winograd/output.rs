@@ -3,11 +3,11 @@
 //! Vectors run over output channels. The pixels of a strip of tiles are staged as [row, column,
 //! channel] and leave from there: channels-last as vectors, row-major transposed in registers.
 
-use super::super::epilogue::{self, Epilogue};
+use super::super::epilogue::{self, Bounds, Epilogue};
 use super::geometry::{Geometry, Segment};
 use super::transform;
 use crate::conv2d::winograd::MAX_ALPHA;
-use crate::cpu::math::activate;
+use crate::cpu::math::activate_all;
 use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement};
 use std::ops::Range;
 
@@ -111,6 +111,7 @@ impl<Y: SimdElement, const A: usize> OutputTransform<'_, Y, A> {
     unsafe fn transform_row<S: Simd>(&self, s: S, row: usize, tiles: usize, bias: S::F32) {
         let epilogue = self.epilogue.early();
         let bounds = epilogue.bounds();
+        let range = bounds.unwrap_or(Bounds::NONE);
         for tile in 0..tiles {
             // SAFETY: staging holds A - 2 rows of A columns of each tile, the strip ROW columns.
             unsafe {
@@ -120,18 +121,15 @@ impl<Y: SimdElement, const A: usize> OutputTransform<'_, Y, A> {
                 }
                 let results = transform::output(s, x);
                 let strip = self.strip(tile * (A - 2), S::LANES);
-                // Two loops, since the compiler unrolls only short ones.
-                if let Some(bounds) = bounds {
-                    for (j, y) in results[..A - 2].iter().enumerate() {
-                        s.store(strip.add(j * S::LANES), bounds.of(s, s.add(*y, bias)));
-                    }
-                } else {
-                    for (j, y) in results[..A - 2].iter().enumerate() {
-                        let y = activate(s, epilogue.activation, s.add(*y, bias));
-                        s.store(strip.add(j * S::LANES), y);
-                    }
+                for (j, y) in results[..A - 2].iter().enumerate() {
+                    s.store(strip.add(j * S::LANES), range.of(s, s.add(*y, bias)));
                 }
             }
+        }
+        if bounds.is_none() {
+            let strip = self.strip(0, S::LANES);
+            // SAFETY: the vectors that were stored above.
+            unsafe { activate_all(s, epilogue.activation, strip, tiles * (A - 2) * S::LANES) };
         }
     }
 
@@ -169,7 +167,7 @@ impl<Y: SimdElement, const A: usize> OutputTransform<'_, Y, A> {
             );
             if stride_k == 1 {
                 copy_pixels(s, strip, columns, channels, y, stride_w, &self.epilogue);
-            } else if stride_w == 1 {
+            } else if stride_w == 1 && !S::IS_SMALL {
                 transpose_rows(s, strip, columns, channels, y, stride_k, &self.epilogue);
             } else {
                 let strides = [stride_k, stride_w];

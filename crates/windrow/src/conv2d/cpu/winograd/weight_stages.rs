@@ -91,7 +91,7 @@ impl<Y: SimdElement, const A: usize> GradientTransform<'_, Y, A> {
                 );
                 if stride_k == 1 {
                     copy_pixels(s, dy, stride_w, channels, inside, out);
-                } else if stride_w == 1 {
+                } else if stride_w == 1 && !S::IS_SMALL {
                     transpose_rows(s, dy, stride_k, channels, inside, out);
                 } else {
                     gather(dy, [stride_k, stride_w], channels, inside, out, S::LANES);
