@@ -82,7 +82,8 @@ pub(crate) struct Bench {
     /// Also write the rows as CSV; with `-` on standard output, and tables on standard error
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
-    /// Also draw the rates to FILE.svg or FILE.png
+    #[cfg_attr(feature = "png", doc = "Also draw the rates to FILE.svg or FILE.png")]
+    #[cfg_attr(not(feature = "png"), doc = "Also draw the rates to FILE.svg")]
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
 }

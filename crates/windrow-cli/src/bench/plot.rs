@@ -1,4 +1,4 @@
-//! Rates as horizontal bars, one panel for each operator, to SVG or PNG.
+//! Rates as horizontal bars, one panel for each operator, to SVG, or with the feature `png` to PNG.
 
 use super::row::Row;
 use crate::failure::Failure;
@@ -7,6 +7,7 @@ use crate::machine::Machine;
 use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
+#[cfg(feature = "png")]
 use plotters::style::{FontStyle, register_font};
 use std::path::Path;
 
@@ -16,6 +17,7 @@ const HEADING: u32 = 34;
 const LABELS: i32 = 390;
 const FONT: &str = "sans-serif";
 /// Bitmaps need a font, and a bare machine has none.
+#[cfg(feature = "png")]
 const FONT_FILE: &[u8] = include_bytes!("../../assets/DejaVuSans-ascii.ttf");
 
 const FAST: RGBColor = RGBColor(38, 102, 178);
@@ -25,12 +27,16 @@ const TEXT: RGBColor = RGBColor(30, 30, 30);
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// Refuses a name that is neither `.svg` nor `.png`, before anything is measured.
+/// Refuses a name of another format, before anything is measured.
 pub(super) fn check_name(path: &Path) -> std::result::Result<(), Failure> {
-    match path.extension().and_then(|e| e.to_str()) {
-        Some("svg" | "png") => Ok(()),
-        _ => Err(Failure::Input(format!("{}: expected a name in .svg or .png", shown(path)))),
-    }
+    let detail = match path.extension().and_then(|e| e.to_str()) {
+        Some("svg") => return Ok(()),
+        Some("png") if cfg!(feature = "png") => return Ok(()),
+        Some("png") => "this build draws .svg only; .png needs the feature `png` of windrow-cli",
+        _ if cfg!(feature = "png") => "expected a name in .svg or .png",
+        _ => "expected a name in .svg",
+    };
+    Err(Failure::Input(format!("{}: {detail}", shown(path))))
 }
 
 /// Draws the rows for a file of this name.
@@ -39,10 +45,10 @@ pub(super) fn draw(
     machine: &Machine,
     rows: &[Row],
 ) -> std::result::Result<Vec<u8>, Failure> {
-    let bytes = if path.extension().is_some_and(|e| e == "png") {
-        png(machine, rows)
-    } else {
-        svg(machine, rows).map(String::into_bytes)
+    let bytes = match path.extension().and_then(|e| e.to_str()) {
+        #[cfg(feature = "png")]
+        Some("png") => png(machine, rows),
+        _ => svg(machine, rows).map(String::into_bytes),
     };
     bytes.map_err(|e| Failure::Input(format!("{}: {e}", shown(path))))
 }
@@ -53,6 +59,7 @@ fn svg(machine: &Machine, rows: &[Row]) -> Result<String> {
     Ok(text)
 }
 
+#[cfg(feature = "png")]
 fn png(machine: &Machine, rows: &[Row]) -> Result<Vec<u8>> {
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("plot.png"); // the backend writes to files only
@@ -80,6 +87,7 @@ fn panels<B: DrawingBackend>(
 where
     B::ErrorType: 'static,
 {
+    #[cfg(feature = "png")]
     register_font(FONT, FontStyle::Normal, FONT_FILE).map_err(|_| "the font is damaged")?;
     area.fill(&WHITE)?;
     let (title, mut rest) = area.split_vertically(HEADING);
