@@ -2,7 +2,7 @@
 
 use crate::date::today;
 use crate::record::{RECORDS, commit, write};
-use crate::steps::{COMMANDS, Result, Steps, cargo, root, target};
+use crate::steps::{ALL, COMMANDS, Result, Steps, cargo, root, target};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
@@ -191,7 +191,7 @@ fn compile(
             OTHERS.join(", ")
         );
     }
-    let tests = [&["test", "--quiet", "--workspace", "--lib", "--"][..], &NAMES].concat();
+    let tests = [&["test", "--quiet", "--lib"], &ALL[..], &["--"], &NAMES].concat();
     let mut tests = cargo(&tests);
     emulator.stand_in(CHIP, &mut tests).env("WINDROW_COMPILED", &list);
     steps.run("compile", tests.env("WINDROW_COMPILE_FOR", chips.join(",")))?;
@@ -318,7 +318,8 @@ fn failing_calls(emulator: &Emulator) -> Result<(u64, Vec<String>)> {
     let (mut survived, mut broken) = (0, Vec::new());
     for name in names.map(|name| format!("hip{name}")) {
         let verify = windrow(emulator, CHIP, &[&["verify"], &FEW_CASES[..]].concat());
-        let mut tests = cargo(&["test", "--quiet", "--workspace", "--lib", "--", "gpu::"]);
+        let tests = [&["test", "--quiet", "--lib"], &ALL[..], &["--", "gpu::"]].concat();
+        let mut tests = cargo(&tests);
         emulator.stand_in(CHIP, &mut tests);
         let gives_back = name.ends_with("Destroy");
         let of_compiler = name.starts_with("hiprtc");

@@ -42,6 +42,9 @@ const USAGE: &str = "usage: cargo xtask TASK
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    if let Some(cargo) = std::env::var_os(python::REAL_CARGO) {
+        return python::as_cargo(&cargo, &args);
+    }
     let result = match args[..] {
         ["test"] => test::run(false),
         ["test", "--torch"] => test::run(true),

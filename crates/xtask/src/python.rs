@@ -5,12 +5,16 @@
 //! changed once it is made and can also be one that exists already (`WINDROW_TORCH_ENV`).
 
 use crate::examples;
-use crate::steps::{COMMANDS, Result, Steps, WHOLE, cargo, root, target};
+use crate::steps::{COMMANDS, Result, Steps, WHOLE, cargo, root};
 use std::collections::hash_map::DefaultHasher;
+use std::ffi::OsStr;
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, ExitCode};
 use std::{env, fs};
+
+/// Names cargo itself where maturin is told that this program is it.
+pub(crate) const REAL_CARGO: &str = "WINDROW_XTASK_CARGO";
 
 /// Names an environment that has what requirements-test.txt and requirements-torch.txt ask for.
 const TORCH_ENV: &str = "WINDROW_TORCH_ENV";
@@ -52,7 +56,9 @@ pub(crate) fn test(steps: &mut Steps, torch: bool, emulator: Option<&Path>) -> R
     Ok(())
 }
 
-/// Builds the wheel with the environment's maturin and unpacks it into a folder for `PYTHONPATH`.
+/// Builds the wheel with the environment's maturin and unpacks it into a folder for `PYTHONPATH`. The extension is that of
+/// the whole workspace: alone it would compile all of the library again, for what other packages ask of common
+/// dependencies.
 fn build(steps: &mut Steps, package: &Path, environment: &Path) -> Result<PathBuf> {
     let folder = root().join("target/xtask");
     let (wheels, site) = (folder.join("wheels"), folder.join("site"));
@@ -69,13 +75,9 @@ fn build(steps: &mut Steps, package: &Path, environment: &Path) -> Result<PathBu
         .arg(&wheels)
         .arg("--manifest-path")
         .arg(package.join("Cargo.toml"))
+        .env(REAL_CARGO, cargo(&[]).get_program())
+        .env("CARGO", env::current_exe()?)
         .env(WHOLE.0, WHOLE.1);
-    // Built alone the extension would compile all of the library again, for what other packages ask of common
-    // dependencies. So the wheel's is not optimised, and tests run that of the whole workspace.
-    let shared = cfg!(target_os = "linux");
-    if shared {
-        maturin.args(["--config", "profile.dev.package.windrow.opt-level=0"]);
-    }
     steps.run("wheel", &mut maturin)?;
     let wheel = fs::read_dir(&wheels)?.next().ok_or("maturin built no wheel")??.path();
     let mut install = Command::new(environment.join("bin/python"));
@@ -85,17 +87,30 @@ fn build(steps: &mut Steps, package: &Path, environment: &Path) -> Result<PathBu
         .arg(&site)
         .arg(wheel);
     steps.run("install", &mut install)?;
-    if shared {
-        let mut extension = cargo(&[&COMMANDS[..], &["--lib"]].concat());
-        // As maturin has it: without linking Python's library.
-        extension.env("PYO3_PYTHON", environment.join("bin/python"));
-        extension.env("PYO3_BUILD_EXTENSION_MODULE", "1");
-        steps.run("extension", &mut extension)?;
-        let installed = site.join("windrow/_native.abi3.so");
-        fs::metadata(&installed)?;
-        fs::copy(target().join("debug/lib_native.so"), installed)?;
-    }
     Ok(site)
+}
+
+/// What maturin asks of cargo, but that the extension is built with the whole workspace.
+pub(crate) fn as_cargo(cargo: &OsStr, args: &[&str]) -> ExitCode {
+    let mut command = Command::new(cargo);
+    match args {
+        ["rustc", ..] => command.args(COMMANDS).args([
+            "--lib",
+            "--locked",
+            "--message-format",
+            "json-render-diagnostics",
+        ]),
+        _ => command.args(args),
+    };
+    command.env("CARGO", cargo).env_remove(REAL_CARGO);
+    match command.status() {
+        Ok(status) if status.success() => ExitCode::SUCCESS,
+        Ok(_) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("xtask: {}: {error}", cargo.display());
+            ExitCode::FAILURE
+        }
+    }
 }
 
 /// The environment for these requirements; made if there is none yet.

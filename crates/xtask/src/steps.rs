@@ -22,10 +22,13 @@ pub(crate) fn target() -> PathBuf {
 /// from scratch takes half as long again.
 pub(crate) const WHOLE: (&str, &str) = ("CARGO_INCREMENTAL", "0");
 
+/// Packages and features of all that is tested.
+pub(crate) const ALL: [&str; 3] = ["--workspace", "--features", "windrow-cli/png"];
+
 /// Builds the commands. One of the tests is named so that features are those that tests are built with: what they
 /// have compiled serves again, all of the library above all.
-pub(crate) const COMMANDS: [&str; 6] =
-    ["build", "--quiet", "--workspace", "--bins", "--test", "kernels"];
+pub(crate) const COMMANDS: [&str; 8] =
+    ["build", "--quiet", ALL[0], ALL[1], ALL[2], "--bins", "--test", "kernels"];
 
 /// `cargo` with arguments, the same one that runs this task.
 pub(crate) fn cargo(args: &[&str]) -> Command {

@@ -1,6 +1,6 @@
 //! `cargo xtask test`: everything that has to pass before a change is merged.
 
-use crate::steps::{Result, Steps, cargo, root, target};
+use crate::steps::{ALL, Result, Steps, cargo, root, target};
 use crate::{amd, api, figures, filled, form, python, records};
 use std::process::Command;
 use std::time::SystemTime;
@@ -14,7 +14,7 @@ pub(crate) fn run(torch: bool) -> Result {
     let mut steps = Steps::default();
     steps.run("format", &mut cargo(&["fmt", "--all", "--check"]))?;
     pages()?;
-    let clippy = ["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"];
+    let clippy = [&["clippy"], &ALL[..], &["--all-targets", "--", "-D", "warnings"]].concat();
     steps.run("clippy", &mut cargo(&clippy))?;
     if has(&["deny", "--version"]) {
         steps.run("dependencies", &mut cargo(&["deny", "check", "licenses", "bans", "sources"]))?;
@@ -24,12 +24,13 @@ pub(crate) fn run(torch: bool) -> Result {
     api::check()?;
     packages(&mut steps)?;
     features(&mut steps)?;
-    steps.run("doc tests", &mut cargo(&["test", "--workspace", "--doc"]))?;
+    steps.run("doc tests", &mut cargo(&[&["test", "--doc"], &ALL[..]].concat()))?;
     let mut tests = if has(&["nextest", "--version"]) {
-        cargo(&["nextest", "run", "--workspace", "--no-fail-fast", "--status-level", "fail"])
+        let tests = ["nextest", "run", "--no-fail-fast", "--status-level", "fail"];
+        cargo(&[&tests[..], &ALL].concat())
     } else {
-        let tests = ["test", "--workspace", "--lib", "--bins", "--tests", "--examples"];
-        cargo(&[&tests[..], &["--no-fail-fast"]].concat())
+        let tests = ["test", "--lib", "--bins", "--tests", "--examples", "--no-fail-fast"];
+        cargo(&[&tests[..], &ALL].concat())
     };
     // macOS has no NVRTC, and so no CUDA kernels to compile.
     if !cfg!(target_os = "macos") {
