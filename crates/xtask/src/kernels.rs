@@ -34,7 +34,7 @@ sys.exit("\n".join(map(str, wrong)) or not variants)
 pub(crate) fn build() -> Result {
     let mut steps = Steps::default();
     let requirements =
-        ["wheel", "kernels"].map(|n| root().join(format!("crates/xtask/requirements-{n}.txt")));
+        ["dist", "kernels"].map(|n| root().join(format!("crates/xtask/requirements-{n}.txt")));
     let environment = environment(&mut steps, "kernels", &requirements)?;
     let python = || Command::new(environment.join("bin/python"));
     let folder = target().join("kernels");

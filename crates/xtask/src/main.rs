@@ -4,6 +4,7 @@ mod accuracy_picture;
 mod amd;
 mod api;
 mod date;
+mod dist;
 mod examples;
 mod figures;
 mod filled;
@@ -31,7 +32,8 @@ const USAGE: &str = "usage: cargo xtask TASK
   amd              compile the kernels for AMD's chips and execute them in the emulator
   amd --all        the same with all kernels and listed cases for each chip, and write the result into the records
   api              write docs/api.txt, the public surface of the crates
-  wheel            build the Python wheel for Linux on x86-64 and the source package, and print their sizes
+  dist             make target/dist, what a release publishes (wheels, source packages, crates, the command, checksums),
+                   and check it in new environments
   kernels          make target/kernels/windrow, a folder for the Hugging Face Hub's kernels, and check it
   record           measure this machine, and AMD's GPUs in it, into benchmarks/record/DATE-MACHINE
   readme           write the tables and pictures of the pages from the records that they name, and lay out the
@@ -51,7 +53,7 @@ fn main() -> ExitCode {
         ["amd"] => amd::run(false),
         ["amd", "--all"] => amd::run(true),
         ["api"] => api::write(),
-        ["wheel"] => wheel::build(),
+        ["dist"] => dist::build(),
         ["kernels"] => kernels::build(),
         ["record"] => record::run(),
         ["readme"] => records::lay_out().and_then(|()| filled::write()),

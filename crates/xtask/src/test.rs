@@ -2,6 +2,7 @@
 
 use crate::steps::{ALL, Result, Steps, cargo, root, target};
 use crate::{amd, api, figures, filled, form, python, records};
+use std::path::Path;
 use std::process::Command;
 use std::time::SystemTime;
 
@@ -22,7 +23,7 @@ pub(crate) fn run(torch: bool) -> Result {
     let docs = ["doc", "--workspace", "--no-deps"];
     steps.run("docs", cargo(&docs).env("RUSTDOCFLAGS", "-D warnings"))?;
     api::check()?;
-    packages(&mut steps)?;
+    packages(&mut steps, None)?;
     features(&mut steps)?;
     steps.run("doc tests", &mut cargo(&[&["test", "--doc"], &ALL[..]].concat()))?;
     let mut tests = if has(&["nextest", "--version"]) {
@@ -52,8 +53,8 @@ pub(crate) fn run(torch: bool) -> Result {
 }
 
 /// Checks every crate that is published from its package, as who takes it from the registry has it. Cargo's own
-/// check of packages would compile all of them.
-fn packages(steps: &mut Steps) -> Result {
+/// check of packages would compile all of them. Packages are kept in `out` if there is one.
+pub(crate) fn packages(steps: &mut Steps, out: Option<&Path>) -> Result {
     let private =
         ["pages", "windrow-amd-emulator", "windrow-onnxruntime", "windrow-python", "xtask"]
             .map(|name| ["--exclude", name])
@@ -73,6 +74,9 @@ fn packages(steps: &mut Steps) -> Result {
         let path = file?.path();
         if path.extension().is_none_or(|end| end != "crate") {
             continue;
+        }
+        if let (Some(out), Some(name)) = (out, path.file_name()) {
+            std::fs::copy(&path, out.join(name))?;
         }
         // As of now: cargo would take what it has compiled of older files for what they are.
         let mut unpack = Command::new("tar");

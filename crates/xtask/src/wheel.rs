@@ -1,49 +1,16 @@
-//! `cargo xtask wheel`: what goes to the Python registry.
+//! The Python wheel as it is published: for old systems, and without names of this machine.
 
-use crate::python::environment;
-use crate::steps::{Result, Steps, root, target};
+use crate::steps::{Result, Steps, root};
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Builds the wheel for every Linux on x86-64 since glibc 2.28 and the source package, in release, and builds the
-/// source package once; prints their sizes.
-pub(crate) fn build() -> Result {
-    let mut steps = Steps::default();
-    let requirements = [root().join("crates/xtask/requirements-wheel.txt")];
-    let environment = environment(&mut steps, "wheel", &requirements)?;
-    let out = target().join("wheels");
-    if out.exists() {
-        fs::remove_dir_all(&out)?;
-    }
-    let wheel = wheel(&mut steps, &environment, &out, &[])?;
-    steps.run("sdist", &mut maturin(&environment, &["sdist"], &out)?)?;
-    let sdist = named(&out, ".tar.gz")?;
-    let mut from_sdist = Command::new(environment.join("bin/python"));
-    from_sdist
-        .args(["-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"])
-        .args(["--no-build-isolation", "--wheel-dir"])
-        .arg(out.join("from-sdist"))
-        .arg(&sdist)
-        // Unoptimised, unlike the workspace's tests: whether it builds is the question.
-        .env("MATURIN_PEP517_ARGS", "--profile dev")
-        .env("CARGO_PROFILE_DEV_OPT_LEVEL", "0")
-        .env("PATH", path(&environment)?);
-    steps.run("wheel from the sdist", &mut from_sdist)?;
-    let mut package = Command::new(environment.join("bin/python"));
-    package
-        .args(["-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"])
-        .arg("--wheel-dir")
-        .arg(out.join("causal-conv1d"))
-        .arg(root().join("crates/windrow-python/causal-conv1d"));
-    steps.run("windrow-causal-conv1d", &mut package)?;
-    for file in [wheel, named(&out.join("causal-conv1d"), ".whl")?, sdist] {
-        let bytes = fs::metadata(&file)?.len();
-        println!("{:>6.2} MB  {}", bytes as f64 / 1e6, file.display());
-    }
-    Ok(())
-}
+/// The platform of what is published.
+pub(crate) const TARGET: &str = "x86_64-unknown-linux-gnu";
+
+/// The oldest glibc that programs of Rust run on: what is published runs on all since.
+pub(crate) const GLIBC: &str = "2.17";
 
 /// Builds the wheel into the folder `out`, with more options of cargo.
 pub(crate) fn wheel(
@@ -52,9 +19,11 @@ pub(crate) fn wheel(
     out: &Path,
     options: &[&str],
 ) -> Result<PathBuf> {
+    // maturin fails if the extension needs a newer symbol than those of this glibc.
+    let manylinux = format!("manylinux_{}", GLIBC.replace('.', "_"));
     let wheel =
-        ["build", "--release", "--locked", "--strip", "--zig", "--compatibility", "manylinux_2_28"];
-    let target_of = ["--target", "x86_64-unknown-linux-gnu"];
+        ["build", "--release", "--locked", "--strip", "--zig", "--compatibility", &manylinux];
+    let target_of = ["--target", TARGET];
     let arguments = [&wheel[..], &target_of, options].concat();
     let here = Here::new()?;
     let mut build = maturin(environment, &arguments, out)?;
@@ -64,14 +33,14 @@ pub(crate) fn wheel(
     Ok(wheel)
 }
 
-/// Folders of this machine, which a wheel is not to name.
-struct Here {
+/// Folders of this machine, which nothing that is published may name.
+pub(crate) struct Here {
     sources: String,
     dependencies: String,
 }
 
 impl Here {
-    fn new() -> Result<Self> {
+    pub(crate) fn new() -> Result<Self> {
         let cargo = std::env::var_os("CARGO_HOME").map(PathBuf::from);
         let cargo = cargo.or_else(|| Some(std::env::home_dir()?.join(".cargo")));
         let name = |path: &Path| path.to_str().map(String::from).ok_or("a path that is no text");
@@ -80,10 +49,20 @@ impl Here {
     }
 
     /// Options of the compiler.
-    fn remapped(&self) -> String {
+    pub(crate) fn remapped(&self) -> String {
         let Here { sources, dependencies } = self;
         let pairs = [(sources, "windrow"), (dependencies, "cargo")];
         pairs.map(|(from, to)| format!("--remap-path-prefix={from}={to}")).join("\x1f")
+    }
+
+    /// Fails if a file has one.
+    pub(crate) fn check(&self, file: &Path) -> Result {
+        let bytes = fs::read(file)?;
+        let names = |of: &str| bytes.windows(of.len()).any(|part| part == of.as_bytes());
+        if names(&self.sources) || names(&self.dependencies) {
+            return Err(format!("{} names folders of this machine", file.display()).into());
+        }
+        Ok(())
     }
 
     /// Takes them out of the wheel's list of dependencies, and fails if another file has one.
@@ -108,11 +87,7 @@ impl Here {
                     let text = fs::read_to_string(&path)?;
                     fs::write(&path, text.replace(&self.sources, ""))?;
                 }
-                let bytes = fs::read(&path)?;
-                let names = |of: &str| bytes.windows(of.len()).any(|part| part == of.as_bytes());
-                if names(&self.sources) || names(&self.dependencies) {
-                    return Err(format!("{} names folders of this machine", path.display()).into());
-                }
+                self.check(&path)?;
             }
         }
         tool(["pack".as_ref(), "--dest-dir".as_ref(), out, &package])?;
@@ -120,7 +95,7 @@ impl Here {
     }
 }
 
-fn maturin(environment: &Path, arguments: &[&str], out: &Path) -> Result<Command> {
+pub(crate) fn maturin(environment: &Path, arguments: &[&str], out: &Path) -> Result<Command> {
     let mut command = Command::new(environment.join("bin/maturin"));
     command
         .args(arguments)
@@ -131,13 +106,13 @@ fn maturin(environment: &Path, arguments: &[&str], out: &Path) -> Result<Command
 }
 
 /// maturin starts `python3 -m ziglang`: that of the environment.
-fn path(environment: &Path) -> Result<OsString> {
+pub(crate) fn path(environment: &Path) -> Result<OsString> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let folders = [environment.join("bin")].into_iter();
     Ok(std::env::join_paths(folders.chain(std::env::split_paths(&path)))?)
 }
 
-fn named(folder: &Path, end: &str) -> Result<PathBuf> {
+pub(crate) fn named(folder: &Path, end: &str) -> Result<PathBuf> {
     let files = fs::read_dir(folder)?.filter_map(|e| e.ok().map(|e| e.path()));
     let mut found = files.filter(|path| path.to_string_lossy().ends_with(end));
     found.next().ok_or_else(|| format!("no *{end} in {}", folder.display()).into())
