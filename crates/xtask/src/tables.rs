@@ -389,7 +389,7 @@ mod tests {
         let record = json!({"device": "G", "versions": {}, "cases": cases});
         let table = models(&record, "").unwrap();
         assert_eq!(models(&record, "bf16, f32").unwrap(), table);
-        assert!(!models(&record, "bf16, f3").unwrap().contains("| net"));
+        assert!(!models(&record, "bf16, f3").unwrap().contains("| net f32"));
         let line = "| net f32 64 | 3.00 | 2.00x | 3.00x | 2.00 | 1.00x | - | 0.50x |\n";
         assert!(table.contains(line), "{table}");
         let line = "| net f32 64 train | - | - | - | 2.00 | 1.00x | - | - |\n";
