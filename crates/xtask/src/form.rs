@@ -1,4 +1,5 @@
-//! The form of the pages: how wide and long they are, and that their links lead somewhere.
+//! The form of the pages: how wide and long they are, that their links lead somewhere, and that the files which the page
+//! of the architecture names exist.
 
 use crate::pages::{self, Page, prose};
 use crate::steps::{Result, root};
@@ -12,6 +13,15 @@ const COLUMNS: usize = 120;
 /// The most lines of README.md.
 const README_LINES: usize = 150;
 
+/// The page whose lists say which files a change touches.
+const ARCHITECTURE: &str = "docs/ARCHITECTURE.md";
+
+/// Folders that paths of that page are relative to.
+const BASES: [&str; 3] = ["", "crates/windrow/src", "crates/windrow-python/python/windrow"];
+
+/// Folders that hold a file which is named without its folder: each of them has the files of an operator.
+const OPERATORS: [&str; 3] = ["gelu", "causal_conv1d", "conv2d"];
+
 /// Fails with every fault of every page.
 pub(crate) fn check() -> Result {
     let pages = pages::all()?;
@@ -20,6 +30,10 @@ pub(crate) fn check() -> Result {
         let wide = wide(&page.text);
         faults.extend(wide.map(|n| format!("{}:{n}: more than {COLUMNS} columns", page.name)));
         faults.extend(broken(page).into_iter().map(|fault| format!("{}: {fault}", page.name)));
+        if page.name == ARCHITECTURE {
+            let missing = missing(&page.text).into_iter();
+            faults.extend(missing.map(|path| format!("{ARCHITECTURE}: there is no {path}")));
+        }
         let lines = page.text.lines().count();
         if page.name == "README.md" && lines > README_LINES {
             faults.push(format!("README.md: {lines} lines; at most {README_LINES}"));
@@ -32,6 +46,28 @@ pub(crate) fn check() -> Result {
 fn wide(text: &str) -> impl Iterator<Item = usize> {
     let lines = text.lines().enumerate();
     lines.filter(|(_, l)| l.chars().count() > COLUMNS && !l.starts_with('|')).map(|(i, _)| i + 1)
+}
+
+/// The paths in inline code of a page that do not exist.
+fn missing(text: &str) -> Vec<String> {
+    let prose = prose(text);
+    let spans = prose.lines().flat_map(|line| line.split('`').skip(1).step_by(2));
+    spans.filter(|span| is_path(span) && !exists(span)).map(str::to_owned).collect()
+}
+
+/// True for names of files, and for names of folders with a `/`. `<method>` stands for a name to choose.
+fn is_path(span: &str) -> bool {
+    let plain = span.chars().all(|c| c.is_ascii_alphanumeric() || "/._-".contains(c));
+    let ends = ["rs", "py", "pyi", "md", "txt", "toml", "cu", "cuh"];
+    let is_file =
+        span.rsplit_once('.').is_some_and(|(stem, end)| !stem.is_empty() && ends.contains(&end));
+    plain && (is_file || span.contains('/'))
+}
+
+fn exists(path: &str) -> bool {
+    let operators = OPERATORS.iter().map(|operator| root().join(BASES[1]).join(operator));
+    let operators = operators.filter(|_| !path.contains('/'));
+    BASES.iter().map(|base| root().join(base)).chain(operators).any(|base| base.join(path).exists())
 }
 
 /// The relative links of a page that lead nowhere.
@@ -146,6 +182,14 @@ mod tests {
             broken(&page("[a](../README.md#licence)")),
             ["(../README.md#licence) leads to no heading of README.md"]
         );
+    }
+
+    #[test]
+    fn files_of_the_architecture_exist() {
+        let text = "`cpu/isa.rs`, `gelu/`, `torch/_patch.py`, `spec.rs`, `Plan::new`, `a b/c`, `x/<method>/`\n";
+        assert!(missing(text).is_empty(), "{:?}", missing(text));
+        assert_eq!(missing("`cpu/none.rs` and `none/`\n"), ["cpu/none.rs", "none/"]);
+        assert_eq!(missing("`none.rs`\n"), ["none.rs"]);
     }
 
     #[test]
