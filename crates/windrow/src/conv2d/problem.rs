@@ -26,13 +26,14 @@ pub struct Problem {
 }
 
 impl Problem {
+    /// Of a convolution with these strides, paddings and dilations. A filter that is larger than the padded input has no
+    /// places there, if that is allowed.
     pub(crate) fn new(
         x: &TensorDesc,
         w: &TensorDesc,
-        stride: [usize; 2],
-        padding: [usize; 2],
-        dilation: [usize; 2],
+        [stride, padding, dilation]: [[usize; 2]; 3],
         groups: usize,
+        may_be_none: bool,
     ) -> Result<Self> {
         let &[n, c, h, width] = x.shape() else { return Err(rank("x", x)) };
         let &[k, c_group, r, s] = w.shape() else { return Err(rank("w", w)) };
@@ -53,8 +54,15 @@ impl Problem {
         if r == 0 || s == 0 {
             return Err(Error::shape("w", w.shape(), "a filter of at least 1 x 1"));
         }
-        let size = |input: usize, taps: usize, d: usize| {
-            output_size(w, input, taps, stride[d], padding[d], dilation[d])
+        let size = |input: usize, taps: usize, d: usize| match output_size(
+            input,
+            taps,
+            stride[d],
+            padding[d],
+            dilation[d],
+        )? {
+            0 if !may_be_none => Err(too_large(w, input, taps, padding[d], dilation[d])),
+            places => Ok(places),
         };
         let (oh, ow) = (size(h, r, 0)?, size(width, s, 1)?);
         Ok(Problem { n, c, h, w: width, k, r, s, oh, ow, stride, padding, dilation, groups })
@@ -101,13 +109,14 @@ impl Problem {
     }
 }
 
-/// Shape [n, c, h, w] of the result of a transposed convolution of `y` [n, k, oh, ow].
-pub(crate) fn transposed_shape(
+/// Shapes of a transposed convolution of `y` [n, k, oh, ow]: [n, c, h, w] of its result, and y's with the rows and
+/// columns of zeros behind it that an `output_padding` of the stride or more stands for.
+pub(crate) fn transposed_shapes(
     y: &TensorDesc,
     w: &TensorDesc,
     params: &Conv2dParams,
     output_padding: [usize; 2],
-) -> Result<[usize; 4]> {
+) -> Result<[[usize; 4]; 2]> {
     let &[n, channels, oh, ow] = y.shape() else { return Err(rank("y", y)) };
     let &[k, c_group, r, s] = w.shape() else { return Err(rank("w", w)) };
     let &Conv2dParams { stride, dilation, groups, .. } = params;
@@ -119,11 +128,11 @@ pub(crate) fn transposed_shape(
     if channels != k {
         return Err(Error::shape("y", y.shape(), format!("[n, {k}, oh, ow]: w has {k} filters")));
     }
-    if oh == 0 || ow == 0 {
+    if n > 0 && (oh == 0 || ow == 0) {
         return Err(Error::shape("y", y.shape(), "at least one row and one column"));
     }
-    if output_padding[0] >= stride[0] || output_padding[1] >= stride[1] {
-        let expected = format!("less than the stride {stride:?}");
+    if (0..2).any(|d| output_padding[d] >= stride[d].max(dilation[d])) {
+        let expected = format!("less than the stride {stride:?} or the dilation {dilation:?}");
         return Err(Error::parameter("output_padding", format!("{output_padding:?}"), expected));
     }
     let c = c_group.checked_mul(groups).ok_or_else(|| Error::SizeOverflow {
@@ -131,10 +140,15 @@ pub(crate) fn transposed_shape(
         detail: format!("{c_group} in each of {groups} groups"),
     })?;
     let size = |outputs, taps, d| input_size(params, output_padding, outputs, taps, d);
-    Ok([n, c, size(oh, r, 0)?, size(ow, s, 1)?])
+    let x = [n, c, size(oh, r, 0)?, size(ow, s, 1)?];
+    // Fewer than a dilation: no overflow where the size of x has none. What there is none of has no zeros behind it.
+    let behind = |outputs: usize, d: usize| {
+        if outputs == 0 { 0 } else { outputs + output_padding[d] / stride[d] }
+    };
+    Ok([x, [n, k, behind(oh, 0), behind(ow, 1)]])
 }
 
-/// Positions along direction `d` of what a convolution turns into `outputs`, of which there are some.
+/// Positions along direction `d` of what a convolution turns into `outputs`.
 fn input_size(
     params: &Conv2dParams,
     output_padding: [usize; 2],
@@ -143,19 +157,21 @@ fn input_size(
     d: usize,
 ) -> Result<usize> {
     let &Conv2dParams { stride, padding, dilation, .. } = params;
-    let covered = || {
+    let sizes = || {
         let reach = taps.saturating_sub(1).checked_mul(dilation[d])?;
-        let last = (outputs - 1).checked_mul(stride[d])?.checked_add(reach)?;
-        Some((last.checked_add(1 + output_padding[d])?, padding[d].checked_mul(2)?))
+        let steps = outputs.checked_mul(stride[d])?;
+        let covered = steps.checked_add(reach)?.checked_add(1 + output_padding[d])?;
+        Some((covered, padding[d].checked_mul(2)?.checked_add(stride[d])?))
     };
-    let (covered, padded) = covered().ok_or_else(|| Error::SizeOverflow {
+    let (covered, left_out) = sizes().ok_or_else(|| Error::SizeOverflow {
         what: "transposed output",
         detail: format!(
             "{outputs} positions, stride {}, padding {}, {taps} taps with dilation {}",
             stride[d], padding[d], dilation[d]
         ),
     })?;
-    covered.checked_sub(padded).ok_or_else(|| {
+    covered.checked_sub(left_out).ok_or_else(|| {
+        let covered = covered as isize - stride[d] as isize;
         let expected = format!("at most {} where {covered} positions are covered", covered / 2);
         Error::parameter("padding", format!("{padding:?}"), expected)
     })
@@ -174,8 +190,8 @@ fn rank(arg: &'static str, desc: &TensorDesc) -> Error {
     Error::Rank { arg, given: desc.layout.rank(), expected: "4" }
 }
 
+/// Places of the filter, 0 if it is larger than the padded input.
 fn output_size(
-    w: &TensorDesc,
     input: usize,
     taps: usize,
     stride: usize,
@@ -193,13 +209,16 @@ fn output_size(
     if padded > LIMIT || reach > LIMIT || stride > LIMIT {
         return Err(overflow());
     }
-    if reach >= padded {
-        let expected = format!(
-            "a filter that covers at most {padded} positions (input {input} and padding {padding} \
-             on both sides); with dilation {dilation} its {taps} taps cover {}",
-            reach + 1
-        );
-        return Err(Error::shape("w", w.shape(), expected));
-    }
-    Ok((padded - reach - 1) / stride + 1)
+    Ok(padded.checked_sub(reach + 1).map_or(0, |last| last / stride + 1))
+}
+
+/// Of sizes that [`output_size`] has seen.
+fn too_large(w: &TensorDesc, input: usize, taps: usize, padding: usize, dilation: usize) -> Error {
+    let expected = format!(
+        "a filter that covers at most {} positions (input {input} and padding {padding} on both \
+         sides); with dilation {dilation} its {taps} taps cover {}",
+        input + 2 * padding,
+        (taps - 1) * dilation + 1
+    );
+    Error::shape("w", w.shape(), expected)
 }

@@ -108,8 +108,19 @@ impl Conv2dSpec {
     /// is larger than the padded input, [`Error::Parameter`](crate::Error::Parameter) for stride, dilation or groups of 0
     /// or groups that do not divide the channels, [`Error::SizeOverflow`](crate::Error::SizeOverflow).
     pub fn new(x: TensorDesc, w: TensorDesc, params: &Conv2dParams) -> Result<Self> {
+        Self::with_places(x, w, params, false)
+    }
+
+    /// As [`Conv2dSpec::new`]; the filter may also be larger than the padded input, if that is allowed.
+    fn with_places(
+        x: TensorDesc,
+        w: TensorDesc,
+        params: &Conv2dParams,
+        may_be_none: bool,
+    ) -> Result<Self> {
         let &Conv2dParams { stride, padding, dilation, groups, activation, accuracy } = params;
-        let geometry = Problem::new(&x, &w, stride, padding, dilation, groups)?;
+        let steps = [stride, padding, dilation];
+        let geometry = Problem::new(&x, &w, steps, groups, may_be_none)?;
         let y = dense_beside(&x, &geometry.y_shape())?;
         let (bias, residual) = (None, false);
         Ok(Self {
@@ -130,15 +141,18 @@ impl Conv2dSpec {
     /// The convolution whose data gradient is the transposed convolution of `y` [n, k, oh, ow] by `w` [k, c/groups, r, s]:
     /// [`Conv2dPlan::backward_data`](crate::Conv2dPlan::backward_data), given `w` and `y`, computes its `x` [n, c, h, w],
     /// dense and channels-last if y is. `h = (oh - 1) * stride - 2 * padding + dilation * (r - 1) + 1 + output_padding`, and
-    /// w likewise; `output_padding` is less than the stride.
+    /// w likewise.
+    ///
+    /// `output_padding` is less than the stride or the dilation. If it is not less than the stride, the spec's `y` has
+    /// `output_padding / stride` more rows (or columns) than the given one: zeros, which have to lie behind it.
     ///
     /// The gradients of the transposed convolution are [`Conv2dPlan::run`](crate::Conv2dPlan::run) for y and
     /// [`Conv2dPlan::backward_weight`](crate::Conv2dPlan::backward_weight), both of the gradient of x in x's place.
     ///
     /// # Errors
-    /// As [`Conv2dSpec::new`]; [`Error::Shape`](crate::Error::Shape) also if y has no rows, no columns or not k channels;
-    /// [`Error::Parameter`](crate::Error::Parameter) also for a padding that leaves less than nothing, or an
-    /// `output_padding` that is not less than the stride.
+    /// As [`Conv2dSpec::new`]; [`Error::Shape`](crate::Error::Shape) also if y has not k channels, or images but no rows or
+    /// no columns; [`Error::Parameter`](crate::Error::Parameter) also for a padding that leaves less than nothing, or an
+    /// `output_padding` that is less than neither the stride nor the dilation.
     ///
     /// ```
     /// use windrow::*;
@@ -160,8 +174,10 @@ impl Conv2dSpec {
         params: &Conv2dParams,
         output_padding: [usize; 2],
     ) -> Result<Self> {
-        let shape = problem::transposed_shape(&y, &w, params, output_padding)?;
-        Ok(Self::new(dense_beside(&y, &shape)?, w, params)?.with_output(y))
+        let [x_shape, y_shape] = problem::transposed_shapes(&y, &w, params, output_padding)?;
+        let x = dense_beside(&y, &x_shape)?;
+        let y = if y.shape() == y_shape { y } else { dense_beside(&y, &y_shape)? };
+        Self::with_places(x, w, params, y_shape[0] == 0).map(|spec| spec.with_output(y))
     }
 
     /// The options alone.
@@ -180,8 +196,11 @@ impl Conv2dSpec {
 
     /// Every check that needs no data, and the sizes.
     pub(crate) fn problem(&self) -> Result<Problem> {
-        let problem =
-            Problem::new(&self.x, &self.w, self.stride, self.padding, self.dilation, self.groups)?;
+        // Of no images a transposed convolution makes images that are smaller than the filter.
+        let is_transposed_of_none =
+            matches!(*self.y.shape(), [0, _, rows, columns] if rows == 0 || columns == 0);
+        let steps = [self.stride, self.padding, self.dilation];
+        let problem = Problem::new(&self.x, &self.w, steps, self.groups, is_transposed_of_none)?;
         check_tensor("y", &self.y, self.x.dtype, &problem.y_shape())?;
         check_unique("y", &self.y.layout)?;
         if let Some(bias) = &self.bias {
@@ -251,8 +270,9 @@ pub enum Conv2dAlgorithm {
     /// Winograd along the rows of the image and direct sums along its columns, in one pass, for few
     /// input channels. Same filters; CPU, F(4, 3) only.
     WinogradFused(Tile),
-    /// Matrix product of gathered inputs and the filter on tensor cores, f32 as three products of halves: f32, any filter,
-    /// stride, padding, dilation and groups; CUDA of compute capability 9.0.
+    /// Matrix product of gathered inputs and the filter on tensor cores, f32 as three products of f16: any filter, stride,
+    /// padding and dilation, and groups (in f16 and bf16 of a multiple of 8 input channels); CUDA of compute capability
+    /// 9.0.
     ImplicitGemm,
     /// Winograd F(3, 3) along rows and the direct sum along columns, in one kernel. Same filters; CUDA.
     WinogradRow,

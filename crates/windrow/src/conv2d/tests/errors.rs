@@ -333,10 +333,24 @@ fn transposed_convolutions() {
         assert!(matches!(refused, Err(Error::Shape { arg: "y", .. })), "{refused:?}");
     }
     assert!(matches!(of(&y, &[8, 4, 0, 3], &twice, [0, 0]), Err(Error::Shape { arg: "w", .. })));
-    for (output_padding, stride) in [([2, 0], [2, 2]), ([0, 1], [2, 1])] {
-        let refused = of(&y, &w, &twice.with_stride(stride), output_padding);
+    for (output_padding, stride, dilation) in
+        [([2, 0], [2, 2], [1, 9]), ([0, 1], [2, 1], [9, 1]), ([0, 3], [1, 2], [1, 3])]
+    {
+        let params = twice.with_stride(stride).with_dilation(dilation);
+        let refused = of(&y, &w, &params, output_padding);
         assert!(matches!(refused, Err(Error::Parameter { name: "output_padding", .. })));
     }
+    // Zeros behind y.
+    let params = twice.with_stride([1, 2]).with_dilation([4, 6]);
+    let spec = of(&y, &w, &params, [3, 5]).unwrap();
+    assert_eq!((spec.x.shape(), spec.y.shape()), (&[2, 4, 17, 26][..], &[2, 8, 9, 7][..]));
+    // Of no images, whose rows and columns nobody has to have.
+    let spec = of(&[0, 8, 4, 0], &w, &twice, [1, 1]).unwrap();
+    assert_eq!((spec.x.shape(), spec.y.shape()), (&[0, 4, 10, 2][..], &[0, 8, 4, 0][..]));
+    assert!(spec.problem().is_ok());
+    let refused = Conv2dSpec::new(spec.x, spec.w, &twice);
+    assert!(matches!(refused, Err(Error::Shape { arg: "w", .. })), "{refused:?}");
+    assert!(of(&[0, 8, 4, 0], &w, &twice.with_padding([0, 2]), [0, 0]).is_err());
     let huge = usize::MAX;
     for (params, name) in [
         (twice.with_stride([0, 2]), "stride"),

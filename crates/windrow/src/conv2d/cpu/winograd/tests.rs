@@ -108,7 +108,8 @@ impl Given {
         let filter = tensor(&filter, &[case.k, case.c, 3, 3], NCHW, case.dtype);
         let bias = Tensor::from_slice(&noise(3, case.k), &[case.k]).unwrap();
         let bias = case.bias.then_some(bias);
-        let problem = Problem::new(x.desc(), filter.desc(), [1, 1], case.padding, [1, 1], 1);
+        let problem =
+            Problem::new(x.desc(), filter.desc(), [[1, 1], case.padding, [1, 1]], 1, false);
         Given { x, filter, bias, problem: problem.unwrap() }
     }
 

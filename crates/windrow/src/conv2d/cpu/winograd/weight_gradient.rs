@@ -341,7 +341,7 @@ mod tests {
         fn new(x: [usize; 4], k: usize) -> Self {
             let w = TensorDesc::contiguous(DType::F32, &[k, x[1], 3, 3]).unwrap();
             let x = TensorDesc::contiguous(DType::F32, &x).unwrap();
-            let problem = Problem::new(&x, &w, [1; 2], [1; 2], [1; 2], 1).unwrap();
+            let problem = Problem::new(&x, &w, [[1; 2]; 3], 1, false).unwrap();
             // As behind a ReLU.
             let pixels: Vec<f32> =
                 random(1, x.layout.len(), -1.0, 1.0).iter().map(|&x| x.max(0.0) as f32).collect();
