@@ -72,12 +72,15 @@ impl Kernel for Conv {
             .with_groups(size("group", self.group)?)
             .with_activation(self.activation);
         let spec = Conv2dSpec::new(*x.desc(), *w.desc(), &params)?;
-        let y_desc = TensorDesc::contiguous(x.dtype(), spec.y.shape())?;
-        let spec = spec.with_output(y_desc).with_bias(bias.map(|b| *b.desc()));
-        let plan = self.plans.get(spec, Conv2dPlan::new)?;
+        let y_desc = TensorDesc::contiguous(x.dtype(), &geometry.result(&spec))?;
         let &[n, k, h, l] = y_desc.shape() else { unreachable!("an image") };
         let shape = if is_row { &[n, k, l][..] } else { &[n, k, h, l] };
         let y = tensors.output(0, shape, y_desc)?;
+        if geometry.is_empty.contains(&true) {
+            return Ok(());
+        }
+        let spec = spec.with_output(y_desc).with_bias(bias.map(|b| *b.desc()));
+        let plan = self.plans.get(spec, Conv2dPlan::new)?;
         let weights = Weights::Cached(w, &self.filters);
         let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes_for(&weights))?;
         Ok(plan.run(&Conv2dArgs::new(x, weights).with_bias(bias), y, &mut workspace)?)
@@ -99,6 +102,8 @@ struct Geometry {
     dilation: [usize; 2],
     /// Zeros before the first, and behind the last.
     pads: [[usize; 2]; 2],
+    /// Where no zeros may make a result of nothing.
+    is_empty: [bool; 2],
 }
 
 impl Conv {
@@ -112,11 +117,11 @@ impl Conv {
         let stride = pair("strides", &self.strides, 1)?;
         let dilation = pair("dilations", &self.dilations, 1)?;
         let taps = [w[2], w[3]];
-        if self.kernel_shape.is_some() && pair("kernel_shape", &self.kernel_shape, 1)? != taps {
-            return Err(invalid(format!(
-                "`kernel_shape` is {:?}, and W has {taps:?}",
-                self.kernel_shape
-            )));
+        if let Some(given) = &self.kernel_shape
+            && pair("kernel_shape", &self.kernel_shape, 1)? != taps
+        {
+            let taps = if is_row { &taps[1..] } else { &taps };
+            return Err(invalid(format!("`kernel_shape` is {given:?}, and W has {taps:?}")));
         }
         let given = match self.pads.as_deref() {
             None => [[0; 2]; 2],
@@ -133,7 +138,9 @@ impl Conv {
             AutoPad::SameUpper => [same(0), same(1)],
             AutoPad::SameLower => [same(0), same(1)].map(|[less, more]| [more, less]),
         };
-        Ok(Geometry { stride, dilation, pads })
+        let is_same = matches!(self.auto_pad, AutoPad::SameUpper | AutoPad::SameLower);
+        let is_empty = [x[2], x[3]].map(|positions| is_same && positions == 0);
+        Ok(Geometry { stride, dilation, pads, is_empty })
     }
 }
 
@@ -146,6 +153,13 @@ fn same(x: usize, taps: usize, stride: usize, dilation: usize) -> [usize; 2] {
 }
 
 impl Geometry {
+    /// The shape of the result: as many positions as the strides have in the input's, where that is asked for.
+    fn result(&self, spec: &Conv2dSpec) -> [usize; 4] {
+        let &[n, k, h, w] = spec.y.shape() else { unreachable!("an image") };
+        let [no_rows, no_columns] = self.is_empty;
+        [n, k, if no_rows { 0 } else { h }, if no_columns { 0 } else { w }]
+    }
+
     fn is_symmetric(&self) -> bool {
         self.pads.iter().all(|[before, behind]| before == behind)
     }

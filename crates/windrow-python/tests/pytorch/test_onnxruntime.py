@@ -130,6 +130,19 @@ def test_conv_pads_a_dilated_filter_to_the_same_size():
         assert got.shape == (1, 4, 9, 10)
 
 
+@pytest.mark.parametrize("auto_pad", ["SAME_UPPER", "SAME_LOWER"])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_conv_makes_the_same_size_of_nothing(auto_pad, stride):
+    """Of an axis without pixels; ONNX Runtime's own operator refuses it."""
+    for x, size in [((1, 3, 0, 5), (0, 5)), ((1, 3, 5, 0), (5, 0)), ((2, 3, 0, 0), (0, 0)), ((0, 3, 0, 5), (0, 5))]:
+        inputs = {"x": array(*x), "w": array(4, 3, 3, 3, seed=1), "b": array(4, seed=2)}
+        (got,) = run(ours("Conv", [*inputs], ["y"], auto_pad=auto_pad, strides=[stride] * 2), inputs)
+        assert got.shape == (x[0], 4, *(-(-n // stride) for n in size))
+    inputs = {"x": array(2, 3, 0), "w": array(4, 3, 3, seed=1)}
+    (got,) = run(ours("Conv", [*inputs], ["y"], auto_pad=auto_pad, strides=[stride]), inputs)
+    assert got.shape == (2, 4, 0)
+
+
 def run_identity(inputs, element):
     """As rounded to the element type."""
     return {
@@ -216,7 +229,7 @@ ERRORS = [
     ("Conv", IMAGE, {"pads": [2**62, 0, 2**62 - 1, 0]}, "overflows"),
     ("Conv", IMAGE, {"pads": [2**63 - 1, 0, 2**63 - 2, 0]}, "`pads` is|overflows"),
     ("Conv", IMAGE, {"auto_pad": "SAME"}, "`auto_pad` is SAME"),
-    ("Conv", IMAGE, {"kernel_shape": [3, 5]}, "`kernel_shape` is"),
+    ("Conv", IMAGE, {"kernel_shape": [3, 5]}, r"`kernel_shape` is \[3, 5\], and W has \[3, 3\]"),
     ("Conv", IMAGE, {"group": 3}, "groups"),
     ("Conv", IMAGE, {"group": -1}, "`group` is -1"),
     ("Conv", IMAGE, {"activation": "tanh"}, "`activation` is tanh"),
