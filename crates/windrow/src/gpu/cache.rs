@@ -1,11 +1,14 @@
 //! Compiled kernels on disk.
 
 use crate::{Device, Result, folder};
-use std::io::{Read, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 const MAGIC: &[u8; 8] = b"windrow1";
+
+/// The largest entry that is read: kernels have some hundred thousand bytes.
+const IMAGE_LIMIT: u64 = 256 << 20;
 
 /// Where compiled kernels are kept: `cuda` or `hip` in the user's cache folder. `None` if there is no such place;
 /// then every process compiles anew.
@@ -44,9 +47,7 @@ pub(super) fn get_or_make(
 
 /// The entry of this key; `None` if there is none or it is damaged.
 fn load(directory: &Path, key: &str) -> Option<Vec<u8>> {
-    let mut file = std::fs::File::open(directory.join(key)).ok()?;
-    let mut bytes = Vec::new();
-    file.read_to_end(&mut bytes).ok()?;
+    let bytes = folder::read(&directory.join(key), IMAGE_LIMIT).ok()?;
     let (header, image) = bytes.split_at_checked(MAGIC.len() + 16)?;
     let sound = header.starts_with(MAGIC) && header[MAGIC.len()..] == checksum(image);
     if !sound {

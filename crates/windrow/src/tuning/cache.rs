@@ -12,6 +12,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
+/// The longest table that is read: some hundred thousand entries.
+const TABLE_LIMIT: u64 = 64 << 20;
+
 /// How long another process may hold the lock: it reads and writes one small file meanwhile.
 const PATIENCE: Duration = Duration::from_secs(5);
 
@@ -86,7 +89,8 @@ pub(crate) fn load(directory: &Path, device: &DeviceModel) -> Entries {
     let warn = |reason: &dyn std::fmt::Display| {
         tracing::warn!(file = %path.display(), %reason, "a tuning table is ignored");
     };
-    let text = match std::fs::read_to_string(&path) {
+    let read = folder::read(&path, TABLE_LIMIT);
+    let text = match read.and_then(|bytes| String::from_utf8(bytes).map_err(io::Error::other)) {
         Ok(text) => text,
         Err(error) => {
             if error.kind() != io::ErrorKind::NotFound {
@@ -111,7 +115,9 @@ pub(crate) fn store(directory: &Path, device: &DeviceModel, new: &Entries) -> io
     let path = directory.join(device.file_name());
     // A file of its own: the table itself is replaced, and a lock goes with the file.
     let lock = path.with_extension("lock");
-    let lock = take(&lock, File::create(&lock)?)?;
+    let opened = folder::open_lock(&lock);
+    let opened = opened.map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", lock.display())));
+    let lock = take(&lock, opened?)?;
     let mut entries = load(directory, device);
     entries.extend(new.iter().map(|(key, entry)| (key.clone(), entry.clone())));
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
@@ -272,6 +278,42 @@ mod tests {
         std::fs::write(&path, [0xff, 0xfe]).unwrap();
         assert!(load(&dir, &cpu).is_empty());
         assert_eq!(store(&dir, &cpu, &one("b", "direct")).unwrap().len(), 1);
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+
+    /// Whatever has the table's name, nobody waits for it, and a new table takes its place if that can be.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_table_that_is_no_file_is_ignored() {
+        let (dir, cpu) = (scratch("no-file"), device("cpu"));
+        std::fs::create_dir_all(&dir).unwrap();
+        let path = dir.join(cpu.file_name());
+        let fifo = |path: &Path| {
+            let name = std::ffi::CString::new(path.to_str().unwrap()).unwrap();
+            // SAFETY: a string that ends in a zero.
+            assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+        };
+        let replaced = |what: &str| {
+            assert!(load(&dir, &cpu).is_empty(), "{what}");
+            assert_eq!(store(&dir, &cpu, &one("a", "direct")).unwrap().len(), 1, "{what}");
+            assert_eq!(load(&dir, &cpu).len(), 1, "{what}");
+            std::fs::remove_file(&path).unwrap();
+        };
+        fifo(&path);
+        replaced("a pipe");
+        std::os::unix::fs::symlink("/dev/zero", &path).unwrap();
+        replaced("a device");
+        File::create(&path).unwrap().set_len(TABLE_LIMIT + 1).unwrap();
+        replaced("a huge file");
+        std::fs::create_dir(&path).unwrap();
+        assert!(load(&dir, &cpu).is_empty());
+        assert!(store(&dir, &cpu, &one("a", "direct")).is_err());
+        std::fs::remove_dir(&path).unwrap();
+        let lock = path.with_extension("lock");
+        std::fs::remove_file(&lock).unwrap();
+        fifo(&lock);
+        let refused = store(&dir, &cpu, &one("a", "direct")).unwrap_err().to_string();
+        assert!(refused.contains("lock: no regular file"), "{refused}");
         std::fs::remove_dir_all(&dir).unwrap();
     }
 
