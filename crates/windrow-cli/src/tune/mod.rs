@@ -98,7 +98,10 @@ pub(crate) fn run(args: &Tune) -> Result<(), Failure> {
         return Err(Failure::Input(format!("nothing to tune on {}", args.device)));
     }
     let table = tuning::table_path(args.device)?;
-    if table.is_some() {
+    if table.is_none() {
+        let place = "HOME, XDG_CACHE_HOME or WINDROW_TUNE_CACHE names one";
+        print::note(format!("there is no cache folder, so what is found is not kept; {place}"));
+    } else {
         // What is known, written once more: whatever is in the way shows before the work.
         tuning::import(&tuning::export(args.device)?)?;
     }
@@ -126,7 +129,7 @@ pub(crate) fn run(args: &Tune) -> Result<(), Failure> {
     print::out(report::tables(&rows))?;
     match table {
         Some(path) => print::summary(false, format_args!("kept in {}\n", shown(&path))),
-        None => print::summary(false, "kept nowhere: there is no cache folder\n"),
+        None => Ok(()),
     }
 }
 

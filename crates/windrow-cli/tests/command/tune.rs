@@ -35,10 +35,41 @@ fn tune_remembers_exports_and_imports() {
     let record: Value = serde_json::from_str(&folder.succeed(bench)).unwrap();
     assert_eq!(record["rows"][0]["configuration"], "im2col_gemm threads=1");
 
-    other("fft_of_tomorrow tiles=3").unwrap();
-    let output = folder.windrow("tune --import other.json");
-    let said = String::from_utf8(output.stderr).unwrap();
-    assert!(output.status.success() && said.contains("fft_of_tomorrow"), "{said}");
+    // What no plan can take is said, left out, and takes the place of nothing.
+    let of_another = text.replace(key, "fft f32 1x8x12x12");
+    let damaged = text.replace(configuration, "direct tiles=x");
+    let of_tomorrow = text.replace(configuration, "fft_of_tomorrow tiles=3");
+    for (table, said) in [
+        (of_tomorrow, "fft_of_tomorrow"),
+        (of_another, "fft f32 1x8x12x12"),
+        (damaged, "direct tiles=x"),
+    ] {
+        std::fs::write(folder.path("other.json"), table).unwrap();
+        let output = folder.windrow("tune --import other.json");
+        let (out, err) = (String::from_utf8(output.stdout), String::from_utf8(output.stderr));
+        let (out, err) = (out.unwrap(), err.unwrap());
+        assert!(output.status.success() && err.contains(said), "{err}");
+        assert!(out.contains("0 entries"), "{out}");
+    }
+    let record: Value = serde_json::from_str(&folder.succeed(bench)).unwrap();
+    assert_eq!(record["rows"][0]["configuration"], "im2col_gemm threads=1");
+}
+
+#[test]
+fn without_a_cache_folder_nothing_is_kept_and_that_is_said() {
+    let folder = folder();
+    for args in ["", "--json", "--quiet"] {
+        let tune = "tune conv2d --layers layers.csv --threads 1 --budget 0.02";
+        let mut command = folder.command(&format!("{tune} {args}"));
+        for variable in
+            ["HOME", "XDG_CACHE_HOME", "LOCALAPPDATA", "WINDROW_CACHE_DIR", "WINDROW_TUNE_CACHE"]
+        {
+            command.env_remove(variable);
+        }
+        let output = command.output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success() && said.contains("not kept"), "{args}: {said}");
+    }
 }
 
 #[test]

@@ -13,8 +13,9 @@ mod tests;
 pub(crate) use search::{Clock, Contest};
 pub use search::{Search, Stop};
 
+use crate::plan::{Operator, Tuned};
 use crate::verification::random_tensor;
-use crate::{Device, Error, Result, Tensor, TensorDesc, Tuning};
+use crate::{CausalConv1d, Conv2d, Device, Error, Gelu, Result, Tensor, TensorDesc, Tuning};
 use cache::{Entries, Entry, Known};
 use search::{MODEL, Spread, SystemClock, search};
 use std::fmt::Display;
@@ -231,14 +232,27 @@ pub fn export(device: Device) -> Result<String> {
 
 /// Adds the entries of a table to what is known of the device model that it names; those of
 /// the same problems are replaced. Processes that have looked up a configuration for such a device already do
-/// not see them. Returns their number.
+/// not see them. An entry of no operator, or of a configuration that this version does not know, is left out with a
+/// warning. Returns the number of the others.
 ///
 /// # Errors
 /// [`Error::Parameter`] if the text is no table of this library version, or the table cannot be written.
 pub fn import(table: &str) -> Result<usize> {
     let expected = "a table that `windrow tune --export` of the same version wrote";
-    let (device, entries) =
+    let (device, mut entries) =
         cache::parse(table).map_err(|reason| Error::parameter("table", reason, expected))?;
+    entries.retain(|problem, entry| {
+        let is_known = is_known(problem, &entry.configuration);
+        if !is_known {
+            let configuration = &*entry.configuration;
+            tracing::warn!(
+                problem,
+                configuration,
+                "an entry of a tuning table is no configuration of this version"
+            );
+        }
+        is_known
+    });
     let bad = |reason: &dyn Display| {
         Error::parameter("WINDROW_TUNE_CACHE", reason, "a folder that can be written")
     };
@@ -246,4 +260,22 @@ pub fn import(table: &str) -> Result<usize> {
     cache::store(&directory, &device, &entries)
         .map_err(|error| bad(&format!("{}: {error}", directory.display())))?;
     Ok(entries.len())
+}
+
+/// The operators whose configurations are measured: their names, and whether a text is a configuration.
+const OPERATORS: [(&str, fn(&str) -> bool); 3] = [
+    (Gelu::NAME, is_configuration::<Gelu>),
+    (CausalConv1d::NAME, is_configuration::<CausalConv1d>),
+    (Conv2d::NAME, is_configuration::<Conv2d>),
+];
+
+fn is_configuration<O: Tuned>(text: &str) -> bool {
+    text.parse::<O::Configuration>().is_ok()
+}
+
+/// Whether some plan could take the configuration: a problem's key begins with its operator.
+fn is_known(problem: &str, configuration: &str) -> bool {
+    let operator = problem.split(' ').next();
+    let found = OPERATORS.iter().find(|(name, _)| Some(*name) == operator);
+    found.is_some_and(|(_, is_configuration)| is_configuration(configuration))
 }
