@@ -64,12 +64,9 @@ fn choose_packed(
         return other;
     }
     // Where cuDNN is the other, which reads the filter as it is: what a call takes that looks whether it has changed.
-    let looks = match other {
-        Conv2dAlgorithm::Cudnn if spec.x.dtype != DType::F32 && !Turned::suits(spec, p) => {
-            1e-6 * filter_bytes(spec, p) / 3.0
-        }
-        _ => 0.0,
-    };
+    let may_look = other == Conv2dAlgorithm::Cudnn && spec.x.dtype != DType::F32;
+    let looks =
+        if may_look && !Turned::suits(spec, p) { 1e-6 * filter_bytes(spec, p) / 3.0 } else { 0.0 };
     if micros(implicit) + looks < 0.9 * micros(other) { implicit } else { other }
 }
 

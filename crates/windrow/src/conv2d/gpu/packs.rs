@@ -277,7 +277,7 @@ impl Place {
         match (self, other) {
             (Place::Stream(a), Place::Stream(b)) => a == b,
             (Place::Capture(a, of_a), Place::Capture(b, of_b)) => (a, of_a) == (b, of_b),
-            _ => false,
+            (Place::Stream(_) | Place::Capture(..) | Place::Frozen(_), _) => false,
         }
     }
 }

@@ -15,15 +15,19 @@ pub(super) fn kernel(source: &'static Source, name: &str, dtype: DType) -> Kerne
 /// What becomes of sums on their way to y: `EPILOGUE`, the activation's number in `activation.cuh`, and whether a
 /// residual is added before it.
 pub(super) fn with_epilogue(kernel: KernelSpec, spec: &Conv2dSpec) -> KernelSpec {
-    let number = match spec.activation {
+    let number = number(spec.activation);
+    kernel.define("EPILOGUE", number).define("RESIDUAL", i32::from(spec.residual))
+}
+
+fn number(activation: Activation) -> i32 {
+    match activation {
         Activation::Identity => 0,
         Activation::Relu => 1,
         Activation::Silu => 2,
         Activation::Gelu(Approximate::None) => 3,
         Activation::Gelu(Approximate::Tanh) => 4,
         Activation::Relu6 => 5,
-    };
-    kernel.define("EPILOGUE", number).define("RESIDUAL", i32::from(spec.residual))
+    }
 }
 
 /// Device addresses of a run; all lie on the device of the stream that the work is given to.
@@ -128,6 +132,26 @@ impl Divisor {
 mod tests {
     use super::*;
     use crate::Layout;
+
+    /// Names and numbers, in Rust and in the kernels.
+    #[test]
+    fn activations_have_the_numbers_of_the_kernels() {
+        let text = include_str!("../../gpu/kernels/activation.cuh");
+        let (_, rest) = text.split_once("enum Activation {").unwrap();
+        let names: Vec<_> = rest.split_once('}').unwrap().0.split(',').map(str::trim).collect();
+        assert_eq!(names.len(), Activation::ALL.len(), "{names:?}");
+        for &activation in Activation::ALL {
+            let there = names[number(activation) as usize];
+            assert_eq!(there, activation.name().to_uppercase(), "{activation}");
+            // A number is no use without a line that computes it.
+            let computes = [
+                format!("ACTIVATION == {there}) return"),
+                format!("if constexpr (ACTIVATION == {there}) {{"),
+            ];
+            let has = |line: &String| text.contains(line);
+            assert!(activation == Activation::Identity || computes.iter().any(has), "{there}");
+        }
+    }
 
     #[test]
     fn a_single_row_has_no_stride() {

@@ -24,7 +24,11 @@ pub(super) fn least_bytes(
             least_bytes_of_stages(multiprocessors, spec, p, tile)
         }
         Conv2dAlgorithm::WinogradRow => WinogradRow::least_bytes(multiprocessors, spec, p),
-        _ => 0,
+        Conv2dAlgorithm::Direct
+        | Conv2dAlgorithm::Im2colGemm
+        | Conv2dAlgorithm::WinogradFused(_)
+        | Conv2dAlgorithm::ImplicitGemm
+        | Conv2dAlgorithm::Cudnn => 0,
     }
 }
 
