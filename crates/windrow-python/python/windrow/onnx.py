@@ -7,6 +7,8 @@
     model = windrow.onnx.convert(onnx.load("model.onnx"))
     session = onnxruntime.InferenceSession(model.SerializeToString(), options)
 
+A model of more than 2 GiB is no single file: `onnx.save(model, path, save_as_external_data=True)`, and a session of `path`.
+
 Nodes of the domain `ai.windrow` have the inputs, outputs and attributes of ONNX's operators of their names: `Conv` (images
 and rows), `Gelu` and `CausalConvWithState`, in f32, f16 and bf16. `Conv` and `CausalConvWithState` have an attribute
 `activation`: "none", "relu", "relu6", "silu", "gelu" or "gelu_tanh".
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING
 from windrow import _native
 
 if TYPE_CHECKING:
+    from google.protobuf.message import Message
     from onnx import GraphProto, ModelProto, NodeProto, TypeProto
 
 DOMAIN = "ai.windrow"
@@ -45,15 +48,47 @@ def convert(model: ModelProto, operators: Collection[str] = OPERATORS) -> ModelP
     for name in operators:
         if name not in OPERATORS:
             raise ValueError(f"`operators` has {name}, expected some of {', '.join(OPERATORS)}")
-    result = shape_inference.infer_shapes(model)
-    count = sum(_convert(graph, operators) for graph in _graphs(result.graph))
-    # What was inferred was only for us.
-    for graph, original in zip(_graphs(result.graph), _graphs(model.graph), strict=True):
-        del graph.value_info[:]
-        graph.value_info.extend(original.value_info)
+    # What infers types is given a message of less than 2 GiB: types do not depend on what large tensors hold.
+    light = type(model)()
+    _copy_without_data(model, light)
+    inferred = shape_inference.infer_shapes(light)
+    result = type(model)()
+    result.CopyFrom(model)
+    count = 0
+    for graph, known in zip(_graphs(result.graph), _graphs(inferred.graph), strict=True):
+        del graph.output[:]
+        graph.output.extend(known.output)
+        count += _convert(graph, _types(known), operators)
     if count and DOMAIN not in [entry.domain for entry in result.opset_import]:
         result.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     return result
+
+
+# What a tensor of more bytes holds, no shape depends on.
+_SMALL = 1 << 16
+_DATA = ("raw_data", "float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
+
+
+def _copy_without_data(message: Message, into: Message) -> None:
+    """Field by field, without the data of large tensors."""
+    from google.protobuf.message import Message
+
+    is_large = message.DESCRIPTOR.name == "TensorProto" and message.ByteSize() > _SMALL
+    for field, value in message.ListFields():
+        if is_large and field.name in _DATA:
+            continue
+        if field.message_type is not None:
+            if isinstance(value, Message):
+                part = getattr(into, field.name)
+                part.SetInParent()
+                _copy_without_data(value, part)
+            else:
+                for item in value:
+                    _copy_without_data(item, getattr(into, field.name).add())
+        elif isinstance(value, str | bytes | int | float):
+            setattr(into, field.name, value)
+        else:
+            getattr(into, field.name).extend(value)
 
 
 def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
@@ -65,9 +100,8 @@ def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
                 yield from _graphs(inner)
 
 
-def _convert(graph: GraphProto, operators: Collection[str]) -> int:
+def _convert(graph: GraphProto, types: dict[str, TypeProto], operators: Collection[str]) -> int:
     """How many nodes are Windrow's from here on."""
-    types = _types(graph)
     count = 0
     for node in graph.node:
         if node.domain not in ("", "ai.onnx") or node.op_type not in operators:

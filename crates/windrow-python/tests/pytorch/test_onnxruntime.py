@@ -386,6 +386,50 @@ def test_convert_looks_into_graphs_of_nodes():
     np.testing.assert_array_equal(y, want)
 
 
+def test_convert_infers_types_without_large_tensors(monkeypatch):
+    """A message of more than 2 GiB cannot be serialized, which is how types are inferred."""
+    import onnx.shape_inference
+
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"]),
+        helper.make_node("Reshape", ["a", "shape"], ["b"]),
+        helper.make_node("Add", ["b", "large"], ["y"]),
+        helper.make_node("Gelu", ["y"], ["z"]),
+    ]
+    constants = {"w": array(4, 3, 3, 3), "large": array(36, 4096), "shape": np.array([36, 1])}
+    model = graph_model(nodes, [("x", TensorProto.FLOAT, [1, 3, 5, 5])], ["z"], constants)
+    before = model.SerializeToString()
+    infer, sizes = onnx.shape_inference.infer_shapes, []
+
+    def infer_shapes(model, *args, **kwargs):
+        sizes.append(model.ByteSize())
+        return infer(model, *args, **kwargs)
+
+    monkeypatch.setattr(onnx.shape_inference, "infer_shapes", infer_shapes)
+    converted = windrow.onnx.convert(model)
+    assert sizes and max(sizes) < 1 << 16
+    assert operators(converted) == ["ai.windrow:Conv", "Reshape", "Add", "ai.windrow:Gelu"]
+    assert model.SerializeToString() == before
+    assert [t.SerializeToString() for t in converted.graph.initializer] == [
+        t.SerializeToString() for t in model.graph.initializer
+    ]
+
+
+def test_convert_of_external_data(tmp_path):
+    """A model whose tensors stay in another file, where one may be larger than memory."""
+    nodes = [helper.make_node("Conv", ["x", "w"], ["a"]), helper.make_node("Shape", ["large"], ["s"])]
+    model = graph_model(nodes, [("x", TensorProto.FLOAT, [1, 3, 5, 5])], ["a", "s"], {"w": array(4, 3, 3, 3)})
+    large = model.graph.initializer.add(name="large", data_type=TensorProto.FLOAT, data_location=TensorProto.EXTERNAL)
+    large.dims.extend([600_000, 1024])
+    large.external_data.add(key="location", value="large.bin")
+    with open(tmp_path / "large.bin", "wb") as file:
+        file.truncate(600_000 * 1024 * 4)
+    onnx.save(model, tmp_path / "model.onnx")
+    converted = windrow.onnx.convert(onnx.load(tmp_path / "model.onnx", load_external_data=False))
+    assert operators(converted) == ["ai.windrow:Conv", "Shape"]
+    assert converted.graph.initializer[1].external_data[0].value == "large.bin"
+
+
 def test_an_old_version_is_told_what_is_missing():
     """An ONNX Runtime that does not know the version of the interface."""
     said = []
