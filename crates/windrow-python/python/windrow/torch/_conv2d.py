@@ -170,13 +170,18 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
             "windrow::conv2d has no gradient through a fused activation; windrow.torch.conv2d "
             "applies it on its own where a gradient is needed"
         )
-    ctx.save_for_backward(x, weight, bias)
+    # As PyTorch's operator: a checkpoint counts what is saved, and another of both may compute it the second time.
+    ctx.save_for_backward(x, weight)
+    ctx.bias = None if bias is None else (bias.shape, bias.dtype)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad[:3]
     options = (*ctx.options, ctx.accuracy, ctx.algorithm)
-    grads = call(_conv2d_backward, _backward_kernel, (dy, *ctx.saved_tensors), *options, needs)
+    # Of the bias only size and type are looked at.
+    bias = None if ctx.bias is None else dy.new_empty(ctx.bias[0], dtype=ctx.bias[1])
+    tensors = (dy, *ctx.saved_tensors, bias)
+    grads = call(_conv2d_backward, _backward_kernel, tensors, *options, needs)
     return *or_none(grads, needs), *[None] * 9
 
 
@@ -444,10 +449,11 @@ class _Trained(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, by: Training) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        ctx.by = by
+        # As PyTorch's operator: a checkpoint counts what is saved, and another of both may compute it the second time.
+        ctx.save_for_backward(x, weight)
+        ctx.bias, ctx.by = bias, by
         return by.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.by.gradients((dy, *ctx.saved_tensors), ctx.needs_input_grad[:3]), None
+        return *ctx.by.gradients((dy, *ctx.saved_tensors, ctx.bias), ctx.needs_input_grad[:3]), None
