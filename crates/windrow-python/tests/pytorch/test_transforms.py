@@ -1,6 +1,7 @@
 """Derivatives beyond `backward`, and writes that PyTorch has to hear of: right, or an error."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -149,6 +150,22 @@ def test_update_has_no_gradient_but_says_so():
         y.sum().backward()
 
 
+@each_device
+@each_operator
+def test_vmap_does_not_warn(device, name):
+    """Nor does it ask to file an issue of an operator that PyTorch does not know."""
+    function, x = operators(device)[name]
+    if name == "causal_conv1d_update":
+        pytest.skip("vmap refuses what writes")
+    x, several = x.detach(), torch.stack([x.detach(), -x.detach(), x.detach() + 1], 1)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        got = torch.vmap(function, 1, 1)(several)
+        for i in range(3):
+            torch.testing.assert_close(got.select(1, i), function(several.select(1, i)), atol=1e-5, rtol=1e-5)
+        assert torch.vmap(function)(x[None][:0]).shape == (0, *function(x).shape)
+
+
 @pytest.fixture(params=["first", "ours", "theirs"])
 def model(request, nothing_decided, times):
     """A patched model, called before or not, and the same of PyTorch."""
@@ -194,7 +211,6 @@ def test_transforms_of_patched_models(model):
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
 @pytest.mark.parametrize("factor", [0.5, 2.0], ids=["ours", "theirs"])
 def test_vmap_of_optimized_models(nothing_decided, times, factor):
     times(factor)

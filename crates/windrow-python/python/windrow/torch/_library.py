@@ -27,7 +27,29 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    return getattr(OPERATORS, name).default
+    operator = getattr(OPERATORS, name).default
+    # What writes to an argument, `vmap` takes apart itself; so does PyTorch before 2.5 with all.
+    if not operator._schema.is_mutable and hasattr(torch.library, "register_vmap"):
+        torch.library.register_vmap(f"{NAMESPACE}::{name}", _one_by_one(operator), lib=_LIBRARY)
+    return operator
+
+
+def _one_by_one(operator: Any) -> Callable[..., Any]:
+    """How `torch.vmap` calls an operator: for each of a batch, as it would without this, but then with a warning."""
+
+    def batched(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        count = info.batch_size
+        moved = [a.movedim(d, 0) if isinstance(a, Tensor) and d is not None else None for a, d in zip(args, in_dims)]
+        # Of none, what one would be tells the shape.
+        some = [m if m is None or count else m.new_zeros(1, *m.shape[1:]) for m in moved]
+        of = lambda i: [a if m is None else m[i] for a, m in zip(args, some)]
+        results = [operator(*of(i)) for i in range(max(count, 1))]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results)[:count], 0
+        stacked = tuple(torch.stack(parts)[:count] for parts in zip(*results, strict=True))
+        return stacked, (0,) * len(stacked)
+
+    return batched
 
 
 # What records an operator for gradients without the dispatcher, which takes several times as long to do so.
@@ -45,8 +67,8 @@ def differentiable(
 
     def twice(ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError(
-            f"double backward: windrow.torch.{name} has a first derivative only; for a second "
-            "one use PyTorch's own operator"
+            f"double backward: windrow.torch.{name} has a first derivative only; PyTorch's operator, which "
+            "`windrow.torch.unpatch(model)` puts back into a patched model, has a second one"
         )
 
     class Recorder(torch.autograd.Function):
@@ -93,7 +115,8 @@ def _autograd(
         if forward_ad._current_level >= 0 and any(_is_dual(arg) for arg in args):
             raise NotImplementedError(
                 f"forward-mode derivatives (torch.func.jvp, jacfwd, dual tensors): windrow.torch."
-                f"{name} has none; use reverse mode, or PyTorch's own operator"
+                f"{name} has none; PyTorch's operator, which `windrow.torch.unpatch(model)` puts back into a "
+                "patched model, has one"
             )
         if torch._C._get_tracing_state() is not None:
             # A recorded gradient would stand in the graph as a Python object. Without one the graph
