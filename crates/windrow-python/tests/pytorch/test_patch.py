@@ -75,7 +75,7 @@ def test_what_is_left_is_named_with_the_reason():
             "subclass": Padded(2, 2, 3),
             "normed": weight_norm(nn.Conv2d(2, 2, 3)),
             "lazy": nn.LazyConv2d(2, 3),
-            "up": nn.ConvTranspose1d(2, 2, 3),
+            "volume": nn.ConvTranspose3d(2, 2, 3),
             "normed up": weight_norm(nn.ConvTranspose2d(2, 2, 3)),
             "linear": nn.Linear(2, 2),
         }
@@ -88,7 +88,7 @@ def test_what_is_left_is_named_with_the_reason():
         "subclass": "is a class of its own, whose forward may be another",
         "normed": "is parametrized: patch the model before that",
         "lazy": "has no weights yet: run the model, then patch it",
-        "up": "Windrow has nothing faster",
+        "volume": "Windrow has nothing faster",
         "normed up": "is parametrized: patch the model before that",
     }
     assert report.left["subclass"].startswith(f"{Padded.__module__}.Padded ")

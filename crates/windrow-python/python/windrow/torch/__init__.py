@@ -10,9 +10,9 @@ from windrow.torch._causal_conv1d import (
     causal_conv1d_update,
     causal_conv1d_varlen_states,
 )
-from windrow.torch._conv2d import conv1d, conv2d, conv_transpose2d
+from windrow.torch._conv2d import conv1d, conv2d, conv_transpose1d, conv_transpose2d
 from windrow.torch._gelu import GELU, gelu
-from windrow.torch._modules import Conv1d, Conv2d, ConvTranspose2d
+from windrow.torch._modules import Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d
 from windrow.torch._optimize import OptimizeReport, optimize
 from windrow.torch._patch import PatchReport, freeze, patch, patched, unfreeze, unpatch
 
@@ -23,6 +23,7 @@ __all__ = [
     "GELU",
     "Conv1d",
     "Conv2d",
+    "ConvTranspose1d",
     "ConvTranspose2d",
     "OptimizeReport",
     "PatchReport",
@@ -31,6 +32,7 @@ __all__ = [
     "causal_conv1d_varlen_states",
     "conv1d",
     "conv2d",
+    "conv_transpose1d",
     "conv_transpose2d",
     "freeze",
     "gelu",

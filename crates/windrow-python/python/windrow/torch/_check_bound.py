@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from windrow.torch._activations import activation_of
 from windrow.torch._by_graph import Fold
-from windrow.torch._conv2d_fastest import ACTIVATIONS
 from windrow.torch._graph import attribute
 from windrow.torch._precision import may_use_tf32
 
@@ -79,7 +79,7 @@ def differs_from_its_modules(
         inner = want.abs() + shift.abs() + (0 if bias is None else (bias.view(-1, 1, 1) * scale).abs())
         if residual is not None:
             want, inner = want + residual.to(wide), inner + residual.to(wide).abs()
-        want = ACTIVATIONS[fold.activation](want)
+        want = activation_of(fold.activation)(want)
     tier = tier_of(y.dtype, y.device, accuracy)
     # Twice, because the other is no exact value either.
     bound = 1.13 * (2 * DEVIATIONS * tier.of_sums(terms) * size + (4 * tier.out + 2.0**-20) * inner)

@@ -11,8 +11,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from windrow import _native
 from windrow.torch import _conv2d_fastest
+from windrow.torch._activations import activation_of
 from windrow.torch._conv2d_fastest import (
-    ACTIVATIONS,
     Options,
     Transposed,
     as_image,
@@ -72,8 +72,8 @@ def _kernel(
             return Transposed(weight, bias, options, activation, accuracy, layout)(x)
         image = as_image(in_layout(x, torch.contiguous_format), x)
         named = as_named(options, activation=activation, accuracy=accuracy, algorithm=algorithm)
-        y = _native.conv2d(image, as_image(weight, x), bias, **named, filters=filters())
-        return as_line(y, x)
+        y = as_line(_native.conv2d(image, as_image(weight, x), bias, **named, filters=filters()), x)
+        return y.contiguous(memory_format=layout)
     except (ValueError, TypeError) as error:
         # That of a transposed convolution is the result of a convolution.
         raise with_input(error, "x" if output_padding is None else "out") from None
@@ -92,7 +92,7 @@ def _aten(
     *_: Any,
 ) -> Tensor:
     options = Options(stride, padding, dilation, groups, output_padding)
-    return ACTIVATIONS[activation](aten(x, weight, bias, options))
+    return activation_of(activation)(aten(x, weight, bias, options))
 
 
 def _fake(
@@ -317,9 +317,7 @@ def conv1d(
     if input.dim() == 2:
         args = (weight, bias, stride, padding, dilation, groups)
         return conv1d(input.unsqueeze(0), *args, **how).squeeze(0)
-    if input.dim() != 3 or weight.dim() != 3:
-        dims = f"{input.dim()} and {weight.dim()}"
-        raise ValueError(f"`input` and `weight` have {dims} dimensions, expected 3 (or 2 of `input`)")
+    _expect_lines(input, weight)
     stride, dilation = _each("stride", stride, 1), _each("dilation", dilation, 1)
     if isinstance(padding, str):
         input, padding = _named_padding(padding, input, weight, stride, dilation)
@@ -358,20 +356,70 @@ def conv_transpose2d(
     if input.dim() == 3:
         args = (weight, bias, stride, padding, output_padding, groups, dilation)
         return conv_transpose2d(input.unsqueeze(0), *args, **how).squeeze(0)
-    if algorithm not in (None, FASTEST):
-        raise ValueError(f"`algorithm` is {algorithm!r}, expected None or {FASTEST!r}")
     stride, padding, dilation = _each("stride", stride), _each("padding", padding), _each("dilation", dilation)
-    output_padding = _each("output_padding", output_padding)
+    options = Options(stride, padding, dilation, groups, _each("output_padding", output_padding))
+    return _transposed(input, weight, bias, options, **how)
+
+
+def conv_transpose1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+    *,
+    activation: str | None = None,
+    accuracy: str | None = None,
+    algorithm: str | None = None,
+    frozen: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.conv_transpose1d`, as `conv_transpose2d` of images of one row.
+
+    input: [n, c, l] or [c, l], f32, f16 or bf16, any strides; weight: [c, k / groups, width]; the result is contiguous.
+    """
+    tensors = (input, weight, bias)
+    how = {"activation": activation, "accuracy": accuracy, "algorithm": algorithm, "frozen": frozen}
+    if has_torch_function(tensors):
+        args = (*tensors, stride, padding, output_padding, groups, dilation)
+        return handle_torch_function(conv_transpose1d, tensors, *args, **how)
+    if input.dim() == 2:
+        args = (weight, bias, stride, padding, output_padding, groups, dilation)
+        return conv_transpose1d(input.unsqueeze(0), *args, **how).squeeze(0)
+    _expect_lines(input, weight)
+    stride, padding, dilation = (
+        _each("stride", stride, 1),
+        _each("padding", padding, 1),
+        _each("dilation", dilation, 1),
+    )
+    more = _each("output_padding", output_padding, 1)
+    options = Options([1, *stride], [0, *padding], [1, *dilation], groups, [0, *more])
+    return _transposed(input, weight, bias, options, **how)
+
+
+def _transposed(input: Tensor, weight: Tensor, bias: Tensor | None, options: Options, **how: Any) -> Tensor:
+    if how["algorithm"] not in (None, FASTEST):
+        raise ValueError(f"`algorithm` is {how['algorithm']!r}, expected None or {FASTEST!r}")
+    stride, _, dilation, _, output_padding = options
+    assert output_padding is not None
     for more, s, d in zip(output_padding, stride, dilation, strict=True):
         if more >= max(s, d):
             raise ValueError(f"`output_padding` is {output_padding}, expected less than stride or dilation")
     beyond = [more // max(s, 1) for more, s in zip(output_padding, stride, strict=True)]
     if any(beyond):
         # Rows and columns of the result that no row and no column of the input reaches but zeros behind it.
-        input = F.pad(input, (0, beyond[1], 0, beyond[0]))
-        output_padding = [more % s for more, s in zip(output_padding, stride, strict=True)]
-    options = Options(stride, padding, dilation, groups, output_padding)
+        input = F.pad(input, (0, beyond[1], 0, beyond[0]) if input.dim() == 4 else (0, beyond[1]))
+        rest = [more % s for more, s in zip(output_padding, stride, strict=True)]
+        options = options._replace(output_padding=rest)
     return _convolved(input, weight, bias, options, **how)
+
+
+def _expect_lines(input: Tensor, weight: Tensor) -> None:
+    if input.dim() != 3 or weight.dim() != 3:
+        dims = f"{input.dim()} and {weight.dim()}"
+        raise ValueError(f"`input` and `weight` have {dims} dimensions, expected 3 (or 2 of `input`)")
 
 
 def _convolved(
@@ -386,13 +434,12 @@ def _convolved(
     frozen: bool,
 ) -> Tensor:
     accuracy = accuracy_of(accuracy, input)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"`activation` is {activation!r}, expected one of {[*ACTIVATIONS]}")
+    activated = activation_of(activation)
     of_filter = torch.is_grad_enabled() and weight.requires_grad
     after = None
     if activation is not None and torch.is_grad_enabled():
         if of_filter or input.requires_grad or (bias is not None and bias.requires_grad):
-            after, activation = ACTIVATIONS[activation], None
+            after, activation = activated, None
     if algorithm == FASTEST and not torch.compiler.is_dynamo_compiling():
         # Elsewhere the way to the kernel, which finds out, is short.
         has_way = torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windrow import _native
 from windrow.torch import _memory
+from windrow.torch._activations import activation_of
 from windrow.torch._checking import Check
 from windrow.torch._fastest import (
     PYTORCH,
@@ -25,20 +25,7 @@ from windrow.torch._fastest import (
     limits,
 )
 from windrow.torch._filters import Filters, filter_cache, unkept
-from windrow.torch._gelu import gelu_of_any
 from windrow.torch._precision import operand_rounding
-
-ACTIVATIONS = {
-    None: lambda y: y,
-    "identity": lambda y: y,
-    "none": lambda y: y,
-    "relu": F.relu,
-    "relu6": F.relu6,
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": gelu_of_any,
-    "gelu_tanh": lambda y: gelu_of_any(y, "tanh"),
-}
 
 # Where a filter is kept it may still turn out that there is no room for its packed form.
 KEPT, PACKED, _OURS = "Windrow", "Windrow, packing on each call", "Windrow"
@@ -67,6 +54,9 @@ def aten(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Te
     """PyTorch's own operator."""
     stride, padding, dilation, groups, output_padding = options
     if output_padding is not None:
+        if weight.dim() == 3:
+            pairs = (stride[1:], padding[1:], output_padding[1:])
+            return torch.conv_transpose1d(x, weight, bias, *pairs, groups, dilation[1:])
         return torch.conv_transpose2d(x, weight, bias, stride, padding, output_padding, groups, dilation)
     if weight.dim() == 3:
         return torch.conv1d(x, weight, bias, stride[1:], padding[1:], dilation[1:], groups)
@@ -98,14 +88,15 @@ class Ours:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         image, weight = as_image(in_layout(x, self.layout), x), as_image(self.weight, x)
         named = {**self.named, "residual": residual}
-        return as_line(_native.conv2d(image, weight, self.bias, **named, filters=self.filters()), x)
+        y = as_line(_native.conv2d(image, weight, self.bias, **named, filters=self.filters()), x)
+        return y.contiguous(memory_format=self.layout)
 
     def like(self, x: Tensor) -> "LikeOurs":
         """The same for images like x; None comes of others."""
         image, strides = as_image(in_layout(x, self.layout), x), x.stride()
         weight = as_image(self.weight, x)
         call = _native.Conv2dCall(image, weight, self.bias, self.named, self.filters(), self.adds)
-        if image is x:
+        if image is x and _is_laid_out_last(image) == (self.layout is torch.channels_last):
             return call
 
         def copied(
@@ -114,7 +105,8 @@ class Ours:
             if x.stride() != strides:
                 return None
             image = as_image(in_layout(x, self.layout), x)
-            return as_line(call(image, as_image(weight, x), bias, residual), x)
+            y = as_line(call(image, as_image(weight, x), bias, residual), x)
+            return None if y is None else y.contiguous(memory_format=self.layout)
 
         return copied
 
@@ -171,20 +163,22 @@ class Transposed:
 
     def __call__(self, x: Tensor) -> Tensor:
         options, output_padding = self.options[:4], self.options.output_padding
-        image = x.contiguous(memory_format=self.layout)
-        y = _native.conv_transpose2d(image, self.weight, options, output_padding, self.accuracy)
+        image, weight = as_image(x.contiguous(memory_format=self.layout), x), as_image(self.weight, x)
+        y = _native.conv_transpose2d(image, weight, options, output_padding, self.accuracy)
         if self.bias is not None:
             if self.bias.shape != (y.shape[1],):
                 raise ValueError(f"`bias` has shape {[*self.bias.shape]}, expected [{y.shape[1]}]")
             y += self.bias[:, None, None]
-        return ACTIVATIONS[self.activation](y)
+        y = as_line(y, x).contiguous(memory_format=self.layout)
+        return activation_of(self.activation)(y)
 
     def bytes(self, x: Tensor) -> int:
         """Memory that it needs while it runs, with its result."""
         options, output_padding = self.options[:4], self.options.output_padding
-        image = x.contiguous(memory_format=self.layout)
-        rest = _native.conv_transpose2d_bytes(image, self.weight, options, output_padding, self.accuracy)
-        return rest + _bytes_beside(x, image, self.weight, self.options)
+        given = x.contiguous(memory_format=self.layout)
+        image, weight = as_image(given, x), as_image(self.weight, x)
+        rest = _native.conv_transpose2d_bytes(image, weight, options, output_padding, self.accuracy)
+        return rest + _bytes_beside(x, given, self.weight, self.options)
 
 
 def _bytes_beside(x: Tensor, given: Tensor, weight: Tensor, options: Options) -> int:
@@ -212,7 +206,7 @@ def way(
     layout = memory_format(x, x if is_turned else weight)
 
     def pytorch(x: Tensor) -> Tensor:
-        y = ACTIVATIONS[activation](aten(x, weight, bias, options))
+        y = activation_of(activation)(aten(x, weight, bias, options))
         return y.contiguous(memory_format=layout)
 
     if not can_be_ours(x, weight, bias):
@@ -240,7 +234,7 @@ def way(
     choice, is_final = chosen(mode, problem), True
     if choice is None:
         by = filter_cache(weight)
-        check = check_of(x, weight, bias, options, accuracy, lambda y, _: ACTIVATIONS[activation](y))
+        check = check_of(x, weight, bias, options, accuracy, lambda y, _: activation_of(activation)(y))
         how = {"layer": by, "image": x.nbytes, "check": check}
         choice = decide(mode, problem, x.device, lambda: pytorch(x), contestants, **how)
         is_final = chosen(mode, problem) is not None
@@ -375,7 +369,8 @@ def by_windrow(
 
 def in_layout(x: Tensor, layout: torch.memory_format) -> Tensor:
     """As PyTorch does where the filter alone is channels-last, and with lines."""
-    return x.contiguous(memory_format=layout) if layout is torch.channels_last or x.dim() == 3 else x
+    is_copied = x.dim() == 3 or (layout is torch.channels_last and not _is_channels_last(x))
+    return x.contiguous(memory_format=layout) if is_copied else x
 
 
 def gradients(
@@ -477,9 +472,11 @@ def _by_windrow(
         images = (as_image(t, x) for t in (dy, x, weight))
         dx, dweight, dbias = _native.conv2d_backward(*images, bias, options[:4], accuracy, needs)
         return [as_line(dx, x), as_line(dweight, x), dbias]
-    image = _dense(x)
-    dx, dweight = _native.conv_transpose2d_backward(dy, image, weight, options[:4], accuracy, needs[:2])
-    dbias = dy.sum((0, 2, 3), dtype=bias.dtype) if needs[2] and bias is not None else None
+    images = (as_image(t, x) for t in (dy, _dense(x), weight))
+    dx, dweight = _native.conv_transpose2d_backward(*images, options[:4], accuracy, needs[:2])
+    over = [d for d in range(dy.dim()) if d != 1]
+    dbias = dy.sum(over, dtype=bias.dtype) if needs[2] and bias is not None else None
+    dx, dweight = as_line(dx, x), as_line(dweight, x)
     return [None if dx is None else _laid_out_like(x, dx), dweight, dbias]
 
 
@@ -496,8 +493,8 @@ def _backward_bytes(
         return _native.conv2d_backward_bytes(*images, options[:4], accuracy)
     image = _dense(x)
     copied = 0 if image is x else x.nbytes
-    rest = (options[:4], accuracy, needs[:2])
-    return copied + _native.conv_transpose2d_backward_bytes(dy, image, weight, *rest)
+    images = (as_image(t, x) for t in (dy, image, weight))
+    return copied + _native.conv_transpose2d_backward_bytes(*images, options[:4], accuracy, needs[:2])
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -569,7 +566,7 @@ def output_shape(x: Tensor, weight: Tensor, options: Options) -> list[Any]:
         size = [(n + 2 * p - d * (r - 1) - 1) // s + 1 for n, r, s, p, d in sizes]
         return [x.shape[0], weight.shape[0], *size]
     size = [(n - 1) * s - 2 * p + d * (r - 1) + 1 for n, r, s, p, d in sizes]
-    size = [n + more for n, more in zip(size, output_padding, strict=True)]
+    size = [n + more for n, more in zip(size, output_padding[first:], strict=True)]
     return [x.shape[0], weight.shape[1] * groups, *size]
 
 
@@ -581,12 +578,26 @@ def memory_format(x: Tensor, weight: Tensor) -> torch.memory_format:
 
 def is_laid_out(residual: Tensor, x: Tensor, layout: torch.memory_format) -> bool:
     """Whether it lies as our convolution of x lays out its result."""
-    is_last = _is_channels_last(in_layout(x, layout))
+    is_last = _is_laid_out_last(in_layout(x, layout))
     return residual.is_contiguous(memory_format=torch.channels_last if is_last else torch.contiguous_format)
 
 
 def _is_channels_last(t: Tensor) -> bool:
-    return t.dim() == 4 and t.shape[1] > 1 and t.stride(1) < t.stride(3)
+    """Whether PyTorch takes it as such: `suggest_memory_format`, which Python does not have."""
+    if t.dim() != 4 or t.stride(1) == 0:
+        return False
+    least = 0
+    for d in (1, 3, 2, 0):
+        size, stride = t.shape[d], t.stride(d)
+        if size == 0 or stride < least or (d == 0 and least == t.stride(1)):
+            return False
+        least = stride * size
+    return True
+
+
+def _is_laid_out_last(image: Tensor) -> bool:
+    """Whether the native functions lay the result out in channels-last."""
+    return image.dim() == 4 and image.shape[1] > 1 and image.stride(1) < image.stride(3)
 
 
 def problem_of(

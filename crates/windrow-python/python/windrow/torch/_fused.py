@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from windrow import _native
+from windrow.torch._activations import activation_of
 from windrow.torch._conv2d import FASTEST, FROZEN, accuracy_of
 from windrow.torch._conv2d import _fake as _fake_conv2d
 from windrow.torch._conv2d_fastest import (
-    ACTIVATIONS,
     KEPT,
     NOTHING_FASTER,
     LikeOurs,
@@ -52,7 +52,6 @@ from windrow.torch._fastest import (
     limits,
 )
 from windrow.torch._filters import filter_cache, forget, kept_with, unkept
-from windrow.torch._gelu import gelu_of_any
 from windrow.torch._library import autocast, call, define, not_differentiable
 from windrow.torch._precision import flags
 from windrow.torch._remembering import Remembering
@@ -60,21 +59,6 @@ from windrow.torch._remembering import Remembering
 _MODE = "forward of an optimized model"
 _MODE_UNKEPT = "forward of an optimized model without room for its filter"
 _CUDNN = "cuDNN, fused"
-
-
-def _activate_(y: Tensor, activation: str | None) -> Tensor:
-    """In place where there is an operator for that."""
-    if activation is None:
-        return y
-    if activation == "relu":
-        return F.relu(y, inplace=True)
-    if activation == "relu6":
-        return F.relu6(y, inplace=True)
-    if activation == "silu":
-        return F.silu(y, inplace=True)
-    if activation == "gelu_tanh":
-        return gelu_of_any(y, "tanh")
-    return gelu_of_any(y)
 
 
 def _add_(y: Tensor, residual: Tensor | None) -> Tensor:
@@ -117,7 +101,7 @@ def _kernel(
 
 def _with_residual(y: Tensor, residual: Tensor | None, activation: str | None) -> Tensor:
     """What is left to do after our convolution where it does not add, and has applied the activation only if nothing is."""
-    return y if residual is None else _activate_(_add_(y, residual), activation)
+    return y if residual is None else activation_of(activation, in_place=True)(_add_(y, residual))
 
 
 @dataclass(frozen=True)
@@ -175,7 +159,7 @@ def _way(
 
     def pytorch(x: Tensor, residual: Tensor | None) -> Tensor:
         y = _linear(x, given, bias) if is_linear else aten(x, weight, bias, options)
-        return _activate_(_add_(y.contiguous(memory_format=layout), residual), activation)
+        return activation_of(activation, in_place=True)(_add_(y.contiguous(memory_format=layout), residual))
 
     if not can_be_ours(x, weight, bias):
         return pytorch, False
@@ -218,7 +202,7 @@ def _way(
         others = [Contestant(_CUDNN, lambda: by_cudnn(x, residual))] if is_known else []
         by = filter_cache(weight, lasts=True)
         ask = (lambda: pytorch(x, residual), contestants, others)
-        rest_of = lambda y, part: ACTIVATIONS[activation](y if residual is None else y + residual[part])
+        rest_of = lambda y, part: activation_of(activation)(y if residual is None else y + residual[part])
         check = check_of(x, weight, bias, options, accuracy, rest_of, residual, is_linear)
         how = {"layer": by, "image": x.nbytes, "around": BESIDE_FUSED, "check": check}
         choice = decide(mode, problem, x.device, *ask, **how)
@@ -280,7 +264,7 @@ def _aten(
     *_: Any,
 ) -> Tensor:
     y = torch.conv2d(x, _as_filter(weight), bias, stride, padding, dilation, groups)
-    return ACTIVATIONS[activation](y if residual is None else y + residual)
+    return activation_of(activation)(y if residual is None else y + residual)
 
 
 def _fused(

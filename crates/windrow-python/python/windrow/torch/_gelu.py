@@ -17,6 +17,7 @@ from windrow.torch._library import (
     or_none,
     with_input,
 )
+from windrow.torch._replaced import own_method
 
 
 def _kernel(x: Tensor, bias: Tensor | None, gate: Tensor | None, approximate: str) -> Tensor:
@@ -101,6 +102,9 @@ def gelu_of_any(input: Tensor, approximate: str = "none") -> Tensor:
     return gelu(input, approximate)
 
 
+_FORWARD = own_method(nn.GELU, "forward")
+
+
 class GELU(nn.GELU):
     """`torch.nn.GELU`, computed by Windrow; by PyTorch in TorchScript, in ONNX, under transforms of `torch.func`, and in
     types and on devices that Windrow has nothing for."""
@@ -108,4 +112,7 @@ class GELU(nn.GELU):
     def forward(self, input: Tensor) -> Tensor:
         if torch.jit.is_scripting():
             return F.gelu(input, approximate=self.approximate)
+        if nn.GELU.forward is not _FORWARD or not isinstance(self, GELU):
+            # Somebody has put another there, or `unpatch` has taken this back and somebody has kept this method.
+            return nn.GELU.forward(self, input)
         return gelu_of_any(input, self.approximate)

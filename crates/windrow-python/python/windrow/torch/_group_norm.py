@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from windrow import _native
 from windrow.torch._fastest import MISSING, is_plainly_called
 from windrow.torch._fused import is_direct
+from windrow.torch._replaced import own_method
 
 # A group of so many elements takes PyTorch twice as long as its parts here, on an H100, where multiprocessors have no more than
 # two groups each.
@@ -71,6 +72,9 @@ def _group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | No
     return torch.batch_norm_elemt(by_pieces, *rest, 0.0).view_as(x)
 
 
+_FORWARD = own_method(nn.GroupNorm, "forward")
+
+
 class GroupNorm(nn.GroupNorm):
     """`torch.nn.GroupNorm`; where nothing is recorded and an image on CUDA has few large groups, computed in parts of them, by
     PyTorch's operators as well."""
@@ -83,6 +87,9 @@ class GroupNorm(nn.GroupNorm):
     def forward(self, input: Tensor) -> Tensor:
         if torch.jit.is_scripting():
             return F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+        if nn.GroupNorm.forward is not _FORWARD or not isinstance(self, GroupNorm):
+            # Somebody has put another there, or `unpatch` has taken this back and somebody has kept this method.
+            return nn.GroupNorm.forward(self, input)
         return self._called(input)
 
     @torch.jit.unused

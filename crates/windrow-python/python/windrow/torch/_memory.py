@@ -41,9 +41,16 @@ def start(model: nn.Module) -> None:
     global _base
     resident = _resident()
     if _base is None and resident is not None:
-        tensors = [*model.parameters(), *model.buffers()]
-        own = sum(t.untyped_storage().nbytes() for t in tensors if t.device.type == "cpu")
+        own = sum(_bytes(t) for t in [*model.parameters(), *model.buffers()] if t.device.type == "cpu")
         _base = resident - own
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Of a tensor's memory. None are counted of a parameter that has no size yet, nor of a tensor that is not strided."""
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (RuntimeError, ValueError):
+        return 0
 
 
 def look(device: torch.device, more: int) -> None:

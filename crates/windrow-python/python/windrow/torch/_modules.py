@@ -11,20 +11,28 @@ from torch.overrides import has_torch_function
 
 from windrow import _native
 from windrow.torch import _conv2d_fastest
-from windrow.torch._conv2d import FASTEST, Training, accuracy_of, conv1d, conv2d, conv_transpose2d
-from windrow.torch._conv2d_fastest import ACTIVATIONS, Options, Ours, as_named
+from windrow.torch._activations import ACTIVATIONS, activation_of
+from windrow.torch._conv2d import FASTEST, Training, accuracy_of, conv1d, conv2d, conv_transpose1d, conv_transpose2d
+from windrow.torch._conv2d_fastest import Options, Ours, as_named, memory_format
 from windrow.torch._fastest import MISSING, goes_into_a_graph, is_ordinary, is_traced
 from windrow.torch._filters import kept_with, unkept
 from windrow.torch._precision import Flags
 from windrow.torch._precision import flags as flags_of
 from windrow.torch._remembering import REMEMBERED, Remembering
+from windrow.torch._replaced import own_method
 
 # Shape, type and whether gradients may be wanted.
 Key = tuple[torch.Size, torch.dtype, bool]
 # What computes images; the flags under which it does, None for PyTorch's operator, and what that is given behind the bias;
 # whether it is another in graphs.
 Found = tuple[Callable[..., Any], Flags | None, tuple[Any, ...], bool]
-Known = tuple[torch.Size, torch.dtype, bool, Callable[..., Any], Flags | None, tuple[Any, ...], bool]
+# The class of PyTorch's in whose place a module stands, and its own `forward` and `_conv_forward`; see `_replaced`.
+Theirs = tuple[type[nn.Module], Callable[..., Any] | None, Callable[..., Any] | None]
+Known = tuple[torch.Size, torch.dtype, bool, Callable[..., Any], Flags | None, tuple[Any, ...], bool, *Theirs]
+
+
+def _methods(kind: type[nn.Module]) -> Theirs:
+    return kind, own_method(kind, "forward"), own_method(kind, "_conv_forward")
 
 
 def PYTORCHS(input: Tensor) -> Tensor:
@@ -51,8 +59,9 @@ class Convolution(Remembering):
     # TorchScript compiles modules that have been called, too.
     __jit_ignored_attributes__ = [*FOUND_OUT]
 
-    # PyTorch's operator.
+    # PyTorch's operator, and its class.
     _operator: Callable[..., Tensor]
+    _theirs: Theirs
 
     def _rest(self) -> tuple[Any, ...]:
         """What that is given behind the bias."""
@@ -68,6 +77,9 @@ class Convolution(Remembering):
     def forward(self, input: Tensor) -> Tensor:
         if is_scripting():
             return self._scripted(input, self.weight, self.bias)
+        if not isinstance(self, Convolution):
+            # `unpatch` has taken it back, and somebody has kept this method.
+            return type(self).forward(self, input)
         if type(input) is Tensor and not is_traced():
             # Sooner than without Windrow, since parameters are not looked up as attributes. That too little is compared here
             # to tell problems apart does no harm: PyTorch's operator computes all of them, and ours looks itself. The last
@@ -83,8 +95,10 @@ class Convolution(Remembering):
             # Else `nn.utils` has put properties there.
             if weight is not None and bias is not MISSING:
                 if known is not None:
-                    _, _, _, run, flags, rest, is_another_in_graphs = known
-                    if is_another_in_graphs and goes_into_a_graph(input):
+                    _, _, _, run, flags, rest, is_another_in_graphs, theirs, its_forward, its_conv_forward = known
+                    if theirs.forward is not its_forward or theirs._conv_forward is not its_conv_forward:
+                        pass
+                    elif is_another_in_graphs and goes_into_a_graph(input):
                         pass
                     elif flags is None:
                         return run(input, weight, bias, *rest)
@@ -92,8 +106,16 @@ class Convolution(Remembering):
                         y = run(input, weight, bias)
                         if y is not None:
                             return y
-                return self._conv_forward(input, weight, bias)
+                if not self._is_replaced():
+                    return self._conv_forward(input, weight, bias)
+        if self._is_replaced():
+            return self._theirs[0].forward(self, input)
         return self._conv_forward(input, self.weight, self.bias)
+
+    def _is_replaced(self) -> bool:
+        """Whether somebody has put another `forward` into PyTorch's class."""
+        theirs, its_forward, _ = self._theirs
+        return theirs.forward is not its_forward
 
     def layer(self) -> tuple[Any, ...]:
         """What decisions for the algorithm "fastest" know of this module."""
@@ -110,15 +132,17 @@ class Convolution(Remembering):
         is_grad, flags, is_in_graph = torch.is_grad_enabled(), flags_of(input), bool(goes_into_a_graph(input))
         wants = is_grad and (input.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
         seen = (input.shape, input.stride(), input.dtype, input.device, is_grad, wants, flags, is_in_graph)
-        run, found = self._recall(seen, weight, bias, lambda: self._found(input, weight, bias, flags, is_in_graph))
+        find = lambda: self._found(input, weight, bias, flags, is_in_graph)
         is_own = self._parameters.get("weight") is weight and self._parameters.get("bias") is bias
+        # A filter that was made for this call is not kept: it is another next time, and nobody could copy the module.
+        run, found = self._recall(seen, weight, bias, find) if is_own else find()[0]
         # A class derived from this may do more with images and filters than to compute.
         if found is not None and is_own and type(self)._conv_forward is Convolution._conv_forward:
             all_known = self.__dict__.setdefault("_known", {})
             if len(all_known) >= REMEMBERED:
                 all_known.clear()
             key = input.shape, input.dtype, is_grad
-            all_known[key] = (*key, *found)
+            all_known[key] = (*key, *found, *self._theirs)
         if run is None or run is PYTORCHS:
             return run
         is_straight = _native.is_only_recorded if type(run) is Training else _native.is_plain
@@ -171,13 +195,16 @@ class Convolution(Remembering):
         if not is_usual or self.activation not in ACTIVATIONS or not _native.is_plain(input, weight, bias):
             return None
         named = as_named(options, activation=self.activation, accuracy=accuracy)
-        ours = Ours(weight, bias, named, torch.contiguous_format, kept_with(weight, self.frozen))
+        ours = Ours(weight, bias, named, memory_format(input, input), kept_with(weight, self.frozen))
         try:
             return ours.like(input)
         except (TypeError, ValueError, RuntimeError):
             return None
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        theirs, _, its_conv_forward = self._theirs
+        if theirs._conv_forward is not its_conv_forward:
+            return activation_of(self.activation)(theirs._conv_forward(self, input, weight, bias))
         is_fastest = self.algorithm == FASTEST
         if (
             (self.activation is None if is_fastest else self.algorithm is None)
@@ -221,7 +248,7 @@ class Convolution(Remembering):
         return F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
 
     def _activated(self, y: Tensor) -> Tensor:
-        """For TorchScript, which knows no operators of ours."""
+        """As `activation_of`, for TorchScript, which knows neither functions in a dictionary nor operators of ours."""
         if self.activation is not None:
             if self.activation == "relu":
                 return F.relu(y)
@@ -233,6 +260,8 @@ class Convolution(Remembering):
                 return F.gelu(y)
             if self.activation == "gelu_tanh":
                 return F.gelu(y, approximate="tanh")
+            if self.activation != "none" and self.activation != "identity":
+                raise ValueError(f"`activation` is {self.activation}, which is none of Windrow's")
         return y
 
 
@@ -241,6 +270,7 @@ class Conv1d(Convolution, nn.Conv1d):
 
     __constants__ = [*nn.Conv1d.__constants__, "activation"]
     _operator = torch.conv1d
+    _theirs = _methods(nn.Conv1d)
 
     def _options(self, padding: Sequence[int]) -> Options:
         return Options((1, *self.stride), (0, *padding), (1, *self.dilation), self.groups)
@@ -267,6 +297,7 @@ class Conv2d(Convolution, nn.Conv2d):
 
     __constants__ = [*nn.Conv2d.__constants__, "activation"]
     _operator = torch.conv2d
+    _theirs = _methods(nn.Conv2d)
 
     def _options(self, padding: Sequence[int]) -> Options:
         return Options(self.stride, padding, self.dilation, self.groups)
@@ -284,26 +315,28 @@ class Conv2d(Convolution, nn.Conv2d):
         return self._activated(y)
 
 
-class ConvTranspose2d(Convolution, nn.ConvTranspose2d):
-    """`torch.nn.ConvTranspose2d`, as `conv_transpose2d`; its options are attributes like those of `Conv2d`."""
+class _Transposed(Convolution):
+    """What `ConvTranspose1d` and `ConvTranspose2d` have in common."""
 
-    __constants__ = [*nn.ConvTranspose2d.__constants__, "activation"]
-    _operator = torch.conv_transpose2d
+    # Ours, of the same name as PyTorch's.
+    _function: Callable[..., Tensor]
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         if is_scripting():
             return self._scripted(input, output_size)
+        sizes = () if output_size is None else (output_size,)
+        if not isinstance(self, Convolution):
+            return type(self).forward(self, input, *sizes)
+        if self._is_replaced():
+            return activation_of(self.activation)(self._theirs[0].forward(self, input, *sizes))
         if output_size is None:
             return super().forward(input)
-        sizes = (self.stride, self.padding, self.kernel_size, 2, self.dilation)
-        output_padding = self._output_padding(input, output_size, *sizes)
+        shape = (self.stride, self.padding, self.kernel_size, len(self.kernel_size), self.dilation)
+        output_padding = self._output_padding(input, output_size, *shape)
         return self._by_function(input, self.weight, self.bias, output_padding)
 
     def _rest(self) -> tuple[Any, ...]:
         return self.stride, self.padding, self.output_padding, self.groups, self.dilation
-
-    def _options(self, padding: Sequence[int]) -> Options:
-        return Options(self.stride, padding, self.dilation, self.groups, self.output_padding)
 
     def _found(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, flags: Flags, is_in_graph: bool
@@ -323,7 +356,43 @@ class ConvTranspose2d(Convolution, nn.ConvTranspose2d):
         self, input: Tensor, weight: Tensor, bias: Tensor | None, output_padding: Sequence[int]
     ) -> Tensor:
         rest = (self.stride, self.padding, output_padding, self.groups, self.dilation)
-        return conv_transpose2d(input, weight, bias, *rest, **self._how())
+        return self._function(input, weight, bias, *rest, **self._how())
+
+
+class ConvTranspose1d(_Transposed, nn.ConvTranspose1d):
+    """`torch.nn.ConvTranspose1d`, as `ConvTranspose2d` of images of one row; its options are attributes like those of
+    `Conv2d`."""
+
+    __constants__ = [*nn.ConvTranspose1d.__constants__, "activation"]
+    _operator = torch.conv_transpose1d
+    _function = staticmethod(conv_transpose1d)
+    _theirs = _methods(nn.ConvTranspose1d)
+
+    def _options(self, padding: Sequence[int]) -> Options:
+        output_padding = (0, *self.output_padding)
+        return Options((1, *self.stride), (0, *padding), (1, *self.dilation), self.groups, output_padding)
+
+    def _scripted(self, input: Tensor, output_size: list[int] | None) -> Tensor:
+        output_padding = self._output_padding(
+            input, output_size, self.stride, self.padding, self.kernel_size, 1, self.dilation
+        )
+        stride, padding, groups, dilation = self.stride, self.padding, self.groups, self.dilation
+        y = F.conv_transpose1d(
+            input, self.weight, self.bias, stride, padding, output_padding, groups, dilation
+        )
+        return self._activated(y)
+
+
+class ConvTranspose2d(_Transposed, nn.ConvTranspose2d):
+    """`torch.nn.ConvTranspose2d`, as `conv_transpose2d`; its options are attributes like those of `Conv2d`."""
+
+    __constants__ = [*nn.ConvTranspose2d.__constants__, "activation"]
+    _operator = torch.conv_transpose2d
+    _function = staticmethod(conv_transpose2d)
+    _theirs = _methods(nn.ConvTranspose2d)
+
+    def _options(self, padding: Sequence[int]) -> Options:
+        return Options(self.stride, padding, self.dilation, self.groups, self.output_padding)
 
     def _scripted(self, input: Tensor, output_size: list[int] | None) -> Tensor:
         output_padding = self._output_padding(

@@ -1,6 +1,8 @@
 """Swapping modules of an existing model."""
 
 import re
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ from windrow.torch._conv2d import ACCURACIES, FASTEST
 from windrow.torch._fastest import decisions
 from windrow.torch._gelu import GELU
 from windrow.torch._group_norm import GroupNorm
-from windrow.torch._modules import Conv1d, Conv2d, Convolution, ConvTranspose2d
+from windrow.torch._modules import Conv1d, Conv2d, Convolution, ConvTranspose1d, ConvTranspose2d
 
 
 @dataclass
@@ -61,6 +63,7 @@ _OPTIONS = ("activation", "accuracy", "algorithm", "frozen", "is_turned", "_left
 _OWN = {
     nn.Conv1d: Conv1d,
     nn.Conv2d: Conv2d,
+    nn.ConvTranspose1d: ConvTranspose1d,
     nn.ConvTranspose2d: ConvTranspose2d,
     nn.GELU: GELU,
     nn.GroupNorm: GroupNorm,
@@ -71,8 +74,8 @@ _OWN = {
 def patch(model: nn.Module, accuracy: str | None = None) -> PatchReport:
     """Makes Windrow compute the convolutions and GELUs of a model, where that is faster.
 
-    Modules of exactly the types `nn.Conv1d`, `nn.Conv2d`, `nn.ConvTranspose2d` and `nn.GELU` become those of
-    `windrow.torch` in place: parameters, hooks, device and training mode stay as they are, and so do references
+    Modules of exactly the types `nn.Conv1d`, `nn.Conv2d`, `nn.ConvTranspose1d`, `nn.ConvTranspose2d` and `nn.GELU`
+    become those of `windrow.torch` in place: parameters, hooks, device and training mode stay as they are, and so do references
     to the modules. The report, whose `model` is the model, names every convolution and every GELU that was left,
     with the reason. GELUs that a `forward` calls as functions are no modules, and not seen. `nn.GroupNorm`s and
     `nn.BatchNorm2d`s become ones that PyTorch's other operators compute where it keeps a CUDA device idle: few large
@@ -92,34 +95,39 @@ def patch(model: nn.Module, accuracy: str | None = None) -> PatchReport:
     if accuracy not in ACCURACIES:
         raise ValueError(f"`accuracy` is {accuracy!r}, expected one of {[*ACCURACIES]}")
     report = PatchReport(model)
+    swapped = []
     for name, module in model.named_modules():
         why = _why_left(module)
         if why is not None:
             report.left[name] = why
         elif type(module) in _OWN:
-            module.__class__ = _OWN[type(module)]
-            setattr(module, _MARK, True)
-            if isinstance(module, Convolution):
-                module.algorithm, module.accuracy = FASTEST, accuracy
-            report.swapped[name] = f"{type(module).__name__}({module.extra_repr()})"
-    if report.swapped:
+            report.swapped[name] = f"{_OWN[type(module)].__name__}({module.extra_repr()})"
+            swapped.append(module)
+    # All of the model or, if something fails before this, nothing.
+    if swapped:
         _memory.start(model)
+    for module in swapped:
+        module.__class__ = _OWN[type(module)]
+        setattr(module, _MARK, True)
+        if isinstance(module, Convolution):
+            module.algorithm, module.accuracy = FASTEST, accuracy
     return report
 
 
 def unpatch(model: nn.Module) -> nn.Module:
     """Makes what `patch` has swapped PyTorch's again. Returns the model.
 
-    Modules that were made as those of `windrow.torch` stay. Raises ValueError, and changes
-    nothing, if a module that was swapped has been given an `activation`, which PyTorch's has not.
+    Modules that were made as those of `windrow.torch` stay. What others have put on a swapped module stays too: a
+    `forward` on the instance, parametrizations, the class that `fully_shard` makes. Warns of modules that have been
+    given a class of somebody's own, derived from that of `windrow.torch`: those stay as they are. Raises ValueError,
+    and changes nothing, if a module that was swapped has been given an `activation`, which PyTorch's has not.
     """
     swapped = {name: m for name, m in model.named_modules() if getattr(m, _MARK, False)}
     for name, module in swapped.items():
         if getattr(module, "activation", None) is not None:
             theirs = f"nn.{type(module).__name__}"
             raise ValueError(f"`{name}` has activation {module.activation!r}, which {theirs} has not")
-    for module in swapped.values():
-        _restore(module)
+    _restore(swapped)
     return model
 
 
@@ -129,20 +137,46 @@ def patched(model: nn.Module, accuracy: str | None = None) -> Iterator[PatchRepo
     what this has swapped is PyTorch's again."""
     report = patch(model, accuracy)
     modules = dict(model.named_modules())
-    swapped = [modules[name] for name in report.swapped]
+    swapped = {name: modules[name] for name in report.swapped}
     try:
         yield report
     finally:
-        for module in swapped:
-            _restore(module)
+        _restore(swapped)
 
 
-def _restore(module: nn.Module) -> None:
-    for theirs, ours in _OWN.items():
-        if type(module) is ours:
-            module.__class__ = theirs
-    for name in (_MARK, *_OPTIONS):
-        module.__dict__.pop(name, None)
+def _restore(swapped: dict[str, nn.Module]) -> None:
+    known: dict[type, type | None] = {ours: theirs for theirs, ours in _OWN.items()}
+    kept = []
+    for name, module in swapped.items():
+        kind = _restored(type(module), known)
+        if kind is None:
+            kept.append(f"`{name}`, whose class {type(module).__qualname__} derives from Windrow's")
+            continue
+        if kind is not type(module):
+            module.__class__ = kind
+        for attribute in (_MARK, *_OPTIONS):
+            module.__dict__.pop(attribute, None)
+    if kept:
+        warnings.warn(f"unpatch leaves {', '.join(kept)}", stacklevel=3)
+
+
+def _restored(kind: type, known: dict[type, type | None]) -> type | None:
+    """The class with PyTorch's in the place of ours. A class that a program has made on the way, as `parametrize` and
+    `fully_shard` do, is made once more; None of one that somebody has written."""
+    if kind not in known:
+        bases = [_restored(base, known) if issubclass(base, tuple(_OWN.values())) else base for base in kind.__bases__]
+        restored: type | None = kind
+        if tuple(bases) != kind.__bases__:
+            parts = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+            is_made = not _is_written(kind) and None not in bases
+            restored = type(kind)(kind.__name__, tuple(filter(None, bases)), parts) if is_made else None
+        known[kind] = restored
+    return known[kind]
+
+
+def _is_written(kind: type) -> bool:
+    """Whether there is a class statement for it: it is found by its name, or stands in a function."""
+    return "<locals>" in kind.__qualname__ or getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
 
 
 def _why_left(module: nn.Module) -> str | None:
@@ -151,7 +185,7 @@ def _why_left(module: nn.Module) -> str | None:
     kind = type(module)
     if kind in _OWN:
         return None
-    if kind in _OWN.values():
+    if isinstance(module, tuple(_OWN.values())):
         return f"{kind.__name__}({module.extra_repr()}) is Windrow's already"
     name = f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(module, tuple(_OWN)):

@@ -1,0 +1,44 @@
+"""The activations that operators fuse, as functions of PyTorch's: the names are those of Rust's `Activation`."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from windrow.torch._gelu import gelu_of_any
+
+Function = Callable[[Tensor], Tensor]
+
+
+def _identity(y: Tensor) -> Tensor:
+    return y
+
+
+_gelu_tanh = partial(gelu_of_any, approximate="tanh")
+
+ACTIVATIONS: dict[str | None, Function] = {
+    None: _identity,
+    "identity": _identity,
+    "none": _identity,
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": gelu_of_any,
+    "gelu_tanh": _gelu_tanh,
+}
+# Of those that PyTorch computes in place.
+_IN_PLACE: dict[str | None, Function] = {
+    name: partial(function, inplace=True)
+    for name, function in ACTIVATIONS.items()
+    if function in (F.relu, F.relu6, F.silu)
+}
+
+
+def activation_of(name: str | None, in_place: bool = False) -> Function:
+    """The function of a name; `in_place` it may overwrite what it is given. Raises ValueError for another name."""
+    function = ACTIVATIONS.get(name)
+    if function is None:
+        raise ValueError(f"`activation` is {name!r}, expected one of {[*ACTIVATIONS]}")
+    return _IN_PLACE.get(name, function) if in_place else function

@@ -1,0 +1,66 @@
+"""The activations: one table for all of Python, whose names are Rust's."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+import windrow
+from common import ACTIVATIONS as FUNCTIONS
+from torch import nn
+from windrow.torch import Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d, conv2d
+from windrow.torch._activations import ACTIVATIONS, activation_of
+from windrow.torch._fused import FusedConv2d
+
+LAYERS = {Conv1d: (2, 4, 9), Conv2d: (2, 4, 9, 8), ConvTranspose1d: (2, 4, 9), ConvTranspose2d: (2, 4, 9, 8)}
+
+
+def test_the_names_are_those_of_rust():
+    x, weight = np.ones((1, 2, 3), np.float32), np.ones((2, 2), np.float32)
+    with pytest.raises(ValueError) as raised:
+        windrow.causal_conv1d(x, weight, activation="mish")
+    known = re.search("expected (.*)", str(raised.value))[1].split(", ")
+    assert {*known} <= {*ACTIVATIONS}
+    x = np.linspace(-7, 7, 29, dtype=np.float32).reshape(1, 1, 29)
+    for name, function in ACTIVATIONS.items():
+        y = windrow.causal_conv1d(x, np.ones((1, 1), np.float32), activation=name)
+        torch.testing.assert_close(torch.from_numpy(y), function(torch.from_numpy(x)), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_functions(name):
+    x = torch.linspace(-7, 7, 29)
+    want = FUNCTIONS.get(name, FUNCTIONS[None])(x)
+    torch.testing.assert_close(activation_of(name)(x), want)
+    torch.testing.assert_close(activation_of(name, in_place=True)(x.clone()), want)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_scripted_modules(kind, name):
+    module, x = kind(4, 6, 3), torch.randn(LAYERS[kind])
+    plain = getattr(nn, kind.__name__)(4, 6, 3)
+    plain.load_state_dict(module.state_dict())
+    module.activation = name
+    want = activation_of(name)(plain(x))
+    torch.testing.assert_close(torch.jit.script(module)(x), want, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(module(x), want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mish", "", True, 1])
+def test_another_name_is_refused_by_all(name):
+    x, weight = torch.randn(2, 4, 9, 8), torch.randn(6, 4, 3, 3)
+    refused = pytest.raises((ValueError, TypeError), match="activation")
+    with refused:
+        conv2d(x, weight, activation=name)
+    for kind, shape in LAYERS.items():
+        module = kind(4, 6, 3)
+        module.activation = name
+        with refused:
+            module(torch.randn(shape))
+        if isinstance(name, str):
+            with pytest.raises(torch.jit.Error, match="`activation` is"):
+                torch.jit.script(module)(torch.randn(shape))
+    with torch.no_grad(), refused:
+        options = ((1, 1), (0, 0), (1, 1), 1)
+        FusedConv2d(weight, None, options, name, None)(x, torch.randn(2, 6, 7, 6))
