@@ -62,17 +62,19 @@ def measured(name: str) -> dict[str, Any]:
     children: dict[str, Any] = {}
 
     def keep(at: str) -> Any:
-        def hook(_: Any, args: Any, y: Any) -> None:
-            if len(args) == 1 and at not in children:
+        def hook(_: Any, args: Any, kwargs: Any, y: Any) -> None:
+            if len(args) == 1 and not kwargs and at not in children:
                 children[at] = copy.deepcopy(args), copy.deepcopy(y)
 
         return hook
 
-    handles = [m.register_forward_hook(keep(n)) for n, m in model.named_children()]
+    handles = [m.register_forward_hook(keep(n), with_kwargs=True) for n, m in model.named_children()]
     case: dict[str, Any] = {"network": name, "parameters": sum(p.numel() for p in model.parameters())}
     with torch.inference_mode():
         torch.manual_seed(1)
+        torch.set_default_dtype(torch.float64)
         wants = [called(double, wide(given)) for given in inputs]
+        torch.set_default_dtype(torch.float32)
         torch.manual_seed(1)
         eager = [errors(called(model, given), want) for given, want in zip(inputs, wants, strict=True)]
     for handle in handles:

@@ -107,8 +107,6 @@ _SEGMENT = ("fcn_resnet50", "deeplabv3_resnet50", "deeplabv3_mobilenet_v3_large"
 _add("torchvision", (64, 96), {name: _torchvision(name, "segmentation") for name in _SEGMENT}, images(batch=2))
 _FRAMES = lambda size: (noise(1, 3, 4, size, size),)
 _add("torchvision", (64, 48), {"r3d_18": _torchvision("r3d_18", "video")}, _FRAMES)
-_FLOW = lambda size: (noise(1, 3, size, size), noise(1, 3, size, size + 0).flip(3))
-_add("torchvision", (128, 144), {"raft_small": _torchvision("raft_small", "optical_flow", progress=False)}, _FLOW)
 _PYRAMID = {"feature_pyramid": _of("torchvision.ops", "FeaturePyramidNetwork", [8, 16], 12)}
 _add("torchvision", (32, 24), _PYRAMID, _pyramid)
 
@@ -181,5 +179,4 @@ _add("diffusers", (16, 24), _of_diffusers("UNet2DConditionModel", **_in_latents,
 _add("diffusers", (8, 16), _of_diffusers("ControlNetModel", in_channels=4, **_BLOCKS, **_CROSS), _controlled)
 _add("diffusers", (32, 48), _of_diffusers("AutoencoderKL", **_in_colours, **_BLOCKS, **_CODER, latent_channels=4))
 _add("diffusers", (32, 48), _of_diffusers("VQModel", **_in_colours, **_BLOCKS, **_CODER, latent_channels=3))
-_add("diffusers", (32, 48), _of_diffusers("AutoencoderTiny", **_in_colours))
 _add("diffusers", (64, 96), _of_diffusers("T2IAdapter", in_channels=3, channels=[32, 64], num_res_blocks=1))

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -331,6 +332,30 @@ class Last(nn.Module):
 )
 def test_containers(given, take, give):
     as_the_model(Last(take, give), given(image()))
+
+
+class Ordered(dict):
+    pass
+
+
+@pytest.mark.parametrize("kind", [OrderedDict, Ordered, dict])
+def test_dictionaries_of_other_kinds(kind):
+    as_the_model(Last(lambda x: x, lambda y: kind(y=y)), image())
+
+
+def is_tensor(m, x):
+    y = m.a(x)
+    return m.b(y) if isinstance(y, torch.Tensor) and torch.jit.isinstance(y, torch.Tensor) else y
+
+
+def is_no_list(m, x):
+    y = m.a(x)
+    return m.b(y) if not isinstance(y, list | tuple | nn.Parameter) and torch.is_tensor(y) else y
+
+
+@pytest.mark.parametrize("function", [is_tensor, is_no_list])
+def test_a_model_that_asks_for_types(function):
+    as_the_model(Net(function), image())
 
 
 def test_other_kinds_of_input():

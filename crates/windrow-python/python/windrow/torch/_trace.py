@@ -6,6 +6,7 @@ keeps, a flag that it sets, a random number that it draws. All of these are look
 
 import copy
 import random
+import sys
 from typing import Any
 
 import torch
@@ -69,7 +70,14 @@ def copy_sharing_parameters(module: nn.Module, *shared: Any) -> Any:
 
 
 class _Proxy(fx.Proxy):
-    """Records `y += x` as what writes to y."""
+    """Records `y += x` as what writes to y, and is a tensor to a model that asks."""
+
+    @property
+    def __class__(self) -> Any:
+        # To torch.fx, which asks as well, it is what it is.
+        asking = sys._getframe(1).f_globals.get("__name__", "")
+        is_models = asking == "torch._jit_internal" or not asking.startswith(("torch.", "windrow."))
+        return Tensor if is_models and is_tensor(self.node) else type(self)
 
 
 def _in_place(name: str, method: str) -> Any:
@@ -96,6 +104,12 @@ class _Tracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, dict) and type(a) is not dict and not type(a).__module__.startswith("torch.fx."):
+            # torch.fx makes plain ones of these.
+            raise Unsound(f"its forward makes a {type(a).__name__}")
+        return super().create_arg(a)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _surroundings() != self._surroundings:
