@@ -515,8 +515,12 @@ fn is_numpy_bf16(object: &Bound<'_, PyAny>) -> bool {
     let py = object.py();
     let dtype = || -> PyResult<bool> {
         let module = object.get_type().module()?;
-        let name = object.getattr(intern!(py, "dtype"))?.getattr(intern!(py, "name"))?;
-        Ok(module.to_cow()? == "numpy" && name.extract::<Cow<'_, str>>()? == "bfloat16")
+        let dtype = object.getattr(intern!(py, "dtype"))?;
+        let name = dtype.getattr(intern!(py, "name"))?;
+        // Of the other byte order NumPy exports no type, and neither is this one read as 16-bit integers.
+        let is_native = dtype.getattr(intern!(py, "isnative"))?.is_truthy()?;
+        let is_bf16 = name.extract::<Cow<'_, str>>()? == "bfloat16";
+        Ok(module.to_cow()? == "numpy" && is_bf16 && is_native)
     };
     dtype().unwrap_or(false)
 }

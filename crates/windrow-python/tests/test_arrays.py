@@ -35,6 +35,17 @@ def test_bfloat16_of_numpy_comes_back_as_such():
     assert (out == y).all()
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, reference.BF16])
+def test_another_byte_order_is_refused(dtype):
+    x = normal((5, 7), dtype)
+    other = x.astype(np.dtype(dtype).newbyteorder("S"))
+    with pytest.raises(ValueError, match="native byte order"):
+        windrow.gelu(other)
+    with pytest.raises(ValueError, match="native byte order"):
+        windrow.gelu(x, out=other)
+    assert (windrow.gelu(other.astype(dtype)) == windrow.gelu(x)).all()
+
+
 def test_read_only_input_is_taken_and_output_is_not():
     x = normal((3, 4))
     x.flags.writeable = False
