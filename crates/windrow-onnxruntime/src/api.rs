@@ -102,8 +102,10 @@ functions! {
     91 get_output(
         context: *mut KernelContext, index: usize, dims: *const i64, rank: usize, out: *mut *mut Value
     );
+    130 add_session_config_entry(options: *mut SessionOptions, key: *const c_char, value: *const c_char);
     162 get_attribute_floats(info: *const KernelInfo, name: *const c_char, out: *mut f32, size: *mut usize);
     163 get_attribute_ints(info: *const KernelInfo, name: *const c_char, out: *mut i64, size: *mut usize);
+    237 has_session_config_entry(options: *const SessionOptions, key: *const c_char, out: *mut c_int);
     249 get_constant_input(
         info: *const KernelInfo, index: usize, is_constant: *mut c_int, out: *mut *const Value
     );

@@ -21,6 +21,10 @@ use std::ptr::null_mut;
 /// Where the operators are.
 const DOMAIN: &CStr = c"ai.windrow";
 
+/// The entry of a session's options that says that they have the domain: ONNX Runtime refuses to add it twice, and options
+/// may be given the library by a program and by a library of its.
+const REGISTERED: &CStr = c"ai.windrow.registered";
+
 static GELU: [CustomOp; 3] = custom_ops::<gelu::Gelu>();
 static CONV: [CustomOp; 3] = custom_ops::<conv::Conv>();
 static CAUSAL_CONV: [CustomOp; 3] = custom_ops::<causal_conv::CausalConvWithState>();
@@ -54,6 +58,12 @@ pub unsafe extern "C" fn RegisterCustomOps(
 /// # Safety
 /// As [`RegisterCustomOps`].
 unsafe fn register(api: &Api, options: *mut SessionOptions) -> Result<(), *mut Status> {
+    let mut is_registered = 0;
+    // SAFETY: the options, and a key that lives as long as the process.
+    unsafe { api.has_session_config_entry(options, REGISTERED.as_ptr(), &mut is_registered)? };
+    if is_registered != 0 {
+        return Ok(());
+    }
     let mut domain: *mut CustomOpDomain = null_mut();
     // SAFETY: what is registered lives as long as the process. The domain is never released: sessions refer to it, and
     // nobody says when the last of them has ended.
@@ -62,6 +72,7 @@ unsafe fn register(api: &Api, options: *mut SessionOptions) -> Result<(), *mut S
         for op in GELU.iter().chain(&CONV).chain(&CAUSAL_CONV) {
             api.custom_op_domain_add(domain, op)?;
         }
-        api.add_custom_op_domain(options, domain)
+        api.add_custom_op_domain(options, domain)?;
+        api.add_session_config_entry(options, REGISTERED.as_ptr(), c"1".as_ptr())
     }
 }

@@ -430,6 +430,18 @@ def test_convert_of_external_data(tmp_path):
     assert converted.graph.initializer[1].external_data[0].value == "large.bin"
 
 
+def test_a_library_that_is_registered_twice():
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(windrow.onnx.library())
+    options.register_custom_ops_library(windrow.onnx.library())
+    inputs = {"x": array(2, 3)}
+    data = model_of(ours("Gelu", ["x"], ["y"]), inputs).SerializeToString()
+    for _ in range(2):
+        runner = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        runner.run(None, inputs)
+    session(model_of(ours("Gelu", ["x"], ["y"]), inputs)).run(None, inputs)
+
+
 def test_an_old_version_is_told_what_is_missing():
     """An ONNX Runtime that does not know the version of the interface."""
     said = []
