@@ -1,12 +1,12 @@
 //! Which algorithm the planner takes on CUDA.
 
-use super::groups::Groups;
-use super::row::WinogradRow;
+use super::cudnn::turned::Turned;
+use super::grouped::Groups;
 use super::times::{
     cudnn_micros, cudnn_pass_micros, has_pass, has_vectors, is_strict, micros, pack_micros,
     row_micros, row_rounds, staged_micros, tiles,
 };
-use super::turned::Turned;
+use super::winograd_row::WinogradRow;
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::dtype::not_computed;

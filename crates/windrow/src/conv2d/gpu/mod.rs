@@ -1,82 +1,37 @@
 //! Convolution on CUDA devices: the algorithms, which of them can compute a spec, and which is taken.
 
-mod backward;
 mod choice;
 mod cudnn;
-mod data_gradient;
 mod few_taps;
 mod general;
-mod geometry;
-mod groups;
+mod gradients;
+mod grouped;
 mod implicit_gemm;
-mod packs;
-mod parameters;
-mod pieces;
-mod row;
-mod split;
-mod split_weight;
-mod stages;
+mod shared;
 mod times;
-mod turned;
-mod weight_product;
 mod winograd_gemm;
-mod winograd_weight;
+mod winograd_row;
 
-pub(crate) use self::backward::Backward;
 pub(crate) use self::choice::allows;
 use self::cudnn::Cudnn;
 use self::few_taps::FewTaps;
 use self::general::{Direction, General, Method};
-use self::groups::Groups;
+pub(crate) use self::gradients::Backward;
+use self::gradients::weight_product;
+use self::grouped::Groups;
 use self::implicit_gemm::ImplicitGemm;
 pub(crate) use self::implicit_gemm::{configurations as implicit_gemm_configurations, cuts_into};
-pub(crate) use self::packs::Packs;
-pub(crate) use self::parameters::Operands;
-use self::parameters::{Divisor, Seen, bias_of, kernel, strides, with_epilogue};
-use self::row::WinogradRow;
+pub(crate) use self::shared::packs::Packs;
+pub(crate) use self::shared::parameters::Operands;
+use self::shared::parameters::{Divisor, Seen, bias_of, kernel, strides, with_epilogue};
+use self::shared::{ALIGNMENT, input, source, split};
 pub(crate) use self::times::cost;
-use self::winograd_gemm::WinogradGemm;
+use self::winograd_gemm::{WinogradGemm, pieces};
+use self::winograd_row::WinogradRow;
 use super::winograd_reference::Stages;
 use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
-use crate::gpu::{Gpu, Source, Stream};
+use crate::gpu::{Gpu, Stream};
 use crate::{DType, Error, PlanOptions, Result, TensorRef};
-
-macro_rules! header {
-    ($name:literal) => {
-        Source {
-            name: $name,
-            text: include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/src/conv2d/kernels/", $name)),
-            includes: &[],
-        }
-    };
-}
-
-const HEADERS: &[Source] = &[
-    header!("conv2d.cuh"),
-    header!("groups.cuh"),
-    header!("few_taps.cuh"),
-    header!("turn.cuh"),
-    header!("winograd.cuh"),
-    header!("hopper.cuh"),
-    header!("implicit_gemm.cuh"),
-    header!("implicit_gemm_gather.cuh"),
-    header!("implicit_gemm_output.cuh"),
-    header!("implicit_gemm_special.cuh"),
-    header!("winograd_row.cuh"),
-    header!("winograd_row_input.cuh"),
-    header!("winograd_row_output.cuh"),
-];
-
-macro_rules! source {
-    ($name:literal) => {
-        Source {
-            name: $name,
-            text: include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/src/conv2d/kernels/", $name)),
-            includes: crate::conv2d::gpu::HEADERS,
-        }
-    };
-}
-use source;
 
 /// A convolution bound to a device and an algorithm: its kernels are compiled and loaded.
 #[derive(Debug)]
@@ -441,7 +396,7 @@ impl Forward {
             | Forward::ImplicitGemm(_)
             | Forward::Cudnn(_) => None,
             Forward::WinogradGemm(e) => Some(e.tile()),
-            Forward::WinogradRow(_) => Some(row::TILE),
+            Forward::WinogradRow(_) => Some(winograd_row::TILE),
         }
     }
 

@@ -1,9 +1,9 @@
 //! What algorithms are expected to take on CUDA, in microseconds.
 
-use super::groups::Groups;
+use super::cudnn::turned::Turned;
+use super::grouped::Groups;
 use super::implicit_gemm;
-use super::row::WinogradRow;
-use super::turned::Turned;
+use super::winograd_row::WinogradRow;
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::dtype::not_computed;

@@ -1,16 +1,19 @@
 //! Convolution as a product of matrices, gathered on the fly, on the tensor cores of compute capability 9.0: f32 as three
-//! products of halves (`kernels/implicit_gemm.cu`), halves as they are (`kernels/implicit_gemm_half.cu`).
+//! products of halves (`implicit_gemm.cu`), halves as they are (`implicit_gemm_half.cu`).
 
 mod cut;
+pub(super) mod data_gradient;
 mod product;
 
 use self::cut::{Cut, Gather, STEP, corners, gather};
 pub(super) use self::cut::{complete, micros};
 pub(crate) use self::cut::{configurations, cuts_into};
 use self::product::{FILTER_EXPONENT, product, threads};
-use super::row::{Input, most_images};
+use super::input::{Input, most_images};
 use super::split;
-use super::{Divisor, FilterOrder, Operands, PackedForm, Seen, bias_of, kernel, source, strides};
+use super::{
+    ALIGNMENT, Divisor, FilterOrder, Operands, PackedForm, Seen, bias_of, kernel, source, strides,
+};
 use crate::conv2d::{Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::dtype::not_computed;
 use crate::gpu::{
@@ -26,7 +29,6 @@ static FILTER: Source = source!("implicit_gemm_filter.cu");
 const SHRINKAGE: f64 = 8.9e-8;
 /// Rows and columns lie in half a word, with a row that stands for pixels that do not exist.
 const MAX_EXTENT: usize = 1 << 14;
-const ALIGNMENT: usize = 256;
 
 /// A convolution by this algorithm.
 #[derive(Debug)]

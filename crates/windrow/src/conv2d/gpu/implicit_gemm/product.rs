@@ -7,8 +7,15 @@ use crate::conv2d::gpu::{kernel, source, with_epilogue};
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::{Feature, KernelSpec, Source};
 
-static PRODUCT: Source = source!("implicit_gemm.cu");
-static HALF_PRODUCT: Source = source!("implicit_gemm_half.cu");
+static PRODUCT: Source = source!(
+    "implicit_gemm.cu",
+    "implicit_gemm.cuh",
+    "implicit_gemm_gather.cuh",
+    "implicit_gemm_output.cuh",
+    "implicit_gemm_special.cuh"
+);
+static HALF_PRODUCT: Source =
+    source!("implicit_gemm_half.cu", "implicit_gemm.cuh", "implicit_gemm_gather.cuh");
 
 /// Largest magnitudes of scaled operands are below 2^(exponent + 1): half precision holds 2^15, and pixels that come later
 /// may be larger than those that set the scale.

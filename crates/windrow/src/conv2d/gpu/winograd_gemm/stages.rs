@@ -1,20 +1,19 @@
 //! What the algorithms in Winograd's stages share: how tiles are cut into chunks, how a stage lies in
 //! memory, and the transform that reads images.
 
-use super::row::matrix;
-use super::weight_product::OCTET;
-use super::{Divisor, kernel, source, strides};
+use crate::conv2d::gpu::weight_product::OCTET;
+use crate::conv2d::gpu::winograd_row::matrix;
+use crate::conv2d::gpu::{ALIGNMENT, Divisor, kernel, source, strides};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::winograd::Rational;
 use crate::conv2d::{Problem, Tile};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Matrix, Source, Stream, params};
 use crate::{DType, Result, TensorDesc};
 
-static INPUT: Source = source!("winograd_input.cu");
+static INPUT: Source = source!("winograd_input.cu", "winograd.cuh");
 
 /// Threads of a block, where a configuration does not say.
-pub(super) const THREADS: usize = 128;
-pub(super) const ALIGNMENT: usize = 256;
+pub(in crate::conv2d::gpu) const THREADS: usize = 128;
 /// Tiles of a chunk are a multiple of this, and padded channels fill such vectors: then every row of
 /// a matrix starts at a vector.
 const VECTOR_BYTES: usize = 16;
@@ -33,20 +32,20 @@ const MAX_THREADS: usize = 1 << 30;
 /// One matrix for each position of the transform tile, tiles of a chunk by channels:
 /// `[p][channel][tile]` or `[p][tile][channel]`, as pixels and channels of the image lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Stage {
-    pub(super) dtype: DType,
-    pub(super) channels: usize,
+pub(in crate::conv2d::gpu) struct Stage {
+    pub(in crate::conv2d::gpu) dtype: DType,
+    pub(in crate::conv2d::gpu) channels: usize,
     /// Channels with those that fill the last vector.
-    pub(super) padded: usize,
+    pub(in crate::conv2d::gpu) padded: usize,
     /// Parts of an element, each as many channels: 1, or 3 where f32 is split in halves, or 2 that lie in octets
     /// (`winograd.cuh`).
-    pub(super) parts: usize,
-    pub(super) channels_inner: bool,
+    pub(in crate::conv2d::gpu) parts: usize,
+    pub(in crate::conv2d::gpu) channels_inner: bool,
 }
 
 impl Stage {
     /// A stage of a tensor's channels.
-    pub(super) fn of(image: &TensorDesc, dtype: DType) -> Self {
+    pub(in crate::conv2d::gpu) fn of(image: &TensorDesc, dtype: DType) -> Self {
         let channels = image.shape()[1];
         let channels_inner = is_channels_last(&image.layout);
         let padded = channels.next_multiple_of(VECTOR_BYTES / dtype.size());
@@ -54,7 +53,7 @@ impl Stage {
     }
 
     /// Channels of all parts.
-    pub(super) fn rows(&self) -> usize {
+    pub(in crate::conv2d::gpu) fn rows(&self) -> usize {
         self.parts * self.padded
     }
 
@@ -63,7 +62,7 @@ impl Stage {
     }
 
     /// Along positions, tiles and channels, or octets of them, in elements.
-    pub(super) fn strides(&self, tiles: usize) -> [usize; 3] {
+    pub(in crate::conv2d::gpu) fn strides(&self, tiles: usize) -> [usize; 3] {
         if self.in_octets() {
             return [tiles * self.padded, OCTET, tiles * OCTET];
         }
@@ -71,16 +70,16 @@ impl Stage {
         [tiles * self.rows(), tile, channel]
     }
 
-    pub(super) fn tile_bytes(&self, positions: usize) -> usize {
+    pub(in crate::conv2d::gpu) fn tile_bytes(&self, positions: usize) -> usize {
         positions * self.rows() * self.dtype.size()
     }
 
-    pub(super) fn bytes(&self, b: &Blocking) -> usize {
+    pub(in crate::conv2d::gpu) fn bytes(&self, b: &Blocking) -> usize {
         (b.tiles * self.tile_bytes(b.positions)).next_multiple_of(ALIGNMENT)
     }
 
     /// As an operand: of tiles by channels if `tiles_first`, else of channels by tiles.
-    pub(super) fn matrix(&self, b: &Blocking, tiles_first: bool) -> Matrix {
+    pub(in crate::conv2d::gpu) fn matrix(&self, b: &Blocking, tiles_first: bool) -> Matrix {
         Matrix {
             dtype: self.dtype,
             transposed: self.channels_inner != tiles_first,
@@ -91,7 +90,7 @@ impl Stage {
     }
 
     /// What neighbouring threads share.
-    pub(super) fn inner(&self, b: &Blocking, channels: usize) -> Divisor {
+    pub(in crate::conv2d::gpu) fn inner(&self, b: &Blocking, channels: usize) -> Divisor {
         let channels_inner = self.channels_inner && !self.in_octets();
         Divisor::new(if channels_inner { channels.max(1) } else { b.tiles })
     }
@@ -99,18 +98,18 @@ impl Stage {
 
 /// The tiles of a batch, in chunks of which a stage is formed at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Blocking {
-    pub(super) positions: usize,
-    pub(super) chunks: usize,
+pub(in crate::conv2d::gpu) struct Blocking {
+    pub(in crate::conv2d::gpu) positions: usize,
+    pub(in crate::conv2d::gpu) chunks: usize,
     /// Of a chunk.
-    pub(super) tiles: usize,
+    pub(in crate::conv2d::gpu) tiles: usize,
     tiles_in_row: usize,
-    pub(super) tiles_in_image: usize,
+    pub(in crate::conv2d::gpu) tiles_in_image: usize,
 }
 
 impl Blocking {
     /// Chunks of at most `most` tiles, if that is given, and of no more than there is `room` for.
-    pub(super) fn new(
+    pub(in crate::conv2d::gpu) fn new(
         tile: Tile,
         p: &Problem,
         stages: &[Stage],
@@ -139,14 +138,14 @@ impl Blocking {
     }
 
     /// With chunks of whole steps of a product.
-    pub(super) fn in_steps(self, rows: usize) -> Self {
+    pub(in crate::conv2d::gpu) fn in_steps(self, rows: usize) -> Self {
         let all = self.tiles * self.chunks;
         let tiles = self.tiles.next_multiple_of(rows);
         Blocking { tiles, chunks: all.div_ceil(tiles), ..self }
     }
 
     /// Where the tiles of a chunk lie among `n` images.
-    pub(super) fn tiling(&self, n: usize, chunk: usize) -> Tiling {
+    pub(in crate::conv2d::gpu) fn tiling(&self, n: usize, chunk: usize) -> Tiling {
         let first = chunk * self.tiles;
         let first_image = first / self.tiles_in_image;
         Tiling {
@@ -162,7 +161,7 @@ impl Blocking {
 /// `Tiling` of `winograd.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Tiling {
+pub(in crate::conv2d::gpu) struct Tiling {
     images: i64,
     first_image: i64,
     first: i32,
@@ -173,7 +172,7 @@ pub(super) struct Tiling {
 /// The transform of all tiles of an image tensor into a stage: `T d T^t` for patches `d` that begin
 /// `padding` before each tile.
 #[derive(Debug)]
-pub(super) struct InputTransform {
+pub(in crate::conv2d::gpu) struct InputTransform {
     kernel: &'static Kernel,
     strides: [i64; 4],
     stage: Stage,
@@ -201,7 +200,7 @@ params! {
 }
 
 impl InputTransform {
-    pub(super) fn new(
+    pub(in crate::conv2d::gpu) fn new(
         gpu: &'static Gpu,
         spec: &KernelSpec,
         image: &TensorDesc,
@@ -218,7 +217,7 @@ impl InputTransform {
     /// `x` must be `n` images of the tensor, `x_max` their largest magnitudes, or of octets that of all, if the stage is
     /// split, `out`
     /// [`Stage::bytes`], on the stream's device.
-    pub(super) unsafe fn run(
+    pub(in crate::conv2d::gpu) unsafe fn run(
         &self,
         stream: &Stream,
         x: *const u8,
@@ -252,12 +251,12 @@ impl InputTransform {
 }
 
 /// In blocks of `block` threads.
-pub(super) fn one_thread_each(elements: usize, block: usize) -> Launch {
+pub(in crate::conv2d::gpu) fn one_thread_each(elements: usize, block: usize) -> Launch {
     Launch { grid: [elements.div_ceil(block) as u32, 1, 1], block: [block as u32, 1, 1] }
 }
 
 /// The kernel of [`InputTransform`] for a transform of alpha rows and `size` columns.
-pub(super) fn input_kernel<const N: usize>(
+pub(in crate::conv2d::gpu) fn input_kernel<const N: usize>(
     name: &str,
     tile: Tile,
     image: &TensorDesc,
@@ -273,7 +272,7 @@ pub(super) fn input_kernel<const N: usize>(
 }
 
 /// A kernel that includes `winograd.cuh`, as `winograd_input_f4_f32`.
-pub(super) fn staged_kernel(
+pub(in crate::conv2d::gpu) fn staged_kernel(
     source: &'static Source,
     name: &str,
     tile: Tile,

@@ -1,8 +1,10 @@
 //! cuDNN's convolution, where it is installed and faster than what is here.
 
+pub(super) mod turned;
+
+use self::turned::{Turned, TurnedFilter};
 use super::general::{DenseFilter, Direction, General, Method, one_thread_each};
 use super::times::has_pass;
-use super::turned::{Turned, TurnedFilter};
 use super::{
     Divisor, FilterOrder, Operands, PackedForm, Seen, bias_of, kernel, source, with_epilogue,
 };

@@ -2,14 +2,14 @@
 //!
 //! A warpgroup computes 32 pairs of tiles, each pair 6 outputs wide. They form a strip some pairs wide; rows of all
 //! images follow each other in it. Either every image gets whole units (its rows rounded up), or units run over the
-//! ends of images. See `kernels/winograd_row.cu`.
+//! ends of images. See `winograd_row.cu`.
 
 use std::ops::Range;
 
 /// Pairs of tiles of a unit.
-pub(super) const PAIRS: usize = 32;
+pub(in crate::conv2d::gpu) const PAIRS: usize = 32;
 /// Output columns of a pair.
-pub(super) const PAIR_COLUMNS: usize = 6;
+pub(in crate::conv2d::gpu) const PAIR_COLUMNS: usize = 6;
 /// Inputs beyond the outputs of a row of tiles, in both directions.
 const HALO: usize = 2;
 /// Bytes of one pixel in a stage, and after which the swizzle repeats.
@@ -19,27 +19,32 @@ const SWIZZLE_BYTES: usize = 512;
 const MAX_STAGE_BYTES: usize = 26_000;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Geometry {
+pub(in crate::conv2d::gpu) struct Geometry {
     /// Width of a strip.
-    pub(super) pairs_x: usize,
+    pub(in crate::conv2d::gpu) pairs_x: usize,
     /// Pixels from one input row to the next in shared memory.
-    pub(super) pitch: usize,
+    pub(in crate::conv2d::gpu) pitch: usize,
     /// Bit positions of a pair's number that the bits of (8 warp + lane / 4) go to.
-    pub(super) pair_bits: [usize; 5],
+    pub(in crate::conv2d::gpu) pair_bits: [usize; 5],
     /// Rows of tiles given to an image.
-    pub(super) image_rows: usize,
+    pub(in crate::conv2d::gpu) image_rows: usize,
     /// Input rows that one copy brings.
-    pub(super) box_rows: usize,
+    pub(in crate::conv2d::gpu) box_rows: usize,
     /// Bytes of an input stage.
-    pub(super) stage_bytes: usize,
+    pub(in crate::conv2d::gpu) stage_bytes: usize,
     /// Share of the computed outputs that exist.
-    pub(super) efficiency: f64,
+    pub(in crate::conv2d::gpu) efficiency: f64,
 }
 
 impl Geometry {
     /// For `n` images of `oh` x `ow` outputs. `wide` prefers
     /// strips whose rows are long runs of memory in an NCHW output.
-    pub(super) fn choose(n: usize, oh: usize, ow: usize, wide: bool) -> Option<Self> {
+    pub(in crate::conv2d::gpu) fn choose(
+        n: usize,
+        oh: usize,
+        ow: usize,
+        wide: bool,
+    ) -> Option<Self> {
         let candidates = [1, 2, 3, 4, 8].into_iter().flat_map(|pairs_x| {
             let unit_rows = PAIRS / pairs_x;
             let whole = PAIRS
@@ -95,12 +100,12 @@ impl Geometry {
     }
 
     /// Strips beside each other.
-    pub(super) fn strips(&self, ow: usize) -> usize {
+    pub(in crate::conv2d::gpu) fn strips(&self, ow: usize) -> usize {
         ow.div_ceil(self.pairs_x * PAIR_COLUMNS)
     }
 
     /// Units of `n` images.
-    pub(super) fn units(&self, n: usize, ow: usize) -> usize {
+    pub(in crate::conv2d::gpu) fn units(&self, n: usize, ow: usize) -> usize {
         (n * self.image_rows * self.pairs_x).div_ceil(PAIRS) * self.strips(ow)
     }
 }

@@ -1,10 +1,10 @@
 //! What surrounds cuDNN's kernels for channels-last tensors where these are NCHW: a copy of x, the filter in that order, kept
-//! where filters are, and sums that are turned back with bias, residual and activation (`kernels/turn_filter.cu`,
-//! `kernels/turn_output.cu`). By itself cuDNN turns all three on each call.
+//! where filters are, and sums that are turned back with bias, residual and activation (`turn_filter.cu`,
+//! `turn_output.cu`). By itself cuDNN turns all three on each call.
 
-use super::row::{Input, TILE_BYTES, TILE_PIXELS, VECTOR, most_images};
-use super::times::has_vectors;
-use super::{Operands, Seen, bias_of, kernel, source, with_epilogue};
+use crate::conv2d::gpu::input::{Input, TILE_BYTES, TILE_PIXELS, VECTOR, most_images};
+use crate::conv2d::gpu::times::has_vectors;
+use crate::conv2d::gpu::{ALIGNMENT, Operands, Seen, bias_of, kernel, source, with_epilogue};
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::{Accuracy, DType, Result};
@@ -12,13 +12,12 @@ use crate::{Accuracy, DType, Result};
 static FILTER: Source = source!("turn_filter.cu");
 static OUTPUT: Source = source!("turn_output.cu");
 
-const ALIGNMENT: usize = 256;
 const THREADS: u32 = 128;
 /// Vectors of channels by taps that a block holds of a filter.
 const MAX_TAPS: usize = 1024;
 
 #[derive(Debug)]
-pub(super) struct Turned {
+pub(in crate::conv2d::gpu) struct Turned {
     spec: Conv2dSpec,
     problem: Problem,
     input: Input,
@@ -55,7 +54,7 @@ params! {
 
 /// A dense filter [k, c, r, s] copied to [k, r, s, c], unless it is what was copied before.
 #[derive(Debug)]
-pub(super) struct TurnedFilter {
+pub(in crate::conv2d::gpu) struct TurnedFilter {
     kernel: &'static Kernel,
     /// Elements of 16 bytes.
     vector: usize,
@@ -64,7 +63,11 @@ pub(super) struct TurnedFilter {
 
 impl TurnedFilter {
     /// `None` where a block cannot hold all taps of some channels, and for filters that lie in another order.
-    pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Option<Self>> {
+    pub(in crate::conv2d::gpu) fn new(
+        gpu: &'static Gpu,
+        spec: &Conv2dSpec,
+        p: &Problem,
+    ) -> Result<Option<Self>> {
         let dtype = spec.w.dtype;
         if !spec.w.layout.is_contiguous() || !(1..=MAX_TAPS).contains(&(p.r * p.s)) {
             return Ok(None);
@@ -74,13 +77,13 @@ impl TurnedFilter {
     }
 
     /// Bytes of what is kept behind a pack: see [`Seen`].
-    pub(super) fn seen_bytes(&self) -> usize {
+    pub(in crate::conv2d::gpu) fn seen_bytes(&self) -> usize {
         self.problem.k * Seen::DIGEST
     }
 
     /// # Safety
-    /// As [`super::Forward::pack`], and as [`super::Forward::pack_kept`] with what `seen` names.
-    pub(super) unsafe fn pack(
+    /// As [`crate::conv2d::gpu::Forward::pack`], and as [`crate::conv2d::gpu::Forward::pack_kept`] with what `seen` names.
+    pub(in crate::conv2d::gpu) unsafe fn pack(
         &self,
         stream: &Stream,
         w: *const u8,
@@ -105,14 +108,18 @@ impl TurnedFilter {
 impl Turned {
     /// True for dense NCHW tensors that cuDNN would turn, since it has its kernels of one product for channels-last ones
     /// only, except for plain products of matrices.
-    pub(super) fn suits(spec: &Conv2dSpec, p: &Problem) -> bool {
+    pub(in crate::conv2d::gpu) fn suits(spec: &Conv2dSpec, p: &Problem) -> bool {
         let dense = spec.x.layout.is_contiguous() && spec.y.layout.is_contiguous();
         let one_product = spec.x.dtype != DType::F32 || spec.accuracy >= Accuracy::Tf32;
         let plain = p.r * p.s == 1 && p.stride == [1, 1] && p.padding == [0, 0];
         dense && one_product && !plain && has_vectors(spec, p) && most_images(spec, None) >= p.n
     }
 
-    pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Self> {
+    pub(in crate::conv2d::gpu) fn new(
+        gpu: &'static Gpu,
+        spec: &Conv2dSpec,
+        p: &Problem,
+    ) -> Result<Self> {
         let output = |vector| gpu.kernel(&output_kernel(spec, vector));
         let whole = (p.oh * p.ow).is_multiple_of(VECTOR);
         Ok(Turned {
@@ -125,7 +132,7 @@ impl Turned {
     }
 
     /// Bytes of scratch memory of a run: the copy of x, with the magnitudes that it finds in f32, and sums.
-    pub(super) fn scratch_bytes(&self) -> usize {
+    pub(in crate::conv2d::gpu) fn scratch_bytes(&self) -> usize {
         self.copy_bytes() + self.max_bytes() + self.sums_bytes()
     }
 
@@ -146,8 +153,8 @@ impl Turned {
     /// Copies x, lets `convolve` write sums of it, both channels-last, and turns these to y.
     ///
     /// # Safety
-    /// As [`super::Forward::run`], with [`Turned::scratch_bytes`] at `scratch`; `convolve` must write all sums.
-    pub(super) unsafe fn run(
+    /// As [`crate::conv2d::gpu::Forward::run`], with [`Turned::scratch_bytes`] at `scratch`; `convolve` must write all sums.
+    pub(in crate::conv2d::gpu) unsafe fn run(
         &self,
         stream: &Stream,
         operands: Operands,

@@ -1,12 +1,12 @@
 //! The weight gradient in f32 as three products of halves, of any filter, stride, padding and dilation: dy and x are split
-//! (`kernels/weight_split.cu`) and multiplied by [`WeightProduct`].
+//! (`weight_split.cu`) and multiplied by [`WeightProduct`].
 
-use super::general::one_thread_each;
-use super::split::{self, ImageMax};
-use super::weight_product::{
+use crate::conv2d::gpu::general::one_thread_each;
+use crate::conv2d::gpu::split::{self, ImageMax};
+use crate::conv2d::gpu::weight_product::{
     OCTET, OCTET_BYTES, SHRINKAGE, STEP_ROWS, Shape, Side, Taps, WeightProduct,
 };
-use super::{Divisor, kernel, source, strides, times};
+use crate::conv2d::gpu::{ALIGNMENT, Divisor, kernel, source, strides, times};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
@@ -17,7 +17,6 @@ static SUM: Source = source!("weight_sum.cu");
 
 /// The largest magnitudes of operands are below 2^(exponent + 1).
 const EXPONENT: i32 = 14;
-const ALIGNMENT: usize = 256;
 const THREADS: usize = 256;
 const VECTOR: usize = 4;
 const MAX_GRID: usize = 65_535;
@@ -59,7 +58,7 @@ struct Operand {
 
 /// A weight gradient by this algorithm.
 #[derive(Debug)]
-pub(super) struct SplitWeight {
+pub(in crate::conv2d::gpu) struct SplitWeight {
     problem: Problem,
     lines: Lines,
     dy: Operand,
@@ -251,7 +250,7 @@ impl Operand {
 }
 
 impl SplitWeight {
-    pub(super) fn suits(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
+    pub(in crate::conv2d::gpu) fn suits(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
         let counted = Lines::new(p).is_some_and(|lines| {
             let octets = lines.terms(p)[1].max(p.k).div_ceil(OCTET);
             octets.max(lines.all_planes()) <= MAX_GRID
@@ -272,7 +271,7 @@ impl SplitWeight {
     }
 
     /// Expected time.
-    pub(super) fn micros(gpu: &Gpu, p: &Problem) -> f64 {
+    pub(in crate::conv2d::gpu) fn micros(gpu: &Gpu, p: &Problem) -> f64 {
         let Some(lines) = Lines::new(p) else { return f64::INFINITY };
         // x and dy are read twice and written split.
         let read = p.n * (p.c * p.h * p.w + p.k * p.oh * p.ow) * 8;
@@ -284,7 +283,11 @@ impl SplitWeight {
             + WeightProduct::micros(gpu, &Self::shape(p, &lines))
     }
 
-    pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Option<Self>> {
+    pub(in crate::conv2d::gpu) fn new(
+        gpu: &'static Gpu,
+        spec: &Conv2dSpec,
+        p: &Problem,
+    ) -> Result<Option<Self>> {
         let Some(lines) = Lines::new(p) else { return Ok(None) };
         Ok(Some(SplitWeight {
             problem: *p,
@@ -300,20 +303,20 @@ impl SplitWeight {
         self.problem.k * self.problem.taps()
     }
 
-    pub(super) fn scratch_bytes(&self) -> usize {
+    pub(in crate::conv2d::gpu) fn scratch_bytes(&self) -> usize {
         let parts = self.product.parts() * self.elements() * size_of::<f32>();
         self.dy.bytes() + self.x.bytes() + parts + 2 * size_of::<u32>()
     }
 
     /// Both operands carry 22 bits and the product of their low halves is left out.
-    pub(super) fn tolerance(&self) -> f64 {
+    pub(in crate::conv2d::gpu) fn tolerance(&self) -> f64 {
         let sums = self.product.roundings() + 4;
         4.0 * split::rounding() + sums as f64 * DType::F32.unit_roundoff()
     }
 
     /// # Safety
-    /// As [`super::Gradients::weight`], with [`SplitWeight::scratch_bytes`].
-    pub(super) unsafe fn run(
+    /// As [`crate::conv2d::gpu::Gradients::weight`], with [`SplitWeight::scratch_bytes`].
+    pub(in crate::conv2d::gpu) unsafe fn run(
         &self,
         stream: &Stream,
         x: *const u8,
@@ -401,7 +404,7 @@ mod tests {
 
     #[test]
     fn kernels_compile_without_spills() {
-        let specs = super::super::test_specs();
+        let specs = crate::conv2d::gpu::test_specs();
         let floats = specs.iter().filter(|spec| spec.x.dtype == DType::F32);
         let mut kernels = vec![sum_kernel()];
         for desc in floats.map(|spec| &spec.x) {
@@ -445,7 +448,7 @@ mod tests {
                 stride: [stride; 2],
                 padding: [padding; 2],
                 dilation: [dilation; 2],
-                ..super::super::test_specs()[0].problem().unwrap()
+                ..crate::conv2d::gpu::test_specs()[0].problem().unwrap()
             };
             let lines = Lines::new(&p).unwrap();
             // The image, row and column of a row of a plane, in one dimension of both.

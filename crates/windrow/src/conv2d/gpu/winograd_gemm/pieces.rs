@@ -1,10 +1,11 @@
 //! How much memory Winograd's algorithms take, and how small the pieces can be that they work in.
 
-use super::row::WinogradRow;
-use super::split::ImageMax;
-use super::stages::{ALIGNMENT, Stage};
-use super::winograd_gemm::stages;
+use super::stages;
+use super::stages::Stage;
 use crate::DType;
+use crate::conv2d::gpu::ALIGNMENT;
+use crate::conv2d::gpu::split::ImageMax;
+use crate::conv2d::gpu::winograd_row::WinogradRow;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile};
 
 /// Outputs of a block of the product in both directions, as most of its kernels have them, and how often its blocks should
@@ -13,7 +14,7 @@ const PRODUCT_BLOCK: usize = 128;
 const LEAST_ROUNDS: usize = 4;
 
 /// The fewest bytes that packed filter and workspace of one of Winograd's algorithms have together; of others nobody asks.
-pub(super) fn least_bytes(
+pub(in crate::conv2d::gpu) fn least_bytes(
     multiprocessors: u32,
     spec: &Conv2dSpec,
     p: &Problem,
@@ -56,7 +57,7 @@ fn least_bytes_of_stages(
 
 /// Tiles of a chunk of the stages for which there is room in `memory` bytes, beside a packed filter, but no fewer than
 /// [`least_tiles`].
-pub(super) fn tiles(
+pub(in crate::conv2d::gpu) fn tiles(
     multiprocessors: u32,
     spec: &Conv2dSpec,
     problem: &Problem,
@@ -68,12 +69,16 @@ pub(super) fn tiles(
 }
 
 /// Of U.
-pub(super) fn u_bytes(tile: Tile, v: &Stage, problem: &Problem) -> usize {
+pub(in crate::conv2d::gpu) fn u_bytes(tile: Tile, v: &Stage, problem: &Problem) -> usize {
     tile.alpha() * tile.alpha() * problem.k * v.rows() * v.dtype.size()
 }
 
 /// Of U, behind which lie the inverse scales of f32 filters.
-pub(super) fn packed_bytes(tile: Tile, spec: &Conv2dSpec, problem: &Problem) -> usize {
+pub(in crate::conv2d::gpu) fn packed_bytes(
+    tile: Tile,
+    spec: &Conv2dSpec,
+    problem: &Problem,
+) -> usize {
     let [v, _] = stages(spec);
     let scales = if spec.x.dtype == DType::F32 { problem.k * size_of::<f32>() } else { 0 };
     (u_bytes(tile, &v, problem) + scales).next_multiple_of(ALIGNMENT)

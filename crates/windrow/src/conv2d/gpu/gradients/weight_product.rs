@@ -1,19 +1,19 @@
-//! Sums over rows of products of two operands that are split in halves (`kernels/weight_product.cu`), on compute
+//! Sums over rows of products of two operands that are split in halves (`weight_product.cu`), on compute
 //! capability 9.0: weight gradients in f32, of pixels or of Winograd's tiles.
 
-use super::{Divisor, kernel, source};
+use crate::conv2d::gpu::{Divisor, kernel, source};
 use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::{DType, Result};
 
 static PRODUCT: Source = source!("weight_product.cu");
 
 /// Channels that lie together, and bytes of them in halves.
-pub(super) const OCTET: usize = 8;
-pub(super) const OCTET_BYTES: usize = 16;
+pub(in crate::conv2d::gpu) const OCTET: usize = 8;
+pub(in crate::conv2d::gpu) const OCTET_BYTES: usize = 16;
 /// Operands are padded with rows of zeros to a multiple of this.
-pub(super) const STEP_ROWS: usize = 64;
+pub(in crate::conv2d::gpu) const STEP_ROWS: usize = 64;
 /// By how much the tensor cores shrink a sum of one step, as in `implicit_gemm`: the low halves of one side carry it.
-pub(super) const SHRINKAGE: f32 = 8.9e-8;
+pub(in crate::conv2d::gpu) const SHRINKAGE: f32 = 8.9e-8;
 const BLOCK_M: usize = 128;
 const BLOCKS: [usize; 2] = [64, 128];
 /// The most memory for parts of a gradient.
@@ -22,10 +22,10 @@ const MAX_PARTS_BYTES: usize = 64 << 20;
 /// What is multiplied: octets of the channels of dy and of those of x for all taps, in matrices of their own for so many
 /// positions.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Shape {
-    pub(super) octets: [usize; 2],
-    pub(super) positions: usize,
-    pub(super) rows: usize,
+pub(in crate::conv2d::gpu) struct Shape {
+    pub(in crate::conv2d::gpu) octets: [usize; 2],
+    pub(in crate::conv2d::gpu) positions: usize,
+    pub(in crate::conv2d::gpu) rows: usize,
 }
 
 /// How it is cut into blocks.
@@ -38,7 +38,7 @@ struct Cut {
 }
 
 #[derive(Debug)]
-pub(super) struct WeightProduct {
+pub(in crate::conv2d::gpu) struct WeightProduct {
     kernel: &'static Kernel,
     multiprocessors: usize,
     shape: Shape,
@@ -48,44 +48,44 @@ pub(super) struct WeightProduct {
 /// An operand, `Side` of the kernel.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Side {
-    pub(super) halves: *const u8,
-    pub(super) max: *const u8,
+pub(in crate::conv2d::gpu) struct Side {
+    pub(in crate::conv2d::gpu) halves: *const u8,
+    pub(in crate::conv2d::gpu) max: *const u8,
     /// Bytes from the high halves to the low ones, from a position and from an octet to the next.
-    pub(super) low: i64,
-    pub(super) position: i64,
-    pub(super) octet: i64,
+    pub(in crate::conv2d::gpu) low: i64,
+    pub(in crate::conv2d::gpu) position: i64,
+    pub(in crate::conv2d::gpu) octet: i64,
     /// Strides of the gradient in elements.
-    pub(super) out_tap: i64,
-    pub(super) out_channel: i64,
+    pub(in crate::conv2d::gpu) out_tap: i64,
+    pub(in crate::conv2d::gpu) out_channel: i64,
     /// Of all taps; what a run says.
-    pub(super) octets: i32,
+    pub(in crate::conv2d::gpu) octets: i32,
     /// Of one tap.
-    pub(super) channels: i32,
-    pub(super) tap_octets: Divisor,
+    pub(in crate::conv2d::gpu) channels: i32,
+    pub(in crate::conv2d::gpu) tap_octets: Divisor,
     /// That its largest magnitude was scaled to.
-    pub(super) exponent: i32,
+    pub(in crate::conv2d::gpu) exponent: i32,
 }
 
 /// Where the rows of a tap of x begin.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Taps {
-    pub(super) s: Divisor,
-    pub(super) stride: [Divisor; 2],
+pub(in crate::conv2d::gpu) struct Taps {
+    pub(in crate::conv2d::gpu) s: Divisor,
+    pub(in crate::conv2d::gpu) stride: [Divisor; 2],
     /// Taps so far apart read the same plane.
-    pub(super) period: [Divisor; 2],
-    pub(super) dilation: [i32; 2],
-    pub(super) planes_w: i32,
+    pub(in crate::conv2d::gpu) period: [Divisor; 2],
+    pub(in crate::conv2d::gpu) dilation: [i32; 2],
+    pub(in crate::conv2d::gpu) planes_w: i32,
     /// Columns of a row.
-    pub(super) pitch: i32,
+    pub(in crate::conv2d::gpu) pitch: i32,
     /// Bytes from a plane to the next.
-    pub(super) plane: i64,
+    pub(in crate::conv2d::gpu) plane: i64,
 }
 
 impl Taps {
     /// Of a product of matrices.
-    pub(super) fn one() -> Self {
+    pub(in crate::conv2d::gpu) fn one() -> Self {
         let one = Divisor::new(1);
         Taps {
             s: one,
@@ -119,7 +119,12 @@ params! {
 
 impl Side {
     /// Of `channels` of a tap; what is 0 here is the caller's to say.
-    pub(super) fn new(halves: *const u8, max: *const u8, channels: usize, exponent: i32) -> Self {
+    pub(in crate::conv2d::gpu) fn new(
+        halves: *const u8,
+        max: *const u8,
+        channels: usize,
+        exponent: i32,
+    ) -> Self {
         Side {
             halves,
             max,
@@ -182,11 +187,11 @@ impl Cut {
 
 impl WeightProduct {
     /// Expected time.
-    pub(super) fn micros(gpu: &Gpu, shape: &Shape) -> f64 {
+    pub(in crate::conv2d::gpu) fn micros(gpu: &Gpu, shape: &Shape) -> f64 {
         Cut::choose(shape, gpu.info.multiprocessors as usize).1
     }
 
-    pub(super) fn new(gpu: &'static Gpu, shape: Shape) -> Result<Self> {
+    pub(in crate::conv2d::gpu) fn new(gpu: &'static Gpu, shape: Shape) -> Result<Self> {
         let multiprocessors = gpu.info.multiprocessors as usize;
         let (cut, _) = Cut::choose(&shape, multiprocessors);
         Ok(WeightProduct {
@@ -198,12 +203,12 @@ impl WeightProduct {
     }
 
     /// Parts of the sums, each as large as the gradient, that a run writes.
-    pub(super) fn parts(&self) -> usize {
+    pub(in crate::conv2d::gpu) fn parts(&self) -> usize {
         self.cut.parts
     }
 
     /// Roundings of a sum: six products of 64 rows that are cut off twice as far as a rounding, and the steps of a part.
-    pub(super) fn roundings(&self) -> usize {
+    pub(in crate::conv2d::gpu) fn roundings(&self) -> usize {
         let steps = self.shape.rows.div_ceil(STEP_ROWS);
         2 * 3 * STEP_ROWS / 16 + steps.div_ceil(self.cut.parts) + 2
     }
@@ -212,7 +217,7 @@ impl WeightProduct {
     ///
     /// # Safety
     /// What the sides and `out` point to must be as they say, on the stream's device.
-    pub(super) unsafe fn run(
+    pub(in crate::conv2d::gpu) unsafe fn run(
         &self,
         stream: &Stream,
         [mut dy, mut x]: [Side; 2],

@@ -1,14 +1,17 @@
 //! The gradients on a device. All sums are formed in an order that does not depend on timing.
 
+mod split_weight;
+pub(super) mod weight_product;
+
+use self::split_weight::SplitWeight;
 use super::cudnn::{CudnnData, CudnnWeight};
-use super::data_gradient::ImplicitData;
 use super::general::{
     BLOCK, Direction, General, IM2COL_GEMM, Im2colParams, MAX_GRID_Z, Method, THREADS,
     one_thread_each,
 };
-use super::groups::Groups;
-use super::split_weight::SplitWeight;
-use super::winograd_weight::WinogradWeight;
+use super::grouped::Groups;
+use super::implicit_gemm::data_gradient::ImplicitData;
+use super::winograd_gemm::weight_gradient::WinogradWeight;
 use super::{Forward, Operands, kernel, source, strides};
 use super::{choice, times};
 use crate::conv2d::backward::mirrored;

@@ -1,15 +1,16 @@
 //! The product of [`super::Im2colGemm`] where an output sums few taps: the filter stays in registers, and tensor cores,
-//! or AMD's matrix cores, take f32 as well (`kernels/few_taps.cu`).
+//! or AMD's matrix cores, take f32 as well (`few_taps.cu`).
 
 use super::{
-    Divisor, FilterOrder, Operands, PackedForm, bias_of, kernel, source, strides, with_epilogue,
+    ALIGNMENT, Divisor, FilterOrder, Operands, PackedForm, bias_of, kernel, source, strides,
+    with_epilogue,
 };
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::dtype::not_computed;
 use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::{Accuracy, DType, Result, TensorDesc};
 
-static FEW_TAPS: Source = source!("few_taps.cu");
+static FEW_TAPS: Source = source!("few_taps.cu", "few_taps.cuh");
 static FILTER: Source = source!("few_taps_filter.cu");
 
 /// More do not fit the registers.
@@ -21,7 +22,6 @@ const MAX_REACH: usize = 1 << 15;
 const GROUP: usize = 32;
 const THREADS: usize = 128;
 const BLOCKS: usize = 6;
-const ALIGNMENT: usize = 256;
 
 #[derive(Debug)]
 pub(crate) struct FewTaps {

@@ -2,15 +2,15 @@
 //! dx that leave the same remainder when the stride divides them meet the same taps, and are a convolution of dy of
 //! stride 1 by those.
 
-use super::Operands;
-use super::implicit_gemm::{self, ImplicitGemm};
+use crate::conv2d::gpu::Operands;
+use crate::conv2d::gpu::implicit_gemm::{self, ImplicitGemm};
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Stream};
 use crate::{Activation, Layout, Result, TensorDesc};
 
 /// A data gradient.
 #[derive(Debug)]
-pub(super) struct ImplicitData {
+pub(in crate::conv2d::gpu) struct ImplicitData {
     parts: Vec<(Part, ImplicitGemm)>,
 }
 
@@ -126,7 +126,7 @@ impl ImplicitData {
     const MAX_PARTS: usize = 16;
 
     /// Expected microseconds, infinite where it cannot be had.
-    pub(super) fn micros(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> f64 {
+    pub(in crate::conv2d::gpu) fn micros(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> f64 {
         let supported = |part: &Part| ImplicitGemm::supports(gpu, &part.spec, &part.problem);
         if p.n == 0 || p.stride[0].saturating_mul(p.stride[1]) > Self::MAX_PARTS {
             return f64::INFINITY;
@@ -138,7 +138,11 @@ impl ImplicitData {
         }
     }
 
-    pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Self> {
+    pub(in crate::conv2d::gpu) fn new(
+        gpu: &'static Gpu,
+        spec: &Conv2dSpec,
+        p: &Problem,
+    ) -> Result<Self> {
         let parts = Part::all(spec, p).unwrap_or_default().into_iter();
         let parts = parts.map(|part| {
             let engine =
@@ -148,24 +152,24 @@ impl ImplicitData {
         Ok(ImplicitData { parts: parts.collect::<Result<_>>()? })
     }
 
-    pub(super) fn packed_bytes(&self) -> usize {
+    pub(in crate::conv2d::gpu) fn packed_bytes(&self) -> usize {
         self.parts.iter().map(|(_, engine)| engine.packed_bytes()).sum()
     }
 
     /// Scratch memory of a part at a time.
-    pub(super) fn scratch_bytes(&self) -> usize {
+    pub(in crate::conv2d::gpu) fn scratch_bytes(&self) -> usize {
         self.parts.iter().map(|(_, engine)| engine.scratch_bytes()).max().unwrap_or(0)
     }
 
-    pub(super) fn tolerance(&self) -> f64 {
+    pub(in crate::conv2d::gpu) fn tolerance(&self) -> f64 {
         self.parts.iter().map(|(_, engine)| engine.tolerance()).fold(0.0, f64::max)
     }
 
     /// dx of dy, with the filter at `w` as the spec has it.
     ///
     /// # Safety
-    /// As [`super::Gradients::data`], with [`ImplicitData::packed_bytes`] and [`ImplicitData::scratch_bytes`].
-    pub(super) unsafe fn run(
+    /// As [`crate::conv2d::gpu::Gradients::data`], with [`ImplicitData::packed_bytes`] and [`ImplicitData::scratch_bytes`].
+    pub(in crate::conv2d::gpu) unsafe fn run(
         &self,
         stream: &Stream,
         w: *const u8,

@@ -3,8 +3,8 @@
 //! A pack belongs to the stream that it is checked and read on, or to the graph that does so: work on different streams and in
 //! different graphs shares nothing. A frozen filter's pack is shared by all streams.
 
-use super::Forward;
 use crate::Result;
+use crate::conv2d::gpu::Forward;
 use crate::gpu::{Event, Gpu, SharedBuffer, Stream};
 use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -1,8 +1,9 @@
 //! Sizes of what a convolution by this algorithm takes, and how many images it copies at a time.
 
-use super::super::geometry::{Geometry, PAIR_COLUMNS, PAIRS};
-use super::super::split::{self, ImageMax};
-use super::{ALIGNMENT, ALPHA, BLOCK_K, PART_BYTES, STEP_C, TAPS, TILE, input, stores_vectors};
+use super::geometry::{Geometry, PAIR_COLUMNS, PAIRS};
+use super::{ALIGNMENT, ALPHA, BLOCK_K, PART_BYTES, STEP_C, TAPS, TILE, stores_vectors};
+use crate::conv2d::gpu::input;
+use crate::conv2d::gpu::split::{self, ImageMax};
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::{Accuracy, DType};
 

@@ -1,17 +1,22 @@
-//! The fused kernel: its constants, shared memory and launch (`kernels/winograd_row.cu`).
+//! The fused kernel: its constants, shared memory and launch (`winograd_row.cu`).
 
-use super::super::geometry::{Geometry, PAIR_COLUMNS, PAIRS};
-use super::super::{Divisor, Operands, bias_of, kernel, source, strides, with_epilogue};
+use super::geometry::{Geometry, PAIR_COLUMNS, PAIRS};
 use super::{
     ALPHA, BLOCK_K, INNER, LAST_POINT, TAPS, TILE, TRANSFORMS, WinogradRow, exponent, float,
     matrix, row,
 };
+use crate::conv2d::gpu::{Divisor, Operands, bias_of, kernel, source, strides, with_epilogue};
 use crate::gpu::{
     Feature, Kernel, KernelSpec, Launch, Source, Stream, TensorBoxes, TensorMap, params,
 };
 use crate::{DType, Error, Result};
 
-static FUSED: Source = source!("winograd_row.cu");
+static FUSED: Source = source!(
+    "winograd_row.cu",
+    "winograd_row.cuh",
+    "winograd_row_input.cuh",
+    "winograd_row_output.cuh"
+);
 
 const MAX_FILTER_STAGES: usize = 12;
 const CONSUMER_WARPS: usize = 8;

@@ -1,7 +1,7 @@
 //! The algorithms that compute every convolution and its data gradient: a product of gathered
-//! matrices, and plain sums (`kernels/im2col_gemm.cu`, `kernels/direct.cu`).
+//! matrices, and plain sums (`im2col_gemm.cu`, `direct.cu`).
 
-use super::{Divisor, Operands, bias_of, kernel, source, strides, with_epilogue};
+use super::{ALIGNMENT, Divisor, Operands, bias_of, kernel, source, strides, with_epilogue};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
@@ -16,7 +16,6 @@ pub(super) const THREADS: u32 = 256;
 pub(super) const BLOCK: usize = 64;
 /// Blocks of a launch in z.
 pub(super) const MAX_GRID_Z: usize = 65_535;
-const ALIGNMENT: usize = 256;
 
 /// How the sums are formed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

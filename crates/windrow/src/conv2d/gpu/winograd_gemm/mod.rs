@@ -1,17 +1,21 @@
-//! Winograd in stages on any device: filter, input and output transforms (`kernels/winograd_*.cu`)
+//! Winograd in stages on any device: filter, input and output transforms (`winograd_*.cu`)
 //! around one strided-batched matrix product for all positions of the transform tile.
 //!
 //! f32 is multiplied in halves on tensor cores, by three products of split numbers for `Fp32` (`winograd.cuh`).
 
-use super::pieces::{self, packed_bytes, u_bytes};
-use super::row::matrix;
-use super::split::{self, ImageMax};
-use super::stages::{
-    ALIGNMENT, Blocking, InputTransform, Stage, THREADS, Tiling, input_kernel, one_thread_each,
-    staged_kernel,
+pub(super) mod pieces;
+mod stages;
+pub(super) mod weight_gradient;
+
+use self::pieces::{packed_bytes, u_bytes};
+use self::stages::{
+    Blocking, InputTransform, Stage, THREADS, Tiling, input_kernel, one_thread_each, staged_kernel,
 };
+use super::split::{self, ImageMax};
+use super::winograd_row::matrix;
 use super::{
-    Divisor, FilterOrder, Operands, PackedForm, Seen, bias_of, source, strides, with_epilogue,
+    ALIGNMENT, Divisor, FilterOrder, Operands, PackedForm, Seen, bias_of, source, strides,
+    with_epilogue,
 };
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::winograd::TAPS;
@@ -25,8 +29,8 @@ use crate::gpu::{
 use crate::{Accuracy, DType, Layout, Result, TensorDesc, TensorRef};
 use std::sync::Arc;
 
-static FILTER: Source = source!("winograd_filter.cu");
-static OUTPUT: Source = source!("winograd_output.cu");
+static FILTER: Source = source!("winograd_filter.cu", "winograd.cuh");
+static OUTPUT: Source = source!("winograd_output.cu", "winograd.cuh");
 
 /// A convolution by this algorithm. V is in halves or bf16, M f32; both hold one chunk of tiles.
 #[derive(Debug)]

@@ -1,15 +1,15 @@
-//! Winograd F(3, 3) along rows in one kernel, on devices with products of warpgroups (`kernels/winograd_row.cu`).
+//! Winograd F(3, 3) along rows in one kernel, on devices with products of warpgroups (`winograd_row.cu`).
 
-mod input;
+mod geometry;
 mod kernel;
 mod sizes;
 
-pub(super) use self::input::{Input, TILE_BYTES, TILE_PIXELS, VECTOR, most_images};
+use self::geometry::Geometry;
 use self::kernel::Fused;
 use self::sizes::Sizes;
-use super::geometry::Geometry;
+use super::ALIGNMENT;
+use super::input::{Input, most_images};
 use super::split::{self, ImageMax, exponent};
-use super::stages::ALIGNMENT;
 use super::{FilterOrder, Operands, PackedForm, Seen, kernel, source, strides};
 use crate::conv2d::winograd::{Rational, Transforms};
 use crate::conv2d::{Conv2dSpec, Problem};

@@ -1,9 +1,9 @@
 //! What becomes of x before kernels read whole vectors of its channels: a copy in channels-last order unless x can be read
-//! itself (`kernels/pack_input.cu`), and for f32 the largest magnitude of each image.
+//! itself (`pack_input.cu`), and for f32 the largest magnitude of each image.
 
-use super::super::split::ImageMax;
-use super::super::{Divisor, kernel, source, strides};
-use super::ALIGNMENT;
+use crate::conv2d::gpu::ALIGNMENT;
+use crate::conv2d::gpu::split::ImageMax;
+use crate::conv2d::gpu::{Divisor, kernel, source, strides};
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::{DType, Result};
@@ -153,7 +153,7 @@ fn channels(spec: &Conv2dSpec) -> usize {
 }
 
 /// Bytes of the copy of an image.
-pub(super) fn image_bytes(spec: &Conv2dSpec) -> usize {
+pub(in crate::conv2d::gpu) fn image_bytes(spec: &Conv2dSpec) -> usize {
     let [h, w] = [spec.x.shape()[2], spec.x.shape()[3]];
     (h * w * channels(spec) * spec.x.dtype.size()).next_multiple_of(ALIGNMENT)
 }
@@ -170,7 +170,7 @@ pub(in crate::conv2d::gpu) fn most_images(spec: &Conv2dSpec, bytes: Option<usize
 
 /// True if the copy engine can read x in place: channels side by side, all other strides whole vectors. f32 is also read
 /// for its largest magnitude.
-pub(super) fn copy_engine_reads(spec: &Conv2dSpec) -> bool {
+pub(in crate::conv2d::gpu) fn copy_engine_reads(spec: &Conv2dSpec) -> bool {
     let (s, shape) = (spec.x.strides(), spec.x.shape());
     let vector = 16 / spec.x.dtype.size();
     let whole =

@@ -3,17 +3,18 @@
 //!
 //! f32 is multiplied in halves where [`WeightProduct`] does that.
 
-use super::backward::OutputKernels;
-use super::row::matrix;
-use super::split::{self, ImageMax};
+use super::roundings;
 use super::stages::{
-    ALIGNMENT, Blocking, InputTransform, Stage, THREADS, input_kernel, one_thread_each,
-    staged_kernel,
+    Blocking, InputTransform, Stage, THREADS, input_kernel, one_thread_each, staged_kernel,
 };
-use super::times;
-use super::weight_product::{OCTET_BYTES, SHRINKAGE, STEP_ROWS, Shape, Side, Taps, WeightProduct};
-use super::winograd_gemm::roundings;
-use super::{source, strides};
+use crate::conv2d::gpu::gradients::OutputKernels;
+use crate::conv2d::gpu::split::{self, ImageMax};
+use crate::conv2d::gpu::times;
+use crate::conv2d::gpu::weight_product::{
+    OCTET_BYTES, SHRINKAGE, STEP_ROWS, Shape, Side, Taps, WeightProduct,
+};
+use crate::conv2d::gpu::winograd_row::matrix;
+use crate::conv2d::gpu::{ALIGNMENT, source, strides};
 use crate::conv2d::winograd::{MAX_ALPHA, Rational, TAPS, Transforms};
 use crate::conv2d::{Conv2dSpec, Problem, Tile};
 use crate::dtype::not_computed;
@@ -23,7 +24,7 @@ use crate::gpu::{
 };
 use crate::{Accuracy, DType, Result, TensorDesc};
 
-static FILTER_GRAD: Source = source!("winograd_filter_grad.cu");
+static FILTER_GRAD: Source = source!("winograd_filter_grad.cu", "winograd.cuh");
 
 /// F4 stays of f32 class in f32. Halves take F2, which raises neither errors nor numbers much.
 const fn tile_of(dtype: DType) -> Tile {
@@ -37,7 +38,7 @@ const fn tile_of(dtype: DType) -> Tile {
 const MIN_CHANNELS: usize = 16;
 
 #[derive(Debug)]
-pub(super) struct WinogradWeight {
+pub(in crate::conv2d::gpu) struct WinogradWeight {
     tile: Tile,
     spec: Conv2dSpec,
     problem: Problem,
@@ -71,7 +72,7 @@ params! {
 }
 
 impl WinogradWeight {
-    pub(super) fn suits(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
+    pub(in crate::conv2d::gpu) fn suits(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
         p.is_winograd()
             && p.c.min(p.k) >= MIN_CHANNELS
             && spec.accuracy
@@ -79,7 +80,11 @@ impl WinogradWeight {
             && (in_halves(gpu, spec) || gpu.multiplies().is_ok())
     }
 
-    pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Self> {
+    pub(in crate::conv2d::gpu) fn new(
+        gpu: &'static Gpu,
+        spec: &Conv2dSpec,
+        p: &Problem,
+    ) -> Result<Self> {
         let halves = in_halves(gpu, spec);
         let stage = |image: &TensorDesc| match halves {
             true => Stage { parts: 2, ..Stage::of(image, DType::F16) },
@@ -115,7 +120,7 @@ impl WinogradWeight {
     }
 
     /// Outputs of a tile in each direction.
-    pub(super) fn tile(&self) -> usize {
+    pub(in crate::conv2d::gpu) fn tile(&self) -> usize {
         self.tile.m()
     }
 
@@ -136,7 +141,7 @@ impl WinogradWeight {
         (self.parts() * self.du_elements() * size_of::<f32>()).next_multiple_of(ALIGNMENT)
     }
 
-    pub(super) fn scratch_bytes(&self) -> usize {
+    pub(in crate::conv2d::gpu) fn scratch_bytes(&self) -> usize {
         let b = &self.blocking;
         let of_product = match &self.product {
             Product::Library(gemm) => gemm.workspace_bytes(),
@@ -146,7 +151,7 @@ impl WinogradWeight {
     }
 
     /// Relative to `reference::winograd_weight_scale`, as the forward direction's tolerance.
-    pub(super) fn tolerance(&self) -> f64 {
+    pub(in crate::conv2d::gpu) fn tolerance(&self) -> f64 {
         let (operand, terms) = match &self.product {
             Product::Library(_) => {
                 (operand_rounding(&self.spec), self.blocking.tiles + self.blocking.chunks)
@@ -174,8 +179,8 @@ impl WinogradWeight {
     }
 
     /// # Safety
-    /// As [`super::Gradients::weight`], with [`WinogradWeight::scratch_bytes`].
-    pub(super) unsafe fn run(
+    /// As [`crate::conv2d::gpu::Gradients::weight`], with [`WinogradWeight::scratch_bytes`].
+    pub(in crate::conv2d::gpu) unsafe fn run(
         &self,
         stream: &Stream,
         x: *const u8,

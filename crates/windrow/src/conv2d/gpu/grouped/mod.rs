@@ -1,5 +1,5 @@
 //! [`Conv2dAlgorithm::Direct`](crate::conv2d::Conv2dAlgorithm::Direct) where every group has one input channel
-//! (`kernels/depthwise_channels.cu`, `kernels/depthwise_planes.cu`) or some (`kernels/few_channels.cu`).
+//! (`depthwise_channels.cu`, `depthwise_planes.cu`) or some (`few_channels.cu`).
 
 use super::general::DenseFilter;
 use super::{Divisor, Operands, bias_of, kernel, source, strides, with_epilogue};
@@ -9,9 +9,9 @@ use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::later::Later;
 use crate::{DType, Result, TensorDesc};
 
-static CHANNELS: Source = source!("depthwise_channels.cu");
-static PLANES: Source = source!("depthwise_planes.cu");
-static FEW: Source = source!("few_channels.cu");
+static CHANNELS: Source = source!("depthwise_channels.cu", "groups.cuh");
+static PLANES: Source = source!("depthwise_planes.cu", "groups.cuh");
+static FEW: Source = source!("few_channels.cu", "groups.cuh");
 
 /// The filter of a channel, and a row of the inputs of a tile, are in registers.
 const MAX_TAPS: usize = 49;

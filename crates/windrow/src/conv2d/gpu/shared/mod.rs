@@ -1,0 +1,39 @@
+//! What several methods use: headers, operands, packs of filters, split numbers, copies of x.
+
+pub(super) mod input;
+pub(super) mod packs;
+pub(super) mod parameters;
+pub(super) mod split;
+
+use crate::gpu::Source;
+
+/// Alignment of packed filters and of the parts of scratch memory, in bytes.
+pub(super) const ALIGNMENT: usize = 256;
+
+/// A header beside the file that names it.
+macro_rules! header {
+    ($name:literal) => {
+        Source { name: $name, text: include_str!($name), includes: &[] }
+    };
+}
+
+pub(super) const CONV2D: Source = header!("conv2d.cuh");
+pub(super) const HOPPER: Source = header!("hopper.cuh");
+pub(super) const TURN: Source = header!("turn.cuh");
+
+/// A kernel's source beside the file that names it, and its method's own headers there.
+macro_rules! source {
+    ($name:literal $(, $header:literal)*) => {
+        crate::gpu::Source {
+            name: $name,
+            text: include_str!($name),
+            includes: &[
+                crate::conv2d::gpu::shared::CONV2D,
+                crate::conv2d::gpu::shared::HOPPER,
+                crate::conv2d::gpu::shared::TURN,
+                $(crate::gpu::Source { name: $header, text: include_str!($header), includes: &[] }),*
+            ],
+        }
+    };
+}
+pub(super) use source;
