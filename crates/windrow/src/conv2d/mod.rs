@@ -16,6 +16,7 @@ pub(crate) mod verify;
 pub(crate) mod winograd;
 pub(crate) mod winograd_reference;
 
+pub(crate) use gpu::kernels as gpu_kernels;
 pub use plan::{Conv2d, Conv2dArgs, Conv2dPlan, FilterCache, PackedWeights, Weights};
 pub(crate) use problem::Problem;
 pub use spec::{Conv2dAlgorithm, Conv2dParams, Conv2dSpec, Tile};

@@ -32,31 +32,27 @@ configuration! {
 }
 
 impl Conv2dConfiguration {
-    /// Refuses parameters that the algorithm has not, on the device of the options, or cannot run with.
+    /// Refuses parameters that the algorithm does not have on the device of the options, or cannot run with.
     fn check(&self, options: &PlanOptions) -> Result<()> {
-        let staged = matches!(self.algorithm, Conv2dAlgorithm::WinogradGemm(_));
         let on_cpu = options.device == Device::Cpu;
-        let implicit = self.algorithm == Conv2dAlgorithm::ImplicitGemm;
-        let parts = implicit || staged && on_cpu;
-        let block = implicit || staged && !on_cpu;
-        let takes = [staged, staged && on_cpu, parts, on_cpu, block];
-        let is_foreign =
-            |((_, value), takes): ((_, Option<usize>), bool)| value.is_some() && !takes;
-        let foreign = self.parameters().zip(takes).any(is_foreign);
-        let zero = self.parameters().any(|(_, value)| value == Some(0));
-        let odd = match implicit {
-            true => !gpu::cuts_into(self.block, self.parts),
-            false => self.block.is_some_and(|block| block % 32 != 0 || block > 1024),
+        let staged = matches!(self.algorithm, Conv2dAlgorithm::WinogradGemm(_));
+        let takes = |name: &str, value: usize| match name {
+            "threads" if on_cpu => value > 0,
+            "tiles" | "vectors" | "parts" if on_cpu => staged && value > 0,
+            _ => !on_cpu && gpu::takes(self.algorithm, name, value),
         };
-        if foreign || zero || odd {
-            return Err(Error::unsupported(
-                format!("conv2d with {self} on {}", options.device),
-                "winograd_gemm has tiles, on the CPU vectors and parts, on CUDA block (a multiple of 32 up to \
-                 1024); implicit_gemm has block (64, 128, of halves 256) and parts (1, 2, 4, 8); every algorithm has threads on \
-                 the CPU; numbers are positive",
-            ));
+        if self.parameters().all(|(name, value)| value.is_none_or(|value| takes(name, value))) {
+            return Ok(());
         }
-        Ok(())
+        let parameters = match on_cpu {
+            true if staged => "tiles, vectors, parts and threads, which are positive".into(),
+            true => "threads, a positive number".into(),
+            false => gpu::parameters(self.algorithm),
+        };
+        Err(Error::unsupported(
+            format!("conv2d with {self} on {}", options.device),
+            format!("{} has {parameters} there", self.algorithm),
+        ))
     }
 }
 

@@ -116,8 +116,10 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
 /// to do. Several images that are copied are also copied in as little memory as they can be.
 fn configurations(spec: &Conv2dSpec, device: Device) -> Vec<(Conv2dConfiguration, Option<usize>)> {
     let algorithms = Conv2dPlan::algorithms(spec, device);
-    let cuts = algorithms.contains(&Conv2dAlgorithm::ImplicitGemm) && spec.w.shape()[0] > 128;
-    let cuts = cuts.then(|| gpu::implicit_gemm_configurations(spec.x.dtype)).into_iter().flatten();
+    let cuts = match spec.w.shape()[0] > 128 {
+        true => algorithms.iter().flat_map(|&a| gpu::variants(spec.x.dtype, a)).collect(),
+        false => Vec::new(),
+    };
     let copied = algorithms.contains(&Conv2dAlgorithm::WinogradRow) && spec.x.shape()[0] > 1;
     let copied = copied.then(|| (Conv2dConfiguration::new(Conv2dAlgorithm::WinogradRow), Some(0)));
     let whole = algorithms.into_iter().map(Conv2dConfiguration::new).chain(cuts);

@@ -105,7 +105,7 @@ impl Listed {
 /// The list of all kernels, one for each variant.
 fn listed() -> Vec<Listed> {
     let lines = include_str!("kernels.txt").lines().filter(|line| !line.starts_with('#'));
-    lines.flat_map(expand).collect()
+    lines.chain(crate::conv2d::gpu_kernels()).flat_map(expand).collect()
 }
 
 fn expand(line: &'static str) -> Vec<Listed> {

@@ -1,16 +1,17 @@
 //! Which algorithm the planner takes on CUDA.
 
+use super::chips::Chip;
+use super::cudnn;
 use super::cudnn::turned::Turned;
-use super::grouped::Groups;
-use super::times::{
-    cudnn_micros, cudnn_pass_micros, has_pass, has_vectors, is_strict, micros, pack_micros,
-    row_micros, row_rounds, staged_micros, tiles,
-};
-use super::winograd_row::WinogradRow;
+use super::facts::{has_epilogue, has_vectors, is_strict, may_transform};
+use super::grouped::GroupedMethod;
+use super::methods::{self, Method, allows, pack_micros};
+use super::winograd_gemm::{self, largest_tile, tiles};
+use super::winograd_row::{self, WinogradRow};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
 use crate::dtype::not_computed;
-use crate::{Accuracy, DType, Filter};
+use crate::{DType, Filter};
 
 /// The algorithm that should be fastest among those that are supported and that the spec's accuracy
 /// allows, with its packing if the filter changes.
@@ -18,17 +19,17 @@ pub(super) fn choose(
     spec: &Conv2dSpec,
     p: &Problem,
     supported: &[Conv2dAlgorithm],
-    multiprocessors: u32,
+    chip: Chip,
     filter: Filter,
 ) -> Conv2dAlgorithm {
-    let chosen = choose_packed(spec, p, supported, multiprocessors);
+    let chosen = choose_packed(spec, p, supported, chip);
     let (implicit, cudnn) = (Conv2dAlgorithm::ImplicitGemm, Conv2dAlgorithm::Cudnn);
     if filter == Filter::Kept || !(chosen.is_winograd() || chosen == implicit) {
         return chosen;
     }
     let with_packing = |algorithm| {
         let configuration = Conv2dConfiguration::new(algorithm);
-        micros(spec, p, &configuration, multiprocessors) + pack_micros(spec, p, algorithm)
+        methods::micros(chip, spec, p, &configuration) + pack_micros(chip, spec, p, algorithm)
     };
     [chosen, implicit, cudnn]
         .into_iter()
@@ -42,12 +43,18 @@ fn choose_packed(
     spec: &Conv2dSpec,
     p: &Problem,
     supported: &[Conv2dAlgorithm],
-    multiprocessors: u32,
+    chip: Chip,
 ) -> Conv2dAlgorithm {
-    let micros = |algorithm| micros(spec, p, &Conv2dConfiguration::new(algorithm), multiprocessors);
+    let micros = |algorithm| methods::micros(chip, spec, p, &Conv2dConfiguration::new(algorithm));
     let direct = Conv2dAlgorithm::Direct;
-    let other = match choose_beside_implicit(spec, p, supported, multiprocessors) {
-        other if is_strict(spec) && Groups::supports(p) && micros(direct) < micros(other) => direct,
+    let other = match choose_beside_implicit(spec, p, supported, chip) {
+        other
+            if is_strict(spec)
+                && GroupedMethod.computes(spec, p)
+                && micros(direct) < micros(other) =>
+        {
+            direct
+        }
         other => other,
     };
     let implicit = Conv2dAlgorithm::ImplicitGemm;
@@ -55,7 +62,7 @@ fn choose_packed(
     // halves ours has bias, residual, activation and the order of y within, where cuDNN's has a pass behind it.
     let unlike_cudnns = [Conv2dAlgorithm::Im2colGemm, direct].contains(&other)
         || !p.c.is_multiple_of(8)
-        || has_pass(spec)
+        || has_epilogue(spec)
         || Turned::suits(spec, p);
     let sums = is_strict(spec) || spec.x.dtype != DType::F32 && unlike_cudnns;
     let may = supported.contains(&implicit) && sums && allows(spec, implicit);
@@ -79,7 +86,7 @@ fn choose_beside_implicit(
     spec: &Conv2dSpec,
     p: &Problem,
     supported: &[Conv2dAlgorithm],
-    multiprocessors: u32,
+    chip: Chip,
 ) -> Conv2dAlgorithm {
     let has = |algorithm| supported.contains(&algorithm);
     // cuDNN sums in f32 what is not rounded, as the other sums do.
@@ -95,12 +102,11 @@ fn choose_beside_implicit(
     if has(Conv2dAlgorithm::Cudnn) && is_small(spec, p) {
         return Conv2dAlgorithm::Cudnn;
     }
-    let tile = tile(spec, p);
+    let tile = tile(chip, spec, p);
     let staged = Conv2dAlgorithm::WinogradGemm(tile);
     let cudnn = has(Conv2dAlgorithm::Cudnn) && cudnn_reads(spec, p);
-    let staged_pays =
-        has(Conv2dAlgorithm::WinogradRow) && stages_pay(spec, p, tile, cudnn, multiprocessors);
-    if cudnn && !staged_pays && cudnn_pays(spec, p, multiprocessors) {
+    let staged_pays = has(Conv2dAlgorithm::WinogradRow) && stages_pay(spec, p, tile, cudnn, chip);
+    if cudnn && !staged_pays && cudnn_pays(spec, p, chip.multiprocessors) {
         return Conv2dAlgorithm::Cudnn;
     }
     let wins =
@@ -113,63 +119,27 @@ fn choose_beside_implicit(
     candidates.into_iter().find(|&a| has(a) && wins(a)).unwrap_or(sums)
 }
 
-/// Whether the spec's accuracy allows an algorithm.
-pub(crate) fn allows(spec: &Conv2dSpec, algorithm: Conv2dAlgorithm) -> bool {
-    match algorithm {
-        // Transforms in f32 throughout: a third of the tier's limit.
-        Conv2dAlgorithm::WinogradGemm(Tile::F6) => is_strict(spec) && may_transform(spec),
-        Conv2dAlgorithm::WinogradGemm(asked) => {
-            may_transform(spec) && asked.m() <= largest_tile(spec).m()
-        }
-        Conv2dAlgorithm::ImplicitGemm => spec.accuracy >= Accuracy::Fp32,
-        _ => !algorithm.is_winograd() || may_transform(spec),
-    }
-}
-
-fn may_transform(spec: &Conv2dSpec) -> bool {
-    match spec.x.dtype {
-        // f32 stays of f32 class, by split operands too; TF32 has the mantissa of f16.
-        DType::F32 => spec.accuracy >= Accuracy::Fp32,
-        DType::F16 => spec.accuracy >= Accuracy::Tf32,
-        DType::BF16 | not_computed!() => spec.accuracy == Accuracy::Half,
-    }
-}
-
-/// F4 raises errors more than F2, which f32 can afford, and f16 if it is asked for.
-fn largest_tile(spec: &Conv2dSpec) -> Tile {
-    match (spec.x.dtype, spec.accuracy) {
-        (DType::F32, _) | (DType::F16, Accuracy::Half) => Tile::F4,
-        (DType::F16 | DType::BF16 | not_computed!(), _) => Tile::F2,
-    }
-}
-
 /// F4 where it is allowed, unless it saves nothing because tiles lie beside the image, or its few tiles leave a device
 /// idle.
-fn tile(spec: &Conv2dSpec, p: &Problem) -> Tile {
+fn tile(chip: Chip, spec: &Conv2dSpec, p: &Problem) -> Tile {
     const FEW: usize = 240;
-    let micros = |tile| staged_micros(spec, p, tile);
+    let micros = |tile| winograd_gemm::micros(chip, spec, p, tile);
     let pays = tiles(p, Tile::F4) >= FEW && 1.05 * micros(Tile::F4) < micros(Tile::F2);
     if pays { largest_tile(spec) } else { Tile::F2 }
 }
 
 /// True if the stages are ahead of the fused kernel and, if the spec may take it, of cuDNN: where products outweigh passes
 /// over V and M, and where the fused kernel has too few blocks for the device.
-fn stages_pay(
-    spec: &Conv2dSpec,
-    p: &Problem,
-    tile: Tile,
-    cudnn: bool,
-    multiprocessors: u32,
-) -> bool {
-    let staged = staged_micros(spec, p, tile);
-    let ahead = staged < row_micros(spec, p, multiprocessors);
+fn stages_pay(spec: &Conv2dSpec, p: &Problem, tile: Tile, cudnn: bool, chip: Chip) -> bool {
+    let staged = winograd_gemm::micros(chip, spec, p, tile);
+    let ahead = staged < winograd_row::micros(spec, p, chip);
     if spec.x.dtype == DType::F32 {
-        return ahead && (!cudnn || staged < cudnn_micros(spec, p) + cudnn_pass_micros(spec, p));
+        return ahead && (!cudnn || staged < cudnn::micros(chip, spec, p));
     }
     // The F2 of bf16 moves too much where there is much to do.
     let least_k = if is_channels_last(&spec.y.layout) { 1024 } else { 512 };
     let many = tile == Tile::F4 && p.c >= 512 && p.k >= least_k && tiles(p, tile) >= 1024;
-    many || ahead && row_rounds(spec, p, multiprocessors) <= 2.0
+    many || ahead && winograd_row::rounds(spec, p, chip.multiprocessors) <= 2.0
 }
 
 /// True if the launches and passes of the other algorithms take longer than sums without a transform: cuDNN was 1.5 to 2.7
@@ -202,7 +172,7 @@ fn cudnn_pays(spec: &Conv2dSpec, p: &Problem, multiprocessors: u32) -> bool {
 mod tests {
     use super::*;
     use crate::conv2d::Conv2dParams;
-    use crate::{Activation, Layout, TensorDesc};
+    use crate::{Accuracy, Activation, Layout, TensorDesc};
     use Conv2dAlgorithm::{Cudnn, Direct, Im2colGemm, ImplicitGemm, WinogradGemm, WinogradRow};
 
     const OWN: [Conv2dAlgorithm; 4] =
@@ -228,7 +198,13 @@ mod tests {
         more: &[Conv2dAlgorithm],
     ) -> Conv2dAlgorithm {
         let spec = Conv2dSpec::new(x, w, params).unwrap();
-        choose(&spec, &spec.problem().unwrap(), &[&OWN, more].concat(), 132, Filter::Kept)
+        choose(
+            &spec,
+            &spec.problem().unwrap(),
+            &[&OWN, more].concat(),
+            Chip::h200(132),
+            Filter::Kept,
+        )
     }
 
     #[test]
@@ -274,7 +250,7 @@ mod tests {
             let params = Conv2dParams { accuracy: Accuracy::Half, ..Default::default() };
             let spec = Conv2dSpec::new(x, w, &params).unwrap();
             let supported = [&OWN[..], &[WinogradRow, Cudnn]].concat();
-            choose(&spec, &spec.problem().unwrap(), &supported, 132, filter)
+            choose(&spec, &spec.problem().unwrap(), &supported, Chip::h200(132), filter)
         };
         assert_eq!(taken(64, 256, 50, Filter::Kept), WinogradRow);
         assert!(taken(4, 512, 16, Filter::Kept).is_winograd());
@@ -324,7 +300,7 @@ mod tests {
             let params = Conv2dParams { accuracy, stride, padding, ..Default::default() };
             let spec = Conv2dSpec::new(x, w, &params).unwrap();
             let supported = [&OWN[..], &[ImplicitGemm, WinogradRow, Cudnn]].concat();
-            choose(&spec, &spec.problem().unwrap(), &supported, 132, filter)
+            choose(&spec, &spec.problem().unwrap(), &supported, Chip::h200(132), filter)
         };
         let kept =
             |accuracy, sizes, taps, stride| taken(accuracy, sizes, taps, stride, Filter::Kept);
@@ -421,7 +397,7 @@ mod tests {
             let w = TensorDesc::contiguous(DType::F32, &[k, c, 3, 3]).unwrap();
             let spec = Conv2dSpec::new(x, w, &Conv2dParams::default()).unwrap();
             let supported = [&OWN[..], &[WinogradRow, Cudnn]].concat();
-            choose(&spec, &spec.problem().unwrap(), &supported, 132, Filter::Kept)
+            choose(&spec, &spec.problem().unwrap(), &supported, Chip::h200(132), Filter::Kept)
         };
         assert_eq!(taken(3, 496, 416, 12), WinogradGemm(Tile::F2));
         assert_eq!(taken(1, 8, 271, 30), Cudnn);

@@ -3,7 +3,7 @@
 use super::packed::{PackedData, PackedForm};
 use super::{Conv2d, Conv2dArgs, Conv2dPlan, PackedWeights, Weights};
 use crate::conv2d::backward::turn;
-use crate::conv2d::gpu::{self, Backward, Operands};
+use crate::conv2d::gpu::{self as methods, Backward, Operands, Prepared};
 use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration};
 use crate::gpu as device;
@@ -14,7 +14,7 @@ use crate::{Device, Result, TensorMut, TensorRef, Workspace};
 /// On a CUDA device.
 #[derive(Debug)]
 pub struct Gpu {
-    pub(super) engine: Box<gpu::Forward>,
+    pub(super) engine: Box<dyn Prepared>,
     pub(super) gpu: &'static device::Gpu,
     algorithm: Conv2dAlgorithm,
     backward: Later<Box<Backward>>,
@@ -25,19 +25,19 @@ impl Engine<Conv2d> for Gpu {
 
     fn algorithms(setup: &Setup<'_, Conv2d, Device>) -> Result<Vec<Conv2dAlgorithm>> {
         let gpu = device::Gpu::get(setup.place)?;
-        Ok(gpu::Forward::supported(gpu, setup.spec, setup.problem))
+        Ok(methods::supported(gpu, setup.spec, setup.problem))
     }
 
     fn choose(setup: &Setup<'_, Conv2d, Device>) -> Result<Conv2dAlgorithm> {
         let gpu = device::Gpu::get(setup.place)?;
-        gpu::Forward::best(gpu, setup.spec, setup.problem, setup.options)
+        methods::best(gpu, setup.spec, setup.problem, setup.options)
     }
 
     fn new(setup: &Setup<'_, Conv2d, Device>, configuration: &Conv2dConfiguration) -> Result<Self> {
         let &Setup { spec, problem, options, place } = setup;
         let gpu = device::Gpu::get(place)?;
-        let engine = gpu::Forward::new(gpu, spec, problem, configuration, options)?;
-        let (engine, algorithm) = (Box::new(engine), configuration.algorithm);
+        let engine = methods::prepare(gpu, spec, problem, configuration, options)?;
+        let algorithm = configuration.algorithm;
         Ok(Gpu { engine, gpu, algorithm, backward: Later::default() })
     }
 
@@ -50,12 +50,15 @@ impl Engine<Conv2d> for Gpu {
     }
 
     fn explain(&self, plan: &Conv2dPlan) -> String {
-        super::explained(plan, &plan.device().to_string(), &self.engine.explain())
+        let borrowed = methods::borrowed_rates(self.gpu);
+        let borrowed = borrowed.map(|chip| format!(", chosen by the rates of an {chip}"));
+        let explained = self.engine.explain() + borrowed.as_deref().unwrap_or_default();
+        super::explained(plan, &plan.device().to_string(), &explained)
     }
 
     fn candidates(setup: &Setup<'_, Conv2d, Device>) -> Result<Vec<Conv2dAlgorithm>> {
         let mut all = Self::algorithms(setup)?;
-        all.retain(|&algorithm| gpu::allows(setup.spec, algorithm));
+        all.retain(|&algorithm| methods::allows(setup.spec, algorithm));
         Ok(all)
     }
 
@@ -63,17 +66,8 @@ impl Engine<Conv2d> for Gpu {
         setup: &Setup<'_, Conv2d, Device>,
         algorithm: Conv2dAlgorithm,
     ) -> Vec<Conv2dConfiguration> {
-        let base = Conv2dConfiguration::new(algorithm);
-        let mut all = vec![base];
-        if let Conv2dAlgorithm::WinogradGemm(_) = algorithm {
-            let tiles = (13..19).map(|shift| Some(1 << shift));
-            all.extend(tiles.map(|tiles| Conv2dConfiguration { tiles, ..base }));
-            let blocks = [64, 256, 512].map(Some);
-            all.extend(blocks.map(|block| Conv2dConfiguration { block, ..base }));
-        }
-        if algorithm == Conv2dAlgorithm::ImplicitGemm {
-            all.extend(gpu::implicit_gemm_configurations(setup.spec.x.dtype));
-        }
+        let mut all = vec![Conv2dConfiguration::new(algorithm)];
+        all.extend(methods::candidates(setup.spec, algorithm));
         all
     }
 
@@ -82,12 +76,12 @@ impl Engine<Conv2d> for Gpu {
         configuration: &Conv2dConfiguration,
     ) -> Result<Conv2dConfiguration> {
         let gpu = device::Gpu::get(setup.place)?;
-        Ok(gpu::complete(gpu, setup.spec, setup.problem, configuration, setup.options))
+        Ok(methods::complete(gpu, setup.spec, setup.problem, configuration, setup.options))
     }
 
     fn cost(setup: &Setup<'_, Conv2d, Device>, configuration: &Conv2dConfiguration) -> Result<f64> {
         let gpu = device::Gpu::get(setup.place)?;
-        Ok(gpu::cost(gpu, setup.spec, setup.problem, configuration))
+        Ok(methods::cost(gpu, setup.spec, setup.problem, configuration))
     }
 }
 
@@ -143,7 +137,8 @@ impl Gpu {
                     run(w.as_ptr(), memory)
                 }
                 Weights::Cached(w, cache) => {
-                    let pack = cache.packs().lease(engine, plan.packing(), stream, w.as_ptr())?;
+                    let pack =
+                        cache.packs().lease(&**engine, plan.packing(), stream, w.as_ptr())?;
                     run(pack.as_ptr(), memory)
                 }
                 Weights::Packed(PackedWeights { data: PackedData::Device(data), .. })

@@ -119,7 +119,7 @@ impl Conv2dPlan {
                 let data = SharedBuffer::new(stream, self.packed_bytes().max(1))?;
                 // SAFETY: the view was checked against the spec, the memory is as large as asked
                 // for.
-                unsafe { engine.pack(stream, w.as_ptr(), data.as_mut_ptr())? };
+                unsafe { engine.pack(stream, w.as_ptr(), data.as_mut_ptr(), None)? };
                 // Runs on other streams may use it from here on.
                 stream.synchronize()?;
                 self.packed(w, PackedData::Device(Arc::new(data)))

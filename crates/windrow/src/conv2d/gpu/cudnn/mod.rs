@@ -3,18 +3,21 @@
 pub(super) mod turned;
 
 use self::turned::{Turned, TurnedFilter};
-use super::general::{DenseFilter, Direction, General, Method, one_thread_each};
-use super::times::has_pass;
-use super::{
-    Divisor, FilterOrder, Operands, PackedForm, Seen, bias_of, kernel, source, with_epilogue,
-};
-use crate::conv2d::{Conv2dSpec, Problem};
+use super::chips::{Chip, Cudnn as Rates};
+use super::facts::{has_epilogue, is_strict};
+use super::general::{DenseFilter, Direction, General, Sums, one_thread_each};
+use super::gradients::{DataGradient, GradientMethod, Task};
+use super::methods::{Method, PackedForm, Prepared, supports};
+use super::{Divisor, Operands, Seen, bias_of, kernel, source, with_epilogue};
+use crate::conv2d::spec::is_channels_last;
+use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
+use crate::dtype::not_computed;
 use crate::gpu::{
     Choice, ConvolutionSpec, Gpu, Kernel, KernelSpec, Operation, Source, Stream, VendorConvolution,
     params,
 };
 use crate::later::Later;
-use crate::{Accuracy, DType, Layout, Result, TensorDesc, Tuning};
+use crate::{Accuracy, DType, Error, Layout, PlanOptions, Result, TensorDesc, Tuning};
 
 static EPILOGUE: Source = source!("epilogue.cu");
 
@@ -111,8 +114,8 @@ impl Otherwise {
 
     fn get(&self) -> Result<&General> {
         let Otherwise { gpu, spec, problem, direction, channels_last, .. } = self;
-        let method = Method::Im2colGemm;
-        self.made.get(|| General::new(gpu, spec, problem, method, *direction, *channels_last))
+        let sums = Sums::Im2colGemm;
+        self.made.get(|| General::new(gpu, spec, problem, sums, *direction, *channels_last))
     }
 }
 
@@ -127,7 +130,7 @@ pub(super) struct CudnnWeight {
 impl CudnnWeight {
     /// `None` where cuDNN has no algorithm for it.
     pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Option<Self> {
-        if !Cudnn::supports(gpu, spec, p) {
+        if !supports(&CudnnMethod, gpu, spec, p) {
             return None;
         }
         let channels_last = channels_last(spec)?;
@@ -157,9 +160,21 @@ impl CudnnWeight {
     }
 }
 
-/// cuDNN's data gradient.
+/// cuDNN's data gradient, where it has a kernel.
+pub(super) struct CudnnDataMethod;
+
+impl GradientMethod<dyn DataGradient> for CudnnDataMethod {
+    fn prepare(&self, task: &Task<'_>) -> Result<Option<Box<dyn DataGradient>>> {
+        if task.is_few() {
+            return Ok(None);
+        }
+        let data = CudnnData::new(task.gpu, task.spec, task.problem)?;
+        Ok(data.map(|data| Box::new(data) as Box<dyn DataGradient>))
+    }
+}
+
 #[derive(Debug)]
-pub(super) struct CudnnData {
+struct CudnnData {
     gradient: VendorConvolution,
     otherwise: Otherwise,
     filter: DenseFilter,
@@ -169,8 +184,9 @@ pub(super) struct CudnnData {
 
 impl CudnnData {
     /// `None` where cuDNN has no algorithm for it.
-    pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Option<Self>> {
-        let Some(channels_last) = channels_last(spec).filter(|_| Cudnn::supports(gpu, spec, p))
+    fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Option<Self>> {
+        let Some(channels_last) =
+            channels_last(spec).filter(|_| supports(&CudnnMethod, gpu, spec, p))
         else {
             return Ok(None);
         };
@@ -186,26 +202,20 @@ impl CudnnData {
         let (spec, problem) = (spec.clone(), *p);
         Ok(Some(CudnnData { gradient, otherwise, filter, spec, problem }))
     }
+}
 
-    pub(super) fn packed_bytes(&self) -> usize {
-        self.filter.bytes()
-    }
-
-    pub(super) fn scratch_bytes(&self) -> usize {
-        self.gradient.workspace_bytes()
+impl DataGradient for CudnnData {
+    fn scratch_bytes(&self) -> usize {
+        self.filter.bytes() + self.gradient.workspace_bytes()
     }
 
     /// As of a sum of products.
-    pub(super) fn tolerance(&self) -> f64 {
+    fn tolerance(&self) -> f64 {
         let terms = self.problem.k_group() * self.problem.r * self.problem.s;
         (2 * terms + 2) as f64 * DType::F32.unit_roundoff() + operand_roundings(&self.spec)
     }
 
-    /// dx of dy, with the filter at `w` as the spec has it.
-    ///
-    /// # Safety
-    /// As [`super::Gradients::data`].
-    pub(super) unsafe fn run(
+    unsafe fn run(
         &self,
         stream: &Stream,
         w: *const u8,
@@ -223,36 +233,128 @@ impl CudnnData {
         let (dy, dx) = (operands.x, operands.y);
         if !self.gradient.takes([w, dx, dy]) {
             // SAFETY: the caller's promise; the filter is packed in the same order.
-            return unsafe { self.otherwise.get()?.run(stream, w, operands) };
+            return unsafe { self.otherwise.get()?.run(stream, w, operands, scratch) };
         }
-        let rest = scratch.wrapping_add(self.packed_bytes());
+        let rest = scratch.wrapping_add(self.filter.bytes());
         // SAFETY: the caller's promise.
         unsafe { self.gradient.run([w.cast_mut(), dx, dy.cast_mut()], rest, stream) }
     }
 }
 
-impl Cudnn {
-    pub(super) fn supports(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
-        let sizes = [p.n * p.c * p.h * p.w, p.n * p.k * p.oh * p.ow, p.k * p.taps()];
-        channels_last(spec).is_some()
-            && sizes.iter().all(|&size| size > 0 && size < 1 << 31)
-            && gpu.convolves().is_ok()
+/// [`Conv2dAlgorithm::Cudnn`].
+pub(super) struct CudnnMethod;
+
+impl Method for CudnnMethod {
+    fn algorithms(&self) -> &'static [Conv2dAlgorithm] {
+        &[Conv2dAlgorithm::Cudnn]
     }
 
-    /// Whether cuDNN has a kernel for a spec that it supports.
-    ///
-    /// # Errors
-    /// As [`Cudnn::new`], if it has none.
-    pub(super) fn check(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<()> {
+    fn kernels(&self) -> &'static [&'static str] {
+        &[
+            "epilogue.cu conv2d_epilogue_{f32,f16,bf16} cuda",
+            "turn_output.cu conv2d_turn_output_{f32,f16,bf16} VECTOR={1,4} cuda",
+            "turn_filter.cu conv2d_turn_filter_{f32,f16,bf16} cuda",
+        ]
+    }
+
+    fn domain(&self) -> &'static str {
+        "computes dense tensors of one layout"
+    }
+
+    fn computes(&self, spec: &Conv2dSpec, p: &Problem) -> bool {
+        let sizes = [p.n * p.c * p.h * p.w, p.n * p.k * p.oh * p.ow, p.k * p.taps()];
+        channels_last(spec).is_some() && sizes.iter().all(|&size| size > 0 && size < 1 << 31)
+    }
+
+    fn runs_on(&self, gpu: &Gpu, _spec: &Conv2dSpec) -> Result<()> {
+        gpu.convolves().map(drop).map_err(|error| {
+            let what = format!("conv2d by {} on {}", Conv2dAlgorithm::Cudnn, gpu.device());
+            Error::unsupported(what, error.to_string())
+        })
+    }
+
+    fn confirm(&self, gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<()> {
         VendorConvolution::check(gpu, &in_its_words(spec, p, by_channels(spec, p)))
     }
 
-    pub(super) fn new(
+    fn micros(
+        &self,
+        chip: Chip,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+        _configuration: &Conv2dConfiguration,
+    ) -> f64 {
+        micros(chip, spec, problem)
+    }
+
+    fn prepare(
+        &self,
         gpu: &'static Gpu,
         spec: &Conv2dSpec,
-        p: &Problem,
-        tuning: Tuning,
-    ) -> Result<Self> {
+        problem: &Problem,
+        _configuration: &Conv2dConfiguration,
+        options: &PlanOptions,
+    ) -> Result<Box<dyn Prepared>> {
+        Ok(Box::new(Cudnn::new(gpu, spec, problem, options.tuning)?))
+    }
+}
+
+/// Expected microseconds of its kernel and what is around it.
+pub(super) fn micros(chip: Chip, spec: &Conv2dSpec, p: &Problem) -> f64 {
+    kernel_micros(chip, spec, p) + pass_micros(chip, spec, p)
+}
+
+/// Expected microseconds of cuDNN's kernels. In strict f32 few blocks, which sum all terms, leave the device idle.
+pub(super) fn kernel_micros(chip: Chip, spec: &Conv2dSpec, p: &Problem) -> f64 {
+    let rates = &chip.rates.cudnn;
+    let (per_gflop, per_term) = match spec.x.dtype {
+        // Of groups of 4 to 32 channels (ResNeXt-50).
+        _ if is_strict(spec) && p.groups > 1 => {
+            let grouped = 1.0 + rates.f32_group / p.k_group() as f64;
+            (rates.f32_gflop * grouped, rates.f32_term)
+        }
+        _ if is_strict(spec) => (rates.f32_gflop, rates.f32_term),
+        DType::F32 => (rates.tf32_gflop, 0.0),
+        DType::F16 | DType::BF16 | not_computed!() => return half_micros(rates, spec, p),
+    };
+    let few = rates.few_launch + per_term * p.taps() as f64;
+    (rates.launch + per_gflop * 1e-9 * p.flops()).max(few)
+}
+
+/// Expected microseconds of the pass behind cuDNN's kernel: a launch, y read and written, and what is added read.
+fn pass_micros(chip: Chip, spec: &Conv2dSpec, p: &Problem) -> f64 {
+    if !has_epilogue(spec) && !Turned::suits(spec, p) {
+        return 0.0;
+    }
+    let tensors = if spec.residual { 3 } else { 2 };
+    let megabytes = 1e-6 * (tensors * p.n * p.k * p.oh * p.ow * spec.y.dtype.size()) as f64;
+    let (launch, per_micro) = chip.rates.cudnn.pass;
+    launch + megabytes / per_micro
+}
+
+/// As [`kernel_micros`], of halves: few blocks, products, which pixels of no whole vectors make slow, or passes over x and y,
+/// which are more where they are not channels-last.
+fn half_micros(rates: &Rates, spec: &Conv2dSpec, p: &Problem) -> f64 {
+    let few = rates.half_few_launch + rates.half_term * p.taps() as f64;
+    let per_flop = match p.groups > 1 || p.c.is_multiple_of(8) {
+        true => rates.half_flop * (1.0 + rates.half_group / p.k_group().max(1) as f64),
+        // Of the 3, 4 and 6 channels of first layers.
+        false => rates.half_unaligned_flop,
+    };
+    let products = per_flop * p.flops();
+    let megabytes = |elements: usize| 1e-6 * (p.n * elements * spec.x.dtype.size()) as f64;
+    let (x, y) = (megabytes(p.c * p.h * p.w), megabytes(p.k * p.oh * p.ow));
+    let plain = p.r * p.s == 1 && p.stride == [1, 1];
+    let copies = match () {
+        () if plain || is_channels_last(&spec.y.layout) => 0.0,
+        () if Turned::suits(spec, p) => rates.turn.0 + rates.turn.1 * x,
+        () => rates.own_turn.0 + 2.0 * (x + y) / rates.own_turn.1,
+    };
+    few.max(products).max((x + y) / rates.half_megabytes) + copies
+}
+
+impl Cudnn {
+    fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem, tuning: Tuning) -> Result<Self> {
         let channels_last = by_channels(spec, p);
         let choice = match tuning {
             Tuning::Model => Choice::First,
@@ -261,7 +363,7 @@ impl Cudnn {
         let words = in_its_words(spec, p, channels_last);
         let convolution = VendorConvolution::new(gpu, &words, Operation::Forward, choice)?;
         let turned = Turned::suits(spec, p).then(|| Turned::new(gpu, spec, p)).transpose()?;
-        let needed = turned.is_none() && has_pass(spec);
+        let needed = turned.is_none() && has_epilogue(spec);
         let epilogue = needed.then(|| gpu.kernel(&epilogue_kernel(spec))).transpose()?;
         let filter = DenseFilter::new(gpu, spec, p, channels_last)?;
         let turned_filter = match channels_last && !filter.is_packed() {
@@ -284,8 +386,10 @@ impl Cudnn {
             choice,
         })
     }
+}
 
-    pub(super) fn explain(&self) -> String {
+impl Prepared for Cudnn {
+    fn explain(&self) -> String {
         let version = self.gpu.convolves().unwrap_or_default();
         let kernel = match self.choice {
             Choice::First => "its heuristic's first kernel",
@@ -295,50 +399,42 @@ impl Cudnn {
         format!("cuDNN {version}, implicit matrix product, {kernel}{turned}")
     }
 
-    pub(super) fn packed_bytes(&self) -> usize {
+    fn packed_bytes(&self) -> usize {
         self.filter.bytes()
     }
 
     /// True if the filter at `w` can be read as it is: it lies as its copy would, and as aligned as cuDNN's
     /// fast kernels want it.
-    pub(super) fn reads_in_place(&self, w: *const u8) -> bool {
+    fn reads_in_place(&self, w: *const u8) -> bool {
         self.filter.is_packed() && (w as usize).is_multiple_of(VendorConvolution::ALIGNMENT)
     }
 
-    pub(super) fn scratch_bytes(&self) -> usize {
+    fn scratch_bytes(&self) -> usize {
         let turned = self.turned.as_ref().map_or(0, Turned::scratch_bytes);
         self.convolution.workspace_bytes() + turned
     }
 
     /// Bytes of what is kept behind a pack: see [`Seen`].
-    pub(super) fn seen_bytes(&self) -> usize {
+    fn seen_bytes(&self) -> usize {
         self.turned_filter.as_ref().map_or(0, TurnedFilter::seen_bytes)
     }
 
-    pub(super) fn packed_form(&self) -> PackedForm {
-        // The order of the filter is another one for each layout.
-        PackedForm {
-            dtype: self.spec.x.dtype,
-            products: usize::from(self.channels_last),
-            order: match self.turned_filter {
-                Some(_) => FilterOrder::Turned,
-                None => FilterOrder::Usual,
-            },
-        }
+    fn packed_form(&self) -> PackedForm {
+        // Of each layout another, and one with what tells whether it is still that of the filter.
+        let order = usize::from(self.channels_last) + 2 * usize::from(self.turned_filter.is_some());
+        PackedForm { method: "cudnn", dtype: self.spec.x.dtype, products: 1, order }
     }
 
     /// As of a sum of products; halves are rounded once more before bias, residual and activation.
-    pub(super) fn tolerance(&self) -> f64 {
+    fn tolerance(&self) -> f64 {
         let sums = (2 * self.problem.taps() + 2) as f64 * DType::F32.unit_roundoff();
         let dtype = self.spec.x.dtype;
-        let stored_twice = dtype != DType::F32 && has_pass(&self.spec);
+        let stored_twice = dtype != DType::F32 && has_epilogue(&self.spec);
         let stored = if stored_twice { dtype.unit_roundoff() } else { 0.0 };
         sums + operand_roundings(&self.spec) + stored
     }
 
-    /// # Safety
-    /// As [`super::Forward::pack`].
-    pub(super) unsafe fn pack(
+    unsafe fn pack(
         &self,
         stream: &Stream,
         w: *const u8,
@@ -357,9 +453,7 @@ impl Cudnn {
         }
     }
 
-    /// # Safety
-    /// As [`super::Forward::run`].
-    pub(super) unsafe fn run(
+    unsafe fn run(
         &self,
         stream: &Stream,
         packed: *const u8,
@@ -378,7 +472,7 @@ impl Cudnn {
         }
         if !self.convolution.takes([packed, operands.x, operands.y]) {
             // SAFETY: the caller's promise; the filter is packed in the same order.
-            return unsafe { self.otherwise.get()?.run(stream, packed, operands) };
+            return unsafe { self.otherwise.get()?.run(stream, packed, operands, scratch) };
         }
         // SAFETY: the caller's promise.
         unsafe {

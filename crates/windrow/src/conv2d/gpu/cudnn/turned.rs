@@ -2,8 +2,8 @@
 //! where filters are, and sums that are turned back with bias, residual and activation (`turn_filter.cu`,
 //! `turn_output.cu`). By itself cuDNN turns all three on each call.
 
+use crate::conv2d::gpu::facts::has_vectors;
 use crate::conv2d::gpu::input::{Input, TILE_BYTES, TILE_PIXELS, VECTOR, most_images};
-use crate::conv2d::gpu::times::has_vectors;
 use crate::conv2d::gpu::{ALIGNMENT, Operands, Seen, bias_of, kernel, source, with_epilogue};
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
@@ -82,7 +82,7 @@ impl TurnedFilter {
     }
 
     /// # Safety
-    /// As [`crate::conv2d::gpu::Forward::pack`], and as [`crate::conv2d::gpu::Forward::pack_kept`] with what `seen` names.
+    /// As [`super::Prepared::pack`], with what `seen` names.
     pub(in crate::conv2d::gpu) unsafe fn pack(
         &self,
         stream: &Stream,
@@ -153,7 +153,7 @@ impl Turned {
     /// Copies x, lets `convolve` write sums of it, both channels-last, and turns these to y.
     ///
     /// # Safety
-    /// As [`crate::conv2d::gpu::Forward::run`], with [`Turned::scratch_bytes`] at `scratch`; `convolve` must write all sums.
+    /// As [`super::Prepared::run`], with [`Turned::scratch_bytes`] at `scratch`; `convolve` must write all sums.
     pub(in crate::conv2d::gpu) unsafe fn run(
         &self,
         stream: &Stream,

@@ -1,14 +1,14 @@
-//! The product of [`super::Im2colGemm`] where an output sums few taps: the filter stays in registers, and tensor cores,
+//! The product of [`Conv2dAlgorithm::Im2colGemm`] where an output sums few taps: the filter stays in registers, and tensor cores,
 //! or AMD's matrix cores, take f32 as well (`few_taps.cu`).
 
-use super::{
-    ALIGNMENT, Divisor, FilterOrder, Operands, PackedForm, bias_of, kernel, source, strides,
-    with_epilogue,
-};
-use crate::conv2d::{Conv2dSpec, Problem};
+use super::chips::Chip;
+use super::general::IM2COL_GEMM;
+use super::methods::{Method, PackedForm, Prepared};
+use super::{ALIGNMENT, Divisor, Operands, bias_of, kernel, source, strides, with_epilogue};
+use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::dtype::not_computed;
 use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
-use crate::{Accuracy, DType, Result, TensorDesc};
+use crate::{Accuracy, DType, Error, PlanOptions, Result, TensorDesc};
 
 static FEW_TAPS: Source = source!("few_taps.cu", "few_taps.cuh");
 static FILTER: Source = source!("few_taps_filter.cu");
@@ -129,8 +129,31 @@ enum Store {
     Pixels = 2,
 }
 
-impl FewTaps {
-    pub(super) fn supports(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
+/// [`Conv2dAlgorithm::Im2colGemm`] by [`FewTaps`].
+pub(super) struct FewTapsMethod;
+
+impl Method for FewTapsMethod {
+    fn algorithms(&self) -> &'static [Conv2dAlgorithm] {
+        &[Conv2dAlgorithm::Im2colGemm]
+    }
+
+    fn kernels(&self) -> &'static [&'static str] {
+        &[
+            "few_taps.cu conv2d_few_taps_f32 PRODUCTS=3 STORE={0,1,2} cuda",
+            "few_taps.cu conv2d_few_taps_f32 PRODUCTS=1 STORE={0,1,2} cuda wavefronts_f32",
+            "few_taps.cu conv2d_few_taps_{f16,bf16} PRODUCTS=1 STORE={0,1,2} ROW_TILES=2 cuda wavefronts",
+            "few_taps.cu conv2d_few_taps_{f16,bf16} PRODUCTS=1 STORE={0,1,2} ROW_TILES=4 cuda",
+            "few_taps_filter.cu conv2d_few_taps_filter_f32 PRODUCTS=3 cuda",
+            "few_taps_filter.cu conv2d_few_taps_filter_f32 PRODUCTS=1 cuda wavefronts_f32",
+            "few_taps_filter.cu conv2d_few_taps_filter_{f16,bf16} PRODUCTS=1 cuda wavefronts",
+        ]
+    }
+
+    fn domain(&self) -> &'static str {
+        "computes few taps in one group"
+    }
+
+    fn computes(&self, spec: &Conv2dSpec, p: &Problem) -> bool {
         let reach = |d: usize, taps: usize| (taps - 1).checked_mul(p.dilation[d]);
         let near = |d, taps| reach(d, taps).is_some_and(|r| r < MAX_REACH);
         let extent: usize = spec.x.shape()[1..]
@@ -138,20 +161,56 @@ impl FewTaps {
             .zip(&spec.x.strides()[1..])
             .map(|(&size, stride)| size.saturating_sub(1).saturating_mul(stride.unsigned_abs()))
             .fold(0, usize::saturating_add);
-        let cores = Cores::of(gpu);
-        gpu.has(cores.needed(spec.x.dtype))
-            && p.groups == 1
+        p.groups == 1
             && (1..=MAX_TAPS).contains(&p.taps())
             && near(0, p.r)
             && near(1, p.s)
             && extent < 1 << 31
             && (p.n * (p.oh * p.ow).div_ceil(GROUP)) < 1 << 30
-            && (spec.x.dtype != DType::F32
-                || cores == Cores::Amd
-                || spec.accuracy >= Accuracy::Fp32)
     }
 
-    pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, problem: &Problem) -> Result<Self> {
+    fn runs_on(&self, gpu: &Gpu, spec: &Conv2dSpec) -> Result<()> {
+        let cores = Cores::of(gpu);
+        let exact = spec.x.dtype != DType::F32 || cores == Cores::Amd;
+        if gpu.has(cores.needed(spec.x.dtype)) && (exact || spec.accuracy >= Accuracy::Fp32) {
+            return Ok(());
+        }
+        Err(Error::unsupported(
+            format!("few taps in registers on {}", gpu.device()),
+            "it needs tensor or matrix cores; those of NVIDIA split f32, which Exact forbids",
+        ))
+    }
+
+    /// From 8 output channels on.
+    fn leads(&self, problem: &Problem) -> bool {
+        problem.k >= 8
+    }
+
+    /// As of the general product: nobody chooses between the two by time.
+    fn micros(
+        &self,
+        chip: Chip,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+        configuration: &Conv2dConfiguration,
+    ) -> f64 {
+        IM2COL_GEMM.micros(chip, spec, problem, configuration)
+    }
+
+    fn prepare(
+        &self,
+        gpu: &'static Gpu,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+        _configuration: &Conv2dConfiguration,
+        _options: &PlanOptions,
+    ) -> Result<Box<dyn Prepared>> {
+        Ok(Box::new(FewTaps::new(gpu, spec, problem)?))
+    }
+}
+
+impl FewTaps {
+    fn new(gpu: &'static Gpu, spec: &Conv2dSpec, problem: &Problem) -> Result<Self> {
         let cores = Cores::of(gpu);
         let pack_filter = filter_kernel(cores, spec, problem);
         let compile = |address| gpu.kernel(&product(cores, spec, problem, address));
@@ -173,22 +232,25 @@ impl FewTaps {
         let parts = if self.cores.products(&self.spec) == 1 { 1 } else { 2 };
         channels * taps * parts * dtype.size() / 4
     }
+}
 
-    pub(super) fn packed_bytes(&self) -> usize {
+impl Prepared for FewTaps {
+    fn packed_bytes(&self) -> usize {
         (self.filter_words() * 4).next_multiple_of(ALIGNMENT)
     }
 
-    pub(super) fn packed_form(&self) -> PackedForm {
+    fn packed_form(&self) -> PackedForm {
         PackedForm {
+            method: "few_taps",
             dtype: self.spec.w.dtype,
             products: self.cores.products(&self.spec),
-            order: FilterOrder::FewTaps,
+            order: 0,
         }
     }
 
     /// Halves: a rounding for each addition, which tensor cores cut off instead, up to twice that. Parts of f32 carry
     /// 22 bits, one part 11.
-    pub(super) fn tolerance(&self) -> f64 {
+    fn tolerance(&self) -> f64 {
         let unit = |dtype: DType| dtype.unit_roundoff();
         let products = self.cores.products(&self.spec);
         let sums = (2 * self.problem.taps() * products + 2) as f64;
@@ -201,9 +263,17 @@ impl FewTaps {
         operands + sums * unit(DType::F32)
     }
 
-    /// # Safety
-    /// As [`super::Forward::pack`].
-    pub(super) unsafe fn pack(&self, stream: &Stream, w: *const u8, packed: *mut u8) -> Result<()> {
+    fn explain(&self) -> String {
+        "filter in registers, tensor or matrix cores".into()
+    }
+
+    unsafe fn pack(
+        &self,
+        stream: &Stream,
+        w: *const u8,
+        packed: *mut u8,
+        _ticket: Option<u64>,
+    ) -> Result<()> {
         let words = self.filter_words();
         let params = FilterParams {
             w,
@@ -219,13 +289,12 @@ impl FewTaps {
         unsafe { self.pack_filter.launch(stream, launch, &params) }
     }
 
-    /// # Safety
-    /// As [`super::Forward::run`].
-    pub(super) unsafe fn run(
+    unsafe fn run(
         &self,
         stream: &Stream,
         packed: *const u8,
         operands: Operands,
+        _scratch: *mut u8,
     ) -> Result<()> {
         let p = &self.problem;
         let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);

@@ -1,14 +1,16 @@
 //! The algorithms that compute every convolution and its data gradient: a product of gathered
 //! matrices, and plain sums (`im2col_gemm.cu`, `direct.cu`).
 
+use super::chips::{Chip, Plain, Rates};
+use super::methods::{Method, PackedForm, Prepared};
 use super::{ALIGNMENT, Divisor, Operands, bias_of, kernel, source, strides, with_epilogue};
 use crate::conv2d::spec::is_channels_last;
-use crate::conv2d::{Conv2dSpec, Problem};
+use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
-use crate::{DType, Result, TensorDesc};
+use crate::{DType, PlanOptions, Result, TensorDesc};
 
-pub(super) static IM2COL_GEMM: Source = source!("im2col_gemm.cu");
-static DIRECT: Source = source!("direct.cu");
+pub(super) static PRODUCT: Source = source!("im2col_gemm.cu");
+static PLAIN: Source = source!("direct.cu");
 static PACK_FILTER: Source = source!("pack_filter.cu");
 
 pub(super) const THREADS: u32 = 256;
@@ -19,7 +21,7 @@ pub(super) const MAX_GRID_Z: usize = 65_535;
 
 /// How the sums are formed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Method {
+pub(super) enum Sums {
     /// One thread for each output.
     Direct,
     /// A product of the filter and of blocks of the im2col matrix, gathered on the fly.
@@ -35,10 +37,77 @@ pub(super) enum Direction {
     BackwardData = 1,
 }
 
+/// The method of [`Conv2dAlgorithm::Direct`] that computes everything.
+pub(super) static DIRECT: Everything = Everything {
+    algorithm: &[Conv2dAlgorithm::Direct],
+    sums: Sums::Direct,
+    rates: |rates| &rates.direct,
+    kernels: &["direct.cu conv2d_direct_{f32,f16,bf16} TRANSPOSED={0,1} CHANNELS_INNER={0,1}"],
+};
+/// The method of [`Conv2dAlgorithm::Im2colGemm`] that computes everything.
+pub(super) static IM2COL_GEMM: Everything = Everything {
+    algorithm: &[Conv2dAlgorithm::Im2colGemm],
+    sums: Sums::Im2colGemm,
+    rates: |rates| &rates.im2col_gemm,
+    kernels: &[
+        "im2col_gemm.cu conv2d_im2col_gemm_{f32,f16,bf16} PROBLEM={0,1} ALONG_ROWS={0,1}",
+        "pack_filter.cu conv2d_pack_filter_{f32,f16,bf16}",
+    ],
+};
+
+/// A method that computes every convolution on every device.
+pub(super) struct Everything {
+    algorithm: &'static [Conv2dAlgorithm],
+    sums: Sums,
+    rates: fn(&Rates) -> &Plain,
+    kernels: &'static [&'static str],
+}
+
+impl Method for Everything {
+    fn algorithms(&self) -> &'static [Conv2dAlgorithm] {
+        self.algorithm
+    }
+
+    fn kernels(&self) -> &'static [&'static str] {
+        self.kernels
+    }
+
+    fn domain(&self) -> &'static str {
+        "computes everything"
+    }
+
+    fn computes(&self, _spec: &Conv2dSpec, _problem: &Problem) -> bool {
+        true
+    }
+
+    fn micros(
+        &self,
+        chip: Chip,
+        _spec: &Conv2dSpec,
+        problem: &Problem,
+        _configuration: &Conv2dConfiguration,
+    ) -> f64 {
+        let rates = (self.rates)(chip.rates);
+        rates.launch + rates.gflop * (1e-9 * problem.flops())
+    }
+
+    fn prepare(
+        &self,
+        gpu: &'static Gpu,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+        _configuration: &Conv2dConfiguration,
+        _options: &PlanOptions,
+    ) -> Result<Box<dyn Prepared>> {
+        let general = General::new(gpu, spec, problem, self.sums, Direction::Forward, true)?;
+        Ok(Box::new(general))
+    }
+}
+
 /// A convolution or its data gradient by one of these algorithms.
 #[derive(Debug)]
 pub(crate) struct General {
-    method: Method,
+    sums: Sums,
     direction: Direction,
     kernel: &'static Kernel,
     filter: DenseFilter,
@@ -52,74 +121,18 @@ impl General {
         gpu: &'static Gpu,
         spec: &Conv2dSpec,
         problem: &Problem,
-        method: Method,
+        sums: Sums,
         direction: Direction,
         channels_last: bool,
     ) -> Result<Self> {
         Ok(General {
-            method,
+            sums,
             direction,
-            kernel: gpu.kernel(&kernel_spec(spec, method, direction))?,
+            kernel: gpu.kernel(&kernel_spec(spec, sums, direction))?,
             filter: DenseFilter::new(gpu, spec, problem, channels_last)?,
             spec: spec.clone(),
             problem: *problem,
         })
-    }
-
-    pub(super) fn packed_bytes(&self) -> usize {
-        self.filter.bytes()
-    }
-
-    /// True if the filter at `w` can be read as it is: it lies as its copy would.
-    pub(super) fn reads_in_place(&self) -> bool {
-        self.filter.is_packed()
-    }
-
-    pub(super) fn dtype(&self) -> DType {
-        self.spec.x.dtype
-    }
-
-    /// A rounding for each addition in a row; tensor cores cut off instead, which is up to twice that.
-    pub(super) fn tolerance(&self) -> f64 {
-        let p = &self.problem;
-        let terms = match self.direction {
-            Direction::Forward => p.taps(),
-            Direction::BackwardData => p.k_group() * p.r * p.s,
-        };
-        (2 * terms + 2) as f64 * DType::F32.unit_roundoff()
-    }
-
-    pub(super) fn explain(&self) -> String {
-        match self.method {
-            Method::Direct => "one thread for each output".into(),
-            Method::Im2colGemm => "64 x 64 outputs of a block, gathered operands".into(),
-        }
-    }
-
-    /// # Safety
-    /// As [`super::Forward::pack`].
-    pub(super) unsafe fn pack(&self, stream: &Stream, w: *const u8, packed: *mut u8) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.filter.pack(stream, w, packed) }
-    }
-
-    /// For the data gradient x is dy, and y is dx.
-    ///
-    /// # Safety
-    /// As [`super::Forward::run`].
-    pub(super) unsafe fn run(
-        &self,
-        stream: &Stream,
-        packed: *const u8,
-        operands: Operands,
-    ) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe {
-            match self.method {
-                Method::Direct => self.run_direct(stream, packed, operands),
-                Method::Im2colGemm => self.run_im2col_gemm(stream, packed, operands),
-            }
-        }
     }
 
     /// The tensor that is read, the one that is written, and their channels in a group.
@@ -133,7 +146,7 @@ impl General {
     }
 
     /// # Safety
-    /// As [`super::Forward::run`].
+    /// As [`Prepared::run`].
     unsafe fn run_im2col_gemm(
         &self,
         stream: &Stream,
@@ -175,7 +188,7 @@ impl General {
     }
 
     /// # Safety
-    /// As [`super::Forward::run`].
+    /// As [`Prepared::run`].
     unsafe fn run_direct(
         &self,
         stream: &Stream,
@@ -221,17 +234,82 @@ impl General {
     }
 }
 
-fn kernel_spec(spec: &Conv2dSpec, method: Method, direction: Direction) -> KernelSpec {
+impl Prepared for General {
+    fn packed_form(&self) -> PackedForm {
+        let method = match self.sums {
+            Sums::Direct => "direct",
+            Sums::Im2colGemm => "im2col_gemm",
+        };
+        let order = usize::from(self.filter.channels_last);
+        PackedForm { method, dtype: self.spec.x.dtype, products: 1, order }
+    }
+
+    fn packed_bytes(&self) -> usize {
+        self.filter.bytes()
+    }
+
+    /// True if the filter lies as its copy would.
+    fn reads_in_place(&self, _w: *const u8) -> bool {
+        self.filter.is_packed()
+    }
+
+    /// A rounding for each addition in a row; tensor cores cut off instead, which is up to twice that.
+    fn tolerance(&self) -> f64 {
+        let p = &self.problem;
+        let terms = match self.direction {
+            Direction::Forward => p.taps(),
+            Direction::BackwardData => p.k_group() * p.r * p.s,
+        };
+        (2 * terms + 2) as f64 * DType::F32.unit_roundoff()
+    }
+
+    fn explain(&self) -> String {
+        match self.sums {
+            Sums::Direct => "one thread for each output".into(),
+            Sums::Im2colGemm => "64 x 64 outputs of a block, gathered operands".into(),
+        }
+    }
+
+    unsafe fn pack(
+        &self,
+        stream: &Stream,
+        w: *const u8,
+        packed: *mut u8,
+        _ticket: Option<u64>,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.filter.pack(stream, w, packed) }
+    }
+
+    /// For the data gradient x is dy, and y is dx.
+    unsafe fn run(
+        &self,
+        stream: &Stream,
+        packed: *const u8,
+        operands: Operands,
+        _scratch: *mut u8,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self.sums {
+                Sums::Direct => self.run_direct(stream, packed, operands),
+                Sums::Im2colGemm => self.run_im2col_gemm(stream, packed, operands),
+            }
+        }
+    }
+}
+
+fn kernel_spec(spec: &Conv2dSpec, sums: Sums, direction: Direction) -> KernelSpec {
     let (image, out) = match direction {
         Direction::Forward => (&spec.x, &spec.y),
         Direction::BackwardData => (&spec.y, &spec.x),
     };
-    let named = match method {
-        Method::Im2colGemm => kernel(&IM2COL_GEMM, "im2col_gemm", spec.x.dtype)
+    let named = match sums {
+        Sums::Im2colGemm => kernel(&PRODUCT, "im2col_gemm", spec.x.dtype)
             .define("PROBLEM", direction as u32)
             .params::<Im2colParams>()
             .define("ALONG_ROWS", i32::from(!is_channels_last(&image.layout))),
-        Method::Direct => kernel(&DIRECT, "direct", spec.x.dtype)
+        Sums::Direct => kernel(&PLAIN, "direct", spec.x.dtype)
             .define("TRANSPOSED", direction as u32)
             .params::<DirectParams>()
             .define("CHANNELS_INNER", i32::from(is_channels_last(&out.layout))),
@@ -402,7 +480,7 @@ impl DenseFilter {
     }
 
     /// # Safety
-    /// As [`super::Forward::pack`].
+    /// As [`Prepared::pack`].
     pub(super) unsafe fn pack(&self, stream: &Stream, w: *const u8, packed: *mut u8) -> Result<()> {
         let ([k_stride, c_stride, r_stride, s_stride], [_, c, r, s]) = (self.strides, self.shape);
         // The kernel's innermost dimension of the copy is c, then come s and r.
@@ -443,7 +521,7 @@ mod tests {
         let mut kernels = Vec::new();
         for spec in test_specs() {
             let forward = with_largest_epilogue(spec.clone());
-            for method in [Method::Direct, Method::Im2colGemm] {
+            for method in [Sums::Direct, Sums::Im2colGemm] {
                 kernels.push(kernel_spec(&forward, method, Direction::Forward));
                 kernels.push(kernel_spec(&spec, method, Direction::BackwardData));
             }

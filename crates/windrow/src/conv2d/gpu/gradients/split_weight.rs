@@ -1,14 +1,17 @@
 //! The weight gradient in f32 as three products of halves, of any filter, stride, padding and dilation: dy and x are split
 //! (`weight_split.cu`) and multiplied by [`WeightProduct`].
 
+use super::{GradientMethod, Task, WeightGradient};
+use crate::conv2d::gpu::chips::Chip;
+use crate::conv2d::gpu::facts::is_strict;
 use crate::conv2d::gpu::general::one_thread_each;
 use crate::conv2d::gpu::split::{self, ImageMax};
 use crate::conv2d::gpu::weight_product::{
     OCTET, OCTET_BYTES, SHRINKAGE, STEP_ROWS, Shape, Side, Taps, WeightProduct,
 };
-use crate::conv2d::gpu::{ALIGNMENT, Divisor, kernel, source, strides, times};
+use crate::conv2d::gpu::{ALIGNMENT, Divisor, kernel, source, strides};
 use crate::conv2d::spec::is_channels_last;
-use crate::conv2d::{Conv2dSpec, Problem};
+use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
 use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::{DType, Result, TensorDesc};
 
@@ -58,7 +61,7 @@ struct Operand {
 
 /// A weight gradient by this algorithm.
 #[derive(Debug)]
-pub(in crate::conv2d::gpu) struct SplitWeight {
+struct SplitWeight {
     problem: Problem,
     lines: Lines,
     dy: Operand,
@@ -249,13 +252,58 @@ impl Operand {
     }
 }
 
+/// [`SplitWeight`], in the two places of the list where it may be taken.
+pub(super) enum SplitWeightMethod {
+    /// Ahead of Winograd's: where the plan's algorithm is [`Conv2dAlgorithm::ImplicitGemm`].
+    Asked,
+    /// Where it is expected to be faster than cuDNN's.
+    BesideCudnn,
+}
+
+impl GradientMethod<dyn WeightGradient> for SplitWeightMethod {
+    fn kernels(&self) -> &'static [&'static str] {
+        match self {
+            SplitWeightMethod::Asked => &[
+                "weight_product.cu conv2d_weight_product_f32 BLOCK_N={64,128} sm_90",
+                "weight_split.cu conv2d_weight_split_f32 FOLDED={0,1} CHANNELS_INNER=0 VECTOR=1 sm_90",
+                "weight_split.cu conv2d_weight_split_f32 FOLDED=0 CHANNELS_INNER=1 VECTOR={1,4} sm_90",
+                "weight_sum.cu conv2d_weight_sum_f32 sm_90",
+            ],
+            // The same.
+            SplitWeightMethod::BesideCudnn => &[],
+        }
+    }
+
+    fn prepare(&self, task: &Task<'_>) -> Result<Option<Box<dyn WeightGradient>>> {
+        let &Task { gpu, spec, problem, algorithm } = task;
+        let taken = SplitWeight::suits(gpu, spec, problem)
+            && match self {
+                SplitWeightMethod::Asked => algorithm == Conv2dAlgorithm::ImplicitGemm,
+                SplitWeightMethod::BesideCudnn => {
+                    SplitWeight::micros(gpu, problem) < 0.9 * cudnn_micros(gpu, problem)
+                }
+            };
+        if !taken {
+            return Ok(None);
+        }
+        let split = SplitWeight::new(gpu, spec, problem)?;
+        Ok(split.map(|split| Box::new(split) as Box<dyn WeightGradient>))
+    }
+}
+
+/// Expected microseconds of cuDNN's weight gradient in strict f32.
+fn cudnn_micros(gpu: &Gpu, p: &Problem) -> f64 {
+    let (launch, flop) = Chip::of(gpu).rates.gradients.cudnn_weight;
+    launch + flop * p.flops()
+}
+
 impl SplitWeight {
-    pub(in crate::conv2d::gpu) fn suits(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
+    fn suits(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
         let counted = Lines::new(p).is_some_and(|lines| {
             let octets = lines.terms(p)[1].max(p.k).div_ceil(OCTET);
             octets.max(lines.all_planes()) <= MAX_GRID
         });
-        times::is_strict(spec)
+        is_strict(spec)
             && gpu.has(Feature::WarpgroupProducts)
             && p.groups == 1
             && [p.n, p.c, p.k, p.oh, p.ow].iter().all(|&size| size > 0)
@@ -271,7 +319,7 @@ impl SplitWeight {
     }
 
     /// Expected time.
-    pub(in crate::conv2d::gpu) fn micros(gpu: &Gpu, p: &Problem) -> f64 {
+    fn micros(gpu: &Gpu, p: &Problem) -> f64 {
         let Some(lines) = Lines::new(p) else { return f64::INFINITY };
         // x and dy are read twice and written split.
         let read = p.n * (p.c * p.h * p.w + p.k * p.oh * p.ow) * 8;
@@ -279,15 +327,13 @@ impl SplitWeight {
             + p.k.div_ceil(OCTET) * lines.dy)
             * 2
             * OCTET_BYTES;
-        20.0 + 0.3e-6 * (read + written) as f64
+        let (launches, byte) = Chip::of(gpu).rates.gradients.split;
+        launches
+            + byte * (read + written) as f64
             + WeightProduct::micros(gpu, &Self::shape(p, &lines))
     }
 
-    pub(in crate::conv2d::gpu) fn new(
-        gpu: &'static Gpu,
-        spec: &Conv2dSpec,
-        p: &Problem,
-    ) -> Result<Option<Self>> {
+    fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Option<Self>> {
         let Some(lines) = Lines::new(p) else { return Ok(None) };
         Ok(Some(SplitWeight {
             problem: *p,
@@ -302,21 +348,21 @@ impl SplitWeight {
     fn elements(&self) -> usize {
         self.problem.k * self.problem.taps()
     }
+}
 
-    pub(in crate::conv2d::gpu) fn scratch_bytes(&self) -> usize {
+impl WeightGradient for SplitWeight {
+    fn scratch_bytes(&self) -> usize {
         let parts = self.product.parts() * self.elements() * size_of::<f32>();
         self.dy.bytes() + self.x.bytes() + parts + 2 * size_of::<u32>()
     }
 
     /// Both operands carry 22 bits and the product of their low halves is left out.
-    pub(in crate::conv2d::gpu) fn tolerance(&self) -> f64 {
+    fn tolerance(&self) -> f64 {
         let sums = self.product.roundings() + 4;
         4.0 * split::rounding() + sums as f64 * DType::F32.unit_roundoff()
     }
 
-    /// # Safety
-    /// As [`crate::conv2d::gpu::Gradients::weight`], with [`SplitWeight::scratch_bytes`].
-    pub(in crate::conv2d::gpu) unsafe fn run(
+    unsafe fn run(
         &self,
         stream: &Stream,
         x: *const u8,

@@ -1,13 +1,15 @@
-//! [`Conv2dAlgorithm::Direct`](crate::conv2d::Conv2dAlgorithm::Direct) where every group has one input channel
+//! [`Conv2dAlgorithm::Direct`] where every group has one input channel
 //! (`depthwise_channels.cu`, `depthwise_planes.cu`) or some (`few_channels.cu`).
 
+use super::chips::{Chip, Grouped};
 use super::general::DenseFilter;
+use super::methods::{Method, PackedForm, Prepared};
 use super::{Divisor, Operands, bias_of, kernel, source, strides, with_epilogue};
 use crate::conv2d::spec::is_channels_last;
-use crate::conv2d::{Conv2dSpec, Problem};
+use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::later::Later;
-use crate::{DType, Result, TensorDesc};
+use crate::{DType, PlanOptions, Result, TensorDesc};
 
 static CHANNELS: Source = source!("depthwise_channels.cu", "groups.cuh");
 static PLANES: Source = source!("depthwise_planes.cu", "groups.cuh");
@@ -77,8 +79,28 @@ params! {
     }
 }
 
-impl Groups {
-    pub(super) fn supports(p: &Problem) -> bool {
+/// [`Conv2dAlgorithm::Direct`] by [`Groups`].
+pub(super) struct GroupedMethod;
+
+impl Method for GroupedMethod {
+    fn algorithms(&self) -> &'static [Conv2dAlgorithm] {
+        &[Conv2dAlgorithm::Direct]
+    }
+
+    fn kernels(&self) -> &'static [&'static str] {
+        &[
+            "depthwise_channels.cu conv2d_depthwise_channels_{f32,f16,bf16} VECTOR={1,2}",
+            "depthwise_planes.cu conv2d_depthwise_planes_{f32,f16,bf16} VECTOR_OUT={0,1}",
+            "few_channels.cu conv2d_few_channels_{f32,f16,bf16} VECTOR={1,4} VECTOR_OUT={0,1}",
+            "few_channels.cu conv2d_few_channels_{f32,f16,bf16} TILE_H={2,4,7} cuda",
+        ]
+    }
+
+    fn domain(&self) -> &'static str {
+        "computes groups of few channels"
+    }
+
+    fn computes(&self, _spec: &Conv2dSpec, p: &Problem) -> bool {
         // The widest tile.
         let reads = |d: usize, taps: usize| {
             (taps - 1)
@@ -98,7 +120,52 @@ impl Groups {
             && p.n * p.c < 1 << 30
     }
 
-    pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, problem: &Problem) -> Result<Self> {
+    fn micros(
+        &self,
+        chip: Chip,
+        spec: &Conv2dSpec,
+        p: &Problem,
+        _configuration: &Conv2dConfiguration,
+    ) -> f64 {
+        let rates = &chip.rates.grouped;
+        let gflop = 1e-9 * p.flops();
+        let pixels = p.n * (p.c * p.h * p.w + p.k * p.oh * p.ow);
+        let megabytes = 1e-6 * (pixels * spec.x.dtype.size()) as f64;
+        match p.c_group() {
+            1 => {
+                let [per_megabyte, per_gflop] = rates.depthwise;
+                rates.launch + per_megabyte * megabytes + per_gflop * gflop
+            }
+            _ => few_channels_micros(rates, spec, p, megabytes),
+        }
+    }
+
+    fn prepare(
+        &self,
+        gpu: &'static Gpu,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+        _configuration: &Conv2dConfiguration,
+        _options: &PlanOptions,
+    ) -> Result<Box<dyn Prepared>> {
+        Ok(Box::new(Groups::new(gpu, spec, problem)?))
+    }
+}
+
+/// Expected microseconds of sums in groups of some channels: a launch, terms one after the other, then tensors and products,
+/// of which channels-last ones read filters more slowly.
+fn few_channels_micros(rates: &Grouped, spec: &Conv2dSpec, p: &Problem, megabytes: f64) -> f64 {
+    let nhwc = is_channels_last(&spec.y.layout);
+    let per_gflop = if nhwc { rates.nhwc_gflop } else { rates.nchw_gflop };
+    let per_gflop = per_gflop[usize::from(p.stride != [1, 1])];
+    rates.launch
+        + rates.term * p.taps() as f64
+        + rates.megabyte * megabytes
+        + per_gflop * 1e-9 * p.flops()
+}
+
+impl Groups {
+    fn new(gpu: &'static Gpu, spec: &Conv2dSpec, problem: &Problem) -> Result<Self> {
         Ok(Groups {
             spec: spec.clone(),
             problem: *problem,
@@ -109,24 +176,31 @@ impl Groups {
         })
     }
 
-    pub(super) fn packed_bytes(&self) -> usize {
+    fn unaligned(&self) -> Result<(Form, &'static Kernel)> {
+        self.unaligned.get(|| compiled(self.gpu, &self.spec, &self.problem, false)).copied()
+    }
+}
+
+impl Prepared for Groups {
+    fn packed_form(&self) -> PackedForm {
+        let order = usize::from(is_filter_last(&self.spec, &self.problem));
+        PackedForm { method: "grouped", dtype: self.spec.x.dtype, products: 1, order }
+    }
+
+    fn packed_bytes(&self) -> usize {
         self.filter.bytes()
     }
 
-    pub(super) fn dtype(&self) -> DType {
-        self.spec.x.dtype
-    }
-
-    pub(super) fn reads_in_place(&self) -> bool {
+    fn reads_in_place(&self, _w: *const u8) -> bool {
         self.filter.is_packed()
     }
 
     /// A rounding for each addition in a row.
-    pub(super) fn tolerance(&self) -> f64 {
+    fn tolerance(&self) -> f64 {
         (self.problem.taps() + 2) as f64 * DType::F32.unit_roundoff()
     }
 
-    pub(super) fn explain(&self) -> String {
+    fn explain(&self) -> String {
         match self.aligned.0 {
             Form::Channels { tile: [h, w], vector, .. } => {
                 format!("{h} x {w} outputs of {vector} channels in a thread")
@@ -140,20 +214,23 @@ impl Groups {
         }
     }
 
-    /// # Safety
-    /// As [`super::Forward::pack`].
-    pub(super) unsafe fn pack(&self, stream: &Stream, w: *const u8, packed: *mut u8) -> Result<()> {
+    unsafe fn pack(
+        &self,
+        stream: &Stream,
+        w: *const u8,
+        packed: *mut u8,
+        _ticket: Option<u64>,
+    ) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.filter.pack(stream, w, packed) }
     }
 
-    /// # Safety
-    /// As [`super::Forward::run`].
-    pub(super) unsafe fn run(
+    unsafe fn run(
         &self,
         stream: &Stream,
         packed: *const u8,
         operands: Operands,
+        _scratch: *mut u8,
     ) -> Result<()> {
         let p = &self.problem;
         let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
@@ -186,10 +263,6 @@ impl Groups {
             Launch { grid: [shape.blocks as u32, 1, 1], block: [form.threads() as u32, 1, 1] };
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
         unsafe { kernel.launch(stream, launch, &params) }
-    }
-
-    fn unaligned(&self) -> Result<(Form, &'static Kernel)> {
-        self.unaligned.get(|| compiled(self.gpu, &self.spec, &self.problem, false)).copied()
     }
 }
 
@@ -426,7 +499,7 @@ mod tests {
             };
             let spec = Conv2dSpec::new(TensorDesc { dtype, layout }, w, &params).unwrap();
             let p = spec.problem().unwrap();
-            assert!(Groups::supports(&p));
+            assert!(GroupedMethod.computes(&spec, &p));
             for aligned in [true, false] {
                 let form = Form::choose(132, &spec, &p, aligned);
                 let residual = spec.clone().with_residual(true);
@@ -494,7 +567,7 @@ mod tests {
             };
             let spec = Conv2dSpec::new(TensorDesc { dtype, layout }, w, &params).unwrap();
             let p = spec.problem().unwrap();
-            assert!(Groups::supports(&p));
+            assert!(GroupedMethod.computes(&spec, &p));
             for aligned in [true, false] {
                 let form = Form::choose(132, &spec, &p, aligned);
                 let kernel = kernel_spec(&spec, &p, form, aligned);

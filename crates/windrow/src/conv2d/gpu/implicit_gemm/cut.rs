@@ -1,16 +1,16 @@
 //! How the product of [`ImplicitGemm`](super::ImplicitGemm) is cut into blocks, how these gather x, and what that
 //! is expected to take.
 
+use crate::conv2d::gpu::chips::{Chip, ImplicitGemm};
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::dtype::not_computed;
-use crate::gpu::Gpu;
 use crate::{DType, TensorDesc};
 
 /// Terms of a step.
 pub(super) const STEP: usize = 64;
 /// Output channels of a block, the last of halves, and blocks of a cluster, which share the terms of a tile.
-const BLOCKS: [usize; 3] = [64, 128, 256];
-const PARTS: [usize; 4] = [1, 2, 4, 8];
+pub(super) const BLOCKS: [usize; 3] = [64, 128, 256];
+pub(super) const PARTS: [usize; 4] = [1, 2, 4, 8];
 
 /// How x is gathered; the discriminant is that of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -57,7 +57,7 @@ impl Cut {
     /// What is not given by the least expected time, with that time in microseconds; `None` where no kernel has what
     /// is given.
     pub(super) fn choose(
-        multiprocessors: u32,
+        chip: Chip,
         spec: &Conv2dSpec,
         p: &Problem,
         given: &Conv2dConfiguration,
@@ -65,61 +65,66 @@ impl Cut {
         let fits = |given: Option<usize>, value| given.is_none_or(|given| given == value);
         Cut::all(spec, p)
             .filter(|cut| fits(given.block, cut.block) && fits(given.parts, cut.parts))
-            .map(|cut| (cut, cut.micros(multiprocessors, spec, p)))
+            .map(|cut| (cut, cut.micros(chip, spec, p)))
             .min_by(|(_, a), (_, b)| a.total_cmp(b))
     }
 
-    /// Expected microseconds: a launch, and rounds of tiles of so many steps. Fitted on an H200: f32 to 46 layers of
-    /// ResNet-50 at batch 1, 8 and 64, halves to 27 of it and of larger images.
-    fn micros(&self, multiprocessors: u32, spec: &Conv2dSpec, p: &Problem) -> f64 {
+    /// Expected microseconds: a launch, and rounds of tiles of so many steps.
+    fn micros(&self, chip: Chip, spec: &Conv2dSpec, p: &Problem) -> f64 {
+        let rates = &chip.rates.implicit_gemm;
         let tiles = (p.n * p.oh * p.ow).div_ceil(self.pixels) * self.k_blocks(p);
-        let together = self.resident() == 2 && tiles > multiprocessors as usize;
-        let (step, tile) = match (gather(spec, p, *self, true), self.block) {
+        let together = self.resident() == 2 && tiles > chip.multiprocessors as usize;
+        let wide = usize::from(self.block != 64);
+        let (step, tile) = match gather(spec, p, *self, true) {
             // Two of a multiprocessor.
-            _ if together => (0.58, 1.2),
-            _ if self.maps => match self.block {
-                64 => (0.25, 1.2),
-                128 => (0.33, 1.3),
-                _ => (0.61, 2.0),
-            },
+            _ if together => rates.together,
+            _ if self.maps => rates.maps[self.block.ilog2() as usize - 6],
             _ if self.half => match (self.block, self.parts) {
-                (64, 1) => (0.70, 0.8),
-                (64, _) => (0.45, 1.1),
-                (128, _) => (0.49, 1.0),
-                _ => (0.68, 2.1),
+                (64, 1) => rates.half[0],
+                (64, _) => rates.half[1],
+                (128, _) => rates.half[2],
+                _ => rates.half[3],
             },
             // Neighbouring pixels lie in lines of their own.
-            (Gather::Any, _) if spec.x.strides()[3] > 8 => (5.0, 3.0),
-            (Gather::Any, 64) => (1.72, 1.2),
-            (Gather::Any, _) => (1.97, 2.5),
-            (Gather::Channels, 64) => (0.92, 1.4),
-            (Gather::Channels, _) => (1.24, 3.0),
-            (Gather::Pixels, 64) => (0.91, 1.8),
-            (Gather::Pixels | Gather::Map, _) => (1.27, 2.9),
+            Gather::Any if spec.x.strides()[3] > 8 => rates.apart,
+            Gather::Any => rates.elements[wide],
+            Gather::Channels => rates.channels[wide],
+            Gather::Pixels | Gather::Map => rates.pixels[wide],
         };
-        let exchange = match (self.half, self.parts, self.block) {
-            (_, 1, _) => 0.0,
-            (false, ..) => 1.8,
-            (true, _, 64) => 0.9 + 0.35 * f64::from(self.parts.ilog2()),
-            (true, ..) => 1.3 + 0.6 * f64::from(self.parts.ilog2()),
+        let exchange = match (self.half, self.parts) {
+            (_, 1) => 0.0,
+            (false, _) => rates.exchange,
+            (true, _) => {
+                let (first, doubling) = rates.half_exchange[wide];
+                first + doubling * f64::from(self.parts.ilog2())
+            }
         };
-        let slots = clusters(multiprocessors, self.parts) * if together { 2 } else { 1 };
+        let slots = clusters(chip.multiprocessors, self.parts) * if together { 2 } else { 1 };
         let rounds = tiles as f64 / slots as f64;
         // Blocks that are done early go on, so that the last of many rounds need not be whole.
         let rounds = if rounds < 4.0 { rounds.ceil() } else { rounds };
         let steps = self.steps(p).div_ceil(self.parts) as f64;
-        2.3 + rounds * (step * steps + tile + exchange) + self.half_micros(spec, p, rounds)
+        rates.launch
+            + rounds * (step * steps + tile + exchange)
+            + self.half_micros(rates, spec, p, rounds)
     }
 
     /// What halves take longer where x is copied and where outputs are stored one by one.
-    fn half_micros(&self, spec: &Conv2dSpec, p: &Problem, rounds: f64) -> f64 {
+    fn half_micros(
+        &self,
+        rates: &ImplicitGemm,
+        spec: &Conv2dSpec,
+        p: &Problem,
+        rounds: f64,
+    ) -> f64 {
         if !self.half {
             return 0.0;
         }
         let copied = gather(spec, p, *self, true) != Gather::Channels;
-        let copy = 2.5 + 0.57e-6 * (p.n * p.c * p.h * p.w * spec.x.dtype.size()) as f64;
+        let (launch, byte) = rates.copy;
+        let copy = launch + byte * (p.n * p.c * p.h * p.w * spec.x.dtype.size()) as f64;
         let vectors = stores_vectors(&spec.y, p) || stores_pixels(&spec.y);
-        let stores = rounds * 8.0 * (self.pixels * self.block) as f64 / 16384.0;
+        let stores = rounds * rates.stores * (self.pixels * self.block) as f64 / 16384.0;
         let taken = |yes, micros| if yes { micros } else { 0.0 };
         taken(copied, copy) + taken(!vectors, stores)
     }
@@ -198,7 +203,7 @@ fn is_half(dtype: DType) -> bool {
 }
 
 /// Every way to cut.
-fn of_type(dtype: DType, maps: bool) -> impl Iterator<Item = Cut> {
+pub(super) fn of_type(dtype: DType, maps: bool) -> impl Iterator<Item = Cut> {
     let half = is_half(dtype);
     let cut = move |block, parts| {
         // What is gathered by threads comes more slowly than a small filter.
@@ -207,36 +212,6 @@ fn of_type(dtype: DType, maps: bool) -> impl Iterator<Item = Cut> {
     };
     let all = BLOCKS.into_iter().flat_map(move |block| PARTS.map(|parts| cut(block, parts)));
     all.filter(|cut| cut.block < 256 || cut.half && cut.parts == 1)
-}
-
-pub(crate) fn configurations(dtype: DType) -> impl Iterator<Item = Conv2dConfiguration> {
-    of_type(dtype, false).map(|cut| cut.configuration())
-}
-
-/// True if there are kernels for these channels of a block and parts of sums, where they are given.
-pub(crate) fn cuts_into(block: Option<usize>, parts: Option<usize>) -> bool {
-    block.is_none_or(|b| BLOCKS.contains(&b)) && parts.is_none_or(|p| PARTS.contains(&p))
-}
-
-/// A configuration with the parameters that a plan would have.
-pub(in crate::conv2d::gpu) fn complete(
-    gpu: &Gpu,
-    spec: &Conv2dSpec,
-    p: &Problem,
-    given: &Conv2dConfiguration,
-) -> Conv2dConfiguration {
-    let cut = Cut::choose(gpu.info.multiprocessors, spec, p, given);
-    cut.map_or(*given, |(cut, _)| cut.configuration())
-}
-
-/// Expected microseconds of a configuration, infinite for one that no kernel has.
-pub(in crate::conv2d::gpu) fn micros(
-    multiprocessors: u32,
-    spec: &Conv2dSpec,
-    p: &Problem,
-    given: &Conv2dConfiguration,
-) -> f64 {
-    Cut::choose(multiprocessors, spec, p, given).map_or(f64::INFINITY, |(_, micros)| micros)
 }
 
 /// Clusters of so many blocks that a device holds at a time: some of its multiprocessors are in no whole cluster.
@@ -325,8 +300,10 @@ pub(super) fn stores_pixels(y: &TensorDesc) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use super::super::ImplicitGemmMethod;
     use super::super::tests::{NCHW, NHWC, spec};
     use super::*;
+    use crate::conv2d::gpu::methods::Method;
 
     #[test]
     fn layouts_decide_how_inputs_are_gathered() {
@@ -351,7 +328,8 @@ mod tests {
         let (spec, problem) = spec(&[2, 64, 8, 8], &NCHW, &[8, 64, 3, 3], 1);
         let time = |block| {
             let base = Conv2dConfiguration::new(Conv2dAlgorithm::ImplicitGemm);
-            micros(132, &spec, &problem, &Conv2dConfiguration { block: Some(block), ..base })
+            let given = Conv2dConfiguration { block: Some(block), ..base };
+            ImplicitGemmMethod.micros(Chip::h200(132), &spec, &problem, &given)
         };
         assert!(time(64).is_finite());
         assert_eq!(time(100), f64::INFINITY);

@@ -3,14 +3,19 @@
 //! stride 1 by those.
 
 use crate::conv2d::gpu::Operands;
-use crate::conv2d::gpu::implicit_gemm::{self, ImplicitGemm};
+use crate::conv2d::gpu::chips::Chip;
+use crate::conv2d::gpu::cudnn::kernel_micros;
+use crate::conv2d::gpu::facts::is_strict;
+use crate::conv2d::gpu::gradients::{DataGradient, GradientMethod, Task};
+use crate::conv2d::gpu::implicit_gemm::{ImplicitGemm, ImplicitGemmMethod};
+use crate::conv2d::gpu::methods::{self, Method, Prepared, supports};
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Stream};
 use crate::{Activation, Layout, Result, TensorDesc};
 
 /// A data gradient.
 #[derive(Debug)]
-pub(in crate::conv2d::gpu) struct ImplicitData {
+struct ImplicitData {
     parts: Vec<(Part, ImplicitGemm)>,
 }
 
@@ -121,13 +126,60 @@ impl Part {
     }
 }
 
+/// [`ImplicitData`], in the two places of the list where it may be taken.
+pub(in crate::conv2d::gpu) enum ImplicitDataMethod {
+    /// Where the plan's algorithm is [`Conv2dAlgorithm::ImplicitGemm`], or f32 stays of f32 class and cuDNN's is expected to be
+    /// slower.
+    BesideCudnn,
+    /// Where cuDNN has no kernel.
+    BesideIm2col,
+}
+
+impl GradientMethod<dyn DataGradient> for ImplicitDataMethod {
+    fn prepare(&self, task: &Task<'_>) -> Result<Option<Box<dyn DataGradient>>> {
+        let &Task { gpu, spec, problem: p, algorithm } = task;
+        if !methods::allows(spec, Conv2dAlgorithm::ImplicitGemm) {
+            return Ok(None);
+        }
+        let micros = || ImplicitData::micros(gpu, spec, p);
+        let taken = match self {
+            ImplicitDataMethod::BesideCudnn if algorithm == Conv2dAlgorithm::ImplicitGemm => {
+                micros().is_finite()
+            }
+            ImplicitDataMethod::BesideCudnn => {
+                is_strict(spec) && micros() < 0.9 * gathered_micros(Chip::of(gpu), spec, p)
+            }
+            ImplicitDataMethod::BesideIm2col => {
+                let im2col = Conv2dConfiguration::new(Conv2dAlgorithm::Im2colGemm);
+                let im2col = methods::micros(Chip::of(gpu), spec, p, &im2col);
+                !task.is_few() && micros() < im2col
+            }
+        };
+        match taken {
+            true => Ok(Some(Box::new(ImplicitData::new(gpu, spec, p)?))),
+            false => Ok(None),
+        }
+    }
+}
+
+/// Expected microseconds of a data gradient that is no convolution of dy, by cuDNN or, for few channels, sums of one thread.
+fn gathered_micros(chip: Chip, spec: &Conv2dSpec, p: &Problem) -> f64 {
+    match p.c_group() < 8 {
+        true => {
+            let (launch, flop) = chip.rates.gradients.few_data;
+            launch + flop * p.flops()
+        }
+        false => kernel_micros(chip, spec, p),
+    }
+}
+
 impl ImplicitData {
     /// Parts are launched one after the other.
     const MAX_PARTS: usize = 16;
 
     /// Expected microseconds, infinite where it cannot be had.
-    pub(in crate::conv2d::gpu) fn micros(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> f64 {
-        let supported = |part: &Part| ImplicitGemm::supports(gpu, &part.spec, &part.problem);
+    fn micros(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> f64 {
+        let supported = |part: &Part| supports(&ImplicitGemmMethod, gpu, &part.spec, &part.problem);
         if p.n == 0 || p.stride[0].saturating_mul(p.stride[1]) > Self::MAX_PARTS {
             return f64::INFINITY;
         }
@@ -138,11 +190,7 @@ impl ImplicitData {
         }
     }
 
-    pub(in crate::conv2d::gpu) fn new(
-        gpu: &'static Gpu,
-        spec: &Conv2dSpec,
-        p: &Problem,
-    ) -> Result<Self> {
+    fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Self> {
         let parts = Part::all(spec, p).unwrap_or_default().into_iter();
         let parts = parts.map(|part| {
             let engine =
@@ -152,31 +200,30 @@ impl ImplicitData {
         Ok(ImplicitData { parts: parts.collect::<Result<_>>()? })
     }
 
-    pub(in crate::conv2d::gpu) fn packed_bytes(&self) -> usize {
+    fn packed_bytes(&self) -> usize {
         self.parts.iter().map(|(_, engine)| engine.packed_bytes()).sum()
     }
+}
 
-    /// Scratch memory of a part at a time.
-    pub(in crate::conv2d::gpu) fn scratch_bytes(&self) -> usize {
-        self.parts.iter().map(|(_, engine)| engine.scratch_bytes()).max().unwrap_or(0)
+impl DataGradient for ImplicitData {
+    /// The filters of all parts, and scratch memory of a part at a time.
+    fn scratch_bytes(&self) -> usize {
+        let scratch = self.parts.iter().map(|(_, engine)| engine.scratch_bytes()).max();
+        self.packed_bytes() + scratch.unwrap_or(0)
     }
 
-    pub(in crate::conv2d::gpu) fn tolerance(&self) -> f64 {
+    fn tolerance(&self) -> f64 {
         self.parts.iter().map(|(_, engine)| engine.tolerance()).fold(0.0, f64::max)
     }
 
-    /// dx of dy, with the filter at `w` as the spec has it.
-    ///
-    /// # Safety
-    /// As [`crate::conv2d::gpu::Gradients::data`], with [`ImplicitData::packed_bytes`] and [`ImplicitData::scratch_bytes`].
-    pub(in crate::conv2d::gpu) unsafe fn run(
+    unsafe fn run(
         &self,
         stream: &Stream,
         w: *const u8,
         operands: Operands,
         mut packed: *mut u8,
-        scratch: *mut u8,
     ) -> Result<()> {
+        let scratch = packed.wrapping_add(self.packed_bytes());
         for (Part { spec, first, .. }, engine) in &self.parts {
             let [first_w, first_dy, first_dx] = first.map(|at| at * spec.x.dtype.size() as isize);
             let operands = Operands {
@@ -198,8 +245,7 @@ impl ImplicitData {
 
 impl Part {
     fn micros(&self, gpu: &Gpu) -> f64 {
-        let multiprocessors = gpu.info.multiprocessors;
-        implicit_gemm::micros(multiprocessors, &self.spec, &self.problem, &configuration())
+        ImplicitGemmMethod.micros(Chip::of(gpu), &self.spec, &self.problem, &configuration())
     }
 }
 

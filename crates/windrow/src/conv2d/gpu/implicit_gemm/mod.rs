@@ -5,22 +5,21 @@ mod cut;
 pub(super) mod data_gradient;
 mod product;
 
-use self::cut::{Cut, Gather, STEP, corners, gather};
-pub(super) use self::cut::{complete, micros};
-pub(crate) use self::cut::{configurations, cuts_into};
+use self::cut::{BLOCKS, Cut, Gather, PARTS, STEP, corners, gather};
 use self::product::{FILTER_EXPONENT, product, threads};
+use super::chips::Chip;
+use super::facts::packed_parts;
 use super::input::{Input, most_images};
+use super::methods::{Method, PackedForm, Parameter, Prepared};
 use super::split;
-use super::{
-    ALIGNMENT, Divisor, FilterOrder, Operands, PackedForm, Seen, bias_of, kernel, source, strides,
-};
-use crate::conv2d::{Conv2dConfiguration, Conv2dSpec, Problem};
+use super::{ALIGNMENT, Divisor, Operands, Seen, bias_of, kernel, source, strides};
+use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::dtype::not_computed;
 use crate::gpu::{
     Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, TensorMap, TensorPixels, params,
 };
 use crate::later::Later;
-use crate::{DType, Error, Result, TensorDesc};
+use crate::{Accuracy, DType, Error, PlanOptions, Result, TensorDesc};
 
 static FILTER: Source = source!("implicit_gemm_filter.cu");
 
@@ -101,8 +100,31 @@ struct FilterParams {
 }
 }
 
-impl ImplicitGemm {
-    pub(super) fn supports(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
+/// [`Conv2dAlgorithm::ImplicitGemm`].
+pub(super) struct ImplicitGemmMethod;
+
+impl Method for ImplicitGemmMethod {
+    fn algorithms(&self) -> &'static [Conv2dAlgorithm] {
+        &[Conv2dAlgorithm::ImplicitGemm]
+    }
+
+    fn kernels(&self) -> &'static [&'static str] {
+        &[
+            "implicit_gemm.cu conv2d_implicit_gemm_f32 GATHER={0,1,2} BLOCK_K={64,128} SPLIT={1,2,4,8} sm_90",
+            "implicit_gemm_half.cu conv2d_implicit_gemm_half_{f16,bf16} BLOCK_K={64,128} SPLIT={1,2,4,8} sm_90",
+            "implicit_gemm_half.cu conv2d_implicit_gemm_half_{f16,bf16} BLOCK_K=256 SPLIT=1 sm_90",
+            "implicit_gemm_half.cu conv2d_implicit_gemm_half_{f16,bf16} GATHER=1 OUT={0,1,2} sm_90",
+            "implicit_gemm_half.cu conv2d_implicit_gemm_half_{f16,bf16} GATHER=3 OUT=1 sm_90",
+            "implicit_gemm_filter.cu conv2d_implicit_gemm_filter_f32 BLOCK_K={64,128} sm_90",
+            "implicit_gemm_filter.cu conv2d_implicit_gemm_filter_{f16,bf16} BLOCK_K={64,128,256} sm_90",
+        ]
+    }
+
+    fn domain(&self) -> &'static str {
+        "computes f32, and f16 and bf16 in groups of whole vectors of channels, on compute capability 9.0"
+    }
+
+    fn computes(&self, spec: &Conv2dSpec, p: &Problem) -> bool {
         let near = |size: usize, d: usize, taps: usize| {
             let reach = taps.saturating_sub(1).saturating_mul(p.dilation[d]);
             size.saturating_add(2 * p.padding[d]) < MAX_EXTENT && reach < MAX_EXTENT
@@ -116,8 +138,7 @@ impl ImplicitGemm {
             .map(|d| padded(d).saturating_mul(spec.x.strides()[d].unsigned_abs()))
             .fold(0, usize::saturating_add);
         let pixels = p.n.saturating_mul(p.oh).saturating_mul(p.ow);
-        gpu.has(Feature::WarpgroupProducts)
-            && Cut::all(spec, p).next().is_some()
+        Cut::all(spec, p).next().is_some()
             && p.c > 0
             && p.k > 0
             && near(p.h, 0, p.r)
@@ -127,16 +148,81 @@ impl ImplicitGemm {
             && pixels.saturating_mul(p.k) / 128 < 1 << 30
     }
 
-    pub(super) fn new(
+    fn runs_on(&self, gpu: &Gpu, _spec: &Conv2dSpec) -> Result<()> {
+        if gpu.has(Feature::WarpgroupProducts) {
+            return Ok(());
+        }
+        Err(Error::unsupported(
+            format!("conv2d by {} on {}", Conv2dAlgorithm::ImplicitGemm, gpu.device()),
+            "it needs products of warpgroups, which compute capability 9.0 has",
+        ))
+    }
+
+    fn allows(&self, spec: &Conv2dSpec, _algorithm: Conv2dAlgorithm) -> bool {
+        spec.accuracy >= Accuracy::Fp32
+    }
+
+    fn micros(
+        &self,
+        chip: Chip,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+        configuration: &Conv2dConfiguration,
+    ) -> f64 {
+        let cut = Cut::choose(chip, spec, problem, configuration);
+        cut.map_or(f64::INFINITY, |(_, micros)| micros)
+    }
+
+    fn pair_bytes(&self, spec: &Conv2dSpec, p: &Problem, _algorithm: Conv2dAlgorithm) -> usize {
+        2 * p.r * p.s * packed_parts(spec)
+    }
+
+    fn parameters(&self) -> &'static [Parameter] {
+        &[
+            Parameter {
+                name: "block",
+                values: "output channels of a block: 64, 128 or, of f16 and bf16, 256",
+                is_valid: |block| BLOCKS.contains(&block),
+            },
+            Parameter {
+                name: "parts",
+                values: "parts of the sums: 1, 2, 4 or 8",
+                is_valid: |parts| PARTS.contains(&parts),
+            },
+        ]
+    }
+
+    fn variants(&self, dtype: DType) -> Vec<Conv2dConfiguration> {
+        cut::of_type(dtype, false).map(|cut| cut.configuration()).collect()
+    }
+
+    fn complete(
+        &self,
+        gpu: &Gpu,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+        configuration: &Conv2dConfiguration,
+        _options: &PlanOptions,
+    ) -> Conv2dConfiguration {
+        let cut = Cut::choose(Chip::of(gpu), spec, problem, configuration);
+        cut.map_or(*configuration, |(cut, _)| cut.configuration())
+    }
+
+    fn prepare(
+        &self,
         gpu: &'static Gpu,
         spec: &Conv2dSpec,
         problem: &Problem,
         configuration: &Conv2dConfiguration,
-    ) -> Result<Self> {
+        _options: &PlanOptions,
+    ) -> Result<Box<dyn Prepared>> {
         let filter_group = problem.k_group() as isize * spec.w.strides()[0];
-        Self::with_groups(gpu, spec, problem, configuration, filter_group)
+        let engine = ImplicitGemm::with_groups(gpu, spec, problem, configuration, filter_group)?;
+        Ok(Box::new(engine))
     }
+}
 
+impl ImplicitGemm {
     /// By a filter whose input and output channels have changed places within each group: in memory the input channels of
     /// a group follow those of the group before.
     pub(super) fn transposed(
@@ -156,8 +242,7 @@ impl ImplicitGemm {
         configuration: &Conv2dConfiguration,
         filter_group: isize,
     ) -> Result<Self> {
-        let Some((cut, _)) = Cut::choose(gpu.info.multiprocessors, spec, problem, configuration)
-        else {
+        let Some((cut, _)) = Cut::choose(Chip::of(gpu), spec, problem, configuration) else {
             return Err(Error::unsupported(
                 format!("conv2d with {configuration}"),
                 "implicit_gemm has block (64, 128, of halves 256) and parts (1, 2, 4, 8)",
@@ -180,147 +265,18 @@ impl ImplicitGemm {
         })
     }
 
-    pub(super) fn configuration(&self) -> Conv2dConfiguration {
-        self.cut.configuration()
-    }
-
     fn filter_bytes(&self) -> usize {
         let parts = if self.cut.half { 1 } else { 2 };
         let halves = parts * STEP * self.cut.block * DType::F16.size();
         self.cut.k_blocks(&self.problem) * self.cut.steps(&self.problem) * halves
     }
 
-    pub(super) fn packed_bytes(&self) -> usize {
-        (self.filter_bytes() + self.problem.k * size_of::<f32>()).next_multiple_of(ALIGNMENT)
-    }
-
-    /// Bytes of what is kept behind a pack: see [`Seen`].
-    pub(super) fn seen_bytes(&self) -> usize {
-        self.cut.k_blocks(&self.problem) * self.cut.block * Seen::DIGEST
-    }
-
-    pub(super) fn packed_form(&self) -> PackedForm {
-        PackedForm {
-            dtype: self.spec.x.dtype,
-            products: if self.cut.half { 1 } else { 3 },
-            order: FilterOrder::Blocks(self.cut.block),
-        }
-    }
-
-    /// Bytes of scratch memory of a run.
-    pub(super) fn scratch_bytes(&self) -> usize {
-        self.input.as_ref().map_or(0, Input::copy_bytes)
-    }
-
-    /// Halves: tensor cores cut off each addition. f32: both operands carry 22 bits and the product of their low halves is
-    /// left out. Then there are the accumulations of a step, which cut off, and the sums of steps and parts.
-    pub(super) fn tolerance(&self) -> f64 {
-        if self.cut.half {
-            return (2 * self.problem.taps() + 2) as f64 * DType::F32.unit_roundoff();
-        }
-        let accumulations = 2 * 3 * STEP / 16;
-        let sums = accumulations + self.cut.steps(&self.problem) + self.cut.parts + 2;
-        4.0 * split::rounding() + sums as f64 * DType::F32.unit_roundoff()
-    }
-
-    pub(super) fn explain(&self) -> String {
-        let Cut { half, pixels, block, parts, .. } = self.cut;
-        let gathered = match (&self.input, gather(&self.spec, &self.problem, self.cut, true)) {
-            (Some(input), _) if !self.reads_in_place(input) => "a copy in channels-last order",
-            (_, Gather::Any) => "elements",
-            (_, Gather::Pixels) => "vectors of pixels",
-            (_, Gather::Channels | Gather::Map) => "vectors of channels",
-        };
-        let products = if half { "one product" } else { "three products" };
-        format!(
-            "{products} of halves, {pixels} pixels x {block} channels of a block, sums in {parts} parts, {gathered} gathered"
-        )
-    }
-
-    fn reads_in_place(&self, input: &Input) -> bool {
+    fn copies_nothing(&self, input: &Input) -> bool {
         input.in_place && self.problem.c.is_multiple_of(self.cut.vector())
     }
 
     /// # Safety
-    /// As [`super::Forward::pack`].
-    pub(super) unsafe fn pack(
-        &self,
-        stream: &Stream,
-        w: *const u8,
-        packed: *mut u8,
-        ticket: Option<u64>,
-    ) -> Result<()> {
-        let (p, unit) = (&self.problem, self.cut.unit(&self.problem));
-        let params = FilterParams {
-            w,
-            packed,
-            inverse: packed.wrapping_add(self.filter_bytes()),
-            strides: strides(&self.spec.w),
-            seen: Seen::behind(packed, self.packed_bytes(), ticket).in_order_of(&self.spec.w),
-            w_group: self.filter_group as i64,
-            unit_k: unit.k as i32,
-            terms: (self.cut.term_channels(p) * p.r * p.s) as i32,
-            steps: self.cut.steps(p) as i32,
-            unit_blocks: Divisor::new(unit.blocks),
-            group_k: Divisor::new(p.k_group()),
-            c: Divisor::new(self.cut.term_channels(p)),
-            s: Divisor::new(p.s),
-            group_c: p.c_group() as i32,
-            dense: dense_weights(&self.spec.w, p) as i32,
-        };
-        let channels = self.cut.k_blocks(p) * self.cut.block;
-        let launch = Launch { grid: [channels as u32, 1, 1], block: [256, 1, 1] };
-        // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
-        unsafe { self.pack_filter.launch(stream, launch, &params) }
-    }
-
-    /// # Safety
-    /// As [`super::Forward::run`].
-    pub(super) unsafe fn run(
-        &self,
-        stream: &Stream,
-        packed: *const u8,
-        operands: Operands,
-        scratch: *mut u8,
-    ) -> Result<()> {
-        let aligned = |address: *const u8| (address as usize).is_multiple_of(16);
-        let out_aligned = operands.is_out_aligned(16);
-        let strides_of_x = strides(&self.spec.x);
-        let n = self.problem.n;
-        let Some(input) = &self.input else {
-            let kernel = self.kernel(aligned(operands.x) && out_aligned)?;
-            let x = Images { n, strides: strides_of_x, maps: false };
-            // SAFETY: the caller's promise.
-            return unsafe { self.launch(stream, kernel, packed, operands, x) };
-        };
-        let maps = self.cut.maps && out_aligned;
-        let kernel = self.kernel(out_aligned)?;
-        if self.reads_in_place(input) && aligned(operands.x) {
-            let x = Images { n, strides: strides_of_x, maps };
-            // SAFETY: the caller's promise.
-            return unsafe { self.launch(stream, kernel, packed, operands, x) };
-        }
-        let p = &self.problem;
-        let [c, row] = [input.channels(), input.channels() * p.w].map(|stride| stride as i64);
-        let images = input.copied_images();
-        for first in (0..n).step_by(images) {
-            let n = images.min(n - first);
-            let piece = operands.after_images(&self.spec, first);
-            let copied = Operands { x: scratch, ..piece };
-            // SAFETY: the caller's promise; `n` images fit the copy.
-            unsafe {
-                if p.h * p.w > 0 {
-                    input.copy(stream, piece.x, n, scratch, std::ptr::null_mut())?;
-                }
-                let x = Images { n, strides: [row * p.h as i64, 1, row, c], maps };
-                self.launch(stream, kernel, packed, copied, x)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// # Safety
-    /// As [`ImplicitGemm::run`], for these images.
+    /// As [`Prepared::run`], for these images.
     unsafe fn launch(
         &self,
         stream: &Stream,
@@ -397,6 +353,134 @@ impl ImplicitGemm {
     fn unaligned(&self) -> Result<&'static Kernel> {
         let compile = || self.gpu.kernel(&product(&self.spec, &self.problem, self.cut, false));
         self.unaligned.get(compile).copied()
+    }
+}
+
+impl Prepared for ImplicitGemm {
+    fn configuration(&self, _algorithm: Conv2dAlgorithm) -> Conv2dConfiguration {
+        self.cut.configuration()
+    }
+
+    fn packed_bytes(&self) -> usize {
+        (self.filter_bytes() + self.problem.k * size_of::<f32>()).next_multiple_of(ALIGNMENT)
+    }
+
+    /// Bytes of what is kept behind a pack: see [`Seen`].
+    fn seen_bytes(&self) -> usize {
+        self.cut.k_blocks(&self.problem) * self.cut.block * Seen::DIGEST
+    }
+
+    fn packed_form(&self) -> PackedForm {
+        PackedForm {
+            method: "implicit_gemm",
+            dtype: self.spec.x.dtype,
+            products: if self.cut.half { 1 } else { 3 },
+            order: self.cut.block,
+        }
+    }
+
+    /// Bytes of scratch memory of a run.
+    fn scratch_bytes(&self) -> usize {
+        self.input.as_ref().map_or(0, Input::copy_bytes)
+    }
+
+    /// Halves: tensor cores cut off each addition. f32: both operands carry 22 bits and the product of their low halves is
+    /// left out. Then there are the accumulations of a step, which cut off, and the sums of steps and parts.
+    fn tolerance(&self) -> f64 {
+        if self.cut.half {
+            return (2 * self.problem.taps() + 2) as f64 * DType::F32.unit_roundoff();
+        }
+        let accumulations = 2 * 3 * STEP / 16;
+        let sums = accumulations + self.cut.steps(&self.problem) + self.cut.parts + 2;
+        4.0 * split::rounding() + sums as f64 * DType::F32.unit_roundoff()
+    }
+
+    fn explain(&self) -> String {
+        let Cut { half, pixels, block, parts, .. } = self.cut;
+        let gathered = match (&self.input, gather(&self.spec, &self.problem, self.cut, true)) {
+            (Some(input), _) if !self.copies_nothing(input) => "a copy in channels-last order",
+            (_, Gather::Any) => "elements",
+            (_, Gather::Pixels) => "vectors of pixels",
+            (_, Gather::Channels | Gather::Map) => "vectors of channels",
+        };
+        let products = if half { "one product" } else { "three products" };
+        format!(
+            "{products} of halves, {pixels} pixels x {block} channels of a block, sums in {parts} parts, {gathered} gathered"
+        )
+    }
+
+    unsafe fn pack(
+        &self,
+        stream: &Stream,
+        w: *const u8,
+        packed: *mut u8,
+        ticket: Option<u64>,
+    ) -> Result<()> {
+        let (p, unit) = (&self.problem, self.cut.unit(&self.problem));
+        let params = FilterParams {
+            w,
+            packed,
+            inverse: packed.wrapping_add(self.filter_bytes()),
+            strides: strides(&self.spec.w),
+            seen: Seen::behind(packed, self.packed_bytes(), ticket).in_order_of(&self.spec.w),
+            w_group: self.filter_group as i64,
+            unit_k: unit.k as i32,
+            terms: (self.cut.term_channels(p) * p.r * p.s) as i32,
+            steps: self.cut.steps(p) as i32,
+            unit_blocks: Divisor::new(unit.blocks),
+            group_k: Divisor::new(p.k_group()),
+            c: Divisor::new(self.cut.term_channels(p)),
+            s: Divisor::new(p.s),
+            group_c: p.c_group() as i32,
+            dense: dense_weights(&self.spec.w, p) as i32,
+        };
+        let channels = self.cut.k_blocks(p) * self.cut.block;
+        let launch = Launch { grid: [channels as u32, 1, 1], block: [256, 1, 1] };
+        // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
+        unsafe { self.pack_filter.launch(stream, launch, &params) }
+    }
+
+    unsafe fn run(
+        &self,
+        stream: &Stream,
+        packed: *const u8,
+        operands: Operands,
+        scratch: *mut u8,
+    ) -> Result<()> {
+        let aligned = |address: *const u8| (address as usize).is_multiple_of(16);
+        let out_aligned = operands.is_out_aligned(16);
+        let strides_of_x = strides(&self.spec.x);
+        let n = self.problem.n;
+        let Some(input) = &self.input else {
+            let kernel = self.kernel(aligned(operands.x) && out_aligned)?;
+            let x = Images { n, strides: strides_of_x, maps: false };
+            // SAFETY: the caller's promise.
+            return unsafe { self.launch(stream, kernel, packed, operands, x) };
+        };
+        let maps = self.cut.maps && out_aligned;
+        let kernel = self.kernel(out_aligned)?;
+        if self.copies_nothing(input) && aligned(operands.x) {
+            let x = Images { n, strides: strides_of_x, maps };
+            // SAFETY: the caller's promise.
+            return unsafe { self.launch(stream, kernel, packed, operands, x) };
+        }
+        let p = &self.problem;
+        let [c, row] = [input.channels(), input.channels() * p.w].map(|stride| stride as i64);
+        let images = input.copied_images();
+        for first in (0..n).step_by(images) {
+            let n = images.min(n - first);
+            let piece = operands.after_images(&self.spec, first);
+            let copied = Operands { x: scratch, ..piece };
+            // SAFETY: the caller's promise; `n` images fit the copy.
+            unsafe {
+                if p.h * p.w > 0 {
+                    input.copy(stream, piece.x, n, scratch, std::ptr::null_mut())?;
+                }
+                let x = Images { n, strides: [row * p.h as i64, 1, row, c], maps };
+                self.launch(stream, kernel, packed, copied, x)?;
+            }
+        }
+        Ok(())
     }
 }
 

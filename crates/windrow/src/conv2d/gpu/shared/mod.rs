@@ -1,5 +1,6 @@
 //! What several methods use: headers, operands, packs of filters, split numbers, copies of x.
 
+pub(super) mod facts;
 pub(super) mod input;
 pub(super) mod packs;
 pub(super) mod parameters;
@@ -9,6 +10,12 @@ use crate::gpu::Source;
 
 /// Alignment of packed filters and of the parts of scratch memory, in bytes.
 pub(super) const ALIGNMENT: usize = 256;
+
+/// Variants of the kernels here.
+pub(super) const KERNELS: &[&str] = &[
+    "image_max.cu conv2d_image_max_f32",
+    "pack_input.cu conv2d_winograd_row_input_{f32,f16,bf16} sm_90",
+];
 
 /// A header beside the file that names it.
 macro_rules! header {

@@ -4,7 +4,7 @@
 //! different graphs shares nothing. A frozen filter's pack is shared by all streams.
 
 use crate::Result;
-use crate::conv2d::gpu::Forward;
+use crate::conv2d::gpu::Prepared;
 use crate::gpu::{Event, Gpu, SharedBuffer, Stream};
 use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -105,7 +105,7 @@ impl<K: Copy + PartialEq> Packs<K> {
     /// `w` must be the filter of the engine's spec on the stream's device, and `packing` say how the engine packs it.
     pub(crate) unsafe fn lease<'a>(
         &'a self,
-        engine: &Forward,
+        engine: &dyn Prepared,
         packing: K,
         stream: &'a Stream,
         w: *const u8,
@@ -149,7 +149,7 @@ impl<K: Copy + PartialEq> Packs<K> {
         let mut lease = Lease { packs: self, packing, place, stream, pack, captured };
         let (to, ticket) = (lease.pack.memory.as_mut_ptr(), lease.pack.ticket);
         // SAFETY: the caller's promise; the memory is as large as asked for, and nobody else has it.
-        unsafe { engine.pack_kept(stream, w, to, ticket)? };
+        unsafe { engine.pack(stream, w, to, Some(ticket))? };
         if frozen && !captured {
             let made = Event::mark(stream)?;
             let (is_made, retained_by) = (AtomicBool::new(false), AtomicU64::new(0));
@@ -283,7 +283,7 @@ impl Place {
 }
 
 impl<K: Copy + PartialEq> Lease<'_, K> {
-    /// What [`Forward::run`] takes.
+    /// What [`Prepared::run`] takes.
     pub(crate) fn as_ptr(&self) -> *const u8 {
         self.pack.memory.as_mut_ptr()
     }

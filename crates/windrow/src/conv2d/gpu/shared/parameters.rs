@@ -147,7 +147,7 @@ mod tests {
     /// Names and numbers, in Rust and in the kernels.
     #[test]
     fn activations_have_the_numbers_of_the_kernels() {
-        let text = include_str!("../../gpu/kernels/activation.cuh");
+        let text = include_str!("../../../gpu/kernels/activation.cuh");
         let (_, rest) = text.split_once("enum Activation {").unwrap();
         let names: Vec<_> = rest.split_once('}').unwrap().0.split(',').map(str::trim).collect();
         assert_eq!(names.len(), Activation::ALL.len(), "{names:?}");

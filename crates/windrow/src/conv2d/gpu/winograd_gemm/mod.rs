@@ -11,12 +11,12 @@ use self::pieces::{packed_bytes, u_bytes};
 use self::stages::{
     Blocking, InputTransform, Stage, THREADS, Tiling, input_kernel, one_thread_each, staged_kernel,
 };
+use super::chips::Chip;
+use super::facts::{is_strict, may_transform, packed_parts};
+use super::methods::{Method, PackedForm, Parameter, Prepared};
 use super::split::{self, ImageMax};
 use super::winograd_row::matrix;
-use super::{
-    ALIGNMENT, Divisor, FilterOrder, Operands, PackedForm, Seen, bias_of, source, strides,
-    with_epilogue,
-};
+use super::{ALIGNMENT, Divisor, Operands, Seen, bias_of, source, strides, with_epilogue};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::winograd::TAPS;
 use crate::conv2d::winograd_reference::Stages;
@@ -26,7 +26,7 @@ use crate::gpu::{
     DeviceBuffer, DeviceTensor, Feature, Gemm, GemmCompute, GemmOperands, GemmSpec, Gpu, Kernel,
     KernelSpec, Launch, Matrix, Source, Stream, download, params,
 };
-use crate::{Accuracy, DType, Layout, Result, TensorDesc, TensorRef};
+use crate::{Accuracy, DType, Layout, PlanOptions, Result, TensorDesc, TensorRef};
 use std::sync::Arc;
 
 static FILTER: Source = source!("winograd_filter.cu", "winograd.cuh");
@@ -140,27 +140,177 @@ params! {
     }
 }
 
-impl WinogradGemm {
-    pub(super) fn supports(gpu: &Gpu, spec: &Conv2dSpec, problem: &Problem) -> bool {
-        Self::computes(spec, problem) && gpu.multiplies().is_ok()
+/// [`Conv2dAlgorithm::WinogradGemm`].
+pub(super) struct WinogradGemmMethod;
+
+impl Method for WinogradGemmMethod {
+    fn algorithms(&self) -> &'static [Conv2dAlgorithm] {
+        const ALL: [Conv2dAlgorithm; 3] = [
+            Conv2dAlgorithm::WinogradGemm(Tile::F2),
+            Conv2dAlgorithm::WinogradGemm(Tile::F4),
+            Conv2dAlgorithm::WinogradGemm(Tile::F6),
+        ];
+        &ALL
     }
 
-    /// Where cuBLASLt is found.
-    pub(super) fn computes(spec: &Conv2dSpec, problem: &Problem) -> bool {
+    fn kernels(&self) -> &'static [&'static str] {
+        &[
+            "winograd_filter.cu conv2d_winograd_filter_f{2,4,6}_f32 PARTS={1,3}",
+            "winograd_filter.cu conv2d_winograd_filter_f{2,4,6}_{f16,bf16} PARTS=0",
+            "winograd_input.cu conv2d_winograd_input_f{2,4,6}_f32 PARTS={1,3} CHANNELS_INNER={0,1}",
+            "winograd_input.cu conv2d_winograd_input_f{2,4,6}_{f16,bf16} PARTS=0 CHANNELS_INNER={0,1}",
+            "winograd_output.cu conv2d_winograd_output_f{2,4,6}_{f32,f16,bf16} CHANNELS_INNER={0,1}",
+        ]
+    }
+
+    fn domain(&self) -> &'static str {
+        "computes 3x3 filters of stride and dilation 1 in one group"
+    }
+
+    fn computes(&self, spec: &Conv2dSpec, problem: &Problem) -> bool {
         let counted = spec.x.dtype != DType::F32 || ImageMax::supports(&spec.x);
         problem.is_winograd() && problem.c > 0 && counted
     }
 
-    /// By the configuration, where it says nothing by the model, for packed filter and scratch memory of `memory` bytes
-    /// together, if that is given.
-    pub(super) fn cut(
+    /// Where the library of matrix products is found.
+    fn runs_on(&self, gpu: &Gpu, _spec: &Conv2dSpec) -> Result<()> {
+        gpu.multiplies()
+    }
+
+    fn allows(&self, spec: &Conv2dSpec, algorithm: Conv2dAlgorithm) -> bool {
+        may_transform(spec)
+            && match tile_of(algorithm) {
+                // Transforms in f32 throughout: a third of the tier's limit.
+                Tile::F6 => is_strict(spec),
+                tile => tile.m() <= largest_tile(spec).m(),
+            }
+    }
+
+    fn micros(
+        &self,
+        chip: Chip,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+        configuration: &Conv2dConfiguration,
+    ) -> f64 {
+        micros(chip, spec, problem, tile_of(configuration.algorithm))
+    }
+
+    fn pair_bytes(&self, spec: &Conv2dSpec, _p: &Problem, algorithm: Conv2dAlgorithm) -> usize {
+        let alpha = tile_of(algorithm).alpha();
+        2 * alpha * alpha * packed_parts(spec)
+    }
+
+    fn least_bytes(
+        &self,
+        multiprocessors: u32,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+        algorithm: Conv2dAlgorithm,
+    ) -> usize {
+        pieces::least_bytes(multiprocessors, spec, problem, tile_of(algorithm))
+    }
+
+    fn parameters(&self) -> &'static [Parameter] {
+        &[
+            Parameter {
+                name: "tiles",
+                values: "most tiles of a chunk: a positive number",
+                is_valid: |tiles| tiles > 0,
+            },
+            Parameter {
+                name: "block",
+                values: "threads of a block of the transforms: a multiple of 32 up to 1024",
+                is_valid: |block| (1..=1024).contains(&block) && block.is_multiple_of(32),
+            },
+        ]
+    }
+
+    fn candidates(
+        &self,
+        _spec: &Conv2dSpec,
+        algorithm: Conv2dAlgorithm,
+    ) -> Vec<Conv2dConfiguration> {
+        let base = Conv2dConfiguration::new(algorithm);
+        let tiles = (13..19).map(|shift| Conv2dConfiguration { tiles: Some(1 << shift), ..base });
+        let blocks = [64, 256, 512].map(|block| Conv2dConfiguration { block: Some(block), ..base });
+        tiles.chain(blocks).collect()
+    }
+
+    fn complete(
+        &self,
         gpu: &Gpu,
         spec: &Conv2dSpec,
         problem: &Problem,
-        tile: Tile,
+        configuration: &Conv2dConfiguration,
+        options: &PlanOptions,
+    ) -> Conv2dConfiguration {
+        let cut = WinogradGemm::cut(gpu, spec, problem, configuration, options.memory);
+        cut.configuration(configuration.algorithm)
+    }
+
+    fn prepare(
+        &self,
+        gpu: &'static Gpu,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+        configuration: &Conv2dConfiguration,
+        options: &PlanOptions,
+    ) -> Result<Box<dyn Prepared>> {
+        let tile = tile_of(configuration.algorithm);
+        let cut = WinogradGemm::cut(gpu, spec, problem, configuration, options.memory);
+        Ok(Box::new(WinogradGemm::new(gpu, spec, problem, tile, cut)?))
+    }
+}
+
+/// The tile of one of this method's algorithms.
+fn tile_of(algorithm: Conv2dAlgorithm) -> Tile {
+    algorithm.tile().unwrap_or(Tile::F2)
+}
+
+/// Tiles of all images.
+pub(super) fn tiles(p: &Problem, tile: Tile) -> usize {
+    p.n * p.oh.div_ceil(tile.m()) * p.ow.div_ceil(tile.m())
+}
+
+/// Expected microseconds of the stages: launches, passes over x, V, M and y, products.
+pub(super) fn micros(chip: Chip, spec: &Conv2dSpec, p: &Problem, tile: Tile) -> f64 {
+    let rates = &chip.rates.winograd_gemm;
+    // Passes over x, halves for an element of V.
+    let (reads, parts) = match spec.x.dtype {
+        DType::F32 => (2.0, if is_strict(spec) { 3 } else { 1 }),
+        DType::F16 | DType::BF16 | not_computed!() => (1.0, 1),
+    };
+    let elements = (tiles(p, tile) * tile.alpha() * tile.alpha()) as f64;
+    let bytes = |channels: usize, pixels: usize| {
+        (p.n * spec.x.dtype.size()) as f64 * channels as f64 * pixels as f64
+    };
+    let images = reads * bytes(p.c, p.h * p.w) + bytes(p.k, p.oh * p.ow);
+    let megabytes = 1e-6 * (2.0 * elements * (2 * parts * p.c + 4 * p.k) as f64 + images);
+    rates.launches
+        + rates.megabyte * megabytes
+        + rates.product * elements * (parts * p.c * p.k) as f64
+}
+
+/// F4 raises errors more than F2, which f32 can afford, and f16 if it is asked for.
+pub(super) fn largest_tile(spec: &Conv2dSpec) -> Tile {
+    match (spec.x.dtype, spec.accuracy) {
+        (DType::F32, _) | (DType::F16, Accuracy::Half) => Tile::F4,
+        (DType::F16 | DType::BF16 | not_computed!(), _) => Tile::F2,
+    }
+}
+
+impl WinogradGemm {
+    /// By the configuration, where it says nothing by the model, for packed filter and scratch memory of `memory` bytes
+    /// together, if that is given.
+    fn cut(
+        gpu: &Gpu,
+        spec: &Conv2dSpec,
+        problem: &Problem,
         configuration: &Conv2dConfiguration,
         memory: Option<usize>,
     ) -> Cut {
+        let tile = tile_of(configuration.algorithm);
         let most = configuration.tiles;
         let multiprocessors = gpu.info.multiprocessors;
         let room = memory.map(|memory| pieces::tiles(multiprocessors, spec, problem, tile, memory));
@@ -168,7 +318,7 @@ impl WinogradGemm {
         Cut { blocking, block: configuration.block.unwrap_or(THREADS) }
     }
 
-    pub(super) fn new(
+    fn new(
         gpu: &'static Gpu,
         spec: &Conv2dSpec,
         problem: &Problem,
@@ -195,28 +345,63 @@ impl WinogradGemm {
         })
     }
 
-    pub(super) fn tile(&self) -> usize {
-        self.tile.m()
-    }
-
-    pub(super) fn configuration(&self, algorithm: Conv2dAlgorithm) -> Conv2dConfiguration {
-        self.cut.configuration(algorithm)
-    }
-
     fn u_bytes(&self) -> usize {
         u_bytes(self.tile, &self.v, &self.problem)
     }
 
-    pub(super) fn packed_bytes(&self) -> usize {
+    fn output_params(
+        &self,
+        tiling: Tiling,
+        m: *const u8,
+        x_max: *const u8,
+        packed: *const u8,
+        operands: &Operands,
+    ) -> OutputParams {
+        let (p, b) = (&self.problem, &self.cut.blocking);
+        let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
+        let y_strides = strides(&self.spec.y);
+        let even = y_strides[..3].iter().all(|s| s % 2 == 0);
+        let aligned = operands.is_out_aligned(2 * self.spec.y.dtype.size());
+        OutputParams {
+            m,
+            y: operands.y,
+            bias,
+            residual: operands.residual(),
+            x_max,
+            u_inverse: packed.wrapping_add(self.u_bytes()),
+            strides: y_strides,
+            bias_stride,
+            m_strides: self.m.strides(b.tiles).map(|s| s as i64),
+            tiling,
+            inner: self.m.inner(b, p.k),
+            elements: (b.tiles * p.k) as i32,
+            oh: p.oh as i32,
+            ow: p.ow as i32,
+            bias_is_float,
+            pairs: i32::from(y_strides[3] == 1 && even && aligned),
+        }
+    }
+}
+
+impl Prepared for WinogradGemm {
+    fn tile(&self) -> Option<usize> {
+        Some(self.tile.m())
+    }
+
+    fn configuration(&self, algorithm: Conv2dAlgorithm) -> Conv2dConfiguration {
+        self.cut.configuration(algorithm)
+    }
+
+    fn packed_bytes(&self) -> usize {
         packed_bytes(self.tile, &self.spec, &self.problem)
     }
 
     /// Bytes of what is kept behind a pack: see [`Seen`].
-    pub(super) fn seen_bytes(&self) -> usize {
+    fn seen_bytes(&self) -> usize {
         self.problem.k * Seen::DIGEST
     }
 
-    pub(super) fn scratch_bytes(&self) -> usize {
+    fn scratch_bytes(&self) -> usize {
         let b = &self.cut.blocking;
         ImageMax::bytes(&self.spec.x)
             + self.v.bytes(b)
@@ -224,19 +409,24 @@ impl WinogradGemm {
             + self.gemm.workspace_bytes()
     }
 
-    pub(super) fn packed_form(&self) -> PackedForm {
-        PackedForm { dtype: self.spec.x.dtype, products: self.v.parts, order: FilterOrder::Usual }
+    fn packed_form(&self) -> PackedForm {
+        PackedForm {
+            method: "winograd_gemm",
+            dtype: self.spec.x.dtype,
+            products: self.v.parts,
+            order: self.tile.m(),
+        }
     }
 
     /// U and V are rounded once each, sums of channels once for each channel, and a transform a few
     /// times. What that does to an output is bounded by the square of [`growth`], where all errors
     /// have the worst sign in both dimensions; they do not.
-    pub(super) fn tolerance(&self) -> f64 {
+    fn tolerance(&self) -> f64 {
         let (_, operand) = self.operand_roundings();
         growth(self.tile) * roundings(operand, self.problem.c)
     }
 
-    pub(super) fn explain(&self) -> String {
+    fn explain(&self) -> String {
         let m = self.tile.m();
         format!(
             "F({m}x{m}, 3x3), {} products of cuBLASLt at a time{}, {} chunks of {} tiles",
@@ -247,9 +437,7 @@ impl WinogradGemm {
         )
     }
 
-    /// # Safety
-    /// As [`super::Forward::pack`].
-    pub(super) unsafe fn pack(
+    unsafe fn pack(
         &self,
         stream: &Stream,
         w: *const u8,
@@ -277,9 +465,7 @@ impl WinogradGemm {
         unsafe { self.filter.launch(stream, launch, &params) }
     }
 
-    /// # Safety
-    /// As [`super::Forward::run`].
-    pub(super) unsafe fn run(
+    unsafe fn run(
         &self,
         stream: &Stream,
         packed: *const u8,
@@ -320,7 +506,7 @@ impl WinogradGemm {
     ///
     /// # Errors
     /// [`crate::Error::Backend`], [`crate::Error::OutOfMemory`].
-    pub(super) fn stages(
+    fn winograd_stages(
         &self,
         gpu: &'static Gpu,
         w: &TensorRef<'_>,
@@ -395,7 +581,7 @@ impl WinogradGemm {
     }
 
     /// Relative errors of U and V as stored and as multiplied.
-    pub(super) fn operand_roundings(&self) -> (f64, f64) {
+    fn operand_roundings(&self) -> (f64, f64) {
         if self.v.parts > 1 {
             // The product of two low halves is left out.
             (split::rounding(), 1.5 * split::rounding())
@@ -407,45 +593,12 @@ impl WinogradGemm {
 
     /// Errors of U and V beside those, relative to the largest number of an output channel's filters and of an image:
     /// all that have one scale keep steps of one size, so that the smallest lose bits.
-    pub(super) fn underflows(&self) -> [f64; 2] {
+    fn underflows(&self) -> [f64; 2] {
         if self.image_max.is_none() {
             return [0.0; 2];
         }
         let t = self.tile.transforms();
         [split::exponent(&t.g, 2), split::exponent(&t.bt, 2)].map(split::underflow)
-    }
-
-    fn output_params(
-        &self,
-        tiling: Tiling,
-        m: *const u8,
-        x_max: *const u8,
-        packed: *const u8,
-        operands: &Operands,
-    ) -> OutputParams {
-        let (p, b) = (&self.problem, &self.cut.blocking);
-        let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
-        let y_strides = strides(&self.spec.y);
-        let even = y_strides[..3].iter().all(|s| s % 2 == 0);
-        let aligned = operands.is_out_aligned(2 * self.spec.y.dtype.size());
-        OutputParams {
-            m,
-            y: operands.y,
-            bias,
-            residual: operands.residual(),
-            x_max,
-            u_inverse: packed.wrapping_add(self.u_bytes()),
-            strides: y_strides,
-            bias_stride,
-            m_strides: self.m.strides(b.tiles).map(|s| s as i64),
-            tiling,
-            inner: self.m.inner(b, p.k),
-            elements: (b.tiles * p.k) as i32,
-            oh: p.oh as i32,
-            ow: p.ow as i32,
-            bias_is_float,
-            pairs: i32::from(y_strides[3] == 1 && even && aligned),
-        }
     }
 }
 

@@ -1,37 +1,16 @@
-//! How much memory Winograd's algorithms take, and how small the pieces can be that they work in.
+//! How much memory the stages take, and how small the pieces can be that they work in.
 
 use super::stages;
 use super::stages::Stage;
 use crate::DType;
 use crate::conv2d::gpu::ALIGNMENT;
 use crate::conv2d::gpu::split::ImageMax;
-use crate::conv2d::gpu::winograd_row::WinogradRow;
-use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile};
+use crate::conv2d::{Conv2dSpec, Problem, Tile};
 
 /// Outputs of a block of the product in both directions, as most of its kernels have them, and how often its blocks should
 /// fill the device at least.
 const PRODUCT_BLOCK: usize = 128;
 const LEAST_ROUNDS: usize = 4;
-
-/// The fewest bytes that packed filter and workspace of one of Winograd's algorithms have together; of others nobody asks.
-pub(in crate::conv2d::gpu) fn least_bytes(
-    multiprocessors: u32,
-    spec: &Conv2dSpec,
-    p: &Problem,
-    algorithm: Conv2dAlgorithm,
-) -> usize {
-    match algorithm {
-        Conv2dAlgorithm::WinogradGemm(tile) => {
-            least_bytes_of_stages(multiprocessors, spec, p, tile)
-        }
-        Conv2dAlgorithm::WinogradRow => WinogradRow::least_bytes(multiprocessors, spec, p),
-        Conv2dAlgorithm::Direct
-        | Conv2dAlgorithm::Im2colGemm
-        | Conv2dAlgorithm::WinogradFused(_)
-        | Conv2dAlgorithm::ImplicitGemm
-        | Conv2dAlgorithm::Cudnn => 0,
-    }
-}
 
 /// Tiles of a chunk whose product still fills the device some times.
 fn least_tiles(multiprocessors: u32, problem: &Problem, tile: Tile) -> usize {
@@ -41,7 +20,7 @@ fn least_tiles(multiprocessors: u32, problem: &Problem, tile: Tile) -> usize {
 }
 
 /// The fewest bytes that packed filter and workspace have together.
-fn least_bytes_of_stages(
+pub(in crate::conv2d::gpu) fn least_bytes(
     multiprocessors: u32,
     spec: &Conv2dSpec,
     problem: &Problem,
@@ -92,7 +71,9 @@ fn tile_bytes(tile: Tile, stages: &[Stage]) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::conv2d::Conv2dParams;
+    use crate::conv2d::gpu::methods::Method;
+    use crate::conv2d::gpu::winograd_row::WinogradRowMethod;
+    use crate::conv2d::{Conv2dAlgorithm, Conv2dParams};
     use crate::{Layout, TensorDesc};
 
     /// Of the layers of `benchmarks/layers/cnn18.csv` with the most memory.
@@ -112,11 +93,11 @@ mod tests {
                 let spec = Conv2dSpec::new(x, w, &Conv2dParams::default()).unwrap();
                 let problem = spec.problem().unwrap();
                 let tenth = (spec.x.bytes() + spec.y.bytes()) / 10;
-                let least = |algorithm| least_bytes(132, &spec, &problem, algorithm);
-                let row = least(Conv2dAlgorithm::WinogradRow);
+                let row = Conv2dAlgorithm::WinogradRow;
+                let row = WinogradRowMethod.least_bytes(132, &spec, &problem, row);
                 assert!(row <= tenth, "{row} of {tenth}");
                 for tile in Tile::ALL {
-                    let least = least(Conv2dAlgorithm::WinogradGemm(tile));
+                    let least = least_bytes(132, &spec, &problem, tile);
                     let bytes = |memory| {
                         let tiles = tiles(132, &spec, &problem, tile, memory);
                         packed_bytes(tile, &spec, &problem)

@@ -7,9 +7,9 @@ use super::roundings;
 use super::stages::{
     Blocking, InputTransform, Stage, THREADS, input_kernel, one_thread_each, staged_kernel,
 };
-use crate::conv2d::gpu::gradients::OutputKernels;
+use crate::conv2d::gpu::facts::is_strict;
+use crate::conv2d::gpu::gradients::{GradientMethod, OutputKernels, Task, WeightGradient};
 use crate::conv2d::gpu::split::{self, ImageMax};
-use crate::conv2d::gpu::times;
 use crate::conv2d::gpu::weight_product::{
     OCTET_BYTES, SHRINKAGE, STEP_ROWS, Shape, Side, Taps, WeightProduct,
 };
@@ -38,7 +38,7 @@ const fn tile_of(dtype: DType) -> Tile {
 const MIN_CHANNELS: usize = 16;
 
 #[derive(Debug)]
-pub(in crate::conv2d::gpu) struct WinogradWeight {
+struct WinogradWeight {
     tile: Tile,
     spec: Conv2dSpec,
     problem: Problem,
@@ -71,8 +71,32 @@ params! {
     }
 }
 
+/// [`WinogradWeight`], wherever it can be.
+pub(in crate::conv2d::gpu) struct WinogradWeightMethod;
+
+impl GradientMethod<dyn WeightGradient> for WinogradWeightMethod {
+    fn kernels(&self) -> &'static [&'static str] {
+        &[
+            "winograd_input.cu conv2d_winograd_input_f4_f32 PARTS=0 CHANNELS_INNER={0,1}",
+            "winograd_input.cu conv2d_winograd_output_grad_f4_f32 PARTS=0 CHANNELS_INNER={0,1}",
+            "winograd_input.cu conv2d_winograd_{input,output_grad}_f4_f32 PARTS=2 CHANNELS_INNER={0,1} sm_90",
+            "winograd_input.cu conv2d_winograd_output_grad_f2_{f16,bf16} PARTS=0 CHANNELS_INNER={0,1}",
+            "winograd_filter_grad.cu conv2d_winograd_filter_grad_f4_f32",
+            "winograd_filter_grad.cu conv2d_winograd_filter_grad_f2_{f32,f16,bf16}",
+        ]
+    }
+
+    fn prepare(&self, task: &Task<'_>) -> Result<Option<Box<dyn WeightGradient>>> {
+        if !WinogradWeight::suits(task.gpu, task.spec, task.problem) {
+            return Ok(None);
+        }
+        let gradient = WinogradWeight::new(task.gpu, task.spec, task.problem)?;
+        Ok(Some(Box::new(gradient)))
+    }
+}
+
 impl WinogradWeight {
-    pub(in crate::conv2d::gpu) fn suits(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
+    fn suits(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
         p.is_winograd()
             && p.c.min(p.k) >= MIN_CHANNELS
             && spec.accuracy
@@ -80,11 +104,7 @@ impl WinogradWeight {
             && (in_halves(gpu, spec) || gpu.multiplies().is_ok())
     }
 
-    pub(in crate::conv2d::gpu) fn new(
-        gpu: &'static Gpu,
-        spec: &Conv2dSpec,
-        p: &Problem,
-    ) -> Result<Self> {
+    fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Self> {
         let halves = in_halves(gpu, spec);
         let stage = |image: &TensorDesc| match halves {
             true => Stage { parts: 2, ..Stage::of(image, DType::F16) },
@@ -119,11 +139,6 @@ impl WinogradWeight {
         })
     }
 
-    /// Outputs of a tile in each direction.
-    pub(in crate::conv2d::gpu) fn tile(&self) -> usize {
-        self.tile.m()
-    }
-
     /// Elements of a part of dU.
     fn du_elements(&self) -> usize {
         self.blocking.positions * self.problem.k * self.v.padded
@@ -141,29 +156,6 @@ impl WinogradWeight {
         (self.parts() * self.du_elements() * size_of::<f32>()).next_multiple_of(ALIGNMENT)
     }
 
-    pub(in crate::conv2d::gpu) fn scratch_bytes(&self) -> usize {
-        let b = &self.blocking;
-        let of_product = match &self.product {
-            Product::Library(gemm) => gemm.workspace_bytes(),
-            Product::Halves(..) => 2 * size_of::<u32>(),
-        };
-        self.v.bytes(b) + self.dm.bytes(b) + self.du_bytes() + of_product
-    }
-
-    /// Relative to `reference::winograd_weight_scale`, as the forward direction's tolerance.
-    pub(in crate::conv2d::gpu) fn tolerance(&self) -> f64 {
-        let (operand, terms) = match &self.product {
-            Product::Library(_) => {
-                (operand_rounding(&self.spec), self.blocking.tiles + self.blocking.chunks)
-            }
-            // The product of two low halves is left out.
-            Product::Halves(product, _) => {
-                (1.5 * split::rounding(), product.roundings() + self.parts())
-            }
-        };
-        growth(&self.tile.transforms()) * roundings(operand, terms)
-    }
-
     /// The stage of dy or x as an operand.
     fn side(&self, halves: *const u8, max: *const u8, of_dy: bool) -> Side {
         let (stage, tiles) = (if of_dy { self.dm } else { self.v }, self.blocking.tiles);
@@ -177,10 +169,37 @@ impl WinogradWeight {
             ..Side::new(halves, max, stage.channels, if of_dy { dy } else { x })
         }
     }
+}
 
-    /// # Safety
-    /// As [`crate::conv2d::gpu::Gradients::weight`], with [`WinogradWeight::scratch_bytes`].
-    pub(in crate::conv2d::gpu) unsafe fn run(
+impl WeightGradient for WinogradWeight {
+    fn tile(&self) -> Option<usize> {
+        Some(self.tile.m())
+    }
+
+    fn scratch_bytes(&self) -> usize {
+        let b = &self.blocking;
+        let of_product = match &self.product {
+            Product::Library(gemm) => gemm.workspace_bytes(),
+            Product::Halves(..) => 2 * size_of::<u32>(),
+        };
+        self.v.bytes(b) + self.dm.bytes(b) + self.du_bytes() + of_product
+    }
+
+    /// Relative to `reference::winograd_weight_scale`, as the forward direction's tolerance.
+    fn tolerance(&self) -> f64 {
+        let (operand, terms) = match &self.product {
+            Product::Library(_) => {
+                (operand_rounding(&self.spec), self.blocking.tiles + self.blocking.chunks)
+            }
+            // The product of two low halves is left out.
+            Product::Halves(product, _) => {
+                (1.5 * split::rounding(), product.roundings() + self.parts())
+            }
+        };
+        growth(&self.tile.transforms()) * roundings(operand, terms)
+    }
+
+    unsafe fn run(
         &self,
         stream: &Stream,
         x: *const u8,
@@ -247,7 +266,7 @@ impl WinogradWeight {
 
 /// True if [`WeightProduct`] multiplies.
 fn in_halves(gpu: &Gpu, spec: &Conv2dSpec) -> bool {
-    times::is_strict(spec)
+    is_strict(spec)
         && gpu.has(Feature::WarpgroupProducts)
         && [&spec.x, &spec.y].into_iter().all(ImageMax::supports_all)
 }

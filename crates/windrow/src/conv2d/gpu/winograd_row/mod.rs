@@ -8,15 +8,19 @@ use self::geometry::Geometry;
 use self::kernel::Fused;
 use self::sizes::Sizes;
 use super::ALIGNMENT;
+use super::chips::Chip;
+use super::facts::{has_vectors, is_strict, may_transform, packed_parts};
 use super::input::{Input, most_images};
+use super::methods::{Method, PackedForm, Prepared};
 use super::split::{self, ImageMax, exponent};
-use super::{FilterOrder, Operands, PackedForm, Seen, kernel, source, strides};
+use super::{Operands, Seen, kernel, source, strides};
+use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::winograd::{Rational, Transforms};
-use crate::conv2d::{Conv2dSpec, Problem};
+use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::dtype::not_computed;
 use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::later::Later;
-use crate::{DType, Result};
+use crate::{DType, Error, PlanOptions, Result};
 
 static PACK_FILTER: Source = source!("winograd_pack_filter.cu");
 
@@ -72,12 +76,109 @@ params! {
     }
 }
 
-impl WinogradRow {
-    pub(crate) fn supports(gpu: &Gpu, problem: &Problem) -> bool {
-        let has_pixels = ![problem.c, problem.h, problem.w].contains(&0);
-        gpu.has(Feature::WarpgroupProducts) && problem.is_winograd() && has_pixels
+/// [`Conv2dAlgorithm::WinogradRow`].
+pub(super) struct WinogradRowMethod;
+
+impl Method for WinogradRowMethod {
+    fn algorithms(&self) -> &'static [Conv2dAlgorithm] {
+        &[Conv2dAlgorithm::WinogradRow]
     }
 
+    fn kernels(&self) -> &'static [&'static str] {
+        &[
+            "winograd_pack_filter.cu conv2d_winograd_row_filter_f32 PRODUCTS={1,3} sm_90",
+            "winograd_pack_filter.cu conv2d_winograd_row_filter_{f16,bf16} PRODUCTS=1 sm_90",
+            "winograd_row.cu conv2d_winograd_row_f32 PRODUCTS={1,3} CHANNELS_LAST_OUT={0,1} sm_90",
+            "winograd_row.cu conv2d_winograd_row_{f16,bf16} PRODUCTS=1 CHANNELS_LAST_OUT={0,1} sm_90",
+        ]
+    }
+
+    fn domain(&self) -> &'static str {
+        "computes 3x3 filters of stride and dilation 1 in one group, on compute capability 9.0"
+    }
+
+    fn computes(&self, _spec: &Conv2dSpec, problem: &Problem) -> bool {
+        problem.is_winograd() && ![problem.c, problem.h, problem.w].contains(&0)
+    }
+
+    fn runs_on(&self, gpu: &Gpu, _spec: &Conv2dSpec) -> Result<()> {
+        if gpu.has(Feature::WarpgroupProducts) {
+            return Ok(());
+        }
+        Err(Error::unsupported(
+            format!("conv2d by {} on {}", Conv2dAlgorithm::WinogradRow, gpu.device()),
+            "it needs products of warpgroups, which compute capability 9.0 has",
+        ))
+    }
+
+    fn allows(&self, spec: &Conv2dSpec, _algorithm: Conv2dAlgorithm) -> bool {
+        may_transform(spec)
+    }
+
+    fn micros(
+        &self,
+        chip: Chip,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+        _configuration: &Conv2dConfiguration,
+    ) -> f64 {
+        micros(spec, problem, chip)
+    }
+
+    fn pair_bytes(&self, spec: &Conv2dSpec, _p: &Problem, _algorithm: Conv2dAlgorithm) -> usize {
+        2 * TAPS * ALPHA * packed_parts(spec)
+    }
+
+    fn least_bytes(
+        &self,
+        multiprocessors: u32,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+        _algorithm: Conv2dAlgorithm,
+    ) -> usize {
+        Sizes::new(multiprocessors, spec, problem).least_bytes(spec, problem)
+    }
+
+    fn prepare(
+        &self,
+        gpu: &'static Gpu,
+        spec: &Conv2dSpec,
+        problem: &Problem,
+        _configuration: &Conv2dConfiguration,
+        options: &PlanOptions,
+    ) -> Result<Box<dyn Prepared>> {
+        Ok(Box::new(WinogradRow::new(gpu, spec, problem, options.memory)?))
+    }
+}
+
+/// How often the fused kernel's blocks fill the device: a block computes two units of 192 outputs of 64
+/// channels. In strict f32 with the outputs beside the image, of which 14 columns have a fifth.
+pub(super) fn rounds(spec: &Conv2dSpec, p: &Problem, multiprocessors: u32) -> f64 {
+    let rounds = if is_strict(spec) {
+        WinogradRow::work(p, !is_channels_last(&spec.y.layout), multiprocessors)
+    } else {
+        let blocks = (p.n * p.oh * p.ow) as f64 / 384.0 * p.k.div_ceil(64) as f64;
+        blocks / f64::from(multiprocessors)
+    };
+    if rounds < 4.0 { rounds.ceil() } else { rounds }
+}
+
+/// Expected microseconds of the fused kernel: every round takes its steps of 16 input channels.
+pub(super) fn micros(spec: &Conv2dSpec, p: &Problem, chip: Chip) -> f64 {
+    let rates = &chip.rates.winograd_row;
+    let step = match spec.x.dtype {
+        _ if is_strict(spec) => rates.split_step,
+        DType::F32 => rates.f32_step,
+        DType::F16 | DType::BF16 | not_computed!() => rates.half_step,
+    };
+    // Pixels that are no whole vectors are copied, and stored element by element.
+    let slower = is_channels_last(&spec.y.layout) && !has_vectors(spec, p);
+    let rounds = rounds(spec, p, chip.multiprocessors);
+    let micros = rates.launch + step * rounds * p.c.div_ceil(16) as f64;
+    if slower { rates.unaligned * micros } else { micros }
+}
+
+impl WinogradRow {
     /// Share of the products of channels-last tensors that make outputs on a device of so many multiprocessors: tiles
     /// may lie beside the image, and the last round of blocks be short.
     pub(super) fn share_in_use(problem: &Problem, multiprocessors: u32) -> f64 {
@@ -89,7 +190,7 @@ impl WinogradRow {
     }
 
     /// How often the blocks' work, two units of 64 channels each, fills so many multiprocessors.
-    pub(super) fn rounds(problem: &Problem, wide: bool, multiprocessors: u32) -> f64 {
+    fn work(problem: &Problem, wide: bool, multiprocessors: u32) -> f64 {
         let items = Self::items(problem, wide).map_or(0, |(_, items)| items);
         items as f64 / f64::from(multiprocessors)
     }
@@ -100,13 +201,8 @@ impl WinogradRow {
         Some((geometry, pairs * problem.k.div_ceil(BLOCK_K)))
     }
 
-    /// The fewest bytes that packed filter and workspace have together.
-    pub(super) fn least_bytes(multiprocessors: u32, spec: &Conv2dSpec, problem: &Problem) -> usize {
-        Sizes::new(multiprocessors, spec, problem).least_bytes(spec, problem)
-    }
-
     /// With packed filter and workspace of `memory` bytes together, if that is given and enough for one image.
-    pub(crate) fn new(
+    fn new(
         gpu: &'static Gpu,
         spec: &Conv2dSpec,
         problem: &Problem,
@@ -133,32 +229,35 @@ impl WinogradRow {
     fn fused(&self, vectors: bool) -> Result<Fused> {
         self.fused[usize::from(vectors)].get(|| Fused::new(self, vectors)).copied()
     }
+}
 
-    pub(crate) fn packed_bytes(&self) -> usize {
+impl Prepared for WinogradRow {
+    fn packed_bytes(&self) -> usize {
         self.sizes.packed_bytes()
     }
 
     /// Bytes of what is kept behind a pack: see [`Seen`].
-    pub(crate) fn seen_bytes(&self) -> usize {
+    fn seen_bytes(&self) -> usize {
         self.sizes.k_blocks() * BLOCK_K * Seen::DIGEST
     }
 
-    pub(crate) fn scratch_bytes(&self) -> usize {
+    fn scratch_bytes(&self) -> usize {
         ImageMax::bytes(&self.spec.x) + self.sizes.sums_bytes() + self.input.copy_bytes()
     }
 
-    pub(crate) fn packed_form(&self) -> PackedForm {
+    fn packed_form(&self) -> PackedForm {
         PackedForm {
+            method: "winograd_row",
             dtype: self.spec.x.dtype,
             products: self.sizes.products,
-            order: FilterOrder::Usual,
+            order: 0,
         }
     }
 
     /// An operand is rounded to the half type up to three times (twice in the input transform, once
     /// in the filter's), and the transforms may grow what they sum by about 4. Split operands carry
     /// 22 bits; there the tensor cores' truncated sums count, one for each product of 16 channels.
-    pub(crate) fn tolerance(&self) -> f64 {
+    fn tolerance(&self) -> f64 {
         const GROWTH: f64 = 4.0;
         let unit = |dtype: DType| dtype.unit_roundoff();
         let sums = self.sizes.steps() * TAPS * self.sizes.products;
@@ -170,7 +269,11 @@ impl WinogradRow {
         GROWTH * (operands + 2.0 * sums as f64 * unit(DType::F32))
     }
 
-    pub(crate) fn explain(&self) -> String {
+    fn tile(&self) -> Option<usize> {
+        Some(TILE)
+    }
+
+    fn explain(&self) -> String {
         let Some(fused) = self.fused[usize::from(self.vectors)].made() else {
             return String::new();
         };
@@ -183,9 +286,7 @@ impl WinogradRow {
         )
     }
 
-    /// # Safety
-    /// As [`super::Forward::pack`].
-    pub(crate) unsafe fn pack(
+    unsafe fn pack(
         &self,
         stream: &Stream,
         w: *const u8,
@@ -209,9 +310,7 @@ impl WinogradRow {
         unsafe { self.pack_filter.launch(stream, launch, &params) }
     }
 
-    /// # Safety
-    /// As [`super::Forward::run`].
-    pub(crate) unsafe fn run(
+    unsafe fn run(
         &self,
         stream: &Stream,
         packed: *const u8,
@@ -291,6 +390,7 @@ fn stores_vectors(spec: &Conv2dSpec, problem: &Problem) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::conv2d::gpu::input;
 
     #[test]
     fn kernels_of_the_operands_compile_without_spills() {

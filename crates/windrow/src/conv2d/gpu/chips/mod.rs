@@ -1,0 +1,160 @@
+//! Chips: what expected times depend on, in one file for each chip that was measured.
+
+mod h200;
+
+use crate::gpu::Gpu;
+
+/// A device as expected times see it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Chip {
+    pub(super) multiprocessors: u32,
+    pub(super) rates: &'static Rates,
+}
+
+impl Chip {
+    /// The rates are those of the device's architecture. One that nobody has measured borrows an H200's, and
+    /// [`Chip::borrowed`] says so.
+    pub(super) fn of(gpu: &Gpu) -> Self {
+        Chip { multiprocessors: gpu.info.multiprocessors, rates: &h200::RATES }
+    }
+
+    /// The chip whose rates stand for those of `gpu`; `None` if they are its own.
+    pub(super) fn borrowed(gpu: &Gpu) -> Option<&'static str> {
+        let rates = Chip::of(gpu).rates;
+        (gpu.info.architecture != rates.architecture).then_some(rates.chip)
+    }
+
+    /// A chip for tests of choices.
+    #[cfg(test)]
+    pub(super) fn h200(multiprocessors: u32) -> Self {
+        Chip { multiprocessors, rates: &h200::RATES }
+    }
+}
+
+/// Measured rates of a chip, in microseconds.
+#[derive(Debug)]
+pub(super) struct Rates {
+    /// The chip that was measured, and what kernels for it are compiled for.
+    pub(super) chip: &'static str,
+    pub(super) architecture: &'static str,
+    pub(super) packing: Packing,
+    pub(super) direct: Plain,
+    pub(super) im2col_gemm: Plain,
+    pub(super) grouped: Grouped,
+    pub(super) winograd_row: WinogradRow,
+    pub(super) winograd_gemm: WinogradGemm,
+    pub(super) implicit_gemm: ImplicitGemm,
+    pub(super) cudnn: Cudnn,
+    pub(super) gradients: Gradients,
+}
+
+/// Packing of a filter: a launch, and each byte read or written.
+#[derive(Debug)]
+pub(super) struct Packing {
+    pub(super) launch: f64,
+    pub(super) byte: f64,
+}
+
+/// A kernel that is bound by its operations.
+#[derive(Debug)]
+pub(super) struct Plain {
+    pub(super) launch: f64,
+    pub(super) gflop: f64,
+}
+
+/// Sums in groups of few channels.
+#[derive(Debug)]
+pub(super) struct Grouped {
+    pub(super) launch: f64,
+    /// Of one channel: a megabyte of x and y, a GFLOP.
+    pub(super) depthwise: [f64; 2],
+    /// Of some channels: a term of a sum, and a megabyte.
+    pub(super) term: f64,
+    pub(super) megabyte: f64,
+    /// Of some channels: a GFLOP of stride 1 and of others, where y is NCHW.
+    pub(super) nchw_gflop: [f64; 2],
+    /// The same where y is channels-last: filters are read more slowly.
+    pub(super) nhwc_gflop: [f64; 2],
+}
+
+/// The fused kernel: a launch, and a round's step of 16 input channels.
+#[derive(Debug)]
+pub(super) struct WinogradRow {
+    pub(super) launch: f64,
+    /// f32 as three products.
+    pub(super) split_step: f64,
+    pub(super) f32_step: f64,
+    pub(super) half_step: f64,
+    /// Factor where pixels are no whole vectors: they are copied, and stored element by element.
+    pub(super) unaligned: f64,
+}
+
+/// The stages: launches, megabytes of x, V, M and y, products.
+#[derive(Debug)]
+pub(super) struct WinogradGemm {
+    pub(super) launches: f64,
+    pub(super) megabyte: f64,
+    pub(super) product: f64,
+}
+
+/// A step of 64 terms, and what a tile takes beside its steps.
+pub(super) type StepAndTile = (f64, f64);
+
+/// The gathered product.
+#[derive(Debug)]
+pub(super) struct ImplicitGemm {
+    pub(super) launch: f64,
+    /// f16 and bf16 by the copy engine: two blocks of a multiprocessor; one of 64, 128 and 256 channels.
+    pub(super) together: StepAndTile,
+    pub(super) maps: [StepAndTile; 3],
+    /// f16 and bf16 gathered by threads: blocks of 64 channels with whole sums and with parts; of 128 and 256 channels.
+    pub(super) half: [StepAndTile; 4],
+    /// f32 in blocks of 64 and of 128 channels, by what is gathered; neighbouring pixels far apart in any block.
+    pub(super) apart: StepAndTile,
+    pub(super) elements: [StepAndTile; 2],
+    pub(super) channels: [StepAndTile; 2],
+    pub(super) pixels: [StepAndTile; 2],
+    /// Exchange of parts: f32; f16 and bf16 in blocks of 64 channels and others, with what each doubling adds.
+    pub(super) exchange: f64,
+    pub(super) half_exchange: [(f64, f64); 2],
+    /// f16 and bf16: a copy of x with its bytes, and a block of 16384 outputs that are stored one by one.
+    pub(super) copy: (f64, f64),
+    pub(super) stores: f64,
+}
+
+/// cuDNN's kernels, and what is around them.
+#[derive(Debug)]
+pub(super) struct Cudnn {
+    pub(super) launch: f64,
+    /// f32 of f32 class: a GFLOP, and by how many channels of a group it doubles.
+    pub(super) f32_gflop: f64,
+    pub(super) f32_group: f64,
+    /// Few blocks that sum all terms: a launch and a term.
+    pub(super) few_launch: f64,
+    pub(super) f32_term: f64,
+    pub(super) tf32_gflop: f64,
+    /// f16 and bf16: the same, with an operation of whole vectors of channels and of others.
+    pub(super) half_few_launch: f64,
+    pub(super) half_term: f64,
+    pub(super) half_flop: f64,
+    pub(super) half_group: f64,
+    pub(super) half_unaligned_flop: f64,
+    /// Megabytes of x and y in a microsecond.
+    pub(super) half_megabytes: f64,
+    /// Tensors turned by Windrow: a launch and a megabyte of x; by cuDNN: launches, and megabytes in a microsecond.
+    pub(super) turn: (f64, f64),
+    pub(super) own_turn: (f64, f64),
+    /// A pass behind the kernel: a launch, and megabytes in a microsecond.
+    pub(super) pass: (f64, f64),
+}
+
+/// Gradients of f32 that are not the forward's kernels.
+#[derive(Debug)]
+pub(super) struct Gradients {
+    /// dx of few channels by one thread each.
+    pub(super) few_data: (f64, f64),
+    /// cuDNN's dw.
+    pub(super) cudnn_weight: (f64, f64),
+    /// dw by products: launches, and a byte of operands that are split.
+    pub(super) split: (f64, f64),
+}

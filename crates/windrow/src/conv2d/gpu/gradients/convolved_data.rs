@@ -1,0 +1,138 @@
+//! Data gradients that are convolutions: of dy by the filter turned around, or transposed ones, which everything has.
+
+use super::{DataGradient, GradientMethod, Task};
+use crate::conv2d::backward::mirrored;
+use crate::conv2d::gpu::Operands;
+use crate::conv2d::gpu::general::{Direction, General, Sums};
+use crate::conv2d::gpu::grouped::GroupedMethod;
+use crate::conv2d::gpu::methods::{self, Method, Prepared};
+use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
+use crate::gpu::Stream;
+use crate::{Activation, Filter, Layout, PlanOptions, Result, TensorDesc, Tuning};
+
+/// A convolution by the filter turned around, where a method that is ahead of plain sums computes it.
+pub(super) struct MirroredMethod;
+
+impl GradientMethod<dyn DataGradient> for MirroredMethod {
+    fn prepare(&self, task: &Task<'_>) -> Result<Option<Box<dyn DataGradient>>> {
+        let &Task { gpu, spec, problem, .. } = task;
+        let mirror = mirrored(spec, problem).or_else(|| mirrored_depthwise(spec, problem));
+        let Some(mirror) = mirror else { return Ok(None) };
+        let Ok(p) = mirror.problem() else { return Ok(None) };
+        // Gradients pack the filter on each run.
+        let options =
+            PlanOptions::default().with_tuning(Tuning::Model).with_filter(Filter::Changing);
+        let algorithm = methods::best(gpu, &mirror, &p, &options)?;
+        let is_ahead = match algorithm {
+            Conv2dAlgorithm::Direct => GroupedMethod.computes(&mirror, &p),
+            Conv2dAlgorithm::Im2colGemm => false,
+            Conv2dAlgorithm::Cudnn
+            | Conv2dAlgorithm::ImplicitGemm
+            | Conv2dAlgorithm::WinogradGemm(_)
+            | Conv2dAlgorithm::WinogradFused(_)
+            | Conv2dAlgorithm::WinogradRow => true,
+        };
+        if !is_ahead {
+            return Ok(None);
+        }
+        let configuration = Conv2dConfiguration::new(algorithm);
+        let engine = methods::prepare(gpu, &mirror, &p, &configuration, &options)?;
+        Ok(Some(Box::new(Mirrored(engine))))
+    }
+}
+
+#[derive(Debug)]
+struct Mirrored(Box<dyn Prepared>);
+
+impl DataGradient for Mirrored {
+    fn is_mirrored(&self) -> bool {
+        true
+    }
+
+    fn tile(&self) -> Option<usize> {
+        self.0.tile()
+    }
+
+    fn scratch_bytes(&self) -> usize {
+        self.0.packed_bytes() + self.0.scratch_bytes()
+    }
+
+    fn tolerance(&self) -> f64 {
+        self.0.tolerance()
+    }
+
+    unsafe fn run(
+        &self,
+        stream: &Stream,
+        w: *const u8,
+        operands: Operands,
+        scratch: *mut u8,
+    ) -> Result<()> {
+        let rest = scratch.wrapping_add(self.0.packed_bytes());
+        // SAFETY: the caller's promise.
+        unsafe {
+            let packed = self.0.packed(stream, w, scratch)?;
+            self.0.run(stream, packed, operands, rest)
+        }
+    }
+}
+
+/// A transposed convolution by the kernels of [`General`]: takes what nothing else does.
+pub(super) struct TransposedMethod;
+
+impl GradientMethod<dyn DataGradient> for TransposedMethod {
+    fn prepare(&self, task: &Task<'_>) -> Result<Option<Box<dyn DataGradient>>> {
+        let sums = if task.is_few() { Sums::Direct } else { Sums::Im2colGemm };
+        let direction = Direction::BackwardData;
+        let general = General::new(task.gpu, task.spec, task.problem, sums, direction, true)?;
+        Ok(Some(Box::new(Transposed(general))))
+    }
+}
+
+#[derive(Debug)]
+struct Transposed(General);
+
+impl DataGradient for Transposed {
+    fn scratch_bytes(&self) -> usize {
+        self.0.packed_bytes()
+    }
+
+    fn tolerance(&self) -> f64 {
+        self.0.tolerance()
+    }
+
+    unsafe fn run(
+        &self,
+        stream: &Stream,
+        w: *const u8,
+        operands: Operands,
+        scratch: *mut u8,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise; these kernels need no scratch memory.
+        unsafe {
+            let packed = self.0.packed(stream, w, scratch)?;
+            self.0.run(stream, packed, operands, std::ptr::null_mut())
+        }
+    }
+}
+
+/// As [`mirrored`], where every channel is a group: the filter keeps its place.
+fn mirrored_depthwise(spec: &Conv2dSpec, p: &Problem) -> Option<Conv2dSpec> {
+    let padding =
+        |d: usize| (([p.r, p.s][d] - 1).checked_mul(p.dilation[d])?).checked_sub(p.padding[d]);
+    let &[k, _, r, s] = spec.w.shape() else { return None };
+    let strides = spec.w.strides();
+    if p.stride != [1, 1] || p.groups == 1 || p.c_group() != 1 || p.k_group() != 1 {
+        return None;
+    }
+    let w = Layout::strided(&[k, 1, r, s], &[strides[0], strides[1], -strides[2], -strides[3]]);
+    Some(Conv2dSpec {
+        x: spec.y,
+        w: TensorDesc { layout: w.ok()?, ..spec.w },
+        y: spec.x,
+        bias: None,
+        padding: [padding(0)?, padding(1)?],
+        activation: Activation::Identity,
+        ..spec.clone()
+    })
+}
