@@ -5,12 +5,14 @@
 PyTorch's network, the patched and the optimized one take turns, one call at a time, first alone and then beside so many
 programs that do nothing but take processor time. Each network has two processes of its own: in `alone` it is decided
 before the programs start who computes a layer, in `busy` while they run. OUT.json keeps cases of other calls, as the
-records of `models.py` do; OUT.md is its table. Needs `windrow` on PYTHONPATH.
+records of `models.py` do; OUT.md is its table. GOMP_SPINCOUNT, which says how long OpenMP's threads wait in a loop, is
+part of a case's name. Needs `windrow` on PYTHONPATH.
 """
 
 import argparse
 import datetime
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -33,7 +35,8 @@ DECIDED = ("alone", "busy")
 # Calls of one after the other before the next has its turn: the threads of the one before have stopped waiting by then.
 IN_A_ROW = 2
 OF_OURS = ["busy", "x", "busy", "slowest"]
-HEAD = f"| {' | '.join(['network, decided', 'PyTorch', 'busy', 'patched', *OF_OURS, 'optimized', *OF_OURS])} |"
+OF_ALL = ["PyTorch", "busy", "slowest", "patched", *OF_OURS, "optimized", *OF_OURS]
+HEAD = f"| {' | '.join(['network, decided', *OF_ALL])} |"
 
 
 def arguments() -> argparse.Namespace:
@@ -106,12 +109,12 @@ def summary(samples: list[float]) -> dict[str, float]:
 def row(title: str, ms: dict[str, dict[str, dict[str, float]]]) -> str:
     median = lambda side, when: ms[when][side]["median"]
     theirs = [median(contestants.PYTORCH, when) for when in DECIDED]
-    cells = [title, *(f"{t:.4g}" for t in theirs)]
+    slowest = lambda side: f"{ms['busy'][side]['max'] / median(side, 'busy'):.1f}"
+    cells = [title, *(f"{t:.4g}" for t in theirs), slowest(contestants.PYTORCH)]
     for side in (contestants.PATCHED, contestants.OPTIMIZED):
         ours = [median(side, when) for when in DECIDED]
-        slowest = ms["busy"][side]["max"] / ms["busy"][side]["median"]
         cells += [*(f"{t:.4g}" for t in ours), *(f"{t / o:.2f}" for t, o in zip(theirs, ours, strict=True))]
-        cells += [f"{slowest:.1f}"]
+        cells += [slowest(side)]
     return f"| {' | '.join(cells)} |"
 
 
@@ -121,7 +124,7 @@ def table(record: dict[str, Any]) -> str:
     lines = [f"# {record['device']}", "", f"{versions}.", *sorted(commits), ""]
     lines += ["Medians in ms of calls alone, and beside busy programs (`busy`). `x`: PyTorch's time beside Windrow's."]
     lines += ["`slowest`: the slowest call beside the programs, in medians. `decided`: when layers were decided.", ""]
-    lines += [HEAD, "|---|" + "--:|" * 12]
+    lines += [HEAD, "|---|" + "--:|" * len(OF_ALL)]
     lines += [row(title, case["ms"]) for title, case in record["cases"].items()]
     return "\n".join(lines) + "\n"
 
@@ -140,12 +143,13 @@ def main() -> None:
         for decided in DECIDED:
             how = [f"--programs={options.programs}", f"--calls={options.calls}", f"--only={name} {decided}"]
             output = subprocess.run([sys.executable, __file__, *how], check=True, stdout=subprocess.PIPE, text=True)
-            title = f"{name} {decided}"
+            spins = os.environ.get("GOMP_SPINCOUNT")
+            title = f"{name} {decided}" + (f", GOMP_SPINCOUNT={spins}" if spins else "")
             ms = json.loads(output.stdout)
             record["cases"][title] = {"ms": ms, "programs": options.programs} | measured_at
             record |= measured_at
             print(row(title, ms), file=sys.stderr, flush=True)
-            options.out.write_text(json.dumps(record, indent=1) + "\n")
+            provenance.write(options.out, record)
             options.out.with_suffix(".md").write_text(table(record))
     print(table(record), end="")
 
