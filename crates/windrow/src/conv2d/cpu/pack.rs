@@ -224,22 +224,27 @@ impl<T: SimdElement> Kernel for PackRows<'_, T> {
         let merged = self.is_merged();
         for segment in self.stencil.segments(self.pixels.clone()) {
             let all = 0..segment.len;
+            // Away from the edges a row of the filter reads one run of the source.
+            let inside = |tap: &Tap| self.stencil.inside(segment.j, segment.len, *tap);
+            let inner = match merged {
+                true => {
+                    let (first, last) = (inside(&cols[0]), inside(&cols[cols.len() - 1]));
+                    first.start.max(last.start)..first.end.min(last.end)
+                }
+                false => 0..0,
+            };
+            let (edges, inner) = match inner.is_empty() {
+                true => ([all, 0..0], 0..0),
+                false => ([0..inner.start, inner.end..all.end], inner),
+            };
             // SAFETY: pixels and terms that were asked for.
             unsafe {
-                if !merged {
-                    self.pixels(s, &segment, all, self.terms.clone());
-                    continue;
+                for edge in edges {
+                    self.pixels(s, &segment, edge, self.terms.clone());
                 }
-                // Away from the edges a row of the filter reads one run of the source.
-                let inside = |tap: &Tap| self.stencil.inside(segment.j, segment.len, *tap);
-                let (first, last) = (inside(&cols[0]), inside(&cols[cols.len() - 1]));
-                let inner = first.start.max(last.start)..first.end.min(last.end);
                 if inner.is_empty() {
-                    self.pixels(s, &segment, all, self.terms.clone());
                     continue;
                 }
-                self.pixels(s, &segment, 0..inner.start, self.terms.clone());
-                self.pixels(s, &segment, inner.end..all.end, self.terms.clone());
                 for (at, run, row, _) in parts(c * cols.len(), 1, self.terms.clone()) {
                     let taps = (self.stencil.rows[row], cols[0]);
                     self.copy(s, &segment, inner.clone(), at, run, taps);

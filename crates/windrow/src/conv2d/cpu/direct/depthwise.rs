@@ -249,7 +249,7 @@ impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
                 // SAFETY: channels and pixels that exist.
                 unsafe {
                     let acc: [S::F32; P] = match shape {
-                        _ if !is_whole => self.few(s, i, j),
+                        _ if R::SINGLE && !is_whole => self.few(s, i, j),
                         (3, 1) => self.window::<S, R, P, 3, 1>(s, read, channel, i, j),
                         (3, 2) => self.window::<S, R, P, 3, 2>(s, read, channel, i, j),
                         (5, 1) if R::SINGLE => self.window::<S, R, P, 5, 1>(s, read, channel, i, j),
