@@ -40,6 +40,11 @@ class PatchReport:
         lines += [f"left {name}: {why}" for name, why in self.left.items()]
         if not lines:
             return "no convolution and no GELU in this model"
+        if any(isinstance(m, Convolution) and m.accuracy != "exact" for m in modules.values()):
+            lines.append(
+                "results are compared with PyTorch's when a problem is decided, not later: pixels such as -9999 or 1e9 "
+                'may then take digits from outputs that do not see them, but not with accuracy="exact"'
+            )
         if any(isinstance(m, Convolution) and not m.frozen for m in modules.values()):
             lines.append(
                 "each call looks whether a filter has changed since it was packed; "
