@@ -238,6 +238,7 @@ def write(record: dict[str, Any], out: Path) -> None:
 
 def table(record: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {record[name]}" for name in LIBRARIES)
+    versions += f", extension {record['extension']}" if "extension" in record else ""
     right = sum(verdict(case) == "right" for case in record["cases"])
     lines = [
         "# Published networks",
@@ -246,6 +247,8 @@ def table(record: dict[str, Any]) -> list[str]:
         "",
         f"{right} of {len(record['cases'])} networks are right: errors are at most {ALLOWED['fastest']:.0f} times PyTorch's own"
         f" (`x`), and {ALLOWED['forced']:.0f} times with Windrow's kernels wherever they compute a problem (`forced`).",
+        f"{sum('crash' in case for case in record['cases'])} crashed, and the check of `optimize` called"
+        f" {sum('because the optimized' in verdict(case) for case in record['cases'])} wrong.",
         "`convolutions`: in the network, fused by `optimize`, computed by Windrow patched, and forced.",
         "",
         "| network | error | patched x | optimized x | forced, patched x | forced, optimized x | convolutions | |",
