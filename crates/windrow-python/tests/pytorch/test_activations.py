@@ -8,7 +8,15 @@ import torch
 import windrow
 from common import ACTIVATIONS as FUNCTIONS
 from torch import nn
-from windrow.torch import Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d, conv2d
+from windrow.torch import (
+    Conv1d,
+    Conv2d,
+    ConvTranspose1d,
+    ConvTranspose2d,
+    causal_conv1d_fn,
+    causal_conv1d_update,
+    conv2d,
+)
 from windrow.torch._activations import ACTIVATIONS, activation_of
 from windrow.torch._fused import FusedConv2d
 
@@ -61,6 +69,12 @@ def test_another_name_is_refused_by_all(name):
         if isinstance(name, str):
             with pytest.raises(torch.jit.Error, match="`activation` is"):
                 torch.jit.script(module)(torch.randn(shape))
+    refused = pytest.raises((ValueError, TypeError), match=f"`activation` is '?{name}")
+    line, taps = torch.randn(2, 4, 9), torch.randn(4, 3)
+    with refused:
+        causal_conv1d_fn(line, taps, activation=name)
+    with refused:
+        causal_conv1d_update(line[..., 0], torch.zeros(2, 4, 2), taps, None, name)
     with torch.no_grad(), refused:
         options = ((1, 1), (0, 0), (1, 1), 1)
         FusedConv2d(weight, None, options, name, None)(x, torch.randn(2, 6, 7, 6))

@@ -203,6 +203,7 @@ def causal_conv1d_fn(
 
     Returns y, or (y, final_states) with `return_final_states`.
     """
+    _expect_name(activation)
     tensors = (x, weight, bias, initial_states, seq_idx, cu_seqlens)
     y, final_states = call(_causal_conv1d, _kernel, tensors, activation, return_final_states)
     if not return_final_states:
@@ -210,6 +211,11 @@ def causal_conv1d_fn(
     if final_states_out is not None:
         final_states = final_states_out.copy_(final_states)
     return y, final_states
+
+
+def _expect_name(activation: object) -> None:
+    if activation is not None and not isinstance(activation, str):
+        raise TypeError(f"`activation` is {activation!r}, expected None or a name such as 'silu'")
 
 
 def _update_kernel(
@@ -261,6 +267,7 @@ def causal_conv1d_update(
                 x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices
             )
         except TypeError:
+            _expect_name(activation)
             # The operator computes with a filter of another type than x.
             if all(new is old for new, old in zip(as_computed(x, weight, bias), (weight, bias), strict=True)):
                 raise
