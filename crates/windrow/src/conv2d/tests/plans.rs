@@ -516,7 +516,7 @@ fn gradients_of_few_channels_are_summed_by_runs() {
             let spec = Conv2dSpec::new(x, desc(&[k, c, r, r]), &params).unwrap();
             let backward = CpuBackward::new(&spec, &spec.problem().unwrap(), isa, 2).unwrap();
             let by_runs = backward.data.is_some_and(|data| data.explain().contains("runs of"));
-            assert_eq!(by_runs, runs, "{isa:?} {spec:?}");
+            assert_eq!(by_runs, runs && !isa.is_small(), "{isa:?} {spec:?}");
         }
     }
 }
