@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -146,3 +148,10 @@ def test_compiled(is_linear):
         torch.compiler.reset()
         backends.cudnn.allow_tf32 = backends.cuda.matmul.allow_tf32 = value
         assert compiled(torch.zeros(1)).item() == value
+
+
+def test_an_import_leaves_the_compiler_alone():
+    """It takes several times as long to import as Windrow does."""
+    code = "import sys, torch; before = {*sys.modules}; import windrow.torch; print(sorted({*sys.modules} - before))"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert "torch._dynamo" not in loaded and "windrow.torch" in loaded

@@ -14,13 +14,16 @@ from torch import Tensor
 _setting: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
 
 
-# A compiled graph has what was set when it was traced.
-@torch.compiler.assume_constant_result
 def may_use_tf32(is_linear: bool = False) -> bool:
     """Convolutions on CUDA, or linear layers."""
     if _setting is not None:
         return _setting("cuda", "matmul" if is_linear else "conv") == "tf32"
     return torch._C._get_cublas_allow_tf32() if is_linear else torch._C._get_cudnn_allow_tf32()
+
+
+# A compiled graph has what was set when it was traced: `torch.compiler.assume_constant_result`, which would import all of
+# torch._dynamo.
+may_use_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # Whether autocast is on, and whether TF32 may be used.
