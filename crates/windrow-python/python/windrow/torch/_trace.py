@@ -4,9 +4,13 @@ torch.fx runs `forward` once, with stand-ins for tensors. What that run does bes
 keeps, a flag that it sets, a random number that it draws. All of these are looked for, on a copy of the module.
 """
 
+import builtins
 import copy
 import random
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,7 +45,8 @@ def traced(module: nn.Module) -> fx.GraphModule:
     held: list[Any] = []
     before, numbers, tracer = _state(copied, held), random_states(), _Tracer()
     try:
-        graph = tracer.trace(copied)
+        with _tracing, _tensors_to_models():
+            graph = tracer.trace(copied)
         if random_states() != numbers:
             raise Unsound("its forward draws random numbers")
     finally:
@@ -70,14 +75,31 @@ def copy_sharing_parameters(module: nn.Module, *shared: Any) -> Any:
 
 
 class _Proxy(fx.Proxy):
-    """Records `y += x` as what writes to y, and is a tensor to a model that asks."""
+    """Records `y += x` as what writes to y."""
 
-    @property
-    def __class__(self) -> Any:
-        # To torch.fx, which asks as well, it is what it is.
-        asking = sys._getframe(1).f_globals.get("__name__", "")
-        is_models = asking == "torch._jit_internal" or not asking.startswith(("torch.", "windrow."))
-        return Tensor if is_models and is_tensor(self.node) else type(self)
+
+# One at a time: torch.fx and what follows replace functions of everybody's.
+_tracing = threading.RLock()
+
+
+@contextmanager
+def _tensors_to_models() -> Iterator[None]:
+    """Lets stand-ins be tensors to a model that asks with `isinstance`. PyTorch asks as well, and is told what they are: its
+    compiled parts would take them for memory of tensors, so that a `__class__` must not say it."""
+    asked, plain = builtins.isinstance, torch.empty(0)
+
+    def isinstance_of(thing: Any, kinds: Any) -> bool:
+        if type(thing) is _Proxy and is_tensor(thing.node):
+            asking = sys._getframe(1).f_globals.get("__name__", "")
+            if asking == "torch._jit_internal" or not asking.startswith(("torch.", "windrow.")):
+                return asked(plain, kinds)
+        return asked(thing, kinds)
+
+    builtins.isinstance = isinstance_of  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        builtins.isinstance = asked
 
 
 def _in_place(name: str, method: str) -> Any:
