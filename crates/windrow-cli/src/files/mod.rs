@@ -3,6 +3,7 @@
 //! An input is named `PATH`, or `PATH:NAME` to choose a tensor of an archive; `-` is standard input.
 //! Errors name the file.
 
+mod literal;
 mod names;
 mod npy;
 mod npz;
@@ -122,6 +123,9 @@ pub enum Reason {
     /// Two outputs that are one file.
     #[error("two outputs in one file, expected a file for each")]
     Twice,
+    /// An output in place of what is read.
+    #[error("is read, and an output would take its place; name another file")]
+    IsInput,
     /// Binary data for a terminal.
     #[error("a tensor is no text for a terminal; redirect standard output or name a file")]
     Terminal,

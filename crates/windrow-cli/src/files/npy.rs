@@ -2,17 +2,36 @@
 //!
 //! <https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html>
 
+use super::literal::{self, Value};
 use super::{Reason, escaped, row_major};
 use std::io::{Read, Write};
 use windrow::{DType, Layout, Tensor, TensorDesc};
 
-const MAGIC: &[u8] = b"\x93NUMPY";
+pub(super) const MAGIC: [u8; 6] = *b"\x93NUMPY";
 const TYPES: [(&str, DType); 5] = [
     ("f4", DType::F32),
     ("f2", DType::F16),
     ("f8", DType::F64),
     ("i4", DType::I32),
     ("i8", DType::I64),
+];
+
+/// Other names of these in NumPy.
+const NAMES: [(&str, DType); 14] = [
+    ("float32", DType::F32),
+    ("single", DType::F32),
+    ("f", DType::F32),
+    ("float16", DType::F16),
+    ("half", DType::F16),
+    ("e", DType::F16),
+    ("float64", DType::F64),
+    ("double", DType::F64),
+    ("float", DType::F64),
+    ("d", DType::F64),
+    ("int32", DType::I32),
+    ("i", DType::I32),
+    ("int64", DType::I64),
+    ("q", DType::I64),
 ];
 
 /// The longest header: a description of structures may be long, but those are no tensors.
@@ -22,12 +41,12 @@ const HEADER_LIMIT: u64 = 1 << 20;
 pub(super) fn read(mut reader: impl Read, len: Option<u64>) -> Result<Tensor, Reason> {
     let mut start = [0; 8];
     read_header(&mut reader, &mut start)?;
-    if !start.starts_with(MAGIC) {
+    if !start.starts_with(&MAGIC) {
         return Err(format_error("it does not begin with \\x93NUMPY"));
     }
     let (length_bytes, version) = match start[6] {
         1 => (2, 1),
-        v @ 2..=3 => (4, v),
+        v @ (2 | 3) => (4, v),
         v => return Err(format_error(format!("format version {v}, expected 1, 2 or 3"))),
     };
     let mut size = [0; 4];
@@ -40,8 +59,12 @@ pub(super) fn read(mut reader: impl Read, len: Option<u64>) -> Result<Tensor, Re
     }
     let mut text = vec![0; size as usize];
     read_header(&mut reader, &mut text)?;
-    let text = String::from_utf8(text)
-        .map_err(|_| format_error(format!("the version {version} header is not text")))?;
+    let text = match version {
+        // Latin-1.
+        1 | 2 => text.into_iter().map(char::from).collect(),
+        _ => String::from_utf8(text)
+            .map_err(|_| format_error(format!("the version {version} header is not text")))?,
+    };
     let header = Header::parse(&text)?;
 
     let desc = header.desc()?;
@@ -98,7 +121,7 @@ pub(super) fn write(file: &mut dyn Write, tensor: &Tensor) -> Result<(), Reason>
     let padding = (10 + header.len() + 1).next_multiple_of(64) - (10 + header.len() + 1);
     header.extend(std::iter::repeat_n(' ', padding));
     header.push('\n');
-    file.write_all(MAGIC)?;
+    file.write_all(&MAGIC)?;
     file.write_all(&[1, 0])?;
     file.write_all(&(header.len() as u16).to_le_bytes())?;
     file.write_all(header.as_bytes())?;
@@ -113,40 +136,33 @@ struct Header {
 }
 
 impl Header {
-    /// Reads `{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }`.
+    /// Reads `{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }`, in every way of writing that NumPy reads.
     fn parse(text: &str) -> Result<Self, Reason> {
+        let entries = literal::dictionary(text)
+            .ok_or_else(|| format_error("the header is no dictionary of Python"))?;
+        // Of a key that is there twice the last counts, as in Python.
         let value = |key: &str| {
-            let (_, rest) = text.split_once(&format!("'{key}':"))?;
-            Some(rest.trim_start())
+            let found = entries.iter().rev().find(|(name, _)| *name == key);
+            found
+                .map(|(_, value)| value)
+                .ok_or_else(|| format_error(format!("no `{key}` in the header")))
         };
-        let missing = |key: &str| format_error(format!("no `{key}` in the header"));
 
-        let descr = value("descr").ok_or_else(|| missing("descr"))?;
-        let descr = descr.strip_prefix('\'').and_then(|d| d.split('\'').next());
-        let (dtype, big_endian) = element_type(descr.unwrap_or("a structure"))?;
-
-        let order = value("fortran_order").ok_or_else(|| missing("fortran_order"))?;
-        let word = order.split(|c: char| !c.is_ascii_alphanumeric()).next().unwrap_or_default();
-        let fortran_order = match word {
-            "True" => true,
-            "False" => false,
+        let (dtype, big_endian) = match value("descr")? {
+            Value::Text(descr) => element_type(descr)?,
+            _ => element_type("a structure")?,
+        };
+        let fortran_order = match value("fortran_order")? {
+            Value::Word("True") => true,
+            Value::Word("False") => false,
             other => {
-                let given = escaped(other);
+                let given = escaped(other.word());
                 let detail = format!("`fortran_order` is `{given}`, expected True or False");
                 return Err(format_error(detail));
             }
         };
-
-        let shape = value("shape").ok_or_else(|| missing("shape"))?;
-        let shape = shape.strip_prefix('(').and_then(|s| s.split(')').next());
-        let shape = shape
-            .and_then(|s| {
-                let sizes = s.split(',').map(str::trim).filter(|s| !s.is_empty());
-                // Python 2 wrote long integers with an L.
-                let size = |s: &str| s.strip_suffix('L').unwrap_or(s).parse().ok();
-                sizes.map(size).collect::<Option<Vec<usize>>>()
-            })
-            .ok_or_else(|| format_error("`shape` is no tuple of sizes"))?;
+        let shape = value("shape")?.sizes();
+        let shape = shape.ok_or_else(|| format_error("`shape` is no tuple of sizes"))?;
         Ok(Header { dtype, big_endian, fortran_order, shape })
     }
 
@@ -159,17 +175,23 @@ impl Header {
     }
 }
 
+/// The type that NumPy means by a name, and whether its bytes are big-endian.
 fn element_type(descr: &str) -> Result<(DType, bool), Reason> {
-    let named = |name| TYPES.iter().find(|(n, _)| *n == name).map(|(_, dtype)| *dtype);
-    let (order, name) = descr.split_at_checked(1).unwrap_or(("", descr));
-    match (order, named(name)) {
-        ("<", Some(dtype)) => Ok((dtype, false)),
-        (">", Some(dtype)) => Ok((dtype, true)),
-        _ => Err(Reason::ElementType {
-            given: escaped(descr).into(),
-            expected: "float32, float16, float64, int32 or int64 (bf16: use .safetensors)",
-        }),
-    }
+    let native = cfg!(target_endian = "big");
+    let (big_endian, code) = match descr.split_at_checked(1) {
+        Some(("<", code)) => (false, code),
+        Some((">", code)) => (true, code),
+        Some(("=" | "|", code)) => (native, code),
+        _ => (native, descr),
+    };
+    let by_code = TYPES.iter().find(|(name, _)| *name == code);
+    // Names have no byte order, and letters have.
+    let by_name =
+        NAMES.iter().find(|(name, _)| *name == code && (name.len() == 1 || code == descr));
+    by_code.or(by_name).map(|(_, dtype)| (*dtype, big_endian)).ok_or_else(|| Reason::ElementType {
+        given: escaped(descr).into(),
+        expected: "float32, float16, float64, int32 or int64 (bf16: use .safetensors)",
+    })
 }
 
 fn read_header(reader: &mut impl Read, to: &mut [u8]) -> Result<(), Reason> {
@@ -231,7 +253,7 @@ mod tests {
 
     #[test]
     fn fortran_order_is_true_or_false() {
-        for bad in ["banana", "Truely", "", "1"] {
+        for bad in ["banana", "Truely", "''", "1", "(True,)"] {
             let header = format!("{{'descr': '<f4', 'fortran_order': {bad}, 'shape': (1,), }}");
             let message = message(&file(&header, &[0; 4]));
             assert!(message.contains("expected True or False"), "{bad}: {message}");
@@ -257,6 +279,65 @@ mod tests {
         bytes.extend((header.len() as u32).to_le_bytes());
         bytes.extend(header.as_bytes());
         assert_eq!(parse(&bytes).unwrap().shape(), [0]);
+    }
+
+    #[test]
+    fn headers_are_read_as_numpy_reads_them() {
+        for header in [
+            r#"{"descr": "<f4", "fortran_order": False, "shape": (2, 3)}"#,
+            "{u'descr': u'<f4', u'fortran_order': False, u'shape': (2L, 3L)}",
+            "{'shape':(2,3,),'fortran_order':False,'descr':'=f4',}   \n",
+            " { 'descr' : 'float32' , 'shape' : ( 2 ,3 ) , 'fortran_order' : False }",
+            "{'descr': '|f4', 'fortran_order': False, 'shape': (2, 3)}",
+            "{'descr': 'f4', 'fortran_order': False, 'shape': (+2, 3)}",
+            "{'descr': '<f', 'fortran_order': False, 'shape': (2, 3)}",
+            "{'descr': 'single', 'fortran_order': False, 'shape': (2, 3)}",
+            "{'descr': '<f4', 'fortran_order': False, 'shape': (9,), 'shape': (2, 3)}",
+            "{'descr': 'shape', 'descr': '<f4', 'fortran_order': False,\n'shape': (2,\t3)}",
+        ] {
+            let data: Vec<u8> = (0..6).flat_map(|i| (i as f32).to_le_bytes()).collect();
+            let version_1 = file(header, &data);
+            let wide = (header.len() as u32).to_le_bytes();
+            let later = |version: u8| {
+                let start = [&MAGIC[..], &[version, 0], &wide, header.as_bytes(), &data];
+                start.concat()
+            };
+            for bytes in [version_1, later(2), later(3)] {
+                let t = parse(&bytes).unwrap_or_else(|e| panic!("{header}: {e}"));
+                assert_eq!(t.shape(), [2, 3], "{header}");
+                assert_eq!(t.to_vec::<f32>().unwrap(), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], "{header}");
+            }
+        }
+        for (name, dtype) in TYPES.iter().chain(&NAMES) {
+            assert_eq!(element_type(name).unwrap(), (*dtype, cfg!(target_endian = "big")));
+        }
+        assert_eq!(element_type(">d").unwrap(), (DType::F64, true));
+        assert!(element_type("<float32").is_err() && element_type("=").is_err());
+    }
+
+    #[test]
+    fn headers_that_python_does_not_read_are_refused() {
+        let deep = format!("{{'descr': {}", "(".repeat(30_000));
+        let entry = "'descr': '<f4', 'fortran_order': False";
+        for header in [
+            "",
+            "{",
+            "{}x",
+            "('descr', '<f4')",
+            &deep,
+            &format!("{{{entry}, 'shape': (2,)"),
+            &format!("{{{entry}, 'shape': (2,)}}, 1"),
+            &format!("{{{entry}, 'shape': (2 3)}}"),
+            &format!("{{{entry} 'shape': (2,)}}"),
+            &format!("{{{entry}, 'shape': (,)}}"),
+            &format!("{{{entry}, 'shape': [2]}}"),
+            &format!("{{{entry}, 'shape': (2)}}"),
+            &format!("{{{entry}, 'shape': ('2',)}}"),
+            &format!("{{{entry}, shape: (2,)}}"),
+            &format!("{{{entry}, 'shape: (2,)}}"),
+        ] {
+            assert!(parse(&file(header, &[0; 8])).is_err(), "{header:.80}");
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use super::source::Source;
 use super::{Reason, names::choose, npy};
-use std::io::Read;
+use std::io::{Read, Seek};
 use std::path::Path;
 use windrow::Tensor;
 use zip::{CompressionMethod, ZipArchive};
@@ -17,12 +17,25 @@ pub(super) fn read(path: &Path, source: Source, name: Option<&str>) -> Result<Te
         return Err(Reason::Format { format: ".npz", detail: detail.into() });
     };
     let mut archive = ZipArchive::new(file).map_err(format_error)?;
-    let mut names = Vec::new();
-    for entry in archive.file_names() {
-        names.extend(entry.map_err(format_error)?.strip_suffix(".npy").map(str::to_owned));
+    let mut members = Vec::new();
+    for member in archive.file_names() {
+        members.push(member.map_err(format_error)?.into_owned());
     }
-    let entry = format!("{}.npy", choose(path, &names, name)?);
-    let mut entry = archive.by_name(&entry).map_err(format_error)?;
+    members.retain(|member| member.ends_with(".npy") || is_array(&mut archive, member));
+    // By the whole name, as NumPy does, or without the extension.
+    let is_member = |name: &&str| members.iter().any(|member| member == name);
+    let member = match name.filter(is_member) {
+        Some(member) => member.to_owned(),
+        None => {
+            let without =
+                |member: &String| member.strip_suffix(".npy").unwrap_or(member).to_owned();
+            let names: Vec<_> = members.iter().map(without).collect();
+            let name = choose(path, &names, name)?;
+            let named = format!("{name}.npy");
+            if members.contains(&named) { named } else { name.to_owned() }
+        }
+    };
+    let mut entry = archive.by_name(&member).map_err(format_error)?;
     // What the file says of its sizes is true only as far as it reaches.
     let stored = entry.compressed_size().min(len);
     let most = match entry.compression() {
@@ -36,6 +49,13 @@ pub(super) fn read(path: &Path, source: Source, name: Option<&str>) -> Result<Te
         0 => Ok(tensor),
         _ => Err(Reason::Format { format: ".npz", detail: "bytes after the array".into() }),
     }
+}
+
+/// Whether a member that is not named so is an array all the same.
+fn is_array(archive: &mut ZipArchive<impl Read + Seek>, member: &str) -> bool {
+    let mut start = [0; npy::MAGIC.len()];
+    let read = archive.by_name(member).map(|mut entry| entry.read_exact(&mut start));
+    matches!(read, Ok(Ok(()))) && start == npy::MAGIC
 }
 
 /// What the decompressor and the checksum find, as the format's error.
@@ -67,6 +87,9 @@ mod tests {
         let mut zip = zip::ZipWriter::new(&mut file);
         for (i, name) in names.iter().enumerate() {
             zip.start_file(*name, SimpleFileOptions::default().compression_method(method)).unwrap();
+            if name.ends_with(".txt") {
+                continue;
+            }
             let t = Tensor::from_slice(&vec![i as f32; 100], &[4, 25]).unwrap();
             let mut bytes = Vec::new();
             npy::write(&mut bytes, &t).unwrap();
@@ -100,6 +123,21 @@ mod tests {
         assert!(read(&archive(&["x.npy"], CompressionMethod::Stored), None).is_ok());
         let message = read(&archive(&[], CompressionMethod::Stored), None).unwrap_err();
         assert!(message.to_string().contains("none"), "{message}");
+    }
+
+    #[test]
+    fn members_are_named_as_in_numpy() {
+        let path =
+            archive(&["a.npy", "b", "c.npy.npy", "c.npy", "d.txt"], CompressionMethod::Stored);
+        for (name, number) in
+            [("a", 0.0), ("a.npy", 0.0), ("b", 1.0), ("c.npy.npy", 2.0), ("c.npy", 3.0), ("c", 3.0)]
+        {
+            let t = read(&path, Some(name)).unwrap_or_else(|e| panic!("{name}: {e}"));
+            assert_eq!(t.to_vec::<f32>().unwrap()[0], number, "{name}");
+        }
+        let one = archive(&["a"], CompressionMethod::Deflated);
+        assert!(read(&one, None).is_ok());
+        assert!(read(&one, Some("a.npy")).is_err());
     }
 
     #[test]

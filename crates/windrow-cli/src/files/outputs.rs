@@ -43,6 +43,19 @@ impl Outputs {
         Ok(Outputs { targets })
     }
 
+    /// Refuses to write over a file that is read.
+    ///
+    /// # Errors
+    /// [`Reason::IsInput`].
+    pub fn spare(&self, input: &Path) -> Result<()> {
+        let Ok(input) = input.canonicalize() else { return Ok(()) };
+        let is_input = |target: &&Target| target.identity().is_some_and(|path| path == input);
+        match self.targets.iter().find(is_input) {
+            Some(target) => Err(FileError::new(&target.name, Reason::IsInput)),
+            None => Ok(()),
+        }
+    }
+
     /// Outputs of tensors, whose names say the format.
     ///
     /// # Errors

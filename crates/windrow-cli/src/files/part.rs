@@ -63,13 +63,20 @@ impl Drop for Part {
     }
 }
 
-/// `.NAME.PROCESS.COUNT.part` in the same folder.
+/// The longest name that file systems have.
+const LONGEST: usize = 255;
+
+/// `.NAME.PROCESS.COUNT.part` in the same folder; without the name if it is too long for that.
 fn free_name(target: &Path) -> PathBuf {
     static COUNT: AtomicU32 = AtomicU32::new(0);
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    let end = format!(".{}.{count}.part", std::process::id());
     let mut name = OsString::from(".");
     name.push(target.file_name().unwrap_or_default());
-    let count = COUNT.fetch_add(1, Ordering::Relaxed);
-    name.push(format!(".{}.{count}.part", std::process::id()));
+    if name.len() + end.len() > LONGEST {
+        name = ".windrow".into();
+    }
+    name.push(end);
     folder(target).join(name)
 }
 

@@ -25,7 +25,9 @@ pub(super) fn read(path: &Path, mut source: Source, name: Option<&str>) -> Resul
     let size = u64::from_le_bytes(size);
     let rest = source.len().map(|len| len.saturating_sub(8));
     if size > rest.unwrap_or(u64::MAX).min(HEADER_LIMIT) {
-        return Err(format_error(format!("a header of {size} bytes")));
+        let limit = rest.unwrap_or(u64::MAX).min(HEADER_LIMIT);
+        let why = if limit == HEADER_LIMIT { "the format allows" } else { "the file has for it" };
+        return Err(format_error(format!("a header of {size} bytes, {why} {limit}")));
     }
     let mut header = Vec::new();
     source.by_ref().take(size).read_to_end(&mut header)?;
@@ -117,6 +119,20 @@ mod tests {
     fn unknown_types_are_named() {
         let message = read(&file(&["x"], Dtype::U32), None).unwrap_err().to_string();
         assert!(message.contains("U32"), "{message}");
+    }
+
+    #[test]
+    fn the_limit_of_a_header_is_named() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), [&u64::MAX.to_le_bytes()[..], &[0; 20]].concat()).unwrap();
+        let message = read(file.path(), None).unwrap_err().to_string();
+        assert!(
+            message.contains("of 18446744073709551615 bytes, the file has for it 20"),
+            "{message}"
+        );
+        file.as_file().set_len(1 << 40).unwrap();
+        let message = read(file.path(), None).unwrap_err().to_string();
+        assert!(message.contains("bytes, the format allows 100000000"), "{message}");
     }
 
     #[test]
