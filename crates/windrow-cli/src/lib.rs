@@ -127,9 +127,10 @@ fn print_help(help_or_error: &clap::Error, args: &[OsString]) -> u8 {
     if help_or_error.use_stderr() {
         // What arguments bring along is not shown as it is: what is wrong with them is wrong with their escapes.
         let shown = args.iter().map(|arg| files::escaped(&arg.to_string_lossy()).into_owned());
+        let is_run = args.iter().any(|arg| arg == "run");
         match Command::try_parse_from(shown) {
             // There is nowhere to say that nothing can be said.
-            Err(error) => drop(error.print()),
+            Err(error) => drop(operator::suggest(error, is_run).print()),
             Ok(_) => print::note("an argument has control characters"),
         }
         return help_or_error.exit_code() as u8;

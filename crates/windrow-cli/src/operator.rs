@@ -1,5 +1,8 @@
 //! The operators by name.
 
+use clap::ValueEnum;
+use clap::error::{ContextKind, ContextValue, Error};
+
 /// An operator, as the command line names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Operator {
@@ -27,4 +30,31 @@ impl Operator {
         let all = [Operator::Gelu, Operator::CausalConv1d, Operator::Conv2d];
         all.into_iter().filter(|o| named.is_empty() || named.contains(o)).collect()
     }
+}
+
+/// Says which operator is meant by a name that is a part of an operator's, as `conv1d` is; clap finds what is nearest in
+/// letters. An operator in place of a command is one of `run`.
+pub(crate) fn suggest(mut error: Error, is_run: bool) -> Error {
+    if let Some(ContextValue::String(name)) = error.get(ContextKind::InvalidSubcommand) {
+        let start = if is_run { "" } else { "run " };
+        let meant: Vec<_> = meant_by(name).map(|operator| format!("{start}{operator}")).collect();
+        if !meant.is_empty() {
+            error.insert(ContextKind::SuggestedSubcommand, ContextValue::Strings(meant));
+        }
+    }
+    if let Some(ContextValue::String(name)) = error.get(ContextKind::InvalidValue)
+        && let Some(ContextValue::Strings(valid)) = error.get(ContextKind::ValidValue)
+        && let Some(operator) = meant_by(name).find(|operator| valid.contains(operator))
+    {
+        error.insert(ContextKind::SuggestedValue, ContextValue::String(operator));
+    }
+    error
+}
+
+/// The operators whose names have all of this one.
+fn meant_by(name: &str) -> impl Iterator<Item = String> + use<> {
+    let name = name.to_lowercase().replace('_', "-");
+    let operators = Operator::value_variants().iter().filter_map(Operator::to_possible_value);
+    let names = operators.map(|value| value.get_name().to_owned());
+    names.filter(move |operator| name.len() > 3 && operator.contains(&name))
 }

@@ -116,6 +116,29 @@ fn width() -> u16 {
     }
 }
 
+/// A line as several that fit the terminal, broken at blanks, those behind the first indented.
+pub(crate) fn wrapped(line: &str) -> String {
+    wrapped_to(usize::from(width()), line)
+}
+
+fn wrapped_to(width: usize, line: &str) -> String {
+    let (mut text, mut column) = (String::with_capacity(line.len()), 0);
+    for word in line.split(' ') {
+        let size = measure_text_width(word);
+        if column > 0 && column + 1 + size > width {
+            text += "\n";
+            text += &" ".repeat(GAP);
+            column = GAP;
+        } else if column > 0 {
+            text.push(' ');
+            column += 1;
+        }
+        text += word;
+        column += size;
+    }
+    text
+}
+
 /// Three significant digits without an exponent: `0.00123`, `1.23`, `123`, `12345`.
 pub(crate) fn digits(x: f64) -> String {
     if x == 0.0 || !x.is_finite() {
@@ -156,6 +179,13 @@ mod tests {
         }
         assert_eq!((scientific(1.234e-7), scientific(0.0)), ("1.2e-7".into(), "0".into()));
         assert_eq!(percent(0.987), "99%");
+    }
+
+    #[test]
+    fn lines_are_broken_at_blanks() {
+        assert_eq!(wrapped_to(9, "a line of words"), "a line of\n  words");
+        assert_eq!(wrapped_to(80, "a line of words"), "a line of words");
+        assert_eq!(wrapped_to(4, "unbreakable x"), "unbreakable\n  x");
     }
 
     #[test]

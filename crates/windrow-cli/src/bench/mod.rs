@@ -159,6 +159,9 @@ pub(crate) fn run(args: &Bench) -> Result<(), Failure> {
         plot::check_name(plot)?;
     }
     let files = Outputs::new([&args.csv, &args.plot].into_iter().flatten().map(|p| &**p))?;
+    if let Some(layers) = &args.layers {
+        files.spare(layers)?;
+    }
     if let Some(ranks) = parallel::Ranks::of(args)? {
         let timeout = Duration::from_secs(args.timeout);
         return parallel::run(args, ranks, &layers(args)?, timeout);

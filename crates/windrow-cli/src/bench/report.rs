@@ -3,7 +3,7 @@
 use super::row::Row;
 use crate::machine::Machine;
 use crate::print;
-use crate::table::{Columns, digits, percent, scientific};
+use crate::table::{Columns, digits, percent, scientific, wrapped};
 use serde::Serialize;
 use std::fmt::Write;
 
@@ -30,7 +30,8 @@ pub(crate) fn csv(rows: &[Row]) -> Vec<u8> {
 
 /// For each operator a table of speed and error and a table of the spread of the timings.
 pub(crate) fn tables(machine: &Machine, rows: &[Row]) -> String {
-    let mut text = format!("{}\n{}\n", machine.summary(), machine.ceilings());
+    let [summary, ceilings] = [machine.summary(), machine.ceilings()].map(|line| wrapped(&line));
+    let mut text = format!("{summary}\n{ceilings}\n");
     for group in rows.chunk_by(|a, b| a.op == b.op) {
         write_group(&mut text, group);
     }
@@ -44,7 +45,8 @@ fn write_group(text: &mut String, rows: &[Row]) {
         "GFLOP/s" => "GFLOP/s of direct convolution; peak: f32 FMA",
         _ => "GB/s, each byte once; peak: a copy of as many bytes",
     };
-    let _ = writeln!(text, "\n{op}: {meaning}; gain: over {direct}\n");
+    let heading = wrapped(&format!("{op}: {meaning}; gain: over {direct}"));
+    let _ = writeln!(text, "\n{heading}\n");
     let rate_heading = format!(">{unit}");
     let mut speed = Columns::new(&[
         "case",
@@ -87,8 +89,8 @@ fn write_group(text: &mut String, rows: &[Row]) {
     let total: usize = rows.iter().map(|r| r.elements).sum();
     let errors: usize = rows.iter().map(|r| r.error_count).sum();
     let sampled = if rows.iter().any(|r| r.sampled) { ", a sample" } else { "" };
-    let _ = writeln!(
-        text,
+    let compared = format!(
         "{checked} of {total} outputs compared with the f64 oracle{sampled}: {errors} outside tolerance"
     );
+    let _ = writeln!(text, "{}", wrapped(&compared));
 }

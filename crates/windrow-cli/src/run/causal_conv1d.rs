@@ -17,8 +17,11 @@ Examples:
   windrow run causal-conv1d --input x.npy --weight w.npy --activation silu --output y.npy
   windrow run causal-conv1d --input 1.npy --weight w.npy --output y1.npy --final-states s.npy
   windrow run causal-conv1d --input 2.npy --weight w.npy --output y2.npy --initial-states s.npy")]
+#[command(override_usage = "\
+windrow run causal-conv1d [OPTIONS] --input <FILE> --weight <FILE>
+                                 --output <FILE>")]
 pub(crate) struct CausalConv1d {
-    /// x [b, d, l]; `-` is standard input
+    /// x [b, d, l], f32, f16 or bf16; `-` is standard input
     #[arg(long, value_name = "FILE")]
     input: PathBuf,
     /// w [d, width], or dense [d_out, d_in, width]
@@ -27,7 +30,7 @@ pub(crate) struct CausalConv1d {
     /// Bias [d]
     #[arg(long, value_name = "FILE")]
     bias: Option<PathBuf>,
-    /// Applied to the sums
+    /// Applied to the sums; swish is silu, none is identity
     #[arg(long, value_name = "NAME", default_value = "identity", value_parser = names::activation())]
     activation: Activation,
     /// Sequence that each token belongs to, i32 [b, l]; negative is padding

@@ -17,8 +17,11 @@ Examples:
   windrow run conv2d --input x.npy --weight w.npy --padding 1 --output y.npy
   windrow run conv2d --input image.npy --channels-last --weight net.safetensors:stem.weight \\
       --bias net.safetensors:stem.bias --stride 2 --padding 3 --activation relu --output y.npy")]
+#[command(override_usage = "\
+windrow run conv2d [OPTIONS] --input <FILE> --weight <FILE>
+                          --output <FILE>")]
 pub(crate) struct Conv2d {
-    /// x [n, c, h, w]; `-` is standard input
+    /// x [n, c, h, w], f32, f16 or bf16; `-` is standard input
     #[arg(long, value_name = "FILE")]
     input: PathBuf,
     /// w [k, c/groups, r, s]
@@ -42,7 +45,7 @@ pub(crate) struct Conv2d {
     /// Groups of channels
     #[arg(long, default_value_t = 1)]
     groups: usize,
-    /// Applied to the sums
+    /// Applied to the sums; swish is silu, none is identity
     #[arg(long, value_name = "NAME", default_value = "identity", value_parser = names::activation())]
     activation: Activation,
     /// The most inexact that an algorithm may be [default: fp32]

@@ -14,7 +14,7 @@ Examples:
   windrow run gelu --input x.npy --output y.npy --approximate tanh
   windrow run gelu --input mlp.npz:up --gate mlp.npz:gate --output y.safetensors --verify")]
 pub(crate) struct Gelu {
-    /// x, any shape; `-` is standard input
+    /// x, any shape, f32, f16 or bf16; `-` is standard input
     #[arg(long, value_name = "FILE")]
     input: PathBuf,
     /// Bias [last dimension of x]

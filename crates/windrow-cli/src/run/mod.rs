@@ -17,9 +17,9 @@ use windrow::{DType, Device, Error, Placed, Plan, PlanOptions, Tensor};
 
 /// Run one operator on tensors from .npy, .npz or .safetensors files.
 ///
-/// A tensor of an archive is chosen by PATH:NAME. Outputs are .npy or .safetensors files. `-` is standard
-/// input or output: .npy or .safetensors is told from the first bytes, and .npy is written (bf16 as
-/// .safetensors).
+/// Elements are f32, f16 or bf16. A tensor of an archive is chosen by PATH:NAME. Outputs are .npy or
+/// .safetensors files. `-` is standard input or output: .npy or .safetensors is told from the first
+/// bytes, and .npy is written (bf16 as .safetensors).
 #[derive(Debug, clap::Subcommand)]
 #[command(after_help = EXAMPLES)]
 pub(crate) enum Run {

@@ -204,3 +204,46 @@ fn signals_leave_no_temporary_files() {
         assert_eq!(std::fs::read(folder.path("y.npy")).unwrap(), b"before");
     }
 }
+
+/// File systems allow 255 bytes, and the temporary file beside has a name of its own.
+#[test]
+fn long_names_are_written() {
+    let folder = Folder::new();
+    folder.ramp("x.npy", &[5]);
+    for bytes in [200, 245, 250, 251, 255] {
+        let name = format!("{}.npy", "y".repeat(bytes - 4));
+        for _ in 0..2 {
+            folder.succeed(&format!("run gelu --input x.npy --output {name}"));
+        }
+        assert_eq!(folder.read(&name).shape(), [5], "{bytes}");
+        std::fs::remove_file(folder.path(&name)).unwrap();
+    }
+    assert_eq!(folder.names(), ["x.npy"]);
+}
+
+#[test]
+fn a_list_of_layers_is_not_written_over() {
+    let folder = Folder::new();
+    let layers = b"tiny,1,3,10,12,5\n";
+    folder.bytes("l.csv", layers);
+    let bench = "bench conv2d --iterations 1 --layers l.csv";
+    let mut outputs = vec!["--csv l.csv", "--csv ./l.csv"];
+    #[cfg(unix)]
+    {
+        std::os::unix::fs::symlink("l.csv", folder.path("l.svg")).unwrap();
+        outputs.push("--csv a.csv --plot l.svg");
+    }
+    for output in outputs {
+        folder.refuse(&format!("{bench} {output}"), &["is read"]);
+        assert_eq!(std::fs::read(folder.path("l.csv")).unwrap(), layers);
+    }
+}
+
+/// An output without elements differs in none of them.
+#[test]
+fn an_empty_batch_is_no_failure() {
+    let folder = Folder::new();
+    folder.bytes("l.csv", b"none,0,2,9,9,2\nsome,1,2,9,9,2\n");
+    let printed = folder.succeed("bench conv2d --layers l.csv --iterations 1");
+    assert!(printed.contains("ok") && !printed.contains("FAIL"), "{printed}");
+}

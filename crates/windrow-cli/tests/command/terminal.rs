@@ -9,6 +9,17 @@ fn text(bytes: &[u8]) -> String {
 /// What a command shows on a terminal of so many columns.
 #[cfg(target_os = "linux")]
 fn on_terminal(folder: &Folder, columns: u16, args: &str) -> String {
+    on_terminal_with(folder, columns, args, &[])
+}
+
+/// As [`on_terminal`], with these variables.
+#[cfg(target_os = "linux")]
+fn on_terminal_with(
+    folder: &Folder,
+    columns: u16,
+    args: &str,
+    variables: &[(&str, &str)],
+) -> String {
     use std::fs::File;
     use std::io::Read;
     use std::os::fd::FromRawFd;
@@ -22,6 +33,7 @@ fn on_terminal(folder: &Folder, columns: u16, args: &str) -> String {
     let (mut ours, theirs) = unsafe { (File::from_raw_fd(ours), File::from_raw_fd(theirs)) };
     let mut command = folder.command(args);
     command.stdout(theirs.try_clone().unwrap()).stderr(theirs).env("TERM", "xterm");
+    command.env_remove("NO_COLOR").envs(variables.iter().copied());
     let mut child = command.spawn().unwrap();
     // The command's copies of the terminal: it ends for us when the last one is closed.
     drop(command);
@@ -57,6 +69,69 @@ fn sixty_columns_are_enough() {
             assert!(visible <= 60, "{args}: {visible}: {line}");
         }
     }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn eighty_columns_are_enough_for_everything() {
+    let folder = Folder::new();
+    folder.bytes("l.csv", b"a_layer_with_a_long_name,1,3,10,12,5\n");
+    let bench = "bench causal-conv1d conv2d --layers l.csv --iterations 1 --threads 1 --quiet";
+    let mut all = vec![bench.to_owned()];
+    for of in ["", "bench", "verify", "tune", "devices", "run", "completions", "man"] {
+        all.push(format!("{of} --help"));
+    }
+    all.extend(["gelu", "conv2d", "causal-conv1d"].map(|of| format!("run {of} --help")));
+    for columns in [80, 100] {
+        for args in &all {
+            for line in on_terminal(&folder, columns, args).lines() {
+                let visible = console::strip_ansi_codes(line).trim_end().chars().count();
+                assert!(visible <= columns.into(), "{args} at {columns}: {visible}: {line}");
+            }
+        }
+    }
+}
+
+/// With `NO_COLOR` as without it: what goes on is gone at the end, and nothing is coloured.
+#[cfg(target_os = "linux")]
+#[test]
+fn no_color_leaves_no_colours_and_no_progress() {
+    let folder = Folder::new();
+    folder.ramp("x.npy", &[5]).bytes("l.csv", b"tiny,1,3,10,12,5\n");
+    for args in [
+        "run gelu --input x.npy --output y.npy",
+        "run gelu --input x.npy --output y.npy --algorithm f32",
+        "bench conv2d --layers l.csv --iterations 1 --threads 1",
+        "verify gelu --quick",
+        "tune conv2d --layers l.csv --threads 1 --budget 0.02",
+        "run conv2 --help",
+        "--help",
+    ] {
+        let shown = on_terminal_with(&folder, 80, args, &[("NO_COLOR", "1")]);
+        assert!(!shown.contains("\u{1b}[1m") && !shown.contains("\u{1b}[3"), "{args}: {shown:?}");
+        // What is left when the last line of progress was cleared.
+        let last = shown.rsplit("\r\u{1b}[2K").next().unwrap();
+        assert!(!last.contains("reading x.npy") && !last.contains("0/1"), "{args}: {shown:?}");
+    }
+}
+
+#[test]
+fn operators_are_suggested() {
+    let folder = Folder::new();
+    for (args, suggested) in [
+        ("run conv1d", "'causal-conv1d'"),
+        ("bench conv1d", "'causal-conv1d'"),
+        ("verify causal", "'causal-conv1d'"),
+        ("tune CONV2D", "'conv2d'"),
+        ("run causal_conv", "'causal-conv1d'"),
+        ("run gleu", "'gelu'"),
+        ("run conv2", "'conv2d'"),
+        ("gelu", "'run gelu'"),
+        ("conv1d", "'run causal-conv1d'"),
+    ] {
+        folder.refuse(args, &["tip", suggested]);
+    }
+    folder.refuse("run fft", &["fft"]);
 }
 
 #[cfg(target_os = "linux")]
@@ -179,8 +254,13 @@ fn help_has_examples_names_and_variables() {
         assert!(help.contains(&format!("WINDROW_{variable}")), "{variable}: {help}");
     }
     let help = folder.succeed("run conv2d --help");
-    for name in ["winograd_gemm_f6", "im2col_gemm", "gelu_tanh", "tf32", "--channels-last"] {
+    for name in ["winograd_gemm_f6", "im2col_gemm", "gelu_tanh", "tf32", "--channels-last", "swish"]
+    {
         assert!(help.contains(name), "{name}: {help}");
+    }
+    for args in ["run", "run gelu", "run conv2d", "run causal-conv1d"] {
+        let help = folder.succeed(&format!("{args} --help"));
+        assert!(help.contains("f32, f16 or bf16"), "{args}: {help}");
     }
     assert!(!help.contains("--channel-last"), "{help}");
     for (args, name) in [("bench", "im2col_gemm"), ("run gelu", "f16x8_pack"), ("tune", "bf16")] {
