@@ -262,20 +262,17 @@ pub fn import(table: &str) -> Result<usize> {
     Ok(entries.len())
 }
 
-/// The operators whose configurations are measured: their names, and whether a text is a configuration.
-const OPERATORS: [(&str, fn(&str) -> bool); 3] = [
-    (Gelu::NAME, is_configuration::<Gelu>),
-    (CausalConv1d::NAME, is_configuration::<CausalConv1d>),
-    (Conv2d::NAME, is_configuration::<Conv2d>),
-];
+/// Whether some plan could take the configuration: a problem's key begins with its operator.
+fn is_known(problem: &str, configuration: &str) -> bool {
+    let is_configuration = match problem.split(' ').next() {
+        Some(Gelu::NAME) => is_configuration::<Gelu>,
+        Some(CausalConv1d::NAME) => is_configuration::<CausalConv1d>,
+        Some(Conv2d::NAME) => is_configuration::<Conv2d>,
+        _ => return false,
+    };
+    is_configuration(configuration)
+}
 
 fn is_configuration<O: Tuned>(text: &str) -> bool {
     text.parse::<O::Configuration>().is_ok()
-}
-
-/// Whether some plan could take the configuration: a problem's key begins with its operator.
-fn is_known(problem: &str, configuration: &str) -> bool {
-    let operator = problem.split(' ').next();
-    let found = OPERATORS.iter().find(|(name, _)| Some(*name) == operator);
-    found.is_some_and(|(_, is_configuration)| is_configuration(configuration))
 }
