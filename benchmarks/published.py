@@ -228,11 +228,8 @@ def verdict(case: dict[str, Any]) -> str:
 
 
 def write(record: dict[str, Any], out: Path) -> None:
-    """One case in a line."""
-    head = {key: value for key, value in record.items() if key != "cases"}
-    cases = ",\n".join(f"    {json.dumps(case)}" for case in record["cases"])
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(head, indent=1)[:-2] + f',\n "cases": [\n{cases}\n ]\n}}\n')
+    provenance.write(out, record)
     out.with_suffix(".md").write_text("\n".join(table(record)) + "\n")
 
 
