@@ -31,19 +31,23 @@ ARCHITECTURES = ["8.0+PTX"]
 BACKENDS = {"cpu": {"type": "cpu"}} | {
     cuda: {"type": "cuda", "archs": ARCHITECTURES} for cuda in ("cu126", "cu130")
 }
-MODULES = [
-    "torch/_causal_conv1d.py",
-    "torch/_conv2d.py",
-    "torch/_conv2d_fastest.py",
-    "torch/_fastest.py",
-    "torch/_filters.py",
-    "torch/_flops.py",
-    "torch/_gelu.py",
-    "torch/_library.py",
-    "torch/_memory.py",
-    "_threads.py",
-]
+# What `__init__.py` imports of the package; the rest follows from these modules' own imports.
+FIRST = ["torch/_causal_conv1d.py", "torch/_conv2d.py", "torch/_flops.py", "torch/_gelu.py", "_threads.py"]
 ABSOLUTE = re.compile(r"^(\s*)from windrow(?:\.torch)?(?:\.(\w+))? import ", re.MULTILINE)
+
+
+# The module's name, or the names that come from the package of modules.
+IMPORTED = re.compile(r"^\s*from windrow\.torch(?:\.(_\w+) import|\s+import (.+))", re.MULTILINE)
+
+
+def modules(package: Path) -> list[str]:
+    """Modules of the folder: the first ones, and those that they import."""
+    found = [*FIRST]
+    for module in found:
+        for one, several in IMPORTED.findall((package / module).read_text()):
+            names = [f"torch/{name.strip()}.py" for name in (one or several).split(",")]
+            found += [name for name in names if name not in found]
+    return found
 
 
 def relative(source: str) -> str:
@@ -60,7 +64,7 @@ def write_variant(package: Path, folder: Path, backend: dict, revision: str) -> 
     shutil.copy(HERE / "by_name.py", by_name / "__init__.py")
     for file in ["__init__.py", "layers.py"]:
         shutil.copy(HERE / file, folder)
-    for module in MODULES:
+    for module in modules(package):
         source = package / module
         (folder / source.name).write_text(relative(source.read_text()))
     shutil.copy(package / "_native.abi3.so", folder)

@@ -56,7 +56,7 @@ x = torch.randn(2, 64, 64, 64) * 1e-38
 conv2d, causal = torch.randn(32, 64, 3, 3), torch.randn(64, 4)
 calls = {
     "gelu": lambda: windrow.torch.gelu(x),
-    "causal_conv1d": lambda: windrow.torch.causal_conv1d(x.flatten(2), causal),
+    "causal_conv1d": lambda: windrow.torch.causal_conv1d_fn(x.flatten(2), causal),
     "conv2d": lambda: windrow.torch.conv2d(x, conv2d, padding=1),
     "7x7": lambda: windrow.torch.conv2d(x, torch.ones(4, 64, 7, 7)),
 }
