@@ -5,7 +5,7 @@
 //! changed once it is made and can also be one that exists already (`WINDROW_TORCH_ENV`).
 
 use crate::examples;
-use crate::steps::{COMMANDS, Result, Steps, WHOLE, cargo, root};
+use crate::steps::{COMMANDS, Result, Steps, WHOLE, cargo, root, target};
 use std::collections::hash_map::DefaultHasher;
 use std::ffi::OsStr;
 use std::hash::{Hash, Hasher};
@@ -76,7 +76,8 @@ fn build(steps: &mut Steps, package: &Path, environment: &Path) -> Result<PathBu
         .arg("--manifest-path")
         .arg(package.join("Cargo.toml"))
         .env(REAL_CARGO, cargo(&[]).get_program())
-        .env("CARGO", env::current_exe()?)
+        // By its path: the tests have built this program again, so the one that runs may be no file any more.
+        .env("CARGO", target().join("debug").join(format!("xtask{}", env::consts::EXE_SUFFIX)))
         .env(WHOLE.0, WHOLE.1);
     steps.run("wheel", &mut maturin)?;
     let wheel = fs::read_dir(&wheels)?.next().ok_or("maturin built no wheel")??.path();
