@@ -86,6 +86,13 @@ pub(crate) struct Launch {
     pub(crate) block: [u32; 3],
 }
 
+impl Launch {
+    /// Blocks and their threads in x alone.
+    pub(crate) fn line(blocks: usize, threads: usize) -> Self {
+        Launch { grid: [blocks as u32, 1, 1], block: [threads as u32, 1, 1] }
+    }
+}
+
 /// How a kernel that was loaded is launched.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Function {

@@ -1,163 +1,146 @@
-//! Which algorithm the planner takes on CUDA.
+//! The algorithm that a plan takes on a GPU.
 
-use super::chips::Chip;
 use super::cudnn;
 use super::cudnn::turned::Turned;
 use super::facts::{has_epilogue, has_vectors, is_strict, may_transform};
 use super::grouped::GroupedMethod;
 use super::methods::{self, Method, allows, pack_micros};
+use super::task::Task;
 use super::winograd_gemm::{self, largest_tile, tiles};
 use super::winograd_row::{self, WinogradRow};
 use crate::conv2d::spec::is_channels_last;
-use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
+use crate::conv2d::{Conv2dAlgorithm, Tile};
 use crate::dtype::not_computed;
 use crate::{DType, Filter};
+use Conv2dAlgorithm::{Cudnn, Direct, Im2colGemm, ImplicitGemm, WinogradGemm, WinogradRow as Row};
+
+/// Terms of a sum below which one thread for each output is not compared with a product.
+const FEW_TERMS: usize = 64;
 
 /// The algorithm that should be fastest among those that are supported and that the spec's accuracy
 /// allows, with its packing if the filter changes.
-pub(super) fn choose(
-    spec: &Conv2dSpec,
-    p: &Problem,
-    supported: &[Conv2dAlgorithm],
-    chip: Chip,
-    filter: Filter,
-) -> Conv2dAlgorithm {
-    let chosen = choose_packed(spec, p, supported, chip);
-    let (implicit, cudnn) = (Conv2dAlgorithm::ImplicitGemm, Conv2dAlgorithm::Cudnn);
-    if filter == Filter::Kept || !(chosen.is_winograd() || chosen == implicit) {
-        return chosen;
-    }
-    let with_packing = |algorithm| {
-        let configuration = Conv2dConfiguration::new(algorithm);
-        methods::micros(chip, spec, p, &configuration) + pack_micros(chip, spec, p, algorithm)
+///
+/// Rules name one. Then each challenger that stands for the convolution takes its place if it is expected to take less
+/// than a share of its time.
+pub(super) fn choose(task: &Task<'_>, supported: &[Conv2dAlgorithm]) -> Conv2dAlgorithm {
+    let (spec, p) = (task.spec, task.problem);
+    let has = |algorithm| supported.contains(&algorithm) && allows(&task.by(algorithm));
+    let grouped = |_| is_strict(spec) && GroupedMethod.computes(task);
+    // One product is what cuDNN has kernels of, for f32 at lower accuracy and for f16 and bf16 whose pixels are whole
+    // vectors. Of f16 and bf16 ours has bias, residual, activation and the order of y within; cuDNN's needs a pass more.
+    let sums = |chosen| {
+        let unlike_cudnns = [Im2colGemm, Direct].contains(&chosen)
+            || !p.c.is_multiple_of(8)
+            || has_epilogue(spec)
+            || Turned::suits(spec, p);
+        let few = chosen == Direct && p.groups == 1 && p.taps() < FEW_TERMS;
+        (is_strict(spec) || spec.x.dtype != DType::F32 && unlike_cudnns) && !few
     };
-    [chosen, implicit, cudnn]
-        .into_iter()
-        .filter(|other| supported.contains(other) && allows(spec, *other))
-        .min_by(|&a, &b| with_packing(a).total_cmp(&with_packing(b)))
-        .unwrap_or(chosen)
-}
-
-/// For a filter that is packed already.
-fn choose_packed(
-    spec: &Conv2dSpec,
-    p: &Problem,
-    supported: &[Conv2dAlgorithm],
-    chip: Chip,
-) -> Conv2dAlgorithm {
-    let micros = |algorithm| methods::micros(chip, spec, p, &Conv2dConfiguration::new(algorithm));
-    let direct = Conv2dAlgorithm::Direct;
-    let other = match choose_beside_implicit(spec, p, supported, chip) {
-        other
-            if is_strict(spec)
-                && GroupedMethod.computes(spec, p)
-                && micros(direct) < micros(other) =>
-        {
-            direct
+    let changes = |chosen: Conv2dAlgorithm| {
+        task.options.filter == Filter::Changing && (chosen.is_winograd() || chosen == ImplicitGemm)
+    };
+    // cuDNN reads a filter as it is: what the others take longer on each call, to see whether it has changed.
+    let looks = |chosen| {
+        let looks = chosen == Cudnn && spec.x.dtype != DType::F32 && !Turned::suits(spec, p);
+        if looks { 1e-6 * (p.k * p.taps() * spec.w.dtype.size()) as f64 / 3.0 } else { 0.0 }
+    };
+    // Each with its share, whether packing counts, and when it stands.
+    let challengers: [(_, f64, bool, &dyn Fn(Conv2dAlgorithm) -> bool); 4] = [
+        (Direct, 1.0, false, &grouped),
+        (ImplicitGemm, 0.9, false, &sums),
+        (ImplicitGemm, 1.0, true, &changes),
+        (Cudnn, 1.0, true, &changes),
+    ];
+    let mut chosen = by_rules(task, &|algorithm| supported.contains(&algorithm));
+    for (other, share, packing, stands) in challengers {
+        let micros = |algorithm| {
+            let task = task.by(algorithm);
+            methods::micros(&task) + if packing { pack_micros(&task) } else { 0.0 }
+        };
+        let looks = if packing { 0.0 } else { looks(chosen) };
+        if has(other) && stands(chosen) && micros(other) + looks < share * micros(chosen) {
+            chosen = other;
         }
-        other => other,
-    };
-    let implicit = Conv2dAlgorithm::ImplicitGemm;
-    // One product is what cuDNN has kernels of, for f32 at lower accuracy and for halves whose pixels are whole vectors. Of
-    // halves ours has bias, residual, activation and the order of y within, where cuDNN's has a pass behind it.
-    let unlike_cudnns = [Conv2dAlgorithm::Im2colGemm, direct].contains(&other)
-        || !p.c.is_multiple_of(8)
-        || has_epilogue(spec)
-        || Turned::suits(spec, p);
-    let sums = is_strict(spec) || spec.x.dtype != DType::F32 && unlike_cudnns;
-    let may = supported.contains(&implicit) && sums && allows(spec, implicit);
-    const FEW_TERMS: usize = 64;
-    if !may || (other == direct && p.groups == 1 && p.taps() < FEW_TERMS) {
-        return other;
     }
-    // Where cuDNN is the other, which reads the filter as it is: what a call takes that looks whether it has changed.
-    let may_look = other == Conv2dAlgorithm::Cudnn && spec.x.dtype != DType::F32;
-    let looks =
-        if may_look && !Turned::suits(spec, p) { 1e-6 * filter_bytes(spec, p) / 3.0 } else { 0.0 };
-    if micros(implicit) + looks < 0.9 * micros(other) { implicit } else { other }
+    chosen
 }
 
-fn filter_bytes(spec: &Conv2dSpec, p: &Problem) -> f64 {
-    (p.k * p.taps() * spec.w.dtype.size()) as f64
-}
-
-/// The rules follow times of layers on an H200 (`benchmarks/record/2026-11-22-h200`).
-fn choose_beside_implicit(
-    spec: &Conv2dSpec,
-    p: &Problem,
-    supported: &[Conv2dAlgorithm],
-    chip: Chip,
-) -> Conv2dAlgorithm {
-    let has = |algorithm| supported.contains(&algorithm);
+/// The algorithm by rules that follow times of layers on an H200 (`benchmarks/record/2026-11-22-h200`): the first that
+/// holds.
+fn by_rules(task: &Task<'_>, has: &dyn Fn(Conv2dAlgorithm) -> bool) -> Conv2dAlgorithm {
+    let (spec, p) = (task.spec, task.problem);
     // cuDNN sums in f32 what is not rounded, as the other sums do.
-    let few = p.k_group() < 8 || p.taps() < 8;
-    let sums = match few {
-        true => Conv2dAlgorithm::Direct,
-        false if has(Conv2dAlgorithm::Cudnn) => Conv2dAlgorithm::Cudnn,
-        false => Conv2dAlgorithm::Im2colGemm,
+    let sums = match p.k_group() < 8 || p.taps() < 8 {
+        true => Direct,
+        false if has(Cudnn) => Cudnn,
+        false => Im2colGemm,
     };
     if !p.is_winograd() || !may_transform(spec) {
         return sums;
     }
-    if has(Conv2dAlgorithm::Cudnn) && is_small(spec, p) {
-        return Conv2dAlgorithm::Cudnn;
+    if has(Cudnn) && is_small(task) {
+        return Cudnn;
     }
-    let tile = tile(chip, spec, p);
-    let staged = Conv2dAlgorithm::WinogradGemm(tile);
-    let cudnn = has(Conv2dAlgorithm::Cudnn) && cudnn_reads(spec, p);
-    let staged_pays = has(Conv2dAlgorithm::WinogradRow) && stages_pay(spec, p, tile, cudnn, chip);
-    if cudnn && !staged_pays && cudnn_pays(spec, p, chip.multiprocessors) {
-        return Conv2dAlgorithm::Cudnn;
+    let tile = tile(task);
+    let cudnn = has(Cudnn) && cudnn_reads(task);
+    let staged_pays = has(Row) && stages_pay(task, tile, cudnn);
+    if cudnn && !staged_pays && cudnn_pays(task) {
+        return Cudnn;
     }
-    let wins =
-        |algorithm| p.c.min(p.k) >= 16 || staged_pays || algorithm == Conv2dAlgorithm::WinogradRow;
-    let candidates = if staged_pays {
-        [staged, Conv2dAlgorithm::WinogradRow]
-    } else {
-        [Conv2dAlgorithm::WinogradRow, staged]
-    };
-    candidates.into_iter().find(|&a| has(a) && wins(a)).unwrap_or(sums)
+    if staged_pays && has(WinogradGemm(tile)) {
+        return WinogradGemm(tile);
+    }
+    if has(Row) {
+        return Row;
+    }
+    if has(WinogradGemm(tile)) && p.c.min(p.k) >= 16 {
+        return WinogradGemm(tile);
+    }
+    sums
 }
 
 /// F4 where it is allowed, unless it saves nothing because tiles lie beside the image, or its few tiles leave a device
 /// idle.
-fn tile(chip: Chip, spec: &Conv2dSpec, p: &Problem) -> Tile {
+fn tile(task: &Task<'_>) -> Tile {
     const FEW: usize = 240;
-    let micros = |tile| winograd_gemm::micros(chip, spec, p, tile);
-    let pays = tiles(p, Tile::F4) >= FEW && 1.05 * micros(Tile::F4) < micros(Tile::F2);
-    if pays { largest_tile(spec) } else { Tile::F2 }
+    let micros = |tile| winograd_gemm::micros(task, tile);
+    let pays = tiles(task.problem, Tile::F4) >= FEW && 1.05 * micros(Tile::F4) < micros(Tile::F2);
+    if pays { largest_tile(task.spec) } else { Tile::F2 }
 }
 
 /// True if the stages are ahead of the fused kernel and, if the spec may take it, of cuDNN: where products outweigh passes
 /// over V and M, and where the fused kernel has too few blocks for the device.
-fn stages_pay(spec: &Conv2dSpec, p: &Problem, tile: Tile, cudnn: bool, chip: Chip) -> bool {
-    let staged = winograd_gemm::micros(chip, spec, p, tile);
-    let ahead = staged < winograd_row::micros(spec, p, chip);
+fn stages_pay(task: &Task<'_>, tile: Tile, cudnn: bool) -> bool {
+    let (spec, p) = (task.spec, task.problem);
+    let staged = winograd_gemm::micros(task, tile);
+    let ahead = staged < winograd_row::micros(task);
     if spec.x.dtype == DType::F32 {
-        return ahead && (!cudnn || staged < cudnn::micros(chip, spec, p));
+        return ahead && (!cudnn || staged < cudnn::micros(task));
     }
     // The F2 of bf16 moves too much where there is much to do.
     let least_k = if is_channels_last(&spec.y.layout) { 1024 } else { 512 };
     let many = tile == Tile::F4 && p.c >= 512 && p.k >= least_k && tiles(p, tile) >= 1024;
-    many || ahead && winograd_row::rounds(spec, p, chip.multiprocessors) <= 2.0
+    many || ahead && winograd_row::rounds(task) <= 2.0
 }
 
 /// True if the launches and passes of the other algorithms take longer than sums without a transform: cuDNN was 1.5 to 2.7
 /// times as fast on layers of 7 to 24 channels in f32.
-fn is_small(spec: &Conv2dSpec, p: &Problem) -> bool {
-    is_strict(spec) && p.c <= 24 && p.flops() <= 2.5e8
+fn is_small(task: &Task<'_>) -> bool {
+    is_strict(task.spec) && task.problem.c <= 24 && task.problem.flops() <= 2.5e8
 }
 
 /// True if cuDNN reads and writes the tensors as they are, with arithmetic that the fused kernel's could lose to:
 /// channels-last ones of whole vectors of channels. Elsewhere it copies them.
-fn cudnn_reads(spec: &Conv2dSpec, p: &Problem) -> bool {
-    !is_strict(spec) && is_channels_last(&spec.y.layout) && has_vectors(spec, p)
+fn cudnn_reads(task: &Task<'_>) -> bool {
+    let spec = task.spec;
+    !is_strict(spec) && is_channels_last(&spec.y.layout) && has_vectors(spec, task.problem)
 }
 
 /// True if cuDNN is ahead of the fused kernel where [`cudnn_reads`].
-fn cudnn_pays(spec: &Conv2dSpec, p: &Problem, multiprocessors: u32) -> bool {
-    let share = WinogradRow::share_in_use(p, multiprocessors);
-    match spec.x.dtype {
+fn cudnn_pays(task: &Task<'_>) -> bool {
+    let p = task.problem;
+    let share = WinogradRow::share_in_use(p, task.chip.multiprocessors);
+    match task.spec.x.dtype {
         // f32 is read once more, for its largest magnitude, which few products do not hide.
         DType::F32 => p.c < 256 || share < 0.75,
         // Few input channels leave the fused kernel bound by its stores, and cuDNN's blocks have 128 output channels. With
@@ -171,9 +154,8 @@ fn cudnn_pays(spec: &Conv2dSpec, p: &Problem, multiprocessors: u32) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::conv2d::Conv2dParams;
+    use crate::conv2d::{Conv2dParams, Conv2dSpec};
     use crate::{Accuracy, Activation, Layout, TensorDesc};
-    use Conv2dAlgorithm::{Cudnn, Direct, Im2colGemm, ImplicitGemm, WinogradGemm, WinogradRow};
 
     const OWN: [Conv2dAlgorithm; 4] =
         [Direct, Im2colGemm, WinogradGemm(Tile::F2), WinogradGemm(Tile::F4)];
@@ -197,19 +179,23 @@ mod tests {
         params: &Conv2dParams,
         more: &[Conv2dAlgorithm],
     ) -> Conv2dAlgorithm {
-        let spec = Conv2dSpec::new(x, w, params).unwrap();
-        choose(
-            &spec,
-            &spec.problem().unwrap(),
-            &[&OWN, more].concat(),
-            Chip::h200(132),
-            Filter::Kept,
-        )
+        choose_on_h200(Conv2dSpec::new(x, w, params).unwrap(), more, Filter::Kept)
+    }
+
+    fn choose_on_h200(
+        spec: Conv2dSpec,
+        more: &[Conv2dAlgorithm],
+        filter: Filter,
+    ) -> Conv2dAlgorithm {
+        let p = spec.problem().unwrap();
+        let mut task = Task::on_h200(&spec, &p);
+        task.options.filter = filter;
+        choose(&task, &[&OWN, more].concat())
     }
 
     #[test]
     fn cudnn_computes_channels_last_layers_that_the_fused_kernel_would_lose() {
-        let all = [WinogradRow, Cudnn];
+        let all = [Row, Cudnn];
         let taken = |dtype, accuracy, [n, c, size, k]: [usize; 4], order: &[usize], more: &[_]| {
             let layout = Layout::with_order(&[n, c, size, size], order).unwrap();
             let w = TensorDesc::contiguous(dtype, &[k, c, 3, 3]).unwrap();
@@ -219,25 +205,25 @@ mod tests {
         let (inner, outer) = ([0, 2, 3, 1], [0, 1, 2, 3]);
         for (dtype, accuracy, sizes, algorithm) in [
             (DType::F32, Accuracy::Tf32, [64, 64, 112, 128], Cudnn),
-            (DType::F32, Accuracy::Tf32, [64, 256, 50, 256], WinogradRow),
+            (DType::F32, Accuracy::Tf32, [64, 256, 50, 256], Row),
             (DType::F32, Accuracy::Tf32, [64, 512, 50, 512], WinogradGemm(Tile::F4)),
             (DType::F32, Accuracy::Tf32, [128, 192, 12, 256], Cudnn),
-            (DType::F32, Accuracy::Fp32, [64, 64, 112, 128], WinogradRow),
+            (DType::F32, Accuracy::Fp32, [64, 64, 112, 128], Row),
             (DType::F32, Accuracy::Fp32, [64, 256, 50, 256], WinogradGemm(Tile::F4)),
             (DType::F32, Accuracy::Fp32, [128, 256, 8, 512], WinogradGemm(Tile::F2)),
             (DType::F16, Accuracy::Half, [128, 192, 12, 256], Cudnn),
             (DType::F16, Accuracy::Half, [64, 64, 112, 128], Cudnn),
-            (DType::F16, Accuracy::Half, [64, 32, 112, 64], WinogradRow),
-            (DType::F16, Accuracy::Half, [64, 60, 112, 128], WinogradRow),
-            (DType::F16, Accuracy::Half, [128, 128, 20, 96], WinogradRow),
-            (DType::F16, Accuracy::Half, [128, 256, 8, 512], WinogradRow),
+            (DType::F16, Accuracy::Half, [64, 32, 112, 64], Row),
+            (DType::F16, Accuracy::Half, [64, 60, 112, 128], Row),
+            (DType::F16, Accuracy::Half, [128, 128, 20, 96], Row),
+            (DType::F16, Accuracy::Half, [128, 256, 8, 512], Row),
             (DType::F16, Accuracy::Half, [64, 512, 16, 2048], WinogradGemm(Tile::F4)),
             (DType::BF16, Accuracy::Half, [64, 512, 16, 2048], Cudnn),
-            (DType::BF16, Accuracy::Half, [64, 512, 50, 512], WinogradRow),
+            (DType::BF16, Accuracy::Half, [64, 512, 50, 512], Row),
         ] {
             assert_eq!(taken(dtype, accuracy, sizes, &inner, &all), algorithm, "{sizes:?}");
             assert_ne!(taken(dtype, accuracy, sizes, &outer, &all), Cudnn, "{sizes:?}");
-            assert_ne!(taken(dtype, accuracy, sizes, &inner, &[WinogradRow]), Cudnn);
+            assert_ne!(taken(dtype, accuracy, sizes, &inner, &[Row]), Cudnn);
         }
     }
 
@@ -249,10 +235,9 @@ mod tests {
             let w = TensorDesc::contiguous(DType::F16, &[c, c, 3, 3]).unwrap();
             let params = Conv2dParams { accuracy: Accuracy::Half, ..Default::default() };
             let spec = Conv2dSpec::new(x, w, &params).unwrap();
-            let supported = [&OWN[..], &[WinogradRow, Cudnn]].concat();
-            choose(&spec, &spec.problem().unwrap(), &supported, Chip::h200(132), filter)
+            choose_on_h200(spec, &[Row, Cudnn], filter)
         };
-        assert_eq!(taken(64, 256, 50, Filter::Kept), WinogradRow);
+        assert_eq!(taken(64, 256, 50, Filter::Kept), Row);
         assert!(taken(4, 512, 16, Filter::Kept).is_winograd());
         assert_eq!(taken(4, 512, 16, Filter::Changing), Cudnn);
     }
@@ -260,7 +245,7 @@ mod tests {
     #[test]
     fn accuracy_decides_what_is_allowed() {
         use Accuracy::{Exact, Fp32, Half, Tf32};
-        for more in [&[][..], &[WinogradRow], &[Cudnn, WinogradRow]] {
+        for more in [&[][..], &[Row], &[Cudnn, Row]] {
             for (dtype, accuracy, allowed) in [
                 (DType::F32, Exact, false),
                 (DType::F32, Fp32, true),
@@ -281,13 +266,13 @@ mod tests {
     fn every_device_has_an_algorithm() {
         let f32 = |sizes, more: &[_]| taken(DType::F32, Accuracy::Fp32, sizes, more);
         assert_eq!(f32([64, 64, 3, 1], &[]), WinogradGemm(Tile::F4));
-        assert_eq!(f32([64, 64, 3, 1], &[WinogradRow, Cudnn]), WinogradRow);
+        assert_eq!(f32([64, 64, 3, 1], &[Row, Cudnn]), Row);
         assert_eq!(f32([3, 64, 3, 1], &[]), Im2colGemm);
-        assert_eq!(f32([64, 64, 5, 1], &[WinogradRow, Cudnn]), Cudnn);
-        assert_eq!(f32([64, 64, 5, 1], &[WinogradRow]), Im2colGemm);
-        assert_eq!(f32([64, 64, 3, 64], &[WinogradRow, Cudnn]), Direct);
-        assert_eq!(f32([8, 64, 3, 1], &[WinogradRow, Cudnn]), WinogradRow);
-        let half = |sizes| taken(DType::F16, Accuracy::Half, sizes, &[WinogradRow, Cudnn]);
+        assert_eq!(f32([64, 64, 5, 1], &[Row, Cudnn]), Cudnn);
+        assert_eq!(f32([64, 64, 5, 1], &[Row]), Im2colGemm);
+        assert_eq!(f32([64, 64, 3, 64], &[Row, Cudnn]), Direct);
+        assert_eq!(f32([8, 64, 3, 1], &[Row, Cudnn]), Row);
+        let half = |sizes| taken(DType::F16, Accuracy::Half, sizes, &[Row, Cudnn]);
         assert_eq!(half([512, 2048, 3, 1]), WinogradGemm(Tile::F4));
     }
 
@@ -299,8 +284,7 @@ mod tests {
             let [stride, padding] = [[stride; 2], [taps / 2; 2]];
             let params = Conv2dParams { accuracy, stride, padding, ..Default::default() };
             let spec = Conv2dSpec::new(x, w, &params).unwrap();
-            let supported = [&OWN[..], &[ImplicitGemm, WinogradRow, Cudnn]].concat();
-            choose(&spec, &spec.problem().unwrap(), &supported, Chip::h200(132), filter)
+            choose_on_h200(spec, &[ImplicitGemm, Row, Cudnn], filter)
         };
         let kept =
             |accuracy, sizes, taps, stride| taken(accuracy, sizes, taps, stride, Filter::Kept);
@@ -311,7 +295,7 @@ mod tests {
             assert_eq!(kept(Accuracy::Exact, [n, 256, 56, 128], 1, 1), Cudnn);
             assert_eq!(kept(Accuracy::Tf32, [n, 256, 56, 128], 1, 1), Cudnn);
         }
-        assert_eq!(strict([64, 64, 56, 64], 3, 1), WinogradRow);
+        assert_eq!(strict([64, 64, 56, 64], 3, 1), Row);
         assert_eq!(
             strict([64, 256, 14, 256], 3, 1),
             WinogradGemm(Tile::F4),
@@ -327,7 +311,7 @@ mod tests {
     fn halves_are_products_of_their_own_without_cudnn() {
         for dtype in [DType::F16, DType::BF16] {
             for sizes in [[64, 64, 3, 1], [256, 512, 1, 1], [3, 64, 7, 1], [128, 128, 5, 2]] {
-                let taken = |accuracy| taken(dtype, accuracy, sizes, &[ImplicitGemm, WinogradRow]);
+                let taken = |accuracy| taken(dtype, accuracy, sizes, &[ImplicitGemm, Row]);
                 assert_eq!(taken(Accuracy::Fp32), ImplicitGemm, "{sizes:?}");
                 assert_eq!(taken(Accuracy::Exact), Im2colGemm, "{sizes:?}");
             }
@@ -340,7 +324,7 @@ mod tests {
             let layout = Layout::with_order(&[n, c, size, size], &[0, 2, 3, 1]).unwrap();
             let w = TensorDesc::contiguous(DType::BF16, &[k, c, 1, 1]).unwrap();
             let params = Conv2dParams { activation, ..Default::default() };
-            let more = [ImplicitGemm, WinogradRow, Cudnn];
+            let more = [ImplicitGemm, Row, Cudnn];
             taken_for(TensorDesc { dtype: DType::BF16, layout }, w, &params, &more)
         };
         for sizes in [[64, 96, 56, 384], [64, 64, 56, 256], [64, 256, 14, 1024]] {
@@ -357,7 +341,7 @@ mod tests {
             let x = TensorDesc::contiguous(dtype, &[n, c, size, size]).unwrap();
             let w = TensorDesc::contiguous(dtype, &[k, c / groups, 3, 3]).unwrap();
             let params = Conv2dParams { groups, padding: [1; 2], ..Default::default() };
-            taken_for(x, w, &params, &[ImplicitGemm, WinogradRow, Cudnn])
+            taken_for(x, w, &params, &[ImplicitGemm, Row, Cudnn])
         };
         for n in [1, 8, 64] {
             assert_eq!(taken(DType::F32, [n, 128, 56, 128, 32]), Direct, "{n}");
@@ -377,7 +361,7 @@ mod tests {
                     let w = TensorDesc::contiguous(dtype, &[64, c, 7, 7]).unwrap();
                     let (stride, padding) = ([2; 2], [3; 2]);
                     let params = Conv2dParams { stride, padding, ..Default::default() };
-                    let more = [ImplicitGemm, WinogradRow, Cudnn];
+                    let more = [ImplicitGemm, Row, Cudnn];
                     taken_for(TensorDesc { dtype, layout }, w, &params, &more)
                 };
                 assert_eq!(taken(64, 3), ImplicitGemm, "{dtype} {order:?}");
@@ -396,12 +380,11 @@ mod tests {
             let x = TensorDesc::contiguous(DType::F32, &[n, c, size, size]).unwrap();
             let w = TensorDesc::contiguous(DType::F32, &[k, c, 3, 3]).unwrap();
             let spec = Conv2dSpec::new(x, w, &Conv2dParams::default()).unwrap();
-            let supported = [&OWN[..], &[WinogradRow, Cudnn]].concat();
-            choose(&spec, &spec.problem().unwrap(), &supported, Chip::h200(132), Filter::Kept)
+            choose_on_h200(spec, &[Row, Cudnn], Filter::Kept)
         };
         assert_eq!(taken(3, 496, 416, 12), WinogradGemm(Tile::F2));
         assert_eq!(taken(1, 8, 271, 30), Cudnn);
-        assert_eq!(taken(128, 96, 192, 12), WinogradRow);
-        assert_eq!(taken(64, 128, 128, 112), WinogradRow);
+        assert_eq!(taken(128, 96, 192, 12), Row);
+        assert_eq!(taken(64, 128, 128, 112), Row);
     }
 }

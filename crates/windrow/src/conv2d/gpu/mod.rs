@@ -9,26 +9,29 @@ mod gradients;
 mod grouped;
 mod implicit_gemm;
 mod methods;
+mod prepared;
 mod shared;
+mod task;
 mod winograd_gemm;
 mod winograd_row;
 
 use self::cudnn::CudnnMethod;
 use self::few_taps::FewTapsMethod;
 use self::general::{DIRECT, IM2COL_GEMM};
-pub(crate) use self::gradients::Backward;
 use self::gradients::weight_product;
+pub(crate) use self::gradients::{Backward, WeightOperands};
 use self::grouped::GroupedMethod;
 use self::implicit_gemm::ImplicitGemmMethod;
 use self::methods::Method;
 pub(crate) use self::methods::{
-    PackedForm, Prepared, allows, best, candidates, complete, cost, kernels, parameters, prepare,
-    supported, takes, variants,
+    allows, best, candidates, complete, kernels, micros, parameters, prepare, supported, takes,
+    variants,
 };
+pub(crate) use self::prepared::{Operands, PackTo, PackedForm, Prepared};
 pub(crate) use self::shared::packs::Packs;
-pub(crate) use self::shared::parameters::Operands;
 use self::shared::parameters::{Divisor, Seen, bias_of, kernel, strides, with_epilogue};
 use self::shared::{ALIGNMENT, facts, input, source, split};
+pub(crate) use self::task::Task;
 use self::winograd_gemm::WinogradGemmMethod;
 use self::winograd_row::WinogradRowMethod;
 #[cfg(test)]

@@ -3,13 +3,13 @@
 use super::packed::{PackedData, PackedForm};
 use super::{Conv2d, Conv2dArgs, Conv2dPlan, PackedWeights, Weights};
 use crate::conv2d::backward::turn;
-use crate::conv2d::gpu::{self as methods, Backward, Operands, Prepared};
+use crate::conv2d::gpu::{self as methods, Backward, Operands, Prepared, Task, WeightOperands};
 use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration};
 use crate::gpu as device;
 use crate::later::Later;
 use crate::plan::{Engine, Setup};
-use crate::{Device, Result, TensorMut, TensorRef, Workspace};
+use crate::{Device, PlanOptions, Result, TensorMut, TensorRef, Workspace};
 
 /// On a CUDA device.
 #[derive(Debug)]
@@ -20,23 +20,28 @@ pub struct Gpu {
     backward: Later<Box<Backward>>,
 }
 
+/// The device of a plan, and what is to be computed there.
+fn task<'a>(setup: &Setup<'a, Conv2d, Device>) -> Result<(&'static device::Gpu, Task<'a>)> {
+    let gpu = device::Gpu::get(setup.place)?;
+    Ok((gpu, Task::new(gpu, setup.spec, setup.problem, setup.options)))
+}
+
 impl Engine<Conv2d> for Gpu {
     type Place = Device;
 
     fn algorithms(setup: &Setup<'_, Conv2d, Device>) -> Result<Vec<Conv2dAlgorithm>> {
-        let gpu = device::Gpu::get(setup.place)?;
-        Ok(methods::supported(gpu, setup.spec, setup.problem))
+        let (gpu, task) = task(setup)?;
+        Ok(methods::supported(gpu, &task))
     }
 
     fn choose(setup: &Setup<'_, Conv2d, Device>) -> Result<Conv2dAlgorithm> {
-        let gpu = device::Gpu::get(setup.place)?;
-        methods::best(gpu, setup.spec, setup.problem, setup.options)
+        let (gpu, task) = task(setup)?;
+        methods::best(gpu, &task)
     }
 
     fn new(setup: &Setup<'_, Conv2d, Device>, configuration: &Conv2dConfiguration) -> Result<Self> {
-        let &Setup { spec, problem, options, place } = setup;
-        let gpu = device::Gpu::get(place)?;
-        let engine = methods::prepare(gpu, spec, problem, configuration, options)?;
+        let (gpu, task) = task(setup)?;
+        let engine = methods::prepare(gpu, &task.with(configuration))?;
         let algorithm = configuration.algorithm;
         Ok(Gpu { engine, gpu, algorithm, backward: Later::default() })
     }
@@ -58,7 +63,8 @@ impl Engine<Conv2d> for Gpu {
 
     fn candidates(setup: &Setup<'_, Conv2d, Device>) -> Result<Vec<Conv2dAlgorithm>> {
         let mut all = Self::algorithms(setup)?;
-        all.retain(|&algorithm| methods::allows(setup.spec, algorithm));
+        let (_, task) = task(setup)?;
+        all.retain(|&algorithm| methods::allows(&task.by(algorithm)));
         Ok(all)
     }
 
@@ -67,7 +73,10 @@ impl Engine<Conv2d> for Gpu {
         algorithm: Conv2dAlgorithm,
     ) -> Vec<Conv2dConfiguration> {
         let mut all = vec![Conv2dConfiguration::new(algorithm)];
-        all.extend(methods::candidates(setup.spec, algorithm));
+        // Without the device there is nothing to search for.
+        all.extend(
+            task(setup).map_or_else(|_| Vec::new(), |(_, t)| methods::candidates(&t.by(algorithm))),
+        );
         all
     }
 
@@ -75,13 +84,11 @@ impl Engine<Conv2d> for Gpu {
         setup: &Setup<'_, Conv2d, Device>,
         configuration: &Conv2dConfiguration,
     ) -> Result<Conv2dConfiguration> {
-        let gpu = device::Gpu::get(setup.place)?;
-        Ok(methods::complete(gpu, setup.spec, setup.problem, configuration, setup.options))
+        Ok(methods::complete(&task(setup)?.1.with(configuration)))
     }
 
     fn cost(setup: &Setup<'_, Conv2d, Device>, configuration: &Conv2dConfiguration) -> Result<f64> {
-        let gpu = device::Gpu::get(setup.place)?;
-        Ok(methods::cost(gpu, setup.spec, setup.problem, configuration))
+        Ok(methods::micros(&task(setup)?.1.with(configuration)))
     }
 }
 
@@ -123,11 +130,13 @@ impl Gpu {
         }
         let [bias, residual] =
             [&args.bias, &args.residual].map(|view| view.as_ref().map(TensorRef::as_ptr));
-        let operands = Operands { x: args.x.as_ptr(), bias, residual, y: y.as_mut_ptr() };
+        let (x, y) = (args.x.as_ptr(), y.as_mut_ptr());
         // SAFETY: the views were checked against the spec and are on the device; the workspace holds the packed
         // filter and the scratch memory.
         unsafe {
-            let run = |packed, scratch| engine.run(stream, packed, operands, scratch);
+            let run = |packed, scratch| {
+                engine.run(stream, packed, Operands { x, bias, residual, y, scratch })
+            };
             match args.w {
                 Weights::Raw(w) => {
                     let packed = engine.packed(stream, w.as_ptr(), memory)?;
@@ -184,7 +193,8 @@ impl Gpu {
     /// How gradients are computed: decided when the first one is asked for, also while a stream is captured.
     fn backward(&self, plan: &Conv2dPlan) -> Result<&Backward> {
         let spec = plan.spec.clone().with_residual(false);
-        let make = || Backward::new(self.gpu, &spec, &plan.problem, self.algorithm);
+        let task = Task::new(self.gpu, &spec, &plan.problem, &PlanOptions::default());
+        let make = || Backward::new(self.gpu, &task.by(self.algorithm));
         let backward = self.backward.get(|| self.gpu.despite_captures(make).map(Box::new))?;
         Ok(backward)
     }
@@ -227,9 +237,10 @@ impl Gpu {
     ) -> Result<()> {
         let gradients = self.backward(plan)?;
         let (stream, scratch) = workspace.take_on(self.gpu, gradients.weight_bytes())?;
-        let out = (dw.as_mut_ptr(), dw.desc());
+        let (x, dy, desc) = (x.as_ptr(), dy.as_ptr(), *dw.desc());
+        let operands = WeightOperands { x, dy, dw: dw.as_mut_ptr(), desc: &desc, scratch };
         // SAFETY: the views were checked against the spec and are on the device.
-        unsafe { gradients.weight(stream, x.as_ptr(), dy.as_ptr(), out, scratch) }
+        unsafe { gradients.weight(stream, &operands) }
     }
 
     /// As [`Gpu::run`], the gradient of the bias.

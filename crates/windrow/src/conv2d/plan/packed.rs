@@ -114,12 +114,13 @@ impl Conv2dPlan {
         Checks::new(self.device()).read("w", Some(w), Some(&self.spec.w))?;
         match &self.backend {
             Backend::Cpu(cpu) => self.pack_on_cpu(cpu, w),
-            Backend::Gpu(Gpu { engine, gpu, .. }) => {
-                let (stream, _) = workspace.take_on(gpu, 0)?;
+            Backend::Gpu(Gpu { engine, gpu: device, .. }) => {
+                let (stream, _) = workspace.take_on(device, 0)?;
                 let data = SharedBuffer::new(stream, self.packed_bytes().max(1))?;
                 // SAFETY: the view was checked against the spec, the memory is as large as asked
                 // for.
-                unsafe { engine.pack(stream, w.as_ptr(), data.as_mut_ptr(), None)? };
+                let to = gpu::PackTo { memory: data.as_mut_ptr(), ticket: None };
+                unsafe { engine.pack(stream, w.as_ptr(), to)? };
                 // Runs on other streams may use it from here on.
                 stream.synchronize()?;
                 self.packed(w, PackedData::Device(Arc::new(data)))

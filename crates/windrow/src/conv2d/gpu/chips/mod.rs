@@ -8,6 +8,8 @@ use crate::gpu::Gpu;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Chip {
     pub(super) multiprocessors: u32,
+    /// Bytes of the second-level cache.
+    pub(super) l2_cache: usize,
     pub(super) rates: &'static Rates,
 }
 
@@ -15,7 +17,8 @@ impl Chip {
     /// The rates are those of the device's architecture. One that nobody has measured borrows an H200's, and
     /// [`Chip::borrowed`] says so.
     pub(super) fn of(gpu: &Gpu) -> Self {
-        Chip { multiprocessors: gpu.info.multiprocessors, rates: &h200::RATES }
+        let info = &gpu.info;
+        Chip { multiprocessors: info.multiprocessors, l2_cache: info.l2_cache, rates: &h200::RATES }
     }
 
     /// The chip whose rates stand for those of `gpu`; `None` if they are its own.
@@ -27,7 +30,7 @@ impl Chip {
     /// A chip for tests of choices.
     #[cfg(test)]
     pub(super) fn h200(multiprocessors: u32) -> Self {
-        Chip { multiprocessors, rates: &h200::RATES }
+        Chip { multiprocessors, l2_cache: 50 << 20, rates: &h200::RATES }
     }
 }
 

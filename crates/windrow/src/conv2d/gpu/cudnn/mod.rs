@@ -3,14 +3,17 @@
 pub(super) mod turned;
 
 use self::turned::{Turned, TurnedFilter};
-use super::chips::{Chip, Cudnn as Rates};
+use super::chips::Cudnn as Rates;
 use super::facts::{has_epilogue, is_strict};
 use super::general::{DenseFilter, Direction, General, Sums, one_thread_each};
-use super::gradients::{DataGradient, GradientMethod, Task};
-use super::methods::{Method, PackedForm, Prepared, supports};
-use super::{Divisor, Operands, Seen, bias_of, kernel, source, with_epilogue};
+use super::gradients::{DataGradient, GradientMethod};
+use super::implicit_gemm::data_gradient::ImplicitDataMethod;
+use super::methods::{About, Method, supports};
+use super::prepared::{Operands, PackTo, PackedForm, Prepared};
+use super::task::Task;
+use super::{Divisor, Seen, bias_of, kernel, source, with_epilogue};
 use crate::conv2d::spec::is_channels_last;
-use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
+use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
 use crate::dtype::not_computed;
 use crate::gpu::{
     Choice, ConvolutionSpec, Gpu, Kernel, KernelSpec, Operation, Source, Stream, VendorConvolution,
@@ -101,21 +104,16 @@ struct Otherwise {
 }
 
 impl Otherwise {
-    fn new(
-        gpu: &'static Gpu,
-        spec: &Conv2dSpec,
-        problem: &Problem,
-        direction: Direction,
-        channels_last: bool,
-    ) -> Self {
-        let (made, spec, problem) = (Later::default(), spec.clone(), *problem);
+    fn new(gpu: &'static Gpu, task: &Task<'_>, direction: Direction, channels_last: bool) -> Self {
+        let (made, spec, problem) = (Later::default(), task.spec.clone(), *task.problem);
         Otherwise { made, gpu, spec, problem, direction, channels_last }
     }
 
     fn get(&self) -> Result<&General> {
         let Otherwise { gpu, spec, problem, direction, channels_last, .. } = self;
+        let task = Task::new(gpu, spec, problem, &PlanOptions::default());
         let sums = Sums::Im2colGemm;
-        self.made.get(|| General::new(gpu, spec, problem, sums, *direction, *channels_last))
+        self.made.get(|| General::new(gpu, &task, sums, *direction, *channels_last))
     }
 }
 
@@ -129,8 +127,9 @@ pub(super) struct CudnnWeight {
 
 impl CudnnWeight {
     /// `None` where cuDNN has no algorithm for it.
-    pub(super) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Option<Self> {
-        if !supports(&CudnnMethod, gpu, spec, p) {
+    pub(super) fn new(gpu: &'static Gpu, task: &Task<'_>) -> Option<Self> {
+        let (spec, p) = (task.spec, task.problem);
+        if !supports(&CudnnMethod, gpu, task) {
             return None;
         }
         let channels_last = channels_last(spec)?;
@@ -160,15 +159,15 @@ impl CudnnWeight {
     }
 }
 
-/// cuDNN's data gradient, where it has a kernel.
+/// cuDNN's data gradient, where it has a kernel and none of ours is expected to be ahead.
 pub(super) struct CudnnDataMethod;
 
 impl GradientMethod<dyn DataGradient> for CudnnDataMethod {
-    fn prepare(&self, task: &Task<'_>) -> Result<Option<Box<dyn DataGradient>>> {
-        if task.is_few() {
+    fn prepare(&self, gpu: &'static Gpu, task: &Task<'_>) -> Result<Option<Box<dyn DataGradient>>> {
+        if task.is_few() || ImplicitDataMethod::leads(gpu, task) {
             return Ok(None);
         }
-        let data = CudnnData::new(task.gpu, task.spec, task.problem)?;
+        let data = CudnnData::new(gpu, task)?;
         Ok(data.map(|data| Box::new(data) as Box<dyn DataGradient>))
     }
 }
@@ -184,9 +183,9 @@ struct CudnnData {
 
 impl CudnnData {
     /// `None` where cuDNN has no algorithm for it.
-    fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Option<Self>> {
-        let Some(channels_last) =
-            channels_last(spec).filter(|_| supports(&CudnnMethod, gpu, spec, p))
+    fn new(gpu: &'static Gpu, task: &Task<'_>) -> Result<Option<Self>> {
+        let (spec, p) = (task.spec, task.problem);
+        let Some(channels_last) = channels_last(spec).filter(|_| supports(&CudnnMethod, gpu, task))
         else {
             return Ok(None);
         };
@@ -198,7 +197,7 @@ impl CudnnData {
             return Ok(None);
         };
         let filter = DenseFilter::new(gpu, spec, p, channels_last)?;
-        let otherwise = Otherwise::new(gpu, spec, p, Direction::BackwardData, channels_last);
+        let otherwise = Otherwise::new(gpu, task, Direction::BackwardData, channels_last);
         let (spec, problem) = (spec.clone(), *p);
         Ok(Some(CudnnData { gradient, otherwise, filter, spec, problem }))
     }
@@ -215,13 +214,8 @@ impl DataGradient for CudnnData {
         (2 * terms + 2) as f64 * DType::F32.unit_roundoff() + operand_roundings(&self.spec)
     }
 
-    unsafe fn run(
-        &self,
-        stream: &Stream,
-        w: *const u8,
-        operands: Operands,
-        scratch: *mut u8,
-    ) -> Result<()> {
+    unsafe fn run(&self, stream: &Stream, w: *const u8, operands: Operands) -> Result<()> {
+        let scratch = operands.scratch;
         let aligned = (w as usize).is_multiple_of(VendorConvolution::ALIGNMENT);
         let w = if self.filter.is_packed() && aligned {
             w
@@ -233,7 +227,7 @@ impl DataGradient for CudnnData {
         let (dy, dx) = (operands.x, operands.y);
         if !self.gradient.takes([w, dx, dy]) {
             // SAFETY: the caller's promise; the filter is packed in the same order.
-            return unsafe { self.otherwise.get()?.run(stream, w, operands, scratch) };
+            return unsafe { self.otherwise.get()?.run(stream, w, operands) };
         }
         let rest = scratch.wrapping_add(self.filter.bytes());
         // SAFETY: the caller's promise.
@@ -245,67 +239,54 @@ impl DataGradient for CudnnData {
 pub(super) struct CudnnMethod;
 
 impl Method for CudnnMethod {
-    fn algorithms(&self) -> &'static [Conv2dAlgorithm] {
-        &[Conv2dAlgorithm::Cudnn]
+    fn about(&self) -> &'static About {
+        &About {
+            algorithms: &[Conv2dAlgorithm::Cudnn],
+            domain: "computes dense tensors of one layout",
+            kernels: &[
+                "epilogue.cu conv2d_epilogue_{f32,f16,bf16} cuda",
+                "turn_output.cu conv2d_turn_output_{f32,f16,bf16} VECTOR={1,4} cuda",
+                "turn_filter.cu conv2d_turn_filter_{f32,f16,bf16} cuda",
+            ],
+            parameters: &[],
+        }
     }
 
-    fn kernels(&self) -> &'static [&'static str] {
-        &[
-            "epilogue.cu conv2d_epilogue_{f32,f16,bf16} cuda",
-            "turn_output.cu conv2d_turn_output_{f32,f16,bf16} VECTOR={1,4} cuda",
-            "turn_filter.cu conv2d_turn_filter_{f32,f16,bf16} cuda",
-        ]
-    }
-
-    fn domain(&self) -> &'static str {
-        "computes dense tensors of one layout"
-    }
-
-    fn computes(&self, spec: &Conv2dSpec, p: &Problem) -> bool {
+    fn computes(&self, task: &Task<'_>) -> bool {
+        let Task { spec, problem: p, .. } = task;
         let sizes = [p.n * p.c * p.h * p.w, p.n * p.k * p.oh * p.ow, p.k * p.taps()];
         channels_last(spec).is_some() && sizes.iter().all(|&size| size > 0 && size < 1 << 31)
     }
 
-    fn runs_on(&self, gpu: &Gpu, _spec: &Conv2dSpec) -> Result<()> {
+    fn runs_on(&self, gpu: &Gpu, _task: &Task<'_>) -> Result<()> {
         gpu.convolves().map(drop).map_err(|error| {
             let what = format!("conv2d by {} on {}", Conv2dAlgorithm::Cudnn, gpu.device());
             Error::unsupported(what, error.to_string())
         })
     }
 
-    fn confirm(&self, gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<()> {
+    fn confirm(&self, gpu: &'static Gpu, task: &Task<'_>) -> Result<()> {
+        let (spec, p) = (task.spec, task.problem);
         VendorConvolution::check(gpu, &in_its_words(spec, p, by_channels(spec, p)))
     }
 
-    fn micros(
-        &self,
-        chip: Chip,
-        spec: &Conv2dSpec,
-        problem: &Problem,
-        _configuration: &Conv2dConfiguration,
-    ) -> f64 {
-        micros(chip, spec, problem)
+    fn micros(&self, task: &Task<'_>) -> f64 {
+        micros(task)
     }
 
-    fn prepare(
-        &self,
-        gpu: &'static Gpu,
-        spec: &Conv2dSpec,
-        problem: &Problem,
-        _configuration: &Conv2dConfiguration,
-        options: &PlanOptions,
-    ) -> Result<Box<dyn Prepared>> {
-        Ok(Box::new(Cudnn::new(gpu, spec, problem, options.tuning)?))
+    fn prepare(&self, gpu: &'static Gpu, task: &Task<'_>) -> Result<Box<dyn Prepared>> {
+        Ok(Box::new(Cudnn::new(gpu, task)?))
     }
 }
 
 /// Expected microseconds of its kernel and what is around it.
-pub(super) fn micros(chip: Chip, spec: &Conv2dSpec, p: &Problem) -> f64 {
-    kernel_micros(chip, spec, p) + pass_micros(chip, spec, p)
+pub(super) fn micros(task: &Task<'_>) -> f64 {
+    kernel_micros(task) + pass_micros(task)
 }
 
 /// Expected microseconds of cuDNN's kernels. In strict f32 few blocks, which sum all terms, leave the device idle.
-pub(super) fn kernel_micros(chip: Chip, spec: &Conv2dSpec, p: &Problem) -> f64 {
+pub(super) fn kernel_micros(task: &Task<'_>) -> f64 {
+    let Task { chip, spec, problem: p, .. } = *task;
     let rates = &chip.rates.cudnn;
     let (per_gflop, per_term) = match spec.x.dtype {
         // Of groups of 4 to 32 channels (ResNeXt-50).
@@ -322,7 +303,8 @@ pub(super) fn kernel_micros(chip: Chip, spec: &Conv2dSpec, p: &Problem) -> f64 {
 }
 
 /// Expected microseconds of the pass behind cuDNN's kernel: a launch, y read and written, and what is added read.
-fn pass_micros(chip: Chip, spec: &Conv2dSpec, p: &Problem) -> f64 {
+fn pass_micros(task: &Task<'_>) -> f64 {
+    let Task { chip, spec, problem: p, .. } = *task;
     if !has_epilogue(spec) && !Turned::suits(spec, p) {
         return 0.0;
     }
@@ -354,9 +336,10 @@ fn half_micros(rates: &Rates, spec: &Conv2dSpec, p: &Problem) -> f64 {
 }
 
 impl Cudnn {
-    fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem, tuning: Tuning) -> Result<Self> {
+    fn new(gpu: &'static Gpu, task: &Task<'_>) -> Result<Self> {
+        let (spec, p) = (task.spec, task.problem);
         let channels_last = by_channels(spec, p);
-        let choice = match tuning {
+        let choice = match task.options.tuning {
             Tuning::Model => Choice::First,
             Tuning::Cached | Tuning::Search { .. } => Choice::Fastest,
         };
@@ -370,7 +353,7 @@ impl Cudnn {
             true => TurnedFilter::new(gpu, spec, p)?,
             false => None,
         };
-        let otherwise = Otherwise::new(gpu, spec, p, Direction::Forward, channels_last);
+        let otherwise = Otherwise::new(gpu, task, Direction::Forward, channels_last);
         let (spec, problem) = (spec.clone(), *p);
         Ok(Cudnn {
             gpu,
@@ -422,7 +405,7 @@ impl Prepared for Cudnn {
     fn packed_form(&self) -> PackedForm {
         // Of each layout another, and one with what tells whether it is still that of the filter.
         let order = usize::from(self.channels_last) + 2 * usize::from(self.turned_filter.is_some());
-        PackedForm { method: "cudnn", dtype: self.spec.x.dtype, products: 1, order }
+        PackedForm::new("cudnn", self.spec.x.dtype, 1, order)
     }
 
     /// As of a sum of products; halves are rounded once more before bias, residual and activation.
@@ -434,37 +417,26 @@ impl Prepared for Cudnn {
         sums + operand_roundings(&self.spec) + stored
     }
 
-    unsafe fn pack(
-        &self,
-        stream: &Stream,
-        w: *const u8,
-        packed: *mut u8,
-        ticket: Option<u64>,
-    ) -> Result<()> {
+    unsafe fn pack(&self, stream: &Stream, w: *const u8, to: PackTo) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe {
             match &self.turned_filter {
                 Some(turned) => {
-                    let seen = Seen::behind(packed, self.packed_bytes(), ticket);
-                    turned.pack(stream, w, packed, seen)
+                    let seen = Seen::behind(to, self.packed_bytes());
+                    turned.pack(stream, w, to.memory, seen)
                 }
-                None => self.filter.pack(stream, w, packed),
+                None => self.filter.pack(stream, w, to.memory),
             }
         }
     }
 
-    unsafe fn run(
-        &self,
-        stream: &Stream,
-        packed: *const u8,
-        operands: Operands,
-        scratch: *mut u8,
-    ) -> Result<()> {
+    unsafe fn run(&self, stream: &Stream, packed: *const u8, operands: Operands) -> Result<()> {
+        let scratch = operands.scratch;
         if let Some(turned) = &self.turned {
             let workspace = scratch.wrapping_add(turned.scratch_bytes());
             // SAFETY: the caller's promise.
             return unsafe {
-                turned.run(stream, operands, scratch, |x, sums| {
+                turned.run(stream, operands, |x, sums| {
                     let tensors = [packed.cast_mut(), x.cast_mut(), sums];
                     self.convolution.run(tensors, workspace, stream)
                 })
@@ -472,7 +444,7 @@ impl Prepared for Cudnn {
         }
         if !self.convolution.takes([packed, operands.x, operands.y]) {
             // SAFETY: the caller's promise; the filter is packed in the same order.
-            return unsafe { self.otherwise.get()?.run(stream, packed, operands, scratch) };
+            return unsafe { self.otherwise.get()?.run(stream, packed, operands) };
         }
         // SAFETY: the caller's promise.
         unsafe {

@@ -12,12 +12,12 @@ use crate::{Accuracy, DType, Result};
 static FILTER: Source = source!("turn_filter.cu");
 static OUTPUT: Source = source!("turn_output.cu");
 
-const THREADS: u32 = 128;
+const THREADS: usize = 128;
 /// Vectors of channels by taps that a block holds of a filter.
 const MAX_TAPS: usize = 1024;
 
 #[derive(Debug)]
-pub(in crate::conv2d::gpu) struct Turned {
+pub(crate) struct Turned {
     spec: Conv2dSpec,
     problem: Problem,
     input: Input,
@@ -54,7 +54,7 @@ params! {
 
 /// A dense filter [k, c, r, s] copied to [k, r, s, c], unless it is what was copied before.
 #[derive(Debug)]
-pub(in crate::conv2d::gpu) struct TurnedFilter {
+pub(crate) struct TurnedFilter {
     kernel: &'static Kernel,
     /// Elements of 16 bytes.
     vector: usize,
@@ -63,11 +63,7 @@ pub(in crate::conv2d::gpu) struct TurnedFilter {
 
 impl TurnedFilter {
     /// `None` where a block cannot hold all taps of some channels, and for filters that lie in another order.
-    pub(in crate::conv2d::gpu) fn new(
-        gpu: &'static Gpu,
-        spec: &Conv2dSpec,
-        p: &Problem,
-    ) -> Result<Option<Self>> {
+    pub(crate) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Option<Self>> {
         let dtype = spec.w.dtype;
         if !spec.w.layout.is_contiguous() || !(1..=MAX_TAPS).contains(&(p.r * p.s)) {
             return Ok(None);
@@ -77,13 +73,13 @@ impl TurnedFilter {
     }
 
     /// Bytes of what is kept behind a pack: see [`Seen`].
-    pub(in crate::conv2d::gpu) fn seen_bytes(&self) -> usize {
+    pub(crate) fn seen_bytes(&self) -> usize {
         self.problem.k * Seen::DIGEST
     }
 
     /// # Safety
     /// As [`super::Prepared::pack`], with what `seen` names.
-    pub(in crate::conv2d::gpu) unsafe fn pack(
+    pub(crate) unsafe fn pack(
         &self,
         stream: &Stream,
         w: *const u8,
@@ -99,7 +95,7 @@ impl TurnedFilter {
             taps: (p.r * p.s) as i32,
             chunk: (MAX_TAPS / (p.r * p.s) * self.vector) as i32,
         };
-        let launch = Launch { grid: [p.k as u32, 1, 1], block: [256, 1, 1] };
+        let launch = Launch::line(p.k, 256);
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
         unsafe { self.kernel.launch(stream, launch, &params) }
     }
@@ -108,18 +104,14 @@ impl TurnedFilter {
 impl Turned {
     /// True for dense NCHW tensors that cuDNN would turn, since it has its kernels of one product for channels-last ones
     /// only, except for plain products of matrices.
-    pub(in crate::conv2d::gpu) fn suits(spec: &Conv2dSpec, p: &Problem) -> bool {
+    pub(crate) fn suits(spec: &Conv2dSpec, p: &Problem) -> bool {
         let dense = spec.x.layout.is_contiguous() && spec.y.layout.is_contiguous();
         let one_product = spec.x.dtype != DType::F32 || spec.accuracy >= Accuracy::Tf32;
         let plain = p.r * p.s == 1 && p.stride == [1, 1] && p.padding == [0, 0];
         dense && one_product && !plain && has_vectors(spec, p) && most_images(spec, None) >= p.n
     }
 
-    pub(in crate::conv2d::gpu) fn new(
-        gpu: &'static Gpu,
-        spec: &Conv2dSpec,
-        p: &Problem,
-    ) -> Result<Self> {
+    pub(crate) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Self> {
         let output = |vector| gpu.kernel(&output_kernel(spec, vector));
         let whole = (p.oh * p.ow).is_multiple_of(VECTOR);
         Ok(Turned {
@@ -132,7 +124,7 @@ impl Turned {
     }
 
     /// Bytes of scratch memory of a run: the copy of x, with the magnitudes that it finds in f32, and sums.
-    pub(in crate::conv2d::gpu) fn scratch_bytes(&self) -> usize {
+    pub(crate) fn scratch_bytes(&self) -> usize {
         self.copy_bytes() + self.max_bytes() + self.sums_bytes()
     }
 
@@ -153,15 +145,14 @@ impl Turned {
     /// Copies x, lets `convolve` write sums of it, both channels-last, and turns these to y.
     ///
     /// # Safety
-    /// As [`super::Prepared::run`], with [`Turned::scratch_bytes`] at `scratch`; `convolve` must write all sums.
-    pub(in crate::conv2d::gpu) unsafe fn run(
+    /// As [`super::Prepared::run`], with [`Turned::scratch_bytes`] of scratch memory; `convolve` must write all sums.
+    pub(crate) unsafe fn run(
         &self,
         stream: &Stream,
         operands: Operands,
-        scratch: *mut u8,
         convolve: impl FnOnce(*const u8, *mut u8) -> Result<()>,
     ) -> Result<()> {
-        let p = &self.problem;
+        let (p, scratch) = (&self.problem, operands.scratch);
         let x_max = scratch.wrapping_add(self.copy_bytes());
         let sums = x_max.wrapping_add(self.max_bytes());
         // SAFETY: the caller's promise.
@@ -185,8 +176,7 @@ impl Turned {
         };
         let aligned = operands.is_out_aligned(VECTOR * size);
         let kernel = self.output_vectors.filter(|_| aligned).unwrap_or(self.output);
-        let blocks = (p.n * pixel_tiles * channel_tiles) as u32;
-        let launch = Launch { grid: [blocks, 1, 1], block: [THREADS, 1, 1] };
+        let launch = Launch::line(p.n * pixel_tiles * channel_tiles, THREADS);
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
         unsafe { kernel.launch(stream, launch, &params) }
     }

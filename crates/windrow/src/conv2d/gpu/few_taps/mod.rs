@@ -1,14 +1,15 @@
 //! The product of [`Conv2dAlgorithm::Im2colGemm`] where an output sums few taps: the filter stays in registers, and tensor cores,
 //! or AMD's matrix cores, take f32 as well (`few_taps.cu`).
 
-use super::chips::Chip;
 use super::general::IM2COL_GEMM;
-use super::methods::{Method, PackedForm, Prepared};
-use super::{ALIGNMENT, Divisor, Operands, bias_of, kernel, source, strides, with_epilogue};
-use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
+use super::methods::{About, Method};
+use super::prepared::{Operands, PackTo, PackedForm, Prepared};
+use super::task::Task;
+use super::{ALIGNMENT, Divisor, bias_of, kernel, source, strides, with_epilogue};
+use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
 use crate::dtype::not_computed;
 use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
-use crate::{Accuracy, DType, Error, PlanOptions, Result, TensorDesc};
+use crate::{Accuracy, DType, Error, Result, TensorDesc};
 
 static FEW_TAPS: Source = source!("few_taps.cu", "few_taps.cuh");
 static FILTER: Source = source!("few_taps_filter.cu");
@@ -133,27 +134,25 @@ enum Store {
 pub(super) struct FewTapsMethod;
 
 impl Method for FewTapsMethod {
-    fn algorithms(&self) -> &'static [Conv2dAlgorithm] {
-        &[Conv2dAlgorithm::Im2colGemm]
+    fn about(&self) -> &'static About {
+        &About {
+            algorithms: &[Conv2dAlgorithm::Im2colGemm],
+            domain: "computes few taps in one group",
+            kernels: &[
+                "few_taps.cu conv2d_few_taps_f32 PRODUCTS=3 STORE={0,1,2} cuda",
+                "few_taps.cu conv2d_few_taps_f32 PRODUCTS=1 STORE={0,1,2} cuda wavefronts_f32",
+                "few_taps.cu conv2d_few_taps_{f16,bf16} PRODUCTS=1 STORE={0,1,2} ROW_TILES=2 cuda wavefronts",
+                "few_taps.cu conv2d_few_taps_{f16,bf16} PRODUCTS=1 STORE={0,1,2} ROW_TILES=4 cuda",
+                "few_taps_filter.cu conv2d_few_taps_filter_f32 PRODUCTS=3 cuda",
+                "few_taps_filter.cu conv2d_few_taps_filter_f32 PRODUCTS=1 cuda wavefronts_f32",
+                "few_taps_filter.cu conv2d_few_taps_filter_{f16,bf16} PRODUCTS=1 cuda wavefronts",
+            ],
+            parameters: &[],
+        }
     }
 
-    fn kernels(&self) -> &'static [&'static str] {
-        &[
-            "few_taps.cu conv2d_few_taps_f32 PRODUCTS=3 STORE={0,1,2} cuda",
-            "few_taps.cu conv2d_few_taps_f32 PRODUCTS=1 STORE={0,1,2} cuda wavefronts_f32",
-            "few_taps.cu conv2d_few_taps_{f16,bf16} PRODUCTS=1 STORE={0,1,2} ROW_TILES=2 cuda wavefronts",
-            "few_taps.cu conv2d_few_taps_{f16,bf16} PRODUCTS=1 STORE={0,1,2} ROW_TILES=4 cuda",
-            "few_taps_filter.cu conv2d_few_taps_filter_f32 PRODUCTS=3 cuda",
-            "few_taps_filter.cu conv2d_few_taps_filter_f32 PRODUCTS=1 cuda wavefronts_f32",
-            "few_taps_filter.cu conv2d_few_taps_filter_{f16,bf16} PRODUCTS=1 cuda wavefronts",
-        ]
-    }
-
-    fn domain(&self) -> &'static str {
-        "computes few taps in one group"
-    }
-
-    fn computes(&self, spec: &Conv2dSpec, p: &Problem) -> bool {
+    fn computes(&self, task: &Task<'_>) -> bool {
+        let Task { spec, problem: p, .. } = task;
         let reach = |d: usize, taps: usize| (taps - 1).checked_mul(p.dilation[d]);
         let near = |d, taps| reach(d, taps).is_some_and(|r| r < MAX_REACH);
         let extent: usize = spec.x.shape()[1..]
@@ -169,8 +168,8 @@ impl Method for FewTapsMethod {
             && (p.n * (p.oh * p.ow).div_ceil(GROUP)) < 1 << 30
     }
 
-    fn runs_on(&self, gpu: &Gpu, spec: &Conv2dSpec) -> Result<()> {
-        let cores = Cores::of(gpu);
+    fn runs_on(&self, gpu: &Gpu, task: &Task<'_>) -> Result<()> {
+        let (spec, cores) = (task.spec, Cores::of(gpu));
         let exact = spec.x.dtype != DType::F32 || cores == Cores::Amd;
         if gpu.has(cores.needed(spec.x.dtype)) && (exact || spec.accuracy >= Accuracy::Fp32) {
             return Ok(());
@@ -182,30 +181,17 @@ impl Method for FewTapsMethod {
     }
 
     /// From 8 output channels on.
-    fn leads(&self, problem: &Problem) -> bool {
-        problem.k >= 8
+    fn leads(&self, task: &Task<'_>) -> bool {
+        task.problem.k >= 8
     }
 
     /// As of the general product: nobody chooses between the two by time.
-    fn micros(
-        &self,
-        chip: Chip,
-        spec: &Conv2dSpec,
-        problem: &Problem,
-        configuration: &Conv2dConfiguration,
-    ) -> f64 {
-        IM2COL_GEMM.micros(chip, spec, problem, configuration)
+    fn micros(&self, task: &Task<'_>) -> f64 {
+        IM2COL_GEMM.micros(task)
     }
 
-    fn prepare(
-        &self,
-        gpu: &'static Gpu,
-        spec: &Conv2dSpec,
-        problem: &Problem,
-        _configuration: &Conv2dConfiguration,
-        _options: &PlanOptions,
-    ) -> Result<Box<dyn Prepared>> {
-        Ok(Box::new(FewTaps::new(gpu, spec, problem)?))
+    fn prepare(&self, gpu: &'static Gpu, task: &Task<'_>) -> Result<Box<dyn Prepared>> {
+        Ok(Box::new(FewTaps::new(gpu, task.spec, task.problem)?))
     }
 }
 
@@ -240,12 +226,7 @@ impl Prepared for FewTaps {
     }
 
     fn packed_form(&self) -> PackedForm {
-        PackedForm {
-            method: "few_taps",
-            dtype: self.spec.w.dtype,
-            products: self.cores.products(&self.spec),
-            order: 0,
-        }
+        PackedForm::new("few_taps", self.spec.w.dtype, self.cores.products(&self.spec), 0)
     }
 
     /// Halves: a rounding for each addition, which tensor cores cut off instead, up to twice that. Parts of f32 carry
@@ -267,35 +248,23 @@ impl Prepared for FewTaps {
         "filter in registers, tensor or matrix cores".into()
     }
 
-    unsafe fn pack(
-        &self,
-        stream: &Stream,
-        w: *const u8,
-        packed: *mut u8,
-        _ticket: Option<u64>,
-    ) -> Result<()> {
+    unsafe fn pack(&self, stream: &Stream, w: *const u8, to: PackTo) -> Result<()> {
         let words = self.filter_words();
         let params = FilterParams {
             w,
-            out: packed,
+            out: to.memory,
             strides: strides(&self.spec.w),
             k: self.problem.k as i32,
             words: words as i32,
             filter_area: Divisor::new(self.problem.r * self.problem.s),
             filter_width: Divisor::new(self.problem.s),
         };
-        let launch = Launch { grid: [words.div_ceil(256) as u32, 1, 1], block: [256, 1, 1] };
+        let launch = Launch::line(words.div_ceil(256), 256);
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
         unsafe { self.pack_filter.launch(stream, launch, &params) }
     }
 
-    unsafe fn run(
-        &self,
-        stream: &Stream,
-        packed: *const u8,
-        operands: Operands,
-        _scratch: *mut u8,
-    ) -> Result<()> {
+    unsafe fn run(&self, stream: &Stream, packed: *const u8, operands: Operands) -> Result<()> {
         let p = &self.problem;
         let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
         let pixels = p.oh * p.ow;

@@ -1,13 +1,15 @@
 //! The algorithms that compute every convolution and its data gradient: a product of gathered
 //! matrices, and plain sums (`im2col_gemm.cu`, `direct.cu`).
 
-use super::chips::{Chip, Plain, Rates};
-use super::methods::{Method, PackedForm, Prepared};
-use super::{ALIGNMENT, Divisor, Operands, bias_of, kernel, source, strides, with_epilogue};
+use super::chips::{Plain, Rates};
+use super::methods::{About, Method};
+use super::prepared::{Operands, PackTo, PackedForm, Prepared};
+use super::task::Task;
+use super::{ALIGNMENT, Divisor, bias_of, kernel, source, strides, with_epilogue};
 use crate::conv2d::spec::is_channels_last;
-use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
+use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
-use crate::{DType, PlanOptions, Result, TensorDesc};
+use crate::{DType, Result, TensorDesc};
 
 pub(super) static PRODUCT: Source = source!("im2col_gemm.cu");
 static PLAIN: Source = source!("direct.cu");
@@ -39,68 +41,53 @@ pub(super) enum Direction {
 
 /// The method of [`Conv2dAlgorithm::Direct`] that computes everything.
 pub(super) static DIRECT: Everything = Everything {
-    algorithm: &[Conv2dAlgorithm::Direct],
     sums: Sums::Direct,
     rates: |rates| &rates.direct,
-    kernels: &["direct.cu conv2d_direct_{f32,f16,bf16} TRANSPOSED={0,1} CHANNELS_INNER={0,1}"],
+    about: &About {
+        algorithms: &[Conv2dAlgorithm::Direct],
+        domain: "computes everything",
+        kernels: &["direct.cu conv2d_direct_{f32,f16,bf16} TRANSPOSED={0,1} CHANNELS_INNER={0,1}"],
+        parameters: &[],
+    },
 };
 /// The method of [`Conv2dAlgorithm::Im2colGemm`] that computes everything.
 pub(super) static IM2COL_GEMM: Everything = Everything {
-    algorithm: &[Conv2dAlgorithm::Im2colGemm],
     sums: Sums::Im2colGemm,
     rates: |rates| &rates.im2col_gemm,
-    kernels: &[
-        "im2col_gemm.cu conv2d_im2col_gemm_{f32,f16,bf16} PROBLEM={0,1} ALONG_ROWS={0,1}",
-        "pack_filter.cu conv2d_pack_filter_{f32,f16,bf16}",
-    ],
+    about: &About {
+        algorithms: &[Conv2dAlgorithm::Im2colGemm],
+        domain: "computes everything",
+        kernels: &[
+            "im2col_gemm.cu conv2d_im2col_gemm_{f32,f16,bf16} PROBLEM={0,1} ALONG_ROWS={0,1}",
+            "pack_filter.cu conv2d_pack_filter_{f32,f16,bf16}",
+        ],
+        parameters: &[],
+    },
 };
 
 /// A method that computes every convolution on every device.
 pub(super) struct Everything {
-    algorithm: &'static [Conv2dAlgorithm],
     sums: Sums,
     rates: fn(&Rates) -> &Plain,
-    kernels: &'static [&'static str],
+    about: &'static About,
 }
 
 impl Method for Everything {
-    fn algorithms(&self) -> &'static [Conv2dAlgorithm] {
-        self.algorithm
+    fn about(&self) -> &'static About {
+        self.about
     }
 
-    fn kernels(&self) -> &'static [&'static str] {
-        self.kernels
-    }
-
-    fn domain(&self) -> &'static str {
-        "computes everything"
-    }
-
-    fn computes(&self, _spec: &Conv2dSpec, _problem: &Problem) -> bool {
+    fn computes(&self, _task: &Task<'_>) -> bool {
         true
     }
 
-    fn micros(
-        &self,
-        chip: Chip,
-        _spec: &Conv2dSpec,
-        problem: &Problem,
-        _configuration: &Conv2dConfiguration,
-    ) -> f64 {
-        let rates = (self.rates)(chip.rates);
-        rates.launch + rates.gflop * (1e-9 * problem.flops())
+    fn micros(&self, task: &Task<'_>) -> f64 {
+        let rates = (self.rates)(task.chip.rates);
+        rates.launch + rates.gflop * (1e-9 * task.problem.flops())
     }
 
-    fn prepare(
-        &self,
-        gpu: &'static Gpu,
-        spec: &Conv2dSpec,
-        problem: &Problem,
-        _configuration: &Conv2dConfiguration,
-        _options: &PlanOptions,
-    ) -> Result<Box<dyn Prepared>> {
-        let general = General::new(gpu, spec, problem, self.sums, Direction::Forward, true)?;
-        Ok(Box::new(general))
+    fn prepare(&self, gpu: &'static Gpu, task: &Task<'_>) -> Result<Box<dyn Prepared>> {
+        Ok(Box::new(General::new(gpu, task, self.sums, Direction::Forward, true)?))
     }
 }
 
@@ -119,12 +106,12 @@ impl General {
     /// The packed filter is [k, r, s, c] or, without `channels_last`, [k, c, r, s].
     pub(super) fn new(
         gpu: &'static Gpu,
-        spec: &Conv2dSpec,
-        problem: &Problem,
+        task: &Task<'_>,
         sums: Sums,
         direction: Direction,
         channels_last: bool,
     ) -> Result<Self> {
+        let Task { spec, problem, .. } = *task;
         Ok(General {
             sums,
             direction,
@@ -241,7 +228,7 @@ impl Prepared for General {
             Sums::Im2colGemm => "im2col_gemm",
         };
         let order = usize::from(self.filter.channels_last);
-        PackedForm { method, dtype: self.spec.x.dtype, products: 1, order }
+        PackedForm::new(method, self.spec.x.dtype, 1, order)
     }
 
     fn packed_bytes(&self) -> usize {
@@ -270,25 +257,13 @@ impl Prepared for General {
         }
     }
 
-    unsafe fn pack(
-        &self,
-        stream: &Stream,
-        w: *const u8,
-        packed: *mut u8,
-        _ticket: Option<u64>,
-    ) -> Result<()> {
+    unsafe fn pack(&self, stream: &Stream, w: *const u8, to: PackTo) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.filter.pack(stream, w, packed) }
+        unsafe { self.filter.pack(stream, w, to.memory) }
     }
 
     /// For the data gradient x is dy, and y is dx.
-    unsafe fn run(
-        &self,
-        stream: &Stream,
-        packed: *const u8,
-        operands: Operands,
-        _scratch: *mut u8,
-    ) -> Result<()> {
+    unsafe fn run(&self, stream: &Stream, packed: *const u8, operands: Operands) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe {
             match self.sums {
@@ -507,8 +482,7 @@ fn pack_kernel(dtype: DType) -> KernelSpec {
 }
 
 pub(super) fn one_thread_each(elements: usize) -> Launch {
-    let blocks = elements.div_ceil(THREADS as usize) as u32;
-    Launch { grid: [blocks, 1, 1], block: [THREADS, 1, 1] }
+    Launch::line(elements.div_ceil(THREADS as usize), THREADS as usize)
 }
 
 #[cfg(test)]

@@ -94,8 +94,7 @@ impl BiasGradient {
             width: p.ow as i32,
         };
         let channels = if self.channels_inner() { p.k.div_ceil(LANES) } else { p.k };
-        let blocks = (parts * channels) as u32;
-        let launch = Launch { grid: [blocks, 1, 1], block: [(WARPS * LANES) as u32, 1, 1] };
+        let launch = Launch::line(parts * channels, WARPS * LANES);
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
         unsafe { self.kernel.launch(stream, launch, &params)? };
         let params = PartsParams {

@@ -1,30 +1,30 @@
 //! Data gradients that are convolutions: of dy by the filter turned around, or transposed ones, which everything has.
 
-use super::{DataGradient, GradientMethod, Task};
+use super::{DataGradient, GradientMethod};
 use crate::conv2d::backward::mirrored;
 use crate::conv2d::gpu::Operands;
 use crate::conv2d::gpu::general::{Direction, General, Sums};
 use crate::conv2d::gpu::grouped::GroupedMethod;
-use crate::conv2d::gpu::methods::{self, Method, Prepared};
-use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
-use crate::gpu::Stream;
-use crate::{Activation, Filter, Layout, PlanOptions, Result, TensorDesc, Tuning};
+use crate::conv2d::gpu::methods::{self, Method};
+use crate::conv2d::gpu::prepared::Prepared;
+use crate::conv2d::gpu::task::Task;
+use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
+use crate::gpu::{Gpu, Stream};
+use crate::{Activation, Layout, Result, TensorDesc};
 
 /// A convolution by the filter turned around, where a method that is ahead of plain sums computes it.
 pub(super) struct MirroredMethod;
 
 impl GradientMethod<dyn DataGradient> for MirroredMethod {
-    fn prepare(&self, task: &Task<'_>) -> Result<Option<Box<dyn DataGradient>>> {
-        let &Task { gpu, spec, problem, .. } = task;
+    fn prepare(&self, gpu: &'static Gpu, task: &Task<'_>) -> Result<Option<Box<dyn DataGradient>>> {
+        let &Task { spec, problem, .. } = task;
         let mirror = mirrored(spec, problem).or_else(|| mirrored_depthwise(spec, problem));
         let Some(mirror) = mirror else { return Ok(None) };
         let Ok(p) = mirror.problem() else { return Ok(None) };
-        // Gradients pack the filter on each run.
-        let options =
-            PlanOptions::default().with_tuning(Tuning::Model).with_filter(Filter::Changing);
-        let algorithm = methods::best(gpu, &mirror, &p, &options)?;
+        let task = task.gradient(&mirror, &p);
+        let algorithm = methods::best(gpu, &task)?;
         let is_ahead = match algorithm {
-            Conv2dAlgorithm::Direct => GroupedMethod.computes(&mirror, &p),
+            Conv2dAlgorithm::Direct => GroupedMethod.computes(&task),
             Conv2dAlgorithm::Im2colGemm => false,
             Conv2dAlgorithm::Cudnn
             | Conv2dAlgorithm::ImplicitGemm
@@ -35,9 +35,7 @@ impl GradientMethod<dyn DataGradient> for MirroredMethod {
         if !is_ahead {
             return Ok(None);
         }
-        let configuration = Conv2dConfiguration::new(algorithm);
-        let engine = methods::prepare(gpu, &mirror, &p, &configuration, &options)?;
-        Ok(Some(Box::new(Mirrored(engine))))
+        Ok(Some(Box::new(Mirrored(methods::prepare(gpu, &task.by(algorithm))?))))
     }
 }
 
@@ -61,18 +59,12 @@ impl DataGradient for Mirrored {
         self.0.tolerance()
     }
 
-    unsafe fn run(
-        &self,
-        stream: &Stream,
-        w: *const u8,
-        operands: Operands,
-        scratch: *mut u8,
-    ) -> Result<()> {
-        let rest = scratch.wrapping_add(self.0.packed_bytes());
+    unsafe fn run(&self, stream: &Stream, w: *const u8, operands: Operands) -> Result<()> {
+        let scratch = operands.scratch.wrapping_add(self.0.packed_bytes());
         // SAFETY: the caller's promise.
         unsafe {
-            let packed = self.0.packed(stream, w, scratch)?;
-            self.0.run(stream, packed, operands, rest)
+            let packed = self.0.packed(stream, w, operands.scratch)?;
+            self.0.run(stream, packed, Operands { scratch, ..operands })
         }
     }
 }
@@ -81,10 +73,10 @@ impl DataGradient for Mirrored {
 pub(super) struct TransposedMethod;
 
 impl GradientMethod<dyn DataGradient> for TransposedMethod {
-    fn prepare(&self, task: &Task<'_>) -> Result<Option<Box<dyn DataGradient>>> {
+    fn prepare(&self, gpu: &'static Gpu, task: &Task<'_>) -> Result<Option<Box<dyn DataGradient>>> {
         let sums = if task.is_few() { Sums::Direct } else { Sums::Im2colGemm };
         let direction = Direction::BackwardData;
-        let general = General::new(task.gpu, task.spec, task.problem, sums, direction, true)?;
+        let general = General::new(gpu, task, sums, direction, true)?;
         Ok(Some(Box::new(Transposed(general))))
     }
 }
@@ -101,17 +93,11 @@ impl DataGradient for Transposed {
         self.0.tolerance()
     }
 
-    unsafe fn run(
-        &self,
-        stream: &Stream,
-        w: *const u8,
-        operands: Operands,
-        scratch: *mut u8,
-    ) -> Result<()> {
+    unsafe fn run(&self, stream: &Stream, w: *const u8, operands: Operands) -> Result<()> {
         // SAFETY: the caller's promise; these kernels need no scratch memory.
         unsafe {
-            let packed = self.0.packed(stream, w, scratch)?;
-            self.0.run(stream, packed, operands, std::ptr::null_mut())
+            let packed = self.0.packed(stream, w, operands.scratch)?;
+            self.0.run(stream, packed, operands)
         }
     }
 }

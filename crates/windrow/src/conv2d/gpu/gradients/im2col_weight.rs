@@ -1,13 +1,14 @@
 //! The weight gradient as a product of dy and the gathered x, in parts, of every convolution.
 
 use super::parts::{AddParts, PartsParams};
-use super::{GradientMethod, Task, WeightGradient};
+use super::{GradientMethod, WeightGradient, WeightOperands};
 use crate::conv2d::gpu::general::{BLOCK, Im2colParams, MAX_GRID_Z, PRODUCT, THREADS};
+use crate::conv2d::gpu::task::Task;
 use crate::conv2d::gpu::{kernel, strides};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Stream};
-use crate::{DType, Result, TensorDesc};
+use crate::{DType, Result};
 
 /// Blocks that keep a device busy, for each multiprocessor.
 const BLOCKS_PER_PROCESSOR: usize = 4;
@@ -25,11 +26,15 @@ impl GradientMethod<dyn WeightGradient> for Im2colWeightMethod {
         ]
     }
 
-    fn prepare(&self, task: &Task<'_>) -> Result<Option<Box<dyn WeightGradient>>> {
+    fn prepare(
+        &self,
+        gpu: &'static Gpu,
+        task: &Task<'_>,
+    ) -> Result<Option<Box<dyn WeightGradient>>> {
         Ok(Some(Box::new(Im2colWeight {
-            kernel: task.gpu.kernel(&weight_kernel(task.spec))?,
-            add_parts: AddParts::new(task.gpu, task.spec.x.dtype)?,
-            gpu: task.gpu,
+            kernel: gpu.kernel(&weight_kernel(task.spec))?,
+            add_parts: AddParts::new(gpu, task.spec.x.dtype)?,
+            gpu,
             spec: task.spec.clone(),
             problem: *task.problem,
         })))
@@ -71,14 +76,8 @@ impl WeightGradient for Im2colWeight {
         summed(&self.problem, self.images_per_part())
     }
 
-    unsafe fn run(
-        &self,
-        stream: &Stream,
-        x: *const u8,
-        dy: *const u8,
-        (dw, desc): (*mut u8, &TensorDesc),
-        scratch: *mut u8,
-    ) -> Result<()> {
+    unsafe fn run(&self, stream: &Stream, operands: &WeightOperands<'_>) -> Result<()> {
+        let &WeightOperands { x, dy, dw, desc, scratch } = operands;
         let (p, parts) = (&self.problem, self.parts());
         let elements = p.k * p.taps();
         let mut params = Im2colParams::new(p, &self.spec.x, &self.spec.y, p.c_group());

@@ -15,50 +15,26 @@ use self::split_weight::SplitWeightMethod;
 use super::Operands;
 use super::cudnn::{CudnnDataMethod, CudnnWeight};
 use super::implicit_gemm::data_gradient::ImplicitDataMethod;
+use super::task::Task;
 use super::winograd_gemm::weight_gradient::WinogradWeightMethod;
-use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
+use crate::conv2d::{Conv2dAlgorithm, Problem};
 use crate::gpu::{Gpu, Stream};
 use crate::{Result, TensorDesc};
 use std::fmt::Debug;
 
-/// Every way to compute the gradient of x. The first one computes it that is expected to be ahead of those behind it.
-static DATA: [&dyn GradientMethod<dyn DataGradient>; 5] = [
-    &MirroredMethod,
-    &ImplicitDataMethod::BesideCudnn,
-    &CudnnDataMethod,
-    &ImplicitDataMethod::BesideIm2col,
-    &TransposedMethod,
-];
+/// Every way to compute the gradient of x. The first one computes it that takes the task: each is expected to be ahead
+/// of those behind it.
+static DATA: [&dyn GradientMethod<dyn DataGradient>; 4] =
+    [&MirroredMethod, &CudnnDataMethod, &ImplicitDataMethod, &TransposedMethod];
 
 /// Every way to compute the gradient of the filter, in the same order.
-static WEIGHT: [&dyn GradientMethod<dyn WeightGradient>; 4] = [
-    &SplitWeightMethod::Asked,
-    &WinogradWeightMethod,
-    &SplitWeightMethod::BesideCudnn,
-    &Im2colWeightMethod,
-];
+static WEIGHT: [&dyn GradientMethod<dyn WeightGradient>; 3] =
+    [&SplitWeightMethod, &WinogradWeightMethod, &Im2colWeightMethod];
 
 /// Variants of the kernels of all gradients.
 pub(super) fn kernels() -> impl Iterator<Item = &'static &'static str> {
     let data = DATA.into_iter().flat_map(|method| method.kernels());
     data.chain(WEIGHT.into_iter().flat_map(|method| method.kernels())).chain(bias::KERNELS)
-}
-
-/// A convolution whose gradients are wanted, and the algorithm of its plan.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Task<'a> {
-    pub(super) gpu: &'static Gpu,
-    pub(super) spec: &'a Conv2dSpec,
-    pub(super) problem: &'a Problem,
-    pub(super) algorithm: Conv2dAlgorithm,
-}
-
-impl Task<'_> {
-    /// True if an element of dx sums few terms, or few channels share them: one thread each is fastest then.
-    pub(super) fn is_few(&self) -> bool {
-        let p = self.problem;
-        p.c_group() < 8 || p.k_group() * p.r * p.s < 8
-    }
 }
 
 /// A way to compute a gradient.
@@ -72,7 +48,7 @@ pub(super) trait GradientMethod<G: ?Sized>: Sync {
     ///
     /// # Errors
     /// [`crate::Error::Backend`].
-    fn prepare(&self, task: &Task<'_>) -> Result<Option<Box<G>>>;
+    fn prepare(&self, gpu: &'static Gpu, task: &Task<'_>) -> Result<Option<Box<G>>>;
 }
 
 /// A gradient of x whose kernels are loaded.
@@ -99,13 +75,7 @@ pub(super) trait DataGradient: Debug + Send + Sync {
     /// # Safety
     /// The filter at `w` and the operands must have the spec's layouts and be on the stream's device, with
     /// [`DataGradient::scratch_bytes`] of scratch memory.
-    unsafe fn run(
-        &self,
-        stream: &Stream,
-        w: *const u8,
-        operands: Operands,
-        scratch: *mut u8,
-    ) -> Result<()>;
+    unsafe fn run(&self, stream: &Stream, w: *const u8, operands: Operands) -> Result<()>;
 }
 
 /// A gradient of the filter whose kernels are loaded.
@@ -127,14 +97,18 @@ pub(super) trait WeightGradient: Debug + Send + Sync {
     /// # Safety
     /// The tensors must have these layouts and be on the stream's device, with [`WeightGradient::scratch_bytes`] of
     /// scratch memory.
-    unsafe fn run(
-        &self,
-        stream: &Stream,
-        x: *const u8,
-        dy: *const u8,
-        dw: (*mut u8, &TensorDesc),
-        scratch: *mut u8,
-    ) -> Result<()>;
+    unsafe fn run(&self, stream: &Stream, operands: &WeightOperands<'_>) -> Result<()>;
+}
+
+/// Device addresses of a run of a weight gradient.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct WeightOperands<'a> {
+    pub(crate) x: *const u8,
+    pub(crate) dy: *const u8,
+    pub(crate) dw: *mut u8,
+    /// The strides and the type of dw.
+    pub(crate) desc: &'a TensorDesc,
+    pub(crate) scratch: *mut u8,
 }
 
 /// How the gradients of a convolution are computed.
@@ -149,29 +123,23 @@ pub(crate) struct Backward {
 }
 
 impl Backward {
-    /// Compiles and loads the kernels of a plan with this algorithm. Where they are no products of transforms, the gradients are
+    /// Compiles and loads the kernels of a plan with the task's algorithm. Where they are no products of transforms, the gradients are
     /// cuDNN's if it has kernels for them; with `cudnn` the weight gradient is always, and with `implicit_gemm` gradients
     /// are by products of f16 or bf16.
     ///
     /// # Errors
     /// As of plans.
-    pub(crate) fn new(
-        gpu: &'static Gpu,
-        spec: &Conv2dSpec,
-        problem: &Problem,
-        algorithm: Conv2dAlgorithm,
-    ) -> Result<Self> {
-        let task = Task { gpu, spec, problem, algorithm };
-        let (_, data) = first(&DATA, &task)?;
-        let (place, weight) = first(&WEIGHT, &task)?;
+    pub(crate) fn new(gpu: &'static Gpu, task: &Task<'_>) -> Result<Self> {
+        let (_, data) = first(&DATA, gpu, task)?;
+        let (place, weight) = first(&WEIGHT, gpu, task)?;
         // The last one is the slowest.
-        let cudnn = algorithm == Conv2dAlgorithm::Cudnn || place + 1 == WEIGHT.len();
+        let cudnn = task.algorithm() == Conv2dAlgorithm::Cudnn || place + 1 == WEIGHT.len();
         Ok(Backward {
             data,
-            cudnn_weight: cudnn.then(|| CudnnWeight::new(gpu, spec, problem)).flatten(),
+            cudnn_weight: cudnn.then(|| CudnnWeight::new(gpu, task)).flatten(),
             weight,
-            bias: BiasGradient::new(gpu, spec, problem)?,
-            problem: *problem,
+            bias: BiasGradient::new(gpu, task.spec, task.problem)?,
+            problem: *task.problem,
         })
     }
 
@@ -241,9 +209,9 @@ impl Backward {
         dx: *mut u8,
         scratch: *mut u8,
     ) -> Result<()> {
-        let operands = Operands { x: dy, bias: None, residual: None, y: dx };
+        let operands = Operands { x: dy, bias: None, residual: None, y: dx, scratch };
         // SAFETY: the caller's promise.
-        unsafe { self.data.run(stream, w, operands, scratch) }
+        unsafe { self.data.run(stream, w, operands) }
     }
 
     /// `dw`, with strides and a type of its own, of `x` and `dy`.
@@ -256,11 +224,9 @@ impl Backward {
     pub(crate) unsafe fn weight(
         &self,
         stream: &Stream,
-        x: *const u8,
-        dy: *const u8,
-        (dw, desc): (*mut u8, &TensorDesc),
-        scratch: *mut u8,
+        operands: &WeightOperands<'_>,
     ) -> Result<()> {
+        let &WeightOperands { x, dy, dw, desc, scratch } = operands;
         if let Some(cudnn) = &self.cudnn_weight
             && cudnn.writes(desc)
             && cudnn.gradient.takes([dw, x, dy])
@@ -270,7 +236,7 @@ impl Backward {
             return unsafe { cudnn.gradient.run(tensors, scratch, stream) };
         }
         // SAFETY: the caller's promise.
-        unsafe { self.weight.run(stream, x, dy, (dw, desc), scratch) }
+        unsafe { self.weight.run(stream, operands) }
     }
 
     /// `db`, with a stride and a type of its own, of `dy`.
@@ -295,10 +261,11 @@ impl Backward {
 /// What the first method that takes the task makes of it, with its place in the list.
 fn first<G: ?Sized>(
     methods: &[&dyn GradientMethod<G>],
+    gpu: &'static Gpu,
     task: &Task<'_>,
 ) -> Result<(usize, Box<G>)> {
     for (place, method) in methods.iter().enumerate() {
-        if let Some(gradient) = method.prepare(task)? {
+        if let Some(gradient) = method.prepare(gpu, task)? {
             return Ok((place, gradient));
         }
     }

@@ -9,13 +9,13 @@ static ADD_PARTS: Source = source!("im2col_gemm_sum.cu");
 
 /// A kernel for each type that a gradient may have: f32, and that of x.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::conv2d::gpu) struct OutputKernels {
+pub(crate) struct OutputKernels {
     float: &'static Kernel,
     own: &'static Kernel,
 }
 
 impl OutputKernels {
-    pub(in crate::conv2d::gpu) fn new(
+    pub(crate) fn new(
         gpu: &'static Gpu,
         own: DType,
         kernel: impl Fn(DType) -> KernelSpec,
@@ -27,7 +27,7 @@ impl OutputKernels {
     }
 
     /// Of a gradient in f32 or, else, in the type of x.
-    pub(in crate::conv2d::gpu) fn of(&self, dtype: DType) -> &'static Kernel {
+    pub(crate) fn of(&self, dtype: DType) -> &'static Kernel {
         if dtype == DType::F32 { self.float } else { self.own }
     }
 }

@@ -1,17 +1,18 @@
 //! The weight gradient in f32 as three products of halves, of any filter, stride, padding and dilation: dy and x are split
 //! (`weight_split.cu`) and multiplied by [`WeightProduct`].
 
-use super::{GradientMethod, Task, WeightGradient};
-use crate::conv2d::gpu::chips::Chip;
+use super::{GradientMethod, WeightGradient, WeightOperands};
 use crate::conv2d::gpu::facts::is_strict;
 use crate::conv2d::gpu::general::one_thread_each;
 use crate::conv2d::gpu::split::{self, ImageMax};
+use crate::conv2d::gpu::task::Task;
 use crate::conv2d::gpu::weight_product::{
     OCTET, OCTET_BYTES, SHRINKAGE, STEP_ROWS, Shape, Side, Taps, WeightProduct,
 };
+use crate::conv2d::gpu::winograd_gemm::weight_gradient::WinogradWeight;
 use crate::conv2d::gpu::{ALIGNMENT, Divisor, kernel, source, strides};
 use crate::conv2d::spec::is_channels_last;
-use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
+use crate::conv2d::{Conv2dAlgorithm, Problem};
 use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::{DType, Result, TensorDesc};
 
@@ -252,53 +253,47 @@ impl Operand {
     }
 }
 
-/// [`SplitWeight`], in the two places of the list where it may be taken.
-pub(super) enum SplitWeightMethod {
-    /// Ahead of Winograd's: where the plan's algorithm is [`Conv2dAlgorithm::ImplicitGemm`].
-    Asked,
-    /// Where it is expected to be faster than cuDNN's.
-    BesideCudnn,
-}
+/// [`SplitWeight`], where the plan's algorithm is [`Conv2dAlgorithm::ImplicitGemm`], or there is no product of Winograd's
+/// tiles and cuDNN's is expected to be slower.
+pub(super) struct SplitWeightMethod;
 
 impl GradientMethod<dyn WeightGradient> for SplitWeightMethod {
     fn kernels(&self) -> &'static [&'static str] {
-        match self {
-            SplitWeightMethod::Asked => &[
-                "weight_product.cu conv2d_weight_product_f32 BLOCK_N={64,128} sm_90",
-                "weight_split.cu conv2d_weight_split_f32 FOLDED={0,1} CHANNELS_INNER=0 VECTOR=1 sm_90",
-                "weight_split.cu conv2d_weight_split_f32 FOLDED=0 CHANNELS_INNER=1 VECTOR={1,4} sm_90",
-                "weight_sum.cu conv2d_weight_sum_f32 sm_90",
-            ],
-            // The same.
-            SplitWeightMethod::BesideCudnn => &[],
-        }
+        &[
+            "weight_product.cu conv2d_weight_product_f32 BLOCK_N={64,128} sm_90",
+            "weight_split.cu conv2d_weight_split_f32 FOLDED={0,1} CHANNELS_INNER=0 VECTOR=1 sm_90",
+            "weight_split.cu conv2d_weight_split_f32 FOLDED=0 CHANNELS_INNER=1 VECTOR={1,4} sm_90",
+            "weight_sum.cu conv2d_weight_sum_f32 sm_90",
+        ]
     }
 
-    fn prepare(&self, task: &Task<'_>) -> Result<Option<Box<dyn WeightGradient>>> {
-        let &Task { gpu, spec, problem, algorithm } = task;
-        let taken = SplitWeight::suits(gpu, spec, problem)
-            && match self {
-                SplitWeightMethod::Asked => algorithm == Conv2dAlgorithm::ImplicitGemm,
-                SplitWeightMethod::BesideCudnn => {
-                    SplitWeight::micros(gpu, problem) < 0.9 * cudnn_micros(gpu, problem)
-                }
-            };
-        if !taken {
+    fn prepare(
+        &self,
+        gpu: &'static Gpu,
+        task: &Task<'_>,
+    ) -> Result<Option<Box<dyn WeightGradient>>> {
+        let asked = task.algorithm() == Conv2dAlgorithm::ImplicitGemm;
+        let ahead = || {
+            !WinogradWeight::suits(gpu, task)
+                && SplitWeight::micros(task) < 0.9 * cudnn_micros(task)
+        };
+        if !SplitWeight::suits(gpu, task) || !asked && !ahead() {
             return Ok(None);
         }
-        let split = SplitWeight::new(gpu, spec, problem)?;
+        let split = SplitWeight::new(gpu, task)?;
         Ok(split.map(|split| Box::new(split) as Box<dyn WeightGradient>))
     }
 }
 
 /// Expected microseconds of cuDNN's weight gradient in strict f32.
-fn cudnn_micros(gpu: &Gpu, p: &Problem) -> f64 {
-    let (launch, flop) = Chip::of(gpu).rates.gradients.cudnn_weight;
-    launch + flop * p.flops()
+fn cudnn_micros(task: &Task<'_>) -> f64 {
+    let (launch, flop) = task.chip.rates.gradients.cudnn_weight;
+    launch + flop * task.problem.flops()
 }
 
 impl SplitWeight {
-    fn suits(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
+    fn suits(gpu: &Gpu, task: &Task<'_>) -> bool {
+        let (spec, p) = (task.spec, task.problem);
         let counted = Lines::new(p).is_some_and(|lines| {
             let octets = lines.terms(p)[1].max(p.k).div_ceil(OCTET);
             octets.max(lines.all_planes()) <= MAX_GRID
@@ -319,7 +314,8 @@ impl SplitWeight {
     }
 
     /// Expected time.
-    fn micros(gpu: &Gpu, p: &Problem) -> f64 {
+    fn micros(task: &Task<'_>) -> f64 {
+        let p = task.problem;
         let Some(lines) = Lines::new(p) else { return f64::INFINITY };
         // x and dy are read twice and written split.
         let read = p.n * (p.c * p.h * p.w + p.k * p.oh * p.ow) * 8;
@@ -327,13 +323,14 @@ impl SplitWeight {
             + p.k.div_ceil(OCTET) * lines.dy)
             * 2
             * OCTET_BYTES;
-        let (launches, byte) = Chip::of(gpu).rates.gradients.split;
+        let (launches, byte) = task.chip.rates.gradients.split;
         launches
             + byte * (read + written) as f64
-            + WeightProduct::micros(gpu, &Self::shape(p, &lines))
+            + WeightProduct::micros(task.chip, &Self::shape(p, &lines))
     }
 
-    fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Option<Self>> {
+    fn new(gpu: &'static Gpu, task: &Task<'_>) -> Result<Option<Self>> {
+        let (spec, p) = (task.spec, task.problem);
         let Some(lines) = Lines::new(p) else { return Ok(None) };
         Ok(Some(SplitWeight {
             problem: *p,
@@ -362,14 +359,8 @@ impl WeightGradient for SplitWeight {
         4.0 * split::rounding() + sums as f64 * DType::F32.unit_roundoff()
     }
 
-    unsafe fn run(
-        &self,
-        stream: &Stream,
-        x: *const u8,
-        dy: *const u8,
-        (dw, desc): (*mut u8, &TensorDesc),
-        scratch: *mut u8,
-    ) -> Result<()> {
+    unsafe fn run(&self, stream: &Stream, operands: &WeightOperands<'_>) -> Result<()> {
+        let &WeightOperands { x, dy, dw, desc, scratch } = operands;
         let (p, lines) = (&self.problem, &self.lines);
         let split_dy = scratch;
         let split_x = split_dy.wrapping_add(self.dy.bytes());

@@ -1,6 +1,7 @@
 //! Sums over rows of products of two operands that are split in halves (`weight_product.cu`), on compute
 //! capability 9.0: weight gradients in f32, of pixels or of Winograd's tiles.
 
+use crate::conv2d::gpu::chips::Chip;
 use crate::conv2d::gpu::{Divisor, kernel, source};
 use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::{DType, Result};
@@ -8,12 +9,12 @@ use crate::{DType, Result};
 static PRODUCT: Source = source!("weight_product.cu");
 
 /// Channels that lie together, and bytes of them in halves.
-pub(in crate::conv2d::gpu) const OCTET: usize = 8;
-pub(in crate::conv2d::gpu) const OCTET_BYTES: usize = 16;
+pub(crate) const OCTET: usize = 8;
+pub(crate) const OCTET_BYTES: usize = 16;
 /// Operands are padded with rows of zeros to a multiple of this.
-pub(in crate::conv2d::gpu) const STEP_ROWS: usize = 64;
+pub(crate) const STEP_ROWS: usize = 64;
 /// By how much the tensor cores shrink a sum of one step, as in `implicit_gemm`: the low halves of one side carry it.
-pub(in crate::conv2d::gpu) const SHRINKAGE: f32 = 8.9e-8;
+pub(crate) const SHRINKAGE: f32 = 8.9e-8;
 const BLOCK_M: usize = 128;
 const BLOCKS: [usize; 2] = [64, 128];
 /// The most memory for parts of a gradient.
@@ -22,10 +23,10 @@ const MAX_PARTS_BYTES: usize = 64 << 20;
 /// What is multiplied: octets of the channels of dy and of those of x for all taps, in matrices of their own for so many
 /// positions.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::conv2d::gpu) struct Shape {
-    pub(in crate::conv2d::gpu) octets: [usize; 2],
-    pub(in crate::conv2d::gpu) positions: usize,
-    pub(in crate::conv2d::gpu) rows: usize,
+pub(crate) struct Shape {
+    pub(crate) octets: [usize; 2],
+    pub(crate) positions: usize,
+    pub(crate) rows: usize,
 }
 
 /// How it is cut into blocks.
@@ -38,7 +39,7 @@ struct Cut {
 }
 
 #[derive(Debug)]
-pub(in crate::conv2d::gpu) struct WeightProduct {
+pub(crate) struct WeightProduct {
     kernel: &'static Kernel,
     multiprocessors: usize,
     shape: Shape,
@@ -48,44 +49,44 @@ pub(in crate::conv2d::gpu) struct WeightProduct {
 /// An operand, `Side` of the kernel.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub(in crate::conv2d::gpu) struct Side {
-    pub(in crate::conv2d::gpu) halves: *const u8,
-    pub(in crate::conv2d::gpu) max: *const u8,
+pub(crate) struct Side {
+    pub(crate) halves: *const u8,
+    pub(crate) max: *const u8,
     /// Bytes from the high halves to the low ones, from a position and from an octet to the next.
-    pub(in crate::conv2d::gpu) low: i64,
-    pub(in crate::conv2d::gpu) position: i64,
-    pub(in crate::conv2d::gpu) octet: i64,
+    pub(crate) low: i64,
+    pub(crate) position: i64,
+    pub(crate) octet: i64,
     /// Strides of the gradient in elements.
-    pub(in crate::conv2d::gpu) out_tap: i64,
-    pub(in crate::conv2d::gpu) out_channel: i64,
+    pub(crate) out_tap: i64,
+    pub(crate) out_channel: i64,
     /// Of all taps; what a run says.
-    pub(in crate::conv2d::gpu) octets: i32,
+    pub(crate) octets: i32,
     /// Of one tap.
-    pub(in crate::conv2d::gpu) channels: i32,
-    pub(in crate::conv2d::gpu) tap_octets: Divisor,
+    pub(crate) channels: i32,
+    pub(crate) tap_octets: Divisor,
     /// That its largest magnitude was scaled to.
-    pub(in crate::conv2d::gpu) exponent: i32,
+    pub(crate) exponent: i32,
 }
 
 /// Where the rows of a tap of x begin.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub(in crate::conv2d::gpu) struct Taps {
-    pub(in crate::conv2d::gpu) s: Divisor,
-    pub(in crate::conv2d::gpu) stride: [Divisor; 2],
+pub(crate) struct Taps {
+    pub(crate) s: Divisor,
+    pub(crate) stride: [Divisor; 2],
     /// Taps so far apart read the same plane.
-    pub(in crate::conv2d::gpu) period: [Divisor; 2],
-    pub(in crate::conv2d::gpu) dilation: [i32; 2],
-    pub(in crate::conv2d::gpu) planes_w: i32,
+    pub(crate) period: [Divisor; 2],
+    pub(crate) dilation: [i32; 2],
+    pub(crate) planes_w: i32,
     /// Columns of a row.
-    pub(in crate::conv2d::gpu) pitch: i32,
+    pub(crate) pitch: i32,
     /// Bytes from a plane to the next.
-    pub(in crate::conv2d::gpu) plane: i64,
+    pub(crate) plane: i64,
 }
 
 impl Taps {
     /// Of a product of matrices.
-    pub(in crate::conv2d::gpu) fn one() -> Self {
+    pub(crate) fn one() -> Self {
         let one = Divisor::new(1);
         Taps {
             s: one,
@@ -119,12 +120,7 @@ params! {
 
 impl Side {
     /// Of `channels` of a tap; what is 0 here is the caller's to say.
-    pub(in crate::conv2d::gpu) fn new(
-        halves: *const u8,
-        max: *const u8,
-        channels: usize,
-        exponent: i32,
-    ) -> Self {
+    pub(crate) fn new(halves: *const u8, max: *const u8, channels: usize, exponent: i32) -> Self {
         Side {
             halves,
             max,
@@ -187,11 +183,11 @@ impl Cut {
 
 impl WeightProduct {
     /// Expected time.
-    pub(in crate::conv2d::gpu) fn micros(gpu: &Gpu, shape: &Shape) -> f64 {
-        Cut::choose(shape, gpu.info.multiprocessors as usize).1
+    pub(crate) fn micros(chip: Chip, shape: &Shape) -> f64 {
+        Cut::choose(shape, chip.multiprocessors as usize).1
     }
 
-    pub(in crate::conv2d::gpu) fn new(gpu: &'static Gpu, shape: Shape) -> Result<Self> {
+    pub(crate) fn new(gpu: &'static Gpu, shape: Shape) -> Result<Self> {
         let multiprocessors = gpu.info.multiprocessors as usize;
         let (cut, _) = Cut::choose(&shape, multiprocessors);
         Ok(WeightProduct {
@@ -203,12 +199,12 @@ impl WeightProduct {
     }
 
     /// Parts of the sums, each as large as the gradient, that a run writes.
-    pub(in crate::conv2d::gpu) fn parts(&self) -> usize {
+    pub(crate) fn parts(&self) -> usize {
         self.cut.parts
     }
 
     /// Roundings of a sum: six products of 64 rows that are cut off twice as far as a rounding, and the steps of a part.
-    pub(in crate::conv2d::gpu) fn roundings(&self) -> usize {
+    pub(crate) fn roundings(&self) -> usize {
         let steps = self.shape.rows.div_ceil(STEP_ROWS);
         2 * 3 * STEP_ROWS / 16 + steps.div_ceil(self.cut.parts) + 2
     }
@@ -217,7 +213,7 @@ impl WeightProduct {
     ///
     /// # Safety
     /// What the sides and `out` point to must be as they say, on the stream's device.
-    pub(in crate::conv2d::gpu) unsafe fn run(
+    pub(crate) unsafe fn run(
         &self,
         stream: &Stream,
         [mut dy, mut x]: [Side; 2],
@@ -247,9 +243,9 @@ impl WeightProduct {
             positions: Divisor::new(self.shape.positions),
             taps,
         };
-        let grid = [items.min(self.multiprocessors) as u32, 1, 1];
+        let launch = Launch::line(items.min(self.multiprocessors), 384);
         // SAFETY: the structure is the kernel's, the rest is the caller's promise.
-        unsafe { self.kernel.launch(stream, Launch { grid, block: [384, 1, 1] }, &params) }
+        unsafe { self.kernel.launch(stream, launch, &params) }
     }
 }
 

@@ -1,15 +1,17 @@
 //! [`Conv2dAlgorithm::Direct`] where every group has one input channel
 //! (`depthwise_channels.cu`, `depthwise_planes.cu`) or some (`few_channels.cu`).
 
-use super::chips::{Chip, Grouped};
+use super::chips::Grouped;
 use super::general::DenseFilter;
-use super::methods::{Method, PackedForm, Prepared};
-use super::{Divisor, Operands, bias_of, kernel, source, strides, with_epilogue};
+use super::methods::{About, Method};
+use super::prepared::{Operands, PackTo, PackedForm, Prepared};
+use super::task::Task;
+use super::{Divisor, bias_of, kernel, source, strides, with_epilogue};
 use crate::conv2d::spec::is_channels_last;
-use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
+use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::later::Later;
-use crate::{DType, PlanOptions, Result, TensorDesc};
+use crate::{DType, Result, TensorDesc};
 
 static CHANNELS: Source = source!("depthwise_channels.cu", "groups.cuh");
 static PLANES: Source = source!("depthwise_planes.cu", "groups.cuh");
@@ -83,24 +85,22 @@ params! {
 pub(super) struct GroupedMethod;
 
 impl Method for GroupedMethod {
-    fn algorithms(&self) -> &'static [Conv2dAlgorithm] {
-        &[Conv2dAlgorithm::Direct]
+    fn about(&self) -> &'static About {
+        &About {
+            algorithms: &[Conv2dAlgorithm::Direct],
+            domain: "computes groups of few channels",
+            kernels: &[
+                "depthwise_channels.cu conv2d_depthwise_channels_{f32,f16,bf16} VECTOR={1,2}",
+                "depthwise_planes.cu conv2d_depthwise_planes_{f32,f16,bf16} VECTOR_OUT={0,1}",
+                "few_channels.cu conv2d_few_channels_{f32,f16,bf16} VECTOR={1,4} VECTOR_OUT={0,1}",
+                "few_channels.cu conv2d_few_channels_{f32,f16,bf16} TILE_H={2,4,7} cuda",
+            ],
+            parameters: &[],
+        }
     }
 
-    fn kernels(&self) -> &'static [&'static str] {
-        &[
-            "depthwise_channels.cu conv2d_depthwise_channels_{f32,f16,bf16} VECTOR={1,2}",
-            "depthwise_planes.cu conv2d_depthwise_planes_{f32,f16,bf16} VECTOR_OUT={0,1}",
-            "few_channels.cu conv2d_few_channels_{f32,f16,bf16} VECTOR={1,4} VECTOR_OUT={0,1}",
-            "few_channels.cu conv2d_few_channels_{f32,f16,bf16} TILE_H={2,4,7} cuda",
-        ]
-    }
-
-    fn domain(&self) -> &'static str {
-        "computes groups of few channels"
-    }
-
-    fn computes(&self, _spec: &Conv2dSpec, p: &Problem) -> bool {
+    fn computes(&self, task: &Task<'_>) -> bool {
+        let p = task.problem;
         // The widest tile.
         let reads = |d: usize, taps: usize| {
             (taps - 1)
@@ -120,13 +120,8 @@ impl Method for GroupedMethod {
             && p.n * p.c < 1 << 30
     }
 
-    fn micros(
-        &self,
-        chip: Chip,
-        spec: &Conv2dSpec,
-        p: &Problem,
-        _configuration: &Conv2dConfiguration,
-    ) -> f64 {
+    fn micros(&self, task: &Task<'_>) -> f64 {
+        let Task { spec, problem: p, chip, .. } = task;
         let rates = &chip.rates.grouped;
         let gflop = 1e-9 * p.flops();
         let pixels = p.n * (p.c * p.h * p.w + p.k * p.oh * p.ow);
@@ -140,15 +135,8 @@ impl Method for GroupedMethod {
         }
     }
 
-    fn prepare(
-        &self,
-        gpu: &'static Gpu,
-        spec: &Conv2dSpec,
-        problem: &Problem,
-        _configuration: &Conv2dConfiguration,
-        _options: &PlanOptions,
-    ) -> Result<Box<dyn Prepared>> {
-        Ok(Box::new(Groups::new(gpu, spec, problem)?))
+    fn prepare(&self, gpu: &'static Gpu, task: &Task<'_>) -> Result<Box<dyn Prepared>> {
+        Ok(Box::new(Groups::new(gpu, task.spec, task.problem)?))
     }
 }
 
@@ -184,7 +172,7 @@ impl Groups {
 impl Prepared for Groups {
     fn packed_form(&self) -> PackedForm {
         let order = usize::from(is_filter_last(&self.spec, &self.problem));
-        PackedForm { method: "grouped", dtype: self.spec.x.dtype, products: 1, order }
+        PackedForm::new("grouped", self.spec.x.dtype, 1, order)
     }
 
     fn packed_bytes(&self) -> usize {
@@ -214,24 +202,12 @@ impl Prepared for Groups {
         }
     }
 
-    unsafe fn pack(
-        &self,
-        stream: &Stream,
-        w: *const u8,
-        packed: *mut u8,
-        _ticket: Option<u64>,
-    ) -> Result<()> {
+    unsafe fn pack(&self, stream: &Stream, w: *const u8, to: PackTo) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.filter.pack(stream, w, packed) }
+        unsafe { self.filter.pack(stream, w, to.memory) }
     }
 
-    unsafe fn run(
-        &self,
-        stream: &Stream,
-        packed: *const u8,
-        operands: Operands,
-        _scratch: *mut u8,
-    ) -> Result<()> {
+    unsafe fn run(&self, stream: &Stream, packed: *const u8, operands: Operands) -> Result<()> {
         let p = &self.problem;
         let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
         let aligned = (operands.x as usize).is_multiple_of(16) && operands.is_out_aligned(16);
@@ -259,8 +235,7 @@ impl Prepared for Groups {
             rows: Divisor::new(shape.rows.max(1)),
             columns: Divisor::new(shape.columns.max(1)),
         };
-        let launch =
-            Launch { grid: [shape.blocks as u32, 1, 1], block: [form.threads() as u32, 1, 1] };
+        let launch = Launch::line(shape.blocks, form.threads());
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
         unsafe { kernel.launch(stream, launch, &params) }
     }
@@ -499,7 +474,7 @@ mod tests {
             };
             let spec = Conv2dSpec::new(TensorDesc { dtype, layout }, w, &params).unwrap();
             let p = spec.problem().unwrap();
-            assert!(GroupedMethod.computes(&spec, &p));
+            assert!(GroupedMethod.computes(&Task::on_h200(&spec, &p)));
             for aligned in [true, false] {
                 let form = Form::choose(132, &spec, &p, aligned);
                 let residual = spec.clone().with_residual(true);
@@ -567,7 +542,7 @@ mod tests {
             };
             let spec = Conv2dSpec::new(TensorDesc { dtype, layout }, w, &params).unwrap();
             let p = spec.problem().unwrap();
-            assert!(GroupedMethod.computes(&spec, &p));
+            assert!(GroupedMethod.computes(&Task::on_h200(&spec, &p)));
             for aligned in [true, false] {
                 let form = Form::choose(132, &spec, &p, aligned);
                 let kernel = kernel_spec(&spec, &p, form, aligned);

@@ -2,6 +2,7 @@
 //! is expected to take.
 
 use crate::conv2d::gpu::chips::{Chip, ImplicitGemm};
+use crate::conv2d::gpu::task::Task;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::dtype::not_computed;
 use crate::{DType, TensorDesc};
@@ -56,12 +57,8 @@ impl Cut {
 
     /// What is not given by the least expected time, with that time in microseconds; `None` where no kernel has what
     /// is given.
-    pub(super) fn choose(
-        chip: Chip,
-        spec: &Conv2dSpec,
-        p: &Problem,
-        given: &Conv2dConfiguration,
-    ) -> Option<(Self, f64)> {
+    pub(super) fn choose(task: &Task<'_>) -> Option<(Self, f64)> {
+        let Task { chip, spec, problem: p, configuration: given, .. } = *task;
         let fits = |given: Option<usize>, value| given.is_none_or(|given| given == value);
         Cut::all(spec, p)
             .filter(|cut| fits(given.block, cut.block) && fits(given.parts, cut.parts))
@@ -329,7 +326,7 @@ mod tests {
         let time = |block| {
             let base = Conv2dConfiguration::new(Conv2dAlgorithm::ImplicitGemm);
             let given = Conv2dConfiguration { block: Some(block), ..base };
-            ImplicitGemmMethod.micros(Chip::h200(132), &spec, &problem, &given)
+            ImplicitGemmMethod.micros(&Task::on_h200(&spec, &problem).with(&given))
         };
         assert!(time(64).is_finite());
         assert_eq!(time(100), f64::INFINITY);

@@ -2,14 +2,14 @@
 //! dx that leave the same remainder when the stride divides them meet the same taps, and are a convolution of dy of
 //! stride 1 by those.
 
-use crate::conv2d::gpu::Operands;
-use crate::conv2d::gpu::chips::Chip;
 use crate::conv2d::gpu::cudnn::kernel_micros;
 use crate::conv2d::gpu::facts::is_strict;
-use crate::conv2d::gpu::gradients::{DataGradient, GradientMethod, Task};
+use crate::conv2d::gpu::gradients::{DataGradient, GradientMethod};
 use crate::conv2d::gpu::implicit_gemm::{ImplicitGemm, ImplicitGemmMethod};
-use crate::conv2d::gpu::methods::{self, Method, Prepared, supports};
-use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
+use crate::conv2d::gpu::methods::{self, Method, supports};
+use crate::conv2d::gpu::prepared::{Operands, PackTo, Prepared};
+use crate::conv2d::gpu::task::Task;
+use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Stream};
 use crate::{Activation, Layout, Result, TensorDesc};
 
@@ -117,6 +117,11 @@ impl Part {
         })
     }
 
+    /// The part on the chip of the whole gradient.
+    fn task<'a>(&'a self, whole: &Task<'_>) -> Task<'a> {
+        whole.gradient(&self.spec, &self.problem).by(Conv2dAlgorithm::ImplicitGemm)
+    }
+
     /// All of them that have outputs; `None` where a layout is beyond what can be said.
     fn all(spec: &Conv2dSpec, p: &Problem) -> Option<Vec<Self>> {
         let rows = 0..p.stride[0].min(p.h);
@@ -126,50 +131,41 @@ impl Part {
     }
 }
 
-/// [`ImplicitData`], in the two places of the list where it may be taken.
-pub(in crate::conv2d::gpu) enum ImplicitDataMethod {
-    /// Where the plan's algorithm is [`Conv2dAlgorithm::ImplicitGemm`], or f32 stays of f32 class and cuDNN's is expected to be
-    /// slower.
-    BesideCudnn,
-    /// Where cuDNN has no kernel.
-    BesideIm2col,
+/// [`ImplicitData`], where it is ahead of cuDNN's or cuDNN has no kernel.
+pub(crate) struct ImplicitDataMethod;
+
+impl ImplicitDataMethod {
+    /// True ahead of cuDNN's: the plan's algorithm is [`Conv2dAlgorithm::ImplicitGemm`], or f32 stays of f32 class and
+    /// cuDNN's is expected to be slower.
+    pub(crate) fn leads(gpu: &Gpu, task: &Task<'_>) -> bool {
+        let micros = || ImplicitData::micros(gpu, task);
+        match task.algorithm() {
+            Conv2dAlgorithm::ImplicitGemm => micros().is_finite(),
+            _ => is_strict(task.spec) && micros() < 0.9 * gathered_micros(task),
+        }
+    }
 }
 
 impl GradientMethod<dyn DataGradient> for ImplicitDataMethod {
-    fn prepare(&self, task: &Task<'_>) -> Result<Option<Box<dyn DataGradient>>> {
-        let &Task { gpu, spec, problem: p, algorithm } = task;
-        if !methods::allows(spec, Conv2dAlgorithm::ImplicitGemm) {
-            return Ok(None);
-        }
-        let micros = || ImplicitData::micros(gpu, spec, p);
-        let taken = match self {
-            ImplicitDataMethod::BesideCudnn if algorithm == Conv2dAlgorithm::ImplicitGemm => {
-                micros().is_finite()
-            }
-            ImplicitDataMethod::BesideCudnn => {
-                is_strict(spec) && micros() < 0.9 * gathered_micros(Chip::of(gpu), spec, p)
-            }
-            ImplicitDataMethod::BesideIm2col => {
-                let im2col = Conv2dConfiguration::new(Conv2dAlgorithm::Im2colGemm);
-                let im2col = methods::micros(Chip::of(gpu), spec, p, &im2col);
-                !task.is_few() && micros() < im2col
-            }
-        };
+    fn prepare(&self, gpu: &'static Gpu, task: &Task<'_>) -> Result<Option<Box<dyn DataGradient>>> {
+        let im2col = || methods::micros(&task.by(Conv2dAlgorithm::Im2colGemm));
+        let taken =
+            Self::leads(gpu, task) || !task.is_few() && ImplicitData::micros(gpu, task) < im2col();
         match taken {
-            true => Ok(Some(Box::new(ImplicitData::new(gpu, spec, p)?))),
+            true => Ok(Some(Box::new(ImplicitData::new(gpu, task)?))),
             false => Ok(None),
         }
     }
 }
 
 /// Expected microseconds of a data gradient that is no convolution of dy, by cuDNN or, for few channels, sums of one thread.
-fn gathered_micros(chip: Chip, spec: &Conv2dSpec, p: &Problem) -> f64 {
-    match p.c_group() < 8 {
+fn gathered_micros(task: &Task<'_>) -> f64 {
+    match task.problem.c_group() < 8 {
         true => {
-            let (launch, flop) = chip.rates.gradients.few_data;
-            launch + flop * p.flops()
+            let (launch, flop) = task.chip.rates.gradients.few_data;
+            launch + flop * task.problem.flops()
         }
-        false => kernel_micros(chip, spec, p),
+        false => kernel_micros(task),
     }
 }
 
@@ -178,23 +174,28 @@ impl ImplicitData {
     const MAX_PARTS: usize = 16;
 
     /// Expected microseconds, infinite where it cannot be had.
-    fn micros(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> f64 {
-        let supported = |part: &Part| supports(&ImplicitGemmMethod, gpu, &part.spec, &part.problem);
-        if p.n == 0 || p.stride[0].saturating_mul(p.stride[1]) > Self::MAX_PARTS {
+    fn micros(gpu: &Gpu, task: &Task<'_>) -> f64 {
+        let (spec, p) = (task.spec, task.problem);
+        if !methods::allows(&task.by(Conv2dAlgorithm::ImplicitGemm))
+            || p.n == 0
+            || p.stride[0].saturating_mul(p.stride[1]) > Self::MAX_PARTS
+        {
             return f64::INFINITY;
         }
+        let supported = |part: &Part| supports(&ImplicitGemmMethod, gpu, &part.task(task));
         match Part::all(spec, p).filter(|parts| parts.iter().all(supported)) {
             // Each packs its taps.
-            Some(parts) => parts.iter().map(|part| 3.0 + part.micros(gpu)).sum(),
+            Some(parts) => {
+                parts.iter().map(|part| 3.0 + ImplicitGemmMethod.micros(&part.task(task))).sum()
+            }
             None => f64::INFINITY,
         }
     }
 
-    fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Self> {
-        let parts = Part::all(spec, p).unwrap_or_default().into_iter();
+    fn new(gpu: &'static Gpu, task: &Task<'_>) -> Result<Self> {
+        let parts = Part::all(task.spec, task.problem).unwrap_or_default().into_iter();
         let parts = parts.map(|part| {
-            let engine =
-                ImplicitGemm::transposed(gpu, &part.spec, &part.problem, &configuration())?;
+            let engine = ImplicitGemm::transposed(gpu, &part.task(task))?;
             Ok((part, engine))
         });
         Ok(ImplicitData { parts: parts.collect::<Result<_>>()? })
@@ -216,41 +217,27 @@ impl DataGradient for ImplicitData {
         self.parts.iter().map(|(_, engine)| engine.tolerance()).fold(0.0, f64::max)
     }
 
-    unsafe fn run(
-        &self,
-        stream: &Stream,
-        w: *const u8,
-        operands: Operands,
-        mut packed: *mut u8,
-    ) -> Result<()> {
+    unsafe fn run(&self, stream: &Stream, w: *const u8, operands: Operands) -> Result<()> {
+        let mut packed = operands.scratch;
         let scratch = packed.wrapping_add(self.packed_bytes());
         for (Part { spec, first, .. }, engine) in &self.parts {
             let [first_w, first_dy, first_dx] = first.map(|at| at * spec.x.dtype.size() as isize);
             let operands = Operands {
                 x: operands.x.wrapping_offset(first_dy),
-                bias: None,
-                residual: None,
                 y: operands.y.wrapping_offset(first_dx),
+                scratch,
+                ..operands
             };
             // SAFETY: the caller's promise: a part has elements of the tensors, and its own memory for the filter.
             unsafe {
-                engine.pack(stream, w.wrapping_offset(first_w), packed, None)?;
-                engine.run(stream, packed, operands, scratch)?;
+                let to = PackTo { memory: packed, ticket: None };
+                engine.pack(stream, w.wrapping_offset(first_w), to)?;
+                engine.run(stream, packed, operands)?;
                 packed = packed.add(engine.packed_bytes());
             }
         }
         Ok(())
     }
-}
-
-impl Part {
-    fn micros(&self, gpu: &Gpu) -> f64 {
-        ImplicitGemmMethod.micros(Chip::of(gpu), &self.spec, &self.problem, &configuration())
-    }
-}
-
-fn configuration() -> Conv2dConfiguration {
-    Conv2dConfiguration::new(Conv2dAlgorithm::ImplicitGemm)
 }
 
 #[cfg(test)]

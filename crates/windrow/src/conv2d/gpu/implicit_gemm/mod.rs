@@ -7,19 +7,20 @@ mod product;
 
 use self::cut::{BLOCKS, Cut, Gather, PARTS, STEP, corners, gather};
 use self::product::{FILTER_EXPONENT, product, threads};
-use super::chips::Chip;
 use super::facts::packed_parts;
 use super::input::{Input, most_images};
-use super::methods::{Method, PackedForm, Parameter, Prepared};
+use super::methods::{About, Method, Parameter, needs_warpgroups};
+use super::prepared::{Operands, PackTo, PackedForm, Prepared};
 use super::split;
-use super::{ALIGNMENT, Divisor, Operands, Seen, bias_of, kernel, source, strides};
+use super::task::Task;
+use super::{ALIGNMENT, Divisor, Seen, bias_of, kernel, source, strides};
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::dtype::not_computed;
 use crate::gpu::{
-    Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, TensorMap, TensorPixels, params,
+    Gpu, Kernel, KernelSpec, Launch, Source, Stream, TensorMap, TensorPixels, params,
 };
 use crate::later::Later;
-use crate::{Accuracy, DType, Error, PlanOptions, Result, TensorDesc};
+use crate::{Accuracy, DType, Error, Result, TensorDesc};
 
 static FILTER: Source = source!("implicit_gemm_filter.cu");
 
@@ -104,27 +105,36 @@ struct FilterParams {
 pub(super) struct ImplicitGemmMethod;
 
 impl Method for ImplicitGemmMethod {
-    fn algorithms(&self) -> &'static [Conv2dAlgorithm] {
-        &[Conv2dAlgorithm::ImplicitGemm]
+    fn about(&self) -> &'static About {
+        &About {
+            algorithms: &[Conv2dAlgorithm::ImplicitGemm],
+            domain: "computes f32, and f16 and bf16 in groups of whole vectors of channels, on compute capability 9.0",
+            kernels: &[
+                "implicit_gemm.cu conv2d_implicit_gemm_f32 GATHER={0,1,2} BLOCK_K={64,128} SPLIT={1,2,4,8} sm_90",
+                "implicit_gemm_half.cu conv2d_implicit_gemm_half_{f16,bf16} BLOCK_K={64,128} SPLIT={1,2,4,8} sm_90",
+                "implicit_gemm_half.cu conv2d_implicit_gemm_half_{f16,bf16} BLOCK_K=256 SPLIT=1 sm_90",
+                "implicit_gemm_half.cu conv2d_implicit_gemm_half_{f16,bf16} GATHER=1 OUT={0,1,2} sm_90",
+                "implicit_gemm_half.cu conv2d_implicit_gemm_half_{f16,bf16} GATHER=3 OUT=1 sm_90",
+                "implicit_gemm_filter.cu conv2d_implicit_gemm_filter_f32 BLOCK_K={64,128} sm_90",
+                "implicit_gemm_filter.cu conv2d_implicit_gemm_filter_{f16,bf16} BLOCK_K={64,128,256} sm_90",
+            ],
+            parameters: &[
+                Parameter {
+                    name: "block",
+                    values: "output channels of a block: 64, 128 or, of f16 and bf16, 256",
+                    is_valid: |block| BLOCKS.contains(&block),
+                },
+                Parameter {
+                    name: "parts",
+                    values: "parts of the sums: 1, 2, 4 or 8",
+                    is_valid: |parts| PARTS.contains(&parts),
+                },
+            ],
+        }
     }
 
-    fn kernels(&self) -> &'static [&'static str] {
-        &[
-            "implicit_gemm.cu conv2d_implicit_gemm_f32 GATHER={0,1,2} BLOCK_K={64,128} SPLIT={1,2,4,8} sm_90",
-            "implicit_gemm_half.cu conv2d_implicit_gemm_half_{f16,bf16} BLOCK_K={64,128} SPLIT={1,2,4,8} sm_90",
-            "implicit_gemm_half.cu conv2d_implicit_gemm_half_{f16,bf16} BLOCK_K=256 SPLIT=1 sm_90",
-            "implicit_gemm_half.cu conv2d_implicit_gemm_half_{f16,bf16} GATHER=1 OUT={0,1,2} sm_90",
-            "implicit_gemm_half.cu conv2d_implicit_gemm_half_{f16,bf16} GATHER=3 OUT=1 sm_90",
-            "implicit_gemm_filter.cu conv2d_implicit_gemm_filter_f32 BLOCK_K={64,128} sm_90",
-            "implicit_gemm_filter.cu conv2d_implicit_gemm_filter_{f16,bf16} BLOCK_K={64,128,256} sm_90",
-        ]
-    }
-
-    fn domain(&self) -> &'static str {
-        "computes f32, and f16 and bf16 in groups of whole vectors of channels, on compute capability 9.0"
-    }
-
-    fn computes(&self, spec: &Conv2dSpec, p: &Problem) -> bool {
+    fn computes(&self, task: &Task<'_>) -> bool {
+        let Task { spec, problem: p, .. } = *task;
         let near = |size: usize, d: usize, taps: usize| {
             let reach = taps.saturating_sub(1).saturating_mul(p.dilation[d]);
             size.saturating_add(2 * p.padding[d]) < MAX_EXTENT && reach < MAX_EXTENT
@@ -148,103 +158,49 @@ impl Method for ImplicitGemmMethod {
             && pixels.saturating_mul(p.k) / 128 < 1 << 30
     }
 
-    fn runs_on(&self, gpu: &Gpu, _spec: &Conv2dSpec) -> Result<()> {
-        if gpu.has(Feature::WarpgroupProducts) {
-            return Ok(());
-        }
-        Err(Error::unsupported(
-            format!("conv2d by {} on {}", Conv2dAlgorithm::ImplicitGemm, gpu.device()),
-            "it needs products of warpgroups, which compute capability 9.0 has",
-        ))
+    fn runs_on(&self, gpu: &Gpu, _task: &Task<'_>) -> Result<()> {
+        needs_warpgroups(gpu, Conv2dAlgorithm::ImplicitGemm)
     }
 
-    fn allows(&self, spec: &Conv2dSpec, _algorithm: Conv2dAlgorithm) -> bool {
-        spec.accuracy >= Accuracy::Fp32
+    fn allows(&self, task: &Task<'_>) -> bool {
+        task.spec.accuracy >= Accuracy::Fp32
     }
 
-    fn micros(
-        &self,
-        chip: Chip,
-        spec: &Conv2dSpec,
-        problem: &Problem,
-        configuration: &Conv2dConfiguration,
-    ) -> f64 {
-        let cut = Cut::choose(chip, spec, problem, configuration);
-        cut.map_or(f64::INFINITY, |(_, micros)| micros)
+    fn micros(&self, task: &Task<'_>) -> f64 {
+        Cut::choose(task).map_or(f64::INFINITY, |(_, micros)| micros)
     }
 
-    fn pair_bytes(&self, spec: &Conv2dSpec, p: &Problem, _algorithm: Conv2dAlgorithm) -> usize {
-        2 * p.r * p.s * packed_parts(spec)
-    }
-
-    fn parameters(&self) -> &'static [Parameter] {
-        &[
-            Parameter {
-                name: "block",
-                values: "output channels of a block: 64, 128 or, of f16 and bf16, 256",
-                is_valid: |block| BLOCKS.contains(&block),
-            },
-            Parameter {
-                name: "parts",
-                values: "parts of the sums: 1, 2, 4 or 8",
-                is_valid: |parts| PARTS.contains(&parts),
-            },
-        ]
+    fn pair_bytes(&self, task: &Task<'_>) -> usize {
+        2 * task.problem.r * task.problem.s * packed_parts(task.spec)
     }
 
     fn variants(&self, dtype: DType) -> Vec<Conv2dConfiguration> {
         cut::of_type(dtype, false).map(|cut| cut.configuration()).collect()
     }
 
-    fn complete(
-        &self,
-        gpu: &Gpu,
-        spec: &Conv2dSpec,
-        problem: &Problem,
-        configuration: &Conv2dConfiguration,
-        _options: &PlanOptions,
-    ) -> Conv2dConfiguration {
-        let cut = Cut::choose(Chip::of(gpu), spec, problem, configuration);
-        cut.map_or(*configuration, |(cut, _)| cut.configuration())
+    fn complete(&self, task: &Task<'_>) -> Conv2dConfiguration {
+        Cut::choose(task).map_or(task.configuration, |(cut, _)| cut.configuration())
     }
 
-    fn prepare(
-        &self,
-        gpu: &'static Gpu,
-        spec: &Conv2dSpec,
-        problem: &Problem,
-        configuration: &Conv2dConfiguration,
-        _options: &PlanOptions,
-    ) -> Result<Box<dyn Prepared>> {
-        let filter_group = problem.k_group() as isize * spec.w.strides()[0];
-        let engine = ImplicitGemm::with_groups(gpu, spec, problem, configuration, filter_group)?;
-        Ok(Box::new(engine))
+    fn prepare(&self, gpu: &'static Gpu, task: &Task<'_>) -> Result<Box<dyn Prepared>> {
+        let filter_group = task.problem.k_group() as isize * task.spec.w.strides()[0];
+        Ok(Box::new(ImplicitGemm::with_groups(gpu, task, filter_group)?))
     }
 }
 
 impl ImplicitGemm {
     /// By a filter whose input and output channels have changed places within each group: in memory the input channels of
     /// a group follow those of the group before.
-    pub(super) fn transposed(
-        gpu: &'static Gpu,
-        spec: &Conv2dSpec,
-        problem: &Problem,
-        configuration: &Conv2dConfiguration,
-    ) -> Result<Self> {
-        let filter_group = problem.c_group() as isize * spec.w.strides()[1];
-        Self::with_groups(gpu, spec, problem, configuration, filter_group)
+    pub(super) fn transposed(gpu: &'static Gpu, task: &Task<'_>) -> Result<Self> {
+        let filter_group = task.problem.c_group() as isize * task.spec.w.strides()[1];
+        Self::with_groups(gpu, task, filter_group)
     }
 
-    fn with_groups(
-        gpu: &'static Gpu,
-        spec: &Conv2dSpec,
-        problem: &Problem,
-        configuration: &Conv2dConfiguration,
-        filter_group: isize,
-    ) -> Result<Self> {
-        let Some((cut, _)) = Cut::choose(Chip::of(gpu), spec, problem, configuration) else {
+    fn with_groups(gpu: &'static Gpu, task: &Task<'_>, filter_group: isize) -> Result<Self> {
+        let Task { spec, problem, .. } = *task;
+        let Some((cut, _)) = Cut::choose(task) else {
             return Err(Error::unsupported(
-                format!("conv2d with {configuration}"),
+                format!("conv2d with {}", task.configuration),
                 "implicit_gemm has block (64, 128, of halves 256) and parts (1, 2, 4, 8)",
             ));
         };
@@ -323,7 +279,7 @@ impl ImplicitGemm {
             s: Divisor::new(p.s),
         };
         let blocks = self.cut.launched(self.gpu.info.multiprocessors, tiles);
-        let launch = Launch { grid: [blocks as u32, 1, 1], block: [threads(x.maps) as u32, 1, 1] };
+        let launch = Launch::line(blocks, threads(x.maps));
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
         unsafe { kernel.launch(stream, launch, &params) }
     }
@@ -371,12 +327,8 @@ impl Prepared for ImplicitGemm {
     }
 
     fn packed_form(&self) -> PackedForm {
-        PackedForm {
-            method: "implicit_gemm",
-            dtype: self.spec.x.dtype,
-            products: if self.cut.half { 1 } else { 3 },
-            order: self.cut.block,
-        }
+        let products = if self.cut.half { 1 } else { 3 };
+        PackedForm::new("implicit_gemm", self.spec.x.dtype, products, self.cut.block)
     }
 
     /// Bytes of scratch memory of a run.
@@ -409,20 +361,14 @@ impl Prepared for ImplicitGemm {
         )
     }
 
-    unsafe fn pack(
-        &self,
-        stream: &Stream,
-        w: *const u8,
-        packed: *mut u8,
-        ticket: Option<u64>,
-    ) -> Result<()> {
+    unsafe fn pack(&self, stream: &Stream, w: *const u8, to: PackTo) -> Result<()> {
         let (p, unit) = (&self.problem, self.cut.unit(&self.problem));
         let params = FilterParams {
             w,
-            packed,
-            inverse: packed.wrapping_add(self.filter_bytes()),
+            packed: to.memory,
+            inverse: to.memory.wrapping_add(self.filter_bytes()),
             strides: strides(&self.spec.w),
-            seen: Seen::behind(packed, self.packed_bytes(), ticket).in_order_of(&self.spec.w),
+            seen: Seen::behind(to, self.packed_bytes()).in_order_of(&self.spec.w),
             w_group: self.filter_group as i64,
             unit_k: unit.k as i32,
             terms: (self.cut.term_channels(p) * p.r * p.s) as i32,
@@ -435,18 +381,12 @@ impl Prepared for ImplicitGemm {
             dense: dense_weights(&self.spec.w, p) as i32,
         };
         let channels = self.cut.k_blocks(p) * self.cut.block;
-        let launch = Launch { grid: [channels as u32, 1, 1], block: [256, 1, 1] };
+        let launch = Launch::line(channels, 256);
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
         unsafe { self.pack_filter.launch(stream, launch, &params) }
     }
 
-    unsafe fn run(
-        &self,
-        stream: &Stream,
-        packed: *const u8,
-        operands: Operands,
-        scratch: *mut u8,
-    ) -> Result<()> {
+    unsafe fn run(&self, stream: &Stream, packed: *const u8, operands: Operands) -> Result<()> {
         let aligned = |address: *const u8| (address as usize).is_multiple_of(16);
         let out_aligned = operands.is_out_aligned(16);
         let strides_of_x = strides(&self.spec.x);
@@ -470,11 +410,11 @@ impl Prepared for ImplicitGemm {
         for first in (0..n).step_by(images) {
             let n = images.min(n - first);
             let piece = operands.after_images(&self.spec, first);
-            let copied = Operands { x: scratch, ..piece };
+            let copied = Operands { x: piece.scratch, ..piece };
             // SAFETY: the caller's promise; `n` images fit the copy.
             unsafe {
                 if p.h * p.w > 0 {
-                    input.copy(stream, piece.x, n, scratch, std::ptr::null_mut())?;
+                    input.copy(stream, piece.x, n, piece.scratch, std::ptr::null_mut())?;
                 }
                 let x = Images { n, strides: [row * p.h as i64, 1, row, c], maps };
                 self.launch(stream, kernel, packed, copied, x)?;

@@ -13,17 +13,17 @@ static PACK_INPUT: Source = source!("pack_input.cu");
 /// A copy is made of at most so much at a time.
 const STAGING_BYTES: usize = 512 << 20;
 /// Pixels that a thread of the copy reads together, and what a block copies.
-pub(in crate::conv2d::gpu) const VECTOR: usize = 4;
-pub(in crate::conv2d::gpu) const TILE_PIXELS: usize = 128;
-pub(in crate::conv2d::gpu) const TILE_BYTES: usize = 64;
-const COPY_THREADS: u32 = 128;
+pub(crate) const VECTOR: usize = 4;
+pub(crate) const TILE_PIXELS: usize = 128;
+pub(crate) const TILE_BYTES: usize = 64;
+const COPY_THREADS: usize = 128;
 
 #[derive(Debug)]
-pub(in crate::conv2d::gpu) struct Input {
+pub(crate) struct Input {
     spec: Conv2dSpec,
     problem: Problem,
     /// The layout of x lets the copy engine read it if its address is aligned.
-    pub(in crate::conv2d::gpu) in_place: bool,
+    pub(crate) in_place: bool,
     /// Copies one pixel after the other, and aligned vectors of pixels.
     copy: &'static Kernel,
     copy_vectors: Option<&'static Kernel>,
@@ -51,7 +51,7 @@ params! {
 }
 
 impl Input {
-    pub(in crate::conv2d::gpu) fn new(
+    pub(crate) fn new(
         gpu: &'static Gpu,
         spec: &Conv2dSpec,
         problem: &Problem,
@@ -74,17 +74,17 @@ impl Input {
     }
 
     /// Channels of the copy.
-    pub(in crate::conv2d::gpu) fn channels(&self) -> usize {
+    pub(crate) fn channels(&self) -> usize {
         channels(&self.spec)
     }
 
     /// Images that are copied at a time.
-    pub(in crate::conv2d::gpu) fn copied_images(&self) -> usize {
+    pub(crate) fn copied_images(&self) -> usize {
         self.images
     }
 
     /// Bytes of the copy.
-    pub(in crate::conv2d::gpu) fn copy_bytes(&self) -> usize {
+    pub(crate) fn copy_bytes(&self) -> usize {
         self.images * image_bytes(&self.spec)
     }
 
@@ -92,7 +92,7 @@ impl Input {
     ///
     /// # Safety
     /// `x` must be images of the spec's layout, `out` memory for their copy, `x_max` `n` words for f32.
-    pub(in crate::conv2d::gpu) unsafe fn copy(
+    pub(crate) unsafe fn copy(
         &self,
         stream: &Stream,
         x: *const u8,
@@ -124,8 +124,7 @@ impl Input {
         };
         let aligned = (x as usize).is_multiple_of(VECTOR * size);
         let kernel = self.copy_vectors.filter(|_| aligned).unwrap_or(self.copy);
-        let blocks = (n * pixel_tiles * channel_tiles) as u32;
-        let launch = Launch { grid: [blocks, 1, 1], block: [COPY_THREADS, 1, 1] };
+        let launch = Launch::line(n * pixel_tiles * channel_tiles, COPY_THREADS);
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
         unsafe { kernel.launch(stream, launch, &params) }
     }
@@ -134,7 +133,7 @@ impl Input {
     ///
     /// # Safety
     /// As [`ImageMax::run`].
-    pub(in crate::conv2d::gpu) unsafe fn find_max(
+    pub(crate) unsafe fn find_max(
         &self,
         stream: &Stream,
         x: *const u8,
@@ -153,14 +152,14 @@ fn channels(spec: &Conv2dSpec) -> usize {
 }
 
 /// Bytes of the copy of an image.
-pub(in crate::conv2d::gpu) fn image_bytes(spec: &Conv2dSpec) -> usize {
+pub(crate) fn image_bytes(spec: &Conv2dSpec) -> usize {
     let [h, w] = [spec.x.shape()[2], spec.x.shape()[3]];
     (h * w * channels(spec) * spec.x.dtype.size()).next_multiple_of(ALIGNMENT)
 }
 
 /// How many images at most to copy at a time within `bytes`, if that is given. Where the layout allows reading x itself,
 /// only an unaligned address needs the copy.
-pub(in crate::conv2d::gpu) fn most_images(spec: &Conv2dSpec, bytes: Option<usize>) -> usize {
+pub(crate) fn most_images(spec: &Conv2dSpec, bytes: Option<usize>) -> usize {
     if copy_engine_reads(spec) {
         return 1;
     }
@@ -170,7 +169,7 @@ pub(in crate::conv2d::gpu) fn most_images(spec: &Conv2dSpec, bytes: Option<usize
 
 /// True if the copy engine can read x in place: channels side by side, all other strides whole vectors. f32 is also read
 /// for its largest magnitude.
-pub(in crate::conv2d::gpu) fn copy_engine_reads(spec: &Conv2dSpec) -> bool {
+pub(crate) fn copy_engine_reads(spec: &Conv2dSpec) -> bool {
     let (s, shape) = (spec.x.strides(), spec.x.shape());
     let vector = 16 / spec.x.dtype.size();
     let whole =
@@ -195,6 +194,6 @@ fn copy_kernel(dtype: DType, vector: usize) -> KernelSpec {
 }
 
 #[cfg(test)]
-pub(in crate::conv2d::gpu) fn kernels(dtype: DType) -> Vec<KernelSpec> {
+pub(crate) fn kernels(dtype: DType) -> Vec<KernelSpec> {
     vec![copy_kernel(dtype, 1), copy_kernel(dtype, VECTOR)]
 }

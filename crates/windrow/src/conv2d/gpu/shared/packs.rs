@@ -4,7 +4,7 @@
 //! different graphs shares nothing. A frozen filter's pack is shared by all streams.
 
 use crate::Result;
-use crate::conv2d::gpu::Prepared;
+use crate::conv2d::gpu::{PackTo, Prepared};
 use crate::gpu::{Event, Gpu, SharedBuffer, Stream};
 use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -147,9 +147,9 @@ impl<K: Copy + PartialEq> Packs<K> {
             }
         };
         let mut lease = Lease { packs: self, packing, place, stream, pack, captured };
-        let (to, ticket) = (lease.pack.memory.as_mut_ptr(), lease.pack.ticket);
+        let (memory, ticket) = (lease.pack.memory.as_mut_ptr(), Some(lease.pack.ticket));
         // SAFETY: the caller's promise; the memory is as large as asked for, and nobody else has it.
-        unsafe { engine.pack(stream, w, to, Some(ticket))? };
+        unsafe { engine.pack(stream, w, PackTo { memory, ticket })? };
         if frozen && !captured {
             let made = Event::mark(stream)?;
             let (is_made, retained_by) = (AtomicBool::new(false), AtomicU64::new(0));

@@ -1,16 +1,13 @@
-//! What kernels of this room are made from and given: epilogues, operands, strides, biases, divisors.
+//! What kernels of this room are made from and given: epilogues, strides, biases, divisors.
 
 use crate::conv2d::Conv2dSpec;
+use crate::conv2d::gpu::PackTo;
 use crate::dtype::by_type;
 use crate::gpu::{KernelSpec, Source};
 use crate::{Activation, Approximate, DType, TensorDesc};
 
 /// A kernel of this room for elements of a type.
-pub(in crate::conv2d::gpu) fn kernel(
-    source: &'static Source,
-    name: &str,
-    dtype: DType,
-) -> KernelSpec {
+pub(crate) fn kernel(source: &'static Source, name: &str, dtype: DType) -> KernelSpec {
     let macro_name =
         by_type!(dtype, F32 => "ELEMENT_F32", F16 => "ELEMENT_F16", BF16 => "ELEMENT_BF16");
     KernelSpec::new(source, format!("conv2d_{name}_{dtype}")).define(macro_name, 1)
@@ -18,7 +15,7 @@ pub(in crate::conv2d::gpu) fn kernel(
 
 /// What becomes of sums on their way to y: `EPILOGUE`, the activation's number in `activation.cuh`, and whether a
 /// residual is added before it.
-pub(in crate::conv2d::gpu) fn with_epilogue(kernel: KernelSpec, spec: &Conv2dSpec) -> KernelSpec {
+pub(crate) fn with_epilogue(kernel: KernelSpec, spec: &Conv2dSpec) -> KernelSpec {
     let number = number(spec.activation);
     kernel.define("EPILOGUE", number).define("RESIDUAL", i32::from(spec.residual))
 }
@@ -34,52 +31,14 @@ fn number(activation: Activation) -> i32 {
     }
 }
 
-/// Device addresses of a run; all lie on the device of the stream that the work is given to.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Operands {
-    pub(crate) x: *const u8,
-    pub(crate) bias: Option<*const u8>,
-    /// Laid out as y, where the spec has one.
-    pub(crate) residual: Option<*const u8>,
-    pub(crate) y: *mut u8,
-}
-
-impl Operands {
-    /// The residual of a launch, null if there is none.
-    pub(in crate::conv2d::gpu) fn residual(&self) -> *const u8 {
-        self.residual.unwrap_or(std::ptr::null())
-    }
-
-    /// True if y and the residual, which kernels access alike, begin at multiples of so many bytes.
-    pub(in crate::conv2d::gpu) fn is_out_aligned(&self, bytes: usize) -> bool {
-        (self.y as usize | self.residual() as usize).is_multiple_of(bytes)
-    }
-
-    /// Those behind so many images.
-    pub(in crate::conv2d::gpu) fn after_images(self, spec: &Conv2dSpec, images: usize) -> Self {
-        let offset =
-            |desc: &TensorDesc| images as isize * desc.strides()[0] * desc.dtype.size() as isize;
-        let (x, y) = (offset(&spec.x), offset(&spec.y));
-        Operands {
-            x: self.x.wrapping_offset(x),
-            residual: self.residual.map(|residual| residual.wrapping_offset(y)),
-            y: self.y.wrapping_offset(y),
-            ..self
-        }
-    }
-}
-
 /// Strides of a tensor of rank 4, in elements. That of a dimension of one element is 0 here, whatever it is there:
 /// kernels take addresses beside the image before they find that nothing is there, in 32 bits where the image allows.
-pub(in crate::conv2d::gpu) fn strides(desc: &TensorDesc) -> [i64; 4] {
+pub(crate) fn strides(desc: &TensorDesc) -> [i64; 4] {
     std::array::from_fn(|d| if desc.shape()[d] > 1 { desc.strides()[d] as i64 } else { 0 })
 }
 
 /// The bias of a launch: address, stride, whether it is f32 beside half elements.
-pub(in crate::conv2d::gpu) fn bias_of(
-    spec: &Conv2dSpec,
-    bias: Option<*const u8>,
-) -> (*const u8, i64, i32) {
+pub(crate) fn bias_of(spec: &Conv2dSpec, bias: Option<*const u8>) -> (*const u8, i64, i32) {
     match (&spec.bias, bias) {
         (Some(desc), Some(address)) => {
             (address, desc.strides()[0] as i64, i32::from(desc.dtype == DType::F32))
@@ -91,29 +50,25 @@ pub(in crate::conv2d::gpu) fn bias_of(
 /// `Seen` of `conv2d.cuh`: by what a packing kernel sees that a pack which is kept is still that of the filter.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub(in crate::conv2d::gpu) struct Seen {
+pub(crate) struct Seen {
     digests: *mut u8,
     ticket: u64,
 }
 
 impl Seen {
     /// Bytes for each block of a packing kernel.
-    pub(in crate::conv2d::gpu) const DIGEST: usize = 16;
+    pub(crate) const DIGEST: usize = 16;
 
-    /// Behind a pack of so many bytes if it is kept in memory of this ticket, else nothing.
-    pub(in crate::conv2d::gpu) fn behind(
-        packed: *mut u8,
-        packed_bytes: usize,
-        ticket: Option<u64>,
-    ) -> Self {
-        match ticket {
-            Some(ticket) => Seen { digests: packed.wrapping_add(packed_bytes), ticket },
+    /// Behind a pack of so many bytes if it is kept there, else nothing.
+    pub(crate) fn behind(to: PackTo, packed_bytes: usize) -> Self {
+        match to.ticket {
+            Some(ticket) => Seen { digests: to.memory.wrapping_add(packed_bytes), ticket },
             None => Seen { digests: std::ptr::null_mut(), ticket: 0 },
         }
     }
 
     /// For a kernel that looks at the filter in the order of its memory: one that lies in another order is another one.
-    pub(in crate::conv2d::gpu) fn in_order_of(self, w: &TensorDesc) -> Self {
+    pub(crate) fn in_order_of(self, w: &TensorDesc) -> Self {
         let mixed = |ticket: u64, &stride: &isize| {
             (ticket ^ stride as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
         };
@@ -124,14 +79,14 @@ impl Seen {
 /// `Divisor` of `conv2d.cuh`: division of numbers below 2^31.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub(in crate::conv2d::gpu) struct Divisor {
+pub(crate) struct Divisor {
     value: u32,
     factor: u32,
     shift: u32,
 }
 
 impl Divisor {
-    pub(in crate::conv2d::gpu) fn new(value: usize) -> Self {
+    pub(crate) fn new(value: usize) -> Self {
         let bits = value.next_power_of_two().trailing_zeros();
         let factor =
             if value == 1 { 0 } else { (1u64 << (31 + bits)).div_ceil(value as u64) as u32 };

@@ -11,27 +11,24 @@ static IMAGE_MAX: Source = source!("image_max.cu");
 
 /// By how much an accumulation of 16 terms shrinks the sum that it ends in, for what is cut off: the same within some
 /// percent for all data but sums of one sign, which shrink more (measured on an H200).
-pub(in crate::conv2d::gpu) const SHRINKAGE: f64 = 1.57e-8;
+pub(crate) const SHRINKAGE: f64 = 1.57e-8;
 
 /// Elements of a vector.
 const VECTOR: usize = 4;
 /// Vectors that a block reads.
 const BLOCK_VECTORS: usize = 2048;
-const THREADS: u32 = 256;
+const THREADS: usize = 256;
 /// Vectors of an image are counted in 32 bits, blocks of a launch too.
 const MAX_VECTORS: usize = 1 << 30;
 
 /// Relative error of an operand that is split: what its low half leaves.
-pub(in crate::conv2d::gpu) fn rounding() -> f64 {
+pub(crate) fn rounding() -> f64 {
     DType::F16.unit_roundoff() * DType::F16.unit_roundoff()
 }
 
 /// The exponent to which operands are scaled, so that transforms by this matrix, one after the other in so many
 /// `dimensions`, stay finite in half precision.
-pub(in crate::conv2d::gpu) fn exponent<const N: usize>(
-    rows: &[[Rational; N]],
-    dimensions: i32,
-) -> i32 {
+pub(crate) fn exponent<const N: usize>(rows: &[[Rational; N]], dimensions: i32) -> i32 {
     let growth =
         rows.iter().map(|r| r.iter().map(|x| x.to_f64().abs()).sum::<f64>()).fold(0.0, f64::max);
     // Numbers below 2^(exponent + 1) grow by at most `growth` in each.
@@ -40,12 +37,12 @@ pub(in crate::conv2d::gpu) fn exponent<const N: usize>(
 
 /// The largest error of an operand for what is smaller than the smallest half, beside the largest number of those that
 /// are scaled to `exponent` with it: half a step of 2^-24.
-pub(in crate::conv2d::gpu) fn underflow(exponent: i32) -> f64 {
+pub(crate) fn underflow(exponent: i32) -> f64 {
     f64::from(-25 - exponent).exp2()
 }
 
 /// The inverse of `power_of_two_scale` of `conv2d.cuh`.
-pub(in crate::conv2d::gpu) fn inverse_scale(max_bits: u32, exponent: i32) -> f64 {
+pub(crate) fn inverse_scale(max_bits: u32, exponent: i32) -> f64 {
     if max_bits == 0 {
         return 1.0;
     }
@@ -54,7 +51,7 @@ pub(in crate::conv2d::gpu) fn inverse_scale(max_bits: u32, exponent: i32) -> f64
 
 /// The largest finite magnitude of each image of an f32 tensor [n, c, h, w].
 #[derive(Debug)]
-pub(in crate::conv2d::gpu) struct ImageMax {
+pub(crate) struct ImageMax {
     image_stride: i64,
     /// Sizes and strides of an image's dimensions, the innermost last.
     dimensions: [(usize, isize); 3],
@@ -78,20 +75,20 @@ params! {
 
 impl ImageMax {
     /// Bytes of the magnitudes of the images of `x`; types but f32 need none.
-    pub(in crate::conv2d::gpu) fn bytes(x: &TensorDesc) -> usize {
+    pub(crate) fn bytes(x: &TensorDesc) -> usize {
         let images = if x.dtype == DType::F32 { x.shape()[0] } else { 0 };
         (images * size_of::<u32>()).next_multiple_of(ALIGNMENT)
     }
 
     /// True if images are small enough to be counted in 32 bits.
-    pub(in crate::conv2d::gpu) fn supports(x: &TensorDesc) -> bool {
+    pub(crate) fn supports(x: &TensorDesc) -> bool {
         let sizes = &x.shape()[1..];
         let elements = sizes.iter().try_fold(1usize, |a, &b| a.checked_mul(b));
         let blocks = |elements: usize| elements.div_ceil(BLOCK_VECTORS) * x.shape()[0];
         elements.is_some_and(|e| e < MAX_VECTORS && blocks(e) < i32::MAX as usize)
     }
 
-    pub(in crate::conv2d::gpu) fn new(gpu: &'static Gpu, x: &TensorDesc) -> Result<Self> {
+    pub(crate) fn new(gpu: &'static Gpu, x: &TensorDesc) -> Result<Self> {
         let dimensions = [1, 2, 3].map(|d| (x.shape()[d], x.strides()[d]));
         Self::of_images(gpu, x.strides()[0], merged(dimensions.into_iter()).unwrap_or(dimensions))
     }
@@ -115,12 +112,12 @@ impl ImageMax {
     }
 
     /// Of all images together, as if they were one.
-    pub(in crate::conv2d::gpu) fn of_all(gpu: &'static Gpu, x: &TensorDesc) -> Result<Self> {
+    pub(crate) fn of_all(gpu: &'static Gpu, x: &TensorDesc) -> Result<Self> {
         Self::of_images(gpu, 0, dimensions_of_all(x).unwrap_or([(0, 0); 3]))
     }
 
     /// True if [`ImageMax::of_all`] finds it: dimensions that follow each other are few, and elements not too many.
-    pub(in crate::conv2d::gpu) fn supports_all(x: &TensorDesc) -> bool {
+    pub(crate) fn supports_all(x: &TensorDesc) -> bool {
         dimensions_of_all(x).is_some() && x.layout.len() < MAX_VECTORS
     }
 
@@ -128,7 +125,7 @@ impl ImageMax {
     ///
     /// # Safety
     /// `x` must be images of the tensor and `x_max` `n` words, on the stream's device.
-    pub(in crate::conv2d::gpu) unsafe fn run(
+    pub(crate) unsafe fn run(
         &self,
         stream: &Stream,
         x: *const u8,
@@ -164,7 +161,7 @@ impl ImageMax {
             in_outer: Divisor::new(middle * inner),
             in_middle: Divisor::new(inner),
         };
-        let launch = Launch { grid: [(n * blocks) as u32, 1, 1], block: [THREADS, 1, 1] };
+        let launch = Launch::line(n * blocks, THREADS);
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
         unsafe { kernel.launch(stream, launch, &params) }
     }

@@ -14,10 +14,11 @@ use self::pieces::{packed_bytes, u_bytes};
 use self::stages::{
     Blocking, InputTransform, Stage, THREADS, Tiling, input_kernel, one_thread_each, staged_kernel,
 };
-use super::methods::{PackedForm, Prepared};
+use super::prepared::{Operands, PackTo, PackedForm, Prepared};
 use super::split::{self, ImageMax};
+use super::task::Task;
 use super::winograd_row::matrix;
-use super::{ALIGNMENT, Divisor, Operands, Seen, bias_of, source, strides, with_epilogue};
+use super::{ALIGNMENT, Divisor, Seen, bias_of, source, strides, with_epilogue};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::winograd::TAPS;
 use crate::conv2d::winograd_reference::Stages;
@@ -142,30 +143,21 @@ params! {
 }
 
 impl WinogradGemm {
-    /// By the configuration, where it says nothing by the model, for packed filter and scratch memory of `memory` bytes
-    /// together, if that is given.
-    fn cut(
-        gpu: &Gpu,
-        spec: &Conv2dSpec,
-        problem: &Problem,
-        configuration: &Conv2dConfiguration,
-        memory: Option<usize>,
-    ) -> Cut {
-        let tile = tile_of(configuration.algorithm);
-        let most = configuration.tiles;
-        let multiprocessors = gpu.info.multiprocessors;
-        let room = memory.map(|memory| pieces::tiles(multiprocessors, spec, problem, tile, memory));
-        let blocking = Blocking::new(tile, problem, &stages(spec), gpu.info.l2_cache, most, room);
+    /// By the configuration, where it says nothing by the model, for packed filter and scratch memory of the options'
+    /// memory together, if that is given.
+    fn cut(task: &Task<'_>) -> Cut {
+        let Task { chip, spec, problem, configuration, options } = task;
+        let tile = tile_of(task);
+        let room = options.memory.map(|memory| pieces::tiles(task, tile, memory));
+        let stages = stages(spec);
+        let blocking =
+            Blocking::new(tile, problem, &stages, chip.l2_cache, configuration.tiles, room);
         Cut { blocking, block: configuration.block.unwrap_or(THREADS) }
     }
 
-    fn new(
-        gpu: &'static Gpu,
-        spec: &Conv2dSpec,
-        problem: &Problem,
-        tile: Tile,
-        cut: Cut,
-    ) -> Result<Self> {
+    fn new(gpu: &'static Gpu, task: &Task<'_>) -> Result<Self> {
+        let (spec, problem, tile) = (task.spec, task.problem, tile_of(task));
+        let cut = Self::cut(task);
         let Cut { blocking, block } = cut;
         let [v, m] = stages(spec);
         let [filter, input, output] = kernels(tile, spec, block);
@@ -251,12 +243,7 @@ impl Prepared for WinogradGemm {
     }
 
     fn packed_form(&self) -> PackedForm {
-        PackedForm {
-            method: "winograd_gemm",
-            dtype: self.spec.x.dtype,
-            products: self.v.parts,
-            order: self.tile.m(),
-        }
+        PackedForm::new("winograd_gemm", self.spec.x.dtype, self.v.parts, self.tile.m())
     }
 
     /// U and V are rounded once each, sums of channels once for each channel, and a transform a few
@@ -278,20 +265,14 @@ impl Prepared for WinogradGemm {
         )
     }
 
-    unsafe fn pack(
-        &self,
-        stream: &Stream,
-        w: *const u8,
-        packed: *mut u8,
-        ticket: Option<u64>,
-    ) -> Result<()> {
+    unsafe fn pack(&self, stream: &Stream, w: *const u8, to: PackTo) -> Result<()> {
         let params = FilterParams {
             w,
-            u: packed,
-            inverse: packed.wrapping_add(self.u_bytes()),
+            u: to.memory,
+            inverse: to.memory.wrapping_add(self.u_bytes()),
             strides: strides(&self.spec.w),
             plane: (self.problem.k * self.v.rows()) as i64,
-            seen: Seen::behind(packed, self.packed_bytes(), ticket),
+            seen: Seen::behind(to, self.packed_bytes()),
             c: self.problem.c as i32,
             c_padded: self.v.padded as i32,
             // The small terms, which come first, hardly lose anything.
@@ -300,21 +281,14 @@ impl Prepared for WinogradGemm {
                 false => 0.0,
             },
         };
-        let launch =
-            Launch { grid: [self.problem.k as u32, 1, 1], block: [self.cut.block as u32, 1, 1] };
+        let launch = Launch::line(self.problem.k, self.cut.block);
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
         unsafe { self.filter.launch(stream, launch, &params) }
     }
 
-    unsafe fn run(
-        &self,
-        stream: &Stream,
-        packed: *const u8,
-        operands: Operands,
-        scratch: *mut u8,
-    ) -> Result<()> {
+    unsafe fn run(&self, stream: &Stream, packed: *const u8, operands: Operands) -> Result<()> {
         let (p, b) = (&self.problem, &self.cut.blocking);
-        let x_max = scratch;
+        let x_max = operands.scratch;
         let v = x_max.wrapping_add(ImageMax::bytes(&self.spec.x));
         let m = v.wrapping_add(self.v.bytes(b));
         let workspace = m.wrapping_add(self.m.bytes(b));
@@ -368,11 +342,13 @@ impl Prepared for WinogradGemm {
             self.spec.residual.then(|| DeviceTensor::new(self.spec.y, device)).transpose()?;
         let [bias, residual] =
             [&bias, &residual].map(|t| t.as_ref().map(|tensor| tensor.as_ref().as_ptr()));
-        let operands = Operands { x: x.as_ptr(), bias, residual, y: y.as_mut()?.as_mut_ptr() };
+        let (y, scratch_at) = (y.as_mut()?.as_mut_ptr(), scratch.as_mut_ptr());
+        let operands = Operands { x: x.as_ptr(), bias, residual, y, scratch: scratch_at };
         // SAFETY: the views agree with the spec, and the memory is as large as asked for.
         unsafe {
-            self.pack(&stream, w.as_ptr(), packed.as_mut_ptr(), None)?;
-            self.run(&stream, packed.as_ptr(), operands, scratch.as_mut_ptr())?;
+            let to = PackTo { memory: packed.as_mut_ptr(), ticket: None };
+            self.pack(&stream, w.as_ptr(), to)?;
+            self.run(&stream, packed.as_ptr(), operands)?;
         }
         stream.synchronize()?;
         let read = |at: *const u8, dtype, shape: &[usize], strides: &[usize]| {

@@ -5,6 +5,7 @@ use super::stages::Stage;
 use crate::DType;
 use crate::conv2d::gpu::ALIGNMENT;
 use crate::conv2d::gpu::split::ImageMax;
+use crate::conv2d::gpu::task::Task;
 use crate::conv2d::{Conv2dSpec, Problem, Tile};
 
 /// Outputs of a block of the product in both directions, as most of its kernels have them, and how often its blocks should
@@ -13,21 +14,17 @@ const PRODUCT_BLOCK: usize = 128;
 const LEAST_ROUNDS: usize = 4;
 
 /// Tiles of a chunk whose product still fills the device some times.
-fn least_tiles(multiprocessors: u32, problem: &Problem, tile: Tile) -> usize {
-    let blocks = tile.alpha() * tile.alpha() * problem.k.div_ceil(PRODUCT_BLOCK).max(1);
-    let rounds = LEAST_ROUNDS * multiprocessors as usize;
+fn least_tiles(task: &Task<'_>, tile: Tile) -> usize {
+    let blocks = tile.alpha() * tile.alpha() * task.problem.k.div_ceil(PRODUCT_BLOCK).max(1);
+    let rounds = LEAST_ROUNDS * task.chip.multiprocessors as usize;
     rounds.div_ceil(blocks) * PRODUCT_BLOCK
 }
 
 /// The fewest bytes that packed filter and workspace have together.
-pub(in crate::conv2d::gpu) fn least_bytes(
-    multiprocessors: u32,
-    spec: &Conv2dSpec,
-    problem: &Problem,
-    tile: Tile,
-) -> usize {
+pub(super) fn least_bytes(task: &Task<'_>, tile: Tile) -> usize {
+    let Task { spec, problem, .. } = *task;
     let stages = stages(spec);
-    let tiles = least_tiles(multiprocessors, problem, tile);
+    let tiles = least_tiles(task, tile);
     let all = problem.n * problem.oh.div_ceil(tile.m()) * problem.ow.div_ceil(tile.m());
     packed_bytes(tile, spec, problem)
         + ImageMax::bytes(&spec.x)
@@ -36,28 +33,19 @@ pub(in crate::conv2d::gpu) fn least_bytes(
 
 /// Tiles of a chunk of the stages for which there is room in `memory` bytes, beside a packed filter, but no fewer than
 /// [`least_tiles`].
-pub(in crate::conv2d::gpu) fn tiles(
-    multiprocessors: u32,
-    spec: &Conv2dSpec,
-    problem: &Problem,
-    tile: Tile,
-    memory: usize,
-) -> usize {
+pub(super) fn tiles(task: &Task<'_>, tile: Tile, memory: usize) -> usize {
+    let Task { spec, problem, .. } = *task;
     let rest = memory.saturating_sub(packed_bytes(tile, spec, problem) + ImageMax::bytes(&spec.x));
-    (rest / tile_bytes(tile, &stages(spec))).max(least_tiles(multiprocessors, problem, tile))
+    (rest / tile_bytes(tile, &stages(spec))).max(least_tiles(task, tile))
 }
 
 /// Of U.
-pub(in crate::conv2d::gpu) fn u_bytes(tile: Tile, v: &Stage, problem: &Problem) -> usize {
+pub(super) fn u_bytes(tile: Tile, v: &Stage, problem: &Problem) -> usize {
     tile.alpha() * tile.alpha() * problem.k * v.rows() * v.dtype.size()
 }
 
 /// Of U, behind which lie the inverse scales of f32 filters.
-pub(in crate::conv2d::gpu) fn packed_bytes(
-    tile: Tile,
-    spec: &Conv2dSpec,
-    problem: &Problem,
-) -> usize {
+pub(super) fn packed_bytes(tile: Tile, spec: &Conv2dSpec, problem: &Problem) -> usize {
     let [v, _] = stages(spec);
     let scales = if spec.x.dtype == DType::F32 { problem.k * size_of::<f32>() } else { 0 };
     (u_bytes(tile, &v, problem) + scales).next_multiple_of(ALIGNMENT)
@@ -71,9 +59,9 @@ fn tile_bytes(tile: Tile, stages: &[Stage]) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::conv2d::Conv2dParams;
     use crate::conv2d::gpu::methods::Method;
     use crate::conv2d::gpu::winograd_row::WinogradRowMethod;
-    use crate::conv2d::{Conv2dAlgorithm, Conv2dParams};
     use crate::{Layout, TensorDesc};
 
     /// Of the layers of `benchmarks/layers/cnn18.csv` with the most memory.
@@ -93,13 +81,13 @@ mod tests {
                 let spec = Conv2dSpec::new(x, w, &Conv2dParams::default()).unwrap();
                 let problem = spec.problem().unwrap();
                 let tenth = (spec.x.bytes() + spec.y.bytes()) / 10;
-                let row = Conv2dAlgorithm::WinogradRow;
-                let row = WinogradRowMethod.least_bytes(132, &spec, &problem, row);
+                let task = Task::on_h200(&spec, &problem);
+                let row = WinogradRowMethod.least_bytes(&task);
                 assert!(row <= tenth, "{row} of {tenth}");
                 for tile in Tile::ALL {
-                    let least = least_bytes(132, &spec, &problem, tile);
+                    let least = least_bytes(&task, tile);
                     let bytes = |memory| {
-                        let tiles = tiles(132, &spec, &problem, tile, memory);
+                        let tiles = tiles(&task, tile, memory);
                         packed_bytes(tile, &spec, &problem)
                             + ImageMax::bytes(&spec.x)
                             + tiles * tile_bytes(tile, &stages(&spec))

@@ -13,7 +13,7 @@ use crate::{DType, Result, TensorDesc};
 static INPUT: Source = source!("winograd_input.cu", "winograd.cuh");
 
 /// Threads of a block, where a configuration does not say.
-pub(in crate::conv2d::gpu) const THREADS: usize = 128;
+pub(crate) const THREADS: usize = 128;
 /// Tiles of a chunk are a multiple of this, and padded channels fill such vectors: then every row of
 /// a matrix starts at a vector.
 const VECTOR_BYTES: usize = 16;
@@ -32,20 +32,20 @@ const MAX_THREADS: usize = 1 << 30;
 /// One matrix for each position of the transform tile, tiles of a chunk by channels:
 /// `[p][channel][tile]` or `[p][tile][channel]`, as pixels and channels of the image lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::conv2d::gpu) struct Stage {
-    pub(in crate::conv2d::gpu) dtype: DType,
-    pub(in crate::conv2d::gpu) channels: usize,
+pub(crate) struct Stage {
+    pub(crate) dtype: DType,
+    pub(crate) channels: usize,
     /// Channels with those that fill the last vector.
-    pub(in crate::conv2d::gpu) padded: usize,
+    pub(crate) padded: usize,
     /// Parts of an element, each as many channels: 1, or 3 where f32 is split in halves, or 2 that lie in octets
     /// (`winograd.cuh`).
-    pub(in crate::conv2d::gpu) parts: usize,
-    pub(in crate::conv2d::gpu) channels_inner: bool,
+    pub(crate) parts: usize,
+    pub(crate) channels_inner: bool,
 }
 
 impl Stage {
     /// A stage of a tensor's channels.
-    pub(in crate::conv2d::gpu) fn of(image: &TensorDesc, dtype: DType) -> Self {
+    pub(crate) fn of(image: &TensorDesc, dtype: DType) -> Self {
         let channels = image.shape()[1];
         let channels_inner = is_channels_last(&image.layout);
         let padded = channels.next_multiple_of(VECTOR_BYTES / dtype.size());
@@ -53,7 +53,7 @@ impl Stage {
     }
 
     /// Channels of all parts.
-    pub(in crate::conv2d::gpu) fn rows(&self) -> usize {
+    pub(crate) fn rows(&self) -> usize {
         self.parts * self.padded
     }
 
@@ -62,7 +62,7 @@ impl Stage {
     }
 
     /// Along positions, tiles and channels, or octets of them, in elements.
-    pub(in crate::conv2d::gpu) fn strides(&self, tiles: usize) -> [usize; 3] {
+    pub(crate) fn strides(&self, tiles: usize) -> [usize; 3] {
         if self.in_octets() {
             return [tiles * self.padded, OCTET, tiles * OCTET];
         }
@@ -70,16 +70,16 @@ impl Stage {
         [tiles * self.rows(), tile, channel]
     }
 
-    pub(in crate::conv2d::gpu) fn tile_bytes(&self, positions: usize) -> usize {
+    pub(crate) fn tile_bytes(&self, positions: usize) -> usize {
         positions * self.rows() * self.dtype.size()
     }
 
-    pub(in crate::conv2d::gpu) fn bytes(&self, b: &Blocking) -> usize {
+    pub(crate) fn bytes(&self, b: &Blocking) -> usize {
         (b.tiles * self.tile_bytes(b.positions)).next_multiple_of(ALIGNMENT)
     }
 
     /// As an operand: of tiles by channels if `tiles_first`, else of channels by tiles.
-    pub(in crate::conv2d::gpu) fn matrix(&self, b: &Blocking, tiles_first: bool) -> Matrix {
+    pub(crate) fn matrix(&self, b: &Blocking, tiles_first: bool) -> Matrix {
         Matrix {
             dtype: self.dtype,
             transposed: self.channels_inner != tiles_first,
@@ -90,7 +90,7 @@ impl Stage {
     }
 
     /// What neighbouring threads share.
-    pub(in crate::conv2d::gpu) fn inner(&self, b: &Blocking, channels: usize) -> Divisor {
+    pub(crate) fn inner(&self, b: &Blocking, channels: usize) -> Divisor {
         let channels_inner = self.channels_inner && !self.in_octets();
         Divisor::new(if channels_inner { channels.max(1) } else { b.tiles })
     }
@@ -98,18 +98,18 @@ impl Stage {
 
 /// The tiles of a batch, in chunks of which a stage is formed at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::conv2d::gpu) struct Blocking {
-    pub(in crate::conv2d::gpu) positions: usize,
-    pub(in crate::conv2d::gpu) chunks: usize,
+pub(crate) struct Blocking {
+    pub(crate) positions: usize,
+    pub(crate) chunks: usize,
     /// Of a chunk.
-    pub(in crate::conv2d::gpu) tiles: usize,
+    pub(crate) tiles: usize,
     tiles_in_row: usize,
-    pub(in crate::conv2d::gpu) tiles_in_image: usize,
+    pub(crate) tiles_in_image: usize,
 }
 
 impl Blocking {
     /// Chunks of at most `most` tiles, if that is given, and of no more than there is `room` for.
-    pub(in crate::conv2d::gpu) fn new(
+    pub(crate) fn new(
         tile: Tile,
         p: &Problem,
         stages: &[Stage],
@@ -138,14 +138,14 @@ impl Blocking {
     }
 
     /// With chunks of whole steps of a product.
-    pub(in crate::conv2d::gpu) fn in_steps(self, rows: usize) -> Self {
+    pub(crate) fn in_steps(self, rows: usize) -> Self {
         let all = self.tiles * self.chunks;
         let tiles = self.tiles.next_multiple_of(rows);
         Blocking { tiles, chunks: all.div_ceil(tiles), ..self }
     }
 
     /// Where the tiles of a chunk lie among `n` images.
-    pub(in crate::conv2d::gpu) fn tiling(&self, n: usize, chunk: usize) -> Tiling {
+    pub(crate) fn tiling(&self, n: usize, chunk: usize) -> Tiling {
         let first = chunk * self.tiles;
         let first_image = first / self.tiles_in_image;
         Tiling {
@@ -161,7 +161,7 @@ impl Blocking {
 /// `Tiling` of `winograd.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub(in crate::conv2d::gpu) struct Tiling {
+pub(crate) struct Tiling {
     images: i64,
     first_image: i64,
     first: i32,
@@ -172,7 +172,7 @@ pub(in crate::conv2d::gpu) struct Tiling {
 /// The transform of all tiles of an image tensor into a stage: `T d T^t` for patches `d` that begin
 /// `padding` before each tile.
 #[derive(Debug)]
-pub(in crate::conv2d::gpu) struct InputTransform {
+pub(crate) struct InputTransform {
     kernel: &'static Kernel,
     strides: [i64; 4],
     stage: Stage,
@@ -200,7 +200,7 @@ params! {
 }
 
 impl InputTransform {
-    pub(in crate::conv2d::gpu) fn new(
+    pub(crate) fn new(
         gpu: &'static Gpu,
         spec: &KernelSpec,
         image: &TensorDesc,
@@ -217,7 +217,7 @@ impl InputTransform {
     /// `x` must be `n` images of the tensor, `x_max` their largest magnitudes, or of octets that of all, if the stage is
     /// split, `out`
     /// [`Stage::bytes`], on the stream's device.
-    pub(in crate::conv2d::gpu) unsafe fn run(
+    pub(crate) unsafe fn run(
         &self,
         stream: &Stream,
         x: *const u8,
@@ -251,12 +251,12 @@ impl InputTransform {
 }
 
 /// In blocks of `block` threads.
-pub(in crate::conv2d::gpu) fn one_thread_each(elements: usize, block: usize) -> Launch {
-    Launch { grid: [elements.div_ceil(block) as u32, 1, 1], block: [block as u32, 1, 1] }
+pub(crate) fn one_thread_each(elements: usize, block: usize) -> Launch {
+    Launch::line(elements.div_ceil(block), block)
 }
 
 /// The kernel of [`InputTransform`] for a transform of alpha rows and `size` columns.
-pub(in crate::conv2d::gpu) fn input_kernel<const N: usize>(
+pub(crate) fn input_kernel<const N: usize>(
     name: &str,
     tile: Tile,
     image: &TensorDesc,
@@ -272,7 +272,7 @@ pub(in crate::conv2d::gpu) fn input_kernel<const N: usize>(
 }
 
 /// A kernel that includes `winograd.cuh`, as `winograd_input_f4_f32`.
-pub(in crate::conv2d::gpu) fn staged_kernel(
+pub(crate) fn staged_kernel(
     source: &'static Source,
     name: &str,
     tile: Tile,

@@ -8,8 +8,11 @@ use super::stages::{
     Blocking, InputTransform, Stage, THREADS, input_kernel, one_thread_each, staged_kernel,
 };
 use crate::conv2d::gpu::facts::is_strict;
-use crate::conv2d::gpu::gradients::{GradientMethod, OutputKernels, Task, WeightGradient};
+use crate::conv2d::gpu::gradients::{
+    GradientMethod, OutputKernels, WeightGradient, WeightOperands,
+};
 use crate::conv2d::gpu::split::{self, ImageMax};
+use crate::conv2d::gpu::task::Task;
 use crate::conv2d::gpu::weight_product::{
     OCTET_BYTES, SHRINKAGE, STEP_ROWS, Shape, Side, Taps, WeightProduct,
 };
@@ -38,7 +41,7 @@ const fn tile_of(dtype: DType) -> Tile {
 const MIN_CHANNELS: usize = 16;
 
 #[derive(Debug)]
-struct WinogradWeight {
+pub(crate) struct WinogradWeight {
     tile: Tile,
     spec: Conv2dSpec,
     problem: Problem,
@@ -72,7 +75,7 @@ params! {
 }
 
 /// [`WinogradWeight`], wherever it can be.
-pub(in crate::conv2d::gpu) struct WinogradWeightMethod;
+pub(crate) struct WinogradWeightMethod;
 
 impl GradientMethod<dyn WeightGradient> for WinogradWeightMethod {
     fn kernels(&self) -> &'static [&'static str] {
@@ -86,17 +89,21 @@ impl GradientMethod<dyn WeightGradient> for WinogradWeightMethod {
         ]
     }
 
-    fn prepare(&self, task: &Task<'_>) -> Result<Option<Box<dyn WeightGradient>>> {
-        if !WinogradWeight::suits(task.gpu, task.spec, task.problem) {
+    fn prepare(
+        &self,
+        gpu: &'static Gpu,
+        task: &Task<'_>,
+    ) -> Result<Option<Box<dyn WeightGradient>>> {
+        if !WinogradWeight::suits(gpu, task) {
             return Ok(None);
         }
-        let gradient = WinogradWeight::new(task.gpu, task.spec, task.problem)?;
-        Ok(Some(Box::new(gradient)))
+        Ok(Some(Box::new(WinogradWeight::new(gpu, task)?)))
     }
 }
 
 impl WinogradWeight {
-    fn suits(gpu: &Gpu, spec: &Conv2dSpec, p: &Problem) -> bool {
+    pub(crate) fn suits(gpu: &Gpu, task: &Task<'_>) -> bool {
+        let (spec, p) = (task.spec, task.problem);
         p.is_winograd()
             && p.c.min(p.k) >= MIN_CHANNELS
             && spec.accuracy
@@ -104,7 +111,8 @@ impl WinogradWeight {
             && (in_halves(gpu, spec) || gpu.multiplies().is_ok())
     }
 
-    fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Self> {
+    fn new(gpu: &'static Gpu, task: &Task<'_>) -> Result<Self> {
+        let (spec, p) = (task.spec, task.problem);
         let halves = in_halves(gpu, spec);
         let stage = |image: &TensorDesc| match halves {
             true => Stage { parts: 2, ..Stage::of(image, DType::F16) },
@@ -199,14 +207,8 @@ impl WeightGradient for WinogradWeight {
         growth(&self.tile.transforms()) * roundings(operand, terms)
     }
 
-    unsafe fn run(
-        &self,
-        stream: &Stream,
-        x: *const u8,
-        dy: *const u8,
-        (dw, desc): (*mut u8, &TensorDesc),
-        scratch: *mut u8,
-    ) -> Result<()> {
+    unsafe fn run(&self, stream: &Stream, operands: &WeightOperands<'_>) -> Result<()> {
+        let &WeightOperands { x, dy, dw, desc, scratch } = operands;
         let (p, b) = (&self.problem, &self.blocking);
         let v = scratch;
         let dm = v.wrapping_add(self.v.bytes(b));

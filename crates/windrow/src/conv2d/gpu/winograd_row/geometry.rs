@@ -7,9 +7,9 @@
 use std::ops::Range;
 
 /// Pairs of tiles of a unit.
-pub(in crate::conv2d::gpu) const PAIRS: usize = 32;
+pub(crate) const PAIRS: usize = 32;
 /// Output columns of a pair.
-pub(in crate::conv2d::gpu) const PAIR_COLUMNS: usize = 6;
+pub(crate) const PAIR_COLUMNS: usize = 6;
 /// Inputs beyond the outputs of a row of tiles, in both directions.
 const HALO: usize = 2;
 /// Bytes of one pixel in a stage, and after which the swizzle repeats.
@@ -19,32 +19,27 @@ const SWIZZLE_BYTES: usize = 512;
 const MAX_STAGE_BYTES: usize = 26_000;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(in crate::conv2d::gpu) struct Geometry {
+pub(crate) struct Geometry {
     /// Width of a strip.
-    pub(in crate::conv2d::gpu) pairs_x: usize,
+    pub(crate) pairs_x: usize,
     /// Pixels from one input row to the next in shared memory.
-    pub(in crate::conv2d::gpu) pitch: usize,
+    pub(crate) pitch: usize,
     /// Bit positions of a pair's number that the bits of (8 warp + lane / 4) go to.
-    pub(in crate::conv2d::gpu) pair_bits: [usize; 5],
+    pub(crate) pair_bits: [usize; 5],
     /// Rows of tiles given to an image.
-    pub(in crate::conv2d::gpu) image_rows: usize,
+    pub(crate) image_rows: usize,
     /// Input rows that one copy brings.
-    pub(in crate::conv2d::gpu) box_rows: usize,
+    pub(crate) box_rows: usize,
     /// Bytes of an input stage.
-    pub(in crate::conv2d::gpu) stage_bytes: usize,
+    pub(crate) stage_bytes: usize,
     /// Share of the computed outputs that exist.
-    pub(in crate::conv2d::gpu) efficiency: f64,
+    pub(crate) efficiency: f64,
 }
 
 impl Geometry {
     /// For `n` images of `oh` x `ow` outputs. `wide` prefers
     /// strips whose rows are long runs of memory in an NCHW output.
-    pub(in crate::conv2d::gpu) fn choose(
-        n: usize,
-        oh: usize,
-        ow: usize,
-        wide: bool,
-    ) -> Option<Self> {
+    pub(crate) fn choose(n: usize, oh: usize, ow: usize, wide: bool) -> Option<Self> {
         let candidates = [1, 2, 3, 4, 8].into_iter().flat_map(|pairs_x| {
             let unit_rows = PAIRS / pairs_x;
             let whole = PAIRS
@@ -100,12 +95,12 @@ impl Geometry {
     }
 
     /// Strips beside each other.
-    pub(in crate::conv2d::gpu) fn strips(&self, ow: usize) -> usize {
+    pub(crate) fn strips(&self, ow: usize) -> usize {
         ow.div_ceil(self.pairs_x * PAIR_COLUMNS)
     }
 
     /// Units of `n` images.
-    pub(in crate::conv2d::gpu) fn units(&self, n: usize, ow: usize) -> usize {
+    pub(crate) fn units(&self, n: usize, ow: usize) -> usize {
         (n * self.image_rows * self.pairs_x).div_ceil(PAIRS) * self.strips(ow)
     }
 }

@@ -202,7 +202,7 @@ impl Fused {
             // A block keeps its output channels: its items are a whole number of rounds apart.
             blocks = (blocks / plan.sizes.k_blocks()).max(1) * plan.sizes.k_blocks();
         }
-        let launch = Launch { grid: [blocks as u32, 1, 1], block: [384, 1, 1] };
+        let launch = Launch::line(blocks, 384);
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
         unsafe { self.kernel.launch(stream, launch, &params) }
     }

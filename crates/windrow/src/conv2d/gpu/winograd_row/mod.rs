@@ -8,19 +8,20 @@ use self::geometry::Geometry;
 use self::kernel::Fused;
 use self::sizes::Sizes;
 use super::ALIGNMENT;
-use super::chips::Chip;
 use super::facts::{has_vectors, is_strict, may_transform, packed_parts};
 use super::input::{Input, most_images};
-use super::methods::{Method, PackedForm, Prepared};
+use super::methods::{About, Method, needs_warpgroups};
+use super::prepared::{Operands, PackTo, PackedForm, Prepared};
 use super::split::{self, ImageMax, exponent};
-use super::{Operands, Seen, kernel, source, strides};
+use super::task::Task;
+use super::{Seen, kernel, source, strides};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::winograd::{Rational, Transforms};
-use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
+use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
 use crate::dtype::not_computed;
-use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
+use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::later::Later;
-use crate::{DType, Error, PlanOptions, Result};
+use crate::{DType, Result};
 
 static PACK_FILTER: Source = source!("winograd_pack_filter.cu");
 
@@ -80,80 +81,54 @@ params! {
 pub(super) struct WinogradRowMethod;
 
 impl Method for WinogradRowMethod {
-    fn algorithms(&self) -> &'static [Conv2dAlgorithm] {
-        &[Conv2dAlgorithm::WinogradRow]
-    }
-
-    fn kernels(&self) -> &'static [&'static str] {
-        &[
-            "winograd_pack_filter.cu conv2d_winograd_row_filter_f32 PRODUCTS={1,3} sm_90",
-            "winograd_pack_filter.cu conv2d_winograd_row_filter_{f16,bf16} PRODUCTS=1 sm_90",
-            "winograd_row.cu conv2d_winograd_row_f32 PRODUCTS={1,3} CHANNELS_LAST_OUT={0,1} sm_90",
-            "winograd_row.cu conv2d_winograd_row_{f16,bf16} PRODUCTS=1 CHANNELS_LAST_OUT={0,1} sm_90",
-        ]
-    }
-
-    fn domain(&self) -> &'static str {
-        "computes 3x3 filters of stride and dilation 1 in one group, on compute capability 9.0"
-    }
-
-    fn computes(&self, _spec: &Conv2dSpec, problem: &Problem) -> bool {
-        problem.is_winograd() && ![problem.c, problem.h, problem.w].contains(&0)
-    }
-
-    fn runs_on(&self, gpu: &Gpu, _spec: &Conv2dSpec) -> Result<()> {
-        if gpu.has(Feature::WarpgroupProducts) {
-            return Ok(());
+    fn about(&self) -> &'static About {
+        &About {
+            algorithms: &[Conv2dAlgorithm::WinogradRow],
+            domain: "computes 3x3 filters of stride and dilation 1 in one group, on compute capability 9.0",
+            kernels: &[
+                "winograd_pack_filter.cu conv2d_winograd_row_filter_f32 PRODUCTS={1,3} sm_90",
+                "winograd_pack_filter.cu conv2d_winograd_row_filter_{f16,bf16} PRODUCTS=1 sm_90",
+                "winograd_row.cu conv2d_winograd_row_f32 PRODUCTS={1,3} CHANNELS_LAST_OUT={0,1} sm_90",
+                "winograd_row.cu conv2d_winograd_row_{f16,bf16} PRODUCTS=1 CHANNELS_LAST_OUT={0,1} sm_90",
+            ],
+            parameters: &[],
         }
-        Err(Error::unsupported(
-            format!("conv2d by {} on {}", Conv2dAlgorithm::WinogradRow, gpu.device()),
-            "it needs products of warpgroups, which compute capability 9.0 has",
-        ))
     }
 
-    fn allows(&self, spec: &Conv2dSpec, _algorithm: Conv2dAlgorithm) -> bool {
-        may_transform(spec)
+    fn computes(&self, task: &Task<'_>) -> bool {
+        let p = task.problem;
+        p.is_winograd() && ![p.c, p.h, p.w].contains(&0)
     }
 
-    fn micros(
-        &self,
-        chip: Chip,
-        spec: &Conv2dSpec,
-        problem: &Problem,
-        _configuration: &Conv2dConfiguration,
-    ) -> f64 {
-        micros(spec, problem, chip)
+    fn runs_on(&self, gpu: &Gpu, _task: &Task<'_>) -> Result<()> {
+        needs_warpgroups(gpu, Conv2dAlgorithm::WinogradRow)
     }
 
-    fn pair_bytes(&self, spec: &Conv2dSpec, _p: &Problem, _algorithm: Conv2dAlgorithm) -> usize {
-        2 * TAPS * ALPHA * packed_parts(spec)
+    fn allows(&self, task: &Task<'_>) -> bool {
+        may_transform(task.spec)
     }
 
-    fn least_bytes(
-        &self,
-        multiprocessors: u32,
-        spec: &Conv2dSpec,
-        problem: &Problem,
-        _algorithm: Conv2dAlgorithm,
-    ) -> usize {
-        Sizes::new(multiprocessors, spec, problem).least_bytes(spec, problem)
+    fn micros(&self, task: &Task<'_>) -> f64 {
+        micros(task)
     }
 
-    fn prepare(
-        &self,
-        gpu: &'static Gpu,
-        spec: &Conv2dSpec,
-        problem: &Problem,
-        _configuration: &Conv2dConfiguration,
-        options: &PlanOptions,
-    ) -> Result<Box<dyn Prepared>> {
-        Ok(Box::new(WinogradRow::new(gpu, spec, problem, options.memory)?))
+    fn pair_bytes(&self, task: &Task<'_>) -> usize {
+        2 * TAPS * ALPHA * packed_parts(task.spec)
+    }
+
+    fn least_bytes(&self, task: &Task<'_>) -> usize {
+        Sizes::new(task).least_bytes(task.spec, task.problem)
+    }
+
+    fn prepare(&self, gpu: &'static Gpu, task: &Task<'_>) -> Result<Box<dyn Prepared>> {
+        Ok(Box::new(WinogradRow::new(gpu, task)?))
     }
 }
 
 /// How often the fused kernel's blocks fill the device: a block computes two units of 192 outputs of 64
 /// channels. In strict f32 with the outputs beside the image, of which 14 columns have a fifth.
-pub(super) fn rounds(spec: &Conv2dSpec, p: &Problem, multiprocessors: u32) -> f64 {
+pub(super) fn rounds(task: &Task<'_>) -> f64 {
+    let (spec, p, multiprocessors) = (task.spec, task.problem, task.chip.multiprocessors);
     let rounds = if is_strict(spec) {
         WinogradRow::work(p, !is_channels_last(&spec.y.layout), multiprocessors)
     } else {
@@ -164,7 +139,8 @@ pub(super) fn rounds(spec: &Conv2dSpec, p: &Problem, multiprocessors: u32) -> f6
 }
 
 /// Expected microseconds of the fused kernel: every round takes its steps of 16 input channels.
-pub(super) fn micros(spec: &Conv2dSpec, p: &Problem, chip: Chip) -> f64 {
+pub(super) fn micros(task: &Task<'_>) -> f64 {
+    let Task { spec, problem: p, chip, .. } = *task;
     let rates = &chip.rates.winograd_row;
     let step = match spec.x.dtype {
         _ if is_strict(spec) => rates.split_step,
@@ -173,8 +149,7 @@ pub(super) fn micros(spec: &Conv2dSpec, p: &Problem, chip: Chip) -> f64 {
     };
     // Pixels that are no whole vectors are copied, and stored element by element.
     let slower = is_channels_last(&spec.y.layout) && !has_vectors(spec, p);
-    let rounds = rounds(spec, p, chip.multiprocessors);
-    let micros = rates.launch + step * rounds * p.c.div_ceil(16) as f64;
+    let micros = rates.launch + step * rounds(task) * p.c.div_ceil(16) as f64;
     if slower { rates.unaligned * micros } else { micros }
 }
 
@@ -201,15 +176,11 @@ impl WinogradRow {
         Some((geometry, pairs * problem.k.div_ceil(BLOCK_K)))
     }
 
-    /// With packed filter and workspace of `memory` bytes together, if that is given and enough for one image.
-    fn new(
-        gpu: &'static Gpu,
-        spec: &Conv2dSpec,
-        problem: &Problem,
-        memory: Option<usize>,
-    ) -> Result<Self> {
-        let sizes = Sizes::new(gpu.info.multiprocessors, spec, problem);
-        let room = memory.map(|memory| memory.saturating_sub(sizes.bytes(spec)));
+    /// With packed filter and workspace of the options' memory together, if that is given and enough for one image.
+    fn new(gpu: &'static Gpu, task: &Task<'_>) -> Result<Self> {
+        let Task { spec, problem, .. } = *task;
+        let sizes = Sizes::new(task);
+        let room = task.options.memory.map(|memory| memory.saturating_sub(sizes.bytes(spec)));
         let images = sizes.images_of_a_piece(spec, problem, most_images(spec, room));
         let plan = WinogradRow {
             gpu,
@@ -246,12 +217,7 @@ impl Prepared for WinogradRow {
     }
 
     fn packed_form(&self) -> PackedForm {
-        PackedForm {
-            method: "winograd_row",
-            dtype: self.spec.x.dtype,
-            products: self.sizes.products,
-            order: 0,
-        }
+        PackedForm::new("winograd_row", self.spec.x.dtype, self.sizes.products, 0)
     }
 
     /// An operand is rounded to the half type up to three times (twice in the input transform, once
@@ -286,40 +252,27 @@ impl Prepared for WinogradRow {
         )
     }
 
-    unsafe fn pack(
-        &self,
-        stream: &Stream,
-        w: *const u8,
-        packed: *mut u8,
-        ticket: Option<u64>,
-    ) -> Result<()> {
+    unsafe fn pack(&self, stream: &Stream, w: *const u8, to: PackTo) -> Result<()> {
         let params = FilterParams {
             w,
-            u: packed,
-            inverse: packed.wrapping_add(self.sizes.u_bytes()),
+            u: to.memory,
+            inverse: to.memory.wrapping_add(self.sizes.u_bytes()),
             strides: strides(&self.spec.w),
-            seen: Seen::behind(packed, self.packed_bytes(), ticket),
+            seen: Seen::behind(to, self.packed_bytes()),
             k: self.problem.k as i32,
             c: self.problem.c as i32,
             steps: self.sizes.steps() as i32,
             shrinkage: self.sizes.shrinkage() as f32,
         };
-        let launch =
-            Launch { grid: [(self.sizes.k_blocks() * BLOCK_K) as u32, 1, 1], block: [256, 1, 1] };
+        let launch = Launch::line(self.sizes.k_blocks() * BLOCK_K, 256);
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
         unsafe { self.pack_filter.launch(stream, launch, &params) }
     }
 
-    unsafe fn run(
-        &self,
-        stream: &Stream,
-        packed: *const u8,
-        operands: Operands,
-        scratch: *mut u8,
-    ) -> Result<()> {
+    unsafe fn run(&self, stream: &Stream, packed: *const u8, operands: Operands) -> Result<()> {
         let (p, input) = (&self.problem, &self.input);
-        let x_max = scratch;
-        let sums = scratch.wrapping_add(ImageMax::bytes(&self.spec.x));
+        let x_max = operands.scratch;
+        let sums = x_max.wrapping_add(ImageMax::bytes(&self.spec.x));
         let copy = sums.wrapping_add(self.sizes.sums_bytes());
         let in_place = input.in_place && (operands.x as usize).is_multiple_of(16);
         let fused = self.fused(self.vectors && operands.is_out_aligned(16))?;

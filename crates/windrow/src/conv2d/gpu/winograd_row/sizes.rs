@@ -2,10 +2,11 @@
 
 use super::geometry::{Geometry, PAIR_COLUMNS, PAIRS};
 use super::{ALIGNMENT, ALPHA, BLOCK_K, PART_BYTES, STEP_C, TAPS, TILE, stores_vectors};
+use crate::conv2d::gpu::facts::is_strict;
 use crate::conv2d::gpu::input;
 use crate::conv2d::gpu::split::{self, ImageMax};
+use crate::conv2d::gpu::task::Task;
 use crate::conv2d::{Conv2dSpec, Problem};
-use crate::{Accuracy, DType};
 
 /// What sizes depend on.
 #[derive(Clone, Copy, Debug)]
@@ -18,14 +19,11 @@ pub(super) struct Sizes {
 }
 
 impl Sizes {
-    pub(super) fn new(multiprocessors: u32, spec: &Conv2dSpec, problem: &Problem) -> Self {
-        let split = spec.x.dtype == DType::F32 && spec.accuracy <= Accuracy::Fp32;
-        Sizes {
-            c: problem.c,
-            k: problem.k,
-            products: if split { 3 } else { 1 },
-            multiprocessors: multiprocessors as usize,
-        }
+    pub(super) fn new(task: &Task<'_>) -> Self {
+        let Task { chip, problem, .. } = task;
+        let products = if is_strict(task.spec) { 3 } else { 1 };
+        let multiprocessors = chip.multiprocessors as usize;
+        Sizes { c: problem.c, k: problem.k, products, multiprocessors }
     }
 
     /// Beside the copy of x.

@@ -1,0 +1,170 @@
+//! A convolution whose kernels are loaded: what runs.
+
+use crate::conv2d::winograd_reference::Stages;
+use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec};
+use crate::gpu::{Gpu, Stream};
+use crate::{DType, Result, TensorDesc, TensorRef};
+use std::fmt::Debug;
+
+/// A convolution bound to a device and a method: its kernels are compiled and loaded.
+pub(crate) trait Prepared: Debug + Send + Sync {
+    /// The algorithm's configuration with all parameters of one that runs with it.
+    fn configuration(&self, algorithm: Conv2dAlgorithm) -> Conv2dConfiguration {
+        Conv2dConfiguration::new(algorithm)
+    }
+
+    /// What the packed filter looks like beside its shape and algorithm.
+    fn packed_form(&self) -> PackedForm;
+
+    /// Bytes of a packed filter.
+    fn packed_bytes(&self) -> usize;
+
+    /// Bytes of scratch memory of a run, aligned to 256.
+    fn scratch_bytes(&self) -> usize {
+        0
+    }
+
+    /// Bytes behind a pack that is kept, by which [`Prepared::pack`] sees whether it is still that of the filter. None
+    /// where a copy takes as long as a comparison.
+    fn seen_bytes(&self) -> usize {
+        0
+    }
+
+    /// True if [`Prepared::run`] can read the filter at `w` as it is, without a pack.
+    fn reads_in_place(&self, _w: *const u8) -> bool {
+        false
+    }
+
+    /// Packs the filter at `w`, which has the spec's layout.
+    ///
+    /// # Errors
+    /// [`crate::Error::Backend`].
+    ///
+    /// # Safety
+    /// `w` must be the filter on the stream's device, and `to` memory there for [`Prepared::packed_bytes`] and, with a
+    /// ticket, [`Prepared::seen_bytes`] more behind them.
+    unsafe fn pack(&self, stream: &Stream, w: *const u8, to: PackTo) -> Result<()>;
+
+    /// The filter at `w` in the form that [`Prepared::run`] takes: as it is, or packed to `memory`.
+    ///
+    /// # Errors
+    /// [`crate::Error::Backend`].
+    ///
+    /// # Safety
+    /// As [`Prepared::pack`].
+    unsafe fn packed(&self, stream: &Stream, w: *const u8, memory: *mut u8) -> Result<*const u8> {
+        if self.reads_in_place(w) {
+            return Ok(w);
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.pack(stream, w, PackTo { memory, ticket: None })? };
+        Ok(memory)
+    }
+
+    /// Computes y.
+    ///
+    /// # Errors
+    /// [`crate::Error::Backend`].
+    ///
+    /// # Safety
+    /// The operands must be tensors of the spec's layouts on the stream's device, `packed` what [`Prepared::packed`]
+    /// gives, and their scratch memory [`Prepared::scratch_bytes`] there.
+    unsafe fn run(&self, stream: &Stream, packed: *const u8, operands: Operands) -> Result<()>;
+
+    /// How far a sum may be off before the activation, relative to its scale.
+    fn tolerance(&self) -> f64;
+
+    /// Outputs of a tile in each direction, of Winograd's algorithms.
+    fn tile(&self) -> Option<usize> {
+        None
+    }
+
+    /// U, V and M of views that agree with the spec, for a method in stages if one chunk holds them.
+    ///
+    /// # Errors
+    /// [`crate::Error::Backend`], [`crate::Error::OutOfMemory`].
+    fn winograd_stages(
+        &self,
+        _gpu: &'static Gpu,
+        _w: &TensorRef<'_>,
+        _x: &TensorRef<'_>,
+    ) -> Result<Option<Stages<Vec<f32>>>> {
+        Ok(None)
+    }
+
+    /// Relative errors of U and V of [`Prepared::winograd_stages`]: as stored, and as multiplied.
+    fn operand_roundings(&self) -> (f64, f64) {
+        (0.0, 0.0)
+    }
+
+    /// Errors of U and V beside those, relative to the largest number of an output channel's filters and of an image.
+    fn underflows(&self) -> [f64; 2] {
+        [0.0; 2]
+    }
+
+    /// Blocking, in words.
+    fn explain(&self) -> String;
+}
+
+/// The memory that a filter is packed to.
+///
+/// With a ticket, which is a number of this memory and no other, the pack is kept there, in the order of one stream: if
+/// the filter is as it was packed before, by its content, the pack is left as it is, without waiting.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PackTo {
+    pub(crate) memory: *mut u8,
+    pub(crate) ticket: Option<u64>,
+}
+
+/// What a packed filter looks like beside its shape and algorithm: equal forms are read alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct PackedForm {
+    method: &'static str,
+    dtype: DType,
+    /// Products that the split operands take part in.
+    products: usize,
+    /// What else of the method decides the order of the elements.
+    order: usize,
+}
+
+impl PackedForm {
+    pub(super) fn new(method: &'static str, dtype: DType, products: usize, order: usize) -> Self {
+        PackedForm { method, dtype, products, order }
+    }
+}
+
+/// Device addresses of a run; all lie on the device of the stream that the work is given to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Operands {
+    pub(crate) x: *const u8,
+    pub(crate) bias: Option<*const u8>,
+    /// Laid out as y, where the spec has one.
+    pub(crate) residual: Option<*const u8>,
+    pub(crate) y: *mut u8,
+    pub(crate) scratch: *mut u8,
+}
+
+impl Operands {
+    /// The residual of a launch, null if there is none.
+    pub(super) fn residual(&self) -> *const u8 {
+        self.residual.unwrap_or(std::ptr::null())
+    }
+
+    /// True if y and the residual, which kernels access alike, begin at multiples of so many bytes.
+    pub(super) fn is_out_aligned(&self, bytes: usize) -> bool {
+        (self.y as usize | self.residual() as usize).is_multiple_of(bytes)
+    }
+
+    /// Those behind so many images.
+    pub(super) fn after_images(self, spec: &Conv2dSpec, images: usize) -> Self {
+        let offset =
+            |desc: &TensorDesc| images as isize * desc.strides()[0] * desc.dtype.size() as isize;
+        let (x, y) = (offset(&spec.x), offset(&spec.y));
+        Operands {
+            x: self.x.wrapping_offset(x),
+            residual: self.residual.map(|residual| residual.wrapping_offset(y)),
+            y: self.y.wrapping_offset(y),
+            ..self
+        }
+    }
+}
