@@ -41,7 +41,9 @@ def measured(name: str) -> dict[str, Any]:
     from published_networks import NETWORKS
     from torch import nn
     from torch.utils._pytree import tree_map
-    from windrow.torch import _check_bound, _fastest
+    from windrow.torch import _check_bound
+    from windrow.torch.choice import measure, store
+    from windrow.torch.choice.policy import PYTORCH, Seconds
 
     network = NETWORKS[name]
     torch.manual_seed(0)
@@ -99,18 +101,15 @@ def measured(name: str) -> dict[str, Any]:
     convolutions = [m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)]
     case["convolutions"] = len(convolutions)
     for how in ALLOWED:
-        _fastest._decisions.clear()
-        _fastest._looked_at.clear()
+        store.clear()
         if how == "forced":
-            _fastest._times = lambda _, contestants: {
-                c.name: _fastest.Seconds(1.0 if c.name == _fastest.PYTORCH else 0.5) for c in contestants
-            }
+            measure.times_of = lambda _, runs: {name: Seconds(1.0 if name == PYTORCH else 0.5) for name in runs}
         patched = copy.deepcopy(model)
         report = windrow.torch.patch(patched)
         found: dict[str, Any] = {}
         found["patched"], found["patched_children"] = against(patched)
         found["patched_by_windrow"] = by_windrow(patched, report)
-        _fastest._decisions.clear()
+        store.clear()
         start = time.perf_counter()
         optimized = windrow.torch.optimize(model)
         found["fused"] = sum("FusedConv2d(" in what for what in optimized.windrow_report.fused.values())
@@ -118,9 +117,9 @@ def measured(name: str) -> dict[str, Any]:
             called(optimized, inputs[0])
         found["first_call_s"] = round(time.perf_counter() - start, 2)
         found["optimized"], found["optimized_children"] = against(optimized)
-        decided = {d.problem for d in _fastest.decisions() if d.choice.startswith("Windrow")}
+        decided = {d.problem for d in store.every() if d.choice.startswith("Windrow")}
         found["problems_by_windrow"] = len(decided)
-        found["problems"] = len(_fastest.decisions())
+        found["problems"] = len(store.every())
         left = optimized.windrow_report.left
         found["left"] = {n: left[n][:160] for n in ("the model", "the model as a whole", "check") if n in left}
         case[how] = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in found.items()}
@@ -157,10 +156,10 @@ def calibrated(model: Any, given: Any) -> None:
 
 def by_windrow(model: Any, report: Any) -> int:
     """Convolutions of which a call was decided to be Windrow's."""
-    from windrow.torch import _fastest
     from windrow.torch._modules import Convolution
+    from windrow.torch.choice import store
 
-    layers = {d.problem[2] for d in _fastest.decisions() if d.choice.startswith("Windrow")}
+    layers = {d.key.layer for d in store.every() if d.choice.startswith("Windrow")}
     modules = dict(model.named_modules())
     return sum(isinstance(modules[n], Convolution) and modules[n].layer() in layers for n in report.swapped)
 

@@ -33,26 +33,26 @@ BACKENDS = {"cpu": {"type": "cpu"}} | {
 }
 # What `__init__.py` imports of the package; the rest follows from these modules' own imports.
 FIRST = ["torch/_causal_conv1d.py", "torch/_conv2d.py", "torch/_flops.py", "torch/_gelu.py", "_threads.py"]
-ABSOLUTE = re.compile(r"^(\s*)from windrow(?:\.torch)?(?:\.(\w+))? import ", re.MULTILINE)
-
-
-# The module's name, or the names that come from the package of modules.
-IMPORTED = re.compile(r"^\s*from windrow\.torch(?:\.(_\w+) import|\s+import (.+))", re.MULTILINE)
+# Indent, module and names of an import from the package; `windrow.torch` itself is the folder that is made.
+IMPORT = re.compile(r"^([ \t]*)from windrow(?:\.torch)?((?:\.\w+)*) import (.*)", re.MULTILINE)
 
 
 def modules(package: Path) -> list[str]:
     """Modules of the folder: the first ones, and those that they import."""
     found = [*FIRST]
     for module in found:
-        for one, several in IMPORTED.findall((package / module).read_text()):
-            names = [f"torch/{name.strip()}.py" for name in (one or several).split(",")]
-            found += [name for name in names if name not in found]
+        for _, path, names in IMPORT.findall((package / module).read_text()):
+            at = "torch" + path.replace(".", "/")
+            of_folder = [f"{at}/{name.strip()}.py" for name in ("__init__", *names.split(","))] if path else []
+            names = [f"{at}.py", *of_folder] if path else [f"{at}/{name.strip()}.py" for name in names.split(",")]
+            found += [name for name in names if name not in found and (package / name).exists()]
     return found
 
 
-def relative(source: str) -> str:
-    """With imports from the package's own modules, all of which lie in one folder here."""
-    source = ABSOLUTE.sub(lambda found: f"{found[1]}from .{found[2] or ''} import ", source)
+def relative(source: str, depth: int = 0) -> str:
+    """With imports from the package's own modules; `depth`: folders above the module's own in the one that is made."""
+    dots = "." * (depth + 1)
+    source = IMPORT.sub(lambda found: f"{found[1]}from {dots}{found[2][1:]} import {found[3]}", source)
     if left := re.search(r"^\s*(?:import|from) windrow.*", source, re.MULTILINE):
         raise ValueError(f"not made relative: {left[0].strip()}")
     return source
@@ -65,8 +65,9 @@ def write_variant(package: Path, folder: Path, backend: dict, revision: str) -> 
     for file in ["__init__.py", "layers.py"]:
         shutil.copy(HERE / file, folder)
     for module in modules(package):
-        source = package / module
-        (folder / source.name).write_text(relative(source.read_text()))
+        to = folder / module.removeprefix("torch/")
+        to.parent.mkdir(exist_ok=True)
+        to.write_text(relative((package / module).read_text(), depth=len(to.relative_to(folder).parts) - 1))
     shutil.copy(package / "_native.abi3.so", folder)
     metadata = {
         "name": NAME,

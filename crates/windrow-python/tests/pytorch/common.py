@@ -87,4 +87,4 @@ def called(fast):
 
 def known(module):
     """What computes later calls of a module like those before: ours, and None for PyTorch."""
-    return [None if flags is None else run for _, _, _, run, flags, *_ in module._known.values()]
+    return [None if of.flags is None else of.run for of in module._known.values()]

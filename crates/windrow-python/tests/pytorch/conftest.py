@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from windrow.torch import _fastest
-from windrow.torch._fastest import PYTORCH, Seconds
+from windrow.torch.choice import measure, store
+from windrow.torch.choice.policy import PYTORCH, Seconds
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import OURS, THEIRS
@@ -23,24 +23,22 @@ def _seed():
 @pytest.fixture
 def nothing_decided():
     """Of what is fastest, before a test and after it."""
-    _fastest._decisions.clear()
-    _fastest._looked_at.clear()
+    store.clear()
     yield
-    _fastest._decisions.clear()
-    _fastest._looked_at.clear()
+    store.clear()
 
 
 @pytest.fixture
 def times(monkeypatch):
-    """What a measurement finds, by contestant; the factor is ours."""
+    """What a measurement finds, by candidate; the factor is ours."""
     measured = []
 
     def set_times(factor):
-        def found(device, contestants):
-            measured.append([c.name for c in contestants])
-            return {c.name: Seconds(1.0 if c.name == PYTORCH else factor) for c in contestants}
+        def found(device, runs):
+            measured.append([*runs])
+            return {name: Seconds(1.0 if name == PYTORCH else factor) for name in runs}
 
-        monkeypatch.setattr(_fastest, "_times", found)
+        monkeypatch.setattr(measure, "times_of", found)
         return measured
 
     return set_times

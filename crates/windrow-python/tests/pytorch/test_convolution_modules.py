@@ -15,7 +15,6 @@ from windrow.torch import (
     Conv1d,
     Conv2d,
     ConvTranspose2d,
-    _fastest,
     conv1d,
     conv_transpose2d,
     freeze,
@@ -24,6 +23,7 @@ from windrow.torch import (
     unfreeze,
     unpatch,
 )
+from windrow.torch.choice import store
 
 pytestmark = pytest.mark.usefixtures("nothing_decided")
 
@@ -319,4 +319,4 @@ def test_called_steps_of_transposed_convolutions_are_pytorchs():
     module = nn.ConvTranspose2d(8, 8, 2, 2, device="cuda")
     patch(nn.Sequential(module))
     module(torch.randn(2, 8, 9, 9, device="cuda")).sum().backward()
-    assert not _fastest.decisions()
+    assert not store.every()

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from common import TOLERANCE, each_device, leaf
 from torch import nn
-from windrow.torch import Conv2d, ConvTranspose2d, _fastest, _fused, optimize
+from windrow.torch import Conv2d, ConvTranspose2d, _fused, optimize
+from windrow.torch.choice import policy, store
 
 pytestmark = pytest.mark.usefixtures("nothing_decided")
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("nothing_decided")
 @pytest.fixture(params=[0.5, 2.0], ids=["ours", "theirs"])
 def winner(request, times):
     times(request.param)
-    return "Windrow" if request.param < 1 else _fastest.PYTORCH
+    return "Windrow" if request.param < 1 else policy.PYTORCH
 
 
 class Block(nn.Module):
@@ -72,7 +73,7 @@ def test_values(device, dtype, layout, activation, winner):
             assert y.dtype == dtype and y.stride() == model(x).stride()
             close(y, model, x, 3 if dtype == torch.float32 else 2)
         close(fast(x[:1]), model, x[:1], 3 if dtype == torch.float32 else 2)
-    decided = {d.choice for d in _fastest.decisions() if d.is_measured}
+    decided = {d.choice for d in store.every() if d.times}
     assert decided == {winner} or device == "cuda"
 
 
@@ -229,7 +230,7 @@ def test_what_is_added_in_the_convolution(layout, device, times):
             want = F.relu6(sums + residual)
             torch.testing.assert_close(y.double(), want, atol=1e-5, rtol=1e-5)
             assert y.stride() == x.stride() or residual.dtype != x.dtype
-    added = {d.problem[1][4][1][-1] for d in _fastest.decisions() if d.is_measured and d.problem[1][4][1]}
+    added = {d.key.how.after.beside.is_added for d in store.every() if d.times and d.key.how.after.beside}
     # On a GPU it may be cuDNN's.
     assert added == {True, False} or device != "cpu"
 

@@ -13,13 +13,13 @@ from torch.nn.utils.parametrizations import weight_norm
 from windrow.torch import (
     GELU,
     Conv2d,
-    _fastest,
     conv2d,
     freeze,
     patch,
     patched,
     unpatch,
 )
+from windrow.torch.choice import policy, store
 
 pytestmark = pytest.mark.usefixtures("nothing_decided")
 
@@ -139,10 +139,10 @@ def test_values_and_gradients(device, dtype, factor, layout, times):
                 lambda x, w, b: F.conv2d(x, w, b, padding=1),
                 (x, weight, bias),
             )
-    decisions = _fastest.decisions()
-    assert len({d.mode for d in decisions}) == 4
+    decisions = store.every()
+    assert len({d.what for d in decisions}) == 4
     # cuDNN's are PyTorch's without a measurement.
-    assert {d.choice == _fastest.PYTORCH for d in decisions if d.is_measured} == {factor == THEIRS}
+    assert {d.choice == policy.PYTORCH for d in decisions if d.times} == {factor == THEIRS}
 
 
 @each_device
@@ -179,7 +179,7 @@ def test_compiled(factor, times):
         ours = torch.autograd.grad(y.square().sum(), list(model.parameters()))
         theirs = torch.autograd.grad(want.square().sum(), list(plain.parameters()))
         torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=1e-4)
-    assert {d.choice == _fastest.PYTORCH for d in _fastest.decisions()} == {factor == THEIRS}
+    assert {d.choice == policy.PYTORCH for d in store.every()} == {factor == THEIRS}
 
 
 @each_device
@@ -200,7 +200,7 @@ def test_autocast(device, factor, training, times):
             if training:
                 y.float().square().sum().backward()
                 assert model[0].weight.grad.dtype == torch.float32
-    decided = {d.problem[1][1] for d in _fastest.decisions()}
+    decided = {d.key.how.dtype for d in store.every()}
     assert decided == {torch.bfloat16}
 
 
@@ -213,7 +213,7 @@ def test_what_only_pytorch_computes():
     assert torch.equal(y, want)
     y.sum().backward()
     assert torch.equal(model(x[0]), model(x)[0])
-    assert not _fastest.decisions()
+    assert not store.every()
     with pytest.raises(RuntimeError, match="same dtype|type"):
         model(x.float())
     with pytest.raises(RuntimeError, match="channels"):
@@ -290,7 +290,7 @@ def test_measured(device):
         y.sum().backward()
         with torch.no_grad():
             torch.testing.assert_close(model(x), plain(x), atol=1e-4, rtol=1e-4)
-    assert len(_fastest.decisions()) == 7
+    assert len(store.every()) == 7
     assert " ms" in str(report)
 
 

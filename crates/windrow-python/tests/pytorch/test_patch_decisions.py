@@ -10,9 +10,6 @@ from common import OURS, THEIRS, compare_with_f64, each_device, each_winner, kno
 from torch import nn
 from windrow.torch import (
     Conv2d,
-    _conv2d_fastest,
-    _fastest,
-    _measuring,
     _modules,
     _remembering,
     conv2d,
@@ -20,8 +17,10 @@ from windrow.torch import (
     optimize,
     patch,
 )
-from windrow.torch._fastest import PYTORCH, Seconds
 from windrow.torch._filters import filter_cache
+from windrow.torch.choice import convolution, decider, measure, policy, store
+from windrow.torch.choice.policy import PYTORCH, Seconds
+from windrow.torch.choice.problem import Options, key_of
 
 pytestmark = pytest.mark.usefixtures("nothing_decided")
 
@@ -29,12 +28,12 @@ pytestmark = pytest.mark.usefixtures("nothing_decided")
 @each_device
 @pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1), (1, 1, 0)])
 def test_gradients_are_decided_each_for_itself(device, wanted, monkeypatch):
-    def half(device, contestants):
-        mine = contestants[1].name
-        is_first = len(_fastest.decisions()) % 2 == 0
-        return {_fastest.PYTORCH: Seconds(1.0), mine: Seconds(OURS if is_first else THEIRS)}
+    def half(device, runs):
+        mine = [*runs][1]
+        is_first = len(store.every()) % 2 == 0
+        return {PYTORCH: Seconds(1.0), mine: Seconds(OURS if is_first else THEIRS)}
 
-    monkeypatch.setattr(_fastest, "_times", half)
+    monkeypatch.setattr(measure, "times_of", half)
     shapes = [(2, 6, 9, 8), (7, 6, 3, 3), (7,)]
     tensors = [leaf(*s, device=device, grad=bool(w)) for s, w in zip(shapes, wanted, strict=True)]
     for _ in range(2):
@@ -48,18 +47,18 @@ def test_gradients_are_decided_each_for_itself(device, wanted, monkeypatch):
 @each_device
 @pytest.mark.parametrize(("gradient", "is_pytorchs"), [(1.0, False), (100.0, True)])
 def test_a_step_that_gains_little_is_pytorchs(device, gradient, is_pytorchs, monkeypatch):
-    def found(device, contestants):
-        theirs = gradient if _fastest.decisions() else 1.0
+    def found(device, runs):
+        theirs = gradient if store.every() else 1.0
         ours = 0.5 if theirs == 1.0 else 2 * theirs
-        return {_fastest.PYTORCH: Seconds(theirs), contestants[1].name: Seconds(ours)}
+        return {PYTORCH: Seconds(theirs), [*runs][1]: Seconds(ours)}
 
-    monkeypatch.setattr(_fastest, "_times", found)
+    monkeypatch.setattr(measure, "times_of", found)
     x, weight = leaf(2, 4, 9, 10, device=device), leaf(6, 4, 3, 3, device=device)
-    of = (x, weight, None, _conv2d_fastest.Options((1, 1), (0, 0), (1, 1), 1), None, False)
+    of = (x, weight, None, Options((1, 1), (0, 0), (1, 1), 1), None, False)
     for _ in range(2):
-        assert (_conv2d_fastest.is_pytorchs(*of) is None) == (not _fastest.decisions())
+        assert (convolution.is_pytorchs(*of) is None) == (not store.every())
         conv2d(x, weight, algorithm="fastest").sum().backward()
-    assert _conv2d_fastest.is_pytorchs(*of) == is_pytorchs
+    assert convolution.is_pytorchs(*of) == is_pytorchs
 
 
 @each_device
@@ -77,7 +76,7 @@ def test_one_measurement_for_each_problem_and_mode(device, factor, times):
         assert len(measured) == 2
     for _ in range(3):
         model(x).sum().backward()
-    modes = sorted({d.mode for d in _fastest.decisions()})
+    modes = sorted({d.what for d in store.every()})
     assert modes == [
         "forward",
         "forward with a changing filter",
@@ -95,27 +94,27 @@ def test_other_sizes_follow_the_nearest(times):
     for size in range(5, 17):
         x = leaf(1, 3, size, size, grad=False)
         torch.testing.assert_close(conv2d(x, weight, algorithm="fastest"), F.conv2d(x, weight))
-    assert len(measured) == _fastest._MEASURED_SIZES
-    follower = _fastest.decisions()[-1]
-    assert follower.choice == _fastest.PYTORCH and "as for [1, 3, 1" in follower.why
+    assert len(measured) == policy.MEASURED_SIZES
+    follower = store.every()[-1]
+    assert follower.choice == PYTORCH and "as for [1, 3, 1" in follower.reason
     # Twice as many elements are another problem.
     conv2d(leaf(1, 3, 18, 18, grad=False), weight, algorithm="fastest")
-    assert len(measured) == _fastest._MEASURED_SIZES + 1
+    assert len(measured) == policy.MEASURED_SIZES + 1
 
 
 def test_sizes_where_nothing_is_faster_are_followed():
     """To ask an algorithm takes its time, too."""
     asked = []
 
-    def ours():
+    def ours(wanted):
         asked.append(1)
-        return _conv2d_fastest.NOTHING_FASTER
+        return convolution.NOTHING_FASTER
 
-    device = torch.device("cpu")
+    weight = torch.ones(4, 3, 3, 3)
     for size in range(100, 120):
-        problem = (torch.Size([1, 3, size, size]), ()), (device,), ()
-        assert _fastest.decide("forward", problem, device, lambda: None, ours) == PYTORCH
-    assert len(asked) == _fastest._MEASURED_SIZES
+        key = key_of(torch.ones(1, 3, size, size), weight, None, Options((1, 1), (0, 0), (1, 1), 1), None)
+        assert decider.decide(decider.Question("forward", key, lambda: None, ours)).choice == PYTORCH
+    assert len(asked) == policy.MEASURED_SIZES
 
 
 def test_images_that_come_by_turns_are_remembered(times, monkeypatch):
@@ -127,8 +126,8 @@ def test_images_that_come_by_turns_are_remembered(times, monkeypatch):
         for x in images * 3:
             module(x)
         found = []
-        nothing = (None, None), False
-        monkeypatch.setattr(Conv2d, "_found", lambda self, *of: found.append(of) or nothing)
+        nothing = _modules.Found(is_final=False)
+        monkeypatch.setattr(Conv2d, "_find", lambda self, *of: found.append(of) or nothing)
         monkeypatch.setattr(_remembering, "REMEMBERED", 3)
         for x in images * 2:
             torch.testing.assert_close(module(x), F.conv2d(x, module.weight, module.bias))
@@ -141,10 +140,10 @@ def test_images_that_come_by_turns_are_remembered(times, monkeypatch):
 
 def test_decisions_are_bounded(times, monkeypatch):
     times(THEIRS)
-    monkeypatch.setattr(_fastest, "_DECISIONS", 5)
+    monkeypatch.setattr(policy, "DECISIONS", 5)
     for channels in range(1, 9):
         conv2d(torch.ones(1, channels, 4, 4), torch.ones(1, channels, 3, 3), algorithm="fastest")
-    assert [d.problem[2][0][1] for d in _fastest.decisions()] == [4, 5, 6, 7, 8]
+    assert [d.key.layer[0][1] for d in store.every()] == [4, 5, 6, 7, 8]
 
 
 def test_a_measurement_is_not_waited_for(monkeypatch):
@@ -152,27 +151,27 @@ def test_a_measurement_is_not_waited_for(monkeypatch):
     x, weight = leaf(1, 8, 9, 9, grad=False), leaf(8, 8, 3, 3, grad=False)
     inside, leave = threading.Event(), threading.Event()
 
-    def slow(device, contestants):
+    def slow(device, runs):
         inside.set()
         assert leave.wait(60)
-        return {c.name: Seconds(1.0) for c in contestants}
+        return {name: Seconds(1.0) for name in runs}
 
-    monkeypatch.setattr(_fastest, "_times", slow)
+    monkeypatch.setattr(measure, "times_of", slow)
     thread = threading.Thread(target=conv2d, args=(x, weight), kwargs={"algorithm": "fastest"})
     thread.start()
     assert inside.wait(60)
     torch.testing.assert_close(conv2d(x, weight, algorithm="fastest"), F.conv2d(x, weight))
-    assert not _fastest.decisions()
+    assert not store.every()
     leave.set()
     thread.join()
-    assert len(_fastest.decisions()) == 1
+    assert len(store.every()) == 1
 
 
 @pytest.fixture
 def captured(monkeypatch):
     """Calls this with whether the calls that follow are captured in a graph."""
     is_in_graph = [False]
-    for module, name in ((_fastest, "is_captured"), (_modules, "goes_into_a_graph")):
+    for module, name in ((store, "is_captured"), (decider, "is_captured"), (_modules, "goes_into_a_graph")):
         monkeypatch.setattr(module, name, lambda of: is_in_graph[0])
     return lambda now: is_in_graph.__setitem__(0, now)
 
@@ -181,11 +180,11 @@ def test_who_is_captured_may_be_another(monkeypatch, captured):
     """A call waits for the interpreter, which is busier with ours here; a graph does not."""
     ours = []
 
-    def found(device, contestants):
-        ours.extend(c.name for c in contestants if c.name != PYTORCH)
+    def found(device, runs):
+        ours.extend(name for name in runs if name != PYTORCH)
         return {PYTORCH: Seconds(1.0, 1.0), ours[0]: Seconds(0.5, 1.2)}
 
-    monkeypatch.setattr(_fastest, "_times", found)
+    monkeypatch.setattr(measure, "times_of", found)
     module = nn.Conv2d(8, 8, 3)
     patch(nn.ModuleList([module]))
     x = leaf(1, 8, 9, 9, grad=False)
@@ -204,42 +203,42 @@ def test_who_is_captured_may_be_another(monkeypatch, captured):
                 theirs.clear()
                 torch.testing.assert_close(module(x), want, atol=1e-5, rtol=1e-5)
                 assert bool(theirs) != is_in_graph and known(module) in ([], [None])
-    (decision,) = _fastest.decisions()
+    (decision,) = store.every()
     assert (decision.choice, [decision.in_graph]) == (PYTORCH, ours)
 
 
 @pytest.mark.parametrize(("first", "is_ours"), [((1.0, 10.0), False), ((10.0, 1.0), True)])
 def test_a_model_waits_for_its_device_or_for_the_interpreter(monkeypatch, first, is_ours):
     # Where it waits for the interpreter, what spares the device and not the interpreter gains nothing.
-    def found(device, contestants):
-        if not _fastest.decisions():
-            return {c.name: Seconds(*first) for c in contestants}
-        return {c.name: Seconds(1.0, 1.2) for c in contestants} | {PYTORCH: Seconds(3.0, 1.0)}
+    def found(device, runs):
+        if not store.every():
+            return {name: Seconds(*first) for name in runs}
+        return {name: Seconds(1.0, 1.2) for name in runs} | {PYTORCH: Seconds(3.0, 1.0)}
 
-    monkeypatch.setattr(_fastest, "_times", found)
+    monkeypatch.setattr(measure, "times_of", found)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 5, 3)).eval()
     patch(model)
     with torch.no_grad():
         model(torch.randn(1, 3, 12, 12))
-    one, other = _fastest.decisions()
+    one, other = store.every()
     assert one.choice == PYTORCH and other.in_graph != PYTORCH
     assert (other.choice != PYTORCH) == is_ours
 
 
 def test_a_patched_model_does_not_wait_for_an_optimized_one(monkeypatch):
-    def found(device, contestants):
-        if not _fastest.decisions():
-            return {c.name: Seconds(10.0, 1.0) for c in contestants}
-        return {c.name: Seconds(1.0, 1.2) for c in contestants} | {PYTORCH: Seconds(2.0, 1.0)}
+    def found(device, runs):
+        if not store.every():
+            return {name: Seconds(10.0, 1.0) for name in runs}
+        return {name: Seconds(1.0, 1.2) for name in runs} | {PYTORCH: Seconds(2.0, 1.0)}
 
-    monkeypatch.setattr(_fastest, "_times", found)
+    monkeypatch.setattr(measure, "times_of", found)
     x = torch.randn(1, 3, 12, 12)
     models = [nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval() for _ in range(2)]
     patch(models[1])
     with torch.no_grad():
         for model in (optimize(models[0]), models[1]):
             model(x)
-    assert [d.choice for d in _fastest.decisions()] == [PYTORCH, PYTORCH]
+    assert [d.choice for d in store.every()] == [PYTORCH, PYTORCH]
 
 
 @pytest.mark.parametrize(
@@ -256,13 +255,13 @@ def test_a_patched_model_does_not_wait_for_an_optimized_one(monkeypatch):
 )
 def test_a_call_costs_device_and_interpreter(theirs, ours, called, in_graph, monkeypatch):
     monkeypatch.setattr(
-        _fastest,
-        "_times",
-        lambda device, contestants: {PYTORCH: Seconds(*theirs), contestants[1].name: Seconds(*ours)},
+        measure,
+        "times_of",
+        lambda device, runs: {PYTORCH: Seconds(*theirs), [*runs][1]: Seconds(*ours)},
     )
     with torch.no_grad():
         conv2d(leaf(1, 8, 9, 9), leaf(8, 8, 3, 3), algorithm="fastest")
-    (decision,) = _fastest.decisions()
+    (decision,) = store.every()
     assert (decision.choice != PYTORCH, decision.in_graph != PYTORCH) == (called, in_graph)
 
 
@@ -274,7 +273,7 @@ def test_a_frozen_filter_is_decided_for_itself(times):
     with torch.no_grad():
         module(x)
         freeze(module)(x)
-    modes = [d.mode for d in _fastest.decisions()]
+    modes = [d.what for d in store.every()]
     assert modes == ["forward", "forward with a frozen filter"]
 
 
@@ -299,9 +298,8 @@ def test_clear_differences_end_a_measurement(theirs, ours, samples, monkeypatch)
         return (given[min(counts[taken], len(given)) - 1] * 1e-3,) * 2
 
     counts = {"theirs": 0, "ours": 0}
-    monkeypatch.setattr(_measuring, "_on_cpu", clock)
-    contestants = [_fastest.Contestant(PYTORCH, lambda: "theirs"), _fastest.Contestant("Windrow", lambda: "ours")]
-    found = _measuring.times_of(torch.device("cpu"), contestants)
+    monkeypatch.setattr(measure, "_on_cpu", clock)
+    found = measure.times_of(torch.device("cpu"), {PYTORCH: lambda: "theirs", "Windrow": lambda: "ours"})
     assert counts == {"theirs": samples, "ours": samples}
     assert (found["Windrow"].device < found[PYTORCH].device) == (ours[-1] < theirs[-1])
 
@@ -330,20 +328,8 @@ def test_the_device_waits_until_all_runs_are_queued(has_begun, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", waited.append, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    seconds = _measuring._on_cuda(torch.device("cuda", 0), lambda: ran.append(1), 4)
+    seconds = measure._on_cuda(torch.device("cuda", 0), lambda: ran.append(1), 4)
     assert seconds == pytest.approx(1e-3)
-    first = 4 * _measuring._CYCLES_A_RUN
-    assert waited == ([first, first * _measuring._LONGER] if has_begun else [first])
+    first = 4 * measure._CYCLES_A_RUN
+    assert waited == ([first, first * measure._LONGER] if has_begun else [first])
     assert len(ran) == 4 * len(waited)
-
-
-@pytest.mark.parametrize("saved, is_ours", [(4e-7, False), (6e-7, True)])
-def test_little_is_left_to_pytorch(saved, is_ours):
-    theirs = 5e-6
-    for least, gain in ((_fastest._LEAST, saved), (_fastest._LEAST_IN_GRAPHS, saved + 1e-6)):
-        best = _fastest._fastest({"Windrow": theirs - gain}, theirs, least)
-        assert (best == "Windrow") == is_ours
-    # Of what takes long it is a share.
-    assert _fastest._fastest({"Windrow": 0.98e-3}, 1e-3) == _fastest.PYTORCH
-    assert _fastest._fastest({"Windrow": 0.96e-3}, 1e-3) == "Windrow"
-    assert _fastest._fastest({}, 1e-3) == _fastest.PYTORCH

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from common import OURS, THEIRS, each_device, each_dtype, each_winner, known, leaf
 from torch import nn
-from windrow.torch import Conv1d, Conv2d, ConvTranspose2d, _conv2d_fastest, freeze, patch
+from windrow.torch import Conv1d, Conv2d, ConvTranspose2d, freeze, patch
+from windrow.torch.choice import candidates
 
 pytestmark = pytest.mark.usefixtures("nothing_decided")
 
@@ -140,7 +141,7 @@ def test_the_way_of_later_steps_of_training(device, factor, layout, times):
 
     agree()
     _, _, remembered = module._remembered
-    is_ours = any(type(run).__name__ == "Training" for run, _ in remembered.values())
+    is_ours = any(type(found.run).__name__ == "Training" for found in remembered.values())
     if device == "cpu":
         assert is_ours == (factor == OURS)
     # A filter that an optimizer writes, one whose memory is another, one that nobody trains, no bias.
@@ -199,8 +200,8 @@ def test_later_calls_bring_images_into_the_layout_of_the_filter_once(times, monk
     for _ in range(3):
         module(x)
     copies = []
-    bring = _conv2d_fastest.in_layout
-    monkeypatch.setattr(_conv2d_fastest, "in_layout", lambda *a: copies.append(a) or bring(*a))
+    bring = candidates.in_layout
+    monkeypatch.setattr(candidates, "in_layout", lambda *a: copies.append(a) or bring(*a))
     y = module(x)
     assert len(copies) == 1 and y.is_contiguous(memory_format=torch.channels_last)
     want = F.conv2d(x, module.weight, module.bias)

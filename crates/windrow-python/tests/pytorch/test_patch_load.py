@@ -6,8 +6,9 @@ import pytest
 import torch
 from common import leaf
 from torch import nn
-from windrow.torch import _fastest, _measuring, patch
-from windrow.torch._fastest import PYTORCH, Contestant, Seconds
+from windrow.torch import patch
+from windrow.torch.choice import measure, store
+from windrow.torch.choice.policy import PYTORCH, TRIES, Seconds
 
 pytestmark = pytest.mark.usefixtures("nothing_decided")
 
@@ -19,12 +20,11 @@ def measured(monkeypatch):
     def each(*measurements):
         left = [*measurements]
 
-        def found(device, contestants):
+        def found(device, runs):
             theirs, ours, is_disturbed = left.pop(0)
-            seconds = lambda c: Seconds(theirs if c.name == PYTORCH else ours, is_disturbed=is_disturbed)
-            return {c.name: seconds(c) for c in contestants}
+            return {name: Seconds(theirs if name == PYTORCH else ours, is_disturbed=is_disturbed) for name in runs}
 
-        monkeypatch.setattr(_fastest, "_times", found)
+        monkeypatch.setattr(measure, "times_of", found)
         return left
 
     return each
@@ -37,7 +37,7 @@ def call(times):
     with torch.no_grad():
         for _ in range(times):
             model(x)
-    (decision,) = _fastest.decisions()
+    (decision,) = store.every()
     return decision
 
 
@@ -57,8 +57,8 @@ def test_the_shortest_of_all_measurements_counts(measured):
 
 
 def test_measurements_end(measured):
-    left = measured(*[(1e-3, 2e-3, True)] * (_fastest.TRIES + 1))
-    decision = call(_fastest.TRIES + 2)
+    left = measured(*[(1e-3, 2e-3, True)] * (TRIES + 1))
+    decision = call(TRIES + 2)
     assert decision.is_final and len(left) == 1
 
 
@@ -84,7 +84,7 @@ def test_what_is_believed_is_not(measured):
     assert call(3).choice != PYTORCH and len(left) == 1
 
 
-@pytest.mark.skipif(_measuring._processor_time is time.perf_counter, reason="no clock of a thread's processor time")
+@pytest.mark.skipif(measure._processor_time is time.perf_counter, reason="no clock of a thread's processor time")
 def test_time_without_a_processor_does_not_count():
     def busy(seconds):
         end = time.thread_time() + seconds
@@ -95,6 +95,5 @@ def test_time_without_a_processor_does_not_count():
         time.sleep(0.02)
         busy(1e-3)
 
-    contestants = [Contestant(PYTORCH, theirs), Contestant("Windrow", lambda: busy(2e-3))]
-    found = _measuring.times_of(torch.device("cpu"), contestants)
+    found = measure.times_of(torch.device("cpu"), {PYTORCH: theirs, "Windrow": lambda: busy(2e-3)})
     assert found[PYTORCH].device < found["Windrow"].device and found[PYTORCH].is_disturbed

@@ -1,5 +1,7 @@
 """For which memory the algorithm "fastest" looks before it takes Windrow."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,8 +9,13 @@ import windrow.torch
 from common import OURS, leaf
 from torch import nn
 from windrow import _native
-from windrow.torch import Conv2d, _conv2d_fastest, _fastest, conv2d, patch
-from windrow.torch._filters import filter_cache
+from windrow.torch import Conv2d, conv2d, patch
+from windrow.torch._filters import filter_cache, kept_with
+from windrow.torch.choice import budget, convolution, decider, measure, policy, store
+from windrow.torch.choice.candidates import Conv, Windrow
+from windrow.torch.choice.decider import Candidate, Question
+from windrow.torch.choice.policy import KEPT, PACKED, PYTORCH, TRIES, Seconds
+from windrow.torch.choice.problem import Options, key_of
 
 pytestmark = pytest.mark.usefixtures("nothing_decided")
 
@@ -17,7 +24,7 @@ def test_room_for_results_is_looked_for(times, monkeypatch):
     times(OURS)
     asked = []
     monkeypatch.setattr(
-        _fastest._memory, "is_there_room", lambda device, kept, scratch: asked.append(scratch) or True
+        budget, "is_there_room", lambda device, kept, scratch, in_graph: asked.append(scratch) or True
     )
     x, weight = leaf(3, 8, 9, 9), leaf(16, 8, 3, 3)
     y = conv2d(x, weight, algorithm="fastest")
@@ -31,36 +38,35 @@ def test_room_is_looked_for_again(times, monkeypatch):
     """What PyTorch needs is not known before the first pass is over."""
     times(OURS)
     room = [False, False, True]
-    monkeypatch.setattr(_fastest._memory, "is_there_room", lambda *_, **how: room[0])
+    monkeypatch.setattr(budget, "is_there_room", lambda *_: room[0])
     module = Conv2d(8, 8, 3)
     module.algorithm = "fastest"
     x = leaf(1, 8, 9, 9, grad=False)
     with torch.no_grad():
-        for choice in (_fastest.PYTORCH, _fastest.PYTORCH, _conv2d_fastest.KEPT):
+        for choice in (PYTORCH, PYTORCH, KEPT):
             module(x)
-            (decision,) = _fastest.decisions()
-            assert decision.choice == choice and decision.is_final == (choice != _fastest.PYTORCH)
+            (decision,) = store.every()
+            assert decision.choice == choice and decision.is_final == (choice != PYTORCH)
             room.pop(0)
 
 
 def test_pieces_that_there_is_room_for(times, monkeypatch):
     """What PyTorch needs may turn out to be more, so ours is not held to them before room was looked for often enough."""
     times(OURS)
-    monkeypatch.setattr(_fastest._memory, "is_there_room", lambda *_, **how: True)
+    monkeypatch.setattr(budget, "is_there_room", lambda *_: True)
     weight = nn.Parameter(torch.randn(8, 8, 3, 3), requires_grad=False)
-    x, options = leaf(1, 8, 9, 9, grad=False), _conv2d_fastest.Options((1, 1), (0, 0), (1, 1), 1)
+    x, options = leaf(1, 8, 9, 9, grad=False), Options((1, 1), (0, 0), (1, 1), 1)
     monkeypatch.setattr(
-        _conv2d_fastest.Ours, "within", lambda ours, x, is_kept: ours.held(5 << 20) if is_kept else ours
+        Windrow, "within", lambda ours, x, is_kept: replace(ours, memory=5 << 20) if is_kept else ours
     )
     cache = filter_cache(weight)
     for is_final in (False, False, True):
-        way = (x, weight, None, options, None, None, lambda: (cache, False))
-        run, is_decided = _conv2d_fastest.way(*way)
-        (decision,) = _fastest.decisions()
-        assert decision.choice == _conv2d_fastest.KEPT and decision.is_final == is_decided == is_final
-        assert decision.limits == {_conv2d_fastest.KEPT: 5 << 20} and "held to 5.0 MiB" in decision.why
-        assert run.named["memory"] == 5 << 20
-        torch.testing.assert_close(run(x), F.conv2d(x, weight), atol=1e-4, rtol=1e-4)
+        way = convolution.way(Conv(weight, None, options, None, None, kept_with(weight, False)), x)
+        (decision,) = store.every()
+        assert decision.choice == KEPT and decision.is_final == way.is_final == is_final
+        assert decision.limits == {KEPT: 5 << 20} and "held to 5.0 MiB" in decision.reason
+        assert way.run.named["memory"] == 5 << 20
+        torch.testing.assert_close(way.run(x), F.conv2d(x, weight), atol=1e-4, rtol=1e-4)
         assert (cache.bytes > 0) == is_final
 
 
@@ -82,19 +88,19 @@ def test_pieces_give_the_same_bits(layout):
 
 def test_memory_that_is_not_there(times, monkeypatch):
     measured = times(OURS)
-    monkeypatch.setattr(_fastest._memory, "is_there_room", lambda *_, **how: False)
+    monkeypatch.setattr(budget, "is_there_room", lambda *_: False)
     x, weight = leaf(1, 8, 9, 9, grad=False), leaf(8, 8, 3, 3, grad=False)
     torch.testing.assert_close(conv2d(x, weight, algorithm="fastest"), F.conv2d(x, weight))
-    (decision,) = _fastest.decisions()
-    assert decision.choice == _fastest.PYTORCH and "MiB more" in decision.why and not measured
+    (decision,) = store.every()
+    assert decision.choice == PYTORCH and "MiB more" in decision.reason and not measured
 
 
 def test_no_room_on_a_cpu(monkeypatch):
     """PyTorch computes then, and nobody looks for room in graphs."""
-    monkeypatch.setattr(_fastest._memory, "_peak", 0)
-    monkeypatch.setattr(_fastest._memory, "_in_use", lambda: 1 << 40)
-    monkeypatch.setattr(_fastest._memory, "look", lambda *_: None)
-    monkeypatch.setattr(_fastest._memory, "_FREE_ON_CPUS", 0)
+    monkeypatch.setattr(budget, "_peak", 0)
+    monkeypatch.setattr(budget, "_in_use", lambda: 1 << 40)
+    monkeypatch.setattr(budget, "look", lambda *_: None)
+    monkeypatch.setattr(policy, "FREE_ON_CPUS", 0)
     weight, x = torch.randn(512, 64, 3, 3), torch.randn(1, 64, 40, 41)
     assert torch.equal(conv2d(x, weight, algorithm="fastest"), F.conv2d(x, weight))
 
@@ -102,19 +108,19 @@ def test_no_room_on_a_cpu(monkeypatch):
 def test_room_for_a_single_layer_on_a_cpu(times, monkeypatch):
     """A tenth of what it needs with PyTorch holds no scratch memory of ours."""
     measured = times(OURS)
-    monkeypatch.setattr(_fastest._memory, "_peak", 20 << 20)
-    monkeypatch.setattr(_fastest._memory, "_in_use", lambda: 20 << 20)
+    monkeypatch.setattr(budget, "_peak", 20 << 20)
+    monkeypatch.setattr(budget, "_in_use", lambda: 20 << 20)
     model = patch(nn.Sequential(nn.Conv2d(256, 256, 3, padding=1))).model
     with torch.no_grad():
         model(torch.randn(1, 256, 56, 56))
-    (decision,) = _fastest.decisions()
-    assert measured and decision.choice == _conv2d_fastest.KEPT and decision.is_final, decision.why
+    (decision,) = store.every()
+    assert measured and decision.choice == KEPT and decision.is_final, decision.reason
 
 
 def test_no_room_for_a_packed_filter(times, monkeypatch):
     times(OURS)
     monkeypatch.setattr(
-        _fastest._memory, "is_there_room", lambda device, kept, scratch, in_graph=False: kept == 0
+        budget, "is_there_room", lambda device, kept, scratch, in_graph: kept == 0
     )
     module = Conv2d(8, 8, 3)
     module.algorithm = "fastest"
@@ -123,8 +129,8 @@ def test_no_room_for_a_packed_filter(times, monkeypatch):
         for _ in range(2):
             want = F.conv2d(x, module.weight, module.bias)
             torch.testing.assert_close(module(x), want, atol=1e-4, rtol=1e-4)
-    (decision,) = _fastest.decisions()
-    assert decision.choice == _conv2d_fastest.PACKED
+    (decision,) = store.every()
+    assert decision.choice == PACKED
 
 
 @pytest.mark.parametrize("way", ["patch", "optimize"])
@@ -148,9 +154,9 @@ def test_room_is_looked_for_by_each_layer(times, monkeypatch, way):
         asked.append(kept)
         return packed() + kept <= limit[0] * max(asked)
 
-    monkeypatch.setattr(_fastest._memory, "is_there_room", is_there_room)
+    monkeypatch.setattr(budget, "is_there_room", is_there_room)
     with torch.no_grad():
-        for _ in range(_fastest.TRIES + 1):
+        for _ in range(TRIES + 1):
             torch.testing.assert_close(model(x), want, atol=1e-4, rtol=1e-4)
         assert [of(m) > 0 for m in convolutions] == [True, True, False, False]
         # That is settled now.
@@ -174,14 +180,14 @@ def on_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: has["allocated"] << 20)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1 << 40)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    monkeypatch.setattr(_fastest._memory._filters, "kept_bytes", packed)
-    monkeypatch.setattr(_fastest._memory, "_theirs", {})
+    monkeypatch.setattr(budget._filters, "kept_bytes", packed)
+    monkeypatch.setattr(budget, "_theirs", {})
     return has
 
 
 def test_room_is_a_tenth_of_what_pytorch_needs(on_cuda):
     """Whatever cuDNN's trials took."""
-    memory, device = _fastest._memory, torch.device("cuda:0")
+    memory, device = budget, torch.device("cuda:0")
 
     def is_room(kept, scratch=0, **how):
         return memory.is_there_room(device, kept << 20, scratch << 20, **how)
@@ -201,7 +207,7 @@ def test_room_is_a_tenth_of_what_pytorch_needs(on_cuda):
 
 
 def test_graphs_have_a_share_of_the_device(on_cuda):
-    memory, device = _fastest._memory, torch.device("cuda:0")
+    memory, device = budget, torch.device("cuda:0")
     on_cuda["promised"] = 1
     on_cuda["allocated"] = 10
     memory.look(device, 0)
@@ -222,20 +228,23 @@ def test_graphs_have_a_share_of_the_device(on_cuda):
     ],
 )
 def test_a_filter_is_kept_where_that_gains_time(on_cuda, monkeypatch, kept, time_kept, time_packed, room, choice):
-    names = {"KEPT": _conv2d_fastest.KEPT, "PACKED": _conv2d_fastest.PACKED, "PyTorch": _fastest.PYTORCH}
+    names = {"KEPT": KEPT, "PACKED": PACKED, "PyTorch": PYTORCH}
     seconds = {"KEPT": time_kept, "PACKED": time_packed, "PyTorch": 1.0}
     monkeypatch.setattr(
-        _fastest, "_times", lambda device, of: {names[n]: _fastest.Seconds(seconds[n]) for n in names}
+        measure, "times_of", lambda device, runs: {names[n]: Seconds(seconds[n]) for n in names if names[n] in runs}
     )
-    monkeypatch.setattr(_fastest._memory, "look_inside", lambda *_: None)
+    monkeypatch.setattr(budget, "look_inside", lambda *_: None)
     on_cuda["allocated"] = 10 * room
     forgotten = []
-    contestants = [
-        _fastest.Contestant(names["KEPT"], list, kept << 20, 0, forget=lambda: forgotten.append(1)),
-        _fastest.Contestant(names["PACKED"], list, 0, (kept + 10) << 20),
+    candidates = [
+        Candidate(names["KEPT"], list, kept << 20, 0, forget=lambda: forgotten.append(1)),
+        Candidate(names["PACKED"], list, 0, (kept + 10) << 20),
     ]
-    problem = (((8,),), (torch.device("cuda:0"),), ())
-    decided = ("forward", problem, torch.device("cuda:0"), list, lambda: contestants)
-    monkeypatch.setattr(_fastest, "is_captured", lambda device: False)
-    assert _fastest.decide(*decided) == names[choice]
+    options = Options((1, 1), (0, 0), (1, 1), 1)
+    sizes, how, layer = key_of(torch.ones(1, 8, 9, 9), torch.ones(8, 8, 3, 3), None, options, None)
+    key = (sizes, (torch.device("cuda:0"), *how[1:]), layer)
+    for module in (store, decider):
+        monkeypatch.setattr(module, "is_captured", lambda device: False)
+    decision = decider.decide(Question("forward", key, list, lambda wanted: candidates))
+    assert decision.choice == names[choice]
     assert bool(forgotten) == (choice == "PACKED")

@@ -7,9 +7,13 @@ import torch
 import torch.nn.functional as F
 from common import ACTIVATIONS, DTYPES, OURS, each_device, each_dtype, leaf
 from torch import nn
-from windrow.torch import _conv2d_fastest, _fastest, conv2d, optimize, patch
-from windrow.torch._conv2d_fastest import Options, Ours
-from windrow.torch._fastest import PYTORCH
+from windrow.torch import conv2d, optimize, patch
+from windrow.torch.choice import store
+from windrow.torch.choice.candidates import Windrow
+from windrow.torch.choice.check import check_of
+from windrow.torch.choice.gradients import Backward
+from windrow.torch.choice.policy import PYTORCH
+from windrow.torch.choice.problem import Options
 
 pytestmark = pytest.mark.usefixtures("nothing_decided")
 
@@ -71,7 +75,7 @@ def given(dtype, device="cpu"):
 
 def check(x, weight, bias, residual, activation):
     finish = lambda y, part: ACTIVATIONS[activation](y + residual[part])
-    return _conv2d_fastest.check_of(x, weight, bias, OPTIONS, None, finish, residual)
+    return check_of(x, weight, bias, OPTIONS, None, finish, residual)
 
 
 @each_dtype
@@ -93,9 +97,9 @@ def test_faults_are_found(fault, activation, dtype):
 def test_faults_of_gradients_are_found(of_input, bias, dtype):
     x, weight, b, dy = given(dtype)
     b, needs = b if bias else None, (True, False, False) if of_input else (False, True, bias)
-    of = _conv2d_fastest._check_of_gradients(dy, x, weight, b, OPTIONS, None, needs)
+    of = Backward(dy, x, weight, b, OPTIONS, None).check(needs)
     wide = [None if t is None else t.double() for t in (dy, x, weight, b)]
-    grads = _conv2d_fastest.computed(*wide, OPTIONS, None, needs, (False, False, False))
+    grads = Backward(*wide, OPTIONS, None).computed(needs, (False, False, False))
     grads = [None if g is None else g.to(dtype) for g in grads]
     assert of.fault(grads) is None
     for gradient in grads:
@@ -109,29 +113,27 @@ def test_faults_of_gradients_are_found(of_input, bias, dtype):
 @each_device
 def test_a_wrong_result_is_not_taken(device, times, monkeypatch):
     times(OURS)
-    straight = Ours.straight
+    straight = Windrow.straight
 
     def wrong(self, x, residual=None):
         run = straight(self, x, residual)
         return lambda: run() + (x.sum(1, keepdim=True)[..., :1, :1] + 1)
 
-    monkeypatch.setattr(Ours, "straight", wrong)
+    monkeypatch.setattr(Windrow, "straight", wrong)
     model = nn.Sequential(nn.Conv2d(8, 8, 5, padding=2)).to(device)
     plain, x = copy.deepcopy(model), leaf(2, 8, 14, 14, device=device, grad=False)
     report = patch(model)
     with torch.no_grad():
         for fast in (model, optimize(plain)):
             torch.testing.assert_close(fast(x), plain(x))
-    assert {decision.choice for decision in _fastest.decisions()} == {PYTORCH}
+    assert {decision.choice for decision in store.every()} == {PYTORCH}
     assert "differs from PyTorch by" in str(report)
 
 
 def test_wrong_gradients_are_not_taken(times, monkeypatch):
     times(OURS)
-    ours = _conv2d_fastest._by_windrow
-    monkeypatch.setattr(
-        _conv2d_fastest, "_by_windrow", lambda *of: [None if g is None else 1.1 * g for g in ours(*of)]
-    )
+    ours = Backward._by_windrow
+    monkeypatch.setattr(Backward, "_by_windrow", lambda *of: [None if g is None else 1.1 * g for g in ours(*of)])
     module = nn.Conv2d(4, 4, 3)
     patch(nn.ModuleList([module]))
     x = leaf(2, 4, 9, 9)
@@ -139,7 +141,7 @@ def test_wrong_gradients_are_not_taken(times, monkeypatch):
     want = torch.autograd.grad(F.conv2d(x, module.weight, module.bias).square().sum(), wanted)
     for _ in range(3):
         torch.testing.assert_close(torch.autograd.grad(module(x).square().sum(), wanted), want)
-    by_mode = {d.mode: (d.choice, d.why) for d in _fastest.decisions()}
+    by_mode = {d.what: (d.choice, d.reason) for d in store.every()}
     for mode in ("gradient of the input", "gradient of filter and bias"):
         assert by_mode[mode][0] == PYTORCH and "differs from PyTorch by" in by_mode[mode][1]
 
@@ -204,7 +206,7 @@ def test_exact_sums_are_a_promise_for_later_data(value, times):
         for computed in (module, fast, function):
             computed(clean)
             assert_right_where_it_is_not_seen(computed(x), x, plain.weight, plain.bias, far)
-    assert {d.choice for d in _fastest.decisions()} != {PYTORCH}
+    assert {d.choice for d in store.every()} != {PYTORCH}
     image, dy = leaf(1, 16, 40, 40), torch.randn(1, 32, 40, 40)
     turned = plain.weight.detach().transpose(0, 1).flip(2, 3)
     torch.autograd.grad(module(image), image, dy)
@@ -239,6 +241,6 @@ def test_windrows_own_results_are_within_the_bound(c, k, side, options, dtype, t
     module(x).sum().backward()
     with torch.no_grad():
         module(x)
-    decisions = _fastest.decisions()
+    decisions = store.every()
     assert len(measured) == len(decisions) == 4
-    assert not any("differs" in d.why or "gives" in d.why for d in decisions), [d.why for d in decisions]
+    assert not any("differs" in d.reason or "gives" in d.reason for d in decisions), [d.reason for d in decisions]

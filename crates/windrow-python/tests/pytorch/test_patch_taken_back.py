@@ -257,7 +257,7 @@ def test_the_first_patch_of_a_process(name, monkeypatch):
     """That takes down how much memory is in use."""
     if name == "mkldnn" and not torch.backends.mkldnn.is_available():
         pytest.skip("no MKL-DNN")
-    monkeypatch.setattr("windrow.torch._memory._base", None)
+    monkeypatch.setattr("windrow.torch.choice.budget._base", None)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), odd(name))
     report = patch(model)
     assert [*report.swapped] == ["0"] and type(model[0]) is Conv2d

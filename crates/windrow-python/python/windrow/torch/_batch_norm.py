@@ -12,8 +12,7 @@ import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from windrow.torch._fastest import MISSING, is_ordinary, is_plainly_called
-from windrow.torch._fused import is_direct
+from windrow.torch._calls import MISSING, is_direct, is_ordinary, is_plainly_called
 from windrow.torch._replaced import own_method
 from windrow.torch._group_norm import multiprocessors
 

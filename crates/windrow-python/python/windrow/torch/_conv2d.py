@@ -10,19 +10,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from windrow import _native
-from windrow.torch import _conv2d_fastest
 from windrow.torch._activations import activation_of
-from windrow.torch._conv2d_fastest import (
-    Options,
-    Transposed,
-    as_image,
-    as_line,
-    as_named,
-    aten,
-    in_layout,
-    memory_format,
-    output_shape,
-)
 from windrow.torch._filters import adopt, kept_with, unkept
 from windrow.torch._library import (
     autocast,
@@ -35,6 +23,10 @@ from windrow.torch._library import (
     with_input,
 )
 from windrow.torch._precision import may_use_tf32
+from windrow.torch.choice.candidates import Conv, Transposed, Windrow
+from windrow.torch.choice.convolution import Way, is_pytorchs, way
+from windrow.torch.choice.gradients import Backward, Three
+from windrow.torch.choice.problem import Options, aten, memory_format, output_shape
 
 # As `algorithm`: Windrow or PyTorch's own operator, whichever is faster.
 FASTEST = "fastest"
@@ -63,17 +55,14 @@ def _kernel(
 ) -> Tensor:
     options = Options(stride, padding, dilation, groups, output_padding)
     filters = unkept if filter == CHANGING else kept_with(weight, filter == FROZEN)
+    conv = Conv(weight, bias, options, activation, accuracy, filters)
     if algorithm == FASTEST:
-        run, _ = _conv2d_fastest.way(x, weight, bias, options, activation, accuracy, filters)
-        return run(x)
+        return way(conv, x).run(x)
     layout = memory_format(x, x)
     try:
         if output_padding is not None:
-            return Transposed(weight, bias, options, activation, accuracy, layout)(x)
-        image = as_image(in_layout(x, torch.contiguous_format), x)
-        named = as_named(options, activation=activation, accuracy=accuracy, algorithm=algorithm)
-        y = as_line(_native.conv2d(image, as_image(weight, x), bias, **named, filters=filters()), x)
-        return y.contiguous(memory_format=layout)
+            return Transposed(conv, layout)(x)
+        return Windrow(conv, layout, filters, algorithm=algorithm)(x)
     except (ValueError, TypeError) as error:
         # That of a transposed convolution is the result of a convolution.
         raise with_input(error, "x" if output_padding is None else "out") from None
@@ -132,12 +121,9 @@ def _backward_kernel(
     algorithm: str | None,
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
-    dy = _dense(dy)
     options, wanted = Options(stride, padding, dilation, groups, output_padding), tuple(needs)
-    if algorithm == FASTEST:
-        grads = _conv2d_fastest.gradients(dy, x, weight, bias, options, accuracy, wanted)
-    else:
-        grads = _conv2d_fastest.computed(dy, x, weight, bias, options, accuracy, wanted, mine=wanted)
+    backward = Backward(_dense(dy), x, weight, bias, options, accuracy)
+    grads = backward.decided(wanted) if algorithm == FASTEST else backward.computed(wanted, mine=wanted)
     return or_empty(dy, grads)
 
 
@@ -446,7 +432,7 @@ def _convolved(
         if (
             has_way
             and activation is None
-            and _conv2d_fastest.is_pytorchs(input, weight, bias, options, accuracy, frozen)
+            and is_pytorchs(input, weight, bias, options, accuracy, frozen)
         ):
             y = aten(input, weight, bias, options)
             return y if after is None else after(y)
@@ -461,16 +447,9 @@ def _convolved(
 class Training:
     """A convolution and its gradients, for images like x, of which it is decided who computes them."""
 
-    def __init__(
-        self,
-        x: Tensor,
-        run: Callable[[Tensor], Tensor],
-        options: _conv2d_fastest.Options,
-        accuracy: str | None,
-        mine: Callable[[Sequence[bool]], tuple[bool, ...]],
-    ) -> None:
-        self.run, self.options, self.accuracy, self.mine = run, options, accuracy, mine
-        self.ours = run.like(x) if type(run) is _conv2d_fastest.Ours else None
+    def __init__(self, x: Tensor, run: Way, conv: Conv, mine: Callable[[Three], Three]) -> None:
+        self.run, self.options, self.accuracy, self.mine = run.run, conv.options, conv.accuracy, mine
+        self.ours = run.run.like(x) if type(run.run) is Windrow else None
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _Trained.apply(x, weight, bias, self)
@@ -479,16 +458,14 @@ class Training:
         y = None if self.ours is None else self.ours(x, weight, bias)
         return self.run(x) if y is None else y
 
-    def gradients(
-        self, tensors: Sequence[Tensor | None], needs: tuple[bool, ...]
-    ) -> Sequence[Tensor | None]:
+    def gradients(self, tensors: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
         """Of dy, x, filter and bias."""
         if not _native.is_plain(*tensors) or torch._C._is_any_autocast_enabled():
             rest = (*self.options, self.accuracy, FASTEST, needs)
             return or_none(_conv2d_backward(*tensors, *rest), needs)
-        dy, *others = tensors
-        rest = (self.options, self.accuracy, needs, self.mine(needs))
-        return _conv2d_fastest.computed(_dense(dy), *others, *rest)
+        dy, x, weight, bias = tensors
+        backward = Backward(_dense(dy), x, weight, bias, self.options, self.accuracy)
+        return backward.computed(needs, self.mine(needs))
 
 
 class _Trained(torch.autograd.Function):

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windrow import _native
-from windrow.torch._fastest import MISSING, is_plainly_called
-from windrow.torch._fused import is_direct
+from windrow.torch._calls import MISSING, is_direct, is_plainly_called
 from windrow.torch._replaced import own_method
 
 # A group of so many elements takes PyTorch twice as long as its parts here, on an H100, where multiprocessors have no more than

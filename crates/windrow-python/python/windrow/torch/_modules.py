@@ -1,6 +1,7 @@
 """Convolutions as modules, in the place of PyTorch's."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,34 +11,65 @@ from torch.jit import is_scripting
 from torch.overrides import has_torch_function
 
 from windrow import _native
-from windrow.torch import _conv2d_fastest
 from windrow.torch._activations import ACTIVATIONS, activation_of
+from windrow.torch._calls import MISSING, goes_into_a_graph, is_ordinary, is_traced
 from windrow.torch._conv2d import FASTEST, Training, accuracy_of, conv1d, conv2d, conv_transpose1d, conv_transpose2d
-from windrow.torch._conv2d_fastest import Options, Ours, as_named, memory_format
-from windrow.torch._fastest import MISSING, goes_into_a_graph, is_ordinary, is_traced
 from windrow.torch._filters import kept_with, unkept
 from windrow.torch._precision import Flags
 from windrow.torch._precision import flags as flags_of
 from windrow.torch._remembering import REMEMBERED, Remembering
 from windrow.torch._replaced import own_method
+from windrow.torch.choice import problem
+from windrow.torch.choice.candidates import Conv, PyTorch, Windrow
+from windrow.torch.choice.convolution import is_pytorchs, look_ahead, way
+from windrow.torch.choice.gradients import decided_for
+from windrow.torch.choice.problem import Options, memory_format
 
+Run = Callable[..., Tensor | None]
 # Shape, type and whether gradients may be wanted.
 Key = tuple[torch.Size, torch.dtype, bool]
-# What computes images; the flags under which it does, None for PyTorch's operator, and what that is given behind the bias;
-# whether it is another in graphs.
-Found = tuple[Callable[..., Any], Flags | None, tuple[Any, ...], bool]
-# The class of PyTorch's in whose place a module stands, and its own `forward` and `_conv_forward`; see `_replaced`.
-Theirs = tuple[type[nn.Module], Callable[..., Any] | None, Callable[..., Any] | None]
-Known = tuple[torch.Size, torch.dtype, bool, Callable[..., Any], Flags | None, tuple[Any, ...], bool, *Theirs]
+
+
+@dataclass(frozen=True, slots=True)
+class Theirs:
+    """The class of PyTorch's in whose place a module stands, and its own methods; see `_replaced`."""
+
+    kind: type[nn.Module]
+    forward: Callable[..., Any] | None
+    conv_forward: Callable[..., Any] | None
 
 
 def _methods(kind: type[nn.Module]) -> Theirs:
-    return kind, own_method(kind, "forward"), own_method(kind, "_conv_forward")
+    return Theirs(kind, own_method(kind, "forward"), own_method(kind, "_conv_forward"))
 
 
-def PYTORCHS(input: Tensor) -> Tensor:
-    """Stands for PyTorch's own forward of a module."""
-    raise NotImplementedError
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What computes calls of a module like one before."""
+
+    # Of image, filter and bias; None comes of tensors that it was not made for. None: our function, which finds out.
+    run: Run | None = None
+    is_pytorchs: bool = False
+    # Whether it computes images of one shape and type, whatever their strides.
+    is_for_shape: bool = False
+    # Whether another computes them in graphs.
+    is_another_in_graphs: bool = False
+    is_final: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What later calls take that are told by a `Key` alone."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    is_grad: bool
+    run: Run
+    # Under which it is valid; PyTorch's operator is under all.
+    flags: Flags | None
+    # What PyTorch's operator is given behind the bias.
+    rest: tuple[Any, ...]
+    is_another_in_graphs: bool
 
 
 class Convolution(Remembering):
@@ -86,7 +118,7 @@ class Convolution(Remembering):
             # call's is compared first, which takes half as long as to look up a key.
             known = self._last
             if known is None or not (
-                input.shape == known[0] and input.dtype is known[1] and torch.is_grad_enabled() is known[2]
+                input.shape == known.shape and input.dtype is known.dtype and torch.is_grad_enabled() is known.is_grad
             ):
                 known = self._known.get((input.shape, input.dtype, torch.is_grad_enabled()))
                 self.__dict__["_last"] = known
@@ -95,27 +127,27 @@ class Convolution(Remembering):
             # Else `nn.utils` has put properties there.
             if weight is not None and bias is not MISSING:
                 if known is not None:
-                    _, _, _, run, flags, rest, is_another_in_graphs, theirs, its_forward, its_conv_forward = known
-                    if theirs.forward is not its_forward or theirs._conv_forward is not its_conv_forward:
+                    theirs = self._theirs
+                    kind = theirs.kind
+                    if kind.forward is not theirs.forward or kind._conv_forward is not theirs.conv_forward:
                         pass
-                    elif is_another_in_graphs and goes_into_a_graph(input):
+                    elif known.is_another_in_graphs and goes_into_a_graph(input):
                         pass
-                    elif flags is None:
-                        return run(input, weight, bias, *rest)
-                    elif flags == flags_of(input):
-                        y = run(input, weight, bias)
+                    elif known.flags is None:
+                        return known.run(input, weight, bias, *known.rest)
+                    elif known.flags == flags_of(input):
+                        y = known.run(input, weight, bias)
                         if y is not None:
                             return y
                 if not self._is_replaced():
                     return self._conv_forward(input, weight, bias)
         if self._is_replaced():
-            return self._theirs[0].forward(self, input)
+            return self._theirs.kind.forward(self, input)
         return self._conv_forward(input, self.weight, self.bias)
 
     def _is_replaced(self) -> bool:
         """Whether somebody has put another `forward` into PyTorch's class."""
-        theirs, its_forward, _ = self._theirs
-        return theirs.forward is not its_forward
+        return self._theirs.kind.forward is not self._theirs.forward
 
     def layer(self) -> tuple[Any, ...]:
         """What decisions for the algorithm "fastest" know of this module."""
@@ -124,87 +156,81 @@ class Convolution(Remembering):
         if isinstance(padding, str):
             same = [d * (r - 1) // 2 for d, r in zip(self.dilation, self.kernel_size, strict=True)]
             padding = same if padding == "same" else none
-        return _conv2d_fastest.layer(self.weight, self.bias, self._options(padding))
+        return problem.layer(self.weight, self.bias, self._options(padding))
 
-    def _straight(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor | None] | None:
-        """What computes this of input, filter and bias, where that is known for good: PyTorch's operator, nearly as soon as
-        without Windrow, or ours past all checks. None where the long way has to be gone."""
+    def _found(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Found:
+        """What computes images like this one; known to later calls if it is found for good."""
         is_grad, flags, is_in_graph = torch.is_grad_enabled(), flags_of(input), bool(goes_into_a_graph(input))
         wants = is_grad and (input.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
         seen = (input.shape, input.stride(), input.dtype, input.device, is_grad, wants, flags, is_in_graph)
-        find = lambda: self._found(input, weight, bias, flags, is_in_graph)
-        is_own = self._parameters.get("weight") is weight and self._parameters.get("bias") is bias
-        # A filter that was made for this call is not kept: it is another next time, and nobody could copy the module.
-        run, found = self._recall(seen, weight, bias, find) if is_own else find()[0]
+        find = lambda: self._find(input, weight, bias, flags, is_in_graph)
+        if self._parameters.get("weight") is not weight or self._parameters.get("bias") is not bias:
+            # A filter that was made for this call is not kept: it is another next time, and nobody could copy the module.
+            return find()
+        found = self._recall(seen, weight, bias, find)
         # A class derived from this may do more with images and filters than to compute.
-        if found is not None and is_own and type(self)._conv_forward is Convolution._conv_forward:
+        is_own = type(self)._conv_forward is Convolution._conv_forward
+        if found.is_final and found.is_for_shape and found.run is not None and is_own:
             all_known = self.__dict__.setdefault("_known", {})
             if len(all_known) >= REMEMBERED:
                 all_known.clear()
             key = input.shape, input.dtype, is_grad
-            all_known[key] = (*key, *found, *self._theirs)
-        if run is None or run is PYTORCHS:
-            return run
-        is_straight = _native.is_only_recorded if type(run) is Training else _native.is_plain
-        return run if is_straight(input, weight, bias) else None
+            under = (None, self._rest()) if found.is_pytorchs else (flags, ())
+            all_known[key] = Known(*key, found.run, *under, found.is_another_in_graphs)
+        return found
 
-    def _found(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, flags: Flags, is_in_graph: bool
-    ) -> tuple[tuple[Callable[..., Tensor | None] | None, Found | None], bool]:
-        """What computes images like this one, and what more calls may know of that; whether it is found for good."""
-        nothing = (None, None), False
+    def _find(self, input: Tensor, weight: Tensor, bias: Tensor | None, flags: Flags, is_in_graph: bool) -> Found:
+        nothing = Found(is_final=False)
         if self.padding_mode != "zeros" or isinstance(self.padding, str):
             return nothing
         options, accuracy = self._options(self.padding), accuracy_of(self.accuracy, input)
+        is_plain, is_autocast = _native.is_plain(input, weight, bias), flags[0]
+        conv = Conv(weight, bias, options, None, accuracy, kept_with(weight, self.frozen), self.is_turned)
         if self.algorithm is None:
-            run = None if is_in_graph or flags[0] else self._planned(input, weight, bias, options, accuracy)
-            return ((run, (run, flags, (), False)), True) if run is not None else nothing
-        problem = (input, weight, bias, options, accuracy, self.frozen)
-        # PyTorch's result would be laid out as a turned filter.
-        is_pytorchs = False if self.is_turned else _conv2d_fastest.is_pytorchs(*problem)
-        if is_pytorchs is None:
+            run = None if is_in_graph or is_autocast or not is_plain else self._planned(input, conv)
+            return nothing if run is None else Found(run, is_for_shape=True)
+        pytorchs = Found(self._operator, is_pytorchs=True, is_for_shape=not is_in_graph)
+        if is_autocast or not is_plain:
+            # PyTorch's result would be laid out as a turned filter.
+            is_theirs = not self.is_turned and is_pytorchs(input, weight, bias, options, accuracy, self.frozen)
+            if is_theirs:
+                return pytorchs
+            if is_theirs is None or is_autocast or not _native.is_only_recorded(input, weight, bias):
+                return nothing
+            conv.filters = unkept if weight.requires_grad else conv.filters
+        if not problem.can_be_ours(input, weight, bias):
             return nothing
-        is_another = _conv2d_fastest.is_anothers_in_graphs(*problem, self.is_turned)
-        if is_pytorchs:
-            found = self._operator, None, self._rest(), is_another
-            return (PYTORCHS, None if is_in_graph else found), True
-        is_plain = _native.is_plain(input, weight, bias)
-        if flags[0] or not (is_plain or _native.is_only_recorded(input, weight, bias)):
+        if is_plain and conv.filters() is None and not self.is_turned:
+            # The next call keeps it.
             return nothing
-        changes = not is_plain and weight.requires_grad
-        filters = unkept if changes else kept_with(weight, self.frozen)
-        _conv2d_fastest.look_ahead(input, weight, options)
-        rest = (options, None, accuracy, filters, self.is_turned)
-        way, is_final = _conv2d_fastest.way(input, weight, bias, *rest)
-        if not is_final:
-            return ((lambda x, *_: way(x), None), False) if is_plain and self.is_turned else nothing
+        look_ahead(input, weight, options)
+        decided = way(conv, input)
         if not is_plain:
-            mine = _conv2d_fastest.gradients_of(input, weight, bias, options, accuracy)
-            return nothing if mine is None else ((Training(input, way, options, accuracy, mine), None), True)
-        if type(way) is not Ours or is_in_graph:
-            return (lambda x, *_: way(x), None), True
-        run = way.like(input)
-        return (run, (run, flags, (), is_another)), True
+            mine = decided_for(input, weight, bias, options, accuracy)
+            is_known = decided.is_final and mine is not None
+            return Found(Training(input, decided, conv, mine)) if is_known else nothing
+        if decided.is_final and isinstance(decided.run, PyTorch) and not self.is_turned:
+            return replace(pytorchs, is_another_in_graphs=decided.is_another_in_graphs)
+        if not decided.is_final or is_in_graph or not isinstance(decided.run, Windrow):
+            return Found(lambda x, *_: decided.run(x), is_final=decided.is_final)
+        return Found(decided.run.like(input), is_for_shape=True, is_another_in_graphs=decided.is_another_in_graphs)
 
-    def _planned(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, options: Options, accuracy: str | None
-    ) -> Callable[..., Tensor | None] | None:
-        """Ours, as the planner chooses it. None for what is no convolution of Windrow's, and where the long way has the words
-        to refuse it."""
-        is_usual = input.dim() == weight.dim() and input.device.type in ("cpu", "cuda") and input.numel() > 0
-        if not is_usual or self.activation not in ACTIVATIONS or not _native.is_plain(input, weight, bias):
+    def _planned(self, input: Tensor, conv: Conv) -> Run | None:
+        """Ours, as the planner chooses it. None for what is no convolution of Windrow's, and if the long way has the words to
+        refuse it."""
+        is_usual = input.dim() == conv.weight.dim() and input.device.type in ("cpu", "cuda") and input.numel() > 0
+        if not is_usual or self.activation not in ACTIVATIONS:
             return None
-        named = as_named(options, activation=self.activation, accuracy=accuracy)
-        ours = Ours(weight, bias, named, memory_format(input, input), kept_with(weight, self.frozen))
+        conv.activation = self.activation
         try:
-            return ours.like(input)
+            return Windrow(conv, memory_format(input, input), conv.filters).like(input)
         except (TypeError, ValueError, RuntimeError):
             return None
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        theirs, _, its_conv_forward = self._theirs
-        if theirs._conv_forward is not its_conv_forward:
-            return activation_of(self.activation)(theirs._conv_forward(self, input, weight, bias))
+        kind = self._theirs.kind
+        if kind._conv_forward is not self._theirs.conv_forward:
+            return activation_of(self.activation)(kind._conv_forward(self, input, weight, bias))
         is_fastest = self.algorithm == FASTEST
         if (
             (self.activation is None if is_fastest else self.algorithm is None)
@@ -213,11 +239,13 @@ class Convolution(Remembering):
             and not has_torch_function((input, weight, bias))
         ):
             if not torch._C._are_functorch_transforms_active():
-                run = self._straight(input, weight, bias)
-                if run is PYTORCHS:
+                found = self._found(input, weight, bias)
+                if found.is_pytorchs:
                     return self._operator(input, weight, bias, *self._rest())
-                if run is not None:
-                    y = run(input, weight, bias)
+                is_training = type(found.run) is Training
+                is_straight = _native.is_only_recorded if is_training else _native.is_plain
+                if found.run is not None and is_straight(input, weight, bias):
+                    y = found.run(input, weight, bias)
                     if y is not None:
                         return y
                     # The filter's memory is another.
@@ -328,7 +356,7 @@ class _Transposed(Convolution):
         if not isinstance(self, Convolution):
             return type(self).forward(self, input, *sizes)
         if self._is_replaced():
-            return activation_of(self.activation)(self._theirs[0].forward(self, input, *sizes))
+            return activation_of(self.activation)(self._theirs.kind.forward(self, input, *sizes))
         if output_size is None:
             return super().forward(input)
         shape = (self.stride, self.padding, self.kernel_size, len(self.kernel_size), self.dilation)
@@ -338,13 +366,11 @@ class _Transposed(Convolution):
     def _rest(self) -> tuple[Any, ...]:
         return self.stride, self.padding, self.output_padding, self.groups, self.dilation
 
-    def _found(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, flags: Flags, is_in_graph: bool
-    ) -> tuple[tuple[Callable[..., Tensor | None] | None, Found | None], bool]:
-        # The function pads the input where more of the result lies behind it than a step.
+    def _find(self, input: Tensor, weight: Tensor, bias: Tensor | None, flags: Flags, is_in_graph: bool) -> Found:
+        # The function pads the input if more of the result lies behind it than a step.
         if any(more >= s for more, s in zip(self.output_padding, self.stride, strict=True)):
-            return (None, None), False
-        return super()._found(input, weight, bias, flags, is_in_graph)
+            return Found(is_final=False)
+        return super()._find(input, weight, bias, flags, is_in_graph)
 
     def _planned(self, *_: Any) -> None:
         return None

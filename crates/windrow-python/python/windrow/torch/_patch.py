@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from windrow.torch import _memory
 from windrow.torch._batch_norm import BatchNorm2d
 from windrow.torch._conv2d import ACCURACIES, FASTEST
-from windrow.torch._fastest import decisions
 from windrow.torch._gelu import GELU
 from windrow.torch._group_norm import GroupNorm
 from windrow.torch._modules import Conv1d, Conv2d, Convolution, ConvTranspose1d, ConvTranspose2d
+from windrow.torch.choice import budget, store
 
 
 @dataclass
@@ -55,11 +54,10 @@ class PatchReport:
 
 def _decided(module: Convolution) -> Iterator[str]:
     layer = module.layer()
-    for decision in decisions():
-        sizes, rest, of_layer = decision.problem
-        if of_layer == layer:
-            shape, device, dtype = [*sizes[0]], rest[0], str(rest[1]).removeprefix("torch.")
-            yield f"{decision.mode} of {dtype} {shape} on {device}: {decision.choice} ({decision.why})"
+    for decision in store.every():
+        if decision.key.layer == layer:
+            problem = f"{decision.what} of {decision.key.image()} on {decision.device}"
+            yield f"{problem}: {decision.choice} ({decision.reason})"
 
 
 # Set on the modules that were swapped, beside the options that they have beyond PyTorch's.
@@ -110,7 +108,7 @@ def patch(model: nn.Module, accuracy: str | None = None) -> PatchReport:
             swapped.append(module)
     # All of the model or, if something fails before this, nothing.
     if swapped:
-        _memory.start(model)
+        budget.start(model)
     for module in swapped:
         module.__class__ = _OWN[type(module)]
         setattr(module, _MARK, True)

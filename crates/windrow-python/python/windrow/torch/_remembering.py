@@ -1,12 +1,26 @@
 """What a module's calls find out for later ones."""
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
 # So many images that come by turns are remembered.
 REMEMBERED = 256
+
+
+class Found(Protocol):
+    """What is remembered if it is found for good."""
+
+    @property
+    def is_final(self) -> bool: ...
+
+
+F = TypeVar("F", bound=Found)
+
+# Those that remember something.
+_all: "weakref.WeakSet[Remembering]" = weakref.WeakSet()
 
 
 class Remembering(nn.Module):
@@ -18,17 +32,18 @@ class Remembering(nn.Module):
     # Attributes that calls set.
     FOUND_OUT: tuple[str, ...] = ("_remembered",)
 
-    def _recall(self, seen: Any, weight: Any, bias: Any, find: Callable[[], tuple[Any, bool]]) -> Any:
-        """What a call before has found that was told by `seen`, or what `find` does now, which says whether it is for good."""
+    def _recall(self, seen: Any, weight: Any, bias: Any, find: Callable[[], F]) -> F:
+        """What a call before has found that was told by `seen`, or what `find` does now."""
         its_weight, its_bias, remembered = self._remembered
         if remembered is None or its_weight is not weight or its_bias is not bias:
             self._forget()
             remembered = {}
             self.__dict__["_remembered"] = (weight, bias, remembered)
-        found = remembered.get(seen)
+            _all.add(self)
+        found: F | None = remembered.get(seen)
         if found is None:
-            found, is_final = find()
-            if is_final:
+            found = find()
+            if found.is_final:
                 while len(remembered) >= REMEMBERED:
                     remembered.pop(next(iter(remembered)), None)
                 remembered[seen] = found
@@ -48,3 +63,9 @@ class Remembering(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in self.FOUND_OUT}
+
+
+def forget_all() -> None:
+    """Lets every module find out anew."""
+    for module in list(_all):
+        module._forget()

@@ -11,7 +11,8 @@ from torch import Tensor, fx, nn
 from torch.nn.modules import module as modules_of_torch
 
 from windrow import _native
-from windrow.torch._fused import Called, FusedConv2d, is_direct
+from windrow.torch._calls import is_direct
+from windrow.torch._fused import Called, FusedConv2d
 from windrow.torch._graph import is_wrapped
 from windrow.torch._precision import flags
 from windrow.torch._remembering import REMEMBERED, Remembering

@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from windrow.torch._precision import operand_rounding
+from windrow.torch.choice.problem import Options, aten, output_shape
+
 # Units of f32 of the scale, in sums by any algorithm and in PyTorch's own: so many, and for the root of the number of
 # terms so many more. In networks of torchvision up to a third of both was seen, by Winograd's largest tiles.
 _UNITS, _UNITS_OF_TERMS = 256.0, 16.0
@@ -122,3 +125,35 @@ def _usual(scale: Tensor, is_by_image: bool) -> Tensor:
     sample = torch.where((sample > 0) & sample.isfinite(), sample, math.nan)
     usual = sample.nanquantile(0.25, dim=1).nan_to_num(nan=0.0)
     return usual.reshape([-1, *[1] * (scale.dim() - 1)]) if is_by_image else usual[0]
+
+
+def check_of(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: Options,
+    accuracy: str | None,
+    finish: Callable[[Tensor, slice], Tensor],
+    residual: Tensor | None = None,
+    is_linear: bool = False,
+) -> Check:
+    """Of a convolution. `finish` makes results of sums in f32, for these images."""
+
+    def of(part: slice) -> list[tuple[Tensor, Tensor]]:
+        image, w, b = (None if t is None else t.float() for t in (x[part], weight, bias))
+        value = finish(aten(image, w, b, options), part)
+        scale = aten(image.abs(), w.abs(), None if b is None else b.abs(), options)
+        return [(value, scale if residual is None else scale + residual[part].abs())]
+
+    terms = terms_of(weight, options, of_result=options.output_padding is None)
+    operand = operand_rounding(x, accuracy, is_linear)
+    is_whole = residual is not None and [*residual.shape] != output_shape(x, weight, options)
+    return Check(None if is_whole else x.shape[0], x.dtype, of, terms, operand, residual=residual)
+
+
+def terms_of(weight: Tensor, options: Options, of_result: bool) -> float:
+    """Of a sum of a convolution's result, or else of its input's gradient, of which steps leave taps out."""
+    if of_result:
+        return max(1, weight.shape[1:].numel())
+    channels = weight.shape[0] / options.groups
+    return max(1.0, channels * weight.shape[2:].numel() / math.prod(options.stride))

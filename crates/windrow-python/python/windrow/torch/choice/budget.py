@@ -19,14 +19,7 @@ import torch
 from torch import nn
 
 from windrow.torch import _filters
-
-_SHARE = 0.1
-# So little is always there: pools of memory grow by larger steps.
-_FREE = 4 << 20
-_FREE_ON_CPUS = 64 << 20
-# Graphs may keep at least four thousandths, 2 to the minus this, of the device's memory, all models of a process together:
-# of one image a tenth of what PyTorch needs holds few filters, and a graph gains most from filters that are kept.
-_FREE_IN_GRAPHS = 8
+from windrow.torch.choice import policy
 
 _STATM = Path("/proc/self/statm")
 # Resident memory without the first patched model's, and the most that there was beside that.
@@ -95,7 +88,7 @@ def is_there_room(device: torch.device, kept: int, scratch: int, in_graph: bool 
         in_use = _in_use()
         if in_use is None or in_graph:
             return not in_graph
-        room, beside, kept = max(_FREE_ON_CPUS, int(_SHARE * _peak)), max(0, _peak - in_use), 0
+        room, beside, kept = max(policy.FREE_ON_CPUS, int(policy.GROWTH * _peak)), max(0, _peak - in_use), 0
     return (kept == 0 or kept <= room) and scratch <= max(0, room - kept) + beside
 
 
@@ -108,9 +101,9 @@ def most(device: torch.device) -> int:
 def _on_cuda(device: torch.device, in_graph: bool = False) -> tuple[int, int]:
     """Room for what is packed or else more than PyTorch has needed, and how much more that was at another time than now."""
     peak, now = _theirs.get(device, 0), torch.cuda.memory_allocated(device)
-    free = torch.cuda.get_device_properties(device).total_memory >> _FREE_IN_GRAPHS if in_graph else _FREE
+    free = torch.cuda.get_device_properties(device).total_memory >> policy.FREE_IN_GRAPHS if in_graph else policy.FREE
     packed = _filters.kept_bytes(device, and_promised=in_graph)
-    return max(free, int(_SHARE * peak)) - packed, max(0, peak - now)
+    return max(free, int(policy.GROWTH * peak)) - packed, max(0, peak - now)
 
 
 def _in_use() -> int | None:

@@ -1,0 +1,1 @@
+"""Who computes a convolution, Windrow or PyTorch: measured when a problem first comes."""

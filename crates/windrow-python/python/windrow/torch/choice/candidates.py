@@ -1,0 +1,251 @@
+"""Who may compute a convolution with all that belongs to it: PyTorch, cuDNN in one call, Windrow."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from windrow import _native
+from windrow.torch._activations import activation_of
+from windrow.torch._filters import Filters, unkept
+from windrow.torch.choice import budget
+from windrow.torch.choice.decider import Candidate
+from windrow.torch.choice.policy import KEPT, PACKED
+from windrow.torch.choice.problem import (
+    Options,
+    as_image,
+    as_line,
+    aten,
+    in_layout,
+    is_laid_out_last,
+    result_bytes,
+)
+
+# Of an image, filter, bias and what is added; None comes of tensors that it was not made for.
+Call = Callable[..., Tensor | None]
+
+
+@dataclass(slots=True)
+class Conv:
+    """`activation(conv2d(x, weight) + bias + residual)`, and what is known of its filter."""
+
+    # Of two dimensions that of a linear layer over the channels, which PyTorch computes as such.
+    weight: Tensor
+    bias: Tensor | None
+    options: Options
+    activation: str | None
+    accuracy: str | None
+    # Finds what is kept with the filter, on each call anew: its memory may be another then.
+    filters: Callable[[], Filters]
+    # The filter was laid out for kernels that compute row-major images: the result is laid out as the image.
+    is_turned: bool = False
+    # Of an optimized model.
+    is_fused: bool = False
+
+    @property
+    def filter(self) -> Tensor:
+        return self.weight[:, :, None, None] if self.weight.dim() == 2 else self.weight
+
+    def finish(self, y: Tensor, residual: Tensor | None) -> Tensor:
+        """Adds the residual and applies the activation, in y's memory if that can be."""
+        if residual is not None:
+            is_alike = residual.shape == y.shape and residual.dtype == y.dtype
+            y = y.add_(residual) if is_alike else y + residual
+        return activation_of(self.activation, in_place=True)(y)
+
+
+@dataclass(slots=True)
+class PyTorch:
+    """PyTorch's operators, one after the other."""
+
+    conv: Conv
+    layout: torch.memory_format
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        conv = self.conv
+        if conv.weight.dim() == 2:
+            y = F.linear(x.permute(0, 2, 3, 1), conv.weight, conv.bias).permute(0, 3, 1, 2)
+        else:
+            y = aten(x, conv.weight, conv.bias, conv.options)
+        return conv.finish(y.contiguous(memory_format=self.layout), residual)
+
+
+@dataclass(slots=True)
+class CudnnFused:
+    """Convolution, addition and ReLU, as cuDNN has them in one."""
+
+    conv: Conv
+    layout: torch.memory_format
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        conv, image = self.conv, in_layout(x, self.layout)
+        if residual is None:
+            y = torch.cudnn_convolution_relu(image, conv.weight, conv.bias, *conv.options[:4])
+        else:
+            beside = residual.contiguous(memory_format=self.layout)
+            rest = (beside, 1.0, conv.bias, *conv.options[:4])
+            y = torch.cudnn_convolution_add_relu(image, conv.weight, *rest)
+        return y.contiguous(memory_format=self.layout)
+
+
+@dataclass(slots=True)
+class Windrow:
+    """Windrow's convolution."""
+
+    conv: Conv
+    layout: torch.memory_format
+    filters: Callable[[], Filters]
+    # Whether a residual, laid out as the result, is added before the activation.
+    adds: bool = False
+    # Whether one follows that is not added so, and the activation after it.
+    is_followed: bool = False
+    # Bytes that packed filter and scratch memory are held to, in pieces.
+    memory: int | None = None
+    # None lets the planner choose.
+    algorithm: str | None = None
+    # What the native functions take by name.
+    named: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        conv = self.conv
+        activation = None if self.is_followed else conv.activation
+        options = zip(Options._fields[:4], conv.options[:4], strict=True)
+        self.named = {**dict(options), "activation": activation, "accuracy": conv.accuracy, "memory": self.memory}
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        weight, bias = self.conv.filter, self.conv.bias
+        image = as_image(in_layout(x, self.layout), x)
+        more = {"residual": residual if self.adds else None, "algorithm": self.algorithm, "filters": self.filters()}
+        y = as_line(_native.conv2d(image, as_image(weight, x), bias, **self.named, **more), x)
+        y = y.contiguous(memory_format=self.layout)
+        return self.conv.finish(y, residual) if self.is_followed else y
+
+    def like(self, x: Tensor) -> Call:
+        """The same for images like x, without what follows it."""
+        image, strides = as_image(in_layout(x, self.layout), x), x.stride()
+        if self.algorithm is not None:
+            return self._by_algorithm(x)
+        weight = as_image(self.conv.filter, x)
+        call = _native.Conv2dCall(image, weight, self.conv.bias, self.named, self.filters(), self.adds)
+        if image is x and is_laid_out_last(image) == (self.layout is torch.channels_last):
+            return call
+
+        def copied(
+            x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None
+        ) -> Tensor | None:
+            if x.stride() != strides:
+                return None
+            image = as_image(in_layout(x, self.layout), x)
+            y = as_line(call(image, as_image(weight, x), bias, residual), x)
+            return None if y is None else y.contiguous(memory_format=self.layout)
+
+        return copied
+
+    def _by_algorithm(self, like: Tensor) -> Call:
+        """The native call has the planner's algorithm."""
+        alone = replace(self, is_followed=False)
+        kind, filter, its_bias = (like.shape, like.stride(), like.dtype, like.device), self.conv.filter, self.conv.bias
+
+        def call(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor | None:
+            is_like = (x.shape, x.stride(), x.dtype, x.device) == kind and bias is its_bias
+            is_ours = is_like and weight.data_ptr() == filter.data_ptr() and _native.is_plain(x, weight, bias, residual)
+            return alone(x, residual) if is_ours else None
+
+        return call
+
+    def straight(self, x: Tensor, residual: Tensor | None = None) -> Callable[[], Tensor]:
+        """The call that a module comes to make for x."""
+        call, weight, bias = self.like(x), self.conv.filter, self.conv.bias
+        added = residual if self.adds else None
+
+        def run() -> Tensor:
+            y = call(x, weight, bias, added)
+            if y is None:
+                return self(x, residual)
+            return self.conv.finish(y, residual) if self.is_followed else y
+
+        return run
+
+    def within(self, x: Tensor, is_kept: bool) -> "Windrow":
+        """Held to what there is room for, unless there is room for all that it takes."""
+        always, scratch = self.bytes(x, is_kept)
+        if not x.is_cuda or any(
+            budget.is_there_room(x.device, always, scratch, in_graph) for in_graph in (False, True)
+        ):
+            return self
+        beside = self._beside(x, in_layout(x, self.layout))
+        return replace(self, memory=max(0, budget.most(x.device) - beside))
+
+    def bytes(self, x: Tensor, is_kept: bool) -> tuple[int, int]:
+        """Memory that it needs: for good, for the packed filter, and while it runs, with its result."""
+        given = in_layout(x, self.layout)
+        image, weight = as_image(given, x), as_image(self.conv.filter, x)
+        kept, rest = _native.conv2d_bytes(image, weight, self.conv.bias, self.named, is_kept)
+        return kept, rest + self._beside(x, given)
+
+    def _beside(self, x: Tensor, given: Tensor) -> int:
+        return _bytes_beside(x, given, self.conv)
+
+    def candidates(self, x: Tensor, residual: Tensor | None) -> Iterator[Candidate]:
+        """With the filter kept if it may be, and packed on each call."""
+        now = self.filters()
+        if now is not None:
+            kept, cache = self.within(x, True), now[0]
+            always, scratch = kept.bytes(x, True)
+            more = {} if cache.bytes > 0 else {"forget": cache.clear}
+            promise = lambda: cache.promise(always)
+            run = kept.straight(x, residual)
+            yield Candidate(KEPT, run, always, scratch, promise=promise, memory=kept.memory, **more)
+        packed = replace(self, filters=unkept).within(x, False)
+        always, scratch = packed.bytes(x, False)
+        yield Candidate(PACKED, packed.straight(x, residual), 0, always + scratch, memory=packed.memory)
+
+    def is_cudnns(self, x: Tensor) -> bool:
+        """True if Windrow would take cuDNN too, in the same way."""
+        is_kept, weight = self.filters() is not None, self.conv.filter
+        image = as_image(in_layout(x, self.layout), x)
+        algorithm = _native.conv2d_algorithm(image, as_image(weight, x), self.conv.bias, self.named, is_kept)
+        is_row_major = self.layout is torch.contiguous_format
+        if x.is_cuda and is_row_major and x.element_size() < 4 and (weight.shape[1] * x.element_size()) % 16 == 0:
+            # Alone, cuDNN turns images and filter to channels-last on each call, but for 1x1 filters. Windrow does so faster, and
+            # keeps the filter; for one that changes, in training, the interpreter would wait longer than the device gains.
+            if not is_kept:
+                return algorithm in ("cudnn", "implicit_gemm")
+            is_pointwise = weight.shape[2:].numel() == 1 and max(self.conv.options.stride) == 1
+            return algorithm == "cudnn" and is_pointwise
+        return algorithm == "cudnn"
+
+
+@dataclass(slots=True)
+class Transposed:
+    """Windrow's transposed convolution: the data gradient of a convolution, and then bias and activation."""
+
+    conv: Conv
+    layout: torch.memory_format
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        image, bias = as_image(x.contiguous(memory_format=self.layout), x), self.conv.bias
+        y = _native.conv_transpose2d(image, *self._rest(x))
+        if bias is not None:
+            if bias.shape != (y.shape[1],):
+                raise ValueError(f"`bias` has shape {[*bias.shape]}, expected [{y.shape[1]}]")
+            y += bias[:, None, None]
+        return self.conv.finish(as_line(y, x).contiguous(memory_format=self.layout), residual)
+
+    def _rest(self, x: Tensor) -> tuple[Any, ...]:
+        options = self.conv.options
+        return as_image(self.conv.weight, x), options[:4], options.output_padding, self.conv.accuracy
+
+    def candidates(self, x: Tensor, residual: Tensor | None) -> Iterator[Candidate]:
+        given = x.contiguous(memory_format=self.layout)
+        rest = _native.conv_transpose2d_bytes(as_image(given, x), *self._rest(x))
+        yield Candidate(KEPT, lambda: self(x, residual), scratch=rest + _bytes_beside(x, given, self.conv))
+
+
+def _bytes_beside(x: Tensor, given: Tensor, conv: Conv) -> int:
+    """Of the result, and of a copy of x."""
+    copied = 0 if given is x else x.nbytes
+    return copied + result_bytes(x, conv.filter, conv.options)

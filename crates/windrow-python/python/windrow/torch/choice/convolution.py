@@ -1,0 +1,167 @@
+"""Who computes a convolution that comes now."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windrow.torch._activations import activation_of
+from windrow.torch._calls import goes_into_a_graph
+from windrow.torch._filters import Filters, filter_cache, unkept
+from windrow.torch.choice import budget, policy, problem, store
+from windrow.torch.choice.candidates import Conv, CudnnFused, PyTorch, Transposed, Windrow
+from windrow.torch.choice.check import check_of
+from windrow.torch.choice.decider import Candidate, Question, decide, is_room_for_another
+from windrow.torch.choice.policy import CUDNN_FUSED, KEPT, PYTORCH, TRIES
+from windrow.torch.choice.problem import After, Beside, Key, Options, key_of
+from windrow.torch.choice.store import Decision
+
+NOTHING_FASTER = "Windrow has nothing faster than cuDNN"
+
+
+@dataclass(slots=True)
+class Way:
+    """What computes a convolution of tensors like those that were given."""
+
+    # Of an image, and of what is added.
+    run: PyTorch | CudnnFused | Windrow | Transposed
+    is_final: bool
+    # Whether calls that are captured in a graph are computed by another.
+    is_another_in_graphs: bool = False
+
+
+def way(conv: Conv, x: Tensor, residual: Tensor | None = None) -> Way:
+    """Decides it, if nobody has yet."""
+    filter = conv.filter
+    layout = problem.memory_format(x, x if conv.is_turned else filter)
+    if not problem.can_be_ours(x, filter, conv.bias):
+        return Way(PyTorch(conv, layout), is_final=False)
+    beside = None if residual is None else _beside(conv, x, residual, layout)
+    after = After(conv.activation, beside, conv.weight.dim() == 2) if conv.is_fused else conv.activation
+    now = conv.filters()
+    key = key_of(x, filter, conv.bias, conv.options, conv.accuracy, after)
+    decision = store.final(_what(conv, now), key) or decide(_question(conv, x, residual, layout, beside, now, key))
+    who = decision.now()
+    is_kept = now is not None and conv.options.output_padding is None
+    if is_kept and KEPT in (decision.choice, decision.in_graph):
+        kept = _named(KEPT, conv, layout, beside, decision)
+        if who == KEPT in decision.limits and not decision.is_final:
+            # Nothing is packed for good by an algorithm that may not stay.
+            return Way(replace(kept, filters=unkept), is_final=False)
+        if not is_room_for_another(decision, now[0], lambda: kept.bytes(x, True)[0]):
+            other = way(replace(conv, filters=unkept), x, residual)
+            return replace(other, is_final=other.is_final and now[0].refused(KEPT) >= TRIES)
+        is_before_a_graph = conv.is_fused and not now[0].bytes and goes_into_a_graph(x) is False
+        if is_before_a_graph and decision.choice != KEPT:
+            # In the graph every replay would look at what was packed in it.
+            kept(x, residual)
+    run = _named(who, conv, layout, beside, decision)
+    return Way(run, decision.is_final, decision.in_graph != decision.choice)
+
+
+def _what(conv: Conv, now: Filters) -> str:
+    if conv.is_fused:
+        return problem.FUSED_UNKEPT if now is None else problem.FUSED
+    return what_of(now is None, now is not None and now[1], conv.is_turned)
+
+
+def what_of(is_changing: bool, is_frozen: bool, is_turned: bool = False) -> str:
+    if is_turned:
+        return problem.TURNED
+    return problem.CHANGING if is_changing else problem.FROZEN if is_frozen else problem.FORWARD
+
+
+def _beside(conv: Conv, x: Tensor, residual: Tensor, layout: torch.memory_format) -> Beside:
+    shape = problem.output_shape(x, conv.filter, conv.options)
+    fits = [*residual.shape] == shape and residual.dtype == x.dtype
+    is_added = fits and problem.is_laid_out(residual, x, layout)
+    return Beside(fits, residual.dtype, residual.is_contiguous(memory_format=layout), is_added)
+
+
+def _named(
+    name: str, conv: Conv, layout: torch.memory_format, beside: Beside | None, decision: Decision | None
+) -> Any:
+    """The candidate of a name, as it was decided."""
+    if name == PYTORCH:
+        return PyTorch(conv, layout)
+    if name == CUDNN_FUSED:
+        return CudnnFused(conv, layout)
+    if conv.options.output_padding is not None:
+        return Transposed(conv, layout)
+    adds = beside is not None and beside.is_added
+    memory = None if decision is None else decision.limits.get(name)
+    algorithm = None if decision is None else decision.algorithm
+    filters = conv.filters if name == KEPT else unkept
+    return Windrow(conv, layout, filters, adds, beside is not None and not adds, memory, algorithm)
+
+
+def _question(
+    conv: Conv,
+    x: Tensor,
+    residual: Tensor | None,
+    layout: torch.memory_format,
+    beside: Beside | None,
+    now: Filters,
+    key: Key,
+) -> Question:
+    pytorch, weight = PyTorch(conv, layout), conv.filter
+
+    def ours(wanted: Decision | None) -> Iterable[Candidate] | str:
+        windrow = _named(KEPT, conv, layout, beside, wanted)
+        is_alike = isinstance(windrow, Windrow) and (conv.is_fused or conv.activation is None)
+        if wanted is None and is_alike and windrow.is_cudnns(x):
+            return NOTHING_FASTER
+        return windrow.candidates(x, residual)  # type: ignore[no-any-return]
+
+    def finish(y: Tensor, part: slice) -> Tensor:
+        return activation_of(conv.activation)(y if residual is None else y + residual[part])
+
+    others = []
+    is_linear, fits = conv.weight.dim() == 2, beside is None or beside.fits
+    if conv.is_fused and x.is_cuda and conv.activation == "relu" and fits and not is_linear:
+        others.append(Candidate(CUDNN_FUSED, lambda: CudnnFused(conv, layout)(x, residual)))
+    return Question(
+        _what(conv, now),
+        key,
+        lambda: pytorch(x, residual),
+        ours,
+        others,
+        cache=filter_cache(weight, lasts=conv.is_fused),
+        image=x.nbytes,
+        around=policy.BESIDE_FUSED if conv.is_fused else policy.BESIDE,
+        check=check_of(x, weight, conv.bias, conv.options, conv.accuracy, finish, residual, is_linear),
+    )
+
+
+def look_ahead(x: Tensor, weight: Tensor, options: Options) -> None:
+    """Says what memory is in use where a layer of a model comes: by modules, before they remember their way."""
+    budget.look_ahead(x.device, x.nbytes, problem.result_bytes(x, weight, options))
+
+
+def is_pytorchs(
+    x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, accuracy: str | None, is_frozen: bool
+) -> bool | None:
+    """True if PyTorch computes this and all gradients that are wanted, because it is faster at each of them
+    or because ours would gain too little in all: then the whole call can be PyTorch's own. None as long as
+    that is not decided."""
+    if type(x) is not Tensor or type(weight) not in (nn.Parameter, Tensor) or x.dim() != weight.dim():
+        return None
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return None
+    grad, kind = torch.is_grad_enabled(), "cuda" if x.is_cuda else "cpu"
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    of_filter, of_input = grad and weight.requires_grad, grad and x.requires_grad
+    if options.output_padding is not None and kind == "cuda" and (of_filter or of_input):
+        # Ours keeps the interpreter for so long that called steps became slower by a tenth and more.
+        return True
+    key = key_of(x, weight, bias, options, accuracy, dtype=autocast)
+    parts = [what_of(of_filter, is_frozen)]
+    parts += [problem.OF_INPUT] * of_input
+    parts += [problem.OF_BOTH if bias is not None and bias.requires_grad else problem.OF_FILTER] * of_filter
+    decided = [store.final(what, key) for what in parts]
+    if None in decided:
+        return None
+    times = [(d.now() != PYTORCH, d.times) for d in decided if d is not None]
+    return not policy.is_step_worth_it(times, x.is_cuda, is_cast=autocast is not None)

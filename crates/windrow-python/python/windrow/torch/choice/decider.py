@@ -1,0 +1,253 @@
+"""Windrow's operator or PyTorch's own, whichever is faster: measured when a problem first comes, unless it is known already
+that ours has nothing better. A result that is not PyTorch's within a bound is not measured.
+
+The choice is made in the kernels of the operators, so it holds under torch.compile as well. Nobody waits for a measurement:
+a call that comes during one, or in a graph capture, takes PyTorch's operator and leaves the choice to a later call.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from windrow._native import FilterCache
+from windrow.torch._calls import is_captured
+from windrow.torch.choice import budget, measure, policy, store
+from windrow.torch.choice.check import Check
+from windrow.torch.choice.policy import KEPT, PYTORCH, TRIES
+from windrow.torch.choice.problem import Key, named
+from windrow.torch.choice.store import Decision
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute something. `kept` and `scratch` are bytes that it needs: for good, and while it runs, with its
+    results. `forget` drops what it keeps."""
+
+    name: str
+    run: Callable[[], Any]
+    kept: int = 0
+    scratch: int = 0
+    forget: Callable[[], Any] = _nothing
+    # Says that it will keep that much in a graph.
+    promise: Callable[[], Any] = _nothing
+    # True if there is no room for it but in a graph.
+    is_for_graphs: bool = False
+    # What it was held to, if it would take more.
+    memory: int | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """Who computes a problem that comes now."""
+
+    what: str
+    key: Key
+    pytorch: Callable[[], Any]
+    # Windrow's candidates, the best first, or a text that says why it has nothing better; given a decision, those that it
+    # may name.
+    ours: Callable[[Decision | None], Iterable[Candidate] | str]
+    # Other candidates of PyTorch's.
+    others: Sequence[Candidate] = ()
+    # Where the layer that asks keeps its filter.
+    cache: FilterCache | None = None
+    # Bytes that are no longer needed afterwards.
+    image: int = 0
+    around: float = policy.BESIDE
+    # What a result has to be to be taken.
+    check: Check | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.key[1][0]  # type: ignore[no-any-return]
+
+
+def decide(question: Question) -> Decision:
+    """As the user, an earlier process or a problem of nearly this size has it, or after measuring."""
+    before = store.get(question.what, question.key)
+    decision = None if before else _like_the_nearest(question)
+    if decision is None:
+        if is_captured(question.device) or not store.measuring.acquire(blocking=False):
+            return before or _of(question, policy.Choice(PYTORCH, PYTORCH), "not decided yet", is_final=False)
+        try:
+            decision = _known(question, before) or _measured(question, before)
+        finally:
+            store.measuring.release()
+    store.put(decision)
+    return decision
+
+
+def _of(question: Question, choice: policy.Choice, reason: str, **more: Any) -> Decision:
+    key = named(question.key)
+    return Decision(question.what, key, choice.called, choice.in_graph, reason, around=question.around, **more)
+
+
+def _like_the_nearest(question: Question) -> Decision | None:
+    others, key = store.measured(question.what, question.key), named(question.key)
+    index = policy.nearest(key.elements, [d.key.elements for d in others])
+    if index is None:
+        return None
+    like = others[index]
+    return replace(like, key=key, reason=f"as for {[*like.key.sizes[0]]}", source="a size nearby", is_final=True)
+
+
+def _known(question: Question, before: Decision | None) -> Decision | None:
+    """What the user has set, or an earlier process has found, once its result has been compared. None: it is measured."""
+    wanted = before if before and before.is_by_hand else None
+    if wanted is None:
+        return None
+    if _run_pytorch(question) is not None:
+        return None
+    ours, why = question.ours(wanted), list[str]()
+    candidates = {c.name: c for c in [*question.others, *([] if isinstance(ours, str) else ours)]}
+    for name in {wanted.choice, wanted.in_graph} - {PYTORCH}:
+        candidate, is_for_graphs = candidates.get(name), name != wanted.choice
+        if candidate is None or not (wanted.is_by_hand or _is_room(question.device, candidate, is_for_graphs)):
+            return None
+        if not _runs(candidate, why, question.check):
+            return replace(wanted, choice=PYTORCH, in_graph=PYTORCH, reason=why[0], is_final=True)
+        if is_for_graphs:
+            candidate.promise()
+            candidate.forget()
+    return replace(wanted, is_final=True)
+
+
+def _measured(question: Question, before: Decision | None) -> Decision:
+    decision = _contest(question, before)
+    called_before = before.choice if before else None
+    is_on_cpu = question.device.type == "cpu"
+    if not decision.has_room or (is_on_cpu and not policy.are_believed(decision.times, decision.choice, called_before)):
+        tries = before.tries + 1 if before else 1
+        if question.cache is not None and not decision.has_room:
+            question.cache.refuse(question.what)
+            tries = question.cache.refused(question.what)
+        decision = replace(decision, tries=tries, is_final=tries >= TRIES)
+    if decision.is_final:
+        store.put_measured(decision)
+    return decision
+
+
+def _contest(question: Question, before: Decision | None) -> Decision:
+    failure = _run_pytorch(question)
+    check = None if failure else question.check
+    why: list[str] = []
+    windrow: list[Candidate] = []
+    has_room = True
+    ours = question.ours(None)
+    if isinstance(ours, str):
+        why.append(ours)
+    else:
+        if failure is None:
+            budget.look_inside(question.device, question.pytorch)
+        windrow, has_room = _that_run(question.device, ours, why, check)
+    others = [candidate for candidate in question.others if _runs(candidate, why, check)]
+    candidates, limits = others + windrow, {c.name: c.memory for c in windrow if c.memory is not None}
+    if failure is not None:
+        if not candidates:
+            raise failure
+        name = next((c.name for c in candidates if not c.is_for_graphs), candidates[-1].name)
+        return _of(question, policy.Choice(name, name), f"{PYTORCH}: {failure}", limits=limits)
+    if not candidates:
+        source = "not measured" if isinstance(ours, str) else "measured"
+        only = policy.Choice(PYTORCH, PYTORCH)
+        return _of(question, only, ", ".join(why), source=source, has_room=has_room)
+    times = measure.times_of(question.device, {PYTORCH: question.pytorch, **{c.name: c.run for c in candidates}})
+    if before is not None and question.device.type == "cpu":
+        times = policy.shortest(times, before.times)
+    model = store.of_a_model(question.what, question.key, question.around)
+    for_graphs = [c.name for c in candidates if c.is_for_graphs]
+    choice = policy.choose(times, model, question.around, for_graphs)
+    for candidate in windrow:
+        if candidate.name == choice.in_graph != choice.called:
+            candidate.promise()
+        if candidate.name != choice.called or candidate.memory is not None:
+            candidate.forget()
+    held = [f"{name} held to {memory / 2**20:.1f} MiB" for name, memory in limits.items()]
+    reason = ", ".join([*(_told(*of) for of in times.items()), *why, *held])
+    return _of(question, choice, reason, has_room=has_room, times=times, limits=limits)
+
+
+def _run_pytorch(question: Question) -> RuntimeError | None:
+    """Says what memory it needs, or why it cannot."""
+    try:
+        result = question.pytorch()
+        budget.look(question.device, max(0, _bytes(result) - question.image))
+    except RuntimeError as error:
+        return error
+    return None
+
+
+def _bytes(result: Any) -> int:
+    tensors = result if isinstance(result, list | tuple) else [result]
+    return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+
+
+def _told(name: str, seconds: policy.Seconds) -> str:
+    called = f" called in {1e3 * seconds.host:.3g}" if seconds.host > 0 else ""
+    return f"{name} {1e3 * seconds.device:.3g} ms{called}"
+
+
+def _is_room(device: torch.device, candidate: Candidate, in_graph: bool = False) -> bool:
+    return budget.is_there_room(device, candidate.kept, candidate.scratch, in_graph)
+
+
+def _that_run(
+    device: torch.device, candidates: Iterable[Candidate], why: list[str], check: Check | None
+) -> tuple[list[Candidate], bool]:
+    """Those to be measured, after one run, which compiles and packs: the first with room, before it one that has room in
+    graphs alone, and on CUDA behind one that keeps much also the next. And whether there was room for all that those up to
+    the first would take. Adds to `why` what is wrong with others."""
+    found: list[Candidate] = []
+    has_room = True
+    for candidate in candidates:
+        is_room = _is_room(device, candidate)
+        if found and not found[-1].is_for_graphs:
+            if is_room and candidate.memory is None and _runs(candidate, why, check):
+                found.append(candidate)
+            break
+        has_room = has_room and is_room and candidate.memory is None
+        if not is_room:
+            more = (candidate.kept + candidate.scratch) / 2**20
+            why.append(f"{candidate.name} would need {more:.1f} MiB more")
+            if found or not _is_room(device, candidate, in_graph=True):
+                continue
+        if _runs(candidate, why, check):
+            found.append(candidate if is_room else replace(candidate, is_for_graphs=True))
+            if is_room and (device.type != "cuda" or candidate.kept <= policy.MUCH_KEPT):
+                break
+    return found, has_room
+
+
+def _runs(candidate: Candidate, why: list[str], check: Check | None) -> bool:
+    """Whether it computes this, and rightly."""
+    try:
+        result = candidate.run()
+        fault = None if check is None else check.fault(result)
+    except (RuntimeError, MemoryError) as error:
+        why.append(f"{candidate.name}: {error}")
+        return False
+    if fault is not None:
+        why.append(f"{candidate.name} {fault}")
+        candidate.forget()
+    return fault is None
+
+
+def is_room_for_another(decision: Decision, cache: FilterCache, kept: Callable[[], int]) -> bool:
+    """A problem is decided once, but each of a model's layers that have it keeps a filter of its own: whether there is room
+    for that of `cache` as well, of `kept` bytes. What was refused often enough is not asked for again."""
+    if KEPT not in (decision.choice, decision.in_graph) or cache.bytes or cache.promised:
+        return True
+    if cache.refused(KEPT) >= TRIES:
+        return False
+    is_for_graphs, bytes = decision.choice != KEPT, kept()
+    if not budget.is_there_room(decision.key.how.device, bytes, 0, is_for_graphs):
+        cache.refuse(KEPT)
+        return False
+    if is_for_graphs:
+        cache.promise(bytes)
+    return True

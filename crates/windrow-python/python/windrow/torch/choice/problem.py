@@ -1,0 +1,262 @@
+"""What is decided: a convolution, or a gradient of one, of tensors of certain sizes, types and strides."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# What of a convolution is computed.
+FORWARD, FROZEN, CHANGING, TURNED = (
+    "forward",
+    "forward with a frozen filter",
+    "forward with a changing filter",
+    "forward with a turned filter",
+)
+FUSED = "forward of an optimized model"
+FUSED_UNKEPT = "forward of an optimized model without room for its filter"
+OF_INPUT, OF_FILTER, OF_BOTH = "gradient of the input", "gradient of the filter", "gradient of filter and bias"
+GRADIENTS = (OF_INPUT, OF_FILTER, OF_BOTH)
+# With these no packed filter is kept.
+UNKEPT = (CHANGING, FUSED_UNKEPT)
+
+
+class Options(NamedTuple):
+    """Of a convolution; with `output_padding` of a transposed one. For Windrow a line [n, c, l], whose filter is
+    [k, c / groups, s], is an image of one row: its options are pairs as well."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int
+    output_padding: Sequence[int] | None = None
+
+
+class Beside(NamedTuple):
+    """What an optimized model adds to a convolution's result."""
+
+    # False if it is broadcast, or of another type: no convolution adds that.
+    fits: bool
+    dtype: torch.dtype
+    is_contiguous: bool
+    # Whether it lies as Windrow's convolution lays its result out, so that this adds it.
+    is_added: bool
+
+
+class After(NamedTuple):
+    """What an optimized model computes in one with a convolution."""
+
+    activation: str | None
+    beside: Beside | None
+    is_linear: bool
+
+
+class How(NamedTuple):
+    """What a problem is beside its sizes and the layer."""
+
+    device: torch.device
+    dtype: torch.dtype
+    is_last: bool
+    filter_strides: tuple[int, ...]
+    after: str | After | None
+    accuracy: str | None
+    threads: int
+
+
+class Problem(NamedTuple):
+    """A problem by name. Calls look a `Key` up, which equals it and is made sooner."""
+
+    sizes: tuple[torch.Size, tuple[int, ...]]
+    how: How
+    layer: tuple[Any, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.sizes[0])
+
+    @property
+    def options(self) -> Options:
+        layer = self.layer
+        return Options(layer[2:4], layer[4:6], layer[6:8], layer[8], layer[9:] or None)
+
+    def without_sizes(self) -> str:
+        """The layer and all else that is no size, in words."""
+        how, options, filter = self.how, self.options, self.layer[0]
+        laid_out = _laid_out(filter, how.filter_strides)
+        words = [f"filter {[*filter]}" + (f" {laid_out}" if laid_out else "")]
+        for name, value, usual in zip(Options._fields, options, (1, 0, 1, 1, None), strict=True):
+            numbers = [*value] if isinstance(value, Sequence) else [value]
+            if any(n != usual for n in numbers):
+                name = "transposed, output padding" if name == "output_padding" else name
+                words.append(f"{name} {numbers[0] if len({*numbers}) == 1 else numbers}")
+        words += ["no bias"] * self.layer[1]
+        words += _after(how.after)
+        words += [f"accuracy {how.accuracy}"] * (how.accuracy is not None)
+        return ", ".join([*words, f"{how.threads} thread" + "s" * (how.threads != 1)])
+
+    def image(self) -> str:
+        """In words."""
+        shape, strides = self.sizes
+        laid_out = _laid_out(shape, strides)
+        return f"{_name(self.how.dtype)} {[*shape]}" + (f" {laid_out}" if laid_out else "")
+
+    def __str__(self) -> str:
+        return f"{self.image()}, {self.without_sizes()}"
+
+
+# As a `Problem`: hashed on each call, so plain tuples.
+Key = tuple[Any, tuple[Any, ...], tuple[Any, ...]]
+
+
+def named(key: Key) -> Problem:
+    sizes, how, layer = key
+    return Problem(sizes, How(*how), layer)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _laid_out(shape: Sequence[int], strides: Sequence[int]) -> str:
+    """Nothing for row-major tensors."""
+    if _strides(shape, range(len(shape))) == [*strides]:
+        return ""
+    if len(shape) == 4 and _strides(shape, (0, 2, 3, 1)) == [*strides]:
+        return "channels-last"
+    return f"strides {[*strides]}"
+
+
+def _strides(shape: Sequence[int], order: Sequence[int]) -> list[int]:
+    strides, next = [0] * len(shape), 1
+    for d in reversed(order):
+        strides[d], next = next, next * max(1, shape[d])
+    return strides
+
+
+def _after(after: str | After | None) -> list[str]:
+    if not isinstance(after, After):
+        return [] if after is None else [after]
+    words = [after.activation] if after.activation is not None else []
+    if after.beside is not None:
+        fits, dtype, is_contiguous, is_added = after.beside
+        laid_out = "" if is_contiguous else ", laid out otherwise"
+        how = "in one" if is_added else "afterwards" if fits else "broadcast"
+        words.append(f"plus {_name(dtype)} ({how}{laid_out})")
+    return words + ["as a linear layer"] * after.is_linear
+
+
+def layer(weight: Tensor, bias: Tensor | None, options: Options) -> tuple[Any, ...]:
+    """What a problem has of a module: the last part of a `Problem`."""
+    stride, padding, dilation, groups, output_padding = options
+    return (weight.shape, bias is None, *stride, *padding, *dilation, groups, *(output_padding or ()))
+
+
+def key_of(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: Options,
+    accuracy: str | None,
+    after: str | After | None = None,
+    dtype: torch.dtype | None = None,
+) -> Key:
+    """`dtype` is what x is going to be cast to."""
+    strides = x.stride()
+    is_last = strides[1] < strides[-1]
+    threads = torch.get_num_threads()
+    how = (x.device, dtype or x.dtype, is_last, weight.stride(), after, accuracy, threads)
+    return (x.shape, strides), how, layer(weight, bias, options)
+
+
+def can_be_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """False for what only PyTorch computes, or has the better words to refuse."""
+    return (
+        x.dim() == weight.dim()
+        and x.device.type in ("cpu", "cuda")
+        and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and weight.dtype == x.dtype
+        and (bias is None or bias.dtype == x.dtype)
+        and x.numel() > 0
+    )
+
+
+def aten(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+    """PyTorch's own operator."""
+    stride, padding, dilation, groups, output_padding = options
+    if output_padding is not None:
+        if weight.dim() == 3:
+            pairs = (stride[1:], padding[1:], output_padding[1:])
+            return torch.conv_transpose1d(x, weight, bias, *pairs, groups, dilation[1:])
+        return torch.conv_transpose2d(x, weight, bias, stride, padding, output_padding, groups, dilation)
+    if weight.dim() == 3:
+        return torch.conv1d(x, weight, bias, stride[1:], padding[1:], dilation[1:], groups)
+    return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
+
+
+def output_shape(x: Tensor, weight: Tensor, options: Options) -> list[Any]:
+    """That of the convolution's result."""
+    stride, padding, dilation, groups, output_padding = options
+    first = 4 - weight.dim()
+    sizes = zip(x.shape[2:], weight.shape[2:], stride[first:], padding[first:], dilation[first:], strict=True)
+    if output_padding is None:
+        size = [(n + 2 * p - d * (r - 1) - 1) // s + 1 for n, r, s, p, d in sizes]
+        return [x.shape[0], weight.shape[0], *size]
+    size = [(n - 1) * s - 2 * p + d * (r - 1) + 1 for n, r, s, p, d in sizes]
+    size = [n + more for n, more in zip(size, output_padding[first:], strict=True)]
+    return [x.shape[0], weight.shape[1] * groups, *size]
+
+
+def result_bytes(x: Tensor, weight: Tensor, options: Options) -> int:
+    return math.prod(output_shape(x, weight, options)) * x.element_size()
+
+
+def as_image(t: Tensor, x: Tensor) -> Tensor:
+    """What the native functions take if x is a line."""
+    return t.unsqueeze(2) if x.dim() == 3 else t
+
+
+def as_line(t: Tensor | None, x: Tensor) -> Tensor | None:
+    """Takes `as_image` back."""
+    return t.squeeze(2) if t is not None and x.dim() == 3 else t
+
+
+def memory_format(x: Tensor, weight: Tensor) -> torch.memory_format:
+    """That of the result: as PyTorch's own convolution chooses it."""
+    is_last = _is_channels_last(x) or _is_channels_last(weight)
+    return torch.channels_last if is_last else torch.contiguous_format
+
+
+def in_layout(x: Tensor, layout: torch.memory_format) -> Tensor:
+    """As PyTorch does where the filter alone is channels-last, and with lines."""
+    is_copied = x.dim() == 3 or (layout is torch.channels_last and not _is_channels_last(x))
+    return x.contiguous(memory_format=layout) if is_copied else x
+
+
+def is_laid_out(residual: Tensor, x: Tensor, layout: torch.memory_format) -> bool:
+    """Whether it lies as our convolution of x lays out its result."""
+    is_last = is_laid_out_last(in_layout(x, layout))
+    return residual.is_contiguous(memory_format=torch.channels_last if is_last else torch.contiguous_format)
+
+
+def is_laid_out_last(image: Tensor) -> bool:
+    """Whether the native functions lay the result out in channels-last."""
+    return image.dim() == 4 and image.shape[1] > 1 and image.stride(1) < image.stride(3)
+
+
+def _is_channels_last(t: Tensor) -> bool:
+    """Whether PyTorch takes it as such: `suggest_memory_format`, which Python does not have."""
+    if t.dim() != 4 or t.stride(1) == 0:
+        return False
+    least = 0
+    for d in (1, 3, 2, 0):
+        size, stride = t.shape[d], t.stride(d)
+        if size == 0 or stride < least or (d == 0 and least == t.stride(1)):
+            return False
+        least = stride * size
+    return True
+
+
+def dense(x: Tensor) -> Tensor:
+    """As the result of a convolution, whose elements share no memory."""
+    return x.contiguous(memory_format=memory_format(x, x))

@@ -1,0 +1,122 @@
+"""What was decided in this process."""
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from windrow.torch._calls import is_captured
+from windrow.torch.choice import policy
+from windrow.torch.choice.policy import PYTORCH, Seconds
+from windrow.torch.choice.problem import Key, Problem
+
+Source = Literal["measured", "stored", "set by the user", "a size nearby", "not measured"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Who computes a problem, and why. `problem`, `device`, `choice`, `in_graph`, `microseconds`, `reason`, `is_final` and
+    `source` are for users; what else there is may change."""
+
+    what: str
+    key: Problem
+    # PyTorch, cuDNN or Windrow.
+    choice: str
+    # The same for calls that are captured in a CUDA graph.
+    in_graph: str
+    reason: str
+    # False if a later call decides again: other programs ran, or memory was missing.
+    is_final: bool = True
+    source: Source = "measured"
+    # By name, as measured so far.
+    times: dict[str, Seconds] = field(default_factory=dict)
+    # As `policy.BESIDE`.
+    around: float = policy.BESIDE
+    # False if room was missing: how much PyTorch needs is known only after a pass of the whole model.
+    has_room: bool = True
+    # So often room was looked for by a layer, or times were measured.
+    tries: int = 1
+    # By name, bytes that ours is held to if there is no room for as many as are fastest.
+    limits: dict[str, int] = field(default_factory=dict)
+    # Windrow's, as the user has named it.
+    algorithm: str | None = None
+
+    @property
+    def problem(self) -> str:
+        """In words."""
+        return f"{self.what} of {self.key}"
+
+    @property
+    def device(self) -> str:
+        """`cpu` or `cuda:0`."""
+        return str(self.key.how.device)
+
+    @property
+    def microseconds(self) -> dict[str, float]:
+        """By name, what a run took: the device's time on CUDA, the calling thread's on the CPU. Empty if nothing was
+        measured."""
+        return {name: 1e6 * of.device for name, of in self.times.items()}
+
+    @property
+    def is_by_hand(self) -> bool:
+        return self.source == "set by the user"
+
+    def now(self) -> str:
+        """Who computes a call that comes now."""
+        return self.in_graph if self.in_graph != self.choice and is_captured(self.key.how.device) else self.choice
+
+    def __str__(self) -> str:
+        return f"{self.problem} on {self.device}: {self.choice} ({self.reason})"
+
+
+# By problem, which takes its time to hash, and by what of it is computed.
+_decisions: dict[Key, dict[str, Decision]] = {}
+# By all that a problem is beside its sizes, those that were measured.
+_measured: dict[Any, list[Decision]] = {}
+# Held during a measurement; never waited for.
+measuring = threading.Lock()
+
+
+def get(what: str, key: Key) -> Decision | None:
+    decided = _decisions.get(key)
+    return None if decided is None else decided.get(what)
+
+
+def final(what: str, key: Key) -> Decision | None:
+    """What was decided for good."""
+    decision = get(what, key)
+    return decision if decision is not None and decision.is_final else None
+
+
+def put(decision: Decision) -> None:
+    while len(_decisions) >= policy.DECISIONS and decision.key not in _decisions:
+        _decisions.pop(next(iter(_decisions)), None)
+    _decisions.setdefault(decision.key, {})[decision.what] = decision
+
+
+def put_measured(decision: Decision) -> None:
+    while len(_measured) >= policy.DECISIONS:
+        _measured.pop(next(iter(_measured)), None)
+    _measured.setdefault((decision.what, *decision.key[1:]), []).append(decision)
+
+
+def measured(what: str, key: Key) -> list[Decision]:
+    """Of the same layer in other sizes."""
+    return _measured.get((what, *key[1:]), [])
+
+
+def every() -> list[Decision]:
+    """The oldest first."""
+    return [decision for decided in list(_decisions.values()) for decision in list(decided.values())]
+
+
+def clear() -> None:
+    _decisions.clear()
+    _measured.clear()
+
+
+def of_a_model(what: str, key: Key, around: float) -> Seconds:
+    """What a model takes with PyTorch for all that was measured before of as many images on this device. A patched and an
+    optimized model are two."""
+    like = (key[0][0][0], key[1][0], around)
+    others = [d for d in every() if (d.key[0][0][0], d.key[1][0], d.around) == like and (d.what, d.key) != (what, key)]
+    return sum((policy.whole(d.times, around) for d in others), Seconds(0.0))
