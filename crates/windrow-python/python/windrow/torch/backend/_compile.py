@@ -1,0 +1,132 @@
+"""From PyTorch's graph to what Dynamo calls."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from windrow.torch.backend._constants import Constants, Held, Run, value
+from windrow.torch.backend._convolutions import to_windrows
+from windrow.torch.backend._fold import fold
+from windrow.torch.backend._fuse import fuse
+from windrow.torch.backend._layout import to_channels_last
+from windrow.torch.backend._linear import linear_to_convolutions
+from windrow.torch.backend._modules import to_modules
+from windrow.torch.backend._options import Options
+
+
+def by_inductor(graph: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    """Inductor decomposes the graph, and compiles what the passes leave."""
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner, select_decomp_table
+
+    def inner(module: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
+        if not how.get("is_inference"):
+            _training(module, options)
+            return compile_fx_inner(module, inputs, **how)
+        static, in_graphs = how.get("static_input_idxs") or (), bool(how.get("cudagraphs"))
+        frozen = _Frozen(module, inputs, static, options, select_decomp_table(), in_graphs)
+        how["static_input_idxs"] = frozen.static
+        return frozen.call(lambda _: compile_fx_inner(module, frozen.inputs, **how))
+
+    # What AOTAutograd keeps on disk is what Inductor made of a graph, without ours around it.
+    with config.patch(enable_autograd_cache=False):
+        return compile_fx(graph, [*inputs], inner_compile=inner, config_patches=dict(options.inductor) or None)
+
+
+def by_eager(graph: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    """PyTorch's operators, one by one."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def trained(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        _training(module, options)
+        return make_boxed_func(module.forward)
+
+    def inferred(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        frozen = _Frozen(module, inputs, _static_inputs(), options, None)
+        return frozen.call(lambda bound: make_boxed_func((bound or module).forward))
+
+    made = aot_autograd(
+        fw_compiler=trained, bw_compiler=trained, inference_compiler=inferred, keep_inference_input_mutations=True
+    )
+    return made(graph, inputs)  # type: ignore[no-any-return]
+
+
+def _static_inputs() -> Sequence[int]:
+    """Parameters and buffers among the inputs of the graph that is being compiled."""
+    context = torch._guards.TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    return () if metadata is None else metadata.static_input_indices or ()
+
+
+def _training(module: fx.GraphModule, options: Options) -> None:
+    to_windrows(module.graph, options.accuracy, is_training=True)
+    module.recompile()
+
+
+class _Frozen:
+    """A graph for inference, after the passes. `decompositions`: those that the graph went through; None where operators run
+    one by one. `in_graphs`: Inductor captures it into CUDA graphs."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        inputs: Sequence[Any],
+        static: Sequence[int],
+        options: Options,
+        decompositions: Any,
+        in_graphs: bool = False,
+    ) -> None:
+        graph = module.graph
+        before = [node for node in graph.nodes if node.op == "placeholder"]
+        to_channels_last(module)
+        self.constants = constants = Constants(module, static if options.freeze else (), in_graphs)
+        if decompositions is None:
+            linear_to_convolutions(graph, constants, options.accuracy)
+        folded = fold(graph, constants)
+        fused = fuse(graph, constants, options.accuracy, decompositions)
+        others = to_windrows(graph, options.accuracy, is_training=False)
+        # What was folded into convolutions, what these became, and how many others there are.
+        self.what = folded, fused, others
+        self.bind: Callable[..., fx.GraphModule] | None = None
+        if decompositions is None:
+            self.bind = to_modules(module, constants)
+        # What only the prologue or modules read.
+        gone = {node for node in (*constants.watched, *constants.inputs) if not node.users}
+        for node in gone:
+            graph.erase_node(node)
+        graph.lint()
+        module.recompile()
+        position = {node: i for i, node in enumerate(before)}
+        self.watched = [position[node] for node in constants.watched]
+        self.passed = [i for i, node in enumerate(before) if node not in gone]
+        self.made = [i for i, node in enumerate(constants.inputs) if node not in gone]
+        self.inputs = [inputs[i] for i in self.passed] + [value(constants.inputs[i]) for i in self.made]
+        self.static = [new for new, i in enumerate(self.passed) if i in {*static}]
+        self.static += range(len(self.passed), len(self.inputs))
+
+    def call(self, compiled: Callable[[fx.GraphModule | None], Run]) -> Run:
+        """The function of the graph's inputs. `compiled` makes one of the inputs that are left and the constants, of the
+        graph or of another module for it."""
+        bind, made, passed = self.bind, self.made, self.passed
+        if not self.watched:
+            return compiled(None)
+        whole = None if bind is not None else compiled(None)
+
+        def make(constants: Sequence[Any], parameters: Sequence[Any]) -> Run:
+            inner = whole if bind is None else compiled(bind(constants, parameters))
+            rest = [constants[i] for i in made]
+            return lambda inputs: inner(inputs + rest)  # type: ignore[misc]
+
+        held = Held(self.constants, self.watched, make)
+
+        def run(inputs: list[Any]) -> Any:
+            inner = held.run(inputs)
+            given = [inputs[i] for i in passed]
+            inputs.clear()
+            return inner(given)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run

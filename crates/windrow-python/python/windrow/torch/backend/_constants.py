@@ -1,0 +1,239 @@
+"""What depends on parameters and buffers alone: computed once, and again as soon as one of them changes.
+
+A pass takes such values out of a graph into a second one, the prologue. Its results are inputs of the first graph.
+"""
+
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from windrow.torch._filters import forget
+
+_aten, _prims = torch.ops.aten, torch.ops.prims
+CONVERSIONS = (_prims.convert_element_type.default, _aten._to_copy.default)
+# Exact in f64 as far as matters, whatever the type that the model computes them in.
+_WIDENED = {
+    _aten.add.Tensor, _aten.add.Scalar, _aten.sub.Tensor, _aten.sub.Scalar, _aten.mul.Tensor, _aten.mul.Scalar,
+    _aten.div.Tensor, _aten.div.Scalar, _aten.rsqrt.default, _aten.sqrt.default, _aten.reciprocal.default,
+    _aten.neg.default, _aten.view.default, _aten.reshape.default, _aten.unsqueeze.default, _aten.squeeze.dim,
+    _aten.expand.default, _aten.permute.default,
+}  # fmt: skip
+# Of nothing that a graph is given.
+_MADE = (_aten.full.default, _aten.arange.default, _aten.arange.start_step, _aten.scalar_tensor.default)
+
+
+def value(node: Any) -> Any:
+    """What PyTorch's tracer says of it: a tensor without memory, or a number."""
+    return node.meta.get("val") if isinstance(node, fx.Node) else node
+
+
+def is_floating(node: Any) -> bool:
+    return isinstance(value(node), Tensor) and value(node).is_floating_point()
+
+
+class Constants:
+    """Those of a graph. `static`: the inputs, by number, that are parameters and buffers. `in_graphs`: the graph is captured
+    into CUDA graphs, which hold packed forms of filters. So what changes lies in other memory, for which Inductor captures
+    again, and what was captured keeps its own."""
+
+    def __init__(self, module: fx.GraphModule, static: Collection[int], in_graphs: bool = False) -> None:
+        self.in_graphs = in_graphs
+        self.module, self.graph = module, module.graph
+        inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
+        written = {node.args[0] for node in self.graph.nodes if node.target is _aten.copy_.default}
+        self.parameters = [inputs[i] for i in static if isinstance(value(inputs[i]), Tensor) and inputs[i] not in written]
+        # Which of them a pass has read.
+        self.watched: dict[fx.Node, None] = {}
+        self.read_as_they_are: set[fx.Node] = set()
+        self._known = {*self.parameters}
+        self._prologue = fx.Graph()
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._wide: dict[fx.Node, fx.Node] = {}
+        self._results: list[fx.Node] = []
+        # The inputs that stand for results.
+        self.inputs: list[fx.Node] = []
+        for node in self.graph.nodes:
+            if self._depends_on_known(node):
+                self._known.add(node)
+
+    def __contains__(self, node: Any) -> bool:
+        return node in self._known or node in self.inputs
+
+    def _depends_on_known(self, node: fx.Node) -> bool:
+        if node.op == "get_attr":
+            return isinstance(getattr(self.module, str(node.target), None), Tensor)
+        if node.op != "call_function" or not isinstance(value(node), Tensor | tuple | list):
+            return False
+        if not isinstance(node.target, torch._ops.OpOverload):
+            is_plain = node.target is operator.getitem
+        else:
+            is_plain = not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+        if not node.all_input_nodes:
+            return node.target in _MADE
+        return is_plain and all(n in self._known for n in node.all_input_nodes)
+
+    def copied(self, node: fx.Node) -> fx.Node:
+        """The node in the prologue."""
+        if node not in self._copies:
+            if node.op == "placeholder":
+                self.watched[node] = None
+            self._copies[node] = self._prologue.node_copy(node, self.copied)
+        return self._copies[node]
+
+    def widened(self, node: fx.Node) -> fx.Node:
+        """The same in f64, computed in f64 as far back as only rounding differs."""
+        if node not in self._wide:
+            self._wide[node] = self._widen(node)
+        return self._wide[node]
+
+    def _widen(self, node: fx.Node) -> fx.Node:
+        if node.op == "call_function" and is_floating(node):
+            first: Any = node.args[0] if node.args else None
+            if node.target in CONVERSIONS and is_floating(first):
+                return self.widened(first)
+            if node.target in _WIDENED:
+                of = lambda n: self.widened(n) if is_floating(n) else self.copied(n)
+                return self.call(node.target, *fx.map_arg(node.args, of), **fx.map_arg(node.kwargs, of))
+        return self.call(_prims.convert_element_type.default, self.copied(node), torch.float64)
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node of the prologue."""
+        return self._prologue.call_function(target, args, kwargs)
+
+    def add(self, result: fx.Node, like: Tensor) -> fx.Node:
+        """Makes a value of the prologue an input of the graph, with the shape, strides and type of `like`."""
+        self._results.append(result)
+        last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+        with self.graph.inserting_after(last):
+            given = self.graph.placeholder(f"windrow_constant_{len(self.inputs)}")
+        given.meta["val"] = like
+        self.inputs.append(given)
+        return given
+
+    def moved(self, node: fx.Node) -> fx.Node:
+        """The node as an input: itself if it is one that may be watched."""
+        if node in self.inputs:
+            return node
+        if node.op == "placeholder" and not self.in_graphs:
+            self.watched[node] = None
+            self.read_as_they_are.add(node)
+            return node
+        return self.add(self.copied(node), value(node))
+
+    def prologue(self) -> Callable[..., Sequence[Tensor]]:
+        """A function of the parameters that were read, in their order in `watched`."""
+        placeholders = {node: self._copies.get(node) for node in self.watched}
+        self._prologue.output(tuple(self._results))
+        held = {str(n.target): getattr(self.module, str(n.target)) for n in self._prologue.nodes if n.op == "get_attr"}
+        module = fx.GraphModule(held, self._prologue, "Prologue")
+        # By name: inputs stand in the order in which they were read.
+        read = [node.target for node in self._prologue.nodes if node.op == "placeholder"]
+        position = {copy.target: i for i, copy in enumerate(placeholders.values()) if copy is not None}
+        order = [position[name] for name in read]
+        return lambda *given: module(*(given[i] for i in order))
+
+
+class _Sample:
+    """A few numbers of each filter on the CPU. Whoever writes through `data`, as tools that merge low-rank weights do, is not
+    counted by PyTorch, and changes most of them."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        dense = [t.detach() for t in given if t.dim() > 1 and t.is_cpu and t.is_floating_point() and _is_dense(t)]
+        steps = [max(1, t.numel() // _SAMPLED) for t in dense]
+        self.views = [t.as_strided((t.numel() // s,), (s,)) for t, s in zip(dense, steps, strict=True)]
+        self.before = self._taken()
+
+    def _taken(self) -> Tensor | None:
+        return torch.cat(self.views).nan_to_num_() if self.views else None
+
+    def is_same(self) -> bool:
+        return self.before is None or torch.equal(self.before, self._taken())  # type: ignore[arg-type]
+
+
+# Of each filter.
+_SAMPLED = 8
+
+
+def _is_dense(t: Tensor) -> bool:
+    return t.is_contiguous() or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last))
+
+
+# What computes the graph, of the inputs that are left: made of constants and parameters.
+Run = Callable[[list[Any]], Any]
+Make = Callable[[Sequence[Tensor], Sequence[Tensor]], Run]
+
+
+@dataclass
+class _OfParameters:
+    """What was computed of some parameters, and what tells whether they are what they were."""
+
+    run: Run
+    constants: list[Tensor]
+    pointers: list[int]
+    versions: list[int]
+    # Of tensors of inference_mode, which do not count what is written to them, by number.
+    copies: dict[int, Tensor]
+    sample: "_Sample"
+    references: list[Any]
+
+    def is_same(self, given: Sequence[Tensor]) -> bool:
+        if [t.data_ptr() for t in given] != self.pointers or not self.sample.is_same():
+            return False
+        if not self.copies:
+            return [t._version for t in given] == self.versions
+        counted = all(i in self.copies or t._version == self.versions[i] for i, t in enumerate(given))
+        return counted and all(torch.equal(given[i], copy) for i, copy in self.copies.items())
+
+
+class Held:
+    """The constants of a compiled graph, which may serve several models of the same structure."""
+
+    def __init__(self, constants: Constants, watched: Sequence[int], make: Make) -> None:
+        """`watched`: the inputs that `constants` watches, by number."""
+        self.prologue, self.watched, self.make = constants.prologue(), watched, make
+        self.filters = [i for i, node in enumerate(constants.watched) if node in constants.read_as_they_are]
+        like = map(value, constants.inputs)
+        self.like = [(t.shape, t.stride(), t.dtype, t.device) for t in like]
+        self.in_graphs = constants.in_graphs
+        self._captured: list[list[Tensor]] = []
+        self._lock = threading.Lock()
+        self._found: dict[tuple[int, ...], _OfParameters] = {}
+
+    def run(self, inputs: Sequence[Any]) -> Run:
+        """What computes the graph with the parameters among these inputs."""
+        given = [inputs[i] for i in self.watched]
+        key = (*map(id, given),)
+        found = self._found.get(key)
+        if found is None or not found.is_same(given):
+            with self._lock, torch.inference_mode(False), torch.no_grad():
+                found = self._computed(key, given)
+        return found.run
+
+    def _computed(self, key: tuple[int, ...], given: Sequence[Tensor]) -> _OfParameters:
+        copies = {i: t.clone() for i, t in enumerate(given) if t.is_inference()}
+        versions = [0 if t.is_inference() else t._version for t in given]
+        before = self._found.get(key)
+        if before is not None and not self.in_graphs:
+            constants = before.constants
+        else:
+            if before is not None:
+                self._captured.append(before.constants)
+            constants = [torch.empty_strided(s, by, dtype=d, device=on) for s, by, d, on in self.like]
+        for constant, result in zip(constants, self.prologue(*given), strict=True):
+            constant.copy_(result)
+            forget(constant)
+        for i in self.filters:
+            forget(given[i])
+        # Whoever drops a model gets the memory of its folded filters back.
+        drop = lambda _, found=self._found: found.pop(key, None)
+        references = [weakref.ref(t, drop) for t in given]
+        run, pointers = self.make(constants, given), [t.data_ptr() for t in given]
+        sample = _Sample(given)
+        self._found[key] = _OfParameters(run, constants, pointers, versions, copies, sample, references)
+        return self._found[key]

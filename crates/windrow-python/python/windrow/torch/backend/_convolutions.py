@@ -1,0 +1,134 @@
+"""Convolutions in graphs of PyTorch's operators."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from windrow.torch._conv2d import CHANGING, FASTEST, KEPT, accuracy_of
+from windrow.torch._library import OPERATORS
+from windrow.torch.backend._constants import value
+
+_aten = torch.ops.aten
+_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A node that is one, of lines or of images, or a linear layer that was made one."""
+
+    node: fx.Node
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    # As Windrow's operators take them: for images, also where the node has lines.
+    stride: list[Any]
+    padding: list[Any]
+    dilation: list[Any]
+    groups: int
+    output_padding: list[Any] | None
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        return self.stride, self.padding, self.dilation, self.groups
+
+    @property
+    def is_of_images(self) -> bool:
+        return value(self.x).dim() == 4 and self.output_padding is None
+
+    def accuracy(self, asked: str | None) -> str | None:
+        return accuracy_of(asked, value(self.x), is_linear=value(self.weight).dim() == 2)
+
+
+def convolutions(graph: fx.Graph) -> Iterator[Convolution]:
+    """Those that Windrow computes, without anything behind them."""
+    for node in [*graph.nodes]:
+        if node.target is _aten.convolution.default:
+            x, weight, bias, *options = node.args
+            if is_ours(x, weight, bias):
+                yield Convolution(node, x, weight, bias, *_options(value(x).dim(), *options))
+        elif node.target is OPERATORS.conv2d_fused.default and node.args[3] is None and node.args[8] is None:
+            x, weight, bias, _, *options, _, _ = node.args
+            yield Convolution(node, x, weight, bias, *options, None)
+
+
+def is_ours(x: Any, weight: Any, bias: Any) -> bool:
+    """`weight`: None for that of a linear layer."""
+    x, weight, bias = value(x), value(weight), value(bias)
+    return (
+        isinstance(x, Tensor)
+        and x.dim() in (3, 4)
+        and (weight is None or weight.dim() == x.dim())
+        and x.device.type in ("cpu", "cuda")
+        and x.dtype in _TYPES
+        and all(t.dtype == x.dtype and t.device == x.device for t in (weight, bias) if t is not None)
+    )
+
+
+def _options(dims: int, stride: Any, padding: Any, dilation: Any, transposed: bool, more: Any, groups: int) -> Any:
+    image = lambda given, before: [before] * (4 - dims) + [*given] * (1 if len(given) == dims - 2 else dims - 2)
+    output_padding = image(more, 0) if transposed else None
+    return image(stride, 1), image(padding, 0), image(dilation, 1), groups, output_padding
+
+
+def to_windrows(graph: fx.Graph, accuracy: str | None, is_training: bool) -> int:
+    """Makes Windrow's operator of each convolution that is left, and of gradients. Gives the number of them."""
+    changed = 0
+    for conv in convolutions(graph):
+        if conv.node.target is not _aten.convolution.default:
+            continue
+        asked, how = conv.accuracy(accuracy), CHANGING if is_training else KEPT
+        rest = (*conv.options, conv.output_padding, None, asked, FASTEST, how)
+        new = called(graph, conv.node, OPERATORS.conv2d.default, conv.x, conv.weight, conv.bias, *rest)
+        changed += replaced(conv.node, new)
+    for node in [*graph.nodes]:
+        if node.target is _aten.convolution_backward.default and is_ours(node.args[1], node.args[2], None):
+            changed += _gradients(graph, node, accuracy)
+    graph.eliminate_dead_code()
+    return changed
+
+
+def _gradients(graph: fx.Graph, node: fx.Node, accuracy: str | None) -> bool:
+    dy, x, weight, bias_sizes, *options, mask = node.args
+    bias = None
+    if mask[2]:
+        like = value(dy)
+        with graph.inserting_before(node):
+            how = {"dtype": like.dtype, "device": like.device}
+            bias = graph.call_function(_aten.empty.memory_format, (bias_sizes,), how)
+        with like.fake_mode:
+            bias.meta["val"] = torch.empty(bias_sizes, **how)
+    stride, padding, dilation, groups, output_padding = _options(value(x).dim(), *options)
+    rest = (stride, padding, dilation, groups, output_padding, accuracy_of(accuracy, value(x)), FASTEST, [*mask])
+    new = called(graph, node, OPERATORS.conv2d_backward.default, dy, x, weight, bias, *rest)
+    return replaced(node, new)
+
+
+def called(graph: fx.Graph, before: fx.Node, operator: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A node in front of another, after which it is named."""
+    with graph.inserting_before(before):
+        node = graph.call_function(operator, args, kwargs)
+    node.meta = {name: what for name, what in before.meta.items() if name not in ("tensor_meta", "eager_input_vals")}
+    values = fx.map_arg(args, value)
+    fake_mode = next(v.fake_mode for v in values if isinstance(v, Tensor))
+    with fake_mode:
+        node.meta["val"] = operator(*values, **kwargs)
+    return node
+
+
+def replaced(node: fx.Node, new: fx.Node) -> bool:
+    """Puts a node in the place of another, unless its result lies differently in memory."""
+    of = lambda n: [(t.shape, t.stride(), t.dtype) for t in _tensors(value(n)) if t is not None]
+    before, after = of(node), of(new)
+    if isinstance(value(node), Tensor) and before != after:
+        new.graph.erase_node(new)
+        return False
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+    return True
+
+
+def _tensors(values: Any) -> list[Any]:
+    return [values] if isinstance(values, Tensor) else [*values]

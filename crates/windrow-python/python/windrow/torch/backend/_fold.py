@@ -1,0 +1,176 @@
+"""Scales and shifts of channels behind a convolution become part of its filter and bias.
+
+Batch normalisation in evaluation is such arithmetic, in one operator or in several; so are layer scales, and factors that a
+model multiplies with. What they use depends on parameters alone: the filter is computed in f64 and rounded once.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from windrow.torch.backend._constants import CONVERSIONS, Constants, is_floating, value
+from windrow.torch.backend._convolutions import Convolution, called, convolutions
+
+_aten, _prims = torch.ops.aten, torch.ops.prims
+_SUMS = (_aten.add.Tensor, _aten.add.Scalar)
+_DIFFERENCES = (_aten.sub.Tensor, _aten.sub.Scalar)
+_PRODUCTS = (_aten.mul.Tensor, _aten.mul.Scalar)
+_QUOTIENTS = (_aten.div.Tensor, _aten.div.Scalar)
+# Batch normalisations as one operator: where weight, bias, mean, variance and eps are, and a flag that has to be false.
+_NORMS: dict[Any, tuple[tuple[int, int, int, int, int], int | None]] = {
+    _aten._native_batch_norm_legit_no_training.default: ((1, 2, 3, 4, 6), None),
+    _aten.native_batch_norm.default: ((1, 2, 3, 4, 7), 5),
+    _aten.cudnn_batch_norm.default: ((1, 2, 3, 4, 7), 5),
+}
+
+
+@dataclass
+class _Affine:
+    """What the channels of a convolution are multiplied with and what is added then, in the prologue, in f64."""
+
+    constants: Constants
+    channels: int
+    scale: fx.Node | None = None
+    shift: fx.Node | None = None
+    steps: list[str] = field(default_factory=list)
+
+    def _each(self, operand: Any) -> Any:
+        """An operand as a vector, or as the number that it is."""
+        if not isinstance(operand, fx.Node):
+            return operand
+        return self.constants.call(_aten.reshape.default, self.constants.widened(operand), [-1])
+
+    def times(self, factor: Any, target: Any = _aten.mul.Tensor) -> None:
+        ones = self.constants.call(_aten.full.default, [self.channels], 1.0)
+        ones = self.constants.call(_prims.convert_element_type.default, ones, torch.float64)
+        self.scale = self.constants.call(target, self.scale or ones, factor)
+        if self.shift is not None:
+            self.shift = self.constants.call(target, self.shift, factor)
+
+    def plus(self, term: Any, target: Any = _aten.add.Tensor) -> None:
+        zeros = self.shift or self.constants.call(_aten.full.default, [self.channels], 0.0, dtype=torch.float64)
+        self.shift = self.constants.call(target, zeros, term)
+
+
+def fold(graph: fx.Graph, constants: Constants) -> list[str]:
+    """Changes the graph; says of each convolution what became part of it."""
+    done = []
+    for conv in convolutions(graph):
+        if conv.output_padding is None and conv.weight in constants and (conv.bias is None or conv.bias in constants):
+            what = _fold(graph, conv, constants)
+            done += [what] if what else []
+    graph.eliminate_dead_code()
+    return done
+
+
+def _fold(graph: fx.Graph, conv: Convolution, constants: Constants) -> str | None:
+    weight = value(conv.weight)
+    if any(not isinstance(n, int) for n in weight.shape):
+        return None
+    channels = weight.shape[0]
+    affine = _Affine(constants, channels)
+    if conv.bias is not None:
+        affine.shift = constants.widened(conv.bias)
+    last, node = conv.node, conv.node
+    while (after := _only_user(node)) is not None and (found := _step(after, node, affine, channels)) is not None:
+        node = found
+        last = node
+    if not affine.steps:
+        # Without arithmetic only what is computed of parameters is taken out, such as a conversion by autocast.
+        is_input = all(n is None or n.op == "placeholder" for n in (conv.weight, conv.bias))
+        if not is_input:
+            args = [constants.moved(conv.weight), None if conv.bias is None else constants.moved(conv.bias)]
+            conv.node.args = (conv.x, *args, *conv.node.args[3:])
+        return None
+    scaled = constants.widened(conv.weight)
+    if affine.scale is not None:
+        by = constants.call(_aten.reshape.default, affine.scale, [-1, *[1] * (weight.dim() - 1)])
+        scaled = constants.call(_aten.mul.Tensor, scaled, by)
+    rounded = lambda n: constants.call(_prims.convert_element_type.default, n, weight.dtype)
+    with weight.fake_mode:
+        like = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
+        like_bias = torch.empty(channels, dtype=weight.dtype, device=weight.device)
+    bias = None if affine.shift is None else constants.add(rounded(affine.shift), like_bias)
+    new = called(
+        graph, last, conv.node.target, conv.x, constants.add(rounded(scaled), like), bias, *conv.node.args[3:]
+    )
+    if value(last).dtype != value(new).dtype:
+        new = called(graph, last, _prims.convert_element_type.default, new, value(last).dtype)
+    last.replace_all_uses_with(new)
+    return ", ".join(affine.steps)
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _step(node: fx.Node, one: fx.Node, affine: _Affine, channels: int) -> fx.Node | None:
+    """Takes up what a node does with the result of a convolution. Gives the node with the result, or None."""
+    if node.target in _NORMS:
+        return _norm(node, one, affine)
+    if not is_floating(node) or value(node).dtype == torch.float64:
+        return None
+    if node.target in CONVERSIONS and {*node.kwargs} <= {"dtype"}:
+        return node
+    if node.target is _aten.neg.default:
+        affine.times(-1.0)
+        affine.steps.append("neg")
+        return node
+    kinds = _SUMS + _DIFFERENCES + _PRODUCTS + _QUOTIENTS
+    if node.target not in kinds or node.kwargs or len(node.args) != 2 or value(node).shape != value(one).shape:
+        return None
+    first, second = node.args
+    other = second if first is one else first
+    if other is one or not _is_of_channels(other, affine.constants, channels, value(one).dim()):
+        return None
+    is_first = first is one
+    if node.target in _QUOTIENTS and not is_first:
+        return None
+    operand = affine._each(other)
+    if node.target in _SUMS:
+        affine.plus(operand)
+    elif node.target in _DIFFERENCES:
+        if not is_first:
+            affine.times(-1.0)
+        affine.plus(operand, _aten.sub.Tensor if is_first else _aten.add.Tensor)
+    else:
+        affine.times(operand, _aten.mul.Tensor if node.target in _PRODUCTS else _aten.div.Tensor)
+    affine.steps.append(node.target._opname)
+    return node
+
+
+def _is_of_channels(operand: Any, constants: Constants, channels: int, dims: int) -> bool:
+    """Whether it is a number, or depends on parameters alone and has one value for each channel."""
+    if isinstance(operand, int | float):
+        return True
+    if operand not in constants or not isinstance(value(operand), Tensor) or not is_floating(operand):
+        return False
+    shape = value(operand).shape
+    if len(shape) > dims:
+        return False
+    shape = [1] * (dims - len(shape)) + [*shape]
+    return all(n == 1 for i, n in enumerate(shape) if i != 1) and shape[1] in (1, channels)
+
+
+def _norm(node: fx.Node, one: fx.Node, affine: _Affine) -> fx.Node | None:
+    places, flag = _NORMS[node.target]
+    if node.args[0] is not one or (flag is not None and node.args[flag] is not False):
+        return None
+    results = [*node.users]
+    if len(results) != 1 or results[0].args[1] != 0:
+        return None
+    weight, bias, mean, var, eps = (node.args[i] for i in places)
+    constants = affine.constants
+    if any(t is not None and t not in constants for t in (weight, bias, mean, var)) or mean is None or var is None:
+        return None
+    affine.plus(affine._each(mean), _aten.sub.Tensor)
+    invstd = constants.call(_aten.rsqrt.default, constants.call(_aten.add.Tensor, affine._each(var), eps))
+    affine.times(invstd)
+    if weight is not None:
+        affine.times(affine._each(weight))
+    if bias is not None:
+        affine.plus(affine._each(bias))
+    affine.steps.append("batch_norm")
+    return results[0]

@@ -1,0 +1,150 @@
+"""What follows a convolution becomes one operation with it: an addition, and an activation."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from windrow.torch._library import OPERATORS
+from windrow.torch.backend._constants import Constants, value
+from windrow.torch.backend._convolutions import Convolution, called, convolutions, replaced
+
+_aten = torch.ops.aten
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
+_COMMUTATIVE = (_aten.add.Tensor, _aten.mul.Tensor)
+
+
+def fuse(graph: fx.Graph, constants: Constants, accuracy: str | None, decompositions: Any) -> list[str]:
+    """Makes `windrow::conv2d_fused` of convolutions whose filters depend on parameters alone. Says what each became."""
+    done = []
+    for conv in convolutions(graph):
+        if conv.is_of_images and _is_held(conv.weight, constants) and (conv.bias is None or _is_held(conv.bias, constants)):
+            done.append(_fuse(graph, conv, constants, accuracy, decompositions))
+    graph.eliminate_dead_code()
+    return [what for what in done if what is not None]
+
+
+def _is_held(node: fx.Node, constants: Constants) -> bool:
+    return node.op == "placeholder" and node in constants
+
+
+def _fuse(
+    graph: fx.Graph, conv: Convolution, constants: Constants, accuracy: str | None, decompositions: Any
+) -> str | None:
+    last, residual, what = conv.node, None, []
+    if (added := _added(last)) is not None:
+        last, residual = added
+        what.append("added")
+    activation = None
+    if (found := _activated(last, value(conv.node).dtype, decompositions)) is not None:
+        activation, last = found
+        what.append(activation)
+    weight, bias = constants.moved(conv.weight), None if conv.bias is None else constants.moved(conv.bias)
+    if last is conv.node and last.target is OPERATORS.conv2d_fused.default:
+        last.args = (conv.x, weight, bias, *last.args[3:])
+        return "linear"
+    tensors = (conv.x, weight, bias, residual)
+    how = (*conv.options, activation, conv.accuracy(accuracy))
+    if not replaced(last, called(graph, last, OPERATORS.conv2d_fused.default, *tensors, *how)):
+        return None
+    return ", ".join(["conv2d", *what])
+
+
+def _added(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """A sum with a tensor of the same shape and type, and that tensor."""
+    if len(node.users) != 1:
+        return None
+    (total,) = node.users
+    if total.target is not _aten.add.Tensor or total.kwargs or not all(isinstance(a, fx.Node) for a in total.args):
+        return None
+    first, second = total.args
+    other: Any = second if first is node else first
+    if other is node or not isinstance(value(other), Tensor):
+        return None
+    ours, theirs = value(node), value(other)
+    return (total, other) if ours.shape == theirs.shape and ours.dtype == theirs.dtype else None
+
+
+def _activated(node: fx.Node, dtype: torch.dtype, decompositions: Any) -> tuple[str, fx.Node] | None:
+    """The name of the activation behind a node, and the node with its result."""
+    for name in _ACTIVATIONS:
+        pattern = _pattern(name, dtype, decompositions)
+        if (last := _last_of(pattern, node)) is not None:
+            return name, last
+    return None
+
+
+_patterns: dict[Any, tuple[Any, fx.Graph]] = {}
+
+
+def _pattern(name: str, dtype: torch.dtype, decompositions: Any) -> fx.Graph:
+    """What PyTorch's tracer makes of an activation with these decompositions."""
+    key = name, dtype, id(decompositions)
+    # With the decompositions, so that another table gets no address of one before.
+    if key not in _patterns:
+        _patterns[key] = decompositions, _traced(_ACTIVATIONS[name], dtype, decompositions)
+    return _patterns[key][1]
+
+
+def _traced(function: Callable[[Tensor], Tensor], dtype: torch.dtype, decompositions: Any) -> fx.Graph:
+    with torch.no_grad(), torch._C._DisableAutocast():
+        return make_fx(lambda x: function(x), decomposition_table=decompositions)(torch.zeros(2, dtype=dtype)).graph
+
+
+def _last_of(pattern: fx.Graph, first: fx.Node) -> fx.Node | None:
+    """The result of the pattern with `first` as its input, if nothing else reads what lies between."""
+    *inner, output = pattern.nodes
+    (wanted,) = output.all_input_nodes
+    for candidate in _behind(first, len(inner)):
+        matched = {next(n for n in inner if n.op == "placeholder"): first}
+        if candidate.target is wanted.target and _matches(wanted, candidate, matched):
+            between = {*matched.values()} - {candidate}
+            inside = {*matched.values()}
+            if all(user in inside for node in between for user in node.users):
+                return candidate
+    return None
+
+
+def _behind(first: fx.Node, steps: int) -> Iterator[fx.Node]:
+    reached, seen = [first], {first}
+    for _ in range(steps):
+        reached = [user for node in reached for user in node.users if user.op == "call_function" and user not in seen]
+        seen |= {*reached}
+        yield from reached
+
+
+def _matches(wanted: Any, node: Any, matched: dict[fx.Node, fx.Node]) -> bool:
+    """Whether a node computes what that of the pattern does. Adds to `matched` what stands for what."""
+    if not isinstance(wanted, fx.Node):
+        if isinstance(wanted, list | tuple):
+            return (
+                isinstance(node, list | tuple)
+                and len(wanted) == len(node)
+                and all(_matches(w, n, matched) for w, n in zip(wanted, node, strict=True))
+            )
+        return not isinstance(node, fx.Node) and type(wanted) is type(node) and wanted == node
+    if wanted in matched:
+        return matched[wanted] is node
+    if not isinstance(node, fx.Node) or wanted.op != node.op or wanted.target is not node.target:
+        return False
+    if dict(wanted.kwargs) != dict(node.kwargs) or len(wanted.args) != len(node.args):
+        return False
+    orders = [node.args]
+    if wanted.target in _COMMUTATIVE and len(node.args) == 2:
+        orders.append(node.args[::-1])
+    for args in orders:
+        tried = dict(matched)
+        if all(_matches(w, n, tried) for w, n in zip(wanted.args, args, strict=True)):
+            matched |= tried | {wanted: node}
+            return True
+    return False

@@ -1,0 +1,58 @@
+"""Channels-last inside of a graph on the CPU, whatever the layout of the images that it is given."""
+
+import torch
+from torch import Tensor, fx
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from windrow.torch.backend._constants import value
+from windrow.torch.backend._convolutions import Convolution, called, convolutions
+
+_aten = torch.ops.aten
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
+# What sees strides, and does not follow them.
+_SEEING = ("as_strided", "empty_strided", "view_as", "set_", "resize", "_reshape_alias")
+
+
+def to_channels_last(module: fx.GraphModule) -> None:
+    """Lays out images on the way in, and results as they were on the way out, where that pays and nothing sees strides."""
+    graph = module.graph
+    of_images = [conv for conv in convolutions(graph) if conv.is_of_images]
+    images = {conv.x for conv in of_images if conv.x.op == "placeholder"}
+    if not images or not _pays(of_images) or any(_sees_strides(node) for node in graph.nodes):
+        return
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    results = {node: value(node).stride() for node in output.all_input_nodes if isinstance(value(node), Tensor)}
+    are_row_major = [value(node).is_contiguous() for node in (*images, *results)]
+    if not all(are_row_major):
+        return
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    for node in graph.nodes:
+        if node.target in _VIEWS:
+            node.target = _aten.reshape.default
+    for image in images:
+        laid_out = called(graph, inputs[-1].next, _aten.clone.default, image, memory_format=torch.channels_last)
+        image.replace_all_uses_with(laid_out, lambda user, own=laid_out: user is not own and user is not output)
+    propagate = FakeTensorProp(module, value(of_images[0].x).fake_mode).propagate_dont_convert_inputs
+    propagate(*map(value, inputs))
+    for result, strides in results.items():
+        if value(result).stride() != strides:
+            row_major = called(graph, output, _aten.clone.default, result, memory_format=torch.contiguous_format)
+            output.replace_input_with(result, row_major)
+
+
+def _pays(of_images: list[Convolution]) -> bool:
+    """Windrow's convolutions and PyTorch's pooling are faster in channels-last, but not 1x1 filters of bf16, of which models
+    of depthwise filters consist."""
+    filters = [(value(conv.weight), conv.groups) for conv in of_images]
+    if not all(weight.is_cpu for weight, _ in filters):
+        return False
+    return all(weight.dtype != torch.bfloat16 or weight.shape[1] > 1 or groups == 1 for weight, groups in filters)
+
+
+def _sees_strides(node: fx.Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    name = node.target._opname
+    # Random numbers are drawn in the order of memory.
+    is_random = torch.Tag.nondeterministic_seeded in node.target.tags
+    return is_random or any(part in name for part in _SEEING) or (name == "view" and node.target not in _VIEWS)

@@ -1,0 +1,97 @@
+"""Linear layers of images as convolutions by 1x1 filters.
+
+Blocks like ConvNeXt's put the channels last, normalise, multiply by matrices with an activation between them, and put the
+channels back. In channels-last memory that is a convolution of the same numbers, with which the activation, the factors of
+the channels and the addition behind are one operation.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from windrow.torch._conv2d import accuracy_of
+from windrow.torch._library import OPERATORS
+from windrow.torch.backend._constants import Constants, value
+from windrow.torch.backend._convolutions import called, is_ours
+
+_aten = torch.ops.aten
+_TO_LAST, _BACK = [0, 2, 3, 1], [0, 3, 1, 2]
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
+_ELEMENTWISE = (_aten.relu.default, _aten.gelu.default, _aten.silu.default)
+
+
+def linear_to_convolutions(graph: fx.Graph, constants: Constants, accuracy: str | None) -> None:
+    """Of each chain that puts the channels back, the part from the first linear layer on."""
+    for back in [node for node in graph.nodes if _permutes(node, _BACK)]:
+        chain = [back]
+        while (before := _before(chain[-1], constants)) is not None:
+            chain.append(before)
+        # Of what stands before the first linear layer, such as a normalisation, nothing changes.
+        while len(chain) > 1 and chain[-1].target in _ELEMENTWISE:
+            chain.pop()
+        if len(chain) > 1:
+            _convert(graph, chain[::-1], accuracy)
+    graph.eliminate_dead_code()
+
+
+def _before(node: fx.Node, constants: Constants) -> fx.Node | None:
+    """What a link of a chain is given, if that is a link too: a linear layer or an elementwise operator, read only here."""
+    linear = _linear(node, constants)
+    source: Any = node.args[0] if linear is None else linear[0]
+    if len(source.users) != 1:
+        return None
+    return source if source.target in _ELEMENTWISE or _linear(source, constants) is not None else None
+
+
+def _linear(node: fx.Node, constants: Constants) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
+    """Image, filter and bias, if the node is the result of a linear layer over the last of four dimensions."""
+    if node.target not in _VIEWS or not isinstance(value(node), Tensor) or value(node).dim() != 4:
+        return None
+    product: Any = node.args[0]
+    if product.target is _aten.addmm.default and not product.kwargs:
+        bias, rows, turned = product.args
+    elif product.target is _aten.mm.default:
+        bias, (rows, turned) = None, product.args
+    else:
+        return None
+    if len(product.users) != 1 or rows.target not in _VIEWS or not _is_turned(turned):
+        return None
+    image, weight = rows.args[0], turned.args[0]
+    shape = value(node).shape
+    if value(image).dim() != 4 or value(image).shape[:3] != shape[:3] or value(image).shape[3] != value(weight).shape[1]:
+        return None
+    if value(weight).shape[0] != shape[3] or weight not in constants or (bias is not None and bias not in constants):
+        return None
+    if bias is not None and value(bias).shape != shape[3:]:
+        return None
+    return (image, weight, bias) if is_ours(image, None, bias) else None
+
+
+def _is_turned(node: Any) -> bool:
+    if node.target is _aten.t.default:
+        return True
+    return bool(node.target is _aten.permute.default and [*node.args[1]] == [1, 0])
+
+
+def _permutes(node: fx.Node, order: list[int]) -> bool:
+    return node.target is _aten.permute.default and [d % 4 for d in node.args[1]] == order  # type: ignore[union-attr]
+
+
+def _convert(graph: fx.Graph, chain: list[fx.Node], accuracy: str | None) -> None:
+    *links, back = chain
+    image: fx.Node | None = None
+    for link in links:
+        if link.target in _ELEMENTWISE:
+            image = called(graph, back, link.target, image, *link.args[1:], **link.kwargs)
+            continue
+        product: Any = link.args[0]
+        bias = product.args[0] if product.target is _aten.addmm.default else None
+        rows, turned = product.args[-2:]
+        if image is None:
+            image = called(graph, back, _aten.permute.default, rows.args[0], _BACK)
+        how = ([1, 1], [0, 0], [1, 1], 1, None, accuracy_of(accuracy, value(image), is_linear=True))
+        image = called(graph, back, OPERATORS.conv2d_fused.default, image, turned.args[0], bias, None, *how)
+    assert image is not None
+    back.replace_all_uses_with(image)
+    graph.erase_node(back)

@@ -1,0 +1,54 @@
+"""Where PyTorch's operators run one by one, convolutions are modules, which remember who computes them, and those that follow
+each other are one call."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from windrow.torch._fused import FusedConv2d
+from windrow.torch._library import OPERATORS
+from windrow.torch._sequence import in_sequences
+from windrow.torch.backend._constants import Constants
+
+
+def to_modules(module: fx.GraphModule, constants: Constants) -> Callable[..., fx.GraphModule]:
+    """Changes the graph. Gives what makes a module of it, of constants and the parameters that are watched."""
+    graph = module.graph
+    watched = {node: i for i, node in enumerate(constants.watched)}
+    made = {node: i for i, node in enumerate(constants.inputs)}
+    bound: dict[str, tuple[fx.Node, fx.Node | None, tuple[Any, ...]]] = {}
+    for node in [*graph.nodes]:
+        if node.target is not OPERATORS.conv2d_fused.default:
+            continue
+        x, weight, bias, residual, *options, activation, accuracy = node.args
+        if any(not isinstance(n, int) for sizes in options[:3] for n in sizes):
+            continue
+        name = f"convolution_{len(bound)}"
+        bound[name] = weight, bias, (options, activation, accuracy)
+        module.add_module(name, FusedConv2d(None, None, options, activation, accuracy))  # type: ignore[arg-type]
+        with graph.inserting_before(node):
+            call = graph.call_module(name, (x,) if residual is None else (x, residual))
+        call.meta = node.meta
+        node.replace_all_uses_with(call)
+        graph.erase_node(node)
+    in_sequences(module)
+
+    def bind(results: Sequence[Tensor], parameters: Sequence[Tensor]) -> fx.GraphModule:
+        def of(node: fx.Node | None) -> Any:
+            if node is None:
+                return None
+            # Without its object, so that it is seen when a model is dropped.
+            return results[made[node]] if node in made else parameters[watched[node]].detach()
+
+        parts: dict[str, Any] = {name: copy.copy(part) for name, part in module._modules.items()}
+        for name, (weight, bias, how) in bound.items():
+            parts[name] = FusedConv2d(of(weight), of(bias), *how)
+        held = {str(n.target): getattr(module, str(n.target)) for n in graph.nodes if n.op == "get_attr"}
+        whole = fx.GraphModule(held | parts, graph)
+        # The graph would hold what it was bound to last.
+        graph.owning_module = module
+        return whole
+
+    return bind

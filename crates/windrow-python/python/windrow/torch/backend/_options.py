@@ -1,0 +1,104 @@
+"""Options of `torch.compile(model, backend="windrow")`."""
+
+import functools
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from windrow.torch._conv2d import ACCURACIES
+
+_OWN = ("accuracy", "freeze", "mode", "rest")
+RESTS = ("inductor", "eager")
+
+
+class OptionError(ValueError):
+    """An option that neither the backend nor Inductor knows, or a value that it does not have."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for."""
+
+    # Of convolutions, as in `patch`.
+    accuracy: str | None = None
+    # Whether what depends on parameters alone is computed once, where no gradient is needed.
+    freeze: bool = True
+    # Who computes what is left: "inductor", or "eager" for PyTorch's operators one by one.
+    rest: str = "inductor"
+    # Inductor's own options.
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(mode: str | None, given: Mapping[str, Any] | None) -> "Options":
+        """Raises OptionError for what is unknown."""
+        own = {name: value for name, value in (given or {}).items() if name in _OWN}
+        inductor = {name.replace("-", "_"): value for name, value in (given or {}).items() if name not in _OWN}
+        mode = own.pop("mode", mode)
+        rest = own.pop("rest", None)
+        accuracy, freeze = own.pop("accuracy", None), own.pop("freeze", True)
+        _expect("accuracy", accuracy, ACCURACIES)
+        _expect("freeze", freeze, (True, False))
+        _expect("rest", rest, (None, *RESTS))
+        if inductor or mode not in (None, "default"):
+            inductor = _of_mode(mode) | _known(inductor)
+        return Options(accuracy, bool(freeze), rest or "inductor", inductor)
+
+
+def _expect(name: str, value: Any, known: tuple[Any, ...]) -> None:
+    if value not in known:
+        raise OptionError(f"`{name}` is {value!r}, expected one of {[*known]}")
+
+
+def _of_mode(mode: str | None) -> dict[str, Any]:
+    import torch._inductor
+
+    modes = torch._inductor.list_mode_options()
+    _expect("mode", mode, (None, "default", *modes))
+    return dict(modes.get(mode or "default", {}))
+
+
+def _known(inductor: dict[str, Any]) -> dict[str, Any]:
+    import torch._inductor
+
+    known = torch._inductor.list_options()
+    for name in inductor:
+        if name not in known:
+            raise OptionError(f"unknown option {name!r}, expected one of {[*_OWN]}, or of Inductor's: {known}")
+    return inductor
+
+
+def can_inductor(devices: set[str]) -> bool:
+    """Whether Inductor can compile for these types of devices here. Says once what it lacks."""
+    lacks = _lacking(frozenset(devices))
+    if lacks:
+        warnings.warn(f"windrow: Inductor lacks {lacks} here, so what is no convolution runs uncompiled", stacklevel=2)
+    return not lacks
+
+
+@functools.cache
+def _lacking(devices: frozenset[str]) -> str | None:
+    if "cuda" in devices:
+        from torch.utils._triton import has_triton
+
+        if not has_triton():
+            return "Triton"
+    if "cpu" in devices and not _has_cpp_compiler():
+        return "a C++ compiler"
+    return None
+
+
+def _has_cpp_compiler() -> bool:
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        return shutil.which(get_cpp_compiler()) is not None
+    except Exception:  # What PyTorch raises where it finds none differs with its version.
+        return False
+
+
+def device_types(inputs: Any) -> set[str]:
+    return {t.device.type for t in inputs if isinstance(t, torch.Tensor)}

@@ -1,0 +1,218 @@
+"""`torch.compile(model, backend="windrow")`: what is allowed there, and that results are those of the model."""
+
+import copy
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import compare_with_f64, each_device, leaf
+from torch import nn
+from windrow.torch import patch
+from windrow.torch.backend import OptionError, _compile, _options, windrow
+
+pytestmark = pytest.mark.usefixtures("nothing_decided")
+each_rest = pytest.mark.parametrize("rest", ["eager", "inductor"])
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model, rest="eager", dynamic=None, fullgraph=False, **options):
+    options = {"rest": rest, **options}
+    return torch.compile(model, backend=windrow, dynamic=dynamic, fullgraph=fullgraph, options=options)
+
+
+class Net(nn.Module):
+    def __init__(self, c=8):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, c, 3, padding=1, bias=False), nn.BatchNorm2d(c)
+        self.second, self.line = nn.Conv2d(c, c, 3, stride=2), nn.Conv1d(c, 4, 3)
+        self.up = nn.ConvTranspose1d(4, 2, 3, stride=2, output_padding=1)
+
+    def forward(self, x):
+        y = F.relu(self.norm(self.first(x)))
+        return self.up(self.line(self.second(y).flatten(2)))
+
+
+def close(got, model, x, scale=1.0):
+    want = copy.deepcopy(model).double()(x.double())
+    tolerance = scale * {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[got.dtype]
+    assert (got.double() - want).norm() <= tolerance * want.norm(), (got.double() - want).norm() / want.norm()
+
+
+@each_device
+@each_rest
+def test_inference(rest, device, monkeypatch):
+    model = Net().eval().to(device)
+    fast = compiled(model, rest, fullgraph=True)
+    x = leaf(2, 3, 12, 10, device=device, grad=False)
+    found = []
+    made = _compile._Frozen.__init__
+    told = lambda self, *args: (made(self, *args), found.append(self.what))[0]
+    monkeypatch.setattr(_compile._Frozen, "__init__", told)
+    with torch.no_grad():
+        for _ in range(2):
+            close(fast(x), model, x)
+    ((folded, fused, others),) = found
+    assert len(folded) == 1 and fused == ["conv2d, relu", "conv2d"] and others == 2
+
+
+@each_rest
+def test_training(rest):
+    model = Net().train()
+    fast = compiled(copy.deepcopy(model), rest)
+    x = leaf(2, 3, 12, 10)
+    wide = copy.deepcopy(model).double()
+    for _ in range(2):
+        grads = []
+        for net, image in ((fast, x), (wide, x.detach().double().requires_grad_())):
+            net.zero_grad()
+            y = net(image)
+            y.square().sum().backward()
+            grads.append([y, image.grad, *(p.grad for p in net.parameters())])
+            image.grad = None
+        for got, want in zip(*grads, strict=True):
+            assert (got.double() - want).norm() <= 1e-5 * want.norm() + 1e-5
+    assert torch.allclose(fast.norm.running_mean.double(), wide.norm.running_mean, atol=1e-5)
+
+
+def test_gradients_of_every_kind():
+    def function(x, w, b, up):
+        y = F.conv2d(x, w, b, 2, 1)
+        return F.conv_transpose2d(y, up, None, 2, 1, 1)
+
+    tensors = [leaf(2, 4, 9, 8), leaf(6, 4, 3, 3), leaf(6), leaf(6, 2, 3, 3)]
+    compare_with_f64(compiled(function), function, tensors)
+
+
+def test_in_half_precision_under_autocast():
+    model = Net().eval()
+    fast = compiled(model)
+    x = leaf(2, 3, 12, 10, grad=False)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y = fast(x)
+    assert y.dtype == torch.bfloat16
+    close(y, model, x)
+
+
+def test_sizes_that_change():
+    model = Net().eval()
+    fast = compiled(model, dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        for size in ((2, 3, 12, 10), (1, 3, 9, 14), (3, 3, 20, 20)):
+            x = leaf(*size, grad=False)
+            close(fast(x), model, x)
+
+
+class Broken(Net):
+    def forward(self, x):
+        y = self.first(x)
+        torch._dynamo.graph_break()
+        if y.mean() > 1e9:
+            return y
+        return F.silu(self.norm(y) + 1)
+
+
+def test_graph_breaks():
+    model = Broken().eval()
+    x = leaf(2, 3, 12, 10, grad=False)
+    with torch.no_grad():
+        close(compiled(model)(x), model, x)
+
+
+def test_hooks():
+    model = Net().eval()
+    seen = []
+    model.first.register_forward_hook(lambda module, args, y: seen.append(1) or 2 * y)
+    fast = compiled(model)
+    x = leaf(2, 3, 12, 10, grad=False)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_patched_model():
+    model, patched = Net().eval(), Net().eval()
+    patched.load_state_dict(model.state_dict())
+    patch(patched)
+    x = leaf(2, 3, 12, 10, grad=False)
+    with torch.no_grad():
+        close(compiled(patched)(x), model, x)
+
+
+def test_states_are_kept():
+    model = Net().train()
+    fast, plain = compiled(copy.deepcopy(model)), copy.deepcopy(model)
+    x = leaf(4, 3, 12, 10, grad=False)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(fast(x), plain(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(fast.norm.running_var, plain.norm.running_var)
+    assert fast.norm.num_batches_tracked == 3
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"acuracy": "exact"}, "unknown option 'acuracy'.*'accuracy'"),
+        ({"accuracy": "best"}, "`accuracy` is 'best'.*'exact'"),
+        ({"rest": "nobody"}, "`rest` is 'nobody'.*'inductor'"),
+        ({"mode": "fastest"}, "`mode` is 'fastest'.*'max-autotune'"),
+    ],
+)
+def test_unknown_options(options, words):
+    with pytest.raises(OptionError, match=words):
+        windrow(torch.fx.symbolic_trace(nn.ReLU()), [], options=options)
+
+
+def test_options_of_inductor():
+    asked = _options.Options.of(None, {"mode": "reduce-overhead", "max_autotune": False, "rest": "inductor"})
+    assert asked.inductor == {"triton.cudagraphs": True, "max_autotune": False}
+    assert _options.Options.of("max-autotune", None).inductor["max_autotune"] is True
+
+
+def test_without_a_compiler(monkeypatch):
+    monkeypatch.setattr(_options, "_has_cpp_compiler", lambda: False)
+    _options._lacking.cache_clear()
+    model = Net().eval()
+    x = leaf(2, 3, 12, 10, grad=False)
+    with torch.no_grad(), pytest.warns(UserWarning, match="lacks a C\\+\\+ compiler"):
+        close(compiled(model, "inductor")(x), model, x)
+    _options._lacking.cache_clear()
+
+
+WARM = """
+import sys, torch
+from torch import nn
+from torch._dynamo.utils import counters
+from windrow.torch.backend import windrow
+torch.manual_seed(0)
+model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.AvgPool2d(2), nn.Softmax(1)).eval()
+x = torch.randn(1, 3, 8, 8)
+with torch.no_grad():
+    y = torch.compile(model, backend=windrow)(x)
+    torch.testing.assert_close(y, model(x), rtol=1e-4, atol=1e-5)
+print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_bypass"])
+"""
+
+
+def test_a_second_process_compiles_nothing(tmp_path):
+    told = []
+    for _ in range(2):
+        own = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+        told.append(subprocess.run([sys.executable, "-c", WARM], env=own, capture_output=True, text=True, check=True).stdout)
+    assert [*map(str.split, told)] == [["0", "0"], ["1", "0"]]
+
+
+def test_found_by_name():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    (place,) = project["project"]["entry-points"]["torch_dynamo_backends"].values()
+    assert place == f"{windrow.__module__}:{windrow.__qualname__}"

@@ -1,0 +1,301 @@
+"""What the passes of `backend="windrow"` make of graphs, and that constants follow their parameters."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import ACTIVATIONS, leaf
+from torch import nn
+from windrow.torch.backend import _compile, windrow
+
+pytestmark = pytest.mark.usefixtures("nothing_decided")
+each_graph = pytest.mark.parametrize("rest", ["eager", "inductor"])
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What became of each graph: what was folded and what was fused. Inductor compiles nothing here: its graphs are run."""
+    found = []
+    made = _compile._Frozen.__init__
+
+    def told(self, *args):
+        made(self, *args)
+        found.append(self.what[:2])
+
+    def run(graph, inputs, **how):
+        def boxed(inputs):
+            return graph.forward(*inputs)
+
+        boxed._boxed_call = True
+        return boxed
+
+    monkeypatch.setattr(_compile._Frozen, "__init__", told)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", run)
+    return found
+
+
+def compiled(model, rest="eager", **options):
+    # Without Winograd, whose rounding is another.
+    return torch.compile(model, backend=windrow, options={"rest": rest, "accuracy": "exact", **options})
+
+
+def normal(model):
+    """With statistics that do something."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.running_mean)
+            nn.init.uniform_(module.running_var, 0.5, 2)
+            if module.affine:
+                nn.init.normal_(module.weight)
+                nn.init.normal_(module.bias)
+    return model.eval()
+
+
+class Behind(nn.Module):
+    """A convolution and what follows it."""
+
+    def __init__(self, function, c=6):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, c, 3, padding=1), nn.BatchNorm2d(c)
+        self.factor, self.term = nn.Parameter(torch.randn(c, 1, 1)), nn.Parameter(torch.randn(1, c, 1, 1))
+        self.wide = nn.Parameter(torch.randn(c, 6))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self, self.conv(x))
+
+
+IMAGE = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+
+
+def errors(model, got, x):
+    """Of ours and of PyTorch's, relative to f64."""
+    with torch.no_grad():
+        want, plain = copy.deepcopy(model).double()(x.double()), model(x)
+    return [((y.double() - want).norm() / want.norm()).item() for y in (got, plain)]
+
+
+def check(model, rest="eager", x=IMAGE, **options):
+    fast = compiled(model, rest, **options)
+    with torch.no_grad():
+        for _ in range(2):
+            ours, theirs = errors(model, fast(x), x)
+            assert ours <= 1.5 * theirs + 1e-6
+    return fast
+
+
+@each_graph
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name in ACTIVATIONS if name not in (None, "swish")])
+def test_activations(name, dtype, rest, seen):
+    model = normal(Behind(lambda m, y: ACTIVATIONS[name](m.norm(y)))).to(dtype)
+    check(model, rest, IMAGE.to(dtype))
+    assert seen == [(["batch_norm" if rest == "eager" else seen[0][0][0]], [f"conv2d, {name}"])]
+
+
+@each_graph
+def test_a_shortcut(rest, seen):
+    check(normal(Behind(lambda m, y: F.relu(m.norm(y) + y.flip(0)[:1].expand_as(y) * 2))), rest)
+    assert "conv2d, added, relu" not in seen[0][1]
+    seen.clear()
+    check(normal(Behind(lambda m, y: F.relu(m.conv(torch.cat([y[:, :2], y[:, 3:4]], 1)) + m.conv(y[:, 3:])))), rest)
+    assert seen[0][1] == ["conv2d", "conv2d, added, relu", "conv2d"]
+
+
+FOLDED = {
+    "norm": lambda m, y: m.norm(y),
+    "twice": lambda m, y: m.norm(m.norm(y)),
+    "factor": lambda m, y: y * m.factor,
+    "first": lambda m, y: m.factor * y,
+    "term": lambda m, y: y + m.term,
+    "less": lambda m, y: y - m.term,
+    "from": lambda m, y: m.term - y,
+    "share": lambda m, y: y / m.factor.square(),
+    "number": lambda m, y: 3 - (y * 2 + 1) / 7,
+    "all": lambda m, y: -m.norm(y * m.factor - 1) * m.factor + m.term,
+}
+
+
+@each_graph
+@pytest.mark.parametrize("function", FOLDED.values(), ids=FOLDED)
+def test_folded(function, rest, seen):
+    check(normal(Behind(function)), rest)
+    ((folded, fused),) = seen
+    assert len(folded) == 1 and fused == ["conv2d"]
+
+
+LEFT = {
+    "another axis": lambda m, y: y * m.wide[0],
+    "rows": lambda m, y: y * m.wide[0][:, None],
+    "pixels": lambda m, y: y * m.wide,
+    "read twice": lambda m, y: y * m.factor + y,
+    "a share of it": lambda m, y: m.factor / y,
+    "of the image": lambda m, y: y * y.mean((2, 3), keepdim=True),
+}
+
+
+@each_graph
+@pytest.mark.parametrize("function", LEFT.values(), ids=LEFT)
+def test_not_folded(function, rest, seen):
+    check(normal(Behind(function)), rest)
+    assert seen[0][0] == []
+
+
+@each_graph
+def test_a_filter_that_is_computed(rest, seen):
+    model = normal(Behind(lambda m, y: m.norm(y)))
+    torch.nn.utils.parametrizations.weight_norm(model.conv)
+    fast = check(model, rest)
+    with torch.no_grad():
+        model.conv.parametrizations.weight.original0 *= 2
+        ours, theirs = errors(model, fast(IMAGE), IMAGE)
+    assert ours <= 1.5 * theirs + 1e-6 and len(seen) == 1
+
+
+def test_a_filter_that_is_an_argument(seen):
+    def function(x, weight):
+        return F.relu(F.conv2d(x, weight))
+
+    fast = compiled(function)
+    with torch.no_grad():
+        for _ in range(3):
+            weight = leaf(4, 3, 3, 3, grad=False)
+            torch.testing.assert_close(fast(IMAGE, weight), function(IMAGE, weight))
+            weight.mul_(2)
+            torch.testing.assert_close(fast(IMAGE, weight), function(IMAGE, weight))
+    assert seen[0] == ([], [])
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_under_autocast(given, seen):
+    model = normal(Behind(lambda m, y: F.silu(m.norm(y))))
+    fast = compiled(model, "inductor")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y = fast(IMAGE.to(given))
+        want = model(IMAGE.to(given))
+    assert y.dtype == want.dtype and seen[0][1] == ["conv2d, silu"]
+    torch.testing.assert_close(y.float(), want.float(), rtol=5e-2, atol=5e-2)
+
+
+def test_not_frozen(seen):
+    check(normal(Behind(lambda m, y: F.relu(m.norm(y)))), freeze=False)
+    assert seen[0] == ([], [])
+
+
+def test_gradients_are_not_folded(seen):
+    model = normal(Behind(lambda m, y: m.norm(y)))
+    compiled(model)(IMAGE).sum().backward()
+    assert model.norm.weight.grad is not None and not seen
+
+
+CHANGES = {
+    "a filter": lambda m: m.conv.weight.mul_(2),
+    "a bias": lambda m: m.conv.bias.add_(1),
+    "statistics": lambda m: m.norm.running_mean.add_(1),
+    "data": lambda m: setattr(m.norm.weight, "data", m.norm.weight.data * 3),
+    "a parameter": lambda m: setattr(m.conv, "weight", nn.Parameter(m.conv.weight * 2)),
+    "a state": lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}),
+    "assigned": lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}, assign=True),
+    "a low rank": lambda m: m.conv.weight.data.flatten(1).addmm_(torch.randn(6, 1), torch.randn(1, 27)),
+    "type": lambda m: m.to(torch.bfloat16),
+    "norm": lambda m: setattr(m, "norm", normal(nn.BatchNorm2d(6))),
+}
+
+
+@pytest.mark.parametrize("function", [lambda m, y: m.norm(y), lambda m, y: F.relu(y)], ids=["folded", "as it is"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_changes_are_seen(change, function, seen):
+    model = normal(Behind(function))
+    fast = check(model)
+    with torch.no_grad():
+        change(model)
+        x = IMAGE.to(model.conv.weight.dtype)
+        for _ in range(2):
+            ours, theirs = errors(model, fast(x), x)
+            assert ours <= 1.5 * theirs + 1e-6
+
+
+@pytest.mark.parametrize("is_made", [True, False])
+def test_inference_mode(is_made, seen):
+    with torch.inference_mode(is_made):
+        model = normal(Behind(lambda m, y: m.norm(y)))
+    fast = compiled(model)
+    with torch.inference_mode():
+        for _ in range(3):
+            torch.testing.assert_close(fast(IMAGE), model(IMAGE), rtol=1e-4, atol=1e-4)
+            model.norm.running_mean.add_(1)
+            model.conv.weight.mul_(2)
+            torch.testing.assert_close(fast(IMAGE), model(IMAGE), rtol=1e-4, atol=1e-4)
+
+
+def test_models_of_one_structure(seen):
+    function = lambda m, y: m.norm(y)
+    models = [normal(Behind(function)) for _ in range(2)]
+    fast = [compiled(model) for model in models]
+    with torch.no_grad():
+        for _ in range(2):
+            for model, ours in zip(models, fast, strict=True):
+                torch.testing.assert_close(ours(IMAGE), model(IMAGE), rtol=1e-4, atol=1e-4)
+
+
+def test_memory_of_a_dropped_model(seen):
+    model = normal(Behind(lambda m, y: m.norm(y)))
+    made = []
+    fold = _compile.Held._computed
+
+    def kept(self, *args):
+        found = fold(self, *args)
+        made.extend(weakref.ref(t) for t in found.constants)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_compile.Held, "_computed", kept)
+        check(model)
+    assert made and all(t() is not None for t in made)
+    del model
+    gc.collect()
+    # What was held by the model's parameters is let go by their end.
+    gc.collect()
+    assert all(t() is None for t in made)
+
+
+def test_linear_layers_of_images(seen):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 3)
+            self.norm, self.one, self.other = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+            self.scale = nn.Parameter(torch.randn(8, 1, 1))
+
+        def forward(self, x):
+            x = self.conv(x)
+            y = self.other(F.gelu(self.one(self.norm(x.permute(0, 2, 3, 1)))))
+            return x + self.scale * y.permute(0, 3, 1, 2)
+
+    check(Block().eval())
+    assert seen == [(["mul"], ["conv2d", "conv2d, gelu", "conv2d, added"])]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_layouts(layout, seen):
+    class Model(Behind):
+        def forward(self, x):
+            y = F.max_pool2d(F.relu(self.norm(self.conv(x))), 2)
+            return y, y.view(2, 3, -1) if y.is_contiguous() else y.flatten(1)
+
+    model = normal(Model(None)).to(memory_format=layout)
+    x = IMAGE.contiguous(memory_format=layout)
+    with torch.no_grad():
+        for got, want in zip(compiled(model)(x), model(x), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+            assert got.stride() == want.stride()
