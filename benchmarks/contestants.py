@@ -55,6 +55,8 @@ def original(network: Network, mode: Mode, device: torch.device) -> nn.Module:
 
 # PyTorch's modules as they are and compiled by it; the same patched, and optimized, with Windrow's defaults.
 PYTORCH, COMPILED, PATCHED, OPTIMIZED = "pytorch", "compiled", "windrow", "optimized"
+# PyTorch's modules compiled with `backend="windrow"`, with Inductor for the rest and without it.
+BACKEND, BACKEND_EAGER = "backend", "backend, eager"
 # PyTorch's modules exported to it.
 ONNXRUNTIME = "onnxruntime"
 
@@ -110,6 +112,11 @@ class Case:
             model = windrow.torch.optimize(model, **self.how)
         if side == COMPILED:
             model = torch.compile(model)
+        if side in (BACKEND, BACKEND_EAGER):
+            from windrow.torch.backend import windrow as backend
+
+            rest = {"rest": "eager"} if side == BACKEND_EAGER else {}
+            model = torch.compile(model, backend=backend, options={**rest, **self.how})
         return model
 
     @property

@@ -3,9 +3,10 @@
     python benchmarks/models.py --device cuda:0|cpu [--models a,b] [--modes m,n] [--train] OUT.json
 
 Networks of torchvision, and of diffusers where it is installed, with random weights. PyTorch, the patched and the optimized
-network take turns in one process, with `--compile` also what torch.compile makes of PyTorch's, and with `--onnxruntime` on
-a CPU in mode f32 ONNX Runtime, with all of its graph optimisations and as many threads; times are medians. On CUDA inference
-is timed in a graph and without; `--train` times a step with SGD instead. Memory is the peak of the weights, the input and
+network take turns in one process, with `--compile` also what torch.compile makes of PyTorch's, by Inductor and with
+`backend="windrow"` (with `rest="eager"` too), and with `--onnxruntime` on a CPU in mode f32 ONNX Runtime, with all of its
+graph optimisations and as many threads; times are medians. On CUDA inference is timed in a graph and without; `--train`
+times a step with SGD instead. Memory is the peak of the weights, the input and
 one call; errors are relative, against the same network in f64. `--accuracy half` is given to patch and optimize.
 
 Results are written after each case. Cases that OUT.json has already are replaced if they are measured again and else kept,
@@ -49,7 +50,7 @@ def arguments() -> argparse.Namespace:
     add("--models", help=f"of {','.join(networks.NETWORKS)}")
     add("--modes", help="of " + "; ".join(f"{k} on {d}: {','.join(m)}" for (k, d), m in MODES_OF.items()))
     add("--train", action="store_true", help="a step of training instead of inference")
-    add("--compile", action="store_true", help="torch.compile beside PyTorch, each network's first batch")
+    add("--compile", action="store_true", help="torch.compile and backend windrow, each network's first batch")
     add("--onnxruntime", action="store_true", help="ONNX Runtime beside PyTorch, on the CPU in mode f32")
     add("--accuracy", help="of patch and optimize")
     add("--batches", help="instead of each network's own")
@@ -169,7 +170,8 @@ def timed(case: Case, seconds: float, others: list[str]) -> dict[str, dict]:
 
 def measured(name: str, case: Case, options: argparse.Namespace, exact: dict) -> dict[str, Any]:
     """Times, and of a network's first batch errors."""
-    others = [contestants.COMPILED] * (options.compile and case.first)
+    compiled = [contestants.COMPILED, contestants.BACKEND, contestants.BACKEND_EAGER]
+    others = compiled if options.compile and case.first else []
     others += [contestants.ONNXRUNTIME] * (options.onnxruntime and case.mode == MODES["f32"])
     times = timed(case, options.seconds, others)
     return {"ms": times, "error": case.errors(exact)} if case.first else {"ms": times}
@@ -227,7 +229,10 @@ TITLES = {
     "eager": "Inference",
     "train": "A step of training",
 }
-HEAD = ("network, mode, batch", "PyTorch", "patched", "x", "optimized", "x", "compiled", "ORT", "memory", "error", "err. x")
+HEAD = (
+    "network, mode, batch",
+    *("PyTorch", "patched", "x", "optimized", "x", "compiled", "backend", "its eager", "ORT", "memory", "error", "err. x"),
+)
 
 
 def table(record: dict[str, Any]) -> str:
@@ -238,6 +243,7 @@ def table(record: dict[str, Any]) -> str:
     failed = {name: case["failed"] for name, case in record["cases"].items() if "failed" in case}
     lines += [f"Failed: {name}: {why}" for name, why in failed.items()]
     lines += ["", "Times in ms; `x`: PyTorch's time beside it, as of `compiled` by torch.compile and of `ORT`, ONNX Runtime."]
+    lines += ["`backend`: by torch.compile with `backend=\"windrow\"`; `its eager`: with `rest=\"eager\"`, too."]
     lines += ["`error`: PyTorch's and that of the patched network; `memory`, `err. x`: of the patched and the optimized network"]
     lines += ["beside PyTorch's."]
     for kind, title in TITLES.items():
@@ -277,6 +283,8 @@ def row(name: str, case: dict[str, Any], kind: str) -> tuple[str, ...]:
         digits("optimized"),
         times_as_fast("optimized"),
         times_as_fast("compiled"),
+        times_as_fast("backend"),
+        times_as_fast("backend, eager"),
         times_as_fast("onnxruntime"),
         beside(case.get("peak_bytes")),
         f"{error['pytorch']:.1e} {error['windrow']:.1e}" if error else "-",
