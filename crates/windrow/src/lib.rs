@@ -10,14 +10,14 @@
 //! # Ok::<(), windrow::Error>(())
 //! ```
 //!
-//! [`gelu`], [`geglu`], [`causal_conv1d`], [`causal_conv1d_update`] and [`conv2d()`] are calls of this kind. Views
-//! ([`TensorRef`], [`TensorMut`]) have any strides, f32, f16 or bf16, in memory of the caller's, which is neither
-//! copied nor made contiguous.
+//! [`gelu`], [`geglu`], [`causal_conv1d`], [`causal_conv1d_update`] and [`conv2d()`] are calls of this kind. Their
+//! tensors are views ([`TensorRef`], [`TensorMut`]) of the caller's memory. A view may have any strides. The data is
+//! f32, f16 or bf16, and is neither copied nor made contiguous.
 //!
 //! # The life of a plan
 //!
-//! What is run often is planned once. A *spec* says what to compute; a *plan* is a checked spec on a device,
-//! with an algorithm and a workspace size; a *run* reads and writes the caller's memory and allocates nothing.
+//! To run an operation many times, make its plan once. A *spec* says what to compute; a *plan* is a checked spec on a
+//! device, with an algorithm and a workspace size; a *run* reads and writes the caller's memory and allocates nothing.
 //!
 //! ```
 //! use windrow::{Approximate, DType, GeluArgs, GeluPlan, GeluSpec, PlanOptions, Tensor, TensorDesc, Workspace};
@@ -35,10 +35,12 @@
 //! # Ok::<(), windrow::Error>(())
 //! ```
 //!
-//! A plan may be shared by any number of threads, each with a workspace of its own; plans may share a workspace,
-//! whose size is that of the largest. The same plan on the same input gives the same bits. On a GPU a run has been
-//! given to the workspace's stream when it returns; [`Workspace::synchronize`] waits for it. `explain` says in a line
-//! what a plan does and why; [`PlanOptions::tuning`] says how an algorithm is chosen, [`Accuracy`] how exact it must be.
+//! A plan may be shared by any number of threads, each with a workspace of its own. Plans may share a workspace if it
+//! is at least as large as the largest of their `workspace_bytes()`. The same plan on the same input gives the same
+//! bits. On a GPU, `run` is asynchronous: it returns when its work is enqueued on the workspace's stream.
+//! [`Workspace::synchronize`] waits for it. `explain` describes a plan in one line: its algorithm with all parameters,
+//! the device, and the blocking or launch. [`PlanOptions::tuning`] says how an algorithm is chosen, [`Accuracy`] how
+//! exact it must be.
 //!
 //! # A prompt, then decoding
 //!
@@ -81,8 +83,9 @@
 //!
 //! # Errors
 //!
-//! A wrong argument is an [`Error`] of a variant to match on, which names the argument, what was given and what was
-//! expected. No input panics, and nothing was written where a call is refused before it starts.
+//! A wrong argument returns an [`Error`]. Its variant tells the kind of mistake; its fields tell the argument, what was
+//! given and what was expected. Plans and their runs return errors instead of panicking. If a call is rejected before
+//! its work starts, no output has been written.
 //!
 //! # Speed
 //!
@@ -100,11 +103,13 @@
 //! All are on by default.
 //!
 //! - `cuda`: NVIDIA GPUs. Nothing of CUDA is needed to build; its libraries are looked for at run time.
-//! - `hip`: AMD GPUs, likewise. They were never run on: `docs/amd.md` says what was.
+//! - `hip`: AMD GPUs, likewise. No AMD GPU has run these kernels yet; an emulator has. `docs/amd.md` lists what was
+//!   executed.
 //! - `parallel`: several GPUs and machines, with `cuda`.
-//! - `tuning`: measuring configurations, and what was measured: `tuning`. Without it plans take those of the models.
-//! - `threads`: work on the CPU is split over rayon's threads. Without it [`cpu::use_team`] is the only way to more
-//!   than the caller's thread.
+//! - `tuning`: measurement of configurations (module `tuning`) and the tables of measured ones. Without it, a plan
+//!   takes the configuration that the cost model predicts to be fastest.
+//! - `threads`: work on the CPU is split over rayon's threads. Without it, work runs on the caller's thread only,
+//!   unless [`cpu::use_team`] provides others.
 
 mod activation;
 mod buffer;
@@ -118,7 +123,8 @@ mod error;
 mod folder;
 mod forms;
 mod gelu;
-// Without a backend nobody calls what only backends do, nor without `parallel` what orders several devices.
+// Parts of `gpu` are unused in some builds: what only a backend calls if there is none, and what synchronizes several
+// devices if `parallel` is off.
 #[cfg_attr(not(feature = "parallel"), allow(dead_code, unused_imports))]
 mod gpu;
 pub mod hip;
@@ -140,6 +146,14 @@ static BACKENDS: &[gpu::Backend] = &[
     cuda::device::BACKEND,
     #[cfg(feature = "hip")]
     hip::device::BACKEND,
+];
+
+/// The operators that can be tuned, by the names with which the keys of their problems begin.
+#[cfg(feature = "tuning")]
+static TUNABLE: &[tuning::TunableOperator] = &[
+    tuning::TunableOperator::of::<Gelu>(),
+    tuning::TunableOperator::of::<CausalConv1d>(),
+    tuning::TunableOperator::of::<Conv2d>(),
 ];
 
 pub use activation::{Activation, Approximate};
@@ -167,8 +181,8 @@ pub use layout::{Layout, MAX_RANK};
 pub use plan::{Accuracy, Filter, Placed, Plan, PlanOptions, Tuning, Verify, Workspace};
 pub use tensor::{Tensor, TensorDesc, TensorMut, TensorRef};
 
-/// What the command and the bindings of this repository take beside the rest, to treat every operator alike. It follows
-/// them: a release may change it in any way.
+/// Traits by which the command of this repository handles all operators alike. They are not part of the stable API: any
+/// release may change them.
 #[doc(hidden)]
 pub mod internal {
     pub use crate::plan::{Bound, Configuration, Operator, Tuned};

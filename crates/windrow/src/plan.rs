@@ -1,4 +1,4 @@
-//! Options, workspace and the one kind of plan that all operators share.
+//! Plan options, the workspace, and the generic `Plan` of all operators.
 
 mod bound;
 mod checks;
@@ -31,15 +31,16 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The accuracy that a result must have. The planner takes only algorithms whose measured error against
-/// the f64 oracle stays inside the tier.
+/// The accuracy that a result must have. The planner takes only algorithms whose measured error against the f64 oracle
+/// is within this level.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Accuracy {
-    /// The direct algorithm with f32 accumulation: no transform, no reduced operands.
+    /// Algorithms that sum products directly, in f32: no Winograd transform, and no operand rounded to a lower
+    /// precision.
     Exact,
-    /// Relative RMS error of f32 class (at most 1e-5 at 256 input channels): Winograd in f32, or split operands on
-    /// tensor cores.
+    /// A relative RMS error close to that of f32: at most 1e-5 at 256 input channels. It allows Winograd in f32, and
+    /// tensor cores with each f32 operand split into several numbers of lower precision.
     #[default]
     Fp32,
     /// Operands may be rounded to TF32 (10-bit mantissa), accumulation in f32.
@@ -55,15 +56,15 @@ names! { Accuracy, "accuracy": Exact = "exact", Fp32 = "fp32", Tf32 = "tf32", Ha
 pub enum Verify {
     /// No check.
     Off,
-    /// Every run is compared with the oracle and returns [`Error::Verification`] where it differs
-    /// by more than the documented tolerance. Slow; runs allocate, and the process ends where there is no
-    /// memory for the oracle.
+    /// Every result is compared with the oracle. The run returns [`Error::Verification`] if an element differs by more
+    /// than the documented tolerance. Such runs are slow and allocate memory. They return [`Error::OutOfMemory`] if
+    /// there is no memory for the oracle.
     On,
 }
 
 impl Default for Verify {
-    /// What the environment variable `WINDROW_VERIFY` says, as a [`Verify`] is parsed; `Off` without it. A
-    /// value that says nothing is warned of and taken for `On`.
+    /// The value of the environment variable `WINDROW_VERIFY`, parsed by `FromStr`; `Off` if it is not set. It is read
+    /// once per process. An invalid value logs a warning and counts as `On`.
     fn default() -> Self {
         use std::sync::LazyLock;
         static FROM_ENV: LazyLock<Verify> = LazyLock::new(|| {
@@ -80,7 +81,8 @@ impl Default for Verify {
 impl std::str::FromStr for Verify {
     type Err = Error;
 
-    /// `1`, `true`, `yes` or `on`; `0`, `false`, `no`, `off` or nothing; in capitals or not.
+    /// The value of a word, in any case: `1`, `true`, `yes` and `on` mean `On`; `0`, `false`, `no`, `off` and the empty
+    /// string mean `Off`.
     fn from_str(s: &str) -> Result<Self> {
         match s.to_ascii_lowercase().as_str() {
             "1" | "true" | "yes" | "on" => Ok(Verify::On),
@@ -92,20 +94,21 @@ impl std::str::FromStr for Verify {
     }
 }
 
-/// The way in which a plan's configuration is chosen. Without the feature `tuning` nothing was measured: `Cached` is as `Model`, and
-/// `Search` is refused with [`Error::Unsupported`].
+/// The way in which a plan's configuration is chosen. Without the feature `tuning` there are no measurements: `Cached`
+/// acts like `Model`, and `Search` returns [`Error::Unsupported`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Tuning {
-    /// By a model of the cost, whatever was measured.
+    /// The configuration that the cost model chooses; measurements are ignored.
     Model,
-    /// The configuration that was found for this problem on this machine, else the one that ships with
-    /// the library for this device, else the model's. An entry serves only the device model and the library
-    /// version that it was measured with, and only if it is valid for the problem.
+    /// The configuration that was found for this problem on this machine, else the one that ships with the library for
+    /// this device, else the model's. An entry found on this machine is used only with the device model, driver and
+    /// library version that it was measured with. A shipped entry is used with any driver. Each must be valid for the
+    /// problem.
     #[default]
     Cached,
-    /// As `Cached`; where nothing was found on this machine yet, candidates are measured now, and the
-    /// winner is kept.
+    /// The configuration found on this machine. If there is none, the candidates are measured while the plan is made,
+    /// and the winner is saved. Shipped entries are not used.
     Search {
         /// Time for measuring.
         budget: Duration,
@@ -116,11 +119,12 @@ pub enum Tuning {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Filter {
-    /// Seldom: it is packed once for many runs ([`Weights::Packed`](crate::Weights::Packed),
+    /// A filter that seldom changes: it is packed once for many runs ([`Weights::Packed`](crate::Weights::Packed),
     /// [`Weights::Cached`](crate::Weights::Cached)).
     #[default]
     Kept,
-    /// With every run, as in training: what packing costs counts when an algorithm is chosen.
+    /// A filter that changes with every run, as in training. The time of packing it is included when an algorithm is
+    /// chosen.
     Changing,
 }
 
@@ -137,12 +141,12 @@ pub struct PlanOptions {
     pub verify: Verify,
     /// The way in which the configuration is chosen.
     pub tuning: Tuning,
-    /// How often the filter changes; for [`Conv2dPlan`](crate::Conv2dPlan).
+    /// The rate at which the filter changes; only [`Conv2dPlan`](crate::Conv2dPlan) uses it.
     pub filter: Filter,
-    /// Bytes that the packed filter and the workspace of a convolution on a GPU should have together; `None` for as many
-    /// as are fastest. Winograd's algorithms work in smaller pieces for it, and are not chosen where they would need
-    /// more all the same. Other algorithms do not look at it,
-    /// and nothing that was measured is looked up.
+    /// The memory limit in bytes for the packed filter and the workspace of a convolution on a GPU together; `None` for
+    /// no limit. Winograd algorithms split the work into smaller pieces to stay below the limit. They are not chosen if
+    /// even the smallest pieces exceed it. Other algorithms ignore the limit. With a limit, the tuning tables are not
+    /// used, because their entries were measured without one.
     pub memory: Option<usize>,
 }
 
@@ -157,7 +161,7 @@ setters! {
     }
 }
 
-/// Without the feature `tuning` nothing is known, and nothing can be measured.
+/// The measured configuration, in a build without the feature `tuning`: always `None`, and an error for `Search`.
 #[cfg(not(feature = "tuning"))]
 pub(crate) fn decide<O: Tuned>(
     _: &O::Spec,
@@ -174,11 +178,12 @@ pub(crate) fn decide<O: Tuned>(
 
 /// Scratch memory that plans run in, and the stream on which their work is ordered.
 ///
-/// Running a plan allocates nothing: make a workspace of [`Workspace::for_sizes`] over all plans
-/// that will use it. Plans that share a workspace run one after the other, on its stream.
+/// Running a plan allocates nothing, so the workspace must be large enough for every plan that uses it.
+/// [`Workspace::for_sizes`] makes such a workspace. Plans that share a workspace run one after the other, on its
+/// stream.
 ///
-/// On the CPU a run is done when it returns. On CUDA it is done when the stream has come to it:
-/// [`Workspace::synchronize`] waits for that.
+/// On the CPU a run is done when it returns. On a GPU a run is enqueued on the stream and may still be running when the
+/// call returns. [`Workspace::synchronize`] waits until it has finished.
 #[derive(Debug)]
 pub struct Workspace {
     memory: Memory,
@@ -196,10 +201,10 @@ impl Workspace {
         Self::new(Device::Cpu, 0).expect("an empty workspace needs no memory")
     }
 
-    /// A workspace of `bytes` bytes; on GPUs on the device's legacy default stream. So runs in all such
-    /// workspaces of a device, and in those of blocking streams, come one after the other: a run sees
-    /// what an earlier one has written, in whichever workspace. For work side by side, and for graphs,
-    /// which the default stream cannot be captured into, see [`Workspace::on_stream`].
+    /// A workspace of `bytes` bytes. On a GPU it uses the device's legacy default stream. Runs on that stream and on
+    /// blocking streams of the same device are serialized. So a run sees what earlier runs wrote, even in another
+    /// workspace. Concurrent runs and graph capture need another stream, because the default stream cannot be captured:
+    /// see [`Workspace::on_stream`].
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::NoDevice`], [`Error::Backend`].
@@ -220,17 +225,17 @@ impl Workspace {
         Self::new(device, bytes.into_iter().max().unwrap_or(0))
     }
 
-    /// A workspace on a stream that the caller owns: `stream` is a `cudaStream_t` or `hipStream_t` of the device (a
-    /// number is a CUDA device), null for the legacy default stream. Memory is allocated, used and freed in the order
-    /// of the stream, so that making and dropping one for every run is cheap and needs no waiting.
+    /// A workspace on a stream that the caller owns: `stream` is a `cudaStream_t` or `hipStream_t` of `device`, or null
+    /// for the legacy default stream. An integer as `device` is the index of a CUDA device. The memory is
+    /// stream-ordered: it is allocated, used and freed on the stream. So a workspace can be made and dropped for every
+    /// run without waiting.
     ///
     /// # Errors
     /// As [`Workspace::new`].
     ///
     /// # Safety
-    /// `stream` must stay alive until the workspace is dropped. Work that touches the same memory on another
-    /// stream must be ordered with this one's by the caller; only blocking streams and the legacy default
-    /// stream are ordered by themselves.
+    /// `stream` must stay alive until the workspace is dropped. If other streams use the same memory, the caller must
+    /// synchronize them with this one. Only blocking streams and the legacy default stream are synchronized implicitly.
     pub unsafe fn on_stream(
         device: impl Into<Device>,
         stream: *mut c_void,
@@ -240,15 +245,16 @@ impl Workspace {
         Self::on_shared(&Arc::new(unsafe { Stream::from_raw(device, stream)? }), bytes)
     }
 
-    /// As [`Workspace::on_stream`], in `bytes` bytes at `memory` of an allocator that the program has already. So
-    /// what that allocator has freed serves runs too, and they need no second pool of memory.
+    /// A workspace on a stream, as by [`Workspace::on_stream`], in memory that the caller provides: `bytes` bytes at
+    /// `memory`, for example from the program's own allocator. So runs can use that allocator's cached memory, and no
+    /// second memory pool is needed.
     ///
     /// # Errors
     /// [`Error::Parameter`] for memory that is not aligned to 256 bytes; else as [`Workspace::new`].
     ///
     /// # Safety
-    /// As [`Workspace::on_stream`]. The memory must be of the device, and nothing else may use it before the workspace
-    /// is dropped and the stream has come past its runs.
+    /// As [`Workspace::on_stream`]. The memory must be on the device. Nothing else may use it until the workspace is
+    /// dropped and its runs on the stream have finished.
     pub unsafe fn on_memory(
         device: impl Into<Device>,
         stream: *mut c_void,
@@ -273,15 +279,16 @@ impl Workspace {
         Ok(Workspace { memory: Memory::Device { buffer, stream: stream.clone() } })
     }
 
-    /// Orders the work of every following run on a stream that the caller owns. Nothing happens on
-    /// the CPU.
+    /// Sets the stream for all following runs; the caller owns it. Waits first for the runs that are still under way. A
+    /// workspace on the CPU is left unchanged.
     ///
     /// # Errors
     /// [`Error::Backend`] if work given to the stream before has failed.
     ///
     /// # Safety
-    /// `stream` must be a `cudaStream_t` or `hipStream_t` of this workspace's device that stays alive until another
-    /// one is set or the workspace is dropped. Other streams are as in [`Workspace::on_stream`].
+    /// `stream` must be a `cudaStream_t` or `hipStream_t` of this workspace's device that stays alive until another one
+    /// is set or the workspace is dropped. The caller must synchronize other streams as described for
+    /// [`Workspace::on_stream`].
     pub unsafe fn set_stream(&mut self, stream: *mut c_void) -> Result<()> {
         // The memory may still be in use by earlier runs.
         self.synchronize()?;
@@ -295,8 +302,8 @@ impl Workspace {
     /// Waits until all runs in this workspace are done.
     ///
     /// # Errors
-    /// [`Error::Backend`] if a kernel failed; [`Error::Index`] if a run on its device, in this workspace or another
-    /// one, has found a wrong index since this was last said.
+    /// [`Error::Backend`] if a kernel failed; [`Error::Index`] if any run on the device, in this workspace or another,
+    /// found an index out of range that has not been reported yet.
     pub fn synchronize(&self) -> Result<()> {
         match &self.memory {
             Memory::Host(_) => Ok(()),
@@ -372,7 +379,7 @@ fn default_stream(gpu: Device) -> Result<Arc<Stream>> {
 
 impl Drop for Workspace {
     fn drop(&mut self) {
-        // The memory goes back in the order of the stream that it was allocated on.
+        // The memory is freed on the stream that allocated it. If runs used another stream since, wait for them first.
         if let Memory::Device { buffer, stream } = &self.memory
             && !buffer.is_allocated_on(stream)
         {

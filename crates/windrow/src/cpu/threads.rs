@@ -1,8 +1,9 @@
 //! Splitting work over threads.
 //!
-//! The caller takes tasks as long as there are any, helpers beside it, each its own share first. Whoever does
-//! not come, comes late or ends early costs only speed: the caller waits for tasks that have begun, never for
-//! a thread to arrive, and runs nothing but its own tasks meanwhile.
+//! The caller and its helper threads take tasks until none is left. Each thread starts with its own share and then
+//! steals from the others'. A helper that starts late or not at all costs only speed. The caller waits for tasks that
+//! have started, not for helpers to start (a team, see [`use_team`], is waited for as a whole). While it waits, it runs
+//! no foreign rayon jobs.
 
 use super::float_mode::FloatMode;
 use super::pool;
@@ -13,14 +14,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock};
 
-/// Most threads that a plan uses, however many it is given: each may own scratch memory.
+/// The maximum number of threads of a plan. There is a limit because each thread may need scratch memory of its own.
 pub(crate) const MAX_THREADS: usize = 1024;
 
-/// Threads from which on they have to share what the last-level cache delivers.
+/// The minimum number of threads for which the bandwidth of the last-level cache limits each of them.
 pub(crate) const MANY_THREADS: usize = 8;
 
-/// Whether this process may have so many threads at work, however many a plan uses: what decides which sums are formed must
-/// not depend on a plan's threads, as bits would.
+/// Whether this process can run at least [`MANY_THREADS`] threads. It does not depend on the plan's thread count,
+/// because it selects between algorithms that round differently, and results must not change with that count.
 pub(crate) fn has_many_cores() -> bool {
     static MANY: LazyLock<bool> = LazyLock::new(|| {
         std::thread::available_parallelism().is_ok_and(|cores| cores.get() >= MANY_THREADS)
@@ -28,9 +29,8 @@ pub(crate) fn has_many_cores() -> bool {
     *MANY
 }
 
-/// How many threads a plan uses unless told otherwise: the environment variable
-/// `WINDROW_NUM_THREADS`, else the size of the rayon pool that the caller is in, else the number
-/// of cores; 1 if no threads can be started, and without the feature `threads`.
+/// The default number of threads of a plan. It is the value of `WINDROW_NUM_THREADS` if that is set. Otherwise it is
+/// the size of the caller's rayon pool, or else of rayon's global pool. It is 1 if there is no pool.
 pub fn num_threads() -> usize {
     static FROM_ENV: LazyLock<Option<usize>> = LazyLock::new(|| {
         let value = std::env::var("WINDROW_NUM_THREADS").ok()?;
@@ -45,46 +45,46 @@ pub fn num_threads() -> usize {
     FROM_ENV.or_else(pool::size).unwrap_or(1)
 }
 
-/// The number of threads that a plan's option means.
+/// The number of threads for `PlanOptions::threads`: the given number or [`num_threads`], at most [`MAX_THREADS`].
 pub(crate) fn resolve_threads(option: Option<NonZeroUsize>) -> usize {
     option.map_or_else(num_threads, NonZeroUsize::get).min(MAX_THREADS)
 }
 
-/// Calls the closure once on each thread of a group of which the caller is one, and returns when
-/// all calls have. The group may be of any size, and of another at each time. What a team leaves undone,
-/// its caller does.
+/// A function that calls the closure once on each thread of a team, the caller included, and returns after all of these
+/// calls. The team may have any size, and a different size in each call. The caller runs the tasks that the team has
+/// not run.
 pub type Team = fn(&(dyn Fn() + Sync));
 
 static TEAM: OnceLock<Team> = OnceLock::new();
 
-/// Takes threads from another library for all work of this process that is split from now on,
-/// instead of from rayon; the first call counts.
+/// Sets the function by which this process runs parallel work from now on, instead of rayon. Only the first call has an
+/// effect.
 ///
-/// For a library which keeps its threads waiting in a loop, as OpenMP's runtimes do: ours would have to
-/// share the cores with those.
+/// This is for programs whose other thread pool spins while idle, as OpenMP runtimes do: rayon's threads would compete
+/// with the spinning ones for the cores.
 pub fn use_team(team: Team) {
-    // A second team would be no better than the first.
+    // Later calls are ignored.
     let _ = TEAM.set(team);
 }
 
-/// Calls `task(i)` for every `i` in `0..tasks`, on at most `threads` threads of which the caller
-/// is one. Each thread begins with its own contiguous share of the tasks, in order, the same one in
-/// every call of the same sizes, so that it finds in its cache what it wrote in the call before. Who is
-/// done takes from the others' shares: a late thread costs nothing but its speed. With one thread or one
-/// task nothing but the caller runs.
+/// Calls `task(i)` for every `i` in `0..tasks`, on at most `threads` threads of which the caller is one. Each thread
+/// begins with its own contiguous share of the tasks, in order, the same one in every call of the same sizes, so that
+/// it finds in its cache what it wrote in the call before. A thread that finishes its share takes tasks from the
+/// others' shares, so a late thread delays nothing but its own tasks. With one thread or one task nothing but the
+/// caller runs.
 ///
-/// Other threads come from [`use_team`], else from the rayon pool that the caller is in, or from
-/// rayon's global one. Without the feature `threads` there is only a team.
+/// Other threads come from [`use_team`], else from the rayon pool that the caller is in, or from rayon's global one.
+/// Without the feature `threads` they come only from [`use_team`].
 ///
 /// # Panics
-/// With what the first task that panicked was stopped by; tasks that had not begun then are left out.
+/// If a task panics: with the payload of the first such panic. Tasks that had not started are skipped.
 pub(crate) fn parallel_for(threads: usize, tasks: usize, task: impl Fn(usize) + Sync) {
     parallel_for_workers(threads, tasks, |_, i| task(i));
 }
 
-/// As [`parallel_for`], calling `task(worker, i)`: no two tasks with the same
-/// `worker < min(threads, tasks)` run at the same time, so that each worker can own scratch memory.
-/// The caller is worker 0, and all tasks run in its mode of rounding and flushing.
+/// As [`parallel_for`], calling `task(worker, i)`: no two tasks with the same `worker < min(threads, tasks)` run at the
+/// same time, so that each worker can own scratch memory. The caller is worker 0. All tasks run with the caller's
+/// floating-point mode (rounding, flush-to-zero).
 pub(crate) fn parallel_for_workers(
     threads: usize,
     tasks: usize,
@@ -117,7 +117,7 @@ pub(crate) fn parallel_for_workers(
     }
 }
 
-/// Nothing of ours panics while it holds one of these locks.
+/// The guard of a mutex, poisoned or not. Poisoning can be ignored because no code here panics while it holds the lock.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
@@ -130,30 +130,31 @@ fn on_team(team: Team, work: &(dyn Fn() + Sync)) {
 }
 
 thread_local! {
-    /// The worker that this thread was last beside another caller; 0 if none yet.
+    /// The worker index that this thread had when it last helped another thread; 0 if it never did.
     static WORKER: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Tells the threads that are alive apart.
+/// An identifier of this thread, unique among the threads that are alive.
 fn this_thread() -> usize {
     WORKER.with(|worker| std::ptr::from_ref(worker).addr())
 }
 
-/// More workers than this have a share with others, so that a call needs no memory but the stack.
+/// The maximum number of shares of a call. If there are more workers, several begin with the same share. The limit
+/// keeps the shares on the stack.
 const MOST_SHARES: usize = 32;
 
 /// The tasks of a call, shared out to its workers.
 struct Shares {
-    /// Those behind the first `count` are empty.
+    /// The shares; those after the first `count` are empty.
     shares: [Share; MOST_SHARES],
     count: usize,
     workers: usize,
-    /// A bit for each worker.
+    /// A bit for each worker, set if a thread has claimed that worker index.
     claimed: [AtomicU64; MAX_THREADS / 64],
     caller: usize,
 }
 
-/// What is left of a worker's tasks, in a cache line of its own.
+/// The remaining tasks of a share, in a cache line of its own.
 #[repr(align(64))]
 struct Share {
     next: AtomicUsize,
@@ -161,7 +162,7 @@ struct Share {
 }
 
 impl Shares {
-    /// For up to [`MAX_THREADS`] workers.
+    /// Shares of `tasks` tasks for at most [`MAX_THREADS`] workers.
     fn new(workers: usize, tasks: usize) -> Self {
         let count = workers.min(MOST_SHARES);
         let (size, rest) = (tasks / count, tasks % count);
@@ -171,14 +172,14 @@ impl Shares {
             shares: std::array::from_fn(share),
             count,
             workers,
-            // The caller's.
+            // Only the bit of the caller, worker 0, is set.
             claimed: std::array::from_fn(|i| AtomicU64::new(u64::from(i == 0))),
             caller: this_thread(),
         }
     }
 
-    /// The worker that this thread is, if one is left: 0 for the caller, else what it was the last time, if
-    /// that is free.
+    /// The worker index of this thread, or `None` if all are taken. It is 0 for the caller. Another thread gets the
+    /// index that it had last time if that is free, else the lowest free one.
     fn claim(&self) -> Option<usize> {
         if this_thread() == self.caller {
             return Some(0);
@@ -190,7 +191,7 @@ impl Shares {
                 && self.claimed[worker / 64].fetch_or(bit, Ordering::Relaxed) & bit == 0
         };
         let worker = std::iter::once(last).chain(1..self.workers).find(claim)?;
-        // A call for fewer workers is no reason to move.
+        // Keep the remembered index if this call has too few workers for it.
         if last < self.workers {
             WORKER.set(worker);
         }
@@ -203,7 +204,7 @@ impl Shares {
         after.iter().chain(before).flat_map(|share| std::iter::from_fn(|| share.take()))
     }
 
-    /// No task begins any more.
+    /// Prevents all tasks that have not started from starting.
     fn stop(&self) {
         for share in &self.shares {
             share.next.store(usize::MAX / 2, Ordering::Relaxed);
@@ -213,7 +214,7 @@ impl Shares {
 
 impl Share {
     fn take(&self) -> Option<usize> {
-        // Nothing is written where nothing is left, so that many threads may look.
+        // An empty share is only read. So threads that look for work do not invalidate each other's cache line.
         if self.next.load(Ordering::Relaxed) >= self.end {
             return None;
         }
@@ -228,7 +229,7 @@ pub(crate) struct SendPtr<T>(pub *mut T);
 
 // SAFETY: whoever dereferences it promises that no two threads touch the same element.
 unsafe impl<T> Send for SendPtr<T> {}
-// SAFETY: sharing it gives no more than a copy does, and that is up to whoever dereferences it.
+// SAFETY: a shared reference gives only a copy of the pointer; whoever dereferences that is responsible.
 unsafe impl<T> Sync for SendPtr<T> {}
 
 impl<T> SendPtr<T> {
@@ -266,7 +267,7 @@ mod tests {
         });
     }
 
-    /// On threads of its own, of which the caller is one.
+    /// A team of three threads: two new ones and the caller.
     fn three(work: &(dyn Fn() + Sync)) {
         std::thread::scope(|scope| {
             scope.spawn(work);
@@ -336,7 +337,7 @@ mod tests {
         assert_eq!(calls[0].claim(), Some(0));
         let calls = &calls;
         std::thread::scope(|scope| {
-            // One after the other, and in the second call in the other order.
+            // The two threads claim one after the other; in the second call their order is reversed.
             let (to_other, from_first) = std::sync::mpsc::channel();
             let (to_first, from_other) = std::sync::mpsc::channel();
             scope.spawn(move || {

@@ -3,7 +3,8 @@
 use super::TensorDesc;
 use crate::{DType, Device, Error, Layout, Result};
 
-/// [`Error::OutOfBounds`] unless elements from `offset` on lie within `len`.
+/// A check: [`Error::OutOfBounds`] unless every element of `layout`, with index zero at `offset`, lies within `len`
+/// elements.
 pub(super) fn check_bounds(
     arg: &'static str,
     len: usize,
@@ -18,7 +19,7 @@ pub(super) fn check_bounds(
     Ok(())
 }
 
-/// [`Error::OverlappingOutput`] unless every element has its own memory.
+/// A check: [`Error::OverlappingOutput`] unless every element has its own memory.
 pub(crate) fn check_unique(arg: &'static str, layout: &Layout) -> Result<()> {
     if layout.is_unique() {
         return Ok(());
@@ -30,18 +31,18 @@ pub(crate) fn check_unique(arg: &'static str, layout: &Layout) -> Result<()> {
     })
 }
 
-/// [`Error::WrongDevice`] unless the two are the same.
+/// A check: [`Error::WrongDevice`] unless the two are the same.
 pub(crate) fn check_device(arg: &'static str, given: Device, expected: Device) -> Result<()> {
     if given == expected { Ok(()) } else { Err(Error::WrongDevice { arg, given, expected }) }
 }
 
-/// [`Error::DType`] unless the two are the same.
+/// A check: [`Error::DType`] unless the two are the same.
 pub(crate) fn check_dtype(arg: &'static str, given: DType, expected: DType) -> Result<()> {
     if given == expected { Ok(()) } else { Err(Error::dtype(arg, given, expected.name())) }
 }
 
-/// [`Error::Rank`], [`Error::Shape`] or [`Error::DType`] unless type and shape are the expected
-/// ones. Strides are not compared.
+/// A check: [`Error::Shape`] or [`Error::DType`] unless shape and element type are the expected ones. Strides are not
+/// compared.
 pub(crate) fn check_tensor(
     arg: &'static str,
     given: &TensorDesc,
@@ -54,8 +55,8 @@ pub(crate) fn check_tensor(
     check_dtype(arg, given.dtype, dtype)
 }
 
-/// [`Error::Rank`], [`Error::Shape`], [`Error::DType`] or [`Error::Strides`] unless a view has the type and
-/// layout that a plan was made for.
+/// A check: [`Error::Shape`], [`Error::DType`] or [`Error::Strides`] unless a view has the shape, element type and
+/// strides that a plan was made for.
 pub(crate) fn check_view(
     arg: &'static str,
     given: &TensorDesc,
@@ -72,8 +73,8 @@ pub(crate) fn check_view(
     })
 }
 
-/// As [`check_view`] for an argument that a plan may have been made without: given exactly if
-/// planned.
+/// A check of an optional argument: as [`check_view`] if both plan and call have it, and [`Error::Parameter`] if only
+/// one of the two has it.
 pub(crate) fn check_optional_view(
     arg: &'static str,
     given: Option<&TensorDesc>,

@@ -83,7 +83,7 @@ unsafe impl Send for TensorMut<'_> {}
 unsafe impl Sync for TensorMut<'_> {}
 
 impl<'a> TensorRef<'a> {
-    /// A row-major view of the whole slice.
+    /// A row-major view of the first elements of a slice.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`] if the slice is shorter than the shape, and as
@@ -116,11 +116,12 @@ impl<'a> TensorRef<'a> {
     /// Every element that `desc` reaches from `ptr` must be readable on `device`, initialised, and
     /// unchanged by others for `'a`. `ptr` must be aligned to the element size on the CPU.
     ///
-    /// A run on a CUDA device has only been given to its [stream](crate::Workspace::stream) when it returns, and reads the
-    /// memory later, also after `'a`. So the memory must stay, unchanged by others, until the stream has come past
-    /// the run; what is given to the same stream later may change or free it. What other streams do with it has to be
-    /// ordered with the run's stream by events or by waiting, before and after: only blocking streams and the
-    /// legacy default stream are ordered by themselves, not those made with `cudaStreamNonBlocking`.
+    /// A run on a GPU returns when its work is enqueued on its [stream](crate::Workspace::stream). It may read the
+    /// memory after that, even after `'a` has ended. So the memory must stay allocated and unchanged until the run has
+    /// finished on the stream. Work enqueued later on the same stream may change or free it. If other streams use the
+    /// memory before or after the run, the caller must synchronize them with the run's stream, by events or by waiting.
+    /// Only blocking streams and the legacy default stream are synchronized implicitly; streams made with
+    /// `cudaStreamNonBlocking` are not.
     pub unsafe fn from_raw(ptr: *const c_void, desc: TensorDesc, device: Device) -> Self {
         TensorRef { ptr: ptr.cast(), desc, device, memory: PhantomData }
     }
@@ -173,7 +174,7 @@ impl<'a> TensorRef<'a> {
     /// [`Error::DType`] if `T` is another type than the tensor's.
     pub(crate) fn host_to_vec<T: Element>(&self) -> Result<Vec<T>> {
         check_dtype("tensor", self.desc.dtype, T::DTYPE)?;
-        // Of a broadcast tensor they can be more than memory holds.
+        // A broadcast view can have more elements than fit in memory, so this allocation may fail.
         let mut out = room_for(self.desc.layout.len())?;
         for_each_offset(&self.desc.layout, |o| {
             // SAFETY: offsets of the layout are readable by this view's contract; T is its type.
@@ -193,8 +194,8 @@ impl<'a> TensorRef<'a> {
     }
 }
 
-/// What is left of a tensor by `narrow`, and how many bytes further on it begins. The address of an
-/// empty part may lie outside the memory: it is never read.
+/// The description of the part that `narrow` selects, and its offset in bytes from the element at index zero. The
+/// address of an empty part may lie outside the memory: it is never read.
 fn narrowed(
     desc: &TensorDesc,
     dim: usize,
@@ -217,7 +218,7 @@ fn narrowed(
 }
 
 impl<'a> TensorMut<'a> {
-    /// A row-major view of the whole slice.
+    /// A row-major view of the first elements of a slice.
     ///
     /// # Errors
     /// As [`TensorRef::new`].
@@ -246,8 +247,8 @@ impl<'a> TensorMut<'a> {
     /// Every element that `desc` reaches from `ptr` must be readable and writable on `device` and
     /// touched by nobody else for `'a`. `ptr` must be aligned to the element size on the CPU.
     ///
-    /// A run on a CUDA device writes the memory when its stream comes to it, also after `'a`: nobody else may touch it
-    /// until then, as in [`TensorRef::from_raw`].
+    /// A run on a GPU may write the memory after the call returns, even after `'a` has ended. Nothing else may touch
+    /// the memory until the run has finished, as for [`TensorRef::from_raw`].
     pub unsafe fn from_raw(ptr: *mut c_void, desc: TensorDesc, device: Device) -> Result<Self> {
         check_unique("tensor", &desc.layout)?;
         Ok(TensorMut { ptr: ptr.cast(), desc, device, memory: PhantomData })
@@ -268,8 +269,8 @@ impl<'a> TensorMut<'a> {
         TensorMut { ptr: self.ptr, desc: self.desc, device: self.device, memory: PhantomData }
     }
 
-    /// The part of the tensor whose index in `dim` lies in `range`, in the same memory; of a
-    /// [`reborrow`](Self::reborrow) where the whole is needed again.
+    /// The part of the tensor whose index in `dim` lies in `range`, in the same memory. It consumes the view: call it
+    /// on a [`reborrow`](Self::reborrow) if the whole view is needed again.
     ///
     /// # Errors
     /// As [`TensorRef::narrow`].

@@ -7,8 +7,8 @@ use std::marker::PhantomData;
 
 /// A tensor that owns its memory on the CPU; one-call helpers return it.
 ///
-/// Large tensors take their memory from a cache that freed tensors and workspaces feed, so that a
-/// loop which allocates its outputs does not pay page faults on every turn.
+/// Large tensors reuse memory of dropped tensors and workspaces, from a cache. So a loop that allocates its outputs
+/// does not cause page faults in every iteration.
 #[derive(Debug)]
 pub struct Tensor {
     buffer: Buffer,
@@ -26,8 +26,8 @@ impl Tensor {
         Ok(t)
     }
 
-    /// A tensor with the values of a vector, row-major. They are copied into memory that suits
-    /// vectors of every instruction set.
+    /// A tensor with the values of a vector, row-major. The values are copied into memory aligned to 64 bytes, which is
+    /// enough for the SIMD loads of every instruction set.
     ///
     /// # Errors
     /// As [`Tensor::from_slice`].
@@ -41,8 +41,8 @@ impl Tensor {
         Self::from_slice(&data, shape)
     }
 
-    /// A tensor of elements given as their bytes, row-major and in this machine's order: from a file
-    /// or another library.
+    /// A tensor from the bytes of its elements, row-major and in native byte order, for example from a file or another
+    /// library.
     ///
     /// # Errors
     /// As [`Tensor::zeros`], and [`Error::Shape`] if there are not exactly as many bytes.
@@ -71,9 +71,8 @@ impl Tensor {
         Ok(t)
     }
 
-    /// A tensor whose elements are undefined: for outputs that are about to be written.
-    /// The memory is initialised (zeros or an earlier tensor's bytes), so reading it is no
-    /// undefined behaviour.
+    /// A tensor with unspecified values, for an output that is about to be written. The memory is initialised (zeros or
+    /// an earlier tensor's bytes), so reading it is no undefined behaviour.
     ///
     /// # Errors
     /// [`Error::OverlappingOutput`] unless the layout is dense with non-negative strides,
@@ -92,12 +91,13 @@ impl Tensor {
         Ok(Tensor { buffer: Buffer::new(desc.bytes())?, desc })
     }
 
-    /// The elements' bytes in the order of memory and of this machine.
+    /// The bytes of the elements, in memory order and native byte order.
     pub fn as_bytes(&self) -> &[u8] {
         self.buffer.as_slice()
     }
 
-    /// The elements' bytes, for filling a tensor from a file. Every bit pattern is an element.
+    /// The elements' bytes, for filling a tensor from a file. Every bit pattern is a valid element, so any bytes may be
+    /// written.
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         self.buffer.as_mut_slice()
     }

@@ -12,10 +12,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-/// The longest table that is read: some hundred thousand entries.
+/// The maximum size in bytes of a table that is read. It holds some hundred thousand entries.
 const TABLE_LIMIT: u64 = 64 << 20;
 
-/// How long another process may hold the lock: it reads and writes one small file meanwhile.
+/// The timeout for the lock. Its holder only reads and writes one small file.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The configuration that was found for a problem, and what was gained by it.
@@ -25,15 +25,16 @@ pub(crate) struct Entry {
     pub(crate) configuration: String,
     /// Median time of a call.
     pub(crate) ms: f64,
-    /// What the model would have chosen, and its time in the same run.
+    /// The choice of the cost model.
     pub(crate) model: String,
+    /// The median time of a call of the model's choice, in the same search.
     pub(crate) model_ms: f64,
 }
 
 /// Entries by the name of the problem.
 pub(crate) type Entries = BTreeMap<String, Entry>;
 
-/// A file. Entries are parsed one by one, so that a damaged one costs no other.
+/// A table as a JSON file. Entries are parsed one by one, so a damaged entry does not affect the others.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Table {
@@ -50,10 +51,10 @@ pub(crate) fn print(device: &DeviceModel, entries: &Entries) -> String {
     serde_json::to_string_pretty(&table).expect("a table has nothing that JSON lacks") + "\n"
 }
 
-/// The device and the entries of a table; entries that are none are left out with a warning.
+/// The device and the entries of a table. An entry that cannot be parsed is skipped with a warning.
 ///
 /// # Errors
-/// Why the text is no table of this version, in words.
+/// A message that says why the text is not a table of this version.
 pub(crate) fn parse(text: &str) -> Result<(DeviceModel, Entries), String> {
     let table: Table = serde_json::from_str(text).map_err(|e| e.to_string())?;
     if table.windrow != VERSION {
@@ -75,8 +76,8 @@ impl Table {
     }
 }
 
-/// Where tables are kept: `WINDROW_TUNE_CACHE`, else `tuning` in the user's cache folder. `None` if there
-/// is no such place, and in unit tests, which must not depend on what was tuned on the machine.
+/// The folder of the tables: `WINDROW_TUNE_CACHE` if set, else `tuning` in the user's cache folder. `None` if there is
+/// no such place, and in unit tests, which must not depend on what was tuned on the machine.
 pub(crate) fn directory() -> Option<PathBuf> {
     folder::from_env("WINDROW_TUNE_CACHE")
         .or_else(|| folder::cache().filter(|_| !cfg!(test)).map(|d| d.join("tuning")))
@@ -107,13 +108,14 @@ pub(crate) fn load(directory: &Path, device: &DeviceModel) -> Entries {
     Entries::new()
 }
 
-/// Adds entries to a device's file; what is there for other problems stays. Other processes see the
-/// file as it was or as it is then, and may add to it at the same time. Returns all entries.
+/// Adds entries to a device's file; what is there for other problems stays. The file is replaced atomically under a
+/// lock, so other processes may read it and add to it at the same time. Returns all entries.
 pub(crate) fn store(directory: &Path, device: &DeviceModel, new: &Entries) -> io::Result<Entries> {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     std::fs::create_dir_all(directory)?;
     let path = directory.join(device.file_name());
-    // A file of its own: the table itself is replaced, and a lock goes with the file.
+    // The lock is on a separate file, because the table file is replaced and a lock belongs to the file that was
+    // opened.
     let lock = path.with_extension("lock");
     let opened = folder::open_lock(&lock);
     let opened = opened.map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", lock.display())));
@@ -129,7 +131,7 @@ pub(crate) fn store(directory: &Path, device: &DeviceModel, new: &Entries) -> io
     Ok(entries)
 }
 
-/// The file, locked.
+/// The file with an exclusive lock. Waits for it, at most [`PATIENCE`].
 fn take(path: &Path, file: File) -> io::Result<File> {
     let start = Instant::now();
     loop {
@@ -147,13 +149,13 @@ fn take(path: &Path, file: File) -> io::Result<File> {
     }
 }
 
-/// What is known of a device in this process.
+/// The tuning entries for a device, as this process has them.
 #[derive(Debug)]
 pub(crate) struct Known {
     pub(crate) device: DeviceModel,
-    /// Found on this machine.
+    /// The entries that were found on this machine.
     user: RwLock<Entries>,
-    /// Ship with the library.
+    /// The entries that ship with the library.
     shipped: Entries,
 }
 
@@ -163,7 +165,7 @@ const SHIPPED: &[&str] =
     &[include_str!("shipped/nvidia-h200.json"), include_str!("shipped/amd-epyc-avx512bf16.json")];
 
 impl Known {
-    /// Read at the first call for a device, kept as long as the process lives.
+    /// The entries for a device. They are read from disk at the first call and then kept until the process ends.
     ///
     /// # Errors
     /// [`crate::Error::NoDevice`], [`crate::Error::Backend`].
@@ -177,7 +179,7 @@ impl Known {
         let user = directory().map(|directory| load(&directory, &model)).unwrap_or_default();
         let shipped = SHIPPED
             .iter()
-            // What ships was reviewed for this version, whichever measured it.
+            // Shipped tables are used whatever version measured them, because they are reviewed for each release.
             .filter_map(|text| serde_json::from_str::<Table>(text).ok())
             .map(Table::parts)
             .filter(|(shipped, _)| shipped.is_like(&model))
@@ -211,10 +213,10 @@ impl Known {
         self.shipped.get(key).map(|entry| entry.configuration.as_str())
     }
 
-    /// Keeps entries for this process and for all later ones, unless there is no folder for it.
+    /// Keeps entries in this process, and writes them to the device's file if there is a folder for it.
     ///
     /// # Errors
-    /// If the table cannot be written; this process knows them then as well.
+    /// An I/O error if the table cannot be written. The entries are kept in this process all the same.
     pub(crate) fn remember(&self, new: Entries) -> io::Result<()> {
         let stored = directory().map(|directory| store(&directory, &self.device, &new)).transpose();
         let mut user = self.user.write().unwrap_or_else(PoisonError::into_inner);
@@ -281,7 +283,8 @@ mod tests {
         std::fs::remove_dir_all(&dir).unwrap();
     }
 
-    /// Whatever has the table's name, nobody waits for it, and a new table takes its place if that can be.
+    /// Something else may have the table's name (a pipe, a device, a folder). Reading it must not block, and a new
+    /// table replaces it if possible.
     #[cfg(target_os = "linux")]
     #[test]
     fn a_table_that_is_no_file_is_ignored() {

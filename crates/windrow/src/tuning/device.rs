@@ -5,7 +5,7 @@ use crate::gpu::Gpu;
 use crate::{Device, Result};
 use serde::{Deserialize, Serialize};
 
-/// A model of a device, with what its speed depends on beside the hardware.
+/// A device model, with the instruction set or the driver version, because speed depends on these too.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct DeviceModel {
@@ -41,22 +41,22 @@ impl DeviceModel {
         }
     }
 
-    /// The same hardware and instructions, whatever the driver.
+    /// True if both have the same hardware and instruction set; the driver may differ.
     pub(crate) fn is_like(&self, other: &DeviceModel) -> bool {
         let hardware =
             |d: &DeviceModel| (d.name.clone(), d.architecture.clone(), d.features.clone());
         hardware(self) == hardware(other)
     }
 
-    /// `nvidia-h200-sm-90-13-0-0-1-0.json`: what it consists of and the library's version in letters
-    /// that every file system takes.
+    /// The name of the device's file: all fields and the library version, reduced to lower-case letters, digits and
+    /// hyphens, as in `nvidia-h200-sm-90-13-0-0-1-0.json`.
     pub(crate) fn file_name(&self) -> String {
         let DeviceModel { name, architecture, features, driver } = self;
         let parts = [name, architecture, features, driver, super::VERSION];
         let all = parts.map(String::from).join(" ").to_lowercase();
         let words = all.split(|c: char| !c.is_ascii_alphanumeric()).filter(|w| !w.is_empty());
         let stem = words.collect::<Vec<_>>().join("-");
-        // Names of files end at 255 bytes.
+        // Most file systems limit a file name to 255 bytes.
         format!("{}.json", &stem[..stem.len().min(200)])
     }
 }

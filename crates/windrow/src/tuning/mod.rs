@@ -1,8 +1,8 @@
-//! The choice of a configuration: by a model, from earlier measurements, or by a search.
+//! The choice of a configuration: by a cost model, from earlier measurements, or by a search.
 //!
 //! A configuration is an algorithm with its parameters, as [`Conv2dConfiguration`](crate::Conv2dConfiguration).
-//! `XPlan::tune` measures all candidates of a problem and keeps the winner in a file for the device's
-//! model; plans with [`Tuning::Cached`] find it there.
+//! `Plan::tune` measures all candidates of a problem and saves the winner in a file for this model of device. Plans
+//! with [`Tuning::Cached`] read it from there.
 
 pub(crate) mod cache;
 mod device;
@@ -13,9 +13,9 @@ mod tests;
 pub(crate) use search::{Clock, Contest};
 pub use search::{Search, Stop};
 
-use crate::plan::{Operator, Tuned};
+use crate::plan::Tuned;
 use crate::verification::random_tensor;
-use crate::{CausalConv1d, Conv2d, Device, Error, Gelu, Result, Tensor, TensorDesc, Tuning};
+use crate::{Device, Error, Result, Tensor, TensorDesc, Tuning};
 use cache::{Entries, Entry, Known};
 use search::{MODEL, Spread, SystemClock, search};
 use std::fmt::Display;
@@ -24,24 +24,24 @@ use std::str::FromStr;
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-/// One problem of an operator: what a room tells the search.
+/// A problem of an operator, as the search needs it.
 pub(crate) trait Tunable {
     type Configuration: Copy + PartialEq + Display + FromStr<Err = Error>;
 
     fn device(&self) -> Device;
-    /// What is computed, in words and numbers; on the CPU with the number of threads.
+    /// The key of the problem in a table: operator, types, sizes and options, and on the CPU the number of threads.
     fn key(&self) -> String;
     /// Every candidate, the model's choice first.
     fn candidates(&self) -> Result<Vec<Self::Configuration>>;
-    /// Time that the model expects, in any unit.
+    /// The run time that the cost model predicts, in arbitrary units.
     fn cost(&self, configuration: &Self::Configuration) -> Result<f64>;
     /// Whether a configuration from a file may be used.
     fn is_valid(&self, configuration: &Self::Configuration) -> bool;
-    /// By what a search measures.
+    /// The clock of a search.
     fn clock(&self) -> Box<dyn Clock> {
         Box::new(SystemClock::new())
     }
-    /// What runs these candidates.
+    /// The object that prepares, runs and verifies these candidates.
     fn contest<'a>(
         &'a self,
         candidates: &'a [Self::Configuration],
@@ -60,7 +60,7 @@ pub struct Report {
     pub chosen: usize,
     /// The reason why the search ended.
     pub stop: Stop,
-    /// The reason why the winner could not be kept on disk, if it should have been.
+    /// The error message if saving the winner failed. `None` if it was saved, or if nothing had to be saved.
     pub not_kept: Option<String>,
 }
 
@@ -70,7 +70,7 @@ pub struct Report {
 pub struct Measured {
     /// The configuration.
     pub configuration: String,
-    /// Time that the model expects, relative to that of its choice.
+    /// The predicted run time, divided by that of the first candidate.
     pub expected: f64,
     /// Median seconds of a call; `None` if it was not measured.
     pub seconds: Option<f64>,
@@ -91,7 +91,7 @@ impl Report {
         &self.candidates[MODEL]
     }
 
-    /// Time of the model's choice over that of the winner.
+    /// The speedup of the winner over the model's choice; 1 if one of them was not measured.
     pub fn gain(&self) -> f64 {
         match (self.model().seconds, self.winner().seconds) {
             (Some(model), Some(winner)) => model / winner,
@@ -100,11 +100,11 @@ impl Report {
     }
 }
 
-/// The configuration that a plan should take; `None` for the model's. The problem is made only if there is
-/// something to look up.
+/// The configuration that a plan should take; `None` for the model's. `problem` is called only if a table has entries
+/// or a search is asked for.
 ///
 /// # Errors
-/// Those of a search, and without the device.
+/// Errors of a search; [`Error::NoDevice`] or [`Error::Backend`] if the device cannot be used.
 pub(crate) fn decide<T: Tunable>(
     device: Device,
     tuning: Tuning,
@@ -143,10 +143,10 @@ fn valid<T: Tunable>(problem: &T, key: &str, text: &str) -> Option<T::Configurat
     configuration
 }
 
-/// Measures configurations, of which the first is the model's choice or what else gains refer to.
+/// Measures configurations. The first is the baseline of gains: usually the model's choice.
 ///
 /// # Errors
-/// Those of making and running the first; [`Error::Parameter`] without any.
+/// Errors of making or running the first configuration; [`Error::Parameter`] if `configurations` is empty.
 pub(crate) fn measure<T: Tunable>(
     problem: &T,
     configurations: &[T::Configuration],
@@ -185,7 +185,7 @@ pub(crate) fn tune<T: Tunable>(problem: &T, how: &Search) -> Result<(T::Configur
     let mut report = measure(problem, &candidates, how)?;
     if let (Some(seconds), Some(model_seconds)) = (report.winner().seconds, report.model().seconds)
     {
-        // In whole nanoseconds, for readers.
+        // Milliseconds, rounded to whole nanoseconds so that the file is easy to read.
         let ms = |seconds: f64| (seconds * 1e9).round() / 1e6;
         let entry = Entry {
             configuration: report.winner().configuration.clone(),
@@ -200,7 +200,7 @@ pub(crate) fn tune<T: Tunable>(problem: &T, how: &Search) -> Result<(T::Configur
     Ok((candidates[report.chosen], report))
 }
 
-/// A tensor of random numbers that repeat after a million, for inputs of any size in no time.
+/// A tensor of random numbers with a period of 1,000,003 elements, so that large inputs are made quickly.
 pub(crate) fn random_input(seed: u64, desc: TensorDesc, low: f64, high: f64) -> Result<Tensor> {
     const PERIOD: usize = 1_000_003;
     let period = TensorDesc::contiguous(desc.dtype, &[desc.layout.len().clamp(1, PERIOD)])?;
@@ -230,10 +230,10 @@ pub fn export(device: Device) -> Result<String> {
     Ok(cache::print(&known.device, &known.user()))
 }
 
-/// Adds the entries of a table to what is known of the device model that it names; those of
-/// the same problems are replaced. Processes that have looked up a configuration for such a device already do
-/// not see them. An entry of no operator, or of a configuration that this version does not know, is left out with a
-/// warning. Returns the number of the others.
+/// Merges the entries of a table into the file for the device model that the table names. An entry for the same problem
+/// replaces the old one. A process that has already looked up a configuration for such a device, this one included,
+/// does not see the new entries. An entry is skipped with a warning if its operator or its configuration is unknown to
+/// this version. Returns the number of entries that were merged.
 ///
 /// # Errors
 /// [`Error::Parameter`] if the text is no table of this library version, or the table cannot be written.
@@ -264,15 +264,23 @@ pub fn import(table: &str) -> Result<usize> {
 
 /// Whether some plan could take the configuration: a problem's key begins with its operator.
 fn is_known(problem: &str, configuration: &str) -> bool {
-    let is_configuration = match problem.split(' ').next() {
-        Some(Gelu::NAME) => is_configuration::<Gelu>,
-        Some(CausalConv1d::NAME) => is_configuration::<CausalConv1d>,
-        Some(Conv2d::NAME) => is_configuration::<Conv2d>,
-        _ => return false,
-    };
-    is_configuration(configuration)
+    let name = problem.split(' ').next();
+    let operator = crate::TUNABLE.iter().find(|operator| Some(operator.name) == name);
+    operator.is_some_and(|operator| (operator.is_configuration)(configuration))
 }
 
-fn is_configuration<O: Tuned>(text: &str) -> bool {
-    text.parse::<O::Configuration>().is_ok()
+/// An operator as the tables see it.
+pub(crate) struct TunableOperator {
+    name: &'static str,
+    /// Whether a text is a configuration of the operator.
+    is_configuration: fn(&str) -> bool,
+}
+
+impl TunableOperator {
+    pub(crate) const fn of<O: Tuned>() -> Self {
+        TunableOperator {
+            name: O::NAME,
+            is_configuration: |text| text.parse::<O::Configuration>().is_ok(),
+        }
+    }
 }

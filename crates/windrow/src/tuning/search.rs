@@ -1,11 +1,10 @@
-//! Interleaved successive halving: the fastest of several candidates, on a machine that is
-//! never quite still.
+//! Interleaved successive halving: finds the fastest of several candidates on a machine with noisy timings.
 
 use crate::forms::setters;
 use crate::{Error, Result};
 use std::time::{Duration, Instant};
 
-/// What time it is; tests have a clock of their own.
+/// A source of time; tests use a fake one.
 pub(crate) trait Clock {
     /// Time since some moment.
     fn now(&self) -> Duration;
@@ -26,11 +25,12 @@ impl Clock for SystemClock {
     }
 }
 
-/// Candidates that can be run, by number; 0 is the model's choice.
+/// The candidates of a benchmark, addressed by index; index 0 is the model's choice.
 pub(crate) trait Contest {
-    /// Makes what a candidate's runs need; counts neither as its time nor in the budget.
+    /// Prepares a candidate, for example compiles its kernels. This time counts neither as a measurement nor towards
+    /// the budget.
     fn prepare(&mut self, candidate: usize) -> Result<()>;
-    /// Runs a candidate so many times and waits for its results.
+    /// Runs a candidate `times` times and waits until it has finished.
     fn run(&mut self, candidate: usize, times: usize) -> Result<()>;
     /// Runs a candidate once and says whether its result agrees with the oracle.
     fn verify(&mut self, candidate: usize) -> Result<bool>;
@@ -40,10 +40,12 @@ pub(crate) trait Contest {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Search {
-    /// The time for measuring one problem. Preparing the candidates (on CUDA compiling their kernels) and comparing
-    /// with the oracle come on top.
+    /// The time for measuring one problem. The time to prepare candidates (on a GPU, to compile kernels) and to compare
+    /// with the oracle is not included.
     pub budget: Duration,
-    /// Whether to measure all candidates alike instead of dropping the slow ones, whatever the budget.
+    /// Whether to give every candidate the same number of measurements, 7 to 30, instead of dropping slower ones round
+    /// by round. A candidate that is more than 4 times slower than the best in its first calls is still dropped. The
+    /// budget counts only after the 7th pass.
     pub exhaustive: bool,
 }
 
@@ -64,35 +66,38 @@ setters! {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Stop {
-    /// The best candidate was ahead of the rest, or the rest as good as the model's choice.
+    /// The search has a result: one candidate is faster by more than the noise, or the last one left cannot be told
+    /// apart from the model's choice.
     Decided,
     /// The time was used up.
     Budget,
-    /// Every candidate was measured as often as asked for.
+    /// The end of an exhaustive search: every remaining candidate was measured equally often.
     Exhausted,
 }
 
-/// What a search found.
+/// The result of a search.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     /// Seconds of a call, for each candidate in the order measured.
     pub(crate) samples: Vec<Vec<f64>>,
-    /// Why a candidate could not take part, or was not accepted.
+    /// For each candidate, the reason why it was left out or rejected, if it was.
     pub(crate) refused: Vec<Option<String>>,
     pub(crate) chosen: usize,
     pub(crate) stop: Stop,
 }
 
-/// The model's choice.
+/// The index of the model's choice.
 pub(crate) const MODEL: usize = 0;
-/// A measurement takes about so long: shorter calls are repeated.
+/// The target duration of a measurement in seconds. A shorter call is repeated to reach it.
 const TURN: f64 = 1e-3;
 const MAX_TIMES: f64 = 10_000.0;
-/// A first call this many times slower than the best ends a candidate's part.
+/// The factor by which a candidate's first calls must be slower than the best for it to be dropped at once.
 const HOPELESS: f64 = 4.0;
-/// Measurements of a candidate in a round, and before it can be told from another.
+/// The minimum number of passes of a round.
 const MIN_ROUND: usize = 3;
+/// The maximum number of passes of a round.
 const MAX_ROUND: usize = 30;
+/// The number of measurements from which two candidates are compared.
 const ENOUGH: usize = 7;
 /// A smaller gain over the model's choice is not worth another configuration.
 const MIN_GAIN: f64 = 0.02;
@@ -106,7 +111,7 @@ pub(crate) struct Spread {
 }
 
 impl Spread {
-    /// None without samples.
+    /// The statistics of some samples; `None` if there are none.
     pub(crate) fn of(samples: &[f64]) -> Option<Self> {
         let mut sorted = samples.to_vec();
         sorted.sort_by(f64::total_cmp);
@@ -161,13 +166,13 @@ struct State<'a> {
     start: Duration,
     budget: Duration,
     samples: Vec<Vec<f64>>,
-    /// Calls of a measurement.
+    /// The number of calls in one measurement, for each candidate.
     times: Vec<usize>,
     refused: Vec<Option<String>>,
 }
 
 impl State<'_> {
-    /// Runs every candidate, so that caches, pages and clocks are warm; those that are left.
+    /// Runs every candidate, to warm up caches, pages and clocks. Returns the candidates that stay in the search.
     fn warm_up(&mut self, whatever_the_budget: bool) -> Result<Vec<usize>> {
         let mut live = Vec::new();
         let mut best = f64::INFINITY;
@@ -195,8 +200,8 @@ impl State<'_> {
         Ok(live)
     }
 
-    /// Seconds of a call; sets how many make a measurement. Of a hopeless candidate the one call is kept as
-    /// its measurement.
+    /// The seconds of a call. Also sets the number of calls in a measurement. A candidate that is dropped keeps its
+    /// only call as its measurement.
     fn first_calls(&mut self, i: usize, best: f64) -> Result<f64> {
         let before = self.clock.now();
         self.contest.prepare(i)?;
@@ -223,7 +228,7 @@ impl State<'_> {
         self.clock.now() - self.start >= self.budget
     }
 
-    /// One measurement of each.
+    /// Measures each live candidate once; drops those that fail.
     fn pass(&mut self, live: &mut Vec<usize>) -> Result<()> {
         let mut failed = Vec::new();
         for &i in live.iter() {
@@ -271,7 +276,7 @@ impl State<'_> {
             }
             let mut others: Vec<usize> = live.iter().copied().filter(|&i| i != MODEL).collect();
             if others.len() <= 1 {
-                // As often as this, and no telling them apart: they are equal.
+                // The round is over and the two still cannot be told apart, so they count as equal.
                 return Ok(Stop::Decided);
             }
             others.sort_by(|&a, &b| self.median(a).total_cmp(&self.median(b)));
@@ -300,7 +305,8 @@ impl State<'_> {
         }
     }
 
-    /// Measures all alike.
+    /// Measures all live candidates in passes: at least 7 and at most 30, and no more after the 7th if the budget is
+    /// used up.
     fn exhaust(&mut self, mut live: Vec<usize>) -> Result<Stop> {
         for pass in 0..MAX_ROUND {
             if pass >= ENOUGH && self.is_over() {

@@ -119,7 +119,7 @@ fn measurements_alternate() {
 fn a_gain_within_the_noise_is_no_gain() {
     let mut fake = Fake::new(&[1.0 * MS, 0.99 * MS, 1.01 * MS], 0.2);
     assert_eq!(fake.search(1.0, false).unwrap().chosen, MODEL);
-    // Beyond doubt, but not worth it.
+    // The gain is larger than the noise, but smaller than `MIN_GAIN`.
     let mut fake = Fake::new(&[1.0 * MS, 0.99 * MS], 0.0);
     assert_eq!(fake.search(1.0, false).unwrap().chosen, MODEL);
     let mut fake = Fake::new(&[1.0 * MS, 0.9 * MS], 0.01);
@@ -143,7 +143,7 @@ fn the_budget_ends_it() {
     let outcome = fake.search(1.0, false).unwrap();
     assert_eq!((outcome.chosen, outcome.stop), (MODEL, Stop::Budget));
     assert!(outcome.refused.iter().flatten().any(|r| r.contains("not measured")));
-    // Those who were not turned away have been measured a few times.
+    // The candidates that were measured have a few measurements each, so the search takes longer than its budget.
     assert!(fake.measuring() < Duration::from_secs(5), "{:?}", fake.measuring());
     let mut none = Fake::new(&[1.0, 0.5], 0.0);
     assert_eq!(none.search(0.0, false).unwrap().chosen, MODEL);
@@ -285,7 +285,7 @@ fn reports_say_what_was_gained() {
     assert_eq!((report.problem.as_str(), report.chosen), ("reported", 1));
     assert_eq!((report.model().expected, report.winner().expected), (1.0, 0.05));
     assert!((15.0..25.0).contains(&report.gain()), "{report:?}");
-    // Others than its own candidates, and nothing is remembered.
+    // `measure` takes any configurations, not only the problem's candidates, and saves nothing.
     let report = measure(&Blocks::new("measured", 20), &[Count(3), Count(2)], &how).unwrap();
     assert_eq!((report.candidates.len(), report.chosen), (2, 1));
     assert_eq!(decide(&Blocks::new("measured", 20), Tuning::Cached).unwrap(), None);

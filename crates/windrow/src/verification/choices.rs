@@ -2,8 +2,8 @@
 
 use std::ops::RangeInclusive;
 
-/// Where the decisions of a random case come from: a seed, or the bytes of a fuzzer or of a property
-/// test, which can shrink them.
+/// The source of the random decisions of a test case: a seed, or the bytes of a fuzzer or property test, which can
+/// shrink a failing case.
 #[derive(Clone, Debug)]
 pub struct Choices<'a>(Source<'a>);
 
@@ -20,12 +20,12 @@ impl<'a> Choices<'a> {
         Choices(Source::Seed(seed))
     }
 
-    /// Choices of these bytes; when they are used up each choice is the first one.
+    /// Choices made from these bytes. After the last byte, every choice is the first of its options.
     pub fn from_bytes(bytes: &'a [u8]) -> Self {
         Choices(Source::Bytes(bytes))
     }
 
-    /// A number below `n`, which is not 0.
+    /// A number in `0..n`; `n` must not be 0.
     pub(crate) fn below(&mut self, n: usize) -> usize {
         match &mut self.0 {
             Source::Seed(state) => {
@@ -47,7 +47,7 @@ impl<'a> Choices<'a> {
         range.start() + self.below(range.end() - range.start() + 1)
     }
 
-    /// True once in `n` times.
+    /// True with a probability of 1/`n`.
     pub(crate) fn one_in(&mut self, n: usize) -> bool {
         self.below(n) == n - 1
     }
@@ -62,8 +62,8 @@ impl<'a> Choices<'a> {
         self.below(1 << 16) as u64
     }
 
-    /// A size of at most `most`: now and then 0 or 1, often small, else the neighbour of a border of
-    /// blocks, or any.
+    /// A random size of at most `most`. It is often from 2 to 9, or within 1 of a multiple of a block size; sometimes 1
+    /// or any size; rarely 0.
     pub(crate) fn size(&mut self, most: usize) -> usize {
         const BLOCKS: [usize; 14] = [4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512];
         let size = match self.below(16) {
@@ -87,7 +87,7 @@ pub(super) fn next(state: &mut u64) -> u64 {
     mix(*state)
 }
 
-/// Its output function: a bijection under which all bits depend on all.
+/// The output function of SplitMix64: a bijection in which every output bit depends on every input bit.
 pub(crate) fn mix(z: u64) -> u64 {
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

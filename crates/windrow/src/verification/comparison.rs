@@ -6,8 +6,8 @@ use crate::{DType, Element, Error, Result, TensorRef, bf16, f16};
 use std::fmt;
 use std::ops::Range;
 
-/// What an oracle says of a tensor, in row-major order: values and, beside each, what its error is measured
-/// against, mostly the sum of the absolute terms that formed it.
+/// The expected values of a tensor from its oracle, in row-major order. Each has a scale, to which the tolerance is
+/// relative: usually the sum of the absolute values of its terms.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Expected {
     pub(crate) values: Vec<f64>,
@@ -21,7 +21,7 @@ impl Expected {
         Ok(Expected { values: filled(0.0, len)?, scale: filled(0.0, len)? })
     }
 
-    /// Of values that a result has to have exactly.
+    /// Expected values that a result must match except for rounding to its type: all scales are 0.
     pub(crate) fn exactly(values: Vec<f64>) -> Result<Self> {
         Ok(Expected { scale: filled(0.0, values.len())?, values })
     }
@@ -42,8 +42,8 @@ impl Expected {
         self.scale[i] += scale;
     }
 
-    /// With other scales added. One beyond the range of f64, as of a tile that has a NaN or an infinity, is beyond
-    /// that of f32.
+    /// The same values, with `more` added to the scales. A scale that becomes infinite or NaN, because its tile has
+    /// such an input, is set to `f64::MAX`. This is above the range of f32, so an overflow of the result is accepted.
     pub(crate) fn widened(mut self, more: Option<Vec<f64>>) -> Self {
         let mix = |(scale, more): (&mut f64, f64)| *scale = (*scale + more).min(f64::MAX);
         self.scale.iter_mut().zip(more.into_iter().flatten()).for_each(mix);
@@ -81,14 +81,14 @@ pub(crate) fn compare_parts(
     Ok(comparison)
 }
 
-/// How a result differs from its f64 oracle, element by element.
+/// The difference between a result and its f64 oracle, element by element.
 ///
-/// An element is an error if `|got - want| > tolerance * (scale + 2^-126) + half a unit in the last place` of the
-/// output type at `want`, where `scale` is the sum of the absolute values of the products that the
-/// oracle forms for this element, and 2^-126 the smallest normal number of f32, below which roundings do not
-/// shrink any more. So cancellation does not fail a good kernel, and one wrong element cannot hide in an
-/// average. NaN must meet NaN, an infinity a value that the output type cannot hold. Where the scale
-/// is finite, but beyond the range of f32, sums may overflow on the way: there NaN and infinities are right too.
+/// An element counts as wrong if `|got - want| > tolerance * (scale + 2^-126) + ulp / 2`. `ulp` is that of the output
+/// type at `want`. `scale` is the oracle's sum of absolute values of products for this element. 2^-126 is the smallest
+/// normal number of f32: below it the absolute rounding error is constant. So cancellation does not fail a good kernel,
+/// and one wrong element cannot hide in an average. A NaN is right only if NaN is expected. An infinite result is right
+/// if the expected value, moved by the tolerance, rounds to that infinity in the output type. If the scale is finite
+/// but above the range of f32, intermediate sums may overflow, so NaN and infinities are accepted.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Comparison {
     dtype: DType,
@@ -202,7 +202,7 @@ impl Comparison {
         self.max_rel
     }
 
-    /// Root mean square of the error relative to that of the wanted values; 0 if both vanish.
+    /// The root mean square of the errors divided by that of the expected values; 0 if all errors are 0.
     pub fn rms_rel(&self) -> f64 {
         if self.square_error == 0.0 { 0.0 } else { (self.square_error / self.square_want).sqrt() }
     }
@@ -215,7 +215,7 @@ impl Comparison {
     /// [`Error::Verification`] unless [`passed`](Self::passed); `op` names operator and algorithm.
     ///
     /// # Errors
-    /// That one.
+    /// [`Error::Verification`] if an element is outside the tolerance.
     pub fn into_result(self, op: &str) -> Result<()> {
         if self.passed() {
             return Ok(());
@@ -242,8 +242,8 @@ impl fmt::Display for Comparison {
     }
 }
 
-/// Distance from `|x|`, rounded to a float type, to the next larger number of that type; beyond its
-/// range that of the largest number. 0 for integers.
+/// The unit in the last place (ulp) of `x` in a float type: the distance from `|x|`, rounded to the type, to the next
+/// larger number. If `x` is out of range, it is the ulp of the largest finite number. 0 for integers.
 pub fn ulp(dtype: DType, x: f64) -> f64 {
     let (mantissa_bits, max_exponent) = match dtype {
         DType::F32 => (23, 127),

@@ -11,7 +11,7 @@ use crate::{
 };
 use std::num::NonZeroUsize;
 
-/// `len` numbers spread evenly over `low..high`, the same for the same seed on every machine.
+/// `len` random numbers, uniformly distributed over `low..high`; the same seed gives the same numbers on every machine.
 pub fn random(seed: u64, len: usize, low: f64, high: f64) -> Vec<f64> {
     let mut state = seed;
     (0..len)
@@ -37,8 +37,8 @@ pub(crate) fn tensor_of(desc: TensorDesc, values: &[f64]) -> Result<Tensor> {
     Ok(tensor)
 }
 
-/// Writes `values` in row-major order of the elements of a tensor whose first is at `base`, whose memory
-/// the caller has exclusively.
+/// Writes `values` to a tensor in row-major order. `base` is the address of the element at index zero; the caller must
+/// own the memory exclusively.
 fn fill(base: *mut u8, desc: &TensorDesc, values: &[f64]) {
     fn cast<T: Element>(base: *mut u8, layout: &Layout, values: &[f64]) {
         let mut values = values.iter();
@@ -60,23 +60,24 @@ fn fill(base: *mut u8, desc: &TensorDesc, values: &[f64]) {
     }
 }
 
-/// A tensor of any layout on a device, in memory of its own. All bytes that are no element's are 0xff, NaN
-/// as an element, before and behind the tensor as well.
+/// A test tensor of any layout on a device, in memory of its own and surrounded by guard bytes. All bytes outside its
+/// elements, before, between and after them, are 0xff, which is NaN in every float type.
 pub(crate) struct Held {
     memory: Placed,
     desc: TensorDesc,
-    /// Elements before the lowest.
+    /// The number of guard elements before the lowest element.
     before: usize,
-    /// Of the element at index zero, in bytes.
+    /// The offset in bytes of the element at index zero.
     offset: usize,
 }
 
-/// Elements behind a tensor that are watched, and before one that begins at an odd address.
+/// The number of guard elements after a tensor.
 const MARGIN: usize = 3;
 
-/// Elements before and behind a tensor of so many bytes that is asked to have `before`.
+/// The numbers of guard elements before and after a tensor of `bytes` bytes; `before` is the number that was asked for.
 fn margins(before: usize, bytes: usize, dtype: DType) -> (usize, usize) {
-    // Where the pages around it are forbidden it begins at the first byte between them or ends at the last.
+    // With guard pages around the buffer, the tensor starts directly after the first or ends directly before the
+    // second, up to alignment.
     #[cfg(all(test, target_os = "linux"))]
     match crate::buffer::guarded::side() {
         Some(Side::Start) => return (0, MARGIN),
@@ -88,14 +89,14 @@ fn margins(before: usize, bytes: usize, dtype: DType) -> (usize, usize) {
 }
 
 impl Held {
-    /// On the CPU.
+    /// A tensor on the CPU with `values`, without guard elements before it.
     #[cfg(test)]
     pub(crate) fn new(desc: TensorDesc, values: &[f64]) -> Result<Self> {
         Self::at(desc, values, 0, Device::Cpu)
     }
 
-    /// Memory of `desc` with `values` in row-major order of the elements, beginning `before` elements
-    /// behind a multiple of 64 bytes. Without values the elements are NaN too.
+    /// A tensor of `desc` on `device` with `values` in row-major order. Its lowest element lies `before` elements after
+    /// an address that is a multiple of 64. If `values` is empty, the elements are NaN as well.
     pub(crate) fn at(
         desc: TensorDesc,
         values: &[f64],
@@ -153,20 +154,20 @@ impl Held {
     }
 }
 
-/// Which numbers a random case computes with.
+/// The kind of input values of a random case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Numbers {
     /// Between -2 and 2.
     Ordinary,
     /// With NaN, infinities and zeros among the data.
     Special,
-    /// Data about the smallest normal number of their type.
+    /// Values up to the smallest normal number of their type, so mostly subnormal ones.
     Tiny,
     /// Data far beyond 1.
     Large,
     /// Data up to an eighth of the largest number of their type.
     Largest,
-    /// No datum but zero.
+    /// Data that is all zero.
     Zero,
 }
 
@@ -183,8 +184,8 @@ impl Numbers {
         if choices.one_in(5) { choices.of(&rare) } else { Numbers::Ordinary }
     }
 
-    /// What sums before an activation are made of: one that overflows on its way may be right, but an activation
-    /// makes a number of the infinity again.
+    /// The kind of input values for sums that an activation follows. `Largest` becomes `Large`: a sum may overflow to
+    /// infinity within the tolerance, but an activation such as ReLU6 turns that infinity into a finite, wrong number.
     pub(crate) fn before(self, activation: Activation) -> Self {
         match self {
             Numbers::Largest if activation != Activation::Identity => Numbers::Large,
@@ -192,7 +193,7 @@ impl Numbers {
         }
     }
 
-    /// What incoming gradients are made of: on the CPU the same kind.
+    /// The kind of values of incoming gradients: on the CPU the same, on a GPU always `Ordinary`.
     pub(crate) fn gradients(self, device: Device) -> Self {
         if device == Device::Cpu { self } else { Numbers::Ordinary }
     }
@@ -234,7 +235,8 @@ impl Numbers {
     }
 }
 
-/// How a random case is planned: what was measured on a machine does not matter.
+/// The plan options of a random case. They use the cost model, so that results do not depend on what was tuned on the
+/// machine.
 pub(crate) fn options(choices: &mut Choices<'_>, device: Device) -> PlanOptions {
     PlanOptions {
         device,
@@ -244,7 +246,8 @@ pub(crate) fn options(choices: &mut Choices<'_>, device: Device) -> PlanOptions 
     }
 }
 
-/// A workspace in which an earlier use left NaN: it must not matter.
+/// A workspace for a random case. On the CPU it is filled with NaN, because results must not depend on what an earlier
+/// run left in it.
 pub(crate) fn scratch(device: Device, bytes: usize) -> Result<Workspace> {
     let mut workspace = Workspace::new(device, bytes)?;
     if device == Device::Cpu {
@@ -253,12 +256,12 @@ pub(crate) fn scratch(device: Device, bytes: usize) -> Result<Workspace> {
     Ok(workspace)
 }
 
-/// How the tensors of a random case lie in memory.
+/// The memory layout of the tensors of a random case.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Style {
     /// Dense and aligned, as kernels with vectors want them.
     tidy: bool,
-    /// The order of dimensions that all tensors of the case have, else each has its own.
+    /// The dimension order that all tensors of the case share, as an index; `None` if each tensor draws its own.
     order: Option<usize>,
 }
 
@@ -269,13 +272,14 @@ impl Style {
         Style { tidy, order: (order < 2).then_some(order) }
     }
 
-    /// How far behind a multiple of 64 bytes a tensor begins, in elements.
+    /// The offset of a tensor's start from an address that is a multiple of 64, in elements.
     pub(crate) fn lead(self, choices: &mut Choices<'_>) -> usize {
         if !self.tidy && choices.one_in(3) { choices.within(1..=17) } else { 0 }
     }
 
-    /// A layout of the shape: dense in one of `orders`, or in any order, with gaps, backwards, and strides of dimensions
-    /// of one element that mean nothing; an input's may be broadcast or overlap.
+    /// A random layout of the shape. A tidy one is dense, in one of `orders`. Another may have any dimension order,
+    /// gaps, negative strides, and arbitrary strides in dimensions of size 1. An input may also be broadcast, or its
+    /// elements may overlap.
     pub(crate) fn layout(
         self,
         choices: &mut Choices<'_>,
@@ -305,7 +309,7 @@ impl Style {
             }
             step *= shape[d].max(1);
             if gaps && i + 1 < shape.len() {
-                // Also such that rows keep the alignment of vectors.
+                // One of the gaps rounds the stride up to a multiple of 8, so that rows stay aligned for SIMD loads.
                 step = match choices.below(4) {
                     0 => step,
                     1 => step.next_multiple_of(8) + 8,

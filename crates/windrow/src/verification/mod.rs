@@ -1,5 +1,5 @@
-//! Comparison of results with the f64 oracles. [`crate::verify`] is what users see of it, with the lists of
-//! operators, which stand above it.
+//! Comparison of results with the f64 oracles. The public module [`crate::verify`] re-exports parts of it and has the
+//! lists of all operators.
 
 pub(crate) mod choices;
 mod comparison;
@@ -22,12 +22,12 @@ use std::fmt;
 pub struct Check {
     /// `y`, `dx`, ... or the stage: `im2col`, `U`, `V`, `M`.
     pub what: &'static str,
-    /// How it compares.
+    /// The result of the comparison.
     pub comparison: Comparison,
 }
 
 impl Check {
-    /// The comparison of what is so called.
+    /// A check named `what`, with its comparison.
     pub const fn new(what: &'static str, comparison: Comparison) -> Self {
         Check { what, comparison }
     }
@@ -40,7 +40,7 @@ pub(crate) fn require(op: &str, checks: Vec<Check>) -> Result<()> {
         .try_for_each(|check| check.comparison.into_result(&format!("{op} {}", check.what)))
 }
 
-/// One thing that `windrow verify` runs.
+/// A test case of `windrow verify`.
 #[non_exhaustive]
 pub struct Case {
     /// `gelu`, `causal_conv1d`, `conv2d`.
@@ -51,7 +51,7 @@ pub struct Case {
     pub dtype: DType,
     /// `contiguous`, `channels_last`, ...
     pub layout: String,
-    /// What distinguishes the case: shape and options.
+    /// The shape and options that distinguish the case.
     pub name: String,
     /// Elements of the main input, 0 if that is not known.
     pub elements: usize,

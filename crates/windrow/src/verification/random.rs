@@ -1,4 +1,5 @@
-//! Random cases: specs over the whole contract of an operator, run in every way and compared with the oracle.
+//! Random test cases. A case is a random valid spec of an operator; it is run in several ways (conv2d: with a raw, a
+//! packed and a cached filter) and compared with the oracle.
 
 use super::choices::{Choices, mix};
 use super::data::Held;
@@ -8,7 +9,7 @@ use crate::{Device, Error, Result};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// What an operator does with random choices.
+/// The function of an operator that makes a case from random choices, runs it and checks it.
 pub(crate) type Run = fn(&mut Choices<'_>, &mut Trial) -> Result<()>;
 
 /// Runs a case on the CPU with every instruction set, or on a device.
@@ -29,7 +30,7 @@ fn message(panic: &(dyn Any + Send)) -> &str {
     owned.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("without a message")
 }
 
-/// What became of a random case.
+/// The result of a random case.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Outcome {
@@ -37,9 +38,9 @@ pub struct Outcome {
     pub description: String,
     /// Elements compared with the oracle.
     pub elements: usize,
-    /// What was wrong.
+    /// The failures, one message each.
     pub failures: Vec<String>,
-    /// For each instruction set of the CPU, or the device, a hash of the bits of all results.
+    /// A hash of the bits of all results, with its name: one for each instruction set of the CPU, or one for the GPU.
     pub digests: Vec<(String, u64)>,
 }
 
@@ -49,7 +50,7 @@ pub(crate) struct Trial {
     outcome: Outcome,
 }
 
-/// Where a case runs: the CPU with one of its instruction sets, or a device.
+/// A target of a case: the CPU with one of its instruction sets, or a GPU.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Lane {
     index: usize,
@@ -88,7 +89,7 @@ impl Trial {
         self.outcome.failures.push(what.into());
     }
 
-    /// Takes in comparisons; `how` names what was run.
+    /// Records comparisons and their failures; `how` names what was run.
     pub(crate) fn check(&mut self, lane: Lane, how: &str, checks: Vec<Check>) {
         for Check { what, comparison } in checks {
             self.compare(lane, how, what, &comparison);
