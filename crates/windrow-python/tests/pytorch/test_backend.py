@@ -13,9 +13,12 @@ import torch.nn.functional as F
 from common import compare_with_f64, each_device, leaf
 from torch import nn
 from windrow.torch import patch
-from windrow.torch.backend import OptionError, _compile, _options, windrow
+from windrow.torch.backend import OptionError, VersionError, _compile, _options, windrow
 
-pytestmark = pytest.mark.usefixtures("nothing_decided")
+pytestmark = [
+    pytest.mark.usefixtures("nothing_decided"),
+    pytest.mark.skipif(torch.__version__ < _options.OLDEST, reason="an old PyTorch, which the backend refuses"),
+]
 each_rest = pytest.mark.parametrize("rest", ["eager", "inductor"])
 
 
@@ -171,6 +174,12 @@ def test_states_are_kept():
 def test_unknown_options(options, words):
     with pytest.raises(OptionError, match=words):
         windrow(torch.fx.symbolic_trace(nn.ReLU()), [], options=options)
+
+
+def test_an_old_version(monkeypatch):
+    monkeypatch.setattr(_options, "OLDEST", (99, 0))
+    with pytest.raises(VersionError, match="for PyTorch 99.0 and newer, this is 2"):
+        windrow(torch.fx.symbolic_trace(nn.ReLU()), [])
 
 
 def test_options_of_inductor():

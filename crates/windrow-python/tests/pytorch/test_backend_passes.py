@@ -7,11 +7,14 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from common import ACTIVATIONS, leaf
+from common import ACTIVATIONS, OURS, THEIRS, leaf
 from torch import nn
-from windrow.torch.backend import _compile, windrow
+from windrow.torch.backend import _compile, _options, windrow
 
-pytestmark = pytest.mark.usefixtures("nothing_decided")
+pytestmark = [
+    pytest.mark.usefixtures("nothing_decided"),
+    pytest.mark.skipif(torch.__version__ < _options.OLDEST, reason="an old PyTorch, which the backend refuses"),
+]
 each_graph = pytest.mark.parametrize("rest", ["eager", "inductor"])
 
 
@@ -23,8 +26,9 @@ def _forget():
 
 
 @pytest.fixture
-def seen(monkeypatch):
+def seen(monkeypatch, times):
     """What became of each graph: what was folded and what was fused. Inductor compiles nothing here: its graphs are run."""
+    times(OURS)
     found = []
     made = _compile._Frozen.__init__
 
@@ -149,6 +153,44 @@ LEFT = {
 def test_not_folded(function, rest, seen):
     check(normal(Behind(function)), rest)
     assert seen[0][0] == []
+
+
+def test_what_pytorch_is_faster_at_is_left_to_inductor(seen, times):
+    times(THEIRS)
+    model = normal(Behind(lambda m, y: F.relu(m.norm(y))))
+    numbers = torch.get_rng_state()
+    check(model, "inductor")
+    assert len(seen[0][0]) == 1 and seen[0][1] == []
+    assert torch.equal(torch.get_rng_state(), numbers)
+
+
+PADDED = {
+    "both": ((1, 1, 2, 2), 0.0, True),
+    "rows": ((2, 2), 0.0, True),
+    "one end": ((0, 1, 0, 1), 0.0, False),
+    "ones": ((1, 1, 1, 1), 1.0, False),
+    "less": ((-1, -1, -1, -1), 0.0, False),
+}
+
+
+@each_graph
+@pytest.mark.parametrize("pads, number, is_folded", PADDED.values(), ids=PADDED)
+def test_padding(pads, number, is_folded, rest, seen, monkeypatch):
+    graphs = []
+    made = _compile.fold_padding
+    monkeypatch.setattr(_compile, "fold_padding", lambda graph: (made(graph), graphs.append(str(graph))))
+    conv = nn.Conv2d(3, 4, 3, padding=(1, 0), stride=2, groups=1)
+    check(nn.Sequential(Padded(pads, number), conv).eval(), rest)
+    assert ("constant_pad_nd" not in graphs[0]) == is_folded
+
+
+class Padded(nn.Module):
+    def __init__(self, pads, number):
+        super().__init__()
+        self.pads, self.number = pads, number
+
+    def forward(self, x):
+        return F.pad(x, self.pads, value=self.number)
 
 
 @each_graph

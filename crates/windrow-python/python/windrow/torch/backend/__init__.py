@@ -10,9 +10,9 @@ from typing import Any
 from torch import fx
 
 from windrow.torch.backend._compile import by_eager, by_inductor
-from windrow.torch.backend._options import OptionError, Options, can_inductor, device_types
+from windrow.torch.backend._options import OptionError, Options, VersionError, can_inductor, device_types
 
-__all__ = ["OptionError", "windrow"]
+__all__ = ["OptionError", "VersionError", "windrow"]
 
 
 def windrow(

@@ -1,5 +1,6 @@
 """From PyTorch's graph to what Dynamo calls."""
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from windrow.torch.backend._layout import to_channels_last
 from windrow.torch.backend._linear import linear_to_convolutions
 from windrow.torch.backend._modules import to_modules
 from windrow.torch.backend._options import Options
+from windrow.torch.backend._padding import fold_padding
+
+_log = logging.getLogger(__name__.rpartition(".")[0])
 
 
 def by_inductor(graph: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
@@ -62,6 +66,7 @@ def _static_inputs() -> Sequence[int]:
 
 
 def _training(module: fx.GraphModule, options: Options) -> None:
+    # Padding is folded for inference only: the backward graph may read the image with its zeros.
     to_windrows(module.graph, options.accuracy, is_training=True)
     module.recompile()
 
@@ -81,6 +86,7 @@ class _Frozen:
     ) -> None:
         graph = module.graph
         before = [node for node in graph.nodes if node.op == "placeholder"]
+        fold_padding(graph)
         to_channels_last(module)
         self.constants = constants = Constants(module, static if options.freeze else (), in_graphs)
         if decompositions is None:
@@ -90,6 +96,7 @@ class _Frozen:
         others = to_windrows(graph, options.accuracy, is_training=False)
         # What was folded into convolutions, what these became, and how many others there are.
         self.what = folded, fused, others
+        _log.info("folded into convolutions: %s; fused: %s; other convolutions: %d", folded, fused, others)
         self.bind: Callable[..., fx.GraphModule] | None = None
         if decompositions is None:
             self.bind = to_modules(module, constants)

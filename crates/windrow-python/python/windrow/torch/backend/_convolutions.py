@@ -12,6 +12,8 @@ from windrow.torch._library import OPERATORS
 from windrow.torch.backend._constants import value
 
 _aten = torch.ops.aten
+# Marks what is left to Inductor.
+LEFT = "windrow_left"
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -77,7 +79,7 @@ def to_windrows(graph: fx.Graph, accuracy: str | None, is_training: bool) -> int
     """Makes Windrow's operator of each convolution that is left, and of gradients. Gives the number of them."""
     changed = 0
     for conv in convolutions(graph):
-        if conv.node.target is not _aten.convolution.default:
+        if conv.node.target is not _aten.convolution.default or LEFT in conv.node.meta:
             continue
         asked, how = conv.accuracy(accuracy), CHANGING if is_training else KEPT
         rest = (*conv.options, conv.output_padding, None, asked, FASTEST, how)

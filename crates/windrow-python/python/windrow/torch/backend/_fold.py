@@ -91,6 +91,9 @@ def _fold(graph: fx.Graph, conv: Convolution, constants: Constants) -> str | Non
     rounded = lambda n: constants.call(_prims.convert_element_type.default, n, weight.dtype)
     with weight.fake_mode:
         like = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
+        if weight.is_cuda and weight.dim() == 4 and value(conv.x).is_contiguous(memory_format=torch.channels_last):
+            # cuDNN's kernels for such images read such filters.
+            like = like.contiguous(memory_format=torch.channels_last)
         like_bias = torch.empty(channels, dtype=weight.dtype, device=weight.device)
     bias = None if affine.shift is None else constants.add(rounded(affine.shift), like_bias)
     new = called(

@@ -10,8 +10,9 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from windrow.torch._library import OPERATORS
+from windrow.torch.backend._choice import is_pytorchs
 from windrow.torch.backend._constants import Constants, value
-from windrow.torch.backend._convolutions import Convolution, called, convolutions, replaced
+from windrow.torch.backend._convolutions import LEFT, Convolution, called, convolutions, replaced
 
 _aten = torch.ops.aten
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -49,12 +50,18 @@ def _fuse(
     if (found := _activated(last, value(conv.node).dtype, decompositions)) is not None:
         activation, last = found
         what.append(activation)
+    given = (conv.x, conv.weight, conv.bias, residual)
+    asked = conv.accuracy(accuracy)
+    # Inductor fuses more with PyTorch's own.
+    if decompositions is not None and is_pytorchs(*map(value, given), conv.options, activation, asked):
+        conv.node.meta[LEFT] = True
+        return None
     weight, bias = constants.moved(conv.weight), None if conv.bias is None else constants.moved(conv.bias)
     if last is conv.node and last.target is OPERATORS.conv2d_fused.default:
         last.args = (conv.x, weight, bias, *last.args[3:])
         return "linear"
     tensors = (conv.x, weight, bias, residual)
-    how = (*conv.options, activation, conv.accuracy(accuracy))
+    how = (*conv.options, activation, asked)
     if not replaced(last, called(graph, last, OPERATORS.conv2d_fused.default, *tensors, *how)):
         return None
     return ", ".join(["conv2d", *what])

@@ -1,4 +1,4 @@
-"""Channels-last inside of a graph on the CPU, whatever the layout of the images that it is given."""
+"""Channels-last inside of a graph, whatever the layout of the images that it is given."""
 
 import torch
 from torch import Tensor, fx
@@ -40,10 +40,19 @@ def to_channels_last(module: fx.GraphModule) -> None:
             output.replace_input_with(result, row_major)
 
 
+# On CUDA, of so many images on, f32 is faster in channels-last: networks of 64 take 0.84 to 0.99 of the time and of one 0.96
+# to 1.13. Halves are for any number: 0.41 to 0.98, and once 1.06.
+_IMAGES_ON_CUDA = 8
+
+
 def _pays(of_images: list[Convolution]) -> bool:
-    """Windrow's convolutions and PyTorch's pooling are faster in channels-last, but not 1x1 filters of bf16, of which models
-    of depthwise filters consist."""
+    """On the CPU Windrow's convolutions and PyTorch's pooling are faster in channels-last, but not 1x1 filters of bf16, of which
+    models of depthwise filters consist."""
     filters = [(value(conv.weight), conv.groups) for conv in of_images]
+    first = value(of_images[0].x)
+    if all(weight.is_cuda for weight, _ in filters):
+        # What is compiled for any number of images must not ask for it.
+        return first.dtype != torch.float32 or not isinstance(first.shape[0], int) or first.shape[0] >= _IMAGES_ON_CUDA
     if not all(weight.is_cpu for weight, _ in filters):
         return False
     return all(weight.dtype != torch.bfloat16 or weight.shape[1] > 1 or groups == 1 for weight, groups in filters)

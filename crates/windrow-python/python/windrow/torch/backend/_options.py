@@ -15,6 +15,14 @@ _OWN = ("accuracy", "freeze", "mode", "rest")
 RESTS = ("inductor", "eager")
 
 
+# Of PyTorch: on older ones not all tests pass.
+OLDEST = (2, 8)
+
+
+class VersionError(RuntimeError):
+    """A PyTorch whose compiler the backend does not know."""
+
+
 class OptionError(ValueError):
     """An option that neither the backend nor Inductor knows, or a value that it does not have."""
 
@@ -34,7 +42,9 @@ class Options:
 
     @staticmethod
     def of(mode: str | None, given: Mapping[str, Any] | None) -> "Options":
-        """Raises OptionError for what is unknown."""
+        """Raises OptionError for what is unknown, and VersionError on an old PyTorch."""
+        if torch.__version__ < OLDEST:
+            raise VersionError(f"backend windrow is for PyTorch {'.'.join(map(str, OLDEST))} and newer, this is {torch.__version__}")
         own = {name: value for name, value in (given or {}).items() if name in _OWN}
         inductor = {name.replace("-", "_"): value for name, value in (given or {}).items() if name not in _OWN}
         mode = own.pop("mode", mode)
