@@ -107,6 +107,23 @@ def test_activations(name, dtype, rest, seen):
     assert seen == [(["batch_norm" if rest == "eager" else seen[0][0][0]], [f"conv2d, {name}"])]
 
 
+MODULES = {"relu": nn.ReLU(True), "relu6": nn.ReLU6(), "silu": nn.SiLU(True), "gelu": nn.GELU(), "gelu_tanh": nn.GELU("tanh")}
+
+
+@each_graph
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(name, rest, seen):
+    check(normal(nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), MODULES[name])), rest)
+    assert seen[0][1] == [f"conv2d, {name}"]
+
+
+@each_graph
+@pytest.mark.parametrize("kind", [nn.Hardswish, nn.LeakyReLU, nn.Sigmoid, lambda: nn.Hardtanh(0, 5), nn.Softplus])
+def test_other_activations(kind, rest, seen):
+    check(normal(nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), kind())), rest)
+    assert seen[0][1] == ["conv2d"]
+
+
 @each_graph
 def test_a_shortcut(rest, seen):
     check(normal(Behind(lambda m, y: F.relu(m.norm(y) + y.flip(0)[:1].expand_as(y) * 2))), rest)

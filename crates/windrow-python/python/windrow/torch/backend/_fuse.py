@@ -139,7 +139,9 @@ def _matches(wanted: Any, node: Any, matched: dict[fx.Node, fx.Node]) -> bool:
                 and len(wanted) == len(node)
                 and all(_matches(w, n, matched) for w, n in zip(wanted, node, strict=True))
             )
-        return not isinstance(node, fx.Node) and type(wanted) is type(node) and wanted == node
+        # 6 and 6.0 are the same limit.
+        is_number = isinstance(wanted, int | float) and isinstance(node, int | float)
+        return (is_number or type(wanted) is type(node)) and bool(wanted == node)
     if wanted in matched:
         return matched[wanted] is node
     if not isinstance(node, fx.Node) or wanted.op != node.op or wanted.target is not node.target:
