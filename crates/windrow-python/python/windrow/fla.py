@@ -16,6 +16,7 @@ from torch import Tensor
 
 from windrow import _native
 from windrow.torch import causal_conv1d_update as _update
+from windrow.torch._causal_conv1d import as_computed, as_given
 
 _Activation = Literal["silu", "swish"] | None
 
@@ -61,11 +62,10 @@ class _Functions:
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         _native.causal_conv1d(
             x.transpose(1, 2),
-            weight,
-            bias,
+            *as_computed(x, weight, bias),
             activation=activation,
             cu_seqlens=cu_seqlens,
-            initial_states=_before(initial_state),
+            initial_states=_before(initial_state, x),
             out=y.transpose(1, 2),
         )
         y = y.view(shape)
@@ -98,16 +98,16 @@ class _Functions:
         needs = (True, True, bias is not None, initial_state is not None)
         dx, dw, db, dinitial = _native.causal_conv1d_backward(
             _three(dy, weight, cu_seqlens).transpose(1, 2),
-            _before(dht),
+            _before(dht, x),
             x.transpose(1, 2),
-            weight,
-            bias,
+            *as_computed(x, weight, bias),
             activation,
             None,
             cu_seqlens,
-            _before(initial_state),
+            _before(initial_state, x),
             needs,
         )
+        dw, db, dinitial = as_given((dw, db, dinitial), (weight, bias, initial_state))
         assert dx is not None
         dx = dx.transpose(1, 2).contiguous()
         dh0 = None
@@ -168,9 +168,9 @@ def _three(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return x if cu_seqlens is None else x.reshape(1, -1, x.shape[-1])
 
 
-def _before(state: Tensor | None) -> Tensor | None:
-    """What of a state is multiplied with something: all but its oldest column."""
-    return None if state is None else state[..., 1:]
+def _before(state: Tensor | None, x: Tensor) -> Tensor | None:
+    """What of a state is multiplied with something, all but its oldest column, in the type of x."""
+    return None if state is None else state[..., 1:].to(x.dtype)
 
 
 def _last(x: Tensor, length: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from windrow import _native
 from windrow._replace import has_parameters_of, replace, when_imported
-from windrow.vllm import _activation, _first, _flags
+from windrow.vllm import _activation, _beside, _first, _flags
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "install"]
 
@@ -67,6 +67,8 @@ def causal_conv1d_fn(
     sequences. `block_table`, which plans Triton's programs, is not needed.
     """
     sequences = query_start_loc.shape[0] - 1
+    if weight.dtype != x.dtype or bias is not None and bias.dtype != x.dtype:
+        weight, bias = _beside(x, weight, bias)
     return _native.causal_conv1d_serving(
         x,
         "dl",
@@ -113,6 +115,8 @@ def causal_conv1d_update(
     """
     if cache_seqlens is not None:
         raise ValueError("`cache_seqlens` is given, expected None: states are no rings here")
+    if weight.dtype != x.dtype or bias is not None and bias.dtype != x.dtype:
+        weight, bias = _beside(x, weight, bias)
     # `len` of a tensor is a function in Python.
     batch = x.shape[0]
     slots = intermediate_state_indices

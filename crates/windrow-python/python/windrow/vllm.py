@@ -108,6 +108,8 @@ def causal_conv1d_fn(
     prefix_caching = block_idx_last_scheduled_token is not None
     sequences = query_start_loc.shape[0] - 1
     tokens = x if x.dtype == conv_states.dtype else x.to(conv_states.dtype)
+    if weight.dtype != tokens.dtype or bias is not None and bias.dtype != tokens.dtype:
+        weight, bias = _beside(tokens, weight, bias)
     y = _native.causal_conv1d_serving(
         tokens,
         "dl",
@@ -161,6 +163,8 @@ def causal_conv1d_update(
         raise ValueError(
             f"`out` is {out.dtype} of shape {tuple(out.shape)}, expected {x.dtype} of shape {tuple(x.shape)}"
         )
+    if weight.dtype != tokens.dtype or bias is not None and bias.dtype != tokens.dtype:
+        weight, bias = _beside(tokens, weight, bias)
     # What a small step does here takes as long as what it does below: nothing is called for what is not given.
     has_blocks = block_idx_last_scheduled_token is not None
     sequences = 0
@@ -321,6 +325,13 @@ def _activation(given: bool | str | None) -> str | None:
     if given not in ("silu", "swish"):
         raise ValueError(f"`activation` is {given!r}, expected None, 'silu' or 'swish'")
     return "silu"
+
+
+def _beside(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Filter and bias in f32, where they are neither in f32 nor in the type of x."""
+    types = (x.dtype, torch.float32)
+    weight = weight if weight.dtype in types else weight.float()
+    return weight, bias if bias is None or bias.dtype in types else bias.float()
 
 
 def _first(given: Tensor | None, count: int) -> Tensor | None:

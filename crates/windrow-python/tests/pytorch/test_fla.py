@@ -149,3 +149,29 @@ def test_channels_of_several_dimensions(backend):
 def test_what_is_left_to_fla(backend):
     assert backend.causal_conv1d_fwd_verifier(torch.randn(1, 2, 3))[0] is False
     assert backend.causal_conv1d_fwd_verifier(torch.randn(1, 2, 3), torch.randn(3, 4)) == (True, None)
+
+
+@pytest.mark.parametrize("types", [(torch.float32, torch.float16), (torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_filters_of_another_type(backend, types):
+    """As good as the same numbers in f32; gradients have the types of what they are of."""
+    x, dy = (torch.randn(2, 8, 6).to(types[0]) for _ in range(2))
+    state, dht = (torch.randn(2, 6, 4).to(types[1]) for _ in range(2))
+    given = [torch.randn(6, 4).to(types[1]), torch.randn(6).to(types[1])]
+    wide = [t.float() for t in given]
+
+    def forward(filters):
+        return backend.causal_conv1d_fwd(x, *filters, None, state, True, "silu")
+
+    def backward(filters):
+        return backend.causal_conv1d_bwd(x, dy, dht, *filters, None, state, "silu")
+
+    def step(filters):
+        return backend.causal_conv1d_update(x[:, :1], state.to(types[0]), None, *filters, "silu")[:1]
+
+    for function in (forward, step):
+        for got, want in zip(function(given), function(wide), strict=True):
+            assert got.dtype == types[0] and torch.equal(got, want)
+    of_given, of_wide = backward(given), backward(wide)
+    assert [g.dtype for g in of_given if g is not None] == [types[0], types[1], types[1], types[1]]
+    for got, want in zip(of_given, of_wide, strict=True):
+        assert (got is None and want is None) or torch.equal(got, want.to(got.dtype))

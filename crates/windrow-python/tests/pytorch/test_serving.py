@@ -116,6 +116,30 @@ def test_prompts_of_another_type(device):
 
 
 @each_device
+@pytest.mark.parametrize("types", [(torch.float32, torch.float16), (torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_filters_of_another_type(device, types):
+    """As good as the same numbers in f32, in the filter, in the bias and in both."""
+    x, states, weight, bias = problem(9, 16, 3, types[0], device)
+    starts, indices = index([0, 9], device), index([1], device)
+    for given in ([weight.to(types[1]), bias], [weight, bias.to(types[1])], [weight.to(types[1]), bias.to(types[1])]):
+        wide = [t.float() for t in given]
+        for module in (windrow.vllm, windrow.sglang):
+
+            def prompt(filters, module=module):
+                flags = torch.tensor([True], device=device)
+                rest = (starts, [9], indices, flags) if module is windrow.sglang else (starts, indices, flags)
+                return module.causal_conv1d_fn(x, *filters, states.clone(), *rest)
+
+            def step(filters, module=module):
+                tokens = x[:, :2].t().contiguous()
+                return module.causal_conv1d_update(tokens, states.clone(), *filters, "silu", conv_state_indices=index([1, 2], device))
+
+            for function in (prompt, step):
+                y = function(given)
+                assert y.dtype == types[0] and torch.equal(y, function(wide))
+
+
+@each_device
 @each_dtype
 @pytest.mark.parametrize("start, pieces", [(0, [40]), (0, [16, 3, 21]), (6, [1, 9, 1, 29]), (15, [1, 33])])
 def test_prefix_caching(device, dtype, start, pieces):
