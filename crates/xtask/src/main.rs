@@ -29,6 +29,7 @@ const USAGE: &str = "usage: cargo xtask TASK
 
   test             everything that has to pass before a change is merged, but for PyTorch
   test --torch     the same with PyTorch, whose environment takes 5 GB on first use
+  test --torch V   only the tests on PyTorch, on version V (such as 2.4.1) and without its newer companions
   amd              compile the kernels for AMD's chips and execute them in the emulator
   amd --all        the same with all kernels and listed cases for each chip, and write the result into the records
   api              write docs/api.txt, the public surface of the crates
@@ -50,6 +51,7 @@ fn main() -> ExitCode {
     let result = match args[..] {
         ["test"] => test::run(false),
         ["test", "--torch"] => test::run(true),
+        ["test", "--torch", version] => python::test_on(version),
         ["amd"] => amd::run(false),
         ["amd", "--all"] => amd::run(true),
         ["api"] => api::write(),

@@ -56,6 +56,21 @@ pub(crate) fn test(steps: &mut Steps, torch: bool, emulator: Option<&Path>) -> R
     Ok(())
 }
 
+/// Builds the wheel and runs the tests on a version of PyTorch. Packages whose newest versions need a newer PyTorch are
+/// left out, and so are the tests that ask for them.
+pub(crate) fn test_on(torch: &str) -> Result {
+    let mut steps = Steps::default();
+    let package = root().join("crates/windrow-python");
+    let packages = [&format!("torch=={torch}"), "torchvision", "einops", "scikit-learn"];
+    let requirements = [package.join("requirements-test.txt")];
+    let environment =
+        environment_with(&mut steps, &format!("torch-{torch}"), &requirements, &packages)?;
+    let site = build(&mut steps, &package, &environment)?;
+    let mut tests = python(&environment, &site);
+    tests.args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/pytorch"]);
+    steps.run("torch tests", tests.current_dir(&package))
+}
+
 /// Builds the wheel with the environment's maturin and unpacks it into a folder for `PYTHONPATH`. The extension is that of
 /// the whole workspace: alone it would compile all of the library again, for what other packages ask of common
 /// dependencies.
@@ -120,12 +135,25 @@ pub(crate) fn environment(
     name: &str,
     requirements: &[PathBuf],
 ) -> Result<PathBuf> {
+    environment_with(steps, name, requirements, &[])
+}
+
+/// The same with packages beside the requirements.
+fn environment_with(
+    steps: &mut Steps,
+    name: &str,
+    requirements: &[PathBuf],
+    packages: &[&str],
+) -> Result<PathBuf> {
     let interpreter = env::var("PYTHON").unwrap_or_else(|_| "python3".into());
     let version = Command::new(&interpreter).arg("--version").output()?.stdout;
     let mut hasher = DefaultHasher::new();
     version.hash(&mut hasher);
     for file in requirements {
         fs::read(file)?.hash(&mut hasher);
+    }
+    if !packages.is_empty() {
+        packages.hash(&mut hasher);
     }
     let folder = cache()?.join(format!("python-{name}-{:016x}", hasher.finish()));
     let complete = folder.join("complete");
@@ -141,6 +169,7 @@ pub(crate) fn environment(
     for file in requirements {
         install.arg("-r").arg(file);
     }
+    install.args(packages);
     steps.run("pip", &mut install)?;
     fs::write(complete, "")?;
     Ok(folder)

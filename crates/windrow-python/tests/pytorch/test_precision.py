@@ -141,6 +141,7 @@ def test_pytorch_before_the_settings(monkeypatch):
             assert may_use_tf32(is_linear) == where.allow_tf32
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.4."), reason="writes constants over names of the caller's module")
 @pytest.mark.parametrize("is_linear", [False, True])
 def test_compiled(is_linear):
     compiled = torch.compile(lambda x: x + 1 if may_use_tf32(is_linear) else x, fullgraph=True, backend="eager")

@@ -150,6 +150,7 @@ def test_update_has_no_gradient_but_says_so():
         y.sum().backward()
 
 
+@pytest.mark.skipif(not hasattr(torch.library, "register_vmap"), reason="PyTorch 2.4 has vmap's own way only")
 @each_device
 @each_operator
 def test_vmap_does_not_warn(device, name):

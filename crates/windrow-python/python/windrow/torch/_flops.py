@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from windrow.torch._library import OPERATORS as ops
 
@@ -15,11 +15,17 @@ Shape = Sequence[int]
 
 def register() -> None:
     """Lets the counter know the operators."""
-    register_flop_formula(ops.conv2d)(_conv2d)
-    register_flop_formula(ops.conv2d_backward)(_conv2d_backward)
-    register_flop_formula(ops.causal_conv1d)(_causal_conv1d)
-    register_flop_formula(ops.causal_conv1d_backward)(_causal_conv1d_backward)
-    register_flop_formula(ops.causal_conv1d_update)(_causal_conv1d_update)
+    formulas = {
+        ops.conv2d: _conv2d,
+        ops.conv2d_backward: _conv2d_backward,
+        ops.causal_conv1d: _causal_conv1d,
+        ops.causal_conv1d_backward: _causal_conv1d_backward,
+        ops.causal_conv1d_update: _causal_conv1d_update,
+    }
+    for packet, formula in formulas.items():
+        register_flop_formula(packet)(formula)
+        # PyTorch 2.4 keeps the packet's operators, and looks for the packet.
+        flop_registry.setdefault(packet, flop_registry.get(packet.default))
 
 
 def _conv2d(x: Shape, weight: Shape, *rest: Any, out_shape: Shape, **_: Any) -> int:

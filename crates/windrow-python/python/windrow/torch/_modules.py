@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +30,7 @@ Run = Callable[..., Tensor | None]
 Key = tuple[torch.Size, torch.dtype, bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Theirs:
+class Theirs(NamedTuple):
     """The class of PyTorch's in whose place a module stands, and its own methods; see `_replaced`."""
 
     kind: type[nn.Module]
@@ -41,6 +40,12 @@ class Theirs:
 
 def _methods(kind: type[nn.Module]) -> Theirs:
     return Theirs(kind, own_method(kind, "forward"), own_method(kind, "_conv_forward"))
+
+
+_CONV1D = _methods(nn.Conv1d)
+_CONV2D = _methods(nn.Conv2d)
+_CONV_TRANSPOSE1D = _methods(nn.ConvTranspose1d)
+_CONV_TRANSPOSE2D = _methods(nn.ConvTranspose2d)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,11 @@ class Convolution(Remembering):
     _operator: Callable[..., Tensor]
     _theirs: Theirs
 
+    @staticmethod
+    def _pytorchs() -> Theirs:
+        """`_theirs` for a graph: PyTorch 2.4 traces functions, named tuples and no attributes of a class."""
+        raise NotImplementedError
+
     def _rest(self) -> tuple[Any, ...]:
         """What that is given behind the bias."""
         return self.stride, self.padding, self.dilation, self.groups
@@ -142,12 +152,13 @@ class Convolution(Remembering):
                 if not self._is_replaced():
                     return self._conv_forward(input, weight, bias)
         if self._is_replaced():
-            return self._theirs.kind.forward(self, input)
+            return self._pytorchs().kind.forward(self, input)
         return self._conv_forward(input, self.weight, self.bias)
 
     def _is_replaced(self) -> bool:
         """Whether somebody has put another `forward` into PyTorch's class."""
-        return self._theirs.kind.forward is not self._theirs.forward
+        theirs = self._pytorchs()
+        return theirs.kind.forward is not theirs.forward
 
     def layer(self) -> tuple[Any, ...]:
         """What decisions for the algorithm "fastest" know of this module."""
@@ -228,8 +239,9 @@ class Convolution(Remembering):
             return None
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        kind = self._theirs.kind
-        if kind._conv_forward is not self._theirs.conv_forward:
+        theirs = self._pytorchs()
+        kind = theirs.kind
+        if kind._conv_forward is not theirs.conv_forward:
             return activation_of(self.activation)(kind._conv_forward(self, input, weight, bias))
         is_fastest = self.algorithm == FASTEST
         if (
@@ -298,7 +310,11 @@ class Conv1d(Convolution, nn.Conv1d):
 
     __constants__ = [*nn.Conv1d.__constants__, "activation"]
     _operator = torch.conv1d
-    _theirs = _methods(nn.Conv1d)
+    _theirs = _CONV1D
+
+    @staticmethod
+    def _pytorchs() -> Theirs:
+        return _CONV1D
 
     def _options(self, padding: Sequence[int]) -> Options:
         return Options((1, *self.stride), (0, *padding), (1, *self.dilation), self.groups)
@@ -325,7 +341,11 @@ class Conv2d(Convolution, nn.Conv2d):
 
     __constants__ = [*nn.Conv2d.__constants__, "activation"]
     _operator = torch.conv2d
-    _theirs = _methods(nn.Conv2d)
+    _theirs = _CONV2D
+
+    @staticmethod
+    def _pytorchs() -> Theirs:
+        return _CONV2D
 
     def _options(self, padding: Sequence[int]) -> Options:
         return Options(self.stride, padding, self.dilation, self.groups)
@@ -356,7 +376,7 @@ class _Transposed(Convolution):
         if not isinstance(self, Convolution):
             return type(self).forward(self, input, *sizes)
         if self._is_replaced():
-            return activation_of(self.activation)(self._theirs.kind.forward(self, input, *sizes))
+            return activation_of(self.activation)(self._pytorchs().kind.forward(self, input, *sizes))
         if output_size is None:
             return super().forward(input)
         shape = (self.stride, self.padding, self.kernel_size, len(self.kernel_size), self.dilation)
@@ -392,7 +412,11 @@ class ConvTranspose1d(_Transposed, nn.ConvTranspose1d):
     __constants__ = [*nn.ConvTranspose1d.__constants__, "activation"]
     _operator = torch.conv_transpose1d
     _function = staticmethod(conv_transpose1d)
-    _theirs = _methods(nn.ConvTranspose1d)
+    _theirs = _CONV_TRANSPOSE1D
+
+    @staticmethod
+    def _pytorchs() -> Theirs:
+        return _CONV_TRANSPOSE1D
 
     def _options(self, padding: Sequence[int]) -> Options:
         output_padding = (0, *self.output_padding)
@@ -415,7 +439,11 @@ class ConvTranspose2d(_Transposed, nn.ConvTranspose2d):
     __constants__ = [*nn.ConvTranspose2d.__constants__, "activation"]
     _operator = torch.conv_transpose2d
     _function = staticmethod(conv_transpose2d)
-    _theirs = _methods(nn.ConvTranspose2d)
+    _theirs = _CONV_TRANSPOSE2D
+
+    @staticmethod
+    def _pytorchs() -> Theirs:
+        return _CONV_TRANSPOSE2D
 
     def _options(self, padding: Sequence[int]) -> Options:
         return Options(self.stride, padding, self.dilation, self.groups, self.output_padding)
