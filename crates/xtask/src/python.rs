@@ -188,5 +188,7 @@ fn cache() -> Result<PathBuf> {
 fn python(environment: &Path, site: &Path) -> Command {
     let mut command = Command::new(environment.join("bin/python"));
     command.env("PYTHONPATH", site).env("PYTHONDONTWRITEBYTECODE", "1");
+    // Nothing that was decided on this machine is found, or forgotten.
+    command.env("WINDROW_DECISIONS", "off");
     command
 }

@@ -1,10 +1,14 @@
 """Makes the helpers of this folder importable, and the results repeatable."""
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+# What one test decides is nothing that another may find.
+os.environ["WINDROW_DECISIONS"] = "off"
 from windrow.torch.choice import measure, store
 from windrow.torch.choice.policy import PYTORCH, Seconds
 

@@ -36,6 +36,13 @@ def main() -> None:
     assert fast(torch.ones(1, 3, 6, 6)).shape == (1, 8, 4, 4)
     loss_of(torch.ones(1, 3, 6, 6))
     assert decode(torch.ones(1, 4, 8), torch.ones(4, 3), with_states=True).shape == (1, 4)
+    for decision in wt.decisions():
+        microseconds: dict[str, float] = decision.microseconds
+        words: tuple[str, str, str, str] = (decision.problem, decision.device, decision.choice, decision.reason)
+        assert all(words) and all(of > 0 for of in microseconds.values())
+        if decision.is_final and decision.source == "measured":
+            wt.decide(decision, "pytorch")
+    wt.forget()
     plain: Tensor = windrow.gelu(torch.ones(3))
     assert plain.shape == (3,)
 

@@ -15,6 +15,17 @@ from windrow.torch._gelu import GELU, gelu
 from windrow.torch._modules import Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d
 from windrow.torch._optimize import OptimizeReport, optimize
 from windrow.torch._patch import PatchReport, freeze, patch, patched, unfreeze, unpatch
+from windrow.torch.choice import (
+    Decision,
+    Decisions,
+    DecisionsWarning,
+    UnknownAlgorithmError,
+    UnknownProblemError,
+    UnsupportedAlgorithmError,
+    decide,
+    decisions,
+    forget,
+)
 
 _flops.register()
 _threads.share()
@@ -25,8 +36,14 @@ __all__ = [
     "Conv2d",
     "ConvTranspose1d",
     "ConvTranspose2d",
+    "Decision",
+    "Decisions",
+    "DecisionsWarning",
     "OptimizeReport",
     "PatchReport",
+    "UnknownAlgorithmError",
+    "UnknownProblemError",
+    "UnsupportedAlgorithmError",
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "causal_conv1d_varlen_states",
@@ -34,6 +51,9 @@ __all__ = [
     "conv2d",
     "conv_transpose1d",
     "conv_transpose2d",
+    "decide",
+    "decisions",
+    "forget",
     "freeze",
     "gelu",
     "optimize",

@@ -50,7 +50,7 @@ def way(conv: Conv, x: Tensor, residual: Tensor | None = None) -> Way:
         if who == KEPT in decision.limits and not decision.is_final:
             # Nothing is packed for good by an algorithm that may not stay.
             return Way(replace(kept, filters=unkept), is_final=False)
-        if not is_room_for_another(decision, now[0], lambda: kept.bytes(x, True)[0]):
+        if not decision.is_by_hand and not is_room_for_another(decision, now[0], lambda: kept.bytes(x, True)[0]):
             other = way(replace(conv, filters=unkept), x, residual)
             return replace(other, is_final=other.is_final and now[0].refused(KEPT) >= TRIES)
         is_before_a_graph = conv.is_fused and not now[0].bytes and goes_into_a_graph(x) is False

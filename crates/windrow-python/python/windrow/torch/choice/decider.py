@@ -13,7 +13,7 @@ import torch
 
 from windrow._native import FilterCache
 from windrow.torch._calls import is_captured
-from windrow.torch.choice import budget, measure, policy, store
+from windrow.torch.choice import budget, disk, measure, policy, store
 from windrow.torch.choice.check import Check
 from windrow.torch.choice.policy import KEPT, PYTORCH, TRIES
 from windrow.torch.choice.problem import Key, named
@@ -99,22 +99,28 @@ def _like_the_nearest(question: Question) -> Decision | None:
 def _known(question: Question, before: Decision | None) -> Decision | None:
     """What the user has set, or an earlier process has found, once its result has been compared. None: it is measured."""
     wanted = before if before and before.is_by_hand else None
-    if wanted is None:
+    if before is None:
+        wanted = disk.recall(question.what, named(question.key))
+    if wanted is None or _run_pytorch(question) is not None:
         return None
-    if _run_pytorch(question) is not None:
-        return None
-    ours, why = question.ours(wanted), list[str]()
+    decision, why = replace(wanted, is_final=True, around=question.around), list[str]()
+    names = {wanted.choice, wanted.in_graph} - {PYTORCH}
+    ours = question.ours(wanted) if names else []
     candidates = {c.name: c for c in [*question.others, *([] if isinstance(ours, str) else ours)]}
-    for name in {wanted.choice, wanted.in_graph} - {PYTORCH}:
+    for name in names:
         candidate, is_for_graphs = candidates.get(name), name != wanted.choice
         if candidate is None or not (wanted.is_by_hand or _is_room(question.device, candidate, is_for_graphs)):
             return None
         if not _runs(candidate, why, question.check):
-            return replace(wanted, choice=PYTORCH, in_graph=PYTORCH, reason=why[0], is_final=True)
+            decision = replace(decision, choice=PYTORCH, in_graph=PYTORCH, reason=why[0])
+            disk.keep(decision)
+            break
         if is_for_graphs:
             candidate.promise()
             candidate.forget()
-    return replace(wanted, is_final=True)
+    if not decision.is_by_hand:
+        store.put_measured(decision)
+    return decision
 
 
 def _measured(question: Question, before: Decision | None) -> Decision:
@@ -129,6 +135,7 @@ def _measured(question: Question, before: Decision | None) -> Decision:
         decision = replace(decision, tries=tries, is_final=tries >= TRIES)
     if decision.is_final:
         store.put_measured(decision)
+        disk.keep(decision)
     return decision
 
 

@@ -136,8 +136,8 @@ def _strides(shape: Sequence[int], order: Sequence[int]) -> list[int]:
 
 def _after(after: str | After | None) -> list[str]:
     if not isinstance(after, After):
-        return [] if after is None else [after]
-    words = [after.activation] if after.activation is not None else []
+        return [] if after is None else [str(after)]
+    words = [str(after.activation)] if after.activation is not None else []
     if after.beside is not None:
         fits, dtype, is_contiguous, is_added = after.beside
         laid_out = "" if is_contiguous else ", laid out otherwise"
