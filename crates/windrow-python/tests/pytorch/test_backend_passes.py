@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from common import ACTIVATIONS, OURS, THEIRS, leaf
 from torch import nn
+from torch.func import functional_call
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from windrow.torch.backend import _compile, _options, windrow
 
 pytestmark = [
@@ -358,3 +361,25 @@ def test_layouts(layout, seen):
         for got, want in zip(compiled(model)(x), model(x), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
             assert got.stride() == want.stride()
+
+
+@pytest.mark.parametrize("in_graphs", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_devices_agree(dtype, in_graphs):
+    """On CUDA without a device: tensors without memory say where an operator would be given two devices."""
+    model = normal(Behind(lambda m, y: F.relu(m.term - m.norm(y) * m.factor + 1))).to(dtype)
+    state = model.state_dict()
+    names = [*state]
+    with FakeTensorMode(), torch.no_grad():
+        tensors = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in state.values()]
+
+        def function(x, *tensors):
+            return (functional_call(model, dict(zip(names, tensors, strict=True)), (x,)),)
+
+        x = torch.empty(16, 3, 6, 6, device="cuda", dtype=dtype)
+        graph = make_fx(function, tracing_mode="fake")(x, *tensors)
+        frozen = _compile._Frozen(graph, [x, *tensors], range(1, 1 + len(tensors)), _options.Options(), None, in_graphs)
+        assert len(frozen.what[0]) == 1 and frozen.what[1:] == (["conv2d, relu"], 0)
+        given = [([x, *tensors])[i] for i in frozen.watched]
+        results = frozen.constants.prologue()(*given)
+    assert {*((*t.shape, t.dtype, t.device.type) for t in results)} == {(6, 3, 3, 3, dtype, "cuda"), (6, dtype, "cuda")}

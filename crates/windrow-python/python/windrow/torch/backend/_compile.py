@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from windrow.torch.backend._constants import Constants, Held, Run, value
+from windrow.torch.backend._constants import Constants, Held, Make, Run, value
 from windrow.torch.backend._convolutions import to_windrows
 from windrow.torch.backend._fold import fold
 from windrow.torch.backend._fuse import fuse
@@ -32,7 +32,7 @@ def by_inductor(graph: fx.GraphModule, inputs: Sequence[Any], options: Options) 
         static, in_graphs = how.get("static_input_idxs") or (), bool(how.get("cudagraphs"))
         frozen = _Frozen(module, inputs, static, options, select_decomp_table(), in_graphs)
         how["static_input_idxs"] = frozen.static
-        return frozen.call(lambda _: compile_fx_inner(module, frozen.inputs, **how))
+        return frozen.call(compile_fx_inner(module, frozen.inputs, **how))
 
     # What AOTAutograd keeps on disk is what Inductor made of a graph, without ours around it.
     with config.patch(enable_autograd_cache=False):
@@ -50,7 +50,7 @@ def by_eager(graph: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
 
     def inferred(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         frozen = _Frozen(module, inputs, _static_inputs(), options, None)
-        return frozen.call(lambda bound: make_boxed_func((bound or module).forward))
+        return frozen.call_bound(lambda bound: make_boxed_func(bound.forward))
 
     made = aot_autograd(
         fw_compiler=trained, bw_compiler=trained, inference_compiler=inferred, keep_inference_input_mutations=True
@@ -84,7 +84,7 @@ class _Frozen:
         decompositions: Any,
         in_graphs: bool = False,
     ) -> None:
-        graph = module.graph
+        self.module, graph = module, module.graph
         before = [node for node in graph.nodes if node.op == "placeholder"]
         fold_padding(graph)
         to_channels_last(module)
@@ -114,26 +114,36 @@ class _Frozen:
         self.static = [new for new, i in enumerate(self.passed) if i in {*static}]
         self.static += range(len(self.passed), len(self.inputs))
 
-    def call(self, compiled: Callable[[fx.GraphModule | None], Run]) -> Run:
-        """The function of the graph's inputs. `compiled` makes one of the inputs that are left and the constants, of the
-        graph or of another module for it."""
-        bind, made, passed = self.bind, self.made, self.passed
-        if not self.watched:
-            return compiled(None)
-        whole = None if bind is not None else compiled(None)
+    def call(self, inner: Run) -> Run:
+        """The function of the graph's inputs, of one that takes those that are left, and the constants."""
+        return self._held(inner, lambda constants: inner)
 
-        def make(constants: Sequence[Any], parameters: Sequence[Any]) -> Run:
-            inner = whole if bind is None else compiled(bind(constants, parameters))
-            rest = [constants[i] for i in made]
-            return lambda inputs: inner(inputs + rest)  # type: ignore[misc]
+    def call_bound(self, boxed: Callable[[fx.GraphModule], Run]) -> Run:
+        """The same, of what `boxed` makes of the graph with constants in it."""
+        bind = self.bind
+        assert bind is not None
+        run = self._held(boxed(self.module), lambda constants: boxed(bind(constants)))
+        for node in self.module.graph.nodes:
+            # What the tracer says of tensors holds all that it has seen, parameters too.
+            node.meta = {}
+        return run
+
+    def _held(self, whole: Run, bound: Make) -> Run:
+        if not self.watched:
+            return whole
+        passed, made = self.passed, self.made
+
+        def make(constants: Sequence[Any]) -> Run:
+            inner, rest = bound(constants), [constants[i] for i in made]
+            return lambda inputs: inner(inputs + rest)
 
         held = Held(self.constants, self.watched, make)
 
         def run(inputs: list[Any]) -> Any:
-            inner = held.run(inputs)
+            compute = held.run(inputs)
             given = [inputs[i] for i in passed]
             inputs.clear()
-            return inner(given)
+            return compute(given)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run

@@ -50,7 +50,6 @@ class Constants:
         self.parameters = [inputs[i] for i in static if isinstance(value(inputs[i]), Tensor) and inputs[i] not in written]
         # Which of them a pass has read.
         self.watched: dict[fx.Node, None] = {}
-        self.read_as_they_are: set[fx.Node] = set()
         self._known = {*self.parameters}
         self._prologue = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
@@ -117,14 +116,8 @@ class Constants:
         return given
 
     def moved(self, node: fx.Node) -> fx.Node:
-        """The node as an input: itself if it is one that may be watched."""
-        if node in self.inputs:
-            return node
-        if node.op == "placeholder" and not self.in_graphs:
-            self.watched[node] = None
-            self.read_as_they_are.add(node)
-            return node
-        return self.add(self.copied(node), value(node))
+        """The node as one of the inputs. A parameter is copied: what is packed of a copy belongs to nobody else."""
+        return node if node in self.inputs else self.add(self.copied(node), value(node))
 
     def prologue(self) -> Callable[..., Sequence[Tensor]]:
         """A function of the parameters that were read, in their order in `watched`."""
@@ -132,6 +125,9 @@ class Constants:
         self._prologue.output(tuple(self._results))
         held = {str(n.target): getattr(self.module, str(n.target)) for n in self._prologue.nodes if n.op == "get_attr"}
         module = fx.GraphModule(held, self._prologue, "Prologue")
+        for node in self._prologue.nodes:
+            # It holds what the tracer has seen, parameters too.
+            node.meta = {}
         # By name: inputs stand in the order in which they were read.
         read = [node.target for node in self._prologue.nodes if node.op == "placeholder"]
         position = {copy.target: i for i, copy in enumerate(placeholders.values()) if copy is not None}
@@ -144,16 +140,21 @@ class _Sample:
     counted by PyTorch, and changes most of them."""
 
     def __init__(self, given: Sequence[Tensor]) -> None:
-        dense = [t.detach() for t in given if t.dim() > 1 and t.is_cpu and t.is_floating_point() and _is_dense(t)]
-        steps = [max(1, t.numel() // _SAMPLED) for t in dense]
-        self.views = [t.as_strided((t.numel() // s,), (s,)) for t, s in zip(dense, steps, strict=True)]
-        self.before = self._taken()
+        dense = [i for i, t in enumerate(given) if t.dim() > 1 and t.is_cpu and t.is_floating_point() and _is_dense(t)]
+        # Not as views, which would hold a model's memory.
+        self.places = [(i, (given[i].numel() // _step(given[i]),), (_step(given[i]),)) for i in dense]
+        self.before = self._taken(given)
 
-    def _taken(self) -> Tensor | None:
-        return torch.cat(self.views).nan_to_num_() if self.views else None
+    def _taken(self, given: Sequence[Tensor]) -> Tensor | None:
+        parts = [given[i].as_strided(size, step) for i, size, step in self.places]
+        return torch.cat(parts).nan_to_num_() if parts else None
 
-    def is_same(self) -> bool:
-        return self.before is None or torch.equal(self.before, self._taken())  # type: ignore[arg-type]
+    def is_same(self, given: Sequence[Tensor]) -> bool:
+        return self.before is None or torch.equal(self.before, self._taken(given))  # type: ignore[arg-type]
+
+
+def _step(t: Tensor) -> int:
+    return max(1, t.numel() // _SAMPLED)
 
 
 # Of each filter.
@@ -164,9 +165,9 @@ def _is_dense(t: Tensor) -> bool:
     return t.is_contiguous() or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last))
 
 
-# What computes the graph, of the inputs that are left: made of constants and parameters.
+# What computes the graph, of the inputs that are left: made of constants.
 Run = Callable[[list[Any]], Any]
-Make = Callable[[Sequence[Tensor], Sequence[Tensor]], Run]
+Make = Callable[[Sequence[Tensor]], Run]
 
 
 @dataclass
@@ -183,7 +184,7 @@ class _OfParameters:
     references: list[Any]
 
     def is_same(self, given: Sequence[Tensor]) -> bool:
-        if [t.data_ptr() for t in given] != self.pointers or not self.sample.is_same():
+        if [t.data_ptr() for t in given] != self.pointers or not self.sample.is_same(given):
             return False
         if not self.copies:
             return [t._version for t in given] == self.versions
@@ -197,7 +198,6 @@ class Held:
     def __init__(self, constants: Constants, watched: Sequence[int], make: Make) -> None:
         """`watched`: the inputs that `constants` watches, by number."""
         self.prologue, self.watched, self.make = constants.prologue(), watched, make
-        self.filters = [i for i, node in enumerate(constants.watched) if node in constants.read_as_they_are]
         like = map(value, constants.inputs)
         self.like = [(t.shape, t.stride(), t.dtype, t.device) for t in like]
         self.in_graphs = constants.in_graphs
@@ -228,12 +228,10 @@ class Held:
         for constant, result in zip(constants, self.prologue(*given), strict=True):
             constant.copy_(result)
             forget(constant)
-        for i in self.filters:
-            forget(given[i])
         # Whoever drops a model gets the memory of its folded filters back.
         drop = lambda _, found=self._found: found.pop(key, None)
-        references = [weakref.ref(t, drop) for t in given]
-        run, pointers = self.make(constants, given), [t.data_ptr() for t in given]
+        references = [weakref.ref(t.untyped_storage(), drop) for t in given]
+        run, pointers = self.make(constants), [t.data_ptr() for t in given]
         sample = _Sample(given)
         self._found[key] = _OfParameters(run, constants, pointers, versions, copies, sample, references)
         return self._found[key]

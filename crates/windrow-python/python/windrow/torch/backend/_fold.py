@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from windrow.torch.backend._constants import CONVERSIONS, Constants, is_floating, value
 from windrow.torch.backend._convolutions import Convolution, called, convolutions
@@ -32,6 +32,7 @@ class _Affine:
 
     constants: Constants
     channels: int
+    device: torch.device
     scale: fx.Node | None = None
     shift: fx.Node | None = None
     steps: list[str] = field(default_factory=list)
@@ -42,16 +43,17 @@ class _Affine:
             return operand
         return self.constants.call(_aten.reshape.default, self.constants.widened(operand), [-1])
 
+    def _full(self, number: float) -> fx.Node:
+        how = {"dtype": torch.float64, "device": self.device}
+        return self.constants.call(_aten.full.default, [self.channels], number, **how)
+
     def times(self, factor: Any, target: Any = _aten.mul.Tensor) -> None:
-        ones = self.constants.call(_aten.full.default, [self.channels], 1.0)
-        ones = self.constants.call(_prims.convert_element_type.default, ones, torch.float64)
-        self.scale = self.constants.call(target, self.scale or ones, factor)
+        self.scale = self.constants.call(target, self.scale or self._full(1.0), factor)
         if self.shift is not None:
             self.shift = self.constants.call(target, self.shift, factor)
 
     def plus(self, term: Any, target: Any = _aten.add.Tensor) -> None:
-        zeros = self.shift or self.constants.call(_aten.full.default, [self.channels], 0.0, dtype=torch.float64)
-        self.shift = self.constants.call(target, zeros, term)
+        self.shift = self.constants.call(target, self.shift or self._full(0.0), term)
 
 
 def fold(graph: fx.Graph, constants: Constants) -> list[str]:
@@ -70,7 +72,7 @@ def _fold(graph: fx.Graph, conv: Convolution, constants: Constants) -> str | Non
     if any(not isinstance(n, int) for n in weight.shape):
         return None
     channels = weight.shape[0]
-    affine = _Affine(constants, channels)
+    affine = _Affine(constants, channels, weight.device)
     if conv.bias is not None:
         affine.shift = constants.widened(conv.bias)
     last, node = conv.node, conv.node
@@ -126,7 +128,7 @@ def _step(node: fx.Node, one: fx.Node, affine: _Affine, channels: int) -> fx.Nod
         return None
     first, second = node.args
     other = second if first is one else first
-    if other is one or not _is_of_channels(other, affine.constants, channels, value(one).dim()):
+    if other is one or not _is_of_channels(other, affine.constants, channels, affine.device, value(one).dim()):
         return None
     is_first = first is one
     if node.target in _QUOTIENTS and not is_first:
@@ -144,11 +146,11 @@ def _step(node: fx.Node, one: fx.Node, affine: _Affine, channels: int) -> fx.Nod
     return node
 
 
-def _is_of_channels(operand: Any, constants: Constants, channels: int, dims: int) -> bool:
+def _is_of_channels(operand: Any, constants: Constants, channels: int, device: torch.device, dims: int) -> bool:
     """Whether it is a number, or depends on parameters alone and has one value for each channel."""
     if isinstance(operand, int | float):
         return True
-    if operand not in constants or not isinstance(value(operand), Tensor) or not is_floating(operand):
+    if operand not in constants or not is_floating(operand) or value(operand).device != device:
         return False
     shape = value(operand).shape
     if len(shape) > dims:

@@ -105,7 +105,11 @@ def _pattern(name: str, dtype: torch.dtype, decompositions: Any) -> fx.Graph:
 
 def _traced(function: Callable[[Tensor], Tensor], dtype: torch.dtype, decompositions: Any) -> fx.Graph:
     with torch.no_grad(), torch._C._DisableAutocast():
-        return make_fx(lambda x: function(x), decomposition_table=decompositions)(torch.zeros(2, dtype=dtype)).graph
+        graph = make_fx(lambda x: function(x), decomposition_table=decompositions)(torch.zeros(2, dtype=dtype)).graph
+    for node in graph.nodes:
+        # It holds what the tracer has seen, parameters of the model that is compiled too.
+        node.meta = {}
+    return graph
 
 
 def _last_of(pattern: fx.Graph, first: fx.Node) -> fx.Node | None:

@@ -14,11 +14,10 @@ from windrow.torch.backend._constants import Constants
 
 
 def to_modules(module: fx.GraphModule, constants: Constants) -> Callable[..., fx.GraphModule]:
-    """Changes the graph. Gives what makes a module of it, of constants and the parameters that are watched."""
+    """Changes the graph. Gives what makes a module of it, of constants."""
     graph = module.graph
-    watched = {node: i for i, node in enumerate(constants.watched)}
     made = {node: i for i, node in enumerate(constants.inputs)}
-    bound: dict[str, tuple[fx.Node, fx.Node | None, tuple[Any, ...]]] = {}
+    bound: dict[str, tuple[int, int | None, tuple[Any, ...]]] = {}
     for node in [*graph.nodes]:
         if node.target is not OPERATORS.conv2d_fused.default:
             continue
@@ -26,22 +25,16 @@ def to_modules(module: fx.GraphModule, constants: Constants) -> Callable[..., fx
         if any(not isinstance(n, int) for sizes in options[:3] for n in sizes):
             continue
         name = f"convolution_{len(bound)}"
-        bound[name] = weight, bias, (options, activation, accuracy)
+        bound[name] = made[weight], None if bias is None else made[bias], (options, activation, accuracy)
         module.add_module(name, FusedConv2d(None, None, options, activation, accuracy))  # type: ignore[arg-type]
         with graph.inserting_before(node):
             call = graph.call_module(name, (x,) if residual is None else (x, residual))
-        call.meta = node.meta
         node.replace_all_uses_with(call)
         graph.erase_node(node)
     in_sequences(module)
 
-    def bind(results: Sequence[Tensor], parameters: Sequence[Tensor]) -> fx.GraphModule:
-        def of(node: fx.Node | None) -> Any:
-            if node is None:
-                return None
-            # Without its object, so that it is seen when a model is dropped.
-            return results[made[node]] if node in made else parameters[watched[node]].detach()
-
+    def bind(results: Sequence[Tensor]) -> fx.GraphModule:
+        of: Any = lambda i: None if i is None else results[i]
         parts: dict[str, Any] = {name: copy.copy(part) for name, part in module._modules.items()}
         for name, (weight, bias, how) in bound.items():
             parts[name] = FusedConv2d(of(weight), of(bias), *how)
