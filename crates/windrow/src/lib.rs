@@ -10,9 +10,9 @@
 //! # Ok::<(), windrow::Error>(())
 //! ```
 //!
-//! [`gelu`], [`geglu`], [`causal_conv1d`], [`causal_conv1d_update`] and [`conv2d()`] are calls of this kind. Their
-//! tensors are views ([`TensorRef`], [`TensorMut`]) of the caller's memory. A view may have any strides. The data is
-//! f32, f16 or bf16, and is neither copied nor made contiguous.
+//! [`gelu`], [`geglu`], [`causal_conv1d`], [`causal_conv1d_update`] and [`conv2d()`] are one-call functions like this
+//! one. Their tensors are views ([`TensorRef`], [`TensorMut`]) of the caller's memory. A view may have any strides. The
+//! data is f32, f16 or bf16, and is neither copied nor made contiguous.
 //!
 //! # The life of a plan
 //!
@@ -42,7 +42,7 @@
 //! the device, and the blocking or launch. [`PlanOptions::tuning`] says how an algorithm is chosen, [`Accuracy`] how
 //! exact it must be.
 //!
-//! # A prompt, then decoding
+//! # Prefill and decoding
 //!
 //! A model with short convolutions (Mamba and its relatives) runs its prompt as a whole sequence, keeps the last
 //! inputs as the state, and then takes a step for each token:
@@ -89,23 +89,22 @@
 //!
 //! # Speed
 //!
-//! Kernels are as fast as the compiler makes them: in a debug build they take hundreds of times as long. With
+//! The kernels rely on compiler optimisation: a debug build is hundreds of times slower. To optimise Windrow in debug
+//! builds too, add this to the `Cargo.toml` of your workspace:
 //!
 //! ```toml
 //! [profile.dev.package.windrow]
 //! opt-level = 3
 //! ```
 //!
-//! in the `Cargo.toml` of your workspace they are optimised there too.
-//!
 //! # Features
 //!
 //! All are on by default.
 //!
-//! - `cuda`: NVIDIA GPUs. Nothing of CUDA is needed to build; its libraries are looked for at run time.
-//! - `hip`: AMD GPUs, likewise. No AMD GPU has run these kernels yet; an emulator has. `docs/amd.md` lists what was
-//!   executed.
-//! - `parallel`: several GPUs and machines, with `cuda`.
+//! - `cuda`: NVIDIA GPUs. CUDA is not needed to build: its libraries are loaded at run time.
+//! - `hip`: AMD GPUs. ROCm is not needed to build. No AMD GPU has run these kernels yet; an emulator has. `docs/amd.md`
+//!   lists what was executed.
+//! - `parallel`: operators on several GPUs and machines. It enables `cuda`.
 //! - `tuning`: measurement of configurations (module `tuning`) and the tables of measured ones. Without it, a plan
 //!   takes the configuration that the cost model predicts to be fastest.
 //! - `threads`: work on the CPU is split over rayon's threads. Without it, work runs on the caller's thread only,

@@ -110,12 +110,12 @@ pub enum Tuning {
     /// The configuration found on this machine. If there is none, the candidates are measured while the plan is made,
     /// and the winner is saved. Shipped entries are not used.
     Search {
-        /// Time for measuring.
+        /// The time that measuring may take.
         budget: Duration,
     },
 }
 
-/// The kind of filter of a convolution, by how often it changes.
+/// The rate at which the filter of a convolution changes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Filter {
@@ -134,8 +134,7 @@ pub enum Filter {
 pub struct PlanOptions {
     /// The device; every tensor of a run must be there.
     pub device: Device,
-    /// CPU threads, of which at most 1024 are used; `None` takes
-    /// [`cpu::num_threads`](crate::cpu::num_threads).
+    /// The number of CPU threads, at most 1024. `None` means [`cpu::num_threads`](crate::cpu::num_threads).
     pub threads: Option<NonZeroUsize>,
     /// Whether every run is checked against the oracle.
     pub verify: Verify,
@@ -273,7 +272,7 @@ impl Workspace {
         Ok(Workspace { memory: Memory::Device { buffer, stream } })
     }
 
-    /// A workspace on a stream that others use as well.
+    /// A workspace on a stream that other owners of the `Arc` use as well.
     pub(crate) fn on_shared(stream: &Arc<Stream>, bytes: usize) -> Result<Self> {
         let buffer = DeviceBuffer::new(stream, bytes)?;
         Ok(Workspace { memory: Memory::Device { buffer, stream: stream.clone() } })
@@ -314,7 +313,7 @@ impl Workspace {
         }
     }
 
-    /// The stream of its runs; `None` on the CPU.
+    /// The stream of the runs in this workspace; `None` on the CPU.
     pub fn stream(&self) -> Option<&Stream> {
         match &self.memory {
             Memory::Host(_) => None,
@@ -322,12 +321,12 @@ impl Workspace {
         }
     }
 
-    /// The device it is for.
+    /// The device of the workspace.
     pub fn device(&self) -> Device {
         self.stream().map_or(Device::Cpu, Stream::device)
     }
 
-    /// Its size in bytes.
+    /// The size of the workspace in bytes.
     pub fn len(&self) -> usize {
         match &self.memory {
             Memory::Host(buffer) => buffer.len(),
@@ -335,7 +334,7 @@ impl Workspace {
         }
     }
 
-    /// True if it has no memory.
+    /// True if the workspace has no memory.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

@@ -122,10 +122,10 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// Calls `work` on each thread of the team; what is left then is done here.
+/// Calls `work` on each thread of the team. Then runs the remaining tasks on the current thread.
 fn on_team(team: Team, work: &(dyn Fn() + Sync)) {
     team(work);
-    // All calls of the team have returned: its closure cannot outlive them.
+    // The team has returned, and so have all its calls of `work`. No thread can still use the closure.
     work();
 }
 
@@ -149,7 +149,7 @@ struct Shares {
     shares: [Share; MOST_SHARES],
     count: usize,
     workers: usize,
-    /// A bit for each worker, set if a thread has claimed that worker index.
+    /// One bit for each worker, set when a thread has claimed that worker index.
     claimed: [AtomicU64; MAX_THREADS / 64],
     caller: usize,
 }

@@ -3,8 +3,8 @@
 use super::TensorDesc;
 use crate::{DType, Device, Error, Layout, Result};
 
-/// A check: [`Error::OutOfBounds`] unless every element of `layout`, with index zero at `offset`, lies within `len`
-/// elements.
+/// Checks that all elements of a layout, with index zero at `offset`, lie within a slice of `len` elements. Returns
+/// [`Error::OutOfBounds`] if not.
 pub(super) fn check_bounds(
     arg: &'static str,
     len: usize,
@@ -19,7 +19,7 @@ pub(super) fn check_bounds(
     Ok(())
 }
 
-/// A check: [`Error::OverlappingOutput`] unless every element has its own memory.
+/// Checks that no two elements share memory. Returns [`Error::OverlappingOutput`] if they do.
 pub(crate) fn check_unique(arg: &'static str, layout: &Layout) -> Result<()> {
     if layout.is_unique() {
         return Ok(());
@@ -31,18 +31,17 @@ pub(crate) fn check_unique(arg: &'static str, layout: &Layout) -> Result<()> {
     })
 }
 
-/// A check: [`Error::WrongDevice`] unless the two are the same.
+/// Checks that two devices are the same. Returns [`Error::WrongDevice`] if not.
 pub(crate) fn check_device(arg: &'static str, given: Device, expected: Device) -> Result<()> {
     if given == expected { Ok(()) } else { Err(Error::WrongDevice { arg, given, expected }) }
 }
 
-/// A check: [`Error::DType`] unless the two are the same.
+/// Checks that two element types are the same. Returns [`Error::DType`] if not.
 pub(crate) fn check_dtype(arg: &'static str, given: DType, expected: DType) -> Result<()> {
     if given == expected { Ok(()) } else { Err(Error::dtype(arg, given, expected.name())) }
 }
 
-/// A check: [`Error::Shape`] or [`Error::DType`] unless shape and element type are the expected ones. Strides are not
-/// compared.
+/// Checks shape and element type, but not strides. Returns [`Error::Shape`] or [`Error::DType`] if one differs.
 pub(crate) fn check_tensor(
     arg: &'static str,
     given: &TensorDesc,
@@ -55,8 +54,8 @@ pub(crate) fn check_tensor(
     check_dtype(arg, given.dtype, dtype)
 }
 
-/// A check: [`Error::Shape`], [`Error::DType`] or [`Error::Strides`] unless a view has the shape, element type and
-/// strides that a plan was made for.
+/// Checks that a view has the shape, element type and strides that the plan was made for. Returns [`Error::Shape`],
+/// [`Error::DType`] or [`Error::Strides`] if not.
 pub(crate) fn check_view(
     arg: &'static str,
     given: &TensorDesc,
@@ -73,8 +72,8 @@ pub(crate) fn check_view(
     })
 }
 
-/// A check of an optional argument: as [`check_view`] if both plan and call have it, and [`Error::Parameter`] if only
-/// one of the two has it.
+/// Checks an optional argument, as [`check_view`] does if both plan and call have it. Returns [`Error::Parameter`] if
+/// only one of the two has it.
 pub(crate) fn check_optional_view(
     arg: &'static str,
     given: Option<&TensorDesc>,

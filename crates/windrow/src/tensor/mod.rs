@@ -1,4 +1,4 @@
-//! Borrowed strided views.
+//! Tensors: descriptions, borrowed strided views, and the owned tensor on the CPU.
 
 mod check;
 mod owned;
@@ -48,7 +48,7 @@ impl TensorDesc {
         self.layout.strides()
     }
 
-    /// Bytes of the elements, without gaps between them.
+    /// The size of all elements in bytes. Gaps between elements are not counted.
     pub fn bytes(&self) -> usize {
         self.layout.len() * self.dtype.size()
     }
@@ -75,7 +75,7 @@ pub struct TensorMut<'a> {
 
 // SAFETY: a TensorRef is a shared borrow of plain numbers.
 unsafe impl Send for TensorRef<'_> {}
-// SAFETY: it gives read access only.
+// SAFETY: a shared `&TensorRef` gives read access only.
 unsafe impl Sync for TensorRef<'_> {}
 // SAFETY: a TensorMut is an exclusive borrow of plain numbers.
 unsafe impl Send for TensorMut<'_> {}
@@ -131,7 +131,7 @@ impl<'a> TensorRef<'a> {
         self.ptr
     }
 
-    /// The same memory seen through another layout of the same elements or fewer.
+    /// A view of the same memory with another layout. The layout must not reach other elements.
     ///
     /// # Safety
     /// `layout` must reach only elements that this view reaches.
@@ -320,7 +320,8 @@ macro_rules! accessors {
             pub fn device(&self) -> Device {
                 self.device
             }
-            /// Lowest and one past the highest address; `None` without elements.
+            /// The address range of the elements: the first byte, and one past the last byte. `None` if there are no
+            /// elements.
             pub fn address_range(&self) -> Option<(usize, usize)> {
                 let size = self.desc.dtype.size() as isize;
                 self.desc.layout.extent().map(|(low, high)| {

@@ -1,11 +1,11 @@
-//! The owned tensor that one-call helpers return.
+//! The owned tensor.
 
 use super::{TensorDesc, TensorMut, TensorRef, check_dtype};
 use crate::buffer::Buffer;
 use crate::{DType, Device, Element, Error, Result};
 use std::marker::PhantomData;
 
-/// A tensor that owns its memory on the CPU; one-call helpers return it.
+/// A tensor that owns its memory, on the CPU. [`conv2d`](crate::conv2d()) and the other one-call functions return it.
 ///
 /// Large tensors reuse memory of dropped tensors and workspaces, from a cache. So a loop that allocates its outputs
 /// does not cause page faults in every iteration.
@@ -207,7 +207,7 @@ impl Tensor {
     }
 }
 
-/// A tensor of one dimension.
+/// A one-dimensional tensor from a vector.
 impl<T: Element> TryFrom<Vec<T>> for Tensor {
     type Error = Error;
 
@@ -218,7 +218,7 @@ impl<T: Element> TryFrom<Vec<T>> for Tensor {
     }
 }
 
-/// A tensor of one dimension.
+/// A one-dimensional tensor from a slice.
 impl<T: Element> TryFrom<&[T]> for Tensor {
     type Error = Error;
 

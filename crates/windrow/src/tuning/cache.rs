@@ -1,4 +1,4 @@
-//! The results of searches, on disk: one JSON file for each model of a device.
+//! Search results on disk: one JSON file for each model of device.
 
 use super::VERSION;
 use super::device::DeviceModel;
@@ -12,13 +12,14 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-/// The maximum size in bytes of a table that is read. It holds some hundred thousand entries.
+/// The maximum size in bytes of a table that is read; a larger file is ignored. It is enough for some hundred thousand
+/// entries.
 const TABLE_LIMIT: u64 = 64 << 20;
 
 /// The timeout for the lock. Its holder only reads and writes one small file.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// The configuration that was found for a problem, and what was gained by it.
+/// A table entry: the fastest configuration of a problem, its time, and the cost model's choice with its time.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Entry {
@@ -343,7 +344,7 @@ mod tests {
                 });
             }
             s.spawn(|| {
-                // Half a file would be ignored, and so look empty.
+                // A half-written file would be ignored, so the table would look empty.
                 let mut most = 0;
                 for _ in 0..100 {
                     let now = load(&dir, &cpu).len();

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 #[serde(deny_unknown_fields)]
 pub(crate) struct DeviceModel {
     pub(crate) name: String,
-    /// `x86_64`, `sm_90`, `gfx942`
+    /// The architecture: `x86_64`, `sm_90`, `gfx942`, ...
     pub(crate) architecture: String,
     /// The instruction set that kernels use; empty for GPUs.
     pub(crate) features: String,
@@ -19,6 +19,8 @@ pub(crate) struct DeviceModel {
 }
 
 impl DeviceModel {
+    /// The model of a device of this machine.
+    ///
     /// # Errors
     /// [`crate::Error::NoDevice`], [`crate::Error::Backend`].
     pub(crate) fn of(device: Device) -> Result<Self> {

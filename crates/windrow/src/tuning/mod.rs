@@ -31,7 +31,7 @@ pub(crate) trait Tunable {
     fn device(&self) -> Device;
     /// The key of the problem in a table: operator, types, sizes and options, and on the CPU the number of threads.
     fn key(&self) -> String;
-    /// Every candidate, the model's choice first.
+    /// All candidates, the cost model's choice first.
     fn candidates(&self) -> Result<Vec<Self::Configuration>>;
     /// The run time that the cost model predicts, in arbitrary units.
     fn cost(&self, configuration: &Self::Configuration) -> Result<f64>;
@@ -54,9 +54,9 @@ pub(crate) trait Tunable {
 pub struct Report {
     /// The problem that was computed.
     pub problem: String,
-    /// Every candidate, the model's choice first.
+    /// All candidates, the cost model's choice first.
     pub candidates: Vec<Measured>,
-    /// The winner, by its place in `candidates`.
+    /// The index of the fastest candidate in `candidates`.
     pub chosen: usize,
     /// The reason why the search ended.
     pub stop: Stop,
@@ -68,7 +68,7 @@ pub struct Report {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Measured {
-    /// The configuration.
+    /// The configuration as text.
     pub configuration: String,
     /// The predicted run time, divided by that of the first candidate.
     pub expected: f64,
@@ -76,17 +76,17 @@ pub struct Measured {
     pub seconds: Option<f64>,
     /// The number of measurements.
     pub samples: usize,
-    /// The reason why it was left out, if it was.
+    /// The reason why the candidate was rejected or not measured; `None` otherwise.
     pub refused: Option<String>,
 }
 
 impl Report {
-    /// The candidate that won.
+    /// The fastest candidate.
     pub fn winner(&self) -> &Measured {
         &self.candidates[self.chosen]
     }
 
-    /// The model's choice.
+    /// The candidate that the cost model prefers; in a report of given configurations the first one.
     pub fn model(&self) -> &Measured {
         &self.candidates[MODEL]
     }
@@ -100,8 +100,8 @@ impl Report {
     }
 }
 
-/// The configuration that a plan should take; `None` for the model's. `problem` is called only if a table has entries
-/// or a search is asked for.
+/// The configuration that a plan should take; `None` for the cost model's. `problem` is called only if a table has
+/// entries or a search is asked for.
 ///
 /// # Errors
 /// Errors of a search; [`Error::NoDevice`] or [`Error::Backend`] if the device cannot be used.
@@ -262,7 +262,7 @@ pub fn import(table: &str) -> Result<usize> {
     Ok(entries.len())
 }
 
-/// Whether some plan could take the configuration: a problem's key begins with its operator.
+/// Whether the operator named at the start of the key can parse the configuration.
 fn is_known(problem: &str, configuration: &str) -> bool {
     let name = problem.split(' ').next();
     let operator = crate::TUNABLE.iter().find(|operator| Some(operator.name) == name);

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 /// A source of time; tests use a fake one.
 pub(crate) trait Clock {
-    /// Time since some moment.
+    /// The time since a fixed but arbitrary moment.
     fn now(&self) -> Duration;
 }
 
@@ -25,7 +25,7 @@ impl Clock for SystemClock {
     }
 }
 
-/// The candidates of a benchmark, addressed by index; index 0 is the model's choice.
+/// The candidates of a benchmark, addressed by index; index 0 is the cost model's choice.
 pub(crate) trait Contest {
     /// Prepares a candidate, for example compiles its kernels. This time counts neither as a measurement nor towards
     /// the budget.
@@ -86,7 +86,7 @@ pub(crate) struct Outcome {
     pub(crate) stop: Stop,
 }
 
-/// The index of the model's choice.
+/// The index of the cost model's choice.
 pub(crate) const MODEL: usize = 0;
 /// The target duration of a measurement in seconds. A shorter call is repeated to reach it.
 const TURN: f64 = 1e-3;
@@ -102,7 +102,7 @@ const ENOUGH: usize = 7;
 /// A smaller gain over the model's choice is not worth another configuration.
 const MIN_GAIN: f64 = 0.02;
 
-/// Order statistics of a candidate.
+/// The median of a candidate's measurements, and its uncertainty.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Spread {
     pub(crate) median: f64,
@@ -134,8 +134,8 @@ impl Spread {
 /// The fastest of `count` candidates whose result agrees with the oracle.
 ///
 /// # Errors
-/// That of running the model's choice, [`Error::Verification`] if that is wrong. Other candidates that
-/// fail are left out.
+/// The error of running the cost model's choice, if it fails. [`Error::Verification`] if its result is wrong. Other
+/// candidates that fail are skipped.
 pub(crate) fn search(
     count: usize,
     search: &Search,
@@ -215,11 +215,11 @@ impl State<'_> {
         Ok(seconds)
     }
 
-    /// Seconds of a call.
+    /// Runs a candidate `times` times and returns the mean time of a call in seconds.
     fn timed(&mut self, i: usize, times: usize) -> Result<f64> {
         let start = self.clock.now();
         self.contest.run(i, times)?;
-        // A clock too coarse to see the call must not divide by zero.
+        // If the clock is too coarse, the elapsed time may be zero. Avoid a later division by zero.
         let elapsed = (self.clock.now() - start).max(Duration::from_nanos(20));
         Ok(elapsed.as_secs_f64() / times as f64)
     }
@@ -245,7 +245,7 @@ impl State<'_> {
         Ok(())
     }
 
-    /// Seconds of a call; infinite without a measurement.
+    /// The median time of a call in seconds; infinite if there is no measurement.
     fn median(&self, i: usize) -> f64 {
         Spread::of(&self.samples[i]).map_or(f64::INFINITY, |s| s.median)
     }

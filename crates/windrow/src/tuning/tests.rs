@@ -101,7 +101,7 @@ fn the_fastest_of_many_wins_in_noise() {
         let outcome = fake.search(2.0, false).unwrap();
         assert_eq!(outcome.chosen, 17, "noise {noise}");
         assert!(fake.measuring() < Duration::from_millis(2100), "{:?}", fake.measuring());
-        // Slow ones leave early, the model's choice never.
+        // Slow candidates are dropped early. The cost model's choice is never dropped.
         let slowest = (1..30).max_by(|&a, &b| fake.seconds[a].total_cmp(&fake.seconds[b])).unwrap();
         assert!(fake.calls[slowest] < fake.calls[17] && fake.calls[slowest] <= fake.calls[MODEL]);
     }

@@ -15,7 +15,7 @@ enum Source<'a> {
 }
 
 impl<'a> Choices<'a> {
-    /// Endless choices, the same for the same seed on every machine.
+    /// Endless choices. The same seed gives the same choices on every machine.
     pub fn from_seed(seed: u64) -> Self {
         Choices(Source::Seed(seed))
     }
@@ -33,7 +33,7 @@ impl<'a> Choices<'a> {
                 (product >> 64) as usize
             }
             Source::Bytes(bytes) => {
-                // As few bytes as such numbers need.
+                // Take only as many bytes as a number below `n` needs.
                 let needed = (usize::BITS - (n - 1).leading_zeros()).div_ceil(8) as usize;
                 let (taken, rest) = bytes.split_at(needed.min(bytes.len()));
                 *bytes = rest;
@@ -42,7 +42,7 @@ impl<'a> Choices<'a> {
         }
     }
 
-    /// A number of the range.
+    /// A number in the range.
     pub(crate) fn within(&mut self, range: RangeInclusive<usize>) -> usize {
         range.start() + self.below(range.end() - range.start() + 1)
     }

@@ -36,7 +36,7 @@ impl Expected {
         self.add_sum(i, term, term.abs());
     }
 
-    /// Adds a sum of terms to an element, and that of their absolute values.
+    /// Adds a sum of terms to an element's value, and the sum of their absolute values to its scale.
     pub(crate) fn add_sum(&mut self, i: usize, sum: f64, scale: f64) {
         self.values[i] += sum;
         self.scale[i] += scale;
@@ -50,12 +50,12 @@ impl Expected {
         self
     }
 
-    /// Compares a result with it.
+    /// Compares a result with these values.
     pub(crate) fn compare(&self, got: &TensorRef<'_>, tolerance: f64) -> Result<Comparison> {
         Comparison::of(got, &self.values, &self.scale, tolerance)
     }
 
-    /// As [`Expected::compare`], under a name.
+    /// Like [`Expected::compare`], but returns a [`Check`] with a name.
     pub(crate) fn check(
         &self,
         what: &'static str,
@@ -169,7 +169,7 @@ impl Comparison {
         }
     }
 
-    /// Adds the elements of another comparison of the same kind.
+    /// Adds the elements of another comparison with the same element type and tolerance.
     pub fn merge(&mut self, other: &Comparison) {
         let after = self.count;
         let first = other.first_error.map(|(index, got, want)| (after + index, got, want));
@@ -182,12 +182,12 @@ impl Comparison {
         self.square_want += other.square_want;
     }
 
-    /// Elements compared.
+    /// The number of elements compared.
     pub fn count(&self) -> usize {
         self.count
     }
 
-    /// Elements outside the tolerance.
+    /// The number of elements outside the tolerance.
     pub fn errors(&self) -> usize {
         self.errors
     }
@@ -212,7 +212,8 @@ impl Comparison {
         self.errors == 0
     }
 
-    /// [`Error::Verification`] unless [`passed`](Self::passed); `op` names operator and algorithm.
+    /// Returns [`Error::Verification`] if the comparison did not pass. `op` is the name of the operator and algorithm
+    /// for the message.
     ///
     /// # Errors
     /// [`Error::Verification`] if an element is outside the tolerance.

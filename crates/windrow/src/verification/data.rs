@@ -1,4 +1,4 @@
-//! Tensors of known values.
+//! Test data: random values, tensors with guard bytes, and random layouts.
 
 use super::choices::{self, Choices};
 #[cfg(all(test, target_os = "linux"))]
@@ -224,7 +224,7 @@ impl Numbers {
         values.iter_mut().for_each(|value| *value *= factor);
         if self == Numbers::Special {
             const SPECIAL: [f64; 5] = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 0.0, -0.0];
-            // One at least, and about one in a hundred.
+            // Replace about one value in a hundred, and at least one.
             let mut state = seed;
             for _ in 0..(values.len() / 100 + 1).min(values.len()) {
                 let at = choices::next(&mut state) as usize % values.len();

@@ -20,7 +20,7 @@ use std::fmt;
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Check {
-    /// `y`, `dx`, ... or the stage: `im2col`, `U`, `V`, `M`.
+    /// The name of what is compared: a tensor (`y`, `dx`, ...) or an intermediate stage (`im2col`, `U`, `V`, `M`).
     pub what: &'static str,
     /// The result of the comparison.
     pub comparison: Comparison,
@@ -33,7 +33,8 @@ impl Check {
     }
 }
 
-/// [`Error::Verification`](crate::Error::Verification) for the first check that fails, named after `op`.
+/// Returns [`Error::Verification`](crate::Error::Verification) if a check fails, for the first one that does. The error
+/// names `op` and the check.
 pub(crate) fn require(op: &str, checks: Vec<Check>) -> Result<()> {
     checks
         .into_iter()
@@ -43,19 +44,19 @@ pub(crate) fn require(op: &str, checks: Vec<Check>) -> Result<()> {
 /// A test case of `windrow verify`.
 #[non_exhaustive]
 pub struct Case {
-    /// `gelu`, `causal_conv1d`, `conv2d`.
+    /// The name of the operator, for example `conv2d`.
     pub op: &'static str,
     /// The algorithm's name.
     pub algorithm: String,
     /// Element type of the main input.
     pub dtype: DType,
-    /// `contiguous`, `channels_last`, ...
+    /// The name of the memory layout, for example `channels_last`.
     pub layout: String,
     /// The shape and options that distinguish the case.
     pub name: String,
     /// Elements of the main input, 0 if that is not known.
     pub elements: usize,
-    /// Makes the inputs, runs the operator and compares with the oracle.
+    /// The function that makes the inputs, runs the operator and compares its results with the oracle.
     pub run: Box<dyn Fn() -> Result<Vec<Check>> + Send + Sync>,
 }
 

@@ -44,7 +44,7 @@ pub struct Outcome {
     pub digests: Vec<(String, u64)>,
 }
 
-/// A random case while it runs.
+/// The state of a running random case.
 pub(crate) struct Trial {
     device: Device,
     outcome: Outcome,
@@ -80,7 +80,7 @@ impl Trial {
         isas.into_iter().enumerate().map(|(index, isa)| Lane { index, isa }).collect()
     }
 
-    /// Says what the case is, before anything is run.
+    /// Sets the description of the case. Call it before anything runs.
     pub(crate) fn describe(&mut self, description: String) {
         self.outcome.description = description;
     }
@@ -104,7 +104,8 @@ impl Trial {
         }
     }
 
-    /// Takes the elements of a result into the digest, and looks whether anything around it was written.
+    /// Adds a result to the digest, checks that the bytes around it were not written, and returns the bits of its
+    /// elements.
     pub(crate) fn result(&mut self, lane: Lane, what: &str, result: &Held) -> Result<Vec<u64>> {
         let bits: Vec<u64> = result
             .values()?
