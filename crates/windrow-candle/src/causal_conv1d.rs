@@ -17,14 +17,14 @@ use windrow::{
 const NAME: &str = "causal_conv1d";
 const UPDATE: &str = "causal_conv1d_update";
 
-/// What [`causal_conv1d`](crate::TensorExt::causal_conv1d) takes beside input and weight; by default nothing.
+/// The optional arguments of [`causal_conv1d`](crate::TensorExt::causal_conv1d); by default none is given.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CausalConv1dOptions<'a> {
-    /// `[d_out]`, f32 or x's type.
+    /// The bias `[d_out]`, f32 or x's type.
     pub bias: Option<&'a Tensor>,
-    /// Applied to sum and bias.
+    /// The activation after the bias.
     pub activation: Activation,
-    /// Number of each token's sequence [b, l], i32 or u32.
+    /// The index of each token's sequence [b, l], i32 or u32.
     pub seq_idx: Option<&'a Tensor>,
     /// Boundaries of packed sequences [sequences + 1], i32, i64 or u32, with b = 1.
     pub cu_seqlens: Option<&'a Tensor>,
@@ -32,21 +32,22 @@ pub struct CausalConv1dOptions<'a> {
     pub initial_states: Option<&'a Tensor>,
 }
 
-/// What [`causal_conv1d_update`](crate::TensorExt::causal_conv1d_update) takes beside input, state
-/// and weight; by default nothing.
+/// The optional arguments of [`causal_conv1d_update`](crate::TensorExt::causal_conv1d_update); by default none is
+/// given.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CausalConv1dUpdateOptions<'a> {
-    /// `[d]`, f32 or x's type.
+    /// The bias `[d]`, f32 or x's type.
     pub bias: Option<&'a Tensor>,
-    /// Applied to sum and bias.
+    /// The activation after the bias.
     pub activation: Activation,
-    /// Tokens before, `[b]`, i32 or u32: the state is a ring buffer.
+    /// The number of earlier tokens `[b]`, i32 or u32. If it is given, the state is a ring buffer.
     pub cache_seqlens: Option<&'a Tensor>,
-    /// State of each row of x, `[b]`, i32 or u32; -1 is padding.
+    /// The index of the state of each row of x, `[b]`, i32 or u32; -1 is padding.
     pub conv_state_indices: Option<&'a Tensor>,
 }
 
-/// What candle's third argument is: it knows three, and gradients flow to those only.
+/// The meaning of candle's third argument. candle's operators have at most three arguments, and gradients flow to these
+/// only.
 #[derive(Clone, Copy, PartialEq)]
 enum Third {
     None,
@@ -64,7 +65,7 @@ struct CausalConv1d {
     final_states: FinalStates,
 }
 
-/// Inputs that are no arguments of candle's.
+/// The inputs that are not arguments of candle's operator.
 struct HeldArgs {
     bias: Option<Tensor>,
     initial_states: Option<Tensor>,
@@ -72,7 +73,7 @@ struct HeldArgs {
     cu_seqlens: Option<Tensor>,
 }
 
-/// Where a run leaves the final states, if the plan has them.
+/// The place in which a run leaves the final states, if the plan has them.
 type FinalStates = Arc<Mutex<Option<Storage>>>;
 
 pub(crate) fn causal_conv1d(
@@ -312,7 +313,7 @@ pub(crate) fn causal_conv1d_update(
     order.logical(&apply(step, &[x, weight])?)
 }
 
-/// The result of a step. A graph that it is part of is told that a step has no gradient.
+/// The result of a step. A backward pass through it is an error, because a step has no gradient.
 struct Step(Mutex<Option<(Storage, Shape)>>);
 
 impl Operator for Step {

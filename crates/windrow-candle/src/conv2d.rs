@@ -21,13 +21,13 @@ pub(crate) fn conv2d(
     run(x, weight, bias, params, &Arc::default(), Filter::Changing)
 }
 
-/// Plans that are remembered: for some layouts of the input, forward and backward.
+/// The number of plans that are kept: for some layouts of the input, forward and backward.
 const REMEMBERED: usize = 8;
 
-/// What the calls of a layer share.
+/// The state that the calls of a layer share.
 #[derive(Debug, Default)]
 pub(crate) struct Kept {
-    /// The latest used last.
+    /// The plans, the most recently used one last.
     plans: Mutex<Vec<Known>>,
     pub filter: FilterCache,
 }
@@ -40,7 +40,7 @@ struct Known {
 }
 
 impl Kept {
-    /// No lock is held while a plan is made: two threads may make the same.
+    /// The plan for a spec. No lock is held while a plan is made, so two threads may make the same one.
     fn plan(&self, spec: &Conv2dSpec, options: &PlanOptions) -> Result<Arc<Conv2dPlan>> {
         let lock = || self.plans.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let known = |plans: &mut Vec<Known>| {
@@ -195,7 +195,7 @@ struct Backward<'a> {
 }
 
 impl Backward<'_> {
-    /// A plan for the gradient at hand, with this layout of x.
+    /// A plan for this gradient, with this layout of x.
     fn plan(&self, x: TensorDesc) -> Result<Arc<Conv2dPlan>> {
         let spec = self.conv2d.plan.spec().clone().with_activation(Activation::Identity);
         let mut spec = spec.with_output(self.dz);

@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use std::ffi::c_void;
 use windrow::{DType, Device, TensorDesc, TensorMut, TensorRef, Workspace};
 
-/// Index of the device, as the driver counts.
+/// The index of the device, as the driver counts.
 pub(crate) fn ordinal(device: &CudaDevice) -> u32 {
     device.cuda_stream().context().ordinal() as u32
 }
@@ -23,7 +23,7 @@ pub(crate) fn workspace(op: &'static str, device: &CudaDevice, bytes: usize) -> 
         .map_err(error(op))
 }
 
-/// Memory of candle's for `len` elements, in the order of its stream.
+/// Stream-ordered memory of candle's for `len` elements.
 pub(crate) fn allocate(
     op: &'static str,
     device: &CudaDevice,

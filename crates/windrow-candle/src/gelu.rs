@@ -90,7 +90,7 @@ impl Gelu {
         GeluArgs::new(views[0].tensor).with_bias(bias).with_gate(gate)
     }
 
-    /// Gradients of the arguments that are wanted.
+    /// The gradients that are asked for.
     fn gradients(
         &self,
         args: &[&Tensor],

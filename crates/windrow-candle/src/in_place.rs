@@ -1,4 +1,4 @@
-//! Operators that write into a tensor of the caller's.
+//! Operators that write into a tensor that the caller owns.
 
 use crate::storage::{Held, View, ViewMut, view_mut};
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Tensor};

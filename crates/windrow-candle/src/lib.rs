@@ -46,7 +46,7 @@ use candle_core::{Result, Tensor};
 #[doc = include_str!("../README.md")]
 struct Readme;
 
-/// Windrow's operators on candle's tensors. Those that candle has too bear `windrow_` in their names.
+/// Windrow's operators on candle's tensors. The names of those that candle has too begin with `windrow_`.
 pub trait TensorExt {
     /// GELU of each element, exact or in its tanh form; see [`windrow::GeluSpec`].
     ///
@@ -75,7 +75,7 @@ pub trait TensorExt {
         approximate: Approximate,
     ) -> Result<Tensor>;
 
-    /// [`windrow_gelu_with`](Self::windrow_gelu_with) into the tensor itself.
+    /// [`windrow_gelu_with`](Self::windrow_gelu_with) in place.
     ///
     /// # Errors
     /// As there, and for a tensor that takes part in a gradient, has elements that share memory, or
@@ -87,8 +87,8 @@ pub trait TensorExt {
         approximate: Approximate,
     ) -> Result<()>;
 
-    /// Causal convolution of x [b, d, l] with `weight` [d, width] (each channel by itself), or
-    /// [d_out, d, width]; see [`windrow::CausalConv1dSpec`]. The result is [b, d_out, l].
+    /// Causal convolution of x [b, d, l] with `weight` [d, width] (depthwise), or [d_out, d, width]; see
+    /// [`windrow::CausalConv1dSpec`]. The result is [b, d_out, l].
     ///
     /// Gradients flow to x, weight, bias and initial states. If both bias and initial states need one, both are of
     /// x's type.
@@ -124,8 +124,8 @@ pub trait TensorExt {
         options: &CausalConv1dUpdateOptions<'_>,
     ) -> Result<Tensor>;
 
-    /// Convolution of x [n, c, h, w] with `weight` [k, c/groups, r, s] and bias `[k]` (f32 or x's
-    /// type); see [`windrow::Conv2dSpec`]. [`nn::Conv2d`] keeps the packed filter instead of packing on every call.
+    /// Convolution of x [n, c, h, w] with `weight` [k, c/groups, r, s] and bias `[k]` (f32 or x's type); see
+    /// [`windrow::Conv2dSpec`]. [`nn::Conv2d`] caches the packed filter; this function packs it on every call.
     ///
     /// # Errors
     /// Types, shapes and options that do not fit.

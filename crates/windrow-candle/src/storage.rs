@@ -59,8 +59,8 @@ pub(crate) enum Memory<'a> {
     Cuda(&'a candle_core::CudaStorage),
 }
 
-/// An input of an operator. On CUDA it lives until the operator's work is given to the stream, so that
-/// other streams wait for that.
+/// An input of an operator. On CUDA it lives until the operator's work is enqueued on the stream, so that other streams
+/// wait for that work.
 pub(crate) struct View<'a> {
     pub tensor: TensorRef<'a>,
     #[cfg(feature = "cuda")]
@@ -177,7 +177,7 @@ impl<'a> Held<'a> {
         Memory::of(op, &self.storage)?.view(op, self.layout)
     }
 
-    /// Where the storage begins, the same for all tensors that share it; `None` if it is empty.
+    /// The address at which the storage begins, the same for all tensors that share it; `None` if it is empty.
     pub fn storage_address(&self, op: &'static str) -> Result<Option<usize>> {
         let (address, start) = (self.view(op)?.tensor, self.layout.start_offset());
         let bytes = start * address.dtype().size();
@@ -185,7 +185,7 @@ impl<'a> Held<'a> {
     }
 }
 
-/// Refuses a tensor that is not where x is.
+/// Returns an error for a tensor that is not on x's device.
 pub(crate) fn same_device(op: &'static str, name: &str, tensor: &Tensor, x: &Tensor) -> Result<()> {
     if tensor.device().same_device(x.device()) {
         return Ok(());
@@ -297,8 +297,8 @@ impl Output {
     }
 }
 
-/// How the dimensions of a dense tensor [n, c, ...] lie in memory. candle's custom operators return
-/// row-major storage, so that a channels-last result is that of the permuted shape.
+/// The order of the dimensions of a dense tensor [n, c, ...] in memory. Candle's custom operators return row-major
+/// storage, so that a channels-last result is that of the permuted shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Order {
     RowMajor,
@@ -326,7 +326,7 @@ impl Order {
         Ok(TensorDesc::new(dtype, layout))
     }
 
-    /// Sizes as they lie in memory.
+    /// The sizes of the dimensions in the order of memory.
     pub fn shape(self, logical: &[usize]) -> Shape {
         let mut shape = logical.to_vec();
         if self == Order::ChannelsLast {
@@ -348,7 +348,7 @@ impl Order {
     }
 }
 
-/// Where a plan for tensors on this device runs.
+/// The plan options for tensors on this device.
 pub(crate) fn options(op: &'static str, device: &Device) -> Result<windrow::PlanOptions> {
     let device = match device {
         Device::Cpu => windrow::Device::Cpu,

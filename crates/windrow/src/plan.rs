@@ -102,9 +102,9 @@ pub enum Tuning {
     /// The configuration that the cost model chooses; measurements are ignored.
     Model,
     /// The configuration that was found for this problem on this machine, else the one that ships with the library for
-    /// this device, else the model's. An entry found on this machine is used only with the device model, driver and
-    /// library version that it was measured with. A shipped entry is used with any driver. Each must be valid for the
-    /// problem.
+    /// this device, else the cost model's. An entry found on this machine is used only with the device model, driver
+    /// and library version that it was measured with. A shipped entry is used with any driver. Each must be valid for
+    /// the problem.
     #[default]
     Cached,
     /// The configuration found on this machine. If there is none, the candidates are measured while the plan is made,

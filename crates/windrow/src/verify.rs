@@ -1,7 +1,7 @@
-//! Comparison of results with the f64 oracles, and the operators that there are to compare.
+//! Comparison of results with the f64 oracles, and the lists of what there is to compare.
 //!
-//! What [`cases`] and [`random_case`] run is listed here, above the operators: no other module of this crate but
-//! its door knows them all.
+//! The lists of operators for [`cases`] and [`random_case`] are here: no other module of this crate except `lib.rs`
+//! knows all operators.
 
 mod coverage;
 
@@ -14,7 +14,7 @@ use crate::verification::choices::mix;
 use crate::verification::random::{Run, trial};
 use crate::{Device, causal_conv1d, conv2d, gelu};
 
-/// What gives the cases of a room.
+/// The functions that make the cases, one for each operator.
 const CASES: [fn(Device) -> Vec<Case>; 3] =
     [gelu::verify::cases, causal_conv1d::verify::cases, conv2d::verify::cases];
 

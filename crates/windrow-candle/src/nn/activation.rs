@@ -2,8 +2,8 @@ use crate::TensorExt;
 use candle_core::{Module, Result, Tensor};
 use windrow::Approximate;
 
-/// [`candle_nn::Activation`], read from the same configuration files, with Windrow's GELU: exact also
-/// in the tail of negative inputs, in one pass.
+/// [`candle_nn::Activation`], read from the same configuration files, with Windrow's GELU, which takes one pass and is
+/// accurate for negative inputs too.
 ///
 /// ```
 /// use candle_core::{Device, Module, Tensor};

@@ -3,8 +3,8 @@ use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{Conv1dConfig, VarBuilder};
 use windrow::Activation;
 
-/// The short convolution of Mamba, Qwen3-Next and their kin: each channel by itself, over the last
-/// `width` tokens; with a state for decoding.
+/// The short convolution of Mamba, Qwen3-Next and similar models: depthwise, over the last `width` tokens, with a state
+/// for decoding.
 ///
 /// Takes the place of a `candle_nn::Conv1d` with `groups` = channels and `padding` = `width - 1`, of
 /// whose result models drop the last `width - 1` tokens.
@@ -44,17 +44,17 @@ impl CausalConv1d {
         Ok(CausalConv1d { weight, bias, activation })
     }
 
-    /// [d, width]
+    /// The filter [d, width].
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// `[d]`
+    /// The bias `[d]`.
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }
 
-    /// Applied after the bias.
+    /// The activation after the bias.
     pub fn activation(&self) -> Activation {
         self.activation
     }
@@ -68,7 +68,7 @@ impl CausalConv1d {
         Tensor::zeros((batch, d, width.saturating_sub(1)), dtype, device)
     }
 
-    /// The convolution of x [b, d, l] from `state` on (zeros if `None`), and the state after it.
+    /// The convolution of x [b, d, l] that continues from `state` (zeros if `None`), and the state after it.
     ///
     /// # Errors
     /// As [`TensorExt::causal_conv1d`].
@@ -99,7 +99,7 @@ impl CausalConv1d {
     }
 }
 
-/// Whole sequences x [b, d, l], from zeros on.
+/// The convolution of whole sequences x [b, d, l], from a state of zeros.
 impl Module for CausalConv1d {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         x.causal_conv1d(&self.weight, &self.options(None))

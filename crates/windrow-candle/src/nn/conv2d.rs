@@ -4,8 +4,8 @@ use candle_nn::{BatchNorm, Conv2dConfig, VarBuilder};
 use std::sync::Arc;
 use windrow::{Accuracy, Activation, Conv2dParams, Filter};
 
-/// [`candle_nn::Conv2d`] with bias and activation in one operator with the convolution, and the filter
-/// packed until it changes.
+/// A replacement of [`candle_nn::Conv2d`]: bias and activation are fused with the convolution, and the packed filter is
+/// cached until it changes.
 ///
 /// What is packed is right by content, by a checksum of the filter on every call ([`windrow::FilterCache`]). A filter
 /// that takes part in gradients is packed on every call. [`Conv2d::freeze`] is for filters that stay as they are. Clones share what is packed.
@@ -30,8 +30,7 @@ pub struct Conv2d {
 }
 
 impl Conv2d {
-    /// A layer with `weight` [k, c/groups, r, s] and bias `[k]`. cuDNN's algorithm in the configuration
-    /// is not looked at.
+    /// A layer with `weight` [k, c/groups, r, s] and bias `[k]`. cuDNN's algorithm in the configuration is ignored.
     pub fn new(weight: Tensor, bias: Option<Tensor>, config: Conv2dConfig) -> Self {
         let params = Conv2dParams::default()
             .with_stride([config.stride; 2])
@@ -41,13 +40,13 @@ impl Conv2d {
         Conv2d { weight, bias, config, params, kept: Arc::default() }
     }
 
-    /// With an activation after the bias.
+    /// The layer with an activation after the bias.
     #[must_use]
     pub fn with_activation(self, activation: Activation) -> Self {
         self.with_params(|params| params.activation = activation)
     }
 
-    /// With another accuracy than [`Accuracy::Fp32`].
+    /// The layer with another accuracy than [`Accuracy::Fp32`].
     #[must_use]
     pub fn with_accuracy(self, accuracy: Accuracy) -> Self {
         self.with_params(|params| params.accuracy = accuracy)
@@ -58,22 +57,22 @@ impl Conv2d {
         Conv2d { kept: Arc::default(), ..self }
     }
 
-    /// Stride, padding, dilation, groups.
+    /// The stride, padding, dilation and groups.
     pub fn config(&self) -> &Conv2dConfig {
         &self.config
     }
 
-    /// [k, c/groups, r, s]
+    /// The filter [k, c/groups, r, s].
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
 
-    /// `[k]`
+    /// The bias `[k]`.
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }
 
-    /// The layer that computes this one followed by `bn`, as at inference.
+    /// The layer that computes this one followed by `bn` in evaluation mode.
     ///
     /// # Errors
     /// A batch norm without weight and bias, other sizes; an activation, which lies between the two.
@@ -88,13 +87,13 @@ impl Conv2d {
         Ok(absorbed.with_accuracy(self.params.accuracy))
     }
 
-    /// The promise that the filter does not change from here on, also one that is a variable: it is compared with
-    /// what is packed once more, and not looked at in later calls. Clones are frozen with it.
+    /// Your promise that the filter, variable or not, does not change from now on. It is compared with the packed
+    /// filter once more, and not in later calls. Clones are frozen too.
     pub fn freeze(&self) {
         self.kept.filter.set_frozen(true);
     }
 
-    /// Takes the promise of [`Conv2d::freeze`] back, before the filter changes.
+    /// The end of the promise of [`Conv2d::freeze`]: call it before the filter changes.
     pub fn unfreeze(&self) {
         self.kept.filter.set_frozen(false);
     }
@@ -115,7 +114,7 @@ impl Module for Conv2d {
     }
 }
 
-/// As [`candle_nn::conv2d`]: `weight` and `bias` of `vb`.
+/// A layer from `weight` and `bias` of `vb`, as [`candle_nn::conv2d`] makes it.
 ///
 /// # Errors
 /// A parameter that is missing or has another shape.
@@ -129,7 +128,7 @@ pub fn conv2d(
     candle_nn::conv2d(in_channels, out_channels, kernel_size, config, vb).map(Conv2d::from)
 }
 
-/// As [`candle_nn::conv2d_no_bias`]: `weight` of `vb`.
+/// A layer from `weight` of `vb`, as [`candle_nn::conv2d_no_bias`] makes it.
 ///
 /// # Errors
 /// A parameter that is missing or has another shape.

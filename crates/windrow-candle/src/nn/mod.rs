@@ -1,4 +1,4 @@
-//! Layers that take the place of `candle_nn`'s, with the same parameters under the same names.
+//! Layers that replace those of `candle_nn`, with the same parameters under the same names.
 
 mod activation;
 mod causal_conv1d;

@@ -58,7 +58,7 @@ macro_rules! configuration {
         }
 
         impl $name {
-            /// An algorithm with the model's parameters.
+            /// An algorithm with the cost model's parameters.
             pub const fn new(algorithm: $algorithm) -> Self {
                 $name { algorithm, $($parameter: None),* }
             }

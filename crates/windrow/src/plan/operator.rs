@@ -78,7 +78,7 @@ pub trait Operator: Copy + Debug + Send + Sync + Sized + 'static {
         Self::INPUTS
     }
 
-    /// The configuration that was measured for a spec; `None` for the model's.
+    /// The configuration that was measured for a spec; `None` for the cost model's.
     fn tuned(_: &Self::Spec, _: &PlanOptions) -> Result<Option<Self::Configuration>> {
         Ok(None)
     }
@@ -101,7 +101,7 @@ pub trait Configuration:
         + Sync
         + 'static;
 
-    /// With the model's parameters.
+    /// With the cost model's parameters.
     fn of(algorithm: Self::Algorithm) -> Self;
 
     /// The algorithm.
@@ -184,7 +184,7 @@ pub trait Engine<O: Operator>: Sized {
         Self::algorithms(setup)
     }
 
-    /// Configurations of an algorithm that are worth a try; first the one with the model's parameters.
+    /// Configurations of an algorithm that are worth a try; first the one with the cost model's parameters.
     fn variants(_: &Setup<'_, O, Self::Place>, algorithm: Algorithm<O>) -> Vec<O::Configuration> {
         vec![O::Configuration::of(algorithm)]
     }

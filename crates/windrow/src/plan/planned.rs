@@ -103,7 +103,7 @@ impl<O: Operator> Plan<O> {
         }
     }
 
-    /// A plan with an algorithm of the caller's choice, whatever accuracy the spec asks for, and the model's
+    /// A plan with an algorithm of the caller's choice, whatever accuracy the spec asks for, and the cost model's
     /// parameters.
     ///
     /// # Errors
@@ -235,7 +235,7 @@ impl<O: Operator> Plan<O> {
 
 #[cfg(not(feature = "tuning"))]
 impl<O: Tuned> Plan<O> {
-    /// Every algorithm that computes the spec, with the model's parameters, the fastest first: there are others to
+    /// Every algorithm that computes the spec, with the cost model's parameters, the fastest first: there are others to
     /// try only with the feature `tuning`.
     ///
     /// # Errors
@@ -249,7 +249,7 @@ impl<O: Tuned> Plan<O> {
 
 #[cfg(feature = "tuning")]
 impl<O: Tuned> Plan<O> {
-    /// Every configuration that [`Plan::tune`] measures, the model's choice first.
+    /// Every configuration that [`Plan::tune`] measures, the cost model's choice first.
     ///
     /// # Errors
     /// As [`Plan::new`].
@@ -262,7 +262,7 @@ impl<O: Tuned> Plan<O> {
     /// spec's order.
     ///
     /// # Errors
-    /// As [`Plan::new`], and what running the model's choice can give.
+    /// As [`Plan::new`], and what running the cost model's choice can give.
     pub fn tune(spec: &O::Spec, options: &PlanOptions, search: &Search) -> Result<Report> {
         search::tune::<O>(spec, options, search)
     }

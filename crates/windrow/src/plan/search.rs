@@ -7,7 +7,7 @@ use crate::cpu::{Isa, resolve_threads};
 use crate::tuning::{self, Contest, Report, Search, Tunable, random_input};
 use crate::{Device, Placed, PlanOptions, Result, Tuning, Verify, Workspace};
 
-/// An algorithm that should take this many times as long as the best is tried with the model's parameters only:
+/// An algorithm that should take this many times as long as the best is tried with the cost model's parameters only:
 /// others do not make up for so much.
 const HOPELESS: f64 = 2.0;
 
@@ -94,7 +94,7 @@ impl<O: Tuned> Tunable for SearchTask<O> {
     }
 }
 
-/// The configuration that a plan should take; `None` for the model's.
+/// The configuration that a plan should take; `None` for the cost model's.
 pub(crate) fn decide<O: Tuned>(
     spec: &O::Spec,
     options: &PlanOptions,

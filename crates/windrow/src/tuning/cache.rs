@@ -28,7 +28,7 @@ pub(crate) struct Entry {
     pub(crate) ms: f64,
     /// The choice of the cost model.
     pub(crate) model: String,
-    /// The median time of a call of the model's choice, in the same search.
+    /// The median time of a call of the cost model's choice, in the same search.
     pub(crate) model_ms: f64,
 }
 
@@ -160,7 +160,7 @@ pub(crate) struct Known {
     shipped: Entries,
 }
 
-/// Tables that ship with the library: what `windrow tune --export` wrote, without entries that are the model's
+/// Tables that ship with the library: what `windrow tune --export` wrote, without entries that are the cost model's
 /// choice.
 const SHIPPED: &[&str] =
     &[include_str!("shipped/nvidia-h200.json"), include_str!("shipped/amd-epyc-avx512bf16.json")];
@@ -217,7 +217,7 @@ impl Known {
     /// Keeps entries in this process, and writes them to the device's file if there is a folder for it.
     ///
     /// # Errors
-    /// An I/O error if the table cannot be written. The entries are kept in this process all the same.
+    /// An I/O error if the table cannot be written. The entries are still kept in this process.
     pub(crate) fn remember(&self, new: Entries) -> io::Result<()> {
         let stored = directory().map(|directory| store(&directory, &self.device, &new)).transpose();
         let mut user = self.user.write().unwrap_or_else(PoisonError::into_inner);

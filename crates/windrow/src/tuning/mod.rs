@@ -91,7 +91,7 @@ impl Report {
         &self.candidates[MODEL]
     }
 
-    /// The speedup of the winner over the model's choice; 1 if one of them was not measured.
+    /// The speedup of the winner over the cost model's choice; 1 if one of them was not measured.
     pub fn gain(&self) -> f64 {
         match (self.model().seconds, self.winner().seconds) {
             (Some(model), Some(winner)) => model / winner,
@@ -143,7 +143,7 @@ fn valid<T: Tunable>(problem: &T, key: &str, text: &str) -> Option<T::Configurat
     configuration
 }
 
-/// Measures configurations. The first is the baseline of gains: usually the model's choice.
+/// Measures configurations. The first is the baseline of gains: usually the cost model's choice.
 ///
 /// # Errors
 /// Errors of making or running the first configuration; [`Error::Parameter`] if `configurations` is empty.
@@ -179,7 +179,7 @@ pub(crate) fn measure<T: Tunable>(
 /// Measures all candidates and keeps the winner.
 ///
 /// # Errors
-/// Those of making and running the model's choice.
+/// Errors of making and running the cost model's choice.
 pub(crate) fn tune<T: Tunable>(problem: &T, how: &Search) -> Result<(T::Configuration, Report)> {
     let candidates = problem.candidates()?;
     let mut report = measure(problem, &candidates, how)?;

@@ -67,7 +67,7 @@ setters! {
 #[non_exhaustive]
 pub enum Stop {
     /// The search has a result: one candidate is faster by more than the noise, or the last one left cannot be told
-    /// apart from the model's choice.
+    /// apart from the cost model's choice.
     Decided,
     /// The time was used up.
     Budget,
@@ -99,7 +99,7 @@ const MIN_ROUND: usize = 3;
 const MAX_ROUND: usize = 30;
 /// The number of measurements from which two candidates are compared.
 const ENOUGH: usize = 7;
-/// A smaller gain over the model's choice is not worth another configuration.
+/// A smaller gain over the cost model's choice is not worth another configuration.
 const MIN_GAIN: f64 = 0.02;
 
 /// The median of a candidate's measurements, and its uncertainty.
@@ -250,8 +250,8 @@ impl State<'_> {
         Spread::of(&self.samples[i]).map_or(f64::INFINITY, |s| s.median)
     }
 
-    /// Halves the candidates round by round until the model's choice and one more are left, and then
-    /// until these two can be told apart.
+    /// Drops the slower half of the candidates in each round until the cost model's choice and one more are left, and
+    /// then until these two can be told apart.
     fn halve(&mut self, mut live: Vec<usize>) -> Result<Stop> {
         if live.len() == 1 {
             for _ in 0..ENOUGH {
@@ -286,7 +286,7 @@ impl State<'_> {
         Ok(Stop::Decided)
     }
 
-    /// Drops candidates that are behind the best by more than the spread; true if none but the best and the
+    /// Drops candidates that are slower than the best by more than the spread; true if none but the best and the cost
     /// model's choice is left, and these are told apart.
     fn drop_slow(&self, live: &mut Vec<usize>) -> bool {
         let spread = |i: usize| {
@@ -317,8 +317,8 @@ impl State<'_> {
         Ok(Stop::Exhausted)
     }
 
-    /// The fastest candidate that is faster than the model's choice beyond doubt and whose result is
-    /// right; else the model's choice.
+    /// The fastest candidate that is faster than the cost model's choice beyond doubt and whose result is right; else
+    /// the cost model's choice.
     fn accept(&mut self) -> Result<usize> {
         let Some(model) = Spread::of(&self.samples[MODEL]) else { return Ok(MODEL) };
         let mut faster: Vec<(usize, Spread)> = (1..self.samples.len())

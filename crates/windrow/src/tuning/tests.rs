@@ -181,7 +181,7 @@ fn wrong_results_and_failures_are_refused() {
     assert_eq!(outcome.chosen, 2);
     assert!(outcome.refused[1].as_ref().unwrap().contains("oracle"));
     assert!(outcome.refused[3].as_ref().unwrap().contains("it fails"));
-    // Without the model's choice there is nothing to fall back on.
+    // Without the cost model's choice there is nothing to fall back on.
     fake.wrong = vec![MODEL, 1, 2];
     assert!(matches!(fake.search(1.0, true), Err(Error::Verification { .. })));
     fake.failing = vec![MODEL];
