@@ -1,4 +1,4 @@
-"""The command of the Python package: `python -m windrow`, or `windrow` where pip put it on the path.
+"""The command of the Python package: `python -m windrow`, or `windrow` if pip has put it on the path.
 
 It says what there is to run on and checks it. Benchmarks, tuning and tensor files are the work of the whole
 command, `cargo install windrow-cli`.

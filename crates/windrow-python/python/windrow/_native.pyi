@@ -18,7 +18,7 @@ Pair: TypeAlias = int | Sequence[int]
 __version__: str
 
 class NotInPlace(ValueError):
-    """An array whose memory cannot be used where and as it is."""
+    """The error for an array whose memory cannot be used in place."""
 
 def gelu(
     x: A,
@@ -121,7 +121,7 @@ def causal_conv1d_update(
     out: A | None = None,
     device: str | None = None,
 ) -> A:
-    """The next step, or steps, of a causal convolution; `conv_state` is updated in place.
+    """The next step or steps of a causal convolution; `conv_state` is updated in place.
 
     x: [b, d] or [b, d, l]. conv_state: [b, d, state_len >= width - 1] of x's type, the latest inputs,
     oldest first; with `cache_seqlens` [b] i32 or i64 a ring buffer whose next position is
@@ -159,8 +159,8 @@ def conv2d(
     device: str | None = None,
     filters: tuple[FilterCache, bool] | None = None,
 ) -> A:
-    """Two-dimensional convolution, by Winograd where filter and stride allow and the error stays
-    inside `accuracy` (default "fp32").
+    """Two-dimensional convolution, by Winograd if filter and stride allow it and the error stays within
+    `accuracy` (default "fp32").
 
     x: [n, c, h, w], f32, f16 or bf16, any strides; the result [n, k, oh, ow] is channels-last if x
     is. weight: [k, c / groups, r, s] of x's type; bias: [k], f32 or x's type.
@@ -200,7 +200,7 @@ def conv_transpose2d_bytes(
     output_padding: Pair,
     accuracy: str | None,
 ) -> int:
-    """Memory that `conv_transpose2d` needs beside its tensors."""
+    """The bytes that `conv_transpose2d` needs in addition to its tensors."""
 
 def conv_transpose2d_backward(
     dy: A,
@@ -218,7 +218,7 @@ def conv_transpose2d_backward_bytes(
     accuracy: str | None,
     needs: tuple[bool, bool],
 ) -> int:
-    """Memory that `conv_transpose2d_backward` needs beside its tensors."""
+    """The bytes that `conv_transpose2d_backward` needs in addition to its tensors."""
 
 def conv2d_algorithm(
     x: Array,
@@ -227,7 +227,7 @@ def conv2d_algorithm(
     named: dict[str, Any],
     is_kept: bool,
 ) -> str:
-    """Name of the algorithm that `conv2d` takes."""
+    """The name of the algorithm that `conv2d` chooses."""
 
 def conv2d_bytes(
     x: Array,
@@ -236,7 +236,7 @@ def conv2d_bytes(
     named: dict[str, Any],
     is_kept: bool,
 ) -> tuple[int, int]:
-    """Memory that `conv2d` needs beside its tensors: for the packed filter, and for the rest."""
+    """The bytes that `conv2d` needs in addition to its tensors: for the packed filter, and for the rest."""
 
 def conv2d_backward_bytes(
     dy: Array,
@@ -245,11 +245,11 @@ def conv2d_backward_bytes(
     options: tuple[Pair, Pair, Pair, int],
     accuracy: str | None,
 ) -> int:
-    """Memory that `conv2d_backward` needs beside its tensors."""
+    """The bytes that `conv2d_backward` needs in addition to its tensors."""
 
 def conv2d_plans() -> list[tuple[list[int], list[int], str]]:
-    """The plans kept for later calls, the one used last first: shapes of image and filter, and what
-    the plan does."""
+    """The plans kept for later calls, the most recently used one first: shape of the image, shape of the filter,
+    and the plan's description."""
 
 def causal_conv1d_serving(
     x: A,
@@ -275,8 +275,8 @@ def causal_conv1d_serving(
     parent_token: Array | None = None,
     out: A | None = None,
 ) -> A:
-    """The next tokens of many sequences, whose states are walked on in place. `order` names the
-    dimensions of `x` and the result: "bdl", "bd" (a token a row), "dl" or "ld" (one row).
+    """The convolution of the next tokens of many sequences; their states are updated in place. `order` names the
+    dimensions of `x` and the result: "bdl", "bd" (one token in each row), "dl" or "ld" (one row).
     `intermediate_windows` and `parent_token` are written, too."""
 
 def gelu_backward(
@@ -315,15 +315,15 @@ class Conv2dPlan:
     ) -> None: ...
     @property
     def algorithm(self) -> str:
-        """The algorithm chosen, by name."""
+        """The name of the chosen algorithm."""
     @property
     def algorithms(self) -> list[str]:
-        """Names of all algorithms that can compute this convolution on the plan's device."""
+        """The names of all algorithms that can compute this convolution on the plan's device."""
     @property
     def workspace_bytes(self) -> int:
-        """Scratch memory of one run."""
+        """The bytes of scratch memory of one run."""
     def explain(self) -> str:
-        """One line: algorithm, blocking, threads, why."""
+        """The plan in one line: algorithm with its parameters, device and blocking."""
     def pack(self, weight: Array) -> PackedWeights:
         """Packs a filter once, for any number of runs."""
     def __call__(
@@ -342,9 +342,10 @@ class PackedWeights:
 
 @final
 class Conv2dCall:
-    """`conv2d` of PyTorch's tensors, for images, filters, biases and residuals of the types, shapes and
-    strides of those it was made from. With other tensors, or such that PyTorch's dispatcher has something to do for,
-    a call does nothing and returns None."""
+    """A prepared call of `conv2d` on PyTorch's tensors.
+
+    Images, filters, biases and residuals must have the types, shapes and strides of those it was made from. With other
+    tensors, or if PyTorch's dispatcher is needed for them, a call does nothing and returns None."""
 
     def __init__(
         self,
@@ -361,9 +362,10 @@ class Conv2dCall:
 
 @final
 class Conv2dSequence:
-    """Calls on the CPU of which each reads images, or results of calls before it. With other tensors than those that
-    the calls were made for, or such that PyTorch's dispatcher has something to do for, nothing is done and None
-    returned. Images and results are values, numbered in this order."""
+    """A sequence of calls on the CPU, each of which reads images or results of earlier calls.
+
+    With other tensors than those that the calls were made for, or if PyTorch's dispatcher is needed for them, a call
+    does nothing and returns None. Images and results are values, numbered in this order."""
 
     def __init__(
         self,
@@ -371,30 +373,30 @@ class Conv2dSequence:
         steps: Sequence[tuple[Conv2dCall, int, int | None]],
         results: Sequence[int],
     ) -> None:
-        """Steps are calls, with the values that each reads and adds. Raises ValueError if one does not fit those before
-        it."""
+        """`steps` are calls, each with the values that it reads and adds. Raises ValueError if a step does not fit
+        those before it."""
     def __call__(
         self, images: Sequence[A], filters: Sequence[tuple[Array, Array | None]]
     ) -> list[A] | None: ...
 @final
 class FilterCache:
-    """The packed forms of one filter, right by its content."""
+    """A cache of the packed forms of one filter, which it compares by content."""
 
     def __init__(self) -> None: ...
     @property
     def bytes(self) -> int:
-        """Memory of what is packed."""
+        """The bytes of the packed forms."""
     @property
     def promised(self) -> int:
-        """As `promise` said it."""
+        """The bytes announced by `promise`."""
     def promise(self, bytes: int) -> None:
-        """Says that so much is going to be packed in a graph."""
+        """Announces that `bytes` bytes are going to be packed in a graph."""
     def refuse(self, mode: str) -> None:
-        """Says that there was no room for the filter's layer in `mode`."""
+        """Records that there was no memory for the filter's layer in `mode`."""
     def refused(self, mode: str) -> int:
-        """How often `refuse` said so."""
+        """The number of calls of `refuse` for `mode`."""
     def clear(self) -> None:
-        """Drops what is packed."""
+        """Drops the packed forms."""
 
 @final
 class Tensor:
@@ -416,17 +418,17 @@ class Tensor:
 
 @final
 class Case:
-    """One case of an operator, for comparison with its f64 oracle."""
+    """A test case of an operator, for comparison with its reference implementation in f64 (the oracle)."""
 
     @property
     def kind(self) -> tuple[str, str, str, str]:
-        """Operator, algorithm, element type and layout."""
+        """The operator, algorithm, element type and layout."""
     def __call__(self) -> list[tuple[str, int, int, float]]:
-        """Runs it: for each thing that is compared its name, the elements, how many are errors, and
-        the largest absolute error."""
+        """Runs the case. Returns for each tensor that is compared: its name, the number of elements, the number of
+        wrong ones, and the largest absolute error."""
 
 def verification_cases(device: str) -> list[Case]:
-    """Every case of every operator that a device can run."""
+    """All test cases that a device can run."""
 
 def devices() -> list[tuple[str, str]]:
-    """The devices that can be used, by the names that `device` takes, with a description."""
+    """The devices that can be used: for each its name, as the argument `device` takes it, and a description."""

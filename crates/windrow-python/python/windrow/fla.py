@@ -3,10 +3,10 @@
     import windrow.fla
     windrow.fla.register()
 
-From then on fla's short convolutions (`ShortConvolution`, `causal_conv1d` and what is built of them) are computed here,
-forward, backward and in decoding, on CUDA devices and, where fla runs there, on the CPU. `FLA_WINDROW=0` leaves them
-to fla. Its layout is [batch, time, channels], its states are [sequences, channels, width], the last inputs, oldest
-first; a residual is added after the activation.
+From then on Windrow computes fla's short convolutions (`ShortConvolution`, `causal_conv1d` and what uses them):
+forward, backward and in decoding, on CUDA devices and, if fla runs there, on the CPU. `FLA_WINDROW=0` leaves them to
+fla. fla's layout is [batch, time, channels]. Its states are [sequences, channels, width]: the last inputs, oldest
+first. A residual is added after the activation.
 """
 
 from typing import Any, Literal
@@ -36,7 +36,7 @@ def register() -> None:
 
 
 class _Functions:
-    """What fla dispatches, with its signatures; a `_verifier` says what Windrow leaves to it."""
+    """The functions that fla dispatches, with its signatures; a `_verifier` says which calls are left to fla."""
 
     def causal_conv1d_fwd_verifier(
         self, x: Tensor, weight: Tensor | None = None, *args: Any, **kwargs: Any
@@ -169,12 +169,12 @@ def _three(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _before(state: Tensor | None, x: Tensor) -> Tensor | None:
-    """What of a state is multiplied with something, all but its oldest column, in the type of x."""
+    """The part of a state that the filter reads: all but its oldest column, in the type of x."""
     return None if state is None else state[..., 1:].to(x.dtype)
 
 
 def _last(x: Tensor, length: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rows of the last `length` tokens of each sequence [sequences, length], and which of them exist."""
+    """The rows of the last `length` tokens of each sequence [sequences, length], and which of them exist."""
     back = torch.arange(-length, 0, device=x.device)
     if cu_seqlens is None:
         rows = (back + x.shape[1]).expand(x.shape[0], -1)

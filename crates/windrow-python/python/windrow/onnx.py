@@ -7,11 +7,12 @@
     model = windrow.onnx.convert(onnx.load("model.onnx"))
     session = onnxruntime.InferenceSession(model.SerializeToString(), options)
 
-A model of more than 2 GiB is no single file: `onnx.save(model, path, save_as_external_data=True)`, and a session of `path`.
+A model of more than 2 GiB cannot be one file: call `onnx.save(model, path, save_as_external_data=True)` and make the
+session from `path`.
 
-Nodes of the domain `ai.windrow` have the inputs, outputs and attributes of ONNX's operators of their names: `Conv` (images
-and rows), `Gelu` and `CausalConvWithState`, in f32, f16 and bf16. `Conv` and `CausalConvWithState` have an attribute
-`activation`: "none", "relu", "relu6", "silu", "gelu" or "gelu_tanh".
+Nodes of the domain `ai.windrow` have the inputs, outputs and attributes of ONNX's operators with the same names:
+`Conv` (images and rows), `Gelu` and `CausalConvWithState`, in f32, f16 and bf16. `Conv` and `CausalConvWithState` have
+an attribute `activation`: "none", "relu", "relu6", "silu", "gelu" or "gelu_tanh".
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def library() -> str:
 def convert(model: ModelProto, operators: Collection[str] = OPERATORS) -> ModelProto:
     """A copy of the model in which Windrow computes the nodes of these operators.
 
-    A `Conv` takes over the activation behind it: `Relu`, `Gelu`, `Swish`, or `Sigmoid` and `Mul`. What has other types than
-    f32, f16 and bf16, or whose types cannot be inferred, stays as it is, as do convolutions of volumes.
+    A `Conv` is fused with the activation after it: `Relu`, `Gelu`, `Swish`, or `Sigmoid` and `Mul`. A node stays as it
+    is if it has other types than f32, f16 and bf16, if its types cannot be inferred, or if it is a 3-D convolution.
 
     Raises ValueError for an operator that is not one of `OPERATORS`.
     """
@@ -48,7 +49,7 @@ def convert(model: ModelProto, operators: Collection[str] = OPERATORS) -> ModelP
     for name in operators:
         if name not in OPERATORS:
             raise ValueError(f"`operators` has {name}, expected some of {', '.join(OPERATORS)}")
-    # What infers types is given a message of less than 2 GiB: types do not depend on what large tensors hold.
+    # Type inference takes a message of less than 2 GiB. Types do not depend on the values of large tensors.
     light = type(model)()
     _copy_without_data(model, light)
     inferred = shape_inference.infer_shapes(light)
@@ -70,7 +71,7 @@ _DATA = ("raw_data", "float_data", "int32_data", "string_data", "int64_data", "d
 
 
 def _copy_without_data(message: Message, into: Message) -> None:
-    """Field by field, without the data of large tensors."""
+    """Copies field by field, without the data of large tensors."""
     from google.protobuf.message import Message
 
     is_large = message.DESCRIPTOR.name == "TensorProto" and message.ByteSize() > _SMALL
@@ -92,7 +93,7 @@ def _copy_without_data(message: Message, into: Message) -> None:
 
 
 def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
-    """The graph, and those inside of its nodes."""
+    """The graph, and the graphs inside its nodes."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
@@ -101,7 +102,7 @@ def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
 
 
 def _convert(graph: GraphProto, types: dict[str, TypeProto], operators: Collection[str]) -> int:
-    """How many nodes are Windrow's from here on."""
+    """Gives nodes to Windrow and returns their number."""
     count = 0
     for node in graph.node:
         if node.domain not in ("", "ai.onnx") or node.op_type not in operators:
@@ -119,7 +120,7 @@ def _convert(graph: GraphProto, types: dict[str, TypeProto], operators: Collecti
 
 
 def _types(graph: GraphProto) -> dict[str, TypeProto]:
-    """Of the values that the graph has, as far as they are known."""
+    """The types of the graph's values, as far as they are known."""
     from onnx import helper
 
     types = {value.name: value.type for value in [*graph.input, *graph.value_info, *graph.output]}
@@ -153,7 +154,7 @@ def _take_over_activation(graph: GraphProto, node: NodeProto) -> None:
 
 
 def _activation(graph: GraphProto, value: str) -> tuple[str, list[NodeProto]] | None:
-    """What is applied to a value, by which nodes, the last one last; None if the value is of use for something else."""
+    """The activation that is applied to a value, and its nodes in order; None if something else reads the value."""
     readers = _readers(graph, value)
     match [node.op_type for node in readers]:
         case ["Relu"]:
@@ -172,7 +173,7 @@ def _activation(graph: GraphProto, value: str) -> tuple[str, list[NodeProto]] | 
 
 
 def _readers(graph: GraphProto, value: str) -> list[NodeProto]:
-    """The nodes that read a value; none if the graph gives it back, or a graph inside of a node reads it."""
+    """The nodes that read a value; empty if the graph returns it, or a graph inside a node reads it."""
     inner = [node for part in _graphs(graph) if part is not graph for node in part.node]
     given_back = [output.name for part in _graphs(graph) for output in part.output]
     if value in given_back or any(value in node.input for node in inner):

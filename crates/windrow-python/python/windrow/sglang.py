@@ -28,7 +28,7 @@ _MODULES = (
 
 
 def install() -> None:
-    """Puts the functions in place of SGLang's, once it imports them; what has imported them already gets these.
+    """Replaces SGLang's functions by these when it imports them, also in modules that have imported them already.
 
     Functions of a SGLang with parameters that are not known here stay.
     """
@@ -60,7 +60,7 @@ def causal_conv1d_fn(
     block_table: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Packed prompts, or parts of prompts: `x` [dim, tokens] with states of a pool, walked on in place.
+    """Packed prompts, or parts of prompts: `x` [dim, tokens] with states of a pool, updated in place.
 
     The arguments are SGLang's. Without `has_initial_state` sequences begin with zeros. A negative index is padding,
     too; sequences that are padding and tokens behind the last sequence give zeros. There may be more indices than

@@ -35,9 +35,9 @@ _MODULES = (
 
 
 def register() -> None:
-    """Puts the functions in place of vLLM's, once it imports them; what has imported them already gets these.
+    """Replaces vLLM's functions by these when it imports them, also in modules that have imported them already.
 
-    Functions of a vLLM whose block 0 is no null block yet, or with parameters that are not known here, stay.
+    A function stays if it has parameters that are not known here, or if block 0 of that vLLM is not a null block yet.
     """
     for name in _MODULES:
         when_imported(name, _change)
@@ -66,7 +66,7 @@ def _change_operators(module: ModuleType) -> None:
 
 
 def _takes_any(function: Callable[..., Tensor]) -> bool:
-    """Whether there are keyword arguments that it does not name, as vLLM's functions for the CPU have."""
+    """Whether the function takes keyword arguments that it does not name, as vLLM's functions for the CPU have."""
     return any(p.kind is Parameter.VAR_KEYWORD for p in signature(function).parameters.values())
 
 
@@ -96,7 +96,7 @@ def causal_conv1d_fn(
     metadata: Any = None,
     validate_data: bool = False,
 ) -> Tensor:
-    """Packed prompts, or parts of prompts: `x` [dim, tokens] with states of a pool, walked on in place.
+    """Packed prompts, or parts of prompts: `x` [dim, tokens] with states of a pool, updated in place.
 
     The arguments are vLLM's. A negative index is padding, too, whatever `pad_slot_id` is; `metadata`, which plans
     Triton's programs, and `validate_data` are not needed: everything is checked. Sequences that are padding and
@@ -262,7 +262,7 @@ def causal_conv1d_update_cpu(
 
 
 def _weight_pack(weight: Tensor) -> Tensor:
-    """A weight is taken as it is."""
+    """The weight as it is: it needs no packing."""
     return weight
 
 
@@ -328,7 +328,7 @@ def _activation(given: bool | str | None) -> str | None:
 
 
 def _beside(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Filter and bias in f32, where they are neither in f32 nor in the type of x."""
+    """Filter and bias, in f32 if they are neither in f32 nor in the type of x."""
     types = (x.dtype, torch.float32)
     weight = weight if weight.dtype in types else weight.float()
     return weight, bias if bias is None or bias.dtype in types else bias.float()

@@ -1,1 +1,1 @@
-"""Stand-ins for packages whose place Windrow can take."""
+"""Drop-in replacements of packages."""

@@ -1,4 +1,4 @@
-"""Stands in for `causal_conv1d_cuda`, causal-conv1d's extension, which mamba_ssm up to 2.2.4 calls.
+"""A drop-in replacement of `causal_conv1d_cuda`, causal-conv1d's extension, which mamba_ssm up to 2.2.4 calls.
 
 Its functions took a result to write to from causal-conv1d 1.5.1 on, and returned it before: both forms are here.
 """
