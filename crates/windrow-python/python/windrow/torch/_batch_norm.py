@@ -78,8 +78,10 @@ _FORWARD = own_method(nn.BatchNorm2d, "forward")
 
 
 class BatchNorm2d(nn.BatchNorm2d):
-    """`torch.nn.BatchNorm2d`; in training, where a row-major batch on CUDA has few long channels, computed in parts of them, by
-    PyTorch's operators as well. In inference its operator is called sooner."""
+    """`torch.nn.BatchNorm2d`, faster in two cases; PyTorch's operators compute both.
+
+    In training, if a contiguous NCHW batch on CUDA has few long channels, these are computed in parts. In inference the
+    operator is called with less overhead."""
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.jit.is_scripting():

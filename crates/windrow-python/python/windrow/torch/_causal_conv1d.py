@@ -193,7 +193,7 @@ def causal_conv1d_fn(
     *,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal convolution of whole sequences; a drop-in for causal-conv1d's function of this name.
+    """Causal convolution of whole sequences; a drop-in replacement of causal-conv1d's function of this name.
 
     x: [batch, dim, seqlen], any strides. weight: [dim, width], any width, or [dim_out, dim, width];
     bias: [dim]; each f32, f16 or bf16. seq_idx: [batch, seqlen] i32, tells packed sequences apart,
@@ -251,7 +251,7 @@ def causal_conv1d_update(
     cache_seqlens: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
 ) -> Tensor:
-    """The next step, or steps, of a causal convolution; a drop-in for causal-conv1d's function.
+    """The next step or steps of a causal convolution; a drop-in replacement of causal-conv1d's function.
 
     x: [batch, dim] or [batch, dim, seqlen]. conv_state: [batch, dim, state_len >= width - 1],
     updated in place; with cache_seqlens [batch] it is a ring buffer. With conv_state_indices

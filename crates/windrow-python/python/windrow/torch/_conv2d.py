@@ -248,7 +248,7 @@ def conv2d(
     algorithm: str | None = None,
     frozen: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.conv2d`, by Winograd where filter and stride allow.
+    """`torch.nn.functional.conv2d`, by Winograd if filter and stride allow it.
 
     input: [n, c, h, w] or [c, h, w], f32, f16 or bf16, any strides; weight: [k, c / groups, r, s].
     activation: None, "relu", "relu6", "silu", "gelu" or "gelu_tanh", applied to the result.

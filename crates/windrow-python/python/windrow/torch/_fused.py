@@ -199,8 +199,9 @@ def _seen(input: Tensor, residual: Tensor | None, is_linear: bool) -> tuple[Any,
 
 
 class FusedConv2d(Remembering):
-    """What `optimize` puts in the place of a convolution and what follows it. Filter and bias are buffers: they are
-    saved and moved like parameters, but nobody trains them."""
+    """The module by which `optimize` replaces a convolution and the operations after it.
+
+    Filter and bias are buffers: they are saved and moved like parameters, but not trained."""
 
     weight: Tensor
     bias: Tensor | None

@@ -79,7 +79,7 @@ def gelu(
     bias: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """`gelu(input + bias) * gate`, as `torch.nn.functional.gelu` where both are None.
+    """`gelu(input + bias) * gate`, as `torch.nn.functional.gelu` if both are None.
 
     input, gate: one shape, f32, f16 or bf16, any strides; bias: [last dimension], f32 or input's
     type.
@@ -106,8 +106,10 @@ _FORWARD = own_method(nn.GELU, "forward")
 
 
 class GELU(nn.GELU):
-    """`torch.nn.GELU`, computed by Windrow; by PyTorch in TorchScript, in ONNX, under transforms of `torch.func`, and in
-    types and on devices that Windrow has nothing for."""
+    """`torch.nn.GELU`, computed by Windrow.
+
+    PyTorch computes it in TorchScript, in ONNX, under transforms of `torch.func`, and for types and devices that
+    Windrow does not support."""
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.jit.is_scripting():

@@ -75,8 +75,8 @@ _FORWARD = own_method(nn.GroupNorm, "forward")
 
 
 class GroupNorm(nn.GroupNorm):
-    """`torch.nn.GroupNorm`; where nothing is recorded and an image on CUDA has few large groups, computed in parts of them, by
-    PyTorch's operators as well."""
+    """`torch.nn.GroupNorm`; if no gradient is recorded and an image on CUDA has few large groups, these are computed in
+    parts, by PyTorch's operators too."""
 
     # Shape, type and device of the last image that was left to PyTorch's operator, which the next one is given sooner.
     _left: tuple[Any, ...] = ()

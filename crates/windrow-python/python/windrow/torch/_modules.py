@@ -333,7 +333,7 @@ class Conv1d(Convolution, nn.Conv1d):
 
 
 class Conv2d(Convolution, nn.Conv2d):
-    """`torch.nn.Conv2d`, computed by Windrow; by PyTorch in TorchScript and in ONNX.
+    """`torch.nn.Conv2d`, computed by Windrow, or by PyTorch in TorchScript and in ONNX.
 
     Options of `conv2d` that are no options of `torch.nn.Conv2d` are attributes: `activation`,
     `accuracy`, `algorithm`. Of a `frozen` one nobody looks whether the filter has changed.

@@ -30,8 +30,8 @@ from windrow.torch._trace import FROZEN_NORM, NORM_ACT, Unsound, is_leaf, traced
 
 @dataclass
 class OptimizeReport:
-    """What `optimize` did: the convolutions with what was folded into them and fused to them, GELUs, and what was
-    left with the reason."""
+    """The report of `optimize`: the convolutions with what was folded into them and fused with them, the GELUs, and
+    what was left unchanged, with the reason."""
 
     fused: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class OptimizeReport:
 
 
 def optimize(model: nn.Module, accuracy: str | None = None, check: bool = True) -> nn.Module:
-    """A new module that computes what `model.eval()` does, faster; the model stays as it is.
+    """A new module that computes the same as `model.eval()`, faster; the model itself does not change.
 
     torch.fx traces the model, or the modules in it whose `forward` takes one argument if that of the model takes more or
     branches on one. In what was traced, batch normalisations become part of the filters before them, and an

@@ -20,7 +20,7 @@ from windrow.torch.choice import budget, store
 
 @dataclass
 class PatchReport:
-    """What `patch` did to `model`: names of the modules swapped, and of those left with the reason.
+    """The report of `patch`: the names of the modules that were swapped, and of those that were not, with the reason.
 
     Printed, it also says what was decided so far for the problems that the convolutions have met.
     """
@@ -75,7 +75,7 @@ _OWN = {
 
 
 def patch(model: nn.Module, accuracy: str | None = None) -> PatchReport:
-    """Makes Windrow compute the convolutions and GELUs of a model, where that is faster.
+    """Makes Windrow compute the convolutions and GELUs of a model, each if that is faster.
 
     Modules of exactly the types `nn.Conv1d`, `nn.Conv2d`, `nn.ConvTranspose1d`, `nn.ConvTranspose2d` and `nn.GELU`
     become those of `windrow.torch` in place: parameters, hooks, device and training mode stay as they are, and so do references
@@ -118,7 +118,7 @@ def patch(model: nn.Module, accuracy: str | None = None) -> PatchReport:
 
 
 def unpatch(model: nn.Module) -> nn.Module:
-    """Makes what `patch` has swapped PyTorch's again. Returns the model.
+    """Restores PyTorch's classes of the modules that `patch` has swapped. Returns the model.
 
     Modules that were made as those of `windrow.torch` stay. What others have put on a swapped module stays too: a
     `forward` on the instance, parametrizations, the class that `fully_shard` makes. Warns of modules that have been
@@ -136,8 +136,8 @@ def unpatch(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def patched(model: nn.Module, accuracy: str | None = None) -> Iterator[PatchReport]:
-    """`patch` for the length of a block: `with windrow.torch.patched(model) as report:`. Afterwards
-    what this has swapped is PyTorch's again."""
+    """A context in which a model is patched: `with windrow.torch.patched(model) as report:`. At its end the modules
+    that were swapped get PyTorch's classes back."""
     report = patch(model, accuracy)
     modules = dict(model.named_modules())
     swapped = {name: modules[name] for name in report.swapped}
@@ -205,8 +205,8 @@ def _why_left(module: nn.Module) -> str | None:
 
 
 def freeze(model: nn.Module) -> nn.Module:
-    """Promises that the filters of a model's convolutions of `windrow.torch` do not change from here on, in
-    whatever way; what is packed is not compared with them any more. Returns the model.
+    """Records your promise that the filters of a model's convolutions of `windrow.torch` do not change from now on.
+    Packed filters are then no longer compared with them. Returns the model.
 
     A filter that is replaced (`module.weight = ...`, `weight.data = ...`, `model.to(...)`) is packed
     anew all the same, and one whose gradient is wanted is packed on each call.
@@ -215,7 +215,7 @@ def freeze(model: nn.Module) -> nn.Module:
 
 
 def unfreeze(model: nn.Module) -> nn.Module:
-    """Takes the promise of `freeze` back: filters may change again. Returns the model."""
+    """Ends the promise of `freeze`: filters may change again. Returns the model."""
     return _set_frozen(model, False)
 
 

@@ -27,15 +27,15 @@ __all__ = [
 
 
 class UnknownProblemError(LookupError):
-    """No decision was made for this problem yet."""
+    """The error for a problem without a decision."""
 
 
 class UnknownAlgorithmError(ValueError):
-    """Neither "pytorch", nor "windrow", nor an algorithm."""
+    """The error for a name that is neither "pytorch", nor "windrow", nor an algorithm."""
 
 
 class UnsupportedAlgorithmError(NotImplementedError):
-    """The algorithm cannot compute the problem."""
+    """The error for an algorithm that cannot compute the problem."""
 
 
 # Columns of the table: their names and widths; the problem takes the rest of 100.
@@ -44,7 +44,7 @@ _REST = 100 - sum(_COLUMNS.values()) - 2 * len(_COLUMNS)
 
 
 class Decisions(list[Decision]):
-    """Decisions, the oldest first; printed as a table."""
+    """A list of decisions, the oldest first; it prints as a table."""
 
     def __str__(self) -> str:
         lines = [_row([*_COLUMNS, "problem: reason"])]
@@ -71,13 +71,13 @@ def _row(cells: list[str]) -> str:
 
 
 def decisions() -> Decisions:
-    """What this process has decided for convolutions of `patch`, `optimize` and `algorithm="fastest"`, and why."""
+    """The decisions of this process for convolutions of `patch`, `optimize` and `algorithm="fastest"`, and why."""
     return Decisions(store.every())
 
 
 def forget() -> None:
     """Forgets all decisions, those of `decide` too: in this process, and in the file that keeps them for this machine.
-    The next call of each problem decides anew. CUDA graphs stay what they are."""
+    The next call of each problem decides anew. CUDA graphs that were captured before do not change."""
     store.clear()
     disk.forget()
     forget_all()

@@ -44,7 +44,7 @@ Entries = dict[str, dict[str, dict[str, Any]]]
 
 
 class DecisionsWarning(UserWarning):
-    """A file of decisions cannot be used or written."""
+    """The warning that a file of decisions cannot be used or written."""
 
 
 @dataclass

@@ -14,8 +14,10 @@ Source = Literal["measured", "stored", "set by the user", "a size nearby", "not 
 
 @dataclass(frozen=True)
 class Decision:
-    """Who computes a problem, and why. `problem`, `device`, `choice`, `in_graph`, `microseconds`, `reason`, `is_final` and
-    `source` are for users; what else there is may change."""
+    """The implementation that computes a problem, and the reason.
+
+    `problem`, `device`, `choice`, `in_graph`, `microseconds`, `reason`, `is_final` and `source` are for users; the other
+    attributes may change."""
 
     what: str
     key: Problem
