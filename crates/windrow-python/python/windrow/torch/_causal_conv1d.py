@@ -34,15 +34,9 @@ def as_given(gradients: Sequence[Tensor | None], tensors: Sequence[Tensor | None
 
 
 def _kernel(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_states: Tensor | None,
-    seq_idx: Tensor | None,
-    cu_seqlens: Tensor | None,
-    activation: str | None,
-    return_final_states: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
+    seq_idx, cu_seqlens, activation, return_final_states = rest
     y = _native.causal_conv1d(
         x,
         *as_computed(x, weight, bias),
@@ -55,16 +49,8 @@ def _kernel(
     return y if return_final_states else or_empty(x, (y, None))
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_states: Tensor | None,
-    seq_idx: Tensor | None,
-    cu_seqlens: Tensor | None,
-    activation: str | None,
-    return_final_states: bool,
-) -> tuple[Tensor, Tensor]:
+def _fake(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *_, cu_seqlens, _activation, return_final_states = rest
     b, d, l = x.shape
     if d > 1 and x.stride(1) < x.stride(2):
         y = x.new_empty(b, l, weight.shape[0]).transpose(1, 2)
@@ -78,28 +64,11 @@ def _fake(
 
 
 def _backward_kernel(
-    dy: Tensor,
-    dfinal_states: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_states: Tensor | None,
-    seq_idx: Tensor | None,
-    cu_seqlens: Tensor | None,
-    activation: str | None,
-    needs: list[bool],
+    dy: Tensor, dfinal_states: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    grads = _native.causal_conv1d_backward(
-        dy,
-        dfinal_states,
-        x,
-        *as_computed(x, weight, bias),
-        activation,
-        seq_idx,
-        cu_seqlens,
-        initial_states,
-        tuple(needs),
-    )
+    initial_states, seq_idx, cu_seqlens, activation, needs = rest
+    of = (activation, seq_idx, cu_seqlens, initial_states, tuple(needs))
+    grads = _native.causal_conv1d_backward(dy, dfinal_states, x, *as_computed(x, weight, bias), *of)
     return or_empty(dy, as_given(grads, (x, weight, bias, initial_states)))
 
 

@@ -39,89 +39,37 @@ ACCURACIES = (None, "exact", "fp32", "tf32", "half")
 KEPT, FROZEN, CHANGING = "kept", "frozen", "changing"
 
 
-def _kernel(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    output_padding: list[int] | None,
-    activation: str | None,
-    accuracy: str | None,
-    algorithm: str | None,
-    filter: str,
-) -> Tensor:
-    options = Options(stride, padding, dilation, groups, output_padding)
+def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
+    *of, activation, accuracy, algorithm, filter = how
+    options = Options(*of)
     filters = unkept if filter == CHANGING else kept_with(weight, filter == FROZEN)
     conv = Conv(weight, bias, options, activation, accuracy, filters)
     if algorithm == FASTEST:
         return way(conv, x).run(x)
     layout = memory_format(x, x)
     try:
-        if output_padding is not None:
+        if options.output_padding is not None:
             return Transposed(conv, layout)(x)
         return Windrow(conv, layout, filters, algorithm=algorithm)(x)
     except (ValueError, TypeError) as error:
         # That of a transposed convolution is the result of a convolution.
-        raise with_input(error, "x" if output_padding is None else "out") from None
+        raise with_input(error, "x" if options.output_padding is None else "out") from None
 
 
-def _aten(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    output_padding: list[int] | None,
-    activation: str | None,
-    *_: Any,
-) -> Tensor:
-    options = Options(stride, padding, dilation, groups, output_padding)
-    return activation_of(activation)(aten(x, weight, bias, options))
+def _aten(x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
+    return activation_of(how[5])(aten(x, weight, bias, Options(*how[:5])))
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    output_padding: list[int] | None,
-    activation: str | None,
-    accuracy: str | None,
-    algorithm: str | None,
-    filter: str,
-) -> Tensor:
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
+    *of, _activation, _accuracy, algorithm, _filter = how
     layout = memory_format(x, weight if algorithm == FASTEST else x)
-    return torch.empty(
-        output_shape(x, weight, Options(stride, padding, dilation, groups, output_padding)),
-        dtype=x.dtype,
-        device=x.device,
-        memory_format=layout,
-    )
+    shape = output_shape(x, weight, Options(*of))
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
 
 
-def _backward_kernel(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    output_padding: list[int] | None,
-    accuracy: str | None,
-    algorithm: str | None,
-    needs: list[bool],
-) -> tuple[Tensor, ...]:
-    options, wanted = Options(stride, padding, dilation, groups, output_padding), tuple(needs)
+def _backward_kernel(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> tuple[Tensor, ...]:
+    *of, accuracy, algorithm, needs = how
+    options, wanted = Options(*of), tuple(needs)
     backward = Backward(_dense(dy), x, weight, bias, options, accuracy)
     grads = backward.decided(wanted) if algorithm == FASTEST else backward.computed(wanted, mine=wanted)
     return or_empty(dy, grads)

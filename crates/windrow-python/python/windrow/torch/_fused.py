@@ -41,19 +41,9 @@ def _conv(weight: Tensor, bias: Tensor | None, options: Options, activation: str
     return Conv(weight, bias, options, activation, accuracy, filters, is_fused=True)
 
 
-def _kernel(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    activation: str | None,
-    accuracy: str | None,
-) -> Tensor:
-    options = Options(stride, padding, dilation, groups)
+def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *how: Any) -> Tensor:
+    *of, activation, accuracy = how
+    options = Options(*of)
     layer = _layer(weight, bias, options, activation, accuracy)
     seen = _seen(x, residual, weight.dim() == 2)
     run = layer._recall(seen, layer.weight, layer.bias, lambda: layer._found(x, residual, seen[-1])).run
@@ -124,20 +114,9 @@ class _Found:
     is_final: bool = True
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    activation: str | None,
-    accuracy: str | None,
-) -> Tensor:
-    options = (stride, padding, dilation, groups, None)
-    y = _fake_conv2d(x, _as_filter(weight), bias, *options, activation, accuracy, FASTEST, FROZEN)
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *how: Any) -> Tensor:
+    *of, activation, accuracy = how
+    y = _fake_conv2d(x, _as_filter(weight), bias, *of, None, activation, accuracy, FASTEST, FROZEN)
     if residual is None or (residual.shape == y.shape and residual.dtype == y.dtype):
         return y
     return y + residual
@@ -153,19 +132,9 @@ not_differentiable("conv2d_fused", instead="conv2d")
 autocast(_conv2d_fused, lower_precision=[0, 1, 2, 3])
 
 
-def _aten(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    activation: str | None,
-    *_: Any,
-) -> Tensor:
-    y = torch.conv2d(x, _as_filter(weight), bias, stride, padding, dilation, groups)
+def _aten(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *how: Any) -> Tensor:
+    *of, activation, _accuracy = how
+    y = torch.conv2d(x, _as_filter(weight), bias, *of)
     return activation_of(activation)(y if residual is None else y + residual)
 
 

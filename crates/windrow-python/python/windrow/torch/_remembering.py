@@ -2,22 +2,13 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from torch import nn
 
 # So many images that come by turns are remembered.
 REMEMBERED = 256
 
-
-class Found(Protocol):
-    """What is remembered if it is found for good."""
-
-    @property
-    def is_final(self) -> bool: ...
-
-
-F = TypeVar("F", bound=Found)
 
 # Those that remember something.
 _all: "weakref.WeakSet[Remembering]" = weakref.WeakSet()
@@ -32,15 +23,16 @@ class Remembering(nn.Module):
     # Attributes that calls set.
     FOUND_OUT: tuple[str, ...] = ("_remembered",)
 
-    def _recall(self, seen: Any, weight: Any, bias: Any, find: Callable[[], F]) -> F:
-        """What a call before has found that was told by `seen`, or what `find` does now."""
+    def _recall(self, seen: Any, weight: Any, bias: Any, find: Callable[[], Any]) -> Any:
+        """What a call before has found that was told by `seen`, or what `find` does now; its `is_final` says
+        whether it is remembered."""
         its_weight, its_bias, remembered = self._remembered
         if remembered is None or its_weight is not weight or its_bias is not bias:
             self._forget()
             remembered = {}
             self.__dict__["_remembered"] = (weight, bias, remembered)
             _all.add(self)
-        found: F | None = remembered.get(seen)
+        found = remembered.get(seen)
         if found is None:
             found = find()
             if found.is_final:

@@ -5,6 +5,7 @@ The choice is made in the kernels of the operators, so it holds under torch.comp
 a call that comes during one, or in a graph capture, takes PyTorch's operator and leaves the choice to a later call.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -106,18 +107,22 @@ def _known(question: Question, before: Decision | None) -> Decision | None:
     decision, why = replace(wanted, is_final=True, around=question.around), list[str]()
     names = {wanted.choice, wanted.in_graph} - {PYTORCH}
     ours = question.ours(wanted) if names else []
-    candidates = {c.name: c for c in [*question.others, *([] if isinstance(ours, str) else ours)]}
-    for name in names:
-        candidate, is_for_graphs = candidates.get(name), name != wanted.choice
-        if candidate is None or not (wanted.is_by_hand or _is_room(question.device, candidate, is_for_graphs)):
-            return None
-        if not _runs(candidate, why, question.check):
-            decision = replace(decision, choice=PYTORCH, in_graph=PYTORCH, reason=why[0])
-            disk.keep(decision)
+    for candidate in [] if isinstance(ours, str) else itertools.chain(question.others, ours):
+        if candidate.name in names:
+            names.remove(candidate.name)
+            is_for_graphs = candidate.name != wanted.choice
+            if not wanted.is_by_hand and not _is_room(question.device, candidate, is_for_graphs):
+                return None
+            if not _runs(candidate, why, question.check):
+                decision, names = replace(decision, choice=PYTORCH, in_graph=PYTORCH, reason=why[0]), set()
+                disk.keep(decision)
+            elif is_for_graphs:
+                candidate.promise()
+                candidate.forget()
+        if not names:
             break
-        if is_for_graphs:
-            candidate.promise()
-            candidate.forget()
+    if names:
+        return None
     if not decision.is_by_hand:
         store.put_measured(decision)
     return decision

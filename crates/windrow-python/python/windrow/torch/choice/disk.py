@@ -85,9 +85,11 @@ def recall(what: str, key: Problem) -> Decision | None:
 
 
 def keep(decision: Decision) -> None:
-    """For other processes, unless it holds for this one alone: provisional, or for want of memory."""
-    holds_here_alone = not (decision.is_final or decision.is_by_hand) or not decision.has_room or decision.limits
-    if holds_here_alone or _is_off():
+    """For other processes, unless it holds for this one alone: provisional, made beside other programs, or for want of
+    memory."""
+    is_final = decision.is_final and not any(of.is_disturbed for of in decision.times.values())
+    holds_elsewhere = (is_final or decision.is_by_hand) and decision.has_room and not decision.limits
+    if not holds_elsewhere or _is_off():
         return
     microseconds = {name: [round(1e6 * t, 3) for t in (of.device, of.host)] for name, of in decision.times.items()}
     entry: dict[str, Any] = {"choice": decision.choice, "in_graph": decision.in_graph, "reason": decision.reason}
@@ -231,10 +233,8 @@ def _warn(path: Path | None, reason: object) -> None:
 
 def _read(path: Path) -> list[dict[str, Any]] | None:
     try:
-        with _opened(path, os.O_RDONLY) as file:
-            text = os.read(file, _LIMIT + 1)
-            while len(text) <= _LIMIT and (more := os.read(file, _LIMIT + 1 - len(text))):
-                text += more
+        with _opened(path, os.O_RDONLY) as number, open(number, "rb", closefd=False) as file:
+            text = file.read(_LIMIT + 1)
         if len(text) > _LIMIT:
             raise ValueError(f"more than {_LIMIT} bytes")
         value = json.loads(text)

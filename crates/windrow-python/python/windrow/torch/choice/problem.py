@@ -85,11 +85,11 @@ class Problem(NamedTuple):
         how, options, filter = self.how, self.options, self.layer[0]
         laid_out = _laid_out(filter, how.filter_strides)
         words = [f"filter {[*filter]}" + (f" {laid_out}" if laid_out else "")]
-        for name, value, usual in zip(Options._fields, options, (1, 0, 1, 1, None), strict=True):
-            numbers = [*value] if isinstance(value, Sequence) else [value]
+        words += ["transposed"] * (options.output_padding is not None)
+        for name, value, usual in zip(Options._fields, options, (1, 0, 1, 1, 0), strict=True):
+            numbers = [*value] if isinstance(value, Sequence) else [value or 0]
             if any(n != usual for n in numbers):
-                name = "transposed, output padding" if name == "output_padding" else name
-                words.append(f"{name} {numbers[0] if len({*numbers}) == 1 else numbers}")
+                words.append(f"{name.replace('_', ' ')} {numbers[0] if len({*numbers}) == 1 else numbers}")
         words += ["no bias"] * self.layer[1]
         words += _after(how.after)
         words += [f"accuracy {how.accuracy}"] * (how.accuracy is not None)
