@@ -2,7 +2,9 @@
 
 mod errors;
 mod filters;
+mod no_data;
 mod plans;
+mod rounding;
 
 use super::*;
 use crate::cpu::Isa;

@@ -11,9 +11,12 @@ use std::ops::Range;
 /// Vectors of output channels in a panel of U.
 pub(super) const PANEL: usize = 2;
 
-/// Input channels that are summed in registers before they are added to M. Two levels of sums keep
-/// the rounding error of many channels down, and a panel's part of U in the first-level cache.
+/// Input channels of a panel's part of U, which stays in the first-level cache while groups of tiles are multiplied with it.
 pub(super) const BLOCK: usize = 128;
+
+/// Input channels that are summed in registers before they are added to M, whole vectors. Two levels of sums keep the
+/// rounding error of many channels down: it is most of the error of Winograd's algorithm.
+const CHUNK: usize = 32;
 
 /// The most tiles of one micro-kernel call: `PANEL` sums for each take three quarters of the
 /// registers. With two tiles more, the compiler moved sums to memory and back: half the speed.
@@ -209,42 +212,49 @@ impl Operands {
     /// As [`Operands::run_group`] with `T` tiles.
     #[inline(always)]
     unsafe fn micro<S: Simd, const N: usize, const T: usize, const FAR: bool>(self, s: S) {
-        let mut sums = [[s.zero(); N]; T];
         let (mut u, mut v) = (self.u, self.v);
-        let mut left = self.c;
+        let (mut left, mut accumulate) = (self.c, self.accumulate);
         // SAFETY: `c` rows of U and `c` channels of V in vectors of LANES are readable, and the
         // sums' places in M are writable, by the caller's promise.
         unsafe {
             let (mut next_u, mut next_v) = (u.wrapping_add(self.next_u), self.next_v);
-            while left > 0 {
-                let lanes = left.min(S::LANES);
-                for lane in 0..lanes {
-                    let mut row = [s.zero(); N];
-                    for (i, r) in row.iter_mut().enumerate() {
-                        *r = s.load(u.add(i * S::LANES));
-                    }
-                    for (t, sum) in sums.iter_mut().enumerate() {
-                        let x = s.splat(*v.add(t * S::LANES + lane));
-                        for (r, sum) in row.iter().zip(sum) {
-                            *sum = s.mul_add(*r, x, *sum);
+            loop {
+                let mut sums = [[s.zero(); N]; T];
+                let behind = left.saturating_sub(CHUNK);
+                while left > behind {
+                    let lanes = (left - behind).min(S::LANES);
+                    for lane in 0..lanes {
+                        let mut row = [s.zero(); N];
+                        for (i, r) in row.iter_mut().enumerate() {
+                            *r = s.load(u.add(i * S::LANES));
                         }
+                        for (t, sum) in sums.iter_mut().enumerate() {
+                            let x = s.splat(*v.add(t * S::LANES + lane));
+                            for (r, sum) in row.iter().zip(sum) {
+                                *sum = s.mul_add(*r, x, *sum);
+                            }
+                        }
+                        s.prefetch(next_u);
+                        next_u = next_u.wrapping_add(S::LANES);
+                        if FAR {
+                            s.prefetch_near(next_v.wrapping_add(lane * S::LANES));
+                        }
+                        u = u.add(N * S::LANES);
                     }
-                    s.prefetch(next_u);
-                    next_u = next_u.wrapping_add(S::LANES);
-                    if FAR {
-                        s.prefetch_near(next_v.wrapping_add(lane * S::LANES));
+                    v = v.wrapping_add(self.v_vector);
+                    next_v = next_v.wrapping_add(self.v_vector);
+                    left -= lanes;
+                }
+                for (t, sum) in sums.iter().enumerate() {
+                    for (i, sum) in sum.iter().enumerate() {
+                        let m = self.m.add(i * self.m_vector + t * S::LANES);
+                        s.store(m, if accumulate { s.add(s.load(m), *sum) } else { *sum });
                     }
-                    u = u.add(N * S::LANES);
                 }
-                v = v.wrapping_add(self.v_vector);
-                next_v = next_v.wrapping_add(self.v_vector);
-                left -= lanes;
-            }
-            for (t, sum) in sums.iter().enumerate() {
-                for (i, sum) in sum.iter().enumerate() {
-                    let m = self.m.add(i * self.m_vector + t * S::LANES);
-                    s.store(m, if self.accumulate { s.add(s.load(m), *sum) } else { *sum });
+                if left == 0 {
+                    break;
                 }
+                accumulate = true;
             }
         }
     }
