@@ -40,6 +40,7 @@ pub(crate) fn run(torch: bool) -> Result {
         tests.env("VIRTUAL_ENV", nvrtc).env("WINDROW_REQUIRE_NVRTC", "1");
     }
     steps.run("tests", &mut tests)?;
+    registers(&mut steps)?;
     // Other cases on each day, the same ones for all who test on it.
     let day = (now.as_secs() / 86_400).to_string();
     // The command as the tests have built it: alone, without candle's features of what both depend on, all of
@@ -107,6 +108,16 @@ fn features(steps: &mut Steps) -> Result {
     }
     let test = [&["test", "--quiet", "--lib"], &none[..], &plain, &["--", "gelu::"]].concat();
     steps.run("no features", &mut cargo(&test))
+}
+
+/// Whether the kernels of a release hold their sums in registers.
+fn registers(steps: &mut Steps) -> Result {
+    if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
+        return Ok(());
+    }
+    let test = ["test", "--quiet", "--release", "--package", "windrow", "--lib"];
+    let kernels = ["--no-default-features", "--features", "threads", "--", "in_registers"];
+    steps.run("registers", &mut cargo(&[&test[..], &kernels].concat()))
 }
 
 /// What can be said of the pages without running anything.

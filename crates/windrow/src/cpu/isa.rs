@@ -224,13 +224,13 @@ fn with_avx512bf16<K: Bf16Kernel>(t: Avx512Bf16, kernel: K) {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx2,fma,f16c,bmi1,bmi2")]
-fn with_avx512<K: Kernel>(t: Avx512, kernel: K) -> K::Output {
+pub(super) fn with_avx512<K: Kernel>(t: Avx512, kernel: K) -> K::Output {
     kernel.run(t)
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2")]
-fn with_avx2<K: Kernel>(t: Avx2, kernel: K) -> K::Output {
+pub(super) fn with_avx2<K: Kernel>(t: Avx2, kernel: K) -> K::Output {
     kernel.run(t)
 }
 

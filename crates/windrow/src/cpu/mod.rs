@@ -6,6 +6,8 @@
 
 mod bf16;
 mod cache;
+#[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
+pub(crate) mod compiled;
 mod element;
 mod float_mode;
 pub(crate) mod gemm;

@@ -424,3 +424,17 @@ unsafe fn next_token_by<S: Simd, T: SimdElement, const W: usize, const V: usize>
         store(s, sum, step.y.add(c), sums);
     }
 }
+
+#[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
+mod tests {
+    use super::*;
+    use crate::cpu::compiled::assert_in_registers;
+
+    #[test]
+    #[cfg_attr(debug_assertions, ignore = "of a release build")]
+    fn sums_stay_in_registers() {
+        // Loops along channels call rare activations.
+        assert_in_registers::<AlongTokens<'static, f32, 4>>([0, 0]);
+        assert_in_registers::<NextToken<'static, f32, 4>>([0, 0]);
+    }
+}

@@ -541,3 +541,15 @@ pub(crate) fn left_stride(kc: usize) -> usize {
     let stride = kc.next_multiple_of(16);
     if stride.is_multiple_of(256) { stride + 16 } else { stride }
 }
+
+#[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
+mod tests {
+    use super::*;
+    use crate::cpu::compiled::assert_in_registers;
+
+    #[test]
+    #[cfg_attr(debug_assertions, ignore = "of a release build")]
+    fn sums_stay_in_registers() {
+        assert_in_registers::<Block<'static>>([0, 0]);
+    }
+}

@@ -246,3 +246,16 @@ impl<T: SimdElement, const TANH: bool> Row<T, TANH> {
         }
     }
 }
+
+#[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
+mod tests {
+    use super::*;
+    use crate::cpu::compiled::assert_in_registers;
+
+    #[test]
+    #[cfg_attr(debug_assertions, ignore = "of a release build")]
+    fn sums_stay_in_registers() {
+        assert_in_registers::<Forward<'static, f32, false>>([0, 0]);
+        assert_in_registers::<Forward<'static, f32, true>>([1, 0]);
+    }
+}

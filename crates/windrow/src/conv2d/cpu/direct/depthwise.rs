@@ -421,3 +421,16 @@ impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
         acc
     }
 }
+
+#[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
+mod tests {
+    use super::*;
+    use crate::cpu::compiled::assert_in_registers;
+
+    #[test]
+    #[cfg_attr(debug_assertions, ignore = "of a release build")]
+    fn sums_stay_in_registers() {
+        // AVX2: as many registers are too few for the sums of some filters.
+        assert_in_registers::<Row<'static, f32>>([13, 0]);
+    }
+}

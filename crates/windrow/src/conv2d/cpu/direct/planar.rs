@@ -493,3 +493,16 @@ impl Kernel for Vectors {
         (S::LANES, S::REGISTERS)
     }
 }
+
+#[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
+mod tests {
+    use super::*;
+    use crate::cpu::compiled::assert_in_registers;
+
+    #[test]
+    #[cfg_attr(debug_assertions, ignore = "of a release build")]
+    fn sums_stay_in_registers() {
+        // AVX2: one of 16 registers too few for the 12 sums of four channels.
+        assert_in_registers::<Panel<'static, f32>>([1, 0]);
+    }
+}

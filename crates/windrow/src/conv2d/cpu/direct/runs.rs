@@ -347,3 +347,15 @@ impl<T: SimdElement> Panel<T> {
         }
     }
 }
+
+#[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
+mod tests {
+    use super::*;
+    use crate::cpu::compiled::assert_in_registers;
+
+    #[test]
+    #[cfg_attr(debug_assertions, ignore = "of a release build")]
+    fn sums_stay_in_registers() {
+        assert_in_registers::<Block<'static, f32>>([0, 0]);
+    }
+}

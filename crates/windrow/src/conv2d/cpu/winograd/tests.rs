@@ -359,3 +359,15 @@ fn numbers_that_are_not_finite_stay_in_their_tiles() {
         }
     }
 }
+
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+#[test]
+#[cfg_attr(debug_assertions, ignore = "of a release build")]
+fn sums_stay_in_registers() {
+    use crate::cpu::compiled::assert_in_registers;
+    assert_in_registers::<Gemm<'static, 'static>>([0, 0]);
+    assert_in_registers::<InputTransform<'static, f32, 6>>([0, 0]);
+    assert_in_registers::<InputTransform<'static, f32, 8>>([0, 0]);
+    assert_in_registers::<OutputTransform<'static, f32, 6>>([0, 0]);
+    assert_in_registers::<OutputTransform<'static, f32, 8>>([0, 0]);
+}
