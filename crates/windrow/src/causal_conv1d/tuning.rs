@@ -140,7 +140,7 @@ impl Tuned for CausalConv1d {
 mod tests {
     use super::*;
     use crate::plan::{CandidateRuns, SearchTask};
-    use crate::tuning::{Contest, Search, Tunable};
+    use crate::tuning::{Benchmark, Search, Tunable};
     use crate::{Activation, DType, Layout};
     use std::num::NonZeroUsize;
     use std::time::Duration;

@@ -4,7 +4,7 @@ use super::bound::Bound;
 use super::operator::{Algorithm, Configuration, Engine, Operator, Setup, Tuned};
 use super::planned::{Plan, on_device};
 use crate::cpu::{Isa, resolve_threads};
-use crate::tuning::{self, Contest, Report, Search, Tunable, random_input};
+use crate::tuning::{self, Benchmark, Report, Search, Tunable, random_input};
 use crate::{Device, Placed, PlanOptions, Result, Tuning, Verify, Workspace};
 
 /// An algorithm that should take this many times as long as the best is tried with the cost model's parameters only:
@@ -89,7 +89,10 @@ impl<O: Tuned> Tunable for SearchTask<O> {
             && configuration.threads().is_none_or(|threads| threads <= most)
     }
 
-    fn contest<'a>(&'a self, candidates: &'a [O::Configuration]) -> Result<Box<dyn Contest + 'a>> {
+    fn benchmark<'a>(
+        &'a self,
+        candidates: &'a [O::Configuration],
+    ) -> Result<Box<dyn Benchmark + 'a>> {
         Ok(Box::new(CandidateRuns::new(self, candidates)?))
     }
 }
@@ -186,7 +189,7 @@ impl<'a, O: Tuned> CandidateRuns<'a, O> {
     }
 }
 
-impl<O: Tuned> Contest for CandidateRuns<'_, O> {
+impl<O: Tuned> Benchmark for CandidateRuns<'_, O> {
     fn prepare(&mut self, candidate: usize) -> Result<()> {
         if self.plans[candidate].is_some() {
             return Ok(());

@@ -10,7 +10,7 @@ mod search;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use search::{Clock, Contest};
+pub(crate) use search::{Benchmark, Clock};
 pub use search::{Search, Stop};
 
 use crate::plan::Tuned;
@@ -42,10 +42,10 @@ pub(crate) trait Tunable {
         Box::new(SystemClock::new())
     }
     /// The object that prepares, runs and verifies these candidates.
-    fn contest<'a>(
+    fn benchmark<'a>(
         &'a self,
         candidates: &'a [Self::Configuration],
-    ) -> Result<Box<dyn Contest + 'a>>;
+    ) -> Result<Box<dyn Benchmark + 'a>>;
 }
 
 /// The measurements of a search.
@@ -156,8 +156,8 @@ pub(crate) fn measure<T: Tunable>(
         return Err(Error::parameter("configurations", "none", "at least one"));
     };
     let model_cost = problem.cost(first)?;
-    let mut contest = problem.contest(configurations)?;
-    let outcome = search(configurations.len(), how, &mut *contest, &*problem.clock())?;
+    let mut benchmark = problem.benchmark(configurations)?;
+    let outcome = search(configurations.len(), how, &mut *benchmark, &*problem.clock())?;
     let measured = configurations.iter().enumerate().map(|(i, configuration)| {
         Ok(Measured {
             configuration: configuration.to_string(),

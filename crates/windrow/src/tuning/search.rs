@@ -26,7 +26,7 @@ impl Clock for SystemClock {
 }
 
 /// The candidates of a benchmark, addressed by index; index 0 is the cost model's choice.
-pub(crate) trait Contest {
+pub(crate) trait Benchmark {
     /// Prepares a candidate, for example compiles its kernels. This time counts neither as a measurement nor towards
     /// the budget.
     fn prepare(&mut self, candidate: usize) -> Result<()>;
@@ -89,7 +89,7 @@ pub(crate) struct Outcome {
 /// The index of the cost model's choice.
 pub(crate) const MODEL: usize = 0;
 /// The target duration of a measurement in seconds. A shorter call is repeated to reach it.
-const TURN: f64 = 1e-3;
+const MEASUREMENT_SECONDS: f64 = 1e-3;
 const MAX_TIMES: f64 = 10_000.0;
 /// The factor by which a candidate's first calls must be slower than the best for it to be dropped at once.
 const HOPELESS: f64 = 4.0;
@@ -139,11 +139,11 @@ impl Spread {
 pub(crate) fn search(
     count: usize,
     search: &Search,
-    contest: &mut dyn Contest,
+    benchmark: &mut dyn Benchmark,
     clock: &dyn Clock,
 ) -> Result<Outcome> {
     let mut state = State {
-        contest,
+        benchmark,
         clock,
         start: clock.now(),
         budget: search.budget,
@@ -161,7 +161,7 @@ pub(crate) fn search(
 }
 
 struct State<'a> {
-    contest: &'a mut dyn Contest,
+    benchmark: &'a mut dyn Benchmark,
     clock: &'a dyn Clock,
     start: Duration,
     budget: Duration,
@@ -204,12 +204,12 @@ impl State<'_> {
     /// only call as its measurement.
     fn first_calls(&mut self, i: usize, best: f64) -> Result<f64> {
         let before = self.clock.now();
-        self.contest.prepare(i)?;
+        self.benchmark.prepare(i)?;
         self.start += self.clock.now() - before;
         let mut seconds = self.timed(i, 1)?;
         if seconds <= HOPELESS * best || i == MODEL {
             seconds = self.timed(i, 1)?;
-            self.times[i] = (TURN / seconds).ceil().clamp(1.0, MAX_TIMES) as usize;
+            self.times[i] = (MEASUREMENT_SECONDS / seconds).ceil().clamp(1.0, MAX_TIMES) as usize;
         }
         self.samples[i].push(seconds);
         Ok(seconds)
@@ -218,7 +218,7 @@ impl State<'_> {
     /// Runs a candidate `times` times and returns the mean time of a call in seconds.
     fn timed(&mut self, i: usize, times: usize) -> Result<f64> {
         let start = self.clock.now();
-        self.contest.run(i, times)?;
+        self.benchmark.run(i, times)?;
         // If the clock is too coarse, the elapsed time may be zero. Avoid a later division by zero.
         let elapsed = (self.clock.now() - start).max(Duration::from_nanos(20));
         Ok(elapsed.as_secs_f64() / times as f64)
@@ -328,13 +328,13 @@ impl State<'_> {
             .collect();
         faster.sort_by(|a, b| a.1.median.total_cmp(&b.1.median));
         for (i, _) in faster {
-            match self.contest.verify(i) {
+            match self.benchmark.verify(i) {
                 Ok(true) => return Ok(i),
                 Ok(false) => self.refused[i] = Some("its result differs from the oracle".into()),
                 Err(error) => self.refused[i] = Some(error.to_string()),
             }
         }
-        if self.contest.verify(MODEL)? {
+        if self.benchmark.verify(MODEL)? {
             return Ok(MODEL);
         }
         Err(Error::Verification {

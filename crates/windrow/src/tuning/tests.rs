@@ -1,6 +1,6 @@
 //! Searches among fake candidates, by a fake clock.
 
-use super::search::{Clock, Contest, MODEL, Outcome, Search, Stop, search};
+use super::search::{Benchmark, Clock, MODEL, Outcome, Search, Stop, search};
 use super::{Tunable, Tuning, measure, tune};
 use crate::plan::configuration;
 use crate::{Device, Error, Result};
@@ -64,7 +64,7 @@ impl Fake {
     }
 }
 
-impl Contest for Fake {
+impl Benchmark for Fake {
     /// Takes long, as a compiler does.
     fn prepare(&mut self, _: usize) -> Result<()> {
         self.clock.0.set(self.clock.0.get() + PREPARATION);
@@ -193,13 +193,13 @@ fn wrong_results_and_failures_are_refused() {
 struct Blocks {
     name: &'static str,
     most: usize,
-    contests: Rc<Cell<usize>>,
+    benchmarks: Rc<Cell<usize>>,
     clock: FakeClock,
 }
 
 impl Blocks {
     fn new(name: &'static str, most: usize) -> Self {
-        Blocks { name, most, contests: Rc::default(), clock: FakeClock::default() }
+        Blocks { name, most, benchmarks: Rc::default(), clock: FakeClock::default() }
     }
 }
 
@@ -254,8 +254,8 @@ impl Tunable for Blocks {
         Box::new(self.clock.clone())
     }
 
-    fn contest<'a>(&'a self, candidates: &'a [Count]) -> Result<Box<dyn Contest + 'a>> {
-        self.contests.set(self.contests.get() + 1);
+    fn benchmark<'a>(&'a self, candidates: &'a [Count]) -> Result<Box<dyn Benchmark + 'a>> {
+        self.benchmarks.set(self.benchmarks.get() + 1);
         let seconds: Vec<f64> = candidates.iter().map(|c| c.0 as f64 * MS).collect();
         Ok(Box::new(Fake { clock: self.clock.clone(), ..Fake::new(&seconds, 0.1) }))
     }
@@ -269,7 +269,7 @@ fn a_winner_is_remembered_while_it_is_valid() {
     let search = Tuning::Search { budget: Duration::from_millis(200) };
     assert_eq!(decide(&problem, search).unwrap(), Some(Count(1)));
     assert_eq!(decide(&problem, search).unwrap(), Some(Count(1)));
-    assert_eq!(problem.contests.get(), 1, "the second look-up finds the first's winner");
+    assert_eq!(problem.benchmarks.get(), 1, "the second look-up finds the first's winner");
     assert_eq!(decide(&problem, Tuning::Cached).unwrap(), Some(Count(1)));
     assert_eq!(decide(&problem, Tuning::Model).unwrap(), None);
     assert_eq!(decide(&Blocks::new("remembered", 0), Tuning::Cached).unwrap(), None, "not valid");

@@ -1,7 +1,7 @@
 use super::*;
 use crate::conv2d::Conv2dParams;
 use crate::plan::{CandidateRuns, SearchTask};
-use crate::tuning::{Contest, Search, Tunable, random_input};
+use crate::tuning::{Benchmark, Search, Tunable, random_input};
 use crate::{Accuracy, DType, Tile, Tuning, Verify};
 use std::num::NonZeroUsize;
 use std::time::Duration;
