@@ -1,72 +1,11 @@
 //! The gradients of a convolution.
 
-use super::cpu::{
-    Backward, Forward, Residual, Run, by_bf16_products, by_runs, by_tiles, choose, floats_mut,
-};
-use super::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dPlan, Conv2dSpec, Problem, reference};
-use crate::cpu::Isa;
+use super::{Conv2dPlan, Conv2dSpec, Problem, reference};
 use crate::lists::collected;
 use crate::plan::{Checks, Type, engine};
 use crate::tensor::check_device;
 use crate::verification::Expected;
-use crate::{
-    Activation, Error, Filter, Layout, Result, TensorDesc, TensorMut, TensorRef, Workspace,
-};
-
-/// How the gradients are computed on the CPU.
-#[derive(Debug)]
-pub(super) struct CpuBackward {
-    /// The data gradient as a convolution, where it runs by Winograd, products of bf16, tiles or runs.
-    pub(super) data: Option<Forward>,
-    pub(super) gradients: Backward,
-}
-
-impl CpuBackward {
-    pub(super) fn new(spec: &Conv2dSpec, p: &Problem, isa: Isa, threads: usize) -> Result<Self> {
-        let data = mirrored(spec, p).and_then(|spec| {
-            let p = spec.problem().ok()?;
-            // Its filter is packed on each run.
-            let algorithm = choose(&spec, &p, isa, Filter::Changing);
-            let forms = [by_tiles, by_bf16_products, by_runs];
-            let direct = algorithm == Conv2dAlgorithm::Direct
-                && forms.iter().any(|form| form(&spec, &p, isa));
-            let configuration = Conv2dConfiguration::new(algorithm);
-            (direct || algorithm.tile().is_some())
-                .then(|| Forward::new(&spec, &p, &configuration, isa, threads))
-        });
-        let gradients = Backward::new(spec, p, isa, threads)?;
-        Ok(CpuBackward { data: data.transpose()?, gradients })
-    }
-
-    pub(super) fn data_bytes(&self, p: &Problem) -> usize {
-        match &self.data {
-            Some(engine) => engine.raw_bytes(p.c),
-            None => self.gradients.data_bytes().into_iter().sum(),
-        }
-    }
-
-    /// The data gradient into `dx`, which has elements, with [`CpuBackward::data_bytes`] of memory.
-    pub(super) fn data(
-        &self,
-        w: &TensorRef<'_>,
-        dy: &TensorRef<'_>,
-        dx: &mut TensorMut<'_>,
-        memory: &mut [u8],
-    ) {
-        match (&self.data, turn(w)) {
-            (Some(engine), Some(w)) => {
-                let (bias, residual, activation) = (None, Residual::NONE, Activation::Identity);
-                let run = Run { x: dy, bias, residual, activation, y: dx, workspace: memory };
-                engine.run_raw(&w, run);
-            }
-            _ => {
-                let [packed, _] = self.gradients.data_bytes();
-                let (packed, scratch) = memory.split_at_mut(packed);
-                self.gradients.data(w, dy, dx, floats_mut(packed), floats_mut(scratch));
-            }
-        }
-    }
-}
+use crate::{Activation, Error, Layout, Result, TensorDesc, TensorMut, TensorRef, Workspace};
 
 /// The data gradient of a convolution of stride 1 as a convolution of dy: by the filter turned
 /// around, with input and output channels swapped. `None` where it is not one.

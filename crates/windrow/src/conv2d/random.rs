@@ -1,6 +1,6 @@
 //! Random cases of `windrow verify --random`.
 
-use super::cpu::by_tiles;
+use super::cpu::{self, flushes};
 use super::reference;
 use super::verify::{im2col_check, stage_checks};
 use super::{
@@ -212,11 +212,11 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
     }
     let problem = spec.problem()?;
     let mut numbers = Numbers::random(choices).before(spec.activation);
-    let flushes = || Isa::tested().into_iter().any(|isa| by_tiles(&spec, &problem, isa));
+    let is_split = || Isa::tested().into_iter().any(|isa| flushes(&spec, &problem, isa));
     if numbers == Numbers::Tiny && spec.x.dtype == DType::BF16 {
         // Products of bf16 take such numbers for zero.
         numbers = Numbers::Ordinary;
-    } else if numbers == Numbers::Tiny && device == Device::Cpu && flushes() {
+    } else if numbers == Numbers::Tiny && device == Device::Cpu && is_split() {
         // So do those of parts of f32, but for exact sums.
         spec.accuracy = Accuracy::Exact;
     }
@@ -281,7 +281,6 @@ fn forward(
     let (bias, residual) = (bias?, residual?);
     let added = [bias.as_deref(), residual.as_deref()];
     let want = reference::forward(problem, x, w, added, spec.activation)?;
-    let algorithms = Conv2dPlan::algorithms(spec, options.device);
     let candidates = Conv2dPlan::configurations(spec, options)?;
     let candidate = candidates.get(choices.below(candidates.len().max(1)));
     let form = choices.of(&["raw", "packed", "cached"]);
@@ -291,7 +290,11 @@ fn forward(
     let staged = choices.one_in(8) && *numbers != Numbers::Special;
     let before = style.lead(choices);
     for (i, lane) in trial.lanes().into_iter().enumerate() {
-        let configurations = algorithms.iter().copied().map(Conv2dConfiguration::new);
+        let algorithms = match options.device {
+            Device::Cpu => cpu::algorithms(spec, problem, lane.isa)?,
+            device => Conv2dPlan::algorithms(spec, device),
+        };
+        let configurations = algorithms.into_iter().map(Conv2dConfiguration::new);
         // Candidates are those of the best instruction set.
         for configuration in configurations.chain(candidate.copied().filter(|_| i == 0)) {
             let plan = match Conv2dPlan::on_isa(spec, &configuration, options, lane.isa) {

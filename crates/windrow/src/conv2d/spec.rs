@@ -260,8 +260,26 @@ impl Tile {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Conv2dAlgorithm {
-    /// Sums over the filter's taps, any spec. The planner's choice for depthwise filters.
+    /// Sums over the filter's taps, any spec. The planner's choice for depthwise filters. On the CPU the first one of the
+    /// `Direct..` methods that computes the spec.
     Direct,
+    /// Direct sums by tiles of bf16, f32 split into three parts: bf16, and f32 on fewer than eight cores, below
+    /// [`Accuracy::Exact`]; CPUs with AMX.
+    DirectAmx,
+    /// Direct sums by instructions that multiply pairs of bf16: bf16 of one group below [`Accuracy::Exact`]; CPUs with
+    /// AVX-512 BF16 and without AMX.
+    DirectBf16Pairs,
+    /// Direct sums with vectors over output channels, of what the taps of a filter row read as one run: one group,
+    /// channels-last; CPU.
+    DirectRuns,
+    /// Direct sums with vectors over the channels of many groups, channels-last; CPU.
+    DirectGrouped,
+    /// Direct sums of depthwise filters, whose pixels are transposed in registers; CPU.
+    DirectTransposed,
+    /// Direct sums with vectors over the pixels of a channel that is a group of its own; CPU.
+    DirectPlane,
+    /// Direct sums with vectors over pixels, any spec; CPU.
+    DirectPlanar,
     /// Matrix product of the filter and blocks of the im2col matrix, any spec.
     Im2colGemm,
     /// Winograd in stages: filter transform, input transform, a matrix product for each position
@@ -283,16 +301,8 @@ pub enum Conv2dAlgorithm {
 impl Conv2dAlgorithm {
     /// The output tile of a Winograd algorithm.
     pub const fn tile(self) -> Option<Tile> {
-        match self {
-            Conv2dAlgorithm::WinogradGemm(tile) | Conv2dAlgorithm::WinogradFused(tile) => {
-                Some(tile)
-            }
-            Conv2dAlgorithm::Direct
-            | Conv2dAlgorithm::Im2colGemm
-            | Conv2dAlgorithm::ImplicitGemm
-            | Conv2dAlgorithm::WinogradRow
-            | Conv2dAlgorithm::Cudnn => None,
-        }
+        use Conv2dAlgorithm::{WinogradFused, WinogradGemm};
+        if let WinogradGemm(tile) | WinogradFused(tile) = self { Some(tile) } else { None }
     }
 
     /// True for Winograd's algorithms.
@@ -304,6 +314,13 @@ impl Conv2dAlgorithm {
 names! {
     Conv2dAlgorithm, "algorithm":
     Direct = "direct",
+    DirectAmx = "direct_amx",
+    DirectBf16Pairs = "direct_bf16_pairs",
+    DirectRuns = "direct_runs",
+    DirectGrouped = "direct_grouped",
+    DirectTransposed = "direct_transposed",
+    DirectPlane = "direct_plane",
+    DirectPlanar = "direct_planar",
     Im2colGemm = "im2col_gemm",
     ImplicitGemm = "implicit_gemm",
     WinogradGemm(Tile::F2) = "winograd_gemm_f2",

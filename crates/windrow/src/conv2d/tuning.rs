@@ -2,7 +2,7 @@
 
 use super::spec::is_channels_last;
 use super::{
-    Conv2d, Conv2dAlgorithm, Conv2dArgs, Conv2dPlan, Conv2dSpec, PackedWeights, Weights, gpu,
+    Conv2d, Conv2dAlgorithm, Conv2dArgs, Conv2dPlan, Conv2dSpec, PackedWeights, Weights, cpu, gpu,
 };
 use crate::cpu::resolve_threads;
 use crate::plan::{Bound, Tuned, configuration, dense, joined};
@@ -35,18 +35,17 @@ impl Conv2dConfiguration {
     /// Refuses parameters that the algorithm does not have on the device of the options, or cannot run with.
     fn check(&self, options: &PlanOptions) -> Result<()> {
         let on_cpu = options.device == Device::Cpu;
-        let staged = matches!(self.algorithm, Conv2dAlgorithm::WinogradGemm(_));
-        let takes = |name: &str, value: usize| match name {
-            "threads" if on_cpu => value > 0,
-            "tiles" | "vectors" | "parts" if on_cpu => staged && value > 0,
-            _ => !on_cpu && gpu::takes(self.algorithm, name, value),
+        let own = cpu::parameters(self.algorithm);
+        let takes = |name: &str, value: usize| match on_cpu {
+            true => value > 0 && (name == "threads" || own.contains(&name)),
+            false => gpu::takes(self.algorithm, name, value),
         };
         if self.parameters().all(|(name, value)| value.is_none_or(|value| takes(name, value))) {
             return Ok(());
         }
         let parameters = match on_cpu {
-            true if staged => "tiles, vectors, parts and threads, which are positive".into(),
-            true => "threads, a positive number".into(),
+            true if own.is_empty() => "threads, a positive number".into(),
+            true => format!("{} and threads, which are positive", own.join(", ")),
             false => gpu::parameters(self.algorithm),
         };
         Err(Error::unsupported(

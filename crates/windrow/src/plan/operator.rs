@@ -143,11 +143,16 @@ impl<O: Operator, P: Copy> Setup<'_, O, P> {
         if supported.contains(&algorithm) {
             return Ok(());
         }
+        Err(self.unsupported(algorithm, supported))
+    }
+
+    /// [`Error::Unsupported`] of an algorithm that is not one of `supported`.
+    pub(crate) fn unsupported(&self, algorithm: Algorithm<O>, supported: &[Algorithm<O>]) -> Error {
         let names: Vec<_> = supported.iter().map(ToString::to_string).collect();
-        Err(Error::unsupported(
+        Error::unsupported(
             format!("{} {algorithm} on {}", O::NAME, self.options.device),
             format!("this spec can be computed by {}", names.join(", ")),
-        ))
+        )
     }
 }
 

@@ -58,18 +58,24 @@ impl<O: Tuned> Tunable for SearchTask<O> {
         let of = O::Configuration::of;
         let algorithms = self.candidate_algorithms()?;
         let chosen = on_device!(O::choose, spec, problem, options)?;
+        // The method that stands for an algorithm may not compute the strides that are given.
+        let complete = |configuration: O::Configuration| {
+            let completed = self.complete(&configuration)?;
+            let is_given = algorithms.contains(&completed.algorithm());
+            Result::Ok(if is_given { completed } else { configuration })
+        };
         let mut all = Vec::new();
         if algorithms.contains(&chosen) {
-            all.push(self.complete(&of(chosen))?);
+            all.push(complete(of(chosen))?);
         }
         let costs = algorithms.iter().map(|&algorithm| self.cost(&of(algorithm)));
         let costs = costs.collect::<Result<Vec<f64>>>()?;
         let least = costs.iter().copied().fold(f64::INFINITY, f64::min);
-        for (algorithm, cost) in algorithms.into_iter().zip(costs) {
+        for (&algorithm, cost) in algorithms.iter().zip(costs) {
             let worth = if cost <= HOPELESS * least { usize::MAX } else { 1 };
             let variants = on_device!(O::variants, spec, problem, options, algorithm);
             for variant in variants.into_iter().take(worth) {
-                let configuration = self.complete(&variant)?;
+                let configuration = complete(variant)?;
                 if !all.contains(&configuration) {
                     all.push(configuration);
                 }

@@ -1,166 +1,58 @@
 //! Which algorithm the planner takes on the CPU.
 
-use super::cost;
-use super::winograd::{self, FUSED_TILE, Products, best_tile};
+use super::methods::{Method, Task};
+use super::winograd::{FUSED_TILE, Products, StagedMethod, best_tile, one_pass_pays};
+use super::{IM2COL, amx, bf16_pairs, runs};
+use crate::conv2d::Conv2dAlgorithm;
 use crate::conv2d::spec::is_channels_last;
-use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem, Tile};
-use crate::cpu::{Isa, MAX_LANES, has_many_cores};
-use crate::dtype::not_computed;
 use crate::{Accuracy, DType, Filter};
 
-/// The algorithms that can compute a problem.
-pub(crate) fn supported(p: &Problem) -> Vec<Conv2dAlgorithm> {
-    let mut all = vec![Conv2dAlgorithm::Direct, Conv2dAlgorithm::Im2colGemm];
-    if p.is_winograd() {
-        all.extend(Tile::ALL.map(Conv2dAlgorithm::WinogradGemm));
-        all.push(Conv2dAlgorithm::WinogradFused(FUSED_TILE));
-    }
-    all
-}
-
-/// Input channels up to which direct summation is faster than Winograd's algorithm in stages.
+/// Most input channels for which direct summation is faster than Winograd's algorithm in stages.
 const DIRECT_CHANNELS: usize = 4;
-/// Input channels up to which Winograd's algorithm in one pass is faster than in stages.
-const FEW_CHANNELS: usize = 8;
-
-/// Whether Winograd's algorithm in one pass is ahead: its vectors lie along the rows of y, which have
-/// to fill them, and many to outweigh the stages. Over one channel direct sums take less time than
-/// the transform of the output.
-fn one_pass_pays(p: &Problem) -> bool {
-    let columns = if p.c <= DIRECT_CHANNELS { 16 } else { 64 };
-    (2..=FEW_CHANNELS).contains(&p.c) && p.ow >= columns
-}
-
-/// Input channels up to which direct sums by products of bf16 are faster than Winograd's algorithm.
+/// Most input channels for which direct sums by products of bf16 are faster than Winograd's algorithm.
 const BF16_CHANNELS: usize = 10;
-/// Output pixels from which on they are: they round so many at once.
+/// Fewest output pixels for which they are: they round so many at once.
 const BF16_PIXELS: usize = 32;
-
-/// Whether direct sums are formed by products of bf16. These count numbers below 2^-126 as zero, which
-/// is not `Exact`. A filter of one or two output channels leaves most of the sums idle.
-pub(crate) fn by_bf16_products(spec: &Conv2dSpec, p: &Problem, isa: Isa) -> bool {
-    let bf16 = spec.x.dtype == DType::BF16 && isa.has_bf16_products();
-    bf16 && spec.accuracy != Accuracy::Exact && p.groups == 1 && p.k > 2
-}
-
-/// Channels of a group on either side from which on tiles take less time than vectors.
-const TILE_CHANNELS: usize = 16;
-
-/// Whether tiles are faster than vectors: not for f32 in six products where many cores, which share their units of tiles and
-/// the caches, are at work.
-fn tiles_are_fast(dtype: DType) -> bool {
-    dtype != DType::F32 || !has_many_cores()
-}
-
-/// Whether direct sums are formed by tiles of bf16, which also count small numbers as zero.
-pub(crate) fn by_tiles(spec: &Conv2dSpec, p: &Problem, isa: Isa) -> bool {
-    if !isa.has_tiles() || spec.accuracy == Accuracy::Exact || !tiles_are_fast(spec.x.dtype) {
-        return false;
-    }
-    let fills = p.c_group().min(p.k_group()) >= TILE_CHANNELS;
-    match spec.x.dtype {
-        DType::BF16 if p.groups == 1 => p.k > 2,
-        DType::BF16 | DType::F32 => fills,
-        DType::F16 | not_computed!() => false,
-    }
-}
-
-/// Channels on either side from which on the products of Winograd's algorithm take so much of the time that splitting U and
-/// V pays.
-const SPLIT_CHANNELS: usize = 256;
-/// Tiles of Winograd's from which on multiplying with U takes longer than reading and splitting it.
-const SPLIT_TILES: usize = 192;
-
-/// What sums the products of Winograd's algorithm in stages: tiles only where [`by_tiles`] allows them. It does not depend
-/// on the number of threads, so that bits do not. F(2, 3) has too many products to be ahead, and the transforms of F(6, 3)
-/// take what it saves.
-pub(crate) fn winograd_products(spec: &Conv2dSpec, p: &Problem, isa: Isa, tile: Tile) -> Products {
-    let pays = tile == Tile::F4
-        && p.c.min(p.k) >= SPLIT_CHANNELS
-        && winograd::tiles(p, tile) >= SPLIT_TILES;
-    match pays && spec.x.dtype == DType::F32 && by_tiles(spec, p, isa) {
-        true => Products::Tiles,
-        false => Products::Vectors,
-    }
-}
-
-/// Whether direct sums by tiles take less time than a product of blocks.
-pub(crate) fn tiles_pay(spec: &Conv2dSpec, p: &Problem, isa: Isa, filter: Filter) -> bool {
-    by_tiles(spec, p, isa) && (spec.x.dtype != DType::F32 || splitting_pays(spec, p, filter))
-}
-
-/// Products that an element of f32 is needed for, from which on splitting it takes less time than tiles save.
-const SPLIT_USES: usize = 128;
-/// Terms of a sum from which on its way to y takes less.
-const SPLIT_TERMS: usize = 96;
-/// Output pixels from which on splitting a filter on each call takes less.
-const SPLIT_FILTER: usize = 784;
-/// Output pixels from which on reading a large split filter, which is half as long again, takes no longer than the products.
-const SPLIT_PIXELS: usize = 128;
-/// Elements of a filter that stays in a core's caches when it is split.
-const SMALL_FILTER: usize = 256 << 10;
-
-fn splitting_pays(spec: &Conv2dSpec, p: &Problem, filter: Filter) -> bool {
-    let (taps, pixels) = (p.r * p.s, p.n * p.oh * p.ow);
-    let uses = p.k_group() * (taps / (p.stride[0] * p.stride[1])).max(1);
-    let reads = pixels >= SPLIT_PIXELS || p.k * p.taps() <= SMALL_FILTER;
-    // Columns that do not lie next to each other are read one by one.
-    let gathers = !is_channels_last(&spec.y.layout) && p.stride[1] > 1;
-    let splits = filter == Filter::Kept || pixels >= SPLIT_FILTER;
-    uses >= SPLIT_USES && p.taps() >= SPLIT_TERMS && reads && splits && !gathers
-}
-
-/// Input channels up to which sums over runs are faster than Winograd's algorithm.
+/// Most input channels for which sums over runs are faster than Winograd's algorithm.
 const RUN_CHANNELS: usize = 6;
-/// Elements of a filter, all of which each row of the output reads, up to which they are faster than a product of blocks.
+/// Most elements of a filter, all of which each row of the output reads, for which they are faster than a product of blocks.
 const RUN_FILTER: usize = 128 << 10;
 
-/// Whether direct sums are formed of runs of x, in channels-last: what the taps of a filter row read of all channels.
-pub(crate) fn by_runs(spec: &Conv2dSpec, p: &Problem, isa: Isa) -> bool {
-    let [x, y] = [&spec.x, &spec.y].map(|desc| desc.layout.strides());
-    let is_run =
-        !isa.is_small() && x[1] == 1 && x[3] == p.c as isize && (p.s == 1 || p.dilation[1] == 1);
-    let fills = p.groups == 1 && p.k >= MAX_LANES && y[1] == 1 && p.ow * p.oh > 1;
-    is_run && fills && p.r * p.s > 1 && !by_tiles(spec, p, isa) && !by_bf16_products(spec, p, isa)
-}
-
 /// The algorithm that should be fastest within the accuracy asked for.
-pub(crate) fn choose(spec: &Conv2dSpec, p: &Problem, isa: Isa, filter: Filter) -> Conv2dAlgorithm {
+pub(crate) fn choose(task: &Task<'_>, filter: Filter) -> Conv2dAlgorithm {
+    let (spec, p) = (task.spec, task.problem);
     // No other algorithm has as many products of bf16 in a cycle: 16 times those of vectors of f32, of which F(6, 3)
     // saves four fifths.
-    if p.prefers_direct() || spec.x.dtype == DType::BF16 && by_tiles(spec, p, isa) {
+    if p.prefers_direct() || spec.x.dtype == DType::BF16 && amx::computes(task) {
         return Conv2dAlgorithm::Direct;
     }
     let row_major = !is_channels_last(&spec.y.layout);
-    if row_major && p.oh * p.ow >= BF16_PIXELS && by_bf16_products(spec, p, isa) {
+    if row_major && p.oh * p.ow >= BF16_PIXELS && bf16_pairs::computes(task) {
         // Twice as fast as other sums, to which Winograd's algorithm is the alternative.
         if p.c <= BF16_CHANNELS || !p.is_winograd() {
             return Conv2dAlgorithm::Direct;
         }
     }
-    let by_runs = by_runs(spec, p, isa);
+    let by_runs = runs::pays(task);
     if by_runs && p.c <= RUN_CHANNELS {
         return Conv2dAlgorithm::Direct;
     }
     if p.is_winograd() && spec.accuracy != Accuracy::Exact {
-        if row_major && one_pass_pays(p) {
+        if row_major && one_pass_pays(p, DIRECT_CHANNELS) {
             return Conv2dAlgorithm::WinogradFused(FUSED_TILE);
         }
         if !row_major || p.c > DIRECT_CHANNELS {
-            let products = |tile| winograd_products(spec, p, isa, tile);
+            let products = |tile| Products::of(spec, p, task.isa, tile);
             let winograd = Conv2dAlgorithm::WinogradGemm(best_tile(p, filter, products));
             // Where few pixels share the filter, transforming it takes longer than the products that this saves.
-            let [staged, sums] =
-                [winograd, Conv2dAlgorithm::Im2colGemm].map(|a| cost(spec, p, isa, a, filter));
+            let staged = StagedMethod.cost(task, winograd, filter);
+            let sums = IM2COL.cost(task, Conv2dAlgorithm::Im2colGemm, filter);
             if filter == Filter::Kept || staged <= sums {
                 return winograd;
             }
         }
     }
-    if tiles_pay(spec, p, isa, filter) {
-        return Conv2dAlgorithm::Direct;
-    }
-    if by_runs && p.k * p.taps() <= RUN_FILTER {
+    if amx::pays(task, filter) || by_runs && p.k * p.taps() <= RUN_FILTER {
         return Conv2dAlgorithm::Direct;
     }
     // With few input channels the im2col matrix is many times the input.
@@ -174,7 +66,13 @@ pub(crate) fn choose(spec: &Conv2dSpec, p: &Problem, isa: Isa, filter: Filter) -
 mod tests {
     use super::*;
     use crate::conv2d::Conv2dParams;
+    use crate::conv2d::{Conv2dSpec, Tile};
+    use crate::cpu::{Isa, has_many_cores};
     use crate::{Layout, TensorDesc};
+
+    fn choose(spec: &Conv2dSpec, isa: Isa, filter: Filter) -> Conv2dAlgorithm {
+        super::choose(&Task::new(spec, &spec.problem().unwrap(), isa, 1).unwrap(), filter)
+    }
 
     fn chosen(
         dtype: DType,
@@ -187,7 +85,7 @@ mod tests {
         let x = TensorDesc::contiguous(dtype, &x).unwrap();
         let params = Conv2dParams { stride: [stride; 2], accuracy, ..Default::default() };
         let spec = Conv2dSpec::new(x, filter, &params).unwrap();
-        choose(&spec, &spec.problem().unwrap(), isa, Filter::Kept)
+        choose(&spec, isa, Filter::Kept)
     }
 
     #[test]
@@ -231,9 +129,9 @@ mod tests {
                 let params = Conv2dParams { groups, accuracy, ..Default::default() };
                 let spec = Conv2dSpec::new(x, filter, &params).unwrap();
                 let p = spec.problem().unwrap();
-                let tiles = tiles && tiles_are_fast(dtype);
-                assert_eq!(by_tiles(&spec, &p, isa), tiles, "{spec:?}");
-                let chosen = choose(&spec, &p, isa, Filter::Kept);
+                let tiles = tiles && amx::are_fast(dtype);
+                assert_eq!(amx::flushes(&spec, &p, isa), tiles, "{spec:?}");
+                let chosen = choose(&spec, isa, Filter::Kept);
                 let direct = chosen == Conv2dAlgorithm::Direct;
                 assert!(!tiles || dtype == DType::F32 || direct, "{spec:?}: {chosen}");
             }
@@ -250,7 +148,7 @@ mod tests {
                 let params = Conv2dParams { stride: [stride; 2], ..Default::default() };
                 let x = TensorDesc::new(DType::F32, layout);
                 let spec = Conv2dSpec::new(x, w, &params).unwrap();
-                choose(&spec, &spec.problem().unwrap(), isa, filter)
+                choose(&spec, isa, filter)
             };
             for (c, side, k, filter, splits) in [
                 (512, 28, 128, [1, 1], true),
@@ -281,8 +179,8 @@ mod tests {
                 let params = Conv2dParams { padding: [1, 1], accuracy, ..Default::default() };
                 let spec = Conv2dSpec::new(x, w, &params).unwrap();
                 let p = spec.problem().unwrap();
-                let tile = choose(&spec, &p, isa, Filter::Kept).tile().unwrap_or(Tile::F6);
-                (tile, winograd_products(&spec, &p, isa, tile))
+                let tile = choose(&spec, isa, Filter::Kept).tile().unwrap_or(Tile::F6);
+                (tile, Products::of(&spec, &p, isa, tile))
             };
             for (c, side, want) in [
                 (256, 128, (Tile::F4, Products::Tiles)),
@@ -306,7 +204,7 @@ mod tests {
             let x = TensorDesc::contiguous(DType::F32, &[n, c, side, side]).unwrap();
             let params = Conv2dParams { padding: [1, 1], ..Default::default() };
             let spec = Conv2dSpec::new(x, w, &params).unwrap();
-            choose(&spec, &spec.problem().unwrap(), Isa::best(), filter)
+            choose(&spec, Isa::best(), filter)
         };
         let f6 = Conv2dAlgorithm::WinogradGemm(Tile::F6);
         // Many pixels: the same.
@@ -339,7 +237,7 @@ mod tests {
                 let layout = Layout::with_order(&[1, c, side, side], &order).unwrap();
                 let params = Conv2dParams { stride: [stride; 2], ..Default::default() };
                 let spec = Conv2dSpec::new(TensorDesc::new(dtype, layout), w, &params).unwrap();
-                let chosen = choose(&spec, &spec.problem().unwrap(), isa, Filter::Kept);
+                let chosen = choose(&spec, isa, Filter::Kept);
                 let runs = runs && !sums(isa, dtype);
                 assert_eq!(chosen == Conv2dAlgorithm::Direct, runs, "{isa:?} {spec:?}: {chosen}");
             }

@@ -5,15 +5,20 @@
 //! next to each other, the filter is the left operand and vectors run over pixels; where channels
 //! do, pixels are rows and vectors run over output channels.
 
-use super::epilogue::{Bounds, Epilogue, Lanes, Store, StoreTile};
-use super::pack::{PackPanels, PackRows, pack_filter};
-use super::stencil::Stencil;
+use super::methods::{Found, Method, Prepared, Run, Task};
+use super::shared::epilogue::{Bounds, Epilogue, Lanes};
+use super::shared::pack::{PackPanels, PackRows, pack_filter};
+use super::shared::stencil::Stencil;
+use super::shared::store::{Store, StoreTile};
+use super::shared::{Staged, bias_len, tolerance};
+use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration};
 use crate::cpu::gemm::{
     BlockedProduct, Blocking, Left, Place, Right, Scratch, left_stride, tile_shape,
 };
 use crate::cpu::{Isa, MANY_THREADS, SimdElement, dispatch};
+use crate::dtype::with_element;
 use crate::lists::filled;
-use crate::{DType, Result};
+use crate::{DType, Result, TensorRef};
 use std::ops::Range;
 
 /// Largest block of channels and of pixels: panels of both operands and the tiles between them stay in
@@ -37,9 +42,23 @@ const RATE: f64 = 0.75;
 /// Tasks by which the last thread ends later than if all began and went on together.
 const LATE: f64 = 0.25;
 
+/// The method: a matrix product of any convolution.
+pub(super) struct Im2colMethod;
+
+impl Method for Im2colMethod {
+    fn algorithms(&self) -> &'static [Conv2dAlgorithm] {
+        &[Conv2dAlgorithm::Im2colGemm]
+    }
+
+    fn prepare(&self, task: &Task<'_>, _: &Conv2dConfiguration) -> Found {
+        let product = Im2colGemm::new(task.stencil.clone(), task.isa, task.threads);
+        Ok(Some(Box::new(product)))
+    }
+}
+
 /// A [`Stencil`] as a product, for one instruction set.
 #[derive(Clone, Debug)]
-pub(crate) struct Im2colGemm {
+struct Im2colGemm {
     stencil: Stencil,
     lanes: Lanes,
     blocking: Blocking,
@@ -49,7 +68,7 @@ pub(crate) struct Im2colGemm {
 }
 
 impl Im2colGemm {
-    pub(crate) fn new(stencil: Stencil, isa: Isa, threads: usize) -> Self {
+    fn new(stencil: Stencil, isa: Isa, threads: usize) -> Self {
         let stencil = stencil.merged();
         let (k, pixels, terms) = (stencil.k, stencil.pixels(), stencil.terms());
         let (_, nr) = tile_shape(isa);
@@ -71,83 +90,20 @@ impl Im2colGemm {
         Im2colGemm { stencil, lanes, blocking, threads, is_merged }
     }
 
-    /// Blocking in words.
-    pub(crate) fn explain(&self) -> String {
-        let b = &self.blocking;
-        format!(
-            "lanes over {:?}, tiles of {} x {}, blocks of {} x {} x {}, {} tasks",
-            self.lanes,
-            b.mr,
-            b.nr,
-            b.mc,
-            b.nc,
-            b.kc,
-            b.tasks() * self.stencil.groups
-        )
-    }
-
-    /// Most additions in a row that form an element.
-    pub(crate) fn additions(&self) -> usize {
-        self.blocking.additions()
-    }
-
-    /// Elements of scratch memory.
-    pub(crate) fn scratch_len(&self) -> usize {
-        self.threads.min(self.blocking.tasks() * self.stencil.groups) * self.blocking.scratch_len()
-    }
-
-    /// Channels that lie next to each other in the packed filter.
-    pub(crate) fn packed_width(&self) -> usize {
-        match self.lanes {
-            Lanes::Pixels => self.blocking.mr,
-            Lanes::Channels => self.blocking.nr,
-        }
-    }
-
     fn packed_group_len(&self) -> usize {
         self.stencil.k.next_multiple_of(self.packed_width()) * self.stencil.terms()
     }
 
-    /// Elements of the packed filter.
-    pub(crate) fn packed_len(&self) -> usize {
-        self.packed_group_len() * self.stencil.groups
+    /// Elements of scratch memory.
+    fn scratch_len(&self) -> usize {
+        self.threads.min(self.blocking.tasks() * self.stencil.groups) * self.blocking.scratch_len()
     }
 
-    /// Packs the filter in panels [group, panel, term, channel of the panel], zeros beyond k.
-    ///
-    /// # Safety
-    /// The stencil's filter elements are readable from `filter`.
-    pub(crate) unsafe fn pack<T: SimdElement>(&self, filter: *const T, packed: &mut [f32]) {
-        assert!(packed.len() >= self.packed_len(), "packed filter: too little memory");
-        let (isa, width) = (self.blocking.isa, self.packed_width());
-        // SAFETY: passed on.
-        unsafe { pack_filter(&self.stencil, isa, self.threads, width, filter, packed.as_mut_ptr()) }
-    }
-
-    /// # Safety
-    /// Source and destination elements of the stencil are in memory, the destination's touched by
-    /// nobody else; `packed` was written by [`Im2colGemm::pack`] of an equal plan; `scratch` holds
-    /// [`Im2colGemm::scratch_len`] elements.
-    pub(crate) unsafe fn run<T: SimdElement>(
-        &self,
-        packed: &[f32],
-        src: *const T,
-        dst: *mut T,
-        epilogue: Epilogue,
-        scratch: *mut f32,
-    ) {
-        let product = Product { plan: self, packed: packed.as_ptr(), src, dst, epilogue };
-        // SAFETY: passed on; `Product` packs what the blocking gives it scratch memory for.
-        unsafe { self.blocking.run(&product, self.stencil.groups, self.threads, scratch) }
-    }
-}
-
-impl Im2colGemm {
     /// The im2col matrix [group, term, pixel] as the product is given it, for checks.
     ///
     /// # Safety
     /// Source elements of the stencil are in memory.
-    pub(crate) unsafe fn matrix<T: SimdElement>(&self, src: *const T) -> Result<Vec<f32>> {
+    unsafe fn matrix<T: SimdElement>(&self, src: *const T) -> Result<Vec<f32>> {
         let (stencil, b) = (&self.stencil, &self.blocking);
         let (pixels, terms) = (stencil.pixels(), stencil.terms());
         let (dst, packed) = (std::ptr::null_mut(), std::ptr::null());
@@ -188,6 +144,77 @@ impl Im2colGemm {
             }
         }
         Ok(matrix)
+    }
+}
+
+impl Prepared for Im2colGemm {
+    fn configuration(&self) -> Conv2dConfiguration {
+        Conv2dConfiguration::new(Conv2dAlgorithm::Im2colGemm)
+    }
+
+    fn explain(&self) -> String {
+        let b = &self.blocking;
+        format!(
+            "lanes over {:?}, tiles of {} x {}, blocks of {} x {} x {}, {} tasks",
+            self.lanes,
+            b.mr,
+            b.nr,
+            b.mc,
+            b.nc,
+            b.kc,
+            b.tasks() * self.stencil.groups
+        )
+    }
+
+    fn packed_len(&self) -> usize {
+        self.packed_group_len() * self.stencil.groups
+    }
+
+    fn packed_width(&self) -> usize {
+        match self.lanes {
+            Lanes::Pixels => self.blocking.mr,
+            Lanes::Channels => self.blocking.nr,
+        }
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        let channels = self.stencil.groups * self.stencil.k;
+        (bias_len(channels) + self.scratch_len()) * size_of::<f32>()
+    }
+
+    fn tolerance(&self) -> f64 {
+        tolerance(self.blocking.additions())
+    }
+
+    /// In panels [group, panel, term, channel of the panel], zeros beyond k.
+    fn pack(&self, w: &TensorRef<'_>, packed: &mut [f32]) {
+        assert!(packed.len() >= self.packed_len(), "packed filter: too little memory");
+        let (isa, threads, width) = (self.blocking.isa, self.threads, self.packed_width());
+        let to = packed.as_mut_ptr();
+        // SAFETY: the stencil was made for this filter's layout.
+        with_element!(w.dtype(), T => unsafe {
+            pack_filter(&self.stencil, isa, threads, width, w.as_ptr().cast::<T>(), to);
+        });
+    }
+
+    fn run(&self, packed: &[f32], run: Run<'_, '_>) {
+        let mut staged = Staged::new(run);
+        let scratch = staged.scratch(self.scratch_len());
+        let Staged { dtype, src, dst, epilogue, .. } = staged;
+        let (plan, packed) = (self, packed.as_ptr());
+        // SAFETY: the stencil was made for these layouts; y is borrowed mutably; `Product` packs what the blocking gives
+        // it scratch memory for.
+        with_element!(dtype, T => unsafe {
+            let product =
+                Product::<T> { plan, packed, src: src.cast(), dst: dst.cast(), epilogue };
+            self.blocking.run(&product, self.stencil.groups, self.threads, scratch);
+        });
+    }
+
+    fn im2col(&self, x: &TensorRef<'_>) -> Result<Option<Vec<f32>>> {
+        // SAFETY: the stencil was made for this layout.
+        let matrix = with_element!(x.dtype(), T => unsafe { self.matrix(x.as_ptr().cast::<T>()) });
+        matrix.map(Some)
     }
 }
 

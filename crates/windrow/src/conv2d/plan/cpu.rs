@@ -2,28 +2,24 @@
 
 use super::packed::{PackedData, PackedForm};
 use super::{Conv2d, Conv2dArgs, Conv2dPlan, PackedWeights, Weights};
-use crate::conv2d::backward::CpuBackward;
-use crate::conv2d::cpu::{self, Residual, Run, floats, floats_mut};
+use crate::conv2d::cpu::{self, Backward, Prepared, Residual, Run, Task, floats, floats_mut};
 use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Tile};
 use crate::cpu::Isa;
 use crate::later::Later;
 use crate::plan::{Engine, Setup};
-use crate::{Accuracy, Activation, DType, Result, TensorMut, TensorRef, Workspace};
+use crate::{Activation, Result, TensorMut, TensorRef, Workspace};
 use std::num::NonZeroUsize;
 
 /// On the CPU.
 #[derive(Debug)]
 pub struct Cpu {
-    pub(super) engine: cpu::Forward,
-    algorithm: Conv2dAlgorithm,
-    /// Output channels.
-    k: usize,
+    pub(super) engine: Box<dyn Prepared>,
     /// Of halves, where the activation reads results that were stored.
     rounding: f64,
     isa: Isa,
     pub(super) threads: usize,
-    backward: Later<CpuBackward>,
+    backward: Later<Backward>,
 }
 
 /// Threads beyond which a plan takes no more, however many it is given: each has scratch memory of its own.
@@ -31,38 +27,42 @@ fn most_threads() -> usize {
     4 * std::thread::available_parallelism().map_or(1, NonZeroUsize::get).max(16)
 }
 
+/// What methods are asked about.
+fn task<'a>(setup: &Setup<'a, Conv2d, Isa>, threads: usize) -> Result<Task<'a>> {
+    Task::new(setup.spec, setup.problem, setup.place, threads)
+}
+
 impl Engine<Conv2d> for Cpu {
     type Place = Isa;
 
     fn algorithms(setup: &Setup<'_, Conv2d, Isa>) -> Result<Vec<Conv2dAlgorithm>> {
-        Ok(cpu::supported(setup.problem))
+        cpu::algorithms(setup.spec, setup.problem, setup.place)
     }
 
     fn choose(setup: &Setup<'_, Conv2d, Isa>) -> Result<Conv2dAlgorithm> {
-        Ok(cpu::choose(setup.spec, setup.problem, setup.place, setup.options.filter))
+        Ok(cpu::choose(&task(setup, setup.threads())?, setup.options.filter))
     }
 
     fn new(setup: &Setup<'_, Conv2d, Isa>, configuration: &Conv2dConfiguration) -> Result<Self> {
-        let algorithm = configuration.algorithm;
-        setup.require(algorithm, &cpu::supported(setup.problem))?;
-        let isa = setup.place;
         let threads = setup.threads().min(most_threads());
         let threads = configuration.threads.map_or(threads, |fewer| fewer.min(threads));
-        let engine = cpu::Forward::new(setup.spec, setup.problem, configuration, isa, threads)?;
-        let (k, backward) = (setup.problem.k, Later::default());
+        let task = task(setup, threads)?;
+        let Some(engine) = cpu::prepare(&task, configuration)? else {
+            return Err(setup.unsupported(configuration.algorithm, &cpu::supported(&task)?));
+        };
         let dtype = setup.spec.y.dtype;
-        let is_stored = cpu::Forward::leaves(setup.spec) && dtype.is_half();
+        let is_stored = cpu::follows(setup.spec) && dtype.is_half();
         let rounding = if is_stored { dtype.unit_roundoff() } else { 0.0 };
-        Ok(Cpu { engine, algorithm, k, rounding, isa, threads, backward })
+        Ok(Cpu { engine, rounding, isa: setup.place, threads, backward: Later::default() })
     }
 
     fn configuration(&self) -> Conv2dConfiguration {
         let threads = Some(self.threads);
-        Conv2dConfiguration { threads, ..self.engine.configuration(self.algorithm) }
+        Conv2dConfiguration { threads, ..self.engine.configuration() }
     }
 
     fn workspace_bytes(&self) -> usize {
-        self.engine.raw_bytes(self.k).max(self.scratch_bytes())
+        self.engine.raw_bytes().max(self.scratch_bytes())
     }
 
     fn explain(&self, plan: &Conv2dPlan) -> String {
@@ -70,8 +70,8 @@ impl Engine<Conv2d> for Cpu {
     }
 
     fn candidates(setup: &Setup<'_, Conv2d, Isa>) -> Result<Vec<Conv2dAlgorithm>> {
-        let mut all = cpu::supported(setup.problem);
-        all.retain(|algorithm| !algorithm.is_winograd() || setup.spec.accuracy != Accuracy::Exact);
+        let mut all = Self::algorithms(setup)?;
+        all.retain(|&algorithm| cpu::allows(setup.spec.accuracy, algorithm));
         Ok(all)
     }
 
@@ -81,17 +81,7 @@ impl Engine<Conv2d> for Cpu {
     ) -> Vec<Conv2dConfiguration> {
         let (base, threads) = (Conv2dConfiguration::new(algorithm), setup.threads());
         let mut all = vec![base];
-        if let Conv2dAlgorithm::WinogradGemm(_) = algorithm {
-            for tiles in [12, 24, 36, 48, 72].map(Some) {
-                for vectors in [2, 4, 8, 16].map(Some) {
-                    all.push(Conv2dConfiguration { tiles, vectors, ..base });
-                }
-            }
-            if threads > 1 {
-                let parts = [1, threads].map(Some);
-                all.extend(parts.map(|parts| Conv2dConfiguration { parts, ..base }));
-            }
-        }
+        all.extend(cpu::candidates(algorithm, threads));
         // Handing out the work may cost more than a second thread gains.
         if threads > 1 && setup.problem.flops() < 5e7 {
             all.push(Conv2dConfiguration { threads: Some(1), ..base });
@@ -100,8 +90,7 @@ impl Engine<Conv2d> for Cpu {
     }
 
     fn cost(setup: &Setup<'_, Conv2d, Isa>, configuration: &Conv2dConfiguration) -> Result<f64> {
-        let Setup { spec, problem, place, options, .. } = setup;
-        Ok(cpu::cost(spec, problem, *place, configuration.algorithm, options.filter))
+        cpu::cost(&task(setup, setup.threads())?, configuration.algorithm, setup.options.filter)
     }
 }
 
@@ -116,7 +105,7 @@ impl Cpu {
 
     /// Bytes of workspace beside a packed filter.
     pub(super) fn scratch_bytes(&self) -> usize {
-        self.engine.workspace_bytes(self.k)
+        self.engine.workspace_bytes()
     }
 
     pub(super) fn form(&self) -> PackedForm {
@@ -136,8 +125,8 @@ impl Cpu {
             return Ok(());
         }
         let (x, bias) = (&args.x, args.bias.as_ref());
-        let leaves = cpu::Forward::leaves(&plan.spec);
-        let activation = if leaves { Activation::Identity } else { plan.spec.activation };
+        let follows = cpu::follows(&plan.spec);
+        let activation = if follows { Activation::Identity } else { plan.spec.activation };
         let residual = Residual::new(args.residual.as_ref(), y);
         let kept;
         let weights = match args.w {
@@ -159,7 +148,7 @@ impl Cpu {
             Weights::Packed(packed) => return Err(plan.packed_elsewhere(packed)),
             Weights::Cached(..) => unreachable!("packed above"),
         }
-        if leaves {
+        if follows {
             cpu::activate(y, plan.spec.activation, self.isa, self.threads);
         }
         Ok(())
@@ -188,14 +177,14 @@ impl Cpu {
         [1e-12, transforms, sums + transforms]
     }
 
-    fn backward(&self, plan: &Conv2dPlan) -> Result<&CpuBackward> {
-        self.backward.get(|| CpuBackward::new(&plan.spec, &plan.problem, self.isa, self.threads))
+    fn backward(&self, plan: &Conv2dPlan) -> Result<&Backward> {
+        self.backward.get(|| Backward::new(&plan.spec, &plan.problem, self.isa, self.threads))
     }
 
     /// Bytes of workspace for any of the gradients.
     pub(in crate::conv2d) fn gradient_bytes(&self, plan: &Conv2dPlan) -> Result<usize> {
         let backward = self.backward(plan)?;
-        Ok(backward.data_bytes(&plan.problem).max(backward.gradients.weight_bytes()))
+        Ok(backward.data.bytes().max(backward.weight_bytes()))
     }
 
     /// As [`Cpu::run`], the gradient of x.
@@ -206,10 +195,10 @@ impl Cpu {
         dx: &mut TensorMut<'_>,
         workspace: &mut Workspace,
     ) -> Result<()> {
-        let backward = self.backward(plan)?;
-        let memory = workspace.take(backward.data_bytes(&plan.problem))?;
+        let Backward { data, .. } = self.backward(plan)?;
+        let memory = workspace.take(data.bytes())?;
         if !dx.layout().is_empty() {
-            backward.data(w, dy, dx, memory);
+            data.run(w, dy, dx, memory);
         }
         Ok(())
     }
@@ -222,9 +211,9 @@ impl Cpu {
         dw: &mut TensorMut<'_>,
         workspace: &mut Workspace,
     ) -> Result<()> {
-        let CpuBackward { gradients, .. } = self.backward(plan)?;
-        let scratch = workspace.take(gradients.weight_bytes())?;
-        gradients.weight(x, dy, dw, floats_mut(scratch));
+        let backward = self.backward(plan)?;
+        let scratch = workspace.take(backward.weight_bytes())?;
+        backward.weight.run(x, dy, dw, floats_mut(scratch));
         Ok(())
     }
 
@@ -236,26 +225,23 @@ impl Cpu {
         db: &mut TensorMut<'_>,
         _: &mut Workspace,
     ) -> Result<()> {
-        self.backward(plan)?.gradients.bias(dy, db);
+        self.backward(plan)?.bias.run(dy, db);
         Ok(())
     }
 
     /// Outputs of a tile, where the data gradient is one of Winograd's.
     pub(in crate::conv2d) fn data_tile(&self, plan: &Conv2dPlan) -> Result<Option<usize>> {
-        Ok(self.backward(plan)?.data.as_ref().and_then(cpu::Forward::tile).map(Tile::m))
+        Ok(self.backward(plan)?.data.tile().map(Tile::m))
     }
 
     /// As [`Cpu::data_tile`], of the weight gradient.
     pub(in crate::conv2d) fn weight_tile(&self, plan: &Conv2dPlan) -> Result<Option<usize>> {
-        Ok(self.backward(plan)?.gradients.weight_tile().map(Tile::m))
+        Ok(self.backward(plan)?.weight.tile().map(Tile::m))
     }
 
     /// Of the gradients of x, the filter and the bias.
     pub(in crate::conv2d) fn gradient_tolerances(&self, plan: &Conv2dPlan) -> Result<[f64; 3]> {
-        let CpuBackward { data, gradients } = self.backward(plan)?;
-        let data = data.as_ref().map_or_else(|| gradients.data_tolerance(), |e| e.tolerance());
-        // A row is summed in f32, the rest in f64.
-        let bias = (plan.problem.ow + 2) as f64 * DType::F32.unit_roundoff();
-        Ok([data, gradients.weight_tolerance(), bias])
+        let Backward { data, weight, bias } = self.backward(plan)?;
+        Ok([data.tolerance(), weight.tolerance(), bias.tolerance()])
     }
 }

@@ -133,6 +133,52 @@ fn algorithms_that_cannot() {
     }
 }
 
+/// `direct` is the first of its methods that computes a spec, and each can be asked for by name.
+#[test]
+fn methods_of_direct_have_names() {
+    use Conv2dAlgorithm::{
+        Direct, DirectGrouped, DirectPlanar, DirectPlane, DirectRuns, DirectTransposed,
+    };
+    let options = PlanOptions::default();
+    let spec = new(&[2, 4, 6, 5], &[8, 4, 3, 3], Conv2dParams::default()).unwrap();
+    let depthwise = Conv2dParams { groups: 64, ..Default::default() };
+    let depthwise = new(&[2, 64, 6, 5], &[64, 1, 3, 3], depthwise).unwrap();
+    let order = Layout::with_order(&[2, 4, 6, 5], &[0, 2, 3, 1]).unwrap();
+    let last = TensorDesc::new(DType::F32, order);
+    let last = Conv2dSpec::new(last, desc(&[32, 4, 3, 3]), &Conv2dParams::default()).unwrap();
+    for isa in crate::cpu::Isa::available() {
+        let plan = |spec: &Conv2dSpec, algorithm| {
+            Conv2dPlan::on_isa(spec, &Conv2dConfiguration::new(algorithm), &options, isa)
+        };
+        for (spec, first) in
+            [(&spec, DirectPlanar), (&depthwise, DirectTransposed), (&last, DirectRuns)]
+        {
+            let first = if isa.is_small() { DirectPlanar } else { first };
+            let direct = plan(spec, Direct).unwrap();
+            assert_eq!((direct.algorithm(), direct.configuration().algorithm), (Direct, first));
+            assert!(direct.explain().contains(first.name()), "{}", direct.explain());
+            let named = plan(spec, first).unwrap();
+            let bytes =
+                |plan: &Conv2dPlan| plan.explain().split_once(" on ").map(|s| s.1.to_owned());
+            assert_eq!(bytes(&named), bytes(&direct));
+            for other in [DirectRuns, DirectGrouped, DirectTransposed, DirectPlane, DirectPlanar] {
+                let computes = match first {
+                    DirectTransposed => {
+                        [DirectTransposed, DirectPlane, DirectPlanar].contains(&other)
+                    }
+                    DirectRuns => [DirectRuns, DirectGrouped, DirectPlanar].contains(&other),
+                    _ => other == DirectPlanar,
+                };
+                match plan(spec, other) {
+                    Ok(_) => assert!(computes, "{other} on {isa:?}"),
+                    Err(Error::Unsupported { .. }) => assert!(!computes, "{other} on {isa:?}"),
+                    Err(error) => panic!("{error}"),
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn exact_means_no_transform() {
     let params = Conv2dParams { accuracy: Accuracy::Exact, ..Default::default() };

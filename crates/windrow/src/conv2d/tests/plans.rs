@@ -2,7 +2,6 @@
 
 use super::*;
 use crate::Accuracy;
-use crate::conv2d::backward::CpuBackward;
 use crate::cpu::has_many_cores;
 use crate::verification::{random, random_tensor};
 
@@ -497,26 +496,5 @@ fn a_residual_is_added_before_the_activation() {
         let args = Conv2dArgs::new(x.as_ref(), w.as_ref()).with_residual(alias);
         let refused = plan.run(&args, y.as_mut(), &mut workspace);
         assert!(matches!(refused, Err(Error::Aliasing { input: "residual", .. })), "{refused:?}");
-    }
-}
-
-/// Of dy, whose channels lie next to each other too.
-#[test]
-fn gradients_of_few_channels_are_summed_by_runs() {
-    for isa in Isa::available().into_iter().filter(|isa| !isa.has_tiles()) {
-        for ([c, k, r], order, runs) in [
-            ([32, 3, 3], [0, 2, 3, 1], true),
-            ([32, 16, 5], [0, 2, 3, 1], true),
-            ([32, 3, 3], [0, 1, 2, 3], false),
-            ([3, 64, 3], [0, 2, 3, 1], false),
-        ] {
-            let layout = Layout::with_order(&[2, c, 20, 21], &order).unwrap();
-            let params = Conv2dParams { padding: [r / 2; 2], ..Default::default() };
-            let x = TensorDesc::new(DType::F32, layout);
-            let spec = Conv2dSpec::new(x, desc(&[k, c, r, r]), &params).unwrap();
-            let backward = CpuBackward::new(&spec, &spec.problem().unwrap(), isa, 2).unwrap();
-            let by_runs = backward.data.is_some_and(|data| data.explain().contains("runs of"));
-            assert_eq!(by_runs, runs && !isa.is_small(), "{isa:?} {spec:?}");
-        }
     }
 }

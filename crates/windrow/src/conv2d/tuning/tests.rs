@@ -29,8 +29,26 @@ fn configurations_parse_back() {
             }
             let distinct = (0..all.len()).all(|i| !all[..i].contains(&all[i]));
             assert!(distinct && all.len() > 4, "{all:?}");
+            let direct = Conv2dAlgorithm::Direct;
+            assert!(all.iter().all(|c| c.algorithm != direct), "methods are named: {all:?}");
             let model = Conv2dPlan::new(&spec, &options(threads)).unwrap();
             assert_eq!(all[0], model.configuration());
+        }
+    }
+}
+
+/// A search runs on dense tensors, whose method may not compute the strides that were given.
+#[test]
+fn configurations_take_the_strides_that_are_given() {
+    let x = Layout::with_order(&[1, 3, 20, 20], &[0, 2, 3, 1]).unwrap();
+    let strides: Vec<isize> = x.strides().iter().map(|stride| 2 * stride).collect();
+    let w = TensorDesc::contiguous(DType::F32, &[32, 3, 3, 3]).unwrap();
+    for x in [x, Layout::strided(&[1, 3, 20, 20], &strides).unwrap()] {
+        let x = TensorDesc::new(DType::F32, x);
+        let spec = Conv2dSpec::new(x, w, &Conv2dParams::default()).unwrap();
+        for c in Conv2dPlan::configurations(&spec, &options(2)).unwrap() {
+            let plan = Conv2dPlan::with_configuration(&spec, &c, &options(2));
+            assert!(plan.is_ok(), "{c}: {plan:?}");
         }
     }
 }
@@ -90,6 +108,8 @@ fn foreign_parameters_are_refused() {
     let spec = spec(1, 8, 8, 8);
     for bad in [
         "direct tiles=4",
+        "direct_planar tiles=4",
+        "direct_runs",
         "im2col_gemm vectors=2",
         "winograd_gemm_f4 block=128",
         "winograd_row",

@@ -5,7 +5,7 @@
 // Indices are those of the formulas; iterators over arrays of vectors are not inlined where they are long.
 #![allow(clippy::needless_range_loop)]
 
-use super::super::rows::copy_turned;
+use super::super::shared::rows::copy_turned;
 use crate::conv2d::Tile;
 use crate::conv2d::winograd::{MAX_ALPHA, TAPS};
 use crate::cpu::{Kernel, Simd, SimdElement};

@@ -6,22 +6,24 @@
 //! pixels of a row in every stage. Products go from registers through the output transform into rows
 //! in the first-level cache, and from there into y in whole cache lines that were asked for before.
 
-use super::super::epilogue::{self, Bounds, Epilogue};
-use super::super::rows::{Rows, zero_ahead};
-use super::super::{Run, bias_len, stage_bias, with_element};
-use super::{strides4, transform};
+use super::super::methods::{Prepared, Run};
+use super::super::shared::epilogue::{self, Bounds, Epilogue};
+use super::super::shared::rows::{Rows, zero_ahead};
+use super::super::shared::{bias_len, stage_bias};
+use super::{strides4, tolerance, transform};
 use crate::TensorRef;
 use crate::conv2d::winograd::TAPS;
-use crate::conv2d::{Problem, Tile};
+use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Problem, Tile};
 use crate::cpu::gemm::even_part;
 use crate::cpu::math::activate_all;
 use crate::cpu::{
     Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, parallel_for_workers,
 };
+use crate::dtype::with_element;
 use std::ops::Range;
 
 /// Transformed along rows.
-pub(crate) const TILE: Tile = Tile::F4;
+pub(in crate::conv2d::cpu) const TILE: Tile = Tile::F4;
 /// Rows of a strip of outputs, and of its inputs.
 const M: usize = TILE.m();
 const ALPHA: usize = TILE.alpha();
@@ -34,7 +36,7 @@ const TASKS_PER_THREAD: usize = 8;
 
 /// A 3x3 convolution of stride and dilation 1 with one group.
 #[derive(Clone, Debug)]
-pub(crate) struct WinogradFused {
+pub(super) struct WinogradFused {
     problem: Problem,
     threads: usize,
     isa: Isa,
@@ -57,9 +59,70 @@ struct Operands<'a> {
 // SAFETY: threads read `bias` and write separate elements of y.
 unsafe impl Sync for Operands<'_> {}
 
+impl Prepared for WinogradFused {
+    fn configuration(&self) -> Conv2dConfiguration {
+        Conv2dConfiguration::new(Conv2dAlgorithm::WinogradFused(TILE))
+    }
+
+    fn explain(&self) -> String {
+        format!(
+            "strips of {M} x {} pixels, {} parts of the channels, {PANEL} channels at once",
+            self.columns, self.parts
+        )
+    }
+
+    fn packed_width(&self) -> usize {
+        PANEL
+    }
+
+    fn packed_len(&self) -> usize {
+        self.panels() * self.panel_len()
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        let slots = self.threads.min(self.tasks()) * self.slot_len();
+        (bias_len(self.problem.k) + slots) * size_of::<f32>()
+    }
+
+    fn pack(&self, w: &TensorRef<'_>, packed: &mut [f32]) {
+        with_element!(w.dtype(), T => self.pack_from::<T>(w, packed));
+    }
+
+    fn tolerance(&self) -> f64 {
+        tolerance(TILE)
+    }
+
+    fn tile(&self) -> Option<Tile> {
+        Some(TILE)
+    }
+
+    fn run(&self, packed: &[f32], run: Run<'_, '_>) {
+        let Run { x, bias, residual, activation, y, workspace } = run;
+        assert!(packed.len() >= self.packed_len(), "packed filter");
+        assert!(workspace.len() >= self.workspace_bytes(), "workspace");
+        let (bias, slots) = stage_bias(bias, self.problem.k, workspace);
+        let operands = Operands {
+            packed,
+            x,
+            epilogue: Epilogue { bias: bias.as_ptr(), residual, activation },
+            y_strides: strides4(y.strides()),
+            y: SendPtr(y.as_mut_ptr()),
+        };
+        let slots = SendPtr(slots.as_mut_ptr());
+        parallel_for_workers(self.threads, self.tasks(), |worker, task| {
+            // SAFETY: each worker has a slot of its own.
+            let slot = unsafe { slots.get().add(worker * self.slot_len()) };
+            let units = task * self.units_at_once()..(task + 1) * self.units_at_once();
+            for unit in units.start..units.end.min(self.units()) {
+                with_element!(x.dtype(), X => self.run_unit::<X>(&operands, unit, slot));
+            }
+        });
+    }
+}
+
 impl WinogradFused {
     /// For a problem that [`Problem::is_winograd`].
-    pub(crate) fn new(problem: &Problem, isa: Isa, threads: usize) -> Self {
+    pub(super) fn new(problem: &Problem, isa: Isa, threads: usize) -> Self {
         debug_assert!(problem.is_winograd());
         let strips = problem.n * problem.oh.div_ceil(M);
         let parts = (threads * TASKS_PER_THREAD).div_ceil(strips.max(1));
@@ -71,36 +134,6 @@ impl WinogradFused {
             parts: if threads == 1 { 1 } else { parts },
             columns: block_columns(problem),
         }
-    }
-
-    /// Blocking in words.
-    pub(crate) fn explain(&self) -> String {
-        format!(
-            "strips of {M} x {} pixels, {} parts of the channels, {PANEL} channels at once",
-            self.columns, self.parts
-        )
-    }
-
-    /// Output channels that lie next to each other in a packed filter.
-    pub(crate) fn packed_width(&self) -> usize {
-        PANEL
-    }
-
-    /// Elements of a packed filter.
-    pub(crate) fn packed_len(&self) -> usize {
-        self.panels() * self.panel_len()
-    }
-
-    /// Bytes that [`WinogradFused::run`] needs.
-    pub(crate) fn workspace_bytes(&self) -> usize {
-        let slots = self.threads.min(self.tasks()) * self.slot_len();
-        (bias_len(self.problem.k) + slots) * size_of::<f32>()
-    }
-
-    /// Transforms and packs the filter `w` [k, c, 3, 3] into `packed`, of
-    /// [`WinogradFused::packed_len`] elements.
-    pub(crate) fn pack(&self, w: &TensorRef<'_>, packed: &mut [f32]) {
-        with_element!(w.dtype(), T => self.pack_from::<T>(w, packed));
     }
 
     fn pack_from<W: SimdElement>(&self, w: &TensorRef<'_>, packed: &mut [f32]) {
@@ -128,30 +161,6 @@ impl WinogradFused {
                 }
             }
         }
-    }
-
-    /// Runs with a filter packed by [`WinogradFused::pack`].
-    pub(crate) fn run(&self, packed: &[f32], run: Run<'_, '_>) {
-        let Run { x, bias, residual, activation, y, workspace } = run;
-        assert!(packed.len() >= self.packed_len(), "packed filter");
-        assert!(workspace.len() >= self.workspace_bytes(), "workspace");
-        let (bias, slots) = stage_bias(bias, self.problem.k, workspace);
-        let operands = Operands {
-            packed,
-            x,
-            epilogue: Epilogue { bias: bias.as_ptr(), residual, activation },
-            y_strides: strides4(y.strides()),
-            y: SendPtr(y.as_mut_ptr()),
-        };
-        let slots = SendPtr(slots.as_mut_ptr());
-        parallel_for_workers(self.threads, self.tasks(), |worker, task| {
-            // SAFETY: each worker has a slot of its own.
-            let slot = unsafe { slots.get().add(worker * self.slot_len()) };
-            let units = task * self.units_at_once()..(task + 1) * self.units_at_once();
-            for unit in units.start..units.end.min(self.units()) {
-                with_element!(x.dtype(), X => self.run_unit::<X>(&operands, unit, slot));
-            }
-        });
     }
 
     /// One strip of rows and one part of the output channels.

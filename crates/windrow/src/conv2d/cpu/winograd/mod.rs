@@ -8,57 +8,66 @@
 //! Where that would occupy few threads, or V of all threads is large, these form V of a stretch of
 //! tiles together, then take parts of its output channels.
 
+mod amx;
 mod blocking;
 mod filter;
 mod fused;
 mod gemm;
 mod geometry;
 mod input;
+mod method;
 mod output;
 mod prefetch;
 mod products;
 mod raw;
 mod shared;
 mod stages;
-mod tiled;
 mod transform;
 mod weight_gradient;
 mod weight_stages;
 
-use super::super::{Problem, Tile};
-use super::epilogue::Epilogue;
-use super::{Run, bias_len, stage_bias, with_element};
-use crate::TensorRef;
+use super::shared::epilogue::Epilogue;
+use super::shared::{Vectors, bias_len, stage_bias, strides4};
+use super::{Prepared, Run};
+use crate::conv2d::winograd_reference::Stages;
+use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Problem, Tile};
 use crate::cpu::{
-    Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, last_level_cache, parallel_for,
+    Isa, MAX_LANES, SendPtr, SimdElement, dispatch, last_level_cache, parallel_for,
     parallel_for_workers,
 };
+use crate::dtype::with_element;
+use crate::{Result, TensorRef};
 use blocking::Blocking;
-pub(crate) use blocking::{best_tile, cost};
+pub(super) use blocking::best_tile;
 use filter::FilterTransform;
-pub(crate) use fused::{TILE as FUSED_TILE, WinogradFused};
+pub(super) use fused::TILE as FUSED_TILE;
 use gemm::Gemm;
 use geometry::Geometry;
 use input::InputTransform;
+pub(super) use method::{FusedMethod, StagedMethod, one_pass_pays};
 use output::OutputTransform;
 use prefetch::{Ahead, Image, Prefetch};
-pub(crate) use products::Products;
+pub(super) use products::Products;
 use shared::SharedInput;
 use stages::Block;
 use std::ops::Range;
-pub(crate) use weight_gradient::{WinogradWeight, weight_cost};
+pub(super) use weight_gradient::WinogradWeight;
 
 /// Input channels of a panel of the filter that a task packs where panels would leave threads idle.
 const CHANNELS_AT_ONCE: usize = 32;
 
-/// Tiles of a problem.
-pub(crate) fn tiles(p: &Problem, tile: Tile) -> usize {
-    Geometry::new(p, tile.m()).tiles()
+/// Error of Winograd's algorithm relative to its scale.
+fn tolerance(tile: Tile) -> f64 {
+    match tile {
+        Tile::F2 => 1e-6,
+        Tile::F4 => 4e-6,
+        Tile::F6 => 2e-5,
+    }
 }
 
 /// A 3x3 convolution of stride and dilation 1 with one group, by Winograd's algorithm.
 #[derive(Clone, Debug)]
-pub(crate) struct WinogradCpu {
+pub(super) struct WinogradCpu {
     geometry: Geometry,
     tile: Tile,
     threads: usize,
@@ -87,9 +96,75 @@ struct Operands<'a> {
 // SAFETY: threads write separate elements of y.
 unsafe impl Sync for Operands<'_> {}
 
+impl Prepared for WinogradCpu {
+    fn configuration(&self) -> Conv2dConfiguration {
+        let Blocking { tiles, parts, vectors, .. } = self.blocking;
+        let [tiles, parts, vectors] = [tiles, parts, vectors].map(Some);
+        let algorithm = Conv2dAlgorithm::WinogradGemm(self.tile);
+        Conv2dConfiguration { tiles, parts, vectors, ..Conv2dConfiguration::new(algorithm) }
+    }
+
+    fn explain(&self) -> String {
+        let Blocking { tiles, parts, vectors, stretch } = self.blocking;
+        let shared = if stretch > 0 { format!(" of {stretch} at a time") } else { String::new() };
+        let by = match self.products {
+            Products::Vectors => "",
+            Products::Tiles => ", products by tiles of bf16, split into three parts",
+        };
+        format!(
+            "blocks of {tiles} tiles{shared}, {parts} parts of the channels, {vectors} vectors at once{by}"
+        )
+    }
+
+    fn packed_width(&self) -> usize {
+        self.lanes
+    }
+
+    fn packed_len(&self) -> usize {
+        self.positions() * self.u_position()
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        let slots = self.threads.min(self.tasks(self.at_once())) * self.slot_len();
+        (bias_len(self.geometry.problem.k) + self.v_len() + slots) * size_of::<f32>()
+    }
+
+    fn raw_bytes(&self) -> usize {
+        self.raw_workspace_bytes()
+    }
+
+    fn tolerance(&self) -> f64 {
+        tolerance(self.tile)
+    }
+
+    fn tile(&self) -> Option<Tile> {
+        Some(self.tile)
+    }
+
+    fn pack(&self, w: &TensorRef<'_>, packed: &mut [f32]) {
+        with_element!(w.dtype(), T => self.pack_from::<T>(w, packed));
+    }
+
+    fn run(&self, packed: &[f32], run: Run<'_, '_>) {
+        self.run_inspected(packed, run, &|_| ());
+    }
+
+    fn run_raw(&self, w: &TensorRef<'_>, run: Run<'_, '_>) {
+        self.run_filter(w, run);
+    }
+
+    fn winograd_stages(
+        &self,
+        w: &TensorRef<'_>,
+        x: &TensorRef<'_>,
+    ) -> Result<Option<Stages<Vec<f32>>>> {
+        self.stages(w, x).map(Some)
+    }
+}
+
 impl WinogradCpu {
     /// For a problem that [`Problem::is_winograd`].
-    pub(crate) fn with_isa(
+    fn with_isa(
         problem: &Problem,
         tile: Tile,
         threads: usize,
@@ -105,60 +180,10 @@ impl WinogradCpu {
 
     /// With at most so many tiles in a block, so many parts of the output channels, and so many vectors of
     /// them between two output transforms.
-    pub(crate) fn with_blocking(self, parameters: [Option<usize>; 3]) -> Self {
+    fn with_blocking(self, parameters: [Option<usize>; 3]) -> Self {
         let WinogradCpu { geometry, lanes, threads, products, .. } = &self;
         let blocking = Blocking::with(geometry, *lanes, *threads, *products, parameters);
         WinogradCpu { blocking, ..self }
-    }
-
-    /// The parameters of [`WinogradCpu::with_blocking`] that it runs with.
-    pub(crate) fn blocking(&self) -> [usize; 3] {
-        let Blocking { tiles, parts, vectors, .. } = self.blocking;
-        [tiles, parts, vectors]
-    }
-
-    pub(crate) fn tile(&self) -> Tile {
-        self.tile
-    }
-
-    /// Blocking in words.
-    pub(crate) fn explain(&self) -> String {
-        let Blocking { tiles, parts, vectors, stretch } = self.blocking;
-        let shared = if stretch > 0 { format!(" of {stretch} at a time") } else { String::new() };
-        let by = match self.products {
-            Products::Vectors => "",
-            Products::Tiles => ", products by tiles of bf16, split into three parts",
-        };
-        format!(
-            "blocks of {tiles} tiles{shared}, {parts} parts of the channels, {vectors} vectors at once{by}"
-        )
-    }
-
-    /// Output channels that lie next to each other in a packed filter.
-    pub(crate) fn packed_width(&self) -> usize {
-        self.lanes
-    }
-
-    /// Elements of a packed filter.
-    pub(crate) fn packed_len(&self) -> usize {
-        self.positions() * self.u_position()
-    }
-
-    /// Bytes that [`WinogradCpu::run`] needs.
-    pub(crate) fn workspace_bytes(&self) -> usize {
-        let slots = self.threads.min(self.tasks(self.at_once())) * self.slot_len();
-        (bias_len(self.geometry.problem.k) + self.v_len() + slots) * size_of::<f32>()
-    }
-
-    /// Transforms and packs the filter `w` [k, c, 3, 3] into `packed`, of
-    /// [`WinogradCpu::packed_len`] elements.
-    pub(crate) fn pack(&self, w: &TensorRef<'_>, packed: &mut [f32]) {
-        with_element!(w.dtype(), T => self.pack_from::<T>(w, packed));
-    }
-
-    /// Runs with a filter packed by [`WinogradCpu::pack`].
-    pub(crate) fn run(&self, packed: &[f32], run: Run<'_, '_>) {
-        self.run_inspected(packed, run, &|_| ());
     }
 
     fn run_inspected(&self, packed: &[f32], run: Run<'_, '_>, inspect: &(dyn Fn(&Block) + Sync)) {
@@ -459,22 +484,6 @@ fn block_strides(tiles: usize, vectors: usize, lanes: usize) -> [usize; 2] {
     let vector = tiles * lanes;
     let lines = (vectors * vector).div_ceil(MAX_LANES);
     [(lines | 1) * MAX_LANES, vector]
-}
-
-fn strides4(strides: &[isize]) -> [isize; 4] {
-    strides.try_into().expect("four dimensions")
-}
-
-/// Asks an instruction set for the length and number of its vectors.
-struct Vectors;
-
-impl Kernel for Vectors {
-    type Output = (usize, usize);
-
-    #[inline(always)]
-    fn run<S: Simd>(self, _: S) -> (usize, usize) {
-        (S::LANES, S::REGISTERS)
-    }
 }
 
 #[cfg(test)]

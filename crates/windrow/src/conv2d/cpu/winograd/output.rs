@@ -3,7 +3,7 @@
 //! Vectors run over output channels. The pixels of a strip of tiles are staged as [row, column,
 //! channel] and leave from there: channels-last as vectors, row-major transposed in registers.
 
-use super::super::epilogue::{self, Bounds, Epilogue};
+use super::super::shared::epilogue::{self, Bounds, Epilogue};
 use super::geometry::{Geometry, Segment};
 use super::transform;
 use crate::conv2d::winograd::MAX_ALPHA;

@@ -1,16 +1,41 @@
 //! What differs between products that are summed by vectors of f32 and by tiles of bf16.
 
+use super::amx as tiles;
+use super::amx::AmxGemm;
 use super::gemm::{self, Gemm};
-use super::tiled::{self, TiledGemm};
+use super::geometry::Geometry;
 use super::{WinogradCpu, block_strides};
-use crate::cpu::{SIDE, dispatch, dispatch_tiles};
+use crate::DType;
+use crate::conv2d::cpu::amx;
+use crate::conv2d::{Conv2dSpec, Problem, Tile};
+use crate::cpu::{Isa, SIDE, dispatch, dispatch_tiles};
 
 /// What sums the products of U and V, which it rounds in its own way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Products {
+pub(in crate::conv2d::cpu) enum Products {
     Vectors,
     /// Of an instruction set that has tiles.
     Tiles,
+}
+
+/// Fewest channels on either side for which the products of Winograd's algorithm take so much of the time that splitting U
+/// and V pays.
+const SPLIT_CHANNELS: usize = 256;
+/// Fewest tiles of Winograd's for which multiplying with U takes longer than reading and splitting it.
+const SPLIT_TILES: usize = 192;
+
+impl Products {
+    /// Tiles only where [`amx::flushes`] allows them. It does not depend on the number of threads, so that bits do not.
+    /// F(2, 3) has too many products to be ahead, and the transforms of F(6, 3) take what it saves.
+    pub(in crate::conv2d::cpu) fn of(spec: &Conv2dSpec, p: &Problem, isa: Isa, tile: Tile) -> Self {
+        let pays = tile == Tile::F4
+            && p.c.min(p.k) >= SPLIT_CHANNELS
+            && Geometry::new(p, tile.m()).tiles() >= SPLIT_TILES;
+        match pays && spec.x.dtype == DType::F32 && amx::flushes(spec, p, isa) {
+            true => Products::Tiles,
+            false => Products::Vectors,
+        }
+    }
 }
 
 impl WinogradCpu {
@@ -20,7 +45,7 @@ impl WinogradCpu {
             Products::Vectors => dispatch(self.isa, gemm),
             Products::Tiles => {
                 let (isa, lanes, scratch) = (self.isa, self.lanes, scratch.cast());
-                dispatch_tiles(isa, TiledGemm { gemm, isa, lanes, scratch });
+                dispatch_tiles(isa, AmxGemm { gemm, isa, lanes, scratch });
             }
         }
     }
@@ -30,7 +55,7 @@ impl WinogradCpu {
         let (tiles, c) = (self.blocking.tiles, self.geometry.problem.c);
         match self.products {
             Products::Vectors => 0,
-            Products::Tiles => tiled::split_bytes(tiles, c) / size_of::<f32>(),
+            Products::Tiles => tiles::split_bytes(tiles, c) / size_of::<f32>(),
         }
     }
 
@@ -39,7 +64,7 @@ impl WinogradCpu {
         let (positions, c) = (self.positions(), self.geometry.problem.c);
         match self.products {
             Products::Vectors => gemm::calls(positions, c, vectors, tiles, self.registers),
-            Products::Tiles => tiled::calls(positions, c, vectors, tiles),
+            Products::Tiles => tiles::calls(positions, c, vectors, tiles),
         }
     }
 
@@ -55,7 +80,7 @@ impl WinogradCpu {
     pub(super) fn m_strides_of(&self, tiles: usize, vectors: usize) -> [usize; 2] {
         let tiles = match self.products {
             Products::Vectors => tiles,
-            Products::Tiles => tiled::whole(tiles),
+            Products::Tiles => tiles::whole(tiles),
         };
         block_strides(tiles, (vectors * self.lanes).div_ceil(self.m_width()), self.m_width())
     }

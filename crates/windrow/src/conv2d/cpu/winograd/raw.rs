@@ -5,7 +5,7 @@
 //! that U never is in memory as a whole. Else as much of the filter is packed at once as fits, and the pipeline runs for its
 //! channels.
 
-use super::super::epilogue::Epilogue;
+use super::super::shared::epilogue::Epilogue;
 use super::filter::FilterTransform;
 use super::gemm::{BLOCK, Gemm, PANEL};
 use super::geometry::Geometry;
@@ -13,9 +13,11 @@ use super::output::{self, OutputTransform};
 use super::prefetch::{Ahead, Prefetch};
 use super::shared::SharedInput;
 use super::{Products, WinogradCpu, strides4};
-use crate::conv2d::cpu::{Run, bias_len, floats_mut, stage_bias, with_element};
+use crate::conv2d::cpu::shared::{bias_len, floats_mut, stage_bias};
+use crate::conv2d::cpu::{Prepared, Run};
 use crate::conv2d::{Problem, Tile};
 use crate::cpu::{MAX_LANES, SendPtr, SimdElement, dispatch, parallel_for_workers};
+use crate::dtype::with_element;
 use crate::{TensorMut, TensorRef};
 
 /// Elements of a packed filter that a run packs at once when it is given the filter itself.
@@ -30,8 +32,8 @@ pub(super) fn shares_input(geometry: &Geometry) -> bool {
 }
 
 impl WinogradCpu {
-    /// Bytes that [`WinogradCpu::run_raw`] needs.
-    pub(crate) fn raw_bytes(&self) -> usize {
+    /// As [`Prepared::raw_bytes`].
+    pub(super) fn raw_workspace_bytes(&self) -> usize {
         if self.packs_by_panels() {
             let slots = self.threads.min(self.panels()) * self.panel_slot_len();
             let v = self.v_len_of(self.geometry.tiles());
@@ -52,9 +54,8 @@ impl WinogradCpu {
         (RAW_LEN / panel.max(1)).max(1).saturating_mul(PANEL).min(self.vectors())
     }
 
-    /// [`WinogradCpu::run`] with the filter itself, in a workspace of [`WinogradCpu::raw_bytes`]. The result is the same,
-    /// bit by bit.
-    pub(crate) fn run_raw(&self, w: &TensorRef<'_>, run: Run<'_, '_>) {
+    /// As [`Prepared::run_raw`]. The result is that with a packed filter, bit by bit.
+    pub(super) fn run_filter(&self, w: &TensorRef<'_>, run: Run<'_, '_>) {
         if self.packs_by_panels() {
             return with_element!(w.dtype(), T => match self.tile {
                 Tile::F2 => self.run_shared::<T, 4>(w, run),

@@ -3,7 +3,7 @@
 use super::WinogradCpu;
 use super::gemm::PANEL;
 use crate::buffer::Buffer;
-use crate::conv2d::cpu::{Residual, Run, floats, floats_mut};
+use crate::conv2d::cpu::{Prepared, Residual, Run, floats, floats_mut};
 use crate::conv2d::winograd_reference::Stages;
 use crate::lists::{filled, room_for};
 use crate::{Activation, Result, Tensor, TensorDesc, TensorRef};

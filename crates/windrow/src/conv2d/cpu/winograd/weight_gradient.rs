@@ -5,17 +5,18 @@
 //! the cache. With few, tasks are some of the positions, whose parts of V and D are different ones. Which tiles are summed in
 //! which order depends on the problem alone, not on threads.
 
-use super::super::winograd_tolerance;
+use super::super::gradients::{WeightGradient, with_gradient};
+use super::super::methods::Task;
 use super::geometry::Geometry;
 use super::input;
 use super::shared::{SharedInput, in_parts};
 use super::weight_stages::{BLOCK, FilterGradient, GradientTransform, Products, pitch};
-use super::{Vectors, block_strides, strides4};
+use super::{Vectors, block_strides, strides4, tolerance};
 use crate::conv2d::{Problem, Tile};
 use crate::cpu::{
     Isa, MAX_LANES, SendPtr, SimdElement, dispatch, parallel_for, parallel_for_workers,
 };
-use crate::{DType, TensorRef};
+use crate::{Accuracy, DType, Result, TensorMut, TensorRef};
 use std::ops::Range;
 
 /// Twice the error of F(2, 3), and a fourth of its products less; F(6, 3) would have four times the error.
@@ -32,7 +33,7 @@ const BLOCK_CHANNELS: usize = 64;
 
 /// The weight gradient of a 3x3 convolution of stride and dilation 1 with one group.
 #[derive(Clone, Debug)]
-pub(crate) struct WinogradWeight {
+pub(in crate::conv2d::cpu) struct WinogradWeight {
     geometry: Geometry,
     threads: usize,
     isa: Isa,
@@ -46,7 +47,7 @@ pub(crate) struct WinogradWeight {
 }
 
 /// Time of the weight gradient in multiplications.
-pub(crate) fn weight_cost(p: &Problem) -> f64 {
+fn weight_cost(p: &Problem) -> f64 {
     // Operations for each element of V and D, and for each pair of channels.
     const TRANSFORM: f64 = 8.0;
     const FILTER: f64 = 250.0;
@@ -57,8 +58,21 @@ pub(crate) fn weight_cost(p: &Problem) -> f64 {
 }
 
 impl WinogradWeight {
+    /// Where a convolution that Winograd's algorithm computes takes longer by products.
+    pub(in crate::conv2d::cpu) fn prepare(
+        task: &Task<'_>,
+    ) -> Result<Option<Box<dyn WeightGradient>>> {
+        // A term of the direct sum takes longer than one of the products: it is packed beside few others.
+        const TERM: f64 = 1.25;
+        let p = task.problem;
+        let terms = (p.n * p.oh * p.ow * p.k * p.taps()) as f64;
+        let allowed = p.is_winograd() && task.spec.accuracy != Accuracy::Exact;
+        let pays = allowed && terms > 0.0 && weight_cost(p) < TERM * terms;
+        Ok(pays.then(|| Box::new(WinogradWeight::new(p, task.isa, task.threads)) as _))
+    }
+
     /// For a problem that [`Problem::is_winograd`] and has elements.
-    pub(crate) fn new(problem: &Problem, isa: Isa, threads: usize) -> Self {
+    fn new(problem: &Problem, isa: Isa, threads: usize) -> Self {
         debug_assert!(problem.is_winograd());
         let geometry = Geometry::new(problem, TILE.m());
         let (lanes, _) = dispatch(isa, Vectors);
@@ -81,31 +95,47 @@ impl WinogradWeight {
         plan.by_positions = plan.blocks() < 2 * threads;
         plan
     }
+}
 
-    /// Outputs of a tile in each direction.
-    pub(crate) fn tile(&self) -> Tile {
-        TILE
+impl WeightGradient for WinogradWeight {
+    fn tile(&self) -> Option<Tile> {
+        Some(TILE)
     }
 
     /// Relative to `reference::winograd_weight_scale`: as the forward direction's, which sums as many terms in
     /// registers, and a rounding for each addition beyond them.
-    pub(crate) fn tolerance(&self) -> f64 {
+    fn tolerance(&self) -> f64 {
         let blocks = self.geometry.tiles().div_ceil(BLOCK) + self.chunks();
-        winograd_tolerance(TILE) + blocks as f64 * DType::F32.unit_roundoff()
+        tolerance(TILE) + blocks as f64 * DType::F32.unit_roundoff()
     }
 
-    /// Elements of scratch memory.
-    pub(crate) fn scratch_len(&self) -> usize {
+    fn scratch_len(&self) -> usize {
         let [d, v] = self.strides().map(|strides| POSITIONS * strides[0]);
         d + v + self.workers() * input::STAGING + self.slots() * self.slot_len()
     }
 
-    /// `dw` has the strides of k, c, row and column that are given.
-    ///
+    fn run(
+        &self,
+        x: &TensorRef<'_>,
+        dy: &TensorRef<'_>,
+        dw: &mut TensorMut<'_>,
+        scratch: &mut [f32],
+    ) {
+        assert!(scratch.len() >= self.scratch_len(), "workspace");
+        let strides = strides4(dw.strides());
+        let (dtype, to, scratch) = (dw.dtype(), dw.as_mut_ptr(), scratch.as_mut_ptr());
+        // SAFETY: the plan was made for these layouts; dw is borrowed mutably.
+        with_gradient!(x.dtype(), dtype, (T, W) => unsafe {
+            self.sum::<T, W>(x, dy, to.cast(), strides, scratch);
+        });
+    }
+}
+
+impl WinogradWeight {
     /// # Safety
-    /// x and dy are the problem's, of type T; elements of dw are in memory and touched by nobody else; `scratch` holds
-    /// [`WinogradWeight::scratch_len`] elements.
-    pub(crate) unsafe fn run<T: SimdElement, W: SimdElement>(
+    /// x and dy are the problem's, of type T; elements of dw, whose strides of k, c, row and column are given, are in
+    /// memory and touched by nobody else; `scratch` holds [`WeightGradient::scratch_len`] elements.
+    unsafe fn sum<T: SimdElement, W: SimdElement>(
         &self,
         x: &TensorRef<'_>,
         dy: &TensorRef<'_>,
@@ -357,13 +387,7 @@ mod tests {
             let Problem { c, k, .. } = self.problem;
             let mut dw = Tensor::from_slice(&vec![f32::NAN; k * c * 9], &[k, c, 3, 3]).unwrap();
             let mut scratch = vec![f32::NAN; plan.scratch_len()];
-            let strides = [(c * 9) as isize, 9, 3, 1];
-            let to = dw.as_mut().as_mut_ptr().cast::<f32>();
-            // SAFETY: tensors of the problem, and as much scratch memory as is asked for.
-            unsafe {
-                let (x, dy) = (self.x.as_ref(), self.dy.as_ref());
-                plan.run::<f32, f32>(&x, &dy, to, strides, scratch.as_mut_ptr());
-            }
+            plan.run(&self.x.as_ref(), &self.dy.as_ref(), &mut dw.as_mut(), &mut scratch);
             dw
         }
 

@@ -1,7 +1,7 @@
 //! What the weight gradient in Winograd's domain is made of beside the transform of the input: the transform of the
 //! output's gradient, `D = A dY A^T`, its products with V summed over tiles, and the filter's gradient, `G^T M G`.
 
-use super::super::rows::copy_turned;
+use super::super::shared::rows::copy_turned;
 use super::geometry::{Geometry, Segment};
 use super::input::{COLUMNS, ROW, copy_pixels, gather, transpose_rows};
 use super::transform;

@@ -25,12 +25,7 @@ impl GradientMethod<dyn DataGradient> for MirroredMethod {
         let algorithm = methods::best(gpu, &task)?;
         let is_ahead = match algorithm {
             Conv2dAlgorithm::Direct => GroupedMethod.computes(&task),
-            Conv2dAlgorithm::Im2colGemm => false,
-            Conv2dAlgorithm::Cudnn
-            | Conv2dAlgorithm::ImplicitGemm
-            | Conv2dAlgorithm::WinogradGemm(_)
-            | Conv2dAlgorithm::WinogradFused(_)
-            | Conv2dAlgorithm::WinogradRow => true,
+            other => other != Conv2dAlgorithm::Im2colGemm,
         };
         if !is_ahead {
             return Ok(None);

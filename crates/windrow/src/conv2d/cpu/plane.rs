@@ -2,13 +2,15 @@
 //! padding, once for each residue of the column taps modulo the step, so that every tap reads whole vectors
 //! at a constant distance from the destination pixel.
 
-use super::super::rows::{copy_ahead, zero_ahead};
-use super::super::stencil::{Stencil, Tap};
-use super::Operands;
-use super::planar::Axis;
+use super::methods::Task;
+use super::shared::axis::Axis;
+use super::shared::direct::{Operands, Packing, TapSums, TapUnit};
+use super::shared::rows::{copy_ahead, zero_ahead};
+use super::shared::stencil::{Stencil, Tap};
 use crate::Result;
+use crate::conv2d::Conv2dAlgorithm;
 use crate::cpu::gemm::even_part;
-use crate::cpu::{Isa, Kernel, MAX_LANES, Simd, SimdElement, dispatch};
+use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement, dispatch};
 use crate::lists::room_for;
 
 /// Elements of the copied source, which stay in the first-level cache, and those of the largest copy that is
@@ -35,9 +37,11 @@ pub(super) struct Plane {
     offsets: Vec<usize>,
 }
 
-impl Plane {
+impl TapSums for Plane {
+    const ALGORITHM: Conv2dAlgorithm = Conv2dAlgorithm::DirectPlane;
+
     /// `None` where vectors would not lie along rows, or taps are far apart.
-    pub(super) fn new(stencil: &Stencil) -> Result<Option<Self>> {
+    fn new(stencil: &Stencil, task: &Task<'_>) -> Result<Option<Self>> {
         let Stencil { c, k, dst, dst_size, step, .. } = *stencil;
         let ends = |taps: &[Tap]| {
             let offsets = || taps.iter().map(|tap| tap.offset);
@@ -46,7 +50,7 @@ impl Plane {
         let (Some(rows), Some(_)) = (ends(&stencil.rows), ends(&stencil.cols)) else {
             return Ok(None);
         };
-        if c != 1 || k != 1 || dst[3] != 1 || dst_size[0] == 0 {
+        if task.isa.is_small() || c != 1 || k != 1 || dst[3] != 1 || dst_size[0] == 0 {
             return Ok(None);
         }
         let axis = Axis::new(&stencil.cols, step[1])?;
@@ -68,38 +72,36 @@ impl Plane {
         Ok(Some(Plane { block, top: rows.0, span, axis, part, pitch, offsets }))
     }
 
-    pub(super) fn explain(&self) -> String {
+    fn explain(&self) -> String {
         format!(
             "lanes over the pixels of a channel, each its own group, {} rows at once",
             self.block
         )
     }
 
-    fn blocks(&self, stencil: &Stencil) -> usize {
-        stencil.dst_size[0].div_ceil(self.block)
+    fn packing(&self, _: &Stencil) -> Packing {
+        Packing::Panels(1)
     }
 
     /// Blocks of all channels and images.
-    pub(super) fn units(&self, stencil: &Stencil) -> usize {
+    fn units(&self, stencil: &Stencil) -> usize {
         stencil.n * stencil.groups * self.blocks(stencil)
     }
 
-    /// Elements of scratch memory of one worker: the copy, which is written in whole vectors.
-    pub(super) fn scratch_len(&self, stencil: &Stencil) -> usize {
+    /// The copy, which is written in whole vectors.
+    fn scratch_len(&self, stencil: &Stencil) -> usize {
         ((self.block - 1) * stencil.step[0] + self.span) * self.pitch + MAX_LANES
     }
 
-    /// # Safety
-    /// As for `Direct::run`.
-    pub(super) unsafe fn run<T: SimdElement>(
-        &self,
-        isa: Isa,
-        stencil: &Stencil,
-        unit: usize,
-        operands: &Operands<'_, T>,
-        scratch: *mut f32,
-    ) {
+    unsafe fn run<T: SimdElement>(&self, unit: TapUnit<'_, T>, scratch: *mut f32) {
+        let TapUnit { isa, stencil, unit, operands } = unit;
         dispatch(isa, Block { plane: self, stencil, unit, operands, scratch });
+    }
+}
+
+impl Plane {
+    fn blocks(&self, stencil: &Stencil) -> usize {
+        stencil.dst_size[0].div_ceil(self.block)
     }
 }
 

@@ -1,23 +1,23 @@
 //! Copies of what a slab reads of the source.
 
-use super::super::super::epilogue::Lanes;
-use super::super::super::stencil::{Stencil, Tap};
-use super::{TERMS, Tiled};
+use super::super::shared::epilogue::Lanes;
+use super::super::shared::stencil::{Stencil, Tap};
+use super::{Amx, TERMS};
 use crate::bf16;
 use crate::cpu::{Kernel, ROW_BYTES, SIDE, Simd};
 use std::ops::Range;
 
 /// Copies what a slab of one image reads: for each part of the rows and of the columns pixels of
 /// `chunks * TERMS` terms, or `chunks * SIDE` planes of pairs of terms; zeros for the padding and beyond the terms.
-pub(in crate::conv2d::cpu::direct) struct SlabCopy<'a, T> {
-    pub plan: &'a Tiled,
+pub(super) struct SlabCopy<'a, T> {
+    pub plan: &'a Amx,
     pub stencil: &'a Stencil,
     /// Channel 0 of the group, in the image.
     pub src: *const T,
     pub at: [usize; 2],
     pub size: [usize; 2],
     pub to: *mut u8,
-    /// Room for [`Tiled::lines_len`] elements.
+    /// Room for [`Amx::lines_len`] elements.
     pub lines: *mut bf16,
 }
 
@@ -125,7 +125,7 @@ impl SlabCopy<'_, bf16> {
     /// taken.
     ///
     /// # Safety
-    /// As for [`SlabCopy::pixels`], with [`Tiled::lines_len`] elements at `lines`.
+    /// As for [`SlabCopy::pixels`], with [`Amx::lines_len`] elements at `lines`.
     #[inline(always)]
     unsafe fn windows(
         &self,

@@ -1,13 +1,17 @@
 //! Vectors over the channels of many groups: each its own group, or groups of few channels.
 
-use super::super::epilogue::Epilogue;
-use super::super::stencil::Stencil;
-use super::Operands;
-use crate::cpu::{Isa, Kernel, MAX_LANES, Simd, SimdElement, dispatch};
+use super::methods::Task;
+use super::shared::Vectors;
+use super::shared::direct::{Operands, Packing, TapSums, TapUnit};
+use super::shared::epilogue::Epilogue;
+use super::shared::stencil::Stencil;
+use crate::Result;
+use crate::conv2d::Conv2dAlgorithm;
+use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement, dispatch};
 
 /// Channels lie next to each other. A unit is one row of the destination in one image.
 #[derive(Clone, Debug)]
-pub(super) struct Depthwise {
+pub(super) struct Grouped {
     groups: Groups,
 }
 
@@ -22,59 +26,42 @@ enum Groups {
     Large,
 }
 
-impl Depthwise {
+impl TapSums for Grouped {
+    const ALGORITHM: Conv2dAlgorithm = Conv2dAlgorithm::DirectGrouped;
+
     /// `None` where channels do not lie next to each other, or groups do not fill vectors.
-    pub(super) fn new(stencil: &Stencil, isa: Isa) -> Option<Self> {
+    fn new(stencil: &Stencil, task: &Task<'_>) -> Result<Option<Self>> {
         let Stencil { c, k, groups, src, dst, .. } = *stencil;
-        let lanes = dispatch(isa, Lanes);
+        let (lanes, _) = dispatch(task.isa, Vectors);
         let groups = match (c, k) {
-            _ if src[1] != 1 || dst[1] != 1 => return None,
+            _ if src[1] != 1 || dst[1] != 1 || task.isa.is_small() => return Ok(None),
             (1, 1) => Groups::Single,
             _ if c == k && lanes.is_multiple_of(k) && k * groups >= lanes => Groups::Small,
             _ if k > 0 && k.is_multiple_of(lanes) => Groups::Large,
-            _ => return None,
+            _ => return Ok(None),
         };
-        Some(Depthwise { groups })
+        Ok(Some(Grouped { groups }))
     }
 
-    pub(super) fn units(&self, stencil: &Stencil) -> usize {
+    fn packing(&self, _: &Stencil) -> Packing {
+        Packing::Channels
+    }
+
+    fn units(&self, stencil: &Stencil) -> usize {
         stencil.n * stencil.dst_size[0]
     }
 
-    /// Channels that lie next to each other in the packed filter; of groups of several more than in other forms.
-    pub(super) fn packed_width(&self, stencil: &Stencil) -> usize {
-        match self.groups {
-            Groups::Single => stencil.groups,
-            Groups::Small | Groups::Large => 2 * MAX_LANES + stencil.groups * stencil.k,
-        }
+    fn scratch_len(&self, _: &Stencil) -> usize {
+        0
     }
 
-    pub(super) fn explain(&self) -> String {
+    fn explain(&self) -> String {
         format!("lanes over channels of {:?} groups", self.groups).to_lowercase()
     }
 
-    /// # Safety
-    /// As for `Direct::run`.
-    pub(super) unsafe fn run<T: SimdElement>(
-        &self,
-        isa: Isa,
-        stencil: &Stencil,
-        unit: usize,
-        operands: &Operands<'_, T>,
-    ) {
+    unsafe fn run<T: SimdElement>(&self, unit: TapUnit<'_, T>, _: *mut f32) {
+        let TapUnit { isa, stencil, unit, operands } = unit;
         dispatch(isa, Row { groups: self.groups, stencil, unit, operands });
-    }
-}
-
-/// Asks an instruction set for the length of its vectors.
-pub(super) struct Lanes;
-
-impl Kernel for Lanes {
-    type Output = usize;
-
-    #[inline(always)]
-    fn run<S: Simd>(self, _: S) -> usize {
-        S::LANES
     }
 }
 

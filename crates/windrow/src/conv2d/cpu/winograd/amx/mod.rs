@@ -37,7 +37,7 @@ pub(super) fn calls(positions: usize, c: usize, vectors: usize, tiles: usize) ->
 }
 
 /// The products of a [`Gemm`] whose M is [position, k / SIDE, tile, SIDE], with tiles in whole rows of [`SIDE`].
-pub(super) struct TiledGemm<'a, 'b> {
+pub(super) struct AmxGemm<'a, 'b> {
     /// Not one that accumulates.
     pub gemm: Gemm<'a, 'b>,
     pub isa: Isa,
@@ -64,7 +64,7 @@ struct Panel {
     vector: usize,
 }
 
-impl TileKernel for TiledGemm<'_, '_> {
+impl TileKernel for AmxGemm<'_, '_> {
     #[inline(always)]
     fn run<T: Tiles>(mut self, tiles: &mut T) {
         let (chunks, rows) = (self.chunks(), self.gemm.tiles.div_ceil(SIDE));
@@ -106,7 +106,7 @@ impl TileKernel for TiledGemm<'_, '_> {
     }
 }
 
-impl TiledGemm<'_, '_> {
+impl AmxGemm<'_, '_> {
     /// Tiles of input channels.
     fn chunks(&self) -> usize {
         self.gemm.c.div_ceil(TERMS)

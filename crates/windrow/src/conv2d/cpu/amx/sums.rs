@@ -1,10 +1,11 @@
 //! Sums of a unit by tiles.
 
-use super::super::super::epilogue::{Lanes, Store};
-use super::super::super::stencil::{Segment, Stencil};
-use super::super::Operands;
+use super::super::shared::direct::Operands;
+use super::super::shared::epilogue::Lanes;
+use super::super::shared::stencil::{Segment, Stencil};
+use super::super::shared::store::Store;
 use super::element::TileElement;
-use super::{BLOCK, TILE_BYTES, Tiled, Unit};
+use super::{Amx, BLOCK, TILE_BYTES, Unit};
 use crate::cpu::{
     Bf16Kernel, Bf16Products, Isa, Kernel, ROW_BYTES, SIDE, Simd, TileKernel, Tiles, add_block,
     dispatch, dispatch_bf16, load_left, load_right,
@@ -17,7 +18,7 @@ pub(super) const PRODUCTS: usize = 6;
 
 /// Sums all channels of a unit for all of its pixels, in blocks of two tiles by two.
 pub(super) struct Sums<'a, T> {
-    pub plan: &'a Tiled,
+    pub plan: &'a Amx,
     pub isa: Isa,
     pub stencil: &'a Stencil,
     pub unit: Unit,

@@ -3,13 +3,18 @@
 //! reads at a constant distance from the destination pixel, vectors run on from row to row without a
 //! gap, and sums leave the registers for memory that lies in one piece.
 
-use super::super::epilogue::{Bounds, Epilogue, Lanes, Lines, Store};
-use super::super::rows::{Rows, zero_ahead};
-use super::super::stencil::{Segment, Stencil, Tap};
-use super::Operands;
+use super::methods::Task;
+use super::shared::Vectors;
+use super::shared::axis::Axis;
+use super::shared::direct::{Operands, Packing, TapSums, TapUnit};
+use super::shared::epilogue::{Bounds, Epilogue, Lanes};
+use super::shared::rows::{Rows, zero_ahead};
+use super::shared::stencil::{Segment, Stencil, Tap};
+use super::shared::store::{Lines, Store};
+use crate::conv2d::Conv2dAlgorithm;
 use crate::cpu::gemm::even_part;
-use crate::cpu::{Isa, Kernel, MAX_LANES, Simd, SimdElement, dispatch};
-use crate::lists::{collected, push, room_for};
+use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement, dispatch};
+use crate::lists::{collected, room_for};
 use crate::{DType, Result};
 use std::ops::Range;
 
@@ -52,73 +57,63 @@ pub(super) struct Planar {
     offsets: Vec<usize>,
 }
 
-/// How the taps along rows read the copy.
-#[derive(Clone, Debug)]
-pub(super) struct Axis {
-    /// Position in the source, relative to `step * block start`, of the first element of each part.
-    pub parts: Vec<isize>,
-    /// Part, and shift in it, that each tap reads.
-    pub taps: Vec<(usize, usize)>,
-    /// Largest shift.
-    pub span: usize,
-}
+impl TapSums for Planar {
+    const ALGORITHM: Conv2dAlgorithm = Conv2dAlgorithm::DirectPlanar;
 
-impl Axis {
-    /// One part for each residue modulo the step.
-    pub(super) fn new(taps: &[Tap], step: usize) -> Result<Self> {
-        let step = step as isize;
-        let split = |tap: &Tap| (tap.offset.rem_euclid(step), tap.offset.div_euclid(step));
-        let mut parts: Vec<(isize, isize)> = Vec::new();
-        for (residue, at) in taps.iter().map(split) {
-            match parts.iter_mut().find(|(r, _)| *r == residue) {
-                Some((_, low)) => *low = at.min(*low),
-                None => push(&mut parts, (residue, at))?,
-            }
-        }
-        let shifts = collected(taps.iter().map(split).map(|(residue, at)| {
-            let part = parts.iter().position(|(r, _)| *r == residue).unwrap_or(0);
-            (part, (at - parts[part].1) as usize)
-        }))?;
-        let span = shifts.iter().map(|s| s.1).max().unwrap_or(0);
-        let parts = collected(parts.into_iter().map(|(residue, low)| low * step + residue))?;
-        Ok(Axis { parts, taps: shifts, span })
-    }
-
-    /// Whether taps are so far apart that they share little in blocks of so many rows.
-    fn is_sparse(&self, block: usize) -> bool {
-        self.span > block * self.taps.len()
-    }
-
-    /// How many parts there are in blocks of so many rows, and the largest shift.
-    pub(super) fn extent(&self, block: usize) -> (usize, usize) {
-        match self.is_sparse(block) {
-            true => (self.taps.len(), 0),
-            false => (self.parts.len(), self.span),
-        }
-    }
-
-    /// For blocks of so many rows: one part for each tap where these share little.
-    pub(super) fn of_blocks(self, taps: &[Tap], block: usize) -> Result<Self> {
-        if !self.is_sparse(block) {
-            return Ok(self);
-        }
-        let parts = collected(taps.iter().map(|tap| tap.offset))?;
-        Ok(Axis { parts, taps: collected((0..taps.len()).map(|i| (i, 0)))?, span: 0 })
-    }
-}
-
-impl Planar {
-    pub(super) fn new(stencil: &Stencil, isa: Isa, threads: usize) -> Result<Self> {
-        let (lanes, registers) = dispatch(isa, Vectors);
+    fn new(stencil: &Stencil, task: &Task<'_>) -> Result<Option<Self>> {
+        let (lanes, registers) = dispatch(task.isa, Vectors);
         // A vector is loaded for each `rows` products: few rows cost more than a few idle ones.
         let rows = ROWS
             .into_iter()
             .filter(|&rows| vectors(rows, registers) > 1)
             .min_by_key(|&rows| stencil.k.max(1).next_multiple_of(rows) * (rows + 1) * 24 / rows)
             .unwrap_or(1);
-        Self::with_shape(stencil, [rows, vectors(rows, registers) * lanes], SOURCE_LEN, threads)
+        let shape = [rows, vectors(rows, registers) * lanes];
+        Self::with_shape(stencil, shape, SOURCE_LEN, task.threads).map(Some)
     }
 
+    fn explain(&self) -> String {
+        format!(
+            "lanes over pixels, blocks of {} x {} pixels and {} channels, {} channels of {} pixels at \
+             once",
+            self.block[0], self.block[1], self.channels, self.rows, self.group
+        )
+    }
+
+    fn packing(&self, _: &Stencil) -> Packing {
+        Packing::Panels(self.rows)
+    }
+
+    /// Blocks of all images, groups and channels.
+    fn units(&self, stencil: &Stencil) -> usize {
+        let [height, width] = stencil.dst_size;
+        let blocks = height.div_ceil(self.block[0]) * width.div_ceil(self.block[1]);
+        stencil.n * stencil.groups * stencil.k.div_ceil(self.channels) * blocks
+    }
+
+    /// The copy, which the last vectors read beyond, and the sums of a group of pixels.
+    fn scratch_len(&self, _: &Stencil) -> usize {
+        self.source_len() + self.rows * self.group
+    }
+
+    /// One block of one image, group and part of the channels.
+    unsafe fn run<T: SimdElement>(&self, unit: TapUnit<'_, T>, scratch: *mut f32) {
+        let TapUnit { isa, stencil, unit, operands } = unit;
+        let tile = scratch.wrapping_add(self.source_len());
+        let block = self.block(stencil, unit);
+        let Block { first, size, .. } = block;
+        let src = operands.src.wrapping_offset(block.source(stencil));
+        let at = [first.i, first.j];
+        dispatch(isa, CopyTile { plan: self, stencil, src, at, size, to: scratch });
+        let terms = stencil.terms();
+        for (filter, bias, store) in self.panels(stencil, &block, operands, terms, tile) {
+            let sums = Sums { plan: self, filter, bias };
+            dispatch(isa, Panel { sums, source: scratch, tile, store, first, size });
+        }
+    }
+}
+
+impl Planar {
     /// With so many channels and pixels at once, and at most `source_len` elements of the source.
     pub(super) fn with_shape(
         stencil: &Stencil,
@@ -177,27 +172,6 @@ impl Planar {
         Ok(plan)
     }
 
-    pub(super) fn explain(&self) -> String {
-        format!(
-            "lanes over pixels, blocks of {} x {} pixels and {} channels, {} channels of {} pixels at \
-             once",
-            self.block[0], self.block[1], self.channels, self.rows, self.group
-        )
-    }
-
-    /// Blocks of all images, groups and channels.
-    pub(super) fn units(&self, stencil: &Stencil) -> usize {
-        let [height, width] = stencil.dst_size;
-        let blocks = height.div_ceil(self.block[0]) * width.div_ceil(self.block[1]);
-        stencil.n * stencil.groups * stencil.k.div_ceil(self.channels) * blocks
-    }
-
-    /// Elements of scratch memory of one worker: the copy, which the last vectors read beyond, and
-    /// the sums of a group of pixels.
-    pub(super) fn scratch_len(&self) -> usize {
-        self.source_len() + self.rows * self.group
-    }
-
     /// The bias of a panel's channels, if any.
     fn bias(&self, bias: *const f32, channels: Range<usize>) -> [f32; ROWS[0]] {
         let mut panel = [0.0; ROWS[0]];
@@ -213,31 +187,6 @@ impl Planar {
     fn source_len(&self) -> usize {
         (self.channel_len * self.source_channels + self.group + MAX_LANES)
             .next_multiple_of(MAX_LANES)
-    }
-
-    /// One block of one image, group and part of the channels.
-    ///
-    /// # Safety
-    /// As for `Direct::run`, with scratch memory for one worker.
-    pub(super) unsafe fn run<T: SimdElement>(
-        &self,
-        isa: Isa,
-        stencil: &Stencil,
-        unit: usize,
-        operands: &Operands<'_, T>,
-        scratch: *mut f32,
-    ) {
-        let tile = scratch.wrapping_add(self.source_len());
-        let block = self.block(stencil, unit);
-        let Block { first, size, .. } = block;
-        let src = operands.src.wrapping_offset(block.source(stencil));
-        let at = [first.i, first.j];
-        dispatch(isa, CopyTile { plan: self, stencil, src, at, size, to: scratch });
-        let terms = stencil.terms();
-        for (filter, bias, store) in self.panels(stencil, &block, operands, terms, tile) {
-            let sums = Sums { plan: self, filter, bias };
-            dispatch(isa, Panel { sums, source: scratch, tile, store, first, size });
-        }
     }
 
     /// The block of a unit.
@@ -479,18 +428,6 @@ impl Sums<'_> {
                 }
             }
         }
-    }
-}
-
-/// Asks an instruction set for the length and number of its vectors.
-struct Vectors;
-
-impl Kernel for Vectors {
-    type Output = (usize, usize);
-
-    #[inline(always)]
-    fn run<S: Simd>(self, _: S) -> (usize, usize) {
-        (S::LANES, S::REGISTERS)
     }
 }
 

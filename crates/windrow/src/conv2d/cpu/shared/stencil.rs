@@ -1,9 +1,11 @@
 //! A convolution as a gather, which both directions are: forward reads the input at its taps, and
 //! the data gradient reads the output's gradient at taps of the other sign.
 
-use super::super::{Conv2dSpec, Problem};
+use super::strides4;
+use crate::Result;
+use crate::conv2d::{Conv2dSpec, Problem};
+use crate::cpu::SimdElement;
 use crate::lists::{collected, room_for};
-use crate::{Layout, Result};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -43,10 +45,6 @@ pub(crate) struct Stencil {
     pub filter_group: isize,
 }
 
-fn strides(layout: &Layout) -> [isize; 4] {
-    layout.strides().try_into().expect("conv2d's tensors were checked to have four dimensions")
-}
-
 impl Stencil {
     /// The convolution itself.
     ///
@@ -57,7 +55,7 @@ impl Stencil {
             let offset = |index| (index * p.dilation[d]) as isize - p.padding[d] as isize;
             collected((0..count).map(|index| Tap { index, offset: offset(index) })).map(Arc::new)
         };
-        let filter = strides(&spec.w.layout);
+        let filter = strides4(spec.w.strides());
         Ok(Stencil {
             n: p.n,
             groups: p.groups,
@@ -68,8 +66,8 @@ impl Stencil {
             step: p.stride,
             rows: taps(p.r, 0)?,
             cols: taps(p.s, 1)?,
-            src: strides(&spec.x.layout),
-            dst: strides(&spec.y.layout),
+            src: strides4(spec.x.strides()),
+            dst: strides4(spec.y.strides()),
             dst_offset: 0,
             filter,
             filter_group: filter[0] * p.k_group() as isize,
@@ -83,8 +81,8 @@ impl Stencil {
     /// # Errors
     /// As [`Stencil::forward`].
     pub(crate) fn backward_data(spec: &Conv2dSpec, p: &Problem) -> Result<Vec<Self>> {
-        let (src, x) = (strides(&spec.y.layout), strides(&spec.x.layout));
-        let w = strides(&spec.w.layout);
+        let (src, x) = (strides4(spec.y.strides()), strides4(spec.x.strides()));
+        let w = strides4(spec.w.strides());
         // Of one position the distance to the next may overflow, and is not used.
         let step = |d: usize| x[2 + d].wrapping_mul(p.stride[d] as isize);
         let (all_rows, all_cols) = (residues(p, 0)?, residues(p, 1)?);
@@ -127,8 +125,8 @@ impl Stencil {
             step: [1, 1],
             rows: Taps::default(),
             cols: Taps::default(),
-            src: strides(&spec.y.layout),
-            dst: strides(&spec.x.layout),
+            src: strides4(spec.y.strides()),
+            dst: strides4(spec.x.strides()),
             dst_offset: 0,
             filter: [0; 4],
             filter_group: 0,
@@ -232,6 +230,27 @@ impl Stencil {
             + c as isize * self.filter[1]
             + row.index as isize * self.filter[2]
             + col.index as isize * self.filter[3]
+    }
+}
+
+impl Stencil {
+    /// The filter's element for a channel of the destination, zero beyond the group, and one of the source.
+    ///
+    /// # Safety
+    /// The filter's elements are readable from `filter`.
+    pub(crate) unsafe fn element<T: SimdElement>(
+        &self,
+        filter: *const T,
+        group: usize,
+        k: usize,
+        c: usize,
+        [row, col]: [Tap; 2],
+    ) -> f32 {
+        if k >= self.k {
+            return 0.0;
+        }
+        // SAFETY: the offset of one of the filter's elements.
+        unsafe { filter.offset(self.filter_offset(group, k, c, row, col)).read().to_f32() }
     }
 }
 

@@ -1,9 +1,9 @@
 //! How large slabs and units are.
 
-use super::super::super::epilogue::Lanes;
-use super::super::super::stencil::Stencil;
+use super::super::shared::epilogue::Lanes;
+use super::super::shared::stencil::Stencil;
 use super::sums::PRODUCTS;
-use super::{BLOCK, Columns, ROW_BYTES, SIDE, TERMS, Tiled, is_in_place};
+use super::{Amx, BLOCK, Columns, ROW_BYTES, SIDE, TERMS, is_in_place};
 use crate::cpu::gemm::even_part;
 use crate::{Result, bf16};
 
@@ -23,12 +23,7 @@ const FILTER: f64 = 128.0;
 const FINISH: f64 = 48.0;
 
 /// What takes the least time.
-pub(super) fn choose(
-    stencil: &Stencil,
-    lanes: Lanes,
-    parts: usize,
-    threads: usize,
-) -> Result<Tiled> {
+pub(super) fn choose(stencil: &Stencil, lanes: Lanes, parts: usize, threads: usize) -> Result<Amx> {
     let [height, width] = stencil.dst_size.map(|size| size.max(1));
     let in_place = lanes == Lanes::Channels && is_in_place(stencil, parts);
     let mut cols = even_part(width, COLS);
@@ -48,7 +43,7 @@ pub(super) fn choose(
         (stencil.c * columns.reads()).div_ceil(TERMS) * rows.taps.len() * columns.steps.len();
     let product = PRODUCT * if parts == 1 { 1.0 } else { PRODUCTS as f64 };
     let filter = FILTER * parts as f64;
-    let all = Tiled::all_panels(stencil).max(1);
+    let all = Amx::all_panels(stencil).max(1);
     let time = |[row_count, images, panels]: [usize; 3]| {
         let slabs = height.div_ceil(row_count) * width.div_ceil(cols) * stencil.n.div_ceil(images);
         let units = slabs * stencil.groups * all.div_ceil(panels);
@@ -85,5 +80,5 @@ pub(super) fn choose(
         }
     }
     let [row_count, images, panels] = best.0;
-    Tiled::with_shape(stencil, lanes, parts, [row_count, cols], [images, panels])
+    Amx::with_shape(stencil, lanes, parts, [row_count, cols], [images, panels])
 }

@@ -1,11 +1,15 @@
 //! Channels that are groups of their own, and whose pixels lie next to each other: the pixels of a vector of channels are
 //! turned in registers, so that channels do, summed as there, and turned back.
 
-use super::super::epilogue::Epilogue;
-use super::super::rows::copy_turned;
-use super::super::stencil::{Stencil, Tap};
-use super::Operands;
-use super::depthwise::{Channels, Lanes, Single};
+use super::grouped::{Channels, Single};
+use super::methods::Task;
+use super::shared::Vectors;
+use super::shared::direct::{Operands, Packing, TapSums, TapUnit};
+use super::shared::epilogue::Epilogue;
+use super::shared::rows::copy_turned;
+use super::shared::stencil::{Stencil, Tap};
+use crate::Result;
+use crate::conv2d::Conv2dAlgorithm;
 use crate::cpu::gemm::even_part;
 use crate::cpu::{Isa, Kernel, MAX_LANES, Simd, SimdElement, dispatch};
 
@@ -15,7 +19,7 @@ const BLOCK_LEN: usize = 192 << 10;
 const MOST_LEN: usize = 1 << 20;
 
 #[derive(Clone, Debug)]
-pub(super) struct Turned {
+pub(super) struct Transposed {
     /// Channels of a vector.
     lanes: usize,
     /// Destination rows of a block.
@@ -28,15 +32,16 @@ pub(super) struct Turned {
     len: [usize; 2],
 }
 
-impl Turned {
+impl Transposed {
     /// `None` where channels do not fill vectors, pixels do not lie next to each other, or filter rows do not follow
     /// each other.
-    pub(super) fn new(stencil: &Stencil, isa: Isa) -> Option<Self> {
+    fn cut(stencil: &Stencil, isa: Isa) -> Option<Self> {
         let Stencil { c, k, groups, src, dst, src_size, dst_size, step, .. } = *stencil;
-        let lanes = dispatch(isa, Lanes);
+        let (lanes, _) = dispatch(isa, Vectors);
         let rows = &stencil.rows;
         let follow = |taps: &[Tap]| taps[0].offset + 1 == taps[1].offset;
-        let fits = c == 1 && k == 1 && groups >= lanes && src[3] == 1 && dst[3] == 1;
+        let fits =
+            !isa.is_small() && c == 1 && k == 1 && groups >= lanes && src[3] == 1 && dst[3] == 1;
         if !fits || rows.is_empty() || dst_size.contains(&0) || !rows.windows(2).all(follow) {
             return None;
         }
@@ -53,43 +58,46 @@ impl Turned {
         }
         let most = (1..=dst_size[0]).take_while(|&block| total(block) <= BLOCK_LEN).last();
         let block = even_part(dst_size[0], most.unwrap_or(1));
-        Some(Turned { lanes, block, top, span, len: len(block) })
-    }
-
-    pub(super) fn explain(&self) -> String {
-        format!("lanes over channels, each its own group, {} rows turned at once", self.block)
+        Some(Transposed { lanes, block, top, span, len: len(block) })
     }
 
     fn blocks(&self, stencil: &Stencil) -> usize {
         stencil.dst_size[0].div_ceil(self.block)
     }
+}
+
+impl TapSums for Transposed {
+    const ALGORITHM: Conv2dAlgorithm = Conv2dAlgorithm::DirectTransposed;
+
+    fn new(stencil: &Stencil, task: &Task<'_>) -> Result<Option<Self>> {
+        Ok(Self::cut(stencil, task.isa))
+    }
+
+    fn explain(&self) -> String {
+        format!("lanes over channels, each its own group, {} rows turned at once", self.block)
+    }
+
+    fn packing(&self, _: &Stencil) -> Packing {
+        Packing::Channels
+    }
 
     /// Blocks of all images and vectors of channels.
-    pub(super) fn units(&self, stencil: &Stencil) -> usize {
+    fn units(&self, stencil: &Stencil) -> usize {
         stencil.n * stencil.groups.div_ceil(self.lanes) * self.blocks(stencil)
     }
 
-    /// Elements of scratch memory of one worker.
-    pub(super) fn scratch_len(&self) -> usize {
+    fn scratch_len(&self, _: &Stencil) -> usize {
         self.len[0] + self.len[1]
     }
 
-    /// # Safety
-    /// As for `Direct::run`.
-    pub(super) unsafe fn run<T: SimdElement>(
-        &self,
-        isa: Isa,
-        stencil: &Stencil,
-        unit: usize,
-        operands: &Operands<'_, T>,
-        scratch: *mut f32,
-    ) {
+    unsafe fn run<T: SimdElement>(&self, unit: TapUnit<'_, T>, scratch: *mut f32) {
+        let TapUnit { isa, stencil, unit, operands } = unit;
         dispatch(isa, Block { plan: self, stencil, unit, operands, scratch });
     }
 }
 
 struct Block<'a, T> {
-    plan: &'a Turned,
+    plan: &'a Transposed,
     stencil: &'a Stencil,
     unit: usize,
     operands: &'a Operands<'a, T>,

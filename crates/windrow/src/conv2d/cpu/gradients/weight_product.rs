@@ -1,11 +1,15 @@
 //! The filter's gradient as a matrix product: the im2col matrix transposed by the output's gradient,
 //! summed over pixels in an order that does not depend on threads.
 
-use super::pack::{MAX_PIXELS, PackPanels, PackRows, parts};
-use super::rows::{Rows, copy_turned};
-use super::stencil::Stencil;
+use super::super::methods::Task;
+use super::super::shared::pack::{MAX_PIXELS, PackPanels, PackRows, parts};
+use super::super::shared::rows::{Rows, copy_turned};
+use super::super::shared::stencil::Stencil;
+use super::super::shared::{strides4, tolerance};
+use super::{WeightGradient, with_gradient};
 use crate::cpu::gemm::{BlockedProduct, Blocking, Left, MAX_TERMS, Right, Scratch, left_stride};
 use crate::cpu::{Isa, Kernel, Simd, SimdElement, dispatch};
+use crate::{Result, TensorMut, TensorRef};
 use std::ops::Range;
 
 // A block of terms is packed at once.
@@ -16,7 +20,7 @@ const BLOCK: [usize; 2] = [128, 512];
 
 /// The gradient of a forward [`Stencil`]'s filter, for one instruction set.
 #[derive(Clone, Debug)]
-pub(crate) struct WeightGrad {
+pub(super) struct WeightProduct {
     stencil: Stencil,
     /// The same for reading its destination, with as long rows as can be.
     gradient: Stencil,
@@ -24,39 +28,43 @@ pub(crate) struct WeightGrad {
     threads: usize,
 }
 
-impl WeightGrad {
-    pub(crate) fn new(stencil: Stencil, isa: Isa, threads: usize) -> Self {
-        let blocking = blocking(&stencil, isa, threads);
+impl WeightProduct {
+    /// Of any convolution.
+    pub(super) fn prepare(task: &Task<'_>) -> Result<Option<Box<dyn WeightGradient>>> {
+        let (stencil, threads) = (task.stencil.clone(), task.threads);
+        let blocking = blocking(&stencil, task.isa, threads);
         let gradient = stencil.clone().with_long_rows();
-        WeightGrad { stencil, gradient, blocking, threads }
+        Ok(Some(Box::new(WeightProduct { stencil, gradient, blocking, threads })))
+    }
+}
+
+impl WeightGradient for WeightProduct {
+    fn tolerance(&self) -> f64 {
+        tolerance(self.blocking.additions())
     }
 
-    /// Most additions in a row that form an element.
-    pub(crate) fn additions(&self) -> usize {
-        self.blocking.additions()
-    }
-
-    /// Elements of scratch memory.
-    pub(crate) fn scratch_len(&self) -> usize {
+    fn scratch_len(&self) -> usize {
         self.threads.min(self.blocking.tasks() * self.stencil.groups) * self.blocking.scratch_len()
     }
 
-    /// `dw` has the strides of k, c, row and column that are given.
-    ///
-    /// # Safety
-    /// Elements of x (the stencil's source) and dy (its destination) are in memory, those of dw too
-    /// and touched by nobody else; `scratch` holds [`WeightGrad::scratch_len`] elements.
-    pub(crate) unsafe fn run<T: SimdElement, W: SimdElement>(
+    fn run(
         &self,
-        x: *const T,
-        dy: *const T,
-        dw: *mut W,
-        strides: [isize; 4],
-        scratch: *mut f32,
+        x: &TensorRef<'_>,
+        dy: &TensorRef<'_>,
+        dw: &mut TensorMut<'_>,
+        scratch: &mut [f32],
     ) {
-        let product = Product { plan: self, x, dy, dw, strides };
-        // SAFETY: passed on; `Product` packs what the blocking gives it scratch memory for.
-        unsafe { self.blocking.run(&product, self.stencil.groups, self.threads, scratch) }
+        assert!(scratch.len() >= self.scratch_len(), "workspace");
+        let strides = strides4(dw.strides());
+        let (dtype, to, scratch) = (dw.dtype(), dw.as_mut_ptr(), scratch.as_mut_ptr());
+        let (x, from, dy) = (x.as_ptr(), x.dtype(), dy.as_ptr());
+        // SAFETY: the stencil was made for these layouts; dw is borrowed mutably; `Product` packs what the blocking gives
+        // it scratch memory for.
+        with_gradient!(from, dtype, (T, W) => unsafe {
+            let (x, dy) = (x.cast::<T>(), dy.cast());
+            let product = Product { plan: self, x, dy, dw: to.cast::<W>(), strides };
+            self.blocking.run(&product, self.stencil.groups, self.threads, scratch);
+        });
     }
 }
 
@@ -81,7 +89,7 @@ fn blocking(stencil: &Stencil, isa: Isa, threads: usize) -> Blocking {
 
 /// Rows are the terms of the convolution, columns its output channels, terms its pixels.
 struct Product<'a, T, W> {
-    plan: &'a WeightGrad,
+    plan: &'a WeightProduct,
     x: *const T,
     dy: *const T,
     dw: *mut W,

@@ -2,13 +2,15 @@
 //! at a time. Of what channels and column taps read, two are interleaved, and row taps read the pairs
 //! at constant distances. Where one is left over, its row taps form the pairs.
 
-use super::super::epilogue::Store;
-use super::super::stencil::{Segment, Stencil, Tap};
-use super::Operands;
+use super::methods::Task;
 use super::planar::{Block, Planar, ROWS, SOURCE_LEN};
-use crate::cpu::{Bf16Kernel, Bf16Products, Isa, MAX_LANES, Row, Simd, dispatch_bf16};
+use super::shared::direct::{Packing, TapSums, TapUnit};
+use super::shared::stencil::{Segment, Stencil, Tap};
+use super::shared::store::Store;
+use crate::conv2d::Conv2dAlgorithm;
+use crate::cpu::{Bf16Kernel, Bf16Products, Isa, MAX_LANES, Row, Simd, SimdElement, dispatch_bf16};
 use crate::lists::{collected, push};
-use crate::{Result, bf16};
+use crate::{Accuracy, DType, Result, bf16};
 use std::ops::Range;
 
 /// Channels that are summed at once.
@@ -19,7 +21,7 @@ const VECTORS: usize = 6;
 const ROUNDED: usize = 2 * MAX_LANES;
 
 #[derive(Clone, Debug)]
-pub(super) struct Pairs {
+pub(super) struct Bf16Pairs {
     pub planar: Planar,
     /// Elements of a plane.
     plane: usize,
@@ -53,8 +55,22 @@ struct Pair {
     terms: [Option<[usize; 3]>; 2],
 }
 
-impl Pairs {
-    pub(super) fn new(stencil: &Stencil, threads: usize) -> Result<Self> {
+/// True if direct sums are formed by products of bf16. These count numbers below 2^-126 as zero, which
+/// is not `Exact`. A filter of one or two output channels leaves most of the sums idle.
+pub(super) fn computes(task: &Task<'_>) -> bool {
+    let (spec, p) = (task.spec, task.problem);
+    let bf16 = spec.x.dtype == DType::BF16 && task.isa.has_bf16_products();
+    bf16 && spec.accuracy != Accuracy::Exact && p.groups == 1 && p.k > 2
+}
+
+impl TapSums for Bf16Pairs {
+    const ALGORITHM: Conv2dAlgorithm = Conv2dAlgorithm::DirectBf16Pairs;
+
+    fn new(stencil: &Stencil, task: &Task<'_>) -> Result<Option<Self>> {
+        if !computes(task) {
+            return Ok(None);
+        }
+        let threads = task.threads;
         let shape = [CHANNELS, VECTORS * MAX_LANES];
         let planar = Planar::with_shape(stencil, shape, 2 * SOURCE_LEN, threads)?;
         let ([height, width], axis) = (planar.block, &planar.axis);
@@ -92,69 +108,67 @@ impl Pairs {
                 }
             }
         }
-        Ok(Pairs { planar, plane, planes, pairs })
+        Ok(Some(Bf16Pairs { planar, plane, planes, pairs }))
     }
 
-    pub(super) fn explain(&self) -> String {
+    /// Twice the sums of vectors.
+    fn rate(_: DType) -> f64 {
+        2.0
+    }
+
+    fn explain(&self) -> String {
         format!("{}, {} pairs of terms", self.planar.explain(), self.pairs.len())
     }
 
-    /// Elements of the packed filter for one channel.
-    pub(super) fn terms(&self) -> usize {
-        self.pairs.len()
+    /// Pairs in the bits of an f32 each: [group, panel, pair, channel of the panel].
+    fn packing(&self, stencil: &Stencil) -> Packing {
+        let channels = stencil.groups * stencil.k.next_multiple_of(self.planar.rows);
+        // More channels than lie next to each other in the other forms.
+        Packing::Own { len: channels * self.pairs.len(), width: 2 * ROWS[0] }
     }
 
-    /// A panel of the filter from channel `first` on, [pair, channel of the panel], each pair in the
-    /// bits of an f32. `read(k, [c, row tap, column tap])` is an element of the filter.
-    pub(super) fn pack(
+    fn units(&self, stencil: &Stencil) -> usize {
+        self.planar.units(stencil)
+    }
+
+    /// The pairs, which the last vectors read beyond, rows of the source, and the sums of a group of pixels.
+    fn scratch_len(&self, _: &Stencil) -> usize {
+        self.pairs_len() + self.strided_len() + CHANNELS * self.planar.group
+    }
+
+    unsafe fn pack<T: SimdElement>(
         &self,
-        first: usize,
-        read: impl Fn(usize, [usize; 3]) -> f32,
-        put: &mut impl FnMut(f32),
+        stencil: &Stencil,
+        filter: *const T,
+        packed: &mut [f32],
+        _: (Isa, usize),
     ) {
-        for pair in &self.pairs {
-            for k in first..first + CHANNELS {
-                let [low, high] = pair
-                    .terms
-                    .map(|term| bf16::from_f32(term.map_or(0.0, |term| read(k, term))))
-                    .map(|element| u32::from(element.to_bits()));
-                put(f32::from_bits(low | high << 16));
+        let mut packed = packed.iter_mut();
+        for group in 0..stencil.groups {
+            for first in (0..stencil.k).step_by(CHANNELS) {
+                for pair in &self.pairs {
+                    for (k, to) in (first..first + CHANNELS).zip(&mut packed) {
+                        let read = |[c, row, col]: [usize; 3]| {
+                            let taps = [stencil.rows[row], stencil.cols[col]];
+                            // SAFETY: passed on.
+                            unsafe { stencil.element(filter, group, k, c, taps) }
+                        };
+                        let [low, high] = pair
+                            .terms
+                            .map(|term| bf16::from_f32(term.map_or(0.0, read)))
+                            .map(|element| u32::from(element.to_bits()));
+                        *to = f32::from_bits(low | high << 16);
+                    }
+                }
             }
         }
     }
 
-    /// More channels than lie next to each other in the other forms of a filter.
-    pub(super) fn packed_width(&self) -> usize {
-        2 * ROWS[0]
-    }
-
-    /// Elements of scratch memory of one worker: the pairs, which the last vectors read beyond, rows of
-    /// the source, and the sums of a group of pixels.
-    pub(super) fn scratch_len(&self) -> usize {
-        self.pairs_len() + self.strided_len() + CHANNELS * self.planar.group
-    }
-
-    /// Elements for two rows of bf16 that do not lie next to each other in the source.
-    fn strided_len(&self) -> usize {
-        self.planar.block[1].next_multiple_of(MAX_LANES)
-    }
-
-    fn pairs_len(&self) -> usize {
-        (self.planes.len() * self.plane + self.planar.group + ROUNDED).next_multiple_of(MAX_LANES)
-    }
-
     /// One block of one image, group and part of the channels.
-    ///
-    /// # Safety
-    /// As for `Direct::run`, with scratch memory for one worker and an `isa` that has the products.
-    pub(super) unsafe fn run(
-        &self,
-        isa: Isa,
-        stencil: &Stencil,
-        unit: usize,
-        operands: &Operands<'_, bf16>,
-        scratch: *mut f32,
-    ) {
+    unsafe fn run<T: SimdElement>(&self, unit: TapUnit<'_, T>, scratch: *mut f32) {
+        let TapUnit { isa, stencil, unit, operands } = unit;
+        debug_assert_eq!(T::DTYPE, DType::BF16);
+        let operands = &operands.of::<bf16>();
         let strided = scratch.wrapping_add(self.pairs_len());
         let tile = strided.wrapping_add(self.strided_len());
         let block = self.planar.block(stencil, unit);
@@ -165,7 +179,7 @@ impl Pairs {
             Interleave { plan: self, stencil, block: &block, src, strided, to: scratch },
         );
         for (filter, bias, store) in
-            self.planar.panels(stencil, &block, operands, self.terms(), tile)
+            self.planar.panels(stencil, &block, operands, self.pairs.len(), tile)
         {
             let Block { first, size, .. } = block;
             let pairs = scratch;
@@ -174,9 +188,20 @@ impl Pairs {
     }
 }
 
+impl Bf16Pairs {
+    /// Elements for two rows of bf16 that do not lie next to each other in the source.
+    fn strided_len(&self) -> usize {
+        self.planar.block[1].next_multiple_of(MAX_LANES)
+    }
+
+    fn pairs_len(&self) -> usize {
+        (self.planes.len() * self.plane + self.planar.group + ROUNDED).next_multiple_of(MAX_LANES)
+    }
+}
+
 /// Makes planes of pairs.
 struct Interleave<'a> {
-    plan: &'a Pairs,
+    plan: &'a Bf16Pairs,
     stencil: &'a Stencil,
     block: &'a Block,
     /// Channel 0 of the group, in the image.
@@ -189,7 +214,7 @@ struct Interleave<'a> {
 impl Bf16Kernel for Interleave<'_> {
     #[inline(always)]
     fn run<P: Bf16Products>(self, p: P) {
-        let Pairs { planar, planes, plane: len, .. } = self.plan;
+        let Bf16Pairs { planar, planes, plane: len, .. } = self.plan;
         let (rows, cols, width) = (self.block.size[0], self.block.size[1], planar.block[1]);
         for (i, plane) in planes.iter().enumerate() {
             let [first, second] = plane.lines.map(|line| line.map(|line| self.source(line)));
@@ -266,7 +291,7 @@ impl Interleave<'_> {
 
 /// The sums of a panel of channels for all pixels of a block, and their way to the destination.
 struct Panel<'a> {
-    plan: &'a Pairs,
+    plan: &'a Bf16Pairs,
     filter: &'a [f32],
     bias: [f32; ROWS[0]],
     pairs: *const f32,

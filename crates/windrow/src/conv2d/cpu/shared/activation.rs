@@ -1,6 +1,7 @@
 //! An activation in a pass of its own: where a residual is added, sums leave for the destination with bounds alone.
 
-use super::epilogue::scatter;
+use super::epilogue::{Epilogue, scatter};
+use crate::conv2d::Conv2dSpec;
 use crate::cpu::math::activate;
 use crate::cpu::{Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, parallel_for};
 use crate::dtype::with_element;
@@ -9,6 +10,12 @@ use std::ops::Range;
 
 /// Elements of a task, about.
 const TASK: usize = 1 << 14;
+
+/// True if the activation of results with a residual follows in a pass of its own, by [`apply`].
+pub(crate) fn follows(spec: &Conv2dSpec) -> bool {
+    let epilogue = Epilogue { activation: spec.activation, ..Epilogue::NONE };
+    spec.residual && epilogue.bounds().is_none()
+}
 
 /// Applies it to every element of a tensor of rank 4.
 pub(crate) fn apply(y: &mut TensorMut<'_>, activation: Activation, isa: Isa, threads: usize) {

@@ -1,6 +1,7 @@
 //! What tiles ask of an element type.
 
-use super::super::super::epilogue::{Lanes, StoreTwo};
+use super::super::shared::epilogue::Lanes;
+use super::super::shared::store::StoreTwo;
 use super::copy::SlabCopy;
 use super::split::SplitTile;
 use super::{SIDE, TERMS};
@@ -9,9 +10,7 @@ use crate::dtype::not_computed;
 use crate::{DType, bf16};
 
 /// An element type whose sums tiles form.
-pub(in crate::conv2d::cpu::direct) trait TileElement:
-    StoreTwo
-{
+pub(super) trait TileElement: StoreTwo {
     /// Numbers of bf16 that stand for one.
     const PARTS: usize;
     /// # Safety

@@ -10,7 +10,7 @@ use std::ops::Range;
 ///
 /// # Safety
 /// The stencil's filter elements are readable from `filter`, and all panels writable at `packed`.
-pub(super) unsafe fn pack_filter<T: SimdElement>(
+pub(in crate::conv2d::cpu) unsafe fn pack_filter<T: SimdElement>(
     stencil: &Stencil,
     isa: Isa,
     threads: usize,
@@ -70,11 +70,11 @@ impl<T: SimdElement> Kernel for PackFilter<'_, T> {
 }
 
 /// Most pixels that are packed at once.
-pub(super) const MAX_PIXELS: usize = 192;
+pub(in crate::conv2d::cpu) const MAX_PIXELS: usize = 192;
 
 /// Cuts a range of terms into runs of channels of one tap: where the run starts in the range, its
 /// channels, and the filter row and column.
-pub(super) fn parts(
+pub(in crate::conv2d::cpu) fn parts(
     c: usize,
     cols: usize,
     terms: Range<usize>,
@@ -94,7 +94,7 @@ pub(super) fn parts(
 
 /// Panels [panel, term, pixel of the panel] of the im2col matrix, with vectors over pixels. A term of all
 /// pixels is put together in one line, which is then cut into the panels.
-pub(super) struct PackPanels<'a, T> {
+pub(in crate::conv2d::cpu) struct PackPanels<'a, T> {
     pub stencil: &'a Stencil,
     /// Channel 0 of the group.
     pub src: *const T,
@@ -204,7 +204,7 @@ unsafe fn cut<S: Simd, T: SimdElement>(
 }
 
 /// Rows [pixel, term] of the im2col matrix.
-pub(super) struct PackRows<'a, T> {
+pub(in crate::conv2d::cpu) struct PackRows<'a, T> {
     pub stencil: &'a Stencil,
     /// Channel 0 of the group.
     pub src: *const T,

@@ -1,14 +1,14 @@
 //! Numbers of f32 as three of bf16 that add up to them.
 
-use super::super::super::epilogue::Lanes;
-use super::super::super::stencil::Stencil;
+use super::super::shared::epilogue::Lanes;
+use super::super::shared::stencil::Stencil;
 use super::copy::SlabCopy;
 use super::{SIDE, TERMS};
 use crate::bf16;
 use crate::cpu::{Bf16Kernel, Bf16Products, MAX_LANES, Simd};
 use std::ops::Range;
 
-/// Copies as of bf16, one of each part, a plan's [`Tiled::copy_of_part`](super::Tiled::copy_of_part) bytes from each other.
+/// Copies as of bf16, one of each part, a plan's [`Amx::copy_of_part`](super::Amx::copy_of_part) bytes from each other.
 impl Bf16Kernel for SlabCopy<'_, f32> {
     #[inline(always)]
     fn run<P: Bf16Products>(self, p: P) {

@@ -2,10 +2,14 @@
 //! The rows that a block of destination pixels reads are copied, with their padding, as they lie; pixels are rows of the
 //! register tile, at the distance that they have in the copy, and vectors run over output channels.
 
-use super::super::epilogue::{Bounds, Epilogue};
-use super::super::rows::{copy_ahead, zero_ahead};
-use super::super::stencil::{Stencil, Tap};
-use super::Operands;
+use super::methods::Task;
+use super::shared::direct::{Operands, Packing, TapSums, TapUnit};
+use super::shared::epilogue::{Bounds, Epilogue};
+use super::shared::rows::{copy_ahead, zero_ahead};
+use super::shared::stencil::{Stencil, Tap};
+use super::{amx, bf16_pairs};
+use crate::Result;
+use crate::conv2d::Conv2dAlgorithm;
 use crate::cpu::gemm::{even_part, tile_shape};
 use crate::cpu::{Isa, Kernel, MAX_LANES, Simd, SimdElement, dispatch};
 
@@ -35,17 +39,29 @@ pub(super) struct Runs {
     pitch: usize,
 }
 
+/// True if a filter row reads one run of the source and output channels lie next to each other.
+fn reads_runs(stencil: &Stencil, isa: Isa) -> bool {
+    let Stencil { groups, c, src, dst, cols, .. } = stencil;
+    let follow = |taps: &[Tap]| taps[0].offset + 1 == taps[1].offset;
+    let is_run = src[1] == 1 && src[3] == *c as isize && cols.windows(2).all(follow);
+    !isa.is_small() && *groups == 1 && is_run && dst[1] == 1
+}
+
+/// True if runs are worth it among direct sums: output channels fill vectors and taps share what is read.
+pub(super) fn pays(task: &Task<'_>) -> bool {
+    let (p, isa) = (task.problem, task.isa);
+    let fills = p.k >= MAX_LANES && p.ow * p.oh > 1 && p.r * p.s > 1;
+    fills && reads_runs(&task.stencil, isa) && !amx::computes(task) && !bf16_pairs::computes(task)
+}
+
 impl Runs {
-    /// `None` where a filter row reads no run of the source, or output channels do not lie next to each other or fill no
-    /// vector.
-    pub(super) fn new(stencil: &Stencil, isa: Isa, threads: usize) -> Option<Self> {
-        let Stencil { n, groups, c, k, src, dst, dst_size, step, .. } = *stencil;
+    /// `None` where output channels fill no vector, or rows are too long.
+    fn cut(stencil: &Stencil, isa: Isa, threads: usize) -> Option<Self> {
+        let Stencil { n, c, k, dst_size, step, .. } = *stencil;
         let (rows, cols) = (&stencil.rows, &stencil.cols);
         let width = tile_shape(isa).1;
-        let follow = |taps: &[Tap]| taps[0].offset + 1 == taps[1].offset;
-        let is_run = src[1] == 1 && src[3] == c as isize && cols.windows(2).all(follow);
-        let fits = groups == 1 && is_run && dst[1] == 1 && k >= width / VECTORS;
-        if !fits || dst_size.contains(&0) || cols.is_empty() {
+        let fills = k >= width / VECTORS && !dst_size.contains(&0) && !cols.is_empty();
+        if !fills || !reads_runs(stencil, isa) {
             return None;
         }
         let top = rows.iter().map(|tap| tap.offset).min()?;
@@ -75,43 +91,41 @@ impl Runs {
         Some(Runs { width, block, top, span, run, next, pitch })
     }
 
-    pub(super) fn explain(&self) -> String {
+    fn blocks(&self, stencil: &Stencil) -> [usize; 2] {
+        std::array::from_fn(|d| stencil.dst_size[d].div_ceil(self.block[d]))
+    }
+}
+
+impl TapSums for Runs {
+    const ALGORITHM: Conv2dAlgorithm = Conv2dAlgorithm::DirectRuns;
+
+    fn new(stencil: &Stencil, task: &Task<'_>) -> Result<Option<Self>> {
+        Ok(Self::cut(stencil, task.isa, task.threads))
+    }
+
+    fn explain(&self) -> String {
         let [rows, columns] = self.block;
         let run = self.run;
         format!("lanes over channels, runs of {run} terms, blocks of {rows} x {columns} pixels")
     }
 
-    pub(super) fn packed_width(&self) -> usize {
-        self.width
-    }
-
-    fn blocks(&self, stencil: &Stencil) -> [usize; 2] {
-        std::array::from_fn(|d| stencil.dst_size[d].div_ceil(self.block[d]))
+    fn packing(&self, _: &Stencil) -> Packing {
+        Packing::Products(self.width)
     }
 
     /// Blocks of all images.
-    pub(super) fn units(&self, stencil: &Stencil) -> usize {
+    fn units(&self, stencil: &Stencil) -> usize {
         let [rows, columns] = self.blocks(stencil);
         stencil.n * rows * columns
     }
 
-    /// Elements of scratch memory of one worker: the copy, which is written in whole vectors.
-    pub(super) fn scratch_len(&self, stencil: &Stencil) -> usize {
+    /// The copy, which is written in whole vectors.
+    fn scratch_len(&self, stencil: &Stencil) -> usize {
         ((self.block[0] - 1) * stencil.step[0] + self.span) * self.pitch + MAX_LANES
     }
 
-    /// One block.
-    ///
-    /// # Safety
-    /// As for `Direct::run`, with scratch memory for one worker.
-    pub(super) unsafe fn run<T: SimdElement>(
-        &self,
-        isa: Isa,
-        stencil: &Stencil,
-        unit: usize,
-        operands: &Operands<'_, T>,
-        scratch: *mut f32,
-    ) {
+    unsafe fn run<T: SimdElement>(&self, unit: TapUnit<'_, T>, scratch: *mut f32) {
+        let TapUnit { isa, stencil, unit, operands } = unit;
         let [row_blocks, col_blocks] = self.blocks(stencil);
         let (block, n) = (unit % (row_blocks * col_blocks), unit / (row_blocks * col_blocks));
         let at = [block / col_blocks * self.block[0], block % col_blocks * self.block[1]];

@@ -5,19 +5,31 @@
 //! rows of the left tiles, and else, as pairs of channels, the columns of the right ones. Where channels of bf16 are few,
 //! a pixel of the copy holds those of all column taps and, if they fit, of all row taps.
 
+mod choice;
+mod columns;
 mod copy;
 mod element;
 mod shape;
 mod split;
 mod sums;
 
-use super::super::epilogue::Lanes;
-use super::super::stencil::{Segment, Stencil};
-use super::Operands;
-use super::planar::Axis;
-use crate::cpu::{Isa, ROW_BYTES, SIDE, SendPtr, TERMS, TILE_BYTES, dispatch_tiles, parallel_for};
-use crate::lists::{collected, filled, room_for};
+use super::methods::Task;
+use super::shared::axis::Axis;
+use super::shared::direct::{Operands, Packing, TapSums, TapUnit};
+use super::shared::epilogue::Lanes;
+use super::shared::stencil::{Segment, Stencil};
+use crate::conv2d::Conv2dAlgorithm;
+use crate::cpu::{
+    Isa, ROW_BYTES, SIDE, SendPtr, SimdElement, TERMS, TILE_BYTES, dispatch_tiles, parallel_for,
+};
+use crate::dtype::not_computed;
+use crate::lists::room_for;
 use crate::{DType, Result, bf16};
+#[cfg(test)]
+pub(super) use choice::are_fast;
+pub(in crate::conv2d) use choice::flushes;
+pub(super) use choice::{computes, pays};
+use columns::Columns;
 use copy::SlabCopy;
 use element::{TileElement, parts};
 use std::ops::Range;
@@ -29,7 +41,7 @@ const BLOCK: usize = 2 * SIDE;
 const SUMS: usize = 3 * BLOCK * BLOCK;
 
 #[derive(Clone, Debug)]
-pub(super) struct Tiled {
+pub(super) struct Amx {
     lanes: Lanes,
     /// Numbers of bf16 that stand for an element.
     parts: usize,
@@ -50,56 +62,6 @@ pub(super) struct Tiled {
     pitch: usize,
 }
 
-/// How the taps along columns read the copy.
-#[derive(Clone, Debug)]
-struct Columns {
-    /// Positions in the source, relative to `step * block start`, whose channels a pixel of each part holds.
-    parts: Vec<Vec<isize>>,
-    /// Part, and shift in it, of each step.
-    steps: Vec<(usize, usize)>,
-    span: usize,
-    /// Rows of the source whose columns a pixel holds, relative to where a part of the rows reads.
-    rows: Vec<isize>,
-}
-
-impl Columns {
-    /// Of blocks of so many columns.
-    fn new(stencil: &Stencil, parts: usize, block: usize) -> Result<Self> {
-        let taps = &stencil.cols;
-        // Few channels leave most of a tile empty: then a pixel holds those of all taps.
-        let merged = (stencil.c * taps.len()).div_ceil(TERMS);
-        if parts == 1 && 4 * merged <= 3 * stencil.c.div_ceil(TERMS) * taps.len() {
-            let reads = collected(taps.iter().map(|tap| tap.offset))?;
-            let parts = collected([reads])?;
-            let rows = if stencil.rows.len() > 1 && stencil.terms() <= TERMS {
-                collected(stencil.rows.iter().map(|tap| tap.offset))?
-            } else {
-                filled(0, 1)?
-            };
-            return Ok(Columns { parts, steps: filled((0, 0), 1)?, span: 0, rows });
-        }
-        let axis = Axis::new(taps, stencil.step[1])?.of_blocks(taps, block)?;
-        let mut parts = room_for(axis.parts.len())?;
-        for part in axis.parts {
-            parts.push(filled(part, 1)?);
-        }
-        Ok(Columns { parts, steps: axis.taps, span: axis.span, rows: filled(0, 1)? })
-    }
-
-    /// Pixels of the source whose channels a pixel holds.
-    fn reads(&self) -> usize {
-        self.rows.len() * self.parts.first().map_or(0, Vec::len)
-    }
-
-    /// How the taps along rows read the copy.
-    fn row_axis(&self, stencil: &Stencil) -> Result<Axis> {
-        if self.rows.len() > 1 {
-            return Ok(Axis { parts: filled(0, 1)?, taps: filled((0, 0), 1)?, span: 0 });
-        }
-        Axis::new(&stencil.rows, stencil.step[0])
-    }
-}
-
 /// What a unit computes.
 struct Unit {
     group: usize,
@@ -110,13 +72,109 @@ struct Unit {
     size: [usize; 2],
 }
 
-impl Tiled {
-    /// For a stencil that is [`Stencil::merged`].
-    pub(super) fn new(stencil: &Stencil, dtype: DType, threads: usize) -> Result<Self> {
-        let lanes = if stencil.dst[1] == 1 { Lanes::Channels } else { Lanes::Pixels };
-        shape::choose(stencil, lanes, parts(dtype), threads)
+impl TapSums for Amx {
+    const ALGORITHM: Conv2dAlgorithm = Conv2dAlgorithm::DirectAmx;
+
+    fn reshaped(stencil: &Stencil) -> Stencil {
+        stencil.clone().merged()
     }
 
+    fn new(stencil: &Stencil, task: &Task<'_>) -> Result<Option<Self>> {
+        if !computes(task) {
+            return Ok(None);
+        }
+        let lanes = if stencil.dst[1] == 1 { Lanes::Channels } else { Lanes::Pixels };
+        shape::choose(stencil, lanes, parts(task.spec.x.dtype), task.threads).map(Some)
+    }
+
+    /// Sixteen times the sums of vectors, and six products for one of f32.
+    fn rate(dtype: DType) -> f64 {
+        match parts(dtype) {
+            1 => 16.0,
+            _ => 16.0 / sums::PRODUCTS as f64,
+        }
+    }
+
+    fn explain(&self) -> String {
+        let Amx { block: [rows, cols], images, panels, parts, .. } = self;
+        let place = match parts {
+            _ if self.in_place => "where they lie",
+            1 => "copied",
+            _ => "split into three parts",
+        };
+        format!(
+            "tiles with lanes over {:?}, pixels {place}, {rows} x {cols} of {images} images and {} channels at once, \
+             {} steps of {TERMS} terms",
+            self.lanes,
+            panels * BLOCK,
+            self.steps()
+        )
+    }
+
+    fn additions(&self, _: &Stencil) -> usize {
+        // Products of a tile are summed in two rows, which are added. Those of parts that are left out are together
+        // smaller than a rounding.
+        let products =
+            if self.parts == 1 { self.steps() } else { sums::PRODUCTS * self.steps() + 1 };
+        SIDE + 1 + products
+    }
+
+    fn packing(&self, stencil: &Stencil) -> Packing {
+        // More channels than lie next to each other in the other forms.
+        let width = match self.lanes {
+            Lanes::Channels => 2 * TERMS,
+            Lanes::Pixels => TERMS,
+        };
+        let len = stencil.groups * self.packed_group_len(stencil);
+        Packing::Own { len, width: self.parts * width }
+    }
+
+    fn units(&self, stencil: &Stencil) -> usize {
+        let [rows, cols] = self.blocks(stencil);
+        let parts = Self::all_panels(stencil).div_ceil(self.panels);
+        rows * cols * stencil.n.div_ceil(self.images) * parts * stencil.groups
+    }
+
+    /// The copy, and sums with a vector more.
+    fn scratch_len(&self, stencil: &Stencil) -> usize {
+        let lines = self.lines_len(stencil) * size_of::<bf16>();
+        let bytes = self.copy_bytes() + (TILE_BYTES + lines).next_multiple_of(ROW_BYTES);
+        bytes / size_of::<f32>() + SUMS
+    }
+
+    unsafe fn pack<T: SimdElement>(
+        &self,
+        stencil: &Stencil,
+        filter: *const T,
+        packed: &mut [f32],
+        (isa, threads): (Isa, usize),
+    ) {
+        // SAFETY: passed on.
+        unsafe {
+            match T::DTYPE {
+                DType::F32 => self.pack_tiles::<f32>(isa, stencil, threads, filter.cast(), packed),
+                DType::BF16 => {
+                    self.pack_tiles::<bf16>(isa, stencil, threads, filter.cast(), packed);
+                }
+                DType::F16 | not_computed!() => unreachable!("no tiles of {}", T::DTYPE),
+            }
+        }
+    }
+
+    unsafe fn run<T: SimdElement>(&self, unit: TapUnit<'_, T>, scratch: *mut f32) {
+        let TapUnit { isa, stencil, unit, operands } = unit;
+        // SAFETY: passed on.
+        unsafe {
+            match T::DTYPE {
+                DType::F32 => self.run_unit::<f32>(isa, stencil, unit, &operands.of(), scratch),
+                DType::BF16 => self.run_unit::<bf16>(isa, stencil, unit, &operands.of(), scratch),
+                DType::F16 | not_computed!() => unreachable!("no tiles of {}", T::DTYPE),
+            }
+        }
+    }
+}
+
+impl Amx {
     /// Slabs of so many rows and columns, units of so many of them and blocks of channels.
     fn with_shape(
         stencil: &Stencil,
@@ -130,7 +188,7 @@ impl Tiled {
         let chunks = (stencil.c * cols.reads()).div_ceil(TERMS);
         let in_place = lanes == Lanes::Channels && is_in_place(stencil, parts);
         let steps = room_for(chunks * rows.taps.len() * cols.steps.len())?;
-        let mut plan = Tiled {
+        let mut plan = Amx {
             lanes,
             parts,
             rows,
@@ -168,34 +226,9 @@ impl Tiled {
         Ok(plan)
     }
 
-    pub(super) fn explain(&self) -> String {
-        let Tiled { block: [rows, cols], images, panels, parts, .. } = self;
-        let place = match parts {
-            _ if self.in_place => "where they lie",
-            1 => "copied",
-            _ => "split into three parts",
-        };
-        format!(
-            "tiles with lanes over {:?}, pixels {place}, {rows} x {cols} of {images} images and {} channels at once, \
-             {} steps of {TERMS} terms",
-            self.lanes,
-            panels * BLOCK,
-            self.steps()
-        )
-    }
-
     /// Tiles of terms of a sum.
     fn steps(&self) -> usize {
         self.steps.len()
-    }
-
-    /// Most additions in a row that form an element.
-    pub(super) fn additions(&self) -> usize {
-        // Products of a tile are summed in two rows, which are added. Those of parts that are left out are together
-        // smaller than a rounding.
-        let products =
-            if self.parts == 1 { self.steps() } else { sums::PRODUCTS * self.steps() + 1 };
-        SIDE + 1 + products
     }
 
     /// Pixels of a row of the copy.
@@ -274,13 +307,6 @@ impl Tiled {
         }
     }
 
-    /// Elements of scratch memory of one worker: the copy, and sums with a vector more.
-    pub(super) fn scratch_len(&self, stencil: &Stencil) -> usize {
-        let lines = self.lines_len(stencil) * size_of::<bf16>();
-        let bytes = self.copy_bytes() + (TILE_BYTES + lines).next_multiple_of(ROW_BYTES);
-        bytes / size_of::<f32>() + SUMS
-    }
-
     /// Blocks of channels of a group.
     fn all_panels(stencil: &Stencil) -> usize {
         stencil.k.div_ceil(BLOCK)
@@ -288,12 +314,6 @@ impl Tiled {
 
     fn blocks(&self, stencil: &Stencil) -> [usize; 2] {
         [0, 1].map(|d| stencil.dst_size[d].div_ceil(self.block[d]))
-    }
-
-    pub(super) fn units(&self, stencil: &Stencil) -> usize {
-        let [rows, cols] = self.blocks(stencil);
-        let parts = Self::all_panels(stencil).div_ceil(self.panels);
-        rows * cols * stencil.n.div_ceil(self.images) * parts * stencil.groups
     }
 
     fn unit(&self, stencil: &Stencil, unit: usize) -> Unit {
@@ -310,17 +330,8 @@ impl Tiled {
         Unit { group, images, panels, at, size }
     }
 
-    /// Channels that lie next to each other in the packed filter: more than in the other forms.
-    pub(super) fn packed_width(&self) -> usize {
-        let width = match self.lanes {
-            Lanes::Channels => 2 * TERMS,
-            Lanes::Pixels => TERMS,
-        };
-        self.parts * width
-    }
-
     /// Elements of the packed filter of a group.
-    pub(super) fn packed_group_len(&self, stencil: &Stencil) -> usize {
+    fn packed_group_len(&self, stencil: &Stencil) -> usize {
         stencil.k.div_ceil(SIDE) * self.steps() * self.parts * TILE_BYTES / size_of::<f32>()
     }
 
@@ -329,7 +340,7 @@ impl Tiled {
     ///
     /// # Safety
     /// The stencil's filter elements are readable from `filter`.
-    pub(super) unsafe fn pack<T: TileElement>(
+    unsafe fn pack_tiles<T: TileElement>(
         &self,
         isa: Isa,
         stencil: &Stencil,
@@ -338,7 +349,6 @@ impl Tiled {
         packed: &mut [f32],
     ) {
         let group_len = self.packed_group_len(stencil);
-        assert!(packed.len() >= stencil.groups * group_len, "packed filter: too little memory");
         let (from, to) = (SendPtr(filter.cast_mut()), SendPtr(packed.as_mut_ptr()));
         let tiles = stencil.k.div_ceil(SIDE);
         parallel_for(threads, stencil.groups * tiles, |task| {
@@ -360,7 +370,7 @@ impl Tiled {
     /// Of terms of a step, elements of the filter of [`SIDE`] channels each.
     ///
     /// # Safety
-    /// As for [`Tiled::pack`].
+    /// As for [`TapSums::pack`].
     unsafe fn filter_tile<T: TileElement>(
         &self,
         stencil: &Stencil,
@@ -394,8 +404,8 @@ impl Tiled {
     /// One unit.
     ///
     /// # Safety
-    /// As for `Direct::run`, with scratch memory for one worker and an `isa` that has tiles.
-    pub(super) unsafe fn run<T: TileElement>(
+    /// As for [`TapSums::run`].
+    unsafe fn run_unit<T: TileElement>(
         &self,
         isa: Isa,
         stencil: &Stencil,

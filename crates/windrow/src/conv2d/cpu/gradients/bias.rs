@@ -1,33 +1,58 @@
 //! The bias's gradient: sums of the output's gradient over pixels.
 
-use super::stencil::Stencil;
+use super::super::methods::Task;
+use super::super::shared::stencil::Stencil;
+use super::with_gradient;
 use crate::cpu::{Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, parallel_for};
+use crate::{DType, TensorMut, TensorRef};
 
-/// Writes `db` [channel] with stride `stride`. Rows of pixels are summed in f32, rows in f64, in an
-/// order that does not depend on threads.
-///
-/// # Safety
-/// Elements of dy (the destination of a forward stencil) are in memory, those of db too and touched
-/// by nobody else.
-pub(crate) unsafe fn bias_grad<T: SimdElement, B: SimdElement>(
-    stencil: &Stencil,
+/// The gradient of a bias.
+#[derive(Debug)]
+pub(crate) struct BiasGradient {
+    /// Its destination is dy.
+    stencil: Stencil,
     isa: Isa,
     threads: usize,
-    dy: *const T,
-    db: *mut B,
-    stride: isize,
-) {
-    let (dy, db) = (SendPtr(dy.cast_mut()), SendPtr(db));
-    let channels = stencil.groups * stencil.k;
-    parallel_for(threads, channels.div_ceil(MAX_LANES), |task| {
-        let channels = task * MAX_LANES..((task + 1) * MAX_LANES).min(channels);
-        let (first, count) = (channels.start, channels.len());
-        let sums = dispatch(isa, Sums { stencil, dy: dy.get(), first, count });
-        for (k, sum) in channels.zip(sums) {
-            // SAFETY: each channel is written by one task.
-            unsafe { db.get().offset(k as isize * stride).write(B::from_f64(sum)) };
-        }
-    });
+}
+
+impl BiasGradient {
+    pub(super) fn new(task: Task<'_>) -> Self {
+        BiasGradient { stencil: task.stencil, isa: task.isa, threads: task.threads }
+    }
+
+    /// How far an element may be off, relative to its scale: a row is summed in f32, the rest in f64.
+    pub(crate) fn tolerance(&self) -> f64 {
+        (self.stencil.dst_size[1] + 2) as f64 * DType::F32.unit_roundoff()
+    }
+
+    /// The gradient into `db` of views that agree with the spec.
+    pub(crate) fn run(&self, dy: &TensorRef<'_>, db: &mut TensorMut<'_>) {
+        let (to, stride) = (db.as_mut_ptr(), db.strides()[0]);
+        // SAFETY: the stencil was made for this layout; db is borrowed mutably.
+        with_gradient!(dy.dtype(), db.dtype(), (T, B) => unsafe {
+            self.sum(dy.as_ptr().cast::<T>(), to.cast::<B>(), stride);
+        });
+    }
+
+    /// Writes `db` [channel] with stride `stride`. Rows of pixels are summed in f32, rows in f64, in an
+    /// order that does not depend on threads.
+    ///
+    /// # Safety
+    /// Elements of dy are in memory, those of db too and touched by nobody else.
+    unsafe fn sum<T: SimdElement, B: SimdElement>(&self, dy: *const T, db: *mut B, stride: isize) {
+        let BiasGradient { stencil, isa, threads } = self;
+        let (dy, db) = (SendPtr(dy.cast_mut()), SendPtr(db));
+        let channels = stencil.groups * stencil.k;
+        parallel_for(*threads, channels.div_ceil(MAX_LANES), |task| {
+            let channels = task * MAX_LANES..((task + 1) * MAX_LANES).min(channels);
+            let (first, count) = (channels.start, channels.len());
+            let sums = dispatch(*isa, Sums { stencil, dy: dy.get(), first, count });
+            for (k, sum) in channels.zip(sums) {
+                // SAFETY: each channel is written by one task.
+                unsafe { db.get().offset(k as isize * stride).write(B::from_f64(sum)) };
+            }
+        });
+    }
 }
 
 /// The sums of up to MAX_LANES channels.

@@ -4,7 +4,7 @@ use crate::cpu::{Simd, SimdElement};
 
 /// Rows of elements in memory: element (i, j) at `ptr + i * row + j * col`.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Rows<T> {
+pub(in crate::conv2d::cpu) struct Rows<T> {
     pub ptr: *const T,
     pub row: isize,
     pub col: isize,
@@ -16,7 +16,7 @@ impl<T: SimdElement> Rows<T> {
     /// # Safety
     /// The elements are readable, the rows at `to` writable.
     #[inline(always)]
-    pub(super) unsafe fn copy<S: Simd>(
+    pub(in crate::conv2d::cpu) unsafe fn copy<S: Simd>(
         self,
         s: S,
         rows: usize,
@@ -92,7 +92,7 @@ unsafe fn copy_line<S: Simd, T: SimdElement, const AHEAD: bool>(
 /// # Safety
 /// The elements are readable, the rows at `to` writable; these do not overlap.
 #[inline(always)]
-pub(super) unsafe fn copy_turned<S: Simd, T: SimdElement>(
+pub(in crate::conv2d::cpu) unsafe fn copy_turned<S: Simd, T: SimdElement>(
     s: S,
     (from, col): (*const T, isize),
     rows: usize,
@@ -140,7 +140,7 @@ pub(super) unsafe fn copy_turned<S: Simd, T: SimdElement>(
 /// # Safety
 /// `len` elements are readable, and as many in whole vectors writable at `to`.
 #[inline(always)]
-pub(super) unsafe fn copy_ahead<S: Simd, T: SimdElement>(
+pub(in crate::conv2d::cpu) unsafe fn copy_ahead<S: Simd, T: SimdElement>(
     s: S,
     from: *const T,
     col: isize,
@@ -156,7 +156,7 @@ pub(super) unsafe fn copy_ahead<S: Simd, T: SimdElement>(
 /// # Safety
 /// `len` elements are writable at `to`.
 #[inline(always)]
-pub(super) unsafe fn zero<S: Simd>(s: S, to: *mut f32, len: usize) {
+pub(in crate::conv2d::cpu) unsafe fn zero<S: Simd>(s: S, to: *mut f32, len: usize) {
     let mut j = 0;
     // SAFETY: promised by the caller.
     unsafe {
@@ -176,7 +176,7 @@ pub(super) unsafe fn zero<S: Simd>(s: S, to: *mut f32, len: usize) {
 /// # Safety
 /// `len` elements and a vector are writable at `to`.
 #[inline(always)]
-pub(super) unsafe fn zero_ahead<S: Simd>(s: S, to: *mut f32, len: usize) {
+pub(in crate::conv2d::cpu) unsafe fn zero_ahead<S: Simd>(s: S, to: *mut f32, len: usize) {
     for j in (0..len).step_by(S::LANES) {
         // SAFETY: promised by the caller.
         unsafe { s.store(to.add(j), s.zero()) };

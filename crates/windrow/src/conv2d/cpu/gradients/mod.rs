@@ -1,0 +1,102 @@
+//! The gradients of a convolution on the CPU: each is computed by the first way of its list that takes it.
+
+mod bias;
+mod data;
+mod weight_product;
+
+use self::bias::BiasGradient;
+use self::data::DataGradient;
+use self::weight_product::WeightProduct;
+use super::methods::Task;
+use super::winograd::WinogradWeight;
+use crate::conv2d::{Conv2dSpec, Problem, Tile};
+use crate::cpu::Isa;
+use crate::{Error, Result, TensorMut, TensorRef};
+use std::fmt::Debug;
+
+/// A way to compute a gradient: the gradient bound to the task, or `None` if another way is expected to be faster.
+type Way<G> = fn(&Task<'_>) -> Result<Option<G>>;
+
+/// Every way to compute the gradient of x, each ahead of those behind it.
+const DATA: [Way<DataGradient>; 4] =
+    [data::by_mirrored, data::by_tiles, data::by_taps, data::by_products];
+
+/// Every way to compute the gradient of the filter, in the same order.
+const WEIGHT: [Way<Box<dyn WeightGradient>>; 2] = [WinogradWeight::prepare, WeightProduct::prepare];
+
+/// What the first way that takes the task makes of it.
+fn first<G>(ways: &[Way<G>], task: &Task<'_>) -> Result<G> {
+    for way in ways {
+        if let Some(gradient) = way(task)? {
+            return Ok(gradient);
+        }
+    }
+    Err(Error::unsupported("a gradient of this convolution", "no method computes it"))
+}
+
+/// How the gradients of a convolution are computed.
+#[derive(Debug)]
+pub(crate) struct Backward {
+    pub(crate) data: DataGradient,
+    pub(crate) weight: Box<dyn WeightGradient>,
+    pub(crate) bias: BiasGradient,
+}
+
+impl Backward {
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub(crate) fn new(spec: &Conv2dSpec, p: &Problem, isa: Isa, threads: usize) -> Result<Self> {
+        let task = Task::new(spec, p, isa, threads)?;
+        Ok(Backward {
+            data: first(&DATA, &task)?,
+            weight: first(&WEIGHT, &task)?,
+            bias: BiasGradient::new(task),
+        })
+    }
+
+    /// Bytes of scratch memory of [`WeightGradient::run`].
+    pub(crate) fn weight_bytes(&self) -> usize {
+        self.weight.scratch_len() * size_of::<f32>()
+    }
+}
+
+/// A gradient of the filter, bound to a method.
+pub(crate) trait WeightGradient: Debug + Send + Sync {
+    /// The tile of a gradient in Winograd's domain.
+    fn tile(&self) -> Option<Tile> {
+        None
+    }
+
+    /// How far an element may be off, relative to its scale.
+    fn tolerance(&self) -> f64;
+
+    /// Elements of scratch memory.
+    fn scratch_len(&self) -> usize;
+
+    /// The gradient into `dw` of views that agree with the spec, with [`WeightGradient::scratch_len`] elements.
+    fn run(
+        &self,
+        x: &TensorRef<'_>,
+        dy: &TensorRef<'_>,
+        dw: &mut TensorMut<'_>,
+        scratch: &mut [f32],
+    );
+}
+
+/// Evaluates an expression with `$T` the type of inputs and `$W` that of a gradient, which is the same or f32.
+macro_rules! with_gradient {
+    ($inputs:expr, $gradient:expr, ($T:ident, $W:ident) => $value:expr) => {
+        $crate::dtype::with_element!($inputs, $T => match $gradient {
+            $crate::DType::F32 => {
+                type $W = f32;
+                $value
+            }
+            $crate::DType::F16 | $crate::DType::BF16 | $crate::dtype::not_computed!() => {
+                type $W = $T;
+                $value
+            }
+        })
+    };
+}
+
+pub(super) use with_gradient;
