@@ -4,11 +4,12 @@
 use crate::array::{Array, Family};
 use crate::error::{IntoPy, exception};
 use crate::output::{EmptyTensor, scratch};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use std::cell::Cell;
 use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use windrow::{Device, PlanOptions, Workspace};
+use windrow::{Activation, Device, PlanOptions, Workspace};
 
 /// Plans of earlier calls by what they compute. Making a plan costs more than running it on a
 /// small tensor; a program calls with a few specs again and again.
@@ -184,4 +185,28 @@ where
     T: std::str::FromStr<Err = windrow::Error> + Default,
 {
     s.map_or_else(|| Ok(T::default()), word)
+}
+
+/// An activation by its name.
+#[derive(Clone, Copy)]
+pub(crate) struct ActivationName(Activation);
+
+impl ActivationName {
+    pub(crate) fn or_none(name: Option<Self>) -> Activation {
+        name.map_or_else(Activation::default, |name| name.0)
+    }
+}
+
+impl<'py> FromPyObject<'_, 'py> for ActivationName {
+    type Error = PyErr;
+
+    fn extract(given: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let Ok(name) = given.extract::<&str>() else {
+            let given = given.repr()?;
+            let names = "None, \"relu\", \"relu6\", \"silu\", \"gelu\" or \"gelu_tanh\"";
+            let message = format!("`activation` is {given}, expected {names}");
+            return Err(PyTypeError::new_err(message));
+        };
+        word(name).map(ActivationName)
+    }
 }

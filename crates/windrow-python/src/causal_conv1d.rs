@@ -1,7 +1,7 @@
 //! `windrow.causal_conv1d` and `windrow.causal_conv1d_update`.
 
 use crate::array::{Array, desc, view};
-use crate::call::{PlanCache, RELEASE, run, word, word_or_default};
+use crate::call::{ActivationName, PlanCache, RELEASE, run, word};
 use crate::error::{IntoPy, NotInPlace};
 use crate::output::{Output, like};
 use crate::torch::nothing_to_dispatch;
@@ -30,7 +30,7 @@ impl<'py> Inputs<'py> {
     fn import(
         [x, weight]: [&Bound<'py, PyAny>; 2],
         [bias, seq_idx, cu_seqlens, initial_states]: [Option<&Bound<'py, PyAny>>; 4],
-        activation: Option<&str>,
+        activation: Option<ActivationName>,
         device: Option<&str>,
     ) -> PyResult<Self> {
         let device = device.map(word).transpose()?;
@@ -42,7 +42,7 @@ impl<'py> Inputs<'py> {
             seq_idx: option("seq_idx", seq_idx)?,
             cu_seqlens: option("cu_seqlens", cu_seqlens)?,
             initial_states: option("initial_states", initial_states)?,
-            activation: word_or_default(activation)?,
+            activation: ActivationName::or_none(activation),
         })
     }
 
@@ -89,7 +89,7 @@ pub(crate) fn causal_conv1d<'py>(
     x: &Bound<'py, PyAny>,
     weight: &Bound<'py, PyAny>,
     bias: Option<&Bound<'py, PyAny>>,
-    activation: Option<&str>,
+    activation: Option<ActivationName>,
     seq_idx: Option<&Bound<'py, PyAny>>,
     cu_seqlens: Option<&Bound<'py, PyAny>>,
     initial_states: Option<&Bound<'py, PyAny>>,
@@ -134,7 +134,7 @@ pub(crate) fn causal_conv1d_backward<'py>(
     x: &Bound<'py, PyAny>,
     weight: &Bound<'py, PyAny>,
     bias: Option<&Bound<'py, PyAny>>,
-    activation: Option<&str>,
+    activation: Option<ActivationName>,
     seq_idx: Option<&Bound<'py, PyAny>>,
     cu_seqlens: Option<&Bound<'py, PyAny>>,
     initial_states: Option<&Bound<'py, PyAny>>,
@@ -185,7 +185,7 @@ pub(crate) fn causal_conv1d_update<'py>(
     conv_state: &Bound<'py, PyAny>,
     weight: &Bound<'py, PyAny>,
     bias: Option<&Bound<'py, PyAny>>,
-    activation: Option<&str>,
+    activation: Option<ActivationName>,
     cache_seqlens: Option<&Bound<'py, PyAny>>,
     conv_state_indices: Option<&Bound<'py, PyAny>>,
     out: Option<&Bound<'py, PyAny>>,
@@ -197,7 +197,7 @@ pub(crate) fn causal_conv1d_update<'py>(
     let conv_state = Array::import_on("conv_state", conv_state, device)?;
     let weight = Array::import_on("weight", weight, device)?;
     let bias = option("bias", bias)?;
-    let activation = word_or_default(activation)?;
+    let activation = ActivationName::or_none(activation);
     let cache_seqlens = option("cache_seqlens", cache_seqlens)?;
     let conv_state_indices = option("conv_state_indices", conv_state_indices)?;
     let mut y = Output::new(py, out, &x, || like(&x))?;
@@ -240,7 +240,7 @@ pub(crate) fn causal_conv1d_update_if_plain<'py>(
     conv_state: &Bound<'py, PyAny>,
     weight: &Bound<'py, PyAny>,
     bias: Option<&Bound<'py, PyAny>>,
-    activation: Option<&str>,
+    activation: Option<ActivationName>,
     cache_seqlens: Option<&Bound<'py, PyAny>>,
     conv_state_indices: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Option<Bound<'py, PyAny>>> {

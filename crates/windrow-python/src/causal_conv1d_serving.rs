@@ -1,7 +1,7 @@
 //! What `windrow.vllm` and `windrow.sglang` call.
 
 use crate::array::{Array, desc};
-use crate::call::{PlanCache, run, word_or_default};
+use crate::call::{ActivationName, PlanCache, run};
 use crate::error::IntoPy;
 use crate::glance::{Form, glance};
 use crate::output::{Output, like};
@@ -51,7 +51,7 @@ pub(crate) fn causal_conv1d_serving<'py>(
     conv_states: &Bound<'py, PyAny>,
     weight: &Bound<'py, PyAny>,
     bias: Option<&Bound<'py, PyAny>>,
-    activation: Option<&str>,
+    activation: Option<ActivationName>,
     query_start_loc: Option<&Bound<'py, PyAny>>,
     conv_state_indices: Option<&Bound<'py, PyAny>>,
     null_index: Option<i64>,
@@ -73,7 +73,7 @@ pub(crate) fn causal_conv1d_serving<'py>(
     let Some(order) = orders.clone().find(|known| *known == order) else {
         return Err(PyValueError::new_err(format!("`order` is {order:?}, expected {orders:?}")));
     };
-    let activation = word_or_default(activation)?;
+    let activation = ActivationName::or_none(activation);
     let given = [
         Some(x),
         Some(conv_states),

@@ -1,7 +1,7 @@
 //! `windrow.conv2d` and `windrow.Conv2dPlan`.
 
 use crate::array::{Array, desc, view};
-use crate::call::{PlanCache, RELEASE, run, word, word_or_default};
+use crate::call::{ActivationName, PlanCache, RELEASE, run, word, word_or_default};
 use crate::error::IntoPy;
 use crate::output::Output;
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -86,7 +86,7 @@ pub(crate) struct Named<'py> {
     padding: Pair<'py>,
     dilation: Pair<'py>,
     groups: Pair<'py>,
-    activation: Option<String>,
+    activation: Option<ActivationName>,
     accuracy: Option<String>,
     memory: Option<usize>,
 }
@@ -109,7 +109,7 @@ impl<'py> Given<'py> {
         residual: bool,
     ) -> PyResult<Self> {
         let options = (named.stride, named.padding, named.dilation, named.groups);
-        let params = params(py, options, named.activation.as_deref(), named.accuracy.as_deref())?;
+        let params = params(py, options, named.activation, named.accuracy.as_deref())?;
         let (x, weight) = (Array::import("x", x)?, Array::import("weight", weight)?);
         let bias = Array::import_option("bias", bias, None)?;
         let spec = spec_of(&x, &weight, &bias, &params)?.with_residual(residual);
@@ -140,7 +140,7 @@ fn filter_of(is_kept: bool) -> Filter {
 pub(crate) fn params(
     py: Python<'_>,
     (stride, padding, dilation, groups): Options<'_>,
-    activation: Option<&str>,
+    activation: Option<ActivationName>,
     accuracy: Option<&str>,
 ) -> PyResult<Conv2dParams> {
     Ok(Conv2dParams::default()
@@ -148,7 +148,7 @@ pub(crate) fn params(
         .with_padding(padding.each("padding")?)
         .with_dilation(dilation.each("dilation")?)
         .with_groups(groups.single(py, "groups")?)
-        .with_activation(word_or_default(activation)?)
+        .with_activation(ActivationName::or_none(activation))
         .with_accuracy(word_or_default::<Accuracy>(accuracy)?))
 }
 
@@ -280,7 +280,7 @@ pub(crate) fn conv2d<'py>(
     dilation: Pair<'_>,
     groups: Pair<'_>,
     residual: Option<&Bound<'py, PyAny>>,
-    activation: Option<&str>,
+    activation: Option<ActivationName>,
     accuracy: Option<&str>,
     algorithm: Option<&str>,
     out: Option<&Bound<'py, PyAny>>,
@@ -377,7 +377,7 @@ impl Conv2dPlan {
         padding: Pair<'_>,
         dilation: Pair<'_>,
         groups: Pair<'_>,
-        activation: Option<&str>,
+        activation: Option<ActivationName>,
         accuracy: Option<&str>,
         algorithm: Option<&str>,
         device: Option<&str>,

@@ -36,6 +36,21 @@ def test_options(options, kind, message):
         windrow.Conv2dPlan(X, W, **options)
 
 
+@pytest.mark.parametrize("given", [True, False, 1])
+def test_an_activation_is_a_word(given):
+    """As causal-conv1d's functions take it, True is no word here."""
+    row, state = np.zeros((1, 4), np.float32), np.zeros((1, 4, 3), np.float32)
+    for call in (
+        lambda: windrow.conv2d(X, W, activation=given),
+        lambda: windrow.Conv2dPlan(X, W, activation=given),
+        lambda: windrow.causal_conv1d(X[0], W[0, 0].repeat(2, 0)[:4], activation=given),
+        lambda: windrow.causal_conv1d_update(row, state, W[:, 0, 0], activation=given),
+    ):
+        with pytest.raises(TypeError) as error:
+            call()
+        assert str(error.value).startswith(f"`activation` is {given}, expected None, ")
+
+
 def test_arguments_have_the_callers_names():
     with pytest.raises(ValueError, match=r"`weight` has shape \[4, 3, 3, 3\]"):
         windrow.conv2d(X, W[:, :3])
