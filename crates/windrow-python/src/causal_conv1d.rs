@@ -165,7 +165,7 @@ pub(crate) fn causal_conv1d_backward<'py>(
     Output::finish_all(py, [dx, dweight, dbias, dinitial], &inputs.x.family)
 }
 
-/// The next step, or steps, of a causal convolution; `conv_state` is updated in place.
+/// The next step or steps of a causal convolution; `conv_state` is updated in place.
 ///
 /// x: [b, d] or [b, d, l]. conv_state: [b, d, state_len >= width - 1] of x's type, the latest inputs,
 /// oldest first; with `cache_seqlens` [b] i32 or i64 a ring buffer whose next position is

@@ -247,8 +247,8 @@ pub(crate) fn work(spec: &Conv2dSpec) -> usize {
     [&spec.x, &spec.w, &spec.y].map(|t| t.layout.len()).into_iter().max().unwrap_or(0)
 }
 
-/// Two-dimensional convolution, by Winograd where filter and stride allow and the error stays
-/// inside `accuracy` (default "fp32").
+/// Two-dimensional convolution, by Winograd if filter and stride allow it and the error stays within
+/// `accuracy` (default "fp32").
 ///
 /// x: [n, c, h, w], f32, f16 or bf16, any strides; the result [n, k, oh, ow] is channels-last if x
 /// is. weight: [k, c / groups, r, s] of x's type; bias: [k], f32 or x's type.
@@ -395,26 +395,26 @@ impl Conv2dPlan {
         Ok(Conv2dPlan { plan, device })
     }
 
-    /// The algorithm chosen, by name.
+    /// The name of the chosen algorithm.
     #[getter]
     fn algorithm(&self) -> &'static str {
         self.plan.algorithm().name()
     }
 
-    /// Names of all algorithms that can compute this convolution on the plan's device.
+    /// The names of all algorithms that can compute this convolution on the plan's device.
     #[getter]
     fn algorithms(&self) -> Vec<&'static str> {
         let all = windrow::Conv2dPlan::algorithms(self.plan.spec(), self.device);
         all.into_iter().map(Conv2dAlgorithm::name).collect()
     }
 
-    /// Scratch memory of one run.
+    /// The bytes of scratch memory of one run.
     #[getter]
     fn workspace_bytes(&self) -> usize {
         self.plan.workspace_bytes()
     }
 
-    /// One line: algorithm, blocking, threads, why.
+    /// The plan in one line: algorithm with its parameters, device and blocking.
     fn explain(&self) -> String {
         self.plan.explain()
     }
