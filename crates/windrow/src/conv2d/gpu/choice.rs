@@ -44,8 +44,9 @@ pub(super) fn choose(task: &Task<'_>, supported: &[Conv2dAlgorithm]) -> Conv2dAl
         let looks = chosen == Cudnn && spec.x.dtype != DType::F32 && !Turned::suits(spec, p);
         if looks { 1e-6 * (p.k * p.taps() * spec.w.dtype.size()) as f64 / 3.0 } else { 0.0 }
     };
+    type Stands<'a> = &'a dyn Fn(Conv2dAlgorithm) -> bool;
     // Each with its share, whether packing counts, and when it stands.
-    let challengers: [(_, f64, bool, &dyn Fn(Conv2dAlgorithm) -> bool); 4] = [
+    let challengers: [(_, f64, bool, Stands<'_>); 4] = [
         (Direct, 1.0, false, &grouped),
         (ImplicitGemm, 0.9, false, &sums),
         (ImplicitGemm, 1.0, true, &changes),

@@ -117,9 +117,8 @@ impl Conv2dPlan {
             Backend::Gpu(Gpu { engine, gpu: device, .. }) => {
                 let (stream, _) = workspace.take_on(device, 0)?;
                 let data = SharedBuffer::new(stream, self.packed_bytes().max(1))?;
-                // SAFETY: the view was checked against the spec, the memory is as large as asked
-                // for.
                 let to = gpu::PackTo { memory: data.as_mut_ptr(), ticket: None };
+                // SAFETY: the view was checked against the spec, the memory is as large as asked for.
                 unsafe { engine.pack(stream, w.as_ptr(), to)? };
                 // Runs on other streams may use it from here on.
                 stream.synchronize()?;
