@@ -96,7 +96,11 @@ fn every_operator<T: Element + Into<f64>>() {
             let spec = Conv2dSpec::new(*image.desc(), *filter.desc(), &params).unwrap();
             for algorithm in Conv2dPlan::algorithms(&spec, Device::Cpu) {
                 let configuration = Conv2dConfiguration::new(algorithm);
-                let plan = Conv2dPlan::on_isa(&spec, &configuration, &options, isa).unwrap();
+                let plan = match Conv2dPlan::on_isa(&spec, &configuration, &options, isa) {
+                    // Algorithms are those of the best instruction set, and not every set has each method.
+                    Err(Error::Unsupported { .. }) if isa != Isa::best() => continue,
+                    plan => plan.unwrap(),
+                };
                 let mut y = Tensor::uninitialised(spec.y).unwrap();
                 let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes()).unwrap();
                 let args = Conv2dArgs::new(image.as_ref(), filter.as_ref());
