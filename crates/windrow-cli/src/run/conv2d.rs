@@ -127,7 +127,10 @@ impl Conv2d {
             return Ok(true);
         }
         let exact_enough = Conv2dPlan::configurations(spec, options)?;
-        Ok(exact_enough.iter().any(|c| c.algorithm == algorithm))
+        // Configurations name the method of an algorithm that has several, and so does a plan's.
+        let method =
+            Conv2dPlan::with_algorithm(spec, algorithm, options)?.configuration().algorithm;
+        Ok(exact_enough.iter().any(|c| [algorithm, method].contains(&c.algorithm)))
     }
 }
 
