@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from windrow.torch._by_graph import ByGraph
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -88,3 +89,15 @@ def called(fast):
 def known(module):
     """What computes later calls of a module like those before: ours, and None for PyTorch."""
     return [None if of.flags is None else of.run for of in module._known.values()]
+
+
+def normal(model):
+    """In evaluation, with statistics that do something."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.running_mean)
+            nn.init.uniform_(module.running_var, 0.5, 2)
+            if module.affine:
+                nn.init.normal_(module.weight)
+                nn.init.normal_(module.bias)
+    return model.eval()

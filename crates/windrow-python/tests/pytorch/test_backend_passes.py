@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from common import ACTIVATIONS, OURS, THEIRS, leaf
+from common import ACTIVATIONS, OURS, THEIRS, leaf, normal
 from torch import nn
 from torch.func import functional_call
 from torch._subclasses import FakeTensorMode
@@ -54,18 +54,6 @@ def seen(monkeypatch, times):
 def compiled(model, rest="eager", **options):
     # Without Winograd, whose rounding is another.
     return torch.compile(model, backend=windrow, options={"rest": rest, "accuracy": "exact", **options})
-
-
-def normal(model):
-    """With statistics that do something."""
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.normal_(module.running_mean)
-            nn.init.uniform_(module.running_var, 0.5, 2)
-            if module.affine:
-                nn.init.normal_(module.weight)
-                nn.init.normal_(module.bias)
-    return model.eval()
 
 
 class Behind(nn.Module):

@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
-from common import TOLERANCE, each_device, leaf
+from common import TOLERANCE, each_device, leaf, normal
 from torch import nn
 from windrow.torch import Conv2d, ConvTranspose2d, _fused, optimize
 from windrow.torch.choice import policy, store
@@ -43,14 +43,7 @@ def made(activation=None, dtype=torch.float32, device="cpu"):
     """A model with statistics that do something."""
     first = Block(4, 8, 1, activation or nn.ReLU(inplace=True))
     model = nn.Sequential(first, nn.Dropout(), Block(8, 12, 2, nn.SiLU()), nn.GELU())
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.normal_(module.running_mean)
-            nn.init.uniform_(module.running_var, 0.5, 2)
-            if module.affine:
-                nn.init.normal_(module.weight)
-                nn.init.normal_(module.bias)
-    return model.eval().to(device, dtype)
+    return normal(model).to(device, dtype)
 
 
 def close(got, model, x, scale=1):

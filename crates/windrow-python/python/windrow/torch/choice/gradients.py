@@ -13,7 +13,7 @@ from windrow.torch._precision import operand_rounding
 from windrow.torch.choice import problem, store
 from windrow.torch.choice.check import Check, terms_of
 from windrow.torch.choice.decider import Candidate, Question, decide
-from windrow.torch.choice.policy import BIAS_ALONE_IS_OURS, WINDROW
+from windrow.torch.choice.policy import KEPT
 from windrow.torch.choice.problem import OF_BOTH, OF_FILTER, OF_INPUT, Options, as_image, as_line, dense, key_of
 
 # Which of the gradients: of the input, the filter and the bias.
@@ -40,7 +40,7 @@ class Backward:
 
         def is_ours(what: str, *needs: bool) -> bool:
             decision = store.final(what, key) or decide(self._question(what, key, needs))
-            return decision.now() == WINDROW
+            return decision.now() == KEPT
 
         of_bias = needs[2]
         of_input = needs[0] and is_ours(OF_INPUT, True, False, False)
@@ -84,7 +84,7 @@ class Backward:
     def _question(self, what: str, key: problem.Key, needs: Three) -> Question:
         def ours(_: Any) -> Iterator[Candidate]:
             scratch = self._bytes(needs) + self.x.nbytes * needs[0] + self.weight.nbytes * needs[1]
-            yield Candidate(WINDROW, lambda: self.computed(needs, needs), scratch=scratch)
+            yield Candidate(KEPT, lambda: self.computed(needs, needs), scratch=scratch)
 
         cache = filter_cache(self.weight)
         return Question(what, key, lambda: self.computed(needs, _NONE), ours, cache=cache, check=self.check(needs))
@@ -129,13 +129,14 @@ def decided_for(
     decided = [store.final(what, key) for what in (OF_INPUT, OF_BOTH if of_both else OF_FILTER)]
     if (x.requires_grad and decided[0] is None) or (weight.requires_grad and decided[1] is None):
         return None
-    of_input, of_filter = (d is not None and d.now() == WINDROW for d in decided)
+    of_input, of_filter = (d is not None and d.now() == KEPT for d in decided)
     return lambda needs: _mine(needs, of_input, of_filter)
 
 
 def _mine(needs: Three, of_input: bool, of_filter: bool) -> Three:
     """Of the gradients that are needed, those that are ours if that of the input and that of the filter are."""
-    rest = of_filter if needs[1] else BIAS_ALONE_IS_OURS
+    # The gradient of a bias alone is a sum, for which PyTorch has nothing better.
+    rest = of_filter or not needs[1]
     return needs[0] and of_input, needs[1] and rest, needs[2] and rest
 
 

@@ -8,7 +8,6 @@ CUDNN_FUSED = "cuDNN, fused"
 # Windrow with a filter that is kept packed (there may turn out to be no room for that), or that is packed on each call;
 # and gradients by Windrow.
 KEPT, PACKED = "Windrow", "Windrow, packing on each call"
-WINDROW = KEPT
 CHOICES = (PYTORCH, CUDNN_FUSED, KEPT, PACKED)
 
 # --- The choice ---
@@ -34,8 +33,6 @@ STEP_SECONDS = 1e-4
 # `SHARE` under autocast on the CPU: filters are measured already cast, and PyTorch casts each once for its convolution and
 # gradients.
 CAST_SHARE = 0.8
-# The gradient of a bias alone is a sum, for which PyTorch has nothing better.
-BIAS_ALONE_IS_OURS = True
 
 # --- Decisions ---
 # Times on the CPU that differ by more than this factor are measured again: beside other programs PyTorch's threads wait for
