@@ -72,12 +72,41 @@ impl Activation {
         }
     }
 
+    /// The bounds that sums are held in, for an activation that is nothing else.
+    #[inline(always)]
+    pub(crate) fn bounds(self) -> Option<[f32; 2]> {
+        match self {
+            Activation::Identity => Some([f32::NEG_INFINITY, f32::INFINITY]),
+            Activation::Relu => Some([0.0, f32::INFINITY]),
+            Activation::Relu6 => Some([0.0, 6.0]),
+            Activation::Silu | Activation::Gelu(_) => None,
+        }
+    }
+
+    /// The steepest slope: how far an error of the sum spreads.
+    pub(crate) fn steepest_slope(self) -> f64 {
+        match self {
+            Activation::Identity | Activation::Relu | Activation::Relu6 => 1.0,
+            Activation::Silu | Activation::Gelu(_) => 1.13,
+        }
+    }
+
+    /// The error of the kernels for f16 and bf16 on GPUs beside that of rounding.
+    pub(crate) fn half_error_on_gpus(self) -> f64 {
+        match self {
+            Activation::Identity | Activation::Relu | Activation::Relu6 | Activation::Silu => 0.0,
+            Activation::Gelu(_) => CUDA_HALF_POLYNOMIALS,
+        }
+    }
+
+    /// The name in `activation.cuh`.
+    pub(crate) fn constant(self) -> String {
+        self.name().to_uppercase()
+    }
+
     /// Whether results are pieces of straight lines: a sum that is off by a rounding may be on another one.
     pub(crate) fn has_kinks(self) -> bool {
-        match self {
-            Activation::Relu | Activation::Relu6 => true,
-            Activation::Identity | Activation::Silu | Activation::Gelu(_) => false,
-        }
+        self != Activation::Identity && self.bounds().is_some()
     }
 
     /// The derivative of the activation at `x` in f64. That of ReLU at 0, and of ReLU6 at 0 and 6, is 0.
@@ -165,6 +194,41 @@ mod tests {
         for &a in Activation::ALL {
             assert!(a.apply_f64(f64::NAN).is_nan());
             assert_eq!(a.derivative_f64(f64::NAN).is_nan(), a != Activation::Identity);
+        }
+    }
+
+    /// What is said of an activation for kernels agrees with its formula.
+    #[test]
+    fn bounds_and_slopes_are_those_of_the_formula() {
+        for &a in Activation::ALL {
+            for i in -800..=800 {
+                let x = f64::from(i) / 80.0;
+                assert!(a.derivative_f64(x).abs() <= a.steepest_slope(), "{a} at {x}");
+                if let Some([low, high]) = a.bounds() {
+                    assert_eq!(a.apply_f64(x), x.clamp(low.into(), high.into()), "{a} at {x}");
+                }
+            }
+        }
+    }
+
+    /// The kernels know every activation by its name.
+    #[test]
+    fn kernels_have_every_activation() {
+        let text = include_str!("gpu/kernels/activation.cuh");
+        let (_, rest) = text.split_once("enum Activation {").unwrap();
+        let names: Vec<_> = rest.split_once('}').unwrap().0.split(',').map(str::trim).collect();
+        let all: Vec<_> = Activation::ALL.iter().map(|a| a.constant()).collect();
+        assert_eq!(names.len(), all.len());
+        for name in all {
+            assert!(names.contains(&name.as_str()), "{name}");
+            // A name is no use without lines that compute the value and the derivative.
+            let lines = [
+                format!("ACTIVATION == {name}) return"),
+                format!("if constexpr (ACTIVATION == {name}) {{"),
+            ];
+            let computed: usize =
+                lines.iter().map(|line| text.matches(line.as_str()).count()).sum();
+            assert!(name == "IDENTITY" || computed == 2, "{name}");
         }
     }
 

@@ -1,9 +1,11 @@
 //! Two-dimensional convolution.
 
 mod backward;
+mod configuration;
 mod cpu;
 mod gpu;
 mod networks;
+mod params;
 mod plan;
 mod problem;
 pub(crate) mod random;
@@ -16,11 +18,12 @@ pub(crate) mod verify;
 pub(crate) mod winograd;
 pub(crate) mod winograd_reference;
 
+pub use configuration::Conv2dConfiguration;
 pub(crate) use gpu::kernels as gpu_kernels;
+pub use params::Conv2dParams;
 pub use plan::{Conv2d, Conv2dArgs, Conv2dPlan, FilterCache, PackedWeights, Weights};
 pub(crate) use problem::Problem;
-pub use spec::{Conv2dAlgorithm, Conv2dParams, Conv2dSpec, Tile};
-pub use tuning::Conv2dConfiguration;
+pub use spec::{Conv2dAlgorithm, Conv2dSpec, Tile};
 
 use crate::{Device, Filter, PlanOptions, Result, Tensor, TensorRef, Workspace};
 

@@ -1,6 +1,6 @@
 //! What a convolution computes: descriptors, options, and the checks that need no data.
 
-use super::{Problem, problem};
+use super::{Conv2dParams, Problem, problem};
 use crate::forms::{names, setters};
 use crate::tensor::{check_dtype, check_tensor, check_unique};
 use crate::{Accuracy, Activation, DType, Layout, Result, TensorDesc};
@@ -44,49 +44,6 @@ pub struct Conv2dSpec {
     pub activation: Activation,
     /// Which algorithms the planner may take.
     pub accuracy: Accuracy,
-}
-
-/// The options of a convolution, for [`Conv2dSpec::new`] and [`conv2d`](crate::conv2d::conv2d). The default is stride
-/// 1, no padding, dilation 1, one group, no activation, [`Accuracy::Fp32`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub struct Conv2dParams {
-    /// Step of the filter over rows and columns.
-    pub stride: [usize; 2],
-    /// Zeros added above and below, left and right.
-    pub padding: [usize; 2],
-    /// Distance of neighbouring filter taps.
-    pub dilation: [usize; 2],
-    /// Groups of channels that do not see each other.
-    pub groups: usize,
-    /// Applied to the sum and bias.
-    pub activation: Activation,
-    /// Which algorithms the planner may take.
-    pub accuracy: Accuracy,
-}
-
-impl Default for Conv2dParams {
-    fn default() -> Self {
-        Conv2dParams {
-            stride: [1, 1],
-            padding: [0, 0],
-            dilation: [1, 1],
-            groups: 1,
-            activation: Activation::Identity,
-            accuracy: Accuracy::default(),
-        }
-    }
-}
-
-setters! {
-    Conv2dParams {
-        with_stride(stride: [usize; 2]);
-        with_padding(padding: [usize; 2]);
-        with_dilation(dilation: [usize; 2]);
-        with_groups(groups: usize);
-        with_activation(activation: Activation);
-        with_accuracy(accuracy: Accuracy);
-    }
 }
 
 setters! {

@@ -1,39 +1,21 @@
-//! Configurations of a convolution, and the search among them.
+//! The search among configurations of a convolution.
 
 use super::spec::is_channels_last;
 use super::{
-    Conv2d, Conv2dAlgorithm, Conv2dArgs, Conv2dPlan, Conv2dSpec, PackedWeights, Weights, cpu, gpu,
+    Conv2d, Conv2dAlgorithm, Conv2dArgs, Conv2dConfiguration, Conv2dPlan, Conv2dSpec,
+    PackedWeights, Weights, cpu, gpu,
 };
 use crate::cpu::resolve_threads;
-use crate::plan::{Bound, Tuned, configuration, dense, joined};
+use crate::plan::{Bound, Tuned, dense, joined};
 use crate::verification::Comparison;
 use crate::{
     Device, Error, Filter, Layout, PlanOptions, Result, TensorDesc, TensorMut, TensorRef, Workspace,
 };
 use std::ops::Range;
 
-configuration! {
-    /// An algorithm and its parameters. A parameter that is `None` is chosen by the model, or is none of the
-    /// algorithm's. Written and parsed as `winograd_gemm_f4 tiles=36 vectors=4 parts=1 threads=2`.
-    Conv2dConfiguration: Conv2dAlgorithm {
-        /// `winograd_gemm`: the most tiles of a block (CPU) or chunk (CUDA); blocks are made equal.
-        tiles,
-        /// `winograd_gemm` on the CPU: vectors of output channels between two output transforms.
-        vectors,
-        /// `winograd_gemm` on the CPU: parts of the output channels that are separate tasks. `implicit_gemm`: parts of the
-        /// sums, 1, 2, 4 or 8.
-        parts,
-        /// CPU threads, at most as many as the plan may use.
-        threads,
-        /// `winograd_gemm` on CUDA: threads of a block of the transforms, a multiple of 32 up to 1024. `implicit_gemm`:
-        /// output channels of a block, 64, 128 or, of halves, 256.
-        block,
-    }
-}
-
 impl Conv2dConfiguration {
     /// Refuses parameters that the algorithm does not have on the device of the options, or cannot run with.
-    fn check(&self, options: &PlanOptions) -> Result<()> {
+    pub(super) fn check(&self, options: &PlanOptions) -> Result<()> {
         let on_cpu = options.device == Device::Cpu;
         let own = cpu::parameters(self.algorithm);
         let takes = |name: &str, value: usize| match on_cpu {

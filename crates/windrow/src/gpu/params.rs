@@ -4,6 +4,8 @@
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Field {
     pub(crate) names: &'static [&'static str],
+    /// Fields of a structure that the device's inherits, and that have no name of their own.
+    pub(crate) base: &'static [Field],
     pub(crate) offset: usize,
     pub(crate) bytes: usize,
 }
@@ -17,26 +19,33 @@ pub(crate) unsafe trait Params: 'static {
 }
 
 /// Declares structures that kernels take. Fields are named as in the `.cu` file, or an array says which fields there
-/// are its elements.
+/// are its elements. A structure begins with another one, as `base`, if it inherits that one there.
 macro_rules! params {
     (@names $field:ident) => { &[stringify!($field)] };
     (@names $field:ident $($part:ident),+) => { &[$(stringify!($part)),+] };
     ($(
         $(#[$about:meta])*
-        $vis:vis struct $name:ident {
+        $vis:vis struct $name:ident $(: $base:ident)? {
             $($(#[$note:meta])* $seen:vis $field:ident $(as [$($part:ident),+])?: $type:ty,)*
         }
     )*) => {$(
         $(#[$about])*
         #[repr(C)]
         #[derive(Clone, Copy, Debug)]
-        $vis struct $name { $($(#[$note])* $seen $field: $type,)* }
+        $vis struct $name { $(pub(crate) base: $base,)? $($(#[$note])* $seen $field: $type,)* }
 
         // SAFETY: as declared above.
         unsafe impl $crate::gpu::Params for $name {
             const FIELDS: &'static [$crate::gpu::Field] = &[
                 $($crate::gpu::Field {
+                    names: &[],
+                    base: <$base as $crate::gpu::Params>::FIELDS,
+                    offset: 0,
+                    bytes: size_of::<$base>(),
+                },)?
+                $($crate::gpu::Field {
                     names: params!(@names $field $($($part),+)?),
+                    base: &[],
                     offset: std::mem::offset_of!($name, $field),
                     bytes: size_of::<$type>(),
                 },)*
@@ -49,11 +58,12 @@ pub(crate) use params;
 /// Name, offset and bytes of each field as the device names them.
 pub(super) fn elements(
     fields: &'static [Field],
-) -> impl Iterator<Item = (&'static str, usize, usize)> {
-    fields.iter().flat_map(|&Field { names, offset, bytes }| {
-        let bytes = bytes / names.len();
-        names.iter().enumerate().map(move |(i, name)| (*name, offset + i * bytes, bytes))
-    })
+) -> Box<dyn Iterator<Item = (&'static str, usize, usize)>> {
+    Box::new(fields.iter().flat_map(|&Field { names, base, offset, bytes }| {
+        let bytes = bytes / names.len().max(1);
+        let own = names.iter().enumerate().map(move |(i, name)| (*name, offset + i * bytes, bytes));
+        elements(base).chain(own)
+    }))
 }
 
 /// True, in C++ with the backend's `OFFSET_OF(structure, field)`, if the structure of this name has these fields (name, offset, bytes) and so many bytes.
@@ -82,10 +92,16 @@ mod tests {
         }
     }
 
-    /// A kernel whose structure has these fields.
-    fn source(fields: &str) -> &'static Source {
+    params! {
+        struct Longer: Pair {
+            count: i32,
+        }
+    }
+
+    /// A kernel whose structure has these fields, and those of one that it inherits.
+    fn source(base: &str, fields: &str) -> &'static Source {
         let text = format!(
-            "struct Params {{ {fields} }};
+            "struct Base {{ {base} }}; struct Params : Base {{ {fields} }};
             static_assert(PARAMS_AGREE, \"as the host's structure\");
             extern \"C\" __global__ void KERNEL(Params p) {{}}"
         );
@@ -95,7 +111,7 @@ mod tests {
     #[test]
     fn structures_that_differ_do_not_compile() {
         let message = |fields: &str| {
-            compile_tests::message(&KernelSpec::new(source(fields), "pair").params::<Pair>())
+            compile_tests::message(&KernelSpec::new(source("", fields), "pair").params::<Pair>())
         };
         let Some(none) = message("const char *x; long long strides[2]; int h, w;") else { return };
         assert_eq!(none, "");
@@ -109,6 +125,26 @@ mod tests {
         ] {
             let message = message(fields).unwrap();
             assert!(message.contains("error"), "{fields}: {message}");
+        }
+    }
+
+    #[test]
+    fn structures_that_begin_with_another_agree() {
+        let message = |base: &str, fields: &str| {
+            let source = source(base, fields);
+            compile_tests::message(&KernelSpec::new(source, "longer").params::<Longer>())
+        };
+        let pair = "const char *x; long long strides[2]; int h, w;";
+        let Some(none) = message(pair, "int count;") else { return };
+        assert_eq!(none, "");
+        for (base, fields) in [
+            ("int count;", pair),
+            (pair, "int other;"),
+            (pair, "int w, count;"),
+            ("const char *x; long long strides[2]; int w, h;", "int count;"),
+        ] {
+            let message = message(base, fields).unwrap();
+            assert!(message.contains("error"), "{base} {fields}: {message}");
         }
     }
 }

@@ -63,7 +63,7 @@ macro_rules! configuration {
                 $name { algorithm, $($parameter: None),* }
             }
 
-            fn parameters(&self) -> impl Iterator<Item = (&'static str, Option<usize>)> + use<> {
+            pub(crate) fn parameters(&self) -> impl Iterator<Item = (&'static str, Option<usize>)> + use<> {
                 [$((stringify!($parameter), self.$parameter)),*].into_iter()
             }
         }

@@ -77,7 +77,8 @@ unsafe fn store<S: Simd, T: SimdElement, const V: usize>(
     y: *mut T,
     mut v: [S::F32; V],
 ) {
-    if let Activation::Gelu(_) = sum.activation {
+    use Activation::{Identity, Relu, Relu6, Silu};
+    if !matches!(sum.activation, Identity | Relu | Relu6 | Silu) {
         // No model has it here.
         seldom();
         let mut lanes = [0f32; 2 * MAX_LANES];
@@ -94,10 +95,10 @@ unsafe fn store<S: Simd, T: SimdElement, const V: usize>(
     } else {
         for v in &mut v {
             *v = match sum.activation {
-                Activation::Identity | Activation::Gelu(_) => *v,
-                Activation::Relu => activate(s, Activation::Relu, *v),
-                Activation::Relu6 => activate(s, Activation::Relu6, *v),
-                Activation::Silu => silu::<S, T>(s, *v),
+                Relu => activate(s, Relu, *v),
+                Relu6 => activate(s, Relu6, *v),
+                Silu => silu::<S, T>(s, *v),
+                _ => *v,
             };
         }
     }

@@ -2,9 +2,7 @@
 
 use super::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Kernels, Launch, Source, params, type_name};
-use crate::{
-    Activation, Approximate, DType, Device, Result, TensorDesc, TensorMut, TensorRef, Workspace,
-};
+use crate::{Activation, DType, Device, Result, TensorDesc, TensorMut, TensorRef, Workspace};
 
 macro_rules! header {
     ($file:literal) => {
@@ -169,18 +167,6 @@ impl Params {
     }
 }
 
-/// How device code calls an activation.
-pub(super) fn activation_name(activation: Activation) -> &'static str {
-    match activation {
-        Activation::Identity => "IDENTITY",
-        Activation::Relu => "RELU",
-        Activation::Relu6 => "RELU6",
-        Activation::Silu => "SILU",
-        Activation::Gelu(Approximate::None) => "GELU",
-        Activation::Gelu(Approximate::Tanh) => "GELU_TANH",
-    }
-}
-
 /// Constants that every kernel of the room takes for types and options.
 pub(super) fn define_operands(
     kernel: KernelSpec,
@@ -193,7 +179,7 @@ pub(super) fn define_operands(
     let kernel = kernel
         .define("T", type_name(x.dtype))
         .define("W", type_name(weight.dtype))
-        .define("ACT", activation_name(activation))
+        .define("ACT", activation.constant())
         // Loops over more taps are not unrolled.
         .define("WIDTH", if width <= 9 { width } else { 0 });
     match bias {
@@ -392,7 +378,7 @@ pub(super) fn rows_launch(row: usize, rows: usize) -> Launch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Layout;
+    use crate::{Approximate, Layout};
 
     const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 

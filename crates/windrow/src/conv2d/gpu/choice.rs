@@ -4,15 +4,47 @@ use super::cudnn;
 use super::cudnn::turned::Turned;
 use super::facts::{has_epilogue, has_vectors, is_strict, may_transform};
 use super::grouped::GroupedMethod;
-use super::methods::{self, Method, allows, pack_micros};
+use super::method::{Method, supports};
+use super::methods::{self, METHODS, allows, method_for, pack_micros, supported, too_large};
 use super::task::Task;
 use super::winograd_gemm::{self, largest_tile, tiles};
 use super::winograd_row::{self, WinogradRow};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Tile};
 use crate::dtype::not_computed;
-use crate::{DType, Filter};
+use crate::gpu::Gpu;
+use crate::{DType, Filter, Result};
 use Conv2dAlgorithm::{Cudnn, Direct, Im2colGemm, ImplicitGemm, WinogradGemm, WinogradRow as Row};
+
+/// The algorithm that should be fastest among those that the spec's accuracy and the options' memory allow.
+///
+/// # Errors
+/// [`Error::Unsupported`] for sizes of 2^30 and more in one direction.
+pub(crate) fn best(gpu: &'static Gpu, task: &Task<'_>) -> Result<Conv2dAlgorithm> {
+    let mut supported = supported(gpu, task);
+    if supported.is_empty() {
+        return Err(too_large());
+    }
+    if let Some(memory) = task.options.memory {
+        let least = |task: &Task<'_>| method_for(task).map_or(0, |method| method.least_bytes(task));
+        supported.retain(|&algorithm| least(&task.by(algorithm)) <= memory);
+    }
+    let leads = |method: &&dyn Method| method.leads(task) && supports(*method, gpu, task);
+    if let Some(leader) = METHODS.into_iter().find(leads) {
+        return Ok(leader.about().algorithms[0]);
+    }
+    loop {
+        let chosen = choose(task, &supported);
+        let confirmed = method_for(&task.by(chosen)).map_or(Ok(()), |m| m.confirm(gpu, task));
+        match confirmed {
+            Err(error) if supported.contains(&chosen) => {
+                tracing::debug!(%error, "conv2d without {chosen}");
+                supported.retain(|&other| other != chosen);
+            }
+            Ok(()) | Err(_) => return Ok(chosen),
+        }
+    }
+}
 
 /// Terms of a sum below which one thread for each output is not compared with a product.
 const FEW_TERMS: usize = 64;

@@ -1,105 +1,30 @@
-//! Ways to compute a convolution on a GPU: what each has to say of itself, and the functions that ask all of them.
+//! The ways to compute a convolution on a GPU, and the functions that ask all of them.
 
+use super::cudnn::CudnnMethod;
+use super::few_taps::FewTapsMethod;
+use super::general::{DIRECT, IM2COL_GEMM};
+use super::grouped::GroupedMethod;
+use super::implicit_gemm::ImplicitGemmMethod;
+use super::method::{Method, supports};
 use super::prepared::Prepared;
 use super::task::Task;
-use super::{METHODS, choice};
+use super::winograd_gemm::WinogradGemmMethod;
+use super::winograd_row::WinogradRowMethod;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Problem};
-use crate::gpu::{Feature, Gpu};
+use crate::gpu::Gpu;
 use crate::{DType, Error, Result};
 
-/// A way to compute convolutions: which ones, how accurately, how fast, and with which parameters.
-pub(super) trait Method: Sync {
-    fn about(&self) -> &'static About;
-
-    /// True if it has kernels for a spec, on some device and at some accuracy.
-    fn computes(&self, task: &Task<'_>) -> bool;
-
-    /// Whether the device and its libraries have what the kernels need.
-    ///
-    /// # Errors
-    /// What is missing.
-    fn runs_on(&self, _gpu: &Gpu, _task: &Task<'_>) -> Result<()> {
-        Ok(())
-    }
-
-    /// Whether there is a kernel after all, for a library that tells only when it is asked for one.
-    ///
-    /// # Errors
-    /// Those of the library.
-    fn confirm(&self, _gpu: &'static Gpu, _task: &Task<'_>) -> Result<()> {
-        Ok(())
-    }
-
-    /// True if the spec's accuracy allows it.
-    fn allows(&self, _task: &Task<'_>) -> bool {
-        true
-    }
-
-    /// True if it was ahead of every other method wherever it was measured: taken without a comparison.
-    fn leads(&self, _task: &Task<'_>) -> bool {
-        false
-    }
-
-    /// Expected microseconds of a run with a packed filter; infinite for parameters that no kernel has.
-    fn micros(&self, task: &Task<'_>) -> f64;
-
-    /// Bytes of a packed filter for each pair of an input and an output channel.
-    fn pair_bytes(&self, task: &Task<'_>) -> usize {
-        task.problem.r * task.problem.s * task.spec.w.dtype.size()
-    }
-
-    /// Fewest bytes of packed filter and workspace together, for a method that can work in pieces.
-    fn least_bytes(&self, _task: &Task<'_>) -> usize {
-        0
-    }
-
-    /// Configurations with kernels of their own.
-    fn variants(&self, _dtype: DType) -> Vec<Conv2dConfiguration> {
-        Vec::new()
-    }
-
-    /// Configurations that a search tries beside the model's.
-    fn candidates(&self, task: &Task<'_>) -> Vec<Conv2dConfiguration> {
-        self.variants(task.spec.x.dtype)
-    }
-
-    /// The configuration with all parameters of a plan by it; nothing is compiled.
-    fn complete(&self, task: &Task<'_>) -> Conv2dConfiguration {
-        Conv2dConfiguration::new(task.algorithm())
-    }
-
-    /// Compiles and loads the kernels.
-    ///
-    /// # Errors
-    /// [`Error::Backend`].
-    fn prepare(&self, gpu: &'static Gpu, task: &Task<'_>) -> Result<Box<dyn Prepared>>;
-}
-
-/// What a method says of itself.
-pub(super) struct About {
-    /// Algorithms, as users name them, that it computes.
-    pub(super) algorithms: &'static [Conv2dAlgorithm],
-    /// Convolutions that it computes, in words, for the error of others.
-    pub(super) domain: &'static str,
-    /// Variants of its kernels, as lines of `verify/kernels.txt`.
-    pub(super) kernels: &'static [&'static str],
-    /// Parameters that a configuration may give.
-    pub(super) parameters: &'static [Parameter],
-}
-
-/// A number of a [`Conv2dConfiguration`] that a method takes.
-pub(super) struct Parameter {
-    pub(super) name: &'static str,
-    /// Its values, in words.
-    pub(super) values: &'static str,
-    pub(super) is_valid: fn(usize) -> bool,
-}
-
-/// Variants of all kernels that plans of convolutions can launch, as lines of `verify/kernels.txt`.
-pub(crate) fn kernels() -> impl Iterator<Item = &'static str> {
-    let methods = METHODS.into_iter().flat_map(|method| method.about().kernels);
-    methods.chain(super::shared::KERNELS).chain(super::gradients::kernels()).copied()
-}
+/// Every method. Of those with the same algorithm the first one that supports a problem computes it.
+pub(super) static METHODS: [&dyn Method; 8] = [
+    &GroupedMethod,
+    &DIRECT,
+    &FewTapsMethod,
+    &IM2COL_GEMM,
+    &ImplicitGemmMethod,
+    &WinogradGemmMethod,
+    &WinogradRowMethod,
+    &CudnnMethod,
+];
 
 /// The methods of an algorithm.
 fn methods_of(algorithm: Conv2dAlgorithm) -> impl Iterator<Item = &'static dyn Method> {
@@ -107,26 +32,10 @@ fn methods_of(algorithm: Conv2dAlgorithm) -> impl Iterator<Item = &'static dyn M
 }
 
 /// The method of the task's algorithm that has kernels for the spec; if none has, the most general one.
-fn method_for(task: &Task<'_>) -> Option<&'static dyn Method> {
+pub(super) fn method_for(task: &Task<'_>) -> Option<&'static dyn Method> {
     let fits = fits_i32(task.problem);
     let computes = methods_of(task.algorithm()).find(|method| fits && method.computes(task));
     computes.or_else(|| methods_of(task.algorithm()).last())
-}
-
-/// True if the method computes the spec on `gpu`.
-pub(super) fn supports(method: &dyn Method, gpu: &Gpu, task: &Task<'_>) -> bool {
-    method.computes(task) && method.runs_on(gpu, task).is_ok()
-}
-
-/// [`Method::runs_on`] of kernels with products of warpgroups.
-pub(super) fn needs_warpgroups(gpu: &Gpu, algorithm: Conv2dAlgorithm) -> Result<()> {
-    if gpu.has(Feature::WarpgroupProducts) {
-        return Ok(());
-    }
-    Err(Error::unsupported(
-        format!("conv2d by {algorithm} on {}", gpu.device()),
-        "it needs products of warpgroups, which compute capability 9.0 has",
-    ))
 }
 
 /// Every algorithm that can compute the spec on `gpu`, whatever its accuracy.
@@ -142,36 +51,6 @@ pub(crate) fn supported(gpu: &Gpu, task: &Task<'_>) -> Vec<Conv2dAlgorithm> {
         }
     }
     found
-}
-
-/// The algorithm that should be fastest among those that the spec's accuracy and the options' memory allow.
-///
-/// # Errors
-/// [`Error::Unsupported`] for sizes of 2^30 and more in one direction.
-pub(crate) fn best(gpu: &'static Gpu, task: &Task<'_>) -> Result<Conv2dAlgorithm> {
-    let mut supported = supported(gpu, task);
-    if supported.is_empty() {
-        return Err(too_large());
-    }
-    if let Some(memory) = task.options.memory {
-        let least = |task: &Task<'_>| method_for(task).map_or(0, |method| method.least_bytes(task));
-        supported.retain(|&algorithm| least(&task.by(algorithm)) <= memory);
-    }
-    let leads = |method: &&dyn Method| method.leads(task) && supports(*method, gpu, task);
-    if let Some(leader) = METHODS.into_iter().find(leads) {
-        return Ok(leader.about().algorithms[0]);
-    }
-    loop {
-        let chosen = choice::choose(task, &supported);
-        let confirmed = method_for(&task.by(chosen)).map_or(Ok(()), |m| m.confirm(gpu, task));
-        match confirmed {
-            Err(error) if supported.contains(&chosen) => {
-                tracing::debug!(%error, "conv2d without {chosen}");
-                supported.retain(|&other| other != chosen);
-            }
-            Ok(()) | Err(_) => return Ok(chosen),
-        }
-    }
 }
 
 /// Compiles and loads the kernels of the task's configuration. Unless the options say
@@ -266,7 +145,7 @@ fn fits_i32(p: &Problem) -> bool {
         && product(&[p.k, p.r, p.s])
 }
 
-fn too_large() -> Error {
+pub(super) fn too_large() -> Error {
     Error::unsupported(
         "a convolution with 2^30 or more pixels of an image, images or filter taps on a GPU",
         "kernels count them in 32 bits; split the batch or the image",

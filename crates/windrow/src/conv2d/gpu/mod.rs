@@ -5,9 +5,11 @@ mod choice;
 mod cudnn;
 mod few_taps;
 mod general;
+mod gradient;
 mod gradients;
 mod grouped;
 mod implicit_gemm;
+mod method;
 mod methods;
 mod prepared;
 mod shared;
@@ -15,25 +17,17 @@ mod task;
 mod winograd_gemm;
 mod winograd_row;
 
-use self::cudnn::CudnnMethod;
-use self::few_taps::FewTapsMethod;
-use self::general::{DIRECT, IM2COL_GEMM};
-use self::gradients::weight_product;
-pub(crate) use self::gradients::{Backward, WeightOperands};
-use self::grouped::GroupedMethod;
-use self::implicit_gemm::ImplicitGemmMethod;
-use self::methods::Method;
+pub(crate) use self::choice::best;
+pub(crate) use self::gradient::WeightOperands;
+pub(crate) use self::gradients::Backward;
 pub(crate) use self::methods::{
-    allows, best, candidates, complete, kernels, micros, parameters, prepare, supported, takes,
-    variants,
+    allows, candidates, complete, micros, parameters, prepare, supported, takes, variants,
 };
 pub(crate) use self::prepared::{Operands, PackTo, PackedForm, Prepared};
 pub(crate) use self::shared::packs::Packs;
-use self::shared::parameters::{Divisor, Seen, bias_of, kernel, strides, with_epilogue};
-use self::shared::{ALIGNMENT, facts, input, source, split};
+use self::shared::parameters::{Divisor, Seen, kernel, strides, with_epilogue};
+use self::shared::{ALIGNMENT, facts, input, shape, source, split};
 pub(crate) use self::task::Task;
-use self::winograd_gemm::WinogradGemmMethod;
-use self::winograd_row::WinogradRowMethod;
 #[cfg(test)]
 use super::Conv2dSpec;
 
@@ -42,17 +36,11 @@ pub(crate) fn borrowed_rates(gpu: &crate::gpu::Gpu) -> Option<&'static str> {
     self::chips::Chip::borrowed(gpu)
 }
 
-/// Every method. Of those with the same algorithm the first one that supports a problem computes it.
-static METHODS: [&dyn Method; 8] = [
-    &GroupedMethod,
-    &DIRECT,
-    &FewTapsMethod,
-    &IM2COL_GEMM,
-    &ImplicitGemmMethod,
-    &WinogradGemmMethod,
-    &WinogradRowMethod,
-    &CudnnMethod,
-];
+/// Variants of all kernels that plans of convolutions can launch, as lines of `verify/kernels.txt`.
+pub(crate) fn kernels() -> impl Iterator<Item = &'static str> {
+    let methods = methods::METHODS.into_iter().flat_map(|method| method.about().kernels);
+    methods.chain(shared::KERNELS).chain(gradients::kernels()).copied()
+}
 
 /// The same with what takes the most registers on the way to y.
 #[cfg(test)]

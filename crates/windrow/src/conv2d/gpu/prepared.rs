@@ -128,7 +128,7 @@ pub(crate) struct PackedForm {
 }
 
 impl PackedForm {
-    pub(super) fn new(method: &'static str, dtype: DType, products: usize, order: usize) -> Self {
+    pub(crate) fn new(method: &'static str, dtype: DType, products: usize, order: usize) -> Self {
         PackedForm { method, dtype, products, order }
     }
 }

@@ -201,9 +201,7 @@ impl Gpu {
 
     /// Bytes of workspace for any of the gradients.
     pub(in crate::conv2d) fn gradient_bytes(&self, plan: &Conv2dPlan) -> Result<usize> {
-        let gradients = self.backward(plan)?;
-        let bytes = [gradients.data_bytes(), gradients.weight_bytes(), gradients.bias_bytes()];
-        Ok(bytes.into_iter().max().unwrap_or(0))
+        Ok(self.backward(plan)?.scratch_bytes())
     }
 
     /// As [`Gpu::run`], the gradient of x.
@@ -214,17 +212,19 @@ impl Gpu {
         dx: &mut TensorMut<'_>,
         workspace: &mut Workspace,
     ) -> Result<()> {
-        let gradients = self.backward(plan)?;
-        let (stream, memory) = workspace.take_on(self.gpu, gradients.data_bytes())?;
+        let gradient = &self.backward(plan)?.data;
+        let (stream, scratch) = workspace.take_on(self.gpu, gradient.scratch_bytes())?;
         if dx.layout().is_empty() {
             return Ok(());
         }
         let filter = match turn(w) {
-            Some(w) if gradients.data_is_mirrored() => w.as_ptr(),
+            Some(w) if gradient.is_mirrored() => w.as_ptr(),
             _ => w.as_ptr(),
         };
+        let (x, y) = (dy.as_ptr(), dx.as_mut_ptr());
+        let operands = Operands { x, bias: None, residual: None, y, scratch };
         // SAFETY: the views were checked against the spec and are on the device.
-        unsafe { gradients.data(stream, filter, dy.as_ptr(), dx.as_mut_ptr(), memory) }
+        unsafe { gradient.run(stream, filter, operands) }
     }
 
     /// As [`Gpu::run`], the gradient of the filter.
@@ -251,16 +251,16 @@ impl Gpu {
         db: &mut TensorMut<'_>,
         workspace: &mut Workspace,
     ) -> Result<()> {
-        let gradients = self.backward(plan)?;
-        let (stream, scratch) = workspace.take_on(self.gpu, gradients.bias_bytes())?;
+        let gradient = &self.backward(plan)?.bias;
+        let (stream, scratch) = workspace.take_on(self.gpu, gradient.scratch_bytes())?;
         let out = (db.as_mut_ptr(), db.desc());
         // SAFETY: the views were checked against the spec and are on the device.
-        unsafe { gradients.bias(stream, dy.as_ptr(), out, scratch) }
+        unsafe { gradient.run(stream, dy.as_ptr(), out, scratch) }
     }
 
     /// As [`Cpu::data_tile`](super::Cpu::data_tile).
     pub(in crate::conv2d) fn data_tile(&self, plan: &Conv2dPlan) -> Result<Option<usize>> {
-        Ok(self.backward(plan)?.data_tile())
+        Ok(self.backward(plan)?.data.tile())
     }
 
     /// As [`Gpu::data_tile`], of the weight gradient.
@@ -270,7 +270,6 @@ impl Gpu {
 
     /// Of the gradients of x, the filter and the bias.
     pub(in crate::conv2d) fn gradient_tolerances(&self, plan: &Conv2dPlan) -> Result<[f64; 3]> {
-        let g = self.backward(plan)?;
-        Ok([g.data_tolerance(), g.weight_tolerance(), g.bias_tolerance()])
+        Ok(self.backward(plan)?.tolerances())
     }
 }

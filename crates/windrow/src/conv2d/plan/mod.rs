@@ -1,5 +1,6 @@
 //! Plans and runs of convolutions.
 
+mod args;
 mod cache;
 mod checksum;
 mod comparison;
@@ -8,43 +9,15 @@ mod gpu;
 mod packed;
 
 use super::{Conv2dConfiguration, Conv2dSpec, Problem};
-use crate::forms::setters;
 use crate::plan::{self, Input, Operator, Plan, Views, engine};
-use crate::{Error, PlanOptions, Result, TensorMut, TensorRef, Workspace};
-pub(super) use packed::filter;
+use crate::{Error, PlanOptions, Result, TensorMut, Workspace};
+pub(super) use args::filter;
 
+pub use args::{Conv2dArgs, Weights};
 pub use cache::FilterCache;
 pub use cpu::Cpu;
 pub use gpu::Gpu;
-pub use packed::{PackedWeights, Weights};
-
-/// The inputs of a run.
-#[derive(Clone, Copy, Debug)]
-#[non_exhaustive]
-pub struct Conv2dArgs<'a> {
-    /// Input [n, c, h, w], with the spec's type, shape and strides.
-    pub x: TensorRef<'a>,
-    /// Filter.
-    pub w: Weights<'a>,
-    /// Bias `[k]`, if the spec has one.
-    pub bias: Option<TensorRef<'a>>,
-    /// What is added before the activation, if the spec has it: of y's type, shape and strides.
-    pub residual: Option<TensorRef<'a>>,
-}
-
-impl<'a> Conv2dArgs<'a> {
-    /// Input and filter alone.
-    pub fn new(x: TensorRef<'a>, w: impl Into<Weights<'a>>) -> Self {
-        Conv2dArgs { x, w: w.into(), bias: None, residual: None }
-    }
-}
-
-setters! {
-    Conv2dArgs<'a> {
-        ? with_bias(bias: TensorRef<'a>);
-        ? with_residual(residual: TensorRef<'a>);
-    }
-}
+pub use packed::PackedWeights;
 
 /// A [`Conv2dSpec`] that was checked and bound to a device and an algorithm.
 ///

@@ -1,6 +1,6 @@
 //! Filters that were packed before the run.
 
-use super::{Conv2dPlan, Cpu, FilterCache, Gpu};
+use super::{Conv2dPlan, Cpu, Gpu};
 use crate::buffer::Buffer;
 use crate::conv2d::Conv2dAlgorithm;
 use crate::conv2d::cpu::floats_mut;
@@ -9,32 +9,7 @@ use crate::gpu::SharedBuffer;
 use crate::plan::{Backend, Checks, engine};
 use crate::tensor::check_device;
 use crate::{Device, Error, Result, TensorRef, Verify, Workspace};
-use std::borrow::Cow;
 use std::sync::Arc;
-
-/// The filter of a run.
-#[derive(Clone, Copy, Debug)]
-#[non_exhaustive]
-pub enum Weights<'a> {
-    /// [k, c/groups, r, s] with the spec's type and strides; packed into the workspace on every run.
-    Raw(TensorRef<'a>),
-    /// Packed once by [`Conv2dPlan::pack_weights`].
-    Packed(&'a PackedWeights),
-    /// As `Raw`, with the packed form kept in the cache until the filter changes.
-    Cached(TensorRef<'a>, &'a FilterCache),
-}
-
-impl<'a> From<TensorRef<'a>> for Weights<'a> {
-    fn from(w: TensorRef<'a>) -> Self {
-        Weights::Raw(w)
-    }
-}
-
-impl<'a> From<&'a PackedWeights> for Weights<'a> {
-    fn from(packed: &'a PackedWeights) -> Self {
-        Weights::Packed(packed)
-    }
-}
 
 /// What the form of a packed filter depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -66,7 +41,7 @@ pub struct PackedWeights {
     pub(super) packing: Packing,
     pub(super) data: PackedData,
     /// The filter itself, kept by plans that verify.
-    source: Option<Vec<f64>>,
+    pub(super) source: Option<Vec<f64>>,
 }
 
 #[derive(Debug)]
@@ -173,10 +148,31 @@ impl Conv2dPlan {
     }
 }
 
-/// The filter's elements, if they are known.
-pub(in crate::conv2d) fn filter<'a>(w: &Weights<'a>) -> Result<Option<Cow<'a, [f64]>>> {
-    match w {
-        Weights::Raw(w) | Weights::Cached(w, _) => Ok(Some(w.to_f64_vec()?.into())),
-        Weights::Packed(packed) => Ok(packed.source.as_deref().map(Cow::from)),
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::DType;
+
+    /// Plans on GPUs take a pack of their own packing alone.
+    #[test]
+    fn packs_of_another_form_are_others() {
+        let of = |groups, method, dtype, products, order| Packing {
+            algorithm: Conv2dAlgorithm::Direct,
+            filter: [64, 4, 3, 3],
+            groups,
+            form: PackedForm::Cuda(gpu::PackedForm::new(method, dtype, products, order)),
+        };
+        let grouped = of(16, "grouped", DType::F32, 1, 0);
+        assert_eq!(grouped, of(16, "grouped", DType::F32, 1, 0));
+        for other in [
+            of(1, "grouped", DType::F32, 1, 0),
+            of(16, "direct", DType::F32, 1, 0),
+            of(16, "grouped", DType::BF16, 1, 0),
+            of(16, "grouped", DType::F32, 3, 0),
+            of(16, "grouped", DType::F32, 1, 1),
+            Packing { form: PackedForm::Cpu { width: 8 }, ..grouped },
+        ] {
+            assert_ne!(grouped, other);
+        }
     }
 }

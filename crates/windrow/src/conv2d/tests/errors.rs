@@ -309,6 +309,28 @@ fn a_filter_packed_for_another_plan() {
     assert!(matches!(refused, Err(Error::Shape { arg: "w", .. })));
 }
 
+/// A filter of one shape lies otherwise in two groups than in one.
+#[test]
+fn a_filter_packed_for_other_groups() {
+    let plan = |groups| {
+        let x = TensorDesc::contiguous(DType::F32, &[1, 2 * groups, 6, 6]).unwrap();
+        let w = TensorDesc::contiguous(DType::F32, &[8, 2, 3, 3]).unwrap();
+        let params = Conv2dParams { groups, ..Default::default() };
+        let spec = Conv2dSpec::new(x, w, &params).unwrap();
+        Conv2dPlan::with_algorithm(&spec, Conv2dAlgorithm::Direct, &PlanOptions::default()).unwrap()
+    };
+    let [one, two] = [1, 2].map(plan);
+    let w = Tensor::zeros(DType::F32, &[8, 2, 3, 3]).unwrap();
+    let mut workspace =
+        Workspace::new(Device::Cpu, one.workspace_bytes().max(two.workspace_bytes())).unwrap();
+    let packed = two.pack_weights(&w.as_ref(), &mut workspace).unwrap();
+    assert!(two.accepts(&packed) && !one.accepts(&packed));
+    let x = Tensor::zeros(DType::F32, &[1, 2, 6, 6]).unwrap();
+    let mut y = Tensor::zeros(DType::F32, &[1, 8, 4, 4]).unwrap();
+    let refused = one.run(&Conv2dArgs::new(x.as_ref(), &packed), y.as_mut(), &mut workspace);
+    assert!(matches!(refused, Err(Error::ForeignPack { .. })));
+}
+
 /// A filter packed for products of bf16 holds no f32.
 #[test]
 fn a_filter_packed_for_another_type() {

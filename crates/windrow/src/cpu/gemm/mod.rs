@@ -5,8 +5,10 @@
 //! out panels of an im2col matrix that never exists as a whole, and can apply bias and activation
 //! to a tile while it is in the first-level cache.
 
+mod block;
 mod strided;
 
+use self::block::Block;
 use super::{Isa, Kernel, SendPtr, Simd, dispatch, parallel_for_workers};
 use std::ops::Range;
 
@@ -454,76 +456,6 @@ impl Blocking {
                     is_last,
                 };
                 dispatch(self.isa, block);
-            }
-        }
-    }
-}
-
-/// The tiles of a block for the terms of one step.
-struct Block<'a> {
-    blocking: &'a Blocking,
-    // One kernel serves all.
-    operands: &'a dyn BlockedProduct,
-    batch: usize,
-    rows: Range<usize>,
-    cols: Range<usize>,
-    terms: usize,
-    left: Left,
-    right: Right,
-    tiles: *mut f32,
-    /// Of the whole block, where it has one.
-    place: Option<Place>,
-    is_first: bool,
-    is_last: bool,
-}
-
-impl Kernel for Block<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let Block { operands, batch, terms, left, right, .. } = self;
-        let Blocking { mr, nr, .. } = *self.blocking;
-        let row_panels = self.rows.len().div_ceil(mr);
-        // Each row of tiles asks for its part of a panel; what was packed just now is near.
-        let distance = if self.blocking.scratch.right { 0 } else { nr.div_ceil(row_panels) };
-        // With a single step of terms one tile is enough.
-        let waits = !(self.is_first && self.is_last);
-        for (j, col) in self.cols.clone().step_by(nr).enumerate() {
-            let end = (col + nr).min(self.cols.end);
-            // The panel that is multiplied next, also of the terms that follow these.
-            let next = match end == self.cols.end {
-                false => right.ptr.wrapping_add((j + 1) * right.panel),
-                true => right.ptr.wrapping_add(terms * nr),
-            };
-            for (i, row) in self.rows.clone().step_by(mr).enumerate() {
-                let (rows, cols) = (row..(row + mr).min(self.rows.end), col..end);
-                let place = match self.place {
-                    Some(place) => Some(place.tile(i * mr, j * nr)),
-                    None if self.is_last => operands.place(batch, rows.clone(), cols.clone()),
-                    None => None,
-                };
-                let index = if waits { j * row_panels + i } else { 0 };
-                let part = i * self.terms * distance;
-                // SAFETY: scratch memory holds the tiles, operands gave panels of all rows, columns and terms.
-                unsafe {
-                    let c = self.tiles.add(index * mr * nr);
-                    let tile = Tile {
-                        rows: rows.len(),
-                        cols: cols.len(),
-                        terms,
-                        a: Left { ptr: left.ptr.add(i * left.panel), ..left },
-                        b: right.ptr.add(j * right.panel),
-                        c,
-                        accumulate: !self.is_first,
-                        place,
-                        ahead: (next.wrapping_add(part), distance),
-                    };
-                    tile.run(s);
-                    if self.is_last && place.is_none() {
-                        operands.store(batch, rows, cols, c);
-                    }
-                }
             }
         }
     }

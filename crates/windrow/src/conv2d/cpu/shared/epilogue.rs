@@ -131,12 +131,7 @@ impl Epilogue {
     /// The activation as bounds, which the usual ones are.
     #[inline(always)]
     pub(crate) fn bounds(&self) -> Option<Bounds> {
-        match self.activation {
-            Activation::Identity => Some(Bounds::NONE),
-            Activation::Relu => Some(Bounds { low: 0.0, ..Bounds::NONE }),
-            Activation::Relu6 => Some(Bounds { low: 0.0, high: 6.0 }),
-            Activation::Silu | Activation::Gelu(_) => None,
-        }
+        self.activation.bounds().map(|[low, high]| Bounds { low, high })
     }
 
     /// The bias of `len` channels from one on.

@@ -7,12 +7,7 @@
 constexpr int VECTOR = VECTOR_BYTES / sizeof(Element);
 typedef Raw<T, VECTOR> Vector;
 
-struct Params {
-    Element* y;
-    const void* bias;
-    const Element* residual; // laid out as y
-    i64 bias_stride;
-    int bias_is_float;
+struct Params : Output {
     int elements;
     Divisor run; // neighbouring elements of one channel
     Divisor channels;

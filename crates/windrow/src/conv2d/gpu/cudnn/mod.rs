@@ -5,13 +5,13 @@ pub(super) mod turned;
 use self::turned::{Turned, TurnedFilter};
 use super::chips::Cudnn as Rates;
 use super::facts::{has_epilogue, is_strict};
-use super::general::{DenseFilter, Direction, General, Sums, one_thread_each};
-use super::gradients::{DataGradient, GradientMethod};
-use super::implicit_gemm::data_gradient::ImplicitDataMethod;
-use super::methods::{About, Method, supports};
+use super::general::{DenseFilter, Direction, General, Sums};
+use super::method::{About, Method};
 use super::prepared::{Operands, PackTo, PackedForm, Prepared};
+use super::shape::Output;
+use super::shared::parameters::one_thread_each;
 use super::task::Task;
-use super::{Divisor, Seen, bias_of, kernel, source, with_epilogue};
+use super::{Divisor, Seen, kernel, source, with_epilogue};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
 use crate::dtype::not_computed;
@@ -45,12 +45,7 @@ pub(crate) struct Cudnn {
 }
 
 params! {
-    struct EpilogueParams {
-        y: *mut u8,
-        bias: *const u8,
-        residual: *const u8,
-        bias_stride: i64,
-        bias_is_float: i32,
+    struct EpilogueParams: Output {
         elements: i32,
         run: Divisor,
         channels: Divisor,
@@ -59,7 +54,7 @@ params! {
 
 /// Whether x and y are dense and both channels-last (`true`) or both NCHW (`false`); `None` for other
 /// layouts.
-fn channels_last(spec: &Conv2dSpec) -> Option<bool> {
+pub(super) fn channels_last(spec: &Conv2dSpec) -> Option<bool> {
     let dense = |t: &TensorDesc, order: &[usize]| {
         Layout::with_order(t.shape(), order).is_ok_and(|layout| layout == t.layout)
     };
@@ -73,12 +68,12 @@ fn by_channels(spec: &Conv2dSpec, p: &Problem) -> bool {
 }
 
 /// Relative error of a product: that of two operands rounded to TF32, whose mantissa is that of f16.
-fn operand_roundings(spec: &Conv2dSpec) -> f64 {
+pub(super) fn operand_roundings(spec: &Conv2dSpec) -> f64 {
     let tf32 = spec.x.dtype == DType::F32 && spec.accuracy >= Accuracy::Tf32;
     if tf32 { 2.0 * DType::F16.unit_roundoff() } else { 0.0 }
 }
 
-fn in_its_words(spec: &Conv2dSpec, p: &Problem, channels_last: bool) -> ConvolutionSpec {
+pub(super) fn in_its_words(spec: &Conv2dSpec, p: &Problem, channels_last: bool) -> ConvolutionSpec {
     ConvolutionSpec {
         dtype: spec.x.dtype,
         channels_last,
@@ -94,7 +89,7 @@ fn in_its_words(spec: &Conv2dSpec, p: &Problem, channels_last: bool) -> Convolut
 
 /// For tensors at addresses that cuDNN has no kernel for: compiled when there are such.
 #[derive(Debug)]
-struct Otherwise {
+pub(super) struct Otherwise {
     made: Later<General>,
     gpu: &'static Gpu,
     spec: Conv2dSpec,
@@ -104,134 +99,21 @@ struct Otherwise {
 }
 
 impl Otherwise {
-    fn new(gpu: &'static Gpu, task: &Task<'_>, direction: Direction, channels_last: bool) -> Self {
+    pub(super) fn new(
+        gpu: &'static Gpu,
+        task: &Task<'_>,
+        direction: Direction,
+        channels_last: bool,
+    ) -> Self {
         let (made, spec, problem) = (Later::default(), task.spec.clone(), *task.problem);
         Otherwise { made, gpu, spec, problem, direction, channels_last }
     }
 
-    fn get(&self) -> Result<&General> {
+    pub(super) fn get(&self) -> Result<&General> {
         let Otherwise { gpu, spec, problem, direction, channels_last, .. } = self;
         let task = Task::new(gpu, spec, problem, &PlanOptions::default());
         let sums = Sums::Im2colGemm;
         self.made.get(|| General::new(gpu, &task, sums, *direction, *channels_last))
-    }
-}
-
-/// cuDNN's weight gradient, where it can write dw as it lies.
-#[derive(Debug)]
-pub(super) struct CudnnWeight {
-    pub(super) gradient: VendorConvolution,
-    dw: TensorDesc,
-    operand_roundings: f64,
-}
-
-impl CudnnWeight {
-    /// `None` where cuDNN has no algorithm for it.
-    pub(super) fn new(gpu: &'static Gpu, task: &Task<'_>) -> Option<Self> {
-        let (spec, p) = (task.spec, task.problem);
-        if !supports(&CudnnMethod, gpu, task) {
-            return None;
-        }
-        let channels_last = channels_last(spec)?;
-        let order = if channels_last { [0, 2, 3, 1] } else { [0, 1, 2, 3] };
-        let layout = Layout::with_order(&[p.k, p.c_group(), p.r, p.s], &order).ok()?;
-        let dw = TensorDesc { dtype: spec.x.dtype, layout };
-        let words = in_its_words(spec, p, channels_last);
-        let gradient =
-            VendorConvolution::new(gpu, &words, Operation::BackwardFilter, Choice::First);
-        gradient
-            .inspect_err(|error| tracing::debug!(%error, "weight gradient without cuDNN"))
-            .ok()
-            .map(|gradient| CudnnWeight {
-                gradient,
-                dw,
-                operand_roundings: operand_roundings(spec),
-            })
-    }
-
-    /// Relative errors of the products.
-    pub(super) fn operand_roundings(&self) -> f64 {
-        self.operand_roundings
-    }
-
-    pub(super) fn writes(&self, dw: &TensorDesc) -> bool {
-        self.dw == *dw
-    }
-}
-
-/// cuDNN's data gradient, where it has a kernel and none of ours is expected to be ahead.
-pub(super) struct CudnnDataMethod;
-
-impl GradientMethod<dyn DataGradient> for CudnnDataMethod {
-    fn prepare(&self, gpu: &'static Gpu, task: &Task<'_>) -> Result<Option<Box<dyn DataGradient>>> {
-        if task.is_few() || ImplicitDataMethod::leads(gpu, task) {
-            return Ok(None);
-        }
-        let data = CudnnData::new(gpu, task)?;
-        Ok(data.map(|data| Box::new(data) as Box<dyn DataGradient>))
-    }
-}
-
-#[derive(Debug)]
-struct CudnnData {
-    gradient: VendorConvolution,
-    otherwise: Otherwise,
-    filter: DenseFilter,
-    spec: Conv2dSpec,
-    problem: Problem,
-}
-
-impl CudnnData {
-    /// `None` where cuDNN has no algorithm for it.
-    fn new(gpu: &'static Gpu, task: &Task<'_>) -> Result<Option<Self>> {
-        let (spec, p) = (task.spec, task.problem);
-        let Some(channels_last) = channels_last(spec).filter(|_| supports(&CudnnMethod, gpu, task))
-        else {
-            return Ok(None);
-        };
-        let words = in_its_words(spec, p, channels_last);
-        let gradient = VendorConvolution::new(gpu, &words, Operation::BackwardData, Choice::First);
-        let Ok(gradient) =
-            gradient.inspect_err(|error| tracing::debug!(%error, "data gradient without cuDNN"))
-        else {
-            return Ok(None);
-        };
-        let filter = DenseFilter::new(gpu, spec, p, channels_last)?;
-        let otherwise = Otherwise::new(gpu, task, Direction::BackwardData, channels_last);
-        let (spec, problem) = (spec.clone(), *p);
-        Ok(Some(CudnnData { gradient, otherwise, filter, spec, problem }))
-    }
-}
-
-impl DataGradient for CudnnData {
-    fn scratch_bytes(&self) -> usize {
-        self.filter.bytes() + self.gradient.workspace_bytes()
-    }
-
-    /// As of a sum of products.
-    fn tolerance(&self) -> f64 {
-        let terms = self.problem.k_group() * self.problem.r * self.problem.s;
-        (2 * terms + 2) as f64 * DType::F32.unit_roundoff() + operand_roundings(&self.spec)
-    }
-
-    unsafe fn run(&self, stream: &Stream, w: *const u8, operands: Operands) -> Result<()> {
-        let scratch = operands.scratch;
-        let aligned = (w as usize).is_multiple_of(VendorConvolution::ALIGNMENT);
-        let w = if self.filter.is_packed() && aligned {
-            w
-        } else {
-            // SAFETY: the caller's promise.
-            unsafe { self.filter.pack(stream, w, scratch)? };
-            scratch.cast_const()
-        };
-        let (dy, dx) = (operands.x, operands.y);
-        if !self.gradient.takes([w, dx, dy]) {
-            // SAFETY: the caller's promise; the filter is packed in the same order.
-            return unsafe { self.otherwise.get()?.run(stream, w, operands) };
-        }
-        let rest = scratch.wrapping_add(self.filter.bytes());
-        // SAFETY: the caller's promise.
-        unsafe { self.gradient.run([w.cast_mut(), dx, dy.cast_mut()], rest, stream) }
     }
 }
 
@@ -454,13 +336,8 @@ impl Prepared for Cudnn {
         let Some(kernel) = self.epilogue else { return Ok(()) };
         let p = &self.problem;
         let elements = p.y_shape().iter().product::<usize>();
-        let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
         let params = EpilogueParams {
-            y: operands.y,
-            bias,
-            residual: operands.residual(),
-            bias_stride,
-            bias_is_float,
+            base: Output::new(&self.spec, &self.spec.y, &operands),
             elements: elements as i32,
             run: Divisor::new(if self.channels_last { 1 } else { p.oh * p.ow }),
             channels: Divisor::new(p.k),

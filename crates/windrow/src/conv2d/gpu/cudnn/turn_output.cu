@@ -8,14 +8,9 @@
 
 typedef Raw<T, PIXELS> Row;
 
-struct Params {
+struct Params : Output {
     const Element* sums;
-    Element* y;
-    const void* bias; // [k] or null
-    const Element* residual; // laid out as y
-    i64 bias_stride;
-    int bias_is_float;
-    int k, pixels;
+    int pixels;
     int pixel_tiles, channel_tiles;
 };
 static_assert(PARAMS_AGREE, "as the host's structure");

@@ -4,7 +4,8 @@
 
 use crate::conv2d::gpu::facts::has_vectors;
 use crate::conv2d::gpu::input::{Input, TILE_BYTES, TILE_PIXELS, VECTOR, most_images};
-use crate::conv2d::gpu::{ALIGNMENT, Operands, Seen, bias_of, kernel, source, with_epilogue};
+use crate::conv2d::gpu::shape::Output;
+use crate::conv2d::gpu::{ALIGNMENT, Operands, Seen, kernel, source, with_epilogue};
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::{Accuracy, DType, Result};
@@ -38,14 +39,8 @@ params! {
 }
 
 params! {
-    struct OutputParams {
+    struct OutputParams: Output {
         sums: *const u8,
-        y: *mut u8,
-        bias: *const u8,
-        residual: *const u8,
-        bias_stride: i64,
-        bias_is_float: i32,
-        k: i32,
         pixels: i32,
         pixel_tiles: i32,
         channel_tiles: i32,
@@ -158,18 +153,12 @@ impl Turned {
         // SAFETY: the caller's promise.
         unsafe { self.input.copy(stream, operands.x, p.n, scratch, x_max)? };
         convolve(scratch, sums)?;
-        let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
         let (pixels, size) = (p.oh * p.ow, self.spec.y.dtype.size());
         let pixel_tiles = pixels.div_ceil(TILE_PIXELS);
         let channel_tiles = (p.k * size).div_ceil(TILE_BYTES);
         let params = OutputParams {
+            base: Output::new(&self.spec, &self.spec.y, &operands),
             sums,
-            y: operands.y,
-            bias,
-            residual: operands.residual(),
-            bias_stride,
-            bias_is_float,
-            k: p.k as i32,
             pixels: pixels as i32,
             pixel_tiles: pixel_tiles as i32,
             channel_tiles: channel_tiles as i32,

@@ -25,22 +25,12 @@
 constexpr int WARP_PIXELS = 32;
 constexpr int THREADS = 128;
 
-struct Params {
-    const Element* x;
-    const void* filter;     // as few_taps_filter.cu leaves it
-    const void* bias;       // [k] or null
-    const Element* residual; // laid out as y
-    Element* y;
-    i64 x_n, x_c, x_h, x_w; // strides in elements
-    i64 y_n, y_k, y_h, y_w;
-    i64 bias_stride;
-    int bias_is_float;
-    int k, h, w;
-    int pixels;             // oh * ow
-    int groups;             // n * ceil(pixels / 32)
-    int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
-    Divisor image_groups;   // ceil(pixels / 32)
-    Divisor ow, filter_area, filter_width;
+struct Params : ConvShape {
+    const void* filter;   // as few_taps_filter.cu leaves it
+    int pixels;           // oh * ow
+    int groups;           // n * ceil(pixels / 32)
+    Divisor image_groups; // ceil(pixels / 32)
+    Divisor ow_by, filter_area, filter_width;
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
 
@@ -65,7 +55,7 @@ struct Taps {
 // The operand of one pixel: the lane's taps, zero where the input or the filter ends.
 __device__ __forceinline__ void load(Element (&v)[LOADS], const Params& p, const Taps& taps, const Lane& lane,
                                      int image, int pixel) {
-    const int row = p.ow.divide(pixel), column = pixel - row * static_cast<int>(p.ow.value);
+    const int row = p.ow_by.divide(pixel), column = pixel - row * static_cast<int>(p.ow_by.value);
     const int y = row * p.stride_h - p.pad_h, x = column * p.stride_w - p.pad_w;
     const Element* const first = p.x + image * p.x_n + y * p.x_h + x * p.x_w;
 #pragma unroll
@@ -110,7 +100,7 @@ __device__ __noinline__ void store_plain_sums(const Params& p, const Element* x,
         const int channel = i % CHANNELS_OF_THREAD, k = first_k + channel;
         const int pixel = pixel0 + pixel_of(i / CHANNELS_OF_THREAD / 2, q, i / CHANNELS_OF_THREAD % 2);
         if (pixel >= p.pixels || k >= p.k) continue;
-        const int row = p.ow.divide(pixel), column = pixel - row * static_cast<int>(p.ow.value);
+        const int row = p.ow_by.divide(pixel), column = pixel - row * static_cast<int>(p.ow_by.value);
         float sum = 0;
         for (int d = 0; d < TAPS; d++) {
             const int c = p.filter_area.divide(d), rs = d - c * static_cast<int>(p.filter_area.value);
@@ -153,9 +143,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void KERNEL(const __grid_con
 #if STORE == CHANNELS
 #pragma unroll
         for (int i = 0; i < PIXELS_OF_THREAD; i++) {
-            const int pixel = pixel0 + lane.pixel(i), row = p.ow.divide(pixel);
+            const int pixel = pixel0 + lane.pixel(i), row = p.ow_by.divide(pixel);
             if (pixel >= p.pixels) continue;
-            Element* const to = y + row * p.y_h + (pixel - row * static_cast<int>(p.ow.value)) * p.y_w + k0;
+            Element* const to = y + row * p.y_h + (pixel - row * static_cast<int>(p.ow_by.value)) * p.y_w + k0;
 #pragma unroll
             for (int c = 0; c < CHANNELS_OF_THREAD; c += VECTOR) {
                 float v[VECTOR];
@@ -179,8 +169,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void KERNEL(const __grid_con
                 if (STORE == PIXELS) {
                     store(p, channel + pixel, v);
                 } else {
-                    const int row = p.ow.divide(pixel);
-                    store(p, channel + row * p.y_h + (pixel - row * static_cast<int>(p.ow.value)) * p.y_w, v);
+                    const int row = p.ow_by.divide(pixel);
+                    store(p, channel + row * p.y_h + (pixel - row * static_cast<int>(p.ow_by.value)) * p.y_w, v);
                 }
             }
         }

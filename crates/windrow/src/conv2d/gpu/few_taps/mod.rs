@@ -2,10 +2,11 @@
 //! or AMD's matrix cores, take f32 as well (`few_taps.cu`).
 
 use super::general::IM2COL_GEMM;
-use super::methods::{About, Method};
+use super::method::{About, Method};
 use super::prepared::{Operands, PackTo, PackedForm, Prepared};
+use super::shape::ConvShape;
 use super::task::Task;
-use super::{ALIGNMENT, Divisor, bias_of, kernel, source, strides, with_epilogue};
+use super::{ALIGNMENT, Divisor, kernel, source, strides, with_epilogue};
 use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
 use crate::dtype::not_computed;
 use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
@@ -36,26 +37,12 @@ pub(crate) struct FewTaps {
 }
 
 params! {
-    struct Params {
-        x: *const u8,
+    struct Params: ConvShape {
         filter: *const u8,
-        bias: *const u8,
-        residual: *const u8,
-        y: *mut u8,
-        x_strides as [x_n, x_c, x_h, x_w]: [i64; 4],
-        y_strides as [y_n, y_k, y_h, y_w]: [i64; 4],
-        bias_stride: i64,
-        bias_is_float: i32,
-        k: i32,
-        h: i32,
-        w: i32,
         pixels: i32,
         groups: i32,
-        stride as [stride_h, stride_w]: [i32; 2],
-        pad as [pad_h, pad_w]: [i32; 2],
-        dilation as [dilation_h, dilation_w]: [i32; 2],
         image_groups: Divisor,
-        ow: Divisor,
+        ow_by: Divisor,
         filter_area: Divisor,
         filter_width: Divisor,
     }
@@ -266,29 +253,15 @@ impl Prepared for FewTaps {
 
     unsafe fn run(&self, stream: &Stream, packed: *const u8, operands: Operands) -> Result<()> {
         let p = &self.problem;
-        let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
         let pixels = p.oh * p.ow;
         let groups = p.n * pixels.div_ceil(GROUP);
         let params = Params {
-            x: operands.x,
+            base: ConvShape::new(&self.spec, p, [&self.spec.x, &self.spec.y], &operands),
             filter: packed,
-            bias,
-            residual: operands.residual(),
-            y: operands.y,
-            x_strides: strides(&self.spec.x),
-            y_strides: strides(&self.spec.y),
-            bias_stride,
-            bias_is_float,
-            k: p.k as i32,
-            h: p.h as i32,
-            w: p.w as i32,
             pixels: pixels as i32,
             groups: groups as i32,
-            stride: p.stride.map(|v| v as i32),
-            pad: p.padding.map(|v| v as i32),
-            dilation: p.dilation.map(|v| v as i32),
             image_groups: Divisor::new(pixels.div_ceil(GROUP).max(1)),
-            ow: Divisor::new(p.ow.max(1)),
+            ow_by: Divisor::new(p.ow.max(1)),
             filter_area: Divisor::new(p.r * p.s),
             filter_width: Divisor::new(p.s),
         };

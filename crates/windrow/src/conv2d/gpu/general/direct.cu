@@ -6,23 +6,12 @@
 
 #include "conv2d.cuh"
 
-struct Params {
-    const Element* image; // x, or dy
+struct Params : ConvShape { // of x and y, or dy and dx
     const Element* filter;
-    Element* out;         // y, or dx
-    const void* bias;
-    const Element* residual; // laid out as out
-    i64 image_n, image_c, image_h, image_w;
-    i64 filter_out, filter_in, filter_r, filter_s; // strides along the channels of `out` and of `image`
-    i64 out_n, out_c, out_h, out_w;
-    i64 bias_stride;
-    i64 elements;         // of out
-    int bias_is_float;
-    int in_group, out_group; // channels of a group in image and out
-    int channels;         // of out
-    int h, w;             // of image
-    int out_height, out_width;
-    int r, s, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+    i64 filter_out, filter_in, filter_r, filter_s; // strides along the channels of y and of x
+    i64 elements;            // of y
+    int in_group, out_group; // channels of a group in x and y
+    int r, s;
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
 
@@ -37,16 +26,16 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
     };
     int channel, i, j;
     if (CHANNELS_INNER) {
-        channel = next(p.channels);
-        j = next(p.out_width);
-        i = next(p.out_height);
+        channel = next(p.k);
+        j = next(p.ow);
+        i = next(p.oh);
     } else {
-        j = next(p.out_width);
-        i = next(p.out_height);
-        channel = next(p.channels);
+        j = next(p.ow);
+        i = next(p.oh);
+        channel = next(p.k);
     }
     const int group = channel / p.out_group;
-    const Element* image = p.image + rest * p.image_n + group * static_cast<i64>(p.in_group) * p.image_c;
+    const Element* image = p.x + rest * p.x_n + group * static_cast<i64>(p.in_group) * p.x_c;
     // The filter is [k, c / groups, r, s]: k counts over all groups, c within one.
 #if TRANSPOSED
     const Element* filter = p.filter + (channel - group * p.out_group) * p.filter_out +
@@ -68,14 +57,14 @@ extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
 #endif
             if (y >= p.h || x >= p.w) continue;
             for (int c = 0; c < p.in_group; c++)
-                sum = fmaf(to_float(image[c * p.image_c + y * p.image_h + x * p.image_w]),
+                sum = fmaf(to_float(image[c * p.x_c + y * p.x_h + x * p.x_w]),
                            to_float(filter[c * p.filter_in + r * p.filter_r + s * p.filter_s]), sum);
         }
     }
     if (p.bias != nullptr)
         sum += p.bias_is_float ? static_cast<const float*>(p.bias)[channel * p.bias_stride]
                                : to_float(static_cast<const Element*>(p.bias)[channel * p.bias_stride]);
-    const i64 at = rest * p.out_n + channel * p.out_c + i * p.out_h + j * p.out_w;
+    const i64 at = rest * p.y_n + channel * p.y_k + i * p.y_h + j * p.y_w;
     if (RESIDUAL) sum += to_float(p.residual[at]);
-    p.out[at] = from_float(epilogue(sum));
+    p.y[at] = from_float(epilogue(sum));
 }

@@ -2,10 +2,12 @@
 //! matrices, and plain sums (`im2col_gemm.cu`, `direct.cu`).
 
 use super::chips::{Plain, Rates};
-use super::methods::{About, Method};
+use super::method::{About, Method};
 use super::prepared::{Operands, PackTo, PackedForm, Prepared};
+use super::shape::{ConvShape, Output};
+use super::shared::parameters::{THREADS, one_thread_each};
 use super::task::Task;
-use super::{ALIGNMENT, Divisor, bias_of, kernel, source, strides, with_epilogue};
+use super::{ALIGNMENT, Divisor, kernel, source, strides, with_epilogue};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
@@ -15,7 +17,6 @@ pub(super) static PRODUCT: Source = source!("im2col_gemm.cu");
 static PLAIN: Source = source!("direct.cu");
 static PACK_FILTER: Source = source!("pack_filter.cu");
 
-pub(super) const THREADS: u32 = 256;
 /// Rows and columns of a block of the product.
 pub(super) const BLOCK: usize = 64;
 /// Blocks of a launch in z.
@@ -142,20 +143,20 @@ impl General {
     ) -> Result<()> {
         let p = &self.problem;
         let [(image, channels), (out, columns)] = self.sides();
-        let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
         let rows = p.n * out.shape()[2] * out.shape()[3];
+        let to = Output::new(&self.spec, out, &operands);
         let mut params = Im2colParams {
             image: operands.x,
             other: packed,
             out: operands.y,
-            bias,
-            residual: operands.residual(),
+            bias: to.bias,
+            residual: to.residual,
             image_strides: strides(image),
             other_strides: self.filter.packed_strides(),
-            out_strides: strides(out),
-            bias_stride,
+            out_strides: to.y_strides,
+            bias_stride: to.bias_stride,
             rows: rows as i64,
-            bias_is_float,
+            bias_is_float: to.bias_is_float,
             columns: columns as i32,
             depth: (channels * p.r * p.s) as i32,
             other_channels: columns as i32,
@@ -166,7 +167,7 @@ impl General {
         for first in (0..p.groups).step_by(MAX_GRID_Z) {
             let groups = MAX_GRID_Z.min(p.groups - first) as u32;
             params.first_group = first as i32;
-            let launch = Launch { grid: [grid[0], grid[1], groups], block: [THREADS, 1, 1] };
+            let launch = Launch { grid: [grid[0], grid[1], groups], block: [THREADS as u32, 1, 1] };
             // SAFETY: the structure is the kernel's, and the caller's promise covers what it
             // points to.
             unsafe { self.kernel.launch(stream, launch, &params)? };
@@ -184,7 +185,6 @@ impl General {
     ) -> Result<()> {
         let p = &self.problem;
         let [(image, in_group), (out, out_group)] = self.sides();
-        let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
         let [k, c, r, s] = self.filter.packed_strides();
         let filter_strides = match self.direction {
             Direction::Forward => [k, c, r, s],
@@ -192,29 +192,14 @@ impl General {
         };
         let elements = out.shape().iter().product::<usize>();
         let params = DirectParams {
-            image: operands.x,
+            base: ConvShape::new(&self.spec, p, [image, out], &operands),
             filter: packed,
-            out: operands.y,
-            bias,
-            residual: operands.residual(),
-            image_strides: strides(image),
             filter_strides,
-            out_strides: strides(out),
-            bias_stride,
             elements: elements as i64,
-            bias_is_float,
             in_group: in_group as i32,
             out_group: out_group as i32,
-            channels: out.shape()[1] as i32,
-            h: image.shape()[2] as i32,
-            w: image.shape()[3] as i32,
-            out_height: out.shape()[2] as i32,
-            out_width: out.shape()[3] as i32,
             r: p.r as i32,
             s: p.s as i32,
-            stride: p.stride.map(|v| v as i32),
-            pad: p.padding.map(|v| v as i32),
-            dilation: p.dilation.map(|v| v as i32),
         };
         // SAFETY: the structure is the kernel's, and the caller's promise covers what it points to.
         unsafe { self.kernel.launch(stream, one_thread_each(elements), &params) }
@@ -370,31 +355,15 @@ impl Im2colParams {
 }
 
 params! {
-    struct DirectParams {
-        image: *const u8,
+    struct DirectParams: ConvShape {
         filter: *const u8,
-        out: *mut u8,
-        bias: *const u8,
-        residual: *const u8,
-        image_strides as [image_n, image_c, image_h, image_w]: [i64; 4],
-        /// Along the channels of `out` and of `image`, r, s.
+        /// Along the channels of y and of x, r, s.
         filter_strides as [filter_out, filter_in, filter_r, filter_s]: [i64; 4],
-        out_strides as [out_n, out_c, out_h, out_w]: [i64; 4],
-        bias_stride: i64,
         elements: i64,
-        bias_is_float: i32,
         in_group: i32,
         out_group: i32,
-        channels: i32,
-        h: i32,
-        w: i32,
-        out_height: i32,
-        out_width: i32,
         r: i32,
         s: i32,
-        stride as [stride_h, stride_w]: [i32; 2],
-        pad as [pad_h, pad_w]: [i32; 2],
-        dilation as [dilation_h, dilation_w]: [i32; 2],
     }
 }
 
@@ -479,10 +448,6 @@ impl DenseFilter {
 
 fn pack_kernel(dtype: DType) -> KernelSpec {
     kernel(&PACK_FILTER, "pack_filter", dtype).params::<FilterParams>()
-}
-
-pub(super) fn one_thread_each(elements: usize) -> Launch {
-    Launch::line(elements.div_ceil(THREADS as usize), THREADS as usize)
 }
 
 #[cfg(test)]

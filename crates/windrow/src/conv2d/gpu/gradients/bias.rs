@@ -1,6 +1,6 @@
 //! The gradient of the bias.
 
-use super::parts::{AddParts, PartsParams};
+use crate::conv2d::gpu::shared::parts::{AddParts, PartsParams};
 use crate::conv2d::gpu::{kernel, source, strides};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dSpec, Problem};
@@ -22,7 +22,7 @@ const ROWS_PER_WARP: usize = 8;
 
 /// The gradient of the bias: sums of dy over images, rows and columns.
 #[derive(Debug)]
-pub(super) struct BiasGradient {
+pub(crate) struct BiasGradient {
     kernel: &'static Kernel,
     add_parts: AddParts,
     dy: TensorDesc,
@@ -60,12 +60,12 @@ impl BiasGradient {
         (self.problem.n * self.problem.oh).div_ceil(WARPS * ROWS_PER_WARP)
     }
 
-    pub(super) fn scratch_bytes(&self) -> usize {
+    pub(crate) fn scratch_bytes(&self) -> usize {
         self.parts() * self.problem.k * size_of::<f32>()
     }
 
     /// A lane adds its columns of some rows, then come the lanes and warps of a block.
-    pub(super) fn tolerance(&self) -> f64 {
+    pub(crate) fn tolerance(&self) -> f64 {
         let columns =
             if self.channels_inner() { self.problem.ow } else { self.problem.ow.div_ceil(LANES) };
         (ROWS_PER_WARP * columns + 16) as f64 * DType::F32.unit_roundoff()
@@ -74,8 +74,8 @@ impl BiasGradient {
     /// `db`, with a stride and a type of its own, of `dy`.
     ///
     /// # Safety
-    /// As [`super::WeightGradient::run`].
-    pub(super) unsafe fn run(
+    /// The tensors must have these layouts and be on the stream's device, with [`BiasGradient::scratch_bytes`] there.
+    pub(crate) unsafe fn run(
         &self,
         stream: &Stream,
         dy: *const u8,

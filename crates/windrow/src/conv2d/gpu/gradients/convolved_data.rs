@@ -1,11 +1,13 @@
 //! Data gradients that are convolutions: of dy by the filter turned around, or transposed ones, which everything has.
 
-use super::{DataGradient, GradientMethod};
 use crate::conv2d::backward::mirrored;
 use crate::conv2d::gpu::Operands;
+use crate::conv2d::gpu::choice;
 use crate::conv2d::gpu::general::{Direction, General, Sums};
+use crate::conv2d::gpu::gradient::{DataGradient, GradientMethod};
 use crate::conv2d::gpu::grouped::GroupedMethod;
-use crate::conv2d::gpu::methods::{self, Method};
+use crate::conv2d::gpu::method::Method;
+use crate::conv2d::gpu::methods;
 use crate::conv2d::gpu::prepared::Prepared;
 use crate::conv2d::gpu::task::Task;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
@@ -22,7 +24,7 @@ impl GradientMethod<dyn DataGradient> for MirroredMethod {
         let Some(mirror) = mirror else { return Ok(None) };
         let Ok(p) = mirror.problem() else { return Ok(None) };
         let task = task.gradient(&mirror, &p);
-        let algorithm = methods::best(gpu, &task)?;
+        let algorithm = choice::best(gpu, &task)?;
         let is_ahead = match algorithm {
             Conv2dAlgorithm::Direct => GroupedMethod.computes(&task),
             other => other != Conv2dAlgorithm::Im2colGemm,

@@ -1,8 +1,9 @@
 //! The weight gradient as a product of dy and the gathered x, in parts, of every convolution.
 
-use super::parts::{AddParts, PartsParams};
-use super::{GradientMethod, WeightGradient, WeightOperands};
-use crate::conv2d::gpu::general::{BLOCK, Im2colParams, MAX_GRID_Z, PRODUCT, THREADS};
+use crate::conv2d::gpu::general::{BLOCK, Im2colParams, MAX_GRID_Z, PRODUCT};
+use crate::conv2d::gpu::gradient::{GradientMethod, WeightGradient, WeightOperands};
+use crate::conv2d::gpu::shared::parameters::THREADS;
+use crate::conv2d::gpu::shared::parts::{AddParts, PartsParams};
 use crate::conv2d::gpu::task::Task;
 use crate::conv2d::gpu::{kernel, strides};
 use crate::conv2d::spec::is_channels_last;
@@ -96,7 +97,7 @@ impl WeightGradient for Im2colWeight {
             let groups = at_once.min(p.groups - first);
             params.first_group = first as i32;
             let z = (groups * parts) as u32;
-            let launch = Launch { grid: [grid[0], grid[1], z], block: [THREADS, 1, 1] };
+            let launch = Launch { grid: [grid[0], grid[1], z], block: [THREADS as u32, 1, 1] };
             // SAFETY: the structure is the kernel's, and the caller's promise covers what it
             // points to.
             unsafe { self.kernel.launch(stream, launch, &params)? };
@@ -126,5 +127,5 @@ pub(super) fn weight_kernel(spec: &Conv2dSpec) -> KernelSpec {
         .define("PROBLEM", 2)
         .params::<Im2colParams>()
         .define("ALONG_ROWS", i32::from(is_channels_last(&spec.y.layout)))
-        .define("EPILOGUE", 0)
+        .define("EPILOGUE", "IDENTITY")
 }

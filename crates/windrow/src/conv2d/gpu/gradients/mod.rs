@@ -2,25 +2,25 @@
 
 mod bias;
 mod convolved_data;
+mod cudnn_gradient;
 mod im2col_weight;
-mod parts;
+mod implicit_data;
+mod lines;
 mod split_weight;
-pub(super) mod weight_product;
+mod winograd_weight;
 
 use self::bias::BiasGradient;
 use self::convolved_data::{MirroredMethod, TransposedMethod};
+use self::cudnn_gradient::{CudnnDataMethod, CudnnWeight};
 use self::im2col_weight::{Im2colWeightMethod, summed};
-pub(super) use self::parts::OutputKernels;
+use self::implicit_data::ImplicitDataMethod;
 use self::split_weight::SplitWeightMethod;
-use super::Operands;
-use super::cudnn::{CudnnDataMethod, CudnnWeight};
-use super::implicit_gemm::data_gradient::ImplicitDataMethod;
+use self::winograd_weight::WinogradWeightMethod;
+use super::gradient::{DataGradient, GradientMethod, WeightGradient, WeightOperands};
 use super::task::Task;
-use super::winograd_gemm::weight_gradient::WinogradWeightMethod;
+use crate::Result;
 use crate::conv2d::{Conv2dAlgorithm, Problem};
 use crate::gpu::{Gpu, Stream};
-use crate::{Result, TensorDesc};
-use std::fmt::Debug;
 
 /// Every way to compute the gradient of x. The first one computes it that takes the task: each is expected to be ahead
 /// of those behind it.
@@ -37,88 +37,14 @@ pub(super) fn kernels() -> impl Iterator<Item = &'static &'static str> {
     data.chain(WEIGHT.into_iter().flat_map(|method| method.kernels())).chain(bias::KERNELS)
 }
 
-/// A way to compute a gradient.
-pub(super) trait GradientMethod<G: ?Sized>: Sync {
-    /// Variants of its own kernels, as lines of `verify/kernels.txt`.
-    fn kernels(&self) -> &'static [&'static str] {
-        &[]
-    }
-
-    /// The gradient bound to the device; `None` if another method is expected to be faster, or there is no kernel.
-    ///
-    /// # Errors
-    /// [`crate::Error::Backend`].
-    fn prepare(&self, gpu: &'static Gpu, task: &Task<'_>) -> Result<Option<Box<G>>>;
-}
-
-/// A gradient of x whose kernels are loaded.
-pub(super) trait DataGradient: Debug + Send + Sync {
-    /// True if the filter that [`DataGradient::run`] takes is the one turned around.
-    fn is_mirrored(&self) -> bool {
-        false
-    }
-
-    /// Outputs of a tile, of Winograd's algorithms.
-    fn tile(&self) -> Option<usize> {
-        None
-    }
-
-    fn scratch_bytes(&self) -> usize;
-
-    fn tolerance(&self) -> f64;
-
-    /// dx, which is `y` of the operands, of dy, which is `x`.
-    ///
-    /// # Errors
-    /// [`crate::Error::Backend`].
-    ///
-    /// # Safety
-    /// The filter at `w` and the operands must have the spec's layouts and be on the stream's device, with
-    /// [`DataGradient::scratch_bytes`] of scratch memory.
-    unsafe fn run(&self, stream: &Stream, w: *const u8, operands: Operands) -> Result<()>;
-}
-
-/// A gradient of the filter whose kernels are loaded.
-pub(super) trait WeightGradient: Debug + Send + Sync {
-    /// As [`DataGradient::tile`].
-    fn tile(&self) -> Option<usize> {
-        None
-    }
-
-    fn scratch_bytes(&self) -> usize;
-
-    fn tolerance(&self) -> f64;
-
-    /// `dw`, with strides and a type of its own, of `x` and `dy`.
-    ///
-    /// # Errors
-    /// [`crate::Error::Backend`].
-    ///
-    /// # Safety
-    /// The tensors must have these layouts and be on the stream's device, with [`WeightGradient::scratch_bytes`] of
-    /// scratch memory.
-    unsafe fn run(&self, stream: &Stream, operands: &WeightOperands<'_>) -> Result<()>;
-}
-
-/// Device addresses of a run of a weight gradient.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct WeightOperands<'a> {
-    pub(crate) x: *const u8,
-    pub(crate) dy: *const u8,
-    pub(crate) dw: *mut u8,
-    /// The strides and the type of dw.
-    pub(crate) desc: &'a TensorDesc,
-    pub(crate) scratch: *mut u8,
-}
-
 /// How the gradients of a convolution are computed.
 #[derive(Debug)]
 pub(crate) struct Backward {
-    data: Box<dyn DataGradient>,
+    pub(crate) data: Box<dyn DataGradient>,
     /// Taken for every dw that it can write, at addresses that it has a kernel for.
     cudnn_weight: Option<CudnnWeight>,
     weight: Box<dyn WeightGradient>,
-    bias: BiasGradient,
+    pub(crate) bias: BiasGradient,
     problem: Problem,
 }
 
@@ -143,24 +69,10 @@ impl Backward {
         })
     }
 
-    /// True if the filter of [`Backward::data`] is the turned one.
-    pub(crate) fn data_is_mirrored(&self) -> bool {
-        self.data.is_mirrored()
-    }
-
-    /// Outputs of a tile, where the data gradient is one of Winograd's.
-    pub(crate) fn data_tile(&self) -> Option<usize> {
-        self.data.tile()
-    }
-
-    /// The same of the weight gradient.
-    pub(crate) fn weight_tile(&self) -> Option<usize> {
-        self.weight.tile()
-    }
-
-    /// Bytes of workspace of [`Backward::data`].
-    pub(crate) fn data_bytes(&self) -> usize {
-        self.data.scratch_bytes()
+    /// Bytes of workspace for any of the gradients.
+    pub(crate) fn scratch_bytes(&self) -> usize {
+        let weight = self.weight_bytes();
+        self.data.scratch_bytes().max(weight).max(self.bias.scratch_bytes())
     }
 
     /// Bytes of workspace of [`Backward::weight`].
@@ -169,49 +81,18 @@ impl Backward {
         cudnn.max(self.weight.scratch_bytes())
     }
 
-    /// Bytes of workspace of [`Backward::bias`].
-    pub(crate) fn bias_bytes(&self) -> usize {
-        self.bias.scratch_bytes()
+    /// Outputs of a tile of Winograd's algorithm, if the weight gradient is computed by it.
+    pub(crate) fn weight_tile(&self) -> Option<usize> {
+        self.weight.tile()
     }
 
-    pub(crate) fn data_tolerance(&self) -> f64 {
-        self.data.tolerance()
-    }
-
-    pub(crate) fn weight_tolerance(&self) -> f64 {
+    /// Tolerances of the gradients of x, the filter and the bias.
+    pub(crate) fn tolerances(&self) -> [f64; 3] {
         let own = self.weight.tolerance();
-        match &self.cudnn_weight {
-            Some(cudnn) => {
-                own.max(summed(&self.problem, self.problem.n) + cudnn.operand_roundings())
-            }
-            None => own,
-        }
-    }
-
-    pub(crate) fn bias_tolerance(&self) -> f64 {
-        self.bias.tolerance()
-    }
-
-    /// `dx` of `dy`. `w` is the filter, or the last row and column of it if
-    /// [`Backward::data_is_mirrored`].
-    ///
-    /// # Errors
-    /// [`crate::Error::Backend`].
-    ///
-    /// # Safety
-    /// The tensors must have the spec's layouts and be on the stream's device, with
-    /// [`Backward::data_bytes`] of scratch memory.
-    pub(crate) unsafe fn data(
-        &self,
-        stream: &Stream,
-        w: *const u8,
-        dy: *const u8,
-        dx: *mut u8,
-        scratch: *mut u8,
-    ) -> Result<()> {
-        let operands = Operands { x: dy, bias: None, residual: None, y: dx, scratch };
-        // SAFETY: the caller's promise.
-        unsafe { self.data.run(stream, w, operands) }
+        let weight = self.cudnn_weight.as_ref().map_or(own, |cudnn| {
+            own.max(summed(&self.problem, self.problem.n) + cudnn.operand_roundings())
+        });
+        [self.data.tolerance(), weight, self.bias.tolerance()]
     }
 
     /// `dw`, with strides and a type of its own, of `x` and `dy`.
@@ -220,7 +101,7 @@ impl Backward {
     /// [`crate::Error::Backend`].
     ///
     /// # Safety
-    /// As [`Backward::data`], with [`Backward::weight_bytes`].
+    /// As [`WeightGradient::run`], with [`Backward::weight_bytes`].
     pub(crate) unsafe fn weight(
         &self,
         stream: &Stream,
@@ -237,24 +118,6 @@ impl Backward {
         }
         // SAFETY: the caller's promise.
         unsafe { self.weight.run(stream, operands) }
-    }
-
-    /// `db`, with a stride and a type of its own, of `dy`.
-    ///
-    /// # Errors
-    /// [`crate::Error::Backend`].
-    ///
-    /// # Safety
-    /// As [`Backward::data`], with [`Backward::bias_bytes`].
-    pub(crate) unsafe fn bias(
-        &self,
-        stream: &Stream,
-        dy: *const u8,
-        db: (*mut u8, &TensorDesc),
-        scratch: *mut u8,
-    ) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.bias.run(stream, dy, db, scratch) }
     }
 }
 
@@ -274,7 +137,8 @@ fn first<G: ?Sized>(
 
 #[cfg(test)]
 mod tests {
-    use super::{bias, im2col_weight, parts};
+    use super::{bias, im2col_weight};
+    use crate::conv2d::gpu::shared::parts;
 
     #[test]
     fn kernels_compile_without_spills() {

@@ -16,7 +16,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_consta
 #pragma unroll 8
     for (int i = threadIdx.x; i < CHANNELS * TAPS; i += THREADS) {
         const int k = i / TAPS;
-        filters[i % TAPS][k] = k0 + k < p.k ? to_float(p.w[static_cast<i64>(k0) * TAPS + i]) : 0;
+        filters[i % TAPS][k] = k0 + k < p.k ? to_float(p.filter[static_cast<i64>(k0) * TAPS + i]) : 0;
     }
     __syncthreads();
 
@@ -47,7 +47,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_consta
 #pragma unroll
             for (int j = 0; j < READ_W; j++)
                 load_channels(v[j], from + (i * p.x_h + j * p.x_w),
-                              row_exists && static_cast<u32>(left + j) < static_cast<u32>(p.w_in));
+                              row_exists && static_cast<u32>(left + j) < static_cast<u32>(p.w));
             add_row(sum, v, filter, i);
         }
         Element* const to = p.y + (image * p.y_n + k * p.y_k + i0 * p.y_h + j0 * p.y_w);

@@ -32,7 +32,7 @@ __device__ __forceinline__ void copy_inputs(const Params& p, const Element* cons
             const int piece = first + i * GROUPS, row = piece / PARTS, column = piece % PARTS * LANES + lane;
             const int plane = row / COPY_H, y = row % COPY_H;
             const bool exists = piece < PIECES && plane < count && static_cast<u32>(top + y) < static_cast<u32>(p.h) &&
-                                static_cast<u32>(left + column) < static_cast<u32>(p.w_in);
+                                static_cast<u32>(left + column) < static_cast<u32>(p.w);
             v[i] = exists ? planes[plane][y * p.x_h + column * p.x_w] : from_float(0);
         }
 #pragma unroll
@@ -63,7 +63,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_consta
     copy_inputs(p, planes, inputs, min(PLANES, p.units - plane0), top, left);
     for (int i = threadIdx.x; i < PLANES * TAPS; i += THREADS) {
         const int plane = plane0 + i / TAPS, tap = i % TAPS;
-        if (plane < p.units) filters[i / TAPS][tap] = to_float(p.w[static_cast<i64>(channel_of(plane)) * TAPS + tap]);
+        if (plane < p.units) filters[i / TAPS][tap] = to_float(p.filter[static_cast<i64>(channel_of(plane)) * TAPS + tap]);
     }
     __syncthreads();
 

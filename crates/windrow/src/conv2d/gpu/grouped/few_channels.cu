@@ -24,7 +24,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_consta
         const int tap = FILTER_LAST ? term / GROUP_C : term % TAPS;
         const i64 from = static_cast<i64>(slot / BLOCKS_K * GROUP_K + k) * GROUP_TAPS + term;
         const bool exists = slot < slots && k < GROUP_K;
-        filters[c * TAPS + tap][of_block / 4][slot - slot0][of_block % 4] = exists ? to_float(p.w[from]) : 0;
+        filters[c * TAPS + tap][of_block / 4][slot - slot0][of_block % 4] = exists ? to_float(p.filter[from]) : 0;
     }
     __syncthreads();
 
@@ -47,7 +47,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_consta
             constexpr int UNROLLED = VECTOR > 1 ? 1 : FILTER_W;
 #pragma unroll UNROLLED
             for (int s = 0; s < FILTER_W; s++) {
-                const bool column_exists = static_cast<u32>(left + s * DILATION_W) < static_cast<u32>(p.w_in);
+                const bool column_exists = static_cast<u32>(left + s * DILATION_W) < static_cast<u32>(p.w);
                 const Element* const column = from + s * DILATION_W * p.x_w;
                 float v[READ_H][VECTOR];
 #pragma unroll

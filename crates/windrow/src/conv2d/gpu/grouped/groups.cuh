@@ -14,18 +14,8 @@ constexpr int TAPS = FILTER_H * FILTER_W;
 constexpr int READ_H = (TILE_H - 1) * STRIDE_H + (FILTER_H - 1) * DILATION_H + 1;
 constexpr int READ_W = (TILE_W - 1) * STRIDE_W + (FILTER_W - 1) * DILATION_W + 1;
 
-struct Params {
-    const Element* x;
-    const Element* w; // [k, FILTER_H, FILTER_W]; of more channels in a group see few_channels.cu
-    const void* bias; // [k] or null
-    const Element* residual; // laid out as y
-    Element* y;
-    i64 x_n, x_c, x_h, x_w; // strides in elements
-    i64 y_n, y_k, y_h, y_w;
-    i64 bias_stride;
-    int bias_is_float;
-    int k, h, w_in, oh, ow;
-    int pad_h, pad_w;
+struct Params : ConvShape {
+    const Element* filter; // [k, FILTER_H, FILTER_W]; of more channels in a group see few_channels.cu
     int units;             // tiles of all images, or planes
     Divisor group_k;       // output channels of a group
     Divisor channels;      // of an image: blocks of them, or planes

@@ -300,7 +300,7 @@ mod tests {
     use super::super::ImplicitGemmMethod;
     use super::super::tests::{NCHW, NHWC, spec};
     use super::*;
-    use crate::conv2d::gpu::methods::Method;
+    use crate::conv2d::gpu::method::Method;
 
     #[test]
     fn layouts_decide_how_inputs_are_gathered() {

@@ -24,30 +24,21 @@ constexpr int CONSUMER_WARPS = 8;
 #define PIXELS 2   // vectors of four neighbouring pixels: a filter of one tap, stride 1, no padding
 #define MAP 3      // by the copy engine, which knows where taps lie: 64 channels at a time
 
-struct Params {
-    TensorMap map;              // GATHER MAP: of x
-    const Element* x;
-    const unsigned char* w;     // [k block, step, W_BYTES]
-    const float* w_inverse;     // f32: [k], undoes the scale of the filter but for 2^FILTER_EXPONENT
-    const void* bias;           // [k] or null
-    const Element* residual;    // laid out as y
-    Element* y;
-    i64 x_n, x_c, x_h, x_w;     // strides in elements; offsets within x fit 31 bits
-    i64 y_n, y_k, y_h, y_w;
-    i64 bias_stride;
-    int bias_is_float;
-    int pixels;                 // n * oh * ow
-    int h, w_in, r;
-    int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
-    int group_c;                // input channels of a group
-    int unit_k;                 // output channels of a unit: groups that a block computes together, or one group
-    int steps;                  // ceil(c * r * s / 64)
-    int tiles;                  // of BLOCK_M pixels and BLOCK_K channels
-    Divisor image_pixels;       // oh * ow
-    Divisor ow;
-    Divisor k_blocks, unit_blocks; // of y, of a unit
-    Divisor group_k;            // output channels of a group
-    Divisor c, s;               // input channels of a unit, columns of the filter
+struct Params : ConvShape {         // offsets within x fit 31 bits
+    TensorMap map;                  // GATHER MAP: of x
+    const unsigned char* filter;    // [k block, step, W_BYTES]
+    const float* filter_inverse;    // f32: [k], undoes the scale of the filter but for 2^FILTER_EXPONENT
+    int pixels;                     // n * oh * ow
+    int r;
+    int group_c;                    // input channels of a group
+    int unit_k;                     // output channels of a unit: groups that a block computes together, or one group
+    int steps;                      // ceil(c * r * s / 64)
+    int tiles;                      // of BLOCK_M pixels and BLOCK_K channels
+    Divisor image_pixels;           // oh * ow
+    Divisor ow_by;
+    Divisor k_blocks, unit_blocks;  // of y, of a unit
+    Divisor group_k;                // output channels of a group
+    Divisor c, s;                   // input channels of a unit, columns of the filter
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
 
@@ -77,8 +68,8 @@ struct Pixel {
     __device__ __forceinline__ Pixel(const Params& p, int pixel) {
         image = p.image_pixels.divide(pixel);
         const int rest = pixel - image * static_cast<int>(p.image_pixels.value);
-        row = p.ow.divide(rest);
-        column = rest - row * static_cast<int>(p.ow.value);
+        row = p.ow_by.divide(rest);
+        column = rest - row * static_cast<int>(p.ow_by.value);
     }
 };
 

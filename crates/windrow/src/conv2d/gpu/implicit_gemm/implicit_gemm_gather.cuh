@@ -57,7 +57,7 @@ struct Origin {
 __device__ __forceinline__ bool inside(const Params& p, int origin, int dy, int dx) {
     if (!PADDED) return origin != Origin::NOWHERE;
     const int y = (origin >> 16) + dy, x = static_cast<short>(origin) + dx;
-    return static_cast<u32>(y) < static_cast<u32>(p.h) && static_cast<u32>(x) < static_cast<u32>(p.w_in);
+    return static_cast<u32>(y) < static_cast<u32>(p.h) && static_cast<u32>(x) < static_cast<u32>(p.w);
 }
 
 #if GATHER == CHANNELS
@@ -215,7 +215,7 @@ __device__ __forceinline__ void produce(const Params& p, int thread, int2*, u32 
                 barrier_expect(barrier, STAGE_BYTES);
                 copy_pixels(stage, &p.map, barrier, channel + term.c, x, y, at.image, term.s * p.dilation_w,
                             term.r * p.dilation_h);
-                copy_in(stage + X_BYTES, p.w + (static_cast<i64>(k_block) * p.steps + step) * W_BYTES, W_BYTES, barrier);
+                copy_in(stage + X_BYTES, p.filter + (static_cast<i64>(k_block) * p.steps + step) * W_BYTES, W_BYTES, barrier);
                 term.c += STEP_DEPTH;
                 if (term.c == static_cast<int>(p.c.value)) term.next_tap(p);
                 ring.advance(STAGES);
@@ -242,7 +242,7 @@ __device__ __forceinline__ void produce(const Params& p, int thread, int2* rows,
             barrier_wait(empty + 8 * ring.slot, ring.parity ^ 1);
             if (thread == 0) {
                 barrier_expect(barrier, W_BYTES);
-                copy_in(stage + X_BYTES, p.w + (static_cast<i64>(k_block) * p.steps + step) * W_BYTES, W_BYTES, barrier);
+                copy_in(stage + X_BYTES, p.filter + (static_cast<i64>(k_block) * p.steps + step) * W_BYTES, W_BYTES, barrier);
             }
             gather.step(p, step, stage);
             arrive_after_copies(barrier);

@@ -16,7 +16,7 @@ struct Channels {
         for (int i = lane; i < BLOCK_K; i += 32) {
             const int k = columns.first + i;
             bias[i] = bias_of(p, columns, k);
-            scale[i] = k < columns.end ? p.w_inverse[k] : 0;
+            scale[i] = k < columns.end ? p.filter_inverse[k] : 0;
         }
         __syncwarp();
     }

@@ -8,7 +8,7 @@ __device__ __forceinline__ float weight_at(const Params& p, int k_block, int col
     const int n = 32 * (column / 32) + 8 * (column % 8 / 2) + 2 * (column % 32 / 8) + column % 2;
     const i64 product = static_cast<i64>(k_block) * p.steps * STEP_PRODUCTS + term / 16;
     const int at = term % 4 / 2 * (8 * BLOCK_K) + n / 8 * 64 + n % 8 * 8 + term % 16 / 4 * 2 + term % 2;
-    const u16* const halves = reinterpret_cast<const u16*>(p.w) + product * PART_BYTES + at;
+    const u16* const halves = reinterpret_cast<const u16*>(p.filter) + product * PART_BYTES + at;
     const float high = f16_to_float(halves[0]), low = f16_to_float(halves[PART_BYTES / 2]);
     const float sum = fabsf(high) < __int_as_float(0x7f800000) ? high + low : high;
     return sum * (1.0f / (1u << FILTER_EXPONENT)) * scale;
@@ -32,7 +32,7 @@ __device__ __noinline__ void store_plain_sums(const Params& p, int pixel0, int k
             for (int s = 0; s < static_cast<int>(p.s.value); s++) {
                 const int row = at.row * p.stride_h - p.pad_h + r * p.dilation_h;
                 const int at_x = at.column * p.stride_w - p.pad_w + s * p.dilation_w;
-                if (static_cast<u32>(row) >= static_cast<u32>(p.h) || static_cast<u32>(at_x) >= static_cast<u32>(p.w_in))
+                if (static_cast<u32>(row) >= static_cast<u32>(p.h) || static_cast<u32>(at_x) >= static_cast<u32>(p.w))
                     continue;
                 const int tap = (r * static_cast<int>(p.s.value) + s) * unit_c;
                 for (int c = c0; c < c0 + p.group_c; c++)

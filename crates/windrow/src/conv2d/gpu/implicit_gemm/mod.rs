@@ -2,18 +2,18 @@
 //! products of halves (`implicit_gemm.cu`), halves as they are (`implicit_gemm_half.cu`).
 
 mod cut;
-pub(super) mod data_gradient;
 mod product;
 
 use self::cut::{BLOCKS, Cut, Gather, PARTS, STEP, corners, gather};
 use self::product::{FILTER_EXPONENT, product, threads};
 use super::facts::packed_parts;
 use super::input::{Input, most_images};
-use super::methods::{About, Method, Parameter, needs_warpgroups};
+use super::method::{About, Method, Parameter, needs_warpgroups};
 use super::prepared::{Operands, PackTo, PackedForm, Prepared};
+use super::shape::ConvShape;
 use super::split;
 use super::task::Task;
-use super::{ALIGNMENT, Divisor, Seen, bias_of, kernel, source, strides};
+use super::{ALIGNMENT, Divisor, Seen, kernel, source, strides};
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::dtype::not_computed;
 use crate::gpu::{
@@ -48,57 +48,42 @@ pub(crate) struct ImplicitGemm {
 }
 
 params! {
-struct Params {
-    map: TensorMap,
-    x: *const u8,
-    w: *const u8,
-    w_inverse: *const u8,
-    bias: *const u8,
-    residual: *const u8,
-    y: *mut u8,
-    x_strides as [x_n, x_c, x_h, x_w]: [i64; 4],
-    y_strides as [y_n, y_k, y_h, y_w]: [i64; 4],
-    bias_stride: i64,
-    bias_is_float: i32,
-    pixels: i32,
-    h: i32,
-    w_in: i32,
-    r: i32,
-    stride as [stride_h, stride_w]: [i32; 2],
-    pad as [pad_h, pad_w]: [i32; 2],
-    dilation as [dilation_h, dilation_w]: [i32; 2],
-    group_c: i32,
-    unit_k: i32,
-    steps: i32,
-    tiles: i32,
-    image_pixels: Divisor,
-    ow: Divisor,
-    k_blocks: Divisor,
-    unit_blocks: Divisor,
-    group_k: Divisor,
-    c: Divisor,
-    s: Divisor,
-}
-}
+    struct Params: ConvShape {
+        map: TensorMap,
+        filter: *const u8,
+        filter_inverse: *const u8,
+        pixels: i32,
+        r: i32,
+        group_c: i32,
+        unit_k: i32,
+        steps: i32,
+        tiles: i32,
+        image_pixels: Divisor,
+        ow_by: Divisor,
+        k_blocks: Divisor,
+        unit_blocks: Divisor,
+        group_k: Divisor,
+        c: Divisor,
+        s: Divisor,
+    }
 
-params! {
-struct FilterParams {
-    w: *const u8,
-    packed: *mut u8,
-    inverse: *mut u8,
-    strides as [w_k, w_c, w_r, w_s]: [i64; 4],
-    w_group: i64,
-    seen: Seen,
-    unit_k: i32,
-    terms: i32,
-    steps: i32,
-    unit_blocks: Divisor,
-    group_k: Divisor,
-    c: Divisor,
-    s: Divisor,
-    group_c: i32,
-    dense: i32,
-}
+    struct FilterParams {
+        w: *const u8,
+        packed: *mut u8,
+        inverse: *mut u8,
+        strides as [w_k, w_c, w_r, w_s]: [i64; 4],
+        w_group: i64,
+        seen: Seen,
+        unit_k: i32,
+        terms: i32,
+        steps: i32,
+        unit_blocks: Divisor,
+        group_k: Divisor,
+        c: Divisor,
+        s: Divisor,
+        group_c: i32,
+        dense: i32,
+    }
 }
 
 /// [`Conv2dAlgorithm::ImplicitGemm`].
@@ -242,36 +227,24 @@ impl ImplicitGemm {
         x: Images,
     ) -> Result<()> {
         let (p, unit) = (&self.problem, self.cut.unit(&self.problem));
-        let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
         let k_blocks = self.cut.k_blocks(p);
         let pixels = x.n * p.oh * p.ow;
         let tiles = pixels.div_ceil(self.cut.pixels) * k_blocks;
         let map = if x.maps { self.map(operands.x, &x)? } else { TensorMap::NONE };
+        let shape = ConvShape::new(&self.spec, p, [&self.spec.x, &self.spec.y], &operands);
         let params = Params {
+            base: ConvShape { x_strides: x.strides, ..shape },
             map,
-            x: operands.x,
-            w: packed,
-            w_inverse: packed.wrapping_add(self.filter_bytes()),
-            bias,
-            residual: operands.residual(),
-            y: operands.y,
-            x_strides: x.strides,
-            y_strides: strides(&self.spec.y),
-            bias_stride,
-            bias_is_float,
+            filter: packed,
+            filter_inverse: packed.wrapping_add(self.filter_bytes()),
             pixels: pixels as i32,
-            h: p.h as i32,
-            w_in: p.w as i32,
             r: p.r as i32,
-            stride: p.stride.map(|v| v as i32),
-            pad: p.padding.map(|v| v as i32),
-            dilation: p.dilation.map(|v| v as i32),
             group_c: p.c_group() as i32,
             unit_k: unit.k as i32,
             steps: self.cut.steps(p) as i32,
             tiles: tiles as i32,
             image_pixels: Divisor::new((p.oh * p.ow).max(1)),
-            ow: Divisor::new(p.ow.max(1)),
+            ow_by: Divisor::new(p.ow.max(1)),
             k_blocks: Divisor::new(k_blocks),
             unit_blocks: Divisor::new(unit.blocks),
             group_k: Divisor::new(p.k_group()),

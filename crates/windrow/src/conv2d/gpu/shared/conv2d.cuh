@@ -34,6 +34,26 @@ __device__ __forceinline__ Element from_float(float x) { return T::from_float(x)
 __device__ __forceinline__ float epilogue(float x) { return activate<EPILOGUE, IS_F32>(x); }
 #endif
 
+// Fields that parameters of several kernels begin with: as in shape.rs. The tensor that a kernel writes, and what sums are
+// on their way to it.
+struct Output {
+    const void* bias;        // [k] or null
+    const Element* residual; // laid out as y
+    Element* y;
+    i64 y_n, y_k, y_h, y_w;  // strides in elements
+    i64 bias_stride;
+    int bias_is_float;
+    int k, oh, ow;
+};
+
+// A convolution that reads x and writes y; for the data gradient dy and dx.
+struct ConvShape : Output {
+    const Element* x;
+    i64 x_n, x_c, x_h, x_w;  // strides in elements
+    int h, w;
+    int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+};
+
 // Where a residual has what is added at `to` of y.
 __device__ __forceinline__ const Element* beside(const Element* residual, const Element* y, const Element* to) {
     return residual + (to - y);

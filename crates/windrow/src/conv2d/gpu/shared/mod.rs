@@ -2,9 +2,13 @@
 
 pub(super) mod facts;
 pub(super) mod input;
+pub(super) mod matrix;
 pub(super) mod packs;
 pub(super) mod parameters;
+pub(super) mod parts;
+pub(super) mod shape;
 pub(super) mod split;
+pub(super) mod weight_product;
 
 use crate::gpu::Source;
 

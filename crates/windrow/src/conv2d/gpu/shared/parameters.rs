@@ -3,8 +3,8 @@
 use crate::conv2d::Conv2dSpec;
 use crate::conv2d::gpu::PackTo;
 use crate::dtype::by_type;
-use crate::gpu::{KernelSpec, Source};
-use crate::{Activation, Approximate, DType, TensorDesc};
+use crate::gpu::{KernelSpec, Launch, Source};
+use crate::{DType, TensorDesc};
 
 /// A kernel of this room for elements of a type.
 pub(crate) fn kernel(source: &'static Source, name: &str, dtype: DType) -> KernelSpec {
@@ -13,38 +13,25 @@ pub(crate) fn kernel(source: &'static Source, name: &str, dtype: DType) -> Kerne
     KernelSpec::new(source, format!("conv2d_{name}_{dtype}")).define(macro_name, 1)
 }
 
-/// What becomes of sums on their way to y: `EPILOGUE`, the activation's number in `activation.cuh`, and whether a
+/// What becomes of sums on their way to y: `EPILOGUE`, the activation's name in `activation.cuh`, and whether a
 /// residual is added before it.
 pub(crate) fn with_epilogue(kernel: KernelSpec, spec: &Conv2dSpec) -> KernelSpec {
-    let number = number(spec.activation);
-    kernel.define("EPILOGUE", number).define("RESIDUAL", i32::from(spec.residual))
+    let activation = spec.activation.constant();
+    kernel.define("EPILOGUE", activation).define("RESIDUAL", i32::from(spec.residual))
 }
 
-fn number(activation: Activation) -> i32 {
-    match activation {
-        Activation::Identity => 0,
-        Activation::Relu => 1,
-        Activation::Silu => 2,
-        Activation::Gelu(Approximate::None) => 3,
-        Activation::Gelu(Approximate::Tanh) => 4,
-        Activation::Relu6 => 5,
-    }
+/// Threads of a block where each computes an element.
+pub(crate) const THREADS: usize = 256;
+
+/// A launch of one thread for each of so many elements.
+pub(crate) fn one_thread_each(elements: usize) -> Launch {
+    Launch::line(elements.div_ceil(THREADS), THREADS)
 }
 
 /// Strides of a tensor of rank 4, in elements. That of a dimension of one element is 0 here, whatever it is there:
 /// kernels take addresses beside the image before they find that nothing is there, in 32 bits where the image allows.
 pub(crate) fn strides(desc: &TensorDesc) -> [i64; 4] {
     std::array::from_fn(|d| if desc.shape()[d] > 1 { desc.strides()[d] as i64 } else { 0 })
-}
-
-/// The bias of a launch: address, stride, whether it is f32 beside half elements.
-pub(crate) fn bias_of(spec: &Conv2dSpec, bias: Option<*const u8>) -> (*const u8, i64, i32) {
-    match (&spec.bias, bias) {
-        (Some(desc), Some(address)) => {
-            (address, desc.strides()[0] as i64, i32::from(desc.dtype == DType::F32))
-        }
-        _ => (std::ptr::null(), 0, 0),
-    }
 }
 
 /// `Seen` of `conv2d.cuh`: by what a packing kernel sees that a pack which is kept is still that of the filter.
@@ -98,26 +85,6 @@ impl Divisor {
 mod tests {
     use super::*;
     use crate::Layout;
-
-    /// Names and numbers, in Rust and in the kernels.
-    #[test]
-    fn activations_have_the_numbers_of_the_kernels() {
-        let text = include_str!("../../../gpu/kernels/activation.cuh");
-        let (_, rest) = text.split_once("enum Activation {").unwrap();
-        let names: Vec<_> = rest.split_once('}').unwrap().0.split(',').map(str::trim).collect();
-        assert_eq!(names.len(), Activation::ALL.len(), "{names:?}");
-        for &activation in Activation::ALL {
-            let there = names[number(activation) as usize];
-            assert_eq!(there, activation.name().to_uppercase(), "{activation}");
-            // A number is no use without a line that computes it.
-            let computes = [
-                format!("ACTIVATION == {there}) return"),
-                format!("if constexpr (ACTIVATION == {there}) {{"),
-            ];
-            let has = |line: &String| text.contains(line);
-            assert!(activation == Activation::Identity || computes.iter().any(has), "{there}");
-        }
-    }
 
     #[test]
     fn a_single_row_has_no_stride() {

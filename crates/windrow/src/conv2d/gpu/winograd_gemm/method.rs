@@ -2,7 +2,7 @@
 
 use super::{WinogradGemm, pieces};
 use crate::conv2d::gpu::facts::{is_strict, may_transform, packed_parts};
-use crate::conv2d::gpu::methods::{About, Method, Parameter};
+use crate::conv2d::gpu::method::{About, Method, Parameter};
 use crate::conv2d::gpu::prepared::Prepared;
 use crate::conv2d::gpu::split::ImageMax;
 use crate::conv2d::gpu::task::Task;

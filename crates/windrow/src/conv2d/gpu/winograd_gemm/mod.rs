@@ -4,9 +4,8 @@
 //! f32 is multiplied in halves on tensor cores, by three products of split numbers for `Fp32` (`winograd.cuh`).
 
 mod method;
-pub(super) mod pieces;
-mod stages;
-pub(super) mod weight_gradient;
+mod pieces;
+pub(super) mod stages;
 
 use self::method::tile_of;
 pub(super) use self::method::{WinogradGemmMethod, largest_tile, micros, tiles};
@@ -15,10 +14,11 @@ use self::stages::{
     Blocking, InputTransform, Stage, THREADS, Tiling, input_kernel, one_thread_each, staged_kernel,
 };
 use super::prepared::{Operands, PackTo, PackedForm, Prepared};
+use super::shape::Output;
+use super::shared::matrix::matrix;
 use super::split::{self, ImageMax};
 use super::task::Task;
-use super::winograd_row::matrix;
-use super::{ALIGNMENT, Divisor, Seen, bias_of, source, strides, with_epilogue};
+use super::{ALIGNMENT, Divisor, Seen, source, strides, with_epilogue};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::winograd::TAPS;
 use crate::conv2d::winograd_reference::Stages;
@@ -122,22 +122,14 @@ params! {
 }
 
 params! {
-    struct OutputParams {
+    struct OutputParams: Output {
         m: *const u8,
-        y: *mut u8,
-        bias: *const u8,
-        residual: *const u8,
         x_max: *const u8,
         u_inverse: *const u8,
-        strides as [y_n, y_c, y_h, y_w]: [i64; 4],
-        bias_stride: i64,
         m_strides as [plane, m_tile, m_channel]: [i64; 3],
         tiling: Tiling,
         inner: Divisor,
         elements: i32,
-        oh: i32,
-        ow: i32,
-        bias_is_float: i32,
         pairs: i32,
     }
 }
@@ -191,27 +183,19 @@ impl WinogradGemm {
         operands: &Operands,
     ) -> OutputParams {
         let (p, b) = (&self.problem, &self.cut.blocking);
-        let (bias, bias_stride, bias_is_float) = bias_of(&self.spec, operands.bias);
-        let y_strides = strides(&self.spec.y);
-        let even = y_strides[..3].iter().all(|s| s % 2 == 0);
+        let base = Output::new(&self.spec, &self.spec.y, operands);
+        let even = base.y_strides[..3].iter().all(|s| s % 2 == 0);
         let aligned = operands.is_out_aligned(2 * self.spec.y.dtype.size());
         OutputParams {
+            base,
             m,
-            y: operands.y,
-            bias,
-            residual: operands.residual(),
             x_max,
             u_inverse: packed.wrapping_add(self.u_bytes()),
-            strides: y_strides,
-            bias_stride,
             m_strides: self.m.strides(b.tiles).map(|s| s as i64),
             tiling,
             inner: self.m.inner(b, p.k),
             elements: (b.tiles * p.k) as i32,
-            oh: p.oh as i32,
-            ow: p.ow as i32,
-            bias_is_float,
-            pairs: i32::from(y_strides[3] == 1 && even && aligned),
+            pairs: i32::from(base.y_strides[3] == 1 && even && aligned),
         }
     }
 }

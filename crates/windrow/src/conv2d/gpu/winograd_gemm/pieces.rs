@@ -60,7 +60,7 @@ fn tile_bytes(tile: Tile, stages: &[Stage]) -> usize {
 mod tests {
     use super::*;
     use crate::conv2d::Conv2dParams;
-    use crate::conv2d::gpu::methods::Method;
+    use crate::conv2d::gpu::method::Method;
     use crate::conv2d::gpu::winograd_row::WinogradRowMethod;
     use crate::{Layout, TensorDesc};
 

@@ -1,8 +1,8 @@
 //! What the algorithms in Winograd's stages share: how tiles are cut into chunks, how a stage lies in
 //! memory, and the transform that reads images.
 
-use crate::conv2d::gpu::weight_product::OCTET;
-use crate::conv2d::gpu::winograd_row::matrix;
+use crate::conv2d::gpu::shared::matrix::matrix;
+use crate::conv2d::gpu::shared::weight_product::OCTET;
 use crate::conv2d::gpu::{ALIGNMENT, Divisor, kernel, source, strides};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::winograd::Rational;

@@ -7,21 +7,14 @@
 
 constexpr float AT[TILE][ALPHA] = OUTPUT;
 
-struct Params {
+struct Params : Output {
     const float* m;
-    Element* y;
-    const void* bias;
-    const Element* residual; // laid out as y
     const u32* x_max;       // [n] and [k], which undo the scales of V and U (in halves)
     const float* u_inverse;
-    i64 y_n, y_c, y_h, y_w; // strides in elements
-    i64 bias_stride;
     i64 plane, m_tile, m_channel;
     Tiling tiling;
     Divisor inner;          // tiles of a chunk or output channels, whichever neighbouring threads share
     int elements;
-    int oh, ow;
-    int bias_is_float;
     int pairs;              // two columns of y, and of the residual, are aligned as one
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
@@ -35,7 +28,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_consta
     float m[ALPHA][ALPHA], out[TILE][TILE];
 #pragma unroll
     for (int i = 0; i < POSITIONS; i++) m[i / ALPHA][i % ALPHA] = in[i * p.plane];
-    Element* const y = p.y + at.n * p.y_n + place.channel * p.y_c + at.i * p.y_h + at.j * p.y_w;
+    Element* const y = p.y + at.n * p.y_n + place.channel * p.y_k + at.i * p.y_h + at.j * p.y_w;
 #if RESIDUAL
     // On its way while the sums are transformed.
     Raw<T, 2> added[TILE][TILE / 2] = {};

@@ -1,11 +1,10 @@
 //! The fused kernel: its constants, shared memory and launch (`winograd_row.cu`).
 
 use super::geometry::{Geometry, PAIR_COLUMNS, PAIRS};
-use super::{
-    ALPHA, BLOCK_K, INNER, LAST_POINT, TAPS, TILE, TRANSFORMS, WinogradRow, exponent, float,
-    matrix, row,
-};
-use crate::conv2d::gpu::{Divisor, Operands, bias_of, kernel, source, strides, with_epilogue};
+use super::{ALPHA, BLOCK_K, INNER, LAST_POINT, TAPS, TILE, TRANSFORMS, WinogradRow, exponent};
+use crate::conv2d::gpu::shape::Output;
+use crate::conv2d::gpu::shared::matrix::{float, matrix, row};
+use crate::conv2d::gpu::{Divisor, Operands, kernel, source, with_epilogue};
 use crate::gpu::{
     Feature, Kernel, KernelSpec, Launch, Source, Stream, TensorBoxes, TensorMap, params,
 };
@@ -35,25 +34,14 @@ pub(super) struct Fused {
 }
 
 params! {
-    #[repr(align(128))]
-    struct FusedParams {
+    struct FusedParams: Output {
         x: TensorMap,
         u: *const u8,
         u_inverse: *const u8,
         x_max: *const u8,
-        bias: *const u8,
-        residual: *const u8,
         sums: *mut u8,
-        y: *mut u8,
-        y_strides as [y_n, y_k, y_h, y_w]: [i64; 4],
-        bias_stride: i64,
-        bias_is_float: i32,
         n: i32,
-        k: i32,
-        oh: i32,
-        ow: i32,
-        pad_h: i32,
-        pad_w: i32,
+        pad as [pad_h, pad_w]: [i32; 2],
         steps: i32,
         image_rows: Divisor,
         strips: Divisor,
@@ -156,11 +144,12 @@ impl Fused {
     ) -> Result<()> {
         let (p, g) = (&plan.problem, &self.geometry);
         let units = g.units(n, p.ow);
-        let (bias, bias_stride, bias_is_float) = bias_of(&plan.spec, operands.bias);
-        let y_strides = strides(&plan.spec.y);
+        let base = Output::new(&plan.spec, &plan.spec.y, &operands);
+        let y_strides = base.y_strides;
         let size = plan.spec.x.dtype.size();
         let even = [y_strides[0], y_strides[1], y_strides[2]].iter().all(|s| s % 2 == 0);
         let params = FusedParams {
+            base,
             x,
             u: packed,
             u_inverse: if size == 4 {
@@ -169,19 +158,9 @@ impl Fused {
                 std::ptr::null()
             },
             x_max,
-            bias,
-            residual: operands.residual(),
             sums,
-            y: operands.y,
-            y_strides,
-            bias_stride,
-            bias_is_float,
             n: n as i32,
-            k: p.k as i32,
-            oh: p.oh as i32,
-            ow: p.ow as i32,
-            pad_h: p.padding[0] as i32,
-            pad_w: p.padding[1] as i32,
+            pad: p.padding.map(|v| v as i32),
             steps: plan.sizes.steps() as i32,
             image_rows: Divisor::new(g.image_rows),
             strips: Divisor::new(g.strips(p.ow)),

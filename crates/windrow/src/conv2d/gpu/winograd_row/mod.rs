@@ -10,8 +10,9 @@ use self::sizes::Sizes;
 use super::ALIGNMENT;
 use super::facts::{has_vectors, is_strict, may_transform, packed_parts};
 use super::input::{Input, most_images};
-use super::methods::{About, Method, needs_warpgroups};
+use super::method::{About, Method, needs_warpgroups};
 use super::prepared::{Operands, PackTo, PackedForm, Prepared};
+use super::shared::matrix::matrix;
 use super::split::{self, ImageMax, exponent};
 use super::task::Task;
 use super::{Seen, kernel, source, strides};
@@ -310,25 +311,6 @@ fn filter_kernel(dtype: DType, products: usize) -> KernelSpec {
     } else {
         filter
     }
-}
-
-fn float(x: Rational) -> String {
-    format!("{:?}f", x.to_f64() as f32)
-}
-
-fn row(values: &[Rational], columns: usize) -> String {
-    let values: Vec<_> = values[..columns].iter().map(|&x| float(x)).collect();
-    format!("{{{}}}", values.join(","))
-}
-
-/// The first rows and columns of a transform, as an array of C.
-pub(super) fn matrix<const N: usize>(
-    rows: &[[Rational; N]],
-    count: usize,
-    columns: usize,
-) -> String {
-    let rows: Vec<_> = rows[..count].iter().map(|r| row(r, columns)).collect();
-    format!("{{{}}}", rows.join(","))
 }
 
 /// True if 8 neighbouring channels of y are whole 16-byte vectors.

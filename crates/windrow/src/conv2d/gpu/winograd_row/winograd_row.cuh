@@ -27,19 +27,13 @@ constexpr float LAST[ALPHA] = INPUT_ROW;
 constexpr float POINT = INPUT_POINT;
 constexpr float AT[TILE][ALPHA] = OUTPUT;
 
-struct Params {
+struct Params : Output {
     TensorMap x;                // channels-last, boxes of [1, box_rows, PIXEL_PITCH, PIXEL_BYTES]
     const unsigned char* u;     // [k block, step, row, U_BYTES]
     const float* u_inverse;     // [k]: undoes the scale of U but for 2^FILTER_EXPONENT (f32)
     const u32* x_max;           // [n]: bits of the largest finite |x| of an image (f32)
-    const void* bias;           // [k] or null
-    const Element* residual;    // laid out as y
     float2* sums;               // [block, FLUSHED, consumer thread] (with FLUSHES)
-    Element* y;
-    i64 y_n, y_k, y_h, y_w;     // strides of y in elements
-    i64 bias_stride;
-    int bias_is_float;
-    int n, k, oh, ow;
+    int n;
     int pad_h, pad_w;
     int steps;                  // ceil(c / 16)
     Divisor image_rows;         // rows of tiles given to an image: oh, or oh rounded up to whole units

@@ -3,20 +3,19 @@
 //!
 //! f32 is multiplied in halves where [`WeightProduct`] does that.
 
-use super::roundings;
-use super::stages::{
-    Blocking, InputTransform, Stage, THREADS, input_kernel, one_thread_each, staged_kernel,
-};
 use crate::conv2d::gpu::facts::is_strict;
-use crate::conv2d::gpu::gradients::{
-    GradientMethod, OutputKernels, WeightGradient, WeightOperands,
+use crate::conv2d::gpu::gradient::{GradientMethod, WeightGradient, WeightOperands};
+use crate::conv2d::gpu::shared::matrix::matrix;
+use crate::conv2d::gpu::shared::parts::OutputKernels;
+use crate::conv2d::gpu::shared::weight_product::{
+    OCTET_BYTES, SHRINKAGE, STEP_ROWS, Shape, Side, Taps, WeightProduct,
 };
 use crate::conv2d::gpu::split::{self, ImageMax};
 use crate::conv2d::gpu::task::Task;
-use crate::conv2d::gpu::weight_product::{
-    OCTET_BYTES, SHRINKAGE, STEP_ROWS, Shape, Side, Taps, WeightProduct,
+use crate::conv2d::gpu::winograd_gemm::roundings;
+use crate::conv2d::gpu::winograd_gemm::stages::{
+    Blocking, InputTransform, Stage, THREADS, input_kernel, one_thread_each, staged_kernel,
 };
-use crate::conv2d::gpu::winograd_row::matrix;
 use crate::conv2d::gpu::{ALIGNMENT, source, strides};
 use crate::conv2d::winograd::{MAX_ALPHA, Rational, TAPS, Transforms};
 use crate::conv2d::{Conv2dSpec, Problem, Tile};
@@ -27,7 +26,7 @@ use crate::gpu::{
 };
 use crate::{Accuracy, DType, Result, TensorDesc};
 
-static FILTER_GRAD: Source = source!("winograd_filter_grad.cu", "winograd.cuh");
+static FILTER_GRAD: Source = source!("winograd_filter_grad.cu", "../winograd_gemm/winograd.cuh");
 
 /// F4 stays of f32 class in f32. Halves take F2, which raises neither errors nor numbers much.
 const fn tile_of(dtype: DType) -> Tile {

@@ -4,9 +4,10 @@
 
 use crate::conv2d::gpu::cudnn::kernel_micros;
 use crate::conv2d::gpu::facts::is_strict;
-use crate::conv2d::gpu::gradients::{DataGradient, GradientMethod};
+use crate::conv2d::gpu::gradient::{DataGradient, GradientMethod};
 use crate::conv2d::gpu::implicit_gemm::{ImplicitGemm, ImplicitGemmMethod};
-use crate::conv2d::gpu::methods::{self, Method, supports};
+use crate::conv2d::gpu::method::{Method, supports};
+use crate::conv2d::gpu::methods;
 use crate::conv2d::gpu::prepared::{Operands, PackTo, Prepared};
 use crate::conv2d::gpu::task::Task;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};

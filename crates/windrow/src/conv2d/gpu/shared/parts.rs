@@ -1,6 +1,6 @@
 //! Sums of a gradient's parts, in the order of the parts.
 
-use crate::conv2d::gpu::general::one_thread_each;
+use super::parameters::one_thread_each;
 use crate::conv2d::gpu::{kernel, source};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Source, Stream, params};
 use crate::{DType, Result};
@@ -33,30 +33,30 @@ impl OutputKernels {
 }
 
 params! {
-    pub(super) struct PartsParams {
-        pub(super) parts: *const u8,
-        pub(super) out: *mut u8,
-        pub(super) strides as [k_stride, c_stride, r_stride, s_stride]: [i64; 4],
-        pub(super) elements: i64,
-        pub(super) parts_count: i32,
-        pub(super) c: i32,
-        pub(super) r: i32,
-        pub(super) s: i32,
+    pub(crate) struct PartsParams {
+        pub(crate) parts: *const u8,
+        pub(crate) out: *mut u8,
+        pub(crate) strides as [k_stride, c_stride, r_stride, s_stride]: [i64; 4],
+        pub(crate) elements: i64,
+        pub(crate) parts_count: i32,
+        pub(crate) c: i32,
+        pub(crate) r: i32,
+        pub(crate) s: i32,
     }
 }
 
 /// Adds the parts of a gradient up.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct AddParts(OutputKernels);
+pub(crate) struct AddParts(OutputKernels);
 
 impl AddParts {
-    pub(super) fn new(gpu: &'static Gpu, own: DType) -> Result<Self> {
+    pub(crate) fn new(gpu: &'static Gpu, own: DType) -> Result<Self> {
         Ok(AddParts(OutputKernels::new(gpu, own, parts_kernel)?))
     }
 
     /// # Safety
     /// What the parameters point to must be on the stream's device.
-    pub(super) unsafe fn run(
+    pub(crate) unsafe fn run(
         &self,
         stream: &Stream,
         out: DType,
@@ -68,6 +68,6 @@ impl AddParts {
     }
 }
 
-pub(super) fn parts_kernel(out: DType) -> KernelSpec {
+pub(crate) fn parts_kernel(out: DType) -> KernelSpec {
     kernel(&ADD_PARTS, "add_parts", out).params::<PartsParams>()
 }

@@ -1,0 +1,23 @@
+//! Configurations of a convolution: an algorithm with its parameters.
+
+use super::Conv2dAlgorithm;
+use crate::plan::configuration;
+
+configuration! {
+    /// An algorithm and its parameters. A parameter that is `None` is chosen by the model, or is none of the
+    /// algorithm's. Written and parsed as `winograd_gemm_f4 tiles=36 vectors=4 parts=1 threads=2`.
+    Conv2dConfiguration: Conv2dAlgorithm {
+        /// `winograd_gemm`: the most tiles of a block (CPU) or chunk (CUDA); blocks are made equal.
+        tiles,
+        /// `winograd_gemm` on the CPU: vectors of output channels between two output transforms.
+        vectors,
+        /// `winograd_gemm` on the CPU: parts of the output channels that are separate tasks. `implicit_gemm`: parts of the
+        /// sums, 1, 2, 4 or 8.
+        parts,
+        /// CPU threads, at most as many as the plan may use.
+        threads,
+        /// `winograd_gemm` on CUDA: threads of a block of the transforms, a multiple of 32 up to 1024. `implicit_gemm`:
+        /// output channels of a block, 64, 128 or, of halves, 256.
+        block,
+    }
+}

@@ -1,0 +1,81 @@
+//! A way to compute a gradient on a GPU, and gradients whose kernels are loaded.
+
+use super::prepared::Operands;
+use super::task::Task;
+use crate::gpu::{Gpu, Stream};
+use crate::{Result, TensorDesc};
+use std::fmt::Debug;
+
+/// A way to compute a gradient.
+pub(crate) trait GradientMethod<G: ?Sized>: Sync {
+    /// Variants of its own kernels, as lines of `verify/kernels.txt`.
+    fn kernels(&self) -> &'static [&'static str] {
+        &[]
+    }
+
+    /// The gradient bound to the device; `None` if another method is expected to be faster, or there is no kernel.
+    ///
+    /// # Errors
+    /// [`crate::Error::Backend`].
+    fn prepare(&self, gpu: &'static Gpu, task: &Task<'_>) -> Result<Option<Box<G>>>;
+}
+
+/// A gradient of x whose kernels are loaded.
+pub(crate) trait DataGradient: Debug + Send + Sync {
+    /// True if the filter that [`DataGradient::run`] takes is the one turned around.
+    fn is_mirrored(&self) -> bool {
+        false
+    }
+
+    /// Outputs of a tile, of Winograd's algorithms.
+    fn tile(&self) -> Option<usize> {
+        None
+    }
+
+    fn scratch_bytes(&self) -> usize;
+
+    fn tolerance(&self) -> f64;
+
+    /// dx, which is `y` of the operands, of dy, which is `x`.
+    ///
+    /// # Errors
+    /// [`crate::Error::Backend`].
+    ///
+    /// # Safety
+    /// The filter at `w` and the operands must have the spec's layouts and be on the stream's device, with
+    /// [`DataGradient::scratch_bytes`] of scratch memory.
+    unsafe fn run(&self, stream: &Stream, w: *const u8, operands: Operands) -> Result<()>;
+}
+
+/// A gradient of the filter whose kernels are loaded.
+pub(crate) trait WeightGradient: Debug + Send + Sync {
+    /// As [`DataGradient::tile`].
+    fn tile(&self) -> Option<usize> {
+        None
+    }
+
+    fn scratch_bytes(&self) -> usize;
+
+    fn tolerance(&self) -> f64;
+
+    /// `dw`, with strides and a type of its own, of `x` and `dy`.
+    ///
+    /// # Errors
+    /// [`crate::Error::Backend`].
+    ///
+    /// # Safety
+    /// The tensors must have these layouts and be on the stream's device, with [`WeightGradient::scratch_bytes`] of
+    /// scratch memory.
+    unsafe fn run(&self, stream: &Stream, operands: &WeightOperands<'_>) -> Result<()>;
+}
+
+/// Device addresses of a run of a weight gradient.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct WeightOperands<'a> {
+    pub(crate) x: *const u8,
+    pub(crate) dy: *const u8,
+    pub(crate) dw: *mut u8,
+    /// The strides and the type of dw.
+    pub(crate) desc: &'a TensorDesc,
+    pub(crate) scratch: *mut u8,
+}

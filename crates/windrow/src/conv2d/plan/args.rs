@@ -1,0 +1,66 @@
+//! Inputs of a run.
+
+use super::{FilterCache, PackedWeights};
+use crate::forms::setters;
+use crate::{Result, TensorRef};
+use std::borrow::Cow;
+
+/// The inputs of a run.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct Conv2dArgs<'a> {
+    /// Input [n, c, h, w], with the spec's type, shape and strides.
+    pub x: TensorRef<'a>,
+    /// Filter.
+    pub w: Weights<'a>,
+    /// Bias `[k]`, if the spec has one.
+    pub bias: Option<TensorRef<'a>>,
+    /// What is added before the activation, if the spec has it: of y's type, shape and strides.
+    pub residual: Option<TensorRef<'a>>,
+}
+
+impl<'a> Conv2dArgs<'a> {
+    /// Input and filter alone.
+    pub fn new(x: TensorRef<'a>, w: impl Into<Weights<'a>>) -> Self {
+        Conv2dArgs { x, w: w.into(), bias: None, residual: None }
+    }
+}
+
+setters! {
+    Conv2dArgs<'a> {
+        ? with_bias(bias: TensorRef<'a>);
+        ? with_residual(residual: TensorRef<'a>);
+    }
+}
+
+/// The filter of a run.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub enum Weights<'a> {
+    /// [k, c/groups, r, s] with the spec's type and strides; packed into the workspace on every run.
+    Raw(TensorRef<'a>),
+    /// Packed once by [`Conv2dPlan::pack_weights`](crate::Conv2dPlan::pack_weights).
+    Packed(&'a PackedWeights),
+    /// As `Raw`, with the packed form kept in the cache until the filter changes.
+    Cached(TensorRef<'a>, &'a FilterCache),
+}
+
+impl<'a> From<TensorRef<'a>> for Weights<'a> {
+    fn from(w: TensorRef<'a>) -> Self {
+        Weights::Raw(w)
+    }
+}
+
+impl<'a> From<&'a PackedWeights> for Weights<'a> {
+    fn from(packed: &'a PackedWeights) -> Self {
+        Weights::Packed(packed)
+    }
+}
+
+/// The filter's elements, if they are known.
+pub(in crate::conv2d) fn filter<'a>(w: &Weights<'a>) -> Result<Option<Cow<'a, [f64]>>> {
+    match w {
+        Weights::Raw(w) | Weights::Cached(w, _) => Ok(Some(w.to_f64_vec()?.into())),
+        Weights::Packed(packed) => Ok(packed.source.as_deref().map(Cow::from)),
+    }
+}

@@ -1,0 +1,67 @@
+//! Layers of shapes around the borders of kernels.
+
+use super::*;
+
+/// A layer of x, k and r = s with stride and padding, in all combinations of dense layouts and in gaps, and its gradients.
+fn layer(x: [usize; 4], [k, r]: [usize; 2], [stride, padding]: [usize; 2], groups: usize) {
+    let dense = [Arrangement::Nchw, Arrangement::ChannelsLast];
+    let mixed = dense.map(|x| dense.map(|y| [x, Arrangement::Nchw, y]));
+    let mut forms = mixed.concat();
+    forms.extend([
+        [Arrangement::Gaps; 3],
+        [Arrangement::Reversed, Arrangement::ChannelsLast, Arrangement::Gaps],
+    ]);
+    for (i, forms) in forms.into_iter().enumerate() {
+        let activation = [Activation::Relu, Activation::Silu][i % 2];
+        let params = Conv2dParams {
+            stride: [stride; 2],
+            padding: [padding; 2],
+            groups,
+            activation,
+            ..Default::default()
+        };
+        let bias = [Some(DType::F32), None][i / 2 % 2];
+        let case = Case { x, filter: [k, r, r], params, dtype: DType::F32, bias, forms };
+        case.check();
+        case.check_backward();
+    }
+}
+
+/// They are multiplied where images lie, if strides allow: images that follow each other, more pixels and
+/// channels than a block has, single pixels and rows.
+#[test]
+fn filters_of_one_tap() {
+    layer([3, 40, 7, 7], [33, 1], [1, 0], 1);
+    layer([2, 200, 9, 16], [40, 1], [1, 0], 1);
+    // A page from pixel to pixel.
+    layer([1, 1024, 5, 4], [40, 1], [1, 0], 1);
+    layer([2, 17, 9, 16], [20, 1], [2, 0], 1);
+    layer([1, 5, 12, 13], [50, 1], [3, 1], 1);
+    layer([1, 300, 1, 1], [7, 1], [1, 0], 1);
+    layer([2, 18, 1, 30], [24, 1], [1, 0], 2);
+    layer([0, 3, 4, 4], [2, 1], [1, 0], 1);
+}
+
+/// Widths around a vector's and around those that are summed at once, more rows than a block has.
+#[test]
+fn depthwise_images() {
+    for width in [1, 3, 7, 8, 9, 15, 16, 17, 30] {
+        layer([2, 9, width, width], [9, 3], [1, 1], 9);
+        layer([1, 20, 8, width], [20, 3], [2, 1], 20);
+    }
+    layer([1, 8, 14, 14], [8, 5], [2, 2], 8);
+    layer([1, 3, 150, 70], [3, 7], [1, 3], 3);
+}
+
+/// Distances of pixels that are constants and others, widths around those that are summed at once, channels that leave a
+/// panel unfilled, rows in several pieces, more rows than a block has.
+#[test]
+fn few_channels() {
+    for width in [1, 3, 5, 7, 14, 15, 29] {
+        layer([2, 3, 9, width], [40, 3], [1, 1], 1);
+    }
+    layer([1, 3, 40, 31], [64, 7], [2, 3], 1);
+    layer([1, 4, 16, 36], [96, 4], [4, 0], 1);
+    layer([1, 6, 5, 3000], [33, 3], [1, 1], 1);
+    layer([2, 1, 9, 40], [32, 5], [1, 2], 1);
+}
