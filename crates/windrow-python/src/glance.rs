@@ -2,7 +2,7 @@
 //! addresses are taken. An [`Array`](crate::array::Array) has room for eight dimensions and for copies, and moving it
 //! about costs more than the rest of a small call.
 
-use crate::array::{Access, access, may_be_negative};
+use crate::access::{Access, access, may_be_negative};
 use crate::dlpack::{self, DLDataType, DLDevice, DLTensor};
 use pyo3::prelude::*;
 use std::ffi::c_void;

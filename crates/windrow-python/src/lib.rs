@@ -1,6 +1,7 @@
 //! The extension module of the `windrow` Python package: arrays in and out, everything else is in the
 //! `windrow` crate.
 
+mod access;
 mod array;
 mod call;
 mod causal_conv1d;

@@ -72,7 +72,7 @@ impl Activation {
         }
     }
 
-    /// The bounds that sums are held in, for an activation that is nothing else.
+    /// Lower and upper bound, if the activation is a clamp to them.
     #[inline(always)]
     pub(crate) fn bounds(self) -> Option<[f32; 2]> {
         match self {
@@ -83,7 +83,7 @@ impl Activation {
         }
     }
 
-    /// The steepest slope: how far an error of the sum spreads.
+    /// Largest absolute slope: the factor by which an error of the sum may grow.
     pub(crate) fn steepest_slope(self) -> f64 {
         match self {
             Activation::Identity | Activation::Relu | Activation::Relu6 => 1.0,
@@ -91,7 +91,7 @@ impl Activation {
         }
     }
 
-    /// The error of the kernels for f16 and bf16 on GPUs beside that of rounding.
+    /// Error of the approximation in GPU kernels for f16 and bf16, without that of rounding.
     pub(crate) fn half_error_on_gpus(self) -> f64 {
         match self {
             Activation::Identity | Activation::Relu | Activation::Relu6 | Activation::Silu => 0.0,
@@ -104,7 +104,7 @@ impl Activation {
         self.name().to_uppercase()
     }
 
-    /// Whether results are pieces of straight lines: a sum that is off by a rounding may be on another one.
+    /// Whether the slope jumps: a sum that is off by a rounding may be on the other side of a jump.
     pub(crate) fn has_kinks(self) -> bool {
         self != Activation::Identity && self.bounds().is_some()
     }
@@ -197,7 +197,7 @@ mod tests {
         }
     }
 
-    /// What is said of an activation for kernels agrees with its formula.
+    /// Bounds and slopes agree with the formula.
     #[test]
     fn bounds_and_slopes_are_those_of_the_formula() {
         for &a in Activation::ALL {

@@ -9,6 +9,8 @@ mod examples;
 mod figures;
 mod filled;
 mod form;
+mod house;
+mod imports;
 mod kernels;
 #[path = "../../windrow-cli/src/lines.rs"]
 mod lines;
@@ -33,6 +35,8 @@ const USAGE: &str = "usage: cargo xtask TASK
   amd              compile the kernels for AMD's chips and execute them in the emulator
   amd --all        the same with all kernels and listed cases for each chip, and write the result into the records
   api              write docs/api.txt, the public surface of the crates
+  house            check the plan of the sources: layers, circles of imports, long files, and that three sample changes
+                   touch the files that docs/ARCHITECTURE.md names
   dist             make target/dist, what a release publishes (wheels, source packages, crates, the command, checksums),
                    and check it in new environments
   kernels          make target/kernels/windrow, a folder for the Hugging Face Hub's kernels, and check it
@@ -55,6 +59,7 @@ fn main() -> ExitCode {
         ["amd"] => amd::run(false),
         ["amd", "--all"] => amd::run(true),
         ["api"] => api::write(),
+        ["house"] => house::check().and_then(|()| house::samples(&mut steps::Steps::default())),
         ["dist"] => dist::build(),
         ["kernels"] => kernels::build(),
         ["record"] => record::run(),

@@ -1,7 +1,7 @@
 //! `cargo xtask test`: everything that has to pass before a change is merged.
 
 use crate::steps::{ALL, Result, Steps, cargo, root, target};
-use crate::{amd, api, figures, filled, form, python, records};
+use crate::{amd, api, figures, filled, form, house, python, records};
 use std::path::Path;
 use std::process::Command;
 use std::time::SystemTime;
@@ -15,6 +15,7 @@ pub(crate) fn run(torch: bool) -> Result {
     let mut steps = Steps::default();
     steps.run("format", &mut cargo(&["fmt", "--all", "--check"]))?;
     pages()?;
+    house::check()?;
     let clippy = [&["clippy"], &ALL[..], &["--all-targets", "--", "-D", "warnings"]].concat();
     steps.run("clippy", &mut cargo(&clippy))?;
     if has(&["deny", "--version"]) {
@@ -24,6 +25,7 @@ pub(crate) fn run(torch: bool) -> Result {
     steps.run("docs", cargo(&docs).env("RUSTDOCFLAGS", "-D warnings"))?;
     api::check()?;
     packages(&mut steps, None)?;
+    house::samples(&mut steps)?;
     features(&mut steps)?;
     steps.run("doc tests", &mut cargo(&[&["test", "--doc"], &ALL[..]].concat()))?;
     let mut tests = if has(&["nextest", "--version"]) {

@@ -3,8 +3,9 @@
 use crate::forms::setters;
 use crate::{Accuracy, Activation};
 
-/// The options of a convolution, for [`Conv2dSpec::new`](crate::Conv2dSpec::new) and [`conv2d`](crate::conv2d::conv2d). The default is stride
-/// 1, no padding, dilation 1, one group, no activation, [`Accuracy::Fp32`].
+/// The options of a convolution, for [`Conv2dSpec::new`](crate::Conv2dSpec::new) and
+/// [`conv2d`](crate::conv2d::conv2d). The default is stride 1, no padding, dilation 1, one group, no activation,
+/// [`Accuracy::Fp32`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Conv2dParams {

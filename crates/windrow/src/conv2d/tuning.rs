@@ -2,8 +2,8 @@
 
 use super::spec::is_channels_last;
 use super::{
-    Conv2d, Conv2dAlgorithm, Conv2dArgs, Conv2dConfiguration, Conv2dPlan, Conv2dSpec,
-    PackedWeights, Weights, cpu, gpu,
+    Conv2d, Conv2dArgs, Conv2dConfiguration, Conv2dPlan, Conv2dSpec, PackedWeights, Weights, cpu,
+    gpu,
 };
 use crate::cpu::resolve_threads;
 use crate::plan::{Bound, Tuned, dense, joined};

@@ -4,7 +4,7 @@
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Field {
     pub(crate) names: &'static [&'static str],
-    /// Fields of a structure that the device's inherits, and that have no name of their own.
+    /// Fields of the base structure, for the field that stands for it; such a field has no names.
     pub(crate) base: &'static [Field],
     pub(crate) offset: usize,
     pub(crate) bytes: usize,
@@ -19,7 +19,7 @@ pub(crate) unsafe trait Params: 'static {
 }
 
 /// Declares structures that kernels take. Fields are named as in the `.cu` file, or an array says which fields there
-/// are its elements. A structure begins with another one, as `base`, if it inherits that one there.
+/// are its elements. A structure that inherits another one in the `.cu` file begins with it here, as `base`.
 macro_rules! params {
     (@names $field:ident) => { &[stringify!($field)] };
     (@names $field:ident $($part:ident),+) => { &[$(stringify!($part)),+] };
@@ -98,7 +98,7 @@ mod tests {
         }
     }
 
-    /// A kernel whose structure has these fields, and those of one that it inherits.
+    /// A kernel whose structure has these fields after those of a base.
     fn source(base: &str, fields: &str) -> &'static Source {
         let text = format!(
             "struct Base {{ {base} }}; struct Params : Base {{ {fields} }};

@@ -75,6 +75,8 @@ pub(super) fn options(spec: &KernelSpec, architecture: &str) -> Result<Vec<Strin
         // Where a rounding is measured the sources forbid to fuse it away.
         "-ffp-contract=fast-honor-pragmas".into(),
         "-DOFFSET_OF(s,f)=__builtin_offsetof(s,f)".into(),
+        // Structures that inherit fields are laid out as on the host, although C++ does not promise it.
+        "-Wno-invalid-offsetof".into(),
         format!("-DKERNEL={}", spec.entry),
     ];
     options.extend(spec.defines.iter().map(|(name, value)| format!("-D{name}={value}")));

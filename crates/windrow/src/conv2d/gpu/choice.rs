@@ -46,6 +46,9 @@ pub(crate) fn best(gpu: &'static Gpu, task: &Task<'_>) -> Result<Conv2dAlgorithm
     }
 }
 
+/// Whether an algorithm is compared with the one that is chosen so far.
+type Stands<'a> = &'a dyn Fn(Conv2dAlgorithm) -> bool;
+
 /// Terms of a sum below which one thread for each output is not compared with a product.
 const FEW_TERMS: usize = 64;
 
@@ -76,7 +79,6 @@ pub(super) fn choose(task: &Task<'_>, supported: &[Conv2dAlgorithm]) -> Conv2dAl
         let looks = chosen == Cudnn && spec.x.dtype != DType::F32 && !Turned::suits(spec, p);
         if looks { 1e-6 * (p.k * p.taps() * spec.w.dtype.size()) as f64 / 3.0 } else { 0.0 }
     };
-    type Stands<'a> = &'a dyn Fn(Conv2dAlgorithm) -> bool;
     // Each with its share, whether packing counts, and when it stands.
     let challengers: [(_, f64, bool, Stands<'_>); 4] = [
         (Direct, 1.0, false, &grouped),

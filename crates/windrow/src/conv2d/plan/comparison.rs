@@ -1,7 +1,6 @@
 //! What a plan's results, and the stages that lead to them, are compared with.
 
-use super::filter;
-use super::{Conv2dArgs, Conv2dPlan, Cpu, Weights};
+use super::{Conv2dArgs, Conv2dPlan, Cpu, Weights, filter};
 use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Problem, Tile, reference};
 use crate::plan::{Backend, engine};
@@ -60,7 +59,7 @@ impl Conv2dPlan {
         if activation.bounds().is_some() {
             return sums;
         }
-        // The functions themselves are within 4 units in the last place, but on GPUs for GELU of f16 and bf16.
+        // The vector functions are within 4 units in the last place. GELU of f16 and bf16 on GPUs is the exception.
         let curved = activation.steepest_slope() * sums + 8.0 * DType::F32.unit_roundoff();
         match self.backend {
             Backend::Gpu(_) if self.spec.x.dtype.is_half() => {

@@ -134,7 +134,8 @@ impl Conv2dPlan {
         engine!(self, engine => engine.packed_bytes())
     }
 
-    /// Bytes that a [`FilterCache`] keeps of the filter `w` for this plan: none where a GPU reads it as it lies.
+    /// Bytes that a [`FilterCache`](crate::FilterCache) keeps of the filter `w` for this plan: none if a GPU reads the
+    /// filter without a copy.
     pub fn kept_bytes(&self, w: &TensorRef<'_>) -> usize {
         engine!(self, engine => engine.kept_bytes(w))
     }

@@ -1,5 +1,5 @@
 use super::*;
-use crate::conv2d::Conv2dParams;
+use crate::conv2d::{Conv2dAlgorithm, Conv2dParams};
 use crate::plan::{CandidateRuns, SearchTask};
 use crate::tuning::{Benchmark, Search, Tunable, random_input};
 use crate::{Accuracy, DType, Tile, Tuning, Verify};

@@ -14,19 +14,17 @@ use crate::conv2d::gpu::split::{self, ImageMax};
 use crate::conv2d::gpu::task::Task;
 use crate::conv2d::gpu::winograd_gemm::roundings;
 use crate::conv2d::gpu::winograd_gemm::stages::{
-    Blocking, InputTransform, Stage, THREADS, input_kernel, one_thread_each, staged_kernel,
+    Blocking, FILTER_GRAD, InputTransform, Stage, THREADS, input_kernel, one_thread_each,
+    staged_kernel,
 };
-use crate::conv2d::gpu::{ALIGNMENT, source, strides};
+use crate::conv2d::gpu::{ALIGNMENT, strides};
 use crate::conv2d::winograd::{MAX_ALPHA, Rational, TAPS, Transforms};
 use crate::conv2d::{Conv2dSpec, Problem, Tile};
 use crate::dtype::not_computed;
 use crate::gpu::{
-    Feature, Gemm, GemmCompute, GemmOperands, GemmSpec, Gpu, KernelSpec, Matrix, Source, Stream,
-    params,
+    Feature, Gemm, GemmCompute, GemmOperands, GemmSpec, Gpu, KernelSpec, Matrix, Stream, params,
 };
 use crate::{Accuracy, DType, Result, TensorDesc};
-
-static FILTER_GRAD: Source = source!("winograd_filter_grad.cu", "../winograd_gemm/winograd.cuh");
 
 /// F4 stays of f32 class in f32. Halves take F2, which raises neither errors nor numbers much.
 const fn tile_of(dtype: DType) -> Tile {

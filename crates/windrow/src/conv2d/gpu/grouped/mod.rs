@@ -15,7 +15,7 @@ use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
 use crate::later::Later;
-use crate::{DType, Result, TensorDesc};
+use crate::{DType, Result};
 
 static CHANNELS: Source = source!("depthwise_channels.cu", "groups.cuh");
 static PLANES: Source = source!("depthwise_planes.cu", "groups.cuh");
@@ -260,7 +260,7 @@ mod tests {
     use super::*;
     use crate::conv2d::Conv2dParams;
     use crate::gpu::compile_tests::check_spills;
-    use crate::{Activation, Approximate, Layout};
+    use crate::{Activation, Approximate, Layout, TensorDesc};
 
     /// For compute capability 10.0 the assembler spills up to six registers in kernels of halves, of its own choice: which ones
     /// depends on its version.

@@ -34,8 +34,8 @@ __device__ __forceinline__ Element from_float(float x) { return T::from_float(x)
 __device__ __forceinline__ float epilogue(float x) { return activate<EPILOGUE, IS_F32>(x); }
 #endif
 
-// Fields that parameters of several kernels begin with: as in shape.rs. The tensor that a kernel writes, and what sums are
-// on their way to it.
+// First fields of the parameters of several kernels, as in shape.rs: the tensor that a kernel writes, and the bias and
+// residual that it adds.
 struct Output {
     const void* bias;        // [k] or null
     const Element* residual; // laid out as y
@@ -46,7 +46,7 @@ struct Output {
     int k, oh, ow;
 };
 
-// A convolution that reads x and writes y; for the data gradient dy and dx.
+// A convolution from x to y, or from dy to dx in a data gradient.
 struct ConvShape : Output {
     const Element* x;
     i64 x_n, x_c, x_h, x_w;  // strides in elements

@@ -7,7 +7,7 @@ use crate::gpu::params;
 use crate::{DType, TensorDesc};
 
 params! {
-    /// The tensor that a kernel writes, and what sums are on their way to it.
+    /// The tensor that a kernel writes, and the bias and residual that it adds.
     pub(crate) struct Output {
         pub(crate) bias: *const u8,
         pub(crate) residual: *const u8,
@@ -21,7 +21,7 @@ params! {
         ow: i32,
     }
 
-    /// A convolution that reads x and writes y; for the data gradient dy and dx.
+    /// A convolution from x to y, or from dy to dx in a data gradient.
     pub(crate) struct ConvShape: Output {
         pub(crate) x: *const u8,
         pub(crate) x_strides as [x_n, x_c, x_h, x_w]: [i64; 4],

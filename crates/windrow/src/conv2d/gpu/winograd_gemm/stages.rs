@@ -11,6 +11,7 @@ use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Matrix, Source, Stream, params
 use crate::{DType, Result, TensorDesc};
 
 static INPUT: Source = source!("winograd_input.cu", "winograd.cuh");
+pub(crate) static FILTER_GRAD: Source = source!("winograd_filter_grad.cu", "winograd.cuh");
 
 /// Threads of a block, where a configuration does not say.
 pub(crate) const THREADS: usize = 128;
