@@ -1,9 +1,9 @@
 //! Two-dimensional convolution.
 
-mod backward;
 mod configuration;
 mod cpu;
 mod gpu;
+mod mirrored;
 mod networks;
 mod params;
 mod plan;

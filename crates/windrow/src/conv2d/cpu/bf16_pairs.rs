@@ -2,9 +2,9 @@
 //! at a time. Of what channels and column taps read, two are interleaved, and row taps read the pairs
 //! at constant distances. Where one is left over, its row taps form the pairs.
 
-use super::methods::Task;
+use super::direct::{Packing, TapSums, TapUnit};
+use super::method::Task;
 use super::planar::{Block, Planar, ROWS, SOURCE_LEN};
-use super::shared::direct::{Packing, TapSums, TapUnit};
 use super::shared::stencil::{Segment, Stencil, Tap};
 use super::shared::store::Store;
 use crate::conv2d::Conv2dAlgorithm;

@@ -1,6 +1,6 @@
 //! Which algorithm the planner takes on the CPU.
 
-use super::methods::{Method, Task};
+use super::method::{Method, Task};
 use super::winograd::{FUSED_TILE, Products, StagedMethod, best_tile, one_pass_pays};
 use super::{IM2COL, amx, bf16_pairs, runs};
 use crate::conv2d::Conv2dAlgorithm;

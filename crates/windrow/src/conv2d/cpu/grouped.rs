@@ -1,8 +1,8 @@
 //! Vectors over the channels of many groups: each its own group, or groups of few channels.
 
-use super::methods::Task;
+use super::direct::{Operands, Packing, TapSums, TapUnit};
+use super::method::Task;
 use super::shared::Vectors;
-use super::shared::direct::{Operands, Packing, TapSums, TapUnit};
 use super::shared::epilogue::Epilogue;
 use super::shared::stencil::Stencil;
 use crate::Result;

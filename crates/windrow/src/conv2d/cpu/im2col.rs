@@ -5,12 +5,13 @@
 //! next to each other, the filter is the left operand and vectors run over pixels; where channels
 //! do, pixels are rows and vectors run over output channels.
 
-use super::methods::{Found, Method, Prepared, Run, Task};
+use super::method::{Found, Method, Prepared, Run, Task};
 use super::shared::epilogue::{Bounds, Epilogue, Lanes};
 use super::shared::pack::{PackPanels, PackRows, pack_filter};
 use super::shared::stencil::Stencil;
 use super::shared::store::{Store, StoreTile};
-use super::shared::{Staged, bias_len, tolerance};
+use super::shared::{bias_len, tolerance};
+use super::staged::Staged;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration};
 use crate::cpu::gemm::{
     BlockedProduct, Blocking, Left, Place, Right, Scratch, left_stride, tile_shape,

@@ -3,14 +3,18 @@
 mod amx;
 mod bf16_pairs;
 mod choice;
+mod direct;
+mod gradient;
 mod gradients;
 mod grouped;
 mod im2col;
+mod method;
 mod methods;
 mod planar;
 mod plane;
 mod runs;
 mod shared;
+mod staged;
 mod transposed;
 pub(crate) mod winograd;
 
@@ -18,18 +22,19 @@ use self::amx::Amx;
 pub(super) use self::amx::flushes;
 use self::bf16_pairs::Bf16Pairs;
 pub(crate) use self::choice::choose;
+use self::direct::ByTaps;
 pub(crate) use self::gradients::Backward;
 use self::grouped::Grouped;
 use self::im2col::Im2colMethod;
-use self::methods::Method;
+use self::method::Method;
+pub(crate) use self::method::{Prepared, Run, Task};
 pub(crate) use self::methods::{
-    Prepared, Run, Task, algorithms, allows, candidates, cost, parameters, prepare, supported,
+    algorithms, allows, candidates, cost, parameters, prepare, supported,
 };
 use self::planar::Planar;
 use self::plane::Plane;
 use self::runs::Runs;
 pub(crate) use self::shared::activation::{apply as activate, follows};
-use self::shared::direct::ByTaps;
 pub(crate) use self::shared::epilogue::Residual;
 pub(crate) use self::shared::{floats, floats_mut};
 use self::transposed::Transposed;

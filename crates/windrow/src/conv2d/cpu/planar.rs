@@ -3,10 +3,10 @@
 //! reads at a constant distance from the destination pixel, vectors run on from row to row without a
 //! gap, and sums leave the registers for memory that lies in one piece.
 
-use super::methods::Task;
+use super::direct::{Operands, Packing, TapSums, TapUnit};
+use super::method::Task;
 use super::shared::Vectors;
 use super::shared::axis::Axis;
-use super::shared::direct::{Operands, Packing, TapSums, TapUnit};
 use super::shared::epilogue::{Bounds, Epilogue, Lanes};
 use super::shared::rows::{Rows, zero_ahead};
 use super::shared::stencil::{Segment, Stencil, Tap};

@@ -2,9 +2,9 @@
 //! padding, once for each residue of the column taps modulo the step, so that every tap reads whole vectors
 //! at a constant distance from the destination pixel.
 
-use super::methods::Task;
+use super::direct::{Operands, Packing, TapSums, TapUnit};
+use super::method::Task;
 use super::shared::axis::Axis;
-use super::shared::direct::{Operands, Packing, TapSums, TapUnit};
 use super::shared::rows::{copy_ahead, zero_ahead};
 use super::shared::stencil::{Stencil, Tap};
 use crate::Result;

@@ -2,8 +2,8 @@
 //! The rows that a block of destination pixels reads are copied, with their padding, as they lie; pixels are rows of the
 //! register tile, at the distance that they have in the copy, and vectors run over output channels.
 
-use super::methods::Task;
-use super::shared::direct::{Operands, Packing, TapSums, TapUnit};
+use super::direct::{Operands, Packing, TapSums, TapUnit};
+use super::method::Task;
 use super::shared::epilogue::{Bounds, Epilogue};
 use super::shared::rows::{copy_ahead, zero_ahead};
 use super::shared::stencil::{Stencil, Tap};

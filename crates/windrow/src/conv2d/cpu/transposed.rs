@@ -1,10 +1,10 @@
 //! Channels that are groups of their own, and whose pixels lie next to each other: the pixels of a vector of channels are
 //! turned in registers, so that channels do, summed as there, and turned back.
 
+use super::direct::{Operands, Packing, TapSums, TapUnit};
 use super::grouped::{Channels, Single};
-use super::methods::Task;
+use super::method::Task;
 use super::shared::Vectors;
-use super::shared::direct::{Operands, Packing, TapSums, TapUnit};
 use super::shared::epilogue::Epilogue;
 use super::shared::rows::copy_turned;
 use super::shared::stencil::{Stencil, Tap};

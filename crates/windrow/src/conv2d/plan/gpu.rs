@@ -2,8 +2,8 @@
 
 use super::packed::{PackedData, PackedForm};
 use super::{Conv2d, Conv2dArgs, Conv2dPlan, PackedWeights, Weights};
-use crate::conv2d::backward::turn;
 use crate::conv2d::gpu::{self as methods, Backward, Operands, Prepared, Task, WeightOperands};
+use crate::conv2d::mirrored::mirrored_view;
 use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration};
 use crate::gpu as device;
@@ -217,7 +217,7 @@ impl Gpu {
         if dx.layout().is_empty() {
             return Ok(());
         }
-        let filter = match turn(w) {
+        let filter = match mirrored_view(w) {
             Some(w) if gradient.is_mirrored() => w.as_ptr(),
             _ => w.as_ptr(),
         };

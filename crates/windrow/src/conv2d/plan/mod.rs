@@ -6,6 +6,7 @@ mod checksum;
 mod comparison;
 mod cpu;
 mod gpu;
+mod gradients;
 mod packed;
 
 use super::{Conv2dConfiguration, Conv2dSpec, Problem};

@@ -1,6 +1,6 @@
 //! Which convolutions tiles sum, and where they are ahead.
 
-use super::super::methods::Task;
+use super::super::method::Task;
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::cpu::{Isa, has_many_cores};

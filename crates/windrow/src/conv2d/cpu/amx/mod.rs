@@ -13,9 +13,9 @@ mod shape;
 mod split;
 mod sums;
 
-use super::methods::Task;
+use super::direct::{Operands, Packing, TapSums, TapUnit};
+use super::method::Task;
 use super::shared::axis::Axis;
-use super::shared::direct::{Operands, Packing, TapSums, TapUnit};
 use super::shared::epilogue::Lanes;
 use super::shared::stencil::{Segment, Stencil};
 use crate::conv2d::Conv2dAlgorithm;

@@ -1,6 +1,6 @@
 //! Sums of a unit by tiles.
 
-use super::super::shared::direct::Operands;
+use super::super::direct::Operands;
 use super::super::shared::epilogue::Lanes;
 use super::super::shared::stencil::{Segment, Stencil};
 use super::super::shared::store::Store;

@@ -1,8 +1,8 @@
 //! The bias's gradient: sums of the output's gradient over pixels.
 
-use super::super::methods::Task;
+use super::super::gradient::with_gradient;
+use super::super::method::Task;
 use super::super::shared::stencil::Stencil;
-use super::with_gradient;
 use crate::cpu::{Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, parallel_for};
 use crate::{DType, TensorMut, TensorRef};
 

@@ -1,12 +1,13 @@
 //! Ways to compute the gradient of x: as a convolution of dy, or in parts.
 
 use super::super::choice::choose;
-use super::super::methods::{Method, Prepared, Run, Task, prepare};
+use super::super::method::{Method, Prepared, Run, Task};
+use super::super::methods::prepare;
 use super::super::shared::epilogue::Residual;
 use super::super::shared::stencil::Stencil;
 use super::super::shared::tolerance;
 use super::super::{AMX, GROUPED, IM2COL, PLANAR, PLANE, RUNS, TRANSPOSED, amx, bf16_pairs, runs};
-use crate::conv2d::backward::{mirrored, turn};
+use crate::conv2d::mirrored::{mirrored, mirrored_view};
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Tile};
 use crate::lists::{collected, room_for};
 use crate::{Activation, Filter, Result, TensorMut, TensorRef};
@@ -14,7 +15,7 @@ use crate::{Activation, Filter, Result, TensorMut, TensorRef};
 /// A gradient of x, bound to methods.
 #[derive(Debug)]
 pub(crate) struct DataGradient {
-    /// Whether the filter is the one turned around.
+    /// Whether the filter is the mirrored one.
     is_mirrored: bool,
     /// Run one after the other, each writes its part of dx; the first may write zeros over all.
     parts: Vec<Box<dyn Prepared>>,
@@ -43,8 +44,8 @@ impl DataGradient {
         dx: &mut TensorMut<'_>,
         memory: &mut [u8],
     ) {
-        let turned = if self.is_mirrored { turn(w) } else { None };
-        let w = turned.as_ref().unwrap_or(w);
+        let mirrored = if self.is_mirrored { mirrored_view(w) } else { None };
+        let w = mirrored.as_ref().unwrap_or(w);
         for part in &self.parts {
             let (bias, residual, activation) = (None, Residual::NONE, Activation::Identity);
             let workspace = &mut *memory;
@@ -53,7 +54,7 @@ impl DataGradient {
     }
 }
 
-/// A convolution of dy by the filter turned around, where that is computed faster than the parts.
+/// A convolution of dy by the mirrored filter, if that is faster than the parts.
 pub(super) fn by_mirrored(task: &Task<'_>) -> Result<Option<DataGradient>> {
     let Some(spec) = mirrored(task.spec, task.problem) else { return Ok(None) };
     let Ok(problem) = spec.problem() else { return Ok(None) };

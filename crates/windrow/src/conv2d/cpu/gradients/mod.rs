@@ -7,12 +7,12 @@ mod weight_product;
 use self::bias::BiasGradient;
 use self::data::DataGradient;
 use self::weight_product::WeightProduct;
-use super::methods::Task;
+use super::gradient::WeightGradient;
+use super::method::Task;
 use super::winograd::WinogradWeight;
-use crate::conv2d::{Conv2dSpec, Problem, Tile};
+use crate::conv2d::{Conv2dSpec, Problem};
 use crate::cpu::Isa;
-use crate::{Error, Result, TensorMut, TensorRef};
-use std::fmt::Debug;
+use crate::{Error, Result};
 
 /// A way to compute a gradient: the gradient bound to the task, or `None` if another way is expected to be faster.
 type Way<G> = fn(&Task<'_>) -> Result<Option<G>>;
@@ -59,44 +59,3 @@ impl Backward {
         self.weight.scratch_len() * size_of::<f32>()
     }
 }
-
-/// A gradient of the filter, bound to a method.
-pub(crate) trait WeightGradient: Debug + Send + Sync {
-    /// The tile of a gradient in Winograd's domain.
-    fn tile(&self) -> Option<Tile> {
-        None
-    }
-
-    /// How far an element may be off, relative to its scale.
-    fn tolerance(&self) -> f64;
-
-    /// Elements of scratch memory.
-    fn scratch_len(&self) -> usize;
-
-    /// The gradient into `dw` of views that agree with the spec, with [`WeightGradient::scratch_len`] elements.
-    fn run(
-        &self,
-        x: &TensorRef<'_>,
-        dy: &TensorRef<'_>,
-        dw: &mut TensorMut<'_>,
-        scratch: &mut [f32],
-    );
-}
-
-/// Evaluates an expression with `$T` the type of inputs and `$W` that of a gradient, which is the same or f32.
-macro_rules! with_gradient {
-    ($inputs:expr, $gradient:expr, ($T:ident, $W:ident) => $value:expr) => {
-        $crate::dtype::with_element!($inputs, $T => match $gradient {
-            $crate::DType::F32 => {
-                type $W = f32;
-                $value
-            }
-            $crate::DType::F16 | $crate::DType::BF16 | $crate::dtype::not_computed!() => {
-                type $W = $T;
-                $value
-            }
-        })
-    };
-}
-
-pub(super) use with_gradient;

@@ -1,12 +1,12 @@
 //! The filter's gradient as a matrix product: the im2col matrix transposed by the output's gradient,
 //! summed over pixels in an order that does not depend on threads.
 
-use super::super::methods::Task;
+use super::super::gradient::{WeightGradient, with_gradient};
+use super::super::method::Task;
 use super::super::shared::pack::{MAX_PIXELS, PackPanels, PackRows, parts};
 use super::super::shared::rows::{Rows, copy_turned};
 use super::super::shared::stencil::Stencil;
 use super::super::shared::{strides4, tolerance};
-use super::{WeightGradient, with_gradient};
 use crate::cpu::gemm::{BlockedProduct, Blocking, Left, MAX_TERMS, Right, Scratch, left_stride};
 use crate::cpu::{Isa, Kernel, Simd, SimdElement, dispatch};
 use crate::{Result, TensorMut, TensorRef};

@@ -2,15 +2,12 @@
 
 pub(super) mod activation;
 pub(super) mod axis;
-pub(super) mod direct;
 pub(super) mod epilogue;
 pub(super) mod pack;
 pub(super) mod rows;
 pub(super) mod stencil;
 pub(super) mod store;
 
-use self::epilogue::Epilogue;
-use super::Run;
 use crate::cpu::{Kernel, Simd, SimdElement as _};
 use crate::dtype::with_element;
 use crate::{DType, TensorRef};
@@ -41,31 +38,6 @@ pub(super) fn stage_bias<'a>(
     let (staged, rest) = floats_mut(workspace).split_at_mut(bias_len(k));
     fill_bias(bias, staged);
     (staged, rest)
-}
-
-/// What a run by sums of a stencil reads and writes.
-pub(super) struct Staged<'a> {
-    pub(super) dtype: DType,
-    pub(super) src: *const u8,
-    pub(super) dst: *mut u8,
-    pub(super) epilogue: Epilogue,
-    scratch: &'a mut [f32],
-}
-
-impl<'a> Staged<'a> {
-    pub(super) fn new(run: Run<'a, '_>) -> Self {
-        let Run { x, bias, residual, activation, y, workspace } = run;
-        let (staged, scratch) = stage_bias(bias, y.shape()[1], workspace);
-        let bias = bias.map_or(std::ptr::null(), |_| staged.as_ptr());
-        let epilogue = Epilogue { bias, residual, activation };
-        Staged { dtype: x.dtype(), src: x.as_ptr(), dst: y.as_mut_ptr(), epilogue, scratch }
-    }
-
-    /// Scratch memory of so many elements.
-    pub(super) fn scratch(&mut self, len: usize) -> *mut f32 {
-        assert!(self.scratch.len() >= len, "workspace");
-        self.scratch.as_mut_ptr()
-    }
 }
 
 /// The bias as f32, zeros beyond it.

@@ -6,7 +6,7 @@
 //! pixels of a row in every stage. Products go from registers through the output transform into rows
 //! in the first-level cache, and from there into y in whole cache lines that were asked for before.
 
-use super::super::methods::{Prepared, Run};
+use super::super::method::{Prepared, Run};
 use super::super::shared::epilogue::{self, Bounds, Epilogue};
 use super::super::shared::rows::{Rows, zero_ahead};
 use super::super::shared::{bias_len, stage_bias};

@@ -1,6 +1,6 @@
 //! Winograd's algorithm as methods of convolutions: in stages, and in one pass.
 
-use super::super::methods::{Found, Method, Task};
+use super::super::method::{Found, Method, Task};
 use super::blocking::cost;
 use super::fused::{TILE, WinogradFused};
 use super::{Products, WinogradCpu};

@@ -5,8 +5,8 @@
 //! the cache. With few, tasks are some of the positions, whose parts of V and D are different ones. Which tiles are summed in
 //! which order depends on the problem alone, not on threads.
 
-use super::super::gradients::{WeightGradient, with_gradient};
-use super::super::methods::Task;
+use super::super::gradient::{WeightGradient, with_gradient};
+use super::super::method::Task;
 use super::geometry::Geometry;
 use super::input;
 use super::shared::{SharedInput, in_parts};

@@ -1,6 +1,5 @@
 //! Data gradients that are convolutions: of dy by the filter turned around, or transposed ones, which everything has.
 
-use crate::conv2d::backward::mirrored;
 use crate::conv2d::gpu::Operands;
 use crate::conv2d::gpu::choice;
 use crate::conv2d::gpu::general::{Direction, General, Sums};
@@ -10,6 +9,7 @@ use crate::conv2d::gpu::method::Method;
 use crate::conv2d::gpu::methods;
 use crate::conv2d::gpu::prepared::Prepared;
 use crate::conv2d::gpu::task::Task;
+use crate::conv2d::mirrored::mirrored;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Stream};
 use crate::{Activation, Layout, Result, TensorDesc};

@@ -1,49 +1,13 @@
-//! The gradients of a convolution.
+//! Gradients of a convolution by its plan.
 
-use super::{Conv2dPlan, Conv2dSpec, Problem, reference};
+use super::Conv2dPlan;
+use crate::conv2d::mirrored::mirrored;
+use crate::conv2d::{Conv2dSpec, reference};
 use crate::lists::collected;
 use crate::plan::{Checks, Type, engine};
 use crate::tensor::check_device;
 use crate::verification::Expected;
-use crate::{Activation, Error, Layout, Result, TensorDesc, TensorMut, TensorRef, Workspace};
-
-/// The data gradient of a convolution of stride 1 as a convolution of dy: by the filter turned
-/// around, with input and output channels swapped. `None` where it is not one.
-pub(super) fn mirrored(spec: &Conv2dSpec, p: &Problem) -> Option<Conv2dSpec> {
-    let padding = |d: usize| ([p.r, p.s][d] - 1).checked_sub(p.padding[d]);
-    if p.stride != [1, 1] || p.dilation != [1, 1] || p.groups != 1 {
-        return None;
-    }
-    Some(Conv2dSpec {
-        x: spec.y,
-        w: TensorDesc { layout: turned(&spec.w.layout)?, ..spec.w },
-        y: spec.x,
-        bias: None,
-        residual: false,
-        padding: [padding(0)?, padding(1)?],
-        activation: Activation::Identity,
-        ..spec.clone()
-    })
-}
-
-/// A filter's layout [k, c, r, s] as [c, k, r, s] with rows and columns in reverse order.
-fn turned(w: &Layout) -> Option<Layout> {
-    let (shape, strides) = (w.shape(), w.strides());
-    Layout::strided(
-        &[shape[1], shape[0], shape[2], shape[3]],
-        &[strides[1], strides[0], -strides[2], -strides[3]],
-    )
-    .ok()
-}
-
-/// The view of a filter that [`turned`] describes.
-pub(super) fn turn<'a>(w: &TensorRef<'a>) -> Option<TensorRef<'a>> {
-    let desc = TensorDesc { layout: turned(w.layout())?, dtype: w.dtype() };
-    let last = w.layout().offset(&[0, 0, w.shape()[2] - 1, w.shape()[3] - 1]);
-    let ptr = w.as_ptr().wrapping_offset(last * w.dtype().size() as isize);
-    // SAFETY: the same elements: counted from the last row and column, backwards.
-    Some(unsafe { TensorRef::from_raw(ptr.cast(), desc, w.device()) })
-}
+use crate::{Activation, Error, Result, TensorMut, TensorRef, Workspace};
 
 impl Conv2dPlan {
     /// Bytes of workspace that the three gradients need.
@@ -149,7 +113,12 @@ impl Conv2dPlan {
     }
 
     /// As [`Self::expected_data`], of what the oracle computed before.
-    pub(super) fn widened_data(&self, want: Expected, w: &[f64], dy: &[f64]) -> Result<Expected> {
+    pub(in crate::conv2d) fn widened_data(
+        &self,
+        want: Expected,
+        w: &[f64],
+        dy: &[f64],
+    ) -> Result<Expected> {
         let mut tiles = None;
         if let (Some(tile), Some(spec)) =
             (engine!(self, engine => engine.data_tile(self))?, mirrored(&self.spec, &self.problem))
@@ -172,7 +141,12 @@ impl Conv2dPlan {
     }
 
     /// As [`Self::expected_weight`], of what the oracle computed before.
-    pub(super) fn widened_weight(&self, want: Expected, x: &[f64], dy: &[f64]) -> Result<Expected> {
+    pub(in crate::conv2d) fn widened_weight(
+        &self,
+        want: Expected,
+        x: &[f64],
+        dy: &[f64],
+    ) -> Result<Expected> {
         let tile = engine!(self, engine => engine.weight_tile(self))?;
         let tiles = tile.map(|tile| reference::winograd_weight_scale(&self.problem, tile, x, dy));
         Ok(want.widened(tiles.transpose()?))

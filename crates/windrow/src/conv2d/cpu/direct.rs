@@ -1,10 +1,11 @@
 //! Sums over the filter's taps, without an im2col matrix: what the methods of `direct` share.
 
-use super::epilogue::Epilogue;
-use super::pack::pack_filter;
-use super::stencil::Stencil;
-use super::{Staged, bias_len, tolerance};
-use crate::conv2d::cpu::methods::{Found, Method, Prepared, Run, Task, sums_cost};
+use super::method::{Found, Method, Prepared, Run, Task, sums_cost};
+use super::shared::epilogue::Epilogue;
+use super::shared::pack::pack_filter;
+use super::shared::stencil::Stencil;
+use super::shared::{bias_len, tolerance};
+use super::staged::Staged;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration};
 use crate::cpu::{Isa, MAX_LANES, SendPtr, SimdElement, parallel_for_workers};
 use crate::dtype::with_element;
@@ -13,9 +14,7 @@ use std::fmt::Debug;
 use std::marker::PhantomData;
 
 /// A way to sum over the taps of a stencil, unit by unit. Sizes are in f32 elements.
-pub(in crate::conv2d::cpu) trait TapSums:
-    Debug + Send + Sync + Sized + 'static
-{
+pub(super) trait TapSums: Debug + Send + Sync + Sized + 'static {
     /// The method's own name; it computes `direct` as well.
     const ALGORITHM: Conv2dAlgorithm;
 
@@ -76,7 +75,7 @@ pub(in crate::conv2d::cpu) trait TapSums:
 
 /// The form of a packed filter; zeros beyond a group's channels.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::conv2d::cpu) enum Packing {
+pub(super) enum Packing {
     /// [group, panel, c, filter row, filter column, channel of the panel], for panels of so many channels.
     Panels(usize),
     /// The same in the order of products, [group, panel, filter row, filter column, c, channel of the panel].
@@ -111,7 +110,7 @@ impl Packing {
 }
 
 /// A unit of a run, and what the run reads and writes.
-pub(in crate::conv2d::cpu) struct TapUnit<'a, T> {
+pub(super) struct TapUnit<'a, T> {
     pub isa: Isa,
     pub stencil: &'a Stencil,
     pub unit: usize,
@@ -119,7 +118,7 @@ pub(in crate::conv2d::cpu) struct TapUnit<'a, T> {
 }
 
 /// What a run reads and writes.
-pub(in crate::conv2d::cpu) struct Operands<'a, T> {
+pub(super) struct Operands<'a, T> {
     pub packed: &'a [f32],
     pub src: *const T,
     pub dst: *mut T,
@@ -128,7 +127,7 @@ pub(in crate::conv2d::cpu) struct Operands<'a, T> {
 
 impl<T> Operands<'_, T> {
     /// The same where T is U.
-    pub(in crate::conv2d::cpu) fn of<U>(&self) -> Operands<'_, U> {
+    pub(super) fn of<U>(&self) -> Operands<'_, U> {
         let Operands { packed, src, dst, epilogue } = *self;
         Operands { packed, src: src.cast(), dst: dst.cast(), epilogue }
     }
@@ -138,10 +137,10 @@ impl<T> Operands<'_, T> {
 unsafe impl<T> Sync for Operands<'_, T> {}
 
 /// The method of a way to sum over taps.
-pub(in crate::conv2d::cpu) struct ByTaps<F>(PhantomData<fn() -> F>);
+pub(super) struct ByTaps<F>(PhantomData<fn() -> F>);
 
 impl<F> ByTaps<F> {
-    pub(in crate::conv2d::cpu) const METHOD: Self = ByTaps(PhantomData);
+    pub(super) const METHOD: Self = ByTaps(PhantomData);
 }
 
 impl<F: TapSums> Method for ByTaps<F> {

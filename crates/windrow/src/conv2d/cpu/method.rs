@@ -1,0 +1,156 @@
+//! A way to compute a convolution on the CPU, and a convolution bound to it. Errors are
+//! [`OutOfMemory`](crate::Error::OutOfMemory), for lists of the filter's taps.
+
+use super::shared::epilogue::Residual;
+use super::shared::floats_mut;
+use super::shared::stencil::Stencil;
+use crate::conv2d::winograd_reference::Stages;
+use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem, Tile};
+use crate::cpu::Isa;
+use crate::{Accuracy, Activation, Filter, Result, TensorMut, TensorRef};
+use std::fmt::Debug;
+
+/// A convolution, or a part of its data gradient, that is to be computed with the instructions of one set.
+pub(crate) struct Task<'a> {
+    pub(super) spec: &'a Conv2dSpec,
+    pub(super) problem: &'a Problem,
+    /// The sums: those of the convolution, or of a part of its data gradient.
+    pub(super) stencil: Stencil,
+    pub(super) isa: Isa,
+    pub(super) threads: usize,
+}
+
+impl<'a> Task<'a> {
+    /// The convolution itself.
+    pub(crate) fn new(
+        spec: &'a Conv2dSpec,
+        problem: &'a Problem,
+        isa: Isa,
+        threads: usize,
+    ) -> Result<Self> {
+        Ok(Task { spec, problem, stencil: Stencil::forward(spec, problem)?, isa, threads })
+    }
+}
+
+/// What a method makes of a task; `None` if it does not support it.
+pub(crate) type Found = Result<Option<Box<dyn Prepared>>>;
+
+/// A way to compute convolutions: which ones, how fast, and with which parameters.
+pub(super) trait Method: Sync {
+    /// Algorithms, as users name them, that it computes.
+    fn algorithms(&self) -> &'static [Conv2dAlgorithm];
+
+    /// True if the accuracy allows it.
+    fn allows(&self, _: Accuracy) -> bool {
+        true
+    }
+
+    /// Expected time of a task that it supports, in multiplications at the rate of vectors of f32.
+    fn cost(&self, task: &Task<'_>, _: Conv2dAlgorithm, filter: Filter) -> f64 {
+        sums_cost(task.problem, filter, 1.0)
+    }
+
+    /// Numbers of a [`Conv2dConfiguration`] that it takes, which are positive.
+    fn parameters(&self) -> &'static [&'static str] {
+        &[]
+    }
+
+    /// Configurations that a search tries beside the model's.
+    fn candidates(&self, _: Conv2dAlgorithm, _threads: usize) -> Vec<Conv2dConfiguration> {
+        Vec::new()
+    }
+
+    /// The task bound to the method; `None` if it does not support it.
+    fn prepare(&self, task: &Task<'_>, configuration: &Conv2dConfiguration) -> Found;
+
+    /// True if it computes the task.
+    fn supports(&self, task: &Task<'_>) -> Result<bool> {
+        let configuration = Conv2dConfiguration::new(self.algorithms()[0]);
+        Ok(self.prepare(task, &configuration)?.is_some())
+    }
+}
+
+/// `y = act(conv(x, w) + bias + residual)` but for the filter. `x` [n, c, h, w] and `y` [n, k, oh, ow] have one type,
+/// `bias` [k] that or f32; the residual is that of `y`; `workspace` is aligned to 64.
+pub(crate) struct Run<'a, 'y> {
+    pub(crate) x: &'a TensorRef<'a>,
+    pub(crate) bias: Option<&'a TensorRef<'a>>,
+    pub(crate) residual: Residual,
+    pub(crate) activation: Activation,
+    pub(crate) y: &'a mut TensorMut<'y>,
+    pub(crate) workspace: &'a mut [u8],
+}
+
+/// A convolution bound to a method and an instruction set. It is called once a run; its kernels know types and sizes.
+pub(crate) trait Prepared: Debug + Send + Sync {
+    /// The method's algorithm with all of its parameters.
+    fn configuration(&self) -> Conv2dConfiguration;
+
+    /// Blocking, in words.
+    fn explain(&self) -> String;
+
+    /// Elements of the packed filter.
+    fn packed_len(&self) -> usize;
+
+    /// Channels that lie next to each other in the packed filter: with algorithm and filter shape,
+    /// what its form depends on.
+    fn packed_width(&self) -> usize;
+
+    /// Bytes of the packed filter, in whole cache lines.
+    fn packed_bytes(&self) -> usize {
+        (self.packed_len() * size_of::<f32>()).next_multiple_of(64)
+    }
+
+    /// Bytes of scratch memory for a run with a packed filter.
+    fn workspace_bytes(&self) -> usize;
+
+    /// Bytes of scratch memory for a run with the filter itself.
+    fn raw_bytes(&self) -> usize {
+        self.packed_bytes() + self.workspace_bytes()
+    }
+
+    /// How far an element may be off, relative to its scale: a rounding for each addition in a row;
+    /// for Winograd, which mixes a tile's pixels, a few times what was measured.
+    fn tolerance(&self) -> f64;
+
+    /// The tile of a Winograd algorithm.
+    fn tile(&self) -> Option<Tile> {
+        None
+    }
+
+    /// Packs a filter that agrees with the spec.
+    fn pack(&self, w: &TensorRef<'_>, packed: &mut [f32]);
+
+    /// Runs on views that agree with the spec.
+    fn run(&self, packed: &[f32], run: Run<'_, '_>);
+
+    /// [`Prepared::run`] with the filter itself, in a workspace of [`Prepared::raw_bytes`].
+    fn run_raw(&self, w: &TensorRef<'_>, run: Run<'_, '_>) {
+        let (packed, workspace) = run.workspace.split_at_mut(self.packed_bytes());
+        let packed = floats_mut(packed);
+        self.pack(w, packed);
+        self.run(packed, Run { workspace, ..run });
+    }
+
+    /// The im2col matrix [group, term, pixel] of an input that agrees with the spec; `None` for a method that has none.
+    fn im2col(&self, _x: &TensorRef<'_>) -> Result<Option<Vec<f32>>> {
+        Ok(None)
+    }
+
+    /// What the stages of Winograd's algorithm form of views that agree with the spec; `None` for other methods.
+    fn winograd_stages(
+        &self,
+        _w: &TensorRef<'_>,
+        _x: &TensorRef<'_>,
+    ) -> Result<Option<Stages<Vec<f32>>>> {
+        Ok(None)
+    }
+}
+
+/// Of sums of products at `rate` times that of vectors of f32, with the filter packed before if it changes.
+pub(super) fn sums_cost(p: &Problem, filter: Filter, rate: f64) -> f64 {
+    // Of an element of the filter.
+    const PACK: f64 = 30.0;
+    let pack = if filter == Filter::Changing { PACK * (p.k * p.taps()) as f64 } else { 0.0 };
+    p.flops() / 2.0 / rate + pack
+}
