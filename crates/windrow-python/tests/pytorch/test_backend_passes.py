@@ -10,9 +10,12 @@ import torch.nn.functional as F
 from common import ACTIVATIONS, OURS, THEIRS, leaf, normal
 from torch import nn
 from torch.func import functional_call
+from torch._inductor.compile_fx import select_decomp_table
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from windrow.torch.backend import _compile, _options, windrow
+from windrow.torch.choice import measure, store
+from windrow.torch.choice.policy import PYTORCH, Seconds
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_decided"),
@@ -170,6 +173,38 @@ def test_what_pytorch_is_faster_at_is_left_to_inductor(seen, times):
     check(model, "inductor")
     assert len(seen[0][0]) == 1 and seen[0][1] == []
     assert torch.equal(torch.get_rng_state(), numbers)
+
+
+def frozen_on(model, device, dtype, decompositions, in_graphs):
+    """A model's graph after the passes, and its inputs: tensors without memory."""
+    state = model.state_dict()
+
+    def function(x, *tensors):
+        return (functional_call(model, dict(zip(state, tensors, strict=True)), (x,)),)
+
+    with FakeTensorMode(), torch.no_grad():
+        inputs = [torch.empty(16, 3, 6, 6, device=device, dtype=dtype)]
+        inputs += [torch.empty(t.shape, dtype=t.dtype, device=device) for t in state.values()]
+        graph = make_fx(function, decompositions, tracing_mode="fake")(*inputs)
+        options = _options.Options()
+        return _compile._Frozen(graph, inputs, range(1, len(inputs)), options, decompositions, in_graphs), inputs
+
+
+@pytest.mark.parametrize("in_graphs", [False, True])
+@pytest.mark.parametrize("is_ours", [(False, True), (True, False), (True, True), (False, False)])
+def test_graphs_of_cuda_have_a_choice_of_their_own(is_ours, in_graphs, monkeypatch):
+    called, captured = ((0.5, 0.5) if ours else (2.0, 2.0) for ours in is_ours)
+
+    def found(device, runs):
+        # A call takes the interpreter's time here, a graph the device's.
+        return {name: Seconds(1.0, 8.0) if name == PYTORCH else Seconds(captured[0], 8 * called[1]) for name in runs}
+
+    monkeypatch.setattr(measure, "times_of", found)
+    model = normal(Behind(lambda m, y: F.relu(m.norm(y))))
+    frozen, _ = frozen_on(model, "cpu", torch.float32, select_decomp_table(), in_graphs)
+    (decision,) = store.every()
+    assert ((decision.choice != PYTORCH), (decision.in_graph != PYTORCH)) == is_ours
+    assert frozen.what[1] == (["conv2d, relu"] if is_ours[in_graphs] else [])
 
 
 PADDED = {
@@ -356,18 +391,9 @@ def test_layouts(layout, seen):
 def test_devices_agree(dtype, in_graphs):
     """On CUDA without a device: tensors without memory say where an operator would be given two devices."""
     model = normal(Behind(lambda m, y: F.relu(m.term - m.norm(y) * m.factor + 1))).to(dtype)
-    state = model.state_dict()
-    names = [*state]
-    with FakeTensorMode(), torch.no_grad():
-        tensors = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in state.values()]
-
-        def function(x, *tensors):
-            return (functional_call(model, dict(zip(names, tensors, strict=True)), (x,)),)
-
-        x = torch.empty(16, 3, 6, 6, device="cuda", dtype=dtype)
-        graph = make_fx(function, tracing_mode="fake")(x, *tensors)
-        frozen = _compile._Frozen(graph, [x, *tensors], range(1, 1 + len(tensors)), _options.Options(), None, in_graphs)
-        assert len(frozen.what[0]) == 1 and frozen.what[1:] == (["conv2d, relu"], 0)
-        given = [([x, *tensors])[i] for i in frozen.watched]
+    frozen, tensors = frozen_on(model, "cuda", dtype, None, in_graphs)
+    assert len(frozen.what[0]) == 1 and frozen.what[1:] == (["conv2d, relu"], 0)
+    with tensors[0].fake_mode, torch.no_grad():
+        given = [tensors[i] for i in frozen.watched]
         results = frozen.constants.prologue()(*given)
     assert {*((*t.shape, t.dtype, t.device.type) for t in results)} == {(6, 3, 3, 3, dtype, "cuda"), (6, dtype, "cuda")}

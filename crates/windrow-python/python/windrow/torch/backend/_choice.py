@@ -11,15 +11,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from windrow.torch._filters import kept_with
-from windrow.torch.choice.candidates import Conv, PyTorch
+from windrow.torch.choice.candidates import Conv
 from windrow.torch.choice.convolution import way
 from windrow.torch.choice.problem import Options
 
 
 def is_pytorchs(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, options: Any, activation: str | None, accuracy: Any
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    options: Any,
+    activation: str | None,
+    accuracy: Any,
+    in_graphs: bool,
 ) -> bool:
-    """False also for sizes that change."""
+    """False also for sizes that change. `in_graphs`: Inductor captures what it compiles into CUDA graphs."""
     given = (x, weight, bias, residual)
     sizes = [n for t in given if t is not None for n in (*t.shape, *t.stride())]
     if not all(isinstance(n, int) for n in [*sizes, *(n for several in options[:3] for n in several)]):
@@ -31,7 +38,7 @@ def is_pytorchs(
         assert image is not None and filter is not None
         kept = kept_with(filter, is_frozen=True, lasts=True)
         conv = Conv(filter, rest[0], Options(*options), activation, accuracy, kept, is_fused=True)
-        return isinstance(way(conv, image, rest[1]).run, PyTorch)
+        return way(conv, image, rest[1]).is_pytorchs(in_graphs)
 
 
 def _like(t: Tensor, generator: torch.Generator) -> Tensor:

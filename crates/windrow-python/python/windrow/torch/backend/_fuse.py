@@ -53,7 +53,8 @@ def _fuse(
     given = (conv.x, conv.weight, conv.bias, residual)
     asked = conv.accuracy(accuracy)
     # Inductor fuses more with PyTorch's own.
-    if decompositions is not None and is_pytorchs(*map(value, given), conv.options, activation, asked):
+    question = (*map(value, given), conv.options, activation, asked, constants.in_graphs)
+    if decompositions is not None and is_pytorchs(*question):
         conv.node.meta[LEFT] = True
         return None
     weight, bias = constants.moved(conv.weight), None if conv.bias is None else constants.moved(conv.bias)

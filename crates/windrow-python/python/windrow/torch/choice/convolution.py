@@ -28,8 +28,18 @@ class Way:
     # Of an image, and of what is added.
     run: PyTorch | CudnnFused | Windrow | Transposed
     is_final: bool
-    # Whether calls that are captured in a graph are computed by another.
-    is_another_in_graphs: bool = False
+    # Who computes calls that are captured in a graph, if that is another.
+    in_graph: str | None = None
+
+    @property
+    def is_another_in_graphs(self) -> bool:
+        return self.in_graph is not None
+
+    def is_pytorchs(self, in_graphs: bool) -> bool:
+        """Whether PyTorch's operator computes calls: those that are captured in a graph, or others."""
+        if in_graphs and self.in_graph is not None:
+            return self.in_graph == PYTORCH
+        return isinstance(self.run, PyTorch)
 
 
 def way(conv: Conv, x: Tensor, residual: Tensor | None = None) -> Way:
@@ -58,7 +68,7 @@ def way(conv: Conv, x: Tensor, residual: Tensor | None = None) -> Way:
             # In the graph every replay would look at what was packed in it.
             kept(x, residual)
     run = _named(who, conv, layout, beside, decision)
-    return Way(run, decision.is_final, decision.in_graph != decision.choice)
+    return Way(run, decision.is_final, None if decision.in_graph == decision.choice else decision.in_graph)
 
 
 def _what(conv: Conv, now: Filters) -> str:
