@@ -24,6 +24,8 @@ def may_use_tf32(is_linear: bool = False) -> bool:
 # A compiled graph has what was set when it was traced: `torch.compiler.assume_constant_result`, which would import all of
 # torch._dynamo.
 may_use_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# PyTorch 2.4 keeps the constant in the module whose function is compiled, by this name, over what has it there.
+may_use_tf32.__code__ = may_use_tf32.__code__.replace(co_name="constant_of_windrow_may_use_tf32")
 
 
 # Whether autocast is on, and whether TF32 may be used.
