@@ -386,6 +386,12 @@ def test_layouts(layout, seen):
             assert got.stride() == want.stride()
 
 
+def test_the_layout_of_kernels_that_the_tracer_does_not_know(seen):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)).eval()
+    with torch.no_grad():
+        assert compiled(model)(IMAGE).stride() == model(IMAGE).stride() == (128, 16, 4, 1)
+
+
 @pytest.mark.parametrize("in_graphs", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_devices_agree(dtype, in_graphs):

@@ -16,7 +16,7 @@ from torch.nn.modules import module as modules_of_torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from windrow.torch._by_graph import ByGraph, Derived, derived, parts_of, undo
-from windrow.torch._check_bound import Roundings, differs, differs_from_its_modules
+from windrow.torch._check_modules import Roundings, differs, differs_from_its_modules
 from windrow.torch._fused import FusedConv2d
 from windrow.torch._patch import unpatch
 from windrow.torch._precision import may_use_tf32

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from windrow.torch.backend._check import Check
 from windrow.torch.backend._constants import Constants, Held, Make, Run, value
 from windrow.torch.backend._convolutions import to_windrows
 from windrow.torch.backend._fold import fold
@@ -86,8 +87,9 @@ class _Frozen:
     ) -> None:
         self.module, graph = module, module.graph
         before = [node for node in graph.nodes if node.op == "placeholder"]
+        self.check = check = Check.of(module, static, options, decompositions is not None)
         fold_padding(graph)
-        to_channels_last(module)
+        to_channels_last(module, is_by_kernels=decompositions is None)
         self.constants = constants = Constants(module, static if options.freeze else (), in_graphs)
         if decompositions is None:
             linear_to_convolutions(graph, constants, options.accuracy)
@@ -97,9 +99,13 @@ class _Frozen:
         # What was folded into convolutions, what these became, and how many others there are.
         self.what = folded, fused, others
         _log.info("folded into convolutions: %s; fused: %s; other convolutions: %d", folded, fused, others)
+        if check is not None:
+            check.look(graph, constants)
         self.bind: Callable[..., fx.GraphModule] | None = None
         if decompositions is None:
-            self.bind = to_modules(module, constants)
+            self.bind, names = to_modules(module, constants)
+            if check is not None:
+                check.named(names)
         # What only the prologue or modules read.
         gone = {node for node in (*constants.watched, *constants.inputs) if not node.users}
         for node in gone:
@@ -116,34 +122,52 @@ class _Frozen:
 
     def call(self, inner: Run) -> Run:
         """The function of the graph's inputs, of one that takes those that are left, and the constants."""
-        return self._held(inner, lambda constants: inner)
+        return self._held(inner, lambda constants: (inner, None))
 
     def call_bound(self, boxed: Callable[[fx.GraphModule], Run]) -> Run:
         """The same, of what `boxed` makes of the graph with constants in it."""
         bind = self.bind
         assert bind is not None
-        run = self._held(boxed(self.module), lambda constants: boxed(bind(constants)))
+
+        def make(constants: Sequence[Any]) -> tuple[Run, Any]:
+            whole = bind(constants)
+            return boxed(whole), whole
+
+        run = self._held(boxed(self.module), make)
         for node in self.module.graph.nodes:
             # What the tracer says of tensors holds all that it has seen, parameters too.
             node.meta = {}
         return run
 
     def _held(self, whole: Run, bound: Make) -> Run:
+        check, passed, made = self.check, self.passed, self.made
         if not self.watched:
-            return whole
-        passed, made = self.passed, self.made
+            if check is None:
+                return whole
 
-        def make(constants: Sequence[Any]) -> Run:
-            inner, rest = bound(constants), [constants[i] for i in made]
-            return lambda inputs: inner(inputs + rest)
+            def checked(inputs: list[Any]) -> Any:
+                return check.call(inputs, whole, (), None) if check.is_pending else whole(inputs)
+
+            checked._boxed_call = True  # type: ignore[attr-defined]
+            return checked
+
+        def make(constants: Sequence[Any]) -> tuple[Run, Any]:
+            (inner, modules), rest = bound(constants), [constants[i] for i in made]
+
+            def compute(inputs: list[Any]) -> Any:
+                given = [inputs[i] for i in passed]
+                inputs.clear()
+                return inner(given + rest)
+
+            return compute, modules
 
         held = Held(self.constants, self.watched, make)
 
         def run(inputs: list[Any]) -> Any:
-            compute = held.run(inputs)
-            given = [inputs[i] for i in passed]
-            inputs.clear()
-            return compute(given)
+            found = held.found(inputs)
+            if check is not None and check.is_pending:
+                return check.call(inputs, found.run, found.constants, found.modules)
+            return found.run(inputs)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run

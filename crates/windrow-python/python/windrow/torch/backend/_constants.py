@@ -167,7 +167,8 @@ def _is_dense(t: Tensor) -> bool:
 
 # What computes the graph, of the inputs that are left: made of constants.
 Run = Callable[[list[Any]], Any]
-Make = Callable[[Sequence[Tensor]], Run]
+# That, and the modules that it calls.
+Make = Callable[[Sequence[Tensor]], tuple[Run, Any]]
 
 
 @dataclass
@@ -175,6 +176,7 @@ class _OfParameters:
     """What was computed of some parameters, and what tells whether they are what they were."""
 
     run: Run
+    modules: Any
     constants: list[Tensor]
     pointers: list[int]
     versions: list[int]
@@ -205,7 +207,7 @@ class Held:
         self._lock = threading.Lock()
         self._found: dict[tuple[int, ...], _OfParameters] = {}
 
-    def run(self, inputs: Sequence[Any]) -> Run:
+    def found(self, inputs: Sequence[Any]) -> _OfParameters:
         """What computes the graph with the parameters among these inputs."""
         given = [inputs[i] for i in self.watched]
         key = (*map(id, given),)
@@ -213,7 +215,7 @@ class Held:
         if found is None or not found.is_same(given):
             with self._lock, torch.inference_mode(False), torch.no_grad():
                 found = self._computed(key, given)
-        return found.run
+        return found
 
     def _computed(self, key: tuple[int, ...], given: Sequence[Tensor]) -> _OfParameters:
         copies = {i: t.clone() for i, t in enumerate(given) if t.is_inference()}
@@ -231,7 +233,7 @@ class Held:
         # Whoever drops a model gets the memory of its folded filters back.
         drop = lambda _, found=self._found: found.pop(key, None)
         references = [weakref.ref(t.untyped_storage(), drop) for t in given]
-        run, pointers = self.make(constants), [t.data_ptr() for t in given]
+        (run, modules), pointers = self.make(constants), [t.data_ptr() for t in given]
         sample = _Sample(given)
-        self._found[key] = _OfParameters(run, constants, pointers, versions, copies, sample, references)
+        self._found[key] = _OfParameters(run, modules, constants, pointers, versions, copies, sample, references)
         return self._found[key]

@@ -14,7 +14,27 @@ from windrow.torch.backend._constants import value
 _aten = torch.ops.aten
 # Marks what is left to Inductor.
 LEFT = "windrow_left"
+# What a node stands for in the graph that the passes were given, as a `Value` and as a `Sum`: the check compares them.
+VALUE, SUM = "windrow_value", "windrow_sum"
+_OF_OTHERS = ("tensor_meta", "eager_input_vals", VALUE, SUM)
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Value:
+    """The result of a node, by name, or that with its dimensions in another order."""
+
+    name: str
+    order: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The sum of products that is part of a value, and its filter and bias."""
+
+    value: Value
+    weight: Value
+    bias: Value | None
 
 
 @dataclass(frozen=True)
@@ -84,7 +104,7 @@ def to_windrows(graph: fx.Graph, accuracy: str | None, is_training: bool) -> int
         asked, how = conv.accuracy(accuracy), CHANGING if is_training else KEPT
         rest = (*conv.options, conv.output_padding, None, asked, FASTEST, how)
         new = called(graph, conv.node, OPERATORS.conv2d.default, conv.x, conv.weight, conv.bias, *rest)
-        changed += replaced(conv.node, new)
+        changed += replaced(conv.node, new, conv.node)
     for node in [*graph.nodes]:
         if node.target is _aten.convolution_backward.default and is_ours(node.args[1], node.args[2], None):
             changed += _gradients(graph, node, accuracy)
@@ -112,7 +132,7 @@ def called(graph: fx.Graph, before: fx.Node, operator: Any, *args: Any, **kwargs
     """A node in front of another, after which it is named."""
     with graph.inserting_before(before):
         node = graph.call_function(operator, args, kwargs)
-    node.meta = {name: what for name, what in before.meta.items() if name not in ("tensor_meta", "eager_input_vals")}
+    node.meta = {name: what for name, what in before.meta.items() if name not in _OF_OTHERS}
     values = fx.map_arg(args, value)
     fake_mode = next(v.fake_mode for v in values if isinstance(v, Tensor))
     with fake_mode:
@@ -120,13 +140,20 @@ def called(graph: fx.Graph, before: fx.Node, operator: Any, *args: Any, **kwargs
     return node
 
 
-def replaced(node: fx.Node, new: fx.Node) -> bool:
-    """Puts a node in the place of another, unless its result lies differently in memory."""
+def stands_for(new: fx.Node, node: fx.Node, sums: fx.Node) -> None:
+    """Says for the check that a node has the value of another, with the sum of products of a third one in it."""
+    new.meta[VALUE], new.meta[SUM] = node.meta.get(VALUE), sums.meta.get(SUM)
+
+
+def replaced(node: fx.Node, new: fx.Node, sums: fx.Node | None = None) -> bool:
+    """Puts a node in the place of another, unless its result lies differently in memory. `sums`: the convolution in it."""
     of = lambda n: [(t.shape, t.stride(), t.dtype) for t in _tensors(value(n)) if t is not None]
     before, after = of(node), of(new)
     if isinstance(value(node), Tensor) and before != after:
         new.graph.erase_node(new)
         return False
+    if sums is not None:
+        stands_for(new, node, sums)
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
     return True

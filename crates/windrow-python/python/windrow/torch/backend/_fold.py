@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from windrow.torch.backend._constants import CONVERSIONS, Constants, is_floating, value
-from windrow.torch.backend._convolutions import Convolution, called, convolutions
+from windrow.torch.backend._convolutions import VALUE, Convolution, called, convolutions, stands_for
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
 _SUMS = (_aten.add.Tensor, _aten.add.Scalar)
@@ -101,8 +101,10 @@ def _fold(graph: fx.Graph, conv: Convolution, constants: Constants) -> str | Non
     new = called(
         graph, last, conv.node.target, conv.x, constants.add(rounded(scaled), like), bias, *conv.node.args[3:]
     )
+    stands_for(new, last, conv.node)
     if value(last).dtype != value(new).dtype:
         new = called(graph, last, _prims.convert_element_type.default, new, value(last).dtype)
+        new.meta[VALUE] = last.meta.get(VALUE)
     last.replace_all_uses_with(new)
     return ", ".join(affine.steps)
 

@@ -63,7 +63,7 @@ def _fuse(
         return "linear"
     tensors = (conv.x, weight, bias, residual)
     how = (*conv.options, activation, asked)
-    if not replaced(last, called(graph, last, OPERATORS.conv2d_fused.default, *tensors, *how)):
+    if not replaced(last, called(graph, last, OPERATORS.conv2d_fused.default, *tensors, *how), conv.node):
         return None
     return ", ".join(["conv2d", *what])
 

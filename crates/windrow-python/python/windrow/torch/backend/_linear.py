@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from windrow.torch._conv2d import accuracy_of
 from windrow.torch._library import OPERATORS
 from windrow.torch.backend._constants import Constants, value
-from windrow.torch.backend._convolutions import called, is_ours
+from windrow.torch.backend._convolutions import SUM, VALUE, Sum, Value, called, is_ours
 
 _aten = torch.ops.aten
 _TO_LAST, _BACK = [0, 2, 3, 1], [0, 3, 1, 2]
@@ -84,14 +84,26 @@ def _convert(graph: fx.Graph, chain: list[fx.Node], accuracy: str | None) -> Non
     for link in links:
         if link.target in _ELEMENTWISE:
             image = called(graph, back, link.target, image, *link.args[1:], **link.kwargs)
+            _stands_for(image, link)
             continue
         product: Any = link.args[0]
         bias = product.args[0] if product.target is _aten.addmm.default else None
         rows, turned = product.args[-2:]
         if image is None:
             image = called(graph, back, _aten.permute.default, rows.args[0], _BACK)
+            _stands_for(image, rows.args[0])
         how = ([1, 1], [0, 0], [1, 1], 1, None, accuracy_of(accuracy, value(image), is_linear=True))
         image = called(graph, back, OPERATORS.conv2d_fused.default, image, turned.args[0], bias, None, *how)
+        _stands_for(image, link)
+        if VALUE in link.meta:
+            of = lambda n: None if n is None else n.meta.get(VALUE)
+            image.meta[SUM] = Sum(image.meta[VALUE], of(turned.args[0]), of(bias))
     assert image is not None
     back.replace_all_uses_with(image)
     graph.erase_node(back)
+
+
+def _stands_for(new: fx.Node, node: fx.Node) -> None:
+    """With the channels put back."""
+    known: Value | None = node.meta.get(VALUE)
+    new.meta[VALUE] = None if known is None else Value(known.name, _BACK)

@@ -13,10 +13,13 @@ from windrow.torch._sequence import in_sequences
 from windrow.torch.backend._constants import Constants
 
 
-def to_modules(module: fx.GraphModule, constants: Constants) -> Callable[..., fx.GraphModule]:
-    """Changes the graph. Gives what makes a module of it, of constants."""
+def to_modules(
+    module: fx.GraphModule, constants: Constants
+) -> tuple[Callable[..., fx.GraphModule], dict[fx.Node, str]]:
+    """Changes the graph. Gives what makes a module of it, of constants; and which module stands for which node."""
     graph = module.graph
     made = {node: i for i, node in enumerate(constants.inputs)}
+    names: dict[fx.Node, str] = {}
     bound: dict[str, tuple[int, int | None, tuple[Any, ...]]] = {}
     for node in [*graph.nodes]:
         if node.target is not OPERATORS.conv2d_fused.default:
@@ -24,7 +27,7 @@ def to_modules(module: fx.GraphModule, constants: Constants) -> Callable[..., fx
         x, weight, bias, residual, *options, activation, accuracy = node.args
         if any(not isinstance(n, int) for sizes in options[:3] for n in sizes):
             continue
-        name = f"convolution_{len(bound)}"
+        name = names[node] = f"convolution_{len(bound)}"
         bound[name] = made[weight], None if bias is None else made[bias], (options, activation, accuracy)
         module.add_module(name, FusedConv2d(None, None, options, activation, accuracy))  # type: ignore[arg-type]
         with graph.inserting_before(node):
@@ -44,4 +47,4 @@ def to_modules(module: fx.GraphModule, constants: Constants) -> Callable[..., fx
         graph.owning_module = module
         return whole
 
-    return bind
+    return bind, names

@@ -11,7 +11,7 @@ import torch
 
 from windrow.torch._conv2d import ACCURACIES
 
-_OWN = ("accuracy", "freeze", "mode", "rest")
+_OWN = ("accuracy", "check", "freeze", "mode", "report", "rest")
 RESTS = ("inductor", "eager")
 
 
@@ -37,6 +37,10 @@ class Options:
     freeze: bool = True
     # Who computes what is left: "inductor", or "eager" for PyTorch's operators one by one.
     rest: str = "inductor"
+    # Whether a graph is compared with PyTorch's at its first call.
+    check: bool = True
+    # What is told what became of a graph: `fused(name, what)` and `left(name, why)`.
+    report: Any = None
     # Inductor's own options.
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
@@ -50,12 +54,14 @@ class Options:
         mode = own.pop("mode", mode)
         rest = own.pop("rest", None)
         accuracy, freeze = own.pop("accuracy", None), own.pop("freeze", True)
+        check, report = own.pop("check", True), own.pop("report", None)
         _expect("accuracy", accuracy, ACCURACIES)
         _expect("freeze", freeze, (True, False))
+        _expect("check", check, (True, False))
         _expect("rest", rest, (None, *RESTS))
         if inductor or mode not in (None, "default"):
             inductor = _of_mode(mode) | _known(inductor)
-        return Options(accuracy, bool(freeze), rest or "inductor", inductor)
+        return Options(accuracy, bool(freeze), rest or "inductor", bool(check), report, inductor)
 
 
 def _expect(name: str, value: Any, known: tuple[Any, ...]) -> None:

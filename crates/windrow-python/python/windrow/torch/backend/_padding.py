@@ -22,7 +22,7 @@ def fold_padding(graph: fx.Graph) -> None:
         x, weight, bias, stride, padding, *rest = node.args
         more = [own + n for own, n in zip(padding, around, strict=True)]
         new = called(graph, node, node.target, x.args[0], weight, bias, stride, more, *rest)
-        replaced(node, new)
+        replaced(node, new, node)
     graph.eliminate_dead_code()
 
 

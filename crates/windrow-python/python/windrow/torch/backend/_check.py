@@ -1,0 +1,230 @@
+"""A compiled graph checks itself: at its first call it is compared with the graph as AOTAutograd gave it.
+
+That graph is in functional form, so it can be run again without a trace. docs/notes/optimize-check.md says what is compared and
+how far apart results may be.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+from windrow.torch._check_bound import Spread
+from windrow.torch.backend._check_sums import Compared, compared
+from windrow.torch.backend._constants import Constants, Run
+from windrow.torch.backend._options import Options
+from windrow.torch.backend._original import Original, Roundings, unrepeatable
+
+_log = logging.getLogger(__name__.rpartition(".")[0])
+# Runs with roundings of their own.
+_DRAWS = 3
+# Of a graph for any size, so many sizes are compared.
+_SIZES = 3
+
+
+class Check:
+    """Of one graph for inference. `is_pending`: calls go through `call`."""
+
+    def __init__(self, module: fx.GraphModule, static: Sequence[int], options: Options, is_inductors: bool) -> None:
+        """Before the passes, whose nodes it marks. `static`: the inputs that are parameters and buffers, by number."""
+        self.is_pending = True
+        self._options, self._is_inductors = options, is_inductors
+        self._original = Original(module, static, options.accuracy, is_inductors)
+        self._compared: dict[fx.Node, Compared] = {}
+        self._right: set[tuple[Any, ...]] = set()
+        self._instead: Callable[..., Any] | None = None
+        self._lock = threading.RLock()
+
+    @staticmethod
+    def of(module: fx.GraphModule, static: Sequence[int], options: Options, is_inductors: bool) -> "Check | None":
+        """None if it is not asked for, and where a second run would be seen."""
+        if not options.check:
+            return None
+        why = unrepeatable(module.graph)
+        if why is not None:
+            _leave(options, f"a graph is not checked: {why}")
+            return None
+        return Check(module, static, options, is_inductors)
+
+    def look(self, graph: fx.Graph, constants: Constants) -> None:
+        """After the passes: finds what became of convolutions."""
+        self._compared = dict(compared(graph, constants.inputs))
+
+    def named(self, modules: dict[fx.Node, str]) -> None:
+        """Which module computes which of them."""
+        for node, name in modules.items():
+            if node in self._compared:
+                self._compared[node].module = name
+
+    def call(self, inputs: list[Any], compute: Run, constants: Sequence[Tensor], modules: Any) -> Any:
+        """The graph's results: those of `compute`, if they are right. `constants` and `modules`: with what it computes them."""
+        if self._instead is None:
+            with self._lock:
+                if self._instead is None:
+                    sizes = (*(i for i in inputs if not isinstance(i, Tensor)),)
+                    if not self.is_pending or sizes in self._right or _is_observed(inputs):
+                        return compute(inputs)
+                    return self._first(inputs, sizes, compute, constants, modules)
+        given = [*inputs]
+        inputs.clear()
+        return self._instead(*given)
+
+    def _first(
+        self, inputs: list[Any], sizes: tuple[Any, ...], compute: Run, constants: Sequence[Tensor], modules: Any
+    ) -> Any:
+        given = [*inputs]
+        inputs.clear()
+        original, results = self._original, None
+        try:
+            wrong, expected = self._expected(given, constants, modules)
+        except _NotChecked as error:
+            # If this raises too, the input is wrong, and the next one may be right.
+            results = compute(given)
+            _leave(self._options, f"a graph is not checked: {error}")
+            self._finish()
+            return results
+        before = {i: given[i].clone() for i in original.written}
+        if wrong is None:
+            try:
+                results = compute([*given])
+            except (torch.OutOfMemoryError, MemoryError):
+                raise
+            except Exception as error:
+                wrong = f"it raises {_told(error)}"
+            else:
+                with _unseen():
+                    wrong = expected.differ([*results, *(given[i] for i in original.written)])
+        if wrong is None:
+            self._right.add(sizes)
+            if not sizes or len(self._right) >= _SIZES:
+                self._finish()
+            return results
+        with torch.no_grad():
+            for i, was in before.items():
+                given[i].copy_(was)
+        why = f"a graph runs as PyTorch's own, because the compiled one differs: {wrong}"
+        _log.warning("%s", why)
+        _leave(self._options, why)
+        self._instead = original.pytorchs(bool(sizes), self._options.inductor if self._is_inductors else None)
+        self._compared = {}
+        return self._instead(*given)
+
+    def _expected(
+        self, given: list[Any], constants: Sequence[Tensor], modules: Any
+    ) -> tuple[str | None, "_Expected"]:
+        """What is wrong with a convolution, and what the results should be."""
+        found: list[str] = []
+        at: dict[str, list[Compared]] = {}
+        for one in self._compared.values():
+            at.setdefault(one.result.name, []).append(one)
+        original, accuracy = self._original, self._options.accuracy
+
+        def look(name: str, values: dict[str, Any]) -> None:
+            for one in at.get(name, ()):
+                why = None if found else one.differs(values, constants, modules, accuracy)
+                found.extend([f"`{original.module_of(one.sum.value.name)}`: {why}"] if why else [])
+
+        read = {name: [n for one in several for n in one.reads()] for name, several in at.items()}
+        try:
+            with _unseen():
+                expected = _Expected(original, original.run(given, look=look, read=read))
+                for seed in range(0 if found else _DRAWS):
+                    expected.add(original.run(given, Roundings(seed)))
+        except (torch.OutOfMemoryError, MemoryError):
+            raise _NotChecked("there was no memory for it") from None
+        except Exception as error:
+            raise _NotChecked(_told(error)) from None
+        return (found[0] if found else None), expected
+
+    def _finish(self) -> None:
+        """The copy of the graph is not needed any more."""
+        self.is_pending = False
+        self._compared = {}
+        del self._original
+
+
+class _NotChecked(Exception):
+    """Why nothing can be compared."""
+
+
+class _Expected:
+    """Results of a graph, and how far roundings move them."""
+
+    def __init__(self, original: Original, results: list[Any]) -> None:
+        self.original, self.results = original, results
+        is_tensor = lambda t: isinstance(t, Tensor)
+        # What the graph writes to may be what a result lies in.
+        kept = [t.clone() if is_tensor(t) and original.written else t for t in results]
+        self.spreads = [Spread(t, original.tier(t)) if is_tensor(t) else None for t in kept]
+
+    def add(self, draw: list[Any]) -> None:
+        for i, (moved, want) in enumerate(zip(draw, self.results, strict=True)):
+            spread = self.spreads[i]
+            if spread is None:
+                continue
+            if moved.shape != want.shape:
+                # A size that depends on values is nothing to be compared.
+                self.spreads[i] = None
+            else:
+                spread.add(moved)
+
+    def differ(self, got: list[Any]) -> str | None:
+        of = zip(got, self.results, self.spreads, self.original.results, self.original.strides, strict=True)
+        for i, (g, want, spread, result, strides) in enumerate(of):
+            if self.original.is_unset(result) or (spread is None and isinstance(want, Tensor)):
+                continue
+            if not isinstance(want, Tensor):
+                if g != want:
+                    return f"result {i} is {g!r} instead of {want!r}"
+                continue
+            kind = lambda t: (t.dtype, [*t.shape], str(t.device))
+            if kind(g) != kind(want):
+                return f"result {i} is {kind(g)} instead of {kind(want)}"
+            if strides is not None and not any(_lies_as(g, s) for s in (strides, want.stride())):
+                return f"result {i} has strides {g.stride()} instead of {strides}"
+            why = spread.differs(g)
+            if why is not None:
+                return f"of result {i} {why}"
+        return None
+
+
+def _lies_as(t: Tensor, strides: Sequence[int]) -> bool:
+    return all(size < 2 or own == other for size, own, other in zip(t.shape, t.stride(), strides, strict=True))
+
+
+def _leave(options: Options, why: str) -> None:
+    if options.report is not None:
+        options.report.left("check", why)
+
+
+def _told(error: Exception) -> str:
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}"
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Nobody sees what the check calls."""
+    with _disable_current_modes(), torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
+        yield
+
+
+def _is_observed(inputs: Sequence[Any]) -> bool:
+    """True where somebody records, transforms or captures what is called, or tensors are no plain ones."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._guards.TracingContext.try_get() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch._C._are_functorch_transforms_active()
+        # PyTorch's compiler looks at custom operators at the first call.
+        or not all(type(m).__module__.startswith("torch._functorch.") for m in _get_current_dispatch_mode_stack())
+        or forward_ad._current_level >= 0
+        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+        or any(isinstance(t, Tensor) and (type(t) not in (Tensor, nn.Parameter) or t.is_meta) for t in inputs)
+    )

@@ -1,0 +1,157 @@
+"""Each convolution of a compiled graph beside what the graph as it was gives of the same image."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from windrow.torch._check_bound import DEVIATIONS, beyond, largest_nearby, tier_of
+from windrow.torch._library import OPERATORS
+from windrow.torch.backend._constants import value
+from windrow.torch.backend._convolutions import SUM, VALUE, Sum, Value
+
+_aten = torch.ops.aten
+_OPERATORS = (OPERATORS.conv2d_fused.default, OPERATORS.conv2d.default, _aten.convolution.default)
+# The steepest slope of an activation.
+_SLOPE = 1.13
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """What was computed of parameters, by number."""
+
+    number: int
+
+
+@dataclass
+class Compared:
+    """One of them."""
+
+    target: Any
+    # Tensors of the graph as it was, or of those computed of parameters.
+    args: tuple[Any, ...]
+    result: Value
+    sum: Sum
+    # Layout of the image; None for whatever it has.
+    layout: torch.memory_format | None
+    # The module that computes it, where one does.
+    module: str | None = None
+
+    def reads(self) -> list[str]:
+        found = [*self.args, self.result, self.sum.value, self.sum.weight, self.sum.bias]
+        return [part.name for part in found if isinstance(part, Value)]
+
+    def differs(self, values: Values, constants: Sequence[Tensor], modules: Any, accuracy: str | None) -> str | None:
+        """What is wrong with its result."""
+        args = [_of(part, values, constants) for part in self.args]
+        if self.layout is not None:
+            args[0] = args[0].contiguous(memory_format=self.layout)
+        x, weight, bias, *rest = args
+        residual = rest[0] if self.target is _OPERATORS[0] else None
+        want = _of(self.result, values, constants)
+        try:
+            if self.module is None:
+                y = self.target(*args)
+            else:
+                y = modules.get_submodule(self.module)(*(t for t in (x, residual) if t is not None))
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        if y.shape != want.shape:
+            return f"its result is {[*y.shape]} instead of {[*want.shape]}"
+        if y.numel() == 0:
+            return None
+        wide = torch.float64 if y.dtype == torch.float64 else torch.float32
+        like = (1, -1, *[1] * (y.dim() - 2))
+        sums = self.sum
+        was, own = _of(sums.weight, values, constants).to(wide), weight.to(wide)
+        inner = _of(sums.value, values, constants).to(wide).abs()
+        if sums.bias is not None:
+            inner = inner + _of(sums.bias, values, constants).to(wide).abs().view(like)
+        if was.shape == own.shape and was.data_ptr() != own.data_ptr():
+            # By how much what stands behind a sum scales it.
+            scale = own.flatten(1).norm(dim=1) / was.flatten(1).norm(dim=1)
+            inner = inner * scale.nan_to_num(nan=0.0, posinf=0.0).view(like)
+        if bias is not None:
+            inner = inner + bias.to(wide).abs().view(like)
+        if residual is not None:
+            inner = inner + residual.to(wide).abs()
+        tier = tier_of(y.dtype, y.device, accuracy)
+        # Twice, because the other is no exact value either.
+        of_sums = 2 * DEVIATIONS * tier.of_sums(self._terms(own)) * self._size(x.to(wide), own)
+        return beyond(y.to(wide), want.to(wide), _SLOPE * (of_sums + (4 * tier.out + 2.0**-20) * inner))
+
+    def _size(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Roots of the sums of squares, of the operands that are rounded."""
+        options = self._options()
+        is_lines = x.dim() == 3
+        if is_lines:
+            x, weight = x.unsqueeze(2), weight.unsqueeze(2)
+        elif weight.dim() == 2:
+            weight = weight[:, :, None, None]
+        squares = _aten.convolution.default(x.square(), weight.square(), None, *options).clamp_(min=0)
+        if weight.shape[-1] > 1 or weight.shape[-2] > 1:
+            squares = largest_nearby(squares)
+        return squares.squeeze(2).sqrt_() if is_lines else squares.sqrt_()
+
+    def _terms(self, weight: Tensor) -> int:
+        """Of each sum."""
+        *_, is_transposed, _, groups = self._options()
+        return weight[:, 0].numel() // groups if is_transposed else weight[0].numel()
+
+    def _options(self) -> tuple[Any, ...]:
+        """As PyTorch's operator for images takes them."""
+        if self.target is _aten.convolution.default:
+            stride, padding, dilation, is_transposed, output_padding, groups = self.args[3:9]
+            image = lambda given, more: [more] * (2 - len(given)) + [*given]
+            return image(stride, 1), image(padding, 0), image(dilation, 1), is_transposed, image(output_padding, 0), groups
+        if self.target is _OPERATORS[0]:
+            return *self.args[4:7], False, [0, 0], self.args[7]
+        stride, padding, dilation, groups, output_padding = self.args[3:8]
+        return stride, padding, dilation, output_padding is not None, output_padding or [0, 0], groups
+
+
+def _of(part: Any, values: Values, constants: Sequence[Tensor]) -> Any:
+    if isinstance(part, _Constant):
+        return constants[part.number]
+    if not isinstance(part, Value):
+        return part
+    found = values[part.name]
+    return found if part.order is None else found.permute(part.order)
+
+
+def compared(graph: fx.Graph, constants: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, Compared]]:
+    """The convolutions that are Windrow's or whose filters were computed of parameters, with their nodes."""
+    numbers = {node: i for i, node in enumerate(constants)}
+
+    def part(given: Any) -> Any:
+        if not isinstance(given, fx.Node):
+            return given
+        return _Constant(numbers[given]) if given in numbers else given.meta.get(VALUE, given)
+
+    for node in graph.nodes:
+        if node.target not in _OPERATORS:
+            continue
+        args, result, sums = (*map(part, node.args),), node.meta.get(VALUE), node.meta.get(SUM)
+        is_ours = node.target is not _aten.convolution.default or any(isinstance(a, _Constant) for a in args)
+        # What a pass does not say the origin of, or a size that the graph computes, is compared with the results only.
+        is_known = all(isinstance(what, Value | Sum) for what in (result, sums))
+        if is_ours and is_known and not any(isinstance(n, fx.Node) for a in args for n in _flat(a)):
+            yield node, Compared(node.target, args, result, sums, _layout(value(node.args[0])))
+
+
+def _flat(given: Any) -> list[Any]:
+    return [*given] if isinstance(given, list | tuple) else [given]
+
+
+def _layout(x: Tensor) -> torch.memory_format | None:
+    if not all(isinstance(n, int) for n in (*x.shape, *x.stride())):
+        return None
+    for layout in (torch.contiguous_format, torch.channels_last) if x.dim() == 4 else (torch.contiguous_format,):
+        if x.is_contiguous(memory_format=layout):
+            return layout
+    return None

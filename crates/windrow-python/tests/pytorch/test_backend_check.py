@@ -1,0 +1,373 @@
+"""The check of a compiled graph: finds what is wrong, nothing else, and leaves no trace."""
+
+import copy
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import OURS, THEIRS
+from networks import image, network
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from windrow.torch._fused import FusedConv2d
+from windrow.torch._library import OPERATORS
+from windrow.torch.backend import _check, _constants, _fuse, _options, windrow
+
+pytestmark = [
+    pytest.mark.usefixtures("nothing_decided"),
+    pytest.mark.skipif(torch.__version__ < _options.OLDEST, reason="an old PyTorch, which the backend refuses"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Report:
+    def __init__(self):
+        self.fused_, self.left_ = {}, {}
+
+    def fused(self, name, what):
+        self.fused_[name] = what
+
+    def left(self, name, why):
+        self.left_[name] = why
+
+
+def compiled(model, rest="eager", dynamic=None, **options):
+    """The model, and what its report says of the check."""
+    report = Report()
+    torch._dynamo.reset()
+    fast = torch.compile(model, backend=windrow, dynamic=dynamic, options={"rest": rest, "report": report, **options})
+    return fast, lambda: report.left_.get("check")
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """First calls that were compared, and convolutions."""
+    seen, first, look = [], _check.Check._first, _check.Check.look
+    looked = lambda self, *args: (look(self, *args), seen.append(len(self._compared)))
+    monkeypatch.setattr(_check.Check, "_first", lambda self, *args: seen.append("call") or first(self, *args))
+    monkeypatch.setattr(_check.Check, "look", looked)
+
+    def since():
+        found = [*seen]
+        seen.clear()
+        return found
+
+    return since
+
+
+def drop_a_bias(monkeypatch):
+    computed = _constants.Held._computed
+
+    def wrong(self, *args):
+        found = computed(self, *args)
+        bias = next(c for c in found.constants if c.dim() == 1)
+        bias[bias.abs().argmax()] = 0
+        return found
+
+    monkeypatch.setattr(_constants.Held, "_computed", wrong)
+
+
+def change_an_activation(monkeypatch):
+    activated, changed = _fuse._activated, []
+
+    def wrong(*args):
+        found = activated(*args)
+        if found is None or changed:
+            return found
+        changed.append(found[0])
+        return "gelu" if found[0] != "gelu" else "relu", found[1]
+
+    monkeypatch.setattr(_fuse, "_activated", wrong)
+
+
+def repeat_a_border_row(monkeypatch):
+    """Of the first convolution by 3x3 that is called."""
+    forward, one = FusedConv2d.forward, []
+
+    def wrong(self, *args):
+        y = forward(self, *args)
+        if self.weight.shape[-1] == 3 and not one:
+            one.append(self)
+        if self in one:
+            y[:, :, -1] = y[:, :, -2]
+        return y
+
+    monkeypatch.setattr(FusedConv2d, "forward", wrong)
+
+
+def miss_a_residual(monkeypatch):
+    called = _fuse.called
+
+    def wrong(graph, last, operator, *args):
+        if operator is OPERATORS.conv2d_fused.default:
+            args = (*args[:3], None, *args[4:])
+        return called(graph, last, operator, *args)
+
+    monkeypatch.setattr(_fuse, "called", wrong)
+
+
+def keep_a_stale_filter(monkeypatch):
+    computed = _constants.Held._computed
+
+    def wrong(self, *args):
+        found = computed(self, *args)
+        filter = next(c for c in found.constants if c.dim() == 4)
+        filter.copy_(filter.flip(0))
+        return found
+
+    monkeypatch.setattr(_constants.Held, "_computed", wrong)
+
+
+FAULTS = [drop_a_bias, change_an_activation, repeat_a_border_row, miss_a_residual, keep_a_stale_filter]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(10))
+def test_faults_are_found(seed, dtype, times, monkeypatch, checks):
+    model, x = network(seed, dtype), image(dtype)
+    times(OURS if seed % 2 else THEIRS)
+    fast, why = compiled(model)
+    with torch.no_grad():
+        fast(x), fast(x)
+        convolutions, call = checks()
+        assert call == "call" and convolutions == sum(isinstance(m, nn.Conv2d) for m in model.modules())
+        assert why() is None, "no fault, no alarm"
+        want = model(x)
+        for fault in FAULTS:
+            fast, why = compiled(model)
+            with monkeypatch.context() as context:
+                fault(context)
+                y = fast(x)
+            assert why() is not None and "runs as PyTorch's own" in why(), fault
+            assert torch.equal(y, want) and torch.equal(fast(x), want)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_faults_are_found_beside_inductor(seed, times, monkeypatch, checks):
+    times(OURS)
+    model, x = network(seed), image()
+    fast, why = compiled(model, "inductor")
+    with torch.no_grad():
+        fast(x), fast(x)
+        assert why() is None and checks()[1:] == ["call"]
+        want = model(x)
+        for fault in FAULTS[:2] + FAULTS[3:]:
+            # Inductor's part is not what is tried.
+            fast, why = compiled(model, "inductor")
+            with monkeypatch.context() as context:
+                fault(context)
+                y = fast(x)
+            assert why() is not None, fault
+            torch.testing.assert_close(y, want, atol=1e-4, rtol=1e-4)
+
+
+class Keeps(nn.Module):
+    """Whose result depends on the calls before, and on random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.norm = nn.BatchNorm2d(4).train()
+        self.register_buffer("mean", torch.zeros(4))
+        self.past = torch.zeros(1)
+
+    def forward(self, x):
+        y = self.norm(self.body.eval()(x))
+        self.mean += y.mean((0, 2, 3))
+        self.past = self.past + y.mean()
+        x += 1
+        return {"y": y * self.past + torch.rand_like(y), "mean": self.mean * 2, "x": x}, x[0]
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_no_trace(is_wrong, monkeypatch, checks):
+    torch.manual_seed(1)
+    model = Keeps()
+    other = copy.deepcopy(model)
+    fast, why = compiled(other)
+    x = image()
+    mine, theirs = x.clone(), x.clone()
+    if is_wrong:
+        drop_a_bias(monkeypatch)
+    with torch.no_grad():
+        torch.manual_seed(3)
+        want = [model(theirs) for _ in range(3)]
+        after = torch.rand(1)
+        torch.manual_seed(3)
+        got = [fast(mine) for _ in range(3)]
+        assert torch.rand(1) == after
+    assert (why() is not None) == is_wrong and "call" in checks()
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(other.past, model.past)
+    torch.testing.assert_close(other.state_dict(), model.state_dict())
+
+
+def test_each_graph_once_and_sizes_three_times(checks):
+    model = network(2)
+    fast, why = compiled(model)
+    with torch.no_grad():
+        fast(image()), fast(image()), fast(image())
+        assert checks()[1:] == ["call"]
+        fast, why = compiled(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval(), dynamic=True)
+        for size in (5, 6, 6, 5, 7, 8, 9):
+            fast(torch.randn(2, 3, size, 6))
+        assert checks() == [1, "call", "call", "call"]
+    assert why() is None
+
+
+def test_a_stale_filter_is_found_at_another_size():
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU()).eval()
+    fast, why = compiled(model, dynamic=True)
+    with torch.no_grad():
+        fast(torch.randn(2, 3, 7, 6))
+        # Neither a version nor the sample tells of it.
+        model[0].weight.data[3, 1] += 1
+        x = torch.randn(2, 3, 8, 6)
+        y = fast(x)
+        assert "`0`: " in why()
+        torch.testing.assert_close(y, model(x))
+
+
+def test_without_a_check(checks):
+    fast, why = compiled(network(1), check=False)
+    with torch.no_grad():
+        fast(image())
+    assert checks() == [] and why() is None
+
+
+def test_what_is_compared_is_dropped(monkeypatch):
+    made, init = [], _check.Original.__init__
+    monkeypatch.setattr(_check.Original, "__init__", lambda self, *args: made.append(weakref.ref(self)) or init(self, *args))
+    model, x = network(1), image()
+    fast, why = compiled(model)
+    with torch.no_grad():
+        fast(x)
+    gc.collect()
+    assert [one() for one in made] == [None]
+
+
+def test_the_module_is_named_and_a_warning_given_once(monkeypatch, caplog):
+    keep_a_stale_filter(monkeypatch)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.ModuleDict({"part": nn.Conv2d(4, 4, 3)})["part"]).eval()
+    fast, why = compiled(model)
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "windrow.torch.backend"):
+        for _ in range(3):
+            fast(image())
+    assert "`0`: " in why() and "elements differ" in why()
+    assert [record.getMessage() for record in caplog.records] == [why()]
+
+
+def test_what_raises(monkeypatch):
+    """The compiled graph alone, or the model."""
+    model, x = network(3), image()
+    fast, why = compiled(model)
+    with monkeypatch.context() as context:
+        context.setattr(FusedConv2d, "forward", lambda self, *args: 1 / 0)
+        with torch.no_grad():
+            assert torch.equal(fast(x), model(x))
+    assert "ZeroDivisionError" in why()
+
+    class Chosen(nn.Module):
+        def forward(self, x, i):
+            return F.relu(x.index_select(0, i))
+
+    fast, why = compiled(Chosen())
+    with torch.no_grad():
+        with pytest.raises(IndexError):
+            fast(x, torch.tensor([5]))
+        assert why() is None
+        assert torch.equal(fast(x, torch.tensor([1])), F.relu(x[1:2]))
+
+
+class Seeing(TorchDispatchMode):
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        return operator(*args, **(kwargs or {}))
+
+
+def test_where_it_does_not_run(checks):
+    model, x = network(4), image()
+    fast, why = compiled(model)
+    with torch.no_grad():
+        with Seeing():
+            fast(x)
+        assert "call" not in checks()
+        fast(x)
+        assert "call" in checks()
+    fast, why = compiled(network(4).train())
+    fast(x).sum().backward()
+    assert checks() == [] and why() is None
+
+
+def published(name):
+    torchvision = pytest.importorskip("torchvision")
+    return getattr(torchvision.models, name)(num_classes=10)
+
+
+class Unet(nn.Module):
+    """With group norms, and two levels."""
+
+    def __init__(self, c=16):
+        super().__init__()
+        block = lambda i, o: nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.GroupNorm(4, o), nn.SiLU())
+        self.first, self.inner, self.last = block(3, c), block(c, 2 * c), block(3 * c, c)
+        self.down, self.up = nn.Conv2d(c, c, 3, 2, 1), nn.ConvTranspose2d(2 * c, 2 * c, 2, 2)
+        self.out = nn.Conv2d(c, 2, 1)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.out(self.last(torch.cat([y, self.up(self.inner(self.down(y)))], 1)))
+
+
+class Next(nn.Module):
+    """A block of ConvNeXt."""
+
+    def __init__(self, c=16):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(c, c, 7, padding=3, groups=c), nn.LayerNorm(c)
+        self.wide, self.narrow, self.factor = nn.Linear(c, 4 * c), nn.Linear(4 * c, c), nn.Parameter(torch.rand(c, 1, 1))
+
+    def forward(self, x):
+        y = self.narrow(F.gelu(self.wide(self.norm(self.conv(x).permute(0, 2, 3, 1)))))
+        return x + self.factor * y.permute(0, 3, 1, 2)
+
+
+NETWORKS = {
+    "resnet18": lambda: published("resnet18"),
+    "mobilenet_v2": lambda: published("mobilenet_v2"),
+    "densenet121": lambda: published("densenet121"),
+    "unet": Unet,
+    "convnext": lambda: nn.Sequential(nn.Conv2d(3, 16, 4, 4), Next(), Next(), nn.Conv2d(16, 8, 1)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_no_alarm(name, dtype, factor, checks):
+    torch.manual_seed(0)
+    model = NETWORKS[name]().eval().to(dtype)
+    fast, why = compiled(model)
+    x = torch.randn(2, 3, 32, 32).to(dtype)
+    with torch.no_grad():
+        fast(x)
+    convolutions = sum(isinstance(m, nn.Conv2d | nn.ConvTranspose2d) for m in model.modules())
+    linear = sum(isinstance(m, nn.Linear) for m in model.modules()) if name == "convnext" else 0
+    assert why() is None and checks() == [convolutions + linear, "call"]
+
+
+def test_no_alarm_beside_inductor(times, checks):
+    times(OURS)
+    model = Unet().eval()
+    fast, why = compiled(model, "inductor")
+    with torch.no_grad():
+        fast(torch.randn(2, 3, 16, 16))
+    assert why() is None and checks()[1:] == ["call"]
