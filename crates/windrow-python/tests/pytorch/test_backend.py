@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from common import compare_with_f64, each_device, leaf
+from common import OURS, compare_with_f64, each_device, leaf
 from torch import nn
 from windrow.torch import patch
 from windrow.torch.backend import OptionError, VersionError, _compile, _options, windrow
@@ -196,6 +196,50 @@ def test_without_a_compiler(monkeypatch):
     with torch.no_grad(), pytest.warns(UserWarning, match="lacks a C\\+\\+ compiler"):
         close(compiled(model, "inductor")(x), model, x)
     _options._lacking.cache_clear()
+
+
+class Told:
+    def __init__(self):
+        self.of = {}
+
+    def fused(self, name, what):
+        self.of[name] = what
+
+    left = fused
+
+
+@each_rest
+def test_a_report_names_modules(rest, times):
+    class Names(Net):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.GELU())
+            self.wide = nn.Conv3d(1, 1, 1)
+            self.inner = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+            self.scale = nn.Parameter(torch.ones(8, 1, 1))
+
+        def forward(self, x):
+            y = F.relu(self.norm(self.first(x)))
+            y = y + self.body(y)
+            y = self.inner(y.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) * self.scale
+            return self.wide(self.line(self.second(y).flatten(2))[:, None, None])
+
+    times(OURS)
+    report, model, x = Told(), Names().eval(), leaf(2, 3, 12, 10, grad=False)
+    with torch.no_grad():
+        close(compiled(model, rest, fullgraph=True, report=report)(x), model, x)
+    of = "FusedConv2d(8, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1)"
+    linear = {
+        "inner.1": "FusedConv2d(8, 16, kernel_size=(1, 1), stride=(1, 1), activation='gelu'): gelu",
+        "inner.3": "FusedConv2d(16, 8, kernel_size=(1, 1), stride=(1, 1)): folded mul",
+    }
+    assert report.of == {
+        "first": of.replace("8, 8", "3, 8", 1) + ", activation='relu'): folded norm, relu",
+        "body.0": of + ", activation='gelu'): folded body.1, gelu",
+        "second": "FusedConv2d(8, 8, kernel_size=(3, 3), stride=(2, 2))",
+        "line": "conv2d",
+        "wide": "PyTorch's operator: a convolution of torch.float32, 5 dimensions",
+    } | (linear if rest == "eager" else {})
 
 
 WARM = """

@@ -167,6 +167,18 @@ def _seen(input: Tensor, residual: Tensor | None, is_linear: bool) -> tuple[Any,
     return *of_image, beside, flags(input, is_linear), goes_into_a_graph(input)
 
 
+def told(shape: Sequence[Any], options: Sequence[Any], has_bias: bool, activation: str | None) -> str:
+    """A convolution as PyTorch's modules say what they are."""
+    k, c, *size = (*shape, 1, 1)[: max(4, len(shape))]
+    stride, padding, dilation, groups = options
+    parts = [f"{c * groups}, {k}, kernel_size={(*size,)}, stride={(*stride,)}"]
+    parts += [f"padding={(*padding,)}"] * any(n != 0 for n in padding)
+    parts += [f"dilation={(*dilation,)}"] * any(n != 1 for n in dilation)
+    parts += [f"groups={groups}"] * (groups != 1) + ["bias=False"] * (not has_bias)
+    parts += [f"activation={activation!r}"] * (activation is not None)
+    return ", ".join(parts)
+
+
 class FusedConv2d(Remembering):
     """The module by which `optimize` replaces a convolution and the operations after it.
 
@@ -231,11 +243,4 @@ class FusedConv2d(Remembering):
         forget(self.weight)
 
     def extra_repr(self) -> str:
-        k, c, *size = _as_filter(self.weight).shape
-        stride, padding, dilation, groups = self.options
-        parts = [f"{c * groups}, {k}, kernel_size={tuple(size)}, stride={tuple(stride)}"]
-        parts += [f"padding={tuple(padding)}"] * (padding != [0, 0])
-        parts += [f"dilation={tuple(dilation)}"] * (dilation != [1, 1])
-        parts += [f"groups={groups}"] * (groups != 1) + ["bias=False"] * (self.bias is None)
-        parts += [f"activation={self.activation!r}"] * (self.activation is not None)
-        return ", ".join(parts)
+        return told(self.weight.shape, self.options, self.bias is not None, self.activation)

@@ -26,8 +26,9 @@ def windrow(
 
     mode: as `torch.compile` has it. options: `accuracy` ("exact", "fp32", "tf32", "half"; None is that of PyTorch's own
     convolutions), `check` (False does without a comparison at a graph's first call), `freeze` (False leaves what depends on
-    parameters alone in the graph), `mode`, `rest` ("inductor", or "eager" for PyTorch's operators one by one), and all that
-    Inductor knows. Raises OptionError for others.
+    parameters alone in the graph), `mode`, `report` (an object that is told what each convolution became: `fused(name, what)`,
+    `left(name, why)`), `rest` ("inductor", or "eager" for PyTorch's operators one by one), and all that Inductor knows. Raises
+    OptionError for others.
     """
     asked = Options.of(mode, options)
     if asked.rest == "inductor" and can_inductor(device_types(inputs)):

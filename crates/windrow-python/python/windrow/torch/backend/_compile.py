@@ -94,8 +94,8 @@ class _Frozen:
         if decompositions is None:
             linear_to_convolutions(graph, constants, options.accuracy)
         folded = fold(graph, constants)
-        fused = fuse(graph, constants, options.accuracy, decompositions)
-        others = to_windrows(graph, options.accuracy, is_training=False)
+        fused = fuse(graph, constants, options.accuracy, decompositions, options.report)
+        others = to_windrows(graph, options.accuracy, is_training=False, report=options.report)
         # What was folded into convolutions, what these became, and how many others there are.
         self.what = folded, fused, others
         _log.info("folded into convolutions: %s; fused: %s; other convolutions: %d", folded, fused, others)

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from windrow.torch._conv2d import CHANGING, FASTEST, KEPT, accuracy_of
 from windrow.torch._library import OPERATORS
 from windrow.torch.backend._constants import value
+from windrow.torch.backend._report import Report, name_of
 
 _aten = torch.ops.aten
 # Marks what is left to Inductor.
@@ -95,7 +96,7 @@ def _options(dims: int, stride: Any, padding: Any, dilation: Any, transposed: bo
     return image(stride, 1), image(padding, 0), image(dilation, 1), groups, output_padding
 
 
-def to_windrows(graph: fx.Graph, accuracy: str | None, is_training: bool) -> int:
+def to_windrows(graph: fx.Graph, accuracy: str | None, is_training: bool, report: Report | None = None) -> int:
     """Makes Windrow's operator of each convolution that is left, and of gradients. Gives the number of them."""
     changed = 0
     for conv in convolutions(graph):
@@ -104,11 +105,19 @@ def to_windrows(graph: fx.Graph, accuracy: str | None, is_training: bool) -> int
         asked, how = conv.accuracy(accuracy), CHANGING if is_training else KEPT
         rest = (*conv.options, conv.output_padding, None, asked, FASTEST, how)
         new = called(graph, conv.node, OPERATORS.conv2d.default, conv.x, conv.weight, conv.bias, *rest)
-        changed += replaced(conv.node, new, conv.node)
+        name, is_new = name_of(conv.node), replaced(conv.node, new, conv.node)
+        changed += is_new
+        if report is not None and is_new:
+            report.fused(name, "conv2d" if conv.output_padding is None else "conv_transpose2d")
     for node in [*graph.nodes]:
         if node.target is _aten.convolution_backward.default and is_ours(node.args[1], node.args[2], None):
             changed += _gradients(graph, node, accuracy)
     graph.eliminate_dead_code()
+    if report is not None:
+        for node in graph.nodes:
+            if node.target is _aten.convolution.default and LEFT not in node.meta:
+                like = value(node.args[0])
+                report.left(name_of(node), f"PyTorch's operator: a convolution of {like.dtype}, {like.dim()} dimensions")
     return changed
 
 

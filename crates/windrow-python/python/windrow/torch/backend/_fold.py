@@ -12,6 +12,7 @@ from torch import fx
 
 from windrow.torch.backend._constants import CONVERSIONS, Constants, is_floating, value
 from windrow.torch.backend._convolutions import VALUE, Convolution, called, convolutions, stands_for
+from windrow.torch.backend._report import FOLDED, NAME, folded_name, name_of
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
 _SUMS = (_aten.add.Tensor, _aten.add.Scalar)
@@ -36,6 +37,8 @@ class _Affine:
     scale: fx.Node | None = None
     shift: fx.Node | None = None
     steps: list[str] = field(default_factory=list)
+    # Modules that they were, or operators.
+    names: dict[str, None] = field(default_factory=dict)
 
     def _each(self, operand: Any) -> Any:
         """An operand as a vector, or as the number that it is."""
@@ -77,8 +80,9 @@ def _fold(graph: fx.Graph, conv: Convolution, constants: Constants) -> str | Non
         affine.shift = constants.widened(conv.bias)
     last, node = conv.node, conv.node
     while (after := _only_user(node)) is not None and (found := _step(after, node, affine, channels)) is not None:
-        node = found
-        last = node
+        if after.target not in CONVERSIONS:
+            affine.names[folded_name(after)] = None
+        last = node = found
     if not affine.steps:
         # Without arithmetic only what is computed of parameters is taken out, such as a conversion by autocast.
         is_input = all(n is None or n.op == "placeholder" for n in (conv.weight, conv.bias))
@@ -102,6 +106,7 @@ def _fold(graph: fx.Graph, conv: Convolution, constants: Constants) -> str | Non
         graph, last, conv.node.target, conv.x, constants.add(rounded(scaled), like), bias, *conv.node.args[3:]
     )
     stands_for(new, last, conv.node)
+    new.meta |= {NAME: name_of(conv.node), FOLDED: [*affine.names]}
     if value(last).dtype != value(new).dtype:
         new = called(graph, last, _prims.convert_element_type.default, new, value(last).dtype)
         new.meta[VALUE] = last.meta.get(VALUE)

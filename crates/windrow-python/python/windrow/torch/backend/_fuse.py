@@ -9,10 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from windrow.torch._fused import told
 from windrow.torch._library import OPERATORS
 from windrow.torch.backend._choice import is_pytorchs
 from windrow.torch.backend._constants import Constants, value
 from windrow.torch.backend._convolutions import LEFT, Convolution, called, convolutions, replaced
+from windrow.torch.backend._report import FOLDED, Report, name_of
 
 _aten = torch.ops.aten
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -25,12 +27,14 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 _COMMUTATIVE = (_aten.add.Tensor, _aten.mul.Tensor)
 
 
-def fuse(graph: fx.Graph, constants: Constants, accuracy: str | None, decompositions: Any) -> list[str]:
+def fuse(
+    graph: fx.Graph, constants: Constants, accuracy: str | None, decompositions: Any, report: Report | None = None
+) -> list[str]:
     """Makes `windrow::conv2d_fused` of convolutions whose filters depend on parameters alone. Says what each became."""
     done = []
     for conv in convolutions(graph):
         if conv.is_of_images and _is_held(conv.weight, constants) and (conv.bias is None or _is_held(conv.bias, constants)):
-            done.append(_fuse(graph, conv, constants, accuracy, decompositions))
+            done.append(_fuse(graph, conv, constants, accuracy, decompositions, report))
     graph.eliminate_dead_code()
     return [what for what in done if what is not None]
 
@@ -40,9 +44,15 @@ def _is_held(node: fx.Node, constants: Constants) -> bool:
 
 
 def _fuse(
-    graph: fx.Graph, conv: Convolution, constants: Constants, accuracy: str | None, decompositions: Any
+    graph: fx.Graph,
+    conv: Convolution,
+    constants: Constants,
+    accuracy: str | None,
+    decompositions: Any,
+    report: Report | None,
 ) -> str | None:
-    last, residual, what = conv.node, None, []
+    name, last, residual, what = name_of(conv.node), conv.node, None, list[str]()
+    folded = [f"folded {name}" for name in conv.node.meta.get(FOLDED, ())]
     if (added := _added(last)) is not None:
         last, residual = added
         what.append("added")
@@ -56,16 +66,21 @@ def _fuse(
     question = (*map(value, given), conv.options, activation, asked, constants.in_graphs)
     if decompositions is not None and is_pytorchs(*question):
         conv.node.meta[LEFT] = True
+        if report is not None:
+            report.left(name, ", ".join(["PyTorch's operator was measured to be faster", *folded]))
         return None
     weight, bias = constants.moved(conv.weight), None if conv.bias is None else constants.moved(conv.bias)
+    tensors = (conv.x, weight, bias, residual)
+    how, result = (*conv.options, activation, asked), ", ".join(["conv2d", *what])
     if last is conv.node and last.target is OPERATORS.conv2d_fused.default:
         last.args = (conv.x, weight, bias, *last.args[3:])
-        return "linear"
-    tensors = (conv.x, weight, bias, residual)
-    how = (*conv.options, activation, asked)
-    if not replaced(last, called(graph, last, OPERATORS.conv2d_fused.default, *tensors, *how), conv.node):
+        result = "linear"
+    elif not replaced(last, called(graph, last, OPERATORS.conv2d_fused.default, *tensors, *how), conv.node):
         return None
-    return ", ".join(["conv2d", *what])
+    if report is not None:
+        module = told(value(weight).shape, conv.options, bias is not None, activation)
+        report.fused(name, ": ".join([f"FusedConv2d({module})", ", ".join([*folded, *what])]).removesuffix(": "))
+    return result
 
 
 def _added(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:

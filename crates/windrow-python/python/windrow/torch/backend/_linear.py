@@ -14,6 +14,7 @@ from windrow.torch._conv2d import accuracy_of
 from windrow.torch._library import OPERATORS
 from windrow.torch.backend._constants import Constants, value
 from windrow.torch.backend._convolutions import SUM, VALUE, Sum, Value, called, is_ours
+from windrow.torch.backend._report import NAME, name_of
 
 _aten = torch.ops.aten
 _TO_LAST, _BACK = [0, 2, 3, 1], [0, 3, 1, 2]
@@ -98,6 +99,7 @@ def _convert(graph: fx.Graph, chain: list[fx.Node], accuracy: str | None) -> Non
         if VALUE in link.meta:
             of = lambda n: None if n is None else n.meta.get(VALUE)
             image.meta[SUM] = Sum(image.meta[VALUE], of(turned.args[0]), of(bias))
+        image.meta[NAME] = name_of(product)
     assert image is not None
     back.replace_all_uses_with(image)
     graph.erase_node(back)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from windrow.torch._conv2d import ACCURACIES
+from windrow.torch.backend._report import Report
 
 _OWN = ("accuracy", "check", "freeze", "mode", "report", "rest")
 RESTS = ("inductor", "eager")
@@ -39,8 +40,8 @@ class Options:
     rest: str = "inductor"
     # Whether a graph is compared with PyTorch's at its first call.
     check: bool = True
-    # What is told what became of a graph: `fused(name, what)` and `left(name, why)`.
-    report: Any = None
+    # Told of each convolution what it became; see `_report`.
+    report: Report | None = None
     # Inductor's own options.
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
