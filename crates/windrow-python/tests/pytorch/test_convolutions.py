@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import ACTIVATIONS, compare_with_f64, each_device, each_dtype, leaf
-from windrow.torch import conv1d, conv_transpose2d
+from windrow.torch import conv1d, conv_transpose1d, conv_transpose2d
 
 pytestmark = pytest.mark.usefixtures("nothing_decided")
 
@@ -74,6 +74,14 @@ def test_lines(device, dtype, algorithm, layout, options, factor):
         )
     got = conv1d(x, weight, bias, **options, algorithm=algorithm)
     assert got.stride() == F.conv1d(x, weight, bias, **options).stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("function", "sides"), [(conv_transpose1d, [4096]), (conv_transpose2d, [64, 64])])
+def test_overlaps_are_summed_before_they_are_rounded(function, sides, dtype):
+    """PyTorch rounds at every one where oneDNN does not compute it, and stays at 256 in bf16."""
+    ones = torch.ones(1, 1, *sides, dtype=dtype)
+    assert function(ones, ones, padding=[side - 1 for side in sides]).item() == 4096
 
 
 @pytest.mark.parametrize("activation", list(filter(None, ACTIVATIONS)))
