@@ -45,8 +45,12 @@ def fully_sharded_data_parallel(model, device):
 
 def fully_sharded_by_module(model, device):
     mesh = dist.device_mesh.init_device_mesh(device.type, (WORLD,))
-    fsdp.fully_shard(model.features, mesh=mesh)
-    return fsdp.fully_shard(model, mesh=mesh)
+    sharded = [fsdp.fully_shard(module, mesh=mesh) for module in (model.features, model)]
+    for module in sharded:
+        if hasattr(module, "set_force_sum_reduction_for_comms"):
+            # Else PyTorch 2.8 asks gloo for means, and gets sums.
+            module.set_force_sum_reduction_for_comms(True)
+    return sharded[-1]
 
 
 WRAPPERS = {f.__name__: f for f in [distributed_data_parallel, fully_sharded_data_parallel]}
