@@ -1,26 +1,15 @@
-//! Configurations of GELU, and the search among them.
+//! The search among configurations of GELU.
 
-use super::{Gelu, GeluAlgorithm, GeluArgs, GeluPlan, GeluSpec};
-use crate::plan::{Bound, Tuned, configuration, dense, joined};
+use super::{Gelu, GeluArgs, GeluConfiguration, GeluPlan, GeluSpec};
+use crate::plan::{Bound, Tuned, dense, joined};
 use crate::verification::{Comparison, compare_parts};
 use crate::{Device, Error, PlanOptions, Result, TensorDesc, TensorMut, TensorRef, Workspace};
-
-configuration! {
-    /// An algorithm and its parameters. A parameter that is `None` is chosen by the model, or is none of the
-    /// algorithm's. Written and parsed as `f16x8_pack block=128 unroll=2`.
-    GeluConfiguration: GeluAlgorithm {
-        /// CUDA: threads of a block, a power of two from 32 to 1024.
-        block,
-        /// CUDA: accesses of a thread where all elements lie in one row, up to 8.
-        unroll,
-    }
-}
 
 const MAX_UNROLL: usize = 8;
 
 impl GeluConfiguration {
     /// Refuses parameters that the algorithm has not, on the device of the options, or cannot run with.
-    fn check(&self, options: &PlanOptions) -> Result<()> {
+    pub(super) fn check(&self, options: &PlanOptions) -> Result<()> {
         let GeluConfiguration { block, unroll, .. } = *self;
         let foreign = options.device == Device::Cpu && (block.is_some() || unroll.is_some());
         let bad_block = block.is_some_and(|b| !b.is_power_of_two() || !(32..=1024).contains(&b));
@@ -124,6 +113,7 @@ impl Tuned for Gelu {
 #[cfg(all(test, feature = "tuning"))]
 mod tests {
     use super::*;
+    use crate::gelu::GeluAlgorithm;
     use crate::plan::SearchTask;
     use crate::tuning::{Search, Tunable};
     use crate::{Approximate, DType};

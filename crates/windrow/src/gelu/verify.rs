@@ -1,29 +1,10 @@
 //! Cases of GELU for `windrow verify`.
 
 use super::{GeluAlgorithm, GeluArgs, GeluGrads, GeluPlan, GeluSpec, HalfMath, reference};
-use crate::activation::CUDA_HALF_POLYNOMIALS;
 use crate::verification::{Case, Check, Expected, random_tensor};
 use crate::{
     Approximate, DType, Device, Layout, Placed, PlanOptions, Result, TensorDesc, Workspace,
 };
-
-/// Largest relative error of a kernel before it rounds to the output type.
-///
-/// f32: 4 units in the last place of the activation (8 roundings' worth) and one rounding each for the
-/// bias, the gate and the product with `dy`. Half types are computed in f32 as well, but from shorter
-/// polynomials. Native half arithmetic: about six roundings to the half type and 3e-4 of its fit, relative
-/// to `x`.
-pub(crate) fn tolerance(spec: &GeluSpec, device: Device) -> f64 {
-    /// See `cpu/table.rs`.
-    const CPU_HALF_POLYNOMIALS: f64 = 5e-5;
-    let roundings = 11.0 * DType::F32.unit_roundoff();
-    match device {
-        _ if !spec.x.dtype.is_half() => roundings,
-        Device::Cpu => roundings + CPU_HALF_POLYNOMIALS,
-        _ if spec.half_math == HalfMath::Native => 8.0 * spec.x.dtype.unit_roundoff() + 3e-4,
-        _ => roundings + CUDA_HALF_POLYNOMIALS,
-    }
-}
 
 /// Shapes with their edge cases: a scalar, nothing, one element, less than a vector, more than a
 /// task, four dimensions.
@@ -105,7 +86,7 @@ fn run(spec: &GeluSpec, algorithm: GeluAlgorithm, device: Device) -> Result<Vec<
         gate: gate.as_ref().map(Placed::as_ref),
     };
     let inputs = plan.oracle_inputs(&args)?;
-    let tolerance = tolerance(spec, device);
+    let tolerance = plan.tolerance();
     let check =
         |what, got: &Placed, expected: &Expected| expected.check(what, &got.as_ref(), tolerance);
 

@@ -6,16 +6,10 @@ use crate::gelu::{GeluArgs, GeluGrads, GeluSpec};
 use crate::gpu::{KernelSpec, Launch, Source, Stream, column_sum};
 use crate::{Result, TensorDesc, TensorMut, TensorRef, Workspace};
 
-static BACKWARD: Source = Source {
-    name: "backward.cu",
-    text: include_str!("../kernels/backward.cu"),
-    includes: INCLUDES,
-};
-static BIAS_GRADIENT: Source = Source {
-    name: "bias_gradient.cu",
-    text: include_str!("../kernels/bias_gradient.cu"),
-    includes: INCLUDES,
-};
+static BACKWARD: Source =
+    Source { name: "backward.cu", text: include_str!("backward.cu"), includes: INCLUDES };
+static BIAS_GRADIENT: Source =
+    Source { name: "bias_gradient.cu", text: include_str!("bias_gradient.cu"), includes: INCLUDES };
 
 /// What tells the kernels of a plan's gradients apart, beside its spec.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,4 +1,4 @@
-//! GELU on GPUs: launches of `kernels/*.cu`.
+//! GELU on GPUs: one kernel for the result, two for the gradients.
 
 mod backward;
 mod loops;
@@ -13,9 +13,9 @@ pub(super) use backward::workspace_bytes;
 use loops::{Loops, Words, bias_strides, strides};
 
 static INCLUDES: &[Source] =
-    &[Source { name: "gelu.cuh", text: include_str!("../kernels/gelu.cuh"), includes: &[] }];
+    &[Source { name: "gelu.cuh", text: include_str!("gelu.cuh"), includes: &[] }];
 static FORWARD: Source =
-    Source { name: "gelu.cu", text: include_str!("../kernels/gelu.cu"), includes: INCLUDES };
+    Source { name: "gelu.cu", text: include_str!("gelu.cu"), includes: INCLUDES };
 const THREADS: usize = 128;
 /// Blocks of a multiprocessor.
 const BLOCKS: usize = 16;

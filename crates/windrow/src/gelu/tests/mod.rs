@@ -5,7 +5,10 @@ mod errors;
 
 use super::*;
 use crate::cpu::Isa;
-use crate::{DType, Device, Element, Layout, MAX_RANK, TensorDesc, Verify, bf16, f16};
+use crate::verification::Expected;
+use crate::{
+    DType, Device, Element, Error, Layout, MAX_RANK, TensorDesc, TensorMut, Verify, bf16, f16,
+};
 use proptest::prelude::*;
 
 const FORMS: [Approximate; 2] = [Approximate::None, Approximate::Tanh];

@@ -1,69 +1,16 @@
-//! The engines of GELU: CPU and GPUs.
+//! What computes GELU on GPUs.
 
-use super::spec::HalfMath;
-use super::{Gelu, GeluAlgorithm, GeluConfiguration, GeluPlan, cpu, gpu};
-use crate::cpu::Isa;
+use super::{Gelu, GeluPlan, first};
+use crate::gelu::{GeluAlgorithm, GeluArgs, GeluConfiguration, GeluGrads, gpu};
 use crate::plan::{Engine, Setup};
-use crate::{Device, Error, Result};
-
-/// The engine on the CPU.
-#[derive(Clone, Debug)]
-pub struct Cpu {
-    pub(super) isa: Isa,
-    pub(super) threads: usize,
-    workspace_bytes: usize,
-}
+use crate::{Device, Result, TensorMut, TensorRef, Workspace};
 
 /// The engine on GPUs, by CUDA and HIP.
 #[derive(Clone, Debug)]
 pub struct Gpu {
     /// The compiled kernel.
-    pub(super) forward: gpu::Forward,
+    forward: gpu::Forward,
     workspace_bytes: usize,
-}
-
-/// The fastest of some algorithms.
-fn first(algorithms: Vec<GeluAlgorithm>) -> Result<GeluAlgorithm> {
-    algorithms.first().copied().ok_or_else(|| {
-        Error::unsupported(
-            "gelu with half_math native",
-            "it takes f16 or bf16 on CUDA, without bias and gate",
-        )
-    })
-}
-
-impl Engine<Gelu> for Cpu {
-    type Place = Isa;
-
-    fn algorithms(setup: &Setup<'_, Gelu, Isa>) -> Result<Vec<GeluAlgorithm>> {
-        Ok(match setup.spec.half_math {
-            HalfMath::Float => vec![GeluAlgorithm::Cpu],
-            HalfMath::Native => Vec::new(),
-        })
-    }
-
-    fn choose(setup: &Setup<'_, Gelu, Isa>) -> Result<GeluAlgorithm> {
-        first(Self::algorithms(setup)?)
-    }
-
-    fn new(setup: &Setup<'_, Gelu, Isa>, configuration: &GeluConfiguration) -> Result<Self> {
-        setup.require(configuration.algorithm, &Self::algorithms(setup)?)?;
-        let partition = setup.spec.bias.map(|_| cpu::Partition::new(setup.spec.x.shape()));
-        let workspace_bytes = partition.map_or(0, |partition| partition.workspace_bytes());
-        Ok(Cpu { isa: setup.place, threads: setup.threads(), workspace_bytes })
-    }
-
-    fn configuration(&self) -> GeluConfiguration {
-        GeluConfiguration::new(GeluAlgorithm::Cpu)
-    }
-
-    fn workspace_bytes(&self) -> usize {
-        self.workspace_bytes
-    }
-
-    fn explain(&self, _: &GeluPlan) -> String {
-        format!(": one pass in {} vectors on {} threads", self.isa.name(), self.threads)
-    }
 }
 
 impl Engine<Gelu> for Gpu {
@@ -114,5 +61,30 @@ impl Engine<Gelu> for Gpu {
         let all = Self::algorithms(setup)?;
         let rank = all.iter().position(|a| *a == configuration.algorithm).unwrap_or(0);
         Ok(1.0 + 0.2 * rank as f64)
+    }
+}
+
+impl Gpu {
+    /// Views and aliasing have been checked.
+    pub(super) fn run(
+        &self,
+        _: &GeluPlan,
+        args: &GeluArgs<'_>,
+        y: &TensorMut<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        self.forward.run(args, y, workspace)
+    }
+
+    /// As [`Gpu::run`], the gradients for that of `y`.
+    pub(super) fn backward(
+        &self,
+        plan: &GeluPlan,
+        args: &GeluArgs<'_>,
+        dy: &TensorRef<'_>,
+        grads: &GeluGrads<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        self.forward.backward(&plan.spec, args, dy, grads, workspace)
     }
 }
