@@ -26,7 +26,7 @@ const OPERATORS: [(&str, Run); 7] = [
     ("conv2d", conv2d::random::run),
     ("causal_conv1d", causal_conv1d::random::run),
     ("causal_conv1d_update", causal_conv1d::random::run_update),
-    ("causal_conv1d_serving", causal_conv1d::random::run_serving),
+    ("causal_conv1d_serving", causal_conv1d::serving::random::run),
 ];
 
 /// Every case of every operator that `device` can run.

@@ -1,8 +1,9 @@
 //! Causal convolution over sequences: prefill, decoding, training.
 
 mod args;
+mod comparison;
+mod configuration;
 mod cpu;
-mod engine;
 mod gpu;
 mod plan;
 mod problem;
@@ -10,13 +11,14 @@ pub(crate) mod random;
 mod reference;
 mod sample;
 mod sequences;
-mod serving;
+pub(crate) mod serving;
 mod spec;
 mod tuning;
 mod update;
 pub(crate) mod verify;
 
 pub use args::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dOutputs};
+pub use configuration::CausalConv1dConfiguration;
 pub use plan::{CausalConv1d, CausalConv1dPlan, causal_conv1d};
 pub(crate) use problem::Problem;
 pub use serving::{
@@ -24,7 +26,6 @@ pub use serving::{
     CausalConv1dServingPlan, CausalConv1dServingSpec,
 };
 pub use spec::{CausalConv1dAlgorithm, CausalConv1dSpec};
-pub use tuning::CausalConv1dConfiguration;
 pub use update::{
     CausalConv1dUpdate, CausalConv1dUpdateArgs, CausalConv1dUpdatePlan, CausalConv1dUpdateSpec,
     causal_conv1d_update,

@@ -1,7 +1,6 @@
 //! Random cases of `windrow verify --random`.
 
-use super::sample::{Gradients, Inputs, Sample, UpdateInputs, UpdateSample};
-pub(crate) use super::serving::random::run as run_serving;
+use super::sample::{DTYPES, Gradients, Inputs, Sample, UpdateInputs, UpdateSample, desc};
 use super::verify::{Oracle, run_update_with, run_with, update_oracle};
 use super::{
     CausalConv1dAlgorithm, CausalConv1dConfiguration, CausalConv1dPlan, CausalConv1dSpec,
@@ -12,26 +11,8 @@ use crate::verification::data::{Held, Numbers, Style, options};
 use crate::verification::random::{Lane, Trial};
 use crate::{Activation, DType, Device, Layout, PlanOptions, Result, TensorDesc, Workspace};
 
-pub(super) const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 /// Most products that the oracle sums up, usually and now and then.
 const PRODUCTS: [usize; 2] = [20_000, 600_000];
-
-/// Channel-first, channel-last, or anything.
-pub(super) fn desc(
-    choices: &mut Choices<'_>,
-    style: Style,
-    dtype: DType,
-    shape: &[usize],
-    input: bool,
-) -> Result<TensorDesc> {
-    let layout = match shape.len() {
-        1 => style.layout(choices, shape, &[&[0]], input)?,
-        2 => style.layout(choices, shape, &[&[0, 1], &[1, 0]], input)?,
-        3 => style.layout(choices, shape, &[&[0, 1, 2], &[0, 2, 1]], input)?,
-        _ => style.layout(choices, shape, &[&[0, 1, 2, 3], &[0, 1, 3, 2]], input)?,
-    };
-    Ok(TensorDesc { dtype, layout })
-}
 
 fn spec(choices: &mut Choices<'_>, style: Style) -> Result<CausalConv1dSpec> {
     let dtype = choices.of(&DTYPES);

@@ -4,9 +4,30 @@ use super::{
     CausalConv1dArgs, CausalConv1dGrads, CausalConv1dSpec, CausalConv1dUpdateArgs,
     CausalConv1dUpdateSpec,
 };
+use crate::verification::choices::Choices;
 pub(crate) use crate::verification::data::Held;
+use crate::verification::data::Style;
 use crate::verification::random;
-use crate::{Activation, Device, Result, TensorDesc};
+use crate::{Activation, DType, Device, Result, TensorDesc};
+
+pub(super) const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+/// Channel-first, channel-last, or anything.
+pub(super) fn desc(
+    choices: &mut Choices<'_>,
+    style: Style,
+    dtype: DType,
+    shape: &[usize],
+    input: bool,
+) -> Result<TensorDesc> {
+    let layout = match shape.len() {
+        1 => style.layout(choices, shape, &[&[0]], input)?,
+        2 => style.layout(choices, shape, &[&[0, 1], &[1, 0]], input)?,
+        3 => style.layout(choices, shape, &[&[0, 1, 2], &[0, 2, 1]], input)?,
+        _ => style.layout(choices, shape, &[&[0, 1, 2, 3], &[0, 1, 3, 2]], input)?,
+    };
+    Ok(TensorDesc { dtype, layout })
+}
 
 /// Numbers in -2..2, all different for different `what`. Multiples of 1/8 for ReLU: sums of their
 /// products are exact in f32, so that kernels and oracle agree on which side of the kink they are.

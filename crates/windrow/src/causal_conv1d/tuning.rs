@@ -1,31 +1,18 @@
-//! Configurations of a causal convolution, and the search among them.
+//! The search among configurations of a causal convolution.
 
 use super::reference::Reference;
 use super::{
-    CausalConv1d, CausalConv1dAlgorithm, CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dPlan,
-    CausalConv1dSpec, verify,
+    CausalConv1d, CausalConv1dAlgorithm, CausalConv1dArgs, CausalConv1dConfiguration,
+    CausalConv1dOutputs, CausalConv1dPlan, CausalConv1dSpec, comparison,
 };
 use crate::cpu::resolve_threads;
-use crate::plan::{Bound, Tuned, configuration, dense, joined};
+use crate::plan::{Bound, Tuned, dense, joined};
 use crate::verification::{Comparison, compare_parts};
 use crate::{Device, Error, PlanOptions, Result, TensorDesc, TensorMut, TensorRef, Workspace};
 
-configuration! {
-    /// An algorithm and its parameters. A parameter that is `None` is chosen by the model, or is none of the
-    /// algorithm's. Written and parsed as `direct channels=16 tokens=2048 threads=2`.
-    CausalConv1dConfiguration: CausalConv1dAlgorithm {
-        /// `direct` on the CPU: the most channels of a task, rounded up to vectors.
-        channels,
-        /// `direct` on the CPU: the most tokens of a task.
-        tokens,
-        /// CPU threads, at most as many as the plan may use.
-        threads,
-    }
-}
-
 impl CausalConv1dConfiguration {
     /// Refuses parameters that the algorithm has not, on the device of the options, or cannot run with.
-    fn check(&self, options: &PlanOptions) -> Result<()> {
+    pub(super) fn check(&self, options: &PlanOptions) -> Result<()> {
         let task = self.channels.is_some() || self.tokens.is_some();
         let foreign = match options.device == Device::Cpu {
             true => task && self.algorithm != CausalConv1dAlgorithm::Direct,
@@ -110,7 +97,7 @@ impl Tuned for CausalConv1d {
         args: &CausalConv1dArgs<'_>,
         y: &TensorRef<'_>,
     ) -> Result<Comparison> {
-        verify::compare_output(&plan.reference(args)?, y)
+        comparison::compare_output(&plan.reference(args)?, y)
     }
 
     /// Output channels.
@@ -131,7 +118,7 @@ impl Tuned for CausalConv1d {
             }
             let problem = super::Problem::new(some.x.desc(), some.weight.desc())?;
             let reference = Reference::new(problem, plan.spec.activation, &some)?;
-            verify::compare_output(&reference, &y.narrow(1, channels)?)
+            comparison::compare_output(&reference, &y.narrow(1, channels)?)
         })
     }
 }

@@ -2,7 +2,7 @@
 
 use super::verify::{IndexValues, ServingSample};
 use super::{CausalConv1dServingPlan, CausalConv1dServingSpec, Sizes, TREE};
-use crate::causal_conv1d::random::{DTYPES, desc};
+use crate::causal_conv1d::sample::{DTYPES, desc};
 use crate::causal_conv1d::{CausalConv1dAlgorithm, CausalConv1dConfiguration};
 use crate::verification::choices::{Choices, shrink};
 use crate::verification::data::{Held, Numbers, Style, options};

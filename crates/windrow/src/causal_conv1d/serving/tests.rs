@@ -5,7 +5,10 @@ use super::*;
 use crate::verification::choices::{Choices, mix};
 use crate::verification::random::trial;
 use crate::verification::require;
-use crate::{Activation, DType, Error, Layout, PlanOptions, Tensor, TensorDesc, TensorRef, Verify};
+use crate::{
+    Activation, DType, Device, Error, Layout, PlanOptions, Result, Tensor, TensorDesc, TensorMut,
+    TensorRef, Verify, Workspace,
+};
 
 const F32: DType = DType::F32;
 

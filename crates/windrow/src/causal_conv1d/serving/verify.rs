@@ -1,54 +1,19 @@
-//! Comparison with the oracle, and the cases of serving for `windrow verify`.
+//! Cases of serving for `windrow verify`.
 
+use super::comparison::Oracle;
 use super::reference::{Memory, ServingReference};
 use super::{
     CausalConv1dServingArgs, CausalConv1dServingOutputs, CausalConv1dServingPlan,
     CausalConv1dServingSpec, Sizes, TREE,
 };
 use crate::causal_conv1d::CausalConv1dAlgorithm;
-use crate::causal_conv1d::verify::{check_equal, forward_tolerance};
 use crate::lists::filled;
 use crate::verification::choices::Choices;
 use crate::verification::data::{Held, scratch};
-use crate::verification::{Case, Check, Expected, random};
+use crate::verification::{Case, Check, random};
 use crate::{
     Activation, DType, Device, Layout, PlanOptions, Result, TensorDesc, TensorMut, TensorRef,
 };
-
-/// What the oracle says of a call.
-pub(crate) struct Oracle {
-    y: Expected,
-    tolerance: f64,
-    memory: Memory,
-}
-
-impl Oracle {
-    /// Of a call that begins with this in what it writes.
-    pub(crate) fn of(
-        reference: &ServingReference,
-        mut memory: Memory,
-        dtype: DType,
-    ) -> Result<Self> {
-        let y = reference.run(&mut memory)?;
-        let tolerance = forward_tolerance(&reference.problem, reference.activation, dtype);
-        Ok(Oracle { y, tolerance, memory })
-    }
-
-    pub(crate) fn checks(self, outputs: &CausalConv1dServingOutputs<'_>) -> Result<Vec<Check>> {
-        let Memory { conv_states, windows, parents } = self.memory;
-        let mut checks = vec![
-            self.y.check("y", &outputs.y.as_ref(), self.tolerance)?,
-            check_equal("conv_states", &outputs.conv_states.as_ref(), conv_states)?,
-        ];
-        if let Some(view) = &outputs.intermediate_windows {
-            checks.push(check_equal("intermediate_windows", &view.as_ref(), windows)?);
-        }
-        if let Some(view) = &outputs.parent_token {
-            checks.push(check_equal("parent_token", &view.as_ref(), parents)?);
-        }
-        Ok(checks)
-    }
-}
 
 /// Values of the index tensors that a spec has.
 #[derive(Clone, Debug, Default)]

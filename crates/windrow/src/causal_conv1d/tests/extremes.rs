@@ -1,9 +1,9 @@
 //! Threads without work, and indices that another thread changes while they are used.
 
 use super::*;
-use crate::causal_conv1d::cpu::update::{Operands, Update};
-use crate::causal_conv1d::cpu::{Operand, Parameters};
+use crate::causal_conv1d::cpu::shared::{Operand, Parameters};
 use crate::causal_conv1d::sequences::{Indices, Run, Sequences, Source};
+use crate::causal_conv1d::update::{Operands, Update};
 
 /// A thousand threads need no more scratch memory than there are products to compute at once.
 #[test]

@@ -286,9 +286,9 @@ fn wrong_elements_are_found() {
             let (dy, dfinal) =
                 (sample.dy.as_ref(), sample.dfinal_states.as_ref().map(Held::as_ref));
             let grads = sample.gradients.views().unwrap();
-            let mut checks = verify::forward_checks(&reference, &outputs).unwrap();
+            let mut checks = comparison::forward_checks(&reference, &outputs).unwrap();
             checks.extend(
-                verify::backward_checks(&reference, (&dy, dfinal.as_ref()), &grads).unwrap(),
+                comparison::backward_checks(&reference, (&dy, dfinal.as_ref()), &grads).unwrap(),
             );
             let error = require("op", checks).unwrap_err();
             assert!(
@@ -313,7 +313,7 @@ fn wrong_elements_are_found() {
         pass(&plan.explain(), run_update(&plan, &mut sample).unwrap());
         spoil_last(if spoil == 0 { &mut sample.y } else { &mut sample.conv_state });
         let (state, y) = (sample.conv_state.as_mut().unwrap(), sample.y.as_mut().unwrap());
-        let checks = verify::update_checks(&reference, &mut before, &state, &y).unwrap();
+        let checks = comparison::update_checks(&reference, &mut before, &state, &y).unwrap();
         let error = require("op", checks).unwrap_err();
         assert!(matches!(&error, Error::Verification { op, .. } if op == &format!("op {what}")));
     }

@@ -1,8 +1,8 @@
 //! Pieces of tensors and tiles, and copies between them.
 
 use super::LANES;
-use crate::causal_conv1d::cpu::Operand;
-use crate::causal_conv1d::cpu::operand::{join, split};
+use crate::causal_conv1d::cpu::shared::Operand;
+use crate::causal_conv1d::cpu::shared::operand::{join, split};
 use crate::cpu::{Kernel, Simd, SimdElement};
 
 /// [`Block::copy_to`], whose caller answers for the pointers.

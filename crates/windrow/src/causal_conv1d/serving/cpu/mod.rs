@@ -8,11 +8,11 @@ mod tree;
 
 use super::entries::{Entry, Lookup, States};
 use super::spec::Sizes;
-use crate::causal_conv1d::cpu::kernel::{
+use crate::causal_conv1d::cpu::shared::kernel::{
     Step, Sum, TOKENS, along_channels, along_tokens, next_token,
 };
-use crate::causal_conv1d::cpu::operand::Staged;
-use crate::causal_conv1d::cpu::{GROUP, Operand, Parameters};
+use crate::causal_conv1d::cpu::shared::operand::Staged;
+use crate::causal_conv1d::cpu::shared::{GROUP, Operand, Parameters};
 use crate::cpu::{
     Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, last_level_cache, parallel_for_workers,
 };

@@ -1,9 +1,9 @@
 //! Trees of drafts: every token is computed by itself, behind its ancestors.
 
 use super::{Block, LANES, Operands, Part, TILE, Task};
-use crate::causal_conv1d::cpu::GROUP;
-use crate::causal_conv1d::cpu::kernel::Sum;
-use crate::causal_conv1d::cpu::operand::Staged;
+use crate::causal_conv1d::cpu::shared::GROUP;
+use crate::causal_conv1d::cpu::shared::kernel::Sum;
+use crate::causal_conv1d::cpu::shared::operand::Staged;
 use crate::cpu::{Simd, SimdElement};
 
 impl<T: SimdElement> Task<'_, T> {

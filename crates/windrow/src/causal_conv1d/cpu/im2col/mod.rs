@@ -1,9 +1,11 @@
 //! The convolution as a matrix product: the im2col matrix of a row (transposed and padded while it is
 //! gathered) times the weight as a matrix, then bias and activation. Serves dense convolutions too.
 
-use super::epilogue::epilogue;
-use super::operand::{gather, gather_as};
-use super::{Inputs, Operand, Parameters, Tokens};
+pub(crate) mod gradients;
+
+use super::shared::epilogue::epilogue;
+use super::shared::operand::{gather, gather_as};
+use super::shared::{Inputs, Operand, Parameters, Tokens};
 use crate::causal_conv1d::Problem;
 use crate::causal_conv1d::sequences::{Run, Source};
 use crate::cpu::gemm::{Gemm, Matrix};

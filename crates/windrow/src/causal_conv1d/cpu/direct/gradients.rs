@@ -4,15 +4,13 @@
 //! over tokens are formed for pieces of fixed length, which are added up in order at the end, so
 //! that the result does not depend on threads.
 
-use super::operand::Staged;
-use super::tile::Tokens;
-use super::{GROUP, Inputs, Operand, Parameters, Tile};
+use super::super::shared::operand::Staged;
+use super::super::shared::{GROUP, Gradients, Inputs, Operand, Parameters, Tile, Tokens, write};
 use crate::causal_conv1d::Problem;
 use crate::causal_conv1d::sequences::{Run, Source};
 use crate::cpu::math::activate_grad;
 use crate::cpu::{Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, parallel_for_workers};
-use crate::dtype::with_element;
-use crate::{Activation, Element, Error, Result, TensorMut};
+use crate::{Activation, Error, Result, TensorMut};
 use std::ops::Range;
 
 /// Tokens of a tile.
@@ -31,15 +29,6 @@ pub(crate) struct Backward {
     /// Elements of f32 scratch memory for one thread, and for all partial sums.
     scratch: usize,
     partials: usize,
-}
-
-/// Gradients to read and to write, [rows, d, tokens].
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Gradients<T> {
-    pub dy: Operand<T>,
-    pub dfinal_states: Option<Operand<T>>,
-    pub dx: Option<Operand<T>>,
-    pub dinitial_states: Option<Operand<T>>,
 }
 
 impl Backward {
@@ -162,17 +151,6 @@ impl Backward {
                 write(&mut dbias, &[channel], total(channel, width));
             }
         }
-    }
-}
-
-/// Rounds `value` to the tensor's type and writes it.
-pub(super) fn write(to: &mut TensorMut<'_>, index: &[usize], value: f64) {
-    let offset = to.layout().offset(index);
-    let dtype = to.dtype();
-    let at = to.as_mut_ptr();
-    // SAFETY: callers' indices are in the tensor.
-    unsafe {
-        with_element!(dtype, T => at.cast::<T>().offset(offset).write(Element::from_f64(value)));
     }
 }
 

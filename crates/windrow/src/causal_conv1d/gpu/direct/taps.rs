@@ -1,9 +1,9 @@
-//! Any width up to [`MOST`], one sequence a row: `kernels/channel_last_taps.cu` and `channel_first_taps.cu`.
+//! Any width up to [`MOST`], one sequence a row: `channel_last_taps.cu` and `channel_first_taps.cu`.
 
-use super::{GRID, INCLUDES, Params, THREADS, is_simple, kernel_spec};
 use crate::DType;
+use crate::causal_conv1d::gpu::shared::{GRID, Params, THREADS, is_simple, kernel_spec, source};
 use crate::causal_conv1d::{CausalConv1dSpec, Problem};
-use crate::gpu::{Feature, KernelSpec, Launch, Source};
+use crate::gpu::{Feature, KernelSpec, Launch};
 
 source!(LAST, "channel_last_taps.cu");
 source!(FIRST, "channel_first_taps.cu");

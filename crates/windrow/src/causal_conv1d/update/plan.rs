@@ -1,163 +1,19 @@
-//! Decoding: new tokens one or a few at a time, and states that carry what they see.
+//! Plans and runs of a step of decoding.
 
-use super::cpu::update::{Operands, Update};
-use super::cpu::{Operand, Parameters};
-use super::engine::require_direct;
-use super::gpu;
-use super::problem::{check_index, rank};
-use super::reference::{UpdateReference, integers};
-use super::sequences::Indices;
-use super::{CausalConv1dAlgorithm, CausalConv1dConfiguration, Problem, verify};
+use super::cpu::{Operands, Update};
+use super::{CausalConv1dUpdateArgs, CausalConv1dUpdateSpec, gpu};
+use crate::causal_conv1d::cpu::shared::{Operand, Parameters};
+use crate::causal_conv1d::plan::require_direct;
+use crate::causal_conv1d::problem::rank;
+use crate::causal_conv1d::reference::{UpdateReference, integers};
+use crate::causal_conv1d::sequences::Indices;
+use crate::causal_conv1d::{CausalConv1dAlgorithm, CausalConv1dConfiguration, Problem, comparison};
 use crate::cpu::Isa;
 use crate::dtype::with_element;
-use crate::forms::setters;
 use crate::plan::{Backend, Engine, Operator, Plan, Setup, inputs};
-use crate::tensor::{check_tensor, check_unique};
 use crate::{
-    Activation, Device, Error, PlanOptions, Result, Tensor, TensorDesc, TensorMut, TensorRef,
-    Workspace,
+    Activation, Device, Error, PlanOptions, Result, Tensor, TensorMut, TensorRef, Workspace,
 };
-
-/// One step of decoding: `y` of new tokens `x` that follow those in `conv_state`, which is advanced.
-///
-/// A state holds the last `state_len >= width - 1` tokens of a sequence, oldest first; a step moves it
-/// by l tokens. With `cache_seqlens` it is a ring buffer instead: token number `n` of the sequence is in
-/// slot `n % state_len`, and `cache_seqlens[i]` says how many tokens came before.
-///
-/// With `conv_state_indices`, entry `i` of the batch uses state `conv_state_indices[i]` of a
-/// larger pool. A negative index is padding: its `y` is 0 and no state is touched. No two entries
-/// may use the same state.
-///
-/// Source: Dao, causal-conv1d (<https://github.com/Dao-AILab/causal-conv1d>), `causal_conv1d_update`.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub struct CausalConv1dUpdateSpec {
-    /// New tokens [b, d, l], f32, f16 or bf16; any strides.
-    pub x: TensorDesc,
-    /// States [b, d, state_len], or [pool, d, state_len] with `conv_state_indices`; x's type,
-    /// read and written.
-    pub conv_state: TensorDesc,
-    /// Filter [d, width], f32 or x's type.
-    pub weight: TensorDesc,
-    /// Bias `[d]`, f32 or x's type.
-    pub bias: Option<TensorDesc>,
-    /// Output [b, d, l] of x's type; strides such that every element has its own memory.
-    pub y: TensorDesc,
-    /// Applied to sum and bias.
-    pub activation: Activation,
-    /// Tokens before, `[b]`, i32 or i64.
-    pub cache_seqlens: Option<TensorDesc>,
-    /// State of each entry, `[b]`, i32 or i64.
-    pub conv_state_indices: Option<TensorDesc>,
-}
-
-setters! {
-    CausalConv1dUpdateSpec {
-        with_output(y: TensorDesc);
-        with_activation(activation: Activation);
-        ? with_bias(bias: TensorDesc);
-        ? with_cache_seqlens(cache_seqlens: TensorDesc);
-        ? with_conv_state_indices(conv_state_indices: TensorDesc);
-    }
-}
-
-impl CausalConv1dUpdateSpec {
-    /// A step of `x` [b, d, l] with `conv_state` [b or pool, d, state_len] and `weight` [d, width],
-    /// without bias, activation, ring buffer or indices. `y` is dense: channel-last if x is, else
-    /// channel-first.
-    ///
-    /// # Errors
-    /// [`Error::Rank`], [`Error::DType`], [`Error::Shape`] if channels do not match, the width is 0 or the
-    /// state is too short, [`Error::SizeOverflow`].
-    pub fn new(x: TensorDesc, conv_state: TensorDesc, weight: TensorDesc) -> Result<Self> {
-        let problem = Problem::depthwise(&x, &weight)?;
-        let y = problem.output(&x)?;
-        let (bias, cache_seqlens, conv_state_indices) = (None, None, None);
-        let activation = Activation::Identity;
-        let spec = CausalConv1dUpdateSpec {
-            x,
-            conv_state,
-            weight,
-            bias,
-            y,
-            activation,
-            cache_seqlens,
-            conv_state_indices,
-        };
-        spec.check_state(&problem)?;
-        Ok(spec)
-    }
-
-    fn check_state(&self, problem: &Problem) -> Result<()> {
-        let &[_, d, state_len] = self.conv_state.shape() else {
-            return Err(rank("conv_state", &self.conv_state, "3: [b or pool, d, state_len]"));
-        };
-        if d != problem.d || state_len < problem.history() {
-            let (d, history) = (problem.d, problem.history());
-            let expected = format!("[b or pool, {d}, state_len] with state_len at least {history}");
-            return Err(Error::shape("conv_state", self.conv_state.shape(), expected));
-        }
-        let shape = self.conv_state.shape();
-        check_tensor("conv_state", &self.conv_state, self.x.dtype, shape)?;
-        check_unique("conv_state", &self.conv_state.layout)
-    }
-
-    /// Every check that needs no data, and the sizes.
-    pub(super) fn problem(&self) -> Result<Problem> {
-        let problem = Problem::depthwise(&self.x, &self.weight)?;
-        self.check_state(&problem)?;
-        if self.conv_state_indices.is_none() && self.conv_state.shape()[0] != problem.b {
-            let expected = format!("{} states, as many as x has rows", problem.b);
-            return Err(Error::shape("conv_state", self.conv_state.shape(), expected));
-        }
-        problem.check_output(&self.y, self.x.dtype)?;
-        if let Some(bias) = &self.bias {
-            problem.check_bias(bias, self.x.dtype)?;
-        }
-        for (name, indices) in [
-            ("cache_seqlens", &self.cache_seqlens),
-            ("conv_state_indices", &self.conv_state_indices),
-        ] {
-            if let Some(indices) = indices {
-                check_index(name, indices)?;
-                check_tensor(name, indices, indices.dtype, &[problem.b])?;
-            }
-        }
-        Ok(problem)
-    }
-}
-
-/// The inputs of an update; see [`CausalConv1dUpdateSpec`] for shapes and types.
-#[derive(Clone, Copy, Debug)]
-#[non_exhaustive]
-pub struct CausalConv1dUpdateArgs<'a> {
-    /// [b, d, l]
-    pub x: TensorRef<'a>,
-    /// [d, width]
-    pub weight: TensorRef<'a>,
-    /// `[d]`
-    pub bias: Option<TensorRef<'a>>,
-    /// `[b]`
-    pub cache_seqlens: Option<TensorRef<'a>>,
-    /// `[b]`
-    pub conv_state_indices: Option<TensorRef<'a>>,
-}
-
-impl<'a> CausalConv1dUpdateArgs<'a> {
-    /// New tokens and weight alone.
-    pub fn new(x: TensorRef<'a>, weight: TensorRef<'a>) -> Self {
-        let (bias, cache_seqlens, conv_state_indices) = (None, None, None);
-        CausalConv1dUpdateArgs { x, weight, bias, cache_seqlens, conv_state_indices }
-    }
-}
-
-setters! {
-    CausalConv1dUpdateArgs<'a> {
-        ? with_bias(bias: TensorRef<'a>);
-        ? with_cache_seqlens(cache_seqlens: TensorRef<'a>);
-        ? with_conv_state_indices(conv_state_indices: TensorRef<'a>);
-    }
-}
 
 /// A checked [`CausalConv1dUpdateSpec`] on a device.
 ///
@@ -210,7 +66,7 @@ pub struct Cpu {
 
 /// On a CUDA device: the compiled kernel.
 #[derive(Clone, Debug)]
-pub struct Gpu(gpu::update::Update);
+pub struct Gpu(gpu::Update);
 
 impl Engine<CausalConv1dUpdate> for Cpu {
     type Place = Isa;
@@ -327,7 +183,7 @@ impl Engine<CausalConv1dUpdate> for Gpu {
     ) -> Result<Self> {
         require_direct(setup, configuration)?;
         let &Setup { spec, problem, place, .. } = setup;
-        Ok(Gpu(gpu::update::Update::new(place, spec, problem)?))
+        Ok(Gpu(gpu::Update::new(place, spec, problem)?))
     }
 
     fn configuration(&self) -> CausalConv1dConfiguration {
@@ -370,7 +226,7 @@ impl CausalConv1dUpdatePlan {
                 Backend::Gpu(Gpu(update)) => update.run(args, &written[0], &written[1], workspace),
             },
             |[conv_state, y], (reference, mut state)| {
-                verify::update_checks(&reference, &mut state, conv_state, y)
+                comparison::update_checks(&reference, &mut state, conv_state, y)
             },
         )
     }

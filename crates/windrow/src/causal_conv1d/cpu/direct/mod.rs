@@ -5,9 +5,10 @@
 //! else (the first `width - 1` tokens of a sequence, other strides, fewer elements than a
 //! vector) goes through a [`Tile`] to the second kernel.
 
-use super::kernel::{Sum, TOKENS, along_channels, along_tokens};
-use super::tile::Tokens;
-use super::{GROUP, Operand, Parameters, Tile};
+pub(crate) mod gradients;
+
+use super::shared::kernel::{Sum, TOKENS, along_channels, along_tokens};
+use super::shared::{GROUP, Inputs, Operand, Parameters, Tile};
 use crate::causal_conv1d::Problem;
 use crate::causal_conv1d::sequences::Run;
 use crate::cpu::{
@@ -18,13 +19,6 @@ use std::ops::Range;
 
 /// Tokens that pass through a tile at once.
 const TILE: usize = 32;
-
-/// What a run reads.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Inputs<'a, T> {
-    pub tokens: Tokens<'a, T>,
-    pub parameters: Parameters<'a>,
-}
 
 /// Along which dimension vectors lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

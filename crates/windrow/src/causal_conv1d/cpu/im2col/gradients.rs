@@ -9,9 +9,8 @@
 //! Sums over tokens are those of blocks of fixed length, added up in order in f64: the result does
 //! not depend on threads.
 
-use super::backward::{Gradients, write};
-use super::im2col::{Im2colGemm, ROWS, store_channels};
-use super::{Inputs, Operand};
+use super::super::shared::{Gradients, Inputs, Operand, write};
+use super::{Im2colGemm, ROWS, store_channels};
 use crate::causal_conv1d::Problem;
 use crate::causal_conv1d::sequences::{Run, Source};
 use crate::cpu::gemm::{Gemm, Matrix};
@@ -46,7 +45,7 @@ impl DenseBackward {
     pub(crate) fn new(forward: Im2colGemm) -> Result<Self> {
         let Problem { b, d, d_out, l, width, .. } = forward.problem;
         let (terms, history) = (width * d, width - 1);
-        let tokens = (super::im2col::BLOCK / terms.max(1)).clamp(TOKENS.start, TOKENS.end);
+        let tokens = (super::BLOCK / terms.max(1)).clamp(TOKENS.start, TOKENS.end);
         let tokens = tokens.max(history).min(l).max(1);
         let sizes = || {
             let rows = tokens.checked_add(history)?.min(l);

@@ -1,31 +1,20 @@
-//! What computes a causal convolution, on the CPU and on CUDA devices.
+//! What computes a causal convolution on the CPU.
 
-use super::cpu::backward::{Backward, Gradients};
-use super::cpu::dense_backward::DenseBackward;
-use super::cpu::im2col::{Im2colGemm, Stages};
-use super::cpu::{Forward, Inputs, Operand, Parameters, Tokens};
-use super::gpu;
-use super::sequences::Sequences;
-use super::{
-    CausalConv1d, CausalConv1dAlgorithm, CausalConv1dArgs, CausalConv1dConfiguration,
-    CausalConv1dGrads, CausalConv1dOutputs, CausalConv1dPlan, Problem,
+use super::{CausalConv1d, CausalConv1dPlan, algorithms, cost};
+use crate::causal_conv1d::cpu::direct::Forward;
+use crate::causal_conv1d::cpu::direct::gradients::Backward;
+use crate::causal_conv1d::cpu::im2col::gradients::DenseBackward;
+use crate::causal_conv1d::cpu::im2col::{Im2colGemm, Stages};
+use crate::causal_conv1d::cpu::shared::{Gradients, Inputs, Operand, Parameters, Tokens};
+use crate::causal_conv1d::sequences::Sequences;
+use crate::causal_conv1d::{
+    CausalConv1dAlgorithm, CausalConv1dArgs, CausalConv1dConfiguration, CausalConv1dGrads,
+    CausalConv1dOutputs, Problem,
 };
 use crate::cpu::{Isa, SimdElement};
 use crate::dtype::with_element;
-use crate::plan::{Engine, Operator, Setup};
-use crate::{Device, Error, Result, TensorMut, TensorRef, Workspace};
-
-/// [`Error::Unsupported`] but for the one way of an operator that is computed in one.
-pub(super) fn require_direct<O: Operator<Configuration = CausalConv1dConfiguration>, P: Copy>(
-    setup: &Setup<'_, O, P>,
-    configuration: &CausalConv1dConfiguration,
-) -> Result<()> {
-    setup.require(configuration.algorithm, &[CausalConv1dAlgorithm::Direct])?;
-    if *configuration == CausalConv1dConfiguration::new(CausalConv1dAlgorithm::Direct) {
-        return Ok(());
-    }
-    Err(Error::unsupported(format!("{} with {configuration}", O::NAME), "it has no parameters"))
-}
+use crate::plan::{Engine, Setup};
+use crate::{Result, TensorMut, TensorRef, Workspace};
 
 /// On the CPU.
 #[derive(Clone, Debug)]
@@ -47,34 +36,6 @@ enum Algorithm {
 enum Gradient {
     Depthwise(Backward),
     Dense(DenseBackward),
-}
-
-/// On a CUDA device.
-#[derive(Clone, Debug)]
-pub struct Gpu(Kernels);
-
-#[derive(Clone, Debug)]
-enum Kernels {
-    /// With its gradients.
-    Direct(Box<gpu::Direct>),
-    /// With what computes the gradients.
-    Im2colGemm(Box<gpu::im2col::Im2colGemm>, gpu::GradientKernels),
-}
-
-/// All algorithms, the fastest first.
-fn algorithms(problem: &Problem) -> Vec<CausalConv1dAlgorithm> {
-    match problem.dense {
-        true => vec![CausalConv1dAlgorithm::Im2colGemm],
-        false => CausalConv1dAlgorithm::ALL.to_vec(),
-    }
-}
-
-/// Bytes: the im2col matrix is written and read besides.
-fn cost(problem: &Problem, configuration: &CausalConv1dConfiguration) -> f64 {
-    match configuration.algorithm {
-        CausalConv1dAlgorithm::Direct => 1.0,
-        CausalConv1dAlgorithm::Im2colGemm => 1.0 + problem.width as f64,
-    }
 }
 
 impl Engine<CausalConv1d> for Cpu {
@@ -287,124 +248,5 @@ impl Cpu {
         Ok(Some(with_element!(plan.spec.x.dtype, T => {
             gemm.stages(&self.inputs::<T>(args, sequences))
         })))
-    }
-}
-
-impl Engine<CausalConv1d> for Gpu {
-    type Place = Device;
-
-    fn algorithms(setup: &Setup<'_, CausalConv1d, Device>) -> Result<Vec<CausalConv1dAlgorithm>> {
-        Ok(algorithms(setup.problem))
-    }
-
-    fn new(
-        setup: &Setup<'_, CausalConv1d, Device>,
-        configuration: &CausalConv1dConfiguration,
-    ) -> Result<Self> {
-        setup.require(configuration.algorithm, &algorithms(setup.problem))?;
-        let &Setup { spec, problem, place, .. } = setup;
-        let direct = || Ok(Box::new(gpu::Direct::new(place, spec, problem)?));
-        let kernels = match configuration.algorithm {
-            CausalConv1dAlgorithm::Direct => Kernels::Direct(direct()?),
-            CausalConv1dAlgorithm::Im2colGemm => {
-                let gemm = gpu::im2col::Im2colGemm::new(place, spec, problem)?;
-                let gradients = match problem.dense {
-                    true => gpu::GradientKernels::Dense(Box::new(
-                        gpu::dense_backward::DenseBackward::new(place, spec, problem)?,
-                    )),
-                    false => gpu::GradientKernels::Depthwise(direct()?),
-                };
-                Kernels::Im2colGemm(Box::new(gemm), gradients)
-            }
-        };
-        Ok(Gpu(kernels))
-    }
-
-    fn configuration(&self) -> CausalConv1dConfiguration {
-        CausalConv1dConfiguration::new(match &self.0 {
-            Kernels::Direct(_) => CausalConv1dAlgorithm::Direct,
-            Kernels::Im2colGemm(..) => CausalConv1dAlgorithm::Im2colGemm,
-        })
-    }
-
-    fn workspace_bytes(&self) -> usize {
-        match &self.0 {
-            Kernels::Direct(direct) => direct.workspace_bytes(),
-            Kernels::Im2colGemm(gemm, gradients) => {
-                gemm.workspace_bytes().max(gradients.workspace_bytes())
-            }
-        }
-    }
-
-    fn explain(&self, plan: &CausalConv1dPlan) -> String {
-        let how = match &self.0 {
-            Kernels::Direct(direct) => direct.explain(),
-            Kernels::Im2colGemm(gemm, _) => gemm.explain(),
-        };
-        format!(" on {}: {how}", plan.device())
-    }
-
-    /// There are no parameters.
-    fn complete(
-        _: &Setup<'_, CausalConv1d, Device>,
-        configuration: &CausalConv1dConfiguration,
-    ) -> Result<CausalConv1dConfiguration> {
-        Ok(*configuration)
-    }
-
-    fn cost(
-        setup: &Setup<'_, CausalConv1d, Device>,
-        configuration: &CausalConv1dConfiguration,
-    ) -> Result<f64> {
-        Ok(cost(setup.problem, configuration))
-    }
-}
-
-impl Gpu {
-    /// As [`Cpu::run`].
-    pub(super) fn run(
-        &self,
-        args: &CausalConv1dArgs<'_>,
-        outputs: &CausalConv1dOutputs<'_>,
-        workspace: &mut Workspace,
-    ) -> Result<()> {
-        match &self.0 {
-            Kernels::Direct(direct) => direct.run(args, outputs, workspace),
-            Kernels::Im2colGemm(gemm, _) => gemm.run(args, outputs, workspace),
-        }
-    }
-
-    /// As [`Cpu::backward`].
-    pub(super) fn backward(
-        &self,
-        plan: &CausalConv1dPlan,
-        args: &CausalConv1dArgs<'_>,
-        given: (&TensorRef<'_>, Option<&TensorRef<'_>>),
-        grads: &CausalConv1dGrads<'_>,
-        workspace: &mut Workspace,
-    ) -> Result<()> {
-        match &self.0 {
-            Kernels::Direct(direct)
-            | Kernels::Im2colGemm(_, gpu::GradientKernels::Depthwise(direct)) => {
-                direct.backward(&plan.spec, args, given, grads, workspace)
-            }
-            Kernels::Im2colGemm(_, gpu::GradientKernels::Dense(dense)) => {
-                dense.run(&plan.spec, args, given, grads, workspace)
-            }
-        }
-    }
-
-    /// As [`Cpu::stages`], and their product.
-    pub(super) fn stages(
-        &self,
-        plan: &CausalConv1dPlan,
-        args: &CausalConv1dArgs<'_>,
-    ) -> Result<Option<[Vec<f32>; 3]>> {
-        match &self.0 {
-            Kernels::Im2colGemm(gemm, _) if !plan.problem.is_empty() => {
-                gemm.stages(args, plan.device()).map(Some)
-            }
-            _ => Ok(None),
-        }
     }
 }

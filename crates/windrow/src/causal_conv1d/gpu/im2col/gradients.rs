@@ -1,22 +1,23 @@
-//! Gradients of a dense convolution on CUDA, as products of f32 matrices over all positions.
+//! Gradients of a dense convolution on GPUs, as products of f32 matrices over all positions.
 //!
 //! With A the im2col matrix [n, width*d], B the weight as a matrix [d_out, width*d] and G [n, d_out] the
 //! gradient before the activation, for which C is computed again: the weight's gradient is `Gᵀ A`, the
 //! bias's the sums of G's columns, and `G B` holds the share of each tap in the gradient of its input.
 
-use super::im2col::{GemmParams, Im2colGemm, kernel_spec, operand};
-use super::{GRID, INCLUDES, Params, THREADS, output_address, plain_launch, rows_launch, strides};
+use super::{GemmParams, Im2colGemm, kernel_spec, operand};
+use crate::causal_conv1d::gpu::shared::{
+    GRID, INPUT, Params, THREADS, output_address, plain_launch, rows_launch, source, strides,
+};
 use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dSpec, Problem};
 use crate::gpu::{
-    Gemm, GemmCompute, GemmOperands, GemmSpec, KernelSpec, Kernels, Launch, Matrix, Source,
-    column_sum, params, type_name,
+    Gemm, GemmCompute, GemmOperands, GemmSpec, KernelSpec, Kernels, Launch, Matrix, column_sum,
+    params, type_name,
 };
 use crate::{DType, Device, Result, TensorRef, Workspace};
 use std::sync::Arc;
 
 source!(GRADIENT, "dense_gradient.cu");
 source!(WEIGHT_GRADIENT, "dense_weight_gradient.cu");
-source!(INPUT, "backward_input.cu");
 
 params! {
     /// `Params` of dense_weight_gradient.cu.

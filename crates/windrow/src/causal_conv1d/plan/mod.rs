@@ -1,14 +1,20 @@
 //! Plans and runs of whole sequences.
 
+mod cpu;
+mod gpu;
+mod gradients;
+
 use super::cpu::im2col::Stages;
-use super::engine::{Cpu, Gpu};
 use super::reference::Reference;
 use super::{
-    CausalConv1dArgs, CausalConv1dConfiguration, CausalConv1dGrads, CausalConv1dOutputs,
-    CausalConv1dSpec, Problem, verify,
+    CausalConv1dAlgorithm, CausalConv1dArgs, CausalConv1dConfiguration, CausalConv1dOutputs,
+    CausalConv1dSpec, Problem, comparison,
 };
-use crate::plan::{self, Backend, Operator, Plan, Type, inputs};
-use crate::{Activation, PlanOptions, Result, Tensor, TensorRef, Workspace};
+use crate::plan::{self, Backend, Operator, Plan, Setup, engine, inputs};
+use crate::{Activation, Error, PlanOptions, Result, Tensor, TensorRef, Workspace};
+
+pub use cpu::Cpu;
+pub use gpu::Gpu;
 
 /// A checked [`CausalConv1dSpec`] on a device, with an algorithm.
 ///
@@ -57,14 +63,43 @@ impl Operator for CausalConv1d {
     }
 }
 
+/// [`Error::Unsupported`] but for the one way of an operator that is computed in one.
+pub(super) fn require_direct<O: Operator<Configuration = CausalConv1dConfiguration>, P: Copy>(
+    setup: &Setup<'_, O, P>,
+    configuration: &CausalConv1dConfiguration,
+) -> Result<()> {
+    setup.require(configuration.algorithm, &[CausalConv1dAlgorithm::Direct])?;
+    if *configuration == CausalConv1dConfiguration::new(CausalConv1dAlgorithm::Direct) {
+        return Ok(());
+    }
+    Err(Error::unsupported(format!("{} with {configuration}", O::NAME), "it has no parameters"))
+}
+
+/// All algorithms, the fastest first.
+fn algorithms(problem: &Problem) -> Vec<CausalConv1dAlgorithm> {
+    match problem.dense {
+        true => vec![CausalConv1dAlgorithm::Im2colGemm],
+        false => CausalConv1dAlgorithm::ALL.to_vec(),
+    }
+}
+
+/// Bytes: the im2col matrix is written and read besides.
+fn cost(problem: &Problem, configuration: &CausalConv1dConfiguration) -> f64 {
+    match configuration.algorithm {
+        CausalConv1dAlgorithm::Direct => 1.0,
+        CausalConv1dAlgorithm::Im2colGemm => 1.0 + problem.width as f64,
+    }
+}
+
 impl CausalConv1dPlan {
     /// Computes the outputs. They share no memory with inputs or each other.
     ///
     /// # Errors
-    /// [`Error::Rank`](crate::Error::Rank), [`Error::Shape`](crate::Error::Shape), [`Error::DType`](crate::Error::DType) or [`Error::Strides`](crate::Error::Strides) if a view is not as
-    /// planned, [`Error::Parameter`](crate::Error::Parameter) if an optional one is missing or too many or the workspace is
-    /// too small, [`Error::Aliasing`](crate::Error::Aliasing), [`Error::WrongDevice`](crate::Error::WrongDevice), [`Error::Index`](crate::Error::Index) for bad
-    /// `cu_seqlens`, on CUDA for those of an earlier run on the device: all before anything is written. With [`Verify::On`](crate::Verify::On) [`Error::Verification`](crate::Error::Verification).
+    /// [`Error::Rank`], [`Error::Shape`], [`Error::DType`] or [`Error::Strides`] if a view is not as planned,
+    /// [`Error::Parameter`] if an optional one is missing or too many or the workspace is too small,
+    /// [`Error::Aliasing`], [`Error::WrongDevice`], [`Error::Index`] for bad `cu_seqlens`, on CUDA for those of an
+    /// earlier run on the device: all before anything is written. With [`Verify::On`](crate::Verify::On)
+    /// [`Error::Verification`].
     pub fn run(
         &self,
         args: &CausalConv1dArgs<'_>,
@@ -80,62 +115,9 @@ impl CausalConv1dPlan {
             &mut outputs,
             workspace,
             |_| Ok(()),
-            |outputs, workspace| match &self.backend {
-                Backend::Cpu(cpu) => cpu.run(self, args, outputs, workspace),
-                Backend::Gpu(gpu) => gpu.run(args, outputs, workspace),
-            },
-            |outputs, ()| verify::forward_checks(&self.reference(args)?, outputs),
+            |outputs, workspace| engine!(self, engine => engine.run(self, args, outputs, workspace)),
+            |outputs, ()| comparison::forward_checks(&self.reference(args)?, outputs),
         )
-    }
-
-    /// Computes gradients for `dy` [b, d_out, l] and, if final states were used, `dfinal_states`
-    /// [b or sequences, d, width-1], both of x's type and with any strides. The pre-activation is
-    /// computed again from `args`; `y` is not needed.
-    ///
-    /// # Errors
-    /// As [`CausalConv1dPlan::run`].
-    pub fn backward(
-        &self,
-        args: &CausalConv1dArgs<'_>,
-        dy: TensorRef<'_>,
-        dfinal_states: Option<TensorRef<'_>>,
-        mut grads: CausalConv1dGrads<'_>,
-        workspace: &mut Workspace,
-    ) -> Result<()> {
-        let given = (&dy, dfinal_states.as_ref());
-        self.check_grads(args, given, &grads, workspace)?;
-        self.verified(
-            &mut grads,
-            workspace,
-            |_| Ok(()),
-            |grads, workspace| match &self.backend {
-                Backend::Cpu(cpu) => cpu.backward(self, args, given, grads, workspace),
-                Backend::Gpu(gpu) => gpu.backward(self, args, given, grads, workspace),
-            },
-            |grads, ()| verify::backward_checks(&self.reference(args)?, given, grads),
-        )
-    }
-
-    fn check_grads(
-        &self,
-        args: &CausalConv1dArgs<'_>,
-        (dy, dfinal_states): (&TensorRef<'_>, Option<&TensorRef<'_>>),
-        grads: &CausalConv1dGrads<'_>,
-        workspace: &Workspace,
-    ) -> Result<()> {
-        let (problem, dtype) = (&self.problem, self.spec.x.dtype);
-        let states = self.spec.states_shape()?;
-        let mut checks = self.check_run(args, workspace)?;
-        checks.read_strided("dy", dy, dtype, &problem.y_shape())?;
-        if let Some(dfinal_states) = dfinal_states {
-            checks.read_strided("dfinal_states", dfinal_states, dtype, &states)?;
-        }
-        let CausalConv1dGrads { dx, dweight, dbias, dinitial_states } = grads;
-        let (own, sum) = (Type::Exactly(dtype), Type::OrF32(dtype));
-        checks.gradient("dx", dx.as_ref(), own, self.spec.x.shape())?;
-        checks.gradient("dweight", dweight.as_ref(), sum, self.spec.weight.shape())?;
-        checks.gradient("dbias", dbias.as_ref(), sum, &[problem.d_out])?;
-        checks.gradient("dinitial_states", dinitial_states.as_ref(), own, &states)
     }
 
     /// The operands of the product that
@@ -168,7 +150,7 @@ impl CausalConv1dPlan {
 /// `[d_out]`, on the CPU; see [`CausalConv1dSpec`].
 ///
 /// # Errors
-/// As [`CausalConv1dPlan::new`] and [`CausalConv1dPlan::run`], and [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+/// As [`CausalConv1dPlan::new`] and [`CausalConv1dPlan::run`], and [`Error::OutOfMemory`].
 ///
 /// ```
 /// use windrow::{Activation, TensorRef};

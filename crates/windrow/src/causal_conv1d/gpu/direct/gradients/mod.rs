@@ -1,17 +1,19 @@
-//! Gradients on CUDA.
+//! Gradients of a depthwise convolution on GPUs.
 
-use super::{
-    Direct, GRID, INCLUDES, MASK, Params, THREADS, along_channels, backward_rows, is_simple,
-    kernel_spec, plain_launch, rows_launch,
+mod rows;
+
+use super::Direct;
+use crate::causal_conv1d::gpu::shared::{
+    GRID, INPUT, MASK, Params, THREADS, along_channels, is_simple, kernel_spec, plain_launch,
+    rows_launch, source,
 };
 use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dSpec};
-use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Source, Stream, column_sum};
+use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Launch, Stream, column_sum};
 use crate::{DType, Result, TensorRef, Workspace};
 
 source!(CHANNEL_FIRST, "backward_channel_first.cu");
 source!(CHANNEL_LAST, "backward_channel_last.cu");
 source!(CHANNEL_LAST_SM90, "backward_channel_last_sm90.cu");
-source!(INPUT, "backward_input.cu");
 source!(WEIGHT, "backward_weight.cu");
 
 /// Warps of a block of the channel-last kernel, which walk along neighbouring chunks.
@@ -48,7 +50,7 @@ impl Form {
     /// What the strides and addresses in `params` allow.
     fn of(gpu: &Gpu, spec: &CausalConv1dSpec, params: &Params) -> Self {
         if gpu.has(Feature::BulkCopies)
-            && let Some(rows) = backward_rows::rows(gpu, spec, params)
+            && let Some(rows) = rows::rows(gpu, spec, params)
         {
             return Form::Rows { rows };
         }
@@ -181,7 +183,7 @@ impl Key {
             Key::Weight => weight_kernel(spec),
             Key::Mask => kernel_spec(&MASK, "mask", spec),
             Key::Vector(form, dx) => vector_kernel(spec, form, dx),
-            Key::Rows(dweight, dbias) => backward_rows::kernel(spec, dweight, dbias),
+            Key::Rows(dweight, dbias) => rows::kernel(spec, dweight, dbias),
         }
     }
 }
@@ -377,7 +379,7 @@ pub(super) fn all_kernels(spec: &CausalConv1dSpec) -> Vec<KernelSpec> {
     let width = spec.weight.shape()[1];
     let mut kernels = vec![input_kernel(spec, false), input_kernel(spec, true)];
     kernels.push(weight_kernel(spec));
-    kernels.extend(backward_rows::all_kernels(spec));
+    kernels.extend(rows::all_kernels(spec));
     let element = spec.x.dtype.size();
     let last = Form::ChannelLast { vector: 8 / element };
     if along_channels(spec.y.strides()) {

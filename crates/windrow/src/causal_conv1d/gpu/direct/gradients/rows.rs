@@ -1,9 +1,12 @@
-//! Gradients by bulk copies of rows of whole 16-byte vectors: `kernels/backward_rows_sm90.cu`.
+//! Gradients by bulk copies of rows of whole 16-byte vectors: `backward_rows_sm90.cu`.
 
-use super::backward::Key;
-use super::{Direct, GRID, INCLUDES, Params, kernel_spec};
+use super::Key;
+use crate::causal_conv1d::gpu::direct::Direct;
+use crate::causal_conv1d::gpu::shared::{
+    GRID, Params, is_simple, kernel_spec, output_address, source, strides,
+};
 use crate::causal_conv1d::{CausalConv1dGrads, CausalConv1dSpec};
-use crate::gpu::{Feature, Gpu, KernelSpec, Launch, Source, Stream, params, type_name};
+use crate::gpu::{Feature, Gpu, KernelSpec, Launch, Stream, params, type_name};
 use crate::{DType, Result, TensorMut};
 
 source!(ROWS, "backward_rows_sm90.cu");
@@ -57,7 +60,7 @@ pub(super) fn rows(gpu: &Gpu, spec: &CausalConv1dSpec, params: &Params) -> Optio
 
 pub(super) fn kernel(spec: &CausalConv1dSpec, dweight: DType, dbias: DType) -> KernelSpec {
     // More blocks of a multiprocessor hide more, where registers suffice: measured on an H200.
-    let simple = super::is_simple(spec.activation) && spec.weight.shape()[1] <= 4;
+    let simple = is_simple(spec.activation) && spec.weight.shape()[1] <= 4;
     kernel_spec(&ROWS, "backward_rows", spec)
         .needs(Feature::BulkCopies)
         .define("MASK", 0)
@@ -88,10 +91,10 @@ impl Direct {
         let kernel = self.gradient(spec, Key::Rows(dtype(dweight), dtype(dbias)))?;
         let rows_params = RowsParams {
             base: *params,
-            dweight: super::output_address(dweight),
-            dbias: super::output_address(dbias),
-            dweight_stride: super::strides(dweight.map(TensorMut::desc)),
-            dbias_stride: super::strides::<1>(dbias.map(TensorMut::desc))[0],
+            dweight: output_address(dweight),
+            dbias: output_address(dbias),
+            dweight_stride: strides(dweight.map(TensorMut::desc)),
+            dbias_stride: strides::<1>(dbias.map(TensorMut::desc))[0],
             rows,
         };
         let launch = Launch {

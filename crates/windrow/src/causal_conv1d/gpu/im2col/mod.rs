@@ -1,6 +1,8 @@
-//! The convolution as one matrix product by cuBLASLt, on CUDA: serves dense convolutions too.
+//! The convolution as one matrix product of the library on GPUs: serves dense convolutions too.
 
-use super::{Form, GRID, INCLUDES, Params, output_address, rows_launch, states_kernel, strides};
+pub(crate) mod gradients;
+
+use super::shared::{GRID, Params, output_address, rows_launch, source, states_kernel, strides};
 use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dSpec, Problem};
 use crate::gpu::{
     Gemm, GemmCompute, GemmOperands, GemmSpec, Gpu, Kernel, KernelSpec, Launch, Matrix, Source,
@@ -20,12 +22,12 @@ const TILE_THREADS: usize = 256;
 params! {
     /// `GemmParams` of im2col.cuh.
     #[derive(Default)]
-    pub(super) struct GemmParams {
-        pub(super) base: Params,
-        pub(super) a: usize,
-        pub(super) b: usize,
-        pub(super) c: usize,
-        pub(super) outputs: usize,
+    pub(crate) struct GemmParams {
+        pub(crate) base: Params,
+        pub(crate) a: usize,
+        pub(crate) b: usize,
+        pub(crate) c: usize,
+        pub(crate) outputs: usize,
         weight_stride: [isize; 3],
     }
 }
@@ -33,7 +35,7 @@ params! {
 /// A plan on a device, with its kernels compiled and the product's algorithm chosen.
 #[derive(Clone, Debug)]
 pub(in crate::causal_conv1d) struct Im2colGemm {
-    pub(super) gpu: &'static Gpu,
+    pub(crate) gpu: &'static Gpu,
     /// None without input channels: there is nothing to sum.
     gemm: Option<Arc<Gemm>>,
     params: GemmParams,
@@ -48,7 +50,7 @@ pub(in crate::causal_conv1d) struct Im2colGemm {
 }
 
 /// A matrix of the workspace.
-pub(super) fn operand(dtype: DType, transposed: bool, row_stride: usize) -> Matrix {
+pub(crate) fn operand(dtype: DType, transposed: bool, row_stride: usize) -> Matrix {
     Matrix { dtype, transposed, row_stride, batch_stride: 0, alignment: 256 }
 }
 
@@ -58,7 +60,7 @@ fn operand_type(spec: &CausalConv1dSpec) -> DType {
 }
 
 /// A kernel of the room with operands of this type.
-pub(super) fn kernel_spec(
+pub(crate) fn kernel_spec(
     source: &'static Source,
     name: &str,
     spec: &CausalConv1dSpec,
@@ -66,7 +68,7 @@ pub(super) fn kernel_spec(
 ) -> KernelSpec {
     let width = spec.weight.shape().last().copied().unwrap_or(0);
     let packed = spec.seq_idx.is_some() || spec.cu_seqlens.is_some();
-    super::kernel_spec(source, name, spec)
+    super::shared::kernel_spec(source, name, spec)
         .define("G", type_name(operands))
         .params_as::<GemmParams>("GemmParams", "GEMM_PARAMS_AGREE")
         .define("SHARED", u8::from((1..=9).contains(&width) && !packed))
@@ -95,7 +97,7 @@ impl Im2colGemm {
     }
 
     /// As [`Im2colGemm::new`], with A and B of this type.
-    pub(super) fn with_operands(
+    pub(crate) fn with_operands(
         device: Device,
         spec: &CausalConv1dSpec,
         problem: &Problem,
@@ -158,7 +160,7 @@ impl Im2colGemm {
             im2col: load(im2col)?,
             expand: load(expand)?,
             epilogue: load(epilogue)?,
-            states: states_kernel(spec, Form::Plain).map(load).transpose()?,
+            states: states_kernel(spec, false).map(load).transpose()?,
         })
     }
 
@@ -202,7 +204,7 @@ impl Im2colGemm {
     }
 
     /// A, B and C in `scratch`.
-    pub(super) fn product(
+    pub(crate) fn product(
         &self,
         args: &CausalConv1dArgs<'_>,
         scratch: *mut u8,
@@ -248,7 +250,7 @@ impl Im2colGemm {
     }
 
     /// A block for each tile of positions and channels.
-    pub(super) fn tiles(&self, channels: usize) -> Launch {
+    pub(crate) fn tiles(&self, channels: usize) -> Launch {
         let Params { batch, length, .. } = self.params.base;
         Launch {
             grid: [
@@ -301,13 +303,13 @@ mod tests {
                     let spec = CausalConv1dSpec::new(x, weight).unwrap();
                     all.extend(kernels(&spec, operand_type(&spec)));
                     if shape.len() == 3 {
-                        all.extend(super::super::dense_backward::all_kernels(&spec));
+                        all.extend(gradients::all_kernels(&spec));
                     }
                     let seq_idx = TensorDesc::contiguous(DType::I32, &[2, 100]).unwrap();
                     let spec = spec.with_seq_idx(seq_idx).with_activation(Activation::Silu);
                     all.extend(kernels(&spec, operand_type(&spec)));
                     if shape.len() == 3 {
-                        all.extend(super::super::dense_backward::all_kernels(&spec));
+                        all.extend(gradients::all_kernels(&spec));
                     }
                 }
             }

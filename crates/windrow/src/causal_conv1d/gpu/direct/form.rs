@@ -1,9 +1,11 @@
 //! Which kernel computes the outputs, and how it is launched.
 
 use super::taps::Taps;
-use super::{GRID, INCLUDES, Params, SMALL, THREADS, is_simple, kernel_spec};
+use crate::causal_conv1d::gpu::shared::{
+    GRID, Params, SMALL, THREADS, is_simple, kernel_spec, source,
+};
 use crate::causal_conv1d::{CausalConv1dSpec, Problem};
-use crate::gpu::{Feature, KernelSpec, Launch, Source};
+use crate::gpu::{Feature, KernelSpec, Launch};
 
 source!(CHANNEL_FIRST, "channel_first.cu");
 source!(CHANNEL_LAST, "channel_last.cu");
@@ -241,7 +243,7 @@ impl Form {
 mod tests {
     use super::*;
     use crate::DType;
-    use crate::causal_conv1d::gpu::tests::spec;
+    use crate::causal_conv1d::gpu::direct::tests::spec;
 
     fn form(shape: [usize; 3], width: usize, order: [usize; 3], hopper: bool) -> Form {
         let spec = spec(DType::F16, shape, width, order);

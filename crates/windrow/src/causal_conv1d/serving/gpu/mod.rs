@@ -1,8 +1,8 @@
-//! Serving on CUDA.
+//! Serving on GPUs.
 
-use super::{
-    GRID, INCLUDES, THREADS, address, define_operands, is_simple, output_address, rows_launch,
-    strides,
+use crate::causal_conv1d::gpu::shared::{
+    GRID, PARAMETERS, THREADS, address, define_operands, header, is_simple, output_address,
+    rows_launch, source, strides,
 };
 use crate::causal_conv1d::serving::{Sizes, TREE};
 use crate::causal_conv1d::{
@@ -11,11 +11,13 @@ use crate::causal_conv1d::{
 use crate::gpu::{Feature, Gpu, Kernel, KernelSpec, Source, params};
 use crate::{DType, Device, Result, TensorDesc, Workspace};
 
-source!(WALK, "serving.cu");
-source!(STEP, "serving_step.cu");
-source!(CHUNKS, "serving_chunks.cu");
-source!(TILES, "serving_tile_sm90.cu");
-source!(TREES, "serving_tree.cu");
+static INCLUDES: &[Source] = &[PARAMETERS, header!("serving.cuh"), header!("serving_pieces.cuh")];
+
+source!(WALK, "serving.cu", INCLUDES);
+source!(STEP, "serving_step.cu", INCLUDES);
+source!(CHUNKS, "serving_chunks.cu", INCLUDES);
+source!(TILES, "serving_tile_sm90.cu", INCLUDES);
+source!(TREES, "serving_tree.cu", INCLUDES);
 
 /// Tokens of a piece of a long sequence.
 const CHUNK: usize = 32;

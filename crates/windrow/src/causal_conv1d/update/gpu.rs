@@ -1,15 +1,17 @@
-//! Decoding on CUDA.
+//! Decoding on GPUs.
 
-use super::{
-    INCLUDES, SMALL, THREADS, address, define_operands, index_name, output_address, rows_launch,
-    strides,
+use crate::causal_conv1d::gpu::shared::{
+    PARAMETERS, SMALL, THREADS, address, define_operands, header, index_name, output_address,
+    rows_launch, source, strides,
 };
 use crate::causal_conv1d::{CausalConv1dUpdateArgs, CausalConv1dUpdateSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, params};
 use crate::{Device, Result, TensorMut, Workspace};
 
-source!(ANY, "update.cu");
-source!(STEP, "update_step.cu");
+static INCLUDES: &[Source] = &[PARAMETERS, header!("update.cuh")];
+
+source!(ANY, "update.cu", INCLUDES);
+source!(STEP, "update_step.cu", INCLUDES);
 
 params! {
     /// `Params` of update.cu.

@@ -1,0 +1,130 @@
+//! Comparison of results with the oracle: which sums form an element, and how far it may be off.
+
+use super::cpu::im2col::gradients::most_tokens;
+use super::cpu::shared::epilogue::HALF_ERROR;
+use super::reference::{Gradients, Reference, UpdateReference};
+use super::{CausalConv1dGrads, CausalConv1dOutputs, Problem};
+use crate::cpu::gemm::MAX_TERMS;
+use crate::verification::{Check, Comparison, Expected};
+use crate::{Activation, DType, Result, TensorMut, TensorRef};
+
+/// Most additions in a row that form an element of a sum of `terms` products: of a matrix product's
+/// block, then of the blocks.
+fn additions(terms: usize) -> usize {
+    terms.min(MAX_TERMS + terms.div_ceil(MAX_TERMS))
+}
+
+/// Additions of the sum before the activation.
+fn forward_additions(problem: &Problem) -> usize {
+    additions(if problem.dense { problem.width * problem.d } else { problem.width })
+}
+
+/// Roundings of a sum of products and a bias, in units of f32, and of the activation (4 units in the
+/// last place, 8 roundings' worth), whose slope is at most 1.2. For half types SiLU is only
+/// computed to the few bits more that they need.
+pub(super) fn forward_tolerance(problem: &Problem, activation: Activation, y: DType) -> f64 {
+    let sum = forward_additions(problem) as f64 + 1.0;
+    let f32_error = (1.2 * sum + 8.0) * DType::F32.unit_roundoff();
+    match activation {
+        Activation::Silu if y.is_half() => f32_error + HALF_ERROR,
+        _ => f32_error,
+    }
+}
+
+/// As [`forward_tolerance`], with the derivative's roundings (9) and a sum of `additions` products in
+/// addition.
+fn backward_tolerance(problem: &Problem, additions: usize) -> f64 {
+    ((forward_additions(problem) + additions) as f64 + 12.0) * DType::F32.unit_roundoff()
+}
+
+/// Equal bit for bit, but for the sign of a zero and the bits of a NaN.
+pub(super) fn check_equal(
+    what: &'static str,
+    got: &TensorRef<'_>,
+    want: Vec<f64>,
+) -> Result<Check> {
+    Expected::exactly(want)?.check(what, got, 0.0)
+}
+
+/// `y` of a run.
+pub(crate) fn compare_output(reference: &Reference, y: &TensorRef<'_>) -> Result<Comparison> {
+    compare_with(&reference.forward()?, reference, y)
+}
+
+fn compare_with(want: &Expected, reference: &Reference, y: &TensorRef<'_>) -> Result<Comparison> {
+    let tolerance = forward_tolerance(&reference.problem, reference.activation, y.dtype());
+    want.compare(y, tolerance)
+}
+
+/// The outputs of a run.
+pub(crate) fn forward_checks(
+    reference: &Reference,
+    outputs: &CausalConv1dOutputs<'_>,
+) -> Result<Vec<Check>> {
+    forward_checks_with(&reference.forward()?, reference, outputs)
+}
+
+pub(super) fn forward_checks_with(
+    want: &Expected,
+    reference: &Reference,
+    outputs: &CausalConv1dOutputs<'_>,
+) -> Result<Vec<Check>> {
+    let comparison = compare_with(want, reference, &outputs.y.as_ref())?;
+    let mut checks = vec![Check { what: "y", comparison }];
+    if let Some(states) = &outputs.final_states {
+        checks.push(check_equal("final_states", &states.as_ref(), reference.final_states()?)?);
+    }
+    Ok(checks)
+}
+
+/// The gradients that were asked for.
+pub(crate) fn backward_checks(
+    reference: &Reference,
+    (dy, dfinal_states): (&TensorRef<'_>, Option<&TensorRef<'_>>),
+    grads: &CausalConv1dGrads<'_>,
+) -> Result<Vec<Check>> {
+    let dfinal_states = dfinal_states.map(TensorRef::to_f64_vec).transpose()?;
+    let asked = [grads.dbias.is_some(), grads.dinitial_states.is_some()];
+    let want = reference.backward(&dy.to_f64_vec()?, dfinal_states.as_deref(), asked)?;
+    backward_checks_with(&want, reference, grads)
+}
+
+pub(super) fn backward_checks_with(
+    want: &Gradients,
+    reference: &Reference,
+    grads: &CausalConv1dGrads<'_>,
+) -> Result<Vec<Check>> {
+    let problem = &reference.problem;
+    // Sums over taps, and over tokens: these go through tiles of 64 and pieces of 1024 tokens, or 8
+    // widths, in f32, or through matrix products.
+    let (taps, tokens) = match problem.dense {
+        true => (additions(problem.d_out) + problem.width, additions(most_tokens(problem.width))),
+        false => (problem.width + 1, 64 + 16 + problem.width / 8),
+    };
+    let checks = [
+        ("dx", &grads.dx, &want.dx, taps),
+        ("dweight", &grads.dweight, &want.dweight, tokens),
+        ("dbias", &grads.dbias, &want.dbias, tokens),
+        ("dinitial_states", &grads.dinitial_states, &want.dinitial_states, taps),
+    ];
+    let given = checks.into_iter().filter_map(|(what, got, want, additions)| {
+        let got = got.as_ref()?.as_ref();
+        Some(want.check(what, &got, backward_tolerance(problem, additions)))
+    });
+    given.collect()
+}
+
+/// The result of an update that began with the states `conv_state`.
+pub(crate) fn update_checks(
+    reference: &UpdateReference,
+    conv_state: &mut Vec<f64>,
+    got_state: &TensorMut<'_>,
+    y: &TensorMut<'_>,
+) -> Result<Vec<Check>> {
+    let want = reference.run(conv_state)?;
+    let tolerance = forward_tolerance(&reference.problem, reference.activation, y.dtype());
+    Ok(vec![
+        want.check("y", &y.as_ref(), tolerance)?,
+        check_equal("conv_state", &got_state.as_ref(), std::mem::take(conv_state))?,
+    ])
+}

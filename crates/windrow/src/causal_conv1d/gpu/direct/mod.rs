@@ -1,0 +1,193 @@
+//! Sums over the taps on GPUs, for depthwise convolutions.
+
+mod form;
+mod gradients;
+mod taps;
+
+use self::form::Form;
+use super::shared::{
+    MASK, Params, kernel_spec, output_address, plain_launch, rows_launch, source, states_kernel,
+};
+use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dOutputs, CausalConv1dSpec, Problem};
+use crate::gpu::{Gpu, Kernel, KernelSpec, Kernels};
+use crate::{Device, Result, Workspace};
+
+source!(PLAIN, "plain.cu");
+
+/// A depthwise plan on a device, with its kernels compiled and loaded.
+#[derive(Clone, Debug)]
+pub(crate) struct Direct {
+    gpu: &'static Gpu,
+    form: Form,
+    /// Bytes of an element of x.
+    element: usize,
+    /// Whether rows hold several sequences, which the vector kernels learn from a mask.
+    packed: bool,
+    params: Params,
+    /// Of the partial sums of a backward run.
+    partial_bytes: usize,
+    main: Option<&'static Kernel>,
+    /// For addresses that the main kernel cannot take.
+    plain: &'static Kernel,
+    mask: Option<&'static Kernel>,
+    states: Option<&'static Kernel>,
+    gradients: Kernels<gradients::Key>,
+}
+
+fn mask_kernel(spec: &CausalConv1dSpec, form: Form) -> Option<KernelSpec> {
+    let packed = spec.seq_idx.is_some() || spec.cu_seqlens.is_some();
+    (packed && form != Form::Plain).then(|| kernel_spec(&MASK, "mask", spec))
+}
+
+impl Direct {
+    pub(crate) fn new(device: Device, spec: &CausalConv1dSpec, problem: &Problem) -> Result<Self> {
+        let gpu = Gpu::get(device)?;
+        let form = Form::of(spec, problem, |feature| gpu.has(feature));
+        let load = |kernel: Option<KernelSpec>| kernel.map(|k| gpu.kernel(&k)).transpose();
+        let params = Params::of(spec, problem)?;
+        Ok(Direct {
+            gpu,
+            form,
+            element: spec.x.dtype.size(),
+            packed: spec.seq_idx.is_some() || spec.cu_seqlens.is_some(),
+            params,
+            partial_bytes: gradients::partial_bytes(gpu, spec, &params),
+            main: load(form.kernel(spec))?,
+            plain: gpu.kernel(&kernel_spec(&PLAIN, "plain", spec))?,
+            mask: load(mask_kernel(spec, form))?,
+            states: load(states_kernel(spec, form != Form::Plain))?,
+            gradients: Kernels::default(),
+        })
+    }
+
+    /// Blocks of the kernel, in one line.
+    pub(crate) fn explain(&self) -> String {
+        self.form.explain()
+    }
+
+    fn mask_bytes(&self) -> usize {
+        let positions = self.params.batch * self.params.length;
+        if self.packed { (positions * size_of::<u16>()).next_multiple_of(256) } else { 0 }
+    }
+
+    /// Bytes for a run or a backward run.
+    pub(crate) fn workspace_bytes(&self) -> usize {
+        self.mask_bytes() + self.partial_bytes
+    }
+
+    /// Views have been checked. Index values cannot be without waiting for the device: boundaries
+    /// outside 0..=l are held there, so that wrong ones give wrong results, touch nothing else, and are
+    /// reported later.
+    pub(crate) fn run(
+        &self,
+        args: &CausalConv1dArgs<'_>,
+        outputs: &CausalConv1dOutputs<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let (stream, scratch) = workspace.take_on(self.gpu, self.mask_bytes())?;
+        let mut params = Params {
+            y: output_address(Some(&outputs.y)),
+            final_states: output_address(outputs.final_states.as_ref()),
+            mask: scratch as usize,
+            ..self.params.with_inputs(self.gpu, args)?
+        };
+        let Params { batch, channels, length, sequences, .. } = params;
+        // SAFETY: `Params` is the kernels' structure (they compare its size); views are valid on this
+        // device for the strides in it, and the mask has one word for every position.
+        unsafe {
+            if batch * channels * length > 0 {
+                if let Some(mask) = self.mask {
+                    mask.launch(stream, rows_launch(length, batch), &params)?;
+                }
+                match (self.main, self.form.launch(&mut params, self.element)) {
+                    (Some(main), Some(launch)) => main.launch(stream, launch, &params)?,
+                    _ => self.plain.launch(stream, plain_launch(&params), &params)?,
+                }
+            }
+            if let Some(states) = self.states {
+                states.launch(stream, rows_launch(channels, sequences), &params)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Activation, Approximate, DType, Layout, TensorDesc};
+
+    const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+    pub(super) fn spec(
+        dtype: DType,
+        shape: [usize; 3],
+        width: usize,
+        order: [usize; 3],
+    ) -> CausalConv1dSpec {
+        let x = TensorDesc { dtype, layout: Layout::with_order(&shape, &order).unwrap() };
+        let weight = TensorDesc::contiguous(dtype, &[shape[1], width]).unwrap();
+        CausalConv1dSpec::new(x, weight).unwrap()
+    }
+
+    #[test]
+    fn kernels_compile_without_spills() {
+        let (mut kernels, mut large) = (Vec::new(), Vec::new());
+        let mut push = |spec: &CausalConv1dSpec| {
+            let form = Form::of(spec, &spec.problem().unwrap(), |_| false);
+            kernels.extend(form.kernel(spec));
+            kernels.extend(states_kernel(spec, form != Form::Plain));
+            kernels.extend(mask_kernel(spec, form));
+            kernels.push(kernel_spec(&PLAIN, "plain", spec));
+            kernels.extend(gradients::all_kernels(spec));
+        };
+        for dtype in TYPES {
+            for order in [[0, 1, 2], [0, 2, 1]] {
+                let bias = TensorDesc::contiguous(DType::F32, &[64]).unwrap();
+                let spec = spec(dtype, [1, 64, 2048], 4, order)
+                    .with_bias(bias)
+                    .with_activation(Activation::Silu);
+                push(&spec);
+                let states = TensorDesc::contiguous(dtype, &[1, 64, 3]).unwrap();
+                let seq_idx = TensorDesc::contiguous(DType::I32, &[1, 2048]).unwrap();
+                let cu_seqlens = TensorDesc::contiguous(DType::I64, &[2]).unwrap();
+                let spec = spec.with_initial_states(states).with_final_states(states);
+                push(&spec.clone().with_seq_idx(seq_idx));
+                push(&spec.with_cu_seqlens(cu_seqlens));
+            }
+        }
+        for (order, dtype) in
+            [([0, 1, 2], DType::F16), ([0, 2, 1], DType::F16), ([0, 2, 1], DType::F32)]
+        {
+            // As large ones, and on Hopper.
+            for activation in [Activation::Silu, Activation::Gelu(Approximate::None)] {
+                for width in [2, 4, 5] {
+                    let spec =
+                        spec(dtype, [8, 4096, 2048], width, order).with_activation(activation);
+                    push(&spec);
+                    let form = Form::of(&spec, &spec.problem().unwrap(), |_| true);
+                    large.extend(form.kernel(&spec));
+                }
+            }
+        }
+        for width in [1, 2, 3, 5, 7, 9] {
+            push(&spec(DType::F16, [1, 64, 2048], width, [0, 1, 2]));
+        }
+        for width in [7, 9, 16, 20, 65, 128, 256] {
+            for (dtype, order) in
+                TYPES.into_iter().flat_map(|t| [[0, 1, 2], [0, 2, 1]].map(|order| (t, order)))
+            {
+                let spec =
+                    spec(dtype, [8, 4096, 2048], width, order).with_activation(Activation::Silu);
+                push(&spec);
+                let form = Form::of(&spec, &spec.problem().unwrap(), |_| true);
+                large.extend(form.kernel(&spec));
+            }
+        }
+        for &activation in Activation::ALL {
+            push(&spec(DType::F32, [1, 64, 2048], 4, [0, 1, 2]).with_activation(activation));
+        }
+        kernels.extend(large);
+        crate::gpu::compile_tests::check_compiles_in_turn(&kernels);
+    }
+}

@@ -1,0 +1,262 @@
+//! What the kernels of causal convolution share: headers, parameters, constants, launches.
+
+use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dSpec, Problem};
+use crate::gpu::{Gpu, KernelSpec, Launch, Source, params, type_name};
+use crate::{Activation, DType, Result, TensorDesc, TensorMut, TensorRef};
+
+/// A header beside the file that names it.
+macro_rules! header {
+    ($file:literal) => {
+        crate::gpu::Source { name: $file, text: include_str!($file), includes: &[] }
+    };
+}
+pub(crate) use header;
+
+pub(crate) const PARAMETERS: Source = header!("parameters.cuh");
+
+pub(crate) static INCLUDES: &[Source] = &[
+    PARAMETERS,
+    header!("causal_conv1d.cuh"),
+    header!("vector.cuh"),
+    header!("row.cuh"),
+    header!("backward_walk.cuh"),
+    header!("im2col.cuh"),
+];
+
+/// A kernel's source beside the file that names it.
+macro_rules! source {
+    ($name:ident, $file:literal) => {
+        source!($name, $file, crate::causal_conv1d::gpu::shared::INCLUDES);
+    };
+    ($name:ident, $file:literal, $includes:expr) => {
+        pub(crate) static $name: crate::gpu::Source =
+            crate::gpu::Source { name: $file, text: include_str!($file), includes: $includes };
+    };
+}
+pub(crate) use source;
+
+source!(MASK, "mask.cu");
+source!(STATES, "states.cu");
+source!(INPUT, "backward_input.cu");
+
+pub(crate) const THREADS: usize = 128;
+/// Bytes of x up to which the next kernel had better start early: a wave of blocks or so.
+pub(crate) const SMALL: usize = 4 << 20;
+/// Largest grid along y and z.
+pub(crate) const GRID: usize = 65535;
+
+params! {
+    /// `Params` of causal_conv1d.cuh.
+    #[derive(Default)]
+    pub(crate) struct Params {
+        pub(crate) y: usize,
+        pub(crate) x: usize,
+        pub(crate) weight: usize,
+        pub(crate) bias: usize,
+        pub(crate) seq_idx: usize,
+        pub(crate) cu_seqlens: usize,
+        pub(crate) initial_states: usize,
+        pub(crate) final_states: usize,
+        pub(crate) mask: usize,
+        pub(crate) dy: usize,
+        pub(crate) dfinal_states: usize,
+        pub(crate) dx: usize,
+        pub(crate) dinitial_states: usize,
+        pub(crate) partial: usize,
+        pub(crate) wrong: usize,
+        pub(crate) batch: usize,
+        pub(crate) channels: usize,
+        pub(crate) length: usize,
+        pub(crate) width: usize,
+        pub(crate) sequences: usize,
+        pub(crate) x_stride: [isize; 3],
+        pub(crate) y_stride: [isize; 3],
+        pub(crate) weight_stride: [isize; 2],
+        pub(crate) bias_stride: isize,
+        pub(crate) seq_idx_stride: [isize; 2],
+        pub(crate) cu_stride: isize,
+        pub(crate) initial_stride: [isize; 3],
+        pub(crate) final_stride: [isize; 3],
+        pub(crate) dy_stride: [isize; 3],
+        pub(crate) dfinal_stride: [isize; 3],
+        pub(crate) dx_stride: [isize; 3],
+        pub(crate) dinitial_stride: [isize; 3],
+        pub(crate) chunk: usize,
+        pub(crate) chunks: usize,
+    }
+}
+
+pub(crate) fn strides<const N: usize>(desc: Option<&TensorDesc>) -> [isize; N] {
+    desc.map_or([0; N], |desc| std::array::from_fn(|i| desc.strides()[i]))
+}
+
+pub(crate) fn address(view: Option<&TensorRef<'_>>) -> usize {
+    view.map_or(0, |view| view.as_ptr() as usize)
+}
+
+pub(crate) fn output_address(view: Option<&TensorMut<'_>>) -> usize {
+    view.map_or(0, |view| view.as_ptr() as usize)
+}
+
+impl Params {
+    /// Sizes and strides of a spec.
+    pub(crate) fn of(spec: &CausalConv1dSpec, problem: &Problem) -> Result<Self> {
+        let states_shape = spec.states_shape()?;
+        Ok(Params {
+            batch: problem.b,
+            channels: problem.d,
+            length: problem.l,
+            width: problem.width,
+            sequences: states_shape[0],
+            x_stride: strides(Some(&spec.x)),
+            y_stride: strides(Some(&spec.y)),
+            weight_stride: strides(Some(&spec.weight)),
+            bias_stride: strides::<1>(spec.bias.as_ref())[0],
+            seq_idx_stride: strides(spec.seq_idx.as_ref()),
+            cu_stride: strides::<1>(spec.cu_seqlens.as_ref())[0],
+            initial_stride: strides(spec.initial_states.as_ref()),
+            final_stride: strides(spec.final_states.as_ref()),
+            ..Params::default()
+        })
+    }
+
+    /// With the addresses of inputs.
+    ///
+    /// # Errors
+    /// As [`Gpu::wrong_index`].
+    pub(crate) fn with_inputs(
+        &self,
+        gpu: &'static Gpu,
+        args: &CausalConv1dArgs<'_>,
+    ) -> Result<Self> {
+        Ok(Params {
+            x: address(Some(&args.x)),
+            weight: address(Some(&args.weight)),
+            bias: address(args.bias.as_ref()),
+            seq_idx: address(args.seq_idx.as_ref()),
+            cu_seqlens: address(args.cu_seqlens.as_ref()),
+            initial_states: address(args.initial_states.as_ref()),
+            wrong: if args.cu_seqlens.is_some() { gpu.wrong_index()? } else { 0 },
+            ..*self
+        })
+    }
+
+    /// With the addresses and strides of the outputs' gradients, and of those of inputs.
+    pub(crate) fn with_gradients(
+        &self,
+        dy: &TensorRef<'_>,
+        dfinal_states: Option<&TensorRef<'_>>,
+        grads: &CausalConv1dGrads<'_>,
+    ) -> Self {
+        let (dx, dinitial_states) = (grads.dx.as_ref(), grads.dinitial_states.as_ref());
+        Params {
+            dy: address(Some(dy)),
+            dfinal_states: address(dfinal_states),
+            dx: output_address(dx),
+            dinitial_states: output_address(dinitial_states),
+            dy_stride: strides(Some(dy.desc())),
+            dfinal_stride: strides(dfinal_states.map(TensorRef::desc)),
+            dx_stride: strides(dx.map(TensorMut::desc)),
+            dinitial_stride: strides(dinitial_states.map(TensorMut::desc)),
+            ..*self
+        }
+    }
+}
+
+/// Constants that every kernel of the room takes for types and options.
+pub(crate) fn define_operands(
+    kernel: KernelSpec,
+    x: &TensorDesc,
+    weight: &TensorDesc,
+    bias: Option<&TensorDesc>,
+    activation: Activation,
+) -> KernelSpec {
+    let width = weight.shape().last().copied().unwrap_or(0);
+    let kernel = kernel
+        .define("T", type_name(x.dtype))
+        .define("W", type_name(weight.dtype))
+        .define("ACT", activation.constant())
+        // Loops over more taps are not unrolled.
+        .define("WIDTH", if width <= 9 { width } else { 0 });
+    match bias {
+        Some(bias) => kernel.define("BIAS", type_name(bias.dtype)),
+        None => kernel,
+    }
+}
+
+/// Whether neighbouring threads follow d rather than l.
+pub(crate) fn along_channels(strides: &[isize]) -> bool {
+    strides[1].unsigned_abs() < strides[2].unsigned_abs()
+}
+
+/// Whether an activation and its derivative take few registers.
+pub(crate) fn is_simple(activation: Activation) -> bool {
+    !matches!(activation, Activation::Gelu(_))
+}
+
+/// A kernel of the room.
+pub(crate) fn kernel_spec(
+    source: &'static Source,
+    name: &str,
+    spec: &CausalConv1dSpec,
+) -> KernelSpec {
+    let entry = format!("causal_conv1d_{name}_{}", spec.x.dtype);
+    let kernel = define_operands(
+        KernelSpec::new(source, entry),
+        &spec.x,
+        &spec.weight,
+        spec.bias.as_ref(),
+        spec.activation,
+    )
+    .define("ALONG_CHANNELS", u8::from(along_channels(spec.y.strides())))
+    .params::<Params>()
+    .overlapped(spec.x.bytes() <= SMALL);
+    match &spec.cu_seqlens {
+        Some(desc) => kernel.define("INDEX", index_name(desc)),
+        None => kernel,
+    }
+}
+
+/// What kernels call the type of indices.
+pub(crate) fn index_name(indices: &TensorDesc) -> &'static str {
+    if indices.dtype == DType::I64 { "i64" } else { "int" }
+}
+
+/// The kernel of the states that a plan reads, if the main kernel does not, and of those that it writes.
+pub(crate) fn states_kernel(spec: &CausalConv1dSpec, reads: bool) -> Option<KernelSpec> {
+    let initial = reads && spec.initial_states.is_some();
+    (initial || spec.final_states.is_some()).then(|| {
+        kernel_spec(&STATES, "states", spec)
+            .define("INITIAL", u8::from(initial))
+            .define("FINAL", u8::from(spec.final_states.is_some()))
+    })
+}
+
+impl Params {
+    /// Positions that the first vector of a row may begin before it, where rows of y do not all begin at a vector.
+    pub(crate) fn lead(&self, element: usize) -> usize {
+        let [b_stride, d_stride, _] = self.y_stride;
+        let in_bytes = |elements: isize| elements * element as isize;
+        let begins = [self.y as isize, in_bytes(b_stride), in_bytes(d_stride)];
+        if begins.into_iter().any(|bytes| bytes % 16 != 0) { 16 / element - 1 } else { 0 }
+    }
+}
+
+/// A thread for each element of x or y.
+pub(crate) fn plain_launch(params: &Params) -> Launch {
+    let Params { batch, channels, length, y_stride, .. } = *params;
+    let (inner, outer) = match along_channels(&y_stride) {
+        true => (channels, length),
+        false => (length, channels),
+    };
+    let Launch { grid: [x, y, _], block } = rows_launch(inner, outer);
+    Launch { grid: [x, y, batch.min(GRID) as u32], block }
+}
+
+/// A thread for each element of rows, blocks of several rows along y.
+pub(crate) fn rows_launch(row: usize, rows: usize) -> Launch {
+    Launch {
+        grid: [row.div_ceil(THREADS) as u32, rows.min(GRID) as u32, 1],
+        block: [THREADS as u32, 1, 1],
+    }
+}

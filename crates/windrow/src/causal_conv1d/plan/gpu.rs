@@ -1,0 +1,160 @@
+//! What computes a causal convolution on GPUs.
+
+use super::{CausalConv1d, CausalConv1dPlan, algorithms, cost};
+use crate::causal_conv1d::gpu::direct::Direct;
+use crate::causal_conv1d::gpu::im2col::Im2colGemm;
+use crate::causal_conv1d::gpu::im2col::gradients::DenseBackward;
+use crate::causal_conv1d::{
+    CausalConv1dAlgorithm, CausalConv1dArgs, CausalConv1dConfiguration, CausalConv1dGrads,
+    CausalConv1dOutputs,
+};
+use crate::plan::{Engine, Setup};
+use crate::{Device, Result, TensorRef, Workspace};
+
+/// On a GPU.
+#[derive(Clone, Debug)]
+pub struct Gpu(Kernels);
+
+#[derive(Clone, Debug)]
+enum Kernels {
+    /// With its gradients.
+    Direct(Box<Direct>),
+    /// With what computes the gradients.
+    Im2colGemm(Box<Im2colGemm>, GradientKernels),
+}
+
+/// How a plan by matrix products computes gradients.
+#[derive(Clone, Debug)]
+enum GradientKernels {
+    Depthwise(Box<Direct>),
+    Dense(Box<DenseBackward>),
+}
+
+impl GradientKernels {
+    fn workspace_bytes(&self) -> usize {
+        match self {
+            GradientKernels::Depthwise(direct) => direct.workspace_bytes(),
+            GradientKernels::Dense(dense) => dense.workspace_bytes(),
+        }
+    }
+}
+
+impl Engine<CausalConv1d> for Gpu {
+    type Place = Device;
+
+    fn algorithms(setup: &Setup<'_, CausalConv1d, Device>) -> Result<Vec<CausalConv1dAlgorithm>> {
+        Ok(algorithms(setup.problem))
+    }
+
+    fn new(
+        setup: &Setup<'_, CausalConv1d, Device>,
+        configuration: &CausalConv1dConfiguration,
+    ) -> Result<Self> {
+        setup.require(configuration.algorithm, &algorithms(setup.problem))?;
+        let &Setup { spec, problem, place, .. } = setup;
+        let direct = || Ok(Box::new(Direct::new(place, spec, problem)?));
+        let kernels = match configuration.algorithm {
+            CausalConv1dAlgorithm::Direct => Kernels::Direct(direct()?),
+            CausalConv1dAlgorithm::Im2colGemm => {
+                let gemm = Im2colGemm::new(place, spec, problem)?;
+                let gradients = match problem.dense {
+                    true => {
+                        GradientKernels::Dense(Box::new(DenseBackward::new(place, spec, problem)?))
+                    }
+                    false => GradientKernels::Depthwise(direct()?),
+                };
+                Kernels::Im2colGemm(Box::new(gemm), gradients)
+            }
+        };
+        Ok(Gpu(kernels))
+    }
+
+    fn configuration(&self) -> CausalConv1dConfiguration {
+        CausalConv1dConfiguration::new(match &self.0 {
+            Kernels::Direct(_) => CausalConv1dAlgorithm::Direct,
+            Kernels::Im2colGemm(..) => CausalConv1dAlgorithm::Im2colGemm,
+        })
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        match &self.0 {
+            Kernels::Direct(direct) => direct.workspace_bytes(),
+            Kernels::Im2colGemm(gemm, gradients) => {
+                gemm.workspace_bytes().max(gradients.workspace_bytes())
+            }
+        }
+    }
+
+    fn explain(&self, plan: &CausalConv1dPlan) -> String {
+        let how = match &self.0 {
+            Kernels::Direct(direct) => direct.explain(),
+            Kernels::Im2colGemm(gemm, _) => gemm.explain(),
+        };
+        format!(" on {}: {how}", plan.device())
+    }
+
+    /// There are no parameters.
+    fn complete(
+        _: &Setup<'_, CausalConv1d, Device>,
+        configuration: &CausalConv1dConfiguration,
+    ) -> Result<CausalConv1dConfiguration> {
+        Ok(*configuration)
+    }
+
+    fn cost(
+        setup: &Setup<'_, CausalConv1d, Device>,
+        configuration: &CausalConv1dConfiguration,
+    ) -> Result<f64> {
+        Ok(cost(setup.problem, configuration))
+    }
+}
+
+impl Gpu {
+    /// As [`Cpu::run`](super::Cpu::run).
+    pub(super) fn run(
+        &self,
+        _: &CausalConv1dPlan,
+        args: &CausalConv1dArgs<'_>,
+        outputs: &CausalConv1dOutputs<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        match &self.0 {
+            Kernels::Direct(direct) => direct.run(args, outputs, workspace),
+            Kernels::Im2colGemm(gemm, _) => gemm.run(args, outputs, workspace),
+        }
+    }
+
+    /// As [`Cpu::backward`](super::Cpu::backward).
+    pub(super) fn backward(
+        &self,
+        plan: &CausalConv1dPlan,
+        args: &CausalConv1dArgs<'_>,
+        given: (&TensorRef<'_>, Option<&TensorRef<'_>>),
+        grads: &CausalConv1dGrads<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        match &self.0 {
+            Kernels::Direct(direct)
+            | Kernels::Im2colGemm(_, GradientKernels::Depthwise(direct)) => {
+                direct.backward(&plan.spec, args, given, grads, workspace)
+            }
+            Kernels::Im2colGemm(_, GradientKernels::Dense(dense)) => {
+                dense.run(&plan.spec, args, given, grads, workspace)
+            }
+        }
+    }
+
+    /// As [`Cpu::stages`](super::Cpu::stages), and their product.
+    pub(super) fn stages(
+        &self,
+        plan: &CausalConv1dPlan,
+        args: &CausalConv1dArgs<'_>,
+    ) -> Result<Option<[Vec<f32>; 3]>> {
+        match &self.0 {
+            Kernels::Im2colGemm(gemm, _) if !plan.problem.is_empty() => {
+                gemm.stages(args, plan.device()).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! Gradients of causal convolution by its plan.
+
+use super::CausalConv1dPlan;
+use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dGrads, comparison};
+use crate::plan::{Type, engine};
+use crate::{Result, TensorRef, Workspace};
+
+impl CausalConv1dPlan {
+    /// Computes gradients for `dy` [b, d_out, l] and, if final states were used, `dfinal_states`
+    /// [b or sequences, d, width-1], both of x's type and with any strides. The pre-activation is
+    /// computed again from `args`; `y` is not needed.
+    ///
+    /// # Errors
+    /// As [`CausalConv1dPlan::run`].
+    pub fn backward(
+        &self,
+        args: &CausalConv1dArgs<'_>,
+        dy: TensorRef<'_>,
+        dfinal_states: Option<TensorRef<'_>>,
+        mut grads: CausalConv1dGrads<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let given = (&dy, dfinal_states.as_ref());
+        self.check_grads(args, given, &grads, workspace)?;
+        self.verified(
+            &mut grads,
+            workspace,
+            |_| Ok(()),
+            |grads, workspace| {
+                engine!(self, engine => engine.backward(self, args, given, grads, workspace))
+            },
+            |grads, ()| comparison::backward_checks(&self.reference(args)?, given, grads),
+        )
+    }
+
+    fn check_grads(
+        &self,
+        args: &CausalConv1dArgs<'_>,
+        (dy, dfinal_states): (&TensorRef<'_>, Option<&TensorRef<'_>>),
+        grads: &CausalConv1dGrads<'_>,
+        workspace: &Workspace,
+    ) -> Result<()> {
+        let (problem, dtype) = (&self.problem, self.spec.x.dtype);
+        let states = self.spec.states_shape()?;
+        let mut checks = self.check_run(args, workspace)?;
+        checks.read_strided("dy", dy, dtype, &problem.y_shape())?;
+        if let Some(dfinal_states) = dfinal_states {
+            checks.read_strided("dfinal_states", dfinal_states, dtype, &states)?;
+        }
+        let CausalConv1dGrads { dx, dweight, dbias, dinitial_states } = grads;
+        let (own, sum) = (Type::Exactly(dtype), Type::OrF32(dtype));
+        checks.gradient("dx", dx.as_ref(), own, self.spec.x.shape())?;
+        checks.gradient("dweight", dweight.as_ref(), sum, self.spec.weight.shape())?;
+        checks.gradient("dbias", dbias.as_ref(), sum, &[problem.d_out])?;
+        checks.gradient("dinitial_states", dinitial_states.as_ref(), own, &states)
+    }
+}

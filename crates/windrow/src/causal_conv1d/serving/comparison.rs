@@ -1,0 +1,42 @@
+//! Comparison of serving with the oracle.
+
+use super::CausalConv1dServingOutputs;
+use super::reference::{Memory, ServingReference};
+use crate::causal_conv1d::comparison::{check_equal, forward_tolerance};
+use crate::verification::{Check, Expected};
+use crate::{DType, Result};
+
+/// What the oracle says of a call.
+pub(crate) struct Oracle {
+    y: Expected,
+    tolerance: f64,
+    memory: Memory,
+}
+
+impl Oracle {
+    /// Of a call that begins with this in what it writes.
+    pub(crate) fn of(
+        reference: &ServingReference,
+        mut memory: Memory,
+        dtype: DType,
+    ) -> Result<Self> {
+        let y = reference.run(&mut memory)?;
+        let tolerance = forward_tolerance(&reference.problem, reference.activation, dtype);
+        Ok(Oracle { y, tolerance, memory })
+    }
+
+    pub(crate) fn checks(self, outputs: &CausalConv1dServingOutputs<'_>) -> Result<Vec<Check>> {
+        let Memory { conv_states, windows, parents } = self.memory;
+        let mut checks = vec![
+            self.y.check("y", &outputs.y.as_ref(), self.tolerance)?,
+            check_equal("conv_states", &outputs.conv_states.as_ref(), conv_states)?,
+        ];
+        if let Some(view) = &outputs.intermediate_windows {
+            checks.push(check_equal("intermediate_windows", &view.as_ref(), windows)?);
+        }
+        if let Some(view) = &outputs.parent_token {
+            checks.push(check_equal("parent_token", &view.as_ref(), parents)?);
+        }
+        Ok(checks)
+    }
+}

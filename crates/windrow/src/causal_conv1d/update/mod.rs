@@ -1,0 +1,13 @@
+//! Decoding: new tokens one or a few at a time, and states that carry what they see.
+
+mod args;
+mod cpu;
+mod gpu;
+mod plan;
+mod spec;
+
+pub use args::CausalConv1dUpdateArgs;
+#[cfg(test)]
+pub(crate) use cpu::{Operands, Update};
+pub use plan::{CausalConv1dUpdate, CausalConv1dUpdatePlan, causal_conv1d_update};
+pub use spec::CausalConv1dUpdateSpec;
