@@ -3,6 +3,7 @@
 A pass takes such values out of a graph into a second one, the prologue. Its results are inputs of the first graph.
 """
 
+import ctypes
 import operator
 import threading
 import weakref
@@ -137,28 +138,35 @@ class Constants:
 
 class _Sample:
     """A few numbers of each filter on the CPU. Whoever writes through `data`, as tools that merge low-rank weights do, is not
-    counted by PyTorch, and changes most of them."""
+    counted by PyTorch, and changes most of them.
+
+    They are read in one operation, through a view of all the memory between the first and the last. It holds none of that
+    memory: it may be read only while the tensors live, and lie where they lay.
+    """
 
     def __init__(self, given: Sequence[Tensor]) -> None:
-        dense = [i for i, t in enumerate(given) if t.dim() > 1 and t.is_cpu and t.is_floating_point() and _is_dense(t)]
-        # Not as views, which would hold a model's memory.
-        self.places = [(i, (given[i].numel() // _step(given[i]),), (_step(given[i]),)) for i in dense]
-        self.before = self._taken(given)
+        words: list[int] = []
+        for t in given:
+            if t.dim() > 1 and t.is_cpu and t.is_floating_point() and t.numel() > 0 and _is_dense(t):
+                step = max(1, t.numel() // _SAMPLED) * t.element_size()
+                # A word never reaches into another page than the number in it.
+                words += [place // _WORD for place in range(t.data_ptr(), t.data_ptr() + t.nbytes, step)]
+        self.before: Tensor | None = None
+        if words:
+            first, last = min(words), max(words)
+            memory = (ctypes.c_int32 * (last - first + 1)).from_address(first * _WORD)
+            self.memory = torch.frombuffer(memory, dtype=torch.int32)
+            self.places = torch.tensor([word - first for word in words], device="cpu")
+            self.before = self.memory.index_select(0, self.places)
 
-    def _taken(self, given: Sequence[Tensor]) -> Tensor | None:
-        parts = [given[i].as_strided(size, step) for i, size, step in self.places]
-        return torch.cat(parts).nan_to_num_() if parts else None
-
-    def is_same(self, given: Sequence[Tensor]) -> bool:
-        return self.before is None or torch.equal(self.before, self._taken(given))  # type: ignore[arg-type]
-
-
-def _step(t: Tensor) -> int:
-    return max(1, t.numel() // _SAMPLED)
+    def is_same(self) -> bool:
+        return self.before is None or torch.equal(self.memory.index_select(0, self.places), self.before)
 
 
 # Of each filter.
 _SAMPLED = 8
+# Bytes.
+_WORD = 4
 
 
 def _is_dense(t: Tensor) -> bool:
@@ -171,6 +179,11 @@ Run = Callable[[list[Any]], Any]
 Make = Callable[[Sequence[Tensor]], tuple[Run, Any]]
 
 
+# Whether tensors lie where others did, by their numbers in lists.
+_lie_at = torch._C._tensors_data_ptrs_at_indices_equal
+_version = operator.attrgetter("_version")
+
+
 @dataclass
 class _OfParameters:
     """What was computed of some parameters, and what tells whether they are what they were."""
@@ -178,20 +191,24 @@ class _OfParameters:
     run: Run
     modules: Any
     constants: list[Tensor]
-    pointers: list[int]
+    watched: Sequence[int]
+    # Of the graph's inputs.
+    pointers: list[int | None]
+    # Of those that are watched.
     versions: list[int]
     # Of tensors of inference_mode, which do not count what is written to them, by number.
     copies: dict[int, Tensor]
     sample: "_Sample"
     references: list[Any]
 
-    def is_same(self, given: Sequence[Tensor]) -> bool:
-        if [t.data_ptr() for t in given] != self.pointers or not self.sample.is_same(given):
+    def is_same(self, inputs: Sequence[Any]) -> bool:
+        if not _lie_at(inputs, self.pointers, self.watched):
             return False
+        given = [inputs[i] for i in self.watched]
         if not self.copies:
-            return [t._version for t in given] == self.versions
+            return [*map(_version, given)] == self.versions and self.sample.is_same()
         counted = all(i in self.copies or t._version == self.versions[i] for i, t in enumerate(given))
-        return counted and all(torch.equal(given[i], copy) for i, copy in self.copies.items())
+        return counted and self.sample.is_same() and all(torch.equal(given[i], copy) for i, copy in self.copies.items())
 
 
 class Held:
@@ -205,19 +222,25 @@ class Held:
         self.in_graphs = constants.in_graphs
         self._captured: list[list[Tensor]] = []
         self._lock = threading.Lock()
-        self._found: dict[tuple[int, ...], _OfParameters] = {}
+        # By the identity of parameters; and the last one under None.
+        self._found: dict[tuple[int, ...] | None, _OfParameters] = {}
 
-    def found(self, inputs: Sequence[Any]) -> _OfParameters:
+    def found(self, inputs: list[Any]) -> _OfParameters:
         """What computes the graph with the parameters among these inputs."""
+        last = self._found.get(None)
+        # Parameters at the same place share memory that lives, because what was computed goes with it.
+        if last is not None and last.is_same(inputs):
+            return last
         given = [inputs[i] for i in self.watched]
         key = (*map(id, given),)
         found = self._found.get(key)
-        if found is None or not found.is_same(given):
+        if found is None or not found.is_same(inputs):
             with self._lock, torch.inference_mode(False), torch.no_grad():
-                found = self._computed(key, given)
+                found = self._computed(key, inputs, given)
+        self._found[None] = found
         return found
 
-    def _computed(self, key: tuple[int, ...], given: Sequence[Tensor]) -> _OfParameters:
+    def _computed(self, key: tuple[int, ...], inputs: Sequence[Any], given: Sequence[Tensor]) -> _OfParameters:
         copies = {i: t.clone() for i, t in enumerate(given) if t.is_inference()}
         versions = [0 if t.is_inference() else t._version for t in given]
         before = self._found.get(key)
@@ -231,9 +254,20 @@ class Held:
             constant.copy_(result)
             forget(constant)
         # Whoever drops a model gets the memory of its folded filters back.
-        drop = lambda _, found=self._found: found.pop(key, None)
+        drop = lambda _, found=self._found: _drop(found, key)
         references = [weakref.ref(t.untyped_storage(), drop) for t in given]
-        (run, modules), pointers = self.make(constants), [t.data_ptr() for t in given]
-        sample = _Sample(given)
-        self._found[key] = _OfParameters(run, modules, constants, pointers, versions, copies, sample, references)
-        return self._found[key]
+        run, modules = self.make(constants)
+        pointers: list[int | None] = [None] * len(inputs)
+        for i in self.watched:
+            pointers[i] = inputs[i].data_ptr()
+        found = _OfParameters(
+            run, modules, constants, self.watched, pointers, versions, copies, _Sample(given), references
+        )
+        self._found[key] = found
+        return found
+
+
+def _drop(found: dict[tuple[int, ...] | None, _OfParameters], key: tuple[int, ...]) -> None:
+    gone = found.pop(key, None)
+    if gone is not None and found.get(None) is gone:
+        del found[None]
