@@ -392,6 +392,17 @@ def test_the_layout_of_kernels_that_the_tracer_does_not_know(seen):
         assert compiled(model)(IMAGE).stride() == model(IMAGE).stride() == (128, 16, 4, 1)
 
 
+def needs_driver():
+    """Whether fake tensors on CUDA are laid out beside a driver only, as by PyTorch 2.8 and 2.9."""
+    try:
+        with FakeTensorMode():
+            torch.empty(1, 2, 2, 2, device="cuda").contiguous(memory_format=torch.channels_last)
+    except RuntimeError:
+        return True
+    return False
+
+
+@pytest.mark.skipif(needs_driver(), reason=f"PyTorch {torch.__version__} asks for a driver to lay them out")
 @pytest.mark.parametrize("in_graphs", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_devices_agree(dtype, in_graphs):
