@@ -12,7 +12,7 @@ use crate::{Device, Error, PlanOptions, Result, TensorDesc, TensorMut, TensorRef
 
 impl CausalConv1dConfiguration {
     /// Refuses parameters that the algorithm has not, on the device of the options, or cannot run with.
-    pub(super) fn check(&self, options: &PlanOptions) -> Result<()> {
+    pub(super) fn check_parameters(&self, options: &PlanOptions) -> Result<()> {
         let task = self.channels.is_some() || self.tokens.is_some();
         let foreign = match options.device == Device::Cpu {
             true => task && self.algorithm != CausalConv1dAlgorithm::Direct,

@@ -15,7 +15,7 @@ use std::ops::Range;
 
 impl Conv2dConfiguration {
     /// Refuses parameters that the algorithm does not have on the device of the options, or cannot run with.
-    pub(super) fn check(&self, options: &PlanOptions) -> Result<()> {
+    pub(super) fn check_parameters(&self, options: &PlanOptions) -> Result<()> {
         let on_cpu = options.device == Device::Cpu;
         let own = cpu::parameters(self.algorithm);
         let takes = |name: &str, value: usize| match on_cpu {

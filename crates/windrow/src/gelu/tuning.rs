@@ -9,7 +9,7 @@ const MAX_UNROLL: usize = 8;
 
 impl GeluConfiguration {
     /// Refuses parameters that the algorithm has not, on the device of the options, or cannot run with.
-    pub(super) fn check(&self, options: &PlanOptions) -> Result<()> {
+    pub(super) fn check_parameters(&self, options: &PlanOptions) -> Result<()> {
         let GeluConfiguration { block, unroll, .. } = *self;
         let foreign = options.device == Device::Cpu && (block.is_some() || unroll.is_some());
         let bad_block = block.is_some_and(|b| !b.is_power_of_two() || !(32..=1024).contains(&b));

@@ -45,7 +45,7 @@ pub(crate) fn parse<'a, const N: usize>(
 }
 
 /// Declares an operator's configuration: an algorithm, and parameters that are chosen by the model or none of
-/// the algorithm's where they are `None`. `Self::check` refuses those that it cannot run with.
+/// the algorithm's where they are `None`. `Self::check_parameters` refuses those that it cannot run with.
 macro_rules! configuration {
     ($(#[$doc:meta])* $name:ident: $algorithm:ident { $($(#[$what:meta])* $parameter:ident),* $(,)? }) => {
         $(#[$doc])*
@@ -100,7 +100,7 @@ macro_rules! configuration {
             }
 
             fn check(&self, options: &$crate::PlanOptions) -> $crate::Result<()> {
-                $name::check(self, options)
+                $name::check_parameters(self, options)
             }
         }
     };
