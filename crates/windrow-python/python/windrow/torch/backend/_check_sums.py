@@ -16,6 +16,9 @@ _aten = torch.ops.aten
 _OPERATORS = (OPERATORS.conv2d_fused.default, OPERATORS.conv2d.default, _aten.convolution.default)
 # The steepest slope of an activation.
 _SLOPE = 1.13
+# Units of the result's type: five roundings of at most two units (of bf16 and f16). Of the sum, the normalisation, the addition
+# and the activation in the graph as it was; and of ours.
+_UNITS = 10
 Values = dict[str, Any]
 
 
@@ -83,7 +86,7 @@ class Compared:
         tier = tier_of(y.dtype, y.device, accuracy)
         # Twice, because the other is no exact value either.
         of_sums = 2 * DEVIATIONS * tier.of_sums(self._terms(own)) * self._size(x.to(wide), own)
-        return beyond(y.to(wide), want.to(wide), _SLOPE * (of_sums + (4 * tier.out + 2.0**-20) * inner))
+        return beyond(y.to(wide), want.to(wide), _SLOPE * (of_sums + (_UNITS * tier.out + 2.0**-20) * inner))
 
     def _size(self, x: Tensor, weight: Tensor) -> Tensor:
         """Roots of the sums of squares, of the operands that are rounded."""
