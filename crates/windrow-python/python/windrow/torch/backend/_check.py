@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from windrow.torch._check_bound import Spread
-from windrow.torch.backend._check_sums import Compared, compared
+from windrow.torch.backend._check_sums import Compared, compared, raised
 from windrow.torch.backend._constants import Constants, Run
 from windrow.torch.backend._options import Options
 from windrow.torch.backend._original import Original, Roundings, unrepeatable
@@ -96,7 +96,7 @@ class Check:
             except (torch.OutOfMemoryError, MemoryError):
                 raise
             except Exception as error:
-                wrong = f"it raises {_told(error)}"
+                wrong = f"it raises {raised(error)}"
             else:
                 with _unseen():
                     wrong = expected.differ([*results, *(given[i] for i in original.written)])
@@ -139,7 +139,7 @@ class Check:
         except (torch.OutOfMemoryError, MemoryError):
             raise _NotChecked("there was no memory for it") from None
         except Exception as error:
-            raise _NotChecked(_told(error)) from None
+            raise _NotChecked(raised(error)) from None
         return (found[0] if found else None), expected
 
     def _finish(self) -> None:
@@ -201,11 +201,6 @@ def _lies_as(t: Tensor, strides: Sequence[int]) -> bool:
 def _leave(options: Options, why: str) -> None:
     if options.report is not None:
         options.report.left("check", why)
-
-
-def _told(error: Exception) -> str:
-    first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first}"
 
 
 @contextmanager

@@ -63,7 +63,7 @@ class Compared:
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:
-            return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            return raised(error)
         if y.shape != want.shape:
             return f"its result is {[*y.shape]} instead of {[*want.shape]}"
         if y.numel() == 0:
@@ -116,6 +116,12 @@ class Compared:
             return *self.args[4:7], False, [0, 0], self.args[7]
         stride, padding, dilation, groups, output_padding = self.args[3:8]
         return stride, padding, dilation, output_padding is not None, output_padding or [0, 0], groups
+
+
+def raised(error: Exception) -> str:
+    """What was raised, in one line."""
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}"
 
 
 def _of(part: Any, values: Values, constants: Sequence[Tensor]) -> Any:

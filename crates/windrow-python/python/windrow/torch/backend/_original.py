@@ -1,7 +1,6 @@
 """A graph as AOTAutograd gave it, kept to be run once more by PyTorch's operators, one by one."""
 
 import operator
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, fx
 from windrow.torch._check_bound import Tier, moved, tier_of
 from windrow.torch.backend._constants import Constants, is_floating, value
 from windrow.torch.backend._convolutions import SUM, VALUE, Sum, Value
+from windrow.torch.backend._report import name_of
 
 _aten = torch.ops.aten
 # By name of the operator: those that round what they multiply to the tier.
@@ -66,15 +66,6 @@ def _is_multiplied(node: fx.Node) -> bool:
     return any(_name(user) in _MULTIPLY or (_is_copy(user) and _is_multiplied(user)) for user in node.users)
 
 
-def _module(node: fx.Node) -> str | None:
-    """Name of the module whose operator it is."""
-    stack = [*(node.meta.get("nn_module_stack") or {}).values()]
-    if not stack:
-        return None
-    path = re.sub(r"\._modules\['(\w+)'\]|\[(\d+)\]", r".\1\2", str(stack[-1][0]))
-    return re.sub(r"^L\['\w+'\]\.?", "", path) or None
-
-
 # Called after a node with the values that live then, by name.
 Look = Callable[[str, dict[str, Any]], None]
 
@@ -117,7 +108,7 @@ class Original:
             if node.target is _aten.convolution.default:
                 weight, bias = (None if n is None else Value(copied[n].name) for n in node.args[1:3])  # type: ignore[index]
                 node.meta[SUM] = Sum(Value(copy.name), weight, bias)  # type: ignore[arg-type]
-            copy.meta = {"module": _module(node)}
+            copy.meta = {"module": name_of(node)}
             self._is_random |= _is_random(node)
             is_unset = _name(node) in _UNSET or (is_inductors and _is_random(node))
             if is_unset or any(n in self._unset for n in copy.all_input_nodes):

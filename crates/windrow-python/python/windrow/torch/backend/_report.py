@@ -28,8 +28,8 @@ def name_of(node: fx.Node) -> str:
 
 
 def _path(source: str) -> str:
-    """`encoder.0` of `L['self'].encoder.0`, of `L['fn'].__self__.encoder.0` and of `L['self']._modules['encoder']...`."""
-    source = re.sub(r"\._modules\['([^']*)'\]", r".\1", source)
+    """`encoder.0` of `L['self'].encoder[0]`, of `L['fn'].__self__.encoder.0` and of `L['self']._modules['encoder']...`."""
+    source = re.sub(r"\._modules\['([^']*)'\]|\[(\d+)\]", r".\1\2", source)
     return re.sub(r"^\w\['\w+'\](\.__self__)?\.?", "", source)
 
 
