@@ -1,7 +1,8 @@
-"""`torch.compile(model, backend="windrow")`: convolutions by Windrow, the rest by Inductor or by PyTorch's operators.
+"""The backend of `torch.compile(model, backend="windrow")`: Windrow computes convolutions, Inductor or PyTorch's
+operators the rest.
 
-Dynamo and AOTAutograd take the graph, soundly: with guards, in functional form, with side effects kept. Passes, one in each
-file of this folder, change it; what a pass does not know goes through unchanged.
+Dynamo and AOTAutograd capture the graph soundly: with guards, in functional form, with side effects kept. Each file of
+this folder has one pass over the graph; a pass leaves operators that it does not know as they are.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +23,13 @@ def windrow(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """What Dynamo calls with each graph.
+    """The function that Dynamo calls with each graph.
 
-    mode: as `torch.compile` has it. options: `accuracy` ("exact", "fp32", "tf32", "half"; None is that of PyTorch's own
-    convolutions), `check` (False does without a comparison at a graph's first call), `freeze` (False leaves what depends on
-    parameters alone in the graph), `mode`, `report` (an object that is told what each convolution became: `fused(name, what)`,
-    `left(name, why)`), `rest` ("inductor", or "eager" for PyTorch's operators one by one), and all that Inductor knows. Raises
-    OptionError for others.
+    mode: as in `torch.compile`. options: `accuracy` ("exact", "fp32", "tf32", "half"; None: that of PyTorch's own
+    convolutions), `check` (False skips the comparison at a graph's first call), `freeze` (False recomputes what depends
+    on parameters alone on each call), `mode`, `report` (an object that is told what became of each convolution:
+    `fused(name, what)`, `left(name, why)`), `rest` ("inductor", or "eager" for PyTorch's operators one by one), and all
+    options of Inductor. Raises OptionError for other options.
     """
     asked = Options.of(mode, options)
     if asked.rest == "inductor" and can_inductor(device_types(inputs)):

@@ -1,7 +1,7 @@
-"""A compiled graph checks itself: at its first call it is compared with the graph as AOTAutograd gave it.
+"""The check of a compiled graph: its first call is compared with the graph as AOTAutograd gave it.
 
-That graph is in functional form, so it can be run again without a trace. docs/notes/optimize-check.md says what is compared and
-how far apart results may be.
+That graph is in functional form, so it can be run again without tracing. docs/notes/optimize-check.md says what is
+compared and how far results may differ.
 """
 
 import logging
@@ -29,10 +29,11 @@ _SIZES = 3
 
 
 class Check:
-    """Of one graph for inference. `is_pending`: calls go through `call`."""
+    """The check of one inference graph. While `is_pending`, calls go through `call`."""
 
     def __init__(self, module: fx.GraphModule, static: Sequence[int], options: Options, is_inductors: bool) -> None:
-        """Before the passes, whose nodes it marks. `static`: the inputs that are parameters and buffers, by number."""
+        """Copies the graph before the passes change it, and marks its nodes. `static`: the indices of the inputs that
+        are parameters and buffers."""
         self.is_pending = True
         self._options, self._is_inductors = options, is_inductors
         self._original = Original(module, static, options.accuracy, is_inductors)
@@ -43,7 +44,7 @@ class Check:
 
     @staticmethod
     def of(module: fx.GraphModule, static: Sequence[int], options: Options, is_inductors: bool) -> "Check | None":
-        """None if it is not asked for, and where a second run would be seen."""
+        """The check of a graph. None if the options turn it off, or if a second run would have visible effects."""
         if not options.check:
             return None
         why = unrepeatable(module.graph)
@@ -53,17 +54,18 @@ class Check:
         return Check(module, static, options, is_inductors)
 
     def look(self, graph: fx.Graph, constants: Constants) -> None:
-        """After the passes: finds what became of convolutions."""
+        """Finds, after the passes, what each convolution became."""
         self._compared = dict(compared(graph, constants.inputs))
 
     def named(self, modules: dict[fx.Node, str]) -> None:
-        """Which module computes which of them."""
+        """Records which module computes which convolution."""
         for node, name in modules.items():
             if node in self._compared:
                 self._compared[node].module = name
 
     def call(self, inputs: list[Any], compute: Run, constants: Sequence[Tensor], modules: Any) -> Any:
-        """The graph's results: those of `compute`, if they are right. `constants` and `modules`: with what it computes them."""
+        """The graph's results: those of `compute` if they are right, otherwise PyTorch's. `constants` and `modules` are
+        what `compute` uses."""
         if self._instead is None:
             with self._lock:
                 if self._instead is None:
@@ -118,7 +120,7 @@ class Check:
     def _expected(
         self, given: list[Any], constants: Sequence[Tensor], modules: Any
     ) -> tuple[str | None, "_Expected"]:
-        """What is wrong with a convolution, and what the results should be."""
+        """The first wrong convolution, in words, or None; and the expected results."""
         found: list[str] = []
         at: dict[str, list[Compared]] = {}
         for one in self._compared.values():
@@ -143,18 +145,18 @@ class Check:
         return (found[0] if found else None), expected
 
     def _finish(self) -> None:
-        """The copy of the graph is not needed any more."""
+        """Ends the check and frees the copy of the graph."""
         self.is_pending = False
         self._compared = {}
         del self._original
 
 
 class _NotChecked(Exception):
-    """Why nothing can be compared."""
+    """The reason why nothing can be compared."""
 
 
 class _Expected:
-    """Results of a graph, and how far roundings move them."""
+    """The results of a graph, and how far rounding errors move them."""
 
     def __init__(self, original: Original, results: list[Any]) -> None:
         self.original, self.results = original, results
@@ -205,13 +207,13 @@ def _leave(options: Options, why: str) -> None:
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """Nobody sees what the check calls."""
+    """A context in which no mode, transform or autocast sees the check's calls."""
     with _disable_current_modes(), torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
         yield
 
 
 def _is_observed(inputs: Sequence[Any]) -> bool:
-    """True where somebody records, transforms or captures what is called, or tensors are no plain ones."""
+    """True if the calls are recorded, transformed or captured, or if an input is no plain tensor."""
     return (
         torch.compiler.is_compiling()
         or torch._guards.TracingContext.try_get() is not None

@@ -1,4 +1,4 @@
-"""Each convolution of a compiled graph beside what the graph as it was gives of the same image."""
+"""The comparison of each convolution of a compiled graph with the original graph's result for the same image."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Constant:
-    """What was computed of parameters, by number."""
+    """A tensor that was computed from parameters, by its index."""
 
     number: int
 
 
 @dataclass
 class Compared:
-    """One of them."""
+    """A convolution to compare."""
 
     target: Any
     # Tensors of the graph as it was, or of those computed of parameters.
@@ -48,7 +48,7 @@ class Compared:
         return [part.name for part in found if isinstance(part, Value)]
 
     def differs(self, values: Values, constants: Sequence[Tensor], modules: Any, accuracy: str | None) -> str | None:
-        """What is wrong with its result."""
+        """The fault of its result, in words; None if it is right."""
         args = [_of(part, values, constants) for part in self.args]
         if self.layout is not None:
             args[0] = args[0].contiguous(memory_format=self.layout)
@@ -89,7 +89,8 @@ class Compared:
         return beyond(y.to(wide), want.to(wide), _SLOPE * (of_sums + (_UNITS * tier.out + 2.0**-20) * inner))
 
     def _size(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Roots of the sums of squares, of the operands that are rounded."""
+        """The root of the sum of squares of the products, for each element: the size on which the rounding error of a
+        sum depends."""
         options = self._options()
         is_lines = x.dim() == 3
         if is_lines:
@@ -102,12 +103,12 @@ class Compared:
         return squares.squeeze(2).sqrt_() if is_lines else squares.sqrt_()
 
     def _terms(self, weight: Tensor) -> int:
-        """Of each sum."""
+        """The number of terms of each sum."""
         *_, is_transposed, _, groups = self._options()
         return weight[:, 0].numel() // groups if is_transposed else weight[0].numel()
 
     def _options(self) -> tuple[Any, ...]:
-        """As PyTorch's operator for images takes them."""
+        """The options as PyTorch's operator for images takes them."""
         if self.target is _aten.convolution.default:
             stride, padding, dilation, is_transposed, output_padding, groups = self.args[3:9]
             image = lambda given, more: [more] * (2 - len(given)) + [*given]
@@ -119,7 +120,7 @@ class Compared:
 
 
 def raised(error: Exception) -> str:
-    """What was raised, in one line."""
+    """The error in one line."""
     first = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first}"
 
@@ -134,7 +135,7 @@ def _of(part: Any, values: Values, constants: Sequence[Tensor]) -> Any:
 
 
 def compared(graph: fx.Graph, constants: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, Compared]]:
-    """The convolutions that are Windrow's or whose filters were computed of parameters, with their nodes."""
+    """The convolutions that Windrow computes, or whose filters were computed from parameters, with their nodes."""
     numbers = {node: i for i, node in enumerate(constants)}
 
     def part(given: Any) -> Any:

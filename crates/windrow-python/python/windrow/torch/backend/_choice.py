@@ -1,7 +1,8 @@
-"""Whether a convolution is left to Inductor, which fuses what follows PyTorch's own.
+"""The choice whether a convolution is left to Inductor, which fuses the operators behind PyTorch's own convolution.
 
-It is if PyTorch's operators are found to be faster than Windrow's: then nothing is gained, and the fusion is lost. Tensors of
-the same shape and layout are measured when a graph is compiled, as they would be at its first call.
+It is left if PyTorch's operators were measured to be faster than Windrow's, because then Windrow gains nothing and the
+fusion would be lost. The measurement takes place when the graph is compiled, with random tensors of the same shape and
+layout.
 """
 
 from typing import Any
@@ -26,7 +27,8 @@ def is_pytorchs(
     accuracy: Any,
     in_graphs: bool,
 ) -> bool:
-    """False also for sizes that change. `in_graphs`: Inductor captures what it compiles into CUDA graphs."""
+    """True if PyTorch computes this convolution faster. False for sizes that may change. `in_graphs`: Inductor captures
+    the compiled code into CUDA graphs."""
     given = (x, weight, bias, residual)
     sizes = [n for t in given if t is not None for n in (*t.shape, *t.stride())]
     if not all(isinstance(n, int) for n in [*sizes, *(n for several in options[:3] for n in several)]):

@@ -1,4 +1,4 @@
-"""From PyTorch's graph to what Dynamo calls."""
+"""The way from PyTorch's graph to the function that Dynamo calls."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__.rpartition(".")[0])
 
 
 def by_inductor(graph: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
-    """Inductor decomposes the graph, and compiles what the passes leave."""
+    """The function in which Inductor compiles what the passes leave of the decomposed graph."""
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner, select_decomp_table
 
@@ -41,7 +41,7 @@ def by_inductor(graph: fx.GraphModule, inputs: Sequence[Any], options: Options) 
 
 
 def by_eager(graph: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
-    """PyTorch's operators, one by one."""
+    """The function in which PyTorch's operators run one by one."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
@@ -60,7 +60,7 @@ def by_eager(graph: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
 
 
 def _static_inputs() -> Sequence[int]:
-    """Parameters and buffers among the inputs of the graph that is being compiled."""
+    """The indices of parameters and buffers among the inputs of the graph that is being compiled."""
     context = torch._guards.TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
     return () if metadata is None else metadata.static_input_indices or ()
@@ -73,8 +73,8 @@ def _training(module: fx.GraphModule, options: Options) -> None:
 
 
 class _Frozen:
-    """A graph for inference, after the passes. `decompositions`: those that the graph went through; None where operators run
-    one by one. `in_graphs`: Inductor captures it into CUDA graphs."""
+    """An inference graph after the passes. `decompositions`: the table that the graph was decomposed by; None if
+    operators run one by one. `in_graphs`: Inductor captures the compiled code into CUDA graphs."""
 
     def __init__(
         self,
@@ -121,11 +121,11 @@ class _Frozen:
         self.static += range(len(self.passed), len(self.inputs))
 
     def call(self, inner: Run) -> Run:
-        """The function of the graph's inputs, of one that takes those that are left, and the constants."""
+        """The function of the graph's inputs, made from `inner`, which takes the remaining inputs and the constants."""
         return self._held(inner, lambda constants: (inner, None))
 
     def call_bound(self, boxed: Callable[[fx.GraphModule], Run]) -> Run:
-        """The same, of what `boxed` makes of the graph with constants in it."""
+        """The function of the graph's inputs, made by `boxed` from the graph with the constants in it."""
         bind = self.bind
         assert bind is not None
 

@@ -1,6 +1,7 @@
-"""What depends on parameters and buffers alone: computed once, and again as soon as one of them changes.
+"""The values of a graph that depend on parameters and buffers alone. They are computed once, and again as soon as a
+parameter changes.
 
-A pass takes such values out of a graph into a second one, the prologue. Its results are inputs of the first graph.
+A pass moves such values into a second graph, the prologue, whose results become inputs of the first graph.
 """
 
 import ctypes
@@ -30,7 +31,7 @@ _MADE = (_aten.full.default, _aten.arange.default, _aten.arange.start_step, _ate
 
 
 def value(node: Any) -> Any:
-    """What PyTorch's tracer says of it: a tensor without memory, or a number."""
+    """The tracer's value of a node: a tensor without memory, or a number."""
     return node.meta.get("val") if isinstance(node, fx.Node) else node
 
 
@@ -39,9 +40,9 @@ def is_floating(node: Any) -> bool:
 
 
 class Constants:
-    """Those of a graph. `static`: the inputs, by number, that are parameters and buffers. `in_graphs`: the graph is captured
-    into CUDA graphs, which hold packed forms of filters. So what changes lies in other memory, for which Inductor captures
-    again, and what was captured keeps its own."""
+    """The constants of a graph. `static`: the indices of the inputs that are parameters and buffers. `in_graphs`: CUDA
+    graphs capture this graph and hold packed filters. Changed constants then get new memory, so that Inductor captures
+    again and older graphs keep their own."""
 
     def __init__(self, module: fx.GraphModule, static: Collection[int], in_graphs: bool = False) -> None:
         self.in_graphs = in_graphs
@@ -79,7 +80,7 @@ class Constants:
         return is_plain and all(n in self._known for n in node.all_input_nodes)
 
     def copied(self, node: fx.Node) -> fx.Node:
-        """The node in the prologue."""
+        """The node's copy in the prologue."""
         if node not in self._copies:
             if node.op == "placeholder":
                 self.watched[node] = None
@@ -87,7 +88,8 @@ class Constants:
         return self._copies[node]
 
     def widened(self, node: fx.Node) -> fx.Node:
-        """The same in f64, computed in f64 as far back as only rounding differs."""
+        """The node's value in f64. Its inputs are computed in f64 too, as far back as that changes nothing but
+        rounding."""
         if node not in self._wide:
             self._wide[node] = self._widen(node)
         return self._wide[node]
@@ -103,11 +105,11 @@ class Constants:
         return self.call(_prims.convert_element_type.default, self.copied(node), torch.float64)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node of the prologue."""
+        """A new node of the prologue."""
         return self._prologue.call_function(target, args, kwargs)
 
     def add(self, result: fx.Node, like: Tensor) -> fx.Node:
-        """Makes a value of the prologue an input of the graph, with the shape, strides and type of `like`."""
+        """A new input of the graph that takes a value of the prologue, with the shape, strides and type of `like`."""
         self._results.append(result)
         last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
         with self.graph.inserting_after(last):
@@ -117,11 +119,12 @@ class Constants:
         return given
 
     def moved(self, node: fx.Node) -> fx.Node:
-        """The node as one of the inputs. A parameter is copied: what is packed of a copy belongs to nobody else."""
+        """The node as an input of the graph. A parameter is copied, so that its packed form belongs to this graph
+        alone."""
         return node if node in self.inputs else self.add(self.copied(node), value(node))
 
     def prologue(self) -> Callable[..., Sequence[Tensor]]:
-        """A function of the parameters that were read, in their order in `watched`."""
+        """The function that computes the constants from the parameters in `watched`, in this order."""
         placeholders = {node: self._copies.get(node) for node in self.watched}
         self._prologue.output(tuple(self._results))
         held = {str(n.target): getattr(self.module, str(n.target)) for n in self._prologue.nodes if n.op == "get_attr"}
@@ -137,11 +140,11 @@ class Constants:
 
 
 class _Sample:
-    """A few numbers of each filter on the CPU. Whoever writes through `data`, as tools that merge low-rank weights do, is not
-    counted by PyTorch, and changes most of them.
+    """A few numbers of each filter on the CPU, to notice a write through `data`. Tools that merge low-rank weights
+    write so; PyTorch does not count such writes, and they change most numbers.
 
-    They are read in one operation, through a view of all the memory between the first and the last. It holds none of that
-    memory: it may be read only while the tensors live, and lie where they lay.
+    One operation reads all of them, through a view of the memory from the first to the last. The view does not own this
+    memory: it may be read only while the tensors live at the same place.
     """
 
     def __init__(self, given: Sequence[Tensor]) -> None:
@@ -186,7 +189,7 @@ _version = operator.attrgetter("_version")
 
 @dataclass
 class _OfParameters:
-    """What was computed of some parameters, and what tells whether they are what they were."""
+    """The constants computed from some parameters, and what tells whether the parameters have changed."""
 
     run: Run
     modules: Any
@@ -215,7 +218,7 @@ class Held:
     """The constants of a compiled graph, which may serve several models of the same structure."""
 
     def __init__(self, constants: Constants, watched: Sequence[int], make: Make) -> None:
-        """`watched`: the inputs that `constants` watches, by number."""
+        """Sets up an empty cache. `watched`: the indices of the inputs that `constants` watches."""
         self.prologue, self.watched, self.make = constants.prologue(), watched, make
         like = map(value, constants.inputs)
         self.like = [(t.shape, t.stride(), t.dtype, t.device) for t in like]
@@ -226,7 +229,7 @@ class Held:
         self._found: dict[tuple[int, ...] | None, _OfParameters] = {}
 
     def found(self, inputs: list[Any]) -> _OfParameters:
-        """What computes the graph with the parameters among these inputs."""
+        """The constants and the function for the parameters among these inputs."""
         last = self._found.get(None)
         # Parameters at the same place share memory that lives, because what was computed goes with it.
         if last is not None and last.is_same(inputs):

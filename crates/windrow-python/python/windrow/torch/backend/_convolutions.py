@@ -1,4 +1,4 @@
-"""Convolutions in graphs of PyTorch's operators."""
+"""The convolutions in graphs of PyTorch's operators."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Value:
-    """The result of a node, by name, or that with its dimensions in another order."""
+    """The result of a node of the original graph, by name; `order` permutes its dimensions."""
 
     name: str
     order: list[int] | None = None
@@ -31,7 +31,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Sum:
-    """The sum of products that is part of a value, and its filter and bias."""
+    """The sum of products inside a value, with its filter and bias."""
 
     value: Value
     weight: Value
@@ -40,7 +40,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Convolution:
-    """A node that is one, of lines or of images, or a linear layer that was made one."""
+    """A convolution node: of lines or images, or made from a linear layer."""
 
     node: fx.Node
     x: fx.Node
@@ -66,7 +66,7 @@ class Convolution:
 
 
 def convolutions(graph: fx.Graph) -> Iterator[Convolution]:
-    """Those that Windrow computes, without anything behind them."""
+    """The convolutions that Windrow can compute and to which nothing is fused yet."""
     for node in [*graph.nodes]:
         if node.target is _aten.convolution.default:
             x, weight, bias, *options = node.args
@@ -78,7 +78,7 @@ def convolutions(graph: fx.Graph) -> Iterator[Convolution]:
 
 
 def is_ours(x: Any, weight: Any, bias: Any) -> bool:
-    """`weight`: None for that of a linear layer."""
+    """True if Windrow can compute a convolution of these tensors. `weight` is None for a linear layer."""
     x, weight, bias = value(x), value(weight), value(bias)
     return (
         isinstance(x, Tensor)
@@ -97,7 +97,7 @@ def _options(dims: int, stride: Any, padding: Any, dilation: Any, transposed: bo
 
 
 def to_windrows(graph: fx.Graph, accuracy: str | None, is_training: bool, report: Report | None = None) -> int:
-    """Makes Windrow's operator of each convolution that is left, and of gradients. Gives the number of them."""
+    """Replaces the remaining convolutions and their gradients by Windrow's operators. Returns their number."""
     changed = 0
     for conv in convolutions(graph):
         if conv.node.target is not _aten.convolution.default or LEFT in conv.node.meta:
@@ -138,7 +138,7 @@ def _gradients(graph: fx.Graph, node: fx.Node, accuracy: str | None) -> bool:
 
 
 def called(graph: fx.Graph, before: fx.Node, operator: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A node in front of another, after which it is named."""
+    """A new node in front of `before`, with the metadata of `before`."""
     with graph.inserting_before(before):
         node = graph.call_function(operator, args, kwargs)
     node.meta = {name: what for name, what in before.meta.items() if name not in _OF_OTHERS}
@@ -150,12 +150,13 @@ def called(graph: fx.Graph, before: fx.Node, operator: Any, *args: Any, **kwargs
 
 
 def stands_for(new: fx.Node, node: fx.Node, sums: fx.Node) -> None:
-    """Says for the check that a node has the value of another, with the sum of products of a third one in it."""
+    """Records for the check that `new` has the value of `node`, and contains the sum of products of `sums`."""
     new.meta[VALUE], new.meta[SUM] = node.meta.get(VALUE), sums.meta.get(SUM)
 
 
 def replaced(node: fx.Node, new: fx.Node, sums: fx.Node | None = None) -> bool:
-    """Puts a node in the place of another, unless its result lies differently in memory. `sums`: the convolution in it."""
+    """Replaces a node by `new`. Returns False, and does nothing, if the results have different shapes, strides or
+    types. `sums`: the convolution inside."""
     of = lambda n: [(t.shape, t.stride(), t.dtype) for t in _tensors(value(n)) if t is not None]
     before, after = of(node), of(new)
     if isinstance(value(node), Tensor) and before != after:

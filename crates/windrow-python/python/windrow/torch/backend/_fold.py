@@ -1,7 +1,7 @@
-"""Scales and shifts of channels behind a convolution become part of its filter and bias.
+"""The pass that folds scales and shifts of channels behind a convolution into its filter and bias.
 
-Batch normalisation in evaluation is such arithmetic, in one operator or in several; so are layer scales, and factors that a
-model multiplies with. What they use depends on parameters alone: the filter is computed in f64 and rounded once.
+Batch normalisation in evaluation is such arithmetic, as one operator or as several; so are layer scales and other
+factors of channels. Their operands depend on parameters alone, so the new filter is computed in f64 and rounded once.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ _NORMS: dict[Any, tuple[tuple[int, int, int, int, int], int | None]] = {
 
 @dataclass
 class _Affine:
-    """What the channels of a convolution are multiplied with and what is added then, in the prologue, in f64."""
+    """The scale and shift of a convolution's channels, as nodes of the prologue in f64."""
 
     constants: Constants
     channels: int
@@ -41,7 +41,7 @@ class _Affine:
     names: dict[str, None] = field(default_factory=dict)
 
     def _each(self, operand: Any) -> Any:
-        """An operand as a vector, or as the number that it is."""
+        """An operand as a vector with an element for each channel; a number stays a number."""
         if not isinstance(operand, fx.Node):
             return operand
         return self.constants.call(_aten.reshape.default, self.constants.widened(operand), [-1])
@@ -60,7 +60,7 @@ class _Affine:
 
 
 def fold(graph: fx.Graph, constants: Constants) -> list[str]:
-    """Changes the graph; says of each convolution what became part of it."""
+    """Changes the graph. Returns what was folded into each convolution, in words."""
     done = []
     for conv in convolutions(graph):
         if conv.output_padding is None and conv.weight in constants and (conv.bias is None or conv.bias in constants):
@@ -119,7 +119,7 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _step(node: fx.Node, one: fx.Node, affine: _Affine, channels: int) -> fx.Node | None:
-    """Takes up what a node does with the result of a convolution. Gives the node with the result, or None."""
+    """Adds a node's arithmetic to `affine`. Returns the node with the result, or None if the node cannot be folded."""
     if node.target in _NORMS:
         return _norm(node, one, affine)
     if not is_floating(node) or value(node).dtype == torch.float64:
@@ -154,7 +154,7 @@ def _step(node: fx.Node, one: fx.Node, affine: _Affine, channels: int) -> fx.Nod
 
 
 def _is_of_channels(operand: Any, constants: Constants, channels: int, device: torch.device, dims: int) -> bool:
-    """Whether it is a number, or depends on parameters alone and has one value for each channel."""
+    """True for a number, and for a tensor that depends on parameters alone and has one value for each channel."""
     if isinstance(operand, int | float):
         return True
     if operand not in constants or not is_floating(operand) or value(operand).device != device:

@@ -1,4 +1,4 @@
-"""What follows a convolution becomes one operation with it: an addition, and an activation."""
+"""The pass that fuses a convolution with the addition and the activation behind it."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -30,7 +30,8 @@ _COMMUTATIVE = (_aten.add.Tensor, _aten.mul.Tensor)
 def fuse(
     graph: fx.Graph, constants: Constants, accuracy: str | None, decompositions: Any, report: Report | None = None
 ) -> list[str]:
-    """Makes `windrow::conv2d_fused` of convolutions whose filters depend on parameters alone. Says what each became."""
+    """Replaces convolutions whose filters depend on parameters alone by `windrow::conv2d_fused`. Returns what each
+    became, in words."""
     done = []
     for conv in convolutions(graph):
         if conv.is_of_images and _is_held(conv.weight, constants) and (conv.bias is None or _is_held(conv.bias, constants)):
@@ -84,7 +85,7 @@ def _fuse(
 
 
 def _added(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """A sum with a tensor of the same shape and type, and that tensor."""
+    """The addition behind a node, and the tensor that it adds; None unless both have the same shape and type."""
     if len(node.users) != 1:
         return None
     (total,) = node.users
@@ -111,7 +112,7 @@ _patterns: dict[Any, tuple[Any, fx.Graph]] = {}
 
 
 def _pattern(name: str, dtype: torch.dtype, decompositions: Any) -> fx.Graph:
-    """What PyTorch's tracer makes of an activation with these decompositions."""
+    """The nodes that PyTorch's tracer makes for an activation with these decompositions."""
     key = name, dtype, id(decompositions)
     # With the decompositions, so that another table gets no address of one before.
     if key not in _patterns:
@@ -129,7 +130,7 @@ def _traced(function: Callable[[Tensor], Tensor], dtype: torch.dtype, decomposit
 
 
 def _last_of(pattern: fx.Graph, first: fx.Node) -> fx.Node | None:
-    """The result of the pattern with `first` as its input, if nothing else reads what lies between."""
+    """The node with the pattern's result for the input `first`, if no other node reads the values in between."""
     *inner, output = pattern.nodes
     (wanted,) = output.all_input_nodes
     for candidate in _behind(first, len(inner)):
@@ -151,7 +152,7 @@ def _behind(first: fx.Node, steps: int) -> Iterator[fx.Node]:
 
 
 def _matches(wanted: Any, node: Any, matched: dict[fx.Node, fx.Node]) -> bool:
-    """Whether a node computes what that of the pattern does. Adds to `matched` what stands for what."""
+    """True if a node computes the same as the pattern's node `wanted`. Adds the matching nodes to `matched`."""
     if not isinstance(wanted, fx.Node):
         if isinstance(wanted, list | tuple):
             return (

@@ -1,4 +1,4 @@
-"""Channels-last inside of a graph, whatever the layout of the images that it is given."""
+"""The pass that computes a graph in channels-last, whatever the layout of its images."""
 
 import torch
 from torch import Tensor, fx
@@ -14,10 +14,11 @@ _SEEING = ("as_strided", "empty_strided", "view_as", "set_", "resize", "_reshape
 
 
 def to_channels_last(module: fx.GraphModule, is_by_kernels: bool) -> None:
-    """Lays out images on the way in, and results as they were on the way out, where that pays and nothing sees strides.
+    """Converts images to channels-last at the graph's inputs, and results back at its outputs, if that pays and no
+    operator depends on strides.
 
-    `is_by_kernels`: PyTorch's kernels compute the rest. Not all of them lay out results as the tracer says: on the CPU
-    `native_group_norm` gives channels-last for channels-last.
+    `is_by_kernels`: PyTorch's kernels compute the rest. Their results may have other strides than the tracer says: on
+    the CPU `native_group_norm` gives channels-last for channels-last.
     """
     graph = module.graph
     of_images = [conv for conv in convolutions(graph) if conv.is_of_images]
@@ -53,8 +54,8 @@ _IMAGES_ON_CUDA = 8
 
 
 def _pays(of_images: list[Convolution]) -> bool:
-    """On the CPU Windrow's convolutions and PyTorch's pooling are faster in channels-last, but not 1x1 filters of bf16, of which
-    models of depthwise filters consist."""
+    """True if channels-last is faster. On the CPU it is for Windrow's convolutions and PyTorch's pooling, but not for
+    the 1x1 filters of bf16 that make up most of a model with depthwise filters."""
     filters = [(value(conv.weight), conv.groups) for conv in of_images]
     first = value(of_images[0].x)
     if all(weight.is_cuda for weight, _ in filters):

@@ -1,8 +1,8 @@
-"""Linear layers of images as convolutions by 1x1 filters.
+"""The pass that turns linear layers of images into convolutions with 1x1 filters.
 
-Blocks like ConvNeXt's put the channels last, normalise, multiply by matrices with an activation between them, and put the
-channels back. In channels-last memory that is a convolution of the same numbers, with which the activation, the factors of
-the channels and the addition behind are one operation.
+Blocks like ConvNeXt's move the channels last, normalise, multiply by matrices with an activation in between, and move
+the channels back. In channels-last memory this is a convolution of the same numbers. The activation, the factors of the
+channels and the addition behind it can then be fused.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ _ELEMENTWISE = (_aten.relu.default, _aten.gelu.default, _aten.silu.default)
 
 
 def linear_to_convolutions(graph: fx.Graph, constants: Constants, accuracy: str | None) -> None:
-    """Of each chain that puts the channels back, the part from the first linear layer on."""
+    """Converts each chain that ends by moving the channels back, from its first linear layer on."""
     for back in [node for node in graph.nodes if _permutes(node, _BACK)]:
         chain = [back]
         while (before := _before(chain[-1], constants)) is not None:
@@ -37,7 +37,8 @@ def linear_to_convolutions(graph: fx.Graph, constants: Constants, accuracy: str 
 
 
 def _before(node: fx.Node, constants: Constants) -> fx.Node | None:
-    """What a link of a chain is given, if that is a link too: a linear layer or an elementwise operator, read only here."""
+    """The previous link of a chain: a linear layer or an elementwise operator whose result only this link reads. None
+    if there is none."""
     linear = _linear(node, constants)
     source: Any = node.args[0] if linear is None else linear[0]
     if len(source.users) != 1:
@@ -46,7 +47,7 @@ def _before(node: fx.Node, constants: Constants) -> fx.Node | None:
 
 
 def _linear(node: fx.Node, constants: Constants) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
-    """Image, filter and bias, if the node is the result of a linear layer over the last of four dimensions."""
+    """Image, filter and bias if the node is the result of a linear layer over the last of four dimensions."""
     if node.target not in _VIEWS or not isinstance(value(node), Tensor) or value(node).dim() != 4:
         return None
     product: Any = node.args[0]
@@ -106,6 +107,6 @@ def _convert(graph: fx.Graph, chain: list[fx.Node], accuracy: str | None) -> Non
 
 
 def _stands_for(new: fx.Node, node: fx.Node) -> None:
-    """With the channels put back."""
+    """Records for the check that `new` has the value of `node` with the channels moved back."""
     known: Value | None = node.meta.get(VALUE)
     new.meta[VALUE] = None if known is None else Value(known.name, _BACK)

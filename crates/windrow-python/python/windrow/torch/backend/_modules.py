@@ -1,5 +1,5 @@
-"""Where PyTorch's operators run one by one, convolutions are modules, which remember who computes them, and those that follow
-each other are one call."""
+"""The pass that makes modules of convolutions, for graphs whose operators run one by one. A module remembers who
+computes it, and convolutions that follow each other become one call."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -16,7 +16,8 @@ from windrow.torch.backend._constants import Constants
 def to_modules(
     module: fx.GraphModule, constants: Constants
 ) -> tuple[Callable[..., fx.GraphModule], dict[fx.Node, str]]:
-    """Changes the graph. Gives what makes a module of it, of constants; and which module stands for which node."""
+    """Changes the graph. Returns a function that makes a module of it and of constants, and the name of the module for
+    each convolution node."""
     graph = module.graph
     made = {node: i for i, node in enumerate(constants.inputs)}
     names: dict[fx.Node, str] = {}

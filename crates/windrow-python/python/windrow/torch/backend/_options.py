@@ -1,4 +1,4 @@
-"""Options of `torch.compile(model, backend="windrow")`."""
+"""The options of `torch.compile(model, backend="windrow")`."""
 
 import functools
 import shutil
@@ -21,16 +21,16 @@ OLDEST = (2, 8)
 
 
 class VersionError(RuntimeError):
-    """A PyTorch whose compiler the backend does not know."""
+    """The error for a PyTorch whose compiler the backend does not know."""
 
 
 class OptionError(ValueError):
-    """An option that neither the backend nor Inductor knows, or a value that it does not have."""
+    """The error for an option, or a value of an option, that neither the backend nor Inductor knows."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for."""
+    """The options of one compilation."""
 
     # Of convolutions, as in `patch`.
     accuracy: str | None = None
@@ -47,7 +47,8 @@ class Options:
 
     @staticmethod
     def of(mode: str | None, given: Mapping[str, Any] | None) -> "Options":
-        """Raises OptionError for what is unknown, and VersionError on an old PyTorch."""
+        """The options from `mode` and `options`. Raises OptionError for unknown ones, and VersionError for an old
+        PyTorch."""
         if torch.__version__ < OLDEST:
             raise VersionError(f"backend windrow is for PyTorch {'.'.join(map(str, OLDEST))} and newer, this is {torch.__version__}")
         own = {name: value for name, value in (given or {}).items() if name in _OWN}
@@ -89,7 +90,7 @@ def _known(inductor: dict[str, Any]) -> dict[str, Any]:
 
 
 def can_inductor(devices: set[str]) -> bool:
-    """Whether Inductor can compile for these types of devices here. Says once what it lacks."""
+    """True if Inductor can compile for these types of devices. Warns once of what is missing."""
     lacks = _lacking(frozenset(devices))
     if lacks:
         warnings.warn(f"windrow: Inductor lacks {lacks} here, so what is no convolution runs uncompiled", stacklevel=2)

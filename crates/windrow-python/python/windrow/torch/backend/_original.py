@@ -1,4 +1,4 @@
-"""A graph as AOTAutograd gave it, kept to be run once more by PyTorch's operators, one by one."""
+"""The original graph, as AOTAutograd gave it, kept so that PyTorch's operators can run it once more."""
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,8 @@ _UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 
 
 def unrepeatable(graph: fx.Graph) -> str | None:
-    """Why a second run of the graph would be seen, or would not give the same."""
+    """The reason why a second run of the graph would have visible effects or other results; None if it can be repeated.
+    """
     for node in graph.nodes:
         target = node.target
         if node.op in ("placeholder", "output", "get_attr") or target is _aten.copy_.default:
@@ -62,7 +63,7 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _is_multiplied(node: fx.Node) -> bool:
-    """Whether an operator that rounds its operands reads the result."""
+    """True if an operator that rounds its operands reads the result."""
     return any(_name(user) in _MULTIPLY or (_is_copy(user) and _is_multiplied(user)) for user in node.users)
 
 
@@ -71,7 +72,7 @@ Look = Callable[[str, dict[str, Any]], None]
 
 
 class Roundings:
-    """Moves results by one rounding up or down."""
+    """A source of rounding errors: it moves results by one unit up or down."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self._generators = seed, dict[torch.device, torch.Generator]()
@@ -84,9 +85,10 @@ class Roundings:
 
 
 class Original:
-    """Copies the graph, and marks in each node which one of the copy it is.
+    """A copy of the graph. The constructor marks each node with the copy's node for it.
 
-    `static`: the inputs that are parameters and buffers, by number. `is_inductors`: Inductor compiles what the passes leave.
+    `static`: the indices of the inputs that are parameters and buffers. `is_inductors`: Inductor compiles what the
+    passes leave.
     """
 
     def __init__(
@@ -155,7 +157,8 @@ class Original:
         look: Look | None = None,
         read: dict[str, list[str]] | None = None,
     ) -> list[Any]:
-        """Results, and what would be written to inputs: nothing is. `read`: what `look` reads after a node."""
+        """The results, and the values that the graph would write to its inputs; nothing is written. `read`: the values
+        that `look` reads after a node."""
         inputs, values, graph = iter(given), dict[str, Any](), self.module.graph
         gone = self._gone(read or {})
         with self._same_numbers(given):
@@ -181,7 +184,7 @@ class Original:
         return [values[r.name] if isinstance(r, fx.Node) else r for r in self.results]
 
     def _gone(self, read: dict[str, list[str]]) -> dict[fx.Node, list[str]]:
-        """What nobody reads after a node."""
+        """The values that no node reads any more, after each node."""
         kept, gone = {r.name for r in self.results if isinstance(r, fx.Node)}, {}
         for node in reversed(self.module.graph.nodes):
             names = dict.fromkeys([*(n.name for n in node.all_input_nodes), *read.get(node.name, []), node.name])
@@ -191,7 +194,7 @@ class Original:
 
     @contextmanager
     def _same_numbers(self, given: Sequence[Any]) -> Iterator[None]:
-        """Puts random generators back."""
+        """A context that restores the random generators at its end."""
         if not self._is_random:
             yield
             return
@@ -200,7 +203,8 @@ class Original:
             yield
 
     def pytorchs(self, is_of_any_size: bool, inductor: Mapping[str, Any] | None) -> Callable[..., Any]:
-        """The graph by PyTorch alone: compiled by Inductor with these options, or with None by one operator after the other."""
+        """The graph by PyTorch alone: compiled by Inductor with these options, or, for None, by its operators one by
+        one."""
         if inductor is None:
             return self.module.forward
         compiled = torch.compile(self.module, dynamic=is_of_any_size, options=dict(inductor) or None)

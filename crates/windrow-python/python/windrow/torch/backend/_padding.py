@@ -1,4 +1,4 @@
-"""Zeros that a model puts around an image in front of a convolution become padding of the convolution."""
+"""The pass that turns zeros around an image, in front of a convolution, into padding of the convolution."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _aten = torch.ops.aten
 
 
 def fold_padding(graph: fx.Graph) -> None:
-    """Where as many stand before as behind; a convolution has no other padding."""
+    """Folds paddings that are equal on both sides, the only kind that a convolution has."""
     for node in [*graph.nodes]:
         if node.target is not _aten.convolution.default or node.args[6]:
             continue
@@ -27,7 +27,7 @@ def fold_padding(graph: fx.Graph) -> None:
 
 
 def _zeros(node: Any) -> list[int] | None:
-    """How many on each side of each direction, if the node puts zeros around an image and does nothing else."""
+    """The number of zeros on each side of each direction, if the node only puts zeros around an image."""
     if not isinstance(node, fx.Node) or node.target is not _aten.constant_pad_nd.default or node.kwargs:
         return None
     _, pads, *number = node.args

@@ -1,4 +1,4 @@
-"""What a graph says of itself to whoever asked for it: which convolutions became what, and what was left."""
+"""The report of a graph: what its convolutions became, and which were left."""
 
 import re
 from typing import Protocol
@@ -10,17 +10,18 @@ NAME, FOLDED = "windrow_name", "windrow_folded"
 
 
 class Report(Protocol):
-    """Names are those of modules, from that on which was compiled; "" where none is known."""
+    """An object that receives the report. A name is a module's, relative to the compiled module, or "" if it is
+    unknown."""
 
     def fused(self, name: str, what: str) -> None:
-        """A convolution is one operation with what stood around it."""
+        """Called for a convolution that became one operation with the operators around it."""
 
     def left(self, name: str, why: str) -> None:
-        """A module stays as PyTorch has it."""
+        """Called for a module that PyTorch computes."""
 
 
 def name_of(node: fx.Node) -> str:
-    """Of the module that called an operator."""
+    """The name of the module that called an operator."""
     if NAME in node.meta:
         return str(node.meta[NAME])
     stack = node.meta.get("nn_module_stack")
@@ -28,13 +29,14 @@ def name_of(node: fx.Node) -> str:
 
 
 def _path(source: str) -> str:
-    """`encoder.0` of `L['self'].encoder[0]`, of `L['fn'].__self__.encoder.0` and of `L['self']._modules['encoder']...`."""
+    """The module's name in the tracer's expression: `encoder.0` for `L['self'].encoder[0]`, for
+    `L['fn'].__self__.encoder.0` and for `L['self']._modules['encoder']...`."""
     source = re.sub(r"\._modules\['([^']*)'\]|\[(\d+)\]", r".\1\2", source)
     return re.sub(r"^\w\['\w+'\](\.__self__)?\.?", "", source)
 
 
 def folded_name(node: fx.Node) -> str:
-    """Of what was folded: the module if it is a normalisation, else the operator."""
+    """The name of a folded node: the module's for a normalisation, otherwise the operator's."""
     stack = node.meta.get("nn_module_stack")
     kind = str([*stack.values()][-1][1]) if stack else ""
     return name_of(node) if "Norm" in kind else str(getattr(node.target, "_opname", node.target))

@@ -1,4 +1,4 @@
-"""Who computes a convolution, Windrow or PyTorch: what was decided, and how to change it."""
+"""The choice between Windrow and PyTorch for convolutions: the decisions, and how to change them."""
 
 import textwrap
 from typing import Any

@@ -1,14 +1,14 @@
-"""Whether there is room for what Windrow needs beside PyTorch's own memory.
+"""The memory budget of Windrow beside PyTorch's own memory.
 
-A patched model may need at most a tenth more than PyTorch alone has needed so far: for its weights and
-what its layers make of an input. What is packed counts for good, results and scratch memory where PyTorch has
-needed as much at another time. On CUDA PyTorch's allocator tells; on Linux's CPUs the resident memory since a
-model was patched. Elsewhere nothing tells, and there is always room.
+A patched model may need at most a tenth more than PyTorch alone has needed so far, for its weights and the results of
+its layers. Packed filters count for good. Results and scratch memory count only as far as they exceed what PyTorch has
+needed at another time. On CUDA PyTorch's allocator gives the numbers; on Linux's CPUs they are the resident memory
+since a model was patched. On other systems there are no numbers, so there is always room.
 
-On CPUs what is packed does not count: for one image a model needs little more than its filters, so that a
-tenth would forbid to keep any, just where packing them on each call costs more than it gains; and main
-memory is what machines have most of. Nor does scratch memory that is less than what PyTorch's libraries take
-themselves: of a block or a single layer a tenth holds none of it.
+On CPUs packed filters do not count. For a single image a model needs little more memory than its filters, so a tenth
+would allow no packed filter at all, exactly where packing on each call costs more than it gains; and main memory is
+rarely scarce. Scratch memory does not count either as long as it is less than what PyTorch's own libraries take: a
+tenth of a block's or a single layer's memory would hold none of it.
 """
 
 import os
@@ -30,7 +30,7 @@ _theirs: dict[torch.device, int] = {}
 
 
 def start(model: nn.Module) -> None:
-    """Takes the memory of this process, without the model's, as not the model's."""
+    """Records the memory that this process has before the model, so that only the model's memory counts."""
     global _base
     resident = _resident()
     if _base is None and resident is not None:
@@ -39,7 +39,7 @@ def start(model: nn.Module) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Of a tensor's memory. None are counted of a parameter that has no size yet, nor of a tensor that is not strided."""
+    """The bytes of a tensor's memory: 0 for a parameter that has no size yet, and for a tensor that is not strided."""
     try:
         return tensor.untyped_storage().nbytes()
     except (RuntimeError, ValueError):
@@ -47,11 +47,11 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def look(device: torch.device, more: int) -> None:
-    """Called while the results of PyTorch's operator are there. What follows a convolution, a normalisation or an activation,
-    makes as much as its result once more, while its image may go: it needs `more` bytes.
+    """Records the memory in use; called while the results of PyTorch's operator exist. The layer that follows
+    (normalisation, activation) makes a result of the same size, while the image may go: this takes `more` bytes.
 
-    The allocator's own peak would not do on CUDA: cuDNN's trials of its algorithms take many times what a pass of the
-    model needs, and they and ours are in it for good.
+    On CUDA the allocator's own peak is no measure: it includes cuDNN's trials of its algorithms, which take many times
+    what a pass of the model needs, and the trials of ours.
     """
     global _peak
     if device.type == "cpu":
@@ -61,7 +61,7 @@ def look(device: torch.device, more: int) -> None:
 
 
 def look_inside(device: torch.device, run: Callable[[], object]) -> None:
-    """Counts what PyTorch's operator takes beside its result, when it has chosen its algorithm."""
+    """Records the memory that PyTorch's operator takes beside its result, once it has chosen its algorithm."""
     if device.type == "cuda":
         now, before = torch.cuda.memory_allocated(device), _given(device)
         run()
@@ -69,19 +69,20 @@ def look_inside(device: torch.device, run: Callable[[], object]) -> None:
 
 
 def _given(device: torch.device) -> int:
-    """Bytes that PyTorch's allocator has given so far, whatever came back since."""
+    """The bytes that PyTorch's allocator has handed out so far, freed ones included."""
     return int(torch.cuda.memory_stats(device).get("allocated_bytes.all.allocated", 0))
 
 
 def look_ahead(device: torch.device, image: int, result: int) -> None:
-    """The same before a convolution of an image of so many bytes: each layer of a model says what is there when it comes."""
+    """Records the memory in use before a convolution runs. Every layer of a model reports this when it is called."""
     if device.type == "cuda":
         look(device, result + max(0, result - image))
 
 
 def is_there_room(device: torch.device, kept: int, scratch: int, in_graph: bool = False) -> bool:
-    """For so many bytes for good, and so many more during a run, its results among them; `in_graph`: for what is packed only
-    where it is captured, which on CPUs nothing is."""
+    """True if there is room for `kept` bytes for good and `scratch` bytes during a run, including its results.
+    `in_graph`: for filters that are packed only inside a captured CUDA graph; always False on CPUs, which capture none.
+    """
     if device.type == "cuda":
         room, beside = _on_cuda(device, in_graph)
     else:
@@ -93,13 +94,14 @@ def is_there_room(device: torch.device, kept: int, scratch: int, in_graph: bool 
 
 
 def most(device: torch.device) -> int:
-    """Bytes for which there is room on a CUDA device, for good and during a run together."""
+    """The bytes for which a CUDA device has room, for good and during a run together."""
     room, beside = _on_cuda(device)
     return max(0, room) + beside
 
 
 def _on_cuda(device: torch.device, in_graph: bool = False) -> tuple[int, int]:
-    """Room for what is packed or else more than PyTorch has needed, and how much more that was at another time than now."""
+    """The room for packed filters and anything else beyond PyTorch's peak; and by how much this peak exceeds the memory
+    in use now."""
     peak, now = _theirs.get(device, 0), torch.cuda.memory_allocated(device)
     free = torch.cuda.get_device_properties(device).total_memory >> policy.FREE_IN_GRAPHS if in_graph else policy.FREE
     packed = _filters.kept_bytes(device, and_promised=in_graph)
@@ -107,7 +109,7 @@ def _on_cuda(device: torch.device, in_graph: bool = False) -> tuple[int, int]:
 
 
 def _in_use() -> int | None:
-    """Of the CPU's memory, by the models, without what is packed."""
+    """The CPU memory that the models use, without packed filters."""
     resident = _resident()
     if resident is None:
         return None

@@ -1,4 +1,4 @@
-"""Who may compute a convolution with all that belongs to it: PyTorch, cuDNN in one call, Windrow."""
+"""The candidates that may compute a convolution with everything fused to it: PyTorch, cuDNN in one call, Windrow."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -30,7 +30,7 @@ Call = Callable[..., Tensor | None]
 
 @dataclass(slots=True)
 class Conv:
-    """`activation(conv2d(x, weight) + bias + residual)`, and what is known of its filter."""
+    """The computation `activation(conv2d(x, weight) + bias + residual)`, and what is known of its filter."""
 
     # Of two dimensions that of a linear layer over the channels, which PyTorch computes as such.
     weight: Tensor
@@ -50,7 +50,7 @@ class Conv:
         return self.weight[:, :, None, None] if self.weight.dim() == 2 else self.weight
 
     def finish(self, y: Tensor, residual: Tensor | None) -> Tensor:
-        """Adds the residual and applies the activation, in y's memory if that can be."""
+        """Adds the residual and applies the activation, in the memory of y if possible."""
         if residual is not None:
             is_alike = residual.shape == y.shape and residual.dtype == y.dtype
             y = y.add_(residual) if is_alike else y + residual
@@ -59,7 +59,7 @@ class Conv:
 
 @dataclass(slots=True)
 class PyTorch:
-    """PyTorch's operators, one after the other."""
+    """The candidate that calls PyTorch's operators one after the other."""
 
     conv: Conv
     layout: torch.memory_format
@@ -75,7 +75,7 @@ class PyTorch:
 
 @dataclass(slots=True)
 class CudnnFused:
-    """Convolution, addition and ReLU, as cuDNN has them in one."""
+    """The candidate that computes convolution, addition and ReLU in one call of cuDNN."""
 
     conv: Conv
     layout: torch.memory_format
@@ -93,7 +93,7 @@ class CudnnFused:
 
 @dataclass(slots=True)
 class Windrow:
-    """Windrow's convolution."""
+    """The candidate that calls Windrow's convolution."""
 
     conv: Conv
     layout: torch.memory_format
@@ -124,7 +124,7 @@ class Windrow:
         return self.conv.finish(y, residual) if self.is_followed else y
 
     def like(self, x: Tensor) -> Call:
-        """The same for images like x, without what follows it."""
+        """A call for images like x: the convolution without the operations that follow it."""
         image, strides = as_image(in_layout(x, self.layout), x), x.stride()
         if self.algorithm is not None:
             return self._by_algorithm(x)
@@ -145,7 +145,7 @@ class Windrow:
         return copied
 
     def _by_algorithm(self, like: Tensor) -> Call:
-        """The native call has the planner's algorithm."""
+        """A call with the algorithm that the user named; native calls always take the planner's."""
         alone = replace(self, is_followed=False)
         kind, filter, its_bias = (like.shape, like.stride(), like.dtype, like.device), self.conv.filter, self.conv.bias
 
@@ -157,7 +157,7 @@ class Windrow:
         return call
 
     def straight(self, x: Tensor, residual: Tensor | None = None) -> Callable[[], Tensor]:
-        """The call that a module comes to make for x."""
+        """The call for x that a module makes once this candidate is chosen."""
         call, weight, bias = self.like(x), self.conv.filter, self.conv.bias
         added = residual if self.adds else None
 
@@ -170,7 +170,7 @@ class Windrow:
         return run
 
     def within(self, x: Tensor, is_kept: bool) -> "Windrow":
-        """Held to what there is room for, unless there is room for all that it takes."""
+        """The candidate with a limit on its memory, if there is not enough room for all that it would take."""
         always, scratch = self.bytes(x, is_kept)
         if not x.is_cuda or any(
             budget.is_there_room(x.device, always, scratch, in_graph) for in_graph in (False, True)
@@ -180,7 +180,8 @@ class Windrow:
         return replace(self, memory=max(0, budget.most(x.device) - beside))
 
     def bytes(self, x: Tensor, is_kept: bool) -> tuple[int, int]:
-        """Memory that it needs: for good, for the packed filter, and while it runs, with its result."""
+        """The memory that it needs: bytes for good, for the packed filter; and bytes during a run, including its
+        result."""
         given = in_layout(x, self.layout)
         image, weight = as_image(given, x), as_image(self.conv.filter, x)
         kept, rest = _native.conv2d_bytes(image, weight, self.conv.bias, self.named, is_kept)
@@ -190,7 +191,7 @@ class Windrow:
         return _bytes_beside(x, given, self.conv)
 
     def candidates(self, x: Tensor, residual: Tensor | None) -> Iterator[Candidate]:
-        """With the filter kept if it may be, and packed on each call."""
+        """Two candidates: one keeps the packed filter, if that is allowed; one packs it on each call."""
         now = self.filters()
         if now is not None:
             kept, cache = self.within(x, True), now[0]
@@ -204,7 +205,7 @@ class Windrow:
         yield Candidate(PACKED, packed.straight(x, residual), 0, always + scratch, memory=packed.memory)
 
     def is_cudnns(self, x: Tensor) -> bool:
-        """True if Windrow would take cuDNN too, in the same way."""
+        """True if Windrow would call cuDNN just as PyTorch does, so there is nothing to compare."""
         is_kept, weight = self.filters() is not None, self.conv.filter
         image = as_image(in_layout(x, self.layout), x)
         algorithm = _native.conv2d_algorithm(image, as_image(weight, x), self.conv.bias, self.named, is_kept)
@@ -221,7 +222,7 @@ class Windrow:
 
 @dataclass(slots=True)
 class Transposed:
-    """Windrow's transposed convolution: the data gradient of a convolution, and then bias and activation."""
+    """The candidate for transposed convolutions: the data gradient of a convolution, then bias and activation."""
 
     conv: Conv
     layout: torch.memory_format
@@ -246,6 +247,6 @@ class Transposed:
 
 
 def _bytes_beside(x: Tensor, given: Tensor, conv: Conv) -> int:
-    """Of the result, and of a copy of x."""
+    """The bytes of the result, and of a copy of x if one is made."""
     copied = 0 if given is x else x.nbytes
     return copied + result_bytes(x, conv.filter, conv.options)

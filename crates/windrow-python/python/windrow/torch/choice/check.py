@@ -1,12 +1,12 @@
-"""Whether a result is PyTorch's, element by element within the bound of its tier.
+"""The comparison of a candidate's result with PyTorch's, element by element within the bound of its accuracy tier.
 
-PyTorch's operator computes the reference in f32. The scale of an element is the sum of its absolute terms, by the same
-operator of absolute values. What rounds in a sum is a share of that, and pixels that an output does not see are not in
-it. Winograd's transforms mix the pixels of a tile, so that one of -9999 leaves its error in outputs that do not see it:
-these are outside their bound.
+PyTorch's operator computes the reference in f32. The scale of an element is the sum of its absolute terms, computed by
+the same operator from absolute values. The rounding error of a sum is a fraction of this scale, and pixels outside an
+output's window do not enter it. Winograd's transforms mix the pixels of a tile, so a pixel of -9999 leaves its error in
+outputs whose window does not contain it: these exceed their bound.
 
-In an area of zeros the scale is zero, and at its border no transform gives exact zeros. The scale there is what is
-usual in the image: the lower quartile of the scales that are not zero.
+In an area of zeros the scale is zero, and at its border no transform gives exact zeros. The scale there is the usual
+one of the image: the lower quartile of the scales that are not zero.
 """
 
 import math
@@ -41,7 +41,7 @@ Part = Callable[[slice], Sequence[tuple[Tensor, Tensor]]]
 
 @dataclass(frozen=True)
 class Check:
-    """What results are compared with, and how far off they may be."""
+    """The reference of a comparison, and the allowed error."""
 
     # So many may be compared one after the other; None where images are not the first axis of every tensor.
     images: int | None
@@ -59,7 +59,7 @@ class Check:
 
     @torch.no_grad()
     def fault(self, result: Any) -> str | None:
-        """What is wrong with it, in words."""
+        """The fault of a result, in words; None if it is right."""
         results = [t for t in (result if isinstance(result, list | tuple) else [result]) if t is not None]
         if self.is_summed:
             return self._first_fault(results, self._sums(), None)
@@ -118,7 +118,7 @@ class Check:
 
 
 def _usual(scale: Tensor, is_by_image: bool) -> Tensor:
-    """A quartile of those that are not zero, of each image; zero where all are."""
+    """The lower quartile of the non-zero scales of each image; zero if all are zero."""
     flat = scale.flatten(1) if is_by_image else scale.flatten()[None]
     # An odd step meets other rows and columns of each channel.
     sample = flat[:, :: (flat.shape[1] // _SAMPLE) | 1]
@@ -137,7 +137,7 @@ def check_of(
     residual: Tensor | None = None,
     is_linear: bool = False,
 ) -> Check:
-    """Of a convolution. `finish` makes results of sums in f32, for these images."""
+    """The check of a convolution. `finish` turns sums in f32 into results, for these images."""
 
     def of(part: slice) -> list[tuple[Tensor, Tensor]]:
         image, w, b = (None if t is None else t.float() for t in (x[part], weight, bias))
@@ -152,7 +152,8 @@ def check_of(
 
 
 def terms_of(weight: Tensor, options: Options, of_result: bool) -> float:
-    """Of a sum of a convolution's result, or else of its input's gradient, of which steps leave taps out."""
+    """The number of terms of a sum: of the convolution's result, or of its input's gradient, where a stride leaves taps
+    out."""
     if of_result:
         return max(1, weight.shape[1:].numel())
     channels = weight.shape[0] / options.groups

@@ -1,4 +1,4 @@
-"""Who computes a convolution that comes now."""
+"""The choice of the implementation for a convolution call."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ NOTHING_FASTER = "Windrow has nothing faster than cuDNN"
 
 @dataclass(slots=True)
 class Way:
-    """What computes a convolution of tensors like those that were given."""
+    """The implementation that computes convolutions of tensors like the given ones."""
 
     # Of an image, and of what is added.
     run: PyTorch | CudnnFused | Windrow | Transposed
@@ -36,14 +36,14 @@ class Way:
         return self.in_graph is not None
 
     def is_pytorchs(self, in_graphs: bool) -> bool:
-        """Whether PyTorch's operator computes calls: those that are captured in a graph, or others."""
+        """True if PyTorch's operator computes calls: captured ones with `in_graphs`, otherwise ordinary ones."""
         if in_graphs and self.in_graph is not None:
             return self.in_graph == PYTORCH
         return isinstance(self.run, PyTorch)
 
 
 def way(conv: Conv, x: Tensor, residual: Tensor | None = None) -> Way:
-    """Decides it, if nobody has yet."""
+    """The implementation of a convolution. If nobody has decided it yet, this decides."""
     filter = conv.filter
     layout = problem.memory_format(x, x if conv.is_turned else filter)
     if not problem.can_be_ours(x, filter, conv.bias):
@@ -93,7 +93,7 @@ def _beside(conv: Conv, x: Tensor, residual: Tensor, layout: torch.memory_format
 def _named(
     name: str, conv: Conv, layout: torch.memory_format, beside: Beside | None, decision: Decision | None
 ) -> Any:
-    """The candidate of a name, as it was decided."""
+    """The candidate of this name, with the settings of the decision."""
     if name == PYTORCH:
         return PyTorch(conv, layout)
     if name == CUDNN_FUSED:
@@ -146,16 +146,15 @@ def _question(
 
 
 def look_ahead(x: Tensor, weight: Tensor, options: Options) -> None:
-    """Says what memory is in use where a layer of a model comes: by modules, before they remember their way."""
+    """Records the memory in use before a layer runs. Modules call it before their decision is remembered."""
     budget.look_ahead(x.device, x.nbytes, problem.result_bytes(x, weight, options))
 
 
 def is_pytorchs(
     x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, accuracy: str | None, is_frozen: bool
 ) -> bool | None:
-    """True if PyTorch computes this and all gradients that are wanted, because it is faster at each of them
-    or because ours would gain too little in all: then the whole call can be PyTorch's own. None as long as
-    that is not decided."""
+    """True if PyTorch computes this convolution and all wanted gradients, because it is faster at each of them, or
+    because Windrow would gain too little in all. The whole call can then be PyTorch's own. None: not decided yet."""
     if type(x) is not Tensor or type(weight) not in (nn.Parameter, Tensor) or x.dim() != weight.dim():
         return None
     if torch._C._len_torch_dispatch_stack() > 0:

@@ -1,8 +1,9 @@
-"""Windrow's operator or PyTorch's own, whichever is faster: measured when a problem first comes, unless it is known already
-that ours has nothing better. A result that is not PyTorch's within a bound is not measured.
+"""The decision between Windrow's operator and PyTorch's own. The first call of a problem times both, unless Windrow is
+known to have nothing faster. A candidate whose result differs from PyTorch's by more than a bound is not timed.
 
-The choice is made in the kernels of the operators, so it holds under torch.compile as well. Nobody waits for a measurement:
-a call that comes during one, or in a graph capture, takes PyTorch's operator and leaves the choice to a later call.
+The decision is made inside the operators' kernels, so it also holds under torch.compile. No call waits for a
+measurement: a call that comes while another thread measures, or while a graph is captured, uses PyTorch's operator, and
+a later call decides.
 """
 
 import itertools
@@ -27,7 +28,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute something. `kept` and `scratch` are bytes that it needs: for good, and while it runs, with its
+    """One way to compute a problem. It needs `kept` bytes for good and `scratch` bytes while it runs, including its
     results. `forget` drops what it keeps."""
 
     name: str
@@ -45,7 +46,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Question:
-    """Who computes a problem that comes now."""
+    """A problem to decide: how PyTorch computes it, and Windrow's candidates."""
 
     what: str
     key: Key
@@ -69,7 +70,8 @@ class Question:
 
 
 def decide(question: Question) -> Decision:
-    """As the user, an earlier process or a problem of nearly this size has it, or after measuring."""
+    """The decision for a problem: made by the user, by an earlier process, taken from a problem of nearly the same
+    size, or measured now."""
     before = store.get(question.what, question.key)
     decision = None if before else _like_the_nearest(question)
     if decision is None:
@@ -98,7 +100,7 @@ def _like_the_nearest(question: Question) -> Decision | None:
 
 
 def _known(question: Question, before: Decision | None) -> Decision | None:
-    """What the user has set, or an earlier process has found, once its result has been compared. None: it is measured."""
+    """The decision that the user made or an earlier process found, once its result was compared. None: measure."""
     wanted = before if before and before.is_by_hand else None
     if before is None:
         wanted = disk.recall(question.what, named(question.key))
@@ -185,7 +187,7 @@ def _contest(question: Question, before: Decision | None) -> Decision:
 
 
 def _run_pytorch(question: Question) -> RuntimeError | None:
-    """Says what memory it needs, or why it cannot."""
+    """Runs PyTorch's operator and records the memory that it needs. Returns the error if it cannot compute this."""
     try:
         result = question.pytorch()
         budget.look(question.device, max(0, _bytes(result) - question.image))
@@ -211,9 +213,12 @@ def _is_room(device: torch.device, candidate: Candidate, in_graph: bool = False)
 def _that_run(
     device: torch.device, candidates: Iterable[Candidate], why: list[str], check: Check | None
 ) -> tuple[list[Candidate], bool]:
-    """Those to be measured, after one run, which compiles and packs: the first with room, before it one that has room in
-    graphs alone, and on CUDA behind one that keeps much also the next. And whether there was room for all that those up to
-    the first would take. Adds to `why` what is wrong with others."""
+    """The candidates to time, each run once, which compiles its kernels and packs its filter; and whether there was
+    room for everything that they would take. What is wrong with other candidates is added to `why`.
+
+    These are the first candidate that has room, and before it one that has room only in CUDA graphs. On CUDA, if the
+    first one keeps much memory, the next candidate is timed too.
+    """
     found: list[Candidate] = []
     has_room = True
     for candidate in candidates:
@@ -236,7 +241,7 @@ def _that_run(
 
 
 def _runs(candidate: Candidate, why: list[str], check: Check | None) -> bool:
-    """Whether it computes this, and rightly."""
+    """True if the candidate computes this problem, and its result is right."""
     try:
         result = candidate.run()
         fault = None if check is None else check.fault(result)
@@ -250,8 +255,8 @@ def _runs(candidate: Candidate, why: list[str], check: Check | None) -> bool:
 
 
 def is_room_for_another(decision: Decision, cache: FilterCache, kept: Callable[[], int]) -> bool:
-    """A problem is decided once, but each of a model's layers that have it keeps a filter of its own: whether there is room
-    for that of `cache` as well, of `kept` bytes. What was refused often enough is not asked for again."""
+    """True if there is room for one more packed filter of `kept` bytes, that of `cache`. A problem is decided once, but
+    each layer of a model with this problem keeps a filter of its own. After several refusals the answer stays False."""
     if KEPT not in (decision.choice, decision.in_graph) or cache.bytes or cache.promised:
         return True
     if cache.refused(KEPT) >= TRIES:

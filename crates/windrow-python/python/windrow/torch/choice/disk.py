@@ -1,8 +1,8 @@
-"""Decisions on disk, beside the tuner's tables, so that a second process times nothing.
+"""The decisions on disk, beside the tuner's tables, so that a second process measures nothing.
 
-A file has a table for each environment: versions, device and settings on which times depend. It is read once in a process and
-replaced as a whole; any number of processes may do that at once. A file that is none, or whose tables are all for other
-environments, is ignored with a `DecisionsWarning`.
+A file has a table for each environment: the versions, device and settings on which times depend. A process reads the
+file once and replaces it as a whole; any number of processes may do so at once. A file that is damaged, or whose tables
+are all for other environments, is ignored with a `DecisionsWarning`.
 """
 
 import atexit
@@ -66,7 +66,7 @@ _warned: set[str] = set()
 
 
 def recall(what: str, key: Problem) -> Decision | None:
-    """What an earlier process has found for a problem, or for one of nearly its size."""
+    """The decision of an earlier process for this problem, or for one of nearly the same size."""
     if _is_off():
         return None
     with _lock:
@@ -85,8 +85,8 @@ def recall(what: str, key: Problem) -> Decision | None:
 
 
 def keep(decision: Decision) -> None:
-    """For other processes, unless it holds for this one alone: provisional, made beside other programs, or for want of
-    memory."""
+    """Stores a decision for other processes. It is left out if it holds for this process only: provisional, measured
+    beside other programs, or made for want of memory."""
     is_final = decision.is_final and not any(of.is_disturbed for of in decision.times.values())
     holds_elsewhere = (is_final or decision.is_by_hand) and decision.has_room and not decision.limits
     if not holds_elsewhere or _is_off():
@@ -107,14 +107,14 @@ def keep(decision: Decision) -> None:
 
 
 def flush() -> None:
-    """Writes what is not written yet."""
+    """Writes the decisions that are not on disk yet."""
     with _lock:
         for table in _tables.values():
             _write(table)
 
 
 def forget() -> None:
-    """Also on disk, what is for the devices of this process."""
+    """Removes the decisions for this process's devices from the disk too."""
     if _is_off():
         return
     devices = [torch.device("cpu")]
@@ -130,7 +130,7 @@ def forget() -> None:
 
 
 def reset() -> None:
-    """Reads the files again when they are needed."""
+    """Drops the loaded tables, so that the files are read again when needed."""
     _tables.clear()
     _warned.clear()
 
@@ -167,7 +167,7 @@ def _table(device: torch.device) -> _Table:
 
 
 def environment_of(device: torch.device) -> Environment:
-    """What times depend on beside the problem."""
+    """The environment: all that times depend on beside the problem."""
     backends = torch.backends
     flags = {
         "deterministic": torch.are_deterministic_algorithms_enabled() or backends.cudnn.deterministic,
@@ -216,7 +216,7 @@ def _path(environment: Environment) -> Path | None:
 
 
 def _folder() -> Path | None:
-    """The tuner's."""
+    """The folder of the tuner's tables."""
     of = lambda name, *rest: Path(value, *rest) if (value := os.environ.get(name)) else None
     tables = of("WINDROW_TUNE_CACHE")
     cached = of("WINDROW_CACHE_DIR") or of("XDG_CACHE_HOME", "windrow") or of("HOME", ".cache", "windrow")
@@ -253,7 +253,7 @@ def _read(path: Path) -> list[dict[str, Any]] | None:
 
 @contextlib.contextmanager
 def _opened(path: Path, flags: int) -> Iterator[int]:
-    """A regular file, without waiting for anybody."""
+    """A context with a regular file opened, without waiting for another process."""
     # Before it is opened: opening a device may have effects.
     if path.exists() and not path.is_file():
         raise OSError("no regular file")
@@ -267,7 +267,7 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def _checked(path: Path | None, entries: Any) -> Entries:
-    """Without what is no decision."""
+    """The entries without those that are no valid decision."""
     checked: Entries = {}
     for group, sizes in entries.items():
         for size, entry in sizes.items() if isinstance(sizes, dict) else [("", sizes)]:
@@ -294,7 +294,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def _write(table: _Table, is_emptied: bool = False) -> None:
-    """Merged with what is there."""
+    """Writes a table's new entries, merged with the entries in the file."""
     path = table.path
     if path is None or not table.can_be_written or not (table.new or is_emptied):
         return
@@ -326,7 +326,8 @@ def _write(table: _Table, is_emptied: bool = False) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """A file of its own: the table itself is replaced, and a lock goes with the file."""
+    """A context that holds the lock. The lock is a file of its own, because the table is replaced and a lock is lost
+    with its file."""
     with _opened(path, os.O_RDWR | os.O_CREAT) as file:
         end = time.monotonic() + _PATIENCE
         while not _try_lock(file):
@@ -337,7 +338,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _try_lock(file: int) -> bool:
-    """Until it is closed."""
+    """True if the lock was taken; it lasts until the file is closed."""
     try:
         import fcntl
     except ImportError:  # Windows

@@ -1,4 +1,4 @@
-"""Gradients of a convolution, each by Windrow or by PyTorch."""
+"""The gradients of a convolution, each computed by Windrow or by PyTorch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _NONE = (False, False, False)
 
 @dataclass(slots=True)
 class Backward:
-    """What gradients are made of."""
+    """The tensors and options that gradients are computed from."""
 
     dy: Tensor
     x: Tensor
@@ -33,7 +33,7 @@ class Backward:
     accuracy: str | None
 
     def decided(self, needs: Three) -> list[Tensor | None]:
-        """Each by who is faster at it."""
+        """The gradients, each computed by the faster implementation."""
         if not problem.can_be_ours(self.x, self.weight, self.bias):
             return self.computed(needs, _NONE)
         key = key_of(self.x, self.weight, self.bias, self.options, self.accuracy)
@@ -48,7 +48,7 @@ class Backward:
         return self.computed(needs, _mine(needs, of_input, of_filter))
 
     def computed(self, needs: Three, mine: Three) -> list[Tensor | None]:
-        """The gradients that are needed, of these `mine` by Windrow and the others by PyTorch."""
+        """The needed gradients: those in `mine` by Windrow, the others by PyTorch."""
         grads = self._by_windrow(mine) if any(mine) else [None, None, None]
         others = [n and not m for n, m in zip(needs, mine, strict=True)]
         if not any(others):
@@ -90,7 +90,7 @@ class Backward:
         return Question(what, key, lambda: self.computed(needs, _NONE), ours, cache=cache, check=self.check(needs))
 
     def check(self, needs: Three) -> Check:
-        """Of those that are needed: that of the input alone, or others."""
+        """The check of the needed gradients: of the input's alone, or of the others."""
 
         def of(part: slice) -> list[tuple[Tensor, Tensor]]:
             dy, x, weight = (t.float() for t in (self.dy[part], self.x[part], self.weight))
@@ -123,7 +123,7 @@ class Backward:
 def decided_for(
     x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, accuracy: str | None
 ) -> Callable[[Three], Three] | None:
-    """Which of the gradients that are needed Windrow computes, for images like x. None as long as that is not decided."""
+    """A function that says which of the needed gradients Windrow computes, for images like x. None: not decided yet."""
     key = key_of(x, weight, bias, options, accuracy)
     of_both = bias is not None and bias.requires_grad
     decided = [store.final(what, key) for what in (OF_INPUT, OF_BOTH if of_both else OF_FILTER)]
@@ -134,7 +134,7 @@ def decided_for(
 
 
 def _mine(needs: Three, of_input: bool, of_filter: bool) -> Three:
-    """Of the gradients that are needed, those that are ours if that of the input and that of the filter are."""
+    """The gradients that Windrow computes of those that are needed, given its share: of the input, of the filter."""
     # The gradient of a bias alone is a sum, for which PyTorch has nothing better.
     rest = of_filter or not needs[1]
     return needs[0] and of_input, needs[1] and rest, needs[2] and rest

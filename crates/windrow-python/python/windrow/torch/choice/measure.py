@@ -1,4 +1,4 @@
-"""How long candidates take, by a few runs in turns."""
+"""The timing of candidates: a few runs in turns."""
 
 import statistics
 import time
@@ -14,8 +14,9 @@ Runs = Mapping[str, Callable[[], Any]]
 
 
 def times_of(device: torch.device, runs: Runs) -> dict[str, Seconds]:
-    """Of a few runs in turns the median on CUDA, the shortest on the CPU: other programs only add to it, and PyTorch's
-    second call of a layer took up to ten times what the sixth took. Each has run once before."""
+    """The time of each candidate over a few runs in turns: the median on CUDA, the minimum on the CPU. On the CPU other
+    programs can only add time, and PyTorch's second call of a layer took up to ten times as long as its sixth. Every
+    candidate has run once before."""
     passed: dict[str, list[float]] = {name: [] for name in runs}
 
     def clock(name: str, repeat: int) -> float:
@@ -48,7 +49,7 @@ def times_of(device: torch.device, runs: Runs) -> dict[str, Seconds]:
 
 
 def _is_clear(times: Sequence[Sequence[float]]) -> bool:
-    """Whether each differs from PyTorch, the first, by more than chance in what was measured so far."""
+    """True if every candidate differs from PyTorch, the first one, by more than chance so far."""
     theirs, *others = times
     return len(theirs) > 1 and all(
         max(ours) < (1 - CHANCE) * min(theirs) or min(ours) > (1 + CHANCE) * max(theirs) for ours in others
@@ -62,7 +63,7 @@ _processor_time = (
 
 
 def _on_cpu(run: Callable[[], Any], repeat: int) -> tuple[float, float]:
-    """Seconds that the caller had a processor, and that passed."""
+    """The seconds during which the calling thread had a processor, and the seconds that passed."""
     start, of_caller = time.perf_counter(), _processor_time()
     for _ in range(repeat):
         run()
@@ -96,7 +97,7 @@ _HOST_SAMPLES = 15
 
 
 def _host_times(device: torch.device, runs: Runs) -> dict[str, float]:
-    """What calls keep the interpreter, one at a time for a device that waits: in a queue, launches are cheaper."""
+    """The interpreter's time of single calls, with the device idle. Launches into a busy queue are cheaper."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
     with torch.cuda.device(device):
         for _ in range(_HOST_SAMPLES):

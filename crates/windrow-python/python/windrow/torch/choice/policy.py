@@ -1,4 +1,4 @@
-"""Who computes a problem, given times: pure functions, and every constant of the choice with its reason."""
+"""The choice between implementations, given their times: pure functions, and every constant with its reason."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -68,7 +68,7 @@ FREE_IN_GRAPHS = 8
 
 @dataclass(frozen=True)
 class Seconds:
-    """That a call takes: the device, and before that, on CUDA, the interpreter."""
+    """The time of a call: of the device and, on CUDA, of the interpreter before it."""
 
     device: float
     host: float = 0.0
@@ -84,7 +84,7 @@ Times = Mapping[str, Seconds]
 
 @dataclass(frozen=True)
 class Choice:
-    """Who computes a problem: called, and captured in a graph."""
+    """The implementation for ordinary calls, and the one for calls that are captured in a CUDA graph."""
 
     called: str
     in_graph: str
@@ -93,11 +93,12 @@ class Choice:
 def choose(
     times: Times, others: Seconds = Seconds(0.0), around: float = BESIDE, for_graphs: Sequence[str] = ()
 ) -> Choice:
-    """The fastest for the model. `times`: of PyTorch and of each candidate; `others`: the model's other problems, as `whole`
-    says it, with PyTorch; `for_graphs`: candidates that have room in graphs alone.
+    """The choice that makes the model fastest. `times`: of PyTorch and of each candidate. `others`: the time of the
+    model's other problems with PyTorch, as from `whole`. `for_graphs`: candidates that have room only in CUDA graphs.
 
-    A model waits for the device or for the interpreter, whichever takes longer in all. In a captured graph only the device's
-    time is left."""
+    A model is bound by the device's time or the interpreter's, whichever total is larger. In a captured graph only the
+    device's time remains.
+    """
     theirs, mine = times[PYTORCH], whole(times, around)
     model = others + mine
     # This layer's part of what the model waits for.
@@ -117,18 +118,18 @@ def choose(
 
 
 def whole(times: Times, around: float) -> Seconds:
-    """What a model takes with PyTorch for a problem and what is beside it; nothing as far as it was not measured."""
+    """The model's time for a problem with PyTorch, including the operations around it; zero if it was not measured."""
     return Seconds(0.0) if PYTORCH not in times else times[PYTORCH] + Seconds(0.0, around * times[PYTORCH].host)
 
 
 def fastest(times: Mapping[str, float], theirs: float, least: float = LEAST) -> str:
-    """PyTorch unless one of the others gains enough."""
+    """The fastest implementation; PyTorch unless another gains enough."""
     best = min(times, key=times.__getitem__, default=PYTORCH)
     return best if times.get(best, theirs) <= min(SHARE * theirs, theirs - least) else PYTORCH
 
 
 def shortest(times: Times, before: Times) -> dict[str, Seconds]:
-    """Of measurements at several times; disturbed if all were."""
+    """The shorter of two measurements of each candidate; it counts as disturbed only if both were."""
 
     def shorter(one: Seconds, other: Seconds) -> Seconds:
         less = min(one, other, key=lambda of: of.device)
@@ -138,7 +139,7 @@ def shortest(times: Times, before: Times) -> dict[str, Seconds]:
 
 
 def are_believed(times: Times, called: str, called_before: str | None) -> bool:
-    """Whether times of the CPU need not be measured again at a later call."""
+    """True if times on the CPU are clear enough, so that no later call needs to measure again."""
     if any(of.is_disturbed for of in times.values()):
         return False
     devices = [of.device for of in times.values()] or [0.0]
@@ -147,8 +148,8 @@ def are_believed(times: Times, called: str, called_before: str | None) -> bool:
 
 
 def is_step_worth_it(parts: Sequence[tuple[bool, Times]], on_cuda: bool, is_cast: bool) -> bool:
-    """Whether any part of a layer's step had better be ours. `parts`: whether each is ours by itself, and its times;
-    `is_cast`: autocast casts what it is given."""
+    """True if Windrow should compute any part of a layer's training step. `parts`: for each part, whether Windrow won
+    it, and its times. `is_cast`: autocast casts the operands."""
     gained = total = 0.0
     for is_ours, times in parts:
         is_compared = PYTORCH in times and len(times) > 1
@@ -163,7 +164,7 @@ def is_step_worth_it(parts: Sequence[tuple[bool, Times]], on_cuda: bool, is_cast
 
 
 def nearest(elements: int, measured: Sequence[int]) -> int | None:
-    """Index of the measured size that one of so many elements follows; None: it is measured itself."""
+    """The index of the measured size whose decision a problem of `elements` elements takes. None: measure it."""
     if len(measured) < MEASURED_SIZES:
         return None
     best = min(range(len(measured)), key=lambda i: abs(measured[i] - elements))

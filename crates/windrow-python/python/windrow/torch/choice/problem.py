@@ -1,4 +1,5 @@
-"""What is decided: a convolution, or a gradient of one, of tensors of certain sizes, types and strides."""
+"""The description of a problem: a convolution, or a gradient of one, for tensors of certain sizes, types and strides.
+"""
 
 import math
 from collections.abc import Sequence
@@ -23,8 +24,8 @@ UNKEPT = (CHANGING, FUSED_UNKEPT)
 
 
 class Options(NamedTuple):
-    """Of a convolution; with `output_padding` of a transposed one. For Windrow a line [n, c, l], whose filter is
-    [k, c / groups, s], is an image of one row: its options are pairs as well."""
+    """The options of a convolution; a transposed one has `output_padding`. Windrow treats a line [n, c, l], whose
+    filter is [k, c / groups, s], as an image of one row, so its options are pairs too."""
 
     stride: Sequence[int]
     padding: Sequence[int]
@@ -34,7 +35,7 @@ class Options(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """What an optimized model adds to a convolution's result."""
+    """The residual: the tensor that an optimized model adds to a convolution's result."""
 
     # False if it is broadcast, or of another type: no convolution adds that.
     fits: bool
@@ -45,7 +46,7 @@ class Beside(NamedTuple):
 
 
 class After(NamedTuple):
-    """What an optimized model computes in one with a convolution."""
+    """The operations that an optimized model computes together with a convolution."""
 
     activation: str | None
     beside: Beside | None
@@ -53,7 +54,7 @@ class After(NamedTuple):
 
 
 class How(NamedTuple):
-    """What a problem is beside its sizes and the layer."""
+    """The part of a problem that is neither sizes nor the layer."""
 
     device: torch.device
     dtype: torch.dtype
@@ -65,7 +66,8 @@ class How(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A problem by name. Calls look a `Key` up, which equals it and is made sooner."""
+    """A problem with named fields. A call looks up its `Key`, a plain tuple that equals the `Problem` and is built
+    faster."""
 
     sizes: tuple[torch.Size, tuple[int, ...]]
     how: How
@@ -81,7 +83,7 @@ class Problem(NamedTuple):
         return Options(layer[2:4], layer[4:6], layer[6:8], layer[8], layer[9:] or None)
 
     def without_sizes(self) -> str:
-        """The layer and all else that is no size, in words."""
+        """The layer and everything else except the sizes, in words."""
         how, options, filter = self.how, self.options, self.layer[0]
         laid_out = _laid_out(filter, how.filter_strides)
         words = [f"filter {[*filter]}" + (f" {laid_out}" if laid_out else "")]
@@ -96,7 +98,7 @@ class Problem(NamedTuple):
         return ", ".join([*words, f"{how.threads} thread" + "s" * (how.threads != 1)])
 
     def image(self) -> str:
-        """In words."""
+        """The image's type, shape and layout, in words."""
         shape, strides = self.sizes
         laid_out = _laid_out(shape, strides)
         return f"{_name(self.how.dtype)} {[*shape]}" + (f" {laid_out}" if laid_out else "")
@@ -119,7 +121,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _laid_out(shape: Sequence[int], strides: Sequence[int]) -> str:
-    """Nothing for row-major tensors."""
+    """The layout in words; empty for row-major tensors."""
     if _strides(shape, range(len(shape))) == [*strides]:
         return ""
     if len(shape) == 4 and _strides(shape, (0, 2, 3, 1)) == [*strides]:
@@ -147,7 +149,7 @@ def _after(after: str | After | None) -> list[str]:
 
 
 def layer(weight: Tensor, bias: Tensor | None, options: Options) -> tuple[Any, ...]:
-    """What a problem has of a module: the last part of a `Problem`."""
+    """The part of a problem that belongs to a module: the last field of a `Problem`."""
     stride, padding, dilation, groups, output_padding = options
     return (weight.shape, bias is None, *stride, *padding, *dilation, groups, *(output_padding or ()))
 
@@ -161,7 +163,7 @@ def key_of(
     after: str | After | None = None,
     dtype: torch.dtype | None = None,
 ) -> Key:
-    """`dtype` is what x is going to be cast to."""
+    """The key of a problem. `dtype` is the type to which x will be cast."""
     strides = x.stride()
     is_last = strides[1] < strides[-1]
     threads = torch.get_num_threads()
@@ -170,7 +172,7 @@ def key_of(
 
 
 def can_be_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """False for what only PyTorch computes, or has the better words to refuse."""
+    """True if Windrow can compute this. If it is False, PyTorch computes it, or raises the clearer error."""
     return (
         x.dim() == weight.dim()
         and x.device.type in ("cpu", "cuda")
@@ -182,7 +184,7 @@ def can_be_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def aten(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
-    """PyTorch's own operator."""
+    """The result of PyTorch's own operator."""
     stride, padding, dilation, groups, output_padding = options
     if output_padding is not None:
         if weight.dim() == 3:
@@ -195,7 +197,7 @@ def aten(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Te
 
 
 def output_shape(x: Tensor, weight: Tensor, options: Options) -> list[Any]:
-    """That of the convolution's result."""
+    """The shape of the convolution's result."""
     stride, padding, dilation, groups, output_padding = options
     first = 4 - weight.dim()
     sizes = zip(x.shape[2:], weight.shape[2:], stride[first:], padding[first:], dilation[first:], strict=True)
@@ -212,40 +214,41 @@ def result_bytes(x: Tensor, weight: Tensor, options: Options) -> int:
 
 
 def as_image(t: Tensor, x: Tensor) -> Tensor:
-    """What the native functions take if x is a line."""
+    """The tensor as the native functions take it: a line becomes an image of one row."""
     return t.unsqueeze(2) if x.dim() == 3 else t
 
 
 def as_line(t: Tensor | None, x: Tensor) -> Tensor | None:
-    """Takes `as_image` back."""
+    """The inverse of `as_image`."""
     return t.squeeze(2) if t is not None and x.dim() == 3 else t
 
 
 def memory_format(x: Tensor, weight: Tensor) -> torch.memory_format:
-    """That of the result: as PyTorch's own convolution chooses it."""
+    """The memory format of the result, chosen as PyTorch's own convolution chooses it."""
     is_last = _is_channels_last(x) or _is_channels_last(weight)
     return torch.channels_last if is_last else torch.contiguous_format
 
 
 def in_layout(x: Tensor, layout: torch.memory_format) -> Tensor:
-    """As PyTorch does where the filter alone is channels-last, and with lines."""
+    """The image in this memory format. It is copied only if it is a line, or if the filter alone is channels-last, as
+    in PyTorch."""
     is_copied = x.dim() == 3 or (layout is torch.channels_last and not _is_channels_last(x))
     return x.contiguous(memory_format=layout) if is_copied else x
 
 
 def is_laid_out(residual: Tensor, x: Tensor, layout: torch.memory_format) -> bool:
-    """Whether it lies as our convolution of x lays out its result."""
+    """True if the residual has the layout in which Windrow's convolution of x writes its result."""
     is_last = is_laid_out_last(in_layout(x, layout))
     return residual.is_contiguous(memory_format=torch.channels_last if is_last else torch.contiguous_format)
 
 
 def is_laid_out_last(image: Tensor) -> bool:
-    """Whether the native functions lay the result out in channels-last."""
+    """True if the native functions write the result in channels-last."""
     return image.dim() == 4 and image.shape[1] > 1 and image.stride(1) < image.stride(3)
 
 
 def _is_channels_last(t: Tensor) -> bool:
-    """Whether PyTorch takes it as such: `suggest_memory_format`, which Python does not have."""
+    """True if PyTorch counts the tensor as channels-last: its `suggest_memory_format`, which Python does not have."""
     if t.dim() != 4 or t.stride(1) == 0:
         return False
     least = 0
@@ -258,5 +261,5 @@ def _is_channels_last(t: Tensor) -> bool:
 
 
 def dense(x: Tensor) -> Tensor:
-    """As the result of a convolution, whose elements share no memory."""
+    """The tensor as a convolution would write it: no two elements share memory."""
     return x.contiguous(memory_format=memory_format(x, x))

@@ -1,4 +1,4 @@
-"""What was decided in this process."""
+"""The decisions of this process."""
 
 import threading
 from dataclasses import dataclass, field
@@ -16,8 +16,9 @@ Source = Literal["measured", "stored", "set by the user", "a size nearby", "not 
 class Decision:
     """The implementation that computes a problem, and the reason.
 
-    `problem`, `device`, `choice`, `in_graph`, `microseconds`, `reason`, `is_final` and `source` are for users; the other
-    attributes may change."""
+    `problem`, `device`, `choice`, `in_graph`, `microseconds`, `reason`, `is_final` and `source` are for users; the
+    other attributes may change.
+    """
 
     what: str
     key: Problem
@@ -44,18 +45,18 @@ class Decision:
 
     @property
     def problem(self) -> str:
-        """In words."""
+        """The problem in words."""
         return f"{self.what} of {self.key}"
 
     @property
     def device(self) -> str:
-        """`cpu` or `cuda:0`."""
+        """The device's name, such as `cpu` or `cuda:0`."""
         return str(self.key.how.device)
 
     @property
     def microseconds(self) -> dict[str, float]:
-        """By name, what a run took: the device's time on CUDA, the calling thread's on the CPU. Empty if nothing was
-        measured."""
+        """The time of a run by each implementation: the device's time on CUDA, the calling thread's on the CPU. Empty
+        if nothing was measured."""
         return {name: 1e6 * of.device for name, of in self.times.items()}
 
     @property
@@ -63,7 +64,7 @@ class Decision:
         return self.source == "set by the user"
 
     def now(self) -> str:
-        """Who computes a call that comes now."""
+        """The implementation for a call that is made now."""
         return self.in_graph if self.in_graph != self.choice and is_captured(self.key.how.device) else self.choice
 
     def __str__(self) -> str:
@@ -84,7 +85,7 @@ def get(what: str, key: Key) -> Decision | None:
 
 
 def final(what: str, key: Key) -> Decision | None:
-    """What was decided for good."""
+    """The decision for this problem if it is final."""
     decision = get(what, key)
     return decision if decision is not None and decision.is_final else None
 
@@ -102,12 +103,12 @@ def put_measured(decision: Decision) -> None:
 
 
 def measured(what: str, key: Key) -> list[Decision]:
-    """Of the same layer in other sizes."""
+    """The measured decisions for the same layer in other sizes."""
     return _measured.get((what, *key[1:]), [])
 
 
 def every() -> list[Decision]:
-    """The oldest first."""
+    """All decisions, the oldest first."""
     return [decision for decided in list(_decisions.values()) for decision in list(decided.values())]
 
 
@@ -117,8 +118,8 @@ def clear() -> None:
 
 
 def of_a_model(what: str, key: Key, around: float) -> Seconds:
-    """What a model takes with PyTorch for all that was measured before of as many images on this device. A patched and an
-    optimized model are two."""
+    """The model's time with PyTorch for all other problems measured so far with as many images on this device. A
+    patched and an optimized model count as two models."""
     like = (key[0][0][0], key[1][0], around)
     others = [d for d in every() if (d.key[0][0][0], d.key[1][0], d.around) == like and (d.what, d.key) != (what, key)]
     return sum((policy.whole(d.times, around) for d in others), Seconds(0.0))
