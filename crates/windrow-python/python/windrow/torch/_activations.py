@@ -1,4 +1,4 @@
-"""The activations that operators fuse, as functions of PyTorch's: the names are those of Rust's `Activation`."""
+"""The activations that operators fuse, as PyTorch's functions. Their names are those of Rust's `Activation`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -37,7 +37,8 @@ _IN_PLACE: dict[str | None, Function] = {
 
 
 def activation_of(name: str | None, in_place: bool = False) -> Function:
-    """The function of a name; `in_place` it may overwrite what it is given. Raises ValueError for another name."""
+    """The function with this name; with `in_place` it may overwrite its argument. Raises ValueError for an unknown
+    name."""
     function = ACTIVATIONS.get(name)
     if function is None:
         raise ValueError(f"`activation` is {name!r}, expected one of {[*ACTIVATIONS]}")

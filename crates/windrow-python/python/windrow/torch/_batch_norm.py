@@ -1,8 +1,9 @@
-"""Batch normalisation of few long channels on CUDA, in training, and a short way to PyTorch's operator in inference.
+"""Batch normalisation: faster training on CUDA for few long channels, and a call of PyTorch's operator with less
+overhead in inference.
 
-PyTorch sums each channel of a row-major batch in one block: 64 channels keep half of a device busy, for a tenth of a step of
-VGG-11 or ResNet-18. Here statistics are by a reduction of many blocks, and in the backward pass each image's part of a channel
-is summed by itself, by what PyTorch has for batches on several devices.
+PyTorch sums each channel of a row-major batch in one block, so 64 channels leave half of a device idle; this takes a
+tenth of a training step of VGG-11 or ResNet-18. Here a reduction over many blocks computes the statistics. The backward
+pass sums each image's part of a channel by itself, with PyTorch's operators for batches on several devices.
 """
 
 from typing import Any
@@ -29,7 +30,8 @@ def _pays(x: Tensor) -> bool:
 
 
 class _InParts(torch.autograd.Function):
-    """y = (x - mean) / sqrt(var + eps) * weight + bias with those of the batch, for x [n, c, h, w]."""
+    """The function y = (x - mean) / sqrt(var + eps) * weight + bias with the mean and variance of the batch, for x [n,
+    c, h, w]."""
 
     @staticmethod
     def forward(
@@ -80,8 +82,9 @@ _FORWARD = own_method(nn.BatchNorm2d, "forward")
 class BatchNorm2d(nn.BatchNorm2d):
     """`torch.nn.BatchNorm2d`, faster in two cases; PyTorch's operators compute both.
 
-    In training, if a contiguous NCHW batch on CUDA has few long channels, these are computed in parts. In inference the
-    operator is called with less overhead."""
+    In training, a contiguous NCHW batch on CUDA with few long channels is computed in parts. In inference the operator
+    is called with less overhead.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.jit.is_scripting():
@@ -106,7 +109,7 @@ class BatchNorm2d(nn.BatchNorm2d):
         return super().forward(input)
 
     def _scripted(self, input: Tensor) -> Tensor:
-        """PyTorch's `forward`, which TorchScript does not find in a class above."""
+        """PyTorch's `forward`, repeated because TorchScript does not find it in a base class."""
         factor = 0.0 if self.momentum is None else self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)

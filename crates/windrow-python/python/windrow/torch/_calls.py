@@ -1,4 +1,4 @@
-"""What PyTorch does with a call beside computing it: graphs, tracers, modes."""
+"""The context of a call: CUDA graphs, tracers and modes that see it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +16,14 @@ MISSING: Any = object()
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether calls on this device go into a graph now."""
+    """True if a CUDA graph captures calls on this device now."""
     return device.type == "cuda" and _raw_stream(device.index) != 0 and torch.cuda.is_current_stream_capturing()
 
 
 def goes_into_a_graph(tensor: Tensor) -> bool | None:
-    """The same for the device of a tensor, found sooner. None on the default stream, of number 0: that cannot be captured,
-    so that the driver need not be asked, and calls before a capture are on another."""
+    """True if a CUDA graph captures calls on the tensor's device now; faster than `is_captured`. None on the default
+    stream (number 0), which cannot be captured, so the driver need not be asked. The calls that precede a capture run
+    on another stream."""
     index = tensor.get_device()
     if index < 0 or _raw_stream(index) == 0:
         return None
@@ -30,17 +31,18 @@ def goes_into_a_graph(tensor: Tensor) -> bool | None:
 
 
 def is_ordinary(tensor: Any) -> bool:
-    """False for the stand-ins of tracers and exporters. Sizes of these are not to be compared: that would fix them."""
+    """True for real tensors, False for the stand-ins of tracers and exporters. Comparing a stand-in's sizes would fix
+    them."""
     return type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
 
 
 def is_plainly_called(tensor: Any) -> bool:
-    """Whether PyTorch's operator can be called past its function in Python: nobody looks at what functions are called."""
+    """True if PyTorch's operator can be called without its Python function, because nothing observes function calls."""
     return type(tensor) is Tensor and not is_traced() and torch._C._len_torch_function_stack() == 0
 
 
 def is_direct(*tensors: Tensor | None) -> bool:
-    """False for stand-ins, and if somebody wants to see what is called."""
+    """True if no tensor is a stand-in and nothing observes the call."""
     return (
         is_ordinary(tensors[0])
         and not is_traced()

@@ -21,15 +21,15 @@ from windrow.torch._library import (
 
 
 def as_computed(x: Tensor, *filters: Tensor | None) -> list[Tensor | None]:
-    """Filter and bias as Windrow takes them, in f32 or in the type of x: what is f16 or bf16 beside x of another type is
-    as good in f32."""
+    """Filter and bias in a type that Windrow takes: f32 or the type of x. f16 and bf16 beside an x of another type
+    become f32, which loses nothing."""
     types = (x.dtype, torch.float32)
     is_other = lambda t: t is not None and t.dtype not in types and t.dtype in (torch.float16, torch.bfloat16)
     return [t.float() if is_other(t) else t for t in filters]
 
 
 def as_given(gradients: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients in the types of what they are of."""
+    """The gradients, each in the type of its tensor."""
     return [g if g is None or t is None else g.to(t.dtype) for g, t in zip(gradients, tensors, strict=True)]
 
 

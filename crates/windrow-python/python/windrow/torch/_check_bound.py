@@ -1,4 +1,5 @@
-"""How far results of an optimized model may be from those of the model: docs/notes/optimize-check.md derives it."""
+"""The bound on how far results of an optimized model may differ from those of the model; docs/notes/optimize-check.md
+derives it."""
 
 import math
 from dataclasses import dataclass
@@ -21,19 +22,20 @@ _REACH = 1, 2, 4
 
 @dataclass(frozen=True)
 class Tier:
-    """What one rounding of an operand is, and what more than that an algorithm of it may be off."""
+    """An accuracy tier: the unit roundoff of an operand and of a result, and how much an algorithm amplifies rounding
+    errors."""
 
     unit: float
     out: float
     growth: float
 
     def of_sums(self, terms: int) -> float:
-        """Deviation of a sum of products, relative to the root of the sum of their squares."""
+        """The standard deviation of a sum's error, relative to the root of the sum of squares of its products."""
         return self.growth * (2 * self.unit + _F32 * math.sqrt(terms + 48))
 
 
 def tier_of(dtype: torch.dtype, device: torch.device, accuracy: str | None) -> Tier:
-    """Of results of a type. Under autocast it is lower than that of the arguments."""
+    """The tier of results of this type. Under autocast it is lower than that of the arguments."""
     out = _UNITS.get(dtype, _F32)
     on_cuda = device.type != "cpu"
     if dtype in (torch.float16, torch.bfloat16):
@@ -47,7 +49,8 @@ def tier_of(dtype: torch.dtype, device: torch.device, accuracy: str | None) -> T
 
 
 def largest_nearby(squares: Tensor) -> Tensor:
-    """Of the results that may depend on one tile. By doubling: `max_pool2d` takes 13 times as long."""
+    """The largest value among the results that may depend on the same tile. It is found by doubling; `max_pool2d` takes
+    13 times as long."""
     for dim in (-2, -1):
         for is_before in (False, True):
             for step in _REACH:
@@ -61,7 +64,8 @@ def largest_nearby(squares: Tensor) -> Tensor:
 
 
 def beyond(got: Tensor, want: Tensor, bound: Tensor) -> str | None:
-    """Says where and by how much, if an element is off by more than its bound. Where the value is not finite, that is asked."""
+    """The number of wrong elements and the worst one, in words; None if every element is within its bound. An element
+    whose bound is infinite only has to be finite. One whose reference is not finite may be anything."""
     error = (got - want).abs()
     wrong = torch.where(want.isfinite() & bound.isfinite(), ~(error <= bound), want.isfinite() & ~got.isfinite())
     if not wrong.any():
@@ -74,7 +78,7 @@ def beyond(got: Tensor, want: Tensor, bound: Tensor) -> str | None:
 
 
 def moved(x: Tensor, unit: float, generator: torch.Generator) -> Tensor:
-    """The same with each element moved by one rounding, up or down."""
+    """The tensor with each element moved by one rounding, up or down."""
     wide = x.float() if x.element_size() < 4 else x
     signs = torch.randint(0, 2, x.shape, generator=generator, device=x.device, dtype=torch.int8)
     # The factor is exact, and a rounding to the nearest of a number that one unit was added to is a step of its type.
@@ -82,7 +86,7 @@ def moved(x: Tensor, unit: float, generator: torch.Generator) -> Tensor:
 
 
 class Spread:
-    """How far roundings move a result."""
+    """The distance by which rounding errors move a result."""
 
     def __init__(self, want: Tensor, tier: Tier) -> None:
         self.tier, self.is_exact = tier, not (want.is_floating_point() or want.is_complex())
@@ -96,7 +100,7 @@ class Spread:
         return value.to(torch.float64 if value.device.type == "cpu" else torch.promote_types(value.dtype, torch.float32))
 
     def add(self, draw: Tensor) -> None:
-        """`draw`: the result with roundings of its own."""
+        """Adds a run: `draw` is the result with other rounding errors."""
         if self.is_exact:
             self.most = max(self.most, int((draw != self.want).sum()))
             return
@@ -104,7 +108,7 @@ class Spread:
         self.spread = distance if self.spread is None else torch.maximum(self.spread, distance)
 
     def differs(self, got: Tensor) -> str | None:
-        """What is wrong with a result; nothing is if no roundings were added."""
+        """The fault of a result, in words; None if it is within the bound, or if no run was added."""
         if self.is_exact:
             return self._differs_exactly(got)
         if self.want.numel() == 0 or self.spread is None:
@@ -117,7 +121,8 @@ class Spread:
         return beyond(self._widened(got), self.want, DEVIATIONS * self.tier.growth * spread + of_results)
 
     def _differs_exactly(self, got: Tensor) -> str | None:
-        """Of numbers that are none of f32: those that roundings move may move by ours, and some more."""
+        """The fault of a result that is not floating-point. If rounding errors change some of its elements, up to about
+        ten times as many may differ here."""
         count, most = int((got != self.want).sum()), self.most
         if count <= 10 * (most + 1) and (most or count <= max(1, got.numel() // 1000)):
             return None

@@ -1,4 +1,4 @@
-"""Convolutions of images, transposed ones, and those of lines, which are images of one row."""
+"""Convolutions and transposed convolutions, of images and of lines; a line is an image of one row."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -76,7 +76,7 @@ def _backward_kernel(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
 
 
 def _dense(dy: Tensor) -> Tensor:
-    """A broadcast gradient, as that of a sum, with an element of memory for each, which plans want."""
+    """The gradient with memory for each element, as plans need it. That of a sum, for example, is broadcast."""
     return dy.contiguous() if 0 in dy.stride() else dy
 
 
@@ -123,7 +123,8 @@ differentiable(_conv2d, _kernel, _setup_context, _backward)
 
 
 def _keep_packed(args: tuple[Any, ...], cast: list[Any]) -> None:
-    """Autocast makes a new tensor of the filter on each call: what is packed stays with the filter."""
+    """Keeps the packed form with the original filter, because autocast makes a new tensor of the filter on each call.
+    """
     # Not for those without memory, like fake ones.
     if args[-1] != CHANGING and cast[1] is not args[1] and type(cast[1]) is Tensor:
         adopt(cast[1], args[1])
@@ -151,7 +152,8 @@ def _each(name: str, value: int | Sequence[int], directions: int = 2) -> list[in
 def _named_padding(
     name: str, x: Tensor, weight: Tensor, stride: list[int], dilation: list[int]
 ) -> tuple[Tensor, list[int]]:
-    """"valid" and "same" as PyTorch has them; "same" pads one more at the end if it must."""
+    """The image and the numbers for padding "valid" or "same", as in PyTorch. An odd total of "same" pads one more at
+    the end."""
     if name == "valid":
         return x, [0] * len(stride)
     if name != "same":
@@ -168,7 +170,8 @@ def _named_padding(
 
 
 def accuracy_of(accuracy: str | None, input: Tensor, is_linear: bool = False) -> str | None:
-    """Where none is asked for, that of PyTorch's own convolutions, or linear layers, which sum halves in f32."""
+    """The accuracy to use. If none is asked for, it is that of PyTorch's own convolutions or linear layers, which sum
+    f16 and bf16 in f32."""
     if (
         accuracy is None
         and input.is_cuda
@@ -393,7 +396,7 @@ def _convolved(
 
 
 class Training:
-    """A convolution and its gradients, for images like x, of which it is decided who computes them."""
+    """A convolution with gradients, for images like x, whose implementations are all decided."""
 
     def __init__(self, x: Tensor, run: Way, conv: Conv, mine: Callable[[Three], Three]) -> None:
         self.run, self.options, self.accuracy, self.mine = run.run, conv.options, conv.accuracy, mine
@@ -407,7 +410,7 @@ class Training:
         return self.run(x) if y is None else y
 
     def gradients(self, tensors: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
-        """Of dy, x, filter and bias."""
+        """The gradients from dy, x, filter and bias."""
         if not _native.is_plain(*tensors) or torch._C._is_any_autocast_enabled():
             rest = (*self.options, self.accuracy, FASTEST, needs)
             return or_none(_conv2d_backward(*tensors, *rest), needs)
@@ -417,7 +420,7 @@ class Training:
 
 
 class _Trained(torch.autograd.Function):
-    """A `Training` as PyTorch records it."""
+    """The autograd function of a `Training`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, by: Training) -> Tensor:

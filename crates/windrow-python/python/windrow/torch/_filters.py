@@ -1,11 +1,10 @@
-"""Packed forms of filters, kept for as long as the memory of the filter lives.
+"""The packed forms of filters, kept as long as the filter's memory lives.
 
-Whether a packed form still belongs to the filter is decided by the filter's content, in Rust; nothing
-here is trusted for that. What is found here is only where to look, and when to forget: under the storage
-of the filter, which all tensors over one memory share and which PyTorch keeps as one object for as long
-as the memory lives. So the packed forms serve compiled graphs too, which call the operator without the
-module; and no parameter carries a reference of ours, which would show in copies and pickles and make
-`torch.utils.swap_tensors` fail.
+Rust decides by the filter's content whether a packed form is still valid; nothing here is trusted for that. This file
+only finds and drops packed forms. It finds them by the filter's storage, an object that all tensors over the same
+memory share and that PyTorch keeps as long as the memory lives. So compiled graphs, which call the operator without the
+module, use the packed forms too. And no parameter carries a reference to them, which would show in copies and pickles
+and would make `torch.utils.swap_tensors` fail.
 """
 
 import weakref
@@ -29,8 +28,8 @@ _FILTERS_OF_A_STORAGE = 1024
 
 
 def filter_cache(weight: Tensor, lasts: bool = False) -> _native.FilterCache | None:
-    """Where packed forms of `weight` are kept; None where nothing says that its memory outlives the
-    call: neither `lasts`, nor is it a parameter, nor was it seen before."""
+    """The cache for packed forms of `weight`. None if the memory may not outlive the call: `weight` is no parameter,
+    was not seen before, and `lasts` is False."""
     return _cache(weight, weight.dtype, lasts)
 
 
@@ -39,7 +38,8 @@ Filters = tuple[_native.FilterCache, bool] | None
 
 
 def kept_with(weight: Tensor, is_frozen: bool, lasts: bool = False) -> Callable[[], Filters]:
-    """Finds what is kept with a filter, on each call anew: its memory may be another then."""
+    """A function that finds the cache of a filter. It looks anew on each call, because the filter's memory may have
+    changed."""
 
     def found() -> Filters:
         cache = filter_cache(weight, lasts)
@@ -49,12 +49,12 @@ def kept_with(weight: Tensor, is_frozen: bool, lasts: bool = False) -> Callable[
 
 
 def unkept() -> Filters:
-    """Of a filter that changes."""
+    """The cache of a filter that changes: none."""
     return None
 
 
 def forget(weight: Tensor) -> None:
-    """Drops the packed forms of a filter that changes although it was frozen."""
+    """Drops the packed forms of a filter that has changed although it was frozen."""
     known = _storages.get(id(weight.untyped_storage()))
     if known is not None:
         for cache in known[1].values():
@@ -62,7 +62,7 @@ def forget(weight: Tensor) -> None:
 
 
 def adopt(cast: Tensor, weight: Tensor) -> None:
-    """Lets `cast`, made from `weight` for one call, use packed forms that are kept with `weight`."""
+    """Makes `cast`, made from `weight` for one call, share the packed forms of `weight`."""
     cache = _cache(weight, cast.dtype)
     if cache is not None:
         filters, _ = _filters_over_memory_of(cast)
@@ -70,7 +70,7 @@ def adopt(cast: Tensor, weight: Tensor) -> None:
 
 
 def kept_bytes(device: torch.device, and_promised: bool = False) -> int:
-    """Memory of all that is packed on a device, and of what graphs are going to pack."""
+    """The bytes of all packed forms on a device; with `and_promised` also of those that CUDA graphs will pack."""
     caches = {}
     for _, filters in list(_storages.values()):
         for part, cache in list(filters.items()):
@@ -96,7 +96,7 @@ def _cache(weight: Tensor, dtype: torch.dtype, lasts: bool = False) -> _native.F
 
 
 def _filters_over_memory_of(tensor: Tensor) -> tuple[_Filters, bool]:
-    """The filters known over the tensor's storage, and whether that is seen for the first time."""
+    """The caches over the tensor's storage, and whether this storage is new."""
     storage = tensor.untyped_storage()
     key = id(storage)
     known = _storages.get(key)

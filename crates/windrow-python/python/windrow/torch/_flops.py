@@ -1,6 +1,5 @@
-"""What PyTorch's counter of operations (`torch.utils.flop_counter`) counts for Windrow's operators:
-as for PyTorch's own, two for each product of the plain sum, whatever the algorithm. GELU counts
-nothing there."""
+"""The operation counts of Windrow's operators for PyTorch's counter (`torch.utils.flop_counter`): two operations for
+each product of the direct sum, whatever the algorithm, as for PyTorch's own operators. GELU counts as zero there."""
 
 from collections.abc import Sequence
 from math import prod
@@ -14,7 +13,7 @@ Shape = Sequence[int]
 
 
 def register() -> None:
-    """Lets the counter know the operators."""
+    """Registers the operators with the counter."""
     formulas = {
         ops.conv2d: _conv2d,
         ops.conv2d_backward: _conv2d_backward,

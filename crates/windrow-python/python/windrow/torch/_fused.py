@@ -1,8 +1,8 @@
-"""A convolution of an optimized model: `activation(conv2d(x, weight) + bias + residual)`. A weight of two dimensions is that
-of a linear layer over the channels, which PyTorch computes as such.
+"""The convolution of an optimized model: `activation(conv2d(x, weight) + bias + residual)`. A weight with two
+dimensions belongs to a linear layer over the channels, and PyTorch computes it as one.
 
-Three ways are measured when a problem first comes: PyTorch's operators one after the other, what cuDNN has in
-one, and Windrow's convolution. For inference only.
+The first call of a problem times three implementations: PyTorch's operators one after the other, cuDNN's fused
+convolution, and Windrow's convolution. For inference only.
 """
 
 import weakref
@@ -62,7 +62,7 @@ _layers: dict[tuple[Any, ...], "FusedConv2d"] = {}
 def _layer(
     weight: Tensor, bias: Tensor | None, options: Options, activation: str | None, accuracy: str | None
 ) -> "FusedConv2d":
-    """What remembers who computes such calls, as long as the filter lives."""
+    """The module that remembers who computes calls of the operator with this filter, as long as the filter lives."""
     stride, padding, dilation, groups, _ = options
     key = (id(weight), id(bias), *stride, *padding, *dilation, groups, activation, accuracy)
     layer = _layers.get(key)
@@ -74,7 +74,7 @@ def _layer(
 
 
 def _is_over(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether both have the same memory."""
+    """True if both tensors have the same memory."""
     return other is None if one is None else other is not None and one.data_ptr() == other.data_ptr()
 
 
@@ -84,7 +84,7 @@ Way = Callable[[Tensor, Tensor | None], Tensor | None]
 
 @dataclass(frozen=True)
 class Called:
-    """Windrow's convolution as a call like one before, of whose filter and bias it is."""
+    """A native call of Windrow's convolution, made for an earlier call, with its filter and bias."""
 
     call: Call
     weight: Tensor
@@ -96,7 +96,7 @@ class Called:
 
 @dataclass(frozen=True)
 class _Followed:
-    """The same with an addition and an activation after it."""
+    """A native call, followed by the residual and the activation that it does not fuse."""
 
     called: Called
     conv: Conv
@@ -108,7 +108,7 @@ class _Followed:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What computes calls of a module like one before; None for the operator, which finds out."""
+    """The function that computes calls like an earlier one. None: the operator, which decides itself."""
 
     run: Way | None = None
     is_final: bool = True
@@ -147,7 +147,7 @@ def _fused(
     activation: str | None,
     accuracy: str | None,
 ) -> Tensor:
-    """By the operator, or past the dispatcher where that would only call the kernel."""
+    """The result of the operator. Its kernel is called directly if the dispatcher would do nothing else."""
     tensors = (input, weight, bias, residual)
     if has_torch_function(tensors):
         args = (input, residual, weight, bias, options, activation, accuracy)
@@ -161,14 +161,15 @@ def _fused(
 
 
 def _seen(input: Tensor, residual: Tensor | None, is_linear: bool) -> tuple[Any, ...]:
-    """What tells calls of a module apart; at last whether they go into a graph, or may before a capture."""
+    """The key that tells calls of a module apart. Its last part says whether the call goes into a CUDA graph, or may
+    precede a capture."""
     beside = None if residual is None else (residual.shape, residual.stride(), residual.dtype)
     of_image = input.shape, input.stride(), input.dtype, input.device
     return *of_image, beside, flags(input, is_linear), goes_into_a_graph(input)
 
 
 def told(shape: Sequence[Any], options: Sequence[Any], has_bias: bool, activation: str | None) -> str:
-    """A convolution as PyTorch's modules say what they are."""
+    """A convolution in words, as PyTorch's modules print themselves."""
     k, c, *size = (*shape, 1, 1)[: max(4, len(shape))]
     stride, padding, dilation, groups = options
     parts = [f"{c * groups}, {k}, kernel_size={(*size,)}, stride={(*stride,)}"]
@@ -204,7 +205,7 @@ class FusedConv2d(Remembering):
         self.eval()
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """`residual` is added before the activation."""
+        """The convolution of `input`; `residual` is added before the activation."""
         if is_direct(input, residual):
             buffers = self._buffers
             weight, bias = buffers["weight"], buffers["bias"]
@@ -219,7 +220,7 @@ class FusedConv2d(Remembering):
         return _fused(input, residual, self.weight, self.bias, self.options, self.activation, self.accuracy)
 
     def known(self, input: Tensor, residual: Tensor | None) -> Way | None:
-        """What computes tensors like these, if a call has found that for good."""
+        """The function for tensors like these, if an earlier call found one for good."""
         _, _, remembered = self._remembered
         found = (remembered or {}).get(_seen(input, residual, self.weight.dim() == 2))
         return None if found is None else found.run

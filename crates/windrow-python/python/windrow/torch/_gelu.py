@@ -91,8 +91,8 @@ def gelu(
 
 
 def gelu_of_any(input: Tensor, approximate: str = "none") -> Tensor:
-    """In the place of PyTorch's: by PyTorch where Windrow has nothing, for other types and devices, and under transforms
-    of `torch.func`, for which PyTorch's operator has all derivatives."""
+    """GELU of any tensor. PyTorch's operator computes types and devices that Windrow does not support, and calls under
+    transforms of `torch.func`, because it has all derivatives."""
     if isinstance(input, Tensor) and (
         input.dtype not in (torch.float32, torch.float16, torch.bfloat16)
         or input.device.type not in ("cpu", "cuda", "meta")

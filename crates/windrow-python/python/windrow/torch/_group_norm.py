@@ -1,7 +1,8 @@
-"""Group normalisation of few large groups on CUDA, for inference.
+"""Group normalisation on CUDA for few large groups, in inference.
 
-PyTorch sums each group in one block: the 32 groups of an image keep a quarter of a device busy, which is half of the time of
-an autoencoder's decoder. Here parts of the groups are summed and normalised by what PyTorch has for batch normalisation.
+PyTorch sums each group in one block, so the 32 groups of an image leave three quarters of a device idle; this takes
+half of the time of an autoencoder's decoder. Here parts of the groups are summed and normalised by PyTorch's operators
+for batch normalisation.
 """
 
 from functools import cache
@@ -34,7 +35,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def _power_of_two(elements: int, most: int) -> int:
-    """The largest one that divides the elements and is no more than `most`, or 1."""
+    """The largest power of two that divides `elements` and is at most `most`; at least 1."""
     return min(elements & -elements, 1 << max(0, most.bit_length() - 1))
 
 
@@ -75,8 +76,8 @@ _FORWARD = own_method(nn.GroupNorm, "forward")
 
 
 class GroupNorm(nn.GroupNorm):
-    """`torch.nn.GroupNorm`; if no gradient is recorded and an image on CUDA has few large groups, these are computed in
-    parts, by PyTorch's operators too."""
+    """`torch.nn.GroupNorm`. If no gradient is recorded and an image on CUDA has few large groups, PyTorch's operators
+    compute the groups in parts."""
 
     # Shape, type and device of the last image that was left to PyTorch's operator, which the next one is given sooner.
     _left: tuple[Any, ...] = ()

@@ -35,7 +35,8 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
 
 
 def _one_by_one(operator: Any) -> Callable[..., Any]:
-    """How `torch.vmap` calls an operator: for each of a batch, as it would without this, but then with a warning."""
+    """Calls the operator for each element of a batch under `torch.vmap`, as PyTorch does by default, but without its
+    warning."""
 
     def batched(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         count = info.batch_size
@@ -62,7 +63,7 @@ def differentiable(
     setup_context: Callable[..., None],
     gradient: Callable[..., Any],
 ) -> None:
-    """Gives `windrow::name`, which `kernel` computes, a gradient, computed by the operator `windrow::name_backward`."""
+    """Gives `windrow::name`, which `kernel` computes, a gradient: the operator `windrow::name_backward`."""
     name = operator._opname
 
     def twice(ctx: Any, *grads: Any) -> Any:
@@ -88,7 +89,7 @@ def differentiable(
 
 
 def not_differentiable(name: str, instead: str) -> None:
-    """Makes a gradient through `windrow::name` an error that names what to use instead."""
+    """Makes a gradient through `windrow::name` an error that names the operator to use instead."""
 
     def backward(ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError(f"windrow.torch.{name} has no gradient; {instead} has one")
@@ -106,8 +107,8 @@ def _autograd(
     setup_context: Callable[..., None],
     backward: Callable[..., Any],
 ) -> None:
-    """What `torch.library.register_autograd` does, but for the silence with which it takes
-    tensors that carry forward-mode derivatives, and drops these."""
+    """Registers a gradient as `torch.library.register_autograd` does. A tensor with a forward-mode derivative is an
+    error here; there the derivative is dropped without a word."""
     overload = getattr(OPERATORS, operator).default
     implementation = make_autograd_impl(overload, Info(backward, setup_context))
 
@@ -147,8 +148,8 @@ def autocast(
     lower_precision: Sequence[int],
     after: Callable[[tuple[Any, ...], list[Any]], None] = lambda args, cast: None,
 ) -> None:
-    """Under autocast the arguments at these positions are cast to the lower precision. `after` is
-    told the arguments, and those that take their place."""
+    """Makes autocast cast the arguments at these positions to its lower precision. `after` receives the arguments
+    before and after the cast."""
 
     def on(device: str) -> None:
         key = getattr(torch._C.DispatchKey, f"Autocast{device}")
@@ -177,8 +178,8 @@ def call(
     *rest: Any,
     aten: Callable[..., Any] | None = None,
 ) -> Any:
-    """`operator(*tensors, *rest)`, past the dispatcher where that would only call the kernel, and record it. `aten`
-    is the same by PyTorch's own operators, for an export to ONNX, which knows no others."""
+    """The result of `operator(*tensors, *rest)`. The kernel is called directly if the dispatcher would only call it and
+    record it. `aten` computes the same with PyTorch's operators, for an export to ONNX, which knows no others."""
     if not (torch.compiler.is_dynamo_compiling() or torch._C._is_any_autocast_enabled()):
         try:
             if _native.is_plain(*tensors):
@@ -194,12 +195,12 @@ def call(
 
 
 def with_input(error: Exception, name: str = "x") -> Exception:
-    """The error of a kernel where the caller wrote `input` for what it calls `name`."""
+    """The kernel's error with `input` in the place of `name`, as the caller wrote it."""
     return type(error)(str(error).replace(f"`{name}`", "`input`"))
 
 
 def or_empty(like: Tensor, results: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """Operators cannot return None: an empty tensor stands for it."""
+    """The results with an empty tensor for each None, which operators cannot return."""
     return tuple(like.new_empty(0) if r is None else r for r in results)
 
 
@@ -211,7 +212,7 @@ def or_none(results: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Tensor |
 def fake_gradients(
     tensors: Sequence[Tensor | None], wanted: Sequence[bool], like: Tensor
 ) -> tuple[Tensor, ...]:
-    """What a backward kernel returns, without values."""
+    """The results of a backward kernel, without values."""
     return tuple(
         torch.empty_like(t) if w and t is not None else like.new_empty(0)
         for t, w in zip(tensors, wanted, strict=True)

@@ -1,4 +1,4 @@
-"""Convolutions as modules, in the place of PyTorch's."""
+"""The convolution modules that take the place of PyTorch's."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ Key = tuple[torch.Size, torch.dtype, bool]
 
 
 class Theirs(NamedTuple):
-    """The class of PyTorch's in whose place a module stands, and its own methods; see `_replaced`."""
+    """The PyTorch class that a module replaces, with that class's own methods; see `_replaced`."""
 
     kind: type[nn.Module]
     forward: Callable[..., Any] | None
@@ -50,7 +50,7 @@ _CONV_TRANSPOSE2D = _methods(nn.ConvTranspose2d)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What computes calls of a module like one before."""
+    """The function that computes calls like an earlier one of a module."""
 
     # Of image, filter and bias; None comes of tensors that it was not made for. None: our function, which finds out.
     run: Run | None = None
@@ -64,7 +64,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What later calls take that are told by a `Key` alone."""
+    """The function for all later calls with the same `Key`."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -78,7 +78,8 @@ class Known:
 
 
 class Convolution(Remembering):
-    """What these modules have in common: options that PyTorch's have not, and what earlier calls found out."""
+    """The common base of these modules: the options that PyTorch's modules do not have, and what earlier calls found.
+    """
 
     activation: str | None = None
     accuracy: str | None = None
@@ -102,18 +103,19 @@ class Convolution(Remembering):
 
     @staticmethod
     def _pytorchs() -> Theirs:
-        """`_theirs` for a graph: PyTorch 2.4 traces functions, named tuples and no attributes of a class."""
+        """The value of `_theirs`, as a function: PyTorch 2.4 traces functions and named tuples, but no attributes of a
+        class."""
         raise NotImplementedError
 
     def _rest(self) -> tuple[Any, ...]:
-        """What that is given behind the bias."""
+        """The arguments of PyTorch's operator behind the bias."""
         return self.stride, self.padding, self.dilation, self.groups
 
     def _options(self, padding: Sequence[int]) -> Options:
         raise NotImplementedError
 
     def _called(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """By our function."""
+        """The result of Windrow's function."""
         raise NotImplementedError
 
     def forward(self, input: Tensor) -> Tensor:
@@ -156,12 +158,12 @@ class Convolution(Remembering):
         return self._conv_forward(input, self.weight, self.bias)
 
     def _is_replaced(self) -> bool:
-        """Whether somebody has put another `forward` into PyTorch's class."""
+        """True if somebody has put another `forward` into PyTorch's class."""
         theirs = self._pytorchs()
         return theirs.kind.forward is not theirs.forward
 
     def layer(self) -> tuple[Any, ...]:
-        """What decisions for the algorithm "fastest" know of this module."""
+        """The part of a `Problem` that describes this module."""
         none = [0] * len(self.stride)
         padding: Any = self.padding if self.padding_mode == "zeros" else none
         if isinstance(padding, str):
@@ -170,7 +172,7 @@ class Convolution(Remembering):
         return problem.layer(self.weight, self.bias, self._options(padding))
 
     def _found(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Found:
-        """What computes images like this one; known to later calls if it is found for good."""
+        """The function that computes images like this one. If it is final, later calls find it by their `Key`."""
         is_grad, flags, is_in_graph = torch.is_grad_enabled(), flags_of(input), bool(goes_into_a_graph(input))
         wants = is_grad and (input.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
         seen = (input.shape, input.stride(), input.dtype, input.device, is_grad, wants, flags, is_in_graph)
@@ -227,8 +229,8 @@ class Convolution(Remembering):
         return Found(decided.run.like(input), is_for_shape=True, is_another_in_graphs=decided.is_another_in_graphs)
 
     def _planned(self, input: Tensor, conv: Conv) -> Run | None:
-        """Ours, as the planner chooses it. None for what is no convolution of Windrow's, and if the long way has the words to
-        refuse it."""
+        """Windrow's convolution as the planner chooses it. None if Windrow has no such convolution; `_called` then
+        raises the error."""
         is_usual = input.dim() == conv.weight.dim() and input.device.type in ("cpu", "cuda") and input.numel() > 0
         if not is_usual or self.activation not in ACTIVATIONS:
             return None
@@ -273,7 +275,7 @@ class Convolution(Remembering):
         return y.contiguous() if self.is_turned and input.is_contiguous() else y
 
     def _how(self) -> dict[str, Any]:
-        """What our functions take by name."""
+        """The keyword arguments of Windrow's functions."""
         return {
             "activation": self.activation,
             "accuracy": self.accuracy,
@@ -282,13 +284,14 @@ class Convolution(Remembering):
         }
 
     def _padded(self, input: Tensor) -> tuple[Tensor, Any]:
-        """With what is no padding by zeros, and the padding that is left to do."""
+        """The input after padding that is not by zeros, and the padding that is left for the convolution."""
         if self.padding_mode == "zeros":
             return input, self.padding
         return F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
 
     def _activated(self, y: Tensor) -> Tensor:
-        """As `activation_of`, for TorchScript, which knows neither functions in a dictionary nor operators of ours."""
+        """The activation for TorchScript, which can use neither the dictionary of `activation_of` nor Windrow's
+        operators."""
         if self.activation is not None:
             if self.activation == "relu":
                 return F.relu(y)
@@ -333,10 +336,10 @@ class Conv1d(Convolution, nn.Conv1d):
 
 
 class Conv2d(Convolution, nn.Conv2d):
-    """`torch.nn.Conv2d`, computed by Windrow, or by PyTorch in TorchScript and in ONNX.
+    """`torch.nn.Conv2d`, computed by Windrow; in TorchScript and in ONNX by PyTorch.
 
-    Options of `conv2d` that are no options of `torch.nn.Conv2d` are attributes: `activation`,
-    `accuracy`, `algorithm`. Of a `frozen` one nobody looks whether the filter has changed.
+    Options of `conv2d` that `torch.nn.Conv2d` does not have are attributes: `activation`, `accuracy`, `algorithm`,
+    `frozen`. The filter of a `frozen` module is not checked for changes.
     """
 
     __constants__ = [*nn.Conv2d.__constants__, "activation"]
@@ -364,7 +367,7 @@ class Conv2d(Convolution, nn.Conv2d):
 
 
 class _Transposed(Convolution):
-    """What `ConvTranspose1d` and `ConvTranspose2d` have in common."""
+    """The common base of `ConvTranspose1d` and `ConvTranspose2d`."""
 
     # Ours, of the same name as PyTorch's.
     _function: Callable[..., Tensor]

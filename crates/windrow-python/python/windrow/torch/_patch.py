@@ -1,4 +1,4 @@
-"""Swapping modules of an existing model."""
+"""The functions that replace modules of an existing model."""
 
 import re
 import sys
@@ -164,8 +164,8 @@ def _restore(swapped: dict[str, nn.Module]) -> None:
 
 
 def _restored(kind: type, known: dict[type, type | None]) -> type | None:
-    """The class with PyTorch's in the place of ours. A class that a program has made on the way, as `parametrize` and
-    `fully_shard` do, is made once more; None of one that somebody has written."""
+    """The class with PyTorch's class in the place of Windrow's. A class that a program generated, as `parametrize` and
+    `fully_shard` do, is generated again; for one that somebody wrote the result is None."""
     if kind not in known:
         bases = [_restored(base, known) if issubclass(base, tuple(_OWN.values())) else base for base in kind.__bases__]
         restored: type | None = kind
@@ -178,13 +178,13 @@ def _restored(kind: type, known: dict[type, type | None]) -> type | None:
 
 
 def _is_written(kind: type) -> bool:
-    """Whether there is a class statement for it: it is found by its name, or stands in a function."""
+    """True if the class comes from a class statement: it is found by its name, or was defined in a function."""
     return "<locals>" in kind.__qualname__ or getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
 
 
 def _why_left(module: nn.Module) -> str | None:
-    """Why `patch` leaves a module that is a convolution, a GELU or a normalisation of those that it swaps; None for all
-    others, and for those."""
+    """The reason why `patch` leaves a convolution, GELU or normalisation. None for modules that it swaps and for all
+    other modules."""
     kind = type(module)
     if kind in _OWN:
         return None

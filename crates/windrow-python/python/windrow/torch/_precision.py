@@ -1,8 +1,8 @@
-"""Whether PyTorch's own operators may compute f32 in TF32.
+"""The setting whether PyTorch's own operators may compute f32 in TF32.
 
-Since PyTorch 2.9 each operator has a setting of its own (`torch.backends.cudnn.conv.fp32_precision`). The flags
-`allow_tf32` of before set these too, but to read a flag raises RuntimeError where the settings are some that it cannot
-express. So the settings are read, where there are any.
+Since PyTorch 2.9 each operator has its own setting (`torch.backends.cudnn.conv.fp32_precision`). The older flags
+`allow_tf32` still set these, but reading a flag raises RuntimeError if it cannot express the settings. So the settings
+are read if they exist.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _setting: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precis
 
 
 def may_use_tf32(is_linear: bool = False) -> bool:
-    """Convolutions on CUDA, or linear layers."""
+    """True if PyTorch's convolutions on CUDA, or its linear layers, may use TF32."""
     if _setting is not None:
         return _setting("cuda", "matmul" if is_linear else "conv") == "tf32"
     return torch._C._get_cublas_allow_tf32() if is_linear else torch._C._get_cudnn_allow_tf32()
@@ -33,13 +33,13 @@ Flags = tuple[bool, bool]
 
 
 def flags(x: Tensor, is_linear: bool = False) -> Flags:
-    """What a convolution of x, or a linear layer, depends on beside its tensors."""
+    """The state that a convolution of x, or a linear layer, depends on beside its tensors."""
     in_tf32 = x.is_cuda and x.dtype is torch.float32 and may_use_tf32(is_linear)
     return torch._C._is_any_autocast_enabled(), in_tf32
 
 
 def operand_rounding(x: Tensor, accuracy: str | None, is_linear: bool = False) -> float:
-    """Unit roundoff of the operands of a convolution of x, where Windrow or PyTorch rounds them."""
+    """The unit roundoff of the operands of a convolution of x, if Windrow or PyTorch rounds them; otherwise 0."""
     if not x.is_cuda:
         theirs = _setting("mkldnn", "conv") if _setting is not None else ""
         return {"bf16": 2.0**-8, "tf32": 2.0**-11}.get(theirs, 0.0)

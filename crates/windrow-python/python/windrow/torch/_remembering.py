@@ -1,4 +1,4 @@
-"""What a module's calls find out for later ones."""
+"""The memory of a module: what its calls found out for later ones."""
 
 import weakref
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _all: "weakref.WeakSet[Remembering]" = weakref.WeakSet()
 
 
 class Remembering(nn.Module):
-    """A module that remembers what computes its calls; an attribute that is set takes it back."""
+    """A module that remembers what computes its calls. Setting any attribute makes it forget."""
 
     # Filter and bias, and what was found for calls with them, by what tells these apart.
     _remembered: tuple[Any, ...] = (None, None, None)
@@ -24,8 +24,8 @@ class Remembering(nn.Module):
     FOUND_OUT: tuple[str, ...] = ("_remembered",)
 
     def _recall(self, seen: Any, weight: Any, bias: Any, find: Callable[[], Any]) -> Any:
-        """What a call before has found that was told by `seen`, or what `find` does now; its `is_final` says
-        whether it is remembered."""
+        """The remembered result for the key `seen`; if there is none, that of `find()`, which is remembered if its
+        `is_final` is set."""
         its_weight, its_bias, remembered = self._remembered
         if remembered is None or its_weight is not weight or its_bias is not bias:
             self._forget()
@@ -58,6 +58,6 @@ class Remembering(nn.Module):
 
 
 def forget_all() -> None:
-    """Lets every module find out anew."""
+    """Makes every module forget."""
     for module in list(_all):
         module._forget()

@@ -1,5 +1,5 @@
-"""Convolutions of an optimized model that follow each other: one call on the CPU, where calls of small convolutions cost
-as much as what they compute."""
+"""Consecutive convolutions of an optimized model as one call, for the CPU, where calling a small convolution can cost
+as much as computing it."""
 
 import itertools
 import operator
@@ -24,7 +24,7 @@ Path = tuple[int, list[str]]
 
 
 def in_sequences(traced: fx.GraphModule) -> None:
-    """Makes one node of convolutions that follow each other. The modules stay where they are."""
+    """Replaces consecutive convolutions by one node. The modules stay where they are."""
     graph, modules = traced.graph, dict(traced.named_modules())
     is_fused = lambda node: node.op == "call_module" and type(modules.get(node.target)) is FusedConv2d
     groups = [[*nodes] for fused, nodes in itertools.groupby(graph.nodes, is_fused) if fused]
@@ -51,7 +51,7 @@ def in_sequences(traced: fx.GraphModule) -> None:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Convolutions of a sequence, from the first to before the last."""
+    """A range of a sequence's convolutions, from `first` to before `last`."""
 
     first: int
     last: int
@@ -67,7 +67,8 @@ _Found = tuple[Tensor, Tensor | None, Any]
 
 
 class Sequence(Remembering):
-    """Convolutions that follow each other. Values are the images, and then the results, numbered in this order."""
+    """A module that computes consecutive convolutions. Its values are numbered: first the images, then the results in
+    order."""
 
     # By what tells images apart: the stages of a call, and by convolution what these go by.
     _stages: dict[Any, tuple[list[_Stage], dict[int, _Found]]] = {}
@@ -119,7 +120,8 @@ class Sequence(Remembering):
     def _call(
         self, convolutions: list[Any], values: list[Any], first: int, last: int, ways: list[Any] | None = None
     ) -> None:
-        """Modules one by one. `ways`: what each has found for good, and the module itself where only it knows."""
+        """Calls modules one by one. `ways` collects the function that each has found for good, or the module itself if
+        only it can decide."""
         for i in range(first, last):
             (image, added), module = self.steps[i], convolutions[i]
             x, residual = values[image], None if added is None else values[added]
@@ -131,7 +133,7 @@ class Sequence(Remembering):
                 values[value] = None
 
     def _called(self, stage: _Stage, values: list[Any]) -> bool:
-        """Whether it was computed in one call."""
+        """Computes a stage in one native call. Returns False if that is not possible."""
         if stage.call is None:
             return False
         results = stage.call([values[i] for i in stage.images], stage.filters)
@@ -176,12 +178,12 @@ class Sequence(Remembering):
 
 
 def _is_seen_by_hooks() -> bool:
-    """By those of all modules."""
+    """True if a global hook observes all modules."""
     return bool(modules_of_torch._global_forward_hooks or modules_of_torch._global_forward_pre_hooks)
 
 
 def _is_unchanged(convolutions: list[Any], found: dict[int, _Found]) -> bool:
-    """Whether the modules are those that have found this, and no hook wants to see their calls."""
+    """True if the modules are still those for which this was found, and no hook observes their calls."""
     for i, (weight, bias, remembered) in found.items():
         module = convolutions[i]
         if module.__dict__.get("_remembered") is not remembered or module._forward_hooks or module._forward_pre_hooks:
