@@ -3,11 +3,11 @@
 use crate::forms::names;
 use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
 
-/// What shorter polynomials for activations of halves add on CUDA: 2^-14.9 for the normal tail, and 2^-17 of an exponent
-/// near 128 rounded to f32.
+/// The error that shorter polynomials for activations of f16/bf16 add on CUDA: 2^-14.9 for the normal tail, and 2^-17
+/// for an exponent near 128 rounded to f32.
 pub(crate) const CUDA_HALF_POLYNOMIALS: f64 = 4e-5;
 
-/// Which form of GELU.
+/// The form of GELU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Approximate {
@@ -20,7 +20,7 @@ pub enum Approximate {
 
 names! { Approximate, "approximate": None = "none" | "exact", Tanh = "tanh" }
 
-/// What is applied to each element of an operator's result, after the bias.
+/// The function that is applied to each element of an operator's result, after the bias.
 ///
 /// SiLU and GELU are computed for every finite number, to the last numbers that are not 0 in the output's type. At
 /// infinities every operator gives the limits: infinity, and -0 at minus infinity, where the formulas are NaN.
@@ -104,7 +104,7 @@ impl Activation {
         self.name().to_uppercase()
     }
 
-    /// Whether the slope jumps: a sum that is off by a rounding may be on the other side of a jump.
+    /// True if the slope jumps somewhere. A sum that is off by a rounding may then be on the other side of a jump.
     pub(crate) fn has_kinks(self) -> bool {
         self != Activation::Identity && self.bounds().is_some()
     }

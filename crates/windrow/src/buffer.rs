@@ -26,7 +26,7 @@ pub(crate) struct Buffer {
     block: Block,
     len: usize,
     capacity: usize,
-    /// What the memory is part of instead of a block of the allocator.
+    /// The mapping that holds the memory, if it is no block of the allocator.
     #[cfg(all(test, target_os = "linux"))]
     _pages: Option<guarded::Pages>,
 }
@@ -144,7 +144,7 @@ fn block_layout(capacity: usize) -> Option<Layout> {
 #[repr(align(64))]
 struct Aligned;
 
-/// What the allocator gave.
+/// A block as the allocator gave it.
 #[derive(Clone, Copy, Debug)]
 struct Block(NonNull<u8>);
 // SAFETY: a Block in the cache is owned by it alone.
@@ -160,7 +160,7 @@ impl Block {
 }
 
 struct Cache {
-    /// In the order in which they came.
+    /// The freed blocks with their sizes, the oldest first.
     blocks: Vec<(usize, Block)>,
     bytes: usize,
 }
@@ -182,8 +182,8 @@ impl Cache {
         Some((block, capacity))
     }
 
-    /// Takes a block, and gives those that it does not hold any more: the first that came, or the block itself if it
-    /// is too large. A process that goes on to other sizes would else keep blocks of the old ones only.
+    /// Adds a block, and returns those that must be freed for it: the oldest ones, or the block itself if it is too
+    /// large. Without this, a process that moves on to other sizes would keep only blocks of old sizes.
     fn give(&mut self, block: Block, capacity: usize) -> Vec<(usize, Block)> {
         if capacity > CACHE_LIMIT {
             return vec![(capacity, block)];

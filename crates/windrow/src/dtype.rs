@@ -58,8 +58,8 @@ impl DType {
     }
 }
 
-/// In matches over element types, those that operators do not compute on. A new type belongs to these or to an arm
-/// of its own: there are no wildcards, so every match asks.
+/// The pattern, in matches over element types, of those that operators do not compute on. Every match lists all types
+/// without a wildcard, so a new type must be added to this pattern or to an arm of its own.
 macro_rules! not_computed {
     () => {
         $crate::DType::F64 | $crate::DType::I32 | $crate::DType::I64 | $crate::DType::U8

@@ -18,7 +18,7 @@ pub enum Error {
         arg: &'static str,
         /// Its rank.
         given: usize,
-        /// What was expected, in words.
+        /// The expected value, in words.
         expected: &'static str,
     },
     /// A tensor has the wrong shape.
@@ -28,7 +28,7 @@ pub enum Error {
         arg: &'static str,
         /// Its shape.
         given: Vec<usize>,
-        /// What was expected: a shape or a condition, in words.
+        /// The expected shape or condition, in words.
         expected: String,
     },
     /// A tensor has the wrong element type.
@@ -38,7 +38,7 @@ pub enum Error {
         arg: &'static str,
         /// Its element type.
         given: DType,
-        /// What was expected.
+        /// The expected value.
         expected: String,
     },
     /// A tensor has strides that the operator cannot take.
@@ -48,7 +48,7 @@ pub enum Error {
         arg: &'static str,
         /// Its strides, in elements.
         given: Vec<isize>,
-        /// What was expected.
+        /// The expected value.
         expected: String,
     },
     /// Two elements of an output share memory.
@@ -71,7 +71,7 @@ pub enum Error {
         output: &'static str,
         /// The input that it overlaps.
         input: &'static str,
-        /// What is allowed.
+        /// The allowed values.
         expected: &'static str,
     },
     /// The memory given is too small for shape and strides.
@@ -91,9 +91,9 @@ pub enum Error {
     Parameter {
         /// Parameter name.
         name: &'static str,
-        /// What was given.
+        /// The given value.
         given: String,
-        /// What was expected.
+        /// The expected value.
         expected: String,
     },
     /// An index tensor holds a value out of range.
@@ -105,13 +105,13 @@ pub enum Error {
         position: usize,
         /// The value found.
         given: i64,
-        /// What was expected.
+        /// The expected value.
         expected: String,
     },
     /// A product of sizes does not fit in 64 bits, or exceeds what memory can address.
     #[error("the size of `{what}` overflows: {detail}")]
     SizeOverflow {
-        /// What has this size.
+        /// The thing that has this size.
         what: &'static str,
         /// The sizes multiplied.
         detail: String,
@@ -121,9 +121,9 @@ pub enum Error {
     WrongDevice {
         /// Argument name.
         arg: &'static str,
-        /// Where it is.
+        /// The device where it is.
         given: Device,
-        /// Where it should be.
+        /// The device where it should be.
         expected: Device,
     },
     /// The scratch memory of a run is too small: a plan says how much it needs.
@@ -134,7 +134,7 @@ pub enum Error {
     WorkspaceTooSmall {
         /// Its size in bytes.
         given: usize,
-        /// What the run needs.
+        /// The size that the run needs.
         needed: usize,
     },
     /// A filter was packed for a plan that packs otherwise.
@@ -142,15 +142,15 @@ pub enum Error {
     ForeignPack {
         /// Argument name.
         arg: &'static str,
-        /// What it was packed for.
+        /// The form for which it was packed.
         given: String,
-        /// What it must be packed for.
+        /// The form that is needed.
         expected: String,
     },
     /// The combination asked for is not offered.
     #[error("{what} is not supported: {reason}")]
     Unsupported {
-        /// What was asked for.
+        /// The request.
         what: String,
         /// Why not, and what to use instead.
         reason: String,
@@ -158,15 +158,15 @@ pub enum Error {
     /// Memory could not be had.
     #[error("out of memory on {device}: {bytes} bytes were asked for")]
     OutOfMemory {
-        /// Where.
+        /// The device.
         device: Device,
-        /// How much.
+        /// The bytes that were asked for.
         bytes: usize,
     },
     /// The device asked for does not exist or cannot be used.
     #[error("no device {device}: {reason}")]
     NoDevice {
-        /// Which one.
+        /// The device.
         device: String,
         /// Why.
         reason: String,
@@ -185,13 +185,13 @@ pub enum Error {
     /// collective operations under way are undefined, and the group is of no more use.
     #[error("rank {rank} of {world}: {what} failed: {detail}")]
     Parallel {
-        /// Who says so.
+        /// The rank that reports it.
         rank: usize,
         /// Number of ranks.
         world: usize,
         /// The operation.
         what: String,
-        /// What happened.
+        /// The cause.
         detail: String,
     },
     /// `Verify::On`: a result differs from the oracle by more than the tolerance. The output has

@@ -5,7 +5,7 @@
 macro_rules! names {
     ($type:ident, $argument:literal: $($variant:ident $(($inner:path))? = $name:literal $(| $other:literal)*),* $(,)?) => {
         impl $type {
-            /// Every value.
+            /// All values.
             pub const ALL: &'static [Self] = &[$($type::$variant $(($inner))?),*];
 
             /// The name in configurations, in reports and on the command line.

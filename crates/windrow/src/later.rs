@@ -13,7 +13,7 @@ impl<T> Default for Later<T> {
 }
 
 impl<T> Later<T> {
-    /// What was made first, by this call or another. An error is not kept: the next call tries again.
+    /// The value, made at the first call. An error is not kept: the next call tries again.
     ///
     /// # Errors
     /// Those of `make`.

@@ -28,7 +28,7 @@ pub(crate) fn push<T>(list: &mut Vec<T>, item: T) -> Result<()> {
     Ok(())
 }
 
-/// All elements of an iterator.
+/// The elements of an iterator as a list.
 pub(crate) fn collected<T>(items: impl IntoIterator<Item = T>) -> Result<Vec<T>> {
     let items = items.into_iter();
     let mut list = room_for(items.size_hint().0)?;

@@ -6,7 +6,7 @@ use std::io::Write;
 use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Which end of a buffer, or of a tensor that random cases hold, lies at a forbidden page.
+/// The end of a buffer, or of a random case's tensor, that lies at a forbidden page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Side {
     Start,
@@ -18,7 +18,7 @@ thread_local! {
     static SIDE: Cell<Option<Side>> = const { Cell::new(None) };
 }
 
-/// Which end is guarded in what this thread makes now.
+/// The end that is guarded in buffers made by this thread now.
 pub(crate) fn side() -> Option<Side> {
     SIDE.get()
 }
@@ -33,7 +33,7 @@ pub(crate) fn guard<R>(side: Side, run: impl FnOnce() -> R) -> R {
 
 static CASE: AtomicU64 = AtomicU64::new(0);
 
-/// From now on a fault says, before it ends the process, which case and side was under way.
+/// Makes a memory fault print which case and side was running before it ends the process.
 pub(crate) fn report_faults(case: u64, side: Side) {
     extern "C" fn report(signal: libc::c_int) {
         let (case, side) = match CASE.load(Ordering::Relaxed) {
@@ -62,7 +62,7 @@ pub(crate) fn report_faults(case: u64, side: Side) {
 pub(crate) struct Pages {
     mapping: NonNull<u8>,
     bytes: usize,
-    /// Of the buffer in the mapping.
+    /// The offset of the buffer in the mapping.
     offset: usize,
 }
 

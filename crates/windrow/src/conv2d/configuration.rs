@@ -16,8 +16,8 @@ configuration! {
         parts,
         /// CPU threads, at most as many as the plan may use.
         threads,
-        /// `winograd_gemm` on CUDA: threads of a block of the transforms, a multiple of 32 up to 1024. `implicit_gemm`:
-        /// output channels of a block, 64, 128 or, of halves, 256.
+        /// `winograd_gemm` on CUDA: the threads of a transform's block, a multiple of 32 up to 1024. `implicit_gemm`:
+        /// the output channels of a block, 64, 128 or, for f16/bf16, 256.
         block,
     }
 }

@@ -22,7 +22,7 @@ struct Layer {
     shortcut: Option<usize>,
 }
 
-/// Thirteen 3x3 layers in five blocks; the last of a block halves the image, for want of pooling.
+/// Thirteen 3x3 layers in five blocks. For want of pooling, the last layer of a block halves the image.
 fn vgg16() -> Vec<Layer> {
     let blocks = [(8, 2), (16, 2), (32, 3), (64, 3), (64, 3)];
     let layers = blocks.iter().flat_map(|&(k, count)| (1..=count).map(move |i| (k, i == count)));
@@ -141,7 +141,7 @@ fn run(
     Ok(checks)
 }
 
-/// On the host: there is no operator for it.
+/// Adds and applies ReLU on the host: there is no operator for it.
 fn add_relu(a: &Placed, b: &Placed, device: Device) -> Result<Placed> {
     let desc = *a.as_ref().desc();
     let pairs = a.as_ref().to_f64_vec()?.into_iter().zip(b.as_ref().to_f64_vec()?);

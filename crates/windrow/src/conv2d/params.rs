@@ -19,7 +19,7 @@ pub struct Conv2dParams {
     pub groups: usize,
     /// Applied to the sum and bias.
     pub activation: Activation,
-    /// Which algorithms the planner may take.
+    /// The accuracy, which limits the algorithms that the planner may choose.
     pub accuracy: Accuracy,
 }
 

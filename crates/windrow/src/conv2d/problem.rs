@@ -26,8 +26,8 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// Of a convolution with these strides, paddings and dilations. A filter that is larger than the padded input has no
-    /// places there, if that is allowed.
+    /// The sizes of a convolution with these strides, paddings and dilations. A filter that is larger than the padded
+    /// input has no position there, if that is allowed.
     pub(crate) fn new(
         x: &TensorDesc,
         w: &TensorDesc,
@@ -212,7 +212,7 @@ fn output_size(
     Ok(padded.checked_sub(reach + 1).map_or(0, |last| last / stride + 1))
 }
 
-/// Of sizes that [`output_size`] has seen.
+/// The error for sizes that [`output_size`] has accepted but that are too large together.
 fn too_large(w: &TensorDesc, input: usize, taps: usize, padding: usize, dilation: usize) -> Error {
     let expected = format!(
         "a filter that covers at most {} positions (input {input} and padding {padding} on both \

@@ -30,9 +30,9 @@ pub(crate) fn forward(
     Ok(y)
 }
 
-/// What the error of Winograd's algorithm is relative to: an output tile of m x m pixels is mixed
-/// from all pixels that the tile reads, so each of its elements gets the sum over channels of the
-/// largest of those times all taps. Infinite where a tile reads a NaN or an infinity.
+/// The scale of the error of Winograd's algorithm. The algorithm mixes all pixels that an output tile of m x m pixels
+/// reads. So the scale of each of its elements is the sum over channels of the largest of these pixels times the sum of
+/// all taps. It is infinite if the tile reads a NaN or an infinity.
 pub(crate) fn winograd_scale(p: &Problem, m: usize, x: &[f64], w: &[f64]) -> Result<Vec<f64>> {
     let mut scale = filled(0.0, p.y_shape().iter().product())?;
     let sum = |taps: &[f64]| taps.iter().map(|t| t.abs()).sum();
@@ -191,7 +191,7 @@ fn columns(p: &Problem, s: usize) -> std::ops::Range<usize> {
     first.min(p.ow)..end.min(p.ow).max(first.min(p.ow))
 }
 
-/// Where tap `tap` of output position `o` lies in the input; `None` in the padding.
+/// The position in the input of tap `tap` of output position `o`; `None` in the padding.
 fn position(o: usize, tap: usize, size: usize, p: &Problem, d: usize) -> Option<usize> {
     (o * p.stride[d] + tap * p.dilation[d]).checked_sub(p.padding[d]).filter(|&i| i < size)
 }

@@ -1,4 +1,4 @@
-//! What a convolution computes: descriptors, options, and the checks that need no data.
+//! The spec of a convolution: descriptors, options, and the checks that need no data.
 
 use super::{Conv2dParams, Problem, problem};
 use crate::forms::{names, setters};
@@ -30,7 +30,7 @@ pub struct Conv2dSpec {
     pub y: TensorDesc,
     /// Bias `[k]`, f32 or x's type.
     pub bias: Option<TensorDesc>,
-    /// Whether a tensor of y's type, shape and strides is added before the activation.
+    /// True if a tensor of y's type, shape and strides is added before the activation.
     pub residual: bool,
     /// Step of the filter over rows and columns; at least 1.
     pub stride: [usize; 2],
@@ -42,7 +42,7 @@ pub struct Conv2dSpec {
     pub groups: usize,
     /// Applied to the sum, bias and residual.
     pub activation: Activation,
-    /// Which algorithms the planner may take.
+    /// The accuracy, which limits the algorithms that the planner may choose.
     pub accuracy: Accuracy,
 }
 
@@ -68,7 +68,7 @@ impl Conv2dSpec {
         Self::with_places(x, w, params, false)
     }
 
-    /// As [`Conv2dSpec::new`]; the filter may also be larger than the padded input, if that is allowed.
+    /// The spec as by [`Conv2dSpec::new`]; the filter may also be larger than the padded input, if that is allowed.
     fn with_places(
         x: TensorDesc,
         w: TensorDesc,
@@ -151,7 +151,7 @@ impl Conv2dSpec {
         Ok(self.problem()?.flops())
     }
 
-    /// Every check that needs no data, and the sizes.
+    /// The sizes, after every check that needs no data.
     pub(crate) fn problem(&self) -> Result<Problem> {
         // Of no images a transposed convolution makes images that are smaller than the filter.
         let is_transposed_of_none =
@@ -195,7 +195,7 @@ pub enum Tile {
 }
 
 impl Tile {
-    /// Every tile size.
+    /// The tile sizes.
     pub(crate) const ALL: [Tile; 3] = [Tile::F2, Tile::F4, Tile::F6];
 
     /// Side of the output tile, m.
@@ -213,7 +213,7 @@ impl Tile {
     }
 }
 
-/// How a convolution is computed.
+/// The algorithm of a convolution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Conv2dAlgorithm {

@@ -55,8 +55,8 @@ impl Tuned for Conv2d {
         &spec.y
     }
 
-    /// On dense tensors in the spec's order of dimensions. On the CPU a large batch is represented by as many images
-    /// as are more than the caches hold: blocks of tiles do not care for the rest.
+    /// The spec with dense tensors in the spec's order of dimensions. On the CPU a large batch is represented by as
+    /// many images as exceed the caches; further images take as long each.
     fn plain(spec: &Conv2dSpec, options: &PlanOptions) -> Result<Conv2dSpec> {
         let n = spec.problem()?.n;
         let image = (spec.x.layout.len() + spec.y.layout.len()) / n.max(1) * spec.x.dtype.size();

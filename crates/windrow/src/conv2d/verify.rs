@@ -55,16 +55,17 @@ const SHAPES: [Shape; 35] = [
     ([24, 48, 14, 40], [48, 3, 3], 1, 1, 1, 24),
     ([24, 48, 28, 40], [48, 3, 3], 2, 1, 1, 24),
 ];
-/// From this shape on also in the last of the layouts.
+/// The index of the first shape that is also run in the last of the layouts.
 const SHAPES_APART: usize = 30;
-/// From this shape on, which fill a device, on CUDA alone: an emulator takes minutes for them.
+/// The index of the first shape that fills a device. Such shapes are run on CUDA only: an emulator takes minutes for
+/// them.
 const SHAPES_LARGE: usize = 33;
 
 /// Dense ones, some with gaps behind images, which other libraries do not take, and one with a gap behind each element.
 const LAYOUTS: [&str; 5] =
     ["contiguous", "channels_last", "gaps", "channels_last gaps", "elements apart"];
 
-/// Every algorithm, type, layout and shape; bias and activations in turn; on CUDA each accuracy.
+/// The cases: every algorithm, type, layout and shape; bias and activations in turn; on CUDA each accuracy.
 pub(crate) fn cases(device: Device) -> Vec<Case> {
     let accuracies: &[Accuracy] = match device {
         Device::Cpu => &[Accuracy::Fp32],
@@ -112,8 +113,8 @@ pub(crate) fn cases(device: Device) -> Vec<Case> {
     cases
 }
 
-/// Every algorithm with the model's parameters, and those that stand for kernels of their own where they all have something
-/// to do. Several images that are copied are also copied in as little memory as they can be.
+/// The configurations of a spec: every algorithm with the model's parameters, and with other parameters that launch
+/// kernels of their own. If several images are copied, they are also copied in the least memory.
 fn configurations(spec: &Conv2dSpec, device: Device) -> Vec<(Conv2dConfiguration, Option<usize>)> {
     let algorithms = Conv2dPlan::algorithms(spec, device);
     let cuts = match spec.w.shape()[0] > 128 {

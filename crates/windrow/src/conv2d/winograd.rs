@@ -79,8 +79,8 @@ pub(crate) struct Transforms {
 }
 
 impl Transforms {
-    /// From the positive points, all distinct: the other points are their negatives, 0 and infinity.
-    /// Pairs let a transform share the work of even and odd powers.
+    /// The transforms from the positive points, all distinct. The other points are their negatives, 0 and infinity. In
+    /// pairs, a transform shares the work of even and odd powers.
     const fn from_roots(roots: &[Rational]) -> Self {
         let mut points = [Rational::ZERO; MAX_ALPHA];
         let mut i = 0;
@@ -92,7 +92,7 @@ impl Transforms {
         Self::from_points(points.split_at(2 * roots.len() + 1).0)
     }
 
-    /// From the finite points, all distinct, in the order of the rows; infinity comes last.
+    /// The transforms from the finite points, all distinct, in the order of the rows; infinity comes last.
     pub(crate) const fn from_points(finite_points: &[Rational]) -> Self {
         let finite = finite_points.len();
         let (m, alpha) = (finite - 1, finite + 1);

@@ -92,7 +92,7 @@ fn instruction(line: &str) -> Option<Instruction> {
     Some(Instruction { at, text: text.trim().into() })
 }
 
-/// How far the program lies in memory from where its file says.
+/// The difference between the program's addresses in memory and in its file.
 fn offset(program: &std::path::Path) -> usize {
     let maps = std::fs::read_to_string("/proc/self/maps").expect("the process has memory");
     let program = program.to_str().expect("a path in UTF-8");
@@ -135,7 +135,7 @@ fn loops(code: &[Instruction]) -> Vec<Loop> {
         .collect()
 }
 
-/// Where an instruction jumps, if its text says so.
+/// The target of a jump, if the instruction's text names one.
 fn target(text: &str) -> Option<usize> {
     let (jump, to) = text.split_once(' ')?;
     let to = to.trim().split(' ').next()?;

@@ -15,10 +15,10 @@ pub(crate) trait SimdElement: Element {
     /// Two vectors, in an order that [`SimdElement::store2`] undoes.
     /// # Safety: `2 LANES` elements are readable at `p`.
     unsafe fn load2<S: Simd>(s: S, p: *const Self) -> [S::F32; 2];
-    /// With `STREAM` around the cache, as [`Simd::stream`].
+    /// Stores two vectors; with `STREAM` around the cache, as [`Simd::stream`].
     /// # Safety: `2 LANES` elements are writable at `p`, aligned to their size with `STREAM`.
     unsafe fn store2<S: Simd, const STREAM: bool>(s: S, p: *mut Self, v: [S::F32; 2]);
-    /// As [`SimdElement::store2`] of numbers, not NaN; halves may be rounded away from zero.
+    /// Stores as [`SimdElement::store2`], for numbers that are not NaN; f16/bf16 may be rounded away from zero.
     /// # Safety: as there.
     #[inline(always)]
     unsafe fn store2_numbers<S: Simd, const STREAM: bool>(s: S, p: *mut Self, v: [S::F32; 2]) {

@@ -1,4 +1,4 @@
-//! How a thread rounds, and whether it takes subnormal numbers for zero.
+//! The floating-point mode of a thread: how it rounds, and whether it takes subnormal numbers for zero.
 //!
 //! Callers may change that for their own thread (`torch.set_flush_denormal`). A thread that helps takes it over
 //! for their tasks, so that bits do not depend on which thread computes what.
@@ -13,7 +13,7 @@ impl FloatMode {
         FloatMode(read() & RESULTS)
     }
 
-    /// Gives this thread the mode until the guard is dropped.
+    /// Sets this mode on the thread until the guard is dropped.
     pub(super) fn enter(self) -> Entered {
         let before = FloatMode::current();
         let changed = (before != self).then_some(before);
@@ -34,7 +34,7 @@ impl FloatMode {
     }
 }
 
-/// Puts the thread's own mode back.
+/// A guard that restores the thread's own mode.
 #[derive(Debug)]
 pub(super) struct Entered(Option<FloatMode>);
 
@@ -100,7 +100,7 @@ mod register {
 
 #[cfg(any(miri, not(any(target_arch = "x86_64", target_arch = "aarch64"))))]
 mod register {
-    /// There is one mode only.
+    /// The mode register of targets that have only one mode.
     pub(super) type Register = u32;
     pub(super) const RESULTS: Register = 0;
     #[cfg(test)]

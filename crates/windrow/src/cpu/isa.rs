@@ -56,7 +56,7 @@ impl Isa {
         *BEST
     }
 
-    /// Every instruction set of this machine, widest first.
+    /// The instruction sets of this machine, the widest first.
     pub fn available() -> Vec<Self> {
         let mut all = Vec::new();
         #[cfg(target_arch = "x86_64")]
@@ -70,7 +70,7 @@ impl Isa {
         all
     }
 
-    /// Those that random cases run on: in this crate's own tests also one whose tiles are a model.
+    /// The instruction sets for random cases; in this crate's own tests also one with a software model of AMX.
     pub(crate) fn tested() -> Vec<Self> {
         #[allow(unused_mut)] // the model is of tests only
         let mut all = Self::available();
@@ -97,7 +97,7 @@ impl Isa {
         }
     }
 
-    /// Whether it takes less time than those behind it.
+    /// True if this set is faster than those after it.
     fn is_fast(self) -> bool {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
@@ -106,8 +106,7 @@ impl Isa {
         }
     }
 
-    /// Whether products of bf16 are what takes the least time. [`dispatch_bf16`] can run a kernel also where there are
-    /// tiles.
+    /// True if products of bf16 are the fastest here. [`dispatch_bf16`] can run a kernel also on sets with AMX.
     pub(crate) fn has_bf16_products(self) -> bool {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
@@ -116,7 +115,7 @@ impl Isa {
         }
     }
 
-    /// Whether its code is small rather than fast: the portable set on x86-64, for machines before AVX2.
+    /// True if its code is small rather than fast: the portable set on x86-64, for machines before AVX2.
     pub(crate) fn is_small(self) -> bool {
         match self.0 {
             Kind::Lanes(_) => Lanes::IS_SMALL,
@@ -127,7 +126,7 @@ impl Isa {
         }
     }
 
-    /// Whether [`dispatch_tiles`] can run a kernel.
+    /// True if [`dispatch_tiles`] can run a kernel.
     pub(crate) fn has_tiles(self) -> bool {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
@@ -142,7 +141,7 @@ impl Isa {
 /// A computation written once for all instruction sets.
 pub(crate) trait Kernel {
     type Output;
-    /// Whether it is a special case of what other kernels compute as well: [`Isa::is_small`] sets have no code for it.
+    /// True if other kernels compute the same in general. [`Isa::is_small`] sets have no code for such a kernel.
     const IS_SPECIAL: bool = false;
     /// Must be `#[inline(always)]`, and so must every generic function it calls: code is compiled
     /// for an instruction set by being inlined into a function that enables it. What is large and called once for a

@@ -29,7 +29,7 @@ pub(crate) fn activate_grad<S: Simd>(s: S, activation: Activation, x: S::F32) ->
     }
 }
 
-/// On sets whose code is small.
+/// The activation on sets whose code is small.
 #[inline(always)]
 fn by_call<S: Simd>(s: S, activation: Activation, grad: bool, x: S::F32) -> Option<S::F32> {
     if !S::IS_SMALL {

@@ -1,4 +1,4 @@
-//! What the CPU calls itself.
+//! The name of the CPU.
 
 use std::io::{BufRead, BufReader};
 use std::sync::LazyLock;

@@ -1,6 +1,6 @@
-//! In place of rayon's pool, without the feature `threads`: the caller is alone.
+//! The replacement of rayon's pool in builds without the feature `threads`: the caller is alone.
 
-/// There is no pool.
+/// The size of the pool: there is none.
 pub(super) fn size() -> Option<usize> {
     None
 }

@@ -1,4 +1,4 @@
-//! What the machine itself can do: the ceilings that speeds are compared with.
+//! The limits of the machine itself, with which speeds are compared.
 
 use super::{Isa, Kernel, SendPtr, Simd, dispatch, parallel_for};
 use std::hint::black_box;

@@ -10,8 +10,8 @@ pub(super) fn size() -> Option<usize> {
     has_pool().then(rayon::current_num_threads)
 }
 
-/// Whether the caller is in a rayon pool or there is a global one. Asking for one that cannot start its
-/// threads would panic.
+/// True if the caller is in a rayon pool or there is a global one. Asking rayon for a pool whose threads cannot start
+/// would panic.
 fn has_pool() -> bool {
     static GLOBAL: LazyLock<bool> = LazyLock::new(|| {
         // Refused without a source if there is one already.
@@ -25,7 +25,7 @@ fn has_pool() -> bool {
     rayon::current_thread_index().is_some() || *GLOBAL
 }
 
-/// Where helpers enter as long as the caller is at work.
+/// A gate that lets helpers in as long as the caller is at work.
 struct Gate {
     state: Mutex<GateState>,
     left: Condvar,
@@ -63,7 +63,7 @@ impl Gate {
         }
     }
 
-    /// Lets nobody in any more and waits until nobody is inside.
+    /// Closes the gate and waits until nobody is inside.
     fn close(&self) {
         lock(&self.state).work = None;
         // A task takes some microseconds, falling asleep and waking up more.
@@ -78,7 +78,7 @@ impl Gate {
     }
 }
 
-/// Looks at a gate before its caller falls asleep: about 50 microseconds.
+/// The number of looks at a gate before its caller sleeps: about 50 microseconds.
 const SPINS: usize = 64;
 
 /// Calls that one thread has asked rayon for and that no thread has taken yet, at most. Where nobody takes

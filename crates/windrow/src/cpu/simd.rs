@@ -18,13 +18,13 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     type F64: Copy;
     /// A vector of `LANES` i32.
     type I32: Copy;
-    /// One truth value for each lane.
+    /// A truth value for each lane.
     type Mask: Copy;
     /// A table of 32 numbers, in registers where they can be looked up there.
     type Table: Copy;
     /// True if a lookup is as cheap as arithmetic.
     const FAST_LOOKUP: bool;
-    /// Whether code is small rather than fast: without special cases that the general one computes as well.
+    /// True if code is small rather than fast: without special cases that the general case computes as well.
     const IS_SMALL: bool = false;
     /// `LANES` vectors.
     type Square: Copy + AsRef<[Self::F32]> + AsMut<[Self::F32]>;
@@ -64,14 +64,14 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     unsafe fn load_f16(self, p: *const f16) -> Self::F32;
     /// Rounds to nearest even. # Safety: `LANES` f16 are writable at `p`.
     unsafe fn store_f16(self, p: *mut f16, v: Self::F32);
-    /// As [`Simd::store_f16`] and [`Simd::stream`]. # Safety: as theirs.
+    /// Stores as [`Simd::store_f16`], around the cache as [`Simd::stream`].
     unsafe fn stream_f16(self, p: *mut f16, v: Self::F32);
     /// # Safety
     /// `LANES` bf16 are readable at `p`.
     unsafe fn load_bf16(self, p: *const bf16) -> Self::F32;
     /// Rounds to nearest even, NaN stays NaN. # Safety: `LANES` bf16 are writable at `p`.
     unsafe fn store_bf16(self, p: *mut bf16, v: Self::F32);
-    /// As [`Simd::store_bf16`] and [`Simd::stream`]. # Safety: as theirs.
+    /// Stores as [`Simd::store_bf16`], around the cache as [`Simd::stream`].
     unsafe fn stream_bf16(self, p: *mut bf16, v: Self::F32);
 
     /// `2 LANES` f16 as two vectors, in an order that [`Simd::store2_f16`] undoes.
@@ -81,7 +81,7 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
         // SAFETY: passed on.
         unsafe { [self.load_f16(p), self.load_f16(p.add(Self::LANES))] }
     }
-    /// With `STREAM` around the cache if the instruction set can, as [`Simd::stream`].
+    /// Stores two vectors; with `STREAM` around the cache, if the instruction set can, as [`Simd::stream`].
     /// # Safety: `2 LANES` f16 are writable at `p`, aligned to their size with `STREAM`.
     #[inline(always)]
     unsafe fn store2_f16<const STREAM: bool>(self, p: *mut f16, v: [Self::F32; 2]) {
@@ -91,13 +91,13 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
             self.store_f16(p.add(Self::LANES), v[1]);
         }
     }
-    /// As [`Simd::load2_f16`]. # Safety: as there.
+    /// Loads as [`Simd::load2_f16`].
     #[inline(always)]
     unsafe fn load2_bf16(self, p: *const bf16) -> [Self::F32; 2] {
         // SAFETY: passed on.
         unsafe { [self.load_bf16(p), self.load_bf16(p.add(Self::LANES))] }
     }
-    /// As [`Simd::store2_f16`]. # Safety: as there.
+    /// Stores as [`Simd::store2_f16`].
     #[inline(always)]
     unsafe fn store2_bf16<const STREAM: bool>(self, p: *mut bf16, v: [Self::F32; 2]) {
         // SAFETY: passed on.
@@ -106,7 +106,7 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
             self.store_bf16(p.add(Self::LANES), v[1]);
         }
     }
-    /// As [`Simd::store2_bf16`] of numbers, not NaN; halves may be rounded away from zero.
+    /// Stores as [`Simd::store2_bf16`], for numbers that are not NaN; they may be rounded away from zero.
     /// # Safety: as there.
     #[inline(always)]
     unsafe fn store2_numbers_bf16<const STREAM: bool>(self, p: *mut bf16, v: [Self::F32; 2]) {
@@ -160,7 +160,7 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     fn any(self, mask: Self::Mask) -> bool;
 
     fn table(self, numbers: &'static [f32; 32]) -> Self::Table;
-    /// In each lane the number at the index's low five bits.
+    /// The table's number at each lane's index (its low five bits).
     fn lookup(self, table: Self::Table, index: Self::I32) -> Self::F32;
 
     fn to_bits(self, a: Self::F32) -> Self::I32;
@@ -175,7 +175,7 @@ pub(crate) trait Simd: Copy + Send + Sync + std::fmt::Debug + 'static {
     /// Lanes 0, 2, 4 ... of `a`, then those of `b`.
     fn even(self, a: Self::F32, b: Self::F32) -> Self::F32;
 
-    /// In each lane that of `a` which the index names, below `LANES`.
+    /// The lane of `a` that each lane's index names; indices are below `LANES`.
     fn permute(self, a: Self::F32, index: Self::I32) -> Self::F32;
 
     /// A square of zeros.
@@ -249,7 +249,7 @@ mod tests {
         }
     }
 
-    /// Each lane of its own, and rounded once.
+    /// Doubles each lane, and rounds once.
     fn doubles<S: Simd>(s: S) {
         let x: Vec<f32> = (0..MAX_LANES).map(|i| (i as f32 - 7.3) / 3.0).collect();
         let mut out = [0f32; MAX_LANES];

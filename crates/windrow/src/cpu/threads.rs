@@ -20,7 +20,7 @@ pub(crate) const MAX_THREADS: usize = 1024;
 /// The minimum number of threads for which the bandwidth of the last-level cache limits each of them.
 pub(crate) const MANY_THREADS: usize = 8;
 
-/// Whether this process can run at least [`MANY_THREADS`] threads. It does not depend on the plan's thread count,
+/// True if this process can run at least [`MANY_THREADS`] threads. It does not depend on the plan's thread count,
 /// because it selects between algorithms that round differently, and results must not change with that count.
 pub(crate) fn has_many_cores() -> bool {
     static MANY: LazyLock<bool> = LazyLock::new(|| {
@@ -82,9 +82,9 @@ pub(crate) fn parallel_for(threads: usize, tasks: usize, task: impl Fn(usize) + 
     parallel_for_workers(threads, tasks, |_, i| task(i));
 }
 
-/// As [`parallel_for`], calling `task(worker, i)`: no two tasks with the same `worker < min(threads, tasks)` run at the
-/// same time, so that each worker can own scratch memory. The caller is worker 0. All tasks run with the caller's
-/// floating-point mode (rounding, flush-to-zero).
+/// Runs tasks as [`parallel_for`], and calls `task(worker, i)`. No two tasks with the same `worker < min(threads,
+/// tasks)` run at the same time, so each worker can own scratch memory. The caller is worker 0. All tasks run with the
+/// caller's floating-point mode (rounding, flush-to-zero).
 pub(crate) fn parallel_for_workers(
     threads: usize,
     tasks: usize,
@@ -149,7 +149,7 @@ struct Shares {
     shares: [Share; MOST_SHARES],
     count: usize,
     workers: usize,
-    /// One bit for each worker, set when a thread has claimed that worker index.
+    /// A bit for each worker, set when a thread has claimed that worker index.
     claimed: [AtomicU64; MAX_THREADS / 64],
     caller: usize,
 }

@@ -202,7 +202,7 @@ mod tests {
         std::array::from_fn(|i| std::array::from_fn(|j| values[i * SIDE + j] as f32))
     }
 
-    /// Of usual numbers, and of such whose products or sums are denormal or not finite.
+    /// Products of ordinary numbers, and of numbers whose products or sums are subnormal or not finite.
     #[test]
     fn products_of_tiles() {
         for (seed, scales) in

@@ -104,7 +104,7 @@ pub(super) struct CublasLtProduct {
     library: &'static CublasLt,
     handle: Handle,
     operation: Descriptor,
-    /// Of cuBLASLt's first operand, our B; of its second, our A; of the result.
+    /// The layouts of cuBLASLt's first operand (our B), of its second (our A), and of the result.
     layouts: [Descriptor; 3],
     algorithm: Algorithm,
     workspace_bytes: usize,
@@ -116,7 +116,7 @@ unsafe impl Send for CublasLtProduct {}
 unsafe impl Sync for CublasLtProduct {}
 
 impl CublasLtProduct {
-    /// On the device of this index, which is current.
+    /// The product on the device of this index, which is current.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if cuBLASLt has no algorithm; [`Error::Backend`] without cuBLASLt, or if it fails.
@@ -292,7 +292,7 @@ fn operation(
     Ok(operation)
 }
 
-/// Of column-major `rows` x `columns`.
+/// The layout of a column-major `rows` x `columns` matrix.
 fn layout(
     library: &'static CublasLt,
     x: &Matrix,

@@ -12,7 +12,7 @@ const NO_DEVICE: c_int = 100;
 
 pub(crate) const BACKEND: Backend = Backend { name: "cuda", count, start };
 
-/// How many devices there are.
+/// The number of devices.
 ///
 /// # Errors
 /// [`Error::NoDevice`] without a driver, [`Error::Backend`].

@@ -21,8 +21,7 @@ mod runtime;
 
 pub use crate::gpu::{DeviceInfo, DeviceTensor, Event, Graph, Stream, copy};
 
-/// All CUDA devices of this machine. Empty if it has none; an error only if there is no driver or
-/// it does not answer.
+/// The CUDA devices of this machine. Empty if it has none; an error only if there is no driver or it does not answer.
 ///
 /// # Errors
 /// [`Error::NoDevice`](crate::Error::NoDevice) without a driver or in a build without the feature `cuda`,
@@ -47,7 +46,7 @@ use crate::gpu::Feature;
 #[cfg(feature = "cuda")]
 use crate::gpu::library::{Library, Places};
 
-/// Where CUDA's libraries are: in toolkits and in the pip packages `nvidia/*/lib`.
+/// The places of CUDA's libraries: toolkits and the pip packages `nvidia/*/lib`.
 #[cfg(feature = "cuda")]
 static PLACES: Places = Places {
     explicit: "WINDROW_CUDA_PATH",
@@ -71,7 +70,7 @@ pub(crate) const fn toolkit(stem: &'static str, package: &'static str) -> Librar
     }
 }
 
-/// Whether devices of a compute capability have a feature: the one place that knows chips.
+/// True if devices of a compute capability have a feature. This is the one place that knows chips.
 #[cfg(feature = "cuda")]
 fn has(capability: (u32, u32), feature: Feature) -> bool {
     match feature {

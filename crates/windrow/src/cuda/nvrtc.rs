@@ -48,7 +48,7 @@ static COMPILER: Compiler<Nvrtc> = Compiler {
 
 describe!(Nvrtc by nvrtcGetErrorString);
 
-/// What code is generated for.
+/// The target of generated code.
 #[derive(Debug, PartialEq, Eq)]
 struct Target {
     /// `sm_90`, `sm_90a`: machine code; `compute_120`: PTX that the driver finishes.
@@ -56,8 +56,8 @@ struct Target {
 }
 
 impl Target {
-    /// For a device of this compute capability: its machine code if the compiler knows it, else
-    /// PTX for the newest architecture that the compiler knows and the device can run.
+    /// The target for a device of this compute capability: its machine code if the compiler knows it, otherwise PTX for
+    /// the newest architecture that the compiler knows and the device can run.
     fn of(spec: &KernelSpec, (major, minor): (u32, u32), supported: &[u32]) -> Result<Self> {
         let number = major * 10 + minor;
         if let Some(feature) = spec.needs {
@@ -154,8 +154,8 @@ pub(crate) mod tests {
         }
     }
 
-    /// As [`check_compiles`], each kernel once: the distinct kernels of a file take the generations in turn, so
-    /// that every file meets all of them and many variants cost little.
+    /// Compiles as [`check_compiles`], each kernel once. The distinct kernels of a file take the generations in turn,
+    /// so every file meets all of them and many variants cost little.
     pub(crate) fn check_compiles_in_turn(specs: &[KernelSpec]) {
         let (mut seen, mut turns) = (HashSet::new(), HashMap::new());
         let distinct = specs.iter().filter(|spec| seen.insert(*spec));
@@ -188,7 +188,7 @@ pub(crate) mod tests {
         assert!(spilled_bytes(&log) <= most, "{spec:?} {target}: {log}");
     }
 
-    /// What the compiler says of a kernel; nothing if it is content, `None` without NVRTC.
+    /// The compiler's messages for a kernel; empty if it has none, `None` without NVRTC.
     pub(crate) fn message(spec: &KernelSpec) -> Option<String> {
         Nvrtc::get().ok()?;
         let (_, options) = recipe(spec, (9, 0)).unwrap();

@@ -21,7 +21,7 @@ pub(super) struct Cuda {
     pub(super) compute_capability: (u32, u32),
     pub(super) handle: c_int,
     pub(super) context: Handle,
-    /// Whether it can allocate in stream order.
+    /// True if the device can allocate in stream order.
     pub(super) memory_pools: bool,
 }
 

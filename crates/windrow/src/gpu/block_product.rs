@@ -15,7 +15,7 @@ static SOURCE: Source = Source {
 /// Rows and columns of a block's part of C, and its wavefronts.
 const TILE: usize = 32;
 const WAVEFRONTS: u32 = 4;
-/// More tiles are taken in turn.
+/// The most blocks of a launch; a block computes further tiles in turn.
 const MAX_BLOCKS: usize = 1 << 20;
 
 params! {

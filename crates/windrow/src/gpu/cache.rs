@@ -10,8 +10,8 @@ const MAGIC: &[u8; 8] = b"windrow1";
 /// The largest entry that is read: kernels have some hundred thousand bytes.
 const IMAGE_LIMIT: u64 = 256 << 20;
 
-/// Where compiled kernels are kept: `cuda` or `hip` in the user's cache folder. `None` if there is no such place;
-/// then every process compiles anew.
+/// The folder of compiled kernels: `cuda` or `hip` in the user's cache folder. `None` if there is no such folder; then
+/// every process compiles anew.
 pub(super) fn directory(device: Device) -> Option<PathBuf> {
     folder::cache().map(|d| d.join(device.backend()))
 }

@@ -3,14 +3,14 @@
 
 use super::KernelSpec;
 
-/// All of them.
+/// Checks that all kernels compile.
 pub(crate) fn check_compiles(specs: &[KernelSpec]) {
     #[cfg(feature = "cuda")]
     crate::cuda::compile_tests::check_compiles(specs);
     check_compiles_for_hip(specs);
 }
 
-/// As [`check_compiles`], each kernel once, by NVRTC for one of the generations in turn.
+/// Checks as [`check_compiles`], each kernel once, with NVRTC for one of the generations in turn.
 pub(crate) fn check_compiles_in_turn(specs: &[KernelSpec]) {
     #[cfg(feature = "cuda")]
     crate::cuda::compile_tests::check_compiles_in_turn(specs);
@@ -25,7 +25,7 @@ pub(crate) fn check_spills(spec: &KernelSpec, capability: (u32, u32), most: u32)
     check_compiles_for_hip(std::slice::from_ref(spec));
 }
 
-/// What NVRTC says of a kernel; nothing if it is content, `None` without it.
+/// NVRTC's messages for a kernel; empty if it has none, `None` without NVRTC.
 pub(crate) fn message(spec: &KernelSpec) -> Option<String> {
     #[cfg(feature = "cuda")]
     return crate::cuda::compile_tests::message(spec);
@@ -33,7 +33,7 @@ pub(crate) fn message(spec: &KernelSpec) -> Option<String> {
     return Some(spec).and(None);
 }
 
-/// By hiprtc alone.
+/// Checks with hiprtc alone.
 pub(crate) fn check_compiles_for_hip(specs: &[KernelSpec]) {
     #[cfg(feature = "hip")]
     crate::hip::compile_tests::check_compiles(specs);

@@ -6,7 +6,7 @@ use crate::{Device, Result};
 use std::ffi::{CString, c_char, c_int};
 use std::ptr::null_mut;
 
-/// What tells how much there is of something, and what writes it.
+/// The functions that tell the size of a compiler's output, and write it.
 pub(crate) type Reading<L> = (
     unsafe fn(&L, Handle, *mut usize) -> Outcome<()>,
     unsafe fn(&L, Handle, *mut c_char) -> Outcome<()>,
@@ -24,18 +24,18 @@ type Create<L> = unsafe fn(
 
 /// The functions of a compiler.
 pub(crate) struct Compiler<L: 'static> {
-    /// Takes the program's text and name, and the number, texts and names of its headers.
+    /// Creates a program. Takes its text and name, and the number, texts and names of its headers.
     pub(crate) create: Create<L>,
-    /// Takes the number of options and the options.
+    /// Compiles it. Takes the number of options and the options.
     pub(crate) compile: unsafe fn(&L, Handle, c_int, *const *const c_char) -> Outcome<()>,
     pub(crate) destroy: unsafe fn(&L, *mut Handle) -> Outcome<()>,
     /// Its messages.
     pub(crate) log: Reading<L>,
-    /// For errors.
+    /// The device, for errors.
     pub(crate) device: Device,
 }
 
-/// What a compiler made.
+/// A compiled kernel.
 pub(crate) struct Compiled {
     pub(crate) image: Vec<u8>,
     /// Its messages.

@@ -27,8 +27,8 @@ pub(crate) struct ConvolutionSpec {
     pub(crate) tf32: bool,
 }
 
-/// Which of the kernels that the library names, in its order, is taken. All sum in f32, multiply operands no less
-/// exact than the spec asks for, and give the same bits every time.
+/// The kernel to use among those that the library names, in its order. All sum in f32, multiply operands that are no
+/// less exact than the spec asks for, and give the same bits every time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Choice {
     /// The first.
@@ -37,7 +37,7 @@ pub(crate) enum Choice {
     Fastest,
 }
 
-/// Which sum of products of the tensors of a [`ConvolutionSpec`].
+/// The sum of products to compute from the tensors of a [`ConvolutionSpec`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Operation {
     /// y of x and w.
@@ -48,7 +48,7 @@ pub(crate) enum Operation {
     BackwardFilter,
 }
 
-/// What a backend makes of an operation: one kernel.
+/// A prepared operation of a backend: one kernel.
 pub(crate) trait Convolution: Debug + Send + Sync {
     /// Bytes of workspace that a run needs, aligned to 256.
     fn workspace_bytes(&self) -> usize;
@@ -68,7 +68,7 @@ const MAX_WORKSPACE: usize = 1 << 30;
 pub(crate) struct VendorConvolution {
     gpu: &'static Gpu,
     aligned: Box<dyn Convolution>,
-    /// For tensors at other addresses, if there is a kernel for them.
+    /// The kernel for tensors at other addresses, if there is one.
     unaligned: Result<Box<dyn Convolution>>,
 }
 
@@ -97,7 +97,7 @@ impl VendorConvolution {
         Ok(VendorConvolution { gpu, aligned, unaligned })
     }
 
-    /// Whether there is a forward kernel for a spec, in less time than [`VendorConvolution::new`].
+    /// Checks that there is a forward kernel for a spec; takes less time than [`VendorConvolution::new`].
     ///
     /// # Errors
     /// As [`VendorConvolution::new`].
@@ -112,8 +112,8 @@ impl VendorConvolution {
         self.aligned.workspace_bytes()
     }
 
-    /// Whether there is a kernel for tensors at these addresses: for those that are not aligned to 16 bytes there may
-    /// be none.
+    /// True if there is a kernel for tensors at these addresses; there may be none for addresses that are not aligned
+    /// to 16 bytes.
     pub(crate) fn takes(&self, tensors: [*const u8; 3]) -> bool {
         self.unaligned.is_ok() || is_aligned(tensors)
     }
@@ -147,7 +147,7 @@ fn is_aligned(tensors: [*const u8; 3]) -> bool {
     tensors.iter().all(|&t| (t as usize).is_multiple_of(VendorConvolution::ALIGNMENT))
 }
 
-/// At least one kernel, the fastest as expected first.
+/// The kernels, at least one, the fastest as expected first.
 fn find(
     gpu: &'static Gpu,
     spec: &ConvolutionSpec,

@@ -32,7 +32,7 @@ pub struct DeviceInfo {
     pub driver: (u32, u32),
 }
 
-/// All devices of the backend of `device` on this machine. Empty if it has none; an error only if there is no driver
+/// The devices of this machine for the backend of `device`. Empty if it has none; an error only if there is no driver
 /// or it does not answer.
 ///
 /// # Errors
@@ -52,11 +52,11 @@ pub(crate) struct Started {
     pub(crate) runtime: Box<dyn Runtime>,
 }
 
-/// What a backend says of itself in the library's list, `BACKENDS`: this wing knows none of them.
+/// The description of a backend in the library's list, `BACKENDS`. This module itself knows no backend.
 pub(crate) struct Backend {
-    /// As [`Device::backend`].
+    /// The name, as in [`Device::backend`].
     pub(crate) name: &'static str,
-    /// How many devices it has.
+    /// The function that counts its devices.
     pub(crate) count: fn() -> Result<u32>,
     /// Starts the device of this index.
     pub(crate) start: fn(u32) -> Result<Started>,
@@ -92,7 +92,7 @@ fn check_not_forked(device: Device) -> Result<()> {
     })
 }
 
-/// For a backend, before it starts its driver.
+/// Notices forks from now on; a backend calls this before it starts its driver.
 pub(crate) fn notice_forks() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -116,15 +116,15 @@ pub(crate) struct Gpu {
     pub(crate) shared_bytes: usize,
     pub(super) runtime: Box<dyn Runtime>,
     pub(super) kernels: KernelCache,
-    /// Of `column_sum`, by the type of the sums.
+    /// The kernels of `column_sum`, by the type of the sums.
     pub(super) column_sums: Kernels<DType>,
-    /// What nobody owns any longer, until it is freed.
+    /// The memory and handles that have no owner any more, until they are freed.
     pub(super) released: Released,
     pub(super) wrong_index: WrongIndex,
 }
 
 impl Gpu {
-    /// What tests without a device of their own choice run on.
+    /// The device for tests that do not choose one.
     #[cfg(test)]
     pub(crate) fn of_tests() -> Result<&'static Gpu> {
         Gpu::get(Device::Cuda(0)).or_else(|_| Gpu::get(Device::Hip(0)))
@@ -157,8 +157,8 @@ impl Gpu {
         Ok(gpu)
     }
 
-    /// Lets kernels on `peer` reach what is allocated on this device, if the two are linked: between devices of one
-    /// process, NCCL reads and writes the tensors themselves.
+    /// Allows kernels on `peer` to access memory of this device, if the two are linked. Between devices of one process,
+    /// NCCL reads and writes the tensors themselves.
     pub(crate) fn allow_access_by(&self, peer: &Gpu) -> Result<()> {
         // SAFETY: both devices are in use.
         self.call(|runtime| unsafe { runtime.allow_access_by(peer.info.index) })
@@ -177,7 +177,7 @@ impl Gpu {
         blocks * self.info.multiprocessors as usize
     }
 
-    /// As [`Gpu::wave`], down to a power of two, as sizes often are.
+    /// The number of blocks as in [`Gpu::wave`], rounded down to a power of two, as sizes often are.
     pub(crate) fn round_wave(&self, blocks: usize) -> usize {
         1 << self.wave(blocks).max(1).ilog2()
     }
@@ -191,13 +191,13 @@ impl Gpu {
         f(&*self.runtime).map_err(|failure| failure.on(self.device()))
     }
 
-    /// As [`Gpu::call`] for calls that wait for the device: an error may be of a kernel.
+    /// Calls as [`Gpu::call`], for functions that wait for the device: an error may come from a kernel.
     pub(super) fn wait<T>(&self, f: impl FnOnce(&dyn Runtime) -> Outcome<T>) -> Result<T> {
         let _current = self.enter()?;
         f(&*self.runtime).map_err(|failure| self.fault(failure))
     }
 
-    /// As [`Gpu::call`], where nobody can be told of an error: it was or will be told by a call that can return it.
+    /// Calls as [`Gpu::call`], for places that cannot return an error: it was or will be reported by a call that can.
     pub(super) fn try_call(&self, f: impl FnOnce(&dyn Runtime) -> Outcome<()>) {
         let _ = self.call(f);
     }
@@ -207,8 +207,8 @@ impl Gpu {
         failure.of(self.kernels.suspect(), self.device())
     }
 
-    /// Makes the device current on this thread until the guard is dropped; what was current before
-    /// (torch keeps its current device there) is current again then.
+    /// Makes the device current on this thread until the guard is dropped, which restores the previous device (torch
+    /// keeps its current device there).
     ///
     /// # Errors
     /// As [`Gpu::call`].
@@ -238,7 +238,7 @@ impl Gpu {
 /// See [`Gpu::enter`].
 pub(crate) struct Current<'a> {
     gpu: &'a Gpu,
-    /// It binds the guard to its thread, too.
+    /// The previous device; it also binds the guard to its thread.
     previous: Option<Handle>,
 }
 
@@ -255,7 +255,7 @@ impl Drop for Current<'_> {
 mod tests {
     use super::*;
 
-    /// With a driver or without: an index that does not exist is a typed error.
+    /// With a driver or without, an index that does not exist is a typed error.
     #[test]
     fn a_device_that_does_not_exist_is_an_error() {
         assert!(matches!(Gpu::get(Device::Cpu), Err(Error::Parameter { .. })));

@@ -75,9 +75,9 @@ pub(crate) trait Driven {
     fn library(&self) -> &'static Self::Library;
     /// The driver's number of the device.
     fn number(&self) -> c_int;
-    /// Of the device of another index.
+    /// The number of the device with another index.
     fn number_of(&self, index: u32) -> Outcome<c_int>;
-    /// Whether the device can allocate in stream order.
+    /// True if the device can allocate in stream order.
     fn memory_pools(&self) -> bool;
 
     /// The memory pool of a device that has one.
@@ -120,7 +120,7 @@ pub(crate) trait Driven {
     }
 }
 
-/// Lets the memory pool keep what is freed, if the device has one: by default every synchronisation gives it back to
+/// Makes the memory pool keep freed memory, if the device has a pool. By default every synchronisation returns it to
 /// the system, and the next allocation pays for it again.
 pub(crate) fn keep_freed_memory<D: Driven + Runtime>(device: &D) -> Outcome<()> {
     const RELEASE_THRESHOLD: c_int = 4;

@@ -1,4 +1,5 @@
-//! Matrix products by the vendor's library, or by a kernel of ours where none is called: row-major, strided, batched.
+//! Matrix products by the vendor's library, or by a kernel of our own if no library is used: row-major, strided,
+//! batched.
 
 use super::runtime::{Handle, Outcome};
 use super::{Gpu, Stream};
@@ -22,7 +23,7 @@ pub(crate) struct GemmSpec {
     pub(crate) compute: GemmCompute,
 }
 
-/// How an operand lies in memory: row-major, rows of consecutive elements.
+/// The layout of an operand in memory: row-major, with rows of consecutive elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Matrix {
     /// f32, f16 or bf16; A and B have the same, C has that or f32.
@@ -54,7 +55,7 @@ pub(crate) struct Gemm {
     product: Option<Box<dyn Product>>,
 }
 
-/// What a backend makes of a [`GemmSpec`].
+/// A prepared [`GemmSpec`] of a backend.
 pub(crate) trait Product: Debug + Send + Sync {
     /// Bytes of workspace that a run needs, aligned to 256; a multiple of 256.
     fn workspace_bytes(&self) -> usize;
@@ -118,7 +119,7 @@ impl Gemm {
 }
 
 impl Gpu {
-    /// Whether [`Gemm`]s can be had: an error says what to install.
+    /// Checks that [`Gemm`]s are available; the error says what to install.
     pub(crate) fn multiplies(&self) -> Result<()> {
         self.runtime.multiplies()
     }

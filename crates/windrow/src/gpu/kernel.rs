@@ -16,7 +16,7 @@ use std::sync::{Arc, Condvar, LazyLock, Mutex, RwLock};
 pub(crate) struct Kernel {
     function: Function,
     gpu: &'static Gpu,
-    /// What it was compiled from, and how often it was launched: for `windrow verify`.
+    /// The spec of the kernel and its number of launches, for `windrow verify`.
     spec: KernelSpec,
     launches: AtomicU64,
 }
@@ -32,12 +32,12 @@ pub(super) struct KernelCache {
     loaded: OnceEach<KernelSpec, &'static Kernel>,
     /// The kernel launched last, to name it when the device reports a fault.
     last: AtomicPtr<Kernel>,
-    /// All that were launched.
+    /// The kernels that were launched.
     launched: Mutex<Vec<&'static Kernel>>,
 }
 
 impl KernelCache {
-    /// What a fault that the device reports may have come of.
+    /// The possible causes of a fault that the device reports.
     pub(super) fn suspect(&self) -> String {
         let last = self.last.load(Ordering::Relaxed);
         // SAFETY: null, or a kernel that lives as long as the process.
@@ -139,7 +139,7 @@ impl Gpu {
         Ok(Kernel { function, gpu: self, spec: spec.clone(), launches: AtomicU64::new(0) })
     }
 
-    /// Every kernel that was launched, and how often.
+    /// The kernels that were launched, and how often.
     pub(crate) fn launches(&self) -> Vec<(KernelSpec, u64)> {
         let launched = self.kernels.launched.lock().unwrap_or_else(|e| e.into_inner());
         launched.iter().map(|k| (k.spec.clone(), k.launches.load(Ordering::Relaxed))).collect()
@@ -176,7 +176,7 @@ impl Kernel {
         Ok(())
     }
 
-    /// As [`Kernel::launch`], with the device current, where the caller makes the error and waits for nothing.
+    /// Launches as [`Kernel::launch`], with the device current; the caller makes the error and waits for nothing.
     ///
     /// # Safety
     /// As [`Kernel::launch`]; the stream must be alive.

@@ -5,17 +5,17 @@ use crate::{Device, Error, Result};
 use std::ffi::{c_int, c_void};
 use std::path::{Path, PathBuf};
 
-/// Where a vendor's libraries are. Each is looked for in the directories that `explicit` lists, then where the
-/// dynamic loader looks (a library that the process has loaded already, as torch's, counts), then in toolkits, then in
-/// the packages of the Python environments in sight: that of this process, `VIRTUAL_ENV`, `CONDA_PREFIX`, and those
-/// of the programs on `PATH`.
+/// The places of a vendor's libraries. Each is looked for in the directories that `explicit` lists, then where the
+/// dynamic loader looks (a library that the process has already loaded, such as torch's, counts), then in toolkits,
+/// then in the packages of the Python environments in sight: that of this process, `VIRTUAL_ENV`, `CONDA_PREFIX`, and
+/// those of the programs on `PATH`.
 #[derive(Debug)]
 pub(crate) struct Places {
     /// An environment variable that lists directories.
     pub(crate) explicit: &'static str,
     /// Environment variables that name toolkits.
     pub(crate) toolkits: &'static [&'static str],
-    /// Where a toolkit is usually installed.
+    /// The usual place of a toolkit.
     pub(crate) installed: &'static str,
     /// Directories of a toolkit that hold libraries.
     pub(crate) directories: &'static [&'static str],
@@ -28,7 +28,7 @@ pub(crate) struct Places {
 pub(crate) struct Library {
     /// `libcudnn.so`: its file's name without a version.
     pub(crate) stem: &'static str,
-    /// What may follow the stem, in the order of preference: names that the loader knows copies by.
+    /// The suffixes after the stem, the preferred first: names by which the loader knows copies.
     pub(crate) versions: &'static [&'static str],
     /// The stem of a library that this one opens by bare name, from its own directory.
     pub(crate) companion: Option<&'static str>,
@@ -45,7 +45,7 @@ pub(crate) struct Library {
 #[derive(Debug)]
 pub(crate) enum Absent {
     NotFound,
-    /// It lacks this function.
+    /// The library lacks this function.
     Without(&'static str),
 }
 
@@ -240,7 +240,7 @@ impl Places {
             .flat_map(|root| self.directories.iter().map(move |d| root.join(d)))
     }
 
-    /// Those of packages of every Python environment in sight.
+    /// The folders in packages of every Python environment in sight.
     fn of_python(&self) -> impl Iterator<Item = PathBuf> {
         let environments = ["VIRTUAL_ENV", "CONDA_PREFIX"]
             .into_iter()

@@ -6,8 +6,8 @@ use crate::{Device, Element, Error, Layout, Result, Tensor, TensorDesc, TensorMu
 use std::ffi::c_void;
 use std::sync::Arc;
 
-/// So many bytes, at least one, aligned to 256, contents arbitrary: for work on `stream` from here on, and on streams
-/// that wait for it. To be freed by [`free`].
+/// Allocates `bytes` bytes, at least one, aligned to 256, with arbitrary contents. They are for later work on `stream`,
+/// and on streams that wait for it. [`free`] frees them.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`], [`Error::Backend`].
@@ -91,7 +91,7 @@ impl Drop for DeviceBuffer {
     }
 }
 
-/// What reads a tensor wherever it lies: here, so that tensors know of no device.
+/// Reading of a tensor wherever it lies. It stands here, so that tensors know of no device.
 impl TensorRef<'_> {
     /// All elements in row-major order, as f64; for oracles and tests. Device memory is copied; what
     /// writes it must be done, see [`Workspace::synchronize`](crate::Workspace::synchronize).
@@ -176,7 +176,7 @@ impl DeviceTensor {
         Self::with_misalignment(desc, device.into(), 0)
     }
 
-    /// As [`new`](Self::new), with the lowest element `misalignment` bytes past a multiple of 256.
+    /// The tensor as by [`new`](Self::new), with the lowest element `misalignment` bytes past a multiple of 256.
     fn with_misalignment(desc: TensorDesc, device: Device, misalignment: usize) -> Result<Self> {
         let (low, high) = desc.layout.extent().unwrap_or((0, -1));
         let size = desc.dtype.size();

@@ -16,7 +16,7 @@ pub(crate) struct Failure {
     /// The function's name.
     pub(crate) call: &'static str,
     pub(crate) status: c_int,
-    /// What the library says of the status.
+    /// The library's text for the status.
     pub(crate) words: String,
 }
 
@@ -35,12 +35,12 @@ impl Failure {
     }
 }
 
-/// What some devices can do and others cannot. Rooms ask for these, never for a chip.
+/// The features that some devices have and others have not. Operators ask for these, never for a chip.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Feature {
-    /// A warp multiplies blocks of halves, and of f32 rounded to TF32.
+    /// A warp multiplies blocks of f16/bf16, and of f32 rounded to TF32.
     MatrixProducts,
-    /// A wavefront multiplies blocks of halves.
+    /// A wavefront multiplies blocks of f16/bf16.
     WavefrontProducts,
     /// And of f32.
     WavefrontFloatProducts,
@@ -50,22 +50,22 @@ pub(crate) enum Feature {
     BulkCopies,
     /// A kernel may start while the one before it ends.
     OverlappedLaunches,
-    /// Products of halves cut off what they add.
+    /// Products of f16/bf16 truncate when they add.
     TruncatedSums,
 }
 
-/// How a stream is ordered with others.
+/// The order of a stream with others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StreamKind {
-    /// With the legacy default stream.
+    /// Ordered with the legacy default stream.
     Blocking,
-    /// With none.
+    /// Ordered with no stream.
     Apart,
-    /// As `Blocking`; blocks of its kernels start before waiting blocks of other streams.
+    /// Ordered as `Blocking`; blocks of its kernels start before waiting blocks of other streams.
     Urgent,
 }
 
-/// Whether the work of a stream is recorded.
+/// The state of a stream's capture.
 pub(crate) enum Recording {
     No,
     /// Into `graph`; no other capture of the process has had the number.
@@ -93,22 +93,23 @@ impl Launch {
     }
 }
 
-/// How a kernel that was loaded is launched.
+/// The launch of a loaded kernel.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Function {
     pub(crate) handle: Handle,
     /// Bytes of dynamic shared memory.
     pub(crate) shared_bytes: u32,
-    /// It may start while the kernel before it ends.
+    /// True if it may start while the previous kernel ends.
     pub(crate) overlapped: bool,
 }
 
-/// What drivers do by functions of the same kind: a backend that names them in [`Calls`](super::driver::Calls) has it all.
+/// The operations for which all drivers have functions of the same kind. A backend that names these functions in
+/// [`Calls`](super::driver::Calls) has all of them.
 ///
 /// # Safety
 /// As of [`Runtime`].
 pub(crate) trait Common {
-    /// Lets kernels on the device of this index reach what [`Common::allocate`] gives, if the two are linked.
+    /// Allows kernels on the device of this index to access memory from [`Common::allocate`], if the two are linked.
     unsafe fn allow_access_by(&self, peer: u32) -> Outcome<()>;
 
     /// Memory aligned to 256 bytes, in the order of the stream; `None` where there is not so much.
@@ -142,11 +143,11 @@ pub(crate) trait Common {
         release: unsafe extern "C" fn(Handle),
     ) -> Outcome<()>;
     unsafe fn destroy_graph(&self, graph: Handle) -> Outcome<()>;
-    /// What can be launched of a graph.
+    /// Makes a launchable form of a graph.
     unsafe fn instantiate(&self, graph: Handle) -> Outcome<Handle>;
     unsafe fn destroy_instance(&self, instance: Handle) -> Outcome<()>;
     unsafe fn launch_graph(&self, instance: Handle, stream: Handle) -> Outcome<()>;
-    /// Whether this thread may allocate and wait while any thread captures a stream; returns the mode to put back.
+    /// Allows this thread to allocate and wait while any thread captures a stream. Returns the mode to restore.
     fn relax_captures(&self) -> c_int;
     fn restore_captures(&self, mode: c_int);
 }
@@ -160,11 +161,11 @@ pub(crate) trait Common {
 pub(crate) trait Runtime: Common + Debug + Send + Sync {
     fn has(&self, feature: Feature) -> bool;
 
-    /// Makes the device current on this thread; `Some` if another one was, for [`Runtime::leave`].
+    /// Makes the device current on this thread. Returns `Some` if another one was, for [`Runtime::leave`].
     fn enter(&self) -> Outcome<Option<Handle>>;
     unsafe fn leave(&self, previous: Handle);
 
-    /// From the host; without a stream it is done when it returns.
+    /// Copies from the host; without a stream the copy is done when it returns.
     unsafe fn upload(
         &self,
         to: *mut u8,
@@ -172,7 +173,7 @@ pub(crate) trait Runtime: Common + Debug + Send + Sync {
         bytes: usize,
         stream: Option<Handle>,
     ) -> Outcome<()>;
-    /// To the host.
+    /// Copies to the host.
     unsafe fn download(
         &self,
         to: *mut u8,
@@ -208,7 +209,7 @@ pub(crate) trait Runtime: Common + Debug + Send + Sync {
     fn product(&self, spec: &GemmSpec) -> Result<Box<dyn Product>>;
     /// The version of the vendor's library of convolutions.
     fn convolves(&self) -> Result<String>;
-    /// All of its kernels for a convolution, at most so many, the fastest as expected first.
+    /// The library's kernels for a convolution, at most so many, the fastest as expected first.
     fn convolutions(
         &self,
         spec: &ConvolutionSpec,
@@ -221,7 +222,7 @@ pub(crate) trait Runtime: Common + Debug + Send + Sync {
     unsafe fn tensor_map_of_pixels(&self, pixels: &TensorPixels) -> Outcome<[u64; 16]>;
 }
 
-/// What kernels of a convolution have to keep to.
+/// The requirements on kernels of a convolution.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ConvolutionLimits {
     /// Bytes that every address is a multiple of.

@@ -52,8 +52,9 @@ impl SharedBuffer {
         Ok(buffer)
     }
 
-    /// As [`SharedBuffer::new`] for work of any stream, also while this thread captures one: the memory is allocated now,
-    /// not when a graph runs, and a graph has to [retain](super::capture::Capture::retain) it. Waits for the allocation.
+    /// A buffer as by [`SharedBuffer::new`], for work of any stream, also while this thread captures one. The memory is
+    /// allocated now, not when a graph runs, and a graph has to [retain](super::capture::Capture::retain) it. Waits for
+    /// the allocation.
     ///
     /// # Errors
     /// As [`SharedBuffer::new`].
@@ -86,7 +87,8 @@ impl SharedBuffer {
         self.ptr
     }
 
-    /// Says that work given to `stream` so far uses the memory; of a stream that is captured, the graph keeps it.
+    /// Records that the work given to `stream` so far uses the memory. If the stream is captured, the graph keeps the
+    /// memory.
     ///
     /// # Errors
     /// [`Error::Backend`](crate::Error::Backend).
@@ -97,7 +99,7 @@ impl SharedBuffer {
         }
     }
 
-    /// As [`SharedBuffer::used_on`] for a stream that is not captured.
+    /// Records as [`SharedBuffer::used_on`], for a stream that is not captured.
     pub(crate) fn mark_use(&self, stream: &Stream) -> Result<()> {
         let id = stream.id()?;
         // Taken out while it is recorded: the driver may wait for room in the stream's queue.

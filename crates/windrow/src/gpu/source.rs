@@ -37,7 +37,7 @@ const fn header(name: &'static str, text: &'static str) -> Source {
     Source { name, text, includes: &[] }
 }
 
-/// What every source may include.
+/// The headers that every source may include.
 const HEADERS: &[Source] = &[
     header("windrow.cuh", include_str!("kernels/windrow.cuh")),
     header("intrinsics.cuh", include_str!("kernels/intrinsics.cuh")),
@@ -46,18 +46,18 @@ const HEADERS: &[Source] = &[
     header("copy_engine_sm90.cuh", include_str!("kernels/copy_engine_sm90.cuh")),
 ];
 
-/// One kernel: a source, the name that its entry point gets (the macro `KERNEL`), and constants.
+/// A kernel to compile: a source, the name of its entry point (the macro `KERNEL`), and constants.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct KernelSpec {
     pub(crate) source: &'static Source,
     pub(crate) entry: String,
     /// Bytes of dynamic shared memory that launches will ask for.
     pub(super) shared_bytes: u32,
-    /// Whether launches overlap the end of the kernel before.
+    /// True if launches overlap the end of the previous kernel.
     pub(super) overlapped: bool,
     /// The structure that launches give it.
     pub(super) params: Option<TypeId>,
-    /// What the source uses that not every device has.
+    /// The feature that the source needs and not every device has.
     pub(crate) needs: Option<Feature>,
     pub(crate) defines: Vec<(&'static str, String)>,
 }
@@ -87,14 +87,15 @@ impl KernelSpec {
         self.params_as::<P>("Params", "PARAMS_AGREE")
     }
 
-    /// As [`KernelSpec::params`] with names for the structure and the macro: for one that begins with another.
+    /// Adds parameters as [`KernelSpec::params`], with names for the structure and the macro, for a structure that
+    /// begins with another.
     pub(crate) fn params_as<P: Params>(self, name: &str, agree: &'static str) -> Self {
         let spec = self.define(agree, agreement(name, elements(P::FIELDS), size_of::<P>()));
         KernelSpec { params: Some(TypeId::of::<P>()), ..spec }
     }
 
-    /// As [`KernelSpec::params`], where only a value of `P` says which fields it has (name, offset, bytes) in all so
-    /// many bytes.
+    /// Adds parameters as [`KernelSpec::params`], if only a value of `P` says which fields it has (name, offset, bytes)
+    /// and how many bytes in all.
     pub(crate) fn params_of<P: Params>(
         self,
         fields: impl Iterator<Item = (&'static str, usize, usize)>,
@@ -104,9 +105,9 @@ impl KernelSpec {
         KernelSpec { params: Some(TypeId::of::<P>()), ..spec }
     }
 
-    /// Where the device allows it, blocks may start while the kernel launched before still runs: the source calls
-    /// `wait_for_previous` before anything else. With `early` they also make way for the next
-    /// kernel's from their start on, not only at their end: for launches of a wave or two.
+    /// Allows blocks to start while the previous kernel still runs, if the device can: the source calls
+    /// `wait_for_previous` before anything else. With `early` they also make way for the next kernel's blocks from
+    /// their start on, not only at their end: for launches of a wave or two.
     pub(crate) fn overlapped(mut self, early: bool) -> Self {
         self.overlapped = true;
         self.define("EARLY", u8::from(early))
@@ -129,7 +130,7 @@ impl KernelSpec {
         (self.source.name, &self.entry)
     }
 
-    /// What a macro is defined as for it.
+    /// The value of a macro in this kernel.
     pub(crate) fn value_of(&self, name: &str) -> Option<&str> {
         let found = self.defines.iter().find(|(defined, _)| *defined == name);
         found.map(|(_, value)| value.as_str())

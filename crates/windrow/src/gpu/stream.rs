@@ -30,13 +30,13 @@ impl Stream {
         Self::of_kind(Gpu::get(device.into())?, StreamKind::Blocking)
     }
 
-    /// As [`Stream::new`], but not ordered with the legacy default stream either.
+    /// A stream as by [`Stream::new`], but not ordered with the legacy default stream either.
     pub(crate) fn apart(gpu: &'static Gpu) -> Result<Self> {
         Self::of_kind(gpu, StreamKind::Apart)
     }
 
-    /// As [`Stream::new`], with the highest priority: blocks of its kernels start before waiting
-    /// blocks of other streams.
+    /// A stream as by [`Stream::new`], with the highest priority: blocks of its kernels start before waiting blocks of
+    /// other streams.
     pub(crate) fn with_priority(gpu: &'static Gpu) -> Result<Self> {
         Self::of_kind(gpu, StreamKind::Urgent)
     }
@@ -106,7 +106,7 @@ impl Stream {
         self.gpu.wait(|runtime| unsafe { runtime.synchronize_stream(self.raw) })
     }
 
-    /// Makes work that is given to the stream from here on wait for the event.
+    /// Makes later work of the stream wait for the event.
     ///
     /// # Errors
     /// [`Error::Backend`].
@@ -115,7 +115,7 @@ impl Stream {
         self.gpu.call(|runtime| unsafe { runtime.wait(self.raw, event.raw) })
     }
 
-    /// Whether the stream's work is recorded into a graph.
+    /// The state of the stream's capture.
     pub(super) fn recording(&self) -> Result<Recording> {
         // SAFETY: the stream is alive.
         self.gpu.call(|runtime| unsafe { runtime.recording(self.raw) })
@@ -158,8 +158,8 @@ impl Event {
         Self::new(stream, true)
     }
 
-    /// As [`Event::record`], without the time: for order alone. With times a gather between two
-    /// H200s takes 4 us more.
+    /// An event as by [`Event::record`] without the time, for order alone. With times a gather between two H200s takes
+    /// 4 us more.
     ///
     /// # Errors
     /// As [`Event::record`].
@@ -176,7 +176,7 @@ impl Event {
         Ok(event)
     }
 
-    /// From here on the event is the point that `stream`, of the same device, has reached now.
+    /// Moves the event to the point that `stream`, of the same device, has reached now.
     ///
     /// # Errors
     /// As [`Event::record`].
@@ -226,7 +226,7 @@ mod tests {
     use super::*;
     use crate::Workspace;
 
-    /// So runs in any of them come one after the other. Nothing without a device.
+    /// Runs in any of them come one after the other. Does nothing without a device.
     #[test]
     fn workspaces_share_a_stream() {
         let Ok(gpu) = Gpu::of_tests() else { return };

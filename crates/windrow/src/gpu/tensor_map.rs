@@ -9,7 +9,7 @@ use crate::{DType, Result};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TensorMap([u64; 16]);
 
-/// What a [`TensorMap`] describes.
+/// The description of a [`TensorMap`].
 #[derive(Debug)]
 pub(crate) struct TensorBoxes {
     /// f32, f16 or bf16.
@@ -18,14 +18,14 @@ pub(crate) struct TensorBoxes {
     pub(crate) address: *const u8,
     /// c, w, h, n
     pub(crate) dims: [usize; 4],
-    /// Those of w, h, n in elements; c has stride 1.
+    /// The strides of w, h, n in elements; c has stride 1.
     pub(crate) strides: [usize; 3],
     /// c, w, h, n of a box.
     pub(crate) boxes: [usize; 4],
 }
 
-/// As [`TensorBoxes`], for convolutions: copies bring 64 channels of 16 bits of pixels that follow each other in the rows of
-/// the output, 128 bytes each, swizzled.
+/// The description, like [`TensorBoxes`], for convolutions. A copy loads 64 channels of 16 bits of pixels that follow
+/// each other in the rows of the output, 128 bytes each, swizzled.
 #[derive(Debug)]
 pub(crate) struct TensorPixels {
     /// f16 or bf16.
@@ -33,19 +33,19 @@ pub(crate) struct TensorPixels {
     pub(crate) address: *const u8,
     /// c, w, h, n
     pub(crate) dims: [usize; 4],
-    /// Those of w, h, n in elements.
+    /// The strides of w, h, n in elements.
     pub(crate) strides: [usize; 3],
-    /// In w and h: where the first tap of the first and of the last output lies, the latter counted from the end, and how
-    /// far it is from an output to the next.
+    /// The places, in w and h, of the first tap of the first output and of the last output, the latter counted from the
+    /// end; and the distance from an output to the next.
     pub(crate) first: [i32; 2],
     pub(crate) last: [i32; 2],
     pub(crate) step: [u32; 2],
-    /// Of a copy.
+    /// The pixels of a copy.
     pub(crate) pixels: usize,
 }
 
 impl TensorMap {
-    /// For kernels that do not read it.
+    /// The map for kernels that do not read it.
     pub(crate) const NONE: Self = TensorMap([0; 16]);
 
     /// # Errors

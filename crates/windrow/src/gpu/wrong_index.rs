@@ -44,7 +44,7 @@ fn column(limit: i64) -> String {
 pub(super) struct WrongIndex(OnceLock<&'static Record>);
 
 impl Record {
-    /// What a kernel has written, once.
+    /// Takes what a kernel has reported, once.
     fn take(&self, device: Device) -> Result<()> {
         let rule = self.rule.load(Ordering::Acquire);
         let limit = self.limit.load(Ordering::Relaxed);
@@ -89,7 +89,7 @@ impl Record {
 }
 
 impl Gpu {
-    /// Where a kernel reports a wrong index.
+    /// The address where a kernel reports a wrong index.
     ///
     /// # Errors
     /// [`Error::Index`] if one has been reported; [`Error::OutOfMemory`], [`Error::Backend`].

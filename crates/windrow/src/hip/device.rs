@@ -13,7 +13,7 @@ const OLDEST: c_int = 60_000_000;
 
 pub(crate) const BACKEND: Backend = Backend { name: "hip", count, start };
 
-/// How many devices there are.
+/// The number of devices.
 ///
 /// # Errors
 /// [`Error::NoDevice`] without a runtime, or with one that is too old; [`Error::Backend`].
@@ -119,7 +119,7 @@ fn start_existing(api: &'static Api, index: u32, version: c_int) -> Outcome<Star
     Ok(Started { info, shared_bytes, runtime: Box::new(hip) })
 }
 
-/// What a field of fixed length holds; its last byte ends it, whatever was written.
+/// The text in a field of fixed length. The field's last byte ends it, whatever was written there.
 fn text(field: &[c_char; 256]) -> String {
     let mut bytes = field.map(|c| c as u8);
     bytes[255] = 0;

@@ -31,7 +31,7 @@ use crate::gpu::Feature;
 #[cfg(feature = "hip")]
 use crate::gpu::library::{Library, Places};
 
-/// All HIP devices of this machine. Empty if it has none; an error only if there is no runtime or it does not answer.
+/// The HIP devices of this machine. Empty if it has none; an error only if there is no runtime or it does not answer.
 ///
 /// # Errors
 /// [`Error::NoDevice`](crate::Error::NoDevice) without ROCm or in a build without the feature `hip`,
@@ -47,7 +47,7 @@ pub fn devices() -> crate::Result<Vec<DeviceInfo>> {
     crate::gpu::devices(Device::Hip)
 }
 
-/// Where ROCm's libraries are: in its folders, and in the wheels of PyTorch and of ROCm itself.
+/// The places of ROCm's libraries: its folders, and the wheels of PyTorch and of ROCm itself.
 #[cfg(feature = "hip")]
 static PLACES: Places = Places {
     explicit: "WINDROW_HIP_PATH",
@@ -71,7 +71,7 @@ const fn rocm(stem: &'static str) -> Library {
     }
 }
 
-/// Whether a chip has a feature. Of its matrix cores `hip.cuh` says the same to kernels.
+/// True if a chip has a feature. `hip.cuh` tells kernels the same about matrix cores.
 #[cfg(feature = "hip")]
 fn has(architecture: &str, feature: Feature) -> bool {
     let mfma = ["gfx90a", "gfx942", "gfx950"].contains(&architecture);

@@ -16,7 +16,7 @@ use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 /// the process.
 pub(super) const CHIPS: [&str; 3] = ["gfx90a", "gfx942", "gfx950"];
 
-/// Of ROCm 7 and 6.
+/// The library of ROCm 7 and 6.
 static LIBROCBLAS: Library = Library { versions: &["", ".5", ".4"], ..rocm("librocblas.so") };
 
 library! {
@@ -82,7 +82,7 @@ pub(super) struct RocblasProduct {
     workspace_bytes: usize,
 }
 
-/// As rocBLAS takes them: of its first operand, our B, of its second, our A, and of the result.
+/// The matrices as rocBLAS takes them: its first operand (our B), its second (our A), and the result.
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
     m: c_int,
@@ -111,7 +111,7 @@ impl Sizes {
 }
 
 impl RocblasProduct {
-    /// On the device of this index, which is current; `None` if rocBLAS does not count so far.
+    /// The product on the device of this index, which is current; `None` if rocBLAS cannot count so far.
     ///
     /// # Errors
     /// What rocBLAS says.
@@ -224,7 +224,7 @@ impl State {
     }
 }
 
-/// That of a device, which is current. Made once, lives as long as the process.
+/// The state of a device, which is current. Made once, it lives as long as the process.
 fn state(library: &Rocblas, index: u32) -> Outcome<&'static Mutex<usize>> {
     static STATES: LazyLock<Mutex<HashMap<u32, &'static Mutex<usize>>>> =
         LazyLock::new(Mutex::default);

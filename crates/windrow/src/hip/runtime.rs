@@ -24,7 +24,7 @@ pub(super) struct Hip {
     api: &'static Api,
     index: u32,
     architecture: String,
-    /// Whether it can allocate in stream order.
+    /// True if the device can allocate in stream order.
     memory_pools: bool,
     /// The numbers of its streams, by their addresses.
     streams: Mutex<HashMap<usize, u64>>,

@@ -21,11 +21,11 @@ thread_local! {
     static WARP: Cell<c_int> = const { Cell::new(64) };
     static CURRENT: Cell<c_int> = const { Cell::new(0) };
     static CAPTURED: Cell<c_int> = const { Cell::new(0) };
-    /// Of the last product by rocBLAS: operations, sizes, types, leading dimensions, the strides, and what is added.
+    /// The last product by rocBLAS: operations, sizes, types, leading dimensions, strides, and what is added.
     static MULTIPLIED: Cell<([c_int; 13], [i64; 3], f32)> = const { Cell::new(([0; 13], [0; 3], 0.0)) };
 }
 
-/// What a function returns that has done its work, unless it is to fail.
+/// The status of a function that has done its work, unless it is to fail.
 fn status(name: &str) -> c_int {
     let (failing, status) = FAILING.get();
     if failing == name { status } else { 0 }

@@ -2,7 +2,7 @@
 
 use crate::{Error, Result};
 
-/// One rank of a job of several processes, as its launcher describes it.
+/// A rank of a job of several processes, as its launcher describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Job {

@@ -1,4 +1,4 @@
-//! One rank's connection with the others, under a deadline.
+//! The connection of one rank with the others, with a deadline.
 //!
 //! Whatever is asked of the transport happens soon or not at all: the call and its work must be done
 //! within the time-out. A call may block, and work may hang, so a thread of the link watches both,
@@ -11,7 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// What does the communicating: NCCL, or a test's puppet. Errors are its own words.
+/// The transport of a link: NCCL, or a test's puppet. Its errors are its own words.
 pub(super) trait Transport: Send + 'static {
     /// A piece of work on the device.
     type Work: Send + Sync + 'static;
@@ -19,8 +19,8 @@ pub(super) trait Transport: Send + 'static {
     fn is_ready(&mut self) -> Result<bool, String>;
     /// True once the work is done.
     fn is_done(work: &Self::Work) -> Result<bool, String>;
-    /// What makes every call return and all work end soon, whatever the other ranks do. It may be
-    /// called while another thread is in a call; the transport is of no more use then.
+    /// A function that makes every call return and all work end soon, whatever the other ranks do. It may be called
+    /// while another thread is in a call. The transport cannot be used afterwards.
     fn breaker(&self) -> Box<dyn Fn() + Send + Sync>;
     /// Leaves the group, when all work is done.
     fn leave(&mut self) -> Result<(), String>;
@@ -28,9 +28,9 @@ pub(super) trait Transport: Send + 'static {
     fn abort(&mut self);
 }
 
-/// How often the watching thread looks.
+/// The interval at which the watching thread looks.
 const WATCH: Duration = Duration::from_millis(20);
-/// How often a waiting caller looks.
+/// The interval at which a waiting caller looks.
 const POLL: Duration = Duration::from_micros(20);
 
 pub(super) struct Link<T: Transport> {
@@ -60,7 +60,7 @@ struct Watched<T: Transport> {
     closing: bool,
 }
 
-/// What has to be over, and when.
+/// A piece of work that has to end, and its deadline.
 #[derive(Clone, Copy)]
 struct Limit {
     what: &'static str,
@@ -68,7 +68,7 @@ struct Limit {
 }
 
 impl<T: Transport> Link<T> {
-    /// Takes a transport that connects, and waits until it is ready.
+    /// The link over a transport that connects; waits until it is ready.
     ///
     /// # Errors
     /// [`Error::Parallel`].
@@ -129,7 +129,7 @@ impl<T: Transport> Link<T> {
         Ok(())
     }
 
-    /// For another thread, to release this one when it waits.
+    /// A handle for another thread, which can release this one while it waits.
     pub(super) fn handle(&self) -> Handle<T> {
         Handle(self.shared.clone())
     }
@@ -154,7 +154,7 @@ impl<T: Transport> Link<T> {
     }
 }
 
-/// Lets go of a link from outside.
+/// A handle that releases a link from outside.
 pub(super) struct Handle<T: Transport>(Arc<Shared<T>>);
 
 impl<T: Transport> Handle<T> {
@@ -225,7 +225,7 @@ impl<T: Transport> Shared<T> {
         }
     }
 
-    /// Whether work is left; what failed, and how.
+    /// True if work is left; or the error that ended it, and how.
     fn overdue(&self) -> Result<bool, (&'static str, String)> {
         let mut watched = self.watched();
         let in_time = |Limit { what, deadline }| match Instant::now() < deadline {

@@ -62,7 +62,7 @@ use std::time::{Duration, Instant};
 pub enum Output {
     /// Its own rows.
     Sharded,
-    /// All rows.
+    /// All rows, on every rank.
     Gathered,
 }
 
@@ -71,7 +71,7 @@ pub struct DataParallel {
     ranks: Vec<Rank>,
 }
 
-/// One device of a group, for the closure of [`DataParallel::run`].
+/// A device of a group, for the closure of [`DataParallel::run`].
 ///
 /// Collective operations ([`broadcast`](Rank::broadcast), [`all_gather`](Rank::all_gather),
 /// [`all_reduce`](Rank::all_reduce)) have to be called by all ranks, in the same order and with
@@ -83,9 +83,9 @@ pub struct Rank {
     index: usize,
     world: usize,
     gpu: &'static Gpu,
-    /// Of the kernels.
+    /// The stream of the kernels.
     stream: Arc<Stream>,
-    /// Of the collective operations.
+    /// The stream of the collective operations.
     exchange: Stream,
     staging: Staging,
     /// `None` if there is nobody else.
@@ -413,7 +413,7 @@ mod tests {
         assert!(matches!(error, Error::NoDevice { .. }), "{error}");
     }
 
-    /// With NCCL or without: a version, or words about how to get one.
+    /// With NCCL a version, without it words about how to get one.
     #[test]
     fn nccl_is_found_or_explained() {
         match nccl_version() {

@@ -129,7 +129,7 @@ pub fn nccl_version() -> Result<String> {
     Ok(format!("{}.{}.{}", code / 10_000, code % 10_000 / 100, code % 100))
 }
 
-/// What the ranks of a new group have to know in common.
+/// The identifier that the ranks of a new group must share.
 pub(super) fn unique_id() -> Result<Id> {
     let api = Nccl::get()?;
     let mut id = UniqueId([0; 128]);
@@ -141,14 +141,14 @@ pub(super) fn unique_id() -> Result<Id> {
     Ok(id.0.map(|c| c as u8))
 }
 
-/// How blocks come to all ranks, which decide alike.
+/// The way in which blocks reach all ranks. All ranks choose the same.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Way {
-    /// For equal blocks.
+    /// One all-gather, for equal blocks.
     AllGather,
-    /// Of each block, in one group.
+    /// A broadcast of each block, in one group.
     Broadcasts,
-    /// Each of two ranks sends its block, and receives the other's.
+    /// An exchange between two ranks: each sends its block and receives the other's.
     Pair,
 }
 
@@ -227,7 +227,7 @@ pub(super) struct Communicator {
     rank: usize,
 }
 
-/// How far a rank has come.
+/// The progress of a rank.
 #[derive(PartialEq)]
 enum Stage {
     Connecting,

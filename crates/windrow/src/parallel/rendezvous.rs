@@ -21,7 +21,7 @@ const WELCOME: u8 = 0;
 const OTHER_WORLD: u8 = 1;
 const RANK_TAKEN: u8 = 2;
 
-/// Gives every rank the id that `make` makes on rank 0.
+/// Sends the id that `make` makes on rank 0 to every rank.
 ///
 /// # Errors
 /// [`Error::Parallel`] if not all ranks have come by the deadline, the port is in use, or a rank

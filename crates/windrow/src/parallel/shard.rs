@@ -83,8 +83,8 @@ mod tests {
             prop_assert!(sizes.is_sorted_by(|a, b| a >= b));
         }
 
-        /// Each rank writes its own rows of a tensor of its own; the blocks of all ranks together
-        /// are the tensor that one rank writes.
+        /// Each rank writes its own rows of a tensor of its own. The blocks of all ranks together are the tensor that
+        /// one rank alone writes.
         #[test]
         fn blocks_of_all_ranks_merge(n in 0usize..9, c in 1usize..4, l in 0usize..5, world in 1usize..6, channels_last: bool) {
             let order = if channels_last { [0, 2, 1] } else { [0, 1, 2] };

@@ -23,7 +23,7 @@ pub(super) struct Staging {
 struct Slot {
     /// Allocated when first needed.
     buffer: Option<PinnedBuffer>,
-    /// When the latest copy from or to the buffer is done.
+    /// The event after the latest copy from or to the buffer.
     done: Option<Arc<Event>>,
 }
 
@@ -117,7 +117,7 @@ fn lowest(x: &TensorRef<'_>) -> usize {
     x.address_range().map_or(0, |(low, _)| low)
 }
 
-/// One type, shape and layout, dense, the first on the host and the second on `gpu`.
+/// Checks a pair of dense tensors of one type, shape and layout, the first on the host and the second on `gpu`.
 fn check_pair(
     host: (&'static str, &TensorRef<'_>),
     device: (&'static str, &TensorRef<'_>),

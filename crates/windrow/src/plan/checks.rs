@@ -6,8 +6,8 @@ use crate::{DType, Device, Error, Result, TensorDesc, TensorMut, TensorRef};
 /// Most tensors of a run, gradients included.
 const MOST: usize = 18;
 
-/// Looks at the tensors of a run one by one: what each of them is, where it is, and that what is written shares
-/// memory with nothing that was looked at before.
+/// The checks of a run's tensors, one by one: type and shape, device, and that no output shares memory with a tensor
+/// checked before.
 pub(crate) struct Checks {
     device: Device,
     /// Names, and the addresses from the lowest to behind the highest.
@@ -19,12 +19,12 @@ pub(crate) struct Checks {
 #[derive(Clone, Copy)]
 pub(crate) enum Type {
     Exactly(DType),
-    /// This one, or f32.
+    /// This type, or f32.
     OrF32(DType),
 }
 
 impl Checks {
-    /// For a run on this device.
+    /// The checks for a run on this device.
     pub(crate) fn new(device: Device) -> Self {
         Checks { device, seen: [("", None); MOST], len: 0 }
     }
@@ -62,7 +62,7 @@ impl Checks {
         self.write_over(name, view, planned, None)
     }
 
-    /// As [`Checks::write`], of one that may share memory with the input `over`.
+    /// Checks as [`Checks::write`], for an output that may share memory with the input `over`.
     pub(crate) fn write_over(
         &mut self,
         name: &'static str,

@@ -28,8 +28,8 @@ pub struct Input<S> {
     pub desc: fn(&S) -> Option<&TensorDesc>,
 }
 
-/// What [`Operator`] says of tensors that its spec and arguments have by the same names: those that are always there, and
-/// behind the `?` those that may be. In this order they are read.
+/// The lists of inputs for [`Operator`], for tensors that have the same names in spec and arguments: required ones, and
+/// after the `?` optional ones. They are read in this order.
 macro_rules! inputs {
     ($spec:ident, $args:ident: $($always:ident),*; ? $($optional:ident),*) => {
         const INPUTS: &'static [$crate::plan::Input<$spec>] = &[
@@ -67,13 +67,13 @@ pub trait Operator: Copy + Debug + Send + Sync + Sized + 'static {
     /// The engine on GPUs.
     type Gpu: Engine<Self, Place = Device>;
 
-    /// Every check of a spec that needs no data.
+    /// The sizes of a spec, after every check that needs no data.
     fn problem(spec: &Self::Spec) -> Result<Self::Problem>;
 
     /// The arguments in the order of the inputs.
     fn views<'a>(args: &'a Self::Args<'_>) -> Views<'a>;
 
-    /// Those inputs that are views in these arguments.
+    /// The inputs that are views in these arguments.
     fn inputs(_: &Self::Args<'_>) -> &'static [Input<Self::Spec>] {
         Self::INPUTS
     }
@@ -91,7 +91,7 @@ pub(crate) type Algorithm<O> = <<O as Operator>::Configuration as Configuration>
 pub trait Configuration:
     Copy + PartialEq + Debug + Display + FromStr<Err = Error> + Send + Sync
 {
-    /// How an operator is computed.
+    /// The algorithms of the operator.
     type Algorithm: Copy
         + PartialEq
         + Debug
@@ -101,7 +101,7 @@ pub trait Configuration:
         + Sync
         + 'static;
 
-    /// With the cost model's parameters.
+    /// The algorithm with the cost model's parameters.
     fn of(algorithm: Self::Algorithm) -> Self;
 
     /// The algorithm.
@@ -158,10 +158,10 @@ impl<O: Operator, P: Copy> Setup<'_, O, P> {
 
 /// The engine of an operator on one kind of device: made once for a plan, run many times.
 pub trait Engine<O: Operator>: Sized {
-    /// What tells the places of this kind apart.
+    /// The identity of a place of this kind.
     type Place: Copy;
 
-    /// Every algorithm that can compute a spec, whatever its accuracy, the fastest first.
+    /// The algorithms that can compute a spec, whatever its accuracy, the fastest first.
     fn algorithms(setup: &Setup<'_, O, Self::Place>) -> Result<Vec<Algorithm<O>>>;
 
     /// The one that the model chooses.
@@ -172,7 +172,7 @@ pub trait Engine<O: Operator>: Sized {
         })
     }
 
-    /// With this configuration.
+    /// The engine with this configuration.
     fn new(setup: &Setup<'_, O, Self::Place>, configuration: &O::Configuration) -> Result<Self>;
 
     /// The algorithm and all of its parameters.
@@ -181,7 +181,7 @@ pub trait Engine<O: Operator>: Sized {
     /// Scratch memory of its runs.
     fn workspace_bytes(&self) -> usize;
 
-    /// What follows from the configuration: place, blocking, threads.
+    /// The facts that follow from the configuration: place, blocking, threads.
     fn explain(&self, plan: &Plan<O>) -> String;
 
     /// The algorithms that a search may take.
@@ -210,7 +210,7 @@ pub trait Engine<O: Operator>: Sized {
 
 /// An operator whose configurations are measured, and whose results can be compared in part.
 pub trait Tuned: Operator {
-    /// What the runs of a search share beside their tensors.
+    /// The data that runs of a search share beside their tensors.
     type Kept: Default;
 
     /// The output.
@@ -219,16 +219,16 @@ pub trait Tuned: Operator {
     /// The spec that stands for `spec` in a search: on dense tensors.
     fn plain(spec: &Self::Spec, options: &PlanOptions) -> Result<Self::Spec>;
 
-    /// What a plain spec computes, in words and numbers; on the CPU with the number of threads.
+    /// The key of a plain spec: what it computes, in words and numbers; on the CPU with the number of threads.
     fn key(spec: &Self::Spec, options: &PlanOptions) -> String;
 
-    /// Between which numbers a search fills an input.
+    /// The range of the numbers with which a search fills an input.
     fn range(input: &'static str) -> (f64, f64);
 
     /// The arguments of views in the order of the inputs; those that every spec has are there.
     fn args<'a>(views: &[Option<TensorRef<'a>>]) -> Self::Args<'a>;
 
-    /// What runs of a plan need that is made before.
+    /// Prepares what runs of a plan need.
     fn prepare(_: &Bound<'_, Self>, _: &mut Self::Kept, _: &mut Workspace) -> Result<()> {
         Ok(())
     }

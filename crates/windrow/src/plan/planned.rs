@@ -130,7 +130,7 @@ impl<O: Operator> Plan<O> {
         Self::on_isa(spec, configuration, options, Isa::best())
     }
 
-    /// As [`Plan::with_configuration`], on the CPU with the instructions of `isa`.
+    /// The plan as by [`Plan::with_configuration`], on the CPU with the instructions of `isa`.
     pub(crate) fn on_isa(
         spec: &O::Spec,
         configuration: &O::Configuration,
@@ -156,8 +156,8 @@ impl<O: Operator> Plan<O> {
         Ok(plan)
     }
 
-    /// All algorithms that can compute this spec on a device, whatever accuracy it asks for, the fastest first.
-    /// None if the spec is wrong.
+    /// The algorithms that can compute this spec on a device, whatever accuracy it asks for, the fastest first. Empty
+    /// if the spec is wrong.
     pub fn algorithms(
         spec: &O::Spec,
         device: Device,
@@ -207,7 +207,7 @@ impl<O: Operator> Plan<O> {
         Ok(checks)
     }
 
-    /// As [`Plan::check_inputs`], with the workspace.
+    /// Checks as [`Plan::check_inputs`], and the workspace.
     pub(crate) fn check_run(&self, args: &O::Args<'_>, workspace: &Workspace) -> Result<Checks> {
         check_device("workspace", workspace.device(), self.options.device)?;
         self.check_inputs(args)
@@ -235,8 +235,8 @@ impl<O: Operator> Plan<O> {
 
 #[cfg(not(feature = "tuning"))]
 impl<O: Tuned> Plan<O> {
-    /// Every algorithm that computes the spec, with the cost model's parameters, the fastest first: there are others to
-    /// try only with the feature `tuning`.
+    /// The algorithms that compute the spec, each with the cost model's parameters, the fastest first. There are other
+    /// parameters to try only with the feature `tuning`.
     ///
     /// # Errors
     /// As [`Plan::new`].
@@ -249,7 +249,7 @@ impl<O: Tuned> Plan<O> {
 
 #[cfg(feature = "tuning")]
 impl<O: Tuned> Plan<O> {
-    /// Every configuration that [`Plan::tune`] measures, the cost model's choice first.
+    /// The configurations that [`Plan::tune`] measures, the cost model's choice first.
     ///
     /// # Errors
     /// As [`Plan::new`].
@@ -293,8 +293,8 @@ impl<O: Tuned> Plan<O> {
         O::compare(self, args, y)
     }
 
-    /// As [`Plan::compare`], of the first and the last `count` rows or channels only: for results that
-    /// are too large for the oracle.
+    /// Compares as [`Plan::compare`], but only the first and the last `count` rows or channels, for results that are
+    /// too large for the oracle.
     ///
     /// # Errors
     /// As [`Plan::compare`].

@@ -16,7 +16,7 @@ pub(crate) struct SearchTask<O: Operator> {
     spec: O::Spec,
     problem: O::Problem,
     options: PlanOptions,
-    /// With the strides that it has: those of dimensions of size 1 may be beyond a kernel's.
+    /// The spec with the user's strides. Strides of dimensions of size 1 may be too large for a kernel.
     given: O::Spec,
 }
 
@@ -36,7 +36,7 @@ impl<O: Tuned> SearchTask<O> {
         Ok(all)
     }
 
-    /// With the parameters that a plan would have, so that two ways of writing the same are one candidate.
+    /// The configuration with all parameters of its plan, so that two ways of writing the same are one candidate.
     fn complete(&self, configuration: &O::Configuration) -> Result<O::Configuration> {
         on_device!(O::complete, &self.spec, &self.problem, &self.options, configuration)
     }
@@ -114,7 +114,7 @@ pub(crate) fn decide<O: Tuned>(
     tuning::decide(options.device, options.tuning, || SearchTask::<O>::new(spec, options))
 }
 
-/// Every candidate.
+/// The candidates.
 pub(super) fn configurations<O: Tuned>(
     spec: &O::Spec,
     options: &PlanOptions,
@@ -145,7 +145,7 @@ pub(super) fn tune<O: Tuned>(
 pub(crate) struct CandidateRuns<'a, O: Tuned> {
     problem: &'a SearchTask<O>,
     candidates: &'a [O::Configuration],
-    /// Those that were prepared.
+    /// The plans of candidates that were prepared.
     plans: Vec<Option<Plan<O>>>,
     kept: O::Kept,
     workspace: Workspace,
@@ -184,7 +184,7 @@ impl<'a, O: Tuned> CandidateRuns<'a, O> {
         })
     }
 
-    /// Whether what a candidate has written agrees with the oracle.
+    /// True if the results of a candidate agree with the oracle.
     pub(crate) fn is_right(&self, candidate: usize) -> Result<bool> {
         let Some(bound) = bound(&self.plans, &self.inputs, candidate) else {
             return Ok(false);

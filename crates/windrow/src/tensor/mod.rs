@@ -155,7 +155,7 @@ impl<'a> TensorRef<'a> {
         Ok(TensorRef { ptr: self.ptr.wrapping_offset(bytes), desc, ..*self })
     }
 
-    /// All elements of host memory in row-major order, as f64.
+    /// The elements of host memory in row-major order, as f64.
     pub(crate) fn host_to_f64_vec(&self) -> Result<Vec<f64>> {
         match self.desc.dtype {
             DType::F32 => self.gather::<f32>(),
@@ -168,7 +168,7 @@ impl<'a> TensorRef<'a> {
         }
     }
 
-    /// All elements of host memory in row-major order.
+    /// The elements of host memory in row-major order.
     ///
     /// # Errors
     /// [`Error::DType`] if `T` is another type than the tensor's.

@@ -102,7 +102,7 @@ impl Tensor {
         self.buffer.as_mut_slice()
     }
 
-    /// All elements of a row-major tensor, in place.
+    /// The elements of a row-major tensor, in place.
     ///
     /// # Errors
     /// [`Error::DType`] if `T` is another type than the tensor's, [`Error::Strides`] if the elements
@@ -115,7 +115,7 @@ impl Tensor {
         Ok(unsafe { std::slice::from_raw_parts(data, self.desc.layout.len()) })
     }
 
-    /// All elements of a row-major tensor, for writing in place.
+    /// The elements of a row-major tensor, for writing in place.
     ///
     /// # Errors
     /// As [`Tensor::as_slice`].
@@ -198,7 +198,7 @@ impl Tensor {
         self.desc.shape()
     }
 
-    /// All elements in row-major order.
+    /// The elements in row-major order.
     ///
     /// # Errors
     /// [`Error::DType`] if `T` is another type than the tensor's.

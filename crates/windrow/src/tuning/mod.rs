@@ -31,11 +31,11 @@ pub(crate) trait Tunable {
     fn device(&self) -> Device;
     /// The key of the problem in a table: operator, types, sizes and options, and on the CPU the number of threads.
     fn key(&self) -> String;
-    /// All candidates, the cost model's choice first.
+    /// The candidates, the cost model's choice first.
     fn candidates(&self) -> Result<Vec<Self::Configuration>>;
     /// The run time that the cost model predicts, in arbitrary units.
     fn cost(&self, configuration: &Self::Configuration) -> Result<f64>;
-    /// Whether a configuration from a file may be used.
+    /// True if a configuration from a file may be used.
     fn is_valid(&self, configuration: &Self::Configuration) -> bool;
     /// The clock of a search.
     fn clock(&self) -> Box<dyn Clock> {
@@ -54,7 +54,7 @@ pub(crate) trait Tunable {
 pub struct Report {
     /// The problem that was computed.
     pub problem: String,
-    /// All candidates, the cost model's choice first.
+    /// The candidates, the cost model's choice first.
     pub candidates: Vec<Measured>,
     /// The index of the fastest candidate in `candidates`.
     pub chosen: usize,
@@ -262,7 +262,7 @@ pub fn import(table: &str) -> Result<usize> {
     Ok(entries.len())
 }
 
-/// Whether the operator named at the start of the key can parse the configuration.
+/// True if the operator named at the start of the key can parse the configuration.
 fn is_known(problem: &str, configuration: &str) -> bool {
     let name = problem.split(' ').next();
     let operator = crate::TUNABLE.iter().find(|operator| Some(operator.name) == name);
@@ -272,7 +272,7 @@ fn is_known(problem: &str, configuration: &str) -> bool {
 /// An operator as the tables see it.
 pub(crate) struct TunableOperator {
     name: &'static str,
-    /// Whether a text is a configuration of the operator.
+    /// The test whether a text is a configuration of the operator.
     is_configuration: fn(&str) -> bool,
 }
 

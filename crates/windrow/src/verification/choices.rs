@@ -52,7 +52,7 @@ impl<'a> Choices<'a> {
         self.below(n) == n - 1
     }
 
-    /// One of the values.
+    /// A value chosen from a list.
     pub(crate) fn of<T: Copy>(&mut self, values: &[T]) -> T {
         values[self.below(values.len())]
     }

@@ -131,7 +131,7 @@ impl Held {
         unsafe { TensorMut::from_raw(ptr.cast(), self.desc, memory.device()) }
     }
 
-    /// Makes all elements NaN.
+    /// Sets all elements to NaN.
     pub(crate) fn forget(&mut self) -> Result<()> {
         *self = Self::at(self.desc, &[], self.before, self.as_ref().device())?;
         Ok(())
@@ -142,7 +142,7 @@ impl Held {
         self.as_ref().to_f64_vec()
     }
 
-    /// Whether all bytes between and around the elements still are as they were.
+    /// True if all bytes between and around the elements are unchanged.
     pub(crate) fn is_intact_around(&self) -> Result<bool> {
         let mut around = self.memory.bytes()?;
         let size = self.desc.dtype.size();
@@ -157,9 +157,9 @@ impl Held {
 /// The kind of input values of a random case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Numbers {
-    /// Between -2 and 2.
+    /// Numbers between -2 and 2.
     Ordinary,
-    /// With NaN, infinities and zeros among the data.
+    /// Numbers with NaN, infinities and zeros among them.
     Special,
     /// Values up to the smallest normal number of their type, so mostly subnormal ones.
     Tiny,

@@ -71,7 +71,7 @@ impl Trial {
         self.device
     }
 
-    /// All places where the case has to run.
+    /// The places where the case has to run.
     pub(crate) fn lanes(&self) -> Vec<Lane> {
         let isas = match self.device {
             Device::Cpu => Isa::tested(),

@@ -37,7 +37,7 @@ struct Plane {
     reach: usize,
 }
 
-/// What a tap reads of a source channel.
+/// The part of a source channel that a tap reads.
 #[derive(Clone, Copy, Debug)]
 struct Line {
     c: usize,
@@ -49,7 +49,7 @@ struct Line {
 /// Two terms of the sum.
 #[derive(Clone, Debug)]
 struct Pair {
-    /// Where the pairs for the block's first pixel are among the planes of pairs.
+    /// The place of the pairs for the block's first pixel among the planes of pairs.
     offset: usize,
     /// Channel, row tap and column tap of each.
     terms: [Option<[usize; 3]>; 2],
@@ -164,7 +164,7 @@ impl TapSums for Bf16Pairs {
         }
     }
 
-    /// One block of one image, group and part of the channels.
+    /// Computes one block of one image, group and part of the channels.
     unsafe fn run<T: SimdElement>(&self, unit: TapUnit<'_, T>, scratch: *mut f32) {
         let TapUnit { isa, stencil, unit, operands } = unit;
         debug_assert_eq!(T::DTYPE, DType::BF16);
@@ -199,7 +199,7 @@ impl Bf16Pairs {
     }
 }
 
-/// Makes planes of pairs.
+/// The kernel that makes planes of pairs.
 struct Interleave<'a> {
     plan: &'a Bf16Pairs,
     stencil: &'a Stencil,
@@ -231,9 +231,9 @@ impl Bf16Kernel for Interleave<'_> {
     }
 }
 
-/// What a line reads for a block.
+/// The pixels that a line reads for a block.
 struct Source {
-    /// For the block's first pixel.
+    /// The address for the block's first pixel.
     from: *const bf16,
     /// Columns of the block that read inside of the source, and distance between what they read.
     inside: Range<usize>,
@@ -261,7 +261,7 @@ impl Interleave<'_> {
         }
     }
 
-    /// What a row of the block reads; through `room` where it does not lie in one piece.
+    /// The pixels that a row of the block reads; copied to `room` if they are not contiguous.
     ///
     /// # Safety
     /// The row is in the block, or within reach of it; `room` is writable as far as a row reaches.

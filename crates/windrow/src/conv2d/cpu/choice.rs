@@ -1,4 +1,4 @@
-//! Which algorithm the planner takes on the CPU.
+//! The choice of the algorithm on the CPU.
 
 use super::method::{Method, Task};
 use super::winograd::{FUSED_TILE, Products, StagedMethod, best_tile, one_pass_pays};
@@ -138,7 +138,7 @@ mod tests {
         }
     }
 
-    /// What is split has to be used often, and the filter to be read fast.
+    /// Splitting pays only if the parts are used often enough, and if the filter can be read fast.
     #[test]
     fn f32_is_split_where_that_pays() {
         for isa in Isa::tested().into_iter().filter(|isa| isa.has_tiles() && !has_many_cores()) {

@@ -18,7 +18,7 @@ pub(super) trait TapSums: Debug + Send + Sync + Sized + 'static {
     /// The method's own name; it computes `direct` as well.
     const ALGORITHM: Conv2dAlgorithm;
 
-    /// How a stencil is cut; `None` if the method does not support it.
+    /// The method for a stencil, divided into units; `None` if it does not support this stencil.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
@@ -65,7 +65,7 @@ pub(super) trait TapSums: Debug + Send + Sync + Sized + 'static {
     /// Elements of scratch memory of one worker.
     fn scratch_len(&self, stencil: &Stencil) -> usize;
 
-    /// One unit.
+    /// Computes one unit.
     ///
     /// # Safety
     /// Source and destination elements of the stencil are in memory, those that the unit writes touched by nobody
@@ -82,7 +82,7 @@ pub(super) enum Packing {
     Products(usize),
     /// [filter row, c, filter column, group, channel of the group]
     Channels,
-    /// One of the method's own, of so many elements, and a width that no other form has.
+    /// A form of the method's own with `len` elements; no other form has this `width`.
     Own { len: usize, width: usize },
 }
 
@@ -98,7 +98,7 @@ impl Packing {
         }
     }
 
-    /// As [`Prepared::packed_width`].
+    /// The width as in [`Prepared::packed_width`].
     fn width(self, &Stencil { groups, k, .. }: &Stencil) -> usize {
         match self {
             Packing::Panels(width) | Packing::Products(width) | Packing::Own { width, .. } => width,
@@ -117,7 +117,7 @@ pub(super) struct TapUnit<'a, T> {
     pub operands: &'a Operands<'a, T>,
 }
 
-/// What a run reads and writes.
+/// The tensors that a run reads and writes.
 pub(super) struct Operands<'a, T> {
     pub packed: &'a [f32],
     pub src: *const T,

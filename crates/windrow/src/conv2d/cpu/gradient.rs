@@ -11,7 +11,7 @@ pub(crate) trait WeightGradient: Debug + Send + Sync {
         None
     }
 
-    /// How far an element may be off, relative to its scale.
+    /// The allowed error of an element, relative to its scale.
     fn tolerance(&self) -> f64;
 
     /// Elements of scratch memory.

@@ -15,12 +15,12 @@ pub(super) struct Grouped {
     groups: Groups,
 }
 
-/// What a vector of destination channels reads.
+/// The source channels that a vector of destination channels reads.
 #[derive(Clone, Copy, Debug)]
 enum Groups {
     /// The same channels of the source.
     Single,
-    /// Those of as many small groups.
+    /// The channels of as many small groups.
     Small,
     /// The same numbers in all lanes, of one group.
     Large,
@@ -65,9 +65,9 @@ impl TapSums for Grouped {
     }
 }
 
-/// How a vector of channels is read.
+/// The way to read a vector of channels.
 pub(super) trait Read<S: Simd>: Copy {
-    /// Whether groups have one channel.
+    /// True if groups have one channel.
     const SINGLE: bool;
     /// The first source channel of a vector of destination channels from `k` on.
     fn first(self, k: usize) -> usize;
@@ -78,7 +78,7 @@ pub(super) trait Read<S: Simd>: Copy {
     unsafe fn load<T: SimdElement>(self, s: S, at: *const T, c: usize) -> S::F32;
 }
 
-/// Each channel is a group.
+/// The reader for depthwise convolutions, where each channel is a group.
 #[derive(Clone, Copy)]
 pub(super) struct Single;
 
@@ -119,7 +119,7 @@ impl<S: Simd> Read<S> for Small {
     }
 }
 
-/// Of one group, with so many source and destination channels.
+/// The reader for groups with `c` source and `k` destination channels.
 #[derive(Clone, Copy)]
 struct Large {
     c: usize,
@@ -188,8 +188,8 @@ pub(super) struct Channels<'a, T, D> {
     pub src: *const T,
     /// Distance of rows and of columns.
     pub src_strides: [isize; 2],
-    /// Of the first channel; terms are as far apart as there are channels, in the order of filter rows, source channels
-    /// of a group and filter columns.
+    /// The filter of the first channel. Terms are as far apart as there are channels, ordered by filter row, source
+    /// channel of the group, and filter column.
     pub filter: *const f32,
     pub count: usize,
     /// Its bias is the first channel's.
@@ -203,8 +203,8 @@ pub(super) struct Channels<'a, T, D> {
 const WINDOW: usize = 19;
 
 impl<T: SimdElement, D: SimdElement> Channels<'_, T, D> {
-    /// All pixels of row `i`, so many at once: a vector of the filter is loaded once for all of them, and as many sums
-    /// as the multiplier has steps are on their way. Where 7 leaves no rest, that.
+    /// Computes all pixels of row `i`, P at a time. A vector of the filter is loaded once for all P pixels, and P sums
+    /// keep the multiplier's pipeline full. P is 7 instead of 8 if that leaves no rest.
     ///
     /// # Safety
     /// All that is named is in memory, the destination's touched by nobody else.

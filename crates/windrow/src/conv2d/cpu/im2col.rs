@@ -38,7 +38,7 @@ const MORE_PARTS: usize = 32;
 const TASK: f64 = 3000.0;
 const READ: [f64; 2] = [1.4, 0.5];
 const COPY: f64 = 0.4;
-/// Of the multiplications that vectors could do in a cycle, those that they do.
+/// The share of the multiplications that vectors could do in a cycle.
 const RATE: f64 = 0.75;
 /// Tasks by which the last thread ends later than if all began and went on together.
 const LATE: f64 = 0.25;
@@ -64,7 +64,7 @@ struct Im2colGemm {
     lanes: Lanes,
     blocking: Blocking,
     threads: usize,
-    /// One tap, whose channels lie next to each other in the source.
+    /// True if the filter has one tap, whose channels are neighbours in the source.
     is_merged: bool,
 }
 
@@ -187,7 +187,7 @@ impl Prepared for Im2colGemm {
         tolerance(self.blocking.additions())
     }
 
-    /// In panels [group, panel, term, channel of the panel], zeros beyond k.
+    /// Packs the filter in panels [group, panel, term, channel of the panel], with zeros beyond k.
     fn pack(&self, w: &TensorRef<'_>, packed: &mut [f32]) {
         assert!(packed.len() >= self.packed_len(), "packed filter: too little memory");
         let (isa, threads, width) = (self.blocking.isa, self.threads, self.packed_width());
@@ -219,8 +219,8 @@ impl Prepared for Im2colGemm {
     }
 }
 
-/// Of the blocks that `make` gives for at most so many channels and pixels, those with which the last of the threads ends
-/// first, by a model of the time. Each block of channels copies pixels once more.
+/// The blocking with which the last thread is expected to end first, among those that `make` gives for at most so many
+/// channels and pixels. Each block of channels copies the pixels once more.
 fn ends_first(
     stencil: &Stencil,
     lanes: Lanes,

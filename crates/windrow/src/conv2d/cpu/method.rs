@@ -32,7 +32,7 @@ impl<'a> Task<'a> {
     }
 }
 
-/// What a method makes of a task; `None` if it does not support it.
+/// The method prepared for a task; `None` if it does not support it.
 pub(crate) type Found = Result<Option<Box<dyn Prepared>>>;
 
 /// A way to compute convolutions: which ones, how fast, and with which parameters.
@@ -109,8 +109,8 @@ pub(crate) trait Prepared: Debug + Send + Sync {
         self.packed_bytes() + self.workspace_bytes()
     }
 
-    /// How far an element may be off, relative to its scale: a rounding for each addition in a row;
-    /// for Winograd, which mixes a tile's pixels, a few times what was measured.
+    /// The allowed error of an element, relative to its scale: one rounding for each addition in a row. For Winograd,
+    /// which mixes a tile's pixels, it is a few times the measured error.
     fn tolerance(&self) -> f64;
 
     /// The tile of a Winograd algorithm.
@@ -137,7 +137,7 @@ pub(crate) trait Prepared: Debug + Send + Sync {
         Ok(None)
     }
 
-    /// What the stages of Winograd's algorithm form of views that agree with the spec; `None` for other methods.
+    /// The stages of Winograd's algorithm for views that agree with the spec; `None` for other methods.
     fn winograd_stages(
         &self,
         _w: &TensorRef<'_>,
@@ -147,7 +147,8 @@ pub(crate) trait Prepared: Debug + Send + Sync {
     }
 }
 
-/// Of sums of products at `rate` times that of vectors of f32, with the filter packed before if it changes.
+/// The cost of sums of products at `rate` times the rate of f32 vectors, including the packing of the filter if it
+/// changes.
 pub(super) fn sums_cost(p: &Problem, filter: Filter, rate: f64) -> f64 {
     // Of an element of the filter.
     const PACK: f64 = 30.0;

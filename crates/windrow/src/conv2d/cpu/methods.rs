@@ -22,7 +22,7 @@ fn method_for(task: &Task<'_>, algorithm: Conv2dAlgorithm) -> Result<Option<&'st
     Ok(None)
 }
 
-/// Every algorithm that can compute a task, whatever its accuracy.
+/// The algorithms that can compute a task, whatever their accuracy.
 pub(crate) fn supported(task: &Task<'_>) -> Result<Vec<Conv2dAlgorithm>> {
     let mut found = Vec::new();
     for method in METHODS {

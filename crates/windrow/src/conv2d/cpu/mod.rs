@@ -40,7 +40,7 @@ pub(crate) use self::shared::{floats, floats_mut};
 use self::transposed::Transposed;
 use self::winograd::{FusedMethod, StagedMethod};
 
-/// Every method. Of those with the same algorithm the first one that supports a convolution computes it.
+/// The methods on the CPU. If several have the same algorithm, the first that supports a convolution computes it.
 static METHODS: [&dyn Method; 10] = [
     &AMX,
     &BF16_PAIRS,

@@ -22,7 +22,7 @@ use std::ops::Range;
 pub(super) const SOURCE_LEN: usize = 64 << 10;
 /// Pixels that a block of whole rows need not exceed.
 const PIXELS: usize = 1024;
-/// What a copied pixel costs, in pixels that are summed in one channel.
+/// The cost of copying a pixel, in pixels that are summed in one channel.
 const COPY: usize = 2;
 /// Channels that may be summed at once.
 pub(super) const ROWS: [usize; 6] = [8, 6, 4, 3, 2, 1];
@@ -34,7 +34,7 @@ const fn vectors(rows: usize, registers: usize) -> usize {
     if vectors < 8 { vectors } else { 8 }
 }
 
-/// How blocks are copied and summed.
+/// The way in which blocks are copied and summed.
 #[derive(Clone, Debug)]
 pub(super) struct Planar {
     /// Destination channels that are summed at once.
@@ -45,7 +45,7 @@ pub(super) struct Planar {
     channels: usize,
     /// Destination rows and columns of a block; several rows only as wide as the destination.
     pub block: [usize; 2],
-    /// How row taps read the copy.
+    /// The way in which row taps read the copy.
     pub axis: Axis,
     /// Position in the source of what each column tap reads for column 0.
     pub cols: Vec<isize>,
@@ -53,7 +53,7 @@ pub(super) struct Planar {
     channel_len: usize,
     /// Source channels of a group.
     source_channels: usize,
-    /// Where each tap reads in the copy of a channel, for the block's first pixel.
+    /// The place at which each tap reads the copy of a channel, for the block's first pixel.
     offsets: Vec<usize>,
 }
 
@@ -96,7 +96,7 @@ impl TapSums for Planar {
         self.source_len() + self.rows * self.group
     }
 
-    /// One block of one image, group and part of the channels.
+    /// Computes one block of one image, group and part of the channels.
     unsafe fn run<T: SimdElement>(&self, unit: TapUnit<'_, T>, scratch: *mut f32) {
         let TapUnit { isa, stencil, unit, operands } = unit;
         let tile = scratch.wrapping_add(self.source_len());
@@ -114,7 +114,7 @@ impl TapSums for Planar {
 }
 
 impl Planar {
-    /// With so many channels and pixels at once, and at most `source_len` elements of the source.
+    /// The method with so many channels and pixels at once, and at most `source_len` elements of the source.
     pub(super) fn with_shape(
         stencil: &Stencil,
         [rows, group]: [usize; 2],
@@ -356,7 +356,7 @@ struct Sums<'a> {
     bias: [f32; ROWS[0]],
 }
 
-/// Where sums go: rows of a group of pixels, `row` elements apart.
+/// The destination of sums: rows of a group of pixels, `row` elements apart.
 #[derive(Clone, Copy)]
 struct Sink {
     to: *mut f32,
@@ -365,7 +365,7 @@ struct Sink {
 }
 
 impl Sums<'_> {
-    /// Those of the group of pixels that reads from `source` on.
+    /// The sums of the group of pixels that reads from `source` on.
     ///
     /// # Safety
     /// `source` is in a copy, and the sink holds a group for each channel of the panel.

@@ -28,12 +28,12 @@ pub(super) struct Plane {
     /// row reads.
     top: isize,
     span: usize,
-    /// How the column taps read a copied row.
+    /// The way in which the column taps read a copied row.
     axis: Axis,
     /// Elements of a part of a copied row, and of a row.
     part: usize,
     pitch: usize,
-    /// Where each tap reads in the copy, for the block's first pixel.
+    /// The place at which each tap reads the copy, for the block's first pixel.
     offsets: Vec<usize>,
 }
 
@@ -225,7 +225,7 @@ impl<T: SimdElement> Sums<'_, T> {
         }
     }
 
-    /// All rows, R at once, of one vector.
+    /// Computes all rows, R at a time, of one vector.
     #[inline(always)]
     unsafe fn narrow<S: Simd, const R: usize>(&self, s: S) {
         for i in (0..self.rows).step_by(R) {

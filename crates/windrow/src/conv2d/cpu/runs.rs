@@ -191,8 +191,8 @@ impl<T: SimdElement> Block<'_, T> {
         }
     }
 
-    /// All pixels, P at once where a row has as many; the last ones may be those that were summed before, once more.
-    /// Distances of pixels that stems have are constants of their sums.
+    /// Computes all pixels, P at a time if a row has as many; the last ones may be computed twice. The pixel distances
+    /// of networks' first layers are compiled as constants.
     #[inline(always)]
     unsafe fn pixels<S: Simd, const P: usize>(&self, s: S) {
         // SAFETY: passed on.
@@ -207,7 +207,7 @@ impl<T: SimdElement> Block<'_, T> {
         }
     }
 
-    /// Every panel of output channels.
+    /// Computes every panel of output channels.
     #[inline(always)]
     unsafe fn panels<S: Simd, const P: usize, const NEXT: usize>(&self, s: S) {
         let Block { runs, stencil, operands, n, at, .. } = *self;
@@ -230,7 +230,7 @@ impl<T: SimdElement> Block<'_, T> {
         }
     }
 
-    /// All sums of a panel.
+    /// Computes all sums of a panel.
     #[inline(always)]
     unsafe fn sums<S: Simd, const P: usize, const NEXT: usize>(&self, s: S, panel: &Panel<T>) {
         let Block { runs, stencil, size, scratch, .. } = *self;

@@ -46,7 +46,7 @@ pub(crate) fn best(gpu: &'static Gpu, task: &Task<'_>) -> Result<Conv2dAlgorithm
     }
 }
 
-/// Whether an algorithm is compared with the one that is chosen so far.
+/// A condition that says if a challenger is compared with the algorithm that is chosen so far.
 type Stands<'a> = &'a dyn Fn(Conv2dAlgorithm) -> bool;
 
 /// Terms of a sum below which one thread for each output is not compared with a product.
@@ -195,7 +195,7 @@ mod tests {
     const OWN: [Conv2dAlgorithm; 4] =
         [Direct, Im2colGemm, WinogradGemm(Tile::F2), WinogradGemm(Tile::F4)];
 
-    /// What is taken for 64 images of 50x50 with `more` beside the algorithms of every device.
+    /// The choice for 64 images of 50x50 if a device has `more` algorithms beside those of every device.
     fn taken(
         dtype: DType,
         accuracy: Accuracy,

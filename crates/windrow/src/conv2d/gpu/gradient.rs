@@ -22,7 +22,7 @@ pub(crate) trait GradientMethod<G: ?Sized>: Sync {
 
 /// A gradient of x whose kernels are loaded.
 pub(crate) trait DataGradient: Debug + Send + Sync {
-    /// True if the filter that [`DataGradient::run`] takes is the one turned around.
+    /// True if [`DataGradient::run`] takes the mirrored filter (rotated by 180 degrees).
     fn is_mirrored(&self) -> bool {
         false
     }
@@ -49,7 +49,7 @@ pub(crate) trait DataGradient: Debug + Send + Sync {
 
 /// A gradient of the filter whose kernels are loaded.
 pub(crate) trait WeightGradient: Debug + Send + Sync {
-    /// As [`DataGradient::tile`].
+    /// The tile as in [`DataGradient::tile`].
     fn tile(&self) -> Option<usize> {
         None
     }

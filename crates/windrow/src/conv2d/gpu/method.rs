@@ -13,7 +13,7 @@ pub(super) trait Method: Sync {
     /// True if it has kernels for a spec, on some device and at some accuracy.
     fn computes(&self, task: &Task<'_>) -> bool;
 
-    /// Whether the device and its libraries have what the kernels need.
+    /// Checks that the device and its libraries have what the kernels need.
     ///
     /// # Errors
     /// What is missing.
@@ -21,7 +21,7 @@ pub(super) trait Method: Sync {
         Ok(())
     }
 
-    /// Whether there is a kernel after all, for a library that tells only when it is asked for one.
+    /// Checks that there is a kernel, for a library that tells only when it is asked for one.
     ///
     /// # Errors
     /// Those of the library.
@@ -74,7 +74,7 @@ pub(super) trait Method: Sync {
     fn prepare(&self, gpu: &'static Gpu, task: &Task<'_>) -> Result<Box<dyn Prepared>>;
 }
 
-/// What a method says of itself.
+/// The description of a method.
 pub(super) struct About {
     /// Algorithms, as users name them, that it computes.
     pub(super) algorithms: &'static [Conv2dAlgorithm],

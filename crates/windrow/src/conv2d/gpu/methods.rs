@@ -14,7 +14,7 @@ use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Problem};
 use crate::gpu::Gpu;
 use crate::{DType, Error, Result};
 
-/// Every method. Of those with the same algorithm the first one that supports a problem computes it.
+/// The methods on GPUs. If several have the same algorithm, the first that supports a problem computes it.
 pub(super) static METHODS: [&dyn Method; 8] = [
     &GroupedMethod,
     &DIRECT,
@@ -38,7 +38,7 @@ pub(super) fn method_for(task: &Task<'_>) -> Option<&'static dyn Method> {
     computes.or_else(|| methods_of(task.algorithm()).last())
 }
 
-/// Every algorithm that can compute the spec on `gpu`, whatever its accuracy.
+/// The algorithms that can compute the spec on `gpu`, whatever their accuracy.
 pub(crate) fn supported(gpu: &Gpu, task: &Task<'_>) -> Vec<Conv2dAlgorithm> {
     let mut found = Vec::new();
     if fits_i32(task.problem) {
@@ -114,7 +114,7 @@ pub(crate) fn variants(dtype: DType, algorithm: Conv2dAlgorithm) -> Vec<Conv2dCo
     methods_of(algorithm).flat_map(|method| method.variants(dtype)).collect()
 }
 
-/// Whether a method of the algorithm takes a parameter, with this value.
+/// True if a method of the algorithm takes this value of a parameter.
 pub(crate) fn takes(algorithm: Conv2dAlgorithm, name: &str, value: usize) -> bool {
     let mut parameters = methods_of(algorithm).flat_map(|method| method.about().parameters);
     parameters.any(|parameter| parameter.name == name && (parameter.is_valid)(value))

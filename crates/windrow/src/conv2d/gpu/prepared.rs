@@ -13,7 +13,7 @@ pub(crate) trait Prepared: Debug + Send + Sync {
         Conv2dConfiguration::new(algorithm)
     }
 
-    /// What the packed filter looks like beside its shape and algorithm.
+    /// The layout of the packed filter, beside its shape and algorithm.
     fn packed_form(&self) -> PackedForm;
 
     /// Bytes of a packed filter.
@@ -71,7 +71,7 @@ pub(crate) trait Prepared: Debug + Send + Sync {
     /// gives, and their scratch memory [`Prepared::scratch_bytes`] there.
     unsafe fn run(&self, stream: &Stream, packed: *const u8, operands: Operands) -> Result<()>;
 
-    /// How far a sum may be off before the activation, relative to its scale.
+    /// The allowed error of a sum before the activation, relative to its scale.
     fn tolerance(&self) -> f64;
 
     /// Outputs of a tile in each direction, of Winograd's algorithms.
@@ -116,14 +116,14 @@ pub(crate) struct PackTo {
     pub(crate) ticket: Option<u64>,
 }
 
-/// What a packed filter looks like beside its shape and algorithm: equal forms are read alike.
+/// The layout of a packed filter, beside its shape and algorithm. Packed filters with equal forms are read alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct PackedForm {
     method: &'static str,
     dtype: DType,
     /// Products that the split operands take part in.
     products: usize,
-    /// What else of the method decides the order of the elements.
+    /// The method's number for the order of the elements.
     order: usize,
 }
 
@@ -155,7 +155,7 @@ impl Operands {
         (self.y as usize | self.residual() as usize).is_multiple_of(bytes)
     }
 
-    /// Those behind so many images.
+    /// The operands after the first `images` images.
     pub(super) fn after_images(self, spec: &Conv2dSpec, images: usize) -> Self {
         let offset =
             |desc: &TensorDesc| images as isize * desc.strides()[0] * desc.dtype.size() as isize;

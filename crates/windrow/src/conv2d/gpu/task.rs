@@ -38,7 +38,7 @@ impl<'a> Task<'a> {
         Task { chip, spec, problem, configuration, options: *options }
     }
 
-    /// On an H200, with the options' defaults.
+    /// The task on an H200 with default options.
     #[cfg(test)]
     pub(super) fn on_h200(spec: &'a Conv2dSpec, problem: &'a Problem) -> Self {
         Self::on(Chip::h200(132), spec, problem, &PlanOptions::default())

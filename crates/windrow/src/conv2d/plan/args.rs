@@ -15,7 +15,7 @@ pub struct Conv2dArgs<'a> {
     pub w: Weights<'a>,
     /// Bias `[k]`, if the spec has one.
     pub bias: Option<TensorRef<'a>>,
-    /// What is added before the activation, if the spec has it: of y's type, shape and strides.
+    /// The tensor that is added before the activation, if the spec has one: y's type, shape and strides.
     pub residual: Option<TensorRef<'a>>,
 }
 
@@ -41,7 +41,7 @@ pub enum Weights<'a> {
     Raw(TensorRef<'a>),
     /// Packed once by [`Conv2dPlan::pack_weights`](crate::Conv2dPlan::pack_weights).
     Packed(&'a PackedWeights),
-    /// As `Raw`, with the packed form kept in the cache until the filter changes.
+    /// A filter like `Raw`, with the packed form kept in the cache until the filter changes.
     Cached(TensorRef<'a>, &'a FilterCache),
 }
 

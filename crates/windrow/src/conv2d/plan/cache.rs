@@ -49,7 +49,7 @@ const MAX_FORMS: usize = 8;
 #[derive(Debug, Default)]
 pub struct FilterCache {
     state: Mutex<State>,
-    /// Those on devices.
+    /// The packed forms on devices.
     packs: gpu::Packs<Packing>,
 }
 
@@ -65,7 +65,7 @@ struct Kept {
     /// Layout and type of the filter that the checksum is of.
     source: TensorDesc,
     sum: u128,
-    /// Whether it was compared with the filter since the cache was frozen.
+    /// True if it was compared with the filter since the cache was frozen.
     trusted: bool,
     packed: Arc<PackedWeights>,
 }
@@ -76,8 +76,8 @@ impl FilterCache {
         Self::default()
     }
 
-    /// With `true` the caller promises that the filter does not change from here on: it is compared with each packed
-    /// form once more, and not looked at in later runs. `false` takes the promise back.
+    /// Sets or ends the caller's promise that the filter does not change from now on. With the promise, each packed
+    /// form is compared with the filter once more; later runs do not read the filter.
     pub fn set_frozen(&self, frozen: bool) {
         self.packs.set_frozen(frozen);
         let mut state = self.lock();
@@ -85,7 +85,7 @@ impl FilterCache {
         state.forms.iter_mut().for_each(|kept| kept.trusted = false);
     }
 
-    /// What [`FilterCache::set_frozen`] has set; `false` at first.
+    /// The value that [`FilterCache::set_frozen`] has set; `false` at first.
     pub fn is_frozen(&self) -> bool {
         self.lock().frozen
     }
@@ -104,7 +104,7 @@ impl FilterCache {
         self.packs.clear();
     }
 
-    /// What plans on devices keep.
+    /// The packed forms of plans on devices.
     pub(super) fn packs(&self) -> &gpu::Packs<Packing> {
         &self.packs
     }

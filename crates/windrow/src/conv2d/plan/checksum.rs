@@ -35,7 +35,7 @@ fn checksum_of_bytes(bytes: &[u8], threads: usize) -> u128 {
     xxh3_128(sums[..parts].as_flattened())
 }
 
-/// In row-major order, without what lies between the elements.
+/// The checksum of the elements in row-major order, without the bytes between them.
 fn checksum_of_elements(x: &TensorRef<'_>) -> u128 {
     let (mut hash, size) = (Xxh3::new(), x.dtype().size());
     let mut buffer = [0; 4096];

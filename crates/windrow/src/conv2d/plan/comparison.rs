@@ -1,4 +1,4 @@
-//! What a plan's results, and the stages that lead to them, are compared with.
+//! The comparison of a plan's results, and of the stages that lead to them, with the oracle.
 
 use super::{Conv2dArgs, Conv2dPlan, Cpu, Weights, filter};
 use crate::conv2d::winograd_reference::Stages;
@@ -18,12 +18,12 @@ impl Conv2dPlan {
         })
     }
 
-    /// What [`Conv2dPlan::run`] should give, with the scale that the plan's tolerance refers to.
+    /// The expected result of [`Conv2dPlan::run`], with the scale to which the plan's tolerance refers.
     pub(crate) fn expected(&self, args: &Conv2dArgs<'_>, w: &[f64]) -> Result<Expected> {
         self.expected_of(&self.problem, args, w)
     }
 
-    /// As [`Conv2dPlan::expected`], of some images and output channels.
+    /// The result of [`Conv2dPlan::expected`] for some images and output channels.
     pub(in crate::conv2d) fn expected_of(
         &self,
         part: &Problem,
@@ -39,7 +39,7 @@ impl Conv2dPlan {
         self.widened(want, part, &x, w)
     }
 
-    /// What the oracle computed of `part`, with the scale that the plan's tolerance refers to.
+    /// The oracle's result for `part`, with the scale to which the plan's tolerance refers.
     pub(in crate::conv2d) fn widened(
         &self,
         want: Expected,
@@ -52,7 +52,7 @@ impl Conv2dPlan {
         Ok(want.widened(tiles.transpose()?))
     }
 
-    /// How far an element may be off, relative to its scale.
+    /// The allowed error of an element, relative to its scale.
     pub(crate) fn tolerance(&self) -> f64 {
         let sums = engine!(self, engine => engine.tolerance());
         let activation = self.spec.activation;
@@ -77,7 +77,7 @@ impl Conv2dPlan {
         Ok(Some((matrix, reference::im2col(&self.problem, &x.to_f64_vec()?)?)))
     }
 
-    /// What the stages of Winograd's algorithm form; `None` for other algorithms.
+    /// The stages of Winograd's algorithm; `None` for other algorithms.
     pub(crate) fn winograd_stages(
         &self,
         w: &TensorRef<'_>,
@@ -95,7 +95,7 @@ impl Conv2dPlan {
         }
     }
 
-    /// How far elements of U, V and M may be off, relative to their scale.
+    /// The allowed errors of elements of U, V and M, relative to their scale.
     pub(crate) fn stage_tolerances(&self, tile: Tile) -> [f64; 3] {
         // Two transforms in a row, each of up to alpha products with a rounded coefficient, and sums.
         let transforms = (4 * tile.alpha()) as f64 * DType::F32.unit_roundoff();

@@ -1,4 +1,4 @@
-//! What computes a convolution on the CPU.
+//! The engine that computes a convolution on the CPU.
 
 use super::packed::{PackedData, PackedForm};
 use super::{Conv2d, Conv2dArgs, Conv2dPlan, PackedWeights, Weights};
@@ -11,11 +11,11 @@ use crate::plan::{Engine, Setup};
 use crate::{Activation, Result, TensorMut, TensorRef, Workspace};
 use std::num::NonZeroUsize;
 
-/// On the CPU.
+/// The CPU's part of a plan.
 #[derive(Debug)]
 pub struct Cpu {
     pub(super) engine: Box<dyn Prepared>,
-    /// Of halves, where the activation reads results that were stored.
+    /// The rounding error of f16/bf16 results that are stored before the activation reads them.
     rounding: f64,
     isa: Isa,
     pub(super) threads: usize,
@@ -27,7 +27,7 @@ fn most_threads() -> usize {
     4 * std::thread::available_parallelism().map_or(1, NonZeroUsize::get).max(16)
 }
 
-/// What methods are asked about.
+/// The task that methods are asked about.
 fn task<'a>(setup: &Setup<'a, Conv2d, Isa>, threads: usize) -> Result<Task<'a>> {
     Task::new(setup.spec, setup.problem, setup.place, threads)
 }
@@ -171,8 +171,8 @@ impl Cpu {
         self.engine.winograd_stages(w, x)
     }
 
-    /// Of U, V and M, for roundings of two transforms and of sums. U is formed in f64, so that only the last
-    /// rounding is left.
+    /// The tolerances of U, V and M, for the roundings of two transforms and of sums. U is formed in f64, so only its
+    /// last rounding counts.
     pub(super) fn stage_tolerances(&self, transforms: f64, sums: f64) -> [f64; 3] {
         [1e-12, transforms, sums + transforms]
     }
@@ -187,7 +187,7 @@ impl Cpu {
         Ok(backward.data.bytes().max(backward.weight_bytes()))
     }
 
-    /// As [`Cpu::run`], the gradient of x.
+    /// Computes the gradient of x, as [`Cpu::run`] computes y.
     pub(in crate::conv2d) fn data(
         &self,
         plan: &Conv2dPlan,
@@ -203,7 +203,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// As [`Cpu::run`], the gradient of the filter.
+    /// Computes the gradient of the filter, as [`Cpu::run`] computes y.
     pub(in crate::conv2d) fn weight(
         &self,
         plan: &Conv2dPlan,
@@ -217,7 +217,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// As [`Cpu::run`], the gradient of the bias.
+    /// Computes the gradient of the bias, as [`Cpu::run`] computes y.
     pub(in crate::conv2d) fn bias(
         &self,
         plan: &Conv2dPlan,
@@ -234,12 +234,12 @@ impl Cpu {
         Ok(self.backward(plan)?.data.tile().map(Tile::m))
     }
 
-    /// As [`Cpu::data_tile`], of the weight gradient.
+    /// The tile of the weight gradient, as [`Cpu::data_tile`].
     pub(in crate::conv2d) fn weight_tile(&self, plan: &Conv2dPlan) -> Result<Option<usize>> {
         Ok(self.backward(plan)?.weight.tile().map(Tile::m))
     }
 
-    /// Of the gradients of x, the filter and the bias.
+    /// The tolerances of the gradients of x, the filter and the bias.
     pub(in crate::conv2d) fn gradient_tolerances(&self, plan: &Conv2dPlan) -> Result<[f64; 3]> {
         let Backward { data, weight, bias } = self.backward(plan)?;
         Ok([data.tolerance(), weight.tolerance(), bias.tolerance()])

@@ -1,4 +1,4 @@
-//! What computes a convolution on CUDA devices.
+//! The engine that computes a convolution on GPUs.
 
 use super::packed::{PackedData, PackedForm};
 use super::{Conv2d, Conv2dArgs, Conv2dPlan, PackedWeights, Weights};
@@ -11,7 +11,7 @@ use crate::later::Later;
 use crate::plan::{Engine, Setup};
 use crate::{Device, PlanOptions, Result, TensorMut, TensorRef, Workspace};
 
-/// On a CUDA device.
+/// The GPU's part of a plan.
 #[derive(Debug)]
 pub struct Gpu {
     pub(super) engine: Box<dyn Prepared>,
@@ -93,7 +93,7 @@ impl Engine<Conv2d> for Gpu {
 }
 
 impl Gpu {
-    /// As [`Cpu::raw_bytes`](super::Cpu::raw_bytes).
+    /// The bytes as in [`Cpu::raw_bytes`](super::Cpu::raw_bytes).
     pub(super) fn raw_bytes(&self) -> usize {
         self.engine.packed_bytes()
     }
@@ -179,7 +179,7 @@ impl Gpu {
         self.engine.winograd_stages(self.gpu, w, x)
     }
 
-    /// As [`Cpu::stage_tolerances`](super::Cpu::stage_tolerances).
+    /// The tolerances as in [`Cpu::stage_tolerances`](super::Cpu::stage_tolerances).
     pub(super) fn stage_tolerances(&self, transforms: f64, sums: f64) -> [f64; 3] {
         let (stored, multiplied) = self.engine.operand_roundings();
         let m = 2.0 * (sums + transforms + multiplied);
@@ -190,7 +190,8 @@ impl Gpu {
         self.engine.underflows()
     }
 
-    /// How gradients are computed: decided when the first one is asked for, also while a stream is captured.
+    /// The prepared gradients. Their methods are chosen when the first gradient is asked for, also while a stream is
+    /// captured.
     fn backward(&self, plan: &Conv2dPlan) -> Result<&Backward> {
         let spec = plan.spec.clone().with_residual(false);
         let task = Task::new(self.gpu, &spec, &plan.problem, &PlanOptions::default());
@@ -204,7 +205,7 @@ impl Gpu {
         Ok(self.backward(plan)?.scratch_bytes())
     }
 
-    /// As [`Gpu::run`], the gradient of x.
+    /// Computes the gradient of x, as [`Gpu::run`] computes y.
     pub(in crate::conv2d) fn data(
         &self,
         plan: &Conv2dPlan,
@@ -227,7 +228,7 @@ impl Gpu {
         unsafe { gradient.run(stream, filter, operands) }
     }
 
-    /// As [`Gpu::run`], the gradient of the filter.
+    /// Computes the gradient of the filter, as [`Gpu::run`] computes y.
     pub(in crate::conv2d) fn weight(
         &self,
         plan: &Conv2dPlan,
@@ -243,7 +244,7 @@ impl Gpu {
         unsafe { gradients.weight(stream, &operands) }
     }
 
-    /// As [`Gpu::run`], the gradient of the bias.
+    /// Computes the gradient of the bias, as [`Gpu::run`] computes y.
     pub(in crate::conv2d) fn bias(
         &self,
         plan: &Conv2dPlan,
@@ -258,17 +259,17 @@ impl Gpu {
         unsafe { gradient.run(stream, dy.as_ptr(), out, scratch) }
     }
 
-    /// As [`Cpu::data_tile`](super::Cpu::data_tile).
+    /// The tile as in [`Cpu::data_tile`](super::Cpu::data_tile).
     pub(in crate::conv2d) fn data_tile(&self, plan: &Conv2dPlan) -> Result<Option<usize>> {
         Ok(self.backward(plan)?.data.tile())
     }
 
-    /// As [`Gpu::data_tile`], of the weight gradient.
+    /// The tile of the weight gradient, as [`Gpu::data_tile`].
     pub(in crate::conv2d) fn weight_tile(&self, plan: &Conv2dPlan) -> Result<Option<usize>> {
         Ok(self.backward(plan)?.weight_tile())
     }
 
-    /// Of the gradients of x, the filter and the bias.
+    /// The tolerances of the gradients of x, the filter and the bias.
     pub(in crate::conv2d) fn gradient_tolerances(&self, plan: &Conv2dPlan) -> Result<[f64; 3]> {
         Ok(self.backward(plan)?.tolerances())
     }

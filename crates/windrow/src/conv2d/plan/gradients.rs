@@ -112,7 +112,7 @@ impl Conv2dPlan {
         self.widened_data(reference::backward_data(&self.problem, w, dy)?, w, dy)
     }
 
-    /// As [`Self::expected_data`], of what the oracle computed before.
+    /// The result of [`Self::expected_data`], from what the oracle computed before.
     pub(in crate::conv2d) fn widened_data(
         &self,
         want: Expected,
@@ -140,7 +140,7 @@ impl Conv2dPlan {
         self.widened_weight(reference::backward_weight(&self.problem, x, dy)?, x, dy)
     }
 
-    /// As [`Self::expected_weight`], of what the oracle computed before.
+    /// The result of [`Self::expected_weight`], from what the oracle computed before.
     pub(in crate::conv2d) fn widened_weight(
         &self,
         want: Expected,
@@ -152,7 +152,7 @@ impl Conv2dPlan {
         Ok(want.widened(tiles.transpose()?))
     }
 
-    /// How far elements of the gradients of x, the filter and the bias may be off, relative to their scale.
+    /// The allowed errors of elements of the gradients of x, the filter and the bias, relative to their scale.
     pub(crate) fn gradient_tolerances(&self) -> Result<[f64; 3]> {
         engine!(self, engine => engine.gradient_tolerances(self))
     }

@@ -86,7 +86,7 @@ impl Operator for Conv2d {
     }
 }
 
-/// What a plan says of itself behind its configuration.
+/// The description of a plan behind its configuration.
 fn explained(plan: &Conv2dPlan, place: &str, blocking: &str) -> String {
     let (accuracy, bytes) = (plan.spec.accuracy.name(), plan.workspace_bytes());
     format!(" on {place} at accuracy {accuracy}: {blocking}; workspace {bytes} bytes")

@@ -11,7 +11,7 @@ use crate::tensor::check_device;
 use crate::{Device, Error, Result, TensorRef, Verify, Workspace};
 use std::sync::Arc;
 
-/// What the form of a packed filter depends on.
+/// The facts on which the form of a packed filter depends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Packing {
     algorithm: Conv2dAlgorithm,

@@ -1,4 +1,4 @@
-//! Every way in which a convolution can be refused.
+//! The ways in which a convolution can be refused.
 
 use super::*;
 use crate::Accuracy;

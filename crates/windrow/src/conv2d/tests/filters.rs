@@ -161,7 +161,7 @@ fn the_cache_is_bounded() {
     assert!(most <= 8 * 64 * 6 * 32 * 4, "{most}");
 }
 
-/// Of a frozen filter the content is looked at once, and again when it was thawed.
+/// A frozen filter's content is compared once, and again after it was thawed.
 #[test]
 fn frozen_filters_are_compared_once() {
     for algorithm in ALGORITHMS {

@@ -27,8 +27,8 @@ fn layer(x: [usize; 4], [k, r]: [usize; 2], [stride, padding]: [usize; 2], group
     }
 }
 
-/// They are multiplied where images lie, if strides allow: images that follow each other, more pixels and
-/// channels than a block has, single pixels and rows.
+/// AMX multiplies pixels in place if strides allow: images that follow each other, more pixels and channels than a
+/// block has, single pixels and rows.
 #[test]
 fn filters_of_one_tap() {
     layer([3, 40, 7, 7], [33, 1], [1, 0], 1);

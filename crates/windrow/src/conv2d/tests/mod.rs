@@ -28,7 +28,7 @@ pub(super) struct Case {
     pub forms: [Arrangement; 3],
 }
 
-/// All that can run here; f16 has no tiles.
+/// The instruction sets that can run here; f16 has no AMX.
 fn isas(dtype: DType) -> Vec<Isa> {
     if dtype == DType::F16 { Isa::available() } else { Isa::tested() }
 }
@@ -222,7 +222,7 @@ prop_compose! {
 }
 
 prop_compose! {
-    /// What Winograd can compute.
+    /// The convolutions that Winograd's algorithm can compute.
     pub(super) fn three_by_three()(case in any_case(), c in 0usize..24, k in 0usize..40) -> Case {
         let [n, _, h, w] = case.x;
         let params = Conv2dParams { padding: case.params.padding, activation: case.params.activation, ..Default::default() };

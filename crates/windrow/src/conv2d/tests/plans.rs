@@ -376,7 +376,7 @@ fn large_layers_sum_winograds_products_by_tiles() {
     }
 }
 
-/// What is added counts before the activation, and may lie nowhere in y.
+/// The residual is added before the activation, and must not overlap y.
 #[test]
 fn a_residual_is_added_before_the_activation() {
     let x = Tensor::from_slice(&[1f32, -4.0, 9.0, f32::NAN], &[1, 1, 2, 2]).unwrap();

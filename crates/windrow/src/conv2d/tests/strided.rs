@@ -15,7 +15,7 @@ enum Data {
     BF16(Vec<bf16>),
 }
 
-/// How a tensor lies in memory.
+/// The layout of a tensor in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::conv2d) enum Arrangement {
     Nchw,

@@ -73,7 +73,7 @@ fn with_zeros_behind(y: &Tensor, shape: &[usize]) -> Tensor {
     Tensor::from_slice(&values, shape).unwrap()
 }
 
-/// Of no images, of which there need not be rows and columns either, in both directions.
+/// Transposed convolutions of no images, which may have no rows and columns either, in both directions.
 #[test]
 fn transposed_convolutions_of_no_images() {
     let w = random_tensor(1, desc(&[4, 6, 3, 3]), -1.0, 1.0).unwrap();

@@ -16,7 +16,7 @@ pub(super) struct Block<'a> {
     pub(super) left: Left,
     pub(super) right: Right,
     pub(super) tiles: *mut f32,
-    /// Of the whole block, where it has one.
+    /// The destination of the whole block, if it has one.
     pub(super) place: Option<Place>,
     pub(super) is_first: bool,
     pub(super) is_last: bool,

@@ -62,18 +62,18 @@ pub(crate) struct Place {
     pub at: *mut f32,
     /// Distance of rows.
     pub row: isize,
-    /// One number for each row, one for each column: they are added. Null for none.
+    /// A number for each row, and one for each column, both added. Null for none.
     pub row_bias: *const f32,
     pub col_bias: *const f32,
-    /// What is added behind them, laid out as the place is. Null for nothing.
+    /// The residual, added after them, with the destination's layout. Null for none.
     pub residual: *const f32,
-    /// What is smaller and what is larger become this.
+    /// The bounds to which results are clamped.
     pub low: f32,
     pub high: f32,
 }
 
 impl Place {
-    /// From row `i` and column `j` on.
+    /// The destination from row `i` and column `j` on.
     #[inline(always)]
     fn tile(self, i: usize, j: usize) -> Self {
         let bias = |bias: *const f32, at: usize| match bias.is_null() {
@@ -104,9 +104,9 @@ struct Tile {
     b: *const f32,
     c: *mut f32,
     accumulate: bool,
-    /// Where the sums go instead of `c`.
+    /// The destination of the sums instead of `c`.
     place: Option<Place>,
-    /// What is asked for meanwhile, and elements of it for each term.
+    /// The address to prefetch meanwhile, and the elements of it for each term.
     ahead: (*const f32, usize),
 }
 
@@ -254,7 +254,7 @@ unsafe fn put<S: Simd>(s: S, place: Place, i: usize, j: usize, cols: usize, sum:
     }
 }
 
-/// One term of every sum in the tile.
+/// Adds one term to every sum of the tile.
 ///
 /// # Safety
 /// V vectors are readable at `b`, and `a(i)` may be called for `i < R`.
@@ -275,7 +275,7 @@ unsafe fn step<S: Simd, const R: usize, const V: usize>(
     }
 }
 
-/// What a blocked product multiplies and where the result goes.
+/// The operands of a blocked product, and the destination of its result.
 ///
 /// Row and column ranges start at multiples of `mr` and `nr`. The last panel of a right operand has as
 /// many columns as the others, with anything in those beyond the matrix; rows beyond it are not read.
@@ -304,28 +304,28 @@ pub(crate) trait BlockedProduct: Sync {
         scratch: *mut f32,
     ) -> Right;
 
-    /// Where a finished tile, or all tiles of a block, go straight from the registers; `None` if
+    /// The destination to which the registers of a finished tile, or of all tiles of a block, are stored; `None` if
     /// [`BlockedProduct::store`] takes them.
     fn place(&self, _: usize, _: Range<usize>, _: Range<usize>) -> Option<Place> {
         None
     }
 
-    /// Takes a finished tile, row-major with `nr` columns.
+    /// Stores a finished tile, row-major with `nr` columns.
     ///
     /// # Safety
     /// `tile` is readable; each element is stored once.
     unsafe fn store(&self, batch: usize, rows: Range<usize>, cols: Range<usize>, tile: *const f32);
 }
 
-/// Which operand the driver has to give scratch memory for.
+/// The operand for which the driver has to provide scratch memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Scratch {
     pub left: bool,
     pub right: bool,
 }
 
-/// How a product is cut into blocks and tasks. The order in which a sum is formed depends on the
-/// number of terms only, so results do not depend on threads.
+/// The division of a product into blocks and tasks. The order of a sum depends only on the number of terms, so results
+/// do not depend on threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Blocking {
     pub isa: Isa,
@@ -412,7 +412,7 @@ impl Blocking {
         });
     }
 
-    /// All terms of one block.
+    /// Computes all terms of one block.
     unsafe fn run_task(
         &self,
         operands: &impl BlockedProduct,

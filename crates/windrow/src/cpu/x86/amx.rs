@@ -32,7 +32,7 @@ impl Amx {
 
     /// Runs a kernel with tiles whose shapes are set, and lets go of them.
     pub(crate) fn run(self, kernel: impl TileKernel) {
-        /// As the manual lays it out.
+        /// The tile configuration in the layout of Intel's manual.
         #[repr(C, align(64))]
         struct Shapes {
             palette: u8,
@@ -95,7 +95,7 @@ fn is_permitted() -> bool {
     }
 }
 
-/// Whether other systems permit them is not known.
+/// False, because it is not known whether other systems permit AMX.
 #[cfg(not(target_os = "linux"))]
 fn is_permitted() -> bool {
     false

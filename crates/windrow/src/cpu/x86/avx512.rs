@@ -35,7 +35,7 @@ unsafe fn round_number_to_bf16(v: __m512) -> __m512i {
     }
 }
 
-/// As [`round_number_to_bf16`]; a NaN keeps its upper bits and is made quiet.
+/// Rounds as [`round_number_to_bf16`]; a NaN keeps its upper bits and is made quiet.
 #[inline(always)]
 unsafe fn round_to_bf16(v: __m512) -> __m512i {
     // SAFETY: called by Avx512 only.
@@ -46,7 +46,7 @@ unsafe fn round_to_bf16(v: __m512) -> __m512i {
     }
 }
 
-/// Upper halves of the lanes of two vectors, alternating.
+/// The upper halves of the lanes of two vectors, alternating.
 #[inline(always)]
 unsafe fn upper_halves([even, odd]: [__m512i; 2]) -> __m512i {
     // SAFETY: called by Avx512 only.

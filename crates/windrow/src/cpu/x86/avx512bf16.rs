@@ -14,8 +14,8 @@ impl Avx512Bf16 {
         Avx512::detect().filter(|_| is_x86_feature_detected!("avx512bf16")).map(Avx512Bf16)
     }
 
-    /// Whether products of bf16 take less time than those of f32. AMD's cores begin as many instructions of
-    /// either in a cycle; Intel's one of these in two cycles, but two of f32 in each: half as many products.
+    /// True if products of bf16 take less time than those of f32. AMD's cores start as many instructions of either in a
+    /// cycle. Intel's start one bf16 instruction in two cycles and two f32 ones in each cycle: half as many products.
     pub(crate) fn is_fast() -> bool {
         #[allow(unused_unsafe)] // safe in later versions of Rust than the oldest that builds this
         // SAFETY: every machine that detects features by it has the instruction.
@@ -24,7 +24,7 @@ impl Avx512Bf16 {
     }
 }
 
-/// Where the elements of two interleaved vectors come from: the second's count from 32.
+/// The sources of the elements of two interleaved vectors; the second vector counts from 32.
 const INTERLEAVED: [[u16; 32]; 2] = {
     let mut order = [[0; 32]; 2];
     let mut i = 0;

@@ -48,7 +48,7 @@ library! {
 }
 
 impl Cudnn {
-    /// As in `9.19.0`.
+    /// The version, such as `9.19.0`.
     pub(super) fn version(&self) -> String {
         // SAFETY: the call reads a constant.
         let number = unsafe { self.cudnnGetVersion() };
@@ -249,7 +249,7 @@ impl Descriptor {
         Ok(notes)
     }
 
-    /// Gives the work of an execution plan to a stream.
+    /// Enqueues the work of an execution plan on a stream.
     ///
     /// # Safety
     /// The addresses of `pack` must be the tensors and the workspace of the plan on the stream's

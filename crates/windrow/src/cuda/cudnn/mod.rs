@@ -16,12 +16,12 @@ const HALF: c_int = 2;
 const BFLOAT16: c_int = 9;
 /// `cudnnConvolutionMode_t`
 const CROSS_CORRELATION: c_int = 1;
-/// `cudnnBackendHeurMode_t`: by a model of speed, then what works where that knows nothing.
+/// The values of `cudnnBackendHeurMode_t`: a model of speed, then a fallback for cases that the model does not know.
 const HEURISTICS: [c_int; 2] = [3, 2];
 /// `cudnnBackendNumericalNote_t`
 const TENSOR_CORE: c_int = 0;
 const DOWN_CONVERT_INPUTS: c_int = 1;
-/// Sums rounded to halves, transforms, bits that differ between runs.
+/// The notes of unwanted kernels: sums rounded to f16, transforms, bits that differ between runs.
 const UNWANTED: [c_int; 7] = [2, 3, 4, 5, 6, 7, 8];
 
 /// `cudnnBackendAttributeName_t`
@@ -86,7 +86,7 @@ struct Execution {
     plan: Descriptor,
     /// Held while a thread gives the plan to a stream: cuDNN does not say that two may.
     given: Mutex<()>,
-    /// What the plan was made of, in the order in which it may be dropped.
+    /// The descriptors of the plan, in the order in which they may be dropped.
     _config: Descriptor,
     _graph: Arc<Graph>,
     workspace_bytes: usize,
@@ -96,7 +96,7 @@ struct Execution {
 #[derive(Debug)]
 struct Graph {
     graph: Descriptor,
-    /// What the graph was made of, in the order in which it may be dropped.
+    /// The descriptors of the graph, in the order in which they may be dropped.
     _parts: Vec<Descriptor>,
 }
 

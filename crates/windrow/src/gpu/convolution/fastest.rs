@@ -8,7 +8,7 @@ use std::sync::{Arc, LazyLock};
 
 /// Kernels that are tried. On layers that were measured the heuristic's first takes up to 17 % longer than the best of them.
 const TRIED: usize = 8;
-/// Of as many timings of each kernel the shortest counts; they take turns.
+/// The timings of each kernel, in turns; the shortest counts.
 const ROUNDS: usize = 5;
 /// About what a timing takes.
 const MILLISECONDS: f32 = 0.5;

@@ -1,4 +1,4 @@
-//! Which convolutions tiles sum, and where they are ahead.
+//! The choice of AMX: which convolutions its tiles can sum, and for which they are faster.
 
 use super::super::method::Task;
 use crate::conv2d::spec::is_channels_last;

@@ -1,4 +1,4 @@
-//! How taps read the copy of a slab.
+//! The way in which taps read the copy of a slab.
 
 use super::super::shared::axis::Axis;
 use super::super::shared::stencil::Stencil;
@@ -6,7 +6,7 @@ use super::TERMS;
 use crate::Result;
 use crate::lists::{collected, filled, room_for};
 
-/// How the taps along columns read the copy.
+/// The way in which the taps along columns read the copy.
 #[derive(Clone, Debug)]
 pub(super) struct Columns {
     /// Positions in the source, relative to `step * block start`, whose channels a pixel of each part holds.
@@ -19,7 +19,7 @@ pub(super) struct Columns {
 }
 
 impl Columns {
-    /// Of blocks of so many columns.
+    /// The columns of blocks of `block` columns.
     pub(super) fn new(stencil: &Stencil, parts: usize, block: usize) -> Result<Self> {
         let taps = &stencil.cols;
         // Few channels leave most of a tile empty: then a pixel holds those of all taps.
@@ -47,7 +47,7 @@ impl Columns {
         self.rows.len() * self.parts.first().map_or(0, Vec::len)
     }
 
-    /// How the taps along rows read the copy.
+    /// The way in which the taps along rows read the copy.
     pub(super) fn row_axis(&self, stencil: &Stencil) -> Result<Axis> {
         if self.rows.len() > 1 {
             return Ok(Axis { parts: filled(0, 1)?, taps: filled((0, 0), 1)?, span: 0 });

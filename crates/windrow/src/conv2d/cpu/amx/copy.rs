@@ -51,7 +51,7 @@ impl Kernel for SlabCopy<'_, bf16> {
 }
 
 impl<T> SlabCopy<'_, T> {
-    /// Where a row of the copy lies in the source; `None` in the padding.
+    /// The place of a row of the copy in the source; `None` in the padding.
     #[inline(always)]
     pub(super) fn source_row(&self, part: isize, row: usize) -> Option<*const T> {
         let Stencil { step, src, src_size, .. } = self.stencil;
@@ -64,7 +64,7 @@ impl<T> SlabCopy<'_, T> {
         self.size[1] + self.plan.cols.span
     }
 
-    /// Those that read inside of a row of the source, and where the first of them does.
+    /// The columns that read inside a row of the source, and where the first of them reads.
     #[inline(always)]
     pub(super) fn inside(&self, row: *const T, read: isize) -> (Range<usize>, *const T) {
         let inside = self.stencil.inside(self.at[1], self.cols(), Tap { index: 0, offset: read });

@@ -1,4 +1,4 @@
-//! What tiles ask of an element type.
+//! The requirements of AMX tiles on an element type.
 
 use super::super::shared::epilogue::Lanes;
 use super::super::shared::store::StoreTwo;

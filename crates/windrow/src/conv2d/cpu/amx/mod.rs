@@ -56,13 +56,13 @@ pub(super) struct Amx {
     panels: usize,
     /// Whether pixels are multiplied where they lie.
     in_place: bool,
-    /// Where each tile of terms lies, in bytes from the first one's: of all taps, one after the other for each chunk.
+    /// The place of each tile of terms, in bytes from the first tile: for each chunk, all taps one after the other.
     steps: Vec<usize>,
     /// Bytes from pixel to pixel or, of pairs, from one pair to the next.
     pitch: usize,
 }
 
-/// What a unit computes.
+/// The work of a unit.
 struct Unit {
     group: usize,
     images: Range<usize>,
@@ -367,7 +367,7 @@ impl Amx {
         });
     }
 
-    /// Of terms of a step, elements of the filter of [`SIDE`] channels each.
+    /// The filter's tile for the terms of a step: [`SIDE`] channels each.
     ///
     /// # Safety
     /// As for [`TapSums::pack`].
@@ -401,7 +401,7 @@ impl Amx {
         numbers
     }
 
-    /// One unit.
+    /// Computes one unit.
     ///
     /// # Safety
     /// As for [`TapSums::run`].
@@ -432,8 +432,8 @@ impl Amx {
     }
 }
 
-/// Whether pixels of the source can be rows of a tile: channels next to each other, in whole tiles, and as
-/// many pixels in a row as are summed at once.
+/// True if pixels of the source can be rows of a tile: channels are neighbours and fill whole tiles, and a row has at
+/// least as many pixels as are summed at once.
 fn is_in_place(stencil: &Stencil, parts: usize) -> bool {
     let step = stencil.src[3].checked_mul(stencil.step[1] as isize);
     parts == 1

@@ -1,4 +1,4 @@
-//! How large slabs and units are.
+//! The sizes of slabs and units.
 
 use super::super::shared::epilogue::Lanes;
 use super::super::shared::stencil::Stencil;
@@ -22,7 +22,7 @@ const COPY: f64 = 0.75;
 const FILTER: f64 = 128.0;
 const FINISH: f64 = 48.0;
 
-/// What takes the least time.
+/// The shape that is expected to take the least time.
 pub(super) fn choose(stencil: &Stencil, lanes: Lanes, parts: usize, threads: usize) -> Result<Amx> {
     let [height, width] = stencil.dst_size.map(|size| size.max(1));
     let in_place = lanes == Lanes::Channels && is_in_place(stencil, parts);

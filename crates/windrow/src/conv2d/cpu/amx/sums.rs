@@ -43,7 +43,7 @@ impl<E: TileElement> TileKernel for Sums<'_, E> {
 struct Block {
     from: *const u8,
     filter: *const u8,
-    /// In which of two places its sums are.
+    /// The place of its sums, one of two.
     place: usize,
     channels: Range<usize>,
     /// The slab's image.
@@ -51,15 +51,15 @@ struct Block {
     /// Pixels that are not yet at their place, and the first one's in the sums.
     pixels: Range<usize>,
     lane: usize,
-    /// Whether it has two tiles of pixels, and of channels.
+    /// True if it has two tiles of pixels, and of channels.
     two: [bool; 2],
-    /// Whether the sums are finite, once they were looked at.
+    /// True if all sums are finite; `None` until they were checked.
     finite: Option<bool>,
 }
 
 impl<E: TileElement> Sums<'_, E> {
-    /// With pixels as left tiles, or as right ones. Sums of a block go to their place while those of the next are formed:
-    /// tiles leave most of a core idle.
+    /// The sums with pixels as left tiles, or as right ones. While the sums of a block are stored, those of the next
+    /// are formed, because tiles leave most of a core idle.
     #[inline(always)]
     fn panels<T: Tiles, const LEFT: bool>(&self, tiles: &mut T) {
         let Sums { plan, stencil, unit, .. } = self;
@@ -102,8 +102,8 @@ impl<E: TileElement> Sums<'_, E> {
         }
     }
 
-    /// Where a tile, or two, that have a slab's pixel begin, and which of theirs it is. Where pixels lie, the last
-    /// of a row are summed with those before them.
+    /// The start of the tile, or of two, that has a slab's pixel, and the pixel's index in it. If pixels are read in
+    /// place, the last pixels of a row are summed together with those before them.
     #[inline(always)]
     fn pixels(
         &self,
@@ -123,13 +123,13 @@ impl<E: TileElement> Sums<'_, E> {
         (row.wrapping_add(at * plan.pitch), first.j + pixel - at)
     }
 
-    /// Where sums of a block are.
+    /// The place of a block's sums.
     #[inline(always)]
     fn place(&self, block: &Block) -> *mut f32 {
         self.sums.wrapping_add(block.place * BLOCK * BLOCK)
     }
 
-    /// Whether the block's sums are finite, which matters where they are of parts.
+    /// True if the block's sums are finite. This matters if they are sums of bf16 parts.
     #[inline(always)]
     fn is_finite(&self, block: &mut Block) -> bool {
         if E::PARTS == 1 {
@@ -323,7 +323,7 @@ impl<E: TileElement> Sums<'_, E> {
     }
 }
 
-/// Whether a block's sums are finite: rows, and columns of each.
+/// The check that a block's sums are finite: rows, and columns of each.
 struct AreFinite {
     sums: *const f32,
     size: [usize; 2],
@@ -362,7 +362,7 @@ struct Finish<'a, E> {
     size: [usize; 2],
     width: usize,
     pixels: Range<usize>,
-    /// Of the first.
+    /// The lane of the first.
     lane: usize,
 }
 

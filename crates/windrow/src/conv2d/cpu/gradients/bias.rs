@@ -20,7 +20,7 @@ impl BiasGradient {
         BiasGradient { stencil: task.stencil, isa: task.isa, threads: task.threads }
     }
 
-    /// How far an element may be off, relative to its scale: a row is summed in f32, the rest in f64.
+    /// The allowed error of an element, relative to its scale: a row is summed in f32, the rest in f64.
     pub(crate) fn tolerance(&self) -> f64 {
         (self.stencil.dst_size[1] + 2) as f64 * DType::F32.unit_roundoff()
     }

@@ -15,7 +15,7 @@ use crate::{Activation, Filter, Result, TensorMut, TensorRef};
 /// A gradient of x, bound to methods.
 #[derive(Debug)]
 pub(crate) struct DataGradient {
-    /// Whether the filter is the mirrored one.
+    /// True if the filter is the mirrored one.
     is_mirrored: bool,
     /// Run one after the other, each writes its part of dx; the first may write zeros over all.
     parts: Vec<Box<dyn Prepared>>,
@@ -124,7 +124,7 @@ mod tests {
     use crate::cpu::Isa;
     use crate::{DType, Layout, TensorDesc};
 
-    /// Of dy, whose channels lie next to each other too.
+    /// The stencil of dy, whose channels are neighbours too.
     #[test]
     fn gradients_of_few_channels_are_summed_by_runs() {
         for isa in Isa::available().into_iter().filter(|isa| !isa.has_tiles()) {

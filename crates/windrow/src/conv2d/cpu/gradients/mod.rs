@@ -17,14 +17,14 @@ use crate::{Error, Result};
 /// A way to compute a gradient: the gradient bound to the task, or `None` if another way is expected to be faster.
 type Way<G> = fn(&Task<'_>) -> Result<Option<G>>;
 
-/// Every way to compute the gradient of x, each ahead of those behind it.
+/// The methods for the gradient of x, the fastest first.
 const DATA: [Way<DataGradient>; 4] =
     [data::by_mirrored, data::by_tiles, data::by_taps, data::by_products];
 
-/// Every way to compute the gradient of the filter, in the same order.
+/// The methods for the gradient of the filter, the fastest first.
 const WEIGHT: [Way<Box<dyn WeightGradient>>; 2] = [WinogradWeight::prepare, WeightProduct::prepare];
 
-/// What the first way that takes the task makes of it.
+/// The first method that supports the task, prepared for it.
 fn first<G>(ways: &[Way<G>], task: &Task<'_>) -> Result<G> {
     for way in ways {
         if let Some(gradient) = way(task)? {
@@ -34,7 +34,7 @@ fn first<G>(ways: &[Way<G>], task: &Task<'_>) -> Result<G> {
     Err(Error::unsupported("a gradient of this convolution", "no method computes it"))
 }
 
-/// How the gradients of a convolution are computed.
+/// The prepared gradients of a convolution.
 #[derive(Debug)]
 pub(crate) struct Backward {
     pub(crate) data: DataGradient,

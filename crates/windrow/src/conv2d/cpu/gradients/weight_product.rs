@@ -29,7 +29,7 @@ pub(super) struct WeightProduct {
 }
 
 impl WeightProduct {
-    /// Of any convolution.
+    /// The weight gradient of any convolution.
     pub(super) fn prepare(task: &Task<'_>) -> Result<Option<Box<dyn WeightGradient>>> {
         let (stencil, threads) = (task.stencil.clone(), task.threads);
         let blocking = blocking(&stencil, task.isa, threads);

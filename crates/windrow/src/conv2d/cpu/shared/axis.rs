@@ -1,10 +1,10 @@
-//! How taps along rows or columns read a copy of the source.
+//! The way in which taps along rows or columns read a copy of the source.
 
 use super::stencil::Tap;
 use crate::Result;
 use crate::lists::{collected, push};
 
-/// How the taps along rows read the copy.
+/// The way in which taps along one axis read the copy.
 #[derive(Clone, Debug)]
 pub(in crate::conv2d::cpu) struct Axis {
     /// Position in the source, relative to `step * block start`, of the first element of each part.
@@ -16,7 +16,7 @@ pub(in crate::conv2d::cpu) struct Axis {
 }
 
 impl Axis {
-    /// One part for each residue modulo the step.
+    /// The axis with one part for each residue modulo the step.
     pub(in crate::conv2d::cpu) fn new(taps: &[Tap], step: usize) -> Result<Self> {
         let step = step as isize;
         let split = |tap: &Tap| (tap.offset.rem_euclid(step), tap.offset.div_euclid(step));
@@ -36,12 +36,12 @@ impl Axis {
         Ok(Axis { parts, taps: shifts, span })
     }
 
-    /// Whether taps are so far apart that they share little in blocks of so many rows.
+    /// True if taps are so far apart that they share few rows of a block.
     fn is_sparse(&self, block: usize) -> bool {
         self.span > block * self.taps.len()
     }
 
-    /// How many parts there are in blocks of so many rows, and the largest shift.
+    /// The number of parts in blocks of `block` rows, and the largest shift.
     pub(in crate::conv2d::cpu) fn extent(&self, block: usize) -> (usize, usize) {
         match self.is_sparse(block) {
             true => (self.taps.len(), 0),
@@ -49,7 +49,7 @@ impl Axis {
         }
     }
 
-    /// For blocks of so many rows: one part for each tap where these share little.
+    /// The axis for blocks of `block` rows: one part for each tap if taps share few rows.
     pub(in crate::conv2d::cpu) fn of_blocks(self, taps: &[Tap], block: usize) -> Result<Self> {
         if !self.is_sparse(block) {
             return Ok(self);

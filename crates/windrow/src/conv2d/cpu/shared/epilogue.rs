@@ -4,7 +4,7 @@ use crate::cpu::math::activate_all;
 use crate::cpu::{MAX_LANES, Simd, SimdElement};
 use crate::{Activation, TensorMut, TensorRef};
 
-/// What lies next to each other in the destination, and so fills a vector.
+/// The neighbours in the destination, which fill a vector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Lanes {
     Pixels,
@@ -14,7 +14,7 @@ pub(crate) enum Lanes {
 /// A tensor of the destination's type and strides that is added to it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Residual {
-    /// What belongs to the element at address `to` of the destination; null for none.
+    /// The residual for the element at address `to` of the destination; null for none.
     from: *const u8,
     to: usize,
 }
@@ -32,7 +32,7 @@ impl Residual {
         self.from.is_null()
     }
 
-    /// What belongs to an element of the destination; null for none.
+    /// The residual for an element of the destination; null for none.
     #[inline(always)]
     pub(crate) fn at<T>(self, dst: *const T) -> *const T {
         match self.is_none() {
@@ -107,8 +107,8 @@ impl Bounds {
     }
 }
 
-/// What is applied to sums: bias of each channel, the residual, then the activation; with a residual only one that has
-/// bounds.
+/// The operations after a sum: bias of each channel, residual, then activation. With a residual only a clamp can be the
+/// activation.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Epilogue {
     /// Bias of channel 0, in f32; null for none.
@@ -182,8 +182,8 @@ impl Epilogue {
         }
     }
 
-    /// What is applied before results are laid out as the destination is: all of it, or the bias where the rest is left
-    /// to [`Epilogue::late`].
+    /// The part that is applied before results are stored: all of it, or only the bias if the rest is left to
+    /// [`Epilogue::late`].
     #[inline(always)]
     pub(crate) fn early(&self) -> Self {
         match self.residual.is_none() {
@@ -192,7 +192,7 @@ impl Epilogue {
         }
     }
 
-    /// What [`Epilogue::early`] left, of `len` elements from `dst` on, `stride` apart.
+    /// Applies what [`Epilogue::early`] left to `len` elements from `dst` on, `stride` apart.
     ///
     /// # Safety
     /// These are elements of the destination.

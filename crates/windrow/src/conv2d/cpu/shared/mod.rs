@@ -1,4 +1,4 @@
-//! What methods share: the convolution as a gather, the way of sums to y, copies, and packing.
+//! The code that several methods share: the convolution as a stencil, the way of sums to y, copies, and packing.
 
 pub(super) mod activation;
 pub(super) mod axis;

@@ -31,7 +31,7 @@ pub(in crate::conv2d::cpu) unsafe fn pack_filter<T: SimdElement>(
     });
 }
 
-/// One panel [term, channel of the panel] of the filter, zeros beyond k.
+/// The kernel that packs one panel [term, channel of the panel] of the filter, with zeros beyond k.
 struct PackFilter<'a, T> {
     stencil: &'a Stencil,
     filter: *const T,
@@ -98,7 +98,7 @@ pub(in crate::conv2d::cpu) struct PackPanels<'a, T> {
     pub stencil: &'a Stencil,
     /// Channel 0 of the group.
     pub src: *const T,
-    /// At most [`MAX_PIXELS`].
+    /// The pixels, at most [`MAX_PIXELS`].
     pub pixels: Range<usize>,
     pub terms: Range<usize>,
     pub to: *mut f32,
@@ -113,7 +113,7 @@ pub(in crate::conv2d::cpu) struct PackPanels<'a, T> {
 struct Piece {
     segment: Segment,
     inside: [usize; 2],
-    /// Of the first inside.
+    /// The offset of the first pixel inside.
     offset: isize,
 }
 
@@ -165,7 +165,7 @@ impl<T: SimdElement> Kernel for PackPanels<'_, T> {
 }
 
 impl Piece {
-    /// Those of another tap.
+    /// The pixels of another tap.
     #[inline(always)]
     fn read(&mut self, stencil: &Stencil, row: Tap, col: Tap) {
         let Segment { n, i, j, len, .. } = self.segment;

@@ -9,12 +9,12 @@ use crate::lists::{collected, room_for};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// One row or column of the filter.
+/// A row or column of the filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Tap {
     /// Its index in the filter.
     pub index: usize,
-    /// Where it reads, relative to `step * (output position)`.
+    /// The position that it reads, relative to `step * (output position)`.
     pub offset: isize,
 }
 
@@ -133,7 +133,7 @@ impl Stencil {
         }
     }
 
-    /// Whether the filter has one tap, which reads no padding.
+    /// True if the filter has one tap, which reads no padding.
     pub(crate) fn is_one_tap(&self) -> bool {
         (0..2).all(|d| {
             let taps = if d == 0 { &self.rows } else { &self.cols };
@@ -179,8 +179,8 @@ impl Stencil {
         self
     }
 
-    /// Where the first of a range of pixels, numbered as for [`Stencil::segments`], lies in the destination,
-    /// if all others follow it at the distance of neighbours.
+    /// The place of the first pixel of a range, numbered as for [`Stencil::segments`], in the destination, if all
+    /// others follow it at the distance of neighbours.
     #[inline(always)]
     pub(crate) fn dst_run(&self, pixels: Range<usize>) -> Option<isize> {
         let [height, width] = self.dst_size;
@@ -317,7 +317,7 @@ impl Stencil {
         (row >= 0 && row < self.src_size[0] as isize).then_some(row as usize)
     }
 
-    /// Which of the destination columns `j..j + len` read inside of the source through `tap`.
+    /// The destination columns among `j..j + len` that read inside the source through `tap`.
     #[inline(always)]
     pub(crate) fn inside(&self, j: usize, len: usize, tap: Tap) -> Range<usize> {
         let (step, width) = (self.step[1] as isize, self.src_size[1] as isize);

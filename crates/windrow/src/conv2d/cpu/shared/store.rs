@@ -85,7 +85,7 @@ impl<T: SimdElement> Kernel for Curved<'_, T> {
 }
 
 impl<T: SimdElement> Store<'_, T> {
-    /// Where the first channel of a segment's first pixel goes.
+    /// The place of the first channel of a segment's first pixel.
     #[inline(always)]
     fn at(&self, segment: &Segment) -> *mut T {
         let [n_stride, k_stride, row_stride, col_stride] = self.stencil.dst;
@@ -281,7 +281,7 @@ impl StoreTwo for f32 {
 }
 
 impl<T: StoreTwo> Store<'_, T> {
-    /// As [`Store::segment_ahead`], two vectors at once.
+    /// Stores two vectors at once, as [`Store::segment_ahead`].
     ///
     /// # Safety
     /// As there, with two vectors more behind the sums.

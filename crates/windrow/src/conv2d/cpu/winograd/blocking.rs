@@ -1,4 +1,4 @@
-//! How the work is cut, by a model of what it costs.
+//! The division of the work into blocks, chosen by a model of its cost.
 
 use super::Products;
 use super::gemm::PANEL;
@@ -8,7 +8,7 @@ use crate::Filter;
 use crate::conv2d::{Problem, Tile};
 use crate::cpu::{MANY_THREADS, SIDE};
 
-/// With fewer tiles than this for each thread, threads share the tiles and divide the channels.
+/// The number of tiles for each thread below which threads share the tiles and divide the channels.
 fn few_tiles(products: Products) -> usize {
     match products {
         Products::Vectors => 12,
@@ -44,13 +44,14 @@ fn most_shared(products: Products) -> usize {
     }
 }
 
-/// Bytes of V and M of all threads from which on threads share V, so that scratch memory does not grow with their number.
+/// The size in bytes of all threads' V and M above which threads share V, so that scratch memory does not grow with
+/// their number.
 const OWN_BYTES: usize = 32 << 20;
 
 /// Bytes of V that threads share at once.
 const SHARED_BYTES: usize = 16 << 20;
 
-/// How the work is cut.
+/// The division of the work into blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Blocking {
     /// Tiles of a block.
@@ -65,7 +66,7 @@ pub(super) struct Blocking {
 }
 
 impl Blocking {
-    /// What the model takes.
+    /// The blocking that the model chooses.
     pub(super) fn choose(
         geometry: &Geometry,
         lanes: usize,
@@ -75,7 +76,7 @@ impl Blocking {
         Self::with(geometry, lanes, threads, products, [None; 3])
     }
 
-    /// With `None` replaced by what the model takes, of tiles, parts and vectors.
+    /// The blocking with these tiles, parts and vectors; the model chooses those that are `None`.
     pub(super) fn with(
         geometry: &Geometry,
         lanes: usize,
@@ -100,7 +101,7 @@ impl Blocking {
         Self::cut(geometry, vectors, threads, chosen)
     }
 
-    /// Of V and M of a task that forms both.
+    /// The bytes of V and M of a task that forms both.
     fn bytes(&self, geometry: &Geometry, lanes: usize) -> usize {
         let channels = geometry.problem.c + self.vectors * lanes;
         size_of::<f32>() * geometry.positions() * self.tiles * channels
@@ -138,7 +139,7 @@ impl Blocking {
     }
 }
 
-/// Of equal size, of which each has at most [`SHARED_BYTES`] of V, if tasks share it.
+/// The number of equal stretches, each with at most [`SHARED_BYTES`] of V, if tasks share it.
 fn stretches(geometry: &Geometry) -> usize {
     let tile = size_of::<f32>() * geometry.positions() * geometry.problem.c;
     let tiles = geometry.tiles().max(1);
@@ -197,15 +198,15 @@ const BY_MANY: [f64; 3] = [30.0, 30.0, 100.0];
 /// Operations of a transform for each element of V and M, in multiplications.
 const TRANSFORM: f64 = 8.0;
 
-/// What products take, in multiplications by vectors.
+/// The cost of products, in multiplications by vectors.
 struct Rates {
-    /// Of an element of U with a tile; of so many tiles at once.
+    /// The cost of multiplying an element of U with a tile; of so many tiles at once.
     multiply: f64,
     rows: usize,
-    /// For an element of U, which few threads read: the time until it arrives, and for tiles that of splitting it as far
-    /// as products do not hide it.
+    /// The cost of reading an element of U that few threads read: the time until it arrives and, with AMX, the time to
+    /// split it as far as products do not hide it.
     read: f64,
-    /// For an element of V.
+    /// The cost of splitting an element of V.
     split: f64,
 }
 
@@ -223,7 +224,8 @@ impl Rates {
     }
 }
 
-/// What the next larger tile has to save: it has about four times the error, and a packed filter of nearly twice the size.
+/// The share of the time that the next larger tile may take. It has about four times the error, and a packed filter of
+/// nearly twice the size.
 const WORTH: f64 = 0.92;
 
 /// The tile that should take the least time, or a smaller one that takes hardly more.

@@ -18,8 +18,8 @@ const ALL: usize = TAPS * TAPS;
 /// lie a power of two apart, as channels often are, so that their cache lines displace each other before they are full.
 const STAGE: usize = 128;
 
-/// What is left of `G` where pairs of points share their work: rows of a pair differ in the sign of the second
-/// coefficient only.
+/// The matrix `G` with the shared work of point pairs taken out: rows of a pair differ only in the sign of the second
+/// coefficient.
 struct Coefficients {
     /// The first row has one coefficient; the last one is 0, 0, 1.
     at_zero: f64,
@@ -27,7 +27,7 @@ struct Coefficients {
 }
 
 impl Coefficients {
-    /// Of the tile with this `alpha`.
+    /// The coefficients for the tile with this `alpha`.
     const fn new(alpha: usize) -> Self {
         let t = match alpha {
             4 => Tile::F2.transforms(),
@@ -79,7 +79,7 @@ pub(super) struct FilterTransform<W, const A: usize> {
     pub u: *mut f32,
     /// Distance between positions of U.
     pub u_position: usize,
-    /// Whether U is more than the caches hold.
+    /// True if U is larger than the caches.
     pub far: bool,
 }
 

@@ -121,7 +121,7 @@ impl Prepared for WinogradFused {
 }
 
 impl WinogradFused {
-    /// For a problem that [`Problem::is_winograd`].
+    /// The method for a problem with [`Problem::is_winograd`].
     pub(super) fn new(problem: &Problem, isa: Isa, threads: usize) -> Self {
         debug_assert!(problem.is_winograd());
         let strips = problem.n * problem.oh.div_ceil(M);
@@ -163,7 +163,7 @@ impl WinogradFused {
         }
     }
 
-    /// One strip of rows and one part of the output channels.
+    /// Computes one strip of rows and one part of the output channels.
     fn run_unit<X: SimdElement>(&self, operands: &Operands<'_>, unit: usize, slot: *mut f32) {
         let (strip, part) = (unit / self.parts, unit % self.parts);
         let strips = self.problem.oh.div_ceil(M);

@@ -47,9 +47,9 @@ pub(super) struct Gemm<'a, 'b> {
     pub m: *mut f32,
     /// Distances between positions and between channel vectors of M.
     pub m_strides: [usize; 2],
-    /// Whether M holds sums over channels before these, to which those over these are added.
+    /// True if M holds sums over earlier channels, to which these are added.
     pub accumulate: bool,
-    /// Whether other threads formed V, so that it is not in the second-level cache.
+    /// True if other threads formed V, so that it is not in the second-level cache.
     pub v_is_far: bool,
     /// Asked for meanwhile.
     pub ahead: Ahead<'a, 'b>,
@@ -96,7 +96,7 @@ impl Kernel for Gemm<'_, '_> {
 }
 
 impl Gemm<'_, '_> {
-    /// Where V of some channels, whole vectors, and tiles begins.
+    /// The start of V for some channels (whole vectors) and tiles.
     #[inline(always)]
     fn v_at<S: Simd>(&self, position: usize, channel: usize, tile: usize) -> *const f32 {
         let vector = position * self.v_strides[0] + channel / S::LANES * self.v_strides[1];
@@ -166,7 +166,7 @@ impl Gemm<'_, '_> {
     }
 }
 
-/// One micro-kernel call.
+/// The operands of one micro-kernel call.
 struct Operands {
     c: usize,
     u: *const f32,
@@ -178,7 +178,7 @@ struct Operands {
     /// Distance in U of what is asked for meanwhile: of the next block of channels, a vector of each
     /// row, so that two groups of tiles ask for all of it.
     next_u: usize,
-    /// What is asked for of V meanwhile if it is far: the next group of tiles.
+    /// The next group of tiles of V, prefetched meanwhile if V is far.
     next_v: *const f32,
     v_is_far: bool,
 }

@@ -1,4 +1,4 @@
-//! Where tiles lie in the image.
+//! The places of tiles in the image.
 
 use crate::conv2d::Problem;
 

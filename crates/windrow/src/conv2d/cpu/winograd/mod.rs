@@ -87,7 +87,7 @@ struct Operands<'a> {
     epilogue: Epilogue,
     y: SendPtr<u8>,
     y_strides: [isize; 4],
-    /// Whether x and y together are beyond the caches.
+    /// True if x and y together are larger than the caches.
     far: bool,
     /// Sees every block between the products and the output transform.
     inspect: &'a (dyn Fn(&Block) + Sync),
@@ -163,7 +163,7 @@ impl Prepared for WinogradCpu {
 }
 
 impl WinogradCpu {
-    /// For a problem that [`Problem::is_winograd`].
+    /// The method for a problem with [`Problem::is_winograd`].
     fn with_isa(
         problem: &Problem,
         tile: Tile,
@@ -178,8 +178,8 @@ impl WinogradCpu {
         WinogradCpu { geometry, tile, threads, isa, products, lanes, registers, blocking }
     }
 
-    /// With at most so many tiles in a block, so many parts of the output channels, and so many vectors of
-    /// them between two output transforms.
+    /// The method with a given blocking: tiles in a block, parts of the output channels, and vectors of them between
+    /// two output transforms.
     fn with_blocking(self, parameters: [Option<usize>; 3]) -> Self {
         let WinogradCpu { geometry, lanes, threads, products, .. } = &self;
         let blocking = Blocking::with(geometry, *lanes, *threads, *products, parameters);
@@ -244,7 +244,7 @@ impl WinogradCpu {
         });
     }
 
-    /// One block of a stretch of tiles and one part of the output channels.
+    /// Computes one block of a stretch of tiles and one part of the output channels.
     fn run_block<X: SimdElement, const A: usize>(
         &self,
         operands: &Operands<'_>,
@@ -351,7 +351,7 @@ impl WinogradCpu {
         Prefetch::new(&self.geometry, image, tiles, 0..p.c, calls)
     }
 
-    /// Whether all threads form V of a stretch of tiles together, which their tasks share.
+    /// True if all threads form V of a stretch of tiles together, and their tasks share it.
     fn shares_input(&self) -> bool {
         self.blocking.stretch > 0
     }
@@ -399,7 +399,7 @@ impl WinogradCpu {
         });
     }
 
-    /// Of a panel of output channels of `w`, to `u` with its distance between positions.
+    /// Transforms a panel of output channels of `w` and writes it to `u`.
     fn filter_transform<W: SimdElement, const A: usize>(
         &self,
         w: *const W,
@@ -464,7 +464,7 @@ impl WinogradCpu {
         (output::STAGING + split + m + own).next_multiple_of(MAX_LANES)
     }
 
-    /// Of so many tiles.
+    /// The number of tasks for so many tiles.
     fn tasks(&self, tiles: usize) -> usize {
         tiles.div_ceil(self.blocking.tiles) * self.blocking.parts
     }

@@ -38,7 +38,7 @@ pub(super) struct OutputTransform<'a, Y, const A: usize> {
     pub tiles: Range<usize>,
     /// Output channels.
     pub channels: Range<usize>,
-    /// With a bias of every output channel, and zeros up to a whole vector.
+    /// The epilogue, with a bias for every output channel, padded with zeros to a whole vector.
     pub epilogue: Epilogue,
     /// [`STAGING`] elements.
     pub staging: *mut f32,
@@ -133,13 +133,13 @@ impl<Y: SimdElement, const A: usize> OutputTransform<'_, Y, A> {
         }
     }
 
-    /// Where a vector is between the two passes.
+    /// The place of a vector between the two passes.
     #[inline(always)]
     fn half_done(&self, row: usize, column: usize, lanes: usize) -> *mut f32 {
         self.staging.wrapping_add((row * HALF_DONE_ROW + column) * lanes)
     }
 
-    /// Where a vector of the strip is.
+    /// The place of a vector of the strip.
     #[inline(always)]
     fn strip(&self, column: usize, lanes: usize) -> *mut f32 {
         self.half_done(MAX_ALPHA - 2, column, lanes)

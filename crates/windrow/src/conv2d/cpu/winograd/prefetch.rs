@@ -43,7 +43,7 @@ pub(super) struct Image {
     pub side: usize,
 }
 
-/// What is left of the neighbouring tiles of one row of tiles: rows of pieces of contiguous lines.
+/// The remaining part of the neighbouring tiles of one row of tiles: rows of pieces of contiguous cache lines.
 #[derive(Clone, Copy, Debug)]
 struct Run {
     /// The next piece, and how many are left of this row.
@@ -86,7 +86,7 @@ impl<'a> Prefetch<'a> {
         Prefetch::new(geometry, image, 0..0, 0..0, 1)
     }
 
-    /// For some channels of a block, to be asked for in `calls` calls.
+    /// The prefetches for some channels of a block, distributed over `calls` calls.
     pub(super) fn new(
         geometry: &'a Geometry,
         image: Image,
@@ -169,7 +169,7 @@ impl<'a> Prefetch<'a> {
     }
 }
 
-/// What to ask for during products: pixels to be read, and pixels to be written.
+/// The pixels to prefetch during products: to be read, and to be written.
 pub(super) struct Ahead<'a, 'b> {
     pub read: &'b mut Prefetch<'a>,
     pub write: Prefetch<'a>,

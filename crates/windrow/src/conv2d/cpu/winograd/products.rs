@@ -1,4 +1,4 @@
-//! What differs between products that are summed by vectors of f32 and by tiles of bf16.
+//! The differences between products by f32 vectors and by AMX tiles of bf16.
 
 use super::amx as tiles;
 use super::amx::AmxGemm;
@@ -10,11 +10,11 @@ use crate::conv2d::cpu::amx;
 use crate::conv2d::{Conv2dSpec, Problem, Tile};
 use crate::cpu::{Isa, SIDE, dispatch, dispatch_tiles};
 
-/// What sums the products of U and V, which it rounds in its own way.
+/// The hardware that sums the products of U and V; each kind rounds in its own way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::conv2d::cpu) enum Products {
     Vectors,
-    /// Of an instruction set that has tiles.
+    /// AMX tiles, on an instruction set that has them.
     Tiles,
 }
 
@@ -59,7 +59,7 @@ impl WinogradCpu {
         }
     }
 
-    /// How often the products of a block with vectors of output channels ask for pixels.
+    /// The number of prefetches of pixels during the products of a block.
     pub(super) fn calls(&self, tiles: usize, vectors: usize) -> usize {
         let (positions, c) = (self.positions(), self.geometry.problem.c);
         match self.products {

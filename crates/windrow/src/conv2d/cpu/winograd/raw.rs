@@ -26,13 +26,13 @@ const RAW_LEN: usize = 8 << 20;
 /// Tiles up to which V is shared: with more, V of all leaves the caches before the next panel reads it.
 const SHARED_TILES: usize = 96;
 
-/// Whether tasks share V when the filter itself is given.
+/// True if tasks share V when the run is given an unpacked filter.
 pub(super) fn shares_input(geometry: &Geometry) -> bool {
     geometry.tiles() <= SHARED_TILES
 }
 
 impl WinogradCpu {
-    /// As [`Prepared::raw_bytes`].
+    /// The bytes as in [`Prepared::raw_bytes`].
     pub(super) fn raw_workspace_bytes(&self) -> usize {
         if self.packs_by_panels() {
             let slots = self.threads.min(self.panels()) * self.panel_slot_len();
@@ -54,7 +54,7 @@ impl WinogradCpu {
         (RAW_LEN / panel.max(1)).max(1).saturating_mul(PANEL).min(self.vectors())
     }
 
-    /// As [`Prepared::run_raw`]. The result is that with a packed filter, bit by bit.
+    /// Runs as [`Prepared::run_raw`]. The result has the bits of a run with a packed filter.
     pub(super) fn run_filter(&self, w: &TensorRef<'_>, run: Run<'_, '_>) {
         if self.packs_by_panels() {
             return with_element!(w.dtype(), T => match self.tile {
@@ -90,8 +90,8 @@ impl WinogradCpu {
         }
     }
 
-    /// Whether tasks pack a panel each, beside V that they share. Fewer panels than threads would leave some idle: then all
-    /// pack at first.
+    /// True if each task packs one panel at a time, beside the V that tasks share. With fewer panels than threads some
+    /// threads would be idle, so all of them pack first.
     fn packs_by_panels(&self) -> bool {
         // Tiles would split V for each panel.
         self.products == Products::Vectors

@@ -15,7 +15,7 @@ const VECTORS_AT_ONCE: usize = 8;
 pub(super) struct Part {
     pub tiles: Range<usize>,
     pub channels: Range<usize>,
-    /// Where it begins.
+    /// The start of the memory.
     pub offset: usize,
 }
 
@@ -45,7 +45,7 @@ pub(super) fn in_parts(
     });
 }
 
-/// Where V of a range of tiles goes.
+/// The destination of V for a range of tiles.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SharedInput<'a> {
     pub geometry: &'a Geometry,

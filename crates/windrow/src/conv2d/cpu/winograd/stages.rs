@@ -82,7 +82,7 @@ impl WinogradCpu {
     }
 }
 
-/// Where element `channel` of a block's tile lies in V or M, whose rows are of `width` channels.
+/// The place of element `channel` of a block's tile in V or M, whose rows have `width` channels.
 fn element(
     position: usize,
     strides: [usize; 2],

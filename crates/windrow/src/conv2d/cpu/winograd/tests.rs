@@ -87,7 +87,7 @@ fn tensor(values: &[f32], shape: &[usize; 4], order: [usize; 4], dtype: DType) -
     t
 }
 
-/// What a case convolves.
+/// The tensors of a test case.
 struct Given {
     x: Tensor,
     filter: Tensor,
@@ -149,7 +149,7 @@ impl Given {
     }
 }
 
-/// Every instruction set with what sums products there; tiles are a model where the machine has none.
+/// The instruction sets, each with the products that it has. On a machine without AMX a software model takes its place.
 fn ways() -> Vec<(Isa, Products)> {
     let tiles = Isa::tested().into_iter().filter(|isa| isa.has_tiles());
     let vectors = Isa::available().into_iter().map(|isa| (isa, Products::Vectors));

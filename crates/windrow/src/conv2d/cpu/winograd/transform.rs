@@ -14,7 +14,7 @@ use crate::cpu::Simd;
 /// Most pairs of points.
 const MAX_PAIRS: usize = (MAX_ALPHA - 2) / 2;
 
-/// What is left of the matrices when even and odd powers are shared.
+/// The transform matrices with the shared work of even and odd powers taken out.
 #[derive(Clone, Copy, Debug)]
 struct Coefficients {
     /// `prod_q (x^2 - p_q^2)`: the coefficients of 1, x^2, x^4; the leading one is 1.
@@ -29,7 +29,7 @@ struct Coefficients {
 }
 
 impl Coefficients {
-    /// Of the tile with this `alpha`.
+    /// The transforms of the tile with this `alpha`.
     const fn new(alpha: usize) -> Self {
         let t = match alpha {
             4 => Tile::F2.transforms(),

@@ -24,7 +24,8 @@ const TILE: Tile = Tile::F4;
 const ALPHA: usize = TILE.alpha();
 const POSITIONS: usize = ALPHA * ALPHA;
 
-/// Bytes of V and D of a chunk, or twice what M takes where that is more: M is read and written once for each chunk.
+/// The bytes of V and D of a chunk, or twice the size of M if that is more, because M is read and written once for each
+/// chunk.
 const CHUNK_BYTES: usize = 2 << 20;
 /// Tasks of each thread, if there are as many, so that none waits long for the last.
 const TASKS_A_THREAD: usize = 3;
@@ -42,7 +43,7 @@ pub(in crate::conv2d::cpu) struct WinogradWeight {
     chunk: usize,
     /// Vectors of output and of input channels of a block.
     block: [usize; 2],
-    /// Whether some positions of a block are tasks, instead of blocks.
+    /// True if tasks are some positions of a block instead of whole blocks.
     by_positions: bool,
 }
 
@@ -58,7 +59,7 @@ fn weight_cost(p: &Problem) -> f64 {
 }
 
 impl WinogradWeight {
-    /// Where a convolution that Winograd's algorithm computes takes longer by products.
+    /// The Winograd weight gradient, if it is faster than the product for this convolution.
     pub(in crate::conv2d::cpu) fn prepare(
         task: &Task<'_>,
     ) -> Result<Option<Box<dyn WeightGradient>>> {
@@ -71,7 +72,7 @@ impl WinogradWeight {
         Ok(pays.then(|| Box::new(WinogradWeight::new(p, task.isa, task.threads)) as _))
     }
 
-    /// For a problem that [`Problem::is_winograd`] and has elements.
+    /// The gradient for a problem with [`Problem::is_winograd`] and at least one element.
     fn new(problem: &Problem, isa: Isa, threads: usize) -> Self {
         debug_assert!(problem.is_winograd());
         let geometry = Geometry::new(problem, TILE.m());
@@ -312,7 +313,8 @@ impl WinogradWeight {
         self.geometry.tiles().div_ceil(self.chunk)
     }
 
-    /// Of a block in a task where these are no whole blocks: a row, or less where it would leave threads idle.
+    /// The positions of a block in one task, if tasks are no whole blocks: a row, or less if a row would leave threads
+    /// idle.
     fn positions_at_once(&self) -> usize {
         let is_enough = |positions: &usize| {
             self.blocks() * POSITIONS / positions >= TASKS_A_THREAD * self.threads
@@ -382,7 +384,7 @@ mod tests {
             Inputs { problem, x, dy: Tensor::from_slice(&dy, &shape).unwrap() }
         }
 
-        /// What a plan makes of them, whose memory was used before.
+        /// The gradient by a plan whose memory was used before.
         fn run(&self, plan: &WinogradWeight) -> Tensor {
             let Problem { c, k, .. } = self.problem;
             let mut dw = Tensor::from_slice(&vec![f32::NAN; k * c * 9], &[k, c, 3, 3]).unwrap();
@@ -396,7 +398,7 @@ mod tests {
         }
     }
 
-    /// In one chunk and in several the same within the tolerance, on any number of threads the same bits.
+    /// One chunk and several give the same within the tolerance; any number of threads gives the same bits.
     #[test]
     fn chunks_and_threads() {
         for (x, k) in [([3, 37, 9, 11], 21), ([1, 5, 3, 2], 70), ([2, 130, 6, 30], 3)] {

@@ -1,5 +1,5 @@
-//! What the weight gradient in Winograd's domain is made of beside the transform of the input: the transform of the
-//! output's gradient, `D = A dY A^T`, its products with V summed over tiles, and the filter's gradient, `G^T M G`.
+//! The stages of the weight gradient in Winograd's domain, beside the input transform: the transform of the output's
+//! gradient, `D = A dY A^T`, its products with V summed over tiles, and the filter's gradient, `G^T M G`.
 
 use super::super::shared::rows::copy_turned;
 use super::geometry::{Geometry, Segment};
@@ -23,7 +23,7 @@ pub(super) const fn pitch(alpha: usize) -> usize {
 /// The transform of the output's gradient for a block of tiles, `A` = alpha. Pixels beyond the image are zeros.
 pub(super) struct GradientTransform<'a, Y, const A: usize> {
     pub geometry: &'a Geometry,
-    /// From the first image on.
+    /// The output's gradient, from the first image on.
     pub dy: *const Y,
     /// Strides of dy [n, k, oh, ow]
     pub strides: [isize; 4],
@@ -204,7 +204,7 @@ impl<const A: usize> Kernel for Products<A> {
 }
 
 impl<const A: usize> Products<A> {
-    /// Of K output channels from `k` on, N vectors of input channels from vector `c` on.
+    /// Multiplies K output channels from `k` on with N vectors of input channels from vector `c` on.
     ///
     /// # Safety
     /// They must be inside of the block, and so must the tiles; K divides LANES and `k`.

@@ -69,12 +69,12 @@ pub(super) struct Plain {
 #[derive(Debug)]
 pub(super) struct Grouped {
     pub(super) launch: f64,
-    /// Of one channel: a megabyte of x and y, a GFLOP.
+    /// The time for groups of one channel: for a megabyte of x and y, and for a GFLOP.
     pub(super) depthwise: [f64; 2],
-    /// Of some channels: a term of a sum, and a megabyte.
+    /// The time for groups of some channels: for a term of a sum, and for a megabyte.
     pub(super) term: f64,
     pub(super) megabyte: f64,
-    /// Of some channels: a GFLOP of stride 1 and of others, where y is NCHW.
+    /// The time for groups of some channels with y in NCHW: for a GFLOP of stride 1, and for one of other strides.
     pub(super) nchw_gflop: [f64; 2],
     /// The same where y is channels-last: filters are read more slowly.
     pub(super) nhwc_gflop: [f64; 2],
@@ -144,7 +144,8 @@ pub(super) struct Cudnn {
     pub(super) half_unaligned_flop: f64,
     /// Megabytes of x and y in a microsecond.
     pub(super) half_megabytes: f64,
-    /// Tensors turned by Windrow: a launch and a megabyte of x; by cuDNN: launches, and megabytes in a microsecond.
+    /// The cost of layout changes between NCHW and channels-last: by Windrow, a launch and a megabyte of x; by cuDNN,
+    /// launches, and megabytes in a microsecond.
     pub(super) turn: (f64, f64),
     pub(super) own_turn: (f64, f64),
     /// A pass behind the kernel: a launch, and megabytes in a microsecond.

@@ -36,7 +36,8 @@ pub(crate) struct Cudnn {
     turned_filter: Option<TurnedFilter>,
     /// NCHW tensors by a kernel for channels-last ones.
     turned: Option<Turned>,
-    /// Adds bias and residual and applies the activation, if there is one of them and nothing is turned.
+    /// The kernel that adds bias and residual and applies the activation, if there is one of them and no layout
+    /// changes.
     epilogue: Option<&'static Kernel>,
     spec: Conv2dSpec,
     problem: Problem,
@@ -52,8 +53,7 @@ params! {
     }
 }
 
-/// Whether x and y are dense and both channels-last (`true`) or both NCHW (`false`); `None` for other
-/// layouts.
+/// The common layout of dense x and y: `true` for channels-last, `false` for NCHW; `None` for other layouts.
 pub(super) fn channels_last(spec: &Conv2dSpec) -> Option<bool> {
     let dense = |t: &TensorDesc, order: &[usize]| {
         Layout::with_order(t.shape(), order).is_ok_and(|layout| layout == t.layout)
@@ -62,7 +62,7 @@ pub(super) fn channels_last(spec: &Conv2dSpec) -> Option<bool> {
     if both(&[0, 1, 2, 3]) { Some(false) } else { both(&[0, 2, 3, 1]).then_some(true) }
 }
 
-/// Whether cuDNN's kernel is one for channels-last tensors, with those of the spec or turned ones.
+/// True if cuDNN's kernel is one for channels-last tensors, given as such or converted.
 fn by_channels(spec: &Conv2dSpec, p: &Problem) -> bool {
     channels_last(spec).unwrap_or(false) || Turned::suits(spec, p)
 }
@@ -87,7 +87,7 @@ pub(super) fn in_its_words(spec: &Conv2dSpec, p: &Problem, channels_last: bool) 
     }
 }
 
-/// For tensors at addresses that cuDNN has no kernel for: compiled when there are such.
+/// The kernel for addresses that the main kernel cannot take, compiled when the first such address comes.
 #[derive(Debug)]
 pub(super) struct Otherwise {
     made: Later<General>,
@@ -196,8 +196,8 @@ fn pass_micros(task: &Task<'_>) -> f64 {
     launch + megabytes / per_micro
 }
 
-/// As [`kernel_micros`], of halves: few blocks, products, which pixels of no whole vectors make slow, or passes over x and y,
-/// which are more where they are not channels-last.
+/// The time of [`kernel_micros`] for f16/bf16. It is bound by few blocks, by products (slow if pixels are no whole
+/// vectors), or by passes over x and y (more if they are not channels-last).
 fn half_micros(rates: &Rates, spec: &Conv2dSpec, p: &Problem) -> f64 {
     let few = rates.half_few_launch + rates.half_term * p.taps() as f64;
     let per_flop = match p.groups > 1 || p.c.is_multiple_of(8) {
@@ -290,7 +290,7 @@ impl Prepared for Cudnn {
         PackedForm::new("cudnn", self.spec.x.dtype, 1, order)
     }
 
-    /// As of a sum of products; halves are rounded once more before bias, residual and activation.
+    /// The tolerance of a sum of products; f16/bf16 are rounded once more before bias, residual and activation.
     fn tolerance(&self) -> f64 {
         let sums = (2 * self.problem.taps() + 2) as f64 * DType::F32.unit_roundoff();
         let dtype = self.spec.x.dtype;

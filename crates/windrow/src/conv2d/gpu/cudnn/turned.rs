@@ -1,6 +1,6 @@
-//! What surrounds cuDNN's kernels for channels-last tensors where these are NCHW: a copy of x, the filter in that order, kept
-//! where filters are, and sums that are turned back with bias, residual and activation (`turn_filter.cu`,
-//! `turn_output.cu`). By itself cuDNN turns all three on each call.
+//! Layout changes around cuDNN's channels-last kernels for NCHW tensors: a channels-last copy of x, the filter in that
+//! order (kept where packed filters are), and sums that are written back in NCHW with bias, residual and activation
+//! (`turn_filter.cu`, `turn_output.cu`). By itself cuDNN converts all three on each call.
 
 use crate::conv2d::gpu::facts::has_vectors;
 use crate::conv2d::gpu::input::{Input, TILE_BYTES, TILE_PIXELS, VECTOR, most_images};

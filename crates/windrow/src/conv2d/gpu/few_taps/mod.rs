@@ -15,7 +15,7 @@ use crate::{Accuracy, DType, Error, Result, TensorDesc};
 static FEW_TAPS: Source = source!("few_taps.cu", "few_taps.cuh");
 static FILTER: Source = source!("few_taps_filter.cu");
 
-/// More do not fit the registers.
+/// The most taps; more do not fit in the registers.
 const MAX_TAPS: usize = 48;
 /// Taps may lie so far apart, in rows or columns.
 const MAX_REACH: usize = 1 << 15;
@@ -60,7 +60,7 @@ params! {
     }
 }
 
-/// What multiplies.
+/// The hardware that multiplies.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Cores {
     /// Tensor cores, which round f32 to TF32.
@@ -109,7 +109,7 @@ impl Cores {
     }
 }
 
-/// Which outputs a thread stores together, as in the kernel.
+/// The outputs that a thread stores together, as in the kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Store {
     Any = 0,
@@ -167,12 +167,12 @@ impl Method for FewTapsMethod {
         ))
     }
 
-    /// From 8 output channels on.
+    /// True from 8 output channels on.
     fn leads(&self, task: &Task<'_>) -> bool {
         task.problem.k >= 8
     }
 
-    /// As of the general product: nobody chooses between the two by time.
+    /// The time of the general product: the two are not compared by time.
     fn micros(&self, task: &Task<'_>) -> f64 {
         IM2COL_GEMM.micros(task)
     }
@@ -277,7 +277,7 @@ impl Prepared for FewTaps {
     }
 }
 
-/// What both kernels know of the filter.
+/// The constants of the filter for both kernels.
 fn of_filter(kernel: KernelSpec, cores: Cores, spec: &Conv2dSpec, p: &Problem) -> KernelSpec {
     kernel
         .define("TAPS", p.taps())
@@ -302,7 +302,7 @@ fn product(cores: Cores, spec: &Conv2dSpec, p: &Problem, address: usize) -> Kern
         .define("VECTOR", vector)
 }
 
-/// How y is stored: the longest vectors of its channels or pixels, of which `most` are a thread's.
+/// The stores of y: the longest vectors of its channels or pixels, of which a thread has at most `most`.
 fn store_of(y: &TensorDesc, most: [usize; 2], address: usize) -> (Store, usize) {
     let (shape, s) = (y.shape(), y.strides());
     let (store, neighbours, others, most) = if s[1] == 1 && shape[1] > 1 {

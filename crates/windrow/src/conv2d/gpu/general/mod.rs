@@ -22,7 +22,7 @@ pub(super) const BLOCK: usize = 64;
 /// Blocks of a launch in z.
 pub(super) const MAX_GRID_Z: usize = 65_535;
 
-/// How the sums are formed.
+/// The way in which sums are formed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sums {
     /// One thread for each output.
@@ -31,7 +31,7 @@ pub(super) enum Sums {
     Im2colGemm,
 }
 
-/// What is computed from what; the discriminant is `PROBLEM` of `im2col_gemm.cu`.
+/// The direction: what is computed from what. The discriminant is `PROBLEM` of `im2col_gemm.cu`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Direction {
     /// y of x.

@@ -1,4 +1,4 @@
-//! Data gradients that are convolutions: of dy by the filter turned around, or transposed ones, which everything has.
+//! Data gradients that are convolutions: of dy with the mirrored filter, or transposed ones, which every device has.
 
 use crate::conv2d::gpu::Operands;
 use crate::conv2d::gpu::choice;
@@ -14,7 +14,7 @@ use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Stream};
 use crate::{Activation, Layout, Result, TensorDesc};
 
-/// A convolution by the filter turned around, where a method that is ahead of plain sums computes it.
+/// The convolution with the mirrored filter, if a method faster than plain sums computes it.
 pub(super) struct MirroredMethod;
 
 impl GradientMethod<dyn DataGradient> for MirroredMethod {
@@ -99,7 +99,7 @@ impl DataGradient for Transposed {
     }
 }
 
-/// As [`mirrored`], where every channel is a group: the filter keeps its place.
+/// The spec as in [`mirrored`], for depthwise convolutions: the filter keeps its place.
 fn mirrored_depthwise(spec: &Conv2dSpec, p: &Problem) -> Option<Conv2dSpec> {
     let padding =
         |d: usize| (([p.r, p.s][d] - 1).checked_mul(p.dilation[d])?).checked_sub(p.padding[d]);

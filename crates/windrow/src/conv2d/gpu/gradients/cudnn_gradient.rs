@@ -56,7 +56,7 @@ impl CudnnWeight {
     }
 }
 
-/// cuDNN's data gradient, where it has a kernel and none of ours is expected to be ahead.
+/// cuDNN's data gradient, if it has a kernel and no method of Windrow is expected to be faster.
 pub(super) struct CudnnDataMethod;
 
 impl GradientMethod<dyn DataGradient> for CudnnDataMethod {
@@ -105,7 +105,7 @@ impl DataGradient for CudnnData {
         self.filter.bytes() + self.gradient.workspace_bytes()
     }
 
-    /// As of a sum of products.
+    /// The tolerance of a sum of products.
     fn tolerance(&self) -> f64 {
         let terms = self.problem.k_group() * self.problem.r * self.problem.s;
         (2 * terms + 2) as f64 * DType::F32.unit_roundoff() + operand_roundings(&self.spec)

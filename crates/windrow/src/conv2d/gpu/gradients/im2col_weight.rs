@@ -16,7 +16,7 @@ const BLOCKS_PER_PROCESSOR: usize = 4;
 /// The most memory for parts.
 const MAX_PARTS_BYTES: usize = 64 << 20;
 
-/// Takes what nothing else does.
+/// The method for weight gradients that no other method computes.
 pub(super) struct Im2colWeightMethod;
 
 impl GradientMethod<dyn WeightGradient> for Im2colWeightMethod {

@@ -29,7 +29,7 @@ struct Part {
     first: [isize; 3],
 }
 
-/// One direction of a part.
+/// A part in one direction.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Axis {
     outputs: usize,
@@ -123,7 +123,7 @@ impl Part {
         whole.gradient(&self.spec, &self.problem).by(Conv2dAlgorithm::ImplicitGemm)
     }
 
-    /// All of them that have outputs; `None` where a layout is beyond what can be said.
+    /// The parts that have outputs; `None` if a layout cannot be described.
     fn all(spec: &Conv2dSpec, p: &Problem) -> Option<Vec<Self>> {
         let rows = 0..p.stride[0].min(p.h);
         rows.flat_map(|i| (0..p.stride[1].min(p.w)).map(move |j| [i, j]))

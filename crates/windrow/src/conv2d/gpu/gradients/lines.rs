@@ -9,10 +9,10 @@ const MAX_ROWS: usize = 1 << 30;
 /// Up to so many channels the taps of a row of the filter are channels too.
 const FOLDED_CHANNELS: usize = 4;
 
-/// How pixels are rows: row after row of an image, image after image.
+/// The order of pixels as matrix rows: row after row of an image, image after image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Lines {
-    /// Whether the taps of a row of the filter are channels.
+    /// True if the taps of a filter's row are channels.
     pub(super) folded: bool,
     /// Columns and rows of an image.
     pub(super) pitch: usize,

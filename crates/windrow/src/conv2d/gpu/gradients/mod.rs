@@ -22,12 +22,11 @@ use crate::Result;
 use crate::conv2d::{Conv2dAlgorithm, Problem};
 use crate::gpu::{Gpu, Stream};
 
-/// Every way to compute the gradient of x. The first one computes it that takes the task: each is expected to be ahead
-/// of those behind it.
+/// The methods for the gradient of x, the fastest first. The first that supports the task computes it.
 static DATA: [&dyn GradientMethod<dyn DataGradient>; 4] =
     [&MirroredMethod, &CudnnDataMethod, &ImplicitDataMethod, &TransposedMethod];
 
-/// Every way to compute the gradient of the filter, in the same order.
+/// The methods for the gradient of the filter, the fastest first.
 static WEIGHT: [&dyn GradientMethod<dyn WeightGradient>; 3] =
     [&SplitWeightMethod, &WinogradWeightMethod, &Im2colWeightMethod];
 
@@ -37,7 +36,7 @@ pub(super) fn kernels() -> impl Iterator<Item = &'static &'static str> {
     data.chain(WEIGHT.into_iter().flat_map(|method| method.kernels())).chain(bias::KERNELS)
 }
 
-/// How the gradients of a convolution are computed.
+/// The prepared gradients of a convolution.
 #[derive(Debug)]
 pub(crate) struct Backward {
     pub(crate) data: Box<dyn DataGradient>,
@@ -121,7 +120,7 @@ impl Backward {
     }
 }
 
-/// What the first method that takes the task makes of it, with its place in the list.
+/// The first method that supports the task, prepared for it, with its index in the list.
 fn first<G: ?Sized>(
     methods: &[&dyn GradientMethod<G>],
     gpu: &'static Gpu,

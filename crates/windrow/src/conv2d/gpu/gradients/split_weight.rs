@@ -1,5 +1,5 @@
-//! The weight gradient in f32 as three products of halves, of any filter, stride, padding and dilation: dy and x are split
-//! (`weight_split.cu`) and multiplied by [`WeightProduct`].
+//! The weight gradient in f32 as three products of f16 parts, for any filter, stride, padding and dilation: dy and x
+//! are split (`weight_split.cu`) and multiplied by [`WeightProduct`].
 
 use super::lines::Lines;
 use super::winograd_weight::WinogradWeight;
@@ -124,7 +124,7 @@ impl Operand {
         })
     }
 
-    /// Of the halves of one kind.
+    /// The bytes of the parts of one kind (high or low).
     fn half_bytes(&self) -> usize {
         self.planes * self.octets * self.rows * OCTET_BYTES
     }
@@ -142,7 +142,7 @@ impl Operand {
         }
     }
 
-    /// With the magnitude to scale by written to `max` before.
+    /// Splits a tensor; the magnitude to scale by must be at `max`.
     ///
     /// # Safety
     /// As [`SplitWeight::run`].
@@ -290,7 +290,7 @@ impl WeightGradient for SplitWeight {
         self.dy.bytes() + self.x.bytes() + parts + 2 * size_of::<u32>()
     }
 
-    /// Both operands carry 22 bits and the product of their low halves is left out.
+    /// The tolerance: both operands carry 22 bits, and the product of their low parts is left out.
     fn tolerance(&self) -> f64 {
         let sums = self.product.roundings() + 4;
         4.0 * split::rounding() + sums as f64 * DType::F32.unit_roundoff()

@@ -54,7 +54,7 @@ pub(crate) struct WinogradWeight {
 #[derive(Debug)]
 enum Product {
     Library(Gemm),
-    /// With what finds the largest magnitudes of x and dy.
+    /// The product of f16 parts, with the kernels that find the largest magnitudes of x and dy.
     Halves(WeightProduct, [ImageMax; 2]),
 }
 
@@ -290,7 +290,7 @@ fn product(spec: &Conv2dSpec, p: &Problem, b: &Blocking, v: Stage, dm: Stage) ->
     }
 }
 
-/// How the products of a spec may be computed.
+/// The precision of a spec's products.
 fn compute(spec: &Conv2dSpec) -> GemmCompute {
     match (spec.x.dtype, spec.accuracy) {
         (DType::F32, Accuracy::Tf32 | Accuracy::Half) => GemmCompute::Tf32,
@@ -333,7 +333,7 @@ fn output_grad(t: &Transforms) -> [[Rational; MAX_ALPHA]; MAX_ALPHA] {
     a
 }
 
-/// Of the transforms of x and dy.
+/// The kernels that transform x and dy.
 fn kernels(spec: &Conv2dSpec, halves: bool) -> [KernelSpec; 2] {
     let tile = tile_of(spec.x.dtype);
     let (t, [dy, x]) = (tile.transforms(), exponents(tile));

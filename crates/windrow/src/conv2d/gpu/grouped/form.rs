@@ -1,4 +1,4 @@
-//! How outputs of groups of few channels are shared out among threads and blocks.
+//! The division of outputs among threads and blocks, for groups of few channels.
 
 use super::MAX_TAPS;
 use crate::TensorDesc;
@@ -11,12 +11,13 @@ const BLOCKS: usize = 4;
 /// The most planes of a block, and bytes of shared memory that their inputs take.
 const MAX_PLANES: usize = 32;
 const SHARED_BYTES: usize = 44_000;
-/// Of some channels: the most output channels of a thread, threads of a block, and blocks of channels beside each other.
+/// The limits for groups of some channels: output channels of a thread, threads of a block, and blocks of channels
+/// beside each other.
 const BLOCK_K: usize = 8;
 const FEW_THREADS: usize = 128;
 const MAX_SLOTS: usize = 8;
 
-/// How outputs are shared out.
+/// The division of outputs among threads and blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Form {
     /// A thread takes tiles of neighbouring channels; `lanes` of them are a row of a block.

@@ -34,7 +34,7 @@ pub(crate) struct Groups {
     problem: Problem,
     filter: DenseFilter,
     gpu: &'static Gpu,
-    /// For tensors at addresses aligned to 16 bytes, and at any.
+    /// The kernel for tensors at addresses aligned to 16 bytes, and the one for any.
     aligned: (Form, &'static Kernel),
     unaligned: Later<(Form, &'static Kernel)>,
 }
@@ -262,7 +262,7 @@ mod tests {
     use crate::gpu::compile_tests::check_spills;
     use crate::{Activation, Approximate, Layout, TensorDesc};
 
-    /// For compute capability 10.0 the assembler spills up to six registers in kernels of halves, of its own choice: which ones
+    /// For compute capability 10.0 the assembler spills up to six registers in some kernels of f16/bf16; which ones
     /// depends on its version.
     #[test]
     fn kernels_of_few_channels_compile_without_spills() {

@@ -1,5 +1,5 @@
-//! How the product of [`ImplicitGemm`](super::ImplicitGemm) is cut into blocks, how these gather x, and what that
-//! is expected to take.
+//! The division of the product of [`ImplicitGemm`](super::ImplicitGemm) into blocks, the way in which these gather x,
+//! and the expected time.
 
 use crate::conv2d::gpu::chips::{Chip, ImplicitGemm};
 use crate::conv2d::gpu::task::Task;
@@ -9,24 +9,25 @@ use crate::{DType, TensorDesc};
 
 /// Terms of a step.
 pub(super) const STEP: usize = 64;
-/// Output channels of a block, the last of halves, and blocks of a cluster, which share the terms of a tile.
+/// The output channels of a block (the last for f16/bf16), and the blocks of a cluster, which share the terms of a
+/// tile.
 pub(super) const BLOCKS: [usize; 3] = [64, 128, 256];
 pub(super) const PARTS: [usize; 4] = [1, 2, 4, 8];
 
-/// How x is gathered; the discriminant is that of the kernel.
+/// The way in which x is gathered; the discriminant is the kernel's.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Gather {
     Any = 0,
     Channels = 1,
     Pixels = 2,
-    /// By the copy engine.
+    /// The copy engine gathers x.
     Map = 3,
 }
 
-/// How the product is cut into blocks.
+/// The division of the product into blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Cut {
-    /// Of f16 and bf16.
+    /// True for f16 and bf16.
     pub(super) half: bool,
     /// x comes by the copy engine.
     pub(super) maps: bool,
@@ -46,7 +47,7 @@ pub(super) struct Unit {
 }
 
 impl Cut {
-    /// Those that there are kernels of for a spec.
+    /// The divisions for which a spec has kernels.
     pub(super) fn all(spec: &Conv2dSpec, p: &Problem) -> impl Iterator<Item = Self> {
         let p = *p;
         of_type(spec.x.dtype, copy_engine_reads(spec, &p)).filter(move |cut| {
@@ -55,8 +56,8 @@ impl Cut {
         })
     }
 
-    /// What is not given by the least expected time, with that time in microseconds; `None` where no kernel has what
-    /// is given.
+    /// The division with the least expected time among those with the given parameters, and that time in microseconds;
+    /// `None` if no kernel has these parameters.
     pub(super) fn choose(task: &Task<'_>) -> Option<(Self, f64)> {
         let Task { chip, spec, problem: p, configuration: given, .. } = *task;
         let fits = |given: Option<usize>, value| given.is_none_or(|given| given == value);
@@ -106,7 +107,7 @@ impl Cut {
             + self.half_micros(rates, spec, p, rounds)
     }
 
-    /// What halves take longer where x is copied and where outputs are stored one by one.
+    /// The additional time for f16/bf16 if x is copied, and if outputs are stored one by one.
     fn half_micros(
         &self,
         rates: &ImplicitGemm,
@@ -134,8 +135,8 @@ impl Cut {
         }
     }
 
-    /// What blocks sum together: as many groups as fill a block, or one; of halves always one, as the NaN that an infinity
-    /// and a zero between groups make is mended in f32 alone.
+    /// The groups that a block sums together: as many as fill a block, or one. For f16/bf16 always one, because only
+    /// f32 repairs the NaN that an infinity and a zero between groups make.
     pub(super) fn unit(&self, p: &Problem) -> Unit {
         let fits =
             |groups: &usize| p.groups.is_multiple_of(*groups) && groups * p.k_group() <= self.block;
@@ -199,7 +200,7 @@ fn is_half(dtype: DType) -> bool {
     }
 }
 
-/// Every way to cut.
+/// The possible divisions.
 pub(super) fn of_type(dtype: DType, maps: bool) -> impl Iterator<Item = Cut> {
     let half = is_half(dtype);
     let cut = move |block, parts| {
@@ -221,7 +222,7 @@ pub(super) fn clusters(multiprocessors: u32, parts: usize) -> usize {
     whole.saturating_sub(lost).max(1)
 }
 
-/// How x is gathered if its address is aligned.
+/// The way in which x is gathered if its address is aligned.
 pub(super) fn gather(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> Gather {
     let s = spec.x.strides();
     let whole = |strides: &[isize]| strides.iter().all(|s| s % cut.vector() as isize == 0);
@@ -263,7 +264,8 @@ pub(super) fn stores_vectors(y: &TensorDesc, p: &Problem) -> bool {
     s[1] == 1 && p.k_group().is_multiple_of(vector) && [s[0], s[2], s[3]].iter().all(whole)
 }
 
-/// Where the first tap of the first and of the last output of halves lies, the latter from the end of x, in w and h.
+/// The places, for f16/bf16, of the first tap of the first output and of the first tap of the last output, the latter
+/// counted from the end of x, in w and h.
 pub(super) fn corners(p: &Problem) -> [[i64; 2]; 2] {
     let of = |d: usize, outputs: usize, size: usize| {
         let last = outputs.saturating_sub(1) * p.stride[d] + 1;
@@ -273,8 +275,8 @@ pub(super) fn corners(p: &Problem) -> [[i64; 2]; 2] {
     [[first_w, first_h], [last_w, last_h]]
 }
 
-/// True if the copy engine finds the taps of halves, in x or in its copy, and outputs are vectors: it brings pixels in
-/// another order than other outputs want.
+/// True if the copy engine can load the taps of f16/bf16, from x or its copy, and outputs are vectors: it loads pixels
+/// in an order that single outputs cannot use.
 fn copy_engine_reads(spec: &Conv2dSpec, p: &Problem) -> bool {
     let reach = |taps: usize, d: usize| taps.saturating_sub(1).saturating_mul(p.dilation[d]);
     is_half(spec.x.dtype)
@@ -319,7 +321,7 @@ mod tests {
         }
     }
 
-    /// They come from callers and from files.
+    /// The parameters come from callers and from files.
     #[test]
     fn parameters_without_a_kernel_are_never_expected_to_win() {
         let (spec, problem) = spec(&[2, 64, 8, 8], &NCHW, &[8, 64, 3, 3], 1);

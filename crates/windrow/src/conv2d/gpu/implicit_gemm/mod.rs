@@ -1,5 +1,6 @@
-//! Convolution as a product of matrices, gathered on the fly, on the tensor cores of compute capability 9.0: f32 as three
-//! products of halves (`implicit_gemm.cu`), halves as they are (`implicit_gemm_half.cu`).
+//! Convolution as a matrix product whose im2col matrix is gathered on the fly, on the tensor cores of compute
+//! capability 9.0: f32 as three products of f16 parts (`implicit_gemm.cu`), f16/bf16 directly
+//! (`implicit_gemm_half.cu`).
 
 mod cut;
 mod product;
@@ -24,8 +25,8 @@ use crate::{Accuracy, DType, Error, Result, TensorDesc};
 
 static FILTER: Source = source!("implicit_gemm_filter.cu");
 
-/// By how much the tensor cores shrink a sum of one step, relative to it: four accumulations of the high products, each of
-/// which cuts off (measured on an H200 for 64 to 4608 normal terms: 8.3e-8 to 9.6e-8).
+/// The amount by which the tensor cores shrink the sum of one step, relative to it: four accumulations of the high
+/// products, each of which truncates (measured on an H200 for 64 to 4608 normal terms: 8.3e-8 to 9.6e-8).
 const SHRINKAGE: f64 = 8.9e-8;
 /// Rows and columns lie in half a word, with a row that stands for pixels that do not exist.
 const MAX_EXTENT: usize = 1 << 14;
@@ -42,7 +43,7 @@ pub(crate) struct ImplicitGemm {
     /// Elements from the filter of a group to that of the next.
     filter_group: isize,
     pack_filter: &'static Kernel,
-    /// For tensors (halves: y and the residual) at addresses aligned to 16 bytes, and at any.
+    /// The kernel for tensors at addresses aligned to 16 bytes (for f16/bf16: y and the residual), and the one for any.
     aligned: &'static Kernel,
     unaligned: Later<&'static Kernel>,
 }
@@ -174,8 +175,8 @@ impl Method for ImplicitGemmMethod {
 }
 
 impl ImplicitGemm {
-    /// By a filter whose input and output channels have changed places within each group: in memory the input channels of
-    /// a group follow those of the group before.
+    /// The product with a filter whose input and output channels are exchanged within each group. In memory the input
+    /// channels of a group follow those of the previous group.
     pub(super) fn transposed(gpu: &'static Gpu, task: &Task<'_>) -> Result<Self> {
         let filter_group = task.problem.c_group() as isize * task.spec.w.strides()[1];
         Self::with_groups(gpu, task, filter_group)
@@ -257,7 +258,7 @@ impl ImplicitGemm {
         unsafe { kernel.launch(stream, launch, &params) }
     }
 
-    /// Where the copy engine finds x.
+    /// The copy engine's description of x.
     fn map(&self, address: *const u8, x: &Images) -> Result<TensorMap> {
         let p = &self.problem;
         let [first, last] = corners(p).map(|corner| corner.map(|at| at as i32));
@@ -309,8 +310,9 @@ impl Prepared for ImplicitGemm {
         self.input.as_ref().map_or(0, Input::copy_bytes)
     }
 
-    /// Halves: tensor cores cut off each addition. f32: both operands carry 22 bits and the product of their low halves is
-    /// left out. Then there are the accumulations of a step, which cut off, and the sums of steps and parts.
+    /// The tolerance. f16/bf16: tensor cores truncate each addition. f32: both operands carry 22 bits, and the product
+    /// of their low parts is left out. Then there are the accumulations of a step, which truncate, and the sums of
+    /// steps and parts.
     fn tolerance(&self) -> f64 {
         if self.cut.half {
             return (2 * self.problem.taps() + 2) as f64 * DType::F32.unit_roundoff();

@@ -78,7 +78,7 @@ fn half_product(spec: &Conv2dSpec, p: &Problem, cut: Cut, aligned: bool) -> Kern
         .shared_bytes(shared as u32)
 }
 
-/// Threads of a block of the product, of halves with a map of x.
+/// The threads of a block of the product for f16/bf16 with a map of x.
 pub(super) fn threads(maps: bool) -> usize {
     32 * CONSUMER_WARPS + producers(maps)
 }

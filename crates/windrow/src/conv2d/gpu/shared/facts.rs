@@ -1,4 +1,4 @@
-//! What several methods ask of a convolution.
+//! Facts about a convolution that several methods ask for.
 
 use crate::conv2d::{Conv2dSpec, Problem};
 use crate::dtype::not_computed;

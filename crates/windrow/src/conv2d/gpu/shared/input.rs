@@ -1,5 +1,5 @@
-//! What becomes of x before kernels read whole vectors of its channels: a copy in channels-last order unless x can be read
-//! itself (`pack_input.cu`), and for f32 the largest magnitude of each image.
+//! Preparation of x for kernels that read whole vectors of its channels: a channels-last copy, unless x can be read in
+//! place (`pack_input.cu`), and for f32 the largest magnitude of each image.
 
 use crate::conv2d::gpu::ALIGNMENT;
 use crate::conv2d::gpu::split::ImageMax;
@@ -129,7 +129,7 @@ impl Input {
         unsafe { kernel.launch(stream, launch, &params) }
     }
 
-    /// For x in place: the largest magnitudes of `n` f32 images go to `x_max`.
+    /// Writes the largest magnitudes of the `n` f32 images of x to `x_max`, if x is read in place.
     ///
     /// # Safety
     /// As [`ImageMax::run`].
@@ -157,8 +157,8 @@ pub(crate) fn image_bytes(spec: &Conv2dSpec) -> usize {
     (h * w * channels(spec) * spec.x.dtype.size()).next_multiple_of(ALIGNMENT)
 }
 
-/// How many images at most to copy at a time within `bytes`, if that is given. Where the layout allows reading x itself,
-/// only an unaligned address needs the copy.
+/// The most images to copy at a time within `bytes`, if that is given. If the layout allows reading x in place, only an
+/// unaligned address needs the copy.
 pub(crate) fn most_images(spec: &Conv2dSpec, bytes: Option<usize>) -> usize {
     if copy_engine_reads(spec) {
         return 1;

@@ -1,4 +1,4 @@
-//! What several methods use: headers, operands, packs of filters, split numbers, copies of x.
+//! The code that several methods share: headers, operands, packed filters, split numbers, copies of x.
 
 pub(super) mod facts;
 pub(super) mod input;

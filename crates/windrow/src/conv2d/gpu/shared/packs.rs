@@ -48,7 +48,7 @@ enum Owner {
     Graph(Weak<Pack>),
 }
 
-/// What a pack is read by.
+/// The filter's place and layout, by which a packed form is found.
 #[derive(Clone, Debug)]
 enum Place {
     /// The stream of this number.
@@ -76,7 +76,7 @@ pub(crate) struct Lease<'a, K: Copy + PartialEq> {
     place: Place,
     stream: &'a Stream,
     pack: Arc<Pack>,
-    /// Whether the work of the run is captured.
+    /// True if the run is being captured.
     captured: bool,
 }
 
@@ -89,8 +89,8 @@ impl Pack {
 }
 
 impl<K: Copy + PartialEq> Packs<K> {
-    /// Whether the caller promises that the filter stays as it is. Then its content is looked at once more for each packing,
-    /// and in a graph only where no run outside of captures came first.
+    /// Sets whether the caller promises that the filter does not change. With the promise, each packed form is compared
+    /// with the filter once more; in a graph only if no run outside of captures came first.
     pub(crate) fn set_frozen(&self, frozen: bool) {
         let change = |n: u64| Some(if frozen { n + 1 + n % 2 } else { n + n % 2 });
         let _ = self.changes.fetch_update(Ordering::AcqRel, Ordering::Acquire, change);
@@ -164,7 +164,7 @@ impl<K: Copy + PartialEq> Packs<K> {
         kept.iter().filter_map(Kept::pack).map(|pack| pack.memory.len()).sum()
     }
 
-    /// Lets go of all packs; those that graphs read stay with them.
+    /// Drops all packed forms; graphs keep those that they read.
     pub(crate) fn clear(&self) {
         let kept = std::mem::take(&mut *self.lock());
         // After the lock.
@@ -185,14 +185,14 @@ impl<K: Copy + PartialEq> Packs<K> {
         })
     }
 
-    /// Takes a pack out, so that nobody else has it.
+    /// Takes a packed form out of the cache, so that nobody else has it.
     fn take(&self, packing: K, place: &Place) -> Option<Arc<Pack>> {
         let mut kept = self.lock();
         let found = kept.iter().position(|kept| kept.packing == packing && kept.place.is(place))?;
         kept.remove(found).pack()
     }
 
-    /// Puts one in that was used last, and lets go of what is of no use any longer.
+    /// Puts a packed form in as the last one used, and drops those that are no longer useful.
     fn put(&self, new: Kept<K>) {
         let change = self.changes.load(Ordering::Acquire);
         let mut kept = self.lock();
@@ -255,8 +255,8 @@ impl<K: PartialEq> Kept<K> {
 }
 
 impl Frozen {
-    /// Orders work given to `stream` from here on behind the packing. False where that is not possible: a captured
-    /// stream cannot wait for what is outside of its capture.
+    /// Makes later work of `stream` wait for the packing. False if that is not possible: a captured stream cannot wait
+    /// for work outside of its capture.
     fn is_ready_for(&self, stream: &Stream, captured: bool) -> Result<bool> {
         if self.is_made.load(Ordering::Acquire) {
             return Ok(true);
@@ -283,7 +283,7 @@ impl Place {
 }
 
 impl<K: Copy + PartialEq> Lease<'_, K> {
-    /// What [`Prepared::run`] takes.
+    /// The address for [`Prepared::run`].
     pub(crate) fn as_ptr(&self) -> *const u8 {
         self.pack.memory.as_mut_ptr()
     }

@@ -1,4 +1,4 @@
-//! What kernels of this room are made from and given: epilogues, strides, biases, divisors.
+//! Constants and parameters of conv2d's kernels: epilogues, strides, biases, divisors.
 
 use crate::conv2d::Conv2dSpec;
 use crate::conv2d::gpu::PackTo;
@@ -13,8 +13,8 @@ pub(crate) fn kernel(source: &'static Source, name: &str, dtype: DType) -> Kerne
     KernelSpec::new(source, format!("conv2d_{name}_{dtype}")).define(macro_name, 1)
 }
 
-/// What becomes of sums on their way to y: `EPILOGUE`, the activation's name in `activation.cuh`, and whether a
-/// residual is added before it.
+/// The kernel with its epilogue: `EPILOGUE`, the activation's name in `activation.cuh`, and whether a residual is added
+/// before it.
 pub(crate) fn with_epilogue(kernel: KernelSpec, spec: &Conv2dSpec) -> KernelSpec {
     let activation = spec.activation.constant();
     kernel.define("EPILOGUE", activation).define("RESIDUAL", i32::from(spec.residual))
@@ -54,7 +54,8 @@ impl Seen {
         }
     }
 
-    /// For a kernel that looks at the filter in the order of its memory: one that lies in another order is another one.
+    /// The parameters for a kernel that reads the filter in its memory order: a filter in another order gets another
+    /// kernel.
     pub(crate) fn in_order_of(self, w: &TensorDesc) -> Self {
         let mixed = |ticket: u64, &stride: &isize| {
             (ticket ^ stride as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)

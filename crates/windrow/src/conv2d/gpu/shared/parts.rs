@@ -26,7 +26,7 @@ impl OutputKernels {
         })
     }
 
-    /// Of a gradient in f32 or, else, in the type of x.
+    /// The kernel for a gradient in f32 or in the type of x.
     pub(crate) fn of(&self, dtype: DType) -> &'static Kernel {
         if dtype == DType::F32 { self.float } else { self.own }
     }

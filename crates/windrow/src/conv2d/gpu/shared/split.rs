@@ -1,5 +1,5 @@
-//! What the algorithms share that multiply f32 as sums of two halves: powers of two that bring operands into the range
-//! of halves, from the largest finite magnitude of each image (`image_max.cu`) and of each filter.
+//! The splitting of f32 numbers into sums of two f16 parts: powers of two that bring operands into the range of f16,
+//! from the largest finite magnitude of each image (`image_max.cu`) and of each filter.
 
 use crate::conv2d::gpu::ALIGNMENT;
 use crate::conv2d::gpu::{Divisor, kernel, source};
@@ -9,8 +9,8 @@ use crate::{DType, Result, TensorDesc};
 
 static IMAGE_MAX: Source = source!("image_max.cu");
 
-/// By how much an accumulation of 16 terms shrinks the sum that it ends in, for what is cut off: the same within some
-/// percent for all data but sums of one sign, which shrink more (measured on an H200).
+/// The amount by which an accumulation of 16 terms shrinks its sum, because it truncates. It is the same within some
+/// percent for all data, except for sums of one sign, which shrink more (measured on an H200).
 pub(crate) const SHRINKAGE: f64 = 1.57e-8;
 
 /// Elements of a vector.
@@ -56,7 +56,7 @@ pub(crate) struct ImageMax {
     /// Sizes and strides of an image's dimensions, the innermost last.
     dimensions: [(usize, isize); 3],
     scalar: &'static Kernel,
-    /// For images of whole vectors, where they are aligned.
+    /// The kernel for images of whole vectors at aligned addresses.
     vector: Option<&'static Kernel>,
 }
 
@@ -111,7 +111,7 @@ impl ImageMax {
         })
     }
 
-    /// Of all images together, as if they were one.
+    /// The kernel that treats all images together as one.
     pub(crate) fn of_all(gpu: &'static Gpu, x: &TensorDesc) -> Result<Self> {
         Self::of_images(gpu, 0, dimensions_of_all(x).unwrap_or([(0, 0); 3]))
     }

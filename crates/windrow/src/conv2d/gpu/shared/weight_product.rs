@@ -1,4 +1,4 @@
-//! Sums over rows of products of two operands that are split in halves (`weight_product.cu`), on compute
+//! Sums over rows of products of two operands that are split into f16 parts (`weight_product.cu`), on compute
 //! capability 9.0: weight gradients in f32, of pixels or of Winograd's tiles.
 
 use crate::conv2d::gpu::chips::Chip;
@@ -8,20 +8,21 @@ use crate::{DType, Result};
 
 static PRODUCT: Source = source!("weight_product.cu");
 
-/// Channels that lie together, and bytes of them in halves.
+/// The channels that lie together, and their bytes in f16.
 pub(crate) const OCTET: usize = 8;
 pub(crate) const OCTET_BYTES: usize = 16;
 /// Operands are padded with rows of zeros to a multiple of this.
 pub(crate) const STEP_ROWS: usize = 64;
-/// By how much the tensor cores shrink a sum of one step, as in `implicit_gemm`: the low halves of one side carry it.
+/// The amount by which the tensor cores shrink a sum of one step, as in `implicit_gemm`. The low parts of one side
+/// carry the correction.
 pub(crate) const SHRINKAGE: f32 = 8.9e-8;
 const BLOCK_M: usize = 128;
 const BLOCKS: [usize; 2] = [64, 128];
 /// The most memory for parts of a gradient.
 const MAX_PARTS_BYTES: usize = 64 << 20;
 
-/// What is multiplied: octets of the channels of dy and of those of x for all taps, in matrices of their own for so many
-/// positions.
+/// The operands of a product: octets of the channels of dy, and of those of x for all taps, in a matrix of their own
+/// for so many positions.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Shape {
     pub(crate) octets: [usize; 2],
@@ -29,7 +30,7 @@ pub(crate) struct Shape {
     pub(crate) rows: usize,
 }
 
-/// How it is cut into blocks.
+/// The division of a product into blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Cut {
     /// Blocks have 128 channels of x and `block` of dy; else it is the other way round.
@@ -52,23 +53,24 @@ pub(crate) struct WeightProduct {
 pub(crate) struct Side {
     pub(crate) halves: *const u8,
     pub(crate) max: *const u8,
-    /// Bytes from the high halves to the low ones, from a position and from an octet to the next.
+    /// The distances in bytes: from the high parts to the low ones, from a position to the next, and from an octet to
+    /// the next.
     pub(crate) low: i64,
     pub(crate) position: i64,
     pub(crate) octet: i64,
     /// Strides of the gradient in elements.
     pub(crate) out_tap: i64,
     pub(crate) out_channel: i64,
-    /// Of all taps; what a run says.
+    /// The octets of all taps; set by the run.
     pub(crate) octets: i32,
-    /// Of one tap.
+    /// The channels of one tap.
     pub(crate) channels: i32,
     pub(crate) tap_octets: Divisor,
-    /// That its largest magnitude was scaled to.
+    /// The exponent to which the largest magnitude was scaled.
     pub(crate) exponent: i32,
 }
 
-/// Where the rows of a tap of x begin.
+/// The starts of the rows of a tap of x.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Taps {
@@ -85,7 +87,7 @@ pub(crate) struct Taps {
 }
 
 impl Taps {
-    /// Of a product of matrices.
+    /// The taps of a plain matrix product.
     pub(crate) fn one() -> Self {
         let one = Divisor::new(1);
         Taps {
@@ -119,7 +121,7 @@ params! {
 }
 
 impl Side {
-    /// Of `channels` of a tap; what is 0 here is the caller's to say.
+    /// An operand with `channels` channels of a tap; the caller sets the fields that are 0 here.
     pub(crate) fn new(halves: *const u8, max: *const u8, channels: usize, exponent: i32) -> Self {
         Side {
             halves,
@@ -138,7 +140,7 @@ impl Side {
 }
 
 impl Cut {
-    /// What is expected to be the fastest, and its time in microseconds.
+    /// The division that is expected to be the fastest, and its time in microseconds.
     fn choose(shape: &Shape, multiprocessors: usize) -> (Self, f64) {
         let mut best: Option<(Self, f64)> = None;
         let out_bytes =
@@ -171,7 +173,7 @@ impl Cut {
         [m.div_ceil(BLOCK_M / OCTET), n.div_ceil(self.block / OCTET)]
     }
 
-    /// What is of dy and of x, as sides m and n.
+    /// The values of dy and of x, as sides m and n.
     fn sides<T>(&self, [dy, x]: [T; 2]) -> [T; 2] {
         if self.x_first { [x, dy] } else { [dy, x] }
     }

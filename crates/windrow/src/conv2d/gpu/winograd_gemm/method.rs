@@ -1,4 +1,4 @@
-//! What the stages compute, at what accuracy, and the time that they are expected to take.
+//! The method in Winograd's stages: what it computes, at what accuracy, and the expected time.
 
 use super::{WinogradGemm, pieces};
 use crate::conv2d::gpu::facts::{is_strict, may_transform, packed_parts};
@@ -51,7 +51,7 @@ impl Method for WinogradGemmMethod {
         problem.is_winograd() && problem.c > 0 && counted
     }
 
-    /// Where the library of matrix products is found.
+    /// Checks that the library of matrix products is found.
     fn runs_on(&self, gpu: &Gpu, _task: &Task<'_>) -> Result<()> {
         gpu.multiplies()
     }

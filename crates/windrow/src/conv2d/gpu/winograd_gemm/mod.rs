@@ -34,7 +34,7 @@ use std::sync::Arc;
 static FILTER: Source = source!("winograd_filter.cu", "winograd.cuh");
 static OUTPUT: Source = source!("winograd_output.cu", "winograd.cuh");
 
-/// A convolution by this algorithm. V is in halves or bf16, M f32; both hold one chunk of tiles.
+/// A convolution by this algorithm. V is f16 or bf16, M f32; both hold one chunk of tiles.
 #[derive(Debug)]
 pub(crate) struct WinogradGemm {
     tile: Tile,
@@ -44,14 +44,14 @@ pub(crate) struct WinogradGemm {
     v: Stage,
     m: Stage,
     filter: &'static Kernel,
-    /// For f32.
+    /// The kernel that finds the largest magnitudes, for f32.
     image_max: Option<ImageMax>,
     input: InputTransform,
     output: &'static Kernel,
     gemm: Gemm,
 }
 
-/// How the work is cut: the parameters of a configuration.
+/// The division of the work: the parameters of a configuration.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cut {
     blocking: Blocking,
@@ -135,8 +135,8 @@ params! {
 }
 
 impl WinogradGemm {
-    /// By the configuration, where it says nothing by the model, for packed filter and scratch memory of the options'
-    /// memory together, if that is given.
+    /// The division by the configuration; the model chooses what it leaves open. Packed filter and scratch memory
+    /// together stay within the options' memory, if that is given.
     fn cut(task: &Task<'_>) -> Cut {
         let Task { chip, spec, problem, configuration, options } = task;
         let tile = tile_of(task);
@@ -408,8 +408,8 @@ pub(super) fn roundings(operand: f64, terms: usize) -> f64 {
     2.0 * operand + (2 * terms + 16) as f64 * DType::F32.unit_roundoff()
 }
 
-/// How much one dimension of the transforms can raise errors of U and V, relative to the largest
-/// input of a tile times the sum of the filter's taps: the largest row of `|A^T| (|B^T| 1 * max |G|)`.
+/// The factor by which one dimension of the transforms can raise errors of U and V, relative to the largest input of a
+/// tile times the sum of the filter's taps: the largest row of `|A^T| (|B^T| 1 * max |G|)`.
 fn growth(tile: Tile) -> f64 {
     let t = tile.transforms();
     let input = |j: usize| t.bt[j].iter().map(|b| b.to_f64().abs()).sum::<f64>();
@@ -420,7 +420,7 @@ fn growth(tile: Tile) -> f64 {
     (0..t.m).map(row).fold(0.0, f64::max)
 }
 
-/// Of the filter, input and output transforms, in blocks of so many threads.
+/// The kernels of the filter, input and output transforms, in blocks of `block` threads.
 fn kernels(tile: Tile, spec: &Conv2dSpec, block: usize) -> [KernelSpec; 3] {
     let (t, dtype) = (tile.transforms(), spec.x.dtype);
     let v_exponent = split::exponent(&t.bt, 2);

@@ -1,4 +1,4 @@
-//! How much memory the stages take, and how small the pieces can be that they work in.
+//! The memory of the stages, and the smallest pieces in which they can work.
 
 use super::stages;
 use super::stages::Stage;
@@ -39,19 +39,19 @@ pub(super) fn tiles(task: &Task<'_>, tile: Tile, memory: usize) -> usize {
     (rest / tile_bytes(tile, &stages(spec))).max(least_tiles(task, tile))
 }
 
-/// Of U.
+/// The bytes of U.
 pub(super) fn u_bytes(tile: Tile, v: &Stage, problem: &Problem) -> usize {
     tile.alpha() * tile.alpha() * problem.k * v.rows() * v.dtype.size()
 }
 
-/// Of U, behind which lie the inverse scales of f32 filters.
+/// The bytes of U, followed by the inverse scales of f32 filters.
 pub(super) fn packed_bytes(tile: Tile, spec: &Conv2dSpec, problem: &Problem) -> usize {
     let [v, _] = stages(spec);
     let scales = if spec.x.dtype == DType::F32 { problem.k * size_of::<f32>() } else { 0 };
     (u_bytes(tile, &v, problem) + scales).next_multiple_of(ALIGNMENT)
 }
 
-/// Of the stages of a tile.
+/// The bytes of a tile in these stages.
 fn tile_bytes(tile: Tile, stages: &[Stage]) -> usize {
     stages.iter().map(|stage| stage.tile_bytes(tile.alpha() * tile.alpha())).sum::<usize>().max(1)
 }
@@ -64,7 +64,7 @@ mod tests {
     use crate::conv2d::gpu::winograd_row::WinogradRowMethod;
     use crate::{Layout, TensorDesc};
 
-    /// Of the layers of `benchmarks/layers/cnn18.csv` with the most memory.
+    /// The memory of the largest layers of `benchmarks/layers/cnn18.csv`.
     #[test]
     fn a_tenth_of_the_tensors_of_a_layer_is_enough_for_one_algorithm() {
         for [n, c, size, k] in [

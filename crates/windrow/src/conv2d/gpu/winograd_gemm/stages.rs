@@ -1,4 +1,4 @@
-//! What the algorithms in Winograd's stages share: how tiles are cut into chunks, how a stage lies in
+//! The code that algorithms in Winograd's stages share: the division of tiles into chunks, the layout of a stage in
 //! memory, and the transform that reads images.
 
 use crate::conv2d::gpu::shared::matrix::matrix;
@@ -30,7 +30,7 @@ const LARGE_IMAGE_TILES: usize = 16_384;
 /// Threads of a launch are counted in 32 bits.
 const MAX_THREADS: usize = 1 << 30;
 
-/// One matrix for each position of the transform tile, tiles of a chunk by channels:
+/// The layout of a stage: a matrix for each position of the transform tile, tiles of a chunk by channels:
 /// `[p][channel][tile]` or `[p][tile][channel]`, as pixels and channels of the image lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Stage {
@@ -38,7 +38,7 @@ pub(crate) struct Stage {
     pub(crate) channels: usize,
     /// Channels with those that fill the last vector.
     pub(crate) padded: usize,
-    /// Parts of an element, each as many channels: 1, or 3 where f32 is split in halves, or 2 that lie in octets
+    /// The parts of an element, each with as many channels: 1; 3 for f32 split into f16 parts; or 2 that lie in octets
     /// (`winograd.cuh`).
     pub(crate) parts: usize,
     pub(crate) channels_inner: bool,
@@ -79,7 +79,7 @@ impl Stage {
         (b.tiles * self.tile_bytes(b.positions)).next_multiple_of(ALIGNMENT)
     }
 
-    /// As an operand: of tiles by channels if `tiles_first`, else of channels by tiles.
+    /// The stage as an operand: of tiles by channels if `tiles_first`, otherwise of channels by tiles.
     pub(crate) fn matrix(&self, b: &Blocking, tiles_first: bool) -> Matrix {
         Matrix {
             dtype: self.dtype,
@@ -90,7 +90,7 @@ impl Stage {
         }
     }
 
-    /// What neighbouring threads share.
+    /// The dimension along which neighbouring threads lie.
     pub(crate) fn inner(&self, b: &Blocking, channels: usize) -> Divisor {
         let channels_inner = self.channels_inner && !self.in_octets();
         Divisor::new(if channels_inner { channels.max(1) } else { b.tiles })
@@ -102,7 +102,7 @@ impl Stage {
 pub(crate) struct Blocking {
     pub(crate) positions: usize,
     pub(crate) chunks: usize,
-    /// Of a chunk.
+    /// The tiles of a chunk.
     pub(crate) tiles: usize,
     tiles_in_row: usize,
     pub(crate) tiles_in_image: usize,
@@ -138,14 +138,14 @@ impl Blocking {
         Blocking { positions, chunks, tiles, tiles_in_row, tiles_in_image }
     }
 
-    /// With chunks of whole steps of a product.
+    /// The blocking with chunks of whole steps of a product.
     pub(crate) fn in_steps(self, rows: usize) -> Self {
         let all = self.tiles * self.chunks;
         let tiles = self.tiles.next_multiple_of(rows);
         Blocking { tiles, chunks: all.div_ceil(tiles), ..self }
     }
 
-    /// Where the tiles of a chunk lie among `n` images.
+    /// The places of a chunk's tiles among `n` images.
     pub(crate) fn tiling(&self, n: usize, chunk: usize) -> Tiling {
         let first = chunk * self.tiles;
         let first_image = first / self.tiles_in_image;
@@ -251,7 +251,7 @@ impl InputTransform {
     }
 }
 
-/// In blocks of `block` threads.
+/// The launch with one thread for each element, in blocks of `block` threads.
 pub(crate) fn one_thread_each(elements: usize, block: usize) -> Launch {
     Launch::line(elements.div_ceil(block), block)
 }

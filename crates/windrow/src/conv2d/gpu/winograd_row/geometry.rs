@@ -1,4 +1,4 @@
-//! How the tiles of a fused Winograd kernel lie in images and in shared memory.
+//! The places of a fused Winograd kernel's tiles in images and in shared memory.
 //!
 //! A warpgroup computes 32 pairs of tiles, each pair 6 outputs wide. They form a strip some pairs wide; rows of all
 //! images follow each other in it. Either every image gets whole units (its rows rounded up), or units run over the
@@ -37,8 +37,8 @@ pub(crate) struct Geometry {
 }
 
 impl Geometry {
-    /// For `n` images of `oh` x `ow` outputs. `wide` prefers
-    /// strips whose rows are long runs of memory in an NCHW output.
+    /// The geometry for `n` images of `oh` x `ow` outputs. `wide` prefers strips whose rows are long runs of memory in
+    /// an NCHW output.
     pub(crate) fn choose(n: usize, oh: usize, ow: usize, wide: bool) -> Option<Self> {
         let candidates = [1, 2, 3, 4, 8].into_iter().flat_map(|pairs_x| {
             let unit_rows = PAIRS / pairs_x;
@@ -161,7 +161,7 @@ fn fewest_conflicts(pairs_x: usize, pitch: usize) -> (usize, [usize; 5]) {
     permutations().map(|bits| (conflicts(&bits), bits)).min().unwrap_or((0, [0, 1, 2, 3, 4]))
 }
 
-/// All orders of five things.
+/// The permutations of five things.
 fn permutations() -> impl Iterator<Item = [usize; 5]> {
     (0..120).map(|mut number| {
         let mut left = vec![0, 1, 2, 3, 4];

@@ -33,7 +33,7 @@ const TRANSFORMS: Transforms = Transforms::from_points(&[
     Rational::new(-3, 4),
     Rational::new(2, 1),
 ]);
-/// Without the last finite point: see `transform_pair` in the kernel.
+/// The transforms without the last finite point: see `transform_pair` in the kernel.
 const INNER: Transforms =
     Transforms::from_points(&[Rational::new(0, 1), Rational::new(3, 4), Rational::new(-3, 4)]);
 const LAST_POINT: usize = 3;
@@ -126,8 +126,8 @@ impl Method for WinogradRowMethod {
     }
 }
 
-/// How often the fused kernel's blocks fill the device: a block computes two units of 192 outputs of 64
-/// channels. In strict f32 with the outputs beside the image, of which 14 columns have a fifth.
+/// The number of times that the fused kernel's blocks fill the device. A block computes two units of 192 outputs of 64
+/// channels. In strict f32, outputs beside the image count too; 14 columns have a fifth of them.
 pub(super) fn rounds(task: &Task<'_>) -> f64 {
     let (spec, p, multiprocessors) = (task.spec, task.problem, task.chip.multiprocessors);
     let rounds = if is_strict(spec) {
@@ -165,7 +165,7 @@ impl WinogradRow {
         geometry.efficiency * items as f64 / in_rounds.max(1) as f64
     }
 
-    /// How often the blocks' work, two units of 64 channels each, fills so many multiprocessors.
+    /// The number of times that the blocks' work, two units of 64 channels each, fills so many multiprocessors.
     fn work(problem: &Problem, wide: bool, multiprocessors: u32) -> f64 {
         let items = Self::items(problem, wide).map_or(0, |(_, items)| items);
         items as f64 / f64::from(multiprocessors)
@@ -177,7 +177,8 @@ impl WinogradRow {
         Some((geometry, pairs * problem.k.div_ceil(BLOCK_K)))
     }
 
-    /// With packed filter and workspace of the options' memory together, if that is given and enough for one image.
+    /// The method; packed filter and workspace together stay within the options' memory, if that is given and is enough
+    /// for one image.
     fn new(gpu: &'static Gpu, task: &Task<'_>) -> Result<Self> {
         let Task { spec, problem, .. } = *task;
         let sizes = Sizes::new(task);

@@ -8,12 +8,12 @@ use crate::conv2d::gpu::split::{self, ImageMax};
 use crate::conv2d::gpu::task::Task;
 use crate::conv2d::{Conv2dSpec, Problem};
 
-/// What sizes depend on.
+/// The facts on which sizes depend.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sizes {
     c: usize,
     k: usize,
-    /// Three products of halves for f32 class, else one.
+    /// Three products of f16 parts for the accuracy of f32, otherwise one.
     pub(super) products: usize,
     multiprocessors: usize,
 }
@@ -60,7 +60,7 @@ impl Sizes {
         steps.div_ceil(steps.div_ceil(most.max(UNFLUSHED)))
     }
 
-    /// By how much tensor cores shrink the sums that are flushed, which accumulate so often.
+    /// The amount by which tensor cores shrink the sums of so many accumulations between two flushes.
     pub(super) fn shrinkage(&self) -> f64 {
         let chunks = self.steps().div_ceil(self.chunk_steps()).max(1);
         split::SHRINKAGE * (self.products * TAPS * self.steps()) as f64 / chunks as f64
@@ -91,9 +91,9 @@ impl Sizes {
         self.bytes(spec) + images * input::image_bytes(spec)
     }
 
-    /// Of at most `most` images as many as are copied at a time, so that all pieces together take the fewest rounds of blocks.
+    /// The images to copy at a time, at most `most`, so that all pieces together take the fewest rounds of blocks.
     pub(super) fn images_of_a_piece(&self, spec: &Conv2dSpec, p: &Problem, most: usize) -> usize {
-        /// What a piece costs beside its rounds: launches.
+        /// The cost of a piece beside its rounds: launches.
         const OF_A_PIECE: f64 = 0.25;
         let n = p.n.max(1);
         if most == 1 || most >= n {

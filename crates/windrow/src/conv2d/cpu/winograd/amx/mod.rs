@@ -38,7 +38,7 @@ pub(super) fn calls(positions: usize, c: usize, vectors: usize, tiles: usize) ->
 
 /// The products of a [`Gemm`] whose M is [position, k / SIDE, tile, SIDE], with tiles in whole rows of [`SIDE`].
 pub(super) struct AmxGemm<'a, 'b> {
-    /// Not one that accumulates.
+    /// The product, which must not accumulate.
     pub gemm: Gemm<'a, 'b>,
     pub isa: Isa,
     pub lanes: usize,
@@ -46,12 +46,12 @@ pub(super) struct AmxGemm<'a, 'b> {
     pub scratch: *mut u8,
 }
 
-/// What is summed at once: two rows of tiles and a panel of output channels, or less.
+/// The sums that are formed at once: at most two rows of tiles and a panel of output channels.
 struct Block {
     left: *const u8,
     right: *const u8,
     m: *mut u8,
-    /// What is split meanwhile of each chunk of the next panel, if there is one.
+    /// The part of the next panel's chunks that is split meanwhile, if there is a next panel.
     next: Option<(Panel, Range<usize>)>,
     next_to: *mut u8,
 }
@@ -128,7 +128,7 @@ impl AmxGemm<'_, '_> {
         }
     }
 
-    /// Where sums of a panel go, from a row of tiles on.
+    /// The place of a panel's sums, from a row of tiles on.
     fn m_at(&self, panel: Panel, row: usize) -> *mut u8 {
         let [position, column] = self.gemm.m_strides;
         let at = panel.position * position + panel.vector * self.lanes / SIDE * column;

@@ -62,7 +62,7 @@ pub(super) struct SplitPanel<'a, 'b, 'c> {
     pub c: usize,
     /// Output channels.
     pub width: usize,
-    /// Of the [`SIDE`] pairs.
+    /// The range among the [`SIDE`] pairs.
     pub pairs: Range<usize>,
     pub to: *mut u8,
     /// Asked for meanwhile.

@@ -20,12 +20,12 @@ fn upload(seed: u64, desc: TensorDesc) -> DeviceTensor {
     DeviceTensor::from_host(&host.as_ref(), 0).unwrap()
 }
 
-/// One that may be captured while other tests use the default stream; tests wait for it themselves.
+/// A stream that may be captured while other tests use the default stream; the tests wait for it themselves.
 fn stream() -> Stream {
     Stream::apart(Gpu::get(Device::Cuda(0)).unwrap()).unwrap()
 }
 
-/// One layer for each algorithm of the device, element type and layout.
+/// A layer for each algorithm of the device, element type and layout.
 fn layers() -> Vec<Layer> {
     let mut layers = Vec::new();
     if !crate::cuda::devices().is_ok_and(|d| !d.is_empty()) {
