@@ -7,11 +7,11 @@ use crate::cpu::{Isa, resolve_threads};
 use crate::tuning::{self, Benchmark, Report, Search, Tunable, random_input};
 use crate::{Device, Placed, PlanOptions, Result, Tuning, Verify, Workspace};
 
-/// An algorithm that should take this many times as long as the best is tried with the cost model's parameters only:
-/// others do not make up for so much.
+/// The factor by which an algorithm may be expected to be slower than the best. Beyond it, only the cost model's
+/// parameters are tried, because other parameters do not make up for so much.
 const HOPELESS: f64 = 2.0;
 
-/// A spec as the search sees it.
+/// A spec to search for, with dense tensors.
 pub(crate) struct SearchTask<O: Operator> {
     spec: O::Spec,
     problem: O::Problem,
@@ -58,7 +58,7 @@ impl<O: Tuned> Tunable for SearchTask<O> {
         let of = O::Configuration::of;
         let algorithms = self.candidate_algorithms()?;
         let chosen = on_device!(O::choose, spec, problem, options)?;
-        // The method that stands for an algorithm may not compute the strides that are given.
+        // The method that would complete a configuration may not compute the user's strides.
         let complete = |configuration: O::Configuration| {
             let completed = self.complete(&configuration)?;
             let is_given = algorithms.contains(&completed.algorithm());
@@ -103,7 +103,7 @@ impl<O: Tuned> Tunable for SearchTask<O> {
     }
 }
 
-/// The configuration that a plan should take; `None` for the cost model's.
+/// The measured configuration for a plan; `None` to use the cost model's.
 pub(crate) fn decide<O: Tuned>(
     spec: &O::Spec,
     options: &PlanOptions,
@@ -141,7 +141,7 @@ pub(super) fn tune<O: Tuned>(
     tuning::tune(&SearchTask::<O>::new(spec, options)?, how).map(|(_, report)| report)
 }
 
-/// Candidates on tensors of their own, which they share.
+/// The runs of candidates, on tensors that they share.
 pub(crate) struct CandidateRuns<'a, O: Tuned> {
     problem: &'a SearchTask<O>,
     candidates: &'a [O::Configuration],
@@ -153,7 +153,8 @@ pub(crate) struct CandidateRuns<'a, O: Tuned> {
     pub(crate) y: Placed,
 }
 
-/// The plan of a candidate that was prepared. Of the fields, so that the others can be borrowed mutably.
+/// The plan of a prepared candidate, with its inputs. It takes single fields, so that the others can be borrowed
+/// mutably.
 fn bound<'a, O: Tuned>(
     plans: &'a [Option<Plan<O>>],
     inputs: &'a [Option<Placed>],

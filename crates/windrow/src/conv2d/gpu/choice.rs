@@ -1,4 +1,4 @@
-//! The algorithm that a plan takes on a GPU.
+//! The choice of the algorithm on a GPU.
 
 use super::cudnn;
 use super::cudnn::turned::Turned;
@@ -47,22 +47,23 @@ pub(crate) fn best(gpu: &'static Gpu, task: &Task<'_>) -> Result<Conv2dAlgorithm
 }
 
 /// A condition that says if a challenger is compared with the algorithm that is chosen so far.
-type Stands<'a> = &'a dyn Fn(Conv2dAlgorithm) -> bool;
+type Condition<'a> = &'a dyn Fn(Conv2dAlgorithm) -> bool;
 
-/// Terms of a sum below which one thread for each output is not compared with a product.
+/// The number of terms of a sum below which `direct` (one thread for each output) is not compared with matrix products.
 const FEW_TERMS: usize = 64;
 
-/// The algorithm that should be fastest among those that are supported and that the spec's accuracy
-/// allows, with its packing if the filter changes.
+/// The algorithm that should be fastest among those that are supported and that the spec's accuracy allows, including
+/// the packing if the filter changes.
 ///
-/// Rules name one. Then each challenger that stands for the convolution takes its place if it is expected to take less
-/// than a share of its time.
+/// [`by_rules`] names a first candidate. Then each challenger whose condition holds replaces the candidate if it is
+/// expected to take less than a share of the candidate's time.
 pub(super) fn choose(task: &Task<'_>, supported: &[Conv2dAlgorithm]) -> Conv2dAlgorithm {
     let (spec, p) = (task.spec, task.problem);
     let has = |algorithm| supported.contains(&algorithm) && allows(&task.by(algorithm));
     let grouped = |_| is_strict(spec) && GroupedMethod.computes(task);
-    // One product is what cuDNN has kernels of, for f32 at lower accuracy and for f16 and bf16 whose pixels are whole
-    // vectors. Of f16 and bf16 ours has bias, residual, activation and the order of y within; cuDNN's needs a pass more.
+    // cuDNN's kernels on tensor cores compute one product: for f32 at lower accuracy, and for f16/bf16 whose pixels are
+    // whole vectors. So `implicit_gemm` is compared in strict f32. It is also compared for f16/bf16 with other pixels, or
+    // with bias, residual, activation or another layout of y: it fuses these, and cuDNN needs a second pass.
     let sums = |chosen| {
         let unlike_cudnns = [Im2colGemm, Direct].contains(&chosen)
             || !p.c.is_multiple_of(8)
@@ -74,37 +75,37 @@ pub(super) fn choose(task: &Task<'_>, supported: &[Conv2dAlgorithm]) -> Conv2dAl
     let changes = |chosen: Conv2dAlgorithm| {
         task.options.filter == Filter::Changing && (chosen.is_winograd() || chosen == ImplicitGemm)
     };
-    // cuDNN reads a filter as it is: what the others take longer on each call, to see whether it has changed.
-    let looks = |chosen| {
-        let looks = chosen == Cudnn && spec.x.dtype != DType::F32 && !Turned::suits(spec, p);
-        if looks { 1e-6 * (p.k * p.taps() * spec.w.dtype.size()) as f64 / 3.0 } else { 0.0 }
+    // The time to compare the filter with its packed form on each call. cuDNN needs none: it reads the filter in place.
+    let comparison_micros = |chosen| {
+        let reads_in_place = chosen == Cudnn && spec.x.dtype != DType::F32 && !Turned::suits(spec, p);
+        if reads_in_place { 1e-6 * (p.k * p.taps() * spec.w.dtype.size()) as f64 / 3.0 } else { 0.0 }
     };
-    // Each with its share, whether packing counts, and when it stands.
-    let challengers: [(_, f64, bool, Stands<'_>); 4] = [
+    // Each challenger with its share, whether packing counts, and its condition.
+    let challengers: [(_, f64, bool, Condition<'_>); 4] = [
         (Direct, 1.0, false, &grouped),
         (ImplicitGemm, 0.9, false, &sums),
         (ImplicitGemm, 1.0, true, &changes),
         (Cudnn, 1.0, true, &changes),
     ];
     let mut chosen = by_rules(task, &|algorithm| supported.contains(&algorithm));
-    for (other, share, packing, stands) in challengers {
+    for (other, share, packing, condition) in challengers {
         let micros = |algorithm| {
             let task = task.by(algorithm);
             methods::micros(&task) + if packing { pack_micros(&task) } else { 0.0 }
         };
-        let looks = if packing { 0.0 } else { looks(chosen) };
-        if has(other) && stands(chosen) && micros(other) + looks < share * micros(chosen) {
+        let comparison = if packing { 0.0 } else { comparison_micros(chosen) };
+        if has(other) && condition(chosen) && micros(other) + comparison < share * micros(chosen) {
             chosen = other;
         }
     }
     chosen
 }
 
-/// The algorithm by rules that follow times of layers on an H200 (`benchmarks/record/2026-11-22-h200`): the first that
-/// holds.
+/// The algorithm of the first rule that holds. The rules follow times of layers on an H200
+/// (`benchmarks/record/2026-11-22-h200`).
 fn by_rules(task: &Task<'_>, has: &dyn Fn(Conv2dAlgorithm) -> bool) -> Conv2dAlgorithm {
     let (spec, p) = (task.spec, task.problem);
-    // cuDNN sums in f32 what is not rounded, as the other sums do.
+    // Sums without a transform. cuDNN sums in f32 too.
     let sums = match p.k_group() < 8 || p.taps() < 8 {
         true => Direct,
         false if has(Cudnn) => Cudnn,
@@ -134,8 +135,8 @@ fn by_rules(task: &Task<'_>, has: &dyn Fn(Conv2dAlgorithm) -> bool) -> Conv2dAlg
     sums
 }
 
-/// F4 where it is allowed, unless it saves nothing because tiles lie beside the image, or its few tiles leave a device
-/// idle.
+/// The tile: F4 if it is allowed, unless tiles reach so far beyond the image that it saves nothing, or so few tiles leave
+/// the device idle.
 fn tile(task: &Task<'_>) -> Tile {
     const FEW: usize = 240;
     let micros = |tile| winograd_gemm::micros(task, tile);
@@ -143,8 +144,8 @@ fn tile(task: &Task<'_>) -> Tile {
     if pays { largest_tile(task.spec) } else { Tile::F2 }
 }
 
-/// True if the stages are ahead of the fused kernel and, if the spec may take it, of cuDNN: where products outweigh passes
-/// over V and M, and where the fused kernel has too few blocks for the device.
+/// True if the stages are faster than the fused kernel and, if cuDNN may be chosen, than cuDNN: if the products outweigh
+/// the passes over V and M, or if the fused kernel has too few blocks for the device.
 fn stages_pay(task: &Task<'_>, tile: Tile, cudnn: bool) -> bool {
     let (spec, p) = (task.spec, task.problem);
     let staged = winograd_gemm::micros(task, tile);
@@ -152,34 +153,34 @@ fn stages_pay(task: &Task<'_>, tile: Tile, cudnn: bool) -> bool {
     if spec.x.dtype == DType::F32 {
         return ahead && (!cudnn || staged < cudnn::micros(task));
     }
-    // The F2 of bf16 moves too much where there is much to do.
+    // F2, which bf16 uses, moves too much memory in large layers.
     let least_k = if is_channels_last(&spec.y.layout) { 1024 } else { 512 };
     let many = tile == Tile::F4 && p.c >= 512 && p.k >= least_k && tiles(p, tile) >= 1024;
     many || ahead && winograd_row::rounds(task) <= 2.0
 }
 
-/// True if the launches and passes of the other algorithms take longer than sums without a transform: cuDNN was 1.5 to 2.7
-/// times as fast on layers of 7 to 24 channels in f32.
+/// True if a layer is so small that the launches and passes of Winograd's algorithms take longer than sums without a
+/// transform: cuDNN was 1.5 to 2.7 times as fast on layers of 7 to 24 channels in f32.
 fn is_small(task: &Task<'_>) -> bool {
     is_strict(task.spec) && task.problem.c <= 24 && task.problem.flops() <= 2.5e8
 }
 
-/// True if cuDNN reads and writes the tensors as they are, with arithmetic that the fused kernel's could lose to:
-/// channels-last ones of whole vectors of channels. Elsewhere it copies them.
+/// True if cuDNN reads and writes the tensors in place, with arithmetic that may be faster than the fused kernel's: for
+/// channels-last tensors with whole vectors of channels. Otherwise it copies them.
 fn cudnn_reads(task: &Task<'_>) -> bool {
     let spec = task.spec;
     !is_strict(spec) && is_channels_last(&spec.y.layout) && has_vectors(spec, task.problem)
 }
 
-/// True if cuDNN is ahead of the fused kernel where [`cudnn_reads`].
+/// True if cuDNN is faster than the fused kernel, for tensors with [`cudnn_reads`].
 fn cudnn_pays(task: &Task<'_>) -> bool {
     let p = task.problem;
     let share = WinogradRow::share_in_use(p, task.chip.multiprocessors);
     match task.spec.x.dtype {
-        // f32 is read once more, for its largest magnitude, which few products do not hide.
+        // The fused kernel reads f32 once more, for its largest magnitude. Few products do not hide this.
         DType::F32 => p.c < 256 || share < 0.75,
-        // Few input channels leave the fused kernel bound by its stores, and cuDNN's blocks have 128 output channels. With
-        // many the fused kernel waits for the second-level cache.
+        // With few input channels the fused kernel is bound by its stores, and cuDNN's blocks have 128 output channels.
+        // With many the fused kernel waits for the second-level cache.
         DType::F16 | DType::BF16 | not_computed!() => {
             (p.c <= 64 && p.k >= 128) || share < if p.c < 512 { 0.65 } else { 0.75 }
         }

@@ -7,21 +7,22 @@ use crate::conv2d::gpu;
 use crate::{Result, TensorDesc, TensorRef};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// Packed forms that are kept: one for each algorithm, tile and element type in use.
+/// The most packed forms of a cache: one for each algorithm, tile and element type in use.
 const MAX_FORMS: usize = 8;
 
-/// Packed forms of a filter, kept from run to run: for [`Weights::Cached`](super::Weights::Cached).
+/// The packed forms of a filter, kept from run to run: for [`Weights::Cached`](super::Weights::Cached).
 ///
-/// It is right by content. On the CPU every run forms a checksum (128 bits, XXH3) of the filter, on the plan's threads,
-/// and packs where that is another than what was packed: it does not matter who changed the filter and how, nor at
-/// which address it is. On CUDA the packing kernel does this on the device, without waiting: each of its blocks
-/// forms a checksum (128 bits) of what it reads and leaves where that was packed before; filters that are only copied are copied
-/// each time, and those that can be read as they are are. Each stream has a pack of its own. A graph owns what is captured into it,
-/// looks at the filter on each replay, and outlives the cache; a filter that was frozen, and packed by a run before the
-/// capture, is not looked at.
+/// The filter's content decides if a packed form is still valid. So it does not matter who changed the filter, how, or
+/// at which address it is. On the CPU every run computes a checksum of the filter (128 bits, XXH3) on the plan's
+/// threads, and packs the filter if the checksum differs from that of the packed form. On CUDA the packing kernel does
+/// this on the device, and the host does not wait: each block computes a checksum (128 bits) of its part, and skips the
+/// part if it was packed before. Filters that only need a copy are copied each time; filters that a kernel can read in
+/// place are not packed. Each stream has its own packed form. A packed form made during a capture belongs to the graph:
+/// each replay compares it with the filter, and it outlives the cache. If the filter was frozen, and packed by a run
+/// before the capture, it is not compared.
 ///
-/// One cache is for one filter: with several in turn each would be packed anew. Any number of plans and threads may
-/// use it at the same time; no lock is held while a filter is read or packed.
+/// A cache is for one filter: filters in turn would be packed anew each time. Any number of plans and threads may use
+/// it at the same time. No lock is held while a filter is read or packed.
 ///
 /// ```
 /// use windrow::*;
@@ -56,13 +57,13 @@ pub struct FilterCache {
 #[derive(Debug, Default)]
 struct State {
     frozen: bool,
-    /// The latest used last.
+    /// The packed forms, the least recently used first.
     forms: Vec<Kept>,
 }
 
 #[derive(Debug)]
 struct Kept {
-    /// Layout and type of the filter that the checksum is of.
+    /// The layout and type of the filter from which the checksum was computed.
     source: TensorDesc,
     sum: u128,
     /// True if it was compared with the filter since the cache was frozen.
@@ -71,7 +72,7 @@ struct Kept {
 }
 
 impl FilterCache {
-    /// An empty one.
+    /// An empty cache.
     pub fn new() -> Self {
         Self::default()
     }
@@ -90,16 +91,16 @@ impl FilterCache {
         self.lock().frozen
     }
 
-    /// Bytes of the packed forms that it keeps.
+    /// The bytes of the packed forms that it keeps.
     pub fn bytes(&self) -> usize {
         let on_cpu: usize = self.lock().forms.iter().map(|kept| kept.packed.bytes()).sum();
         on_cpu + self.packs.bytes()
     }
 
-    /// Drops what is packed. Runs that use it finish first.
+    /// Drops all packed forms. Runs that use them finish first.
     pub fn clear(&self) {
         let forms = std::mem::take(&mut self.lock().forms);
-        // After the lock.
+        // Dropped after the lock is released.
         drop(forms);
         self.packs.clear();
     }
@@ -124,7 +125,7 @@ impl FilterCache {
         if let Some(packed) = self.lock().find(&packing, &source, sum) {
             return Ok(packed);
         }
-        // Before packing, so that its memory serves again.
+        // Freed before packing, so that its memory can be reused.
         let stale = self.lock().take_stale(&source, sum);
         drop(stale);
         let packed = Arc::new(plan.pack_on_cpu(cpu, w)?);
@@ -147,14 +148,14 @@ impl FilterCache {
         self.packs.spoil(stream);
     }
 
-    /// Nothing that can panic happens under the lock but for running out of memory.
+    /// The locked forms. Under the lock nothing can panic except for lack of memory, so poisoning is ignored.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }
 
 impl State {
-    /// A form that needs no comparison.
+    /// A packed form that needs no comparison with the filter.
     fn trusted(&mut self, packing: &Packing, source: &TensorDesc) -> Option<Arc<PackedWeights>> {
         let is =
             |kept: &Kept| kept.trusted && kept.packed.packing == *packing && kept.source == *source;
@@ -162,7 +163,7 @@ impl State {
         self.latest(found)
     }
 
-    /// A form of this content.
+    /// A packed form of this content.
     fn find(
         &mut self,
         packing: &Packing,
@@ -182,7 +183,7 @@ impl State {
         self.forms.last().map(|kept| kept.packed.clone())
     }
 
-    /// The forms of other contents.
+    /// The packed forms of other contents.
     fn take_stale(&mut self, source: &TensorDesc, sum: u128) -> Vec<Kept> {
         self.forms.extract_if(.., |kept| kept.source == *source && kept.sum != sum).collect()
     }

@@ -38,7 +38,7 @@ pub use packed::PackedWeights;
 /// ```
 pub type Conv2dPlan = Plan<Conv2d>;
 
-/// The operator.
+/// The operator conv2d, as a type parameter of [`Plan`].
 #[derive(Clone, Copy, Debug)]
 pub struct Conv2d;
 
@@ -69,7 +69,7 @@ impl Operator for Conv2d {
         plan::views([Some(&args.x), args.bias.as_ref(), args.residual.as_ref(), w])
     }
 
-    /// A packed filter is no view.
+    /// The inputs that are views: a packed filter is none.
     fn inputs(args: &Conv2dArgs<'_>) -> &'static [Input<Conv2dSpec>] {
         match args.w {
             Weights::Raw(_) | Weights::Cached(..) => Self::INPUTS,
@@ -78,7 +78,7 @@ impl Operator for Conv2d {
     }
 
     fn tuned(spec: &Conv2dSpec, options: &PlanOptions) -> Result<Option<Conv2dConfiguration>> {
-        // What was measured had all memory.
+        // Configurations were measured without a memory limit.
         if options.memory.is_some() {
             return Ok(None);
         }
@@ -93,12 +93,12 @@ fn explained(plan: &Conv2dPlan, place: &str, blocking: &str) -> String {
 }
 
 impl Conv2dPlan {
-    /// Bytes of workspace that [`Conv2dPlan::run`] needs with [`Weights::Packed`].
+    /// The bytes of workspace that [`Conv2dPlan::run`] needs with [`Weights::Packed`].
     pub fn packed_workspace_bytes(&self) -> usize {
         engine!(self, engine => engine.scratch_bytes())
     }
 
-    /// Bytes of workspace that [`Conv2dPlan::run`] needs with these weights.
+    /// The bytes of workspace that [`Conv2dPlan::run`] needs with these weights.
     pub fn workspace_bytes_for(&self, weights: &Weights<'_>) -> usize {
         match weights {
             Weights::Packed(_) | Weights::Cached(..) => self.packed_workspace_bytes(),
@@ -106,7 +106,7 @@ impl Conv2dPlan {
         }
     }
 
-    /// Computes y.
+    /// Runs the convolution and writes y.
     ///
     /// # Errors
     /// [`Error::Shape`], [`Error::DType`], [`Error::Strides`] if a view is not as in the spec;
@@ -134,13 +134,13 @@ impl Conv2dPlan {
                     let want = self.expected(args, &w)?;
                     Ok(vec![want.check("y", &y.as_ref(), self.tolerance())?])
                 }
-                // Of a filter packed by a plan that did not verify only the packed form is known.
+                // A filter that was packed without `Verify::On` is known in its packed form only.
                 _ => Ok(Vec::new()),
             },
         )
     }
 
-    /// [`Error::ForeignPack`] for a filter that was packed for another plan.
+    /// Returns [`Error::ForeignPack`] for a filter that was packed for another plan.
     fn check_packed(&self, w: &Weights<'_>) -> Result<()> {
         match w {
             Weights::Packed(packed) if !self.accepts(packed) => Err(Error::ForeignPack {

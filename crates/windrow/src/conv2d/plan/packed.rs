@@ -1,4 +1,4 @@
-//! Filters that were packed before the run.
+//! Packed filters: filters in the form that an algorithm reads, made before the run.
 
 use super::{Conv2dPlan, Cpu, Gpu};
 use crate::buffer::Buffer;
@@ -24,18 +24,18 @@ pub(super) struct Packing {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum PackedForm {
     Cpu {
-        /// Channels that lie next to each other.
+        /// The number of channels that are neighbours in memory.
         width: usize,
     },
     Cuda(gpu::PackedForm),
 }
 
-/// A filter in the form that an algorithm reads: made once by [`Conv2dPlan::pack_weights`], used by
-/// any number of runs, also of other plans whose algorithm, filter shape and packing are the same
-/// (batch, image size, padding and element type may differ).
+/// A filter in the form that an algorithm reads. [`Conv2dPlan::pack_weights`] makes it once for any number of runs, also
+/// of other plans with the same algorithm, filter shape and packing (batch, image size, padding and element type may
+/// differ).
 ///
-/// On CUDA, dropping it waits for nothing: its memory is freed behind the runs that were given to streams so far, and
-/// stays with graphs that such runs were captured into.
+/// On CUDA, dropping it does not wait: its memory is freed after the runs that were enqueued so far. Graphs that captured
+/// such runs keep the memory.
 #[derive(Debug)]
 pub struct PackedWeights {
     pub(super) packing: Packing,
@@ -64,7 +64,7 @@ impl PackedWeights {
         self.packing.algorithm
     }
 
-    /// Changes the sign of the first element, to see whether anybody notices.
+    /// Changes the sign of the first element, to test that this is noticed.
     #[cfg(test)]
     pub(in crate::conv2d) fn spoil(&mut self) {
         if let PackedData::Host(data) = &mut self.data {
@@ -154,7 +154,7 @@ mod tests {
     use super::*;
     use crate::DType;
 
-    /// Plans on GPUs take a pack of their own packing alone.
+    /// Plans on GPUs accept only a filter of their own packing.
     #[test]
     fn packs_of_another_form_are_others() {
         let of = |groups, method, dtype, products, order| Packing {
