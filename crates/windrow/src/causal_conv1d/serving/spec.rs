@@ -1,4 +1,4 @@
-//! What a call of an engine that serves models computes, and the checks that need no data.
+//! The spec of a serving call, and the checks that need no data.
 
 use crate::causal_conv1d::Problem;
 use crate::causal_conv1d::problem::{check_index, rank};
@@ -6,42 +6,45 @@ use crate::forms::setters;
 use crate::tensor::{check_tensor, check_unique};
 use crate::{Activation, DType, Error, Result, TensorDesc};
 
-/// New tokens of many sequences, each any number of them: a prompt, part of one, one token or some drafts. Each follows
-/// the window that its state of a pool holds, and the state is walked on.
+/// A call of an engine that serves models: new tokens of many sequences with states in a pool. A sequence may have a
+/// whole prompt, a part of one, one token, or some draft tokens. Its state holds the window of inputs before these
+/// tokens, and the call advances the state.
 ///
-/// Index tensors are i32 or i64, each of its own type. Of sequence `i` with `n` tokens:
+/// Each index tensor is i32 or i64. For sequence `i` with `n` new tokens:
 ///
-/// - **Tokens** are row `i` of `x`, or with `query_start_loc` tokens `query_start_loc[i]..query_start_loc[i + 1]` of its
-///   one row. Its first entry is 0, none is smaller than the one before, the last at most the number of tokens; those
-///   behind it belong to nobody, and their `y` is 0. With `n = 0` everything stays as it is, and no other index of the
-///   sequence is looked at.
-/// - **States**: it reads and writes state `conv_state_indices[i]`, or state `i` without indices. With a table
-///   [sequences, blocks] it reads column `initial_block[i]` and writes column `last_block[i]`, each column 0 where not
-///   given. A negative index, and `null_index`, is null: a sequence that reads it is padding, whose `y` is 0 and whose
-///   states are left alone; a state that would be written there is not. A state that one sequence writes, no other may
-///   name.
-/// - **Its window**, the `width - 1` tokens before its first one, is columns `0..width-1` of the state, oldest first;
-///   `a-1..a+width-2` with `a = num_accepted_tokens[i]`, which is at least 1; zeros where `has_initial_state[i]` is 0.
-/// - **The state after it**: columns `0..width-1` take the last `width - 1` tokens of window and `x`. With
-///   `num_accepted_tokens` columns `0..width-2+n` take all of window and `x` but the first token, so that a later call
-///   can go on behind any of them. Other columns stay.
-/// - **Blocks on the way**: with `first_block` the state at the end of each block but the last is kept too. Let `e` be
-///   the last multiple of `block_size` before `tokens_before[i] + n`; then column `last_block[i] - m` takes the last
-///   `width - 1` tokens up to token number `e - (m - 1) * block_size`, for `m` in `1..=last_block[i] - first_block[i]`.
-///   Ends that are not behind `tokens_before[i]` are left out.
-/// - **Windows on the way**: `intermediate_windows[s, t]`, with `s = intermediate_indices[i]` or `i` without, takes in
-///   columns `0..width-1` the window behind token `t`: that token and the `width - 2` before it, oldest first. `n` is at
-///   most the number of steps; no two sequences have one slot; padding has none. Other windows and columns stay.
-/// - **Trees**: with `next_token` and `next_sibling` the tokens are a tree of drafts with token 0 as its root.
-///   `next_token[i, t]` is the first child of token `t`, `next_sibling[i, t]` the next child of its parent, -1 none, and
-///   each a later token than `t`. Of several tokens that name a token the last counts, and `t`'s sibling more than its
-///   child; one that is never named is a child of token 0. What lies before a token are its parent, that one's parent
-///   and so on, and before token 0 the window. `y` and the windows on the way follow that; the state after does not, it
-///   takes tokens in their order. `parent_token[i, t]` takes the parent, 0 for token 0; other columns stay. `n` is at
-///   most the number of columns, and 1024.
+/// - **Tokens**: row `i` of `x`. With `query_start_loc`, `x` has one row, and the tokens are
+///   `query_start_loc[i]..query_start_loc[i + 1]` of it. The first entry of `query_start_loc` is 0, entries never
+///   decrease, and the last one is at most the number of tokens. Tokens after the last entry belong to no sequence, and
+///   their `y` is 0. With `n = 0` nothing changes, and no other index of the sequence is read.
+/// - **States**: the sequence reads and writes state `conv_state_indices[i]`, or state `i` without indices. If
+///   `conv_state_indices` is a table [sequences, blocks], the sequence reads column `initial_block[i]` and writes column
+///   `last_block[i]`; a column that is not given is 0. A negative index, or one equal to `null_index`, is null. A
+///   sequence that reads a null state is padding: its `y` is 0 and no state changes. A state at a null index is not
+///   written. No other sequence may name a state that one sequence writes.
+/// - **Window**: the `width - 1` tokens before the first new one. These are columns `0..width-1` of the state, oldest
+///   first. With `num_accepted_tokens` they are columns `a-1..a+width-2`, where `a = num_accepted_tokens[i]` is at least
+///   1. They are zeros if `has_initial_state[i]` is 0.
+/// - **New state**: columns `0..width-1` take the last `width - 1` tokens of window and `x` together. With
+///   `num_accepted_tokens`, columns `0..width-2+n` take all of window and `x` except the first token, so that a later
+///   call can continue after any of them. Other columns do not change.
+/// - **States at block ends**: with `first_block` the state at the end of each block except the last is kept too. Let
+///   `e` be the last multiple of `block_size` before `tokens_before[i] + n`. For `m` in
+///   `1..=last_block[i] - first_block[i]`, column `last_block[i] - m` takes the last `width - 1` tokens up to token
+///   number `e - (m - 1) * block_size`. Block ends that are not after `tokens_before[i]` are left out.
+/// - **Intermediate windows**: `intermediate_windows[s, t]`, with `s = intermediate_indices[i]` or else `s = i`, takes
+///   the window after token `t` in columns `0..width-1`: token `t` and the `width - 2` tokens before it, oldest first.
+///   `n` is at most the number of steps. No two sequences share a slot, and padding has none. Other windows and columns
+///   do not change.
+/// - **Trees**: with `next_token` and `next_sibling` the tokens are a tree of drafts whose root is token 0.
+///   `next_token[i, t]` is the first child of token `t`, and `next_sibling[i, t]` the next child of `t`'s parent; -1
+///   means none. Both are later tokens than `t`. If several tokens name the same one, the last of them counts, and a
+///   sibling counts more than a child. A token that is never named is a child of token 0. The tokens before a token are
+///   its parent, the parent's parent and so on, and before token 0 the window. `y` and the intermediate windows follow
+///   this order. The new state does not: it takes tokens in their order in `x`. `parent_token[i, t]` takes the parent, 0
+///   for token 0; other columns do not change. `n` is at most the number of columns, and at most 1024.
 ///
 /// Source: the calls of vLLM (<https://github.com/vllm-project/vllm>), `causal_conv1d_fn` and `causal_conv1d_update`;
-/// windows on the way and trees are those of SGLang (<https://github.com/sgl-project/sglang>).
+/// intermediate windows and trees are those of SGLang (<https://github.com/sgl-project/sglang>).
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct CausalConv1dServingSpec {
@@ -55,29 +58,29 @@ pub struct CausalConv1dServingSpec {
     pub bias: Option<TensorDesc>,
     /// Output of x's shape and type; strides such that every element has its own memory.
     pub y: TensorDesc,
-    /// Applied to sum and bias.
+    /// The activation after the bias.
     pub activation: Activation,
-    /// Where each sequence begins, and where the last one ends: [sequences + 1].
+    /// The start of each sequence, and the end of the last one: [sequences + 1].
     pub query_start_loc: Option<TensorDesc>,
     /// State of each sequence `[sequences]`, or of each of its blocks [sequences, blocks].
     pub conv_state_indices: Option<TensorDesc>,
     /// An index that is null, beside the negative ones.
     pub null_index: Option<i64>,
-    /// Whether a sequence's state counts: `[sequences]`, u8.
+    /// A flag for each sequence that says if its state is used: `[sequences]`, u8.
     pub has_initial_state: Option<TensorDesc>,
-    /// Tokens of the call before that were accepted: `[sequences]`.
+    /// The number of accepted tokens of the previous call: `[sequences]`.
     pub num_accepted_tokens: Option<TensorDesc>,
-    /// Column of the table that is read: `[sequences]`.
+    /// The column of the table to read: `[sequences]`.
     pub initial_block: Option<TensorDesc>,
-    /// Column of the table that takes the state after the last token: `[sequences]`.
+    /// The column of the table that takes the state after the last token: `[sequences]`.
     pub last_block: Option<TensorDesc>,
-    /// Column of the table that takes the first of the states at ends of blocks: `[sequences]`.
+    /// The column of the table that takes the first state at a block end: `[sequences]`.
     pub first_block: Option<TensorDesc>,
-    /// Tokens of a sequence before this call: `[sequences]`; with `first_block`.
+    /// The number of tokens of a sequence before this call: `[sequences]`; with `first_block`.
     pub tokens_before: Option<TensorDesc>,
-    /// Tokens of a block; with `first_block`.
+    /// The number of tokens of a block; with `first_block`.
     pub block_size: usize,
-    /// Windows behind tokens [slots, steps, d, columns] with at least width - 1 columns; x's type, written.
+    /// The windows after tokens [slots, steps, d, columns] with at least width - 1 columns; x's type, written.
     pub intermediate_windows: Option<TensorDesc>,
     /// Slot of each sequence in `intermediate_windows`: `[sequences]`.
     pub intermediate_indices: Option<TensorDesc>,
@@ -90,7 +93,7 @@ pub struct CausalConv1dServingSpec {
     pub parent_token: Option<TensorDesc>,
 }
 
-/// Most tokens of a tree.
+/// The maximum number of tokens of a tree.
 pub(crate) const TREE: usize = 1024;
 
 setters! {

@@ -77,8 +77,13 @@ pub(super) fn choose(task: &Task<'_>, supported: &[Conv2dAlgorithm]) -> Conv2dAl
     };
     // The time to compare the filter with its packed form on each call. cuDNN needs none: it reads the filter in place.
     let comparison_micros = |chosen| {
-        let reads_in_place = chosen == Cudnn && spec.x.dtype != DType::F32 && !Turned::suits(spec, p);
-        if reads_in_place { 1e-6 * (p.k * p.taps() * spec.w.dtype.size()) as f64 / 3.0 } else { 0.0 }
+        let reads_in_place =
+            chosen == Cudnn && spec.x.dtype != DType::F32 && !Turned::suits(spec, p);
+        if reads_in_place {
+            1e-6 * (p.k * p.taps() * spec.w.dtype.size()) as f64 / 3.0
+        } else {
+            0.0
+        }
     };
     // Each challenger with its share, whether packing counts, and its condition.
     let challengers: [(_, f64, bool, Condition<'_>); 4] = [
