@@ -28,7 +28,7 @@ ACTIVATIONS: dict[str | None, Function] = {
     "gelu": gelu_of_any,
     "gelu_tanh": _gelu_tanh,
 }
-# Of those that PyTorch computes in place.
+# The same functions, in place, for those that PyTorch can compute in place.
 _IN_PLACE: dict[str | None, Function] = {
     name: partial(function, inplace=True)
     for name, function in ACTIVATIONS.items()

@@ -59,7 +59,7 @@ class _InParts(torch.autograd.Function):
         x, weight, mean, invstd = ctx.saved_tensors
         needs, dy = ctx.needs_input_grad[:3], grads[0].contiguous()
         if torch.is_grad_enabled():
-            # Of the gradients others are wanted.
+            # Gradients of these gradients are wanted.
             saved = None, None, mean, invstd, True, ctx.eps, needs
             return *torch.ops.aten.native_batch_norm_backward(dy, x, weight, *saved), None, None, None
         parts = x.shape[:2]
@@ -132,7 +132,7 @@ class BatchNorm2d(nn.BatchNorm2d):
 
     @torch.jit.unused
     def _is_ours(self, input: Tensor) -> bool:
-        # What most calls fail by comes first.
+        # The most frequent reason for False comes first.
         if not self.training or input.dtype is not torch.float32 or self.momentum is None:
             return False
         if not is_direct(input) or not _pays(input):

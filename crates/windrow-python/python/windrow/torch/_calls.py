@@ -11,7 +11,7 @@ from torch.overrides import has_torch_function
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 
 is_traced = torch.compiler.is_dynamo_compiling
-# What is found in the place of a parameter for which there is a property.
+# The value that is found in the place of a parameter if it is a property.
 MISSING: Any = object()
 
 

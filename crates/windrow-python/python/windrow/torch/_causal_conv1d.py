@@ -229,7 +229,7 @@ def causal_conv1d_update(
 
     For inference: no gradient flows through it.
     """
-    # As `call` does it, in one native call: this is the function that a decoder calls most.
+    # The same as `call`, in one native call: a decoder calls this function most.
     if not is_dynamo_compiling():
         try:
             y = _native.causal_conv1d_update_if_plain(

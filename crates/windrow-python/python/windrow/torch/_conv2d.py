@@ -28,14 +28,14 @@ from windrow.torch.choice.convolution import Way, is_pytorchs, way
 from windrow.torch.choice.gradients import Backward, Three
 from windrow.torch.choice.problem import Options, aten, memory_format, output_shape
 
-# As `algorithm`: Windrow or PyTorch's own operator, whichever is faster.
+# The `algorithm` that uses Windrow or PyTorch's own operator, whichever is faster.
 FASTEST = "fastest"
 
-# As `accuracy`; None is that of PyTorch's own convolutions.
+# The values of `accuracy`; None is that of PyTorch's own convolutions.
 ACCURACIES = (None, "exact", "fp32", "tf32", "half")
 
-# What is done with a filter. Kept: packed forms are kept, and compared with it on each call. Frozen:
-# they are not compared. Changing: it is packed on each call, as in training.
+# The treatment of a filter. Kept: packed forms are kept, and compared with the filter on each call. Frozen: they are
+# kept and not compared. Changing: the filter is packed on each call, as in training.
 KEPT, FROZEN, CHANGING = "kept", "frozen", "changing"
 
 
@@ -52,7 +52,7 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor
             return Transposed(conv, layout)(x)
         return Windrow(conv, layout, filters, algorithm=algorithm)(x)
     except (ValueError, TypeError) as error:
-        # That of a transposed convolution is the result of a convolution.
+        # The `x` of a transposed convolution's error is the result of a convolution.
         raise with_input(error, "x" if options.output_padding is None else "out") from None
 
 
@@ -104,7 +104,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
             "windrow::conv2d has no gradient through a fused activation; windrow.torch.conv2d "
             "applies it on its own where a gradient is needed"
         )
-    # As PyTorch's operator: a checkpoint counts what is saved, and another of both may compute it the second time.
+    # The same tensors as PyTorch's operator saves: a checkpoint counts them, and the other implementation may
+    # recompute them.
     ctx.save_for_backward(x, weight)
     ctx.bias = None if bias is None else (bias.shape, bias.dtype)
 
@@ -112,7 +113,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad[:3]
     options = (*ctx.options, ctx.accuracy, ctx.algorithm)
-    # Of the bias only size and type are looked at.
+    # Only the bias's size and type matter.
     bias = None if ctx.bias is None else dy.new_empty(ctx.bias[0], dtype=ctx.bias[1])
     tensors = (dy, *ctx.saved_tensors, bias)
     grads = call(_conv2d_backward, _backward_kernel, tensors, *options, needs)
@@ -125,7 +126,7 @@ differentiable(_conv2d, _kernel, _setup_context, _backward)
 def _keep_packed(args: tuple[Any, ...], cast: list[Any]) -> None:
     """Keeps the packed form with the original filter, because autocast makes a new tensor of the filter on each call.
     """
-    # Not for those without memory, like fake ones.
+    # Tensors without memory, such as fake ones, are left out.
     if args[-1] != CHANGING and cast[1] is not args[1] and type(cast[1]) is Tensor:
         adopt(cast[1], args[1])
 
@@ -215,7 +216,7 @@ def conv2d(
     tensors = (input, weight, bias)
     how = {"activation": activation, "accuracy": accuracy, "algorithm": algorithm, "frozen": frozen}
     if has_torch_function(tensors):
-        # Also the tracer of torch.fx, which makes one node of the call.
+        # The tracer of torch.fx comes here too, and makes one node of the call.
         return handle_torch_function(conv2d, tensors, *tensors, stride, padding, dilation, groups, **how)
     if input.dim() == 3:
         args = (weight, bias, stride, padding, dilation, groups)
@@ -378,7 +379,7 @@ def _convolved(
         if of_filter or input.requires_grad or (bias is not None and bias.requires_grad):
             after, activation = activated, None
     if algorithm == FASTEST and not torch.compiler.is_dynamo_compiling():
-        # Elsewhere the way to the kernel, which finds out, is short.
+        # Otherwise the kernel, which decides itself, is reached by a short way.
         has_way = torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()
         if (
             has_way
@@ -424,7 +425,8 @@ class _Trained(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, by: Training) -> Tensor:
-        # As PyTorch's operator: a checkpoint counts what is saved, and another of both may compute it the second time.
+        # The same tensors as PyTorch's operator saves: a checkpoint counts them, and the other implementation may
+        # recompute them.
         ctx.save_for_backward(x, weight)
         ctx.bias, ctx.by = bias, by
         return by.forward(x, weight, bias)

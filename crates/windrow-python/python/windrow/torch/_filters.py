@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from windrow import _native
 
-# What a filter is, over its storage: device, type, offset, shape, strides.
+# The identity of a filter over its storage: device, type, offset, shape, strides.
 _Part = tuple[Any, ...]
 _Filters = dict[_Part, _native.FilterCache]
 
-# By the address of the storage as a Python object: a weak reference, which takes the entry along.
+# The caches by the address of the storage object, with a weak reference that removes the entry.
 _storages: dict[int, tuple[weakref.ref[Any], _Filters]] = {}
 
 # A flat buffer may hold all filters of a model. More than this are another division of it on each call.

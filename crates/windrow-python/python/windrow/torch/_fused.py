@@ -55,7 +55,7 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
     return way(_conv(weight, bias, options, activation, accuracy), x, residual).run(x, residual)
 
 
-# Those of compiled graphs, which call the operator without a module, by filter and all else that is given.
+# The modules of compiled graphs, which call the operator without a module, by filter and all other arguments.
 _layers: dict[tuple[Any, ...], "FusedConv2d"] = {}
 
 
@@ -78,7 +78,7 @@ def _is_over(one: Tensor | None, other: Tensor | None) -> bool:
     return other is None if one is None else other is not None and one.data_ptr() == other.data_ptr()
 
 
-# Of an image and what is added.
+# A function of an image and the residual.
 Way = Callable[[Tensor, Tensor | None], Tensor | None]
 
 

@@ -24,7 +24,7 @@ _GROUPS = 2
 # reciprocal of how many elements they have, which is exact for those only (else up to 6e-7 for 2e-7 in f32, of means of ten
 # times the deviation).
 _PART = 1 << 12
-# For each multiprocessor, parts that are summed and parts that are normalised by a block.
+# The parts for each multiprocessor: those that a block sums, and those that it normalises.
 _SUMMED, _NORMALISED = 16, 16
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -57,7 +57,7 @@ def _group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | No
     part = _power_of_two(x.numel() // rows, max(_PART, x.numel() // (_SUMMED * device)))
     mean, scale = torch.batch_norm_stats(x.view(1, -1, part), eps)
     between, mean = torch.var_mean(mean.view(rows, -1), 1, correction=0)
-    # Of parts of one size; each has `eps` in its variance.
+    # Statistics of parts of one size; each has `eps` in its variance.
     scale = scale.view(rows, -1).pow(-2).mean(1).add_(between).rsqrt_()
     pieces = _power_of_two(pixels, _NORMALISED * device // (images * channels))
 
@@ -94,7 +94,7 @@ class GroupNorm(nn.GroupNorm):
 
     @torch.jit.unused
     def _called(self, input: Tensor) -> Tensor:
-        # Else there are properties in their place.
+        # Otherwise there are properties in their place.
         parameters = self._parameters
         weight, bias = parameters.get("weight", MISSING), parameters.get("bias", MISSING)
         is_plain = weight is not MISSING and bias is not MISSING and is_plainly_called(input)

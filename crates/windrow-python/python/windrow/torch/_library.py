@@ -28,7 +28,7 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     operator = getattr(OPERATORS, name).default
-    # What writes to an argument, `vmap` takes apart itself; so does PyTorch before 2.5 with all.
+    # `vmap` itself takes operators apart that write to an argument; PyTorch before 2.5 does so with all.
     if not operator._schema.is_mutable and hasattr(torch.library, "register_vmap"):
         torch.library.register_vmap(f"{NAMESPACE}::{name}", _one_by_one(operator), lib=_LIBRARY)
     return operator
@@ -41,7 +41,7 @@ def _one_by_one(operator: Any) -> Callable[..., Any]:
     def batched(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         count = info.batch_size
         moved = [a.movedim(d, 0) if isinstance(a, Tensor) and d is not None else None for a, d in zip(args, in_dims)]
-        # Of none, what one would be tells the shape.
+        # For an empty batch, the result of one element tells the shape.
         some = [m if m is None or count else m.new_zeros(1, *m.shape[1:]) for m in moved]
         of = lambda i: [a if m is None else m[i] for a, m in zip(args, some)]
         results = [operator(*of(i)) for i in range(max(count, 1))]
@@ -53,7 +53,7 @@ def _one_by_one(operator: Any) -> Callable[..., Any]:
     return batched
 
 
-# What records an operator for gradients without the dispatcher, which takes several times as long to do so.
+# The autograd functions that record an operator without the dispatcher, which takes several times as long.
 _recorders: dict[Any, type[torch.autograd.Function]] = {}
 
 

@@ -52,12 +52,13 @@ _CONV_TRANSPOSE2D = _methods(nn.ConvTranspose2d)
 class Found:
     """The function that computes calls like an earlier one of a module."""
 
-    # Of image, filter and bias; None comes of tensors that it was not made for. None: our function, which finds out.
+    # A function of image, filter and bias; it returns None for tensors that it was not made for. None: Windrow's
+    # function, which decides itself.
     run: Run | None = None
     is_pytorchs: bool = False
-    # Whether it computes images of one shape and type, whatever their strides.
+    # True if it computes images of this shape and type, whatever their strides.
     is_for_shape: bool = False
-    # Whether another computes them in graphs.
+    # True if another implementation computes them in CUDA graphs.
     is_another_in_graphs: bool = False
     is_final: bool = True
 
@@ -70,9 +71,9 @@ class Known:
     dtype: torch.dtype
     is_grad: bool
     run: Run
-    # Under which it is valid; PyTorch's operator is under all.
+    # The flags under which it is valid; None for PyTorch's operator, which is valid under all.
     flags: Flags | None
-    # What PyTorch's operator is given behind the bias.
+    # The arguments of PyTorch's operator behind the bias.
     rest: tuple[Any, ...]
     is_another_in_graphs: bool
 
@@ -88,7 +89,7 @@ class Convolution(Remembering):
     # Whether the filter was laid out for the kernels that compute row-major images: the result is laid out as the image.
     is_turned: bool = False
 
-    # For each key; and what the last call took.
+    # The known functions for each key, and the one of the last call.
     _known: dict[Key, Known] = {}
     _last: Known | None = None
 
@@ -136,7 +137,7 @@ class Convolution(Remembering):
                 self.__dict__["_last"] = known
             parameters = self._parameters
             weight, bias = parameters.get("weight"), parameters.get("bias", MISSING)
-            # Else `nn.utils` has put properties there.
+            # Otherwise `nn.utils` has put properties there.
             if weight is not None and bias is not MISSING:
                 if known is not None:
                     theirs = self._theirs

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# By library and operator, both as PyTorch calls them: "tf32", or something else.
+# The setting by library and operator, with PyTorch's names: "tf32", or another value.
 _setting: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
 
 
@@ -28,7 +28,7 @@ may_use_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 may_use_tf32.__code__ = may_use_tf32.__code__.replace(co_name="constant_of_windrow_may_use_tf32")
 
 
-# Whether autocast is on, and whether TF32 may be used.
+# The state that matters: whether autocast is on, and whether TF32 may be used.
 Flags = tuple[bool, bool]
 
 

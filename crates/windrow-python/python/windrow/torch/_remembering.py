@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-# So many images that come by turns are remembered.
+# The most keys of a module, for images of different sizes in turns.
 REMEMBERED = 256
 
 
-# Those that remember something.
+# The modules that remember something.
 _all: "weakref.WeakSet[Remembering]" = weakref.WeakSet()
 
 

@@ -19,7 +19,7 @@ from windrow.torch._remembering import REMEMBERED, Remembering
 
 # The value that a convolution reads, and the one that it adds.
 Step = tuple[int, int | None]
-# Where a module is: in which of the root's children, and the names from there.
+# The place of a module: the index of the root's child, and the names from there.
 Path = tuple[int, list[str]]
 
 
@@ -55,14 +55,14 @@ class _Stage:
 
     first: int
     last: int
-    # Of Windrow, with the values that it is given and gives; None where modules are called.
+    # Windrow's call, with the values that it takes and returns; None if modules are called.
     call: _native.Conv2dSequence | None = None
     images: Several[int] = ()
     results: Several[int] = ()
     filters: Several[tuple[Tensor, Tensor | None]] = ()
 
 
-# What all calls of a module have found with its filter and bias.
+# A module's filter and bias, and what its calls have found with them.
 _Found = tuple[Tensor, Tensor | None, Any]
 
 
@@ -70,7 +70,7 @@ class Sequence(Remembering):
     """A module that computes consecutive convolutions. Its values are numbered: first the images, then the results in
     order."""
 
-    # By what tells images apart: the stages of a call, and by convolution what these go by.
+    # By the key of the images: the stages of a call, and for each convolution what they depend on.
     _stages: dict[Any, tuple[list[_Stage], dict[int, _Found]]] = {}
 
     FOUND_OUT = ("_stages",)
@@ -80,7 +80,7 @@ class Sequence(Remembering):
         self.paths, self.images, self.steps, self.results = paths, images, steps, results
         last = {value: i for i, step in enumerate(steps) for value in step}
         gone = lambda i: [v for v in steps[i] if v is not None and last[v] == i and v not in results]
-        # Of each convolution, the values that nobody reads after it.
+        # For each convolution, the values that no later one reads.
         self.last_read = [gone(i) for i in range(len(steps))]
         self.eval()
 

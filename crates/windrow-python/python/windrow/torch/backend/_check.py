@@ -24,7 +24,7 @@ from windrow.torch.backend._original import Original, Roundings, unrepeatable
 _log = logging.getLogger(__name__.rpartition(".")[0])
 # Runs with roundings of their own.
 _DRAWS = 3
-# Of a graph for any size, so many sizes are compared.
+# The number of sizes that are compared for a graph of any size.
 _SIZES = 3
 
 
@@ -161,7 +161,7 @@ class _Expected:
     def __init__(self, original: Original, results: list[Any]) -> None:
         self.original, self.results = original, results
         is_tensor = lambda t: isinstance(t, Tensor)
-        # What the graph writes to may be what a result lies in.
+        # A result may share memory with an input that the graph writes to.
         kept = [t.clone() if is_tensor(t) and original.written else t for t in results]
         self.spreads = [Spread(t, original.tier(t)) if is_tensor(t) else None for t in kept]
 

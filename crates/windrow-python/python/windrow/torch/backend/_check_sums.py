@@ -76,7 +76,7 @@ class Compared:
         if sums.bias is not None:
             inner = inner + _of(sums.bias, values, constants).to(wide).abs().view(like)
         if was.shape == own.shape and was.data_ptr() != own.data_ptr():
-            # By how much what stands behind a sum scales it.
+            # The factor by which the operations after the sum scale it.
             scale = own.flatten(1).norm(dim=1) / was.flatten(1).norm(dim=1)
             inner = inner * scale.nan_to_num(nan=0.0, posinf=0.0).view(like)
         if bias is not None:
@@ -148,7 +148,8 @@ def compared(graph: fx.Graph, constants: Sequence[fx.Node]) -> Iterator[tuple[fx
             continue
         args, result, sums = (*map(part, node.args),), node.meta.get(VALUE), node.meta.get(SUM)
         is_ours = node.target is not _aten.convolution.default or any(isinstance(a, _Constant) for a in args)
-        # What a pass does not say the origin of, or a size that the graph computes, is compared with the results only.
+        # If a pass does not say where a value comes from, or the graph computes a size, only the results are
+        # compared.
         is_known = all(isinstance(what, Value | Sum) for what in (result, sums))
         if is_ours and is_known and not any(isinstance(n, fx.Node) for a in args for n in _flat(a)):
             yield node, Compared(node.target, args, result, sums, _layout(value(node.args[0])))

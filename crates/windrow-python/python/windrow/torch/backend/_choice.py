@@ -34,7 +34,7 @@ def is_pytorchs(
     if not all(isinstance(n, int) for n in [*sizes, *(n for several in options[:3] for n in several)]):
         return False
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-        # What the user draws stays the same.
+        # The user's random numbers stay the same.
         generator = torch.Generator(x.device).manual_seed(0)
         image, filter, *rest = (None if t is None else _like(t, generator) for t in given)
         assert image is not None and filter is not None

@@ -35,7 +35,7 @@ def by_inductor(graph: fx.GraphModule, inputs: Sequence[Any], options: Options) 
         how["static_input_idxs"] = frozen.static
         return frozen.call(compile_fx_inner(module, frozen.inputs, **how))
 
-    # What AOTAutograd keeps on disk is what Inductor made of a graph, without ours around it.
+    # AOTAutograd's cache on disk holds only what Inductor made of a graph, without the constants around it.
     with config.patch(enable_autograd_cache=False):
         return compile_fx(graph, [*inputs], inner_compile=inner, config_patches=dict(options.inductor) or None)
 
@@ -96,7 +96,7 @@ class _Frozen:
         folded = fold(graph, constants)
         fused = fuse(graph, constants, options.accuracy, decompositions, options.report)
         others = to_windrows(graph, options.accuracy, is_training=False, report=options.report)
-        # What was folded into convolutions, what these became, and how many others there are.
+        # What was folded into convolutions, what these became, and the number of other convolutions.
         self.what = folded, fused, others
         _log.info("folded into convolutions: %s; fused: %s; other convolutions: %d", folded, fused, others)
         if check is not None:
@@ -106,7 +106,7 @@ class _Frozen:
             self.bind, names = to_modules(module, constants)
             if check is not None:
                 check.named(names)
-        # What only the prologue or modules read.
+        # The inputs that only the prologue or modules read.
         gone = {node for node in (*constants.watched, *constants.inputs) if not node.users}
         for node in gone:
             graph.erase_node(node)
@@ -135,7 +135,7 @@ class _Frozen:
 
         run = self._held(boxed(self.module), make)
         for node in self.module.graph.nodes:
-            # What the tracer says of tensors holds all that it has seen, parameters too.
+            # The tracer's values hold all tensors that it has seen, parameters too.
             node.meta = {}
         return run
 

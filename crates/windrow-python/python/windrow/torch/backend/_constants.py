@@ -26,7 +26,7 @@ _WIDENED = {
     _aten.neg.default, _aten.view.default, _aten.reshape.default, _aten.unsqueeze.default, _aten.squeeze.dim,
     _aten.expand.default, _aten.permute.default,
 }  # fmt: skip
-# Of nothing that a graph is given.
+# The operators that make a tensor from no input.
 _MADE = (_aten.full.default, _aten.arange.default, _aten.arange.start_step, _aten.scalar_tensor.default)
 
 
@@ -130,9 +130,9 @@ class Constants:
         held = {str(n.target): getattr(self.module, str(n.target)) for n in self._prologue.nodes if n.op == "get_attr"}
         module = fx.GraphModule(held, self._prologue, "Prologue")
         for node in self._prologue.nodes:
-            # It holds what the tracer has seen, parameters too.
+            # The metadata holds all tensors that the tracer has seen, parameters too.
             node.meta = {}
-        # By name: inputs stand in the order in which they were read.
+        # The order of `watched` by name: inputs stand in the order in which they were read.
         read = [node.target for node in self._prologue.nodes if node.op == "placeholder"]
         position = {copy.target: i for i, copy in enumerate(placeholders.values()) if copy is not None}
         order = [position[name] for name in read]
@@ -166,9 +166,9 @@ class _Sample:
         return self.before is None or torch.equal(self.memory.index_select(0, self.places), self.before)
 
 
-# Of each filter.
+# The number of samples of each filter.
 _SAMPLED = 8
-# Bytes.
+# The bytes of a sample.
 _WORD = 4
 
 
@@ -176,13 +176,13 @@ def _is_dense(t: Tensor) -> bool:
     return t.is_contiguous() or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last))
 
 
-# What computes the graph, of the inputs that are left: made of constants.
+# A function that computes the graph from the remaining inputs, made from constants.
 Run = Callable[[list[Any]], Any]
-# That, and the modules that it calls.
+# A function that makes a `Run`, and the modules that it calls.
 Make = Callable[[Sequence[Tensor]], tuple[Run, Any]]
 
 
-# Whether tensors lie where others did, by their numbers in lists.
+# A function that says if the tensors at these indices still lie at these addresses.
 _lie_at = torch._C._tensors_data_ptrs_at_indices_equal
 _version = operator.attrgetter("_version")
 
@@ -195,11 +195,11 @@ class _OfParameters:
     modules: Any
     constants: list[Tensor]
     watched: Sequence[int]
-    # Of the graph's inputs.
+    # The addresses of the graph's inputs.
     pointers: list[int | None]
-    # Of those that are watched.
+    # The version counters of watched inputs.
     versions: list[int]
-    # Of tensors of inference_mode, which do not count what is written to them, by number.
+    # Copies, by index, of tensors from inference_mode, which do not count writes.
     copies: dict[int, Tensor]
     sample: "_Sample"
     references: list[Any]
@@ -225,7 +225,7 @@ class Held:
         self.in_graphs = constants.in_graphs
         self._captured: list[list[Tensor]] = []
         self._lock = threading.Lock()
-        # By the identity of parameters; and the last one under None.
+        # The results by the identity of the parameters; the last one also under None.
         self._found: dict[tuple[int, ...] | None, _OfParameters] = {}
 
     def found(self, inputs: list[Any]) -> _OfParameters:
@@ -256,7 +256,7 @@ class Held:
         for constant, result in zip(constants, self.prologue(*given), strict=True):
             constant.copy_(result)
             forget(constant)
-        # Whoever drops a model gets the memory of its folded filters back.
+        # If a model is dropped, the memory of its folded filters is freed.
         drop = lambda _, found=self._found: _drop(found, key)
         references = [weakref.ref(t.untyped_storage(), drop) for t in given]
         run, modules = self.make(constants)

@@ -13,9 +13,9 @@ from windrow.torch.backend._constants import value
 from windrow.torch.backend._report import Report, name_of
 
 _aten = torch.ops.aten
-# Marks what is left to Inductor.
+# The mark of a node that is left to Inductor.
 LEFT = "windrow_left"
-# What a node stands for in the graph that the passes were given, as a `Value` and as a `Sum`: the check compares them.
+# The marks that say which `Value` and which `Sum` of the original graph a node stands for. The check compares them.
 VALUE, SUM = "windrow_value", "windrow_sum"
 _OF_OTHERS = ("tensor_meta", "eager_input_vals", VALUE, SUM)
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -46,7 +46,7 @@ class Convolution:
     x: fx.Node
     weight: fx.Node
     bias: fx.Node | None
-    # As Windrow's operators take them: for images, also where the node has lines.
+    # The options as Windrow's operators take them: for images, also if the node has lines.
     stride: list[Any]
     padding: list[Any]
     dilation: list[Any]

@@ -84,7 +84,7 @@ def _fold(graph: fx.Graph, conv: Convolution, constants: Constants) -> str | Non
             affine.names[folded_name(after)] = None
         last = node = found
     if not affine.steps:
-        # Without arithmetic only what is computed of parameters is taken out, such as a conversion by autocast.
+        # Without arithmetic only a computation of the filter is moved to the prologue, such as autocast's conversion.
         is_input = all(n is None or n.op == "placeholder" for n in (conv.weight, conv.bias))
         if not is_input:
             args = [constants.moved(conv.weight), None if conv.bias is None else constants.moved(conv.bias)]

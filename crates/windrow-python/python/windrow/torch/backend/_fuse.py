@@ -114,7 +114,7 @@ _patterns: dict[Any, tuple[Any, fx.Graph]] = {}
 def _pattern(name: str, dtype: torch.dtype, decompositions: Any) -> fx.Graph:
     """The nodes that PyTorch's tracer makes for an activation with these decompositions."""
     key = name, dtype, id(decompositions)
-    # With the decompositions, so that another table gets no address of one before.
+    # The table is kept, so that another one does not get its address.
     if key not in _patterns:
         _patterns[key] = decompositions, _traced(_ACTIVATIONS[name], dtype, decompositions)
     return _patterns[key][1]
@@ -124,7 +124,7 @@ def _traced(function: Callable[[Tensor], Tensor], dtype: torch.dtype, decomposit
     with torch.no_grad(), torch._C._DisableAutocast():
         graph = make_fx(lambda x: function(x), decomposition_table=decompositions)(torch.zeros(2, dtype=dtype)).graph
     for node in graph.nodes:
-        # It holds what the tracer has seen, parameters of the model that is compiled too.
+        # The metadata holds all tensors that the tracer has seen, parameters of the compiled model too.
         node.meta = {}
     return graph
 

@@ -9,7 +9,7 @@ from windrow.torch.backend._convolutions import VALUE, Convolution, called, conv
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
-# What sees strides, and does not follow them.
+# The operators whose result depends on strides.
 _SEEING = ("as_strided", "empty_strided", "view_as", "set_", "resize", "_reshape_alias")
 
 
@@ -59,7 +59,7 @@ def _pays(of_images: list[Convolution]) -> bool:
     filters = [(value(conv.weight), conv.groups) for conv in of_images]
     first = value(of_images[0].x)
     if all(weight.is_cuda for weight, _ in filters):
-        # What is compiled for any number of images must not ask for it.
+        # A graph compiled for any number of images must not depend on the number.
         return first.dtype != torch.float32 or not isinstance(first.shape[0], int) or first.shape[0] >= _IMAGES_ON_CUDA
     if not all(weight.is_cpu for weight, _ in filters):
         return False

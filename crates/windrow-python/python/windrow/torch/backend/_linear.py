@@ -28,7 +28,7 @@ def linear_to_convolutions(graph: fx.Graph, constants: Constants, accuracy: str 
         chain = [back]
         while (before := _before(chain[-1], constants)) is not None:
             chain.append(before)
-        # Of what stands before the first linear layer, such as a normalisation, nothing changes.
+        # The operators before the first linear layer, such as a normalisation, do not change.
         while len(chain) > 1 and chain[-1].target in _ELEMENTWISE:
             chain.pop()
         if len(chain) > 1:

@@ -16,7 +16,7 @@ _OWN = ("accuracy", "check", "freeze", "mode", "report", "rest")
 RESTS = ("inductor", "eager")
 
 
-# Of PyTorch: on older ones not all tests pass.
+# The oldest PyTorch on which all tests pass.
 OLDEST = (2, 8)
 
 
@@ -32,15 +32,15 @@ class OptionError(ValueError):
 class Options:
     """The options of one compilation."""
 
-    # Of convolutions, as in `patch`.
+    # The accuracy of convolutions, as in `patch`.
     accuracy: str | None = None
-    # Whether what depends on parameters alone is computed once, where no gradient is needed.
+    # True if values that depend on parameters alone are computed once, unless a gradient is needed.
     freeze: bool = True
-    # Who computes what is left: "inductor", or "eager" for PyTorch's operators one by one.
+    # The compiler of the rest: "inductor", or "eager" for PyTorch's operators one by one.
     rest: str = "inductor"
-    # Whether a graph is compared with PyTorch's at its first call.
+    # True if a graph is compared with PyTorch's at its first call.
     check: bool = True
-    # Told of each convolution what it became; see `_report`.
+    # An object that is told what each convolution became; see `_report`.
     report: Report | None = None
     # Inductor's own options.
     inductor: Mapping[str, Any] = field(default_factory=dict)

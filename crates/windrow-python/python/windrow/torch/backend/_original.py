@@ -14,11 +14,11 @@ from windrow.torch.backend._convolutions import SUM, VALUE, Sum, Value
 from windrow.torch.backend._report import name_of
 
 _aten = torch.ops.aten
-# By name of the operator: those that round what they multiply to the tier.
+# The operators, by name, that round their operands to the tier.
 _MULTIPLY = {"convolution", "mm", "addmm", "bmm", "baddbmm", "conv2d", "conv2d_fused"}
-# Those that give some of the numbers that they are given.
+# The operators that only copy numbers of their input.
 _COPY = {"clone", "cat", "constant_pad_nd", "reshape", "_unsafe_view", "index", "gather", "repeat", "flip", "roll", "stack"}
-# Those that give what was in memory.
+# The operators that return memory with arbitrary contents.
 _UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 
 
@@ -67,7 +67,7 @@ def _is_multiplied(node: fx.Node) -> bool:
     return any(_name(user) in _MULTIPLY or (_is_copy(user) and _is_multiplied(user)) for user in node.users)
 
 
-# Called after a node with the values that live then, by name.
+# A function that is called after each node, with the values that are alive then, by name.
 Look = Callable[[str, dict[str, Any]], None]
 
 
@@ -134,7 +134,7 @@ class Original:
         results: Any = self._output.args[0]
         self.results: list[Any] = [*results, *writes]
         before = {copy: value(node) for node, copy in copied.items()}
-        # Those that the tracer promises; None of what is written.
+        # The strides of results that the tracer promises; None for written inputs.
         self.strides = [_strides(before.get(node)) for node in results] + [None] * len(writes)
         self.names = {node.name: node for node in copied.values()}
 

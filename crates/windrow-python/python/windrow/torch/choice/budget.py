@@ -25,7 +25,7 @@ _STATM = Path("/proc/self/statm")
 # Resident memory without the first patched model's, and the most that there was beside that.
 _base: int | None = None
 _peak = 0
-# By device, what PyTorch's allocator has given at most for PyTorch alone, as far as is known.
+# The peak memory of PyTorch alone, by device, as far as it is known.
 _theirs: dict[torch.device, int] = {}
 
 

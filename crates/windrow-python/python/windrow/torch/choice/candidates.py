@@ -24,7 +24,7 @@ from windrow.torch.choice.problem import (
     result_bytes,
 )
 
-# Of an image, filter, bias and what is added; None comes of tensors that it was not made for.
+# A function of image, filter, bias and residual; it returns None for tensors that it was not made for.
 Call = Callable[..., Tensor | None]
 
 
@@ -32,7 +32,7 @@ Call = Callable[..., Tensor | None]
 class Conv:
     """The computation `activation(conv2d(x, weight) + bias + residual)`, and what is known of its filter."""
 
-    # Of two dimensions that of a linear layer over the channels, which PyTorch computes as such.
+    # The filter; with two dimensions that of a linear layer over the channels, which PyTorch computes as one.
     weight: Tensor
     bias: Tensor | None
     options: Options
@@ -42,7 +42,7 @@ class Conv:
     filters: Callable[[], Filters]
     # The filter was laid out for kernels that compute row-major images: the result is laid out as the image.
     is_turned: bool = False
-    # Of an optimized model.
+    # True for a convolution of an optimized model.
     is_fused: bool = False
 
     @property
@@ -98,15 +98,15 @@ class Windrow:
     conv: Conv
     layout: torch.memory_format
     filters: Callable[[], Filters]
-    # Whether a residual, laid out as the result, is added before the activation.
+    # True if the kernel adds a residual in the result's layout before the activation.
     adds: bool = False
-    # Whether one follows that is not added so, and the activation after it.
+    # True if a residual is added after the kernel, and then the activation applied.
     is_followed: bool = False
-    # Bytes that packed filter and scratch memory are held to, in pieces.
+    # The limit in bytes on packed filter and scratch memory; the work is then done in pieces.
     memory: int | None = None
-    # None lets the planner choose.
+    # The algorithm; None lets the planner choose.
     algorithm: str | None = None
-    # What the native functions take by name.
+    # The keyword arguments of the native functions.
     named: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -28,14 +28,14 @@ _UNITS, _UNITS_OF_TERMS = 256.0, 16.0
 _OPERANDS = 128.0
 # Roundings of a result in half precision: the convolution's, that after an addition and that after an activation.
 _RESULTS = 4.0
-# What products of bf16 count as zero, for each term.
+# The largest product of bf16 that counts as zero, for each term.
 _TINY = 2.0**-100
 # Elements that are compared at a time: the memory for that is needed by nothing else.
 _AT_A_TIME = {"cpu": 1 << 20, "cuda": 1 << 22}
 # Size of the sample whose scale is the usual one.
 _SAMPLE = 4096
 
-# What PyTorch computes for these images, in f32, and the sums of absolute terms: for each result both.
+# A function from a range of images to PyTorch's results in f32, each with the sums of its absolute terms.
 Part = Callable[[slice], Sequence[tuple[Tensor, Tensor]]]
 
 
@@ -43,7 +43,7 @@ Part = Callable[[slice], Sequence[tuple[Tensor, Tensor]]]
 class Check:
     """The reference of a comparison, and the allowed error."""
 
-    # So many may be compared one after the other; None where images are not the first axis of every tensor.
+    # The number of images, which may be compared in parts; None if images are not the first axis of every tensor.
     images: int | None
     # The type in which a result is rounded.
     dtype: torch.dtype
@@ -52,9 +52,9 @@ class Check:
     terms: float
     # Unit roundoff of operands, where some are rounded.
     operand: float = 0.0
-    # True of gradients of filters, which are sums over images.
+    # True for gradients of filters, which are sums over images.
     is_summed: bool = False
-    # What is added to a convolution, which rounds it once more.
+    # The residual, which is added to a convolution and rounds it once more.
     residual: Tensor | None = None
 
     @torch.no_grad()

@@ -25,10 +25,10 @@ NOTHING_FASTER = "Windrow has nothing faster than cuDNN"
 class Way:
     """The implementation that computes convolutions of tensors like the given ones."""
 
-    # Of an image, and of what is added.
+    # A function of an image and the residual.
     run: PyTorch | CudnnFused | Windrow | Transposed
     is_final: bool
-    # Who computes calls that are captured in a graph, if that is another.
+    # The implementation for calls that are captured in a CUDA graph, if it is another one.
     in_graph: str | None = None
 
     @property
@@ -65,7 +65,7 @@ def way(conv: Conv, x: Tensor, residual: Tensor | None = None) -> Way:
             return replace(other, is_final=other.is_final and now[0].refused(KEPT) >= TRIES)
         is_before_a_graph = conv.is_fused and not now[0].bytes and goes_into_a_graph(x) is False
         if is_before_a_graph and decision.choice != KEPT:
-            # In the graph every replay would look at what was packed in it.
+            # Otherwise the filter would be packed inside the graph, and every replay would compare it.
             kept(x, residual)
     run = _named(who, conv, layout, beside, decision)
     return Way(run, decision.is_final, None if decision.in_graph == decision.choice else decision.in_graph)

@@ -36,11 +36,11 @@ class Candidate:
     kept: int = 0
     scratch: int = 0
     forget: Callable[[], Any] = _nothing
-    # Says that it will keep that much in a graph.
+    # Reserves the kept memory for a CUDA graph.
     promise: Callable[[], Any] = _nothing
-    # True if there is no room for it but in a graph.
+    # True if there is room for it only in CUDA graphs.
     is_for_graphs: bool = False
-    # What it was held to, if it would take more.
+    # The memory limit that it was given, if it would take more.
     memory: int | None = None
 
 
@@ -56,12 +56,12 @@ class Question:
     ours: Callable[[Decision | None], Iterable[Candidate] | str]
     # Other candidates of PyTorch's.
     others: Sequence[Candidate] = ()
-    # Where the layer that asks keeps its filter.
+    # The cache with the packed filter of the asking layer.
     cache: FilterCache | None = None
-    # Bytes that are no longer needed afterwards.
+    # The bytes of the image, which may be freed afterwards.
     image: int = 0
     around: float = policy.BESIDE
-    # What a result has to be to be taken.
+    # The check that a result must pass.
     check: Check | None = None
 
     @property

@@ -39,7 +39,7 @@ _SHARE_OF_TIME = 0.05
 _SIZES = re.compile(r"\[\d+(, \d+)*\]")
 
 Environment = dict[str, str]
-# By what a problem is beside its sizes, and by these: what is kept of a decision.
+# The stored part of a decision, by group (all of a problem but its sizes) and by sizes.
 Entries = dict[str, dict[str, dict[str, Any]]]
 
 
@@ -52,7 +52,7 @@ class _Table:
     path: Path | None
     environment: Environment
     entries: Entries
-    # What is not written yet.
+    # The entries that are not on disk yet.
     new: Entries = field(default_factory=dict)
     can_be_written: bool = True
     # When it was written, and how long that took.

@@ -9,7 +9,7 @@ import torch
 
 from windrow.torch.choice.policy import CHANCE, DISTURBED, LONG, Seconds
 
-# What is measured, PyTorch's first, by name.
+# The functions to measure, by name, PyTorch's first.
 Runs = Mapping[str, Callable[[], Any]]
 
 
@@ -56,7 +56,7 @@ def _is_clear(times: Sequence[Sequence[float]]) -> bool:
     )
 
 
-# Of the caller, which takes part in all that is computed, and waits for others in a loop.
+# The processor time of the caller, which takes part in every computation, and waits for others in a loop.
 _processor_time = (
     time.thread_time if time.get_clock_info("thread_time").resolution < 1e-6 else time.perf_counter
 )
@@ -72,7 +72,7 @@ def _on_cpu(run: Callable[[], Any], repeat: int) -> tuple[float, float]:
 
 
 # The device waits so long, at 2 GHz, for the interpreter to call all runs of a measurement: a millisecond for twenty.
-# Where that is not long enough, it waits longer by this factor.
+# If this is not long enough, the device waits longer by this factor.
 _CYCLES_A_RUN, _LONGER = 100_000, 8
 
 

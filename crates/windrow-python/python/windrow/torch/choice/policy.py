@@ -11,58 +11,61 @@ KEPT, PACKED = "Windrow", "Windrow, packing on each call"
 CHOICES = (PYTORCH, CUDNN_FUSED, KEPT, PACKED)
 
 # --- The choice ---
-# Another has to take at most this share of PyTorch's time, and to save at least so many seconds: closer ones are decided by
-# chance. In graphs more: of layers that save 0.5 to 1.5 us here every other one is slower there, of those that save more 3 of
-# 200.
+# The share of PyTorch's time that another implementation may take, and the seconds that it must save; smaller
+# differences are chance. CUDA graphs need more: of layers that save 0.5 to 1.5 us here every second one is slower in
+# a graph, of those that save more 3 of 200.
 SHARE, LEAST, LEAST_IN_GRAPHS = 0.97, 5e-7, 1.5e-6
-# A filter that is packed for good on CUDA takes room from layers behind it, which may gain more by it. So beside one of at
-# least so many bytes packing on each call is measured too, and taken unless the kept one saves this share of PyTorch's time.
+# The size from which a packed filter on CUDA takes noticeable room from later layers, which may gain more by it.
+# Beside such a filter, packing on each call is measured too. The kept filter must save this share of PyTorch's time
+# more.
 MUCH_KEPT, KEPT_GAIN = 4 << 20, 0.02
-# Beside a convolution the interpreter is busy with what follows it, a normalisation, an activation, an addition: about so
-# many times as long as with PyTorch's convolution (ResNet, MobileNet). `optimize` has made all of that one.
+# The interpreter's time for the operations around a convolution (normalisation, activation, addition), as a multiple
+# of that for PyTorch's convolution (measured with ResNet and MobileNet). `optimize` has fused them.
 BESIDE, BESIDE_FUSED = 2.0, 0.0
-# In a network our code is not in the processor's caches, PyTorch's rather is, since everything else shares it: a call takes so
-# many times what was measured (MobileNet: 13 instead of 8 us, stages of Winograd 45 instead of 34).
+# The factor by which a call of Windrow takes longer in a network than measured. There its code is not in the
+# processor's caches; PyTorch's usually is, because everything else shares it (MobileNet: 13 instead of 8 us, stages
+# of Winograd 45 instead of 34).
 COLD = 1.5
 
 # --- A step of training ---
-# What a layer's step has to gain on CUDA, in seconds, before any part of it is ours: so long the way to our operator and back
-# through autograd keeps the interpreter beyond PyTorch's own. A step whose kernels wait for the interpreter gains nothing
-# from faster ones.
+# The seconds that a layer's training step must gain on CUDA before Windrow computes any part of it. The way to
+# Windrow's operator and back through autograd keeps the interpreter longer by so much. A step whose kernels wait for
+# the interpreter gains nothing from faster kernels.
 STEP_SECONDS = 1e-4
-# `SHARE` under autocast on the CPU: filters are measured already cast, and PyTorch casts each once for its convolution and
-# gradients.
+# The value of `SHARE` under autocast on the CPU: filters are measured already cast, but PyTorch casts each filter
+# once for its convolution and gradients.
 CAST_SHARE = 0.8
 
 # --- Decisions ---
-# Times on the CPU that differ by more than this factor are measured again: beside other programs PyTorch's threads wait for
-# each other for 40 ms in what takes them 1.
+# The factor between times on the CPU above which they are measured again: beside other programs PyTorch's threads may
+# wait 40 ms for each other in an operator that takes 1.
 HARD_TO_BELIEVE = 5.0
-# Each layer looks for room so often: once a pass, and those before it in the first pass do not know what follows. Times that
-# are not believed are measured so often.
+# The number of times that a layer looks for room. It looks once in each pass, and in the first pass early layers do
+# not know what follows. Doubtful times are measured as often.
 TRIES = 3
-# So many sizes of a layer are measured; others follow the nearest of these, unless they have more than `NEAR` times as many
-# elements or fewer. Else a program whose images have a new size each time would measure all the time.
+# The number of sizes of a layer that are measured. Other sizes follow the nearest of these, unless their number of
+# elements differs by more than the factor `NEAR`. Otherwise a program with a new image size each time would always
+# measure.
 MEASURED_SIZES, NEAR = 8, 2.0
-# Of more problems than so many the oldest go.
+# The most problems that are remembered; the oldest are dropped.
 DECISIONS = 4096
 
 # --- Measuring ---
-# Two samples of each that differ by more than this decide: more would only keep the first call waiting.
+# The relative difference at which two samples of each candidate decide. More samples would only delay the first call.
 CHANCE = 0.1
-# Other programs may keep this one from running while it is measured. A run was disturbed if so many times as long passed as
-# the caller had a processor.
+# The ratio of passed time to processor time from which a run counts as disturbed by other programs.
 DISTURBED = 1.5
-# Seconds: a run that takes at least so long is repeated once.
+# The duration in seconds from which a run is repeated only once.
 LONG = 0.05
 
 # --- Memory ---
-# Growth, as a share of what PyTorch needs.
+# The allowed growth, as a share of what PyTorch needs.
 GROWTH = 0.1
-# So little is always there: pools of memory grow by larger steps, and PyTorch's libraries take as much on CPUs.
+# The bytes that are always allowed: memory pools grow by larger steps, and on CPUs PyTorch's libraries take as much.
 FREE, FREE_ON_CPUS = 4 << 20, 64 << 20
-# Graphs may keep at least four thousandths, 2 to the minus this, of the device's memory, all models of a process together: of
-# one image a tenth of what PyTorch needs holds few filters, and a graph gains most from filters that are kept.
+# The share of a device's memory that CUDA graphs of all models of a process may keep at least: 2 to the minus this,
+# four thousandths. With one image a tenth of PyTorch's memory holds few filters, and a graph gains most from kept
+# filters.
 FREE_IN_GRAPHS = 8
 
 
@@ -72,7 +75,7 @@ class Seconds:
 
     device: float
     host: float = 0.0
-    # Whether other programs ran in the midst of each run.
+    # True if other programs ran during each run.
     is_disturbed: bool = False
 
     def __add__(self, other: "Seconds") -> "Seconds":

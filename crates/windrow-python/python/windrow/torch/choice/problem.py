@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# What of a convolution is computed.
+# The part of a convolution to compute.
 FORWARD, FROZEN, CHANGING, TURNED = (
     "forward",
     "forward with a frozen filter",
@@ -19,7 +19,7 @@ FUSED = "forward of an optimized model"
 FUSED_UNKEPT = "forward of an optimized model without room for its filter"
 OF_INPUT, OF_FILTER, OF_BOTH = "gradient of the input", "gradient of the filter", "gradient of filter and bias"
 GRADIENTS = (OF_INPUT, OF_FILTER, OF_BOTH)
-# With these no packed filter is kept.
+# The parts for which no packed filter is kept.
 UNKEPT = (CHANGING, FUSED_UNKEPT)
 
 
@@ -41,7 +41,7 @@ class Beside(NamedTuple):
     fits: bool
     dtype: torch.dtype
     is_contiguous: bool
-    # Whether it lies as Windrow's convolution lays its result out, so that this adds it.
+    # True if it has the layout of Windrow's result, so that Windrow's kernel adds it.
     is_added: bool
 
 
@@ -107,7 +107,7 @@ class Problem(NamedTuple):
         return f"{self.image()}, {self.without_sizes()}"
 
 
-# As a `Problem`: hashed on each call, so plain tuples.
+# The key of a problem: plain tuples with the fields of a `Problem`, because it is hashed on each call.
 Key = tuple[Any, tuple[Any, ...], tuple[Any, ...]]
 
 

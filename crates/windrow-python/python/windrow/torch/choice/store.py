@@ -24,21 +24,21 @@ class Decision:
     key: Problem
     # PyTorch, cuDNN or Windrow.
     choice: str
-    # The same for calls that are captured in a CUDA graph.
+    # The same, for calls that are captured in a CUDA graph.
     in_graph: str
     reason: str
     # False if a later call decides again: other programs ran, or memory was missing.
     is_final: bool = True
     source: Source = "measured"
-    # By name, as measured so far.
+    # The times measured so far, by name.
     times: dict[str, Seconds] = field(default_factory=dict)
-    # As `policy.BESIDE`.
+    # The factor `policy.BESIDE` or `policy.BESIDE_FUSED`.
     around: float = policy.BESIDE
     # False if room was missing: how much PyTorch needs is known only after a pass of the whole model.
     has_room: bool = True
-    # So often room was looked for by a layer, or times were measured.
+    # The number of times that room was looked for by a layer, or that times were measured.
     tries: int = 1
-    # By name, bytes that ours is held to if there is no room for as many as are fastest.
+    # The memory limits in bytes, by name, if there is not enough room for the fastest way.
     limits: dict[str, int] = field(default_factory=dict)
     # Windrow's, as the user has named it.
     algorithm: str | None = None
@@ -71,9 +71,9 @@ class Decision:
         return f"{self.problem} on {self.device}: {self.choice} ({self.reason})"
 
 
-# By problem, which takes its time to hash, and by what of it is computed.
+# The decisions by problem (whose hash takes time), and by the part of it that is computed.
 _decisions: dict[Key, dict[str, Decision]] = {}
-# By all that a problem is beside its sizes, those that were measured.
+# The measured decisions, by all that a problem is beside its sizes.
 _measured: dict[Any, list[Decision]] = {}
 # Held during a measurement; never waited for.
 measuring = threading.Lock()
