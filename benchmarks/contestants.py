@@ -67,6 +67,16 @@ def sides(kind: str, others: Iterable[str] = ()) -> list[str]:
     return [PYTORCH, *others, PATCHED, *optimized]
 
 
+def tensors(result: object) -> list[Tensor]:
+    """A network's results as a list: PyTorch's, or arrays of ONNX Runtime."""
+    return [torch.as_tensor(t) for t in result] if isinstance(result, tuple | list) else [result]  # type: ignore[list-item]
+
+
+def whole(results: list[Tensor]) -> Tensor:
+    """All results as one vector in f64."""
+    return torch.cat([t.double().flatten() for t in results])
+
+
 def session_call(model: nn.Module, x: Tensor) -> Callable[[], object]:
     """A run of ONNX Runtime: its own kernels, all of its graph optimisations, as many threads as PyTorch has."""
     import onnxruntime
@@ -158,34 +168,45 @@ class Case:
         target = torch.arange(len(x), device=x.device)
         return F.cross_entropy(y.double() if y.dtype == torch.float64 else y.float(), target)
 
-    def small_result(self, model: nn.Module, seed: int) -> Tensor:
-        """The result for two small inputs, or the gradients of all weights, as one vector in f64."""
-        wide = next(model.parameters()).dtype == torch.float64
+    def gradients(self, model: nn.Module, seed: int) -> Tensor:
+        """The gradients of all weights for two small inputs, as one vector in f64."""
         x = self.input(2, self.network.small, seed)
-        x = x.double() if wide else x
-        if self.kind == "train":
-            loss = self.loss(model, x)
-            grads = torch.autograd.grad(loss, list(model.parameters()))
-            return torch.cat([g.double().flatten() for g in grads])
-        with torch.inference_mode():
-            return model(x).double().flatten()
+        if next(model.parameters()).dtype == torch.float64:
+            x = x.double()
+        grads = torch.autograd.grad(self.loss(model, x), list(model.parameters()))
+        return torch.cat([g.double().flatten() for g in grads])
 
-    def errors(self, exact: dict[tuple, Tensor]) -> dict[str, float]:
-        """Relative error of each side: root mean square of the difference from f64 over that of the
-        result; of gradients the least over five inputs, since for about half of all a rounding somewhere
-        switches a ReLU, with either side, and the error of that is 1e-3 to 1e-2. `exact` keeps the results
-        in f64, which modes of one type share."""
+    def result_in_f64(self) -> Tensor:
+        """The result of the call that is timed, computed in f64 image by image."""
+        model, x = self.model(PYTORCH).double(), self.input(self.batch, self.network.size[self.device.type])
+        with torch.inference_mode():
+            return whole([torch.cat(parts) for parts in zip(*(tensors(model(image.double())) for image in x.split(1)))])
+
+    def result_errors(self, results: dict[str, Tensor], exact: dict[tuple, Tensor]) -> dict[str, float]:
+        """Relative error of each side's result: root mean square of the difference from f64 over that of the result.
+        `exact` keeps the results in f64, which modes of one type share."""
+        self.set_flags()
+        torch.backends.cudnn.benchmark = False
+        key = (self.name, self.batch, self.mode.dtype)
+        if key not in exact:
+            # On the CPU: there the results of all cases may stay.
+            exact[key] = self.result_in_f64().cpu()
+        want = exact[key]
+        return {side: ((y.cpu() - want).norm() / want.norm()).item() for side, y in results.items()}
+
+    def gradient_errors(self, exact: dict[tuple, Tensor]) -> dict[str, float]:
+        """Relative error of each side's gradients; the least over five inputs, since for about half of all a rounding
+        somewhere switches a ReLU, with either side, and the error of that is 1e-3 to 1e-2."""
         self.set_flags()
         # Trials of algorithms would take longer than the results.
         torch.backends.cudnn.benchmark = False
         found: dict[str, list[float]] = {}
-        for seed in range(1, 6 if self.kind == "train" else 2):
-            key = (self.name, self.kind, self.mode.dtype, seed)
+        for seed in range(1, 6):
+            key = (self.name, self.mode.dtype, seed)
             if key not in exact:
-                # On the CPU: there the results of all cases may stay.
-                exact[key] = self.small_result(self.model(PYTORCH).double(), seed).cpu()
+                exact[key] = self.gradients(self.model(PYTORCH).double(), seed).cpu()
             want = exact[key].to(self.device)
             for side in sides(self.kind):
-                error = (self.small_result(self.model(side), seed) - want).norm() / want.norm()
+                error = (self.gradients(self.model(side), seed) - want).norm() / want.norm()
                 found.setdefault(side, []).append(error.item())
         return {side: min(errors) for side, errors in found.items()}

@@ -7,7 +7,8 @@ network take turns in one process, with `--compile` also what torch.compile make
 `backend="windrow"` (with `rest="eager"` too), and with `--onnxruntime` on a CPU in mode f32 ONNX Runtime, with all of its
 graph optimisations and as many threads; times are medians. On CUDA inference is timed in a graph and without; `--train`
 times a step with SGD instead. Memory is the peak of the weights, the input and
-one call; errors are relative, against the same network in f64. `--accuracy half` is given to patch and optimize.
+one call; errors are relative, those of the results that were timed, or of gradients, against the same network in f64.
+OUT.json says who computed the convolutions: Windrow, cuDNN or PyTorch. `--accuracy half` is given to patch and optimize.
 
 Results are written after each case. Cases that OUT.json has already are replaced if they are measured again and else kept,
 so a record can be made in parts, on one machine; OUT.md is its table. Memory comes last, on CUDA with several processes
@@ -34,6 +35,7 @@ import memory
 import networks
 import provenance
 import torch
+import windrow.torch
 from contestants import MODES, MODES_OF, Case
 
 # A sample repeats a short call for about this long.
@@ -154,27 +156,50 @@ def in_turns(
     }
 
 
-def timed(case: Case, seconds: float, others: list[str]) -> dict[str, dict]:
-    """Times by kind of call."""
+Results = dict[str, torch.Tensor]
+
+
+def timed(case: Case, seconds: float, others: list[str]) -> tuple[dict[str, dict], Results]:
+    """Times by kind of call, and of inference the results of the calls that were timed."""
     calls = {side: case.start(side) for side in contestants.sides(case.kind, others)}
     if case.kind == "train":
-        return {"train": in_turns(calls, seconds, case.device)}
+        return {"train": in_turns(calls, seconds, case.device)}, {}
+    result = lambda y: contestants.whole(contestants.tensors(y)).cpu()
     if case.device.type == "cpu":
-        return {"eager": in_turns(calls, seconds, case.device)}
+        times = {"eager": in_turns(calls, seconds, case.device)}
+        return times, {side: result(call()) for side, call in calls.items()}
     graphs = {side: captured(call) for side, call in calls.items()}
-    return {
+    times = {
         "graph": in_turns(graphs, seconds / 2, case.device),
         "eager": in_turns(calls, seconds / 2, case.device),
     }
+    return times, {side: result(graph()[1]) for side, graph in graphs.items()}
+
+
+def computed_by(device: torch.device, before: set[str]) -> dict[str, dict[str, int]]:
+    """Who computes convolutions, as decided for problems that are not among those of `before`: the number of problems by
+    what was asked and by who was chosen, on CUDA for captured calls."""
+    found: dict[str, dict[str, int]] = {}
+    for decision in windrow.torch.decisions():
+        if decision.problem in before:
+            continue
+        who = found.setdefault(decision.what, {})
+        choice = decision.in_graph if device.type == "cuda" else decision.choice
+        who[choice] = who.get(choice, 0) + 1
+    return found
 
 
 def measured(name: str, case: Case, options: argparse.Namespace, exact: dict) -> dict[str, Any]:
-    """Times, and of a network's first batch errors."""
+    """Times, who computed convolutions, and of a network's first batch errors."""
     compiled = [contestants.COMPILED, contestants.BACKEND, contestants.BACKEND_EAGER]
     others = compiled if options.compile and case.first else []
     others += [contestants.ONNXRUNTIME] * (options.onnxruntime and case.mode == MODES["f32"])
-    times = timed(case, options.seconds, others)
-    return {"ms": times, "error": case.errors(exact)} if case.first else {"ms": times}
+    before = {decision.problem for decision in windrow.torch.decisions()}
+    times, results = timed(case, options.seconds, others)
+    found = {"ms": times, "computed_by": computed_by(case.device, before)}
+    if not case.first:
+        return found
+    return found | {"error": case.gradient_errors(exact) if case.kind == "train" else case.result_errors(results, exact)}
 
 
 def peaks(measured: dict[str, Case], deadline: float) -> dict[str, dict[str, int]]:
@@ -244,8 +269,8 @@ def table(record: dict[str, Any]) -> str:
     lines += [f"Failed: {name}: {why}" for name, why in failed.items()]
     lines += ["", "Times in ms; `x`: PyTorch's time beside it, as of `compiled` by torch.compile and of `ORT`, ONNX Runtime."]
     lines += ["`backend`: by torch.compile with `backend=\"windrow\"`; `its eager`: with `rest=\"eager\"`, too."]
-    lines += ["`error`: PyTorch's and that of the patched network; `memory`, `err. x`: of the patched and the optimized network"]
-    lines += ["beside PyTorch's."]
+    lines += ["`error`: PyTorch's and that of the patched network; `memory`, `err. x`: of the patched and the optimized network,"]
+    lines += ["and of the backend if it was measured, beside PyTorch's."]
     for kind, title in TITLES.items():
         rows = {n: c for n, c in record["cases"].items() if kind in c.get("ms", {})}
         if rows:
@@ -271,7 +296,7 @@ def row(name: str, case: dict[str, Any], kind: str) -> tuple[str, ...]:
     def beside(values: dict[str, float] | None) -> str:
         if not values or not values["pytorch"]:
             return "-"
-        others = [side for side in ("windrow", "optimized") if side in values]
+        others = [side for side in ("windrow", "optimized", "backend") if side in values]
         return ", ".join(f"{values[side] / values['pytorch']:.2f}" for side in others)
 
     error = case.get("error")

@@ -1,10 +1,11 @@
-"""The networks that `models.py` measures: random weights, one tensor in and one out."""
+"""The networks that `models.py` measures: random weights, one tensor in, one or several out."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import image_networks
 import torch
 from torch import Tensor, nn
 
@@ -70,6 +71,11 @@ def _images(name: str, batch: int = 64) -> Network:
     return Network(_torchvision(name), "torchvision", 3, size, 224, batches)
 
 
+def _own(build: Callable[[], nn.Module], batch: int, on_cuda: int, on_cpu: int) -> Network:
+    """One of `image_networks`, with the sizes of its images."""
+    return Network(build, "torch", 3, {"cuda": on_cuda, "cpu": on_cpu}, 64, {"cuda": [batch, 1], "cpu": [1]})
+
+
 def _latents(build: Callable[[], nn.Module], size: int, batch: int, on_cpu: Sequence[int] = (1,)) -> Network:
     batches = {"cuda": [batch], "cpu": [*on_cpu]}
     return Network(build, "diffusers", 4, {"cuda": size, "cpu": 16}, 16, batches)
@@ -85,6 +91,12 @@ NETWORKS = {
     "mobilenet_v2": _images("mobilenet_v2"),
     "convnext_tiny": _images("convnext_tiny"),
     "efficientnet_b0": _images("efficientnet_b0"),
+    "densenet121": _images("densenet121"),
+    "regnet_y_1_6gf": _images("regnet_y_1_6gf"),
+    "detector": _own(image_networks.Detector, 16, 640, 256),
+    "segmentation": _own(image_networks.Segmentation, 4, 512, 128),
+    "edsr": _own(image_networks.Edsr, 4, 128, 32),
+    "esrgan": _own(image_networks.Esrgan, 4, 128, 32),
     # Its copies, one in f64, are more than 24 GiB.
     "unet": _latents(Unet, 64, 2, on_cpu=()),
 }
