@@ -31,8 +31,7 @@ pub(super) fn forward_tolerance(problem: &Problem, activation: Activation, y: DT
     }
 }
 
-/// As [`forward_tolerance`], with the derivative's roundings (9) and a sum of `additions` products in
-/// addition.
+/// The tolerance of [`forward_tolerance`], plus the derivative's roundings (9) and a sum of `additions` products.
 fn backward_tolerance(problem: &Problem, additions: usize) -> f64 {
     ((forward_additions(problem) + additions) as f64 + 12.0) * DType::F32.unit_roundoff()
 }

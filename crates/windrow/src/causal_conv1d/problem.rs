@@ -54,7 +54,7 @@ impl Problem {
         Ok(Problem { b, d, d_out, l, width, dense })
     }
 
-    /// With a weight [d, width].
+    /// The sizes with a weight [d, width].
     pub(super) fn depthwise(x: &TensorDesc, weight: &TensorDesc) -> Result<Self> {
         let problem = Problem::new(x, weight)?;
         if problem.dense { Err(rank("weight", weight, "2: [d, width]")) } else { Ok(problem) }

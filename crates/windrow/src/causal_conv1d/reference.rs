@@ -33,7 +33,7 @@ pub(crate) struct Gradients {
     pub dinitial_states: Expected,
 }
 
-/// What a tap of the filter lies on.
+/// The input under a tap of the filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Source {
     /// A token of the row.
@@ -62,8 +62,8 @@ impl Reference {
         })
     }
 
-    /// What token `t` of row `b` sees at distance `back`; `None` if it is padding. `t = l` is
-    /// allowed, as a further token of the last one's sequence.
+    /// The input that token `t` of row `b` sees at distance `back`; `None` if it is padding. `t = l` is allowed, as one
+    /// more token of the last one's sequence.
     fn source(&self, b: usize, t: usize, back: usize) -> Option<Source> {
         let p = &self.problem;
         if let Some(cu_seqlens) = &self.cu_seqlens {
@@ -91,7 +91,7 @@ impl Reference {
         Some(if seen { source } else { Source::Zero })
     }
 
-    /// As `source`, in a sequence that starts at token `start` and has states in row `row`.
+    /// The input as by `source`, in a sequence that starts at token `start` and has states in row `row`.
     fn in_sequence(&self, row: usize, start: usize, t: usize, back: usize) -> Source {
         if t >= start + back {
             return Source::Token(t - back);
@@ -125,7 +125,7 @@ impl Reference {
         }
     }
 
-    /// What the taps of every token of row `b` lie on, [l, width]; `None` for padding.
+    /// The inputs under the taps of every token of row `b`, [l, width]; `None` for padding.
     fn row(&self, b: usize) -> Result<Vec<Option<Source>>> {
         let p = &self.problem;
         let taps = 0..p.l * p.width;
@@ -187,7 +187,7 @@ impl Reference {
         }
     }
 
-    /// What entry `j` of a final state is.
+    /// The input in entry `j` of a final state.
     fn final_source(&self, row: usize, (b, start, end): (usize, usize, usize), j: usize) -> Source {
         let back = self.problem.history() - j;
         match &self.cu_seqlens {
@@ -335,7 +335,7 @@ pub(crate) fn integers(view: &TensorRef<'_>) -> Result<Vec<i64>> {
     Ok(view.to_f64_vec()?.into_iter().map(|value| value as i64).collect())
 }
 
-/// One step of decoding with all operands row-major in f64.
+/// A step of decoding with all operands row-major in f64.
 #[derive(Clone, Debug)]
 pub(crate) struct UpdateReference {
     /// Sizes; `b` and `l` are those of x.

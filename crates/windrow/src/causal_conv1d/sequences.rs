@@ -1,4 +1,4 @@
-//! How the tokens of a row divide into sequences.
+//! The division of a row's tokens into sequences.
 
 use crate::{DType, Error, Result, TensorRef};
 
@@ -50,7 +50,7 @@ impl<'a> Indices<'a> {
 /// tensors is touched.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Sequences<'a> {
-    /// Every row is one sequence of this many tokens.
+    /// One sequence of this many tokens in each row.
     Whole(usize),
     /// Sequence numbers [b, l] of l > 0 tokens.
     Numbers(Indices<'a>, usize),
@@ -100,7 +100,7 @@ pub(crate) struct Run {
     /// First token; for a search limited by a width, at least that many tokens before the one
     /// asked for.
     pub start: usize,
-    /// One past the last token, or the limit of the search.
+    /// The index after the last token, or the limit of the search.
     pub end: usize,
     /// Whose tokens these are: the number, or the position between boundaries. Negative: padding.
     pub sequence: i64,
@@ -111,7 +111,7 @@ impl Run {
     pub(crate) const EMPTY: Run = Run { start: 0, end: 0, sequence: 0 };
 }
 
-/// Where a position of a run lies.
+/// The place of a position of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Source {
     /// A token of the row.

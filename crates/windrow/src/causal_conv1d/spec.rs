@@ -1,4 +1,4 @@
-//! What a causal convolution computes: descriptors, options, and the checks that need no data.
+//! The spec of a causal convolution: descriptors, options, and the checks that need no data.
 
 use super::Problem;
 use super::problem::rank;
@@ -143,7 +143,7 @@ impl CausalConv1dSpec {
         Ok(entries - 1)
     }
 
-    /// Every check that needs no data, and the sizes.
+    /// The sizes, after every check that needs no data.
     pub(crate) fn problem(&self) -> Result<Problem> {
         let problem = Problem::new(&self.x, &self.weight)?;
         let rows = self.state_rows(&problem)?;
@@ -167,7 +167,7 @@ impl CausalConv1dSpec {
     }
 }
 
-/// How a causal convolution is computed.
+/// The algorithm of a causal convolution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum CausalConv1dAlgorithm {

@@ -33,7 +33,7 @@ pub(crate) fn stage_checks(
     ])
 }
 
-/// What the oracle says of a sample: the same for all layouts and algorithms.
+/// The oracle's results of a sample, the same for all layouts and algorithms.
 pub(crate) struct Oracle {
     reference: Reference,
     forward: Expected,
@@ -97,7 +97,7 @@ pub(crate) fn run_with(
     Ok(checks)
 }
 
-/// What the oracle says of an update.
+/// The oracle's results of an update.
 pub(crate) struct UpdateOracle {
     y: Expected,
     tolerance: f64,

@@ -24,16 +24,15 @@ impl Inputs {
         self.gate.as_ref().map_or(1.0, |g| g[i])
     }
 
-    /// What counts beside the magnitude of gelu(x) and of its derivative: both are sums of a probability, a density
-    /// and their products with x, whose last place is that of the smallest normal number where they are less.
+    /// The magnitude that counts beside gelu(x) and its derivative. Both are sums of a probability, a density and their
+    /// products with x; if these are smaller than the smallest normal number, their last place is that number's.
     fn underflow(x: f64) -> f64 {
         // From here on they are zero in every type.
         const VANISHED: f64 = 64.0;
         f64::from(f32::MIN_POSITIVE) * (1.0 + x.abs().min(VANISHED))
     }
 
-    /// How far `f` moves when its argument moves by a relative 1, as far as a rounded bias sum does
-    /// that.
+    /// The distance by which `f` moves if its argument moves by a relative 1, as far as a rounded bias sum does that.
     fn condition(&self, f: impl Fn(f64) -> f64, x: f64) -> f64 {
         const STEP: f64 = 1e-6;
         if self.bias.is_none() || !x.is_finite() {

@@ -32,13 +32,12 @@ pub struct GeluSpec {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum HalfMath {
-    /// In f32, rounded once at the end: within one unit in the last place of the correctly rounded
-    /// result, tail included.
+    /// Computation in f32, rounded once at the end: within one unit in the last place of the correctly rounded result,
+    /// tail included.
     #[default]
     Float,
-    /// In pairs of the half type itself, without bias and gate, on CUDA only. Absolute error of a
-    /// few units in the last place at 1: the tail of negative inputs is lost. No faster where memory
-    /// is the limit.
+    /// Computation in pairs of f16/bf16 themselves, without bias and gate, on CUDA only. The absolute error is a few
+    /// units in the last place at 1: the tail of negative inputs is lost. It is no faster if memory is the limit.
     Native,
 }
 

@@ -76,7 +76,8 @@ setters! {
     }
 }
 
-/// What a call writes; see [`CausalConv1dServingSpec`](crate::CausalConv1dServingSpec) for shapes and types.
+/// The tensors that a call writes; see [`CausalConv1dServingSpec`](crate::CausalConv1dServingSpec) for shapes and
+/// types.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct CausalConv1dServingOutputs<'a> {

@@ -6,7 +6,7 @@ use crate::causal_conv1d::comparison::{check_equal, forward_tolerance};
 use crate::verification::{Check, Expected};
 use crate::{DType, Result};
 
-/// What the oracle says of a call.
+/// The oracle's result of a call.
 pub(crate) struct Oracle {
     y: Expected,
     tolerance: f64,
@@ -14,7 +14,7 @@ pub(crate) struct Oracle {
 }
 
 impl Oracle {
-    /// Of a call that begins with this in what it writes.
+    /// The result of a call whose outputs hold this before it.
     pub(crate) fn of(
         reference: &ServingReference,
         mut memory: Memory,

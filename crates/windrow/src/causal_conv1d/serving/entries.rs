@@ -1,4 +1,5 @@
-//! What each sequence reads and writes, looked up once: another thread of the program may change indices during a run.
+//! The places that each sequence reads and writes. They are looked up once, because another thread of the program may
+//! change indices during a run.
 
 use super::args::CausalConv1dServingArgs;
 use super::spec::{CausalConv1dServingSpec, Sizes};
@@ -97,7 +98,7 @@ fn tree([next, sibling]: &[Indices<'_>; 2], i: usize, parents: &mut [u16]) -> Re
 }
 
 impl<'a> Lookup<'a> {
-    /// For arguments that were compared with the spec.
+    /// The entries for arguments that were compared with the spec.
     pub(crate) fn new(
         spec: &CausalConv1dServingSpec,
         sizes: Sizes,
@@ -150,12 +151,12 @@ impl<'a> Lookup<'a> {
         Ok(end)
     }
 
-    /// Whether tokens are trees.
+    /// True if tokens are trees.
     pub(crate) fn has_trees(&self) -> bool {
         self.links.is_some()
     }
 
-    /// Whether states hold drafts.
+    /// True if states hold drafts.
     pub(crate) fn has_drafts(&self) -> bool {
         self.accepted.is_some()
     }
@@ -210,7 +211,7 @@ impl<'a> Lookup<'a> {
         Ok(Some(States { read, window: counts.then_some(column), write, ends, slot }))
     }
 
-    /// Where the windows on the way of sequence `i` go; anything where there are none.
+    /// The slot of the intermediate windows of sequence `i`; any number if there are none.
     fn slot(&self, i: usize) -> Result<usize> {
         let (Some(slots), n) = (&self.slots, self.sizes.slots) else { return Ok(i) };
         let given = slots.at([i]);

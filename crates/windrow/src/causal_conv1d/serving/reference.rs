@@ -7,7 +7,7 @@ use crate::lists::{collected, filled, room_for};
 use crate::verification::Expected;
 use crate::{Activation, Result, TensorMut, TensorRef};
 
-/// All operands row-major, indices already known to be right.
+/// The operands, all row-major, with indices that are known to be right.
 #[derive(Clone, Debug)]
 pub(crate) struct ServingReference {
     pub problem: Problem,
@@ -41,7 +41,7 @@ pub(crate) struct ServingReference {
     window_len: usize,
 }
 
-/// What a call writes beside y, row-major: as before it, then as after it.
+/// The tensors that a call writes beside y, row-major: as before it, then as after it.
 #[derive(Clone, Debug)]
 pub(crate) struct Memory {
     /// [pool, d, state_len]
@@ -53,7 +53,7 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    /// What it holds now.
+    /// The values that the outputs hold now.
     pub(crate) fn of(outputs: &CausalConv1dServingOutputs<'_>) -> Result<Self> {
         let values = |view: &Option<TensorMut<'_>>| {
             view.as_ref().map_or(Ok(vec![]), |view| view.as_ref().to_f64_vec())

@@ -331,7 +331,7 @@ fn spoil_last(held: &mut Held) {
     }
 }
 
-/// Where one size is zero the others may be larger than any memory.
+/// If one size is zero, the others may be larger than any memory.
 #[test]
 fn tensors_without_elements_take_no_memory_and_no_time() {
     const HUGE: usize = 1 << 40;

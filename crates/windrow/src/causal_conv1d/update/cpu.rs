@@ -17,7 +17,7 @@ const STEP: usize = 256;
 /// Most slots of a state that a step of one token handles channel by channel.
 const SLOTS: usize = 4;
 
-/// How an update is cut into tasks.
+/// The division of an update into tasks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Update {
     problem: Problem,
@@ -30,7 +30,7 @@ pub(crate) struct Update {
     scratch: usize,
 }
 
-/// What an update reads and writes.
+/// The tensors that an update reads and writes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Operands<'a, T> {
     pub x: Operand<T>,
@@ -103,7 +103,7 @@ impl Update {
     }
 }
 
-/// All batch entries of some channels. Made by [`Update::run`] only, which answers for its pointers.
+/// The batch entries of some channels. Only [`Update::run`] makes a task, and it answers for the pointers.
 struct Task<'a, T> {
     plan: &'a Update,
     operands: &'a Operands<'a, T>,
@@ -111,7 +111,7 @@ struct Task<'a, T> {
     scratch: *mut f32,
 }
 
-/// One batch entry and the state that it advances.
+/// A batch entry and the state that it advances.
 #[derive(Clone, Copy)]
 struct Entry {
     b: usize,
@@ -171,10 +171,10 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
     }
 }
 
-/// How the slots of a state lie.
+/// The layout of a state's slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Slots {
-    /// Those of a channel together, channel after channel.
+    /// The slots of a channel together, channel after channel.
     Together,
     /// The channels of a slot together.
     Apart,
@@ -190,9 +190,9 @@ impl<T> Rows<T> {
     }
 }
 
-/// One new token for each entry: blocks of channels at a time, where channels are neighbours.
+/// A step of one new token for each entry: blocks of channels at a time, if channels are neighbours.
 impl<T: SimdElement> Task<'_, T> {
-    /// Whether [`Task::step`] can compute the task.
+    /// True if [`Task::step`] can compute the task.
     #[inline(always)]
     fn step_slots(&self) -> Option<Slots> {
         let Operands { x, y, conv_state, .. } = self.operands;
@@ -371,7 +371,7 @@ impl<T: SimdElement> Task<'_, T> {
         }
     }
 
-    /// Puts the tokens of x behind those of the state. `tile` is what [`Task::load`] has filled last.
+    /// Puts the tokens of x after those of the state. `tile` was last filled by [`Task::load`].
     #[inline(always)]
     unsafe fn advance(&self, tile: &Tile<T>, entry: Entry, (channel, lanes): (usize, usize)) {
         let Operands { x, conv_state, .. } = self.operands;

@@ -45,19 +45,19 @@ params! {
 #[derive(Clone, Debug)]
 pub(in crate::causal_conv1d) struct Update {
     any: &'static Kernel,
-    /// For one new position, and the addresses that it takes.
+    /// The kernel for one new position, with the addresses that it takes.
     step: Option<(&'static Kernel, Step)>,
     params: Params,
 }
 
-/// How the kernel for one new position goes about a spec.
+/// The division of a spec by the kernel for one new position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Step {
     /// Channels of a thread.
     vector: usize,
-    /// Whether channels lie next to each other in the states; else the inputs of a channel do.
+    /// True if channels are neighbours in the states; otherwise the inputs of a channel are.
     along_channels: bool,
-    /// What addresses must be multiples of.
+    /// The alignment that addresses need.
     bytes: usize,
 }
 

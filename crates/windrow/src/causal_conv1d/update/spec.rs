@@ -1,4 +1,4 @@
-//! What a step of decoding computes, and the checks that need no data.
+//! The spec of a decoding step, and the checks that need no data.
 
 use crate::causal_conv1d::Problem;
 use crate::causal_conv1d::problem::{check_index, rank};
@@ -6,7 +6,7 @@ use crate::forms::setters;
 use crate::tensor::{check_tensor, check_unique};
 use crate::{Activation, Error, Result, TensorDesc};
 
-/// One step of decoding: `y` of new tokens `x` that follow those in `conv_state`, which is advanced.
+/// A decoding step: `y` of new tokens `x` that follow those in `conv_state`, which is advanced.
 ///
 /// A state holds the last `state_len >= width - 1` tokens of a sequence, oldest first; a step moves it
 /// by l tokens. With `cache_seqlens` it is a ring buffer instead: token number `n` of the sequence is in
@@ -90,7 +90,7 @@ impl CausalConv1dUpdateSpec {
         check_unique("conv_state", &self.conv_state.layout)
     }
 
-    /// Every check that needs no data, and the sizes.
+    /// The sizes, after every check that needs no data.
     pub(in crate::causal_conv1d) fn problem(&self) -> Result<Problem> {
         let problem = Problem::depthwise(&self.x, &self.weight)?;
         self.check_state(&problem)?;

@@ -14,7 +14,7 @@ use crate::dtype::with_element;
 use crate::gelu::{GeluArgs, GeluGrads, GeluSpec};
 use crate::{Activation, Approximate, DType, MAX_RANK, Result, TensorRef, Workspace};
 
-/// How the work of a backward pass is cut.
+/// The division of a backward pass into tasks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::gelu) struct Partition {
     /// Length of the last dimension.
@@ -304,7 +304,7 @@ struct Row<T, const TANH: bool> {
     dgate: *mut T,
     gate: *const T,
     bias: Bias<T>,
-    /// Takes the gradient of the sum `x + bias`, not rounded to T.
+    /// The gradient of the sum `x + bias`, not rounded to T.
     slopes: *mut f32,
 }
 

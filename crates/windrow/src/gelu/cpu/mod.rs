@@ -14,7 +14,7 @@ use crate::cpu::{Simd, SimdElement};
 /// Elements that are gathered at a time where an operand's innermost stride is not 1.
 const BLOCK: usize = 256;
 
-/// Below this many bytes of input, waking another thread costs more than it saves.
+/// The bytes of input below which waking another thread costs more than it saves.
 const PARALLEL_FROM: usize = 32 << 10;
 
 /// The bias as kernels see it: of the input's type, or f32 beside half inputs.

@@ -13,7 +13,8 @@ use std::sync::LazyLock;
 
 const PIECES: usize = 32;
 const WIDTH: f64 = 0.125;
-/// Below the end of the last piece, 31.5 / 8, so that rounding cannot lead beyond it.
+/// The largest argument of the table. It is below the end of the last piece, 31.5 / 8, so that rounding cannot exceed
+/// it.
 const LIMIT: f32 = 3.937;
 /// Adding this rounds to a multiple of [`WIDTH`] and leaves the number of the piece in the low bits.
 const MAGIC: f32 = 1_572_864.0;
@@ -78,7 +79,7 @@ fn interpolate(f: impl Fn(f64) -> f64, terms: usize) -> Vec<f64> {
     coefficients
 }
 
-/// Whether an element is NaN or needs the exponentials, or all need them for want of lookups.
+/// True if an element is NaN or needs the exponentials, or if the instruction set has no lookups.
 #[inline(always)]
 pub(super) fn beyond<S: Simd, const N: usize>(s: S, x: [S::F32; N]) -> bool {
     let mut beyond = s.not_le(s.abs(x[0]), s.splat(LIMIT));

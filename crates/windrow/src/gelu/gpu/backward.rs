@@ -11,7 +11,7 @@ static BACKWARD: Source =
 static BIAS_GRADIENT: Source =
     Source { name: "bias_gradient.cu", text: include_str!("bias_gradient.cu"), includes: INCLUDES };
 
-/// What tells the kernels of a plan's gradients apart, beside its spec.
+/// The facts by which the kernels of a plan's gradients differ, beside its spec.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Key {
     Elementwise { rank: usize, unit: bool, dx: bool, dgate: bool },

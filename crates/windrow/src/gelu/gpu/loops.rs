@@ -15,7 +15,7 @@ pub(super) struct Dim<const N: usize> {
 pub(super) struct Loops<const N: usize> {
     pub(super) inner: Dim<N>,
     pub(super) outer: Vec<Dim<N>>,
-    /// Whether neighbours of the inner loop lie next to each other in the operands asked for.
+    /// True if neighbours of the inner loop are neighbours in memory, in all operands asked for.
     pub(super) unit: bool,
 }
 
@@ -146,7 +146,7 @@ impl Words {
         Words { words: [0; 96], len: 0, fields: [("", 0); 8], field_count: 0 }
     }
 
-    /// What is pushed from here on belongs to a field of this name.
+    /// Starts a field with this name; values that are pushed from now on belong to it.
     pub(super) fn begin(&mut self, field: &'static str) {
         self.fields[self.field_count] = (field, self.len);
         self.field_count += 1;
@@ -157,7 +157,7 @@ impl Words {
         self.len += 1;
     }
 
-    /// Says so of a kernel that takes them.
+    /// Adds the fields to a kernel that takes them.
     pub(super) fn describe(&self, kernel: KernelSpec) -> KernelSpec {
         let word = size_of::<usize>();
         let ends = self.fields[1..self.field_count].iter().map(|(_, at)| *at).chain([self.len]);

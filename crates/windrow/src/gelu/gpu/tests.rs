@@ -9,7 +9,7 @@ fn spec(dtype: DType, shape: &[usize], order: &[usize], approximate: Approximate
     GeluSpec::new(TensorDesc { dtype, layout }, approximate).unwrap()
 }
 
-/// Of an H200.
+/// The wave of an H200.
 const WAVE: usize = 2048;
 const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 const FORMS: [Approximate; 2] = [Approximate::None, Approximate::Tanh];

@@ -11,7 +11,7 @@ fn steps(a: u16, b: u16) -> u32 {
     position(a).abs_diff(position(b))
 }
 
-/// All 65,536 inputs: at most one step from the f64 result rounded; counts those that are off.
+/// The comparison of all 65,536 inputs: at most one step from the rounded f64 result. Counts those that are off.
 fn all_inputs<T: Element>(from_bits: fn(u16) -> T, to_bits: fn(T) -> u16) {
     let x: Vec<T> = (0..=u16::MAX).map(from_bits).collect();
     for approximate in FORMS {

@@ -1,4 +1,4 @@
-//! Every refusal.
+//! The calls that are refused.
 
 use super::*;
 

@@ -20,8 +20,8 @@ struct Strided<T> {
     layout: Layout,
 }
 
-/// How the dimensions of a [`Strided`] lie: keys to sort them by, and a step for each, negative
-/// for backwards and 0 for a broadcast.
+/// The layout of a [`Strided`]: a key for each dimension to sort them by, and a step for each, negative for backwards
+/// and 0 for a broadcast.
 type Pattern = Vec<(u8, isize)>;
 
 impl<T: Element> Strided<T> {

@@ -18,7 +18,7 @@ const TILE: usize = 64;
 /// Taps whose weight gradients are summed at once.
 const TAPS: usize = 4;
 
-/// How the gradients of a convolution are cut into tasks.
+/// The division of a convolution's gradients into tasks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Backward {
     problem: Problem,
@@ -163,13 +163,13 @@ struct Task<'a, T> {
     b: usize,
     /// First channel and how many.
     lanes: (usize, usize),
-    /// Where the gradients go, and which tokens of it.
+    /// The destination of the gradients, and the tokens of it.
     to: Option<(Operand<T>, usize)>,
     tokens: Range<usize>,
     /// The run of all positions, if they are those of a state, and the position of the state's
     /// first token.
     state: Option<(Run, isize)>,
-    /// Where the sums for dweight and dbias go.
+    /// The destination of the sums for dweight and dbias.
     partials: Option<*mut f32>,
     scratch: *mut f32,
 }
@@ -217,9 +217,9 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
 
 /// The tiles of one thread; rows are positions.
 struct Tiles<T> {
-    /// From width - 1 before the first position to width - 1 after the last.
+    /// The inputs from width - 1 before the first position to width - 1 after the last.
     x: Tile<T>,
-    /// From the first position to width - 1 after the last: dy, and the gradient before the activation.
+    /// The rows from the first position to width - 1 after the last: dy, then the gradient before the activation.
     dy: Tile<T>,
     g: Tile<f32>,
     dx: Tile<T>,

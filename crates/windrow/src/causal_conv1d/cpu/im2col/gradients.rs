@@ -28,7 +28,7 @@ pub(crate) fn most_tokens(width: usize) -> usize {
     TOKENS.end.max(width)
 }
 
-/// How the gradients of a dense convolution are cut into products.
+/// The division of a dense convolution's gradients into products.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DenseBackward {
     forward: Im2colGemm,
@@ -41,7 +41,7 @@ pub(crate) struct DenseBackward {
 }
 
 impl DenseBackward {
-    /// For the convolution that `forward` computes.
+    /// The gradients of the convolution that `forward` computes.
     pub(crate) fn new(forward: Im2colGemm) -> Result<Self> {
         let Problem { b, d, d_out, l, width, .. } = forward.problem;
         let (terms, history) = (width * d, width - 1);
@@ -298,7 +298,7 @@ impl<T: SimdElement> Blocks<'_, T> {
     }
 }
 
-/// One row of g: dy times the derivative of the activation at the sum in `g` and bias.
+/// A row of g: dy times the derivative of the activation at the sum of `g` and bias.
 struct BeforeActivation<T> {
     activation: Activation,
     /// First channel and distance of channels.
@@ -336,7 +336,7 @@ struct Position<'a, T, F> {
     x: *mut f32,
     first: usize,
     p: isize,
-    /// Whether the position is seen by a token that is not before it.
+    /// True if a token at or after the position sees it.
     sees: F,
     /// First channel and distance of channels.
     dfinal: Option<(*const T, isize)>,

@@ -10,7 +10,7 @@ use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement, seldom};
 /// once for all taps.
 pub(crate) const TOKENS: usize = 4;
 
-/// What is summed and what is applied to the sum.
+/// The sum, and the operations that are applied to it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sum {
     pub width: usize,
@@ -324,7 +324,8 @@ pub(crate) struct Step<T> {
     pub x: *const T,
     /// May be x.
     pub y: *mut T,
-    /// Where the window goes that ends with x. It is the window itself, tokens before it, or shares no memory with it.
+    /// The destination of the window that ends with x. It is the window itself, tokens before it, or memory that it
+    /// does not share.
     pub next: Option<(*mut T, isize)>,
     /// Window and x of the step that follows: any addresses.
     pub ahead: (*const T, *const T),

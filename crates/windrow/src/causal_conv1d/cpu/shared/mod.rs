@@ -1,5 +1,5 @@
-//! What the methods on the CPU, decoding and serving share: operands, tiles of tokens, the sums over taps, and the way of
-//! sums to y.
+//! The code that methods on the CPU, decoding and serving share: operands, tiles of tokens, the sums over taps, and the
+//! way of sums to y.
 
 pub(crate) mod epilogue;
 pub(crate) mod kernel;
@@ -15,7 +15,7 @@ use crate::{Element, TensorMut};
 /// Channels are staged and their weights laid out in groups of this many: the widest vector.
 pub(crate) const GROUP: usize = crate::cpu::MAX_LANES;
 
-/// What a run reads.
+/// The tensors that a run reads.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Inputs<'a, T> {
     pub tokens: Tokens<'a, T>,

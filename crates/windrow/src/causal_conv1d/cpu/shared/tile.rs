@@ -12,7 +12,7 @@ const NEAR: usize = 16;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tile<T>(pub *mut T);
 
-/// Where the tokens of a row, and those before it, are.
+/// The places of the tokens of a row, and of those before it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tokens<'a, T> {
     pub x: Operand<T>,

@@ -1,4 +1,4 @@
-//! Which kernel computes the outputs, and how it is launched.
+//! The kernel that computes the outputs, and its launch.
 
 use super::taps::Taps;
 use crate::causal_conv1d::gpu::shared::{
@@ -25,7 +25,7 @@ pub(super) enum Form {
     ChannelLastShared { vector: usize, rows: usize, lanes: usize },
     /// Any width, one sequence a row.
     Taps(Taps),
-    /// One output a thread.
+    /// One output for each thread.
     Plain,
 }
 

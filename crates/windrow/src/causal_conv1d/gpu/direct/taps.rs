@@ -10,7 +10,7 @@ source!(FIRST, "channel_first_taps.cu");
 
 /// Most taps.
 const MOST: usize = 256;
-/// Blocks and warps of these kernels from which on each had better walk further.
+/// The numbers of blocks and warps of these kernels above which each should walk further.
 const BLOCKS: usize = 1024;
 const WARPS: usize = 8192;
 /// Most steps of a warp along a row.
@@ -18,12 +18,12 @@ const STEPS: usize = 8;
 /// Positions of a tile.
 const TILE: usize = 128;
 
-/// One of the kernels.
+/// The kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Taps {
-    /// So many channels and positions a thread, `lanes` threads along the channels.
+    /// Channels-last: `vector` channels and `rows` positions for each thread, `lanes` threads along the channels.
     Last { vector: usize, rows: usize, lanes: usize },
-    /// So many tiles of positions a step, by products of matrices or in plain steps.
+    /// Channels-first: `tiles` tiles of positions in a step, by matrix products or in plain steps.
     First { tiles: usize, matrix: bool },
 }
 
@@ -133,7 +133,7 @@ impl Taps {
     }
 }
 
-/// Whether the kernels are for its width and options, strides aside.
+/// True if the kernels support the spec's width and options, whatever its strides.
 fn is_for(spec: &CausalConv1dSpec, problem: &Problem) -> bool {
     let packed = spec.seq_idx.is_some() || spec.cu_seqlens.is_some();
     // A thread for each channel computes the outputs that see an initial state again.

@@ -35,7 +35,7 @@ params! {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Key {
     BeforeActivation,
-    /// In this type.
+    /// The weight's gradient in this type.
     Weight(DType),
     Input,
     InitialStates,
@@ -199,7 +199,7 @@ fn input_kernel(spec: &CausalConv1dSpec, states: bool) -> KernelSpec {
     kernel_spec(&INPUT, name, spec, DType::F32).define("STATES", u8::from(states))
 }
 
-/// All that a spec of this kind may need.
+/// The kernels that a spec of this kind may need.
 #[cfg(test)]
 pub(super) fn all_kernels(spec: &CausalConv1dSpec) -> Vec<KernelSpec> {
     let weight = weight_kernel(spec.x.dtype);

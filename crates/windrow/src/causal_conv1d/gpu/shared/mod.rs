@@ -1,4 +1,4 @@
-//! What the kernels of causal convolution share: headers, parameters, constants, launches.
+//! The code that kernels of causal convolution share: headers, parameters, constants, launches.
 
 use crate::causal_conv1d::{CausalConv1dArgs, CausalConv1dGrads, CausalConv1dSpec, Problem};
 use crate::gpu::{Gpu, KernelSpec, Launch, Source, params, type_name};
@@ -120,7 +120,7 @@ impl Params {
         })
     }
 
-    /// With the addresses of inputs.
+    /// The parameters with the addresses of inputs.
     ///
     /// # Errors
     /// As [`Gpu::wrong_index`].
@@ -141,7 +141,7 @@ impl Params {
         })
     }
 
-    /// With the addresses and strides of the outputs' gradients, and of those of inputs.
+    /// The parameters with the addresses and strides of the outputs' gradients, and of those of inputs.
     pub(crate) fn with_gradients(
         &self,
         dy: &TensorRef<'_>,
@@ -184,12 +184,12 @@ pub(crate) fn define_operands(
     }
 }
 
-/// Whether neighbouring threads follow d rather than l.
+/// True if neighbouring threads follow d rather than l.
 pub(crate) fn along_channels(strides: &[isize]) -> bool {
     strides[1].unsigned_abs() < strides[2].unsigned_abs()
 }
 
-/// Whether an activation and its derivative take few registers.
+/// True if an activation and its derivative need few registers.
 pub(crate) fn is_simple(activation: Activation) -> bool {
     !matches!(activation, Activation::Gelu(_))
 }
@@ -217,7 +217,7 @@ pub(crate) fn kernel_spec(
     }
 }
 
-/// What kernels call the type of indices.
+/// The kernels' name for the type of indices.
 pub(crate) fn index_name(indices: &TensorDesc) -> &'static str {
     if indices.dtype == DType::I64 { "i64" } else { "int" }
 }

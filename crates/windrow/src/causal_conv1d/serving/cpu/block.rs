@@ -32,7 +32,7 @@ pub(super) struct Block<T> {
 }
 
 impl<T: SimdElement> Block<T> {
-    /// From an element of an operand on.
+    /// The block that starts at an element of an operand.
     #[inline(always)]
     pub(super) fn of(operand: &Operand<T>, row: usize, channel: usize, token: usize) -> Self {
         let [_, channels, tokens] = operand.strides;
@@ -106,7 +106,7 @@ impl<T: SimdElement> Block<T> {
         }
     }
 
-    /// Makes its elements zero.
+    /// Sets its elements to zero.
     ///
     /// # Safety
     /// It has so many tokens and channels.

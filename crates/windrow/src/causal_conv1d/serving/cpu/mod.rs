@@ -31,12 +31,12 @@ const SHORT_CHANNELS: usize = 2048;
 /// Elements of short sequences that are done before other threads wake up.
 const FEW: usize = 4 * 4096;
 
-/// How a call is cut into tasks.
+/// The division of a call into tasks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Walk {
     sizes: Sizes,
     activation: Activation,
-    /// Whether x and y do not fit in the cache.
+    /// True if x and y do not fit in the cache.
     stream: bool,
     threads: usize,
     /// Channels of a task.
@@ -47,7 +47,7 @@ pub(crate) struct Walk {
     scratch: usize,
 }
 
-/// What a call reads and writes.
+/// The tensors that a call reads and writes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Operands<'a, T> {
     pub x: Operand<T>,
@@ -55,7 +55,7 @@ pub(crate) struct Operands<'a, T> {
     pub in_place: bool,
     pub conv_states: Operand<T>,
     pub windows: Option<Windows<T>>,
-    /// Of each token of x, where there are trees.
+    /// The parent of each token of x, if tokens are trees.
     pub parents: &'a [u16],
     pub parameters: Parameters<'a>,
     pub lookup: Lookup<'a>,
@@ -182,12 +182,12 @@ struct Task<'a, T> {
     operands: &'a Operands<'a, T>,
     channels: Range<usize>,
     sequences: Range<usize>,
-    /// Whether it has the last sequences, and so the tokens behind them.
+    /// True if it has the last sequences, and so the tokens after them.
     is_last: bool,
     scratch: *mut u8,
 }
 
-/// One sequence in some channels.
+/// A sequence in some channels.
 #[derive(Clone, Copy)]
 struct Part<'a> {
     i: usize,

@@ -88,13 +88,13 @@ params! {
 /// A serving plan on a device, with its kernels compiled and loaded.
 #[derive(Clone, Debug)]
 pub(in crate::causal_conv1d) struct Serving {
-    /// One channel a thread, for any strides and addresses.
+    /// The kernel with one channel for each thread, for any strides and addresses.
     any: &'static Kernel,
     /// Several channels a thread.
     walks: Option<(&'static Kernel, Vectors)>,
-    /// Where sequences are long and y is not x.
+    /// The kernel for long sequences if y is not x.
     pieces: Option<(&'static Kernel, Vectors)>,
-    /// In place of `pieces` where addresses are multiples of 16 bytes.
+    /// The kernel instead of `pieces` if addresses are multiples of 16 bytes.
     tiles: Option<&'static Kernel>,
     params: Params,
 }
@@ -104,16 +104,16 @@ pub(in crate::causal_conv1d) struct Serving {
 struct Vectors {
     channels: usize,
     along_channels: bool,
-    /// Whether weight and bias are dense.
+    /// True if weight and bias are dense.
     dense: bool,
-    /// What addresses must be multiples of.
+    /// The alignment that addresses need.
     bytes: usize,
 }
 
 impl Vectors {
     const ONE: Vectors = Vectors { channels: 1, along_channels: false, dense: false, bytes: 1 };
 
-    /// Of so many bytes.
+    /// The vectors of `bytes` bytes.
     fn of(spec: &CausalConv1dServingSpec, bytes: usize) -> Option<Self> {
         let (x, y, states) = (spec.x.strides(), spec.y.strides(), spec.conv_states.strides());
         let along_channels = states[1] == 1;
@@ -139,8 +139,8 @@ impl Vectors {
         })
     }
 
-    /// Those of threads that walk along whole sequences, measured on an H200: a small step gains from little code for each
-    /// thread, a larger one from fewer threads.
+    /// The vectors of threads that walk along whole sequences, measured on an H200: a small step gains from little code
+    /// for each thread, a larger one from fewer threads.
     fn of_walks(spec: &CausalConv1dServingSpec, sizes: &Sizes) -> Option<Self> {
         let widths: &[usize] = match spec.x.dtype.is_half() && spec.next_token.is_none() {
             true if is_small(sizes) => &[4],
@@ -158,7 +158,7 @@ impl Vectors {
     }
 }
 
-/// Whether a step is bound by latency.
+/// True if latency bounds a step.
 fn is_small(sizes: &Sizes) -> bool {
     sizes.sequences.saturating_mul(sizes.problem.d) <= SMALL_STEP
 }
@@ -188,7 +188,7 @@ fn is_step(spec: &CausalConv1dServingSpec, sizes: &Sizes, vectors: Vectors) -> b
         && !more.contains(&true)
 }
 
-/// Whether sizes and strides fit an i32, which is less work for each thread.
+/// True if sizes and strides fit in an i32, which is less work for each thread.
 fn is_narrow(spec: &CausalConv1dServingSpec) -> bool {
     let tensors = [
         Some(&spec.x),
@@ -205,7 +205,7 @@ fn is_narrow(spec: &CausalConv1dServingSpec) -> bool {
     tensors.into_iter().chain(options(spec)).flatten().all(fits)
 }
 
-/// Whether pieces of sequences are worth more threads.
+/// True if pieces of sequences are worth more threads.
 fn is_long(spec: &CausalConv1dServingSpec, sizes: &Sizes) -> bool {
     let tokens = sizes.problem.b * sizes.problem.l;
     let walks = [&spec.num_accepted_tokens, &spec.intermediate_windows, &spec.next_token];
@@ -214,7 +214,7 @@ fn is_long(spec: &CausalConv1dServingSpec, sizes: &Sizes) -> bool {
         && i32::try_from(tokens.saturating_add(sizes.sequences)).is_ok()
 }
 
-/// Whether rows of channels are whole vectors of 16 bytes, few enough taps are there, and few enough pieces.
+/// True if rows of channels are whole vectors of 16 bytes, and there are few enough taps and pieces.
 fn takes_tiles(spec: &CausalConv1dServingSpec, sizes: &Sizes) -> bool {
     let vector = (16 / spec.x.dtype.size()) as isize;
     let (x, y) = (spec.x.strides(), spec.y.strides());
@@ -259,7 +259,7 @@ fn walk_kernel(spec: &CausalConv1dServingSpec, sizes: &Sizes, vectors: Vectors) 
         .define("GUESS", guess)
 }
 
-/// What a spec has of the optional tensors, in the order of `Bit` of serving.cuh.
+/// The optional tensors of a spec, in the order of `Bit` of serving.cuh.
 fn options(spec: &CausalConv1dServingSpec) -> [Option<&TensorDesc>; 12] {
     [
         spec.query_start_loc.as_ref(),

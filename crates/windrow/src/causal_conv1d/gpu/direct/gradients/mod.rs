@@ -18,7 +18,7 @@ source!(WEIGHT, "backward_weight.cu");
 
 /// Warps of a block of the channel-last kernel, which walk along neighbouring chunks.
 const WARPS: usize = 4;
-/// Blocks of that kernel that a multiprocessor holds, for halves and for f32.
+/// The blocks of that kernel that a multiprocessor holds, for f16/bf16 and for f32.
 const BLOCKS_HALF: usize = 3;
 const BLOCKS_F32: usize = 4;
 
@@ -38,16 +38,16 @@ pub(super) enum Form {
     Rows { rows: usize },
     /// Vectors along l in one pass; `cut` if rows begin between vectors.
     ChannelFirst { cut: bool },
-    /// So many channels a thread, walking along l, in one pass.
+    /// One pass in which a thread walks along l with `vector` channels.
     ChannelLast { vector: usize },
     /// Tiles of d and l in shared memory, copied in bulk, of blocks that walk along l.
     ChannelLastShared,
-    /// One pass for dx, one thread an element, and one for the sums.
+    /// Two passes: one for dx with a thread for each element, and one for the sums.
     Plain,
 }
 
 impl Form {
-    /// What the strides and addresses in `params` allow.
+    /// The form that the strides and addresses in `params` allow.
     fn of(gpu: &Gpu, spec: &CausalConv1dSpec, params: &Params) -> Self {
         if gpu.has(Feature::BulkCopies)
             && let Some(rows) = rows::rows(gpu, spec, params)
@@ -165,13 +165,13 @@ impl Form {
 /// The kernels of a plan's gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Key {
-    /// Of dx, one thread an element.
+    /// The kernel for dx, with a thread for each element.
     Input,
     InitialStates,
     Weight,
     Mask,
     Vector(Form, bool),
-    /// With gradients of weight and bias of these types.
+    /// The kernel over rows, with gradients of weight and bias of these types.
     Rows(DType, DType),
 }
 
@@ -373,7 +373,7 @@ fn weight_kernel(spec: &CausalConv1dSpec) -> KernelSpec {
     kernel_spec(&WEIGHT, "dweight", spec).define("TAPS", taps_of_thread(spec.weight.shape()[1]))
 }
 
-/// All that a spec of this kind may need.
+/// The kernels that a spec of this kind may need.
 #[cfg(test)]
 pub(super) fn all_kernels(spec: &CausalConv1dSpec) -> Vec<KernelSpec> {
     let width = spec.weight.shape()[1];

@@ -14,8 +14,8 @@ source!(ROWS, "backward_rows_sm90.cu");
 const THREADS: usize = 128;
 /// Tiles in shared memory: one in work, one on its way in, one on its way out.
 const STAGES: usize = 3;
-/// Blocks of a multiprocessor from which on a walk of halves over more rows gains more than other blocks would: two
-/// waves. f32, bound by memory alone, gains nothing.
+/// The blocks of a multiprocessor, two waves, from which a walk of f16/bf16 over more rows gains more than more blocks
+/// would. f32, bound by memory alone, gains nothing.
 const BLOCKS: usize = 16;
 /// Fewer blocks of a multiprocessor than these the chunks of `backward_channel_first` beat.
 const FEW_BLOCKS: usize = 4;
