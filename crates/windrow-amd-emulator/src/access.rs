@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 type Done = Result<Flow, Fault>;
 
-/// Where an address points.
+/// The address space of an address.
 const GLOBAL: u8 = 0;
 /// Anywhere: two ranges of addresses stand for the block's and the thread's memory.
 const FLAT: u8 = 1;
@@ -16,7 +16,7 @@ const SCRATCH: u8 = 2;
 /// A thread's memory by a descriptor, which is not looked at: kernels have no other buffers.
 const BUFFER: u8 = 3;
 
-/// What becomes of what is read.
+/// The conversion of a value that is read.
 const WHOLE: u8 = 0;
 const SIGNED: u8 = 1;
 const LOW: u8 = 2;
@@ -208,7 +208,7 @@ fn change(
     Ok(Flow::Next)
 }
 
-/// Where a scalar load reads, if all of it lies within an allocation.
+/// The address of a scalar load, if all of it lies within an allocation.
 fn scalar_address(wave: &Wave, inst: &Inst, block: &Block, bytes: usize) -> Result<usize, Fault> {
     let offset = match inst.operands[2] {
         Operand::Integer(n) if inst.negated >> 2 & 1 == 1 => n.wrapping_neg() as u64,

@@ -1,8 +1,8 @@
-//! What goes wrong.
+//! Faults of kernels.
 
 use std::fmt;
 
-/// What a kernel did that it may not do, or what is not known of it.
+/// A forbidden action of a kernel, or an instruction that the emulator does not know.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault(String);
 

@@ -66,7 +66,7 @@ pub fn larger(a: f32, b: f32) -> f32 {
     -smaller(-a, -b)
 }
 
-/// What is subnormal becomes 0, as reciprocals and exponentials take and give it.
+/// The number with subnormal ones turned to 0, as reciprocals and exponentials take and give it.
 pub fn flushed(x: f32) -> f32 {
     if x.is_subnormal() { 0f32.copysign(x) } else { x }
 }
@@ -86,7 +86,8 @@ pub fn nudged(x: f32) -> f32 {
     moved(x, (next >> 33) as u32 % 3)
 }
 
-/// One unit down for 0, none for 1, one unit up for 2. What is not normal stays, and what would become so.
+/// The number moved one unit down for 0, not at all for 1, one unit up for 2. Numbers that are not normal, or would
+/// become so, stay.
 fn moved(x: f32, by: u32) -> f32 {
     let moved = f32::from_bits(x.to_bits().wrapping_add(by).wrapping_sub(1));
     if x.is_normal() && moved.is_normal() { moved } else { x }

@@ -44,7 +44,7 @@ struct Capture {
 // SAFETY: graphs belong to whoever captures.
 unsafe impl Send for Capture {}
 
-/// By the addresses of the streams.
+/// The captures by the addresses of the streams.
 static CAPTURES: LazyLock<Mutex<HashMap<usize, Capture>>> = LazyLock::new(Mutex::default);
 
 fn captures() -> MutexGuard<'static, HashMap<usize, Capture>> {
@@ -65,7 +65,7 @@ pub(crate) fn record(stream: Handle, work: Work) -> Option<Work> {
 }
 
 functions! {
-    /// What is given from now on becomes a graph.
+    /// Starts a graph of the work that is given from now on.
     fn hipStreamBeginCapture(stream: Handle, _mode: c_int) {
         static NEXT: Mutex<u64> = Mutex::new(1);
         let mut next = NEXT.lock().unwrap_or_else(PoisonError::into_inner);
@@ -108,7 +108,7 @@ functions! {
         0
     }
 
-    /// Of this thread.
+    /// The capture mode of this thread.
     fn hipThreadExchangeStreamCaptureMode(mode: *mut c_int) {
         mode.write(MODE.replace(mode.read()));
         0
@@ -124,7 +124,7 @@ functions! {
         0
     }
 
-    /// Does its work in the order in which it was given.
+    /// Does the graph's work in the order in which it was given.
     fn hipGraphLaunch(instance: Handle, stream: Handle) {
         for work in &(*instance.cast::<Graph>()).work {
             let status = give(stream, work.clone());
@@ -147,7 +147,7 @@ functions! {
         0
     }
 
-    /// What is released with the last graph that keeps it.
+    /// An object that is released with the last graph that keeps it.
     fn hipUserObjectCreate(
         object: *mut Handle,
         user: Handle,

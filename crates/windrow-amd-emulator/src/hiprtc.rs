@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// What a kernel is compiled with.
+/// The compiler of kernels.
 pub const CLANG: &str = "clang-19";
-/// How to get what is missing.
+/// The command that installs the missing programs.
 pub const INSTALL: &str = "apt-get install clang-19 lld-19 llvm-19";
 
 const PRELUDE: &str = include_str!("prelude.h");
@@ -145,7 +145,8 @@ pub extern "C" fn hiprtcGetErrorString(status: c_int) -> *const c_char {
 }
 
 functions! {
-    /// That of clang and a number of the prelude, so that what is kept of other compilers is not mixed with this one's.
+    /// The version: clang's and a number of the prelude, so that cached kernels of other compilers are not mixed with
+    /// this one's.
     fn hiprtcVersion(major: *mut c_int, minor: *mut c_int) {
         major.write(19);
         minor.write(PRELUDE.bytes().fold(0, |n, byte| (n * 31 + c_int::from(byte)) % 99_991));
@@ -180,7 +181,7 @@ functions! {
         0
     }
 
-    /// Makes its code object, or the compiler's messages.
+    /// Makes the program's code object, or the compiler's messages.
     fn hiprtcCompileProgram(program: Handle, count: c_int, options: *const *const c_char) {
         let Some(program) = program.cast::<Program>().as_mut() else { return INVALID_PROGRAM };
         let options = texts(options, count);

@@ -8,7 +8,7 @@ use crate::{Fault, access, lds, matrix, packed, scalar, vector};
 use std::collections::HashMap;
 use std::process::{Command, Stdio};
 
-/// What disassembles.
+/// The disassembler.
 pub const DISASSEMBLER: &str = "llvm-objdump-19";
 
 /// Executes an instruction for a wavefront.
@@ -20,12 +20,12 @@ pub const FLAT_SCRATCH: u16 = 102;
 pub const TTMP: u16 = 108;
 pub const M0: u16 = 124;
 pub const EXEC: u16 = 126;
-/// Not a chip's number: what is written there is lost.
+/// A register that no chip has: a value written there is lost.
 pub const NULL: u16 = 128;
-/// How many there are.
+/// The number of scalar registers.
 pub const SCALARS: usize = 130;
 
-/// Upper halves of addresses that stand for a block's and a thread's own memory.
+/// The upper 32 bits of addresses in a block's and in a thread's own memory.
 pub const SHARED_APERTURE: u32 = 0x0010_0000;
 pub const PRIVATE_APERTURE: u32 = 0x0020_0000;
 
@@ -48,7 +48,7 @@ pub enum Part {
     Whole,
 }
 
-/// How lanes are exchanged in the first source.
+/// The exchange of lanes in the first source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exchange {
     Quads([u8; 4]),
@@ -75,7 +75,7 @@ pub struct Dpp {
     pub zero: bool,
 }
 
-/// How many operations may be outstanding.
+/// The number of operations that may be outstanding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Wait {
     pub memory: usize,
@@ -104,7 +104,7 @@ pub struct Inst {
     pub negated_high: u8,
     pub clamp: bool,
     pub scale: f32,
-    /// Of the result and the sources.
+    /// The parts of the result and the sources.
     pub parts: [Part; 3],
     pub keeps_rest: bool,
     pub dpp: Option<Dpp>,
@@ -113,9 +113,9 @@ pub struct Inst {
     pub wait: Wait,
     /// Whether an atomic operation returns what was there.
     pub returns: bool,
-    /// Of a branch: the number of the instruction.
+    /// The target of a branch: the number of the instruction.
     pub target: usize,
-    /// Of the chip: 9, 11 or 12.
+    /// The generation of the chip: 9, 11 or 12.
     pub generation: u32,
     /// Two instructions in one, which read before either writes.
     pub pair: Option<Box<[Inst; 2]>>,
@@ -127,9 +127,9 @@ pub struct Inst {
 pub struct Code {
     pub insts: Vec<Inst>,
     pub at: HashMap<u64, usize>,
-    /// How many vector registers there are.
+    /// The number of vector registers.
     pub vectors: usize,
-    /// As [`Inst::generation`].
+    /// The generation, as [`Inst::generation`].
     pub generation: u32,
 }
 
@@ -229,7 +229,7 @@ fn generation(chip: &str) -> u32 {
     digits.parse().ok().filter(|&n| (10..20).contains(&n)).unwrap_or(9)
 }
 
-/// What accumulation registers have until the number of the others is known.
+/// The bit of accumulation registers until the number of the others is known.
 const ACCUMULATORS: u16 = 1 << 12;
 
 /// One more than the largest number of a register of this kind in the text.
@@ -439,7 +439,7 @@ fn hexadecimal(text: &str) -> Option<u32> {
     u32::from_str_radix(text.strip_prefix("0x")?, 16).ok()
 }
 
-/// Those that write caches back or empty them have no operands.
+/// True for instructions that write caches back or empty them, which have no operands.
 fn is_of_caches(name: &str) -> bool {
     let of = |start: &str| name.strip_prefix(start).is_some_and(|rest| !rest.contains('_'));
     of("buffer_") || of("buffer_gl0_") || of("buffer_gl1_") || of("global_")

@@ -55,7 +55,7 @@ impl Module {
     }
 }
 
-/// What a thread runs block after block in.
+/// The data of a thread that runs block after block.
 struct Own<'a> {
     waves: Vec<Wave>,
     block: Block<'a>,
@@ -72,7 +72,7 @@ impl Dice {
     }
 }
 
-/// Where a launch's arguments and its packet of the queue are.
+/// The places of a launch's arguments and of its packet of the queue.
 #[derive(Clone, Copy)]
 struct Pointers {
     arguments: usize,
@@ -80,7 +80,7 @@ struct Pointers {
 }
 
 impl Size {
-    /// What the queue would hold of the launch: the sizes.
+    /// The launch's packet in the queue: the sizes.
     fn packet(self) -> [u64; 8] {
         let [x, y, z] = self.block.map(u64::from);
         let [all_x, all_y, all_z] = [0, 1, 2].map(|i| u64::from(self.grid[i] * self.block[i]));
@@ -97,7 +97,7 @@ static SEED: LazyLock<u64> = LazyLock::new(|| {
 pub static STEPS: AtomicU64 = AtomicU64::new(0);
 
 impl Function {
-    /// What the kernel reads as its arguments: those of the caller, and what the runtime adds.
+    /// The kernel's arguments: the caller's, and those that the runtime adds.
     fn arguments(&self, size: Size, explicit: &[u8]) -> Vec<u64> {
         let mut bytes = vec![0; self.descriptor.argument_bytes.next_multiple_of(8)];
         bytes[..explicit.len()].copy_from_slice(explicit);
@@ -224,7 +224,7 @@ impl Function {
         Ok(())
     }
 
-    /// Makes a wavefront as it starts.
+    /// A wavefront in its initial state.
     fn start(
         &self,
         wave: &mut Wave,

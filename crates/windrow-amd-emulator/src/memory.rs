@@ -5,7 +5,7 @@ use std::alloc::{Layout, alloc, dealloc};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
-/// What the device has.
+/// The memory of the device.
 pub const TOTAL: usize = 8 << 30;
 
 /// Allocations are aligned to this, and as many bytes behind each belong to none.
@@ -59,7 +59,7 @@ pub unsafe fn free(memory: *mut u8) -> bool {
     true
 }
 
-/// Where a kernel may read and write.
+/// The memory that a kernel may read and write.
 #[derive(Clone, Debug, Default)]
 pub struct Ranges(Vec<(usize, usize)>);
 

@@ -3,7 +3,7 @@
 use crate::Fault;
 use std::ops::Index;
 
-/// What a file holds; of numbers those that are not negative.
+/// The contents of a file; numbers are not negative.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Value {
     Nothing,

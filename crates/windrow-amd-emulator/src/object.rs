@@ -14,7 +14,7 @@ const METADATA: u32 = 32;
 #[derive(Debug)]
 pub struct Object {
     pub chip: &'static str,
-    /// From address 0 of the file on; `Vec` of words, so that it is aligned.
+    /// The file from its address 0 on; a `Vec` of words, so that it is aligned.
     image: Vec<u64>,
     pub kernels: HashMap<String, Descriptor>,
 }
@@ -28,7 +28,7 @@ pub struct Argument {
     pub kind: String,
 }
 
-/// What the chip has to know of a kernel.
+/// The facts about a kernel that the chip needs.
 #[derive(Clone, Debug)]
 pub struct Descriptor {
     /// Address of its first instruction within the image.
@@ -38,7 +38,7 @@ pub struct Descriptor {
     pub scratch_bytes: usize,
     pub argument_bytes: usize,
     pub arguments: Vec<Argument>,
-    /// Which values its scalar registers start with, in the order of the bits.
+    /// The initial values of its scalar registers, in the order of the bits.
     pub properties: u16,
     /// `compute_pgm_rsrc2`: which coordinates of the block follow.
     pub coordinates: u32,
@@ -131,7 +131,7 @@ impl Object {
         Ok(Object { chip, image: words.collect(), kernels })
     }
 
-    /// Where the image lies.
+    /// The address of the image.
     #[must_use]
     pub fn base(&self) -> usize {
         self.image.as_ptr().addr()

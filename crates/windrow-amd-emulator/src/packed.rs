@@ -17,7 +17,7 @@ fn behind(w: &Wave, i: &Inst, n: usize, step: u16) -> Lanes {
     }
 }
 
-/// One half of a source of two f32.
+/// The low or high one of a source's two f32 numbers.
 fn single(w: &Wave, i: &Inst, n: usize, high: bool) -> Lanes {
     let (selected, negated) =
         if high { (i.op_sel_hi, i.negated_high) } else { (i.op_sel, i.negated_low) };
@@ -50,7 +50,7 @@ fn pair(w: &Wave, i: &Inst, n: usize) -> Lanes {
     }
 }
 
-/// One half of a source of 16 bits, with its sign changed where that is asked for.
+/// The low or high 16 bits of a source, with the sign changed if that is asked for.
 fn picked(x: u32, i: &Inst, n: usize, high: bool, sign: u32) -> u32 {
     let (selected, negated) =
         if high { (i.op_sel_hi, i.negated_high) } else { (i.op_sel, i.negated_low) };

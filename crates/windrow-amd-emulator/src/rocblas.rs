@@ -11,7 +11,7 @@ const MEMORY: c_int = 5;
 const SIZE_INCREASED: c_int = 9;
 const INVALID_VALUE: c_int = 11;
 
-/// What each product asks for, so that somebody has to give it.
+/// The workspace that each product asks for, so that callers have to provide it.
 const WORKSPACE: usize = 1024;
 
 /// State of a caller.

@@ -149,7 +149,7 @@ pub extern "C" fn hipGetErrorName(status: c_int) -> *const c_char {
     name.as_ptr()
 }
 
-/// What the thread's last error was about.
+/// The text of the thread's last error.
 #[unsafe(no_mangle)]
 pub extern "C" fn hipGetErrorString(_: c_int) -> *const c_char {
     WORDS.with_borrow(|words| words.as_ptr())
@@ -168,7 +168,7 @@ functions! {
     /// ROCm 6.0's.
     fn hipRuntimeGetVersion(version: *mut c_int) { version.write(60_000_000); 0 }
 
-    /// One.
+    /// The number of devices: one.
     fn hipGetDeviceCount(count: *mut c_int) { count.write(1); 0 }
 
     /// Name and architecture, at their places of ROCm 6.
@@ -202,7 +202,7 @@ functions! {
         0
     }
 
-    /// What allocations may sum up to.
+    /// The limit of the sum of allocations.
     fn hipDeviceTotalMem(bytes: *mut usize, _device: c_int) { bytes.write(memory::TOTAL); 0 }
 
     /// It is alone.

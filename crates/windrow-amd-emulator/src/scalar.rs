@@ -303,7 +303,7 @@ fn wait(w: &mut Wave, wait: Wait) -> Done {
     Ok(Flow::Next)
 }
 
-/// How many may be outstanding.
+/// The number of operations that may be outstanding.
 fn count(w: &Wave, i: &Inst) -> usize {
     w.word(i, 0) as usize
 }

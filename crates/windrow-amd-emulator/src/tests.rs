@@ -77,7 +77,8 @@ impl Machine {
 
 const SOME: u64 = 0xffff_0000_ffff_fffe;
 
-/// What v20 is after the instruction, by v0, v1 and v2; lanes that do not work keep what they hold.
+/// The test that v20 has this value after the instruction, given v0, v1 and v2. Lanes that do not work keep their
+/// values.
 #[track_caller]
 fn words(line: &str, want: impl Fn(u32, u32, u32) -> u32) {
     let mut machine = Machine::new();
@@ -102,7 +103,7 @@ fn floats(line: &str, want: impl Fn(f32, f32, f32) -> f32) {
     }
 }
 
-/// Of pairs of f16 in v8, v9 and v10.
+/// The test for pairs of f16 in v8, v9 and v10.
 #[track_caller]
 fn halves(line: &str, want: impl Fn([f32; 2], [f32; 2], [f32; 2]) -> [f32; 2]) {
     let mut machine = Machine::with_floats();

@@ -8,11 +8,11 @@ use std::collections::VecDeque;
 /// A value for each lane. Wavefronts of 32 use the lower ones.
 pub type Lanes = [u32; 64];
 
-/// What registers and memory hold that nothing was written to, and registers that a load has not filled: NaN as f32,
-/// and both halves NaN as f16 and bf16; no address.
+/// The contents of registers and memory to which nothing was written, and of registers that a load has not filled: NaN
+/// as f32, and two NaNs as f16 and bf16; no address.
 pub const POISON: u32 = 0x7fd5_7fd5;
 
-/// What comes after an instruction.
+/// The next step after an instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flow {
     Next,
@@ -21,24 +21,24 @@ pub enum Flow {
     End,
 }
 
-/// How numbers are written and where their sign is.
+/// The format of numbers, and the place of their sign.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Also integers.
+    /// f32, and integers.
     F32,
     F16,
 }
 
-/// What the wavefronts of a block share.
+/// The state that the wavefronts of a block share.
 #[derive(Debug)]
 pub struct Block<'a> {
     pub lds: Vec<u8>,
     pub memory: &'a Ranges,
-    /// Where the code object lies.
+    /// The address of the code object.
     pub base: u64,
 }
 
-/// Which part of a register a load fills.
+/// The part of a register that a load fills.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Half {
     Whole,
@@ -69,7 +69,7 @@ pub struct Wave {
     memory_loads: VecDeque<Option<Load>>,
     lds_loads: VecDeque<Option<Load>>,
     scalar_loads: Vec<(u16, Vec<u32>)>,
-    /// Of loads that have ended.
+    /// The buffers of loads that have ended.
     spare: Vec<Vec<Lanes>>,
 }
 
@@ -92,7 +92,7 @@ impl Wave {
         wave
     }
 
-    /// As it was made, with all lanes working.
+    /// Restores the initial state, with all lanes working.
     pub fn reset(&mut self) {
         self.scalars.fill(POISON);
         self.vectors.fill([POISON; 64]);
@@ -321,7 +321,7 @@ impl Wave {
         }
     }
 
-    /// For the values of a load: so many registers, which hold anything.
+    /// Registers for the values of a load, with arbitrary contents.
     #[must_use]
     pub fn room(&mut self, registers: usize) -> Vec<Lanes> {
         let mut room = self.spare.pop().unwrap_or_default();

@@ -1,4 +1,4 @@
-//! One way to give candle an operator, whatever the number of its arguments.
+//! The way to give candle an operator with any number of arguments.
 
 use crate::storage::{Memory, View};
 #[cfg(feature = "cuda")]

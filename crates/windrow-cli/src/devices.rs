@@ -30,7 +30,7 @@ enum Listed {
 /// A GPU, as its driver describes it.
 #[derive(Serialize)]
 struct Gpu {
-    /// As `--device` takes it.
+    /// The device's name as `--device` takes it.
     device: String,
     name: String,
     architecture: String,

@@ -2,7 +2,7 @@
 
 use crate::files::{FileError, Reason};
 
-/// What went wrong, by exit status.
+/// The failure of a command, by exit status.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Failure {
     /// Arguments or data that cannot be used, or a machine that lacks something: status 2.

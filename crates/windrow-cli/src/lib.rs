@@ -142,7 +142,7 @@ fn print_help(help_or_error: &clap::Error, args: &[OsString]) -> u8 {
     }
 }
 
-/// Says what went wrong; returns the exit status.
+/// Reports a failure; returns the exit status.
 fn report(failure: &Failure) -> u8 {
     if !matches!(failure, Failure::ClosedPipe) {
         print::note(failure);
@@ -158,7 +158,7 @@ fn check_verify() -> Result<(), Failure> {
     }
 }
 
-/// What `WINDROW_LOG` asks for: warnings, if nothing.
+/// The log level in `WINDROW_LOG`; warnings if it is not set.
 fn log_level() -> Result<LevelFilter, Failure> {
     let Some(level) = std::env::var_os("WINDROW_LOG") else { return Ok(LevelFilter::WARN) };
     level.to_string_lossy().parse().map_err(|_| {

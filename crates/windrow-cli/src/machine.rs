@@ -46,7 +46,7 @@ impl Machine {
         format!("{cpu}, {}, {}", plural(cores, "core"), plural(threads, "thread"))
     }
 
-    /// What it can do at most, by its instruction set.
+    /// The limits of its speed, by its instruction set.
     pub(crate) fn ceilings(&self) -> String {
         let Machine { isa, peak_gflops, copy_gbps, .. } = self;
         format!("{isa}: {peak_gflops:.0} GFLOP/s of f32 FMA, copies {copy_gbps:.1} GB/s")

@@ -1,4 +1,4 @@
-//! What the command says, on standard output and on standard error, and whether it says anything.
+//! The output of the command on standard output and standard error, and the option to be quiet.
 
 use crate::failure::Failure;
 use crate::files::escaped;
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 static QUIET: AtomicBool = AtomicBool::new(false);
 
-/// What `--quiet` asks for: no progress, no summary.
+/// Sets `--quiet`: no progress, no summary.
 pub(crate) fn set_quiet(quiet: bool) {
     QUIET.store(quiet, Ordering::Relaxed);
 }
@@ -35,7 +35,7 @@ pub(crate) fn json(report: &impl Serialize) -> String {
     lines(&serde_json::to_string(report).expect("a report has nothing that JSON lacks"))
 }
 
-/// As [`out`], on standard error if standard output has other contents.
+/// Prints as [`out`], but on standard error if standard output has other contents.
 pub(crate) fn out_beside(contents: bool, text: impl Display) -> Result<(), Failure> {
     if contents {
         err(text);
@@ -50,7 +50,7 @@ pub(crate) fn err(text: impl Display) {
     let _ = write!(io::stderr(), "{text}");
 }
 
-/// Says what was done, unless asked to be quiet.
+/// Prints what was done, unless asked to be quiet.
 pub(crate) fn summary(contents: bool, text: impl Display) -> Result<(), Failure> {
     if is_quiet() { Ok(()) } else { out_beside(contents, text) }
 }

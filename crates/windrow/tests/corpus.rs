@@ -1,4 +1,4 @@
-//! What the fuzzer begins with, and what it finds: `fuzz/corpus/OPERATOR/*`.
+//! The corpus of the fuzzer: its first inputs and its findings, `fuzz/corpus/OPERATOR/*`.
 
 use std::path::Path;
 use windrow::verify::{Choices, try_choices};

@@ -10,13 +10,13 @@ use windrow::{
     CausalConv1dAlgorithm, Conv2dAlgorithm, DType, Device, Error, Result, Tile, Verify, Workspace,
 };
 
-/// Gives no memory for one request of those that count.
+/// An allocator that refuses one of the counted requests.
 struct Failing;
 
 /// Requests of at least so many bytes count: what does not grow with a problem is smaller.
 const LARGE: usize = 4 << 10;
 
-/// Which of the next requests fails; 0 for none.
+/// The number of the next request to refuse; 0 for none.
 static FAILS: AtomicUsize = AtomicUsize::new(0);
 
 fn fails(bytes: usize) -> bool {
@@ -59,8 +59,7 @@ unsafe impl GlobalAlloc for Failing {
 #[global_allocator]
 static ALLOCATOR: Failing = Failing;
 
-/// Lets the first, the second, ... of the large requests of `run` fail until none is left: how many there
-/// were.
+/// Refuses the first, the second, ... of the large requests of `run` until none is left. Returns their number.
 fn fail_each(name: &str, run: impl Fn() -> Result<u64>) -> usize {
     println!("{name}");
     let want = run().unwrap();
@@ -156,7 +155,7 @@ fn verified() -> Vec<Call> {
     calls
 }
 
-/// One test: which request fails is a setting of the process.
+/// All cases are one test, because the request to refuse is a setting of the process.
 #[test]
 fn every_large_allocation_may_fail() {
     // The library keeps large blocks that are freed, up to a limit. This one leaves no room for others, so

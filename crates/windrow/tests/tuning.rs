@@ -20,7 +20,7 @@ fn tune(size: usize) {
     Conv2dPlan::tune(&spec, &PlanOptions::default(), &search).unwrap();
 }
 
-/// Does nothing unless it was started by the test below.
+/// The child process of the test below; does nothing otherwise.
 #[test]
 fn one_of_several_processes() {
     if let Ok(first) = std::env::var(FIRST) {

@@ -1,4 +1,4 @@
-//! What is measured: the same inputs for both.
+//! The cases to measure, with the same inputs for both.
 
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::Conv2dConfig;
@@ -44,7 +44,7 @@ pub enum Case {
         d: usize,
         l: usize,
     },
-    /// One token.
+    /// A decoding step of one token.
     Update {
         dtype: DType,
         b: usize,
@@ -52,7 +52,7 @@ pub enum Case {
     },
 }
 
-/// What a run without a choice measures.
+/// The cases of a run without a choice.
 pub fn all(cuda: bool, full: bool) -> Vec<Case> {
     let dtypes = if cuda { vec![DType::F32, DType::BF16] } else { vec![DType::F32] };
     let mut cases = Vec::new();

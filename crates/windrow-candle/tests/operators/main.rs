@@ -52,7 +52,7 @@ pub(crate) fn assert_close(got: &Tensor, want: &Tensor, tolerance: f32) {
     }
 }
 
-/// What rounding of the result allows, and a few roundings of f32 on the way.
+/// The allowed error: the rounding of the result, and a few roundings of f32.
 pub(crate) fn tolerance(dtype: DType) -> f32 {
     match dtype {
         DType::F16 => 1e-3,

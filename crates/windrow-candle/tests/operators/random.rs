@@ -13,7 +13,7 @@ const U: f64 = f64::EPSILON * (1u64 << 28) as f64;
 /// The steepest slopes of SiLU and GELU and of their derivatives, rounded up.
 const SLOPE: f64 = 1.13;
 const CURVATURE: f64 = 1.0;
-/// An activation's own error: roundings of f32, and the shorter polynomials for halves.
+/// The error of an activation: roundings of f32, and the shorter polynomials for f16/bf16.
 const ACTIVATION_ROUNDINGS: f64 = 16.0;
 const HALF_POLYNOMIALS: f64 = 6.5e-5;
 /// By Winograd's algorithm with tiles of 6 roundings deviate so many times as far as in a direct
@@ -114,8 +114,8 @@ struct Problem<'a> {
     /// Terms of a sum of the result, and of that of each gradient.
     terms: usize,
     gradient_terms: Vec<usize>,
-    /// Where the result and the gradient of the first operand may be computed by Winograd's
-    /// algorithm: the channels that they sum over.
+    /// The channels of the sums, for the result and for the gradient of the first operand, if Winograd's algorithm may
+    /// compute them.
     winograd: Option<[usize; 2]>,
     /// The sum before the activation and its gradient are rounded to the type on the way back.
     rounded_before: bool,
@@ -138,7 +138,7 @@ impl Problem<'_> {
         self.operands.iter().map(|(_, operand)| operand.wide(&f)).collect()
     }
 
-    /// What Winograd's algorithm may add to sums over so many channels, whose variances are given.
+    /// The error that Winograd's algorithm may add to sums over so many channels with the given variances.
     fn winograd(&self, channels: usize, variance: &Tensor) -> f64 {
         let largest = flat(variance).into_iter().fold(0.0, f64::max);
         let roundings = ((channels + WINOGRAD_ROUNDINGS) as f64).sqrt();

@@ -69,7 +69,7 @@ fn verifying(options: &PlanOptions) -> windrow::Result<Vec<Check>> {
     Ok(checks)
 }
 
-/// One run of a plan, and what of its result is wrong.
+/// Runs a plan once; the comparison says what is wrong with the result.
 fn production(options: &PlanOptions) -> windrow::Result<Comparison> {
     let device = options.device;
     let x = TensorDesc::contiguous(DType::F16, &[1, CI, HI])?;

@@ -54,7 +54,7 @@ pub(crate) fn specs(dtype: DType) -> windrow::Result<Vec<GeluSpec>> {
         .collect()
 }
 
-/// What one writes first: the formula for one element after the other, on all threads.
+/// The simplest program: the formula for one element after the other, on all threads.
 fn scalar_loop<T: Element>(spec: &GeluSpec, threads: usize) -> windrow::Result<Plain> {
     let x = random_tensor(1, spec.x, -6.0, 6.0)?.to_vec::<T>()?;
     let mut y = vec![T::default(); x.len()];

@@ -6,14 +6,14 @@
 
 use std::time::{Duration, Instant};
 
-/// When to stop.
+/// The rule that ends a measurement.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     /// Time for each contestant, warm-up not counted.
     pub budget: Duration,
-    /// At least so many measurements each, whatever they cost.
+    /// The least number of measurements of each, whatever they cost.
     pub min: usize,
-    /// At most so many.
+    /// The largest number of measurements.
     pub max: usize,
 }
 

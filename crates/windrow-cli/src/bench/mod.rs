@@ -88,7 +88,7 @@ pub(crate) struct Bench {
     plot: Option<PathBuf>,
 }
 
-/// What the arguments say to all operators.
+/// The arguments that all operators have in common.
 struct Selection<'a> {
     dtypes: &'a [DType],
     algorithm: Option<&'a str>,
@@ -106,12 +106,12 @@ impl Selection<'_> {
 /// A case to be measured, made when its turn comes and dropped after it.
 type Entry = Box<dyn Fn() -> windrow::Result<Box<dyn Case>>>;
 
-/// One operator on one set of inputs.
+/// An operator with one set of inputs.
 trait Case {
     fn describe(&self) -> Description;
     /// The plan under test, once; on a device until the result is there.
     fn run(&mut self) -> windrow::Result<()>;
-    /// What the speed-up refers to, once.
+    /// Runs the program with which the speed-up compares, once.
     fn run_direct(&mut self) -> windrow::Result<()>;
     /// A copy of as many bytes as the operator moves, for [`Work::Bytes`].
     fn copy(&mut self) -> windrow::Result<()> {
@@ -123,7 +123,7 @@ trait Case {
     fn elements(&self) -> usize;
 }
 
-/// What a case is.
+/// The description of a case.
 #[derive(Clone)]
 struct Description {
     op: &'static str,
@@ -136,11 +136,11 @@ struct Description {
     shape: String,
     plan: String,
     work: Work,
-    /// What [`Case::run_direct`] is.
+    /// The name of the program that [`Case::run_direct`] runs.
     direct: &'static str,
 }
 
-/// What an operator's time is spent on, and so what its ceiling is.
+/// The resource that bounds an operator, which gives its ceiling.
 #[derive(Clone, Copy)]
 enum Work {
     /// Operations of the direct algorithm.

@@ -24,7 +24,7 @@ const SAMPLE_MS: f32 = 5.0;
 /// Layers that are faster on one GPU do not count in the mean.
 const SHORT_MS: f64 = 0.2;
 
-/// Which ranks are measured.
+/// The ranks that are measured.
 pub(super) enum Ranks {
     Devices(Vec<u32>),
     Job(Job),
@@ -64,7 +64,7 @@ impl Ranks {
     }
 }
 
-/// One layer on all ranks. Field names are the keys in JSON.
+/// A layer on all ranks. Field names are the keys in JSON.
 #[derive(Clone, Debug, Serialize)]
 struct Row {
     case: String,
@@ -84,7 +84,7 @@ struct Row {
     identical: bool,
 }
 
-/// What it takes to have all rows on all ranks; times of the slowest rank.
+/// The cost of having all rows on all ranks; times of the slowest rank.
 #[derive(Clone, Debug, Serialize)]
 struct Gather {
     /// The gather alone.
@@ -94,7 +94,7 @@ struct Gather {
     /// A run of a row of runs, each gather beside the next run's kernels.
     gathered_ms: f64,
     speedup: f64,
-    /// How much of the gather's time does not show: all of it is 1.
+    /// The share of the gather's time that is hidden; 1 is all of it.
     hidden: f64,
 }
 
@@ -177,7 +177,7 @@ struct Case {
     workspace: Workspace,
     x: DeviceTensor,
     ys: [DeviceTensor; 2],
-    /// When the latest gather of each y is done.
+    /// The events after the latest gather of each y.
     gathered: [Option<Arc<Event>>; 2],
     token: DeviceTensor,
     upload_gbps: f64,
@@ -245,7 +245,7 @@ impl Case {
         self.whole.run(&args, y, &mut self.workspace)
     }
 
-    /// This rank's rows.
+    /// Computes this rank's rows.
     fn run_part(&mut self, rank: &Rank, i: usize, output: Output) -> windrow::Result<()> {
         let Case { part, packed, workspace, x, ys, gathered, .. } = self;
         if let Some(earlier) = gathered[i % 2].take() {

@@ -19,7 +19,7 @@ pub(crate) fn json(machine: &Machine, rows: &[Row]) -> String {
     print::json(&record)
 }
 
-/// One line for each row, with a heading.
+/// A line for each row, with a heading.
 pub(crate) fn csv(rows: &[Row]) -> Vec<u8> {
     let mut writer = csv::Writer::from_writer(Vec::new());
     for row in rows {
@@ -28,7 +28,7 @@ pub(crate) fn csv(rows: &[Row]) -> Vec<u8> {
     writer.into_inner().expect("writing to memory succeeds")
 }
 
-/// For each operator a table of speed and error and a table of the spread of the timings.
+/// The tables: for each operator one of speed and error, and one of the spread of the timings.
 pub(crate) fn tables(machine: &Machine, rows: &[Row]) -> String {
     let [summary, ceilings] = [machine.summary(), machine.ceilings()].map(|line| wrapped(&line));
     let mut text = format!("{summary}\n{ceilings}\n");

@@ -1,4 +1,4 @@
-//! One line of a benchmark: what was run, how fast, how exact.
+//! A row of a benchmark: what was run, how fast, how exact.
 
 use super::measure::Limits;
 use super::{Case, Description, Work, measure, stats::Stats};
@@ -21,7 +21,7 @@ pub(crate) struct Row {
     pub configuration: String,
     /// Sizes with `x` between them, and the filter's.
     pub shape: String,
-    /// What the plan says about itself.
+    /// The plan's description of itself.
     pub plan: String,
     pub iterations: usize,
     pub ms_median: f64,

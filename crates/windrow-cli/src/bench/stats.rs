@@ -1,6 +1,6 @@
 //! Statistics of repeated timings.
 
-/// What repeated measurements of one thing say about it.
+/// The statistics of repeated measurements.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Stats {
     pub count: usize,

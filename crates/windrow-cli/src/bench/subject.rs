@@ -7,10 +7,10 @@ use windrow::{DType, Placed, Plan, PlanOptions, Workspace, cpu};
 
 type Algorithm<O> = <<O as Operator>::Configuration as Configuration>::Algorithm;
 
-/// What is measured of an operator.
+/// The operator and case to measure.
 pub(super) struct About<O: Operator> {
     pub(super) spec: O::Spec,
-    /// That of the case, if not the planner's choice.
+    /// The case's algorithm; the planner's choice if there is none.
     pub(super) algorithm: Option<Algorithm<O>>,
     pub(super) name: String,
     pub(super) dtype: DType,
@@ -21,15 +21,15 @@ pub(super) struct About<O: Operator> {
     pub(super) direct: Direct<O>,
 }
 
-/// What the speed-up refers to.
+/// The program with which the speed-up compares.
 pub(super) enum Direct<O: Operator> {
     /// The direct algorithm, packing included.
     Algorithm(Algorithm<O>),
-    /// What one writes first, for so many threads.
+    /// The simplest program, for so many threads.
     Loop(fn(&O::Spec, usize) -> windrow::Result<Plain>),
 }
 
-/// What one writes first, on tensors of its own.
+/// The simplest program, on tensors of its own.
 pub(super) type Plain = Box<dyn FnMut()>;
 
 struct Subject<O: Tuned> {

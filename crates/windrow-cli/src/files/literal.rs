@@ -3,13 +3,13 @@
 /// A value of a dictionary.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Value<'a> {
-    /// Between quotation marks, without what makes `u'..'` of it.
+    /// A text between quotation marks, without a prefix as in `u'..'`.
     Text(&'a str),
     /// A number, `True`, `False`, `None`.
     Word(&'a str),
-    /// Between parentheses, with a comma in it or nothing.
+    /// A tuple: parentheses with a comma in them, or with nothing.
     Tuple(Vec<Value<'a>>),
-    /// Between brackets, or a dictionary in the dictionary.
+    /// A list, or a dictionary in the dictionary.
     Other,
 }
 
@@ -42,10 +42,10 @@ pub(super) fn dictionary(text: &str) -> Option<Vec<(&str, Value<'_>)>> {
     reader.0.is_empty().then_some(entries)
 }
 
-/// What is in what: a description of a structure is as deep as structures are in each other.
+/// The deepest nesting: a description of a structure is as deep as its structures are nested.
 const DEPTH: usize = 32;
 
-/// What is left of the text.
+/// The remaining text.
 struct Reader<'a>(&'a str);
 
 impl<'a> Reader<'a> {

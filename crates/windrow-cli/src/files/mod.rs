@@ -32,7 +32,7 @@ pub type Result<T, E = FileError> = std::result::Result<T, E>;
 pub struct FileError {
     /// The file.
     pub path: PathBuf,
-    /// What is wrong with it.
+    /// The fault of the file.
     pub reason: Reason,
 }
 
@@ -42,7 +42,7 @@ impl FileError {
     }
 }
 
-/// What is wrong with a file.
+/// The fault of a file.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Reason {
@@ -60,7 +60,7 @@ pub enum Reason {
     Format {
         /// `.npy`, `.npz` or `.safetensors`.
         format: &'static str,
-        /// What was found.
+        /// The contents that were found.
         detail: String,
     },
     /// The data end before the shape is filled.
@@ -78,9 +78,9 @@ pub enum Reason {
     /// An element type that the file format or Windrow does not know.
     #[error("element type {given}, expected {expected}")]
     ElementType {
-        /// What was found.
+        /// The value that was found.
         given: String,
-        /// What is known.
+        /// The known values.
         expected: &'static str,
     },
     /// An archive without the tensor asked for.
@@ -94,7 +94,7 @@ pub enum Reason {
     /// An archive of several tensors, none of them chosen.
     #[error("choose a tensor with {example}; the file has {available}")]
     NoName {
-        /// How to write it.
+        /// The right way to write it.
         example: String,
         /// The names that exist, or some of them.
         available: String,

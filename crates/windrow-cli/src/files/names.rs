@@ -3,7 +3,7 @@
 use super::{Reason, escaped, shown};
 use std::path::Path;
 
-/// So many names are listed where an archive has more.
+/// The most names of an archive that are listed.
 const LISTED: usize = 8;
 
 /// Picks the tensor of an archive.

@@ -58,7 +58,7 @@ fn is_array(archive: &mut ZipArchive<impl Read + Seek>, member: &str) -> bool {
     matches!(read, Ok(Ok(()))) && start == npy::MAGIC
 }
 
-/// What the decompressor and the checksum find, as the format's error.
+/// The errors of decompressor and checksum, as the format's error.
 fn damaged(reason: Reason) -> Reason {
     match reason {
         Reason::Io(e) if e.kind() != std::io::ErrorKind::Other && e.raw_os_error().is_none() => {

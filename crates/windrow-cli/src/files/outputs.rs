@@ -11,7 +11,7 @@ use windrow::{DType, Tensor};
 /// Bytes that go to the system at a time.
 const BUFFER: usize = 256 << 10;
 
-/// What is written to one output.
+/// The contents of an output.
 pub enum Contents<'a> {
     /// A tensor in the format of the output, in row-major order; the name is for `.safetensors`.
     Tensor(&'a str, &'a Tensor),
@@ -146,7 +146,7 @@ impl Contents<'_> {
     }
 }
 
-/// Gives all files their names. If one cannot have its name, those before it get back what they had.
+/// Gives all files their names. If one cannot have its name, the earlier ones get their old contents back.
 fn persist_all(staged: &[(&Target, &Path, Part)]) -> Result<()> {
     let mut done: Vec<(&Path, Option<Part>)> = Vec::new();
     for (target, path, part) in staged {

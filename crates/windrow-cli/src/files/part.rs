@@ -15,7 +15,7 @@ pub(super) struct Part {
 }
 
 impl Part {
-    /// An empty file with the mode and, where that may be, the owner of the one that was there before.
+    /// An empty file with the mode and, if permitted, the owner of the file that it replaces.
     pub(super) fn beside(target: &Path, before: Option<&Metadata>) -> io::Result<(Self, File)> {
         let path = free_name(target);
         // Listed before it exists, so that no signal can come in between.
@@ -50,7 +50,7 @@ impl Part {
         Ok(Part { path, _listed: listed })
     }
 
-    /// Gives the file the name `target`, in place of what has it.
+    /// Gives the file the name `target`, and replaces the file that has it.
     pub(super) fn persist(&self, target: &Path) -> io::Result<()> {
         std::fs::rename(&self.path, target)
     }
@@ -94,7 +94,7 @@ mod unix {
     use std::sync::Once;
     use std::sync::atomic::{AtomicPtr, Ordering};
 
-    /// More files than one command writes at a time.
+    /// A number larger than that of the files that one command writes at a time.
     const SLOTS: usize = 16;
     /// Names of the files that exist. Whoever takes a name out of its slot owns it.
     static PATHS: [AtomicPtr<c_char>; SLOTS] = [const { AtomicPtr::new(null_mut()) }; SLOTS];

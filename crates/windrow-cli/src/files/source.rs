@@ -1,4 +1,4 @@
-//! Where tensors and texts are read from: files, devices, pipes and standard input.
+//! The sources of tensors and texts: files, devices, pipes and standard input.
 
 use super::{FileError, Format, Reason, Result, npy, npz, safetensors};
 use std::ffi::OsStr;
@@ -36,7 +36,7 @@ impl Source {
         self.len
     }
 
-    /// What the contents look like. The next byte to be read is the first again.
+    /// The format that the contents look like. The position does not move.
     fn format(&mut self) -> io::Result<Format> {
         let mut start = Vec::new();
         self.reader.get_mut().1.by_ref().take(SIGNATURE as u64).read_to_end(&mut start)?;
@@ -49,7 +49,7 @@ impl Source {
         Ok(format)
     }
 
-    /// Goes on after the next `count` bytes, without reading them where that can be.
+    /// Skips the next `count` bytes, without reading them if possible.
     pub(super) fn skip(&mut self, count: u64) -> io::Result<()> {
         let (start, file) = self.reader.get_mut();
         match (self.len, i64::try_from(count)) {

@@ -1,4 +1,4 @@
-//! Where a result goes, and whether it can go there: asked before the work, not after it.
+//! The destination of a result, and the check that it can be written: before the work, not after it.
 
 use super::{Format, Reason};
 use std::fs::{File, Metadata, OpenOptions};
@@ -12,7 +12,7 @@ const LINKS: usize = 40;
 /// An output.
 #[derive(Debug)]
 pub(super) struct Target {
-    /// As the user wrote it.
+    /// The name as the user wrote it.
     pub(super) name: PathBuf,
     pub(super) place: Place,
 }
@@ -51,8 +51,7 @@ impl Target {
         }
     }
 
-    /// What two outputs must not share: the file that is meant; `None` for devices, which take
-    /// anything.
+    /// The identity that two outputs must not share: the file behind the name; `None` for devices, which take anything.
     pub(super) fn identity(&self) -> Option<PathBuf> {
         match &self.place {
             Place::Stdout => Some("-".into()),
@@ -104,8 +103,8 @@ impl Place {
     }
 }
 
-/// What a name means behind all links, and whether it is something that a process has open: renaming
-/// over that would not reach the process.
+/// The file behind all links of a name, and whether a process has it open: renaming over such a file would not reach
+/// the process.
 fn follow(name: &Path) -> Result<(PathBuf, bool), Reason> {
     let mut path = name.to_owned();
     for _ in 0..LINKS {

@@ -43,7 +43,7 @@ pub(crate) fn run(command: &Run) -> Result<(), Failure> {
     }
 }
 
-/// Where to run and where results go: the same for all operators.
+/// The device and the destination of results: the same arguments for all operators.
 #[derive(Debug, clap::Args)]
 struct Common {
     /// File for the result, .npy or .safetensors, written whole or not at all; `-` is standard output
@@ -115,7 +115,7 @@ impl Files {
         Ok(tensor.permute(order))
     }
 
-    /// Says that the plan runs now, if its results can be written.
+    /// Prints that the plan runs now, if its results can be written.
     fn start(
         &self,
         plan: &str,

@@ -1,4 +1,4 @@
-//! What is tuned: the cases of `windrow bench`.
+//! The problems to tune: the cases of `windrow bench`.
 
 use super::Tune;
 use crate::bench::{by_x, causal_conv1d, conv2d, gelu};
@@ -11,7 +11,7 @@ use windrow::{CausalConv1d, Conv2d, Gelu, GeluPlan, Plan, PlanOptions, Result};
 type Tuner = Box<dyn Fn(&Search) -> Result<Report>>;
 type Measurer = Box<dyn Fn(&[&str], &Search) -> Result<Report>>;
 
-/// One operator on one set of shapes.
+/// An operator with one set of shapes.
 pub(super) struct Problem {
     pub(super) op: &'static str,
     pub(super) name: String,

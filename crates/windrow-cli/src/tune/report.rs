@@ -1,4 +1,4 @@
-//! What tuning found, as tables and JSON.
+//! The report of a tuning, as tables and JSON.
 
 use super::problems::Problem;
 use crate::failure::Failure;
@@ -17,7 +17,7 @@ const LISTED: usize = 6;
 struct Timed {
     configuration: String,
     ms: Option<f64>,
-    /// In the problem's unit.
+    /// The rate in the problem's unit.
     rate: Option<f64>,
     /// Time that the model expects, relative to that of its choice.
     expected: f64,
@@ -37,7 +37,7 @@ pub(super) struct Row {
     model: Timed,
     tuned: Timed,
     best: Option<Timed>,
-    /// By rising time.
+    /// The candidates by rising time.
     candidates: Vec<Timed>,
 }
 
@@ -71,7 +71,7 @@ impl Row {
         }
     }
 
-    /// How many times as long a configuration takes as another.
+    /// The ratio of two configurations' times.
     fn over(slow: &Timed, fast: &Timed) -> f64 {
         match (slow.ms, fast.ms) {
             (Some(slow), Some(fast)) => slow / fast,

@@ -67,7 +67,7 @@ struct Row {
     algorithm: String,
     dtype: &'static str,
     layout: String,
-    /// What was compared: the result, or an intermediate stage.
+    /// The thing that was compared: the result, or an intermediate stage.
     check: &'static str,
     cases: usize,
     elements: usize,
@@ -89,11 +89,11 @@ struct FailedCase {
 struct Report {
     rows: Vec<Row>,
     failures: Vec<FailedCase>,
-    /// On a GPU: every kernel that a plan can launch.
+    /// The kernels that plans can launch on a GPU.
     kernels: Vec<Kernel>,
 }
 
-/// How often a kernel was launched by the cases.
+/// The number of launches of a kernel by the cases.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 struct Kernel {
     kernel: String,
@@ -103,7 +103,7 @@ struct Kernel {
 }
 
 const CASES_IF_QUICK: usize = 2;
-/// So many failed cases are listed below the tables; JSON has all.
+/// The number of failed cases that are listed below the tables; JSON has all.
 const LISTED_FAILURES: usize = 20;
 
 pub(crate) fn run(args: &Verify) -> Result<(), Failure> {
@@ -153,7 +153,7 @@ pub(crate) fn run(args: &Verify) -> Result<(), Failure> {
 }
 
 impl Kernel {
-    /// With the operators that were checked.
+    /// The report of kernels, with the operators that were checked.
     fn new(k: KernelLaunches, chosen: &[&str]) -> Self {
         // An operator may be a part of one: causal_conv1d_update.
         let asked = k.operator.is_none_or(|op| chosen.iter().any(|name| op.starts_with(name)));
@@ -168,7 +168,7 @@ impl Kernel {
     }
 }
 
-/// How many cases of the same algorithm, element type and layout come before each.
+/// For each case the number of earlier cases with the same algorithm, element type and layout.
 fn places(cases: &[Case]) -> Vec<usize> {
     let mut seen = HashMap::new();
     let place = |c: &Case| {

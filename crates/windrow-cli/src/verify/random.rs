@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 use windrow::verify::{Outcome, operator_of_case, random_case};
 
-/// After so many no further case begins.
+/// The number of failures after which no further case begins.
 const MOST_FAILURES: usize = 100;
 
 /// Random cases instead of the fixed ones.
@@ -39,7 +39,7 @@ struct Report {
     cases: usize,
     seconds: f64,
     elements: usize,
-    /// By instruction set, or of the device.
+    /// The digests by instruction set, or of the device.
     digests: BTreeMap<String, String>,
     failures: Vec<Failed>,
 }
@@ -49,7 +49,7 @@ struct Failed {
     case: u64,
     description: String,
     details: Vec<String>,
-    /// What runs it again.
+    /// The command that runs the case again.
     command: String,
 }
 

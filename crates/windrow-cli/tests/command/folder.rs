@@ -43,7 +43,7 @@ impl Folder {
         self.windrow_with("warn", args)
     }
 
-    /// As [`Folder::windrow`] with what `WINDROW_LOG` says.
+    /// Runs as [`Folder::windrow`], with this value of `WINDROW_LOG`.
     pub fn windrow_with(&self, log: &str, args: &str) -> Output {
         self.command(args).env("WINDROW_LOG", log).output().unwrap()
     }

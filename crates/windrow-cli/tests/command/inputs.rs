@@ -1,4 +1,4 @@
-//! What tensors and tables are read from: archives, pipes, devices, damaged and endless files.
+//! The sources of tensors and tables: archives, pipes, devices, damaged and endless files.
 
 use crate::folder::{Folder, refused};
 use std::io::Write;

@@ -1,4 +1,4 @@
-//! Where results go: links, devices, pipes, modes, all or nothing.
+//! The destinations of results: links, devices, pipes, modes, all or nothing.
 #![cfg(unix)]
 
 use crate::folder::{Folder, refused};

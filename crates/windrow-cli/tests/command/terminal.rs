@@ -1,4 +1,4 @@
-//! What people see: terminals of any width, help, completions, messages with strange names.
+//! The output that people see: terminals of any width, help, completions, messages with strange names.
 
 use crate::folder::{Folder, refused};
 

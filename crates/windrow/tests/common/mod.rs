@@ -111,7 +111,7 @@ impl Causal {
 pub enum Packing {
     Rows,
     SeqIdx,
-    /// So many sequences in one row.
+    /// A row of so many sequences.
     Boundaries(usize),
 }
 
@@ -231,7 +231,7 @@ pub struct Conv {
 }
 
 impl Conv {
-    /// In f32 by the direct algorithm, of stride 1 and one group.
+    /// A convolution in f32 by the direct algorithm, with stride 1 and one group.
     pub const fn new(x: [usize; 4], w: [usize; 4]) -> Self {
         let (dtype, algorithm) = (DType::F32, Conv2dAlgorithm::Direct);
         Conv { dtype, algorithm, x, w, stride: 1, groups: 1 }

@@ -106,7 +106,7 @@ const TEAMS: [(&str, Team); 4] = [
     }),
 ];
 
-/// Does nothing unless it was started by a test below.
+/// The child process of a test below; does nothing otherwise.
 #[test]
 fn a_process_of_its_own() {
     let Ok(what) = std::env::var(WHAT) else { return };

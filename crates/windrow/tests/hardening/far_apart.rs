@@ -16,7 +16,7 @@ use windrow::{
 struct Far {
     memory: *mut c_void,
     bytes: usize,
-    /// Of the element at index zero.
+    /// The address of the element at index zero.
     first: *mut c_void,
     desc: TensorDesc,
 }

@@ -7,7 +7,7 @@ use windrow::{
     Verify, Workspace,
 };
 
-/// More than 16 bits count.
+/// A size that needs more than 16 bits.
 const MANY: usize = 66_000;
 
 fn check(calls: impl IntoIterator<Item = Call>) {

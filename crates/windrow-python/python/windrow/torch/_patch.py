@@ -84,14 +84,14 @@ def patch(model: nn.Module, accuracy: str | None = None) -> PatchReport:
     `nn.BatchNorm2d`s become ones that PyTorch's other operators compute where it keeps a CUDA device idle: few large
     groups, in inference, and few long channels of row-major batches, in training.
 
-    A convolution that was swapped is computed by Windrow or by PyTorch's own operator, whichever is
-    faster: each of them is run a few times when a problem (sizes, types, layouts) first comes, and so
-    is each gradient. Where Windrow would take cuDNN too, nothing is measured: it is PyTorch's. On CUDA
-    Windrow's may need at most a tenth more memory than PyTorch alone. Where all that is Windrow's in a step of
-    training would gain too little, the whole step is PyTorch's.
+    Windrow or PyTorch's own operator computes a swapped convolution, whichever is faster. The first call of a problem
+    (sizes, types, layouts) runs each of them a few times, and so for each gradient. If Windrow would call cuDNN too,
+    nothing is measured and PyTorch computes it. On CUDA Windrow may need at most a tenth more memory than PyTorch
+    alone. If Windrow would gain too little in a training step, PyTorch computes the whole step.
 
     accuracy: of the swapped convolutions, as in `conv2d`. None is that of PyTorch's own: f32 as its flags
-    say, and halves with sums in f32; "half" takes what is fastest at the precision of halves.
+    say, and f16 and bf16 with sums in f32. "half" takes the fastest algorithm whose operands may be rounded to
+    half precision.
 
     `unpatch` takes it back, and `patched` does both around a block.
     """
