@@ -1,4 +1,4 @@
-"""Puts functions in place of those of an engine, when the engine imports them and not before."""
+"""The replacement of an engine's functions, when the engine imports them and not before."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ Change = Callable[[ModuleType], None]
 
 
 def when_imported(name: str, change: Change) -> None:
-    """Calls `change` with the module of this name: now if it is there, else when it is imported."""
+    """Calls `change` with the module of this name: now if it is imported already, otherwise when it is imported."""
     module = sys.modules.get(name)
     if module is not None:
         change(module)
@@ -25,13 +25,14 @@ def when_imported(name: str, change: Change) -> None:
 
 
 def has_parameters_of(function: Callable[..., Any], original: Callable[..., Any]) -> bool:
-    """Whether every parameter that the original names is one of the function's."""
+    """True if `function` has every parameter that `original` names."""
     ours, theirs = signature(function).parameters, signature(original).parameters
     return all(name in ours for name, p in theirs.items() if p.kind is not Parameter.VAR_KEYWORD)
 
 
 def replace(module: ModuleType, functions: Mapping[str, Callable[..., Any]]) -> None:
-    """Replaces those of the functions that the module has, there and where a module holds them under any name."""
+    """Replaces those of the functions that the module has, in this module and in every module that holds them under any
+    name."""
     for name, function in functions.items():
         original = getattr(module, name, None)
         if original is None or original is function:
@@ -45,7 +46,7 @@ def replace(module: ModuleType, functions: Mapping[str, Callable[..., Any]]) -> 
 
 
 class _Finder(MetaPathFinder):
-    """Finds what the finders behind it find, with a loader that makes the change."""
+    """An import finder that finds what later finders find, with a loader that makes the change."""
 
     def __init__(self) -> None:
         self.changes: dict[str, Change] = {}
@@ -68,7 +69,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """A loader that changes the module when it has been executed."""
+    """A loader that changes the module after executing it."""
 
     def __init__(self, loader: Loader, change: Change) -> None:
         self.loader, self.change = loader, change

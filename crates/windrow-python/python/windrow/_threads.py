@@ -1,8 +1,7 @@
-"""Threads shared with PyTorch.
+"""The sharing of threads with PyTorch.
 
-PyTorch splits its work over OpenMP's threads, which wait for the next piece of work in a loop for some
-milliseconds. Threads of our own would find the cores busy with that, so ours runs on the same ones; it
-follows `torch.set_num_threads` thereby.
+PyTorch splits its work over OpenMP's threads, which wait for more work in a loop for some milliseconds. Other threads
+would find the cores busy with that. So Windrow's work runs on the same threads, and follows `torch.set_num_threads`.
 """
 
 import ctypes
@@ -14,7 +13,7 @@ from windrow import _native
 
 
 def share() -> None:
-    """Uses the OpenMP runtime that PyTorch brings, if it brings one."""
+    """Makes Windrow use the OpenMP runtime that PyTorch ships, if it ships one."""
     libraries = [*(Path(torch.__file__).parent / "lib").glob("libgomp*.so*")]
     if len(libraries) == 1:
         function = ctypes.CDLL(str(libraries[0])).GOMP_parallel

@@ -163,7 +163,8 @@ class _Functions:
 
 
 def _three(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """x as [batch, time, channels]: fla allows channels of several dimensions, and sequences packed over a batch."""
+    """The tensor x as [batch, time, channels]: fla allows channels of several dimensions, and sequences packed over a
+    batch."""
     x = x if x.shape[-1] == weight.shape[0] else x.flatten(2)
     return x if cu_seqlens is None else x.reshape(1, -1, x.shape[-1])
 
@@ -186,7 +187,8 @@ def _last(x: Tensor, length: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Te
 def _add_oldest(
     dstate: Tensor, dx: Tensor, dh0: Tensor | None, width: int, cu_seqlens: Tensor | None
 ) -> None:
-    """Adds the gradient of the final states' oldest column to the token, or initial state, that it is."""
+    """Adds the gradient of the final states' oldest column to the token, or to the initial state, from which the column
+    comes."""
     flat = dx.view(-1, dx.shape[-1])
     rows, inside = _last(dx, width, cu_seqlens)
     rows, inside = rows[:, 0], inside[:, 0]

@@ -71,7 +71,7 @@ _DATA = ("raw_data", "float_data", "int32_data", "string_data", "int64_data", "d
 
 
 def _copy_without_data(message: Message, into: Message) -> None:
-    """Copies field by field, without the data of large tensors."""
+    """Copies a message field by field, without the data of large tensors."""
     from google.protobuf.message import Message
 
     is_large = message.DESCRIPTOR.name == "TensorProto" and message.ByteSize() > _SMALL
@@ -102,7 +102,7 @@ def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
 
 
 def _convert(graph: GraphProto, types: dict[str, TypeProto], operators: Collection[str]) -> int:
-    """Gives nodes to Windrow and returns their number."""
+    """Moves nodes to Windrow's domain and returns their number."""
     count = 0
     for node in graph.node:
         if node.domain not in ("", "ai.onnx") or node.op_type not in operators:

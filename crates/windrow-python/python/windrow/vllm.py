@@ -59,19 +59,19 @@ def _change(module: ModuleType) -> None:
 
 
 def _change_operators(module: ModuleType) -> None:
-    """The operators for the CPU go together: one makes the weight that the others take."""
+    """Replaces the operators for the CPU, all or none: one of them makes the weight that the others take."""
     theirs = {name: getattr(module, name, None) for name in _OPERATORS}
     if all(f and [*signature(f).parameters] == [*signature(_OPERATORS[n]).parameters] for n, f in theirs.items()):
         replace(module, _OPERATORS)
 
 
 def _takes_any(function: Callable[..., Tensor]) -> bool:
-    """Whether the function takes keyword arguments that it does not name, as vLLM's functions for the CPU have."""
+    """True if the function takes keyword arguments that it does not name, as vLLM's functions for the CPU do."""
     return any(p.kind is Parameter.VAR_KEYWORD for p in signature(function).parameters.values())
 
 
 def _is_known(original: Callable[..., Tensor], function: Callable[..., Tensor]) -> bool:
-    """Whether every call of the engine's function means the same to ours."""
+    """True if every call of the engine's function means the same to Windrow's function."""
     has_null_block = _takes_any(original) or "null_block_id" in signature(original).parameters
     return has_null_block and has_parameters_of(function, original)
 
@@ -317,7 +317,7 @@ _OPERATORS: dict[str, Callable[..., Tensor]] = {
 
 
 def _activation(given: bool | str | None) -> str | None:
-    """vLLM's words for an activation."""
+    """The activation for vLLM's argument."""
     if given is True:
         return "silu"
     if given is None or given is False:
@@ -328,7 +328,7 @@ def _activation(given: bool | str | None) -> str | None:
 
 
 def _beside(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Filter and bias, in f32 if they are neither in f32 nor in the type of x."""
+    """Filter and bias; in f32 if they are neither in f32 nor in the type of x."""
     types = (x.dtype, torch.float32)
     weight = weight if weight.dtype in types else weight.float()
     return weight, bias if bias is None or bias.dtype in types else bias.float()
@@ -340,7 +340,7 @@ def _first(given: Tensor | None, count: int) -> Tensor | None:
 
 
 def _flags(given: Tensor | None, x: Tensor, sequences: int) -> Tensor:
-    """Whether states count, by a byte for each sequence."""
+    """A byte for each sequence that says if its state is used."""
     if given is None:
         return torch.zeros(sequences, dtype=torch.uint8, device=x.device)
     return given.view(torch.uint8) if given.dtype == torch.bool else given

@@ -1,4 +1,4 @@
-"""`python -m windrow.compat`: which causal_conv1d a program gets here."""
+"""The command `python -m windrow.compat`: it says which causal_conv1d a program gets here."""
 
 from importlib.util import find_spec
 from pathlib import Path

@@ -22,7 +22,7 @@ from windrow.torch.choice import budget, store
 class PatchReport:
     """The report of `patch`: the names of the modules that were swapped, and of those that were not, with the reason.
 
-    Printed, it also says what was decided so far for the problems that the convolutions have met.
+    Printed, it also shows the decisions so far for the problems that the convolutions have met.
     """
 
     model: nn.Module
@@ -78,22 +78,21 @@ def patch(model: nn.Module, accuracy: str | None = None) -> PatchReport:
     """Makes Windrow compute the convolutions and GELUs of a model, each if that is faster.
 
     Modules of exactly the types `nn.Conv1d`, `nn.Conv2d`, `nn.ConvTranspose1d`, `nn.ConvTranspose2d` and `nn.GELU`
-    become those of `windrow.torch` in place: parameters, hooks, device and training mode stay as they are, and so do references
-    to the modules. The report, whose `model` is the model, names every convolution and every GELU that was left,
-    with the reason. GELUs that a `forward` calls as functions are no modules, and not seen. `nn.GroupNorm`s and
-    `nn.BatchNorm2d`s become ones that PyTorch's other operators compute where it keeps a CUDA device idle: few large
-    groups, in inference, and few long channels of row-major batches, in training.
+    become modules of `windrow.torch` in place. Parameters, hooks, device, training mode and references to the modules
+    stay. The report, whose `model` is the model, names every convolution and every GELU that was left, with the reason.
+    A GELU that a `forward` calls as a function is no module, so it is not found. `nn.GroupNorm` and `nn.BatchNorm2d`
+    are swapped too: for few large groups in inference, and for few long channels of row-major batches in training,
+    other operators of PyTorch keep a CUDA device busier.
 
     Windrow or PyTorch's own operator computes a swapped convolution, whichever is faster. The first call of a problem
     (sizes, types, layouts) runs each of them a few times, and so for each gradient. If Windrow would call cuDNN too,
     nothing is measured and PyTorch computes it. On CUDA Windrow may need at most a tenth more memory than PyTorch
     alone. If Windrow would gain too little in a training step, PyTorch computes the whole step.
 
-    accuracy: of the swapped convolutions, as in `conv2d`. None is that of PyTorch's own: f32 as its flags
-    say, and f16 and bf16 with sums in f32. "half" takes the fastest algorithm whose operands may be rounded to
-    half precision.
+    accuracy: of the swapped convolutions, as in `conv2d`. None is that of PyTorch's own: f32 as its flags say, and f16
+    and bf16 with sums in f32. "half" takes the fastest algorithm whose operands may be rounded to half precision.
 
-    `unpatch` takes it back, and `patched` does both around a block.
+    `unpatch` undoes it, and `patched` patches a model for the time of a block.
     """
     if accuracy not in ACCURACIES:
         raise ValueError(f"`accuracy` is {accuracy!r}, expected one of {[*ACCURACIES]}")
@@ -120,10 +119,10 @@ def patch(model: nn.Module, accuracy: str | None = None) -> PatchReport:
 def unpatch(model: nn.Module) -> nn.Module:
     """Restores PyTorch's classes of the modules that `patch` has swapped. Returns the model.
 
-    Modules that were made as those of `windrow.torch` stay. What others have put on a swapped module stays too: a
-    `forward` on the instance, parametrizations, the class that `fully_shard` makes. Warns of modules that have been
-    given a class of somebody's own, derived from that of `windrow.torch`: those stay as they are. Raises ValueError,
-    and changes nothing, if a module that was swapped has been given an `activation`, which PyTorch's has not.
+    Modules that were made as those of `windrow.torch` stay, and so does what other code has put on a swapped module: a
+    `forward` on the instance, parametrizations, the class that `fully_shard` makes. If a module has got a hand-written
+    class that derives from one of `windrow.torch`, it stays as it is, and a warning names it. Raises ValueError, and
+    changes nothing, if a swapped module has got an `activation`, which PyTorch's module cannot have.
     """
     swapped = {name: m for name, m in model.named_modules() if getattr(m, _MARK, False)}
     for name, module in swapped.items():
@@ -136,8 +135,8 @@ def unpatch(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def patched(model: nn.Module, accuracy: str | None = None) -> Iterator[PatchReport]:
-    """A context in which a model is patched: `with windrow.torch.patched(model) as report:`. At its end the modules
-    that were swapped get PyTorch's classes back."""
+    """A context in which a model is patched: `with windrow.torch.patched(model) as report:`. At its end the swapped
+    modules get PyTorch's classes back."""
     report = patch(model, accuracy)
     modules = dict(model.named_modules())
     swapped = {name: modules[name] for name in report.swapped}
@@ -205,11 +204,11 @@ def _why_left(module: nn.Module) -> str | None:
 
 
 def freeze(model: nn.Module) -> nn.Module:
-    """Records your promise that the filters of a model's convolutions of `windrow.torch` do not change from now on.
-    Packed filters are then no longer compared with them. Returns the model.
+    """Records your promise that the filters of a model's `windrow.torch` convolutions do not change from now on. Packed
+    filters are then no longer compared with them. Returns the model.
 
-    A filter that is replaced (`module.weight = ...`, `weight.data = ...`, `model.to(...)`) is packed
-    anew all the same, and one whose gradient is wanted is packed on each call.
+    A filter that is replaced (`module.weight = ...`, `weight.data = ...`, `model.to(...)`) is still packed again, and a
+    filter whose gradient is wanted is packed on each call.
     """
     return _set_frozen(model, True)
 

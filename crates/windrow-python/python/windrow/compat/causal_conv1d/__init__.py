@@ -25,7 +25,7 @@ _SUBMODULES = ("causal_conv1d_interface", "causal_conv1d_varlen", "cpp_functions
 
 
 def install() -> None:
-    """Makes `import causal_conv1d`, its submodules and `causal_conv1d_cuda` mean what is here.
+    """Makes `import causal_conv1d`, its submodules and `causal_conv1d_cuda` find the modules here.
 
     Raises RuntimeError if another `causal_conv1d` is imported already.
     """

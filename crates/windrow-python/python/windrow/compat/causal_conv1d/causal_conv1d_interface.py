@@ -1,4 +1,4 @@
-"""As the peer's module of this name. Its functions by PyTorch's operators alone are here to compare with."""
+"""The counterpart of causal-conv1d's module of this name, with reference functions by PyTorch's operators alone."""
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,7 @@ def causal_conv1d_update_ref(
 
 
 def _convolved(inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """Of inputs with those before the first, in their type."""
+    """The convolution of inputs after the inputs `before` them, in their type."""
     if activation not in (None, "silu", "swish"):
         raise NotImplementedError(f"`activation` is {activation!r}, expected None, 'silu' or 'swish'")
     y = F.conv1d(inputs.to(weight.dtype), weight.unsqueeze(1), bias, groups=weight.shape[0])

@@ -1,4 +1,4 @@
-"""As the peer's module of this name."""
+"""The counterpart of causal-conv1d's module of this name."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""As the peer's module of this name, which mamba_ssm's own autograd functions call."""
+"""The counterpart of causal-conv1d's module of this name, which mamba_ssm's own autograd functions call."""
 
 import torch
 from torch import Tensor
