@@ -58,7 +58,7 @@ def causal_conv1d_update_ref(
 
 
 def _convolved(inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """The convolution of inputs after the inputs `before` them, in their type."""
+    """The convolution in the type of `inputs`, which include those before the first output."""
     if activation not in (None, "silu", "swish"):
         raise NotImplementedError(f"`activation` is {activation!r}, expected None, 'silu' or 'swish'")
     y = F.conv1d(inputs.to(weight.dtype), weight.unsqueeze(1), bias, groups=weight.shape[0])
