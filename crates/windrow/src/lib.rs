@@ -122,8 +122,8 @@ mod error;
 mod folder;
 mod forms;
 mod gelu;
-// Parts of `gpu` are unused in some builds: what only a backend calls if there is none, and what synchronizes several
-// devices if `parallel` is off.
+// Parts of `gpu` are unused in some builds: functions that only backends call, if there is no backend; and those that
+// synchronize several devices, if `parallel` is off.
 #[cfg_attr(not(feature = "parallel"), allow(dead_code, unused_imports))]
 mod gpu;
 pub mod hip;
@@ -180,7 +180,7 @@ pub use layout::{Layout, MAX_RANK};
 pub use plan::{Accuracy, Filter, Placed, Plan, PlanOptions, Tuning, Verify, Workspace};
 pub use tensor::{Tensor, TensorDesc, TensorMut, TensorRef};
 
-/// Traits by which the command of this repository handles all operators alike. They are not part of the stable API: any
+/// Traits that let the command of this repository handle all operators alike. They are not part of the stable API: any
 /// release may change them.
 #[doc(hidden)]
 pub mod internal {
