@@ -52,14 +52,14 @@ def _linear(node: fx.Node, constants: Constants) -> tuple[fx.Node, fx.Node, fx.N
         return None
     product: Any = node.args[0]
     if product.target is _aten.addmm.default and not product.kwargs:
-        bias, rows, turned = product.args
+        bias, rows, transposed = product.args
     elif product.target is _aten.mm.default:
-        bias, (rows, turned) = None, product.args
+        bias, (rows, transposed) = None, product.args
     else:
         return None
-    if len(product.users) != 1 or rows.target not in _VIEWS or not _is_turned(turned):
+    if len(product.users) != 1 or rows.target not in _VIEWS or not _is_transposed(transposed):
         return None
-    image, weight = rows.args[0], turned.args[0]
+    image, weight = rows.args[0], transposed.args[0]
     shape = value(node).shape
     if value(image).dim() != 4 or value(image).shape[:3] != shape[:3] or value(image).shape[3] != value(weight).shape[1]:
         return None
@@ -70,7 +70,7 @@ def _linear(node: fx.Node, constants: Constants) -> tuple[fx.Node, fx.Node, fx.N
     return (image, weight, bias) if is_ours(image, None, bias) else None
 
 
-def _is_turned(node: Any) -> bool:
+def _is_transposed(node: Any) -> bool:
     if node.target is _aten.t.default:
         return True
     return bool(node.target is _aten.permute.default and [*node.args[1]] == [1, 0])
@@ -90,16 +90,16 @@ def _convert(graph: fx.Graph, chain: list[fx.Node], accuracy: str | None) -> Non
             continue
         product: Any = link.args[0]
         bias = product.args[0] if product.target is _aten.addmm.default else None
-        rows, turned = product.args[-2:]
+        rows, transposed = product.args[-2:]
         if image is None:
             image = called(graph, back, _aten.permute.default, rows.args[0], _BACK)
             _stands_for(image, rows.args[0])
         how = ([1, 1], [0, 0], [1, 1], 1, None, accuracy_of(accuracy, value(image), is_linear=True))
-        image = called(graph, back, OPERATORS.conv2d_fused.default, image, turned.args[0], bias, None, *how)
+        image = called(graph, back, OPERATORS.conv2d_fused.default, image, transposed.args[0], bias, None, *how)
         _stands_for(image, link)
         if VALUE in link.meta:
             of = lambda n: None if n is None else n.meta.get(VALUE)
-            image.meta[SUM] = Sum(image.meta[VALUE], of(turned.args[0]), of(bias))
+            image.meta[SUM] = Sum(image.meta[VALUE], of(transposed.args[0]), of(bias))
         image.meta[NAME] = name_of(product)
     assert image is not None
     back.replace_all_uses_with(image)
