@@ -6,7 +6,7 @@ use crate::wave::{Block, Flow, Half, Kind, Lanes, Load, Wave};
 
 type Done = Result<Flow, Fault>;
 
-/// So many bytes of the block's memory.
+/// The `bytes` bytes of the block's memory.
 #[inline(always)]
 pub(crate) fn place<'a>(
     lds: &'a mut [u8],

@@ -205,7 +205,7 @@ functions! {
     /// The limit of the sum of allocations.
     fn hipDeviceTotalMem(bytes: *mut usize, _device: c_int) { bytes.write(memory::TOTAL); 0 }
 
-    /// It is alone.
+    /// False: the device is alone.
     fn hipDeviceCanAccessPeer(can: *mut c_int, _device: c_int, _peer: c_int) { can.write(0); 0 }
 
     /// One priority.
@@ -218,7 +218,7 @@ functions! {
     /// The first.
     fn hipGetDevice(device: *mut c_int) { device.write(0); 0 }
 
-    /// There is one.
+    /// Accepts the only device.
     fn hipSetDevice(device: c_int) {
         if device == 0 { 0 } else { failed(INVALID_DEVICE, "there is one device") }
     }
@@ -229,13 +229,13 @@ functions! {
     /// Frees it.
     fn hipFree(from: Handle) { free(from) }
 
-    /// As `hipMalloc`.
+    /// Allocates as `hipMalloc`.
     fn hipMallocAsync(to: *mut Handle, bytes: usize, _stream: Handle) { allocate(to, bytes) }
 
-    /// As `hipFree`.
+    /// Frees as `hipFree`.
     fn hipFreeAsync(from: Handle, _stream: Handle) { free(from) }
 
-    /// There is one.
+    /// The only pool.
     fn hipDeviceGetDefaultMemPool(pool: *mut Handle, _device: c_int) {
         pool.write(null_mut());
         0
@@ -282,7 +282,7 @@ functions! {
         0
     }
 
-    /// As `hipStreamCreateWithFlags`.
+    /// Creates as `hipStreamCreateWithFlags`.
     fn hipStreamCreateWithPriority(stream: *mut Handle, _flags: c_uint, _priority: c_int) {
         stream.write(boxed(0u64));
         0
@@ -305,7 +305,7 @@ functions! {
         0
     }
 
-    /// As `hipStreamSynchronize`.
+    /// Waits as `hipStreamSynchronize`.
     fn hipStreamWaitEvent(_stream: Handle, _event: Handle, _flags: c_uint) { 0 }
 
     /// A time.
@@ -327,13 +327,13 @@ functions! {
         0
     }
 
-    /// It is reached.
+    /// The event is always reached.
     fn hipEventQuery(_event: Handle) { 0 }
 
-    /// It is reached.
+    /// The event is always reached.
     fn hipEventSynchronize(_event: Handle) { 0 }
 
-    /// Between two times.
+    /// The time between two events.
     fn hipEventElapsedTime(milliseconds: *mut f32, start: Handle, end: Handle) {
         let time = |event: Handle| {
             *(*event.cast::<Event>()).0.lock().unwrap_or_else(PoisonError::into_inner)

@@ -170,7 +170,7 @@ impl Wave {
         }
     }
 
-    /// As [`Wave::word`], of 64 bits.
+    /// The register as [`Wave::word`], of 64 bits.
     #[must_use]
     pub fn long(&self, inst: &Inst, n: usize) -> u64 {
         match inst.operands[n] {
@@ -292,7 +292,7 @@ impl Wave {
         Ok(Flow::Next)
     }
 
-    /// As [`Wave::write`] of 16 bits: the upper half becomes 0 on older chips and stays on newer ones.
+    /// Writes as [`Wave::write`], 16 bits: the upper half becomes 0 on older chips and stays on newer ones.
     #[inline(always)]
     pub fn write_half(&mut self, inst: &Inst, values: &Lanes) -> Result<Flow, Fault> {
         let at = inst.vector(0)?;

@@ -1,4 +1,4 @@
-//! What the fuzz target `files` begins with, and what it finds: `fuzz/corpus/files/*`.
+//! The corpus of the fuzz target `files`: its first inputs and its findings, `fuzz/corpus/files/*`.
 
 use std::path::Path;
 use windrow_cli::files;

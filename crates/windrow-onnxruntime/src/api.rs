@@ -1,4 +1,4 @@
-//! What is used of ONNX Runtime's C interface, version 16.
+//! The part of ONNX Runtime's C interface, version 16, that is used here.
 //!
 //! `OrtApi` is a table of functions that only grows: a function keeps its place in all later versions. So a place and a
 //! type is all that is declared of each.
@@ -10,11 +10,11 @@ use std::marker::{PhantomData, PhantomPinned};
 /// whose operators say what went wrong.
 pub(crate) const VERSION: u32 = 16;
 
-/// Of `OrtErrorCode`.
+/// A value of `OrtErrorCode`.
 pub(crate) const FAIL: c_int = 1;
-/// Of `OrtErrorCode`.
+/// A value of `OrtErrorCode`.
 pub(crate) const INVALID_ARGUMENT: c_int = 2;
-/// Of `OrtErrorCode`.
+/// A value of `OrtErrorCode`.
 pub(crate) const NOT_IMPLEMENTED: c_int = 9;
 
 /// Declares types of which only addresses are known here.
@@ -111,13 +111,13 @@ functions! {
     );
 }
 
-/// Those that do not return a status.
+/// The functions that do not return a status.
 const CREATE_STATUS: usize = 0;
 const RELEASE_STATUS: usize = 93;
 const RELEASE_TYPE_AND_SHAPE: usize = 99;
 
 impl Api {
-    /// None if this ONNX Runtime is older than the version.
+    /// The interface of this version; None if this ONNX Runtime is older.
     ///
     /// # Safety
     /// `base` is what ONNX Runtime gives.

@@ -9,7 +9,8 @@ use windrow::{
     TensorDesc, TensorRef, Weights, Workspace,
 };
 
-/// As ONNX's operator since opset 1, for images [n, c, h, w] and rows [n, c, l], with an `activation` behind the bias.
+/// The operator `Conv` as in ONNX since opset 1, for images [n, c, h, w] and rows [n, c, l], with an `activation` after
+/// the bias.
 pub(crate) struct Conv {
     auto_pad: AutoPad,
     pads: Option<Vec<i64>>,
@@ -87,7 +88,7 @@ impl Kernel for Conv {
     }
 }
 
-/// As an image, of one row if it is a row.
+/// The tensor as an image, of one row if it is a row.
 fn image<'a>(arg: &str, x: TensorRef<'a>) -> Outcome<TensorRef<'a>> {
     match *x.shape() {
         [_, _, _, _] => Ok(x),
@@ -102,7 +103,7 @@ struct Geometry {
     dilation: [usize; 2],
     /// Zeros before the first, and behind the last.
     pads: [[usize; 2]; 2],
-    /// Where no zeros may make a result of nothing.
+    /// True for a direction in which the result must stay empty, whatever zeros are added.
     is_empty: [bool; 2],
 }
 
@@ -164,7 +165,7 @@ impl Geometry {
         self.pads.iter().all(|[before, behind]| before == behind)
     }
 
-    /// What is left to do after [`Geometry::padded`].
+    /// The padding that remains after [`Geometry::padded`].
     fn padding(&self) -> [usize; 2] {
         if self.is_symmetric() { self.pads.map(|[before, _]| before) } else { [0; 2] }
     }

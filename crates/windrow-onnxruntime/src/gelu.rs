@@ -6,7 +6,7 @@ use crate::tensors::{Attributes, Tensors};
 use std::ffi::CStr;
 use windrow::{Approximate, Device, GeluArgs, GeluPlan, GeluSpec, Workspace};
 
-/// As ONNX's operator since opset 20: `approximate` is "none" or "tanh".
+/// The operator `Gelu` as in ONNX since opset 20: `approximate` is "none" or "tanh".
 pub(crate) struct Gelu {
     approximate: Approximate,
     plans: Plans<GeluSpec, GeluPlan>,

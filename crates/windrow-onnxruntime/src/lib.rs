@@ -18,7 +18,7 @@ use operator::{CustomOp, custom_ops};
 use std::ffi::CStr;
 use std::ptr::null_mut;
 
-/// Where the operators are.
+/// The domain of the operators.
 const DOMAIN: &CStr = c"ai.windrow";
 
 /// The entry of a session's options that says that they have the domain: ONNX Runtime refuses to add it twice, and options
@@ -29,7 +29,7 @@ static GELU: [CustomOp; 3] = custom_ops::<gelu::Gelu>();
 static CONV: [CustomOp; 3] = custom_ops::<conv::Conv>();
 static CAUSAL_CONV: [CustomOp; 3] = custom_ops::<causal_conv::CausalConvWithState>();
 
-/// What ONNX Runtime calls when a session's options name this library.
+/// The function that ONNX Runtime calls when a session's options name this library.
 ///
 /// Returns null, or a status that says why nothing was registered: ONNX Runtime before 1.16.
 ///

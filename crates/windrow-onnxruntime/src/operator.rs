@@ -1,4 +1,4 @@
-//! From ONNX Runtime's calls to kernels in Rust.
+//! The way from ONNX Runtime's calls to kernels in Rust.
 
 use crate::api::{Api, FAIL, KernelContext, KernelInfo, Status, Table, VERSION};
 use crate::tensors::{Attributes, Tensors};
@@ -6,10 +6,11 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::{null, null_mut};
 
-/// What computes the nodes of one operator. A session makes one for each node, and may run it on several threads.
+/// A kernel that computes the nodes of one operator. A session makes one for each node, and may run it on several
+/// threads.
 pub(crate) trait Kernel: Sized + Send + Sync + 'static {
     const NAME: &'static CStr;
-    /// Of each input, whether a node has to give it.
+    /// For each input, whether a node must have it.
     const INPUTS: &'static [bool];
     const OUTPUTS: usize;
 
@@ -24,7 +25,7 @@ pub(crate) type Outcome<T> = Result<T, Failure>;
 
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// Of a call of ONNX Runtime.
+    /// The status of a call of ONNX Runtime.
     Status(*mut Status),
     /// `OrtErrorCode`, and what to say.
     Said(c_int, String),
@@ -58,7 +59,7 @@ const ELEMENTS: [c_int; 3] = [1, 10, 16];
 #[derive(Debug)]
 pub(crate) struct CustomOp {
     version: u32,
-    /// Before version 16.
+    /// The function before version 16.
     create_kernel: Option<
         unsafe extern "C" fn(*const CustomOp, *const Table, *const KernelInfo) -> *mut c_void,
     >,
@@ -68,13 +69,13 @@ pub(crate) struct CustomOp {
     get_input_type_count: unsafe extern "C" fn(*const CustomOp) -> usize,
     get_output_type: unsafe extern "C" fn(*const CustomOp, usize) -> c_int,
     get_output_type_count: unsafe extern "C" fn(*const CustomOp) -> usize,
-    /// Before version 16.
+    /// The function before version 16.
     kernel_compute: Option<unsafe extern "C" fn(*mut c_void, *mut KernelContext)>,
     kernel_destroy: unsafe extern "C" fn(*mut c_void),
     get_input_characteristic: unsafe extern "C" fn(*const CustomOp, usize) -> c_int,
     get_output_characteristic: unsafe extern "C" fn(*const CustomOp, usize) -> c_int,
     get_input_memory_type: unsafe extern "C" fn(*const CustomOp, usize) -> c_int,
-    /// Of the four that follow: of operators with any number of inputs or outputs.
+    /// The four functions for operators with any number of inputs or outputs.
     get_variadic_input_min_arity: unsafe extern "C" fn(*const CustomOp) -> c_int,
     get_variadic_input_homogeneity: unsafe extern "C" fn(*const CustomOp) -> c_int,
     get_variadic_output_min_arity: unsafe extern "C" fn(*const CustomOp) -> c_int,

@@ -29,7 +29,7 @@ impl<'a> Attributes<'a> {
         Ok(if self.is_there(name, found)? { value } else { default })
     }
 
-    /// None where the node does not have it.
+    /// The attribute; None if the node does not have it.
     pub(crate) fn ints(&self, name: &CStr) -> Outcome<Option<Vec<i64>>> {
         let mut size = 0;
         let read = |values: *mut i64, size: &mut usize| {
@@ -125,7 +125,7 @@ impl<'a> Tensors<'a> {
         self.optional_input(index)?.ok_or_else(|| invalid(format!("input {index} is missing")))
     }
 
-    /// None where the node does not have it.
+    /// The input; None if the node does not have it.
     pub(crate) fn optional_input(&self, index: usize) -> Outcome<Option<TensorRef<'_>>> {
         let (mut count, mut value, mut data) = (0, null(), null_mut());
         // SAFETY: the run's context, and room for what is asked for.

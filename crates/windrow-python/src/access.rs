@@ -1,4 +1,4 @@
-//! How to get at the memory of arrays: what their types offer, and what their libraries say of them.
+//! The access to the memory of arrays: what their types offer, and what their libraries say about them.
 
 use crate::dlpack::{self, ExchangeApi};
 use crate::error::NotInPlace;
@@ -37,7 +37,7 @@ pub(crate) fn not_in_place(arg: &str, object: &Bound<'_, PyAny>, cause: PyErr) -
     NotInPlace::new_err(format!("`{arg}` ({kind}) cannot be used in place: {cause}"))
 }
 
-/// How to get at the memory of a type's objects.
+/// The way to access the memory of a type's objects.
 #[derive(Clone, Copy)]
 pub(crate) enum Access {
     /// The C functions that the type offers.
@@ -70,8 +70,7 @@ fn call_method0<'py>(
     }
 }
 
-/// How to get at the object's memory. Answers are kept: looking them up takes longer than using
-/// them.
+/// The way to access the object's memory. Answers are cached, because looking them up takes longer than using them.
 pub(crate) fn access(object: &Bound<'_, PyAny>) -> PyResult<Access> {
     /// Types that are held for good, so that their addresses stay theirs.
     static KNOWN: Mutex<Vec<(Py<PyType>, Access)>> = Mutex::new(Vec::new());

@@ -293,7 +293,7 @@ impl<'py> Array<'py> {
         Ok(Array { arg, data, desc, device, family, read_only, _capsule: capsule, staged: None })
     }
 
-    /// Where the element at index zero lies.
+    /// The address of the element at index zero.
     pub(crate) fn address(&self) -> *mut c_void {
         self.data
     }

@@ -1,5 +1,4 @@
-//! What every operator call shares: plans kept for later calls, scratch memory, the interpreter
-//! lock.
+//! The parts that every operator call shares: cached plans, scratch memory, the interpreter lock.
 
 use crate::array::{Array, Family};
 use crate::error::{IntoPy, exception};
@@ -92,16 +91,16 @@ fn find<S: PartialEq, P>(entries: &mut Entries<S, P>, spec: &S, device: Device) 
 const KEPT_BYTES: usize = 64 << 10;
 
 thread_local! {
-    /// None before the first call and during one.
+    /// The workspace; None before the first call and during one.
     static KEPT: Cell<Option<Workspace>> = const { Cell::new(None) };
 }
 
-/// Below this many elements a call keeps the interpreter lock: handing it over and taking it back
-/// costs as much as the work.
+/// The number of elements below which a call keeps the interpreter lock: releasing it and taking it back costs as much
+/// as the work.
 const RELEASE_FROM: usize = 16 << 10;
 
-/// In place of a number of elements: the work may compile kernels, so the interpreter lock is
-/// released however few they are.
+/// A stand-in for the number of elements: the work may compile kernels, so the interpreter lock is released however few
+/// elements there are.
 pub(crate) const RELEASE: usize = usize::MAX;
 
 /// Runs `work` on the device and stream of `like`, with a workspace of `bytes` bytes, the

@@ -46,7 +46,7 @@ impl<'py> Inputs<'py> {
         })
     }
 
-    /// Without final states, and with the default output.
+    /// The spec without final states, and with the default output.
     fn spec(&self) -> PyResult<CausalConv1dSpec> {
         Ok(CausalConv1dSpec::new(self.x.desc, self.weight.desc)
             .py()?

@@ -1,4 +1,4 @@
-//! What `windrow.vllm` and `windrow.sglang` call.
+//! The functions that `windrow.vllm` and `windrow.sglang` call.
 
 use crate::array::{Array, desc};
 use crate::call::{ActivationName, PlanCache, run};

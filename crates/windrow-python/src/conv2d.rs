@@ -36,7 +36,7 @@ pub(crate) fn make_plan(
 pub(crate) enum Pair<'py> {
     Both(usize),
     Each([usize; 2]),
-    /// Not that: an error, which names the argument.
+    /// Anything else: an error, which names the argument.
     Other(Bound<'py, PyAny>),
 }
 
@@ -49,7 +49,7 @@ impl Pair<'_> {
         }
     }
 
-    /// Where there is but one number to give.
+    /// The number, for an argument that must be a single one.
     fn single(self, py: Python<'_>, arg: &str) -> PyResult<usize> {
         let given = match self {
             Pair::Both(n) => return Ok(n),
@@ -178,7 +178,7 @@ impl FilterCache {
         self.cache.bytes()
     }
 
-    /// As `promise` said it.
+    /// The bytes that `promise` has named.
     #[getter]
     fn promised(&self) -> usize {
         self.promised.load(Relaxed)
@@ -194,7 +194,7 @@ impl FilterCache {
         *self.refusals().entry(mode).or_default() += 1;
     }
 
-    /// How often `refuse` said so.
+    /// The number of calls of `refuse`.
     fn refused(&self, mode: &str) -> usize {
         self.refusals().get(mode).copied().unwrap_or_default()
     }
@@ -241,8 +241,8 @@ fn pack(
     run(py, weight, 0, RELEASE, |ws| plan.pack_weights(&view, ws))
 }
 
-/// What tells whether it is worth to release the interpreter lock: elements, not multiplications,
-/// so that the lock is kept only where the filter is small too.
+/// The measure of a call's work, which decides if the interpreter lock is released: elements, not multiplications, so
+/// that the lock is kept only if the filter is small too.
 pub(crate) fn work(spec: &Conv2dSpec) -> usize {
     [&spec.x, &spec.w, &spec.y].map(|t| t.layout.len()).into_iter().max().unwrap_or(0)
 }

@@ -136,17 +136,17 @@ impl Conv2dCall {
         self.device
     }
 
-    /// Of the workspace.
+    /// The bytes of the workspace.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// As [`work`] counts them.
+    /// The number of elements as [`work`] counts them.
     pub(crate) fn elements(&self) -> usize {
         self.elements
     }
 
-    /// What a run is given of the filter. None if packed forms are of another.
+    /// The filter for a run. None if packed forms belong to another filter.
     pub(crate) fn weights<'a>(
         &'a self,
         py: Python<'_>,

@@ -74,7 +74,7 @@ struct Step<'py> {
 }
 
 impl<'py> Step<'py> {
-    /// By the spec of what dy, x and the filter are described as.
+    /// The gradients by the spec for the descriptions of dy, x and the filter.
     fn back(
         py: Python<'py>,
         [dy, x, weight]: [&Bound<'py, PyAny>; 3],

@@ -102,7 +102,7 @@ pub(crate) fn torch_name(dtype: DType) -> &'static str {
 impl DLDataType {
     pub(crate) const UINT16: DLDataType = DLDataType { code: 1, bits: 16, lanes: 1 };
 
-    /// How DLPack writes an element type of Windrow.
+    /// The DLPack form of one of Windrow's element types.
     pub(crate) fn new(dtype: DType) -> Self {
         let known = TYPES.iter().find(|(d, ..)| *d == dtype);
         let (_, code, bits, _) = *known.expect("the table has every type of Windrow");
@@ -133,7 +133,7 @@ impl DLDataType {
         Some(DLDataType { code, bits: bits.parse().ok()?, lanes: 1 })
     }
 
-    /// As NumPy writes it: `float32`, `uint8`, ...
+    /// The name as in NumPy: `float32`, `uint8`, ...
     pub(crate) fn name(self) -> String {
         let kind = match self.code {
             0 => "int",
@@ -254,7 +254,7 @@ impl<O: Send> Export<O> {
         })
     }
 
-    /// As [`Export::versioned`], before DLPack 1.0.
+    /// The export as by [`Export::versioned`], before DLPack 1.0.
     pub(crate) fn unversioned(self) -> *mut DLManagedTensor {
         self.manage(|dl_tensor, manager_ctx| DLManagedTensor {
             dl_tensor,

@@ -10,7 +10,7 @@ use std::mem::MaybeUninit;
 
 const RANK: usize = 3;
 
-/// What a tensor is, apart from its address.
+/// The description of a tensor, without its address.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) struct Form {
     device: DLDevice,

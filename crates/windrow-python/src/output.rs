@@ -13,7 +13,7 @@ use std::sync::Arc;
 use windrow::cuda::DeviceTensor;
 use windrow::{DType, Device, Layout, MAX_RANK, Placed, TensorDesc, TensorMut, TensorRef};
 
-/// Where a function writes a result.
+/// The destination of a function's result.
 pub(crate) enum Output<'py> {
     /// The caller's array.
     Given(Array<'py>, Bound<'py, PyAny>),
@@ -217,7 +217,7 @@ pub(crate) struct EmptyTensor {
 }
 
 impl EmptyTensor {
-    /// On the device of the tensor `like`.
+    /// A new tensor on the device of the tensor `like`.
     pub(crate) fn beside(like: &Bound<'_, PyAny>, desc: &TensorDesc) -> PyResult<Self> {
         let py = like.py();
         let how = PyDict::new(py);
@@ -232,7 +232,7 @@ impl EmptyTensor {
         })
     }
 
-    /// Of so many bytes, and perhaps some more.
+    /// A new tensor of so many bytes, and perhaps some more.
     pub(crate) fn bytes_beside(like: &Bound<'_, PyAny>, bytes: usize) -> PyResult<Self> {
         let words = bytes.div_ceil(DType::I64.size());
         Self::beside(like, &TensorDesc::contiguous(DType::I64, &[words]).py()?)
@@ -292,7 +292,7 @@ pub(crate) fn dense_like(layout: &Layout) -> PyResult<Layout> {
 #[pyclass(module = "windrow", frozen)]
 pub(crate) struct Tensor {
     tensor: Arc<Placed>,
-    /// For NumPy, which knows no bf16.
+    /// True if the memory holds bf16 that NumPy, which has no such type, gets as bits.
     bits_of_bf16: bool,
 }
 

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyTuple, PyType};
 
-/// What is asked of PyTorch on each call.
+/// The functions of PyTorch that every call needs.
 struct Torch {
     tensor: Py<PyType>,
     parameter: Py<PyType>,
@@ -16,14 +16,14 @@ struct Torch {
     profiler: Py<PyModule>,
     forward_ad: Py<PyModule>,
     increment_version: Py<PyAny>,
-    /// What that takes is a tuple of tensors, not a tensor.
+    /// True if `increment_version` takes a tuple of tensors, not a tensor.
     takes_many: bool,
 }
 
 static TORCH: PyOnceLock<Torch> = PyOnceLock::new();
 
 impl Torch {
-    /// None as long as nobody has imported PyTorch.
+    /// The functions; None as long as nobody has imported PyTorch.
     fn if_imported(py: Python<'_>) -> PyResult<Option<&'static Torch>> {
         if let Some(torch) = TORCH.get(py) {
             return Ok(Some(torch));

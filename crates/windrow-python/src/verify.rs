@@ -1,4 +1,4 @@
-//! What `python -m windrow` shows: the devices, and the cases of verification.
+//! The functions of `python -m windrow`: the devices, and the cases of verification.
 
 use crate::call::word;
 use crate::error::IntoPy;

@@ -18,7 +18,7 @@ const OTHERS: [&str; 3] = ["gfx90a", "gfx1100", "gfx1201"];
 const SAMPLE: u64 = 40;
 /// The one of the others that a sample of the cases is executed on.
 const WAVE_32: &str = "gfx1100";
-/// What the names of the tests that compile kernels have.
+/// The parts of names of tests that compile kernels.
 const NAMES: [&str; 2] = ["compile", "spill"];
 /// Random cases that call most functions of the runtime.
 const FEW_CASES: [&str; 5] = ["--random", "--seed", "1", "--cases", "3"];
@@ -35,12 +35,13 @@ fn missing() -> Option<&'static str> {
     TOOLS.into_iter().find(|tool| !runs(tool))
 }
 
-/// What is said where a tool is missing.
+/// The message about a missing tool.
 fn how_to_install(tool: &str) -> String {
     format!("{tool} was not found: `{INSTALL}`")
 }
 
-/// With `all` every kernel is compiled for every chip, and the result is written into the records.
+/// Runs the checks for AMD. With `all` every kernel is compiled for every chip, and the result is written into the
+/// records.
 pub(crate) fn run(all: bool) -> Result {
     match missing() {
         Some(tool) => Err(how_to_install(tool).into()),

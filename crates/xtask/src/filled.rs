@@ -1,4 +1,4 @@
-//! What the pages take from records: tables and pictures, so that no figure is typed by hand.
+//! The parts of pages that come from records: tables and pictures, so that no figure is typed by hand.
 //!
 //! A table or a picture stands between `<!-- NAME from RECORD -->` and `<!-- end -->`, where RECORD is one or more
 //! folders of benchmarks/record, divided by commas. `NAME of OPERATOR` is the part of a table for one operator,
@@ -15,7 +15,7 @@ use std::fs;
 
 const END: &str = "<!-- end -->";
 
-/// Where pictures are, below the root.
+/// The folder of pictures, below the root.
 const PICTURES: &str = "docs/pictures";
 
 /// Writes the pages and pictures that differ from their records.
@@ -59,7 +59,7 @@ fn differing() -> Result<BTreeMap<String, String>> {
     Ok(files)
 }
 
-/// What stands between two markers.
+/// The content between two markers.
 enum Filled {
     Table(String),
     Picture { file: &'static str, alt: &'static str, svg: String },

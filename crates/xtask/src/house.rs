@@ -210,7 +210,7 @@ fn copy_sources(to: &Path) -> Result {
     Ok(())
 }
 
-/// Where a sample touches more files than it may, or others than the page names.
+/// The faults of a sample: more files than allowed, or files that the page does not name.
 fn faults(sample: &Sample, patch: &str, page: &str) -> Vec<String> {
     let listed = listed(page, sample.heading);
     let touched = touched(patch);

@@ -10,7 +10,7 @@ pub(crate) type Module = Vec<String>;
 /// Imports of a crate outside of its tests: from a module to the one that defines what it names, with the names.
 pub(crate) struct Imports(pub(crate) BTreeMap<(Module, Module), BTreeSet<String>>);
 
-/// What a file says of other modules.
+/// The modules that a file mentions.
 #[derive(Default)]
 struct Names {
     /// Paths in `use`, with the name that each has here; `*` for all of a module's.
@@ -19,13 +19,13 @@ struct Names {
     paths: Vec<Vec<String>>,
     /// Modules of its own.
     modules: Vec<String>,
-    /// Those that are compiled for tests alone.
+    /// The modules that are compiled for tests alone.
     tests: Vec<String>,
     text: String,
 }
 
 impl Imports {
-    /// Those of the crate whose sources lie in `folder`.
+    /// The imports of the crate whose sources lie in `folder`.
     pub(crate) fn of(folder: &Path) -> std::io::Result<Self> {
         let mut files = HashMap::new();
         collect(folder, &mut Vec::new(), &mut files)?;

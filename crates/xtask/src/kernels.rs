@@ -6,10 +6,10 @@ use crate::steps::{Result, Steps, root, target};
 use crate::wheel;
 use std::process::Command;
 
-/// As the Hub's kernels have to be built: for Python's stable ABI since 3.9.
+/// The features with which the Hub's kernels must be built: for Python's stable ABI since 3.9.
 const PYTHON: [&str; 2] = ["--features", "pyo3/abi3-py39"];
 
-/// What the Hub's own checker finds in the extension of each variant, and whether `kernels` reads its metadata and
+/// The checks by the Hub's own checker of the extension of each variant, and whether `kernels` reads its metadata and
 /// finds the files of the digest.
 const CHECKS: &str = r#"
 import sys

@@ -106,7 +106,7 @@ fn build(steps: &mut Steps, package: &Path, environment: &Path) -> Result<PathBu
     Ok(site)
 }
 
-/// What maturin asks of cargo, but that the extension is built with the whole workspace.
+/// The cargo that maturin calls, except that the extension is built with the whole workspace.
 pub(crate) fn as_cargo(cargo: &OsStr, args: &[&str]) -> ExitCode {
     let mut command = Command::new(cargo);
     match args {

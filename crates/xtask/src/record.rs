@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::path::Path;
 use std::process::Command;
 
-/// Where records are, below the root.
+/// The folder of records, below the root.
 pub(crate) const RECORDS: &str = "benchmarks/record";
 
 pub(crate) fn run() -> Result {

@@ -66,7 +66,7 @@ fn all() -> Result<Vec<(String, String)>> {
     Ok(found)
 }
 
-/// What is missing of `"commit": "abc123", "clean": true` at the top of a record.
+/// The part of `"commit": "abc123", "clean": true` that is missing at the top of a record.
 fn commit_fault(record: &Value) -> Option<&'static str> {
     let hex = |c: &str| c.len() >= 7 && c.bytes().all(|b| b.is_ascii_hexdigit());
     if !record["commit"].as_str().is_some_and(hex) {

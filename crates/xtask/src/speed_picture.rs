@@ -23,7 +23,7 @@ impl Bar {
     }
 }
 
-/// Where bars are, in pixels.
+/// The places of bars, in pixels.
 const ROW: f64 = 17.0;
 const COLUMN: f64 = 440.0;
 const LABELS: f64 = 185.0;

@@ -13,7 +13,7 @@ pub(crate) fn root() -> &'static Path {
     crates.and_then(Path::parent).expect("this crate lies two folders below the root")
 }
 
-/// Where cargo builds.
+/// The folder in which cargo builds.
 pub(crate) fn target() -> PathBuf {
     root().join(std::env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into()))
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::SystemTime;
 
-/// Of `windrow`.
+/// The features of `windrow`.
 const FEATURES: [&str; 5] = ["cuda", "hip", "parallel", "threads", "tuning"];
 
 /// `torch` adds what needs PyTorch.
@@ -122,7 +122,7 @@ fn registers(steps: &mut Steps) -> Result {
     steps.run("registers", &mut cargo(&[&test[..], &kernels].concat()))
 }
 
-/// What can be said of the pages without running anything.
+/// The checks of the pages that run nothing.
 pub(crate) fn pages() -> Result {
     filled::check()?;
     figures::check()?;

@@ -16,8 +16,8 @@ const CURVATURE: f64 = 1.0;
 /// The error of an activation: roundings of f32, and the shorter polynomials for f16/bf16.
 const ACTIVATION_ROUNDINGS: f64 = 16.0;
 const HALF_POLYNOMIALS: f64 = 6.5e-5;
-/// By Winograd's algorithm with tiles of 6 roundings deviate so many times as far as in a direct
-/// sum, with as many further additions for the transforms; both follow from its matrices.
+/// The factor by which roundings of Winograd's algorithm with tiles of 6 exceed those of a direct sum, and the
+/// additions for its transforms. Both follow from its matrices.
 const WINOGRAD_GROWTH: f64 = 46.3;
 const WINOGRAD_ROUNDINGS: usize = 48;
 /// No normal number is so many deviations from zero in as many tries as there are here.

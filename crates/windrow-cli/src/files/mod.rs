@@ -142,7 +142,7 @@ enum Format {
 }
 
 impl Format {
-    /// By the name's extension, in capitals or not.
+    /// The format by the name's extension, in capitals or not.
     fn of(path: &Path) -> Option<Self> {
         let extension = path.extension()?.to_str()?.to_ascii_lowercase();
         match extension.as_str() {

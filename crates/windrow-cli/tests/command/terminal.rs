@@ -6,13 +6,13 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// What a command shows on a terminal of so many columns.
+/// The output of a command on a terminal of so many columns.
 #[cfg(target_os = "linux")]
 fn on_terminal(folder: &Folder, columns: u16, args: &str) -> String {
     on_terminal_with(folder, columns, args, &[])
 }
 
-/// As [`on_terminal`], with these variables.
+/// The output as by [`on_terminal`], with these variables.
 #[cfg(target_os = "linux")]
 fn on_terminal_with(
     folder: &Folder,
@@ -92,7 +92,7 @@ fn eighty_columns_are_enough_for_everything() {
     }
 }
 
-/// With `NO_COLOR` as without it: what goes on is gone at the end, and nothing is coloured.
+/// With `NO_COLOR` or without, progress is gone at the end; with it nothing is coloured.
 #[cfg(target_os = "linux")]
 #[test]
 fn no_color_leaves_no_colours_and_no_progress() {

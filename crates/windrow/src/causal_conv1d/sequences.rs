@@ -181,10 +181,9 @@ impl<'a> Sequences<'a> {
         }
     }
 
-    /// Where position `p` of row `b` lies as the tokens of `run` see it: tokens of other sequences and
-    /// padding are nowhere, positions before the sequence are in its state, those after it
-    /// nowhere. Exact for positions down to `width - 1` before the run's start if the run was
-    /// searched with at least that reach.
+    /// The place of position `p` of row `b` as the tokens of `run` see it. Tokens of other sequences, padding and
+    /// positions after the sequence are nowhere; positions before the sequence are in its state. Exact for positions
+    /// down to `width - 1` before the run's start if the run was searched with at least that reach.
     pub(crate) fn source(&self, b: usize, run: &Run, p: isize, history: usize) -> Source {
         if run.sequence < 0 {
             return Source::Nothing;

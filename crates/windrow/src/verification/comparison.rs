@@ -55,7 +55,7 @@ impl Expected {
         Comparison::of(got, &self.values, &self.scale, tolerance)
     }
 
-    /// Like [`Expected::compare`], but returns a [`Check`] with a name.
+    /// Compares as [`Expected::compare`], and returns a [`Check`] with a name.
     pub(crate) fn check(
         &self,
         what: &'static str,

@@ -1,10 +1,10 @@
-//! Which of the kernels that plans can launch were launched.
+//! The coverage of kernels: which of those that plans can launch were launched.
 
 use crate::gpu::{Feature, Gpu, KernelSpec};
 use crate::{Device, Result};
 use std::collections::BTreeMap;
 
-/// How often a kernel was launched.
+/// The number of launches of a kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KernelLaunches {
@@ -86,7 +86,7 @@ fn value_of<'a>(spec: &'a KernelSpec, name: &str) -> &'a str {
 /// A line of the list.
 #[derive(Debug)]
 struct Listed {
-    /// Without what devices it is for.
+    /// The kernel's name, without the devices that it is for.
     kernel: String,
     /// Names and values.
     macros: Vec<(String, String)>,

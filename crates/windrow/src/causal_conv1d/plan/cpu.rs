@@ -1,4 +1,4 @@
-//! What computes a causal convolution on the CPU.
+//! The engine that computes a causal convolution on the CPU.
 
 use super::{CausalConv1d, CausalConv1dPlan, algorithms, cost};
 use crate::causal_conv1d::cpu::direct::Forward;
@@ -16,7 +16,7 @@ use crate::dtype::with_element;
 use crate::plan::{Engine, Setup};
 use crate::{Result, TensorMut, TensorRef, Workspace};
 
-/// On the CPU.
+/// The CPU's part of a plan.
 #[derive(Clone, Debug)]
 pub struct Cpu {
     isa: Isa,
@@ -31,7 +31,7 @@ enum Algorithm {
     Im2colGemm(Im2colGemm),
 }
 
-/// How gradients are computed.
+/// The method for gradients.
 #[derive(Clone, Debug)]
 enum Gradient {
     Depthwise(Backward),
@@ -171,7 +171,7 @@ impl Cpu {
         }
     }
 
-    /// As [`Cpu::run`], the gradients for those of `y` and of the final states.
+    /// Runs as [`Cpu::run`], for the gradients from those of `y` and of the final states.
     pub(super) fn backward(
         &self,
         plan: &CausalConv1dPlan,
@@ -232,7 +232,7 @@ impl Cpu {
         Inputs { tokens, parameters: Parameters { weight: args.weight, bias: args.bias } }
     }
 
-    /// How the tokens divide into sequences, with index values checked.
+    /// The division of the tokens into sequences, with index values checked.
     fn sequences<'a>(&self, args: &CausalConv1dArgs<'a>) -> Result<Sequences<'a>> {
         Sequences::new(self.problem.l, args.seq_idx, args.cu_seqlens)
     }

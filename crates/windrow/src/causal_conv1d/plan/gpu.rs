@@ -1,4 +1,4 @@
-//! What computes a causal convolution on GPUs.
+//! The engine that computes a causal convolution on GPUs.
 
 use super::{CausalConv1d, CausalConv1dPlan, algorithms, cost};
 use crate::causal_conv1d::gpu::direct::Direct;
@@ -11,19 +11,19 @@ use crate::causal_conv1d::{
 use crate::plan::{Engine, Setup};
 use crate::{Device, Result, TensorRef, Workspace};
 
-/// On a GPU.
+/// The GPU's part of a plan.
 #[derive(Clone, Debug)]
 pub struct Gpu(Kernels);
 
 #[derive(Clone, Debug)]
 enum Kernels {
-    /// With its gradients.
+    /// The direct method, with its gradients.
     Direct(Box<Direct>),
-    /// With what computes the gradients.
+    /// The method by matrix products, with the method for its gradients.
     Im2colGemm(Box<Im2colGemm>, GradientKernels),
 }
 
-/// How a plan by matrix products computes gradients.
+/// The method for gradients of a plan by matrix products.
 #[derive(Clone, Debug)]
 enum GradientKernels {
     Depthwise(Box<Direct>),
@@ -93,7 +93,7 @@ impl Engine<CausalConv1d> for Gpu {
         format!(" on {}: {how}", plan.device())
     }
 
-    /// There are no parameters.
+    /// Returns the configuration as it is: there are no parameters.
     fn complete(
         _: &Setup<'_, CausalConv1d, Device>,
         configuration: &CausalConv1dConfiguration,
@@ -110,7 +110,7 @@ impl Engine<CausalConv1d> for Gpu {
 }
 
 impl Gpu {
-    /// As [`Cpu::run`](super::Cpu::run).
+    /// Runs as [`Cpu::run`](super::Cpu::run).
     pub(super) fn run(
         &self,
         _: &CausalConv1dPlan,
@@ -124,7 +124,7 @@ impl Gpu {
         }
     }
 
-    /// As [`Cpu::backward`](super::Cpu::backward).
+    /// Runs as [`Cpu::backward`](super::Cpu::backward).
     pub(super) fn backward(
         &self,
         plan: &CausalConv1dPlan,
@@ -144,7 +144,7 @@ impl Gpu {
         }
     }
 
-    /// As [`Cpu::stages`](super::Cpu::stages), and their product.
+    /// The stages as in [`Cpu::stages`](super::Cpu::stages), and their product.
     pub(super) fn stages(
         &self,
         plan: &CausalConv1dPlan,

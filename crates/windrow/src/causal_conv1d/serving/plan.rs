@@ -62,7 +62,7 @@ impl Operator for CausalConv1dServing {
     }
 }
 
-/// On the CPU.
+/// The CPU's part of a plan.
 #[derive(Clone, Debug)]
 pub struct Cpu {
     isa: Isa,
@@ -74,7 +74,7 @@ pub struct Cpu {
     seen_bytes: usize,
 }
 
-/// On a GPU: the compiled kernels.
+/// The GPU's part of a plan: the compiled kernels.
 #[derive(Clone, Debug)]
 pub struct Gpu(gpu::Serving);
 

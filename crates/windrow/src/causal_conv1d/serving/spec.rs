@@ -122,7 +122,7 @@ setters! {
 /// The sizes of a spec that was checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sizes {
-    /// Of x.
+    /// The sizes of x.
     pub problem: Problem,
     /// Sequences that there are tokens of.
     pub sequences: usize,
@@ -374,7 +374,7 @@ impl CausalConv1dServingSpec {
         Ok(columns.min(TREE))
     }
 
-    /// What states at ends of blocks need.
+    /// Checks the tensors for states at block ends.
     fn check_ends(&self) -> Result<()> {
         let (expected, missing) = ("a tensor, as `first_block` is given", "missing");
         if self.first_block.is_none() {

@@ -1,4 +1,4 @@
-//! What vLLM's callers rely on, and bad input.
+//! The behaviour on which vLLM's callers rely, and bad input.
 
 use super::verify::{IndexValues, ServingSample, args};
 use super::*;

@@ -382,7 +382,7 @@ fn tensors_without_elements_take_no_memory_and_no_time() {
     plan.run(&args, state.as_mut(), y.as_mut(), &mut workspace).unwrap();
 }
 
-/// Without tokens gradients of parameters are zero, and need no memory.
+/// Without tokens the gradients of parameters are zero and need no memory.
 #[test]
 fn gradients_without_tokens_are_zero() {
     let desc = |shape: &[usize]| TensorDesc::contiguous(DType::F32, shape).unwrap();

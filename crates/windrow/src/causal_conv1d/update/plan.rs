@@ -55,7 +55,7 @@ impl Operator for CausalConv1dUpdate {
     }
 }
 
-/// On the CPU.
+/// The CPU's part of a plan.
 #[derive(Clone, Debug)]
 pub struct Cpu {
     isa: Isa,
@@ -64,7 +64,7 @@ pub struct Cpu {
     seen_bytes: usize,
 }
 
-/// On a CUDA device: the compiled kernel.
+/// The GPU's part of a plan: the compiled kernel.
 #[derive(Clone, Debug)]
 pub struct Gpu(gpu::Update);
 

@@ -106,7 +106,7 @@ pub(super) struct Forward {
     configuration: GeluConfiguration,
     launch: Launch,
     words: Words,
-    /// Where the addresses of y, x, gate and bias go.
+    /// The places of the addresses of y, x, gate and bias.
     pointers: [usize; 4],
     is_empty: bool,
 }

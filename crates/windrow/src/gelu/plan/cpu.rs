@@ -1,4 +1,4 @@
-//! What computes GELU on the CPU.
+//! The engine that computes GELU on the CPU.
 
 use super::{Gelu, GeluPlan, first};
 use crate::cpu::Isa;
@@ -61,7 +61,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// As [`Cpu::run`], the gradients for that of `y`.
+    /// Runs as [`Cpu::run`], for the gradients from that of `y`.
     pub(super) fn backward(
         &self,
         plan: &GeluPlan,

@@ -1,4 +1,4 @@
-//! What computes GELU on GPUs.
+//! The engine that computes GELU on GPUs.
 
 use super::{Gelu, GeluPlan, first};
 use crate::gelu::{GeluAlgorithm, GeluArgs, GeluConfiguration, GeluGrads, gpu};
@@ -76,7 +76,7 @@ impl Gpu {
         self.forward.run(args, y, workspace)
     }
 
-    /// As [`Gpu::run`], the gradients for that of `y`.
+    /// Runs as [`Gpu::run`], for the gradients from that of `y`.
     pub(super) fn backward(
         &self,
         plan: &GeluPlan,

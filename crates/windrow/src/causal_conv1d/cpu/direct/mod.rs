@@ -28,7 +28,7 @@ enum Direction {
     Staged,
 }
 
-/// How a convolution is cut into tasks.
+/// The division of a convolution into tasks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Forward {
     problem: Problem,
@@ -45,8 +45,8 @@ pub(crate) struct Forward {
 }
 
 impl Forward {
-    /// For the layouts of `x` and `y` as strides of [b, d, l]; channels and tokens of a task are chosen by a
-    /// model where they are `None`.
+    /// The method for the layouts of `x` and `y` as strides of [b, d, l]. A model chooses the channels and tokens of a
+    /// task if they are `None`.
     pub(crate) fn new(
         problem: Problem,
         activation: Activation,
@@ -239,7 +239,7 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
 }
 
 impl<T: SimdElement> Task<'_, T> {
-    /// How to compute token `t` of `run`, and up to which token.
+    /// The way to compute the tokens of `run` from token `t` on, and the end of the tokens that are computed so.
     #[inline(always)]
     fn piece<S: Simd>(&self, t: usize, run: &Run) -> (Direction, usize) {
         let head = (run.start + self.plan.problem.history()).min(run.end);

@@ -21,7 +21,7 @@ pub(super) const ROWS: usize = 16;
 /// The im2col matrices of all rows, [b, l, width*d], and the weight as a matrix [d_out, width*d].
 pub(crate) type Stages = (Vec<f32>, Vec<f32>);
 
-/// How a convolution is cut into products.
+/// The division of a convolution into products.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Im2colGemm {
     pub(super) problem: Problem,

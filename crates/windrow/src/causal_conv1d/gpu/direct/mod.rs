@@ -24,10 +24,10 @@ pub(crate) struct Direct {
     /// Whether rows hold several sequences, which the vector kernels learn from a mask.
     packed: bool,
     params: Params,
-    /// Of the partial sums of a backward run.
+    /// The bytes of the partial sums of a backward run.
     partial_bytes: usize,
     main: Option<&'static Kernel>,
-    /// For addresses that the main kernel cannot take.
+    /// The kernel for addresses that the main kernel cannot take.
     plain: &'static Kernel,
     mask: Option<&'static Kernel>,
     states: Option<&'static Kernel>,

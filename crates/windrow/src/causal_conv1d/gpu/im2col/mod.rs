@@ -36,7 +36,7 @@ params! {
 #[derive(Clone, Debug)]
 pub(in crate::causal_conv1d) struct Im2colGemm {
     pub(crate) gpu: &'static Gpu,
-    /// None without input channels: there is nothing to sum.
+    /// The product; None without input channels, because there is nothing to sum.
     gemm: Option<Arc<Gemm>>,
     params: GemmParams,
     /// Bytes of A, B, C and the product's own.
@@ -96,7 +96,7 @@ impl Im2colGemm {
         Self::with_operands(device, spec, problem, operand_type(spec))
     }
 
-    /// As [`Im2colGemm::new`], with A and B of this type.
+    /// The method as by [`Im2colGemm::new`], with A and B of this type.
     pub(crate) fn with_operands(
         device: Device,
         spec: &CausalConv1dSpec,

@@ -247,7 +247,7 @@ impl Prepared for General {
         unsafe { self.filter.pack(stream, w, to.memory) }
     }
 
-    /// For the data gradient x is dy, and y is dx.
+    /// Runs the kernel. For the data gradient x is dy, and y is dx.
     unsafe fn run(&self, stream: &Stream, packed: *const u8, operands: Operands) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe {
