@@ -76,7 +76,7 @@ def decide(question: Question) -> Decision:
     decision = None if before else _like_the_nearest(question)
     if decision is None:
         if is_captured(question.device) or not store.measuring.acquire(blocking=False):
-            return before or _of(question, policy.Choice(PYTORCH, PYTORCH), "not decided yet", is_final=False)
+            return before or _decision_of(question, policy.Choice(PYTORCH, PYTORCH), "not decided yet", is_final=False)
         try:
             decision = _known(question, before) or _measured(question, before)
         finally:
@@ -85,7 +85,7 @@ def decide(question: Question) -> Decision:
     return decision
 
 
-def _of(question: Question, choice: policy.Choice, reason: str, **more: Any) -> Decision:
+def _decision_of(question: Question, choice: policy.Choice, reason: str, **more: Any) -> Decision:
     key = named(question.key)
     return Decision(question.what, key, choice.called, choice.in_graph, reason, around=question.around, **more)
 
@@ -115,7 +115,7 @@ def _known(question: Question, before: Decision | None) -> Decision | None:
             is_for_graphs = candidate.name != wanted.choice
             if not wanted.is_by_hand and not _is_room(question.device, candidate, is_for_graphs):
                 return None
-            if not _runs(candidate, why, question.check):
+            if not _runs_correctly(candidate, why, question.check):
                 decision, names = replace(decision, choice=PYTORCH, in_graph=PYTORCH, reason=why[0]), set()
                 disk.keep(decision)
             elif is_for_graphs:
@@ -158,18 +158,18 @@ def _contest(question: Question, before: Decision | None) -> Decision:
     else:
         if failure is None:
             budget.look_inside(question.device, question.pytorch)
-        windrow, has_room = _that_run(question.device, ours, why, check)
-    others = [candidate for candidate in question.others if _runs(candidate, why, check)]
+        windrow, has_room = _runnable_candidates(question.device, ours, why, check)
+    others = [candidate for candidate in question.others if _runs_correctly(candidate, why, check)]
     candidates, limits = others + windrow, {c.name: c.memory for c in windrow if c.memory is not None}
     if failure is not None:
         if not candidates:
             raise failure
         name = next((c.name for c in candidates if not c.is_for_graphs), candidates[-1].name)
-        return _of(question, policy.Choice(name, name), f"{PYTORCH}: {failure}", limits=limits)
+        return _decision_of(question, policy.Choice(name, name), f"{PYTORCH}: {failure}", limits=limits)
     if not candidates:
         source = "not measured" if isinstance(ours, str) else "measured"
         only = policy.Choice(PYTORCH, PYTORCH)
-        return _of(question, only, ", ".join(why), source=source, has_room=has_room)
+        return _decision_of(question, only, ", ".join(why), source=source, has_room=has_room)
     times = measure.times_of(question.device, {PYTORCH: question.pytorch, **{c.name: c.run for c in candidates}})
     if before is not None and question.device.type == "cpu":
         times = policy.shortest(times, before.times)
@@ -182,8 +182,8 @@ def _contest(question: Question, before: Decision | None) -> Decision:
         if candidate.name != choice.called or candidate.memory is not None:
             candidate.forget()
     held = [f"{name} held to {memory / 2**20:.1f} MiB" for name, memory in limits.items()]
-    reason = ", ".join([*(_told(*of) for of in times.items()), *why, *held])
-    return _of(question, choice, reason, has_room=has_room, times=times, limits=limits)
+    reason = ", ".join([*(_described(*of) for of in times.items()), *why, *held])
+    return _decision_of(question, choice, reason, has_room=has_room, times=times, limits=limits)
 
 
 def _run_pytorch(question: Question) -> RuntimeError | None:
@@ -201,7 +201,7 @@ def _bytes(result: Any) -> int:
     return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
 
 
-def _told(name: str, seconds: policy.Seconds) -> str:
+def _described(name: str, seconds: policy.Seconds) -> str:
     called = f" called in {1e3 * seconds.host:.3g}" if seconds.host > 0 else ""
     return f"{name} {1e3 * seconds.device:.3g} ms{called}"
 
@@ -210,7 +210,7 @@ def _is_room(device: torch.device, candidate: Candidate, in_graph: bool = False)
     return budget.is_there_room(device, candidate.kept, candidate.scratch, in_graph)
 
 
-def _that_run(
+def _runnable_candidates(
     device: torch.device, candidates: Iterable[Candidate], why: list[str], check: Check | None
 ) -> tuple[list[Candidate], bool]:
     """The candidates to time, each run once, which compiles its kernels and packs its filter; and whether there was
@@ -224,7 +224,7 @@ def _that_run(
     for candidate in candidates:
         is_room = _is_room(device, candidate)
         if found and not found[-1].is_for_graphs:
-            if is_room and candidate.memory is None and _runs(candidate, why, check):
+            if is_room and candidate.memory is None and _runs_correctly(candidate, why, check):
                 found.append(candidate)
             break
         has_room = has_room and is_room and candidate.memory is None
@@ -233,14 +233,14 @@ def _that_run(
             why.append(f"{candidate.name} would need {more:.1f} MiB more")
             if found or not _is_room(device, candidate, in_graph=True):
                 continue
-        if _runs(candidate, why, check):
+        if _runs_correctly(candidate, why, check):
             found.append(candidate if is_room else replace(candidate, is_for_graphs=True))
             if is_room and (device.type != "cuda" or candidate.kept <= policy.MUCH_KEPT):
                 break
     return found, has_room
 
 
-def _runs(candidate: Candidate, why: list[str], check: Check | None) -> bool:
+def _runs_correctly(candidate: Candidate, why: list[str], check: Check | None) -> bool:
     """True if the candidate computes this problem, and its result is right."""
     try:
         result = candidate.run()
