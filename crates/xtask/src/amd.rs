@@ -6,9 +6,12 @@ use crate::steps::{ALL, COMMANDS, Result, Steps, cargo, root, target};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
+use std::io;
 use std::iter;
-use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Compiled for in full, and executed.
@@ -81,7 +84,7 @@ fn check(steps: &mut Steps, all: bool) -> Result<PathBuf> {
     for chip in reports.keys() {
         document(steps, &emulator, chip)?;
     }
-    let (mut survived, mut broken) = failing_calls(&emulator)?;
+    let (mut survived, mut broken) = failing_calls(&emulator);
     match products_by_rocblas(steps, &emulator)? {
         None => survived += 1,
         Some(what) => broken.push(what),
@@ -308,7 +311,7 @@ fn found_in_places(emulator: &Emulator) -> Result<(u64, Vec<String>)> {
 /// tests of the library, which record graphs. They have to end with an error that names the function; those that neither
 /// calls, or whose failure has no consequence, are not counted. Tests are not run with functions that destroy: they look
 /// for what is left.
-fn failing_calls(emulator: &Emulator) -> Result<(u64, Vec<String>)> {
+fn failing_calls(emulator: &Emulator) -> (u64, Vec<String>) {
     let sources = concat!(
         include_str!("../../windrow-amd-emulator/src/runtime.rs"),
         include_str!("../../windrow-amd-emulator/src/graphs.rs"),
@@ -316,41 +319,70 @@ fn failing_calls(emulator: &Emulator) -> Result<(u64, Vec<String>)> {
     );
     let names =
         sources.lines().filter_map(|line| line.strip_prefix("    fn hip")?.split('(').next());
-    let (mut survived, mut broken) = (0, Vec::new());
-    for name in names.map(|name| format!("hip{name}")) {
-        let verify = windrow(emulator, CHIP, &[&["verify"], &FEW_CASES[..]].concat());
-        let tests = [&["test", "--quiet", "--lib"], &ALL[..], &["--", "gpu::"]].concat();
-        let mut tests = cargo(&tests);
-        emulator.stand_in(CHIP, &mut tests);
-        let gives_back = name.ends_with("Destroy");
-        let of_compiler = name.starts_with("hiprtc");
-        let what = match &*name {
-            // The error has the compiler's messages.
-            "hiprtcCompileProgram" => "compiling kernel".to_owned(),
-            _ if of_compiler => name.clone(),
-            _ => format!("{name} was told to fail"),
-        };
-        for mut command in iter::once(verify).chain((!gives_back).then_some(tests)) {
-            if of_compiler {
-                // Else nothing is compiled.
-                let cold = emulator.folder.join("cold");
-                if cold.exists() {
-                    fs::remove_dir_all(&cold)?;
+    let names: Vec<_> = names.map(|name| format!("hip{name}")).collect();
+    let next = AtomicUsize::new(0);
+    // Each run takes one core.
+    let worker = |cold: PathBuf| {
+        let (mut survived, mut broken) = (0, Vec::new());
+        while let Some(name) = names.get(next.fetch_add(1, Ordering::Relaxed)) {
+            match failing_call(emulator, name, &cold) {
+                Ok(None) => {}
+                Ok(Some(Ok(()))) => survived += 1,
+                Ok(Some(Err(status))) => {
+                    broken.push(format!("a run in which {name} fails: {status}"));
                 }
-                command.env("WINDROW_CACHE_DIR", cold);
+                Err(error) => broken.push(format!("a run in which {name} fails: {error}")),
             }
-            let output = command.env("WINDROW_EMULATOR_FAIL", format!("{name}=1")).output()?;
-            let words = [output.stdout, output.stderr].concat();
-            let named = String::from_utf8_lossy(&words).contains(&what);
-            match (output.status.code(), named) {
-                (Some(0), false) => continue,
-                (Some(1..=101), true) => survived += 1,
-                _ => broken.push(format!("a run in which {name} fails: {}", output.status)),
+        }
+        (survived, broken)
+    };
+    let found = thread::scope(|scope| {
+        let workers = ["cold-0", "cold-1"].map(|cold| {
+            let cold = emulator.folder.join(cold);
+            scope.spawn(|| worker(cold))
+        });
+        workers.map(|worker| worker.join().expect("it does not panic"))
+    });
+    let (survived, broken): (Vec<u64>, Vec<_>) = found.into_iter().unzip();
+    (survived.iter().sum(), broken.concat())
+}
+
+/// A run in which a function fails, whose caches are in `cold` if nothing would be compiled else: whether it ended as
+/// it has to, if the failure had a consequence.
+fn failing_call(
+    emulator: &Emulator,
+    name: &str,
+    cold: &Path,
+) -> io::Result<Option<std::result::Result<(), ExitStatus>>> {
+    let verify = windrow(emulator, CHIP, &[&["verify"], &FEW_CASES[..]].concat());
+    let tests = [&["test", "--quiet", "--lib"], &ALL[..], &["--", "gpu::"]].concat();
+    let mut tests = cargo(&tests);
+    emulator.stand_in(CHIP, &mut tests);
+    let gives_back = name.ends_with("Destroy");
+    let of_compiler = name.starts_with("hiprtc");
+    let what = match name {
+        // The error has the compiler's messages.
+        "hiprtcCompileProgram" => "compiling kernel".to_owned(),
+        _ if of_compiler => name.to_owned(),
+        _ => format!("{name} was told to fail"),
+    };
+    for mut command in iter::once(verify).chain((!gives_back).then_some(tests)) {
+        if of_compiler {
+            if cold.exists() {
+                fs::remove_dir_all(cold)?;
             }
-            break;
+            command.env("WINDROW_CACHE_DIR", cold);
+        }
+        let output = command.env("WINDROW_EMULATOR_FAIL", format!("{name}=1")).output()?;
+        let words = [output.stdout, output.stderr].concat();
+        let named = String::from_utf8_lossy(&words).contains(&what);
+        match (output.status.code(), named) {
+            (Some(0), false) => {}
+            (Some(1..=101), true) => return Ok(Some(Ok(()))),
+            _ => return Ok(Some(Err(output.status))),
         }
     }
-    Ok((survived, broken))
+    Ok(None)
 }
 
 /// Writes what was compiled and executed: into the records if all was compiled, else into the emulator's folder.
