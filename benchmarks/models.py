@@ -269,8 +269,8 @@ def table(record: dict[str, Any]) -> str:
     lines += [f"Failed: {name}: {why}" for name, why in failed.items()]
     lines += ["", "Times in ms; `x`: PyTorch's time beside it, as of `compiled` by torch.compile and of `ORT`, ONNX Runtime."]
     lines += ["`backend`: by torch.compile with `backend=\"windrow\"`; `its eager`: with `rest=\"eager\"`, too."]
-    lines += ["`error`: PyTorch's and that of the patched network; `memory`, `err. x`: of the patched and the optimized network,"]
-    lines += ["and of the backend if it was measured, beside PyTorch's."]
+    lines += ["`error`: PyTorch's and that of the patched network; `memory`, `err. x`: of the patched and the optimized"]
+    lines += ["network, and of the backend if it was measured, beside PyTorch's."]
     for kind, title in TITLES.items():
         rows = {n: c for n, c in record["cases"].items() if kind in c.get("ms", {})}
         if rows:

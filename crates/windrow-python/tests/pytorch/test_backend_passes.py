@@ -323,6 +323,25 @@ def test_inference_mode(is_made, seen):
             torch.testing.assert_close(fast(IMAGE), model(IMAGE), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("rest", ["eager", "inductor"])
+def test_a_model_of_inference_mode_is_captured(rest):
+    with torch.inference_mode():
+        model = normal(Behind(lambda m, y: m.norm(y))).cuda()
+        fast, image = compiled(model, rest), IMAGE.cuda()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                fast(image)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = fast(image)
+        graph.replay()
+        torch.testing.assert_close(y, model(image), rtol=1e-3, atol=1e-3)
+
+
 def test_models_of_one_structure(seen):
     function = lambda m, y: m.norm(y)
     models = [normal(Behind(function)) for _ in range(2)]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from windrow.torch._calls import is_captured
 from windrow.torch._filters import forget
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
@@ -211,7 +212,9 @@ class _OfParameters:
         if not self.copies:
             return [*map(_version, given)] == self.versions and self.sample.is_same()
         counted = all(i in self.copies or t._version == self.versions[i] for i, t in enumerate(given))
-        return counted and self.sample.is_same() and all(torch.equal(given[i], copy) for i, copy in self.copies.items())
+        # A capture would fail at a comparison, which waits for the device. The captured graph reads these constants anyway.
+        is_equal = lambda i, copy: is_captured(copy.device) or torch.equal(given[i], copy)
+        return counted and self.sample.is_same() and all(is_equal(i, copy) for i, copy in self.copies.items())
 
 
 class Held:
