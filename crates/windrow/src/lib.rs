@@ -127,13 +127,13 @@ mod gelu;
 #[cfg_attr(not(feature = "parallel"), allow(dead_code, unused_imports))]
 mod gpu;
 pub mod hip;
-mod later;
 mod layout;
 mod lists;
 #[cfg(feature = "parallel")]
 pub mod parallel;
 mod plan;
 mod tensor;
+mod try_once_lock;
 #[cfg(feature = "tuning")]
 pub mod tuning;
 mod verification;

@@ -18,7 +18,7 @@ const LAYERS: [&[&str]; 5] = [
         "error",
         "folder",
         "forms",
-        "later",
+        "try_once_lock",
         "layout",
         "lists",
         "tensor",

@@ -65,7 +65,7 @@ def checks(monkeypatch):
 
 
 def drop_a_bias(monkeypatch):
-    computed = _constants.Held._computed
+    computed = _constants.ConstantsCache._computed
 
     def wrong(self, *args):
         found = computed(self, *args)
@@ -73,7 +73,7 @@ def drop_a_bias(monkeypatch):
         bias[bias.abs().argmax()] = 0
         return found
 
-    monkeypatch.setattr(_constants.Held, "_computed", wrong)
+    monkeypatch.setattr(_constants.ConstantsCache, "_computed", wrong)
 
 
 def change_an_activation(monkeypatch):
@@ -116,7 +116,7 @@ def miss_a_residual(monkeypatch):
 
 
 def keep_a_stale_filter(monkeypatch):
-    computed = _constants.Held._computed
+    computed = _constants.ConstantsCache._computed
 
     def wrong(self, *args):
         found = computed(self, *args)
@@ -124,7 +124,7 @@ def keep_a_stale_filter(monkeypatch):
         filter.copy_(filter.flip(0))
         return found
 
-    monkeypatch.setattr(_constants.Held, "_computed", wrong)
+    monkeypatch.setattr(_constants.ConstantsCache, "_computed", wrong)
 
 
 FAULTS = [drop_a_bias, change_an_activation, repeat_a_border_row, miss_a_residual, keep_a_stale_filter]

@@ -355,7 +355,7 @@ def test_models_of_one_structure(seen):
 def test_memory_of_a_dropped_model(seen):
     model = normal(Behind(lambda m, y: m.norm(y)))
     made = []
-    fold = _compile.Held._computed
+    fold = _compile.ConstantsCache._computed
 
     def kept(self, *args):
         found = fold(self, *args)
@@ -363,7 +363,7 @@ def test_memory_of_a_dropped_model(seen):
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_compile.Held, "_computed", kept)
+        patch.setattr(_compile.ConstantsCache, "_computed", kept)
         check(model)
     assert made and all(t() is not None for t in made)
     del model

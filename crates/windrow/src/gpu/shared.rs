@@ -4,7 +4,7 @@ use super::capture::is_releasing;
 use super::memory;
 use super::{Event, Gpu, Stream};
 use crate::Result;
-use crate::later::Later;
+use crate::try_once_lock::TryOnceLock;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A block of device memory that knows where it was used last: its owner may let go of it at any time, on any thread, without
@@ -22,7 +22,7 @@ pub(crate) struct SharedBuffer {
 #[derive(Debug, Default)]
 pub(super) struct Released {
     blocks: Mutex<Vec<Block>>,
-    stream: Later<Stream>,
+    stream: TryOnceLock<Stream>,
 }
 
 #[derive(Debug)]

@@ -30,7 +30,7 @@ Run = Callable[..., Tensor | None]
 Key = tuple[torch.Size, torch.dtype, bool]
 
 
-class Theirs(NamedTuple):
+class PyTorchClass(NamedTuple):
     """The PyTorch class that a module replaces, with that class's own methods; see `_replaced`."""
 
     kind: type[nn.Module]
@@ -38,8 +38,8 @@ class Theirs(NamedTuple):
     conv_forward: Callable[..., Any] | None
 
 
-def _methods(kind: type[nn.Module]) -> Theirs:
-    return Theirs(kind, own_method(kind, "forward"), own_method(kind, "_conv_forward"))
+def _methods(kind: type[nn.Module]) -> PyTorchClass:
+    return PyTorchClass(kind, own_method(kind, "forward"), own_method(kind, "_conv_forward"))
 
 
 _CONV1D = _methods(nn.Conv1d)
@@ -100,10 +100,10 @@ class Convolution(Remembering):
 
     # PyTorch's operator, and its class.
     _operator: Callable[..., Tensor]
-    _theirs: Theirs
+    _theirs: PyTorchClass
 
     @staticmethod
-    def _pytorchs() -> Theirs:
+    def _pytorchs() -> PyTorchClass:
         """The value of `_theirs`, as a function: PyTorch 2.4 traces functions and named tuples, but no attributes of a
         class."""
         raise NotImplementedError
@@ -317,7 +317,7 @@ class Conv1d(Convolution, nn.Conv1d):
     _theirs = _CONV1D
 
     @staticmethod
-    def _pytorchs() -> Theirs:
+    def _pytorchs() -> PyTorchClass:
         return _CONV1D
 
     def _options(self, padding: Sequence[int]) -> Options:
@@ -348,7 +348,7 @@ class Conv2d(Convolution, nn.Conv2d):
     _theirs = _CONV2D
 
     @staticmethod
-    def _pytorchs() -> Theirs:
+    def _pytorchs() -> PyTorchClass:
         return _CONV2D
 
     def _options(self, padding: Sequence[int]) -> Options:
@@ -419,7 +419,7 @@ class ConvTranspose1d(_Transposed, nn.ConvTranspose1d):
     _theirs = _CONV_TRANSPOSE1D
 
     @staticmethod
-    def _pytorchs() -> Theirs:
+    def _pytorchs() -> PyTorchClass:
         return _CONV_TRANSPOSE1D
 
     def _options(self, padding: Sequence[int]) -> Options:
@@ -446,7 +446,7 @@ class ConvTranspose2d(_Transposed, nn.ConvTranspose2d):
     _theirs = _CONV_TRANSPOSE2D
 
     @staticmethod
-    def _pytorchs() -> Theirs:
+    def _pytorchs() -> PyTorchClass:
         return _CONV_TRANSPOSE2D
 
     def _options(self, padding: Sequence[int]) -> Options:

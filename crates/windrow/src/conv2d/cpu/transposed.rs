@@ -1,12 +1,12 @@
 //! Channels that are groups of their own, and whose pixels lie next to each other: the pixels of a vector of channels are
-//! turned in registers, so that channels do, summed as there, and turned back.
+//! transposed in registers, so that channels do, summed as there, and transposed back.
 
 use super::direct::{Operands, Packing, TapSums, TapUnit};
 use super::grouped::{Channels, Single};
 use super::method::Task;
 use super::shared::Vectors;
 use super::shared::epilogue::Epilogue;
-use super::shared::rows::copy_turned;
+use super::shared::rows::copy_transposed;
 use super::shared::stencil::{Stencil, Tap};
 use crate::Result;
 use crate::conv2d::Conv2dAlgorithm;
@@ -74,7 +74,7 @@ impl TapSums for Transposed {
     }
 
     fn explain(&self) -> String {
-        format!("lanes over channels, each its own group, {} rows turned at once", self.block)
+        format!("lanes over channels, each its own group, {} rows transposed at once", self.block)
     }
 
     fn packing(&self, _: &Stencil) -> Packing {
@@ -123,7 +123,7 @@ impl<T: SimdElement> Kernel for Block<'_, T> {
         let bottom = top + ((rows - 1) * step[0] + plan.span) as isize;
         let [top, bottom] = [top, bottom].map(|row| row.clamp(0, src_size[0] as isize) as usize);
         let image = operands.src.wrapping_offset(n as isize * src[0] + channel as isize * src[1]);
-        let turned = scratch.wrapping_add(plan.len[0]);
+        let transposed = scratch.wrapping_add(plan.len[0]);
         // SAFETY: a block of the stencil, of which nobody else writes the pixels; scratch memory has room for its source
         // and its destination.
         unsafe {
@@ -131,7 +131,7 @@ impl<T: SimdElement> Kernel for Block<'_, T> {
             let len = (bottom - top) * src_size[1] / lines.max(1);
             for line in 0..lines {
                 let from = image.wrapping_offset((top + line) as isize * src[2]);
-                copy_turned(
+                copy_transposed(
                     s,
                     (from, src[1]),
                     len,
@@ -151,7 +151,7 @@ impl<T: SimdElement> Kernel for Block<'_, T> {
                     filter: operands.packed.as_ptr().wrapping_add(channel),
                     count,
                     epilogue: Epilogue { bias, ..operands.epilogue.early() },
-                    dst: turned.add(i * dst_size[1] * S::LANES),
+                    dst: transposed.add(i * dst_size[1] * S::LANES),
                     dst_col: S::LANES as isize,
                 };
                 channels.row(s, Single, first + i);
@@ -165,7 +165,7 @@ impl<T: SimdElement> Kernel for Block<'_, T> {
             let lines = if dst[2] == dst_size[1] as isize { 1 } else { rows };
             let len = rows * dst_size[1] / lines;
             for line in 0..lines {
-                let from = turned.cast_const().add(line * len * S::LANES);
+                let from = transposed.cast_const().add(line * len * S::LANES);
                 let to = to.wrapping_offset(line as isize * dst[2]);
                 turn_back(s, from, len, count, to, dst[1], &operands.epilogue);
             }

@@ -1,7 +1,7 @@
 //! The choice of the algorithm on a GPU.
 
 use super::cudnn;
-use super::cudnn::turned::Turned;
+use super::cudnn::nhwc::NhwcConversion;
 use super::facts::{has_epilogue, has_vectors, is_strict, may_transform};
 use super::grouped::GroupedMethod;
 use super::method::{Method, supports};
@@ -68,7 +68,7 @@ pub(super) fn choose(task: &Task<'_>, supported: &[Conv2dAlgorithm]) -> Conv2dAl
         let unlike_cudnns = [Im2colGemm, Direct].contains(&chosen)
             || !p.c.is_multiple_of(8)
             || has_epilogue(spec)
-            || Turned::suits(spec, p);
+            || NhwcConversion::suits(spec, p);
         let few = chosen == Direct && p.groups == 1 && p.taps() < FEW_TERMS;
         (is_strict(spec) || spec.x.dtype != DType::F32 && unlike_cudnns) && !few
     };
@@ -78,7 +78,7 @@ pub(super) fn choose(task: &Task<'_>, supported: &[Conv2dAlgorithm]) -> Conv2dAl
     // The time to compare the filter with its packed form on each call. cuDNN needs none: it reads the filter in place.
     let comparison_micros = |chosen| {
         let reads_in_place =
-            chosen == Cudnn && spec.x.dtype != DType::F32 && !Turned::suits(spec, p);
+            chosen == Cudnn && spec.x.dtype != DType::F32 && !NhwcConversion::suits(spec, p);
         if reads_in_place {
             1e-6 * (p.k * p.taps() * spec.w.dtype.size()) as f64 / 3.0
         } else {
@@ -407,7 +407,7 @@ mod tests {
                 };
                 assert_eq!(taken(64, 3), ImplicitGemm, "{dtype} {order:?}");
                 assert_eq!(taken(8, 3), ImplicitGemm, "{dtype} {order:?}");
-                // cuDNN's kernel for halves has to have NCHW ones turned.
+                // cuDNN's kernel for f16/bf16 needs NCHW tensors converted.
                 let ours = dtype == DType::F32 || order == [0, 1, 2, 3];
                 let whole = if ours { ImplicitGemm } else { Cudnn };
                 assert_eq!(taken(8, 16), whole, "{dtype} {order:?}");

@@ -58,11 +58,11 @@ pub struct FilterCache {
 struct State {
     frozen: bool,
     /// The packed forms, the least recently used first.
-    forms: Vec<Kept>,
+    forms: Vec<CachedForm>,
 }
 
 #[derive(Debug)]
-struct Kept {
+struct CachedForm {
     /// The layout and type of the filter from which the checksum was computed.
     source: TensorDesc,
     sum: u128,
@@ -136,7 +136,7 @@ impl FilterCache {
         }
         let dropped = (state.forms.len() == MAX_FORMS).then(|| state.forms.remove(0));
         let trusted = state.frozen;
-        state.forms.push(Kept { source, sum, trusted, packed: packed.clone() });
+        state.forms.push(CachedForm { source, sum, trusted, packed: packed.clone() });
         drop(state);
         drop(dropped);
         Ok(packed)
@@ -157,8 +157,9 @@ impl FilterCache {
 impl State {
     /// A packed form that needs no comparison with the filter.
     fn trusted(&mut self, packing: &Packing, source: &TensorDesc) -> Option<Arc<PackedWeights>> {
-        let is =
-            |kept: &Kept| kept.trusted && kept.packed.packing == *packing && kept.source == *source;
+        let is = |kept: &CachedForm| {
+            kept.trusted && kept.packed.packing == *packing && kept.source == *source
+        };
         let found = self.forms.iter().position(is)?;
         self.latest(found)
     }
@@ -170,7 +171,7 @@ impl State {
         source: &TensorDesc,
         sum: u128,
     ) -> Option<Arc<PackedWeights>> {
-        let is = |kept: &Kept| {
+        let is = |kept: &CachedForm| {
             kept.sum == sum && kept.packed.packing == *packing && kept.source == *source
         };
         let found = self.forms.iter().position(is)?;
@@ -184,7 +185,7 @@ impl State {
     }
 
     /// The packed forms of other contents.
-    fn take_stale(&mut self, source: &TensorDesc, sum: u128) -> Vec<Kept> {
+    fn take_stale(&mut self, source: &TensorDesc, sum: u128) -> Vec<CachedForm> {
         self.forms.extract_if(.., |kept| kept.source == *source && kept.sum != sum).collect()
     }
 }

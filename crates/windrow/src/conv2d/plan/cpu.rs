@@ -6,8 +6,8 @@ use crate::conv2d::cpu::{self, Backward, Prepared, Residual, Run, Task, floats, 
 use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Tile};
 use crate::cpu::Isa;
-use crate::later::Later;
 use crate::plan::{Engine, Setup};
+use crate::try_once_lock::TryOnceLock;
 use crate::{Activation, Result, TensorMut, TensorRef, Workspace};
 use std::num::NonZeroUsize;
 
@@ -19,7 +19,7 @@ pub struct Cpu {
     rounding: f64,
     isa: Isa,
     pub(super) threads: usize,
-    backward: Later<Backward>,
+    backward: TryOnceLock<Backward>,
 }
 
 /// Threads beyond which a plan takes no more, however many it is given: each has scratch memory of its own.
@@ -53,7 +53,7 @@ impl Engine<Conv2d> for Cpu {
         let dtype = setup.spec.y.dtype;
         let is_stored = cpu::follows(setup.spec) && dtype.is_half();
         let rounding = if is_stored { dtype.unit_roundoff() } else { 0.0 };
-        Ok(Cpu { engine, rounding, isa: setup.place, threads, backward: Later::default() })
+        Ok(Cpu { engine, rounding, isa: setup.place, threads, backward: TryOnceLock::default() })
     }
 
     fn configuration(&self) -> Conv2dConfiguration {

@@ -7,8 +7,8 @@ use crate::conv2d::mirrored::mirrored_view;
 use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration};
 use crate::gpu as device;
-use crate::later::Later;
 use crate::plan::{Engine, Setup};
+use crate::try_once_lock::TryOnceLock;
 use crate::{Device, PlanOptions, Result, TensorMut, TensorRef, Workspace};
 
 /// The GPU's part of a plan.
@@ -17,7 +17,7 @@ pub struct Gpu {
     pub(super) engine: Box<dyn Prepared>,
     pub(super) gpu: &'static device::Gpu,
     algorithm: Conv2dAlgorithm,
-    backward: Later<Box<Backward>>,
+    backward: TryOnceLock<Box<Backward>>,
 }
 
 /// The device of a plan, and what is to be computed there.
@@ -43,7 +43,7 @@ impl Engine<Conv2d> for Gpu {
         let (gpu, task) = task(setup)?;
         let engine = methods::prepare(gpu, &task.with(configuration))?;
         let algorithm = configuration.algorithm;
-        Ok(Gpu { engine, gpu, algorithm, backward: Later::default() })
+        Ok(Gpu { engine, gpu, algorithm, backward: TryOnceLock::default() })
     }
 
     fn configuration(&self) -> Conv2dConfiguration {

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from windrow.torch.backend._check import Check
-from windrow.torch.backend._constants import Constants, Held, Make, Run, value
+from windrow.torch.backend._constants import Constants, ConstantsCache, Make, Run, value
 from windrow.torch.backend._convolutions import to_windrows
 from windrow.torch.backend._fold import fold
 from windrow.torch.backend._fuse import fuse
@@ -161,7 +161,7 @@ class _Frozen:
 
             return compute, modules
 
-        held = Held(self.constants, self.watched, make)
+        held = ConstantsCache(self.constants, self.watched, make)
 
         def run(inputs: list[Any]) -> Any:
             found = held.found(inputs)

@@ -217,7 +217,7 @@ class _OfParameters:
         return counted and self.sample.is_same() and all(is_equal(i, copy) for i, copy in self.copies.items())
 
 
-class Held:
+class ConstantsCache:
     """The constants of a compiled graph, which may serve several models of the same structure."""
 
     def __init__(self, constants: Constants, watched: Sequence[int], make: Make) -> None:

@@ -4,7 +4,7 @@
 use super::super::gradient::{WeightGradient, with_gradient};
 use super::super::method::Task;
 use super::super::shared::pack::{MAX_PIXELS, PackPanels, PackRows, parts};
-use super::super::shared::rows::{Rows, copy_turned};
+use super::super::shared::rows::{Rows, copy_transposed};
 use super::super::shared::stencil::Stencil;
 use super::super::shared::{strides4, tolerance};
 use crate::cpu::gemm::{BlockedProduct, Blocking, Left, MAX_TERMS, Right, Scratch, left_stride};
@@ -193,7 +193,7 @@ impl<T: SimdElement> Kernel for PackGradient<'_, T> {
                 // SAFETY: channels and pixels of dy, and their rows in the panel.
                 unsafe {
                     if col_stride == 1 {
-                        copy_turned(s, (from.ptr, from.col), segment.len, channels, to, nr);
+                        copy_transposed(s, (from.ptr, from.col), segment.len, channels, to, nr);
                     } else {
                         from.copy(s, segment.len, channels, to, nr);
                     }

@@ -1,6 +1,6 @@
 //! Packing of filters as matrices, and of blocks of the im2col matrix.
 
-use super::rows::{Rows, copy_ahead, copy_turned, zero, zero_ahead};
+use super::rows::{Rows, copy_ahead, copy_transposed, zero, zero_ahead};
 use super::stencil::{Segment, Stencil, Tap};
 use crate::cpu::{Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, parallel_for};
 use std::ops::Range;
@@ -60,7 +60,7 @@ impl<T: SimdElement> Kernel for PackFilter<'_, T> {
                     zero(s, to, c * width);
                 }
                 if c_stride == 1 && len == width {
-                    copy_turned(s, (from, k_stride), c, len, to, width);
+                    copy_transposed(s, (from, k_stride), c, len, to, width);
                 } else {
                     Rows { ptr: from, row: c_stride, col: k_stride }.copy(s, c, len, to, width);
                 }

@@ -92,7 +92,7 @@ unsafe fn copy_line<S: Simd, T: SimdElement, const AHEAD: bool>(
 /// # Safety
 /// The elements are readable, the rows at `to` writable; these do not overlap.
 #[inline(always)]
-pub(in crate::conv2d::cpu) unsafe fn copy_turned<S: Simd, T: SimdElement>(
+pub(in crate::conv2d::cpu) unsafe fn copy_transposed<S: Simd, T: SimdElement>(
     s: S,
     (from, col): (*const T, isize),
     rows: usize,

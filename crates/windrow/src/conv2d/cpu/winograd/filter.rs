@@ -5,7 +5,7 @@
 // Indices are those of the formulas; iterators over arrays of vectors are not inlined where they are long.
 #![allow(clippy::needless_range_loop)]
 
-use super::super::shared::rows::copy_turned;
+use super::super::shared::rows::copy_transposed;
 use crate::conv2d::Tile;
 use crate::conv2d::winograd::{MAX_ALPHA, TAPS};
 use crate::cpu::{Kernel, Simd, SimdElement};
@@ -172,7 +172,14 @@ impl<W: SimdElement> Kernel for Load<'_, W> {
             } else if stride_c == 1 {
                 for (tap, (i, j)) in taps().enumerate() {
                     let from = (w.wrapping_offset(place(i, j)), stride_k);
-                    copy_turned(s, from, channels.len(), count, to.add(tap * S::LANES), distance);
+                    copy_transposed(
+                        s,
+                        from,
+                        channels.len(),
+                        count,
+                        to.add(tap * S::LANES),
+                        distance,
+                    );
                 }
             } else {
                 for (c, k) in (0..channels.len()).flat_map(|c| (0..count).map(move |k| (c, k))) {

@@ -1,7 +1,7 @@
 //! The stages of the weight gradient in Winograd's domain, beside the input transform: the transform of the output's
 //! gradient, `D = A dY A^T`, its products with V summed over tiles, and the filter's gradient, `G^T M G`.
 
-use super::super::shared::rows::copy_turned;
+use super::super::shared::rows::copy_transposed;
 use super::geometry::{Geometry, Segment};
 use super::input::{COLUMNS, ROW, copy_pixels, gather, transpose_rows};
 use super::transform;
@@ -336,7 +336,7 @@ impl<W: SimdElement, const A: usize> FilterGradient<W, A> {
                 s.store(staged.as_mut_ptr().add(i * S::LANES), *v);
             }
             let mut line = [0f32; ALL * MAX_LANES];
-            copy_turned(
+            copy_transposed(
                 s,
                 (staged.as_ptr(), S::LANES as isize),
                 count,

@@ -1,8 +1,8 @@
 //! cuDNN's convolution, where it is installed and faster than what is here.
 
-pub(super) mod turned;
+pub(super) mod nhwc;
 
-use self::turned::{Turned, TurnedFilter};
+use self::nhwc::{NhwcConversion, NhwcFilter};
 use super::chips::Cudnn as Rates;
 use super::facts::{has_epilogue, is_strict};
 use super::general::{DenseFilter, Direction, General, Sums};
@@ -19,7 +19,7 @@ use crate::gpu::{
     Choice, ConvolutionSpec, Gpu, Kernel, KernelSpec, Operation, Source, Stream, VendorConvolution,
     params,
 };
-use crate::later::Later;
+use crate::try_once_lock::TryOnceLock;
 use crate::{Accuracy, DType, Error, Layout, PlanOptions, Result, TensorDesc, Tuning};
 
 static EPILOGUE: Source = source!("epilogue.cu");
@@ -33,9 +33,9 @@ pub(crate) struct Cudnn {
     convolution: VendorConvolution,
     otherwise: Otherwise,
     filter: DenseFilter,
-    turned_filter: Option<TurnedFilter>,
+    nhwc_filter: Option<NhwcFilter>,
     /// NCHW tensors by a kernel for channels-last ones.
-    turned: Option<Turned>,
+    nhwc: Option<NhwcConversion>,
     /// The kernel that adds bias and residual and applies the activation, if there is one of them and no layout
     /// changes.
     epilogue: Option<&'static Kernel>,
@@ -64,7 +64,7 @@ pub(super) fn channels_last(spec: &Conv2dSpec) -> Option<bool> {
 
 /// True if cuDNN's kernel is one for channels-last tensors, given as such or converted.
 fn by_channels(spec: &Conv2dSpec, p: &Problem) -> bool {
-    channels_last(spec).unwrap_or(false) || Turned::suits(spec, p)
+    channels_last(spec).unwrap_or(false) || NhwcConversion::suits(spec, p)
 }
 
 /// Relative error of a product: that of two operands rounded to TF32, whose mantissa is that of f16.
@@ -90,7 +90,7 @@ pub(super) fn in_its_words(spec: &Conv2dSpec, p: &Problem, channels_last: bool) 
 /// The kernel for addresses that the main kernel cannot take, compiled when the first such address comes.
 #[derive(Debug)]
 pub(super) struct Otherwise {
-    made: Later<General>,
+    made: TryOnceLock<General>,
     gpu: &'static Gpu,
     spec: Conv2dSpec,
     problem: Problem,
@@ -105,7 +105,7 @@ impl Otherwise {
         direction: Direction,
         channels_last: bool,
     ) -> Self {
-        let (made, spec, problem) = (Later::default(), task.spec.clone(), *task.problem);
+        let (made, spec, problem) = (TryOnceLock::default(), task.spec.clone(), *task.problem);
         Otherwise { made, gpu, spec, problem, direction, channels_last }
     }
 
@@ -187,7 +187,7 @@ pub(super) fn kernel_micros(task: &Task<'_>) -> f64 {
 /// Expected microseconds of the pass behind cuDNN's kernel: a launch, y read and written, and what is added read.
 fn pass_micros(task: &Task<'_>) -> f64 {
     let Task { chip, spec, problem: p, .. } = *task;
-    if !has_epilogue(spec) && !Turned::suits(spec, p) {
+    if !has_epilogue(spec) && !NhwcConversion::suits(spec, p) {
         return 0.0;
     }
     let tensors = if spec.residual { 3 } else { 2 };
@@ -211,7 +211,7 @@ fn half_micros(rates: &Rates, spec: &Conv2dSpec, p: &Problem) -> f64 {
     let plain = p.r * p.s == 1 && p.stride == [1, 1];
     let copies = match () {
         () if plain || is_channels_last(&spec.y.layout) => 0.0,
-        () if Turned::suits(spec, p) => rates.turn.0 + rates.turn.1 * x,
+        () if NhwcConversion::suits(spec, p) => rates.turn.0 + rates.turn.1 * x,
         () => rates.own_turn.0 + 2.0 * (x + y) / rates.own_turn.1,
     };
     few.max(products).max((x + y) / rates.half_megabytes) + copies
@@ -227,12 +227,14 @@ impl Cudnn {
         };
         let words = in_its_words(spec, p, channels_last);
         let convolution = VendorConvolution::new(gpu, &words, Operation::Forward, choice)?;
-        let turned = Turned::suits(spec, p).then(|| Turned::new(gpu, spec, p)).transpose()?;
-        let needed = turned.is_none() && has_epilogue(spec);
+        let nhwc = NhwcConversion::suits(spec, p)
+            .then(|| NhwcConversion::new(gpu, spec, p))
+            .transpose()?;
+        let needed = nhwc.is_none() && has_epilogue(spec);
         let epilogue = needed.then(|| gpu.kernel(&epilogue_kernel(spec))).transpose()?;
         let filter = DenseFilter::new(gpu, spec, p, channels_last)?;
-        let turned_filter = match channels_last && !filter.is_packed() {
-            true => TurnedFilter::new(gpu, spec, p)?,
+        let nhwc_filter = match channels_last && !filter.is_packed() {
+            true => NhwcFilter::new(gpu, spec, p)?,
             false => None,
         };
         let otherwise = Otherwise::new(gpu, task, Direction::Forward, channels_last);
@@ -242,8 +244,8 @@ impl Cudnn {
             convolution,
             otherwise,
             filter,
-            turned_filter,
-            turned,
+            nhwc_filter,
+            nhwc,
             epilogue,
             spec,
             problem,
@@ -260,8 +262,8 @@ impl Prepared for Cudnn {
             Choice::First => "its heuristic's first kernel",
             Choice::Fastest => "the fastest of its kernels",
         };
-        let turned = if self.turned.is_some() { ", tensors turned to channels-last" } else { "" };
-        format!("cuDNN {version}, implicit matrix product, {kernel}{turned}")
+        let nhwc = if self.nhwc.is_some() { ", tensors converted to channels-last" } else { "" };
+        format!("cuDNN {version}, implicit matrix product, {kernel}{nhwc}")
     }
 
     fn packed_bytes(&self) -> usize {
@@ -275,18 +277,18 @@ impl Prepared for Cudnn {
     }
 
     fn scratch_bytes(&self) -> usize {
-        let turned = self.turned.as_ref().map_or(0, Turned::scratch_bytes);
-        self.convolution.workspace_bytes() + turned
+        let nhwc = self.nhwc.as_ref().map_or(0, NhwcConversion::scratch_bytes);
+        self.convolution.workspace_bytes() + nhwc
     }
 
     /// Bytes of what is kept behind a pack: see [`Seen`].
     fn seen_bytes(&self) -> usize {
-        self.turned_filter.as_ref().map_or(0, TurnedFilter::seen_bytes)
+        self.nhwc_filter.as_ref().map_or(0, NhwcFilter::seen_bytes)
     }
 
     fn packed_form(&self) -> PackedForm {
         // Of each layout another, and one with what tells whether it is still that of the filter.
-        let order = usize::from(self.channels_last) + 2 * usize::from(self.turned_filter.is_some());
+        let order = usize::from(self.channels_last) + 2 * usize::from(self.nhwc_filter.is_some());
         PackedForm::new("cudnn", self.spec.x.dtype, 1, order)
     }
 
@@ -302,10 +304,10 @@ impl Prepared for Cudnn {
     unsafe fn pack(&self, stream: &Stream, w: *const u8, to: PackTo) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe {
-            match &self.turned_filter {
-                Some(turned) => {
+            match &self.nhwc_filter {
+                Some(nhwc) => {
                     let seen = Seen::behind(to, self.packed_bytes());
-                    turned.pack(stream, w, to.memory, seen)
+                    nhwc.pack(stream, w, to.memory, seen)
                 }
                 None => self.filter.pack(stream, w, to.memory),
             }
@@ -314,11 +316,11 @@ impl Prepared for Cudnn {
 
     unsafe fn run(&self, stream: &Stream, packed: *const u8, operands: Operands) -> Result<()> {
         let scratch = operands.scratch;
-        if let Some(turned) = &self.turned {
-            let workspace = scratch.wrapping_add(turned.scratch_bytes());
+        if let Some(nhwc) = &self.nhwc {
+            let workspace = scratch.wrapping_add(nhwc.scratch_bytes());
             // SAFETY: the caller's promise.
             return unsafe {
-                turned.run(stream, operands, |x, sums| {
+                nhwc.run(stream, operands, |x, sums| {
                     let tensors = [packed.cast_mut(), x.cast_mut(), sums];
                     self.convolution.run(tensors, workspace, stream)
                 })

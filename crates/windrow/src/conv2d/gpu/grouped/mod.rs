@@ -14,7 +14,7 @@ use super::{Divisor, kernel, source, with_epilogue};
 use crate::conv2d::spec::is_channels_last;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
-use crate::later::Later;
+use crate::try_once_lock::TryOnceLock;
 use crate::{DType, Result};
 
 static CHANNELS: Source = source!("depthwise_channels.cu", "groups.cuh");
@@ -36,7 +36,7 @@ pub(crate) struct Groups {
     gpu: &'static Gpu,
     /// The kernel for tensors at addresses aligned to 16 bytes, and the one for any.
     aligned: (Form, &'static Kernel),
-    unaligned: Later<(Form, &'static Kernel)>,
+    unaligned: TryOnceLock<(Form, &'static Kernel)>,
 }
 
 params! {
@@ -129,7 +129,7 @@ impl Groups {
             filter: DenseFilter::new(gpu, spec, problem, is_filter_last(spec, problem))?,
             gpu,
             aligned: compiled(gpu, spec, problem, true)?,
-            unaligned: Later::default(),
+            unaligned: TryOnceLock::default(),
         })
     }
 

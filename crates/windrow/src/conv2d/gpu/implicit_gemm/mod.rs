@@ -20,7 +20,7 @@ use crate::dtype::not_computed;
 use crate::gpu::{
     Gpu, Kernel, KernelSpec, Launch, Source, Stream, TensorMap, TensorPixels, params,
 };
-use crate::later::Later;
+use crate::try_once_lock::TryOnceLock;
 use crate::{Accuracy, DType, Error, Result, TensorDesc};
 
 static FILTER: Source = source!("implicit_gemm_filter.cu");
@@ -45,7 +45,7 @@ pub(crate) struct ImplicitGemm {
     pack_filter: &'static Kernel,
     /// The kernel for tensors at addresses aligned to 16 bytes (for f16/bf16: y and the residual), and the one for any.
     aligned: &'static Kernel,
-    unaligned: Later<&'static Kernel>,
+    unaligned: TryOnceLock<&'static Kernel>,
 }
 
 params! {
@@ -203,7 +203,7 @@ impl ImplicitGemm {
             filter_group,
             pack_filter: gpu.kernel(&filter_kernel(spec.x.dtype, cut.block))?,
             aligned,
-            unaligned: Later::default(),
+            unaligned: TryOnceLock::default(),
         })
     }
 

@@ -16,7 +16,7 @@ const MOST: usize = 8;
 /// The packs of a filter on devices, for plans with the packings `K`.
 #[derive(Debug)]
 pub(crate) struct Packs<K> {
-    kept: Mutex<Vec<Kept<K>>>,
+    kept: Mutex<Vec<CachedPack<K>>>,
     /// Goes up when the filter is frozen or released again: odd while it is frozen.
     changes: AtomicU64,
 }
@@ -28,7 +28,7 @@ impl<K> Default for Packs<K> {
 }
 
 #[derive(Debug)]
-struct Kept<K> {
+struct CachedPack<K> {
     packing: K,
     place: Place,
     pack: Owner,
@@ -161,7 +161,7 @@ impl<K: Copy + PartialEq> Packs<K> {
     /// Bytes of all packs.
     pub(crate) fn bytes(&self) -> usize {
         let kept = self.lock();
-        kept.iter().filter_map(Kept::pack).map(|pack| pack.memory.len()).sum()
+        kept.iter().filter_map(CachedPack::pack).map(|pack| pack.memory.len()).sum()
     }
 
     /// Drops all packed forms; graphs keep those that they read.
@@ -171,7 +171,7 @@ impl<K: Copy + PartialEq> Packs<K> {
         drop(kept);
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<Kept<K>>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<CachedPack<K>>> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -193,13 +193,14 @@ impl<K: Copy + PartialEq> Packs<K> {
     }
 
     /// Puts a packed form in as the last one used, and drops those that are no longer useful.
-    fn put(&self, new: Kept<K>) {
+    fn put(&self, new: CachedPack<K>) {
         let change = self.changes.load(Ordering::Acquire);
         let mut kept = self.lock();
         // A frozen pack replaces those of streams; of two that were made at the same time the first stays.
         let mut froze = false;
         if let Place::Frozen(frozen) = &new.place {
-            let is_same = |k: &Kept<K>| matches!(&k.place, Place::Frozen(f) if f.change == change);
+            let is_same =
+                |k: &CachedPack<K>| matches!(&k.place, Place::Frozen(f) if f.change == change);
             if frozen.change != change || kept.iter().any(|k| k.is_like(&new) && is_same(k)) {
                 return;
             }
@@ -226,14 +227,14 @@ impl<K: Copy + PartialEq> Packs<K> {
     /// Overwrites the beginning of each pack, to see whether anybody notices.
     #[cfg(test)]
     pub(crate) fn spoil(&self, stream: &Stream) {
-        for pack in self.lock().iter().filter_map(Kept::pack) {
+        for pack in self.lock().iter().filter_map(CachedPack::pack) {
             // SAFETY: every pack has so many bytes; the test waits for whoever uses them.
             unsafe { stream.zero(pack.memory.as_mut_ptr(), 256).unwrap() };
         }
     }
 }
 
-impl<K> Kept<K> {
+impl<K> CachedPack<K> {
     fn pack(&self) -> Option<Arc<Pack>> {
         match &self.pack {
             Owner::Cache(pack) => Some(pack.clone()),
@@ -246,7 +247,7 @@ impl<K> Kept<K> {
     }
 }
 
-impl<K: PartialEq> Kept<K> {
+impl<K: PartialEq> CachedPack<K> {
     /// True if both are of one packing and device.
     fn is_like(&self, other: &Self) -> bool {
         let device = |kept: &Self| kept.gpu().map(Gpu::device);
@@ -299,7 +300,7 @@ impl<K: Copy + PartialEq> Drop for Lease<'_, K> {
             Place::Capture(..) => Owner::Graph(Arc::downgrade(&self.pack)),
             _ => Owner::Cache(self.pack.clone()),
         };
-        self.packs.put(Kept { packing: self.packing, place: self.place.clone(), pack });
+        self.packs.put(CachedPack { packing: self.packing, place: self.place.clone(), pack });
     }
 }
 

@@ -34,7 +34,7 @@ pub(crate) fn strides(desc: &TensorDesc) -> [i64; 4] {
     std::array::from_fn(|d| if desc.shape()[d] > 1 { desc.strides()[d] as i64 } else { 0 })
 }
 
-/// `Seen` of `conv2d.cuh`: by what a packing kernel sees that a pack which is kept is still that of the filter.
+/// The digests by which a packing kernel knows if a cached pack is still that of the filter; `Seen` of `conv2d.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Seen {
@@ -43,10 +43,10 @@ pub(crate) struct Seen {
 }
 
 impl Seen {
-    /// Bytes for each block of a packing kernel.
+    /// The bytes for each block of a packing kernel.
     pub(crate) const DIGEST: usize = 16;
 
-    /// Behind a pack of so many bytes if it is kept there, else nothing.
+    /// The digests behind a pack of `packed_bytes` bytes if it is cached; otherwise none.
     pub(crate) fn behind(to: PackTo, packed_bytes: usize) -> Self {
         match to.ticket {
             Some(ticket) => Seen { digests: to.memory.wrapping_add(packed_bytes), ticket },
@@ -54,8 +54,8 @@ impl Seen {
         }
     }
 
-    /// The parameters for a kernel that reads the filter in its memory order: a filter in another order gets another
-    /// kernel.
+    /// The same for a kernel that reads the filter in its memory order: a filter in another order counts as another
+    /// filter.
     pub(crate) fn in_order_of(self, w: &TensorDesc) -> Self {
         let mixed = |ticket: u64, &stride: &isize| {
             (ticket ^ stride as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)

@@ -21,7 +21,7 @@ use crate::conv2d::winograd::{Rational, Transforms};
 use crate::conv2d::{Conv2dAlgorithm, Conv2dSpec, Problem};
 use crate::dtype::not_computed;
 use crate::gpu::{Gpu, Kernel, KernelSpec, Launch, Source, Stream, params};
-use crate::later::Later;
+use crate::try_once_lock::TryOnceLock;
 use crate::{DType, Result};
 
 static PACK_FILTER: Source = source!("winograd_pack_filter.cu");
@@ -61,7 +61,7 @@ pub(crate) struct WinogradRow {
     pack_filter: &'static Kernel,
     /// Kernels for any y and for vector stores: what the layout of y allows is compiled with the plan, the other
     /// when an address of y or of a residual is not aligned, also while a stream is captured.
-    fused: [Later<Fused>; 2],
+    fused: [TryOnceLock<Fused>; 2],
 }
 
 params! {
@@ -192,7 +192,7 @@ impl WinogradRow {
             input: Input::new(gpu, spec, problem, images)?,
             vectors: stores_vectors(spec, problem),
             pack_filter: gpu.kernel(&filter_kernel(spec.x.dtype, sizes.products))?,
-            fused: [Later::default(), Later::default()],
+            fused: [TryOnceLock::default(), TryOnceLock::default()],
         };
         plan.fused(plan.vectors)?;
         Ok(plan)

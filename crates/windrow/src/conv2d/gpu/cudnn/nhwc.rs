@@ -18,7 +18,7 @@ const THREADS: usize = 128;
 const MAX_TAPS: usize = 1024;
 
 #[derive(Debug)]
-pub(crate) struct Turned {
+pub(crate) struct NhwcConversion {
     spec: Conv2dSpec,
     problem: Problem,
     input: Input,
@@ -49,14 +49,14 @@ params! {
 
 /// A dense filter [k, c, r, s] copied to [k, r, s, c], unless it is what was copied before.
 #[derive(Debug)]
-pub(crate) struct TurnedFilter {
+pub(crate) struct NhwcFilter {
     kernel: &'static Kernel,
     /// Elements of 16 bytes.
     vector: usize,
     problem: Problem,
 }
 
-impl TurnedFilter {
+impl NhwcFilter {
     /// `None` where a block cannot hold all taps of some channels, and for filters that lie in another order.
     pub(crate) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Option<Self>> {
         let dtype = spec.w.dtype;
@@ -64,7 +64,7 @@ impl TurnedFilter {
             return Ok(None);
         }
         let kernel = gpu.kernel(&filter_kernel(dtype))?;
-        Ok(Some(TurnedFilter { kernel, vector: 16 / dtype.size(), problem: *p }))
+        Ok(Some(NhwcFilter { kernel, vector: 16 / dtype.size(), problem: *p }))
     }
 
     /// Bytes of what is kept behind a pack: see [`Seen`].
@@ -96,7 +96,7 @@ impl TurnedFilter {
     }
 }
 
-impl Turned {
+impl NhwcConversion {
     /// True for dense NCHW tensors that cuDNN would turn, since it has its kernels of one product for channels-last ones
     /// only, except for plain products of matrices.
     pub(crate) fn suits(spec: &Conv2dSpec, p: &Problem) -> bool {
@@ -109,7 +109,7 @@ impl Turned {
     pub(crate) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Self> {
         let output = |vector| gpu.kernel(&output_kernel(spec, vector));
         let whole = (p.oh * p.ow).is_multiple_of(VECTOR);
-        Ok(Turned {
+        Ok(NhwcConversion {
             spec: spec.clone(),
             problem: *p,
             input: Input::new(gpu, spec, p, p.n)?,
@@ -140,7 +140,7 @@ impl Turned {
     /// Copies x, lets `convolve` write sums of it, both channels-last, and turns these to y.
     ///
     /// # Safety
-    /// As [`super::Prepared::run`], with [`Turned::scratch_bytes`] of scratch memory; `convolve` must write all sums.
+    /// As [`super::Prepared::run`], with [`NhwcConversion::scratch_bytes`] of scratch memory; `convolve` must write all sums.
     pub(crate) unsafe fn run(
         &self,
         stream: &Stream,
@@ -203,14 +203,14 @@ mod tests {
     }
 
     #[test]
-    fn products_of_one_that_are_no_plain_matrices_are_turned() {
+    fn single_products_that_are_no_plain_matrices_are_converted() {
         let suits_in = |order: &[usize], dtype, accuracy, [n, c, k, taps]: [usize; 4], stride| {
             let layout = Layout::with_order(&[n, c, 16, 16], order).unwrap();
             let x = TensorDesc { dtype, layout };
             let w = TensorDesc::contiguous(dtype, &[k, c, taps, taps]).unwrap();
             let params = Conv2dParams { accuracy, stride: [stride; 2], ..Default::default() };
             let spec = Conv2dSpec::new(x, w, &params).unwrap();
-            Turned::suits(&spec, &spec.problem().unwrap())
+            NhwcConversion::suits(&spec, &spec.problem().unwrap())
         };
         let suits = |dtype, accuracy, sizes, stride| {
             suits_in(&[0, 1, 2, 3], dtype, accuracy, sizes, stride)

@@ -4,15 +4,15 @@ use crate::Result;
 use std::sync::OnceLock;
 
 #[derive(Debug)]
-pub(crate) struct Later<T>(OnceLock<T>);
+pub(crate) struct TryOnceLock<T>(OnceLock<T>);
 
-impl<T> Default for Later<T> {
+impl<T> Default for TryOnceLock<T> {
     fn default() -> Self {
-        Later(OnceLock::new())
+        TryOnceLock(OnceLock::new())
     }
 }
 
-impl<T> Later<T> {
+impl<T> TryOnceLock<T> {
     /// The value, made at the first call. An error is not kept: the next call tries again.
     ///
     /// # Errors
