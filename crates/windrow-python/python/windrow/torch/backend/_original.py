@@ -99,9 +99,9 @@ class Original:
         own = fx.Graph()
         own.output(own.graph_copy(graph, copied))
         self.accuracy = accuracy
-        # Units of the roundings that move results.
+        # The unit of the rounding that moves each result.
         self._units: dict[fx.Node, float] = {}
-        # Nodes that no second run gives again; Inductor draws other random numbers.
+        # Nodes whose values a second run does not repeat; Inductor draws other random numbers.
         self._unset: set[fx.Node] = set()
         self._is_random = False
         of_products: list[torch.dtype] = []
@@ -129,7 +129,7 @@ class Original:
         self._output = next(node for node in own.nodes if node.op == "output")
         writes = [node for node in own.nodes if node.target is _aten.copy_.default]
         inputs = [node for node in own.nodes if node.op == "placeholder"]
-        # Inputs that the graph writes to, by number, and what it writes.
+        # The indices of inputs that the graph writes to, and the values that it writes.
         self.written = [inputs.index(node.args[0]) for node in writes]
         results: Any = self._output.args[0]
         self.results: list[Any] = [*results, *writes]

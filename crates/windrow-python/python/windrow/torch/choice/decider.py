@@ -51,10 +51,10 @@ class Question:
     what: str
     key: Key
     pytorch: Callable[[], Any]
-    # Windrow's candidates, the best first, or a text that says why it has nothing better; given a decision, those that it
-    # may name.
+    # A function that returns Windrow's candidates, the best first, or a text that says why there are none. Given a decision,
+    # it returns the candidates that the decision may name.
     ours: Callable[[Decision | None], Iterable[Candidate] | str]
-    # Other candidates of PyTorch's.
+    # Other candidates that PyTorch has.
     others: Sequence[Candidate] = ()
     # The cache with the packed filter of the asking layer.
     cache: FilterCache | None = None

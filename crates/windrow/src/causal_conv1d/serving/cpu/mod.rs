@@ -1,7 +1,7 @@
-//! Serving on the CPU: each sequence is walked along its tokens, a block of channels at a time.
+//! Serving on the CPU. A task goes through the tokens of a sequence, a block of channels at a time.
 //!
-//! Window and tokens pass through a tile whose rows are tokens, so that `y` may be x itself, and states can be taken
-//! from it. The tokens of a long sequence behind its first ones are computed where they are, unless y is x.
+//! It copies window and tokens to a tile whose rows are tokens. So `y` may be x itself, and states can be copied from the
+//! tile. The later tokens of a long sequence are computed in place, unless y is x.
 
 mod block;
 mod tree;
@@ -20,15 +20,15 @@ use crate::{Activation, Error, Result, TensorMut};
 use block::Block;
 use std::ops::Range;
 
-/// Tokens that pass through a tile at once.
+/// The tokens of a tile.
 const TILE: usize = 16;
-/// Channels of a tile.
+/// The channels of a tile.
 const LANES: usize = 256;
-/// Most channels of a task of long sequences, whose weights are laid out together.
+/// The most channels of a task of long sequences, whose weights are laid out together.
 const CHANNELS: usize = 1024;
-/// The same of short ones.
+/// The most channels of a task of short sequences.
 const SHORT_CHANNELS: usize = 2048;
-/// Elements of short sequences that are done before other threads wake up.
+/// The number of elements of short sequences that one thread computes before others would have woken up.
 const FEW: usize = 4 * 4096;
 
 /// The division of a call into tasks.
@@ -39,11 +39,11 @@ pub(crate) struct Walk {
     /// True if x and y do not fit in the cache.
     stream: bool,
     threads: usize,
-    /// Channels of a task.
+    /// The channels of a task.
     channels: usize,
-    /// Parts that the sequences are divided into.
+    /// The number of parts into which the sequences are divided.
     parts: usize,
-    /// Bytes of scratch memory for one thread.
+    /// The bytes of scratch memory for one thread.
     scratch: usize,
 }
 
@@ -60,11 +60,11 @@ pub(crate) struct Operands<'a, T> {
     pub parameters: Parameters<'a>,
     pub lookup: Lookup<'a>,
     pub entries: &'a [Entry],
-    /// Tokens of x that belong to a sequence.
+    /// The number of tokens of x that belong to a sequence.
     pub tokens: usize,
 }
 
-/// Windows behind tokens [slots, steps, d, columns].
+/// The windows after tokens [slots, steps, d, columns].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Windows<T> {
     first: SendPtr<T>,
@@ -78,7 +78,7 @@ impl<T: SimdElement> Windows<T> {
         Windows { first: SendPtr(view.as_mut_ptr().cast()), strides }
     }
 
-    /// The window behind token `t` of a slot, from a channel on; inside the tensor if the indices are.
+    /// The window after token `t` of a slot, from a channel on; inside the tensor if the indices are.
     #[inline(always)]
     fn at(&self, slot: usize, t: usize, channel: usize) -> Block<T> {
         let [slots, steps, channels, columns] = self.strides;
@@ -88,7 +88,7 @@ impl<T: SimdElement> Windows<T> {
     }
 }
 
-/// Rows of a tile: the window, that of a token of a tree, tokens, and their y.
+/// The number of rows of a tile: the window, the window of a token of a tree, the tokens, and their y.
 fn tile_rows(history: usize) -> Option<usize> {
     history.checked_mul(2)?.checked_add(2 * TILE)
 }
@@ -108,8 +108,8 @@ impl Walk {
         }
         let d = problem.d;
         let work = problem.b * problem.l * d;
-        // Long sequences have any lengths, so that their channels divide more evenly; of short ones each has its states
-        // somewhere else, where memory is fast along rows.
+        // Long sequences differ in length, so dividing their channels is more even. States of short sequences lie apart
+        // from each other, and memory is fast along rows of channels, so sequences are divided.
         let is_short = problem.b * problem.l <= sizes.sequences.saturating_mul(TILE);
         let (tasks, across, most) = if is_short {
             let tasks = if work < FEW { 1 } else { (work / 1024).clamp(1, threads) };
@@ -122,7 +122,7 @@ impl Walk {
         let across = across.min(d.div_ceil(64));
         let channels = d.div_ceil(across.max(d.div_ceil(most))).next_multiple_of(GROUP);
         let blocks = d.div_ceil(channels);
-        // More blocks of short sequences than threads need come one after the other.
+        // If there are more short sequences than threads need, a task computes several one after the other.
         let parts = tasks.div_ceil(if is_short { across } else { blocks });
         let parts = parts.min(sizes.sequences).max(1);
         let threads = if tasks == 1 { 1 } else { threads.min(blocks * parts) };
@@ -145,7 +145,7 @@ impl Walk {
         self.scratch * self.threads
     }
 
-    /// Size of tasks and threads in words.
+    /// The sizes of tasks and the number of threads in words.
     pub(crate) fn explain(&self) -> String {
         let Walk { channels, parts, threads, .. } = self;
         format!("{channels} channels a task, sequences in {parts} parts, {threads} threads")
@@ -176,7 +176,7 @@ impl Walk {
     }
 }
 
-/// Some channels of some sequences. Made by [`Walk::run`] only, which answers for its pointers.
+/// A task: some channels of some sequences. Only [`Walk::run`] makes tasks, and it answers for their pointers.
 struct Task<'a, T> {
     plan: &'a Walk,
     operands: &'a Operands<'a, T>,
@@ -193,7 +193,7 @@ struct Part<'a> {
     i: usize,
     entry: &'a Entry,
     states: &'a States,
-    /// First channel, and how many.
+    /// The range of channels: the first, and their number.
     channel: usize,
     lanes: usize,
 }
@@ -232,7 +232,7 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
                     }
                 }
             }
-            // Tokens of nobody; there are none without boundaries.
+            // Tokens that belong to no sequence; there are none without boundaries.
             let (l, tokens) = (problem.l, operands.tokens);
             if self.is_last && tokens < l {
                 Block::of(y, 0, first, tokens).clear(l - tokens, channels.len());
@@ -245,9 +245,8 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
 }
 
 impl<T: SimdElement> Task<'_, T> {
-    /// A step of decoding, where channels are neighbours everywhere: straight from the state to the state. How many of the
-    /// channels it computed; the others, all where it is something else, are left to [`Task::walk`]. `ahead` is the sequence
-    /// that comes next.
+    /// Computes a decoding step directly from state to state, if channels are neighbours in all tensors. Returns the number
+    /// of channels that it computed, 0 for other calls; [`Task::walk`] computes the rest. `ahead` is the next sequence.
     ///
     /// # Safety
     /// As for [`Walk::run`].
@@ -307,7 +306,7 @@ impl<T: SimdElement> Task<'_, T> {
                 let kept = history.saturating_sub(1);
                 Block::rows(tile, 1).copy_to(s, state(write, 0), kept, lanes);
             }
-            // How many tokens go through the tile: all, or those that see the window.
+            // The number of tokens that go through the tile: all, or those that see the window.
             let along_tokens_of_x = x.strides[2] == 1 && y.strides[2] == 1;
             let along_channels_of_x = x.strides[1] == 1 && y.strides[1] == 1 && lanes >= GROUP;
             let behind = tokens.saturating_sub(history);
@@ -372,7 +371,7 @@ impl<T: SimdElement> Task<'_, T> {
         }
     }
 
-    /// `y` of the `n` tokens in the tile, of which the first is token `t` of its sequence.
+    /// Computes `y` of the `n` tokens in the tile, the first of which is token `t` of its sequence.
     #[inline(always)]
     unsafe fn compute<S: Simd>(
         &self,
@@ -404,7 +403,7 @@ impl<T: SimdElement> Task<'_, T> {
     }
 }
 
-/// The ends of blocks that are still to come.
+/// The block ends that are still to come.
 struct Ends {
     next: usize,
     step: usize,
