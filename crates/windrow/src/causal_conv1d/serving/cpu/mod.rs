@@ -122,7 +122,7 @@ impl Walk {
         let across = across.min(d.div_ceil(64));
         let channels = d.div_ceil(across.max(d.div_ceil(most))).next_multiple_of(GROUP);
         let blocks = d.div_ceil(channels);
-        // If there are more short sequences than threads need, a task computes several one after the other.
+        // If short sequences have more blocks of channels than threads need, blocks come one after the other.
         let parts = tasks.div_ceil(if is_short { across } else { blocks });
         let parts = parts.min(sizes.sequences).max(1);
         let threads = if tasks == 1 { 1 } else { threads.min(blocks * parts) };
