@@ -55,8 +55,8 @@ impl Imports {
         Ok(Imports(found))
     }
 
-    /// Groups of files and folders of one folder that import each other in a circle. A folder's own `mod.rs` is its
-    /// door and no part of it: it names what the folder gives, and its parts may use what it declares.
+    /// Groups of files and folders of one folder that import each other in a circle. A folder's own `mod.rs`
+    /// is no part of a circle: it re-exports the folder's items, and the parts may use what it declares.
     pub(crate) fn circles(&self) -> Vec<(Module, Vec<String>)> {
         let modules = self.0.keys().flat_map(|(from, to)| [from, to]);
         let folders: BTreeSet<_> =

@@ -99,7 +99,7 @@ pub(crate) fn packages(steps: &mut Steps, out: Option<&Path>) -> Result {
     Ok(std::fs::remove_dir_all(folder)?)
 }
 
-/// Every feature of the library alone, and none; the rooms' tests run without any.
+/// Checks the library with each feature alone and with none; the operators' tests run without any.
 fn features(steps: &mut Steps) -> Result {
     // Compiled only, or run on little: not worth the time that optimising takes.
     let plain = ["--config", "profile.dev.package.windrow.opt-level=0"];

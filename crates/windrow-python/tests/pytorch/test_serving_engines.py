@@ -108,14 +108,14 @@ def test_importing_needs_no_engine():
     assert "vllm" not in sys.modules and "sglang" not in sys.modules
 
 
-@pytest.mark.parametrize("door", ["windrow.vllm", "windrow.sglang", "windrow.torch"])
-def test_each_door_uses_the_threads_of_pytorch(door):
+@pytest.mark.parametrize("module", ["windrow.vllm", "windrow.sglang", "windrow.torch"])
+def test_each_module_uses_the_threads_of_pytorch(module):
     program = f"""
 import pathlib, torch
 from windrow import _native
 given = []
 _native.use_openmp = given.append
-import {door}
+import {module}
 brought = [*(pathlib.Path(torch.__file__).parent / "lib").glob("libgomp*.so*")]
 assert len(given) == (len(brought) == 1), (given, brought)
 """

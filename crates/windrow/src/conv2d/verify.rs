@@ -1,4 +1,4 @@
-//! The room's cases for `windrow verify`.
+//! The cases of conv2d for `windrow verify`.
 
 use super::winograd_reference::stages;
 use super::{

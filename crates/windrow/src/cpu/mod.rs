@@ -1,4 +1,4 @@
-//! The CPU wing: which instructions this machine has, vectors over them, threads.
+//! The code that operators share on the CPU: the machine's instruction sets, vectors over them, threads.
 //!
 //! A kernel is written once, generic over `Simd`, as a type that implements `Kernel`;
 //! `dispatch` compiles it for every instruction set and calls the one asked for. Instruction

@@ -4,7 +4,7 @@
 //! them gets [`Error::NoDevice`](crate::Error::NoDevice) or [`Error::Backend`](crate::Error::Backend), as does a
 //! build without the feature `cuda`.
 //!
-//! Inside, this is the first backend of the wing `gpu`: what the devices can do, and the calls of CUDA's libraries.
+//! Inside, this is a backend of `gpu`: the features of the devices, and the calls of CUDA's libraries.
 
 #[cfg(feature = "cuda")]
 mod cublaslt;

@@ -15,7 +15,7 @@ pub(crate) struct Source {
     /// File name, for the compiler's messages.
     pub(crate) name: &'static str,
     pub(crate) text: &'static str,
-    /// Headers of its room; those of the wing may always be included.
+    /// The headers of its operator; those in `gpu/kernels` may always be included.
     pub(crate) includes: &'static [Source],
 }
 

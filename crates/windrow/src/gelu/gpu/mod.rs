@@ -69,7 +69,7 @@ impl Loops<4> {
     }
 }
 
-/// A kernel of the room with the constants that all of them take.
+/// A kernel of GELU with the constants that all of them take.
 fn kernel_spec<const N: usize>(
     source: &'static Source,
     entry: String,

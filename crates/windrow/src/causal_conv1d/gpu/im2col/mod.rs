@@ -59,7 +59,7 @@ fn operand_type(spec: &CausalConv1dSpec) -> DType {
     if spec.weight.dtype == DType::F32 { DType::F32 } else { spec.x.dtype }
 }
 
-/// A kernel of the room with operands of this type.
+/// A kernel of this method with operands of this type.
 pub(crate) fn kernel_spec(
     source: &'static Source,
     name: &str,

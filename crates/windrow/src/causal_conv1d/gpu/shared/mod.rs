@@ -163,7 +163,7 @@ impl Params {
     }
 }
 
-/// Constants that every kernel of the room takes for types and options.
+/// The constants that every kernel of causal conv1d takes for types and options.
 pub(crate) fn define_operands(
     kernel: KernelSpec,
     x: &TensorDesc,
