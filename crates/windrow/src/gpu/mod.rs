@@ -1,10 +1,10 @@
 //! The code that GPU backends share: devices, streams, memory, graphs, kernels.
 //!
-//! A backend is an implementation of [`Runtime`], most of it a table of its driver's functions. Kernels are CUDA C++, in
-//! files beside the host code of each method, embedded in the binary. A [`KernelSpec`] names a source, an entry point and constants;
-//! [`Gpu::kernel`] has the backend compile it for the device, or takes it from the cache on disk, and keeps it loaded.
-//! This happens when a plan is made, for gradients when it first computes one, and may happen while a stream is
-//! captured. Runs allocate nothing, do not synchronise and can be captured into a graph.
+//! A backend is an implementation of [`Runtime`], most of it a table of its driver's functions. Kernels are CUDA C++,
+//! in files beside the host code of each method, embedded in the binary. A [`KernelSpec`] names a source, an entry
+//! point and constants; [`Gpu::kernel`] has the backend compile it for the device, or takes it from the cache on disk,
+//! and keeps it loaded. This happens when a plan is made, for gradients when it first computes one, and may happen
+//! while a stream is captured. Runs allocate nothing, do not synchronise and can be captured into a graph.
 
 #[cfg(feature = "hip")]
 mod block_product;
