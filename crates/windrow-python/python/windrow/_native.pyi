@@ -1,6 +1,8 @@
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final, overload
 
+from windrow._activations import Activation
+
 class Array(Protocol):
     """Any array with DLPack, in main memory or on a CUDA device."""
 
@@ -9,9 +11,6 @@ class Array(Protocol):
     def __dlpack_device__(self) -> tuple[Any, Any]: ...
 
 A = TypeVar("A", bound=Array)
-Activation: TypeAlias = Literal[
-    "identity", "none", "relu", "relu6", "silu", "swish", "gelu", "gelu_tanh"
-]
 Accuracy: TypeAlias = Literal["exact", "fp32", "tf32", "half"]
 Pair: TypeAlias = int | Sequence[int]
 

@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from windrow import _native
+from windrow._activations import NAMES
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -157,13 +158,11 @@ def _activation(graph: GraphProto, value: str) -> tuple[str, list[NodeProto]] | 
     """The activation that is applied to a value, and its nodes in order; None if something else reads the value."""
     readers = _readers(graph, value)
     match [node.op_type for node in readers]:
-        case ["Relu"]:
-            return "relu", readers
-        case ["Gelu"]:
-            is_tanh = _attribute(readers[0], "approximate", b"none") == b"tanh"
-            return "gelu_tanh" if is_tanh else "gelu", readers
-        case ["Swish"] if _attribute(readers[0], "alpha", 1.0) == 1.0:
-            return "silu", readers
+        case [operator] if _attribute(readers[0], "alpha", 1.0) == 1.0:
+            approximate = _attribute(readers[0], "approximate", b"none")
+            for name, names in NAMES.items():
+                if names.operator == operator and (names.approximate or "none").encode() == approximate:
+                    return name, readers
         case ["Sigmoid", "Mul"]:
             sigmoid, product = readers
             gate = sigmoid.output[0]

@@ -1,13 +1,17 @@
 """The activations: one table for all of Python, whose names are Rust's."""
 
 import re
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 import windrow
 from common import ACTIVATIONS as FUNCTIONS
-from torch import nn
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from windrow import onnx
+from windrow._activations import NAMES, Activation
 from windrow.torch import (
     Conv1d,
     Conv2d,
@@ -17,8 +21,10 @@ from windrow.torch import (
     causal_conv1d_update,
     conv2d,
 )
-from windrow.torch._activations import ACTIVATIONS, activation_of
+from windrow.torch import _optimize
+from windrow.torch._activations import ACTIVATIONS, PYTORCHS, activation_of
 from windrow.torch._fused import FusedConv2d
+from windrow.torch.backend import _fuse
 
 LAYERS = {Conv1d: (2, 4, 9), Conv2d: (2, 4, 9, 8), ConvTranspose1d: (2, 4, 9), ConvTranspose2d: (2, 4, 9, 8)}
 
@@ -33,6 +39,31 @@ def test_the_names_are_those_of_rust():
     for name, function in ACTIVATIONS.items():
         y = windrow.causal_conv1d(x, np.ones((1, 1), np.float32), activation=name)
         torch.testing.assert_close(torch.from_numpy(y), function(torch.from_numpy(x)), atol=1e-5, rtol=1e-5)
+
+
+def test_type_checkers_know_the_names():
+    assert {*get_args(Activation)} == {*ACTIVATIONS} - {None}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_graphs_of_pytorch_and_onnx_know_an_activation(name):
+    """The table is all that `optimize`, the backend of torch.compile and `windrow.onnx` look at."""
+    names = NAMES[name]
+    kwargs = {} if names.approximate is None else {"approximate": names.approximate}
+    by_module = fx.symbolic_trace(nn.Sequential(getattr(nn, names.module)(**kwargs)))
+    by_function = fx.symbolic_trace(lambda x: getattr(nn.functional, names.function)(x, **kwargs))
+    for traced in (by_module, by_function):
+        (node,) = (node for node in traced.graph.nodes if node.op.startswith("call"))
+        assert _optimize._activation(node, dict(traced.named_modules())) == name
+    graph = make_fx(lambda x: PYTORCHS[name](x.neg()))(torch.zeros(2)).graph
+    (behind,) = (node for node in graph.nodes if node.target is torch.ops.aten.neg.default)
+    assert _fuse._activated(behind, torch.float32, None)[0] == name
+    if names.operator is not None:
+        helper = pytest.importorskip("onnx").helper
+        node = helper.make_node(names.operator, ["x"], ["y"], **kwargs)
+        float = helper.make_tensor_value_info
+        graph = helper.make_graph([node], "graph", [float("x", 1, [2])], [float("y", 1, [2])])
+        assert onnx._activation(graph, "x")[0] == name
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

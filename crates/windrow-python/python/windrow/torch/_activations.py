@@ -1,11 +1,15 @@
 """The activations that operators fuse, as PyTorch's functions. Their names are those of Rust's `Activation`."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from windrow._activations import NAMES, SYNONYMS, Names
 from windrow.torch._gelu import gelu_of_any
 
 Function = Callable[[Tensor], Tensor]
@@ -15,24 +19,34 @@ def _identity(y: Tensor) -> Tensor:
     return y
 
 
-_gelu_tanh = partial(gelu_of_any, approximate="tanh")
+def _pytorchs(names: Names) -> Function:
+    function: Any = getattr(F, names.function)
+    known: Function = function if names.approximate is None else partial(function, approximate=names.approximate)
+    return known
 
-ACTIVATIONS: dict[str | None, Function] = {
-    None: _identity,
-    "identity": _identity,
-    "none": _identity,
-    "relu": F.relu,
-    "relu6": F.relu6,
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": gelu_of_any,
-    "gelu_tanh": _gelu_tanh,
+
+def _spellings(names: Names) -> set[Any]:
+    """The classes and functions of PyTorch's that compute an activation, and the names of methods."""
+    words = (names.function, f"{names.function}_")
+    functions = {getattr(where, word) for where in (F, torch) for word in words if hasattr(where, word)}
+    return {getattr(nn, names.module), *functions, *(word for word in words if hasattr(Tensor, word))}
+
+
+PYTORCHS: dict[str, Function] = {name: _pytorchs(names) for name, names in NAMES.items()}
+# The activation of a class, function or method of PyTorch's and a value of `approximate`.
+SPELLED: dict[tuple[Any, str], str] = {
+    (spelling, names.approximate or "none"): name for name, names in NAMES.items() for spelling in _spellings(names)
 }
-# The same functions, in place, for those that PyTorch can compute in place.
+
+_OURS: dict[str, Function] = {"gelu": gelu_of_any, "gelu_tanh": partial(gelu_of_any, approximate="tanh")}
+ACTIVATIONS: dict[str | None, Function] = {None: _identity, "identity": _identity}
+ACTIVATIONS |= {name: _OURS.get(name, function) for name, function in PYTORCHS.items()}
+ACTIVATIONS |= {name: ACTIVATIONS[known] for name, known in SYNONYMS.items()}
+# Of those that PyTorch computes in place.
 _IN_PLACE: dict[str | None, Function] = {
     name: partial(function, inplace=True)
     for name, function in ACTIVATIONS.items()
-    if function in (F.relu, F.relu6, F.silu)
+    if inspect.isfunction(function) and "inplace" in inspect.signature(function).parameters
 }
 
 

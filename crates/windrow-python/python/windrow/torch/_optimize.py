@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from windrow.torch._activations import SPELLED
 from windrow.torch._batch_norm import BatchNorm2d
 from windrow.torch._by_graph import ByGraph, Fold, put_before, undo
 from windrow.torch._check import Check, Checked
@@ -341,22 +342,6 @@ def _changes_between(first: fx.Node, last: fx.Node, modules: dict[str, nn.Module
     return False
 
 
-_ACTIVATIONS: dict[Any, str] = {
-    nn.ReLU: "relu",
-    nn.ReLU6: "relu6",
-    nn.SiLU: "silu",
-    F.relu: "relu",
-    F.relu_: "relu",
-    torch.relu: "relu",
-    torch.relu_: "relu",
-    "relu": "relu",
-    "relu_": "relu",
-    F.relu6: "relu6",
-    F.silu: "silu",
-}
-_GELUS: tuple[Any, ...] = (nn.GELU, GELU, F.gelu, gelu)
-
-
 def _activation(node: fx.Node, modules: dict[str, nn.Module]) -> str | None:
     """Its name, if the node is nothing but an activation that a convolution can be fused with."""
     what: Any = node.target
@@ -368,9 +353,9 @@ def _activation(node: fx.Node, modules: dict[str, nn.Module]) -> str | None:
         what, approximate = type(module), getattr(module, "approximate", "none")
     elif node.op not in ("call_function", "call_method"):
         return None
-    if what in _GELUS and len(node.args) == 1 and {*node.kwargs} <= {"approximate"}:
-        return "gelu_tanh" if approximate == "tanh" else "gelu"
-    return _ACTIVATIONS.get(what) if {*node.kwargs} <= {"inplace"} else None
+    if what in (GELU, gelu) and len(node.args) == 1:
+        what = nn.GELU
+    return SPELLED.get((what, approximate)) if {*node.kwargs} <= {"approximate", "inplace"} else None
 
 
 def _drop_identities(traced: fx.GraphModule) -> None:

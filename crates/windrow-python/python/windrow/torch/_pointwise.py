@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from windrow._activations import NAMES
 from windrow.torch._graph import is_wrapped, replace_module
 
 _TO_LAST, _BACK = (0, 2, 3, 1), (0, 3, 1, 2)
-_ELEMENTWISE = (nn.ReLU, nn.GELU, nn.SiLU)
+_ELEMENTWISE = {getattr(nn, names.module) for names in NAMES.values()}
 
 
 def linear_to_convolutions(traced: fx.GraphModule) -> None:

@@ -1,14 +1,13 @@
 """The pass that fuses a convolution with the addition and the activation behind it."""
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from windrow.torch._activations import PYTORCHS
 from windrow.torch._fused import told
 from windrow.torch._library import OPERATORS
 from windrow.torch.backend._choice import is_pytorchs
@@ -17,13 +16,6 @@ from windrow.torch.backend._convolutions import LEFT, Convolution, called, convo
 from windrow.torch.backend._report import FOLDED, Report, name_of
 
 _aten = torch.ops.aten
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "relu6": F.relu6,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-}
 _COMMUTATIVE = (_aten.add.Tensor, _aten.mul.Tensor)
 
 
@@ -101,7 +93,7 @@ def _added(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 def _activated(node: fx.Node, dtype: torch.dtype, decompositions: Any) -> tuple[str, fx.Node] | None:
     """The name of the activation behind a node, and the node with its result."""
-    for name in _ACTIVATIONS:
+    for name in PYTORCHS:
         pattern = _pattern(name, dtype, decompositions)
         if (last := _last_of(pattern, node)) is not None:
             return name, last
@@ -116,7 +108,7 @@ def _pattern(name: str, dtype: torch.dtype, decompositions: Any) -> fx.Graph:
     key = name, dtype, id(decompositions)
     # The table is kept, so that another one does not get its address.
     if key not in _patterns:
-        _patterns[key] = decompositions, _traced(_ACTIVATIONS[name], dtype, decompositions)
+        _patterns[key] = decompositions, _traced(PYTORCHS[name], dtype, decompositions)
     return _patterns[key][1]
 
 

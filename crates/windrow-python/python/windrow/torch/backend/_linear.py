@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from windrow._activations import NAMES
 from windrow.torch._conv2d import accuracy_of
 from windrow.torch._library import OPERATORS
 from windrow.torch.backend._constants import Constants, value
@@ -19,7 +20,7 @@ from windrow.torch.backend._report import NAME, name_of
 _aten = torch.ops.aten
 _TO_LAST, _BACK = [0, 2, 3, 1], [0, 3, 1, 2]
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
-_ELEMENTWISE = (_aten.relu.default, _aten.gelu.default, _aten.silu.default)
+_ELEMENTWISE = {getattr(_aten, names.function).default for names in NAMES.values()}
 
 
 def linear_to_convolutions(graph: fx.Graph, constants: Constants, accuracy: str | None) -> None:
