@@ -63,21 +63,10 @@ impl Drop for Folder {
 }
 
 impl Program {
-    /// The code object, or what the compiler says. In the folder `WINDROW_EMULATOR_CACHE` code objects are kept.
+    /// The code object, or what the compiler says.
     fn compile(&self, options: &[String]) -> Result<Vec<u8>, String> {
-        let kept = std::env::var_os("WINDROW_EMULATOR_CACHE").map(|folder| {
-            let mut hash = DefaultHasher::new();
-            (PRELUDE, &self.name, &self.text, &self.headers, options).hash(&mut hash);
-            Path::new(&folder).join(format!("{:016x}", hash.finish()))
-        });
-        if let Some(code) = kept.as_ref().and_then(|path| std::fs::read(path).ok()) {
-            return Ok(code);
-        }
-        let code = self.compile_anew(options)?;
-        if let Some(path) = kept {
-            keep(&path, &code).map_err(|e| format!("{}: {e}", path.display()))?;
-        }
-        Ok(code)
+        let from = (PRELUDE, &self.name, &self.text, &self.headers, options);
+        kept(from, || self.compile_anew(options))
     }
 
     fn compile_anew(&self, options: &[String]) -> Result<Vec<u8>, String> {
@@ -106,6 +95,27 @@ impl Program {
         }
         std::fs::read(code).map_err(wrong)
     }
+}
+
+/// What a tool of LLVM makes `from` something, or what the tool says. In the folder `WINDROW_EMULATOR_CACHE` it is kept:
+/// a tool takes longer to start than most kernels run.
+pub(crate) fn kept(
+    from: impl Hash,
+    make: impl FnOnce() -> Result<Vec<u8>, String>,
+) -> Result<Vec<u8>, String> {
+    let path = std::env::var_os("WINDROW_EMULATOR_CACHE").map(|folder| {
+        let mut hash = DefaultHasher::new();
+        from.hash(&mut hash);
+        Path::new(&folder).join(format!("{:016x}", hash.finish()))
+    });
+    if let Some(made) = path.as_ref().and_then(|path| std::fs::read(path).ok()) {
+        return Ok(made);
+    }
+    let made = make()?;
+    if let Some(path) = path {
+        keep(&path, &made).map_err(|e| format!("{}: {e}", path.display()))?;
+    }
+    Ok(made)
 }
 
 /// Writes a file that other processes see whole or not at all.

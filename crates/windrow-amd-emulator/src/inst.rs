@@ -3,6 +3,7 @@
 mod operands;
 
 use self::operands::{bits, operand, part};
+use crate::hiprtc::{Folder, INSTALL, kept};
 use crate::wave::{Block, Flow, Wave};
 use crate::{Fault, access, lds, matrix, packed, scalar, vector};
 use std::collections::HashMap;
@@ -175,17 +176,8 @@ impl Code {
     /// # Errors
     /// Without a disassembler; for an instruction that is not known, which is named.
     pub fn new(file: &[u8], chip: &str) -> Result<Self, Fault> {
-        let folder = crate::hiprtc::Folder::new()?;
-        let path = folder.write("code", file)?;
-        let mut command = Command::new(DISASSEMBLER);
-        command.args(["-d", "--no-show-raw-insn"]).arg(format!("--mcpu={chip}")).arg(path);
-        let output = command.stdin(Stdio::null()).output().map_err(|e| {
-            Fault::new(format!("{DISASSEMBLER}: {e}; `{}`", crate::hiprtc::INSTALL))
-        })?;
-        if !output.status.success() {
-            return Err(Fault::new(String::from_utf8_lossy(&output.stderr)));
-        }
-        Self::parse(&String::from_utf8_lossy(&output.stdout), chip)
+        let text = kept((DISASSEMBLER, chip, file), || disassemble(file, chip));
+        Self::parse(&String::from_utf8_lossy(&text.map_err(Fault::new)?), chip)
     }
 
     /// Reads the disassembler's text.
@@ -220,6 +212,21 @@ impl Code {
             }
         }
         Ok(Code { insts, at, vectors: vectors + accumulators, generation })
+    }
+}
+
+/// The disassembler's text for a code object's file, or what it says is wrong.
+fn disassemble(file: &[u8], chip: &str) -> Result<Vec<u8>, String> {
+    let wrong = |e: std::io::Error| format!("{DISASSEMBLER}: {e}; `{INSTALL}`");
+    let folder = Folder::new().map_err(wrong)?;
+    let path = folder.write("code", file).map_err(wrong)?;
+    let mut command = Command::new(DISASSEMBLER);
+    command.args(["-d", "--no-show-raw-insn"]).arg(format!("--mcpu={chip}")).arg(path);
+    let output = command.stdin(Stdio::null()).output().map_err(wrong)?;
+    if output.status.success() {
+        Ok(output.stdout)
+    } else {
+        Err(String::from_utf8_lossy(&output.stderr).into_owned())
     }
 }
 

@@ -24,7 +24,7 @@
 //! - `WINDROW_EMULATOR_NUDGE=1` moves reciprocals, roots, exponentials and logarithms by a unit in the last place, as
 //!   chips may, but not the reciprocal that the compiler divides integers by (`v_rcp_iflag_f32`).
 //! - `WINDROW_EMULATOR_FAIL=hipMalloc=2@5` lets the fifth call of a function fail. `WINDROW_EMULATOR_CHIP` chooses the
-//!   chip, `WINDROW_EMULATOR_CACHE` a folder for code objects.
+//!   chip, `WINDROW_EMULATOR_CACHE` a folder for code objects and their disassembly.
 
 #![allow(missing_docs, reason = "it has no users but tests")]
 
