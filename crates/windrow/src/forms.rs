@@ -1,4 +1,5 @@
-//! Macros for public types: names of values (`names!`) and options set one by one (`setters!`).
+//! Macros for public types: names of values (`names!`), options set one by one (`setters!`), and both the options and
+//! their structure (`fields!`).
 
 /// Declares the names of an enum's values, and other words that are read as one: `ALL`, `name`, `Display`, and
 /// `FromStr`, whose error says which argument it was and lists the names.
@@ -66,3 +67,45 @@ macro_rules! setters {
 }
 
 pub(crate) use setters;
+
+/// Declares a structure of public fields: those that its constructor takes, those with a default, and those that are
+/// `None` at first. A method named behind `=>` sets its field and gives the structure back.
+macro_rules! fields {
+    (
+        $(#[$about:meta])*
+        $name:ident $(<$life:lifetime>)? by $vis:vis fn $new:ident {
+            $($(#[$doc:meta])* $field:ident: $type:ty $(=> $set:ident)?,)*
+        }
+        $(default {
+            $($(#[$doc_given:meta])* $given:ident: $of_given:ty = $value:expr => $set_given:ident,)*
+        })?
+        optional {
+            $($(#[$doc_optional:meta])* $optional:ident: $inner:ty => $set_optional:ident,)*
+        }
+    ) => {
+        $(#[$about])*
+        #[non_exhaustive]
+        pub struct $name $(<$life>)? {
+            $($(#[$doc])* pub $field: $type,)*
+            $($($(#[$doc_given])* pub $given: $of_given,)*)?
+            $($(#[$doc_optional])* pub $optional: Option<$inner>,)*
+        }
+
+        impl $(<$life>)? $name $(<$life>)? {
+            /// The fields that it takes, without options.
+            $vis fn $new($($field: $type),*) -> Self {
+                $name { $($field,)* $($($given: $value,)*)? $($optional: None,)* }
+            }
+        }
+
+        $crate::forms::setters! {
+            $name $(<$life>)? {
+                $($($set($field: $type);)?)*
+                $($($set_given($given: $of_given);)*)?
+                $(? $set_optional($optional: $inner);)*
+            }
+        }
+    };
+}
+
+pub(crate) use fields;

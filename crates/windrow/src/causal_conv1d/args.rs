@@ -1,63 +1,39 @@
 //! The tensors of a run, by name.
 
-use crate::forms::setters;
+use crate::forms::{fields, setters};
 use crate::{TensorMut, TensorRef};
 
-/// The inputs of a run; see [`CausalConv1dSpec`](crate::CausalConv1dSpec) for shapes and types.
-#[derive(Clone, Copy, Debug)]
-#[non_exhaustive]
-pub struct CausalConv1dArgs<'a> {
-    /// [b, d, l]
-    pub x: TensorRef<'a>,
-    /// [d, width] or [d_out, d, width]
-    pub weight: TensorRef<'a>,
-    /// `[d_out]`
-    pub bias: Option<TensorRef<'a>>,
-    /// [b, l]
-    pub seq_idx: Option<TensorRef<'a>>,
-    /// [sequences + 1]
-    pub cu_seqlens: Option<TensorRef<'a>>,
-    /// [b or sequences, d, width-1]
-    pub initial_states: Option<TensorRef<'a>>,
-}
-
-impl<'a> CausalConv1dArgs<'a> {
-    /// Input and weight alone.
-    pub fn new(x: TensorRef<'a>, weight: TensorRef<'a>) -> Self {
-        let (bias, seq_idx, cu_seqlens, initial_states) = (None, None, None, None);
-        CausalConv1dArgs { x, weight, bias, seq_idx, cu_seqlens, initial_states }
+fields! {
+    /// The inputs of a run; see [`CausalConv1dSpec`](crate::CausalConv1dSpec) for shapes and types.
+    #[derive(Clone, Copy, Debug)]
+    CausalConv1dArgs<'a> by pub fn new {
+        /// [b, d, l]
+        x: TensorRef<'a>,
+        /// [d, width] or [d_out, d, width]
+        weight: TensorRef<'a>,
+    }
+    optional {
+        /// `[d_out]`
+        bias: TensorRef<'a> => with_bias,
+        /// [b, l]
+        seq_idx: TensorRef<'a> => with_seq_idx,
+        /// [sequences + 1]
+        cu_seqlens: TensorRef<'a> => with_cu_seqlens,
+        /// [b or sequences, d, width-1]
+        initial_states: TensorRef<'a> => with_initial_states,
     }
 }
 
-setters! {
-    CausalConv1dArgs<'a> {
-        ? with_bias(bias: TensorRef<'a>);
-        ? with_seq_idx(seq_idx: TensorRef<'a>);
-        ? with_cu_seqlens(cu_seqlens: TensorRef<'a>);
-        ? with_initial_states(initial_states: TensorRef<'a>);
+fields! {
+    /// The outputs of a run; see [`CausalConv1dSpec`](crate::CausalConv1dSpec) for shapes and types.
+    #[derive(Debug)]
+    CausalConv1dOutputs<'a> by pub fn new {
+        /// [b, d_out, l]
+        y: TensorMut<'a>,
     }
-}
-
-/// The outputs of a run; see [`CausalConv1dSpec`](crate::CausalConv1dSpec) for shapes and types.
-#[derive(Debug)]
-#[non_exhaustive]
-pub struct CausalConv1dOutputs<'a> {
-    /// [b, d_out, l]
-    pub y: TensorMut<'a>,
-    /// [b or sequences, d, width-1]; copies, bit for bit.
-    pub final_states: Option<TensorMut<'a>>,
-}
-
-impl<'a> CausalConv1dOutputs<'a> {
-    /// The output alone.
-    pub fn new(y: TensorMut<'a>) -> Self {
-        CausalConv1dOutputs { y, final_states: None }
-    }
-}
-
-setters! {
-    CausalConv1dOutputs<'a> {
-        ? with_final_states(final_states: TensorMut<'a>);
+    optional {
+        /// [b or sequences, d, width-1]; copies, bit for bit.
+        final_states: TensorMut<'a> => with_final_states,
     }
 }
 

@@ -2,81 +2,74 @@
 
 use super::Problem;
 use super::problem::rank;
-use crate::forms::{names, setters};
+use crate::forms::{fields, names};
 use crate::tensor::{check_tensor, check_unique};
 use crate::{Activation, DType, Error, Result, TensorDesc};
 
-/// A causal convolution over sequences of tokens:
-///
-/// `y[b,d,t] = act(bias[d] + sum_k weight[d,k] * x[b,d,t-(width-1)+k])`
-///
-/// Tokens before a sequence are the sequence's initial state, or zeros. With a weight
-/// [d_out, d, width] every output channel sees all input channels (`groups = 1`).
-///
-/// The logical shape is always [b, d, l]; channel-last data is given by strides.
-///
-/// # Packed sequences
-///
-/// Several sequences in one row are told apart in one of two ways:
-///
-/// - `seq_idx` [b, l], i32: a token sees the tokens before it that have its own number. A token with
-///   a negative number is padding: its output is 0 and nobody sees it; its input and the gradient of its
-///   output may be anything, NaN included. Initial states belong to the sequence of the row's first
-///   token, final states to that of its last token.
-/// - `cu_seqlens` [sequences + 1], i32 or i64, with `b = 1`: sequence `i` is the tokens
-///   `cu_seqlens[i]..cu_seqlens[i + 1]`. Each sequence has its own initial and final state. The
-///   first entry is 0, the last is l, and none is smaller than the one before.
-///
-/// # States
-///
-/// `initial_states` and `final_states` are [b, d, width-1] ([sequences, d, width-1] with
-/// `cu_seqlens`) of x's type: the last `width - 1` tokens before and at the end of a sequence, oldest
-/// first. Where a sequence is shorter than that, its final state begins with the tail of its initial state
-/// (zeros without one); of a row that ends in padding it is zeros.
-///
-/// ```
-/// use windrow::{Activation, CausalConv1dSpec, DType, TensorDesc};
-/// let x = TensorDesc::contiguous(DType::F32, &[2, 64, 128])?;
-/// let weight = TensorDesc::contiguous(DType::F32, &[64, 4])?;
-/// let spec = CausalConv1dSpec::new(x, weight)?.with_activation(Activation::Silu);
-/// assert_eq!(spec.y.shape(), [2, 64, 128]);
-/// # Ok::<(), windrow::Error>(())
-/// ```
-///
-/// Source: Dao, causal-conv1d (<https://github.com/Dao-AILab/causal-conv1d>), whose meaning of
-/// `seq_idx` and states this follows.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub struct CausalConv1dSpec {
-    /// Input [b, d, l], f32, f16 or bf16; any strides.
-    pub x: TensorDesc,
-    /// Filter [d, width], or [d_out, d, width] for a dense convolution; f32 or x's type.
-    pub weight: TensorDesc,
-    /// Output [b, d_out, l] of x's type; strides such that every element has its own memory.
-    pub y: TensorDesc,
-    /// Bias `[d_out]`, f32 or x's type.
-    pub bias: Option<TensorDesc>,
-    /// Applied to sum and bias.
-    pub activation: Activation,
-    /// Sequence numbers [b, l], i32.
-    pub seq_idx: Option<TensorDesc>,
-    /// Sequence boundaries [sequences + 1], i32 or i64.
-    pub cu_seqlens: Option<TensorDesc>,
-    /// Tokens before each sequence [b or sequences, d, width-1], of x's type.
-    pub initial_states: Option<TensorDesc>,
-    /// Output: last tokens of each sequence [b or sequences, d, width-1], of x's type.
-    pub final_states: Option<TensorDesc>,
-}
-
-setters! {
-    CausalConv1dSpec {
-        with_output(y: TensorDesc);
-        with_activation(activation: Activation);
-        ? with_bias(bias: TensorDesc);
-        ? with_seq_idx(seq_idx: TensorDesc);
-        ? with_cu_seqlens(cu_seqlens: TensorDesc);
-        ? with_initial_states(initial_states: TensorDesc);
-        ? with_final_states(final_states: TensorDesc);
+fields! {
+    /// A causal convolution over sequences of tokens:
+    ///
+    /// `y[b,d,t] = act(bias[d] + sum_k weight[d,k] * x[b,d,t-(width-1)+k])`
+    ///
+    /// Tokens before a sequence are the sequence's initial state, or zeros. With a weight
+    /// [d_out, d, width] every output channel sees all input channels (`groups = 1`).
+    ///
+    /// The logical shape is always [b, d, l]; channel-last data is given by strides.
+    ///
+    /// # Packed sequences
+    ///
+    /// Several sequences in one row are told apart in one of two ways:
+    ///
+    /// - `seq_idx` [b, l], i32: a token sees the tokens before it that have its own number. A token with
+    ///   a negative number is padding: its output is 0 and nobody sees it; its input and the gradient of its
+    ///   output may be anything, NaN included. Initial states belong to the sequence of the row's first
+    ///   token, final states to that of its last token.
+    /// - `cu_seqlens` [sequences + 1], i32 or i64, with `b = 1`: sequence `i` is the tokens
+    ///   `cu_seqlens[i]..cu_seqlens[i + 1]`. Each sequence has its own initial and final state. The
+    ///   first entry is 0, the last is l, and none is smaller than the one before.
+    ///
+    /// # States
+    ///
+    /// `initial_states` and `final_states` are [b, d, width-1] ([sequences, d, width-1] with
+    /// `cu_seqlens`) of x's type: the last `width - 1` tokens before and at the end of a sequence, oldest
+    /// first. Where a sequence is shorter than that, its final state begins with the tail of its initial state
+    /// (zeros without one); of a row that ends in padding it is zeros.
+    ///
+    /// ```
+    /// use windrow::{Activation, CausalConv1dSpec, DType, TensorDesc};
+    /// let x = TensorDesc::contiguous(DType::F32, &[2, 64, 128])?;
+    /// let weight = TensorDesc::contiguous(DType::F32, &[64, 4])?;
+    /// let spec = CausalConv1dSpec::new(x, weight)?.with_activation(Activation::Silu);
+    /// assert_eq!(spec.y.shape(), [2, 64, 128]);
+    /// # Ok::<(), windrow::Error>(())
+    /// ```
+    ///
+    /// Source: Dao, causal-conv1d (<https://github.com/Dao-AILab/causal-conv1d>), whose meaning of
+    /// `seq_idx` and states this follows.
+    #[derive(Clone, Debug, PartialEq, Eq, Hash)]
+    CausalConv1dSpec by fn bare {
+        /// Input [b, d, l], f32, f16 or bf16; any strides.
+        x: TensorDesc,
+        /// Filter [d, width], or [d_out, d, width] for a dense convolution; f32 or x's type.
+        weight: TensorDesc,
+        /// Output [b, d_out, l] of x's type; strides such that every element has its own memory.
+        y: TensorDesc => with_output,
+    }
+    default {
+        /// Applied to sum and bias.
+        activation: Activation = Activation::Identity => with_activation,
+    }
+    optional {
+        /// Bias `[d_out]`, f32 or x's type.
+        bias: TensorDesc => with_bias,
+        /// Sequence numbers [b, l], i32.
+        seq_idx: TensorDesc => with_seq_idx,
+        /// Sequence boundaries [sequences + 1], i32 or i64.
+        cu_seqlens: TensorDesc => with_cu_seqlens,
+        /// Tokens before each sequence [b or sequences, d, width-1], of x's type.
+        initial_states: TensorDesc => with_initial_states,
+        /// Output: last tokens of each sequence [b or sequences, d, width-1], of x's type.
+        final_states: TensorDesc => with_final_states,
     }
 }
 
@@ -90,17 +83,7 @@ impl CausalConv1dSpec {
     /// 0, [`Error::SizeOverflow`].
     pub fn new(x: TensorDesc, weight: TensorDesc) -> Result<Self> {
         let y = Problem::new(&x, &weight)?.output(&x)?;
-        Ok(CausalConv1dSpec {
-            x,
-            weight,
-            y,
-            bias: None,
-            activation: Activation::Identity,
-            seq_idx: None,
-            cu_seqlens: None,
-            initial_states: None,
-            final_states: None,
-        })
+        Ok(Self::bare(x, weight, y))
     }
 
     /// Shape of initial and final states: [b, d, width-1], or [sequences, d, width-1] with

@@ -1,18 +1,21 @@
 //! The tensors of a run, by name.
 
-use crate::forms::setters;
+use crate::forms::{fields, setters};
 use crate::{TensorMut, TensorRef};
 
-/// The inputs of a run; see [`GeluSpec`](crate::GeluSpec) for shapes and types.
-#[derive(Clone, Copy, Debug)]
-#[non_exhaustive]
-pub struct GeluArgs<'a> {
-    /// The input.
-    pub x: TensorRef<'a>,
-    /// The bias, added to `x` along its last dimension.
-    pub bias: Option<TensorRef<'a>>,
-    /// The gate, which the activation is multiplied by.
-    pub gate: Option<TensorRef<'a>>,
+fields! {
+    /// The inputs of a run; see [`GeluSpec`](crate::GeluSpec) for shapes and types.
+    #[derive(Clone, Copy, Debug)]
+    GeluArgs<'a> by pub fn new {
+        /// The input.
+        x: TensorRef<'a>,
+    }
+    optional {
+        /// The bias, added to `x` along its last dimension.
+        bias: TensorRef<'a> => with_bias,
+        /// The gate, which the activation is multiplied by.
+        gate: TensorRef<'a> => with_gate,
+    }
 }
 
 /// The gradients that a backward run computes: those that are given.
@@ -26,20 +29,6 @@ pub struct GeluGrads<'a> {
     /// Gradient of `bias`: `[last dimension of x]`, f32 or the type of `x`. Summed in f32 with
     /// compensation and the same bits on any number of threads.
     pub dbias: Option<TensorMut<'a>>,
-}
-
-impl<'a> GeluArgs<'a> {
-    /// Arguments with an input and nothing else.
-    pub fn new(x: TensorRef<'a>) -> Self {
-        GeluArgs { x, bias: None, gate: None }
-    }
-}
-
-setters! {
-    GeluArgs<'a> {
-        ? with_bias(bias: TensorRef<'a>);
-        ? with_gate(gate: TensorRef<'a>);
-    }
 }
 
 setters! {

@@ -1,31 +1,36 @@
 //! The spec of GELU: types, shapes, options, and the checks that need no data.
 
-use crate::forms::{names, setters};
+use crate::forms::{fields, names};
 use crate::tensor::{check_dtype, check_tensor, check_unique};
 use crate::{Activation, Approximate, DType, Error, Result, TensorDesc};
 
-/// The spec of `y = gelu(x + bias) * gate`, element by element.
-///
-/// | tensor | shape | type | strides |
-/// |---|---|---|---|
-/// | `x`, `gate` | one shape of any rank | f32, f16 or bf16 | any, also 0 and negative |
-/// | `y` | `x`'s | `x`'s | any without overlap |
-/// | `bias` | `[last dimension of x]` | f32 or `x`'s | any |
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub struct GeluSpec {
-    /// The input.
-    pub x: TensorDesc,
-    /// The output.
-    pub y: TensorDesc,
-    /// The bias, added to `x` along its last dimension.
-    pub bias: Option<TensorDesc>,
-    /// The gate, which the activation is multiplied by.
-    pub gate: Option<TensorDesc>,
-    /// The form: exact or tanh.
-    pub approximate: Approximate,
-    /// The arithmetic of f16 and bf16; f32 ignores it.
-    pub half_math: HalfMath,
+fields! {
+    /// The spec of `y = gelu(x + bias) * gate`, element by element.
+    ///
+    /// | tensor | shape | type | strides |
+    /// |---|---|---|---|
+    /// | `x`, `gate` | one shape of any rank | f32, f16 or bf16 | any, also 0 and negative |
+    /// | `y` | `x`'s | `x`'s | any without overlap |
+    /// | `bias` | `[last dimension of x]` | f32 or `x`'s | any |
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    GeluSpec by fn bare {
+        /// The input.
+        x: TensorDesc,
+        /// The output.
+        y: TensorDesc => with_output,
+        /// The form: exact or tanh.
+        approximate: Approximate,
+    }
+    default {
+        /// The arithmetic of f16 and bf16; f32 ignores it.
+        half_math: HalfMath = HalfMath::Float => with_half_math,
+    }
+    optional {
+        /// The bias, added to `x` along its last dimension.
+        bias: TensorDesc => with_bias,
+        /// The gate, which the activation is multiplied by.
+        gate: TensorDesc => with_gate,
+    }
 }
 
 /// The arithmetic of kernels on f16 and bf16.
@@ -43,24 +48,15 @@ pub enum HalfMath {
 
 names! { HalfMath, "half_math": Float = "float", Native = "native" }
 
-setters! {
-    GeluSpec {
-        with_output(y: TensorDesc);
-        with_half_math(half_math: HalfMath);
-        ? with_bias(bias: TensorDesc);
-        ? with_gate(gate: TensorDesc);
-    }
-}
-
 impl GeluSpec {
-    /// A spec without bias and gate: GELU of `x` into an output of the same layout, or a row-major one if elements of `x` share
-    /// memory.
+    /// A spec without bias and gate: GELU of `x` into an output of the same layout, or a row-major one if elements of
+    /// `x` share memory.
     ///
     /// # Errors
     /// As [`Layout::contiguous`](crate::Layout::contiguous).
     pub fn new(x: TensorDesc, approximate: Approximate) -> Result<Self> {
         let y = if is_dense(&x) { x } else { TensorDesc::contiguous(x.dtype, x.shape())? };
-        Ok(GeluSpec { x, y, bias: None, gate: None, approximate, half_math: HalfMath::Float })
+        Ok(Self::bare(x, y, approximate))
     }
 
     /// The activation as the other operators know it.

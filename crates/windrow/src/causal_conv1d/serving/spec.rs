@@ -2,122 +2,106 @@
 
 use crate::causal_conv1d::Problem;
 use crate::causal_conv1d::problem::{check_index, rank};
-use crate::forms::setters;
+use crate::forms::fields;
 use crate::tensor::{check_tensor, check_unique};
 use crate::{Activation, DType, Error, Result, TensorDesc};
 
-/// A call of an engine that serves models: new tokens of many sequences with states in a pool. A sequence may have a
-/// whole prompt, a part of one, one token, or some draft tokens. Its state holds the window of inputs before these
-/// tokens, and the call advances the state.
-///
-/// Each index tensor is i32 or i64. For sequence `i` with `n` new tokens:
-///
-/// - **Tokens**: row `i` of `x`. With `query_start_loc`, `x` has one row, and the tokens are
-///   `query_start_loc[i]..query_start_loc[i + 1]` of it. The first entry of `query_start_loc` is 0, entries never
-///   decrease, and the last one is at most the number of tokens. Tokens after the last entry belong to no sequence, and
-///   their `y` is 0. With `n = 0` nothing changes, and no other index of the sequence is read.
-/// - **States**: the sequence reads and writes state `conv_state_indices[i]`, or state `i` without indices. If
-///   `conv_state_indices` is a table [sequences, blocks], the sequence reads column `initial_block[i]` and writes column
-///   `last_block[i]`; a column that is not given is 0. A negative index, or one equal to `null_index`, is null. A
-///   sequence that reads a null state is padding: its `y` is 0 and no state changes. A state at a null index is not
-///   written. No other sequence may name a state that one sequence writes.
-/// - **Window**: the `width - 1` tokens before the first new one. These are columns `0..width-1` of the state, oldest
-///   first. With `num_accepted_tokens` they are columns `a-1..a+width-2`, where `a = num_accepted_tokens[i]` is at least
-///   1. They are zeros if `has_initial_state[i]` is 0.
-/// - **New state**: columns `0..width-1` take the last `width - 1` tokens of window and `x` together. With
-///   `num_accepted_tokens`, columns `0..width-2+n` take all of window and `x` except the first token, so that a later
-///   call can continue after any of them. Other columns do not change.
-/// - **States at block ends**: with `first_block` the state at the end of each block except the last is kept too. Let
-///   `e` be the last multiple of `block_size` before `tokens_before[i] + n`. For `m` in
-///   `1..=last_block[i] - first_block[i]`, column `last_block[i] - m` takes the last `width - 1` tokens up to token
-///   number `e - (m - 1) * block_size`. Block ends that are not after `tokens_before[i]` are left out.
-/// - **Intermediate windows**: `intermediate_windows[s, t]`, with `s = intermediate_indices[i]` or else `s = i`, takes
-///   the window after token `t` in columns `0..width-1`: token `t` and the `width - 2` tokens before it, oldest first.
-///   `n` is at most the number of steps. No two sequences share a slot, and padding has none. Other windows and columns
-///   do not change.
-/// - **Trees**: with `next_token` and `next_sibling` the tokens are a tree of drafts whose root is token 0.
-///   `next_token[i, t]` is the first child of token `t`, and `next_sibling[i, t]` the next child of `t`'s parent; -1
-///   means none. Both are later tokens than `t`. If several tokens name the same one, the last of them counts, and a
-///   sibling counts more than a child. A token that is never named is a child of token 0. The tokens before a token are
-///   its parent, the parent's parent and so on, and before token 0 the window. `y` and the intermediate windows follow
-///   this order. The new state does not: it takes tokens in their order in `x`. `parent_token[i, t]` takes the parent, 0
-///   for token 0; other columns do not change. `n` is at most the number of columns, and at most 1024.
-///
-/// Source: the calls of vLLM (<https://github.com/vllm-project/vllm>), `causal_conv1d_fn` and `causal_conv1d_update`;
-/// intermediate windows and trees are those of SGLang (<https://github.com/sgl-project/sglang>).
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub struct CausalConv1dServingSpec {
-    /// New tokens [b, d, l], with `query_start_loc` [1, d, tokens]; f32, f16 or bf16; any strides.
-    pub x: TensorDesc,
-    /// States [pool, d, state_len] with state_len at least width - 1; x's type, read and written.
-    pub conv_states: TensorDesc,
-    /// Filter [d, width], f32 or x's type.
-    pub weight: TensorDesc,
-    /// Bias `[d]`, f32 or x's type.
-    pub bias: Option<TensorDesc>,
-    /// Output of x's shape and type; strides such that every element has its own memory.
-    pub y: TensorDesc,
-    /// The activation after the bias.
-    pub activation: Activation,
-    /// The start of each sequence, and the end of the last one: [sequences + 1].
-    pub query_start_loc: Option<TensorDesc>,
-    /// State of each sequence `[sequences]`, or of each of its blocks [sequences, blocks].
-    pub conv_state_indices: Option<TensorDesc>,
-    /// An index that is null, beside the negative ones.
-    pub null_index: Option<i64>,
-    /// A flag for each sequence that says if its state is used: `[sequences]`, u8.
-    pub has_initial_state: Option<TensorDesc>,
-    /// The number of accepted tokens of the previous call: `[sequences]`.
-    pub num_accepted_tokens: Option<TensorDesc>,
-    /// The column of the table to read: `[sequences]`.
-    pub initial_block: Option<TensorDesc>,
-    /// The column of the table that takes the state after the last token: `[sequences]`.
-    pub last_block: Option<TensorDesc>,
-    /// The column of the table that takes the first state at a block end: `[sequences]`.
-    pub first_block: Option<TensorDesc>,
-    /// The number of tokens of a sequence before this call: `[sequences]`; with `first_block`.
-    pub tokens_before: Option<TensorDesc>,
-    /// The number of tokens of a block; with `first_block`.
-    pub block_size: usize,
-    /// The windows after tokens [slots, steps, d, columns] with at least width - 1 columns; x's type, written.
-    pub intermediate_windows: Option<TensorDesc>,
-    /// Slot of each sequence in `intermediate_windows`: `[sequences]`.
-    pub intermediate_indices: Option<TensorDesc>,
-    /// First child of each token of a tree [sequences, columns], with at least l columns where there are rows; with
-    /// `next_sibling`, and without `first_block`.
-    pub next_token: Option<TensorDesc>,
-    /// Next child of its parent: of the shape of `next_token`.
-    pub next_sibling: Option<TensorDesc>,
-    /// Parent of each token, written: of the shape of `next_token`, i32 or i64.
-    pub parent_token: Option<TensorDesc>,
+fields! {
+    /// A call of an engine that serves models: new tokens of many sequences with states in a pool. A sequence may have
+    /// a whole prompt, a part of one, one token, or some draft tokens. Its state holds the window of inputs before
+    /// these tokens, and the call advances the state.
+    ///
+    /// Each index tensor is i32 or i64. For sequence `i` with `n` new tokens:
+    ///
+    /// - **Tokens**: row `i` of `x`. With `query_start_loc`, `x` has one row, and the tokens are
+    ///   `query_start_loc[i]..query_start_loc[i + 1]` of it. The first entry of `query_start_loc` is 0, entries never
+    ///   decrease, and the last one is at most the number of tokens. Tokens after the last entry belong to no sequence,
+    ///   and their `y` is 0. With `n = 0` nothing changes, and no other index of the sequence is read.
+    /// - **States**: the sequence reads and writes state `conv_state_indices[i]`, or state `i` without indices. If
+    ///   `conv_state_indices` is a table [sequences, blocks], the sequence reads column `initial_block[i]` and writes
+    ///   column `last_block[i]`; a column that is not given is 0. A negative index, or one equal to `null_index`, is
+    ///   null. A sequence that reads a null state is padding: its `y` is 0 and no state changes. A state at a null
+    ///   index is not written. No other sequence may name a state that one sequence writes.
+    /// - **Window**: the `width - 1` tokens before the first new one. These are columns `0..width-1` of the state,
+    ///   oldest first. With `num_accepted_tokens` they are columns `a-1..a+width-2`, where `a = num_accepted_tokens[i]`
+    ///   is at least 1. They are zeros if `has_initial_state[i]` is 0.
+    /// - **New state**: columns `0..width-1` take the last `width - 1` tokens of window and `x` together. With
+    ///   `num_accepted_tokens`, columns `0..width-2+n` take all of window and `x` except the first token, so that a
+    ///   later call can continue after any of them. Other columns do not change.
+    /// - **States at block ends**: with `first_block` the state at the end of each block except the last is kept too.
+    ///   Let `e` be the last multiple of `block_size` before `tokens_before[i] + n`. For `m` in `1..=last_block[i] -
+    ///   first_block[i]`, column `last_block[i] - m` takes the last `width - 1` tokens up to token number `e - (m - 1)
+    ///   * block_size`. Block ends that are not after `tokens_before[i]` are left out.
+    /// - **Intermediate windows**: `intermediate_windows[s, t]`, with `s = intermediate_indices[i]` or else `s = i`,
+    ///   takes the window after token `t` in columns `0..width-1`: token `t` and the `width - 2` tokens before it,
+    ///   oldest first. `n` is at most the number of steps. No two sequences share a slot, and padding has none. Other
+    ///   windows and columns do not change.
+    /// - **Trees**: with `next_token` and `next_sibling` the tokens are a tree of drafts whose root is token 0.
+    ///   `next_token[i, t]` is the first child of token `t`, and `next_sibling[i, t]` the next child of `t`'s parent;
+    ///   -1 means none. Both are later tokens than `t`. If several tokens name the same one, the last of them counts,
+    ///   and a sibling counts more than a child. A token that is never named is a child of token 0. The tokens before a
+    ///   token are its parent, the parent's parent and so on, and before token 0 the window. `y` and the intermediate
+    ///   windows follow this order. The new state does not: it takes tokens in their order in `x`. `parent_token[i, t]`
+    ///   takes the parent, 0 for token 0; other columns do not change. `n` is at most the number of columns, and at
+    ///   most 1024.
+    ///
+    /// Source: the calls of vLLM (<https://github.com/vllm-project/vllm>), `causal_conv1d_fn` and
+    /// `causal_conv1d_update`; intermediate windows and trees are those of SGLang
+    /// (<https://github.com/sgl-project/sglang>).
+    #[derive(Clone, Debug, PartialEq, Eq, Hash)]
+    CausalConv1dServingSpec by fn bare {
+        /// New tokens [b, d, l], with `query_start_loc` [1, d, tokens]; f32, f16 or bf16; any strides.
+        x: TensorDesc,
+        /// States [pool, d, state_len] with state_len at least width - 1; x's type, read and written.
+        conv_states: TensorDesc,
+        /// Filter [d, width], f32 or x's type.
+        weight: TensorDesc,
+        /// Output of x's shape and type; strides such that every element has its own memory.
+        y: TensorDesc => with_output,
+    }
+    default {
+        /// The activation after the bias.
+        activation: Activation = Activation::Identity => with_activation,
+        /// The number of tokens of a block; with `first_block`.
+        block_size: usize = 0 => with_block_size,
+    }
+    optional {
+        /// Bias `[d]`, f32 or x's type.
+        bias: TensorDesc => with_bias,
+        /// The start of each sequence, and the end of the last one: [sequences + 1].
+        query_start_loc: TensorDesc => with_query_start_loc,
+        /// State of each sequence `[sequences]`, or of each of its blocks [sequences, blocks].
+        conv_state_indices: TensorDesc => with_conv_state_indices,
+        /// An index that is null, beside the negative ones.
+        null_index: i64 => with_null_index,
+        /// A flag for each sequence that says if its state is used: `[sequences]`, u8.
+        has_initial_state: TensorDesc => with_has_initial_state,
+        /// The number of accepted tokens of the previous call: `[sequences]`.
+        num_accepted_tokens: TensorDesc => with_num_accepted_tokens,
+        /// The column of the table to read: `[sequences]`.
+        initial_block: TensorDesc => with_initial_block,
+        /// The column of the table that takes the state after the last token: `[sequences]`.
+        last_block: TensorDesc => with_last_block,
+        /// The column of the table that takes the first state at a block end: `[sequences]`.
+        first_block: TensorDesc => with_first_block,
+        /// The number of tokens of a sequence before this call: `[sequences]`; with `first_block`.
+        tokens_before: TensorDesc => with_tokens_before,
+        /// The windows after tokens [slots, steps, d, columns] with at least width - 1 columns; x's type, written.
+        intermediate_windows: TensorDesc => with_intermediate_windows,
+        /// Slot of each sequence in `intermediate_windows`: `[sequences]`.
+        intermediate_indices: TensorDesc => with_intermediate_indices,
+        /// First child of each token of a tree [sequences, columns], with at least l columns where there are rows; with
+        /// `next_sibling`, and without `first_block`.
+        next_token: TensorDesc => with_next_token,
+        /// Next child of its parent: of the shape of `next_token`.
+        next_sibling: TensorDesc => with_next_sibling,
+        /// Parent of each token, written: of the shape of `next_token`, i32 or i64.
+        parent_token: TensorDesc => with_parent_token,
+    }
 }
 
 /// The maximum number of tokens of a tree.
 pub(crate) const TREE: usize = 1024;
-
-setters! {
-    CausalConv1dServingSpec {
-        with_output(y: TensorDesc);
-        with_activation(activation: Activation);
-        with_block_size(block_size: usize);
-        ? with_bias(bias: TensorDesc);
-        ? with_query_start_loc(query_start_loc: TensorDesc);
-        ? with_conv_state_indices(conv_state_indices: TensorDesc);
-        ? with_null_index(null_index: i64);
-        ? with_has_initial_state(has_initial_state: TensorDesc);
-        ? with_num_accepted_tokens(num_accepted_tokens: TensorDesc);
-        ? with_initial_block(initial_block: TensorDesc);
-        ? with_last_block(last_block: TensorDesc);
-        ? with_first_block(first_block: TensorDesc);
-        ? with_tokens_before(tokens_before: TensorDesc);
-        ? with_intermediate_windows(intermediate_windows: TensorDesc);
-        ? with_intermediate_indices(intermediate_indices: TensorDesc);
-        ? with_next_token(next_token: TensorDesc);
-        ? with_next_sibling(next_sibling: TensorDesc);
-        ? with_parent_token(parent_token: TensorDesc);
-    }
-}
 
 /// The sizes of a spec that was checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -148,29 +132,7 @@ impl CausalConv1dServingSpec {
     pub fn new(x: TensorDesc, conv_states: TensorDesc, weight: TensorDesc) -> Result<Self> {
         let problem = Problem::depthwise(&x, &weight)?;
         let y = problem.output(&x)?;
-        let spec = CausalConv1dServingSpec {
-            x,
-            conv_states,
-            weight,
-            bias: None,
-            y,
-            activation: Activation::Identity,
-            query_start_loc: None,
-            conv_state_indices: None,
-            null_index: None,
-            has_initial_state: None,
-            num_accepted_tokens: None,
-            initial_block: None,
-            last_block: None,
-            first_block: None,
-            tokens_before: None,
-            block_size: 0,
-            intermediate_windows: None,
-            intermediate_indices: None,
-            next_token: None,
-            next_sibling: None,
-            parent_token: None,
-        };
+        let spec = Self::bare(x, conv_states, weight, y);
         spec.check_states(&problem)?;
         Ok(spec)
     }

@@ -2,50 +2,45 @@
 
 use crate::causal_conv1d::Problem;
 use crate::causal_conv1d::problem::{check_index, rank};
-use crate::forms::setters;
+use crate::forms::fields;
 use crate::tensor::{check_tensor, check_unique};
 use crate::{Activation, Error, Result, TensorDesc};
 
-/// A decoding step: `y` of new tokens `x` that follow those in `conv_state`, which is advanced.
-///
-/// A state holds the last `state_len >= width - 1` tokens of a sequence, oldest first; a step moves it
-/// by l tokens. With `cache_seqlens` it is a ring buffer instead: token number `n` of the sequence is in
-/// slot `n % state_len`, and `cache_seqlens[i]` says how many tokens came before.
-///
-/// With `conv_state_indices`, entry `i` of the batch uses state `conv_state_indices[i]` of a
-/// larger pool. A negative index is padding: its `y` is 0 and no state is touched. No two entries
-/// may use the same state.
-///
-/// Source: Dao, causal-conv1d (<https://github.com/Dao-AILab/causal-conv1d>), `causal_conv1d_update`.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub struct CausalConv1dUpdateSpec {
-    /// New tokens [b, d, l], f32, f16 or bf16; any strides.
-    pub x: TensorDesc,
-    /// States [b, d, state_len], or [pool, d, state_len] with `conv_state_indices`; x's type,
-    /// read and written.
-    pub conv_state: TensorDesc,
-    /// Filter [d, width], f32 or x's type.
-    pub weight: TensorDesc,
-    /// Bias `[d]`, f32 or x's type.
-    pub bias: Option<TensorDesc>,
-    /// Output [b, d, l] of x's type; strides such that every element has its own memory.
-    pub y: TensorDesc,
-    /// Applied to sum and bias.
-    pub activation: Activation,
-    /// Tokens before, `[b]`, i32 or i64.
-    pub cache_seqlens: Option<TensorDesc>,
-    /// State of each entry, `[b]`, i32 or i64.
-    pub conv_state_indices: Option<TensorDesc>,
-}
-
-setters! {
-    CausalConv1dUpdateSpec {
-        with_output(y: TensorDesc);
-        with_activation(activation: Activation);
-        ? with_bias(bias: TensorDesc);
-        ? with_cache_seqlens(cache_seqlens: TensorDesc);
-        ? with_conv_state_indices(conv_state_indices: TensorDesc);
+fields! {
+    /// A decoding step: `y` of new tokens `x` that follow those in `conv_state`, which is advanced.
+    ///
+    /// A state holds the last `state_len >= width - 1` tokens of a sequence, oldest first; a step moves it
+    /// by l tokens. With `cache_seqlens` it is a ring buffer instead: token number `n` of the sequence is in
+    /// slot `n % state_len`, and `cache_seqlens[i]` says how many tokens came before.
+    ///
+    /// With `conv_state_indices`, entry `i` of the batch uses state `conv_state_indices[i]` of a
+    /// larger pool. A negative index is padding: its `y` is 0 and no state is touched. No two entries
+    /// may use the same state.
+    ///
+    /// Source: Dao, causal-conv1d (<https://github.com/Dao-AILab/causal-conv1d>), `causal_conv1d_update`.
+    #[derive(Clone, Debug, PartialEq, Eq, Hash)]
+    CausalConv1dUpdateSpec by fn bare {
+        /// New tokens [b, d, l], f32, f16 or bf16; any strides.
+        x: TensorDesc,
+        /// States [b, d, state_len], or [pool, d, state_len] with `conv_state_indices`; x's type,
+        /// read and written.
+        conv_state: TensorDesc,
+        /// Filter [d, width], f32 or x's type.
+        weight: TensorDesc,
+        /// Output [b, d, l] of x's type; strides such that every element has its own memory.
+        y: TensorDesc => with_output,
+    }
+    default {
+        /// Applied to sum and bias.
+        activation: Activation = Activation::Identity => with_activation,
+    }
+    optional {
+        /// Bias `[d]`, f32 or x's type.
+        bias: TensorDesc => with_bias,
+        /// Tokens before, `[b]`, i32 or i64.
+        cache_seqlens: TensorDesc => with_cache_seqlens,
+        /// State of each entry, `[b]`, i32 or i64.
+        conv_state_indices: TensorDesc => with_conv_state_indices,
     }
 }
 
@@ -60,18 +55,7 @@ impl CausalConv1dUpdateSpec {
     pub fn new(x: TensorDesc, conv_state: TensorDesc, weight: TensorDesc) -> Result<Self> {
         let problem = Problem::depthwise(&x, &weight)?;
         let y = problem.output(&x)?;
-        let (bias, cache_seqlens, conv_state_indices) = (None, None, None);
-        let activation = Activation::Identity;
-        let spec = CausalConv1dUpdateSpec {
-            x,
-            conv_state,
-            weight,
-            bias,
-            y,
-            activation,
-            cache_seqlens,
-            conv_state_indices,
-        };
+        let spec = Self::bare(x, conv_state, weight, y);
         spec.check_state(&problem)?;
         Ok(spec)
     }
