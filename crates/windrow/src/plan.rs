@@ -10,6 +10,7 @@ mod planned;
 mod search;
 
 pub use bound::Bound;
+pub(crate) use bound::HeldInputs;
 pub(crate) use checks::{Checks, Type};
 pub(crate) use configuration::{configuration, dense, joined};
 pub use operator::{Configuration, Operator, Tuned};

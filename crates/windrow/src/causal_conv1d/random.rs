@@ -1,11 +1,12 @@
 //! Random cases of `windrow verify --random`.
 
-use super::sample::{DTYPES, Gradients, Inputs, Sample, UpdateInputs, UpdateSample, desc};
+use super::sample::{DTYPES, Gradients, Sample, UpdateSample, desc};
 use super::verify::{Oracle, run_update_with, run_with, update_oracle};
 use super::{
     CausalConv1dAlgorithm, CausalConv1dConfiguration, CausalConv1dPlan, CausalConv1dSpec,
     CausalConv1dUpdatePlan, CausalConv1dUpdateSpec,
 };
+use crate::plan::HeldInputs;
 use crate::verification::choices::{Choices, shrink};
 use crate::verification::data::{Held, Numbers, Style, options};
 use crate::verification::random::{Lane, Trial};
@@ -252,26 +253,20 @@ fn sample(
     let y_shape = spec.y.shape();
     let states = spec.states_shape()?;
     let (dweight, dbias) = (choices.of(&[dtype, DType::F32]), choices.of(&[dtype, DType::F32]));
-    let inputs = Inputs {
-        x: data(choices, 1, spec.x)?,
-        weight: parameters(choices, 2, spec.weight)?,
-        bias: spec.bias.map(|desc| parameters(choices, 3, desc)).transpose()?,
-        seq_idx: match spec.seq_idx {
-            None => None,
-            Some(desc) => {
-                let numbers = sequences(choices, &desc);
-                Some(hold(choices, desc, numbers)?)
-            }
-        },
-        cu_seqlens: match spec.cu_seqlens {
-            None => None,
-            Some(desc) => {
-                let boundaries = boundaries(choices, &desc, l);
-                Some(hold(choices, desc, boundaries)?)
-            }
-        },
-        initial_states: spec.initial_states.map(|desc| data(choices, 4, desc)).transpose()?,
-    };
+    let inputs = HeldInputs::new(spec, |name, desc| match name {
+        "x" => data(choices, 1, desc),
+        "weight" => parameters(choices, 2, desc),
+        "bias" => parameters(choices, 3, desc),
+        "seq_idx" => {
+            let numbers = sequences(choices, &desc);
+            hold(choices, desc, numbers)
+        }
+        "cu_seqlens" => {
+            let boundaries = boundaries(choices, &desc, l);
+            hold(choices, desc, boundaries)
+        }
+        _ => data(choices, 4, desc),
+    })?;
     let dy = desc(choices, style, dtype, y_shape, true)?;
     let dfinal = desc(choices, style, dtype, &states, true)?;
     let gradients = [
@@ -309,7 +304,7 @@ fn bad_boundaries(
     let mut values = boundaries(choices, &desc, spec.x.shape()[2]);
     let at = choices.below(values.len());
     values[at] = choices.of(&[-1.0, l + 1.0, f64::from(i32::MAX), f64::from(i32::MIN)]);
-    sample.inputs.cu_seqlens = Some(Held::at(desc, &values, 0, Device::Cpu)?);
+    *sample.inputs.get_mut("cu_seqlens") = Held::at(desc, &values, 0, Device::Cpu)?;
     let plan = CausalConv1dPlan::new(spec, options)?;
     let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes())?;
     let outputs = super::CausalConv1dOutputs {
@@ -372,7 +367,7 @@ pub(crate) fn run_update(choices: &mut Choices<'_>, trial: &mut Trial) -> Result
         Held::at(desc, &values, style.lead(choices), device)
     };
     let b = spec.x.shape()[0];
-    let lengths: Vec<f64> = (0..b)
+    let mut lengths: Vec<f64> = (0..b)
         .map(|_| match choices.below(8) {
             7 => f64::from(i32::MAX) - choices.below(3) as f64,
             _ => choices.below(100) as f64,
@@ -389,37 +384,28 @@ pub(crate) fn run_update(choices: &mut Choices<'_>, trial: &mut Trial) -> Result
     // Where there is nothing to compute no index is looked at.
     let looked_at = device == Device::Cpu && !spec.x.layout.is_empty();
     let is_bad = looked_at && choices.one_in(16);
-    let mut lengths_given = lengths;
     if is_bad {
         let at = choices.below(b);
         if choices.one_in(2) {
-            lengths_given[at] = -1.0 - choices.below(5) as f64;
+            lengths[at] = -1.0 - choices.below(5) as f64;
         } else {
             indices[at] = (spec.conv_state.shape()[0] + choices.below(3)) as f64;
         }
     }
-    let refused = lengths_given.iter().any(|&n| n < 0.0) && spec.cache_seqlens.is_some()
+    let refused = lengths.iter().any(|&n| n < 0.0) && spec.cache_seqlens.is_some()
         || indices.iter().any(|&i| i >= spec.conv_state.shape()[0] as f64)
             && spec.conv_state_indices.is_some();
-    let x = numbers.data(seed, &spec.x, exact);
-    let weight = Numbers::parameters(seed + 1, &spec.weight, exact);
     let states = numbers.data(seed + 2, &spec.conv_state, exact);
-    let inputs = UpdateInputs {
-        x: hold(choices, spec.x, x)?,
-        weight: hold(choices, spec.weight, weight)?,
-        bias: spec
-            .bias
-            .map(|d| hold(choices, d, Numbers::parameters(seed + 3, &d, exact)))
-            .transpose()?,
-        cache_seqlens: spec
-            .cache_seqlens
-            .map(|d| hold(choices, d, lengths_given.clone()))
-            .transpose()?,
-        conv_state_indices: spec
-            .conv_state_indices
-            .map(|d| hold(choices, d, indices.clone()))
-            .transpose()?,
-    };
+    let inputs = HeldInputs::new(&spec, |name, desc| {
+        let values = match name {
+            "x" => numbers.data(seed, &desc, exact),
+            "weight" => Numbers::parameters(seed + 1, &desc, exact),
+            "bias" => Numbers::parameters(seed + 3, &desc, exact),
+            "cache_seqlens" => lengths.clone(),
+            _ => indices.clone(),
+        };
+        hold(choices, desc, values)
+    })?;
     let (before_states, before_y) = (style.lead(choices), style.lead(choices));
     let fresh = || -> Result<[Held; 2]> {
         Ok([

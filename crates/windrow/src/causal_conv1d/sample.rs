@@ -1,9 +1,9 @@
 //! Operands for `windrow verify` and tests: made from a spec and a seed.
 
 use super::{
-    CausalConv1dArgs, CausalConv1dGrads, CausalConv1dSpec, CausalConv1dUpdateArgs,
-    CausalConv1dUpdateSpec,
+    CausalConv1d, CausalConv1dGrads, CausalConv1dSpec, CausalConv1dUpdate, CausalConv1dUpdateSpec,
 };
+use crate::plan::HeldInputs;
 use crate::verification::choices::Choices;
 pub(crate) use crate::verification::data::Held;
 use crate::verification::data::Style;
@@ -70,21 +70,12 @@ fn boundaries(seed: u64, desc: &TensorDesc, l: usize) -> Vec<f64> {
 
 /// Operands of a convolution and of its gradients.
 pub(crate) struct Sample {
-    pub inputs: Inputs,
+    pub inputs: HeldInputs<CausalConv1d>,
     pub y: Held,
     pub final_states: Option<Held>,
     pub dy: Held,
     pub dfinal_states: Option<Held>,
     pub gradients: Gradients,
-}
-
-pub(crate) struct Inputs {
-    pub x: Held,
-    pub weight: Held,
-    pub bias: Option<Held>,
-    pub seq_idx: Option<Held>,
-    pub cu_seqlens: Option<Held>,
-    pub initial_states: Option<Held>,
 }
 
 pub(crate) struct Gradients {
@@ -109,17 +100,16 @@ impl Sample {
         let states = TensorDesc::contiguous(spec.x.dtype, &spec.states_shape()?)?;
         let dbias = TensorDesc::contiguous(spec.weight.dtype, &spec.y.shape()[1..2])?;
         let l = spec.x.shape()[2];
-        let seq_idx = spec.seq_idx.map(|desc| hold(desc, sequences(seed, &desc)));
-        let cu_seqlens = spec.cu_seqlens.map(|desc| hold(desc, boundaries(seed, &desc, l)));
+        let inputs = HeldInputs::new(spec, |name, desc| match name {
+            "seq_idx" => hold(desc, sequences(seed, &desc)),
+            "cu_seqlens" => hold(desc, boundaries(seed, &desc, l)),
+            "x" => make(1, desc),
+            "weight" => make(2, desc),
+            "bias" => make(3, desc),
+            _ => make(4, desc),
+        })?;
         Ok(Sample {
-            inputs: Inputs {
-                x: make(1, spec.x)?,
-                weight: make(2, spec.weight)?,
-                bias: maybe(3, spec.bias)?,
-                seq_idx: seq_idx.transpose()?,
-                cu_seqlens: cu_seqlens.transpose()?,
-                initial_states: maybe(4, spec.initial_states)?,
-            },
+            inputs,
             y: make(7, spec.y)?,
             final_states: maybe(8, spec.final_states)?,
             dy: make(5, spec.y)?,
@@ -131,20 +121,6 @@ impl Sample {
                 dinitial_states: make(12, spec.initial_states.unwrap_or(states))?,
             },
         })
-    }
-}
-
-impl Inputs {
-    pub(crate) fn args(&self) -> CausalConv1dArgs<'_> {
-        let view = Held::as_ref;
-        CausalConv1dArgs {
-            x: self.x.as_ref(),
-            weight: self.weight.as_ref(),
-            bias: self.bias.as_ref().map(view),
-            seq_idx: self.seq_idx.as_ref().map(view),
-            cu_seqlens: self.cu_seqlens.as_ref().map(view),
-            initial_states: self.initial_states.as_ref().map(view),
-        }
     }
 }
 
@@ -173,17 +149,9 @@ impl Gradients {
 
 /// Operands of an update.
 pub(crate) struct UpdateSample {
-    pub inputs: UpdateInputs,
+    pub inputs: HeldInputs<CausalConv1dUpdate>,
     pub conv_state: Held,
     pub y: Held,
-}
-
-pub(crate) struct UpdateInputs {
-    pub x: Held,
-    pub weight: Held,
-    pub bias: Option<Held>,
-    pub cache_seqlens: Option<Held>,
-    pub conv_state_indices: Option<Held>,
 }
 
 impl UpdateSample {
@@ -198,11 +166,11 @@ impl UpdateSample {
         let hold = |desc, values: Vec<f64>| Held::at(desc, &values, 0, device);
         let make = |what, desc: TensorDesc| hold(desc, numbers(seed, what, &desc, spec.activation));
         let pool = spec.conv_state.shape()[0];
-        let lengths = spec.cache_seqlens.map(|desc| {
+        let lengths = |desc: TensorDesc| {
             let lengths = random(seed, desc.layout.len(), 0.0, 100.0);
             hold(desc, lengths.into_iter().map(f64::floor).collect())
-        });
-        let indices = spec.conv_state_indices.map(|desc| {
+        };
+        let indices = |desc: TensorDesc| {
             let mut order: Vec<_> = random(seed, pool, 0.0, 1.0).into_iter().zip(0..).collect();
             order.sort_by(|a, b| a.0.total_cmp(&b.0));
             let mut states = order.into_iter().map(|(_, state): (_, u32)| f64::from(state));
@@ -211,30 +179,17 @@ impl UpdateSample {
                 _ => states.next().unwrap_or(-7.0),
             });
             hold(desc, entries.collect())
-        });
+        };
         Ok(UpdateSample {
-            inputs: UpdateInputs {
-                x: make(1, spec.x)?,
-                weight: make(2, spec.weight)?,
-                bias: spec.bias.map(|desc| make(3, desc)).transpose()?,
-                cache_seqlens: lengths.transpose()?,
-                conv_state_indices: indices.transpose()?,
-            },
+            inputs: HeldInputs::new(spec, |name, desc| match name {
+                "x" => make(1, desc),
+                "weight" => make(2, desc),
+                "bias" => make(3, desc),
+                "cache_seqlens" => lengths(desc),
+                _ => indices(desc),
+            })?,
             conv_state: make(4, spec.conv_state)?,
             y: make(5, spec.y)?,
         })
-    }
-}
-
-impl UpdateInputs {
-    pub(crate) fn args(&self) -> CausalConv1dUpdateArgs<'_> {
-        let view = Held::as_ref;
-        CausalConv1dUpdateArgs {
-            x: self.x.as_ref(),
-            weight: self.weight.as_ref(),
-            bias: self.bias.as_ref().map(view),
-            cache_seqlens: self.cache_seqlens.as_ref().map(view),
-            conv_state_indices: self.conv_state_indices.as_ref().map(view),
-        }
     }
 }

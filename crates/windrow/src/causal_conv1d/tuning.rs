@@ -70,18 +70,6 @@ impl Tuned for CausalConv1d {
         (-1.0, 1.0)
     }
 
-    fn args<'a>(views: &[Option<TensorRef<'a>>]) -> CausalConv1dArgs<'a> {
-        let required = |i: usize| views[i].expect("every spec has x and weight");
-        CausalConv1dArgs {
-            x: required(0),
-            weight: required(1),
-            bias: views[2],
-            seq_idx: views[3],
-            cu_seqlens: views[4],
-            initial_states: views[5],
-        }
-    }
-
     fn run(
         bound: &Bound<'_, CausalConv1d>,
         _: &(),

@@ -104,12 +104,6 @@ impl Tuned for Conv2d {
         (if input == "x" { 0.0 } else { -1.0 }, 1.0)
     }
 
-    fn args<'a>(views: &[Option<TensorRef<'a>>]) -> Conv2dArgs<'a> {
-        let required = |i: usize| views[i].expect("every spec has x and w");
-        let w = Weights::Raw(required(3));
-        Conv2dArgs { x: required(0), w, bias: views[1], residual: views[2] }
-    }
-
     /// Packs the filter before the runs if it is kept. On CUDA packing is a small part of a run.
     fn prepare(
         bound: &Bound<'_, Conv2d>,

@@ -1,7 +1,8 @@
 //! Random cases of GELU for `windrow verify --random`.
 
 use super::reference::ExpectedGrads;
-use super::{GeluArgs, GeluConfiguration, GeluGrads, GeluPlan, GeluSpec, HalfMath, reference};
+use super::{Gelu, GeluConfiguration, GeluGrads, GeluPlan, GeluSpec, HalfMath, reference};
+use crate::plan::HeldInputs;
 use crate::tensor::check_unique;
 use crate::verification::Expected;
 use crate::verification::choices::{Choices, shrink};
@@ -93,20 +94,8 @@ fn spoil(choices: &mut Choices<'_>, spec: &GeluSpec) -> Result<Option<(GeluSpec,
 
 /// Operands of a case, on its device.
 struct Sample {
-    x: Held,
-    bias: Option<Held>,
-    gate: Option<Held>,
+    inputs: HeldInputs<Gelu>,
     dy: Held,
-}
-
-impl Sample {
-    fn args(&self) -> GeluArgs<'_> {
-        GeluArgs {
-            x: self.x.as_ref(),
-            bias: self.bias.as_ref().map(Held::as_ref),
-            gate: self.gate.as_ref().map(Held::as_ref),
-        }
-    }
 }
 
 /// A random spec with every algorithm, forward, in place, and backward.
@@ -128,12 +117,14 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
         Held::at(desc, &values, style.lead(choices), device)
     };
     let seed = choices.seed();
-    let x = hold(choices, spec.x, numbers.data(seed, &spec.x, false))?;
-    let bias = spec.bias.map(|d| hold(choices, d, Numbers::parameters(seed + 1, &d, false)));
-    let gate = spec.gate.map(|d| hold(choices, d, Numbers::parameters(seed + 2, &d, false)));
+    let inputs = HeldInputs::new(&spec, |name, desc| match name {
+        "x" => hold(choices, desc, numbers.data(seed, &desc, false)),
+        "bias" => hold(choices, desc, Numbers::parameters(seed + 1, &desc, false)),
+        _ => hold(choices, desc, Numbers::parameters(seed + 2, &desc, false)),
+    })?;
     let dy = desc(choices, style, spec.x.dtype, spec.x.shape(), true)?;
     let dy = hold(choices, dy, numbers.gradients(device).data(seed + 3, &dy, false))?;
-    let operands = Sample { x, bias: bias.transpose()?, gate: gate.transpose()?, dy };
+    let operands = Sample { inputs, dy };
     forward(choices, style, trial, &spec, &options, &operands)?;
     backward(choices, style, trial, &spec, &options, &operands)
 }
@@ -157,7 +148,7 @@ fn forward(
     options: &PlanOptions,
     operands: &Sample,
 ) -> Result<()> {
-    let args = operands.args();
+    let args = operands.inputs.args();
     let mut want: Option<Expected> = None;
     let before = style.lead(choices);
     let in_place = spec.x == spec.y;
@@ -181,7 +172,7 @@ fn forward(
             trial.compare(lane, &how, "y", &want.compare(&y.as_ref(), plan.tolerance())?);
             let bits = trial.result(lane, "y", &y)?;
             if in_place {
-                let mut y = Held::at(spec.x, &operands.x.values()?, before, options.device)?;
+                let mut y = Held::at(spec.x, &args.x.to_f64_vec()?, before, options.device)?;
                 plan.run_in_place(y.as_mut()?, args.bias, args.gate, &mut workspace)?;
                 workspace.synchronize()?;
                 if trial.result(lane, "y", &y)? != bits {
@@ -201,7 +192,7 @@ fn backward(
     options: &PlanOptions,
     operands: &Sample,
 ) -> Result<()> {
-    let (args, device) = (operands.args(), options.device);
+    let (args, device) = (operands.inputs.args(), options.device);
     let asked = |choices: &mut Choices<'_>, dtype, shape: &[usize]| -> Result<_> {
         Ok(match choices.below(4) {
             0 => None,

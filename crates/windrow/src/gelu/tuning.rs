@@ -70,10 +70,6 @@ impl Tuned for Gelu {
         (-6.0, 6.0)
     }
 
-    fn args<'a>(views: &[Option<TensorRef<'a>>]) -> GeluArgs<'a> {
-        GeluArgs { x: views[0].expect("every spec has x"), bias: views[1], gate: views[2] }
-    }
-
     fn run(
         bound: &Bound<'_, Gelu>,
         _: &(),

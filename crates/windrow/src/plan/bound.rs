@@ -2,7 +2,9 @@
 
 use super::operator::{MAX_INPUTS, Operator, Tuned};
 use super::planned::Plan;
-use crate::{Placed, TensorRef};
+use crate::verification::data::Held;
+use crate::{Placed, Result, TensorDesc, TensorRef};
+use std::marker::PhantomData;
 
 /// A plan and the inputs of a run.
 pub struct Bound<'a, O: Operator> {
@@ -22,5 +24,38 @@ impl<'a, O: Tuned> Bound<'a, O> {
     /// The inputs by name.
     pub fn args(&self) -> O::Args<'a> {
         O::args(&self.inputs)
+    }
+}
+
+/// The inputs of a run in memory of their own, for random and listed cases.
+pub(crate) struct HeldInputs<O: Operator> {
+    /// In the order of [`Operator::INPUTS`].
+    held: Vec<Option<Held>>,
+    operator: PhantomData<O>,
+}
+
+impl<O: Operator> HeldInputs<O> {
+    /// The inputs that a spec has, each made of its name and descriptor.
+    pub(crate) fn new(
+        spec: &O::Spec,
+        mut make: impl FnMut(&'static str, TensorDesc) -> Result<Held>,
+    ) -> Result<Self> {
+        let held = O::INPUTS
+            .iter()
+            .map(|input| (input.desc)(spec).map(|desc| make(input.name, *desc)).transpose());
+        Ok(HeldInputs { held: held.collect::<Result<_>>()?, operator: PhantomData })
+    }
+
+    /// The inputs by name.
+    pub(crate) fn args(&self) -> O::Args<'_> {
+        let views: Vec<_> = self.held.iter().map(|held| held.as_ref().map(Held::as_ref)).collect();
+        O::args(&views)
+    }
+
+    /// An input that the spec has.
+    pub(crate) fn get_mut(&mut self, name: &str) -> &mut Held {
+        let mut inputs = O::INPUTS.iter().zip(&mut self.held);
+        let found = inputs.find(|(input, _)| input.name == name);
+        found.and_then(|(_, held)| held.as_mut()).expect("an input of the spec")
     }
 }

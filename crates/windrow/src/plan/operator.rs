@@ -43,6 +43,15 @@ macro_rules! inputs {
         fn views<'a>(args: &'a $args<'_>) -> $crate::plan::Views<'a> {
             $crate::plan::views([$(Some(&args.$always),)* $(args.$optional.as_ref(),)*])
         }
+
+        fn args<'a>(views: &[Option<$crate::TensorRef<'a>>]) -> $args<'a> {
+            let mut views = views.iter().copied();
+            let mut next = || views.next().flatten();
+            $args {
+                $($always: next().expect(concat!("every spec has ", stringify!($always))),)*
+                $($optional: next(),)*
+            }
+        }
     };
 }
 
@@ -72,6 +81,9 @@ pub trait Operator: Copy + Debug + Send + Sync + Sized + 'static {
 
     /// The arguments in the order of the inputs.
     fn views<'a>(args: &'a Self::Args<'_>) -> Views<'a>;
+
+    /// The arguments of views in the order of the inputs; those that every spec has are there.
+    fn args<'a>(views: &[Option<TensorRef<'a>>]) -> Self::Args<'a>;
 
     /// The inputs that are views in these arguments.
     fn inputs(_: &Self::Args<'_>) -> &'static [Input<Self::Spec>] {
@@ -224,9 +236,6 @@ pub trait Tuned: Operator {
 
     /// The range of the numbers with which a search fills an input.
     fn range(input: &'static str) -> (f64, f64);
-
-    /// The arguments of views in the order of the inputs; those that every spec has are there.
-    fn args<'a>(views: &[Option<TensorRef<'a>>]) -> Self::Args<'a>;
 
     /// Prepares what runs of a plan need.
     fn prepare(_: &Bound<'_, Self>, _: &mut Self::Kept, _: &mut Workspace) -> Result<()> {

@@ -193,10 +193,11 @@ pub(crate) fn run(choices: &mut Choices<'_>, trial: &mut Trial) -> Result<()> {
     let parameters = |i: u64, desc: TensorDesc| Numbers::parameters(seed + i, &desc, exact);
     let make = || -> Result<ServingSample> {
         Ok(ServingSample {
-            x: hold(0, spec.x, &x)?,
-            weight: hold(1, spec.weight, &parameters(2, spec.weight))?,
-            bias: spec.bias.map(|desc| hold(2, desc, &parameters(3, desc))).transpose()?,
-            indices: ServingSample::indices(&spec, &values, device)?,
+            inputs: values.inputs(&spec, device, |name, desc| match name {
+                "x" => hold(0, desc, &x),
+                "weight" => hold(1, desc, &parameters(2, desc)),
+                _ => hold(2, desc, &parameters(3, desc)),
+            })?,
             conv_states: hold(3, spec.conv_states, &states)?,
             y: if in_place { None } else { Some(hold(4, spec.y, &[])?) },
             intermediate_windows: spec

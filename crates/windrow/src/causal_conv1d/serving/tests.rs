@@ -1,13 +1,14 @@
 //! The behaviour on which vLLM's callers rely, and bad input.
 
-use super::verify::{IndexValues, ServingSample, args};
+use super::verify::{IndexValues, ServingSample};
 use super::*;
 use crate::verification::choices::{Choices, mix};
+use crate::verification::data::Held;
 use crate::verification::random::trial;
 use crate::verification::require;
 use crate::{
     Activation, DType, Device, Error, Layout, PlanOptions, Result, Tensor, TensorDesc, TensorMut,
-    TensorRef, Verify, Workspace,
+    Verify, Workspace,
 };
 
 const F32: DType = DType::F32;
@@ -66,10 +67,10 @@ impl Call {
 
     /// y, and the states after it.
     fn run(&mut self, values: &IndexValues) -> Result<Vec<f32>> {
-        let weight = [100.0f32, 10.0, 1.0];
-        let indices = ServingSample::indices(&self.spec, values, Device::Cpu)?;
-        let x = TensorRef::new(&self.x, &[1, 1, self.x.len()])?;
-        let args = args(x, TensorRef::new(&weight, &[1, 3])?, &indices);
+        let x: Vec<f64> = self.x.iter().copied().map(f64::from).collect();
+        let inputs = values.inputs(&self.spec, Device::Cpu, |name, desc| {
+            Held::new(desc, if name == "x" { &x } else { &[100.0, 10.0, 1.0] })
+        })?;
         let plan = CausalConv1dServingPlan::new(
             &self.spec,
             &PlanOptions::default().with_verify(Verify::On),
@@ -87,7 +88,7 @@ impl Call {
             self.parents = vec![-7; desc.layout.len()];
             outputs.parent_token = Some(TensorMut::new(&mut self.parents, desc.shape())?);
         }
-        plan.run(&args, outputs, &mut workspace)?;
+        plan.run(&inputs.args(), outputs, &mut workspace)?;
         y.to_vec::<f32>()
     }
 }
@@ -215,17 +216,16 @@ fn prompts_in_pieces_are_the_same_as_whole() {
     let mut whole = ServingSample::on(&spec(90), 5, false, Device::Cpu).unwrap();
     let before = whole.conv_states.values().unwrap();
     whole.run(&new(&spec(90)).unwrap()).unwrap();
-    let (x, want) = (whole.x.values().unwrap(), whole.output().values().unwrap());
+    let (x, want) = (whole.inputs.get_mut("x").values().unwrap(), whole.output().values().unwrap());
     let mut pieces = ServingSample::on(&spec(90), 5, false, Device::Cpu).unwrap();
-    pieces.conv_states =
-        crate::verification::data::Held::new(spec(1).conv_states, &before).unwrap();
+    pieces.conv_states = Held::new(spec(1).conv_states, &before).unwrap();
     let mut start = 0;
     for tokens in [1, 2, 40, 1, 46] {
         let part = |from: &[f64]| -> Vec<f64> {
             (0..40).flat_map(|d| from[d * 90 + start..][..tokens].to_vec()).collect()
         };
-        pieces.x = crate::verification::data::Held::new(spec(tokens).x, &part(&x)).unwrap();
-        pieces.y = Some(crate::verification::data::Held::new(spec(tokens).y, &[]).unwrap());
+        *pieces.inputs.get_mut("x") = Held::new(spec(tokens).x, &part(&x)).unwrap();
+        pieces.y = Some(Held::new(spec(tokens).y, &[]).unwrap());
         pieces.run(&new(&spec(tokens)).unwrap()).unwrap();
         assert_eq!(pieces.output().values().unwrap(), part(&want), "from token {start} on");
         start += tokens;

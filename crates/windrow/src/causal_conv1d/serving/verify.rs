@@ -3,17 +3,16 @@
 use super::comparison::Oracle;
 use super::reference::{Memory, ServingReference};
 use super::{
-    CausalConv1dServingArgs, CausalConv1dServingOutputs, CausalConv1dServingPlan,
+    CausalConv1dServing, CausalConv1dServingOutputs, CausalConv1dServingPlan,
     CausalConv1dServingSpec, Sizes, TREE,
 };
 use crate::causal_conv1d::CausalConv1dAlgorithm;
 use crate::lists::filled;
+use crate::plan::HeldInputs;
 use crate::verification::choices::Choices;
 use crate::verification::data::{Held, scratch};
 use crate::verification::{Case, Check, random};
-use crate::{
-    Activation, DType, Device, Layout, PlanOptions, Result, TensorDesc, TensorMut, TensorRef,
-};
+use crate::{Activation, DType, Device, Layout, PlanOptions, Result, TensorDesc, TensorMut};
 
 /// Values of the index tensors that a spec has.
 #[derive(Clone, Debug, Default)]
@@ -32,6 +31,37 @@ pub(crate) struct IndexValues {
 }
 
 impl IndexValues {
+    /// Those of an index tensor.
+    fn of(&self, name: &str) -> &[f64] {
+        match name {
+            "query_start_loc" => &self.query_start_loc,
+            "conv_state_indices" => &self.conv_state_indices,
+            "has_initial_state" => &self.has_initial_state,
+            "num_accepted_tokens" => &self.num_accepted_tokens,
+            "initial_block" => &self.initial_block,
+            "last_block" => &self.last_block,
+            "first_block" => &self.first_block,
+            "tokens_before" => &self.tokens_before,
+            "intermediate_indices" => &self.intermediate_indices,
+            "next_token" => &self.next_token,
+            "next_sibling" => &self.next_sibling,
+            _ => unreachable!("{name} is no index tensor"),
+        }
+    }
+
+    /// The inputs of a call with these values, and the other ones as they are made of name and descriptor.
+    pub(crate) fn inputs(
+        &self,
+        spec: &CausalConv1dServingSpec,
+        device: Device,
+        make: impl Fn(&str, TensorDesc) -> Result<Held>,
+    ) -> Result<HeldInputs<CausalConv1dServing>> {
+        HeldInputs::new(spec, |name, desc| match name {
+            "x" | "weight" | "bias" => make(name, desc),
+            index => Held::at(desc, self.of(index), 0, device),
+        })
+    }
+
     /// Values that the rules allow, where states suffice.
     pub(crate) fn random(
         choices: &mut Choices<'_>,
@@ -145,10 +175,7 @@ fn table(
 
 /// The tensors of a call in memory of their own.
 pub(crate) struct ServingSample {
-    pub x: Held,
-    pub weight: Held,
-    pub bias: Option<Held>,
-    pub indices: [Option<Held>; 11],
+    pub inputs: HeldInputs<CausalConv1dServing>,
     pub conv_states: Held,
     /// `None` where x takes the output.
     pub y: Option<Held>,
@@ -157,30 +184,6 @@ pub(crate) struct ServingSample {
 }
 
 impl ServingSample {
-    /// Index tensors of these values.
-    pub(crate) fn indices(
-        spec: &CausalConv1dServingSpec,
-        values: &IndexValues,
-        device: Device,
-    ) -> Result<[Option<Held>; 11]> {
-        let hold = |desc: Option<TensorDesc>, values: &[f64]| {
-            desc.map(|desc| Held::at(desc, values, 0, device)).transpose()
-        };
-        Ok([
-            hold(spec.query_start_loc, &values.query_start_loc)?,
-            hold(spec.conv_state_indices, &values.conv_state_indices)?,
-            hold(spec.has_initial_state, &values.has_initial_state)?,
-            hold(spec.num_accepted_tokens, &values.num_accepted_tokens)?,
-            hold(spec.initial_block, &values.initial_block)?,
-            hold(spec.last_block, &values.last_block)?,
-            hold(spec.first_block, &values.first_block)?,
-            hold(spec.tokens_before, &values.tokens_before)?,
-            hold(spec.intermediate_indices, &values.intermediate_indices)?,
-            hold(spec.next_token, &values.next_token)?,
-            hold(spec.next_sibling, &values.next_sibling)?,
-        ])
-    }
-
     /// Numbers and indices of a seed.
     pub(crate) fn on(
         spec: &CausalConv1dServingSpec,
@@ -197,10 +200,11 @@ impl ServingSample {
         };
         let values = IndexValues::random(&mut Choices::from_seed(seed), spec, &spec.sizes()?);
         Ok(ServingSample {
-            x: hold(1, spec.x)?,
-            weight: hold(2, spec.weight)?,
-            bias: spec.bias.map(|desc| hold(3, desc)).transpose()?,
-            indices: Self::indices(spec, &values, device)?,
+            inputs: values.inputs(spec, device, |name, desc| match name {
+                "x" => hold(1, desc),
+                "weight" => hold(2, desc),
+                _ => hold(3, desc),
+            })?,
             conv_states: hold(4, spec.conv_states)?,
             y: if in_place { None } else { Some(Held::at(spec.y, &[], 0, device)?) },
             intermediate_windows: spec
@@ -222,11 +226,6 @@ impl ServingSample {
         spec.parent_token.map(hold).transpose()
     }
 
-    /// What a run reads, of this x.
-    fn args<'a>(&'a self, x: TensorRef<'a>) -> CausalConv1dServingArgs<'a> {
-        args(x, self.weight.as_ref(), &self.indices).with_bias(self.bias.as_ref().map(Held::as_ref))
-    }
-
     /// What a run writes: the views are of memory that nothing else looks at while they are used, but that y may be x.
     fn outputs(&mut self) -> Result<CausalConv1dServingOutputs<'static>> {
         let view = |held: &mut Held| -> Result<TensorMut<'static>> {
@@ -236,7 +235,7 @@ impl ServingSample {
             // the call.
             unsafe { TensorMut::from_raw(view.as_ptr().cast_mut().cast(), desc, device) }
         };
-        let y = view(self.y.as_mut().unwrap_or(&mut self.x))?;
+        let y = view(self.output())?;
         Ok(CausalConv1dServingOutputs::new(view(&mut self.conv_states)?, y)
             .with_intermediate_windows(self.intermediate_windows.as_mut().map(view).transpose()?)
             .with_parent_token(self.parent_token.as_mut().map(view).transpose()?))
@@ -246,20 +245,23 @@ impl ServingSample {
     pub(crate) fn run(&mut self, plan: &CausalConv1dServingPlan) -> Result<()> {
         let mut workspace = scratch(plan.device(), plan.workspace_bytes())?;
         let outputs = self.outputs()?;
-        plan.run(&self.args(self.x.as_ref()), outputs, &mut workspace)?;
+        plan.run(&self.inputs.args(), outputs, &mut workspace)?;
         workspace.synchronize()
     }
 
     /// What the oracle says of it.
     pub(crate) fn oracle(&mut self, spec: &CausalConv1dServingSpec) -> Result<Oracle> {
         let memory = Memory::of(&self.outputs()?)?;
-        let reference = ServingReference::new(spec, &self.args(self.x.as_ref()))?;
+        let reference = ServingReference::new(spec, &self.inputs.args())?;
         Oracle::of(&reference, memory, spec.x.dtype)
     }
 
     /// What takes the output.
-    pub(crate) fn output(&self) -> &Held {
-        self.y.as_ref().unwrap_or(&self.x)
+    pub(crate) fn output(&mut self) -> &mut Held {
+        match &mut self.y {
+            Some(y) => y,
+            None => self.inputs.get_mut("x"),
+        }
     }
 
     /// [`ServingSample::run`], compared with the oracle.
@@ -268,28 +270,6 @@ impl ServingSample {
         self.run(plan)?;
         oracle.checks(&self.outputs()?)
     }
-}
-
-/// What a run reads, with index tensors in the order of [`ServingSample::indices`].
-pub(crate) fn args<'a>(
-    x: TensorRef<'a>,
-    weight: TensorRef<'a>,
-    indices: &'a [Option<Held>; 11],
-) -> CausalConv1dServingArgs<'a> {
-    let [starts, table, flags, accepted, initial, last, first, before, slots, next, sibling] =
-        indices.each_ref().map(|held| held.as_ref().map(Held::as_ref));
-    CausalConv1dServingArgs::new(x, weight)
-        .with_query_start_loc(starts)
-        .with_conv_state_indices(table)
-        .with_has_initial_state(flags)
-        .with_num_accepted_tokens(accepted)
-        .with_initial_block(initial)
-        .with_last_block(last)
-        .with_first_block(first)
-        .with_tokens_before(before)
-        .with_intermediate_indices(slots)
-        .with_next_token(next)
-        .with_next_sibling(sibling)
 }
 
 /// Sequences, tokens of all of them, channels, width. The last two are steps that a device is not idle in, of channels that

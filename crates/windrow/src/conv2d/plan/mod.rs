@@ -11,7 +11,7 @@ mod packed;
 
 use super::{Conv2dConfiguration, Conv2dSpec, Problem};
 use crate::plan::{self, Input, Operator, Plan, Views, engine};
-use crate::{Error, PlanOptions, Result, TensorMut, Workspace};
+use crate::{Error, PlanOptions, Result, TensorMut, TensorRef, Workspace};
 pub(super) use args::filter;
 
 pub use args::{Conv2dArgs, Weights};
@@ -67,6 +67,12 @@ impl Operator for Conv2d {
             Weights::Packed(_) => None,
         };
         plan::views([Some(&args.x), args.bias.as_ref(), args.residual.as_ref(), w])
+    }
+
+    fn args<'a>(views: &[Option<TensorRef<'a>>]) -> Conv2dArgs<'a> {
+        let required = |i: usize| views[i].expect("every spec has x and w");
+        let w = Weights::Raw(required(3));
+        Conv2dArgs { x: required(0), w, bias: views[1], residual: views[2] }
     }
 
     /// The inputs that are views: a packed filter is none.
