@@ -3,6 +3,7 @@
 mod cpu;
 mod gpu;
 mod gradients;
+mod only;
 
 use super::cpu::im2col::Stages;
 use super::reference::Reference;
@@ -10,11 +11,12 @@ use super::{
     CausalConv1dAlgorithm, CausalConv1dArgs, CausalConv1dConfiguration, CausalConv1dOutputs,
     CausalConv1dSpec, Problem, comparison,
 };
-use crate::plan::{self, Backend, Operator, Plan, Setup, engine, inputs};
-use crate::{Activation, Error, PlanOptions, Result, Tensor, TensorRef, Workspace};
+use crate::plan::{self, Backend, Operator, Plan, engine, inputs};
+use crate::{Activation, PlanOptions, Result, Tensor, TensorRef, Workspace};
 
 pub use cpu::Cpu;
 pub use gpu::Gpu;
+pub(super) use only::OnlyMethod;
 
 /// A checked [`CausalConv1dSpec`] on a device, with an algorithm.
 ///
@@ -63,18 +65,6 @@ impl Operator for CausalConv1d {
     }
 }
 
-/// [`Error::Unsupported`] but for the one way of an operator that is computed in one.
-pub(super) fn require_direct<O: Operator<Configuration = CausalConv1dConfiguration>, P: Copy>(
-    setup: &Setup<'_, O, P>,
-    configuration: &CausalConv1dConfiguration,
-) -> Result<()> {
-    setup.require(configuration.algorithm, &[CausalConv1dAlgorithm::Direct])?;
-    if *configuration == CausalConv1dConfiguration::new(CausalConv1dAlgorithm::Direct) {
-        return Ok(());
-    }
-    Err(Error::unsupported(format!("{} with {configuration}", O::NAME), "it has no parameters"))
-}
-
 /// All algorithms, the fastest first.
 fn algorithms(problem: &Problem) -> Vec<CausalConv1dAlgorithm> {
     match problem.dense {
@@ -95,11 +85,13 @@ impl CausalConv1dPlan {
     /// Computes the outputs. They share no memory with inputs or each other.
     ///
     /// # Errors
-    /// [`Error::Rank`], [`Error::Shape`], [`Error::DType`] or [`Error::Strides`] if a view is not as planned,
-    /// [`Error::Parameter`] if an optional one is missing or too many or the workspace is too small,
-    /// [`Error::Aliasing`], [`Error::WrongDevice`], [`Error::Index`] for bad `cu_seqlens`, on CUDA for those of an
-    /// earlier run on the device: all before anything is written. With [`Verify::On`](crate::Verify::On)
-    /// [`Error::Verification`].
+    /// Of a view that is not as planned [`Error::Rank`](crate::Error::Rank), [`Error::Shape`](crate::Error::Shape),
+    /// [`Error::DType`](crate::Error::DType) or [`Error::Strides`](crate::Error::Strides);
+    /// [`Error::Parameter`](crate::Error::Parameter) if an optional one is missing or too many or the workspace is too
+    /// small, [`Error::Aliasing`](crate::Error::Aliasing), [`Error::WrongDevice`](crate::Error::WrongDevice),
+    /// [`Error::Index`](crate::Error::Index) for bad `cu_seqlens`, on CUDA for those of an earlier run on the device: all
+    /// before anything is written. With [`Verify::On`](crate::Verify::On)
+    /// [`Error::Verification`](crate::Error::Verification).
     pub fn run(
         &self,
         args: &CausalConv1dArgs<'_>,
@@ -150,7 +142,7 @@ impl CausalConv1dPlan {
 /// `[d_out]`, on the CPU; see [`CausalConv1dSpec`].
 ///
 /// # Errors
-/// As [`CausalConv1dPlan::new`] and [`CausalConv1dPlan::run`], and [`Error::OutOfMemory`].
+/// As [`CausalConv1dPlan::new`] and [`CausalConv1dPlan::run`], and [`Error::OutOfMemory`](crate::Error::OutOfMemory).
 ///
 /// ```
 /// use windrow::{Activation, TensorRef};

@@ -7,12 +7,12 @@ use super::reference::{Memory, ServingReference};
 use super::{
     CausalConv1dServingArgs, CausalConv1dServingOutputs, CausalConv1dServingSpec, Sizes, gpu,
 };
+use crate::causal_conv1d::CausalConv1dConfiguration;
 use crate::causal_conv1d::cpu::shared::{Operand, Parameters};
-use crate::causal_conv1d::plan::require_direct;
-use crate::causal_conv1d::{CausalConv1dAlgorithm, CausalConv1dConfiguration};
+use crate::causal_conv1d::plan::OnlyMethod;
 use crate::cpu::Isa;
 use crate::dtype::with_element;
-use crate::plan::{Backend, Engine, Operator, Plan, Setup, inputs};
+use crate::plan::{Backend, Operator, Plan, Setup, inputs};
 use crate::{DType, Device, Result, TensorMut, Workspace};
 use std::mem::MaybeUninit;
 
@@ -55,7 +55,7 @@ impl Operator for CausalConv1dServing {
     type Configuration = CausalConv1dConfiguration;
     type Args<'a> = CausalConv1dServingArgs<'a>;
     type Cpu = Cpu;
-    type Gpu = Gpu;
+    type Gpu = gpu::Serving;
 
     fn problem(spec: &CausalConv1dServingSpec) -> Result<Sizes> {
         spec.sizes()
@@ -74,22 +74,10 @@ pub struct Cpu {
     seen_bytes: usize,
 }
 
-/// The GPU's part of a plan: the compiled kernels.
-#[derive(Clone, Debug)]
-pub struct Gpu(gpu::Serving);
-
-impl Engine<CausalConv1dServing> for Cpu {
+impl OnlyMethod<CausalConv1dServing> for Cpu {
     type Place = Isa;
 
-    fn algorithms(_: &Setup<'_, CausalConv1dServing, Isa>) -> Result<Vec<CausalConv1dAlgorithm>> {
-        Ok(vec![CausalConv1dAlgorithm::Direct])
-    }
-
-    fn new(
-        setup: &Setup<'_, CausalConv1dServing, Isa>,
-        configuration: &CausalConv1dConfiguration,
-    ) -> Result<Self> {
-        require_direct(setup, configuration)?;
+    fn new(setup: &Setup<'_, CausalConv1dServing, Isa>) -> Result<Self> {
         let &Setup { spec, problem: sizes, place, .. } = setup;
         let walk = Walk::new(*sizes, spec.activation, spec.x.dtype.size(), setup.threads())?;
         // Where there is nothing to compute, sizes can be larger than any memory.
@@ -104,10 +92,6 @@ impl Engine<CausalConv1dServing> for Cpu {
         let slots = if spec.intermediate_indices.is_some() { slots } else { 0 };
         let seen_bytes = states.max(slots).div_ceil(8);
         Ok(Cpu { isa: place, walk, entries_bytes, parents_bytes, seen_bytes })
-    }
-
-    fn configuration(&self) -> CausalConv1dConfiguration {
-        CausalConv1dConfiguration::new(CausalConv1dAlgorithm::Direct)
     }
 
     fn workspace_bytes(&self) -> usize {
@@ -199,34 +183,15 @@ fn is_in_place(args: &CausalConv1dServingArgs<'_>, y: &TensorMut<'_>) -> bool {
     y.as_ptr() == args.x.as_ptr() && y.layout() == args.x.layout()
 }
 
-impl Engine<CausalConv1dServing> for Gpu {
+impl OnlyMethod<CausalConv1dServing> for gpu::Serving {
     type Place = Device;
 
-    fn algorithms(
-        _: &Setup<'_, CausalConv1dServing, Device>,
-    ) -> Result<Vec<CausalConv1dAlgorithm>> {
-        Ok(vec![CausalConv1dAlgorithm::Direct])
-    }
-
-    fn new(
-        setup: &Setup<'_, CausalConv1dServing, Device>,
-        configuration: &CausalConv1dConfiguration,
-    ) -> Result<Self> {
-        require_direct(setup, configuration)?;
-        let &Setup { spec, problem, place, .. } = setup;
-        Ok(Gpu(gpu::Serving::new(place, spec, problem)?))
-    }
-
-    fn configuration(&self) -> CausalConv1dConfiguration {
-        CausalConv1dConfiguration::new(CausalConv1dAlgorithm::Direct)
-    }
-
-    fn workspace_bytes(&self) -> usize {
-        0
+    fn new(setup: &Setup<'_, CausalConv1dServing, Device>) -> Result<Self> {
+        gpu::Serving::new(setup.place, setup.spec, setup.problem)
     }
 
     fn explain(&self, plan: &CausalConv1dServingPlan) -> String {
-        format!(" on {}: {}", plan.device(), self.0.explain())
+        format!(" on {}: {}", plan.device(), gpu::Serving::explain(self))
     }
 }
 
@@ -260,7 +225,7 @@ impl CausalConv1dServingPlan {
             |outputs| Ok((ServingReference::new(spec, args)?, Memory::of(outputs)?)),
             |outputs, workspace| match &self.backend {
                 Backend::Cpu(cpu) => cpu.run(self, args, outputs, workspace),
-                Backend::Gpu(Gpu(serving)) => serving.run(args, outputs, workspace),
+                Backend::Gpu(serving) => serving.run(args, outputs, workspace),
             },
             |outputs, (reference, memory)| {
                 Oracle::of(&reference, memory, spec.x.dtype)?.checks(outputs)

@@ -43,7 +43,7 @@ params! {
 
 /// A decoding plan on a device, with its kernels compiled and loaded.
 #[derive(Clone, Debug)]
-pub(in crate::causal_conv1d) struct Update {
+pub struct Update {
     any: &'static Kernel,
     /// The kernel for one new position, with the addresses that it takes.
     step: Option<(&'static Kernel, Step)>,

@@ -3,14 +3,14 @@
 use super::cpu::{Operands, Update};
 use super::{CausalConv1dUpdateArgs, CausalConv1dUpdateSpec, gpu};
 use crate::causal_conv1d::cpu::shared::{Operand, Parameters};
-use crate::causal_conv1d::plan::require_direct;
+use crate::causal_conv1d::plan::OnlyMethod;
 use crate::causal_conv1d::problem::rank;
 use crate::causal_conv1d::reference::{UpdateReference, integers};
 use crate::causal_conv1d::sequences::Indices;
-use crate::causal_conv1d::{CausalConv1dAlgorithm, CausalConv1dConfiguration, Problem, comparison};
+use crate::causal_conv1d::{CausalConv1dConfiguration, Problem, comparison};
 use crate::cpu::Isa;
 use crate::dtype::with_element;
-use crate::plan::{Backend, Engine, Operator, Plan, Setup, inputs};
+use crate::plan::{Backend, Operator, Plan, Setup, inputs};
 use crate::{
     Activation, Device, Error, PlanOptions, Result, Tensor, TensorMut, TensorRef, Workspace,
 };
@@ -48,7 +48,7 @@ impl Operator for CausalConv1dUpdate {
     type Configuration = CausalConv1dConfiguration;
     type Args<'a> = CausalConv1dUpdateArgs<'a>;
     type Cpu = Cpu;
-    type Gpu = Gpu;
+    type Gpu = gpu::Update;
 
     fn problem(spec: &CausalConv1dUpdateSpec) -> Result<Problem> {
         spec.problem()
@@ -64,22 +64,10 @@ pub struct Cpu {
     seen_bytes: usize,
 }
 
-/// The GPU's part of a plan: the compiled kernel.
-#[derive(Clone, Debug)]
-pub struct Gpu(gpu::Update);
-
-impl Engine<CausalConv1dUpdate> for Cpu {
+impl OnlyMethod<CausalConv1dUpdate> for Cpu {
     type Place = Isa;
 
-    fn algorithms(_: &Setup<'_, CausalConv1dUpdate, Isa>) -> Result<Vec<CausalConv1dAlgorithm>> {
-        Ok(vec![CausalConv1dAlgorithm::Direct])
-    }
-
-    fn new(
-        setup: &Setup<'_, CausalConv1dUpdate, Isa>,
-        configuration: &CausalConv1dConfiguration,
-    ) -> Result<Self> {
-        require_direct(setup, configuration)?;
+    fn new(setup: &Setup<'_, CausalConv1dUpdate, Isa>) -> Result<Self> {
         let CausalConv1dUpdateSpec { conv_state, conv_state_indices, activation, .. } = setup.spec;
         let &[pool, _, state_len] = conv_state.shape() else {
             return Err(rank("conv_state", conv_state, "3: [b or pool, d, state_len]"));
@@ -87,10 +75,6 @@ impl Engine<CausalConv1dUpdate> for Cpu {
         let update = Update::new(*setup.problem, *activation, state_len, setup.threads())?;
         let seen_bytes = conv_state_indices.map_or(0, |_| pool.div_ceil(8));
         Ok(Cpu { isa: setup.place, update, seen_bytes })
-    }
-
-    fn configuration(&self) -> CausalConv1dConfiguration {
-        CausalConv1dConfiguration::new(CausalConv1dAlgorithm::Direct)
     }
 
     fn workspace_bytes(&self) -> usize {
@@ -170,32 +154,15 @@ impl Cpu {
     }
 }
 
-impl Engine<CausalConv1dUpdate> for Gpu {
+impl OnlyMethod<CausalConv1dUpdate> for gpu::Update {
     type Place = Device;
 
-    fn algorithms(_: &Setup<'_, CausalConv1dUpdate, Device>) -> Result<Vec<CausalConv1dAlgorithm>> {
-        Ok(vec![CausalConv1dAlgorithm::Direct])
-    }
-
-    fn new(
-        setup: &Setup<'_, CausalConv1dUpdate, Device>,
-        configuration: &CausalConv1dConfiguration,
-    ) -> Result<Self> {
-        require_direct(setup, configuration)?;
-        let &Setup { spec, problem, place, .. } = setup;
-        Ok(Gpu(gpu::Update::new(place, spec, problem)?))
-    }
-
-    fn configuration(&self) -> CausalConv1dConfiguration {
-        CausalConv1dConfiguration::new(CausalConv1dAlgorithm::Direct)
-    }
-
-    fn workspace_bytes(&self) -> usize {
-        0
+    fn new(setup: &Setup<'_, CausalConv1dUpdate, Device>) -> Result<Self> {
+        gpu::Update::new(setup.place, setup.spec, setup.problem)
     }
 
     fn explain(&self, plan: &CausalConv1dUpdatePlan) -> String {
-        format!(" on {}: {}", plan.device(), self.0.explain())
+        format!(" on {}: {}", plan.device(), gpu::Update::explain(self))
     }
 }
 
@@ -223,7 +190,7 @@ impl CausalConv1dUpdatePlan {
             |[conv_state, _]| self.reference(args, conv_state),
             |written, workspace| match &self.backend {
                 Backend::Cpu(cpu) => cpu.run(self, args, written, workspace),
-                Backend::Gpu(Gpu(update)) => update.run(args, &written[0], &written[1], workspace),
+                Backend::Gpu(update) => update.run(args, &written[0], &written[1], workspace),
             },
             |[conv_state, y], (reference, mut state)| {
                 comparison::update_checks(&reference, &mut state, conv_state, y)

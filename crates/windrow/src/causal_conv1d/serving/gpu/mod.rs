@@ -87,7 +87,7 @@ params! {
 
 /// A serving plan on a device, with its kernels compiled and loaded.
 #[derive(Clone, Debug)]
-pub(in crate::causal_conv1d) struct Serving {
+pub struct Serving {
     /// The kernel with one channel for each thread, for any strides and addresses.
     any: &'static Kernel,
     /// Several channels a thread.
