@@ -6,7 +6,7 @@ use super::reference::{Gradients, Reference, UpdateReference};
 use super::{CausalConv1dGrads, CausalConv1dOutputs, Problem};
 use crate::cpu::gemm::MAX_TERMS;
 use crate::verification::{Check, Comparison, Expected};
-use crate::{Activation, DType, Result, TensorMut, TensorRef};
+use crate::{Activation, DType, Result, TensorRef};
 
 /// Most additions in a row that form an element of a sum of `terms` products: of a matrix product's
 /// block, then of the blocks.
@@ -113,17 +113,33 @@ pub(super) fn backward_checks_with(
     given.collect()
 }
 
-/// The result of an update that began with the states `conv_state`.
-pub(crate) fn update_checks(
-    reference: &UpdateReference,
-    conv_state: &mut Vec<f64>,
-    got_state: &TensorMut<'_>,
-    y: &TensorMut<'_>,
-) -> Result<Vec<Check>> {
-    let want = reference.run(conv_state)?;
-    let tolerance = forward_tolerance(&reference.problem, reference.activation, y.dtype());
-    Ok(vec![
-        want.check("y", &y.as_ref(), tolerance)?,
-        check_equal("conv_state", &got_state.as_ref(), std::mem::take(conv_state))?,
-    ])
+/// The result of an update by the oracle.
+pub(crate) struct UpdateOracle {
+    y: Expected,
+    tolerance: f64,
+    conv_state: Vec<f64>,
+}
+
+impl UpdateOracle {
+    /// Of an update that begins with the states `conv_state`.
+    pub(super) fn of(
+        reference: &UpdateReference,
+        mut conv_state: Vec<f64>,
+        dtype: DType,
+    ) -> Result<Self> {
+        let y = reference.run(&mut conv_state)?;
+        let tolerance = forward_tolerance(&reference.problem, reference.activation, dtype);
+        Ok(UpdateOracle { y, tolerance, conv_state })
+    }
+
+    pub(super) fn checks(
+        &self,
+        conv_state: &TensorRef<'_>,
+        y: &TensorRef<'_>,
+    ) -> Result<Vec<Check>> {
+        Ok(vec![
+            self.y.check("y", y, self.tolerance)?,
+            check_equal("conv_state", conv_state, self.conv_state.clone())?,
+        ])
+    }
 }

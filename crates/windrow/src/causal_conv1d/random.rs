@@ -1,7 +1,7 @@
 //! Random cases of `windrow verify --random`.
 
 use super::sample::{DTYPES, Gradients, Sample, UpdateSample, desc};
-use super::verify::{Oracle, run_update_with, run_with, update_oracle};
+use super::verify::{Oracle, run_update_with, run_with};
 use super::{
     CausalConv1dAlgorithm, CausalConv1dConfiguration, CausalConv1dPlan, CausalConv1dSpec,
     CausalConv1dUpdatePlan, CausalConv1dUpdateSpec,
@@ -430,7 +430,10 @@ pub(crate) fn run_update(choices: &mut Choices<'_>, trial: &mut Trial) -> Result
         }
         let oracle = match &oracle {
             Some(oracle) => oracle,
-            None => oracle.insert(update_oracle(&plan, &mut sample)?),
+            None => {
+                let state = sample.conv_state.as_mut()?;
+                oracle.insert(plan.oracle(&sample.inputs.args(), &state)?)
+            }
         };
         let checks = run_update_with(oracle, &plan, &mut sample)?;
         trial.check(lane, "direct", checks);

@@ -1,7 +1,7 @@
 //! Cases of causal convolution for `windrow verify`.
 
 use super::comparison::{
-    backward_checks_with, check_equal, forward_checks_with, forward_tolerance,
+    UpdateOracle, backward_checks_with, check_equal, forward_checks_with, forward_tolerance,
 };
 use super::reference::{Gradients, Reference};
 use super::sample::{Held, Sample, UpdateSample};
@@ -97,31 +97,12 @@ pub(crate) fn run_with(
     Ok(checks)
 }
 
-/// The oracle's results of an update.
-pub(crate) struct UpdateOracle {
-    y: Expected,
-    tolerance: f64,
-    conv_state: Vec<f64>,
-}
-
-pub(crate) fn update_oracle(
-    plan: &CausalConv1dUpdatePlan,
-    sample: &mut UpdateSample,
-) -> Result<UpdateOracle> {
-    let (reference, mut conv_state) =
-        plan.reference(&sample.inputs.args(), &sample.conv_state.as_mut()?)?;
-    let y = reference.run(&mut conv_state)?;
-    let dtype = plan.spec().x.dtype;
-    let tolerance = forward_tolerance(&reference.problem, reference.activation, dtype);
-    Ok(UpdateOracle { y, tolerance, conv_state })
-}
-
 /// Runs an update on a sample of its spec.
 pub(crate) fn run_update(
     plan: &CausalConv1dUpdatePlan,
     sample: &mut UpdateSample,
 ) -> Result<Vec<Check>> {
-    let oracle = update_oracle(plan, sample)?;
+    let oracle = plan.oracle(&sample.inputs.args(), &sample.conv_state.as_mut()?)?;
     run_update_with(&oracle, plan, sample)
 }
 
@@ -135,10 +116,7 @@ pub(crate) fn run_update_with(
     let (conv_state, y) = (sample.conv_state.as_mut()?, sample.y.as_mut()?);
     plan.run(&sample.inputs.args(), conv_state, y, &mut workspace)?;
     workspace.synchronize()?;
-    Ok(vec![
-        oracle.y.check("y", &sample.y.as_ref(), oracle.tolerance)?,
-        check_equal("conv_state", &sample.conv_state.as_ref(), oracle.conv_state.clone())?,
-    ])
+    oracle.checks(&sample.conv_state.as_ref(), &sample.y.as_ref())
 }
 
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];

@@ -2,12 +2,13 @@
 
 use super::cpu::{Operands, Update};
 use super::{CausalConv1dUpdateArgs, CausalConv1dUpdateSpec, gpu};
+use crate::causal_conv1d::comparison::UpdateOracle;
 use crate::causal_conv1d::cpu::shared::{Operand, Parameters};
 use crate::causal_conv1d::plan::OnlyMethod;
 use crate::causal_conv1d::problem::rank;
 use crate::causal_conv1d::reference::{UpdateReference, integers};
 use crate::causal_conv1d::sequences::Indices;
-use crate::causal_conv1d::{CausalConv1dConfiguration, Problem, comparison};
+use crate::causal_conv1d::{CausalConv1dConfiguration, Problem};
 use crate::cpu::Isa;
 use crate::dtype::with_element;
 use crate::plan::{Backend, Operator, Plan, Setup, inputs};
@@ -187,23 +188,21 @@ impl CausalConv1dUpdatePlan {
         self.verified(
             &mut [conv_state, y],
             workspace,
-            |[conv_state, _]| self.reference(args, conv_state),
+            |[conv_state, _]| self.oracle(args, conv_state),
             |written, workspace| match &self.backend {
                 Backend::Cpu(cpu) => cpu.run(self, args, written, workspace),
                 Backend::Gpu(update) => update.run(args, &written[0], &written[1], workspace),
             },
-            |[conv_state, y], (reference, mut state)| {
-                comparison::update_checks(&reference, &mut state, conv_state, y)
-            },
+            |[conv_state, y], oracle| oracle.checks(&conv_state.as_ref(), &y.as_ref()),
         )
     }
 
-    /// The same computation in f64, and the state before it.
-    pub(crate) fn reference(
+    /// The same computation in f64.
+    pub(crate) fn oracle(
         &self,
         args: &CausalConv1dUpdateArgs<'_>,
         conv_state: &TensorMut<'_>,
-    ) -> Result<(UpdateReference, Vec<f64>)> {
+    ) -> Result<UpdateOracle> {
         let reference = UpdateReference {
             problem: self.problem,
             activation: self.spec.activation,
@@ -214,7 +213,7 @@ impl CausalConv1dUpdatePlan {
             cache_seqlens: args.cache_seqlens.as_ref().map(integers).transpose()?,
             conv_state_indices: args.conv_state_indices.as_ref().map(integers).transpose()?,
         };
-        Ok((reference, conv_state.as_ref().to_f64_vec()?))
+        UpdateOracle::of(&reference, conv_state.as_ref().to_f64_vec()?, self.spec.x.dtype)
     }
 }
 
