@@ -29,9 +29,9 @@ fields! {
     ///   `num_accepted_tokens`, columns `0..width-2+n` take all of window and `x` except the first token, so that a
     ///   later call can continue after any of them. Other columns do not change.
     /// - **States at block ends**: with `first_block` the state at the end of each block except the last is kept too.
-    ///   Let `e` be the last multiple of `block_size` before `tokens_before[i] + n`. For `m` in `1..=last_block[i] -
-    ///   first_block[i]`, column `last_block[i] - m` takes the last `width - 1` tokens up to token number `e - (m - 1)
-    ///   * block_size`. Block ends that are not after `tokens_before[i]` are left out.
+    ///   Let `e` be the last multiple of `block_size` before `tokens_before[i] + n`. For `m` in
+    ///   `1..=last_block[i] - first_block[i]`, column `last_block[i] - m` takes the last `width - 1` tokens up to token
+    ///   number `e - (m - 1) * block_size`. Block ends that are not after `tokens_before[i]` are left out.
     /// - **Intermediate windows**: `intermediate_windows[s, t]`, with `s = intermediate_indices[i]` or else `s = i`,
     ///   takes the window after token `t` in columns `0..width-1`: token `t` and the `width - 2` tokens before it,
     ///   oldest first. `n` is at most the number of steps. No two sequences share a slot, and padding has none. Other
