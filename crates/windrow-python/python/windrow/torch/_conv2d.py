@@ -80,7 +80,7 @@ def _dense(dy: Tensor) -> Tensor:
     return dy.contiguous() if 0 in dy.stride() else dy
 
 
-_conv2d = define(
+CONV2D = define(
     "conv2d(Tensor x, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding,"
     " SymInt[] dilation, SymInt groups, SymInt[]? output_padding, str? activation, str? accuracy,"
     " str? algorithm, str filter) -> Tensor",
@@ -120,7 +120,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return *or_none(grads, needs), *[None] * 9
 
 
-differentiable(_conv2d, _kernel, _setup_context, _backward)
+differentiable(CONV2D, _kernel, _setup_context, _backward)
 
 
 def _keep_packed(args: tuple[Any, ...], cast: list[Any]) -> None:
@@ -131,7 +131,7 @@ def _keep_packed(args: tuple[Any, ...], cast: list[Any]) -> None:
         adopt(cast[1], args[1])
 
 
-autocast(_conv2d, lower_precision=[0, 1, 2], after=_keep_packed)
+autocast(CONV2D, lower_precision=[0, 1, 2], after=_keep_packed)
 
 
 def _each(name: str, value: int | Sequence[int], directions: int = 2) -> list[int]:
@@ -392,7 +392,7 @@ def _convolved(
     changing = of_filter and torch._C._get_tracing_state() is None
     filter = CHANGING if changing else FROZEN if frozen else KEPT
     rest = (*options, activation, accuracy, algorithm, filter)
-    y = call(_conv2d, _kernel, (input, weight, bias), *rest, aten=_aten)
+    y = call(CONV2D, _kernel, (input, weight, bias), *rest, aten=_aten)
     return y if after is None else after(y)
 
 

@@ -122,14 +122,14 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | Non
     return y + residual
 
 
-_conv2d_fused = define(
+CONV2D_FUSED = define(
     "conv2d_fused(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, SymInt[] stride, SymInt[] padding,"
     " SymInt[] dilation, SymInt groups, str? activation, str? accuracy) -> Tensor",
     _kernel,
     _fake,
 )
 not_differentiable("conv2d_fused", instead="conv2d")
-autocast(_conv2d_fused, lower_precision=[0, 1, 2, 3])
+autocast(CONV2D_FUSED, lower_precision=[0, 1, 2, 3])
 
 
 def _aten(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *how: Any) -> Tensor:
@@ -157,7 +157,7 @@ def _fused(
         y = _fused(input.unsqueeze(0), beside, weight, bias, options, activation, accuracy)
         return y.squeeze(0)
     rest = (*options, activation, _accuracy(accuracy, weight, input))
-    return call(_conv2d_fused, _kernel, tensors, *rest, aten=_aten)
+    return call(CONV2D_FUSED, _kernel, tensors, *rest, aten=_aten)
 
 
 def _seen(input: Tensor, residual: Tensor | None, is_linear: bool) -> tuple[Any, ...]:

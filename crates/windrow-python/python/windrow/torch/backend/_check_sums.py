@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, fx
 
 from windrow.torch._check_bound import DEVIATIONS, beyond, largest_nearby, tier_of
-from windrow.torch._library import OPERATORS
+from windrow.torch._conv2d import CONV2D
+from windrow.torch._fused import CONV2D_FUSED
 from windrow.torch.backend._constants import value
 from windrow.torch.backend._convolutions import SUM, VALUE, Sum, Value
 
 _aten = torch.ops.aten
-_OPERATORS = (OPERATORS.conv2d_fused.default, OPERATORS.conv2d.default, _aten.convolution.default)
+_OPERATORS = (CONV2D_FUSED, CONV2D, _aten.convolution.default)
 # The steepest slope of an activation.
 _SLOPE = 1.13
 # Units of the result's type: five roundings of at most two units (of bf16 and f16). Of the sum, the normalisation, the addition
@@ -53,7 +54,7 @@ class Compared:
         if self.layout is not None:
             args[0] = args[0].contiguous(memory_format=self.layout)
         x, weight, bias, *rest = args
-        residual = rest[0] if self.target is _OPERATORS[0] else None
+        residual = rest[0] if self.target is CONV2D_FUSED else None
         want = _of(self.result, values, constants)
         try:
             if self.module is None:
@@ -113,7 +114,7 @@ class Compared:
             stride, padding, dilation, is_transposed, output_padding, groups = self.args[3:9]
             image = lambda given, more: [more] * (2 - len(given)) + [*given]
             return image(stride, 1), image(padding, 0), image(dilation, 1), is_transposed, image(output_padding, 0), groups
-        if self.target is _OPERATORS[0]:
+        if self.target is CONV2D_FUSED:
             return *self.args[4:7], False, [0, 0], self.args[7]
         stride, padding, dilation, groups, output_padding = self.args[3:8]
         return stride, padding, dilation, output_padding is not None, output_padding or [0, 0], groups
