@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch._inductor.compile_fx import select_decomp_table
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from windrow.torch.backend import _compile, _options, windrow
+from windrow.torch.backend import _compile, _options, _others, windrow
 from windrow.torch.choice import measure, store
 from windrow.torch.choice.policy import PYTORCH, Seconds
 
@@ -409,6 +409,49 @@ def test_the_layout_of_kernels_that_the_tracer_does_not_know(seen):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)).eval()
     with torch.no_grad():
         assert compiled(model)(IMAGE).stride() == model(IMAGE).stride() == (128, 16, 4, 1)
+
+
+class Told:
+    """The names that a report is told."""
+
+    def __init__(self):
+        self.names = {}
+
+    def fused(self, name, what):
+        self.names[name] = what
+
+    def left(self, name, why):
+        pass
+
+
+def test_gelu_and_large_groups(seen, monkeypatch):
+    called = []
+    ours = lambda *args: called.append(args[1]) or F.group_norm(*args)
+    monkeypatch.setattr(_others, "pays", lambda x, groups: groups == 2)
+    monkeypatch.setattr(_others, "group_norm", ours)
+    monkeypatch.setattr(_others, "gelu_of_any", lambda x, kind: called.append(kind) or F.gelu(x, approximate=kind))
+    norms = [nn.GroupNorm(2, 4), nn.GroupNorm(4, 4), nn.GroupNorm(2, 4, affine=False)]
+    told = Told()
+    check(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Tanh(), nn.GELU(), *norms, nn.GELU("tanh")).eval(), report=told)
+    assert called == ["none", 2, 2, "tanh"] * 2
+    assert {name: what for name, what in told.names.items() if name != "0"} == {
+        "2": "gelu", "3": "group_norm", "5": "group_norm", "6": "gelu",
+    }  # fmt: skip
+    check(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Tanh(), nn.GELU()).eval(), "inductor")
+    assert len(called) == 8, "Inductor computes them with what stands around them"
+
+
+class LooksUp(Behind):
+    """That has its own way to find what is no attribute, as models of diffusers."""
+
+    def __getattr__(self, name):
+        return super().__getattr__(name)
+
+
+def test_names_where_attributes_are_looked_up(seen):
+    told = Told()
+    check(LooksUp(lambda m, y: F.relu(y)).eval(), report=told)
+    assert [*told.names] == ["conv"]
 
 
 def needs_driver():

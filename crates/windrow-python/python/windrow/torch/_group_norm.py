@@ -39,7 +39,7 @@ def _power_of_two(elements: int, most: int) -> int:
     return min(elements & -elements, 1 << max(0, most.bit_length() - 1))
 
 
-def _pays(x: Tensor, groups: int) -> bool:
+def pays(x: Tensor, groups: int) -> bool:
     if not x.is_cuda or x.dtype not in _TYPES or x.dim() < 3 or x.shape[1] % groups:
         return False
     rows = x.shape[0] * groups
@@ -49,7 +49,7 @@ def _pays(x: Tensor, groups: int) -> bool:
     return elements >= _LARGE and elements % _PART == 0
 
 
-def _group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     images, channels = x.shape[:2]
     x = x.contiguous()
     rows, pixels = images * groups, x.numel() // (images * channels)
@@ -103,9 +103,9 @@ class GroupNorm(nn.GroupNorm):
             rest = self.num_groups, weight, bias, self.eps
             return torch.group_norm(input, *rest, torch._C._get_cudnn_enabled())
         if self._is_ours(input):
-            return _group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+            return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
         y = F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
-        if is_plain and not _pays(input, self.num_groups):
+        if is_plain and not pays(input, self.num_groups):
             self.__dict__["_left"] = input.shape, input.dtype, input.device
         return y
 
@@ -113,7 +113,7 @@ class GroupNorm(nn.GroupNorm):
     def _is_ours(self, input: Tensor) -> bool:
         return (
             is_direct(input)
-            and _pays(input, self.num_groups)
+            and pays(input, self.num_groups)
             and torch._C._get_tracing_state() is None
             and not torch._C._is_any_autocast_enabled()
             and all(t is None or t.dtype in (input.dtype, torch.float32) for t in (self.weight, self.bias))

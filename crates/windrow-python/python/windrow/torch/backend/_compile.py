@@ -16,6 +16,7 @@ from windrow.torch.backend._layout import to_channels_last
 from windrow.torch.backend._linear import linear_to_convolutions
 from windrow.torch.backend._modules import to_modules
 from windrow.torch.backend._options import Options
+from windrow.torch.backend._others import others_to_windrows
 from windrow.torch.backend._padding import fold_padding
 
 _log = logging.getLogger(__name__.rpartition(".")[0])
@@ -103,6 +104,7 @@ class _Frozen:
             check.look(graph, constants)
         self.bind: Callable[..., fx.GraphModule] | None = None
         if decompositions is None:
+            others_to_windrows(graph, options.report)
             self.bind, names = to_modules(module, constants)
             if check is not None:
                 check.named(names)

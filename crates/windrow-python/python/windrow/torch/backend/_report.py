@@ -30,8 +30,9 @@ def name_of(node: fx.Node) -> str:
 
 def _path(source: str) -> str:
     """The module's name in the tracer's expression: `encoder.0` for `L['self'].encoder[0]`, for
-    `L['fn'].__self__.encoder.0` and for `L['self']._modules['encoder']...`."""
-    source = re.sub(r"\._modules\['([^']*)'\]|\[(\d+)\]", r".\1\2", source)
+    `L['fn'].__self__.encoder.0`, for `L['self']._modules['encoder']...` and, where a class looks attributes up by itself,
+    for `L['self'].__dict__['_modules']['encoder']...`."""
+    source = re.sub(r"\.(?:_modules|__dict__\['_modules'\])\['([^']*)'\]|\[(\d+)\]", r".\1\2", source)
     return re.sub(r"^\w\['\w+'\](\.__self__)?\.?", "", source)
 
 
