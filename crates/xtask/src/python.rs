@@ -19,6 +19,9 @@ pub(crate) const REAL_CARGO: &str = "WINDROW_XTASK_CARGO";
 /// Names an environment that has what requirements-test.txt and requirements-torch.txt ask for.
 const TORCH_ENV: &str = "WINDROW_TORCH_ENV";
 
+/// Files of tests on PyTorch that take about as long as all others. Either half keeps one core busy.
+const HALF: [&str; 3] = ["test_against_pytorch.py", "test_backend.py", "test_backend_check.py"];
+
 /// Builds the wheel and runs the tests and the pages' examples on NumPy, and with `torch` those on PyTorch. `emulator` is
 /// the folder of that of AMD's chips.
 pub(crate) fn test(steps: &mut Steps, torch: bool, emulator: Option<&Path>) -> Result {
@@ -45,9 +48,12 @@ pub(crate) fn test(steps: &mut Steps, torch: bool, emulator: Option<&Path>) -> R
             environment(steps, "torch", &[numpy, package.join("requirements-torch.txt")])?
         }
     };
-    let mut tests = python(&environment, &site);
-    tests.args(pytest).arg("tests/pytorch").current_dir(&package);
-    steps.run("torch tests", &mut tests)?;
+    let mut rest = python(&environment, &site);
+    rest.args(pytest).arg("tests/pytorch").current_dir(&package);
+    rest.args(HALF.map(|file| format!("--ignore=tests/pytorch/{file}")));
+    let mut half = python(&environment, &site);
+    half.args(pytest).args(HALF.map(|file| format!("tests/pytorch/{file}"))).current_dir(&package);
+    steps.run_beside("torch tests", &mut rest, &mut half)?;
     examples::python(true, || python(&environment, &site))?;
     for example in ["mamba_block", "train_digits"] {
         let file = root().join("examples").join(example).with_extension("py");

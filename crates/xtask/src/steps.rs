@@ -1,6 +1,7 @@
 //! Running programs one after the other, with a heading and the time each took.
 
 use std::error::Error;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -45,6 +46,28 @@ pub(crate) struct Steps {
 }
 
 impl Steps {
+    /// Runs a program while another one runs, whose output goes to the terminal after this one's.
+    pub(crate) fn run_beside(
+        &mut self,
+        name: &'static str,
+        command: &mut Command,
+        beside: &mut Command,
+    ) -> Result {
+        let (here, beside) = std::thread::scope(|scope| {
+            let other = scope.spawn(|| beside.output());
+            (self.run(name, command), other.join())
+        });
+        let beside = beside.map_err(|_| format!("{name}: a thread panicked"))??;
+        std::io::stdout().write_all(&beside.stdout)?;
+        std::io::stderr().write_all(&beside.stderr)?;
+        here?;
+        if beside.status.success() {
+            Ok(())
+        } else {
+            Err(format!("{name} beside others failed: {}", beside.status).into())
+        }
+    }
+
     /// Runs a program; its output goes to the terminal.
     pub(crate) fn run(&mut self, name: &'static str, command: &mut Command) -> Result {
         // The times of earlier steps stand here, so that the last line of a task is a test
