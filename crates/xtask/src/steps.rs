@@ -87,3 +87,21 @@ impl Steps {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_two_programs_either_may_fail() {
+        for (codes, good) in [([0, 0], true), ([0, 3], false), ([3, 0], false)] {
+            let [mut one, mut other] = codes.map(|code| {
+                let mut command = Command::new("sh");
+                command.args(["-c", &format!("exit {code}")]);
+                command
+            });
+            let ran = Steps::default().run_beside("a step", &mut one, &mut other);
+            assert_eq!(ran.is_ok(), good, "{codes:?}");
+        }
+    }
+}
