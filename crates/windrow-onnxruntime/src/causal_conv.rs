@@ -9,8 +9,8 @@ use windrow::{
     TensorDesc, Workspace,
 };
 
-/// As ONNX's operator since opset 27: input [b, c, l], weight [c, 1, k], bias [c] and the state before [b, c, k - 1];
-/// gives the output and the state after. `activation` may be any of Windrow's.
+/// The operator `CausalConvWithState` as in ONNX since opset 27: input [b, c, l], weight [c, 1, k], bias [c] and the
+/// state before [b, c, k - 1]; gives the output and the state after. `activation` may be any of Windrow's.
 pub(crate) struct CausalConvWithState {
     activation: Activation,
     plans: Plans<CausalConv1dSpec, CausalConv1dPlan>,

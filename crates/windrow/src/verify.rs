@@ -116,7 +116,7 @@ mod tests {
         assert!(failed.is_empty(), "{failed:#?}");
     }
 
-    /// On a machine without CUDA there is nothing to do.
+    /// Passes on a machine without CUDA, where there is nothing to do.
     #[test]
     fn every_case_passes_on_the_first_cuda_device() {
         if crate::cuda::devices().map_or(0, |d| d.len()) == 0 {

@@ -121,7 +121,7 @@ pub(crate) struct UpdateOracle {
 }
 
 impl UpdateOracle {
-    /// Of an update that begins with the states `conv_state`.
+    /// The oracle's result of an update that begins with the states `conv_state`.
     pub(super) fn of(
         reference: &UpdateReference,
         mut conv_state: Vec<f64>,

@@ -86,7 +86,7 @@ pub(crate) struct Gradients {
 }
 
 impl Sample {
-    /// On the CPU.
+    /// A sample on the CPU.
     #[cfg(test)]
     pub(crate) fn new(spec: &CausalConv1dSpec, seed: u64) -> Result<Self> {
         Self::on(spec, seed, Device::Cpu)
@@ -155,7 +155,7 @@ pub(crate) struct UpdateSample {
 }
 
 impl UpdateSample {
-    /// On the CPU.
+    /// A sample on the CPU.
     #[cfg(test)]
     pub(crate) fn new(spec: &CausalConv1dUpdateSpec, seed: u64) -> Result<Self> {
         Self::on(spec, seed, Device::Cpu)

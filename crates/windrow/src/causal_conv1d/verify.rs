@@ -56,8 +56,8 @@ pub(crate) fn run(plan: &CausalConv1dPlan, sample: &mut Sample) -> Result<Vec<Ch
     run_with(&oracle, plan, sample, [true; 4], true)
 }
 
-/// As [`run`], with the gradients that are asked for, in the order of
-/// [`CausalConv1dGrads`](super::CausalConv1dGrads), and the stages if `staged`.
+/// Runs as [`run`], with the wanted gradients in the order of [`CausalConv1dGrads`](super::CausalConv1dGrads), and the
+/// stages if `staged`.
 pub(crate) fn run_with(
     oracle: &Oracle,
     plan: &CausalConv1dPlan,
@@ -106,7 +106,7 @@ pub(crate) fn run_update(
     run_update_with(&oracle, plan, sample)
 }
 
-/// As [`run_update`], of a sample as `oracle` saw it.
+/// Runs as [`run_update`], for a sample that `oracle` has seen.
 pub(crate) fn run_update_with(
     oracle: &UpdateOracle,
     plan: &CausalConv1dUpdatePlan,

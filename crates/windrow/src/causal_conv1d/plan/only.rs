@@ -6,7 +6,7 @@ use crate::{Error, Result};
 
 /// The only method of an operator on one kind of device: [`CausalConv1dAlgorithm::Direct`], without parameters.
 pub trait OnlyMethod<O: Operator>: Sized {
-    /// As [`Engine::Place`].
+    /// The kind of place, as [`Engine::Place`].
     type Place: Copy;
 
     fn new(setup: &Setup<'_, O, Self::Place>) -> Result<Self>;
@@ -16,7 +16,7 @@ pub trait OnlyMethod<O: Operator>: Sized {
         0
     }
 
-    /// What follows from the spec: place, blocking, threads.
+    /// The facts that follow from the spec: place, blocking, threads.
     fn explain(&self, plan: &Plan<O>) -> String;
 }
 

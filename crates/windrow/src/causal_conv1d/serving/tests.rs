@@ -48,7 +48,7 @@ struct Call {
     spec: CausalConv1dServingSpec,
     states: Vec<f32>,
     x: Vec<f32>,
-    /// After a run, where the spec has them; -7 where nothing was written.
+    /// The intermediate windows after a run, if the spec has them; -7 where nothing was written.
     windows: Vec<f32>,
     parents: Vec<i32>,
 }

@@ -31,7 +31,7 @@ pub(crate) struct IndexValues {
 }
 
 impl IndexValues {
-    /// Those of an index tensor.
+    /// The numbers of an index tensor.
     fn of(&self, name: &str) -> &[f64] {
         match name {
             "query_start_loc" => &self.query_start_loc,
@@ -215,7 +215,7 @@ impl ServingSample {
         })
     }
 
-    /// What takes the parents of tokens: -7 where nothing is written.
+    /// The destination of the parents of tokens: -7 where nothing is written.
     pub(crate) fn parents(
         spec: &CausalConv1dServingSpec,
         lead: usize,
@@ -226,7 +226,8 @@ impl ServingSample {
         spec.parent_token.map(hold).transpose()
     }
 
-    /// What a run writes: the views are of memory that nothing else looks at while they are used, but that y may be x.
+    /// The tensors that a run writes. Nothing else reads the memory of these views while they are used, except that y
+    /// may be x.
     fn outputs(&mut self) -> Result<CausalConv1dServingOutputs<'static>> {
         let view = |held: &mut Held| -> Result<TensorMut<'static>> {
             let view = held.as_mut()?;
@@ -249,14 +250,14 @@ impl ServingSample {
         workspace.synchronize()
     }
 
-    /// What the oracle says of it.
+    /// The oracle's result of the sample.
     pub(crate) fn oracle(&mut self, spec: &CausalConv1dServingSpec) -> Result<Oracle> {
         let memory = Memory::of(&self.outputs()?)?;
         let reference = ServingReference::new(spec, &self.inputs.args())?;
         Oracle::of(&reference, memory, spec.x.dtype)
     }
 
-    /// What takes the output.
+    /// The destination of the output.
     pub(crate) fn output(&mut self) -> &mut Held {
         match &mut self.y {
             Some(y) => y,
@@ -272,8 +273,8 @@ impl ServingSample {
     }
 }
 
-/// Sequences, tokens of all of them, channels, width. The last two are steps that a device is not idle in, of channels that
-/// are whole vectors of 16 bytes in halves, and of 8.
+/// The sizes: sequences, tokens of all of them, channels; and width. The last two are steps that keep a device busy,
+/// with channels that are whole vectors of 16 bytes in f16/bf16, and of 8.
 const SIZES: [([usize; 3], usize); 7] = [
     ([1, 1, 1], 1),
     ([4, 4, 72], 4),
