@@ -184,5 +184,5 @@ pub use tensor::{Tensor, TensorDesc, TensorMut, TensorRef};
 /// release may change them.
 #[doc(hidden)]
 pub mod internal {
-    pub use crate::plan::{Bound, Configuration, Operator, Tuned};
+    pub use crate::plan::{Configuration, Operator, PlanInputs, Tuned};
 }

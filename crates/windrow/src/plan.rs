@@ -1,21 +1,21 @@
 //! Plan options, the workspace, and the generic `Plan` of all operators.
 
-mod bound;
 mod checks;
 pub(crate) mod configuration;
 mod operator;
 mod placed;
+mod plan_inputs;
 mod planned;
 #[cfg(feature = "tuning")]
 mod search;
 
-pub use bound::Bound;
-pub(crate) use bound::HeldInputs;
 pub(crate) use checks::{Checks, Type};
 pub(crate) use configuration::{configuration, dense, joined};
 pub use operator::{Configuration, Operator, Tuned};
 pub(crate) use operator::{Engine, Input, Setup, Views, inputs, views};
 pub use placed::Placed;
+pub(crate) use plan_inputs::HeldInputs;
+pub use plan_inputs::PlanInputs;
 pub use planned::Plan;
 pub(crate) use planned::{Backend, engine};
 #[cfg(feature = "tuning")]

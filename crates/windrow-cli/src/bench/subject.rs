@@ -1,7 +1,7 @@
 //! A plan of any operator on random tensors, as it is measured.
 
 use super::{Case, Description, Entry, Selection, Work};
-use windrow::internal::{Bound, Configuration, Operator, Tuned};
+use windrow::internal::{Configuration, Operator, PlanInputs, Tuned};
 use windrow::verify::{Comparison, random_tensor};
 use windrow::{DType, Placed, Plan, PlanOptions, Workspace, cpu};
 
@@ -39,7 +39,7 @@ struct Subject<O: Tuned> {
     plan: Plan<O>,
     direct: Reference<O>,
     inputs: Vec<Option<Placed>>,
-    kept: O::Kept,
+    kept: O::SearchData,
     y: Placed,
     copied: Option<Placed>,
     workspace: Workspace,
@@ -102,8 +102,8 @@ impl<O: Tuned> Subject<O> {
             Placed::new(random_tensor(seed, *desc, low, high)?, device).map(Some)
         });
         let inputs = inputs.collect::<windrow::Result<Vec<_>>>()?;
-        let mut kept = O::Kept::default();
-        O::prepare(&Bound::new(&plan, &inputs), &mut kept, &mut workspace)?;
+        let mut kept = O::SearchData::default();
+        O::prepare(&PlanInputs::new(&plan, &inputs), &mut kept, &mut workspace)?;
         let copied = matches!(about.work, Work::Bytes(_)).then(output).transpose()?;
         let description = Description {
             op: O::NAME,
@@ -139,7 +139,7 @@ impl<O: Tuned> Case for Subject<O> {
     }
 
     fn run(&mut self) -> windrow::Result<()> {
-        let run = Bound::new(&self.plan, &self.inputs);
+        let run = PlanInputs::new(&self.plan, &self.inputs);
         O::run(&run, &self.kept, self.y.as_mut()?, &mut self.workspace)?;
         self.workspace.synchronize()
     }
@@ -148,8 +148,8 @@ impl<O: Tuned> Case for Subject<O> {
         match &mut self.direct {
             Reference::Loop(run) => run(),
             Reference::Plan(plan, y) => {
-                let run = Bound::new(plan, &self.inputs);
-                let nothing = O::Kept::default();
+                let run = PlanInputs::new(plan, &self.inputs);
+                let nothing = O::SearchData::default();
                 O::run(&run, &nothing, y.as_mut()?, &mut self.workspace)?;
                 self.workspace.synchronize()?;
             }
@@ -165,7 +165,7 @@ impl<O: Tuned> Case for Subject<O> {
     }
 
     fn compare(&mut self) -> windrow::Result<Comparison> {
-        let args = Bound::new(&self.plan, &self.inputs).args();
+        let args = PlanInputs::new(&self.plan, &self.inputs).args();
         self.plan.compare_ends(&args, &self.y.as_ref(), self.sampled)
     }
 

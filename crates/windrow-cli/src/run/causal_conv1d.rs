@@ -4,7 +4,7 @@ use super::{Common, Files, place, plan};
 use crate::failure::Failure;
 use crate::names;
 use std::path::{Path, PathBuf};
-use windrow::internal::Bound;
+use windrow::internal::PlanInputs;
 use windrow::{
     Activation, CausalConv1dAlgorithm, CausalConv1dOutputs, CausalConv1dPlan, CausalConv1dSpec,
     Placed, Tensor, TensorDesc, Workspace,
@@ -39,7 +39,7 @@ pub(crate) struct CausalConv1d {
     /// Beginnings of packed sequences and the end, i32 or i64 [sequences + 1]
     #[arg(long, value_name = "FILE")]
     cu_seqlens: Option<PathBuf>,
-    /// What came before x: [b or sequences, d, width - 1]
+    /// Inputs before x: [b or sequences, d, width - 1]
     #[arg(long, value_name = "FILE")]
     initial_states: Option<PathBuf>,
     /// File for the states after x, for the next call's --initial-states
@@ -92,7 +92,7 @@ impl CausalConv1d {
         let mut workspace = Workspace::new(device, plan.workspace_bytes())?;
         let outputs = CausalConv1dOutputs::new(y.as_mut()?)
             .with_final_states(final_states.as_mut().map(Placed::as_mut).transpose()?);
-        plan.run(&Bound::new(&plan, &inputs).args(), outputs, &mut workspace)?;
+        plan.run(&PlanInputs::new(&plan, &inputs).args(), outputs, &mut workspace)?;
         workspace.synchronize()?;
         let mut y = y.into_host()?;
         let final_states = final_states.map(Placed::into_host).transpose()?;

@@ -4,7 +4,7 @@ use super::{Common, Files, place, plan};
 use crate::failure::Failure;
 use crate::names;
 use std::path::PathBuf;
-use windrow::internal::Bound;
+use windrow::internal::PlanInputs;
 use windrow::{
     Accuracy, Activation, Conv2dAlgorithm, Conv2dParams, Conv2dPlan, Conv2dSpec, Placed,
     PlanOptions, Workspace,
@@ -30,7 +30,7 @@ pub(crate) struct Conv2d {
     /// Bias [k]
     #[arg(long, value_name = "FILE")]
     bias: Option<PathBuf>,
-    /// Of y's type and shape, added before the activation
+    /// Residual of y's type and shape, added before the activation
     #[arg(long, value_name = "FILE")]
     residual: Option<PathBuf>,
     /// Step, one number or rows,columns
@@ -103,7 +103,7 @@ impl Conv2d {
         let inputs = place([Some(x), bias, residual, Some(w)], device)?;
         let mut y = Placed::output(spec.y, device)?;
         let mut workspace = Workspace::new(device, plan.workspace_bytes())?;
-        plan.run(&Bound::new(&plan, &inputs).args(), y.as_mut()?, &mut workspace)?;
+        plan.run(&PlanInputs::new(&plan, &inputs).args(), y.as_mut()?, &mut workspace)?;
         workspace.synchronize()?;
         let mut y = y.into_host()?;
         if self.channels_last {

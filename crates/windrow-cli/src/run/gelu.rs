@@ -4,7 +4,7 @@ use super::{Common, Files, place, plan};
 use crate::failure::Failure;
 use crate::names;
 use std::path::PathBuf;
-use windrow::internal::Bound;
+use windrow::internal::PlanInputs;
 use windrow::{Approximate, GeluPlan, GeluSpec, Placed, Workspace};
 
 /// y = gelu(x + bias) * gate
@@ -49,7 +49,7 @@ impl Gelu {
         let inputs = place([Some(x), bias, gate], device)?;
         let mut y = Placed::output(spec.y, device)?;
         let mut workspace = Workspace::new(device, plan.workspace_bytes())?;
-        plan.run(&Bound::new(&plan, &inputs).args(), y.as_mut()?, &mut workspace)?;
+        plan.run(&PlanInputs::new(&plan, &inputs).args(), y.as_mut()?, &mut workspace)?;
         workspace.synchronize()?;
         let y = y.into_host()?;
         files.finish(&[(&self.common.output, "y", &y)], &plan.explain())

@@ -6,7 +6,7 @@ use super::{
     CausalConv1dOutputs, CausalConv1dPlan, CausalConv1dSpec, comparison,
 };
 use crate::cpu::resolve_threads;
-use crate::plan::{Bound, Tuned, dense, joined};
+use crate::plan::{PlanInputs, Tuned, dense, joined};
 use crate::verification::{Comparison, compare_parts};
 use crate::{Device, Error, PlanOptions, Result, TensorDesc, TensorMut, TensorRef, Workspace};
 
@@ -39,13 +39,13 @@ fn order(desc: &TensorDesc) -> &'static str {
 }
 
 impl Tuned for CausalConv1d {
-    type Kept = ();
+    type SearchData = ();
 
     fn y(spec: &CausalConv1dSpec) -> &TensorDesc {
         &spec.y
     }
 
-    /// On dense tensors in the spec's order of dimensions, each row one sequence that begins with zeros.
+    /// The spec with dense tensors in its order of dimensions; each row is one sequence that begins with zeros.
     fn plain(spec: &CausalConv1dSpec, _: &PlanOptions) -> Result<CausalConv1dSpec> {
         let mut plain = CausalConv1dSpec::new(dense(&spec.x)?, dense(&spec.weight)?)?
             .with_output(dense(&spec.y)?)
@@ -71,7 +71,7 @@ impl Tuned for CausalConv1d {
     }
 
     fn run(
-        bound: &Bound<'_, CausalConv1d>,
+        bound: &PlanInputs<'_, CausalConv1d>,
         _: &(),
         y: TensorMut<'_>,
         workspace: &mut Workspace,

@@ -6,7 +6,7 @@ use super::{
     gpu,
 };
 use crate::cpu::resolve_threads;
-use crate::plan::{Bound, Tuned, dense, joined};
+use crate::plan::{PlanInputs, Tuned, dense, joined};
 use crate::verification::Comparison;
 use crate::{
     Device, Error, Filter, Layout, PlanOptions, Result, TensorDesc, TensorMut, TensorRef, Workspace,
@@ -49,7 +49,7 @@ fn order(desc: &TensorDesc) -> &'static str {
 
 impl Tuned for Conv2d {
     /// Packed filters.
-    type Kept = Vec<PackedWeights>;
+    type SearchData = Vec<PackedWeights>;
 
     fn y(spec: &Conv2dSpec) -> &TensorDesc {
         &spec.y
@@ -106,7 +106,7 @@ impl Tuned for Conv2d {
 
     /// Packs the filter before the runs if it is kept. On CUDA packing is a small part of a run.
     fn prepare(
-        bound: &Bound<'_, Conv2d>,
+        bound: &PlanInputs<'_, Conv2d>,
         kept: &mut Vec<PackedWeights>,
         workspace: &mut Workspace,
     ) -> Result<()> {
@@ -122,7 +122,7 @@ impl Tuned for Conv2d {
     }
 
     fn run(
-        bound: &Bound<'_, Conv2d>,
+        bound: &PlanInputs<'_, Conv2d>,
         kept: &Vec<PackedWeights>,
         y: TensorMut<'_>,
         workspace: &mut Workspace,

@@ -1,7 +1,7 @@
 //! The search among configurations of GELU.
 
 use super::{Gelu, GeluArgs, GeluConfiguration, GeluPlan, GeluSpec};
-use crate::plan::{Bound, Tuned, dense, joined};
+use crate::plan::{PlanInputs, Tuned, dense, joined};
 use crate::verification::{Comparison, compare_parts};
 use crate::{Device, Error, PlanOptions, Result, TensorDesc, TensorMut, TensorRef, Workspace};
 
@@ -29,13 +29,13 @@ impl GeluConfiguration {
 const SAMPLE: usize = 1 << 16;
 
 impl Tuned for Gelu {
-    type Kept = ();
+    type SearchData = ();
 
     fn y(spec: &GeluSpec) -> &TensorDesc {
         &spec.y
     }
 
-    /// On dense tensors in the spec's order of dimensions.
+    /// The spec with dense tensors in its order of dimensions.
     fn plain(spec: &GeluSpec, _: &PlanOptions) -> Result<GeluSpec> {
         let (x, y) = (dense(&spec.x)?, dense(&spec.y)?);
         let gate = spec.gate.as_ref().map(dense).transpose()?;
@@ -61,7 +61,7 @@ impl Tuned for Gelu {
         key
     }
 
-    /// There is one way on the CPU.
+    /// False on the CPU, which has one algorithm.
     fn has_choice(device: Device) -> bool {
         device != Device::Cpu
     }
@@ -71,7 +71,7 @@ impl Tuned for Gelu {
     }
 
     fn run(
-        bound: &Bound<'_, Gelu>,
+        bound: &PlanInputs<'_, Gelu>,
         _: &(),
         y: TensorMut<'_>,
         workspace: &mut Workspace,

@@ -7,7 +7,7 @@ use crate::{Device, Error, PlanOptions, Result, TensorDesc, TensorMut, TensorRef
 use std::fmt::{Debug, Display};
 use std::str::FromStr;
 
-use super::{Bound, Plan};
+use super::{Plan, PlanInputs};
 
 /// The largest number of tensors that an operator reads.
 pub const MAX_INPUTS: usize = 14;
@@ -223,7 +223,7 @@ pub trait Engine<O: Operator>: Sized {
 /// An operator whose configurations are measured, and whose results can be compared in part.
 pub trait Tuned: Operator {
     /// The data that runs of a search share beside their tensors.
-    type Kept: Default;
+    type SearchData: Default;
 
     /// The output.
     fn y(spec: &Self::Spec) -> &TensorDesc;
@@ -238,14 +238,18 @@ pub trait Tuned: Operator {
     fn range(input: &'static str) -> (f64, f64);
 
     /// Prepares what runs of a plan need.
-    fn prepare(_: &Bound<'_, Self>, _: &mut Self::Kept, _: &mut Workspace) -> Result<()> {
+    fn prepare(
+        _: &PlanInputs<'_, Self>,
+        _: &mut Self::SearchData,
+        _: &mut Workspace,
+    ) -> Result<()> {
         Ok(())
     }
 
     /// A run of a plain spec.
     fn run(
-        bound: &Bound<'_, Self>,
-        kept: &Self::Kept,
+        bound: &PlanInputs<'_, Self>,
+        kept: &Self::SearchData,
         y: TensorMut<'_>,
         workspace: &mut Workspace,
     ) -> Result<()>;

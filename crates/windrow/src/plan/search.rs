@@ -1,7 +1,7 @@
 //! The search among an operator's configurations: candidates, their runs, and the comparison of their results.
 
-use super::bound::Bound;
 use super::operator::{Algorithm, Configuration, Engine, Operator, Setup, Tuned};
+use super::plan_inputs::PlanInputs;
 use super::planned::{Plan, on_device};
 use crate::cpu::{Isa, resolve_threads};
 use crate::tuning::{self, Benchmark, Report, Search, Tunable, random_input};
@@ -147,7 +147,7 @@ pub(crate) struct CandidateRuns<'a, O: Tuned> {
     candidates: &'a [O::Configuration],
     /// The plans of candidates that were prepared.
     plans: Vec<Option<Plan<O>>>,
-    kept: O::Kept,
+    kept: O::SearchData,
     workspace: Workspace,
     inputs: Vec<Option<Placed>>,
     pub(crate) y: Placed,
@@ -159,8 +159,8 @@ fn bound<'a, O: Tuned>(
     plans: &'a [Option<Plan<O>>],
     inputs: &'a [Option<Placed>],
     candidate: usize,
-) -> Option<Bound<'a, O>> {
-    Some(Bound::new(plans[candidate].as_ref()?, inputs))
+) -> Option<PlanInputs<'a, O>> {
+    Some(PlanInputs::new(plans[candidate].as_ref()?, inputs))
 }
 
 impl<'a, O: Tuned> CandidateRuns<'a, O> {
@@ -178,7 +178,7 @@ impl<'a, O: Tuned> CandidateRuns<'a, O> {
             problem,
             candidates,
             plans: candidates.iter().map(|_| None).collect(),
-            kept: O::Kept::default(),
+            kept: O::SearchData::default(),
             workspace: Workspace::new(device, 0)?,
             inputs: inputs.collect::<Result<_>>()?,
             y: Placed::output(*O::y(spec), device)?,

@@ -7,18 +7,18 @@ use crate::{Placed, Result, TensorDesc, TensorRef};
 use std::marker::PhantomData;
 
 /// A plan and the inputs of a run.
-pub struct Bound<'a, O: Operator> {
+pub struct PlanInputs<'a, O: Operator> {
     /// The plan.
     pub plan: &'a Plan<O>,
     /// The inputs, in the order of [`Operator::INPUTS`].
     pub inputs: [Option<TensorRef<'a>>; MAX_INPUTS],
 }
 
-impl<'a, O: Tuned> Bound<'a, O> {
+impl<'a, O: Tuned> PlanInputs<'a, O> {
     /// A plan and tensors in the order of [`Operator::INPUTS`].
     pub fn new(plan: &'a Plan<O>, inputs: &'a [Option<Placed>]) -> Self {
         let view = |i: usize| Some(inputs.get(i)?.as_ref()?.as_ref());
-        Bound { plan, inputs: std::array::from_fn(view) }
+        PlanInputs { plan, inputs: std::array::from_fn(view) }
     }
 
     /// The inputs by name.
@@ -29,7 +29,7 @@ impl<'a, O: Tuned> Bound<'a, O> {
 
 /// The inputs of a run in memory of their own, for random and listed cases.
 pub(crate) struct HeldInputs<O: Operator> {
-    /// In the order of [`Operator::INPUTS`].
+    /// The tensors in the order of [`Operator::INPUTS`].
     held: Vec<Option<Held>>,
     operator: PhantomData<O>,
 }
