@@ -53,3 +53,17 @@ def factor(request, times):
     """Each of both, of all measurements of a test."""
     times(request.param)
     return request.param
+
+
+@pytest.fixture
+def runs_uncompiled(monkeypatch):
+    """Inductor's graphs are run, and not compiled."""
+
+    def run(graph, inputs, **how):
+        def boxed(inputs):
+            return graph.forward(*inputs)
+
+        boxed._boxed_call = True
+        return boxed
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", run)

@@ -12,6 +12,7 @@ from windrow.torch.backend._constants import Constants, ConstantsCache, Make, Ru
 from windrow.torch.backend._convolutions import to_windrows
 from windrow.torch.backend._fold import fold
 from windrow.torch.backend._fuse import fuse
+from windrow.torch.backend._group_norm import by_channels
 from windrow.torch.backend._layout import to_channels_last
 from windrow.torch.backend._linear import linear_to_convolutions
 from windrow.torch.backend._modules import to_modules
@@ -94,6 +95,7 @@ class _Frozen:
         self.constants = constants = Constants(module, static if options.freeze else (), in_graphs)
         if decompositions is None:
             linear_to_convolutions(graph, constants, options.accuracy)
+        by_channels(graph)
         folded = fold(graph, constants)
         fused = fuse(graph, constants, options.accuracy, decompositions, options.report)
         others = to_windrows(graph, options.accuracy, is_training=False, report=options.report)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from windrow.torch._conv2d import CHANGING, FASTEST, KEPT, accuracy_of
 from windrow.torch._library import OPERATORS
@@ -143,7 +144,7 @@ def called(graph: fx.Graph, before: fx.Node, operator: Any, *args: Any, **kwargs
         node = graph.call_function(operator, args, kwargs)
     node.meta = {name: what for name, what in before.meta.items() if name not in _OF_OTHERS}
     values = fx.map_arg(args, value)
-    fake_mode = next(v.fake_mode for v in values if isinstance(v, Tensor))
+    fake_mode = next(v.fake_mode for v in tree_leaves(values) if isinstance(v, Tensor))
     with fake_mode:
         node.meta["val"] = operator(*values, **kwargs)
     return node
