@@ -39,8 +39,8 @@
 //! is at least as large as the largest of their `workspace_bytes()`. The same plan on the same input gives the same
 //! bits. On a GPU, `run` is asynchronous: it returns when its work is enqueued on the workspace's stream.
 //! [`Workspace::synchronize`] waits for it. `explain` describes a plan in one line: its algorithm with all parameters,
-//! the device, and the blocking or launch. [`PlanOptions::tuning`] says how an algorithm is chosen, [`Accuracy`] how
-//! exact it must be.
+//! the device, and the blocking or launch. [`PlanOptions::tuning`] says how an algorithm is chosen. [`Accuracy`] says
+//! how exact its result must be.
 //!
 //! # Prefill and decoding
 //!
@@ -83,7 +83,7 @@
 //!
 //! # Errors
 //!
-//! A wrong argument returns an [`Error`]. Its variant tells the kind of mistake; its fields tell the argument, what was
+//! A wrong argument returns an [`Error`]. Its variant is the kind of mistake. Its fields name the argument, what was
 //! given and what was expected. Plans and their runs return errors instead of panicking. If a call is rejected before
 //! its work starts, no output has been written.
 //!
@@ -99,14 +99,14 @@
 //!
 //! # Features
 //!
-//! All are on by default.
+//! All features are on by default.
 //!
 //! - `cuda`: NVIDIA GPUs. CUDA is not needed to build: its libraries are loaded at run time.
 //! - `hip`: AMD GPUs. ROCm is not needed to build. No AMD GPU has run these kernels yet; an emulator has. `docs/amd.md`
 //!   lists what was executed.
 //! - `parallel`: operators on several GPUs and machines. It enables `cuda`.
-//! - `tuning`: measurement of configurations (module `tuning`) and the tables of measured ones. Without it, a plan
-//!   takes the configuration that the cost model predicts to be fastest.
+//! - `tuning`: measurement of configurations (module `tuning`), and the tables of those that were measured. Without it,
+//!   a plan takes the configuration that the cost model predicts to be fastest.
 //! - `threads`: work on the CPU is split over rayon's threads. Without it, work runs on the caller's thread only,
 //!   unless [`cpu::use_team`] provides others.
 
@@ -122,8 +122,8 @@ mod error;
 mod folder;
 mod forms;
 mod gelu;
-// Parts of `gpu` are unused in some builds: functions that only backends call, if there is no backend; and those that
-// synchronize several devices, if `parallel` is off.
+// Some functions of `gpu` are unused in some builds. If there is no backend, these are the functions that only backends
+// call; if `parallel` is off, those that synchronize several devices.
 #[cfg_attr(not(feature = "parallel"), allow(dead_code, unused_imports))]
 mod gpu;
 pub mod hip;
@@ -147,7 +147,7 @@ static BACKENDS: &[gpu::Backend] = &[
     hip::device::BACKEND,
 ];
 
-/// The operators that can be tuned, by the names with which the keys of their problems begin.
+/// The operators that can be tuned. The key of a problem begins with the name of its operator.
 #[cfg(feature = "tuning")]
 static TUNABLE: &[tuning::TunableOperator] = &[
     tuning::TunableOperator::of::<Gelu>(),

@@ -44,9 +44,9 @@ pub enum Accuracy {
     /// tensor cores with each f32 operand split into several numbers of lower precision.
     #[default]
     Fp32,
-    /// Operands may be rounded to TF32 (10-bit mantissa), accumulation in f32.
+    /// Operands may be rounded to TF32 (10-bit mantissa). Sums are in f32.
     Tf32,
-    /// Operands may be rounded to half precision, accumulation in f32.
+    /// Operands may be rounded to half precision. Sums are in f32.
     Half,
 }
 
@@ -161,7 +161,7 @@ setters! {
     }
 }
 
-/// The measured configuration, in a build without the feature `tuning`: always `None`, and an error for `Search`.
+/// The measured configuration, in a build without the feature `tuning`. There is none, and `Search` is an error.
 #[cfg(not(feature = "tuning"))]
 pub(crate) fn decide<O: Tuned>(
     _: &O::Spec,
@@ -203,8 +203,8 @@ impl Workspace {
 
     /// A workspace of `bytes` bytes. On a GPU it uses the device's legacy default stream. Runs on that stream and on
     /// blocking streams of the same device are serialized. So a run sees what earlier runs wrote, even in another
-    /// workspace. Concurrent runs and graph capture need another stream, because the default stream cannot be captured:
-    /// see [`Workspace::on_stream`].
+    /// workspace. Concurrent runs and graph capture need another stream, because this one serializes runs and cannot be
+    /// captured: see [`Workspace::on_stream`].
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::NoDevice`], [`Error::Backend`].
@@ -268,7 +268,7 @@ impl Workspace {
         }
         // SAFETY: the caller's promise.
         let stream = Arc::new(unsafe { Stream::from_raw(device, stream)? });
-        // SAFETY: the caller's promise; the alignment was looked at above.
+        // SAFETY: the caller's promise; the alignment was checked above.
         let buffer = unsafe { DeviceBuffer::lent(&stream, memory.cast(), bytes) };
         Ok(Workspace { memory: Memory::Device { buffer, stream } })
     }
@@ -340,7 +340,7 @@ impl Workspace {
         self.len() == 0
     }
 
-    /// The first `bytes` bytes on the CPU, aligned to 64, contents arbitrary but initialised.
+    /// The first `bytes` bytes on the CPU, aligned to 64. Their values are arbitrary, but they are initialised.
     pub(crate) fn take(&mut self, bytes: usize) -> Result<&mut [u8]> {
         self.check_len(bytes)?;
         match &mut self.memory {
@@ -379,7 +379,8 @@ fn default_stream(gpu: Device) -> Result<Arc<Stream>> {
 
 impl Drop for Workspace {
     fn drop(&mut self) {
-        // The memory is freed on the stream that allocated it. If runs used another stream since, wait for them first.
+        // The memory is freed on the stream that allocated it. If later runs used another stream, they have to end
+        // first.
         if let Memory::Device { buffer, stream } = &self.memory
             && !buffer.is_allocated_on(stream)
         {

@@ -3,14 +3,14 @@
 use crate::tensor::{check_device, check_dtype, check_optional_view, check_tensor};
 use crate::{DType, Device, Error, Result, TensorDesc, TensorMut, TensorRef};
 
-/// Most tensors of a run, gradients included.
+/// The largest number of tensors of a run, gradients included.
 const MOST: usize = 18;
 
-/// The checks of a run's tensors, one by one: type and shape, device, and that no output shares memory with a tensor
-/// checked before.
+/// The checks of a run's tensors, one by one. Each must have the right type, shape and device. No output may share
+/// memory with a tensor that was checked before it.
 pub(crate) struct Checks {
     device: Device,
-    /// Names, and the addresses from the lowest to behind the highest.
+    /// The name of each tensor, and its addresses from the lowest to just past the highest.
     seen: [(&'static str, Option<(usize, usize)>); MOST],
     len: usize,
 }
@@ -29,7 +29,7 @@ impl Checks {
         Checks { device, seen: [("", None); MOST], len: 0 }
     }
 
-    /// A tensor that is read, given exactly if and as planned.
+    /// Checks a tensor that is read. It must be given if and only if it was planned, and must agree with the plan.
     pub(crate) fn read(
         &mut self,
         name: &'static str,
@@ -40,7 +40,7 @@ impl Checks {
         view.map_or(Ok(()), |view| self.see(name, view.device(), view.address_range()))
     }
 
-    /// A tensor that is read, of any strides.
+    /// Checks a tensor that is read. It may have any strides.
     pub(crate) fn read_strided(
         &mut self,
         name: &'static str,
@@ -52,7 +52,7 @@ impl Checks {
         self.see(name, view.device(), view.address_range())
     }
 
-    /// A tensor that is written, given exactly if and as planned.
+    /// Checks a tensor that is written. It must be given if and only if it was planned, and must agree with the plan.
     pub(crate) fn write(
         &mut self,
         name: &'static str,
@@ -62,7 +62,7 @@ impl Checks {
         self.write_over(name, view, planned, None)
     }
 
-    /// Checks as [`Checks::write`], for an output that may share memory with the input `over`.
+    /// Checks an output as [`Checks::write`] does, except that it may share memory with the input `over`.
     pub(crate) fn write_over(
         &mut self,
         name: &'static str,
@@ -74,7 +74,7 @@ impl Checks {
         view.map_or(Ok(()), |view| self.see_written(name, view, over))
     }
 
-    /// A gradient, if it is asked for; of any strides.
+    /// Checks a gradient, if it is asked for. It may have any strides.
     pub(crate) fn gradient(
         &mut self,
         name: &'static str,

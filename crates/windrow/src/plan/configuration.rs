@@ -1,4 +1,4 @@
-//! Configurations as text, `winograd_gemm_f4 tiles=36 vectors=4`, and what their problems are called by.
+//! Configurations as text, such as `winograd_gemm_f4 tiles=36 vectors=4`, and parts of the keys of problems.
 
 use crate::{Error, Layout, Result, TensorDesc};
 use std::fmt;
@@ -18,7 +18,7 @@ pub(crate) fn write(
     Ok(())
 }
 
-/// The algorithm's name and the values of the parameters of these names.
+/// The algorithm's name, and the values of the parameters with these `names`.
 ///
 /// # Errors
 /// [`Error::Parameter`] for another parameter, one given twice, or a value that is no positive number.
@@ -44,8 +44,9 @@ pub(crate) fn parse<'a, const N: usize>(
     Ok((algorithm, values))
 }
 
-/// Declares an operator's configuration: an algorithm, and parameters that are chosen by the model or none of
-/// the algorithm's where they are `None`. `Self::check_parameters` refuses those that it cannot run with.
+/// Declares an operator's configuration: an algorithm and its parameters. A parameter is `None` if the cost model
+/// chooses it, or if the algorithm does not have it. `Self::check_parameters` rejects parameters with which the
+/// algorithm cannot run.
 macro_rules! configuration {
     ($(#[$doc:meta])* $name:ident: $algorithm:ident { $($(#[$what:meta])* $parameter:ident),* $(,)? }) => {
         $(#[$doc])*
@@ -115,7 +116,7 @@ pub(crate) fn dense(desc: &TensorDesc) -> Result<TensorDesc> {
     Ok(TensorDesc { dtype: desc.dtype, layout: Layout::with_order(desc.shape(), &order)? })
 }
 
-/// Sizes as a key has them: `64x3x112x112`.
+/// Sizes in the form of a key: `64x3x112x112`.
 pub(crate) fn joined(sizes: &[usize]) -> String {
     sizes.iter().map(usize::to_string).collect::<Vec<_>>().join("x")
 }

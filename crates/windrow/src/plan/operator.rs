@@ -15,7 +15,7 @@ pub const MAX_INPUTS: usize = 14;
 /// Views of the inputs of a run, in the order of [`Operator::INPUTS`]; `None` for an input that is not given.
 pub type Views<'a> = [Option<&'a TensorRef<'a>>; MAX_INPUTS];
 
-/// [`Views`] of those inputs that an operator can have.
+/// The [`Views`] of these inputs, filled up with `None`.
 pub(crate) fn views<'a, const N: usize>(given: [Option<&'a TensorRef<'a>>; N]) -> Views<'a> {
     std::array::from_fn(|i| given.get(i).copied().flatten())
 }
@@ -28,8 +28,8 @@ pub struct Input<S> {
     pub desc: fn(&S) -> Option<&TensorDesc>,
 }
 
-/// The lists of inputs for [`Operator`], for tensors that have the same names in spec and arguments: required ones, and
-/// after the `?` optional ones. They are read in this order.
+/// Defines `INPUTS`, `views` and `args` of an [`Operator`] whose tensors have the same names in spec and arguments. The
+/// required tensors come before the `?`, the optional ones after it, in the order of the views.
 macro_rules! inputs {
     ($spec:ident, $args:ident: $($always:ident),*; ? $($optional:ident),*) => {
         const INPUTS: &'static [$crate::plan::Input<$spec>] = &[
@@ -82,10 +82,10 @@ pub trait Operator: Copy + Debug + Send + Sync + Sized + 'static {
     /// The arguments in the order of the inputs.
     fn views<'a>(args: &'a Self::Args<'_>) -> Views<'a>;
 
-    /// The arguments of views in the order of the inputs; those that every spec has are there.
+    /// The arguments made of views in the order of the inputs. The inputs that every spec has must be given.
     fn args<'a>(views: &[Option<TensorRef<'a>>]) -> Self::Args<'a>;
 
-    /// The inputs that are views in these arguments.
+    /// The inputs that are views in these arguments; a packed filter is none.
     fn inputs(_: &Self::Args<'_>) -> &'static [Input<Self::Spec>] {
         Self::INPUTS
     }
@@ -99,7 +99,7 @@ pub trait Operator: Copy + Debug + Send + Sync + Sized + 'static {
 /// The algorithm of a configuration.
 pub(crate) type Algorithm<O> = <<O as Operator>::Configuration as Configuration>::Algorithm;
 
-/// An algorithm with its parameters; those that are `None` are chosen by the model.
+/// An algorithm with its parameters. The cost model chooses those that are `None`.
 pub trait Configuration:
     Copy + PartialEq + Debug + Display + FromStr<Err = Error> + Send + Sync
 {
@@ -119,12 +119,12 @@ pub trait Configuration:
     /// The algorithm.
     fn algorithm(&self) -> Self::Algorithm;
 
-    /// CPU threads, if they are a parameter.
+    /// The number of CPU threads, if it is a parameter.
     fn threads(&self) -> Option<usize> {
         None
     }
 
-    /// Refuses parameters that the algorithm has not, on the device of the options, or cannot run with.
+    /// Rejects parameters that the algorithm does not have on the device of the options, or with which it cannot run.
     fn check(&self, options: &PlanOptions) -> Result<()>;
 }
 
@@ -141,7 +141,7 @@ pub struct Setup<'a, O: Operator, P> {
 }
 
 impl<O: Operator, P: Copy> Setup<'_, O, P> {
-    /// Threads that may be used.
+    /// The number of threads that may be used.
     pub(crate) fn threads(&self) -> usize {
         resolve_threads(self.options.threads)
     }
@@ -170,13 +170,13 @@ impl<O: Operator, P: Copy> Setup<'_, O, P> {
 
 /// The engine of an operator on one kind of device: made once for a plan, run many times.
 pub trait Engine<O: Operator>: Sized {
-    /// The identity of a place of this kind.
+    /// The type of the place: an instruction set or a GPU.
     type Place: Copy;
 
-    /// The algorithms that can compute a spec, whatever its accuracy, the fastest first.
+    /// The algorithms that can compute a spec, at whatever accuracy, the fastest first.
     fn algorithms(setup: &Setup<'_, O, Self::Place>) -> Result<Vec<Algorithm<O>>>;
 
-    /// The one that the model chooses.
+    /// The algorithm that the cost model chooses.
     fn choose(setup: &Setup<'_, O, Self::Place>) -> Result<Algorithm<O>> {
         Self::algorithms(setup)?.first().copied().ok_or_else(|| {
             let what = format!("{} of this spec on {}", O::NAME, setup.options.device);
@@ -190,7 +190,7 @@ pub trait Engine<O: Operator>: Sized {
     /// The algorithm and all of its parameters.
     fn configuration(&self) -> O::Configuration;
 
-    /// Scratch memory of its runs.
+    /// The size in bytes of the workspace that a run needs.
     fn workspace_bytes(&self) -> usize;
 
     /// The facts that follow from the configuration: place, blocking, threads.
@@ -206,7 +206,7 @@ pub trait Engine<O: Operator>: Sized {
         vec![O::Configuration::of(algorithm)]
     }
 
-    /// A configuration with the parameters that a plan would have.
+    /// A configuration with all parameters that its plan would have.
     fn complete(
         setup: &Setup<'_, O, Self::Place>,
         configuration: &O::Configuration,
@@ -214,7 +214,7 @@ pub trait Engine<O: Operator>: Sized {
         Ok(Self::new(setup, configuration)?.configuration())
     }
 
-    /// Time that the model expects, in any unit.
+    /// The time that the cost model expects, in any unit.
     fn cost(_: &Setup<'_, O, Self::Place>, _: &O::Configuration) -> Result<f64> {
         Ok(1.0)
     }
@@ -228,16 +228,16 @@ pub trait Tuned: Operator {
     /// The output.
     fn y(spec: &Self::Spec) -> &TensorDesc;
 
-    /// The spec that stands for `spec` in a search: on dense tensors.
+    /// The spec with dense tensors that a search measures in place of `spec`.
     fn plain(spec: &Self::Spec, options: &PlanOptions) -> Result<Self::Spec>;
 
-    /// The key of a plain spec: what it computes, in words and numbers; on the CPU with the number of threads.
+    /// The key of a plain spec: what it computes, in words and numbers, and on the CPU the number of threads.
     fn key(spec: &Self::Spec, options: &PlanOptions) -> String;
 
     /// The range of the numbers with which a search fills an input.
     fn range(input: &'static str) -> (f64, f64);
 
-    /// Prepares what runs of a plan need.
+    /// Prepares the data that runs of a plan share.
     fn prepare(
         _: &PlanInputs<'_, Self>,
         _: &mut Self::SearchData,
@@ -254,10 +254,11 @@ pub trait Tuned: Operator {
         workspace: &mut Workspace,
     ) -> Result<()>;
 
-    /// `y` of a run against the oracle.
+    /// The comparison of a run's `y` with the oracle.
     fn compare(plan: &Plan<Self>, args: &Self::Args<'_>, y: &TensorRef<'_>) -> Result<Comparison>;
 
-    /// The first and last slices of `y` against the oracle; by default `count` is what a search looks at.
+    /// The comparison of the first and last slices of `y` with the oracle. `None` as `count` means as many slices as a
+    /// search compares.
     fn compare_ends(
         plan: &Plan<Self>,
         args: &Self::Args<'_>,
@@ -265,7 +266,7 @@ pub trait Tuned: Operator {
         count: Option<usize>,
     ) -> Result<Comparison>;
 
-    /// False where there is nothing to choose.
+    /// False if there is nothing to choose on this device.
     fn has_choice(_: Device) -> bool {
         true
     }

@@ -34,7 +34,7 @@ impl Placed {
         }))
     }
 
-    /// Memory for a result. On a device its bytes are those of NaN, so that an element left out is found.
+    /// Memory for a result. On a GPU it is filled with NaN, so that an element which no kernel writes is found.
     ///
     /// # Errors
     /// As [`Placed::new`], and on the CPU as [`Tensor::uninitialised`].
@@ -72,8 +72,8 @@ impl Placed {
         }
     }
 
-    /// Copies the bytes of a tensor that lies alike, on so many CPU threads or on the stream of the
-    /// workspace.
+    /// Copies the bytes of a tensor with the same layout: on the CPU by this many threads, on a GPU on the stream of
+    /// the workspace.
     ///
     /// # Errors
     /// [`Error::Backend`](crate::Error::Backend).

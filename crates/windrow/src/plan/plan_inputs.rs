@@ -35,7 +35,7 @@ pub(crate) struct HeldInputs<O: Operator> {
 }
 
 impl<O: Operator> HeldInputs<O> {
-    /// The inputs that a spec has, each made of its name and descriptor.
+    /// The inputs that a spec has. `make` makes each from its name and descriptor.
     pub(crate) fn new(
         spec: &O::Spec,
         mut make: impl FnMut(&'static str, TensorDesc) -> Result<Held>,

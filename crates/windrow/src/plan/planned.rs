@@ -34,8 +34,8 @@ pub enum Backend<C, G> {
     Gpu(G),
 }
 
-/// Calls a function of the engine that an operator has for the device of the options: here, and where a plan
-/// is made, is asked what kind of device that is.
+/// Calls a function of the operator's engine for the device of the options. This macro and `Plan::on_isa` look at the
+/// kind of that device.
 macro_rules! on_device {
     ($operator:ident::$function:ident, $spec:expr, $problem:expr, $options:expr $(, $more:expr)*) => {
         match $options.device {
@@ -69,16 +69,16 @@ macro_rules! engine {
 pub(crate) use engine;
 
 impl<O: Operator> Plan<O> {
-    /// A plan with the configuration that [`PlanOptions::tuning`] gives, among the algorithms that the spec
+    /// A plan with the configuration that is chosen as [`PlanOptions::tuning`] says, among the algorithms that the spec
     /// allows.
     ///
     /// # Errors
-    /// What is wrong with the spec: [`Error::Rank`](crate::Error::Rank), [`Error::Shape`](crate::Error::Shape),
+    /// For a wrong spec [`Error::Rank`](crate::Error::Rank), [`Error::Shape`](crate::Error::Shape),
     /// [`Error::DType`](crate::Error::DType), [`Error::Parameter`](crate::Error::Parameter),
     /// [`Error::OverlappingOutput`](crate::Error::OverlappingOutput),
-    /// [`Error::SizeOverflow`](crate::Error::SizeOverflow), [`Error::Unsupported`](crate::Error::Unsupported). On CUDA
+    /// [`Error::SizeOverflow`](crate::Error::SizeOverflow), [`Error::Unsupported`](crate::Error::Unsupported). On a GPU
     /// [`Error::NoDevice`](crate::Error::NoDevice), and [`Error::Backend`](crate::Error::Backend) if kernels cannot be
-    /// compiled or loaded. With [`Tuning::Search`](crate::Tuning::Search) what running the plan can give.
+    /// compiled or loaded. With [`Tuning::Search`](crate::Tuning::Search) also the errors of a run.
     pub fn new(spec: &O::Spec, options: &PlanOptions) -> Result<Self> {
         let problem = O::problem(spec)?;
         if let Some(tuned) = O::tuned(spec, options)? {
@@ -103,8 +103,8 @@ impl<O: Operator> Plan<O> {
         }
     }
 
-    /// A plan with an algorithm of the caller's choice, whatever accuracy the spec asks for, and the cost model's
-    /// parameters.
+    /// A plan with an algorithm of the caller's choice and the cost model's parameters. The accuracy of the spec does
+    /// not limit the choice.
     ///
     /// # Errors
     /// As [`Plan::new`], and [`Error::Unsupported`](crate::Error::Unsupported) if the algorithm is not one of
@@ -117,11 +117,11 @@ impl<O: Operator> Plan<O> {
         Self::with_configuration(spec, &O::Configuration::of(algorithm), options)
     }
 
-    /// A plan with a configuration of the caller's choice, whatever accuracy the spec asks for.
+    /// A plan with a configuration of the caller's choice. The accuracy of the spec does not limit the choice.
     ///
     /// # Errors
-    /// As [`Plan::with_algorithm`], and [`Error::Unsupported`](crate::Error::Unsupported) if the algorithm has not the
-    /// parameters or cannot run with them.
+    /// As [`Plan::with_algorithm`], and [`Error::Unsupported`](crate::Error::Unsupported) if the algorithm does not
+    /// have these parameters or cannot run with them.
     pub fn with_configuration(
         spec: &O::Spec,
         configuration: &O::Configuration,
@@ -130,7 +130,7 @@ impl<O: Operator> Plan<O> {
         Self::on_isa(spec, configuration, options, Isa::best())
     }
 
-    /// The plan as by [`Plan::with_configuration`], on the CPU with the instructions of `isa`.
+    /// The plan as by [`Plan::with_configuration`]; on the CPU it uses the instructions of `isa`.
     pub(crate) fn on_isa(
         spec: &O::Spec,
         configuration: &O::Configuration,
@@ -156,8 +156,8 @@ impl<O: Operator> Plan<O> {
         Ok(plan)
     }
 
-    /// The algorithms that can compute this spec on a device, whatever accuracy it asks for, the fastest first. Empty
-    /// if the spec is wrong.
+    /// The algorithms that can compute this spec on a device, at whatever accuracy, the fastest first. The list is
+    /// empty if the spec is wrong.
     pub fn algorithms(
         spec: &O::Spec,
         device: Device,
@@ -167,7 +167,7 @@ impl<O: Operator> Plan<O> {
         on_device!(O::algorithms, spec, &problem, &options).unwrap_or_default()
     }
 
-    /// The algorithm chosen.
+    /// The algorithm of the plan.
     pub fn algorithm(&self) -> <O::Configuration as Configuration>::Algorithm {
         self.algorithm
     }
@@ -177,28 +177,28 @@ impl<O: Operator> Plan<O> {
         engine!(self, engine => engine.configuration())
     }
 
-    /// The spec that it computes.
+    /// The spec that the plan computes.
     pub fn spec(&self) -> &O::Spec {
         &self.spec
     }
 
-    /// The device that it runs on.
+    /// The device that the plan runs on.
     pub fn device(&self) -> Device {
         self.options.device
     }
 
-    /// Size in bytes of the workspace that its runs need.
+    /// The size in bytes of the workspace that a run needs.
     pub fn workspace_bytes(&self) -> usize {
         engine!(self, engine => engine.workspace_bytes())
     }
 
-    /// Configuration, device, blocking and threads (or launch) in one line.
+    /// The configuration, device, blocking and threads (or launch) in one line.
     pub fn explain(&self) -> String {
         let how = engine!(self, engine => engine.explain(self));
         format!("{} by {}{how}", O::NAME, self.configuration())
     }
 
-    /// Compares what a run reads with the spec.
+    /// Checks that the inputs of a run agree with the spec.
     pub(crate) fn check_inputs(&self, args: &O::Args<'_>) -> Result<Checks> {
         let mut checks = Checks::new(self.options.device);
         for (input, view) in O::inputs(args).iter().zip(O::views(args)) {
@@ -207,14 +207,14 @@ impl<O: Operator> Plan<O> {
         Ok(checks)
     }
 
-    /// Checks as [`Plan::check_inputs`], and the workspace.
+    /// Checks the inputs as [`Plan::check_inputs`], and the device of the workspace.
     pub(crate) fn check_run(&self, args: &O::Args<'_>, workspace: &Workspace) -> Result<Checks> {
         check_device("workspace", workspace.device(), self.options.device)?;
         self.check_inputs(args)
     }
 
-    /// Runs, and where the plan verifies compares what was written: `before` is what the oracle needs of what the
-    /// run may overwrite.
+    /// Calls `run`. If the plan verifies its runs, `before` first copies what the oracle needs and the run may
+    /// overwrite, and `checks` then compares the result with the oracle.
     pub(crate) fn verified<T, W>(
         &self,
         written: &mut W,
@@ -235,8 +235,8 @@ impl<O: Operator> Plan<O> {
 
 #[cfg(not(feature = "tuning"))]
 impl<O: Tuned> Plan<O> {
-    /// The algorithms that compute the spec, each with the cost model's parameters, the fastest first. There are other
-    /// parameters to try only with the feature `tuning`.
+    /// The algorithms that compute the spec, each with the cost model's parameters, the fastest first. Other parameters
+    /// are tried only with the feature `tuning`.
     ///
     /// # Errors
     /// As [`Plan::new`].
@@ -257,21 +257,21 @@ impl<O: Tuned> Plan<O> {
         search::configurations::<O>(spec, options)
     }
 
-    /// Measures the configurations on tensors of its own, compares the fastest one's result with the oracle,
-    /// and keeps it for plans with [`Tuning::Cached`](crate::Tuning::Cached). Tensors are dense, with dimensions in the
-    /// spec's order.
+    /// Measures the configurations on tensors of its own, compares the result of the fastest one with the oracle, and
+    /// saves that configuration for plans with [`Tuning::Cached`](crate::Tuning::Cached). The tensors are dense, with
+    /// their dimensions in the spec's order.
     ///
     /// # Errors
-    /// As [`Plan::new`], and what running the cost model's choice can give.
+    /// As [`Plan::new`], and the errors of a run of the cost model's choice.
     pub fn tune(spec: &O::Spec, options: &PlanOptions, search: &Search) -> Result<Report> {
         search::tune::<O>(spec, options, search)
     }
 
-    /// Measures these configurations as [`Plan::tune`] does, of which the first is what gains refer to. Nothing
-    /// is kept.
+    /// Measures these configurations as [`Plan::tune`] does. Gains are relative to the first one. Nothing is saved.
     ///
     /// # Errors
-    /// Those of making and running the first, [`Error::Parameter`](crate::Error::Parameter) if there is none.
+    /// Those of making and running the first configuration; [`Error::Parameter`](crate::Error::Parameter) if there is
+    /// none.
     pub fn measure(
         spec: &O::Spec,
         options: &PlanOptions,
@@ -283,10 +283,10 @@ impl<O: Tuned> Plan<O> {
 }
 
 impl<O: Tuned> Plan<O> {
-    /// Compares the output of a run with the f64 oracle. The inputs must not have been overwritten by it.
+    /// Compares the output of a run with the f64 oracle. The run must not have overwritten its inputs.
     ///
     /// # Errors
-    /// Those of a run for inputs and `y` that do not fit the spec; for device memory
+    /// Those of a run if the inputs or `y` do not fit the spec; for device memory also
     /// [`Error::Backend`](crate::Error::Backend).
     pub fn compare(&self, args: &O::Args<'_>, y: &TensorRef<'_>) -> Result<Comparison> {
         self.check_compared(args, y)?;

@@ -7,16 +7,17 @@ use crate::cpu::{Isa, resolve_threads};
 use crate::tuning::{self, Benchmark, Report, Search, Tunable, random_input};
 use crate::{Device, Placed, PlanOptions, Result, Tuning, Verify, Workspace};
 
-/// The factor by which an algorithm may be expected to be slower than the best. Beyond it, only the cost model's
-/// parameters are tried, because other parameters do not make up for so much.
+/// The limit for trying all parameters of an algorithm: its expected time, as a multiple of the fastest algorithm's.
+/// Above the limit only the cost model's parameters are tried, because no others make up for so much.
 const HOPELESS: f64 = 2.0;
 
-/// A spec to search for, with dense tensors.
+/// A spec for which the fastest configuration is searched, with dense tensors.
 pub(crate) struct SearchTask<O: Operator> {
     spec: O::Spec,
     problem: O::Problem,
     options: PlanOptions,
-    /// The spec with the user's strides. Strides of dimensions of size 1 may be too large for a kernel.
+    /// The spec with the user's strides. An algorithm must support these too: strides of dimensions of size 1 may be
+    /// too large for a kernel.
     given: O::Spec,
 }
 
@@ -36,7 +37,7 @@ impl<O: Tuned> SearchTask<O> {
         Ok(all)
     }
 
-    /// The configuration with all parameters of its plan, so that two ways of writing the same are one candidate.
+    /// The configuration with all parameters of its plan, so that a configuration written in two ways is one candidate.
     fn complete(&self, configuration: &O::Configuration) -> Result<O::Configuration> {
         on_device!(O::complete, &self.spec, &self.problem, &self.options, configuration)
     }
@@ -58,7 +59,8 @@ impl<O: Tuned> Tunable for SearchTask<O> {
         let of = O::Configuration::of;
         let algorithms = self.candidate_algorithms()?;
         let chosen = on_device!(O::choose, spec, problem, options)?;
-        // The method that would complete a configuration may not compute the user's strides.
+        // The method that completes a configuration may not support the user's strides. Then the configuration stays as
+        // it is.
         let complete = |configuration: O::Configuration| {
             let completed = self.complete(&configuration)?;
             let is_given = algorithms.contains(&completed.algorithm());
@@ -114,7 +116,7 @@ pub(crate) fn decide<O: Tuned>(
     tuning::decide(options.device, options.tuning, || SearchTask::<O>::new(spec, options))
 }
 
-/// The candidates.
+/// The candidates of a search for this spec.
 pub(super) fn configurations<O: Tuned>(
     spec: &O::Spec,
     options: &PlanOptions,
@@ -122,7 +124,7 @@ pub(super) fn configurations<O: Tuned>(
     SearchTask::<O>::new(spec, options)?.candidates()
 }
 
-/// Measures some configurations.
+/// Measures the given configurations.
 pub(super) fn measure<O: Tuned>(
     spec: &O::Spec,
     options: &PlanOptions,
@@ -132,7 +134,7 @@ pub(super) fn measure<O: Tuned>(
     tuning::measure(&SearchTask::<O>::new(spec, options)?, configurations, how)
 }
 
-/// Measures the candidates, and keeps the winner.
+/// Measures the candidates and saves the winner.
 pub(super) fn tune<O: Tuned>(
     spec: &O::Spec,
     options: &PlanOptions,
@@ -145,7 +147,7 @@ pub(super) fn tune<O: Tuned>(
 pub(crate) struct CandidateRuns<'a, O: Tuned> {
     problem: &'a SearchTask<O>,
     candidates: &'a [O::Configuration],
-    /// The plans of candidates that were prepared.
+    /// The plan of each candidate; `None` until the candidate is prepared.
     plans: Vec<Option<Plan<O>>>,
     kept: O::SearchData,
     workspace: Workspace,
@@ -153,8 +155,8 @@ pub(crate) struct CandidateRuns<'a, O: Tuned> {
     pub(crate) y: Placed,
 }
 
-/// The plan of a prepared candidate, with its inputs. It takes single fields, so that the others can be borrowed
-/// mutably.
+/// The plan of a prepared candidate, with its inputs. The parameters are single fields of [`CandidateRuns`], so that
+/// the other fields can be borrowed mutably.
 fn bound<'a, O: Tuned>(
     plans: &'a [Option<Plan<O>>],
     inputs: &'a [Option<Placed>],
