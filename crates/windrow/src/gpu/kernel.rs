@@ -11,7 +11,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, LazyLock, Mutex, RwLock};
 
-/// A kernel loaded onto a device. Lives as long as the process.
+/// A kernel loaded onto a device. It lives as long as the process.
 #[derive(Debug)]
 pub(crate) struct Kernel {
     function: Function,
@@ -26,7 +26,7 @@ unsafe impl Send for Kernel {}
 // SAFETY: launching does not change what the handle names, and the counter is atomic.
 unsafe impl Sync for Kernel {}
 
-/// Kernels by what they were compiled from.
+/// The kernels of a device, by the specs from which they were compiled.
 #[derive(Debug, Default)]
 pub(super) struct KernelCache {
     loaded: OnceEach<KernelSpec, &'static Kernel>,
@@ -48,8 +48,8 @@ impl KernelCache {
     }
 }
 
-/// Values made once for each key. Threads that want one that is being made wait for it; those that
-/// want others do not.
+/// Values, of which each is made once for its key. A thread that wants a value waits if another thread is making it,
+/// but not for other values.
 #[derive(Debug)]
 pub(super) struct OnceEach<K, V> {
     /// `None` while a value is being made.
@@ -64,8 +64,8 @@ impl<K, V> Default for OnceEach<K, V> {
 }
 
 impl<K: Clone + Eq + Hash, V: Copy> OnceEach<K, V> {
-    /// The value of `key`, made by `make` without holding a lock. After an error or a panic the next
-    /// thread tries.
+    /// The value of `key`. If there is none, `make` makes it, while no lock is held. If `make` fails or panics, the
+    /// next thread tries again.
     pub(super) fn get_or_make(&self, key: &K, make: impl FnOnce() -> Result<V>) -> Result<V> {
         let mut values = self.values.lock().unwrap_or_else(|e| e.into_inner());
         loop {
@@ -85,7 +85,7 @@ impl<K: Clone + Eq + Hash, V: Copy> OnceEach<K, V> {
     }
 }
 
-/// The place of a value that is being made: filled or vacated at the end, also by a panic.
+/// The entry of a value that is being made. Its drop stores the value; after an error or a panic it removes the entry.
 struct Entry<'a, K: Clone + Eq + Hash, V: Copy> {
     all: &'a OnceEach<K, V>,
     key: &'a K,
@@ -104,12 +104,13 @@ impl<K: Clone + Eq + Hash, V: Copy> Drop for Entry<'_, K, V> {
 }
 
 impl Gpu {
-    /// The kernel of this description, compiled and loaded at first use, also while a stream is captured.
-    /// Different kernels are compiled at the same time, the same one once.
+    /// The kernel of this spec. It is compiled and loaded at its first use, even while a stream is captured. Different
+    /// kernels may be compiled at the same time, but each is compiled only once.
     ///
     /// # Errors
-    /// [`Error::Backend`](crate::Error::Backend) without a compiler or if it or the driver refuses, [`Error::Unsupported`](crate::Error::Unsupported) if
-    /// the compiler does not know the device, or the device lacks what the kernel needs.
+    /// [`Error::Backend`](crate::Error::Backend) if there is no compiler, or if the compiler or the driver fails.
+    /// [`Error::Unsupported`](crate::Error::Unsupported) if the compiler does not know the device, or if the device
+    /// lacks what the kernel needs.
     pub(crate) fn kernel(&'static self, spec: &KernelSpec) -> Result<&'static Kernel> {
         self.kernels.loaded.get_or_make(spec, || {
             let image = self.image(spec, cache::directory(self.device()).as_deref())?;
@@ -118,7 +119,7 @@ impl Gpu {
         })
     }
 
-    /// The image of a kernel, from the cache at `directory` or compiled.
+    /// The compiled image of a kernel, from the cache in `directory` or from the compiler.
     fn image(&self, spec: &KernelSpec, directory: Option<&Path>) -> Result<Vec<u8>> {
         let (version, options) = self.runtime.recipe(spec)?;
         cache::get_or_make(directory, &spec.key(&version, &options), || {
@@ -128,7 +129,8 @@ impl Gpu {
 
     fn load(&'static self, spec: &KernelSpec, image: &[u8]) -> Result<Kernel> {
         let _current = self.enter()?;
-        // SAFETY: the device is current; the image is of its own compiler, or was found to be whole.
+        // SAFETY: the device is current; the image comes from the device's compiler, or from the cache, which checks
+        // that it is whole.
         let handle = unsafe { self.runtime.load(image, &spec.entry, spec.shared_bytes) };
         let what = format_args!("loading kernel `{}`", spec.entry);
         let function = Function {
@@ -149,15 +151,15 @@ impl Gpu {
 impl Kernel {
     /// Launches on a stream.
     ///
-    /// With `WINDROW_CUDA_SYNC=1` in the environment every launch waits for its kernel, so that a
-    /// fault is reported with the right name (not while a graph is captured).
+    /// With `WINDROW_CUDA_SYNC=1` in the environment, every launch waits for its kernel, unless a graph is captured. A
+    /// fault is then reported with the right kernel's name.
     ///
     /// # Errors
     /// [`Error::Backend`](crate::Error::Backend), naming the kernel.
     ///
     /// # Safety
-    /// `P` must be the structure of the kernel's description, and what it points to be valid for the kernel on this
-    /// device until it is done.
+    /// `P` must be the structure of parameters of the kernel's spec. Memory to which `params` points must be valid for
+    /// the kernel on this device until the kernel is done.
     pub(crate) unsafe fn launch<P: Params>(
         &'static self,
         stream: &Stream,
@@ -176,7 +178,8 @@ impl Kernel {
         Ok(())
     }
 
-    /// Launches as [`Kernel::launch`], with the device current; the caller makes the error and waits for nothing.
+    /// Launches as [`Kernel::launch`], but the device must be current already. The caller makes the error, and nothing
+    /// waits for the kernel.
     ///
     /// # Safety
     /// As [`Kernel::launch`]; the stream must be alive.
@@ -201,14 +204,14 @@ impl Kernel {
         Ok(())
     }
 
-    /// The device it is loaded on.
+    /// The device on which the kernel is loaded.
     pub(crate) fn gpu(&self) -> &'static Gpu {
         self.gpu
     }
 }
 
-/// Kernels that only some runs of a plan launch, as those of gradients: looked up when one first does, by what tells
-/// them apart.
+/// Kernels that only some runs of a plan launch, such as those of gradients. Each is looked up when a run first needs
+/// it, by a key that tells it from the others.
 #[derive(Clone, Debug)]
 pub(crate) struct Kernels<K>(Arc<RwLock<Vec<(K, &'static Kernel)>>>);
 
@@ -219,6 +222,8 @@ impl<K> Default for Kernels<K> {
 }
 
 impl<K: Copy + PartialEq> Kernels<K> {
+    /// The kernel of `key`. `spec` describes it, if it was not looked up before.
+    ///
     /// # Errors
     /// As [`Gpu::kernel`].
     pub(crate) fn get(
@@ -256,7 +261,7 @@ mod tests {
     #[test]
     fn values_are_made_side_by_side_and_each_once() {
         let (all, made) = (OnceEach::<u32, u32>::default(), AtomicU32::new(0));
-        // Each of both waits for the other to be made at the same time.
+        // The making of each value waits until the other is being made too.
         let both = Barrier::new(2);
         std::thread::scope(|s| {
             for i in 0..8 {

@@ -1,5 +1,5 @@
-//! A way to compute a convolution on the CPU, and a convolution bound to it. Errors are
-//! [`OutOfMemory`](crate::Error::OutOfMemory), for lists of the filter's taps.
+//! A method that computes convolutions on the CPU, and a convolution bound to it. The only error is
+//! [`OutOfMemory`](crate::Error::OutOfMemory), if there is no memory for a list of the filter's taps.
 
 use super::shared::epilogue::Residual;
 use super::shared::floats_mut;
@@ -10,7 +10,7 @@ use crate::cpu::Isa;
 use crate::{Accuracy, Activation, Filter, Result, TensorMut, TensorRef};
 use std::fmt::Debug;
 
-/// A convolution, or a part of its data gradient, that is to be computed with the instructions of one set.
+/// A convolution, or a part of its data gradient, that one instruction set is to compute.
 pub(crate) struct Task<'a> {
     pub(super) spec: &'a Conv2dSpec,
     pub(super) problem: &'a Problem,
@@ -32,46 +32,48 @@ impl<'a> Task<'a> {
     }
 }
 
-/// The method prepared for a task; `None` if it does not support it.
+/// The method prepared for a task; `None` if the method does not support the task.
 pub(crate) type Found = Result<Option<Box<dyn Prepared>>>;
 
 /// A way to compute convolutions: which ones, how fast, and with which parameters.
 pub(super) trait Method: Sync {
-    /// Algorithms, as users name them, that it computes.
+    /// The algorithms that the method computes, as users name them.
     fn algorithms(&self) -> &'static [Conv2dAlgorithm];
 
-    /// True if the accuracy allows it.
+    /// True if the accuracy allows the method.
     fn allows(&self, _: Accuracy) -> bool {
         true
     }
 
-    /// Expected time of a task that it supports, in multiplications at the rate of vectors of f32.
+    /// The expected time of a task that the method supports, as the number of multiplications that vectors of f32 do in
+    /// that time.
     fn cost(&self, task: &Task<'_>, _: Conv2dAlgorithm, filter: Filter) -> f64 {
         sums_cost(task.problem, filter, 1.0)
     }
 
-    /// Numbers of a [`Conv2dConfiguration`] that it takes, which are positive.
+    /// The names of the parameters of a [`Conv2dConfiguration`] that the method takes. Their values are positive.
     fn parameters(&self) -> &'static [&'static str] {
         &[]
     }
 
-    /// Configurations that a search tries beside the model's.
+    /// The configurations that a search tries beside the cost model's.
     fn candidates(&self, _: Conv2dAlgorithm, _threads: usize) -> Vec<Conv2dConfiguration> {
         Vec::new()
     }
 
-    /// The task bound to the method; `None` if it does not support it.
+    /// The task bound to the method; `None` if the method does not support the task.
     fn prepare(&self, task: &Task<'_>, configuration: &Conv2dConfiguration) -> Found;
 
-    /// True if it computes the task.
+    /// True if the method computes the task.
     fn supports(&self, task: &Task<'_>) -> Result<bool> {
         let configuration = Conv2dConfiguration::new(self.algorithms()[0]);
         Ok(self.prepare(task, &configuration)?.is_some())
     }
 }
 
-/// `y = act(conv(x, w) + bias + residual)` but for the filter. `x` [n, c, h, w] and `y` [n, k, oh, ow] have one type,
-/// `bias` [k] that or f32; the residual is that of `y`; `workspace` is aligned to 64.
+/// The tensors of `y = act(conv(x, w) + bias + residual)` except the filter. `x` [n, c, h, w] and `y` [n, k, oh, ow]
+/// have the same type. `bias` [k] has this type or f32. The residual has the type and strides of `y`. `workspace` is
+/// aligned to 64 bytes.
 pub(crate) struct Run<'a, 'y> {
     pub(crate) x: &'a TensorRef<'a>,
     pub(crate) bias: Option<&'a TensorRef<'a>>,
@@ -92,8 +94,8 @@ pub(crate) trait Prepared: Debug + Send + Sync {
     /// Elements of the packed filter.
     fn packed_len(&self) -> usize;
 
-    /// Channels that lie next to each other in the packed filter: with algorithm and filter shape,
-    /// what its form depends on.
+    /// The number of channels that lie next to each other in the packed filter. The form of the packed filter depends
+    /// on this number, the algorithm and the filter's shape.
     fn packed_width(&self) -> usize;
 
     /// Bytes of the packed filter, in whole cache lines.
@@ -109,8 +111,8 @@ pub(crate) trait Prepared: Debug + Send + Sync {
         self.packed_bytes() + self.workspace_bytes()
     }
 
-    /// The allowed error of an element, relative to its scale: one rounding for each addition in a row. For Winograd,
-    /// which mixes a tile's pixels, it is a few times the measured error.
+    /// The allowed error of an element, relative to its scale: one rounding for each of the additions that follow one
+    /// another. For Winograd, which mixes a tile's pixels, it is a few times the measured error.
     fn tolerance(&self) -> f64;
 
     /// The tile of a Winograd algorithm.
@@ -150,7 +152,7 @@ pub(crate) trait Prepared: Debug + Send + Sync {
 /// The cost of sums of products at `rate` times the rate of f32 vectors, including the packing of the filter if it
 /// changes.
 pub(super) fn sums_cost(p: &Problem, filter: Filter, rate: f64) -> f64 {
-    // Of an element of the filter.
+    // The cost of packing an element of the filter.
     const PACK: f64 = 30.0;
     let pack = if filter == Filter::Changing { PACK * (p.k * p.taps()) as f64 } else { 0.0 };
     p.flops() / 2.0 / rate + pack

@@ -1,5 +1,5 @@
-//! Functions that ask all methods of the CPU. Errors are [`OutOfMemory`](crate::Error::OutOfMemory), for lists of the
-//! filter's taps.
+//! Functions that ask all methods of the CPU. Their only error is [`OutOfMemory`](crate::Error::OutOfMemory), if there
+//! is no memory for a list of the filter's taps.
 
 use super::METHODS;
 use super::method::{Found, Method, Task};
@@ -37,7 +37,7 @@ pub(crate) fn supported(task: &Task<'_>) -> Result<Vec<Conv2dAlgorithm>> {
     Ok(found)
 }
 
-/// The same of a convolution on an instruction set.
+/// The algorithms that can compute a convolution with an instruction set, whatever their accuracy.
 pub(crate) fn algorithms(spec: &Conv2dSpec, p: &Problem, isa: Isa) -> Result<Vec<Conv2dAlgorithm>> {
     supported(&Task::new(spec, p, isa, 1)?)
 }
@@ -57,17 +57,17 @@ pub(crate) fn allows(accuracy: Accuracy, algorithm: Conv2dAlgorithm) -> bool {
     methods_of(algorithm).any(|method| method.allows(accuracy))
 }
 
-/// Parameters of an algorithm beside threads, all positive.
+/// The names of an algorithm's parameters, except the number of threads. Their values are positive.
 pub(crate) fn parameters(algorithm: Conv2dAlgorithm) -> &'static [&'static str] {
     methods_of(algorithm).next().map_or(&[], Method::parameters)
 }
 
-/// Configurations of an algorithm that a search tries beside the model's.
+/// The configurations of an algorithm that a search tries beside the cost model's.
 pub(crate) fn candidates(algorithm: Conv2dAlgorithm, threads: usize) -> Vec<Conv2dConfiguration> {
     methods_of(algorithm).flat_map(|method| method.candidates(algorithm, threads)).collect()
 }
 
-/// Expected time of an algorithm, in multiplications at the rate of vectors of f32.
+/// The expected time of an algorithm, as the number of multiplications that vectors of f32 do in that time.
 pub(crate) fn cost(task: &Task<'_>, algorithm: Conv2dAlgorithm, filter: Filter) -> Result<f64> {
     let method = method_for(task, algorithm)?;
     Ok(method.map_or(f64::INFINITY, |method| method.cost(task, algorithm, filter)))

@@ -1,4 +1,4 @@
-//! The ways to compute a convolution on a GPU, and the functions that ask all of them.
+//! The methods that compute a convolution on a GPU, and the functions that ask all of them.
 
 use super::cudnn::CudnnMethod;
 use super::few_taps::FewTapsMethod;
@@ -31,7 +31,8 @@ fn methods_of(algorithm: Conv2dAlgorithm) -> impl Iterator<Item = &'static dyn M
     METHODS.into_iter().filter(move |method| method.about().algorithms.contains(&algorithm))
 }
 
-/// The method of the task's algorithm that has kernels for the spec; if none has, the most general one.
+/// The first method of the task's algorithm that has kernels for the spec. If none has, this is the last one, which is
+/// the most general.
 pub(super) fn method_for(task: &Task<'_>) -> Option<&'static dyn Method> {
     let fits = fits_i32(task.problem);
     let computes = methods_of(task.algorithm()).find(|method| fits && method.computes(task));
@@ -57,7 +58,8 @@ pub(crate) fn supported(gpu: &Gpu, task: &Task<'_>) -> Vec<Conv2dAlgorithm> {
 /// [`Tuning::Model`](crate::Tuning::Model), cuDNN's kernel is chosen by measuring.
 ///
 /// # Errors
-/// [`Error::Backend`] if that fails, [`Error::Unsupported`] if the algorithm is not among those of [`supported`].
+/// [`Error::Backend`] if compiling or loading fails, [`Error::Unsupported`] if the algorithm is not among those of
+/// [`supported`].
 pub(crate) fn prepare(gpu: &'static Gpu, task: &Task<'_>) -> Result<Box<dyn Prepared>> {
     if !fits_i32(task.problem) {
         return Err(too_large());
@@ -85,12 +87,12 @@ pub(crate) fn allows(task: &Task<'_>) -> bool {
     methods_of(task.algorithm()).any(|method| method.allows(task))
 }
 
-/// Expected microseconds of the task's configuration with a packed filter.
+/// The expected microseconds of a run with the task's configuration and a packed filter.
 pub(crate) fn micros(task: &Task<'_>) -> f64 {
     method_for(task).map_or(f64::INFINITY, |method| method.micros(task))
 }
 
-/// Expected microseconds of packing: a launch, and the filter read and written.
+/// The expected microseconds of packing: those of a launch, and those of reading and writing the filter.
 pub(super) fn pack_micros(task: &Task<'_>) -> f64 {
     let p = task.problem;
     let source = p.r * p.s * task.spec.w.dtype.size();
@@ -104,12 +106,12 @@ pub(crate) fn complete(task: &Task<'_>) -> Conv2dConfiguration {
     method_for(task).map_or(task.configuration, |method| method.complete(task))
 }
 
-/// Configurations of the task's algorithm that a search tries beside the model's.
+/// The configurations of the task's algorithm that a search tries beside the cost model's.
 pub(crate) fn candidates(task: &Task<'_>) -> Vec<Conv2dConfiguration> {
     methods_of(task.algorithm()).flat_map(|method| method.candidates(task)).collect()
 }
 
-/// Configurations of an algorithm with kernels of their own.
+/// The configurations of an algorithm that have kernels of their own.
 pub(crate) fn variants(dtype: DType, algorithm: Conv2dAlgorithm) -> Vec<Conv2dConfiguration> {
     methods_of(algorithm).flat_map(|method| method.variants(dtype)).collect()
 }
@@ -127,7 +129,8 @@ pub(crate) fn parameters(algorithm: Conv2dAlgorithm) -> String {
     if all.is_empty() { "no parameters".into() } else { all.join(" and ") }
 }
 
-/// True if kernels can count the convolution: positions and channels in 32 bits, elements in 64.
+/// True if the integers of kernels are wide enough for the convolution. They count positions and channels in 32 bits,
+/// and elements in 64.
 fn fits_i32(p: &Problem) -> bool {
     const LIMIT: usize = 1 << 30;
     let padded = |size: usize, pad: usize| size.checked_add(2 * pad).is_some_and(|s| s < LIMIT);

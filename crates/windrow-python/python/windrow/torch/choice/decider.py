@@ -40,7 +40,7 @@ class Candidate:
     promise: Callable[[], Any] = _nothing
     # True if there is room for it only in CUDA graphs.
     is_for_graphs: bool = False
-    # The memory limit that it was given, if it would take more.
+    # The memory limit that it was given, if it would take more without one.
     memory: int | None = None
 
 
@@ -51,15 +51,16 @@ class Question:
     what: str
     key: Key
     pytorch: Callable[[], Any]
-    # A function that returns Windrow's candidates, the best first, or a text that says why there are none. Given a decision,
-    # it returns the candidates that the decision may name.
+    # A function that returns Windrow's candidates, the best first, or a text that says why there are none. Given a
+    # decision, it returns the candidates that the decision may name.
     ours: Callable[[Decision | None], Iterable[Candidate] | str]
-    # Other candidates that PyTorch has.
+    # Other candidates of PyTorch, such as cuDNN's fused convolution.
     others: Sequence[Candidate] = ()
-    # The cache with the packed filter of the asking layer.
+    # The cache with the packed filter of the layer that asks.
     cache: FilterCache | None = None
     # The bytes of the image, which may be freed afterwards.
     image: int = 0
+    # The factor `policy.BESIDE` or `policy.BESIDE_FUSED`.
     around: float = policy.BESIDE
     # The check that a result must pass.
     check: Check | None = None
@@ -70,8 +71,8 @@ class Question:
 
 
 def decide(question: Question) -> Decision:
-    """The decision for a problem: made by the user, by an earlier process, taken from a problem of nearly the same
-    size, or measured now."""
+    """The decision for a problem: that of the user, of an earlier process, of a problem of nearly the same size, or one
+    that is measured now."""
     before = store.get(question.what, question.key)
     decision = None if before else _like_the_nearest(question)
     if decision is None:
@@ -100,7 +101,8 @@ def _like_the_nearest(question: Question) -> Decision | None:
 
 
 def _known(question: Question, before: Decision | None) -> Decision | None:
-    """The decision that the user made or an earlier process found, once its result was compared. None: measure."""
+    """The decision of the user or of an earlier process, after its result was compared. If it is None, the problem must
+    be measured."""
     wanted = before if before and before.is_by_hand else None
     if before is None:
         wanted = disk.recall(question.what, named(question.key))
@@ -187,7 +189,7 @@ def _contest(question: Question, before: Decision | None) -> Decision:
 
 
 def _run_pytorch(question: Question) -> RuntimeError | None:
-    """Runs PyTorch's operator and records the memory that it needs. Returns the error if it cannot compute this."""
+    """Runs PyTorch's operator and records the memory that it needs. Returns PyTorch's error if there is one."""
     try:
         result = question.pytorch()
         budget.look(question.device, max(0, _bytes(result) - question.image))
@@ -213,11 +215,11 @@ def _is_room(device: torch.device, candidate: Candidate, in_graph: bool = False)
 def _runnable_candidates(
     device: torch.device, candidates: Iterable[Candidate], why: list[str], check: Check | None
 ) -> tuple[list[Candidate], bool]:
-    """The candidates to time, each run once, which compiles its kernels and packs its filter; and whether there was
-    room for everything that they would take. What is wrong with other candidates is added to `why`.
+    """The candidates to time, and whether there was room for everything that they would take. Each candidate has run
+    once, so its kernels are compiled and its filter is packed. The faults of other candidates are added to `why`.
 
-    These are the first candidate that has room, and before it one that has room only in CUDA graphs. On CUDA, if the
-    first one keeps much memory, the next candidate is timed too.
+    The candidates to time are the first one that has room and, if there is one before it, one that has room only in
+    CUDA graphs. On CUDA, if the first one keeps much memory, the next candidate is timed too.
     """
     found: list[Candidate] = []
     has_room = True
@@ -241,7 +243,7 @@ def _runnable_candidates(
 
 
 def _runs_correctly(candidate: Candidate, why: list[str], check: Check | None) -> bool:
-    """True if the candidate computes this problem, and its result is right."""
+    """True if the candidate can compute this problem and its result is right. If not, the reason is added to `why`."""
     try:
         result = candidate.run()
         fault = None if check is None else check.fault(result)
@@ -255,8 +257,8 @@ def _runs_correctly(candidate: Candidate, why: list[str], check: Check | None) -
 
 
 def is_room_for_another(decision: Decision, cache: FilterCache, kept: Callable[[], int]) -> bool:
-    """True if there is room for one more packed filter of `kept` bytes, that of `cache`. A problem is decided once, but
-    each layer of a model with this problem keeps a filter of its own. After several refusals the answer stays False."""
+    """True if there is room for the packed filter of `cache`, of `kept` bytes. A problem is decided once, but each
+    layer with this problem keeps a filter of its own. After several refusals the answer stays False."""
     if KEPT not in (decision.choice, decision.in_graph) or cache.bytes or cache.promised:
         return True
     if cache.refused(KEPT) >= TRIES:

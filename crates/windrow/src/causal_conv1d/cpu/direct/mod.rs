@@ -1,9 +1,9 @@
-//! The direct algorithm: a sum over the taps for each element, in registers.
+//! The direct algorithm: each output is a sum over the taps, formed in registers.
 //!
-//! Where tokens are neighbours in memory, vectors lie along a channel's tokens; where channels are,
-//! along the channels of a token, with several tokens at once so that each is loaded once. Everything
-//! else (the first `width - 1` tokens of a sequence, other strides, fewer elements than a
-//! vector) goes through a [`Tile`] to the second kernel.
+//! If tokens are neighbours in memory, a vector holds tokens of one channel ([`along_tokens`]). If channels are
+//! neighbours, a vector holds channels of one token ([`along_channels`]). This kernel computes several tokens at once,
+//! so that each is loaded only once. Everything else (the first `width - 1` tokens of a sequence, other strides, fewer
+//! elements than a vector) is copied to a [`Tile`], from which [`along_channels`] computes it.
 
 pub(crate) mod gradients;
 
@@ -17,10 +17,11 @@ use crate::cpu::{
 use crate::{Activation, Error, Result};
 use std::ops::Range;
 
-/// Tokens that pass through a tile at once.
+/// The number of tokens that pass through a tile at once.
 const TILE: usize = 32;
 
-/// Along which dimension vectors lie.
+/// The dimension along which vectors lie. For `Staged`, elements are first copied to a tile, where vectors lie along
+/// channels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Direction {
     Tokens,
@@ -34,10 +35,10 @@ pub(crate) struct Forward {
     problem: Problem,
     activation: Activation,
     direction: Direction,
-    /// Write around the cache: x and y do not fit in it.
+    /// True to write y around the cache, because x and y do not fit in it.
     stream: bool,
     threads: usize,
-    /// Channels and tokens of a task.
+    /// The numbers of channels and tokens of a task.
     channels: usize,
     tokens: usize,
     /// Bytes of scratch memory for one thread.
@@ -45,8 +46,8 @@ pub(crate) struct Forward {
 }
 
 impl Forward {
-    /// The method for the layouts of `x` and `y` as strides of [b, d, l]. A model chooses the channels and tokens of a
-    /// task if they are `None`.
+    /// The division for `x` and `y` with these strides of [b, d, l] and `element` bytes an element. `task` has the
+    /// channels and tokens of a task; a model chooses those that are `None`.
     pub(crate) fn new(
         problem: Problem,
         activation: Activation,
@@ -101,12 +102,12 @@ impl Forward {
         self.scratch * self.threads
     }
 
-    /// Channels and tokens of a task, and threads.
+    /// The numbers of channels and tokens of a task, and of threads.
     pub(crate) fn task(&self) -> [usize; 3] {
         [self.channels, self.tokens, self.threads]
     }
 
-    /// Direction of vectors, size of tasks and threads in words.
+    /// The direction of vectors, the size of tasks and the number of threads, in words.
     pub(crate) fn explain(&self) -> String {
         let direction = match self.direction {
             Direction::Tokens => "vectors along tokens",
@@ -120,9 +121,8 @@ impl Forward {
     /// Computes all of `y`.
     ///
     /// # Safety
-    /// Operands have the problem's sizes and the strides given to [`Forward::new`]; `y` is memory
-    /// that nobody else touches; `scratch` holds [`Forward::workspace_bytes`] bytes, aligned to
-    /// 64.
+    /// Operands must have the problem's sizes and the strides given to [`Forward::new`]. Nobody else may touch the
+    /// memory of `y`. `scratch` must hold [`Forward::workspace_bytes`] bytes, aligned to 64.
     pub(crate) unsafe fn run<T: SimdElement>(
         &self,
         isa: Isa,
@@ -161,8 +161,8 @@ impl Forward {
     }
 }
 
-/// Some tokens of some channels of one row. Made by [`Forward::run`] only, which answers for its
-/// pointers.
+/// A range of tokens and a range of channels of one row. Only [`Forward::run`] makes such a task, and it guarantees
+/// that the pointers are valid.
 struct Task<'a, T> {
     plan: &'a Forward,
     inputs: &'a Inputs<'a, T>,
@@ -239,7 +239,8 @@ impl<T: SimdElement> Kernel for Task<'_, T> {
 }
 
 impl<T: SimdElement> Task<'_, T> {
-    /// The way to compute the tokens of `run` from token `t` on, and the end of the tokens that are computed so.
+    /// The direction of vectors for the tokens of `run` from token `t` on, and the end of the tokens for which it
+    /// holds.
     #[inline(always)]
     fn piece<S: Simd>(&self, t: usize, run: &Run) -> (Direction, usize) {
         let head = (run.start + self.plan.problem.history()).min(run.end);
@@ -258,7 +259,7 @@ impl<T: SimdElement> Task<'_, T> {
         }
     }
 
-    /// Outputs of padding.
+    /// Writes zeros, the outputs of padding.
     unsafe fn write_zeros(&self, tokens: Range<usize>) {
         for c in self.channels.clone() {
             for t in tokens.clone() {
