@@ -151,8 +151,8 @@ impl Gpu {
 impl Kernel {
     /// Launches on a stream.
     ///
-    /// With `WINDROW_CUDA_SYNC=1` in the environment, every launch waits for its kernel, unless a graph is captured. A
-    /// fault is then reported with the right kernel's name.
+    /// With `WINDROW_CUDA_SYNC=1` or `WINDROW_HIP_SYNC=1` in the environment, every launch waits for its kernel,
+    /// unless a graph is captured. A fault is then reported with the right kernel's name.
     ///
     /// # Errors
     /// [`Error::Backend`](crate::Error::Backend), naming the kernel.
