@@ -68,7 +68,7 @@ impl Conv2dSpec {
         Self::with_places(x, w, params, false)
     }
 
-    /// The spec as by [`Conv2dSpec::new`]; the filter may also be larger than the padded input, if that is allowed.
+    /// The spec as by [`Conv2dSpec::new`]. If `may_be_none`, the filter may also be larger than the padded input.
     fn with_places(
         x: TensorDesc,
         w: TensorDesc,
@@ -101,15 +101,17 @@ impl Conv2dSpec {
     /// w likewise.
     ///
     /// `output_padding` is less than the stride or the dilation. If it is not less than the stride, the spec's `y` has
-    /// `output_padding / stride` more rows (or columns) than the given one: zeros, which have to lie behind it.
+    /// `output_padding / stride` more rows (or columns) than the given one. They follow the given ones and must be
+    /// zeros.
     ///
-    /// The gradients of the transposed convolution are [`Conv2dPlan::run`](crate::Conv2dPlan::run) for y and
-    /// [`Conv2dPlan::backward_weight`](crate::Conv2dPlan::backward_weight), both of the gradient of x in x's place.
+    /// [`Conv2dPlan::run`](crate::Conv2dPlan::run) and
+    /// [`Conv2dPlan::backward_weight`](crate::Conv2dPlan::backward_weight), given the gradient of x instead of x,
+    /// compute the transposed convolution's gradients of y and w.
     ///
     /// # Errors
-    /// As [`Conv2dSpec::new`]; [`Error::Shape`](crate::Error::Shape) also if y has not k channels, or images but no rows or
-    /// no columns; [`Error::Parameter`](crate::Error::Parameter) also for a padding that leaves less than nothing, or an
-    /// `output_padding` that is less than neither the stride nor the dilation.
+    /// As [`Conv2dSpec::new`]; [`Error::Shape`](crate::Error::Shape) also if y does not have k channels, or has images
+    /// without rows or columns; [`Error::Parameter`](crate::Error::Parameter) also for a padding that would make a size
+    /// of x negative, or an `output_padding` that is at least the stride and at least the dilation.
     ///
     /// ```
     /// use windrow::*;
@@ -146,14 +148,14 @@ impl Conv2dSpec {
     /// Multiplications and additions of the direct algorithm: `2 n k oh ow (c/groups) r s`.
     ///
     /// # Errors
-    /// As [`Conv2dSpec::new`], since fields can have been changed since.
+    /// As [`Conv2dSpec::new`], because fields may have been changed after it.
     pub fn flops(&self) -> Result<f64> {
         Ok(self.problem()?.flops())
     }
 
     /// The sizes, after every check that needs no data.
     pub(crate) fn problem(&self) -> Result<Problem> {
-        // Of no images a transposed convolution makes images that are smaller than the filter.
+        // A transposed convolution of no images may have a result smaller than the filter.
         let is_transposed_of_none =
             matches!(*self.y.shape(), [0, _, rows, columns] if rows == 0 || columns == 0);
         let steps = [self.stride, self.padding, self.dilation];
@@ -170,7 +172,7 @@ impl Conv2dSpec {
     }
 }
 
-/// Dense, channels-last if `like` is.
+/// A dense descriptor of this shape and `like`'s type: channels-last if `like` is.
 fn dense_beside(like: &TensorDesc, shape: &[usize; 4]) -> Result<TensorDesc> {
     let order = if is_channels_last(&like.layout) { [0, 2, 3, 1] } else { [0, 1, 2, 3] };
     Ok(TensorDesc { dtype: like.dtype, layout: Layout::with_order(shape, &order)? })
@@ -220,13 +222,13 @@ pub enum Conv2dAlgorithm {
     /// Sums over the filter's taps, any spec. The planner's choice for depthwise filters. On the CPU the first one of the
     /// `Direct..` methods that computes the spec.
     Direct,
-    /// Direct sums by tiles of bf16, f32 split into three parts: bf16, and f32 on fewer than eight cores, below
-    /// [`Accuracy::Exact`]; CPUs with AMX.
+    /// Direct sums by tiles of bf16; f32 is split into three parts. For bf16, and for f32 on fewer than eight cores,
+    /// below [`Accuracy::Exact`]; CPUs with AMX.
     DirectAmx,
     /// Direct sums by instructions that multiply pairs of bf16: bf16 of one group below [`Accuracy::Exact`]; CPUs with
     /// AVX-512 BF16 and without AMX.
     DirectBf16Pairs,
-    /// Direct sums with vectors over output channels, of what the taps of a filter row read as one run: one group,
+    /// Direct sums with vectors over output channels. The taps of a filter row read their pixels as one run. One group,
     /// channels-last; CPU.
     DirectRuns,
     /// Direct sums with vectors over the channels of many groups, channels-last; CPU.
@@ -245,9 +247,9 @@ pub enum Conv2dAlgorithm {
     /// Winograd along the rows of the image and direct sums along its columns, in one pass, for few
     /// input channels. Same filters; CPU, F(4, 3) only.
     WinogradFused(Tile),
-    /// Matrix product of gathered inputs and the filter on tensor cores, f32 as three products of f16: any filter, stride,
-    /// padding and dilation, and groups (in f16 and bf16 of a multiple of 8 input channels); CUDA of compute capability
-    /// 9.0.
+    /// Matrix product of gathered inputs and the filter on tensor cores; f32 is computed as three products of f16. Any
+    /// filter, stride, padding and dilation, and groups (in f16 and bf16, of a multiple of 8 input channels); CUDA of
+    /// compute capability 9.0.
     ImplicitGemm,
     /// Winograd F(3, 3) along rows and the direct sum along columns, in one kernel. Same filters; CUDA.
     WinogradRow,

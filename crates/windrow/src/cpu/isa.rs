@@ -1,4 +1,4 @@
-//! The one place where an instruction set is chosen.
+//! The choice of an instruction set, and the dispatch of kernels to it.
 
 use super::Simd;
 use super::bf16::Bf16Kernel;
@@ -72,7 +72,7 @@ impl Isa {
 
     /// The instruction sets for random cases; in this crate's own tests also one with a software model of AMX.
     pub(crate) fn tested() -> Vec<Self> {
-        #[allow(unused_mut)] // the model is of tests only
+        #[allow(unused_mut)] // only tests add the model
         let mut all = Self::available();
         #[cfg(test)]
         all.push(Isa(Kind::TileModel));
@@ -106,7 +106,8 @@ impl Isa {
         }
     }
 
-    /// True if products of bf16 are the fastest here. [`dispatch_bf16`] can run a kernel also on sets with AMX.
+    /// True if instructions for products of bf16 are the fastest of this set. [`dispatch_bf16`] also runs kernels on
+    /// sets with AMX.
     pub(crate) fn has_bf16_products(self) -> bool {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
@@ -115,7 +116,7 @@ impl Isa {
         }
     }
 
-    /// True if its code is small rather than fast: the portable set on x86-64, for machines before AVX2.
+    /// True if its code is small rather than fast. That is the portable set on x86-64, for machines before AVX2.
     pub(crate) fn is_small(self) -> bool {
         match self.0 {
             Kind::Lanes(_) => Lanes::IS_SMALL,
@@ -141,15 +142,15 @@ impl Isa {
 /// A computation written once for all instruction sets.
 pub(crate) trait Kernel {
     type Output;
-    /// True if other kernels compute the same in general. [`Isa::is_small`] sets have no code for such a kernel.
+    /// True if a more general kernel computes the same. Sets with [`Isa::is_small`] have no code for such a kernel.
     const IS_SPECIAL: bool = false;
-    /// Must be `#[inline(always)]`, and so must every generic function it calls: code is compiled
-    /// for an instruction set by being inlined into a function that enables it. What is large and called once for a
-    /// task or a row is a kernel of its own, called by [`Simd::outlined`].
+    /// Must be `#[inline(always)]`, and so must every generic function it calls: code is compiled for an instruction
+    /// set by being inlined into a function that enables it. A large function that is called once for a task or a row
+    /// is a separate kernel, called by [`Simd::outlined`].
     fn run<S: Simd>(self, simd: S) -> Self::Output;
 }
 
-/// Runs a kernel with the products of bf16 of an `isa` that has them, or tiles.
+/// Runs a kernel with products of bf16, on an `isa` that has them or tiles.
 #[inline]
 pub(crate) fn dispatch_bf16<K: Bf16Kernel>(isa: Isa, kernel: K) {
     match isa.0 {
@@ -233,8 +234,8 @@ pub(super) fn with_avx2<K: Kernel>(t: Avx2, kernel: K) -> K::Output {
     kernel.run(t)
 }
 
-// `Simd::outlined` of each set. The compiler leaves `#[inline(never)]` out of account where a function enables features;
-// these enable none, and so nothing is inlined into them, either.
+// `Simd::outlined` of each set. The compiler ignores `#[inline(never)]` on a function that enables features. These
+// functions enable none. So nothing is inlined into them, either.
 
 #[cfg(target_arch = "x86_64")]
 #[inline(never)]

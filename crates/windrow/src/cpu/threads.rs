@@ -1,9 +1,9 @@
 //! Splitting work over threads.
 //!
 //! The caller and its helper threads take tasks until none is left. Each thread starts with its own share and then
-//! steals from the others'. A helper that starts late or not at all costs only speed. The caller waits for tasks that
-//! have started, not for helpers to start (a team, see [`use_team`], is waited for as a whole). While it waits, it runs
-//! no foreign rayon jobs.
+//! steals from the others'. A helper that starts late or not at all costs only speed, because the caller waits for
+//! tasks that have started, not for helpers to start. It waits for a team as a whole: see [`use_team`]. While it waits,
+//! it runs no foreign rayon jobs.
 
 use super::float_mode::FloatMode;
 use super::pool;
@@ -68,16 +68,15 @@ pub fn use_team(team: Team) {
 }
 
 /// Calls `task(i)` for every `i` in `0..tasks`, on at most `threads` threads of which the caller is one. Each thread
-/// begins with its own contiguous share of the tasks, in order, the same one in every call of the same sizes, so that
-/// it finds in its cache what it wrote in the call before. A thread that finishes its share takes tasks from the
-/// others' shares, so a late thread delays nothing but its own tasks. With one thread or one task nothing but the
-/// caller runs.
+/// begins with its own contiguous share of the tasks, in order. Calls of the same sizes have the same shares, so that a
+/// thread finds in its cache what it wrote in the call before. A thread that finishes its share takes tasks from the
+/// others' shares, so a late thread delays nothing but its own tasks. With one thread or one task only the caller runs.
 ///
 /// Other threads come from [`use_team`], else from the rayon pool that the caller is in, or from rayon's global one.
 /// Without the feature `threads` they come only from [`use_team`].
 ///
 /// # Panics
-/// If a task panics: with the payload of the first such panic. Tasks that had not started are skipped.
+/// If a task panics, with the payload of the first panic. Tasks that had not started are skipped.
 pub(crate) fn parallel_for(threads: usize, tasks: usize, task: impl Fn(usize) + Sync) {
     parallel_for_workers(threads, tasks, |_, i| task(i));
 }
@@ -204,7 +203,7 @@ impl Shares {
         after.iter().chain(before).flat_map(|share| std::iter::from_fn(|| share.take()))
     }
 
-    /// Prevents all tasks that have not started from starting.
+    /// Skips all tasks that have not started.
     fn stop(&self) {
         for share in &self.shares {
             share.next.store(usize::MAX / 2, Ordering::Relaxed);

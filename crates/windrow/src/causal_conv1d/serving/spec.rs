@@ -22,7 +22,7 @@ fields! {
     ///   column `last_block[i]`; a column that is not given is 0. A negative index, or one equal to `null_index`, is
     ///   null. A sequence that reads a null state is padding: its `y` is 0 and no state changes. A state at a null
     ///   index is not written. No other sequence may name a state that one sequence writes.
-    /// - **Window**: the `width - 1` tokens before the first new one. These are columns `0..width-1` of the state,
+    /// - **Window**: the `width - 1` tokens before the first new one. They are columns `0..width-1` of the state,
     ///   oldest first. With `num_accepted_tokens` they are columns `a-1..a+width-2`, where `a = num_accepted_tokens[i]`
     ///   is at least 1. They are zeros if `has_initial_state[i]` is 0.
     /// - **New state**: columns `0..width-1` take the last `width - 1` tokens of window and `x` together. With
@@ -31,19 +31,19 @@ fields! {
     /// - **States at block ends**: with `first_block` the state at the end of each block except the last is kept too.
     ///   Let `e` be the last multiple of `block_size` before `tokens_before[i] + n`. For `m` in
     ///   `1..=last_block[i] - first_block[i]`, column `last_block[i] - m` takes the last `width - 1` tokens up to token
-    ///   number `e - (m - 1) * block_size`. Block ends that are not after `tokens_before[i]` are left out.
+    ///   number `e - (m - 1) * block_size`. Block ends up to `tokens_before[i]` are left out.
     /// - **Intermediate windows**: `intermediate_windows[s, t]`, with `s = intermediate_indices[i]` or else `s = i`,
     ///   takes the window after token `t` in columns `0..width-1`: token `t` and the `width - 2` tokens before it,
     ///   oldest first. `n` is at most the number of steps. No two sequences share a slot, and padding has none. Other
     ///   windows and columns do not change.
     /// - **Trees**: with `next_token` and `next_sibling` the tokens are a tree of drafts whose root is token 0.
     ///   `next_token[i, t]` is the first child of token `t`, and `next_sibling[i, t]` the next child of `t`'s parent;
-    ///   -1 means none. Both are later tokens than `t`. If several tokens name the same one, the last of them counts,
-    ///   and a sibling counts more than a child. A token that is never named is a child of token 0. The tokens before a
-    ///   token are its parent, the parent's parent and so on, and before token 0 the window. `y` and the intermediate
-    ///   windows follow this order. The new state does not: it takes tokens in their order in `x`. `parent_token[i, t]`
-    ///   takes the parent, 0 for token 0; other columns do not change. `n` is at most the number of columns, and at
-    ///   most 1024.
+    ///   -1 means none. Both are later tokens than `t`. If several tokens name the same one, the last of them counts.
+    ///   If one token names it as child and as sibling, the sibling counts. A token that is never named is a child of
+    ///   token 0. The tokens before a token are its parent, the parent's parent and so on, and before token 0 the
+    ///   window. `y` and the intermediate windows follow this order. The new state does not: it takes tokens in their
+    ///   order in `x`. `parent_token[i, t]` takes the parent, 0 for token 0; other columns do not change. `n` is at
+    ///   most the number of columns, and at most 1024.
     ///
     /// Source: the calls of vLLM (<https://github.com/vllm-project/vllm>), `causal_conv1d_fn` and
     /// `causal_conv1d_update`; intermediate windows and trees are those of SGLang
@@ -90,10 +90,10 @@ fields! {
         intermediate_windows: TensorDesc => with_intermediate_windows,
         /// Slot of each sequence in `intermediate_windows`: `[sequences]`.
         intermediate_indices: TensorDesc => with_intermediate_indices,
-        /// First child of each token of a tree [sequences, columns], with at least l columns where there are rows; with
-        /// `next_sibling`, and without `first_block`.
+        /// First child of each token of a tree [sequences, columns], with at least l columns unless `query_start_loc`
+        /// is given. Needs `next_sibling`, and excludes `first_block`.
         next_token: TensorDesc => with_next_token,
-        /// Next child of its parent: of the shape of `next_token`.
+        /// Next child of the token's parent, in the shape of `next_token`.
         next_sibling: TensorDesc => with_next_sibling,
         /// Parent of each token, written: of the shape of `next_token`, i32 or i64.
         parent_token: TensorDesc => with_parent_token,
@@ -108,17 +108,17 @@ pub(crate) const TREE: usize = 1024;
 pub struct Sizes {
     /// The sizes of x.
     pub problem: Problem,
-    /// Sequences that there are tokens of.
+    /// The number of sequences.
     pub sequences: usize,
-    /// States that there are.
+    /// The number of states in the pool.
     pub pool: usize,
     /// Tokens that a state holds.
     pub state_len: usize,
-    /// States of a sequence in the table; 1 without one.
+    /// States of a sequence in the table; 1 without a table.
     pub blocks: usize,
-    /// Sequences that there are windows of; 0 without.
+    /// Slots of the intermediate windows; 0 without them.
     pub slots: usize,
-    /// Most tokens of a sequence that states of drafts, windows and trees have room for.
+    /// The maximum number of tokens of a sequence that states of drafts, intermediate windows and trees can hold.
     pub most: usize,
 }
 
@@ -151,7 +151,7 @@ impl CausalConv1dServingSpec {
         check_unique("conv_states", &states.layout)
     }
 
-    /// How many sequences there are.
+    /// The number of sequences.
     fn sequences(&self, problem: &Problem) -> Result<usize> {
         let Some(starts) = &self.query_start_loc else { return Ok(problem.b) };
         let name = "query_start_loc";
@@ -169,7 +169,7 @@ impl CausalConv1dServingSpec {
         Ok(entries - 1)
     }
 
-    /// Columns of the table; 1 without one.
+    /// Columns of the table; 1 without a table.
     fn blocks(&self, sequences: usize, problem: &Problem) -> Result<usize> {
         let name = "conv_state_indices";
         let Some(indices) = &self.conv_state_indices else {
@@ -238,7 +238,7 @@ impl CausalConv1dServingSpec {
         Ok(sizes)
     }
 
-    /// The error where rows have more tokens than one of these.
+    /// The error for rows with more tokens than one of these limits.
     fn too_many_tokens(&self, problem: &Problem, [drafts, steps, columns]: [usize; 3]) -> Error {
         let Problem { d, l, width, .. } = *problem;
         let shape = |desc: &Option<TensorDesc>| desc.map_or(vec![], |desc| desc.shape().to_vec());
@@ -264,7 +264,7 @@ impl CausalConv1dServingSpec {
         Error::shape("next_token", &shape(&self.next_token), expected)
     }
 
-    /// Slots and steps of the windows on the way; any number of steps without them.
+    /// Slots and steps of the intermediate windows. Without them, the number of steps is not limited.
     fn check_windows(&self, problem: &Problem, sequences: usize) -> Result<[usize; 2]> {
         let [name, indices] = ["intermediate_windows", "intermediate_indices"];
         let Some(windows) = &self.intermediate_windows else {
@@ -299,7 +299,7 @@ impl CausalConv1dServingSpec {
         Ok([slots, steps])
     }
 
-    /// Most tokens of a tree; any number without trees.
+    /// The maximum number of tokens of a tree. Without trees there is no limit.
     fn check_trees(&self, sequences: usize) -> Result<usize> {
         let Some(next) = &self.next_token else {
             for (name, given) in
@@ -363,12 +363,12 @@ impl CausalConv1dServingSpec {
 }
 
 impl Sizes {
-    /// Most tokens of a sequence all of which a state holds, with `num_accepted_tokens`.
+    /// The maximum number of new tokens of a sequence that a state can hold, with `num_accepted_tokens`.
     pub(crate) fn most_drafts(&self) -> usize {
         self.state_len.saturating_add(2).saturating_sub(self.problem.width)
     }
 
-    /// The largest of `num_accepted_tokens`.
+    /// The largest value that `num_accepted_tokens` may have.
     pub(crate) fn most_accepted(&self) -> usize {
         self.state_len - self.problem.history() + 1
     }

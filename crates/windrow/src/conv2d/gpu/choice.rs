@@ -53,7 +53,7 @@ type Condition<'a> = &'a dyn Fn(Conv2dAlgorithm) -> bool;
 const FEW_TERMS: usize = 64;
 
 /// The algorithm that should be fastest among those that are supported and that the spec's accuracy allows, including
-/// the packing if the filter changes.
+/// the time of packing if the filter changes.
 ///
 /// [`by_rules`] names a first candidate. Then each challenger whose condition holds replaces the candidate if it is
 /// expected to take less than a share of the candidate's time.
@@ -140,8 +140,8 @@ fn by_rules(task: &Task<'_>, has: &dyn Fn(Conv2dAlgorithm) -> bool) -> Conv2dAlg
     sums
 }
 
-/// The tile: F4 if it is allowed, unless tiles reach so far beyond the image that it saves nothing, or so few tiles leave
-/// the device idle.
+/// The tile. It is F4 if that is allowed, unless F4's tiles reach so far beyond the image that it saves nothing, or are
+/// so few that they leave the device idle.
 fn tile(task: &Task<'_>) -> Tile {
     const FEW: usize = 240;
     let micros = |tile| winograd_gemm::micros(task, tile);
@@ -170,8 +170,8 @@ fn is_small(task: &Task<'_>) -> bool {
     is_strict(task.spec) && task.problem.c <= 24 && task.problem.flops() <= 2.5e8
 }
 
-/// True if cuDNN reads and writes the tensors in place, with arithmetic that may be faster than the fused kernel's: for
-/// channels-last tensors with whole vectors of channels. Otherwise it copies them.
+/// True if cuDNN reads and writes the tensors in place, and its arithmetic may be faster than the fused kernel's. cuDNN
+/// does so for channels-last tensors with whole vectors of channels. Otherwise it copies them.
 fn cudnn_reads(task: &Task<'_>) -> bool {
     let spec = task.spec;
     !is_strict(spec) && is_channels_last(&spec.y.layout) && has_vectors(spec, task.problem)
@@ -182,7 +182,7 @@ fn cudnn_pays(task: &Task<'_>) -> bool {
     let p = task.problem;
     let share = WinogradRow::share_in_use(p, task.chip.multiprocessors);
     match task.spec.x.dtype {
-        // The fused kernel reads f32 once more, for its largest magnitude. Few products do not hide this.
+        // The fused kernel reads an f32 input once more, for its largest magnitude. Few products do not hide this read.
         DType::F32 => p.c < 256 || share < 0.75,
         // With few input channels the fused kernel is bound by its stores, and cuDNN's blocks have 128 output channels.
         // With many the fused kernel waits for the second-level cache.
@@ -372,7 +372,7 @@ mod tests {
             assert_eq!(taken(sizes, Activation::Identity), Cudnn, "{sizes:?}");
             assert_eq!(taken(sizes, Activation::Relu), ImplicitGemm, "{sizes:?}");
         }
-        // A filter that is more than the image is looked at on each call.
+        // The comparison of a filter that is larger than the image takes time on each call.
         assert_eq!(taken([1, 4096, 4, 4096], Activation::Relu), Cudnn);
     }
 

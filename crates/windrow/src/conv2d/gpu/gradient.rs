@@ -27,7 +27,7 @@ pub(crate) trait DataGradient: Debug + Send + Sync {
         false
     }
 
-    /// Outputs of a tile, of Winograd's algorithms.
+    /// The side of an output tile, for Winograd's algorithms.
     fn tile(&self) -> Option<usize> {
         None
     }
@@ -36,7 +36,7 @@ pub(crate) trait DataGradient: Debug + Send + Sync {
 
     fn tolerance(&self) -> f64;
 
-    /// dx, which is `y` of the operands, of dy, which is `x`.
+    /// Computes dx, which is `y` of the operands, from dy, which is their `x`.
     ///
     /// # Errors
     /// [`crate::Error::Backend`].
@@ -58,7 +58,7 @@ pub(crate) trait WeightGradient: Debug + Send + Sync {
 
     fn tolerance(&self) -> f64;
 
-    /// `dw`, with strides and a type of its own, of `x` and `dy`.
+    /// Computes `dw`, which has its own strides and type, from `x` and `dy`.
     ///
     /// # Errors
     /// [`crate::Error::Backend`].

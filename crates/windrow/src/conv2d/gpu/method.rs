@@ -1,4 +1,4 @@
-//! A way to compute a convolution on a GPU: what it has to say of itself.
+//! The interface of a method: a way to compute convolutions on a GPU.
 
 use super::prepared::Prepared;
 use super::task::Task;
@@ -21,7 +21,7 @@ pub(super) trait Method: Sync {
         Ok(())
     }
 
-    /// Checks that there is a kernel, for a library that tells only when it is asked for one.
+    /// Checks that a library has a kernel, if only a request to the library can tell.
     ///
     /// # Errors
     /// Those of the library.
@@ -34,7 +34,7 @@ pub(super) trait Method: Sync {
         true
     }
 
-    /// True if it was ahead of every other method wherever it was measured: taken without a comparison.
+    /// True if it was the fastest method in all measurements. It is then chosen without a comparison.
     fn leads(&self, _task: &Task<'_>) -> bool {
         false
     }
@@ -62,7 +62,7 @@ pub(super) trait Method: Sync {
         self.variants(task.spec.x.dtype)
     }
 
-    /// The configuration with all parameters of a plan by it; nothing is compiled.
+    /// The configuration with all parameters that a plan by this method has; nothing is compiled.
     fn complete(&self, task: &Task<'_>) -> Conv2dConfiguration {
         Conv2dConfiguration::new(task.algorithm())
     }
@@ -78,7 +78,7 @@ pub(super) trait Method: Sync {
 pub(super) struct About {
     /// Algorithms, as users name them, that it computes.
     pub(super) algorithms: &'static [Conv2dAlgorithm],
-    /// Convolutions that it computes, in words, for the error of others.
+    /// The convolutions that it computes, in words, for the error message about others.
     pub(super) domain: &'static str,
     /// Variants of its kernels, as lines of `verify/kernels.txt`.
     pub(super) kernels: &'static [&'static str],

@@ -42,7 +42,7 @@ pub(crate) fn kernels() -> impl Iterator<Item = &'static str> {
     methods.chain(shared::KERNELS).chain(gradients::kernels()).copied()
 }
 
-/// The same with what takes the most registers on the way to y.
+/// The spec with the residual and activation that take the most registers.
 #[cfg(test)]
 fn with_largest_epilogue(spec: Conv2dSpec) -> Conv2dSpec {
     let activation = crate::Activation::Gelu(crate::Approximate::None);

@@ -1,4 +1,4 @@
-//! A convolution whose kernels are loaded: what runs.
+//! A convolution whose kernels are loaded.
 
 use crate::conv2d::winograd_reference::Stages;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec};
@@ -8,7 +8,7 @@ use std::fmt::Debug;
 
 /// A convolution bound to a device and a method: its kernels are compiled and loaded.
 pub(crate) trait Prepared: Debug + Send + Sync {
-    /// The algorithm's configuration with all parameters of one that runs with it.
+    /// The algorithm's configuration with all parameters that this convolution runs with.
     fn configuration(&self, algorithm: Conv2dAlgorithm) -> Conv2dConfiguration {
         Conv2dConfiguration::new(algorithm)
     }
@@ -24,13 +24,13 @@ pub(crate) trait Prepared: Debug + Send + Sync {
         0
     }
 
-    /// Bytes behind a pack that is kept, by which [`Prepared::pack`] sees whether it is still that of the filter. None
-    /// where a copy takes as long as a comparison.
+    /// Bytes that are kept behind a packed filter. By them [`Prepared::pack`] sees if the filter has changed. 0 if a
+    /// copy takes as long as a comparison.
     fn seen_bytes(&self) -> usize {
         0
     }
 
-    /// True if [`Prepared::run`] can read the filter at `w` as it is, without a pack.
+    /// True if [`Prepared::run`] can read the filter at `w` as it is, without packing.
     fn reads_in_place(&self, _w: *const u8) -> bool {
         false
     }
@@ -74,12 +74,13 @@ pub(crate) trait Prepared: Debug + Send + Sync {
     /// The allowed error of a sum before the activation, relative to its scale.
     fn tolerance(&self) -> f64;
 
-    /// Outputs of a tile in each direction, of Winograd's algorithms.
+    /// The side of an output tile, for Winograd's algorithms.
     fn tile(&self) -> Option<usize> {
         None
     }
 
-    /// U, V and M of views that agree with the spec, for a method in stages if one chunk holds them.
+    /// U, V and M of tensors that agree with the spec. `None` unless the method works in stages and one chunk holds
+    /// them.
     ///
     /// # Errors
     /// [`crate::Error::Backend`], [`crate::Error::OutOfMemory`].
@@ -92,12 +93,13 @@ pub(crate) trait Prepared: Debug + Send + Sync {
         Ok(None)
     }
 
-    /// Relative errors of U and V of [`Prepared::winograd_stages`]: as stored, and as multiplied.
+    /// Relative errors of U and V of [`Prepared::winograd_stages`], as they are stored and as they are multiplied.
     fn operand_roundings(&self) -> (f64, f64) {
         (0.0, 0.0)
     }
 
-    /// Errors of U and V beside those, relative to the largest number of an output channel's filters and of an image.
+    /// Errors of U and V in addition to [`Prepared::operand_roundings`], relative to the largest number of an output
+    /// channel's filter and of an image.
     fn underflows(&self) -> [f64; 2] {
         [0.0; 2]
     }
@@ -108,8 +110,9 @@ pub(crate) trait Prepared: Debug + Send + Sync {
 
 /// The memory that a filter is packed to.
 ///
-/// With a ticket, which is a number of this memory and no other, the pack is kept there, in the order of one stream: if
-/// the filter is as it was packed before, by its content, the pack is left as it is, without waiting.
+/// With a ticket, the packed filter is kept there. The ticket is a number that no other memory has. If the filter has
+/// the content that was packed before, the packed filter is left as it is. This is decided in the order of one stream,
+/// without waiting.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PackTo {
     pub(crate) memory: *mut u8,
@@ -133,12 +136,12 @@ impl PackedForm {
     }
 }
 
-/// Device addresses of a run; all lie on the device of the stream that the work is given to.
+/// Device addresses of a run, all on the device of the run's stream.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Operands {
     pub(crate) x: *const u8,
     pub(crate) bias: Option<*const u8>,
-    /// Laid out as y, where the spec has one.
+    /// The residual, if the spec has one. Its layout is that of y.
     pub(crate) residual: Option<*const u8>,
     pub(crate) y: *mut u8,
     pub(crate) scratch: *mut u8,

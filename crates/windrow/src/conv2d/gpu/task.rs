@@ -1,4 +1,4 @@
-//! A convolution that is to be computed: what methods are asked about.
+//! The description of a convolution that methods answer questions about.
 
 use super::chips::Chip;
 use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Conv2dSpec, Problem};
@@ -17,7 +17,7 @@ pub(crate) struct Task<'a> {
 }
 
 impl<'a> Task<'a> {
-    /// The algorithm is one of every device, until another one is named by [`Task::by`] or [`Task::with`].
+    /// A task with an algorithm that every device has. [`Task::by`] and [`Task::with`] choose another.
     pub(crate) fn new(
         gpu: &Gpu,
         spec: &'a Conv2dSpec,
@@ -65,7 +65,8 @@ impl<'a> Task<'a> {
         self.configuration.algorithm
     }
 
-    /// True if an element of dx sums few terms, or few channels share them: one thread each is fastest then.
+    /// True if an element of dx sums few terms, or few channels share them. One thread for each element is then
+    /// fastest.
     pub(super) fn is_few(&self) -> bool {
         let p = self.problem;
         p.c_group() < 8 || p.k_group() * p.r * p.s < 8

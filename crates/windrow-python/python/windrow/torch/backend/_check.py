@@ -22,7 +22,7 @@ from windrow.torch.backend._options import Options
 from windrow.torch.backend._original import Original, Roundings, unrepeatable
 
 _log = logging.getLogger(__name__.rpartition(".")[0])
-# Runs with roundings of their own.
+# The number of runs with other roundings.
 _DRAWS = 3
 # The number of sizes that are compared for a graph of any size.
 _SIZES = 3
@@ -64,8 +64,8 @@ class Check:
                 self._compared[node].module = name
 
     def call(self, inputs: list[Any], compute: Run, constants: Sequence[Tensor], modules: Any) -> Any:
-        """The graph's results: those of `compute` if they are right, otherwise PyTorch's. `constants` and `modules` are
-        what `compute` uses."""
+        """The graph's results: those of `compute` if they are right, otherwise PyTorch's. `compute` uses
+        `constants` and `modules`."""
         if self._instead is None:
             with self._lock:
                 if self._instead is None:
@@ -171,7 +171,7 @@ class _Expected:
             if spread is None:
                 continue
             if moved.shape != want.shape:
-                # A size that depends on values is nothing to be compared.
+                # A result whose size depends on values is not compared.
                 self.spreads[i] = None
             else:
                 spread.add(moved)

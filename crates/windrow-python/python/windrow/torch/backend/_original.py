@@ -85,10 +85,10 @@ class Roundings:
 
 
 class Original:
-    """A copy of the graph. The constructor marks each node with the copy's node for it.
+    """A copy of the graph. The constructor marks each node of the graph with its copy.
 
-    `static`: the indices of the inputs that are parameters and buffers. `is_inductors`: Inductor compiles what the
-    passes leave.
+    `static`: the indices of the inputs that are parameters and buffers. `is_inductors`: true if
+    Inductor compiles the nodes that the passes leave.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Original:
         self.accuracy = accuracy
         # The unit of the rounding that moves each result.
         self._units: dict[fx.Node, float] = {}
-        # Nodes whose values a second run does not repeat; Inductor draws other random numbers.
+        # Nodes whose values a second run does not repeat. Inductor draws other random numbers than PyTorch.
         self._unset: set[fx.Node] = set()
         self._is_random = False
         of_products: list[torch.dtype] = []
@@ -184,7 +184,7 @@ class Original:
         return [values[r.name] if isinstance(r, fx.Node) else r for r in self.results]
 
     def _gone(self, read: dict[str, list[str]]) -> dict[fx.Node, list[str]]:
-        """The values that no node reads any more, after each node."""
+        """The values that no later node reads, for each node."""
         kept, gone = {r.name for r in self.results if isinstance(r, fx.Node)}, {}
         for node in reversed(self.module.graph.nodes):
             names = dict.fromkeys([*(n.name for n in node.all_input_nodes), *read.get(node.name, []), node.name])
@@ -203,8 +203,8 @@ class Original:
             yield
 
     def pytorchs(self, is_of_any_size: bool, inductor: Mapping[str, Any] | None) -> Callable[..., Any]:
-        """The graph by PyTorch alone: compiled by Inductor with these options, or, for None, by its operators one by
-        one."""
+        """The graph by PyTorch alone. Inductor compiles it with these options. If they are None, PyTorch's operators
+        run one by one."""
         if inductor is None:
             return self.module.forward
         compiled = torch.compile(self.module, dynamic=is_of_any_size, options=dict(inductor) or None)

@@ -17,10 +17,10 @@ static FILTER: Source = source!("few_taps_filter.cu");
 
 /// The most taps; more do not fit in the registers.
 const MAX_TAPS: usize = 48;
-/// Taps may lie so far apart, in rows or columns.
+/// Taps of a filter are less than this apart, in rows or columns.
 const MAX_REACH: usize = 1 << 15;
-/// Pixels of a warp or wavefront, threads of a block, and blocks given to a multiprocessor, which holds two or three at a
-/// time.
+/// The number of pixels of a warp or wavefront, of threads of a block, and of blocks given to a multiprocessor, which
+/// holds two or three at a time.
 const GROUP: usize = 32;
 const THREADS: usize = 128;
 const BLOCKS: usize = 6;
@@ -93,17 +93,17 @@ impl Cores {
         if self == Cores::Nvidia && dtype == DType::F32 { 8 } else { 16 }
     }
 
-    /// Tiles of 16 output channels that a warp computes: the more, the less often it gathers the same input, as far as
-    /// there are registers.
+    /// The number of tiles of 16 output channels that a warp computes. With more tiles it gathers the same input less
+    /// often. Registers limit them.
     fn row_tiles(self, spec: &Conv2dSpec, p: &Problem) -> usize {
         if self == Cores::Amd || spec.x.dtype == DType::F32 || p.k <= 32 { 2 } else { 4 }
     }
 
-    /// Most channels, and most pixels, that a thread stores together.
+    /// The maximum numbers of channels and of pixels that a thread stores together.
     fn neighbours(self, row_tiles: usize) -> [usize; 2] {
         match self {
             Cores::Nvidia => [2 * row_tiles, 8],
-            // Of 8 channels or more.
+            // A thread has at least 8 channels.
             Cores::Amd => [8, 2],
         }
     }
@@ -172,7 +172,7 @@ impl Method for FewTapsMethod {
         task.problem.k >= 8
     }
 
-    /// The time of the general product: the two are not compared by time.
+    /// The time of the general product, because the two are not compared by time.
     fn micros(&self, task: &Task<'_>) -> f64 {
         IM2COL_GEMM.micros(task)
     }
@@ -216,8 +216,8 @@ impl Prepared for FewTaps {
         PackedForm::new("few_taps", self.spec.w.dtype, self.cores.products(&self.spec), 0)
     }
 
-    /// Halves: a rounding for each addition, which tensor cores cut off instead, up to twice that. Parts of f32 carry
-    /// 22 bits, one part 11.
+    /// For f16/bf16, twice a rounding for each addition, because tensor cores truncate. Two parts of f32 carry 22 bits,
+    /// one part 11.
     fn tolerance(&self) -> f64 {
         let unit = |dtype: DType| dtype.unit_roundoff();
         let products = self.cores.products(&self.spec);
@@ -266,7 +266,7 @@ impl Prepared for FewTaps {
             filter_width: Divisor::new(p.s),
         };
         let k_blocks = p.k.div_ceil(16 * self.cores.row_tiles(&self.spec, p));
-        // As many warps as fit: each keeps its part of the filter.
+        // There are as many warps as fit, because each keeps its part of the filter.
         let resident = (self.gpu.info.multiprocessors as usize * BLOCKS).div_ceil(k_blocks.max(1));
         let blocks = groups.div_ceil(THREADS / self.gpu.info.warp as usize).min(resident);
         let grid = [blocks as u32, k_blocks as u32, 1];

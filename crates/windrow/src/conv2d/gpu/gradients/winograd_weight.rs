@@ -1,7 +1,7 @@
 //! The weight gradient in Winograd's domain: `dw = G^T [sum over tiles of (A dy A^T) (B^T x B)] G`,
 //! with the sum as one strided-batched matrix product for all positions of the transform tile.
 //!
-//! f32 is multiplied in halves where [`WeightProduct`] does that.
+//! f32 is multiplied as f16 parts if [`WeightProduct`] supports it.
 
 use crate::conv2d::gpu::facts::is_strict;
 use crate::conv2d::gpu::gradient::{GradientMethod, WeightGradient, WeightOperands};
@@ -196,7 +196,7 @@ impl WeightGradient for WinogradWeight {
             Product::Library(_) => {
                 (operand_rounding(&self.spec), self.blocking.tiles + self.blocking.chunks)
             }
-            // The product of two low halves is left out.
+            // The product of two low parts is left out.
             Product::Halves(product, _) => {
                 (1.5 * split::rounding(), product.roundings() + self.parts())
             }

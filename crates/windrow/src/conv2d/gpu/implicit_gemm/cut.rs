@@ -183,7 +183,7 @@ impl Cut {
 
     /// Blocks of a launch.
     pub(super) fn launched(&self, multiprocessors: u32, tiles: usize) -> usize {
-        // Blocks of halves that share sums have one tile.
+        // Blocks of f16/bf16 that share sums have one tile.
         match self.half && self.parts > 1 {
             true => tiles * self.parts,
             false => {

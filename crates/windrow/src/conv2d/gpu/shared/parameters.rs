@@ -6,7 +6,7 @@ use crate::dtype::by_type;
 use crate::gpu::{KernelSpec, Launch, Source};
 use crate::{DType, TensorDesc};
 
-/// A kernel of this room for elements of a type.
+/// A kernel of conv2d for elements of a type.
 pub(crate) fn kernel(source: &'static Source, name: &str, dtype: DType) -> KernelSpec {
     let macro_name =
         by_type!(dtype, F32 => "ELEMENT_F32", F16 => "ELEMENT_F16", BF16 => "ELEMENT_BF16");

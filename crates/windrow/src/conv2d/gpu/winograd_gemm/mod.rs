@@ -1,7 +1,7 @@
 //! Winograd in stages on any device: filter, input and output transforms (`winograd_*.cu`)
 //! around one strided-batched matrix product for all positions of the transform tile.
 //!
-//! f32 is multiplied in halves on tensor cores, by three products of split numbers for `Fp32` (`winograd.cuh`).
+//! f32 is multiplied as f16 on tensor cores, by three products of split numbers for `Fp32` (`winograd.cuh`).
 
 mod method;
 mod pieces;
@@ -384,7 +384,7 @@ impl Prepared for WinogradGemm {
     /// Relative errors of U and V as stored and as multiplied.
     fn operand_roundings(&self) -> (f64, f64) {
         if self.v.parts > 1 {
-            // The product of two low halves is left out.
+            // The product of two low parts is left out.
             (split::rounding(), 1.5 * split::rounding())
         } else {
             let rounding = self.v.dtype.unit_roundoff();

@@ -26,7 +26,8 @@ use crate::{DType, Result};
 
 static PACK_FILTER: Source = source!("winograd_pack_filter.cu");
 
-/// The points 0, 3/4, -3/4, 2 and infinity: of those tried, the least error with operands rounded to half precision.
+/// The points 0, 3/4, -3/4, 2 and infinity. Of the points that were tried, they have the least error with operands
+/// rounded to f16.
 const TRANSFORMS: Transforms = Transforms::from_points(&[
     Rational::new(0, 1),
     Rational::new(3, 4),
@@ -56,11 +57,11 @@ pub(crate) struct WinogradRow {
     problem: Problem,
     sizes: Sizes,
     input: Input,
-    /// The layout of y lets whole vectors be stored if its address is aligned.
+    /// True if the layout of y allows vector stores at an aligned address.
     vectors: bool,
     pack_filter: &'static Kernel,
-    /// Kernels for any y and for vector stores: what the layout of y allows is compiled with the plan, the other
-    /// when an address of y or of a residual is not aligned, also while a stream is captured.
+    /// Kernels for any y and for vector stores. The one that the layout of y allows is compiled with the plan. The
+    /// other is compiled when an address of y or of a residual is not aligned, also while a stream is captured.
     fused: [TryOnceLock<Fused>; 2],
 }
 
@@ -155,8 +156,8 @@ pub(super) fn micros(task: &Task<'_>) -> f64 {
 }
 
 impl WinogradRow {
-    /// Share of the products of channels-last tensors that make outputs on a device of so many multiprocessors: tiles
-    /// may lie beside the image, and the last round of blocks be short.
+    /// The share of the products of channels-last tensors that make outputs, on a device with this number of
+    /// multiprocessors. The others belong to tiles outside the image and to a last round with too few blocks.
     pub(super) fn share_in_use(problem: &Problem, multiprocessors: u32) -> f64 {
         let Some((geometry, items)) = Self::items(problem, false) else {
             return 0.0;
@@ -209,7 +210,7 @@ impl Prepared for WinogradRow {
         self.sizes.packed_bytes()
     }
 
-    /// Bytes of what is kept behind a pack: see [`Seen`].
+    /// Bytes that are kept behind a packed filter: see [`Seen`].
     fn seen_bytes(&self) -> usize {
         self.sizes.k_blocks() * BLOCK_K * Seen::DIGEST
     }
@@ -222,9 +223,9 @@ impl Prepared for WinogradRow {
         PackedForm::new("winograd_row", self.spec.x.dtype, self.sizes.products, 0)
     }
 
-    /// An operand is rounded to the half type up to three times (twice in the input transform, once
-    /// in the filter's), and the transforms may grow what they sum by about 4. Split operands carry
-    /// 22 bits; there the tensor cores' truncated sums count, one for each product of 16 channels.
+    /// An operand is rounded to f16 or bf16 up to three times: twice in the input transform, once in the filter's. The
+    /// transforms may enlarge sums by a factor of about 4. Split operands carry 22 bits, and then the truncated sums of
+    /// tensor cores count, one for each product of 16 channels.
     fn tolerance(&self) -> f64 {
         const GROWTH: f64 = 4.0;
         let unit = |dtype: DType| dtype.unit_roundoff();
