@@ -1,5 +1,5 @@
 // Sums of dy * gate * gelu'(x + bias) over the rows, in two steps: partial sums of `chunk` rows each,
-// which the wing's column_sum adds in order. Deterministic.
+// which column_sum adds in order. Deterministic.
 #include "gelu.cuh"
 
 struct Params {

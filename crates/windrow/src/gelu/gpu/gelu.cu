@@ -2,11 +2,11 @@
 //
 // Floor: the bytes of x, gate and y over the memory bandwidth. One access of 16 bytes a thread keeps
 // 32 KiB in flight on every multiprocessor; arithmetic is about 13 (tanh) and 16 (exact) issue slots
-// an element in half types, of the 32 that an H200 has per 4 bytes moved.
+// an element in f16/bf16, of the 32 that an H200 has per 4 bytes moved.
 //
 // THREADS  threads of a block
 // UNROLL   accesses of a thread where all elements lie in one row
-// NATIVE   arithmetic in pairs of the half type itself; without bias and gate
+// NATIVE   arithmetic in pairs of f16 or bf16; without bias and gate
 #include "gelu.cuh"
 
 struct Params {

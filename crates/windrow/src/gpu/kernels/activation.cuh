@@ -5,7 +5,7 @@
 // vanishes, infinities come out right. Two grades:
 //   ACCURATE   rounding errors of the exponent are carried along: within a few units in the last place
 //              of f32, subnormal results included
-//   otherwise  relative error about 2^-15, for half types. The tail is formed with a factor 2^32, so
+//   otherwise  relative error about 2^-15, for f16/bf16. The tail is formed with a factor 2^32, so
 //              that a subnormal result is rounded once, at the end.
 #pragma once
 #include "intrinsics.cuh"

@@ -113,7 +113,7 @@ __device__ __forceinline__ unsigned floats_to_bf16x2(float low, float high) {
 #endif
 }
 
-// a * b + c on pairs of halves, each rounded once to the half type.
+// a * b + c on pairs of f16 or bf16, each rounded once.
 __device__ __forceinline__ unsigned f16x2_fma(unsigned a, unsigned b, unsigned c) {
 #if WINDROW_PTX
     unsigned y;
@@ -151,7 +151,7 @@ __device__ __forceinline__ float tanh_fast(float x) {
 #endif
 }
 
-// tanh of a pair of halves; absolute error about one unit at 1.
+// tanh of a pair of f16 or bf16; absolute error about one unit at 1.
 __device__ __forceinline__ unsigned f16x2_tanh(unsigned a) {
 #if WINDROW_PTX
     unsigned y;

@@ -5,10 +5,10 @@
 // a row, TILES tiles of 128 a step, which it lays down in shared memory behind the inputs before them while the next ones
 // are on their way. A thread sums up quads of neighbouring positions, four taps a step.
 //
-// MATRIX: halves with weights of their type on tensor cores, with f32 sums. A tile is a product: row m of the left
+// MATRIX: f16/bf16 with weights of their type on tensor cores, with f32 sums. A tile is a product: row m of the left
 // matrix are the inputs 8 m + k, k < 16 STEPS, of which a word of a thread is the pair at 2 (lane + 4 j) from where the
-// tile's inputs begin; the right matrix has the taps, shifted by one from column to column, and zeros; element n of row m
-// is output 8 m + n. Zeros times what is not finite are not 0: a step that meets such inputs sums in plain steps.
+// tile's inputs begin; the right matrix has the taps, shifted by one from column to column, and zeros; element n of row
+// m is output 8 m + n. Zeros times what is not finite are not 0: a step that meets such inputs sums in plain steps.
 //
 // TAPS     number of taps
 // TILES    tiles of a step
@@ -34,7 +34,7 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&early
         : "r"(early[0]), "r"(late[0]), "r"(early[1]), "r"(late[1]), "r"(taps[0]), "r"(taps[1]));
 }
 
-// Not 0 if one of two halves is infinite or no number.
+// Not 0 if one of two f16/bf16 numbers is infinite or NaN.
 __device__ __forceinline__ unsigned wildness(unsigned word) {
     constexpr unsigned ALL_ONES = EXPONENT << 16 | EXPONENT, LAST = 0x80008000u - ALL_ONES;
     return (word & ALL_ONES) + LAST & 0x80008000u;

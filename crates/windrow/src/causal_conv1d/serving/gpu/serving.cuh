@@ -24,7 +24,7 @@ struct Params {
     void *parents;
     WrongIndex *wrong;
     i64 sequences, channels, length, state_length, pool, blocks, block_size, slot_count;
-    // Most tokens of a sequence that states of drafts, windows and trees have room for.
+    // The maximum number of tokens of a sequence that states of drafts, windows and trees can hold.
     i64 most;
     i64 tree_columns;
     // A null index beside the negative ones; -1 if there is none.

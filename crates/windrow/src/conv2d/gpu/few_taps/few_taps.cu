@@ -1,16 +1,16 @@
 // Convolution whose output elements sum few products (c * r * s <= 48, as in the first layer of a network), on tensor
-// cores or AMD's matrix cores: such a layer is bound by the store of its output. One group, any stride, padding and
+// cores or AMD's matrix cores. Such a layer is bound by the store of its output. One group, any stride, padding and
 // dilation.
 //
 //     out[k, pixel] = sum over taps d of w[k, d] x[pixel + d]
 //
-// is a product of matrices whose left one, the filter, stays in the registers of a warp (few_taps_filter.cu has it in
-// that order). A warp, on AMD a wavefront, computes 16 * ROW_TILES output channels of 32 pixels that follow each other in
-// an image, also over the ends of rows, and gathers its operands from the first-level cache. Which of them a lane has is
-// in few_taps.cuh.
+// is a product of matrices. The left one, the filter, stays in the registers of a warp; few_taps_filter.cu packs it in
+// their order. A warp, on AMD a wavefront, computes 16 * ROW_TILES output channels of 32 pixels that follow each other
+// in an image, also across the ends of rows. It gathers its operands from the first-level cache. few_taps.cuh says
+// which of them a lane has.
 //
-// f16 and bf16 products are exact, sums f32. f32 operands are split in two TF32 parts and multiplied in three products,
-// or rounded to one; AMD's matrix cores multiply them as they are.
+// Products of f16 and bf16 are exact, and their sums are f32. f32 operands are split in two TF32 parts and multiplied
+// in three products, or rounded to one; AMD's matrix cores multiply them as they are.
 //
 // Constants: ELEMENT_*, EPILOGUE, RESIDUAL, TAPS (c * r * s), PRODUCTS 1 or 3 (f32), ROW_TILES 2 or 4, PADDED 0 or 1,
 // STORE (see few_taps.cuh) and VECTOR, elements of one store.
@@ -68,7 +68,7 @@ __device__ __forceinline__ void load(Element (&v)[LOADS], const Params& p, const
     }
 }
 
-// VECTOR neighbouring outputs of sums with their bias.
+// Stores VECTOR neighbouring outputs, of sums that include the bias.
 __device__ __forceinline__ void store(const Params& p, Element* to, float (&v)[VECTOR]) {
     Raw<T, VECTOR> raw;
     if (RESIDUAL) raw.template load<VECTOR>(beside(p.residual, p.y, to));
@@ -93,7 +93,7 @@ __device__ __forceinline__ float weight_at(const Params& p, int g, int channel, 
     return isfinite(high[0]) ? high[0] + high[128] : high[0];
 }
 
-// A lane's outputs, of which one would be NaN, as plain sums: an infinity split in two is an infinity and NaN.
+// Stores a lane's outputs as plain sums, if one of them would be NaN. An infinity split in two is an infinity and NaN.
 __device__ __noinline__ void store_plain_sums(const Params& p, const Element* x, Element* y, int pixel0, int g, int q) {
     const int first_k = blockIdx.y * (16 * ROW_TILES) + g * CHANNELS_OF_THREAD;
     for (int i = 0; i < PIXELS_OF_THREAD * CHANNELS_OF_THREAD; i++) {

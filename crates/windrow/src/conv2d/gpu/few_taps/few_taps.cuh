@@ -1,6 +1,6 @@
-// The product of few_taps.cu: what a lane holds of filter, input and sums, on tensor cores and on AMD's matrix cores. The
-// order of channels, pixels and taps within the tiles of a product is free; it is chosen so that the sums of a lane are
-// neighbours in memory.
+// The product of few_taps.cu: the elements of filter, input and sums that a lane holds, on tensor cores and on AMD's
+// matrix cores. The order of channels, pixels and taps within the tiles of a product is free; it is chosen so that the
+// sums of a lane are neighbours in memory.
 //
 // Constants: ELEMENT_*, TAPS, PRODUCTS, ROW_TILES, STORE, VECTOR: see there.
 #pragma once

@@ -1,7 +1,7 @@
-// Splits an f32 tensor in halves, in the order of weight_product.cu. Rows are pixels, row after row of all images, in planes
-// of the rows and columns that leave the same remainder when the stride divides them: so a tap reads one plane, further on
-// by a constant. Between rows and images there is room for the padding: zeros. Of few channels the taps of a row of the
-// filter, folded, are channels too: then columns are those of dy.
+// Splits an f32 tensor in f16 parts, in the order of weight_product.cu. Rows are pixels, row after row of all images. A
+// plane has the rows and columns with the same remainder modulo the stride. So a tap reads one plane, further on by a
+// constant. Between rows and images there are zeros for the padding. If channels are few, the taps of a row of the
+// filter are folded into channels, and columns are those of dy.
 //
 // Constants: ELEMENT_F32, FOLDED 0 or 1; CHANNELS_INNER 0 or 1: whether channels are neighbours; VECTOR: 4 if they are
 // whole, aligned vectors, else 1; EXPONENT, SHRINKAGE.
@@ -15,7 +15,7 @@ struct Params {
     const float* x;
     u16* high;                // [plane][octet][rows][8]
     const u32* max;           // bits of the largest finite magnitude
-    i64 low;                  // elements from the high halves to the low ones
+    i64 low;                  // elements from the high parts to the low ones
     i64 x_n, x_c, x_h, x_w;   // strides in elements
     int n, c, h, w;
     int pad_h, pad_w, stride_h, stride_w, dilation_h, dilation_w;

@@ -1,6 +1,6 @@
 // Adds the parts of a weight gradient of weight_product.cu in a fixed order, with compensation, and stores it with any
-// strides. An infinity split in halves is an infinity and NaN, and meets zeros between rows and images: so elements that
-// would be NaN are summed once more, plainly, by all lanes of their warp.
+// strides. An infinity split in f16 parts is an infinity and NaN, and meets zeros between rows and images. So elements
+// that would be NaN are summed once more, plainly, by all lanes of their warp.
 //
 // Constants: ELEMENT_F32.
 

@@ -1,12 +1,12 @@
-// Convolution as a product of matrices whose left one, of gathered inputs, never is in memory, for sm_90a. Any
-// filter, stride, padding, dilation and groups; f32.
+// Convolution as a product of matrices, for sm_90a. The left one, of gathered inputs, is never in memory. Any filter,
+// stride, padding, dilation and groups; f32.
 //
 //     y[pixel, k] = sum over terms t = (tap, channel) of x[pixel + tap, channel] w[t, k]
 //
-// f32 operands are split in two halves, high and low, of which three products are formed; the fourth is below the
-// rounding of f32. Halves have a small range, so both are scaled by powers of two: an output channel of the filter by its
-// largest tap when it is packed; the pixels of a warp by what the warp has seen so far: where later terms would leave the
-// range, sums are scaled down to a new power, which is exact.
+// f32 operands are split in two f16 parts, high and low, of which three products are formed; the fourth is below the
+// rounding of f32. f16 has a small range, so both operands are scaled by powers of two. An output channel of the filter
+// is scaled by its largest tap when it is packed. The pixels of a warp are scaled by the largest that the warp has seen
+// so far. If later terms would leave the range, sums are scaled down to a new power, which is exact.
 //
 // Tensor cores cut off what does not fit when they add. So their sums are short: 64 terms, small products first, then they
 // are added to sums that round.
@@ -74,7 +74,7 @@ struct Scale {
     __device__ __forceinline__ float inverse() const { return power_of_two(INPUT_EXPONENT) / value; }
 };
 
-// The terms of a step as halves, in the order of operand A.
+// The terms of a step as f16 parts, in the order of operand A.
 struct Operand {
     u32 high[STEP_PRODUCTS][4], low[STEP_PRODUCTS][4];
 

@@ -13,7 +13,7 @@ constexpr int STEP_DEPTH = 64; // terms of a step
 constexpr int STEP_PRODUCTS = STEP_DEPTH / 16;
 constexpr int ROW_BYTES = STEP_DEPTH * sizeof(Element); // of a pixel
 constexpr int X_BYTES = BLOCK_M * ROW_BYTES;
-constexpr int PART_BYTES = 16 * BLOCK_K * 2; // one half of 16 terms of the filter
+constexpr int PART_BYTES = 16 * BLOCK_K * 2; // one f16 part of 16 terms of the filter
 constexpr int W_BYTES = STEP_PRODUCTS * (IS_F32 ? 2 : 1) * PART_BYTES;
 constexpr int STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int CONSUMER_WARPS = 8;
@@ -73,8 +73,8 @@ struct Pixel {
     }
 };
 
-// Which of a block's pixels a row of the product is. Halves: so that four neighbours are in one thread once blocks of 8 x 8
-// sums are turned (implicit_gemm_half.cu).
+// The pixel of a block that a row of the product is. For f16/bf16, four neighbours are in one thread once blocks of
+// 8 x 8 sums are transposed (implicit_gemm_half.cu).
 __device__ __forceinline__ int pixel_of(int row) {
     return IS_F32 || GATHER == MAP ? row : (row & ~15) | (row & 6) << 1 | (row & 8) >> 2 | (row & 1);
 }

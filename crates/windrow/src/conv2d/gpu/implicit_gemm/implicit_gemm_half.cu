@@ -1,5 +1,4 @@
-// As implicit_gemm.cu, for f16 and bf16: one product of halves, both operands in shared memory, sums in f32 and one
-// rounding.
+// As implicit_gemm.cu, for f16 and bf16: one product, both operands in shared memory, sums in f32 and one rounding.
 //
 // A stage is 64 terms of a block's pixels and output channels, both in rows of 128 bytes that are swizzled as wgmma wants
 // them. x is channels-last with whole vectors of channels.
@@ -46,7 +45,7 @@ struct Place {
     }
 };
 
-// A block of 8 x 8 halves, of which a lane has two neighbours of row lane / 4, with rows and columns exchanged.
+// Transposes a block of 8 x 8 elements, of which a lane has two neighbours of row lane / 4.
 __device__ __forceinline__ u32 turned(u32 v) {
     u32 w;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(w) : "r"(v));
@@ -260,7 +259,8 @@ __device__ __forceinline__ void consume(const Params& p, int thread, u32 stages,
             const Place place(p, row + 64 * m, lane);
 #pragma unroll
             for (int i = 0; i < STORES; i++) {
-                // Ahead of the stores before, which the compiler would not let a load pass; the first sums leave no room.
+                // These loads come ahead of the stores before, because the compiler moves no load past a store. The
+                // first sums leave no registers for them.
                 if (ADDS_LATE && i < 2) added[m][i].load(p, i * STORE_J, place, columns, lane);
                 if (ADDS_LATE && i > 0 && i + 1 < STORES) added[m][i + 1].load(p, (i + 1) * STORE_J, place, columns, lane);
                 store(p, consumer.sum[m] + 16 * i, added[m][i], i * STORE_J, place, columns, lane, bias);

@@ -1,5 +1,5 @@
-// Of implicit_gemm.cu: outputs that would be NaN, as plain sums. An infinity split in halves is an infinity and NaN, and
-// the NaN of one group meets the zeros of another.
+// Outputs of implicit_gemm.cu that would be NaN, as plain sums. An infinity split in f16 parts is an infinity and NaN,
+// and the NaN of one group meets the zeros of another.
 
 #include "implicit_gemm_output.cuh"
 

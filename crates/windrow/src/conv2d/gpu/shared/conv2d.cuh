@@ -216,8 +216,8 @@ struct Digest {
     }
 };
 
-// x as the sum of two halves. Tensor cores cut off what they add, so that sums shrink by nearly the same factor, whatever
-// the data: the low half of a filter carries it, relative to x.
+// x as the sum of two f16 parts. Tensor cores truncate sums, so sums shrink by nearly the same factor, whatever the
+// data. The low part of a filter carries this factor, relative to x.
 struct Halves {
     u16 high, low;
     __device__ __forceinline__ explicit Halves(float x, float shrinkage = 0) {

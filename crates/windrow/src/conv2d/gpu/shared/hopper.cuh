@@ -149,8 +149,8 @@ __device__ __forceinline__ void wgmma(float (&d)[64], const u32 (&a)[4], u64 b, 
 
 // ---- wgmma, both operands in shared memory ----
 
-// Descriptor of a matrix in rows of 64 halves, 128 bytes of shared memory each, swizzled: 16 bytes i of row r lie at
-// i ^ r % 8. Rows begin at a multiple of 1024; `address` may be 16 terms further on, or 32, or 48.
+// Descriptor of a matrix in rows of 64 elements of f16/bf16, 128 bytes of shared memory each, swizzled: 16 bytes i of
+// row r lie at i ^ r % 8. Rows begin at a multiple of 1024; `address` may be 16 terms further on, or 32, or 48.
 __device__ __forceinline__ u64 swizzled_descriptor(u32 address) {
     return static_cast<u64>((address & 0x3ffff) >> 4) | 1ull << 16 | static_cast<u64>(1024 >> 4) << 32 | 1ull << 62;
 }

@@ -1,12 +1,12 @@
-// What pack_input.cu and turn_output.cu share: images are turned between the order of their pixels and that of their channels
-// in blocks of 16 bytes of channels by four pixels, a thread's, by way of shared memory.
+// The common part of pack_input.cu and turn_output.cu. Images are transposed between the order of their pixels and that
+// of their channels through shared memory. The block of a thread is 16 bytes of channels by four pixels.
 
 #pragma once
 
 #include "conv2d.cuh"
 
 constexpr int CHANNELS = 16 / sizeof(Element); // of one vector in channels-last order
-constexpr int PIXELS = 4;                      // of a thread: its block of CHANNELS x PIXELS is turned in registers
+constexpr int PIXELS = 4;                      // of a thread: its block of CHANNELS x PIXELS is transposed in registers
 constexpr int CHUNKS = 4, LANES = 32;          // a block has 4 x CHANNELS channels of 32 x PIXELS pixels
 constexpr int TILE_P = LANES * PIXELS;
 

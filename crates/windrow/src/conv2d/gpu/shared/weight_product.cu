@@ -1,10 +1,10 @@
-// Sums over rows of products of two operands, each split in two halves, for sm_90a: weight gradients in f32.
+// Sums over rows of products of two operands, each split in two f16 parts, for sm_90a: weight gradients in f32.
 //
 //     out[m, n] = sum over rows of a[row, m] b[row, n]
 //
-// Rows are the pixels, or tiles, of all images. A side's channels lie in octets: [octet][row][8], the low halves behind the
-// high ones. So a run of rows of an octet is contiguous, it is what wgmma takes as a column of blocks of 8 x 8, and a tap of
-// a filter reads the same rows further on.
+// Rows are the pixels, or tiles, of all images. A side's channels lie in octets: [octet][row][8], the low parts behind
+// the high ones. So a run of rows of an octet is contiguous. wgmma reads it as a column of blocks of 8 x 8. A tap of a
+// filter reads the same rows further on.
 //
 // Tensor cores cut off what does not fit when they add. So their sums are short: 64 rows, small products first, then they are
 // added to sums that round.
@@ -22,7 +22,7 @@ constexpr int BLOCK_M = 128;
 constexpr int STEP_ROWS = 64, STEP_PRODUCTS = STEP_ROWS / 16;
 constexpr int OCTET_BYTES = STEP_ROWS * 16; // of a step
 constexpr int M_OCTETS = BLOCK_M / 8, N_OCTETS = BLOCK_N / 8;
-constexpr int M_BYTES = M_OCTETS * OCTET_BYTES, N_BYTES = N_OCTETS * OCTET_BYTES; // of one half
+constexpr int M_BYTES = M_OCTETS * OCTET_BYTES, N_BYTES = N_OCTETS * OCTET_BYTES; // of one part
 constexpr int STAGE_BYTES = 2 * (M_BYTES + N_BYTES);
 constexpr int CONSUMER_WARPS = 8;
 constexpr int SUMS = BLOCK_N / 2;
@@ -30,7 +30,7 @@ constexpr int SUMS = BLOCK_N / 2;
 struct Side {
     const unsigned char* halves;
     const u32* max;         // bits of the largest finite magnitude that it was scaled by
-    i64 low;                // bytes from the high halves to the low ones
+    i64 low;                // bytes from the high parts to the low ones
     i64 position, octet;    // bytes from a position, an octet to the next
     i64 out_tap, out_channel; // strides in elements
     int octets, channels;   // of all taps, of one
@@ -91,7 +91,8 @@ __device__ __forceinline__ const unsigned char* rows_of(const Params& p, const S
     return side.halves + position * side.position + in_tap * side.octet + p.taps.bytes(tap);
 }
 
-// A lane keeps one half of an octet of one of the sides coming: a warp alone would be slower than what it waits for.
+// A lane keeps the copies of one f16 part of an octet of one side coming. One warp alone would be slower than the
+// copies that it waits for.
 __device__ __forceinline__ void produce(const Params& p, int warp, int lane, u32 stages, u32 full, u32 empty) {
     Ring ring;
     const int half = lane % 2, index = 8 * warp + lane / 2;

@@ -6,10 +6,11 @@
 //
 // with tiles innermost where the image has columns side by side, and channels where it has those. Both may be padded.
 //
-// PARTS, for f32: how many halves stand for a number of U and V, which is scaled by a power of two so that halves hold it.
-// One is the number rounded. Three lie side by side as more channels: high, low, high of U and low, high, high of V, so
-// that one product of all parts sums the three that count, small terms first: a tensor core cuts off what it adds to a
-// large sum. Two, high halves and low ones behind them, are in octets of channels, [p][octet][tile][8], for weight_product.cu.
+// PARTS, for f32: the number of f16 parts that stand for a number of U and V, which is scaled by a power of two so that
+// f16 holds it. One part is the number rounded. Three lie side by side as more channels: high, low, high of U and low,
+// high, high of V, so that one product of all parts sums the three that count, small terms first: a tensor core cuts
+// off what it adds to a large sum. Two, high parts and low ones behind them, are in octets of channels,
+// [p][octet][tile][8], for weight_product.cu.
 #pragma once
 #include "conv2d.cuh"
 

@@ -10,12 +10,12 @@ constexpr float G[ALPHA][3] = FILTER;
 struct Params {
     const Element* w;
     Stored* u;              // [p][k][part][c_padded]
-    float* inverse;         // [k]: undoes the scale (in halves)
+    float* inverse;         // [k]: undoes the scale (of f16 parts)
     i64 w_k, w_c, w_r, w_s; // strides in elements
     i64 plane;              // elements of one position
     Seen seen;
     int c, c_padded;
-    float shrinkage;        // of sums of split halves
+    float shrinkage;        // of sums of split numbers
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
 

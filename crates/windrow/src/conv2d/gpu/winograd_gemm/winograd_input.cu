@@ -16,7 +16,7 @@ constexpr float T_MATRIX[ALPHA][SIZE] = INPUT;
 struct Params {
     const Element* x;
     Stored* v;
-    const u32* x_max;       // [n]: bits of the largest finite |x| of an image (in halves), or of all (in octets)
+    const u32* x_max;       // [n]: bits of the largest finite |x| of an image (f16 parts), or of all (octets)
     i64 x_n, x_c, x_h, x_w; // strides in elements
     i64 plane, v_tile, v_channel, v_part; // v_channel of an octet, where there are such
     Tiling tiling;

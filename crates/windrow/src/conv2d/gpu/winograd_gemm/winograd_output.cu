@@ -9,7 +9,7 @@ constexpr float AT[TILE][ALPHA] = OUTPUT;
 
 struct Params : Output {
     const float* m;
-    const u32* x_max;       // [n] and [k], which undo the scales of V and U (in halves)
+    const u32* x_max;       // [n] and [k], which undo the scales of V and U (of f16 parts)
     const float* u_inverse;
     i64 plane, m_tile, m_channel;
     Tiling tiling;
@@ -51,7 +51,8 @@ extern "C" __global__ __launch_bounds__(THREADS) void KERNEL(const __grid_consta
     transform(AT, m, out);
     float scale = 1;
 #if IN_HALVES
-    // Both scales in two steps of half the exponent, as their product may be beyond the range of f32 where y is not.
+    // Both scales are applied in two steps of half the exponent, because their product may be beyond the range of f32
+    // if y is not.
     const int exponent = exponent_of(power_of_two_scale(p.x_max[at.n], EXPONENT, true)) +
                          exponent_of(p.u_inverse[place.channel]);
     const float half = power_of_two(exponent / 2);

@@ -1,8 +1,8 @@
 // Transforms a filter into the order in which winograd_row.cu multiplies it: [k block, step of 16 channels, row,
 // position, part, 64 output x 16 input channels], the last two as 8 x 8 blocks of 128 bytes, zeros where k or c end.
 //
-// f32: each output channel is scaled by a power of two, so that halves hold it, and split in a high and (PRODUCTS 3) a low
-// half.
+// f32: each output channel is scaled by a power of two, so that f16 holds it, and split in a high and (PRODUCTS 3) a
+// low f16 part.
 //
 // An output channel that is the same as in the pack that is kept is left as it is.
 //
@@ -21,7 +21,7 @@ struct Params {
     i64 w_k, w_c, w_r, w_s; // strides in elements; negative-stepped for a rotated filter
     Seen seen;
     int k, c, steps;
-    float shrinkage; // of sums of split halves
+    float shrinkage; // of sums of split numbers
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
 

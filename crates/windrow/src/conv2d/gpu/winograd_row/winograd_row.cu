@@ -1,21 +1,21 @@
 // Fused Winograd convolution for sm_90a: input transform, products and output transform in one kernel; the
 // transformed tensors never reach device memory.
 //
-// F(3, 3) runs along the width, the filter's rows are summed directly. One Winograd tile is 1 x 3 outputs: 5
-// positions, 15 products per input channel where the direct sum takes 27. For each position
+// F(3, 3) runs along the width, and the filter's rows are summed directly. One Winograd tile is 1 x 3 outputs. It has 5
+// positions, and 15 products per input channel instead of the direct sum's 27. For each position
 //
 //     M[tile, k] = sum over rows r and channels c of V_r[tile, c] U_r[c, k],
 //
-// a product of matrices with tiles on the rows. A thread makes V in registers from pixels in shared memory, exactly
-// the elements that the tensor core wants from it as operand A (hopper.cuh), so V is never stored. All positions of a
-// tile stay in one thread, so the output transform is arithmetic in its registers.
+// a product of matrices with tiles on the rows. A thread computes V in registers from pixels in shared memory: exactly
+// the elements of operand A that the tensor core reads from this thread (hopper.cuh). So V is never stored. All
+// positions of a tile stay in one thread, so the output transform is arithmetic in its registers.
 //
 // A block has two consumer warpgroups, which multiply 64 tiles by 64 output channels each, and a producer warpgroup
 // that keeps two rings full: input boxes (per consumer) and transformed filter steps (shared by both).
 //
-// Constants: ELEMENT_F16, ELEMENT_BF16 or ELEMENT_F32; PRODUCTS 1 or 3 (operands split in two halves);
-// EPILOGUE; RESIDUAL; CHANNELS_LAST_OUT 0 or 1; PAIRS_X, PIXEL_PITCH, PAIR_BITS (see `pair_of`); the transforms
-// INPUT_INNER, INPUT_POINT, INPUT_ROW, OUTPUT; INPUT_STAGES; for f32 INPUT_EXPONENT and FILTER_EXPONENT.
+// Constants: ELEMENT_F16, ELEMENT_BF16 or ELEMENT_F32; PRODUCTS 1 or 3 (operands split in two f16 parts); EPILOGUE;
+// RESIDUAL; CHANNELS_LAST_OUT 0 or 1; PAIRS_X, PIXEL_PITCH, PAIR_BITS (see `pair_of`); the transforms INPUT_INNER,
+// INPUT_POINT, INPUT_ROW, OUTPUT; INPUT_STAGES; for f32 INPUT_EXPONENT and FILTER_EXPONENT.
 
 #include "winograd_row_input.cuh"
 #include "winograd_row_output.cuh"
@@ -72,8 +72,8 @@ __device__ __forceinline__ void produce_filter(const Params& p, u32 stages, u32 
 
 // ---- consumer ----
 
-// The second consumer begins a step later, so that it multiplies while the first one stores outputs: with three
-// products that pays, with one they wait for each other at the filter's ring.
+// The second consumer begins a step later, so that it multiplies while the first one stores outputs. With three
+// products this is faster. With one, the consumers wait for each other at the filter's ring.
 constexpr bool STAGGERED = PRODUCTS == 3;
 
 __device__ __forceinline__ u32 x_max_of(const Params& p, int image) { return p.x_max[image < p.n ? image : p.n - 1]; }
@@ -85,8 +85,8 @@ __device__ __forceinline__ void consume(const Params& p, int consumer, int warp,
     float acc[ALPHA][32];
     Ring x_ring, u_ring;
     int previous = -1;  // filter slot of the last product
-    int k_loaded = -1;  // block whose `channels` are there
-    // Once the product that read it is done, its slot may be filled again.
+    int k_loaded = -1;  // block whose `channels` are loaded
+    // Frees the filter slot of the last product, once that product is done.
     const auto release = [&] {
         if (previous >= 0 && !p.u_resident && lane == 0) barrier_arrive(u_empty + 8 * previous);
     };
@@ -176,7 +176,7 @@ __device__ __forceinline__ void consume(const Params& p, int consumer, int warp,
             continue;
         }
 
-        // Where the tiles are is computed again rather than kept in registers.
+        // The places of the tiles are computed again rather than kept in registers.
         int same_item = item;
         asm volatile("" : "+r"(same_item));
         const Item same(p, same_item, consumer);
@@ -200,13 +200,13 @@ __device__ __forceinline__ void consume(const Params& p, int consumer, int warp,
 
 extern "C" __global__ __launch_bounds__(384, 1) void KERNEL(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    // Input stages of both consumers first: the swizzle wants them aligned to 512 bytes.
+    // Input stages of both consumers come first, because the swizzle needs them aligned to 512 bytes.
     const u32 x_stages = shared_address(shared);
     const u32 u_stages = x_stages + 2 * INPUT_STAGES * p.stage_bytes;
     const u32 x_full = u_stages + p.u_stages * U_BYTES, x_empty = x_full + X_EMPTY;
     const u32 u_full = x_empty + 16 * INPUT_STAGES, u_empty = u_full + 8 * p.u_stages;
     // Then, for each consumer warp, its output channels and (strided output) its staging buffer.
-    const u32 begun = u_empty + 8 * p.u_stages; // the first consumer has done so
+    const u32 begun = u_empty + 8 * p.u_stages; // the first consumer has begun
     unsigned char* const scratch = shared + ((begun + (STAGGERED ? 8 : 0) - x_stages + 15) & ~15);
 
     if (threadIdx.x == 0) {

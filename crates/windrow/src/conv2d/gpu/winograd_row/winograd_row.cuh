@@ -12,10 +12,10 @@ constexpr int PAIR_PIXELS = 2 * TILE + 2; // inputs of two neighbouring tiles
 constexpr int PAIRS = 32;                // pairs of tiles of a warpgroup
 constexpr int BLOCK_K = 64;              // output channels of a block
 constexpr int STEP_C = 16;               // input channels of one product
-constexpr int PIXEL_BYTES = 64;          // of one pixel in a stage: 32 half or 16 float channels
+constexpr int PIXEL_BYTES = 64;          // of one pixel in a stage: 32 f16/bf16 or 16 f32 channels
 constexpr int STAGE_STEPS = PIXEL_BYTES / sizeof(Element) / STEP_C;
-constexpr int PART_BYTES = STEP_C * BLOCK_K * 2; // one position of U, one step: 16 x 64 halves
-constexpr int PARTS = PRODUCTS == 1 ? 1 : 2;     // high and low half
+constexpr int PART_BYTES = STEP_C * BLOCK_K * 2; // one position of U, one step: 16 x 64 elements
+constexpr int PARTS = PRODUCTS == 1 ? 1 : 2;     // high and low part
 constexpr int U_BYTES = ALPHA * PARTS * PART_BYTES;
 constexpr int CONSUMER_WARPS = 8;
 // Together 504 for each lane of a warp of the three groups. One product of f32 asks the producer for input most often.

@@ -1,5 +1,5 @@
-// dx and partial sums of the gradients of weight and bias on Hopper, of halves, where channels lie next to each other in x,
-// dy and dx and rows of channels are whole 16-byte vectors; no states, one sequence a row, 2 <= WIDTH <= 5.
+// dx and partial sums of the gradients of weight and bias on Hopper, of f16/bf16, where channels lie next to each other
+// in x, dy and dx and rows of channels are whole 16-byte vectors; no states, one sequence a row, 2 <= WIDTH <= 5.
 //
 // Floor: x and dy once in, dx once out. A block walks along `chunk` positions of its channels and WIDTH - 1 more, ROWS
 // positions a step: the copy engine brings the next tiles meanwhile and takes dx away, which replaces dy in its tile and

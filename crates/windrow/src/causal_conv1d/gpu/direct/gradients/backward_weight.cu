@@ -1,5 +1,5 @@
-// Partial sums of the gradients of weight and bias over `chunk` positions of a row, which the wing's
-// column_sum adds in order: deterministic. For any strides, width and options. A block takes chunks of
+// Partial sums of the gradients of weight and bias over `chunk` positions of a row, which column_sum
+// adds in order: deterministic. For any strides, width and options. A block takes chunks of
 // 128 channels (ALONG_CHANNELS, one thread each) or of one channel (threads along l, added as a tree).
 //
 // TAPS   taps of a thread, the bias as one more after the last: WIDTH + 1, or 1, and each chunk is
