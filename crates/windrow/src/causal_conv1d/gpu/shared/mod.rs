@@ -194,7 +194,7 @@ pub(crate) fn is_simple(activation: Activation) -> bool {
     !matches!(activation, Activation::Gelu(_))
 }
 
-/// A kernel of the room.
+/// A kernel of causal_conv1d.
 pub(crate) fn kernel_spec(
     source: &'static Source,
     name: &str,

@@ -1,4 +1,4 @@
-//! Chips: what expected times depend on, in one file for each chip that was measured.
+//! The rates of chips, on which expected times depend, in one file for each chip that was measured.
 
 mod h200;
 
@@ -37,7 +37,7 @@ impl Chip {
 /// Measured rates of a chip, in microseconds.
 #[derive(Debug)]
 pub(super) struct Rates {
-    /// The chip that was measured, and what kernels for it are compiled for.
+    /// The chip that was measured, and the architecture that its kernels are compiled for.
     pub(super) chip: &'static str,
     pub(super) architecture: &'static str,
     pub(super) packing: Packing,
@@ -100,7 +100,7 @@ pub(super) struct WinogradGemm {
     pub(super) product: f64,
 }
 
-/// A step of 64 terms, and what a tile takes beside its steps.
+/// The time of a step of 64 terms, and the time of a tile in addition to its steps.
 pub(super) type StepAndTile = (f64, f64);
 
 /// The gathered product.
@@ -125,7 +125,7 @@ pub(super) struct ImplicitGemm {
     pub(super) stores: f64,
 }
 
-/// cuDNN's kernels, and what is around them.
+/// cuDNN's kernels and the passes around them.
 #[derive(Debug)]
 pub(super) struct Cudnn {
     pub(super) launch: f64,

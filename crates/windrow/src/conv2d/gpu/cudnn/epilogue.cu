@@ -1,4 +1,5 @@
-// y = act(y + bias + residual) in place, for a dense y: what cuDNN leaves to do. A thread takes VECTOR_BYTES of each tensor.
+// y = act(y + bias + residual) in place, for a dense y: the pass behind cuDNN's kernel. A thread takes VECTOR_BYTES of
+// each tensor.
 //
 // Constants: ELEMENT_*, EPILOGUE, RESIDUAL, VECTOR_BYTES.
 
@@ -20,7 +21,7 @@ __device__ __forceinline__ float bias_of(const Params& p, int element) {
     return p.bias_is_float ? static_cast<const float*>(p.bias)[at] : to_float(static_cast<const Element*>(p.bias)[at]);
 }
 
-// A vector, or what exists of it.
+// A vector, or its part that exists.
 struct Place {
     int exist;
 

@@ -1,4 +1,4 @@
-//! cuDNN's convolution, where it is installed and faster than what is here.
+//! cuDNN's convolution, for devices on which cuDNN is installed and faster than the other methods.
 
 pub(super) mod nhwc;
 
@@ -161,7 +161,7 @@ impl Method for CudnnMethod {
     }
 }
 
-/// Expected microseconds of its kernel and what is around it.
+/// Expected microseconds of cuDNN's kernel and the pass behind it.
 pub(super) fn micros(task: &Task<'_>) -> f64 {
     kernel_micros(task) + pass_micros(task)
 }
@@ -184,7 +184,7 @@ pub(super) fn kernel_micros(task: &Task<'_>) -> f64 {
     (rates.launch + per_gflop * 1e-9 * p.flops()).max(few)
 }
 
-/// Expected microseconds of the pass behind cuDNN's kernel: a launch, y read and written, and what is added read.
+/// Expected microseconds of the pass behind cuDNN's kernel: a launch, reading and writing y, and reading the residual.
 fn pass_micros(task: &Task<'_>) -> f64 {
     let Task { chip, spec, problem: p, .. } = *task;
     if !has_epilogue(spec) && !NhwcConversion::suits(spec, p) {
@@ -281,13 +281,13 @@ impl Prepared for Cudnn {
         self.convolution.workspace_bytes() + nhwc
     }
 
-    /// Bytes of what is kept behind a pack: see [`Seen`].
+    /// Bytes that are kept behind a packed filter: see [`Seen`].
     fn seen_bytes(&self) -> usize {
         self.nhwc_filter.as_ref().map_or(0, NhwcFilter::seen_bytes)
     }
 
     fn packed_form(&self) -> PackedForm {
-        // Of each layout another, and one with what tells whether it is still that of the filter.
+        // Each layout has its own order. A filter that is kept with digests has another.
         let order = usize::from(self.channels_last) + 2 * usize::from(self.nhwc_filter.is_some());
         PackedForm::new("cudnn", self.spec.x.dtype, 1, order)
     }

@@ -47,7 +47,7 @@ params! {
     }
 }
 
-/// A dense filter [k, c, r, s] copied to [k, r, s, c], unless it is what was copied before.
+/// A dense filter [k, c, r, s] copied to [k, r, s, c], unless the same filter was copied before.
 #[derive(Debug)]
 pub(crate) struct NhwcFilter {
     kernel: &'static Kernel,
@@ -57,7 +57,7 @@ pub(crate) struct NhwcFilter {
 }
 
 impl NhwcFilter {
-    /// `None` where a block cannot hold all taps of some channels, and for filters that lie in another order.
+    /// `None` if a block cannot hold all taps of some channels, or if the filter lies in another order.
     pub(crate) fn new(gpu: &'static Gpu, spec: &Conv2dSpec, p: &Problem) -> Result<Option<Self>> {
         let dtype = spec.w.dtype;
         if !spec.w.layout.is_contiguous() || !(1..=MAX_TAPS).contains(&(p.r * p.s)) {
@@ -67,7 +67,7 @@ impl NhwcFilter {
         Ok(Some(NhwcFilter { kernel, vector: 16 / dtype.size(), problem: *p }))
     }
 
-    /// Bytes of what is kept behind a pack: see [`Seen`].
+    /// Bytes that are kept behind a packed filter: see [`Seen`].
     pub(crate) fn seen_bytes(&self) -> usize {
         self.problem.k * Seen::DIGEST
     }
@@ -137,7 +137,7 @@ impl NhwcConversion {
         (elements * self.spec.y.dtype.size()).next_multiple_of(ALIGNMENT)
     }
 
-    /// Copies x, lets `convolve` write sums of it, both channels-last, and turns these to y.
+    /// Copies x to channels-last, lets `convolve` write channels-last sums of it, and transposes the sums to y.
     ///
     /// # Safety
     /// As [`super::Prepared::run`], with [`NhwcConversion::scratch_bytes`] of scratch memory; `convolve` must write all sums.

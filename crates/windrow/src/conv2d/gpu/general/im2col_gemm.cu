@@ -8,7 +8,7 @@
 //     BACKWARD_DATA    n, h, w       c          r, s, k          dy, gathered    w
 //     BACKWARD_WEIGHT  k             c, r, s    n, oh, ow        dy              x, gathered
 //
-// f32 multiplies on the plain units, f16 and bf16 on tensor cores with f32 sums; on AMD on matrix cores where they take
+// f32 multiplies on the plain units, f16 and bf16 on tensor cores with f32 sums; on AMD on matrix cores if they take
 // the type. The weight gradient is split over images; im2col_gemm_sum.cu adds the parts in a fixed order.
 //
 // Constants: ELEMENT_*, PROBLEM, ALONG_ROWS (neighbouring lanes load neighbouring rows of a, else neighbouring depth),
@@ -24,7 +24,7 @@ constexpr int ROWS = 64, COLUMNS = 64, DEPTH = 16, THREADS = 256;
 constexpr int LOADS = ROWS * DEPTH / THREADS; // elements of each matrix that a thread loads for one step
 
 struct Params {
-    const Element* image;  // x, or dy for the data gradient: what is gathered
+    const Element* image;  // x, or dy for the data gradient; it is gathered
     const Element* other;  // w, or dy for the weight gradient
     void* out;             // y, dx of Element; parts of dw as float
     const void* bias;      // [k] or null
@@ -49,7 +49,7 @@ struct Params {
 };
 static_assert(PARAMS_AGREE, "as the host's structure");
 
-// Where filter tap (r, s) of output position (i, j) reads the gathered image; false outside.
+// The position at which filter tap (r, s) of output position (i, j) reads the gathered image; false outside.
 __device__ __forceinline__ bool position(const Params& p, int i, int j, int r, int s, int& y, int& x) {
 #if PROBLEM == BACKWARD_DATA
     y = i + p.pad_h - r * p.dilation_h;

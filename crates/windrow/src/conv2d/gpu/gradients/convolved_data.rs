@@ -66,7 +66,7 @@ impl DataGradient for Mirrored {
     }
 }
 
-/// A transposed convolution by the kernels of [`General`]: takes what nothing else does.
+/// A transposed convolution by the kernels of [`General`], for gradients that no other method computes.
 pub(super) struct TransposedMethod;
 
 impl GradientMethod<dyn DataGradient> for TransposedMethod {

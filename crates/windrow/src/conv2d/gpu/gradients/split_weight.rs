@@ -26,7 +26,7 @@ const THREADS: usize = 256;
 const VECTOR: usize = 4;
 const MAX_GRID: usize = 65_535;
 
-/// An operand and what splits it.
+/// An operand and the kernels that split it.
 #[derive(Debug)]
 struct Operand {
     desc: TensorDesc,

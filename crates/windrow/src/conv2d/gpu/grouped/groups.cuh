@@ -29,7 +29,7 @@ __device__ __forceinline__ constexpr int tap_of(int i, int j, int stride, int di
     return from >= 0 && from % dilation == 0 && from / dilation < taps ? from / dilation : -1;
 }
 
-// Adds what row `i` of the inputs contributes to a tile.
+// Adds the products of row `i` of the inputs to a tile.
 template <int V>
 __device__ __forceinline__ void add_row(float (&sum)[TILE_H][TILE_W][V], const float (&x)[READ_W][V],
                                         const float (&filter)[TAPS][V], int i) {

@@ -8,8 +8,8 @@
 // is scaled by its largest tap when it is packed. The pixels of a warp are scaled by the largest that the warp has seen
 // so far. If later terms would leave the range, sums are scaled down to a new power, which is exact.
 //
-// Tensor cores cut off what does not fit when they add. So their sums are short: 64 terms, small products first, then they
-// are added to sums that round.
+// Tensor cores truncate when they add. So their sums are short: 64 terms, small products first. Then they are added to
+// sums that round.
 //
 // A block has two consumer warpgroups, which multiply 64 pixels by BLOCK_K channels each, and a producer warpgroup that
 // keeps a ring of stages full. SPLIT blocks of a cluster share the terms of a tile; their sums are added in the order of
@@ -21,7 +21,7 @@
 #include "implicit_gemm_gather.cuh"
 #include "implicit_gemm_special.cuh"
 
-// Together 504 for each lane of a warp of the three groups. The producer's addresses of elements want many.
+// The three warpgroups have 504 registers for each lane together. The producer needs many for addresses of elements.
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
 
 // Four terms of two pixels for each product.
@@ -96,7 +96,7 @@ struct Operand {
     }
 };
 
-// Of the ring's stages, and of the sums that the blocks of a cluster exchange.
+// The barriers of the ring's stages, and of the sums that the blocks of a cluster exchange.
 struct Barriers {
     u32 full, empty, written, read;
     __device__ __forceinline__ explicit Barriers(u32 first)
@@ -112,7 +112,7 @@ struct Consumer {
     Ring ring; // the stage that comes next
     Scale scale;
 
-    // Waits for the next stage and makes its operand; what the sums of the stage before have to be multiplied with.
+    // Waits for the next stage and makes its operand. Returns the factor for the sums of the stage before.
     __device__ __forceinline__ float prepare(Operand& operand) {
         barrier_wait(barriers.full + 8 * ring.slot, ring.parity);
         float v[STEP_PRODUCTS][2][4];

@@ -108,8 +108,8 @@ __device__ __forceinline__ float bias_of(const Params& p, const Columns& columns
                            : to_float(static_cast<const Element*>(p.bias)[k * p.bias_stride]);
 }
 
-// Asks for what is added to a tile while its sums are formed, where there are no registers to hold it. Each of the
-// consumers' threads asks for some lines.
+// Prefetches the residual of a tile while its sums are formed, if there are no registers to hold it. Each of the
+// consumers' threads prefetches some lines.
 template <bool CHANNELS_LAST>
 __device__ __forceinline__ void prefetch_residual(const Params& p, int pixel0, const Columns& columns, int thread) {
     constexpr int LINE = 128 / sizeof(Element), LINES = (CHANNELS_LAST ? BLOCK_K : BLOCK_M) / LINE;

@@ -1,4 +1,5 @@
-// Of implicit_gemm.cu and implicit_gemm_half.cu: terms of x go to shared memory, zeros where the image or the sum ends.
+// The gathering of implicit_gemm.cu and implicit_gemm_half.cu: terms of x go to shared memory, with zeros outside the
+// image and the sum.
 //
 // GATHER CHANNELS: a stage is [pixel][term], rows of chunks of 16 bytes. f32: the first and second half of odd rows
 // change places. f16/bf16: chunk i of row r lies at i ^ r % 8, which is the swizzle of 128 bytes.
@@ -35,7 +36,7 @@ __device__ __forceinline__ void meet_producers() {
     asm volatile("bar.sync 1, %0;" ::"n"(PRODUCERS) : "memory");
 }
 
-// Where the taps of an output begin.
+// The place at which the taps of an output begin.
 struct Origin {
     int offset; // in x, of the first of a unit's channels, which are `channels` further on
     int y, x;

@@ -1,7 +1,7 @@
 // As implicit_gemm.cu, for f16 and bf16: one product, both operands in shared memory, sums in f32 and one rounding.
 //
-// A stage is 64 terms of a block's pixels and output channels, both in rows of 128 bytes that are swizzled as wgmma wants
-// them. x is channels-last with whole vectors of channels.
+// A stage is 64 terms of a block's pixels and output channels, both in rows of 128 bytes that are swizzled as wgmma
+// requires. x is channels-last with whole vectors of channels.
 //
 // A block has two consumer warpgroups, which multiply half of its pixels by all of its channels, and producers. SPLIT blocks of a cluster share the terms of a tile; then a block has one tile.
 //
@@ -15,7 +15,7 @@ constexpr int SUMS = BLOCK_K / 2;      // of a thread and tile
 constexpr int COLUMNS_J = BLOCK_K / 8; // groups of 8 columns of the product
 constexpr int SHARE = COLUMNS_J / SPLIT, STORE_J = SHARE < 4 ? SHARE : 4; // of them that a block stores, and at a time
 constexpr int STORES = SHARE / STORE_J;
-// There are registers for what is added beside the sums: 168 where no warpgroup gives any away.
+// There are registers for the residual beside the sums: 168 if no warpgroup gives any away.
 constexpr bool ADDS_EARLY = RESIDUAL && (PRODUCERS == 128 || BLOCK_K < 256), ADDS_LATE = RESIDUAL && !ADDS_EARLY;
 
 // How y is stored: elements of any strides; vectors of eight channels; vectors of four pixels.

@@ -1,4 +1,4 @@
-// Of implicit_gemm.cu: from the sums in a thread's registers to y.
+// The output of implicit_gemm.cu: from the sums in a thread's registers to y.
 
 #include "implicit_gemm.cuh"
 

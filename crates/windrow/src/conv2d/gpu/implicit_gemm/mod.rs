@@ -38,7 +38,7 @@ pub(crate) struct ImplicitGemm {
     spec: Conv2dSpec,
     problem: Problem,
     cut: Cut,
-    /// Halves: what is read where x has no whole vectors of channels.
+    /// The copy that f16/bf16 kernels read if x has no whole vectors of channels.
     input: Option<Input>,
     /// Elements from the filter of a group to that of the next.
     filter_group: isize,
@@ -295,7 +295,7 @@ impl Prepared for ImplicitGemm {
         (self.filter_bytes() + self.problem.k * size_of::<f32>()).next_multiple_of(ALIGNMENT)
     }
 
-    /// Bytes of what is kept behind a pack: see [`Seen`].
+    /// Bytes that are kept behind a packed filter: see [`Seen`].
     fn seen_bytes(&self) -> usize {
         self.cut.k_blocks(&self.problem) * self.cut.block * Seen::DIGEST
     }

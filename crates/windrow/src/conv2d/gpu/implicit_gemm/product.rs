@@ -1,4 +1,4 @@
-//! The kernels of the product, and what a block of them is.
+//! The kernels of the product and the shape of their blocks.
 
 use super::Params;
 use super::cut::{Cut, Gather, STEP, gather, is_padded, stores_pixels, stores_vectors};

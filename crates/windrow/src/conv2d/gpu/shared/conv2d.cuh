@@ -1,6 +1,6 @@
-// What the kernels of conv2d share: the element type (ELEMENT_F16, ELEMENT_BF16 or ELEMENT_F32 is defined), packed
-// half arithmetic, vector stores, EPILOGUE, the activation (see activation.cuh), and RESIDUAL 0 or 1: a tensor laid out as
-// y is added to the sums and the bias before that.
+// The common part of conv2d's kernels: the element type (ELEMENT_F16, ELEMENT_BF16 or ELEMENT_F32 is defined), packed
+// f16/bf16 arithmetic, vector stores, EPILOGUE, the activation (see activation.cuh), and RESIDUAL 0 or 1: a tensor laid
+// out as y is added to the sums and the bias before that.
 
 #include "windrow.cuh"
 #include "activation.cuh"
@@ -54,7 +54,7 @@ struct ConvShape : Output {
     int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
 };
 
-// Where a residual has what is added at `to` of y.
+// The address of the residual that is added at `to` of y.
 __device__ __forceinline__ const Element* beside(const Element* residual, const Element* y, const Element* to) {
     return residual + (to - y);
 }
@@ -91,7 +91,7 @@ __device__ __forceinline__ void store_pair(Element* to, float2 v) {
 // Asks for the line of `p` to come to the second-level cache.
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-// Keeps the compiler from remembering what it computed from `p`, which would take registers.
+// Keeps the compiler from holding values that it computed from `p`, because they would take registers.
 template <class P> __device__ __forceinline__ void forget(P*& p) { asm volatile("" : "+l"(p)); }
 #endif
 
@@ -145,15 +145,14 @@ __device__ __forceinline__ void store_largest(u32* to, u32 mine) {
     if (threadIdx.x == 0) atomicMax(to, mine);
 }
 
-// What is kept of a filter beside its pack, so that the next packing kernel sees whether the pack is still that of the
-// filter.
+// The digests that are kept beside a packed filter, so that the next packing kernel sees if the filter has changed.
 struct Seen {
-    ulonglong2* digests; // of what each block packed; null where nothing is kept
-    u64 ticket;          // of this memory alone: what lies in it before the first pack is no digest of it
+    ulonglong2* digests; // of the channels that each block packed; null if nothing is kept
+    u64 ticket;          // of this memory alone, so that its content before the first packing is no valid digest
 };
 
-// A checksum of 128 bits of what a block packs: a sum over channels of words in which all bits of the channel's taps are
-// mixed. Nothing is trusted but the content, and what is the same by content is left as it is.
+// A checksum of 128 bits of the taps that a block packs: a sum over channels of words in which all bits of the
+// channel's taps are mixed. Only the content decides. If it is the same, the packed filter is left as it is.
 struct Digest {
     u64 a = 0, b = 0;
 
@@ -181,8 +180,8 @@ struct Digest {
         b += mixed(y);
     }
 
-    // Adds what the threads of a block have. True in all of them if block `part` has packed the same before: they come here
-    // together.
+    // Adds the checksums of all threads of a block, which call this together. True in all of them if block `part` has
+    // packed the same before.
     __device__ __forceinline__ bool is_known(const Seen& seen, i64 part) {
         if (seen.digests == nullptr) return false;
         __shared__ u64 total[2];

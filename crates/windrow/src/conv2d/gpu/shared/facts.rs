@@ -30,7 +30,7 @@ pub(crate) fn may_transform(spec: &Conv2dSpec) -> bool {
     }
 }
 
-/// Halves that a packed filter has for an element: two for f32 that stays of f32 class.
+/// The number of f16/bf16 parts that a packed filter has for an element: two for f32 that stays of f32 class.
 pub(crate) fn packed_parts(spec: &Conv2dSpec) -> usize {
     match spec.x.dtype {
         DType::F32 if is_strict(spec) => 2,

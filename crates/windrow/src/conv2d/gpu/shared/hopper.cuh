@@ -35,7 +35,7 @@ struct alignas(128) TensorMap {
     u64 opaque[16];
 };
 
-// Copies the box at (c, x, y, n) of a channels-last tensor; what lies outside is zero.
+// Copies the box at (c, x, y, n) of a channels-last tensor, with zeros outside the tensor.
 __device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, u32 barrier, int c, int x,
                                          int y, int n) {
     asm volatile(
@@ -44,8 +44,8 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, u32 barri
         "r"(y), "r"(n) : "memory");
 }
 
-// Copies channels of pixels in a row of outputs, from the one that the first tap of output (x, y, n) lies at, for the tap
-// that lies (dx, dy) further on; what lies outside is zero.
+// Copies channels of the pixels that consecutive outputs read for one tap, with zeros outside the tensor. The first
+// output's first tap lies at (x, y, n), and this tap (dx, dy) further on.
 __device__ __forceinline__ void copy_pixels(u32 to, const TensorMap* map, u32 barrier, int c, int x, int y, int n,
                                             u16 dx, u16 dy) {
     asm volatile(

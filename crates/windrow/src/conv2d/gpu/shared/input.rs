@@ -12,7 +12,7 @@ static PACK_INPUT: Source = source!("pack_input.cu");
 
 /// A copy is made of at most so much at a time.
 const STAGING_BYTES: usize = 512 << 20;
-/// Pixels that a thread of the copy reads together, and what a block copies.
+/// The number of pixels that a thread of the copy reads together, and the pixels and bytes that a block copies.
 pub(crate) const VECTOR: usize = 4;
 pub(crate) const TILE_PIXELS: usize = 128;
 pub(crate) const TILE_BYTES: usize = 64;

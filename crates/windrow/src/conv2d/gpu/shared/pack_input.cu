@@ -1,5 +1,5 @@
 // Copies images of any strides into a channels-last buffer [n, h, w, c_out] whose channels are a whole number of
-// 16-byte vectors, zeros beyond c: what the copy engine of winograd_row.cu can read.
+// 16-byte vectors, with zeros beyond c. The copy engine of winograd_row.cu can read it.
 //
 // f32: also finds the largest finite magnitude of each image, for the scale of split operands.
 //

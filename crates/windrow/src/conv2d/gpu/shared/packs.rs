@@ -34,7 +34,7 @@ struct CachedPack<K> {
     pack: Owner,
 }
 
-/// Device memory that holds a pack, and what tells it from other memory.
+/// Device memory that holds a packed filter, and the number that tells it from other memory.
 #[derive(Debug)]
 struct Pack {
     memory: SharedBuffer,

@@ -21,7 +21,7 @@ const THREADS: usize = 256;
 /// Vectors of an image are counted in 32 bits, blocks of a launch too.
 const MAX_VECTORS: usize = 1 << 30;
 
-/// Relative error of an operand that is split: what its low half leaves.
+/// Relative error of an operand that is split: the rounding of its low part.
 pub(crate) fn rounding() -> f64 {
     DType::F16.unit_roundoff() * DType::F16.unit_roundoff()
 }
@@ -35,8 +35,8 @@ pub(crate) fn exponent<const N: usize>(rows: &[[Rational; N]], dimensions: i32) 
     (65_000.0 / growth.powi(dimensions)).log2().floor() as i32 - 1
 }
 
-/// The largest error of an operand for what is smaller than the smallest half, beside the largest number of those that
-/// are scaled to `exponent` with it: half a step of 2^-24.
+/// The largest error of an operand that is smaller than the smallest f16, relative to the largest number that is scaled
+/// to `exponent` with it: half a step of 2^-24.
 pub(crate) fn underflow(exponent: i32) -> f64 {
     f64::from(-25 - exponent).exp2()
 }

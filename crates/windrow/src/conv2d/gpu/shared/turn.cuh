@@ -10,8 +10,8 @@ constexpr int PIXELS = 4;                      // of a thread: its block of CHAN
 constexpr int CHUNKS = 4, LANES = 32;          // a block has 4 x CHANNELS channels of 32 x PIXELS pixels
 constexpr int TILE_P = LANES * PIXELS;
 
-// Where vector `chunk` of a pixel lies: the exchange of the last three bits spreads a warp over all banks, whether
-// neighbouring lanes have every fourth pixel or neighbouring vectors.
+// The place of vector `chunk` of a pixel. The exchange of the last three bits spreads a warp over all banks, both if
+// neighbouring lanes have every fourth pixel and if they have neighbouring vectors.
 __device__ __forceinline__ int place(int pixel, int chunk) {
     const int i = pixel * CHUNKS + chunk;
     return i ^ (i >> 4 & 7);

@@ -6,8 +6,8 @@
 // the high ones. So a run of rows of an octet is contiguous. wgmma reads it as a column of blocks of 8 x 8. A tap of a
 // filter reads the same rows further on.
 //
-// Tensor cores cut off what does not fit when they add. So their sums are short: 64 rows, small products first, then they are
-// added to sums that round.
+// Tensor cores truncate when they add. So their sums are short: 64 rows, small products first. Then they are added to
+// sums that round.
 //
 // A block has two consumer warpgroups, which multiply 64 columns of side m by BLOCK_N of side n each, and a producer
 // warpgroup that keeps a ring of stages full. Its items are tiles of `out` by parts of the rows, and by positions, matrices of
@@ -37,7 +37,7 @@ struct Side {
     Divisor tap_octets;     // octets of one
     int exponent;           // to which it was scaled
 
-    // Where a channel lies in `out`; negative where it is none.
+    // The place of a channel in `out`; negative if there is no such channel.
     __device__ __forceinline__ i64 place(int octet, int in_octet) const {
         const int tap = tap_octets.divide(octet);
         const int channel = (octet - tap * static_cast<int>(tap_octets.value)) * 8 + in_octet;
@@ -45,7 +45,8 @@ struct Side {
     }
 };
 
-// Where the rows of a tap of side x begin: in one of the planes that differ by the remainder of rows and columns.
+// The place at which the rows of a tap of side x begin, in one of the planes that differ by the remainder of rows and
+// columns.
 struct Taps {
     Divisor s, stride_h, stride_w, period_h, period_w;
     int dilation_h, dilation_w, planes_w, pitch;

@@ -1,4 +1,4 @@
-//! The method in Winograd's stages: what it computes, at what accuracy, and the expected time.
+//! The method in Winograd's stages: its domain, its accuracy and its expected time.
 
 use super::{WinogradGemm, pieces};
 use crate::conv2d::gpu::facts::{is_strict, may_transform, packed_parts};
@@ -108,7 +108,7 @@ pub(crate) fn tiles(p: &Problem, tile: Tile) -> usize {
 pub(crate) fn micros(task: &Task<'_>, tile: Tile) -> f64 {
     let Task { chip, spec, problem: p, .. } = *task;
     let rates = &chip.rates.winograd_gemm;
-    // Passes over x, halves for an element of V.
+    // Passes over x, and f16/bf16 parts of an element of V.
     let (reads, parts) = match spec.x.dtype {
         DType::F32 => (2.0, if is_strict(spec) { 3 } else { 1 }),
         DType::F16 | DType::BF16 | not_computed!() => (1.0, 1),

@@ -75,7 +75,7 @@ pub(super) fn stages(spec: &Conv2dSpec) -> [Stage; 2] {
     [v, Stage::of(&spec.y, DType::F32)]
 }
 
-/// Halves that stand for an f32 number.
+/// The number of f16 parts that stand for an f32 number.
 fn parts(spec: &Conv2dSpec) -> usize {
     if spec.accuracy <= Accuracy::Fp32 { 3 } else { 1 }
 }
@@ -135,8 +135,8 @@ params! {
 }
 
 impl WinogradGemm {
-    /// The division by the configuration; the model chooses what it leaves open. Packed filter and scratch memory
-    /// together stay within the options' memory, if that is given.
+    /// The division by the configuration. The model chooses the parameters that the configuration leaves open. Packed
+    /// filter and scratch memory together stay within the options' memory, if that is given.
     fn cut(task: &Task<'_>) -> Cut {
         let Task { chip, spec, problem, configuration, options } = task;
         let tile = tile_of(task);
@@ -213,7 +213,7 @@ impl Prepared for WinogradGemm {
         packed_bytes(self.tile, &self.spec, &self.problem)
     }
 
-    /// Bytes of what is kept behind a pack: see [`Seen`].
+    /// Bytes that are kept behind a packed filter: see [`Seen`].
     fn seen_bytes(&self) -> usize {
         self.problem.k * Seen::DIGEST
     }

@@ -31,7 +31,7 @@ pub(super) fn least_bytes(task: &Task<'_>, tile: Tile) -> usize {
         + tiles.min(all) * tile_bytes(tile, &stages)
 }
 
-/// Tiles of a chunk of the stages for which there is room in `memory` bytes, beside a packed filter, but no fewer than
+/// Tiles of a chunk of the stages that fit in `memory` bytes together with a packed filter, but at least
 /// [`least_tiles`].
 pub(super) fn tiles(task: &Task<'_>, tile: Tile, memory: usize) -> usize {
     let Task { spec, problem, .. } = *task;

@@ -19,8 +19,7 @@ pub(crate) const THREADS: usize = 128;
 /// a matrix starts at a vector.
 const VECTOR_BYTES: usize = 16;
 const TILE_MULTIPLE: usize = 8;
-/// Chunks of fewer tiles leave a device idle: measured, that costs more than what stays in the cache
-/// saves.
+/// Chunks of fewer tiles leave a device idle. By measurements, this costs more than the cache saves.
 const MIN_CHUNK_TILES: usize = 32_768;
 /// The most memory for the stages of a chunk, and where an image has so many tiles as to make several launches that fill a
 /// device all the same: such images take most of a network's memory.
@@ -109,7 +108,7 @@ pub(crate) struct Blocking {
 }
 
 impl Blocking {
-    /// Chunks of at most `most` tiles, if that is given, and of no more than there is `room` for.
+    /// Chunks of at most `most` and at most `room` tiles, if these are given.
     pub(crate) fn new(
         tile: Tile,
         p: &Problem,

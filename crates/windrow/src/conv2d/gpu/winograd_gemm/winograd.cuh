@@ -1,4 +1,4 @@
-// What the stages of Winograd's algorithm share: F(TILE x TILE, 3 x 3) with transform tiles of ALPHA x ALPHA.
+// The common part of the stages of Winograd's algorithm: F(TILE x TILE, 3 x 3) with transform tiles of ALPHA x ALPHA.
 //
 // Stages lie in memory as matrices, one for each position p of the transform tile:
 //
@@ -8,8 +8,8 @@
 //
 // PARTS, for f32: the number of f16 parts that stand for a number of U and V, which is scaled by a power of two so that
 // f16 holds it. One part is the number rounded. Three lie side by side as more channels: high, low, high of U and low,
-// high, high of V, so that one product of all parts sums the three that count, small terms first: a tensor core cuts
-// off what it adds to a large sum. Two, high parts and low ones behind them, are in octets of channels,
+// high, high of V, so that one product of all parts sums the three that count, small terms first, because a tensor core
+// truncates numbers that it adds to a large sum. Two, high parts and low ones behind them, are in octets of channels,
 // [p][octet][tile][8], for weight_product.cu.
 #pragma once
 #include "conv2d.cuh"
@@ -77,7 +77,7 @@ __device__ __forceinline__ void transform(const float (&t)[ROWS][COLUMNS], const
         for (int j = 0; j < ROWS; j++) out[i][j] = dot(t[j], half[i]);
 }
 
-// A tile of a chunk, and the channel of a thread: which of them neighbouring threads share is the image's layout.
+// A tile of a chunk, and the channel of a thread. The image's layout decides which of them neighbouring threads share.
 struct Place {
     int tile, channel;
     __device__ __forceinline__ Place(const Divisor& inner, bool channels_inner) {
@@ -97,7 +97,7 @@ private:
     __device__ __forceinline__ Place(int tile, int channel) : tile(tile), channel(channel) {}
 };
 
-// Where tiles lie: image, and first row and column of the output.
+// The places of tiles: image, and first row and column of the output.
 struct Tiling {
     i64 images;       // existing ones, counted from that of the chunk's first tile
     i64 first_image;

@@ -15,7 +15,7 @@ const HALO: usize = 2;
 /// Bytes of one pixel in a stage, and after which the swizzle repeats.
 const PIXEL_BYTES: usize = 64;
 const SWIZZLE_BYTES: usize = 512;
-/// Larger stages leave too little room for the filter.
+/// Larger stages leave too little shared memory for the filter.
 const MAX_STAGE_BYTES: usize = 26_000;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -54,7 +54,8 @@ impl Geometry {
             })
         });
         let score = |(g, conflicts): &(Self, usize)| {
-            // Short runs of outputs cost bandwidth, copies of two rows and conflicts some time, large stages room.
+            // Short runs of outputs cost bandwidth. Copies of two rows and conflicts cost some time. Large stages cost
+            // shared memory.
             let run = (g.pairs_x as f64).min(ow as f64 / PAIR_COLUMNS as f64) / 4.0;
             g.efficiency
                 * if wide { (0.45 + 0.55 * run).min(1.0) } else { 1.0 }

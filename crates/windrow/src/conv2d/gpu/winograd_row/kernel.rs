@@ -19,8 +19,8 @@ static FUSED: Source = source!(
 
 const MAX_FILTER_STAGES: usize = 12;
 const CONSUMER_WARPS: usize = 8;
-/// Shared memory of a warp for the constants of its output channels, and for outputs of any strides on their way; in f32 as
-/// much again for what is added to them.
+/// Shared memory of a warp for the constants of its output channels, and for outputs of any strides on their way. In
+/// f32 the residual takes as much again.
 const CHANNEL_BYTES: usize = 2 * BLOCK_K * 4;
 const OUTPUT_BYTES: usize = 1792;
 

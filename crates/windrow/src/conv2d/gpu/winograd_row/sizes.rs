@@ -1,4 +1,4 @@
-//! Sizes of what a convolution by this algorithm takes, and how many images it copies at a time.
+//! Sizes of the memory that a convolution by this algorithm takes, and the number of images that it copies at a time.
 
 use super::geometry::{Geometry, PAIR_COLUMNS, PAIRS};
 use super::{ALIGNMENT, ALPHA, BLOCK_K, PART_BYTES, STEP_C, TAPS, TILE, stores_vectors};

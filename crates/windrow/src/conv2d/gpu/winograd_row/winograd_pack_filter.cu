@@ -29,7 +29,7 @@ static_assert(PARAMS_AGREE, "as the host's structure");
 extern "C" __global__ void KERNEL(const __grid_constant__ Params p) {
     wait_for_previous();
     const int k = blockIdx.x, block = k / BLOCK_K, column = k % BLOCK_K;
-    // Where the product wants this channel: see `channel_of` in winograd_row.cu.
+    // The place of this channel in the product: see `channel_of` in winograd_row.cu.
     const int n = 32 * (column / 32) + 8 * (column % 8 / 2) + 2 * (column % 32 / 8) + column % 2;
     const auto tap = [&](int c, int r, int s) -> float {
         if (k >= p.k || c >= p.c) return 0;

@@ -51,9 +51,9 @@ static_assert(PARAMS_AGREE, "as the host's structure");
 
 // ---- which tiles a unit holds ----
 
-// Tiles are counted in pairs along x, then over the rows of all images: pair = (image * image_rows + row) * PAIRS_X
-// + column. Unit u of a strip is pairs 32 u .. 32 u + 31. Its input rows lie in shared memory image after image, each
-// image's rows starting at an even row (the copy engine wants 128-byte aligned rows, and boxes may have two rows).
+// Tiles are counted in pairs along x, then over the rows of all images: pair = (image * image_rows + row) * PAIRS_X +
+// column. Unit u of a strip is pairs 32 u .. 32 u + 31. Its input rows lie in shared memory image after image, each
+// image's rows starting at an even row (the copy engine needs rows aligned to 128 bytes, and boxes may have two rows).
 struct Unit {
     int x0;         // first output column
     int image, row; // of the first pair

@@ -1,4 +1,4 @@
-// Of winograd_row.cu: from pixels in shared memory to operand A of the products, in a thread's registers.
+// The input of winograd_row.cu: from pixels in shared memory to operand A of the products, in a thread's registers.
 
 #include "winograd_row.cuh"
 
@@ -29,8 +29,8 @@ __device__ __forceinline__ void transform_pair(const T (&d)[PAIR_PIXELS], T (&v)
     }
 }
 
-// Where a thread's pixels lie: for lane group g of a warp, the pair of tiles whose number in the unit has the bits of
-// (8 warp + g) at the positions PAIR_BITS, chosen by the host so that a warp's loads fall into different banks.
+// The pair of tiles that lane group g of a warp reads. Its number in the unit has the bits of (8 warp + g) at the
+// positions PAIR_BITS. The host chooses these so that a warp's loads fall into different banks.
 __device__ __forceinline__ int pair_of(int warp, int g) {
     constexpr int BITS[5] = PAIR_BITS;
     const int source = warp * 8 + g;

@@ -1,8 +1,8 @@
-// Of winograd_row.cu: from the sums in a thread's registers to y.
+// The output of winograd_row.cu: from the sums in a thread's registers to y.
 
 #include "winograd_row.cuh"
 
-// What the epilogue needs of a block's output channels, one copy for each warp.
+// The constants of a block's output channels for the epilogue, one copy for each warp.
 struct Channels {
     float scale[BLOCK_K];
     float bias[BLOCK_K];
@@ -42,9 +42,9 @@ struct Flush {
     }
 };
 
-// The product of both scales of f32 could be beyond its range where an output is not. So the exponents that operands were
-// scaled to are undone with the transform, and what is left of the scales are powers of two next to the largest input and the
-// largest tap: their product is as large as outputs are.
+// The product of both scales of f32 could be beyond the range of f32 if an output is not. So the transform undoes the
+// exponents that operands were scaled to. The rest of the scales are powers of two next to the largest input and the
+// largest tap, and their product is as large as outputs are.
 #ifdef ELEMENT_F32
 constexpr float SHRINK = 1.0f / (1u << (INPUT_EXPONENT + FILTER_EXPONENT));
 #else
@@ -63,7 +63,7 @@ __device__ __forceinline__ void transform_output(float (&y)[TILE], const float (
     }
 }
 
-// As above for channel e of column j and tile t, with what was flushed.
+// As above for channel e of column j and tile t, with the flushed sums.
 __device__ __forceinline__ void transform_output(float (&y)[TILE], const float (&acc)[ALPHA][32], int j, int t, int e,
                                                  const float2 (&before)[TILE]) {
     transform_output(y, acc, 4 * j + 2 * t + e);
@@ -112,8 +112,8 @@ struct Place { // of a thread's pair of tiles
     }
 };
 
-// Asks for what is added to a pair of tiles, which four lanes share, while its sums are formed: there are no registers to
-// hold it.
+// Prefetches the residual of a pair of tiles, which four lanes share, while its sums are formed, because there are no
+// registers to hold it.
 __device__ __forceinline__ void prefetch_residual(const Params& p, const Place& place, int k0, int q) {
     if (!place.live) return;
     const Element* const from = p.residual + place.offset + k0 * p.y_k;
