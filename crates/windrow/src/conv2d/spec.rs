@@ -251,7 +251,8 @@ pub enum Conv2dAlgorithm {
     /// filter, stride, padding and dilation, and groups (in f16 and bf16, of a multiple of 8 input channels); CUDA of
     /// compute capability 9.0.
     ImplicitGemm,
-    /// Winograd F(3, 3) along rows and the direct sum along columns, in one kernel. Same filters; CUDA.
+    /// Winograd F(3, 3) along rows and the direct sum along columns, in one kernel. Same filters; CUDA of compute
+    /// capability 9.0.
     WinogradRow,
     /// cuDNN's sums of products, any spec with dense tensors of one layout; CUDA with cuDNN installed.
     Cudnn,
