@@ -31,8 +31,8 @@ ARCHITECTURES = ["8.0+PTX"]
 BACKENDS = {"cpu": {"type": "cpu"}} | {
     cuda: {"type": "cuda", "archs": ARCHITECTURES} for cuda in ("cu126", "cu130")
 }
-# What `__init__.py` imports of the package; the rest follows from these modules' own imports.
-FIRST = ["torch/_causal_conv1d.py", "torch/_conv2d.py", "torch/_flops.py", "torch/_gelu.py", "_threads.py"]
+# What `__init__.py` imports of the package, and modules beside `windrow.torch`; the rest follows from their imports.
+FIRST = ["torch/_causal_conv1d.py", "torch/_conv2d.py", "torch/_flops.py", "torch/_gelu.py", "_threads.py", "_activation_names.py"]
 # Indent, module and names of an import from the package; `windrow.torch` itself is the folder that is made.
 IMPORT = re.compile(r"^([ \t]*)from windrow(?:\.torch)?((?:\.\w+)*) import (.*)", re.MULTILINE)
 

@@ -1,7 +1,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final, overload
 
-from windrow._activations import Activation
+from windrow._activation_names import Activation
 
 class Array(Protocol):
     """Any array with DLPack, in main memory or on a CUDA device."""

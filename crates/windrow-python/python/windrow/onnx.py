@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from windrow import _native
-from windrow._activations import NAMES
+from windrow._activation_names import NAMES
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message

@@ -11,7 +11,7 @@ from common import ACTIVATIONS as FUNCTIONS
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from windrow import onnx
-from windrow._activations import NAMES, Activation
+from windrow._activation_names import NAMES, Activation
 from windrow.torch import (
     Conv1d,
     Conv2d,

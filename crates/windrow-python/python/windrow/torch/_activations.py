@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from windrow._activations import NAMES, SYNONYMS, Names
+from windrow._activation_names import NAMES, SYNONYMS, Names
 from windrow.torch._gelu import gelu_of_any
 
 Function = Callable[[Tensor], Tensor]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from windrow._activations import NAMES
+from windrow._activation_names import NAMES
 from windrow.torch._graph import is_wrapped, replace_module
 
 _TO_LAST, _BACK = (0, 2, 3, 1), (0, 3, 1, 2)

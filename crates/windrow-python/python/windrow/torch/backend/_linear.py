@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from windrow._activations import NAMES
+from windrow._activation_names import NAMES
 from windrow.torch._conv2d import accuracy_of
 from windrow.torch._library import OPERATORS
 from windrow.torch.backend._constants import Constants, value
