@@ -183,7 +183,8 @@ class Case:
             return whole([torch.cat(parts) for parts in zip(*(tensors(model(image.double())) for image in x.split(1)))])
 
     def result_errors(self, results: dict[str, Tensor], exact: dict[tuple, Tensor]) -> dict[str, float]:
-        """Relative error of each side's result: root mean square of the difference from f64 over that of the result.
+        """Relative error of each side's result, given on the CPU: root mean square of the difference from f64 over that of the
+        result.
         `exact` keeps the results in f64, which modes of one type share."""
         self.set_flags()
         torch.backends.cudnn.benchmark = False
@@ -192,7 +193,7 @@ class Case:
             # On the CPU: there the results of all cases may stay.
             exact[key] = self.result_in_f64().cpu()
         want = exact[key]
-        return {side: ((y.cpu() - want).norm() / want.norm()).item() for side, y in results.items()}
+        return {side: ((y - want).norm() / want.norm()).item() for side, y in results.items()}
 
     def gradient_errors(self, exact: dict[tuple, Tensor]) -> dict[str, float]:
         """Relative error of each side's gradients; the least over five inputs, since for about half of all a rounding

@@ -31,28 +31,30 @@ ARCHITECTURES = ["8.0+PTX"]
 BACKENDS = {"cpu": {"type": "cpu"}} | {
     cuda: {"type": "cuda", "archs": ARCHITECTURES} for cuda in ("cu126", "cu130")
 }
-# What `__init__.py` imports of the package, and modules beside `windrow.torch`; the rest follows from their imports.
-FIRST = ["torch/_causal_conv1d.py", "torch/_conv2d.py", "torch/_flops.py", "torch/_gelu.py", "_threads.py", "_activation_names.py"]
-# Indent, module and names of an import from the package; `windrow.torch` itself is the folder that is made.
-IMPORT = re.compile(r"^([ \t]*)from windrow(?:\.torch)?((?:\.\w+)*) import (.*)", re.MULTILINE)
+# The modules that `__init__.py` imports from the package; the rest follows from their own imports.
+FIRST = ["torch/_causal_conv1d.py", "torch/_conv2d.py", "torch/_flops.py", "torch/_gelu.py", "_threads.py"]
+# Indent, `.torch`, module and names of an import from the package; modules of both `windrow` and `windrow.torch` lie in the
+# folder that is made.
+IMPORT = re.compile(r"^([ \t]*)from windrow(\.torch)?((?:\.\w+)*) import (.*)", re.MULTILINE)
 
 
 def modules(package: Path) -> list[str]:
     """Modules of the folder: the first ones, and those that they import."""
     found = [*FIRST]
     for module in found:
-        for _, path, names in IMPORT.findall((package / module).read_text()):
-            at = "torch" + path.replace(".", "/")
-            of_folder = [f"{at}/{name.strip()}.py" for name in ("__init__", *names.split(","))] if path else []
-            names = [f"{at}.py", *of_folder] if path else [f"{at}/{name.strip()}.py" for name in names.split(",")]
-            found += [name for name in names if name not in found and (package / name).exists()]
+        for _, torch, path, names in IMPORT.findall((package / module).read_text()):
+            at = package / torch[1:] / path[1:].replace(".", "/")
+            within = [at / f"{name.strip()}.py" for name in (*["__init__"] * bool(path), *names.split(","))]
+            files = [*[at.with_name(f"{at.name}.py")] * bool(path), *within]
+            names = [file.relative_to(package).as_posix() for file in files if file.exists()]
+            found += [name for name in names if name not in found]
     return found
 
 
 def relative(source: str, depth: int = 0) -> str:
     """With imports from the package's own modules; `depth`: folders above the module's own in the one that is made."""
     dots = "." * (depth + 1)
-    source = IMPORT.sub(lambda found: f"{found[1]}from {dots}{found[2][1:]} import {found[3]}", source)
+    source = IMPORT.sub(lambda found: f"{found[1]}from {dots}{found[3][1:]} import {found[4]}", source)
     if left := re.search(r"^\s*(?:import|from) windrow.*", source, re.MULTILINE):
         raise ValueError(f"not made relative: {left[0].strip()}")
     return source
@@ -66,6 +68,8 @@ def write_variant(package: Path, folder: Path, backend: dict, revision: str) -> 
         shutil.copy(HERE / file, folder)
     for module in modules(package):
         to = folder / module.removeprefix("torch/")
+        if to.exists():
+            raise ValueError(f"{module}: another module of the folder has this name")
         to.parent.mkdir(exist_ok=True)
         to.write_text(relative((package / module).read_text(), depth=len(to.relative_to(folder).parts) - 1))
     shutil.copy(package / "_native.abi3.so", folder)

@@ -95,13 +95,14 @@ class _Frozen:
         self.constants = constants = Constants(module, static if options.freeze else (), in_graphs)
         if decompositions is None:
             linear_to_convolutions(graph, constants, options.accuracy)
-        by_channels(graph)
+        norms = 0 if decompositions is None else by_channels(graph)
         folded = fold(graph, constants)
         fused = fuse(graph, constants, options.accuracy, decompositions, options.report)
         others = to_windrows(graph, options.accuracy, is_training=False, report=options.report)
         # What was folded into convolutions, what these became, and the number of other convolutions.
         self.what = folded, fused, others
-        _log.info("folded into convolutions: %s; fused: %s; other convolutions: %d", folded, fused, others)
+        counts = "folded into convolutions: %s; fused: %s; other convolutions: %d; group norms by channels: %d"
+        _log.info(counts, folded, fused, others, norms)
         if check is not None:
             check.look(graph, constants)
         self.bind: Callable[..., fx.GraphModule] | None = None

@@ -19,7 +19,10 @@ LEFT = "windrow_left"
 # The marks that say which `Value` and which `Sum` of the original graph a node stands for. The check compares them.
 VALUE, SUM = "windrow_value", "windrow_sum"
 _OF_OTHERS = ("tensor_meta", "eager_input_vals", VALUE, SUM)
-_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+# The types of numbers that Windrow computes.
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+# The operators that give a tensor's elements another shape.
+VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ def is_ours(x: Any, weight: Any, bias: Any) -> bool:
         and x.dim() in (3, 4)
         and (weight is None or weight.dim() == x.dim())
         and x.device.type in ("cpu", "cuda")
-        and x.dtype in _TYPES
+        and x.dtype in TYPES
         and all(t.dtype == x.dtype and t.device == x.device for t in (weight, bias) if t is not None)
     )
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from windrow.torch.backend._constants import value
-from windrow.torch.backend._convolutions import called
+from windrow.torch.backend._convolutions import VIEWS, called
 
 _aten = torch.ops.aten
-_VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 
 
 def by_channels(graph: fx.Graph) -> int:
@@ -46,7 +45,7 @@ def _grouped_image(node: fx.Node) -> fx.Node | None:
     if node.target is not _aten.var_mean.correction or node.kwargs != {"correction": 0, "keepdim": True}:
         return None
     grouped, dims = node.args
-    if list(dims) != [2, 3] or grouped.target not in _VIEWS:  # type: ignore[union-attr, arg-type]
+    if list(dims) != [2, 3] or grouped.target not in VIEWS:  # type: ignore[union-attr, arg-type]
         return None
     image: fx.Node = grouped.args[0]  # type: ignore[union-attr, assignment]
     if image.target is _aten.clone.default:

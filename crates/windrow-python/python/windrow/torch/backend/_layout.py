@@ -5,10 +5,9 @@ from torch import Tensor, fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from windrow.torch.backend._constants import value
-from windrow.torch.backend._convolutions import VALUE, Convolution, called, convolutions
+from windrow.torch.backend._convolutions import VALUE, VIEWS, Convolution, called, convolutions
 
 _aten = torch.ops.aten
-_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 # The operators whose result depends on strides.
 _SEEING = ("as_strided", "empty_strided", "view_as", "set_", "resize", "_reshape_alias")
 
@@ -32,7 +31,7 @@ def to_channels_last(module: fx.GraphModule, is_by_kernels: bool) -> None:
         return
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     for node in graph.nodes:
-        if node.target in _VIEWS:
+        if node.target in VIEWS:
             node.target = _aten.reshape.default
     for image in images:
         laid_out = called(graph, inputs[-1].next, _aten.clone.default, image, memory_format=torch.channels_last)
@@ -72,4 +71,4 @@ def _sees_strides(node: fx.Node) -> bool:
     name = node.target._opname
     # Random numbers are drawn in the order of memory.
     is_random = torch.Tag.nondeterministic_seeded in node.target.tags
-    return is_random or any(part in name for part in _SEEING) or (name == "view" and node.target not in _VIEWS)
+    return is_random or any(part in name for part in _SEEING) or (name == "view" and node.target not in VIEWS)

@@ -14,12 +14,11 @@ from windrow._activation_names import NAMES
 from windrow.torch._conv2d import accuracy_of
 from windrow.torch._library import OPERATORS
 from windrow.torch.backend._constants import Constants, value
-from windrow.torch.backend._convolutions import SUM, VALUE, Sum, Value, called, is_ours
+from windrow.torch.backend._convolutions import SUM, VALUE, VIEWS, Sum, Value, called, is_ours
 from windrow.torch.backend._report import NAME, name_of
 
 _aten = torch.ops.aten
 _TO_LAST, _BACK = [0, 2, 3, 1], [0, 3, 1, 2]
-_VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
 _ELEMENTWISE = {getattr(_aten, names.function).default for names in NAMES.values()}
 
 
@@ -49,7 +48,7 @@ def _before(node: fx.Node, constants: Constants) -> fx.Node | None:
 
 def _linear(node: fx.Node, constants: Constants) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
     """Image, filter and bias if the node is the result of a linear layer over the last of four dimensions."""
-    if node.target not in _VIEWS or not isinstance(value(node), Tensor) or value(node).dim() != 4:
+    if node.target not in VIEWS or not isinstance(value(node), Tensor) or value(node).dim() != 4:
         return None
     product: Any = node.args[0]
     if product.target is _aten.addmm.default and not product.kwargs:
@@ -58,7 +57,7 @@ def _linear(node: fx.Node, constants: Constants) -> tuple[fx.Node, fx.Node, fx.N
         bias, (rows, transposed) = None, product.args
     else:
         return None
-    if len(product.users) != 1 or rows.target not in _VIEWS or not _is_transposed(transposed):
+    if len(product.users) != 1 or rows.target not in VIEWS or not _is_transposed(transposed):
         return None
     image, weight = rows.args[0], transposed.args[0]
     shape = value(node).shape

@@ -8,18 +8,17 @@ from torch import Tensor, fx
 from windrow.torch._gelu import gelu_of_any
 from windrow.torch._group_norm import group_norm, pays
 from windrow.torch.backend._constants import value
-from windrow.torch.backend._convolutions import VALUE
+from windrow.torch.backend._convolutions import TYPES, VALUE
 from windrow.torch.backend._report import Report, name_of
 
 _aten = torch.ops.aten
-_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def others_to_windrows(graph: fx.Graph, report: Report | None) -> None:
     """Replaces calls of PyTorch's operators by ones of functions that compute the same, laid out alike."""
     for node in [*graph.nodes]:
         if node.target is _aten.gelu.default:
-            if value(node).dtype in _TYPES and value(node).device.type in ("cpu", "cuda"):
+            if value(node).dtype in TYPES and value(node).device.type in ("cpu", "cuda"):
                 _replace(graph, node, gelu_of_any, (node.args[0], node.kwargs.get("approximate", "none")), node)
                 if report is not None:
                     report.fused(name_of(node), "gelu")
