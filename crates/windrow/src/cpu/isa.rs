@@ -147,6 +147,8 @@ pub(crate) trait Kernel {
     /// Must be `#[inline(always)]`, and so must every generic function it calls: code is compiled for an instruction
     /// set by being inlined into a function that enables it. A large function that is called once for a task or a row
     /// is a separate kernel, called by [`Simd::outlined`].
+    /// The standard library's `zip`, `map` of arrays and `array::from_fn` are not always inlined, so kernels use indices
+    /// and [`array`](super::array) instead.
     fn run<S: Simd>(self, simd: S) -> Self::Output;
 }
 

@@ -2,7 +2,7 @@
 //! multiply-add on aarch64, SSE2 on x86-64.
 
 use super::isa::with_lanes;
-use super::{Kernel, Simd};
+use super::{Kernel, Simd, array};
 use half::{bf16, f16};
 
 const N: usize = 8;
@@ -11,18 +11,13 @@ const N: usize = 8;
 pub(crate) struct Lanes;
 
 #[inline(always)]
-fn map(a: [f32; N], f: impl Fn(f32) -> f32) -> [f32; N] {
-    std::array::from_fn(|i| f(a[i]))
+fn map<T: Copy, U>(a: [T; N], f: impl Fn(T) -> U) -> [U; N] {
+    array(|i| f(a[i]))
 }
 
 #[inline(always)]
-fn zip(a: [f32; N], b: [f32; N], f: impl Fn(f32, f32) -> f32) -> [f32; N] {
-    std::array::from_fn(|i| f(a[i], b[i]))
-}
-
-#[inline(always)]
-fn zip_i(a: [i32; N], b: [i32; N], f: impl Fn(i32, i32) -> i32) -> [i32; N] {
-    std::array::from_fn(|i| f(a[i], b[i]))
+fn zip<T: Copy>(a: [T; N], b: [T; N], f: impl Fn(T, T) -> T) -> [T; N] {
+    array(|i| f(a[i], b[i]))
 }
 
 #[inline(always)]
@@ -44,7 +39,7 @@ fn fused(a: f32, b: f32, c: f32) -> f32 {
 unsafe fn load_half<T: Copy + Into<f32>>(p: *const T) -> [f32; N] {
     // SAFETY: passed on.
     let h = unsafe { p.cast::<[T; N]>().read_unaligned() };
-    std::array::from_fn(|i| h[i].into())
+    array(|i| h[i].into())
 }
 
 /// # Safety
@@ -53,7 +48,7 @@ unsafe fn load_half<T: Copy + Into<f32>>(p: *const T) -> [f32; N] {
 #[cfg_attr(not(target_arch = "x86_64"), inline(always))]
 unsafe fn store_half<T>(p: *mut T, v: [f32; N], rounded: impl Fn(f32) -> T) {
     // SAFETY: passed on.
-    unsafe { p.cast::<[T; N]>().write_unaligned(v.map(rounded)) }
+    unsafe { p.cast::<[T; N]>().write_unaligned(map(v, rounded)) }
 }
 
 impl Simd for Lanes {
@@ -167,7 +162,7 @@ impl Simd for Lanes {
     }
     #[inline(always)]
     fn mul_add(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32 {
-        std::array::from_fn(|i| fused(a[i], b[i], c[i]))
+        array(|i| fused(a[i], b[i], c[i]))
     }
     #[inline(always)]
     fn mul_add_exact(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32 {
@@ -175,12 +170,12 @@ impl Simd for Lanes {
             self.mul_add(a, b, c)
         } else {
             // The product of two f32 is exact in f64.
-            std::array::from_fn(|i| (f64::from(a[i]) * f64::from(b[i]) + f64::from(c[i])) as f32)
+            array(|i| (f64::from(a[i]) * f64::from(b[i]) + f64::from(c[i])) as f32)
         }
     }
     #[inline(always)]
     fn neg_mul_add(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32 {
-        std::array::from_fn(|i| fused(-a[i], b[i], c[i]))
+        array(|i| fused(-a[i], b[i], c[i]))
     }
     #[inline(always)]
     fn min(self, a: Self::F32, b: Self::F32) -> Self::F32 {
@@ -201,24 +196,24 @@ impl Simd for Lanes {
 
     #[inline(always)]
     fn lt(self, a: Self::F32, b: Self::F32) -> Self::Mask {
-        std::array::from_fn(|i| a[i] < b[i])
+        array(|i| a[i] < b[i])
     }
     #[inline(always)]
     fn not_le(self, a: Self::F32, b: Self::F32) -> Self::Mask {
-        std::array::from_fn(|i| a[i] > b[i] || a[i].is_nan() || b[i].is_nan())
+        array(|i| a[i] > b[i] || a[i].is_nan() || b[i].is_nan())
     }
     #[inline(always)]
     fn is_nan(self, a: Self::F32) -> Self::Mask {
-        a.map(f32::is_nan)
+        map(a, f32::is_nan)
     }
     #[inline(always)]
     fn select(self, mask: Self::Mask, a: Self::F32, b: Self::F32) -> Self::F32 {
-        std::array::from_fn(|i| if mask[i] { a[i] } else { b[i] })
+        array(|i| if mask[i] { a[i] } else { b[i] })
     }
 
     #[inline(always)]
     fn or_mask(self, a: Self::Mask, b: Self::Mask) -> Self::Mask {
-        std::array::from_fn(|i| a[i] | b[i])
+        array(|i| a[i] | b[i])
     }
     #[inline(always)]
     fn any(self, mask: Self::Mask) -> bool {
@@ -231,51 +226,51 @@ impl Simd for Lanes {
     }
     #[inline(always)]
     fn lookup(self, table: Self::Table, index: Self::I32) -> Self::F32 {
-        index.map(|i| table[(i & 31) as usize])
+        map(index, |i| table[(i & 31) as usize])
     }
 
     #[inline(always)]
     fn to_bits(self, a: Self::F32) -> Self::I32 {
-        a.map(|a| a.to_bits() as i32)
+        map(a, |a| a.to_bits() as i32)
     }
     #[inline(always)]
     fn from_bits(self, a: Self::I32) -> Self::F32 {
-        a.map(|a| f32::from_bits(a as u32))
+        map(a, |a| f32::from_bits(a as u32))
     }
     #[inline(always)]
     fn add_i32(self, a: Self::I32, b: Self::I32) -> Self::I32 {
-        zip_i(a, b, i32::wrapping_add)
+        zip(a, b, i32::wrapping_add)
     }
     #[inline(always)]
     fn shl_i32<const K: u32>(self, a: Self::I32) -> Self::I32 {
-        a.map(|a| a << K)
+        map(a, |a| a << K)
     }
 
     #[inline(always)]
     fn widen(self, a: Self::F32) -> Self::F64 {
-        a.map(f64::from)
+        map(a, f64::from)
     }
     #[inline(always)]
     fn narrow(self, a: Self::F64) -> Self::F32 {
-        a.map(|a| a as f32)
+        map(a, |a| a as f32)
     }
     #[inline(always)]
     fn mul_f64(self, a: Self::F64, b: f64) -> Self::F64 {
-        a.map(|a| a * b)
+        map(a, |a| a * b)
     }
     #[inline(always)]
     fn mul_add_f64(self, a: Self::F64, b: f64, c: Self::F64) -> Self::F64 {
         // Two roundings of f64 are no more than one for what becomes an f32.
-        std::array::from_fn(|i| a[i] * b + c[i])
+        array(|i| a[i] * b + c[i])
     }
 
     #[inline(always)]
     fn even(self, a: Self::F32, b: Self::F32) -> Self::F32 {
-        std::array::from_fn(|i| if 2 * i < N { a[2 * i] } else { b[2 * i - N] })
+        array(|i| if 2 * i < N { a[2 * i] } else { b[2 * i - N] })
     }
     #[inline(always)]
     fn permute(self, a: Self::F32, index: Self::I32) -> Self::F32 {
-        index.map(|i| a[i as usize % N])
+        map(index, |i| a[i as usize % N])
     }
     #[inline(always)]
     fn reduce_add(self, a: Self::F32) -> f32 {
@@ -288,6 +283,6 @@ impl Simd for Lanes {
     }
     #[inline(always)]
     fn transpose(self, rows: Self::Square) -> Self::Square {
-        std::array::from_fn(|i| std::array::from_fn(|j| rows[j][i]))
+        array(|i| array(|j| rows[j][i]))
     }
 }

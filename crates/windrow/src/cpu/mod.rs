@@ -31,7 +31,7 @@ pub use isa::Isa;
 pub(crate) use isa::{Kernel, dispatch, dispatch_bf16, dispatch_tiles};
 pub use name::name;
 pub use peak::{copy, peak_gflops};
-pub(crate) use simd::{MAX_LANES, Simd};
+pub(crate) use simd::{MAX_LANES, Simd, array};
 pub(crate) use threads::{
     MANY_THREADS, SendPtr, has_many_cores, parallel_for, parallel_for_workers, resolve_threads,
 };

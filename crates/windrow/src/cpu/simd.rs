@@ -2,6 +2,19 @@
 
 use super::Kernel;
 use half::{bf16, f16};
+use std::mem::MaybeUninit;
+
+/// An array of what `f` makes of each index. `std::array::from_fn`, `map` of arrays and `zip` are functions that the
+/// compiler may call: without the instructions of the kernel, and with vectors in memory. Kernels do without them.
+#[inline(always)]
+pub(crate) fn array<T, const N: usize>(mut f: impl FnMut(usize) -> T) -> [T; N] {
+    let mut all = [const { MaybeUninit::uninit() }; N];
+    for (i, one) in all.iter_mut().enumerate() {
+        one.write(f(i));
+    }
+    // SAFETY: all are written, and `MaybeUninit` has the layout of what it holds.
+    unsafe { (&raw const all).cast::<[T; N]>().read() }
+}
 
 /// An instruction set as a token: having a value means that the machine has the instructions.
 ///

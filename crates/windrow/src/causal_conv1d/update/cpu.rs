@@ -5,7 +5,7 @@ use crate::causal_conv1d::cpu::shared::kernel::{Sum, TOKENS, along_channels};
 use crate::causal_conv1d::cpu::shared::operand::{Staged, join, split};
 use crate::causal_conv1d::cpu::shared::{GROUP, Operand, Parameters, Tile};
 use crate::causal_conv1d::sequences::Indices;
-use crate::cpu::{Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, parallel_for_workers};
+use crate::cpu::{Isa, Kernel, SendPtr, Simd, SimdElement, array, dispatch, parallel_for_workers};
 use crate::{Activation, Error, Result};
 use std::ops::Range;
 
@@ -263,9 +263,9 @@ impl<T: SimdElement> Task<'_, T> {
         // SAFETY: the slots exist, and as many rows.
         unsafe {
             match (slots, state_len) {
-                (Slots::Together, 2) => split::<T, 2>(from, std::array::from_fn(row), n),
-                (Slots::Together, 3) => split::<T, 3>(from, std::array::from_fn(row), n),
-                (Slots::Together, 4) => split::<T, 4>(from, std::array::from_fn(row), n),
+                (Slots::Together, 2) => split::<T, 2>(from, array(row), n),
+                (Slots::Together, 3) => split::<T, 3>(from, array(row), n),
+                (Slots::Together, 4) => split::<T, 4>(from, array(row), n),
                 _ => {
                     for slot in 0..state_len {
                         let from = state.at(entry.state, channel, slot);
@@ -293,9 +293,9 @@ impl<T: SimdElement> Task<'_, T> {
         // SAFETY: the entry's state has these channels and slots, the rows hold STEP channels, and n is at most that.
         unsafe {
             match (slots, state_len, entry.next) {
-                (Slots::Together, 2, None) => join::<T, 2>(std::array::from_fn(row), to, n),
-                (Slots::Together, 3, None) => join::<T, 3>(std::array::from_fn(row), to, n),
-                (Slots::Together, 4, None) => join::<T, 4>(std::array::from_fn(row), to, n),
+                (Slots::Together, 2, None) => join::<T, 2>(array(row), to, n),
+                (Slots::Together, 3, None) => join::<T, 3>(array(row), to, n),
+                (Slots::Together, 4, None) => join::<T, 4>(array(row), to, n),
                 (Slots::Together, _, Some(next)) => {
                     for c in 0..n {
                         to.add(c * state_len + next).write(*rows.row(state_len).add(c));

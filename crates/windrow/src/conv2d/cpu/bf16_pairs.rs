@@ -8,7 +8,9 @@ use super::planar::{Block, Planar, ROWS, SOURCE_LEN};
 use super::shared::stencil::{Segment, Stencil, Tap};
 use super::shared::store::Store;
 use crate::conv2d::Conv2dAlgorithm;
-use crate::cpu::{Bf16Kernel, Bf16Products, Isa, MAX_LANES, Row, Simd, SimdElement, dispatch_bf16};
+use crate::cpu::{
+    Bf16Kernel, Bf16Products, Isa, MAX_LANES, Row, Simd, SimdElement, array, dispatch_bf16,
+};
 use crate::lists::{collected, push};
 use crate::{Accuracy, DType, Result, bf16};
 use std::ops::Range;
@@ -217,7 +219,7 @@ impl Bf16Kernel for Interleave<'_> {
         let Bf16Pairs { planar, planes, plane: len, .. } = self.plan;
         let (rows, cols, width) = (self.block.size[0], self.block.size[1], planar.block[1]);
         for (i, plane) in planes.iter().enumerate() {
-            let [first, second] = plane.lines.map(|line| line.map(|line| self.source(line)));
+            let [first, second] = array(|i| plane.lines[i].map(|line| self.source(line)));
             for row in 0..rows + plane.reach {
                 // SAFETY: rows of the planes, in order, and two vectors more; rows of the source.
                 unsafe {
@@ -252,7 +254,7 @@ impl Interleave<'_> {
         // Outside of the source positions may overflow, and are not used.
         let at = [(line.c as isize, src[1]), (row, src[2]), (col, src[3])];
         let at =
-            at.map(|(i, stride)| i.wrapping_mul(stride)).into_iter().fold(0, isize::wrapping_add);
+            at.iter().fold(0, |sum: isize, &(i, stride)| sum.wrapping_add(i.wrapping_mul(stride)));
         Source {
             from: self.src.wrapping_offset(at),
             inside: self.stencil.inside(j, self.block.size[1], Tap { index: 0, offset: line.col }),
@@ -357,8 +359,8 @@ impl Panel<'_> {
         // Asking for memory and waiting for it took longer than the sums of few channels.
         let mut ahead = self.store.lines(&segment);
         let mut sums = [[s.zero(); V]; CHANNELS];
-        for (sums, bias) in sums.iter_mut().zip(self.bias) {
-            *sums = [s.splat(bias); V];
+        for (i, sums) in sums.iter_mut().enumerate() {
+            *sums = [s.splat(self.bias[i]); V];
         }
         let mut filter = self.filter.as_ptr();
         // SAFETY: promised by the caller; the filter has pairs for each channel of the panel.
@@ -372,8 +374,8 @@ impl Panel<'_> {
                 }
                 for (i, sums) in sums.iter_mut().enumerate() {
                     let w = s.splat(*filter.add(i));
-                    for (sum, x) in sums.iter_mut().zip(x) {
-                        *sum = p.mul_add_pairs(w, x, *sum);
+                    for (v, sum) in sums.iter_mut().enumerate() {
+                        *sum = p.mul_add_pairs(w, x[v], *sum);
                     }
                 }
                 filter = filter.add(CHANNELS);

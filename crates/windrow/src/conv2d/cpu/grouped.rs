@@ -7,7 +7,7 @@ use super::shared::epilogue::Epilogue;
 use super::shared::stencil::Stencil;
 use crate::Result;
 use crate::conv2d::Conv2dAlgorithm;
-use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement, dispatch};
+use crate::cpu::{Kernel, MAX_LANES, Simd, SimdElement, array, dispatch};
 
 /// Channels lie next to each other. A unit is one row of the destination in one image.
 #[derive(Clone, Debug)]
@@ -173,7 +173,7 @@ impl<T: SimdElement> Kernel for Row<'_, T> {
                 Groups::Single => first.row(s, Single, i),
                 Groups::Small => {
                     let first_lane = |lane: usize| f32::from_bits((lane / k * k) as u32);
-                    first.row(s, Small { firsts: std::array::from_fn(first_lane) }, i);
+                    first.row(s, Small { firsts: array(first_lane) }, i);
                 }
                 Groups::Large => first.row(s, Large { c, k }, i),
             }

@@ -397,8 +397,8 @@ impl Sums<'_> {
         mut ahead: Lines,
     ) {
         let mut acc = [[s.zero(); V]; R];
-        for (sums, bias) in acc.iter_mut().zip(self.bias) {
-            *sums = [s.splat(bias); V];
+        for (i, sums) in acc.iter_mut().enumerate() {
+            *sums = [s.splat(self.bias[i]); V];
         }
         let mut filter = self.filter.as_ptr();
         // SAFETY: promised by the caller; the filter has R elements for each tap and channel, and
@@ -413,8 +413,8 @@ impl Sums<'_> {
                     }
                     for (i, sums) in acc.iter_mut().enumerate() {
                         let w = s.splat(*filter.add(i));
-                        for (sum, x) in sums.iter_mut().zip(x) {
-                            *sum = s.mul_add(w, x, *sum);
+                        for (v, sum) in sums.iter_mut().enumerate() {
+                            *sum = s.mul_add(w, x[v], *sum);
                         }
                     }
                     filter = filter.add(R);

@@ -249,8 +249,8 @@ impl<T: SimdElement> Sums<'_, T> {
                 let w = s.splat(*self.filter.add(t));
                 let from = from.add(offset);
                 for (r, row) in acc.iter_mut().enumerate() {
-                    for (sum, j) in row.iter_mut().zip(j) {
-                        *sum = s.mul_add(w, s.load(from.add(r * down + j)), *sum);
+                    for (v, sum) in row.iter_mut().enumerate() {
+                        *sum = s.mul_add(w, s.load(from.add(r * down + j[v])), *sum);
                     }
                 }
             }

@@ -11,7 +11,7 @@ use super::{amx, bf16_pairs};
 use crate::Result;
 use crate::conv2d::Conv2dAlgorithm;
 use crate::cpu::gemm::{even_part, tile_shape};
-use crate::cpu::{Isa, Kernel, MAX_LANES, Simd, SimdElement, dispatch};
+use crate::cpu::{Isa, Kernel, MAX_LANES, Simd, SimdElement, array, dispatch};
 
 /// Vectors of channels that are summed at once, and most pixels.
 const VECTORS: usize = 2;
@@ -282,12 +282,11 @@ impl<T: SimdElement> Panel<T> {
             for &row in stencil.rows.iter() {
                 let mut x = from.add((row.offset - runs.top) as usize * runs.pitch);
                 for _ in 0..runs.run {
-                    let w: [S::F32; VECTORS] =
-                        std::array::from_fn(|v| s.load(filter.add(v * S::LANES)));
+                    let w: [S::F32; VECTORS] = array(|v| s.load(filter.add(v * S::LANES)));
                     for (p, sums) in acc.iter_mut().enumerate() {
                         let x = s.splat(*x.add(p * next));
-                        for (sum, w) in sums.iter_mut().zip(w) {
-                            *sum = s.mul_add(x, w, *sum);
+                        for (v, sum) in sums.iter_mut().enumerate() {
+                            *sum = s.mul_add(x, w[v], *sum);
                         }
                     }
                     x = x.add(1);
@@ -323,8 +322,7 @@ impl<T: SimdElement> Panel<T> {
         let residual = self.epilogue.residual;
         // SAFETY: passed on.
         unsafe {
-            let add: [S::F32; VECTORS] =
-                std::array::from_fn(|v| self.epilogue.biases(s, v * S::LANES, S::LANES));
+            let add: [S::F32; VECTORS] = array(|v| self.epilogue.biases(s, v * S::LANES, S::LANES));
             for (p, row) in acc.into_iter().enumerate() {
                 let to = to.wrapping_offset((p as isize).wrapping_mul(self.col));
                 for (v, sum) in row.into_iter().enumerate() {

@@ -121,7 +121,8 @@ impl<T: SimdElement> Kernel for Block<'_, T> {
         // Source rows that exist.
         let top = (first * step[0]) as isize + plan.top;
         let bottom = top + ((rows - 1) * step[0] + plan.span) as isize;
-        let [top, bottom] = [top, bottom].map(|row| row.clamp(0, src_size[0] as isize) as usize);
+        let inside = |row: isize| row.clamp(0, src_size[0] as isize) as usize;
+        let (top, bottom) = (inside(top), inside(bottom));
         let image = operands.src.wrapping_offset(n as isize * src[0] + channel as isize * src[1]);
         let transposed = scratch.wrapping_add(plan.len[0]);
         // SAFETY: a block of the stencil, of which nobody else writes the pixels; scratch memory has room for its source

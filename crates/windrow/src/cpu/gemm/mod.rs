@@ -9,7 +9,7 @@ mod block;
 mod strided;
 
 use self::block::Block;
-use super::{Isa, Kernel, SendPtr, Simd, dispatch, parallel_for_workers};
+use super::{Isa, Kernel, SendPtr, Simd, array, dispatch, parallel_for_workers};
 use std::ops::Range;
 
 pub(crate) use strided::{Gemm, Matrix};
@@ -210,7 +210,7 @@ unsafe fn put_whole<S: Simd, const R: usize, const V: usize>(
     unsafe {
         let mut bias = [s.zero(); V];
         if has_bias {
-            bias = std::array::from_fn(|v| s.load(place.col_bias.add(v * S::LANES)));
+            bias = array(|v| s.load(place.col_bias.add(v * S::LANES)));
         }
         for (i, row) in acc.into_iter().enumerate() {
             let at = i as isize * place.row;
@@ -266,11 +266,11 @@ unsafe fn step<S: Simd, const R: usize, const V: usize>(
     a: impl Fn(usize) -> f32,
 ) {
     // SAFETY: V vectors are readable at b.
-    let b: [S::F32; V] = std::array::from_fn(|v| unsafe { s.load(b.add(v * S::LANES)) });
+    let b: [S::F32; V] = array(|v| unsafe { s.load(b.add(v * S::LANES)) });
     for (i, row) in acc.iter_mut().enumerate() {
         let a = s.splat(a(i));
-        for (sum, b) in row.iter_mut().zip(b) {
-            *sum = s.mul_add(a, b, *sum);
+        for (v, sum) in row.iter_mut().enumerate() {
+            *sum = s.mul_add(a, b[v], *sum);
         }
     }
 }

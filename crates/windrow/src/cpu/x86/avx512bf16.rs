@@ -82,8 +82,8 @@ impl Bf16Products for Avx512Bf16 {
     fn mul_add_pairs(self, a: __m512, b: __m512, c: __m512) -> __m512 {
         // SAFETY: the machine has the instruction; the vectors are as long, and any bits are bf16.
         unsafe {
-            let [a, b] = [a, b].map(|pairs| std::mem::transmute::<__m512, __m512bh>(pairs));
-            _mm512_dpbf16_ps(c, a, b)
+            let pairs = |v| std::mem::transmute::<__m512, __m512bh>(v);
+            _mm512_dpbf16_ps(c, pairs(a), pairs(b))
         }
     }
     #[inline(always)]

@@ -9,7 +9,7 @@
 use super::nest::Nest;
 use super::{BLOCK, Bias, Block, PARALLEL_FROM, bias_strides, gather, load, scatter, store};
 use crate::cpu::math::{activate, activate_grad};
-use crate::cpu::{Isa, Kernel, SendPtr, Simd, SimdElement, dispatch, parallel_for};
+use crate::cpu::{Isa, Kernel, SendPtr, Simd, SimdElement, array, dispatch, parallel_for};
 use crate::dtype::with_element;
 use crate::gelu::{GeluArgs, GeluGrads, GeluSpec};
 use crate::{Activation, Approximate, DType, MAX_RANK, Result, TensorRef, Workspace};
@@ -200,14 +200,13 @@ impl<T: SimdElement> Backward<'_, T> {
     fn nest<S: Simd, const TANH: bool>(&self, s: S) {
         let strides = self.nest.inner_strides();
         let [dx_stride, dy_stride, x_stride, dgate_stride, gate_stride, bias_stride, _] = strides;
-        let mut blocks: [Block; 7] = std::array::from_fn(|_| Block::new());
+        let mut blocks: [Block; 7] = array(|_| Block::new());
         let [dxs, dys, xs, dgates, gates, biases, slopes] = &mut blocks;
         for (offsets, run) in self.nest.runs(self.begin, self.end) {
             for begin in (0..run).step_by(BLOCK) {
                 let n = BLOCK.min(run - begin);
-                let at: [isize; 7] = std::array::from_fn(|k| {
-                    self.first[k] + offsets[k] + begin as isize * strides[k]
-                });
+                let at: [isize; 7] =
+                    array(|k| self.first[k] + offsets[k] + begin as isize * strides[k]);
                 // SAFETY: the nest visits elements of the operands, whose strides it was made from;
                 // those of outputs belong to this task alone. Absent operands are not touched.
                 unsafe {

@@ -88,9 +88,9 @@ impl<const N: usize> Iterator for Runs<'_, N> {
         }
         let Nest { rank, shape, strides } = self.nest;
         let mut offsets = [0; N];
-        for (&i, strides) in self.index.iter().zip(strides).take(*rank) {
-            for (offset, stride) in offsets.iter_mut().zip(strides) {
-                *offset += i as isize * stride;
+        for (d, &i) in self.index.iter().enumerate().take(*rank) {
+            for (operand, offset) in offsets.iter_mut().enumerate() {
+                *offset += i as isize * strides[d][operand];
             }
         }
         let inner = rank - 1;

@@ -8,7 +8,7 @@
 
 use crate::activation::{Activation, Approximate};
 use crate::cpu::math::activate;
-use crate::cpu::{Simd, SimdElement};
+use crate::cpu::{Simd, SimdElement, array};
 use std::sync::LazyLock;
 
 const PIECES: usize = 32;
@@ -53,7 +53,7 @@ impl Tail {
 
     #[inline(always)]
     pub(super) fn load<S: Simd>(&'static self, s: S) -> [S::Table; TERMS] {
-        std::array::from_fn(|k| s.table(&self.0[k]))
+        array(|k| s.table(&self.0[k]))
     }
 }
 

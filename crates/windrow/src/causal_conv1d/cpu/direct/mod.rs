@@ -260,6 +260,7 @@ impl<T: SimdElement> Task<'_, T> {
     }
 
     /// Writes zeros, the outputs of padding.
+    #[inline(always)]
     unsafe fn write_zeros(&self, tokens: Range<usize>) {
         for c in self.channels.clone() {
             for t in tokens.clone() {

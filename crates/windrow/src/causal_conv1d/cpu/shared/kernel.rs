@@ -202,8 +202,8 @@ unsafe fn along_tokens_by<S: Simd, T: SimdElement, const W: usize, const V: usiz
                     None => s.splat(*staged.weight.add(k * staged.stride)),
                 };
                 let x = load::<S, T, V>(s, x.add(i + k));
-                for (sum, x) in sums.iter_mut().zip(x) {
-                    *sum = s.mul_add(tap, x, *sum);
+                for (v, sum) in sums.iter_mut().enumerate() {
+                    *sum = s.mul_add(tap, x[v], *sum);
                 }
             }
             store(s, sum, y.add(i), sums);
@@ -294,8 +294,8 @@ unsafe fn along_channels_by<
                     let taps = load_parameters::<S, T, V>(s, taps);
                     for (i, sums) in sums.iter_mut().enumerate() {
                         let x = load::<S, T, V>(s, x.offset((i + k) as isize * x_token).add(c));
-                        for ((sum, tap), x) in sums.iter_mut().zip(taps).zip(x) {
-                            *sum = s.mul_add(tap, x, *sum);
+                        for (v, sum) in sums.iter_mut().enumerate() {
+                            *sum = s.mul_add(taps[v], x[v], *sum);
                         }
                     }
                 }
@@ -412,8 +412,9 @@ unsafe fn next_token_by<S: Simd, T: SimdElement, const W: usize, const V: usize>
         let mut sums = load_parameters::<S, T, V>(s, staged.bias.add(c));
         for k in 0..W {
             let taps = load_parameters::<S, T, V>(s, staged.weight.add(k * staged.stride + c));
-            for ((sum, tap), x) in sums.iter_mut().zip(taps).zip(load::<S, T, V>(s, token(k))) {
-                *sum = s.mul_add(tap, x, *sum);
+            let x = load::<S, T, V>(s, token(k));
+            for (v, sum) in sums.iter_mut().enumerate() {
+                *sum = s.mul_add(taps[v], x[v], *sum);
             }
         }
         if let Some((next, next_token)) = step.next {

@@ -2,7 +2,7 @@
 
 use super::GROUP;
 use crate::causal_conv1d::Problem;
-use crate::cpu::{Kernel, SendPtr, Simd, SimdElement};
+use crate::cpu::{Kernel, SendPtr, Simd, SimdElement, array};
 use crate::dtype::with_element;
 use crate::{TensorMut, TensorRef};
 use std::ops::Range;
@@ -61,8 +61,7 @@ impl Staged {
     /// The same from channel `c` of the block on.
     #[inline(always)]
     pub(crate) fn from(&self, c: usize) -> Self {
-        let [weight, bias] = [self.weight, self.bias].map(|p| p.wrapping_add(c));
-        Staged { weight, bias, ..*self }
+        Staged { weight: self.weight.wrapping_add(c), bias: self.bias.wrapping_add(c), ..*self }
     }
 }
 
@@ -138,7 +137,7 @@ unsafe fn transpose(from: *const f32, channels: usize, width: usize, to: *mut f3
         stride: usize,
     ) {
         // SAFETY: promised by the caller.
-        unsafe { split(from, std::array::from_fn::<_, W, _>(|k| to.add(k * stride)), channels) }
+        unsafe { split(from, array::<_, W>(|k| to.add(k * stride)), channels) }
     }
     // SAFETY: promised by the caller.
     unsafe {

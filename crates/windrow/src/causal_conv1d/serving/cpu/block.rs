@@ -3,7 +3,7 @@
 use super::LANES;
 use crate::causal_conv1d::cpu::shared::Operand;
 use crate::causal_conv1d::cpu::shared::operand::{join, split};
-use crate::cpu::{Kernel, Simd, SimdElement};
+use crate::cpu::{Kernel, Simd, SimdElement, array};
 
 /// [`Block::copy_to`], whose caller answers for the pointers.
 struct CopyTo<T> {
@@ -74,24 +74,16 @@ impl<T: SimdElement> Block<T> {
                     }
                 }
                 (_, 1, 2) if dense(self) => {
-                    split::<T, 2>(self.at, std::array::from_fn(|t| row(to, t)), channels);
+                    split::<T, 2>(self.at, array(|t| row(to, t)), channels);
                 }
                 (_, 1, 3) if dense(self) => {
-                    split::<T, 3>(self.at, std::array::from_fn(|t| row(to, t)), channels);
+                    split::<T, 3>(self.at, array(|t| row(to, t)), channels);
                 }
                 (1, _, 2) if dense(to) => {
-                    join::<T, 2>(
-                        std::array::from_fn(|t| row(self, t).cast_const()),
-                        to.at,
-                        channels,
-                    );
+                    join::<T, 2>(array(|t| row(self, t).cast_const()), to.at, channels);
                 }
                 (1, _, 3) if dense(to) => {
-                    join::<T, 3>(
-                        std::array::from_fn(|t| row(self, t).cast_const()),
-                        to.at,
-                        channels,
-                    );
+                    join::<T, 3>(array(|t| row(self, t).cast_const()), to.at, channels);
                 }
                 _ => {
                     for c in 0..channels as isize {

@@ -4,7 +4,7 @@ use super::super::shared::epilogue::Lanes;
 use super::super::shared::stencil::{Stencil, Tap};
 use super::{Amx, TERMS};
 use crate::bf16;
-use crate::cpu::{Kernel, ROW_BYTES, SIDE, Simd};
+use crate::cpu::{Kernel, ROW_BYTES, SIDE, Simd, array};
 use std::ops::Range;
 
 /// Copies what a slab of one image reads: for each part of the rows and of the columns pixels of
@@ -143,9 +143,8 @@ impl SlabCopy<'_, bf16> {
                 // Of the chunk's terms those of this row.
                 let first = (i * width) as isize - (chunk * TERMS) as isize;
                 let of_row = first..first + width as isize;
-                let mask: [u16; TERMS] = std::array::from_fn(|term| {
-                    if of_row.contains(&(term as isize)) { u16::MAX } else { 0 }
-                });
+                let mask: [u16; TERMS] =
+                    array(|term| if of_row.contains(&(term as isize)) { u16::MAX } else { 0 });
                 for pixel in 0..self.cols() {
                     let from = line.wrapping_add(pixel * step[1] * c).wrapping_offset(-first);
                     let to = to.wrapping_add(pixel * plan.pitch + chunk * ROW_BYTES);
@@ -153,14 +152,14 @@ impl SlabCopy<'_, bf16> {
                     // SAFETY: the line has the terms of a tile more on either side; the caller's promise.
                     unsafe {
                         let mut terms = from.cast::<[u16; TERMS]>().read_unaligned();
-                        for (term, mask) in terms.iter_mut().zip(&mask) {
-                            *term &= mask;
+                        for (i, term) in terms.iter_mut().enumerate() {
+                            *term &= mask[i];
                         }
                         // Only a pixel of one chunk holds several rows.
                         if i > 0 {
                             let rows_before = to.read_unaligned();
-                            for (term, before) in terms.iter_mut().zip(&rows_before) {
-                                *term |= before;
+                            for (i, term) in terms.iter_mut().enumerate() {
+                                *term |= rows_before[i];
                             }
                         }
                         to.write_unaligned(terms);
@@ -225,8 +224,8 @@ impl SlabCopy<'_, bf16> {
         };
         let len = (self.cols() - 1) * step[1] + reads.len();
         let start = (self.at[1] * step[1]) as isize + reads[0];
-        let [from, end] =
-            [start, start + len as isize].map(|col| col.clamp(0, src_size[1] as isize));
+        let inside = |col: isize| col.clamp(0, src_size[1] as isize);
+        let (from, end) = (inside(start), inside(start + len as isize));
         let row = source.filter(|_| from < end);
         for line in 0..lines {
             let to = to.wrapping_add(line * self.plan.line_len(self.stencil));
@@ -323,9 +322,8 @@ unsafe fn interleave(
         let at = (i as isize).wrapping_mul(step);
         // SAFETY: promised by the caller.
         unsafe {
-            let [low, high] =
-                [first, second].map(|row| u32::from((*row.wrapping_offset(at)).to_bits()));
-            to.add(i).write(low | high << 16);
+            let bits = |row: *const bf16| u32::from((*row.wrapping_offset(at)).to_bits());
+            to.add(i).write(bits(first) | bits(second) << 16);
         }
     }
 }

@@ -5,7 +5,7 @@ use super::super::shared::stencil::Stencil;
 use super::copy::SlabCopy;
 use super::{SIDE, TERMS};
 use crate::bf16;
-use crate::cpu::{Bf16Kernel, Bf16Products, MAX_LANES, Simd};
+use crate::cpu::{Bf16Kernel, Bf16Products, MAX_LANES, Simd, array};
 use std::ops::Range;
 
 /// Copies as of bf16, one of each part, a plan's [`Amx::copy_of_part`](super::Amx::copy_of_part) bytes from each other.
@@ -160,7 +160,7 @@ impl Bf16Kernel for SplitTile<'_> {
         let parts = |at: usize| {
             // In the order in which they are multiplied.
             let to = |part: usize| self.to.wrapping_add((2 - part) * self.apart).cast::<bf16>();
-            [0, 1, 2].map(|part| to(part).wrapping_add(at))
+            array(|part| to(part).wrapping_add(at))
         };
         // SAFETY: vectors of the numbers, and of the tiles.
         unsafe {
@@ -176,7 +176,7 @@ impl Bf16Kernel for SplitTile<'_> {
                 }
                 Lanes::Pixels => {
                     let turned: [f32; TERMS * SIDE] =
-                        std::array::from_fn(|at| self.numbers[at % TERMS * SIDE + at / TERMS]);
+                        array(|at| self.numbers[at % TERMS * SIDE + at / TERMS]);
                     for at in (0..TERMS * SIDE).step_by(2 * lanes) {
                         let numbers = turned.as_ptr().add(at);
                         p.split2::<false>(parts(at), [s.load(numbers), s.load(numbers.add(lanes))]);

@@ -88,8 +88,8 @@ impl<T: SimdElement> Kernel for Sums<'_, T> {
                         }
                         let mut lanes = [0f32; MAX_LANES];
                         s.store(lanes.as_mut_ptr(), sum);
-                        for (sum, &lane) in sums[lane..].iter_mut().zip(&lanes[..count]) {
-                            *sum += f64::from(lane);
+                        for (i, sum) in sums[lane..][..count].iter_mut().enumerate() {
+                            *sum += f64::from(lanes[i]);
                         }
                     }
                 } else {

@@ -256,6 +256,7 @@ impl<T: SimdElement> Kernel for PackRows<'_, T> {
 
 impl<T: SimdElement> PackRows<'_, T> {
     /// True if pixels lie next to each other in the source, and the filter's columns too.
+    #[inline(always)]
     fn is_merged(&self) -> bool {
         let Stencil { c, ref cols, src, .. } = *self.stencil;
         let next = |taps: &[Tap]| taps[0].offset + 1 == taps[1].offset;

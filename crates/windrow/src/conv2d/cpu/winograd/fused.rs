@@ -420,8 +420,8 @@ impl<X: SimdElement> Strip<'_, X> {
             }
             for k in 0..K {
                 let mut positions = [s.zero(); ALPHA];
-                for (position, sums) in positions.iter_mut().zip(&sums) {
-                    *position = sums[k];
+                for (i, position) in positions.iter_mut().enumerate() {
+                    *position = sums[i][k];
                 }
                 let bias = s.splat(*self.operands.epilogue.bias.add(panel * PANEL + first + k));
                 let to = self.results.add((first + k) * M * row + at);

@@ -230,8 +230,8 @@ impl Operands {
                         }
                         for (t, sum) in sums.iter_mut().enumerate() {
                             let x = s.splat(*v.add(t * S::LANES + lane));
-                            for (r, sum) in row.iter().zip(sum) {
-                                *sum = s.mul_add(*r, x, *sum);
+                            for (n, sum) in sum.iter_mut().enumerate() {
+                                *sum = s.mul_add(row[n], x, *sum);
                             }
                         }
                         s.prefetch(next_u);

@@ -230,8 +230,8 @@ impl<const A: usize> Products<A> {
                 }
                 for (i, sums) in sums.iter_mut().enumerate() {
                     let x = s.splat(*d.add(t * S::LANES + i));
-                    for (sum, row) in sums.iter_mut().zip(&row) {
-                        *sum = s.mul_add(*row, x, *sum);
+                    for (n, sum) in sums.iter_mut().enumerate() {
+                        *sum = s.mul_add(row[n], x, *sum);
                     }
                 }
             }
@@ -296,13 +296,13 @@ unsafe fn transformed<S: Simd, const A: usize>(s: S, m: *const f32) -> [[S::F32;
             *x = unsafe { s.load(m.add((i * A + j) * S::LANES)) };
         }
         let taps = transform::filter_gradient(s, column);
-        for (row, &tap) in rows.iter_mut().zip(&taps) {
-            row[j] = tap;
+        for (i, row) in rows.iter_mut().enumerate() {
+            row[j] = taps[i];
         }
     }
     let mut taps = [[s.zero(); TAPS]; TAPS];
-    for (taps, &row) in taps.iter_mut().zip(&rows) {
-        *taps = transform::filter_gradient(s, row);
+    for (i, taps) in taps.iter_mut().enumerate() {
+        *taps = transform::filter_gradient(s, rows[i]);
     }
     taps
 }

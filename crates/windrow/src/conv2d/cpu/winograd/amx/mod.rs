@@ -10,7 +10,7 @@ mod split;
 
 use super::gemm::{Gemm, PANEL};
 use crate::cpu::{
-    Isa, ROW_BYTES, SIDE, TERMS, TILE_BYTES, TileKernel, Tiles, add_block, dispatch_bf16,
+    Isa, ROW_BYTES, SIDE, TERMS, TILE_BYTES, TileKernel, Tiles, add_block, array, dispatch_bf16,
     load_left, load_right,
 };
 use split::{PARTS, SplitInput, SplitPanel};
@@ -190,9 +190,8 @@ impl AmxGemm<'_, '_> {
                 let left = |i: usize| {
                     [left.wrapping_add(i * part), left.wrapping_add(i * part + TILE_BYTES)]
                 };
-                let right = |i: usize| {
-                    [0, TILE_BYTES].map(|tile| right.wrapping_add(i * COLUMNS * TILE_BYTES + tile))
-                };
+                let right =
+                    |i: usize| array(|tile| right.wrapping_add((i * COLUMNS + tile) * TILE_BYTES));
                 // Small ones first.
                 load_left::<T, ROWS>(tiles, left(0), ROW_BYTES);
                 load_right::<T, COLS>(tiles, right(2), ROW_BYTES);

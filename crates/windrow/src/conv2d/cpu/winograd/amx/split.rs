@@ -7,7 +7,7 @@
 use super::super::prefetch::Ahead;
 use super::{COLUMNS, TERMS, TILE_BYTES, whole};
 use crate::bf16;
-use crate::cpu::{Bf16Kernel, Bf16Products, ROW_BYTES, SIDE, Simd};
+use crate::cpu::{Bf16Kernel, Bf16Products, ROW_BYTES, SIDE, Simd, array};
 use std::ops::Range;
 
 /// Numbers of bf16 that add up to one of f32.
@@ -40,8 +40,7 @@ impl Bf16Kernel for SplitInput {
             for tile in 0..tiles {
                 let from = v.wrapping_add(first * stride + tile * lanes);
                 let to = to.wrapping_add(tile * ROW_BYTES);
-                let to =
-                    [to, to.wrapping_add(part), to.wrapping_add(2 * part)].map(<*mut u8>::cast);
+                let to = array(|i| to.wrapping_add(i * part).cast());
                 // SAFETY: whoever makes a `SplitInput` has the vectors and tiles of V, and room for their parts.
                 unsafe {
                     let low = if first < vectors { s.load(from) } else { s.zero() };
@@ -82,8 +81,7 @@ impl Bf16Kernel for SplitPanel<'_, '_, '_> {
                 let tile = column / SIDE * TILE_BYTES + column % SIDE * 2 * size_of::<bf16>();
                 let to = to.wrapping_add(tile + pair * ROW_BYTES);
                 let part = COLUMNS * TILE_BYTES;
-                let to =
-                    [to, to.wrapping_add(part), to.wrapping_add(2 * part)].map(<*mut u8>::cast);
+                let to = array(|i| to.wrapping_add(i * part).cast());
                 // SAFETY: whoever makes a `SplitPanel` has these channels of U, and room for them.
                 unsafe {
                     let low = if channel < c { s.load(first) } else { s.zero() };
