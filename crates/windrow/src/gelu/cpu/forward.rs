@@ -159,7 +159,8 @@ impl<T: SimdElement, const TANH: bool> Row<T, TANH> {
         unsafe {
             if !matches!(self.bias, Bias::F32(_)) && !S::IS_SMALL {
                 if STREAM {
-                    let ahead = self.y.align_offset(pair * size_of::<T>()).min(n);
+                    let beyond = self.y.addr() % (pair * size_of::<T>()) / size_of::<T>();
+                    let ahead = ((pair - beyond) % pair).min(n);
                     while i < ahead {
                         let n = S::LANES.min(ahead - i);
                         self.vector(s, table, i, n);
