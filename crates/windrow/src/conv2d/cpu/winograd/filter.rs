@@ -9,6 +9,7 @@ use super::super::shared::rows::copy_transposed;
 use crate::conv2d::Tile;
 use crate::conv2d::winograd::{MAX_ALPHA, TAPS};
 use crate::cpu::{Kernel, Simd, SimdElement};
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 /// Taps of a filter.
@@ -88,8 +89,9 @@ impl<W: SimdElement, const A: usize> Kernel for FilterTransform<W, A> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let mut stage = Stage([[0.0; STAGE]; MAX_ALPHA * MAX_ALPHA]);
-        let mut taps = [0.0; ALL * STAGE];
+        // Not zeroed, which would be a thousand stores of vectors: all that is read is written before.
+        let mut stage = Stage([[MaybeUninit::uninit(); STAGE]; MAX_ALPHA * MAX_ALPHA]);
+        let mut taps = [MaybeUninit::uninit(); ALL * STAGE];
         let at_once = STAGE / self.width;
         for first in (0..self.c).step_by(at_once) {
             let channels = first..self.c.min(first + at_once);
@@ -100,7 +102,7 @@ impl<W: SimdElement, const A: usize> Kernel for FilterTransform<W, A> {
                 let (taps, count, stage) = (&taps[..], channels.len(), &mut stage);
                 s.outlined(Transform::<A> { taps, count, stage, at: lane, width });
             }
-            // SAFETY: U is as documented.
+            // SAFETY: U is as documented; each vector of each of these channels has been transformed to the stage.
             unsafe { self.store(s, &stage, first * self.width, channels.len() * self.width) };
         }
         if self.far {
@@ -111,7 +113,7 @@ impl<W: SimdElement, const A: usize> Kernel for FilterTransform<W, A> {
 
 /// The first numbers of U [position, c, width] from some input channel on.
 #[repr(align(64))]
-struct Stage([[f32; STAGE]; MAX_ALPHA * MAX_ALPHA]);
+struct Stage([[MaybeUninit<f32>; STAGE]; MAX_ALPHA * MAX_ALPHA]);
 
 /// Taps [c, tap, LANES] of some input channels and a vector of output channels, zeros for those that do not exist. Made by
 /// [`FilterTransform`] only, whose filter has them.
@@ -120,7 +122,7 @@ struct Load<'a, W> {
     strides: [isize; 4],
     output: Range<usize>,
     input: Range<usize>,
-    to: &'a mut [f32; ALL * STAGE],
+    to: &'a mut [MaybeUninit<f32>; ALL * STAGE],
 }
 
 impl<W: SimdElement> Kernel for Load<'_, W> {
@@ -130,7 +132,7 @@ impl<W: SimdElement> Kernel for Load<'_, W> {
     fn run<S: Simd>(self, s: S) {
         let Load { w, strides, output, input: channels, to } = self;
         let [stride_k, stride_c, stride_r, stride_s] = strides;
-        let (first, to) = (output.start, to.as_mut_ptr());
+        let (first, to) = (output.start, to.as_mut_ptr().cast::<f32>());
         let count = output.end.saturating_sub(first).min(S::LANES);
         let w = w.wrapping_offset(first as isize * stride_k + channels.start as isize * stride_c);
         let taps = || (0..TAPS).flat_map(|i| (0..TAPS).map(move |j| (i, j)));
@@ -195,9 +197,9 @@ impl<W: SimdElement> Kernel for Load<'_, W> {
 }
 
 /// Vectors of U for every position, of the taps [c, tap, LANES] of `count` input channels: the first to `at`, others
-/// `width` apart.
+/// `width` apart. Made by [`FilterTransform`] only, which has loaded these taps.
 struct Transform<'a, const A: usize> {
-    taps: &'a [f32],
+    taps: &'a [MaybeUninit<f32>],
     count: usize,
     stage: &'a mut Stage,
     at: usize,
@@ -211,22 +213,27 @@ impl<const A: usize> Kernel for Transform<'_, A> {
     fn run<S: Simd>(self, s: S) {
         let Transform { taps, count, stage, at, width } = self;
         for (i, g) in taps.chunks_exact(ALL * S::LANES).enumerate().take(count) {
-            Self::vector(s, g, stage, at + i * width);
+            // SAFETY: the taps of a channel that is loaded.
+            unsafe { Self::vector(s, g, stage, at + i * width) };
         }
     }
 }
 
 impl<const A: usize> Transform<'_, A> {
     /// Writes a vector of U for every position to `at`, of taps [tap, LANES].
+    ///
+    /// # Safety
+    /// All taps are written.
     #[inline(always)]
-    fn vector<S: Simd>(s: S, g: &[f32], stage: &mut Stage, at: usize) {
+    unsafe fn vector<S: Simd>(s: S, g: &[MaybeUninit<f32>], stage: &mut Stage, at: usize) {
         assert!(g.len() == ALL * S::LANES && at + S::LANES <= STAGE, "a vector of filters");
         let mut columns = [[s.widen(s.zero()); TAPS]; A];
         for j in 0..TAPS {
             let mut x = [s.widen(s.zero()); TAPS];
             for (i, x) in x.iter_mut().enumerate() {
-                // SAFETY: a vector for each tap.
-                *x = s.widen(unsafe { s.load(g.as_ptr().add((i * TAPS + j) * S::LANES)) });
+                let g = g.as_ptr().cast::<f32>();
+                // SAFETY: a vector for each tap, written as the caller promises.
+                *x = s.widen(unsafe { s.load(g.add((i * TAPS + j) * S::LANES)) });
             }
             let column = apply::<S, A>(s, x);
             for i in 0..A {
@@ -236,8 +243,9 @@ impl<const A: usize> Transform<'_, A> {
         for i in 0..A {
             let row = apply::<S, A>(s, columns[i]);
             for j in 0..A {
+                let to = stage.0[i * A + j].as_mut_ptr().cast::<f32>();
                 // SAFETY: a vector of the position.
-                unsafe { s.store(stage.0[i * A + j].as_mut_ptr().add(at), s.narrow(row[j])) };
+                unsafe { s.store(to.add(at), s.narrow(row[j])) };
             }
         }
     }
@@ -245,7 +253,7 @@ impl<const A: usize> Transform<'_, A> {
 
 impl<W: SimdElement, const A: usize> FilterTransform<W, A> {
     /// # Safety
-    /// `len` numbers of every position of U must be writable from `at` on.
+    /// `len` numbers of every position of U must be writable from `at` on, and those of the stage written.
     #[inline(always)]
     unsafe fn store<S: Simd>(&self, s: S, stage: &Stage, at: usize, len: usize) {
         for (position, from) in stage.0.iter().enumerate().take(A * A) {
@@ -254,7 +262,7 @@ impl<W: SimdElement, const A: usize> FilterTransform<W, A> {
             for i in (0..len).step_by(S::LANES) {
                 // SAFETY: passed on; vectors of U are aligned as it is.
                 unsafe {
-                    let v = s.load(from.as_ptr().add(i));
+                    let v = s.load(from.as_ptr().cast::<f32>().add(i));
                     match self.far {
                         true => s.stream(to.add(i), v),
                         false => s.store(to.add(i), v),

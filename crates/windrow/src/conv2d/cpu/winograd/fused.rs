@@ -17,7 +17,7 @@ use crate::conv2d::{Conv2dAlgorithm, Conv2dConfiguration, Problem, Tile};
 use crate::cpu::gemm::even_part;
 use crate::cpu::math::activate_all;
 use crate::cpu::{
-    Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, dispatch, parallel_for_workers,
+    Isa, Kernel, MAX_LANES, SendPtr, Simd, SimdElement, array, dispatch, parallel_for_workers,
 };
 use crate::dtype::with_element;
 use std::ops::Range;
@@ -418,11 +418,10 @@ impl<X: SimdElement> Strip<'_, X> {
                     }
                 }
             }
+            // `k` is the inner index.
+            #[allow(clippy::needless_range_loop)]
             for k in 0..K {
-                let mut positions = [s.zero(); ALPHA];
-                for (i, position) in positions.iter_mut().enumerate() {
-                    *position = sums[i][k];
-                }
+                let positions: [S::F32; ALPHA] = array(|i| sums[i][k]);
                 let bias = s.splat(*self.operands.epilogue.bias.add(panel * PANEL + first + k));
                 let to = self.results.add((first + k) * M * row + at);
                 for (i, &sum) in transform::output(s, positions)[..M].iter().enumerate() {
