@@ -19,6 +19,15 @@ pub(crate) struct Sum {
     pub stream: bool,
 }
 
+impl Sum {
+    /// True if the activation is SiLU, and the sum with SiLU as a constant. Loops of this constant hold SiLU's constants
+    /// in registers; Mamba's layers have it.
+    #[inline(always)]
+    fn with_silu(self) -> (bool, Self) {
+        (self.activation == Activation::Silu, Sum { activation: Activation::Silu, ..self })
+    }
+}
+
 /// Vectors that the loops take at once. A pair of bf16 vectors is taken apart and put together with
 /// fewer shuffles than two vectors, and a pair of either half type fills a line of the cache.
 const fn vectors<S: Simd, T: SimdElement>(elements: usize) -> usize {
@@ -159,15 +168,18 @@ impl<T: SimdElement, const W: usize> Kernel for AlongTokens<'_, T, W> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let AlongTokens { sum, x, y, n, channels, staged } = self;
+        let (is_silu, silu) = sum.with_silu();
         for c in 0..channels {
             let x = x.0.wrapping_offset(c as isize * x.1);
             let y = y.0.wrapping_offset(c as isize * y.1);
             let staged = &staged.from(c);
             // SAFETY: promised by the caller; `n` is at least that many vectors.
             unsafe {
-                match vectors::<S, T>(n) {
-                    2 => along_tokens_by::<S, T, W, 2>(s, sum, x, y, n, staged),
-                    _ => along_tokens_by::<S, T, W, 1>(s, sum, x, y, n, staged),
+                match (vectors::<S, T>(n), is_silu) {
+                    (2, true) => along_tokens_by::<S, T, W, 2>(s, silu, x, y, n, staged),
+                    (2, false) => along_tokens_by::<S, T, W, 2>(s, sum, x, y, n, staged),
+                    (_, true) => along_tokens_by::<S, T, W, 1>(s, silu, x, y, n, staged),
+                    (_, false) => along_tokens_by::<S, T, W, 1>(s, sum, x, y, n, staged),
                 }
             }
         }
@@ -251,11 +263,14 @@ impl<T: SimdElement, const W: usize, const N: usize> Kernel for AlongChannels<'_
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let AlongChannels { sum, x, y, shape, staged } = self;
+        let (is_silu, silu) = sum.with_silu();
         // SAFETY: promised by the caller; there are at least that many vectors of channels.
         unsafe {
-            match vectors::<S, T>(shape.1) {
-                2 => along_channels_by::<S, T, W, N, 2>(s, sum, x, y, shape, staged),
-                _ => along_channels_by::<S, T, W, N, 1>(s, sum, x, y, shape, staged),
+            match (vectors::<S, T>(shape.1), is_silu) {
+                (2, true) => along_channels_by::<S, T, W, N, 2>(s, silu, x, y, shape, staged),
+                (2, false) => along_channels_by::<S, T, W, N, 2>(s, sum, x, y, shape, staged),
+                (_, true) => along_channels_by::<S, T, W, N, 1>(s, silu, x, y, shape, staged),
+                (_, false) => along_channels_by::<S, T, W, N, 1>(s, sum, x, y, shape, staged),
             }
         }
     }
