@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from windrow.torch._by_graph import ByGraph
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -101,3 +102,13 @@ def normal(model):
                 nn.init.normal_(module.weight)
                 nn.init.normal_(module.bias)
     return model.eval()
+
+
+def needs_driver():
+    """Whether fake tensors on CUDA are laid out beside a driver only, as by PyTorch 2.8 and 2.9."""
+    try:
+        with FakeTensorMode():
+            torch.empty(1, 2, 2, 2, device="cuda").contiguous(memory_format=torch.channels_last)
+    except RuntimeError:
+        return True
+    return False

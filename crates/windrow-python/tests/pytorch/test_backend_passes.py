@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from common import ACTIVATIONS, OURS, THEIRS, leaf, normal
+from common import ACTIVATIONS, OURS, THEIRS, leaf, needs_driver, normal
 from torch import nn
 from torch.func import functional_call
 from torch._inductor.compile_fx import select_decomp_table
@@ -446,16 +446,6 @@ def test_names_where_attributes_are_looked_up(seen):
     told = Told()
     check(LooksUp(lambda m, y: F.relu(y)).eval(), report=told)
     assert [*told.names] == ["conv"]
-
-
-def needs_driver():
-    """Whether fake tensors on CUDA are laid out beside a driver only, as by PyTorch 2.8 and 2.9."""
-    try:
-        with FakeTensorMode():
-            torch.empty(1, 2, 2, 2, device="cuda").contiguous(memory_format=torch.channels_last)
-    except RuntimeError:
-        return True
-    return False
 
 
 @pytest.mark.skipif(needs_driver(), reason=f"PyTorch {torch.__version__} asks for a driver to lay them out")

@@ -5,42 +5,46 @@ fusion would be lost. The measurement takes place when the graph is compiled, wi
 layout.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from windrow.torch._filters import kept_with
+from windrow.torch.backend._constants import value
+from windrow.torch.backend._convolutions import Convolution
 from windrow.torch.choice.candidates import Conv
 from windrow.torch.choice.convolution import way
 from windrow.torch.choice.problem import Options
 
 
 def is_pytorchs(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    options: Any,
-    activation: str | None,
-    accuracy: Any,
+    conv: Convolution,
+    accuracy: str | None,
     in_graphs: bool,
+    after: tuple[fx.Node | None, str | None] | None = None,
 ) -> bool:
-    """True if PyTorch computes this convolution faster. False for sizes that may change. `in_graphs`: Inductor captures
-    the compiled code into CUDA graphs."""
-    given = (x, weight, bias, residual)
+    """True if PyTorch computes this convolution faster. False for sizes that may change.
+
+    `accuracy`: the one that the user asks for. `in_graphs`: Inductor captures the compiled code into CUDA graphs.
+    `after`: the residual and the activation that `windrow::conv2d_fused` would add; None if `windrow::conv2d` would compute
+    the convolution.
+    """
+    residual, activation = after or (None, None)
+    given = [value(node) for node in (conv.x, conv.weight, conv.bias, residual)]
+    options = Options(*conv.options, conv.output_padding)
     sizes = [n for t in given if t is not None for n in (*t.shape, *t.stride())]
-    if not all(isinstance(n, int) for n in [*sizes, *(n for several in options[:3] for n in several)]):
+    if not all(isinstance(n, int) for n in [*sizes, *tree_leaves(options[:3])]):
         return False
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         # The user's random numbers stay the same.
-        generator = torch.Generator(x.device).manual_seed(0)
-        image, filter, *rest = (None if t is None else _like(t, generator) for t in given)
+        generator = torch.Generator(given[0].device).manual_seed(0)
+        image, filter, bias, beside = (None if t is None else _like(t, generator) for t in given)
         assert image is not None and filter is not None
-        kept = kept_with(filter, is_frozen=True, lasts=True)
-        conv = Conv(filter, rest[0], Options(*options), activation, accuracy, kept, is_fused=True)
-        return way(conv, image, rest[1]).is_pytorchs(in_graphs)
+        kept = kept_with(filter, is_frozen=after is not None, lasts=True)
+        asked = conv.accuracy(accuracy)
+        like = Conv(filter, bias, options, activation, asked, kept, is_fused=after is not None)
+        return way(like, image, beside).is_pytorchs(in_graphs)
 
 
 def _like(t: Tensor, generator: torch.Generator) -> Tensor:

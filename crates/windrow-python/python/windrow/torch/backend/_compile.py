@@ -8,12 +8,13 @@ import torch
 from torch import fx
 
 from windrow.torch.backend._check import Check
+from windrow.torch.backend._choice import is_pytorchs
 from windrow.torch.backend._constants import Constants, ConstantsCache, Make, Run, value
 from windrow.torch.backend._convolutions import to_windrows
 from windrow.torch.backend._fold import fold
 from windrow.torch.backend._fuse import fuse
 from windrow.torch.backend._group_norm import by_channels
-from windrow.torch.backend._layout import to_channels_last
+from windrow.torch.backend._layout import lay_out_images, to_channels_last
 from windrow.torch.backend._linear import linear_to_convolutions
 from windrow.torch.backend._modules import to_modules
 from windrow.torch.backend._options import Options
@@ -95,10 +96,14 @@ class _Frozen:
         self.constants = constants = Constants(module, static if options.freeze else (), in_graphs)
         if decompositions is None:
             linear_to_convolutions(graph, constants, options.accuracy)
+        else:
+            lay_out_images(graph)
         norms = 0 if decompositions is None else by_channels(graph)
         folded = fold(graph, constants)
         fused = fuse(graph, constants, options.accuracy, decompositions, options.report)
-        others = to_windrows(graph, options.accuracy, is_training=False, report=options.report)
+        # Inductor fuses more with PyTorch's own.
+        is_left = lambda conv: decompositions is not None and is_pytorchs(conv, options.accuracy, in_graphs)
+        others = to_windrows(graph, options.accuracy, False, options.report, is_left)
         # What was folded into convolutions, what these became, and the number of other convolutions.
         self.what = folded, fused, others
         counts = "folded into convolutions: %s; fused: %s; other convolutions: %d; group norms by channels: %d"

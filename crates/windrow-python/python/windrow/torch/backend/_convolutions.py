@@ -1,6 +1,6 @@
 """The convolutions in graphs of PyTorch's operators."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,13 @@ from windrow.torch.backend._report import Report, name_of
 _aten = torch.ops.aten
 # The mark of a node that is left to Inductor.
 LEFT = "windrow_left"
+# Why, in the report.
+FASTER = "PyTorch's operator was measured to be faster"
 # The marks that say which `Value` and which `Sum` of the original graph a node stands for. The check compares them.
 VALUE, SUM = "windrow_value", "windrow_sum"
-_OF_OTHERS = ("tensor_meta", "eager_input_vals", VALUE, SUM)
+# PyTorch's name for the inputs of a custom operator, in the layouts that Inductor gives them.
+_INPUTS = "eager_input_vals"
+_OF_OTHERS = ("tensor_meta", _INPUTS, VALUE, SUM)
 # The types of numbers that Windrow computes.
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 # The operators that give a tensor's elements another shape.
@@ -100,13 +104,25 @@ def _options(dims: int, stride: Any, padding: Any, dilation: Any, transposed: bo
     return image(stride, 1), image(padding, 0), image(dilation, 1), groups, output_padding
 
 
-def to_windrows(graph: fx.Graph, accuracy: str | None, is_training: bool, report: Report | None = None) -> int:
-    """Replaces the remaining convolutions and their gradients by Windrow's operators. Returns their number."""
+def to_windrows(
+    graph: fx.Graph,
+    accuracy: str | None,
+    is_training: bool,
+    report: Report | None = None,
+    is_left: Callable[[Convolution], bool] = lambda conv: False,
+) -> int:
+    """Replaces the remaining convolutions and their gradients by Windrow's operators, but for those that `is_left`
+    leaves. Returns their number."""
     changed = 0
     for conv in convolutions(graph):
         if conv.node.target is not _aten.convolution.default or LEFT in conv.node.meta:
             continue
         asked, how = conv.accuracy(accuracy), CHANGING if is_training else KEPT
+        if is_left(conv):
+            conv.node.meta[LEFT] = True
+            if report is not None:
+                report.left(name_of(conv.node), FASTER)
+            continue
         rest = (*conv.options, conv.output_padding, None, asked, FASTEST, how)
         new = called(graph, conv.node, OPERATORS.conv2d.default, conv.x, conv.weight, conv.bias, *rest)
         name, is_new = name_of(conv.node), replaced(conv.node, new, conv.node)
@@ -150,6 +166,9 @@ def called(graph: fx.Graph, before: fx.Node, operator: Any, *args: Any, **kwargs
     fake_mode = next(v.fake_mode for v in tree_leaves(values) if isinstance(v, Tensor))
     with fake_mode:
         node.meta["val"] = operator(*values, **kwargs)
+    if getattr(operator, "namespace", None) == "windrow":
+        # Without these Inductor gives the operator its inputs in whatever layout, and the operator would copy them.
+        node.meta[_INPUTS] = values, kwargs
     return node
 
 

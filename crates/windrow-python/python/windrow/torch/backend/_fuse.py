@@ -12,7 +12,8 @@ from windrow.torch._fused import told
 from windrow.torch._library import OPERATORS
 from windrow.torch.backend._choice import is_pytorchs
 from windrow.torch.backend._constants import Constants, value
-from windrow.torch.backend._convolutions import LEFT, Convolution, called, convolutions, replaced
+from windrow.torch.backend._convolutions import FASTER, LEFT, Convolution, called, convolutions, replaced
+from windrow.torch.backend._layout import laid_out
 from windrow.torch.backend._report import FOLDED, Report, name_of
 
 _aten = torch.ops.aten
@@ -48,23 +49,22 @@ def _fuse(
     folded = [f"folded {name}" for name in conv.node.meta.get(FOLDED, ())]
     if (added := _added(last)) is not None:
         last, residual = added
+        if decompositions is not None:
+            residual = laid_out(graph, last, residual, conv.node)
         what.append("added")
     activation = None
     if (found := _activated(last, value(conv.node).dtype, decompositions)) is not None:
         activation, last = found
         what.append(activation)
-    given = (conv.x, conv.weight, conv.bias, residual)
-    asked = conv.accuracy(accuracy)
     # Inductor fuses more with PyTorch's own.
-    question = (*map(value, given), conv.options, activation, asked, constants.in_graphs)
-    if decompositions is not None and is_pytorchs(*question):
+    if decompositions is not None and is_pytorchs(conv, accuracy, constants.in_graphs, (residual, activation)):
         conv.node.meta[LEFT] = True
         if report is not None:
-            report.left(name, ", ".join(["PyTorch's operator was measured to be faster", *folded]))
+            report.left(name, ", ".join([FASTER, *folded]))
         return None
     weight, bias = constants.moved(conv.weight), None if conv.bias is None else constants.moved(conv.bias)
     tensors = (conv.x, weight, bias, residual)
-    how, result = (*conv.options, activation, asked), ", ".join(["conv2d", *what])
+    how, result = (*conv.options, activation, conv.accuracy(accuracy)), ", ".join(["conv2d", *what])
     if last is conv.node and last.target is OPERATORS.conv2d_fused.default:
         last.args = (conv.x, weight, bias, *last.args[3:])
         result = "linear"

@@ -15,6 +15,7 @@ from windrow.torch.backend._constants import value
 from windrow.torch.backend._convolutions import VIEWS, called
 
 _aten = torch.ops.aten
+_convert = torch.ops.prims.convert_element_type.default
 
 
 def by_channels(graph: fx.Graph) -> int:
@@ -24,7 +25,10 @@ def by_channels(graph: fx.Graph) -> int:
         image = _grouped_image(node)
         if image is None:
             continue
-        n, groups, channels, _ = value(node.args[0]).shape
+        grouped = value(node.args[0])
+        n, groups, channels, _ = grouped.shape
+        if value(image).dtype != grouped.dtype:
+            image = called(graph, node, _convert, image, grouped.dtype)
         each = called(graph, node, _aten.var_mean.correction, image, [2, 3], correction=0, keepdim=True)
         parts = [called(graph, node, operator.getitem, each, i) for i in (0, 1)]
         var, mean = (called(graph, node, _aten.view.default, part, [n, groups, channels, 1]) for part in parts)
@@ -41,15 +45,17 @@ def by_channels(graph: fx.Graph) -> int:
 
 
 def _grouped_image(node: fx.Node) -> fx.Node | None:
-    """The image in channels-last whose groups of channels this node reduces, if it does."""
+    """The image in channels-last whose groups of channels this node reduces, if it does; in the image's own type."""
     if node.target is not _aten.var_mean.correction or node.kwargs != {"correction": 0, "keepdim": True}:
         return None
     grouped, dims = node.args
     if list(dims) != [2, 3] or grouped.target not in VIEWS:  # type: ignore[union-attr, arg-type]
         return None
     image: fx.Node = grouped.args[0]  # type: ignore[union-attr, assignment]
-    if image.target is _aten.clone.default:
-        image = image.args[0]  # type: ignore[assignment]
+    # f16 and bf16 are converted to f32: on CUDA behind the copy into row-major order, on the CPU in front of it.
+    for target in (_convert, _aten.clone.default):
+        if image.target is target:
+            image = image.args[0]  # type: ignore[assignment]
     given, of = value(image), value(grouped)
     if not (isinstance(given, Tensor) and given.dim() == of.dim() == 4):
         return None

@@ -1,4 +1,4 @@
-"""The pass that computes a graph in channels-last, whatever the layout of its images."""
+"""The layout of images: the pass that computes a graph in channels-last, and copies of single images."""
 
 import torch
 from torch import Tensor, fx
@@ -63,6 +63,32 @@ def _pays(of_images: list[Convolution]) -> bool:
     if not all(weight.is_cpu for weight, _ in filters):
         return False
     return all(weight.dtype != torch.bfloat16 or weight.shape[1] > 1 or groups == 1 for weight, groups in filters)
+
+
+def lay_out_images(graph: fx.Graph) -> None:
+    """Converts the images of convolutions that are row-major, such as those that PyTorch has enlarged, if the result is in
+    channels-last. Inductor then writes them in channels-last at once, and no convolution copies them."""
+    converted: dict[fx.Node, fx.Node] = {}
+    for conv in convolutions(graph):
+        if conv.is_of_images:
+            image = converted.get(conv.x) or laid_out(graph, conv.node, conv.x, conv.node)
+            converted[conv.x] = image
+            conv.node.replace_input_with(conv.x, image)
+
+
+def laid_out(graph: fx.Graph, before: fx.Node, image: fx.Node, result: fx.Node) -> fx.Node:
+    """The image, or a copy in front of `before` in channels-last if the image is row-major and `result` in
+    channels-last."""
+    given, wanted = value(image), value(result)
+    sizes = [n for t in (given, wanted) for n in (*t.shape, *t.stride())]
+    is_last = lambda t: t.is_contiguous(memory_format=torch.channels_last)
+    if not all(isinstance(n, int) for n in sizes) or given.dim() != 4 or given.numel() == 0:
+        return image
+    if not given.is_contiguous() or is_last(given) or not is_last(wanted) or wanted.is_contiguous():
+        return image
+    copy = called(graph, before, _aten.clone.default, image, memory_format=torch.channels_last)
+    copy.meta[VALUE] = image.meta.get(VALUE)
+    return copy
 
 
 def _sees_strides(node: fx.Node) -> bool:
