@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from windrow.torch._by_graph import ByGraph
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -77,14 +76,6 @@ def exported(model, x, dynamo, folder):
     session = evaluation.ReferenceEvaluator(graph)
     (y,) = session.run(None, {graph.graph.input[0].name: x.numpy()})
     return torch.from_numpy(y.copy())
-
-
-def called(fast):
-    """The modules that calls of an optimized model reach: where it is computed by graphs, theirs."""
-    parts = [m for m in fast.modules() if isinstance(m, ByGraph)]
-    beside = {inner for part in parts for inner in part.modules()}
-    graphs = [m for part in parts for m in part._windrow_graph.modules()]
-    return graphs + [m for m in fast.modules() if m not in beside]
 
 
 def known(module):

@@ -67,3 +67,23 @@ def runs_uncompiled(monkeypatch):
         return boxed
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", run)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """What compiled models call where PyTorch's operators run one by one."""
+    from windrow.torch.backend import _compile
+
+    found, own = [], _compile.to_modules
+
+    def kept(*args):
+        bind, names = own(*args)
+
+        def bound(constants):
+            found.append(bind(constants))
+            return found[-1]
+
+        return bound, names
+
+    monkeypatch.setattr(_compile, "to_modules", kept)
+    return found

@@ -8,7 +8,7 @@ import pytest
 import torch
 import windrow
 from common import ACTIVATIONS as FUNCTIONS
-from torch import fx, nn
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from windrow import onnx
 from windrow._activation_names import NAMES, Activation
@@ -21,7 +21,6 @@ from windrow.torch import (
     causal_conv1d_update,
     conv2d,
 )
-from windrow.torch import _optimize
 from windrow.torch._activations import ACTIVATIONS, PYTORCHS, activation_of
 from windrow.torch._fused import FusedConv2d
 from windrow.torch.backend import _fuse
@@ -47,17 +46,15 @@ def test_type_checkers_know_the_names():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_graphs_of_pytorch_and_onnx_know_an_activation(name):
-    """The table is all that `optimize`, the backend of torch.compile and `windrow.onnx` look at."""
+    """The table is all that the backend of torch.compile and `windrow.onnx` look at."""
     names = NAMES[name]
     kwargs = {} if names.approximate is None else {"approximate": names.approximate}
-    by_module = fx.symbolic_trace(nn.Sequential(getattr(nn, names.module)(**kwargs)))
-    by_function = fx.symbolic_trace(lambda x: getattr(nn.functional, names.function)(x, **kwargs))
-    for traced in (by_module, by_function):
-        (node,) = (node for node in traced.graph.nodes if node.op.startswith("call"))
-        assert _optimize._activation(node, dict(traced.named_modules())) == name
-    graph = make_fx(lambda x: PYTORCHS[name](x.neg()))(torch.zeros(2)).graph
-    (behind,) = (node for node in graph.nodes if node.target is torch.ops.aten.neg.default)
-    assert _fuse._activated(behind, torch.float32, None)[0] == name
+    by_module = getattr(nn, names.module)(**kwargs)
+    by_function = lambda x: getattr(nn.functional, names.function)(x, **kwargs)
+    behind_neg = lambda function: make_fx(lambda x: function(x.neg()))(torch.zeros(2)).graph
+    for graph in map(behind_neg, (PYTORCHS[name], by_module, by_function)):
+        (behind,) = (node for node in graph.nodes if node.target is torch.ops.aten.neg.default)
+        assert _fuse._activated(behind, torch.float32, None)[0] == name
     if names.operator is not None:
         helper = pytest.importorskip("onnx").helper
         node = helper.make_node(names.operator, ["x"], ["y"], **kwargs)

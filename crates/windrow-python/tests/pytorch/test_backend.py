@@ -179,7 +179,7 @@ def test_unknown_options(options, words):
 
 def test_an_old_version(monkeypatch):
     monkeypatch.setattr(_options, "OLDEST", (99, 0))
-    with pytest.raises(VersionError, match="for PyTorch 99.0 and newer, this is 2"):
+    with pytest.raises(VersionError, match="with PyTorch 99.0 and newer, this is 2"):
         windrow(torch.fx.symbolic_trace(nn.ReLU()), [])
 
 

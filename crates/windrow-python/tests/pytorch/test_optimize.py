@@ -2,13 +2,15 @@
 
 import copy
 import io
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from common import TOLERANCE, each_device, leaf, normal
 from torch import nn
-from windrow.torch import Conv2d, ConvTranspose2d, _fused, optimize
+from windrow.torch import _fused, _sequence, optimize
 from windrow.torch.choice import policy, store
 
 pytestmark = pytest.mark.usefixtures("nothing_decided")
@@ -75,13 +77,14 @@ def test_report_and_state():
     before = copy.deepcopy(model.state_dict())
     fast = optimize(model)
     fused = fast.windrow_report.fused
+    assert not fused, "nothing has been compiled yet"
+    fast(leaf(1, 4, 9, 9, grad=False))
     assert not fast.windrow_report.left
     assert {*fused} == {"0.first", "0.short.0", "0.second", "2.first", "2.short.0", "2.second", "3"}
-    assert fused["0.first"].endswith("activation='relu'): folded 0.norm, relu")
+    assert fused["3"] == "gelu" and fused["0.first"].endswith("activation='relu'): folded 0.norm, relu")
     assert fused["0.second"].endswith("activation='relu'): folded 0.after, added, relu")
     assert fused["0.short.0"].endswith("stride=(1, 1)): folded 0.short.1")
     assert "fused 2.first: FusedConv2d(8, 12, kernel_size=(3, 3), stride=(2, 2)" in str(fast.windrow_report)
-    assert not any(isinstance(m, (nn.BatchNorm2d, nn.Dropout)) for m in fast._windrow_graph.modules())
     assert not any(p.requires_grad for p in fast.parameters()) and not fast.training
     after = model.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
@@ -146,7 +149,7 @@ def test_autocast(device):
 
 
 class Branching(nn.Module):
-    """Not to be traced: neither what depends on a value, nor what an argument might be None in."""
+    """An argument may be None."""
 
     def __init__(self):
         super().__init__()
@@ -161,15 +164,14 @@ class Branching(nn.Module):
         return self.up(y)
 
 
-def test_what_is_not_traced():
+def test_arguments_with_defaults():
     model = Branching().eval()
     fast = optimize(model)
     report = fast.windrow_report
-    assert isinstance(fast, Branching) and [*report.fused] == ["stem.0", "rest", "up"]
-    assert "folded 1, relu" in report.fused["stem.0"] and not report.left
-    assert type(fast.rest) is Conv2d and fast.rest.frozen
-    assert type(fast.up) is ConvTranspose2d and fast.up.frozen
     x = leaf(2, 3, 9, 9, grad=False)
+    fast(x)
+    assert isinstance(fast, Branching) and [*report.fused] == ["stem.0", "rest", "up"]
+    assert "folded stem.1, relu" in report.fused["stem.0"] and not report.left
     with torch.no_grad():
         for scale in (None, torch.tensor(2.0)):
             torch.testing.assert_close(fast(x, scale), model(x, scale), atol=1e-4, rtol=1e-4)
@@ -231,9 +233,17 @@ def test_what_is_added_in_the_convolution(layout, device, times):
 def test_what_is_wrong_is_an_error():
     with pytest.raises(ValueError, match="`accuracy` is 'wrong'"):
         optimize(nn.Conv2d(1, 1, 1), accuracy="wrong")
-    fast = optimize(made())
-    with pytest.raises(NotImplementedError, match="no gradient"):
-        fast(leaf(1, 4, 9, 9)).sum().backward()
+    with pytest.raises(ValueError, match="`rest` is 'wrong'"):
+        optimize(made(), rest="wrong")
+
+
+def test_gradients_of_what_is_given():
+    model = made()
+    fast, x = optimize(model), leaf(1, 4, 9, 9)
+    (got,) = torch.autograd.grad(fast(x).square().sum(), x)
+    (want,) = torch.autograd.grad(model(x).square().sum(), x)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert not any(p.requires_grad for p in fast.parameters())
 
 
 def test_what_only_pytorch_computes():
@@ -249,7 +259,6 @@ def test_one_image_without_a_batch():
     x = leaf(3, 8, 8, grad=False)
     with torch.no_grad():
         torch.testing.assert_close(optimize(convolution)(x), convolution(x), atol=1e-4, rtol=1e-4)
-    assert type(optimize(convolution)._windrow_graph.get_submodule("0")) is _fused.FusedConv2d
 
 
 @each_device
@@ -265,3 +274,222 @@ def test_later_calls_follow_their_tensors(device, winner):
         doubled.load_state_dict(state)
         optimized.load_state_dict(state)
         torch.testing.assert_close(optimized(images[1]), doubled(images[1]))
+
+
+class Parts(nn.Module):
+    def __init__(self, breaks=False):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
+        self.decoder, self.breaks = nn.Sequential(nn.Conv2d(6, 4, 3), nn.SiLU()), breaks
+
+    def encode(self, x):
+        return self.encoder(x)
+
+    def decode(self, x):
+        return self.decoder(x)
+
+    def forward(self, x):
+        y = self.encode(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.decode(y)
+
+
+@pytest.fixture
+def ours(times, monkeypatch):
+    """How many convolutions are computed as ones of Windrow's graphs."""
+    times(0.5)
+    seen = []
+    forward, sequence = _fused.FusedConv2d.forward, _sequence.Sequence.forward
+    monkeypatch.setattr(_fused.FusedConv2d, "forward", lambda self, *a: seen.append(1) or forward(self, *a))
+    monkeypatch.setattr(_sequence.Sequence, "forward", lambda self, *a: seen.append(len(self.steps)) or sequence(self, *a))
+
+    def since():
+        n = sum(seen)
+        seen.clear()
+        return n
+
+    return since
+
+
+def test_methods_and_children_are_compiled_too(ours):
+    model = normal(Parts())
+    fast, x = optimize(model, check=False), leaf(2, 4, 9, 9, grad=False)
+    with torch.no_grad():
+        for call in (lambda m: m.encode(x), lambda m: m.decoder(m.encoder(x)), lambda m: m.encoder[0](x)):
+            torch.testing.assert_close(call(fast), call(model), rtol=1e-4, atol=1e-4)
+            assert ours() > 0
+    assert {*fast.windrow_report.fused} == {"encoder.0", "decoder.0"}
+
+
+def test_graph_breaks_are_named(ours):
+    model = normal(Parts(breaks=True))
+    fast, x = optimize(model, check=False), leaf(2, 4, 9, 9, grad=False)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-4)
+    assert ours() == 2 and {*fast.windrow_report.fused} == {"encoder.0", "decoder.0"}
+    (name,) = fast.windrow_report.left
+    assert name.startswith("the model, graph break at test_optimize.py:")
+
+
+def test_modules_behind_a_graph_break_are_named(ours):
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks, self.last = nn.ModuleList([made()[0], made()[0]]), nn.Conv2d(8, 4, 1)
+
+        def forward(self, x):
+            # A graph break in a loop: Dynamo compiles what the loop calls, each kind of block once.
+            for block in self.blocks:
+                x = block(x)[:, :4]
+                torch._dynamo.graph_break()
+            return self.last(torch.cat([x, x], 1))
+
+    model, x = Blocks().eval(), leaf(2, 4, 9, 9, grad=False)
+    fast = optimize(model, check=False)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-4)
+    names = [f"blocks.{i}.{name}" for i in range(2) for name in ("first", "short.0", "second")]
+    assert {*fast.windrow_report.fused} == {*names, "last"}
+    assert "folded blocks.1.norm, relu" in fast.windrow_report.fused["blocks.1.first"]
+
+
+FACTOR = 2
+
+
+class Reads(nn.Module):
+    """All that a call may depend on beside its tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.scale, self.sizes = nn.Conv2d(4, 4, 3, padding=1), 2, [1, {"more": 1}]
+        self.linear = nn.Linear(9, 9)
+
+    def forward(self, x, shift=None):
+        y = self.linear(self.conv(x) * self.scale) + self.sizes[1]["more"] * FACTOR
+        return y if shift is None else (y + shift, y.relu())
+
+
+def transpose(m):
+    m.conv.weight.data = m.conv.weight.data.transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m, "scale", 3),
+        lambda m: m.sizes[1].update(more=2),
+        lambda m: setattr(m.conv, "padding", (0, 1)),
+        lambda m: m.conv.register_forward_hook(lambda module, args, y: y + 1),
+        lambda m: m.linear.register_forward_pre_hook(lambda module, args: args[0] + 1),
+        lambda m: setattr(m, "conv", nn.Conv2d(4, 4, 3, padding=1, bias=False).requires_grad_(False)),
+        lambda m: setattr(m.linear, "bias", None),
+        lambda m: m.linear.weight.data.mul_(2),
+        lambda m: setattr(m.linear, "forward", lambda x: x),
+        transpose,
+        lambda m: m.double(),
+        lambda m: globals().update(FACTOR=3),
+    ],
+)
+def test_what_the_shorter_way_sees(change, ours, monkeypatch):
+    monkeypatch.setitem(globals(), "FACTOR", 2)
+    model, x = normal(Reads()), leaf(2, 4, 9, 9, grad=False)
+    fast = optimize(model, check=False)
+    with torch.no_grad():
+        for m in (fast, model):
+            m(x), m(x)
+        calls = fast.__dict__["_windrow_run"].calls
+        assert calls._short == 1
+        for given in ((x,), (x[:1].clone(), 1.5)):
+            for _ in range(3):
+                torch.testing.assert_close(fast(*given), model(*given), rtol=1e-4, atol=1e-4)
+        assert calls._short == 6
+        torch.manual_seed(1)
+        change(fast)
+        torch.manual_seed(1)
+        change(model)
+        given = x.to(model.conv.weight.dtype)
+        for _ in range(3):
+            torch.testing.assert_close(fast(given), model(given), rtol=1e-4, atol=1e-4)
+
+
+def test_what_does_not_take_the_shorter_way(ours):
+    class Counts(Reads):
+        def forward(self, x, shift=None):
+            self.scale += 1
+            return super().forward(x, shift)
+
+    model, x = normal(Counts()), leaf(2, 4, 9, 9, grad=False)
+    fast = optimize(model, check=False)
+    with torch.no_grad():
+        for _ in range(4):
+            torch.testing.assert_close(fast(x), model(x), rtol=1e-3, atol=1e-3)
+    assert fast.scale == model.scale == 6 and fast.__dict__["_windrow_run"].calls._short == 0
+
+
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_many_of_a_class_and_the_recompile_limit(ours):
+    x = leaf(2, 4, 9, 9, grad=False)
+    with torch.no_grad():
+        for _ in range(4):
+            fast = optimize(Parts().eval(), check=False)
+            fast(x)
+            assert ours() > 0 and not fast.windrow_report.left
+        for given in (x.bfloat16(), x.double()):
+            fast = fast.to(given.dtype)
+            fast(given)
+    (name,) = (n for n in fast.windrow_report.left if "recompile" in n)
+    assert name == "the model, recompile limit"
+
+
+ANOTHER = """
+import sys, torch
+from windrow.torch import _fused, _sequence, optimize
+seen = []
+for kind in (_fused.FusedConv2d, _sequence.Sequence):
+    forward = kind.forward
+    kind.forward = lambda self, *a, forward=forward: seen.append(1) or forward(self, *a)
+fast, x, want = torch.load(sys.argv[1], weights_only=False)
+with torch.no_grad():
+    torch.testing.assert_close(fast(x), want, rtol=1e-4, atol=1e-4)
+assert seen and type(fast).__name__ == "Sequential"
+"""
+
+
+def test_optimized_in_another_process(tmp_path):
+    model = normal(nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU()))
+    fast, x = optimize(model), leaf(1, 4, 9, 9, grad=False)
+    with torch.no_grad():
+        torch.save((fast, x, fast(x)), tmp_path / "model")
+    subprocess.run([sys.executable, "-c", ANOTHER, tmp_path / "model"], check=True)
+
+
+def test_frozen_is_not_stale(ours):
+    model = normal(Parts())
+    fast, x = optimize(model, check=False), leaf(2, 4, 9, 9, grad=False)
+    copied, another = copy.deepcopy(model), nn.Conv2d(6, 4, 1, bias=False).requires_grad_(False)
+
+    def change(what):
+        for m in (fast, copied):
+            what(m)
+
+    with torch.no_grad():
+        fast(x)
+        for what in (
+            lambda m: m.load_state_dict({n: t * 1.5 for n, t in model.state_dict().items()}),
+            lambda m: m.encoder[0].weight.add_(0.1),
+            lambda m: m.encoder[0].weight.data.mul_(1.1),
+            lambda m: setattr(m.encoder[1], "running_mean", m.encoder[1].running_mean + 1),
+            lambda m: m.decoder.__setitem__(0, copy.deepcopy(another)),
+            lambda m: nn.init.ones_(m.decoder[0].weight),
+        ):
+            change(what)
+            torch.testing.assert_close(fast(x), copied(x), rtol=1e-3, atol=1e-3)
+            assert ours() > 0
+    with torch.inference_mode():
+        made_there = optimize(normal(Parts()), check=False)
+        made_there(x)
+        made_there.encoder[0].weight.mul_(2)
+        want = made_there.decoder(F.relu(made_there.encoder[1](made_there.encoder[0](x))))
+        torch.testing.assert_close(made_there(x), want, rtol=1e-4, atol=1e-4)

@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
-from common import OURS, THEIRS, TOLERANCE, called, each_device, leaf
+from common import OURS, THEIRS, TOLERANCE, each_device, leaf
 from torch import nn
 from windrow.torch import Conv2d, optimize
 from windrow.torch._fused import FusedConv2d
+from windrow.torch._sequence import Sequence
 
 pytestmark = pytest.mark.usefixtures("nothing_decided")
 
@@ -32,14 +33,20 @@ def close(got, model, x):
     assert error <= 3 * TOLERANCE[got.dtype], error
 
 
-def seen(fast, x):
+@pytest.fixture
+def seen(monkeypatch):
     """The strides of the image that the first convolution is given."""
     found = []
-    first = next(m for m in called(fast) if isinstance(m, FusedConv2d))
-    handle = first.register_forward_pre_hook(lambda _, args: found.append(args[0].stride()))
-    fast(x)
-    handle.remove()
-    return found[0]
+    single, several = FusedConv2d.forward, Sequence.forward
+    monkeypatch.setattr(FusedConv2d, "forward", lambda self, *of: found.append(of[0].stride()) or single(self, *of))
+    monkeypatch.setattr(Sequence, "forward", lambda self, *of: found.append(of[0].stride()) or several(self, *of))
+
+    def first(fast, x):
+        found.clear()
+        fast(x)
+        return found[0]
+
+    return first
 
 
 def is_last(strides):
@@ -52,7 +59,7 @@ LAYOUTS = [torch.contiguous_format, torch.channels_last]
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_inside_and_outside(layout, dtype):
+def test_inside_and_outside(layout, dtype, seen):
     model = nn.Sequential(nn.Conv2d(6, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 5, 2)).eval().to(dtype)
     x = leaf(*X, dtype=dtype, grad=False).contiguous(memory_format=layout)
     fast = optimize(model)
@@ -66,7 +73,7 @@ def test_inside_and_outside(layout, dtype):
 
 
 @each_device
-def test_devices_have_rules_of_their_own(device):
+def test_devices_have_rules_of_their_own(device, seen):
     """On CUDA one image of f32 stays as it is; many, and halves, do not."""
     model = nn.Sequential(nn.Conv2d(6, 8, 3), nn.ReLU(), nn.Conv2d(8, 5, 2)).eval().to(device)
     x = leaf(16, *X[1:], grad=False).to(device)
@@ -82,20 +89,21 @@ def test_devices_have_rules_of_their_own(device):
             assert half(given.half()).is_contiguous()
 
 
-def test_parts_of_a_model_stay():
+def test_parts_of_a_model_have_a_layout_of_their_own(seen):
     def branches(m, x):
         return m.part(x) if x.sum() > 0 else x
 
-    model = Called(branches, part=nn.Sequential(nn.Conv2d(6, 8, 3), nn.ReLU())).eval()
+    model = Called(branches, part=nn.Sequential(nn.Conv2d(6, 8, 3), nn.ReLU(), nn.Conv2d(8, 5, 1))).eval()
     x = leaf(*X, grad=False).abs()
     fast = optimize(model)
-    assert "part.0" in fast.windrow_report.fused and "the model as a whole" in fast.windrow_report.left
     with torch.inference_mode():
-        assert not is_last(seen(fast, x))
+        assert is_last(seen(fast, x)) and fast(x).is_contiguous()
         close(fast(x), model, x)
+    assert "part.0" in fast.windrow_report.fused
+    assert any("graph break" in name for name in fast.windrow_report.left)
 
 
-def test_depthwise_of_bf16_stay():
+def test_depthwise_of_bf16_stay(seen):
     model = nn.Sequential(nn.Conv2d(6, 6, 3, groups=6), nn.Conv2d(6, 5, 1)).eval()
     x = leaf(*X, grad=False)
     with torch.inference_mode():
@@ -154,29 +162,25 @@ def test_linear_layers_of_images(device, layout, activation, bias):
     x = leaf(*X, device=device, grad=False).contiguous(memory_format=layout)
     fast = optimize(model)
     name = type(activation).__name__.lower()
-    fused = fast.windrow_report.fused
-    assert "FusedConv2d(6, 24, kernel_size=(1, 1)" in fused["up"] and name in fused["up"].split("): ")[1]
-    assert fused["down"].endswith("): folded scale, added")
-    assert not any(isinstance(m, (nn.Linear, nn.GELU)) for m in called(fast))
-    # What else the graph names are modules.
-    assert not any(isinstance(getattr(fast, n.target), torch.Tensor) for n in fast._windrow_graph.graph.nodes if n.op == "get_attr")
     assert fast.up.weight.shape == model.up.weight.shape
     with torch.inference_mode():
         for _ in range(2):
             y = fast(x)
-            # On CUDA what was traced has no layout of its own.
-            assert y.is_contiguous(memory_format=layout) or device != "cpu"
+            assert y.stride() == model(x).stride()
             close(y, model, x)
         close(fast(x[:1]), model, x[:1])
+    fused = fast.windrow_report.fused
+    assert "FusedConv2d(6, 24, kernel_size=(1, 1)" in fused["up"] and name in fused["up"].split("): ")[1]
+    assert fused["down"].endswith("): folded mul, added") and {*fused} == {"conv", "up", "down"}
 
 
 def test_factors_that_are_not_of_channels_stay():
-    model = nn.Sequential(Block(scale=(1,)), Block(scale=(8, 7))).eval()
+    model = Block(scale=(8, 7)).eval()
     fast = optimize(model)
-    assert all("folded" not in what for what in fast.windrow_report.fused.values())
     x = leaf(*X, grad=False)
     with torch.inference_mode():
         close(fast(x), model, x)
+    assert fast.windrow_report.fused and all("folded" not in what for what in fast.windrow_report.fused.values())
 
 
 def to_last(x):
@@ -201,10 +205,10 @@ def back(x):
 def test_other_linear_layers_stay(function):
     model = Called(function, conv=nn.Conv2d(6, 8, 3), linear=nn.Linear(8, 8), norm=nn.LayerNorm(8)).eval()
     fast = optimize(model)
-    assert any(isinstance(m, nn.Linear) for m in called(fast))
     x = leaf(*X, grad=False)
     with torch.inference_mode():
         close(fast(x), model, x)
+    assert [*fast.windrow_report.fused] == ["conv"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="without CUDA nothing is TF32")
@@ -259,36 +263,3 @@ def test_turned_filters_leave_the_layout_of_images(device, dtype, padding, mode)
         (want,) = torch.autograd.grad(theirs(x), x, torch.ones_like(y))
         torch.testing.assert_close(dx, want, rtol=0.02, atol=0.02)
         assert dx.stride() == want.stride()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_filters_of_row_major_halves_are_turned(layout):
-    class Halves(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Conv2d(4, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1)
-            self.third, self.last = nn.Conv2d(64, 64, 1), nn.Conv2d(64, 32, 3, stride=2)
-
-        def forward(self, x, more=None):
-            x = self.first(x)
-            return self.last(self.third(self.second(x if more is None else x + more)))
-
-    model = Halves().eval().to("cuda", torch.bfloat16, memory_format=layout)
-    fast = optimize(model)
-    is_row_major = layout == torch.contiguous_format
-    turned = [name for name, m in fast.named_children() if m.is_turned]
-    assert turned == (["second", "last"] if is_row_major else [])
-    assert not is_last(model.second.weight.stride()) or not is_row_major, "the model stays as it is"
-    x = leaf(2, 4, 24, 24, dtype=torch.bfloat16, device="cuda", grad=False).contiguous(memory_format=layout)
-    with torch.inference_mode():
-        for _ in range(3):
-            y = fast(x)
-            assert y.stride() == model(x).stride()
-            close(y, model, x)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = fast(x)
-        x.normal_()
-        graph.replay()
-        close(y, model, x)

@@ -9,8 +9,9 @@ import windrow.torch
 from common import OURS, leaf
 from torch import nn
 from windrow import _native
-from windrow.torch import Conv2d, conv2d, patch
+from windrow.torch import Conv2d, conv2d, optimize, patch
 from windrow.torch._filters import filter_cache, kept_with
+from windrow.torch._fused import FusedConv2d
 from windrow.torch.choice import budget, convolution, decider, measure, policy, store
 from windrow.torch.choice.candidates import Conv, Windrow
 from windrow.torch.choice.decider import Candidate, Question
@@ -134,7 +135,7 @@ def test_no_room_for_a_packed_filter(times, monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["patch", "optimize"])
-def test_room_is_looked_for_by_each_layer(times, monkeypatch, way):
+def test_room_is_looked_for_by_each_layer(times, monkeypatch, graphs, way):
     """A problem is decided once; layers that share it have filters of their own, which count."""
     times(OURS)
     model = nn.Sequential(*[nn.Conv2d(8, 8, 3, padding=1) for _ in range(4)]).eval().requires_grad_(False)
@@ -142,12 +143,12 @@ def test_room_is_looked_for_by_each_layer(times, monkeypatch, way):
     want = model(x)
     if way == "patch":
         patch(model)
-        convolutions = [*model]
+        convolutions = lambda: [*model]
     else:
-        model = windrow.torch.optimize(model, check=False)
-        convolutions = [m for m in model.modules() if hasattr(m, "weight")]
+        model = optimize(model, check=False)
+        convolutions = lambda: [m for graph in graphs for m in graph.modules() if isinstance(m, FusedConv2d)]
     of = lambda module: filter_cache(module.weight, lasts=True).bytes
-    packed = lambda: sum(map(of, convolutions))
+    packed = lambda: sum(map(of, convolutions()))
     limit, asked = [2.5], []
 
     def is_there_room(device, kept, scratch, in_graph=False):
@@ -158,7 +159,7 @@ def test_room_is_looked_for_by_each_layer(times, monkeypatch, way):
     with torch.no_grad():
         for _ in range(TRIES + 1):
             torch.testing.assert_close(model(x), want, atol=1e-4, rtol=1e-4)
-        assert [of(m) > 0 for m in convolutions] == [True, True, False, False]
+        assert [of(m) > 0 for m in convolutions()] == [True, True, False, False]
         # That is settled now.
         before = len(asked)
         limit[0] = 10

@@ -4,7 +4,7 @@ Nothing of PyTorch is linked, so one build works with every version from 2.4 on.
 """
 
 from windrow import _threads
-from windrow.torch import _flops
+from windrow.torch import _flops, _fused  # noqa: F401  (which defines an operator of compiled graphs)
 from windrow.torch._causal_conv1d import (
     causal_conv1d_fn,
     causal_conv1d_update,

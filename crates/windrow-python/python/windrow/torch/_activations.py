@@ -5,9 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from windrow._activation_names import NAMES, SYNONYMS, Names
 from windrow.torch._gelu import gelu_of_any
@@ -25,18 +24,7 @@ def _pytorchs(names: Names) -> Function:
     return known
 
 
-def _spellings(names: Names) -> set[Any]:
-    """The classes and functions of PyTorch's that compute an activation, and the names of methods."""
-    words = (names.function, f"{names.function}_")
-    functions = {getattr(where, word) for where in (F, torch) for word in words if hasattr(where, word)}
-    return {getattr(nn, names.module), *functions, *(word for word in words if hasattr(Tensor, word))}
-
-
 PYTORCHS: dict[str, Function] = {name: _pytorchs(names) for name, names in NAMES.items()}
-# The activation of a class, function or method of PyTorch's and a value of `approximate`.
-SPELLED: dict[tuple[Any, str], str] = {
-    (spelling, names.approximate or "none"): name for name, names in NAMES.items() for spelling in _spellings(names)
-}
 
 _OURS: dict[str, Function] = {"gelu": gelu_of_any, "gelu_tanh": partial(gelu_of_any, approximate="tanh")}
 ACTIVATIONS: dict[str | None, Function] = {None: _identity, "identity": _identity}

@@ -30,8 +30,7 @@ class Remembering(nn.Module):
         if remembered is None or its_weight is not weight or its_bias is not bias:
             self._forget()
             remembered = {}
-            self.__dict__["_remembered"] = (weight, bias, remembered)
-            _all.add(self)
+            self._keep("_remembered", (weight, bias, remembered))
         found = remembered.get(seen)
         if found is None:
             found = find()
@@ -39,6 +38,12 @@ class Remembering(nn.Module):
                 while len(remembered) >= REMEMBERED:
                     remembered.pop(next(iter(remembered)), None)
                 remembered[seen] = found
+        return found
+
+    def _keep(self, name: str, found: Any) -> Any:
+        """Sets an attribute that is found out, until `forget_all`."""
+        self.__dict__[name] = found
+        _all.add(self)
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -6,12 +6,13 @@ this folder has one pass over the graph; a pass leaves operators that it does no
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from windrow.torch.backend._compile import by_eager, by_inductor
-from windrow.torch.backend._options import OptionError, Options, VersionError, can_inductor, device_types
+from windrow.torch.backend._options import OptionError, Options, Ran, VersionError, can_inductor, device_types
 
 __all__ = ["OptionError", "VersionError", "windrow"]
 
@@ -31,7 +32,17 @@ def windrow(
     `fused(name, what)`, `left(name, why)`), `rest` ("inductor", or "eager" for PyTorch's operators one by one), and all
     options of Inductor. Raises OptionError for other options.
     """
-    asked = Options.of(mode, options)
+    return _compiled(graph, inputs, Options.of(mode, options))
+
+
+def compiled_with(
+    graph: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any], ran: Ran
+) -> Callable[..., Any]:
+    """The same function for an optimized model. It calls `ran` after each run."""
+    return _compiled(graph, inputs, replace(Options.of(None, options), ran=ran))
+
+
+def _compiled(graph: fx.GraphModule, inputs: Sequence[Any], asked: Options) -> Callable[..., Any]:
     if asked.rest == "inductor" and can_inductor(device_types(inputs)):
         return by_inductor(graph, inputs, asked)
     return by_eager(graph, inputs, asked)

@@ -88,7 +88,7 @@ class _Frozen:
         decompositions: Any,
         in_graphs: bool = False,
     ) -> None:
-        self.module, graph = module, module.graph
+        self.module, self.ran, graph = module, options.ran, module.graph
         before = [node for node in graph.nodes if node.op == "placeholder"]
         self.check = check = Check.of(module, static, options, decompositions is not None)
         fold_padding(graph)
@@ -150,7 +150,7 @@ class _Frozen:
         return run
 
     def _held(self, whole: Run, bound: Make) -> Run:
-        check, passed, made = self.check, self.passed, self.made
+        check, ran, passed, made = self.check, self.ran, self.passed, self.made
         if not self.watched:
             if check is None:
                 return whole
@@ -177,7 +177,12 @@ class _Frozen:
             found = held.found(inputs)
             if check is not None and check.is_pending:
                 return check.call(inputs, found.run, found.constants, found.modules)
-            return found.run(inputs)
+            if ran is None:
+                return found.run(inputs)
+            given = [*inputs]
+            results = found.run(inputs)
+            ran(found, given, results)
+            return results
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run

@@ -188,7 +188,7 @@ _lie_at = torch._C._tensors_data_ptrs_at_indices_equal
 _version = operator.attrgetter("_version")
 
 
-@dataclass
+@dataclass(eq=False)
 class _OfParameters:
     """The constants computed from some parameters, and what tells whether the parameters have changed."""
 
@@ -202,13 +202,15 @@ class _OfParameters:
     versions: list[int]
     # Copies, by index, of tensors from inference_mode, which do not count writes.
     copies: dict[int, Tensor]
+    # The function that gets the watched inputs.
+    all_watched: Callable[[Sequence[Any]], tuple[Any, ...]]
     sample: "_Sample"
     references: list[Any]
 
     def is_same(self, inputs: Sequence[Any]) -> bool:
         if not _lie_at(inputs, self.pointers, self.watched):
             return False
-        given = [inputs[i] for i in self.watched]
+        given = self.all_watched(inputs)
         if not self.copies:
             return [*map(_version, given)] == self.versions and self.sample.is_same()
         counted = all(i in self.copies or t._version == self.versions[i] for i, t in enumerate(given))
@@ -223,6 +225,7 @@ class ConstantsCache:
     def __init__(self, constants: Constants, watched: Sequence[int], make: Make) -> None:
         """Sets up an empty cache. `watched`: the indices of the inputs that `constants` watches."""
         self.prologue, self.watched, self.make = constants.prologue(), watched, make
+        self.all_watched = operator.itemgetter(*watched) if len(watched) > 1 else lambda inputs: (inputs[watched[0]],)
         like = map(value, constants.inputs)
         self.like = [(t.shape, t.stride(), t.dtype, t.device) for t in like]
         self.in_graphs = constants.in_graphs
@@ -237,7 +240,7 @@ class ConstantsCache:
         # Parameters at the same place share memory that lives, because what was computed goes with it.
         if last is not None and last.is_same(inputs):
             return last
-        given = [inputs[i] for i in self.watched]
+        given = self.all_watched(inputs)
         key = (*map(id, given),)
         found = self._found.get(key)
         if found is None or not found.is_same(inputs):
@@ -267,7 +270,7 @@ class ConstantsCache:
         for i in self.watched:
             pointers[i] = inputs[i].data_ptr()
         found = _OfParameters(
-            run, modules, constants, self.watched, pointers, versions, copies, _Sample(given), references
+            run, modules, constants, self.watched, pointers, versions, copies, self.all_watched, _Sample(given), references
         )
         self._found[key] = found
         return found

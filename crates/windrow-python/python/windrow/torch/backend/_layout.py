@@ -43,7 +43,7 @@ def to_channels_last(module: fx.GraphModule, is_by_kernels: bool) -> None:
         if value(result).stride() != strides:
             row_major = called(graph, output, _aten.clone.default, result, memory_format=torch.contiguous_format)
             output.replace_input_with(result, row_major)
-        elif is_by_kernels and result.op != "placeholder":
+        elif is_by_kernels and result.op != "placeholder" and value(result).dim() > 2:
             output.replace_input_with(result, called(graph, output, _aten.contiguous.default, result))
 
 

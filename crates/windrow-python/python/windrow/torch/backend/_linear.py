@@ -19,7 +19,8 @@ from windrow.torch.backend._report import NAME, name_of
 
 _aten = torch.ops.aten
 _TO_LAST, _BACK = [0, 2, 3, 1], [0, 3, 1, 2]
-_ELEMENTWISE = {getattr(_aten, names.function).default for names in NAMES.values()}
+# PyTorch's tracer makes a hardtanh of ReLU6.
+_ELEMENTWISE = {getattr(_aten, names.function).default for names in NAMES.values()} | {_aten.hardtanh.default}
 
 
 def linear_to_convolutions(graph: fx.Graph, constants: Constants, accuracy: str | None) -> None:

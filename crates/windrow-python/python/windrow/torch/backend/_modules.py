@@ -1,7 +1,6 @@
 """The pass that makes modules of convolutions, for graphs whose operators run one by one. A module remembers who
 computes it, and convolutions that follow each other become one call."""
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ from torch import Tensor, fx
 
 from windrow.torch._fused import FusedConv2d
 from windrow.torch._library import OPERATORS
+from windrow.torch._sequence import Sequence as Convolutions
 from windrow.torch._sequence import in_sequences
 from windrow.torch.backend._constants import Constants
 
@@ -36,12 +36,13 @@ def to_modules(
         node.replace_all_uses_with(call)
         graph.erase_node(node)
     in_sequences(module)
+    for node, name in names.items():
+        names[node] = next((f"{n}.{name}" for n, part in module._modules.items() if name in part._modules), name)  # type: ignore[union-attr]
 
     def bind(results: Sequence[Tensor]) -> fx.GraphModule:
         of: Any = lambda i: None if i is None else results[i]
-        parts: dict[str, Any] = {name: copy.copy(part) for name, part in module._modules.items()}
-        for name, (weight, bias, how) in bound.items():
-            parts[name] = FusedConv2d(of(weight), of(bias), *how)
+        parts = {name: FusedConv2d(of(weight), of(bias), *how) for name, (weight, bias, how) in bound.items()}
+        parts |= {name: part.of(parts) for name, part in module._modules.items() if isinstance(part, Convolutions)}
         held = {str(n.target): getattr(module, str(n.target)) for n in graph.nodes if n.op == "get_attr"}
         whole = fx.GraphModule(held | parts, graph)
         # The graph would hold what it was bound to last.

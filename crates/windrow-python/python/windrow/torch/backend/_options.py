@@ -3,7 +3,7 @@
 import functools
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,10 @@ class OptionError(ValueError):
     """The error for an option, or a value of an option, that neither the backend nor Inductor knows."""
 
 
+# A function of the constants, the graph's inputs and its results.
+Ran = Callable[[Any, list[Any], Sequence[Any]], None]
+
+
 @dataclass(frozen=True)
 class Options:
     """The options of one compilation."""
@@ -42,6 +46,8 @@ class Options:
     check: bool = True
     # An object that is told what each convolution became; see `_report`.
     report: Report | None = None
+    # A function that is told of each run of a graph with constants.
+    ran: Ran | None = None
     # Inductor's own options.
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
@@ -49,8 +55,7 @@ class Options:
     def of(mode: str | None, given: Mapping[str, Any] | None) -> "Options":
         """The options from `mode` and `options`. Raises OptionError for unknown ones, and VersionError for an old
         PyTorch."""
-        if torch.__version__ < OLDEST:
-            raise VersionError(f"backend windrow is for PyTorch {'.'.join(map(str, OLDEST))} and newer, this is {torch.__version__}")
+        expect_known_version()
         own = {name: value for name, value in (given or {}).items() if name in _OWN}
         inductor = {name.replace("-", "_"): value for name, value in (given or {}).items() if name not in _OWN}
         mode = own.pop("mode", mode)
@@ -63,7 +68,13 @@ class Options:
         _expect("rest", rest, (None, *RESTS))
         if inductor or mode not in (None, "default"):
             inductor = _of_mode(mode) | _known(inductor)
-        return Options(accuracy, bool(freeze), rest or "inductor", bool(check), report, inductor)
+        return Options(accuracy, bool(freeze), rest or "inductor", bool(check), report, inductor=inductor)
+
+
+def expect_known_version() -> None:
+    """Raises VersionError on an old PyTorch."""
+    if torch.__version__ < OLDEST:
+        raise VersionError(f"windrow compiles with PyTorch {'.'.join(map(str, OLDEST))} and newer, this is {torch.__version__}")
 
 
 def _expect(name: str, value: Any, known: tuple[Any, ...]) -> None:
