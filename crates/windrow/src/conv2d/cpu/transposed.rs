@@ -193,8 +193,17 @@ unsafe fn turn_back<S: Simd, T: SimdElement>(
         let mut square = s.zeros();
         // SAFETY: promised by the caller.
         unsafe {
-            for (p, row) in square.as_mut().iter_mut().enumerate().take(width) {
-                *row = s.load(from.add((pixel + p) * S::LANES));
+            let rows = square.as_mut().iter_mut().enumerate();
+            let from = from.add(pixel * S::LANES);
+            if width == S::LANES {
+                // A loop of as many turns as a square has rows: they stay in registers.
+                for (p, row) in rows {
+                    *row = s.load(from.add(p * S::LANES));
+                }
+            } else {
+                for (p, row) in rows.take(width) {
+                    *row = s.load(from.add(p * S::LANES));
+                }
             }
             let square = s.transpose(square);
             for (c, &y) in square.as_ref().iter().enumerate().take(count) {

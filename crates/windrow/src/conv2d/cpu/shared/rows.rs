@@ -112,12 +112,21 @@ pub(in crate::conv2d::cpu) unsafe fn copy_transposed<S: Simd, T: SimdElement>(
             // SAFETY: promised by the caller; only elements that were asked for are read. What is written beyond a
             // row is the beginning of one that is written later.
             unsafe {
-                for (a, column) in square.as_mut().iter_mut().enumerate().take(width) {
-                    let from = from.offset(i as isize + (j + a) as isize * col);
-                    *column = match height == S::LANES {
-                        true => T::load(s, from),
-                        false => T::load_first(s, from, height),
-                    };
+                let from = from.offset(i as isize + j as isize * col);
+                let columns = square.as_mut().iter_mut().enumerate();
+                if height == S::LANES && width == S::LANES {
+                    // A loop of as many turns as a square has columns: they stay in registers.
+                    for (a, column) in columns {
+                        *column = T::load(s, from.offset(a as isize * col));
+                    }
+                } else {
+                    for (a, column) in columns.take(width) {
+                        let from = from.offset(a as isize * col);
+                        *column = match height == S::LANES {
+                            true => T::load(s, from),
+                            false => T::load_first(s, from, height),
+                        };
+                    }
                 }
                 let square = s.transpose(square);
                 for (b, &row) in square.as_ref().iter().enumerate().take(height) {
