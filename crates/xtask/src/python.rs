@@ -19,8 +19,11 @@ pub(crate) const REAL_CARGO: &str = "WINDROW_XTASK_CARGO";
 /// Names an environment that has what requirements-test.txt and requirements-torch.txt ask for.
 const TORCH_ENV: &str = "WINDROW_TORCH_ENV";
 
-/// Files of tests on PyTorch that take about as long as all others. Either half keeps one core busy.
-const HALF: [&str; 3] = ["test_against_pytorch.py", "test_backend.py", "test_backend_check.py"];
+/// Files of tests on PyTorch that take the longest: one process, which begins first.
+const LONGEST: [&str; 3] = ["test_against_pytorch.py", "test_backend.py", "test_backend_check.py"];
+/// Processes for the other files. Each imports PyTorch once, and two run at a time: with few of them a core waits for the
+/// last one.
+const PROCESSES: usize = 6;
 
 /// Builds the wheel and runs the tests and the pages' examples on NumPy, and with `torch` those on PyTorch. `emulator` is
 /// the folder of that of AMD's chips.
@@ -48,18 +51,33 @@ pub(crate) fn test(steps: &mut Steps, torch: bool, emulator: Option<&Path>) -> R
             environment(steps, "torch", &[numpy, package.join("requirements-torch.txt")])?
         }
     };
-    let mut rest = python(&environment, &site);
-    rest.args(pytest).arg("tests/pytorch").current_dir(&package);
-    rest.args(HALF.map(|file| format!("--ignore=tests/pytorch/{file}")));
-    let mut half = python(&environment, &site);
-    half.args(pytest).args(HALF.map(|file| format!("tests/pytorch/{file}"))).current_dir(&package);
-    steps.run_beside("torch tests", &mut rest, &mut half)?;
+    let processes = torch_tests(&package.join("tests/pytorch"))?.into_iter().map(|files| {
+        let mut tests = python(&environment, &site);
+        tests.args(pytest).args(files).current_dir(&package);
+        tests
+    });
+    steps.run_in_turn("torch tests", processes.collect())?;
     examples::python(true, || python(&environment, &site))?;
     for example in ["mamba_block", "train_digits"] {
         let file = root().join("examples").join(example).with_extension("py");
         steps.run(example, python(&environment, &site).arg(file))?;
     }
     Ok(())
+}
+
+/// The files of tests on PyTorch of each process.
+fn torch_tests(folder: &Path) -> Result<Vec<Vec<PathBuf>>> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(folder)? {
+        let name = entry?.file_name().into_string().map_err(|name| format!("{name:?}"))?;
+        if name.starts_with("test_") && name.ends_with(".py") && !LONGEST.contains(&&*name) {
+            files.push(folder.join(name));
+        }
+    }
+    files.sort();
+    // Neighbours in the list test the same part, and take about as long: each goes to another process.
+    let others = (0..PROCESSES).map(|i| files.iter().skip(i).step_by(PROCESSES).cloned().collect());
+    Ok(std::iter::once(LONGEST.map(|name| folder.join(name)).into()).chain(others).collect())
 }
 
 /// Builds the wheel and runs the tests on a version of PyTorch. Packages whose newest versions need a newer PyTorch are
@@ -197,4 +215,24 @@ fn python(environment: &Path, site: &Path) -> Command {
     // Nothing that was decided on this machine is found, or forgotten.
     command.env("WINDROW_DECISIONS", "off");
     command
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_file_of_tests_on_pytorch_is_run_once() {
+        let folder = root().join("crates/windrow-python/tests/pytorch");
+        let mut run: Vec<_> = torch_tests(&folder).unwrap().concat();
+        run.sort();
+        let all = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path());
+        let is_test = |path: &PathBuf| {
+            let text = fs::read_to_string(path).unwrap_or_default();
+            text.lines().any(|line| line.starts_with("def test_") || line.starts_with("class Test"))
+        };
+        let mut tests: Vec<_> = all.filter(is_test).collect();
+        tests.sort();
+        assert_eq!(run, tests);
+    }
 }

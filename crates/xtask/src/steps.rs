@@ -1,9 +1,10 @@
 //! Running programs one after the other, with a heading and the time each took.
 
 use std::error::Error;
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Output};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 pub(crate) type Result<T = ()> = std::result::Result<T, Box<dyn Error>>;
@@ -46,37 +47,62 @@ pub(crate) struct Steps {
 }
 
 impl Steps {
-    /// Runs a program while another one runs, whose output goes to the terminal after this one's.
-    pub(crate) fn run_beside(
+    /// Runs steps while a program runs whose output goes to the terminal after theirs. Both together keep the cores busy
+    /// where either alone would not.
+    pub(crate) fn beside(
         &mut self,
         name: &'static str,
-        command: &mut Command,
-        beside: &mut Command,
+        other: &mut Command,
+        steps: impl FnOnce(&mut Self) -> Result,
     ) -> Result {
-        let (here, beside) = std::thread::scope(|scope| {
-            let other = scope.spawn(|| beside.output());
-            (self.run(name, command), other.join())
+        let (here, other) = std::thread::scope(|scope| {
+            let other = scope.spawn(|| (Instant::now(), other.output(), Instant::now()));
+            (steps(self), other.join())
         });
-        let beside = beside.map_err(|_| format!("{name}: a thread panicked"))??;
-        std::io::stdout().write_all(&beside.stdout)?;
-        std::io::stderr().write_all(&beside.stderr)?;
+        let (start, other, end) = other.map_err(|_| format!("{name}: a thread panicked"))?;
+        self.done.push((name, end - start));
+        let other = other?;
+        show(name, &other)?;
         here?;
-        if beside.status.success() {
+        if other.status.success() {
             Ok(())
         } else {
-            Err(format!("{name} beside others failed: {}", beside.status).into())
+            Err(format!("{name} failed beside others: {}", other.status).into())
         }
+    }
+
+    /// Runs programs, two at a time in this order. Each one's output goes to the terminal when it has ended.
+    pub(crate) fn run_in_turn(&mut self, name: &'static str, commands: Vec<Command>) -> Result {
+        self.announce(name);
+        let start = Instant::now();
+        let queue = Mutex::new(commands.into_iter());
+        let worker = || {
+            let mut all = Ok(());
+            loop {
+                let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let Some(mut command) = next else { return all };
+                let ended = command.output().and_then(|output| {
+                    show(name, &output)?;
+                    Ok(output.status)
+                });
+                match ended {
+                    Ok(status) if status.success() => {}
+                    Ok(status) => all = Err(format!("{name} failed: {status}")),
+                    Err(e) => all = Err(format!("{name}: {command:?}: {e}")),
+                }
+            }
+        };
+        let ended = std::thread::scope(|scope| {
+            let other = scope.spawn(worker);
+            [worker(), other.join().unwrap_or_else(|_| Err(format!("{name}: a thread panicked")))]
+        });
+        self.done.push((name, start.elapsed()));
+        ended.into_iter().collect::<std::result::Result<(), _>>().map_err(Into::into)
     }
 
     /// Runs a program; its output goes to the terminal.
     pub(crate) fn run(&mut self, name: &'static str, command: &mut Command) -> Result {
-        // The times of earlier steps stand here, so that the last line of a task is a test
-        // runner's own summary.
-        let done: Vec<_> =
-            self.done.iter().map(|(n, t)| format!("{n} {:.0} s", t.as_secs_f64())).collect();
-        let so_far =
-            if done.is_empty() { String::new() } else { format!(" (done: {})", done.join(", ")) };
-        eprintln!("\n== {name}{so_far}");
+        self.announce(name);
         let start = Instant::now();
         let status = command.status().map_err(|e| format!("{name}: {command:?}: {e}"))?;
         self.done.push((name, start.elapsed()));
@@ -86,22 +112,67 @@ impl Steps {
             Err(format!("{name} failed: {command:?}: {status}").into())
         }
     }
+
+    /// Writes the heading of a step.
+    fn announce(&self, name: &str) {
+        // The times of earlier steps stand here, so that the last line of a task is a test
+        // runner's own summary.
+        let done: Vec<_> =
+            self.done.iter().map(|(n, t)| format!("{n} {:.0} s", t.as_secs_f64())).collect();
+        let so_far =
+            if done.is_empty() { String::new() } else { format!(" (done: {})", done.join(", ")) };
+        eprintln!("\n== {name}{so_far}");
+    }
+}
+
+/// Writes the output of a program that has ended.
+fn show(name: &str, output: &Output) -> io::Result<()> {
+    let (mut to, mut errors) = (io::stdout().lock(), io::stderr().lock());
+    writeln!(errors, "\n== output of {name}")?;
+    to.write_all(&output.stdout)?;
+    errors.write_all(&output.stderr)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn exit(code: i32) -> Command {
+        let mut command = Command::new("sh");
+        command.args(["-c", &format!("exit {code}")]);
+        command
+    }
+
     #[test]
     fn of_two_programs_either_may_fail() {
         for (codes, good) in [([0, 0], true), ([0, 3], false), ([3, 0], false)] {
-            let [mut one, mut other] = codes.map(|code| {
-                let mut command = Command::new("sh");
-                command.args(["-c", &format!("exit {code}")]);
-                command
-            });
-            let ran = Steps::default().run_beside("a step", &mut one, &mut other);
+            let [mut one, mut other] = codes.map(exit);
+            let mut steps = Steps::default();
+            let ran = steps.beside("other", &mut other, |steps| steps.run("one", &mut one));
             assert_eq!(ran.is_ok(), good, "{codes:?}");
         }
+    }
+
+    #[test]
+    fn of_programs_in_turn_any_may_fail() {
+        for failing in [None, Some(0), Some(2), Some(4)] {
+            let commands = (0..5).map(|i| exit(i32::from(Some(i) == failing))).collect();
+            let ran = Steps::default().run_in_turn("programs", commands);
+            assert_eq!(ran.is_ok(), failing.is_none(), "{failing:?}");
+        }
+    }
+
+    #[test]
+    fn all_programs_in_turn_run_though_one_fails() {
+        let folder = std::env::temp_dir().join(format!("windrow-in-turn-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let commands = (0..5).map(|i| {
+            let mut command = Command::new("sh");
+            command.current_dir(&folder).args(["-c", &format!("touch {i}; exit 1")]);
+            command
+        });
+        assert!(Steps::default().run_in_turn("programs", commands.collect()).is_err());
+        assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 5);
+        std::fs::remove_dir_all(folder).unwrap();
     }
 }

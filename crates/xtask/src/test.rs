@@ -16,17 +16,11 @@ pub(crate) fn run(torch: bool) -> Result {
     steps.run("format", &mut cargo(&["fmt", "--all", "--check"]))?;
     pages()?;
     house::check()?;
-    let clippy = [&["clippy"], &ALL[..], &["--all-targets", "--", "-D", "warnings"]].concat();
-    steps.run("clippy", &mut cargo(&clippy))?;
-    if has(&["deny", "--version"]) {
-        steps.run("dependencies", &mut cargo(&["deny", "check", "licenses", "bans", "sources"]))?;
+    // Most checks wait for one crate, on one core, and a release has a folder and a lock of its own.
+    match registers() {
+        Some(mut registers) => steps.beside("registers", &mut registers, checks)?,
+        None => checks(&mut steps)?,
     }
-    let docs = ["doc", "--workspace", "--no-deps"];
-    steps.run("docs", cargo(&docs).env("RUSTDOCFLAGS", "-D warnings"))?;
-    api::check()?;
-    packages(&mut steps, None)?;
-    house::samples(&mut steps)?;
-    features(&mut steps)?;
     steps.run("doc tests", &mut cargo(&[&["test", "--doc"], &ALL[..]].concat()))?;
     let mut tests = if has(&["nextest", "--version"]) {
         let tests = ["nextest", "run", "--no-fail-fast", "--status-level", "fail"];
@@ -42,7 +36,6 @@ pub(crate) fn run(torch: bool) -> Result {
         tests.env("VIRTUAL_ENV", nvrtc).env("WINDROW_REQUIRE_NVRTC", "1");
     }
     steps.run("tests", &mut tests)?;
-    registers(&mut steps)?;
     // Other cases on each day, the same ones for all who test on it.
     let day = (now.as_secs() / 86_400).to_string();
     // The command as the tests have built it: alone, without candle's features of what both depend on, all of
@@ -53,6 +46,21 @@ pub(crate) fn run(torch: bool) -> Result {
     steps.run("random cases", &mut random)?;
     let emulator = amd::test(&mut steps)?;
     python::test(&mut steps, torch, emulator.as_deref())
+}
+
+/// What is compiled in part or documented, and hardly run.
+fn checks(steps: &mut Steps) -> Result {
+    let clippy = [&["clippy"], &ALL[..], &["--all-targets", "--", "-D", "warnings"]].concat();
+    steps.run("clippy", &mut cargo(&clippy))?;
+    if has(&["deny", "--version"]) {
+        steps.run("dependencies", &mut cargo(&["deny", "check", "licenses", "bans", "sources"]))?;
+    }
+    let docs = ["doc", "--workspace", "--no-deps"];
+    steps.run("docs", cargo(&docs).env("RUSTDOCFLAGS", "-D warnings"))?;
+    api::check()?;
+    packages(steps, None)?;
+    house::samples(steps)?;
+    features(steps)
 }
 
 /// Checks every crate that is published from its package, as who takes it from the registry has it. Cargo's own
@@ -113,13 +121,13 @@ fn features(steps: &mut Steps) -> Result {
 }
 
 /// Whether the kernels of a release hold their sums in registers.
-fn registers(steps: &mut Steps) -> Result {
+fn registers() -> Option<Command> {
     if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
-        return Ok(());
+        return None;
     }
     let test = ["test", "--quiet", "--release", "--package", "windrow", "--lib"];
     let kernels = ["--no-default-features", "--features", "threads", "--", "in_registers"];
-    steps.run("registers", &mut cargo(&[&test[..], &kernels].concat()))
+    Some(cargo(&[&test[..], &kernels].concat()))
 }
 
 /// The checks of the pages that run nothing.
