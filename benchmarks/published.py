@@ -43,7 +43,6 @@ def measured(name: str) -> dict[str, Any]:
     from published_networks import NETWORKS
     from torch import nn
     from torch.utils._pytree import tree_map
-    from windrow.torch import _check_bound
     from windrow.torch.choice import measure, store
     from windrow.torch.choice.policy import PYTORCH, Seconds
 
@@ -54,9 +53,12 @@ def measured(name: str) -> dict[str, Any]:
     double = copy.deepcopy(model).double()
     wide = lambda given: tree_map(lambda t: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t, given)
 
-    def tensors(result: Any) -> list[Any]:
-        found = [leaf for _, leaf in _check_bound.leaves(result)]
-        return [t for t in found if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    def tensors(result: Any, depth: int = 6) -> list[Any]:
+        if isinstance(result, torch.Tensor):
+            return [result] if result.is_floating_point() else []
+        inside = result if isinstance(result, dict) else getattr(result, "__dict__", {})
+        parts = result if isinstance(result, list | tuple) else inside.values()
+        return [t for part in parts if depth for t in tensors(part, depth - 1)]
 
     def errors(result: Any, want: Any) -> list[float]:
         pairs = zip(tensors(result), tensors(want), strict=True)
