@@ -6,7 +6,7 @@ import pytest
 import torch
 from common import OURS, THEIRS, TOLERANCE, each_device, leaf
 from torch import nn
-from windrow.torch import Conv2d, optimize
+from windrow.torch import optimize
 from windrow.torch._fused import FusedConv2d
 from windrow.torch._sequence import Sequence
 
@@ -237,29 +237,3 @@ def test_saved_and_compiled():
         compiled = torch.compile(fast, fullgraph=True)
         for n in (2, 1):
             torch.testing.assert_close(compiled(x[:n]), want[:n])
-
-
-@each_device
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("padding, mode", [(1, "zeros"), ("same", "zeros"), (1, "reflect")])
-def test_turned_filters_leave_the_layout_of_images(device, dtype, padding, mode):
-    theirs = nn.Conv2d(8, 16, 3, padding=padding, padding_mode=mode, device=device, dtype=dtype).eval()
-    ours = Conv2d(8, 16, 3, padding=padding, padding_mode=mode, device=device, dtype=dtype)
-    ours.load_state_dict(theirs.state_dict())
-    ours.requires_grad_(False).algorithm = "fastest"
-    ours.weight.data = ours.weight.contiguous(memory_format=torch.channels_last)
-    ours.frozen = ours.is_turned = True
-    again = torch.compile(copy.deepcopy(ours), backend="eager")
-    for layout in LAYOUTS:
-        x = leaf(2, 8, 9, 7, dtype=dtype, device=device, grad=False).contiguous(memory_format=layout)
-        for module in (ours, ours, ours, copy.deepcopy(ours), again):
-            y = module(x)
-            assert y.is_contiguous(memory_format=layout)
-            close(y, theirs, x)
-        x.requires_grad_(True)
-        y = ours(x)
-        assert y.is_contiguous(memory_format=layout)
-        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
-        (want,) = torch.autograd.grad(theirs(x), x, torch.ones_like(y))
-        torch.testing.assert_close(dx, want, rtol=0.02, atol=0.02)
-        assert dx.stride() == want.stride()

@@ -86,8 +86,6 @@ class Convolution(Remembering):
     accuracy: str | None = None
     algorithm: str | None = None
     frozen: bool = False
-    # Whether the filter was laid out for the kernels that compute row-major images: the result is laid out as the image.
-    is_turned: bool = False
 
     # The known functions for each key, and the one of the last call.
     _known: dict[Key, Known] = {}
@@ -199,14 +197,13 @@ class Convolution(Remembering):
             return nothing
         options, accuracy = self._options(self.padding), accuracy_of(self.accuracy, input)
         is_plain, is_autocast = _native.is_plain(input, weight, bias), flags[0]
-        conv = Conv(weight, bias, options, None, accuracy, kept_with(weight, self.frozen), self.is_turned)
+        conv = Conv(weight, bias, options, None, accuracy, kept_with(weight, self.frozen))
         if self.algorithm is None:
             run = None if is_in_graph or is_autocast or not is_plain else self._planned(input, conv)
             return nothing if run is None else Found(run, is_for_shape=True)
         pytorchs = Found(self._operator, is_pytorchs=True, is_for_shape=not is_in_graph)
         if is_autocast or not is_plain:
-            # PyTorch's result would be laid out as a turned filter.
-            is_theirs = not self.is_turned and is_pytorchs(input, weight, bias, options, accuracy, self.frozen)
+            is_theirs = is_pytorchs(input, weight, bias, options, accuracy, self.frozen)
             if is_theirs:
                 return pytorchs
             if is_theirs is None or is_autocast or not _native.is_only_recorded(input, weight, bias):
@@ -214,7 +211,7 @@ class Convolution(Remembering):
             conv.filters = unkept if weight.requires_grad else conv.filters
         if not problem.can_be_ours(input, weight, bias):
             return nothing
-        if is_plain and conv.filters() is None and not self.is_turned:
+        if is_plain and conv.filters() is None:
             # The next call keeps it.
             return nothing
         look_ahead(input, weight, options)
@@ -223,7 +220,7 @@ class Convolution(Remembering):
             mine = decided_for(input, weight, bias, options, accuracy)
             is_known = decided.is_final and mine is not None
             return Found(Training(input, decided, conv, mine)) if is_known else nothing
-        if decided.is_final and isinstance(decided.run, PyTorch) and not self.is_turned:
+        if decided.is_final and isinstance(decided.run, PyTorch):
             return replace(pytorchs, is_another_in_graphs=decided.is_another_in_graphs)
         if not decided.is_final or is_in_graph or not isinstance(decided.run, Windrow):
             return Found(lambda x, *_: decided.run(x), is_final=decided.is_final)
@@ -268,12 +265,8 @@ class Convolution(Remembering):
             elif is_fastest:
                 # PyTorch's operator has all derivatives, and takes the batches of `vmap` whole.
                 padded, padding = self._padded(input)
-                y = self._operator(padded, weight, bias, self.stride, padding, *self._rest()[2:])
-                return self._laid_out(y, input)
-        return self._laid_out(self._called(input, weight, bias), input)
-
-    def _laid_out(self, y: Tensor, input: Tensor) -> Tensor:
-        return y.contiguous() if self.is_turned and input.is_contiguous() else y
+                return self._operator(padded, weight, bias, self.stride, padding, *self._rest()[2:])
+        return self._called(input, weight, bias)
 
     def _how(self) -> dict[str, Any]:
         """The keyword arguments of Windrow's functions."""

@@ -62,7 +62,7 @@ def _decided(module: Convolution) -> Iterator[str]:
 
 # Set on the modules that were swapped, beside the options that they have beyond PyTorch's.
 _MARK = "_was_patched"
-_OPTIONS = ("activation", "accuracy", "algorithm", "frozen", "is_turned", "_left", *Convolution.FOUND_OUT)
+_OPTIONS = ("activation", "accuracy", "algorithm", "frozen", "_left", *Convolution.FOUND_OUT)
 _OWN = {
     nn.Conv1d: Conv1d,
     nn.Conv2d: Conv2d,

@@ -40,8 +40,6 @@ class Conv:
     accuracy: str | None
     # Finds what is kept with the filter, on each call anew: its memory may be another then.
     filters: Callable[[], Filters]
-    # The filter was laid out for kernels that compute row-major images: the result is laid out as the image.
-    is_turned: bool = False
     # True for a convolution of an optimized model.
     is_fused: bool = False
 

@@ -45,7 +45,7 @@ class Way:
 def way(conv: Conv, x: Tensor, residual: Tensor | None = None) -> Way:
     """The implementation of a convolution. If nobody has decided it yet, this decides."""
     filter = conv.filter
-    layout = problem.memory_format(x, x if conv.is_turned else filter)
+    layout = problem.memory_format(x, filter)
     if not problem.can_be_ours(x, filter, conv.bias):
         return Way(PyTorch(conv, layout), is_final=False)
     beside = None if residual is None else _beside(conv, x, residual, layout)
@@ -74,12 +74,10 @@ def way(conv: Conv, x: Tensor, residual: Tensor | None = None) -> Way:
 def _what(conv: Conv, now: Filters) -> str:
     if conv.is_fused:
         return problem.FUSED_UNKEPT if now is None else problem.FUSED
-    return what_of(now is None, now is not None and now[1], conv.is_turned)
+    return what_of(now is None, now is not None and now[1])
 
 
-def what_of(is_changing: bool, is_frozen: bool, is_turned: bool = False) -> str:
-    if is_turned:
-        return problem.TURNED
+def what_of(is_changing: bool, is_frozen: bool) -> str:
     return problem.CHANGING if is_changing else problem.FROZEN if is_frozen else problem.FORWARD
 
 

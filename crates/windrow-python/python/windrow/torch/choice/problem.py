@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 # The part of a convolution to compute.
-FORWARD, FROZEN, CHANGING, TURNED = (
-    "forward",
-    "forward with a frozen filter",
-    "forward with a changing filter",
-    "forward with a turned filter",
-)
+FORWARD, FROZEN, CHANGING = "forward", "forward with a frozen filter", "forward with a changing filter"
 FUSED = "forward of an optimized model"
 FUSED_UNKEPT = "forward of an optimized model without room for its filter"
 OF_INPUT, OF_FILTER, OF_BOTH = "gradient of the input", "gradient of the filter", "gradient of filter and bias"
