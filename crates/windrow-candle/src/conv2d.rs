@@ -106,7 +106,7 @@ impl Conv2d {
         bias: Option<TensorRef<'_>>,
     ) -> Result<Output> {
         let mut y = Output::new(NAME, &self.device, plan.spec().y)?;
-        let bytes = plan.workspace_bytes_for(&w);
+        let bytes = plan.workspace_bytes_for(&x, &w);
         let mut ws = workspace(NAME, &self.device, bytes)?;
         let run = plan.run(&Conv2dArgs::new(x, w).with_bias(bias), y.view(NAME)?.tensor(), &mut ws);
         run.map_err(error(NAME))?;

@@ -83,7 +83,7 @@ impl Kernel for Conv {
         let spec = spec.with_output(y_desc).with_bias(bias.map(|b| *b.desc()));
         let plan = self.plans.get(spec, Conv2dPlan::new)?;
         let weights = Weights::Cached(w, &self.filters);
-        let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes_for(&weights))?;
+        let mut workspace = Workspace::new(Device::Cpu, plan.workspace_bytes_for(&x, &weights))?;
         Ok(plan.run(&Conv2dArgs::new(x, weights).with_bias(bias), y, &mut workspace)?)
     }
 }

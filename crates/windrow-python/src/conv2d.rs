@@ -121,6 +121,13 @@ impl<'py> Given<'py> {
         let key = (self.spec.clone(), None, filter_of(is_kept), self.memory);
         PLANS.get(py, &key, self.x.device, make_plan)
     }
+
+    /// Bytes of workspace that the plan needs for x beside the packed filter.
+    pub(crate) fn scratch_bytes(&self, plan: &windrow::Conv2dPlan) -> usize {
+        let raw = Weights::Raw(self.weight.view());
+        let saved = plan.workspace_bytes() - plan.workspace_bytes_for(&self.x.view(), &raw);
+        plan.packed_workspace_bytes() - saved
+    }
 }
 
 fn spec_of(
@@ -309,7 +316,7 @@ pub(crate) fn conv2d<'py>(
     let added = residual.as_ref().map(|residual| residual.view_as(&spec.y));
     let args = Conv2dArgs::new(x.view(), w).with_bias(view(&bias)).with_residual(added);
     let target = y.view_mut()?;
-    let bytes = plan.workspace_bytes_for(&args.w);
+    let bytes = plan.workspace_bytes_for(&args.x, &args.w);
     run(py, &x, bytes, elements, |ws| plan.run(&args, target, ws))?;
     y.finish(py, &x.family)
 }
@@ -342,10 +349,10 @@ pub(crate) fn conv2d_bytes<'py>(
 ) -> PyResult<(usize, usize)> {
     let given = Given::import(py, x, weight, bias, named, false)?;
     let plan = given.plan(py, is_kept)?;
-    let scratch = plan.packed_workspace_bytes();
+    let scratch = given.scratch_bytes(&plan);
     let filter = match is_kept {
         true => plan.kept_bytes(&given.weight.view()),
-        false => plan.workspace_bytes() - scratch,
+        false => plan.workspace_bytes() - plan.packed_workspace_bytes(),
     };
     Ok((filter, scratch))
 }
@@ -452,7 +459,7 @@ impl Conv2dPlan {
         };
         let args = Conv2dArgs::new(x.view(), w).with_bias(view(&bias));
         let target = y.view_mut()?;
-        let bytes = self.plan.workspace_bytes_for(&args.w);
+        let bytes = self.plan.workspace_bytes_for(&args.x, &args.w);
         run(py, &x, bytes, work(spec), |ws| self.plan.run(&args, target, ws))?;
         y.finish(py, &x.family)
     }

@@ -14,7 +14,7 @@ use windrow::{Conv2dArgs, Device, Weights};
 
 /// `conv2d` of PyTorch's tensors, for images, filters, biases and residuals of the types, shapes and strides of those it
 /// was made from. With other tensors, or such that PyTorch's dispatcher has something to do for, a call does nothing and
-/// returns None.
+/// returns None. So it does for an image at an address for which it would need more memory.
 #[pyclass(module = "windrow._native", frozen)]
 pub(crate) struct Conv2dCall {
     plan: Arc<windrow::Conv2dPlan>,
@@ -55,6 +55,7 @@ impl Conv2dCall {
     ) -> PyResult<Self> {
         let given = Given::import(py, x, weight, bias, named, residual)?;
         let plan = given.plan(py, filters.is_some())?;
+        let scratch = given.scratch_bytes(&plan);
         let Given { x: image, weight: filter, .. } = given;
         let kept = filters.map(|(cache, frozen)| {
             let storage = weight.call_method0(intern!(py, "untyped_storage"))?;
@@ -62,8 +63,8 @@ impl Conv2dCall {
             PyResult::Ok(Kept { cache, frozen, address: filter.address().addr(), storage })
         });
         let kept = kept.transpose()?;
-        let is_packed = kept.is_some();
-        let bytes = if is_packed { plan.packed_workspace_bytes() } else { plan.workspace_bytes() };
+        let packed = plan.workspace_bytes() - plan.packed_workspace_bytes();
+        let bytes = scratch + if kept.is_some() { 0 } else { packed };
         let memory = match image.device {
             Device::Cpu => None,
             _ => Some(Memory {
@@ -109,6 +110,9 @@ impl Conv2dCall {
             return Ok(None);
         }
         let Some(w) = self.weights(py, &weight) else { return Ok(None) };
+        if self.plan.workspace_bytes_for(&x.view(), &w) > self.bytes {
+            return Ok(None);
+        }
         let mut y = match &self.memory {
             None => Output::new(py, None, &x, || Ok(spec.y))?,
             Some(memory) => {

@@ -185,6 +185,24 @@ def on_cuda(monkeypatch):
     monkeypatch.setattr(budget, "_theirs", {})
     return has
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_copy_of_the_image_takes_memory_only_if_it_is_made(size):
+    """Kernels for f16 read images in channels-last where they lie, if the address lets them."""
+    n, c, h, w = 2, 64, 40, 40
+    memory = torch.randn(n * c * h * w + 1, device="cuda", dtype=torch.float16)
+    weight = torch.randn(32, c, size, size, device="cuda", dtype=torch.float16)
+    images = [memory[at : at + n * c * h * w].view(n, h, w, c).permute(0, 3, 1, 2) for at in (0, 1)]
+    named = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1, "activation": None, "accuracy": None}
+    scratch = [_native.conv2d_bytes(image, weight, None, {**named, "memory": None}, True)[1] for image in images]
+    if scratch[0] == scratch[1]:
+        pytest.skip("the planner has chosen an algorithm that reads any address")
+    assert scratch[1] - scratch[0] >= images[0].nbytes
+    for image in images:
+        got, want = conv2d(image, weight), F.conv2d(image.double(), weight.double())
+        assert (got.double() - want).abs().max() <= 1e-2 * want.abs().max()
+
+
 
 def test_room_is_a_tenth_of_what_pytorch_needs(on_cuda):
     """Whatever cuDNN's trials took."""

@@ -24,6 +24,11 @@ pub(crate) trait Prepared: Debug + Send + Sync {
         0
     }
 
+    /// Bytes of scratch memory of a run for images at `x`: at most [`Prepared::scratch_bytes`].
+    fn scratch_bytes_for(&self, _x: *const u8) -> usize {
+        self.scratch_bytes()
+    }
+
     /// Bytes that are kept behind a packed filter. By them [`Prepared::pack`] sees if the filter has changed. 0 if a
     /// copy takes as long as a comparison.
     fn seen_bytes(&self) -> usize {

@@ -37,7 +37,7 @@ const MAX_FORMS: usize = 8;
 /// for value in [1f32, 2.0] {
 ///     w.as_bytes_mut().copy_from_slice(&value.to_ne_bytes().repeat(9));
 ///     let weights = Weights::Cached(w.as_ref(), &cache);
-///     let bytes = plan.workspace_bytes_for(&weights);
+///     let bytes = plan.workspace_bytes_for(&x.as_ref(), &weights);
 ///     if workspace.len() < bytes {
 ///         workspace = Workspace::new(Device::Cpu, bytes)?;
 ///     }

@@ -108,6 +108,11 @@ impl Cpu {
         self.engine.workspace_bytes()
     }
 
+    /// As [`Cpu::scratch_bytes`]: no method needs more for some addresses.
+    pub(super) fn scratch_bytes_for(&self, _: &TensorRef<'_>) -> usize {
+        self.scratch_bytes()
+    }
+
     pub(super) fn form(&self) -> PackedForm {
         PackedForm::Cpu { width: self.engine.packed_width() }
     }
@@ -120,7 +125,7 @@ impl Cpu {
         y: &mut TensorMut<'_>,
         workspace: &mut Workspace,
     ) -> Result<()> {
-        let memory = workspace.take(plan.workspace_bytes_for(&args.w))?;
+        let memory = workspace.take(plan.workspace_bytes_for(&args.x, &args.w))?;
         if y.layout().is_empty() {
             return Ok(());
         }

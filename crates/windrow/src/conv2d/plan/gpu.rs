@@ -111,6 +111,11 @@ impl Gpu {
         self.engine.scratch_bytes()
     }
 
+    /// Bytes of workspace beside a packed filter, for the images at this address.
+    pub(super) fn scratch_bytes_for(&self, x: &TensorRef<'_>) -> usize {
+        self.engine.scratch_bytes_for(x.as_ptr())
+    }
+
     pub(super) fn form(&self) -> PackedForm {
         PackedForm::Cuda(self.engine.packed_form())
     }
@@ -124,7 +129,8 @@ impl Gpu {
         workspace: &mut Workspace,
     ) -> Result<()> {
         let Gpu { engine, gpu, .. } = self;
-        let (stream, memory) = workspace.take_on(gpu, plan.workspace_bytes_for(&args.w))?;
+        let (stream, memory) =
+            workspace.take_on(gpu, plan.workspace_bytes_for(&args.x, &args.w))?;
         if y.layout().is_empty() {
             return Ok(());
         }

@@ -104,11 +104,14 @@ impl Conv2dPlan {
         engine!(self, engine => engine.scratch_bytes())
     }
 
-    /// The bytes of workspace that [`Conv2dPlan::run`] needs with these weights.
-    pub fn workspace_bytes_for(&self, weights: &Weights<'_>) -> usize {
+    /// The bytes of workspace that [`Conv2dPlan::run`] needs for this x and these weights. They are at most
+    /// [`Conv2dPlan::workspace_bytes`]; on a GPU they are less if kernels can read x where it lies, which also depends on
+    /// its address.
+    pub fn workspace_bytes_for(&self, x: &TensorRef<'_>, weights: &Weights<'_>) -> usize {
+        let packed = engine!(self, engine => engine.scratch_bytes_for(x));
         match weights {
-            Weights::Packed(_) | Weights::Cached(..) => self.packed_workspace_bytes(),
-            Weights::Raw(_) => self.workspace_bytes(),
+            Weights::Packed(_) | Weights::Cached(..) => packed,
+            Weights::Raw(_) => self.workspace_bytes() - (self.packed_workspace_bytes() - packed),
         }
     }
 

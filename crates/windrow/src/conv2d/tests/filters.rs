@@ -26,7 +26,7 @@ fn plan(w: &TensorDesc, algorithm: Conv2dAlgorithm) -> Conv2dPlan {
 
 /// The bytes of y.
 fn run(plan: &Conv2dPlan, x: &Tensor, w: Weights<'_>) -> Vec<u8> {
-    let mut ws = Workspace::new(Device::Cpu, plan.workspace_bytes_for(&w)).unwrap();
+    let mut ws = Workspace::new(Device::Cpu, plan.workspace_bytes_for(&x.as_ref(), &w)).unwrap();
     let mut y = Tensor::uninitialised(plan.spec().y).unwrap();
     plan.run(&Conv2dArgs::new(x.as_ref(), w), y.as_mut(), &mut ws).unwrap();
     y.as_bytes().to_vec()

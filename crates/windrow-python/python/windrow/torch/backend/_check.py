@@ -20,6 +20,7 @@ from windrow.torch.backend._check_sums import Compared, compared, raised
 from windrow.torch.backend._constants import Constants, Run
 from windrow.torch.backend._options import Options
 from windrow.torch.backend._original import Original, Roundings, unrepeatable
+from windrow.torch.choice.check import without_trials
 
 _log = logging.getLogger(__name__.rpartition(".")[0])
 # The number of runs with other roundings.
@@ -207,8 +208,14 @@ def _leave(options: Options, why: str) -> None:
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """A context in which no mode, transform or autocast sees the check's calls."""
-    with _disable_current_modes(), torch.no_grad(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
+    """A context in which no mode, transform or autocast sees the check's calls, and cuDNN tries no algorithms for them."""
+    with (
+        _disable_current_modes(),
+        torch.no_grad(),
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableAutocast(),
+        without_trials(),
+    ):
         yield
 
 

@@ -10,7 +10,8 @@ one of the image: the lower quartile of the scales that are not zero.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,18 @@ _SAMPLE = 4096
 Part = Callable[[slice], Sequence[tuple[Tensor, Tensor]]]
 
 
+@contextmanager
+def without_trials() -> Iterator[None]:
+    """A context in which cuDNN takes algorithms by its own rules. With `torch.backends.cudnn.benchmark` it would try all of
+    them for each size that a comparison asks for once, which took most of the first call."""
+    was = torch._C._get_cudnn_benchmark()
+    torch._C._set_cudnn_benchmark(False)
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_benchmark(was)
+
+
 @dataclass(frozen=True)
 class Check:
     """The reference of a comparison, and the allowed error."""
@@ -58,6 +71,7 @@ class Check:
     residual: Tensor | None = None
 
     @torch.no_grad()
+    @without_trials()
     def fault(self, result: Any) -> str | None:
         """The fault of a result, in words; None if it is right."""
         results = [t for t in (result if isinstance(result, list | tuple) else [result]) if t is not None]

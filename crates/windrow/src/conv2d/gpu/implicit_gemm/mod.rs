@@ -8,7 +8,7 @@ mod product;
 use self::cut::{BLOCKS, Cut, Gather, PARTS, STEP, corners, gather};
 use self::product::{FILTER_EXPONENT, product, threads};
 use super::facts::packed_parts;
-use super::input::{Input, most_images};
+use super::input::{Input, is_aligned, most_images};
 use super::method::{About, Method, Parameter, needs_warpgroups};
 use super::prepared::{Operands, PackTo, PackedForm, Prepared};
 use super::shape::ConvShape;
@@ -213,6 +213,7 @@ impl ImplicitGemm {
         self.cut.k_blocks(&self.problem) * self.cut.steps(&self.problem) * halves
     }
 
+    /// True if the layout of x lets f16/bf16 kernels read it where it lies. Its address has to be aligned, too.
     fn copies_nothing(&self, input: &Input) -> bool {
         input.in_place && self.problem.c.is_multiple_of(self.cut.vector())
     }
@@ -305,9 +306,13 @@ impl Prepared for ImplicitGemm {
         PackedForm::new("implicit_gemm", self.spec.x.dtype, products, self.cut.block)
     }
 
-    /// Bytes of scratch memory of a run.
     fn scratch_bytes(&self) -> usize {
         self.input.as_ref().map_or(0, Input::copy_bytes)
+    }
+
+    fn scratch_bytes_for(&self, x: *const u8) -> usize {
+        let is_copied = |input: &&Input| !(self.copies_nothing(input) && is_aligned(x));
+        self.input.as_ref().filter(is_copied).map_or(0, Input::copy_bytes)
     }
 
     /// The tolerance. f16/bf16: tensor cores truncate each addition. f32: both operands carry 22 bits, and the product
@@ -362,19 +367,18 @@ impl Prepared for ImplicitGemm {
     }
 
     unsafe fn run(&self, stream: &Stream, packed: *const u8, operands: Operands) -> Result<()> {
-        let aligned = |address: *const u8| (address as usize).is_multiple_of(16);
         let out_aligned = operands.is_out_aligned(16);
         let strides_of_x = strides(&self.spec.x);
         let n = self.problem.n;
         let Some(input) = &self.input else {
-            let kernel = self.kernel(aligned(operands.x) && out_aligned)?;
+            let kernel = self.kernel(is_aligned(operands.x) && out_aligned)?;
             let x = Images { n, strides: strides_of_x, maps: false };
             // SAFETY: the caller's promise.
             return unsafe { self.launch(stream, kernel, packed, operands, x) };
         };
         let maps = self.cut.maps && out_aligned;
         let kernel = self.kernel(out_aligned)?;
-        if self.copies_nothing(input) && aligned(operands.x) {
+        if self.copies_nothing(input) && is_aligned(operands.x) {
             let x = Images { n, strides: strides_of_x, maps };
             // SAFETY: the caller's promise.
             return unsafe { self.launch(stream, kernel, packed, operands, x) };

@@ -146,6 +146,11 @@ impl Input {
     }
 }
 
+/// True if vectors can be read at this address.
+pub(crate) fn is_aligned(x: *const u8) -> bool {
+    x.addr().is_multiple_of(16)
+}
+
 /// Channels of the copy.
 fn channels(spec: &Conv2dSpec) -> usize {
     spec.x.shape()[1].next_multiple_of(16 / spec.x.dtype.size())

@@ -9,7 +9,7 @@ use self::kernel::Fused;
 use self::sizes::Sizes;
 use super::ALIGNMENT;
 use super::facts::{has_vectors, is_strict, may_transform, packed_parts};
-use super::input::{Input, most_images};
+use super::input::{Input, is_aligned, most_images};
 use super::method::{About, Method, needs_warpgroups};
 use super::prepared::{Operands, PackTo, PackedForm, Prepared};
 use super::shared::matrix::matrix;
@@ -219,6 +219,11 @@ impl Prepared for WinogradRow {
         ImageMax::bytes(&self.spec.x) + self.sizes.sums_bytes() + self.input.copy_bytes()
     }
 
+    fn scratch_bytes_for(&self, x: *const u8) -> usize {
+        let is_copied = !(self.input.in_place && is_aligned(x));
+        self.scratch_bytes() - if is_copied { 0 } else { self.input.copy_bytes() }
+    }
+
     fn packed_form(&self) -> PackedForm {
         PackedForm::new("winograd_row", self.spec.x.dtype, self.sizes.products, 0)
     }
@@ -277,7 +282,7 @@ impl Prepared for WinogradRow {
         let x_max = operands.scratch;
         let sums = x_max.wrapping_add(ImageMax::bytes(&self.spec.x));
         let copy = sums.wrapping_add(self.sizes.sums_bytes());
-        let in_place = input.in_place && (operands.x as usize).is_multiple_of(16);
+        let in_place = input.in_place && is_aligned(operands.x);
         let fused = self.fused(self.vectors && operands.is_out_aligned(16))?;
         let images =
             if in_place { p.n } else { input.copied_images() }.min(fused.most_images(self));
