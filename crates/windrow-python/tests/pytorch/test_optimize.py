@@ -72,6 +72,27 @@ def test_values(device, dtype, layout, activation, winner):
     assert decided == {winner} or device == "cuda"
 
 
+@pytest.mark.parametrize(("device", "kind", "rest"), [
+    ("cuda", nn.GroupNorm, "inductor"),
+    ("cuda", nn.BatchNorm2d, "eager"),
+    ("cpu", nn.GroupNorm, "eager"),
+])  # fmt: skip
+def test_who_computes_the_rest(device, kind, rest, monkeypatch):
+    """If the user does not say."""
+    from windrow.torch import backend
+    from windrow.torch.backend import _options
+
+    model, asked = nn.Sequential(nn.Conv2d(3, 4, 1), kind(*[2] * (kind is nn.GroupNorm), 4)), []
+    monkeypatch.setattr(_options, "device_types", lambda inputs: {device})
+    monkeypatch.setattr(backend, "_compiled", lambda graph, inputs, options: asked.append(options.rest) or graph)
+    for given in (None, *_options.RESTS):
+        optimize(model, rest=given)(torch.randn(1, 3, 4, 4))
+        torch._dynamo.reset()
+    assert asked == [rest, "inductor", "eager"]
+    with pytest.raises(_options.OptionError, match="`rest` is 'fast', expected one of"):
+        optimize(model, rest="fast")
+
+
 def test_report_and_state():
     model = made()
     before = copy.deepcopy(model.state_dict())

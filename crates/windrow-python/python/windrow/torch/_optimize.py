@@ -75,7 +75,7 @@ class _Told:
 _WHOLE = "the model"
 
 
-def optimize(model: nn.Module, accuracy: str | None = None, check: bool = True, rest: str = "eager") -> nn.Module:
+def optimize(model: nn.Module, accuracy: str | None = None, check: bool = True, rest: str | None = None) -> nn.Module:
     """A new module that computes the same as `model.eval()`, faster; the model itself does not change.
 
     The backend of `torch.compile` compiles its calls, with filters frozen. Normalisations and other factors of channels
@@ -89,7 +89,8 @@ def optimize(model: nn.Module, accuracy: str | None = None, check: bool = True, 
     done.
 
     accuracy: as in `patch`. check: whether the first call of each compiled graph is compared with PyTorch's. rest: the
-    way to run everything but convolutions, "eager" for PyTorch's operators one by one, or "inductor".
+    way to run everything but convolutions, "eager" for PyTorch's operators one by one, or "inductor"; None is "inductor"
+    for graphs on CUDA with group normalisations, else "eager".
     Raises ValueError for other values, and VersionError if PyTorch is too old for the backend.
     """
     if accuracy not in ACCURACIES:
@@ -98,8 +99,8 @@ def optimize(model: nn.Module, accuracy: str | None = None, check: bool = True, 
     from windrow.torch.backend._options import RESTS, OptionError, expect_known_version
 
     expect_known_version()
-    if rest not in RESTS:
-        raise OptionError(f"`rest` is {rest!r}, expected one of {[*RESTS]}")
+    if rest not in (None, *RESTS):
+        raise OptionError(f"`rest` is {rest!r}, expected one of {[None, *RESTS]}")
     result: Any = copy.deepcopy(model)
     for module in [*result.modules()]:
         undo(module)

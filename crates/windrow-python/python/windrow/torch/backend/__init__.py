@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from windrow.torch.backend._compile import by_eager, by_inductor
-from windrow.torch.backend._options import OptionError, Options, Ran, VersionError, can_inductor, device_types
+from windrow.torch.backend._options import OptionError, Options, Ran, VersionError, can_inductor, device_types, rest_of
 
 __all__ = ["OptionError", "VersionError", "windrow"]
 
@@ -39,7 +39,8 @@ def compiled_with(
     graph: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any], ran: Ran
 ) -> Callable[..., Any]:
     """The same function for an optimized model. It calls `ran` after each run."""
-    return _compiled(graph, inputs, replace(Options.of(None, options), ran=ran))
+    rest = options.get("rest") or rest_of(graph, inputs)
+    return _compiled(graph, inputs, replace(Options.of(None, {**options, "rest": rest}), ran=ran))
 
 
 def _compiled(graph: fx.GraphModule, inputs: Sequence[Any], asked: Options) -> Callable[..., Any]:
