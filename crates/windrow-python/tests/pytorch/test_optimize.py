@@ -377,6 +377,7 @@ def test_modules_behind_a_graph_break_are_named(ours):
 
 
 FACTOR = 2
+IS_SHORT = torch.__version__ >= (2, 14)
 
 
 class Reads(nn.Module):
@@ -421,11 +422,11 @@ def test_what_the_shorter_way_sees(change, ours, monkeypatch):
         for m in (fast, model):
             m(x), m(x)
         calls = fast.__dict__["_windrow_run"].calls
-        assert calls._short == 1
+        assert calls._short == IS_SHORT
         for given in ((x,), (x[:1].clone(), 1.5)):
             for _ in range(3):
                 torch.testing.assert_close(fast(*given), model(*given), rtol=1e-4, atol=1e-4)
-        assert calls._short == 6
+        assert calls._short == 6 * IS_SHORT
         torch.manual_seed(1)
         change(fast)
         torch.manual_seed(1)

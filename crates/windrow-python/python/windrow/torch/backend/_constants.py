@@ -186,6 +186,9 @@ Make = Callable[[Sequence[Tensor]], tuple[Run, Any]]
 # A function that says if the tensors at these indices still lie at these addresses.
 _lie_at = torch._C._tensors_data_ptrs_at_indices_equal
 _version = operator.attrgetter("_version")
+if torch.__version__ < (2, 14):
+    # PyTorch 2.8 and 2.9 do not guard the strides of parameters.
+    _version = lambda t: (t._version, t.stride())
 
 
 @dataclass(eq=False)
@@ -199,7 +202,7 @@ class _OfParameters:
     # The addresses of the graph's inputs.
     pointers: list[int | None]
     # The version counters of watched inputs.
-    versions: list[int]
+    versions: list[Any]
     # Copies, by index, of tensors from inference_mode, which do not count writes.
     copies: dict[int, Tensor]
     # The function that gets the watched inputs.
@@ -213,7 +216,7 @@ class _OfParameters:
         given = self.all_watched(inputs)
         if not self.copies:
             return [*map(_version, given)] == self.versions and self.sample.is_same()
-        counted = all(i in self.copies or t._version == self.versions[i] for i, t in enumerate(given))
+        counted = all(i in self.copies or _version(t) == self.versions[i] for i, t in enumerate(given))
         # A capture would fail at a comparison, which waits for the device. The captured graph reads these constants anyway.
         is_equal = lambda i, copy: is_captured(copy.device) or torch.equal(given[i], copy)
         return counted and self.sample.is_same() and all(is_equal(i, copy) for i, copy in self.copies.items())
@@ -251,7 +254,7 @@ class ConstantsCache:
 
     def _computed(self, key: tuple[int, ...], inputs: Sequence[Any], given: Sequence[Tensor]) -> _OfParameters:
         copies = {i: t.clone() for i, t in enumerate(given) if t.is_inference()}
-        versions = [0 if t.is_inference() else t._version for t in given]
+        versions = [0 if t.is_inference() else _version(t) for t in given]
         before = self._found.get(key)
         if before is not None and not self.in_graphs:
             constants = before.constants
