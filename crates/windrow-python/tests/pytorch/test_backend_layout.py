@@ -19,13 +19,6 @@ pytestmark = [
 LAST = torch.channels_last
 
 
-@pytest.fixture(autouse=True)
-def _forget():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.fixture
 def given(monkeypatch):
     """The images and residuals that the operators were given, after `given.clear()`."""

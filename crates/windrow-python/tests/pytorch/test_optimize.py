@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from common import TOLERANCE, each_device, leaf, normal
 from torch import nn
 from windrow.torch import _fused, _sequence, optimize
+from windrow.torch._known import OLDEST
 from windrow.torch.choice import policy, store
 
 pytestmark = pytest.mark.usefixtures("nothing_decided")
@@ -377,7 +378,7 @@ def test_modules_behind_a_graph_break_are_named(ours):
 
 
 FACTOR = 2
-IS_SHORT = torch.__version__ >= (2, 14)
+IS_SHORT = torch.__version__ >= OLDEST
 
 
 class Reads(nn.Module):

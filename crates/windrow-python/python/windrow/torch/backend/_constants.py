@@ -187,7 +187,7 @@ Make = Callable[[Sequence[Tensor]], tuple[Run, Any]]
 _lie_at = torch._C._tensors_data_ptrs_at_indices_equal
 _version = operator.attrgetter("_version")
 if torch.__version__ < (2, 14):
-    # PyTorch 2.8 and 2.9 do not guard the strides of parameters.
+    # PyTorch 2.14 guards the strides of parameters; 2.8 and 2.9 do not.
     _version = lambda t: (t._version, t.stride())
 
 
