@@ -1,12 +1,10 @@
 """A network in one mode: what is timed, and how far its result is from that in f64."""
 
 import copy
-import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import networks
 import torch
@@ -57,8 +55,6 @@ def original(network: Network, mode: Mode, device: torch.device) -> nn.Module:
 PYTORCH, COMPILED, PATCHED, OPTIMIZED = "pytorch", "compiled", "windrow", "optimized"
 # PyTorch's modules compiled with `backend="windrow"`, with Inductor for the rest and without it.
 BACKEND, BACKEND_EAGER = "backend", "backend, eager"
-# PyTorch's modules exported to it.
-ONNXRUNTIME = "onnxruntime"
 
 
 def sides(kind: str, others: Iterable[str] = ()) -> list[str]:
@@ -68,30 +64,13 @@ def sides(kind: str, others: Iterable[str] = ()) -> list[str]:
 
 
 def tensors(result: object) -> list[Tensor]:
-    """A network's results as a list: PyTorch's, or arrays of ONNX Runtime."""
+    """A network's results as a list: PyTorch's, or arrays of another library."""
     return [torch.as_tensor(t) for t in result] if isinstance(result, tuple | list) else [result]  # type: ignore[list-item]
 
 
 def whole(results: list[Tensor]) -> Tensor:
     """All results as one vector in f64."""
     return torch.cat([t.double().flatten() for t in results])
-
-
-def session_call(model: nn.Module, x: Tensor) -> Callable[[], object]:
-    """A run of ONNX Runtime: its own kernels, all of its graph optimisations, as many threads as PyTorch has."""
-    import onnxruntime
-
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "model.onnx"
-        torch.onnx.export(model, (x,), file, dynamo=True, verbose=False)
-        options = onnxruntime.SessionOptions()
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
-        options.intra_op_num_threads = torch.get_num_threads()
-        # Its threads wait for the next call by spinning, which would take the cores from whoever has the next turn.
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-        session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-    inputs = {session.get_inputs()[0].name: x.numpy()}
-    return lambda: session.run(None, inputs)
 
 
 @dataclass(frozen=True)
@@ -116,6 +95,10 @@ class Case:
         model = copy.deepcopy(original(self.network, self.mode, self.device))
         if self.kind == "train":
             model.train().requires_grad_(True)
+        return self.made(model, side)
+
+    def made(self, model: nn.Module, side: str) -> nn.Module:
+        """What a side makes of PyTorch's module, which may be changed."""
         if side == PATCHED:
             windrow.torch.patch(model, **self.how)
         if side == OPTIMIZED:
@@ -143,8 +126,6 @@ class Case:
         """The call that is timed: the network's result, or a step of training."""
         self.set_flags()
         model, x = self.model(side), self.input(self.batch, self.network.size[self.device.type])
-        if side == ONNXRUNTIME:
-            return session_call(model, x)
         if self.kind == "train":
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 

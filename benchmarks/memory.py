@@ -44,7 +44,8 @@ def _of_the_pool(device: torch.device) -> int:
     return most.value
 
 
-def _resident(field: str) -> int:
+def resident(field: str) -> int:
+    """Bytes of this process, as its status names them."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(re.search(rf"{field}:\s*(\d+) kB", status)[1])
 
@@ -79,7 +80,7 @@ def _on_cuda(case: Case, side: str) -> int:
 
 def _on_cpu(case: Case, side: str) -> int:
     torch.randn(64, 64) @ torch.randn(64, 64)
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     call = _started(case, side)
     call(), call(), call()
     gc.collect()
@@ -87,7 +88,7 @@ def _on_cpu(case: Case, side: str) -> int:
     # Resets the peak.
     Path("/proc/self/clear_refs").write_text("5")
     call()
-    return _resident("VmHWM") - before
+    return resident("VmHWM") - before
 
 
 if __name__ == "__main__":

@@ -4,10 +4,8 @@
 
 Networks of torchvision, and of diffusers where it is installed, with random weights. PyTorch, the patched and the optimized
 network take turns in one process, with `--compile` also what torch.compile makes of PyTorch's, by Inductor and with
-`backend="windrow"` (with `rest="eager"` too), and with `--onnxruntime` on a CPU in mode f32 ONNX Runtime, with all of its
-graph optimisations and as many threads; times are medians. On CUDA inference is timed in a graph and without; `--train`
-times a step with SGD instead. Memory is the peak of the weights, the input and
-one call; errors are relative, those of the results that were timed, or of gradients, against the same network in f64.
+`backend="windrow"` (with `rest="eager"` too); times are medians. On CUDA inference is timed in a graph and without; `--train`
+times a step with SGD instead. Memory is the peak of the weights, the input and one call; errors are relative, those of the results that were timed, or of gradients, against the same network in f64.
 OUT.json says who computed the convolutions: Windrow, cuDNN or PyTorch. `--accuracy half` is given to patch and optimize.
 
 Results are written after each case. Cases that OUT.json has already are replaced if they are measured again and else kept,
@@ -53,15 +51,12 @@ def arguments() -> argparse.Namespace:
     add("--modes", help="of " + "; ".join(f"{k} on {d}: {','.join(m)}" for (k, d), m in MODES_OF.items()))
     add("--train", action="store_true", help="a step of training instead of inference")
     add("--compile", action="store_true", help="torch.compile and backend windrow, each network's first batch")
-    add("--onnxruntime", action="store_true", help="ONNX Runtime beside PyTorch, on the CPU in mode f32")
     add("--accuracy", help="of patch and optimize")
     add("--batches", help="instead of each network's own")
     add("--seconds", type=float, help="timing of a case; default 1 on CUDA, 8 on the CPU")
     add("--budget", type=float, default=math.inf, help="start nothing after so many seconds")
     add("out", type=Path, metavar="OUT.json")
     options = parser.parse_args()
-    if options.onnxruntime and (options.train or options.device.type != "cpu"):
-        parser.error("--onnxruntime is for inference on the CPU")
     if options.device.type == "cuda":
         torch.cuda.set_device(options.device)
         options.device = torch.device("cuda", torch.cuda.current_device())
@@ -193,7 +188,6 @@ def measured(name: str, case: Case, options: argparse.Namespace, exact: dict) ->
     """Times, who computed convolutions, and of a network's first batch errors."""
     compiled = [contestants.COMPILED, contestants.BACKEND, contestants.BACKEND_EAGER]
     others = compiled if options.compile and case.first else []
-    others += [contestants.ONNXRUNTIME] * (options.onnxruntime and case.mode == MODES["f32"])
     before = {decision.problem for decision in windrow.torch.decisions()}
     times, results = timed(case, options.seconds, others)
     found = {"ms": times, "computed_by": computed_by(case.device, before)}
@@ -256,7 +250,7 @@ TITLES = {
 }
 HEAD = (
     "network, mode, batch",
-    *("PyTorch", "patched", "x", "optimized", "x", "compiled", "backend", "its eager", "ORT", "memory", "error", "err. x"),
+    *("PyTorch", "patched", "x", "optimized", "x", "compiled", "backend", "its eager", "memory", "error", "err. x"),
 )
 
 
@@ -267,7 +261,7 @@ def table(record: dict[str, Any]) -> str:
     lines += [f"Not measured: {name} ({why})." for name, why in record["left"].items()]
     failed = {name: case["failed"] for name, case in record["cases"].items() if "failed" in case}
     lines += [f"Failed: {name}: {why}" for name, why in failed.items()]
-    lines += ["", "Times in ms; `x`: PyTorch's time beside it, as of `compiled` by torch.compile and of `ORT`, ONNX Runtime."]
+    lines += ["", "Times in ms; `x`: PyTorch's time beside it, as of `compiled` by torch.compile."]
     lines += ["`backend`: by torch.compile with `backend=\"windrow\"`; `its eager`: with `rest=\"eager\"`, too."]
     lines += ["`error`: PyTorch's and that of the patched network; `memory`, `err. x`: of the patched and the optimized"]
     lines += ["network, and of the backend if it was measured, beside PyTorch's."]
@@ -310,7 +304,6 @@ def row(name: str, case: dict[str, Any], kind: str) -> tuple[str, ...]:
         times_as_fast("compiled"),
         times_as_fast("backend"),
         times_as_fast("backend, eager"),
-        times_as_fast("onnxruntime"),
         beside(case.get("peak_bytes")),
         f"{error['pytorch']:.1e} {error['windrow']:.1e}" if error else "-",
         beside(error),
@@ -320,7 +313,7 @@ def row(name: str, case: dict[str, Any], kind: str) -> tuple[str, ...]:
 def main() -> int:
     options = arguments()
     start, broken = time.perf_counter(), 0
-    record = load(options.out, header(options.device, [contestants.ONNXRUNTIME] * options.onnxruntime))
+    record = load(options.out, header(options.device))
     record["left"] = {}
     exact: dict[tuple, torch.Tensor] = {}
     measured_at = provenance.commit() | {"date": str(datetime.date.today())}
